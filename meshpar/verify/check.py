@@ -1,18 +1,19 @@
-"""``mp.check``: the sharded run equals the unsharded one up to floating-point rounding, or the first op that goes wrong is named.
+"""``mp.check``: compares the sharded run with the unsharded one up to rounding, and names the first op that is wrong.
 
 Every leaf of the results is compared with the run of the same function on one device. A leaf that differs by more
-than the tolerance may still differ by *rounding*: the program amplifies it (Adam turns a gradient that is zero but for
-rounding into a full step), or computes in a narrower dtype than its results have. To tell, both programs are run again
-with all intermediate values as further results, and the leaf is followed back to values on which both runs agree. It is
-rounding if every op on the way does to the *sharded* run's operands what one device does to them, within one of:
+than the tolerance may still differ only by *rounding*: the program amplifies it (Adam turns a gradient that is zero up to
+rounding into a full step), or computes in a narrower dtype than that of its results. To distinguish these cases, both programs
+are run again with all intermediate values as additional results, and the leaf is traced back to values on which both runs agree.
+The difference is rounding if every op on this path, applied on one device to the operands of the *sharded* run, has the results
+of the sharded run within one of:
 
 - the tolerance;
-- what the op makes of operands that differ by the tolerance (its backward error: a sum of terms that cancel has the
+- the change of its results when its operands change by the tolerance (its backward error: a sum with cancellation has the
   rounding of its terms);
-- a few times what one device is off by from the same op in a wider dtype (:mod:`meshpar.verify.wide`): loops that add
-  up in bfloat16 are as far from float32 in either run.
+- a small multiple of the error of one device against the same op in a wider dtype (:mod:`meshpar.verify.wide`): a loop that
+  accumulates in bfloat16 is equally far from float32 in both runs.
 
-An op that does something else is wrong, and the error names its line.
+Otherwise the op is wrong, and the error names its source line.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from .numbers import compiled, host, mesh_text, on_device, worst_of
 
 Lowering = Literal["auto", "jit", "shard_map"]
 
-WHOLE = "(nothing split)"
+UNSHARDED = "(nothing sharded)"
 IDLE = "idle"
-"""The axis of the default meshes that no rule uses: XLA's partitioner gets some gradients wrong by its size."""
+"""Name of the axis of default meshes that no rule uses. It is there because XLA's partitioner scales some gradients by its size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +49,12 @@ class Row:
 
     Attributes:
       mesh, layout, lowering: what ran; the mesh as ``"data=2, model=4"``.
-      path: the tree path of the leaf that differs most, those of ``explained`` left out.
-      difference: of that leaf, as a part of its largest value.
-      leaves: how many were compared.
-      explained: paths of the leaves that differ by more than the tolerance, but by rounding only.
-      rounding: the largest difference of these, as a part of the leaf's largest value.
-      error: what went wrong, or None.
+      path: the tree path of the leaf with the largest difference, ``explained`` ones excluded.
+      difference: of that leaf, relative to its largest value.
+      leaves: number of leaves that were compared.
+      explained: paths of the leaves that differ by more than the tolerance, but only by rounding.
+      rounding: the largest difference of these leaves, relative to the leaf's largest value.
+      error: the error if the layout changes a result; None.
     """
 
     mesh: str
@@ -69,12 +70,12 @@ class Row:
 
 @dataclass(slots=True)
 class Report:
-    """What :func:`meshpar.check` found; print it.
+    """The result of :func:`meshpar.check`; print it.
 
     Attributes:
       rows: one for every mesh, layout and lowering.
-      skipped: (mesh, layout, reason) for the default meshes that a size does not divide over.
-      tolerance: as it was asked for.
+      skipped: (mesh, layout, reason) of the default meshes over which a size does not divide.
+      tolerance: the relative tolerance of float32 results.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -83,7 +84,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether something ran, and nothing differed."""
+        """Whether at least one layout ran, and no result differed."""
         return bool(self.rows) and all(r.error is None for r in self.rows)
 
     def __str__(self) -> str:
@@ -91,8 +92,8 @@ class Report:
         for r in self.rows:
             verdict = "equal" if r.error is None else "DIFFERS"
             counts = str(r.leaves), f"{len(r.explained)} ({r.rounding:.1e})" if r.explained else ""
-            cells.append((r.layout or WHOLE, r.mesh, r.lowering, *counts, f"{r.difference:.1e}", r.path, verdict))
-        cells += [(layout or WHOLE, mesh, "", "", "", "", "", "skipped") for mesh, layout, _ in self.skipped]
+            cells.append((r.layout or UNSHARDED, r.mesh, r.lowering, *counts, f"{r.difference:.1e}", r.path, verdict))
+        cells += [(layout or UNSHARDED, mesh, "", "", "", "", "", "skipped") for mesh, layout, _ in self.skipped]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
         bad = sum(r.error is not None for r in self.rows)
@@ -102,8 +103,9 @@ class Report:
         )
         if any(r.explained for r in self.rows):
             lines.append(
-                "rounding: leaves that differ by more, but by rounding only, and the largest difference: each op on the way to "
-                "them does the same on one device on the sharded run's operands, or is as close to its results in a wider dtype"
+                "rounding: number of leaves that differ by more, but only by rounding, and their largest difference: every op "
+                "that they depend on gives the same on one device with the sharded run's operands, or is as accurate, "
+                "compared with a wider dtype"
             )
         notes = [f"skipped {mesh}: {reason}" for mesh, _, reason in self.skipped]
         errors = [str(r.error) for r in self.rows if r.error is not None]
@@ -117,14 +119,14 @@ class Subject:
     Attributes:
       plan: for the mesh that it runs on.
       arrays: its flat arguments.
-      alone: flat arguments → flat results, to be traced: the step as written, for one device.
+      unsharded: flat arguments → flat results; a traceable function: the step for one device.
       sharded: the same, compiled under the layout.
       shardings: of its flat arguments.
     """
 
     plan: Plan
     arrays: list[Any]
-    alone: Callable[..., list[Any]]
+    unsharded: Callable[..., list[Any]]
     sharded: Callable[[list[Any]], list[Any]]
     shardings: Sequence[NamedSharding] = ()
 
@@ -139,19 +141,19 @@ def check_layouts(
     raises: bool = True,
 ) -> Report:
     """:func:`meshpar.check`, for a step that ``subject`` lowers for a mesh, a layout and a lowering."""
-    asked = [meshes] if isinstance(meshes, Mesh | str | Mapping) else None if meshes is None else list(meshes)
+    given = [meshes] if isinstance(meshes, Mesh | str | Mapping) else None if meshes is None else list(meshes)
     case = _Case(tolerance)
     report = Report(tolerance=tolerance)
     refused: DivisibilityError | None = None
     for layout in each_layout(layouts):
-        for m in _default_meshes(layout) if asked is None else asked:
+        for m in _default_meshes(layout) if given is None else given:
             m = make_mesh(m) if isinstance(m, str | Mapping) else m
             for lowering in lowerings:
                 try:
                     with subject(m, layout, lowering) as it:
                         row = case.run(it, it.plan.lowering)
                 except DivisibilityError as e:
-                    if asked is not None:
+                    if given is not None:
                         raise
                     refused = refused or e
                     report.skipped.append((mesh_text(m), str(layout), e.headline))
@@ -165,25 +167,26 @@ def check_layouts(
 
 
 def check_subject(subject: Subject, lowering: str, tolerance: float) -> Row:
-    """One layout beside the unsharded run."""
+    """The row of one layout, compared with the unsharded run."""
     return _Case(tolerance).run(subject, lowering)
 
 
 def each_layout(layouts: Any) -> list[Layout]:
+    """The layouts of one layout, of a list of layouts, or of one Flax rule list."""
     if isinstance(layouts, str | Layout | Mapping):
         return [Layout(layouts)]
     layouts = list(layouts)
     if layouts and all(isinstance(p, tuple | list) and len(p) == 2 and isinstance(p[0], str) for p in layouts):
-        rest = [p[1] for p in layouts]
-        if all(a is None or isinstance(a, str | tuple | list) for a in rest) and not any(":" in p[0] for p in layouts):
+        axes = [p[1] for p in layouts]
+        if all(a is None or isinstance(a, str | tuple | list) for a in axes) and not any(":" in p[0] for p in layouts):
             return [Layout(layouts)]  # one Flax rule list
     return [Layout(x) for x in layouts]
 
 
 def _default_meshes(layout: Layout) -> list[Mesh]:
-    """All n devices as 1×n, 2×n/2, 2×2×n/4; what the layout has no axis for is an idle axis."""
+    """Meshes of all n devices with sizes 1×n, 2×n/2 and 2×2×n/4; sizes beyond the axes of the layout form an idle axis."""
     n = len(jax.devices())
-    n = n if n >= 4 else 8  # too few: let the error say how to get eight
+    n = n if n >= 4 else 8  # too few: the error of the mesh shows how to get eight
     axes = list(dict.fromkeys(a for r in layout.rules for a in r.axes))
     idle = next(name for name in (IDLE, *(f"{IDLE}_{i}" for i in range(len(axes)))) if name not in axes)
     shapes = [(1, n), (2, n // 2), (2, 2, n // 4)]
@@ -205,7 +208,14 @@ def _default_meshes(layout: Layout) -> list[Mesh]:
 
 @dataclass(eq=False, slots=True)
 class _Reference:
-    """The run on one device: its flat arguments, the results, and the compiled function."""
+    """The unsharded run on one device.
+
+    Attributes:
+      leaves: its flat arguments.
+      results: its flat results.
+      run: the compiled function.
+      spread: per result, the change when the arguments change by the tolerance; None: not computed yet.
+    """
 
     leaves: list[Any]
     results: list[np.ndarray]
@@ -214,13 +224,13 @@ class _Reference:
 
 
 class _Case:
-    """A step and its arguments; the unsharded run is made once."""
+    """One step with its arguments, under several layouts; the unsharded run is made once."""
 
     def __init__(self, tolerance: float):
         self.tolerance = tolerance
-        self.device = jax.local_devices()[0]  # every process makes the unsharded run for itself
+        self.device = jax.local_devices()[0]  # every process runs the unsharded step
         self.reference: _Reference | None = None
-        self.between: tuple[object, list[Any]] | None = None  # (which program, all values of it on one device)
+        self.intermediates: tuple[object, list[Any]] | None = None  # (key of the program, all its values on one device)
 
     def fresh(self, xs: Sequence[Any]) -> list[Any]:
         """Copies of arrays, on one device."""
@@ -230,27 +240,27 @@ class _Case:
         reference = self.reference or self.unsharded(subject)
         self.reference, plan = reference, subject.plan
         outs = subject.sharded(self.fresh(subject.arrays))
-        found = [worst_of(a, b, self.tolerance) for a, b in zip(outs, reference.results, strict=True)]
-        failed = [k for k, d in enumerate(found) if not d.ok]
+        differences = [worst_of(a, b, self.tolerance) for a, b in zip(outs, reference.results, strict=True)]
+        failed = [k for k, d in enumerate(differences) if not d.ok]
         explained: list[int] = []
         error = None
         if failed:
             localizer = Localizer(self, plan, reference, lowering, self.device)
-            explained = [k for k in failed if localizer.explains(k, found[k], outs[k])]
+            explained = [k for k in failed if localizer.explains(k, differences[k], outs[k])]
             failed = [k for k in failed if k not in explained]
             if failed:
-                error = localizer.error(failed, found, outs)
+                error = localizer.error(failed, differences, outs)
         paths = [h.path for h in plan.outputs]
-        rest = [k for k in range(len(found)) if k not in explained]
-        worst = failed[0] if failed else max(rest, key=lambda k: found[k].relative, default=None)
+        others = [k for k in range(len(differences)) if k not in explained]
+        worst = failed[0] if failed else max(others, key=lambda k: differences[k].relative, default=None)
         return Row(
             mesh_text(plan.mesh), str(plan.layout), lowering, "" if worst is None else paths[worst],
-            0.0 if worst is None else found[worst].relative, len(found), tuple(paths[k] for k in explained), error,
-            max((found[k].relative for k in explained), default=0.0),
+            0.0 if worst is None else differences[worst].relative, len(differences), tuple(paths[k] for k in explained), error,
+            max((differences[k].relative for k in explained), default=0.0),
         )  # fmt: skip
 
     def unsharded(self, subject: Subject) -> _Reference:
         """The run on one device, under ``jax.jit`` alone."""
         leaves = self.fresh(subject.arrays)
-        run = compiled(subject.alone, leaves)
+        run = compiled(subject.unsharded, leaves)
         return _Reference(leaves, [host(x) for x in run(*leaves)], lambda xs: run(*xs))

@@ -1,4 +1,4 @@
-"""Operations of a compiled program, out of its own text: matrix products, convolutions and what kernels state."""
+"""Floating-point operations of a compiled program, from its HLO text: matmuls, convolutions and cost estimates of kernels."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ _STATED = re.compile(r'"cost_estimate":\{"flops":"?(\d+)')
 
 
 def flops(text: str, *, unknown: int = 1) -> float:
-    """Floating-point operations of one device in a step: 2 for each product that is added up; element-wise ones are left out.
+    """Floating-point operations of one device in a step: 2 per multiply-add of matmuls and convolutions, nothing for other ops.
 
-    Products with padding are not counted: the TPU compiler writes a batch of products as a convolution most of whose taps meet
-    nothing. Of a Pallas kernel it is what the kernel states (``cost_estimate``), whatever it executes; of a conditional the branch
-    with most.
+    Multiplications with padding are not counted: the TPU compiler expresses a batched matmul as a convolution most of whose taps
+    are padding. A Pallas kernel counts with its ``cost_estimate``, a conditional with its most expensive branch.
 
     Args:
       text: an HLO module, right after partitioning or final.
-      unknown: trips of a loop whose number is not known.
+      unknown: trip count of loops whose trip count is not known.
 
     Raises:
       ValueError: the text is no HLO module.
@@ -51,21 +50,21 @@ def _sizes(shape: str) -> tuple[int, ...]:
 
 
 def _operand(i: Instruction, number: int, computation: Computation) -> tuple[int, ...]:
-    found = computation.get(i.operands[number])
-    if found is None:
+    operand = computation.get(i.operands[number])
+    if operand is None:
         raise ValueError(f"operand {i.operands[number]} of {i.name} is not in its computation")
-    return _sizes(found.shape)
+    return _sizes(operand.shape)
 
 
 def _dot(i: Instruction, computation: Computation) -> int:
     left = _operand(i, 0, computation)
-    found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.attributes)
-    contracted = [int(n) for n in found[1].split(",") if n] if found else []
+    m = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.attributes)
+    contracted = [int(n) for n in m[1].split(",") if n] if m else []
     return 2 * math.prod(_sizes(i.shape)) * math.prod(left[d] for d in contracted)
 
 
 def _convolution(i: Instruction, computation: Computation) -> int:
-    """2 · batch and features of the result · features that are summed · taps that meet an element, over all positions."""
+    """2 · batch size · output features · input features per group · pairs (position, tap) that read an element."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes)
     assert labels is not None, i.attributes[:200]
     left, right = _operand(i, 0, computation), _operand(i, 1, computation)
@@ -86,7 +85,7 @@ def _convolution(i: Instruction, computation: Computation) -> int:
     return total
 
 
-def _taps(size: int, taps: int, positions: int, stride: int, pad: int, dilated: int, apart: int) -> int:
-    """Pairs (position, tap) of one dimension that meet an element of the operand, and neither padding nor a hole."""
-    at = np.arange(positions)[:, None] * stride + np.arange(taps)[None, :] * apart - pad
-    return int(((at >= 0) & (at <= (size - 1) * dilated) & (at % dilated == 0)).sum())
+def _taps(size: int, taps: int, positions: int, stride: int, pad: int, lhs_dilation: int, rhs_dilation: int) -> int:
+    """Pairs (position, tap) of one dimension that read an element of the operand, not padding or a gap of the dilation."""
+    at = np.arange(positions)[:, None] * stride + np.arange(taps)[None, :] * rhs_dilation - pad
+    return int(((at >= 0) & (at <= (size - 1) * lhs_dilation) & (at % lhs_dilation == 0)).sum())

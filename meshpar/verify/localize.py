@@ -1,4 +1,4 @@
-"""Both programs once more, with all values between: what explains a difference, or which op goes wrong."""
+"""Explains a difference between the sharded and the unsharded run: rounding, or the first op that is wrong."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from .numbers import Difference, compare, compiled, copies, host, mesh_text, on_
 from .wide import Verdict, in_wider, judge, narrowest, wider
 
 SLACK = 8.0
-"""How many times the differences that moved operands make are allowed."""
-BATCH = 256
-"""How many ops are looked at in one compilation."""
+"""A difference is rounding if it is at most this many times the one that perturbed operands cause."""
+OPS_PER_COMPILATION = 256
+"""Ops that are replayed in one compilation."""
 
 INLINED = having(lambda p: p.call)
 
 
 def flatten(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The program with calls inlined and dead ops dropped; loops and conditionals stay one op each."""
+    """The program with calls inlined and dead ops removed; loops and conditionals remain single ops."""
     eqns: list[Any] = []
     constvars: list[Any] = []
     consts: list[Any] = []
@@ -73,18 +73,18 @@ def flatten(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def with_all_values(flat: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
-    """The flat program that returns, after its results, everything that an op makes; and those variables."""
+    """The flat program with the results of all ops as additional results, and the variables of these."""
     made = [v for eqn in flat.jaxpr.eqns for v in eqn.outvars]
     return ClosedJaxpr(flat.jaxpr.replace(outvars=[*flat.jaxpr.outvars, *made]), flat.consts), made
 
 
 def _on_one_device(eqn: Any) -> Any:
-    """A constraint to some mesh is a copy on one device."""
+    """The op for one device: a sharding constraint becomes a copy."""
     return eqn.replace(primitive=primitives.copy_p, params={}) if eqn.primitive is sharding_constraint_p else eqn
 
 
 def _renamed(program: Program, flat: ClosedJaxpr, made: Sequence[Any]) -> Program:
-    """The names of a program for its flat form with all values as results."""
+    """The flat program with all values as results, with the dims of the original program."""
     ins, outs = program.inputs, program.outputs
     twin = infer(
         flat, [v.annotation for v in ins], [v.path or "" for v in ins],
@@ -97,7 +97,15 @@ def _renamed(program: Program, flat: ClosedJaxpr, made: Sequence[Any]) -> Progra
 
 
 class Localizer:
-    """Both programs once more, with all values between as results: what explains a leaf, or which op goes wrong."""
+    """Runs both programs again with all intermediate values as results, and finds out why results differ.
+
+    Args:
+      case: the check, which caches the values of the unsharded program.
+      plan: of the sharded program.
+      reference: the unsharded run.
+      lowering: of the sharded program.
+      device: the device of the unsharded run.
+    """
 
     def __init__(self, case: Any, plan: Plan, reference: Any, lowering: str, device: Any):
         self.plan, self.reference, self.tolerance, self.device = plan, reference, case.tolerance, device
@@ -114,7 +122,7 @@ class Localizer:
         self.program = _renamed(plan.program, everything, made)
         assert isinstance(plan.mesh, Mesh)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", JoinWarning)  # said once already
+            warnings.simplefilter("ignore", JoinWarning)  # the first plan has warned
             again = make_plan(
                 self.program, plan.layout, plan.mesh, lowering=plan.lowering, overlap=plan.overlap,
                 options=plan.options.mode, calibrations=plan.calibrations,
@@ -129,22 +137,21 @@ class Localizer:
         self.values.update(zip(made, sharded[count:], strict=True))
 
         ident = [(e.primitive.name, *(v.aval for v in e.outvars)) for e in self.eqns]
-        if case.between is None or case.between[0] != ident:
+        if case.intermediates is None or case.intermediates[0] != ident:
             alone = ClosedJaxpr(everything.jaxpr.replace(eqns=self.eqns), flat.consts)
-            case.between = ident, list(compiled(jaxpr_as_fun(alone), reference.leaves)(*reference.leaves))
-        self.out_refs = case.between[1][:count]
-        self.references = dict(zip(made, case.between[1][count:], strict=True))
+            case.intermediates = ident, list(compiled(jaxpr_as_fun(alone), reference.leaves)(*reference.leaves))
+        self.out_refs = case.intermediates[1][:count]
+        self.references = dict(zip(made, case.intermediates[1][count:], strict=True))
         self._agree: dict[Any, bool] = {}
         self._wrong: dict[int, tuple[Any, Difference, Verdict | None] | None] = {}
         self._exact: list[np.ndarray] | None = None
 
-    # -- questions
-
     def explains(self, k: int, first: Difference, out: Any) -> bool:
-        """Whether a result that differed differs by rounding only.
+        """Whether a result differs only by rounding.
 
         Args:
-          first: how it differed.
+          k: the index of the result.
+          first: its difference.
           out: the result of the sharded run.
         """
         if self.culprit(k) is not None:
@@ -154,12 +161,11 @@ class Localizer:
         verdicts = [
             self.verdict(k, out),
             self.verdict(k, self.reference.results[k]),
-        ]  # the latter: fn itself is deterministic
+        ]  # the second verdict tests that the function is deterministic
         return all(v is not None and v.rounding for v in verdicts)
 
     def verdict(self, k: int, out: Any) -> Verdict | None:
-        """A result, and that of the traced program on one device, compared with the whole program in a wider dtype; None: there
-        is none."""
+        """A result and its value on one device against the program in a wider dtype; None if there is no wider dtype."""
         narrow = narrowest(self.eqns)
         dtype = None if narrow is None else wider(narrow)
         if dtype is None:
@@ -170,50 +176,51 @@ class Localizer:
         return judge(copies(out), host(self.out_refs[k]), self._exact[k], narrow)
 
     def leaf(self, k: int) -> Difference:
-        """The difference of a result in the programs that return all values."""
+        """The difference of a result between the programs that return all values."""
         return worst_of(self.outs[k], host(self.out_refs[k]), self.tolerance)
 
     def spread(self, k: int) -> float:
-        """How far the unsharded run moves a result when its arguments are moved by the tolerance."""
+        """The change of a result of the unsharded run when its arguments change by the tolerance."""
         ref = self.reference
         if ref.spread is None:
             ref.spread = spread_of(ref.run, ref.leaves, ref.results, None, self.tolerance)
         return ref.spread[k]
 
     def culprit(self, k: int) -> tuple[int, Any, Difference, Verdict | None] | None:
-        """(op, its result, how far off, what a wider dtype says) for the first op that goes wrong on the way to a result."""
-        way = self.ways_back(self.results[k])
-        for start in range(0, len(way), BATCH):
-            batch = way[start : start + BATCH]
-            self.look([i for i in batch if i not in self._wrong])
+        """(index, result, difference, verdict of a wider dtype) of the first wrong op that a result depends on."""
+        ops = self.suspects(self.results[k])
+        for start in range(0, len(ops), OPS_PER_COMPILATION):
+            batch = ops[start : start + OPS_PER_COMPILATION]
+            self.replay([i for i in batch if i not in self._wrong])
             for i in batch:
                 wrong = self._wrong[i]
                 if wrong is not None:
                     return i, *wrong
         return None
 
-    def ways_back(self, var: Any) -> list[int]:
-        """The ops, in program order, between a result and the values on which both runs agree."""
-        found: set[int] = set()
+    def suspects(self, var: Any) -> list[int]:
+        """The ops, in program order, between the values on which both runs agree and a result."""
+        ops: set[int] = set()
         todo = [var]
         while todo:
             v = todo.pop()
-            if isinstance(v, Literal) or v not in self.maker or self.maker[v] in found or self.agrees(v):
+            if isinstance(v, Literal) or v not in self.maker or self.maker[v] in ops or self.agrees(v):
                 continue
-            found.add(self.maker[v])
+            ops.add(self.maker[v])
             todo += self.eqns[self.maker[v]].invars
-        return sorted(found)
+        return sorted(ops)
 
     def agrees(self, var: Any) -> bool:
+        """Whether a value is equal in both runs, within the tolerance."""
         if var not in self._agree:
             self._agree[var] = worst_of(self.values[var], host(self.references[var]), self.tolerance).ok
         return self._agree[var]
 
-    def look(self, ops: Sequence[int]) -> None:
-        """Find the ops that do something else than one device does to the same operands."""
+    def replay(self, ops: Sequence[int]) -> None:
+        """Apply ops on one device to the operands of the sharded run; record those whose results differ by more than rounding."""
         eqns = [self.eqns[i] for i in ops]
         runs = [self.alone(eqn) for eqn in eqns]
-        # every op has operands of its own here, so one compilation does for all
+        # the ops do not depend on each other, so that one compilation contains all of them
         xss = [xs for _, xs in runs]
         expected = compiled(lambda xss: [run(*xs) for (run, _), xs in zip(runs, xss, strict=True)], [xss])(xss)
         for i, eqn, (run, xs), outs in zip(ops, eqns, runs, expected, strict=True):
@@ -223,7 +230,7 @@ class Localizer:
             if not all(d.ok for d in off):
                 ulps = 4.0 if eqn.primitive.name in ELEMENTWISE else None
                 once = compiled(run, xs)
-                spread = spread_of(lambda moved, once=once: once(*moved), xs, theirs, ulps, self.tolerance)
+                spread = spread_of(lambda xs, once=once: once(*xs), xs, theirs, ulps, self.tolerance)
             beyond = [j for j, (d, s) in enumerate(zip(off, spread, strict=True)) if not d.ok and d.largest > SLACK * s]
             verdicts = self.arbiter(eqn, xs, ours, theirs, beyond)
             wrong = [(eqn.outvars[j], off[j], v) for j, v in verdicts if v is None or not v.rounding]
@@ -232,12 +239,12 @@ class Localizer:
     def arbiter(
         self, eqn: Any, xs: Sequence[Any], ours: Sequence[Any], theirs: Sequence[np.ndarray], which: Sequence[int]
     ) -> list[tuple[int, Verdict | None]]:
-        """(result, what a wider dtype says) for some results of an op on the same operands; None: there is no wider dtype.
+        """(result, verdict of a wider dtype) for some results of an op on the same operands; None: there is no wider dtype.
 
         Args:
-          xs: its operands on one device.
+          xs: the operands of the op, on one device.
           ours, theirs: its results in the sharded run, and on one device.
-          which: the results that differ by more than the tolerance.
+          which: indices of the results that differ by more than the tolerance.
         """
         narrow = narrowest([eqn])
         dtype = None if narrow is None else wider(narrow)
@@ -247,7 +254,7 @@ class Localizer:
         return [(j, judge(copies(ours[j]), theirs[j], exact[j], narrow)) for j in which]
 
     def one(self, eqn: Any) -> ClosedJaxpr:
-        """An op as a program of its operands."""
+        """A program that consists of one op; its inputs are the operands."""
         ins = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)))
         jaxpr = self.plan.program.closed.jaxpr
         return ClosedJaxpr(
@@ -255,25 +262,23 @@ class Localizer:
         )
 
     def alone(self, eqn: Any) -> tuple[Callable[..., list[Any]], list[Any]]:
-        """An op as a function, and the sharded run's operands on one device."""
+        """A function of one op, and its operands in the sharded run, copied to one device."""
         closed = self.one(eqn)
         return jaxpr_as_fun(closed), [on_device(self.values[v], self.device) for v in closed.jaxpr.invars]
 
-    # -- the error
-
-    def error(self, failed: list[int], found: list[Difference], outs: Sequence[Any]) -> CheckError:
-        """The first result that differs, by how much, and the first op that goes wrong."""
+    def error(self, failed: list[int], differences: list[Difference], outs: Sequence[Any]) -> CheckError:
+        """The error for results that differ by more than rounding: the first of them, its difference, and the first wrong op."""
         plan, k = self.plan, failed[0]
         value = plan.program.outputs[k]
         path = plan.outputs[k].path
-        what = f"`{path}`" if path else "the result"
+        result = f"`{path}`" if path else "the result"
         lines = [
-            f"the layout `{plan.layout}` changes {what} on the mesh {mesh_text(plan.mesh)}",
-            f"  {found[k]}",
+            f"the layout `{plan.layout}` changes {result} on the mesh {mesh_text(plan.mesh)}",
+            f"  {differences[k]}",
         ]
         if len(failed) > 1:
             others = ", ".join(plan.outputs[j].path for j in failed[:6])
-            lines.append(f"  {len(failed)} of {len(found)} results differ: {others}{', …' * (len(failed) > 6)}")
+            lines.append(f"  {len(failed)} of {len(differences)} results differ: {others}{', …' * (len(failed) > 6)}")
         culprits = [c for c in map(self.culprit, failed) if c is not None]
         source, deterministic = None, True
         verdict = self.verdict(k, outs[k])
@@ -282,11 +287,11 @@ class Localizer:
             eqn = self.eqns[i]
             source = source_line(eqn)
             dims = format_dims(self.program.dims(self.program.root.env[var]))
-            made = f"{var.aval.dtype}[{', '.join(map(str, var.aval.shape))}] ({dims})"
-            lines.append(f"  the first op that goes wrong: {eqn.primitive.name} → {made} at {source}")
-            lines.append(f"  of the same operands one device makes something else: {off}")
+            value_text = f"{var.aval.dtype}[{', '.join(map(str, var.aval.shape))}] ({dims})"
+            lines.append(f"  the first wrong op: {eqn.primitive.name} → {value_text} at {source}")
+            lines.append(f"  one device computes a different result from the same operands: {off}")
         elif not compare(host(self.out_refs[k]), self.reference.results[k], self.tolerance).ok:
-            lines.append("  on one device the traced program differs from the function already")
+            lines.append("  already on one device the traced program and the function differ")
             deterministic = False
         elif self.results[k] not in self.maker:
             lines.append("  it is an argument that is returned unchanged")
@@ -296,7 +301,7 @@ class Localizer:
             lines.append(
                 f"  with all intermediate values returned as well, the difference {verb} (to {left.relative:.2g})"
             )
-            lines.append("  and every op is right by itself: the compiler goes wrong where it fuses them")
+            lines.append("  and every op is correct by itself: the compiler makes an error when it fuses them")
         if verdict is not None:
             lines.append(f"  {verdict}")
         return CheckError(
@@ -314,7 +319,7 @@ def _evaluated(closed: ClosedJaxpr, dtype: np.dtype, xs: Sequence[Any]) -> list[
 
 
 def _fixes(deterministic: bool, certain: bool) -> list[str]:
-    """What to do about a difference; ``certain``: it is known to be more than rounding."""
+    """Suggestions for a difference; ``certain``: it is known to be more than rounding."""
     if not deterministic:
         return ["make the function deterministic: on one device two runs of it differ"]
     until = "until then keep the dims of that op unsharded, e.g. `dim: none` before the other rules"

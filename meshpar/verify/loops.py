@@ -1,4 +1,4 @@
-"""How often an HLO loop runs: from what XLA wrote down, else by running its counter and its condition on integers."""
+"""Trip counts of HLO loops: XLA's annotation, else the result of evaluating the loop's counter and condition on integers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 from .hlo_text import Computation, Instruction, Module, elements
 
 Thunk = Callable[[], Any]
-ONE_BY_ONE, MOST = 1 << 12, 1 << 40
+MAX_LINEAR_TRIPS, MAX_TRIPS = 1 << 12, 1 << 40
+"""Trip counts up to which every trip is evaluated, and up to which the end is bisected."""
 
 _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "minimum": min, "maximum": max,
@@ -24,26 +25,26 @@ _SAME = frozenset({"copy", "convert", "bitcast", "reshape", "broadcast", "optimi
 
 
 class Scope:
-    """The integers and tuples that a computation works out, given what is known of its parameters.
+    """The integers and tuples of a computation, evaluated from the known values of its parameters.
 
-    A value is an int, a function from index to value (a tuple), or None where it is not known.
+    A value is an int, a function from index to value (a tuple), or None if it is not known.
     """
 
     def __init__(self, module: Module, computation: Computation, arguments: Sequence[Thunk]):
         self.module, self.computation, self.arguments = module, computation, arguments
-        self._known: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
 
     def value(self, name: str) -> Any:
-        if name not in self._known:
-            self._known[name] = None  # a name that leads back to itself stays unknown
+        if name not in self._values:
+            self._values[name] = None  # a value that depends on itself is not known
             i = self.computation.get(name)
-            self._known[name] = None if i is None else self._work_out(i)
-        return self._known[name]
+            self._values[name] = None if i is None else self._evaluate(i)
+        return self._values[name]
 
     def result(self) -> Any:
         return self.value(self.computation.root)
 
-    def _work_out(self, i: Instruction) -> Any:
+    def _evaluate(self, i: Instruction) -> Any:
         op = i.opcode
         if op == "constant":
             text = i.literal.strip("{} ")
@@ -55,8 +56,8 @@ class Scope:
             return self.value(i.operands[0])
         if op == "get-tuple-element":
             index = i.attribute("index")
-            whole = self.value(i.operands[0])
-            return whole(int(index)) if callable(whole) and index is not None else None
+            operand = self.value(i.operands[0])
+            return operand(int(index)) if callable(operand) and index is not None else None
         if op == "tuple":
             return lambda k: self.value(i.operands[k]) if k < len(i.operands) else None
         if op in _ARITHMETIC or op == "compare":
@@ -75,12 +76,12 @@ class Scope:
         return None
 
     def inner(self, name: str | None, arguments: Sequence[Thunk]) -> Scope | None:
-        """The scope of a computation that is called."""
-        found = self.module.computations.get(name or "")
-        return Scope(self.module, found, arguments) if found else None
+        """The scope of a called computation."""
+        computation = self.module.computations.get(name or "")
+        return Scope(self.module, computation, arguments) if computation else None
 
     def _after_loop(self, loop: Instruction, index: int) -> Any:
-        """An element of a loop's result: what went in, where the body passes it on."""
+        """An element of a loop's result: the initial value if the body passes it on unchanged, else None."""
         body = self.module.computations.get(loop.attribute("body") or "")
         root = body.get(body.root) if body else None
         if body is None or root is None or root.opcode != "tuple":
@@ -101,11 +102,11 @@ State = dict[int, Any]
 
 
 def trip_count(scope: Scope, loop: Instruction) -> tuple[int | None, State]:
-    """(trips of a ``while``, or None where they cannot be told; the integers of its state that never change).
+    """(trip count of a ``while``, or None if it is not known; the loop-invariant integers of its state).
 
-    XLA's own count is taken where the text has it. Otherwise the body is applied twice to the integers of the initial state; those
-    that grow by the same step are extrapolated, and the first trip for which the condition fails is looked for: one by one, then
-    by bisection (so of a very long loop that ends on equality alone the trips are not known).
+    XLA's annotation is used if the text has one. Otherwise the body is applied twice to the integers of the initial state; those
+    that change by a constant step are extrapolated to find the first trip for which the condition fails: trip by trip, then by
+    bisection (so the count of a very long loop that ends on equality is not known).
     """
     first = _initial(scope, loop)
     second = _step(scope, loop, first)
@@ -116,9 +117,9 @@ def trip_count(scope: Scope, loop: Instruction) -> tuple[int | None, State]:
         if v is not None and second.get(k) is not None and third.get(k) == 2 * second[k] - v
     }
     fixed = {k: first[k] for k, step in steps.items() if step == 0}
-    known = re.search(r'known_trip_count"?[:=]\s*\{"?n"?[:=]"?(\d+)', loop.attributes)
-    if known:
-        return int(known[1]), fixed
+    annotated = re.search(r'known_trip_count"?[:=]\s*\{"?n"?[:=]"?(\d+)', loop.attributes)
+    if annotated:
+        return int(annotated[1]), fixed
 
     def runs(n: int) -> Any:
         state = {k: first[k] + n * step for k, step in steps.items()}
@@ -127,13 +128,13 @@ def trip_count(scope: Scope, loop: Instruction) -> tuple[int | None, State]:
 
     if not isinstance(runs(0), int):
         return None, fixed
-    for n in range(ONE_BY_ONE):
+    for n in range(MAX_LINEAR_TRIPS):
         if not runs(n):
             return n, fixed
-    high = ONE_BY_ONE
+    high = MAX_LINEAR_TRIPS
     while runs(high):
         high *= 2
-        if high > MOST:
+        if high > MAX_TRIPS:
             return None, fixed
     low = high // 2
     while high - low > 1:
@@ -143,9 +144,9 @@ def trip_count(scope: Scope, loop: Instruction) -> tuple[int | None, State]:
 
 
 def _initial(scope: Scope, loop: Instruction) -> State:
-    whole = scope.value(loop.operands[0])
+    state = scope.value(loop.operands[0])
     scalars = [k for k, e in enumerate(elements(loop.shape)) if re.match(r"(pred|[su]\d+)\[\]", e)]
-    return {k: whole(k) if callable(whole) else None for k in scalars}
+    return {k: state(k) if callable(state) else None for k in scalars}
 
 
 def _step(scope: Scope, loop: Instruction, state: Mapping[int, Any]) -> State:

@@ -1,4 +1,4 @@
-"""Comparing arrays: how far they are apart, how far they may be, and what rounding makes of a program."""
+"""Comparison of arrays: their difference, the tolerance of their dtype, and the effect of rounding on a program."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ QUICK: tuple[dict[str, Any], ...] = (
     {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False},
     {"xla_backend_optimization_level": 0},  # since 0.12 there is no choice of emitters
 )
-"""Compiler options, the first that this version has, of the reference and of the programs that return all values: plain
-code is made several times faster, and is no worse a witness. The sharded program is compiled as it is for its user."""
+"""Compiler options of the reference and of programs that return all values; the first that this XLA version accepts is used.
+Unoptimised code compiles several times faster and is equally good as a reference. The sharded program is compiled with the user's
+options."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far two arrays are apart.
+    """The difference of two arrays.
 
     Attributes:
-      largest: max |sharded − unsharded|; infinite where one is NaN or infinite and the other is something else.
-      scale: the largest |unsharded|, infinities left out.
-      allowed: the part of ``scale`` that ``largest`` may be: 0 for integers and booleans.
+      largest: max |sharded − unsharded|; infinite if only one is NaN, or if infinities differ.
+      scale: the largest finite |unsharded|.
+      allowed: the tolerance of ``largest``, relative to ``scale``; 0 for integers and booleans.
       at: the index of the largest difference.
-      sharded, unsharded: the two numbers there.
+      sharded, unsharded: the two values at this index.
     """
 
     largest: float
@@ -43,12 +44,12 @@ class Difference:
 
     @property
     def ok(self) -> bool:
-        """Whether the arrays agree."""
+        """Whether the arrays are equal within the tolerance."""
         return self.largest <= self.allowed * self.scale
 
     @property
     def relative(self) -> float:
-        """The largest difference as a part of the largest value."""
+        """The largest difference, relative to the largest value."""
         return self.largest / self.scale if self.scale else math.inf if self.largest else 0.0
 
     def __str__(self) -> str:
@@ -69,7 +70,7 @@ def allowed(dtype: Any, tolerance: float) -> float:
 
 
 def compare(sharded: np.ndarray, unsharded: np.ndarray, tolerance: float) -> Difference:
-    """How far two arrays of one shape and dtype are apart; NaNs are equal to each other."""
+    """The difference of two arrays; infinite if shapes or dtypes differ. NaNs are equal to each other."""
     limit = allowed(unsharded.dtype, tolerance)
     if sharded.shape != unsharded.shape or sharded.dtype != unsharded.dtype:
         kinds = [f"{x.dtype}{list(x.shape)}" for x in (sharded, unsharded)]
@@ -89,11 +90,12 @@ def compare(sharded: np.ndarray, unsharded: np.ndarray, tolerance: float) -> Dif
 
 
 def wide(x: np.ndarray) -> np.ndarray:
+    """The array as float64 or complex128."""
     return x.astype(np.complex128 if jnp.issubdtype(x.dtype, jnp.complexfloating) else np.float64)
 
 
 def host(x: Any) -> np.ndarray:
-    """The array on the host, of all processes; keys as their data."""
+    """The full array on the host, also if it is distributed over processes; PRNG keys as their data."""
     return fetch(data_of(x))
 
 
@@ -105,8 +107,8 @@ def on_device(x: Any, device: Any) -> Any:
     """A copy of an array on one device of this process."""
     if not is_global(x):
         return jax.device_put(x, device, may_alias=False)
-    whole = jax.device_put(host(x), device)
-    return jax.random.wrap_key_data(whole, impl=jax.random.key_impl(x)) if is_key(x) else whole
+    copy = jax.device_put(host(x), device)
+    return jax.random.wrap_key_data(copy, impl=jax.random.key_impl(x)) if is_key(x) else copy
 
 
 def is_key(x: Any) -> bool:
@@ -114,48 +116,49 @@ def is_key(x: Any) -> bool:
 
 
 def copies(x: Any) -> Iterator[np.ndarray]:
-    """The array, and once more for every device whose copy of its part differs."""
+    """The full array, then one more version of it for every device whose replica of a shard differs."""
     x = data_of(x)
-    whole = fetch(x)
-    yield whole
+    full = fetch(x)
+    yield full
     for shard in getattr(x, "addressable_shards", ()):
         if shard.replica_id:
-            mine = np.asarray(shard.data)
-            if mine.tobytes() != whole[shard.index].tobytes():
-                other = whole.copy()
-                other[shard.index] = mine
+            replica = np.asarray(shard.data)
+            if replica.tobytes() != full[shard.index].tobytes():
+                other = full.copy()
+                other[shard.index] = replica
                 yield other
 
 
 def worst_of(sharded: Any, unsharded: np.ndarray, tolerance: float) -> Difference:
+    """The largest difference of any replica of a sharded array from the unsharded one."""
     return max((compare(c, unsharded, tolerance) for c in copies(sharded)), key=lambda d: d.largest)
 
 
-def moved(x: Any, by: float | None, tolerance: float, draw: np.random.Generator) -> Any:
-    """A float array, each element moved by a random part of itself; ``by`` is in ulps, None: the tolerance."""
+def perturbed(x: Any, by: float | None, tolerance: float, draw: np.random.Generator) -> Any:
+    """A float array with random relative perturbations of at most ``by`` ulps (None: of the tolerance); other values unchanged."""
     dtype = getattr(x, "dtype", None)
     if dtype is None or getattr(x, "weak_type", False) or is_key(x) or not jnp.issubdtype(dtype, jnp.inexact):
         return x
-    part = allowed(dtype, tolerance) if by is None else by * float(jnp.finfo(dtype).eps)
+    relative = allowed(dtype, tolerance) if by is None else by * float(jnp.finfo(dtype).eps)
     values = wide(np.asarray(x))
-    moved = (values * (1 + part * draw.uniform(-1, 1, values.shape))).astype(dtype)
-    return jax.device_put(moved, x.sharding) if isinstance(x, jax.Array) else moved
+    out = (values * (1 + relative * draw.uniform(-1, 1, values.shape))).astype(dtype)
+    return jax.device_put(out, x.sharding) if isinstance(x, jax.Array) else out
 
 
 def spread_of(run: Callable[[list[Any]], Sequence[Any]], xs: Sequence[Any], base: Sequence[np.ndarray], by: float | None,
             tolerance: float) -> list[float]:  # fmt: skip
-    """How far moved operands move each result: the largest of three draws."""
+    """Per result: its largest change in three runs with perturbed operands."""
     out = [0.0] * len(base)
     draw = np.random.default_rng(0)
     for _ in range(3):
-        elsewhere = run([moved(x, by, tolerance, draw) for x in xs])
-        for k, (a, b) in enumerate(zip(elsewhere, base, strict=True)):
+        results = run([perturbed(x, by, tolerance, draw) for x in xs])
+        for k, (a, b) in enumerate(zip(results, base, strict=True)):
             out[k] = max(out[k], compare(host(a), b, tolerance).largest)
     return out
 
 
 def compiled(fn: Callable[..., Any], xs: Sequence[Any], **shardings: Any) -> Callable[..., Any]:
-    """``jax.jit(fn)`` for these arguments, compiled quickly where the compiler knows how."""
+    """``jax.jit(fn)`` compiled for these arguments, on CPUs without optimisations."""
     lowered = jax.jit(fn, keep_unused=True, **shardings).lower(*xs)
     if jax.default_backend() == "cpu":
         for options in QUICK:

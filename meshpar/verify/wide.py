@@ -1,8 +1,8 @@
-"""The arbiter of :func:`meshpar.check`: the same equations evaluated in a wider floating-point type.
+"""Evaluation of a jaxpr in a wider floating-point dtype, by which :func:`meshpar.check` distinguishes rounding from errors.
 
-Two runs in bfloat16 that add in another order differ by rounding, and neither is the correct one. Evaluated in float32 the same
-equations have a result next to which the rounding of both runs is visible: the sharded run is right if it is about as close to
-that result as the unsharded run is.
+Two runs in bfloat16 that add in different orders differ by rounding, and neither is more correct. Evaluated in float32, the same
+equations give a reference that shows the rounding of both: the sharded run is right if it is about as close to the reference as the
+unsharded run is.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ..rules import ELEMENTWISE, having
 from .numbers import wide
 
 FACTOR, ULPS = 4.0, 2.0
-"""The sharded run is right if it is off by at most ``FACTOR`` times what the unsharded run is off by, or by ``ULPS`` units in the
-last place of the largest value in the narrowest dtype: the unsharded run may happen to be exact."""
+"""The sharded run is right if its error is at most ``FACTOR`` times the error of the unsharded run, or ``ULPS`` units in the last
+place of the largest value in the narrowest dtype (the unsharded run may happen to be exact)."""
 
 CALLS = having(lambda p: p.call)
 _IDENTITIES = having(lambda p: p.identity or p.rounding)
-_EXACT = {"bitcast_convert_type"}  # its result is the bits of a dtype
-_TYPED = {"kernel", "shard_map", "pure_callback", "io_callback"}  # they hold functions of one dtype
+_EXACT = {"bitcast_convert_type"}  # its result depends on the bits of the dtype
+_TYPED = {"kernel", "shard_map", "pure_callback", "io_callback"}  # they contain functions of fixed dtypes
 _WIDENED = ELEMENTWISE | having(lambda p: p.rule is not None and not (p.opaque or p.random)) - _EXACT - _TYPED
 _SCATTERS: dict[str, Callable[..., Any]] = {
     "scatter": lax.scatter, "scatter-add": lax.scatter_add, "scatter-sub": lax.scatter_sub, "scatter-mul": lax.scatter_mul,
@@ -38,23 +38,22 @@ _DTYPES = ("new_dtype", "preferred_element_type", "dtype")
 
 
 def narrowest(eqns: Sequence[Any]) -> np.dtype | None:
-    """The floating-point dtype with the largest rounding that equations compute in, their bodies included; None: no floats."""
-    found = {np.dtype(v.aval.dtype) for eqn in _every(eqns) for v in eqn.outvars if _is_float(v.aval)}
-    return max(found, key=lambda d: float(jnp.finfo(d).eps), default=None)
+    """The least precise floating-point dtype of the results of equations and their bodies; None if there are no floats."""
+    dtypes = {np.dtype(v.aval.dtype) for eqn in _every(eqns) for v in eqn.outvars if _is_float(v.aval)}
+    return max(dtypes, key=lambda d: float(jnp.finfo(d).eps), default=None)
 
 
 def wider(dtype: Any) -> np.dtype | None:
-    """The dtype in which to check what is computed in ``dtype``: float32 for 16 bits and less, float64 for float32; None for
-    float64, for which there is none."""
+    """The dtype for the reference of a computation in ``dtype``: float32 for at most 16 bits, float64 for float32, else None."""
     size = np.dtype(jnp.finfo(dtype).dtype).itemsize  # of the parts of a complex number
     return np.dtype(np.float32) if size < 4 else np.dtype(np.float64) if size == 4 else None
 
 
 def in_wider(closed: ClosedJaxpr, wide: np.dtype) -> Callable[[Sequence[Any]], list[Any]]:
-    """A function from flat operands to flat results that computes in ``wide`` what the jaxpr computes in narrower floats.
+    """The jaxpr as a function from flat operands to flat results, with narrower floats replaced by ``wide``.
 
-    Loops, branches and calls are followed; ``reduce_precision`` is dropped. An op without a factor rule, or whose result is a
-    pattern of bits, is applied in its own dtypes. To be traced with x64 enabled where ``wide`` is float64.
+    Bodies of loops, branches and calls are widened too; ``reduce_precision`` is removed. An op without a factor rule, or whose
+    result depends on bits, is applied in its own dtypes. Trace it with x64 enabled if ``wide`` is float64.
     """
     return lambda xs: _Evaluator(wide).run(closed.jaxpr, closed.consts, list(xs))
 
@@ -79,12 +78,12 @@ def _every(eqns: Sequence[Any]) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How far two runs are from the same equations in a wider dtype.
+    """The errors of two runs against the same equations in a wider dtype.
 
     Attributes:
-      dtype: the wider one.
-      sharded, unsharded: the largest difference of each run from it.
-      rounding: both are within the rounding of the dtypes that the equations compute in.
+      dtype: the wider dtype.
+      sharded, unsharded: the largest error of each run.
+      rounding: whether the error of the sharded run is rounding.
     """
 
     dtype: np.dtype
@@ -99,10 +98,10 @@ class Verdict:
 
 
 def judge(sharded: Iterable[np.ndarray], unsharded: np.ndarray, exact: np.ndarray, narrow: Any) -> Verdict:
-    """Whether a result of the sharded run differs from the unsharded one by rounding alone.
+    """Whether a result of the sharded run differs from the unsharded one only by rounding.
 
     Args:
-      sharded: the result, once for every copy that differs.
+      sharded: the result, one array for every replica that differs.
       exact: the result in a wider dtype.
       narrow: the narrowest floating-point dtype in which the equations compute.
     """
@@ -116,7 +115,7 @@ def judge(sharded: Iterable[np.ndarray], unsharded: np.ndarray, exact: np.ndarra
 
 
 def _distance(x: np.ndarray, a: np.ndarray, exact: np.ndarray, known: np.ndarray) -> float:
-    """The largest |x − exact|. What overflowed in ``a`` alone is left out; else what is not finite must be as in ``a``."""
+    """The largest |x − exact| where ``a`` is finite; infinite if x differs from ``a`` elsewhere, but for overflows in ``a``."""
     odd = ~known & ~np.isfinite(exact) & (x != a) & ~(np.isnan(x) & np.isnan(a))
     if odd.any() or not np.isfinite(x[known]).all():
         return math.inf
@@ -128,19 +127,19 @@ def _largest(x: np.ndarray) -> float:
 
 
 class _Evaluator:
-    """An interpreter of jaxprs. Values that the jaxpr has in narrower floats are in the wide dtype."""
+    """An interpreter of jaxprs in which values of narrower floating-point dtypes have the wide dtype."""
 
     def __init__(self, wide: np.dtype):
         self.wide = wide
         self.wide_complex = np.dtype(np.complex64 if wide.itemsize == 4 else np.complex128)
 
     def widened(self, x: Any) -> Any:
-        """The array in the wide dtype, if it is of narrower floats."""
+        """The array, converted to the wide dtype if its own is narrower."""
         dtype = self.dtype(x.dtype) if hasattr(x, "dtype") else None
         return x if dtype is None or dtype == x.dtype else lax.convert_element_type(x, dtype)
 
     def dtype(self, dtype: Any) -> Any:
-        """The dtype that a value of this dtype has here."""
+        """The dtype that replaces a dtype."""
         if not jnp.issubdtype(dtype, jnp.inexact):
             return dtype
         wide = self.wide_complex if jnp.issubdtype(dtype, jnp.complexfloating) else self.wide
@@ -169,7 +168,7 @@ class _Evaluator:
         return [read(v) for v in jaxpr.outvars]
 
     def applied(self, eqn: Any, ins: list[Any]) -> list[Any] | None:
-        """The results of an op on wide operands; None: it is to be applied in its own dtypes."""
+        """The results of an op on wide operands; None if it must be applied in its own dtypes."""
         name, p = eqn.primitive.name, eqn.params
         if name in _SCATTERS:
             same = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
@@ -179,7 +178,7 @@ class _Evaluator:
         params = {k: self.dtype(v) if k in _DTYPES and v is not None else v for k, v in p.items()}
         try:
             return bind(eqn, ins, params)
-        except (TypeError, ValueError, NotImplementedError):  # there is no such op for the wide dtype
+        except (TypeError, ValueError, NotImplementedError):  # the op does not support the wide dtype
             return None
 
     @staticmethod

@@ -94,7 +94,7 @@ def ticking(order):
 
         return Candidate(
             candidate.layout,
-            type(subject)(subject.plan, subject.arrays, subject.alone, sharded, subject.shardings),
+            type(subject)(subject.plan, subject.arrays, subject.unsharded, sharded, subject.shardings),
         )
 
     return clock, taking

@@ -280,7 +280,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_explained(monkeypatch: pyte
         return [1.5 * outs[0]] if eqn.primitive.name == "sqrt" and outs[0].shape == (2, 8) else outs
 
     break_lowering(monkeypatch, wrong_update)
-    with pytest.raises(CheckError, match=r"first op that goes wrong: sqrt → float32\[2, 8\]"):
+    with pytest.raises(CheckError, match=r"first wrong op: sqrt → float32\[2, 8\]"):
         check(attention_step, *args, layouts=layout, mesh=mesh, dims=dims)
 
 
@@ -299,7 +299,7 @@ def test_a_wrong_gradient_is_named_with_path_op_and_line(
     assert e.path == "0/opt_state/1/0/mu/b1"
     assert e.shape == (MLP,)
     assert e.dims == "mlp"
-    assert "the first op that goes wrong: dot_general" in text
+    assert "the first wrong op: dot_general" in text
     assert e.source is not None
     assert e.source in text
     assert "test_check.py:" in e.source
@@ -356,7 +356,7 @@ def test_a_wrong_loop_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     dims = {"w": "layers embed embed_out", "x": "batch embed"}
     break_lowering(monkeypatch, wrong)
     with (
-        pytest.raises(CheckError, match=r"goes wrong: scan .* at .*test_check.py:\d+.*\(layers\)"),
+        pytest.raises(CheckError, match=r"first wrong op: scan .* at .*test_check.py:\d+.*\(layers\)"),
         pytest.warns(mp.JoinWarning),
     ):
         check(layers, *args, layouts="batch: data", mesh="data=8", dims=dims)
@@ -397,7 +397,7 @@ def test_an_error_inside_a_loop_of_bfloat16_is_reported(
 
     break_lowering(monkeypatch, wrong)
     with pytest.raises(
-        CheckError, match=r"(?s)goes wrong: scan .*in float32 the sharded run is off by .*please report it"
+        CheckError, match=r"(?s)first wrong op: scan .*in float32 the sharded run is off by .*please report it"
     ):
         check(accumulate, *batches, **ROUNDED)
 
@@ -432,7 +432,7 @@ def test_float64_has_no_wider_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     break_lowering(monkeypatch, lambda eqn, outs: [1.01 * o for o in outs] if eqn.primitive.name == "sin" else outs)
     with jax.enable_x64(True), pytest.raises(CheckError, match="there is no wider dtype") as caught:
         check(jnp.sin, np.ones((8, 4)), layouts="batch: data", mesh="data=8", dims={"x": "batch _"})
-    assert "goes wrong: sin" in str(caught.value)
+    assert "first wrong op: sin" in str(caught.value)
 
 
 def test_a_difference_that_vanishes_when_all_values_are_returned(

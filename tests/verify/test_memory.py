@@ -47,7 +47,7 @@ def test_figures_of_the_compiler(plan):
 
 def test_the_tensors(plan):
     lines = str(out_of_memory(TPU, "v5e:4x4", plan, None)).splitlines()
-    assert lines[1].startswith(f"  by meshpar's estimate a device holds {format_memory(plan.memory.peak)} at the peak")
+    assert lines[1].startswith(f"  by meshpar's estimate a device needs {format_memory(plan.memory.peak)} at the peak")
     assert "2.00 GiB  w/down  bfloat16[65536, 16384]" in lines[2]
     assert lines[2].endswith("mlp embed")
     assert any(line.split()[0:3] == ["4.00", "MiB", "x"] and line.endswith("batch:data embed") for line in lines)
