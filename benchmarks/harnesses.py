@@ -20,12 +20,13 @@ import argparse
 import json
 import os
 import random
-import subprocess
 import sys
 import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from workers import Worker, append_to_log, read_log
 
 HERE = Path(__file__).parent
 MESH = "a=2, b=2, idle=2"
@@ -127,7 +128,7 @@ def text_of(e):
 
 
 def worker(indices, lowering):
-    """Run harnesses by position, print a line of JSON for each."""
+    """Run harnesses by index, and print a line of JSON for each."""
     import jax
 
     jax.config.update("jax_num_cpu_devices", 8)
@@ -144,45 +145,31 @@ def worker(indices, lowering):
 
 
 def run_chunk(indices, log=None, lowering=None):
-    """The lines of some harnesses, run in a process of their own, and in further ones where that dies."""
-    sys.path.insert(0, str(HERE.parent / "tests" / "helpers"))
-    import quick
-
-    flags = f"{os.environ.get('XLA_FLAGS', '')} {quick.FLAGS}".strip()
-    path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    """The lines of some harnesses, run in a worker process, and in further ones if it dies."""
     todo, lines = list(indices), []
     while todo:
-        command = [sys.executable, str(HERE / "harnesses.py"), "--worker", json.dumps([todo, lowering])]
-        begun, got = None, []
-        with subprocess.Popen(
-            ["timeout", str(SECONDS + 5 * len(todo)), *command],
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env,
-        ) as process:  # fmt: skip
-            assert process.stdout is not None
-            for text in process.stdout:
-                line = json.loads(text) if text.startswith("{") else {}
-                if "begun" in line:
-                    begun = line
-                elif "index" in line:
-                    got.append(line)
-                    begun = None
+        process = Worker(HERE / "harnesses.py", [todo, lowering], SECONDS + 5 * len(todo))
+        begun, finished = None, []
+        for line in process.lines():
+            if "begun" in line:
+                begun = line
+            elif "index" in line:
+                finished.append(line)
+                begun = None
         if begun is not None:
-            died = f"exit status {process.returncode}"
-            got.append({"index": begun["begun"], "harness": begun["harness"], "outcome": "foreign", "text": died})
-        elif not got:
-            raise RuntimeError(f"no harness ran: {' '.join(command)[:200]} exits with {process.returncode}")
-        if log:
-            with open(log, "a") as f:
-                f.writelines(json.dumps(line) + "\n" for line in got)
-        lines += got
-        ran = {x["index"] for x in got}
+            died = f"exit status {process.status}"
+            finished.append({"index": begun["begun"], "harness": begun["harness"], "outcome": "foreign", "text": died})
+        elif not finished:
+            raise RuntimeError(f"no harness ran: {' '.join(process.command)[:200]} exits with {process.status}")
+        append_to_log(log, finished)
+        lines += finished
+        ran = {x["index"] for x in finished}
         todo = [k for k in todo if k not in ran]
     return lines
 
 
 def report(lines):
-    """Counts of the outcomes, and every harness that is wrong or fails."""
+    """Counts of outcomes as a Markdown table, and every harness that is wrong or fails."""
     counts = Counter(x["outcome"] for x in lines)
     out = ["| harnesses | " + " | ".join(OUTCOMES) + " |", "|---" * (1 + len(OUTCOMES)) + "|"]
     out.append(f"| {len(lines)} | " + " | ".join(str(counts[k]) for k in OUTCOMES) + " |")
@@ -192,15 +179,9 @@ def report(lines):
     return "\n".join(out)
 
 
-def read(log):
-    if not log or not Path(log).exists():
-        return []
-    return [json.loads(line) for line in Path(log).read_text().splitlines() if line]
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sample", type=int, help="so many of them, drawn at random")
+    parser.add_argument("--sample", type=int, help="number of harnesses, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--only", nargs="*", default=[], help="harnesses whose name contains one of these")
     parser.add_argument("--log", help="outcomes as JSON lines; harnesses in it are not run again")
@@ -213,7 +194,7 @@ def main():
     if args.worker:
         worker(*json.loads(args.worker))
         return
-    lines = read(args.log)
+    lines = read_log(args.log)
     if not args.report:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         names = [h.fullname for h in all_harnesses()]
@@ -224,8 +205,8 @@ def main():
         todo = [k for k in some if k not in done]
         chunks = [todo[k : k + CHUNK] for k in range(0, len(todo), CHUNK)]
         with ThreadPoolExecutor(args.workers) as pool:
-            for got in pool.map(lambda chunk: run_chunk(chunk, args.log, args.lowering), chunks):
-                lines += got
+            for finished in pool.map(lambda chunk: run_chunk(chunk, args.log, args.lowering), chunks):
+                lines += finished
                 print(f"{len(lines)} harnesses", file=sys.stderr)
     print(report(lines))
 

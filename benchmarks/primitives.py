@@ -13,13 +13,13 @@ Cases run in subprocesses, a few programs each. The outcomes are appended to the
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from workers import Worker, append_to_log, read_log
 
 HERE = Path(__file__).parent
 MESH = "data=4, model=2"
@@ -135,7 +135,7 @@ def run_case(name, layout, what, reference=None, lowering=None):
         line["planned"] = float(sum(c.total_bytes for c in plan.collectives))
         line["ops"] = [f"{c.op} {c.shape} ×{c.count}" for c in sent]
         line["differs"] = largest_difference(found, reference)
-    except Exception as e:  # the table has it
+    except Exception as e:  # an error is an outcome
         line["error"] = f"{type(e).__name__}: {str(e).splitlines()[0][:300] if str(e) else ''}"
         return line
     outs = jax.tree.unflatten(jax.tree.structure(reference), [NamedSharding(mesh, h.spec) for h in plan.outputs])
@@ -145,13 +145,13 @@ def run_case(name, layout, what, reference=None, lowering=None):
         line["xla"] = float(sum(c.total_bytes for c in sent))
         line["xla_ops"] = [f"{c.op} {c.shape} ×{c.count}" for c in sent]
         line["xla_differs"] = largest_difference(theirs(*placed), reference)
-    except Exception as e:  # XLA's own failure is no result of ours
+    except Exception as e:  # a failure of XLA is recorded separately
         line["xla_error"] = f"{type(e).__name__}: {str(e).splitlines()[0][:300] if str(e) else ''}"
     return line
 
 
 def worker(names, skipped, lowering):
-    """Run the cases of some programs, print a line of JSON for each."""
+    """Run the cases of some programs, and print a line of JSON for each."""
     import jax
 
     jax.config.update("jax_num_cpu_devices", 8)
@@ -177,6 +177,7 @@ def above(line):
 
 
 def reason(line):
+    """Why a case sends more than the bound; empty if unknown."""
     for layout in (line["layout"], "*"):
         for what in (line["what"], "*"):
             found = REASONS.get((line["program"], layout, what))
@@ -191,15 +192,15 @@ def ratio(line):
 
 
 def report(lines, every=False):
-    """The table, sorted by ratio, and its summary, as Markdown."""
+    """The table, sorted by the largest ratio of bytes, and its summary, as Markdown."""
     ran = [x for x in lines if "error" not in x]
     compared = [x for x in ran if "xla" in x]
-    rows = sorted((x for x in compared if every or above(x)), key=ratio, reverse=True)
-    out = ["| program | layout | | mp.jit | planned | XLA | ratio | reason |", "|---|---|---|---|---|---|---|---|"]
-    for x in rows:
-        times = f"{x['bytes'] / x['xla']:.2f}" if x["xla"] else "∞"
-        cells = (x["program"], x["layout"], x["what"], f"{x['bytes']:.0f}", f"{x['planned']:.0f}", f"{x['xla']:.0f}")
-        out.append(f"| {' | '.join(cells)} | {times} | {reason(x)} |")
+    rows = {}
+    for x in sorted((x for x in compared if every or above(x)), key=ratio, reverse=True):
+        case = x["layout"] + (" (gradient)" if x["what"] == "gradient" else "")
+        rows.setdefault((x["program"], reason(x)), []).append(f"{case} {x['bytes']:,.0f} / {x['xla']:,.0f}")
+    out = ["| program | cases: bytes of mp.jit / of XLA | reason |", "|---|---|---|"]
+    out += [f"| {program} | {'; '.join(some)} | {why} |" for (program, why), some in rows.items()]
     wrong = [x for x in ran if not x["differs"] <= TOLERANCE]
     theirs = [x for x in ran if not x.get("xla_differs", 0) <= TOLERANCE]
     fewer = sum(x["bytes"] * RATIO + SLACK < x["xla"] for x in compared)
@@ -217,45 +218,27 @@ def report(lines, every=False):
     return "\n".join(out)
 
 
-def read(log):
-    if not log or not Path(log).exists():
-        return []
-    return [json.loads(line) for line in Path(log).read_text().splitlines() if line]
-
-
 def run_all(names, done, log, workers, lowering):
-    """Run the cases that are not done, in subprocesses of a few programs each; append their lines to the log."""
+    """Run the cases that are not done, in worker processes of a few programs each; append their lines to the log."""
     todo = [n for n in names if any((n, at, what) not in done for _, at, what in cases([n]))]
     chunks = [todo[k : k + CHUNK] for k in range(0, len(todo), CHUNK)]
-    sys.path.insert(0, str(HERE.parent / "tests" / "helpers"))
-    import quick
-
-    flags = f"{os.environ.get('XLA_FLAGS', '')} {quick.FLAGS}".strip()
-    env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    found = []
+    lines = []
 
     def run(chunk):
-        command = [sys.executable, __file__, "--worker", json.dumps([chunk, sorted(done), lowering])]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env)
-        assert process.stdout is not None
-        got = []
-        for text in process.stdout:
-            if not text.startswith("{"):
-                continue
-            got.append(json.loads(text))
-            if log:
-                with open(log, "a") as f:
-                    f.write(text)
-        if process.wait():  # the case that was running took the process with it
-            ran = {(x["program"], x["layout"], x["what"]) for x in got} | done
+        process, finished = Worker(__file__, [chunk, sorted(done), lowering]), []
+        for line in process.lines():
+            finished.append(line)
+            append_to_log(log, [line])
+        if process.status:  # the process died in the next case
+            ran = {(x["program"], x["layout"], x["what"]) for x in finished} | done
             name, layout, what = next(c for c in cases(chunk) if c not in ran)
-            got.append({"program": name, "layout": layout, "what": what, "error": f"exit status {process.returncode}"})
-        found.extend(got)
-        print(f"{len(found)} cases", file=sys.stderr)
+            finished.append({"program": name, "layout": layout, "what": what, "error": f"exit status {process.status}"})
+        lines.extend(finished)
+        print(f"{len(lines)} cases", file=sys.stderr)
 
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(run, chunks))
-    return found
+    return lines
 
 
 def main():
@@ -280,7 +263,7 @@ def main():
     if unknown:
         parser.error(f"no such programs: {', '.join(sorted(unknown))}; there are {', '.join(PROGRAMS)}")
     names = args.only or (list(QUICK) if args.quick else list(PROGRAMS))
-    lines = [x for x in read(args.log) if x["program"] in names]
+    lines = [x for x in read_log(args.log) if x["program"] in names]
     if not args.report:
         begin = time.monotonic()
         done = {(x["program"], x["layout"], x["what"]) for x in lines}
