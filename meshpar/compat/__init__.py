@@ -1,1 +1,1 @@
-"""The one place that knows versions of JAX: what they call things, and where they keep them."""
+"""Private JAX APIs and differences between JAX versions (``jax``, ``devices``, ``processes``); compiler defects (``quirks``)."""

@@ -1,4 +1,4 @@
-"""Devices that are not here, and the compilers for them: what differs between JAX versions (with `jax.py`)."""
+"""Compile-only devices, and ahead-of-time compilation for them, in JAX 0.10.2 to 0.12."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from ..errors import MeshError, UnsupportedError
 
 
 def device_mesh(shape: Sequence[int], devices: Sequence[Any], slices: int, text: str) -> np.ndarray:
-    """Devices of a slice in the shape of a mesh, axes on torus dimensions where they fit."""
+    """The devices of slices in the shape of a mesh, with mesh axes along torus dimensions where possible."""
     from jax.experimental import mesh_utils
 
     if slices == 1:
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    dcn, ici, left = [], [], slices
-    for n in shape:  # the first axes join the slices
-        outer = int(np.gcd(n, left))
+    dcn, ici, remaining = [], [], slices
+    for n in shape:  # the first axes connect the slices
+        outer = int(np.gcd(n, remaining))
         dcn.append(outer)
         ici.append(n // outer)
-        left //= outer
-    if left != 1:
+        remaining //= outer
+    if remaining != 1:
         raise MeshError(
-            f"mesh ({text}): the first axes must hold the {slices} slices",
+            f"mesh ({text}): the sizes of the first axes must multiply to the {slices} slices",
             fixes=[f"begin the mesh with an axis for the slices: slice={slices}, …"],
         )
     return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, allow_split_physical_axes=True)
 
 
 def tpu_topology(target: str, chips: Sequence[int], slices: int, wrap: tuple[bool, ...], config: str = "") -> list[Any]:
-    """The devices of a TPU slice that is not here, from the compiler's description of it.
+    """The compile-only devices of TPU slices, from libtpu.
 
     Args:
-      target: the chip, as libtpu's topology names have it.
-      chips: along each dim of the torus.
-      slices: how many such slices.
-      wrap: which dims close to a ring.
+      target: the chip in libtpu's topology names.
+      chips: chips along each torus dimension.
+      slices: number of slices.
+      wrap: for each torus dimension, whether it is a ring.
       config: libtpu's ``chip_config_name``; empty: its default.
     """
     if importlib.util.find_spec("libtpu") is None:
@@ -55,7 +55,7 @@ def tpu_topology(target: str, chips: Sequence[int], slices: int, wrap: tuple[boo
             "a TPU topology needs the TPU compiler, which is not installed",
             fixes=['pip install "jax[tpu]"   # installs libtpu; no TPU is needed'],
         )
-    # JAX sets TPU_SKIP_MDS_QUERY by itself where there is no TPU; on a TPU host it must stay unset, or JAX finds no cluster
+    # JAX sets TPU_SKIP_MDS_QUERY itself if there is no TPU; on a TPU host it must be unset, or JAX finds no cluster
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     from jax.experimental import topologies
 
@@ -66,7 +66,7 @@ def tpu_topology(target: str, chips: Sequence[int], slices: int, wrap: tuple[boo
         options["chip_config_name"] = config
     if max(chips) == 1:
         options["chips_per_host_bounds"] = (1, 1, 1)
-    with _stderr_kept():
+    with _stderr_on_failure():
         return list(
             topologies.get_topology_desc(
                 platform="tpu", topology_name=f"{target}:{'x'.join(map(str, chips))}", **options
@@ -75,8 +75,8 @@ def tpu_topology(target: str, chips: Sequence[int], slices: int, wrap: tuple[boo
 
 
 @contextlib.contextmanager
-def _stderr_kept() -> Iterator[None]:
-    """Keep back what native code writes to stderr (libtpu, as it starts: that there is no TPU here); it is shown if it fails."""
+def _stderr_on_failure() -> Iterator[None]:
+    """Hide output of native code to stderr (libtpu reports that there is no TPU), except if the block raises."""
     sys.stderr.flush()
     before = os.dup(2)
     with tempfile.TemporaryFile() as log:
@@ -93,7 +93,12 @@ def _stderr_kept() -> Iterator[None]:
 
 
 def gpu_topology(target: str, hosts: int, per_host: int) -> list[Any]:
-    """The devices of a CUDA machine that is not here; ``target`` is the text of XLA's description of the GPU."""
+    """The compile-only devices of CUDA hosts.
+
+    Args:
+      target: XLA's description of the GPU, in protobuf text format.
+      hosts: number of hosts; per_host: GPUs of each.
+    """
     from jax.experimental import topologies
 
     if not glob.glob("/dev/nvidia[0-9]*"):
@@ -103,54 +108,54 @@ def gpu_topology(target: str, hosts: int, per_host: int) -> list[Any]:
         return topologies.get_topology_desc("", platform="cuda", target_config=target, topology=f"1x{hosts}x{per_host}")
 
     try:
-        found = describe()
-    except NotImplementedError:  # JAX looked for plugins before that variable was set, and this one had refused
+        topology = describe()
+    except NotImplementedError:  # JAX loaded plugins before that variable was set, and this one failed
         for name in ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"):
             with contextlib.suppress(ModuleNotFoundError):
                 importlib.import_module(name).initialize()
                 break
-        found = describe()
-    return list(found.devices)
+        topology = describe()
+    return list(topology.devices)
 
 
 def is_compile_only(device: Any) -> bool:
-    """Whether a device is only described (a topology), so that programs can be compiled for it but not run."""
+    """Whether programs can be compiled for a device but not run (a device of a topology)."""
     from jax._src.lib import _jax
 
     return isinstance(device.client, _jax.CompileOnlyPyClient)
 
 
 def unknown_options(device: Any, values: Mapping[str, Any]) -> dict[str, str]:
-    """The options of a TPU's compiler, of some, that it refuses → what it says: tried on a program of one addition."""
+    """The options that a TPU's compiler rejects → its message; determined by compiling one addition."""
     return dict(_refused(device, tuple(sorted(values.items()))))
 
 
 @functools.lru_cache
 def _refused(device: Any, values: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, str], ...]:
-    here = jax.sharding.SingleDeviceSharding(device)
-    one = jax.jit(lambda x: x + 1, in_shardings=here, out_shardings=here).lower(
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    addition = jax.jit(lambda x: x + 1, in_shardings=sharding, out_shardings=sharding).lower(
         jax.ShapeDtypeStruct((8, 128), np.float32)
     )
-    left, refused = dict(values), {}
-    while left:
+    remaining, refused = dict(values), {}
+    while remaining:
         try:
-            one.compile(compiler_options=left)
+            addition.compile(compiler_options=remaining)
             break
         except jax.errors.JaxRuntimeError as error:
             line = str(error).splitlines()[0]
-            named = [k for k in left if re.search(rf"\b{k}\b", line)]
-            for k in named or list(left):  # an error that names none is one of them all
-                refused[k] = f"the compiler at hand says {line}"
-                del left[k]
+            named = [k for k in remaining if re.search(rf"\b{k}\b", line)]
+            for k in named or list(remaining):  # an error that names no option is attributed to all of them
+                refused[k] = f"the installed compiler: {line}"
+                del remaining[k]
     return tuple(refused.items())
 
 
 def lowered_parts(lowered: jax.stages.Lowered) -> tuple[bytes, bytes, list[Any], dict[str, Any]]:
-    """What a compiler needs of a lowered program.
+    """The inputs of a compiler for a lowered program.
 
     Returns:
-      Its StableHLO as MLIR bytecode; the same without source lines, to tell programs apart; its devices, in the order of its
-      partitions; and the facts that JAX keeps beside the module: which shardings XLA may choose, and options.
+      (StableHLO as MLIR bytecode, the same without source lines for cache keys, devices in the order of partitions, and what
+      JAX stores outside the module: which shardings XLA may choose, and options).
     """
     from jax._src.interpreters import mlir, pxla
 
@@ -159,8 +164,8 @@ def lowered_parts(lowered: jax.stages.Lowered) -> tuple[bytes, bytes, list[Any],
     devices = list(low._device_list or ())
     if args.get("host_callbacks"):
         raise UnsupportedError(
-            "a program that calls back into Python (jax.debug.print, pure_callback) cannot be compiled ahead of time",
-            fixes=["leave the callback out of the function that is compiled"],
+            "a program with callbacks into Python (jax.debug.print, pure_callback) cannot be compiled ahead of time",
+            fixes=["remove the callback from the compiled function"],
         )
     ins, outs = pxla.get_prop_to_input_output(
         args["in_shardings"], args["out_shardings"], len(args.get("ordered_effects") or ())
@@ -178,7 +183,7 @@ def lowered_parts(lowered: jax.stages.Lowered) -> tuple[bytes, bytes, list[Any],
 
 
 def bare_kernels(text: str) -> str:
-    """The text of a program whose Pallas TPU kernels, which are bytecode with source lines in it, stand as text without."""
+    """The text of a program, with the bytecode of its Pallas TPU kernels replaced by text without source lines."""
 
     def bare(found: re.Match[str]) -> str:
         from jax._src.interpreters import mlir
@@ -190,18 +195,22 @@ def bare_kernels(text: str) -> str:
         context.allow_unregistered_dialects = True
         try:
             kernel = ir.Module.parse(base64.b64decode(found[2]), context)
-        except (ir.MLIRError, ValueError):  # of another form: it is told apart by its lines too
+        except (ir.MLIRError, ValueError):  # of another format: keep its source lines
             return found[0]
         return found[1] + str(kernel.operation.get_asm(enable_debug_info=False))
 
     text = re.sub(
         r"\\22debug_locations\\22: \\22[A-Za-z0-9+/]+=*", "", text
-    )  # JAX 0.12 has them beside the kernel as well
+    )  # JAX 0.12 has locations outside the kernel too
     return re.sub(r"(custom_call_config\\22: \{\\22body\\22: \\22)([A-Za-z0-9+/]+=*)", bare, text)
 
 
 def compile_parts(module: bytes, devices: Any, facts: dict[str, Any], options: dict[str, Any], fast: bool) -> Any:
-    """Compile what :func:`lowered_parts` gave, for an array of devices; the runtime's executable, loaded where they are here."""
+    """Compile the result of :func:`lowered_parts` for an array of devices; the executable is loaded if they are attached.
+
+    Args:
+      fast: compile with the lowest effort.
+    """
     from jax._src.interpreters import mlir, pxla
     from jax._src.lib import xla_client
     from jaxlib.mlir import ir
@@ -210,7 +219,7 @@ def compile_parts(module: bytes, devices: Any, facts: dict[str, Any], options: d
     if fast:
         if hasattr(jax.config, "jax_exec_time_optimization_effort"):
             jax.config.update("jax_exec_time_optimization_effort", -1.0)
-        else:  # JAX 0.12 has levels in its place
+        else:  # JAX 0.12 has optimization levels instead
             jax.config.update("jax_optimization_level", "O1")
     array = np.asarray(devices, dtype=object).ravel()
     client = array[0].client

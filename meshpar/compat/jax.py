@@ -1,4 +1,4 @@
-"""The one place (with `_compat_devices`) that knows JAX versions (0.10.2 to 0.12) and its private corners."""
+"""Differences between JAX versions (0.10.2 to 0.12), and uses of JAX's private APIs (:mod:`.devices` has those for compilers)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AxisType
 
 trace_context: Callable[[], Hashable] = config.trace_context
-"""Everything outside of a function that a trace of it depends on: settings (x64, matmul precision, PRNG, promotion, …), the
-meshes in context and the named axes. JAX's own caches of traces have it in their keys."""
+"""Returns the context that a trace depends on besides the function: settings (x64, matmul precision, PRNG, promotion, …), meshes in
+context and named axes. JAX's own trace caches have it in their keys."""
 
 
 def bound_axis_names() -> tuple[Any, ...]:
@@ -39,15 +39,17 @@ PLACED = frozenset({ArrayImpl, PRNGKeyArray})
 
 
 def closed_parts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """(jaxpr, consts) of a Jaxpr or ClosedJaxpr: primitives hold either."""
+    """(jaxpr, consts) of a Jaxpr or ClosedJaxpr: parameters of primitives may be either."""
     if isinstance(jaxpr, ClosedJaxpr):
         return jaxpr.jaxpr, jaxpr.consts
     return jaxpr, ()
 
 
 def make_jaxpr(fn: Any, *args: Any, **options: Any) -> Any:
-    """``jax.make_jaxpr(fn, **options)(*args)`` without JAX's (since 0.12) primitives that hold a definition (``searchsorted``):
-    they are spelled out, as an equation that is bound again later has no rule for them."""
+    """``jax.make_jaxpr(fn, **options)(*args)``, in which high-level primitives of JAX 0.12 (``searchsorted``) are lowered.
+
+    Binding such an equation again would fail: its primitive has no evaluation rule.
+    """
     with without_gc(), one_trace_context():
         traced = jax.make_jaxpr(fn, **options)(*args)
     closed, *rest = traced if options.get("return_shape") else (traced,)
@@ -59,12 +61,12 @@ def make_jaxpr(fn: Any, *args: Any, **options: Any) -> Any:
 
 
 def traced_as(wrapper: Any, fn: Any, names: Sequence[str]) -> None:
-    """Let JAX's errors about tracing a function name another function, that of the user, and its arguments.
+    """Make JAX's tracing errors for ``wrapper`` name the user's function and its arguments.
 
     Args:
-      wrapper: the function that is traced, of flat arguments.
-      fn: the function that it calls.
-      names: of the flat arguments.
+      wrapper: the traced function of flat arguments.
+      fn: the user's function, which it calls.
+      names: the names of the flat arguments.
     """
     from jax._src.api_util import fun_sourceinfo
     from jax._src.core import DebugInfo, initial_result_paths
@@ -75,8 +77,10 @@ def traced_as(wrapper: Any, fn: Any, names: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def default_promotion() -> Iterator[None]:
-    """JAX's default promotion of ranks and dtypes, for meshpar's own code; also a decorator. ``jax_numpy_rank_promotion="raise"``
-    and ``jax_numpy_dtype_promotion="strict"`` are checks of the user's code."""
+    """A context (or decorator) with JAX's default promotion of ranks and dtypes, for meshpar's own code.
+
+    ``jax_numpy_rank_promotion="raise"`` and ``jax_numpy_dtype_promotion="strict"`` shall check the user's code only.
+    """
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -88,9 +92,9 @@ def make_generated_jaxpr(fn: Any, *args: Any) -> Any:
 
 
 def one_trace_context() -> AbstractContextManager[Any]:
-    """What is traced in this context is found in JAX's cache when it is traced there again.
+    """A context in which repeated traces of a function hit JAX's trace cache.
 
-    JAX 0.10 replays the equations of a jaxpr under a mesh without axes, which is no mesh, but another key of the cache.
+    JAX 0.10 replays the equations of a jaxpr under an empty mesh, whose cache key differs from that of no mesh.
     """
     return jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())
 
@@ -101,41 +105,43 @@ OURS = tuple(_PACKAGE + end for end in (os.sep, f"_kernels{os.sep}"))
 
 
 def source_line(eqn: Any, libraries: bool = True) -> str:
-    """``file.py:12 (function)`` of the user's line that made an equation: the innermost one outside installed packages, else,
-    with ``libraries``, the innermost one of a package; "" where JAX knows none, as within a function that it compiles by
-    itself, whose call has the line."""
-    found = next(filter(None, _innermost(eqn.source_info.traceback)[: 1 + libraries]), None)
-    if found is None:
+    """``file.py:12 (function)`` of the user's line that made an equation; "" if JAX has none (within its own jitted functions).
+
+    Args:
+      libraries: if there is no line outside installed packages, the innermost line of a package.
+    """
+    frame = next(filter(None, _innermost(eqn.source_info.traceback)[: 1 + libraries]), None)
+    if frame is None:
         return ""
-    file, line, function = found
+    file, line, function = frame
     name = os.path.relpath(file) if file.startswith(os.getcwd()) else file
     return f"{name}:{line} ({function})"
 
 
 def has_user_line(eqn: Any) -> bool:
-    """Whether :func:`source_line` of an equation is a line of the user's; takes a tenth of its time."""
+    """Whether an equation has a line of the user's; ten times as fast as :func:`source_line`."""
     return _innermost(eqn.source_info.traceback)[0] is not None
 
 
 @functools.lru_cache(2**13)
 def _innermost(traceback: Any) -> tuple[tuple[str, int, str] | None, tuple[str, int, str] | None]:
-    """(file, line, function) of the innermost frame outside installed packages, and of the innermost that is not ours."""
+    """(file, line, function) of the innermost frame outside installed packages, and of the innermost one outside meshpar."""
     from jax._src import source_info_util
 
     own = anyone = None
     for f in source_info_util.user_frames(traceback):
         if f.file_name.startswith(OURS):
             continue
-        found = f.file_name, f.start_line, f.function_name.rsplit(".", 1)[-1]
-        anyone = anyone or found
+        location = f.file_name, f.start_line, f.function_name.rsplit(".", 1)[-1]
+        anyone = anyone or location
         if not any(p in f.file_name for p in PACKAGES):
-            own = found
+            own = location
             break
     return own, anyone
 
 
 def user_line(error: BaseException) -> str | None:
-    """``file.py:12 (function)`` of the innermost of the user's own lines in an error's traceback; None: there is none."""
+    """``file.py:12 (function)`` of the innermost line of the user in an error's traceback; None: no such line."""
     own = [
         f
         for f in traceback.extract_tb(error.__traceback__)
@@ -159,13 +165,13 @@ def jit_disabled() -> bool:
 
 
 def in_explicit_mesh() -> bool:
-    """Whether this thread is in ``jax.set_mesh`` of a mesh with Explicit axes, of which every array's type would speak."""
+    """Whether this thread is in ``jax.set_mesh`` of a mesh with Explicit axes, so that types of arrays have shardings."""
     return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
 @contextlib.contextmanager
 def without_gc() -> Iterator[None]:
-    """Pause the garbage collector while many small objects that all live on are made."""
+    """Pause the garbage collector, while many small long-lived objects are created."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -176,11 +182,11 @@ def without_gc() -> Iterator[None]:
 
 
 HOST_MEMORY = "pinned_host"
-"""The kind of memory in which what a program keeps on the host lies."""
+"""The memory kind of arrays in host memory."""
 
 
 def on_host(x: Any) -> bool:
-    """Whether an array, or what an aval or ``ShapeDtypeStruct`` describes, lies in the host's memory."""
+    """Whether an array, aval or ``ShapeDtypeStruct`` is in host memory."""
     space = getattr(getattr(x, "aval", x), "memory_space", None)
     if space is None:
         return getattr(getattr(x, "sharding", None), "memory_kind", None) in (HOST_MEMORY, "unpinned_host")
@@ -188,7 +194,7 @@ def on_host(x: Any) -> bool:
 
 
 def abstract_array(shape: Sequence[int], dtype: Any, weak_type: bool = False, host: bool = False) -> Any:
-    """What an array is traced as: its shape, dtype and memory."""
+    """The abstract array for tracing: shape, dtype, weak type, and host memory if ``host``."""
     if not host:
         return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
     from jax._src.core import ShapedArray
@@ -202,7 +208,7 @@ def literal_array(var: Any) -> np.ndarray:
 
 
 def scan_counts(params: Any) -> tuple[int, int]:
-    """(constants, carries) of a scan: numbers until JAX 0.11, a tree with three branches since."""
+    """(number of constants, number of carries) of a scan: parameters until JAX 0.11, a tree with three branches since."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
@@ -210,7 +216,7 @@ def scan_counts(params: Any) -> tuple[int, int]:
 
 
 def constraint_spec(eqn: Any) -> tuple[tuple[str, ...], ...] | None:
-    """The spec of a ``sharding_constraint`` equation; None where some dim is left open."""
+    """The spec of a ``sharding_constraint`` equation; None if a dim is unconstrained."""
     sharding = eqn.params["sharding"]
     spec = getattr(sharding, "spec", None)
     if spec is None or eqn.params.get("unconstrained_dims"):
@@ -227,7 +233,7 @@ _unpatched: list[Any] = []
 
 
 def _patch_constraints() -> None:
-    """Let sharding constraints made during our traces be seen; what other threads call passes straight through."""
+    """Redirect sharding constraints in threads that trace with :func:`patched_constraints`; other threads are not affected."""
     import flax.linen.spmd as linen_spmd
 
     plain = jax.lax.with_sharding_constraint
@@ -236,8 +242,8 @@ def _patch_constraints() -> None:
     @functools.wraps(plain)
     def with_sharding_constraint(x, shardings, *args, **kwargs):
         hooks = getattr(_tracing, "hooks", None)
-        seen = hooks[1](x, shardings) if hooks else None
-        return plain(x, shardings, *args, **kwargs) if seen is None else seen
+        result = hooks[1](x, shardings) if hooks else None
+        return plain(x, shardings, *args, **kwargs) if result is None else result
 
     def one_fallback(axis_resources, x, *args, **kwargs):
         hooks = getattr(_tracing, "hooks", None)
@@ -253,13 +259,13 @@ def _patch_constraints() -> None:
 
 def _unpatch_constraints() -> None:
     for module, name, ours, before in _unpatched:
-        if getattr(module, name) is ours:  # else someone else has put a function of theirs around it, which stays
+        if getattr(module, name) is ours:  # else another library has wrapped it since: leave its wrapper
             setattr(module, name, before)
 
 
 @contextlib.contextmanager
 def patched_constraints(logical: Any, constraint: Any) -> Iterator[None]:
-    """In this context and thread, linen's logical constraints and ``with_sharding_constraint`` go to these functions."""
+    """A context in which linen's logical constraints and ``with_sharding_constraint`` of this thread call these functions."""
     import flax.linen as nn
 
     global _patch_users
@@ -269,7 +275,7 @@ def patched_constraints(logical: Any, constraint: Any) -> Iterator[None]:
         _patch_users += 1
     before = getattr(_tracing, "hooks", None)
     _tracing.hooks = (logical, constraint)
-    # linen looks at a constraint only where some rule is set
+    # linen ignores constraints if no rule is set
     rules = nn.get_logical_axis_rules() or (("_", None),)
     try:
         with nn.logical_axis_rules(rules):
@@ -290,7 +296,7 @@ def used_inputs(closed: Any) -> list[bool]:
 
 
 def ordered_effect(closed: Any) -> Any:
-    """The first equation with an ordered effect, as ``jax.debug.print(ordered=True)`` has; None: there is none."""
+    """The first equation with an ordered effect, such as ``jax.debug.print(ordered=True)``; None: no such equation."""
     from jax._src.effects import ordered_effects
 
     if not any(map(ordered_effects.contains, closed.effects)):
@@ -299,7 +305,7 @@ def ordered_effect(closed: Any) -> Any:
 
 
 def key_impl(dtype: Any) -> str:
-    """The name of the PRNG of a dtype of typed keys, as ``jax.random.key(impl=)`` takes it."""
+    """The name of the PRNG of a key dtype, for ``jax.random.key(impl=)``."""
     return dtype._impl.name
 
 
@@ -311,9 +317,9 @@ def is_ref(x: Any) -> bool:
 
 
 def without_refs(closed: Any) -> Any:
-    """A closed jaxpr in which mutable arrays (``jax.new_ref``) that it makes itself have become values.
+    """The closed jaxpr, with mutable arrays (``jax.new_ref``) that it creates itself replaced by values.
 
-    JAX inlines functions with derivatives of their own in loops that write to such an array: then the jaxpr stays as it is.
+    Unchanged if JAX would inline functions with custom derivatives, as in loops that write to such an array.
     """
     from jax._src import core
     from jax._src.state.discharge import discharge_state
@@ -346,7 +352,7 @@ sharding_constraint_p = _primitive("sharding_constraint_p")
 
 
 def constraint_params(sharding: Any, rank: int) -> dict[str, Any]:
-    """The parameters of a ``sharding_constraint`` equation, as this version of JAX writes them."""
+    """The parameters of a ``sharding_constraint`` equation in the installed JAX version."""
     shape = tuple(
         int(np.prod([sharding.mesh.shape[a] for a in ((e,) if isinstance(e, str) else e or ())]))
         for e in (*sharding.spec, *(None,) * (rank - len(sharding.spec)))
@@ -356,7 +362,7 @@ def constraint_params(sharding: Any, rank: int) -> dict[str, Any]:
 
 
 def plain_constraint(x: Any, sharding: Any) -> Any:
-    """``jax.lax.with_sharding_constraint``, also while the constraints of a traced function are recorded."""
+    """``jax.lax.with_sharding_constraint``, not redirected by :func:`patched_constraints`."""
     before, _tracing.hooks = getattr(_tracing, "hooks", None), None
     try:
         return jax.lax.with_sharding_constraint(x, sharding)
@@ -373,7 +379,7 @@ def body_of(eqn: Any) -> Any:
 
 
 def replace_body(eqn: Any, bodies: Sequence[Any]) -> Any:
-    """The equation with other bodies (jaxprs, in the order in which the program lists its frames)."""
+    """The equation with other bodies: jaxprs in the order of ``Op.frames``."""
     params = dict(eqn.params)
     if eqn.primitive.name == "cond":
         params["branches"] = tuple(
@@ -390,7 +396,7 @@ def replace_body(eqn: Any, bodies: Sequence[Any]) -> Any:
 
 
 def close_over(closed: Any) -> Any:
-    """A function that runs a closed jaxpr as one call, so that tracing it again costs nothing."""
+    """A function that runs a closed jaxpr as one ``jit`` call, so that tracing it is cheap."""
     jaxpr, consts = closed.jaxpr, list(closed.consts)
     body = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=_no_debug(jaxpr))
     template = jax.make_jaxpr(jax.jit(lambda x: x))(np.float32(0)).eqns[0]
@@ -413,7 +419,7 @@ def close_over(closed: Any) -> Any:
 
 
 def _no_debug(jaxpr: Any) -> Any:
-    """Debug info names arguments one by one; with constants in front the names no longer fit."""
+    """The debug info of a jaxpr, with an unnamed argument for each constant in front of its arguments."""
     info = jaxpr.debug_info
     if info is None or not jaxpr.constvars:
         return info
@@ -437,7 +443,7 @@ def is_tracer(x: Any) -> bool:
 
 
 def at_top_level() -> bool:
-    """Whether this thread traces nothing: it is in no function under ``jax.jit``, ``jax.grad`` …"""
+    """Whether this thread is not tracing (not in a function under ``jax.jit``, ``jax.grad``, …)."""
     from jax._src import core
 
     return core.trace_ctx.is_top_level()
@@ -452,15 +458,15 @@ def at_line_of(eqn: Any, where: Any = None) -> AbstractContextManager[Any]:
 
 
 def bind(eqn: Any, args: Sequence[Any], params: Any) -> list[Any]:
-    """Apply the primitive of an equation, with other parameters perhaps; always a list of results."""
-    got = eqn.primitive.get_bind_params(params)
-    subfuns, params = got if isinstance(got, tuple) else ((), got)
+    """The list of results of the equation's primitive, applied to ``args`` with ``params``."""
+    bound = eqn.primitive.get_bind_params(params)
+    subfuns, params = bound if isinstance(bound, tuple) else ((), bound)
     out = eqn.primitive.bind(*subfuns, *args, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def body_consts(eqn: Any) -> list[Sequence[Any]]:
-    """The constants of an equation's bodies, in the order in which the program lists its frames."""
+    """The constants of an equation's bodies, in the order of ``Op.frames``."""
     p = eqn.params
     if eqn.primitive.name == "cond":
         bodies = p["branches"]
@@ -472,7 +478,7 @@ def body_consts(eqn: Any) -> list[Sequence[Any]]:
 
 
 def with_weak_type(x: Any, weak: bool) -> Any:
-    """The array with a weak type, or without."""
+    """The array with a weak type if ``weak``, else without."""
     from jax._src.lax.lax import _convert_element_type
 
     return x if x.aval.weak_type == weak else _convert_element_type(x, x.dtype, weak_type=weak)
@@ -484,18 +490,18 @@ def _text(name_stack: Any) -> str:
 
 
 def pass_of(eqn: Any) -> str | None:
-    """``forward`` or ``backward`` for what ``jax.grad`` made of a function, from its name stack; None for the rest."""
+    """``"forward"`` or ``"backward"`` for equations of a differentiated function, by their name stack; None for others."""
     stack = _text(eqn.source_info.name_stack)
     return "backward" if "transpose(" in stack else "forward" if "jvp(" in stack else None
 
 
 def in_recomputation(eqn: Any) -> bool:
-    """Whether an equation does again, for a backward pass, what a rematerialised body did in the forward pass."""
+    """Whether an equation recomputes part of the forward pass for a backward pass (``jax.checkpoint``)."""
     return "rematted_computation" in _text(eqn.source_info.name_stack)
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations of a jaxpr, those inside others too."""
+    """All equations of a jaxpr, including those of nested jaxprs."""
     for eqn in closed_parts(jaxpr)[0].eqns:
         yield eqn
         for value in eqn.params.values():
@@ -505,18 +511,18 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def parts_by_result(jaxpr: Any) -> list[tuple[Any, list[int]]]:
-    """Of every result of a jaxpr, (what computes it alone, the numbers of the inputs that this reads)."""
+    """For every result of a jaxpr, (jaxpr that computes only this result, indices of the inputs that it reads)."""
     from jax._src.interpreters.partial_eval import dce_jaxpr
 
-    found = []
+    parts = []
     for k in range(len(jaxpr.outvars)):
         part, used = dce_jaxpr(jaxpr, [i == k for i in range(len(jaxpr.outvars))])
-        found.append((part, [i for i, u in enumerate(used) if u]))
-    return found
+        parts.append((part, [i for i, u in enumerate(used) if u]))
+    return parts
 
 
 def may_be_differentiated(closed: Any) -> bool:
-    """Whether a function of this jaxpr may be given a derivative of its own: JAX gives none to what has most effects."""
+    """Whether JAX allows a custom derivative for a function of this jaxpr: not if it has other than a few kinds of effects."""
     from jax._src import effects
 
     return not effects.custom_derivatives_allowed_effects.filter_not_in(closed.effects)

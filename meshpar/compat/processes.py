@@ -1,4 +1,4 @@
-"""JAX's coordination service: the one place that uses ``jax._src.distributed`` (jax 0.10.2 to 0.12)."""
+"""JAX's coordination service, through ``jax._src.distributed`` (JAX 0.10.2 to 0.12)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax._src import clusters, distributed, xla_bridge
 PROCESS, COUNT, ADDRESS, DEVICES, TIMEOUT, STUCK = (
     f"MESHPAR_{x}" for x in ("PROCESS", "PROCESSES", "COORDINATOR", "DEVICES", "TIMEOUT", "STUCK")
 )
-"""What ``meshpar launch`` tells its processes; DEVICES are those of one process."""
+"""Environment variables that ``meshpar launch`` sets for its processes; DEVICES: devices per process."""
 
 
 def connected() -> bool:
@@ -20,16 +20,17 @@ def connected() -> bool:
 
 
 def backends_are_open() -> bool:
-    """Whether JAX has made its devices already."""
+    """Whether JAX has initialized its backends."""
     return xla_bridge.backends_are_initialized()
 
 
 def process_count() -> int:
-    """Processes of the group; 1 where there is none. It opens no backend, as ``jax.process_count`` does."""
+    """The number of processes of the group, 1 without a group; initializes no backend, unlike ``jax.process_count``."""
     return distributed.global_state.num_processes if connected() else 1
 
 
 def process_index() -> int:
+    """The index of this process in its group; 0 without a group."""
     return distributed.global_state.process_id if connected() else 0
 
 
@@ -39,7 +40,7 @@ def coordinator() -> str:
 
 
 def cluster() -> str | None:
-    """The name of the cluster that JAX finds this process in: TPU, GKE, Slurm, Open MPI; None where it finds none."""
+    """The name of the cluster that JAX detects: TPU, GKE, Slurm, Open MPI; None: no cluster."""
     for kind in clusters.ClusterEnv._cluster_types:
         if not kind.opt_in_only_method and kind.is_env_present():
             return kind.name
@@ -47,26 +48,27 @@ def cluster() -> str | None:
 
 
 def connect(*, heartbeat: int, wait: int, **where: Any) -> None:
-    """``jax.distributed.initialize``; ``heartbeat`` and ``wait`` (for all processes to come) in seconds."""
+    """``jax.distributed.initialize`` with ``heartbeat`` and ``wait`` (for all processes to connect) timeouts in seconds."""
     jax.distributed.initialize(
         initialization_timeout=wait, heartbeat_timeout_seconds=heartbeat, shutdown_timeout_seconds=heartbeat, **where
     )
 
 
 class Store:
-    """The coordinator's table of texts, which all processes write and read.
+    """The coordinator's key-value store, shared by all processes.
 
-    Every call is a request to process 0, and blocks while that does not answer.
+    Every call is a blocking request to process 0.
     """
 
     def __init__(self) -> None:
         self._client: Any = distributed.global_state.client
 
     def put(self, key: str, text: str) -> None:
+        """Set the text of a key."""
         self._client.key_value_set(key, text, allow_overwrite=True)
 
     def put_first(self, key: str, text: str) -> bool:
-        """Write where nothing is yet; False where something is."""
+        """Set the text of a key that has none; False if it has one."""
         try:
             self._client.key_value_set(key, text)
         except jax.errors.JaxRuntimeError as error:
@@ -76,7 +78,7 @@ class Store:
         return True
 
     def peek(self, key: str) -> str | None:
-        """The text now; None where there is none."""
+        """The text of a key; None if it has none."""
         try:
             return self._client.key_value_try_get(key)
         except jax.errors.JaxRuntimeError as error:
@@ -85,7 +87,7 @@ class Store:
             raise
 
     def get(self, key: str, seconds: float) -> str | None:
-        """The text, as soon as there is one; None after so many seconds."""
+        """The text of a key, once it has one; None after ``seconds``."""
         try:
             return self._client.blocking_key_value_get(key, max(1, int(seconds * 1000)))
         except jax.errors.JaxRuntimeError as error:
@@ -94,27 +96,27 @@ class Store:
             raise
 
     def folder(self, prefix: str) -> dict[str, str]:
-        """All texts whose keys begin with ``prefix/``, by what follows it."""
-        found = self._client.key_value_dir_get(prefix)
-        return {key.removeprefix(prefix).lstrip("/"): text for key, text in found}
+        """Key without its prefix → text, for all keys that begin with ``prefix/``."""
+        entries = self._client.key_value_dir_get(prefix)
+        return {key.removeprefix(prefix).lstrip("/"): text for key, text in entries}
 
     def drop(self, prefix: str) -> None:
-        """Forget all below a prefix."""
+        """Delete all keys that begin with ``prefix/``."""
         self._client.key_value_delete(prefix + "/")
 
     def barrier(self, name: str, seconds: float) -> bool:
-        """Wait until every process comes here; False after so many seconds."""
-        began = time.monotonic()
+        """Wait until every process has called it with this name; False after ``seconds``."""
+        start = time.monotonic()
         try:
             self._client.wait_at_barrier(name, max(1, int(seconds * 1000)))
         except jax.errors.JaxRuntimeError:
-            if time.monotonic() - began < seconds - 0.5:
+            if time.monotonic() - start < seconds - 0.5:
                 raise
             return False
         return True
 
 
 def preemption_sync_point(step: int) -> bool:
-    """Whether this is the step at which all processes save because one was told to stop (SIGTERM)."""
+    """Whether all processes save at this step because one of them received SIGTERM."""
     manager = distributed.global_state.preemption_sync_manager
     return manager is not None and manager.reached_sync_point(step)

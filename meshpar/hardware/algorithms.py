@@ -1,7 +1,7 @@
 """Collective algorithms: how a collective over several stages of a slice is made of collectives over fewer stages.
 
 One entry per algorithm. Callers ask the entry for its bytes (:meth:`Algorithm.bytes`, :meth:`Algorithm.dcn_bytes`), how it uses the
-links (:func:`meshpar.hardware.collective_time.seconds_of`), and what is emitted (:meth:`Algorithm.reduce_scatter`).
+links (:func:`meshpar.hardware.collective_time.seconds_of`), and the JAX operations (:meth:`Algorithm.reduce_scatter`).
 To add an algorithm, add an entry to ``_TABLE``; :func:`choose_algorithm` considers it if :func:`meshpar_kernels.collectives.choose`
 knows its cost.
 """

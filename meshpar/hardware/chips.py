@@ -119,7 +119,7 @@ class Chip:
         return link * self.compiler.link_efficiency
 
     def rings(self, shape: Sequence[int]) -> tuple[bool, ...]:
-        """For each torus dimension of a slice, whether it is a ring; else it is a line. Compilers assume lines unless told.
+        """For each torus dimension of a slice, whether it is a ring; else it is a line. Compilers assume lines by default.
 
         Args:
           shape: chips along each torus dimension.

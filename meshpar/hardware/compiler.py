@@ -113,7 +113,7 @@ class CompilerModel:
         """What plans say if there is no table for the requested version."""
         if self.compiler == self.requested:
             return None
-        return f"seconds and passes use the constants of {self.compiler}: there are none for {self.requested}"
+        return f"seconds and passes use the constants of {self.compiler}; there is no table for {self.requested}"
 
 
 def compiler_model(chip: str | None, package: str = "libtpu", version: str | None = None) -> CompilerModel:

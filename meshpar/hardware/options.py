@@ -1,4 +1,4 @@
-"""Options of the TPU compiler that a plan sets: when, why, and what they changed in compiled programs.
+"""Options of the TPU compiler that a plan sets: when, why, and their measured effect on compiled programs.
 
 To add a group of options, add an entry to ``_TABLE`` and its name to the chips of a table in ``tables/``.
 """
@@ -22,12 +22,12 @@ class OptionGroup:
     """Compiler options with one purpose, which are set together or not at all.
 
     Attributes:
-      name: what they do; chips list it in ``CompilerModel.option_groups``.
+      name: their purpose; chips list it in ``CompilerModel.option_groups``.
       values: option → value.
       when: the kinds of collectives; set if a plan has one of them.
       frees: kinds of collectives that the options make asynchronous (see ``CompilerModel.sync_collectives``).
-      why: what the compiler does without them.
-      measured: what they changed in compiled programs, and the version of the compiler.
+      why: behaviour of the compiler without them.
+      measured: their effect on compiled programs, and the version of the compiler.
     """
 
     name: str

@@ -4,11 +4,11 @@ import os
 
 import pytest
 
-from meshpar.compat.devices import _stderr_kept
+from meshpar.compat.devices import _stderr_on_failure
 
 
 def test_what_libtpu_writes_as_it_starts_is_kept_back(capfd):
-    with _stderr_kept():
+    with _stderr_on_failure():
         os.write(2, b"no TPU here\n")
     os.write(2, b"after\n")
     assert capfd.readouterr().err == "after\n"
@@ -16,7 +16,7 @@ def test_what_libtpu_writes_as_it_starts_is_kept_back(capfd):
 
 def test_it_is_shown_where_it_fails(capfd):
     def fails():
-        with _stderr_kept():
+        with _stderr_on_failure():
             os.write(2, b"no such slice\n")
             raise RuntimeError
 

@@ -144,5 +144,5 @@ def test_files_that_are_none(tmp_path, content, says):
 def test_no_file():
     with pytest.raises(mp.errors.UnsupportedError, match="there is no calibration file"):
         planned(calibration="/nowhere.json")
-    with pytest.raises(mp.errors.UnsupportedError, match="is none"):
+    with pytest.raises(mp.errors.UnsupportedError, match="is not a calibration"):
         planned(calibration=[3])

@@ -150,7 +150,7 @@ def test_a_program_that_calls_back():
         jax.debug.print("{x}", x=x)
         return x
 
-    with pytest.raises(UnsupportedError, match="calls back into Python"):
+    with pytest.raises(UnsupportedError, match="callbacks into Python"):
         mp.compile_lowered(jax.jit(talks), jnp.ones(4))
 
 
