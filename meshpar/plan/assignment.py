@@ -1,4 +1,17 @@
-"""Axis assignment: which axes a value, or an op's factors, get; and the scopes that hold for them."""
+"""Axis assignment: which mesh axes shard the dims of every value and the factors of every op, under a layout.
+
+A *query* is what an assignment depends on: for a value, the (names, size) of its dims; for an op, also how its factors are related.
+Values and ops with equal queries are sharded alike, so a query is answered once. Queries about the same names are a *rule group*:
+layouts with the same rules for these names share its results.
+
+Given the layout ``batch: data; embed: model; mlp: model`` on ``data=4, model=2``:
+
+- a value ``[batch 8, embed 16]`` gets the spec ``(("data",), ("model",))``;
+- a value ``[embed 16, mlp 64]`` gets ``(("model",), ())``: the first dim of the first rule that claims ``model`` has it;
+- a value ``[batch 6]`` gets ``((),)``: 4 does not divide 6, and ``indivisible`` has (value, dim 0, rule 0);
+- a matmul ``[batch, embed] @ [embed, mlp]`` has the factors batch, mlp, embed (contracted) and gets ``data`` for batch and
+  ``model`` for embed, so its result is partial over ``model``.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +31,22 @@ from .spec import replicated_spec
 Names = tuple[str, ...]
 Items = tuple[tuple[Names, int], ...]
 """(names, size) of every dim of a value, or of every factor of an op."""
-_Claimed = dict[tuple[Items, tuple[str, ...]], tuple[Spec, dict[int, int]]]
-"""By items and scopes: the axes of every item, and the rules that were refused."""
+_ItemAxes = dict[tuple[Items, tuple[str, ...]], tuple[Spec, dict[int, int]]]
+"""(items, scopes) → (axes of every item, item → index of a rule whose axes do not divide its size)."""
 MAX_CHOICES = 512
+"""Ways to assign the contested axes of an op up to which all are costed (``resolve="cost"``)."""
 
 
 @dataclass(frozen=True)
 class OpQuery:
-    """All of an op that its assignment depends on: ops of equal questions are split alike under every layout.
+    """What the assignment of an op depends on: ops with equal queries are sharded alike under every layout.
 
     Attributes:
       items: (names, size) of every factor, as :func:`meshpar.layout.claim` takes them.
-      groups: of :func:`permutation_groups`.
-      leaders: of every factor the one that it is split like.
-      nested: of :func:`_nested`; sizes: of every factor.
+      groups: the :func:`permutation_groups` of its rule.
+      leaders: for every factor, the factor whose axes it takes; itself, if it takes those of no other.
+      nested: the :func:`_nested` pairs of its rule.
+      sizes: of every factor.
     """
 
     items: tuple[tuple[Names, int], ...]
@@ -48,17 +63,17 @@ class OpQuery:
         return self._hash
 
     def linked(self, axes: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-        """The axes of every factor, those of leaders for the factors that follow them."""
+        """The axes of every factor: those of its leader."""
         return [axes[f] for f in self.leaders]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class GroupAssignment:
-    """What the questions of one group get.
+    """The results for the queries of one rule group.
 
     Attributes:
-      axes: the axes of every dim, or factor, of each.
-      indivisible: the places among these of questions of which a claim was refused, because a size does not divide.
+      axes: for each query, the axes of every dim or factor.
+      indivisible: indices of the queries with a rule whose axes do not divide a size.
     """
 
     axes: tuple[tuple[tuple[str, ...], ...], ...]
@@ -66,17 +81,18 @@ class GroupAssignment:
 
 
 MAX_CACHED_ASSIGNMENTS = 4096
-"""Sets of rules and mesh sizes for which the answers of a group are cached."""
+"""(rules, mesh sizes) for which a rule group caches its assignment."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RuleGroup:
-    """Questions about the same names, in the same scopes: the same rules answer them.
+    """Queries about the same names in the same scopes: their assignment depends on the rules for these names alone.
 
     Attributes:
-      queries: :data:`Items` of a value or an op, or the question of an op with a rule; a spec that the user gave a value.
-      names: that they are about; scopes: that hold for them, None for given specs.
-      cache: by the rules for these names, and the sizes of the mesh.
+      queries: :data:`Items` of a value or an elementwise op, the query of an op with a rule, or a spec that the user gave a value.
+      names: of the dims and factors in them.
+      scopes: of their values; None: the queries are given specs.
+      cache: (rules for these names, sizes of the mesh) → assignment.
     """
 
     queries: tuple[Any, ...]
@@ -87,12 +103,12 @@ class RuleGroup:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Queries:
-    """The distinct questions of a program to the assignment of layouts that name the same scopes.
+    """The distinct queries of a program, for layouts whose rules name the same scopes.
 
     Attributes:
-      groups: the questions, in order.
-      index: (question, scopes that hold) → its place.
-      of_op: for every op without bodies the places of its questions: of what it makes, then of itself.
+      groups: the queries, in order.
+      index: (query, scopes of its values) → its index in this order.
+      of_op: for every op without bodies, the indices of the queries of its results, then that of the op itself.
     """
 
     groups: tuple[RuleGroup, ...]
@@ -100,39 +116,47 @@ class Queries:
     of_op: dict[Op, tuple[int, ...]]
 
 
-_Answers = dict[tuple[OpQuery, tuple[str, ...]], list[tuple[str, ...]]]
-"""By question and scopes: the axes of every factor."""
+_OpAxes = dict[tuple[OpQuery, tuple[str, ...]], list[tuple[str, ...]]]
+"""(query of an op, scopes) → the axes of every factor."""
 
 
 class _ProgramTables:
-    """What is asked about the values and ops of a program, whatever the layout.
+    """What axis assignment computes from a program, independently of the layout.
 
     Attributes:
-      items: of values; of elementwise ops with annotated operands (None: it has none).
-      names, questions: of ops with rules; distinct: these questions.
-      scopes, asked: by the scopes that the rules of a layout name.
-      given: dim (its root) → the axes over which results of the user's own ``shard_map``s have it.
+      items: of values; of elementwise ops with annotated operands (None: the op has none).
+      factor_names, op_queries: of ops with rules.
+      distinct: query → the first equal one.
+      scopes: scopes that a layout names → the scopes of every value.
+      queries: scopes that a layout names → queries.
+      shard_map_axes: dim (its root) → the axes over which the user's own ``shard_map``s return it.
     """
 
     def __init__(self, program: Program):
         self.items: dict[Value | Op, Items | None] = {}
-        self.names: dict[Op, list[Names]] = {}
-        self.questions: dict[Op, OpQuery] = {}
+        self.factor_names: dict[Op, list[Names]] = {}
+        self.op_queries: dict[Op, OpQuery] = {}
         self.distinct: dict[OpQuery, OpQuery] = {}
         self.scopes: dict[tuple[str, ...], dict[Value, tuple[str, ...]]] = {}
-        self.asked: dict[tuple[str, ...], Queries] = {}
-        self.shard_map_axes = _given(program)
-        self._answered: tuple[Any, _Claimed, _Answers] = None, {}, {}
+        self.queries: dict[tuple[str, ...], Queries] = {}
+        self.shard_map_axes = _shard_map_axes(program)
+        self._last: tuple[Any, _ItemAxes, _OpAxes] = None, {}, {}
 
-    def answered(self, rules: tuple[Rule, ...], sizes: tuple[tuple[str, int], ...]) -> tuple[_Claimed, _Answers]:
-        """What was claimed under some rules on a mesh, if they are the last that were asked about; else nothing."""
-        if self._answered[0] != (rules, sizes):
-            self._answered = (rules, sizes), {}, {}
-        return self._answered[1:]
+    def axes_under(self, rules: tuple[Rule, ...], sizes: tuple[tuple[str, int], ...]) -> tuple[_ItemAxes, _OpAxes]:
+        """The tables of assigned axes under some rules on a mesh. Those of the last rules and mesh are cached."""
+        if self._last[0] != (rules, sizes):
+            self._last = (rules, sizes), {}, {}
+        return self._last[1:]
 
 
 class AxisAssignment:
-    """Answers who gets which axis, for the values and ops of one program under one layout and mesh."""
+    """Which axes shard the values and ops of one program under one layout on one mesh.
+
+    Attributes:
+      indivisible: value → (value, dim, index of the rule) where the axes of a rule do not divide the dim.
+      notes: sentences for the plan's notes.
+      named_scopes: the scopes that the rules of the layout name; scoped: there are some.
+    """
 
     def __init__(self, program: Program, layout: Layout, sizes: Mapping[str, int]):
         self.program, self.layout, self.sizes = program, layout, sizes
@@ -146,39 +170,40 @@ class AxisAssignment:
         self.notes: list[str] = []
         self.shard_map_axes = self.tables.shard_map_axes
         self._by_nodes: dict[object, Spec] = {}
-        self._item_axes, self._op_axes = self.tables.answered(layout.rules, tuple(sizes.items()))
+        self._item_axes, self._op_axes = self.tables.axes_under(layout.rules, tuple(sizes.items()))
         self._all: tuple[GroupAssignment, ...] | None = None
 
     def scopes_of(self, value: Value) -> tuple[str, ...]:
+        """The scopes that a value is in, among those that the layout names."""
         return self.scopes.get(value, ())
 
     def items(self, items: tuple[tuple[Names, int], ...], scopes: tuple[str, ...]):
-        """Memoised :func:`meshpar.layout.claim`."""
+        """The cached result of :func:`meshpar.layout.claim`: (axes of every item, item → rule that does not divide it)."""
         key = (items, scopes)
-        found = self._item_axes.get(key)
-        if found is None:
-            axes, refused = claim(self.layout, items, self.sizes, scopes)
-            found = self._item_axes[key] = (tuple(axes), refused)
-        return found
+        result = self._item_axes.get(key)
+        if result is None:
+            axes, indivisible = claim(self.layout, items, self.sizes, scopes)
+            result = self._item_axes[key] = (tuple(axes), indivisible)
+        return result
 
     def value_items(self, value: Value) -> tuple[tuple[Names, int], ...]:
-        """(names, size) of every dim, as an op has them that loops over it: merged dims have the names of the leading part."""
-        found = self.tables.items.get(value)
-        if found is None:
-            parts = [self.program.parts(value, i) for i in range(len(value.shape))]
-            names = [p[0][0] if p else () for p in parts]
-            found = self.tables.items[value] = tuple(zip(names, value.shape, strict=True))
-        return found
+        """(names, size) of every dim. A merged dim has the names of its major sub-dim: only that may be sharded."""
+        items = self.tables.items.get(value)
+        if items is None:
+            sub_dims = [self.program.parts(value, i) for i in range(len(value.shape))]
+            names = [dims[0][0] if dims else () for dims in sub_dims]
+            items = self.tables.items[value] = tuple(zip(names, value.shape, strict=True))
+        return items
 
     def value_spec(self, value: Value) -> Spec:
-        """The spec in which a value is stored. Arrays without elements are not split: XLA returns them with the global shape."""
+        """The stored spec of a value. Arrays without elements are replicated: XLA returns them with the global shape."""
         if 0 in value.shape:
             return replicated_spec(len(value.shape))
         if value.explicit is not None:
             return value.explicit
         plain = value.annotation is None and not self.scoped
-        if plain and (found := self._by_nodes.get((value.nodes, value.shape))) is not None:
-            return found
+        if plain and (spec := self._by_nodes.get((value.nodes, value.shape))) is not None:
+            return spec
         axes, refused = self.items(self.value_items(value), self.scopes_of(value))
         for i, rule in refused.items():
             self.indivisible.setdefault(value, (value, i, rule))
@@ -189,7 +214,7 @@ class AxisAssignment:
         return axes
 
     def unused_optional_rules(self, value: Value) -> Iterator[tuple[Rule, int]]:
-        """The rules marked ``?`` that do not divide a dim of an array, each with the dim; not those whose axes another dim has."""
+        """(rule, dim) of the rules marked ``?`` whose axes are unused in a value, because they do not divide the dim."""
         spec = self.value_spec(value)
         used = {a for entry in spec for a in entry}
         for i, (names, size) in enumerate(self.value_items(value)):
@@ -199,38 +224,40 @@ class AxisAssignment:
                     yield rule, i
 
     def nameless_as_given(self, value: Value, axes: Spec) -> Spec:
-        """The spec with dims that have no name split as a ``shard_map`` of the user's own makes them (what it keeps for its
-        backward pass, also where a loop stacks that up)."""
+        """A spec in which unnamed dims are sharded as the user's own ``shard_map`` returns them.
+
+        Such dims are those of residuals that the ``shard_map`` saves for its backward pass, also stacked by a loop.
+        """
         find = self.program.unifier.find
         given = [
             () if names or node < 0 else self.shard_map_axes.get(find(node), ())
             for node, (names, _) in zip(value.nodes, self.value_items(value), strict=True)
         ]
-        taken = {a for mine in given for a in mine}
-        if not taken:
+        used = {a for entry in given for a in entry}
+        if not used:
             return axes
-        return tuple(mine or tuple(a for a in entry if a not in taken) for mine, entry in zip(given, axes, strict=True))
+        return tuple(own or tuple(a for a in entry if a not in used) for own, entry in zip(given, axes, strict=True))
 
     def op_scopes(self, op: Op, outs: Sequence[Value]) -> tuple[str, ...]:
-        """An elementwise op is in the scopes of any value that it touches; another op in those that all its arrays are in."""
+        """The scopes of an op: of an elementwise one all those of its operands and results, else those that all operands share."""
         if not self.scoped:
             return ()
         ins = [v for v in op.ins if v is not None and v.shape]
         if op.rule is None:
-            found = {s for v in (*ins, *outs) if v.shape == outs[0].shape for s in self.scopes_of(v)}
+            scopes = {s for v in (*ins, *outs) if v.shape == outs[0].shape for s in self.scopes_of(v)}
         else:
-            found = set.intersection(*(set(self.scopes_of(v)) for v in ins)) if ins else set()
-        return tuple(sorted(found))
+            scopes = set.intersection(*(set(self.scopes_of(v)) for v in ins)) if ins else set()
+        return tuple(sorted(scopes))
 
     def elementwise_spec(self, op: Op, out: Value) -> Spec:
-        """The spec in which an elementwise op works: its result's, unless annotated operands call its dims otherwise."""
+        """The spec in which an elementwise op computes: its result's, unless annotated operands name its dims differently."""
         items = self.work_items(op, out)
         if items is None and not self.scoped:
             return self.value_spec(out)
         return self.items(items or self.value_items(out), self.op_scopes(op, [out]))[0]
 
     def work_items(self, op: Op, out: Value) -> Items | None:
-        """(names, size) of the dims of an elementwise op with annotated operands; None: there are none."""
+        """(names, size) of the dims of an elementwise op that has annotated operands; None: it has none."""
         if op not in self.tables.items:
             self.tables.items[op] = self._work_items(op, out)
         return self.tables.items[op]
@@ -246,14 +273,15 @@ class AxisAssignment:
         return tuple(items)
 
     def factor_names(self, op: Op) -> list[Names]:
-        """The names of every factor of an op: those of annotated operands and results, else of the joined classes.
+        """The names of every factor of an op: those of annotated operands and results, else those that inference found.
 
-        A factor that is primed in one of the values stays so in the op: of two factors called ``seq`` the query's keeps the axis.
+        If a factor has a primed name (``seq'``) in one of the values, it has it in the op: of two factors named ``seq``, that of
+        the queries gets the axis.
         """
-        found = self.tables.names.get(op)
-        if found is None:
-            found = self.tables.names[op] = self._factor_names(op)
-        return found
+        names = self.tables.factor_names.get(op)
+        if names is None:
+            names = self.tables.factor_names[op] = self._factor_names(op)
+        return names
 
     def _factor_names(self, op: Op) -> list[Names]:
         rule = op.rule
@@ -277,12 +305,12 @@ class AxisAssignment:
                 if own is not None:
                     given[factors[0]][own] = None
                     continue
-                parts = self.program.unifier.parts_of(value.nodes[i])
-                if [size for _, size in parts] == [rule.sizes[f] for f in factors]:
-                    for f, (names, _) in zip(factors, parts, strict=True):
+                sub_dims = self.program.unifier.parts_of(value.nodes[i])
+                if [size for _, size in sub_dims] == [rule.sizes[f] for f in factors]:
+                    for f, (names, _) in zip(factors, sub_dims, strict=True):
                         join(f, names)
-                elif parts:
-                    join(factors[0], parts[0][0])
+                elif sub_dims:
+                    join(factors[0], sub_dims[0][0])
         return [tuple(a) or primed.get(f) or tuple(b) for f, (a, b) in enumerate(zip(given, joined, strict=True))]
 
     def factor_axes(
@@ -291,28 +319,30 @@ class AxisAssignment:
         """The axes of every factor of an op.
 
         Args:
-          cost: bytes moved by a choice; where given and the layout resolves by cost, the cheapest choice is taken.
+          names: of its factors; scopes: of the op.
+          cost: axes of the factors → bytes sent. If given, and the layout resolves conflicts by cost, the cheapest choice is taken.
         """
         assert op.rule is not None
-        asked = self._query(op, names)
+        query = self._query(op, names)
         if cost is None or self.layout.resolve != "cost":
-            return list(self._query_axes(asked, scopes))
-        axes = self._claimed(asked.groups, asked.items, scopes)
-        axes = self._cheapest(op, asked.items, scopes, axes, lambda choice: cost(asked.linked(choice)))
-        return contiguous_only(op.rule, asked.linked(axes), self.sizes)
+            return list(self._query_axes(query, scopes))
+        axes = self._claimed(query.groups, query.items, scopes)
+        axes = self._cheapest(op, query.items, scopes, axes, lambda choice: cost(query.linked(choice)))
+        return contiguous_only(op.rule, query.linked(axes), self.sizes)
 
-    def _query_axes(self, asked: OpQuery, scopes: tuple[str, ...]) -> list[tuple[str, ...]]:
-        found = self._op_axes.get((asked, scopes))
-        if found is None:
-            axes = asked.linked(self._claimed(asked.groups, asked.items, scopes))
-            found = self._op_axes[asked, scopes] = _blocks_only(asked.nested, asked.sizes, axes, self.sizes)
-        return found
+    def _query_axes(self, query: OpQuery, scopes: tuple[str, ...]) -> list[tuple[str, ...]]:
+        """The axes of every factor of an op with a query, by the order of the rules."""
+        result = self._op_axes.get((query, scopes))
+        if result is None:
+            axes = query.linked(self._claimed(query.groups, query.items, scopes))
+            result = self._op_axes[query, scopes] = _contiguous_only(query.nested, query.sizes, axes, self.sizes)
+        return result
 
     def _query(self, op: Op, names: list[Names]) -> OpQuery:
-        found = self.tables.questions.get(op)
-        if found is None:
-            found = self.tables.questions[op] = self._new_query(op, names)
-        return found
+        query = self.tables.op_queries.get(op)
+        if query is None:
+            query = self.tables.op_queries[op] = self._new_query(op, names)
+        return query
 
     def _new_query(self, op: Op, names: list[Names]) -> OpQuery:
         rule = op.rule
@@ -329,37 +359,39 @@ class AxisAssignment:
         )
         groups = tuple(map(frozenset, permutation_groups(rule)))
         leaders = tuple(follows.get(f, f) for f in range(len(items)))
-        asked = OpQuery(items, groups, leaders, _nested(rule), tuple(rule.sizes))
-        return self.tables.distinct.setdefault(asked, asked)
+        query = OpQuery(items, groups, leaders, _nested(rule), tuple(rule.sizes))
+        return self.tables.distinct.setdefault(query, query)
 
     def _claimed(
         self, groups: Sequence[frozenset[int]], items: tuple[tuple[Names, int], ...], scopes: tuple[str, ...]
     ) -> list[tuple[str, ...]]:
         """The axes of an op's factors.
 
-        Own factors that never stand in one array (tokens, experts) may be split over the same axis: the op exchanges them.
-        So each such group assignment axes beside the other factors by itself; the others keep what they get beside all groups.
+        Permutation factors that never occur in the same array (tokens, experts) may share a mesh axis: the op exchanges them with
+        an all-to-all. So the factors are assigned once for each group of them, without the other groups. A factor outside of all
+        groups gets the axes that it has in all of these assignments, else none.
         """
         if len(groups) < 2:
             return list(self.items(items, scopes)[0])
-        every = {f for group in groups for f in group}
-        found = []
+        grouped = {f for group in groups for f in group}
+        by_group = []
         for group in groups:
-            mine = tuple(((), size) if f in every - group else (n, size) for f, (n, size) in enumerate(items))
-            found.append(self.items(mine, scopes)[0])
-        axes = [got if all(other[f] == got for other in found) else () for f, got in enumerate(found[0])]
-        for group, got in zip(groups, found, strict=True):
+            own = tuple(((), size) if f in grouped - group else (n, size) for f, (n, size) in enumerate(items))
+            by_group.append(self.items(own, scopes)[0])
+        axes = [first if all(other[f] == first for other in by_group) else () for f, first in enumerate(by_group[0])]
+        for group, group_axes in zip(groups, by_group, strict=True):
             for f in group:
-                axes[f] = got[f]
+                axes[f] = group_axes[f]
         return axes
 
     def _cheapest(
         self, op: Op, items: Sequence[tuple[Names, int]], scopes: tuple[str, ...], first: list[tuple[str, ...]],
         cost: Callable[[list[tuple[str, ...]]], float],
     ) -> list[tuple[str, ...]]:  # fmt: skip
-        """Try every choice of one factor (or none) for every axis that several want; keep the first assignment on a tie.
+        """The axes of the factors with the lowest cost, over all choices of one factor (or none) for every contested axis.
 
-        Where there are more than :data:`MAX_CHOICES` choices, axes are tried one after the other instead, and a note says so.
+        If several cost the same, ``first`` is taken, which is by the order of the rules. If there are more than :data:`MAX_CHOICES`
+        choices, only those that differ from ``first`` in one axis are costed, and a note says so.
         """
         wants: dict[str, list[int]] = {}
         for i, (names, size) in enumerate(items):
@@ -380,7 +412,7 @@ class AxisAssignment:
             choices = (
                 (*start[:k], i, *start[k + 1 :]) for k, who in enumerate(contested.values()) for i in (*who, None)
             )
-            note = f"{op.name} at {op.source}: of {every} ways to split it only those in which one axis goes elsewhere were tried"
+            note = f"{op.name} at {op.source}: of {every} ways to split it, only those that differ in one axis were compared"
             if note not in self.notes:
                 self.notes.append(note)
         best, least = first, cost(first)
@@ -396,33 +428,36 @@ class AxisAssignment:
         return best
 
     def assignments(self) -> tuple[tuple[tuple[str, ...], ...], ...]:
-        """What the questions of :meth:`asked` get. Layouts of the same scopes that give the same on a mesh have one plan."""
-        return tuple(itertools.chain.from_iterable(found.axes for found in self.group_assignments()))
+        """For each of :meth:`queries`, the axes of its dims or factors.
+
+        Two layouts that name the same scopes and have equal assignments on a mesh have the same plan.
+        """
+        return tuple(itertools.chain.from_iterable(group.axes for group in self.group_assignments()))
 
     def group_assignments(self) -> tuple[GroupAssignment, ...]:
-        """What the questions of each group get, once for all layouts with the same rules for its names."""
+        """The assignment of each rule group, shared by all layouts with the same rules for its names."""
         if self._all is None:
             rules, sizes = self.layout.rules, tuple(self.sizes.items())
-            found = []
+            out = []
             for group in self.queries().groups:
                 scopes = group.scopes or ()
-                mine = tuple(r for r in rules if r.dim in group.names and (r.scope is None or r.scope in scopes))
-                found.append(group.cache.setdefault((mine, sizes), lambda group=group: self._assign_group(group)))
-            self._all = tuple(found)
+                own = tuple(r for r in rules if r.dim in group.names and (r.scope is None or r.scope in scopes))
+                out.append(group.cache.setdefault((own, sizes), lambda group=group: self._assign_group(group)))
+            self._all = tuple(out)
         return self._all
 
     def _assign_group(self, group: RuleGroup) -> GroupAssignment:
-        found, refused = [], []
-        for k, question in enumerate(group.queries):
+        out, indivisible = [], []
+        for k, query in enumerate(group.queries):
             if group.scopes is None:
-                found.append(question)
-            elif isinstance(question, OpQuery):
-                found.append(tuple(self._query_axes(question, group.scopes)))
+                out.append(query)
+            elif isinstance(query, OpQuery):
+                out.append(tuple(self._query_axes(query, group.scopes)))
             else:
-                axes, rules = self.items(question, group.scopes)
-                found.append(axes)
-                refused += [k] * bool(rules)
-        return GroupAssignment(tuple(found), tuple(refused))
+                axes, rules = self.items(query, group.scopes)
+                out.append(axes)
+                indivisible += [k] * bool(rules)
+        return GroupAssignment(tuple(out), tuple(indivisible))
 
     def all_indivisible(self) -> list[tuple[Value, int, int]]:
         """(value, dim, rule) where a size does not divide, for one value of each set of joined dims, in program order."""
@@ -442,45 +477,45 @@ class AxisAssignment:
         return list(in_order.indivisible.values())
 
     def queries(self) -> Queries:
-        """The questions of the program, where rules name the scopes that those of the layout do."""
-        found = self.tables.asked.get(self.named_scopes)
-        if found is None:
-            found = self.tables.asked[self.named_scopes] = self._all_queries()
-        return found
+        """The distinct queries of the program, for layouts that name the scopes of this one."""
+        queries = self.tables.queries.get(self.named_scopes)
+        if queries is None:
+            queries = self.tables.queries[self.named_scopes] = self._all_queries()
+        return queries
 
     def _all_queries(self) -> Queries:
-        places: dict[tuple[Any, tuple[str, ...] | None], int] = {}
+        index: dict[tuple[Any, tuple[str, ...] | None], int] = {}
 
-        def place(question: Any, scopes: tuple[str, ...] | None) -> int:
-            return places.setdefault((question, scopes), len(places))
+        def add(query: Any, scopes: tuple[str, ...] | None) -> int:
+            return index.setdefault((query, scopes), len(index))
 
-        def of(value: Value) -> int:
+        def add_value(value: Value) -> int:
             if value.explicit is not None:
-                return place(value.explicit, None)
-            return place(self.value_items(value), self.scopes_of(value))
+                return add(value.explicit, None)
+            return add(self.value_items(value), self.scopes_of(value))
 
         for value in self.program.inputs:
-            of(value)
+            add_value(value)
         ops: dict[Op, tuple[int, ...]] = {}
         for op in self.program.root.walk():
-            outs = tuple(map(of, op.outs))
+            outs = tuple(map(add_value, op.outs))
             if op.frames:
                 for frame in op.frames:
                     for value in frame.ins():
-                        of(value)
+                        add_value(value)
                 continue
             work: tuple[int, ...] = ()
             if op.rule is not None and op.rule.given is None:
-                work = (place(self._query(op, self.factor_names(op)), self.op_scopes(op, op.outs)),)
+                work = (add(self._query(op, self.factor_names(op)), self.op_scopes(op, op.outs)),)
             elif op.rule is None and len(op.outs) == 1:
                 items = self.work_items(op, op.outs[0])
                 if items is not None or self.scoped:
-                    work = (place(items or self.value_items(op.outs[0]), self.op_scopes(op, op.outs)),)
+                    work = (add(items or self.value_items(op.outs[0]), self.op_scopes(op, op.outs)),)
             ops[op] = (*outs, *work)
-        return _grouped_by_rules(places, ops)
+        return _grouped_by_rules(index, ops)
 
     def rule_text(self, names: Sequence[str], axis: str, scopes: Sequence[str] = ()) -> str | None:
-        """The text of the rule that gives these names this axis."""
+        """The text of the rule that gives an axis to a dim with one of these names; None: no rule does."""
         names = (*names, *(n.removesuffix("-inner") for n in names if n.endswith("-inner")))
         for r in self.layout.rules_of(names, scopes or self._all_scopes()):
             if axis in self.layout.rules[r].axes:
@@ -492,86 +527,98 @@ class AxisAssignment:
 
 
 def _grouped_by_rules(
-    questions: Iterable[tuple[Any, tuple[str, ...] | None]], ops: Mapping[Op, tuple[int, ...]]
+    queries: Iterable[tuple[Any, tuple[str, ...] | None]], ops: Mapping[Op, tuple[int, ...]]
 ) -> Queries:
-    """Questions with the scopes that hold, and for ops their places among them, with those of each group together."""
-    topics: dict[tuple[frozenset[str], tuple[str, ...] | None], list[tuple[int, Any]]] = {}
-    for k, (question, scopes) in enumerate(questions):
-        items = () if scopes is None else question.items if isinstance(question, OpQuery) else question
-        topics.setdefault((frozenset(n for names, _ in items for n in names), scopes), []).append((k, question))
-    new = {k: at for at, (k, _) in enumerate(itertools.chain.from_iterable(topics.values()))}
+    """The queries in the order of their rule groups.
+
+    Args:
+      queries: (query, scopes of its values), in any order; ops: for each op, indices in that order.
+    """
+    groups: dict[tuple[frozenset[str], tuple[str, ...] | None], list[tuple[int, Any]]] = {}
+    for k, (query, scopes) in enumerate(queries):
+        items = () if scopes is None else query.items if isinstance(query, OpQuery) else query
+        groups.setdefault((frozenset(n for names, _ in items for n in names), scopes), []).append((k, query))
+    new = {k: at for at, (k, _) in enumerate(itertools.chain.from_iterable(groups.values()))}
     return Queries(
         tuple(
-            RuleGroup(tuple(q for _, q in mine), *about, LRUCache(MAX_CACHED_ASSIGNMENTS))
-            for about, mine in topics.items()
+            RuleGroup(tuple(q for _, q in own), *about, LRUCache(MAX_CACHED_ASSIGNMENTS))
+            for about, own in groups.items()
         ),
-        {(q, scopes): new[k] for (_, scopes), mine in topics.items() for k, q in mine},
-        {op: tuple(new[k] for k in mine) for op, mine in ops.items()},
+        {(q, scopes): new[k] for (_, scopes), own in groups.items() for k, q in own},
+        {op: tuple(new[k] for k in own) for op, own in ops.items()},
     )
 
 
 def permutation_groups(rule: OpRule) -> list[set[int]]:
-    """The own factors of a rule, those that stand in one array together, or are split alike."""
+    """The permutation factors of a rule in groups: factors that occur in one array, or are sharded alike, share a group.
+
+    Given a rule for ``[tokens, d] -> [experts, slots, d]`` with permutation factors tokens, experts and slots, returns
+    ``[{tokens}, {experts, slots}]``.
+    """
     groups: list[set[int]] = []
     arrays = [{f for dim in dims for f in dim} for dims in (*rule.ins, *rule.outs)]
     for together in (*arrays, *map(set, rule.sharded_like)):
-        mine = {f for f in together if rule.kinds[f] == "permutation"}
-        if mine:
-            touched = [g for g in groups if g & mine]
-            groups = [g for g in groups if not g & mine] + [mine.union(*touched)]
+        own = {f for f in together if rule.kinds[f] == "permutation"}
+        if own:
+            touched = [g for g in groups if g & own]
+            groups = [g for g in groups if not g & own] + [own.union(*touched)]
     return groups
 
 
 def _nested(rule: OpRule) -> tuple[tuple[int, int], ...]:
-    """(major, minor) of the factors that stand next to each other in one dim."""
+    """(major, minor) of all adjacent factors of one dim."""
     return tuple(pair for dims in (*rule.ins, *rule.outs) for factors in dims for pair in itertools.pairwise(factors))
 
 
 def contiguous_only(rule: OpRule, axes: list[tuple[str, ...]], sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """Drop axes of factors that would not cut their dim in blocks: a minor factor, unless all before it are cut to 1.
+    """The axes without those that would give a device strided parts of a dim instead of one contiguous block.
 
-    What is dropped in one array may be major to another factor in the next, so this goes on until nothing changes.
+    A minor factor of a dim may be sharded only if the axes of the next major one shard it fully (to size 1). A factor that loses
+    its axes may be major in another array, so this is repeated until nothing changes.
+
+    Given a dim made of the factors (heads 4, head_dim 8) and axes ``[("x",), ("y",)]`` with x=2, returns ``[("x",), ()]``; with
+    x=4, returns both.
     """
-    return _blocks_only(_nested(rule), rule.sizes, axes, sizes)
+    return _contiguous_only(_nested(rule), rule.sizes, axes, sizes)
 
 
-def _blocks_only(
-    pairs: Sequence[tuple[int, int]], whole: Sequence[int], axes: list[tuple[str, ...]], sizes: Mapping[str, int]
+def _contiguous_only(
+    pairs: Sequence[tuple[int, int]], factor_sizes: Sequence[int], axes: list[tuple[str, ...]], sizes: Mapping[str, int]
 ) -> list[tuple[str, ...]]:
-    """As :func:`contiguous_only`, of pairs of (major, minor) factors and the sizes of all."""
+    """As :func:`contiguous_only`, given the (major, minor) pairs of factors and the sizes of all factors."""
     axes = list(axes)
 
-    def cuts_no_block(major: int, minor: int) -> bool:
-        return bool(axes[minor]) and math.prod(sizes[a] for a in axes[major]) != whole[major]
+    def is_strided(major: int, minor: int) -> bool:
+        return bool(axes[minor]) and math.prod(sizes[a] for a in axes[major]) != factor_sizes[major]
 
-    while dropped := [minor for major, minor in pairs if cuts_no_block(major, minor)]:
+    while dropped := [minor for major, minor in pairs if is_strided(major, minor)]:
         for minor in dropped:
             axes[minor] = ()
     return axes
 
 
 def spec_from_factors(dims: Sequence[Sequence[int]], axes: Sequence[tuple[str, ...]]) -> Spec:
-    """The spec of an operand or result whose dims are made of these factors."""
+    """The spec of an array whose dims are made of these factors: the axes of a dim are those of its factors, major to minor."""
     return tuple(tuple(a for f in factors for a in axes[f]) for factors in dims)
 
 
-def _given(program: Program) -> dict[int, tuple[str, ...]]:
-    """Dim (its root) → the axes over which results of the user's own ``shard_map``s have it."""
-    found: dict[int, tuple[str, ...]] = {}
+def _shard_map_axes(program: Program) -> dict[int, tuple[str, ...]]:
+    """Dim (its root) → the axes over which the user's own ``shard_map``s return it."""
+    axes_of: dict[int, tuple[str, ...]] = {}
     for op in program.root.walk():
         if op.rule is None or op.rule.given is None:
             continue
         for value, dims in zip(op.outs, op.rule.outs, strict=True):
             for node, (factor,) in zip(value.nodes, dims, strict=True):
                 if node >= 0 and op.rule.given[factor]:
-                    found.setdefault(program.unifier.find(node), op.rule.given[factor])
-    return found
+                    axes_of.setdefault(program.unifier.find(node), op.rule.given[factor])
+    return axes_of
 
 
 def _scopes(program: Program, layout: Layout) -> dict[Value, tuple[str, ...]]:
-    """The scopes of every value: those of the inputs and outputs, spread over elementwise ops to values without any.
+    """The scopes of every value: those of inputs and outputs, propagated through elementwise ops to values without a scope.
 
-    Optimizer state spreads through any op all of whose arrays are in its scope (factored moments, Newton-Schulz).
+    The scope ``opt`` is also propagated through any op all of whose operands are in it (factored moments, Newton-Schulz).
     """
     seeds: dict[Value, tuple[str, ...]] = {}
     for value in (*program.inputs, *program.outputs):
@@ -620,11 +667,12 @@ def _scopes(program: Program, layout: Layout) -> dict[Value, tuple[str, ...]]:
 
 
 def layout_scopes(layout: Layout) -> set[str]:
+    """The scopes of state (``params``, ``opt``) that the rules of a layout name."""
     return {r.scope for r in layout.rules if r.scope in SCOPES}
 
 
 def _link_bodies(op: Op, link: Callable[[Value | None, Value | None], None]) -> None:
-    """What a loop carries, stacks and reads is one value inside and outside."""
+    """Call ``link`` on each pair of values that are the same inside and outside the bodies of an op."""
     p = op.eqn.params
     for frame in op.frames:
         inner = [frame.env[v] for v in frame.jaxpr.invars]

@@ -1,7 +1,13 @@
-"""Reshapes: which of their loops are split, so that bringing the operand there and the result to its place sends least.
+"""Reshapes: the axes of their factors with which resharding the operand before and the result afterwards sends the fewest bytes.
 
-A reshape sends nothing itself where every device reshapes a block to a block: where a dim is merged from several or split into
-several, only the major part may be split, or the next one if every device has a single index of those before it.
+A reshape itself sends nothing if every device reshapes one contiguous block to another. So of the factors of a merged dim only the
+major one may be sharded, or the next one if the axes of all major ones shard them to size 1.
+
+Given a reshape of ``[4, 8]`` to ``[32]`` (factors a of 4 and b of 8), ``x`` of size 2 and ``y`` of size 4:
+
+- the operand has the spec ``(("x",), ())`` and the result is stored as ``(("x",),)``: returns ``(("x",), ())``, nothing is sent;
+- the operand has ``((), ("y",))`` and the result is stored as ``(("y",),)``: returns ``(("y",), ())``, since b cannot be sharded;
+  the operand is resharded with an all-to-all.
 """
 
 from __future__ import annotations
@@ -16,38 +22,43 @@ from ..rules.rule import Factors, Kind, OpRule
 from .assignment import contiguous_only, spec_from_factors
 from .resharding import reshard_bytes
 
-MOST_TRIED = 300  # splits of the factors of one reshape
+MAX_CANDIDATES = 300
+"""Assignments of axes to the factors of one reshape that are compared."""
 
 Axes = tuple[tuple[str, ...], ...]
 
 
 def reshape_axes(
-    rule: OpRule, claimed: Sequence[tuple[str, ...]], have: Spec, rest: Spec, sizes: Mapping[str, int]
+    rule: OpRule, claimed: Sequence[tuple[str, ...]], have: Spec, stored: Spec, sizes: Mapping[str, int]
 ) -> Axes:
-    """The axes of every factor with which the fewest bytes are sent: the claimed ones, unless others are cheaper.
+    """The axes of every factor with which the fewest bytes are sent; on a tie, those that the layout assigns.
 
     Args:
-      claimed: the axes that the layout gives the factors.
+      claimed: the axes that the layout assigns to the factors.
       have: the spec of the operand.
-      rest: the spec in which the result is kept.
+      stored: the stored spec of the result.
     """
     key = (tuple(rule.ins[0]), tuple(rule.outs[0]), tuple(rule.sizes), tuple(rule.kinds))
-    return _cheapest(*key, tuple(claimed), have, rest, tuple(sizes.items()))
+    return _cheapest(*key, tuple(claimed), have, stored, tuple(sizes.items()))
 
 
 def axes_from(
     dims: Sequence[Factors], spec: Spec, rule_sizes: Sequence[int], kinds: Sequence[Kind], sizes: Mapping[str, int]
 ) -> list[tuple[str, ...]]:
-    """The axes of the factors of an array that lies in a spec, as far as they divide the factors one after the other."""
+    """The axes of the factors of an array with a spec, as far as these divide the factors from major to minor.
+
+    Given dims ``[(a, b)]`` with a of 4 and b of 8, and the spec ``(("x", "y"),)`` with x=4 and y=2, returns ``[("x",), ("y",)]``;
+    with x=3, returns ``[(), ()]``.
+    """
     axes: list[tuple[str, ...]] = [()] * len(rule_sizes)
     for entry, factors in zip(spec, dims, strict=True):
         left = list(entry)
         for f in factors:
-            parts = 1
-            while kinds[f] == "pass_through" and left and rule_sizes[f] % (parts * sizes[left[0]]) == 0:
-                parts *= sizes[left[0]]
+            shards = 1
+            while kinds[f] == "pass_through" and left and rule_sizes[f] % (shards * sizes[left[0]]) == 0:
+                shards *= sizes[left[0]]
                 axes[f] += (left.pop(0),)
-            if parts != rule_sizes[f]:
+            if shards != rule_sizes[f]:
                 break
     return axes
 
@@ -55,7 +66,7 @@ def axes_from(
 @functools.lru_cache(maxsize=4096)
 def _cheapest(
     operand: tuple[Factors, ...], result: tuple[Factors, ...], extents: tuple[int, ...], kinds: tuple[Kind, ...],
-    claimed: Axes, have: Spec, rest: Spec, mesh: tuple[tuple[str, int], ...],
+    claimed: Axes, have: Spec, stored: Spec, mesh: tuple[tuple[str, int], ...],
 ) -> Axes:  # fmt: skip
     sizes = dict(mesh)
     rule = OpRule([operand], [result], list(extents), list(kinds))
@@ -63,14 +74,14 @@ def _cheapest(
 
     def sent(axes: Axes) -> float:
         return reshard_bytes(have, spec_from_factors(operand, axes), shapes[0], 1, sizes) + reshard_bytes(
-            spec_from_factors(result, axes), rest, shapes[1], 1, sizes
+            spec_from_factors(result, axes), stored, shapes[1], 1, sizes
         )
 
     best, least = claimed, sent(claimed)
-    ends = ((operand, have), (result, rest))
+    ends = ((operand, have), (result, stored))
     tried: Iterator[list[tuple[str, ...]]] = (axes_from(d, spec, extents, kinds, sizes) for d, spec in ends)
-    used = sorted({a for spec in (have, rest) for entry in spec for a in entry if sizes[a] > 1})
-    for choice in itertools.chain(tried, itertools.islice(_splits(used, extents, kinds, sizes), MOST_TRIED)):
+    used = sorted({a for spec in (have, stored) for entry in spec for a in entry if sizes[a] > 1})
+    for choice in itertools.chain(tried, itertools.islice(_splits(used, extents, kinds, sizes), MAX_CANDIDATES)):
         if not least:
             break
         axes = tuple(contiguous_only(rule, choice, sizes))
@@ -82,9 +93,9 @@ def _cheapest(
 def _splits(
     used: Sequence[str], extents: Sequence[int], kinds: Sequence[Kind], sizes: Mapping[str, int]
 ) -> Iterator[list[tuple[str, ...]]]:
-    """Every way to give axes to factors that they divide, in every order."""
+    """All assignments of axes to factors whose sizes they divide, in every order of the axes of one factor."""
     where = [None, *(f for f, kind in enumerate(kinds) if kind == "pass_through" and extents[f] > 1)]
     for homes in itertools.product(where, repeat=len(used)):
         groups = [tuple(a for a, home in zip(used, homes, strict=True) if home == f) for f in range(len(extents))]
-        if all(n % math.prod(sizes[a] for a in got) == 0 for n, got in zip(extents, groups, strict=True)):
+        if all(n % math.prod(sizes[a] for a in group) == 0 for n, group in zip(extents, groups, strict=True)):
             yield from map(list, itertools.product(*map(itertools.permutations, groups)))

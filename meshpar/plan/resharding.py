@@ -1,9 +1,9 @@
-"""Resharding: the moves that bring an array from one spec to another.
+"""Resharding: the moves that change the spec of an array.
 
-- a *slice*: an unused axis is appended to a dim; every device keeps its part, and nothing is sent;
-- an *all-gather* over the last axes of a dim;
-- an *all-to-all*: the last axes of one dim become the last axes of another;
-- a *permute*: shards keep their shape, and devices exchange them.
+- *slice*: an unused axis is appended to a dim; every device slices its shard, and nothing is sent;
+- *all-gather* over the last axes of a dim;
+- *all-to-all*: the last axes of one dim become the last axes of another;
+- *collective-permute*: shards keep their shape, and devices exchange them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Move:
 
     Attributes:
       op: a collective, or ``"slice"``, which sends nothing.
-      axes: what it runs over, major to minor.
-      group: how many devices exchange with one another: the product of the sizes of ``axes``.
-      before, after: the specs between which it leads; they hold no axes of size 1.
+      axes: the mesh axes that it runs over, major to minor.
+      group: number of devices that exchange shards: the product of the sizes of ``axes``.
+      before, after: the spec before and after it, without axes of size 1.
     """
 
     op: MoveOp
@@ -40,11 +40,11 @@ class Move:
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The dims whose axes it changes."""
+        """The dims whose axes change."""
         return tuple(i for i, (a, b) in enumerate(zip(self.before, self.after, strict=True)) if a != b)
 
     def bytes(self, shape: Sequence[int], itemsize: float, sizes: Mapping[str, int]) -> float:
-        """Bytes that each device sends, of an array of this global shape; a dim that a spec does not divide counts as padded."""
+        """Bytes that each device sends, for an array of this global shape; a dim that a spec does not divide counts as padded."""
         if self.op == "slice":
             return 0.0
         spec = self.after if self.op == "all-gather" else self.before
@@ -52,13 +52,16 @@ class Move:
 
 
 def reshard(have: Spec, need: Spec, sizes: Mapping[str, int]) -> tuple[Move, ...]:
-    """The moves that bring an array from one spec to another.
+    """The moves that change the spec of an array from ``have`` to ``need``.
 
-    Axes that can go straight to their place in an all-to-all do; then the rest is gathered, and cut. Where shards
-    keep their shape and one permute sends less, that is made instead.
+    Axes that an all-to-all can move to their new dim are moved so; the others are gathered and sliced. If shards keep their shape
+    and one collective-permute sends less, that is used instead.
+
+    Given ``(("x",), ())`` to ``((), ("x",))``: one all-to-all. ``(("x",), ())`` to ``((), ())``: one all-gather. ``((), ())`` to
+    ``(("x",), ())``: one slice. ``(("x",), ("y",))`` to ``(("y",), ("x",))`` with equal sizes: one collective-permute.
 
     Args:
-      have, need: of every dim, its axes, major to minor.
+      have, need: for every dim, its axes, major to minor.
       sizes: axis → size of the mesh.
     """
     return () if have == need else _reshard(have, need, tuple(sizes.items()))
@@ -73,9 +76,9 @@ def reshard_bytes(have: Spec, need: Spec, shape: Sequence[int], itemsize: float,
 def _reshard(have: Spec, need: Spec, mesh: tuple[tuple[str, int], ...]) -> tuple[Move, ...]:
     sizes = dict(mesh)
     have, need = (tuple(tuple(a for a in entry if sizes[a] > 1) for entry in spec) for spec in (have, need))
-    moves = _straight(have, need, sizes)
+    moves = _move_or_gather(have, need, sizes)
     if [shard_count(e, sizes) for e in have] == [shard_count(e, sizes) for e in need]:
-        # of a shard of one byte; what is gathered on the way is larger
+        # bytes sent for shards of one byte; gathered intermediate arrays are larger
         shape = [shard_count(e, sizes) for e in have]
         if sum(m.bytes(shape, 1, sizes) for m in moves) > 1:
             axes = tuple(a for a in sizes if any(a in entry for spec in (have, need) for entry in spec))
@@ -83,22 +86,23 @@ def _reshard(have: Spec, need: Spec, mesh: tuple[tuple[str, int], ...]) -> tuple
     return moves
 
 
-def _straight(have: Spec, need: Spec, sizes: Mapping[str, int]) -> tuple[Move, ...]:
+def _move_or_gather(have: Spec, need: Spec, sizes: Mapping[str, int]) -> tuple[Move, ...]:
+    """All-to-alls as long as there are any, then slices and all-gathers."""
     moves: list[Move] = []
     now = have
-    while (found := _all_to_all(now, need)) is not None:
-        axes, after = found
+    while (exchange := _all_to_all(now, need)) is not None:
+        axes, after = exchange
         moves.append(Move("all-to-all", axes, shard_count(axes, sizes), now, after))
         now = after
-    kept = tuple(h[: _alike(h, n)] for h, n in zip(now, need, strict=True))
-    lost, gained = ({a for e, k in zip(spec, kept, strict=True) for a in e[len(k) :]} for spec in (now, need))
-    if not lost & gained and all(k in (h, n) for h, n, k in zip(now, need, kept, strict=True)):
-        return (*moves, *_along(now, need, sizes))
-    return (*moves, *_along(now, kept, sizes), *_along(kept, need, sizes))
+    common = tuple(h[: _common_prefix(h, n)] for h, n in zip(now, need, strict=True))
+    lost, gained = ({a for e, c in zip(spec, common, strict=True) for a in e[len(c) :]} for spec in (now, need))
+    if not lost & gained and all(c in (h, n) for h, n, c in zip(now, need, common, strict=True)):
+        return (*moves, *_slice_and_gather(now, need, sizes))
+    return (*moves, *_slice_and_gather(now, common, sizes), *_slice_and_gather(common, need, sizes))
 
 
 def _all_to_all(now: Spec, need: Spec) -> tuple[tuple[str, ...], Spec] | None:
-    """The most of the last axes of some dim that can go straight to their place on another: (these axes, the spec after it)."""
+    """(axes, spec after it) of an all-to-all that moves as many last axes of a dim as possible to their new dim; else None."""
     place = {a: i for i, entry in enumerate(need) for a in entry}
     for i, entry in enumerate(now):
         for k in range(len(entry)):
@@ -109,13 +113,13 @@ def _all_to_all(now: Spec, need: Spec) -> tuple[tuple[str, ...], Spec] | None:
     return None
 
 
-def _alike(a: Sequence[object], b: Sequence[object]) -> int:
-    """How many entries they begin with alike."""
+def _common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
+    """The length of the common prefix of two sequences."""
     return next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _along(have: Spec, need: Spec, sizes: Mapping[str, int]) -> tuple[Move, ...]:
-    """Where every dim only gains or only loses its last axes: slices, which make the shard small, then all-gathers."""
+def _slice_and_gather(have: Spec, need: Spec, sizes: Mapping[str, int]) -> tuple[Move, ...]:
+    """Slices, which make the shard small, then all-gathers, between specs of which every dim only gains or only loses last axes."""
     moves: list[Move] = []
     now = have
     for op in ("slice", "all-gather"):

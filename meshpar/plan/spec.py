@@ -1,4 +1,4 @@
-"""Shapes and bytes of shards, and bytes on the wire."""
+"""Specs, shapes and bytes of shards."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..program.ir import Value
 
 
 def replicated_spec(rank: int) -> Spec:
-    """The spec of an array of this rank that every device holds whole."""
+    """The spec of a replicated array of this rank."""
     return ((),) * rank
 
 
 def shard_count(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
-    """Into how many parts some axes split a dim."""
+    """The number of shards of a dim that is sharded over some axes: the product of their sizes."""
     return sizes[axes[0]] if len(axes) == 1 else math.prod(sizes[a] for a in axes)
 
 
@@ -36,7 +36,7 @@ def value_bytes(value: Value, spec: Spec, sizes: Mapping[str, int]) -> float:
 
 
 def itemsize(aval: Any) -> float:
-    """Bytes of an element, in memory and on the wire: 4-bit types half of one, keys of threefry 8."""
+    """Bytes of an element in memory and in a collective: 0.5 for 4-bit types, 8 for threefry keys."""
     return _itemsize(aval.dtype)
 
 
@@ -50,5 +50,5 @@ def _itemsize(dtype: Any) -> float:
 
 
 def format_axes(axes: Sequence[str]) -> str:
-    """Axes for people: ``\\`data\\`+\\`model\\```."""
+    """Axes as text: ``\\`data\\`+\\`model\\```."""
     return "+".join(f"`{a}`" for a in axes)
