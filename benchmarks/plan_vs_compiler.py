@@ -91,7 +91,7 @@ def planned_sends(plan: Plan) -> Counter[Sent]:
     for c in plan.collectives:
         if c.algorithm == "pallas":  # sent by a kernel
             continue
-        all_axes = c.op != "collective-permute" and c.algorithm in ("native", "whole") and not c.first
+        all_axes = c.op != "collective-permute" and c.algorithm in ("native", "all_reduce") and not c.first
         axes = tuple(a for a in plan.sizes if a in c.axes) if all_axes else ()
         for size in stage_bytes(c, plan):
             out[c.op, axes, round(size, 1), c.count is None] += 1 if c.count is None else c.count
@@ -101,7 +101,7 @@ def planned_sends(plan: Plan) -> Counter[Sent]:
 def stage_bytes(c: Collective, plan: Plan) -> list[float]:
     """Bytes that a device sends in each stage of a collective: one stage for each torus dimension if it is staged, else one."""
     stages = [s for a in c.axes for s in plan.torus[a] if s.size > 1][c.first :]
-    if c.algorithm in ("native", "whole") or c.op == "collective-permute":
+    if c.algorithm in ("native", "all_reduce") or c.op == "collective-permute":
         return [c.bytes]
     group = math.prod(s.size for s in stages)
     return ALGORITHMS[c.algorithm].bytes(c.op, c.bytes * group / (group - 1), stages)

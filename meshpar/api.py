@@ -90,7 +90,7 @@ def jit(
         ``"xla"`` if the chip is unknown. ``"pallas"``: a TPU kernel that sends while it multiplies, for the pairs that it supports,
         else as ``"auto"``; opt-in, because it was not measured. The plan's ``overlaps`` list every decision, its reason and gain.
         ``"auto"`` and ``"pallas"`` also replace a reduce-scatter by an all-reduce and a local slice, which sends twice the bytes,
-        where that is faster (``algorithm="whole"`` of the collective, with the reason in ``why``).
+        where that is faster (``algorithm="all_reduce"`` of the collective, with the reason in ``why``).
       strict: two names for one dim of the program are an error instead of a warning.
       static_argnums, static_argnames, donate_argnums, donate_argnames, keep_unused: as in ``jax.jit``.
       options: ``"auto"``: for TPUs, the compiler options of :mod:`meshpar.hardware.options` for the chip and the collectives of the

@@ -159,14 +159,14 @@ class ReductionCost:
 def reduction_costs(
     plan: Plan, c: Collective, matmuls: float, *, allow_all_reduce: bool = True
 ) -> dict[AlgorithmName, ReductionCost]:
-    """The costs of a reduce-scatter by algorithm: its own, and ``whole`` (an all-reduce, then a local slice) if its own is staged.
+    """Algorithm → cost of a reduce-scatter: its own, and ``all_reduce`` (an all-reduce, then a local slice) if that is staged.
 
     Where reductions are asynchronous, the TPU compiler (libtpu 0.0.42) overlaps the next matmul with all of an all-reduce, but only
     with the first stage of a staged reduce-scatter (:func:`later_stage_seconds`).
 
     Args:
       matmuls: seconds of the matmuls that run meanwhile.
-      allow_all_reduce: include ``whole``.
+      allow_all_reduce: include ``all_reduce``.
     """
     assert plan.chip is not None
     late, seconds = later_stage_seconds(plan, c), c.seconds or 0.0
@@ -175,7 +175,7 @@ def reduction_costs(
         c.algorithm: ReductionCost(c.bytes, seconds, late + max(0.0, seconds - late - hidden))
     }
     if allow_all_reduce and c.entry.stage_by_stage and (one := all_reduce_cost(plan, c, matmuls)) is not None:
-        costs["whole"] = one
+        costs["all_reduce"] = one
     return costs
 
 
@@ -192,7 +192,7 @@ def all_reduce_cost(plan: Plan, c: Collective, matmuls: float) -> ReductionCost 
         return None
     devices = math.prod(s.size for s in stages)
     volume = collective_volume(c.op, c.bytes, devices)
-    seconds = seconds_of("all-reduce", volume, stages, plan.chip, "whole")
+    seconds = seconds_of("all-reduce", volume, stages, plan.chip, "all_reduce")
     hidden = matmuls if plan.is_async("all-reduce") else 0.0
     return ReductionCost(wire_bytes("all-reduce", volume, devices), seconds, max(0.0, seconds - hidden))
 

@@ -22,7 +22,7 @@ from .chips import Chip
 from .collective_ops import CollectiveOp, collective_volume, wire_bytes
 from .topology import Stage, joined
 
-AlgorithmName = Literal["native", "staged", "hierarchical", "whole", "ring", "pallas"]
+AlgorithmName = Literal["native", "staged", "hierarchical", "all_reduce", "ring", "pallas"]
 
 Phases = list[list[int]]
 """For each phase, the indices of the stages (major to minor) that it covers, in the order of a reduce-scatter: the first phase has
@@ -153,7 +153,7 @@ _TABLE = (
     # the same, with the stages that connect slices last
     Algorithm("hierarchical", _slices_last, _SCATTER, needs_slices=True),
     # an all-reduce: the links of all torus dimensions at once, twice the bytes (meshpar.passes.all_reduce_choice)
-    Algorithm("whole", _all_at_once, slices_locally=True),
+    Algorithm("all_reduce", _all_at_once, slices_locally=True),
     # a ring around the major torus dimension, overlapped with matmuls; each step is one collective-permute
     # (meshpar.passes.collective_matmul)
     Algorithm("ring", _one_by_one, ring_step=True),

@@ -94,7 +94,7 @@ def _as_all_reduce(plan: Plan, step: Reduce, old: Collective) -> Collective | No
         f'lowering="shard_map" reduce-scatters, which sends {format_bytes(old.bytes)}'
     )
     seconds = old.seconds if form is None else form.seconds
-    return replace(old, op="all-reduce", algorithm="whole", bytes=sent, seconds=seconds, why=why)
+    return replace(old, op="all-reduce", algorithm="all_reduce", bytes=sent, seconds=seconds, why=why)
 
 
 def _decided(plan: Plan, step: Reduce, change: Callable[[Plan, Reduce, Collective], Collective | None]) -> Reduce:
@@ -106,7 +106,7 @@ def _decided(plan: Plan, step: Reduce, change: Callable[[Plan, Reduce, Collectiv
             continue
         new = change(plan, step, collectives[sent])
         if new is not None:
-            collectives[sent], scatters[k] = new, Scatter(scatter.dim, scatter.axes, "whole")
+            collectives[sent], scatters[k] = new, Scatter(scatter.dim, scatter.axes, "all_reduce")
         sent += 1
     if scatters == list(step.scatters):
         return step
@@ -122,9 +122,9 @@ def _by_cost(plan: Plan, step: Reduce, old: Collective, *, queued: bool) -> Coll
     if not old.entry.stage_by_stage:
         return None
     forms = reduction_costs(plan, old, beside(plan, step.source.value))
-    if "whole" not in forms:
+    if "all_reduce" not in forms:
         return None
-    staged, whole = forms["staged"], forms["whole"]
+    staged, whole = forms["staged"], forms["all_reduce"]
     if (staged.seconds - whole.seconds if queued else staged.exposed - whole.exposed) < plan.compiler.min_gain_seconds:
         return None
     why = (
@@ -134,7 +134,7 @@ def _by_cost(plan: Plan, step: Reduce, old: Collective, *, queued: bool) -> Coll
         f"{format_bytes(whole.bytes)} instead of "
         f"{format_bytes(old.bytes)}"
     )
-    return replace(old, op="all-reduce", algorithm="whole", bytes=whole.bytes, seconds=whole.seconds, why=why)
+    return replace(old, op="all-reduce", algorithm="all_reduce", bytes=whole.bytes, seconds=whole.seconds, why=why)
 
 
 def _as_partitioned(plan: Plan, step: Reduce, old: Collective) -> Collective | None:
@@ -148,7 +148,7 @@ def _as_partitioned(plan: Plan, step: Reduce, old: Collective) -> Collective | N
         f'lowering="shard_map" can scatter it, '
         f"which sends {format_bytes(old.bytes)}"
     )
-    return replace(old, op="all-reduce", algorithm="whole", bytes=whole.bytes, seconds=whole.seconds, why=why)
+    return replace(old, op="all-reduce", algorithm="all_reduce", bytes=whole.bytes, seconds=whole.seconds, why=why)
 
 
 def beside(plan: Plan, value: Value) -> float:

@@ -34,7 +34,7 @@ class Collective:
       cause: the rule that brought it about, in words.
       origin: the op that needs it.
       algorithm: one of :data:`meshpar.hardware.algorithms.ALGORITHMS`: ``native``: one collective over all axes; ``staged``: one
-        a torus dimension, one after the other; ``hierarchical``: staged, between slices last; ``whole``: an all-reduce where a
+        a torus dimension, one after the other; ``hierarchical``: staged, between slices last; ``all_reduce``: an all-reduce where a
         reduce-scatter would do, of which each device cuts its block out; ``ring``: a hop of a ring, beside products, of which
         half go each way; ``pallas``: one that a kernel sends.
       why: why it takes that algorithm; empty where there is no other.

@@ -42,7 +42,7 @@ def test_in_which_shape_an_array_is_scattered_over_16_devices(shape, dim, itemsi
     ("shape", "dim"),
     [((8, 2, 3), 0), ((2, 8, 1, 4), 1), ((3, 256), 1), ((2, 3, 768), 2), ((1, 8, 3, 2), 1), ((8, 8, 2), 0)],
 )
-@pytest.mark.parametrize("algorithm", ["staged", "native", "hierarchical", "whole"])
+@pytest.mark.parametrize("algorithm", ["staged", "native", "hierarchical", "all_reduce"])
 def test_it_changes_no_number(shape, dim, algorithm):
     mesh = mp.mesh("a=2, b=2, c=2")
     grid = Grid(dict(mesh.shape), {})

@@ -40,7 +40,7 @@ def sums(plan):
 
 def test_over_three_dimensions_a_gradient_is_sent_whole_and_the_plan_says_what_that_costs_and_saves():
     plan, least = plan_of(), plan_of(overlap="xla")
-    assert sums(plan) == [("all-reduce", "whole")]
+    assert sums(plan) == [("all-reduce", "all_reduce")]
     assert sums(least) == [("reduce-scatter", "staged")]
     (c,), (old,) = ([x for x in p.collectives if x.op != "all-gather"] for p in (plan, least))
     volume = 4096 * 4096 * 2
@@ -54,13 +54,13 @@ def test_over_three_dimensions_a_gradient_is_sent_whole_and_the_plan_says_what_t
     assert "66.6 MB instead of 33.3 MB" in c.why
     assert c.cause == old.cause
     (step,) = [s for s in plan.body.all_steps if isinstance(s, Reduce)]
-    assert [s.algorithm for s in step.scatters] == ["whole"]
+    assert [s.algorithm for s in step.scatters] == ["all_reduce"]
     assert step.result.spec == (("data",), ())
 
 
 @pytest.mark.parametrize("mode", ["off", "xla", "ring"])
 def test_modes_that_do_not_decide_by_cost_send_least(mode):
-    assert ("all-reduce", "whole") not in sums(plan_of(overlap=mode))
+    assert ("all-reduce", "all_reduce") not in sums(plan_of(overlap=mode))
 
 
 @pytest.mark.parametrize(
@@ -78,13 +78,13 @@ def test_modes_that_do_not_decide_by_cost_send_least(mode):
 )
 def test_sums_that_stay_staged(where, why, mesh):
     where = {k: mesh if k == "mesh" and v is None else v for k, v in where.items()}
-    assert ("all-reduce", "whole") not in sums(plan_of(**where)), why
+    assert ("all-reduce", "all_reduce") not in sums(plan_of(**where)), why
 
 
 def test_where_sums_are_asynchronous_two_dimensions_are_enough():
     """Beside a whole sum the next product runs; of a staged one the later stages are waited for."""
     where = {"topology": "v6e:16x16", "mesh": "data=256"}
-    assert sums(plan_of(**where, batch=2**21)) == [("all-reduce", "whole")]
+    assert sums(plan_of(**where, batch=2**21)) == [("all-reduce", "all_reduce")]
     assert sums(plan_of(**where, batch=2**21, options="off")) == [("reduce-scatter", "staged")]
     assert sums(plan_of(**where)) == [("reduce-scatter", "staged")]  # the next product is shorter than the first stage
 
@@ -97,7 +97,7 @@ def test_the_steps_of_a_plan_name_it():
 @pytest.mark.parametrize("how", [{}, {"lowering": "jit", "overlap": None}])
 def test_the_compiler_sends_what_the_plan_lists(how):
     made = plan_of(topology="v5p:2x2x2", mesh="data=8", batch=2**13, make=mp.compile, **how)
-    assert sums(made.plan) == [("all-reduce", "whole")]
+    assert sums(made.plan) == [("all-reduce", "all_reduce")]
     assert sorted(c.op for c in made.final_collectives) == ["all-gather", "all-reduce"]
     assert made.bytes_sent == pytest.approx(made.plan.bytes_sent)
 
@@ -105,9 +105,9 @@ def test_the_compiler_sends_what_the_plan_lists(how):
 @pytest.mark.parametrize(
     ("topology", "mesh", "more", "found"),
     [
-        ("v5p:4x4x8", "data=16, model=8", "", ("all-reduce", "whole")),
+        ("v5p:4x4x8", "data=16, model=8", "", ("all-reduce", "all_reduce")),
         ("v5p:4x4x8", "data=16, model=8", "; mlp: model", ("reduce-scatter", "staged")),
-        ("v6e:16x16", "data=32, model=8", "; mlp: model", ("all-reduce", "whole")),
+        ("v6e:16x16", "data=32, model=8", "; mlp: model", ("all-reduce", "all_reduce")),
     ],
 )
 def test_beside_sums_for_which_products_wait_gradients_go_the_way_that_keeps_links_busy_for_less(
@@ -139,8 +139,8 @@ BOTH = "batch: data+model; embed: data; mlp: model"
 @pytest.mark.parametrize(
     ("mesh", "layout", "found"),
     [
-        ("data=256", "batch: data; embed: data", [("all-reduce", "whole")]),
-        ("data=16, model=16", BOTH, [("all-reduce", "whole")] * 2),
+        ("data=256", "batch: data; embed: data", [("all-reduce", "all_reduce")]),
+        ("data=16, model=16", BOTH, [("all-reduce", "all_reduce")] * 2),
         ("data=16, model=16", SPLIT, [("reduce-scatter", "native")]),
         ("data=32, model=8", SPLIT, [("reduce-scatter", "staged")]),
         (
@@ -156,9 +156,9 @@ def test_under_jit_a_sum_of_which_every_device_has_a_part_is_sent_whole(mesh, la
     plan, least = plan_of(**where, lowering="jit", overlap=None), plan_of(**where, overlap="xla")
     assert sums(plan) == found
     scattered = [c.bytes for c in least.collectives if c.op == "reduce-scatter"]
-    more = math.fsum(scattered) if found[0][1] == "whole" else 0.0
+    more = math.fsum(scattered) if found[0][1] == "all_reduce" else 0.0
     assert plan.bytes_sent - least.bytes_sent == pytest.approx(more)
-    assert all("every device has a part" in c.why for c in plan.collectives if c.algorithm == "whole")
+    assert all("every device has a part" in c.why for c in plan.collectives if c.algorithm == "all_reduce")
     assert sums(plan.replan(overlap="xla")) == sums(least)
     assert sums(plan.replan(layout=layout)) == found
 
@@ -171,7 +171,7 @@ def test_between_slices_on_gpus_and_on_tpu7x_jit_leaves_nothing_whole():
         {"topology": "h100:8", "mesh": "data=8"},
         {"topology": "tpu7x:4x4x4", "mesh": "data=128"},
     ):
-        assert ("all-reduce", "whole") not in sums(plan_of(**where, lowering="jit", overlap=None))
+        assert ("all-reduce", "all_reduce") not in sums(plan_of(**where, lowering="jit", overlap=None))
 
 
 @pytest.mark.parametrize(("topology", "held"), [("v5p:4x4x8", 4096 * 4096 * 2), ("tpu7x:4x4x4", 0)])
@@ -189,7 +189,7 @@ def test_a_loop_holds_the_whole_sum_of_a_gradient_to_its_end_where_cores_of_thei
         )  # fmt: skip
 
     plan, least = made("auto"), made("xla")
-    assert sums(plan) == [("all-reduce", "whole")] * 2
+    assert sums(plan) == [("all-reduce", "all_reduce")] * 2
     assert plan.memory.peak - least.memory.peak == pytest.approx(held)
 
 
@@ -213,7 +213,7 @@ def test_under_jit_on_cpus_the_plan_has_the_all_reduces_that_xla_makes_of_reduce
     ours = plan.replan(lowering="shard_map")
     assert ours.bytes_sent <= plan.bytes_sent
     for c in plan.collectives:
-        assert ("makes no reduce-scatters" in c.why) == (c.algorithm == "whole")
+        assert ("makes no reduce-scatters" in c.why) == (c.algorithm == "all_reduce")
 
 
 def test_reduce_scatters_of_ops_that_the_jit_lowering_partitions_itself_stay():
