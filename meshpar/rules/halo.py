@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .owned import is_positive_zero
 from .spmd import Send, axis_index, exchange_sends, permute, table_entry
 
 Edge = tuple[int, int]
@@ -235,12 +236,6 @@ def scatter_windows(
 
 
 # -- inside a shard_map
-
-
-def is_positive_zero(scalar: Any) -> bool:
-    """Whether a scalar that is known at trace time is zero, with the sign that a permute's zeros have."""
-    scalar = np.asarray(scalar)
-    return not scalar.any() and not any(scalar.tobytes())
 
 
 def fetch_window(x: Any, dim: int, axes: Sequence[str], exchange: HaloExchange, fill: Any = 0) -> Any:

@@ -21,7 +21,7 @@ from jax import lax
 
 from ..compat.jax import literal_array
 from .local import LocalOp
-from .owned import neutral, only_where
+from .owned import is_positive_zero, neutral, only_where
 from .registry import SplitOp, always, register
 from .rule import Kind, NameLink, OpRule, indexed_kind
 from .spmd import Factors, axis_index
@@ -222,11 +222,11 @@ def _updates_without_effect(name: str, operand: Any, index: Any, updates: Any, d
 
 
 def is_broadcast_zero(value: Any) -> bool:
-    """Whether a value of a program is a broadcast of a literal zero, as ``jnp.zeros`` makes."""
+    """Whether a value of a program is a broadcast of a literal zero, as ``jnp.zeros`` makes; not of a negative zero."""
     op = getattr(value, "op", None)
     if op is None or not op.primitive.broadcast or op.ins[0] is not None:
         return False
-    return not np.any(literal_array(op.eqn.invars[0]))
+    return is_positive_zero(literal_array(op.eqn.invars[0]))
 
 
 for _name in _SCATTER_KINDS:

@@ -32,6 +32,12 @@ def adds_nothing(dtype: Any) -> bool:
     return plain and bool(neutral(dtype).astype(np.complex128) == 0)
 
 
+def is_positive_zero(scalar: Any) -> bool:
+    """Whether a scalar that is known at trace time is zero, and not a negative zero."""
+    scalar = np.asarray(scalar)
+    return not scalar.any() and not any(scalar.tobytes())
+
+
 def only_where(mask: Any, x: Any) -> Any:
     """``x`` where a mask is true, else :func:`neutral`.
 

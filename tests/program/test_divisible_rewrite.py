@@ -65,7 +65,7 @@ WITH_BYTES = {  # and the bytes that each device sends, except for scalars
 }  # fmt: skip
 OTHERS = {
     "stencil": heat, "extrema": lambda x: (jnp.max(x[2:9], 0), jnp.min(x[::3], 1), jnp.prod(x[1:], 0)),
-    "products": lambda x: (x[1:].T @ x[:-1], jnp.einsum("ab,ab->a", x[1:], x[:-1]).sum(), jnp.sin(x[1:] @ x.T).sum()),
+    "matmuls": lambda x: (x[1:].T @ x[:-1], jnp.einsum("ab,ab->a", x[1:], x[:-1]).sum(), jnp.sin(x[1:] @ x.T).sum()),
     "returned": lambda x: x[1:] - x[:-1], "padded": lambda x: jnp.pad(jnp.sin(x[1:]), ((0, 1), (0, 0))) + x,
     "reversed": lambda x: (x[::-1][3:].sum(), jnp.flip(x[1:], 0).sum(0)),
     "ones": lambda x: (x[1:, None] * x[:-1, :, None]).sum((0, 1)).ravel(), "sorted": lambda x: jnp.sort(x[1:], 0) + x[:-1],
@@ -126,7 +126,7 @@ def test_gradients_of_all_cases_in_one_program(layout):
 def reductions_of_slices(n, u, b, h):
     """Reductions of indivisible slices of integers, booleans and narrow floats without an element equal to the identity."""
     below, above = -2 - abs(n), abs(n) + 2
-    whole = {
+    integers = {
         "max": jnp.max(below[1:], 0),
         "largest of all": below[2:9].max(),
         "min": jnp.min(above[1:], 0),
@@ -177,7 +177,7 @@ def reductions_of_slices(n, u, b, h):
         "joined": jnp.concatenate([n[3:], below[:3]]),
         "filled": below.at[jnp.array([3, 40, -2])].get(mode="fill", fill_value=11),
     }
-    return whole, unsigned, boolean, narrow, moved
+    return integers, unsigned, boolean, narrow, moved
 
 
 @pytest.mark.parametrize("lowering", BOTH)
@@ -319,7 +319,7 @@ COLUMNS = np.random.default_rng(3).integers(-9, 9, 15)
 SLICED_LOOKUPS = {  # in x[4, 16, 8], whose second dim is split and sliced to 15
     "labels": (lambda x, y: jnp.take_along_axis(x[:, :-1], y[:, 1:, None], 2).sum(2), LABELS),
     "labels out of bounds": (lambda x, y: jnp.take_along_axis(x[:, :-1], y[:, 1:, None] * 2, 2, mode="fill", fill_value=3), LABELS),
-    "labels of whole rows": (lambda x, y: jnp.take_along_axis(x, y[:, :, None], 2)[:, 1:], LABELS),
+    "labels of full rows": (lambda x, y: jnp.take_along_axis(x, y[:, :, None], 2)[:, 1:], LABELS),
     "a column": (lambda x, i: jnp.take(x[:, 1:], i, axis=2), np.array([5, 2, -1])),
     "columns of one index": (lambda x, i: x[:, :-1, i], np.int32(3)),
     "rows of a table": (lambda x, y: jnp.take(x[0], y[:, 1:], axis=0), LABELS),

@@ -310,9 +310,9 @@ def test_counting_in_a_dtype_that_rounds():
     )
 
 
-# -- what is sent
+# -- bytes that are sent
 
-SENT = {  # (function, name of the dim of updates and indices, bytes of what is sent before the factor of 3 devices in 4
+SENT = {  # (function, name of the dim of updates and indices, bytes sent, before the factor of 3/4 for 4 devices)
     "update": (lambda x, u, i: lax.dynamic_update_slice_in_dim(x, u, i[0], 0), "rows", 8 * 32 * 4),
     "set": (lambda x, u, i: x.at[i].set(u), "new", 0),
     "add": (lambda x, u, i: x.at[i].add(u), "new", 0),

@@ -1,9 +1,8 @@
 """Factor rules: every primitive has one that matches its shapes, and that is correct.
 
-The truth is found by running: for a factor that a rule says may be split, every operand is cut in
-two along it, the op is done on each half, and the halves are put together again (side by side along
-a dim of the result, or by the reduction that the factor's kind names). That must be what the op
-does on the whole.
+Each rule is checked by a run: for a factor that a rule allows to be split, every operand is halved
+along it, the op runs on each half, and the results are combined (concatenated along a dim of the
+result, or by the reduction that is the factor's kind). That must equal the result on full operands.
 """
 
 import contextlib
@@ -395,7 +394,7 @@ def test_elementwise_ops_have_no_factor_rule():
     assert not ELEMENTWISE & having(lambda p: p.rule)
 
 
-# -- splitting: the halves make the whole
+# -- results on halves combine to the full result
 
 
 @dataclass
@@ -603,12 +602,12 @@ def test_results_on_halves_combine_to_the_full_result(name):
         if not eqn.invars or not interesting(eqn):
             continue
         operands = [example(eqn, i) for i in range(len(eqn.invars))]
-        whole = run_half(eqn, eqn.params, operands, rule, -1, 0) if rule.kinds else []
+        full = run_half(eqn, eqn.params, operands, rule, -1, 0) if rule.kinds else []
         for f in splittable(rule):
             halves = [cut(x, dims, rule, f) for x, dims in zip(operands, rule.ins, strict=True)]
             params = local_params(eqn, rule, f)
             parts = [run_half(eqn, params, [h[k] for h in halves], rule, f, k) for k in (0, 1)]
-            for o, (want, dims) in enumerate(zip(whole, rule.outs, strict=True)):
+            for o, (want, dims) in enumerate(zip(full, rule.outs, strict=True)):
                 a, b = parts[0][o], parts[1][o]
                 kind = rule.kinds[f]
                 if kind == "pass_through":

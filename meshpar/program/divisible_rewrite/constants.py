@@ -11,9 +11,9 @@ from jax import lax
 
 from ...compat.jax import bind, literal_array
 from ...rules import ELEMENTWISE
-from ...rules.halo import is_positive_zero
 from ...rules.index import is_broadcast_zero
 from ...rules.local import plain_params
+from ...rules.owned import is_positive_zero
 from ..ir import Value
 from ..primitives import name_dims_p
 
@@ -124,9 +124,4 @@ def is_zero(atom: Any, value: Value | None) -> bool:
       atom: the operand in its equation.
       value: the operand in the program; None for a literal.
     """
-    if value is not None:
-        if not is_broadcast_zero(value):
-            return False
-        assert value.op is not None
-        atom = value.op.eqn.invars[0]
-    return is_positive_zero(literal_array(atom))
+    return is_positive_zero(literal_array(atom)) if value is None else is_broadcast_zero(value)
