@@ -1,7 +1,7 @@
-"""The ``"jit"`` lowering: the program with sharding constraints where the plan reshards or reduces something; XLA partitions.
+"""The ``"jit"`` lowering: the program with sharding constraints where the plan reshards or reduces a value; XLA partitions it.
 
-Convolutions that are split are partitioned here, by a ``shard_map`` around the op: XLA's partitioner multiplies some of
-their gradients by the size of an idle mesh axis.
+Sharded convolutions are partitioned by this lowering, with a ``shard_map`` around the op, because XLA's partitioner multiplies some
+of their gradients by the size of an idle mesh axis.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def lower_to_jit(
       UnsupportedError: a ``shard_map`` of the user's own over one of these.
     """
     closed = plan.program.closed
-    jaxpr = _Rewriter(plan, mesh, bound).frame(plan.program.root)
+    jaxpr = _Lowering(plan, mesh, bound).jaxpr(plan.program.root)
     run = close_over(ClosedJaxpr(jaxpr, closed.consts))
     arguments = plan.body.inputs[len(closed.consts) :]
     ins = [sharding_of(s, mesh) for s in arguments]
@@ -72,12 +72,21 @@ def lower_to_jit(
 
 
 def sharding_of(shard: Shard, mesh: AnyMesh) -> NamedSharding:
-    """The sharding of an argument or result: its spec, and the host's memory where it lies there."""
+    """The sharding of an argument or result: its spec, and host memory if the shard is stored there."""
     memory = HOST_MEMORY if shard.on_host else None
     return NamedSharding(mesh, to_partition_spec(shard.spec), memory_kind=memory)
 
 
-class _Rewriter:
+class _Lowering:
+    """The lowering of one plan.
+
+    Attributes:
+      runs: op → step of the plan, without ops that are input-independent.
+      reduces: partial value → its reduction.
+      partial: values that are partial in some shard.
+      hoisted: control-flow op → shards that are resharded before it.
+    """
+
     def __init__(self, plan: Plan, mesh: Mesh, bound: Collection[Any] = ()):
         self.plan, self.mesh = plan, mesh
         self.sizes = plan.sizes
@@ -90,140 +99,44 @@ class _Rewriter:
         self.reduces = {s.source.value: s for s in steps if isinstance(s, Reduce)}
         self.manual_ops = ManualOps(plan)
         self.hoisted = {s.op: s.hoisted for s in steps if isinstance(s, Loop)}
-        made = [s for step in steps for s in (*step.makes, *(s for body in step.bodies for s in body.inputs))]
-        self.unreduced = {s.value for s in made if s.partial}
+        shards = [s for step in steps for s in (*step.makes, *(s for body in step.bodies for s in body.inputs))]
+        self.partial = {s.value for s in shards if s.partial}
 
-    def rest(self, value: Value | None) -> Spec | None:
-        """The spec in which a value rests; None: a literal."""
+    def stored(self, value: Value | None) -> Spec | None:
+        """The stored spec of a value; None: a literal."""
         placed = None if value is None else self.plan.placements.get(value)
         return None if placed is None else placed.stored.spec
 
-    def is_free(self, value: Value) -> bool:
-        """Whether a value is made from no data."""
+    def is_constant(self, value: Value) -> bool:
+        """Whether a value is input-independent."""
         placed = self.plan.placements.get(value)
         return placed is not None and placed.stored.is_constant
 
-    def constrain(self, var: Any, spec: Spec, eqns: list[Any], like: Any) -> Var:
+    def constraint(self, var: Any, spec: Spec, like: Any) -> tuple[Any, Var]:
+        """(a sharding constraint with the source line of equation ``like``, its result)."""
         params = self.params.get(spec)
         if params is None:
             params = self.params[spec] = constraint_params(NamedSharding(self.mesh, to_partition_spec(spec)), len(spec))
         out = new_var(var.aval)
-        eqns.append(
-            like.replace(
-                primitive=sharding_constraint_p, params=params, invars=[var], outvars=[out], effects=frozenset()
-            )
+        eqn = like.replace(
+            primitive=sharding_constraint_p, params=params, invars=[var], outvars=[out], effects=frozenset()
         )
-        return out
+        return eqn, out
 
-    def sliced_first(self, have: Spec | None, need: Spec) -> tuple[Spec, ...]:
-        """The specs through which a value comes to the one that is needed: in one that cuts and gathers, XLA gathers all of it."""
+    def path(self, have: Spec | None, need: Spec) -> tuple[Spec, ...]:
+        """The specs of the constraints that reshard a value. A slice followed by an all-gather takes two: with one constraint, XLA
+        all-gathers the unsliced value."""
         moves = () if have is None else reshard(have, need, self.sizes)
-        cut = [m.after for m in moves if m.op == "slice"]
-        return (cut[-1], need) if moves and cut and moves[-1].op == "all-gather" else (need,)
+        sliced = [m.after for m in moves if m.op == "slice"]
+        return (sliced[-1], need) if moves and sliced and moves[-1].op == "all-gather" else (need,)
 
-    def frame(self, frame: Frame) -> Any:
-        """The jaxpr of a frame, constrained; the very same object where nothing was to be done."""
-        eqns: list[Any] = []
-        names: dict[Any, Any] = {}  # variable -> what stands for it now
-        placed: dict[tuple[Any, Spec], Any] = {}
-        changed = False
+    def jaxpr(self, frame: Frame) -> Any:
+        """The jaxpr of a frame with sharding constraints; the same object if it needs none."""
+        return _FrameWriter(self, frame).jaxpr()
 
-        def read(var: Any) -> Any:
-            return var if isinstance(var, Literal) else names.get(var, var)
-
-        def at(var: Any, value: Value | None, need: Spec | None, op: Op) -> Any:
-            """The variable in the spec that an op needs."""
-            nonlocal changed
-            now, rest = read(var), self.rest(value)
-            if value is None or need is None or not need or rest == need:
-                return now
-            key = (now, need)
-            if key not in placed:
-                changed = True
-                made = value.op is not None and value.op.frame.home is frame.home
-                if made and rest and any(rest) and not self.is_free(value):
-                    now = self.constrain(
-                        now, rest, eqns, op.eqn
-                    )  # else XLA may send what it is made of: float32 for bfloat16
-                for spec in self.sliced_first(rest, need):
-                    now = self.constrain(now, spec, eqns, op.eqn)
-                placed[key] = now
-            return placed[key]
-
-        if frame.parent is not None and frame.parent.primitive.loop:
-            n = len(frame.jaxpr.invars)
-            p = frame.parent.eqn.params
-            first, last = n - len(frame.parent.outs), n
-            if frame.parent.primitive.scan:
-                first, carries = scan_counts(p)
-                last = first + carries
-            for var in frame.jaxpr.invars[first:last]:
-                spec = self.rest(frame.env[var])
-                if spec and any(spec) and frame.ops:
-                    names[var] = self.constrain(var, spec, eqns, frame.ops[0].eqn)
-                    changed = True
-        for op in frame.ops:
-            eqn, run = op.eqn, self.runs.get(op)
-            if op.primitive.identity:
-                (value,), (out,) = op.ins, op.outs
-                spec = self.rest(out)
-                assert spec is not None
-                now = read(eqn.invars[0])
-                if out in self.reduces:
-                    now = self.constrain(now, spec, eqns, eqn)
-                elif value is not None and out not in self.unreduced and self.rest(value) != spec:
-                    now = at(eqn.invars[0], value, spec, op)
-                names[eqn.outvars[0]] = now
-                changed = True
-                continue
-            if run is not None:
-                needs = [None if s is None else s.spec for s in run.operands]
-            else:
-                needs = self.boundary(op)
-            invars = [at(v, x, need, op) for v, x, need in zip(eqn.invars, op.ins, needs, strict=True)]
-            if any(a is not b for a, b in zip(invars, eqn.invars, strict=True)):
-                changed = True
-            new = eqn.replace(invars=invars)
-            if op.name == "slice" and (short := short_strides(eqn.params, op.outs[0].shape)) != eqn.params:
-                new = new.replace(params=short)
-                changed = True
-            if op.primitive.shard_map:  # over the devices of the plan, whatever it was traced for
-                check_unbound(op, self.bound)
-                new = new.replace(params={**eqn.params, "mesh": self.mesh})
-                changed = True
-            if op.frames:
-                bodies = [self.frame(f) for f in op.frames]
-                if any(b is not f.jaxpr for b, f in zip(bodies, op.frames, strict=True)):
-                    new = replace_body(new, bodies)
-                    changed = True
-            manual = self.manual_ops.has(run)
-            if op.name == "reshard":  # jax.random makes them; without explicit axes they say nothing
-                names[eqn.outvars[0]] = invars[0]
-                changed = True
-            elif manual:
-                assert run is not None
-                names.update(self.manual(run, invars, eqns))
-                changed = True
-            else:
-                eqns.append(new)
-            for k, (var, out) in enumerate(zip(eqn.outvars, op.outs, strict=True)):
-                spec = self.result(op, out, manual)
-                if op.name in PINNED and run is not None and not manual and out.shape and out not in self.reduces:
-                    names[var] = self.constrain(read(var), run.results[k].spec, eqns, eqn)
-                    changed = True
-                    spec = None if spec == run.results[k].spec else spec
-                if spec is not None:
-                    names[var] = self.constrain(read(var), spec, eqns, eqn)
-                    changed = True
-        outvars = [read(v) for v in frame.jaxpr.outvars]
-        if frame.parent is not None and frame.parent.primitive.control_flow:
-            outvars = self.leave(frame, outvars, eqns)
-        if not changed and outvars == list(frame.jaxpr.outvars):
-            return frame.jaxpr
-        return frame.jaxpr.replace(eqns=eqns, outvars=outvars)
-
-    def boundary(self, op: Op) -> list[Spec | None]:
-        """The specs in which control flow takes its operands: carries as the body keeps them, constants as resharded before it."""
+    def operand_specs(self, op: Op) -> list[Spec | None]:
+        """The specs of the operands of control flow: of carries, their stored specs in the body; of constants, their specs after a
+        hoisted resharding; None: not constrained."""
         needs: list[Spec | None] = [None] * len(op.ins)
         p = op.eqn.params
         if op.primitive.scan:
@@ -234,42 +147,19 @@ class _Rewriter:
                     if shard.value in (op.ins[i], inner[i]):
                         needs[i] = shard.spec
             for i in range(consts, consts + carries):
-                needs[i] = self.rest(inner[i])
+                needs[i] = self.stored(inner[i])
         elif op.primitive.loop:
             inner = op.frames[1].ins()
             n = len(op.outs)
-            needs[len(needs) - n :] = [self.rest(v) for v in inner[len(inner) - n :]]
+            needs[len(needs) - n :] = [self.stored(v) for v in inner[len(inner) - n :]]
         return needs
 
-    def leave(self, frame: Frame, outvars: list[Any], eqns: list[Any]) -> list[Any]:
-        parent = frame.parent
-        assert parent is not None
-        p = parent.eqn.params
-        targets: list[Spec | None] = [None] * len(outvars)
-        if parent.primitive.scan:
-            inner = frame.ins()
-            consts, carries = scan_counts(p)
-            for k in range(carries):
-                targets[k] = self.rest(inner[consts + k])
-        elif parent.primitive.loop and frame is parent.frames[1]:
-            inner = frame.ins()
-            targets = [self.rest(v) for v in inner[len(inner) - len(outvars) :]]
-        elif parent.primitive.branch:
-            targets = [self.rest(v) for v in parent.outs]
-        out = list(outvars)
-        for k, (var, spec) in enumerate(zip(frame.jaxpr.outvars, targets, strict=True)):
-            if spec is None or isinstance(var, Literal) or not frame.ops:
-                continue
-            if self.rest(frame.env[var]) != spec:
-                out[k] = self.constrain(out[k], spec, eqns, frame.ops[-1].eqn)
-        return out
-
-    def result(self, op: Op, out: Value, manual: bool) -> Spec | None:
-        """The constraint that a result needs: none where it follows from the operands, or stays a partial sum."""
+    def result_spec(self, op: Op, out: Value, manual: bool) -> Spec | None:
+        """The spec of a sharding constraint on a result; None where the operands determine it, or where it is partial."""
         run = self.runs.get(op)
-        if out in self.unreduced and out not in self.reduces:
+        if out in self.partial and out not in self.reduces:
             return None
-        spec = self.rest(out)
+        spec = self.stored(out)
         if spec is None or not spec:
             return None
         if out in self.reduces:
@@ -278,15 +168,16 @@ class _Rewriter:
             if not op.primitive.control_flow:
                 return None
             return spec if any(spec) else None
-        if run is None or op.name in FREE or self.is_free(out):
+        if run is None or op.name in FREE or self.is_constant(out):
             return None
-        made = run.results[op.outs.index(out)]
+        produced = run.results[op.outs.index(out)]
         if op.rule is None or manual:
-            return spec if made.spec != spec else None
-        return spec if any(spec) or is_constrained(run, made) else None
+            return spec if produced.spec != spec else None
+        return spec if any(spec) or is_constrained(run, produced) else None
 
     def manual(self, run: Run, invars: list[Any], eqns: list[Any]) -> dict[Any, Any]:
-        """The op under ``shard_map``: its local form, unreduced results reduced."""
+        """Append a ``shard_map`` of the op's local form, whose partial results are reduced; returns result variable → new
+        variable."""
         op, eqn, axes = run.op, run.op.eqn, list(run.axes or ())
         after: list[Spec] = []
         reduced: list[tuple[tuple[Any, ...], tuple[str, ...]]] = []
@@ -334,13 +225,157 @@ class _Rewriter:
         return dict(zip(eqn.outvars, traced.jaxpr.outvars, strict=True))
 
 
+class _FrameWriter:
+    """Writes the equations of one frame with sharding constraints.
+
+    Attributes:
+      eqns: the equations written so far.
+      current: variable of the frame → the variable or literal that replaces it.
+      resharded: (variable, spec) → the variable with that spec.
+    """
+
+    def __init__(self, lowering: _Lowering, frame: Frame):
+        self.lowering, self.frame = lowering, frame
+        self.eqns: list[Any] = []
+        self.current: dict[Any, Any] = {}
+        self.resharded: dict[tuple[Any, Spec], Any] = {}
+
+    def jaxpr(self) -> Any:
+        """The jaxpr of the frame; the same object if no equation changes."""
+        frame, old = self.frame, self.frame.jaxpr
+        if frame.parent is not None and frame.parent.primitive.loop:
+            self.constrain_carries(frame.parent)
+        for op in frame.ops:
+            if op.primitive.identity:
+                self.identity(op)
+            else:
+                self.op(op)
+        outvars = [self.read(v) for v in old.outvars]
+        if frame.parent is not None and frame.parent.primitive.control_flow:
+            outvars = self.constrained_results(frame.parent, outvars)
+        same = len(self.eqns) == len(old.eqns) and all(a is b for a, b in zip(self.eqns, old.eqns, strict=True))
+        return old if same and outvars == list(old.outvars) else old.replace(eqns=self.eqns, outvars=outvars)
+
+    def read(self, var: Any) -> Any:
+        """The current variable or literal in place of a variable of the frame."""
+        return var if isinstance(var, Literal) else self.current.get(var, var)
+
+    def constrain(self, var: Any, spec: Spec, like: Any) -> Var:
+        """The result of a new sharding constraint on a variable."""
+        eqn, out = self.lowering.constraint(var, spec, like)
+        self.eqns.append(eqn)
+        return out
+
+    def operand(self, var: Any, value: Value | None, need: Spec | None, op: Op) -> Any:
+        """The current variable, constrained to the spec that an op needs."""
+        lowering = self.lowering
+        now, stored = self.read(var), lowering.stored(value)
+        if value is None or need is None or not need or stored == need:
+            return now
+        key = (now, need)
+        if key not in self.resharded:
+            local = value.op is not None and value.op.frame.home is self.frame.home
+            if local and stored and any(stored) and not lowering.is_constant(value):
+                # without this constraint XLA may reshard the operands of a cast: float32 in place of bfloat16
+                now = self.constrain(now, stored, op.eqn)
+            for spec in lowering.path(stored, need):
+                now = self.constrain(now, spec, op.eqn)
+            self.resharded[key] = now
+        return self.resharded[key]
+
+    def constrain_carries(self, parent: Op) -> None:
+        """Constrain the carries of a loop to their stored specs at the beginning of its body."""
+        invars = self.frame.jaxpr.invars
+        first, last = len(invars) - len(parent.outs), len(invars)
+        if parent.primitive.scan:
+            first, carries = scan_counts(parent.eqn.params)
+            last = first + carries
+        for var in invars[first:last]:
+            spec = self.lowering.stored(self.frame.env[var])
+            if spec and any(spec) and self.frame.ops:
+                self.current[var] = self.constrain(var, spec, self.frame.ops[0].eqn)
+
+    def identity(self, op: Op) -> None:
+        """An op that marks a value: it becomes a constraint, or nothing."""
+        lowering, eqn = self.lowering, op.eqn
+        (value,), (out,) = op.ins, op.outs
+        spec = lowering.stored(out)
+        assert spec is not None
+        now = self.read(eqn.invars[0])
+        if out in lowering.reduces:
+            now = self.constrain(now, spec, eqn)
+        elif value is not None and out not in lowering.partial and lowering.stored(value) != spec:
+            now = self.operand(eqn.invars[0], value, spec, op)
+        self.current[eqn.outvars[0]] = now
+
+    def op(self, op: Op) -> None:
+        """An op with constrained operands, bodies and results."""
+        lowering, run = self.lowering, self.lowering.runs.get(op)
+        needs = lowering.operand_specs(op) if run is None else [None if s is None else s.spec for s in run.operands]
+        invars = [self.operand(v, x, need, op) for v, x, need in zip(op.eqn.invars, op.ins, needs, strict=True)]
+        manual = lowering.manual_ops.has(run)
+        if op.name == "reshard":  # from jax.random; it has no effect on a mesh without Explicit axes
+            self.current[op.eqn.outvars[0]] = invars[0]
+        elif manual:
+            assert run is not None
+            self.current.update(lowering.manual(run, invars, self.eqns))
+        else:
+            self.eqns.append(self.equation(op, invars))
+        self.constrain_results(op, run, manual)
+
+    def equation(self, op: Op, invars: list[Any]) -> Any:
+        """The equation of an op with other operands and bodies; the same object if nothing changes."""
+        lowering, eqn = self.lowering, op.eqn
+        new = eqn if all(a is b for a, b in zip(invars, eqn.invars, strict=True)) else eqn.replace(invars=invars)
+        if op.name == "slice" and (short := short_strides(eqn.params, op.outs[0].shape)) != eqn.params:
+            new = new.replace(params=short)
+        if op.primitive.shard_map:  # on the mesh of the plan, whatever mesh it was traced with
+            check_unbound(op, lowering.bound)
+            new = new.replace(params={**eqn.params, "mesh": lowering.mesh})
+        bodies = [lowering.jaxpr(f) for f in op.frames]
+        if any(b is not f.jaxpr for b, f in zip(bodies, op.frames, strict=True)):
+            new = replace_body(new, bodies)
+        return new
+
+    def constrain_results(self, op: Op, run: Run | None, manual: bool) -> None:
+        """Constrain the results of an op: to the spec that it produces, if this must be pinned, and to the stored spec."""
+        for k, (var, out) in enumerate(zip(op.eqn.outvars, op.outs, strict=True)):
+            specs = [self.lowering.result_spec(op, out, manual)]
+            pinned = op.name in PINNED and run is not None and not manual and out not in self.lowering.reduces
+            if pinned and run is not None and out.shape:
+                produced = run.results[k].spec
+                specs = [produced, *(spec for spec in specs if spec != produced)]
+            for spec in specs:
+                if spec is not None:
+                    self.current[var] = self.constrain(self.read(var), spec, op.eqn)
+
+    def constrained_results(self, parent: Op, outvars: list[Any]) -> list[Any]:
+        """The results of the body of a loop or a branch, constrained to the stored specs of the carries or of the op's results."""
+        lowering, inner = self.lowering, self.frame.ins()
+        targets: list[Spec | None] = [None] * len(outvars)
+        if parent.primitive.scan:
+            consts, carries = scan_counts(parent.eqn.params)
+            targets[:carries] = [lowering.stored(v) for v in inner[consts : consts + carries]]
+        elif parent.primitive.loop and self.frame is parent.frames[1]:
+            targets = [lowering.stored(v) for v in inner[len(inner) - len(outvars) :]]
+        elif parent.primitive.branch:
+            targets = [lowering.stored(v) for v in parent.outs]
+        out = list(outvars)
+        for k, (var, spec) in enumerate(zip(self.frame.jaxpr.outvars, targets, strict=True)):
+            if spec is None or isinstance(var, Literal) or not self.frame.ops:
+                continue
+            if lowering.stored(self.frame.env[var]) != spec:
+                out[k] = self.constrain(out[k], spec, self.frame.ops[-1].eqn)
+        return out
+
+
 def check_unbound(op: Op, bound: Collection[Any]) -> None:
     """Raises UnsupportedError where a ``shard_map`` of the user's own runs over an axis whose name the caller has bound."""
     for axis in op.eqn.params["newly_manual_axes"]:
         if axis in bound:
             raise UnsupportedError(
                 f"this shard_map runs over the mesh axis `{axis}`, and the step is called under a vmap with axis_name={axis!r}, "
-                "which its collectives would be taken to mean",
+                "so that its collectives would be over the axis of the vmap",
                 axis=axis,
                 source=op.source,
                 fixes=["give the vmap another axis_name"],
@@ -348,9 +383,10 @@ def check_unbound(op: Op, bound: Collection[Any]) -> None:
 
 
 def is_constrained(run: Run, result: Shard) -> bool:
-    """Whether a result has a sharding constraint in both lowerings: those of ops with a factor rule, where something is sharded.
+    """Whether a result has a sharding constraint in both lowerings: if its op has a factor rule and an operand or result is
+    sharded.
 
-    Elementwise ops have none, as their operands say how they are sharded.
+    The results of elementwise ops have none, since their operands determine the sharding.
     """
     if run.op.rule is None or run.op.name in FREE or result.partial or result.is_constant or not result.spec:
         return False
@@ -358,7 +394,7 @@ def is_constrained(run: Run, result: Shard) -> bool:
 
 
 def _with_derivative_of(op: Op, operands: Sequence[Any], run: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of the operands of an op that are no literals, with the derivative of the op, which XLA partitions."""
+    """``run``, a function of an op's operands without literals, with the derivative of the op itself, which XLA partitions."""
 
     @jax.custom_jvp
     def function(*xs: Any) -> Any:
