@@ -188,7 +188,7 @@ def shardings(tree: Any, layout: LayoutLike, mesh: MeshLike | None = None, *, di
     """The ``NamedSharding`` that a layout gives to every array of a tree: for the user's own ``jax.jit`` or ``jax.device_put``.
 
     The shardings are those with which :func:`init` returns the tree. Nothing is traced, so an array without a name of its own
-    (Flax metadata, ``dims``) is replicated; optimizer state has the names of the parameters with the same path.
+    (Flax metadata, ``dims``) is replicated; optimizer state has the names of the parameters with the same path::
 
         state_shardings = mp.shardings(state, "embed: data; mlp: model", mesh, dims={"*/kernel": "embed mlp"})
         step = jax.jit(train_step, in_shardings=(state_shardings, None), out_shardings=(state_shardings, None))

@@ -1,4 +1,4 @@
-"""How reshardings and reductions are sent, on local arrays."""
+"""Reshardings and reductions of local arrays, inside a ``shard_map``."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from ..rules.rule import ADDED
 from ..rules.spmd import Grid, axis_index, fine_names, on_words, shape_in
 
 
-def follow(x: Any, path: Sequence[Move], grid: Grid, apart: bool = False) -> Any:
-    """Bring a shard into another spec, move by move.
+def follow(x: Any, path: Sequence[Move], grid: Grid, separate: bool = False) -> Any:
+    """The local array after a sequence of moves, which reshard it.
 
     Args:
-      apart: what is gathered is put into other memory than it was gathered in.
+      separate: results of all-gathers are copied to a separate buffer (:func:`meshpar.compat.quirks.separate_all_gather`).
     """
     if path and 0 in x.shape:
         return jnp.zeros(shape_in(x.shape, path[0].before, path[-1].after, grid), x.dtype)
@@ -35,7 +35,7 @@ def follow(x: Any, path: Sequence[Move], grid: Grid, apart: bool = False) -> Any
         if move.op == "slice":
             x = _slice(x, move, grid)
         elif move.op == "all-gather":
-            x = on_words(x, functools.partial(_all_gather, move=move, grid=grid, apart=apart))
+            x = on_words(x, functools.partial(_all_gather, move=move, grid=grid, separate=separate))
         else:
             x = on_words(x, functools.partial(before_exchange, cpu=grid.cpu))
             x = on_words(x, functools.partial(_EXCHANGES[move.op], move=move, grid=grid))
@@ -51,10 +51,10 @@ def _slice(x: Any, move: Move, grid: Grid) -> Any:
     return x
 
 
-def _all_gather(x: Any, move: Move, grid: Grid, apart: bool) -> Any:
+def _all_gather(x: Any, move: Move, grid: Grid, separate: bool) -> Any:
     (dim,) = move.dims
     axes = fine_names(move.axes, grid)
-    return separate_all_gather(x, axes, dim) if apart else lax.all_gather(x, axes, axis=dim, tiled=True)
+    return separate_all_gather(x, axes, dim) if separate else lax.all_gather(x, axes, axis=dim, tiled=True)
 
 
 def _all_to_all(x: Any, move: Move, grid: Grid) -> Any:
@@ -71,38 +71,39 @@ _EXCHANGES: dict[str, Callable[..., Any]] = {"all-to-all": _all_to_all, "collect
 
 
 def permutation(move: Move, sizes: Mapping[str, int]) -> list[tuple[int, int]]:
-    """(source, target) for every device of a permute, numbered along its axes, the first one major.
+    """(source, target) for every device of a collective-permute; devices are numbered along its axes, the first one major.
 
-    A device that holds its target shard keeps it; of several others that hold a shard, each sends it to one device.
+    A device that already has its target shard is its own source. If several other devices have a shard, each sends it to one
+    device.
     """
     shape = [sizes[a] for a in move.axes]
-    place = dict(zip(move.axes, np.indices(shape).reshape(len(shape), -1), strict=True))
+    coordinate = dict(zip(move.axes, np.indices(shape).reshape(len(shape), -1), strict=True))
 
     def shards(spec: Spec) -> list[tuple[int, ...]]:
         numbers = []
         for entry in spec:
             number = np.zeros(int(np.prod(shape)), int)
             for axis in entry:
-                number = number * sizes[axis] + place[axis]
+                number = number * sizes[axis] + coordinate[axis]
             numbers.append(number.tolist())
         return list(zip(*numbers, strict=True))
 
     pairs: list[tuple[int, int]] = []
     free: dict[tuple[int, ...], list[int]] = {}
-    holds, wants = shards(move.before), shards(move.after)
-    for k, (held, wanted) in enumerate(zip(holds, wants, strict=True)):
-        if held == wanted:
+    before, after = shards(move.before), shards(move.after)
+    for k, (source, target) in enumerate(zip(before, after, strict=True)):
+        if source == target:
             pairs.append((k, k))
         else:
-            free.setdefault(held, []).append(k)
-    pairs += [(free[w].pop(0), k) for k, (h, w) in enumerate(zip(holds, wants, strict=True)) if h != w]
+            free.setdefault(source, []).append(k)
+    pairs += [(free[t].pop(0), k) for k, (s, t) in enumerate(zip(before, after, strict=True)) if s != t]
     return sorted(pairs)
 
 
 def scattered(x: Any, axes: Sequence[str], dim: int, algorithm: AlgorithmName, sizes: Mapping[str, int]) -> Any:
-    """Sum over axes of the factored mesh, and keep this device's block of a dim.
+    """Reduce-scatter of a dim over axes of the factored mesh.
 
-    Dims of size 1 before it are left out meanwhile (:data:`meshpar.compat.quirks.REDUCE_SCATTER_SHAPES`).
+    Leading dims of size 1 are squeezed for the collective (:data:`meshpar.compat.quirks.REDUCE_SCATTER_SHAPES`).
     """
     if not axes:
         return x
@@ -119,10 +120,10 @@ def scattered(x: Any, axes: Sequence[str], dim: int, algorithm: AlgorithmName, s
 
 
 def reduced(x: Any, step: Reduce, grid: Grid, begun: int = 0) -> Any:
-    """An unreduced shard with its terms combined: reduce-scattered, then all-reduced, as the step says.
+    """The reduced value of a partial shard: the reduce-scatters of a step, then its all-reduce.
 
     Args:
-      begun: over how many axes (of the factored mesh), the first ones, a ring has scattered it already.
+      begun: the number of leading axes (of the factored mesh) over which a ring has already reduce-scattered it.
     """
     return combined(x, step.source.spec, step.scatters, step.over, step.source.kind, grid, begun, grid.cpu)
 
@@ -137,14 +138,15 @@ def combined(
     begun: int = 0,
     cpu: bool = False,
 ) -> Any:
-    """Combine the contributions to a partial shard.
+    """The reduced value of a partial shard.
 
     Args:
       have: the spec of the shard.
-      scatters: (dim, axes, algorithm) of its reduce-scatters; over: the axes of the all-reduce behind them.
-      kind: how contributions combine.
+      scatters: (dim, axes, algorithm) of its reduce-scatters.
+      over: axes of the all-reduce after them.
+      kind: the reduction: "sum", "max", "indexed", …
       grid: the sizes of the axes.
-      begun: over how many axes, the first ones, it has been reduce-scattered already.
+      begun: the number of leading axes over which it is already reduce-scattered.
       cpu: whether XLA's CPU compiler compiles the program.
     """
     cpu = cpu or (isinstance(grid, Grid) and grid.cpu)
@@ -158,7 +160,7 @@ def combined(
     @elements.defjvp
     def _(
         primals: Any, tangents: Any
-    ) -> Any:  # elements may be added as bits, which have no derivative: tangents are numbers
+    ) -> Any:  # the elements may be added as integers, which have no derivative; tangents are added as floats
         return elements(*primals), _combined(tangents[0], have, scatters, over, "sum", grid, begun, cpu)
 
     return elements(x)
@@ -167,7 +169,7 @@ def combined(
 def _combined(
     x: Any, have: Spec, scatters: Sequence[Any], over: Sequence[str], kind: str, grid: Mapping[str, int], begun: int, cpu: bool
 ) -> Any:  # fmt: skip
-    """:func:`combined`, without a derivative where elements are added as bits."""
+    """:func:`combined` without its derivative for ``kind="indexed"``."""
     dtype = x.dtype
     if 0 in x.shape:
         spec = have

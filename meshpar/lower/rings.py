@@ -1,4 +1,4 @@
-"""Products in blocks, on a ring or by a kernel: a gathered operand multiplied as it arrives, a sum sent as it is made."""
+"""Collective matmuls as rings or kernels: all-gather and matmul, or matmul and reduce-scatter, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..rules.spmd import Grid
 
 
 def run_gather_ring(step: Reshard, ring: GatherRing, x: dict[Shard, Any], grid: Grid) -> None:
-    """Make all products of a gathered operand, and where others read it, the gathered operand itself."""
+    """Compute all matmuls of an all-gathered operand and, if other ops read it, the operand; the results are added to ``x``."""
     shard = x[step.source]
     others = [dot.op.eqn.invars[1 - dot.side].val if dot.other is None else x[dot.other] for dot in ring.dots]
     dots = [dot_of(dot.op, dot.side) for dot in ring.dots]
@@ -34,30 +34,34 @@ def run_gather_ring(step: Reshard, ring: GatherRing, x: dict[Shard, Any], grid: 
 
 
 def run_reduce_ring(step: Reduce, ring: ReduceRing, x: dict[Shard, Any], grid: Grid) -> Any:
-    """A sum of products, scattered over the ring of its axes (:meth:`meshpar.rules.spmd.Grid.ring`)."""
-    products: list[tuple[Op, Sequence[Any]]] = [x[shard] for shard, _ in ring.leaves]
-    operands = [(xs[0], xs[1]) for _, xs in products]
+    """The reduce-scatter of a sum of matmuls over the ring of its axes (:meth:`meshpar.rules.spmd.Grid.ring`)."""
+    matmuls: list[tuple[Op, Sequence[Any]]] = [x[shard] for shard, _ in ring.leaves]
+    operands = [(xs[0], xs[1]) for _, xs in matmuls]
     axes, dtype = grid.ring(ring.axes)[0], step.result.value.aval.dtype
     major = axes[0] if len(axes) == 1 else axes
-    finish = _finish(step.source.value, [op for op, _ in products])
+    finish = _finish(step.source.value, [op for op, _ in matmuls])
     if ring.fused is not None:
-        made = ring.fused(operands, major)
-        return made if len(ring.leaves) > 1 else finish([made])
-    dots = [dot_of(op, 0) for op, _ in products]
+        result = ring.fused(operands, major)
+        return result if len(ring.leaves) > 1 else finish([result])
+    dots = [dot_of(op, 0) for op, _ in matmuls]
     dims = [d for _, d in ring.leaves]
     return dots_scatter(operands, dots, dims, major, ring.dim, dtype, finish=finish, comm_dtype=dtype)
 
 
 def _finish(value: Value, leaves: Sequence[Op]) -> Callable[[list[Any]], Any]:
-    """Blocks of the products → a block of the sum: the transposes and additions between."""
-    place = {op: k for k, op in enumerate(leaves)}
+    """A function from chunks of the matmuls to a chunk of the sum: it applies the transposes and additions between them."""
+    position = {op: k for k, op in enumerate(leaves)}
 
-    def made(value: Value, blocks: list[Any]) -> Any:
+    def sum_of(value: Value, chunks: list[Any]) -> Any:
         op = value.op
         assert op is not None
-        if op in place:
-            return blocks[place[op]]
-        parts = [made(v, blocks) for v in op.ins if v is not None]
-        return lax.transpose(parts[0], op.eqn.params["permutation"]) if op.primitive.transpose else parts[0] + parts[1]
+        if op in position:
+            return chunks[position[op]]
+        operands = [sum_of(v, chunks) for v in op.ins if v is not None]
+        return (
+            lax.transpose(operands[0], op.eqn.params["permutation"])
+            if op.primitive.transpose
+            else operands[0] + operands[1]
+        )
 
-    return lambda blocks: made(value, blocks)
+    return lambda chunks: sum_of(value, chunks)

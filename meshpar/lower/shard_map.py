@@ -1,6 +1,6 @@
-"""The ``"shard_map"`` lowering: one ``shard_map`` over the whole program, in which every device runs the steps of the plan.
+"""The ``"shard_map"`` lowering: one ``shard_map`` around the program, in which every device runs the steps of the plan.
 
-An interpreter of steps on local arrays. Nothing is decided here: what is sent, how, where and in which order the steps say.
+It is an interpreter of steps on local arrays. The steps determine all collectives, their algorithms and their order.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def lower_to_shard_map(
 ) -> tuple[Callable[..., list[Any]], list[NamedSharding], list[NamedSharding]]:
     """(a function from flat inputs to flat results, shardings of the inputs, shardings of the results).
 
-    Where the function is differentiated, its derivative is that of the ``"jit"`` lowering, so that functions with derivatives of
-    their own, and extrema over split dims, have the derivative that they have without any layout.
+    The derivative of the function is the derivative of the ``"jit"`` lowering, so that functions with custom derivatives, and
+    extrema over sharded dims, have the same derivative as without a layout.
 
     Args:
       bound: names of the axes that the caller has bound (``jax.vmap(…, axis_name=)``).
 
     Raises:
-      UnsupportedError: an op that one device cannot do its part of.
+      UnsupportedError: an op without a local form.
     """
     program, body = plan.program, plan.body
     consts = list(program.closed.consts)
@@ -75,7 +75,7 @@ def lower_to_shard_map(
         operands = [_empty(s, plan.sizes) if e else next(given) for s, e in zip(body.inputs, empty, strict=True)]
         return tuple(_Device(grid).run(body, operands))
 
-    run = jax.shard_map(  # Shardy refuses several operands if all of them are without elements
+    run = jax.shard_map(  # operands without elements are left out: Shardy rejects several of them
         on_device,
         mesh=grid.mesh(mesh),
         in_specs=tuple(to_partition_spec(grid.spec(s.spec)) for s, e in zip(body.inputs, empty, strict=True) if not e),
@@ -91,12 +91,12 @@ def lower_to_shard_map(
     like += [abstract_array(v.shape, v.aval.dtype, v.aval.weak_type, on_host(v.aval)) for v in program.inputs]
     closed = make_generated_jaxpr(typed, *like)
     call = close_over(closed)
-    # JAX does not look into a custom_jvp for the arguments that it does not use, which it neither sends nor donates
+    # JAX neither transfers nor donates unused arguments, but does not find them within a custom_jvp
     used = used_inputs(closed)[len(consts) :]
     unused = [jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v, u in zip(program.inputs, used, strict=True) if not u]
 
     def every(xs: Sequence[Any]) -> list[Any]:
-        """All arguments, with zeros for those that are not used."""
+        """All arguments, with zeros in place of unused ones."""
         given, zeros = iter(xs), iter(unused)
         return [next(given) if u else _zeros(next(zeros)) for u in used]
 
@@ -124,13 +124,14 @@ def _empty(shard: Shard, sizes: dict[str, int]) -> Any:
 
 
 def _zeros(x: jax.ShapeDtypeStruct) -> Any:
+    """An array of zeros; for a dtype of random keys, keys of seed 0."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jnp.broadcast_to(jax.random.key(0, impl=key_impl(x.dtype)), x.shape)
     return jnp.zeros(x.shape, x.dtype)
 
 
 def check_blocks(value: Value, spec: Spec, sizes: dict[str, int]) -> None:
-    """Raises UnsupportedError where a dim does not divide over the axes that split it."""
+    """Raise an UnsupportedError for a dim that does not divide over the axes that shard it."""
     for i, (n, axes) in enumerate(zip(value.shape, spec, strict=True)):
         parts = shard_count(axes, sizes)
         if n % parts:
@@ -146,14 +147,14 @@ class _Device:
     """The program on one device.
 
     Attributes:
-      x: what this device holds of every shard.
-      layouts: the orders of dims in which unreduced sums can be had.
+      x: shard → the local array.
+      orders: the orders of dims in which partial values can be computed.
     """
 
     def __init__(self, grid: Grid):
         self.sizes = grid
         self.x: dict[Shard, Any] = {}
-        self.layouts = SumOrders(grid)
+        self.orders = SumOrders(grid)
 
     def run(self, body: Body, xs: Sequence[Any]) -> list[Any]:
         """The results of a body for its inputs."""
@@ -178,7 +179,7 @@ class _Device:
 
     def reduce(self, step: Reduce) -> None:
         if step.ring is None:
-            x = self.layouts.reduced(self.x[step.source], step)
+            x = self.orders.reduced(self.x[step.source], step)
         else:
             x = run_reduce_ring(step, step.ring, self.x, self.sizes)
             x = reduced(x, step, self.sizes, begun=len(self.sizes.ring(step.ring.axes)[0]))
@@ -187,8 +188,8 @@ class _Device:
     def op(self, step: Run) -> None:
         op = step.op
         if step.in_ring == "gather":
-            return  # the ring has made it
-        if step.in_ring == "reduce":  # made block by block when its sum is reduced
+            return  # the ring has computed it
+        if step.in_ring == "reduce":  # computed chunk by chunk when its result is reduced
             if op.primitive.dot and step.axes is not None:
                 self.x[step.results[0]] = op, self.operands(step)
             return
@@ -209,7 +210,7 @@ class _Device:
         else:
             results = _foreign(step, xs)
         self.x.update(zip(step.results, results, strict=True))
-        self.layouts.ran(step, xs, results)
+        self.orders.ran(step, xs, results)
 
     def operands(self, step: Run) -> list[Any]:
         return [
@@ -229,13 +230,13 @@ class _Device:
         self.x[step.result] = with_layout_constraint(self.x[step.source], MemoryOrder(step.order))
 
     def inside(self, body: Body, xs: Sequence[Any]) -> list[Any]:
-        """The results of the body of a loop or branch, whose other values are dropped: they belong to a trace that ends."""
-        outer = self.x, self.layouts
-        self.x, self.layouts = dict(self.x), self.layouts.copy()
+        """The results of the body of a loop or branch. Its other values are dropped, since they belong to an inner trace."""
+        outer = self.x, self.orders
+        self.x, self.orders = dict(self.x), self.orders.copy()
         try:
             return self.run(body, xs)
         finally:
-            self.x, self.layouts = outer
+            self.x, self.orders = outer
 
     def call(self, step: Call) -> None:
         self.run(step.body, [])
@@ -247,7 +248,9 @@ class _Device:
         for init, inner in zip(step.inits, body.inputs, strict=False):
             x = self.x[init]
             axes = fine_names([a for a in inner.partial if self.sizes[a] > 1], self.sizes)
-            if axes and not init.partial:  # one of the devices that add up brings the first value, the others zeros
+            if (
+                axes and not init.partial
+            ):  # the initial value on one device of each group that is reduced, zeros on the others
                 x = jnp.where(axis_index(axes) == 0, x, jnp.zeros((), x.dtype))
             first.append(_strong(x, inner.value.aval))
         if not step.op.primitive.scan:
@@ -262,8 +265,8 @@ class _Device:
             outs = [v.aval for v in body.frame.jaxpr.outvars]
 
             def one(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-                found = [_strong(x, a) for x, a in zip(self.inside(body, [*carry, *xs]), outs, strict=True)]
-                return found[:carries], found[carries:]
+                results = [_strong(x, a) for x, a in zip(self.inside(body, [*carry, *xs]), outs, strict=True)]
+                return results[:carries], results[carries:]
 
             stacks = [self.x[s] for s in step.stacks]
             carry, ys = lax.scan(
@@ -290,7 +293,11 @@ _RUN: dict[type[Step], Callable[[_Device, Any], None]] = {
 
 
 def _foreign(step: Run, xs: Sequence[Any]) -> list[Any]:
-    """An op without a rule: every device does all of it."""
+    """The results of an op without a factor rule, which every device computes completely.
+
+    Raises:
+      UnsupportedError: it cannot run on one device.
+    """
     op, cause = step.op, None
     refused = refusal(op, (), {})
     if refused is not None:
@@ -305,10 +312,10 @@ def _foreign(step: Run, xs: Sequence[Any]) -> list[Any]:
         f"{op.name} {why}",
         shape=op.outs[0].shape if op.outs else None,
         source=source_line(op.eqn),
-        fixes=['use lowering="jit"', "or write it without, and let the layout split it"],
+        fixes=['use lowering="jit"', "or write it without this op, and let the layout shard it"],
     ) from cause
 
 
 def _strong(x: Any, aval: Any) -> Any:
-    """What loops carry keeps one type."""
+    """The array in the dtype of a loop's carry, without a weak type."""
     return x if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) else lax.convert_element_type(x, aval.dtype)

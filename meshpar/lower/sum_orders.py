@@ -1,17 +1,18 @@
-"""The order of dims in which an unreduced sum is reduced, where XLA's own choice is slow.
+"""The order of dims in which a partial value is reduced, where XLA's own choice is slow.
 
-The gradient of a weight is a product, whose dims come out in the order of its operands, and a transpose. A compiler is free to
-fold one into the other, and so is the lowering: it may reduce a sum before it is transposed, and make the product with its operands
-exchanged.
+The gradient of a weight is a matmul, whose dims have the order of its operands, followed by a transpose. XLA may fold the transpose
+into
+the matmul. The lowering may do so as well: it may reduce the value before its transpose, and exchange the operands of the matmul.
 
-On CPUs XLA folds where nothing stands between: into a form of the product for which it has no fast kernel. And its
-reduce-scatter wants the scattered dim first, else all of the sum is copied. So what is reduced there is what leaves nothing to
-transpose, or has the scattered dim first.
+On CPUs, XLA folds the transpose into a form of the matmul without a fast kernel, unless another op is between them. Its
+reduce-scatter copies the full value unless the scattered dim comes first. So the value is reduced in an order that needs no
+transpose, or that has the scattered dim first.
 
-On TPUs XLA lays arrays out as it likes, and a transpose may be a view. But libtpu 0.0.42 was seen to make products whose sums it
-reads through a view before all of these sums, which then have nothing beside them (Llama 3 70B under FSDP on v5p: 0.65 s of a step
-exposed, for 0.21). So a product whose sum is sent whole is made with its operands exchanged if that leaves nothing to
-transpose. All else is left alone, and so are GPUs.
+On TPUs, a transpose may be free, since XLA chooses the memory layout. But libtpu 0.0.42 was observed to run the matmuls whose
+reductions
+read such a view before all of these reductions, which then overlap with nothing (Llama 3 70B, FSDP on v5p: 0.65 s of a step exposed
+instead of 0.21 s). So a matmul whose result is all-reduced and then sliced exchanges its operands if no transpose remains. Other
+values, and GPUs, are not changed.
 """
 
 from __future__ import annotations
@@ -31,64 +32,64 @@ from ..rules.spmd import Grid
 from .collectives import combined, reduced
 
 
-class _Turned(NamedTuple):
-    """A transposed partial sum, and it as it was before, with the permutation that makes the one of the other: in each order
-    in which that can be had."""
+class _Transposed(NamedTuple):
+    """A transposed partial value, and the alternatives to it: (function that returns the value in another order of dims, the
+    permutation from that order to the transposed value)."""
 
     array: Any
-    before: list[tuple[Callable[[], Any], tuple[int, ...]]]
+    alternatives: list[tuple[Callable[[], Any], tuple[int, ...]]]
 
 
 class SumOrders:
-    """Unreduced sums, and the orders of dims in which they can be had.
+    """The partial values of a body, with the orders of dims in which they can be computed.
 
     Args:
-      grid: what is lowered for. If not for CPUs, a sum that is not sent whole is reduced in the order that it has.
+      grid: the mesh. Unless it is one of CPUs, only values that are all-reduced and then sliced are computed in another order.
     """
 
     def __init__(self, grid: Grid):
         self.grid = grid
-        # by `id(array)`, with the array, so that no other one gets its id
-        self._products: dict[int, tuple[Any, Op, Sequence[Any]]] = {}
-        self._turned: dict[int, _Turned] = {}
+        # keys are ids of arrays; the values refer to these arrays, so that the ids stay unique
+        self._matmuls: dict[int, tuple[Any, Op, Sequence[Any]]] = {}
+        self._transposed: dict[int, _Transposed] = {}
 
     def copy(self) -> SumOrders:
-        """The same sums; what is added to the copy is not added to this."""
+        """A copy with the same values."""
         other = SumOrders(self.grid)
-        other._products, other._turned = dict(self._products), dict(self._turned)
+        other._matmuls, other._transposed = dict(self._matmuls), dict(self._transposed)
         return other
 
     def ran(self, step: Run, xs: Sequence[Any], results: Sequence[Any]) -> None:
-        """A step made results of shards ``xs``."""
+        """Record a step with its operands and results, if it is a matmul or a transpose with a partial result."""
         primitive = step.op.primitive
         if not (primitive.dot or primitive.transpose) or not step.results[0].partial:
             return
         out = results[0]
         if primitive.dot:
-            self._products[id(out)] = out, step.op, xs
+            self._matmuls[id(out)] = out, step.op, xs
         else:
             permutation = tuple(step.op.eqn.params["permutation"])
-            before: list[tuple[Callable[[], Any], tuple[int, ...]]] = [(lambda: xs[0], permutation)]
-            if id(xs[0]) in self._products:
-                _, product, operands = self._products[id(xs[0])]
-                place = _exchange(product)
-                before.append((partial(_exchanged, product, operands), tuple(place.index(i) for i in permutation)))
-            self._turned[id(out)] = _Turned(out, before)
+            alternatives: list[tuple[Callable[[], Any], tuple[int, ...]]] = [(lambda: xs[0], permutation)]
+            if id(xs[0]) in self._matmuls:
+                _, matmul, operands = self._matmuls[id(xs[0])]
+                order = _exchanged_dims(matmul)
+                alternatives.append((partial(_exchanged, matmul, operands), tuple(order.index(i) for i in permutation)))
+            self._transposed[id(out)] = _Transposed(out, alternatives)
 
     def reduced(self, x: Any, step: Reduce) -> Any:
-        """:func:`meshpar.lower.collectives.reduced`, in the best order that there is."""
-        ways = self._turned[id(x)].before if id(x) in self._turned else []
+        """:func:`meshpar.lower.collectives.reduced`, in the order of dims with the lowest cost."""
+        orders = self._transposed[id(x)].alternatives if id(x) in self._transposed else []
         if not self.grid.cpu:
-            whole = any(s.entry.slices_locally for s in step.scatters)
-            ways = [way for way in ways if whole and way[1] == tuple(sorted(way[1]))]
-        if not ways:
+            sliced = any(s.entry.slices_locally for s in step.scatters)
+            orders = [order for order in orders if sliced and order[1] == tuple(sorted(order[1]))]
+        if not orders:
             return reduced(x, step, self.grid)
         first = step.scatters[0].dim if step.scatters else 0
 
-        def cost(way: tuple[Callable[[], Any], tuple[int, ...]]) -> tuple[bool, bool]:
-            return bool(step.scatters) and way[1][first] != 0, way[1] != tuple(sorted(way[1]))
+        def cost(order: tuple[Callable[[], Any], tuple[int, ...]]) -> tuple[bool, bool]:
+            return bool(step.scatters) and order[1][first] != 0, order[1] != tuple(sorted(order[1]))
 
-        make, permutation = min(ways, key=cost)
+        make, permutation = min(orders, key=cost)
         back = np.argsort(permutation)
         have = tuple(step.source.spec[i] for i in back)
         scatters = [Scatter(permutation[s.dim], s.axes, s.algorithm) for s in step.scatters]
@@ -96,15 +97,16 @@ class SumOrders:
         return lax.transpose(y, permutation)
 
 
-def _exchange(op: Op) -> tuple[int, ...]:
-    """What exchanging its operands does to the dims of a product's result."""
+def _exchanged_dims(op: Op) -> tuple[int, ...]:
+    """The permutation of the dims of a matmul's result that results from exchanging its operands."""
     (contracted, _), (batch, _) = op.eqn.params["dimension_numbers"]
     dims = range(op.eqn.outvars[0].aval.ndim)
-    end = op.eqn.invars[0].aval.ndim - len(contracted)  # of the dims that the left operand brings
+    end = op.eqn.invars[0].aval.ndim - len(contracted)  # of the dims from the left operand
     return (*dims[: len(batch)], *dims[end:], *dims[len(batch) : end])
 
 
 def _exchanged(op: Op, xs: Sequence[Any]) -> Any:
+    """The result of a matmul with its operands exchanged."""
     params = plain_params(op.eqn.params)
     contract, batch = params["dimension_numbers"]
     precision = params["precision"]
