@@ -132,6 +132,7 @@ def unknown_options(device: Any, values: Mapping[str, Any]) -> dict[str, str]:
 
 @functools.lru_cache
 def _refused(device: Any, values: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, str], ...]:
+    """(option, message) of the options that the compiler rejects; cached."""
     sharding = jax.sharding.SingleDeviceSharding(device)
     addition = jax.jit(lambda x: x + 1, in_shardings=sharding, out_shardings=sharding).lower(
         jax.ShapeDtypeStruct((8, 128), np.float32)
@@ -186,6 +187,7 @@ def bare_kernels(text: str) -> str:
     """The text of a program, with the bytecode of its Pallas TPU kernels replaced by text without source lines."""
 
     def bare(found: re.Match[str]) -> str:
+        """The replacement of one kernel: its text, or the match itself if the bytecode is of another format."""
         from jax._src.interpreters import mlir
         from jax._src.lib import tpu
         from jaxlib.mlir import ir

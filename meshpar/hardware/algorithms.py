@@ -192,6 +192,7 @@ def choose_algorithm(
 
 @functools.lru_cache(maxsize=4096)
 def _chosen(op: CollectiveOp, volume: float, stages: tuple[Stage, ...], chip: Chip | None) -> tuple[AlgorithmName, str]:
+    """:func:`choose_algorithm` for merged stages; cached."""
     between = sum(s.dim == "slice" for s in stages)
     names: list[AlgorithmName] = [a.name for a in _TABLE if op in a.chosen_for and (between or not a.needs_slices)]
     if not names or len(stages) < 2 or not volume or between == len(stages):

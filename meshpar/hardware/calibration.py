@@ -137,6 +137,7 @@ def read_calibrations(path: str | Path) -> Calibrations:
 
 
 def _read(kind: str, version: str, row: dict[str, Any]) -> Calibration:
+    """The calibration of one entry of a file; ValueError for unknown fields and efficiencies that are not positive."""
     unknown = set(row) - {f.name for f in fields(Calibration)}
     if unknown:
         raise ValueError(f"unknown fields: {', '.join(sorted(unknown))}")
@@ -196,7 +197,7 @@ def calibrated(chip: Chip | None, where: AnyMesh, given: Calibrations) -> Chip |
     else:
         what, matching = "an abstract mesh without a topology", [c for c in given if _table_name(c) is None]
     have = ", ".join(sorted({c.device_kind for c in given}))
-    if not matching or len({c.device_kind for c in matching}) > 1:
+    if not matching or (chip is None and len({c.device_kind.lower() for c in matching}) > 1):
         why = "of several kinds of devices" if matching else f"of {have}"
         raise MeshError(
             f"the calibration is {why}, and the plan is for {what}",

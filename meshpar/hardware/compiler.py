@@ -131,6 +131,7 @@ def compiler_model(chip: str | None, package: str = "libtpu", version: str | Non
 
 @functools.lru_cache
 def _compiler_model(chip: str | None, package: str, version: str | None) -> CompilerModel:
+    """:func:`compiler_model` for a resolved version; cached."""
     versions = sorted((v for name, v in _tables() if name == package), key=_numbers)
     if version is None:
         chosen = requested = versions[-1]

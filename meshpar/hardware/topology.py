@@ -192,6 +192,7 @@ def topology_devices(topology: str) -> tuple[Any, ...]:
 
 @functools.cache
 def _described(topology: Topology) -> tuple[Any, ...]:
+    """:func:`topology_devices` of a parsed topology; cached."""
     slices, kind, chips = topology
     chip = topology.chip
     if not chip.target:
@@ -222,6 +223,7 @@ def _gpu_target(chip: Chip) -> str:
 
 
 def _need_cuda_plugin() -> None:
+    """Raise MeshError if JAX's CUDA plugin is not installed."""
     if any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
         return
     version = jax.__version__
@@ -403,6 +405,7 @@ class _Device:
 
 
 def _places(topology: Topology) -> list[_Device]:
+    """The devices of slices that are not attached, in the order of their ids."""
     chip = topology.chip
     x, y, z = (*topology.chips, 1)[:3]
     at = [(s, k, j, i, c) for s in range(topology.slices) for k in range(z) for j in range(y) for i in range(x)
@@ -421,6 +424,7 @@ def _unknown(sizes: Mapping[str, int]) -> Torus:
 
 
 def _stages(devices: np.ndarray, axes: Sequence[str]) -> Torus:
+    """The stages of every mesh axis, from the coordinates of an array of devices."""
     first = devices.flat[0]
     places = np.array([_place(d) for d in devices.flat]).reshape(*devices.shape, len(_PLACES))
     extent = places.reshape(-1, len(_PLACES)).max(0) + 1

@@ -118,6 +118,7 @@ class CalibrationResult:
         return [*lines, *c.notes]
 
     def _html(self) -> str:
+        """The result as an HTML fragment."""
         best = self.best
         head = (
             f'<h1>{escape(self._title)}</h1><p class="dim">medians of {self.rounds} interleaved rounds</p>'
@@ -144,6 +145,7 @@ class CalibrationResult:
         return f'<div class="mp">{style()}{self._html()}</div>'
 
     def __rich__(self) -> Any:
+        """The result for the terminal."""
         best = self.best
         head = Text.assemble(("calibrate", "bold"), f"    {self._title}, medians of {self.rounds} interleaved rounds")
         choice = Text.assemble(("mesh", "bold"), f"    {best.mesh}\n", ("layout", "bold"), f"  {best.layout}\n",

@@ -48,6 +48,7 @@ def jaxpr_flops(jaxpr: Any) -> float:
 
 
 def _equation_flops(eqn: Any) -> float:
+    """FLOPs of the matmuls of an equation and of its bodies."""
     entry, p = primitive(eqn.primitive.name), eqn.params
     if entry.matmul or entry.nested_flops is not None:
         return entry.flops(eqn)

@@ -65,6 +65,12 @@ def test_a_plan_names_what_it_is_priced_with(tmp_path):
     assert step.plan(*SHAPES).chip == plan.chip
 
 
+def test_calibrations_under_both_names_of_a_chip():
+    """Devices of one chip may report another ``device_kind`` under another runtime."""
+    newer, older = replace(V5E, device_kind="TPU v5e"), replace(V5E, jaxlib="0.9.1")
+    assert planned(topology="v5e:2x4", calibration=[older, newer]).chip.calibration == newer.name
+
+
 def test_of_a_chip_in_the_table_only_efficiencies_change():
     plain = planned(topology="v5e:2x4")
     plan = planned(topology="v5e:2x4", calibration=[CPU, V5E])
