@@ -5,7 +5,7 @@ ring, t the seconds of a ring step (chunks are sent both ways at once) and m the
 
 - A separate collective is exposed for its whole duration, with two exceptions where the kind is asynchronous (``Plan.is_async``).
   The all-gather of a weight is prefetched, and not exposed. Another all-gather is hidden by other matmuls of its body
-  (:class:`meshpar.passes.collective_matmul.Free`). For reductions see :func:`reduction_costs`.
+  (:class:`meshpar.passes.collective_matmul.UnpairedMatmuls`). For reductions see :func:`reduction_costs`.
 - A ring takes the seconds of all that it computes, plus stalls. Each of the (A-1)/2 ring steps stalls for max(0, t - 2m), the first
   one for max(0, t - m); an even A adds a step of t/2. Another matmul that can run meanwhile hides one of these stalls. On chips of
   two cores whose programs block on all-gathers (the default), the compiler overlaps one matmul with a ring step, whatever their

@@ -1,7 +1,7 @@
 """Functions from plan to plan.
 
-The first, :func:`meshpar.passes.collective_matmul.overlap`, compares plans with and without ring decompositions: it runs
-the other passes (:data:`PASSES`, in that order) on each of them.
+The first, :func:`meshpar.passes.collective_matmul.overlap_collectives`, compares plans with and without ring decompositions: it
+runs the other passes (:data:`PASSES`, in that order) on each of them.
 """
 
 import math
@@ -24,34 +24,41 @@ from ..plan.planner import planned
 from ..program.ir import Program
 from .all_reduce_choice import choose_all_reduce
 from .barriers import order_stacks, separate_matmuls, separate_slices, serialize_loops, serialize_results
-from .collective_matmul import overlap as send
+from .collective_matmul import overlap_collectives
 from .lowering import AUTO, resolve_lowering
 from .schedule import schedule
-from .slice_traffic import note_crossings
+from .slice_traffic import note_slice_traffic
 
 
 class Pass(NamedTuple):
-    """A function from plan to plan.
+    """A function from plan to plan, and the plans that it is for.
 
     Attributes:
       run: the function.
-      lowerings: those that emit what it adds to a plan. It does not run for the others, so that nothing is costed that the program
-        does not have: barriers and orders of dims exist in the ``"shard_map"`` lowering alone.
+      lowerings: those that emit what it adds to a plan: barriers and orders of dims exist in ``"shard_map"`` alone. For the others
+        it does not run, so that no estimate contains what the program does not.
+      quirk: the entry of :mod:`meshpar.compat.quirks` that it works around; it does not run for chips and compiler versions without
+        it (:class:`meshpar.hardware.compiler.CompilerModel`). None: it is for all of them.
     """
 
     run: Callable[[Plan], Plan]
     lowerings: tuple[str, ...] = ("shard_map",)
+    quirk: str | None = None
+
+    def applies_to(self, plan: Plan) -> bool:
+        """Whether it is for the lowering of a plan and the compiler of its chip."""
+        return plan.lowering in self.lowerings and (self.quirk is None or self.quirk in plan.compiler.quirks)
 
 
 PASSES: tuple[Pass, ...] = (
     Pass(choose_all_reduce, ("shard_map", "jit")),
-    Pass(schedule),
-    Pass(separate_matmuls),
-    Pass(order_stacks),
-    Pass(serialize_loops),
-    Pass(serialize_results),
-    Pass(separate_slices),
-    Pass(note_crossings, ("shard_map", "jit")),
+    Pass(schedule, quirk="LATE_GRADIENTS"),
+    Pass(separate_matmuls, quirk="FUSED_EPILOGUE"),
+    Pass(order_stacks, quirk="COPIED_STACK"),
+    Pass(serialize_loops, quirk="LOOPS_BEFORE_REDUCTIONS"),
+    Pass(serialize_results, quirk="GATHER_NOT_IN_PLACE"),
+    Pass(separate_slices, quirk="STACK_CAST_BEFORE_LOOP"),
+    Pass(note_slice_traffic, ("shard_map", "jit")),
 )
 
 
@@ -60,19 +67,20 @@ def make_plan(
     topology: str | None = None, donated: Iterable[int] = (), lowering: str = AUTO, overlap: str | None = "off",
     options: OptionsMode = "off", compiler_options: Mapping[str, Any] | None = None, calibrations: Calibrations = (),
 ) -> Plan:  # fmt: skip
-    """Plan a program under a layout on a mesh, through every pass.
+    """The plan of a program under a layout on a mesh, after all passes.
 
     Args:
       strict: two names for one dim are an error instead of a warning.
-      init: the program makes the state, so it need not have the dims of the batch.
-      topology: the slices that an abstract mesh lies on, ``"v5p:8x8x8"``: for times.
-      donated: positions of the flat inputs whose memory the results may take.
-      lowering: ``"auto"``, ``"shard_map"``, or ``"jit"``, under which XLA partitions; see :func:`resolve_lowering`.
-      overlap: how all-gathers before matmuls and reduce-scatters after them are made:
-        :data:`meshpar.passes.collective_matmul.MODES`; and whether a reduce-scatter may be replaced by an all-reduce
+      init: the program initializes the state, so it need not have the dims of the batch.
+      topology: the slices that an abstract mesh is on, ``"v5p:8x8x8"``, for estimates of time.
+      donated: indices of the flat inputs whose memory the results may use.
+      lowering: ``"auto"``, ``"shard_map"``, or ``"jit"`` (XLA partitions); see :func:`resolve_lowering`.
+      overlap: the implementation of all-gathers before matmuls and reduce-scatters after them, one of
+        :data:`meshpar.passes.collective_matmul.MODES`, and whether a reduce-scatter may be replaced by an all-reduce
         (:mod:`meshpar.passes.all_reduce_choice`). None: the lowering's default.
-      options: ``auto``: the compiler's options of :mod:`meshpar.hardware.options`; ``compiler_options``: the user's own.
-      calibrations: what was measured of devices.
+      options: ``"auto"``: use the compiler options of :mod:`meshpar.hardware.options`.
+      compiler_options: the user's own compiler options.
+      calibrations: measured efficiencies of devices.
 
     Raises:
       UnsupportedError: an ``overlap`` that does not exist.
@@ -81,12 +89,13 @@ def make_plan(
     with without_gc():
         plan = planned(program, layout, mesh, strict=strict, init=init, topology=topology, donated=frozenset(donated),
                        calibrations=calibrations, rank=_rank)  # fmt: skip
-    asked = Options(options, tuple((compiler_options or {}).items()))
-    plan = _noted(with_passes(replace(plan, requested_lowering=lowering, requested_overlap=overlap, options=asked)))
+    requested = Options(options, tuple((compiler_options or {}).items()))
+    plan = replace(plan, requested_lowering=lowering, requested_overlap=overlap, options=requested)
+    plan = _with_notes(with_passes(plan))
     if not init:
         _warn_of_replication(plan)
     if plan.lowering_reason is not None:
-        text = f'lowering="auto" is "jit" for this program, and the figures of its plan are estimates: {plan.lowering_reason}'
+        text = f'lowering="auto" is "jit" for this program, whose plan is an estimate: {plan.lowering_reason}'
         warnings.warn(text, LoweringWarning, stacklevel=user_stacklevel())
     return plan
 
@@ -100,7 +109,7 @@ def _rank(plan: Plan) -> tuple[bool, float]:
 
 
 def _idle_axes(plan: Plan) -> list[str]:
-    """The axes of size > 1 over which nothing of the program is split, and nothing is sent."""
+    """The axes of size > 1 over which no input or output is split, and no collective runs."""
     entries = [e for h in (*plan.inputs, *plan.outputs) for e in h.spec if e is not None]
     used = {a for e in entries for a in ((e,) if isinstance(e, str) else e)} | {
         a for c in plan.collectives for a in c.axes
@@ -108,7 +117,7 @@ def _idle_axes(plan: Plan) -> list[str]:
     return [a for a, n in plan.sizes.items() if n > 1 and a not in used]
 
 
-def _noted(plan: Plan) -> Plan:
+def _with_notes(plan: Plan) -> Plan:
     """The plan with notes: axes and rules without effect on its program, and a compiler version without a table."""
     notes = []
     idle = ", ".join(f"`{a}`" for a in _idle_axes(plan))
@@ -123,13 +132,13 @@ def _noted(plan: Plan) -> Plan:
 
 
 def _warn_of_replication(plan: Plan) -> None:
-    """Warn where a layout has rules for an axis, none of which takes effect: all devices along it do the same work."""
-    asked = plan.requested_layout
-    rules = [r for r in asked.rules if not (r.optional or r.dim in asked.optional)]
+    """Warn (``ReplicatedWarning``) of each axis for which the layout has rules, none of which has an effect."""
+    layout = plan.requested_layout
+    rules = [r for r in layout.rules if not (r.optional or r.dim in layout.optional)]
     for axis in _idle_axes(plan):
-        mine = [str(r) for r in rules if axis in r.axes]
-        if mine:
-            shown = "; ".join(mine[:4]) + ("; …" if mine[4:] else "")
+        unused = [str(r) for r in rules if axis in r.axes]
+        if unused:
+            shown = "; ".join(unused[:4]) + ("; …" if unused[4:] else "")
             names = ", ".join(sorted(plan.program.all_names())[:8]) or "none: name some with dims={path pattern: dims}"
             text = (
                 f"nothing of this program is split over `{axis}`, of size {plan.sizes[axis]}, though the layout has rules for it "
@@ -139,27 +148,28 @@ def _warn_of_replication(plan: Plan) -> None:
 
 
 def with_passes(plan: Plan) -> Plan:
-    """A plan as the walk over its program made it, through every pass: for the lowering, overlap and options asked for in it.
+    """A plan of :func:`plan_without_passes` after all passes.
 
-    What ``requested_lowering`` and ``requested_overlap`` mean for its program is resolved here, for all plans.
+    It resolves the plan's ``requested_lowering``, ``requested_overlap`` and requested compiler options.
 
     Raises:
       UnsupportedError: an ``overlap`` that does not exist.
     """
     sends: set[CollectiveOp] = {c.op for c in plan.collectives}
-    asked = plan.options
+    requested = plan.options
     lowering, overlap, reason = resolve_lowering(plan, plan.requested_lowering, plan.requested_overlap)
     plan = replace(plan, lowering=lowering, overlap=overlap, lowering_reason=reason)
     chosen = choose_options(
-        plan.chip, sends, asked.mode, dict(asked.given), lambda values: refused_options(plan.mesh, values)
+        plan.chip, sends, requested.mode, dict(requested.given), lambda values: refused_options(plan.mesh, values)
     )
     with without_gc():
-        return send(replace(plan, options=chosen), _passed)
+        return overlap_collectives(replace(plan, options=chosen), _run_passes)
 
 
-def _passed(plan: Plan) -> Plan:
+def _run_passes(plan: Plan) -> Plan:
+    """The plan after all of :data:`PASSES` that apply to it."""
     for each in PASSES:
-        if plan.lowering in each.lowerings:
+        if each.applies_to(plan):
             plan = each.run(plan)
     return plan
 
@@ -169,7 +179,7 @@ def replan(
     strict: bool = False, lowering: str | None = None, overlap: str | None = None, options: OptionsMode | None = None,
     calibrations: Calibrations | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan of the same program under another layout or on another mesh; what is not given is as asked for in ``plan``.
+    """The plan of the same program under another layout or on another mesh; arguments that are None are as requested in ``plan``.
 
     An ``overlap`` other than ``"off"`` for a plan of ``lowering="jit"`` means ``lowering="auto"``.
 
@@ -180,13 +190,13 @@ def replan(
         lowering = (
             AUTO if plan.requested_lowering == "jit" and overlap not in (None, "off") else plan.requested_lowering
         )
-    walked = plan_without_passes(
+    without_passes = plan_without_passes(
         plan, layout=layout, mesh=mesh, topology=topology, strict=strict, calibrations=calibrations
     )
-    return _noted(
+    return _with_notes(
         with_passes(
             replace(
-                walked,
+                without_passes,
                 requested_lowering=lowering,
                 requested_overlap=plan.requested_overlap if overlap is None else overlap,
                 options=Options(plan.options.mode if options is None else options, plan.options.given),
@@ -197,19 +207,19 @@ def replan(
 
 def plan_without_passes(
     plan: Plan, *, layout: Layout | None = None, mesh: AnyMesh | None = None, topology: str | None = None,
-    strict: bool = False, calibrations: Calibrations | None = None, most: float = math.inf,
+    strict: bool = False, calibrations: Calibrations | None = None, max_seconds: float = math.inf,
 ) -> Plan:  # fmt: skip
-    """As :func:`replan`, before the passes; it asks for the lowering, overlap and options of ``plan``.
+    """As :func:`replan`, without passes; it requests the lowering, overlap and options of ``plan``.
 
     Args:
-      most: seconds of a step that its collectives may take, one after the other.
+      max_seconds: the largest sum of the seconds of a step's collectives.
 
     Raises:
-      TooLong: they take longer.
+      TooLong: the sum is larger.
     """
     with warnings.catch_warnings(), without_gc():
-        warnings.simplefilter("ignore", JoinWarning)  # the first plan has told
-        walked = planned(
+        warnings.simplefilter("ignore", JoinWarning)  # the first plan has warned
+        without_passes = planned(
             plan.program,
             plan.requested_layout if layout is None else layout,
             plan.mesh if mesh is None else mesh,
@@ -217,10 +227,13 @@ def plan_without_passes(
             topology=plan.topology if mesh is None and topology is None else topology,
             donated=plan.donated,
             calibrations=plan.calibrations if calibrations is None else calibrations,
-            max_seconds=most,
+            max_seconds=max_seconds,
             rank=_rank,
         )
-    asked = Options(plan.options.mode, plan.options.given)
+    requested = Options(plan.options.mode, plan.options.given)
     return replace(
-        walked, requested_lowering=plan.requested_lowering, requested_overlap=plan.requested_overlap, options=asked
+        without_passes,
+        requested_lowering=plan.requested_lowering,
+        requested_overlap=plan.requested_overlap,
+        options=requested,
     )

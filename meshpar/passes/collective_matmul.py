@@ -1,7 +1,7 @@
-"""Products beside collectives: which gathers and which reduce-scatters are sent in blocks while products run.
+"""Collective-matmul pass: overlaps all-gathers and reduce-scatters with the matmuls next to them, as rings or fused kernels.
 
-A pass over a plan. For the gathers whose values products take, and the sums of products that are reduce-scattered, it decides by
-what is expected to be left exposed (:mod:`meshpar.cost.collective_matmul`), and has a ring or a kernel send them instead.
+For each all-gather whose result matmuls read, and each reduce-scatter of a sum of matmuls, it compares the exposed seconds of the
+implementations (:mod:`meshpar.cost.collective_matmul`), and replaces the steps of the pair accordingly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..cost.collective_matmul import (
     matmul_seconds,
     warn_about_lines,
 )
-from ..cost.fusion import FUSIBLE, VIEWS
+from ..cost.fusion import FUSIBLE, MATMULS, VIEWS
 from ..cost.time import time_of
 from ..dims import did_you_mean
 from ..errors import UnsupportedError
@@ -51,93 +51,94 @@ from ..plan.steps import (
 )
 from ..program.ir import Frame, Op, Program, Value
 from ..units import format_seconds
-from .dependencies import Reachability, reaches
+from .dependencies import Dependencies, dependencies
 
 MODES = ("auto", "xla", "ring", "pallas", "off")
-"""``auto``: by cost, of ``xla`` and ``ring``; ``xla``, ``ring``: that way wherever it is possible; ``pallas``: by the fused TPU
-kernel wherever it takes the pair, as ``auto`` elsewhere; ``off``: not looked for. ``xla`` and ``off`` give one program, and with
-``ring`` the one that sends least: sums are sent whole by the others alone (:mod:`meshpar.passes.all_reduce_choice`)."""
+"""``auto``: by cost, ``xla`` or ``ring``; ``xla``: a separate collective; ``ring``: a ring wherever possible; ``pallas``: the fused
+TPU kernel wherever it supports the pair, elsewhere as ``auto``; ``off``: no pair is looked for. ``xla`` and ``off`` give the same
+program. Only ``auto`` and ``pallas`` replace reduce-scatters by all-reduces (:mod:`meshpar.passes.all_reduce_choice`)."""
 BY_COST = ("auto", "pallas")
-"""The modes in which cost decides what else is not asked for."""
+"""The modes in which cost decides where the user's mode does not."""
 
 
-def overlap(plan: Plan, rest: Callable[[Plan], Plan] = lambda plan: plan) -> Plan:
-    """Decide for every pair of a plan in the mode that ``plan.overlap`` names, have it sent accordingly, and run the passes behind.
+def overlap_collectives(plan: Plan, other_passes: Callable[[Plan], Plan] = lambda plan: plan) -> Plan:
+    """The plan with an implementation for every pair of a collective and matmuls, by the mode ``plan.overlap``.
 
-    Where cost decides, a gather of a weight and the sum of a gradient are each on their own. What products of activations gather
-    and scatter over the same axes is sent one way, that of the shorter step by the plan's own time of it: between collectives of
-    their own the compiler (libtpu 0.0.42) puts hardly a product beside the hops of a ring. Five mixtures were compiled, chosen pair
-    by pair: each was longer than one of the pure forms, two of them longer than both.
+    Where cost decides, an all-gather of a weight and a reduction of a gradient are decided one by one. The collectives of
+    activations over the same axes are decided jointly, by the estimated seconds of the step: next to separate collectives, the
+    compiler (libtpu 0.0.42) overlaps hardly a matmul with the steps of a ring. Five mixtures were compiled, chosen pair by pair:
+    each took longer than one of the pure choices, two of them longer than both.
 
-    ``auto`` never takes the kernel: none that talks to other devices is a default before it was timed. Its reasons say where one
-    would run.
+    ``auto`` never chooses the fused kernel, since no kernel with remote DMA was timed yet; the reasons say where one could run.
 
     Args:
-      rest: the passes behind this one.
+      other_passes: the passes that follow; plans are compared after these.
 
     Raises:
-      UnsupportedError: a mode that is not of :data:`MODES`.
+      UnsupportedError: the mode is not one of :data:`MODES`.
     """
     mode = plan.overlap
     if mode not in MODES:
         raise UnsupportedError(f"there is no overlap {mode!r}", fixes=did_you_mean(mode, MODES, "modes"))
     if mode == "off":
-        return rest(plan)
-    found = CollectiveMatmulPairs(plan)
-    chains = _chains(plan, found) if mode in BY_COST and plan.chip is not None else []
-    forms: dict[tuple[str, ...], Choice] = {}
-    forms.update((axes, "xla") for axes in chains)
-    best = rest(_sent(plan, found, forms))
-    steps: dict[tuple[str, ...], str] = {}
-    for axes in chains:
+        return other_passes(plan)
+    pairs = CollectiveMatmulPairs(plan)
+    joint: dict[tuple[str, ...], Choice] = {}
+    if mode in BY_COST and plan.chip is not None:
+        joint.update((axes, "xla") for axes in _activation_axes(plan, pairs))
+    best = other_passes(_with_choices(plan, pairs, joint))
+    reasons: dict[tuple[str, ...], str] = {}
+    for axes in joint:
         if not any(o.together and o.axes == axes for o in best.overlaps):
             continue
-        other = rest(_sent(plan, found, {**forms, axes: "ring"}))
-        xla, ring = _seconds(best), _seconds(other)
-        steps[axes] = (
-            f"the step takes {format_seconds(ring)} with all of {format_axes(axes)} in blocks, {format_seconds(xla)} with none"
+        candidate = other_passes(_with_choices(plan, pairs, {**joint, axes: "ring"}))
+        xla, ring = _seconds(best), _seconds(candidate)
+        reasons[axes] = (
+            f"the step takes {format_seconds(ring)} with rings over {format_axes(axes)}, {format_seconds(xla)} without"
         )
         if xla - ring >= max(plan.compiler.min_gain_seconds, plan.compiler.min_joint_gain * xla):
-            best, other, forms[axes] = other, best, "ring"
-        free_caches(other)
-    told = tuple(replace(o, reason=f"{o.reason}; {steps[o.axes]}") if o.together else o for o in best.overlaps)
-    best = with_reasons(best, overlaps=told) if steps else best
+            best, candidate, joint[axes] = candidate, best, "ring"
+        free_caches(candidate)
+    if reasons:
+        explained = [replace(o, reason=f"{o.reason}; {reasons[o.axes]}") if o.together else o for o in best.overlaps]
+        best = with_reasons(best, overlaps=tuple(explained))
     warn_about_lines(best)
     return best
 
 
 def _seconds(plan: Plan) -> float:
-    found = time_of(plan)
-    assert found is not None
-    return found.seconds
+    """The estimated seconds of a step of a plan with a known chip."""
+    time = time_of(plan)
+    assert time is not None
+    return time.seconds
 
 
-def _chains(plan: Plan, found: CollectiveMatmulPairs) -> list[tuple[str, ...]]:
-    """The axes over which activations are gathered for products, and that rings are possible on."""
+def _activation_axes(plan: Plan, pairs: CollectiveMatmulPairs) -> list[tuple[str, ...]]:
+    """The mesh axes over which activations are all-gathered for matmuls, and on which rings are possible."""
     longest = plan.compiler.max_ring_size
-    gathers = [p for p in found.pairs.values() if p.gather and 1 < devices_of(plan.torus, p.axes) <= longest]
-    return list(dict.fromkeys(p.axes for p in gathers if found.chained(p)))
+    gathers = [p for p in pairs.pairs.values() if p.gather and 1 < devices_of(plan.torus, p.axes) <= longest]
+    return list(dict.fromkeys(p.axes for p in gathers if pairs.on_critical_path(p)))
 
 
-def _sent(plan: Plan, found: CollectiveMatmulPairs, forms: Mapping[tuple[str, ...], Choice]) -> Plan:
-    """The plan with its pairs sent as they are decided.
+def _with_choices(plan: Plan, pairs: CollectiveMatmulPairs, joint: Mapping[tuple[str, ...], Choice]) -> Plan:
+    """The plan with an implementation for each pair.
 
     Args:
-      forms: axes → how what products of activations gather and scatter over them is sent.
+      joint: axes → the implementation of all collectives of activations over these axes.
     """
-    found.taken = set()
-    free = Free(plan, {run for pair in found.pairs.values() for run, _ in pair.dots})
+    pairs.in_rings = set()
+    unpaired = UnpairedMatmuls(plan, {run for pair in pairs.pairs.values() for run, _ in pair.dots})
     changes: dict[Step, Step] = {}
     overlaps: list[Overlap] = []
-    for step in found.candidates:
-        pair = found.pair(step)
+    for step in pairs.candidates:
+        pair = pairs.pair(step)
         if pair is None:
             continue
-        chained = found.chained(pair)
-        decision, fused = _decision(plan, pair, free, found, forms.get(pair.axes) if chained else None, chained)
+        critical = pairs.on_critical_path(pair)
+        decision, fused = _decision(plan, pair, unpaired, pairs, joint.get(pair.axes) if critical else None, critical)
         overlaps.append(decision)
         if decision.choice != "xla":
-            changes.update(_in_blocks(plan, pair, decision.choice, fused, found))
+            changes.update(_ring_steps(plan, pair, decision.choice, fused, pairs))
 
     def change(body: Body) -> Body:
         if changes.keys().isdisjoint(body.steps):
@@ -149,24 +150,26 @@ def _sent(plan: Plan, found: CollectiveMatmulPairs, forms: Mapping[tuple[str, ..
     return replace(plan, body=rewrite_bodies(plan.body, change) if changes else plan.body, overlaps=tuple(overlaps))
 
 
-# -- finding
+# -- pairs
 
 
 class CollectiveMatmulPairs:
-    """The products of a plan that stand beside collectives.
+    """The pairs of a collective and matmuls in a plan.
 
     Attributes:
-      candidates: gathers for steps of their own body, and reductions that begin with a reduce-scatter, in order.
-      users: the steps that read what such a gather gives.
-      maker: the ops that leave sums unreduced; reads: how often each of these is read.
-      home: the bodies, calls in place, and frame: the frames in which candidates and such ops stand.
-      taken: products that are in a ring already.
-      pairs: by candidate, where none are.
+      candidates: in program order, the all-gathers whose results their own body reads, and reductions that begin with a
+        reduce-scatter.
+      pairs: candidate → its pair, without regard to rings that other pairs have.
+      in_rings: the matmuls that are in a ring already.
+      users: result of a candidate all-gather → the steps that read it.
+      maker: partial shard → the op that computes it.
+      reads: partial shard → how many times it is read.
+      home, frame: step → its body (calls inlined), and its frame (a call is a frame of its own).
     """
 
     def __init__(self, plan: Plan):
         self.plan = plan
-        self.taken: set[Op] = set()
+        self.in_rings: set[Op] = set()
         self.candidates: list[Reshard | Reduce] = []
         self.users: dict[Shard, list[Step]] = {}
         self.maker: dict[Shard, Run] = {}
@@ -178,7 +181,7 @@ class CollectiveMatmulPairs:
         self._read(plan.body, {s for loop in plan.body.loops for s in loop.hoisted}, plan.program.root)
         self.pairs = {step: pair for step in self.candidates if (pair := self._pair(step)) is not None}
         self._carried = _carried(plan.body)
-        self._chained: dict[Step, bool] = {}
+        self._on_critical_path: dict[Step, bool] = {}
 
     def _read(self, body: Body, hoisted: set[Shard], home: Frame) -> None:
         users, reads = self.users, self.reads
@@ -209,29 +212,30 @@ class CollectiveMatmulPairs:
                 reads[shard] = reads.get(shard, 0) + 1
 
     def hops(self, pair: CollectiveMatmul) -> list[Collective]:
-        """What a ring would send for a pair."""
+        """The collectives of a ring in place of the pair's collective."""
         if pair.step not in self._hops:
             self._hops[pair.step] = ring_collectives(self.plan, pair)
         return self._hops[pair.step]
 
     def pair(self, step: Reshard | Reduce) -> CollectiveMatmul | None:
-        """The pair of a candidate, of products that are in no ring."""
-        return self._pair(step) if self.taken else self.pairs.get(step)
+        """The pair of a candidate, with matmuls that are in no ring yet; None: there is none."""
+        return self._pair(step) if self.in_rings else self.pairs.get(step)
 
     def _pair(self, step: Reshard | Reduce) -> CollectiveMatmul | None:
         return self._gather(step) if isinstance(step, Reshard) else self._scatter(step)
 
-    def chained(self, pair: CollectiveMatmul) -> bool:
-        """Whether a pair waits for others or others for it: all but gathers of weights do."""
-        if pair.step not in self._chained:
-            self._chained[pair.step] = not pair.gather or not _follows_from_inputs(pair.value, self._carried)
-        return self._chained[pair.step]
+    def on_critical_path(self, pair: CollectiveMatmul) -> bool:
+        """Whether other steps depend on the collective and it on them: true of all but the all-gather of a weight."""
+        if pair.step not in self._on_critical_path:
+            self._on_critical_path[pair.step] = not pair.gather or not _is_input(pair.value, self._carried)
+        return self._on_critical_path[pair.step]
 
     def ops_of_users(self, step: Reshard | Reduce) -> list[Op]:
+        """The ops of the steps that read the result of an all-gather."""
         return [user.op for user in self.users.get(step.result, ()) if user.op is not None]
 
     def _gather(self, step: Reshard) -> CollectiveMatmul | None:
-        """The products that one gathered value goes into, where some of them can run block by block."""
+        """The pair of an all-gather: the matmuls that read its result and can run chunk by chunk; None: there are none."""
         if len(step.path) != 1 or step.path[0].op != "all-gather":
             return None
         (move,) = step.path
@@ -242,7 +246,12 @@ class CollectiveMatmulPairs:
         free: list[tuple[Run, int]] = []
         contracted: list[tuple[Run, int]] = []
         for run in users:
-            if not isinstance(run, Run) or not run.op.primitive.dot or run.op in self.taken or run.op not in position:
+            if (
+                not isinstance(run, Run)
+                or not run.op.primitive.dot
+                or run.op in self.in_rings
+                or run.op not in position
+            ):
                 continue
             sides = [s for s in (0, 1) if run.operands[s] is step.result]
             if len(sides) == 1:
@@ -252,12 +261,12 @@ class CollectiveMatmulPairs:
         dots = [
             (run, side)
             for run, side in sorted(free or contracted, key=lambda x: position[x[0].op])
-            if _can_stand_before(run.op.ins[1 - side], frame, first, position)
+            if _can_precede(run.op.ins[1 - side], frame, first, position)
         ]
         if not dots:
             return None
-        mine = {run for run, _ in dots}
-        return CollectiveMatmul(step, dim, move.axes, tuple(dots), any(user not in mine for user in users))
+        paired = {run for run, _ in dots}
+        return CollectiveMatmul(step, dim, move.axes, tuple(dots), any(user not in paired for user in users))
 
     def _position(self, frame: Frame) -> dict[Op, int]:
         if frame not in self._positions:
@@ -265,7 +274,10 @@ class CollectiveMatmulPairs:
         return self._positions[frame]
 
     def _scatter(self, step: Reduce) -> CollectiveMatmul | None:
-        """The products whose sum is reduce-scattered, where all that is between is linear and used once."""
+        """The pair of a reduce-scatter: the matmuls whose sum it reduces.
+
+        None if an op between them is not a sum or transpose, or if another step reads a partial value between them.
+        """
         made = self.maker.get(step.source)
         if made is None or self.reads[step.source] != 1 or len(made.results) > 1 or step.source.kind != "sum":
             return None
@@ -274,81 +286,68 @@ class CollectiveMatmulPairs:
         return None if not leaves else CollectiveMatmul(step, scatter.dim, scatter.axes, tuple(leaves))
 
     def _leaves(self, shard: Shard, dim: int, home: Frame, top: Shard) -> list[tuple[Run, int]] | None:
+        """(matmul, dim of its result that becomes ``dim``) of all matmuls that are added in a partial shard; None as above."""
         run = self.maker.get(shard)
         if run is None or self.home[run] is not home or (shard is not top and self.reads[shard] != 1):
             return None
         if run.op.primitive.dot and run.axes is not None and not any(s.partial for s in run.reads):
-            return None if run.op in self.taken else [(run, dim)]
+            return None if run.op in self.in_rings else [(run, dim)]
         if not any(s.partial for s in run.reads):
             return None
         if run.op.primitive.transpose:
             return self._leaves(run.reads[0], run.op.eqn.params["permutation"][dim], home, top)
         if run.op.primitive.addition:
-            found: list[tuple[Run, int]] = []
-            for operand in run.operands:
-                mine = None if operand is None else self._leaves(operand, dim, home, top)
-                if mine is None:
-                    return None
-                found += mine
-            return found
+            terms = [None if operand is None else self._leaves(operand, dim, home, top) for operand in run.operands]
+            return None if None in terms else [leaf for term in terms if term is not None for leaf in term]
         return None
 
 
-def _can_stand_before(value: Value | None, frame: Frame, first: int, position: Mapping[Op, int]) -> bool:
-    """Whether a value of a frame can be made before the op at a place: only light ops from there on make it."""
-    found: set[Op] = set()
+def _can_precede(value: Value | None, frame: Frame, first: int, position: Mapping[Op, int]) -> bool:
+    """Whether a value of a frame can be computed before its op at index ``first``, by moving only light ops forward."""
+    moved: set[Op] = set()
     todo = [value]
     while todo:
         v = todo.pop()
         if v is None or v.op is None:
             continue
         if v.op not in position:
-            around = _around(v.op, frame)  # a call whose body makes it
-            if around is None and not _outside(v.op.frame, frame):
+            call = v.op
+            while call is not None and call.frame is not frame:
+                call = call.frame.parent
+            if call is None and not _encloses(v.op.frame, frame):
                 return False
-            if around is not None and position[around] >= first:
+            if call is not None and position[call] >= first:
                 return False
             continue
-        if position[v.op] < first or v.op in found:
+        if position[v.op] < first or v.op in moved:
             continue
         if v.op.frames or v.op.name not in FUSIBLE | VIEWS or v.op.eqn.effects:
             return False
-        found.add(v.op)
+        moved.add(v.op)
         todo += v.op.ins
     return True
 
 
-def _around(op: Op, frame: Frame) -> Op | None:
-    """The op of a frame that an op stands inside of."""
-    while op.frame is not frame:
-        if op.frame.parent is None:
-            return None
-        op = op.frame.parent
-    return op
-
-
-def _outside(frame: Frame, inner: Frame) -> bool:
-    """Whether a frame is around another."""
-    now = inner.parent
-    while now is not None:
-        if now.frame is frame:
-            return True
-        now = now.frame.parent
-    return False
+def _encloses(frame: Frame, inner: Frame) -> bool:
+    """Whether a frame is an ancestor of another."""
+    parent = inner.parent
+    while parent is not None and parent.frame is not frame:
+        parent = parent.frame.parent
+    return parent is not None
 
 
 def _carried(body: Body) -> set[Value]:
-    """What loops carry, as their bodies see it; of a ``while``, all that they see."""
-    found: set[Value] = set()
+    """The values that loop bodies receive from the previous iteration; of a ``while``, all that its bodies receive."""
+    out: set[Value] = set()
     for step in body.loops:
-        found.update(s.value for b in step.bodies for s in b.inputs[: len(step.inits)])
+        out.update(s.value for b in step.bodies for s in b.inputs[: len(step.inits)])
         if not step.op.primitive.scan:
-            found.update(v for f in step.op.frames for v in f.ins())
-    return found
+            out.update(v for f in step.op.frames for v in f.ins())
+    return out
 
 
-def _follows_from_inputs(value: Value, carried: set[Value]) -> bool:
-    """Whether a value follows from what its body is given for reading (a weight), not from what it carries or makes."""
+def _is_input(value: Value, carried: set[Value]) -> bool:
+    """Whether a value is an input of its body (a weight), or follows from inputs by light ops; carries do not count as inputs."""
     todo, seen = [value], set[Value]()
     while todo:
         v = todo.pop()
@@ -364,135 +363,152 @@ def _follows_from_inputs(value: Value, carried: set[Value]) -> bool:
     return True
 
 
-class Free:
-    """Products that no pair has, body by body: each hides one gather that is left to the compiler.
+class UnpairedMatmuls:
+    """The matmuls of each body that are in no pair; each hides at most one separate all-gather.
 
-    The TPU compiler (libtpu 0.0.42) sends a gather asynchronously while other products of its body run, which neither make what it
-    sends nor wait for it, but only where programs go on beside gathers (``Plan.is_async``). In the schedule of a
-    recomputed Llama layer on v5e the gather of the cotangent of the attention's output runs beside the gradients of the MLP's
-    weights.
+    The TPU compiler (libtpu 0.0.42) overlaps an asynchronous all-gather (``Plan.is_async``) with matmuls of its body that neither
+    compute its operand nor read its result. In the schedule of a recomputed Llama layer on v5e, the all-gather of the cotangent of
+    the attention's output overlaps with the weight gradients of the MLP.
 
     Args:
-      taken: the products of all pairs. They have hops of their own to hide, if they run on rings.
+      paired: the matmuls of all pairs, which hide the steps of their own rings.
     """
 
-    def __init__(self, plan: Plan, taken: set[Run]):
+    def __init__(self, plan: Plan, paired: set[Run]):
         self.program, self.runs = plan.program, plan.runs
-        self.taken = {run.op for run in taken}
+        self.paired = {run.op for run in paired}
         self.left: dict[Frame, int] = {}
 
-    def _body(self, home: Frame) -> Reachability:
-        reach = self.program.cached(reaches).get(home) or Reachability([])
+    def _dependencies(self, home: Frame) -> Dependencies:
+        """The dependencies of a body, whose unpaired matmuls are then in ``left``."""
+        ops = self.program.cached(dependencies).get(home) or Dependencies([])
         if home not in self.left:
-            self.left[home] = reach.bits(op for op in reach.products if op in self.runs and op not in self.taken)
-        return reach
+            self.left[home] = ops.set_of(
+                op for op in ops.ops if op.name in MATMULS and op in self.runs and op not in self.paired
+            )
+        return ops
 
-    def beside(self, pair: CollectiveMatmul, home: Frame, users: Sequence[Op]) -> list[Run]:
-        """The products that can run while a value is gathered for some ops."""
-        body = self._body(home)
-        return [self.runs[op] for op in body.neither(self.left[home], pair.value.op, users)]
+    def during(self, pair: CollectiveMatmul, home: Frame, users: Sequence[Op]) -> list[Run]:
+        """The matmuls that can run while a value is all-gathered for ``users``, and that hide no other collective yet."""
+        ops = self._dependencies(home)
+        return [self.runs[op] for op in ops.independent(self.left[home], pair.value.op, users)]
 
-    def followed(self, pair: CollectiveMatmul, home: Frame) -> bool:
-        """Whether products of the body follow from a value."""
-        return self._body(home).is_followed(pair.value.op)
+    def leads_to_matmul(self, pair: CollectiveMatmul, home: Frame) -> bool:
+        """Whether matmuls of the body depend on the pair's value."""
+        return self._dependencies(home).leads_to_matmul(pair.value.op)
 
-    def take(self, home: Frame, runs: Iterable[Run]) -> None:
-        """Let products hide a gather: they hide no other."""
-        body = self._body(home)
-        self.left[home] &= ~body.bits(run.op for run in runs)
+    def reserve(self, home: Frame, runs: Iterable[Run]) -> None:
+        """Let matmuls hide a collective, so that they hide no other."""
+        self.left[home] &= ~self._dependencies(home).set_of(run.op for run in runs)
 
 
-# -- deciding
+# -- decisions
 
 
 def _decision(
-    plan: Plan, pair: CollectiveMatmul, free: Free, found: CollectiveMatmulPairs, form: Choice | None, chained: bool
+    plan: Plan,
+    pair: CollectiveMatmul,
+    unpaired: UnpairedMatmuls,
+    pairs: CollectiveMatmulPairs,
+    joint: Choice | None,
+    critical: bool,
 ) -> tuple[Overlap, FusedGather | FusedScatter | None]:
+    """The decision for a pair, and the fused kernel if it is the choice.
+
+    Args:
+      joint: the implementation of all collectives of activations over the same axes; None: the pair is decided on its own.
+      critical: it is on the critical path (:meth:`CollectiveMatmulPairs.on_critical_path`).
+    """
     mode, first = plan.overlap, pair.step.collectives[0]
     devices = devices_of(plan.torus, pair.axes)
     idle = devices == 1 or 0 in pair.value.shape
     stages = [] if idle else major_of(plan.torus, pair.axes)
     fused = fused_of(plan, pair, stages) if mode in ("auto", "pallas") else ""
-    exposed, others, home = None, [], found.home[pair.step]
+    exposed, others, home = None, [], pairs.home[pair.step]
     if plan.chip is not None:
-        part = None if isinstance(fused, str) else fused
-        others = free.beside(pair, home, found.ops_of_users(pair.step)) if pair.gather else []
+        kernel = None if isinstance(fused, str) else fused
+        others = unpaired.during(pair, home, pairs.ops_of_users(pair.step)) if pair.gather else []
         seconds = [matmul_seconds(plan, plan.chip, run) for run in others]
-        waits = chained if pair.gather else free.followed(pair, home)
-        exposed = exposed_seconds(plan, plan.chip, pair, found.hops(pair), part, waits, seconds, mode in BY_COST)
+        blocks = critical if pair.gather else unpaired.leads_to_matmul(pair, home)
+        exposed = exposed_seconds(plan, plan.chip, pair, pairs.hops(pair), kernel, blocks, seconds, mode in BY_COST)
     choice: Choice = "xla"
     reason = ""
     if idle:
         reason = "nothing is sent"
     elif mode == "xla":
-        reason = "as asked for"
+        reason = "as requested"
     elif mode == "ring":
-        choice, reason = "ring", "as asked for"
+        choice, reason = "ring", "as requested"
     elif mode == "pallas" and not isinstance(fused, str):
-        choice, reason = "pallas", "as asked for: one kernel sends blocks while it multiplies others"
+        choice, reason = "pallas", "as requested: one kernel sends chunks while it multiplies others"
     else:
-        choice, reason = _by_cost(plan.compiler, devices, exposed, pair.gather, form)
+        choice, reason = _by_cost(plan.compiler, devices, exposed, pair.gather, joint)
         if mode == "pallas":
-            reason = f"no kernel: {fused}; {reason}"
+            reason = f"no fused kernel: {fused}; {reason}"
         elif not isinstance(fused, str):
-            reason += '; a fused kernel would run it too (overlap="pallas"), but none was timed yet'
+            reason += '; a fused kernel is possible (overlap="pallas"), but none was timed yet'
     if others:
-        free.take(home, others)
+        unpaired.reserve(home, others)
     if exposed is not None and any(s.line for s in stages):
-        reason += f"; {format_axes(pair.axes)} is no ring of the torus, so that hops share links"
+        reason += f"; {format_axes(pair.axes)} is no ring of the torus, so that ring steps share links"
     kind = "gather" if pair.gather else "scatter"
     origin = pair.dots[0][0].op
     decision = Overlap(
         kind, choice, reason, first.tensor, pair.axes, len(pair.dots), first.count, exposed, origin,
-        form is not None and choice != "pallas",
+        joint is not None and choice != "pallas",
     )  # fmt: skip
     return decision, fused if choice == "pallas" and not isinstance(fused, str) else None
 
 
 def _by_cost(
-    compiler: CompilerModel, devices: int, exposed: dict[str, float] | None, gather: bool, form: Choice | None
+    compiler: CompilerModel, devices: int, exposed: dict[str, float] | None, gather: bool, joint: Choice | None
 ) -> tuple[Choice, str]:
-    """A collective of its own, or a ring; and why.
+    """``"xla"`` or ``"ring"``, and the reason.
 
     Args:
-      form: of all that it is sent together with; None: it is on its own.
+      exposed: implementation → exposed seconds; None: the chip is not known.
+      joint: as in :func:`_decision`.
     """
     if exposed is None:
         return "xla", "the chip is not known"
     if devices > compiler.max_ring_size:
         return "xla", f"a ring of {devices} devices is longer than {compiler.max_ring_size}"
     xla, ring = exposed["xla"], exposed["ring"]
-    choice: Choice = form or ("ring" if xla - ring >= compiler.min_gain_seconds else "xla")
-    if choice == "ring":
+    saves = xla - ring >= compiler.min_gain_seconds
+    if (joint or ("ring" if saves else "xla")) == "ring":
         hidden = f": {100 * (1 - ring / xla):.0f} % hidden" if ring < xla else ""
-        return choice, f"blocks travel while {'others are multiplied' if gather else 'the next are made'}{hidden}"
+        return "ring", f"chunks are sent while {'others are multiplied' if gather else 'the next are computed'}{hidden}"
     if xla == 0:
-        return choice, "the compiler sends for it while other products run"
-    if xla - ring >= compiler.min_gain_seconds:
-        return choice, "with all that goes over the same axes there is too little to gain"
-    few = "the products of a block are too short to hide a hop, and what stands between hops"
-    return choice, few if ring else "there is too little to gain"
+        return "xla", "the compiler overlaps it with other matmuls"
+    if saves:
+        return "xla", "rings for all collectives over the same axes save too little"
+    if ring:
+        return (
+            "xla",
+            "the matmuls of a chunk are too short to hide a ring step and the elementwise ops between ring steps",
+        )
+    return "xla", "a ring saves too little"
 
 
-# -- what is sent in blocks
+# -- steps of rings
 
 
-def _in_blocks(
+def _ring_steps(
     plan: Plan,
     pair: CollectiveMatmul,
     choice: Choice,
     fused: FusedGather | FusedScatter | None,
-    found: CollectiveMatmulPairs,
+    pairs: CollectiveMatmulPairs,
 ) -> dict[Step, Step]:
-    """The steps of a pair, as they are where a ring or a kernel runs it."""
+    """Step → its replacement, for the steps of a pair that a ring or fused kernel implements."""
     step = pair.step
-    new = [replace(c, algorithm="pallas") if c.entry.ring_step and choice == "pallas" else c for c in found.hops(pair)]
+    new = [replace(c, algorithm="pallas") if c.entry.ring_step and choice == "pallas" else c for c in pairs.hops(pair)]
     collectives = (*new, *step.collectives[1:])
     if isinstance(step, Reshard):
         dots = tuple(RingDot(run.op, side, run.operands[1 - side], run.results[0]) for run, side in pair.dots)
         assert not isinstance(fused, FusedScatter)
         ring = GatherRing(pair.dim, pair.axes, dots, pair.keep, fused)
-        found.taken.update(run.op for run, _ in pair.dots)
+        pairs.in_rings.update(run.op for run, _ in pair.dots)
         changes: dict[Step, Step] = {run: replace(run, in_ring="gather") for run, _ in pair.dots}
         return {**changes, step: replace(step, collectives=collectives, ring=ring)}
     leaves = {run.results[0]: d for run, d in pair.dots}
@@ -502,7 +518,7 @@ def _in_blocks(
     todo = [step.source]
     while todo:
         shard = todo.pop()
-        run = found.maker[shard]
+        run = pairs.maker[shard]
         changes[run] = replace(run, in_ring="reduce")
         if shard not in leaves:
             todo += run.reads
@@ -510,13 +526,13 @@ def _in_blocks(
 
 
 def ring_collectives(plan: Plan, pair: CollectiveMatmul) -> list[Collective]:
-    """What is sent instead of the one collective: its minor stages as before, the major one hop by hop."""
+    """The collectives of a ring in place of a pair's collective: permutes over the major stage, the minor stages as before."""
     old = pair.step.collectives[0]
     devices = devices_of(plan.torus, pair.axes)
     minor = shard_count(pair.axes, plan.sizes) // devices
     spec = pair.step.result.spec if pair.gather else pair.step.source.spec
     shape = local_shape(pair.value.shape, spec, plan.sizes)
-    size = old.bytes * (devices * minor) / (devices * minor - 1)  # of the whole array on a device
+    size = old.bytes * (devices * minor) / (devices * minor - 1)  # of the full-size array on a device
     rows = shape[pair.dim] // devices
     out = []
     for h in gather_hops(devices, rows):
@@ -542,18 +558,18 @@ def _like(
 
 
 def fused_of(plan: Plan, pair: CollectiveMatmul, stages: Sequence[Stage]) -> FusedGather | FusedScatter | str:
-    """The call of the fused kernel (TPU: remote DMA while the matrix unit runs) for a pair, or why there is none.
+    """The fused kernel (TPU: remote DMA while the matrix unit runs) for a pair, or the reason why there is none.
 
     Args:
-      stages: of the torus, over which its ring goes: one, or none where nothing is sent.
+      stages: of the torus, over which its ring goes: one, or none if nothing is sent.
     """
     if not stages:
         return "nothing is sent"
     if not interpreting():
         if plan.chip is None:
-            return "it is for TPUs, and the mesh names none"
+            return "it is for TPUs, and the chip is not known"
         if not plan.chip.torus:
-            return f"it is for TPUs, and {plan.chip.name} is none"
+            return f"it is for TPUs, and {plan.chip.name} is a GPU"
     if stages[0].dim == "slice":
         return "remote DMA does not leave a slice"
     devices = stages[0].size
@@ -562,11 +578,11 @@ def fused_of(plan: Plan, pair: CollectiveMatmul, stages: Sequence[Stage]) -> Fus
         *((run.op, side, *(s and s.spec for s in run.operands)) for run, side in pair.dots),
     )  # fmt: skip
     cache = plan.program.cached(_fused_kernels)
-    found = cache.get(key)
-    if found is None:
+    kernel = cache.get(key)
+    if kernel is None:
         made = _fused_gather(plan, pair, devices) if pair.gather else _fused_scatter(plan, pair, devices)
-        found = cache.put(key, "; ".join(made.reasons) if not isinstance(made, str) and made.reasons else made)
-    return found
+        kernel = cache.put(key, "; ".join(made.reasons) if not isinstance(made, str) and made.reasons else made)
+    return kernel
 
 
 def _fused_kernels(program: Program) -> LRUCache[tuple[Any, ...], FusedGather | FusedScatter | str]:
@@ -575,7 +591,7 @@ def _fused_kernels(program: Program) -> LRUCache[tuple[Any, ...], FusedGather | 
 
 
 def dot_of(op: Op, side: int) -> Dot:
-    """A product as the kernels take it."""
+    """A ``dot_general`` whose operand ``side`` is gathered, as :mod:`meshpar_kernels` describes it."""
     p = op.eqn.params
     (lc, rc), (lb, rb) = p["dimension_numbers"]
     numbers = ((tuple(lc), tuple(rc)), (tuple(lb), tuple(rb)))
@@ -583,7 +599,7 @@ def dot_of(op: Op, side: int) -> Dot:
 
 
 def _operand(plan: Plan, run: Run, side: int) -> jax.ShapeDtypeStruct | None:
-    """An operand as a device has it for the product; None: it is a constant."""
+    """The local shape and dtype of an operand of a matmul; None: it is input-independent."""
     value, shard = run.op.ins[side], run.operands[side]
     if value is None or shard is None:
         return None
@@ -591,30 +607,32 @@ def _operand(plan: Plan, run: Run, side: int) -> jax.ShapeDtypeStruct | None:
 
 
 def _fused_gather(plan: Plan, pair: CollectiveMatmul, devices: int) -> FusedGather | str:
+    """The fused kernel of an all-gather and its matmuls, or the reason why there is none."""
     others = [_operand(plan, run, 1 - side) for run, side in pair.dots]
-    found = [x for x in others if x is not None]
+    known = [x for x in others if x is not None]
     shape = list(local_shape(pair.value.shape, pair.step.result.spec, plan.sizes))
-    if len(found) < len(others) or shape[pair.dim] % devices:
-        return "an operand is a constant, or a block is not whole"
+    if len(known) < len(others) or shape[pair.dim] % devices:
+        return "an operand is a constant, or chunks differ in size"
     shape[pair.dim] //= devices
     x = jax.ShapeDtypeStruct(tuple(shape), pair.value.aval.dtype)
-    return FusedGather(x, found, [dot_of(run.op, side) for run, side in pair.dots], pair.dim, devices, pair.keep)
+    return FusedGather(x, known, [dot_of(run.op, side) for run, side in pair.dots], pair.dim, devices, pair.keep)
 
 
 def _fused_scatter(plan: Plan, pair: CollectiveMatmul, devices: int) -> FusedScatter | str:
+    """The fused kernel of matmuls and the reduce-scatter of their sum, or the reason why there is none."""
     operands = [(_operand(plan, run, 0), _operand(plan, run, 1)) for run, _ in pair.dots]
-    found = [(a, b) for a, b in operands if a is not None and b is not None]
-    if len(found) < len(operands):
+    known = [(a, b) for a, b in operands if a is not None and b is not None]
+    if len(known) < len(operands):
         return "an operand is a constant"
     if len(operands) > 1 and _transposed(pair):
-        return "the products of the sum are transposed before they are added"
+        return "the matmuls are transposed before they are added"
     dots, dims = [dot_of(run.op, 0) for run, _ in pair.dots], [d for _, d in pair.dots]
     dtype: Any = pair.value.aval.dtype
-    return FusedScatter(found, dots, dims, devices, dtype, dtype)
+    return FusedScatter(known, dots, dims, devices, dtype, dtype)
 
 
 def _transposed(pair: CollectiveMatmul) -> bool:
-    """Whether a transpose stands between the products and their sum."""
+    """Whether a matmul is transposed before it is added to the sum."""
     leaves = {run.op for run, _ in pair.dots}
     todo: list[Op | None] = [pair.value.op]
     while todo:

@@ -257,7 +257,7 @@ class Evaluation:
     def _plan_without_passes(self, point: Point, max_comm_seconds: float = math.inf) -> record.Plan:
         mesh = planned_mesh(point.mesh, self.topology)
         return plan_without_passes(
-            self.base, layout=Layout(point.layout), mesh=mesh, topology=self.topology, most=max_comm_seconds
+            self.base, layout=Layout(point.layout), mesh=mesh, topology=self.topology, max_seconds=max_comm_seconds
         )
 
     def _equivalence_key(self, point: Point) -> Any:

@@ -69,7 +69,7 @@ def rings_of(plan):
 def test_a_gather_before_products_and_a_scatter_after_them_are_found():
     plan = mlp_plan("ring")
     assert found(plan) == [("gather", "ring", ("model",), 1), ("scatter", "ring", ("model",), 1)]
-    assert all(o.reason == "as asked for" for o in plan.overlaps)
+    assert all(o.reason == "as requested" for o in plan.overlaps)
     assert {c.op for c in plan.collectives} == {"collective-permute"}
     whole = 64 // 16 * 2048 * 4096 * 2
     assert plan.bytes_sent == pytest.approx(2 * whole * 15 / 16)
@@ -113,7 +113,7 @@ def test_sums_between_hops_may_cost_more_than_a_ring_saves():
     assert scatter.exposed["ring"] > scatter.exposed["xla"]
     assert scatter.choice == "xla"
     assert scatter.reason.startswith(
-        "the products of a block are too short to hide a hop, and what stands between hops"
+        "the matmuls of a chunk are too short to hide a ring step and the elementwise ops between ring steps"
     )
     # what stands in one chain is decided as a whole: the gather's ring alone would pay
     assert gather.exposed["ring"] < gather.exposed["xla"]
@@ -126,7 +126,7 @@ def test_a_chain_is_decided_as_a_whole():
     assert scatter.exposed["ring"] > scatter.exposed["xla"]
     assert [gather.choice, scatter.choice] == ["ring", "ring"]
     assert gather.gain + scatter.gain > 0 > scatter.gain
-    assert all("the step takes" in o.reason and "with all of `model` in blocks" in o.reason for o in (gather, scatter))
+    assert all("the step takes" in o.reason and "with rings over `model`" in o.reason for o in (gather, scatter))
 
 
 @pytest.mark.parametrize("options", ["auto", "off"])
@@ -210,7 +210,7 @@ def test_what_no_ring_is_taken_for_warns_of_nothing():
 def test_what_waits_for_nothing_is_left_to_the_compiler():
     plan = mlp_plan("auto", layout="batch: data; embed: data")
     assert [(o.kind, o.choice) for o in plan.overlaps] == [("gather", "xla"), ("gather", "xla")]
-    assert all("sends for it while other products run" in o.reason and o.gain == 0 for o in plan.overlaps)
+    assert all("overlaps it with other matmuls" in o.reason and o.gain == 0 for o in plan.overlaps)
 
 
 def test_an_axis_over_two_torus_dimensions_is_gathered_over_the_minor_one_and_sent_around_the_major_one():
@@ -329,7 +329,7 @@ def test_a_gather_of_its_own_hides_behind_products_of_no_pair():
     short, long = apart(512, **SLICE), apart(8192, **SLICE)
     assert short.exposed["xla"] == pytest.approx(alone - product(64 // 16 * 2048, 4096, 512))
     assert (long.choice, long.exposed["xla"]) == ("xla", 0)
-    assert long.reason.startswith("the compiler sends for it while other products run")
+    assert long.reason.startswith("the compiler overlaps it with other matmuls")
 
 
 def test_on_devices_of_two_cores_no_gather_is_asynchronous_by_default():
@@ -347,7 +347,7 @@ def test_on_devices_of_two_cores_no_gather_is_asynchronous_by_default():
     assert hidden == pytest.approx(whole / 8 / (9e10 * 0.8) - one)
 
 
-KERNEL = "as asked for: one kernel sends blocks while it multiplies others"
+KERNEL = "as requested: one kernel sends chunks while it multiplies others"
 
 
 def test_the_fused_kernel_takes_what_it_can_and_sends_what_a_ring_would():
@@ -384,7 +384,7 @@ def test_auto_says_where_a_kernel_would_run_and_never_takes_it():
     assert {o.choice for o in plan.overlaps} == {"ring"}
     for o in plan.overlaps:
         assert o.exposed["pallas"] > 0
-        assert 'a fused kernel would run it too (overlap="pallas"), but none was timed yet' in o.reason
+        assert 'a fused kernel is possible (overlap="pallas"), but none was timed yet' in o.reason
 
 
 EIGHT = jax.sharding.AbstractMesh((1, 8), ("data", "model"))
@@ -393,14 +393,17 @@ EIGHT = jax.sharding.AbstractMesh((1, 8), ("data", "model"))
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"mesh": "data=1, model=8", "topology": "h200:8"}, "no kernel: it is for TPUs, and h200 is none; "),
+        ({"mesh": "data=1, model=8", "topology": "h200:8"}, "no fused kernel: it is for TPUs, and h200 is a GPU; "),
         (
             {"mesh": jax.sharding.AbstractMesh((1, 8), ("data", "model")), "topology": None},
-            "no kernel: it is for TPUs, and the mesh names none; ",
+            "no fused kernel: it is for TPUs, and the chip is not known; ",
         ),
-        ({"seq": 32}, "no kernel: no tile of a block of 8 rows"),
-        ({"embed": 1000}, "no kernel: K=1000 and the 896 resulting columns must be multiples of 128; "),
-        ({"mesh": "model=2, data=16", "topology": "2x v5e:4x4"}, "no kernel: remote DMA does not leave a slice; "),
+        ({"seq": 32}, "no fused kernel: no tile of a block of 8 rows"),
+        ({"embed": 1000}, "no fused kernel: K=1000 and the 896 resulting columns must be multiples of 128; "),
+        (
+            {"mesh": "model=2, data=16", "topology": "2x v5e:4x4"},
+            "no fused kernel: remote DMA does not leave a slice; ",
+        ),
     ],
 )
 def test_where_no_kernel_runs_the_cost_decides_and_the_reason_says_why(options, why):

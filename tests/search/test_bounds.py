@@ -111,9 +111,9 @@ def test_a_walk_ends_where_its_collectives_take_longer_than_they_may():
     plan = base()
     for layout in LAYOUTS[1:]:
         most = sent(plan_without_passes(plan, layout=mp.Layout(layout)))
-        assert plan_without_passes(plan, layout=mp.Layout(layout), most=most * 1.001).collectives
+        assert plan_without_passes(plan, layout=mp.Layout(layout), max_seconds=most * 1.001).collectives
         with pytest.raises(TooLong):
-            plan_without_passes(plan, layout=mp.Layout(layout), most=most * 0.999)
+            plan_without_passes(plan, layout=mp.Layout(layout), max_seconds=most * 0.999)
 
 
 def live_nodes():
