@@ -173,15 +173,22 @@ class Emitter:
             return
         if decision.axes is not None:
             self.factor_axes[op] = decision.axes
-        pairs = zip(op.ins, decision.operands, strict=True)
-        operands = tuple([None if v is None or spec is None else self.operand(op, v, spec) for v, spec in pairs])
-        step = self.interned.run_of(decision, operands, lambda: self._run(op, decision, operands))
+        current = self.current
+        operands: list[Shard | None] = []
+        for value, spec in zip(op.ins, decision.operands, strict=True):
+            if value is None or spec is None:
+                operands.append(None)
+                continue
+            shard = current[value]
+            operands.append(self.operand(op, value, spec) if shard.is_constant or shard.spec != spec else shard)
+        step, placements = self._run(op, decision, tuple(operands))
         if decision.sends:
             step = replace(step, collectives=self.records.local_form(op, decision.sends, self.count))
         self.group.append(step)
-        for shard, source, stored in zip(step.results, decision.inherits, decision.stored, strict=True):
-            self.current[shard.value] = shard
-            self.placements[shard.value] = self.interned.placement(shard)
+        for placement, source, stored in zip(placements, decision.inherits, decision.stored, strict=True):
+            shard = placement.made
+            current[shard.value] = shard
+            self.placements[shard.value] = placement
             if shard.partial:
                 self._groups[shard] = self.group
                 if source is None:
@@ -191,10 +198,18 @@ class Emitter:
             elif stored is not None and stored != shard.spec:
                 self.reshard(shard.value, stored, op, f"the layout keeps this result of {op.name} so")
 
-    def _run(self, op: Op, decision: OpDecision, operands: tuple[Shard | None, ...]) -> Run:
-        pairs = zip(op.outs, decision.results, strict=True)
-        results = tuple(self.shard(out, result.spec, result.partial, result.kind) for out, result in pairs)
-        return self.interned.run(op, operands, results, decision.axes)
+    def _run(
+        self, op: Op, decision: OpDecision, operands: tuple[Shard | None, ...]
+    ) -> tuple[Run, tuple[Placement, ...]]:
+        """(the step that runs an op as decided, the placements of its results)."""
+        key = (decision, operands)
+        run = self.interned.runs.get(key)
+        if run is None:
+            pairs = zip(op.outs, decision.results, strict=True)
+            results = tuple(self.shard(out, result.spec, result.partial, result.kind) for out, result in pairs)
+            step = self.interned.run(op, operands, results, decision.axes)
+            run = self.interned.runs[key] = step, tuple(Placement(shard, shard) for shard in results)
+        return run
 
     def inherit(self, value: Value, source: Value | None) -> None:
         """Record that a value is partial because another one is."""

@@ -37,10 +37,12 @@ class Interned:
 
     Attributes:
       table: by the attributes that make them.
+      runs: the steps that run ops, and the placements of their results, by decision and operands.
     """
 
     def __init__(self):
         self.table: dict[Hashable, Any] = {}
+        self.runs: dict[tuple[OpDecision, tuple[Shard | None, ...]], tuple[Run, tuple[Placement, ...]]] = {}
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """The object with a key; ``make`` makes it when it is asked for first."""
@@ -69,17 +71,6 @@ class Interned:
         key = (op, operands, results, axes)
         found = self.table.get(key)
         return self.table.setdefault(key, Run(op, operands, results, axes)) if found is None else found
-
-    def run_of(self, decision: OpDecision, operands: tuple[Shard | None, ...], make: Callable[[], Run]) -> Run:
-        """The step that runs an op as decided; ``make`` makes it when it is asked for first."""
-        key = (decision, operands)
-        found = self.table.get(key)
-        return self.table.setdefault(key, make()) if found is None else found
-
-    def placement(self, shard: Shard) -> Placement:
-        """The placement of a value whose op makes it in its stored spec."""
-        found = self.table.get(shard)
-        return self.table.setdefault(shard, Placement(shard, shard)) if found is None else found
 
 
 DecisionKey = tuple[Any, ...]
