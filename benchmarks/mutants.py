@@ -93,6 +93,11 @@ class Edit:
         return f"{' '.join(old.split())} -> {' '.join(self.new.split())}"
 
     @property
+    def key(self) -> tuple[str, str, str]:
+        """(file, source line, change), by which ``equivalent_mutants.json`` names a mutant."""
+        return self.name, self.path.read_text().splitlines()[self.line - 1].strip(), self.change
+
+    @property
     def name(self) -> str:
         """The path from the root of the repository."""
         return str(self.path.relative_to(ROOT))
@@ -234,7 +239,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=600, help="seconds for the tests of one mutant (%(default)s)")
     args = parser.parse_args()
     options = ["-k", args.k] if args.k else []
-    equivalent = {(e["file"], e["change"]) for e in json.loads(EQUIVALENT.read_text())}
+    equivalent = {(e["file"], e["line"], e["change"]) for e in json.loads(EQUIVALENT.read_text())}
     chosen = sampled(args.paths or [ROOT / "meshpar" / name for name in PACKAGES], args.sample, args.seed)
     outcomes: dict[Path, list[str]] = {path: [] for path in chosen}
     with tempfile.TemporaryDirectory() as folder:
@@ -249,7 +254,7 @@ def main() -> None:
                 if round_ >= len(mutants):
                     continue
                 edit = mutants[round_]
-                if (edit.name, edit.change) in equivalent:
+                if edit.key in equivalent:
                     outcomes[path].append("equivalent")
                 else:
                     stages = [args.tests] if args.tests else mirrored(edit.path)

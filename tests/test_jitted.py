@@ -450,3 +450,11 @@ def test_eval_shape_has_weak_types():
     assert [(s.shape, s.dtype, s.weak_type) for s in got] == [(s.shape, s.dtype, s.weak_type) for s in expected]
     with pytest.raises(mp.errors.UnsupportedError, match="must have a hash"):
         step(fn, "shard_map", static_argnums=1).eval_shape(x(), [2.0])
+
+
+def test_compile_takes_arguments_with_the_names_of_its_options():
+    """``kwargs`` holds keyword arguments of the function that are options of ``compile``."""
+    step = mp.jit(lambda x, timeout: x * timeout, mesh="data=4, model=2", layout="batch: data", dims={"x": "batch _"})
+    x = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    compiled = step.compile(x, kwargs={"timeout": x})
+    assert [v.path for v in compiled.plan.program.inputs] == ["x", "timeout"]

@@ -100,6 +100,18 @@ def test_a_large_scattered_sum_is_cut_where_it_is_made(width, cut):
     assert [b.sources for b in steps_of(plan, Barrier)] == [(reduce.result,)] * cut
 
 
+def test_an_all_reduce_is_not_cut():
+    """It has no slice that could be moved, however large it is."""
+
+    def fn(x, w):
+        return jnp.tanh(x @ w)
+
+    dims = {"x": "batch inner", "w": "inner embed"}
+    plan, _ = lowered(fn, f32(4096, 16), f32(16, 4096), layout="inner: data", dims=dims, mesh=DATA)
+    assert len(steps_of(plan, Reduce)) == 1
+    assert not steps_of(plan, Barrier)
+
+
 # -- results in place of donated arguments
 
 

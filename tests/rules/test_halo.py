@@ -13,7 +13,7 @@ from collectives_of import planned_and_compiled
 from jax import lax
 
 import meshpar as mp
-from meshpar.rules.halo import scatter_windows
+from meshpar.rules.halo import halo_exchange, scatter_windows
 
 RNG = np.random.default_rng(0)
 MESHES = {"data=4, model=2": "rows: data; columns: model", "data=2, model=2, idle=2": "rows: data+model"}
@@ -336,3 +336,10 @@ def test_the_windows_that_overlap_a_shard(every, taps, low):
         assert start == first * every - low <= p * block  # the elements begin with the first window
         assert start + elements.exchange.length >= (p + 1) * block
         assert first + 1 > min(reach) or (first + 1) * every - low > p * block  # and with no earlier one than needed
+
+
+@pytest.mark.parametrize("shards", [2, 3, 4, 8])
+def test_windows_of_all_elements_are_gathered(shards):
+    """Permutes would send as many elements as an all-gather."""
+    assert halo_exchange(5, (0,) * shards, 5 * shards).gather
+    assert not halo_exchange(5, tuple(5 * p - 1 for p in range(shards)), 6).gather
