@@ -1,4 +1,4 @@
-"""The plan: the steps of every device, where each value lies, and what each device holds; a frozen record."""
+"""The plan: a frozen record of the steps of every device, the sharding of every value, and the bytes of arguments and results."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from .steps import Body, Run, Shard
 
 @dataclass(frozen=True, slots=True)
 class ShardedArray:
-    """An input or output of the program, as each device holds it.
+    """The sharding and bytes of an argument, result or constant of the program.
 
     Attributes:
       path: in the tree of arguments or results.
       dims: the name of every dim; None: it has none.
       shape: the global shape.
       dtype: its name.
-      spec: how it is split.
-      bytes: on a device.
+      spec: as a ``PartitionSpec``.
+      bytes: of the shard of one device; 0 for an array in host memory.
       kind: ``params``, ``opt``, ``constant``, or None.
-      on_host: it lies in the host's memory, so that a device holds no bytes of it.
+      on_host: it is in host memory.
     """
 
     path: str
@@ -49,7 +49,7 @@ class ShardedArray:
 
     @classmethod
     def of(cls, program: Program, value: Value, spec: Spec, sizes: Mapping[str, int], kind: str | None) -> ShardedArray:
-        """A value of a program as it lies in a spec, over axes of these sizes."""
+        """The record of a value of a program with a spec on a mesh with axes of these sizes."""
         host = value.on_host
         size = 0.0 if host else value_bytes(value, spec, sizes)
         return cls(
@@ -71,7 +71,7 @@ class ShardedArray:
         return list(zip(self.dims, axes, strict=True))
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it; dims as text."""
+        """A JSON-serializable form, with dims as text."""
         spec = [list(e) if isinstance(e, tuple) else e for e in self.spec]
         return {"path": self.path, "dims": format_dims(self.dims), "shape": list(self.shape), "dtype": self.dtype,
                 "spec": spec, "bytes": self.bytes, "kind": self.kind, "on_host": self.on_host}  # fmt: skip
@@ -79,7 +79,7 @@ class ShardedArray:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How one value lies: ``made``: as the step that makes it leaves it, perhaps unreduced; ``stored``: its stored sharding."""
+    """The shardings of a value: ``made`` by the step of its op, maybe partial, and ``stored``, which later steps read."""
 
     made: Shard
     stored: Shard
@@ -90,20 +90,19 @@ Choice = Literal["xla", "ring", "pallas"]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Overlap:
-    """A decision: how a gather before products, or a reduce-scatter after them, is made.
+    """How an all-gather before matmuls, or a reduce-scatter after them, is lowered.
 
     Attributes:
       kind: ``gather`` or ``scatter``.
-      choice: ``xla``: a collective of its own; ``ring``: in blocks, each sent while another is multiplied;
-        ``pallas``: the same in one kernel.
-      reason: why, in words.
-      tensor, axes: what is moved, over what.
-      products: how many products the blocks are of.
-      count: how often in a step; None: not known.
-      exposed: seconds, once, in which nothing is multiplied, by choice (``pallas`` where a kernel takes it); None: the chip is
-        not known.
-      origin: the first product.
-      together: it was decided together with all that activations are gathered and scattered for over these axes.
+      choice: ``xla``: a separate collective; ``ring``: blocks that are sent while others are multiplied, as collective-permutes;
+        ``pallas``: the same ring in one kernel.
+      reason: a sentence.
+      tensor, axes: the name of the array, and the mesh axes of the collective.
+      products: the number of matmuls that the ring is overlapped with.
+      count: runs per step; None: not known.
+      exposed: choice → exposed seconds of one run (``pallas`` only if a kernel supports it); None: the chip is not known.
+      origin: the first matmul.
+      together: decided jointly for all activations that are gathered or scattered over these axes.
     """
 
     kind: Literal["gather", "scatter"]
@@ -119,7 +118,7 @@ class Overlap:
 
     @property
     def gain(self) -> float | None:
-        """Seconds of a step that the choice saves over ``xla``."""
+        """Seconds per step that the choice saves compared with ``xla``; None: the chip is not known."""
         if self.exposed is None:
             return None
         return (self.exposed["xla"] - self.exposed[self.choice]) * (1 if self.count is None else self.count)
@@ -134,13 +133,13 @@ class Overlap:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Transfer:
-    """A copy between a device's memory and the host's.
+    """A copy between device memory and host memory.
 
     Attributes:
       to: ``host`` or ``device``.
-      tensor, dims, shape, dtype: what is copied.
-      bytes: of a device, once.
-      count: how often in a step; None: not known.
+      tensor, dims, shape, dtype: of the array.
+      bytes: of one device in one run.
+      count: runs per step; None: not known.
       source: the user's line.
     """
 
@@ -155,7 +154,7 @@ class Transfer:
 
     @property
     def total_bytes(self) -> float:
-        """In one step; a loop of unknown length counts once."""
+        """Bytes per step; a loop of unknown length counts once."""
         return self.bytes * (1 if self.count is None else self.count)
 
     def to_dict(self) -> dict[str, Any]:
@@ -164,26 +163,29 @@ class Transfer:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """What a layout makes each device hold and send, and why. Made without devices, and without compiling.
+    """A program under a layout on a mesh: what each device stores, computes and sends, and why.
+
+    A plan is made without devices and without compiling.
 
     Attributes:
-      program, mesh: what it was made from.
-      layout: the rules, with those for dims that are called after axes before the ones of ``asked``.
-      topology: the slices that the mesh lies on, as text, where its devices do not say.
-      torus: the stages of every axis on the slice's torus.
-      chip: what it is for; None: not known (CPUs, an abstract mesh without a topology; but for those that were measured).
-      donated: positions of the flat inputs whose memory the results may take.
-      body: the steps, and the shards of inputs (constants of the program before its arguments) and outputs.
-      placements: how every value lies.
-      inputs, outputs: how each argument and result is held.
-      notes: what could not be split, and why.
-      lowering: what makes the program: ``"shard_map"`` sends what the plan has; under ``"jit"`` XLA partitions, and the plan's
-        figures are estimates.
-      lowering_reason: why ``lowering="auto"`` is ``"jit"`` for this program; None where it is not, or was not asked for.
-      overlap: how all-gathers before matmuls and reduce-scatters after them are made; ``overlaps``: what was decided.
-      requested_lowering, requested_overlap: as they were asked for: ``"auto"``; None: the default of the lowering.
-      options: the compiler's options that it is made for.
-      calibrations: what was measured of devices; ``chip`` has what concerns its own.
+      program, mesh: of the plan.
+      layout: the rules: those of ``requested_layout`` after rules for dims that have the name of an axis.
+      requested_layout: as the user gave it.
+      topology: the slices of the mesh as text (``"v5p:8x8x8"``), if its devices do not tell.
+      torus: axis → the stages of its devices on the torus of a slice.
+      chip: of the devices; None: not known (CPUs that were not measured, an abstract mesh without a topology).
+      donated: indices of the flat inputs whose memory the results may reuse.
+      body: the steps, with the shards of inputs (constants of the program, then its arguments) and outputs.
+      placements: the shardings of every value.
+      inputs, outputs: sharding and bytes of each argument and result.
+      notes: sentences about dims that could not be sharded, and the like.
+      lowering: ``"shard_map"``: the compiled program has the collectives of the plan; ``"jit"``: XLA partitions the program, and
+        the numbers of the plan are estimates.
+      lowering_reason: why ``lowering="auto"`` chose ``"jit"``; None: it did not, or another lowering was requested.
+      overlap: how all-gathers before matmuls and reduce-scatters after them are lowered; ``overlaps``: each decision.
+      requested_lowering, requested_overlap: as the user gave them: ``"auto"``, …; None: the default of the lowering.
+      options: the compiler options.
+      calibrations: measurements of devices; ``chip`` includes those of its own kind.
     """
 
     program: Program
@@ -210,7 +212,7 @@ class Plan:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """axis → size of the mesh."""
+        """axis → its size."""
         return dict(self.mesh.shape)
 
     def shard_bytes(self, shard: Shard) -> float:
@@ -219,7 +221,7 @@ class Plan:
 
     @cached_property
     def constants(self) -> tuple[ShardedArray, ...]:
-        """The arrays that the function closes over: parts of the compiled program, whole on every device."""
+        """The arrays that the function closes over; they are part of the compiled program, replicated."""
         program, shards = self.program, self.body.inputs[: len(self.program.constants)]
         return tuple(ShardedArray.of(program, s.value, s.spec, self.sizes, "constant") for s in shards)
 
@@ -230,7 +232,7 @@ class Plan:
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
-        """Every copy between the device's memory and the host's, in the order of the steps."""
+        """Every copy between device memory and host memory, in the order of the steps."""
         return tuple(self._transfers(self.body, 1))
 
     def _transfers(self, body: Body, count: int | None) -> Iterator[Transfer]:
@@ -253,7 +255,7 @@ class Plan:
 
     @property
     def runs(self) -> dict[Op, Run]:
-        """The step that runs an op; ops on values made from no data have one for every use, of which the first is here."""
+        """op → the first step that runs it; ops on input-independent values run once per use."""
         return self.body.runs
 
     @property
@@ -263,11 +265,11 @@ class Plan:
 
     @cached_property
     def sync_collectives(self) -> frozenset[CollectiveOp]:
-        """The collectives that its programs wait for, on its chip and with its options of the compiler."""
+        """The kinds of collectives that are synchronous on its chip with its compiler options."""
         return self.options.sync_collectives(self.chip)
 
     def is_async(self, op: CollectiveOp) -> bool:
-        """Whether its programs go on beside collectives of a kind, where something is there to do."""
+        """Whether collectives of a kind are asynchronous, so that kernels may run concurrently."""
         return op not in self.sync_collectives
 
     @property
@@ -277,7 +279,7 @@ class Plan:
 
     @property
     def dcn_bytes(self) -> float:
-        """Of :attr:`bytes_sent`, what crosses to other slices (or nodes of GPUs)."""
+        """The part of :attr:`bytes_sent` that goes to other slices (or nodes of GPUs)."""
         return sum(dcn_bytes_sent(c, self.torus) * (1 if c.count is None else c.count) for c in self.collectives)
 
     def argument_bytes(self, kind: str | None = None) -> float:
@@ -286,7 +288,7 @@ class Plan:
 
     @property
     def joins(self) -> list[Join]:
-        """Pairs of names that turned out to be one dim of the program."""
+        """Pairs of names that inference joined into one dim of the program."""
         return self.program.joins
 
     @property

@@ -1,7 +1,7 @@
-"""The steps of a plan: what every device runs, in order, in SSA form and nested by body.
+"""The steps of a plan: what every device runs, in order, in SSA form, nested by body.
 
-Every step reads shards and makes shards, each of them once. Nothing is left to whoever reads the steps: what is sent, by which
-algorithm, where, in which order and behind which barrier stands here.
+Every step reads shards and makes shards; every shard is made once. The steps fully determine the ``"shard_map"`` lowering:
+collectives, their algorithms and order, and optimization barriers. The ``"jit"`` lowering uses their specs as sharding constraints.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .resharding import Move
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Shard:
-    """One value as every device holds it between two steps.
+    """A value with a sharding, made by one step.
 
     Attributes:
       value: the value of the program.
-      spec: of every dim, the axes that split it.
-      partial: the axes over which it is unreduced: devices along them hold terms, not copies.
-      kind: how these terms combine.
-      is_constant: it follows from no data (iotas, masks, zeros): each device makes the part that it needs.
+      spec: for every dim, the axes that shard it.
+      partial: the axes over which it is partial: devices along them have terms that still have to be combined.
+      kind: the reduction that combines these terms.
+      is_constant: it is input-independent (iotas, masks, zeros): each device computes its shard.
     """
 
     value: Value
@@ -51,31 +51,32 @@ class Shard:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Step:
-    """What all steps have.
+    """Base class of the steps of a plan.
 
     Attributes:
-      op: the op of the program that the step is for.
+      op: the op of the program that the step belongs to; None: none, as for the resharding of a result of the program.
     """
 
     op: Op | None
 
     @property
     def reads(self) -> tuple[Shard, ...]:
-        """The shards that it reads."""
+        """The shards that the step reads."""
         return ()
 
     @property
     def makes(self) -> tuple[Shard, ...]:
-        """The shards that it makes."""
+        """The shards that the step makes."""
         return ()
 
     @property
     def sends(self) -> tuple[Collective, ...]:
-        """The collectives of the step itself, in order; those of its bodies are in their steps."""
+        """The collectives of the step itself, in order, without those of the steps of its bodies."""
         return ()
 
     @property
     def bodies(self) -> tuple[Body, ...]:
+        """The bodies of a loop, branch or call; empty for other steps."""
         return ()
 
 
@@ -88,11 +89,11 @@ class Body:
 
     Attributes:
       frame: the jaxpr at this call site.
-      inputs: what it is given: arguments of the program; what a loop carries, then slices of what it runs over. All else that its
-        steps read is made by steps before the body.
+      inputs: the arguments of the program; of a loop's body the carries, then the slices of its stacks. Other shards that its steps
+        read are made by steps before the loop, branch or call.
       steps: in order.
-      outputs: what it returns; None: nothing that a later step reads.
-      trip_count: how often it runs each time the step that holds it runs; None: not known.
+      outputs: the results; None: no later step reads this one.
+      trip_count: number of runs each time the loop runs; 1 for branches and calls; None: not known.
     """
 
     frame: Frame
@@ -103,7 +104,7 @@ class Body:
 
     @cached_property
     def all_steps(self) -> tuple[Step, ...]:
-        """All steps in order, those of bodies after the step that holds them."""
+        """All steps in order; the steps of a loop, branch or call follow it."""
         out: list[Step] = []
         after = 0
         for k in self.nested:
@@ -126,21 +127,21 @@ class Body:
 
     @cached_property
     def sends(self) -> tuple[Collective, ...]:
-        """What its steps send, in order, those of bodies after the step that holds them."""
+        """The collectives of :attr:`all_steps`, in order."""
         return tuple(c for step in self.all_steps for c in step.sends)
 
     @cached_property
     def runs(self) -> dict[Op, Run]:
-        """The first step that runs each op."""
-        found: dict[Op, Run] = {}
+        """op → the first step that runs it."""
+        first: dict[Op, Run] = {}
         for step in self.all_steps:
             if isinstance(step, Run):
-                found.setdefault(step.op, step)
-        return found
+                first.setdefault(step.op, step)
+        return first
 
     @cached_property
     def loops(self) -> tuple[Loop, ...]:
-        """All loops in order, those of bodies after the step that holds them."""
+        """The loops of :attr:`all_steps`, in order."""
         out: list[Loop] = []
         for step in (self.steps[k] for k in self.nested):
             out += (step,) if isinstance(step, Loop) else ()
@@ -150,22 +151,22 @@ class Body:
 
     @cached_property
     def nested(self) -> tuple[int, ...]:
-        """The places of steps with bodies."""
+        """The indices of the steps with bodies."""
         return tuple(k for k, step in enumerate(self.steps) if isinstance(step, Loop | Branch | Call))
 
     @cached_property
     def made(self) -> tuple[Shard, ...]:
-        """What its steps make."""
+        """The shards that its steps make."""
         return tuple(s for step in self.steps for s in step.makes)
 
     @cached_property
     def free(self) -> tuple[Shard, ...]:
-        """What its steps read and do not make, its inputs aside."""
+        """The shards that its steps read, but that neither its steps nor its inputs have."""
         return free_shards(self)
 
     @cached_property
     def with_calls(self) -> tuple[Step, ...]:
-        """The steps in order, those of calls in place of the call: what JAX traces into one body."""
+        """The steps in order, with every call replaced by its steps, as JAX inlines them."""
         out: list[Step] = []
         after = 0
         for k in self.nested:
@@ -175,14 +176,14 @@ class Body:
         return (*out, *self.steps[after:])
 
     def with_steps(self, steps: Sequence[Step]) -> Body:
-        """The body with other steps; the same object where these are the same."""
+        """The body with other steps; the same object if they are equal."""
         steps = tuple(steps)
         return self if steps == self.steps else replace(self, steps=steps)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Constant(Step):
-    """This device's part of a literal or of a constant of a jaxpr."""
+    """Makes a device's shard of a literal or of a constant of a jaxpr."""
 
     result: Shard
     array: Any
@@ -194,13 +195,13 @@ class Constant(Step):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RingDot:
-    """A product of a gather that is sent block by block.
+    """A matmul that a ring all-gather is overlapped with.
 
     Attributes:
-      op: the product.
-      side: which of its operands is gathered.
-      other: the other one, as the product takes it; None: a literal.
-      result: what it makes.
+      op: the matmul.
+      side: the index of the operand that is gathered.
+      other: the other operand; None: a literal.
+      result: of the matmul.
     """
 
     op: Op
@@ -211,13 +212,13 @@ class RingDot:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class GatherRing:
-    """An all-gather that is sent block by block, each multiplied as it arrives.
+    """An all-gather as a ring: each block is multiplied as it arrives.
 
     Attributes:
-      dim, axes: the dim that is gathered, over these axes.
-      dots: the products.
-      keep_gathered: others read the gathered value too.
-      fused: the kernel that runs it; None: a ring of permutes.
+      dim, axes: the dim that is gathered, and over which axes.
+      dots: the matmuls that read the gathered array.
+      keep_gathered: other steps read the gathered array too, so the blocks are also concatenated.
+      fused: the Pallas kernel that runs it; None: it is a loop of collective-permutes.
     """
 
     dim: int
@@ -229,13 +230,13 @@ class GatherRing:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ReduceRing:
-    """A sum of products that is reduce-scattered block by block, each sent while the next is made.
+    """A reduce-scatter of a sum of matmuls as a ring: each block is sent while the next one is computed.
 
     Attributes:
-      dim, axes: the dim over which it is scattered, and over what.
-      leaves: the results of the products, each with its dim that is scattered.
+      dim, axes: the dim that is scattered, and over which axes.
+      leaves: (result, dim that is scattered) of each matmul.
       num_blocks: the number of blocks.
-      fused: the kernel that runs it; None: a ring of permutes.
+      fused: the Pallas kernel that runs it; None: it is a loop of collective-permutes.
     """
 
     dim: int
@@ -247,12 +248,12 @@ class ReduceRing:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ShardingChange(Step):
-    """A value comes to lie otherwise.
+    """Base class of the steps that change the sharding of a value.
 
     Attributes:
-      source, result: how it lies before and after.
+      source, result: the shard before and after.
       path: the moves, in order.
-      collectives: what is sent, in order.
+      collectives: the collectives of the step, in order.
     """
 
     source: Shard
@@ -275,12 +276,12 @@ class ShardingChange(Step):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Reshard(ShardingChange):
-    """A value is brought into another spec.
+    """Changes the spec of a value.
 
     Attributes:
-      copy: for the steps that read it; otherwise it is where the value rests from then on.
-      ring: it is sent block by block, beside products.
-      separate_buffer: what is gathered is put into other memory than it was gathered in.
+      copy: the result is a copy for the steps that read it; otherwise it is the current shard of the value from this step on.
+      ring: the all-gather is overlapped with matmuls as a ring; None: it is a separate collective.
+      separate_buffer: the gathered array is copied to another buffer.
     """
 
     copy: bool = False
@@ -309,11 +310,12 @@ class Scatter:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Reduce(ShardingChange):
-    """Terms are combined over the axes over which a value is unreduced; then it goes along the path to where it rests.
+    """Reduces a partial value: reduce-scatters, an all-reduce over the other axes, then the moves of ``path``.
 
     Attributes:
-      scatters: reduce-scatters, the first ones; over: axes over which it is all-reduced then (or gathered, and combined).
-      ring: the first reduce-scatter is sent block by block, beside the products that it sums.
+      scatters: the reduce-scatters, in order.
+      over: axes of the all-reduce; reductions without one all-gather the terms and combine them locally.
+      ring: the first reduce-scatter is overlapped with the matmuls that it sums, as a ring; None: it is a separate collective.
     """
 
     scatters: tuple[Scatter, ...] = ()
@@ -331,14 +333,15 @@ class Reduce(ShardingChange):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Run(Step):
-    """One device's part of an op.
+    """Runs an op on shards.
 
     Attributes:
-      operands: None: a literal of the equation.
-      axes: of every factor of the op's rule; None: an elementwise op.
-      collectives: what its local form sends itself.
-      in_ring: ``"gather"``: made by the ring that gathers one of its operands; ``"reduce"``: made block by block when the sum that
-        it is a term of is reduced.
+      operands: its shards; None: a literal of the equation.
+      results: its shards.
+      axes: the axes of every factor of the op's rule; None: the op is elementwise.
+      collectives: those of its local form (halo exchanges, all-to-alls).
+      in_ring: ``"gather"``: the ring that gathers one of its operands computes it; ``"reduce"``: the ring that reduces its result
+        computes it; None: it is computed by itself.
     """
 
     op: Op
@@ -367,12 +370,13 @@ class Loop(Step):
     """A ``scan`` or ``while``.
 
     Attributes:
-      consts: what its bodies only read, and which copies of that are made before it (``hoisted``).
-      inits: the first values of what it carries. Where the body's input is unreduced and this is not, the devices along the first
-        of those axes bring it, the others zeros.
-      stacks: of a scan, what it runs over.
-      bodies: of a scan the body; of a while the condition and the body.
-      results: last values of what it carries, then what it stacks up.
+      consts: loop-invariant shards that its bodies read.
+      hoisted: resharded copies of loop-invariant values, made before the loop.
+      inits: first values of the carries. If the carry is partial in the body and the first value is not, devices with index 0 along
+        these axes start with it, the others with zeros.
+      stacks: of a scan, the arrays that it slices.
+      inner: of a scan its body; of a while its condition and its body.
+      results: last values of the carries, then the arrays that the loop stacks.
     """
 
     op: Op
@@ -397,17 +401,18 @@ class Loop(Step):
 
     @property
     def body(self) -> Body:
-        """The body proper."""
+        """The body of a scan or while, not its condition."""
         return self.inner[-1]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Branch(Step):
-    """A ``cond``: one of its bodies runs.
+    """A ``cond``.
 
     Attributes:
-      index: which one; None: a literal of the equation.
-      operands: what the branches read.
+      index: the index of the branch that runs; None: a literal of the equation.
+      operands: the shards that the branches read.
+      branches: their bodies.
     """
 
     op: Op
@@ -431,16 +436,16 @@ class Branch(Step):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Call(Step):
-    """A function that the program calls (``jit``, ``checkpoint``, ``custom_jvp``, …): its steps run in place.
+    """A call (``jit``, ``checkpoint``, ``custom_jvp``, …): the steps of its body run once.
 
-    Its body's outputs are the shards of the function's results, as later steps read them.
+    Later steps read the shards that the body makes; its outputs are the shards of the function's results.
     """
 
     op: Op
     body: Body
 
     def with_body(self, body: Body) -> Call:
-        """The call with another body; the same object where that is the same."""
+        """The call with another body; the same object if it is the same."""
         return self if body is self.body else Call(self.op, body)
 
     @property
@@ -458,10 +463,10 @@ class Call(Step):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Barrier(Step):
-    """The results are the sources, to be had only once ``after`` are there too.
+    """An optimization barrier: the results equal the sources, but are available only after the shards in ``after``.
 
     Attributes:
-      opaque: no cast, place or copy of the sources can be read through it either.
+      opaque: the compiler can't move a cast, slice or copy of the sources across it either.
     """
 
     sources: tuple[Shard, ...]
@@ -480,7 +485,7 @@ class Barrier(Step):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Order(Step):
-    """The result is the source, lying in memory with its dims in an order: the outermost first."""
+    """Sets the memory layout of an array: ``order`` has its dims from major to minor. The result equals the source."""
 
     source: Shard
     result: Shard
@@ -496,38 +501,39 @@ class Order(Step):
 
 
 def free_shards(body: Body) -> tuple[Shard, ...]:
-    """What the steps of a body read and do not make, its inputs aside."""
+    """The shards that the steps of a body read, but that neither its steps nor its inputs have."""
     made: set[Shard] = set(body.inputs)
-    found: dict[Shard, None] = {}
+    free: dict[Shard, None] = {}
     for step in body.steps:
         for inner in step.bodies:
-            found.update((s, None) for s in inner.free if s not in made)
+            free.update((s, None) for s in inner.free if s not in made)
         if not isinstance(step, Call):
-            found.update((s, None) for s in step.reads if s not in made)
+            free.update((s, None) for s in step.reads if s not in made)
         made.update(step.makes)
-    return tuple(found)
+    return tuple(free)
 
 
 def is_deferred(step: Step) -> bool:
-    """Whether a step stands wherever its result is first read: copies, constants, and what is made from no data."""
+    """Whether a step is placed just before the first one that reads its result: copies, constants, input-independent values."""
     if isinstance(step, Run):
         return bool(step.results) and step.results[0].is_constant
     return isinstance(step, Constant) or (isinstance(step, Reshard) and step.copy)
 
 
 def topological_order(steps: Sequence[Step], outputs: Iterable[Shard | None] = ()) -> tuple[Step, ...]:
-    """The steps in an order in which each comes after those whose results it reads: theirs, as far as that allows.
+    """The steps sorted so that each follows the steps whose results it reads, otherwise in the given order.
 
-    Steps that are :func:`is_deferred` come just before the first that reads them, or not at all.
+    Deferred steps (:func:`is_deferred`) are placed just before the first step that reads their result; those that no step reads are
+    left out.
 
     Args:
-      outputs: what is read after them.
+      outputs: shards that are read after all steps.
     """
     maker: dict[Shard, Step] = {}
     for step in steps:
         for shard in step.makes:
             maker.setdefault(shard, step)
-    missing = set(maker)  # what steps make that have no place yet
+    missing = set(maker)  # shards of steps that are not placed yet
     out: list[Step] = []
     done: set[Step] = set()
 
@@ -563,12 +569,12 @@ def topological_order(steps: Sequence[Step], outputs: Iterable[Shard | None] = (
     return tuple(out)
 
 
-def with_deferred(steps: Sequence[Step], floating: Sequence[Step], outputs: Iterable[Shard | None]) -> tuple[Step, ...]:
-    """Steps in their order, each behind those of the floating steps whose results it is the first to read."""
-    if not floating:
+def with_deferred(steps: Sequence[Step], deferred: Sequence[Step], outputs: Iterable[Shard | None]) -> tuple[Step, ...]:
+    """The steps in order, each after the deferred steps whose results it is the first to read."""
+    if not deferred:
         return tuple(steps)
     left: dict[Shard, Step] = {}
-    for step in floating:
+    for step in deferred:
         for shard in step.makes:
             left.setdefault(shard, step)
     out: list[Step] = []
@@ -600,7 +606,7 @@ def with_deferred(steps: Sequence[Step], floating: Sequence[Step], outputs: Iter
 
 
 def rewrite_bodies(body: Body, change: Callable[[Body], Body]) -> Body:
-    """A body with every body inside it, then itself, changed; the same object where nothing is."""
+    """A body after ``change`` of all bodies inside it, innermost first, then of itself; the same object if nothing changed."""
     if body.nested:
         steps = list(body.steps)
         for k in body.nested:
@@ -612,7 +618,7 @@ def rewrite_bodies(body: Body, change: Callable[[Body], Body]) -> Body:
 def replace_steps(
     body: Body, kinds: type[StepKind] | tuple[type[StepKind], ...], change: Callable[[StepKind], Iterable[Step]]
 ) -> Body:
-    """A body with others in place of every step of some kinds, in its calls too; the same object where nothing is changed."""
+    """A body with every step of some kinds replaced by ``change(step)``, also in its calls; the same object if nothing changed."""
     steps: list[Step] = []
     for step in body.steps:
         if isinstance(step, kinds):
@@ -625,6 +631,7 @@ def replace_steps(
 
 
 def _with_bodies(step: Step, bodies: tuple[Body, ...]) -> Step:
+    """A loop, branch or call with other bodies."""
     if bodies == step.bodies:
         return step
     if isinstance(step, Loop):
