@@ -17,7 +17,7 @@ from ..plan.spec import itemsize, local_shape, shard_count
 from ..plan.steps import Run
 from ..program.ir import Program
 from ..program.kernels import KernelWork
-from ..program.names import Part
+from ..program.names import SubDim
 from .caching import cached_on_plan
 
 MIN_REDUNDANT_SHARE = 0.5
@@ -208,7 +208,7 @@ def redundant_matmuls(plan: Plan) -> list[RedundantMatmul]:
             for v in step.op.ins:
                 for i, dim in enumerate(() if v is None else plan.program.dims(v)):
                     if v is not None and dim is not None:
-                        entry[1][dim] = plan.program.parts(v, i)[0]
+                        entry[1][dim] = plan.program.sub_dims(v, i)[0]
     out = []
     for (name, idle, source), (flops, dims) in found.items():
         times = shard_count(idle, plan.sizes)
@@ -218,7 +218,7 @@ def redundant_matmuls(plan: Plan) -> list[RedundantMatmul]:
     return sorted(out, key=lambda r: -r.share)
 
 
-def _suggested_fix(plan: Plan, idle: Sequence[str], dims: Mapping[str, Part]) -> str:
+def _suggested_fix(plan: Plan, idle: Sequence[str], dims: Mapping[str, SubDim]) -> str:
     """Advice: a rule or a size with which matmuls with these dims (name → its major part) are split over an idle axis."""
     for names, size in dims.values():
         for rule in (plan.layout.rules[i] for i in plan.layout.rules_of(names)):

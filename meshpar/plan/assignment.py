@@ -190,7 +190,7 @@ class AxisAssignment:
         """(names, size) of every dim. A merged dim has the names of its major sub-dim: only that may be sharded."""
         items = self.tables.items.get(value)
         if items is None:
-            sub_dims = [self.program.parts(value, i) for i in range(len(value.shape))]
+            sub_dims = [self.program.sub_dims(value, i) for i in range(len(value.shape))]
             names = [dims[0][0] if dims else () for dims in sub_dims]
             items = self.tables.items[value] = tuple(zip(names, value.shape, strict=True))
         return items
@@ -305,7 +305,7 @@ class AxisAssignment:
                 if own is not None:
                     given[factors[0]][own] = None
                     continue
-                sub_dims = self.program.unifier.parts_of(value.nodes[i])
+                sub_dims = self.program.unifier.sub_dims_of(value.nodes[i])
                 if [size for _, size in sub_dims] == [rule.sizes[f] for f in factors]:
                     for f, (names, _) in zip(factors, sub_dims, strict=True):
                         join(f, names)

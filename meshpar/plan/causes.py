@@ -59,7 +59,7 @@ class Causes:
                 if a in after:
                     continue
                 dim = self.dim(value, i)
-                dim_names = [x for ns, _ in self.program.parts(value, i) for x in ns]
+                dim_names = [x for ns, _ in self.program.sub_dims(value, i) for x in ns]
                 rule = self.assignment.rule_text(dim_names, a) or f"{dim}: {a}"
                 owners = (names[f][0] for f, split_over in enumerate(factor_axes) if a in split_over and names[f])
                 owner = next(owners, None)

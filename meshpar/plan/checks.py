@@ -108,7 +108,7 @@ def check_opaque(op: Op, specs: Sequence[Spec | None], program: Program, assignm
             if not any(assignment.sizes[a] > 1 for a in axes):
                 continue
             dim = program.dim_name(value, i) or f"dim {i}"
-            names = [x for ns, _ in program.parts(value, i) for x in ns]
+            names = [x for ns, _ in program.sub_dims(value, i) for x in ns]
             raise UnsupportedError(
                 f"{op.name} has no factor rule, and `{dim}` of its operand is split over {format_axes(axes)}",
                 shape=value.shape,

@@ -1,4 +1,4 @@
-"""Collectives: what a plan records of each, and how an unreduced value is reduced."""
+"""The record of a collective of a plan, and the collectives that reduce a partial value."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ class Collective:
     """One collective of a plan.
 
     Attributes:
-      op: its kind.
-      axes: the mesh axes it runs over.
-      tensor: what it moves, by path or by the op that made it.
-      dims: the names of the dims of that tensor.
+      op: the kind of collective.
+      axes: the mesh axes that it runs over.
+      tensor: the array, by its path or the op that made it.
+      dims: the names of the dims of the array.
       shape: its global shape.
       dtype: its dtype.
-      bytes: sent by each device, once: ``V·(g-1)/g`` for an all-gather of V gathered bytes, a reduce-scatter or an
-        all-to-all of V local bytes, twice that for an all-reduce, V local bytes for a permute; g devices take part.
-      count: how often it runs in a step; None where a loop's trips are not known.
-      cause: the rule that brought it about, in words.
+      bytes: sent by each of g devices in one run: ``V·(g-1)/g`` for an all-gather of V gathered bytes, a reduce-scatter or an
+        all-to-all of V local bytes, twice that for an all-reduce, V local bytes for a collective-permute.
+      count: runs per step; None: a loop's trip count is not known.
+      cause: a sentence with the rule of the layout that needs it.
       origin: the op that needs it.
       algorithm: one of :data:`meshpar.hardware.algorithms.ALGORITHMS`: ``native``: one collective over all axes; ``staged``: one
-        a torus dimension, one after the other; ``hierarchical``: staged, between slices last; ``all_reduce``: an all-reduce where a
-        reduce-scatter would do, of which each device cuts its block out; ``ring``: a hop of a ring, beside products, of which
-        half go each way; ``pallas``: one that a kernel sends.
-      why: why it takes that algorithm; empty where there is no other.
-      seconds: None: not estimated.
-      first: it runs over the torus dimensions of its axes from this one on (a ring has those before it).
+        per torus dimension, sequentially; ``hierarchical``: staged, inter-slice stage last; ``all_reduce``: an all-reduce followed by a
+        local slice, for a reduce-scatter; ``ring``: ring steps overlapped with matmuls, half in each direction; ``pallas``: remote
+        DMA of a kernel.
+      why: why it has this algorithm; empty: there is no other.
+      seconds: estimated for one run; None: not estimated.
+      first: index of the first torus dimension of its axes that it runs over (a ring runs over those before).
     """
 
     op: CollectiveOp
@@ -64,12 +64,12 @@ class Collective:
 
     @property
     def total_bytes(self) -> float:
-        """Bytes in a step; loops of unknown length count once."""
+        """Bytes sent per step; a loop of unknown length counts once."""
         return self.bytes * (1 if self.count is None else self.count)
 
     @property
     def source(self) -> str:
-        """The user's line, ``file.py:12 (function)``; looked up when asked for, since that takes longer than planning."""
+        """The user's line, ``file.py:12 (function)``; computed on access, because the lookup takes longer than planning."""
         return self.origin.source if self.origin is not None else ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -84,32 +84,35 @@ def dcn_bytes_sent(collective: Collective, torus: Torus) -> float:
 
 
 def split_reduction(
-    have: Spec, rest: Spec, axes: Sequence[str], kind: str
+    have: Spec, stored: Spec, axes: Sequence[str], kind: str
 ) -> tuple[dict[int, tuple[str, ...]], tuple[str, ...]]:
-    """How an unreduced value is reduced: (dim → axes over which it is reduce-scattered, axes over which it is all-reduced).
+    """(dim → axes of its reduce-scatter, axes of the all-reduce) with which a partial value is reduced.
 
-    A sum is scattered over the axes that its layout puts next on a dim.
+    A sum is reduce-scattered over an axis that comes next in the stored spec of a dim, and all-reduced over the other axes.
+
+    Given a sum partial over ``("data", "model")`` with ``have = ((), ())`` and ``stored = (("data",), ())``, returns
+    ``({0: ("data",)}, ("model",))``.
 
     Args:
-      have, rest: the spec in which it is unreduced, and the one in which it rests.
-      axes: over which it is unreduced; kind: how its terms combine.
+      have: the spec of the partial value; stored: its stored spec.
+      axes: over which it is partial; kind: the reduction of its terms.
     """
-    held = [list(entry) for entry in have]
-    place = {a: i for i, entry in enumerate(rest) for a in entry}
+    now = [list(entry) for entry in have]
+    dim_of = {a: i for i, entry in enumerate(stored) for a in entry}
     scatter: dict[int, tuple[str, ...]] = {}
     for a in axes:
-        i = place.get(a)
-        if kind in ADDED and i is not None and rest[i][: len(held[i]) + 1] == (*held[i], a):
-            held[i].append(a)
+        i = dim_of.get(a)
+        if kind in ADDED and i is not None and stored[i][: len(now[i]) + 1] == (*now[i], a):
+            now[i].append(a)
             scatter[i] = (*scatter.get(i, ()), a)
     return scatter, tuple(a for a in axes if not any(a in s for s in scatter.values()))
 
 
 def is_all_reducible(kind: str, dtype: Any) -> bool:
-    """Whether an all-reduce combines such partial values; else they are gathered, and combined locally.
+    """Whether there is an all-reduce for a reduction and dtype; if not, the terms are all-gathered and combined locally.
 
-    Gathered are products, bits of integers, and extrema of complex numbers and of 8-bit floating-point types, for which not every
-    backend has an all-reduce.
+    Not every backend has one for products, bitwise operations on integers, and extrema of complex numbers and of 8-bit
+    floating-point types.
     """
     if kind in ("max", "min"):
         return dtype_class(dtype) != "complex" and not (dtype_class(dtype) == "narrow" and jnp.finfo(dtype).bits < 16)

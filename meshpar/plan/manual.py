@@ -1,4 +1,4 @@
-"""Which ops the ``"jit"`` lowering partitions itself, instead of leaving them to XLA's partitioner."""
+"""The ops that the ``"jit"`` lowering partitions itself with a ``shard_map``, because XLA's partitioner gets them wrong."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .steps import Reduce, Run, Shard
 
 
 def on_cpus(plan: Plan) -> bool:
-    """Whether the plan is for CPU devices that are here."""
+    """Whether the mesh of the plan has CPU devices of this process."""
     return isinstance(plan.mesh, Mesh) and plan.mesh.devices.flat[0].platform == "cpu"
 
 
 class ManualOps:
-    """The ops of a plan that run by their local form under a ``shard_map`` around each: XLA's partitioner must not see them."""
+    """The ops of a plan that the ``"jit"`` lowering runs by their local form, each under a ``shard_map`` of its own."""
 
     def __init__(self, plan: Plan):
         self.cpu = on_cpus(plan)
@@ -27,9 +27,9 @@ class ManualOps:
         self.reduces = {s.source.value: s for s in plan.body.all_steps if isinstance(s, Reduce)}
 
     def has(self, run: Run | None) -> bool:
-        """Whether an op is partitioned so: XLA's partitioner gets it wrong, or it works along a split dim.
+        """Whether an op runs under a ``shard_map``: XLA's partitioner gets it wrong, or it exchanges data along a sharded dim.
 
-        So are ops around which such a dim is split in their operands or results, though they get it replicated.
+        This includes ops that get such a dim replicated, but whose operands or results are stored with the dim sharded.
         """
         if run is None or run.axes is None or run.op.rule is None:
             return False
@@ -47,24 +47,24 @@ class ManualOps:
             entry and any(rule.kinds[f] == "permutation" for f in factors)
             for value, dims in [*zip(op.ins, rule.ins, strict=True), *zip(op.outs, rule.outs, strict=True)]
             if value is not None and dims
-            for entry, factors in zip(self._rest(value) or (), dims, strict=False)
+            for entry, factors in zip(self._stored(value) or (), dims, strict=False)
         )
 
     def is_extremum(self, run: Run) -> bool:
-        """Whether an op is an extremum over devices that XLA's partitioner gets wrong, or has no all-reduce for.
+        """Whether an op's result is a partial extremum that XLA's partitioner gets wrong, or has no all-reduce for.
 
-        On CPUs it loses a NaN (:data:`meshpar.compat.quirks.LOST_NAN`).
+        On CPUs XLA loses a NaN (:data:`meshpar.compat.quirks.LOST_NAN`).
         """
-        found = [(s.kind, s.value.aval.dtype) for s in run.results if s.partial and s.kind in ("max", "min")]
+        extrema = [(s.kind, s.value.aval.dtype) for s in run.results if s.partial and s.kind in ("max", "min")]
         return any(
-            not is_all_reducible(*each) or (self.cpu and jnp.issubdtype(each[1], jnp.floating)) for each in found
+            not is_all_reducible(*each) or (self.cpu and jnp.issubdtype(each[1], jnp.floating)) for each in extrema
         )
 
-    def _rest(self, value: Value) -> Spec | None:
+    def _stored(self, value: Value) -> Spec | None:
         placed = self.placements.get(value)
         return None if placed is None else placed.stored.spec
 
     def _is_mixed(self, shard: Shard) -> bool:
-        """Whether an unreduced result may be reduce-scattered over one of its axes and all-reduced over another."""
+        """Whether a partial result may be reduce-scattered over one of its axes and all-reduced over another."""
         step = self.reduces.get(shard.value)
         return len(shard.partial) > 1 if step is None else bool(step.scatters and step.over)

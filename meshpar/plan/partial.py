@@ -1,6 +1,6 @@
-"""What the planner needs to know of a program to decide where partial values are reduced: constants, and where sums end.
+"""Facts of a program that decide where partial values are reduced: constant operands, and the addends of a sum.
 
-All of it follows from the program alone, whatever the layout.
+They depend on the program alone, not on the layout.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _unchanged(params: Any, x: Any) -> Any:
     return x
 
 
-_FILLED: Mapping[str, Callable[..., Any]] = {
+_ON_SCALARS: Mapping[str, Callable[..., Any]] = {
     **dict.fromkeys(("broadcast_in_dim", "reshape", "squeeze", "transpose", "copy"), _unchanged),
     **dict.fromkeys(having(lambda p: p.identity), _unchanged),
     "convert_element_type": lambda params, x: np.asarray(x).astype(params["new_dtype"])[()],
@@ -31,32 +31,33 @@ _FILLED: Mapping[str, Callable[..., Any]] = {
     "mul": lambda params, x, y: x * y,
     "div": lambda params, x, y: x / y if np.issubdtype(np.result_type(y), np.inexact) else None,
 }
-"""The constant that fills the result of an op whose operands are each filled with one constant."""
+"""Primitive → (params, *scalars) → scalar: the constant that all elements of its result have, given those of its operands."""
 
 
 def constant_of(program: Program, op: Op, i: int) -> Any:
-    """The constant that every element of an operand is; None: not known."""
+    """The scalar that all elements of operand ``i`` are equal to; None: not known."""
     var, value = op.eqn.invars[i], op.ins[i]
     return _scalar(literal_array(var)) if value is None else _constant(value, program.cached(_scalars))
 
 
 def _constant(value: Value, found: dict[Value, Any]) -> Any:
+    """As :func:`constant_of`, of a value; results are cached in ``found``."""
     if value not in found:
         op, result = value.op, None
-        if op is not None and op.name in _FILLED:
+        if op is not None and op.name in _ON_SCALARS:
             operands = [
                 _scalar(literal_array(var)) if v is None else _constant(v, found)
                 for var, v in zip(op.eqn.invars, op.ins, strict=True)
             ]
             if all(x is not None for x in operands):
                 with np.errstate(all="ignore"):
-                    result = _FILLED[op.name](op.eqn.params, *operands)
+                    result = _ON_SCALARS[op.name](op.eqn.params, *operands)
         found[value] = result
     return found[value]
 
 
 def _scalar(x: Any) -> Any:
-    """The element of a constant that has one; None: it has several, or is a random key or traced."""
+    """The only element of an array; None: it has several, or is a random key or traced."""
     if is_tracer(x) or np.size(x) != 1:
         return None
     if jax.dtypes.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.extended):
@@ -65,7 +66,7 @@ def _scalar(x: Any) -> Any:
 
 
 def _scalars(program: Program) -> dict[Value, Any]:
-    """The values that no op computes and that are constants of one element: closed over, or literals passed to calls."""
+    """value → scalar, for constants of one element: arrays that the function closes over, and literals passed to calls."""
     found = dict(zip(program.constants, map(_scalar, program.closed.consts), strict=True))
     for op in program.root.walk():
         for frame, consts in zip(op.frames, body_consts(op.eqn) if op.frames else (), strict=True):
@@ -80,7 +81,7 @@ def _scalars(program: Program) -> dict[Value, Any]:
 
 
 def satisfies(other: Other, program: Program, op: Op, i: int) -> bool:
-    """Whether an operand that is not partial is what a law requires."""
+    """Whether operand ``i``, which is not partial, satisfies the requirement of a law."""
     if other in ("any", "none"):
         return other == "any"
     constant = constant_of(program, op, i)
@@ -92,7 +93,7 @@ def satisfies(other: Other, program: Program, op: Op, i: int) -> bool:
 def applicable_law(
     program: Program, op: Op, kind: Any, positions: Sequence[int], used: Callable[[Law], bool]
 ) -> Law | None:
-    """The first law that is used by which an op may be applied to operands at some positions that are partial by a reduction."""
+    """The first law accepted by ``used`` that lets an op be applied to partial operands at these positions; None: there is none."""
     for law in op.primitive.partial:
         others = (i for i in range(len(op.ins)) if i not in positions)
         if (
@@ -105,8 +106,8 @@ def applicable_law(
 
 
 def read_counts(program: Program) -> dict[Value, int]:
-    """How often each value is read; calls read nothing, the ops of their bodies do."""
-    found: dict[Value, int] = {}
+    """value → number of ops and results that read it. Calls do not count, the ops of their bodies do."""
+    counts: dict[Value, int] = {}
     frames = [program.root]
     for op in program.root.walk():
         if op.frames and not op.primitive.control_flow:
@@ -114,20 +115,22 @@ def read_counts(program: Program) -> dict[Value, int]:
         frames += op.frames
         for v in op.ins:
             if v is not None:
-                found[v] = found.get(v, 0) + 1
+                counts[v] = counts.get(v, 0) + 1
     for frame in frames:
         for var in frame.jaxpr.outvars:
             if not isinstance(var, Literal):
                 value = frame.env[var]
-                found[value] = found.get(value, 0) + 1
-    return found
+                counts[value] = counts.get(value, 0) + 1
+    return counts
 
 
 def addends(program: Program, end: Value) -> Iterator[tuple[Value, bool]]:
-    """The values from which a value is computed by ops that partial sums may pass, each read once; that value first.
+    """A value and the values that it is computed from by ops that may be applied to partial sums, if each is read once.
+
+    If one of these values is partial, reducing it can be deferred until ``end``.
 
     Yields:
-      (value, whether a loop stacks it on the way).
+      (value, whether a loop stacks it before ``end``); ``end`` first.
     """
     times = program.cached(read_counts)
     todo = [(end, False)]
@@ -154,10 +157,10 @@ def addends(program: Program, end: Value) -> Iterator[tuple[Value, bool]]:
 
 
 def reduce_in_values(program: Program) -> frozenset[Value]:
-    """The values in the dtype of a ``reduce_in`` from which it is computed by ops that partial sums may pass, each read once."""
-    found: set[Value] = set()
+    """The :func:`addends` of all ``reduce_in`` operands that already have its dtype."""
+    values: set[Value] = set()
     for op in program.root.walk():
         if op.eqn.primitive is reduce_in_p and op.ins[0] is not None:
             dtype = op.outs[0].aval.dtype
-            found |= {v for v, _ in addends(program, op.ins[0]) if v.aval.dtype == dtype}
-    return frozenset(found)
+            values |= {v for v, _ in addends(program, op.ins[0]) if v.aval.dtype == dtype}
+    return frozenset(values)

@@ -24,7 +24,7 @@ def shard_count(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
 
 
 def local_shape(shape: Sequence[int], spec: Spec | None, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of one shard; uneven shards rounded up."""
+    """The shape of one shard of an array with this global shape; uneven shards rounded up."""
     if spec is None or not any(spec):
         return tuple(shape)
     return tuple(-(-n // shard_count(axes, sizes)) if axes else n for n, axes in zip(shape, spec, strict=True))

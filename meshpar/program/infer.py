@@ -1,7 +1,7 @@
-"""From a jaxpr and the names of its inputs to a program: every value of every call site, every dim named.
+"""Builds a program from a jaxpr and the dim names of its inputs: the values of every call site, with names for their dims.
 
-One pass over the equations builds values and ops and joins what is surely one (elementwise, reshapes, loop carries). A
-second pass ties what ops relate, broadcasts last. Then come renames, which must know the names.
+One pass over the equations makes values and ops, and joins dims with the same data (elementwise ops, reshapes, loop carries). A
+second pass joins the dims of each factor of an op weakly, broadcasts last. Renames follow, because they need the names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..rules import ELEMENTWISE, OpRule, having, no_rule, primitive, separated
 from ..rules.rule import NameLink
 from ..rules.shape import reshape_order
 from .ir import Frame, Join, Op, Program, Value
-from .names import NONE, Nodes, Piece, Unifier
+from .names import NONE, DimSlice, Nodes, Unifier
 from .primitives import name_dims_p, place_p
 
 
@@ -67,34 +67,36 @@ def infer(
     return program
 
 
-def again(program: Program, closed: Any) -> Program:
-    """The program of another jaxpr with the same inputs and results."""
+def infer_like(program: Program, closed: Any) -> Program:
+    """The program of another jaxpr, whose inputs and results have the names, paths and kinds of those of ``program``."""
     ins, outs = program.inputs, program.outputs
-    found = infer(
+    new_program = infer(
         closed, [v.annotation for v in ins], [v.path or "" for v in ins],
         [v.annotation for v in outs], [v.path or "" for v in outs],
     )  # fmt: skip
-    for new, old in zip((*found.inputs, *found.outputs), (*ins, *outs), strict=True):
+    for new, old in zip((*new_program.inputs, *new_program.outputs), (*ins, *outs), strict=True):
         new.kind = new.kind or old.kind
-    return found
+    return new_program
 
 
 class Builder:
-    """Makes the values and ops of a program, and ties their dims."""
+    """Makes the values and ops of a program, and joins their dims."""
 
     def __init__(self) -> None:
         self.unifier = Unifier()
         self.ties: list[Op] = []
         self.stretched: list[Op] = []
         self.renames: list[Op] = []
-        self.pieces: dict[tuple[int, int], Piece] = {}
+        self.slices: dict[tuple[int, int], DimSlice] = {}
 
     # -- values
 
     def value(self, aval: Any, nodes: Nodes | None = None, op: Op | None = None) -> Value:
+        """A new value, with new nodes by default."""
         return Value(aval, self.unifier.fresh(aval.shape) if nodes is None else nodes, None, op)
 
     def annotate(self, value: Value, dims: Dims | None, origin: str) -> None:
+        """Give the dims of a value the names that the user gave them."""
         if dims is None or not any(dims):
             return
         value.annotation = dims
@@ -106,7 +108,7 @@ class Builder:
         return None if isinstance(var, Literal) else frame.env[var]
 
     def alias(self, a: Value | None, b: Value | None, where: Op) -> None:
-        """The same data in two places: join dim by dim."""
+        """Join the dims of two values that have the same data."""
         if a is None or b is None or a.nodes is b.nodes:
             return
         for x, y in zip(a.nodes, b.nodes, strict=True):
@@ -116,6 +118,7 @@ class Builder:
     # -- equations
 
     def run(self, frame: Frame, args: Sequence[Value | None]) -> None:
+        """Make the values and ops of a frame for these arguments; None: a literal."""
         env = frame.env
         for var, value in zip(frame.jaxpr.invars, args, strict=True):
             env[var] = value if value is not None else self.value(var.aval)
@@ -134,6 +137,7 @@ class Builder:
             frame.ops.append(op)
 
     def elementwise(self, op: Op) -> list[Value]:
+        """The results of an elementwise op, whose dims are those of its operands."""
         outs = []
         multi = op.primitive.barrier
         for i, var in enumerate(op.eqn.outvars):
@@ -155,6 +159,7 @@ class Builder:
         return outs
 
     def by_rule(self, op: Op) -> list[Value]:
+        """The results of an op with a factor rule, which is set."""
         eqn = op.eqn
         in_shapes = [v.aval.shape for v in eqn.invars]
         out_shapes = [v.aval.shape for v in eqn.outvars]
@@ -170,6 +175,7 @@ class Builder:
         return outs
 
     def join_strong(self, op: Op, outs: list[Value]) -> None:
+        """Join the dims of operands and results that are the same factor of an op that moves data unchanged."""
         rule = op.rule
         assert rule is not None
         if op.primitive.reshape:
@@ -190,7 +196,7 @@ class Builder:
                     where[factor] = node
 
     def reshape(self, a: Nodes, b: Nodes, rule: OpRule) -> None:
-        """Join run by run: dims between two common boundaries are one sequence of parts."""
+        """Join the dims of a reshape's operand and result: those between two common boundaries are one sequence of sub-dims."""
         i = j = 0
         left: list[int] = []
         right: list[int] = []
@@ -219,9 +225,12 @@ class Builder:
     # -- weak joins and renames, after the pass
 
     def finish(self) -> None:
-        """Tie factors in program order; broadcasts come last: a mask must not decide which dim of the scores is the query's."""
+        """Join the dims of each factor weakly, in program order, then resolve renames and fix all names.
+
+        Broadcasts come last: a mask must not decide which dim of attention scores is that of the queries.
+        """
         u = self.unifier
-        self.find_pieces()
+        self.find_slices()
         for op in self.ties:
             if not op.primitive.broadcast:
                 self.tie(op)
@@ -235,17 +244,17 @@ class Builder:
                     for x, y in zip(value.nodes, out.nodes, strict=True):
                         u.tie([y, x], op)
         self.tie_indexed()
-        pieces = list(self.pieces.values())
+        slices = list(self.slices.values())
         for op in self.renames:
-            u.name_pieces(pieces)
+            u.name_slices(slices)
             self.resolve_rename(op)
-        u.name_pieces(pieces)
+        u.name_slices(slices)
         u.freeze()
 
-    def find_pieces(self) -> None:
-        """Which parts of arrays may be other dims than the array's, in program order: a fused projection is cut into several.
+    def find_slices(self) -> None:
+        """Find the slices of dims that may be dims of their own, in program order, as those of a fused projection are.
 
-        Not those that cover half of it and overlap all the others (``x[:, :-1]`` and ``x[:, 1:]``).
+        Slices that cover half of the dim and overlap all others (``x[:, :-1]`` and ``x[:, 1:]``) are not.
         """
         u = self.unifier
         links: dict[int, list[tuple[int, int, range, Op]]] = {}
@@ -258,19 +267,19 @@ class Builder:
                     for node, factors in zip(value.nodes, dims, strict=True) if value is not None and dims else ():
                         if len(factors) == 1 and node != NONE:
                             nodes.setdefault(factors[0], node)
-                for whole, part, lies in rule.name_links:
-                    if lies and whole in nodes and part in nodes:
-                        links.setdefault(u.find(nodes[whole]), []).append((nodes[whole], nodes[part], lies, op))
-        for root, found in links.items():
-            first, past = max(lies.start for *_, lies, _ in found), min(lies.stop for *_, lies, _ in found)
-            for whole, part, lies, op in found:
-                if lies.start >= past or lies.stop <= first or 2 * len(lies) < u.size[root]:
-                    self.pieces[whole, part] = Piece(whole, part, op.primitive.static_slice, lies, op)
+                for full, part, elements in rule.name_links:
+                    if elements and full in nodes and part in nodes:
+                        links.setdefault(u.find(nodes[full]), []).append((nodes[full], nodes[part], elements, op))
+        for root, own in links.items():
+            last_start, first_stop = max(r.start for *_, r, _ in own), min(r.stop for *_, r, _ in own)
+            for full, part, elements, op in own:
+                if elements.start >= first_stop or elements.stop <= last_start or 2 * len(elements) < u.size[root]:
+                    self.slices[full, part] = DimSlice(full, part, op.primitive.static_slice, elements, op)
 
     def tie_indexed(self) -> None:
-        """What the same indices point into is one dim: an embedding's gradient has the embedding's ``vocab``.
+        """Join the dims that the same indices index: an embedding's gradient gets the embedding's ``vocab``.
 
-        Only dims without a name take one, and only where there is no doubt about it.
+        Only unnamed dims are joined, and only if all named dims of these indices have the same names.
         """
         u = self.unifier
         groups: dict[tuple[Nodes, int], list[tuple[int, Op]]] = {}
@@ -292,15 +301,15 @@ class Builder:
                 if made is None or not (made.primitive.broadcast or made.primitive.reshape):
                     break
                 indices = made.ins[0]
-        for found in groups.values():
-            named = [node for node, _ in found if u.names_now(node)]
+        for indexed in groups.values():
+            named = [node for node, _ in indexed if u.names_now(node)]
             if len({frozenset(u.names_now(node)) for node in named}) == 1:
-                for node, op in found:
+                for node, op in indexed:
                     if not u.names_now(node):
                         u.tie([named[0], node], op)
 
     def tie(self, op: Op) -> None:
-        """Tie the dims that share a factor of an op; pass names along its links."""
+        """Join the dims of each factor of an op weakly, and those of its name links."""
         rule = op.rule
         assert rule is not None
         groups: list[list[int]] = [[] for _ in rule.sizes]
@@ -320,11 +329,11 @@ class Builder:
             for group in (*groups, *composites.values()):
                 self.unifier.tie(group, op)
         for x, y, _ in rule.name_links:
-            if groups[x] and groups[y] and (pair := (groups[x][0], groups[y][0])) not in self.pieces:
+            if groups[x] and groups[y] and (pair := (groups[x][0], groups[y][0])) not in self.slices:
                 self.unifier.link_names(*pair, op)
 
     def composite(self, node: int, factors: tuple[int, ...], groups: list[list[int]], rule: OpRule) -> None:
-        """A dim that an op sees as several factors (grouped convolutions): split it, and tie its parts."""
+        """Split a dim that consists of several factors of an op (grouped convolutions) into sub-dims; add these to ``groups``."""
         u = self.unifier
         factors = tuple(f for f in factors if rule.sizes[f] != 1)
         parts = [node] if len(factors) == 1 else [u.node(rule.sizes[f]) for f in factors]
@@ -333,6 +342,7 @@ class Builder:
                 groups[f].append(p)
 
     def resolve_rename(self, op: Op) -> None:
+        """Name the dims of the result of ``mp.rename``; raises UnknownDimError for a name that the operand lacks."""
         pairs, back = dict(op.eqn.params["pairs"]), op.eqn.params["back"]
         (value,), (out,) = op.ins, op.outs
         if value is None:
@@ -351,7 +361,7 @@ class Builder:
                 source=op.source,
                 fixes=did_you_mean(missing[0], set().union(*names), "its dims"),
             )
-        # the cotangent of a rename may come from nothing that has names (a sum): then the dim without a name is the one
+        # the cotangent of a rename may have an unnamed dim (that of a sum): if one is unnamed, it is the renamed one
         bare = [i for i, ns in enumerate(names) if not ns and value.nodes[i] != NONE]
         if len(missing) == len(bare) == 1:
             found[missing[0]] = bare[0]
@@ -366,11 +376,11 @@ class Builder:
             out.annotation = tuple(renamed.get(i, n) for i, n in enumerate(base))
 
 
-# -- loops, branches and calls, and ops that say names
+# -- loops, branches, calls, and ops that set names or specs
 
 
 def _call(own: bool = False):
-    """A body that runs once, on the operands as they are; ``own``: with a derivative of its own, even where it does nothing."""
+    """The handler of ops that run one body once, on their operands; ``own``: ops with a derivative rule of their own."""
 
     def handler(b: Builder, op: Op) -> list[Value]:
         jaxpr, _ = closed_parts(body_of(op.eqn))
@@ -387,7 +397,7 @@ def _call(own: bool = False):
 
 
 def _with_own_results(jaxpr: Any, op: Op) -> Any:
-    """A body none of whose results is an operand."""
+    """A jaxpr that returns no operand: an identity is inserted before such results."""
     eqns, outvars, ins = list(jaxpr.eqns), list(jaxpr.outvars), set(jaxpr.invars)
     for k, var in enumerate(outvars):
         if not isinstance(var, Literal) and var in ins:
@@ -412,7 +422,7 @@ def _bind_consts(b: Builder, frame: Frame) -> None:
 
 
 def _inside(value: Value | None, b: Builder, aval: Any, drop: int = 0) -> Value:
-    """The value as a loop body sees it: the same dims, less the first ``drop``."""
+    """A value inside a loop body, without the first ``drop`` dims of the value outside."""
     if value is None:
         return b.value(aval)
     inner = Value(aval, b.unifier.register(value.nodes[drop:]) if drop else value.nodes)
@@ -514,7 +524,7 @@ def _place(b: Builder, op: Op) -> list[Value]:
 
 
 def _name_through_body(op: Op, outs: list[Value]) -> None:
-    """A ``shard_map`` of the user's own: results rest as its specs say; their dims are those that its body makes them of."""
+    """Give the results of the user's own ``shard_map`` the specs of its ``out_specs``, and the dims that they have in its body."""
     rule, jaxpr = op.rule, op.eqn.params["jaxpr"]
     assert rule is not None
     assert rule.given is not None
@@ -532,17 +542,17 @@ def _name_through_body(op: Op, outs: list[Value]) -> None:
     for k, var in enumerate(jaxpr.outvars):
         value = body.read(frame, var)
         for d, node in enumerate(() if value is None else value.nodes):
-            parts = body.unifier.parts_of(node) if node != NONE else ()
-            found = next((factor_of[n] for n in parts[0][0] if n in factor_of), None) if len(parts) == 1 else None
-            if found is None:
+            dims = body.unifier.sub_dims_of(node) if node != NONE else ()
+            factor = next((factor_of[n] for n in dims[0][0] if n in factor_of), None) if len(dims) == 1 else None
+            if factor is None:
                 continue
-            (mine,) = rule.outs[k][d]
-            if rule.sizes[mine] != rule.sizes[found]:
-                continue  # the shards of all devices side by side: what is kept for a backward pass
-            if rule.given[mine] == rule.given[found] and (found,) not in rule.outs[k]:
-                rule.outs[k] = (*rule.outs[k][:d], (found,), *rule.outs[k][d + 1 :])
+            (own,) = rule.outs[k][d]
+            if rule.sizes[own] != rule.sizes[factor]:
+                continue  # the concatenated shards of all devices: residuals of a backward pass
+            if rule.given[own] == rule.given[factor] and (factor,) not in rule.outs[k]:
+                rule.outs[k] = (*rule.outs[k][:d], (factor,), *rule.outs[k][d + 1 :])
             else:
-                rule.name_links.append(NameLink(found, mine))
+                rule.name_links.append(NameLink(factor, own))
 
 
 CONTROL: dict[str, Callable[[Builder, Op], list[Value]]] = {
@@ -556,4 +566,4 @@ CONTROL: dict[str, Callable[[Builder, Op], list[Value]]] = {
     **dict.fromkeys(having(lambda p: p.call), _call()),
     **dict.fromkeys(having(lambda p: p.own_derivative), _call(own=True)),
 }
-"""By primitive: (builder, op) → results."""
+"""Primitive → (builder, op) → results."""

@@ -12,7 +12,7 @@ from ..compat.jax import has_user_line, on_host, source_line
 from ..dims import Dims
 from ..rules import primitive
 from ..rules.rule import OpRule
-from .names import Nodes, Part, Unifier
+from .names import Nodes, SubDim, Unifier
 
 T = TypeVar("T")
 
@@ -27,13 +27,13 @@ class Value:
       aval: shape and dtype.
       shape: of the aval.
       nodes: a node of the unifier for every dim (-1 where the size is 1).
-      annotation: names the user gave this very value, or None.
-      explicit: a spec the user put on it (``with_sharding_constraint`` over axes), or None.
+      annotation: names that the user gave to this value; None: none.
+      explicit: a spec that the user gave it (``with_sharding_constraint`` over axes); None: none.
       path: the tree path of an input or output.
-      kind: ``params`` or ``opt`` for inputs and outputs of that kind.
-      elements: their number.
-      op: the op that makes it; None for inputs.
-      on_host: it lies in the host's memory.
+      kind: ``params`` or ``opt`` for such inputs and outputs; else None.
+      elements: number of elements.
+      op: the op that computes it; None for inputs.
+      on_host: it is in host memory.
     """
 
     __slots__ = (
@@ -69,10 +69,10 @@ class Op:
     Attributes:
       eqn: the jaxpr equation; name: of its primitive; primitive: the registry's entry, with its traits.
       ins: its operands (None for literals).
-      outs: its results; a call whose body returns an operand has this operand as a result (see ``makes``).
+      outs: its results; a call whose body returns an operand has this operand as a result (see :attr:`makes`).
       rule: its factor rule; None for elementwise ops (factor i is dim i) and for control flow.
       frames: its bodies, for control flow.
-      frame: the frame that it stands in.
+      frame: the frame that has the op.
     """
 
     __slots__ = ("__weakref__", "eqn", "frame", "frames", "ins", "name", "outs", "primitive", "rule")
@@ -92,15 +92,16 @@ class Op:
 
     @property
     def makes(self) -> list[Value]:
-        """The values that the op computes, in its bodies too. Not those of ``outs`` that it returns as it got them, as a call
-        does whose body returns an operand: another op made these."""
+        """The values that the op computes, also inside its bodies; without operands that a call returns unchanged."""
         inner = (made for frame in self.frames for op in frame.walk() for made in op.outs if made.op is op)
         return [*(v for v in self.outs if v.op is self), *inner]
 
     @property
     def source(self) -> str:
-        """The user's line, ``file.py:12 (function)``: of the op, or of the innermost call around it that has one; where
-        there is none, a package's line, or ""."""
+        """The user's line, ``file.py:12 (function)``, of the op or of the innermost call around it that has one.
+
+        Without one, the line of a package, or "".
+        """
         eqn, calls = self._where()
         return source_line(eqn, libraries=False) or next(filter(None, map(source_line, calls)), "")
 
@@ -124,7 +125,10 @@ class Op:
 class Frame:
     """One (sub-)jaxpr at one call site: the ops in order and the value of every variable.
 
-    ``trip_count`` is how often the body runs each time the op that holds it runs (None: not known).
+    Attributes:
+      parent: the loop, branch or call that has this body; None: the program.
+      trip_count: runs of the body each time ``parent`` runs; None: not known.
+      env: variable of the jaxpr → value.
     """
 
     jaxpr: Any
@@ -134,6 +138,7 @@ class Frame:
     ops: list[Op] = field(default_factory=list)
 
     def ins(self) -> list[Value]:
+        """The values of the jaxpr's arguments."""
         return [self.env[v] for v in self.jaxpr.invars]
 
     @property
@@ -150,7 +155,7 @@ class Frame:
         return frame
 
     def walk(self) -> Iterator[Op]:
-        """All ops, those of the bodies before the op that holds them."""
+        """All ops in order; those of a loop, branch or call come before it."""
         for op in self.ops:
             for frame in op.frames:
                 yield from frame.walk()
@@ -166,7 +171,7 @@ class Frame:
 
 @dataclass(eq=False, slots=True)
 class Join:
-    """Two names for one dim of the program, and where each came from."""
+    """Two names that inference joined into one dim of the program, with the origin of each."""
 
     first: str
     second: str
@@ -187,7 +192,7 @@ class Program:
       closed: the ClosedJaxpr.
       root: its frame.
       inputs, outputs: values in the order of the flat arguments and results, with their paths.
-      joins: pairs of names that turned out to be one dim.
+      joins: pairs of names that are one dim.
       original: the program as traced, if this one is a rewritten form of it (:mod:`meshpar.program.divisible_rewrite`).
     """
 
@@ -220,31 +225,31 @@ class Program:
         """The arrays that the function closes over, in the order of the jaxpr's constants."""
         return [self.root.env[var] for var in self.closed.jaxpr.constvars]
 
-    def parts(self, value: Value, i: int) -> tuple[Part, ...]:
-        """The named parts (names, size) of dim i, major to minor: its annotation, else what inference found."""
+    def sub_dims(self, value: Value, i: int) -> tuple[SubDim, ...]:
+        """(names, size) of the sub-dims of dim ``i``, major to minor. Only merged dims have several."""
         if value.annotation is not None and value.annotation[i] is not None:
             return (((value.annotation[i],), value.aval.shape[i]),)  # type: ignore[return-value]
-        return self.unifier.parts_of(value.nodes[i])
+        return self.unifier.sub_dims_of(value.nodes[i])
 
     def dim_name(self, value: Value, i: int) -> str | None:
-        """One name for display: the annotation, the first name of the class, ``(a b)`` for merged dims."""
-        parts = self.parts(value, i)
-        if not parts or not any(names for names, _ in parts):
+        """The name of dim ``i`` for display: its annotation or first inferred name, ``(a b)`` if merged; None: it has no name."""
+        sub_dims = self.sub_dims(value, i)
+        if not sub_dims or not any(names for names, _ in sub_dims):
             return None
-        if len(parts) == 1:
-            return parts[0][0][0]
-        return "(" + " ".join(names[0] if names else "_" for names, _ in parts) + ")"
+        if len(sub_dims) == 1:
+            return sub_dims[0][0][0]
+        return "(" + " ".join(names[0] if names else "_" for names, _ in sub_dims) + ")"
 
     def dims(self, value: Value) -> Dims:
-        """The names of a value's dims, for display."""
+        """The names of a value's dims for display."""
         return tuple(self.dim_name(value, i) for i in range(len(value.shape)))
 
     def all_names(self) -> set[str]:
-        """Every name that some value carries."""
+        """The names of all dims of the program."""
         return self.unifier.all_names()
 
     def coverage(self) -> tuple[int, int, list[tuple[Op, Value, int]]]:
-        """(named, all, the others): how many dims larger than 1, over all values made by ops and inputs, are named."""
+        """(number of named dims, number of dims, the unnamed ones as (op, value, dim)), over dims larger than 1 of all values."""
         named = total = 0
         missing: list[tuple[Op, Value, int]] = []
         seen: set[int] = set()

@@ -1,17 +1,17 @@
-"""Names by unification: which dims of which values are the same factor, and what they are called.
+"""Dim names by unification: which dims of which values are the same factor, and their names.
 
-Every dim of every value is a node. Nodes are joined in two ways:
+Every dim of every value is a node of a union-find structure. Nodes are joined in two ways:
 
-- *strongly*, where the same data passes through (elementwise ops, transposes, reshapes, loop carries), so that a gradient
-  and its weight, a moment and its parameter are one class;
-- *weakly*, where a factor of an op ties different values together (contractions, broadcasts, reductions, lookups).
+- *strongly*, if the same data is in both (elementwise ops, transposes, reshapes, loop carries): a gradient and its weight, a moment
+  and its parameter are in one class;
+- *weakly*, if an op has one factor for dims of different values (contractions, broadcasts, reductions, lookups).
 
-A name spreads through its strong class; a strong class without a name takes those of its weak class. So weights that
-call a dim ``embed`` and activations that call it ``activation_embed`` each keep their own name, and their gradients too.
+All dims of a strong class have its names; a strong class without a name has those of its weak class. So weights with a dim
+``embed`` and activations with a dim ``activation_embed`` both keep their names, and so do their gradients.
 
-A reshape splits a node into parts (major to minor); joined nodes are split alike. No class may hold two dims of one
-value: where a join would do that (scores, ``[seq, seq]``) the later dim stays apart and is *primed*: ``seq'``, a name
-that no rule has.
+A reshape splits a node into sub-dims (major to minor); joined nodes have the same sub-dims. A class never contains two dims of one
+value: where a join would cause that (attention scores ``[seq, seq]``), the later dim is not joined but *primed*: it is named
+``seq'``, which no rule can name.
 """
 
 from __future__ import annotations
@@ -20,31 +20,36 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 Nodes = tuple[int, ...]
-Part = tuple[tuple[str, ...], int]
-"""(names, size) of one part of a dim."""
+SubDim = tuple[tuple[str, ...], int]
+"""(names, size) of one of the dims that a reshape merged into a dim, or of an unmerged dim."""
 
 NONE = -1
 
 
-class Piece(NamedTuple):
-    """A part of an array along one dim, beside others that may be other dims.
+class DimSlice(NamedTuple):
+    """A slice of an array along one dim, or an operand of a concatenation along it.
+
+    Slices of one dim may be different dims, as those of a fused q, k, v projection are.
 
     Attributes:
-      whole, part: the two nodes.
-      cut: the part is cut from the whole; False: the whole is put together.
-      lies: from its first to its last element.
+      full, part: the nodes of the full dim and of the slice.
+      is_slice: the op slices the full array; False: it concatenates it.
+      elements: the indices of the slice in the full dim.
       where: the op.
     """
 
-    whole: int
+    full: int
     part: int
-    cut: bool
-    lies: range
+    is_slice: bool
+    elements: range
     where: object
 
 
 class Unifier:
-    """Union-find over dims, with splits, weak classes and primes."""
+    """Union-find over dims, with sub-dims, weak classes and primed dims.
+
+    Names are added with :meth:`annotate`, joins with :meth:`unify` and :meth:`tie`; :meth:`freeze` ends both.
+    """
 
     def __init__(self) -> None:
         self.parent: list[int] = []
@@ -52,8 +57,8 @@ class Unifier:
         self.split: dict[int, tuple[int, ...]] = {}
         self.names: dict[int, dict[str, str]] = {}  # strong root -> name -> origin
         self.inherited: dict[int, dict[str, str]] = {}
-        self.occurs: list[set[int]] = []  # strong root -> ids of the node tuples that it stands in
-        self.soft: list[tuple[int, int, object]] = []  # joins refused, for the report
+        self.occurs: list[set[int]] = []  # strong root -> ids of the values (node tuples) that have it
+        self.soft: list[tuple[int, int, object]] = []  # joins that would put two dims of a value in one class
         self._tuples: dict[Nodes, int] = {}
         # weak classes over strong roots
         self.weak_parent: dict[int, int] = {}
@@ -61,11 +66,12 @@ class Unifier:
         self.weak_occurs: dict[int, set[int]] = {}
         self.prime_of: dict[int, int] = {}
         self.looped: set[int] = set()  # nodes that a loop runs over
-        self._cache: dict[int, tuple[Part, ...]] | None = None
+        self._cache: dict[int, tuple[SubDim, ...]] | None = None
 
     # -- nodes
 
     def node(self, size: int) -> int:
+        """A new node for a dim of this size."""
         self.parent.append(len(self.parent))
         self.size.append(size)
         self.occurs.append(set())
@@ -76,7 +82,7 @@ class Unifier:
         return self.register(tuple(NONE if n == 1 else self.node(n) for n in shape))
 
     def register(self, nodes: Nodes) -> Nodes:
-        """Note that these nodes stand side by side in one value, so none of them may be joined with another."""
+        """Record that these nodes are the dims of one value, so that no two of them are joined; returns them."""
         if len(nodes) > 1 and nodes not in self._tuples:
             ident = self._tuples[nodes] = len(self._tuples)
             for n in nodes:
@@ -87,13 +93,14 @@ class Unifier:
         return nodes
 
     def find(self, n: int) -> int:
+        """The root of the strong class of a node."""
         parent = self.parent
         while parent[n] != n:
             parent[n] = n = parent[parent[n]]
         return n
 
     def atoms(self, n: int) -> list[int]:
-        """The unsplit roots that a node is made of, major to minor."""
+        """The roots without sub-dims that a node consists of, major to minor."""
         n = self.find(n)
         parts = self.split.get(n)
         if parts is None:
@@ -101,14 +108,14 @@ class Unifier:
         return [a for p in parts for a in self.atoms(p)]
 
     def annotate(self, n: int, name: str, origin: str) -> None:
-        """Call a node by a name; ``origin`` says who did, for reports."""
+        """Give a node a name; ``origin`` is its source, for reports."""
         if n != NONE:
             self.names.setdefault(self.find(n), {}).setdefault(name, origin)
 
     # -- strong joins
 
     def unify(self, a: int, b: int, where: object = None) -> bool:
-        """Join two nodes strongly. False where that would put two dims of one value into one class."""
+        """Join two nodes strongly; returns False if they have different sizes or would put two dims of one value in one class."""
         if a == NONE or b == NONE:
             return True
         a, b = self.find(a), self.find(b)
@@ -137,17 +144,18 @@ class Unifier:
         self.occurs[b] = set()
         for table in (self.names, self.inherited):
             if b in table:
-                mine = table.setdefault(a, {})
+                names = table.setdefault(a, {})
                 for name, origin in table.pop(b).items():
-                    mine.setdefault(name, origin)
+                    names.setdefault(name, origin)
         if b in self.split and a not in self.split:
             self.split[a] = self.split[b]
 
     def unify_sequences(self, a: list[int], b: list[int], where: object = None) -> bool:
-        """Join two runs of nodes with equal products, splitting where the sizes ask for it."""
+        """Join two sequences of nodes whose sizes have equal products, after splitting nodes so that their sizes match."""
         return self._sequences(a, b, lambda x, y: self.unify(x, y, where))
 
     def _sequences(self, a: list[int], b: list[int], join) -> bool:
+        """Split two sequences of nodes into atoms of equal sizes and call ``join`` on each pair; False if they don't match."""
         a = [x for n in a if n != NONE for x in self.atoms(n)][::-1]
         b = [x for n in b if n != NONE for x in self.atoms(n)][::-1]
         ok = True
@@ -175,11 +183,11 @@ class Unifier:
         return ok and not a and not b
 
     def _divide(self, n: int, major: int, spread: bool = True) -> tuple[int, int]:
-        """Split an atom into (major, rest), and all of its weak class with it."""
+        """Split an atom, and all of its weak class, into two sub-dims of sizes (major, size / major); returns its sub-dims."""
         parts = (self.node(major), self.node(self.size[n] // major))
         for p in parts:
             self.occurs[p] |= self.occurs[n]
-        # the two parts of one dim may themselves not become one class
+        # the two sub-dims must not become one class
         self.split[n] = parts
         self.register(parts)
         for name, origin in (self.names.get(n) or self.inherited.get(n) or {}).items():
@@ -209,15 +217,15 @@ class Unifier:
         for m in {self.find(m) for m in self.weak_members[self._weak_find(n)]}:
             if m not in self.split and self.size[m] == self.size[n]:
                 others = self._divide(m, self.size[parts[0]], spread=False)
-                for mine, other in zip(parts, others, strict=True):
-                    self.unify_weak(mine, other)
+                for own, other in zip(parts, others, strict=True):
+                    self.unify_weak(own, other)
 
     def named(self, atom: int) -> bool:
-        """Whether the weak class of an atom has a name of its own."""
+        """Whether the weak class of an atom has a name that is not inherited."""
         return any(self.names.get(self.find(m)) for m in self.weak_members[self._weak_find(atom)])
 
     def unify_weak(self, a: int, b: int, where: object = None) -> bool:
-        """Join the weak classes of two atoms; where they share a value, prime the later one instead."""
+        """Join the weak classes of two atoms; if they share a value, prime one of them instead and return False."""
         ra, rb = self._weak_find(a), self._weak_find(b)
         if ra == rb:
             return True
@@ -241,10 +249,10 @@ class Unifier:
         return True
 
     def tie(self, group: Sequence[int], where: object = None) -> None:
-        """Join the nodes that one factor of an op ties together (weakly).
+        """Join the nodes of one factor of an op weakly.
 
-        A value that shares a factor with a primed dim, but has no such pair of dims itself, takes the unprimed name:
-        the gradient of the keys is ``seq`` again.
+        A value that shares a factor with a primed dim, but not with the dim that it was primed for, gets the unprimed name: the
+        gradient of the keys has ``seq``, not ``seq'``.
         """
         group = [n for n in group if n != NONE]
         if len(group) < 2:
@@ -255,7 +263,7 @@ class Unifier:
             if a == b or self.size[a] != self.size[b]:
                 continue
             self._sequences([a], [b], lambda x, y: self._tie_atoms(x, y, where))
-            if a in self.split or b in self.split:  # a name for the whole dim passes as well
+            if a in self.split or b in self.split:  # a name of the merged dim as well
                 self._tie_atoms(a, b, where)
 
     def _tie_atoms(self, x: int, y: int, where: object) -> bool:
@@ -273,77 +281,76 @@ class Unifier:
         return self.unify_weak(rx, ry, where)
 
     def link_names(self, a: int, b: int, where: object = None) -> None:
-        """Let a name pass between dims of different sizes (a slice and the whole)."""
+        """Join dims of different sizes weakly, such as a dim and a slice of it."""
         if a != NONE and b != NONE:
             aa, bb = self.atoms(a), self.atoms(b)
             if len(aa) == len(bb) == 1:
                 self._tie_atoms(aa[0], bb[0], where)
 
-    def name_pieces(self, pieces: list[Piece]) -> None:
-        """Pass names between wholes and their pieces, and drop the pieces that are done.
+    def name_slices(self, slices: list[DimSlice]) -> None:
+        """Propagate names between dims and their slices, and remove the slices that are done from the list.
 
-        A name goes down from a whole to the pieces without one. It goes up from pieces that all have the same, and from any to a
-        whole that is first put together (a class token and patches); never from one piece of a fused projection by way of the
-        whole to the next.
+        The names of a full dim go to its unnamed slices. The names of slices go to the full dim if all slices have the same, or if
+        the array is a concatenation (a class token and patches). They never go from one slice of a fused projection to another.
         """
-        left = len(pieces) + 1
-        while len(pieces) < left:
-            left = len(pieces)
-            wholes: dict[int, list[Piece]] = {}
-            for p in pieces:
-                if len(self.atoms(p.whole)) == 1:
-                    wholes.setdefault(self._weak_find(p.whole), []).append(p)
-            done: set[Piece] = set()
-            for whole, found in wholes.items():
-                names = {p: self._leading_names(p.part) for p in found}
-                said = [p for p in found if names[p] and (found[0].cut or len(self.atoms(p.part)) == 1)]
-                different = len({frozenset(names[p]) for p in said})
-                if self._leading_names(whole):
-                    flows = [p for p in found if not names[p]]
-                elif said and not found[0].cut:
-                    flows = said
+        left = len(slices) + 1
+        while len(slices) < left:
+            left = len(slices)
+            by_dim: dict[int, list[DimSlice]] = {}
+            for p in slices:
+                if len(self.atoms(p.full)) == 1:
+                    by_dim.setdefault(self._weak_find(p.full), []).append(p)
+            done: set[DimSlice] = set()
+            for full, own in by_dim.items():
+                names = {p: self._leading_names(p.part) for p in own}
+                named = [p for p in own if names[p] and (own[0].is_slice or len(self.atoms(p.part)) == 1)]
+                different = len({frozenset(names[p]) for p in named})
+                if self._leading_names(full):
+                    flows = [p for p in own if not names[p]]
+                elif named and not own[0].is_slice:
+                    flows = named
                 elif (
-                    different == 1 and said == found and 2 * sum(map(len, {p.lies for p in found})) >= self.size[whole]
+                    different == 1 and named == own and 2 * sum(map(len, {p.elements for p in own})) >= self.size[full]
                 ):
-                    flows = found
+                    flows = own
                 else:
                     continue
                 for p in flows:
                     if not names[p]:
-                        self._share_name(p.whole, p.part, p.where)
+                        self._share_name(p.full, p.part, p.where)
                     elif different == 1:
-                        self._share_name(p.part, p.whole, p.where)
+                        self._share_name(p.part, p.full, p.where)
                     else:
                         for name, origin in names[p].items():
-                            self.annotate(whole, name, origin)
+                            self.annotate(full, name, origin)
                 done.update(flows)
-            pieces[:] = [p for p in pieces if p not in done]
+            slices[:] = [p for p in slices if p not in done]
 
-    def _share_name(self, giver: int, taker: int, where: object) -> None:
-        """Give the names of one dim to another, of another size; where either is made of parts, those of its major part."""
-        mine, its = self.atoms(giver), self.atoms(taker)
-        if len(mine) == len(its) == 1:
-            self._tie_atoms(mine[0], its[0], where)
+    def _share_name(self, source: int, target: int, where: object) -> None:
+        """Give the names of one dim to another, of another size; of merged dims the major sub-dim counts."""
+        atoms, targets = self.atoms(source), self.atoms(target)
+        if len(atoms) == len(targets) == 1:
+            self._tie_atoms(atoms[0], targets[0], where)
         else:
-            for name, origin in self._leading_names(giver).items():
-                self.inherited.setdefault(its[0], {}).setdefault(name, origin)
+            for name, origin in self._leading_names(source).items():
+                self.inherited.setdefault(targets[0], {}).setdefault(name, origin)
 
     def _leading_names(self, n: int) -> dict[str, str]:
-        """The names of a dim, with their origins: of the whole of it or of its major part; else those that it inherits."""
+        """name → origin, of a dim or its major sub-dim; without any, its inherited names."""
         atom = self.atoms(n)[0]
         for table, node in ((self.names, self.find(n)), (self.names, atom), (self.inherited, atom)):
-            found: dict[str, str] = {}
+            names: dict[str, str] = {}
             for m in self.weak_members[self._weak_find(node)]:
                 for name, origin in table.get(self.find(m), {}).items():
-                    found.setdefault(name, origin)
-            if found:
-                return found
+                    names.setdefault(name, origin)
+            if names:
+                return names
         return {}
 
     # -- results
 
     def names_now(self, n: int) -> set[str]:
-        """The names a node has at this point, of its own or of its weak class."""
+        """The names of a node or its weak class, before :meth:`freeze`."""
         if n == NONE:
             return set()
         out = set(self.names.get(self.find(n), ()))
@@ -353,33 +360,33 @@ class Unifier:
         return out
 
     def freeze(self) -> None:
-        """Fix all names; :meth:`parts_of` may be asked from here on."""
-        self._name_inner_parts()
+        """Fix all names; afterwards :meth:`sub_dims_of` may be called."""
+        self._name_inner_sub_dims()
         self._cache = {NONE: ()}
         self._weak_names: dict[int, tuple[str, ...]] = {}
         self._weak_inherited: dict[int, tuple[str, ...]] = {}
         for root, members in list(self.weak_members.items()):
             for table, out in ((self.names, self._weak_names), (self.inherited, self._weak_inherited)):
-                found: dict[str, None] = {}
+                names: dict[str, None] = {}
                 for m in members:
-                    found.update(dict.fromkeys(table.get(self.find(m), ())))
-                out[root] = tuple(found)
+                    names.update(dict.fromkeys(table.get(self.find(m), ())))
+                out[root] = tuple(names)
 
-    def _name_inner_parts(self) -> None:
-        """Where a loop runs over the major part of a dim (microbatches), the dim's name goes to the rest of it.
+    def _name_inner_sub_dims(self) -> None:
+        """If a loop runs over the major sub-dim of a dim (microbatches), give the name of the dim to its minor sub-dim.
 
-        Devices that had the major part split among them would each do all of every iteration.
+        A loop runs all iterations on all devices, so sharding the major sub-dim would not divide the work.
         """
         looped = {self.find(n) for n in self.looped if n != NONE}
         for n, parts in self.split.items():
-            major, rest = parts[0], parts[-1]
+            major, minor = parts[0], parts[-1]
             names = self.names.get(n) or self.inherited.get(n)
             if names and self.find(major) in looped:
                 self.inherited[major] = {f"{name}-outer": origin for name, origin in names.items()}
-                self.inherited[rest] = dict(names)
+                self.inherited[minor] = dict(names)
 
-    def parts_of(self, n: int) -> tuple[Part, ...]:
-        """The named parts of a node, major to minor; ``()`` for a dim of size 1."""
+    def sub_dims_of(self, n: int) -> tuple[SubDim, ...]:
+        """(names, size) of the sub-dims of a node, major to minor; ``()`` for a dim of size 1."""
         cache = self._cache
         assert cache is not None
         if n in cache:
@@ -394,7 +401,7 @@ class Unifier:
             elif r in self.split and (names := self._weak_names.get(self._weak_find(r))):
                 parts = ((names, self.size[r]),)
             elif r in self.split:
-                parts = tuple(p for child in self.split[r] for p in self.parts_of(child))
+                parts = tuple(p for child in self.split[r] for p in self.sub_dims_of(child))
             else:
                 w = self._weak_find(r)
                 names = self._weak_names.get(w) or tuple(self.inherited.get(r, ()))
@@ -405,6 +412,7 @@ class Unifier:
         return parts
 
     def _primed(self, w: int) -> tuple[str, ...]:
+        """The primed name of a weak class; ``()``: it is not primed."""
         base = self.prime_of.get(w)
         if base is None:
             return ()
@@ -415,10 +423,11 @@ class Unifier:
         return tuple(f"{n}'" for n in names[:1])
 
     def all_names(self) -> set[str]:
+        """All names, without inherited and primed ones."""
         return {name for names in self.names.values() for name in names}
 
     def joins(self) -> Iterable[tuple[str, str, str, str, object]]:
-        """(name, name, origin, origin, where) for every two names of one class, and of refused joins."""
+        """(name, name, origin, origin, op) for every two names of one class, or of two dims of one value that an op would join."""
         seen: set[frozenset[str]] = set()
         classes: list[tuple[dict[str, str], object]] = []
         for members in self.weak_members.values():

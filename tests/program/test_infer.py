@@ -245,7 +245,7 @@ def test_two_names_that_are_put_together_are_listed():
     with pytest.warns(mp.JoinWarning, match="kv_seq = seq|seq = kv_seq"):
         p = plan(lambda x, y: (x, y, jnp.concatenate([x, y], 1)), f32(2, 6), f32(2, 10), dims=dims)
     assert [format_dims(h.dims) for h in p.outputs[:2]] == ["batch seq", "batch kv_seq"]
-    assert set(p.program.parts(p.program.outputs[2], 1)[0][0]) == {"seq", "kv_seq"}
+    assert set(p.program.sub_dims(p.program.outputs[2], 1)[0][0]) == {"seq", "kv_seq"}
 
 
 def test_the_gradient_of_a_fused_projection_passes_no_name_from_piece_to_piece():

@@ -22,7 +22,7 @@ from jax.extend.core import ClosedJaxpr
 
 from ...rules import ELEMENTWISE
 from ...rules.reduce import REDUCTION_KINDS
-from ..infer import again
+from ..infer import infer_like
 from ..ir import Program, Value
 from . import collapsed, lookups, padded, slices
 from .candidates import candidate_dims
@@ -104,6 +104,6 @@ def _rewrite(program: Program, shards: ShardCounts) -> _Rewritten:
     jaxpr = rewriter.jaxpr(program.root)
     if jaxpr is None:
         return _Rewritten(None, counts, notes)
-    rewritten = again(program, ClosedJaxpr(jaxpr, program.closed.consts))
+    rewritten = infer_like(program, ClosedJaxpr(jaxpr, program.closed.consts))
     rewritten.original = program
     return _Rewritten(rewritten, counts, notes)
