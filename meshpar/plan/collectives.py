@@ -34,8 +34,8 @@ class Collective:
       cause: a sentence with the rule of the layout that needs it.
       origin: the op that needs it.
       algorithm: one of :data:`meshpar.hardware.algorithms.ALGORITHMS`: ``native``: one collective over all axes; ``staged``: one
-        per torus dimension, sequentially; ``hierarchical``: staged, inter-slice stage last; ``all_reduce``: an all-reduce followed by a
-        local slice, for a reduce-scatter; ``ring``: ring steps overlapped with matmuls, half in each direction; ``pallas``: remote
+        per torus dimension, sequentially; ``hierarchical``: staged, inter-slice stage last; ``all_reduce``: an all-reduce followed by
+        a local slice, for a reduce-scatter; ``ring``: ring steps overlapped with matmuls, half in each direction; ``pallas``: remote
         DMA of a kernel.
       why: why it has this algorithm; empty: there is no other.
       seconds: estimated for one run; None: not estimated.
