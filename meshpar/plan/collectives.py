@@ -33,10 +33,12 @@ class Collective:
       count: runs per step; None: a loop's trip count is not known.
       cause: a sentence with the rule of the layout that needs it.
       origin: the op that needs it.
-      algorithm: one of :data:`meshpar.hardware.algorithms.ALGORITHMS`: ``native``: one collective over all axes; ``staged``: one
-        per torus dimension, sequentially; ``hierarchical``: staged, inter-slice stage last; ``all_reduce``: an all-reduce followed by
-        a local slice, for a reduce-scatter; ``ring``: ring steps overlapped with matmuls, half in each direction; ``pallas``: remote
-        DMA of a kernel.
+      algorithm: one of :data:`meshpar.hardware.algorithms.ALGORITHMS`:
+
+        - ``native``: one collective over all axes;
+        - ``staged``: one per torus dimension, sequentially; ``hierarchical``: staged, inter-slice stage last;
+        - ``all_reduce``: an all-reduce followed by a local slice, for a reduce-scatter;
+        - ``ring``: ring steps overlapped with matmuls, half in each direction; ``pallas``: remote DMA of a kernel.
       why: why it has this algorithm; empty: there is no other.
       seconds: estimated for one run; None: not estimated.
       first: index of the first torus dimension of its axes that it runs over (a ring runs over those before).
