@@ -58,7 +58,7 @@ def measure(name: str, form: str) -> dict:
     return {
         "case": name, "form": form, "cycles": compiled.cycles, "peak": compiled.memory.peak,
         "exposed": exposed.seconds, "in_layers": exposed.in_loops,
-        "sent": exposed.sent, "compute": exposed.compute, "matmuls": exposed.products,
+        "sent": exposed.sent, "compute": exposed.compute, "matmuls": exposed.matmul_cycles,
         "by_kind": exposed.by_kind, "bytes": compiled.bytes_sent,
         "pairs": [o.to_dict() for o in plan.overlaps] if plan is not None else [],
         "planned": None if plan is None else sum((o.count or 0) * o.exposed[o.choice] for o in plan.overlaps if o.exposed),

@@ -1,7 +1,6 @@
 """The process in which a compiler runs: ``python -m meshpar.verify.compiler JOB``.
 
-It reads a job from a folder and leaves its result there. A compiler that aborts takes this process
-along, and not the one that asked.
+It reads a job from a folder and writes the result into it. A compiler that aborts ends this process, not the caller's.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def main(folder: Path) -> None:
 
 
 def compile_job(module: bytes, job: dict[str, Any], dump: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """(facts, texts); facts have ``error`` where the compiler refuses."""
+    """(facts, texts); facts have ``error`` if the compiler rejects the program."""
     import jax
 
     from ..compat.devices import compile_parts
@@ -77,8 +76,8 @@ def compile_job(module: bytes, job: dict[str, Any], dump: Path) -> tuple[dict[st
 def memory_of(stats: Any, cpu: bool) -> dict[str, int]:
     """The attributes of :class:`meshpar.verify.aot.Memory`, in bytes, from XLA's ``CompiledMemoryStats``.
 
-    XLA's peak counts buffers in the host's memory as well, temporaries there more than once (libtpu 0.0.42), and for CPUs leaves
-    temporaries out. No device has more than its arguments, results and temporaries.
+    XLA's peak includes buffers in the host's memory, its temporaries more than once (libtpu 0.0.42); for CPUs it lacks
+    temporaries. The peak of a device is at most the sum of its arguments, results and temporaries.
     """
     memory = {name: getattr(stats, attribute) for name, attribute in MEMORY.items()}
     host = {name: getattr(stats, f"host_{attribute}", 0) for name, attribute in MEMORY.items() if name != "peak"}

@@ -1,13 +1,14 @@
-"""How much of its communication a compiled TPU program leaves exposed, by its own final schedule.
+"""Exposed communication of a compiled TPU program, from its final schedule.
 
-The scheduled instructions of every computation are gone through in order, with a clock. What computes takes the compiler's own
-``estimated_cycles``. An asynchronous collective (start and end, a chain of fusions, a call on the SparseCores) occupies its links
-from its start for the time that the hardware table gives it; where its end is waited for and has not come, the wait is
-exposed. Those of one kind over the same devices go one after the other, others that are under way at once share the links that
-both need. A synchronous collective is exposed for as long as it takes. Loops multiply; what a loop starts it ends.
+The scheduled instructions of every computation are simulated in order. A computing instruction takes the compiler's
+``estimated_cycles``. An asynchronous collective (start and done, a chain of fusions, a call on the SparseCores) occupies its links
+from its start for the time of the hardware table; if its done instruction is reached earlier, the remaining time is exposed.
+Collectives of one kind over the same devices run sequentially; others that are in flight at the same time share their common links.
+A synchronous collective is exposed for its whole duration. Loop bodies count with their trip counts; a collective that a loop body
+starts also ends in it.
 
-Kernels of which the compiler states no cycles (Pallas) count as nothing: what runs beside them counts as exposed. Local copies are
-not looked at.
+Kernels without an estimate of the compiler (Pallas) take no time: collectives that overlap with them count as exposed. Local copies
+are ignored.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .hlo import HloCollective, branches_of, collective_of, estimate, inside
 from .hlo_text import Instruction, Module, parse
 from .loops import Scope, trip_count
 
-_PRODUCTS = frozenset({"convolution", "dot"})
+_MATMULS = frozenset({"convolution", "dot"})
 
 
 @dataclass(slots=True)
@@ -36,60 +37,62 @@ class Exposed:
     """Seconds of a step on one device.
 
     Attributes:
-      seconds: of communication in which nothing is computed.
-      sent: of all communication, were it one after the other.
-      compute: of what computes.
-      products: cycles of what holds matrix products.
-      in_loops: of ``seconds``, those inside loops: of scanned layers, without what stands before and after them.
-      by_kind: exposed seconds by kind of collective, asynchronous ones as ``all-gather (async)``.
+      seconds: exposed communication.
+      sent: all communication, run sequentially.
+      compute: computing instructions.
+      matmul_cycles: cycles of instructions that contain matmuls or convolutions.
+      in_loops: the part of ``seconds`` that is inside loops, such as a scan over layers.
+      by_kind: exposed seconds by kind of collective; asynchronous ones as ``all-gather (async)``.
     """
 
     seconds: float = 0.0
     sent: float = 0.0
     compute: float = 0.0
-    products: float = 0.0
+    matmul_cycles: float = 0.0
     in_loops: float = 0.0
     by_kind: dict[str, float] = field(default_factory=dict)
 
     @property
     def schedule(self) -> float:
-        """What computes, and what is exposed."""
+        """Compute and exposed communication."""
         return self.compute + self.seconds
 
-    def wait(self, kind: str, seconds: float) -> None:
+    def add_exposed(self, kind: str, seconds: float) -> None:
+        """Count exposed seconds of a kind of collective."""
         self.seconds += seconds
         self.by_kind[kind] = self.by_kind.get(kind, 0.0) + seconds
 
     def add(self, other: Exposed, times: float) -> None:
+        """Add the times of a computation that runs ``times`` times."""
         self.seconds += other.seconds * times
         self.sent += other.sent * times
         self.compute += other.compute * times
-        self.products += other.products * times
+        self.matmul_cycles += other.matmul_cycles * times
         self.in_loops += other.in_loops * times
         for kind, n in other.by_kind.items():
             self.by_kind[kind] = self.by_kind.get(kind, 0.0) + n * times
 
 
 def exposed(text: str, chip: Chip, places: Places, *, unknown: int = 1) -> Exposed:
-    """What a final, scheduled HLO module leaves exposed; of a condition the longest branch.
+    """Exposed communication of a final, scheduled HLO module; a conditional counts with its longest branch.
 
     Args:
       text: the module.
-      chip: what it runs on; its ``clock`` must be known.
-      places: of its devices, in the order of the partitions.
-      unknown: trips of a loop whose number is not known.
+      chip: the chip of its devices; its clock must be known.
+      places: the torus positions of its devices, in the order of the partitions.
+      unknown: trip count of loops whose trip count is not known.
 
     Raises:
       ValueError: the text is no HLO module, or the chip's clock is not known.
     """
     if not chip.compiler.clock_hz:
-        raise ValueError(f"the clock of {chip.name} is not known, so cycles are no seconds")
+        raise ValueError(f"the clock of {chip.name} is not known, so that cycles cannot be converted to seconds")
     module = parse(text)
     return _Timeline(module, chip, places, unknown).run(Scope(module, module.computations[module.entry], ()))
 
 
 def wire_seconds(c: HloCollective, chip: Chip, places: Places) -> float:
-    """Seconds of one collective of a compiled program, alone on its links."""
+    """Seconds of one execution of a collective of a compiled program, without other traffic on its links."""
     if not c.bytes or not c.members:
         return 0.0
     if c.op == "collective-permute":
@@ -109,8 +112,14 @@ def wire_seconds(c: HloCollective, chip: Chip, places: Places) -> float:
 
 
 @dataclass(eq=False, slots=True)
-class _Flight:
-    """A collective under way: its queue, the links that it needs, and the seconds that it would yet take alone on them."""
+class _Transfer:
+    """A collective in flight.
+
+    Attributes:
+      queue: collectives with the same queue run sequentially.
+      links: the links that it uses.
+      left: remaining seconds without other traffic on its links.
+    """
 
     kind: str
     queue: Any
@@ -118,122 +127,127 @@ class _Flight:
     left: float
 
 
-class _Wires:
-    """The links of a device: the first collective of every queue is sent, and those that need one link share it."""
+class _Links:
+    """The links of a device. The first collective of every queue is being sent; those with a common link share it equally."""
 
     def __init__(self) -> None:
-        self.flights: list[_Flight] = []  # in the order in which they began
+        self.transfers: list[_Transfer] = []  # in the order of their starts
 
-    def send(self, kind: str, queue: Any, links: frozenset[tuple[str, int]], seconds: float) -> _Flight:
-        flight = _Flight(kind, queue, links, seconds)
+    def start(self, kind: str, queue: Any, links: frozenset[tuple[str, int]], seconds: float) -> _Transfer:
+        """Start a collective that takes ``seconds`` without other traffic."""
+        transfer = _Transfer(kind, queue, links, seconds)
         if seconds:
-            self.flights.append(flight)
-        return flight
+            self.transfers.append(transfer)
+        return transfer
 
-    def pass_by(self, seconds: float) -> None:
-        """Let time pass."""
-        while self.flights and seconds > 0:
+    def advance(self, seconds: float) -> None:
+        """Advance the clock by some seconds."""
+        while self.transfers and seconds > 0:
             seconds -= self._step(seconds)
 
-    def until(self, flight: _Flight) -> float:
-        """Let time pass until a collective has ended; returns the seconds."""
+    def wait_for(self, transfer: _Transfer) -> float:
+        """Advance the clock until a collective has ended; returns the seconds."""
         passed = 0.0
-        while any(f is flight for f in self.flights):
+        while any(t is transfer for t in self.transfers):
             passed += self._step(math.inf)
         return passed
 
     def _step(self, most: float) -> float:
-        """Go on to the next end of a collective, or for so many seconds; returns the seconds."""
-        heads = list({f.queue: f for f in reversed(self.flights)}.values())
-        users = Counter(link for f in heads for link in f.links)
-        shares = [(f, max((users[link] for link in f.links), default=1)) for f in heads]
+        """Advance to the next end of a collective, at most by ``most`` seconds; returns the seconds."""
+        heads = list({t.queue: t for t in reversed(self.transfers)}.values())
+        users = Counter(link for t in heads for link in t.links)
+        shares = [(t, max((users[link] for link in t.links), default=1)) for t in heads]
         first, share = min(shares, key=lambda x: x[0].left * x[1])
         seconds = min(most, first.left * share)
-        for f, n in shares:
-            f.left -= seconds / n
+        for t, n in shares:
+            t.left -= seconds / n
         if seconds < most:
-            first.left = 0.0  # whatever rounding leaves of it
-        self.flights = [f for f in self.flights if f.left > 0]
+            first.left = 0.0  # without a rounding error
+        self.transfers = [t for t in self.transfers if t.left > 0]
         return seconds
 
 
 class _Timeline:
+    """Simulates the scheduled instructions of a module."""
+
     def __init__(self, module: Module, chip: Chip, places: Places, unknown: int):
         self.module, self.chip, self.places, self.unknown = module, chip, places, unknown
 
     def run(self, scope: Scope) -> Exposed:
-        """One run of a computation, from idle links to idle links."""
+        """One execution of a computation; no collective is in flight before and after it."""
         out = Exposed()
-        wires = _Wires()
-        flights: dict[str, _Flight] = {}  # asynchronous collectives under way, the last of each start
+        network = _Links()
+        in_flight: dict[str, _Transfer] = {}  # by the name of the start instruction
 
-        def wait(flight: _Flight) -> None:
-            seconds = wires.until(flight)
+        def wait(transfer: _Transfer) -> None:
+            seconds = network.wait_for(transfer)
             if seconds:
-                out.wait(flight.kind, seconds)
+                out.add_exposed(transfer.kind, seconds)
 
         for i in scope.computation:
             role, sent = self.role(i, scope)
             if role == "done":
-                flight = flights.pop(_begun(i, scope, set(flights)), None)
-                if flight is not None:
-                    wait(flight)
+                transfer = in_flight.pop(_start_of(i, scope, set(in_flight)), None)
+                if transfer is not None:
+                    wait(transfer)
                 continue
             for c in sent:
                 seconds = wire_seconds(c, self.chip, self.places) * (1 if c.count is None else c.count)
                 out.sent += seconds
                 links = self.places.links(c.members or (), c.pairs)
                 kind = f"{c.op} (async)" if role == "start" else c.op
-                flight = wires.send(kind, (c.op, c.members), links, seconds)
+                transfer = network.start(kind, (c.op, c.members), links, seconds)
                 if role == "start":
-                    flights[i.name] = flight
+                    in_flight[i.name] = transfer
                 else:
-                    wait(flight)
+                    wait(transfer)
             if i.opcode in ("while", "conditional", "call"):
                 inner = self.inner(i, scope)
                 out.add(inner, 1)
-                wires.pass_by(inner.schedule)
+                network.advance(inner.schedule)
                 continue
             cycles = estimate(i)
             if cycles:
-                wires.pass_by(cycles / self.chip.compiler.clock_hz)
+                network.advance(cycles / self.chip.compiler.clock_hz)
                 out.compute += cycles / self.chip.compiler.clock_hz
-                out.products += cycles * self.multiplies(i)
-        for flight in flights.values():
-            wait(flight)
+                out.matmul_cycles += cycles * self.has_matmul(i)
+        for transfer in in_flight.values():
+            wait(transfer)
         return out
 
     def role(self, i: Instruction, scope: Scope) -> tuple[str, list[HloCollective]]:
-        """(``start``, ``done`` or neither; the collectives that begin here)."""
+        """(``start``, ``done`` or "", and the collectives that the instruction starts)."""
         if i.opcode.endswith("-done"):
             return ("done" if not i.opcode.startswith(("copy", "slice", "recv", "send", "dynamic")) else ""), []
         if i.opcode == "fusion":
             if i.name.startswith("async-collective-done"):
                 return "done", []
-            found = inside(self.module, i, scope)
+            inner = inside(self.module, i, scope)
             if i.name.startswith("async-collective-start"):
-                return "start", found[:1]
-            # a product that moves a collective on has a part of its chain: the start has counted it
-            return "", [] if any(_CHAIN in x.attributes for x in self.instructions(i)) else found
+                return "start", inner[:1]
+            # a matmul fusion may contain a step of a chain, whose collective the start has counted
+            return "", [] if any(_CHAIN in x.attributes for x in self.instructions(i)) else inner
         if i.opcode in ("while", "conditional", "call"):
             return "", []
         c = collective_of(self.module, i, scope)
         if c is not None:
             return ("start" if i.opcode.endswith("-start") else ""), [c]
         if i.opcode in ("async-start", "call-start"):
-            found = inside(self.module, i, scope)
-            return ("start" if found else ""), found if i.opcode == "call-start" else found[:1]
+            inner = inside(self.module, i, scope)
+            return ("start" if inner else ""), inner if i.opcode == "call-start" else inner[:1]
         return "", []
 
     def instructions(self, i: Instruction) -> list[Instruction]:
+        """The instructions of a fusion, nested fusions included."""
         called = self.module.computations.get(i.called or "")
-        found = list(called) if called else []
-        return found + [x for inner in found if inner.opcode == "fusion" for x in self.instructions(inner)]
+        own = list(called) if called else []
+        return own + [x for inner in own if inner.opcode == "fusion" for x in self.instructions(inner)]
 
-    def multiplies(self, i: Instruction) -> bool:
-        return i.opcode in _PRODUCTS or any(x.opcode in _PRODUCTS for x in self.instructions(i))
+    def has_matmul(self, i: Instruction) -> bool:
+        return i.opcode in _MATMULS or any(x.opcode in _MATMULS for x in self.instructions(i))
 
     def inner(self, i: Instruction, scope: Scope) -> Exposed:
+        """The times of a loop with its trip count, of the longest branch of a conditional, or of a call."""
         out = Exposed()
         if i.opcode == "while":
             trips, fixed = trip_count(scope, i)
@@ -249,25 +263,25 @@ class _Timeline:
 
 
 _CHAIN = "chain_id="
-"""What XLA writes on the parts of one collective that several fusions share."""
+"""Attribute of the fusions that execute one collective together."""
 
 
-def _begun(i: Instruction, scope: Scope, under_way: set[str]) -> str:
-    """The start that an end belongs to: among what its operands are made of, else the one with its number."""
+def _start_of(i: Instruction, scope: Scope, in_flight: set[str]) -> str:
+    """The name of the start that a done instruction belongs to: from its operands, else from its own name."""
     todo, seen = list(i.operands), set[str]()
     while todo:
         name = todo.pop().partition("#")[0]
-        if name in under_way:
+        if name in in_flight:
             return name
         if name in seen or len(seen) > 64:
             continue
         seen.add(name)
-        made = scope.computation.get(name)
-        if made is not None and made.opcode in ("get-tuple-element", "bitcast", "tuple", "fusion", "async-update"):
-            todo += made.operands
+        source = scope.computation.get(name)
+        if source is not None and source.opcode in ("get-tuple-element", "bitcast", "tuple", "fusion", "async-update"):
+            todo += source.operands
     return i.name.replace("-done", "-start", 1)
 
 
 def places_of(devices: Sequence[Any]) -> Places:
-    """The places of a program's devices on their slice, in the order of the partitions."""
+    """The torus positions of a program's devices, in the order of the partitions."""
     return Places.of(np.asarray(devices, object))

@@ -1,4 +1,4 @@
-"""Collectives and cycles out of compiled programs: what XLA sends, from its own text, loops counted."""
+"""Collectives and cycles of compiled programs, from their HLO text, with loop trip counts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DCN = {
     "ALL_GATHER": "all-gather", "ALL_REDUCE": "all-reduce", "REDUCE_SCATTER": "reduce-scatter",
     "ALL_TO_ALL": "all-to-all", "ONE_TO_ONE": "collective-permute",
 }  # fmt: skip
-_SLICE = 100_000  # the TPU runtime numbers the chips of slice k, from 1, upwards from k times this
+_SLICE = 100_000  # the TPU runtime numbers the chips of slice k (from 1) from k times this on
 
 
 @dataclass(slots=True)
@@ -29,19 +29,19 @@ class HloCollective:
 
     Attributes:
       op: its kind, ``"all-gather"`` …; a TPU ``all-reduce-scatter`` fusion is a reduce-scatter.
-      group: how many devices take part together; 0 for a collective-permute, which has pairs.
-      members: numbers of the devices of the first group (of the first pair); None where the text does not list them.
+      group: devices per group; 0 for a collective-permute, which has pairs.
+      members: partition numbers of the first group (of the first pair); None if the text does not list them.
       shape: the gathered result of an all-gather, else the operands: ``bf16[4096,2048]``.
-      bytes: sent by each device, once. With g devices in a group: all-gather result·(g-1)/g; reduce-scatter and all-to-all
-        operand·(g-1)/g; all-reduce 2·operand·(g-1)/g; collective-permute the operand; ragged all-to-all at most the smaller of
+      bytes: sent by each device in one execution. With g devices in a group: all-gather result·(g-1)/g; reduce-scatter and
+        all-to-all operand·(g-1)/g; all-reduce 2·operand·(g-1)/g; collective-permute the operand; ragged all-to-all at most the smaller of
         input and output·(g-1)/g.
-      count: how often it runs in a step; None where a loop's trips are not known.
-      dcn: whether it goes between slices: the final TPU program has such collectives as transfers of the runtime, and those
-        within a slice as one slice sees them.
-      name: of the instruction.
-      op_name: JAX's name of what made it.
-      source: the user's line, where the text has it.
-      pairs: of a collective-permute: (from, to) of all that is sent to another device.
+      count: executions in a step; None if a trip count is not known.
+      dcn: whether it is between slices. The final TPU program has such collectives as transfers of the runtime, and
+        those within a slice with device numbers of one slice.
+      name: name of the instruction.
+      op_name: JAX's name of the op.
+      source: the user's source line; "" if the text does not have it.
+      pairs: of a collective-permute: (source, target) pairs of different devices.
     """
 
     op: str
@@ -65,21 +65,25 @@ class HloCollective:
         """The mesh axes along which its members differ, for a mesh of these sizes in the program's device order."""
         if not self.members:
             return ()
-        places = []
+        coordinates = []
         for device in self.members:
-            place = []
+            own = []
             for size in reversed(list(sizes.values())):
                 device, at = divmod(device, size)
-                place.append(at)
-            places.append(place[::-1])
-        return tuple(a for i, a in enumerate(sizes) if len({p[i] for p in places}) > 1)
+                own.append(at)
+            coordinates.append(own[::-1])
+        return tuple(a for i, a in enumerate(sizes) if len({c[i] for c in coordinates}) > 1)
 
 
 @dataclass(slots=True)
 class Run:
-    """An instruction, how often it runs (None: a loop's trips are not known), and where it stands.
+    """An instruction with its context.
 
-    ``fused``: inside a fusion, or on another thread, where the cycles of what computes are not those of the program.
+    Attributes:
+      scope: of its computation.
+      count: executions in a step; None if a trip count is not known.
+      fused: inside a fusion or on another thread, so that its estimated cycles do not count.
+      scattered: inside an all-reduce-scatter fusion.
     """
 
     instruction: Instruction
@@ -90,10 +94,10 @@ class Run:
 
 
 def collectives(text: str) -> list[HloCollective]:
-    """Every collective of an HLO module in order of execution: right after partitioning, or final, for any platform.
+    """Every collective of an HLO module (right after partitioning, or final; any platform), in order of execution.
 
-    Loops multiply; of a conditional the branch that sends most counts; of a TPU collective that is spread over several
-    fusions (one chain) the start counts. Remote copies inside Pallas kernels are not collectives, and are not seen.
+    Counts include loop trip counts; a conditional counts with the branch that sends most; a TPU collective that is executed by
+    several fusions (a chain) is listed once, at its start. Remote copies inside Pallas kernels are not collectives.
 
     Raises:
       ValueError: the text is no HLO module.
@@ -107,9 +111,9 @@ def collectives(text: str) -> list[HloCollective]:
 
 
 def cycles(text: str) -> float:
-    """The TPU compiler's own estimate of the cycles of a step: ``estimated_cycles`` of every fusion, times its trips.
+    """The TPU compiler's estimate of the cycles of a step: ``estimated_cycles`` of every fusion times its executions.
 
-    Time on the links is not in it, nor anything that overlaps. Loops of unknown length count once.
+    It does not include communication. Loops of unknown length count once.
     """
 
     def cost(runs: Sequence[Run]) -> float:
@@ -119,13 +123,13 @@ def cycles(text: str) -> float:
 
 
 def estimate(i: Instruction) -> int:
-    """The TPU compiler's cycles of one instruction; 0 where it states none, or the largest integer (what SparseCores copy)."""
+    """The TPU compiler's cycles of an instruction; 0 if there is no estimate, or the largest integer (SparseCore copies)."""
     m = re.search(r'"estimated_cycles":"(\d+)"', i.attributes)
     return int(m[1]) if m and int(m[1]) < 2**63 - 1 else 0
 
 
 def walk(module: Module, cost: Callable[[Sequence[Run]], float]) -> Iterator[Run]:
-    """Every instruction of a module, those inside fusions, calls and loops too; of a conditional the branch that costs most."""
+    """Every instruction of a module, also inside fusions, calls and loops, and in the most expensive branch of conditionals."""
     entry = Scope(module, module.computations[module.entry], ())
     yield from _visit(entry, 1, False, False, cost)
 
@@ -165,28 +169,28 @@ def branches_of(i: Instruction) -> list[str]:
 
 
 def _collectives(module: Module, runs: Sequence[Run]) -> list[HloCollective]:
-    found = [(r, kind) for r in runs if (kind := _kind(r.instruction))]
+    sending = [(r, kind) for r in runs if (kind := _kind(r.instruction))]
     chains: dict[tuple[str, ...], list[Run]] = {}
-    for run, kind in found:
+    for run, kind in sending:
         chain = re.search(r'chain_id="(\d+)"', run.instruction.attributes)
         if chain and run.fused:
             chains.setdefault((kind, chain[1], run.instruction.attribute("channel_id") or ""), []).append(run)
     skipped: set[int] = set()
     for parts in chains.values():
         starts = [r for r in parts if any('"AsyncCollectiveStart"' in i.attributes for i in r.scope.computation)]
-        kept = starts or [min(parts, key=lambda r: math.inf if r.count is None else r.count)]
-        skipped |= {id(r) for r in parts} - {id(r) for r in kept}
-    return [_record(module, r, kind) for r, kind in found if id(r) not in skipped]
+        listed = starts or [min(parts, key=lambda r: math.inf if r.count is None else r.count)]
+        skipped |= {id(r) for r in parts} - {id(r) for r in listed}
+    return [_record(module, r, kind) for r, kind in sending if id(r) not in skipped]
 
 
 def collective_of(module: Module, i: Instruction, scope: Scope) -> HloCollective | None:
-    """The collective that an instruction is or starts, counted once; None: it is none."""
+    """The collective that an instruction is or starts, with a count of 1; None if it is not a collective."""
     kind = _kind(i)
     return None if kind is None else _record(module, Run(i, scope, 1, False, False), kind)
 
 
 def inside(module: Module, i: Instruction, scope: Scope) -> list[HloCollective]:
-    """The collectives inside a fusion or an asynchronous call, each counted as often as one run of it runs them."""
+    """The collectives inside a fusion or an asynchronous call, with their counts in one execution of it."""
     inner = scope.inner(i.called, [lambda x=x: scope.value(x) for x in i.operands])
     if inner is None:
         return []
@@ -213,7 +217,7 @@ def _record(module: Module, run: Run, kind: str) -> HloCollective:
     shapes = [arrays(o.shape) for x in i.operands if (o := run.scope.computation.get(x))]
     operand = [a for s in shapes for a in s]
     shown, share = operand, (group - 1) / group if group else 0.0
-    moved: list[tuple[int, int]] = []
+    remote: list[tuple[int, int]] = []
     if kind == "all-gather":
         result = arrays(i.shape)
         shown = result[len(i.operands) :] if i.opcode.endswith("-start") else result
@@ -222,39 +226,39 @@ def _record(module: Module, run: Run, kind: str) -> HloCollective:
         sent = 2 * byte_size(operand) * share
     elif kind == "collective-permute":
         pairs = _pairs(i.attributes)
-        moved = [p for p in pairs if p[0] != p[1]]
-        group, members = 0, (moved or pairs or [None])[0]
+        remote = [p for p in pairs if p[0] != p[1]]
+        group, members = 0, (remote or pairs or [None])[0]
         shown = shapes[0] if shapes else []
-        sent = 0.0 if pairs and not moved else byte_size(operand)
+        sent = 0.0 if pairs and not remote else byte_size(operand)
     elif kind == "ragged-all-to-all":
         shown = shapes[0] if shapes else []
         sent = min(map(byte_size, shapes[:2]), default=0.0) * share
     else:
         sent = byte_size(operand) * share
     return HloCollective(
-        kind, group, members, _shapes(shown), sent, run.count, False, i.name, i.op_name, module.source(i), tuple(moved)
+        kind, group, members, _shapes(shown), sent, run.count, False, i.name, i.op_name, module.source(i), tuple(remote)
     )
 
 
-def _shapes(found: Sequence[tuple[str, tuple[int, ...]]]) -> str:
-    return ", ".join(f"{t}[{','.join(map(str, dims))}]" for t, dims in found)
+def _shapes(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> str:
+    return ", ".join(f"{t}[{','.join(map(str, dims))}]" for t, dims in shapes)
 
 
 def _between_slices(module: Module, run: Run, kind: str) -> HloCollective:
-    """A transfer over DCN: the ``send`` has what one device gives, and the slices (or chips) that it is for."""
+    """A transfer over DCN, from its ``send`` instruction: the data of one device, and the target slices (or chips)."""
     i = run.instruction
     operand = run.scope.computation.get(i.operands[0])
-    given = arrays(operand.shape) if operand else []
+    data = arrays(operand.shape) if operand else []
     target = i.attributes[i.attributes.find("_xla_megascale_target=") :]
     first = re.search(r"\{([\d,>\-]+)\}", target)
     numbers = [int(n) for n in re.findall(r"\d+", first[1])] if first else []
     slices = [n // _SLICE if n >= _SLICE else n for n in numbers]
-    g, n = len(slices), byte_size(given)
+    g, n = len(slices), byte_size(data)
     factors = {"all-gather": g - 1, "all-reduce": 2 * (g - 1) / g, "collective-permute": 1} if g else {}
     sent = n * factors.get(kind, (g - 1) / g if g else 0)
     members = tuple((s - 1) * module.devices for s in slices)
     return HloCollective(
-        kind, 0 if kind == "collective-permute" else g, members or None, _shapes(given), sent, run.count, True, i.name,
+        kind, 0 if kind == "collective-permute" else g, members or None, _shapes(data), sent, run.count, True, i.name,
         i.op_name, module.source(i),
     )  # fmt: skip
 
@@ -268,7 +272,7 @@ def _pairs(attributes: str) -> list[tuple[int, int]]:
 
 
 def _group(attributes: str, devices: int) -> tuple[int, tuple[int, ...] | None]:
-    """(size of a replica group, the first group), from any of the ways in which XLA writes them."""
+    """(size of a replica group, members of the first group), from any of XLA's notations."""
     at = attributes.find("replica_groups=")
     text = "" if at < 0 else attributes[at + len("replica_groups=") :]
     if text.startswith("mesh["):
@@ -288,7 +292,7 @@ def _group(attributes: str, devices: int) -> tuple[int, tuple[int, ...] | None]:
 
 
 def _first(sizes: Sequence[int], order: Sequence[int], count: int) -> tuple[int, ...]:
-    """The first ``count`` numbers of an iota of these sizes, transposed, read row by row."""
+    """The first ``count`` numbers of a transposed iota of these sizes, in row-major order."""
     strides = [math.prod(sizes[k + 1 :]) for k in range(len(sizes))]
     out = []
     for n in range(count):
@@ -301,7 +305,7 @@ def _first(sizes: Sequence[int], order: Sequence[int], count: int) -> tuple[int,
 
 
 def _mesh_group(text: str) -> tuple[int, tuple[int, ...] | None]:
-    """``mesh['x'=2,'y'=4] {'x'}``; a part of an axis is ``'x':(before)size``."""
+    """As :func:`_group`, for ``mesh['x'=2,'y'=4] {'x'}``; a sub-axis is ``'x':(pre-size)size``."""
     end = closing(text, 4)
     sizes = {a: int(n) for a, n in re.findall(r"'([^']+)'=(\d+)", text[4:end])}
     brace = text.find("{", end)

@@ -1,4 +1,4 @@
-"""HLO text → instructions: what XLA prints before, between and after its passes, for CPU, GPU and TPU alike."""
+"""Parser of HLO text, as XLA prints it for CPU, GPU and TPU before, between and after its passes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _END = re.compile(r"^\}(, execution_thread.*)?\s*$")
 _COMMENT = re.compile(r"/\*.*?\*/")
 CALLS = ("call", "call-start")
-"""Opcodes of calls; those with ``-start`` run on another thread, as what a TPU's SparseCores send does."""
+"""Opcodes of calls; ``call-start`` runs on another thread, such as collectives on the SparseCores of a TPU."""
 _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "token": 0}
 
 
@@ -23,7 +23,7 @@ _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "token": 0}
 class Instruction:
     """One line of a computation: ``ROOT %name = shape opcode(operands), attributes``.
 
-    ``literal`` is what stands between the parentheses: the value of a constant, the number of a parameter.
+    ``literal`` is the text between the parentheses: the value of a constant, the number of a parameter.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Instruction:
     attributes: str
 
     def attribute(self, key: str) -> str | None:
-        """The name in ``key=%name``, or a plain value; None where there is none."""
+        """The name in ``key=%name``, or a plain value; None if there is no such attribute."""
         m = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
         return m[1] if m else None
 
@@ -45,14 +45,14 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """JAX's name for what made it: ``jit(step)/transpose(jvp())/while/body/dot_general``."""
+        """JAX's name of the op: ``jit(step)/transpose(jvp())/while/body/dot_general``."""
         m = re.search(r'op_name="([^"]*)"', self.attributes)
         return m[1] if m else ""
 
 
 @dataclass(slots=True)
 class Computation:
-    """A named list of instructions, the last-marked of which is its result."""
+    """A named list of instructions; ``root`` is the name of its result."""
 
     name: str
     instructions: dict[str, Instruction] = field(default_factory=dict)
@@ -62,15 +62,15 @@ class Computation:
         return iter(self.instructions.values())
 
     def get(self, name: str) -> Instruction | None:
-        """An instruction by name; ``name#2``, which newer texts have, is element 2 of its tuple."""
-        found = self.instructions.get(name)
-        if found is None and "#" in name:
-            whole, _, index = name.rpartition("#")
-            source = self.get(whole)
+        """An instruction by name; ``name#2`` (newer XLA versions) is element 2 of a tuple."""
+        instruction = self.instructions.get(name)
+        if instruction is None and "#" in name:
+            base, _, index = name.rpartition("#")
+            source = self.get(base)
             if source is not None:
                 shape = elements(source.shape)[int(index)]
-                return Instruction(name, shape, "get-tuple-element", (whole,), whole, f", index={index}")
-        return found
+                return Instruction(name, shape, "get-tuple-element", (base,), base, f", index={index}")
+        return instruction
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class Module:
 
     Attributes:
       computations: by name.
-      entry: name of the one that runs.
+      entry: name of the entry computation.
       devices: partitions × replicas.
       frames: stack frame id → ``file.py:12 (function)``.
     """
@@ -90,7 +90,7 @@ class Module:
     frames: dict[int, str]
 
     def source(self, i: Instruction) -> str:
-        """The user's line that an instruction comes from, where the text has it."""
+        """The user's source line of an instruction; "" if the text does not have it."""
         m = re.search(r"stack_frame_id=(\d+)", i.attributes)
         if m:
             return self.frames.get(int(m[1]), "")
@@ -99,7 +99,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Read a module, as ``Compiled.as_text()`` and ``xla_dump_to`` give it.
+    """Parse the text of a module, from ``Compiled.as_text()`` or ``xla_dump_to``.
 
     Raises:
       ValueError: the text has no entry computation.
@@ -115,18 +115,18 @@ def parse(text: str) -> Module:
                 now = computations[head[2]] = Computation(head[2])
                 entry = head[2] if head[1] else entry
             elif _END.match(line) and (n + 1 == len(lines) or not lines[n + 1].strip()):
-                now = None  # a brace at the margin inside a multi-line backend_config has a line after it
+                now = None  # a brace in column 0 inside a multi-line backend_config is followed by another line
             continue
         if now is None:
             continue
         m = _NAMED.match(line)
         if m is None:
             continue
-        found = _instruction(line, m.end(), m[2])
-        if found is not None:
-            now.instructions[found.name] = found
+        instruction = _instruction(line, m.end(), m[2])
+        if instruction is not None:
+            now.instructions[instruction.name] = instruction
             if m[1]:
-                now.root = found.name
+                now.root = instruction.name
     if not entry:
         raise ValueError("this text has no ENTRY computation: it is not an HLO module")
     return Module(computations, entry, _devices(lines[0]), _frames(lines))
@@ -145,7 +145,7 @@ def _instruction(line: str, start: int, name: str) -> Instruction | None:
         operands: tuple[str, ...] = ()
     elif "%" in inner:
         operands = tuple(re.findall(r"%([\w.\-]+(?:#\d+)*)", inner))
-    else:  # the short form, without marks
+    else:  # the short form, without %
         operands = tuple(
             p.split()[-1] for p in _COMMENT.sub("", re.sub(r"\{[^}]*\}", "", inner)).split(",") if p.strip()
         )
@@ -153,7 +153,7 @@ def _instruction(line: str, start: int, name: str) -> Instruction | None:
 
 
 def closing(text: str, at: int) -> int:
-    """The index just past the bracket that closes the one at ``at``."""
+    """The index after the bracket that closes the one at ``at``."""
     depth = 0
     for i in range(at, len(text)):
         if text[i] in "({[":
@@ -170,9 +170,9 @@ def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
     return [(t, tuple(int(n.strip("<=")) for n in dims.split(",") if n)) for t, dims in _ARRAY.findall(shape)]
 
 
-def byte_size(found: list[tuple[str, tuple[int, ...]]]) -> float:
-    """Bytes of arrays; those of less than a byte an element count packed."""
-    return sum(_bits(t) * math.prod(dims) for t, dims in found) / 8
+def byte_size(shapes: list[tuple[str, tuple[int, ...]]]) -> float:
+    """Bytes of arrays; elements smaller than a byte are packed."""
+    return sum(_bits(t) * math.prod(dims) for t, dims in shapes) / 8
 
 
 def _bits(dtype: str) -> int:
@@ -206,9 +206,9 @@ def _devices(head: str) -> int:
 
 
 def _frames(lines: list[str]) -> dict[int, str]:
-    """The tables before the first computation (files, functions, places, frames) as the user's line of each frame.
+    """Stack frame id → the user's source line, from the tables before the first computation.
 
-    It is the innermost one outside installed packages and outside meshpar, where there is one.
+    It is the innermost line outside installed packages and meshpar, if there is one.
     """
     tables: dict[str, dict[int, str]] = {}
     table: dict[int, str] | None = None
@@ -220,19 +220,19 @@ def _frames(lines: list[str]) -> dict[int, str]:
         elif table is not None and (m := re.match(r"(\d+) (.*)", line)):
             table[int(m[1])] = m[2].strip('"')
     files, functions = tables.get("FileNames", {}), tables.get("FunctionNames", {})
-    places: dict[int, str] = {}
+    locations: dict[int, str] = {}
     for k, row in tables.get("FileLocations", {}).items():
         of = {a: int(b) for a, b in re.findall(r"(\w+)=(\d+)", row)}
         function = functions.get(of.get("function_name_id", 0), "").rsplit(".", 1)[-1]
-        places[k] = f"{files.get(of.get('file_name_id', 0), '')}:{of.get('line', 0)} ({function})"
+        locations[k] = f"{files.get(of.get('file_name_id', 0), '')}:{of.get('line', 0)} ({function})"
     rows = {k: [int(n) for n in re.findall(r"=(\d+)", row)] for k, row in tables.get("StackFrames", {}).items()}
-    one = any(k == row[1] for k, row in rows.items() if len(row) > 1)  # then 1 stands for "no parent", and so on
+    one = any(k == row[1] for k, row in rows.items() if len(row) > 1)  # then ids start at 1, and 1 means "no parent"
     frames = {}
     for k in rows:
         chain, now = [], k
         while now in rows and len(chain) < len(rows):
-            place, parent = (*rows[now], 0)[:2]
-            chain.append(places.get(place, ""))
+            location, parent = (*rows[now], 0)[:2]
+            chain.append(locations.get(location, ""))
             now = parent - one
         own = [p for p in chain if not p.startswith(_PACKAGE) and f"{os.sep}site-packages{os.sep}" not in p]
         frames[k] = (own or chain)[0]

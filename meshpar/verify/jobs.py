@@ -1,4 +1,4 @@
-"""Compilations in processes of their own: one at a time on a small machine, with a time limit, remembered on disk by content."""
+"""Compilations in separate processes: one at a time on a small machine, with a time limit, cached on disk by content."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from ..errors import CompilerError
 from .compiler import FACTS, JOB, MODULE, RESULT
 
 LOG_TAIL = 2000
-"""How many characters of a compiler's log an error shows."""
+"""Characters of a compiler's log that an error shows."""
 
 Progress = bool | None | Callable[[str], None]
 
 FORMAT = 2
-"""Of what :mod:`meshpar.verify.compiler` writes: older results in the cache are not read."""
+"""Version of the results of :mod:`meshpar.verify.compiler`; cached results of other versions are not read."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be compiled.
+    """A compilation.
 
     Attributes:
-      name: of the function, for people.
+      name: the name of the function, for messages.
       module: StableHLO as MLIR bytecode.
-      content: the same without source lines, which tells programs apart.
+      content: the same without source lines; it identifies the program.
       topology: ``"v5e:16x16"``, ``"h200:8"``, or ``"cpu:8"``.
       devices: ids of its devices, in the order of the partitions.
-      facts: what JAX keeps beside the module.
+      facts: what JAX stores with the module: shardings, donation and the like.
       options: XLA options.
-      fast: at the compiler's lowest effort.
+      fast: at the lowest effort of the compiler.
     """
 
     name: str
@@ -59,31 +59,31 @@ class Job:
     fast: bool
 
     def key(self) -> str:
-        """A hash of everything that the result depends on, versions and flags included."""
-        rest = {k: v for k, v in asdict(self).items() if k not in ("name", "module", "content")}
-        rest["format"] = FORMAT
-        rest["versions"] = [_version(p) for p in ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt")]
-        rest["flags"] = [os.environ.get(k, "") for k in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
-        digest = hashlib.sha256(json.dumps(rest, sort_keys=True, default=str).encode())
+        """A hash of everything that the result depends on, including versions and flags."""
+        facts = {k: v for k, v in asdict(self).items() if k not in ("name", "module", "content")}
+        facts["format"] = FORMAT
+        facts["versions"] = [_version(p) for p in ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt")]
+        facts["flags"] = [os.environ.get(k, "") for k in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
         digest.update(self.content)
         return digest.hexdigest()[:40]
 
 
 class Archive:
-    """The result of a compilation: facts and texts, kept compressed."""
+    """The result of a compilation: facts and texts in a zip archive."""
 
     def __init__(self, data: bytes, cached: bool):
         self.data, self.cached = data, cached
         self.facts: dict[str, Any] = json.loads(self.text(FACTS))
 
     def text(self, name: str) -> str:
-        """A text of the result; empty where it has none of that name."""
+        """A text of the result; "" if there is none of that name."""
         with zipfile.ZipFile(io.BytesIO(self.data)) as z:
             return z.read(name).decode() if name in z.namelist() else ""
 
 
 def cache_folder() -> Path:
-    """``$MESHPAR_CACHE``, else the user's cache folder as the platform has it."""
+    """The cache folder: ``$MESHPAR_CACHE``, else the platform's cache folder of the user."""
     given = os.environ.get("MESHPAR_CACHE")
     if given:
         return Path(given).expanduser()
@@ -95,26 +95,26 @@ def cache_folder() -> Path:
 
 
 def compile_job(job: Job, *, timeout: float | None = None, cache: bool = True, progress: Progress = None) -> Archive:
-    """The result of a job: from the cache, or from a compiler in a process of its own.
+    """The result of a job: from the cache, or from a compiler in a separate process.
 
     Raises:
-      CompilerError: the compiler crashed, or took longer than ``timeout`` seconds; its job and log are kept.
+      CompilerError: the compiler crashed, or took longer than ``timeout`` seconds; its job and log remain on disk.
     """
-    kept = cache_folder() / "compiled" / f"{job.key()}.zip" if cache else None
-    found = _read(kept)
-    if found is not None:
-        return found
-    what = f"compiling {job.name} for {job.topology}, {'fast' if job.fast else 'full'} effort"
-    with progress_line(what, progress) as say, _slot(say):
-        found = _read(kept)  # another process may have compiled the same meanwhile
-        if found is not None:
-            return found
+    path = cache_folder() / "compiled" / f"{job.key()}.zip" if cache else None
+    archive = _read(path)
+    if archive is not None:
+        return archive
+    title = f"compiling {job.name} for {job.topology}, {'fast' if job.fast else 'full'} effort"
+    with progress_line(title, progress) as say, _slot(say):
+        archive = _read(path)  # another process may have compiled the same program in the meantime
+        if archive is not None:
+            return archive
         data = _run(job, timeout, say)
     archive = Archive(data, False)
     error = archive.facts.get("error")
-    if kept is not None and (error is None or error.startswith("RESOURCE_EXHAUSTED")):
-        with contextlib.suppress(OSError):  # a cache that cannot be written loses time, not the result
-            _write(kept, data)
+    if path is not None and (error is None or error.startswith("RESOURCE_EXHAUSTED")):
+        with contextlib.suppress(OSError):  # without a writable cache only time is lost
+            _write(path, data)
     return archive
 
 
@@ -122,7 +122,7 @@ def _read(path: Path | None) -> Archive | None:
     try:
         return Archive(path.read_bytes(), True) if path is not None else None
     except (OSError, zipfile.BadZipFile, ValueError, KeyError):
-        return None  # not there, or damaged: compile again, and write it anew
+        return None  # missing or damaged: the program is compiled again
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -139,7 +139,7 @@ def command(folder: Path) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """The environment in which compilers run without hardware, and beside each other."""
+    """The environment in which several compilers can run at the same time, without hardware."""
     env = dict(os.environ)
     root = str(Path(__file__).parents[2])
     env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
@@ -179,7 +179,7 @@ def _run(job: Job, timeout: float | None, say: Callable[[str], None]) -> bytes:
             if timeout is not None and seconds > timeout:
                 late = True
                 break
-    except BaseException:  # the user has had enough
+    except BaseException:  # an interrupt
         _end(process)
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -189,13 +189,13 @@ def _run(job: Job, timeout: float | None, say: Callable[[str], None]) -> bytes:
         data = result.read_bytes()
         shutil.rmtree(folder, ignore_errors=True)
         return data
-    how = f"took longer than {timeout:g} s, and was stopped" if late else _exit(process.returncode)
+    failure = f"took longer than {timeout:g} s, and was stopped" if late else _exit(process.returncode)
     tail = log.read_text(errors="replace")[-LOG_TAIL:].strip()
     shown = "\n".join(f"  | {line}" for line in tail.splitlines()) or "  | (it wrote nothing)"
-    fixes = [f"its program, dump and whole log are in {folder}"]
+    fixes = [f"its program, dump and complete log are in {folder}"]
     if late:
         fixes.insert(0, 'give it more time, timeout=…, or less to do, effort="fast"')
-    error = CompilerError(f"the compiler for {job.topology} {how}; the end of its log:\n{shown}", fixes=fixes)
+    error = CompilerError(f"the compiler for {job.topology} {failure}; the end of its log:\n{shown}", fixes=fixes)
     error.log = tail
     raise error
 
@@ -217,14 +217,14 @@ def _exit(code: int) -> str:
 
 @contextlib.contextmanager
 def _slot(say: Callable[[str], None]) -> Iterator[None]:
-    """Wait for one of the machine's places: ``$MESHPAR_COMPILES`` at once, else one for every four cores."""
+    """Wait until a compilation may start: ``$MESHPAR_COMPILES`` run at a time on a machine, by default one per four cores."""
     try:
         import fcntl
-    except ImportError:  # a platform without file locks, and without these compilers
+    except ImportError:  # a platform without file locks has none of these compilers
         yield
         return
-    places = int(os.environ.get("MESHPAR_COMPILES") or max(1, (os.cpu_count() or 1) // 4))
-    names = [Path(tempfile.gettempdir()) / f"meshpar-compile-{os.getuid()}-{k}.lock" for k in range(max(1, places))]
+    slots = int(os.environ.get("MESHPAR_COMPILES") or max(1, (os.cpu_count() or 1) // 4))
+    names = [Path(tempfile.gettempdir()) / f"meshpar-compile-{os.getuid()}-{k}.lock" for k in range(max(1, slots))]
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(name.open("w")) for name in names]
 
@@ -242,33 +242,33 @@ def _slot(say: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def progress_line(what: str, progress: Progress) -> Iterator[Callable[[str], None]]:
-    """A line on stderr that says what goes on, and for how long; by default only on a terminal."""
+def progress_line(title: str, progress: Progress) -> Iterator[Callable[[str], None]]:
+    """Shows the progress of an activity on stderr, by default only on a terminal; yields a function that updates it."""
     console = Console(stderr=True, highlight=False)
     if callable(progress):
-        progress(what)
-        yield lambda text: progress(f"{what}  {text}")
+        progress(title)
+        yield lambda text: progress(f"{title}  {text}")
     elif progress is False or (progress is None and not console.is_terminal):
         yield lambda text: None
     elif console.is_terminal:
-        with console.status(what) as status:
-            yield lambda text: status.update(f"{what}  {text}")
+        with console.status(title) as status:
+            yield lambda text: status.update(f"{title}  {text}")
     else:
         began = shown = time.monotonic()
-        told = ""
-        console.print(what)
+        reported = ""
+        console.print(title)
 
         def say(text: str) -> None:
-            """News at once; seconds every half a minute."""
-            nonlocal told, shown
+            """Print a new text at once, a change of the seconds every half a minute."""
+            nonlocal reported, shown
             news = text.rstrip("0123456789 s")
-            if news != told or time.monotonic() - shown > 30:
-                told, shown = news, time.monotonic()
+            if news != reported or time.monotonic() - shown > 30:
+                reported, shown = news, time.monotonic()
                 if news or time.monotonic() - began > 30:
-                    console.print(f"{what}  {text}")
+                    console.print(f"{title}  {text}")
 
         yield say
-        console.print(f"{what}: {time.monotonic() - began:.1f} s")
+        console.print(f"{title}: {time.monotonic() - began:.1f} s")
 
 
 def _version(package: str) -> str:

@@ -61,7 +61,7 @@ def test_what_is_computed_between_start_and_end_hides_the_wire():
     assert found.compute == pytest.approx(4e-5)
     assert found.sent == pytest.approx(HOP)
     assert found.seconds == pytest.approx(HOP - 4e-5)
-    assert found.products == cycles
+    assert found.matmul_cycles == cycles
     assert found.by_kind == {"collective-permute (async)": found.seconds}
     assert found.schedule == pytest.approx(HOP)
     # more compute than wire: nothing is exposed; none between: all of it
@@ -129,7 +129,7 @@ def test_loops_multiply():
 """
     found = exposed(program(body, loop), CHIP, places())
     assert found.seconds == pytest.approx(5 * (HOP - 4e-5))
-    assert found.products == 300_000
+    assert found.matmul_cycles == 300_000
     assert found.in_loops == found.seconds
 
 
@@ -165,7 +165,7 @@ def test_a_gather_spread_over_fusions_is_counted_once_from_its_start_to_its_end(
     found = exposed(program(body, text), CHIP, places())
     assert found.sent == pytest.approx(4 * MB * 3 / 4 / (2 * RATE))
     assert found.seconds == pytest.approx(found.sent - 4e-5)
-    assert found.products == 60_000
+    assert found.matmul_cycles == 60_000
 
 
 def test_collectives_of_several_kinds_share_the_links_that_both_need():

@@ -67,7 +67,7 @@ def test_a_crash_is_an_error_here(runs):
     assert "| Check failed: shape.IsArray()" in str(error.value)
     assert "Check failed" in error.value.log
     (folder,) = left_over()
-    assert f"its program, dump and whole log are in {folder}" in str(error.value)
+    assert f"its program, dump and complete log are in {folder}" in str(error.value)
     assert (folder / "module.mlir").read_bytes() == b"module"
 
 
