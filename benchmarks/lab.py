@@ -139,7 +139,7 @@ def browser() -> Iterator[object]:
 def edit_in(page, server: Server, todo: Iterator[tuple[str, list[str]]], n: int) -> list[float]:
     """Milliseconds from the input event of each of ``n`` edits to the frame that shows its numbers."""
     page.goto(server.url)
-    page.locator("main[data-figures]").wait_for()
+    page.locator("main[data-metrics]").wait_for()
     page.locator(".start[aria-busy=false]").wait_for(timeout=120_000)
     page.get_by_role("button", name="As text").click()
     out = []

@@ -1,4 +1,4 @@
-"""A page on which layouts are tried: rules and meshes are edited, figures of the plan follow."""
+"""An interactive page on which rules and meshes are edited and the plan updates."""
 
 from .lab import Lab
 

@@ -1,4 +1,4 @@
-"""What takes longer than an edit: threads whose progress pages ask for, and whose turn to plan comes after the pages'."""
+"""Background jobs of a lab (searches, compilations), which pages poll and which let edits of pages plan first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class Turns:
-    """One thread plans at a time, and pages go before jobs: an edit waits for one plan of a job at most."""
+    """A lock for planning that prefers pages to jobs: an edit waits for at most one plan of a job."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -22,7 +22,7 @@ class Turns:
         self._pages = 0
 
     def take(self, page: bool) -> None:
-        """Wait for a turn."""
+        """Acquire the lock; ``page``: for a page."""
         with self._changed:
             self._pages += page
             self._changed.wait_for(lambda: not self._taken and (page or not self._pages))
@@ -30,14 +30,14 @@ class Turns:
             self._taken = True
 
     def leave(self) -> None:
-        """End the turn."""
+        """Release the lock."""
         with self._changed:
             self._taken = False
             self._changed.notify_all()
 
     @contextmanager
     def page(self) -> Iterator[None]:
-        """A turn of a page."""
+        """Holds the lock for a page."""
         self.take(True)
         try:
             yield
@@ -46,16 +46,16 @@ class Turns:
 
 
 class Stopped(KeyboardInterrupt):
-    """The page wants no more of a job; a search takes it as Ctrl-C, and has the best so far."""
+    """The page stopped the job. A search handles it as an interrupt, and returns its best candidate so far."""
 
 
 class Job:
-    """A thread with something to tell.
+    """A background thread with a progress text and a result.
 
     Attributes:
-      text: how far it is.
-      result: what it has so far, as JSON has it; all of it when it is not ``running``.
-      failed: why it has no result; None.
+      text: its progress.
+      result: the result so far as JSON data; complete if it is not ``running``.
+      failed: the error as JSON data; None if there is none.
     """
 
     def __init__(self, turns: Turns, run: Callable[[Job], Any]):
@@ -84,26 +84,22 @@ class Job:
             self.running = False
 
     def take(self) -> None:
-        """Wait for a turn to plan.
-
-        Raises:
-          Stopped: the page wants no more.
-        """
+        """Acquire the lock for planning."""
         if not self._has_turn:
             self._turns.take(False)
             self._has_turn = True
 
     def leave(self) -> None:
-        """End the turn, if it has one."""
+        """Release the lock for planning, if the job has it."""
         if self._has_turn:
             self._has_turn = False
             self._turns.leave()
 
     def tell(self, text: str) -> None:
-        """Say how far it is, let pages go first, and end if the job was stopped.
+        """Set the progress text, and let waiting pages plan.
 
         Raises:
-          Stopped: the page wants no more.
+          Stopped: the page stopped the job.
         """
         self.text = text
         if self._has_turn:
@@ -113,20 +109,20 @@ class Job:
             raise Stopped
 
     def stop(self) -> None:
-        """Ask for its end."""
+        """Request that it ends at its next progress report."""
         self._stop = True
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait for its end."""
+        """Wait until it has ended, at most for some seconds."""
         self._thread.join(seconds)
 
     def view(self) -> dict[str, Any]:
-        """As pages get it."""
-        running = self.running  # before the result, which is whole when it is False
+        """Its state as JSON data."""
+        running = self.running  # read before the result, which is complete if this is False
         return {"running": running, "text": self.text, "result": self.result, "failed": self.failed}
 
 
 def as_json(e: MeshparError) -> dict[str, Any]:
-    """An error with its facts and fixes, as pages show it."""
+    """An error with its facts and fixes as JSON data."""
     facts = {"tensor": e.path, "dims": e.dims, "at": e.source}
     return {"headline": e.headline, "facts": {k: v for k, v in facts.items() if v}, "fixes": list(e.fixes)}

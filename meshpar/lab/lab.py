@@ -1,4 +1,4 @@
-"""The lab as Python has it: what the page shows now, a server for browsers, a widget for notebooks."""
+"""The lab in Python: the plan that the page shows, a server for browsers, a widget for notebooks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from .session import Session
 
 
 class Lab:
-    """A page over live plans; a notebook shows it, :meth:`serve` opens it in a browser.
+    """An interactive page of plans. A notebook displays it; :meth:`serve` opens it in a browser.
 
-    Its figures are those of :func:`meshpar.plan`: estimates. Nothing is compiled until that is asked for, and nothing is run.
+    Its numbers are the estimates of :func:`meshpar.plan`. Nothing is compiled unless requested, and nothing is run.
 
     Attributes:
-      session: what the pages talk to.
+      session: it answers the requests of pages.
     """
 
     def __init__(self, session: Session):
@@ -23,29 +23,29 @@ class Lab:
 
     @property
     def mesh(self) -> str:
-        """The mesh that the page shows, as text; that of the last plan that could be made."""
+        """The mesh of the last valid plan of the page, as text."""
         return self.session.shown.mesh
 
     @property
     def topology(self) -> str | None:
-        """Its topology."""
+        """The topology of this plan."""
         return self.session.shown.topology
 
     @property
     def layout(self) -> str:
-        """Its layout, as text for :func:`meshpar.jit`."""
+        """The layout of this plan, as text for :func:`meshpar.jit`."""
         return self.session.shown.layout
 
     @property
     def plan(self) -> Plan:
-        """Its plan."""
+        """The last valid plan of the page."""
         return self.session.plan()
 
     def serve(self, port: int = 0, *, browser: bool = True, block: bool = True) -> str:
-        """Serve the page to browsers of this machine, on the loopback address alone; every request needs the address's token.
+        """Serve the page on the loopback address, to browsers of this machine; requests need the token in the page's address.
 
         Args:
-          port: 0: any that is free.
+          port: 0: any free port.
           browser: open it in the user's browser.
           block: serve until Ctrl-C; else in a thread, for as long as the process runs.
 
@@ -55,7 +55,7 @@ class Lab:
         Raises:
           OSError: the port is taken.
         """
-        import webbrowser  # with the server, 30 ms of imports that meshpar's other users need not wait for
+        import webbrowser  # with the server 30 ms of imports, which only this needs
 
         from .server import Server
 
@@ -78,4 +78,4 @@ class Lab:
 
     def __repr__(self) -> str:
         where = f" of {self.topology}" if self.topology else ""
-        return f"<Lab of {self.session.name} on {self.mesh}{where}: {self.layout or '(nothing split)'}>"
+        return f"<Lab of {self.session.name} on {self.mesh}{where}: {self.layout or '(nothing sharded)'}>"

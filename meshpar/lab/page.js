@@ -1,5 +1,5 @@
-// The page of a lab. It draws controls and asks a session for everything else: served() asks over HTTP, the default export over the
-// connection of a notebook's kernel.
+// The page of a lab. It draws the controls and requests everything else from a session: served() over HTTP, the default export over
+// the connection of a notebook's kernel.
 
 const AXES = ["data", "model", "context", "expert", "third", "fourth"];
 
@@ -30,7 +30,7 @@ function halves(text) {
 /** A text whose `parts` are code. */
 const words = (text) => text.split("`").map((part, k) => (k % 2 ? make("code", {}, part) : part));
 
-/** Rules as text, one a line, those that do not hold behind a "#"; and back. */
+/** Rules as text, one per line, disabled ones after a "#"; and the inverse. */
 const asText = (rules) => rules.map(({ text, on }) => (on ? text : `# ${text}`)).join("\n");
 const asRules = (text) =>
   text.split("\n").flatMap((line) => {
@@ -48,9 +48,9 @@ export function mount(root, ask) {
   // -- the frame
 
   const title = make("span", { class: "mono" });
-  const said = make("p", { class: "said", role: "status", "aria-live": "polite" });
+  const statusLine = make("p", { class: "status", role: "status", "aria-live": "polite" });
   const start = make("div", { class: "start" });
-  const suggest = make("button", { type: "button", class: "primary", click: () => search() }, "Search for a better one");
+  const suggest = make("button", { type: "button", class: "primary", click: () => search() }, "Search for a better layout");
   const searched = make("span", { class: "dim" });
   const topology = make("input", {
     class: "mono", spellcheck: "false", "aria-label": "topology", placeholder: "v5e:16x16", size: "14",
@@ -70,13 +70,13 @@ export function mount(root, ask) {
   const layoutError = make("div", { class: "error", role: "alert", hidden: true });
   const more = make("div", { class: "more-dims" });
   const button = (label, click, about) => make("button", { type: "button", click, title: about }, label);
-  const undo = button("Undo", () => back(), "the layout and the mesh as they were before");
+  const undo = button("Undo", () => back(), "restore the previous layout and mesh");
   const textButton = make("button", { type: "button", "aria-pressed": "false", click: () => toggleText() }, "As text");
-  const pin = button("Pin", () => togglePin(), "keep this plan, to put others beside it");
+  const pin = button("Pin", () => togglePin(), "keep this plan, and compare others with it");
   const copyLayout = button("Copy layout", () => copy(shown?.layout, copyLayout), "the layout as one line");
   const copyPython = button("Copy Python", () => copy(shown?.python, copyPython), "the mesh, the layout and the call of mp.jit");
-  const compile = button("Compile this", () => compileThis(), "ask the real compiler, which takes seconds to minutes");
-  const cards = make("div", { class: "figures", "aria-label": "figures of the plan" });
+  const compile = button("Compile this", () => compileThis(), "run the real compiler, which takes seconds to minutes");
+  const cards = make("div", { class: "metrics", "aria-label": "metrics of the plan" });
   const compiled = make("section", { hidden: true });
   const part = (heading, about) => {
     const body = make("div");
@@ -84,19 +84,19 @@ export function mount(root, ask) {
     return { body, section };
   };
   const panels = {
-    diff: part("Beside the pinned plan", "a: pinned; b: this one."),
-    parts: part("A step by part", "One scale; the estimate overlaps what can overlap."),
-    rules: part("What each rule does"),
+    diff: part("Compared with the pinned plan", "a: the pinned plan; b: this plan."),
+    parts: part("Step time", "All bars have the same scale. The estimate overlaps kernels and collectives."),
+    rules: part("Effect of each rule"),
     layer: part("One layer"),
-    memory: part("Memory of a device"),
+    memory: part("Memory per device"),
     collectives: part("Largest collectives", "Bytes are sent by each device."),
-    notes: part("To know"),
+    notes: part("Notes"),
   };
   panels.diff.section.hidden = true;
   root.replaceChildren(
     make("header", {}, make("h1", {}, "meshpar lab ", title),
-      make("p", { class: "dim" }, "Drag, type or switch: the figures follow. They are the plan's estimates; nothing is compiled or run " +
-        "until you ask for it.")),
+      make("p", { class: "dim" }, "Edit the mesh and the rules: the numbers update at once. They are the plan's estimates; nothing is compiled " +
+        "or run until you ask for it.")),
     make("div", { class: "bench" },
       make("div", { class: "controls" },
         make("section", {}, make("h2", {}, "Start from"), start, make("p", { class: "row" }, suggest, searched)),
@@ -104,7 +104,7 @@ export function mount(root, ask) {
         make("section", {}, make("h2", {}, "Layout"),
           make("p", { class: "dim" }, "In order: an axis goes to the first rule whose dim is present."),
           list, text, layoutError, more,
-          make("p", { class: "row" }, undo, textButton, pin, copyLayout, copyPython, compile), said)),
+          make("p", { class: "row" }, undo, textButton, pin, copyLayout, copyPython, compile), statusLine)),
       make("div", { class: "results" }, cards, compiled, ...Object.values(panels).map((panel) => panel.section))),
   );
 
@@ -127,7 +127,7 @@ export function mount(root, ask) {
     plan();
   }
 
-  // -- the plan: one question at a time, and the newest draft after it
+  // -- the plan: one request at a time, then one for the newest draft
 
   async function plan(options = {}) {
     if (asking) { again = { ...again, ...options }; return; }
@@ -149,23 +149,23 @@ export function mount(root, ask) {
     if (reply.sizes) {
       sizes = reply.sizes;
       sizes.forEach(([axis], k) => { colours[axis] = `c${k % 6}`; });
-      if (drag == null) drawMesh(); // not the seam from under the pointer
+      if (drag == null) drawMesh(); // a seam that is being dragged stays
     }
     wrong(meshError, reply.errors.mesh);
-    wrong(layoutError, reply.errors.layout);
+    wrong(layoutError, reply.errors.layout ?? (asText_ ? reply.errors.rules.find(Boolean) : null));
     [...list.children].forEach((row, k) => row.update?.(reply, k));
     offerDims();
     shown = reply.plan ? { ...reply.plan, mesh: reply.mesh, topology: state.topology } : null;
     root.classList.toggle("stale", !shown);
     for (const b of [pin, copyLayout, copyPython, compile]) b.disabled = !shown;
-    if (!shown) { say("these figures are of the last layout that could be planned"); return; }
+    if (!shown) { say("the numbers are those of the last layout that could be planned"); return; }
     cards.innerHTML = shown.html.cards;
     for (const [name, { body, section }] of Object.entries(panels)) {
       body.innerHTML = shown.html[name];
       section.hidden = !shown.html[name];
     }
     pin.textContent = state.pinned ? "Unpin" : "Pin";
-    root.dataset.figures = JSON.stringify(shown.figures);
+    root.dataset.metrics = JSON.stringify(shown.metrics);
     root.dataset.milliseconds = reply.ms;
     markStart();
     say("");
@@ -179,7 +179,7 @@ export function mount(root, ask) {
     for (const [what, fact] of Object.entries(error.facts ?? {})) place.append(make("div", { class: "mono" }, `${what} ${fact}`));
     if (error.fixes?.length) place.append(make("ul", {}, ...error.fixes.map((fix) => make("li", {}, ...words(fix)))));
   }
-  function say(text) { if (said.textContent !== text) said.textContent = text; }
+  function say(text) { if (statusLine.textContent !== text) statusLine.textContent = text; }
 
   // -- rules
 
@@ -199,19 +199,19 @@ export function mount(root, ask) {
       input: () => { rule.text = input.value; text.value = asText(state.rules); plan(); },
     });
     const on = make("input", {
-      type: "checkbox", "aria-label": "the rule holds",
+      type: "checkbox", "aria-label": "enable the rule",
       change: () => { remember(); rule.on = on.checked; text.value = asText(state.rules); plan(); },
     });
     on.checked = rule.on;
     const grip = make("button", {
       type: "button", class: "grip", title: "drag, or press the arrow keys",
       keydown: (e) => {
-        const beside = { ArrowUp: row.previousElementSibling, ArrowDown: row.nextElementSibling }[e.key];
+        const neighbour = { ArrowUp: row.previousElementSibling, ArrowDown: row.nextElementSibling }[e.key];
         if (!(e.key === "ArrowUp" || e.key === "ArrowDown")) return;
         e.preventDefault();
-        if (!beside) return;
+        if (!neighbour) return;
         remember();
-        if (e.key === "ArrowUp") row.after(beside); else row.before(beside); // the neighbour moves: this one keeps the focus
+        if (e.key === "ArrowUp") row.after(neighbour); else row.before(neighbour); // moving the neighbour keeps the focus
         reorder();
         say(`rule ${[...list.children].indexOf(row) + 1} of ${list.children.length}`);
       },
@@ -257,23 +257,23 @@ export function mount(root, ask) {
       plan();
     };
     row.update = (reply, k) => {
-      const mine = reply.axes[k] ?? halves(rule.text)[1];
-      for (const [what, label] of [[grip, "move the rule"], [on, "the rule holds:"], [drop, "remove the rule"]])
+      const axesOfRule = reply.axes[k] ?? halves(rule.text)[1];
+      for (const [what, label] of [[grip, "move the rule"], [on, "enable the rule"], [drop, "remove the rule"]])
         what.setAttribute("aria-label", `${label} ${rule.text}`);
       row.classList.toggle("off", !rule.on);
-      row.style.setProperty("--rule", `var(--${(colours[mine[0]] ?? "cn").replace("c", "a").replace("an", "none")})`);
+      row.style.setProperty("--rule", `var(--${(colours[axesOfRule[0]] ?? "cn").replace("c", "a").replace("an", "none")})`);
       const had = document.activeElement?.parentElement === axes ? document.activeElement.textContent : null;
       axes.replaceChildren(...sizes.map(([axis]) => make("button", {
-        type: "button", class: `chip ${mine.includes(axis) ? "on" : ""} ${colours[axis] ?? "cn"}`, title: `split over ${axis}, or not`,
-        "aria-pressed": `${mine.includes(axis)}`, click: () => toggleAxis(axis),
+        type: "button", class: `chip ${axesOfRule.includes(axis) ? "on" : ""} ${colours[axis] ?? "cn"}`, title: `shard over ${axis}, or not`,
+        "aria-pressed": `${axesOfRule.includes(axis)}`, click: () => toggleAxis(axis),
       }, axis)));
       if (had) [...axes.children].find((chip) => chip.textContent === had)?.focus();
       wrong(error, reply.errors.rules[k]);
       input.setAttribute("aria-invalid", `${!error.hidden}`);
-      const figures = reply.plan?.rules[k];
+      const effect = reply.plan?.rules[k];
       if (!rule.on) does.textContent = "off";
-      else if (figures) does.textContent = figures.says;
-      does.classList.toggle("past", rule.on && !figures);
+      else if (effect) does.textContent = effect.text;
+      does.classList.toggle("past", rule.on && !effect);
     };
     return row;
   }
@@ -308,7 +308,7 @@ export function mount(root, ask) {
     plan();
   }
 
-  // -- the mesh: a bar of its devices' factors, whose seams move
+  // -- the mesh: a bar with one part per axis; moving a seam changes the sizes of two axes
 
   const SMALL = 1.1; // the width of an axis of size 1, in factors of two
   const width = (n) => Math.log2(n) + SMALL;
@@ -326,7 +326,7 @@ export function mount(root, ask) {
     });
     const name = AXES.find((axis) => !sizes.some(([a]) => a === axis));
     parts.push(make("button", {
-      type: "button", class: "add-axis", title: "one more axis; drag its seam to give it devices", "aria-label": `add axis ${name}`,
+      type: "button", class: "add-axis", title: "add an axis; drag its seam to give it devices", "aria-label": `add axis ${name}`,
       click: () => { remember(); setSizes([...sizes, [name, 1]]); },
     }, "+ axis"));
     bar.replaceChildren(...parts);
@@ -378,15 +378,15 @@ export function mount(root, ask) {
   }
   let drag = null;
 
-  // -- layouts to begin with, the search, the compiler
+  // -- known layouts, the search, the compiler
 
-  /** Ask for something that takes its time; tell how far it is. */
-  async function job(request, tell) {
+  /** Start a job and poll it; `report` gets every state. Resolves to the last one. */
+  async function job(request, report) {
     const begun = await ask(request);
     if (begun.failed) return { failed: { headline: begun.failed } };
     for (;;) {
       const now = await ask({ ask: "job", job: begun.job });
-      tell(now, begun.job);
+      report(now, begun.job);
       if (now.failed && !now.running) return typeof now.failed === "string" ? { failed: { headline: now.failed } } : now;
       if (now.failed || !now.running) return now;
       await new Promise((done) => setTimeout(done, 250));
@@ -407,7 +407,7 @@ export function mount(root, ask) {
           use({ mesh: row.mesh, rules: row.rules.map((rule) => ({ text: rule, on: true })) });
         },
       }, row.name), make("span", { class: "dim" }, ` ${row.mesh.replaceAll("=", " ").replaceAll(", ", " × ")}`)),
-      make("td", { class: "n" }, row.says[0]), make("td", { class: `n ${row.fits === false ? "up" : ""}`, title: row.fits === false ? "does not fit" : "" }, row.says[1]));
+      make("td", { class: "n" }, row.texts[0]), make("td", { class: `n ${row.fits === false ? "up" : ""}`, title: row.fits === false ? "does not fit" : "" }, row.texts[1]));
       line.row = row;
       return line;
     }))));
@@ -429,7 +429,7 @@ export function mount(root, ask) {
     start.setAttribute("aria-busy", "true");
     const done = await job({ ask: "start", topology: where }, (now) => {
       if (!now.result || where !== state.topology) return;
-      begin = [...now.result, ...begin.filter((row) => row.name === "found")];
+      begin = [...now.result, ...begin.filter((row) => row.name === "search result")];
       drawStart();
     });
     if (where !== state.topology) return;
@@ -445,32 +445,32 @@ export function mount(root, ask) {
       searched.textContent = now.running ? now.text : "";
     });
     searching = null;
-    suggest.textContent = "Search for a better one";
+    suggest.textContent = "Search for a better layout";
     if (done.failed) { searched.textContent = done.failed.headline; return; }
-    begin = [...begin.filter((row) => row.name !== "found"), ...done.result];
+    begin = [...begin.filter((row) => row.name !== "search result"), ...done.result];
     drawStart();
     remember();
-    const [found] = done.result;
-    use({ mesh: found.mesh, rules: found.rules.map((rule) => ({ text: rule, on: true })) });
+    const [best] = done.result;
+    use({ mesh: best.mesh, rules: best.rules.map((rule) => ({ text: rule, on: true })) });
   }
 
   async function compileThis() {
     const { mesh, layout, topology: where } = shown;
     compiled.hidden = false;
     compile.disabled = true;
-    const told = make("p", { class: "dim", role: "status" }, "lowering …");
+    const status = make("p", { class: "dim", role: "status" }, "lowering …");
     const about = make("p", {}, make("code", {}, `${mesh}: ${layout}`));
-    compiled.replaceChildren(make("h2", {}, "What the compiler says"), about, told);
-    const done = await job({ ask: "compile", mesh, topology: where, layout }, (now) => { if (now.text) told.textContent = now.text; });
+    compiled.replaceChildren(make("h2", {}, "Compiled program"), about, status);
+    const done = await job({ ask: "compile", mesh, topology: where, layout }, (now) => { if (now.text) status.textContent = now.text; });
     compile.disabled = !shown;
     if (done.failed) {
       const error = make("div", { class: "error", role: "alert" });
       wrong(error, { ...done.failed, headline: `not compiled: ${done.failed.headline}` });
-      told.replaceWith(error);
+      status.replaceWith(error);
       return;
     }
     const { head, rows } = done.result;
-    told.textContent = head;
+    status.textContent = head;
     compiled.append(make("table", {}, make("thead", {}, make("tr", {}, make("th"), make("th", { class: "n" }, "estimate"), make("th", { class: "n" }, "compiler"))),
       make("tbody", {}, ...rows.map(([what, a, b]) => make("tr", {}, make("td", {}, what), make("td", { class: "n" }, a), make("td", { class: "n" }, b))))));
   }
@@ -488,10 +488,10 @@ export function mount(root, ask) {
       const label = from.textContent;
       from.textContent = "Copied";
       setTimeout(() => { from.textContent = label; }, 900);
-    } catch { // a browser that does not let pages write there: select it, to be copied by hand
+    } catch { // the browser denies access to the clipboard: select the text for copying by hand
       const box = make("textarea", { class: "mono wide", readonly: true, rows: "4", "aria-label": "to copy" });
       box.value = line;
-      said.replaceChildren(box);
+      statusLine.replaceChildren(box);
       box.select();
     }
   }

@@ -1,4 +1,4 @@
-"""The lab over HTTP, for browsers of this machine: bound to loopback, and every request needs the token of its address."""
+"""HTTP server of a lab for browsers of this machine: bound to loopback, and every request needs the token."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from ..report import html
 from .session import Session
 
 HOST = "127.0.0.1"
-MOST_BYTES = 1 << 20
-"""Of a request."""
+MAX_REQUEST_BYTES = 1 << 20
 
 
 def front_end() -> tuple[str, str]:
-    """The page's styles and its ES module."""
+    """The CSS and the ES module of the page."""
     css, js = (resources.files("meshpar.lab").joinpath(name).read_text("utf8") for name in ("page.css", "page.js"))
     return html.plain_style() + css, js
 
@@ -32,8 +31,9 @@ class Server(ThreadingHTTPServer):
     """Serves one session.
 
     Attributes:
-      token: what every request must have: pages in the address, questions in a header.
-      url: the page's address.
+      token: the secret of every request: in the address of a page, in a header of other requests.
+      names: the values of the Host header that are accepted.
+      url: the address of the page, with the token.
 
     Raises:
       OSError: the port is taken.
@@ -57,21 +57,21 @@ class Server(ThreadingHTTPServer):
             self.server_close()
 
     def start(self) -> None:
-        """Serve in a thread."""
+        """Serve in a background thread."""
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def stop(self) -> None:
-        """End what :meth:`start` began."""
+        """Stop a server that :meth:`start` started."""
         self.shutdown()
         self.server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Browsers close connections when they like."""
+        """Ignore connections that browsers close; report other errors."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
     def page(self, nonce: str) -> str:
-        """The page, whose only script has this nonce."""
+        """The HTML of the page; its only script has this nonce."""
         css, js = front_end()
         return (
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -95,7 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._allowed((parse_qs(where.query).get("token") or [""])[0]):
             return
         if where.path != "/":
-            self._send(HTTPStatus.NOT_FOUND, "there is no such page")
+            self._send(HTTPStatus.NOT_FOUND, "page not found")
             return
         nonce = secrets.token_urlsafe(16)
         policy = (
@@ -110,17 +110,18 @@ class _Handler(BaseHTTPRequestHandler):
             return
         origin = self.headers.get("Origin")
         if origin is not None and urlsplit(origin).netloc not in self._lab.names:
-            self._refuse(HTTPStatus.FORBIDDEN, "this page is of another origin")
+            self._refuse(HTTPStatus.FORBIDDEN, "the request is from another origin")
             return
         length = self.headers.get("Content-Length") or ""
-        if not length.isdigit() or int(length) > MOST_BYTES:
+        if not length.isdigit() or int(length) > MAX_REQUEST_BYTES:
             self._refuse(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a request has at most {MOST_BYTES} bytes, and says how many"
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"a request needs a Content-Length of at most {MAX_REQUEST_BYTES} bytes",
             )
             return
         body = self.rfile.read(int(length))
         if self.path != "/ask":
-            self._send(HTTPStatus.NOT_FOUND, "there is no such page")
+            self._send(HTTPStatus.NOT_FOUND, "page not found")
             return
         try:
             request = json.loads(body)
@@ -130,9 +131,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(HTTPStatus.OK, json.dumps(self._lab.session.handle(request)), "application/json")
 
     def _allowed(self, token: str) -> bool:
-        """Whether a request comes from a page of this server; it is refused where not."""
-        if self.headers.get("Host") not in self._lab.names:  # a name that another site has made mean this machine
-            self._refuse(HTTPStatus.FORBIDDEN, "this server is known by its loopback address alone")
+        """Whether a request comes from a page of this server; if not, it is refused."""
+        if (
+            self.headers.get("Host") not in self._lab.names
+        ):  # DNS rebinding: a name that another site resolves to this machine
+            self._refuse(HTTPStatus.FORBIDDEN, "this server accepts only its loopback address as host")
             return False
         if not hmac.compare_digest(token.encode(), self._lab.token.encode()):
             self._refuse(HTTPStatus.FORBIDDEN, "the token is missing or wrong: use the address that was printed")
@@ -140,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
         return True
 
     def _refuse(self, status: HTTPStatus, text: str) -> None:
-        """An answer to a request whose body is not read."""
+        """Send an error and close the connection, since the body of the request is not read."""
         self.close_connection = True
         self._send(status, text)
 
@@ -160,4 +163,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: addresses have the token."""
+        """Log nothing: addresses contain the token."""

@@ -1,4 +1,4 @@
-"""What the pages of a lab talk to: drafts of layouts in, plans as JSON out. Text is parsed, never evaluated."""
+"""The session behind the pages of a lab: requests with drafts of layouts, replies with plans as JSON. Text is never evaluated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..layout import Layout
 from ..layouts import PRESETS
 from ..mesh import parse_mesh, planned_mesh
 from ..plan_api import Plan
-from ..report.facts import kernel_seconds
+from ..report.facts import kernel_seconds, mesh_text
 from ..search import search
 from ..search.result import quiet
 from ..search.space import meshes
@@ -29,23 +29,23 @@ from .jobs import Job, Turns, as_json
 
 log = logging.getLogger(__name__)
 
-MOST_DEVICES = 1 << 20
-MOST_RULES = 200
-MOST_TEXT = 2000
-"""Of characters in a rule, a mesh or a topology."""
-KEPT = 16
-"""Plans that are kept."""
-MOST_MESHES = 24
-"""On how many meshes a known layout is tried, the most even first."""
-SEARCH = 20.0
-"""Seconds for which a search begins plans."""
+MAX_DEVICES = 1 << 20
+MAX_RULES = 200
+MAX_TEXT = 2000
+"""Characters of a rule, a mesh or a topology."""
+MAX_CACHED = 16
+"""Plans, and ended jobs, that a session retains."""
+MAX_MESHES = 24
+"""Meshes on which a known layout is planned, the most even first."""
+SEARCH_SECONDS = 20.0
+"""Time limit of a search."""
 
 Compile = Callable[["Draft", Callable[[str], None]], Compiled]
-"""Compiles a draft with the real compiler; the function is told how far it is."""
+"""Compiles a draft with the real compiler; the function reports progress."""
 
 
 class BadRequest(Exception):
-    """A request that no page sends."""
+    """A malformed request."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class _Row:
-    """A row of the page: its text, whether it holds, its rules, and the error of a text that has none."""
+    """A row of the page: its text, whether it is enabled, its rules or the error of its text."""
 
     text: str
     on: bool
@@ -71,15 +71,15 @@ class Session:
     """A program in a lab: answers requests of pages, from any thread.
 
     Args:
-      base: a plan of the program, from which the others are made.
-      name: of the function.
-      start: what is shown first; it need not be one that can be planned.
-      layouts: name → layouts to begin with, before the known ones.
-      compile: asks the real compiler.
+      base: a plan of the program, from which drafts are replanned.
+      name: the name of the function.
+      start: the first draft of the page; it may be invalid.
+      layouts: name → the user's layouts, listed before the known schemes.
+      compile: runs the real compiler.
 
     Attributes:
       shown: the last draft that could be planned.
-      title: the page's; the function's name, unless it is set.
+      title: of the page; by default the function's name.
     """
 
     def __init__(self, base: Plan, *, name: str, start: Draft, layouts: Mapping[str, str], compile: Compile):
@@ -96,10 +96,10 @@ class Session:
         }  # fmt: skip
 
     def handle(self, request: Any) -> dict[str, Any]:
-        """The reply to a request, both as JSON has them; ``{"failed": text}`` where there is none."""
+        """The reply to a request, both as JSON data; ``{"failed": text}`` for a request that cannot be answered."""
         try:
             if not isinstance(request, dict) or request.get("ask") not in self._answers:
-                raise BadRequest(f"a request asks one of {', '.join(self._answers)}")
+                raise BadRequest(f"`ask` is one of {', '.join(self._answers)}")
             return self._answers[request["ask"]](request)
         except BadRequest as e:
             return {"failed": str(e)}
@@ -108,10 +108,10 @@ class Session:
             return {"failed": f"{type(e).__name__}: {e}"}
 
     def plan(self) -> Plan:
-        """The plan that is shown.
+        """The plan of the last valid draft.
 
         Raises:
-          MeshparError: none could be made so far, because of this.
+          MeshparError: no draft was valid so far; the error of the first.
         """
         with self._turns.page():
             return self._plan(self.shown)
@@ -126,7 +126,7 @@ class Session:
                     sizes[dim].append(n)
         return {
             "title": self.title, "mesh": self.start.mesh, "topology": self.start.topology,
-            "rules": statements(self.start.layout), "dims": [[d, n] for d, n in sizes.items()], "seconds": SEARCH,
+            "rules": statements(self.start.layout), "dims": [[d, n] for d, n in sizes.items()], "seconds": SEARCH_SECONDS,
         }  # fmt: skip
 
     def _planned(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,21 +186,20 @@ class Session:
         with quiet():
             plan = self.base.replan(layout=draft.layout, mesh=where, topology=draft.topology)
         self._plans[draft] = plan
-        if len(self._plans) > KEPT:
+        if len(self._plans) > MAX_CACHED:
             self._plans.popitem(last=False)
         return plan
 
     def _view(self, plan: Plan, pinned: Plan | None, rows: Sequence[_Row]) -> dict[str, Any]:
-        held = [row.layout for row in rows if row.on and row.layout is not None]
-        did = iter(view.rule_figures(plan, [layout.rules for layout in held]))
-        mesh = view.mesh_text(plan)
+        layouts = [row.layout for row in rows if row.on and row.layout is not None]
+        effects = iter(view.row_effects(plan, [layout.rules for layout in layouts]))
         return {
-            "figures": view.figures(plan),
-            "html": view.parts(plan, pinned),
-            "rules": [next(did) if row.on and row.layout is not None else None for row in rows],
+            "metrics": view.metrics(plan),
+            "html": view.sections(plan, pinned),
+            "rules": [next(effects) if row.on and row.layout is not None else None for row in rows],
             "colours": view.colours(plan),
             "layout": str(plan.requested_layout),
-            "python": view.python(self.name, plan, mesh),
+            "python": view.python(self.name, plan, mesh_text(plan)),
         }
 
     # -- jobs
@@ -209,7 +208,7 @@ class Session:
         """Start a job; its number is never used again."""
         with self._jobs_lock:
             number = next(self._numbers)
-            for ended in [n for n, job in self._jobs.items() if not job.running][:-KEPT]:
+            for ended in [n for n, job in self._jobs.items() if not job.running][:-MAX_CACHED]:
                 del self._jobs[ended]
             self._jobs[number] = Job(self._turns, run)
         return {"job": number}
@@ -219,7 +218,7 @@ class Session:
         with self._jobs_lock:
             job = self._jobs.get(number) if isinstance(number, int) else None
         if job is None:
-            raise BadRequest("there is no such job")
+            raise BadRequest("unknown job")
         return job
 
     def _job(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,7 +239,7 @@ class Session:
             slices = 1
         else:
             devices, slices = device_count(topology), parse_topology(topology).slices
-        found: list[dict[str, Any]] = []
+        rows: list[dict[str, Any]] = []
         names = self.base.program.all_names()
         for name, text in {**self._layouts, **{n.replace("_", " "): str(p()) for n, p in PRESETS.items()}}.items():
             layout = Layout(text)
@@ -249,7 +248,7 @@ class Session:
             for rule in layout.rules:
                 asks.setdefault(rule.axes, []).append(rule.dim)
             if any(names.isdisjoint(dims) for dims in asks.values()):
-                continue  # rules that would do nothing: experts of a model without any
+                continue  # a scheme whose dims the model lacks, such as experts
             if slices == 1:
                 axes.sort(key=lambda a: a != "data")
             best: dict[str, Any] | None = None
@@ -258,10 +257,10 @@ class Session:
                 row = self._row(name, Draft(mesh, topology, text))
                 if row is not None and (best is None or _better(row) < _better(best)):
                     best = row
-            if best is not None and not any(_same(best, other) for other in found):
-                found = [*found, best]
-                job.result = found
-        return found
+            if best is not None and not any(_same(best, other) for other in rows):
+                rows = [*rows, best]
+                job.result = rows
+        return rows
 
     def _row(self, name: str, draft: Draft) -> dict[str, Any] | None:
         try:
@@ -276,16 +275,18 @@ class Session:
     def _suggest(self, request: Mapping[str, Any]) -> dict[str, Any]:
         topology = _topology(request)
         if topology is None:
-            raise BadRequest("a search needs a topology: without one no time is estimated")
+            raise BadRequest("a search needs a topology, which step times depend on")
 
         def run(job: Job) -> list[dict[str, Any]]:
             base = self.base
             if base.chip is None or base.topology != topology:
                 with quiet():
                     base = base.replan(layout="", mesh=_place("data=-1", topology), topology=topology)
-            found = search({"": base}, topology, time_limit=SEARCH, layouts=self._layouts.values(), tell=job.tell)
+            result = search(
+                {"": base}, topology, time_limit=SEARCH_SECONDS, layouts=self._layouts.values(), tell=job.tell
+            )
             with quiet():
-                return [_row_of("found", Draft(found.best.mesh, topology, found.best.layout), found.plan())]
+                return [_row_of("search result", Draft(result.best.mesh, topology, result.best.layout), result.plan())]
 
         return self._begin(run)
 
@@ -297,11 +298,11 @@ class Session:
                 plan = self._plan(draft)
                 peak, took = plan.memory.peak, plan.time
 
-            def told(text: str) -> None:
-                job.leave()  # it is the compiler's process that works from here on
+            def report(text: str) -> None:
+                job.leave()  # from now on the compiler's process does the work
                 job.tell(text)
 
-            compiled = self._compile(draft, told)
+            compiled = self._compile(draft, report)
             of = compiled.exposed
             rows = [
                 ("peak memory of a device", format_memory(peak), format_memory(compiled.memory.peak)),
@@ -310,11 +311,15 @@ class Session:
             if of is not None and took is not None:
                 rows += [
                     (
-                        "waits for its links",
+                        "exposed communication",
                         format_seconds(took.seconds - kernel_seconds(took)),
                         format_seconds(of.seconds),
                     ),
-                    ("a step; by the compiler's schedule", format_seconds(took.seconds), format_seconds(of.schedule)),
+                    (
+                        "step time, by the compiler's schedule",
+                        format_seconds(took.seconds),
+                        format_seconds(of.schedule),
+                    ),
                 ]
             how = "from the cache" if compiled.cached else f"in {compiled.compile_seconds:.0f} s"
             return {
@@ -330,8 +335,8 @@ class Session:
 
 def _text(request: Mapping[str, Any], key: str) -> str:
     text = request.get(key)
-    if not isinstance(text, str) or len(text) > MOST_TEXT:
-        raise BadRequest(f"`{key}` is a text of at most {MOST_TEXT} characters")
+    if not isinstance(text, str) or len(text) > MAX_TEXT:
+        raise BadRequest(f"`{key}` is a text of at most {MAX_TEXT} characters")
     return text
 
 
@@ -345,8 +350,8 @@ def _topology(request: Mapping[str, Any]) -> str | None:
 
 def _rows(request: Mapping[str, Any]) -> list[_Row]:
     given = request.get("rules")
-    if not isinstance(given, list) or len(given) > MOST_RULES or not all(isinstance(r, dict) for r in given):
-        raise BadRequest(f"`rules` is a list of at most {MOST_RULES} rows")
+    if not isinstance(given, list) or len(given) > MAX_RULES or not all(isinstance(r, dict) for r in given):
+        raise BadRequest(f"`rules` is a list of at most {MAX_RULES} rows")
     return [_row(_text(r, "text"), r.get("on") is True) for r in given]
 
 
@@ -361,27 +366,27 @@ def _draft(request: Any) -> Draft:
     if not isinstance(request, dict):
         raise BadRequest("a layout is an object with `mesh`, `topology` and `layout`")
     layout = request.get("layout")
-    if not isinstance(layout, str) or len(layout) > MOST_RULES * MOST_TEXT:
+    if not isinstance(layout, str) or len(layout) > MAX_RULES * MAX_TEXT:
         raise BadRequest("`layout` is a text")
     return Draft(_mesh(request), _topology(request), layout)
 
 
 def _place(mesh: str, topology: str | None) -> Any:
-    """The mesh to plan on.
+    """The mesh of a text.
 
     Raises:
-      MeshparError: a text that is no mesh, one that does not fill its topology, or of too many devices.
+      MeshparError: the text is not a mesh, the mesh does not fill its topology, or has too many devices.
     """
     sizes = parse_mesh(mesh)
-    if math.prod(sizes.values()) > MOST_DEVICES:
+    if math.prod(sizes.values()) > MAX_DEVICES:
         raise MeshError(
-            f"mesh ({mesh}) has more than {MOST_DEVICES} devices", fixes=[f"a mesh of at most {MOST_DEVICES} devices"]
+            f"mesh ({mesh}) has more than {MAX_DEVICES} devices", fixes=[f"a mesh of at most {MAX_DEVICES} devices"]
         )
     return planned_mesh(mesh, topology)
 
 
 def _at_fault(rows: Sequence[_Row], e: MeshparError) -> int | None:
-    """The row of the rule that an error names."""
+    """The index of the row with the rule that an error names; None if there is none."""
     for k, row in enumerate(rows):
         if row.on and row.layout is not None and e.rule in {row.text.strip(), *map(str, row.layout.rules)}:
             return k
@@ -389,27 +394,27 @@ def _at_fault(rows: Sequence[_Row], e: MeshparError) -> int | None:
 
 
 def _axes(layout: Layout | None) -> list[str] | None:
-    """The axes of a row's rules, of which the first has the row's colour; None: it cannot be read."""
+    """The axes of a row's rules; None if its text is not a layout."""
     return None if layout is None else list(dict.fromkeys(a for rule in layout.rules for a in rule.axes))
 
 
 def statements(layout: str) -> list[str]:
-    """The rows of a layout: its lines, cut at ``;``."""
+    """The texts of a layout's rules: its lines, split at ``;``, without comments."""
     lines = (line.split("#", 1)[0] for line in layout.splitlines())
     return [text for line in lines for part in line.split(";") if (text := part.strip())]
 
 
-# -- layouts to begin with
+# -- known layouts
 
 
 def _meshes_of(axes: Sequence[str], devices: int) -> Iterator[str]:
-    """Meshes of these axes, the most even first; where there is none, all devices on the first."""
+    """Meshes of these axes, the most even first; if there is none, all devices on the first axis."""
     if not axes:
         axes = ("data",)
-    found = [sizes for sizes in meshes(devices, 1, len(axes)) if len(sizes) == len(axes)]
-    if not found:
-        found = [tuple((a, devices if k == 0 else 1) for k, a in enumerate(axes))]
-    for sizes in found[:MOST_MESHES]:
+    candidates = [sizes for sizes in meshes(devices, 1, len(axes)) if len(sizes) == len(axes)]
+    if not candidates:
+        candidates = [tuple((a, devices if k == 0 else 1) for k, a in enumerate(axes))]
+    for sizes in candidates[:MAX_MESHES]:
         yield ", ".join(f"{axis}={n}" for axis, (_, n) in zip(axes, sizes, strict=True))
 
 
@@ -418,12 +423,12 @@ def _row_of(name: str, draft: Draft, plan: Plan) -> dict[str, Any]:
     return {
         "name": name, "mesh": draft.mesh, "layout": draft.layout, "rules": statements(draft.layout), "seconds": plan.seconds,
         "peak": peak, "sent": plan.bytes_sent, "fits": None if chip is None else peak <= chip.per_device().hbm,
-        "says": [format_seconds(plan.seconds) if plan.seconds is not None else "–", format_memory(peak)],
+        "texts": [format_seconds(plan.seconds) if plan.seconds is not None else "–", format_memory(peak)],
     }  # fmt: skip
 
 
 def _better(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Less is better: those that fit, then the shortest, then the smallest."""
+    """Sort key, best first: rows that fit, then by step time, then by peak."""
     return (row["fits"] is False, row["seconds"] or 0.0, row["peak"])
 
 

@@ -1,4 +1,4 @@
-"""A plan as the page of the lab shows it: figures as numbers, and the parts of a plan's page."""
+"""A plan as JSON data for the page of a lab: metrics as numbers, and the sections of a plan's page as HTML."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..report.diff import PlanDiff, diff_body
 from ..report.facts import RuleEffect, rule_effects
 from ..units import format_bytes, format_seconds
 
-COLLECTIVES = 10
-"""Of the largest kinds of collectives, how many the page lists."""
+MAX_COLLECTIVE_ROWS = 10
+"""Rows of the table of collectives, largest first."""
 
 
-def figures(plan: Plan) -> dict[str, Any]:
-    """The figures of a plan: bytes, seconds, shares; None where no time is estimated."""
+def metrics(plan: Plan) -> dict[str, Any]:
+    """The metrics of a plan in bytes, seconds and fractions; None where no time is estimated."""
     memory, time, chip = memory_of(plan), plan.time, plan.chip
     return {
         "peak": memory.peak,
@@ -35,12 +35,12 @@ def figures(plan: Plan) -> dict[str, Any]:
 
 
 def colours(plan: Plan) -> dict[str, str]:
-    """The class of every axis's colour."""
+    """Axis → CSS class of its colour."""
     return html.AxisColours(plan).of
 
 
-def parts(plan: Plan, pinned: Plan | None) -> dict[str, str]:
-    """The parts of a plan's page, as HTML."""
+def sections(plan: Plan, pinned: Plan | None) -> dict[str, str]:
+    """Name → HTML of each section of a plan's page; ``diff`` compares it with the pinned plan."""
     ink = html.AxisColours(plan)
     return {
         "cards": html.cards(plan) + html.lowering(plan),
@@ -49,43 +49,41 @@ def parts(plan: Plan, pinned: Plan | None) -> dict[str, str]:
         "layer": html.layers(plan, ink),
         "memory": html.memory_curve(plan),
         "rules": html.rules_table(plan, rule_effects(plan), ink),
-        "collectives": html.collectives_table(plan, ink, most=COLLECTIVES),
+        "collectives": html.collectives_table(plan, ink, most=MAX_COLLECTIVE_ROWS),
         "notes": html.notes_list(plan),
     }
 
 
-def rule_figures(plan: Plan, rows: Sequence[Sequence[Rule]]) -> list[dict[str, Any]]:
-    """What the rules of each row do together: bytes and seconds in a step, arguments split, from how much to how much.
+def row_effects(plan: Plan, rows: Sequence[Sequence[Rule]]) -> list[dict[str, Any]]:
+    """Per row of the page the effect of its rules together: bytes and seconds in a step, and a text.
 
     Args:
-      rows: the rules of each row of the page, which in order are those of ``plan.requested_layout``.
+      rows: the rules of each row; together, in order, they are the rules of ``plan.requested_layout``.
     """
-    did = rule_effects(plan)
-    first = len(plan.layout.rules) - len(plan.requested_layout.rules)  # rules for dims called after axes stand before
+    effects = rule_effects(plan)
+    first = len(plan.layout.rules) - len(plan.requested_layout.rules)  # rules for dims named like axes come first
     out = []
     for rules in rows:
-        mine, first = did[first : first + len(rules)], first + len(rules)
-        out.append(_together(mine, plan))
+        own, first = effects[first : first + len(rules)], first + len(rules)
+        out.append(_together(own, plan))
     return out
 
 
-def _together(did: Sequence[RuleEffect], plan: Plan) -> dict[str, Any]:
-    sent, seconds = sum(e.sent for e in did), sum(e.seconds for e in did)
-    total = RuleEffect(
-        "", (), sum(e.arguments for e in did), sum(e.global_bytes for e in did), sum(e.bytes for e in did)
-    )
-    says = [total.size_text] if total.size_text else []
-    if says:
-        pass
-    elif any(e.values for e in did):
-        says.append(f"splits {sum(e.values for e in did)} values")
-    if sent:
-        says.append(f"sends {format_bytes(sent)}" + (f", {format_seconds(seconds)}" if plan.chip is not None else ""))
-    return {"sent": sent, "seconds": seconds, "says": " · ".join(says) or "does nothing"}
+def _together(effects: Sequence[RuleEffect], plan: Plan) -> dict[str, Any]:
+    def total(of: str) -> Any:
+        return sum(getattr(e, of) for e in effects)
+
+    every = RuleEffect("", (), *map(total, ("arguments", "global_bytes", "bytes", "values", "sent", "seconds")))
+    texts = [every.size_text or (f"shards {every.values} values" if every.values else "")]
+    if every.sent:
+        seconds = f", {format_seconds(every.seconds)}" if plan.chip is not None else ""
+        texts.append(f"sends {format_bytes(every.sent)}{seconds}")
+    text = " · ".join(filter(None, texts)) or "no effect"
+    return {"sent": every.sent, "seconds": every.seconds, "text": text}
 
 
 def python(name: str, plan: Plan, mesh: str) -> str:
-    """Lines of Python that run the function so."""
+    """Python code that runs the function under this plan."""
     rules = "\n".join(f"    {text}" for text in str(plan.requested_layout).split("; ") if text)
     layout = f'mp.Layout("""\n{rules}\n""")' if rules else 'mp.Layout("")'
     where = f"  # {plan.topology}" if plan.topology else ""
@@ -93,8 +91,3 @@ def python(name: str, plan: Plan, mesh: str) -> str:
         f'import meshpar as mp\n\nmesh = mp.mesh("{mesh}"){where}\nlayout = {layout}\n'
         f'step = mp.jit({name}, mesh=mesh, layout=layout, dims=dims, lowering="{plan.lowering}")\n'
     )
-
-
-def mesh_text(plan: Plan) -> str:
-    """The mesh of a plan as text."""
-    return ", ".join(f"{a}={n}" for a, n in plan.sizes.items())

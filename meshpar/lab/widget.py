@@ -1,4 +1,4 @@
-"""The lab as a widget of a notebook: the same page, whose questions go through the kernel's connection."""
+"""The lab as a notebook widget: the same page, with requests over the connection of the kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .session import Session
 
 
 def widget_of(session: Session) -> Any:
-    """An :class:`anywidget.AnyWidget` of the page.
+    """The page as an :class:`anywidget.AnyWidget`.
 
     Raises:
       UnsupportedError: anywidget is not installed.

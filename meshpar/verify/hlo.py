@@ -33,8 +33,8 @@ class HloCollective:
       members: partition numbers of the first group (of the first pair); None if the text does not list them.
       shape: the gathered result of an all-gather, else the operands: ``bf16[4096,2048]``.
       bytes: sent by each device in one execution. With g devices in a group: all-gather result·(g-1)/g; reduce-scatter and
-        all-to-all operand·(g-1)/g; all-reduce 2·operand·(g-1)/g; collective-permute the operand; ragged all-to-all at most the smaller of
-        input and output·(g-1)/g.
+        all-to-all operand·(g-1)/g; all-reduce 2·operand·(g-1)/g; collective-permute the operand; ragged all-to-all at most the
+        smaller of input and output·(g-1)/g.
       count: executions in a step; None if a trip count is not known.
       dcn: whether it is between slices. The final TPU program has such collectives as transfers of the runtime, and
         those within a slice with device numbers of one slice.

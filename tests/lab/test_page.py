@@ -32,7 +32,7 @@ def page(browser):
     own = (f"http://127.0.0.1:{server.server_port}/", "data:")
     page.on("request", lambda r: None if r.url.startswith(own) else wrong.append(r.url))
     page.goto(server.url)
-    page.locator("main[data-figures]").wait_for()
+    page.locator("main[data-metrics]").wait_for()
     page.locator(".start[aria-busy=false]").wait_for()
     yield page
     assert wrong == []
@@ -44,9 +44,9 @@ def wait_until_drawn(page):
     page.locator('main[aria-busy="false"]').wait_for()
 
 
-def figures(page):
+def metrics(page):
     wait_until_drawn(page)
-    return json.loads(page.locator("main").get_attribute("data-figures"))
+    return json.loads(page.locator("main").get_attribute("data-metrics"))
 
 
 def state(page):
@@ -69,9 +69,9 @@ def agrees(page):
         assert page.locator(".rules .error:visible").count() >= 1
         return False
     assert page.locator("main.stale").count() == 0
-    shown = figures(page)
+    shown = metrics(page)
     assert (shown["peak"], shown["seconds"], shown["sent"]) == (plan.memory.peak, plan.seconds, plan.bytes_sent)
-    cards = page.locator(".figures .card b").all_inner_texts()
+    cards = page.locator(".metrics .card b").all_inner_texts()
     assert cards[:2] == [format_memory(plan.memory.peak), format_seconds(plan.seconds)]
     assert cards[3] == format_bytes(plan.bytes_sent)
     return True
@@ -82,11 +82,11 @@ def rule(page, k):
 
 
 def test_a_rule_is_edited_and_broken(page):
-    before = figures(page)
+    before = metrics(page)
     assert agrees(page)
     rule(page, 2).get_by_label("rule", exact=True).fill("embed: model")
     assert agrees(page)
-    assert figures(page)["peak"] != before["peak"]
+    assert metrics(page)["peak"] != before["peak"]
     rule(page, 2).get_by_label("rule", exact=True).fill("embed: modle")
     wait_until_drawn(page)
     assert "names axis modle" in rule(page, 2).locator(".error").inner_text()
@@ -94,7 +94,7 @@ def test_a_rule_is_edited_and_broken(page):
     assert page.get_by_role("button", name="Compile this").is_disabled()
     rule(page, 2).get_by_label("rule", exact=True).fill("embed: data")
     assert agrees(page)
-    assert figures(page) == before
+    assert metrics(page) == before
     assert page.locator(".error:visible").count() == 0
 
 
@@ -119,12 +119,12 @@ def test_rules_are_ordered_by_keyboard_and_mouse(page):
 
 
 def test_rules_are_switched_added_removed_and_take_axes(page):
-    before = figures(page)
+    before = metrics(page)
     rule(page, 2).get_by_role("checkbox").uncheck()
     assert agrees(page)
-    assert figures(page)["peak"] > before["peak"]
+    assert metrics(page)["peak"] > before["peak"]
     rule(page, 2).get_by_role("checkbox").check()
-    assert figures(page) == before
+    assert metrics(page) == before
     rule(page, 2).get_by_role("button", name="model", exact=True).click()
     assert state(page)[1][2] == "embed: data+model"
     assert agrees(page)
@@ -182,22 +182,22 @@ def test_the_known_layouts_are_ranked_and_a_search_finds_one(page):
     mesh, rules = state(page)
     assert rules == ["mlp: model", "batch: data"]
     assert agrees(page)
-    page.get_by_role("button", name="Search for a better one").click()
-    page.get_by_role("button", name="found").wait_for()
+    page.get_by_role("button", name="Search for a better layout").click()
+    page.get_by_role("button", name="search result").wait_for()
     wait_until_drawn(page)
     best = page.locator(".start tbody tr[aria-current=true]")
-    assert "found" in best.all_inner_texts()[0] or best.count() > 1
+    assert "search result" in best.all_inner_texts()[0] or best.count() > 1
     plan = lab_program.planned(mesh, "; ".join(rules))
-    assert figures(page)["seconds"] <= plan.seconds
+    assert metrics(page)["seconds"] <= plan.seconds
     assert agrees(page)
 
 
 def test_two_plans_side_by_side_and_copies(page):
-    pinned = figures(page)
+    pinned = metrics(page)
     page.get_by_role("button", name="Pin", exact=True).click()
     rule(page, 2).get_by_role("checkbox").uncheck()
-    now = figures(page)
-    beside = page.locator("section", has=page.get_by_role("heading", name="Beside the pinned plan"))
+    now = metrics(page)
+    beside = page.locator("section", has=page.get_by_role("heading", name="Compared with the pinned plan"))
     text = beside.inner_text()
     assert format_memory(pinned["peak"]) in text
     assert format_memory(now["peak"]) in text
@@ -227,8 +227,8 @@ def test_what_the_compiler_says(page):
     page.get_by_role("button", name="Compile this").click()
     page.get_by_role("columnheader", name="compiler").wait_for(timeout=300_000)
     assert (
-        format_bytes(figures(page)["sent"])
-        in page.locator("section", has=page.get_by_text("What the compiler says")).inner_text()
+        format_bytes(metrics(page)["sent"])
+        in page.locator("section", has=page.get_by_text("Compiled program")).inner_text()
     )
 
 
@@ -310,8 +310,8 @@ def test_the_page_in_a_notebook_asks_through_the_kernel(browser):
         }""",
         front_end()[1],
     )
-    page.locator("#cell[data-figures]").wait_for()
-    shown = json.loads(page.locator("#cell").get_attribute("data-figures"))
+    page.locator("#cell[data-metrics]").wait_for()
+    shown = json.loads(page.locator("#cell").get_attribute("data-metrics"))
     plan = lab_program.planned(lab_program.MESH, "; ".join(lab_program.RULES))
     assert (shown["peak"], shown["seconds"]) == (plan.memory.peak, plan.seconds)
     context.close()

@@ -48,7 +48,7 @@ def test_the_figures_of_a_plan_arrive(server):
     body = {"ask": "plan", "mesh": lab_program.MESH, "topology": lab_program.TOPOLOGY, "rules": rows}
     _, text, _ = send(server, body=json.dumps(body).encode())
     plan = lab_program.planned(lab_program.MESH, "; ".join(lab_program.RULES))
-    assert json.loads(text)["plan"]["figures"]["peak"] == plan.memory.peak
+    assert json.loads(text)["plan"]["metrics"]["peak"] == plan.memory.peak
 
 
 @pytest.mark.parametrize("token", [None, "", "Bearer", "Bearer wrong", "Basic {}", "{}", "Bearer {}x", "Bearer ü"])

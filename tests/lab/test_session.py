@@ -43,17 +43,17 @@ def test_fifty_random_edits_have_the_figures_of_mp_plan(session):
             assert any(reply["errors"]["rules"])
             continue
         legal += 1
-        figures = reply["plan"]["figures"]
-        assert figures["peak"] == plan.memory.peak
-        assert figures["seconds"] == plan.seconds
-        assert figures["sent"] == plan.bytes_sent
-        assert [figures[k] for k in ("compute", "memory", "communication")] == [
+        metrics = reply["plan"]["metrics"]
+        assert metrics["peak"] == plan.memory.peak
+        assert metrics["seconds"] == plan.seconds
+        assert metrics["sent"] == plan.bytes_sent
+        assert [metrics[k] for k in ("compute", "memory", "communication")] == [
             plan.time.compute,
             plan.time.memory,
             plan.time.communication,
         ]
         assert format_memory(plan.memory.peak) in reply["plan"]["html"]["cards"]
-        assert sum(sent for _, sent, _ in figures["rules"]) == pytest.approx(plan.bytes_sent)
+        assert sum(sent for _, sent, _ in metrics["rules"]) == pytest.approx(plan.bytes_sent)
         assert mp.Layout(reply["plan"]["layout"]).rules == plan.requested_layout.rules
     assert legal > 25
 
@@ -61,7 +61,7 @@ def test_fifty_random_edits_have_the_figures_of_mp_plan(session):
 def test_what_a_row_does_is_what_its_rules_do(session):
     together = ask(session, ["batch: data", "mlp, embed: model"])["plan"]
     separate = ask(session, ["batch: data", "mlp: model", "embed: model"])["plan"]
-    assert together["figures"] == separate["figures"]
+    assert together["metrics"] == separate["metrics"]
     sent = [row["sent"] for row in separate["rules"]]
     assert [row["sent"] for row in together["rules"]] == [sent[0], sent[1] + sent[2]]
     assert sum(sent) > 0
@@ -85,7 +85,7 @@ def test_an_error_is_at_its_rule(session, rule, says):
     assert [bool(e) for e in reply["errors"]["rules"]] == [False, True, False]
     assert says in reply["errors"]["rules"][1]["headline"]
     off = ask(session, ["batch: data", (rule, False), "mlp: model"])
-    assert off["plan"]["figures"] == ask(session, ["batch: data", "mlp: model"])["plan"]["figures"]
+    assert off["plan"]["metrics"] == ask(session, ["batch: data", "mlp: model"])["plan"]["metrics"]
     assert off["plan"]["rules"][1] is None
 
 
@@ -107,15 +107,15 @@ def test_another_topology_is_filled_by_the_first_axis(session):
     reply = ask(session, lab_program.RULES, "data=4, model=4", "v5e:8x8", fit=True)
     assert reply["mesh"] == "data=16, model=4"
     assert (
-        reply["plan"]["figures"]["seconds"]
+        reply["plan"]["metrics"]["seconds"]
         == lab_program.planned("data=16, model=4", "; ".join(lab_program.RULES), "v5e:8x8").seconds
     )
 
 
 def test_without_a_topology_no_time_is_estimated(session):
-    figures = ask(session, lab_program.RULES, topology=None)["plan"]["figures"]
-    assert figures["seconds"] is None
-    assert figures["peak"] > 0
+    metrics = ask(session, lab_program.RULES, topology=None)["plan"]["metrics"]
+    assert metrics["seconds"] is None
+    assert metrics["peak"] > 0
     assert session.handle({"ask": "suggest", "topology": None})["failed"]
 
 
@@ -151,7 +151,7 @@ def test_the_python_to_copy_runs_the_plan_that_is_shown(session, mesh):
     names = {"train_step": lab_program.train_step, "dims": lab_program.DIMS}
     exec(reply["plan"]["python"], names)
     plan = names["step"].plan(lab_program.STATE, lab_program.X)
-    assert plan.bytes_sent == reply["plan"]["figures"]["sent"]
+    assert plan.bytes_sent == reply["plan"]["metrics"]["sent"]
     assert str(plan.requested_layout) == reply["plan"]["layout"]
 
 
@@ -174,19 +174,19 @@ def test_the_search_finds_what_is_at_least_as_good_as_the_known(session):
 
 def test_pages_go_before_a_search_and_a_search_can_be_stopped(session):
     job = session.handle({"ask": "suggest", "topology": lab_program.TOPOLOGY})
-    want = ask(session, lab_program.RULES)["plan"]["figures"]
+    want = ask(session, lab_program.RULES)["plan"]["metrics"]
     replies = []
     threads = [threading.Thread(target=lambda: replies.append(ask(session, lab_program.RULES))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(reply["plan"]["figures"] == want for reply in replies)
+    assert all(reply["plan"]["metrics"] == want for reply in replies)
     session.handle({"ask": "stop", **job})
     session._jobs[job["job"]].wait(60)
     reply = session.handle({"ask": "job", **job})
     assert not reply["running"]
-    assert [row["name"] for row in reply["result"]] == ["found"]
+    assert [row["name"] for row in reply["result"]] == ["search result"]
 
 
 def test_a_lab_is_priced_with_a_calibration():
