@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import lab_program
 import pytest
 
-from meshpar.lab.server import MOST_BYTES, Server
+from meshpar.lab.server import MAX_REQUEST_BYTES, Server
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_bad_requests(server):
     assert send(server, body=b"\xff\xfe")[0] == 400
     assert send(server, path="/other")[0] == 404
     assert send(server, "GET", f"/../etc/passwd?token={server.token}")[0] == 404
-    assert send(server, Content_Length=str(MOST_BYTES + 1))[0] == 413
+    assert send(server, Content_Length=str(MAX_REQUEST_BYTES + 1))[0] == 413
     assert send(server, Content_Length="-1")[0] == 413
     assert send(server, "PUT")[0] == 501
     assert "failed" in json.loads(send(server, body=b'{"ask": "eval", "text": "1"}')[1])
