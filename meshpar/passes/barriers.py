@@ -1,9 +1,12 @@
-"""Where the compiler must not choose: the order of loops, of large sums, and of results in place of arguments."""
+"""Optimization barriers that stop XLA from reordering, moving or fusing ops where this costs memory or time.
+
+Each pass works around one defect of a compiler (:mod:`meshpar.compat.quirks`), and adds barriers or orders of dims to a plan.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 import numpy as np
@@ -18,14 +21,15 @@ from ..program.ir import Program, Value
 
 
 def serialize_loops(plan: Plan) -> Plan:
-    """A loop waits for the loops and the large reduce-scattered sums before it.
+    """The plan with loops that start after the loops and large reduce-scatters before them.
 
-    The compiler may order what is independent as it likes, and likes to keep whole gradients and gathered weights waiting while it
-    runs other loops first. What is large and sent whole is cut where it is sent, not where it is read.
+    The compiler orders independent steps as it likes, and tends to run other loops while full-size gradients and gathered weights
+    stay in memory (:data:`meshpar.compat.quirks.LOOPS_BEFORE_REDUCTIONS`). A barrier after each large reduce-scatter makes it slice
+    an all-reduce immediately, not where the result is read (:data:`meshpar.compat.quirks.LATE_SLICE`).
     """
 
-    def home(body: Body) -> Body:
-        came: list[Shard] = []
+    def serialized(body: Body) -> Body:
+        pending: list[Shard] = []  # results for which the next loop waits
 
         def change(step: Reduce | Loop) -> Sequence[Step]:
             if isinstance(step, Reduce):
@@ -35,63 +39,62 @@ def serialize_loops(plan: Plan) -> Plan:
                     return (step,)
                 raw = step.result.copy()
                 if before >= plan.compiler.serialized_reduction_bytes:
-                    came.append(step.result)
+                    pending.append(step.result)
                 return replace(step, result=raw), Barrier(step.op, (raw,), (step.result,))
             if not step.op.primitive.scan:
                 return (step,)
             steps: list[Step] = []
-            if came:
+            if pending:
                 reads = tuple(dict.fromkeys((*step.inits, *step.stacks)))
-                held = dict(zip(reads, (s.copy() for s in reads), strict=True))
+                delayed = {s: s.copy() for s in reads}
                 if reads:
-                    steps.append(Barrier(step.op, reads, tuple(held.values()), tuple(came)))
-                came.clear()
+                    steps.append(Barrier(step.op, reads, tuple(delayed.values()), tuple(pending)))
+                pending.clear()
                 step = replace(
-                    step, inits=tuple(held[s] for s in step.inits), stacks=tuple(held[s] for s in step.stacks)
+                    step, inits=tuple(delayed[s] for s in step.inits), stacks=tuple(delayed[s] for s in step.stacks)
                 )
-            came.extend(sorted(step.results, key=plan.shard_bytes)[:1])
+            pending.extend(sorted(step.results, key=plan.shard_bytes)[:1])
             return (*steps, step)
 
         return replace_steps(body, (Reduce, Loop), change)
 
-    return _with_body(plan, _homes(plan.body, home))
+    return _with_body(plan, _rewrite_homes(plan.body, serialized))
 
 
 def _with_body(plan: Plan, body: Body) -> Plan:
+    """The plan with another body; the plan itself if the body is its own."""
     return plan if body is plan.body else replace(plan, body=body)
 
 
-def _homes(body: Body, change: Callable[[Body], Body]) -> Body:
-    """Change what JAX traces into one body: the program and the bodies of loops and branches, with the calls in them."""
-
-    def inner(body: Body) -> Body:
-        is_call = body.frame.is_call
-        return body if is_call else change(body)
-
-    return rewrite_bodies(body, inner)
+def _rewrite_homes(body: Body, change: Callable[[Body], Body]) -> Body:
+    """The body after ``change`` of the program and of the bodies of loops and branches, but not of calls."""
+    return rewrite_bodies(body, lambda body: body if body.frame.is_call else change(body))
 
 
-def _with_scans(plan: Plan, change: Callable[[Loop], Loop]) -> Plan:
-    """Change every ``scan``."""
+def _rewrite_scans(plan: Plan, change: Callable[[Loop], Loop]) -> Plan:
+    """The plan after ``change`` of every ``scan``."""
 
-    def inner(body: Body) -> Body:
+    def changed(body: Body) -> Body:
         scans = {k: s for k in body.nested if isinstance(s := body.steps[k], Loop) and s.op.primitive.scan}
-        if not scans:
-            return body
-        steps = list(body.steps)
-        for k, step in scans.items():
-            steps[k] = change(step)
-        return body.with_steps(steps)
+        return (
+            body.with_steps([change(scans[k]) if k in scans else s for k, s in enumerate(body.steps)])
+            if scans
+            else body
+        )
 
-    return _with_body(plan, rewrite_bodies(plan.body, inner))
+    return _with_body(plan, rewrite_bodies(plan.body, changed))
 
 
 def serialize_results(plan: Plan) -> Plan:
-    """Large results that are gathered into the place of donated arguments are put there one after the other."""
+    """The plan with barriers by which large results that alias donated arguments are all-gathered one after the other.
+
+    (:data:`meshpar.compat.quirks.GATHER_NOT_IN_PLACE`)
+    """
     outputs = {plan.body.outputs[k].value for k in aliased_inputs(plan)}  # type: ignore[union-attr]
-    last: list[Shard] = []
+    previous: tuple[Shard, ...] = ()
 
     def change(step: Reshard) -> Sequence[Step]:
+        nonlocal previous
         if (
             step.copy
             or step.result.value not in outputs
@@ -99,190 +102,213 @@ def serialize_results(plan: Plan) -> Plan:
         ):
             return (step,)
         steps: list[Step] = []
-        if last:
-            held = step.source.copy()
-            steps.append(Barrier(step.op, (step.source,), (held,), tuple(last)))
-            step = replace(step, source=held)
-        last[:] = [step.result]
+        if previous:
+            delayed = step.source.copy()
+            steps.append(Barrier(step.op, (step.source,), (delayed,), previous))
+            step = replace(step, source=delayed)
+        previous = (step.result,)
         return (*steps, replace(step, separate_buffer=True))
 
     return _with_body(plan, replace_steps(plan.body, Reshard, change)) if outputs else plan
 
 
 def separate_slices(plan: Plan) -> Plan:
-    """Slices of a stack of floats that a loop rounds to a narrower type cannot be seen through.
+    """The plan with an optimization barrier on slices of a stacked float array that a loop casts to a narrower dtype.
 
-    Else the compiler rounds all of the stack before the loop, and holds both.
+    Otherwise XLA casts the full stack before the loop, and both arrays are in memory
+    (:data:`meshpar.compat.quirks.STACK_CAST_BEFORE_LOOP`).
     """
-
-    rounded = plan.program.cached(_rounded)
+    cast = plan.program.cached(_values_cast_to_narrower)
 
     def change(step: Loop) -> Loop:
         inner = step.body
-        new = {s: s.copy() for s in inner.inputs[len(step.inits) :] if s.value in rounded}
-        if not new:
+        slices = {s: s.copy() for s in inner.inputs[len(step.inits) :] if s.value in cast}
+        if not slices:
             return step
-        barrier = Barrier(step.op, tuple(new.values()), tuple(new), opaque=True)
-        inputs = tuple(new.get(s, s) for s in inner.inputs)
+        barrier = Barrier(step.op, tuple(slices.values()), tuple(slices), opaque=True)
+        inputs = tuple(slices.get(s, s) for s in inner.inputs)
         return replace(step, inner=(replace(inner, inputs=inputs, steps=(barrier, *inner.steps)),))
 
-    return _with_scans(plan, change)
+    return _rewrite_scans(plan, change)
 
 
 def separate_matmuls(plan: Plan) -> Plan:
-    """A large matrix product is a kernel of its own where much is computed from its result.
+    """The plan with barriers by which large matmuls are kernels of their own, without the ops that read their results.
 
-    Else the compiler computes it inside the product, and its matrix units wait meanwhile, or multiply smaller tiles
-    (:data:`meshpar.compat.quirks.FUSED_EPILOGUE`):
+    Otherwise the compiler computes these ops in the matmul's kernel, while the matrix units wait, or multiplies smaller tiles
+    (:data:`meshpar.compat.quirks.FUSED_EPILOGUE`). It concerns matmuls from whose results follow:
 
-    - several arrays that other products read: the way back of ``silu(gate) * up``;
-    - sums over what it makes and other arrays: the way back of a norm.
+    - several arrays that other matmuls read: the backward pass of ``silu(gate) * up``;
+    - reductions that also read other arrays: the backward pass of a norm.
     """
-    if "FUSED_EPILOGUE" not in plan.compiler.quirks:
-        return plan
-    most, stays = plan.compiler.epilogue_max_matmuls, plan.compiler.epilogue_operand_bytes
 
-    def home(body: Body) -> Body:
-        steps = body.with_calls
-        products: set[Shard] = set()  # results of large products, and views of these
-        makers: list[Run] = []
-        spread: set[Shard] = set()  # from rows and scalars
-        for step in steps:
-            if isinstance(step, Run):
-                if step.op.primitive.dot:
-                    if (
-                        step.in_ring != "reduce"
-                        and plan.shard_bytes(step.results[0]) >= plan.compiler.large_buffer_bytes
-                    ):
-                        makers.append(step)
-                        products.update(step.results)
-                elif step.op.primitive.broadcast:
-                    spread.update(step.results)
-                if products and _is_view(step) and step.reads[0] in products:
-                    products.update(step.results)
-        if not products:
-            return body
-        readers: dict[Shard, list[Run | Barrier]] = {}  # of what follows from products
-        depth: dict[Shard, int] = {}  # products, one after the other, that it follows from
-        for step in steps:
-            deep = [s for s in step.reads if s in depth]
-            if isinstance(step, Run | Barrier):
-                for shard in deep:
-                    readers.setdefault(shard, []).append(step)
-            if isinstance(step, Barrier):
-                depth.update((r, depth[s]) for s, r in zip(step.sources, step.results, strict=True) if s in depth)
-            elif (more := _multiplies(step)) or deep:
-                depth.update(dict.fromkeys(step.makes, max([depth[s] for s in deep], default=0) + more))
-        apart: dict[Shard, Shard] = {}  # what a product gives or takes → the same behind a barrier
-        for step in makers:
-            product = step.results[0]
-            ops, found, inside = _between(product, readers, depth)
-            least = plan.shard_bytes(product)
-            read = [s for s in found if s not in products]
-            given = dict.fromkeys(s for each in ops for s in each.reads if s in products)
-            others = {s for each in ops for s in each.reads} - inside - products - spread
-            beside = any(plan.shard_bytes(s) >= least for s in others)
-            large = [s for s in read if plan.shard_bytes(s) >= least]
-            streams = smaller_operand_bytes(step, plan.sizes) > stays
-            cut: Sequence[Shard] = ()
-            if len(large) > 1:
-                cut = (*given, *read) if streams or len(given) <= most else ()
-            elif beside and streams and any(each.op.name in REDUCTIONS for each in ops):
-                cut = tuple(given)
-            apart.update((s, s.copy()) for s in cut if s not in apart)
-
-        def across(step: Run) -> Run:
-            if apart.keys().isdisjoint(step.operands) or _is_view(step):
-                return step
-            if not (_multiplies(step) or step.op.name in FUSIBLE | REDUCTIONS):
-                return step
-            return replace(step, operands=tuple(s if s is None else apart.get(s, s) for s in step.operands))
+    def separated(body: Body) -> Body:
+        facts = _LargeMatmuls(plan, body)
+        behind: dict[Shard, Shard] = {}  # operand or result of a matmul → the same behind a barrier
+        for matmul in facts.matmuls:
+            behind.update((s, s.copy()) for s in facts.separated(matmul) if s not in behind)
 
         def change(step: Run) -> Sequence[Step]:
-            cut = tuple(s for s in step.results if s in apart)
-            step = across(step)
-            return (step, Barrier(step.op, cut, tuple(apart[s] for s in cut))) if cut else (step,)
+            new = tuple(s for s in step.results if s in behind)
+            reads = not _is_view(step) and (_is_matmul(step) or step.op.name in FUSIBLE | REDUCTIONS)
+            if reads and not behind.keys().isdisjoint(step.operands):
+                step = replace(step, operands=tuple(s if s is None else behind.get(s, s) for s in step.operands))
+            return (step, Barrier(step.op, new, tuple(behind[s] for s in new))) if new else (step,)
 
-        return replace_steps(body, Run, change) if apart else body
+        return replace_steps(body, Run, change) if behind else body
 
-    return _with_body(plan, _homes(plan.body, home))
+    return _with_body(plan, _rewrite_homes(plan.body, separated))
+
+
+@dataclass(slots=True)
+class _Epilogue:
+    """The ops that follow from a matmul and from no later one, which the compiler may compute in its kernel.
+
+    Attributes:
+      ops: elementwise ops and reductions.
+      read_by_matmuls: the shards that other matmuls read.
+      computed: all shards that the ops compute, with the matmul's result.
+    """
+
+    ops: list[Run]
+    read_by_matmuls: list[Shard]
+    computed: set[Shard]
+
+
+class _LargeMatmuls:
+    """The large matmuls of a body, calls included.
+
+    Attributes:
+      matmuls: that are not in the ring of a reduction.
+      results: their results, and views of these.
+      broadcasts: results of broadcasts.
+      readers: shard that depends on a matmul → the steps that read it.
+      depth: shard → the largest number of matmuls on a path to it.
+    """
+
+    def __init__(self, plan: Plan, body: Body):
+        self.plan = plan
+        self.matmuls: list[Run] = []
+        self.results: set[Shard] = set()
+        self.broadcasts: set[Shard] = set()
+        self.readers: dict[Shard, list[Run | Barrier]] = {}
+        self.depth: dict[Shard, int] = {}
+        for step in body.with_calls:
+            if isinstance(step, Run):
+                if step.op.primitive.dot:
+                    if step.in_ring != "reduce" and self._is_large(step.results[0]):
+                        self.matmuls.append(step)
+                        self.results.update(step.results)
+                elif step.op.primitive.broadcast:
+                    self.broadcasts.update(step.results)
+                if self.results and _is_view(step) and step.reads[0] in self.results:
+                    self.results.update(step.results)
+        if self.matmuls:
+            self._read(body.with_calls)
+
+    def _is_large(self, shard: Shard) -> bool:
+        return self.plan.shard_bytes(shard) >= self.plan.compiler.large_buffer_bytes
+
+    def _read(self, steps: Iterable[Step]) -> None:
+        """Set ``readers`` and ``depth``."""
+        depth = self.depth
+        for step in steps:
+            dependent = [s for s in step.reads if s in depth]
+            if isinstance(step, Run | Barrier):
+                for shard in dependent:
+                    self.readers.setdefault(shard, []).append(step)
+            if isinstance(step, Barrier):
+                depth.update((r, depth[s]) for s, r in zip(step.sources, step.results, strict=True) if s in depth)
+            elif (more := _is_matmul(step)) or dependent:
+                depth.update(dict.fromkeys(step.makes, max([depth[s] for s in dependent], default=0) + more))
+
+    def separated(self, matmul: Run) -> Sequence[Shard]:
+        """The shards that need a barrier so that a matmul becomes a kernel of its own; none if it is as fast with its epilogue."""
+        plan, compiler = self.plan, self.plan.compiler
+        epilogue, size = self._epilogue(matmul.results[0]), plan.shard_bytes(matmul.results[0])
+        read_by_matmuls = [s for s in epilogue.read_by_matmuls if s not in self.results]
+        read = [s for op in epilogue.ops for s in op.reads]
+        matmul_results = tuple(dict.fromkeys(s for s in read if s in self.results))
+        others = set(read) - epilogue.computed - self.results - self.broadcasts
+        is_tiled = smaller_operand_bytes(matmul, plan.sizes) > compiler.epilogue_operand_bytes
+        if sum(plan.shard_bytes(s) >= size for s in read_by_matmuls) > 1:
+            if is_tiled or len(matmul_results) <= compiler.epilogue_max_matmuls:
+                return (*matmul_results, *read_by_matmuls)
+            return ()
+        reduces = any(op.op.name in REDUCTIONS for op in epilogue.ops)
+        return matmul_results if is_tiled and reduces and any(plan.shard_bytes(s) >= size for s in others) else ()
+
+    def _epilogue(self, result: Shard) -> _Epilogue:
+        """The epilogue of the matmul with this result."""
+        ops: dict[Run, None] = {}
+        read: dict[Shard, None] = {}
+        todo, seen = [(result, result)], {result}  # a shard, and the same before barriers
+        while todo:
+            shard, before_barriers = todo.pop()
+            for step in self.readers.get(shard, ()):
+                if _is_matmul(step):
+                    read[before_barriers] = None
+                    continue
+                if isinstance(step, Barrier):
+                    results = [
+                        (r, before_barriers) for s, r in zip(step.sources, step.results, strict=True) if s is shard
+                    ]
+                elif _is_view(step) or step.op.name in FUSIBLE:
+                    if not _is_view(step):
+                        ops[step] = None
+                    results = [(r, r) for r in step.results]
+                else:
+                    if step.op.name in REDUCTIONS:
+                        ops[step] = None
+                    continue
+                results = [(r, b) for r, b in results if self.depth[r] == self.depth[result] and r not in seen]
+                seen.update(r for r, _ in results)
+                todo += results
+        return _Epilogue(list(ops), list(read), seen)
 
 
 def order_stacks(plan: Plan) -> Plan:
-    """What loops stack of large products lies as the products of the way back read it, on chips where these take another order.
+    """The plan with stacks of large matmul results, saved by loops for the backward pass, in the dim order in which it reads them.
 
     (:data:`meshpar.compat.quirks.COPIED_STACK`)
     """
-    if "COPIED_STACK" not in plan.compiler.quirks:
-        return plan
 
     def change(step: Loop) -> Loop:
         body, carries = step.body, len(step.inits)
-        products: set[Shard] = set()
+        from_matmuls: set[Shard] = set()
         for run in body.with_calls:
-            if isinstance(run, Run) and (_multiplies(run) or (_is_view(run) and run.reads[0] in products)):
-                products.update(run.results)
+            if isinstance(run, Run) and (_is_matmul(run) or (_is_view(run) and run.reads[0] in from_matmuls)):
+                from_matmuls.update(run.results)
         new = {
             s: s.copy()
             for s in body.outputs[carries:]
-            if s in products and len(s.spec) == 3 and plan.shard_bytes(s) >= plan.compiler.large_buffer_bytes
+            if s in from_matmuls and len(s.spec) == 3 and plan.shard_bytes(s) >= plan.compiler.large_buffer_bytes
         }
         if not new:
             return step
-        orders = tuple(Order(s.value.op, s, made, (0, 2, 1)) for s, made in new.items())
+        orders = tuple(Order(s.value.op, s, ordered, (0, 2, 1)) for s, ordered in new.items())
         outputs = tuple(s if s is None or k < carries else new.get(s, s) for k, s in enumerate(body.outputs))
         return replace(step, inner=(*step.inner[:-1], replace(body, steps=(*body.steps, *orders), outputs=outputs)))
 
-    return _with_scans(plan, change)
+    return _rewrite_scans(plan, change)
 
 
-def _multiplies(step: Step) -> TypeGuard[Run]:
+def _is_matmul(step: Step) -> TypeGuard[Run]:
+    """Whether a step is a matmul or convolution."""
     return isinstance(step, Run) and step.op.name in MATMULS
 
 
-def _between(
-    product: Shard, readers: Mapping[Shard, Sequence[Run | Barrier]], depth: Mapping[Shard, int]
-) -> tuple[list[Run], list[Shard], set[Shard]]:
-    """(the elementwise ops and sums that follow from a product, and from no later one; what they make and products read; all that
-    the ops make)."""
-    ops: dict[Run, None] = {}
-    read: dict[Shard, None] = {}
-    todo, seen = [(product, product)], {product}  # a shard, and the same before barriers
-    while todo:
-        shard, made = todo.pop()
-        for step in readers.get(shard, ()):
-            if _multiplies(step):
-                read[made] = None
-                continue
-            if isinstance(step, Barrier):
-                results = [(r, made) for s, r in zip(step.sources, step.results, strict=True) if s is shard]
-            elif _is_view(step):
-                results = [(r, r) for r in step.results]
-            elif step.op.name in FUSIBLE:
-                ops[step] = None
-                results = [(r, r) for r in step.results]
-            elif step.op.name in REDUCTIONS:
-                ops[step] = None
-                continue
-            else:
-                continue
-            results = [(r, m) for r, m in results if depth[r] == depth[product] and r not in seen]
-            seen.update(r for r, _ in results)
-            todo += results
-    return list(ops), list(read), seen
-
-
 def _is_view(step: Run) -> bool:
-    """Whether it changes no number; ``jax.checkpoint`` rounds what it keeps to its own type."""
+    """Whether an op changes no number, but for the rounding of residuals to their own dtype (``jax.checkpoint``)."""
     return step.op.primitive.view or step.op.primitive.identity or step.op.primitive.rounding
 
 
-def _rounded(program: Program) -> set[Value]:
-    """The floats that some op converts to a narrower type."""
-    found: set[Value] = set()
+def _values_cast_to_narrower(program: Program) -> set[Value]:
+    """The float arrays that some op casts to a narrower dtype."""
+    out: set[Value] = set()
     for op in program.root.walk():
         x = op.ins[0] if op.primitive.cast else None
         floats = x is not None and x.shape and np.issubdtype(x.aval.dtype, np.floating)
         if x is not None and floats and itemsize(op.outs[0].aval) < itemsize(x.aval):
-            found.add(x)
-    return found
+            out.add(x)
+    return out
