@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from ..cost.fusion import MATMULS
-from ..program.ir import Frame, Op, Program
+from ..program.ir import Frame, Op, Program, Value
+from ..rules import having
+
+HEAVY = having(lambda p: p.matmul or p.opaque or p.kernel)
 
 
 def dependencies(program: Program) -> dict[Frame, Dependencies]:
@@ -71,3 +74,55 @@ class Dependencies:
     def leads_to_matmul(self, op: Op | None) -> bool:
         """Whether a matmul of the body depends on an op."""
         return op in self.index and bool(self.descendants[self.index[op]] & self.matmuls)
+
+
+def frame_dependencies(program: Program) -> dict[Frame, FrameDependencies]:
+    """Frame with matmuls → the direct dependencies between its ops."""
+    frames = dict.fromkeys(op.frame for op in program.root.walk() if op.name in MATMULS)
+    return {frame: FrameDependencies(frame) for frame in frames}
+
+
+class FrameDependencies:
+    """The direct dependencies between the ops of a frame, calls as single ops.
+
+    Attributes:
+      position: op → its index in program order.
+      matmuls: the matmuls and convolutions, in program order.
+      maker: value → the op that computes it.
+      users: value → the ops that read it.
+      makers: by index, the ops whose results an op reads.
+      direct_users: op → the indices of the ops that read its results.
+      leads_to_heavy: op → whether a matmul, an opaque kernel or a loop depends on it.
+    """
+
+    def __init__(self, frame: Frame):
+        self.frame = frame
+        self.position = {op: k for k, op in enumerate(frame.ops)}
+        self.matmuls = [op for op in frame.ops if op.name in MATMULS]
+        self.maker = {v: op for op in frame.ops for v in op.makes}
+        reads = {op: _values_read(op) for op in frame.ops}
+        self.makers = [{maker for v in reads[op] if (maker := self.maker.get(v, op)) is not op} for op in frame.ops]
+        self.direct_users: dict[Op, list[int]] = {}
+        for k, makers in enumerate(self.makers):
+            for op in makers:
+                self.direct_users.setdefault(op, []).append(k)
+        self.users: dict[Value, list[Op]] = {}
+        for op, values in reads.items():
+            for v in values:
+                self.users.setdefault(v, []).append(op)
+        self.leads_to_heavy: dict[Op, bool] = {}
+        for op in reversed(frame.ops):
+            users = [u for v in op.makes for u in self.users.get(v, ()) if u is not op]
+            self.leads_to_heavy[op] = any(u.name in HEAVY or u.frames or self.leads_to_heavy[u] for u in users)
+
+
+def _values_read(op: Op) -> list[Value]:
+    """The values that an op reads, with those that its bodies read from outside."""
+    out = {v: None for v in op.ins if v is not None}
+    for frame in op.frames:
+        for inner in frame.walk():
+            out.update((v, None) for v in inner.ins if v is not None)
+        for var in frame.jaxpr.outvars:
+            if not hasattr(var, "val"):
+                out[frame.env[var]] = None
+    return list(out)
