@@ -22,7 +22,7 @@ from meshpar_kernels.attention.costs import work as work_of
 from ..compat.jax import default_promotion
 from ..errors import MeshparError, RankError
 from ..program.declare import kernel_rule
-from ..program.kernels import KernelSend, KernelWork, Parts
+from ..program.kernels import KernelSend, KernelWork, ShardCounts
 
 __all__ = ["attention"]
 
@@ -143,7 +143,7 @@ def _ops(ids: int, together: bool) -> tuple[Callable[..., Any], Callable[..., An
         operands, (out, lse, grad) = _unpack(args, ids), args[3 + ids :]
         return api.backward(_plan(operands, axes, options), operands, out, lse, grad)
 
-    def sends(avals: Sequence[Any], parts: Parts, *, way: int, **options: Any) -> list[KernelSend]:
+    def sends(avals: Sequence[Any], parts: ShardCounts, *, way: int, **options: Any) -> list[KernelSend]:
         operands = _unpack(avals, ids)
         c, strategy = _plan(operands, parts.axes, options, parts.sizes)
         sent = sends_of(c, strategy, *operands[:3], segments=ids)[way]
@@ -153,7 +153,7 @@ def _ops(ids: int, together: bool) -> tuple[Callable[..., Any], Callable[..., An
             for s, a in zip(sent, over, strict=True)
         ]
 
-    def works(avals: Sequence[Any], parts: Parts, *, way: int, **options: Any) -> KernelWork:
+    def works(avals: Sequence[Any], parts: ShardCounts, *, way: int, **options: Any) -> KernelWork:
         operands = _unpack(avals, ids)
         c, strategy = _plan(operands, parts.axes, options, parts.sizes)
         return KernelWork(*work_of(c, strategy, *operands[:3])[way])

@@ -1,4 +1,4 @@
-"""``mp.kernel_rule``: declare how a kernel may be split."""
+"""``mp.kernel_rule``: declares along which dims a kernel may be sharded."""
 
 from __future__ import annotations
 
@@ -21,33 +21,32 @@ def kernel_rule(
     sends: KernelSends | None = None,
     works: KernelWorks | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declare how a kernel may be split: ``@mp.kernel_rule("tokens embed, embed mlp -> tokens mlp")``.
+    """Declare along which dims a kernel may be sharded: ``@mp.kernel_rule("tokens embed, embed mlp -> tokens mlp")``.
 
-    The function is called with the shards of its operands, on every device, under both lowerings. Without a mesh it is called
-    as it is. Its names are its own: which dims of the program they are follows from the operands.
+    Under a mesh, each device calls the function with its shards of the operands; without a mesh it is called as it is. The names in
+    the rule are local to it; the dims of the program that they stand for follow from the operands.
 
     Args:
-      text: the dims of every operand and result, a comma between arrays (``""`` between commas: a scalar). A name that no
-        result has is contracted: split, it leaves partial sums. ``seq!``: every device needs all of it. ``tokens~``: it may be
-        split, and ``local`` exchanges what it needs. ``(kv_heads group)``: one dim made of two factors, of which
-        ``kv_heads``, the major one, may be split.
-      local: ``(*shards, axes={name: mesh axes that split it}) → shards of the results``, called under ``shard_map``;
-        needed where a name is marked ``~``. Default: the function itself.
-      sends: ``(local operands as ShapeDtypeStruct, {name: parts}) → [KernelSend, …]``: what ``local`` sends, for the plan;
-        needed with ``~``.
-      works: ``(local operands as ShapeDtypeStruct, {name: parts}) → KernelWork``: the FLOPs of ``local`` and what it holds
-        beyond operands and results, for the plan's time and memory. Default: the products that are found in the function,
-        divided by the number of parts; and nothing. A backward pass that runs ``local`` again computes three times as much.
+      text: the dims of every operand and result, with a comma between arrays (``""`` between commas: a scalar). A name in no result
+        is contracted: if it is sharded, the results are partial sums. ``seq!`` is replicated. ``tokens~`` may be sharded, and
+        ``local`` exchanges what it needs. ``(kv_heads group)`` is one dim with two factors, of which the major one, ``kv_heads``,
+        may be sharded.
+      local: ``(*shards, axes={name: mesh axes that shard it}) → shards of the results``, called under ``shard_map``; required
+        with ``~``. Default: the function itself.
+      sends: ``(local operands as ShapeDtypeStruct, {name: number of shards}) → [KernelSend, …]``: the collectives of ``local``,
+        for the plan; required with ``~``.
+      works: ``(local operands as ShapeDtypeStruct, {name: number of shards}) → KernelWork``: FLOPs and temporary memory of
+        ``local``, for the plan's time and memory. Default: the FLOPs of the matmuls in the function, divided by the number of
+        shards, and no temporary memory. A backward pass that recomputes the kernel has three times the FLOPs.
 
     Returns:
-      A decorator for a function of arrays (and static keyword arguments, which ``local``, ``sends`` and ``works`` get too) to an
-      array or a tuple of arrays. It is differentiable in reverse mode if the function (or ``local``) is. What the function
-      keeps for its backward pass is split as its operands are; where tracing it does not tell how, and with ``local``, the
-      backward pass calls it again.
+      A decorator for a function of arrays (and static keyword arguments, which ``local``, ``sends`` and ``works`` also get) that
+      returns an array or a tuple of arrays. It is differentiable in reverse mode if the function (or ``local``) is. Its residuals
+      are sharded like its operands; with ``local``, or if tracing does not tell their dims, the backward pass recomputes it.
 
     Raises:
-      LayoutSyntaxError: text that is no rule, or ``~`` without ``local`` and ``sends``.
-      RankError, UnsupportedError: (when called) operands that the rule does not fit.
+      LayoutSyntaxError: the text is not a rule, or has ``~`` without ``local`` and ``sends``.
+      RankError, UnsupportedError: (when called) the operands do not fit the rule.
     """
     notation = parse_rule(text)
     own = [f for f, mark in notation.marks.items() if mark == "~"]
@@ -55,7 +54,9 @@ def kernel_rule(
         raise LayoutSyntaxError(
             f"kernel rule {text!r}: `{own[0]}~` needs `local=` and `sends=`",
             rule=text,
-            fixes=[f"write `{own[0]}!` if every device needs all of it, or pass what one device does and sends"],
+            fixes=[
+                f"write `{own[0]}!` if every device needs all of it, or pass the local function and its collectives"
+            ],
         )
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,23 +76,23 @@ def kernel_rule(
         def call(*args: Any, **static: Any) -> Any:
             kernel = made(tuple(sorted(static.items())))
             args = tuple(jnp.asarray(x) for x in args)
-            if len(args) != len(notation.ins):
-                raise RankError(
-                    f"kernel {name}: {len(args)} operands, but the rule {text!r} has {len(notation.ins)}",
-                    rule=text,
-                    fixes=["one comma-separated list of dims for each operand, before the arrow"],
-                )
+            _check_number(name, text, "operand", len(args), len(notation.ins), "before")
             kernel.sizes([x.shape for x in args])
             leaves, tree = jax.tree.flatten(kernel.shapes(*args))
-            if len(leaves) != len(notation.outs):
-                raise RankError(
-                    f"kernel {name}: {len(leaves)} results, but the rule {text!r} has {len(notation.outs)}",
-                    rule=text,
-                    fixes=["one comma-separated list of dims for each result, after the arrow"],
-                )
+            _check_number(name, text, "result", len(leaves), len(notation.outs), "after")
             kernel.sizes([x.shape for x in args], [y.shape for y in leaves])
             return jax.tree.unflatten(tree, differentiable(kernel)(*args))
 
         return call
 
     return decorate
+
+
+def _check_number(name: str, rule: str, what: str, number: int, declared: int, side: str) -> None:
+    """Raise RankError if a kernel has another number of operands or results than its rule."""
+    if number != declared:
+        raise RankError(
+            f"kernel {name}: {number} {what}s, but the rule {rule!r} has {declared}",
+            rule=rule,
+            fixes=[f"one comma-separated list of dims for each {what}, {side} the arrow"],
+        )

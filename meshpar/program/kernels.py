@@ -1,7 +1,7 @@
 """Opaque kernels with a declared factor rule.
 
-A kernel (``pallas_call``, a custom call, a function that talks to other devices itself) is one primitive here: inference,
-plan and both lowerings read its rule, and every device calls the function with its shards.
+A kernel (``pallas_call``, a custom call, a function with collectives of its own) is one primitive in a program. Inference, planner
+and both lowerings read its rule, and every device calls the function with its shards.
 """
 
 from __future__ import annotations
@@ -30,41 +30,41 @@ kernel_p.multiple_results = True
 
 _NAME = re.compile(r"([A-Za-z_]\w*'*)([!~]?)\Z")
 Dims = tuple[tuple[str, ...], ...]
-"""For every dim of an array, the factors that it is made of, major to minor."""
+"""For every dim of an array, the names of its factors, major to minor."""
 
 Local = Callable[..., Any]
-"""(*shards, axes=…) → shards; ``axes`` maps every factor to the mesh axes that split it (``()``: none)."""
+"""(*shards of the operands, axes=…) → shards of the results; ``axes``: factor → the mesh axes that shard it (``()``: none)."""
 
 
-class Parts(dict[str, int]):
-    """Factor → number of parts it is split into.
+class ShardCounts(dict[str, int]):
+    """Factor → number of its shards.
 
     Attributes:
-      axes: factor → the mesh axes that split it.
+      axes: factor → the mesh axes of size > 1 that shard it.
       sizes: axis → size.
     """
 
     def __init__(self, axes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]):
-        self.axes = {f: tuple(a for a in got if sizes[a] > 1) for f, got in axes.items()}
+        self.axes = {f: tuple(a for a in own if sizes[a] > 1) for f, own in axes.items()}
         self.sizes = dict(sizes)
-        super().__init__({f: math.prod(sizes[a] for a in got) for f, got in self.axes.items()})
+        super().__init__({f: math.prod(sizes[a] for a in own) for f, own in self.axes.items()})
 
 
-KernelSends = Callable[[Sequence[jax.ShapeDtypeStruct], Parts], Sequence["KernelSend"]]
-"""(local operands, number of parts of every factor) → what the local function sends."""
+KernelSends = Callable[[Sequence[jax.ShapeDtypeStruct], ShardCounts], Sequence["KernelSend"]]
+"""(local operands, number of shards of every factor) → the collectives of the local function."""
 
 
 @dataclass(frozen=True)
 class KernelSend:
-    """One collective that the local function of a kernel makes.
+    """A collective of the local function of a kernel.
 
     Attributes:
       op: ``all-gather``, ``reduce-scatter``, ``all-reduce``, ``all-to-all`` or ``collective-permute``.
-      factors: over the axes of which factors it runs.
-      shape, dtype: of the array that a device passes in.
-      why: what it is for; stands in the plan.
-      times: how often it is made.
-      axes: the mesh axes, where they are not those of whole factors (`Parts.axes` has them).
+      factors: it runs over the axes of these factors.
+      shape, dtype: of the array that a device passes to it.
+      why: its purpose, as the cause in the plan.
+      times: number of runs in a call.
+      axes: its mesh axes, if they are not all axes of some factors (:attr:`ShardCounts.axes`).
     """
 
     op: str
@@ -75,19 +75,19 @@ class KernelSend:
     times: int = 1
     axes: tuple[str, ...] | None = None
 
-    def over(self, parts: Parts) -> tuple[str, ...]:
-        """The mesh axes it runs over."""
+    def over(self, parts: ShardCounts) -> tuple[str, ...]:
+        """The mesh axes that it runs over."""
         return tuple(a for f in self.factors for a in parts.axes[f]) if self.axes is None else self.axes
 
 
 @dataclass(frozen=True)
 class KernelWork:
-    """What the local function of a kernel computes and holds.
+    """FLOPs and temporary memory of the local function of a kernel.
 
     Attributes:
-      flops: of its products; None: those that are found in the function, divided by the number of parts.
-      memory: bytes at most beyond its operands and results; below zero where these are not all needed at once.
-      backward: bytes at most beyond operands and results of a backward pass that runs it again; None: as many as ``memory``.
+      flops: of its matmuls; None: those of the matmuls in the function, divided by the number of shards.
+      memory: peak bytes in addition to operands and results; negative if these are not all live at once.
+      backward: peak bytes, in addition to operands and results, of a backward pass that recomputes the kernel; None: ``memory``.
     """
 
     flops: float | None
@@ -95,13 +95,19 @@ class KernelWork:
     backward: float | None = None
 
 
-KernelWorks = Callable[[Sequence[jax.ShapeDtypeStruct], Parts], KernelWork]
-"""(local operands, number of parts of every factor) → what the local function computes and holds."""
+KernelWorks = Callable[[Sequence[jax.ShapeDtypeStruct], ShardCounts], KernelWork]
+"""(local operands, number of shards of every factor) → FLOPs and memory of the local function."""
 
 
 @dataclass(frozen=True)
 class Notation:
-    """A parsed rule: the factors of every dim of operands and results, and what happens to each factor."""
+    """A parsed rule.
+
+    Attributes:
+      text: as the user wrote it.
+      ins, outs: for every operand and result, the factors of its dims.
+      marks: factor → ``"!"`` (replicated), ``"~"`` (exchanged by the local function) or ``""``.
+    """
 
     text: str
     ins: tuple[Dims, ...]
@@ -109,6 +115,7 @@ class Notation:
     marks: Mapping[str, str] = field(hash=False)
 
     def kind(self, name: str) -> Kind:
+        """The kind of a factor in the rule of an op."""
         mark = self.marks[name]
         if mark:
             return "need_replication" if mark == "!" else "permutation"
@@ -116,10 +123,10 @@ class Notation:
 
 
 def parse_rule(text: str) -> Notation:
-    """``"batch heads seq!, embed mlp -> batch (heads group)"`` → the factors of every dim.
+    """Parse the text of a kernel rule: ``"batch heads seq!, embed mlp -> batch (heads group)"``.
 
     Raises:
-      LayoutSyntaxError: text that is no rule.
+      LayoutSyntaxError: the text is not a rule.
     """
     marks: dict[str, str] = {}
     left, arrow, right = text.partition("->")
@@ -130,8 +137,8 @@ def parse_rule(text: str) -> Notation:
             rule=text,
             fixes=[
                 'write the dims of every operand and result: "tokens embed, embed mlp -> tokens mlp"',
-                "`dim!` is needed whole by every device; `dim~` may be split, and the local function exchanges it; "
-                "`(a b)` is one dim made of two factors",
+                "`dim!` is replicated; `dim~` may be sharded, and the local function exchanges what it needs; "
+                "`(a b)` is one dim with two factors",
             ],
         )
 
@@ -139,7 +146,7 @@ def parse_rule(text: str) -> Notation:
         out: list[tuple[str, ...]] = []
         for token in re.findall(r"\([^()]*\)|[^\s()]+|[()]", array):
             names = token[1:-1].split() if token.startswith("(") and token.endswith(")") else [token]
-            mine = []
+            factors = []
             for word in names:
                 m = _NAME.match(word)
                 if m is None:
@@ -147,11 +154,11 @@ def parse_rule(text: str) -> Notation:
                 if marks.setdefault(m[1], m[2]) != m[2]:
                     if m[2] and marks[m[1]]:
                         raise bad(f"`{m[1]}` is marked in two ways")
-                    marks[m[1]] = marks[m[1]] or m[2]  # one mark speaks for all
-                if any(m[1] in other for other in (*out, mine)):
-                    raise bad(f"`{m[1]}` stands twice in one array")
-                mine.append(m[1])
-            out.append(tuple(mine))
+                    marks[m[1]] = marks[m[1]] or m[2]  # a mark in one array holds for all
+                if any(m[1] in other for other in (*out, factors)):
+                    raise bad(f"`{m[1]}` occurs twice in one array")
+                factors.append(m[1])
+            out.append(tuple(factors))
         return tuple(out)
 
     if not arrow or not left.strip():
@@ -163,10 +170,16 @@ def parse_rule(text: str) -> Notation:
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A function on whole arrays, its rule, and what one device does.
+    """A function on global arrays, its rule, and its local form.
 
     Attributes:
-      memo: what was found out about it, or made of it; it lives as long as the kernel.
+      fn: (*operands) → results, on global arrays or shards alike.
+      notation: its rule.
+      local: the local form; None: ``fn``.
+      sends, works: collectives, FLOPs and memory of the local form; None: not declared.
+      name: in reports.
+      permutation_partial: see :class:`meshpar.rules.rule.OpRule`.
+      memo: cached derived objects: the jitted function, gradients.
     """
 
     fn: Callable[..., Any]
@@ -178,31 +191,31 @@ class Kernel:
     works: KernelWorks | None = None
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    def remembered(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What ``make`` returns, made once for this kernel and this key."""
+    def cached(self, key: Any, make: Callable[[], Any]) -> Any:
+        """The result of ``make``, cached for this kernel under a key."""
         if key not in self.memo:
             self.memo[key] = make()
         return self.memo[key]
 
     @property
     def jitted(self) -> Any:
-        """The function on whole arrays under one ``jax.jit``, which keeps what was traced and compiled for their shapes."""
-        return self.remembered("jitted", lambda: jax.jit(self.fn))
+        """The function on global arrays under one ``jax.jit``, which caches its traces and executables."""
+        return self.cached("jitted", lambda: jax.jit(self.fn))
 
     def shapes(self, *xs: Any) -> Any:
-        """The results for operands like these, as ``ShapeDtypeStruct``."""
+        """The results for operands with these shapes and dtypes, as ``ShapeDtypeStruct``s."""
         with OUTLINE(True), one_trace_context():
             return self.jitted.eval_shape(*xs)
 
     def sizes(self, shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]] = ()) -> dict[str, int]:
-        """The size of every factor.
+        """factor → size, for operands and results of these shapes.
 
         Raises:
-          RankError: an operand whose rank is not that of the rule.
-          UnsupportedError: sizes that contradict each other, or of merged factors that cannot be told.
+          RankError: an operand has another rank than in the rule.
+          UnsupportedError: a factor has two sizes, or the sizes of merged factors don't follow from the shapes.
         """
         arrays = [*zip(self.notation.ins, shapes, strict=True), *zip(self.notation.outs, out_shapes, strict=False)]
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         waiting: list[tuple[tuple[str, ...], int]] = []
         for dims, shape in arrays:
             if len(dims) != len(shape):
@@ -215,23 +228,25 @@ class Kernel:
             waiting += [(factors, n) for factors, n in zip(dims, shape, strict=True) if factors]
         waiting.sort(key=lambda item: len(item[0]))
         for factors, n in waiting:
-            unknown = [f for f in factors if f not in found]
-            known = math.prod(found[f] for f in factors if f in found)
+            unknown = [f for f in factors if f not in sizes]
+            known = math.prod(sizes[f] for f in factors if f in sizes)
             if len(unknown) > 1 or (n % known if known else n):
-                raise self._mismatch(factors, n, found)
+                raise self._mismatch(factors, n, sizes)
             if unknown:
-                found[unknown[0]] = n // known if known else n
+                sizes[unknown[0]] = n // known if known else n
             elif known != n:
-                raise self._mismatch(factors, n, found)
-        return found
+                raise self._mismatch(factors, n, sizes)
+        return sizes
 
-    def _mismatch(self, factors: Sequence[str], n: int, found: Mapping[str, int]) -> UnsupportedError:
-        known = ", ".join(f"{f} = {found[f]}" for f in factors if f in found)
+    def _mismatch(self, factors: Sequence[str], n: int, sizes: Mapping[str, int]) -> UnsupportedError:
+        known = ", ".join(f"{f} = {sizes[f]}" for f in factors if f in sizes)
         return UnsupportedError(
             f"kernel {self.name}: a dim of size {n} is not `{' '.join(factors)}`"
             + (f" where {known}" if known else ""),
             rule=self.notation.text,
-            fixes=["name each size once, and give factors that are merged a dim of their own in some operand"],
+            fixes=[
+                "use one name for dims of one size only, and give each merged factor a dim of its own in some operand"
+            ],
         )
 
     def op_rule(
@@ -262,7 +277,7 @@ class Kernel:
                 local: Sequence[tuple[int, ...]], axes: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
             ) -> list[tuple[Send, tuple[str, ...]]]:
                 avals = [jax.ShapeDtypeStruct(s, d) for s, d in zip(local, dtypes, strict=True)]
-                parts = Parts({f: axes[i] for f, i in index.items()}, sizes)
+                parts = ShardCounts({f: axes[i] for f, i in index.items()}, sizes)
                 return [
                     (Send(s.op, (), tuple(s.shape), s.dtype, s.why, s.times), s.over(parts))
                     for s in sends(avals, parts)
@@ -274,20 +289,20 @@ class Kernel:
     def work(
         self, avals: Sequence[Any], axes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]
     ) -> KernelWork | None:
-        """What one device computes and holds, where the kernel says so; ``avals`` are its operands, local ones."""
+        """FLOPs and memory of one device, for local operands ``avals``; None: the kernel declares none."""
         if self.works is None:
             return None
         names = dict.fromkeys(self.notation.marks)
         structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-        return self.works(structs, Parts({f: tuple(axes.get(f, ())) for f in names}, sizes))
+        return self.works(structs, ShardCounts({f: tuple(axes.get(f, ())) for f in names}, sizes))
 
     def on_shards(self, *xs: Any, axes: Mapping[str, tuple[str, ...]]) -> list[Any]:
-        """What one device does."""
+        """The results of one device for its shards."""
         out = self.fn(*xs) if self.local is None else self.local(*xs, axes=axes)
         return jax.tree.leaves(out)
 
     def batched(self, where: Sequence[int | None]) -> Kernel:
-        """The kernel with one more dim, first in the results."""
+        """The kernel under ``jax.vmap``, with one more dim in operands at ``where`` (None: not batched) and first in results."""
         name = next(f"{word}" for word in ("vmap", *(f"vmap{i}" for i in range(99))) if word not in self.notation.marks)
         ins = tuple(
             dims if d is None else (*dims[:d], (name,), *dims[d:])
@@ -303,21 +318,21 @@ class Kernel:
             return jax.vmap(functools.partial(inner, axes=axes), in_axes=tuple(where))(*xs)
 
         def alone(avals: Sequence[jax.ShapeDtypeStruct]) -> tuple[int, list[jax.ShapeDtypeStruct]]:
-            """(size of the new dim, the operands without it)."""
+            """(size of the batch dim, the operands without it)."""
             one = [
                 a if d is None else jax.ShapeDtypeStruct((*a.shape[:d], *a.shape[d + 1 :]), a.dtype)
                 for a, d in zip(avals, where, strict=True)
             ]
             return next(a.shape[d] for a, d in zip(avals, where, strict=True) if d is not None), one
 
-        def sends(avals: Sequence[jax.ShapeDtypeStruct], parts: Parts) -> list[KernelSend]:
+        def sends(avals: Sequence[jax.ShapeDtypeStruct], parts: ShardCounts) -> list[KernelSend]:
             assert plain is not None
             size, one = alone(avals)
             return [replace(s, shape=(size, *s.shape)) for s in plain(one, parts)]
 
         work = self.works
 
-        def works(avals: Sequence[Any], parts: Parts) -> KernelWork:
+        def works(avals: Sequence[Any], parts: ShardCounts) -> KernelWork:
             assert work is not None
             size, one = alone(avals)
             each = work(one, parts)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import meshpar as mp
-from meshpar.program.kernel_gradients import keeping
+from meshpar.program.kernel_gradients import with_residuals
 from meshpar.program.kernels import Kernel, parse_rule
 
 RULE = (
@@ -83,7 +83,7 @@ def kernel(fn, rule):
 
 
 def test_what_attention_keeps_has_its_factors():
-    kept = keeping(kernel(attend, RULE), operands())
+    kept = with_residuals(kernel(attend, RULE), operands())
     dims = kept.backward.notation.ins
     assert (("batch",), ("kv_heads",), ("group",), ()) in dims  # the log-sum-exp
     assert len(kept.forward.notation.outs) == 2  # not the mask, nor the operands in another order: they are made again
@@ -139,7 +139,7 @@ def test_the_forward_pass_runs_no_third_time():
 
 
 def test_a_linear_kernel_keeps_its_operands_alone():
-    kept = keeping(
+    kept = with_residuals(
         kernel(lambda x, w: x @ w, "m k, k n -> m n"), [np.ones((4, 6), np.float32), np.ones((6, 8), np.float32)]
     )
     assert set(kept.saved) == {("operand", 0), ("operand", 1)}
@@ -149,14 +149,14 @@ def test_a_linear_kernel_keeps_its_operands_alone():
 @pytest.mark.parametrize(
     ("fn", "saved"),
     [
-        (lambda x: jnp.sin(jnp.fft.fft(x).real), "kept"),
-        (lambda x: x * jnp.sin(jnp.argmax(x, 1).astype(x.dtype))[:, None], "kept"),
+        (lambda x: jnp.sin(jnp.fft.fft(x).real), "residual"),
+        (lambda x: x * jnp.sin(jnp.argmax(x, 1).astype(x.dtype))[:, None], "residual"),
         (lambda x: jnp.sin(jnp.cos(x)), "operand"),
     ],
     ids=["transform", "search", "elementwise"],
 )
 def test_what_is_dear_is_kept_and_what_is_cheap_is_made_again(fn, saved):
-    kept = keeping(kernel(fn, "rows cols! -> rows cols!"), [np.ones((4, 6), np.float32)])
+    kept = with_residuals(kernel(fn, "rows cols! -> rows cols!"), [np.ones((4, 6), np.float32)])
     assert [which for which, _ in kept.saved] == [saved]
 
 
@@ -173,7 +173,7 @@ def of_merged(x):
 
 @pytest.mark.parametrize("fn", [of_all, of_merged])
 def test_what_cannot_be_told_is_run_again(fn):
-    assert keeping(kernel(fn, "rows cols -> rows cols"), [np.ones((4, 6), np.float32)]) is None
+    assert with_residuals(kernel(fn, "rows cols -> rows cols"), [np.ones((4, 6), np.float32)]) is None
 
 
 def test_integers_and_results_that_have_no_cotangent():

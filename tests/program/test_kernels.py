@@ -31,7 +31,7 @@ def test_notation():
     ("text", "says"),
     [
         ("a b", "no `->`"),
-        ("a a -> a", "`a` stands twice"),
+        ("a a -> a", "`a` occurs twice"),
         ("a! , a~ -> a", "marked in two ways"),
         ("a-b -> c", "'a-b' is not a dim"),
         ("tokens~ -> tokens", "`tokens~` needs `local=`"),

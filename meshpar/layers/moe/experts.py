@@ -21,7 +21,7 @@ from meshpar_kernels.grouped_matmul.reference import activate
 
 from ...compat.jax import default_promotion
 from ...program.declare import kernel_rule
-from ...program.kernels import KernelSend, KernelWork, Parts
+from ...program.kernels import KernelSend, KernelWork, ShardCounts
 from .exchange import KERNELS, Exchange, ExchangeSizes, choose_exchange
 
 __all__ = ["run_experts"]
@@ -241,7 +241,7 @@ _all_reduce.defvjp(
 )
 
 
-def _sends(avals: Sequence[Any], parts: Parts, *, token_dims: int, activation: str, implementation: str | None = None,
+def _sends(avals: Sequence[Any], parts: ShardCounts, *, token_dims: int, activation: str, implementation: str | None = None,
            fused: bool = False, **options: Any) -> list[KernelSend]:  # fmt: skip
     """The collectives of :func:`_local`."""
     chosen = _exchange(avals, parts.axes, parts.sizes, token_dims, **options)
@@ -280,7 +280,7 @@ def _sends(avals: Sequence[Any], parts: Parts, *, token_dims: int, activation: s
     return out
 
 
-def _works(avals: Sequence[Any], parts: Parts, *, token_dims: int, activation: str, implementation: str | None = None,
+def _works(avals: Sequence[Any], parts: ShardCounts, *, token_dims: int, activation: str, implementation: str | None = None,
            fused: bool = False, **options: Any) -> KernelWork:  # fmt: skip
     """FLOPs and temporary bytes of :func:`_local`, forward and backward.
 

@@ -14,7 +14,7 @@ from meshpar.errors import MeshparError
 from meshpar.layers.moe import ROUTERS, moe
 from meshpar.layers.moe.exchange import ExchangeSizes, choose_exchange
 from meshpar.layers.moe.experts import _works, run_experts
-from meshpar.program.kernels import Parts
+from meshpar.program.kernels import ShardCounts
 from meshpar_kernels._compat import race_detection
 
 B, S, H, E, M = 8, 4, 8, 8, 16
@@ -411,21 +411,21 @@ def test_the_plan_counts_what_the_experts_hold_while_they_run():
     axes, sizes = {"t0": ("data",), "e0": ("data",)}, {"data": 4}
     matrix = 4 * E * H * M
 
-    alone = _works(avals, Parts({}, sizes), **how)
+    alone = _works(avals, ShardCounts({}, sizes), **how)
     row, hidden = (4 * tokens * k * n for n in (H, M))
     assert alone.memory == row + 2 * hidden
-    assert _works(avals, Parts({}, sizes), **how, fused=True).memory == row + max(row, hidden)
+    assert _works(avals, ShardCounts({}, sizes), **how, fused=True).memory == row + max(row, hidden)
     # the last matrix's gradient with all that was made; or the others' gradients, with that matrix gone
     assert alone.backward == max(4 * hidden + 2 * row - 2 * matrix, 2 * hidden + 3 * row - matrix)
 
     there = _works(
-        avals, Parts(axes, sizes), **how
+        avals, ShardCounts(axes, sizes), **how
     )  # 32 rows of a balanced load and a quarter more for each of 4 devices
     row, hidden = (4 * 40 * 4 * n for n in (H, M))
     assert there.memory == row + 2 * hidden
     # further rounds add to float32 sums for the tokens and every matrix
     assert there.backward == 4 * tokens * H + 3 * matrix + 4 * row + 5 * hidden
 
-    dense = _works(avals, Parts(axes, sizes), **{**how, "strategy": "dense"})
+    dense = _works(avals, ShardCounts(axes, sizes), **{**how, "strategy": "dense"})
     row, hidden = (4 * tokens * k * n for n in (H, M))
     assert dense.memory == 4 * 3 * matrix + row + 2 * hidden
