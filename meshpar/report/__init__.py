@@ -1,4 +1,4 @@
-"""Plans for people: in a terminal, as a page, in a notebook, side by side; functions over a plan."""
+"""Reports of plans: text for the terminal, pages, notebook cells, comparisons, the steps as a program."""
 
 from .diff import PlanDiff
 from .html import plan_cell, plan_page

@@ -1,4 +1,4 @@
-"""Writing a report to a file in the form that its suffix asks for."""
+"""Writes a report to a file in the format of its suffix."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from ..errors import UnsupportedError
 
 
 def save(what: Any, path: str | Path, writers: Mapping[str, Callable[[Any], str]]) -> None:
-    """Write something to a file.
+    """Write a report to a file.
 
     Args:
-      writers: suffix → what writes it as text.
+      what: the report.
+      writers: suffix → function from the report to text.
 
     Raises:
       UnsupportedError: a suffix that ``writers`` does not have.

@@ -1,4 +1,4 @@
-"""A plan as the SPMD program that it is: one line a step."""
+"""The steps of a plan as the text of an SPMD program, one line per step."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from ..units import format_bytes
 
 
 def plan_steps(plan: Plan) -> str:
-    """The steps of a plan, as text: what each makes of what, dims with the axes that split them, the user's line.
+    """The steps of a plan as text: operands, results with the axes of their dims, the user's source line.
 
-    Below a step stands what it sends: bytes of a device each time, and the cause.
+    The lines below a step list its collectives: bytes that a device sends per call, and the cause.
     """
     return "\n".join(_Printer(plan).lines())
 
 
 class _Printer:
-    """Attributes: names: what every shard is called."""
+    """Prints steps.
+
+    Attributes:
+      names: the name of every shard.
+    """
 
     def __init__(self, plan: Plan):
         self.plan = plan
@@ -43,14 +47,14 @@ class _Printer:
         return ", ".join("_" if s is None else self.name(s) for s in shards)
 
     def shard(self, shard: Shard) -> str:
-        """``bfloat16[batch:data seq mlp:model]``, and over which axes it is unreduced."""
+        """``bfloat16[batch:data seq mlp:model]``, and the axes over which it is partial."""
         value = shard.value
         names = [None] * len(value.shape) if -1 in value.nodes and value.op is None else self.plan.program.dims(value)
         dims = (
             (name or str(n)) + (f":{'+'.join(axes)}" if axes else "")
             for name, n, axes in zip(names, value.shape, shard.spec, strict=False)
         )
-        over = f", unreduced ({shard.kind}) over {'+'.join(shard.partial)}" if shard.partial else ""
+        over = f", partial ({shard.kind}) over {'+'.join(shard.partial)}" if shard.partial else ""
         return f"{value.aval.dtype}[{' '.join(dims)}]{over}"
 
     def body(self, body: Body, depth: int) -> Iterator[str]:
@@ -61,12 +65,12 @@ class _Printer:
         pad = "  " * depth
         source = "" if step.op is None or isinstance(step, Constant | Barrier | Order) else step.op.source
         made = f"{self.list(step.makes)} = " if step.makes and not isinstance(step, Call) else ""
-        text, of = self.said(step)
-        end = f": {of}" if of else ""
+        text, result = self.description(step)
+        end = f": {result}" if result else ""
         yield f"{pad}{made}{text}{end}" + (f"    # {source}" if source else "")
         for c in step.sends:
             algorithm = "" if c.algorithm == "native" else f"({c.algorithm}) "
-            yield f"{pad}    sends {format_bytes(c.bytes)} {algorithm}each time: {c.cause}"
+            yield f"{pad}    sends {format_bytes(c.bytes)} {algorithm}per call: {c.cause}"
         for body in step.bodies:
             if isinstance(step, Loop):
                 yield f"{pad}  given {self.list(body.inputs)}:"
@@ -76,27 +80,27 @@ class _Printer:
             if not isinstance(step, Call):
                 yield f"{pad}    yield {self.list(body.outputs)}"
 
-    def said(self, step: Step) -> tuple[str, str]:
-        """(what a step does, to what end)."""
+    def description(self, step: Step) -> tuple[str, str]:
+        """(operation and operands of a step, sharding of its results)."""
         if isinstance(step, Constant):
             size = getattr(step.array, "size", 1)
             return f"constant {step.array if size == 1 else ''}".rstrip(), self.shard(step.result)
         if isinstance(step, Reshard):
             moves = " then ".join(f"{m.op} over {'+'.join(m.axes)}" for m in step.path) or "identity"
-            ring = f", in blocks beside {len(step.ring.dots)} products" if step.ring else ""
-            apart = ", into memory of its own" if step.separate_buffer else ""
-            return f"{moves} of {self.name(step.source)}{ring}{apart}", self.shard(step.result)
+            ring = f", as a ring with {len(step.ring.dots)} matmuls" if step.ring else ""
+            buffer = ", into a separate buffer" if step.separate_buffer else ""
+            return f"{moves} of {self.name(step.source)}{ring}{buffer}", self.shard(step.result)
         if isinstance(step, Reduce):
             parts = [
-                f"{'all-reduce and cut' if s.entry.slices_locally else 'reduce-scatter'} over {'+'.join(s.axes)}"
+                f"{'all-reduce and slice' if s.entry.slices_locally else 'reduce-scatter'} over {'+'.join(s.axes)}"
                 for s in step.scatters
             ]
             parts += [f"all-reduce ({step.source.kind}) over {'+'.join(step.over)}"] * bool(step.over)
             parts += [f"{m.op} over {'+'.join(m.axes)}" for m in step.path]
-            ring = f", in blocks beside {len(step.ring.leaves)} products" if step.ring else ""
+            ring = f", as a ring with {len(step.ring.leaves)} matmuls" if step.ring else ""
             return f"{' then '.join(parts) or 'identity'} of {self.name(step.source)}{ring}", self.shard(step.result)
         if isinstance(step, Run):
-            ring = {"gather": ", in blocks as they arrive", "reduce": ", in blocks as they are sent"}.get(
+            ring = {"gather": ", chunk by chunk as they arrive", "reduce": ", chunk by chunk as they are sent"}.get(
                 step.in_ring or "", ""
             )
             name = step.op.label
@@ -106,17 +110,17 @@ class _Printer:
             )
             return f"{name} {operands}".rstrip() + ring, " | ".join(map(self.shard, step.results))
         if isinstance(step, Barrier):
-            after = f", once {self.list(step.after)} are there" if step.after else ""
-            return f"barrier{' through integers' if step.opaque else ''} {self.list(step.sources)}{after}", ""
+            after = f", after {self.list(step.after)}" if step.after else ""
+            return f"barrier{' as integers' if step.opaque else ''} {self.list(step.sources)}{after}", ""
         if isinstance(step, Order):
             return (
-                f"{self.name(step.source)} with its dims in memory in the order {', '.join(map(str, step.order))}",
+                f"{self.name(step.source)} in memory with the order of dims {', '.join(map(str, step.order))}",
                 "",
             )
         if isinstance(step, Loop):
             trips = "while" if not step.op.primitive.scan else f"scan × {step.body.trip_count}"
             over = f" over {self.list(step.stacks)}" if step.stacks else ""
-            read = f" reading {self.list(step.hoisted)}, moved before it" if step.hoisted else ""
+            read = f" reading {self.list(step.hoisted)}, hoisted" if step.hoisted else ""
             return f"{trips} from {self.list(step.inits) or 'nothing'}{over}{read}", ""
         if isinstance(step, Branch):
             return f"branch on {'a literal' if step.index is None else self.name(step.index)}", ""

@@ -170,6 +170,8 @@ def test_the_layout_as_text(page):
     page.get_by_role("button", name="As text").click()
     text = page.get_by_label("layout as text")
     assert text.input_value().splitlines() == lab_program.RULES
+    text.fill("mlp: modle; batch: data")
+    page.get_by_text("names axis modle").locator("visible=true").wait_for()
     text.fill("mlp: model; batch: data\n# embed: data")
     page.get_by_role("button", name="As text").click()
     assert state(page)[1] == ["mlp: model", "batch: data"]

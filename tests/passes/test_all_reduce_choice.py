@@ -90,7 +90,7 @@ def test_where_sums_are_asynchronous_two_dimensions_are_enough():
 
 
 def test_the_steps_of_a_plan_name_it():
-    assert "all-reduce and cut over data" in plan_steps(plan_of())
+    assert "all-reduce and slice over data" in plan_steps(plan_of())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler, which is in libtpu")
