@@ -51,12 +51,13 @@ PACKAGES = (
 )  # fmt: skip
 """Packages and modules of ``meshpar`` that are mutated by default."""
 TESTS_OF = {
+    "api.py": ["test_api.py", "measurement/test_calibrate.py"],
     "tracing.py": ["test_jitted.py", "test_api.py"],
     "compiled.py": ["test_jitted.py", "test_api.py"],
-    "plan_api.py": ["test_api.py"],
+    "plan_api.py": ["test_api.py", "hardware/test_calibration.py", "report/test_facts.py"],
     "target.py": ["test_cli.py"],
 }
-"""Tests of top-level modules without a test file of the same name."""
+"""Tests of top-level modules in other files than the one of the same name."""
 EQUIVALENT = Path(__file__).parent / "equivalent_mutants.json"
 COMPARISONS = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.In: "not in", ast.NotIn: "in",

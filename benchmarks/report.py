@@ -138,8 +138,9 @@ SECTIONS = (
     ),
     Section(
         "Correctness",
-        "Random programs, and JAX's primitive harnesses with two dims of each argument sharded, compared with the unsharded run.",
-        ("fuzz", "harnesses"),
+        "Random programs, and JAX's primitive harnesses with two dims of each argument sharded, compared with the unsharded run. "
+        "Then small edits of the code, and how many of them the tests find.",
+        ("fuzz", "harnesses", "mutants"),
     ),
 )
 

@@ -57,6 +57,10 @@ def wrong():
     return step
 
 
+def pair():
+    return step, ()
+
+
 def stopped():
     raise KeyboardInterrupt
 
@@ -304,6 +308,7 @@ def test_what_the_compiler_refuses_has_status_one(run, target, monkeypatch):
     [
         (["{}:smal", "--mesh", "data=4"], "has no function `smal`\n  fix     did you mean small"),
         (["{}:wrong", "--mesh", "data=4"], "returned a function\n  fix     it returns (step, arguments, dims)"),
+        (["{}:pair", "--mesh", "data=4"], "fix     it returns (step, arguments, dims)"),
         (["{}:broken", "--mesh", "data=4"], "fails: RuntimeError: no such weights\n  at      {}:"),
         (["{}:broken_step", "--mesh", "data=4", "--layout", "a: data"], "fails: TypeError: dot_general"),
         (["nowhere.py:small", "--mesh", "data=4"], "there is no file nowhere.py"),
