@@ -92,10 +92,10 @@ class Section:
 
 SECTIONS = (
     Section(
-        "Overhead and memory of mp.jit",
+        "Overhead of mp.jit",
         "Time of a call, of tracing and of planning, compared with `jax.jit` under hand-written PartitionSpecs (medians; plans: "
-        "CPU time). Resident memory of a process after its caches are filled, and at the end; each row is a process of its own.",
-        ("overhead", "soak"),
+        "CPU time).",
+        ("overhead",),
     ),
     Section(
         "Planned and compiled steps",
