@@ -83,8 +83,8 @@ class Layout:
       resolve: ``"order"``: the order of the rules decides; ``"cost"``: each op picks the claims that move the
         fewest bytes. The default is ``"order"``, and ``"cost"`` for a list of pairs, whose order means less.
       optional: dims that a function need not have, ``"batch seq"``, or True: any of them. So one layout serves several
-        functions: an update without a batch beside a train step. A rule whose dim is missing and spelt nearly as one
-        that is there stays an error.
+        functions: a train step, and an update without a batch. A rule whose missing dim is spelled almost like
+        an existing one is still an error.
 
     Raises:
       LayoutSyntaxError: text that is no layout.

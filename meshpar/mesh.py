@@ -264,12 +264,12 @@ def planned_mesh(mesh: MeshLike | None, topology: str | None) -> AnyMesh:
 
     Raises:
       LayoutSyntaxError: text that is no mesh.
-      MeshError: a mesh that does not fill the topology, or a topology beside devices.
+      MeshError: a mesh that does not fill the topology, or a topology together with a mesh of devices.
     """
     mesh = context_mesh(topology) if mesh is None else mesh
     if isinstance(mesh, Mesh) and topology is not None:
         raise MeshError(
-            f"topology {topology!r} beside a mesh of devices, which know where they are",
+            f"topology {topology!r} with a mesh of devices, which have a topology",
             fixes=["leave it out, or give the mesh as text"],
         )
     where = None if topology is None else parse_topology(topology)

@@ -78,7 +78,7 @@ def test_the_mesh_to_plan_on():
         planned_mesh("data=-1", None)
     with pytest.raises(MeshError, match="has 2 torus dimensions, not 4x4x4"):
         planned_mesh("data=-1", "v5e:4x4x4")
-    with pytest.raises(MeshError, match="beside a mesh of devices, which know where they are"):
+    with pytest.raises(MeshError, match="with a mesh of devices, which have a topology"):
         planned_mesh(Mesh(np.array(jax.devices()[:2]), ("data",)), "v5e:4x4")
 
 

@@ -61,7 +61,7 @@ def _is_node_states(x: Any) -> bool:
 
 @jax.tree_util.register_pytree_node_class
 class _PureState:
-    """An ``nnx.State`` that stands beside modules: its variables are arrays of a tree, and are not updated."""
+    """An ``nnx.State`` among arguments that also have modules: its variables are arrays of a tree, and are not updated."""
 
     def __init__(self, leaves: Any, tree: Any):
         self.leaves, self.tree = leaves, tree
