@@ -2,57 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 from ..compat.jax import literal_array
 from ..layout import Spec
-from ..program.ir import Frame, Op, Program, Value
+from ..program.ir import Op, Program, Value
 from ..units import format_memory
 from .assignment import contiguous_only, spec_from_factors
+from .body_builder import BodyBuilder
 from .decide import broadcast_spec
 from .memo import Interned
 from .resharding import reshard
 from .spec import replicated_spec, shard_count, value_bytes
-from .steps import Body, Constant, Reshard, Shard, Step, with_deferred
+from .steps import Constant, Reshard, Shard
 from .traffic import Axes, needed_specs
 
 LARGE_CONSTANT_BYTES = 1e6
 """Bytes of an array that a function closes over, above which the plan advises to pass it as an argument."""
-
-StepGroup = list[Step | Callable[[], Step]]
-"""The steps of one op; a step with bodies is made in the end, by a function."""
-
-
-@dataclass(eq=False, slots=True)
-class BodyBuilder:
-    """A body under construction.
-
-    Attributes:
-      groups: for every op, in order, its steps and those that follow from it.
-      deferred: steps that are placed before the first step that reads their results.
-      copies: (value, spec) → its copy, or its shard if it is input-independent.
-    """
-
-    frame: Frame
-    groups: list[StepGroup] = field(default_factory=list)
-    deferred: list[Step] = field(default_factory=list)
-    copies: dict[tuple[Value, Spec], Shard] = field(default_factory=dict)
-
-    def new_group(self) -> StepGroup:
-        """A new, empty group of steps after the others."""
-        group: StepGroup = []
-        self.groups.append(group)
-        return group
-
-    def body(self, inputs: Sequence[Shard], outputs: Sequence[Shard | None]) -> Body:
-        """The body. The groups are emptied: their functions refer to the planner, and the planner to them."""
-        steps = [s if isinstance(s, Step) else s() for group in self.groups for s in group]
-        for group in self.groups:
-            group.clear()
-        placed = with_deferred(steps, self.deferred, outputs)
-        return Body(self.frame, tuple(inputs), placed, tuple(outputs), self.frame.trip_count)
 
 
 class ConstantMaker:

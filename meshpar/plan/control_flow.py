@@ -13,8 +13,9 @@ from ..compat.jax import body_consts, literal_array, scan_counts
 from ..layout import Spec
 from ..program.ir import Frame, Op, Value
 from ..rules.rule import ADDED
+from .body_builder import BodyBuilder
 from .collectives import split_reduction
-from .constants import BodyBuilder, nameless_constant
+from .constants import nameless_constant
 from .decide import Facts, add_to_carry
 from .emit import Emitter, LoopConst
 from .partial import addends

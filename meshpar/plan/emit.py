@@ -12,10 +12,11 @@ from ..layout import Spec
 from ..program.ir import Frame, Op, Program, Value
 from ..rules import having
 from .assignment import AxisAssignment
+from .body_builder import BodyBuilder, StepGroup
 from .causes import Causes
 from .collective_records import CollectiveRecords
 from .collectives import Collective, is_all_reducible, split_reduction
-from .constants import BodyBuilder, ConstantMaker, StepGroup, inputs_for
+from .constants import ConstantMaker, inputs_for
 from .decide import OpDecision, Operand
 from .memo import Interned
 from .plan import Placement
