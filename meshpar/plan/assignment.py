@@ -44,7 +44,7 @@ class OpQuery:
     Attributes:
       items: (names, size) of every factor, as :func:`meshpar.layout.claim` takes them.
       groups: the :func:`permutation_groups` of its rule.
-      leaders: for every factor, the factor whose axes it takes; itself, if it takes those of no other.
+      leaders: for every factor, the factor that it is sharded like; itself, if there is none.
       nested: the :func:`_nested` pairs of its rule.
       sizes: of every factor.
     """
@@ -63,7 +63,7 @@ class OpQuery:
         return self._hash
 
     def linked(self, axes: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-        """The axes of every factor: those of its leader."""
+        """The axes of every factor, given the axes of all leaders."""
         return [axes[f] for f in self.leaders]
 
 
@@ -226,7 +226,7 @@ class AxisAssignment:
     def nameless_as_given(self, value: Value, axes: Spec) -> Spec:
         """A spec in which unnamed dims are sharded as the user's own ``shard_map`` returns them.
 
-        Such dims are those of residuals that the ``shard_map`` saves for its backward pass, also stacked by a loop.
+        Residuals that the ``shard_map`` saves for its backward pass have such dims, also where a loop stacks them.
         """
         find = self.program.unifier.find
         given = [
@@ -239,7 +239,7 @@ class AxisAssignment:
         return tuple(own or tuple(a for a in entry if a not in used) for own, entry in zip(given, axes, strict=True))
 
     def op_scopes(self, op: Op, outs: Sequence[Value]) -> tuple[str, ...]:
-        """The scopes of an op: of an elementwise one all those of its operands and results, else those that all operands share."""
+        """The scopes of an op: if elementwise, all scopes of its operands and results; else the scopes that all operands share."""
         if not self.scoped:
             return ()
         ins = [v for v in op.ins if v is not None and v.shape]
@@ -263,6 +263,7 @@ class AxisAssignment:
         return self.tables.items[op]
 
     def _work_items(self, op: Op, out: Value) -> Items | None:
+        """As :meth:`work_items`, not cached."""
         annotated = [v for v in op.ins if v is not None and v.annotation is not None and v.shape == out.shape]
         if not annotated:
             return None
@@ -273,10 +274,10 @@ class AxisAssignment:
         return tuple(items)
 
     def factor_names(self, op: Op) -> list[Names]:
-        """The names of every factor of an op: those of annotated operands and results, else those that inference found.
+        """The names of every factor of an op, as annotated on operands and results, else as inferred.
 
-        If a factor has a primed name (``seq'``) in one of the values, it has it in the op: of two factors named ``seq``, that of
-        the queries gets the axis.
+        If a factor has a primed name (``seq'``) in one of the values, it has it in the op: of the two ``seq``
+        dims of attention, the dim of the queries gets the axis.
         """
         names = self.tables.factor_names.get(op)
         if names is None:
@@ -284,6 +285,7 @@ class AxisAssignment:
         return names
 
     def _factor_names(self, op: Op) -> list[Names]:
+        """As :meth:`factor_names`, not cached."""
         rule = op.rule
         assert rule is not None
         given: list[dict[str, None]] = [{} for _ in rule.sizes]
@@ -345,6 +347,7 @@ class AxisAssignment:
         return query
 
     def _new_query(self, op: Op, names: list[Names]) -> OpQuery:
+        """The query of an op with a rule. A factor that is sharded like another one has no names: its leader has them."""
         rule = op.rule
         assert rule is not None
         follows = {b: a for a, b in rule.sharded_like}
@@ -447,6 +450,7 @@ class AxisAssignment:
         return self._all
 
     def _assign_group(self, group: RuleGroup) -> GroupAssignment:
+        """The assignment of a rule group under this layout."""
         out, indivisible = [], []
         for k, query in enumerate(group.queries):
             if group.scopes is None:
@@ -484,6 +488,7 @@ class AxisAssignment:
         return queries
 
     def _all_queries(self) -> Queries:
+        """As :meth:`queries`, not cached."""
         index: dict[tuple[Any, tuple[str, ...] | None], int] = {}
 
         def add(query: Any, scopes: tuple[str, ...] | None) -> int:
@@ -598,7 +603,7 @@ def _contiguous_only(
 
 
 def spec_from_factors(dims: Sequence[Sequence[int]], axes: Sequence[tuple[str, ...]]) -> Spec:
-    """The spec of an array whose dims are made of these factors: the axes of a dim are those of its factors, major to minor."""
+    """The spec of an array whose dims are made of these factors: a dim has the axes of its factors, major to minor."""
     return tuple(tuple(a for f in factors for a in axes[f]) for factors in dims)
 
 
@@ -616,7 +621,7 @@ def _shard_map_axes(program: Program) -> dict[int, tuple[str, ...]]:
 
 
 def _scopes(program: Program, layout: Layout) -> dict[Value, tuple[str, ...]]:
-    """The scopes of every value: those of inputs and outputs, propagated through elementwise ops to values without a scope.
+    """value → its scopes: the scopes of inputs and outputs, propagated through elementwise ops to values without a scope.
 
     The scope ``opt`` is also propagated through any op all of whose operands are in it (factored moments, Newton-Schulz).
     """

@@ -169,7 +169,7 @@ class Plan:
 
     Attributes:
       program, mesh: of the plan.
-      layout: the rules: those of ``requested_layout`` after rules for dims that have the name of an axis.
+      layout: rules for dims that have the name of an axis, then the rules of ``requested_layout``.
       requested_layout: as the user gave it.
       topology: the slices of the mesh as text (``"v5p:8x8x8"``), if its devices do not tell.
       torus: axis → the stages of its devices on the torus of a slice.
@@ -185,7 +185,7 @@ class Plan:
       overlap: how all-gathers before matmuls and reduce-scatters after them are lowered; ``overlaps``: each decision.
       requested_lowering, requested_overlap: as the user gave them: ``"auto"``, …; None: the default of the lowering.
       options: the compiler options.
-      calibrations: measurements of devices; ``chip`` includes those of its own kind.
+      calibrations: measurements of devices; ``chip`` includes the measurements of its kind.
     """
 
     program: Program
@@ -236,6 +236,7 @@ class Plan:
         return tuple(self._transfers(self.body, 1))
 
     def _transfers(self, body: Body, count: int | None) -> Iterator[Transfer]:
+        """The transfers of a body that runs ``count`` times per step (None: not known)."""
         for step in body.steps:
             for inner in step.bodies:
                 yield from self._transfers(

@@ -68,6 +68,7 @@ def _cheapest(
     operand: tuple[Factors, ...], result: tuple[Factors, ...], extents: tuple[int, ...], kinds: tuple[Kind, ...],
     claimed: Axes, have: Spec, stored: Spec, mesh: tuple[tuple[str, int], ...],
 ) -> Axes:  # fmt: skip
+    """As :func:`reshape_axes`, with hashable arguments: factors of the dims of operand and result, their sizes and kinds."""
     sizes = dict(mesh)
     rule = OpRule([operand], [result], list(extents), list(kinds))
     shapes = [[math.prod(extents[f] for f in factors) for factors in dims] for dims in (operand, result)]

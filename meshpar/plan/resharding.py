@@ -74,6 +74,7 @@ def reshard_bytes(have: Spec, need: Spec, shape: Sequence[int], itemsize: float,
 
 @lru_cache(maxsize=65536)
 def _reshard(have: Spec, need: Spec, mesh: tuple[tuple[str, int], ...]) -> tuple[Move, ...]:
+    """As :func:`reshard`, cached."""
     sizes = dict(mesh)
     have, need = (tuple(tuple(a for a in entry if sizes[a] > 1) for entry in spec) for spec in (have, need))
     moves = _move_or_gather(have, need, sizes)

@@ -42,6 +42,7 @@ def itemsize(aval: Any) -> float:
 
 @functools.cache
 def _itemsize(dtype: Any) -> float:
+    """As :func:`itemsize`, for a dtype."""
     try:
         dtype = np.dtype(dtype)
     except TypeError:

@@ -71,7 +71,7 @@ class Step:
 
     @property
     def sends(self) -> tuple[Collective, ...]:
-        """The collectives of the step itself, in order, without those of the steps of its bodies."""
+        """The collectives of the step itself, in order, without the collectives of its bodies."""
         return ()
 
     @property
@@ -115,7 +115,7 @@ class Body:
         return (*out, *self.steps[after:])
 
     def walk(self, count: int = 1) -> Iterator[tuple[Step, int]]:
-        """(step, number of runs) of all steps, those of bodies before the step that has them.
+        """(step, number of runs) of all steps; the steps of a loop, branch or call come before it.
 
         Args:
           count: how often the body runs. A loop of unknown length counts once.
@@ -339,7 +339,7 @@ class Run(Step):
       operands: its shards; None: a literal of the equation.
       results: its shards.
       axes: the axes of every factor of the op's rule; None: the op is elementwise.
-      collectives: those of its local form (halo exchanges, all-to-alls).
+      collectives: sent by its local form (halo exchanges, all-to-alls).
       in_ring: ``"gather"``: the ring that gathers one of its operands computes it; ``"reduce"``: the ring that reduces its result
         computes it; None: it is computed by itself.
     """

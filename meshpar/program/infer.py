@@ -34,9 +34,9 @@ def infer(
 
     Args:
       closed: ClosedJaxpr.
-      annotations: the names of every flat input, or None.
+      annotations: the dim names of every flat input; None: it has none.
       paths: the tree path of every flat input, for reports.
-      out_annotations, out_paths: likewise of the results.
+      out_annotations, out_paths: the same for the results.
 
     Raises:
       UnknownDimError: a rename of a dim that the value does not have.
@@ -68,7 +68,7 @@ def infer(
 
 
 def infer_like(program: Program, closed: Any) -> Program:
-    """The program of another jaxpr, whose inputs and results have the names, paths and kinds of those of ``program``."""
+    """The program of another jaxpr, with the names, paths and kinds of inputs and results of ``program``."""
     ins, outs = program.inputs, program.outputs
     new_program = infer(
         closed, [v.annotation for v in ins], [v.path or "" for v in ins],
@@ -137,7 +137,7 @@ class Builder:
             frame.ops.append(op)
 
     def elementwise(self, op: Op) -> list[Value]:
-        """The results of an elementwise op, whose dims are those of its operands."""
+        """The results of an elementwise op, which has the dims of its operands."""
         outs = []
         multi = op.primitive.barrier
         for i, var in enumerate(op.eqn.outvars):
@@ -252,7 +252,7 @@ class Builder:
         u.freeze()
 
     def find_slices(self) -> None:
-        """Find the slices of dims that may be dims of their own, in program order, as those of a fused projection are.
+        """Find the slices of dims that may be dims of their own, in program order: the q, k, v of a fused projection.
 
         Slices that cover half of the dim and overlap all others (``x[:, :-1]`` and ``x[:, 1:]``) are not.
         """
@@ -309,7 +309,7 @@ class Builder:
                         u.tie([named[0], node], op)
 
     def tie(self, op: Op) -> None:
-        """Join the dims of each factor of an op weakly, and those of its name links."""
+        """Join the dims of each factor of an op weakly, and the dims of each of its name links."""
         rule = op.rule
         assert rule is not None
         groups: list[list[int]] = [[] for _ in rule.sizes]
@@ -433,6 +433,7 @@ def _inside(value: Value | None, b: Builder, aval: Any, drop: int = 0) -> Value:
 
 
 def _scan(b: Builder, op: Op) -> list[Value]:
+    """The results of a ``scan``: carries have one class inside and outside, and stacks one more dim than their slices."""
     p = op.eqn.params
     jaxpr, _ = closed_parts(p["jaxpr"])
     nc, nk = scan_counts(p)
@@ -466,6 +467,7 @@ def _carry(value: Value | None, b: Builder, aval: Any) -> Value:
 
 
 def _while(b: Builder, op: Op) -> list[Value]:
+    """The results of a ``while``, whose carries have one class inside and outside."""
     p = op.eqn.params
     cond, _ = closed_parts(p["cond_jaxpr"])
     body, _ = closed_parts(p["body_jaxpr"])
@@ -484,6 +486,7 @@ def _while(b: Builder, op: Op) -> list[Value]:
 
 
 def _cond(b: Builder, op: Op) -> list[Value]:
+    """The results of a ``cond``, joined with the results of all its branches."""
     outs: list[Value] | None = None
     for branch in op.eqn.params["branches"]:
         jaxpr, _ = closed_parts(branch)
@@ -515,6 +518,7 @@ def _rename(b: Builder, op: Op) -> list[Value]:
 
 
 def _place(b: Builder, op: Op) -> list[Value]:
+    """The result of an op that sets the spec of its operand."""
     out = b.value(op.eqn.outvars[0].aval, None if op.ins[0] is None else op.ins[0].nodes, op)
     if op.eqn.primitive is place_p:
         out.explicit = op.eqn.params["spec"]

@@ -87,7 +87,7 @@ class Op:
 
     @property
     def label(self) -> str:
-        """The name of the op in reports: that of its kernel, else of its primitive."""
+        """The name of the op in reports: the name of its kernel or primitive."""
         return self.name if self.primitive.label is None else self.primitive.label(self.eqn)
 
     @property
@@ -107,10 +107,11 @@ class Op:
 
     @property
     def where(self) -> Any:
-        """The equation that has the user's line: the op's, or that of the innermost call around it that has one."""
+        """The equation with the user's line: of the op, or of the innermost call around it that has one."""
         return self._where()[0]
 
     def _where(self) -> tuple[Any, list[Any]]:
+        """(equation with the user's line, equations of the op and the calls around it up to that one)."""
         calls: list[Any] = []
         op: Op | None = self
         while op is not None:
@@ -148,14 +149,14 @@ class Frame:
 
     @property
     def home(self) -> Frame:
-        """The frame that calls around this one are inlined in: the program's, or that of a loop's body or a branch."""
+        """The frame that this one is inlined in, through calls: of the program, a loop's body, or a branch."""
         frame = self
         while frame.parent is not None and frame.is_call:
             frame = frame.parent.frame
         return frame
 
     def walk(self) -> Iterator[Op]:
-        """All ops in order; those of a loop, branch or call come before it."""
+        """All ops in order; the ops of a loop, branch or call come before it."""
         for op in self.ops:
             for frame in op.frames:
                 yield from frame.walk()

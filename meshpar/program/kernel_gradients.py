@@ -40,6 +40,8 @@ def differentiable(kernel: Kernel) -> Callable[..., Any]:
 
 
 def _with_gradient(kernel: Kernel) -> Callable[..., Any]:
+    """A ``jax.custom_vjp`` function that runs the kernel."""
+
     @jax.custom_vjp
     def run(*xs: Any) -> list[Any]:
         return kernel_p.bind(*xs, kernel=kernel)
@@ -110,6 +112,7 @@ def with_residuals(kernel: Kernel, xs: Sequence[Any]) -> ForwardBackward | None:
 
 
 def _halves(kernel: Kernel, avals: tuple[jax.ShapeDtypeStruct, ...]) -> ForwardBackward | None:
+    """As :func:`with_residuals`, not cached."""
     traced = _residual_dims(kernel, avals)
     if traced is None:
         return None
@@ -163,7 +166,7 @@ def _halves(kernel: Kernel, avals: tuple[jax.ShapeDtypeStruct, ...]) -> ForwardB
 
 
 def _pull(kernel: Kernel, xs: Sequence[Any]) -> tuple[list[Any], Any]:
-    """(results, pullback from cotangents of the floating-point results to those of the floating-point operands)."""
+    """(results, pullback: cotangents of the floating-point results → cotangents of the floating-point operands)."""
     floats = [i for i, x in enumerate(xs) if _inexact(x)]
     floating: list[bool] = []
 
@@ -210,6 +213,7 @@ class _Pulled:
 
 
 def _pull_traced(kernel: Kernel, avals: Sequence[jax.ShapeDtypeStruct]) -> _Pulled:
+    """The traced pullback of a kernel for operands of these shapes."""
     trees: list[Any] = []
     sources: list[Source] = []
 
@@ -293,6 +297,7 @@ def recomputing_backward(kernel: Kernel, floats: tuple[bool, ...], float_outs: t
 
 
 def _recomputing_backward(kernel: Kernel, floats: tuple[bool, ...], float_outs: tuple[bool, ...]) -> Kernel:
+    """As :func:`recomputing_backward`, not cached."""
     notation, n = kernel.notation, len(kernel.notation.ins)
     cotangents = tuple(dims for dims, f in zip(notation.outs, float_outs, strict=True) if f)
     own = [f for f in notation.marks if notation.kind(f) == "permutation"]

@@ -85,7 +85,7 @@ class KernelWork:
     """FLOPs and temporary memory of the local function of a kernel.
 
     Attributes:
-      flops: of its matmuls; None: those of the matmuls in the function, divided by the number of shards.
+      flops: of its matmuls on one device; None: the FLOPs of the global function divided by the number of shards.
       memory: peak bytes in addition to operands and results; negative if these are not all live at once.
       backward: peak bytes, in addition to operands and results, of a backward pass that recomputes the kernel; None: ``memory``.
     """
@@ -239,6 +239,7 @@ class Kernel:
         return sizes
 
     def _mismatch(self, factors: Sequence[str], n: int, sizes: Mapping[str, int]) -> UnsupportedError:
+        """The error for a dim of size ``n`` that is not the product of its factors."""
         known = ", ".join(f"{f} = {sizes[f]}" for f in factors if f in sizes)
         return UnsupportedError(
             f"kernel {self.name}: a dim of size {n} is not `{' '.join(factors)}`"

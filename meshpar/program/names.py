@@ -6,7 +6,7 @@ Every dim of every value is a node of a union-find structure. Nodes are joined i
   and its parameter are in one class;
 - *weakly*, if an op has one factor for dims of different values (contractions, broadcasts, reductions, lookups).
 
-All dims of a strong class have its names; a strong class without a name has those of its weak class. So weights with a dim
+All dims of a strong class have its names; a strong class without a name has the names of its weak class. So weights with a dim
 ``embed`` and activations with a dim ``activation_embed`` both keep their names, and so do their gradients.
 
 A reshape splits a node into sub-dims (major to minor); joined nodes have the same sub-dims. A class never contains two dims of one
@@ -29,7 +29,7 @@ NONE = -1
 class DimSlice(NamedTuple):
     """A slice of an array along one dim, or an operand of a concatenation along it.
 
-    Slices of one dim may be different dims, as those of a fused q, k, v projection are.
+    Slices of one dim may be different dims, such as q, k and v in a fused projection.
 
     Attributes:
       full, part: the nodes of the full dim and of the slice.
@@ -137,6 +137,7 @@ class Unifier:
         return ok
 
     def _merge(self, a: int, b: int) -> None:
+        """Join two roots, with their names and sub-dims."""
         if len(self.occurs[a]) < len(self.occurs[b]):
             a, b = b, a
         self.parent[b] = a
@@ -200,6 +201,7 @@ class Unifier:
     # -- weak joins
 
     def _weak_find(self, atom: int) -> int:
+        """The root of the weak class of an atom, which is made if it has none."""
         atom = self.find(atom)
         parent = self.weak_parent
         if atom not in parent:
@@ -212,6 +214,7 @@ class Unifier:
         return atom
 
     def _weak_divide(self, n: int, parts: tuple[int, int]) -> None:
+        """Give the sub-dims of an atom to all atoms of its weak class."""
         if n not in self.weak_parent:
             return
         for m in {self.find(m) for m in self.weak_members[self._weak_find(n)]}:
@@ -267,6 +270,7 @@ class Unifier:
                 self._tie_atoms(a, b, where)
 
     def _tie_atoms(self, x: int, y: int, where: object) -> bool:
+        """Join two atoms weakly; if one is primed, with the dim that it was primed for."""
         rx, ry = self._weak_find(x), self._weak_find(y)
         if rx == ry:
             return True

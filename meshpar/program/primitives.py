@@ -1,4 +1,4 @@
-"""Identities that carry names through a traced function: ``mp.named``, ``mp.rename``, explicit specs."""
+"""Identity primitives that carry dim names and specs through tracing: ``mp.named``, ``mp.rename``, explicit specs."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def named(x: Any, dims: DimsLike) -> Any:
 
 
 def rename(x: Any, **names: str) -> Any:
-    """Call dims of a value by new names from here on: ``k = mp.rename(k, seq="kv_seq")``.
+    """Rename dims of a value: ``k = mp.rename(k, seq="kv_seq")``.
 
-    The new dim is not joined with the old one, so a rule for ``seq`` does not hold for it. Its cotangent has the old name.
+    The new dim is not joined with the old one, so a rule for ``seq`` does not apply to it. Its cotangent has the old name.
 
     Args:
       x: an array.
@@ -77,7 +77,7 @@ def rename(x: Any, **names: str) -> Any:
       The same value.
 
     Raises:
-      LayoutSyntaxError: no names, or one that is no identifier.
+      LayoutSyntaxError: no names, or one that is not an identifier.
       UnknownDimError: (when the program is planned) no dim of the value has the old name.
     """
 
@@ -91,8 +91,8 @@ def rename(x: Any, **names: str) -> Any:
     return rename_dims_p.bind(jnp.asarray(x), pairs=tuple(sorted(names.items())), back=False)
 
 
-# Derivatives: all three are linear, and a cotangent is named as its value is. An explicit spec stays with the value alone:
-# pinned on the cotangent of a weight it would turn the gradient's reduce-scatter into an all-reduce.
+# Derivatives: all three are linear, and a cotangent has the names of its value. It does not have its explicit spec: on the
+# cotangent of a weight, that would turn the gradient's reduce-scatter into an all-reduce.
 ad.deflinear2(name_dims_p, lambda ct, x, *, names: [name_dims_p.bind(ct, names=names)])
 ad.deflinear2(place_p, lambda ct, x, *, spec: [ct])
 ad.deflinear2(

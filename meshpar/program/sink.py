@@ -1,8 +1,8 @@
 """Moves ``reduce_in`` into the loop or call whose result it converts.
 
-The gradients of stacked weights are stacked by the loop of the backward pass, which reduces each in its iteration. The dtype in
-which the user asks them to be reduced (:class:`meshpar.Precision`) is named after the loop: too late. Stacking commutes with a
-conversion, so the conversion is moved into the body of the loop.
+The loop of the backward pass reduces the gradient of each layer in its iteration and stacks them. The user's dtype of the reduction
+(:class:`meshpar.Precision`) is applied to the stacked gradients, after the loop. Since a conversion of a stack equals the stack of
+converted arrays, it is moved into the body of the loop, before the reduction.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "checkpoint", "re
 
 
 def with_sunk_reductions(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The closed jaxpr, in which no ``reduce_in`` converts what a loop stacks or a call returns, where nothing else reads that."""
+    """A closed jaxpr in which each ``reduce_in`` of a loop's stack or a call's result is in the body, if no other op reads it."""
     if not any(eqn.primitive is reduce_in_p for eqn in _all_equations(closed.jaxpr)):
         return closed
     return ClosedJaxpr(_sunk(closed.jaxpr), closed.consts)
@@ -34,6 +34,7 @@ def _all_equations(jaxpr: Any) -> Iterable[Any]:
 
 
 def _sunk(jaxpr: Any) -> Any:
+    """A jaxpr after moving ``reduce_in`` into its loops and calls."""
     eqns = list(jaxpr.eqns)
     times: dict[Any, int] = {}
     for v in (v for vs in (*(e.invars for e in eqns), jaxpr.outvars) for v in vs if not isinstance(v, Literal)):
@@ -55,20 +56,20 @@ def _sunk(jaxpr: Any) -> Any:
         if eqn is None or not (primitive(eqn.primitive.name).scan or eqn.primitive.name in _CALLS):
             continue
         body = closed_parts(body_of(eqn))[0]
-        found = moved.get(k, {})
-        inner = _sunk(_with_conversions(body, found) if found else body)
+        own = moved.get(k, {})
+        inner = _sunk(_with_conversions(body, own) if own else body)
         if inner is not body:
-            outvars = [found[i].outvars[0] if i in found else v for i, v in enumerate(eqn.outvars)]
+            outvars = [own[i].outvars[0] if i in own else v for i, v in enumerate(eqn.outvars)]
             eqns[k] = replace_body(eqn, [inner]).replace(outvars=outvars)
     if all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True)):
         return jaxpr
     return jaxpr.replace(eqns=[eqn for eqn in eqns if eqn is not None])
 
 
-def _with_conversions(body: Any, found: dict[int, Any]) -> Any:
-    """A body whose results at some positions are converted as ``reduce_in`` equations outside convert them."""
+def _with_conversions(body: Any, conversions: dict[int, Any]) -> Any:
+    """A body that converts some results itself; ``conversions``: index of a result → the ``reduce_in`` equation outside."""
     eqns, outvars = list(body.eqns), list(body.outvars)
-    for i, conversion in found.items():
+    for i, conversion in conversions.items():
         x = outvars[i]
         out = new_var(x.aval.update(dtype=conversion.params["dtype"], weak_type=False))
         eqns.append(conversion.replace(invars=[x], outvars=[out]))

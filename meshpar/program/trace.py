@@ -1,4 +1,4 @@
-"""A function and its arguments → a closed jaxpr."""
+"""Traces a function to a closed jaxpr."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> tuple[Any, Any, list
       leaves: arrays, numbers or ``ShapeDtypeStruct``.
 
     Returns:
-      (closed jaxpr, whose loops all have scalar conditions; tree of results as ``ShapeDtypeStruct``; its flat leaves).
+      (closed jaxpr, in which all loops have scalar conditions; tree of the results as ``ShapeDtypeStruct``; its flat leaves).
     """
     closed, shapes = make_jaxpr(fn, *leaves, return_shape=True)
     closed = without_refs(closed)
@@ -32,12 +32,12 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> tuple[Any, Any, list
 
 
 def _is_batched(eqn: Any) -> bool:
-    """Whether an equation is a loop each element of whose batch goes on as long as its own condition holds."""
+    """Whether an equation is a ``while`` under ``vmap``, with one condition for each element of the batch."""
     return "cond_jaxpr" in eqn.params and bool(eqn.params["cond_jaxpr"].out_avals[0].shape)
 
 
 def _rewritten(param: Any, done: dict[int, Any]) -> Any:
-    """A parameter of an equation with :func:`_scalar_conditions` of the jaxprs in it; the same object if nothing changes."""
+    """A parameter of an equation after :func:`_scalar_conditions` of the jaxprs in it; the same object if nothing changed."""
     if isinstance(param, tuple | list):
         new = [_rewritten(x, done) for x in param]
         if all(a is b for a, b in zip(param, new, strict=True)):
@@ -53,7 +53,7 @@ def _rewritten(param: Any, done: dict[int, Any]) -> Any:
 
 
 def _scalar_conditions(jaxpr: Any, done: dict[int, Any]) -> Any:
-    """The jaxpr, in whose loops over batches the whole batch goes on, and keeps what has ended, as the compiler runs them."""
+    """A jaxpr in which batched loops run until all elements are done; done elements are not changed, as in the compiled program."""
     eqns = []
     for eqn in jaxpr.eqns:
         params = {k: _rewritten(v, done) if _holds_bodies(v) else v for k, v in eqn.params.items()}
@@ -68,20 +68,21 @@ def _holds_bodies(param: Any) -> bool:
 
 
 def _with_scalar_condition(eqn: Any) -> Any:
+    """A batched ``while`` equation as one whose condition is a scalar: it runs until all elements are done."""
     p = eqn.params
     cond, body = (jaxpr_as_fun(p[k]) for k in ("cond_jaxpr", "body_jaxpr"))
     n, m = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
 
-    def any_goes_on(*args: Any) -> Any:
-        (go_on,) = cond(*args)
-        return lax.reduce_or(go_on, tuple(range(go_on.ndim)))
+    def any_continues(*args: Any) -> Any:
+        (active,) = cond(*args)
+        return lax.reduce_or(active, tuple(range(active.ndim)))
 
     def step(*args: Any) -> list[Any]:
         carry = args[m:]
-        (go_on,) = cond(*args[:n], *carry)
-        lead = range(go_on.ndim)
+        (active,) = cond(*args[:n], *carry)
+        lead = range(active.ndim)
         return [
-            lax.select_n(lax.broadcast_in_dim(go_on, old.shape, lead), old, new)
+            lax.select_n(lax.broadcast_in_dim(active, old.shape, lead), old, new)
             for old, new in zip(carry, body(*args[n:m], *carry), strict=True)
         ]
 
@@ -89,7 +90,7 @@ def _with_scalar_condition(eqn: Any) -> Any:
     ins = [[*eqn.invars[:n], *carried], [*eqn.invars[:m], *carried]]
     jaxprs = [
         make_jaxpr(f, *[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in vs])
-        for f, vs in zip((any_goes_on, step), ins, strict=True)
+        for f, vs in zip((any_continues, step), ins, strict=True)
     ]
     params = {**p, "cond_jaxpr": jaxprs[0], "body_jaxpr": jaxprs[1], "body_nconsts": m}
     return eqn.replace(params=params, invars=[*eqn.invars[:n], *eqn.invars[:m], *carried])
