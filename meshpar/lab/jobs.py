@@ -69,6 +69,7 @@ class Job:
         self._thread.start()
 
     def _go(self) -> None:
+        """Run the job in its thread; store its result or error."""
         self.take()
         try:
             self.result = self._run(self)

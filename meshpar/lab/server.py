@@ -82,6 +82,8 @@ class Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
+    """Answers GET / with the page, and POST /ask with the session's reply to a JSON request."""
+
     protocol_version = "HTTP/1.1"
     timeout = 60
 
@@ -91,6 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.server
 
     def do_GET(self) -> None:
+        """Send the page, with a content security policy that allows only its own script."""
         where = urlsplit(self.path)
         if not self._allowed((parse_qs(where.query).get("token") or [""])[0]):
             return
@@ -105,6 +108,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(HTTPStatus.OK, self._lab.page(nonce), "text/html", {"Content-Security-Policy": policy})
 
     def do_POST(self) -> None:
+        """Answer a JSON request of a page."""
         scheme, _, token = (self.headers.get("Authorization") or "").partition(" ")
         if not self._allowed(token if scheme == "Bearer" else ""):
             return
@@ -150,6 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(
         self, status: HTTPStatus, text: str, kind: str = "text/plain", headers: dict[str, str] | None = None
     ) -> None:
+        """Send a response with headers that forbid caching."""
         body = text.encode()
         self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")

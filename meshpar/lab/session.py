@@ -119,6 +119,7 @@ class Session:
     # -- plans
 
     def _open(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Reply to ``open``: the first draft, and the dims of the program with their sizes."""
         sizes: dict[str, list[int]] = {}
         for value in self.base.program.inputs:
             for dim, n in zip(self.base.program.dims(value), value.shape, strict=True):
@@ -130,6 +131,7 @@ class Session:
         }  # fmt: skip
 
     def _planned(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Reply to ``plan``: the plan of a draft, or its errors by row."""
         began = time.perf_counter()
         mesh, topology, rows = _mesh(request), _topology(request), _rows(request)
         pinned = request.get("pinned")
@@ -179,6 +181,7 @@ class Session:
         return out
 
     def _plan(self, draft: Draft) -> Plan:
+        """The plan of a draft, cached."""
         if draft in self._plans:
             self._plans.move_to_end(draft)
             return self._plans[draft]
@@ -191,6 +194,7 @@ class Session:
         return plan
 
     def _view(self, plan: Plan, pinned: Plan | None, rows: Sequence[_Row]) -> dict[str, Any]:
+        """A plan as JSON data for the page."""
         layouts = [row.layout for row in rows if row.on and row.layout is not None]
         effects = iter(view.row_effects(plan, [layout.rules for layout in layouts]))
         return {
@@ -214,6 +218,11 @@ class Session:
         return {"job": number}
 
     def _job_of(self, request: Mapping[str, Any]) -> Job:
+        """The job of a request.
+
+        Raises:
+          BadRequest: there is none with its number.
+        """
         number = request.get("job")
         with self._jobs_lock:
             job = self._jobs.get(number) if isinstance(number, int) else None
@@ -273,6 +282,7 @@ class Session:
         return _row_of(name, draft, plan)
 
     def _suggest(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Reply to ``suggest``: a job that searches for the best layout."""
         topology = _topology(request)
         if topology is None:
             raise BadRequest("a search needs a topology, which step times depend on")
@@ -291,6 +301,7 @@ class Session:
         return self._begin(run)
 
     def _ask_compiler(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Reply to ``compile``: a job that compiles a draft and compares the result with its plan."""
         draft = _draft(request)
 
         def run(job: Job) -> dict[str, Any]:
@@ -363,6 +374,11 @@ def _row(text: str, on: bool) -> _Row:
 
 
 def _draft(request: Any) -> Draft:
+    """The draft in a request.
+
+    Raises:
+      BadRequest: it is malformed.
+    """
     if not isinstance(request, dict):
         raise BadRequest("a layout is an object with `mesh`, `topology` and `layout`")
     layout = request.get("layout")
@@ -419,6 +435,7 @@ def _meshes_of(axes: Sequence[str], devices: int) -> Iterator[str]:
 
 
 def _row_of(name: str, draft: Draft, plan: Plan) -> dict[str, Any]:
+    """A planned layout as JSON data for the list of known layouts."""
     peak, chip = plan.memory.peak, plan.chip
     return {
         "name": name, "mesh": draft.mesh, "layout": draft.layout, "rules": statements(draft.layout), "seconds": plan.seconds,

@@ -70,6 +70,8 @@ def row_effects(plan: Plan, rows: Sequence[Sequence[Rule]]) -> list[dict[str, An
 
 
 def _together(effects: Sequence[RuleEffect], plan: Plan) -> dict[str, Any]:
+    """The summed effect of some rules: bytes, seconds and a text."""
+
     def total(of: str) -> Any:
         return sum(getattr(e, of) for e in effects)
 

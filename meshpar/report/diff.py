@@ -134,6 +134,8 @@ class PlanDiff:
 
 
 def _metrics(a: Plan, b: Plan) -> Iterator[Metric]:
+    """The metrics of both plans, in the order of the report."""
+
     def metric(name: str, unit: Any, of: Callable[[Plan], float | None]) -> Metric:
         return Metric(name, of(a), of(b), unit)
 
@@ -161,6 +163,7 @@ def _by_path(plan: Plan) -> dict[str, ShardedArray]:
 
 
 def _tensors(a: Plan, b: Plan) -> list[tuple[str, str, str, float, float]]:
+    """The arguments whose sharding or bytes differ: parameters, other inputs, optimizer state; largest first."""
     in_a, in_b = _by_path(a), _by_path(b)
     order = {"params": 0, None: 1, "opt": 2}  # optimizer state mostly follows its parameters
     out = []
@@ -178,6 +181,8 @@ def _sharding(h: ShardedArray | None) -> str:
 
 
 def _collectives(a: Plan, b: Plan) -> list[tuple[str, str, str, float, float]]:
+    """Per kind, axes and dims the bytes in a step of both plans, where they differ."""
+
     def key(c: Any) -> tuple[str, str, str]:
         return c.op, "+".join(c.axes), c.dims or "(scalar)"
 

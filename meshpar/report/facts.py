@@ -414,6 +414,7 @@ def loop_timelines(plan: Plan, most: int = 2) -> list[LoopTimeline]:
 
 
 def _loops(computation: Computation) -> Iterator[tuple[Kernel, Computation]]:
+    """(loop, body) of every loop with more than one iteration, nested ones included."""
     for kernel in computation.kernels:
         for body in kernel.bodies:
             if (body.trip_count or 1) > 1:

@@ -145,6 +145,7 @@ def _section(title: str, body: str, about: str = "") -> str:
 
 
 def _head(plan: Plan, colours: AxisColours) -> str:
+    """Devices, axes, layout and lowering of a plan."""
     where = f" of {escape(plan.topology)}" if plan.topology else ""
     layout = f'<p class="mono">{escape(layout_text(plan))}</p>'
     return (
@@ -361,6 +362,7 @@ def layers(plan: Plan, colours: AxisColours) -> str:
 
 
 def _layer(timeline: LoopTimeline, colours: AxisColours) -> str:
+    """One loop timeline: a lane of kernels and a lane of collectives."""
     total = timeline.seconds
     lanes = {"compute": "", "links": ""}
     for s in timeline.spans:
@@ -412,6 +414,8 @@ def collectives_table(plan: Plan, colours: AxisColours, most: int | None = None)
 
 
 def _arguments(plan: Plan, colours: AxisColours) -> str:
+    """The table of arguments by kind, with dims, shape, count and bytes."""
+
     def numbers(group: ArgumentGroup) -> list[Cell]:
         sizes = [(format_memory(n), n) for n in (group.global_bytes, group.bytes)]
         return [number(str(len(group.members)), len(group.members)), *(number(text, n) for text, n in sizes)]
@@ -429,6 +433,7 @@ def _arguments(plan: Plan, colours: AxisColours) -> str:
 
 
 def _values(plan: Plan, colours: AxisColours) -> str:
+    """The table of the largest intermediate values; "" if there are none."""
     rows = [
         [Cell("", markup=colours.dims(v.dims)), Cell(shape_text(v.dtype, v.shape), css="mono"), number(str(v.kernels), v.kernels),
          number(format_memory(v.bytes), v.bytes), Cell("", markup=f"<code>{escape(v.source)}</code>")]

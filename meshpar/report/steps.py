@@ -29,6 +29,7 @@ class _Printer:
         self.names: dict[Shard, str] = {}
 
     def lines(self) -> Iterator[str]:
+        """The lines of the whole program."""
         body = self.plan.body
         axes = ", ".join(f"{a}={n}" for a, n in self.plan.sizes.items())
         yield f"every device of {axes} runs:"
@@ -62,6 +63,7 @@ class _Printer:
             yield from self.step(step, depth)
 
     def step(self, step: Step, depth: int) -> Iterator[str]:
+        """The lines of one step: the operation, its collectives, its bodies."""
         pad = "  " * depth
         source = "" if step.op is None or isinstance(step, Constant | Barrier | Order) else step.op.source
         made = f"{self.list(step.makes)} = " if step.makes and not isinstance(step, Call) else ""

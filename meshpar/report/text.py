@@ -94,6 +94,7 @@ def plan_renderable(plan: Plan) -> Any:
 
 
 def _arguments(plan: Plan) -> Table:
+    """The table of arguments by kind, grouped by dims and sharding."""
     rows: list[tuple[Any, ...]] = []
 
     def add(label: str, text: str, members: ArgumentGroup, style: str = "") -> None:

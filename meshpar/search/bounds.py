@@ -201,6 +201,7 @@ class _Part:
 
 
 def _time_parts(plan: Plan) -> Iterator[_Part]:
+    """The parts of a plan's step time: kernels, collectives, exposed communication of rings and fused kernels."""
     for kernel, time in kernel_times(plan).items():
         opaque = kernel.op is not None and kernel.name == kernel.op.name and kernel.op.primitive.nested_flops
         matmuls = [run.op for run in kernel.matmuls] or ([kernel.op] if opaque and kernel.op is not None else [])

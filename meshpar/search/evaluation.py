@@ -186,6 +186,7 @@ class Evaluation:
         return self._record(point, plan, sent)
 
     def _check_limits(self) -> None:
+        """Raises LimitReached or OutOfPatience if no further candidate may be planned."""
         if self.planned >= self.max_plans:
             raise LimitReached(f"stopped at {self.max_plans} plans")
         if self.last_gain is not None:

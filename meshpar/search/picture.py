@@ -159,6 +159,7 @@ def _tooltip(row: Row) -> str:
 
 
 def _tick_labels(ticks: Sequence[float], scale: Scale, label: Callable[[float], str], columns: int) -> str:
+    """A line of tick labels under a text plot; labels that would overlap are left out."""
     line = [" "] * columns
     free = 0
     for value in ticks:

@@ -223,6 +223,7 @@ class Search:
         return None
 
     def _misfit(self) -> str:
+        """The headline if nothing fits: the smallest peak, its largest kind, and a larger slice on which the layout fits."""
         with quiet():
             plan = self.plan()
         assert plan.chip is not None

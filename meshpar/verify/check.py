@@ -237,6 +237,7 @@ class _Case:
         return [on_device(x, self.device) if isinstance(x, jax.Array) else x for x in xs]
 
     def run(self, subject: Subject, lowering: str) -> Row:
+        """Run a step under its layout, and compare every result with the unsharded run."""
         reference = self.reference or self.unsharded(subject)
         self.reference, plan = reference, subject.plan
         outs = subject.sharded(self.fresh(subject.arrays))

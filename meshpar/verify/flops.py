@@ -35,6 +35,7 @@ def flops(text: str, *, unknown: int = 1) -> float:
 
 
 def _of(run: Run) -> int:
+    """Floating-point operations of one execution of an instruction."""
     i = run.instruction
     if i.opcode == "dot":
         return _dot(i, run.scope.computation)

@@ -137,6 +137,7 @@ def walk(module: Module, cost: Callable[[Sequence[Run]], float]) -> Iterator[Run
 def _visit(
     scope: Scope, count: int | None, fused: bool, scattered: bool, cost: Callable[[Sequence[Run]], float]
 ) -> Iterator[Run]:
+    """The instructions of a computation and of the computations that it calls, with their counts."""
     for i in scope.computation:
         yield Run(i, scope, count, fused, scattered)
         if i.opcode == "while":
@@ -169,6 +170,7 @@ def branches_of(i: Instruction) -> list[str]:
 
 
 def _collectives(module: Module, runs: Sequence[Run]) -> list[HloCollective]:
+    """The collectives among some instructions; a chain is listed once, at its start."""
     sending = [(r, kind) for r in runs if (kind := _kind(r.instruction))]
     chains: dict[tuple[str, ...], list[Run]] = {}
     for run, kind in sending:
@@ -200,6 +202,7 @@ def inside(module: Module, i: Instruction, scope: Scope) -> list[HloCollective]:
 
 
 def _kind(i: Instruction) -> str | None:
+    """The kind of collective that an instruction is or starts; None if it is not a collective."""
     if i.opcode == "send":
         m = re.search(r'_xla_megascale_transfer_type="(\w+)"', i.attributes)
         return _DCN.get(m[1]) if m else None
@@ -208,6 +211,7 @@ def _kind(i: Instruction) -> str | None:
 
 
 def _record(module: Module, run: Run, kind: str) -> HloCollective:
+    """The collective of an instruction, with its group, bytes and source."""
     i = run.instruction
     if i.opcode == "send":
         return _between_slices(module, run, kind)
@@ -264,6 +268,7 @@ def _between_slices(module: Module, run: Run, kind: str) -> HloCollective:
 
 
 def _pairs(attributes: str) -> list[tuple[int, int]]:
+    """The (source, target) pairs of a collective-permute."""
     at = attributes.find("source_target_pairs=")
     if at < 0:
         return []

@@ -133,6 +133,7 @@ def parse(text: str) -> Module:
 
 
 def _instruction(line: str, start: int, name: str) -> Instruction | None:
+    """The instruction of a line whose shape starts at ``start``; None for other lines."""
     end = start
     while end < len(line) and line[end] != " ":
         end = closing(line, end) if line[end] in "({[" else end + 1
@@ -176,6 +177,7 @@ def byte_size(shapes: list[tuple[str, tuple[int, ...]]]) -> float:
 
 
 def _bits(dtype: str) -> int:
+    """Bits per element of a dtype in HLO notation."""
     if dtype in _BITS:
         return _BITS[dtype]
     m = re.match(r"[suf](\d+)", dtype)

@@ -126,6 +126,7 @@ def _read(path: Path | None) -> Archive | None:
 
 
 def _write(path: Path, data: bytes) -> None:
+    """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fd, name = tempfile.mkstemp(dir=path.parent)
     with os.fdopen(fd, "wb") as f:
@@ -151,6 +152,11 @@ def environment() -> dict[str, str]:
 
 
 def _run(job: Job, timeout: float | None, say: Callable[[str], None]) -> bytes:
+    """Compile a job in a new process; returns the bytes of its result.
+
+    Raises:
+      CompilerError: the compiler crashed or exceeded the time limit.
+    """
     folder = Path(tempfile.mkdtemp(prefix="meshpar-compile-"))
     (folder / MODULE).write_bytes(job.module)
     request = {
@@ -208,6 +214,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _exit(code: int) -> str:
+    """How a process ended, for a message."""
     if code >= 0:
         return f"ended without a result (exit status {code})"
     with contextlib.suppress(ValueError):

@@ -35,6 +35,7 @@ class Scope:
         self._values: dict[str, Any] = {}
 
     def value(self, name: str) -> Any:
+        """The value of an instruction, evaluated once."""
         if name not in self._values:
             self._values[name] = None  # a value that depends on itself is not known
             i = self.computation.get(name)
@@ -45,6 +46,7 @@ class Scope:
         return self.value(self.computation.root)
 
     def _evaluate(self, i: Instruction) -> Any:
+        """The value of an instruction from the values of its operands."""
         op = i.opcode
         if op == "constant":
             text = i.literal.strip("{} ")

@@ -146,6 +146,7 @@ class _Evaluator:
         return wide if np.dtype(dtype).itemsize < wide.itemsize else dtype
 
     def run(self, jaxpr: Any, consts: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
+        """The results of a jaxpr on flat operands, in the wide dtype."""
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), map(self.widened, (*consts, *xs)), strict=True))
 
         def read(var: Any) -> Any:
@@ -186,6 +187,7 @@ class _Evaluator:
         return lax.convert_element_type(x, var.aval.dtype) if _is_float(var.aval) else x
 
     def scan(self, eqn: Any, ins: list[Any]) -> list[Any]:
+        """The results of a ``scan`` whose body is evaluated in the wide dtype."""
         p, (body, values) = eqn.params, closed_parts(eqn.params["jaxpr"])
         consts, carries = scan_counts(p)
 
@@ -198,6 +200,7 @@ class _Evaluator:
         return [*carry, *ys]
 
     def while_(self, eqn: Any, ins: list[Any]) -> list[Any]:
+        """The results of a ``while`` whose condition and body are evaluated in the wide dtype."""
         p = eqn.params
         (cond, cond_values), (body, body_values) = closed_parts(p["cond_jaxpr"]), closed_parts(p["body_jaxpr"])
         ncc, nbc = p["cond_nconsts"], p["body_nconsts"]
