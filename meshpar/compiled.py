@@ -1,4 +1,4 @@
-"""A compiled step: what runs a plan for one structure and one set of shapes of the arguments."""
+"""A compiled step: the executable of a plan, for one structure and one set of shapes of the arguments."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class CompiledStep:
     """A program lowered for one structure and one set of shapes of the arguments.
 
     Attributes:
-      flat: flat arguments → flat results, to be traced.
-      run: the same, compiled.
-      arrays: positions of the call's leaves that are arguments of the program; None: all are.
-      donated: positions of the donated ones among these.
-      narrowed: position → dtype of the arrays of 64 bits that were made under x64, for a program that was traced without.
-      called: it has been.
+      flat: function from flat arguments to flat results, for tracing.
+      run: the same, compiled by ``jax.jit``.
+      arrays: positions of the call's leaves that are arguments of the program; None: all of them.
+      donated: positions of the donated arguments.
+      narrowed: position → dtype of arguments that have 64 bits, in a program that was traced without x64.
+      called: it was called before.
     """
 
     plan: Plan
@@ -66,10 +66,10 @@ class CompiledStep:
         return self.traced.result(self.on_arrays(leaves if self.arrays is None else [leaves[i] for i in self.arrays]))
 
     def on_arrays(self, arrays: list[Any]) -> list[Any]:
-        """FlatFunction results for flat arguments; those that lie elsewhere are brought into place first.
+        """The flat results for flat arguments; arguments with another sharding are resharded first.
 
         Raises:
-          UnsupportedError: an array whose memory an earlier call took.
+          UnsupportedError: an array that was donated to an earlier call, or deleted.
         """
         if self.narrowed:
             arrays = [x.astype(self.narrowed[i]) if i in self.narrowed else x for i, x in enumerate(arrays)]
@@ -86,8 +86,8 @@ class CompiledStep:
                 shape=deleted.array.shape,
                 dtype=deleted.array.dtype,
                 fixes=[
-                    "go on with what that call returned: state, loss = step(state, batch)",
-                    "or donate nothing that is needed again: leave it out of donate_argnames, or give a copy",
+                    "use the result of that call: state, loss = step(state, batch)",
+                    "or do not donate an array that is used again: leave it out of donate_argnames, or pass a copy",
                 ],
             ) from None
         if not self.donated:
@@ -100,7 +100,7 @@ class CompiledStep:
             if placed[i] is not x and type(x) in PLACED:
                 copied.append((x, placed[i]))
         out = self.run(*placed)
-        for x, copy in copied:  # what was donated is the copy in place
+        for x, copy in copied:  # the copy was donated in place of the argument
             if copy.is_deleted() and not x.is_deleted():
                 x.delete()
         return out
@@ -108,7 +108,7 @@ class CompiledStep:
 
 @dataclass(eq=False, slots=True)
 class MultiProcessStep(CompiledStep):
-    """One over several processes, which compare what they are about to run before they run it the first time."""
+    """A step of several processes, which compare their programs and plans before its first run."""
 
     sheet: Sheet
 
@@ -125,23 +125,27 @@ class _Deleted(Exception):
 
 
 def _put(x: Any, sharding: NamedSharding) -> Any:
-    """An array where jit wants it; what no one put anywhere is left to jit."""
+    """The array in a sharding. An uncommitted array is not changed, since ``jax.jit`` places it.
+
+    Raises:
+      _Deleted: the array is deleted.
+    """
     if x.is_deleted():
         raise _Deleted(x)
     return x if not x.committed or _same_place(x.sharding, sharding, x.ndim) else jax.device_put(x, sharding)
 
 
 @functools.lru_cache(4096)
-def _same_place(mine: Any, sharding: NamedSharding, ndim: int) -> bool:
-    return isinstance(mine, NamedSharding) and mine.mesh == sharding.mesh and mine.is_equivalent_to(sharding, ndim)
+def _same_place(current: Any, sharding: NamedSharding, ndim: int) -> bool:
+    return isinstance(current, NamedSharding) and current.mesh == sharding.mesh and current.is_equivalent_to(sharding, ndim)
 
 
 def _warn_of_repeated(plan: Plan) -> None:
-    found = redundant_matmuls_despite_layout(plan)
-    if found:
-        share = sum(r.share for r in found)
-        text = f"{100 * share:.0f} % of the products' FLOPs of this step are done more than once: {found[0]}"
-        more = f"; {len(found) - 1} more such products: print(step.plan(…)) has them" if found[1:] else ""
+    repeated = redundant_matmuls_despite_layout(plan)
+    if repeated:
+        share = sum(r.share for r in repeated)
+        text = f"{100 * share:.0f} % of the matmul FLOPs of this step are repeated on several devices: {repeated[0]}"
+        more = f"; {len(repeated) - 1} more such matmuls: print(step.plan(…)) lists them" if repeated[1:] else ""
         warnings.warn(text + more, RepeatedWarning, stacklevel=user_stacklevel())
 
 
@@ -149,26 +153,30 @@ def lower_step(
     plan: Plan, traced: TracedStep, flat: FlatFunction, mesh: Mesh, *, strict: bool, dims: PathDims,
     names_off: Callable[[], AbstractContextManager[None]], keep_unused: bool, compiler_options: Mapping[str, Any],
 ) -> CompiledStep:  # fmt: skip
-    """What runs a plan.
+    """The compiled step of a plan.
 
     Args:
-      flat: the function, which is run as it is written where JAX runs op by op (``jax.debug_nans``), for its own lines.
+      flat: the function, which runs unsharded where JAX runs op by op (``jax.debug_nans``), so that errors have the user's lines.
       strict, dims: as in :func:`meshpar.jit`.
-      names_off: makes a context in which constraints over names and axes mean nothing, as on one device.
-      keep_unused, compiler_options: as in ``jax.jit``; the plan's own options of the compiler are those that a call uses.
+      names_off: returns a context in which constraints over dim and axis names have no effect, as on one device.
+      keep_unused, compiler_options: as in ``jax.jit``; a call uses the compiler options of the plan.
+
+    Raises:
+      UnsupportedError: ordered effects on several devices, or an op without a local form.
     """
     ordered = None if mesh.size == 1 else ordered_effect(plan.program.closed)
     if ordered is not None:
         raise UnsupportedError(
             f"{ordered.primitive.name}(ordered=True) needs one device, and the mesh has {mesh.size}",
             source=source_line(ordered),
-            fixes=["leave ordered=True out", "or call it outside of the step, with what the step returns"],
+            fixes=["leave ordered=True out", "or call it outside of the step, with a result of the step"],
         )
     with without_gc():
         on_arrays, ins, outs = LOWERINGS[plan.lowering](plan, mesh, bound=bound_axis_names())
-    same: dict[NamedSharding, NamedSharding] = {}  # one object for equal ones: results go in again, told by `is`
-    ins, outs = ([same.setdefault(s, s) for s in side] for side in (ins, outs))
-    donated = tuple(sorted(plan.donated))
+    same: dict[NamedSharding, NamedSharding] = {}  # equal shardings become one object, so that results passed in again compare by
+   
+    `is` ins, outs =
+    ([same.setdefault(s, s) for s in side] for side in (ins, outs)) donated = tuple(sorted(plan.donated))
 
     def step(*xs: Any) -> list[Any]:
         if at_top_level():  # JAX runs op by op: under disable_jit, or to find the op that made a NaN
@@ -203,7 +211,7 @@ def lower_step(
 
 
 def _runner(jitted: Callable[..., Any], plan: Plan, compiler_options: Mapping[str, Any]) -> Callable[..., Any]:
-    """The program with its options of the compiler; within another ``jit``, which refuses options, with the user's alone."""
+    """The function under ``jax.jit`` with the plan's compiler options; within another ``jit``, which refuses options, with the user's only."""
     run = jitted(compiler_options=plan.options.values or None)
     if not plan.options.groups:
         return run

@@ -1,4 +1,4 @@
-"""The command ``meshpar tune-kernels``: times tiles of the grouped products on the device at hand, for the user's tuning table."""
+"""The command ``meshpar tune-kernels``: measures tiles of grouped matmuls for the user's tuning table."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from .errors import CheckError, TargetError
 from .target import parse_options
 
 ABOUT = """\
-Time tiles of the grouped products (mixtures of experts) on this machine's TPU or GPU, and keep the best in a table that the kernels
-read when a program is traced.
+Measure tiles of the grouped matmuls (mixtures of experts) on this machine's TPU or GPU, and save the best in a
+table that the kernels read when a program is traced.
 
-Each tile's result is compared with XLA's before it is timed; what is wrong is never stored. The table lies in the user's cache
-folder, or where MESHPAR_KERNEL_TABLE says; it extends the one that is shipped.
+Each tile's result is compared with XLA's before it is timed; tiles with wrong results are never stored. The table
+is in the user's cache folder, or at MESHPAR_KERNEL_TABLE; it extends the table of the package.
 
   meshpar tune-kernels
   meshpar tune-kernels --shape mixtral-8x7b-up --shape "rows=8192, k=2048, n=1408, groups=64"
   meshpar tune-kernels --list"""
 EXIT = """\
-exit status: 0: well; 1: the kernel gives wrong values on this device, and nothing is stored of that product;
+exit status: 0: success; 1: the kernel gives wrong values on this device, and no tile of that matmul is stored;
 2: bad input, or no accelerator that has kernels."""
 
 DTYPES = ("bfloat16", "float16", "float32")
 
-__all__ = ["add_command", "products", "tune_products"]
+__all__ = ["add_command", "matmul_keys", "tune_matmuls"]
 
 
 def add_command(commands: Any) -> None:
@@ -51,11 +51,11 @@ def add_command(commands: Any) -> None:
                      "that have a name)")  # fmt: skip
     sub.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(%(default)s)")
     sub.add_argument("--table", type=Path, help="the file to extend (default: the user's table)")
-    sub.add_argument("--list", action="store_true", help="print what is in the tables, and measure nothing")
+    sub.add_argument("--list", action="store_true", help="print the tables without measuring")
 
 
-def products(shapes: list[str] | None) -> Iterator[MatmulKey]:
-    """The products of a layer with these sizes: forward, with a gate, and the two gradients.
+def matmul_keys(shapes: list[str] | None) -> Iterator[MatmulKey]:
+    """The matmuls of a layer with these sizes: forward, with a gate, and the two gradients.
 
     Raises:
       TargetError: no shape of this name, or no such sizes.
@@ -86,10 +86,10 @@ def _run(args: argparse.Namespace) -> int:
         try:
             tables = tuning.merge(tuning.read(tuning.SHIPPED), tuning.read(file))
         except ValueError as error:
-            raise TargetError(str(error), fixes=["`meshpar tune-kernels --help` says what it takes"]) from None
+            raise TargetError(str(error), fixes=["`meshpar tune-kernels --help` lists the options"]) from None
         _show(tables, file, console)
         return 0
-    wanted = list(products(args.shape))
+    wanted = list(matmul_keys(args.shape))
     platform = tuner.platform()
     if not platform:
         raise TargetError(
@@ -99,45 +99,45 @@ def _run(args: argparse.Namespace) -> int:
             ],
         )
 
-    def bench(product: MatmulKey) -> tuner.Bench:
-        return tuner.IsolatedBench(product, args.dtype)
+    def bench(key: MatmulKey) -> tuner.Bench:
+        return tuner.IsolatedBench(key, args.dtype)
 
     try:
-        found = tune_products(wanted, args.dtype, platform, device_kind(), bench, file, console)
+        found = tune_matmuls(wanted, args.dtype, platform, device_kind(), bench, file, console)
     except ValueError as error:  # the file's
-        raise TargetError(str(error), fixes=["`meshpar tune-kernels --help` says what it takes"]) from None
+        raise TargetError(str(error), fixes=["`meshpar tune-kernels --help` lists the options"]) from None
     _show(found, file, console)
     return 0
 
 
-def tune_products(
+def tune_matmuls(
     wanted: list[MatmulKey], dtype: str, platform: str, kind: str, bench: Callable[[MatmulKey], tuner.Bench], file: Path,
     console: Console,
 ) -> tuning.Table:  # fmt: skip
-    """Tune, with a bar for each product, and extend the file after each.
+    """Measure the tiles of each matmul, with a progress bar, and extend the file after each.
 
     Args:
       platform, kind: of the device that `bench` measures on.
 
     Returns:
-      What was found.
+      The tables: device → shape class → dtype → measured tile.
 
     Raises:
-      CheckError: the kernel gives wrong values for a product, of which nothing is stored.
-      ValueError: the file is no table.
+      CheckError: the kernel gives wrong values for a matmul; none of its tiles are stored.
+      ValueError: the file is not a table.
     """
     found: tuning.Table = {}
     tuning.read(file)  # before hours are spent
     columns = [BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[best]}")]
     with Progress(TextColumn("{task.description}"), *columns, console=console) as progress:
-        for product in dict.fromkeys(wanted):
-            choices = tuner.candidates(product, dtype, platform)
+        for key in dict.fromkeys(wanted):
+            choices = tuner.candidates(key, dtype, platform)
             if not choices:
-                console.print(f"{product.shape_class}: the kernel has no tile for it")
+                console.print(f"{key.shape_class}: the kernel has no tile for it")
                 continue
-            task = progress.add_task(product.shape_class, total=len(choices), best="")
+            task = progress.add_task(key.shape_class, total=len(choices), best="")
             best = math.inf
-            measured = bench(product)
+            measured = bench(key)
 
             def done(_: Any, seconds: float | None, task: Any = task) -> None:
                 nonlocal best
@@ -148,26 +148,26 @@ def tune_products(
                 tuned = tuner.tune(measured, choices, limit=tuner.limit_of(dtype), done=done)
             except tuner.WrongValueError as error:
                 raise CheckError(
-                    f"tune-kernels: {product.shape_class} on {kind}: {error}; nothing is stored of it",
+                    f"tune-kernels: {key.shape_class} on {kind}: {error}; none of its tiles are stored",
                     fixes=["report it with the shapes and the chip; other shapes can be tuned"],
                 ) from error
             except (NotImplementedError, WorkerError) as error:
-                console.print(f"{product.shape_class}: {error}")
+                console.print(f"{key.shape_class}: {error}")
                 continue
             finally:
                 measured.close()
             for config, error in tuned.wrong.items():
-                console.print(f"[red]{product.shape_class}: {config} is wrong by {error:.2g}, and not timed[/red]")
-            one: tuning.Table = {kind: {product.shape_class: {dtype: tuned.entry}}}
+                console.print(f"[red]{key.shape_class}: {config} is wrong by {error:.2g}, and not timed[/red]")
+            one: tuning.Table = {kind: {key.shape_class: {dtype: tuned.entry}}}
             found = tuning.merge(found, one)
             tuning.write(file, tuning.merge(tuning.read(file), one))
     return found
 
 
 def _show(tables: tuning.Table, file: Path, console: Console) -> None:
-    table = Table(title=f"tiles of the grouped products, medians; {file}")
+    table = Table(title=f"tiles of the grouped matmuls, medians; {file}")
     more = ("stages", "blocks", "cluster", "ping-pong")
-    for name in ("device", "product", "dtype", "tile (rows, K, N)", *more, "ms", "analytic choice, ms"):
+    for name in ("device", "matmul", "dtype", "tile (rows, K, N)", *more, "ms", "analytic choice, ms"):
         table.add_column(name, overflow="fold")
     for kind, classes in tables.items():
         for shape, dtypes in classes.items():

@@ -1,8 +1,8 @@
-"""Agreement: before the first run of a compiled function, its processes compare what they are about to run.
+"""Agreement: before the first run of a compiled function, all processes compare their programs, plans, settings and arguments.
 
-Every process writes a sheet of facts into the coordinator's table, short ones as they are, long ones as hashes; process 0
-compares them and writes one verdict, which the others read: the work of a process does not grow with their number, but for
-process 0. Where a long fact differs, the two processes hand in its lines, and the first that differs is shown.
+Every process writes a sheet of facts to the coordinator's key-value store, long facts as hashes. Process 0
+compares the sheets and writes one verdict, which the others read, so that only its work grows with the number of
+processes. If a long fact differs, two processes also write its lines, and the error shows the first line that differs.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from .watch import CALLS
 
 SHORT = 200
 SECONDS = 600.0
-"""How long a process waits for the others, where no watch would tell it that they are gone."""
+"""Timeout of a process for the others, if no watch reports that they have ended."""
 
 _ADDRESS = re.compile(r"0x[0-9a-f]{4,}")
 _SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable",
              "jax_numpy_dtype_promotion", "jax_use_shardy_partitioner", "jax_debug_nans")  # fmt: skip
 _FIXES = {
-    "values": ["host arrays count as whole values, the same in every process",
+    "values": ["host arrays are global values, which must be equal in every process",
                "mp.put(batch, rows=\"mine\") takes each process's own rows",
                "use one seed, and read the same data, everywhere"],
     "replicas": ["make the state by mp.init, from one seed everywhere, or restore it from one checkpoint"],
@@ -55,14 +55,14 @@ _Lines = Callable[[], Sequence[str]]
 
 @dataclass(eq=False, slots=True)
 class Sheet:
-    """What the processes compare of a compiled function.
+    """The facts of a compiled function that its processes compare.
 
     Attributes:
-      fn: the function as it is written.
+      fn: the user's function.
       plan: has its program, mesh and layout.
       lowering, strict, dims, options: as in :func:`meshpar.jit`; ``options`` are the compiler's.
       statics: the static arguments.
-      agreed: they have compared it.
+      agreed: it has been compared.
     """
 
     fn: Callable[..., Any]
@@ -193,9 +193,10 @@ def _value_text(x: Any) -> str:
 
 
 def _values(paths: Sequence[str], leaves: Sequence[Any]) -> tuple[list[str], dict[str, _Lines]]:
-    """The values of arguments that this process holds by itself, and of parts of arrays that others hold as well."""
+    """(lines of the values of host arguments; process group → function that returns lines with digests of the shards that all
+    processes of the group have)."""
     host: list[str] = []
-    held: dict[tuple[int, ...], list[tuple[str, Any, tuple[int, ...]]]] = {}
+    shared: dict[tuple[int, ...], list[tuple[str, Any, tuple[int, ...]]]] = {}
     for path, x in zip(paths, leaves, strict=True):
         if not is_global(x):
             host.append(f"{path}: {_value_text(x)}")
@@ -209,18 +210,18 @@ def _values(paths: Sequence[str], leaves: Sequence[Any]) -> tuple[list[str], dic
             if starts in seen or len(owners[starts]) < 2:
                 continue
             seen.add(starts)
-            held.setdefault(tuple(sorted(owners[starts])), []).append((path, shard.data, starts))
+            shared.setdefault(tuple(sorted(owners[starts])), []).append((path, shard.data, starts))
 
-    def lines(pieces: list[tuple[str, Any, tuple[int, ...]]]) -> list[str]:
-        found = digests_of_parts([x for _, x, _ in pieces])
+    def lines(shards: list[tuple[str, Any, tuple[int, ...]]]) -> list[str]:
+        digests = digests_of_parts([x for _, x, _ in shards])
         return [
             f"{path}{list(starts) if any(starts) else ''}: {digest}"
-            for (path, _, starts), digest in zip(pieces, found, strict=True)
+            for (path, _, starts), digest in zip(shards, digests, strict=True)
         ]
 
     return host, {
-        ",".join(map(str, group)): functools.cache(functools.partial(lines, sorted(pieces, key=lambda p: (p[0], p[2]))))
-        for group, pieces in held.items()
+        ",".join(map(str, group)): functools.cache(functools.partial(lines, sorted(shards, key=lambda p: (p[0], p[2]))))
+        for group, shards in shared.items()
     }
 
 

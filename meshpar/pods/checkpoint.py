@@ -62,13 +62,21 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-      path: a folder that every process sees, or ``gs://…``; it is made at the first save.
-      keep: how many checkpoints to keep, the newest; None: all.
-      every: :meth:`save` writes after every so many batches.
-      data: whose position goes along (:func:`meshpar.batches`), if it is not given with each call.
+      path: a folder that all processes can access, or ``gs://…``; it is created by the first save.
+      keep: number of checkpoints to keep, the newest; None: all.
+      every: :meth:`save` writes after every ``every``-th batch.
+      data: the data (:func:`meshpar.batches`) whose position is saved, unless it is given with each call.
 
-    Saving copies the arrays to the host and returns; the writing goes on beside the next steps, and ends in one rename. A job
-    that is told to stop (SIGTERM) saves at the next :meth:`save`, at the same one in all processes.
+    Saving copies the arrays to the host and returns. Files are written in the background and renamed at the end, so that a
+    checkpoint is complete or absent. After SIGTERM, the next :meth:`save` writes a checkpoint, at the same batch in all processes.
+
+    Example:
+      >>> checkpoints = mp.Checkpoints("gs://bucket/run", every=100)
+      >>> state, first = checkpoints.restore_or(init, key)
+      >>> for n in range(first, steps):
+      ...     state, loss = step(state, next(data))
+      ...     if checkpoints.save(n, state):
+      ...         break
     """
 
     def __init__(self, path: str | Path, *, keep: int | None = 3, every: int = 1, data: Any = None):
@@ -86,17 +94,17 @@ class Checkpoints:
     def save(
         self, n: int, state: Any, *, data: Any = None, force: bool = False, extra: Mapping[str, Any] | None = None
     ) -> bool:
-        """Save the state after batch ``n``, if it is time; all processes must call it, after every batch.
+        """Save the state after batch ``n`` if a checkpoint is due; all processes must call it after every batch.
 
         Args:
-          n: the number of the batch that was trained on, from 0.
-          state: what :meth:`restore` is to give back: trees of arrays, nnx modules and optimizers.
-          data: whose position goes along.
-          force: save now, whether it is time or not.
-          extra: JSON values to keep beside it: seeds, the command line.
+          n: the number of the last batch, from 0.
+          state: trees of arrays, nnx modules and optimizers.
+          data: the data whose position is saved.
+          force: save even if no checkpoint is due.
+          extra: JSON values to save with it: seeds, the command line.
 
         Returns:
-          True: the job was told to stop, and the checkpoint is complete; end the script.
+          True: the job has received SIGTERM, and the checkpoint is complete; end the script.
 
         Raises:
           CheckpointError: orbax is not installed, or cannot write.
@@ -151,7 +159,7 @@ class Checkpoints:
     _dims: Mapping[str, str] | None = None
 
     def describe(self, init: Any, *args: Any) -> None:
-        """Keep the layout, the mesh, the plan's hash and the dims of what ``mp.init(…)`` makes beside the checkpoints."""
+        """Save the layout, the mesh, the plan's hash and the dims of the result of ``mp.init(…)`` with the checkpoints."""
         plan = init.plan(*args)
         self._facts = {
             "layout": str(init.layout),
@@ -169,21 +177,23 @@ class Checkpoints:
     def restore(
         self, like: Any, *, step: int | None = None, data: Any = None, partial: bool = False
     ) -> tuple[Any, int]:
-        """The state as it was saved, in the shardings of ``like``; every array is compared with the digest that was saved.
+        """The saved state, in the shardings of ``like``; every array is compared with its saved digest.
 
         Args:
-          like: what ``mp.init(…).abstract(key)`` gives, or arrays: shapes, dtypes, shardings and the kinds of trees.
-          step: which checkpoint; None: the newest that is whole. A damaged one is put aside, with a :class:`CheckpointWarning`.
-          data: whose position is to be set.
-          partial: the checkpoint may have more than ``like``.
+          like: the result of ``mp.init(…).abstract(key)``, or arrays: they determine trees, shapes, dtypes and shardings.
+          step: number of the checkpoint; None: the newest undamaged one. A damaged one is renamed, with a
+            :class:`CheckpointWarning`.
+          data: the data whose position is set.
+          partial: the checkpoint may have more arrays than ``like``.
 
         Returns:
           The state, and the number of the next batch.
 
         Raises:
-          CheckpointError: there is none, or it does not have what ``like`` has: the path, what is saved, what is wanted.
-          DigestError: what was read is not what was saved.
-          DataPositionError: the data is now read in another order.
+          CheckpointError: no checkpoint, or an array of ``like`` that it lacks or has with another shape: the path, and both
+            shapes.
+          DigestError: an array differs from its saved digest.
+          DataPositionError: the data has another order than when it was saved.
         """
         steps = self.steps()
         if step is not None:
@@ -194,7 +204,7 @@ class Checkpoints:
             steps = [step]
         if not steps:
             raise CheckpointError(
-                f"there is no checkpoint in {self.path}", fixes=["restore_or(init, …) starts anew then"]
+                f"there is no checkpoint in {self.path}", fixes=["restore_or(init, …) creates a new state in this case"]
             )
         damage: CheckpointError | None = None
         for number in reversed(steps):
@@ -204,8 +214,8 @@ class Checkpoints:
                 damage = error.as_error
                 if step is not None:
                     raise damage from None
-                warnings.warn(f"{damage.headline}; it is put aside", CheckpointWarning, stacklevel=2)
-                self._put_aside(number)
+                warnings.warn(f"{damage.headline}; it is renamed", CheckpointWarning, stacklevel=2)
+                self._rename_damaged(number)
                 continue
             source = data if data is not None else self.data
             if source is not None and facts.get("data") is not None:
@@ -215,18 +225,18 @@ class Checkpoints:
         raise damage
 
     def restore_or(self, init: Any, *args: Any, data: Any = None) -> tuple[Any, int]:
-        """The newest state, or, where there is none yet, a new one: ``init(*args)``.
+        """The newest saved state; if there are no checkpoints, a new one: ``init(*args)``.
 
         Args:
-          init: what :func:`meshpar.init` returned; its layout, mesh and dims are kept beside the checkpoints.
+          init: the result of :func:`meshpar.init`; its layout, mesh and dims are saved with the checkpoints.
           *args: its arguments.
-          data: whose position is to be set.
+          data: the data whose position is set.
 
         Returns:
           The state, and the number of the next batch.
 
         Raises:
-          CheckpointError: there are checkpoints, but none is whole.
+          CheckpointError: all checkpoints are damaged.
           MeshparError: as :meth:`restore`.
         """
         self.describe(init, *args)
@@ -239,11 +249,11 @@ class Checkpoints:
             return state, 0
         return self.restore(init.abstract(*args), data=data)
 
-    def _put_aside(self, number: int) -> None:
+    def _rename_damaged(self, number: int) -> None:
         if not connected() or jax.process_index() == 0:
             folder = _folder(self.path) / str(number)
             folder.rename(folder.parent / f"{number}{DAMAGED}")
-        gather("")  # nobody goes on before that is done
+        gather("")  # all processes wait for the rename
         if self._manager is not None:
             self._manager.reload()
 
@@ -336,15 +346,15 @@ def steps_of(path: str) -> list[int]:
 
 
 def facts_of(path: str, step: int) -> dict[str, Any]:
-    """The facts beside a checkpoint.
+    """The metadata of a checkpoint.
 
     Raises:
-      CheckpointError: they cannot be read, or are not as they were written.
+      CheckpointError: it cannot be read, or was changed.
     """
     folder = _folder(path) / str(step) / FACTS
     if not folder.exists():
         raise CheckpointError(
-            f"{path}/{step} has no {FACTS!r} beside its arrays: mp.Checkpoints did not write it, or they were taken away",
+            f"{path}/{step} has no {FACTS!r} next to its arrays: mp.Checkpoints did not write it, or the file was deleted",
             fixes=["move it elsewhere; orbax reads its arrays"],
         )
     try:
@@ -409,33 +419,39 @@ class _Damaged(Exception):
 
 
 def _read(path: str, step: int, like: Any, partial: bool) -> tuple[Any, dict[str, Any]]:
-    """(state, facts); all processes fail alike."""
+    """(state, metadata) of a checkpoint; if one process fails, all raise.
+
+    Raises:
+      CheckpointError: it lacks an array of ``like``.
+      _Damaged: it cannot be read, or an array differs from its digest.
+    """
     wanted, back = by_name(like)
-    said, facts = "", {}
+    problem, facts = "", {}
     try:
         facts = facts_of(path, step)
     except CheckpointError as error:
         if not (_folder(path) / str(step) / FACTS).exists():
-            raise  # not one of ours: it stays where it is
-        said = error.headline
-    _all_well(path, step, gather(said))
+            raise  # not written by mp.Checkpoints: not renamed
+        problem = error.headline
+    _all_well(path, step, gather(problem))
     _compare(path, step, wanted, facts["leaves"], partial)
-    said, found = "", {}
+    problem, arrays = "", {}
     try:
-        found = read_leaves(path, step, {p: _target(x) for p, x in wanted.items()})
+        arrays = read_leaves(path, step, {p: _target(x) for p, x in wanted.items()})
     except Exception as error:  # orbax and tensorstore raise many kinds
-        said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
-    _all_well(path, step, gather(said))
-    wrong = [p for p, digest in zip(found, Digests(list(found.values())).texts(), strict=True)
+        problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+    _all_well(path, step, gather(problem))
+    wrong = [p for p, digest in zip(arrays, Digests(list(arrays.values())).texts(), strict=True)
              if digest != facts["leaves"][p]["digest"]]  # fmt: skip
     for others in gather(json.dumps(wrong)):
         for p in json.loads(others)[:1]:
             error = DigestError(
-                f"checkpoint {step} in {path} is damaged: `{p}` is not what was saved", path=p, shape=facts["leaves"][p]["shape"],
+                f"checkpoint {step} in {path} is damaged: `{p}` differs from its saved digest",
+                path=p, shape=facts["leaves"][p]["shape"],
                 fixes=["restore an older one: restore(…, step=…)", f"meshpar checkpoint verify {path}"],
             )  # fmt: skip
             raise _Damaged(error)
-    return back({p: _restored(found[p], wanted[p], facts["leaves"][p]) for p in wanted}), facts
+    return back({p: _restored(arrays[p], wanted[p], facts["leaves"][p]) for p in wanted}), facts
 
 
 def _all_well(path: str, step: int, said: list[str]) -> None:
@@ -448,7 +464,11 @@ def _all_well(path: str, step: int, said: list[str]) -> None:
 
 
 def _compare(path: str, step: int, wanted: Mapping[str, Any], saved: Mapping[str, Any], partial: bool) -> None:
-    """That the checkpoint has what is wanted, by name, shape and dtype."""
+    """Check that a checkpoint has all requested arrays, by name, shape and dtype.
+
+    Raises:
+      CheckpointError: one is missing or differs.
+    """
     for p, x in wanted.items():
         if p not in saved:
             raise CheckpointError(
@@ -506,7 +526,7 @@ TOGETHER = 1 << 28
 
 
 def verify(path: str, step: int) -> list[str]:
-    """What is wrong with a checkpoint, read on one device, some leaves at a time; nothing where it is whole."""
+    """The errors of a checkpoint, read on one device, some leaves at a time; empty if it is undamaged."""
     try:
         facts = facts_of(path, step)
     except MeshparError as error:
@@ -515,17 +535,17 @@ def verify(path: str, step: int) -> list[str]:
     size = 0
     for p, leaf in facts["leaves"].items():
         target = _stored(leaf)
-        mine = math.prod(target.shape) * target.dtype.itemsize
-        if groups[-1] and size + mine > TOGETHER:
+        nbytes = math.prod(target.shape) * target.dtype.itemsize
+        if groups[-1] and size + nbytes > TOGETHER:
             groups.append([])
             size = 0
-        size += mine
+        size += nbytes
         groups[-1].append(p)
     return [text for group in groups for text in _verified(path, step, {p: facts["leaves"][p] for p in group})]
 
 
 def _stored(leaf: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
-    """A leaf as it is stored: keys as their data."""
+    """The shape and dtype in which a leaf is stored; random keys are stored as their data."""
     shape, dtype = tuple(leaf["shape"]), leaf["dtype"]
     if "key" in leaf:
         data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=leaf["key"])))
@@ -535,14 +555,14 @@ def _stored(leaf: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
 
 def _verified(path: str, step: int, leaves: Mapping[str, Mapping[str, Any]]) -> list[str]:
     try:
-        found = read_leaves(path, step, {p: _stored(leaf) for p, leaf in leaves.items()})
-        digests = Digests(list(found.values())).texts()
+        arrays = read_leaves(path, step, {p: _stored(leaf) for p, leaf in leaves.items()})
+        digests = Digests(list(arrays.values())).texts()
     except Exception as error:  # orbax and tensorstore raise many kinds
         if len(leaves) > 1:  # which of them is it?
             return [text for p, leaf in leaves.items() for text in _verified(path, step, {p: leaf})]
         return [f"{p}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}" for p in leaves]
     return [
-        f"{p}: it is not what was saved"
-        for p, digest in zip(found, digests, strict=True)
+        f"{p}: it differs from its saved digest"
+        for p, digest in zip(arrays, digests, strict=True)
         if digest != leaves[p]["digest"]
     ]

@@ -35,7 +35,7 @@ List, show, verify and convert the checkpoints that mp.Checkpoints wrote.
 """
 CHECKPOINT_EXIT = "exit status: 0: well; 1: damaged; 2: bad input: no such checkpoint."
 LAUNCH_EXIT = """\
-exit status: 0: well; 75: a process was lost, and no restarts are left (or the job was told to stop); 1: the script failed;
+exit status: 0: well; 75: a process was lost, and no restarts are left (or the job received SIGTERM); 1: the script failed;
 2: bad input: its arguments, mesh or layout."""
 
 
@@ -54,7 +54,7 @@ def add_commands(commands: Any) -> None:
         "--min",
         type=int,
         dest="least",
-        help="go on with what is left, at least this many processes (default: with all)",
+        help="continue with the remaining processes, at least this many (default: restart all)",
     )
     add(
         "--timeout",
@@ -63,7 +63,7 @@ def add_commands(commands: Any) -> None:
         help="seconds without a sign of life until a process is lost (%(default)s)",
     )
     add("--stuck", type=float, default=300.0, help="seconds that a process may stay behind the others (%(default)s)")
-    add("--grace", type=float, default=30.0, help="seconds to save in, when the job is told to stop (%(default)s)")
+    add("--grace", type=float, default=30.0, help="seconds to save after SIGTERM (%(default)s)")
     add("--logs", type=Path, metavar="DIR", help="where logs go (default: a temporary folder, kept after a failure)")
     add("--slices", type=int, default=1, help="groups of processes that are lost together (%(default)s)")
     add(
@@ -91,7 +91,7 @@ def _add_checkpoint(commands: Any) -> None:
 
     add = action("ls", _ls, "the complete checkpoints of a run")
     add("--json", action="store_true", help="print JSON")
-    add = action("show", _show_one, "what a checkpoint has: every leaf with its dims, and the facts beside them")
+    add = action("show", _show_one, "the contents of a checkpoint: every leaf with its dims, and its metadata")
     add("--step", type=int, help="which one (default: the newest)")
     add("--json", action="store_true", help="print JSON")
     add = action("verify", _verify, "read everything, and compare it with the digests that were saved")
@@ -162,7 +162,7 @@ def _verify(args: argparse.Namespace) -> int:
     for step in steps:
         wrong = verify(args.path, step)
         bad += bool(wrong)
-        print(f"{step:>10}  {'DAMAGED' if wrong else 'whole'}")
+        print(f"{step:>10}  {'DAMAGED' if wrong else 'ok'}")
         for text in wrong:
             print(f"            {text}")
     return 1 if bad else 0

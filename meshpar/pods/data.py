@@ -1,8 +1,8 @@
-"""Batches: rows in an order that a seed and a number give, each process reading those of its own devices.
+"""Batches: rows in an order that depends on a seed and the batch number; each process reads the rows of its own devices.
 
-The row at place ``p`` of epoch ``e`` is a permutation of the rows that is computed, not stored: a Feistel network over the next
-power of four, walked until it falls among the rows (cycle walking). So batch ``n`` is known from (seed, n) alone, whatever the
-processes, and where the data stands is one integer.
+The order of an epoch is a permutation that is computed, not stored: a Feistel network over the next power of four, applied until
+the result is a row number (cycle walking; Black & Rogaway 2002). So batch ``n`` depends on (seed, n) only, not on the number of
+processes, and the position in the data is one integer.
 """
 
 from __future__ import annotations
@@ -68,21 +68,24 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def put(batch: Any, *, mesh: Mesh, layout: Any, dims: Any = None, rows: Literal["all", "mine"] = "all") -> Any:
-    """Host arrays as arrays over the mesh, split as the layout says.
+    """A batch of host arrays as arrays on the mesh, sharded by the layout.
 
     Args:
       batch: a tree of numpy arrays.
-      mesh, layout: as in :func:`meshpar.jit`; rules for dims that the batch does not have are left aside.
-      dims: the dims of every leaf, ``"batch seq"``, or tree-path patterns → dims; leaves that none matches are ``"batch ..."``.
-      rows: ``"all"``: every process has the whole batch, and takes its parts. ``"mine"``: each has only the rows (of the first dim)
-        of its own devices, in their order, and as many as the others with other rows have.
+      mesh, layout: as in :func:`meshpar.jit`; rules for dims that the batch does not have are ignored.
+      dims: the dims of every leaf, ``"batch seq"``, or tree-path patterns → dims; other leaves are ``"batch ..."``.
+      rows: ``"all"``: every process has the global batch. ``"mine"``: each process has only the rows (of the first dim) of its own
+        devices, in their order; all processes with different rows have equally many.
 
     Returns:
-      The tree, of ``jax.Array``.
+      The tree, with ``jax.Array`` leaves.
+
+    Example:
+      >>> batch = mp.put({"tokens": tokens}, mesh=mesh, layout="batch: data")
 
     Raises:
       DivisibilityError, RankError: the batch does not fit the layout.
-      MeshError: ``rows="mine"`` with other rows than those of this process's devices.
+      MeshError: with ``rows="mine"``, a number of rows that the devices of this process cannot have.
     """
     if rows not in ("all", "mine"):
         raise MeshError(
@@ -104,7 +107,7 @@ def put(batch: Any, *, mesh: Mesh, layout: Any, dims: Any = None, rows: Literal[
 
 
 def _from_rows(x: np.ndarray, held: Sequence[int], total: int) -> Callable[[tuple[slice, ...]], np.ndarray]:
-    """Gives parts of a batch of which this process has these rows."""
+    """A function from a global index to the array at it, for a batch of which this process has the rows ``held`` only."""
     at = {row: k for k, row in enumerate(held)}
 
     def part(index: tuple[slice, ...]) -> np.ndarray:
@@ -115,20 +118,20 @@ def _from_rows(x: np.ndarray, held: Sequence[int], total: int) -> Callable[[tupl
 
 
 def _row_range(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...], path: str) -> tuple[list[int], tuple[int, ...]]:
-    """(the rows of this process's devices, the whole shape) where this process's part has this shape."""
-    mine = shape[0]
+    """(the rows of this process's devices, the global shape) of a batch whose local shape is ``shape``."""
+    rows = shape[0]
     entry = spec[0] if len(spec) else None
     axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
     parts = int(np.prod([mesh.shape[a] for a in axes], dtype=int))
     sharding = NamedSharding(mesh, PartitionSpec(axes or None))
     held = sorted({index[0].start or 0 for index in _indices(sharding, parts)})
-    if mine % len(held):
+    if rows % len(held):
         raise MeshError(
-            f"put: `{path}` has {mine} rows here, which {len(held)} groups of devices cannot share",
+            f"put: `{path}` has {rows} rows in this process, which {len(held)} groups of devices cannot share",
             path=path,
             fixes=[f"a multiple of {len(held)} rows in every process"],
         )
-    each = mine // len(held)
+    each = rows // len(held)
     return [part * each + r for part in held for r in range(each)], (each * parts, *shape[1:])
 
 
@@ -298,10 +301,10 @@ class Batches:
             over.set()
             reader.join()
 
-    # -- where it stands
+    # -- position
 
     def position_facts(self, position: int) -> dict[str, Any]:
-        """What a checkpoint keeps: the next batch, and what its rows depend on."""
+        """The position for a checkpoint: the number of the next batch, and the options that determine its rows."""
         return {"position": position, **self._order()}
 
     def _order(self) -> dict[str, Any]:

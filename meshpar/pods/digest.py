@@ -1,9 +1,9 @@
-"""Digests of arrays that do not depend on how they are split over devices.
+"""Digests of arrays that do not depend on how they are sharded.
 
-The digest of an array is two sums, modulo 2^32, over its elements: ``mix(bits ^ mix(index + seed))``, one for each of two
-seeds. ``bits`` is the element as unsigned 32-bit words, ``index`` a 32-bit hash of its place in the whole array, and ``mix``
-the finaliser of MurmurHash3, a bijection: so one changed bit always changes both sums, and swapped elements almost always do.
-Sums of shards add up to the sum of the whole, whatever the layout, and a device needs no memory but for the two numbers.
+The digest of an array is a pair of sums modulo 2^32 over its elements, ``mix(bits ^ mix(index + seed))``, for two
+seeds. ``bits`` is the element as unsigned 32-bit words, ``index`` a 32-bit hash of its index in the global array, and ``mix``
+the finaliser of MurmurHash3 (Appleby 2011), a bijection: one changed bit always changes both sums, and swapped elements almost
+always do. The sum of an array is the sum over its shards, so a device needs memory for two numbers only.
 """
 
 from __future__ import annotations
@@ -48,36 +48,36 @@ def _words(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
 
 
-def sums(x: jax.Array, offsets: Sequence[Any] = ()) -> jax.Array:
-    """The two sums, uint32 [2], of a piece of an array that begins at these offsets in the whole."""
+def digest_of(x: jax.Array, offsets: Sequence[Any] = ()) -> jax.Array:
+    """The digest, uint32 [2], of a shard that begins at these offsets in the global array."""
     if is_key(x):
         x = jax.random.key_data(x)
     words = _words(x)
-    place = jnp.zeros(words.shape, jnp.uint32)
+    index = jnp.zeros(words.shape, jnp.uint32)
     for d in range(words.ndim):
         start = jnp.uint32(offsets[d]) if d < len(offsets) else jnp.uint32(0)
         odd = jnp.uint32((_STEP * (2 * d + 1)) & 0xFFFFFFFF)
-        place += (jax.lax.broadcasted_iota(jnp.uint32, words.shape, d) + start) * odd
-    return jnp.stack([jnp.sum(_mix(words ^ _mix(place + jnp.uint32(seed))), dtype=jnp.uint32) for seed in SEEDS])
+        index += (jax.lax.broadcasted_iota(jnp.uint32, words.shape, d) + start) * odd
+    return jnp.stack([jnp.sum(_mix(words ^ _mix(index + jnp.uint32(seed))), dtype=jnp.uint32) for seed in SEEDS])
 
 
 def as_text(pair: Any) -> str:
-    """Two sums → 16 hexadecimal digits."""
+    """A digest, uint32 [2], as 16 hexadecimal digits."""
     high, low = (int(n) for n in np.asarray(pair))
     return f"{high:08x}{low:08x}"
 
 
 @jax.jit
-def _sums_here(xs: list[jax.Array]) -> jax.Array:
-    return jnp.stack([sums(x) for x in xs])
+def _local_digests(xs: list[jax.Array]) -> jax.Array:
+    return jnp.stack([digest_of(x) for x in xs])
 
 
 @functools.lru_cache(maxsize=64)
-def _sums_over(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Callable[[list[jax.Array]], jax.Array]:
-    """The sums of arrays that lie so, uint32 [n, 2]: every device adds up its shards and those that complete its copy."""
+def _digests_over(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Callable[[list[jax.Array]], jax.Array]:
+    """A function from n arrays with these specs to their digests, uint32 [n, 2]; it all-reduces the digests of shards."""
 
     def local(xs: list[jax.Array]) -> jax.Array:
-        pairs: dict[tuple[str, ...], list[tuple[int, jax.Array]]] = {}  # by the axes that complete them
+        pairs: dict[tuple[str, ...], list[tuple[int, jax.Array]]] = {}  # by the axes of their all-reduce
         for k, (x, spec) in enumerate(zip(xs, specs, strict=True)):
             axes = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
             axes += [()] * (x.ndim - len(axes))
@@ -85,7 +85,7 @@ def _sums_over(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Callable[[list[j
                 jax.lax.axis_index(a).astype(jnp.uint32) * n if a else 0 for a, n in zip(axes, x.shape, strict=True)
             ]
             used = tuple(sorted(a for entry in axes for a in entry))
-            pairs.setdefault(used, []).append((k, sums(x, starts)))
+            pairs.setdefault(used, []).append((k, digest_of(x, starts)))
         out: dict[int, jax.Array] = {}
         for used, members in pairs.items():
             total = jnp.stack([pair for _, pair in members])
@@ -97,11 +97,11 @@ def _sums_over(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Callable[[list[j
     return jax.jit(run, in_shardings=([NamedSharding(mesh, spec) for spec in specs],))
 
 
-_sums_of_one = jax.jit(sums)
+_digest_of_one = jax.jit(digest_of)
 
 
 class Digests:
-    """Digests of whole arrays, which are being computed on their devices; all processes must make them alike.
+    """Digests of global arrays, computed asynchronously on their devices; all processes must create the same ones.
 
     Args:
       arrays: arrays over one mesh, or each over devices of its own; they may be deleted or donated afterwards.
@@ -116,9 +116,7 @@ class Digests:
             s = x.sharding
             if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh) and s.num_devices > 1:
                 entries = list(s.spec)
-                while (
-                    entries and entries[-1] is None
-                ):  # another way to write the same, which is not to be compiled anew
+                while entries and entries[-1] is None:  # an equal spec with another key of the compilation cache
                     entries.pop()
                 specs.append(PartitionSpec(*entries))
                 groups.setdefault(s.mesh, []).append(i)
@@ -127,7 +125,7 @@ class Digests:
                 groups.setdefault(frozenset(s.device_set), []).append(i)
         for where, members in groups.items():
             xs = [jax.random.key_data(arrays[i]) if is_key(arrays[i]) else arrays[i] for i in members]
-            run = _sums_over(where, tuple(specs[i] for i in members)) if isinstance(where, Mesh) else _sums_here
+            run = _digests_over(where, tuple(specs[i] for i in members)) if isinstance(where, Mesh) else _local_digests
             self._parts.append((members, run(xs)))
 
     def texts(self) -> list[str]:
@@ -146,7 +144,7 @@ def digests_of_parts(parts: Sequence[jax.Array]) -> list[str]:
 
     Small ones are hashed on the host, which has nothing to compile for them.
     """
-    made = [x if x.nbytes <= SMALL else _sums_of_one(x) for x in parts]
+    made = [x if x.nbytes <= SMALL else _digest_of_one(x) for x in parts]
     out = []
     for x, done in zip(parts, made, strict=True):
         if x.nbytes > SMALL:

@@ -46,18 +46,18 @@ def from_safetensors(path: str | Path, init: Any, *args: Any, rules: Rules) -> A
 
     Args:
       path: the file, or a folder with ``*.safetensors``.
-      init: what :func:`meshpar.init` returned: its layout says how the weights are split, its dims how they are named.
+      init: the result of :func:`meshpar.init`; its layout and dims determine the shardings.
       *args: its arguments.
       rules: tensor name → (path of the leaf, dims of the tensor). The dims are the leaf's, in the tensor's order; ``(a b)`` is one
-        dim of the tensor that holds two of the leaf's, the first one outermost. ``{layers}`` in a name stands for the index
-        along the leaf's dim ``layers``: one tensor for each. Transposing, splitting and stacking follow by name.
+        dim of the tensor that contains two of the leaf's, the first one outermost. ``{layers}`` in a name represents the index
+        along the leaf's dim ``layers``, with one tensor per index. Tensors are transposed, split and stacked by these names.
 
     Returns:
-      The state. Weights are cast to the leaf's dtype; leaves without a rule are as ``init`` made them. Every process reads only
-      what its devices hold, as far as the tensors' order allows.
+      The state. Weights are cast to the leaf's dtype; leaves without a rule are the results of ``init``. A process reads only the
+      parts of tensors that its devices need, as far as the order of dims allows.
 
     Raises:
-      CheckpointError: a tensor that is not there, a path that the state does not have, or a shape that does not fit.
+      CheckpointError: a missing tensor, a path that the state does not have, or a shape that does not fit.
       RankError: a leaf without dims, or dims that are not the leaf's.
     """
     files = _Tensors(path)
@@ -113,8 +113,8 @@ class _Reader:
             raise RankError(f"`{leaf}` has dims without names: {' '.join(named)!r}", path=leaf, shape=shape,
                             fixes=["name them all: dims= of mp.init, or Flax metadata"])  # fmt: skip
         if sorted(mine + self.stacked) != sorted(named):
-            raise RankError(f"rule {name!r}: the dims {dims!r}{f' and {self.stacked}' if self.stacked else ''} are not those of "
-                            f"`{leaf}`: {' '.join(named)!r}", path=leaf, shape=shape,
+            raise RankError(f"rule {name!r}: the dims {dims!r}{f' and {self.stacked}' if self.stacked else ''} differ from "
+                            f"the dims of `{leaf}`: {' '.join(named)!r}", path=leaf, shape=shape,
                             fixes=[f"name all of `{' '.join(named)}`, each once"])  # fmt: skip
         if len(self.stacked) > 1:
             raise LayoutSyntaxError(

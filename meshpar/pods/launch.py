@@ -34,14 +34,14 @@ _TAIL = 12
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be started.
+    """A run to start.
 
     Attributes:
       command: of one process.
-      processes: how many.
-      devices: of all processes together (CPU stand-ins, or GPUs of this machine); None: the script says.
-      restarts: how often to start again after a loss.
-      least: the fewest processes to go on with; None: always as many as at first.
+      processes: their number.
+      devices: of all processes together (virtual CPU devices, or GPUs of this machine); None: set by the script.
+      restarts: number of restarts after a loss.
+      least: the smallest number of processes after a loss; None: always the initial number.
       slices: groups of processes that are lost together.
       lose: (slice, call): kill this slice when a function is called for the n-th time, once.
       timeout, stuck: as in :func:`meshpar.distributed`.
@@ -259,7 +259,7 @@ def _signal(running: dict[int, subprocess.Popen[bytes]], number: int) -> None:
             os.killpg(child.pid, number)
 
 
-# -- what is shown
+# -- output
 
 
 class _Follow:

@@ -1,9 +1,9 @@
-"""Local SGD over slices (DiLoCo): replicas of the state that train by themselves, and are brought together now and then.
+"""Local SGD over slices (DiLoCo): replicas of the state that train independently and are averaged every H steps.
 
-A replica is one more dim: every leaf of the state has a first dim ``replica``, split over the slow axis, and the step is
-vmapped. So the inner step sends nothing over that axis, by the same rules as any other layout, and all of a replica stays
-sharded within its slice as the layout says. Douillard et al., *DiLoCo* (2023): every H steps the mean of the replicas' weights,
-less what they began with, is a gradient for an outer optimizer (SGD with Nesterov momentum there).
+Every leaf of the state has a leading dim ``replica``, which is sharded over the slow axis, and the step is
+vmapped. So the inner step sends nothing over that axis, and a replica is sharded within its slice by the layout.
+Douillard et al., *DiLoCo* (2023): every H steps, the initial weights minus the mean of the replicas' weights
+are the gradient of an outer optimizer (SGD with Nesterov momentum).
 """
 
 from __future__ import annotations
@@ -132,18 +132,18 @@ class LocalSgd:
 
         Args:
           n: the number of the batch, from 0.
-          state: what :meth:`init` made, or the last call returned.
-          *batch: the other arguments of the step: arrays of the global batch, whose first dim the replicas share out; random keys
-            are split among them, scalars are the same for all.
+          state: the result of :meth:`init` or of the last call.
+          *batch: the other arguments of the step: arrays of the global batch, whose first dim is divided among the replicas; random
+            keys are split, scalars are the same for all replicas.
 
         Returns:
-          The state, and what the step returns beside its state, with a first dim ``replica``.
+          The state, and the other results of the step, with a leading dim ``replica``.
         """
-        mine = [self._share(x, name) for x, name in zip(batch, self._names[1:], strict=True)]
+        shares = [self._share(x, name) for x, name in zip(batch, self._names[1:], strict=True)]
         if self.inner is None:
-            self._compile(state, mine)
+            self._compile(state, shares)
         assert self.inner is not None
-        inner, rest = self.inner(state["inner"], *mine)
+        inner, rest = self.inner(state["inner"], *shares)
         state = {**state, "inner": inner}
         if (n + 1) % self.every == 0:
             state = self.outer(**{"inner": state["inner"], "anchor": state["anchor"], "outer": state["outer"]})

@@ -1,4 +1,4 @@
-"""Trees as names → arrays, and back: what a checkpoint is made of."""
+"""State trees as name → array and back, for checkpoints."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..flax import flatten_named
 
 
 def by_name(tree: Any) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], Any]]:
-    """The leaves of a state by their tree paths, and the function that puts such leaves in their places.
+    """(tree path → leaf of a state, the inverse: a function from tree path → leaf to a state).
 
     Args:
-      tree: arrays (or ``ShapeDtypeStruct``) in plain trees, linen boxes, nnx modules and optimizers. The paths are those of
-        plans: ``params/layers/wq``; of nnx objects without ``.value``.
+      tree: arrays (or ``ShapeDtypeStruct``) in plain trees, linen boxes, nnx modules and optimizers. Paths are the same as
+        in plans: ``params/layers/wq``; in nnx objects without ``.value``.
 
     Raises:
-      CheckpointError: two leaves of one path.
+      CheckpointError: two leaves with the same path.
     """
     tops, top = jax.tree.flatten(tree, is_leaf=is_graph_node)
     nodes = [i for i, x in enumerate(tops) if is_graph_node(x)]

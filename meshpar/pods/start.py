@@ -35,24 +35,24 @@ def distributed(
     processes: int | None = None,
     process: int | None = None,
 ) -> None:
-    """Join the other processes of this run; the first line of a script, before anything touches a device.
+    """Connect the processes of a run; call it at the beginning of a script, before the first use of a device.
 
-    The same script runs as one process (then this does nothing), under ``meshpar launch``, and wherever JAX finds a cluster by
-    itself: TPU pods, GKE, Slurm, Open MPI. Afterwards ``jax.devices()`` are those of all processes. From then on the
-    processes compare, once for every compiled function, what they are about to run (:class:`meshpar.errors.AgreementError`), and
-    watch each other: one that dies, stops or raises ends all, with its cause on stderr. Exit status 75: starting again may help;
-    1: the program failed; 2: its mesh or layout cannot be.
+    The same script runs as one process (then this does nothing), under ``meshpar launch``, and on clusters that JAX
+    detects: TPU pods, GKE, Slurm, Open MPI. Afterwards ``jax.devices()`` has the devices of all processes. The
+    processes compare every compiled function before its first run (:class:`meshpar.errors.AgreementError`), and
+    monitor each other: if one dies, hangs or raises, all end, with the cause on stderr. Exit status 75: a restart may succeed;
+    1: the program failed; 2: an invalid mesh or layout.
 
     Args:
       timeout: seconds without a sign of life after which a process counts as lost (default 30, or the launcher's).
-      stuck: seconds that a process that lives may stay behind the calls of the others (default 300, or the launcher's).
+      stuck: seconds that a live process may lag behind the calls of the others (default 300, or the launcher's).
       wait: seconds to wait for all processes at the start.
-      coordinator, processes, process: where process 0 listens (``"10.0.0.1:1234"``), how many there are, and which this is, where
-        neither the launcher nor JAX can know.
+      coordinator, processes, process: address of process 0 (``"10.0.0.1:1234"``), number of processes, and number of this one, if
+        neither the launcher nor JAX provides them.
 
     Raises:
-      MeshError: JAX has made its devices already, or only some of the three are given.
-      LostProcessError: not all processes came in time.
+      MeshError: JAX has already initialized its devices, or only some of the three are given.
+      LostProcessError: not all processes connected in time.
     """
     if STATE.watch is not None or STATE.single:
         return

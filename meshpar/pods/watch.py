@@ -1,13 +1,13 @@
-"""Who is still there: every process says each second how far it is, and one that is lost, stopped or fails ends them all.
+"""Monitoring: every process reports its progress each second; if one is lost, hangs or fails, all processes end.
 
-A process that waits in a collective for one that will not come waits for ever, and its main thread cannot be reached. So
-threads beside it keep three things in the coordinator's table:
+A process in a collective blocks forever if another process never joins it, and its main thread cannot be interrupted. So
+background threads write three kinds of entries to the coordinator's key-value store:
 
-- ``beat/P``: that process P lives, and its last calls of compiled functions, numbered, each with a running hash of all so far;
-- ``verdict``: the first cause that any process has found, which can be written once. Whoever reads it prints it and ends;
-- ``ack/P``: that process P has read it, for which process 0, with whom the table goes, waits.
+- ``beat/P``: process P is alive; its last calls of compiled functions, numbered, each with a running hash of all calls;
+- ``verdict``: the first failure that a process detects; it can be written once. Every process that reads it prints it and ends;
+- ``ack/P``: process P has read the verdict. Process 0, which runs the store, waits for these.
 
-Process 0 judges the beats. A second thread keeps the deadline, because a request to a coordinator that is stopped blocks.
+Process 0 evaluates the beats. A second thread enforces the deadline, because a request to a stopped coordinator blocks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RESTARTABLE, PROGRAM, USAGE = 75, 1, 2
 """Exit statuses: starting again may help (sysexits' EX_TEMPFAIL); the program failed; its arguments, mesh or layout are wrong."""
 
 BEAT_SECONDS = 1.0
-_KEPT = 16
+_RECENT_CALLS = 16
 _OUR_OWN = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "FAILED_PRECONDITION")
 """Runtime errors that a process makes by itself, not because another one has gone."""
 
@@ -70,27 +70,31 @@ class Cause:
 class Calls:
     """The calls of compiled functions that this process has made, numbered from 1.
 
-    ``kept`` has the last ones, and older ones thinly, so that processes that are at different calls have some in common.
+    ``recent`` has the last calls and every few of the older ones, so that processes at different calls have some in common.
     """
 
     count: int = 0
     chain: int = 0
     each: collections.Counter[str] = field(default_factory=collections.Counter)
-    kept: dict[int, tuple[int, str, dict[str, int]]] = field(default_factory=dict)
+    recent: dict[int, tuple[int, str, dict[str, int]]] = field(default_factory=dict)
 
     def note(self, function: str, values: Mapping[str, int]) -> None:
         self.count += 1
         self.each[function] += 1
         said = f"{function} {sorted(values.items())}".encode()
         self.chain = zlib.crc32(said, self.chain)
-        self.kept[self.count] = (self.chain, f"call {self.each[function]} of `{function}`", dict(values))
-        for old in [n for n in self.kept if not _worth_keeping(n, self.count)]:
-            del self.kept[old]
+        self.recent[self.count] = (self.chain, f"call {self.each[function]} of `{function}`", dict(values))
+        for old in [n for n in self.recent if not _worth_keeping(n, self.count)]:
+            del self.recent[old]
 
 
 def _worth_keeping(n: int, now: int) -> bool:
     age = now - n
-    return age < _KEPT or (n % 64 == 0 and age < 64 * _KEPT) or (n % 1024 == 0 and age < 1024 * _KEPT)
+    return (
+        age < _RECENT_CALLS
+        or (n % 64 == 0 and age < 64 * _RECENT_CALLS)
+        or (n % 1024 == 0 and age < 1024 * _RECENT_CALLS)
+    )
 
 
 CALLS = Calls()
@@ -141,7 +145,7 @@ class Watch:
             time.sleep(BEAT_SECONDS)
 
     def beat(self, n: int) -> None:
-        calls = [[k, *v] for k, v in list(CALLS.kept.items())]
+        calls = [[k, *v] for k, v in list(CALLS.recent.items())]
         said = {"beat": n, "count": CALLS.count, "calls": calls, "over": self.over}
         self.store.put(f"meshpar/beat/{self.index}", json.dumps(said))
 
@@ -150,7 +154,7 @@ class Watch:
         while True:
             time.sleep(min(0.25, self.timeout / 4))
             now = time.monotonic()
-            if now - before > self.timeout / 2:  # this process itself was stopped, and goes on: it listens first
+            if now - before > self.timeout / 2:  # this process was suspended: it reads the store first
                 self.heard = now
             before = now
             if now - self.heard > self.timeout and not self.over:
@@ -239,7 +243,7 @@ class Watch:
 
 
 class Judge:
-    """What the beats of all processes say; kept by process 0."""
+    """The latest beats of all processes, on process 0."""
 
     def __init__(self, count: int, timeout: float, stuck: float):
         self.count, self.timeout, self.stuck = count, timeout, stuck
@@ -262,7 +266,7 @@ class Judge:
                 )
                 return Cause(p, "lost", f"LostProcessError: {error}", RESTARTABLE)
         cause = self.order(beats) or self.ended(beats)
-        if cause is not None and cause == self.suspected:  # twice: what is only under way has come in between
+        if cause is not None and cause == self.suspected:  # detected twice: reports in flight have arrived in between
             return cause
         self.suspected = cause
         return self.behind(beats, now)
@@ -295,7 +299,7 @@ class Judge:
         for p, said in sorted(beats.items()):
             if said["over"] and said["count"] < most:
                 q = next(q for q, other in beats.items() if other["count"] == most)
-                text = f"process {p} came to the end of its script after {_last(said)}, but process {q} is in {_last(beats[q])}"
+                text = f"process {p} ended its script after {_last(said)}, but process {q} is in {_last(beats[q])}"
                 return Cause(p, "ended", f"LostProcessError: {text}", PROGRAM)
         return None
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from meshpar import cli
 from meshpar.errors import CheckError, TargetError
-from meshpar.tune_kernels import products, tune_products
+from meshpar.tune_kernels import matmul_keys, tune_matmuls
 from meshpar_kernels import _compat, grouped_matmul, tuner, tuning
 from meshpar_kernels.grouped_matmul import gpu, hopper
 from meshpar_kernels.isolation import Worker
@@ -66,7 +66,7 @@ def test_of_a_kernel_that_is_wrong_by_itself_nothing_comes():
 
 
 @pytest.mark.parametrize(("platform", "major"), [("cuda", 9), ("cuda", 10), ("tpu", 9)])
-@pytest.mark.parametrize("product", list(products(["g64", "deepseek-v3-up"])), ids=lambda p: p.shape_class)
+@pytest.mark.parametrize("product", list(matmul_keys(["g64", "deepseek-v3-up"])), ids=lambda p: p.shape_class)
 def test_candidates_begin_with_the_analytic_choice_and_fit(product, platform, major, monkeypatch):
     monkeypatch.setattr(_compat, "gpu_architecture", lambda: (major, 0))
     found = tuner.candidates(product, "bfloat16", platform)
@@ -197,7 +197,7 @@ def test_the_kernel_uses_the_table_unless_the_caller_gives_a_tile(monkeypatch, t
 def test_the_command_extends_the_file_and_shows_what_it_found(tmp_path):
     file = tmp_path / "table.json"
     tuning.write(file, {"TPU v5p": {"x": {"float32": entry(ANALYTIC)}}})
-    wanted = list(products(["rows=1024, k=256, n=512, groups=4"]))
+    wanted = list(matmul_keys(["rows=1024, k=256, n=512, groups=4"]))
     assert [p.shape_class.split(" ", 1)[0] for p in wanted] == ["grouped_matmul"] * 3 + ["grouped_matmul_transpose"]
     console = Console(width=200, record=True, quiet=True)
 
@@ -205,7 +205,7 @@ def test_the_command_extends_the_file_and_shows_what_it_found(tmp_path):
         choices = tuner.candidates(product, "bfloat16", "cuda")
         return Bench({c: [1e-3 * (9 - i % 5)] for i, c in enumerate(choices)}, {choices[4]: 1.0})
 
-    found = tune_products(wanted, "bfloat16", "cuda", "NVIDIA H200", bench, file, console)
+    found = tune_matmuls(wanted, "bfloat16", "cuda", "NVIDIA H200", bench, file, console)
     assert set(tuning.read(file)) == {"TPU v5p", "NVIDIA H200"}
     assert tuning.read(file)["NVIDIA H200"] == found["NVIDIA H200"]
     for product in wanted:
@@ -221,7 +221,7 @@ def test_a_wrong_kernel_stores_nothing(tmp_path):
         return Bench({}, {tuner.candidates(product, "bfloat16", "cuda")[0]: 0.3})
 
     with pytest.raises(CheckError, match=r"on NVIDIA H200: .* is wrong by 0\.3"):
-        tune_products([PRODUCT], "bfloat16", "cuda", "NVIDIA H200", bench, tmp_path / "t.json", Console(quiet=True))
+        tune_matmuls([PRODUCT], "bfloat16", "cuda", "NVIDIA H200", bench, tmp_path / "t.json", Console(quiet=True))
     assert not (tmp_path / "t.json").exists()
 
 
@@ -245,12 +245,12 @@ def test_the_command_lists_what_there_is(tmp_path, capsys):
 @pytest.mark.parametrize("text", ["g65", "rows=8, k=2", "rows=8, k=2, n=0, groups=1"])
 def test_a_shape_that_is_none(text):
     with pytest.raises(TargetError, match="no shape"):
-        list(products([text]))
+        list(matmul_keys([text]))
 
 
 def test_the_bench_of_a_device_checks_against_xla():
     """On the CPU, where the loop of XLA stands for the kernel too; gate, gradients and all."""
-    for product in products(["rows=24, k=8, n=16, groups=3"]):
+    for product in matmul_keys(["rows=24, k=8, n=16, groups=3"]):
         bench = tuner.DeviceBench(product, "float32")
         bench._function = lambda how=bench._function, **options: how(implementation="reference")
         assert bench.error(ANALYTIC) < tuner.limit_of("float32")

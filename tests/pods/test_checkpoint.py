@@ -241,7 +241,7 @@ def test_one_number_changed_is_a_digest_error(saved, tmp_path):
         shutil.rmtree(state)
         ocp.PyTreeCheckpointer().save(state, tree)
     run = mp.Checkpoints(tmp_path / "a")
-    with pytest.raises(mp.errors.DigestError, match="`0/up/kernel` is not what was saved"):
+    with pytest.raises(mp.errors.DigestError, match="`0/up/kernel` differs from its saved digest"):
         run.restore(make().abstract(jax.random.key(0)), step=1)
     with pytest.warns(mp.errors.CheckpointWarning, match="`0/up/kernel`"):
         _, at = run.restore(make().abstract(jax.random.key(0)))
@@ -338,7 +338,7 @@ def test_safetensors_by_dims(tmp_path):
         ({"model.embed.wight": ("embed", "vocab embed")}, "did you mean model.embed.weight"),
         ({"model.embed.weight": ("embd", "vocab embed")}, "did you mean embed"),
         ({"model.embed.weight": ("embed", "embed vocab")}, "needs"),
-        ({"model.embed.weight": ("embed", "vocab mlp")}, "are not those of `embed`"),
+        ({"model.embed.weight": ("embed", "vocab mlp")}, "differ from the dims of `embed`"),
     ]:
         with pytest.raises(mp.MeshparError, match=says):
             from_safetensors(tmp_path, init, jax.random.key(0), rules=wrong)

@@ -108,7 +108,7 @@ def test_one_that_does_not_call_is_stuck(pods):
 def test_one_that_ends_early(pods):
     end = pods.run(2, programs.go_wrong, "exit", 1, timeout=TIMEOUT)
     assert end.codes == [1, 1], end.texts
-    assert "process 1 came to the end of its script after call 3 of `train_step`" in end.texts[0] + end.texts[1]
+    assert "process 1 ended its script after call 3 of `train_step`" in end.texts[0] + end.texts[1]
 
 
 def test_other_values_in_a_later_call(pods):
@@ -122,7 +122,7 @@ def test_other_values_in_a_later_call(pods):
 
 def beats(*calls: Calls, over: tuple[int, ...] = ()):
     return {
-        p: {"beat": 1, "count": c.count, "calls": [[k, *v] for k, v in c.kept.items()], "over": p in over}
+        p: {"beat": 1, "count": c.count, "calls": [[k, *v] for k, v in c.recent.items()], "over": p in over}
         for p, c in enumerate(calls)
     }
 
@@ -151,11 +151,11 @@ def test_processes_at_distant_calls_have_calls_in_common():
         a.note("step", {})
     for n in range(4500):
         b.note("step", {"x": int(n == 4000)})
-    assert a.kept.keys() & b.kept.keys()
+    assert a.recent.keys() & b.recent.keys()
     cause = Judge(2, 5, 5).order(beats(a, b))
     assert cause is not None
     assert cause.kind == "values"
-    assert len(a.kept) < 64
+    assert len(a.recent) < 64
 
 
 def test_one_that_is_only_ahead_is_no_cause():
