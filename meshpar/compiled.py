@@ -137,7 +137,11 @@ def _put(x: Any, sharding: NamedSharding) -> Any:
 
 @functools.lru_cache(4096)
 def _same_place(current: Any, sharding: NamedSharding, ndim: int) -> bool:
-    return isinstance(current, NamedSharding) and current.mesh == sharding.mesh and current.is_equivalent_to(sharding, ndim)
+    return (
+        isinstance(current, NamedSharding)
+        and current.mesh == sharding.mesh
+        and current.is_equivalent_to(sharding, ndim)
+    )
 
 
 def _warn_of_repeated(plan: Plan) -> None:
@@ -173,10 +177,10 @@ def lower_step(
         )
     with without_gc():
         on_arrays, ins, outs = LOWERINGS[plan.lowering](plan, mesh, bound=bound_axis_names())
-    same: dict[NamedSharding, NamedSharding] = {}  # equal shardings become one object, so that results passed in again compare by
-   
-    `is` ins, outs =
-    ([same.setdefault(s, s) for s in side] for side in (ins, outs)) donated = tuple(sorted(plan.donated))
+    # equal shardings become one object, so that results passed in again compare by `is`
+    same: dict[NamedSharding, NamedSharding] = {}
+    ins, outs = ([same.setdefault(s, s) for s in side] for side in (ins, outs))
+    donated = tuple(sorted(plan.donated))
 
     def step(*xs: Any) -> list[Any]:
         if at_top_level():  # JAX runs op by op: under disable_jit, or to find the op that made a NaN
@@ -211,7 +215,7 @@ def lower_step(
 
 
 def _runner(jitted: Callable[..., Any], plan: Plan, compiler_options: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function under ``jax.jit`` with the plan's compiler options; within another ``jit``, which refuses options, with the user's only."""
+    """The function under ``jax.jit`` with the plan's compiler options; within another ``jit``, with the user's options only."""
     run = jitted(compiler_options=plan.options.values or None)
     if not plan.options.groups:
         return run

@@ -87,7 +87,7 @@ def test_what_is_smaller_than_its_axis_is_said_at_the_first_call(step, rows, wid
     run = mp.jit(step, mesh=mp.mesh("data=8"), layout="batch?: data", dims={"x": "batch embed", "w": "embed mlp"},
                  lowering=lowering)  # fmt: skip
     said = "`batch?: data` does not divide `batch` of 4: make it a multiple of 8"
-    with pytest.warns(mp.errors.RepeatedWarning, match="FLOPs of this step are done more than once") as found:
+    with pytest.warns(mp.errors.RepeatedWarning, match="FLOPs of this step are repeated on several devices") as found:
         run(x, w)
     assert said in str(found[0].message)
     assert said in " ".join("\n".join(str(run.plan(x, w)).splitlines()[:24]).split())
