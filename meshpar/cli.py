@@ -64,11 +64,11 @@ RENAMED_FLAGS = {
     "--seconds": "--time-limit",
     "--vary": "--choices",
 }
-"""Former flags of ``meshpar search`` → what they are called now."""
+"""Former flags of ``meshpar search`` → their present names."""
 
 
 def _renamed(words: Sequence[str]) -> str | None:
-    """The error text for a former command or flag among the words of a command line; None: there is none."""
+    """The error text for a former command or flag among the words of a command line; None: it has none."""
     if words and words[0] in RENAMED_COMMANDS:
         return f"the command `{words[0]}` is now `{RENAMED_COMMANDS[words[0]]}`"
     flags = [word.partition("=")[0] for word in words if words[0] == "search"]
@@ -113,12 +113,12 @@ COMMANDS = {
     "Environment": ("doctor",),
 }
 """Group of commands → their names, in the order of the help."""
-MESH = 'axes and sizes: "data=64, model=8" (default: one axis `data` over the whole topology)'
+MESH = 'axes and sizes: "data=64, model=8" (default: one axis `data` over the full topology)'
 LAYOUT = (
     'rules, "batch: data; embed: data", or a name: of the target\'s LAYOUTS, or fsdp, megatron, … '
     "(default: FSDP, as far as its dims exist)"
 )
-TOPOLOGY = 'what it runs on: "v5p:8x8x8", "2x v5e:16x16", "4x h100:8"'
+TOPOLOGY = 'the devices: "v5p:8x8x8", "2x v5e:16x16", "4x h100:8"'
 
 Add = Callable[..., Any]
 """The ``add_argument`` of a command's parser."""

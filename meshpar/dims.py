@@ -21,7 +21,7 @@ _NAME = re.compile(r"[A-Za-z_][\w\-]*\Z")  # a prime marks the second of two dim
 def parse_dims(text: DimsLike, *, what: str = "dims") -> tuple[str | EllipsisType | None, ...]:
     """Read ``"batch seq embed"`` or ``("batch", "seq", None)``.
 
-    ``_`` is a dimension without a name; ``...`` (once) stands for any number of them.
+    ``_`` is a dimension without a name; ``...`` (once) represents any number of them.
 
     Raises:
       LayoutSyntaxError: a name that is no identifier, or one that stands twice.
@@ -40,7 +40,7 @@ def parse_dims(text: DimsLike, *, what: str = "dims") -> tuple[str | EllipsisTyp
                 raise LayoutSyntaxError(
                     f"{what} {text!r}: the dim `{part}` stands twice in one value",
                     dim=part,
-                    fixes=[f"name the second one apart, e.g. `{part}_out` or `kv_{part}`"],
+                    fixes=[f"give the second one another name, e.g. `{part}_out` or `kv_{part}`"],
                 )
             out.append(part)
         else:

@@ -120,7 +120,7 @@ class CompilerError(MeshparError):
     """The compiler refused a program, crashed or took too long (raised by :func:`meshpar.compile`).
 
     Attributes:
-      log: the end of what the compiler wrote.
+      log: the end of the compiler's output.
     """
 
     log: str = ""
@@ -168,7 +168,7 @@ class StuckProcessError(MeshparError):
 
 
 class CheckpointError(MeshparError):
-    """A checkpoint that is not there, is damaged, or does not have what is to be restored from it."""
+    """A checkpoint that is missing or damaged, or lacks an array that is to be restored."""
 
 
 class DigestError(CheckpointError):
@@ -200,4 +200,4 @@ class ReplicatedWarning(UserWarning):
 
 
 class TorusWarning(UserWarning):
-    """A mesh axis that data is to go around is no ring of the slice's torus; once per plan, with what it costs."""
+    """A mesh axis for a ring collective matmul is not a ring of the slice's torus; once per plan, with the cost."""

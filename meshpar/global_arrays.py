@@ -28,9 +28,9 @@ def of_parts(shape: tuple[int, ...], sharding: Any, part: Callable[[tuple[slice,
 def global_array(x: Any, sharding: Any) -> Any:
     """An argument as an array over the devices of several processes.
 
-    What one process holds (numpy, or an array on its own devices) counts as the whole value, the same in every process, as it
-    does where there is one process alone: each takes the parts of it that its devices need. Python numbers and what JAX has
-    not committed to a device are left to ``jax.jit``, which treats them so itself.
+    A host array, or an array on the devices of one process, is the global value and is equal in every process; each process
+    transfers the shards of its devices. Python numbers and uncommitted arrays are returned unchanged, since ``jax.jit`` treats
+    them in the same way.
     """
     if isinstance(x, jax.Array):
         if is_global(x):
@@ -43,9 +43,9 @@ def global_array(x: Any, sharding: Any) -> Any:
             )
     elif not isinstance(x, np.ndarray) or x.ndim == 0:
         return x
-    whole = np.asarray(x)
-    whole = whole.astype(jax.dtypes.canonicalize_dtype(whole.dtype), copy=False)
-    return of_parts(whole.shape, sharding, lambda index: whole[index])
+    array = np.asarray(x)
+    array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+    return of_parts(array.shape, sharding, lambda index: array[index])
 
 
 def place(x: Any, sharding: Any) -> Any:
@@ -58,7 +58,7 @@ def _same(x: jax.Array) -> jax.Array:
 
 
 def fetch(x: Any) -> np.ndarray:
-    """The whole array on the host of every process; all processes must call it. Bytes moved: the array's, to each process."""
+    """The full array in host memory of every process; all processes must call it. Each process receives the bytes of the array."""
     if is_global(x) and not x.is_fully_replicated:
         everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())
         x = jax.jit(_same, out_shardings=everywhere)(x)

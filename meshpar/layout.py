@@ -48,7 +48,7 @@ class Rule:
 
     Attributes:
       dim: the name of the dim.
-      axes: mesh axes, major to minor; empty: this dim stays whole, whatever later rules say.
+      axes: mesh axes, major to minor; empty: the dim is replicated, whatever later rules say.
       optional: ``dim?``: a size that does not divide is left unsharded, and a program need not have the dim.
       scope: None, ``params``, ``opt`` or a path pattern.
     """
@@ -176,7 +176,7 @@ class Layout:
         return isinstance(other, Layout) and self._key == other._key
 
     def __or__(self, other: Layout | str | Mapping[str, object] | Sequence[object]) -> Layout:
-        """This layout with rules of another one: those of the right operand win.
+        """This layout with rules of another one: the rules of the right operand come first.
 
         A rule is replaced by the right operand's rules for the same dim in the same scope, which take its position. The right
         operand's other rules follow at the end, so that the rules of this layout take precedence where both want one axis:
@@ -295,7 +295,7 @@ class Layout:
 
 
 def to_partition_spec(spec: Spec) -> PartitionSpec:
-    """Spec → PartitionSpec, trailing whole dims dropped."""
+    """Spec → PartitionSpec, without trailing replicated dims."""
     entries = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in spec]
     while entries and entries[-1] is None:
         entries.pop()

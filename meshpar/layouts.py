@@ -20,7 +20,7 @@ def _scheme(name: str, **axes: str) -> Layout:
 
 
 def data_parallel(data: str = "data") -> Layout:
-    """The batch is split, weights are whole; gradients are all-reduced."""
+    """The batch is sharded, weights are replicated; gradients are all-reduced."""
     return _scheme("data_parallel", data=data)
 
 
@@ -35,7 +35,7 @@ def fsdp(data: str = "data") -> Layout:
 
 
 def hsdp(data: str = "data", replica: str = "replica") -> Layout:
-    """FSDP over ``data``, and whole copies of that over ``replica``: the axis that joins slices or nodes."""
+    """FSDP over ``data``, and replicated over ``replica``, the axis that connects slices or nodes."""
     return _scheme("hsdp", data=data, replica=replica)
 
 
@@ -50,7 +50,7 @@ def tensor_parallel(data: str = "data", model: str = "model") -> Layout:
 
 
 def fsdp_megatron(data: str = "data", model: str = "model") -> Layout:
-    """Megatron over ``model``, and what is left of the weights over ``data``."""
+    """Megatron over ``model``, and FSDP of the other dims of the weights over ``data``."""
     return _scheme("fsdp_megatron", data=data, model=model)
 
 

@@ -1,4 +1,4 @@
-"""Meshes: over local devices, CPU stand-ins, and TPU slices and GPU hosts that are not here."""
+"""Meshes of local devices, of virtual CPU devices, and of TPU slices and GPU hosts that are not attached."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ _make_mesh = mesh  # for functions with a parameter `mesh`
 
 
 def fill_mesh(sizes: dict[str, int], total: int) -> None:
-    """Replace the size -1 by what is left of ``total`` devices.
+    """Replace the size -1 by the remaining number of ``total`` devices.
 
     Raises:
       MeshError: the other sizes do not divide it.

@@ -29,7 +29,7 @@ DimsPatterns = Mapping[str, DimsLike] | Iterable[tuple[str, DimsLike]] | PathDim
 
 
 class StepKeywords(TypedDict, total=False):
-    """The options of a step as keyword arguments; :func:`meshpar.jit` says what they mean."""
+    """The options of a step as keyword arguments; :func:`meshpar.jit` describes them."""
 
     dims: DimsPatterns
     lowering: Lowering
@@ -62,7 +62,7 @@ def _flag(name: str, about: str, **more: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How a function is traced, planned and compiled, apart from its mesh and its layout. :func:`meshpar.jit` says what each means.
+    """How a function is traced, planned and compiled, apart from its mesh and its layout. :func:`meshpar.jit` describes each.
 
     Options are normalized when one is made: ``dims`` becomes a :class:`~meshpar.dims.PathDims`, ``calibration`` a tuple of
     calibrations (read from its file), ``options=None`` becomes ``"off"``, and ``lowering="jit"`` has no ``overlap``.
@@ -198,7 +198,7 @@ RENAMED_OPTIONS = {
     },
     "calibrate": {"most": "max_layouts"},
 }
-"""Function → former names of its options → what they are called now."""
+"""Function → former names of its options → their present names."""
 
 
 def refuse_renamed_options(api: str, fn: Any, keywords: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""The plan that users hold: the record of :mod:`meshpar.plan`, with its costs and reports at hand."""
+"""The public plan: a plan of :mod:`meshpar.plan` with methods for its costs, reports and replanning."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .plan import plan as record
 
 
 class Plan(record.Plan):
-    """What a layout makes each device hold, send and compute, and why. Made without devices, and without compiling.
+    """The plan of a program under a layout: what each device stores, sends and computes, and why. No devices are needed.
 
     ``print(plan)`` shows it as a table, ``plan.save("plan.html")`` as a page.
     """
 
     @classmethod
     def of(cls, plan: record.Plan) -> Plan:
-        """A record with its costs and reports; what was worked out of it is kept."""
+        """The public plan of a plan; it shares the cached costs."""
         made = object.__new__(cls)
         vars(made).update(vars(plan))
         return made
@@ -38,7 +38,7 @@ class Plan(record.Plan):
 
     @property
     def time(self) -> Time | None:
-        """Seconds of a step by what takes them; None where the chip is not known."""
+        """Seconds of a step by kind; None if the chip is unknown."""
         return time_of(self)
 
     @property
@@ -56,8 +56,8 @@ class Plan(record.Plan):
         Args:
           layout: as in :func:`meshpar.plan`; default: this plan's.
           mesh: a mesh, or text; default: this plan's, with its topology.
-          topology: the slice that ``mesh`` lies on, if it is abstract.
-          lowering, overlap, options, calibration: as in :func:`meshpar.plan`; default: as they were asked for of this plan.
+          topology: the topology of ``mesh``, if it is abstract.
+          lowering, overlap, options, calibration: as in :func:`meshpar.plan`; default: the options of this plan.
 
         Raises:
           UnknownAxisError, UnknownDimError, DivisibilityError, JoinError: as for any plan.
@@ -106,7 +106,7 @@ class Plan(record.Plan):
 
     @property
     def calibration(self) -> dict[str, Any] | None:
-        """What was measured of the devices that it is priced with: where, and the parts of peak rates; None: the chip table."""
+        """The calibration used: the devices it was measured on, and the fractions of peak rates; None: the chip table."""
         if self.chip is None or not self.chip.calibration:
             return None
         return {"measured_on": self.chip.calibration, **{k: getattr(self.chip.compiler, k) for k in EFFICIENCIES}}

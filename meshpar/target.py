@@ -33,7 +33,7 @@ _SHAPE = (
 
 @dataclass(frozen=True)
 class Target:
-    """What a target function returned.
+    """The result of a target function.
 
     Attributes:
       name: as the user wrote it.

@@ -231,7 +231,7 @@ def test_the_same_dim_twice_in_one_value():
     error = text(mp.errors.LayoutSyntaxError, plan, "batch: data", dims=DIMS | {"params/up": "embed embed"})
     assert error == textwrap.dedent("""\
         dims of pattern 'params/up' 'embed embed': the dim `embed` stands twice in one value
-          fix     name the second one apart, e.g. `embed_out` or `kv_embed`""")
+          fix     give the second one another name, e.g. `embed_out` or `kv_embed`""")
 
 
 def test_the_same_dim_twice_in_mp_named():

@@ -131,6 +131,6 @@ def test_put(mesh):
     np.testing.assert_array_equal(mine, batch["tokens"])
     with pytest.raises(mp.errors.DivisibilityError):
         mp.put(np.ones((6, 4)), mesh=mesh, layout=LAYOUT)
-    with pytest.raises(mp.errors.MeshError, match="6 rows here"):
+    with pytest.raises(mp.errors.MeshError, match="6 rows in this process"):
         mp.put(np.ones((6, 4)), mesh=mesh, layout=LAYOUT, rows="mine")
     assert isinstance(mp.fetch(jax.numpy.ones(3)), np.ndarray)
