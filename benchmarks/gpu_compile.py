@@ -82,12 +82,11 @@ def resident_blocks(registers: int, threads: int, shared: int) -> int:
 
 
 def ptxas_facts(text: str) -> dict[str, int]:
-    """What the assembler and the launches say of our kernels.
+    """Facts of kernels from ptxas' log and the launches.
 
-    The most registers and spilled bytes of any; how many have `wgmma`s that wait for each other, which the assembler says where it
-    cannot tell who touches the sums meanwhile. Of Mosaic kernels the largest grid, and block's shared memory in bytes; the
-    fewest blocks that a multiprocessor holds; and the registers, by the assembler's count for all threads, that are left when
-    the warpgroups have taken what they ask for (negative: one would wait for ever).
+    Maximum of registers and spilled bytes; number of kernels with serialized `wgmma`s, which ptxas reports if it cannot analyse the
+    accesses to the accumulators. Of Mosaic kernels: largest grid, largest shared memory of a block in bytes, fewest blocks of a
+    multiprocessor, and registers that remain after the warpgroups' requests (negative: a warpgroup would block for ever).
     """
     found: dict[str, int] = {}
     name, registers, asked = "", 0, {"inc": 0, "dec": 0}

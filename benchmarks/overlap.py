@@ -1,6 +1,6 @@
 """Exposed communication of Llama layers in the TPU compiler's schedule, for XLA's collectives, rings and fused kernels.
 
-    python benchmarks/overlap.py                          # the whole table; compiled programs are cached, so that it can be resumed
+    python benchmarks/overlap.py                          # all rows; compiled programs are cached, so that it can be resumed
     python benchmarks/overlap.py --only 8b-v5e            # one configuration
 
 Megatron with sequence parallelism, Llama 3 at its real widths, a train step of two scanned and recomputed layers with a small

@@ -23,7 +23,7 @@ from writer import Input, Program, Skip, Writer
 
 import meshpar as mp
 from meshpar.lower import LOWERINGS
-from meshpar.plan.steps import Reduce, rewritten
+from meshpar.plan.steps import Reduce, rewrite_bodies
 
 CASES = 200
 
@@ -64,7 +64,7 @@ def test_a_planted_fault_is_found_and_made_small(monkeypatch):
             steps = (replace(s, over=()) if isinstance(s, Reduce) else s for s in body.steps)
             return replace(body, steps=tuple(steps))
 
-        return lower(replace(plan, body=rewritten(plan.body, change)), mesh, bound)
+        return lower(replace(plan, body=rewrite_bodies(plan.body, change)), mesh, bound)
 
     assert not run.differences(FAULTY, "shard_map")
     monkeypatch.setitem(LOWERINGS, "shard_map", forgetful)
