@@ -15,7 +15,7 @@ KIND_NAMES = {"params": "parameters", "opt": "optimizer state"}
 ROLES = ("parameters", "optimizer state", "gradients", "saved activations", "temporaries", "other inputs", "constants")
 
 
-class _Known:
+class _ProgramFacts:
     """The facts of a program from which roles follow.
 
     Attributes:
@@ -44,11 +44,11 @@ class _Known:
         if node.op is None:
             return None
         if node.op not in self.passes:
-            op, found = node.op, None
-            while op is not None and found != "backward":
-                found = pass_of(op.eqn) or found
+            op, name = node.op, None
+            while op is not None and name != "backward":
+                name = pass_of(op.eqn) or name
                 op = op.frame.parent
-            self.passes[node.op] = found
+            self.passes[node.op] = name
         return self.passes[node.op]
 
 
@@ -59,7 +59,7 @@ def buffer_roles(plan: Plan) -> Callable[[Buffer], str]:
     Arguments and results have the role of their path. Other buffers are gradients if they have the dims of a weight, saved
     activations if the forward pass makes them and the backward pass reads them, else temporaries.
     """
-    known = plan.program.cached(_Known)
+    facts = plan.program.cached(_ProgramFacts)
     constants = set(computation_of(plan).constants)
 
     def kind(item: Buffer) -> str:
@@ -73,10 +73,10 @@ def buffer_roles(plan: Plan) -> Callable[[Buffer], str]:
                 return "other inputs"
         if made is None or _of_inputs(item):
             return "temporaries"
-        when = known.pass_of(made)
-        if when != "forward" and known.is_like_a_weight(value):
+        when = facts.pass_of(made)
+        if when != "forward" and facts.is_like_a_weight(value):
             return "gradients"
-        if when != "backward" and any(known.pass_of(r) == "backward" for r in item.readers):
+        if when != "backward" and any(facts.pass_of(r) == "backward" for r in item.readers):
             return "saved activations"
         return "temporaries"
 

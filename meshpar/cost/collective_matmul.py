@@ -3,7 +3,7 @@
 A collective matmul is an all-gather whose result matmuls read, or a reduce-scatter of what matmuls compute. With A devices on a
 ring, t the seconds of a ring step (chunks are sent both ways at once) and m the seconds of the matmuls of a chunk:
 
-- A separate collective is exposed for its whole duration, with two exceptions where the kind is asynchronous (``Plan.is_async``).
+- A separate collective is exposed for its full duration, with two exceptions where the kind is asynchronous (``Plan.is_async``).
   The all-gather of a weight is prefetched, and not exposed. Another all-gather is hidden by other matmuls of its body
   (:class:`meshpar.passes.collective_matmul.UnpairedMatmuls`). For reductions see :func:`reduction_costs`.
 - A ring takes the seconds of all that it computes, plus stalls. Each of the (A-1)/2 ring steps stalls for max(0, t - 2m), the first
@@ -352,7 +352,7 @@ def warn_about_lines(plan: Plan) -> None:
     for axes, hops in lines.items():
         (stage,) = major_of(plan.torus, axes)
         shape = f"in a line along {stage.dim}" if stage.dim else "that are no neighbours"
-        stride = f", {stage.stride} places apart" if stage.stride > 1 else ""
+        stride = f", {stage.stride} positions apart" if stage.stride > 1 else ""
         line_seconds, ring_seconds = 0.0, 0.0
         for c in hops:
             runs, directions = 1 if c.count is None else c.count, min(2, stage.size - 1)

@@ -25,14 +25,14 @@ def aliased_inputs(plan: Plan) -> dict[int, int]:
     return out
 
 
-def gathered_then_copied(plan: Plan, whole: float, shard: float) -> bool:
+def gathered_then_copied(plan: Plan, gathered: float, shard: float) -> bool:
     """Whether XLA for TPUs all-gathers a result that aliases an argument into another buffer, and copies it.
 
     XLA (libtpu 0.0.42) does not gather into the memory of an argument. To prevent it from copying all of these arguments at the
     start of the program, large results are copied one after the other.
 
     Args:
-      whole: bytes of the result on a device.
+      gathered: bytes of the result on a device.
       shard: bytes before the all-gather.
     """
-    return whole >= max(plan.compiler.large_buffer_bytes, 2 * shard)
+    return gathered >= max(plan.compiler.large_buffer_bytes, 2 * shard)

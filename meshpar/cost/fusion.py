@@ -204,8 +204,8 @@ def fuse(computation: Computation, row_ratio: int) -> None:
             continue
         readers, must = (), False
         for out in node.outs:
-            if mine := roots.get(out):
-                readers = tuple(dict.fromkeys((*readers, *mine))) if readers else mine
+            if out_readers := roots.get(out):
+                readers = tuple(dict.fromkeys((*readers, *out_readers))) if readers else out_readers
                 must |= out.must_store
         if not readers:
             continue  # dead code
@@ -221,6 +221,11 @@ def fuse(computation: Computation, row_ratio: int) -> None:
         if _joins_lanes(node):
             for item in node.ins:
                 item.must_store = item.concatenated = True
+    _form_kernels(computation, row_ratio)
+
+
+def _form_kernels(computation: Computation, row_ratio: int) -> None:
+    """Set ``kernels`` of a computation from the ops that are roots of fusions, with the buffers that they read and write."""
     kernels = [node for node in computation.nodes if node.is_root]
     for node in kernels:
         for out in node.outs:
@@ -228,9 +233,9 @@ def fuse(computation: Computation, row_ratio: int) -> None:
     own = set(computation.nodes)  # values from outside a loop are in memory
     done: dict[Kernel, int] = {}
     for node in kernels:
-        found: dict[Buffer, None] = {}
-        _sources(node.ins, found, set(), node.name in _TAKES or node.name in FUSIBLE, own)
-        node.reads = list(found)
+        read: dict[Buffer, None] = {}
+        _sources(node.ins, read, set(), node.name in _TAKES or node.name in FUSIBLE, own)
+        node.reads = list(read)
         node.writes = node.outs
         other = _merged_with(node, done, row_ratio) if node.name in REDUCTIONS else None
         if other is None:
@@ -238,12 +243,11 @@ def fuse(computation: Computation, row_ratio: int) -> None:
             done[node] = len(computation.kernels)
             computation.kernels.append(node)
         else:
-            mine = set(other.writes)
-            other.reads = list(dict.fromkeys([*other.reads, *(i for i in found if i not in mine)]))
+            read = {i: None for i in read if i not in set(other.writes)}
+            other.reads = list(dict.fromkeys([*other.reads, *read]))
             other.writes = [*other.writes, *node.outs]
             done[node] = done[other]
-            found = {i: None for i in found if i not in mine}
-        for item in found:
+        for item in read:
             item.readers = (*item.readers, other)
 
 

@@ -45,14 +45,23 @@ def _byte_table(program: Program, *key: Any) -> dict[tuple[Value, Spec], float]:
 
 
 class _Reader:
+    """Builds the computation of a plan, step by step, and then fuses its ops.
+
+    Attributes:
+      tiles: the images of the program; None: it has none, or the chip stores them unpadded.
+      items: shard → its buffer.
+      bases: buffer → the one large array that it depends on, if it is another one; None: it depends on none.
+      region: the computation to which ops are added.
+      position: the index of the current step.
+      parts: :func:`ring_block_counts`.
+    """
+
     def __init__(self, plan: Plan):
         self.plan, self.sizes = plan, plan.sizes
         tiles = None if plan.chip is None or plan.chip.switch else plan.program.cached(Tiles)
         self.tiles = tiles if tiles is not None and tiles.images else None
         self.items: dict[Shard, Buffer] = {}
-        self.bases: dict[
-            Buffer, Buffer | None
-        ] = {}  # what an array follows from, rows and scalars aside, if that is not itself
+        self.bases: dict[Buffer, Buffer | None] = {}
         self.region = Computation(1)
         self.position = 0
         self.alike = plan.program.cached(_equal_avals)
@@ -60,6 +69,7 @@ class _Reader:
         self.parts = ring_block_counts(plan)
 
     def run(self) -> Computation:
+        """The fused computation of the program."""
         body, region = self.plan.body, self.region
         constants = len(body.inputs) - len(self.plan.program.inputs)
         region.constants += map(self.enter, body.inputs[:constants])
@@ -68,16 +78,17 @@ class _Reader:
         for shard in body.outputs:
             assert shard is not None
             item = self.items.get(shard)
-            if item is None:  # made from no data, but it must be there in the end
+            if item is None:  # a constant that the program returns
                 item = self.out(self.node("copy!", None, shard.value.op, []), shard)
             self.node("leave!", None, shard.value.op, [item])
             region.outputs.append(item)
         fuse(region, self.plan.compiler.row_ratio)
         return region
 
-    # -- items and nodes
+    # -- buffers and kernels
 
     def new(self, shard: Shard, node: Kernel | None) -> Buffer:
+        """A new buffer for a shard that ``node`` computes; None: an input."""
         value = shard.value
         size = self.bytes(value, shard.spec)
         item = self.items[shard] = Buffer(0.0 if value.on_host else size, value, node)
@@ -86,16 +97,18 @@ class _Reader:
         return item
 
     def bytes(self, value: Value, spec: Spec) -> float:
+        """Bytes of a value's shard on a device, with the padding of images."""
         key = self.alike.get(value, value), spec
-        found = self._bytes.get(key)
-        if found is None:
-            found = value_bytes(value, spec, self.sizes)
+        size = self._bytes.get(key)
+        if size is None:
+            size = value_bytes(value, spec, self.sizes)
             if self.tiles is not None:
-                found *= self.tiles.padding(value, spec, self.sizes)
-            self._bytes[key] = found
-        return found
+                size *= self.tiles.padding(value, spec, self.sizes)
+            self._bytes[key] = size
+        return size
 
     def enter(self, shard: Shard) -> Buffer:
+        """A new buffer for an input of a computation."""
         return self.new(shard, None)
 
     def item(self, shard: Shard | None) -> Buffer | None:
@@ -103,6 +116,7 @@ class _Reader:
         return None if shard is None else self.items.get(shard)
 
     def node(self, name: str, step: Step | None, op: Op | None, ins: Sequence[Buffer | None]) -> Kernel:
+        """A new kernel of the current computation, without results; operands that are None are constants."""
         node = Kernel(name, step, op, [i for i in ins if i is not None], self.position)
         if name in SLICES:
             for item in node.ins:
@@ -111,6 +125,7 @@ class _Reader:
         return node
 
     def out(self, node: Kernel, shard: Shard) -> Buffer:
+        """A new buffer for a result of a kernel."""
         item = self.new(shard, node)
         if self.parts and node.name != "move!" and shard in self.parts:
             item.live_bytes *= min(1.0, REDUCE_RING_BUFFERS / self.parts[shard])
@@ -130,6 +145,7 @@ class _Reader:
     # -- steps
 
     def steps(self, body: Body) -> None:
+        """Add the steps of a body to the current computation."""
         for step in body.steps:
             self.position += 1
             read = _READ.get(type(step))
@@ -137,20 +153,23 @@ class _Reader:
                 read(self, step)
 
     def reshard(self, step: Reshard) -> None:
+        """Add a resharding: a ``move!`` if it sends anything, else a slice."""
         item = self.item(step.source)
         if item is None:
             return
         sent = any(m.op != "slice" for m in step.path)
         out = self.out(self.node("move!" if sent else "slice", step, step.op, [item]), step.result)
         if step.ring is not None and not step.ring.keep_gathered:
-            out.live_bytes = 0.0  # its blocks are gone when they are multiplied: memory.py counts those in flight
+            out.live_bytes = 0.0  # its chunks are freed after their matmuls; memory.py counts those in flight
 
     def reduce(self, step: Reduce) -> None:
+        """Add a reduction, as a ``move!``."""
         item = self.item(step.source)
         if item is not None:
             self.out(self.node("move!", step, step.source.value.op, [item]), step.result)
 
     def barrier(self, step: Barrier) -> None:
+        """Let the results of a barrier be the buffers of its operands, in memory; an opaque barrier copies them."""
         for source, result in zip(step.sources, step.results, strict=True):
             item = self.item(source)
             if item is not None and step.opaque:  # through integers: a copy
@@ -160,14 +179,17 @@ class _Reader:
                 self.items[result] = item
 
     def order(self, step: Order) -> None:
+        """Let the result of an order of dims be the buffer of its operand."""
         item = self.item(step.source)
         if item is not None:
             self.items[step.result] = item
 
     def call(self, step: Call) -> None:
+        """Add the steps of a call."""
         self.steps(step.body)
 
     def op(self, step: Run) -> None:
+        """Add an op: a kernel, a view of its operand, or nothing if its results are constants."""
         op, operands, results = step.op, step.operands, step.results
         if results and results[0].is_constant:
             return
@@ -185,7 +207,7 @@ class _Reader:
                     break
             else:
                 if _grows(op):
-                    return  # spread from scalars: as good as made from no data
+                    return  # a broadcast scalar costs as little as a constant
         if name in VIEWS and self.placed(step, some):
             return
         node = self.node("one_hot!" if op.primitive.scatter and self.one_hot(step) else name, step, op, some)
@@ -277,19 +299,20 @@ _READ: dict[type[Step], Callable[[_Reader, Step], None]] = {
 
 
 def ring_block_counts(plan: Plan) -> dict[Shard, int]:
-    """Partial values that a ring computes and reduces in chunks, with the terms of their sums → number of chunks."""
-    found: dict[Shard, int] = {}
+    """Partial shard that a ring computes and reduces in chunks, or a term of such a sum → number of chunks."""
+    counts: dict[Shard, int] = {}
     maker = {s: step for step in plan.body.all_steps if isinstance(step, Run) for s in step.results}
     for step in plan.body.all_steps:
         todo = [step.source] if isinstance(step, Reduce) and step.ring is not None else []
         leaves = {s for s, _ in step.ring.leaves} if isinstance(step, Reduce) and step.ring is not None else set()
         while todo:
             shard = todo.pop()
-            found[shard] = step.ring.num_blocks  # type: ignore[union-attr]
+            counts[shard] = step.ring.num_blocks  # type: ignore[union-attr]
             if shard not in leaves and shard in maker:
                 todo += maker[shard].reads
-    return found
+    return counts
 
 
 def _grows(op: Op) -> bool:
+    """Whether all results of an op have more than one element."""
     return all(out.elements > 1 for out in op.outs)

@@ -84,33 +84,46 @@ def memory_of(plan: Plan) -> Memory:
 
 
 class _Live:
+    """Allocates and frees the buffers of a plan in the order of its schedules.
+
+    Attributes:
+      points: as in :class:`Memory`.
+      live: ``id`` of a buffer → the buffer and its allocated bytes; total: of all of them; on_host: bytes in host memory.
+      peak, at: the largest total, and its kernel.
+      events: allocations with their bytes, and frees (None); before_peak: the number of events before the peak.
+      more: the buffers of collectives in flight at the peak.
+      in_chunks: values that rings compute or gather in chunks.
+      rings: result of a matmul in a gather ring → the all-gather and its ring.
+    """
+
     def __init__(self, plan: Plan):
         self.plan, self.kind_of = plan, buffer_roles(plan)
         chip = plan.chip
         self.tpu = chip is not None and bool(chip.torus)
         self.copies = chip is not None and self.tpu and bool(chip.compiler.sync_collectives)
         self.postpones = self.tpu and plan.is_async("all-gather")
-        self.running = schedules(plan)
+        self.schedules = schedules(plan)
         self.points: list[tuple[int, float, Kernel]] = []
         self.live: dict[int, tuple[Buffer, float]] = {}
         self.total = 0.0
         self.on_host = self.host = 0.0
         self.peak = -1.0
         self.at: Kernel | None = None
-        self.events: list[tuple[Buffer, float | None]] = []  # allocations with their bytes, and frees (None)
-        self.before_peak = 0  # number of events before the peak
-        self.more: list[tuple[Buffer, float]] = []  # buffers of collectives in flight at the peak
+        self.events: list[tuple[Buffer, float | None]] = []
+        self.before_peak = 0
+        self.more: list[tuple[Buffer, float]] = []
         self.aliased_inputs: set[int] = set()
-        self.pieced: set[Value] = set()
-        self.served: dict[Value, tuple[Step, GatherRing]] = {}
+        self.in_chunks: set[Value] = set()
+        self.rings: dict[Value, tuple[Step, GatherRing]] = {}
         for step in plan.body.all_steps:
             if isinstance(step, Reshard) and step.ring is not None:
                 made = [out for dot in step.ring.dots for out in dot.op.outs]
-                self.served.update((v, (step, step.ring)) for v in made)
+                self.rings.update((v, (step, step.ring)) for v in made)
                 if step.ring.fused is None:
-                    self.pieced.update([*made, *([step.result.value] if step.ring.keep_gathered else [])])
+                    self.in_chunks.update([*made, *([step.result.value] if step.ring.keep_gathered else [])])
 
     def add(self, item: Buffer, size: float | None = None) -> None:
+        """Allocate a buffer, if it is not live yet; ``size``: bytes, other than its own."""
         if id(item) not in self.live:
             n = item.live_bytes if size is None else size
             self.live[id(item)] = (item, n)
@@ -120,13 +133,15 @@ class _Live:
             self.host = max(self.host, self.on_host)
 
     def drop(self, item: Buffer) -> None:
-        found = self.live.pop(id(item), None)
-        if found is not None:
+        """Free a buffer, if it is live."""
+        entry = self.live.pop(id(item), None)
+        if entry is not None:
             self.events.append((item, None))
-            self.total -= found[1]
+            self.total -= entry[1]
             self.on_host -= item.host_bytes
 
     def sample(self, node: Kernel, in_flight: Sequence[Buffer] = ()) -> None:
+        """Record the live bytes after a kernel, with the buffers of collectives in flight."""
         more = {id(i): (i, i.live_bytes) for i in in_flight if id(i) not in self.live} if in_flight else {}
         total = self.total + sum([n for _, n in more.values()])
         self.points.append((node.position, total, node))
@@ -135,9 +150,10 @@ class _Live:
             self.before_peak, self.more = len(self.events), [*more.values()]
 
     def program(self, region: Computation) -> None:
+        """Run the program: arguments and constants are live from its start, results to its end."""
         for item in (*region.constants, *region.inputs):
             self.add(item)
-        given_up = {id(region.inputs[i]) for i in aliased_inputs(self.plan).values()}
+        donated = {id(region.inputs[i]) for i in aliased_inputs(self.plan).values()}
         self.aliased_inputs = {id(region.outputs[k]) for k in aliased_inputs(self.plan)}
         if self.tpu:  # libtpu 0.0.42 allocates the stacks of saved activations at the start of the program
             loops = [node for node in region.kernels if node.bodies]
@@ -145,21 +161,21 @@ class _Live:
             for item in (out for node in loops for out in node.writes if id(out) not in carried):
                 if self.kind_of(item) == "saved activations":
                     self.add(item)
-        kept = {id(item) for item in region.inputs} - given_up
-        kept |= {id(item) for item in region.outputs}
-        self.region(region, kept)
+        retained = {id(item) for item in region.inputs} - donated
+        retained |= {id(item) for item in region.outputs}
+        self.region(region, retained)
         if self.at is None and region.nodes:
             self.sample(region.nodes[0])
 
-    def region(self, region: Computation, kept: set[int]) -> None:
-        """Allocate and free the buffers of a computation in its schedule's order; those in ``kept`` (ids) stay live to its end."""
+    def region(self, region: Computation, retained: set[int]) -> None:
+        """Allocate and free the buffers of a computation, in its schedule's order; ``retained`` (ids) stay live to its end."""
         own = {id(item) for item in region.inputs}
-        running = self.running[region]
-        for index, node in enumerate(running.kernels):
+        schedule = self.schedules[region]
+        for index, node in enumerate(schedule.kernels):
             own.update(map(id, node.writes))
-            ends = [i for i in node.reads if running.last_read[i] == index and id(i) in own and id(i) not in kept]
+            ends = [i for i in node.reads if schedule.last_read[i] == index and id(i) in own and id(i) not in retained]
             if node.bodies:
-                self.loop(node, ends, kept)
+                self.loop(node, ends, retained)
             else:
                 # elementwise kernels and collectives overwrite an operand that ends with them
                 free = list(ends) if node.name in FUSIBLE or node.name == "move!" else []
@@ -172,13 +188,13 @@ class _Live:
                 held = self.inside(node) or self.gathered(node) or self.table(node)
                 if held is not None:
                     self.add(held)
-                self.sample(node, running.in_flight.get(index, ()))
+                self.sample(node, schedule.in_flight.get(index, ()))
                 if held is not None:
                     self.drop(held)
             for item in ends:
                 self.drop(item)
             for out in node.writes:
-                if running.last_read.get(out, -1) <= index and id(out) not in kept:
+                if schedule.last_read.get(out, -1) <= index and id(out) not in retained:
                     self.drop(out)
 
     def from_the_start(self, region: Computation) -> list[Buffer]:
@@ -187,7 +203,7 @@ class _Live:
             item
             for node in region.kernels
             for item in node.writes
-            if item.value in self.pieced and (node.name == "move!" or node.matmuls)
+            if item.value in self.in_chunks and (node.name == "move!" or node.matmuls)
         ]
 
     def inside(self, node: Kernel) -> Buffer | None:
@@ -206,7 +222,7 @@ class _Live:
         """Bytes of a ring's chunks in flight while a kernel runs its matmuls, or while it reduces their sum."""
         total = 0.0
         for step, ring in dict(
-            self.served[run.results[0].value] for run in node.matmuls if run.in_ring == "gather"
+            self.rings[run.results[0].value] for run in node.matmuls if run.in_ring == "gather"
         ).items():
             assert isinstance(step, Reshard)
             devices = devices_of(self.plan.torus, ring.axes)
@@ -244,7 +260,7 @@ class _Live:
             return None
         return Buffer(table.bytes, table.value, node)
 
-    def loop(self, node: Kernel, ends: list[Buffer], kept: set[int]) -> None:
+    def loop(self, node: Kernel, ends: list[Buffer], retained: set[int]) -> None:
         """Allocate a loop's results (but stacks without readers), then allocate and free the buffers of each of its bodies."""
         ended = {id(i) for i in ends}
         for first, out in node.carries:  # the carry overwrites its first value
@@ -253,7 +269,7 @@ class _Live:
                 self.drop(first)
         carried = {id(out) for _, out in node.carries}
         for out in node.writes:
-            if out.readers or id(out) in kept | carried:
+            if out.readers or id(out) in retained | carried:
                 self.add(out)
         self.sample(node)
         for region in node.bodies:
@@ -273,6 +289,7 @@ class _Live:
             assert abs(self.total - before) < 1 + 1e-9 * before
 
     def memory(self) -> Memory:
+        """The result, with the buffers that are live at the peak."""
         live: dict[int, tuple[Buffer, float]] = {}
         for item, size in self.events[: self.before_peak]:
             if size is None:
