@@ -98,7 +98,7 @@ class Overlap:
         ``pallas``: the same ring in one kernel.
       reason: a sentence.
       tensor, axes: the name of the array, and the mesh axes of the collective.
-      products: the number of matmuls that the ring is overlapped with.
+      matmuls: the number of matmuls that the ring is overlapped with.
       count: runs per step; None: not known.
       exposed: choice → exposed seconds of one run (``pallas`` only if a kernel supports it); None: the chip is not known.
       origin: the first matmul.
@@ -110,7 +110,7 @@ class Overlap:
     reason: str
     tensor: str
     axes: tuple[str, ...]
-    products: int
+    matmuls: int
     count: int | None
     exposed: dict[str, float] | None
     origin: Op | None = None
@@ -126,7 +126,7 @@ class Overlap:
     def to_dict(self) -> dict[str, Any]:
         return {
             "kind": self.kind, "choice": self.choice, "reason": self.reason, "gain": self.gain, "tensor": self.tensor,
-            "axes": list(self.axes), "products": self.products, "count": self.count, "exposed": self.exposed,
+            "axes": list(self.axes), "matmuls": self.matmuls, "count": self.count, "exposed": self.exposed,
             "source": self.origin.source if self.origin is not None else "",
         }  # fmt: skip
 

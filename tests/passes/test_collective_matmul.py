@@ -58,7 +58,7 @@ def mlp_plan(overlap, width=14336, batch=64, seq=2048, embed=4096, layout=MLP, *
 
 
 def found(plan):
-    return [(o.kind, o.choice, o.axes, o.products) for o in plan.overlaps]
+    return [(o.kind, o.choice, o.axes, o.matmuls) for o in plan.overlaps]
 
 
 def rings_of(plan):
@@ -223,7 +223,7 @@ def test_an_axis_over_two_torus_dimensions_is_gathered_over_the_minor_one_and_se
 def test_products_that_share_a_gather_share_its_ring_and_others_find_it_kept():
     plan = mp.plan(model.train_step, model.STATE, model.TOKENS, mesh=model.MESH, layout=SEQUENCE, dims=model.DIMS,
                    overlap="ring")  # fmt: skip
-    inner = Counter((o.kind, o.products) for o in plan.overlaps if o.count == model.LAYERS)
+    inner = Counter((o.kind, o.matmuls) for o in plan.overlaps if o.count == model.LAYERS)
     assert inner["gather", 3] == 2  # q, k, v, forward; and of what comes back through them, for their weights
     assert inner["scatter", 3] == 1  # the three cotangents of what q, k and v read, added up
     assert any(ring.keep_gathered for ring in rings_of(plan) if isinstance(ring, GatherRing))
@@ -299,7 +299,7 @@ def test_beside_a_hop_a_device_of_two_cores_runs_one_product():
     (o,) = mp.plan(two, *args, layout=MLP, dims=dims, overlap="ring", options="off", **where).overlaps
     rows = 256 // 64 * 2048
     one, whole = product(rows, 4096, 14336 // 8, 8, **V5P), product(rows, 4096, 14336 // 8, **V5P)
-    assert o.products == 2
+    assert o.matmuls == 2
     assert 4 * one < 2 * hop  # else both would hide the hops whole
     waits = 3 * (hop - one) + (hop / 2 - one)
     assert o.exposed["ring"] == pytest.approx(2 * (8 * one - whole) + 8 * 2 * start + joins + waits)
