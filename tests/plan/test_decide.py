@@ -11,8 +11,9 @@ from jax import lax
 import meshpar as mp
 from meshpar.errors import UnknownAxisError
 from meshpar.plan.assignment import AxisAssignment
-from meshpar.plan.decide import Facts, Operand, ShardType, add_to_carry, broadcast_spec, decide
+from meshpar.plan.decide import Facts, Operand, ShardType, add_to_carry, broadcast_spec, decide, kind_after
 from meshpar.plan.partial import read_counts, reduce_in_values
+from meshpar.rules.partial import LINEAR, MOVES
 
 SIZES = {"data": 4, "model": 2}
 D, M = ("data",), ("model",)
@@ -105,6 +106,17 @@ def test_an_indexed_read_leaves_the_table_split_and_its_result_is_partial():
     (result,) = found.results
     assert (result.partial, result.kind) == (D, "indexed")
     assert result.spec[-1] == M
+
+
+def test_an_indexed_read_keeps_the_table_split_even_if_the_indices_have_the_axis_by_the_layout():
+    # gathering the table sends 64 · 32 · 4 · 3/4 bytes, reducing the 8 · 32 elements that are read far fewer
+    case = Case(
+        lambda table, i: table[i], f32(64, 32), jax.ShapeDtypeStruct((8,), jnp.int32),
+        dims={"table": "vocab embed", "i": "n"}, layout="n: data; vocab: data", op="gather",
+    )  # fmt: skip
+    found = case.decide(case.changed(1, spec=((), ())))
+    assert found.operands[0] == (D, ())
+    assert found.results[0].partial == D
 
 
 def test_a_window_of_an_array_that_only_a_loop_reads_is_read_from_the_gathered_array():
@@ -203,6 +215,26 @@ def test_an_elementwise_op_works_where_the_layout_puts_its_result():
     found = case.decide([replace(case.operands[0], spec=((), D)), replace(case.operands[1], spec=((), ()))])
     assert found.operands == ((D, M), ((), M))  # the dim of size 1 is unsharded
     assert found.results == (ShardType((D, M)),)
+    assert found.stored == ((D, M),)
+
+
+def test_no_operand_is_resharded_for_a_partial_one():
+    def fn(mask, x):
+        return lax.select(mask, x, jnp.zeros_like(x))
+
+    mask = jax.ShapeDtypeStruct((16, 8), jnp.bool_)
+    dims = {"mask": "rows cols", "x": "rows cols"}
+    case = Case(fn, mask, f32(16, 8), dims=dims, layout="rows: data", op="select_n")
+    partial = [replace(v, partial=M) if v is not None and v.value.path == "x" else v for v in case.operands]
+    assert case.decide(partial).results == (ShardType((D, ()), M),)
+    moved = [replace(v, spec=((), D)) if v is not None and v.value.path == "mask" else v for v in partial]
+    assert case.decide(moved).results == (ShardType((D, ())),)
+    assert case.decide(moved).reduce == (2,)
+
+
+def test_the_reduction_after_a_law():
+    assert kind_after(LINEAR, "indexed") == "sum"
+    assert kind_after(MOVES, "max") == kind_after(None, "max") == "max"
 
 
 def test_an_op_on_constants_is_made_where_it_is_read():
