@@ -33,8 +33,8 @@ VENDORS = {"cudnn": "cuda"}
 
 
 OUTLINE = jax.make_user_context(False)
-"""Where it is True, only shapes and FLOPs are read of what is traced: an op with implementations for several platforms, which all
-have the same, is traced as one of them, a TPU's if it has one. It is part of JAX's trace-cache key."""
+"""If True, only shapes and FLOPs of the traced program are used. An op with implementations for several platforms, whose shapes and
+FLOPs are equal, is then traced as one of them, a TPU's if it has one. It is part of JAX's trace-cache key."""
 
 
 class Unsupported(tuple[str, ...]):

@@ -30,10 +30,10 @@ COLLECTIVE_IDS: dict[str, int] = {name: (1 + number) * 2**MESH_AXES for number, 
 
 
 def collective_id(name: str, axes: Sequence[str]) -> int:
-    """The number of a kernel that one program may run over different mesh axes.
+    """The collective id of a kernel that one program may run over different sets of mesh axes.
 
-    A device that is through with one group's exchange and begins that of another group must not be counted by those that
-    still wait for members of the first: so every set of axes has a number of its own.
+    Each set of axes has its own id. With a shared one, devices that wait at a barrier of one group would count a signal of a device
+    that has already started the exchange of another group.
 
     Args:
       name: of the kernel.

@@ -281,9 +281,9 @@ def tpu_cores() -> int:
 def gpu_architecture() -> tuple[int, int]:
     """Compute capability of the GPU that kernels traced now are for.
 
-    The architecture of the mesh that is traced for (`shard_map`), if its devices are of a known kind; else that of
-    `jax.default_device`, which may be a device of a topology; else that of the first device, if JAX has looked
-    for devices yet. (9, 0) where that is no GPU, as JAX itself assumes when it compiles for one.
+    It is taken from the mesh of the current `shard_map`, if its devices are of a known kind; else from
+    `jax.default_device`, which may be a device of a topology; else from the first device, if JAX has initialized
+    its devices. (9, 0) if that is not a GPU, as JAX assumes when it compiles for one.
     """
     kind = _mesh_kind()
     for pattern, capability in ((r"\bG?H[12]00\b", (9, 0)), (r"\bG?B200\b", (10, 0))):

@@ -48,14 +48,15 @@ def ring_attention(
 ) -> jax.Array:
     """Attention over a sequence that is split over devices (context parallelism); local to `jax.shard_map`.
 
-    - "ring": queries stay, K/V go round by `ppermute` while attention to those at hand is computed; blocks that are masked
-      whole are skipped, and with a window K/V go only as far as somebody sees them. Memory is that of a few K/V blocks of
+    - "ring": K and V circulate by `ppermute` while attention to the blocks at hand is computed. Fully masked blocks are
+      skipped; with a window, K and V are sent only to devices that use them. Memory: a few K/V blocks of
       one device. Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers".
-    - "ulysses": all-to-alls trade the split of the sequence for one of the heads. Needs H to divide over the A devices, and
-      Hkv to divide too, or A by Hkv: then each K/V head is copied to the A/Hkv devices that use it. Source: Jacobs et al. 2023.
-    - "gathered": K and V are all-gathered; in the backward pass again, and their gradients reduce-scattered in float32.
-    - None: `attention_costs` says which, at its default figures: of those whose heads divide and that need at most 2 GiB
-      in addition to operands and results, the one with the least estimated time; ring only from 256K tokens, if another fits.
+    - "ulysses": all-to-alls exchange the sharding of the sequence for a sharding of the heads. H must divide over the A devices,
+    and
+      so must Hkv, or A over Hkv: then each K/V head is copied to the A/Hkv devices that use it. Source: Jacobs et al. 2023.
+    - "gathered": K and V are all-gathered, in the backward pass as well; their gradients are reduce-scattered in float32.
+    - None: the strategy with the least time estimated by `attention_costs`, among those whose heads divide and that need at most
+      2 GiB in addition to operands and results; ring only from 256K tokens, if another fits.
 
     On a device scores are made in chunks, forward and backward, so that none of the three ever holds S×S of them; saved for
     the backward pass are q, k, v, the result, and one float32 log-sum-exp a row and head. Softmax and accumulators are in float32,
@@ -82,9 +83,9 @@ def ring_attention(
         scores of the device. None: on GPUs "cudnn" for each block that it can take, else "xla", unless
         `MESHPAR_KERNELS=pallas`; with `MESHPAR_KERNELS=reference` always "xla".
       chunks: queries and keys in one block of scores of "xla".
-      scatter: how "gathered" sums the gradients of keys and values, one axis after the other: "xla" by its reduce-scatters,
-        "ring" by rings of permutes; None: "ring" over several axes, where XLA for TPUs makes all-reduces of them, which send
-        twice as much.
+      scatter: how "gathered" reduces the gradients of keys and values, one axis after the other: "xla" by XLA's reduce-scatters,
+        "ring" by rings of permutes; None: "ring" over several axes, for which XLA on TPUs uses all-reduces, which send
+        twice the bytes.
 
     Returns:
       [B, Sq/A, H, Dv], q's dtype. A query that sees nothing gives 0, and gradients of 0. Differentiable in q, k and v.

@@ -1,9 +1,9 @@
 """The fused TPU matmuls for a compiler: `lax.dot_general`s of any rank, reshaped to the two-dim operands that the kernels take.
 
-Rows are the dims of the gathered (or scattered) operand that are not summed over, columns those of the other. Blocks stand first
-where the kernels put them together, so that a block dim that is not the first has to be moved. Several products of one
-gathered operand are one product with more columns; a sum of products is one with more to sum over. Both copy, and what is copied
-is counted.
+Rows are the dims of the gathered (or scattered) operand that are not contracted, columns the dims of the other operand that are
+not. The kernels concatenate blocks along the first dim, so another block dim is transposed to the front. Several matmuls of one
+gathered operand become one matmul with more columns; a sum of matmuls becomes one matmul with a longer contraction. Both copy
+operands; the copied bytes are counted.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ class FusedScatter(_Fused):
         self.copied += self.after
 
     def __call__(self, operands: Sequence[tuple[jax.Array, jax.Array]], axis_name: Axes) -> jax.Array:
-        """The sum of the matmuls, reduce-scattered over the devices: this device's block. Its gradient is that of the ring."""
+        """This device's block of the reduce-scattered sum of the matmuls. The gradient is computed by the ring."""
 
         def plain(*flat: jax.Array) -> jax.Array:
             pairs = list(zip(flat[::2], flat[1::2], strict=True))

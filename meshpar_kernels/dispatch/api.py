@@ -131,8 +131,8 @@ def expert_dispatch(
 
     Args:
       x: [T, H], this device's tokens.
-      expert: int [T, k]; anything outside of 0…E-1 is no choice. Or the plan of `route`, which has ranked the choices, so
-        that nothing is sorted (but with "ring", what comes); what it drops is no choice.
+      expert: int [T, k]; numbers outside of 0…E-1 are ignored. Or the plan of `route`, which contains the sorted order of the
+        choices (with "ring", received choices are still sorted); dropped choices are ignored.
       experts: E, a multiple of the number of devices; of a plan its own.
       weight: float32 [T, k], sent along to scale the rows where the experts are (`Dispatch.row_scale`): the backward pass
         then needs no row of the result. None: see `expert_combine`.
@@ -147,8 +147,8 @@ def expert_dispatch(
         and `rows` best one of 16. No default, as no TPU has timed it.
 
     Returns:
-      (buffer [R, H], `Dispatch`): R = devices·rows (a2a) or rows; the first rows of the buffer are those of this device's
-      first expert, and so on, `Dispatch.group_sizes` of each; rows not in use are 0. Without `copy` what arrived: [T, H]
+      (buffer [R, H], `Dispatch`): R = devices·rows (a2a) or rows; the rows of the buffer are grouped by expert, in the order of
+      this device's experts, `Dispatch.group_sizes` rows each; rows not in use are 0. Without `copy` the received tokens: [T, H]
       (local), [devices·T, H] (ring) or [R, H] (a2a; rows not in use hold anything). Differentiable in x and weight.
 
     Raises:

@@ -67,15 +67,15 @@ def grouped_matmul(
         changes no result: with it lhs's gradient is gathered and summed, in the same order every time; without it, scattered.
       row_scale: [M], factor on each row of the result (after the activation), in float32.
       rhs_scale: of quantized weights, rhs of int8 or float8_e4m3fn: float [G, N], or [G, B, N] for B blocks of K (B divides
-        K), whatever `transpose_rhs`; a pair where rhs is one. The weights are rhs · rhs_scale, and constants: the gradient of lhs
-        is through them, theirs is not defined. A kernel converts and scales what it has in VMEM, and "xla" those for one group at a
-        time, so that no dequantized copy of all exists. On TPUs where the blocks are multiples of 128, or one; there is no GPU
-        kernel for them.
+        K), whatever `transpose_rhs`; a pair where rhs is one. The weights are rhs · rhs_scale, and constants: lhs has a
+        gradient, they have none. A kernel converts and scales tiles in VMEM, "xla" the weights of one group at a
+        time, so that the weights are never dequantized all at once. On TPUs where the blocks are multiples of 128, or one; there is
+        no GPU kernel for them.
       out_dtype: dtype of the result; None: lhs's.
       implementation: None takes "pallas_tpu" where the program is lowered for a TPU, "pallas_gpu" where for
         an NVIDIA GPU, and the kernel can take these arguments, else "xla", a loop over tiles (and always with
         `MESHPAR_KERNELS=reference`). "reference" multiplies all rows by all groups. "pallas" is the kernel of the
-        platform, or an error: what it cannot take (float32 on a GPU, a GPU before Hopper) is said there and not hidden.
+        platform, or an error that lists the arguments that it does not support (float32 on a GPU, a GPU before Hopper).
       tile: (rows, K, N) of one step of the Pallas kernel; None: the tuning table's entry for this matmul on this
         device, else the one that moves the fewest bytes (see `meshpar_kernels.tuning`).
       gather: with `lhs_indices`: "fused" lets the TPU kernel copy the rows into the tiles it multiplies, so that
