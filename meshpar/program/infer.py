@@ -19,7 +19,7 @@ from ..rules import ELEMENTWISE, OpRule, having, no_rule, primitive, separated
 from ..rules.rule import NameLink
 from ..rules.shape import reshape_order
 from .ir import Frame, Join, Op, Program, Value
-from .names import NONE, DimSlice, Nodes, Unifier
+from .names import NONE, DimSlice, Nodes, Unifier, joined_names
 from .primitives import name_dims_p, place_p
 
 
@@ -62,7 +62,7 @@ def infer(
         outputs.append(value)
     builder.finish()
     program = Program(closed, root, inputs, outputs, builder.unifier)
-    for a, b, origin_a, origin_b, op in builder.unifier.joins():
+    for a, b, origin_a, origin_b, op in joined_names(builder.unifier):
         program.joins.append(Join(a, b, origin_a, origin_b, op.source if isinstance(op, Op) else None))
     return program
 

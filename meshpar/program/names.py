@@ -430,29 +430,30 @@ class Unifier:
         """All names, without inherited and primed ones."""
         return {name for names in self.names.values() for name in names}
 
-    def joins(self) -> Iterable[tuple[str, str, str, str, object]]:
-        """(name, name, origin, origin, op) for every two names of one class, or of two dims of one value that an op would join."""
-        seen: set[frozenset[str]] = set()
-        classes: list[tuple[dict[str, str], object]] = []
-        for members in self.weak_members.values():
-            found: dict[str, str] = {}
-            for m in members:
-                for name, origin in self.names.get(self.find(m), {}).items():
+
+def joined_names(unifier: Unifier) -> Iterable[tuple[str, str, str, str, object]]:
+    """(name, name, origin, origin, op) for every two names of one class, or of two dims of one value that an op would join."""
+    seen: set[frozenset[str]] = set()
+    classes: list[tuple[dict[str, str], object]] = []
+    for members in unifier.weak_members.values():
+        found: dict[str, str] = {}
+        for m in members:
+            for name, origin in unifier.names.get(unifier.find(m), {}).items():
+                found.setdefault(name, origin)
+        classes.append((found, None))
+    in_weak = {unifier.find(m) for ms in unifier.weak_members.values() for m in ms}
+    classes += [(names, None) for root, names in unifier.names.items() if root not in in_weak]
+    for a, b, where in unifier.soft:
+        found = {}
+        for atom in (*unifier.atoms(a), *unifier.atoms(b)):
+            for m in unifier.weak_members.get(unifier._weak_find(atom), [atom]):
+                for name, origin in unifier.names.get(unifier.find(m), {}).items():
                     found.setdefault(name, origin)
-            classes.append((found, None))
-        in_weak = {self.find(m) for ms in self.weak_members.values() for m in ms}
-        classes += [(names, None) for root, names in self.names.items() if root not in in_weak]
-        for a, b, where in self.soft:
-            found = {}
-            for atom in (*self.atoms(a), *self.atoms(b)):
-                for m in self.weak_members.get(self._weak_find(atom), [atom]):
-                    for name, origin in self.names.get(self.find(m), {}).items():
-                        found.setdefault(name, origin)
-            classes.append((found, where))
-        for found, where in classes:
-            names = list(found)
-            for other in names[1:]:
-                key = frozenset((names[0], other))
-                if key not in seen:
-                    seen.add(key)
-                    yield names[0], other, found[names[0]], found[other], where
+        classes.append((found, where))
+    for found, where in classes:
+        names = list(found)
+        for other in names[1:]:
+            key = frozenset((names[0], other))
+            if key not in seen:
+                seen.add(key)
+                yield names[0], other, found[names[0]], found[other], where

@@ -14,13 +14,13 @@ def reshape(ins, outs, *extents):
     return OpRule([ins], [outs], list(extents), ["pass_through"] * len(extents))
 
 
-def test_a_minor_factor_is_split_where_all_before_it_are_cut_to_one():
+def test_a_minor_factor_is_sharded_only_if_all_major_ones_are_sharded_to_size_one():
     rule = reshape([(0, 1)], [(0,), (1,)], 2, 4)
     assert contiguous_only(rule, [("x",), ("y",)], SIZES) == [("x",), ("y",)]
     assert contiguous_only(rule, [(), ("y",)], SIZES) == [(), ()]
 
 
-def test_what_one_array_drops_is_not_major_to_a_factor_of_another():
+def test_a_factor_that_loses_its_axes_in_one_array_is_unsharded_in_the_others():
     # [4, 4, 4] → [8, 8]: the middle dim is split in two, one for each neighbour
     rule = reshape([(0,), (1, 2), (3,)], [(0, 1), (2, 3)], 4, 2, 2, 4)
     assert contiguous_only(rule, [(), ("y",), ("x",), ()], SIZES) == [(), (), (), ()]
@@ -28,7 +28,7 @@ def test_what_one_array_drops_is_not_major_to_a_factor_of_another():
     assert contiguous_only(rule, [("x", "y"), ("z",), ("u",), ()], SIZES | {"z": 2, "u": 2})[2] == ("u",)
 
 
-def test_layouts_share_the_answers_to_questions_about_dims_of_the_same_rules():
+def test_layouts_with_the_same_rules_for_some_names_share_their_assignment():
     def step(x, w, v):
         return jnp.tanh(x @ w) @ v
 

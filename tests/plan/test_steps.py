@@ -88,17 +88,17 @@ def constant(made):
     return Constant(None, made, 0)
 
 
-def test_steps_that_are_in_order_stay_as_they_are():
+def test_sorted_steps_are_not_reordered():
     steps = (step([A], [B]), step([A], [C]), step([B, C], [D]))
     assert topological_order(steps) == steps
 
 
-def test_a_step_comes_after_those_whose_results_it_reads():
+def test_a_step_follows_the_steps_whose_results_it_reads():
     first, second, third = step([A], [B]), step([B], [C]), step([C], [D])
     assert topological_order([third, second, first]) == (first, second, third)
 
 
-def test_what_floats_comes_just_before_what_reads_it_first_or_not_at_all():
+def test_deferred_steps_are_placed_before_their_first_reader_or_left_out():
     floats, unread = constant(B), constant(C)
     first, second, third = step([A], [shard("x")]), step([B], [D]), step([B], [shard("y")])
     assert topological_order([floats, unread, first, second, third]) == (first, floats, second, third)
@@ -106,7 +106,7 @@ def test_what_floats_comes_just_before_what_reads_it_first_or_not_at_all():
     assert topological_order([floats, first], [None, B]) == (first, floats)
 
 
-def test_copies_float_and_where_a_value_rests_does_not():
+def test_copies_are_deferred_and_other_reshards_are_not():
     copy, rest = (Reshard(None, A, made, (), (), copy) for made, copy in ((B, True), (C, False)))
     reader = step([B, C], [D])
     assert topological_order([copy, rest, step([A], [shard("x")]), reader])[0] is rest
@@ -138,7 +138,7 @@ def nested():
     )  # fmt: skip
 
 
-def test_a_walk_goes_into_bodies_after_the_step_that_holds_them():
+def test_all_steps_has_the_steps_of_bodies_after_their_loop():
     plan = nested()
     steps = list(plan.body.all_steps)
     assert len(steps) == len(set(steps))
@@ -161,7 +161,7 @@ def test_with_calls_has_the_steps_of_calls_in_their_place_and_no_loops_steps():
     assert any(isinstance(s, Run) and s.op.name == "tanh" for s in loop.body.with_calls)
 
 
-def test_what_a_loop_reads_from_outside_is_what_it_says():
+def test_free_shards_of_a_loop_are_its_operands():
     plan = mp.plan(
         lambda x, w, n: lax.scan(lambda c, y: (jnp.tanh(c @ w) + n, c @ y), x, jnp.ones((3, 4, 2)))[0],
         f32(8, 4), f32(4, 4), f32(), mesh=model.MESH, layout="batch: data; in: data", dims={"x": "batch _", "w": "in _"},
@@ -172,7 +172,7 @@ def test_what_a_loop_reads_from_outside_is_what_it_says():
     assert set(free_shards(loop.body)) <= {*loop.consts, *loop.hoisted}
 
 
-def test_rewriting_nothing_gives_the_very_body():
+def test_rewriting_without_changes_returns_the_same_body():
     plan = nested()
     seen = []
     assert rewrite_bodies(plan.body, lambda body: seen.append(body) or body) is plan.body
@@ -180,7 +180,7 @@ def test_rewriting_nothing_gives_the_very_body():
     assert len(seen) == 1 + sum(len(s.bodies) for s in plan.body.all_steps)
 
 
-def test_a_step_says_what_it_reads_makes_and_sends():
+def test_reads_makes_and_sends_of_steps():
     plan = nested()
     sends = [c for s in plan.body.all_steps for c in s.sends]
     assert sends == list(plan.collectives)

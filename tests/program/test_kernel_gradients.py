@@ -82,7 +82,7 @@ def kernel(fn, rule):
     return Kernel(fn, parse_rule(rule), None, None, "mine")
 
 
-def test_what_attention_keeps_has_its_factors():
+def test_residuals_of_attention_have_its_factors():
     kept = with_residuals(kernel(attend, RULE), operands())
     dims = kept.backward.notation.ins
     assert (("batch",), ("kv_heads",), ("group",), ()) in dims  # the log-sum-exp
@@ -138,7 +138,7 @@ def test_the_forward_pass_runs_no_third_time():
     assert softmaxes(traced) == 4
 
 
-def test_a_linear_kernel_keeps_its_operands_alone():
+def test_a_linear_kernel_saves_its_operands_alone():
     kept = with_residuals(
         kernel(lambda x, w: x @ w, "m k, k n -> m n"), [np.ones((4, 6), np.float32), np.ones((6, 8), np.float32)]
     )
@@ -155,7 +155,7 @@ def test_a_linear_kernel_keeps_its_operands_alone():
     ],
     ids=["transform", "search", "elementwise"],
 )
-def test_what_is_dear_is_kept_and_what_is_cheap_is_made_again(fn, saved):
+def test_expensive_residuals_are_saved_and_cheap_ones_recomputed(fn, saved):
     kept = with_residuals(kernel(fn, "rows cols! -> rows cols!"), [np.ones((4, 6), np.float32)])
     assert [which for which, _ in kept.saved] == [saved]
 
@@ -172,7 +172,7 @@ def of_merged(x):
 
 
 @pytest.mark.parametrize("fn", [of_all, of_merged])
-def test_what_cannot_be_told_is_run_again(fn):
+def test_kernels_whose_residuals_have_unknown_dims_are_recomputed(fn):
     assert with_residuals(kernel(fn, "rows cols -> rows cols"), [np.ones((4, 6), np.float32)]) is None
 
 
