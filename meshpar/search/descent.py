@@ -156,7 +156,8 @@ def _plan_schemes(evaluation: Evaluation, space: Space, candidates: Sequence[Siz
 def _descend(evaluation: Evaluation, space: Space, candidates: Sequence[Sizes]) -> None:
     """Descend from the shortest schemes that do not fit, from the best that fit, and from the best candidate of these descents.
 
-    The last descent, from the best candidate, also has separate rules for parameters and optimizer state.
+    The descent from the best candidate also has separate rules for parameters and optimizer state. A last one starts from the
+    candidate with the fewest rules that ties with the best.
     """
     rows = evaluation.rows
     shared = [dim for dim in space.dims if dim[1] is None]
@@ -174,8 +175,16 @@ def _descend(evaluation: Evaluation, space: Space, candidates: Sequence[Sizes]) 
         start = min(best, key=lambda p: (abs(len(p.sizes) - 2), evaluation.rank(rows[p]), p.layout))
         if dims is shared and (rows[start].seconds, rows[start].peak) in started:
             continue
+        started.add((rows[start].seconds, rows[start].peak))
         with contextlib.suppress(OutOfPatience):
             _descend_from(evaluation, space, candidates, start, dims, set())
+    # of the candidates that tie with the best, the one with the fewest rules: the result prefers it
+    fits, metric, _ = min(map(evaluation.rank, rows.values()))
+    ties = [p for p in rows if evaluation.rank(rows[p])[:2] <= (fits, (1 + POLICY.tie_fraction) * metric)]
+    start = min(ties, key=lambda p: (len(p.rules), evaluation.rank(rows[p]), p.layout))
+    if (rows[start].seconds, rows[start].peak) not in started:
+        with contextlib.suppress(OutOfPatience):
+            _descend_from(evaluation, space, candidates, start, shared, set())
 
 
 def _starts(evaluation: Evaluation) -> list[Point]:
