@@ -420,11 +420,8 @@ def search(
             program.fn, *args, mesh=row.mesh, topology=topology, layout=row.layout, effort="full" if full_effort else "fast",
             progress=progress, kwargs={**call, **program.keywords}, **vars(program.options),
         )  # fmt: skip
-        schedule = (
-            ""
-            if result.exposed is None or not full_effort
-            else f", {format_seconds(result.exposed.schedule)} by its schedule"
-        )
+        seconds = result.exposed.schedule if result.exposed is not None and full_effort else None
+        schedule = "" if seconds is None else f", {format_seconds(seconds)} by its schedule"
         return f"compiled: {format_memory(result.memory.peak)}, sends {format_bytes(result.bytes_sent)}{schedule}"
 
     where = auto_mesh(planned_mesh(mesh or "data=-1", topology))
