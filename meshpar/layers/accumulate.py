@@ -121,7 +121,10 @@ def microbatches_for(batch: int, *, rows: int, mesh: AnyMesh, layout: Any, dim: 
 
 
 def _has_rows(argument: Any) -> bool:
-    """Whether an argument has an array with a leading dim; a PRNG key has none, nor has a raw key of two 32-bit words."""
+    """Whether a tree has an array with a leading dim, which can be split into microbatches.
+
+    Scalars, typed PRNG keys and raw keys (two 32-bit words) have none.
+    """
     return any(
         np.ndim(x) > 0 and not (np.shape(x) == (2,) and getattr(x, "dtype", None) == np.uint32)
         for x in jax.tree.leaves(argument)
@@ -137,9 +140,12 @@ def _check_rows(batches: Mapping[int, Any]) -> None:
     Raises:
       DivisibilityError: they have not.
     """
-    rows = {i: {np.shape(x)[0] if np.ndim(x) else None for x in jax.tree.leaves(x)} for i, x in batches.items()}
-    if len(sizes := set().union(*rows.values())) > 1 and None not in sizes:
-        text = ", ".join(f"argument {i}: {' and '.join(map(str, sorted(n)))}" for i, n in rows.items())
+    rows = {
+        i: sorted({np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)})
+        for i, batch in batches.items()
+    }
+    if len({size for sizes in rows.values() for size in sizes}) > 1:
+        text = ", ".join(f"argument {i}: {' and '.join(map(str, sizes))}" for i, sizes in rows.items())
         raise DivisibilityError(
             f"mp.accumulate_gradients: the arrays of the batch have different leading sizes ({text})",
             fixes=["list the arguments that are batches: argnums=1, or argnums=(1, 2)"],
