@@ -1,4 +1,5 @@
-"""GPUs that NVLink joins: how a kernel names the others, and which machines the kernels that write to them can use."""
+"""The GPUs of one NVLink domain: their ranks and coordinates inside a kernel, and which machines can run kernels that
+write to them."""
 
 from __future__ import annotations
 
@@ -22,12 +23,13 @@ ARCHITECTURES = (9, 10)
 
 
 class Peers(NamedTuple):
-    """The devices of one mesh axis or of several as one, the first major, as one of them names the others.
+    """The devices of one mesh axis, or of several axes as one (the first major), from the view of one of them.
 
     Attributes:
-      axes, sizes: of the mesh.
+      axes, sizes: the mesh axes, and their sizes.
       rank: of this device.
-      coords: its coordinates on all mesh axes, since `lax.axis_index` is not available inside one warp.
+      coords: {mesh axis: coordinate} of this device on all mesh axes, since `lax.axis_index` is not available inside
+        one warp.
     """
 
     axes: tuple[str, ...]
@@ -37,7 +39,7 @@ class Peers(NamedTuple):
 
     @classmethod
     def of(cls, axes: Sequence[str], sizes: Sequence[int]) -> Peers:
-        """Inside a kernel; a device that is alone needs no mesh."""
+        """The devices of these mesh axes; called inside a kernel. One device needs no mesh."""
         if all(n == 1 for n in sizes):
             return cls(tuple(axes), tuple(sizes), jnp.int32(0), {})
         mesh = jax.sharding.get_abstract_mesh()
@@ -58,11 +60,12 @@ class Peers(NamedTuple):
 
 
 def machine_reasons(devices: int, axes: Sequence[str] = (), blocks: int = 0) -> list[str]:
-    """Reasons why this number of GPUs cannot run a kernel that writes to peers; empty if they can.
+    """Reasons why this number of GPUs cannot run a kernel that writes to remote GPUs; empty if they can.
 
     Args:
-      axes: of the mesh, which join them.
-      blocks: of threads that wait for each other, each of which takes a multiprocessor for itself.
+      devices: GPUs of the group.
+      axes: mesh axes that join them.
+      blocks: thread blocks that wait for each other, each of which needs a multiprocessor for itself.
     """
     reasons = _compat.host_reasons(axes)
     if devices > MOST_DEVICES:

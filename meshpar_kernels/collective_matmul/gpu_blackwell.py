@@ -1,10 +1,11 @@
 """The fused matmuls on Blackwell GPUs (sm_100a, Mosaic GPU): `tcgen05` overlapped with copies over NVLink.
 
-As on Hopper (`gpu_hopper`), with other roles. One warp loads, one issues the matmuls, a warpgroup writes, sends or adds up; the
-accumulators have two slots in tensor memory, so that a tile is multiplied while the one before leaves. A gather has a third
-warpgroup, which sends this device's rows.
+The grid and the order of tiles are as on Hopper (`gpu_hopper`); the roles of the warps differ. One warp loads and one
+issues the matmuls. A second warpgroup writes, sends or adds up tiles. The accumulators have two slots in tensor memory,
+so that one tile is multiplied while the tile before it is written or sent. A gather has a third warpgroup, which sends
+this device's rows.
 
-Stages and slots change hands as in `grouped_matmul.blackwell`.
+The protocol of stages and accumulator slots is the protocol of `grouped_matmul.blackwell`.
 """
 
 from __future__ import annotations
@@ -27,18 +28,23 @@ from meshpar_kernels.grouped_matmul.gpu_parts import smem
 __all__ = ["all_gather_matmul", "matmul_reduce_scatter"]
 
 MULTIPLYING, WRITER, SENDER = 0, 1, 2
-"""Warpgroups."""
+"""Indices of the warpgroups."""
 
 
 def _walk(
     gpu: Any, order: Order, num_sms: int, memory: tuple[Any, ...], transposed: bool, w: Any,
     copy_rows: Callable[..., None], store: Callable[..., None],
 ) -> None:  # fmt: skip
-    """The first two warpgroups' work.
+    """The loop over this block's tiles, for the warpgroups `MULTIPLYING` and `WRITER`.
 
     Args:
-      copy_rows: (turn, row, step of the tile, stage, barrier): starts the load of a step's rows, when they are there.
-      store: writes a tile: (tile number, step, row, column, float32 accumulator: first column, columns → values).
+      num_sms: thread blocks of the grid.
+      memory: (x stages, w stages, TMEM accumulators [m, 2 · n], barriers `full`, `empty`, `done`, `read`), from
+        `_memory`.
+      copy_rows: (ring step, row tile, K step, stage, barrier): starts the TMA copy of a stage of x, once its rows have
+        arrived.
+      store: (tile number, ring step, row tile, column tile, columns): writes or sends a tile; `columns(first, width)`
+        loads float32 columns of its accumulator into registers.
     """
     x_smem, w_smem, acc, full, empty, done, read = memory
     tile = order.tile
@@ -50,7 +56,8 @@ def _walk(
         return slot, acc.at[:, pl.ds(slot * tile.n, tile.n)]
 
     def each_tile(work):
-        """`work` on (number, turn, row, column) of each tile, its steps, and the steps and tiles before."""
+        """Call `work((tile number, ring step, row tile, column tile), K steps, K steps before, tiles before)` for each
+        tile of this block."""
 
         def one(i, _):
             number = multiprocessor + i * num_sms
@@ -69,6 +76,7 @@ def _walk(
         gpu.tcgen05_mma(total, x_smem.at[stage], weights, accumulate=i > 0)
 
     def write_tile(tile_at, steps, step, used):
+        """Wait until the accumulator is complete, store the tile, and release the accumulator slot (`read`)."""
         del steps, step
         slot, total = slot_of(used)
         gpu.barrier_wait(done.at[slot])
@@ -104,11 +112,30 @@ def _gather_kernel(
     transposed: bool,
     num_sms: int,
 ):
+    """The all-gather matmul, for one thread block: computes its tiles of out[block] = x of each device · w.
+
+    Args:
+      x: GMEM input [rows, K]: this device's block of rows.
+      w: GMEM input [K, n], or [n, K] with `transposed`.
+      out: GMEM output [A, rows, n].
+      recv_buffer: GMEM output [A - 1, rows, K] that remote GPUs write; block h is multiplied in ring step h + 1. None
+        for one device.
+      staging: SMEM [2, m, columns], the two slots of `gpu_peers.write`.
+      memory: as in `_walk`.
+      sending: (SMEM slots, barriers) of `gpu_peers.push`; empty for one device.
+      gpu: the module `jax.experimental.pallas.mosaic_gpu`.
+      axis: mesh axis over which the rows are sharded.
+      num_sms: thread blocks of the grid.
+    """
     tile, alone = order.tile, order.devices == 1
     peers = Peers.of((axis,), (order.devices,))
     arrived: Any = None if alone else gpu_peers.counts(gpu, (order.devices - 1, order.row_tiles))
 
     def copy_rows(step_index, row, i, dst, barrier):
+        """Start the copy of the rows of K step i into `dst`: of x in ring step 0, else of the receive buffer.
+
+        The first K step of a received tile waits until all chunks of the tile's rows have arrived.
+        """
         src_slice = pl.ds(row * tile.m, tile.m), pl.ds(i * tile.k, tile.k)
 
         @pl.when(step_index == 0)
@@ -161,6 +188,24 @@ def _scatter_kernel(
     transposed: bool,
     num_sms: int,
 ):
+    """The matmul reduce-scatter, for one thread block: computes its tiles of x[block] · w for all blocks.
+
+    A partial tile of another device's rows is sent to that device. In the last ring step the block is this device's
+    own: the received partial tiles are added to it, and the sum is written to `out`.
+
+    Args:
+      x: GMEM input [A, rows, k].
+      w: GMEM input [k, N], or [N, k] with `transposed`.
+      out: GMEM output [rows, N]: this device's rows of the sum.
+      recv_buffer: GMEM output [A - 1, rows, N] that remote GPUs write: block t has the partial results that were sent
+        in ring step t. None for one device.
+      staging: SMEM for `out`: [m, columns]; for one device [2, m, columns].
+      memory: as in `_walk`.
+      moving: (SMEM [2, m, columns], two barriers) for partial results that are sent or received; empty for one device.
+      gpu: the module `jax.experimental.pallas.mosaic_gpu`.
+      axis: mesh axis over which the rows of the result are scattered.
+      num_sms: thread blocks of the grid.
+    """
     tile, alone = order.tile, order.devices == 1
     peers = Peers.of((axis,), (order.devices,))
     summed: Any = None if alone else gpu_peers.counts(gpu, (order.row_tiles, order.column_tiles))
@@ -170,6 +215,10 @@ def _scatter_kernel(
         gpu.copy_gmem_to_smem(x.at[src_slice], dst, barrier)
 
     def store(number, step_index, row, column, columns):
+        """Send a tile, or, in the last ring step, add the received partial results to it and write the sum.
+
+        First it signals the receiver of the tile before that this tile has arrived (`gpu_peers.signal_tile`).
+        """
         first = row * tile.m
         target = out.at[pl.ds(first, tile.m)]
         width = staging.shape[-1]

@@ -1,11 +1,14 @@
 """The fused matmuls on Hopper GPUs (sm_90a, Mosaic GPU): `wgmma` overlapped with copies over NVLink.
 
-One block of threads on every multiprocessor walks the tiles of the result (`gpu_order`). A loading warpgroup and two multiplying
-ones have stages of shared memory between them, which change hands as in `grouped_matmul.hopper`. In a gather another warp of the
-loading warpgroup sends this device's rows (`gpu_peers.push`), and the loading one waits for the chunks of a tile's rows before it
-loads them. A scatter's multiplying warpgroups send partial results and add up the received ones in the last step.
+The grid has one thread block for each multiprocessor; block b computes the tiles b, b + num_sms, … of the result, in
+the order of `gpu_order.Order`. A block has three warpgroups: two that multiply and one that loads. They share a ring of
+shared-memory stages, with the protocol of `grouped_matmul.hopper`. In a gather a second warp of the loading warpgroup
+sends this device's rows (`gpu_peers.push`), and the loading warp waits until the chunks of a tile's rows have arrived
+before it loads them. In a scatter the multiplying warpgroups send partial results, and add the received ones to their
+own in the last step.
 
-All blocks must be resident at once: a block that waits for a peer's block would otherwise keep other blocks from starting.
+All blocks must be resident at once: a block that waits for data of a remote block would otherwise keep other blocks
+from starting.
 """
 
 from __future__ import annotations
@@ -29,10 +32,10 @@ from meshpar_kernels.grouped_matmul.hopper import CONSUMERS, load_stages, multip
 __all__ = ["CONSUMERS", "all_gather_matmul", "matmul_reduce_scatter"]
 
 LOADING = CONSUMERS
-"""The warpgroup after the multiplying ones."""
+"""Index of the loading warpgroup, after the multiplying ones."""
 
 LOADER, SENDER = 0, 1
-"""Its warps."""
+"""Warps of the loading warpgroup."""
 
 
 def _walk(
@@ -45,14 +48,16 @@ def _walk(
     store: Callable[..., None],
     concurrent: Callable[[], None] | None = None,
 ) -> None:  # fmt: skip
-    """The loading and the multiplying warpgroups' work.
+    """The loop over this block's tiles, for the loading warpgroup and for the two multiplying warpgroups.
 
     Args:
-      stages: the barriers `full` and `empty`.
-      load: (step index, row, column) → a function (K step, slot, barrier) that starts the copies of a stage.
-      multiply: (accumulator, slot, warpgroup) → issues the `wgmma`s of one stage.
-      store: writes a tile: (tile number, step, row, column, accumulator, warpgroup).
-      concurrent: run by a second warp concurrently with the loading warp.
+      num_sms: thread blocks of the grid.
+      stages: the barriers (`full`, `empty`), one of each for every stage.
+      load: (ring step, row tile, column tile) → a function (K step, stage, barrier) that starts the copies of a stage.
+      multiply: (accumulator, stage, warpgroup): issues the `wgmma`s of one stage.
+      store: (tile number, ring step, row tile, column tile, accumulator, warpgroup): writes or sends a tile.
+      concurrent: called by a second warp of the loading warpgroup, concurrently with the loading warp; None: no such
+        warp.
     """
     full, empty = stages
     warpgroup = lax.axis_index("warpgroup")
@@ -60,6 +65,9 @@ def _walk(
     num_own = share(order.tiles, multiprocessor, num_sms)
 
     def each_tile(work: Callable[..., None]) -> None:
+        """Call `work(tile number, ring step, row tile, column tile, K steps of the tiles before)` for each tile of this
+        block."""
+
         def one(i: Any, step: Any) -> Any:
             number = multiprocessor + i * num_sms
             work(number, *order.at(number), step)
@@ -89,6 +97,9 @@ def _walk(
         gpu.set_max_registers(232, action="increase")
 
         def make_tile(number, step_index, row, column, step):
+            """Compute one tile: allocate a float32 accumulator [ROWS, n] in registers, multiply all its stages, and
+            store it."""
+
             def with_acc(acc):
                 def matmuls(_, slot):
                     multiply(acc, slot, warpgroup)
@@ -102,11 +113,17 @@ def _walk(
 
 
 def _copy_weights(gpu: Any, order: Order, transposed: bool, w: Any, column: Any, i: Any, dst: Any, barrier: Any):
+    """Start the TMA copy of the weights of K step `i` and column tile `column` into `dst`; `barrier` counts the
+    arrival."""
     inner, outer = pl.ds(i * order.tile.k, order.tile.k), pl.ds(column * order.tile.n, order.tile.n)
     gpu.copy_gmem_to_smem(w.at[(outer, inner) if transposed else (inner, outer)], dst, barrier)
 
 
 def _start_products(gpu: Any, transposed: bool, x_smem: Any, w_smem: Any, acc: Any, slot: Any, warpgroup: Any):
+    """Issue acc += x · w for one stage, as one `wgmma`: the warpgroup's `ROWS` rows of x_smem[slot] times w_smem[slot].
+
+    It is asynchronous: the caller waits with `wgmma_wait`.
+    """
     weights = _compat.transpose_ref(w_smem.at[slot]) if transposed else w_smem.at[slot]
     gpu.wgmma(acc, x_smem.at[slot, pl.ds(warpgroup * ROWS, ROWS)], weights)
 
@@ -126,12 +143,31 @@ def _gather_kernel(
     transposed: bool,
     num_sms: int,
 ):
+    """The all-gather matmul, for one thread block: computes its tiles of out[block] = x of each device · w.
+
+    Args:
+      x: GMEM input [rows, K]: this device's block of rows.
+      w: GMEM input [K, n], or [n, K] with `transposed`.
+      out: GMEM output [A, rows, n].
+      recv_buffer: GMEM output [A - 1, rows, K] that remote GPUs write; block h is multiplied in ring step h + 1. None
+        for one device.
+      staging: SMEM [CONSUMERS, 2, ROWS, columns], two slots for each multiplying warpgroup (`gpu_peers.write`).
+      memory: (x stages, w stages, `full`, `empty`), from `_memory`.
+      sending: (SMEM slots, barriers) of `gpu_peers.push`; empty for one device.
+      gpu: the module `jax.experimental.pallas.mosaic_gpu`.
+      axis: mesh axis over which the rows are sharded.
+      num_sms: thread blocks of the grid.
+    """
     tile, alone = order.tile, order.devices == 1
     x_smem, w_smem, full, empty = memory
     peers = Peers.of((axis,), (order.devices,))
     arrived: Any = None if alone else gpu_peers.counts(gpu, (order.devices - 1, order.row_tiles))
 
     def load(step_index, row, column):
+        """Wait until the rows of a tile have arrived; return the function that starts the copies of its stages.
+
+        Ring step 0 reads this device's own rows, and waits for nothing.
+        """
         if arrived is not None:
 
             @pl.when(step_index > 0)
@@ -139,6 +175,7 @@ def _gather_kernel(
                 pl.semaphore_wait(arrived.at[step_index - 1, row], order.expected(row), decrement=False)
 
         def copies(i, slot, barrier):
+            """Start the TMA copies of K step i of x and w into stage `slot`; both count at `barrier`."""
             src_slice = pl.ds(row * tile.m, tile.m), pl.ds(i * tile.k, tile.k)
 
             @pl.when(step_index == 0)
@@ -156,6 +193,7 @@ def _gather_kernel(
         return copies
 
     def store(_, step_index, row, column, acc, warpgroup):
+        """Write the warpgroup's `ROWS` rows of a tile, acc float32 [ROWS, tile.n], in the dtype of `out`."""
         value = acc.astype(out.dtype)
         step = staging.shape[-1]
         target = out.at[order.block(step_index, peers.rank), pl.ds(row * tile.m + warpgroup * ROWS, ROWS)]
@@ -192,12 +230,32 @@ def _scatter_kernel(
     transposed: bool,
     num_sms: int,
 ):
+    """The matmul reduce-scatter, for one thread block: computes its tiles of x[block] · w for all blocks.
+
+    A partial tile of another device's rows is sent to that device. In the last ring step the block is this device's
+    own: the received partial tiles are added to it, and the sum is written to `out`.
+
+    Args:
+      x: GMEM input [A, rows, k].
+      w: GMEM input [k, N], or [N, k] with `transposed`.
+      out: GMEM output [rows, N]: this device's rows of the sum.
+      recv_buffer: GMEM output [A - 1, rows, N] that remote GPUs write: block t has the partial results that were sent
+        in ring step t. None for one device.
+      staging: SMEM for `out`: [CONSUMERS, ROWS, columns]; for one device [CONSUMERS, 2, ROWS, columns].
+      memory: (x stages, w stages, `full`, `empty`), from `_memory`.
+      moving: (SMEM [CONSUMERS, 2, ROWS, columns], 2 · CONSUMERS barriers) for partial results that are sent or
+        received; empty for one device.
+      gpu: the module `jax.experimental.pallas.mosaic_gpu`.
+      axis: mesh axis over which the rows of the result are scattered.
+      num_sms: thread blocks of the grid.
+    """
     tile, alone = order.tile, order.devices == 1
     x_smem, w_smem, full, empty = memory
     peers = Peers.of((axis,), (order.devices,))
     summed: Any = None if alone else gpu_peers.counts(gpu, (order.parts, order.column_tiles))
 
     def load(step_index, row, column):
+        """The function that starts the TMA copies of the stages of a tile of x[block] · w."""
         block = order.block(step_index, peers.rank)
 
         def copies(i, slot, barrier):
@@ -208,6 +266,11 @@ def _scatter_kernel(
         return copies
 
     def store(number, step_index, row, column, acc, warpgroup):
+        """Send the warpgroup's `ROWS` rows of a tile, or, in the last ring step, add the received partial results and
+        write the sum.
+
+        First it signals the receiver of the tile before that this tile has arrived (`gpu_peers.signal_tile`).
+        """
         first = row * tile.m + warpgroup * ROWS
         target = out.at[pl.ds(first, ROWS)]
         step = staging.shape[-1]
@@ -249,7 +312,7 @@ def _scatter_kernel(
 
 
 def _memory(gpu: Any, order: Order, transposed: bool, dtype: Any) -> list[Any]:
-    """Stages of both operands, and their barriers."""
+    """Scratch of a kernel: stages of x and w in shared memory, and the barriers `full` and `empty`, one for each stage."""
     tile = order.tile
     w_tile = (tile.n, tile.k) if transposed else (tile.k, tile.n)
     return [

@@ -1,15 +1,16 @@
-"""Sending and receiving of the fused matmuls on GPUs, for Hopper and Blackwell: copies into peer memory, and arrival semaphores.
+"""Communication of the fused matmuls on GPUs, for Hopper and Blackwell: copies into the memory of remote GPUs, and
+arrival semaphores.
 
-Data is copied from shared memory by TMA to the peer's receive buffer (`remote_ref`, over NVLink). A sender waits until
-its copies are complete (not only read), then adds one to an arrival semaphore in the peer's memory (release, system scope); the
-receiver waits until the semaphore has its final value (acquire). Semaphores are zero at the start, only grow, and every
-buffer is written once in a launch, so no sender ever waits for a receiver. XLA lets all devices begin a launch together, after
-the counts are zero.
+TMA copies data from shared memory to the receive buffer of a remote GPU (`remote_ref`, over NVLink). A sender waits
+until its copies are complete, not only until shared memory was read. Then it adds one to an arrival semaphore in the
+memory of the remote GPU (release, system scope). The receiver waits until the semaphore has its final value (acquire).
+Semaphores are zero at the start and only grow, and every buffer is written once in a launch, so no sender ever waits
+for a receiver. XLA starts a launch on all devices only when the semaphores are zero.
 
-The TMA descriptor of a peer's buffer is made before the launch, so there is one copy instruction for each peer, and one of
-them is executed.
+The TMA descriptor of a remote buffer is made before the launch. So the code has one copy instruction for each remote
+GPU, and executes one of them.
 
-`gather` and `scatter` run a kernel with the memory that this needs around it.
+`gather` and `scatter` allocate the buffers and launch a kernel.
 """
 
 from __future__ import annotations
@@ -44,20 +45,21 @@ __all__ = [
 ]
 
 AHEAD = 1
-"""Pieces that are fetched before the one that is sent."""
+"""Chunks that are prefetched before the chunk that is sent."""
 
 LAG = 2
-"""Copies to a peer in flight before the oldest is waited for."""
+"""Copies to remote GPUs in flight before the sender waits for the oldest."""
 
 COLUMNS = 64
-"""Columns of partial results that are sent or added up at a time."""
+"""Columns of partial results that are sent or added at once."""
 
 SLOTS = AHEAD + LAG + 1
-"""A slot is reused when the copy out of it, `AHEAD + LAG + 1` chunks earlier, is complete."""
+"""Shared-memory slots of `push`. A slot is reused after `SLOTS` chunks, when the copy out of it is complete."""
 
 
 def counts(gpu: Any, shape: tuple[int, ...]) -> Any:
-    """Counts in the memory of the device, one for all multiprocessors."""
+    """Arrival semaphores of this shape in global memory (GMEM), shared by all multiprocessors; zero at the start of a
+    launch."""
     return pl.get_global(gpu.SemaphoreType.REGULAR(shape))
 
 
@@ -65,21 +67,30 @@ def push(
     gpu: Any, order: Order, peers: Peers, x: Any, recv_buffer: Any, slots: Any, loaded: Any, arrived: Any,
     multiprocessor: Any, multiprocessors: int,
 ) -> None:  # fmt: skip
-    """Send this device's rows to all others, as one warp or warpgroup of each multiprocessor.
+    """Send this device's rows to all other devices; one warp or warpgroup of each multiprocessor calls it.
+
+    The rows are cut into chunks [PIECE, PIECE]; a multiprocessor sends every `multiprocessors`-th chunk. A chunk is
+    fetched `AHEAD` iterations before it is sent, and signalled `LAG` iterations after that, when its copy is complete.
 
     Args:
-      x: [rows, K].
-      recv_buffer: [A - 1, rows, K], of which hop h writes block h at the receiver.
-      slots, loaded: [SLOTS, PIECE, PIECE] of shared memory, and barriers.
-      arrived: semaphores [A - 1, row tiles] that count chunks.
+      x: GMEM [rows, K].
+      recv_buffer: GMEM [A - 1, rows, K]; hop h writes block h at the receiver.
+      slots, loaded: SMEM [SLOTS, PIECE, PIECE], and one barrier for each slot, which counts the arrival of a fetched
+        chunk.
+      arrived: semaphores [A - 1, row tiles] at the receiver; each counts the chunks of the rows of a tile.
+      multiprocessor, multiprocessors: index of this one, and their number.
     """
     num_own = share((order.devices - 1) * order.num_chunks, multiprocessor, multiprocessors)
 
     def part(i: Any) -> tuple[Any, Any, Any, Any]:
+        """(hop, row chunk, row slice, column slice) of the i-th chunk of this multiprocessor."""
         hop, row, column = order.chunk(multiprocessor + i * multiprocessors)
         return hop, row, pl.ds(row * PIECE, PIECE), pl.ds(column * PIECE, PIECE)
 
     def one(i: Any, _: Any) -> None:
+        """Iteration i: fetch chunk i, send chunk i - AHEAD, and signal chunk i - AHEAD - LAG; numbers without a chunk
+        are skipped."""
+
         @pl.when(i < num_own)
         def _():
             _, _, rows, columns = part(i)
@@ -118,16 +129,19 @@ def push(
 
 
 def write(gpu: Any, target: Any, column: Any, width: int, columns: Callable[[int], jax.Array], staging: Any) -> None:
-    """Write a tile's columns through the two slots of `staging`.
+    """Write the columns of a tile to the result, through the two slots of `staging`.
 
     Args:
-      target: [rows, n] of the result.
-      column: of the tile, in tiles of `width` columns.
-      columns: first column in the tile → as many columns as a slot has.
+      target: GMEM [rows, n]: these rows of the result.
+      column: column tile, in units of `width` columns.
+      width: columns of the tile.
+      columns: first column in the tile → values [rows, staging.shape[-1]], in the dtype of `staging`.
+      staging: SMEM [2, rows, columns]. Before a slot is written, `wait_smem_to_gmem` waits until the copy out of it has
+        read it.
     """
     step = staging.shape[-1]
     for c, left in enumerate(range(0, width, step)):
-        fresh = c == 0 and (width // step) % 2  # the slots' turns do not go on from the tile before
+        fresh = c == 0 and (width // step) % 2  # an odd number of chunks: slot 0 may still be read for the tile before
         value = columns(left)
         gpu.wait_smem_to_gmem(0 if fresh else 1, wait_read_only=True)
         staging[c % 2] = value
@@ -139,13 +153,17 @@ def send(
     gpu: Any, order: Order, peers: Peers, recv_buffer: Any, step_index: Any, row: Any, column: Any,
     columns: Callable[[int], jax.Array], staging: Any,
 ) -> None:  # fmt: skip
-    """Send a tile's sums to the device whose rows they are of.
+    """Send the partial sums of a tile to the device that owns its rows. The copies are asynchronous; `signal_tile`
+    waits for them.
 
     Args:
-      recv_buffer: [A - 1, rows, n], of which turn t writes block t at the receiver.
-      row: the first, in the block.
-      columns: first column in the tile → as many columns as a slot has, in float32.
-      staging: [2, height, columns] of shared memory, from which all copies of the tile before are complete (`signal_tile`).
+      recv_buffer: GMEM [A - 1, rows, n]; ring step t writes block t at the receiver.
+      step_index: ring step, below A - 1.
+      row: first row of the tile in its block.
+      column: column tile.
+      columns: first column in the tile → float32 values [height, staging.shape[-1]].
+      staging: SMEM [2, height, columns] in the dtype that is sent. All copies of the tile before must be complete
+        (`signal_tile`).
     """
     _, height, step = staging.shape
     for c, left in enumerate(range(0, order.tile.n, step)):
@@ -163,11 +181,14 @@ def send(
 
 
 def signal_tile(gpu: Any, order: Order, peers: Peers, summed: Any, number: Any, part: Any) -> None:
-    """Signal the receiver of tile `number` that the tile has arrived, if the tile exists and was sent.
+    """Signal the receiver of tile `number` that the tile has arrived, if there is such a tile and it was sent.
+
+    Waits until all copies of this warpgroup are complete. Does nothing for a negative `number` and for tiles of this
+    device's own block.
 
     Args:
-      summed: counts [parts of a block, column tiles] of senders.
-      part: which part of a tile's rows.
+      summed: semaphores [parts of a block, column tiles] at the receiver; each counts senders.
+      part: part of the tile's rows that this warpgroup sends.
     """
     step_index, row, column = order.at(jnp.maximum(number, 0))
 
@@ -183,15 +204,19 @@ def add_up(
     gpu: Any, order: Order, recv_buffer: Any, target: Any, row: Any, column: Any, columns: Callable[[int], jax.Array],
     arriving: Any, landed: Any, staging: Any, layout: Any,
 ) -> None:  # fmt: skip
-    """Add the partial results of the other devices to this device's own, in the same order in every run; write the result.
+    """Add the partial results of the other devices to this device's own in a fixed order, in float32, and write the
+    result.
+
+    The caller has waited for the arrival semaphore of the tile. Received columns are fetched through two slots: one is
+    fetched while the other is added.
 
     Args:
-      recv_buffer: as `send` wrote it.
-      target: [rows, n] of the result, from this tile's first row on.
-      row, columns: as in `send`.
-      arriving, landed: [2, height, columns] of shared memory, and as many barriers.
-      staging: [height, columns] of shared memory, for the result.
-      layout: of the values in registers.
+      recv_buffer: GMEM [A - 1, rows, n], written by `send` on the other devices.
+      target: GMEM [height, n] of the result: the rows of this tile.
+      row, column, columns: as in `send`.
+      arriving, landed: SMEM [2, height, columns]; slot → the barrier that counts its arrival.
+      staging: SMEM [height, columns] for the result.
+      layout: Mosaic GPU layout of the values in registers.
     """
     _, height, step = arriving.shape
     others = order.devices - 1
@@ -210,6 +235,7 @@ def add_up(
     for c, left in enumerate(range(0, order.tile.n, step)):
 
         def add(sender: Any, value: jax.Array, c: int = c) -> jax.Array:
+            """Add the columns of one sender, after the fetch of the next columns has been started."""
             number = c * others + sender
 
             @pl.when(number + 1 < pairs)
@@ -232,12 +258,14 @@ def _launch(
     gpu: Any, kernel: Callable[..., None], x: jax.Array, w: jax.Array, order: Order, results: list[Any],
     scratch: tuple[Any, list[Any], list[Any]], *, warpgroups: int, num_sms: int, name: str, **options: Any,
 ) -> jax.Array:  # fmt: skip
-    """Run a kernel; a device that is alone has no buffer for others, and moves nothing.
+    """Launch `kernel` on a grid of `num_sms` thread blocks; return its first result. One device gets no receive buffer
+    and no `moving`.
 
     Args:
-      results: the result, and the receive buffer that peers write to.
-      scratch: staging, the kernel's own memory, and what moving needs.
-      options: of the kernel.
+      results: shapes and dtypes of the result and of the receive buffer, which remote GPUs write.
+      scratch: (staging, the kernel's own scratch, scratch for communication).
+      warpgroups: of a thread block.
+      options: further keyword arguments of the kernel.
     """
     staging, memory, moving = scratch
     alone = order.devices == 1
@@ -262,7 +290,8 @@ def _launch(
 
 
 def _staging(gpu: Any, order: Order, parts: tuple[int, ...], out_dtype: Any) -> Any:
-    """The two slots of `write`, 128 bytes wide, for each part of a tile's rows."""
+    """SMEM for the two slots of `write`: [*parts, 2, rows of a part, columns], 128 bytes wide (or the tile's width if
+    less)."""
     width = min(order.tile.n, 128 // jnp.dtype(out_dtype).itemsize)
     return smem(gpu, (*parts, 2, order.tile.m // math.prod(parts), width), out_dtype)
 
@@ -271,14 +300,15 @@ def gather(
     gpu: Any, kernel: Callable[..., None], memory: list[Any], x: jax.Array, w: jax.Array, order: Order, *,
     parts: tuple[int, ...], out_dtype: Any, **options: Any,
 ) -> jax.Array:  # fmt: skip
-    """x[m, K] of all devices times w → [A, m, n], by a kernel that sends with `push`.
+    """The all-gather matmul: x[m, K] of all devices times w → [A, m, n], by a kernel that sends with `push`.
 
     Args:
-      kernel: (x, w, result, [A - 1, m, K] of the others' rows or None, the staging of `write`, the refs of `memory`, slots and
-        barriers of `push`).
-      memory: of shared and tensor memory, and barriers: the kernel's own.
-      parts: how many warpgroups share the rows of a tile, each with a staging of its own; () for one without a leading dim.
-      options: warpgroups, num_sms, and further arguments of the kernel.
+      kernel: called with the refs (x, w, result [A, m, n], receive buffer [A - 1, m, K] or None, staging of `write`,
+        refs of `memory`, (slots, barriers) of `push`).
+      memory: scratch of the kernel: shared memory, tensor memory and barriers.
+      parts: (number of warpgroups that share the rows of a tile,), each with a staging buffer of its own; () for one
+        staging buffer without a leading dim.
+      options: warpgroups, num_sms, and further keyword arguments of the kernel.
     """
     rows, k = x.shape
     out = _compat.out_struct((order.devices, rows, order.n), out_dtype, x, w)
@@ -292,12 +322,15 @@ def scatter(
     gpu: Any, kernel: Callable[..., None], memory: list[Any], x: jax.Array, w: jax.Array, order: Order, *,
     parts: tuple[int, ...], out_dtype: Any, comm_dtype: Any, **options: Any,
 ) -> jax.Array:  # fmt: skip
-    """x[A, M/A, k] times w, reduce-scattered → [M/A, N] of this device, by a kernel that uses `send`, `signal_tile`, `add_up`.
+    """The matmul reduce-scatter: x[A, M/A, k] times w → [M/A, N] of this device, by a kernel of `send`, `signal_tile`
+    and `add_up`.
 
     Args:
-      kernel: (x, w, result, [A - 1, M/A, N] of received partial results or None, the staging of `add_up` or, alone, of `write`, the
-        refs of `memory`, slots and barriers of partial results that are sent or received).
+      kernel: called with the refs (x, w, result [M/A, N], receive buffer [A - 1, M/A, N] or None, staging of `add_up`
+        (for one device: of `write`), refs of `memory`, (slots, barriers) for partial results that are sent or
+        received).
       memory, parts, options: as in `gather`.
+      comm_dtype: dtype in which partial results are sent.
     """
     out = _compat.out_struct((order.rows, order.n), out_dtype, x, w)
     recv_buffer = _compat.out_struct((order.devices - 1, order.rows, order.n), comm_dtype, x, w)

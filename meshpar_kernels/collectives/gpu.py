@@ -1,8 +1,10 @@
-"""The one-shot all-reduce over NVLink (Mosaic GPU): each device writes its array to all others, and sums the received arrays.
+"""The one-shot all-reduce over NVLink (Mosaic GPU): each device writes its array to all others, and adds up the
+received arrays.
 
-Each thread block owns some chunks of the array: it writes them into all devices' receive buffers, signals the block of the same
-number on each device, waits for one signal from each, and sums the chunks in the order of the devices. So a block waits only
-for blocks of its own number. `multimem`, which sums in the switch, is not used: its order of summation is unspecified.
+The array is cut into chunks; thread block b handles the chunks b, b + blocks, …. It writes them into the receive
+buffers of all devices, signals block b on each device, waits for one signal from each, and adds up the chunks in the
+order of the devices. So a block waits only for blocks with its own index. `multimem`, the reduction in the NVLink
+switch, is not used: its order of summation is unspecified.
 """
 
 from __future__ import annotations
@@ -44,6 +46,17 @@ def small_unsupported(shape: Sequence[int], dtype: jnp.dtype, group: int, axes: 
 
 
 def _kernel(x, out, recv_buffer, *, gpu: Any, axes, sizes, chunk: int, vector: int, blocks: int):
+    """The one-shot all-reduce, for one thread block (one warpgroup): handles every `blocks`-th chunk of the array.
+
+    Args:
+      x: GMEM input [elements], a multiple of `chunk`.
+      out: GMEM output [elements]: the sum, accumulated in float32 (int32 for int32).
+      recv_buffer: GMEM output [devices, elements]; row r is written by the device of rank r.
+      axes, sizes: mesh axes of the group, the first major, and their sizes.
+      chunk: elements that a block loads at once.
+      vector: elements of one 16-byte load of a thread.
+      blocks: thread blocks of the grid. Each has an arrival semaphore, which counts the devices and is not reset.
+    """
     peers = Peers.of(axes, sizes)
     devices = math.prod(sizes)
     arrived = pl.get_global(gpu.SemaphoreType.REGULAR((blocks,)))
@@ -57,6 +70,7 @@ def _kernel(x, out, recv_buffer, *, gpu: Any, axes, sizes, chunk: int, vector: i
         return pl.ds((block + i * blocks) * chunk, chunk)
 
     def write(i: Any, _: None) -> None:
+        """Write chunk i of x into row `rank` of the receive buffers of all devices, this one included."""
         value = _compat.load_gmem(x, chunk_slice(i), layout)
 
         def to(r: Any, _: None) -> None:
@@ -68,6 +82,8 @@ def _kernel(x, out, recv_buffer, *, gpu: Any, axes, sizes, chunk: int, vector: i
         pl.semaphore_signal(arrived.at[block], 1, device_id=peers.device(r))
 
     def add_up(i: Any, _: None) -> None:
+        """out[chunk i] = the sum of the rows of the receive buffer, in the order of the ranks."""
+
         def add(r: Any, total: jax.Array) -> jax.Array:
             return total + _compat.load_gmem(recv_buffer, (r, chunk_slice(i)), layout).astype(wide)
 

@@ -1,9 +1,10 @@
-"""The ragged all-to-all on NVIDIA GPUs (Mosaic GPU): TMA writes rows into peers' memory, over NVLink.
+"""The ragged all-to-all on NVIDIA GPUs (Mosaic GPU): TMA writes rows into the memory of remote GPUs, over NVLink.
 
-Each block of the grid takes every n-th row of every run: from memory into one of a few slots of shared memory, and from there to
-the receiver. It tells the receiver once its copies of a run are complete, which releases them to the system; a receiver waits
-until all blocks of all senders have. Counts are zero when XLA lets all devices begin a launch together. A peer that
-the copy engine writes to must be known when the launch is prepared, so there is one loop for each.
+With n blocks in the grid, block b handles the rows b, b + n, … of every run. A row is copied from global memory into a
+slot of shared memory, and from there to the receiver. When its copies of a run are complete, which releases them to the
+system, the block signals the receiver; a receiver waits for the signals of all blocks of all senders. The semaphores
+are zero when XLA starts a launch on all devices. A GPU that TMA writes to must be known when the launch is prepared, so
+the kernel has one loop for each receiver.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ BLOCKS = 64
 """Blocks of the grid. Each has a few rows in flight; less than half of the multiprocessors saturate NVLink."""
 
 AHEAD = 2
-"""Rows that are fetched before the one that is sent."""
+"""Rows that are prefetched before the row that is sent."""
 
 LAG = 2
-"""Copies to a peer in flight before the oldest is waited for."""
+"""Copies to a remote GPU in flight before the sender waits for the oldest."""
 
 SLOTS = AHEAD + LAG + 1
 SMEM_BYTES = 200 << 10
@@ -56,7 +57,18 @@ def unsupported(dtype: Any, width: int, devices: int, axes: tuple[str, ...] = ()
 def _kernel(
     runs, operand, result, slots, loaded, *, gpu: Any, axes: tuple[str, ...], sizes: tuple[int, ...], blocks: int
 ):
-    """Start, size and target of the run for each device are one after the other in `runs`."""
+    """The ragged all-to-all, for one thread block: sends every `blocks`-th row of each run to its receiver.
+
+    Args:
+      runs: GMEM int32 [3 · devices]: the starts of the runs for all devices, then their sizes, then their target rows
+        at the receiver; in rows.
+      operand: GMEM input [rows, *row].
+      result: GMEM output [rows of the result, *row], which remote GPUs write.
+      slots: SMEM [SLOTS, *row].
+      loaded: one barrier for each slot, which counts the arrival of its row.
+      axes, sizes: mesh axes of the group, the first major, and their sizes.
+      blocks: thread blocks of the grid.
+    """
     devices = math.prod(sizes)
     block = lax.axis_index("block")
     peers = Peers.of(axes, sizes)
@@ -70,6 +82,8 @@ def _kernel(
         own = lax.div(jnp.maximum(size - block, 0) + (blocks - 1), jnp.int32(blocks))
 
         def one(i: Any, _: Any, start=start, target=target, dst=dst, own=own) -> None:
+            """Iteration i: fetch row i of this block's share of the run, and send row i - AHEAD."""
+
             @pl.when(i < own)
             def _():
                 slot = lax.rem(i, jnp.int32(SLOTS))
@@ -99,14 +113,16 @@ def send(
     operand: jax.Array, units: int, rows: int, runs: Runs, axes: tuple[str, ...], sizes: tuple[int, ...],
     blocks: int = BLOCKS,
 ) -> jax.Array:  # fmt: skip
-    """Send runs of units to all devices of a group, and take theirs.
+    """Send runs of units to all devices of a group, and receive the runs that they send: [units, a, b].
 
     Args:
-      operand: [N, a, b], a unit being [a, b]: `rows` rows one after the other.
-      units: N of the result. Units without a sender keep the content of the memory.
-      runs: in units, that fit: the kernel checks nothing, and hangs if devices do not agree.
+      operand: [N, a, b]; a unit [a, b] is `rows` rows in sequence.
+      units: leading dim of the result. Units without a sender have undefined content.
+      rows: rows of a unit.
+      runs: in units. They must be within bounds and agree between the devices: the kernel does not check it, and hangs
+        otherwise.
       axes, sizes: mesh axes of the group, and their sizes.
-      blocks: of the grid; more than there are multiprocessors run one after the other.
+      blocks: thread blocks of the grid. If there are more than multiprocessors, they run sequentially.
     """
     gpu = _compat.mosaic_gpu()
     width = math.prod(operand.shape[1:]) // rows
