@@ -134,6 +134,7 @@ class _CommandParser(argparse.ArgumentParser):
     commands: dict[str, argparse.ArgumentParser]
 
     def format_help(self) -> str:
+        """The text of ``meshpar --help``: usage, and the commands by group with the first sentence of each description."""
         width = max(map(len, self.commands))
         lines = ["usage: meshpar COMMAND ...", "", DESCRIPTION]
         for group, names in COMMANDS.items():
@@ -149,6 +150,7 @@ class _CommandParser(argparse.ArgumentParser):
         return "\n".join(lines)
 
     def error(self, message: str) -> NoReturn:
+        """Print ``message`` and exit, as in argparse; for a misspelled command, print the closest commands."""
         misspelled = re.search(r"invalid choice: '([^']+)' \(choose from (?:'plan'|plan)", message)
         if misspelled:
             message = (
@@ -181,6 +183,13 @@ def _parser() -> _CommandParser:
     def command(
         name: str, run: Callable[[argparse.Namespace], int], add_arguments: Callable[[Add], None], about: str
     ) -> None:
+        """Add a command with TARGET, --set, --json and --debug.
+
+        Args:
+          run: runs the command, and returns the exit status.
+          add_arguments: adds the arguments that only this command has.
+          about: one sentence for the help text.
+        """
         sub = commands.add_parser(
             name, help=about, description=f"{about[0].upper()}{about[1:]}.", epilog=EXIT, formatter_class=raw
         )
@@ -217,6 +226,7 @@ def _machine_and_layout(add: Add, topology: str = TOPOLOGY) -> None:
 
 
 def _plan_arguments(add: Add) -> None:
+    """Add the arguments of ``meshpar plan``."""
     _machine_and_layout(add)
     add_flags(add)
     add("--html", metavar="FILE", help="write the plan as an HTML page")
@@ -239,6 +249,7 @@ def _compile_arguments(add: Add) -> None:
 
 
 def _search_arguments(add: Add) -> None:
+    """Add the arguments of ``meshpar search``."""
     add("--topology", required=True, help=TOPOLOGY)
     add("--mesh", help='the only mesh to try, "data=64, model=8" (default: all that the topology has)')
     add("--layout", action="append", default=[], help="a layout of your own to plan as well; several may be given")
@@ -259,6 +270,7 @@ def _search_arguments(add: Add) -> None:
 
 
 def _calibrate_arguments(add: Add) -> None:
+    """Add the arguments of ``meshpar calibrate``."""
     add("--mesh", action="append", help='"data=2, model=4"; several may be given (default: one axis over all devices)')
     add("--layout", action="append",
         help="as for plan; several may be given (default: those LAYOUTS of the target that have the mesh's axes)")  # fmt: skip
@@ -270,6 +282,7 @@ def _calibrate_arguments(add: Add) -> None:
 
 
 def _check_arguments(add: Add) -> None:
+    """Add the arguments of ``meshpar check``."""
     add("--mesh", action="append", help='"data=2, model=4"; several may be given (default: meshes of all shapes)')
     add("--layout", action="append", help="as for plan; several may be given")
     add("--lowering", choices=(*get_args(Lowering), "both"), default="auto", help="as for plan, or both (%(default)s)")
@@ -278,6 +291,7 @@ def _check_arguments(add: Add) -> None:
 
 
 def _diff_arguments(add: Add) -> None:
+    """Add the arguments of ``meshpar diff``."""
     add("--mesh", action="append", help="once or twice; " + MESH)
     add("--layout", action="append", help="once or twice; " + LAYOUT)
     add("--topology", action="append", help="once or twice; " + TOPOLOGY)
@@ -297,6 +311,7 @@ def _numbers(add: Add) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    """``meshpar plan``: print or save a plan; exit status 1 if it exceeds the memory of the device."""
     target = load_target(args.target, parse_options(args.set))
     plan = _planned(args, target, args.mesh, args.topology, args.layout)
     if args.html:
@@ -330,6 +345,7 @@ def _save_csv(plan: Plan, path: str) -> None:
 
 
 def _lab(args: argparse.Namespace) -> int:
+    """``meshpar lab``: serve the interactive page until it is interrupted; exit status 0."""
     target = load_target(args.target, parse_options(args.set))
     mesh = _mesh(args, args.mesh, args.topology)
     layout = None if args.layout is None else _layout(args, target, args.layout, mesh, args.topology)
@@ -351,6 +367,7 @@ def _lab(args: argparse.Namespace) -> int:
 
 
 def _compile(args: argparse.Namespace) -> int:
+    """``meshpar compile``: compile the step for the mesh or topology, and print its memory and times; exit status 0."""
     target = load_target(args.target, parse_options(args.set))
     planned = _planned(args, target, args.mesh, args.topology, args.layout)
     mesh = ", ".join(f"{a}={n}" for a, n in planned.sizes.items())
@@ -374,6 +391,7 @@ def _compile(args: argparse.Namespace) -> int:
 
 
 def _search(args: argparse.Namespace) -> int:
+    """``meshpar search``: search layouts and meshes, and print the best; exit status 1 if no candidate fits in memory."""
     given = parse_options(args.set)
     vary = dict(_choices(text) for text in args.choices)
     modes = vary.pop("overlap", None)
@@ -418,6 +436,8 @@ def _choices(text: str) -> tuple[str, list[Any]]:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
+    """``meshpar calibrate``: run and time the step on this machine's devices, and print or save the calibration; exit
+    status 0."""
     target = load_target(args.target, parse_options(args.set))
     mp.virtual_devices(args.devices)
     if args.calibration and Path(args.calibration).exists():
@@ -440,6 +460,7 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
+    """``meshpar check``: compare sharded runs with one device; exit status 1 if a result differs."""
     target = load_target(args.target, parse_options(args.set))
     mp.virtual_devices(args.devices)
     values = failing_as_target(target.name, lambda: concrete(target, args.ints))
@@ -459,6 +480,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
+    """``meshpar diff``: print the differences between two plans of the target; exit status 0."""
     target = load_target(args.target, parse_options(args.set))
     sides = []
     for values in (args.mesh, args.topology, args.layout):
@@ -500,6 +522,7 @@ def _mesh(args: argparse.Namespace, mesh: str | None, topology: str | None) -> s
 
 
 def _plan_of(args: argparse.Namespace, target: Target, mesh: str, topology: str | None, layout: str) -> Plan:
+    """The plan of a target; errors of the traced function are raised as the target's errors."""
     options = _options(args, target)
     return failing_as_target(
         target.name,
@@ -552,6 +575,7 @@ def _data_mesh(meshes: Sequence[str] | None, devices: int) -> str:
 
 
 def _donated(args: argparse.Namespace, target: Target) -> list[str]:
+    """The names of the arguments to donate: ``--donate-argnames``, else ``["state"]`` if the step has such an argument."""
     if getattr(args, "donate_argnames", None):
         return args.donate_argnames
     code = getattr(target.step, "__code__", None)
@@ -560,6 +584,11 @@ def _donated(args: argparse.Namespace, target: Target) -> list[str]:
 
 
 def _save(shown: Any, path: str) -> None:
+    """Save a plan or result at ``path`` as an HTML page.
+
+    Raises:
+      TargetError: the parent folder does not exist.
+    """
     if not Path(path).resolve().parent.is_dir():
         raise TargetError(
             f"{path}: there is no folder {Path(path).parent}",
@@ -574,6 +603,7 @@ def _say(args: argparse.Namespace, text: str) -> None:
 
 
 def _show(args: argparse.Namespace, shown: Any, as_json: Callable[[], str]) -> None:
+    """Print a result: as JSON with --json, in colour on a terminal, else as plain text."""
     if args.json:
         print(as_json())
     elif sys.stdout.isatty():

@@ -111,6 +111,8 @@ def _host_values(plan: Plan, leaves: Sequence[Any]) -> dict[str, int]:
 
 
 def _bytes(x: np.ndarray, most: int = 1 << 22) -> bytes:
+    """The bytes of an array for a hash: of all elements, or of 1,024 evenly spaced blocks if it has more than ``most``
+    bytes."""
     if x.nbytes > most:
         flat = x.reshape(-1)
         block = max(1, most // 1024 // x.itemsize)
@@ -213,6 +215,8 @@ def _values(paths: Sequence[str], leaves: Sequence[Any]) -> tuple[list[str], dic
             shared.setdefault(tuple(sorted(owners[starts])), []).append((path, shard.data, starts))
 
     def lines(shards: list[tuple[str, Any, tuple[int, ...]]]) -> list[str]:
+        """One line of text, ``path[starts]: digest``, for each ``(path, array, start indices)``; the starts are left
+        out if all are 0."""
         digests = digests_of_parts([x for _, x, _ in shards])
         return [
             f"{path}{list(starts) if any(starts) else ''}: {digest}"
@@ -326,6 +330,12 @@ def _compare(name: str, store: Store, root: str) -> dict[str, Any]:
 
 
 def _wait(store: Store, key: str, missing: str, process: int) -> str:
+    """The text under ``key`` in the store, polled until it is present.
+
+    Raises:
+      AgreementError: it is absent after ``SECONDS``; ``missing`` is the first part of the message, ``process`` the one
+          at fault.
+    """
     until = time.monotonic() + SECONDS
     while time.monotonic() < until:
         text = store.get(key, 1.0)

@@ -80,6 +80,7 @@ class Checkpoints:
     """
 
     def __init__(self, path: str | Path, *, keep: int | None = 3, every: int = 1, data: Any = None):
+        """Check the arguments and register :meth:`close` at exit; nothing is read, written or created yet."""
         if every < 1 or (keep is not None and keep < 1):
             raise CheckpointError(f"keep={keep}, every={every}: both must be at least 1", fixes=["keep=2, every=1"])
         self.path = str(path) if "://" in str(path) else str(Path(path).expanduser().resolve())
@@ -119,6 +120,15 @@ class Checkpoints:
         return stop
 
     def _write(self, n: int, leaves: Mapping[str, Any], data: Any, extra: Mapping[str, Any] | None) -> None:
+        """Save ``leaves`` (path → array) and the metadata of step ``n``; the files are written in the background.
+
+        The metadata is a JSON object with the shape, dtype, spec and digest of every leaf, the position of ``data``,
+        and ``extra``.
+
+        Raises:
+          AgreementError: the digests of a replicated array differ between processes.
+          DigestError: the replicas of an array on the devices of this process differ.
+        """
         ocp = orbax()
         plain = _plain(leaves)
         digests = dict(zip(plain, Digests(list(plain.values())).texts(), strict=True))
@@ -250,6 +260,8 @@ class Checkpoints:
         return self.restore(init.abstract(*args), data=data)
 
     def _rename_damaged(self, number: int) -> None:
+        """Rename the folder of a step by appending ``DAMAGED``; process 0 renames, and all processes return when it
+        has."""
         if not connected() or jax.process_index() == 0:
             folder = _folder(self.path) / str(number)
             folder.rename(folder.parent / f"{number}{DAMAGED}")
@@ -260,6 +272,7 @@ class Checkpoints:
     # -- the manager
 
     def _open(self) -> Any:
+        """The orbax ``CheckpointManager`` of the folder, created by the first call."""
         if self._manager is None:
             ocp = orbax()
             options = ocp.CheckpointManagerOptions(max_to_keep=self.keep, cleanup_tmp_directories=True, create=True)
@@ -385,6 +398,8 @@ def _plain(leaves: Mapping[str, Any]) -> dict[str, jax.Array]:
         mesh = next((m for m in meshes if isinstance(m, Mesh)), None) or Mesh(np.array(jax.devices()), ("devices",))
 
     def plain(x: Any) -> jax.Array:
+        """A leaf as a ``jax.Array`` that orbax can save: a random key as its data; over ``mesh``, a local value becomes
+        replicated."""
         x = jax.random.key_data(x) if is_key(x) else x if isinstance(x, jax.Array) else jnp.asarray(x)
         if mesh is None or is_global(x):
             return x
@@ -395,6 +410,8 @@ def _plain(leaves: Mapping[str, Any]) -> dict[str, jax.Array]:
 
 
 def _leaf_facts(x: Any) -> dict[str, Any]:
+    """The metadata of a leaf: ``shape``, ``dtype``, and where it has them ``spec`` (list of axes per dim) and ``key``
+    (its PRNG)."""
     out: dict[str, Any] = {
         "shape": list(np.shape(x)),
         "dtype": str(x.dtype if hasattr(x, "dtype") else jnp.result_type(x)),
@@ -455,6 +472,8 @@ def _read(path: str, step: int, like: Any, partial: bool) -> tuple[Any, dict[str
 
 
 def _all_well(path: str, step: int, said: list[str]) -> None:
+    """Raise ``_Damaged`` if a process reported an error; ``said[p]`` is the error text of process p, ``""`` if it had
+    none."""
     for p, text in enumerate(said):
         if text:
             who = f" (seen by process {p})" if len(said) > 1 else ""
@@ -504,6 +523,7 @@ def _target(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _restored(x: jax.Array, wanted: Any, facts: Mapping[str, Any]) -> Any:
+    """A restored array as the type of the requested leaf: a random key, a ``jax.Array``, or a Python number."""
     if "key" in facts:
         return jax.random.wrap_key_data(x, impl=facts["key"])
     return x if hasattr(wanted, "dtype") else type(wanted)(np.asarray(x).item())
@@ -554,6 +574,10 @@ def _stored(leaf: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
 
 
 def _verified(path: str, step: int, leaves: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """One line of text for each leaf that is damaged, or that cannot be read; ``leaves``: path → metadata of the leaf.
+
+    If reading fails, the leaves are read one at a time, so that only the damaged ones are listed.
+    """
     try:
         arrays = read_leaves(path, step, {p: _stored(leaf) for p, leaf in leaves.items()})
         digests = Digests(list(arrays.values())).texts()

@@ -78,12 +78,15 @@ def add_commands(commands: Any) -> None:
 
 
 def _add_checkpoint(commands: Any) -> None:
+    """Add ``checkpoint`` with its actions ``ls``, ``show``, ``verify`` and ``convert`` to the subparsers of
+    ``meshpar``."""
     raw = argparse.RawDescriptionHelpFormatter
     sub = commands.add_parser("checkpoint", help="list, show, verify and convert checkpoints", description=CHECKPOINT,
                               epilog=CHECKPOINT_EXIT, formatter_class=raw)  # fmt: skip
     actions = sub.add_subparsers(metavar="ls|show|verify|convert", required=True)
 
     def action(name: str, run: Any, about: str) -> Any:
+        """Add the parser of an action, which calls ``run``; returns its ``add_argument``."""
         made = actions.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
         made.set_defaults(run=run, debug=False)
         made.add_argument("path", metavar="PATH", help="the folder of a run")
@@ -103,6 +106,11 @@ def _add_checkpoint(commands: Any) -> None:
 
 
 def _one(args: argparse.Namespace) -> int:
+    """The step of the checkpoint that ``--step`` names; without it the newest.
+
+    Raises:
+      TargetError: the run has no such checkpoint.
+    """
     steps = steps_of(args.path)
     if not steps or (args.step is not None and args.step not in steps):
         what = "no complete checkpoint" if args.step is None else f"no checkpoint {args.step}"
@@ -111,6 +119,8 @@ def _one(args: argparse.Namespace) -> int:
 
 
 def _ls(args: argparse.Namespace) -> int:
+    """``meshpar checkpoint ls``: print one line for each complete checkpoint; exit status 1 if the metadata of one is
+    unreadable."""
     rows = []
     for step in steps_of(args.path):
         try:
@@ -136,6 +146,7 @@ def _ls(args: argparse.Namespace) -> int:
 
 
 def _show_one(args: argparse.Namespace) -> int:
+    """``meshpar checkpoint show``: print the metadata of a checkpoint and a line for each leaf; exit status 0."""
     facts = facts_of(args.path, _one(args))
     if args.json:
         print(json.dumps(facts))
@@ -152,6 +163,8 @@ def _show_one(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    """``meshpar checkpoint verify``: print ``ok`` or ``DAMAGED`` with the errors for each checkpoint; exit status 1 if
+    one is damaged."""
     steps = steps_of(args.path) if args.step is None else [_one(args)]
     if not steps:
         raise TargetError(
@@ -181,6 +194,7 @@ def _bytes_of(leaf: dict[str, Any]) -> int:
 
 
 def _size(n: float) -> str:
+    """A number of bytes as text with three digits and a decimal unit: ``1.23 GB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if n < 1000:
             return f"{n:.3g} {unit}"
@@ -196,6 +210,7 @@ def _lost_slice(text: str) -> tuple[int, int]:
 
 
 def _launch(args: argparse.Namespace) -> int:
+    """``meshpar launch``: run the job of the command line; returns the exit status of :func:`launch`."""
     if not args.module and not Path(args.script).is_file():
         raise TargetError(f"there is no file {args.script}", fixes=["-m starts a module"])
     command = (sys.executable, *(["-m"] if args.module else []), args.script, *args.arguments)

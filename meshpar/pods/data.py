@@ -153,6 +153,8 @@ def _specs(mesh: Mesh, layout: Layout, dims: Any, leaves: Mapping[str, Any]) -> 
             )  # fmt: skip
 
     def spec(path: str, shape: tuple[int, ...]) -> PartitionSpec:
+        """The ``PartitionSpec`` of the leaf at ``path``: by the matching ``dims=`` pattern, else by ``ROWS``; a scalar
+        is replicated."""
         found = patterns.match(path)
         named = parse_dims(ROWS) if found is None else found[1]
         if not shape and found is None:
@@ -182,6 +184,14 @@ class Batches:
         self, source: Source, *, batch: int, seed: int, mesh: Mesh, layout: Layout, dims: Any, prefetch: int,
         last: Literal["drop", "pad"], shuffle: bool, epochs: int | None,
     ):  # fmt: skip
+        """Check the batch size and begin at batch 0; no row is read before the first batch is requested.
+
+        ``per_epoch`` is the number of batches of an epoch, ``position`` the number of the next batch, ``rows_read`` the
+        rows that this process has read.
+
+        Raises:
+          DataPositionError: the batch size is below 1 or an epoch has no batch.
+        """
         self.source, self.batch, self.seed = source, batch, seed
         self.mesh, self.layout, self.dims, self.prefetch = mesh, layout, dims, prefetch
         self.last, self.shuffle, self.epochs = last, shuffle, epochs
@@ -268,6 +278,8 @@ class Batches:
         over = threading.Event()
 
         def fill() -> None:
+            """Prefetch thread: put ``(n, batch n)`` into the queue for n = position, …; ``(-1, None)`` at the end,
+            ``(-2, error)`` if reading fails."""
             n = position
             while not over.is_set():
                 item = (-1, None) if end is not None and n >= end else None

@@ -26,6 +26,7 @@ SMALL = 1 << 20
 
 
 def _mix(h: jax.Array) -> jax.Array:
+    """The finalizer of MurmurHash3 for each uint32 element; the shape is unchanged."""
     h = h ^ (h >> 16)
     h = h * jnp.uint32(0x85EBCA6B)
     h = h ^ (h >> 13)
@@ -77,6 +78,12 @@ def _digests_over(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Callable[[lis
     """A function from n arrays with these specs to their digests, uint32 [n, 2]; it all-reduces the digests of shards."""
 
     def local(xs: list[jax.Array]) -> jax.Array:
+        """Per device: from the shards of n arrays, the digests of the global arrays, uint32 [n, 2], equal on all
+        devices.
+
+        The digest of a shard counts indices from the shard's start in the global array. The digests of arrays that are
+        sharded over the same axes are added in one all-reduce (uint32 addition wraps around).
+        """
         pairs: dict[tuple[str, ...], list[tuple[int, jax.Array]]] = {}  # by the axes of their all-reduce
         for k, (x, spec) in enumerate(zip(xs, specs, strict=True)):
             axes = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
@@ -108,6 +115,8 @@ class Digests:
     """
 
     def __init__(self, arrays: Sequence[jax.Array]):
+        """Start the computation: one call for the arrays over each mesh, and one for the arrays on each other set of
+        devices."""
         self._parts: list[tuple[list[int], jax.Array]] = []
         self._count = len(arrays)
         groups: dict[Any, list[int]] = {}

@@ -81,6 +81,11 @@ class _Tensors:
     """The tensors of some files, read in slices."""
 
     def __init__(self, path: str | Path):
+        """Open a ``.safetensors`` file, or all such files of a folder; tensors are read later.
+
+        Raises:
+          CheckpointError: there is no such file.
+        """
         found = Path(path)
         files = sorted(found.glob("*.safetensors")) if found.is_dir() else [found]
         if not files or not all(f.is_file() for f in files):
@@ -93,6 +98,11 @@ class _Tensors:
             self._of.update(dict.fromkeys(opened.keys(), opened))
 
     def slice_of(self, name: str) -> Any:
+        """The lazily read tensor with this name: its ``get_shape()``, and its values when it is indexed with slices.
+
+        Raises:
+          CheckpointError: no file has a tensor with this name.
+        """
         if name not in self._of:
             close = near(name, self._of)
             raise CheckpointError(
@@ -102,9 +112,30 @@ class _Tensors:
 
 
 class _Reader:
-    """One leaf, made of one tensor, or of one for each index along a dim."""
+    """Reads one leaf of a state from safetensors files: from one tensor, or from one tensor for each index along a
+    stacked dim.
+
+    Attributes:
+      files: the open files.
+      name: name of the tensor; ``{dim}`` in it is the index along a stacked dim.
+      leaf, shape: path and shape of the leaf.
+      stacked: the stacked dim, in a list of at most one.
+      groups: for every dim of the tensor, the dims of the leaf that it merges, major to minor.
+      size, axis: dim of the leaf → its size, its position.
+      order: the dims of the leaf in the order of the tensor.
+    """
 
     def __init__(self, files: _Tensors, name: str, dims: str, leaf: str, named: list[str], shape: tuple[int, ...]):
+        """Match the dims of a rule with the dims of the leaf.
+
+        Args:
+          dims: the dims of the tensor as the rule names them, with merged dims in parentheses.
+          named: the names of the leaf's dims.
+
+        Raises:
+          RankError: a dim of the leaf has no name, or the rule names other dims.
+          LayoutSyntaxError: more than one dim is stacked.
+        """
         self.files, self.name, self.leaf, self.shape = files, name, leaf, shape
         self.stacked = [m[1] for m in _STACKED.finditer(name)]
         self.groups = [(m[1].split() if m[1] is not None else [m[2]]) for m in _GROUP.finditer(dims)]
@@ -135,6 +166,12 @@ class _Reader:
         return np.stack(parts, axis=self.axis[dim])
 
     def _one(self, name: str, ranges: Mapping[str, range]) -> np.ndarray:
+        """The elements of the tensor ``name`` in the given range of each dim of the leaf, as an array with the leaf's
+        order of dims.
+
+        Raises:
+          CheckpointError: the tensor is absent, or its shape differs.
+        """
         tensor = self.files.slice_of(name)
         want = [int(np.prod([self.size[d] for d in group], dtype=int)) for group in self.groups]
         if list(tensor.get_shape()) != want:

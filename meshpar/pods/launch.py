@@ -101,6 +101,7 @@ def launch(job: Job) -> int:
 
 
 def _check(job: Job) -> None:
+    """Raise TargetError if an option of the command line is out of range."""
     if job.processes < 1:
         raise TargetError(f"-n {job.processes}: at least one process", fixes=["-n 2"])
     if job.devices is not None and job.devices % job.processes:
@@ -142,13 +143,19 @@ def _of(count: int | None) -> str:
 
 
 class _StopRequest:
-    """A request to stop, from the user or the cluster."""
+    """Records SIGTERM and SIGINT sent to the launcher, by the user or the cluster, in place of ending it.
+
+    Attributes:
+      signal: the number of the last such signal; None: none so far.
+    """
 
     def __init__(self) -> None:
         self.signal: int | None = None
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
+        """A context in which the two signals are recorded; the previous handlers are restored afterwards."""
+
         def note(number: int, frame: object) -> None:
             self.signal = number
 
@@ -161,6 +168,11 @@ class _StopRequest:
 
 
 def _attempt(job: Job, count: int, attempt: int, logs: Path, stop: _StopRequest) -> _End:
+    """Start ``count`` processes, wait until all have ended, and return how the attempt ended.
+
+    After the first failure, or ``job.grace`` seconds after a request to stop, the processes that still run are killed.
+    ``attempt`` counts from 0.
+    """
     running = {p: _start(job, count, attempt, p, logs, port) for port in (_free_port(),) for p in range(count)}
     shown = _Follow(logs / "process-0.log")
     first: tuple[int, int] | None = None  # (process, exit code) of the first that failed
@@ -221,6 +233,8 @@ def _judge(first: tuple[int, int], lost: list[int], logs: Path) -> _End:
 
 
 def _start(job: Job, count: int, attempt: int, p: int, logs: Path, port: int) -> subprocess.Popen[bytes]:
+    """Start process ``p`` of ``count``, with its settings in the environment and its output in
+    ``logs/process-<p>.log``."""
     env = dict(os.environ)
     env.update({
         PROCESS: str(p), COUNT: str(count), ADDRESS: f"127.0.0.1:{port}", TIMEOUT: str(job.timeout), STUCK: str(job.stuck),
@@ -269,6 +283,7 @@ class _Follow:
         self.path, self.at = path, 0
 
     def more(self) -> None:
+        """Copy the lines that were added to the file since the last call to stdout."""
         with self.path.open("rb") as log:
             log.seek(self.at)
             new = log.read()
@@ -279,6 +294,8 @@ class _Follow:
 
 
 def _show(end: _End, logs: Path, then: str | None) -> None:
+    """Print the end of an attempt to stderr: the last lines of the process at fault, the folder of logs, the cause, and
+    ``then`` (what the launcher does next)."""
     if end.culprit:  # process 0's lines were shown
         with contextlib.suppress(OSError):
             lines = (logs / f"process-{end.culprit}.log").read_text(errors="replace").splitlines()[-_TAIL:]

@@ -32,18 +32,35 @@ Jit = Callable[..., Any]
 
 
 class LocalSgd:
-    """What :func:`meshpar.local_sgd` returns.
+    """A training step compiled for independent replicas, and the outer step that averages them; made by
+    :func:`meshpar.local_sgd`.
 
     Attributes:
-      inner: the compiled inner step, of stacked states and batches; ``inner.plan(…)`` shows that it sends nothing over the axis.
-      outer: the compiled outer step.
-      replicas: how many there are.
+      inner: the compiled inner step, of stacked states and batches; ``inner.plan(…)`` shows that it sends nothing over
+          the axis. None before the first call.
+      outer: the compiled outer step; None before the first call.
+      replicas: the number of replicas, which is the size of the mesh axis ``over``.
     """
 
     def __init__(
         self, step: Callable[..., Any], *, over: str, every: int, outer: optax.GradientTransformation, mesh: Mesh,
         layout: Layout, dims: PathDims, lowering: str, jit: Jit, init: Jit,
     ):  # fmt: skip
+        """Check the arguments, and add to the layout that the replica dim is sharded over the mesh axis ``over``;
+        nothing is compiled yet.
+
+        Args:
+          step: (state, *batch) → (state, …), of one replica.
+          over: the mesh axis with one replica per index.
+          every: number of inner steps between two outer steps.
+          outer: the outer optimizer, applied to the mean change of the parameters.
+          jit, init: ``meshpar.jit`` and ``meshpar.init``, passed in because this module cannot import them.
+
+        Raises:
+          MeshError: the mesh has no such axis.
+          AxisConflictError: a rule of the layout uses the axis.
+          UnsupportedError: ``every`` is below 1.
+        """
         if over not in mesh.shape:
             raise MeshError(
                 f"local_sgd: the mesh has no axis `{over}`",
@@ -101,6 +118,11 @@ class LocalSgd:
         return self._make_init(make, dims=self._state_dims(leaves, "inner/", "anchor/"))
 
     def _params(self, state: Any) -> dict[str, Any]:
+        """path → value of the leaves of a state that are parameters.
+
+        Raises:
+          UnsupportedError: no leaf is a parameter.
+        """
         found = {leaf.path: leaf.value for leaf in flatten_named(state) if leaf.kind == "params"}
         if not found:
             raise UnsupportedError(
@@ -116,6 +138,12 @@ class LocalSgd:
         return tuple("..." if d is ... else "_" if d is None else d for d in dims)
 
     def _state_dims(self, leaves: Mapping[str, Any], inner: str, anchor: str | None = None) -> dict[str, DimsLike]:
+        """path → dims for ``jit(dims=)``: of the stacked leaves under the prefix ``inner``, with the replica dim first.
+
+        Args:
+          leaves: path → array of one replica.
+          anchor: prefix of the parameters of the outer step, which have no replica dim; None: they are left out.
+        """
         kinds = {leaf.path: leaf.kind for leaf in flatten_named(nested(leaves))}
         out: dict[str, DimsLike] = {}
         for path, x in leaves.items():
@@ -175,6 +203,12 @@ class LocalSgd:
         return ("...",) if found is None else found[1]
 
     def _compile(self, state: dict[str, Any], batch: list[Any]) -> None:
+        """Define ``inner`` and ``outer`` for the shapes of a stacked state and a batch.
+
+        Args:
+          state: ``{"inner": stacked state, …}``.
+          batch: arguments of the step after the state, each with a leading replica dim.
+        """
         leaves, _ = by_name(state["inner"])
         one = {p: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for p, x in leaves.items()}
         dims = self._state_dims(one, f"{self._names[0]}/")
@@ -186,6 +220,17 @@ class LocalSgd:
         self.inner = self._jit(inner, dims=dims, donate_argnums=0)
 
         def outer_step(inner: Any, anchor: Any, outer: Any) -> dict[str, Any]:
+            """One outer step: the outer optimizer receives the anchor minus the replicas' mean, and every replica
+            restarts at the new anchor.
+
+            Args:
+              inner: the state, every leaf [replica, …].
+              anchor: the parameters after the previous outer step.
+              outer: the state of the outer optimizer.
+
+            Returns:
+              ``{"inner": …, "anchor": …, "outer": …}``, with the structure of the arguments.
+            """
             replicas, back = by_name(inner)
             began, _ = by_name(anchor)
             moved = nested({p: began[p] - replicas[p].mean(0, dtype=jnp.float32).astype(began[p].dtype) for p in began})

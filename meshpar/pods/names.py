@@ -40,6 +40,7 @@ def by_name(tree: Any) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], An
         )
 
     def back(found: Mapping[str, Any]) -> Any:
+        """A tree with the structure of ``tree`` and the leaves of ``found`` (path → leaf); nnx objects are new ones."""
         out = jax.tree.unflatten(structure, [found[p] for p in paths])
         if not nodes:
             return out

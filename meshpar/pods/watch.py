@@ -79,6 +79,8 @@ class Calls:
     recent: dict[int, tuple[int, str, dict[str, int]]] = field(default_factory=dict)
 
     def note(self, function: str, values: Mapping[str, int]) -> None:
+        """Count a call of ``function`` and record it with its host values (path → checksum); old records are thinned
+        out."""
         self.count += 1
         self.each[function] += 1
         said = f"{function} {sorted(values.items())}".encode()
@@ -89,6 +91,8 @@ class Calls:
 
 
 def _worth_keeping(n: int, now: int) -> bool:
+    """Whether the record of call ``n`` is retained at call ``now``: all recent ones, and older ones at multiples of 64
+    and 1,024."""
     age = now - n
     return (
         age < _RECENT_CALLS
@@ -109,6 +113,12 @@ class Watch:
     """
 
     def __init__(self, timeout: float, stuck: float):
+        """The state of a watch whose threads do not run yet.
+
+        Args:
+          timeout: seconds without a sign of life after which a process counts as lost.
+          stuck: seconds after which a live process that makes no more calls counts as stuck.
+        """
         self.timeout, self.stuck = timeout, stuck
         self.index, self.count = process_index(), process_count()
         self.store = Store()
@@ -119,6 +129,7 @@ class Watch:
         self.cause: Cause | None = None
 
     def start(self) -> None:
+        """Install the exception and exit hooks, and start the threads: heartbeat, deadline, and in process 0 the judge."""
         self._hook = sys.excepthook
         sys.excepthook = self._on_exception
         atexit.register(self._on_end)
@@ -129,6 +140,7 @@ class Watch:
     # -- threads
 
     def _beat_loop(self) -> None:
+        """Thread: write this process's heartbeat, and end the process when the store has a verdict."""
         n = 0
         while True:
             n += 1
@@ -150,6 +162,7 @@ class Watch:
         self.store.put(f"meshpar/beat/{self.index}", json.dumps(said))
 
     def _deadline_loop(self) -> None:
+        """Thread: end this process if the coordinator has not answered for ``timeout`` seconds."""
         before = time.monotonic()
         while True:
             time.sleep(min(0.25, self.timeout / 4))
@@ -166,6 +179,7 @@ class Watch:
                 self.end_with(Cause(0, "lost", f"LostProcessError: {text}: it is stopped or cut off", RESTARTABLE))
 
     def _judge_loop(self) -> None:
+        """Thread of process 0: read all heartbeats, and write the first verdict to the store."""
         judge = Judge(self.count, self.timeout, self.stuck)
         while True:
             time.sleep(BEAT_SECONDS / 2)
@@ -199,6 +213,7 @@ class Watch:
             self.leave(cause)
 
     def leave(self, cause: Cause) -> None:
+        """End this process with the status of ``cause``, after the others could read the cause; does not return."""
         note_cause(cause, self.index)
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             if self.index == 0 and cause.kind != "unreachable":
@@ -221,6 +236,8 @@ class Watch:
             time.sleep(0.05)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """``sys.excepthook``: print the exception, publish its cause, and end this process with the status of the first
+        cause."""
         runtime = isinstance(error, jax.errors.JaxRuntimeError) and not any(s in str(error) for s in _OUR_OWN)
         self.failed = not runtime
         self._hook(kind, error, trace)
@@ -252,6 +269,12 @@ class Judge:
         self.suspected: Cause | None = None
 
     def verdict(self, beats: Mapping[int, dict[str, Any]], now: float) -> Cause | None:
+        """The cause to end the job with, by the heartbeats at ``now`` (seconds of a monotonic clock); None: the job is
+        healthy.
+
+        ``beats``: process → its last heartbeat. A lost process is reported at once; a mismatch between processes only
+        when two successive calls detect the same one.
+        """
         for p in range(self.count):
             said = beats.get(p, {"beat": 0, "count": 0, "calls": [], "over": False})
             for table, value in ((self.beats, said["beat"]), (self.progress, said["count"])):
@@ -295,6 +318,7 @@ class Judge:
         return None
 
     def ended(self, beats: Mapping[int, dict[str, Any]]) -> Cause | None:
+        """The first process whose script ended after fewer calls than another process has made, as a Cause, or None."""
         most = max((said["count"] for said in beats.values()), default=0)
         for p, said in sorted(beats.items()):
             if said["over"] and said["count"] < most:
@@ -304,6 +328,7 @@ class Judge:
         return None
 
     def behind(self, beats: Mapping[int, dict[str, Any]], now: float) -> Cause | None:
+        """The first process that has made fewer calls than another one and no call for ``stuck`` seconds, as a Cause, or None."""
         most = max((said["count"] for said in beats.values()), default=0)
         for p, said in sorted(beats.items()):
             count, since = self.progress[p]

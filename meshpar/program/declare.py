@@ -60,10 +60,13 @@ def kernel_rule(
         )
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        """The function with the rule attached: it computes the same results, as one kernel of the program that it is
+        traced in."""
         name = getattr(fn, "__name__", "kernel")
 
         @functools.cache
         def made(static: tuple[tuple[str, Any], ...]) -> Kernel:
+            """The Kernel for these keyword arguments, given as sorted (name, value) pairs."""
             options = dict(static)
             if not options:
                 return Kernel(fn, notation, local, sends, name, works=works)
@@ -74,6 +77,11 @@ def kernel_rule(
 
         @functools.wraps(fn)
         def call(*args: Any, **static: Any) -> Any:
+            """Apply the kernel to arrays; keyword arguments are static. Returns what the decorated function returns.
+
+            Raises:
+              RankError: the number of operands or results, or a rank, differs from the rule.
+            """
             kernel = made(tuple(sorted(static.items())))
             args = tuple(jnp.asarray(x) for x in args)
             _check_number(name, text, "operand", len(args), len(notation.ins), "before")

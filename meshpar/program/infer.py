@@ -83,6 +83,7 @@ class Builder:
     """Makes the values and ops of a program, and joins their dims."""
 
     def __init__(self) -> None:
+        """An empty unifier, and empty lists of the ops that later phases of the inference visit."""
         self.unifier = Unifier()
         self.ties: list[Op] = []
         self.stretched: list[Op] = []
@@ -383,6 +384,7 @@ def _call(own: bool = False):
     """The handler of ops that run one body once, on their operands; ``own``: ops with a derivative rule of their own."""
 
     def handler(b: Builder, op: Op) -> list[Value]:
+        """Infer the body of a call with the operands of ``op``; returns one Value for each result of the body."""
         jaxpr, _ = closed_parts(body_of(op.eqn))
         if own:
             jaxpr = _with_own_results(jaxpr, op)

@@ -51,6 +51,8 @@ class Value:
     )
 
     def __init__(self, aval: Any, nodes: Nodes, annotation: Dims | None = None, op: Op | None = None):
+        """A value without path, kind or sharding; ``op`` is the op that computes it, None for an argument or a
+        constant."""
         self.aval, self.nodes, self.annotation, self.op = aval, nodes, annotation, op
         self.shape: tuple[int, ...] = aval.shape
         self.elements = math.prod(self.shape)
@@ -78,6 +80,8 @@ class Op:
     __slots__ = ("__weakref__", "eqn", "frame", "frames", "ins", "name", "outs", "primitive", "rule")
 
     def __init__(self, eqn: Any, frame: Frame, ins: list[Value | None]):
+        """An op of ``frame`` without results, rule or bodies, which the inference adds; ``ins``: its operands, None for
+        literals."""
         self.eqn, self.frame, self.ins = eqn, frame, ins
         self.name: str = eqn.primitive.name
         self.primitive = primitive(self.name)

@@ -47,6 +47,12 @@ def _with_gradient(kernel: Kernel) -> Callable[..., Any]:
         return kernel_p.bind(*xs, kernel=kernel)
 
     def forward(*xs: Any) -> tuple[list[Any], Any]:
+        """Forward pass of the ``custom_vjp``: (results, residuals), with the residuals as ``(_Static(passes),
+        arrays)``.
+
+        Without separate passes (``_Static(None)``), the arrays are the operands, and the backward pass recomputes the
+        kernel.
+        """
         passes = with_residuals(kernel, xs)
         if passes is None:
             return run(*xs), (_Static(None), xs)
@@ -55,6 +61,13 @@ def _with_gradient(kernel: Kernel) -> Callable[..., Any]:
         return list(pools["result"]), (_Static(passes), tuple(pools[which][i] for which, i in passes.saved))
 
     def backward(saved: Any, cts: Sequence[Any]) -> tuple[Any, ...]:
+        """Backward pass of the ``custom_vjp``: a cotangent for each operand, ``float0`` zeros for an integer operand.
+
+        Args:
+          saved: the residuals of ``forward``.
+          cts: a cotangent for each result; cotangents of integer results (``float0``) are left out of the kernel's
+              operands.
+        """
         passes, arrays = saved[0].value, saved[1]
         float_outs = [ct.dtype != jax.dtypes.float0 for ct in cts]
         cts = [ct for ct, f in zip(cts, float_outs, strict=True) if f]
@@ -134,6 +147,12 @@ def _halves(kernel: Kernel, avals: tuple[jax.ShapeDtypeStruct, ...]) -> ForwardB
             saved = (*saved, ("operand", i))
 
     def back(*args: Any) -> list[Any]:
+        """(*residuals, *cotangents) → the cotangents of the float operands, on global arrays or on the shards of one
+        device.
+
+        Residuals that follow from operands are recomputed. Raises UnsupportedError if the trace on shards saves other
+        residuals.
+        """
         local = _pull_traced(kernel, _operands(kernel, avals, backward.sizes([x.shape for x in args])))
         if local.sources != pulled.sources:
             raise UnsupportedError(
@@ -171,6 +190,8 @@ def _pull(kernel: Kernel, xs: Sequence[Any]) -> tuple[list[Any], Any]:
     floating: list[bool] = []
 
     def of(*some: Any) -> tuple[list[Any], list[Any]]:
+        """(float results, other results) as a function of the float operands; the other operands are constants. Also
+        fills ``floating``."""
         args = list(xs)
         for i, x in zip(floats, some, strict=True):
             args[i] = x
@@ -218,6 +239,8 @@ def _pull_traced(kernel: Kernel, avals: Sequence[jax.ShapeDtypeStruct]) -> _Pull
     sources: list[Source] = []
 
     def arrays(*xs: Any) -> list[Any]:
+        """The array leaves of the pullback for operands ``xs``; records its tree, and for each leaf whether it is an
+        operand or result."""
         results, pull = _pull(kernel, xs)
         leaves, tree = jax.tree.flatten(pull)
         trees.append(tree)
@@ -303,6 +326,11 @@ def _recomputing_backward(kernel: Kernel, floats: tuple[bool, ...], float_outs: 
     own = [f for f in notation.marks if notation.kind(f) == "permutation"]
 
     def local(*args: Any, axes: Mapping[str, tuple[str, ...]]) -> list[Any]:
+        """(*operands, *cotangents) on the shards of one device → the cotangents of the float operands.
+
+        The cotangent of a result that is replicated over axes of a ``~`` factor is divided by the size of these axes, because the
+        gradients are summed over them.
+        """
         cts = list(args[n:])
         for k, dims in enumerate(cotangents):
             sharded = {a for dim in dims for f in dim for a in axes[f]}

@@ -123,7 +123,10 @@ class Notation:
 
 
 def parse_rule(text: str) -> Notation:
-    """Parse the text of a kernel rule: ``"batch heads seq!, embed mlp -> batch (heads group)"``.
+    """The Notation of a kernel rule such as ``"batch heads seq!, embed mlp -> batch (heads group)"``.
+
+    Arrays are separated by commas, operands are before the arrow, and results after it. ``dim!`` is replicated,
+    ``dim~`` may be sharded with communication by the local function, and ``(a b)`` is one dim with two factors.
 
     Raises:
       LayoutSyntaxError: the text is not a rule.
@@ -132,6 +135,7 @@ def parse_rule(text: str) -> Notation:
     left, arrow, right = text.partition("->")
 
     def bad(why: str) -> LayoutSyntaxError:
+        """The error for a rule that cannot be parsed, for the reason ``why``."""
         return LayoutSyntaxError(
             f"kernel rule {text!r}: {why}",
             rule=text,
@@ -143,6 +147,8 @@ def parse_rule(text: str) -> Notation:
         )
 
     def dims(array: str) -> Dims:
+        """The factors of every dim of one array, ``"a (b c)"`` → ``(("a",), ("b", "c"))``; records the marks in
+        ``marks``."""
         out: list[tuple[str, ...]] = []
         for token in re.findall(r"\([^()]*\)|[^\s()]+|[()]", array):
             names = token[1:-1].split() if token.startswith("(") and token.endswith(")") else [token]
@@ -277,6 +283,13 @@ class Kernel:
             def listed(
                 local: Sequence[tuple[int, ...]], axes: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
             ) -> list[tuple[Send, tuple[str, ...]]]:
+                """The (collective, mesh axes) pairs of the kernel's local function.
+
+                Args:
+                  local: shapes of the operands on one device.
+                  axes: for each factor of the op rule, the mesh axes that shard it.
+                  sizes: mesh axis → size.
+                """
                 avals = [jax.ShapeDtypeStruct(s, d) for s, d in zip(local, dtypes, strict=True)]
                 parts = ShardCounts({f: axes[i] for f, i in index.items()}, sizes)
                 return [
@@ -334,6 +347,7 @@ class Kernel:
         work = self.works
 
         def works(avals: Sequence[Any], parts: ShardCounts) -> KernelWork:
+            """FLOPs and memory of the batched kernel: of one element, times the number of local elements."""
             assert work is not None
             size, one = alone(avals)
             each = work(one, parts)

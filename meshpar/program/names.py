@@ -52,6 +52,8 @@ class Unifier:
     """
 
     def __init__(self) -> None:
+        """An empty unifier, without nodes. Nodes are integers; a strong class is one dim of the program, a weak class
+        only shares a name."""
         self.parent: list[int] = []
         self.size: list[int] = []
         self.split: dict[int, tuple[int, ...]] = {}

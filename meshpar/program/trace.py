@@ -78,6 +78,10 @@ def _with_scalar_condition(eqn: Any) -> Any:
         return lax.reduce_or(active, tuple(range(active.ndim)))
 
     def step(*args: Any) -> list[Any]:
+        """The loop body for a batched condition: (*condition constants, *body constants, *carry) → the new carry.
+
+        Batch elements whose condition is false retain their old carry.
+        """
         carry = args[m:]
         (active,) = cond(*args[:n], *carry)
         lead = range(active.ndim)

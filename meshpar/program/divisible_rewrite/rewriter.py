@@ -42,6 +42,7 @@ class JaxprRewriter:
     """
 
     def __init__(self, shards: ShardCounts, notes: list[str], rewrites: Mapping[str, Sequence[Rewrite]]):
+        """A rewriter without equations; the arguments are attributes of the class."""
         self.shards, self.notes, self.rewrites = shards, notes, rewrites
         self.constants = Constants()
         self.eqns: list[Any] = []
@@ -314,6 +315,9 @@ class Site:
         outvars: list[Any] = []
 
         def copy_of(k: int) -> Callable[[], Any]:
+            """A function that returns result ``k`` of a copy of the op; the copy's equation is appended by the first
+            call for any k."""
+
             def copy() -> Any:
                 if not outvars:
                     outvars.extend(self.rewriter.copy_eqn(self.scope, self.op))
