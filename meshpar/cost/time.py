@@ -6,7 +6,7 @@ The estimate is the length of the schedule of kernels and collectives (:mod:`mes
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +60,8 @@ class Time:
       compute: of all matmuls, at the matrix unit's rate.
       memory: of all traffic, at HBM's rate.
       communication: of all collectives, sequentially.
+      busiest_axis: of the collectives over one mesh axis, sequentially, for the axis with the most. They share links, so no
+        schedule of a step is shorter.
       seconds: the estimate of the step: the length of its schedule (:func:`meshpar.cost.schedule.schedules`), and the exposed
         seconds of collective matmuls (rings).
       model_flops: of the matmuls that the model needs, on all devices together, without recomputation, redundant work and
@@ -71,6 +73,7 @@ class Time:
     compute: float
     memory: float
     communication: float
+    busiest_axis: float
     seconds: float
     model_flops: float
     peak_flops: float
@@ -79,8 +82,8 @@ class Time:
 
     @property
     def overlapped(self) -> float:
-        """The lower bound: the longest of compute, memory and communication, the others hidden behind it."""
-        return max(self.compute, self.memory, self.communication)
+        """The lower bound: the longest of compute, memory traffic and the collectives over one mesh axis; the others are hidden."""
+        return max(self.compute, self.memory, self.busiest_axis)
 
     @property
     def serial(self) -> float:
@@ -115,11 +118,21 @@ def time_of(plan: Plan) -> Time | None:
         ops.append(OpTime(kernel.primitive, k.flops, k.bytes, k.seconds, k.count, kernel.origin))
     model = model_flops(plan)
     communication = sum((c.seconds or 0.0) * (c.count or 1) for c in plan.collectives)
-    seconds = _estimate(plan)
+    busiest_axis = _busiest_axis(plan.collectives)
+    seconds = max(_estimate(plan), busiest_axis)
     peak_flops = plan.chip.per_device().flops * math.prod(plan.sizes.values())
-    out = Time(compute, memory, communication, seconds, model, peak_flops, ops)
+    out = Time(compute, memory, communication, busiest_axis, seconds, model, peak_flops, ops)
     out.bottleneck = _bottleneck(out, plan.collectives)
     return out
+
+
+def _busiest_axis(collectives: Iterable[Collective]) -> float:
+    """Seconds of the collectives over each mesh axis, sequentially: the largest. One over several axes counts for each of them."""
+    seconds: dict[str, float] = {}
+    for c in collectives:
+        for axis in c.axes:
+            seconds[axis] = seconds.get(axis, 0.0) + (c.seconds or 0.0) * (c.count or 1)
+    return max(seconds.values(), default=0.0)
 
 
 def _estimate(plan: Plan) -> float:

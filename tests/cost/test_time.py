@@ -441,3 +441,24 @@ def test_a_matmul_inside_the_kernel_of_a_pad_reads_its_operands_as_often():
 
     plain, padded = traffic(lambda x, w: x @ w), traffic(lambda x, w: jnp.pad(x @ w, ((0, 8), (0, 0))))
     assert padded == pytest.approx(plain, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "layout", ["mlp, embed: model+data", "batch: data; mlp: model", "batch: data; mlp: model; embed: data"]
+)
+@pytest.mark.parametrize("topology", ["v5e:4x4", "v5p:2x2x4"])
+def test_an_estimate_is_not_below_its_lower_bound(layout, topology):
+    """Collectives over one axis share links: however they overlap with kernels, they take their time one after the other."""
+
+    def loss(params, x):
+        return jnp.mean((jax.nn.relu(x @ params["up"]) @ params["down"] - x) ** 2)
+
+    made = plan(
+        jax.grad(loss), {"up": array(512, 2048), "down": array(2048, 512)}, array(64, 512), layout=layout, mesh="data=4, model=4",
+        topology=topology, dims={"*/up": "embed mlp", "*/down": "mlp embed", "x": "batch embed"},
+    )  # fmt: skip
+    assert made.time.overlapped <= made.time.seconds
+    by_axis = {
+        axis: sum(c.seconds * (c.count or 1) for c in made.collectives if axis in c.axes) for axis in ("data", "model")
+    }
+    assert 0 < max(by_axis.values()) <= made.time.seconds
