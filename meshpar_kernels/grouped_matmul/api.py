@@ -252,6 +252,16 @@ def _block_scales(
 
 
 def _check_groups(op, lhs, rhs, group_sizes, groups, group_offset, *, quantized: bool = False) -> None:
+    """Check dtypes and group arguments of `grouped_matmul` and its transpose.
+
+    Args:
+      groups: G.
+      quantized: rhs has scales.
+
+    Raises:
+      ValueError: operand dtypes do not fit, `group_sizes` is no int [G], or there are not G of them without a
+        `group_offset`.
+    """
     if quantized:
         if rhs.dtype not in QUANTIZED or lhs.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
             raise ValueError(
@@ -282,6 +292,8 @@ def _check_blocks(op: str, num_sms: int | None) -> None:
 
 
 def _check_sizes_at_run_time(group_sizes: jax.Array, rows: int) -> None:
+    """Warn at run time, by a debug callback, if a group size is negative or their sum exceeds `rows`."""
+
     def look(sizes):
         sizes = np.asarray(sizes, np.int64)
         if (sizes < 0).any() or sizes.sum() > rows:

@@ -1,31 +1,33 @@
 """Grouped matmul for Blackwell GPUs (sm_100a, Mosaic GPU): TMA loads, `tcgen05`, accumulators in tensor memory.
 
-One block per multiprocessor walks the tiles of the result, as on Hopper. One warp loads, one starts the
-products, and a warpgroup writes results; the sums have two slots in tensor memory, so that a tile is
-multiplied while the one before is written.
+One thread block (with clusters: one cluster) per multiprocessor iterates over tiles of the result, as on Hopper. One
+warp loads and one issues the matmuls; a second warpgroup writes results. The accumulators have two slots in tensor
+memory, so that one tile is multiplied while the tile before it is written.
 
-- `full[s]`: all copies of a stage have landed; the multiplying warp waits for it.
-- `empty[s]`: the products of a stage are done, which the tensor core itself reports
-  (`tcgen05_commit_arrive`: all matmuls that the warp issued before it). The loading warp waits for it from a stage's
-  second use on. Both count steps over all tiles.
-- `done[a]`: the accumulator of slot a is complete (in the same way); the writing warpgroup waits for it.
-- `read[a]`: the writing warpgroup has the accumulator in registers (`wait_load_tmem`); the multiplying warp waits
-  for it from a slot's second use on. Tiles of no group use no slot, on either side.
+Barriers:
+- `full[s]` completes when all copies into stage s have landed; the multiplying warp waits for it.
+- `empty[s]` completes when the matmuls that read stage s are done. The tensor core reports it (`tcgen05_commit_arrive`:
+all matmuls that the warp issued before). The loading warp waits for it from the second use of a stage on. `full` and
+`empty` count steps over all tiles.
+- `done[a]` completes when the accumulator in slot a is complete, also reported by the tensor core; the writing
+warpgroup waits for it.
+- `read[a]` completes when the writing warpgroup has the accumulator in registers (`wait_load_tmem`). The multiplying
+warp waits for it from the second use of a slot on. Tiles of no group use no slot, on either side.
 
-The transpose has a third warpgroup, which zeroes other groups' rows in a group's first and last stage: it too waits for
-`full` and arrives at `empty` for every stage, and the multiplying warp waits for its `masked` where there is
-something to zero. `commit_smem` makes the zeros visible to the tensor core before that.
+The transpose kernel has a third warpgroup, which zeroes the rows of other groups in the first and the last stage of a
+group. It too waits for `full` and arrives at `empty` for every stage. Where rows are zeroed, the multiplying warp waits
+for `masked[s]`; `commit_smem` makes the zeros visible to the tensor core before.
 
-In a cluster (`Tile.cluster`) the tensor cores of two blocks multiply together ("2-CTA"): a tile of twice the rows, of which each
-block has its half of the accumulator and loads its half of lhs and half of the columns of rhs; both cores read both halves of rhs.
-The first block's warp issues the matmuls, so it waits for the loads of both:
-- `full` is the first block's, and counts what both load; of the transpose each has its own, whose masking warpgroup waits
-  for it, and arrives at `masked` in both blocks at every stage.
-- `empty` and `done` complete in both blocks, by the tensor core's report to both.
-- `read` counts the writing warpgroups of both.
-Blocks end together, as their tensor memory is given back.
+In a cluster (`Tile.cluster`) the tensor cores of two blocks compute one tile together ("2-CTA"), with twice the rows.
+Each block has half of the accumulator, and loads half of lhs and half of the columns of rhs; both tensor cores read
+both halves of rhs. A warp of the first block issues the matmuls, so it waits for the loads of both blocks:
+- `full` is a barrier of the first block, and counts the loads of both. In the transpose each block has its own `full`,
+for which its masking warpgroup waits; that warpgroup arrives at `masked` in both blocks at every stage.
+- `empty` and `done` complete in both blocks, by the report of the tensor core to both.
+- `read` counts the writing warpgroups of both blocks. The blocks of a cluster end together, since their tensor memory
+is freed together.
 
-Missing: half tiles: the rows of an incomplete tile are multiplied by 128 (256 in a cluster).
+Limitation: there are no half tiles; the rows of an incomplete tile are multiplied as 128 (256 in a cluster).
 """
 
 from __future__ import annotations
@@ -64,22 +66,26 @@ LOADER, MULTIPLIER = 0, 1
 
 
 def multiply_tiles(gpu, stages, slot_of, barriers, each_tile, copies, matmuls, *, cluster: int = 1, ready=None):
-    """The loads and the products of all tiles, each in a warp that goes through them by itself: so the next tile's operands
-    are in flight before the matmuls of one of them are issued.
+    """The loading warp and the multiplying warp: each iterates over all tiles of this block; returns nothing.
+
+    The loading warp runs ahead, so operands of the next tile are in flight while a tile is multiplied.
 
     Args:
-      slot_of: use number → (slot, its accumulator).
-      each_tile: calls a function with what makes up each tile, its steps, and the steps and tiles before it.
+      stages: number of shared-memory stages.
+      slot_of: number of tiles before → (accumulator slot, its TMEM ref).
+      barriers: (`full`, `empty`, `done`, `read`), see the module.
+      each_tile: calls its argument with (tile, K steps of the tile, K steps before, tiles before) for each tile.
       copies: (tile, i, stage, barrier): starts the loads of step i.
       matmuls: (tile, i, stage, accumulator): issues the matmuls of step i.
-      cluster: blocks, of which the first starts the products of all.
-      ready: barriers that the multiplying warp waits for instead of `full`.
+      cluster: blocks of a cluster; the first block issues the matmuls of both.
+      ready: barriers, one for each stage, that the multiplying warp waits for instead of `full`.
     """
     full, empty, done, read = barriers
     loaded = full if ready is None else ready
     pair = _pair(cluster)
 
     def load_tile(tile, steps, step, used):
+        """Start the loads of all steps of a tile, each into a stage that the matmuls have released (`empty`)."""
         del used
 
         def load(i, _):
@@ -94,6 +100,8 @@ def multiply_tiles(gpu, stages, slot_of, barriers, each_tile, copies, matmuls, *
         lax.fori_loop(0, steps, load, None)
 
     def multiply_tile(tile, steps, step, used):
+        """Issue the matmuls of all steps of a tile; have the tensor core report `empty` for each stage and `done` for
+        the tile."""
         slot, total = slot_of(used)
 
         @pl.when((used >= 2) & (steps > 0))
@@ -122,11 +130,31 @@ def multiply_tiles(gpu, stages, slot_of, barriers, each_tile, copies, matmuls, *
 
 
 def _pair(cluster: int) -> dict[str, str]:
-    """For products of the blocks of a cluster together, and their reports."""
+    """Keyword arguments of a matmul that both blocks of a cluster compute together, and of its reports; {} without
+    clusters."""
     return {"collective_axis": PEER} if cluster > 1 else {}
 
 
 def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, scaled, num_sms):
+    """The grouped matmul, for one thread block: out[rows of a group] = activation(lhs · rhs of the group), optionally
+    times `scale`.
+
+    Two warpgroups: 0 loads and multiplies (one warp each), 1 writes. The tiles of the result are (tile step, column
+    tile); a tile step is a tile of rows of one group (`span_tile_steps`).
+
+    Args:
+      refs: inputs in GMEM: `first`, `low`, `high`, `group`, `live` int32 [tile steps], `number` int32 [1], lhs [M, K],
+        `num_rhs` arrays rhs [G, K, N] ([G, N, K] with `transpose_rhs`), scale float32 [M] if `scaled`; output in GMEM:
+        [M, N]; scratch: lhs stages, rhs stages [stages, num_rhs, …], (swizzled, plain) staging buffers in the same
+        shared memory, TMEM accumulators [m, 2 · num_rhs · n], barriers `full`, `empty`, `done`, `read`.
+      gpu: the module `jax.experimental.pallas.mosaic_gpu`.
+      shape: (K, N).
+      tile: tile sizes.
+      activation: as in `reference.grouped_matmul`; with two rhs the first is the gate.
+      num_rhs: 1, or 2 for a gated activation.
+      scaled: whether rows are multiplied by `scale`.
+      num_sms: multiprocessors to use.
+    """
     k, n = shape
     first, low, high, group, live, number, lhs, *refs = refs
     rhs, refs = refs[:num_rhs], refs[num_rhs:]
@@ -144,7 +172,11 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
         return slot, acc.at[:, pl.ds(slot * (num_rhs * tile.n), num_rhs * tile.n)]
 
     def each_tile(work):
-        """`work` on (visit, column) of each tile, its steps (0 for one of no group), and the steps and live tiles before."""
+        """Call `work((tile step, column tile), K steps, K steps before, live tiles before)` for each tile of this
+        block.
+
+        A tile of no group has 0 K steps; its result is zero.
+        """
 
         def one(i, before):
             step, used = before
@@ -156,6 +188,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
         lax.fori_loop(0, num_own, one, (jnp.int32(0), jnp.int32(0)))
 
     def copies(tile_at, i, stage, barrier):
+        """Start the TMA copies of K step i: lhs and each rhs into stage `stage`, counted at `barrier`."""
         tile_step, column = tile_at
         inner, g = pl.ds(i * tile.k, tile.k), group[tile_step]
         rows, outer = pl.ds(first[tile_step], tile.cluster * tile.m), pl.ds(column * tile.n, tile.n)
@@ -167,12 +200,14 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
             )
 
     def part(dim):
-        """For a copy of which each block of a cluster has its part of a dim, and the first one counts."""
+        """Keyword arguments of a copy that the blocks of a cluster split along `dim`, counted at the first block's
+        barrier."""
         if tile.cluster == 1:
             return {}
         return {"collective_axes": PEER, "leader_tracked": gpu.CopyPartition.PARTITIONED(dim)}
 
     def matmuls(_, i, stage, total):
+        """Issue total += lhs · rhs of one stage, for each rhs; K step 0 overwrites the accumulator."""
         for half in range(num_rhs):
             weights = rhs_smem.at[stage, half]
             weights = _compat.transpose_ref(weights) if transpose_rhs else weights
@@ -180,7 +215,8 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
             gpu.tcgen05_mma(dst, lhs_smem.at[stage], weights, accumulate=i > 0, **_pair(tile.cluster))
 
     def sums_of(row, total, left, width):
-        """Columns of the result, from tensor memory."""
+        """Columns [left, left + width) of the result of a tile, [m, width]: loaded from tensor memory, with activation
+        and scale applied."""
         values = [
             gpu.async_load_tmem(total.at[:, pl.ds(half * tile.n + left, width)], layout=gpu.Layout.TCGEN05)
             for half in range(num_rhs)
@@ -192,7 +228,11 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
         return value.astype(out.dtype)
 
     def write(row, column, begin, end, values):
-        """Rows [begin, end) of a tile; `values(left, width)` are its columns. Both stagings are the same memory."""
+        """Write the rows [begin, end) of a tile to GMEM; `values(left, width)` returns its columns.
+
+        A full tile goes through two swizzled slots, a partial one through the plain staging buffer (`copy_rows`); both
+        are the same memory.
+        """
         width = swizzled.shape[2]
         full_tile = (begin == 0) & (end == tile.m)
         target = out.at[pl.ds(row, tile.m)]
@@ -216,6 +256,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
                 copy_rows(gpu, plain, target, begin, end, dst, tile.m)
 
     def write_sums(row, column, begin, end, used):
+        """Wait until the accumulator is complete, write the tile, and release the accumulator slot (`read`)."""
         slot, total = slot_of(used)
         gpu.barrier_wait(done.at[slot])
         write(row, column, begin, end, functools.partial(sums_of, row, total))
@@ -226,6 +267,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
         return gpu.layout_cast(jnp.zeros((tile.m, width), out.dtype), gpu.Layout.TCGEN05)
 
     def write_tile(tile_at, steps, step, used):
+        """Write this block's rows of a tile: the sums if the tile step is live, else zeros."""
         del steps, step
         tile_step, column = tile_at
         row, alive, begin, end = first[tile_step], live[tile_step] > 0, low[tile_step], high[tile_step]
@@ -308,6 +350,21 @@ def grouped_matmul(
 
 
 def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
+    """The transposed grouped matmul, for one thread block: out[g] = lhs[rows of g]ᵀ · rhs[rows of g]; the rows are the
+    contracted dim.
+
+    Three warpgroups: 0 loads and multiplies (one warp each), 1 writes, 2 zeroes the rows of other groups in a group's
+    first and last stage. The tiles of the result are (group, strip of m elements of K, column tile).
+
+    Args:
+      refs: inputs in GMEM: group bounds int32 [G + 1], lhs [M, K], rhs [M, N]; output in GMEM: [G, K, N]; scratch: lhs
+        stages [stages, k, m], rhs stages, staging [2, m, columns], TMEM accumulators [m, 2 · n], barriers `full`,
+        `empty`, `done`, `read`, `masked`.
+      gpu: the module `jax.experimental.pallas.mosaic_gpu`.
+      shape: (K, N, G).
+      tile: tile sizes; `tile.k` rows are one step.
+      num_sms: multiprocessors to use.
+    """
     k, n, groups = shape
     bounds, lhs, rhs, out, lhs_smem, rhs_smem, staging, acc, full, empty, done, read, masked = refs
     high, wide, stages = pl.cdiv(k, tile.cluster * tile.m), pl.cdiv(n, tile.n), tile.stages
@@ -321,7 +378,8 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
         return slot, acc.at[:, pl.ds(slot * tile.n, tile.n)]
 
     def each_tile(work):
-        """`work` on (group, strip of this block, column, its rows) of each tile, its steps, and the steps and live tiles before."""
+        """Call `work((group, strip of this block, column tile, `GroupRows`), steps, steps before, live tiles before)`
+        for each tile."""
 
         def one(i, before):
             step, used = before
@@ -335,6 +393,7 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
         lax.fori_loop(0, num_own, one, (jnp.int32(0), jnp.int32(0)))
 
     def copies(tile_at, i, stage, barrier):
+        """Start the TMA copies of step i, [tile.k rows, columns] of lhs and of rhs, into stage `stage`."""
         _, strip, column, rows = tile_at
         src_slice = pl.ds(rows.first + i * tile.k, tile.k)
         gpu.copy_gmem_to_smem(lhs.at[src_slice, pl.ds(strip * tile.m, tile.m)], lhs_smem.at[stage], barrier)
@@ -343,6 +402,7 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
         gpu.copy_gmem_to_smem(right, rhs_smem.at[stage], barrier)
 
     def matmuls(tile_at, i, stage, total):
+        """Issue total += lhsᵀ · rhs of one stage, after its rows of other groups were zeroed."""
         if not pair:
             low, high = tile_at[-1].span(i, tile.k)
 
@@ -354,6 +414,8 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
         gpu.tcgen05_mma(total, left, rhs_smem.at[stage], accumulate=i > 0, **pair)
 
     def mask_tile(tile_at, steps, step, used):
+        """Zero the rows of other groups in all stages of a tile, and arrive at `masked` and `empty`; run by warpgroup
+        2."""
         del steps, used
         rows = tile_at[-1]
 
@@ -377,6 +439,7 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
         lax.fori_loop(0, rows.steps, one, None)
 
     def write(target, column, values):
+        """Write a tile [m, n] to GMEM through the two slots of `staging`; `values(left, width)` returns its columns."""
         width = staging.shape[2]
         odd = tile.n // width % 2  # number of chunks: the slots' turns do not go up in it
         for c, left in enumerate(range(0, tile.n, width)):
@@ -386,6 +449,7 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
             gpu.copy_smem_to_gmem(staging.at[c % 2], target.at[:, pl.ds(column * tile.n + left, width)])
 
     def write_sums(target, column, used):
+        """Wait until the accumulator is complete, write the tile, and release the accumulator slot (`read`)."""
         slot, total = slot_of(used)
         gpu.barrier_wait(done.at[slot])
 
@@ -401,6 +465,7 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
         return gpu.layout_cast(jnp.zeros((tile.m, width), out.dtype), gpu.Layout.TCGEN05)
 
     def write_tile(tile_at, steps, step, used):
+        """Write a tile of the result: its sums, or zeros if the group is empty."""
         del step
         group, strip, column, _ = tile_at
         target = out.at[group, pl.ds(strip * tile.m, tile.m)]

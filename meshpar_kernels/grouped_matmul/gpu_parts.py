@@ -47,15 +47,16 @@ GELU = 2 * math.sqrt(2 / math.pi)
 
 
 class Tile(NamedTuple):
-    """The tile of the result that a block computes at a time.
+    """Tile sizes of a GPU kernel: the tile of the result that a thread block computes at a time.
 
     Attributes:
-      m, n: rows and columns of the result's tile.
-      k: contracted elements of a stage.
-      stages: of shared memory.
-      cluster: blocks, 1 or 2, that load together what tiles side by side have in common.
-      pingpong: on Hopper, of the transpose: the two multiplying warpgroups have a tile each, and one multiplies while the other
-        writes.
+      m, n: rows and columns of the tile.
+      k: contracted elements of one stage.
+      stages: stages in shared memory.
+      cluster: thread blocks of a cluster, 1 or 2. The two blocks compute adjacent tiles, and load their common operand
+        once.
+      pingpong: Hopper's transpose only: each of the two multiplying warpgroups has a tile of its own, and one
+        multiplies while the other writes.
     """
 
     m: int
@@ -67,12 +68,12 @@ class Tile(NamedTuple):
 
 
 def cluster_count(num_sms: int, cluster: int) -> int:
-    """Clusters of so many blocks on so many multiprocessors, at least one."""
+    """Number of clusters of `cluster` thread blocks on `num_sms` multiprocessors, at least one."""
     return max(num_sms // cluster, 1)
 
 
 def cluster_grid(num_sms: int, cluster: int) -> dict[str, Any]:
-    """The grid of a kernel, for `gpu.kernel`; "multiprocessor" is the number of the cluster."""
+    """Grid and cluster arguments of `gpu.kernel`; the grid axis "multiprocessor" is the index of the cluster."""
     grid = {"grid": (cluster_count(num_sms, cluster),), "grid_names": ("multiprocessor",)}
     return grid | ({"cluster": (cluster,), "cluster_names": (PEER,)} if cluster > 1 else {})
 
@@ -83,7 +84,7 @@ def cluster_barrier(gpu: Any, cluster: int, **options: Any) -> Any:
 
 
 def peer_index(cluster: int) -> Any:
-    """Which of its cluster this block is."""
+    """Index of this thread block in its cluster: int32 on the axis `PEER`; 0 without clusters."""
     return lax.axis_index(PEER) if cluster > 1 else 0
 
 
@@ -115,10 +116,11 @@ def tile_columns(itemsize: int) -> int:
 
 
 def misaligned(**sizes: tuple[int, ...]) -> list[str]:
-    """Reasons why TMA cannot cut arrays into the tiles of shared memory: a dim longer than a tile must be a multiple of it.
+    """Reasons why TMA cannot cut arrays into the tiles of shared memory; empty if it can. A dim longer than a tile must
+    be a multiple of it.
 
     Args:
-      sizes: by name, elements of a dim, and of the tiles that it is cut into in one array or another.
+      sizes: by name of a dim: (its elements, elements of the tiles that it is cut into).
     """
     found = []
     for name, (size, *tiles) in sizes.items():
@@ -129,8 +131,16 @@ def misaligned(**sizes: tuple[int, ...]) -> list[str]:
 
 
 def copy_rows(gpu: Any, source: Any, target: Any, low: jax.Array, high: jax.Array, columns: Any, rows: int) -> None:
-    """Copy the rows [low, high) of shared memory: one copy for each bit of their number, since a copy's shape is
-    fixed when it is compiled."""
+    """Copy the rows [low, high) from shared to global memory.
+
+    A copy has a static shape, so the code has one copy for each bit of the number of rows, and executes those with the
+    bit set.
+
+    Args:
+      source: SMEM [rows, width].
+      target: GMEM [rows, n].
+      columns: slice of the columns of `target`.
+    """
     number = high - low
     length = 1 << (rows.bit_length() - 1)
     while length:
@@ -149,7 +159,14 @@ def ring(stages: int, step: jax.Array) -> jax.Array:
 
 
 def rasterize(tile: jax.Array, tile_steps: jax.Array, columns: int) -> tuple[jax.Array, jax.Array]:
-    """Visit and column tile of the tile with this number: `RASTER_GROUP` visits go through all columns together."""
+    """(tile step, column tile) of the tile with this index: `RASTER_GROUP` tile steps are computed for all columns
+    before the next.
+
+    Args:
+      tile: index, below tile_steps · columns.
+      tile_steps: number of tile steps (row tiles).
+      columns: number of column tiles.
+    """
     raster_group = lax.div(tile, jnp.int32(RASTER_GROUP * columns))
     height = jnp.minimum(RASTER_GROUP, tile_steps - raster_group * RASTER_GROUP)
     rest = tile - raster_group * (RASTER_GROUP * columns)
@@ -158,7 +175,7 @@ def rasterize(tile: jax.Array, tile_steps: jax.Array, columns: int) -> tuple[jax
 
 
 def chunks(value: jax.Array, column: jax.Array, width: int) -> list[tuple[jax.Array, Any]]:
-    """Columns of the staging memory's width, and where they go in the result."""
+    """[(columns of `value`, as many as the staging buffer has; their slice in the result)] of column tile `column`."""
     total = value.shape[1]
     return [(value[:, c : c + width], pl.ds(column * total + c, width)) for c in range(0, total, width)]
 
@@ -174,12 +191,12 @@ def mask_rows(gpu: Any, values: Any, low: jax.Array, high: jax.Array) -> None:
 
 
 class GroupRows(NamedTuple):
-    """The rows of a group, as the steps of the transpose go through them.
+    """The rows of one group, and how the steps of the transpose kernel cover them.
 
     Attributes:
-      first: row where the first step begins: the group's, rounded down to where a copy may begin.
+      first: row where the first step begins: the group's first row, rounded down to a multiple of `ALIGNMENT`.
       low, end: the group's rows are [first + low, first + end).
-      steps: 0 for an empty group.
+      steps: number of steps; 0 for an empty group.
     """
 
     first: jax.Array
@@ -189,12 +206,12 @@ class GroupRows(NamedTuple):
 
     @classmethod
     def of(cls, bounds: Any, group: jax.Array, step: int) -> GroupRows:
-        """From the bounds in memory, in steps of so many rows."""
+        """The rows of `group`, from the group bounds int32 [G + 1] in memory, in steps of `step` rows."""
         start, stop = bounds[group], bounds[group + 1]
         first = lax.div(start, jnp.int32(ALIGNMENT)) * ALIGNMENT
         steps = lax.div(stop - first + (step - 1), jnp.int32(step))
         return cls(first, start - first, stop - first, jnp.where(stop > start, steps, 0))
 
     def span(self, i: jax.Array, step: int) -> tuple[jax.Array, jax.Array]:
-        """The group's rows [low, high) among those of step i; `low > 0` or `high < step` if others are there too."""
+        """The group's rows [low, high) in step i. `low > 0` or `high < step` if the step has rows of other groups too."""
         return jnp.maximum(self.low - i * step, 0), jnp.minimum(self.end - i * step, step)

@@ -41,6 +41,11 @@ def _constant(name, x):
 
 
 def _constant_fwd(name, x):
+    """Forward rule of `_constant`.
+
+    Raises:
+      ValueError: x is differentiated.
+    """
     if x.perturbed:
         raise ValueError(
             f"grouped_matmul: {name}{list(x.value.shape)} is differentiated, and quantized weights are constants. Leave them out "
@@ -185,6 +190,11 @@ _transpose.defvjp(_transpose_fwd, _transpose_bwd)
 
 @functools.partial(jax.jit, static_argnums=0)
 def matmul_with_gradient(options, lhs, rhs, rhs_scale, *args):
+    """`grouped_matmul` with its gradients, under `jax.jit`; `options` are static.
+
+    Scales, and weights in a floating-point dtype that have scales, are constants: differentiating them raises
+    ValueError. All operands are made varying over the same mesh axes.
+    """
     if rhs_scale:
         floats = jnp.issubdtype(rhs[0].dtype, jnp.floating)
         rhs = tuple(_constant("rhs", m) for m in rhs) if floats else rhs

@@ -1,30 +1,29 @@
-"""Grouped matmul for Hopper GPUs (sm_90a, Mosaic GPU): TMA loads, `wgmma`, one loading and two
-multiplying warpgroups.
+"""Grouped matmul for Hopper GPUs (sm_90a, Mosaic GPU): TMA loads, `wgmma`, one loading and two multiplying warpgroups.
 
-One block per multiprocessor iterates over the tiles of the result. A ring of shared-memory stages is between the
-loading warpgroup, which runs ahead into the next tile, and the two multiplying ones, of which each holds
-half of the tile in registers.
+One thread block per multiprocessor iterates over tiles of the result. The loading warpgroup fills a ring of
+shared-memory stages, and runs ahead into the next tile. Each of the two multiplying warpgroups accumulates half of the
+tile in registers.
 
-How a stage changes hands:
-- `full[s]` completes when all copies of a stage have landed (each copy arrives once, with its bytes).
-  The multiplying warpgroups wait for it before `wgmma` reads the stage.
-- `empty[s]` completes when both multiplying warpgroups have arrived. Each arrives for the stage of step i
-  after `wgmma_wait` says that the products of step i are done, which is one step later (`wgmma_wait(1)`: all
-  but the last), and for a tile's last stage after `wgmma_wait(0)`. The loading warpgroup waits for it before
-  it overwrites the stage, from the second use on.
-- Both sides count steps over all tiles, so stage and phase agree although tiles differ in their steps.
+Barriers of a stage s:
+- `full[s]` completes when all copies into the stage have landed (each copy arrives once, with its bytes). The
+multiplying warpgroups wait for it before `wgmma` reads the stage.
+- `empty[s]` completes when both multiplying warpgroups have arrived. Each arrives for the stage of step i once the
+matmuls of step i are done, which it knows one step later (`wgmma_wait(1)`: all but the last are done); for a tile's
+last stage it arrives after `wgmma_wait(0)`. The loading warpgroup waits for it before it overwrites the stage, from the
+second use on.
+- Both sides count steps over all tiles, so stage and phase agree although tiles differ in their number of steps.
 
-In a cluster (`Tile.cluster`) two blocks make tiles side by side: of the same rows (of the transpose: of the same group and columns
-of rhs), so both go through the same steps whatever the groups are. What both tiles need is loaded once: each block's copy is of
-half of it, lands in the memory of both, and is counted at the `full` of both, which wait for all bytes. So a stage may be loaded
-again when both blocks are through with it, and an arrival at `empty` counts in both. Of these, one thread arrives for its
-warpgroup, whose other warps must have observed `full` before: the matmuls imply it; without matmuls `commit_smem` does. A
-block ends when all its stages are free, since until then the other one arrives at its barriers (`_drain`).
+In a cluster (`Tile.cluster`) two blocks compute adjacent tiles: with the same rows (in the transpose: of the same group
+and the same columns of rhs), so both have the same steps, whatever the groups are. The operand that both tiles need is
+loaded once: each block copies one half of it into the memory of both blocks, and the copy counts at `full` of both,
+which wait for all bytes. So a stage may only be overwritten when both blocks have read it, and an arrival at `empty`
+counts in both. One thread arrives at it for its warpgroup, whose other warps must have observed `full` before: the
+matmuls imply it; without matmuls `commit_smem` does. A block ends when all its stages are free, since until then the
+other block arrives at its barriers (`_drain`).
 
-How a result gets out: registers → shared memory; `commit_smem` makes these writes visible to the copy
-engine and holds the warpgroup together; then the copy. Before the memory is written again,
-`wait_smem_to_gmem` waits until the copies have read it. Each warpgroup has its own staging memory, so none
-waits for the other.
+Results are copied from registers to shared memory. `commit_smem` makes these writes visible to TMA and synchronizes the
+warpgroup; then the copy to global memory starts. Before the staging memory is overwritten, `wait_smem_to_gmem` waits
+until the copies have read it. Each warpgroup has its own staging memory, so neither waits for the other.
 """
 
 from __future__ import annotations
@@ -65,9 +64,15 @@ CONSUMERS = 2
 
 
 def load_stages(gpu: Any, step, steps, stages: int, full, empty, copies, base: int = 0) -> jax.Array:
-    """Fill the stages of `steps` steps, from step number `step` on; `copies(i, slot)` starts those of step i.
+    """Start the loads of the next `steps` steps, each into a stage that is free; return the step number after them.
 
-    The ring is the `stages` slots from `base` on.
+    Args:
+      step: number of steps before these, over all tiles.
+      steps: steps to load.
+      stages: slots of the ring.
+      full, empty: barriers, one for each slot; waits for `empty` from the second use of a slot on.
+      copies: (i, slot, barrier): starts the copies of step i into a slot, counted at the barrier.
+      base: first slot of the ring in the stage buffers and barriers.
     """
 
     def one(i, step):
@@ -84,7 +89,13 @@ def load_stages(gpu: Any, step, steps, stages: int, full, empty, copies, base: i
 
 
 def _drain(gpu: Any, step, stages: int, empty, base: int = 0) -> None:
-    """Wait until all stages are free: no other block arrives here any more, and this one may end."""
+    """Wait until all stages are free. Then the other block of the cluster arrives at no barrier of this block any more,
+    and this one may end.
+
+    Args:
+      step: steps loaded in total.
+      stages, empty, base: as in `load_stages`.
+    """
 
     def one(i, _):
         gpu.barrier_wait(empty.at[base + ring(stages, step - 1 - i)])
@@ -93,7 +104,13 @@ def _drain(gpu: Any, step, stages: int, empty, base: int = 0) -> None:
 
 
 def multiply_stages(gpu: Any, step, steps, stages: int, full, empty, matmuls, base: Any = 0) -> jax.Array:
-    """Multiply as the stages fill; `matmuls(i, slot)` starts the products of step i. The ring as in `load_stages`."""
+    """Multiply `steps` stages as they fill, and release them; all matmuls are done on return. Returns the step number
+    after them.
+
+    Args:
+      matmuls: (i, slot): issues the `wgmma`s of step i.
+      step, steps, stages, full, empty, base: as in `load_stages`.
+    """
 
     def one(i, step):
         slot = base + ring(stages, step)
@@ -118,7 +135,7 @@ def multiply_stages(gpu: Any, step, steps, stages: int, full, empty, matmuls, ba
 
 
 def _skip(gpu: Any, step, steps, stages: int, full, empty, cluster: int) -> jax.Array:
-    """Let the stages of a tile pass."""
+    """Release the stages of a tile without multiplying them: this warpgroup's half of the tile has no row of the group."""
 
     def one(_, step):
         slot = ring(stages, step)
@@ -137,6 +154,25 @@ def _shared(tile: Tile) -> dict[str, Any]:
 
 
 def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, scaled, num_sms):
+    """The grouped matmul, for one thread block: out[rows of a group] = activation(lhs · rhs of the group), optionally
+    times `scale`.
+
+    Warpgroups 0 and 1 multiply `ROWS` rows of a tile each; warpgroup 2 loads. The tiles of the result are (tile step,
+    column tile); a tile step is a tile of rows of one group (`span_tile_steps`).
+
+    Args:
+      refs: inputs in GMEM: `first`, `low`, `high`, `group`, `live` int32 [tile steps], `number` int32 [1], lhs [M, K],
+        `num_rhs` arrays rhs [G, K, N] ([G, N, K] with `transpose_rhs`), scale float32 [M] if `scaled`; output in GMEM:
+        [M, N]; scratch: lhs stages [stages, m, k], rhs stages [stages, num_rhs, …], (swizzled, plain) staging buffers
+        of each multiplying warpgroup, barriers `full` and `empty`.
+      gpu: the module `jax.experimental.pallas.mosaic_gpu`.
+      shape: (K, N).
+      tile: tile sizes; m = 2 · ROWS.
+      activation: as in `reference.grouped_matmul`; with two rhs the first is the gate.
+      num_rhs: 1, or 2 for a gated activation.
+      scaled: whether rows are multiplied by `scale`.
+      num_sms: multiprocessors to use.
+    """
     k, n = shape
     first, low, high, group, live, number, lhs, *refs = refs
     rhs, refs = refs[:num_rhs], refs[num_rhs:]
@@ -150,6 +186,12 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
     num_own = lax.div(tile_steps * columns - multiprocessor + (clusters - 1), jnp.int32(clusters))
 
     def each_tile(work):
+        """Call `work(tile step, column tile, K steps, steps before)` for each tile of this block; it returns the steps
+        after it.
+
+        A tile of no group has 0 K steps; its result is zero.
+        """
+
         def one(i, step):
             tile_step, column = rasterize(multiprocessor + i * clusters, tile_steps, columns)
             return work(tile_step, column * tile.cluster + peer, live[tile_step] * pl.cdiv(k, tile.k), step)
@@ -161,6 +203,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
         gpu.set_max_registers(40, action="decrease")
 
         def load(tile_step, column, steps, step):
+            """Load all stages of a tile: a slice of lhs and of each rhs for every K step."""
             row, g = first[tile_step], group[tile_step]
 
             def copies(i, slot, barrier):
@@ -183,11 +226,14 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
         part = pl.ds(warpgroup * ROWS, ROWS)
 
         def compute(tile_step, column, steps, step):
+            """Multiply this warpgroup's `ROWS` rows of a tile, and write those that belong to the group."""
             row = first[tile_step] + warpgroup * ROWS
             begin = jnp.clip(low[tile_step] - warpgroup * ROWS, 0, ROWS)
             end = jnp.clip(high[tile_step] - warpgroup * ROWS, 0, ROWS)
 
             def matmuls(acc):
+                """The function (i, slot) that issues acc += lhs · rhs of one stage, for each rhs."""
+
                 def start(_, slot):
                     for half, total in enumerate(acc):
                         weights = rhs_smem.at[slot, half]
@@ -197,6 +243,8 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
                 return start
 
             def with_sums(*acc):
+                """Multiply the tile into the accumulators `acc`, one for each rhs; apply activation and scale; write
+                the result."""
                 multiply_stages(gpu, step, steps, tile.stages, full, empty, matmuls(acc))
                 value = activate([total[...] for total in acc], activation)
                 if scaled:
@@ -224,10 +272,16 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
 
 
 def _store_whole(gpu: Any, value: jax.Array, target: Any, column: jax.Array, staging: Any) -> None:
-    """Write all rows of a warpgroup's part, through the slots of `staging` in round-robin order.
+    """Write all `ROWS` rows of a warpgroup's part of a tile, through the slots of `staging` in round-robin order.
 
-    A slot is free when all but the last `slots - 1` copies have read theirs; where the turns do not go up in
-    the chunks of a tile, the first chunk waits for all copies of the tile before.
+    A slot is free when all but the last `slots - 1` copies have read theirs. If the number of chunks of a tile is no
+    multiple of the number of slots, the first chunk waits for all copies of the tile before.
+
+    Args:
+      value: registers [ROWS, tile.n], in the dtype of the result.
+      target: GMEM [ROWS, N]: these rows of the result.
+      column: column tile.
+      staging: SMEM [slots, ROWS, columns].
     """
     slots, _, width = staging.shape
     parts = chunks(value, column, width)
@@ -239,7 +293,13 @@ def _store_whole(gpu: Any, value: jax.Array, target: Any, column: jax.Array, sta
 
 
 def _store(gpu: Any, value, out, row, column, begin, end, whole_staging, staging) -> None:
-    """Write the rows [begin, end) of a warpgroup's part. The two stagings are the same memory."""
+    """Write the rows [begin, end) of a warpgroup's part of a tile, in the dtype of `out`.
+
+    Args:
+      value: float32 registers [ROWS, tile.n].
+      row, column: first row of the part in `out`; column tile.
+      whole_staging, staging: SMEM for a full part (two swizzled slots) and for a partial one; both are the same memory.
+    """
     value = value.astype(out.dtype)
     target = out.at[pl.ds(row, ROWS)]
     full_tile = (begin == 0) & (end == ROWS)
@@ -273,8 +333,8 @@ def grouped_matmul(
 ) -> jax.Array:
     """As `reference.grouped_matmul`, without indices.
 
-    Tiles begin with a group, where a copy may begin (`span_tile_steps`); a warpgroup whose half of a tile has no row of the
-    group does not multiply. What other groups' rows in a tile make is not written.
+    Tiles begin with a group, rounded down to where a copy may begin (`span_tile_steps`). A warpgroup whose half of a
+    tile has no row of the group does not multiply. The rows of other groups in a tile are not written.
     """
     gpu = _compat.mosaic_gpu()
     rows, k, n, _, bounds = matmul_problem(lhs.shape[0], rhs[0], group_sizes, group_offset, transpose_rhs=transpose_rhs)
@@ -314,15 +374,26 @@ def grouped_matmul(
 
 
 def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
-    """Tiles of [G, K, N]; the rows of a group are its steps.
+    """The transposed grouped matmul, for one thread block: out[g] = lhs[rows of g]ᵀ · rhs[rows of g]; the rows are the
+    contracted dim.
 
-    Rows of other groups that the first and the last stage hold are zeroed in both operands (0 · NaN is NaN): each
-    warpgroup zeroes its own columns of lhs and its share of rhs, makes that visible to the tensor cores (`commit_smem`), and
-    where two multiply one tile waits at `masked` for the other. The stage then goes back to the loading warpgroup as any other.
+    Warpgroups 0 and 1 multiply, warpgroup 2 loads. The first and the last stage of a group may have rows of other
+    groups. The multiplying warpgroups zero them in both operands (0 · NaN is NaN): each zeroes its own columns of lhs
+    and its share of rhs, and makes the zeros visible to the tensor cores (`commit_smem`). If both multiply one tile,
+    each waits at `masked` for the other. Then the stage is multiplied and released as any other.
 
-    Ping-pong: each warpgroup has every other tile for itself, and a ring of half of the stages for these. The loading one
-    fills the rings in the order of the tiles, which is all that orders their matmuls: while one warpgroup writes a tile, the
-    stages of the other's are full.
+    Ping-pong (`tile.pingpong`): each multiplying warpgroup computes every other tile alone, from a ring of half of the
+    stages. The loading warpgroup fills the two rings in the order of the tiles, and nothing else orders their matmuls:
+    while one warpgroup writes a tile, the stages of the other are full.
+
+    Args:
+      refs: inputs in GMEM: group bounds int32 [G + 1], lhs [M, K], rhs [M, N]; output in GMEM: [G, K, N]; scratch: lhs
+        stages [stages, k, m], rhs stages [stages, k, n], staging [CONSUMERS, 2, ROWS, columns], barriers `full`,
+        `empty`, `masked`.
+      gpu: the module `jax.experimental.pallas.mosaic_gpu`.
+      shape: (K, N, G).
+      tile: tile sizes; `tile.k` rows are one step.
+      num_sms: multiprocessors to use.
     """
     k, n, groups = shape
     bounds, lhs, rhs, out, lhs_smem, rhs_smem, staging, full, empty, masked = refs
@@ -336,7 +407,8 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
     num_own = lax.div(tiles - multiprocessor + (clusters - 1), jnp.int32(clusters))
 
     def tile_at(i):
-        """Group, first column of lhs, column tile of rhs and rows of the i-th tile here; no rows beyond the last."""
+        """(group, first column of lhs, column tile of rhs, `GroupRows`) of the i-th tile of this block; no steps after
+        the last tile."""
         number = jnp.minimum(multiprocessor + i * clusters, tiles - 1)
         group = lax.div(number, jnp.int32(high * wide))
         strip, column = rasterize(number - group * (high * wide), jnp.int32(high), wide)
@@ -349,9 +421,12 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
         gpu.set_max_registers(40, action="decrease")
 
         def load(i, step, base):
+            """Load all stages of the i-th tile into the ring that begins at slot `base`; return the step number after
+            it."""
             _, left, column, rows = tile_at(i)
 
             def copies(i, slot, barrier):
+                """Start the TMA copies of step i, [tile.k rows, columns] of lhs and of rhs, into a slot."""
                 src_slice = pl.ds(rows.first + i * tile.k, tile.k)
                 gpu.copy_gmem_to_smem(lhs.at[src_slice, pl.ds(left, tile.m)], lhs_smem.at[slot], barrier)
                 right = rhs.at[src_slice, pl.ds(column * tile.n, tile.n)]
@@ -376,10 +451,15 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
         height = tile.m // together
 
         def compute(round_index, step):
+            """Multiply and write this warpgroup's part of one tile; return the step number after it."""
             group, left, column, rows = tile_at(round_index * rings + r)
 
             def with_sums(total):
+                """Multiply all steps of the tile into the float32 accumulator `total` [height, n], and write the
+                result."""
+
                 def start(i, slot):
+                    """Zero the rows of other groups in the stage of step i, then issue total += lhsᵀ · rhs."""
                     columns = lhs_smem.at[slot, :, pl.ds(part * height, height)]
                     low, high = rows.span(i, tile.k)
 
@@ -425,10 +505,10 @@ def grouped_matmul_transpose(
     tile: Tile,
     num_sms: int,
 ) -> jax.Array:
-    """As `reference.grouped_matmul_transpose`; `tile` is of [K, N], `tile.k` rows are a step.
+    """As `reference.grouped_matmul_transpose`; the tile [m, n] is of [K, N], and `tile.k` rows are one step.
 
-    A row_scale is multiplied into rhs beforehand, which XLA fuses into what makes rhs; by itself it costs a
-    copy of rhs.
+    `row_scale` is multiplied into rhs before the kernel. XLA fuses the multiplication into the operation that computes
+    rhs; if there is none, it costs a copy of rhs.
     """
     gpu = _compat.mosaic_gpu()
     _, k, n, *_, bounds = transpose_problem(lhs, rhs, group_sizes, group_offset, groups=groups)

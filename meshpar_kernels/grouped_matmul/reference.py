@@ -100,6 +100,7 @@ def grouped_matmul(
         return [dequantized(m[g], s[g], jnp.float32, **how) for m, s in zip(rhs, rhs_scale, strict=True)]
 
     def one(g, totals):
+        """`totals`, one float32 [M, N] for each rhs, with the rows of group g set to lhs · rhs[g]."""
         in_group = (row >= bounds[g]) & (row < bounds[g + 1])
         matmuls = [
             jnp.dot(
@@ -138,6 +139,7 @@ def grouped_matmul_transpose(
         rhs = (rhs.astype(jnp.float32) * row_scale[:, None]).astype(rhs.dtype)
 
     def one(g):
+        """[K, N]: lhsᵀ · rhs over the rows of group g."""
         in_group = (row >= bounds[g]) & (row < bounds[g + 1])
         return jnp.dot(
             jnp.where(in_group, lhs, 0).T,

@@ -1,4 +1,5 @@
-"""Grouped matmul on TPU (Mosaic): a grid of visits, whose tiles the scalar core looks up."""
+"""Grouped matmul on TPU (Mosaic): the grid iterates over tile steps, whose row tile and group are read from scalar
+memory."""
 
 from __future__ import annotations
 
@@ -41,7 +42,24 @@ def _matmul_kernel(
     scale_block: int,
     steps: tpu_tiles.Steps,
 ):
-    """One visit: rows [start, end) of a tile against the weights of one group."""
+    """One grid step: rows [start, end) of a row tile times the weights of one group, for one column tile.
+
+    The grid is (column tile, tile step). Rows of other groups in the output block keep the values that earlier grid
+    steps wrote.
+
+    Args:
+      tile_of, group_of, start, end, live: scalar prefetch int32 [tile steps]: row tile, group,
+        rows [start, end) of the group in the row tile, counted over all rows, and 1 (0 for rows of no group, whose result is zero).
+      refs: inputs in VMEM: lhs [tile rows, K] (with `gathered` the operands of `tpu_gather`), `num_rhs` blocks rhs [1,
+        K, columns] ([1, columns, K] with `transpose_rhs`), with `quantized` as many blocks of scales, with `scaled` the
+        row scales [1, tile rows]; output: [tile rows, columns]; scratch: float32 accumulators [rows, columns] if K is
+        split, [tile rows, 1] for the row scales, the scratch of `tpu_gather`.
+      num_rhs: 1, or 2 for a gated activation.
+      gathered: (rows of lhs, row tiles) if lhs is gathered by indices; else ().
+      transpose_scale: the scales belong to blocks of columns of the result, not to blocks of K.
+      scale_block: elements of one such block.
+      steps: limits of the sizes of one `dot_general`.
+    """
     del group_of  # the block specs read it
     refs = list(refs)
     operands, refs = (refs[: tpu_gather.OPERANDS], refs[tpu_gather.OPERANDS :]) if gathered else (refs[:1], refs[1:])
@@ -68,12 +86,18 @@ def _matmul_kernel(
         return lhs_ref[row_slice, inner], weights[columns, inner] if transpose_rhs else weights[inner, columns]
 
     def factors(half, position, lanes):
-        """The scales that hold at a position among the blocks: float32 [1, lanes]."""
+        """The scales of the block that contains `position`: float32 [1, lanes]."""
         blocks = rhs_scales[half].shape[1]
         block = jnp.minimum(lax.div(position, scale_block), blocks - 1) if blocks > 1 else 0
         return rhs_scales[half][0, pl.ds(block, 1), lanes]
 
     def matmul(half, row_slice, first_k, length, columns):
+        """float32 [rows, columns]: lhs · rhs of `length` contracted elements from `first_k` on; quantized weights are
+        dequantized.
+
+        Scales of blocks of K multiply the float32 result of each block; scales of blocks of columns multiply an
+        operand.
+        """
         if not quantized:
             return dot(*operands_of(half, row_slice, pl.ds(first_k, length), columns), contract)
         if transpose_scale:  # one block of columns, and factors along what is contracted
@@ -90,9 +114,12 @@ def _matmul_kernel(
         return functools.reduce(jnp.add, parts)
 
     def multiply(first_row, size, begin):
+        """Compute `size` rows of the output block from `first_row` on; with `begin` only rows of the group from `begin`
+        on are written."""
         row_slice = pl.ds(first_row, size)
 
         def one_block(first_column, width):
+            """Compute `width` columns of these rows: matmul, activation, row scale, masked write."""
             columns = pl.ds(first_column, width)
             if acc:
                 totals = [total.at[:size, :width] for total in acc]
@@ -147,14 +174,13 @@ def grouped_matmul(
 ) -> jax.Array:
     """As `reference.grouped_matmul`.
 
-    Grid: columns of the result, visits. Rows of a tile that one group fills go through the matrix unit
-    in large blocks; of a tile that groups share only about the rows of the visit's group do
-    (`tpu_blocks.by_rows`). With indices, tiles of lhs come by a copy for each row (`tpu_gather`), once for each
-    stretch of columns.
+    Grid: (column tiles of the result, tile steps). The rows of a tile with one group go through the matrix unit in
+    large blocks; of a tile that groups share, about the rows of the tile step's group do (`tpu_blocks.by_rows`). With
+    indices, each row of lhs is copied into the tile by its own DMA (`tpu_gather`), once for each column tile.
 
-    Quantized weights come as they are and are converted in VMEM. Scales of blocks of K are factors of the products of each block,
-    in float32; those of blocks of columns (`transpose_scale`, as lhs's gradient has them) of the operand along whose columns they
-    lie, which is rounded to lhs's dtype.
+    Quantized weights stay quantized in HBM, and are converted in VMEM. Scales of blocks of K multiply the float32
+    partial result of each block. Scales of blocks of columns (`transpose_scale`, in the gradient of lhs) multiply the
+    operand that has these columns, which is then rounded to the dtype of lhs.
     """
     gathered = lhs_indices is not None
     rows = lhs.shape[0] if lhs_indices is None else lhs_indices.shape[0]

@@ -15,6 +15,7 @@ __all__ = ["by_rows", "dot", "in_blocks", "row_mask"]
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    """a · b contracted over dims (contract[0], contract[1]), accumulated and returned in float32."""
     return lax.dot_general(
         a,
         b,
@@ -25,16 +26,17 @@ def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
 
 
 def by_rows(low: jax.Array, high: jax.Array, rows: int, row_chunks: tuple[int, ...], pack: int, work) -> None:
-    """Cover the rows [low, high) of a tile with matmuls.
+    """Cover the rows [low, high) of a tile with matmuls of few different sizes.
 
-    Calls `work(first, size, begin)` for a product of the rows [first, first + size), of which those from `begin`
-    on are new. A tile that is one group's goes by large blocks, and `begin` is None: no row need be masked. Else
-    the largest of the `row_chunks` is repeated, from the pack in which the group begins, while more is left than the next
-    smaller one holds; then comes the smallest that holds the rest. Where one would leave the tile it begins earlier.
+    Calls `work(first, size, begin)` for a matmul of the rows [first, first + size), of which the rows from `begin` on
+    were not computed before. If the tile has one group, it is cut into large blocks, and `begin` is None: no row needs
+    a mask. Else the largest of `row_chunks` is repeated, from the pack in which the group begins, while the remainder
+    exceeds the next smaller size; then the smallest size that covers the remainder follows. A matmul that would exceed
+    the tile begins earlier.
 
     Args:
-      low, high: rows of the group, counted from the tile's first; may lie outside of it.
-      rows: of the tile, a multiple of `pack`.
+      low, high: rows of the group, relative to the first row of the tile; may be outside of it.
+      rows: rows of the tile, a multiple of `pack`.
       row_chunks: row counts of a matmul, ascending, each a multiple of `pack`.
       pack: rows that share registers: a matmul begins at a multiple of it.
     """

@@ -38,16 +38,16 @@ LANES = 512
 
 
 class GatherRefs(NamedTuple):
-    """References of the kernel that the gather uses.
+    """The refs of the kernel that the gather uses: `OPERANDS` inputs, then `SCRATCH` scratch buffers.
 
     Attributes:
-      now, following: SMEM int32 [1, 1, tile], rows (of words) to fetch for this tile and for the next.
-      index: VMEM int32 [1, 1, tile], this tile's indices.
-      source: HBM, [T, K], or its int32 words [⌈T/2⌉, K].
-      buffer: VMEM [2, tile, K], two tiles as they come: int32 words for bfloat16.
-      arrived: DMA semaphores, one a buffer.
-      column: VMEM int32 [tile, 1].
-      rows: VMEM [tile, K], the gathered tile.
+      now, following: SMEM int32 [1, 1, tile]: rows of `source` to fetch for this row tile and for the next one.
+      index: VMEM int32 [1, 1, tile]: the indices of this row tile.
+      source: HBM [T, K], or its int32 words [⌈T/2⌉, K] (two bfloat16 rows in one).
+      buffer: VMEM [2, tile, K]: two row tiles as fetched; int32 words for bfloat16.
+      arrived: DMA semaphores, one for each buffer.
+      column: VMEM int32 [tile, 1]: the indices as a column.
+      rows: VMEM [tile, K]: the gathered row tile.
     """
 
     now: Any
@@ -61,9 +61,11 @@ class GatherRefs(NamedTuple):
 
 
 def operands(lhs: jax.Array, indices: jax.Array, tile: int) -> list[jax.Array]:
-    """By tiles what to fetch (twice) and the indices; and lhs (in the interpreter as words: it cannot view bfloat16 so).
+    """The inputs of the gather: the rows to fetch by tile (twice, for this and the next tile), the indices by tile, and
+    lhs.
 
-    Addresses are computed in advance, since the copies are limited by the scalar core's work for each.
+    The rows are computed before the kernel, since the scalar core's work for each copy limits the rate of copies. In
+    the interpreter lhs is passed as int32 words, since the interpreter cannot bitcast a ref of bfloat16.
     """
     packed = lhs.dtype == jnp.bfloat16
     tiles = cdiv(indices.shape[0], tile)
@@ -76,7 +78,8 @@ def operands(lhs: jax.Array, indices: jax.Array, tile: int) -> list[jax.Array]:
 
 
 def specs(rows: int, tile: int) -> list[pl.BlockSpec]:
-    """Of these operands, for a grid whose scalars begin with the tile of each visit."""
+    """Block specs of `operands`, for a grid (column tile, tile step) whose first prefetched scalars are the row tile of
+    each tile step."""
     last = cdiv(rows, tile) - 1
     shape = (1, 1, tile)
     return [
@@ -88,7 +91,7 @@ def specs(rows: int, tile: int) -> list[pl.BlockSpec]:
 
 
 def scratch(tile: int, k: int, dtype: Any) -> list[Any]:
-    """What follows in `GatherRefs`."""
+    """The scratch buffers of `GatherRefs`, for row tiles [tile, k] of this dtype."""
     word = jnp.int32 if dtype == jnp.bfloat16 else dtype
     return [
         pltpu.VMEM((2, tile, k), word),
@@ -99,15 +102,15 @@ def scratch(tile: int, k: int, dtype: Any) -> list[Any]:
 
 
 def gather_tile(refs: GatherRefs, tile_step: jax.Array, tile_of: Any, limit: int, tiles: int) -> Any:
-    """At a tile's first visit: start the copies of the next tile's rows, and put this one's in order.
+    """The VMEM ref [tile, K] with the gathered rows of this row tile.
+
+    In the first tile step of a row tile it starts the copies of the next tile's rows, waits for this tile's rows, and
+    unpacks them.
 
     Args:
-      tile_of: the tile of each visit, in ascending order without a gap.
-      limit: T, rows of lhs.
-      tiles: of the result's rows.
-
-    Returns:
-      The reference to the tile, [tile, K].
+      tile_of: row tile of each tile step, ascending without gaps.
+      limit: T, rows of lhs. Rows with an index outside of [0, T) become zero.
+      tiles: row tiles of the result.
     """
     row_slice = tile_of[tile_step]
     tile = refs.rows.shape[0]
@@ -115,6 +118,8 @@ def gather_tile(refs: GatherRefs, tile_step: jax.Array, tile_of: Any, limit: int
     source = refs.source.bitcast(jnp.int32) if packed and refs.source.dtype != jnp.int32 else refs.source
 
     def fetch(indices, slot):
+        """Start one DMA for each row of a tile, from `source` to `buffer[slot]`; `UNROLL` copies in one loop iteration."""
+
         def some(block, _):
             first = pl.multiple_of(block * UNROLL, UNROLL)
             targets = refs.buffer.at[slot, pl.ds(first, UNROLL)]
@@ -126,6 +131,9 @@ def gather_tile(refs: GatherRefs, tile_step: jax.Array, tile_of: Any, limit: int
         lax.fori_loop(0, tile // UNROLL, some, 0)
 
     def put_in_order(slot):
+        """Copy `buffer[slot]` to `rows`: select the half of each packed word for bfloat16, and zero the rows of invalid
+        indices."""
+
         def strip(s, _):
             column_slice = pl.ds(pl.multiple_of(s * STRIP, STRIP), STRIP)
             index = refs.column[column_slice]

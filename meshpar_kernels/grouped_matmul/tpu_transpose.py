@@ -21,7 +21,15 @@ __all__ = ["grouped_matmul_transpose"]
 
 
 def _transpose_kernel(tile_of, group_of, start, end, live, *refs, scaled: bool):
-    """One visit: adds lhsᵀ·rhs of the rows [start, end) of a tile to the sums of one group."""
+    """One grid step: adds lhsᵀ · rhs of the rows [start, end) of a row tile to the sum of one group; the last grid step
+    of the group writes it.
+
+    Args:
+      tile_of, group_of, start, end, live: scalar prefetch int32 [tile steps]: row tile, group,
+        rows [start, end) of the group in the row tile, counted over all rows, and 1 (0: there is nothing to add).
+      refs: inputs in VMEM: lhs [rows, K block], rhs [rows, N block], with `scaled` the row scales [1, rows]; output [1,
+        K block, N block]; scratch: float32 accumulator [K block, N block], with `scaled` [rows, 1] for the row scales.
+    """
     refs = list(refs)
     scale_column = refs.pop() if scaled else None
     lhs_ref, rhs_ref, *scale_ref, out_ref, total = refs
@@ -37,15 +45,18 @@ def _transpose_kernel(tile_of, group_of, start, end, live, *refs, scaled: bool):
         total[...] = jnp.zeros_like(total)
 
     def multiply(first_row, size, begin):
+        """Add `size` rows from `first_row` on to the sum; with `begin` only rows of the group from `begin` on count."""
         row_slice = pl.ds(first_row, size)
         in_group = None if begin is None else row_mask(first_row, size, jnp.maximum(low, begin), high)
 
         def one_strip(first_k, height):
+            """Add to `height` rows of the accumulator from `first_k` on (a slice of K)."""
             left = lhs_ref[row_slice, pl.ds(first_k, height)]
             if in_group is not None:
                 left = jnp.where(in_group, left, jnp.zeros_like(left))
 
             def one_block(first_n, width):
+                """Add to `width` columns of the accumulator from `first_n` on (a slice of N)."""
                 right = rhs_ref[row_slice, pl.ds(first_n, width)]
                 if scale_column is not None:
                     right = (right.astype(jnp.float32) * scale_column[row_slice]).astype(rhs_ref.dtype)

@@ -56,6 +56,7 @@ def grouped_matmul(
     contract = ((1,), (1 if transpose_rhs else 0,))
 
     def matrices(group):
+        """The weights of one group, [K, N] of each rhs; quantized ones are dequantized in the dtype of lhs."""
         found = [lax.dynamic_index_in_dim(matrix, group, keepdims=False) for matrix in rhs]
         if not rhs_scale:
             return found
@@ -64,6 +65,7 @@ def grouped_matmul(
         return [dequantized(m, s, lhs.dtype, **how) for m, s in zip(found, scales, strict=True)]
 
     def one(v, out):
+        """Tile step v: compute the rows of its group in its row tile, and update them in `out`."""
         first = tile_steps.tile[v] * tile
         row = first + jnp.arange(tile)[:, None]
         in_group = (row >= tile_steps.start[v]) & (row < tile_steps.end[v])
@@ -106,6 +108,7 @@ def grouped_matmul_transpose(
     scale = None if row_scale is None else padded_scale(row_scale, tile)
 
     def one(v, out):
+        """Tile step v: add lhsᵀ · rhs of the rows of its group in its row tile to `out[group]`."""
         first = tile_steps.tile[v] * tile
         row = first + jnp.arange(tile)[:, None]
         in_group = (row >= tile_steps.start[v]) & (row < tile_steps.end[v])
