@@ -218,6 +218,7 @@ def shardings(tree: Any, layout: LayoutLike, mesh: MeshLike | None = None, *, di
         )
 
     def of(leaf: Leaf, names: Dims | None) -> NamedSharding | None:
+        """The sharding of a leaf with these dim names (None: replicated); None for a leaf that is not an array."""
         if is_static(leaf.value):
             return None
         shape = np.shape(leaf.value)
@@ -415,6 +416,8 @@ def search(
     mesh = mesh_text(parse_mesh(mesh)) if isinstance(mesh, Mapping) else mesh
 
     def compiled(row: Row, full_effort: bool) -> str:
+        """Compile a candidate, and return one line with its memory, bytes sent and, at full effort, seconds of the
+        schedule."""
         program = programs[row.variant]
         result = compile(
             program.fn, *args, mesh=row.mesh, topology=topology, layout=row.layout, effort="full" if full_effort else "fast",
@@ -639,6 +642,7 @@ def lab(
         layout = "; ".join(f"{dim}?: {next(iter(sizes))}" for dim in ("batch", "embed") if dim in names)
 
     def compiled(draft: Draft, tell: Callable[[str], None]) -> Compiled:
+        """Compile a draft (mesh, topology and layout) with the real compiler; ``tell`` receives progress texts."""
         where = (
             draft.mesh if draft.topology is not None else make_mesh(draft.mesh)
         )  # without a topology: the devices here
@@ -689,6 +693,8 @@ def local_sgd(
 
 
 def _check_function(fn: Any, name: str) -> None:
+    """Raise UnsupportedError if ``fn`` is not a function, or is a ``Jitted`` where ``mp.<name>`` takes the function
+    itself."""
     if isinstance(fn, Jitted) and name in ("jit", "init", "plan"):
         called = getattr(fn, "__name__", "step")
         raise UnsupportedError(

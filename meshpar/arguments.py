@@ -70,6 +70,11 @@ class ArgumentRoles:
     """
 
     def __init__(self, fn: Callable[..., Any], options: StepOptions):
+        """Resolve the static and donated arguments of ``fn`` (by number and by name) through its signature.
+
+        Raises:
+          UnsupportedError: an argument is both static and donated, or a name is unknown.
+        """
         try:
             self.signature: inspect.Signature | None = inspect.signature(fn)
         except (TypeError, ValueError):
@@ -276,6 +281,7 @@ def unhashable(call: Call, argument_path: ArgumentPath) -> UnsupportedError:
 
 
 def _hashable(x: Any) -> bool:
+    """Whether ``hash(x)`` succeeds."""
     try:
         hash(x)
     except TypeError:
@@ -294,6 +300,7 @@ def _described(x: Any) -> str:
 
 
 def _not_an_array(path: str, value: Any) -> UnsupportedError:
+    """The error for a leaf of an argument, at ``path``, that is neither an array nor static."""
     name, _, rest = path.partition("/")
     fixes = [
         f"make `{name}` static: static_argnames={name!r}"

@@ -137,6 +137,7 @@ def _put(x: Any, sharding: NamedSharding) -> Any:
 
 @functools.lru_cache(4096)
 def _same_place(current: Any, sharding: NamedSharding, ndim: int) -> bool:
+    """Whether ``current`` is a sharding over the same mesh that places an array of rank ``ndim`` as ``sharding`` does."""
     return (
         isinstance(current, NamedSharding)
         and current.mesh == sharding.mesh
@@ -145,6 +146,7 @@ def _same_place(current: Any, sharding: NamedSharding, ndim: int) -> bool:
 
 
 def _warn_of_repeated(plan: Plan) -> None:
+    """Warn (RepeatedWarning) if devices repeat a considerable part of the matmul FLOPs of a plan."""
     repeated = redundant_matmuls_despite_layout(plan)
     if repeated:
         share = sum(r.share for r in repeated)

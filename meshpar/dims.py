@@ -149,6 +149,11 @@ class PathDims:
     """
 
     def __init__(self, patterns: Mapping[str, DimsLike] | Iterable[tuple[str, DimsLike]] | None):
+        """Parse pairs (tree-path pattern, dims), or a mapping of patterns to dims; None: no pattern.
+
+        Raises:
+          LayoutSyntaxError: the argument is neither, or the dims of a pattern cannot be parsed.
+        """
         items = patterns.items() if isinstance(patterns, Mapping) else (patterns or ())
         if isinstance(patterns, str) or not isinstance(items, Iterable):
             dims = patterns if isinstance(patterns, str) else "batch seq"

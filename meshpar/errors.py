@@ -57,6 +57,8 @@ class MeshparError(ValueError):
         source: str | None = None,
         fixes: Sequence[str] = (),
     ):
+        """An error whose text is the headline, the facts that are given, and the fixes, each on a line; the arguments
+        become attributes."""
         self.headline = headline
         self.path, self.pattern, self.dims, self.dim, self.axis = path, pattern, dims, dim, axis
         self.shape = None if shape is None else tuple(shape)

@@ -79,6 +79,12 @@ class Jitted(Generic[P, R]):
         self, fn: Callable[P, R], mesh: AnyMesh, layout: Layout, options: StepOptions, *, topology: str | None = None,
         init: bool = False,
     ):  # fmt: skip
+        """Wrap ``fn`` for a mesh and a layout; it is traced by the first call or plan.
+
+        Args:
+          topology: the topology of an abstract mesh, as text, or None.
+          init: the function makes the state, so it need not have the dims of the batch.
+        """
         functools.update_wrapper(self, fn, updated=())
         attributes = getattr(fn, "__dict__", {})
         self.__dict__.update({k: x for k, x in attributes.items() if not hasattr(Jitted, k) and k != "__wrapped__"})
@@ -98,6 +104,8 @@ class Jitted(Generic[P, R]):
     @overload
     def __get__(self: Jitted[Concatenate[Any, Q], R], instance: object, owner: type | None = None) -> Jitted[Q, R]: ...
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """The ``Jitted`` with ``instance`` bound as its first argument; accessed through the class, the ``Jitted``
+        itself."""
         if instance is None:
             return self
         bound = object.__new__(Jitted)
@@ -105,6 +113,8 @@ class Jitted(Generic[P, R]):
         return bound
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the function sharded; the first call with these shapes, dtypes and static values traces, plans and
+        compiles it."""
         all_args = (*self._bound, *args)
         caches = self._caches
         if caches.compiled and not (caches.nodes or self._init or jit_disabled() or in_explicit_mesh()):
@@ -238,6 +248,11 @@ class Jitted(Generic[P, R]):
         inputs = {} if plan is None else {h.path: h for h in plan.inputs}
 
         def placed(leaf: Leaf) -> Any:
+            """A leaf on the devices: in its sharding of the last plan, else by the layout from its own dims.
+
+            Raises:
+              UnsupportedError: neither determines its sharding.
+            """
             known = inputs.get(leaf.path)
             if known is not None and known.shape == np.shape(leaf.value):
                 return place(leaf.value, NamedSharding(mesh, known.spec))
@@ -389,6 +404,7 @@ class Jitted(Generic[P, R]):
     # -- programs, plans, compiled steps
 
     def _trace(self, call: Call) -> TracedStep:
+        """The traced program of a call, cached by the key of the call."""
         traced = self._caches.programs.get(call.key)
         if traced is None:
             made = trace_call(
@@ -398,6 +414,7 @@ class Jitted(Generic[P, R]):
         return traced
 
     def _plan(self, call: Call) -> Plan:
+        """The plan of a call, after all passes, cached by the key of the call."""
         plan = self._caches.plans.get(call.key)
         if plan is None:
             program, step = self._trace(call).program, self._options
@@ -417,6 +434,7 @@ class Jitted(Generic[P, R]):
         return compiled
 
     def _lower(self, call: Call, plan: Plan) -> CompiledStep:
+        """The plan of a call, lowered and ready to be compiled."""
         step = self._options
         return lower_step(
             plan, self._trace(call), self._flat(call), self._device_mesh(), strict=step.strict, dims=step.dims,
@@ -427,6 +445,14 @@ class Jitted(Generic[P, R]):
         return FlatFunction(self._fn, call.without_leaves(), self._caches if call.nodes else None)
 
     def _device_mesh(self, why: str = "") -> Mesh:
+        """The mesh, which must have devices.
+
+        Args:
+          why: a clause for the error text, such as "arrays are put on devices".
+
+        Raises:
+          MeshError: the mesh is abstract.
+        """
         if not isinstance(self.mesh, Mesh):
             raise MeshError(
                 f"an abstract mesh has no devices to run on{why and f', and {why}'}",

@@ -59,6 +59,7 @@ class Rule:
     scope: str | None = None
 
     def __str__(self) -> str:
+        """The rule as in the text of a layout: ``opt.embed?: data+model``, ``seq: none``."""
         scope = self.scope
         if scope is not None:
             scope = scope if scope in SCOPES else f'"{scope}"'
@@ -104,6 +105,7 @@ class Layout:
         resolve: Literal["order", "cost"] | None = None,
         optional: bool | str | Iterable[str] = (),
     ):
+        """Parse the rules; the arguments and errors are described in the docstring of the class."""
         self.from_pairs = False
         before: frozenset[str] = frozenset()
         if isinstance(rules, Layout):
@@ -150,6 +152,7 @@ class Layout:
         self._set(self.rules)
 
     def _set(self, rules: tuple[Rule, ...]) -> None:
+        """Set the rules, the index from dims to rules, and the key by which layouts are compared and hashed."""
         self.rules = rules
         self._by_dim: dict[str, list[int]] = {}
         for i, rule in enumerate(rules):
@@ -157,6 +160,8 @@ class Layout:
         self._key = (rules, self.resolve, self.from_pairs, self.optional)
 
     def __str__(self) -> str:
+        """The rules as text, from which ``Layout(text)`` makes the same rules; consecutive rules with the same axes are
+        joined."""
         groups: list[tuple[str, list[str]]] = []
         for rule in self.rules:
             left, right = str(rule).rsplit(": ", 1)
@@ -472,6 +477,11 @@ def _rule(left: str, axes: tuple[str, ...], statement: str) -> Rule:
 
 
 def _rule_of_pair(pair: object) -> Rule:
+    """The Rule of a Flax logical axis rule: (name, axis), (name, (axis, …)) or (name, None).
+
+    Raises:
+      LayoutSyntaxError: it is not such a pair.
+    """
     try:
         dim, axes = pair  # type: ignore[misc]
         if not isinstance(dim, str):

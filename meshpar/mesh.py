@@ -289,6 +289,12 @@ def planned_mesh(mesh: MeshLike | None, topology: str | None) -> AnyMesh:
 
 
 def _topology_mesh(text: str, sizes: dict[str, int], topology: str) -> Mesh:
+    """A mesh over the devices of a topology (``"v5p:8x8x8"``), in an order that suits its links.
+
+    Args:
+      text: the mesh as the user wrote it, for errors.
+      sizes: axis → size; a size of -1 is filled in.
+    """
     where = parse_topology(topology)
     fill_mesh(sizes, where.devices)
     check_fills(sizes, where)

@@ -118,6 +118,7 @@ class StepOptions:
     )
 
     def __post_init__(self) -> None:
+        """Check the options, and replace each by its normal form (parsed dims, a dict of compiler options, …)."""
         check_lowering(self.lowering, self.overlap)
         normalized = {
             "dims": path_dims(self.dims),
@@ -236,6 +237,7 @@ def refuse_ambiguous_options(api: F) -> F:
 
     @functools.wraps(api)
     def checked(fn: Any, *args: Any, **keywords: Any) -> Any:
+        """``api(fn, *args, **keywords)``, or an UnsupportedError if a keyword is ambiguous."""
         refuse_renamed_options(api.__name__, fn, keywords.keys() - options)
         shared = options & keywords.keys()
         if shared and "kwargs" not in keywords:
@@ -271,6 +273,7 @@ def path_dims(dims: DimsPatterns) -> PathDims:
 
 
 def check_lowering(lowering: Any, overlap: Any) -> None:
+    """Raise UnsupportedError for an unknown ``lowering`` or ``overlap``, or for a pair that cannot be combined."""
     known = ("auto", *LOWERINGS)
     if lowering not in known:
         raise UnsupportedError(

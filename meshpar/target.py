@@ -106,6 +106,11 @@ def _kind(x: Any) -> str:
 
 
 def _file(where: str) -> ModuleType:
+    """The module of a Python file, imported with its folder on ``sys.path``.
+
+    Raises:
+      TargetError: there is no such file, it is not Python, or its import fails.
+    """
     path = Path(where).resolve()
     if not path.is_file():
         raise TargetError(
@@ -121,6 +126,11 @@ def _file(where: str) -> ModuleType:
 
 
 def _module(where: str) -> ModuleType:
+    """The module with this dotted name, imported with the current folder on ``sys.path``.
+
+    Raises:
+      TargetError: there is no such module, or it imports one that is absent.
+    """
     sys.path.insert(0, str(Path.cwd()))
     try:
         return importlib.import_module(where)
@@ -178,6 +188,13 @@ def _is_key(x: Any) -> bool:
 
 
 def _filled(x: Any, kind: str | None, rng: np.random.Generator, ints: int) -> Any:
+    """An array for a ``ShapeDtypeStruct``; anything else unchanged.
+
+    Args:
+      kind: "opt": zeros; otherwise random values of unit variance, divided by the root of the second to last dim.
+      rng: source of the values.
+      ints: exclusive upper bound of integers.
+    """
     if not isinstance(x, jax.ShapeDtypeStruct):
         return x
     if _is_key(x):

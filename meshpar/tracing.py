@@ -67,6 +67,7 @@ class FlatFunction:
     fixed: dict[int, Any] = field(default_factory=dict)
 
     def __call__(self, *xs: Any) -> Any:
+        """``fn`` of the flat arrays ``xs``; the class describes the result. Sets ``out_tree`` and ``fixed``."""
         args, kwargs = jax.tree.unflatten(self.call.tree, join_leaves(xs, self.call.fixed))
         args, kwargs = with_statics(args, kwargs, self.call.statics)
         if self.tag is not None:
@@ -224,6 +225,7 @@ def _input_finder(inputs: list[Leaf], dims: list[Dims | None]) -> Callable[[Leaf
         tails.setdefault(path.partition("/")[2], []).append(path)
 
     def find(result: Leaf) -> tuple[Leaf, Dims | None] | None:
+        """(input, its dims) for a result, or None."""
         match = exact.get(result.path)
         for tail in (result.path, result.path.partition("/")[2]):
             if match is None and tail and len(tails.get(tail, ())) == 1:

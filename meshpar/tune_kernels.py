@@ -70,6 +70,11 @@ def matmul_keys(shapes: list[str] | None) -> Iterator[MatmulKey]:
 
 
 def _sizes(text: str) -> MatmulShape:
+    """The shape in text such as ``"rows=8192, k=2048, n=1408, groups=64"``.
+
+    Raises:
+      TargetError: the text is not a shape.
+    """
     given = parse_options([text]) if "=" in text else {}
     if set(given) != {"rows", "k", "n", "groups"} or not all(isinstance(n, int) and n > 0 for n in given.values()):
         raise TargetError(
@@ -80,6 +85,11 @@ def _sizes(text: str) -> MatmulShape:
 
 
 def _run(args: argparse.Namespace) -> int:
+    """``meshpar tune-kernels``: time the tiles of the kernels on this machine's device, and write the table; exit
+    status 0.
+
+    With --list, print the table instead.
+    """
     console = Console()
     file = args.table or tuning.path()
     if args.list:
@@ -165,6 +175,7 @@ def tune_matmuls(
 
 
 def _show(tables: tuning.Table, file: Path, console: Console) -> None:
+    """Print a table of tuned tiles, with the measured and the analytic choice's milliseconds."""
     table = Table(title=f"tiles of the grouped matmuls, medians; {file}")
     more = ("stages", "blocks", "cluster", "ping-pong")
     for name in ("device", "matmul", "dtype", "tile (rows, K, N)", *more, "ms", "analytic choice, ms"):

@@ -97,6 +97,8 @@ def with_states(tree: Any) -> Any:
 
 
 def _special(x: Any) -> bool:
+    """Whether a node of a tree is read by its type: a Flax box, an nnx variable or state, or the state of an optax
+    transformation."""
     return (
         isinstance(x, flax.core.meta.AxisMetadata | nnx.Variable | _PureState)
         or _is_optax_state(x)
@@ -105,6 +107,12 @@ def _special(x: Any) -> bool:
 
 
 def _walk(tree: Any, path: tuple[str, ...], kind: str | None, out: list[Leaf]) -> None:
+    """Append a :class:`Leaf` for every leaf of ``tree`` to ``out``.
+
+    Args:
+      path: path of the tree.
+      kind: of all its leaves (``params``, ``opt``, …); None: from the path of each.
+    """
     if isinstance(tree, flax.core.meta.AxisMetadata | nnx.Variable):
         _open(tree, path, kind, out)
         return
@@ -127,6 +135,11 @@ def _walk(tree: Any, path: tuple[str, ...], kind: str | None, out: list[Leaf]) -
 
 
 def _open(box: Any, path: tuple[str, ...], kind: str | None, out: list[Leaf]) -> None:
+    """Append the leaves of a Flax box or nnx variable to ``out``, with the dims of its metadata.
+
+    Raises:
+      RankError: the metadata names another number of dims than the array has, except in optimizer state.
+    """
     if isinstance(box, nnx.Variable):
         if isinstance(box, nnx.optimizer.OptState):
             kind = "opt"
@@ -188,6 +201,8 @@ def capture_names(axes: Iterable[str]) -> Iterator[None]:
         return x if names is None else _name(x, tuple(names))
 
     def constraint(x: Any, shardings: Any) -> Any | None:
+        """An array tree after ``with_sharding_constraint``: dims named or placed; None: JAX applies the constraint
+        itself."""
         spec = shardings.spec if isinstance(shardings, NamedSharding) else shardings
         if not isinstance(spec, PartitionSpec | tuple) or spec is None:
             return None
@@ -204,6 +219,8 @@ def capture_names(axes: Iterable[str]) -> Iterator[None]:
 
 
 def _name(x: Any, names: tuple[Any, ...]) -> Any:
+    """An array whose dims are named by ``mp.named``'s primitive; a name that is not text, and missing trailing names,
+    are None."""
     names = tuple(n if isinstance(n, str) else None for n in names)
     names += (None,) * (x.ndim - len(names))
     dims = fit_dims(

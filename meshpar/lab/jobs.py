@@ -59,6 +59,7 @@ class Job:
     """
 
     def __init__(self, turns: Turns, run: Callable[[Job], Any]):
+        """Start the thread, which takes the lock ``turns`` and runs ``run(job)``; its result becomes :attr:`result`."""
         self.text = ""
         self.result: Any = None
         self.failed: dict[str, Any] | None = None

@@ -70,6 +70,7 @@ class Lab:
         return server.url
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
+        """The MIME bundle of the widget that displays the lab in a notebook; the widget is created by the first call."""
         if self._widget is None:
             from .widget import widget_of
 

@@ -71,7 +71,8 @@ class Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
     def page(self, nonce: str) -> str:
-        """The HTML of the page; its only script has this nonce."""
+        """The text of the HTML page with its style and script inline; the script element has the nonce of the
+        Content-Security-Policy."""
         css, js = front_end()
         return (
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -135,7 +136,12 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(HTTPStatus.OK, json.dumps(self._lab.session.handle(request)), "application/json")
 
     def _allowed(self, token: str) -> bool:
-        """Whether a request comes from a page of this server; if not, it is refused."""
+        """Whether the Host header is the loopback address and the token is the server's; if not, sends 403 Forbidden
+        and returns False.
+
+        Args:
+          token: the token in the request; "" if it has none.
+        """
         if (
             self.headers.get("Host") not in self._lab.names
         ):  # DNS rebinding: a name that another site resolves to this machine

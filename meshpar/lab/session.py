@@ -68,7 +68,11 @@ class _Row:
 
 
 class Session:
-    """A program in a lab: answers requests of pages, from any thread.
+    """State of one lab: a program, the drafts that were planned, and background jobs. Its methods may be called from
+    any thread.
+
+    :func:`meshpar.lab` makes it; the pages of the browser and the widget of the notebook send it requests by
+    :meth:`handle`.
 
     Args:
       base: a plan of the program, from which drafts are replanned.
@@ -83,6 +87,7 @@ class Session:
     """
 
     def __init__(self, base: Plan, *, name: str, start: Draft, layouts: Mapping[str, str], compile: Compile):
+        """A session without plans or jobs; the arguments are described in the docstring of the class."""
         self.base, self.name, self.start, self.shown = base, name, start, start
         self.title = name
         self._layouts, self._compile = dict(layouts), compile
@@ -272,6 +277,7 @@ class Session:
         return rows
 
     def _row(self, name: str, draft: Draft) -> dict[str, Any] | None:
+        """The row of a layout for the page's table, as JSON data; None if the draft cannot be planned."""
         try:
             with quiet():
                 plan = self.base.replan(
@@ -288,6 +294,7 @@ class Session:
             raise BadRequest("a search needs a topology, which step times depend on")
 
         def run(job: Job) -> list[dict[str, Any]]:
+            """Search for at most ``SEARCH_SECONDS``; returns the best candidate as a list of one row."""
             base = self.base
             if base.chip is None or base.topology != topology:
                 with quiet():
@@ -305,6 +312,8 @@ class Session:
         draft = _draft(request)
 
         def run(job: Job) -> dict[str, Any]:
+            """Compile the draft; returns JSON data with rows of (quantity, planned, compiled) and the compiled peak
+            memory in bytes."""
             with quiet():
                 plan = self._plan(draft)
                 peak, took = plan.memory.peak, plan.time

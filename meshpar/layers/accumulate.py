@@ -48,6 +48,12 @@ def accumulate_gradients(
     given = (argnums,) if isinstance(argnums, int) else argnums
 
     def microbatched(x: Any) -> Any:
+        """An array [batch, …] as [microbatches, batch / microbatches, …]; microbatch i has the rows i, i +
+        microbatches, …
+
+        Raises:
+          DivisibilityError: it is a scalar, or the number of microbatches does not divide its first dim.
+        """
         shape = np.shape(x)
         if not shape or shape[0] % microbatches:
             raise DivisibilityError(
@@ -59,6 +65,8 @@ def accumulate_gradients(
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
+        """``fn(*args, **kwargs)`` in microbatches: floating-point results are averaged over them, integer results are
+        added."""
         if microbatches == 1:
             return fn(*args, **kwargs)
         where = [i for i, x in enumerate(args) if i and _has_rows(x)] if given is None else list(given)

@@ -107,7 +107,14 @@ def _plan(
     options: Mapping[str, Any],
     sizes: Mapping[str, int] | None = None,
 ) -> api.Plan:
-    """The strategy and options for the operands of one device.
+    """The :class:`Plan` of ``meshpar_kernels.ring_attention``: the strategy, kernel and block sizes for the operands of
+    one device.
+
+    Args:
+      operands: q, k, v and segment ids; shards, or their ``ShapeDtypeStruct``s.
+      axes: ``"seq"`` → the mesh axes that shard the sequence; other factors are ignored.
+      options: keyword arguments of ``ring_attention.Options``.
+      sizes: mesh axis → size; None: as in the surrounding ``shard_map``.
 
     Raises:
       MeshparError: shapes or options that do not fit.
@@ -144,6 +151,7 @@ def _ops(ids: int, together: bool) -> tuple[Callable[..., Any], Callable[..., An
         return api.backward(_plan(operands, axes, options), operands, out, lse, grad)
 
     def sends(avals: Sequence[Any], parts: ShardCounts, *, way: int, **options: Any) -> list[KernelSend]:
+        """The collectives of one pass on one device; ``way`` is 0 for the forward pass, and 1 for the backward pass."""
         operands = _unpack(avals, ids)
         c, strategy = _plan(operands, parts.axes, options, parts.sizes)
         sent = sends_of(c, strategy, *operands[:3], segments=ids)[way]
@@ -159,6 +167,8 @@ def _ops(ids: int, together: bool) -> tuple[Callable[..., Any], Callable[..., An
         return KernelWork(*work_of(c, strategy, *operands[:3])[way])
 
     def op(text: str, local: Callable[..., Any], way: int, name: str) -> Callable[..., Any]:
+        """The kernel with the rule ``text`` and the name ``name``; ``local`` computes it on the shards of one device."""
+
         def unsharded(*args: Any, **options: Any) -> Any:
             return local(*args, axes={}, **options)
 

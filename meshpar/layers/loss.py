@@ -201,6 +201,17 @@ def _vocab_logsumexp(
     """
 
     def add(carry: tuple[jax.Array, ...], chunk: tuple[jax.Array, jax.Array]) -> tuple[tuple[jax.Array, ...], Any]:
+        """Scan body over chunks of the vocabulary.
+
+        Args:
+          carry: running maximum of the logits, sum of their exponentials relative to it, and the label's logit, each
+              [..., seq].
+          chunk: the chunk's columns of ``kernel`` [embed, chunk] and their vocabulary indices [chunk].
+
+        Returns:
+          The new carry, and with ``save`` the exponentials [..., seq, chunk] and the maximum that they are relative to,
+          else None.
+        """
         largest, total, chosen = carry
         part, word = chunk
         logits = _logits_of(hidden, part)
@@ -224,12 +235,27 @@ def _vocab_forward(n: int, hidden: jax.Array, kernel: jax.Array, labels: jax.Arr
 
 @default_promotion()
 def _vocab_backward(n: int, saved: Any, g: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
+    """Backward pass of :func:`_over_vocab`: the cotangents of ``hidden``, ``kernel`` and ``labels`` (float0).
+
+    Args:
+      n: number of chunks of the vocabulary.
+      saved: residuals of :func:`_vocab_forward`.
+      g: cotangents of log Z and of the label's logit, each [..., seq].
+    """
     hidden, kernel, labels, (log_z, chosen), (exps, tops) = saved
     g_z, g_chosen = g
     rows = tuple(range(labels.ndim))
     at_label = g_z * jnp.exp(chosen - log_z) + g_chosen
 
     def add(d_hidden: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        """Scan body: (cotangent of ``hidden`` with the chunk's part added, cotangent of the chunk's columns of
+        ``kernel``).
+
+        Args:
+          d_hidden: float32 [..., seq, embed].
+          chunk: columns [embed, chunk], vocabulary indices [chunk], saved exponentials [..., seq, chunk], and their
+              maximum.
+        """
         part, word, exp, top = chunk
         soft = exp.astype(jnp.float32) * (g_z * jnp.exp(top - log_z))[..., None]
         d = jnp.where(word == labels[..., None], at_label[..., None], soft).astype(hidden.dtype)
@@ -267,9 +293,15 @@ def _over_tokens(
 def _tokens_forward(
     z: float, smooth: float, n: int, hidden: jax.Array, kernel: jax.Array, labels: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, Any]:
+    """Forward pass of :func:`_over_tokens`: the loss (float32 scalar), and its gradients as residuals.
+
+    The residuals are the gradients by ``hidden`` and ``kernel`` for a cotangent of 1, then ``labels`` and ``weights``.
+    """
     seq, rows = labels.ndim - 1, tuple(range(labels.ndim))
 
     def add(carry: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
+        """Scan body over chunks of the sequence: (loss, gradient by ``kernel``) so far, and the gradient by the chunk
+        of ``hidden``."""
         (total, d_kernel), (x, label, weight) = carry, chunk
         logits = _logits_of(x, kernel)
         loss, z_log, hit = _parts(z, smooth, logits, label, weight)

@@ -35,6 +35,7 @@ class Precision:
     keep: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        """Raise LayoutSyntaxError if ``compute`` or ``reduce`` is not a floating-point dtype."""
         for name in ("compute", "reduce"):
             dtype = getattr(self, name)
             if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
@@ -46,6 +47,8 @@ class Precision:
         """The weights (a tree of arrays) in the compute dtype."""
 
         def one(path: Any, x: Any) -> Any:
+            """A leaf in the ``compute`` dtype; scalars, leaves that are not floating-point, and leaves named in
+            ``keep`` are unchanged."""
             last = str(getattr(path[-1], "key", getattr(path[-1], "name", ""))) if path else ""
             if not jnp.issubdtype(jnp.result_type(x), jnp.floating) or last in self.keep or not jnp.ndim(x):
                 return x

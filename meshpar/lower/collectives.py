@@ -43,6 +43,7 @@ def follow(x: Any, path: Sequence[Move], grid: Grid, separate: bool = False) -> 
 
 
 def _slice(x: Any, move: Move, grid: Grid) -> Any:
+    """The slice of a local array that the device has after a move: ``before`` → ``after`` adds axes to some dims."""
     for i, (before, after) in enumerate(zip(move.before, move.after, strict=True)):
         axes = after[len(before) :]
         if axes:
@@ -80,6 +81,7 @@ def permutation(move: Move, sizes: Mapping[str, int]) -> list[tuple[int, int]]:
     coordinate = dict(zip(move.axes, np.indices(shape).reshape(len(shape), -1), strict=True))
 
     def shards(spec: Spec) -> list[tuple[int, ...]]:
+        """For every device, the number of its shard along each dim, under a spec."""
         numbers = []
         for entry in spec:
             number = np.zeros(int(np.prod(shape)), int)

@@ -88,6 +88,7 @@ class _Lowering:
     """
 
     def __init__(self, plan: Plan, mesh: Mesh, bound: Collection[Any] = ()):
+        """Index the steps of a plan by op and value; ``bound``: axis names that the caller has bound by ``jax.vmap``."""
         self.plan, self.mesh = plan, mesh
         self.sizes = plan.sizes
         self.bound = frozenset(bound)
@@ -194,6 +195,8 @@ class _Lowering:
         grid = self.grid if self.bound else self.sizes
 
         def local(*xs):
+            """Per device: the op's local form on shards ``xs`` (operands that are not literals), with reductions of its
+            partial results."""
             given = {i: x for (i, _), x in zip(arrays, xs, strict=True)}
             operands = [given[i] if i in given else literal_array(v) for i, v in enumerate(invars)]
             results = run_local(op, axes, operands, grid)
@@ -402,6 +405,8 @@ def _with_derivative_of(op: Op, operands: Sequence[Any], run: Callable[..., Any]
 
     @function.defjvp
     def _(primals: Any, tangents: Any) -> Any:
+        """JVP rule: the result of ``run``, and the tangents of the op itself on global arrays."""
+
         def plain(*xs: Any) -> tuple[Any, ...]:
             given = iter(xs)
             every = [literal_array(v) if isinstance(v, Literal) else next(given) for v in operands]

@@ -53,6 +53,7 @@ def _finish(value: Value, leaves: Sequence[Op]) -> Callable[[list[Any]], Any]:
     position = {op: k for k, op in enumerate(leaves)}
 
     def sum_of(value: Value, chunks: list[Any]) -> Any:
+        """The chunk of ``value``, computed from chunks of the matmuls by the additions and transposes of the program."""
         op = value.op
         assert op is not None
         if op in position:

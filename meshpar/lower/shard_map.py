@@ -178,6 +178,8 @@ class _Device:
             self.x[step.result] = follow(self.x[step.source], step.path, self.sizes, step.separate_buffer)
 
     def reduce(self, step: Reduce) -> None:
+        """Run a reduction: all-reduces and reduce-scatters of a partial value, or a reduce-scatter ring; then the
+        reshards after it."""
         if step.ring is None:
             x = self.orders.reduced(self.x[step.source], step)
         else:
@@ -186,6 +188,8 @@ class _Device:
         self.x[step.result] = follow(x, step.path, self.sizes)
 
     def op(self, step: Run) -> None:
+        """Run an op on the local arrays of its operands; a matmul in a reduce-scatter ring is only recorded for the
+        ring."""
         op = step.op
         if step.in_ring == "gather":
             return  # the ring has computed it
@@ -219,6 +223,7 @@ class _Device:
         ]
 
     def barrier(self, step: Barrier) -> None:
+        """Copy values behind an optimization barrier, or behind an opaque one that XLA cannot see through."""
         xs = [self.x[s] for s in step.sources]
         if step.opaque:
             xs = list(map(opaque, xs))
@@ -242,6 +247,7 @@ class _Device:
         self.run(step.body, [])
 
     def loop(self, step: Loop) -> None:
+        """Run a scan or while loop; of a carry that is partial, all devices of a group but the first begin with zeros."""
         p, body, carries = step.op.eqn.params, step.body, len(step.inits)
         avals = [s.value.aval for s in body.inputs]
         first = []
@@ -276,6 +282,7 @@ class _Device:
         self.x.update(zip(step.results, results, strict=True))
 
     def branch(self, step: Branch) -> None:
+        """Run the branch at the local index by ``lax.switch``."""
         index = literal_array(step.op.eqn.invars[0]) if step.index is None else self.x[step.index]
 
         def run(body: Body) -> Callable[[], list[Any]]:

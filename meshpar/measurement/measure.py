@@ -120,7 +120,13 @@ def _once(subject: Subject, clock: Clock) -> float:
 
 
 def _compare(candidates: Sequence[Candidate], tolerance: float, tell: Callable[[str], None]) -> None:
-    """Compile and run every layout once, and compare its results with those of the first layout.
+    """Compile and run every layout once, and compare its results with those of the first layout; returns nothing if
+    they agree.
+
+    Args:
+      candidates: the layouts to measure, each with its compiled step.
+      tolerance: allowed difference of a result, relative to its largest absolute value.
+      tell: receives a progress text before each compilation.
 
     Raises:
       CheckError: results differ by more than rounding.

@@ -133,6 +133,7 @@ class _ProgramTables:
     """
 
     def __init__(self, program: Program):
+        """Empty tables for a program, and the axes that its own ``shard_map``s return."""
         self.items: dict[Value | Op, Items | None] = {}
         self.factor_names: dict[Op, list[Names]] = {}
         self.op_queries: dict[Op, OpQuery] = {}
@@ -159,6 +160,8 @@ class AxisAssignment:
     """
 
     def __init__(self, program: Program, layout: Layout, sizes: Mapping[str, int]):
+        """The assignment for mesh axes of these sizes (axis → size); values and ops are looked up when they are
+        queried."""
         self.program, self.layout, self.sizes = program, layout, sizes
         self.named_scopes = tuple(sorted({r.scope for r in layout.rules if r.scope is not None}))
         self.scoped = bool(self.named_scopes)
@@ -214,7 +217,12 @@ class AxisAssignment:
         return axes
 
     def unused_optional_rules(self, value: Value) -> Iterator[tuple[Rule, int]]:
-        """(rule, dim) of the rules marked ``?`` whose axes are unused in a value, because they do not divide the dim."""
+        """Yields (rule, dim) for the rules of a value marked ``?`` that shard nothing because their axes do not divide
+        the dim.
+
+        ``rule`` is the :class:`Rule` of the layout, and ``dim`` the position of the dim in the value. Left out are
+        rules of which an axis shards another dim of the value.
+        """
         spec = self.value_spec(value)
         used = {a for entry in spec for a in entry}
         for i, (names, size) in enumerate(self.value_items(value)):

@@ -40,6 +40,13 @@ class CollectiveRecords:
         self, program: Program, sizes: dict[str, int], torus: Torus, chip: Chip | None, algorithms: AlgorithmChoices,
         max_seconds: float = math.inf, max_bytes: float = math.inf,
     ):  # fmt: skip
+        """Records for a plan on a mesh of these axis sizes.
+
+        Args:
+          chip: whose links determine times; None: collectives have no times.
+          algorithms: choices that plans for this topology and chip share; new ones are added.
+          max_seconds, max_bytes: limits of all collectives of the plan together.
+        """
         self.program, self.sizes, self.torus, self.chip = program, sizes, torus, chip
         self.seconds_left, self.bytes_left = max_seconds, max_bytes
         self._algorithms = algorithms
@@ -122,6 +129,8 @@ class CollectiveRecords:
         return tuple(records)
 
     def _algorithm(self, kind: CollectiveOp, axes: tuple[str, ...], bytes_sent: float):
+        """(algorithm, reason, seconds) for a collective of ``bytes_sent`` bytes per device over ``axes``; the seconds
+        are None without a chip."""
         key = (kind, axes, bytes_sent)
         choice = self._algorithms.get(key)
         if choice is None:

@@ -24,7 +24,10 @@ from .spec import replicated_spec
 from .steps import Barrier, Branch, Call, Constant, Loop, Shard, Step
 
 MakeStep = Callable[[], Step]
-"""Makes the step of an op with bodies, after everything is planned."""
+"""A function without arguments that makes the step of an op with bodies: a ``Loop``, ``Branch`` or ``Call``.
+
+It is called after the whole program is planned, since steps may be added to the bodies until then.
+"""
 
 
 @dataclass(slots=True)
@@ -56,13 +59,15 @@ class ControlFlow:
         self, emitter: Emitter, facts: Facts, accumulated: dict[Value, bool],
         plan_ops: Callable[[Frame, Sequence[Any]], None],
     ):  # fmt: skip
+        """Control flow of one plan; ``plan_ops(frame, constants)`` plans the ops of a body, and is a method of the
+        planner."""
         self.emitter, self.facts, self.accumulated, self._plan_ops = emitter, facts, accumulated, plan_ops
         self.accumulations: dict[Op, Accumulation] = {}
         self.conversions: set[Op] = set()
         self.depth = 0
 
     def plan(self, op: Op) -> MakeStep:
-        """Plan an op with bodies, and those; the function that is returned makes its step."""
+        """Plan an op with bodies, and the ops in these; returns a :data:`MakeStep`, which makes the op's step."""
         return _PLAN.get(op.name, ControlFlow.call)(self, op)
 
     def add(self, op: Op) -> bool:
@@ -104,6 +109,7 @@ class ControlFlow:
                 emitter.literal(out, var)
 
         def step() -> Step:
+            """The ``Call`` step; steps of copies that nothing in the call reads are deferred to the surrounding body."""
             built = body.body((), ())
             if not recomputes:  # copies that only later steps outside the call read
                 placed = set(map(id, built.steps))
@@ -125,7 +131,12 @@ class ControlFlow:
         return saved
 
     def scan(self, op: Op) -> MakeStep:
-        """A scan: carries and slices are sharded as stored; carries that only accumulate partial sums stay partial."""
+        """Plan a scan and its body; returns a :data:`MakeStep`, which makes its ``Loop`` step after the whole program
+        is planned.
+
+        Carries are sharded as stored, and the slices of stacked operands as these are. Carries to which the body only
+        adds, and stacked results of inner scans, may stay partial; they are then reduced after the loop.
+        """
         emitter, current = self.emitter, self.emitter.current
         nc, nk = scan_counts(op.eqn.params)
         (frame,), (consts,) = op.frames, body_consts(op.eqn)
@@ -174,7 +185,10 @@ class ControlFlow:
         return self._loop(op, read, first, stacks, [(body, [*carried, *slices], outputs)], results)
 
     def while_(self, op: Op) -> MakeStep:
-        """A while loop: carries are sharded as stored, in the condition and in the body."""
+        """Plan a while loop, its condition and its body; returns a :data:`MakeStep` for its ``Loop`` step.
+
+        Carries are sharded as stored, in the condition and in the body.
+        """
         emitter, params, group = self.emitter, op.eqn.params, self.emitter.group
         nc, nb = params["cond_nconsts"], params["body_nconsts"]
         self._reduce_operands(op)
@@ -205,6 +219,16 @@ class ControlFlow:
         self, op: Op, read: Sequence[Shard], inits: Sequence[Shard], stacks: Sequence[Shard],
         bodies: Sequence[tuple[BodyBuilder, Sequence[Shard], Sequence[Shard]]], results: Sequence[Shard],
     ) -> MakeStep:  # fmt: skip
+        """A function that makes the ``Loop`` step of a scan or while loop.
+
+        Args:
+          read: the shards that the bodies read and do not change.
+          inits: the initial carries.
+          stacks: the stacked operands of a scan.
+          bodies: of each body, (builder, its inputs, its outputs): a scan has one, a while loop its condition and its
+              body.
+          results: the results of the loop.
+        """
         hoisted = self.emitter.hoisted  # without the emitter, which refers to the function
         return lambda: Loop(
             op, tuple(dict.fromkeys(read)), tuple(hoisted.get(op, ())), tuple(inits), tuple(stacks),
@@ -212,7 +236,10 @@ class ControlFlow:
         )  # fmt: skip
 
     def cond(self, op: Op) -> MakeStep:
-        """A cond: its branches return the results in their stored specs."""
+        """Plan a conditional and its branches; returns a :data:`MakeStep` for its ``Branch`` step.
+
+        All branches return the results in their stored specs.
+        """
         emitter, group = self.emitter, self.emitter.group
         self._reduce_operands(op)
         index = emitter.as_it_is(op.ins[0])
@@ -267,11 +294,11 @@ class ControlFlow:
     def _leaves(
         self, op: Op, frame: Frame, needs: Sequence[Spec | None], partial: set[int] | frozenset[int] = frozenset()
     ) -> list[Shard]:
-        """The outputs of a body, each in the spec that is needed.
+        """The outputs of a body, as shards in the specs that are needed.
 
         Args:
-          needs: None: the current spec.
-          partial: positions of outputs that are not reduced, and keep their spec.
+          needs: for each output its spec; None: the current spec of the value.
+          partial: positions of outputs that are not reduced, and retain their spec.
         """
         emitter, outputs = self.emitter, []
         for k, (var, need) in enumerate(zip(frame.jaxpr.outvars, needs, strict=True)):

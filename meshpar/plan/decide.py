@@ -114,7 +114,14 @@ class Facts:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Site:
-    """An op with its operands, as they are sharded when the op runs, and the facts of the plan."""
+    """An op together with the facts that decisions about it depend on; :func:`decide` makes it, and it is never
+    changed.
+
+    Attributes:
+      op: the op.
+      operands: its operands as they are sharded when the op runs; None for literals.
+      facts: the facts of the plan.
+    """
 
     op: Op
     operands: Sequence[Operand | None]
@@ -370,7 +377,11 @@ def assigned_axes(site: _Site) -> Axes:
 
 
 def exchanged_or_unsharded(site: _Site, axes: Axes) -> Axes:
-    """Leave dims unsharded where exchanging blocks sends more: where the arrays that an op cuts or joins are split differently."""
+    """The axes of the factors, with moved dims unsharded where exchanging their blocks would send more; else ``axes``.
+
+    Moved are dims along which an op cuts or joins arrays (``sharded_like`` of its rule), if these arrays are sharded
+    differently.
+    """
     rule = site.rule
     moved = {f for pair in rule.sharded_like for f in pair if axes[f]}
     if not moved:
@@ -384,10 +395,15 @@ def exchanged_or_unsharded(site: _Site, axes: Axes) -> Axes:
 
 
 def spread(site: _Site, axes: Axes) -> Axes:
-    """Split another dim over the axes of a dim that the op needs replicated or exchanges, where this sends less.
+    """The axes of the factors after moving axes to another dim, where this sends fewer bytes; else ``axes``.
 
-    A sort along a dim split over n devices all-gathers V·(n-1)/n bytes. If it splits another dim instead, an all-to-all of the
-    operand and one of the result send 2·V/n·(n-1)/n. Not for primitives whose rule fixes the factors that may be split.
+    Axes are moved away from dims that the op needs replicated, or along which its local form communicates, to a dim
+    that every result has. A sort along a dim of V bytes in n shards all-gathers V·(n-1)/n bytes. If it splits another
+    dim instead, an all-to-all of the operand and one of the result send 2·V/n·(n-1)/n. Primitives whose rule fixes the
+    factors that may be split are left as they are.
+
+    Args:
+      axes: for each factor of the op's rule, the axes that split it.
     """
     rule, sizes = site.rule, site.sizes
     if site.op.primitive.fixed_factors:

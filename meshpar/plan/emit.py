@@ -73,6 +73,7 @@ class Emitter:
         records: CollectiveRecords,
         sizes: Mapping[str, int],
     ):
+        """An emitter for a plan without steps, whose body under construction is the program's."""
         self.program, self.assignment, self.interned, self.records, self.sizes = (
             program,
             assignment,

@@ -51,9 +51,10 @@ class ManualOps:
         )
 
     def is_extremum(self, run: Run) -> bool:
-        """Whether an op's result is a partial extremum that XLA's partitioner gets wrong, or has no all-reduce for.
+        """Whether a result of an op is a partial maximum or minimum that XLA's partitioner cannot reduce correctly.
 
-        On CPUs XLA loses a NaN (:data:`meshpar.compat.quirks.LOST_NAN`).
+        That is: there is no all-reduce for its dtype, or it is floating-point on CPUs, where XLA loses a NaN
+        (:data:`meshpar.compat.quirks.LOST_NAN`).
         """
         extrema = [(s.kind, s.value.aval.dtype) for s in run.results if s.partial and s.kind in ("max", "min")]
         return any(

@@ -112,6 +112,7 @@ class PlanCache:
     """
 
     def __init__(self, program: Program):
+        """Empty caches for a program."""
         self.plans = 0
         self.meshes: LRUCache[tuple[tuple[str, int], ...], MeshCache] = LRUCache(MESHES)
         self.interned = Interned()

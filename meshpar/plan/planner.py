@@ -77,6 +77,11 @@ def planned(
         return math.prod(assignment.sizes[a] for a in assignment.value_spec(value)[dim])
 
     def plan(program: Program, max_seconds: float, max_bytes: float = math.inf) -> Plan:
+        """The plan of a program, the given one or its rewritten form.
+
+        Raises:
+          TooLong: its collectives take longer than ``max_seconds``, or send more than ``max_bytes`` bytes per device.
+        """
         planner = _Planner(
             program, layout, complete, mesh, topology, donated, notes, calibrations, max_seconds, max_bytes
         )
@@ -111,17 +116,19 @@ def _seconds(plan: Plan) -> float:
 
 
 class _Planner:
-    """One pass over a program.
+    """Makes one plan: decides about every op of a program in order, and emits its steps.
 
     Attributes:
-      cache: of the mesh; None: the program is planned for the first time, or its layout is resolved by cost, which decides about
-        ops by more than what keys of decisions have.
+      cache: of the mesh; empty if the program is planned for the first time, or if its layout is resolved by cost,
+          which decides about ops by more than the keys of cached decisions contain.
     """
 
     def __init__(
         self, program: Program, asked: Layout, layout: Layout, mesh: AnyMesh, topology: str | None,
         donated: frozenset[int], notes: Sequence[str], calibrations: Calibrations, max_seconds: float, max_bytes: float,
     ):  # fmt: skip
+        """Set up the assignment, caches and emitter; ``asked`` is the user's layout, and ``layout`` has rules for dims
+        named as axes as well."""
         self.program, self.requested_layout, self.layout, self.mesh, self.topology = (
             program,
             asked,

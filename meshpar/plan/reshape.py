@@ -94,7 +94,16 @@ def _cheapest(
 def _splits(
     used: Sequence[str], extents: Sequence[int], kinds: Sequence[Kind], sizes: Mapping[str, int]
 ) -> Iterator[list[tuple[str, ...]]]:
-    """All assignments of axes to factors whose sizes they divide, in every order of the axes of one factor."""
+    """Yields every assignment of ``used`` axes to factors whose sizes they divide: for each factor, the axes that split
+    it, in order.
+
+    Each axis splits one factor or none. An assignment occurs once for every order of the axes of a factor.
+
+    Args:
+      used: axes.
+      extents, kinds: size and kind of each factor; only ``pass_through`` factors are split.
+      sizes: axis → size.
+    """
     where = [None, *(f for f, kind in enumerate(kinds) if kind == "pass_through" and extents[f] > 1)]
     for homes in itertools.product(where, repeat=len(used)):
         groups = [tuple(a for a, home in zip(used, homes, strict=True) if home == f) for f in range(len(extents))]

@@ -538,6 +538,7 @@ def topological_order(steps: Sequence[Step], outputs: Iterable[Shard | None] = (
     done: set[Step] = set()
 
     def place(first: Step) -> None:
+        """Append a step to ``out`` after the steps whose results it reads, directly or through others."""
         todo: list[tuple[Step, Iterator[Shard]]] = [(first, iter(first.reads))]
         done.add(first)
         while todo:
@@ -580,6 +581,8 @@ def with_deferred(steps: Sequence[Step], deferred: Sequence[Step], outputs: Iter
     out: list[Step] = []
 
     def place(reads: Iterable[Shard]) -> None:
+        """Append the deferred steps that make ``reads`` to ``out``, each after the deferred steps that it reads; remove
+        them from ``left``."""
         todo: list[tuple[Step | None, Iterator[Shard]]] = [(None, iter(reads))]
         while todo:
             step, shards = todo[-1]

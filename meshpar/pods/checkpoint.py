@@ -169,7 +169,13 @@ class Checkpoints:
     _dims: Mapping[str, str] | None = None
 
     def describe(self, init: Any, *args: Any) -> None:
-        """Save the layout, the mesh, the plan's hash and the dims of the result of ``mp.init(…)`` with the checkpoints."""
+        """Record metadata that every later :meth:`save` writes: layout, mesh, hash of the plan, and the dims of the
+        state's arrays.
+
+        Args:
+          init: a result of ``mp.init(…)``; it is planned and not run.
+          args: the arguments of ``init``, such as a random key.
+        """
         plan = init.plan(*args)
         self._facts = {
             "layout": str(init.layout),

@@ -186,11 +186,8 @@ class Batches:
     ):  # fmt: skip
         """Check the batch size and begin at batch 0; no row is read before the first batch is requested.
 
-        ``per_epoch`` is the number of batches of an epoch, ``position`` the number of the next batch, ``rows_read`` the
-        rows that this process has read.
-
         Raises:
-          DataPositionError: the batch size is below 1 or an epoch has no batch.
+          DataPositionError: the batch size is below 1, or an epoch has no batch.
         """
         self.source, self.batch, self.seed = source, batch, seed
         self.mesh, self.layout, self.dims, self.prefetch = mesh, layout, dims, prefetch

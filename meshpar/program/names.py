@@ -52,8 +52,7 @@ class Unifier:
     """
 
     def __init__(self) -> None:
-        """An empty unifier, without nodes. Nodes are integers; a strong class is one dim of the program, a weak class
-        only shares a name."""
+        """An empty unifier, without nodes; the docstring of this module defines strong and weak classes."""
         self.parent: list[int] = []
         self.size: list[int] = []
         self.split: dict[int, tuple[int, ...]] = {}

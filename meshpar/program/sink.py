@@ -34,7 +34,11 @@ def _all_equations(jaxpr: Any) -> Iterable[Any]:
 
 
 def _sunk(jaxpr: Any) -> Any:
-    """A jaxpr after moving ``reduce_in`` into its loops and calls."""
+    """A jaxpr with the same results, in which ``reduce_in`` is applied in the bodies of scans and calls rather than to
+    their results.
+
+    Bodies of scans and calls are rewritten recursively. The jaxpr itself is returned if there is nothing to move.
+    """
     eqns = list(jaxpr.eqns)
     times: dict[Any, int] = {}
     for v in (v for vs in (*(e.invars for e in eqns), jaxpr.outvars) for v in vs if not isinstance(v, Literal)):

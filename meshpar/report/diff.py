@@ -121,6 +121,7 @@ class PlanDiff:
         return plain(self)
 
     def __rich__(self) -> Any:
+        """The comparison for a terminal: both plans, the table of metrics, and a table for each section that differs."""
         heads = [Text.assemble((f"{k}  ", "bold"), _side(p)) for k, p in (("a", self.a), ("b", self.b))]
         metrics, *sections = _sections(self, AxisColours(self.a, self.b), MAX_ROWS)
         parts: list[Any] = [*heads, Text(), rich_table(metrics.columns, metrics.rows, header_style="dim")]

@@ -18,10 +18,11 @@ def plan_steps(plan: Plan) -> str:
 
 
 class _Printer:
-    """Prints steps.
+    """Writes the steps of a plan as lines of text: what every device runs, one line a step. It prints nothing itself.
 
     Attributes:
-      names: the name of every shard.
+      plan: the plan.
+      names: shard → its name in the text: the path of an argument, or ``%0``, ``%1``, …
     """
 
     def __init__(self, plan: Plan):

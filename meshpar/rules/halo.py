@@ -88,10 +88,11 @@ class HaloExchange:
 
 @functools.lru_cache(maxsize=4096)
 def halo_exchange(block: int, starts: tuple[int, ...], length: int) -> HaloExchange:
-    """The exchange that sends the fewest elements: one permute per distance between devices, the fewest permutes, or an all-gather.
+    """The :class:`HaloExchange` that gives every device its window with the fewest elements sent.
 
-    ``halo_exchange(4, (-1, 3, 7, 11), 6)``, one row of each neighbour, has two steps of length 1: from device p to p - 1, and to
-    p + 1.
+    It is the cheapest of: one collective permute per distance between devices, the smallest number of permutes, and an
+    all-gather. ``halo_exchange(4, (-1, 3, 7, 11), 6)``, one row of each neighbour, has two steps of length 1: from
+    device p to p - 1, and to p + 1.
 
     Args:
       block: size of a shard.
@@ -106,6 +107,8 @@ def halo_exchange(block: int, starts: tuple[int, ...], length: int) -> HaloExcha
             slices[source, target] = (max(first - source * block, 0), min(last - source * block, block))
 
     def step(pairs: Sequence[Edge]) -> PermuteStep:
+        """The permute step for these (source, target) pairs, in which all sources send as many elements as the longest
+        slice has."""
         size = max((slices[e][1] - slices[e][0] for e in pairs), default=0)
         sent_from, offsets = [0] * shards, [length] * shards
         for source, target in pairs:

@@ -168,13 +168,18 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """The collectives that give every device the elements of its shard of the result, and the position of each.
+    """The collectives that give every device the elements of its shard of a result, whose elements are elements of one
+    operand, at positions given by a table.
+
+    :func:`exchange` makes it. A result in which device 0 needs element 5, which device 1 has, needs a round with the
+    pair (1, 0).
 
     Attributes:
-      rounds: the collective permutes.
-      tables: for every device, the table of its shard of the result, by positions in the concatenation of its own shard and of
-        the arrays that it receives in the rounds; if ``gather``, by elements of the array.
-      gather: whether an all-gather is made instead, since it sends no more.
+      rounds: the collective permutes, in order.
+      tables: for every device and every element of its shard of the result, the index of this element in the
+          concatenation of the device's own shard and the arrays received in the rounds; if ``gather``, its index in the
+          all-gathered operand.
+      gather: an all-gather replaces the rounds, since it sends no more elements.
     """
 
     rounds: tuple[Round, ...]

@@ -195,6 +195,12 @@ def with_halo_sends(r: OpRule, eqn: Any, why: str) -> OpRule:
     """
 
     def sends(shapes: Sequence[tuple[int, ...]], shard_counts: Sequence[int]) -> list[Send]:
+        """The collectives of the exchanges of all operands.
+
+        Args:
+          shapes: of each operand's shard.
+          shard_counts: for each factor, the number of its shards.
+        """
         collectives = []
         for i, local_shape in enumerate(shapes):
             shape = list(local_shape)

@@ -55,6 +55,7 @@ def _local_cumulative(op: LocalOp, x: Any) -> list[Any]:
 
     @extrema.defjvp
     def _(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        """JVP rule: the tangents of the op on the all-gathered operand, from which each device takes its shard."""
         # the share of the cotangent that each of several equal elements gets depends on the order in which all are compared
         if tangents[0].dtype == jax.dtypes.float0:
             return extrema(*primals), tangents[0]

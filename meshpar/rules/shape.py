@@ -22,7 +22,10 @@ from .spmd import Factors, Send, axis_index
 
 
 def broadcast_in_dim(eqn, ins, outs) -> OpRule:
-    """Dims of unchanged size and new dims pass through; a stretched dim of size 1 has a factor of its own."""
+    """The rule of ``broadcast_in_dim``: dims of unchanged size, and dims that only the result has, pass through.
+
+    A dim of size 1 that is broadcast to a larger size has a factor of its own, which the result's dim does not share.
+    """
     (out,) = outs
     r = OpRule([], [])
     result = r.factors(out)

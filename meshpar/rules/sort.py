@@ -49,6 +49,8 @@ def _gather_candidates(r: OpRule, axis: int, k: int, dtype, index, why: str) -> 
     dtype, index = np.dtype(dtype) if r.kinds[factor] == "permutation" else None, np.dtype(index)
 
     def sends(shapes: Sequence[tuple[int, ...]], shard_counts: Sequence[int]) -> list[Send]:
+        """The two all-gathers (values, indices) of the candidates of a shard of ``shapes[0]``, or one all-gather of all
+        its values."""
         (shape,) = shapes
         best = candidates(shape[axis], k, np.dtype(dtype).itemsize, index.itemsize)
         if best is None:

@@ -75,6 +75,8 @@ class Grid(dict[str, int]):
     """
 
     def __init__(self, sizes: Sizes, torus: Torus, cpu: bool = False, bound: Collection[Any] = ()):
+        """The factored mesh for ``sizes`` (axis → size); its axes have other names than ``bound``, the names that the
+        caller has bound."""
         super().__init__(sizes)
         self.cpu = cpu
         self.torus = torus

@@ -34,6 +34,7 @@ class _ProgramUnits:
     """
 
     def __init__(self, program: Program):
+        """Number the values and ops of a program, and list the FLOPs of its matmuls and the bytes of its arguments."""
         self.values: list[Value] = []
         self.ops: list[Op] = []
         self.flops: dict[int, tuple[float, str | None]] = {}

@@ -61,6 +61,15 @@ class Evaluation:
         self, variant: str, base: Plan, topology: str, objective: Objective, memory_fraction: float, max_plans: int,
         deadline: float | None, progress: Callable[[str], None],
     ):  # fmt: skip
+        """An evaluation without candidates.
+
+        Args:
+          topology: ``"v5p:8x8x8"``.
+          memory_fraction: fraction of a device's memory that a peak may use.
+          max_plans: the largest number of plans.
+          deadline: ``time.monotonic()`` after which no plan is begun; None: no limit.
+          progress: receives progress texts.
+        """
         assert base.chip is not None
         self.variant, self.base, self.topology = variant, base, topology
         self.objective: Objective = objective

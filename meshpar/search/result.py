@@ -182,6 +182,8 @@ class Search:
         )
 
     def __rich__(self) -> Any:
+        """The result for a terminal: the best candidate, a plot of time and memory, the table of candidates, and
+        errors."""
         head = Text.assemble(("search", "bold"), f"  {self._count} on {self.topology}; {self.ended}{self._calibrated}")
         if not self.fits:
             head = Text.assemble((f"{self._misfit()}\n", "bold red"), head)
@@ -266,6 +268,8 @@ def _costs_more(other: Plan, best: Plan) -> list[str]:
     """The three largest differences in time between two plans, with their causes."""
 
     def of(plan: Plan) -> dict[tuple[str, ...], tuple[float, str]]:
+        """Kind of cost, (name,) or (collective, tensor) → (seconds per step, text), for the matmuls, memory traffic and
+        collectives of a plan."""
         assert plan.time is not None
         costs: dict[tuple[str, ...], tuple[float, str]] = {
             ("matmuls",): (plan.time.compute, "matmuls of each device"),

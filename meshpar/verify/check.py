@@ -88,6 +88,7 @@ class Report:
         return bool(self.rows) and all(r.error is None for r in self.rows)
 
     def __str__(self) -> str:
+        """The report as a table with one line per run, followed by the errors in full."""
         cells = [("layout", "mesh", "lowering", "leaves", "rounding", "largest", "of", "")]
         for r in self.rows:
             verdict = "equal" if r.error is None else "DIFFERS"

@@ -236,6 +236,7 @@ def _slot(say: Callable[[str], None]) -> Iterator[None]:
         files = [stack.enter_context(name.open("w")) for name in names]
 
         def taken() -> bool:
+            """Whether one of the lock files could be locked; the lock is released when it is closed."""
             for file in files:
                 with contextlib.suppress(BlockingIOError):
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -44,6 +44,12 @@ def flatten(closed: ClosedJaxpr) -> ClosedJaxpr:
         return env
 
     def inline(jaxpr: Any, env: dict[Any, Any]) -> list[Any]:
+        """Append the equations of ``jaxpr``, with calls inlined, to ``eqns``; returns the atoms of its results.
+
+        Args:
+          env: variable of ``jaxpr`` → variable of the flat program; variables that equations define are added.
+        """
+
         def read(v: Any) -> Any:
             return v if isinstance(v, Literal) else env[v]
 
@@ -97,10 +103,11 @@ def _renamed(program: Program, flat: ClosedJaxpr, made: Sequence[Any]) -> Progra
 
 
 class Localizer:
-    """Runs both programs again with all intermediate values as results, and finds out why results differ.
+    """Finds out why results of a sharded and an unsharded run differ, by runs of both with all intermediate values as
+    results.
 
     Args:
-      case: the check, which caches the values of the unsharded program.
+      case: the check, which caches the values of the unsharded program, and whose tolerance is used.
       plan: of the sharded program.
       reference: the unsharded run.
       lowering: of the sharded program.
@@ -108,6 +115,8 @@ class Localizer:
     """
 
     def __init__(self, case: Any, plan: Plan, reference: Any, lowering: str, device: Any):
+        """Run the sharded program with every intermediate value as a result, and the unsharded one unless ``case`` has
+        its values."""
         self.plan, self.reference, self.tolerance, self.device = plan, reference, case.tolerance, device
         flat = flatten(plan.program.closed)
         everything, made = with_all_values(flat)

@@ -53,6 +53,7 @@ class Difference:
         return self.largest / self.scale if self.scale else math.inf if self.largest else 0.0
 
     def __str__(self) -> str:
+        """One line: the largest difference, its index, both values, and the allowed relative difference."""
         where = f" at [{', '.join(map(str, self.at))}]" if self.at else ""
         return (
             f"largest difference {self.largest:.3g}{where} ({self.sharded} sharded, {self.unsharded} unsharded): "

@@ -57,6 +57,7 @@ class ExchangeSizes:
     exchange: str | None = None
 
     def __post_init__(self) -> None:
+        """Check ``exchange`` and ``slack``; a MeshparError names the one out of range."""
         if self.exchange is not None and self.exchange not in EXCHANGES:
             raise MeshparError(
                 f"moe: exchange must be one of {', '.join(EXCHANGES)} or None, got {self.exchange!r}",

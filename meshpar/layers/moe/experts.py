@@ -217,6 +217,15 @@ def _further_rounds(one_round: Callable[..., jax.Array], rows: int) -> Callable[
         return run(needed, target, *floats), (needed, target, floats)
 
     def backward(saved, grad):
+        """Backward pass: recompute each round in a while loop, and add its cotangents in at least float32.
+
+        Args:
+          saved: residuals of ``forward``: (number of rows needed, targets, the float operands of ``one_round``).
+          grad: the cotangent of the sum over rounds.
+
+        Returns:
+          None for ``needed`` and ``target``, and a cotangent for each float operand, in its dtype.
+        """
         needed, target, floats = saved
 
         def step(first, totals):

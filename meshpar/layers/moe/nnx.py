@@ -56,6 +56,7 @@ class MoE(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        """Create and initialize the weights; the arguments are described in the docstring of the class."""
         each = nnx.initializers.lecun_normal(batch_axis=(0,))
         plain = nnx.initializers.lecun_normal()
 

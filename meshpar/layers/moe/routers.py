@@ -107,6 +107,14 @@ def _route_by_kernel(logits: jax.Array, bias: jax.Array | None = None, **options
 
 @functools.cache
 def _route_op(token_dims: int, biased: bool) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """The routing op for logits with ``token_dims`` leading dims, as a kernel whose token dims may be sharded.
+
+    Args:
+      biased: whether it takes a bias [E] as its second operand.
+
+    Returns:
+      (logits [*tokens, E], bias) → (int32 experts [*tokens, k], float32 weights [*tokens, k]).
+    """
     tokens = " ".join(f"t{i}" for i in range(token_dims))
 
     def moe_route(logits: jax.Array, bias: jax.Array | None = None, **options: Any) -> tuple[jax.Array, jax.Array]:
