@@ -151,6 +151,8 @@ def _say_once(op: str) -> None:
 
 
 def _refusal(op: str, functions: Mapping[str, Callable[..., Any] | Unsupported], names: Sequence[str]) -> str:
+    """The message of the error that none of the implementations `names` can run: every reason, and the implementations
+    that can."""
     lines = [f"{op}: {' / '.join(names) or 'pallas'} cannot run here:"]
     for name in names:
         reasons = functions[name]

@@ -207,6 +207,11 @@ def work(c: Context, strategy: str, q: Any, k: Any, v: Any) -> tuple[tuple[float
 
 
 def _cost(c: Context, strategy: str, q: Any, k: Any, v: Any, segments: int, m: Machine) -> AttentionCost:
+    """The cost of one strategy, forward and backward: transfers, bytes sent, memory, FLOPs and seconds; infinite if it
+    is refused.
+
+    Transfers of a ring are overlapped with its computation; transfers of the other strategies are not.
+    """
     refused = ulysses.refusal(q.shape[2], k.shape[2], c.devices) if strategy == "ulysses" else None
     if refused is not None:
         return AttentionCost(strategy, (), (), 0.0, 0.0, 0.0, math.inf, refused)
@@ -256,6 +261,11 @@ def _memory(c: Context, strategy: str, q: Any, k: Any, v: Any, *, backward: bool
 
 
 def _choose(of: dict[str, AttentionCost], tokens: int, m: Machine) -> tuple[str, str]:
+    """(name of the strategy to use, the reason in words).
+
+    Among the strategies that can run and fit the memory it is the fastest; below `RING_FROM` tokens a ring is only used
+    if nothing else fits. If none fits, it is the one that needs the least memory.
+    """
     able = {name: cost for name, cost in of.items() if cost.refused is None}
     fit = {name: cost for name, cost in able.items() if cost.memory <= m.memory}
     limit = f"{m.memory / GIB:.3g} GiB"

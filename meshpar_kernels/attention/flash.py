@@ -1,7 +1,8 @@
-"""Attention of the queries and keys on one device, in chunks, with log-sum-exps by which parts of a longer softmax are merged.
+"""Attention of the queries and keys on one device, in chunks, with log-sum-exps by which partial results are merged.
 
-The forward pass keeps a running maximum and sum (Milakov & Gimelshein 2018) and never holds more scores than one chunk of
-queries by one of keys; the backward pass makes them again from the log-sum-exp (FlashAttention-2, Dao 2023, algorithm 2).
+The forward pass has a running maximum and sum of the softmax (Milakov & Gimelshein, "Online normalizer calculation for
+softmax", 2018), and computes the scores of one chunk of queries by one chunk of keys at a time. The backward pass
+recomputes the scores, and the softmax from the log-sum-exp (FlashAttention-2, Dao 2023, algorithm 2).
 """
 
 from __future__ import annotations
@@ -124,8 +125,12 @@ def _seen(s: Softmax, pos: jax.Array, seg: jax.Array | None, k: Keys) -> jax.Arr
 
 
 def forward(s: Softmax, q: Queries, k: Keys) -> tuple[jax.Array, jax.Array]:
-    """Attention of q over k: (float32 [B, Q, H, Dv], log-sum-exp of the scores float32 [B, Q, H]; 0 and -inf where a query
-    sees nothing)."""
+    """Attention of q over k.
+
+    Returns:
+      (result float32 [B, Q, H, Dv], log-sum-exp of the scores float32 [B, Q, H]); 0 and -inf for a query that sees no
+        key.
+    """
     batch, length, heads, _ = q.x.shape
     kv_heads = k.k.shape[2]
     if 0 in q.x.shape or 0 in k.v.shape:
@@ -134,6 +139,7 @@ def forward(s: Softmax, q: Queries, k: Keys) -> tuple[jax.Array, jax.Array]:
     keys = _key_chunks(k, sizes[1])
 
     def rows(chunk):
+        """(result, log-sum-exp) of one chunk of queries over all keys, [B, Hkv, G, q, …]; a scan over chunks of keys."""
         x, pos, seg = chunk
         shape = (batch, kv_heads, heads // kv_heads, sizes[0])
         start = _compat.same_varying(
@@ -144,7 +150,11 @@ def forward(s: Softmax, q: Queries, k: Keys) -> tuple[jax.Array, jax.Array]:
         )[1:]
 
         def add(carry, key: Keys):
+            """Scan step: add one chunk of keys to (maximum, sum of exponentials, weighted values); skipped if no pair
+            is visible."""
+
             def block(carry):
+                """(maximum, sum, weighted values) with this chunk of keys included; the earlier ones are rescaled."""
                 top, total, out = carry
                 scores, _ = _scores(s, x, key.k)
                 scores = jnp.where(_seen(s, pos, seg, key), scores, -jnp.inf)
@@ -168,13 +178,14 @@ def forward(s: Softmax, q: Queries, k: Keys) -> tuple[jax.Array, jax.Array]:
 
 
 def nothing(x: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-    """What `forward` gives the queries x [B, Q, H, D] over no keys, with values of this width."""
+    """The result of `forward` for queries x [B, Q, H, D] without keys: zeros of `width` values, and log-sum-exps of
+    -inf."""
     zeros = jnp.zeros((*x.shape[:3], width), jnp.float32)
     return _compat.same_varying(x, zeros, jnp.full(x.shape[:3], -jnp.inf, jnp.float32))[1:]
 
 
 def merge(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Attention over the keys of both, from (result, log-sum-exp) over the keys of each."""
+    """(result, log-sum-exp) over the keys of both, from the (result, log-sum-exp) over two disjoint sets of keys."""
     top = jnp.maximum(a[1], b[1])
     safe = jnp.where(top == -jnp.inf, 0.0, top)
     weights = jnp.exp(a[1] - safe), jnp.exp(b[1] - safe)
@@ -196,11 +207,12 @@ def row_dots(grad: jax.Array, out: jax.Array) -> jax.Array:
 def backward(
     s: Softmax, q: Queries, k: Keys, grad: jax.Array, lse: jax.Array, dots: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Float32 gradients of q.x, k.k and k.v through these keys alone.
+    """Gradients of q.x, k.k and k.v, in float32, from these keys alone.
 
     Args:
-      grad: [B, Q, H, Dv], of the full result.
-      lse: float32 [B, Q, H], over all keys that the softmax ran over; dots: `row_dots` of the full result.
+      grad: [B, Q, H, Dv], the gradient of the result over all keys.
+      lse: float32 [B, Q, H], the log-sum-exp over all keys of the softmax.
+      dots: float32 [B, Q, H], `row_dots` of `grad` and the result over all keys.
     """
     length, kv_heads = q.x.shape[1], k.k.shape[2]
     if 0 in q.x.shape or 0 in k.v.shape:
@@ -213,13 +225,16 @@ def backward(
     many = jnp.arange(x.shape[0])
 
     def columns(d_x, key: Keys):
+        """Scan step over chunks of keys: (d_q so far, this chunk's d_k and d_v); a scan over chunks of queries."""
         zeros = _compat.same_varying(x, *(jnp.zeros(a.shape, jnp.float32) for a in (key.k, key.v)))[1:]
 
         def add(carry, chunk):
+            """Scan step: add the gradients of one chunk of queries; skipped if no pair is visible."""
             d_x, d_k, d_v = carry
             i, x, pos, seg, grad, lse, dots = chunk
 
             def block():
+                """(d_q, d_k, d_v) of one chunk of queries and one of keys, float32."""
                 scores, slope = _scores(s, x, key.k)
                 p = jnp.where(_seen(s, pos, seg, key), jnp.exp(scores - lse[..., None]), 0.0)
                 d_p = _einsum("bhgqd,bhkd->bhgqk", grad.astype(key.v.dtype), key.v)

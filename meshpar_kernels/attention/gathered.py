@@ -1,4 +1,5 @@
-"""Gathered K/V: every device gets all keys and values, and keeps its own queries (context parallelism of Llama 3, 2024)."""
+"""Gathered K/V: every device all-gathers keys and values and computes its own queries (context parallelism of Llama 3,
+2024)."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ __all__ = ["backward", "forward"]
 
 
 def _all_keys(c: Context, x: Operands) -> Keys:
+    """K, V, positions and segment ids of all devices, all-gathered along the sequence."""
+
     def full(a: jax.Array) -> jax.Array:
         return lax.all_gather(a, c.axes, axis=1, tiled=True)
 

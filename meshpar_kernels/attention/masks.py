@@ -1,4 +1,4 @@
-"""Who sees whom: causal, sliding-window and segment masks by global position, and the zig-zag order of tokens."""
+"""Visibility of keys: causal, sliding-window and segment masks by global position, and the zig-zag order of tokens."""
 
 from __future__ import annotations
 
@@ -131,6 +131,12 @@ def unzigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
 
 
 def _take_blocks(op: str, x: jax.Array, devices: int, axis: int, *, inverse: bool) -> jax.Array:
+    """The array with its 2·A blocks of `axis` in zig-zag order, or (`inverse`) from zig-zag order back in the order of
+    their positions.
+
+    Raises:
+      ValueError: `devices` is below 1, or the length of `axis` is no multiple of 2·A.
+    """
     axis %= x.ndim
     if devices < 1:
         raise ValueError(f"{op}: devices={devices} must be at least 1")

@@ -56,10 +56,13 @@ def streams(c: Context, q_len: int, k_len: int) -> list[Stream]:
 
 @dataclasses.dataclass(frozen=True)
 class Leg:
-    """So many hops in which the same streams (by number) arrive, and the same go on.
+    """Consecutive hops in which the same streams (by index) arrive, and the same streams are sent on.
 
     Attributes:
-      first: number of its first hop; hop 0 is the device's own block.
+      first: number of the first hop; hop 0 is the device's own block.
+      count: number of hops.
+      block_indices: streams that arrive.
+      onward: streams that are sent on.
     """
 
     first: int
@@ -94,7 +97,7 @@ def _load(moving: Sequence[Stream], k: jax.Array, v: jax.Array, seg: jax.Array |
 
 
 def _keys(c: Context, moving: Sequence[Stream], leg: Leg, cargo: dict[int, Cargo], t: Any, each: int) -> Keys:
-    """What has arrived after t hops, as one, with its positions."""
+    """The keys, values, positions and segment ids that have arrived after t hops, concatenated over the streams."""
     pos = [
         c.positions((c.rank() - moving[i].step * t) % c.devices, each, moving[i].low, moving[i].high)
         for i in leg.block_indices
@@ -105,6 +108,7 @@ def _keys(c: Context, moving: Sequence[Stream], leg: Leg, cargo: dict[int, Cargo
 
 
 def _repeat(leg: Leg, step: Any, carry: Any) -> Any:
+    """Run `step(carry, hop number)` for all hops of a leg, as a `lax.scan` if there are several; returns the carry."""
     if leg.count == 1:
         return step(carry, leg.first)
     hops = jnp.arange(leg.first, leg.first + leg.count, dtype=jnp.int32)
@@ -127,6 +131,8 @@ def forward(c: Context, x: Operands) -> tuple[jax.Array, jax.Array]:
     for leg in legs(moving, start):
 
         def hop(carry: Any, t: Any, leg: Leg = leg) -> Any:
+            """Hop t of a leg: send the blocks that travel farther, and merge the attention over the received keys into
+            the result."""
             done, cargo = carry
             sent = {i: c.shift(cargo[i], moving[i].step) for i in leg.onward}
             keys = _keys(c, moving, leg, cargo, t, each)
@@ -168,6 +174,12 @@ def backward(
         cuts = [sum(lengths[:n]) for n in range(1, len(lengths))]
 
         def hop(carry: Any, t: Any, leg: Leg = leg, cuts: Sequence[int] = cuts) -> Any:
+            """Hop t of a leg: send on the keys and their gradients so far, and add the gradients from the received
+            keys.
+
+            The gradients of a block travel with the block, one hop behind; the carry is (d_q, blocks, gradients of
+            blocks).
+            """
             d_q, cargo, in_flight = carry
             sent = {i: c.shift(cargo[i], moving[i].step) for i in leg.onward}
             followed = {i: c.shift(in_flight[i], moving[i].step) for i in leg.block_indices if i in in_flight}

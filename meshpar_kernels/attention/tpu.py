@@ -1,8 +1,10 @@
-"""Attention of the queries and keys on one device in three TPU kernels: results, gradients of queries, gradients of keys.
+"""Attention of the queries and keys on one device in three TPU kernels: result, gradients of queries, gradients of keys
+and values.
 
-Each step has one block of scores in VMEM, transposed ([keys, queries]), so that per-query values are stored along
-lanes. A table that is made from positions and segment ids before says of every block whether no pair is in sight, some or all: the
-first are not computed, and not fetched either, as their steps name the next block that is needed; the last need no mask.
+A grid step computes one block of scores in VMEM, transposed ([keys, queries]), so that per-query values are stored
+along lanes. Before the kernel a table is computed from positions and segment ids: whether none, some or all pairs of a
+block are visible. Blocks without visible pairs are not computed, and not fetched either, since their entry names the
+next block that is needed. Blocks with all pairs visible need no mask.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ def _heads_first(x: jax.Array) -> jax.Array:
 
 
 def _sight(s: Softmax, q: Queries, k: Keys, bq: int, bk: int) -> jax.Array:
-    """int32 [B, nq, nk]: 0, `SOME` or `ALL` of the pairs of a block of queries and one of keys are in sight."""
+    """int32 [B, nq, nk]: whether no (0), `SOME` or `ALL` pairs of a block of queries and a block of keys are visible."""
 
     def one(q_pos, k_pos, q_seg, k_seg):
         some, every = (f(q_pos, k_pos, q_seg, k_seg) for f in (s.mask.any_visible, s.mask.all_visible))
@@ -83,10 +85,11 @@ def _sight(s: Softmax, q: Queries, k: Keys, bq: int, bk: int) -> jax.Array:
 
 
 def _table(sight: jax.Array, axis: int) -> jax.Array:
-    """int32 [B·nq·nk]: the sight of each block, and four times the block to have at hand in its step.
+    """int32 [B·nq·nk], for scalar prefetch: the visibility of each block in the lowest two bits, and above them the
+    block to fetch in its step.
 
-    That is the block itself, if it is in sight, else the next one that is in the order of the steps along `axis` (1: queries, 2:
-    keys), and after the last one that one still: so no step fetches what none computes with.
+    The block to fetch is the block itself if it has visible pairs, else the next one with visible pairs along `axis`
+    (1: queries, 2: keys), and after the last one that one. So no grid step fetches a block that no step computes with.
     """
     number = lax.broadcasted_iota(jnp.int32, sight.shape, axis)
     beyond = sight.shape[axis]
@@ -96,7 +99,15 @@ def _table(sight: jax.Array, axis: int) -> jax.Array:
 
 
 class _Ids:
-    """Positions and segment ids as the kernels read them, along lanes; blocks with a mask turn those of keys."""
+    """Inputs of the kernels for masks: positions int32 [1, Q] and [1, K], and segment ids int32 [B, 1, Q] and [B, 1, K]
+    if there are any.
+
+    Ids are stored along lanes; a block that needs a mask transposes the ids of its keys.
+
+    Attributes:
+      arrays: the inputs.
+      specs: their block specs.
+    """
 
     def __init__(self, q: Queries, k: Keys, bq: int, bk: int, of_q: Any, of_k: Any):
         """`of_q`, `of_k`: indices of the grid → block of queries and of keys (after the batch, which is the first)."""
@@ -114,7 +125,8 @@ class _Ids:
 
 
 def _scores(s: Softmax, q_ref, k_ref, ids: tuple[Any, ...] | None) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """([keys, queries] scores, slope of the softcap, bool: in sight, None: all are)."""
+    """(scores [keys, queries], derivative of the softcap at each score, bool [keys, queries] visible or None: all),
+    from one block of q and of k."""
     scores = _dot(k_ref[0, 0], q_ref[0, 0], (1, 1)) * s.scale
     slope = jnp.ones((), jnp.float32)
     if s.softcap is not None:
@@ -133,7 +145,8 @@ def _hide(values: jax.Array, is_visible: jax.Array | None, instead: float) -> ja
 
 
 def _by_sight(entry: jax.Array, ids: tuple[Any, ...], work: Any) -> None:
-    """`work(ids)` for a block with some pairs in sight, `work(None)` with all, nothing with none."""
+    """Call `work(ids)` if some pairs of the block are visible (see `_table`), `work(None)` if all are; nothing if none
+    is."""
     pl.when((entry & 3) == SOME)(lambda: work(ids))
     pl.when((entry & 3) == ALL)(lambda: work(None))
 
@@ -142,6 +155,18 @@ def _by_sight(entry: jax.Array, ids: tuple[Any, ...], work: Any) -> None:
 
 
 def _forward_kernel(table, *refs, s: Softmax, ids: int):
+    """One grid step of the forward pass: adds one block of keys to the running softmax of one block of queries.
+
+    The grid is (batch, head, block of queries, block of keys); the last block of keys writes the result.
+
+    Args:
+      table: scalar prefetch, see `_table`.
+      refs: inputs in VMEM: q [1, 1, bq, D], k [1, 1, bk, D], v [1, 1, bk, Dv], `ids` refs of `_Ids`; outputs: result
+        float32 [1, 1, bq, Dv], log-sum-exp float32 [1, 1, 1, bq]; scratch float32: maximum [1, bq], sum [1, bq],
+        weighted values [Dv, bq].
+      s: mask, scale and softcap.
+      ids: number of refs of `_Ids`, 2 or 4.
+    """
     q_ref, k_ref, v_ref, *rest = refs
     id_refs, (out_ref, lse_ref, top, total, weighted) = tuple(rest[:ids]), rest[ids:]
     batch, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
@@ -154,6 +179,7 @@ def _forward_kernel(table, *refs, s: Softmax, ids: int):
         weighted[...] = jnp.zeros_like(weighted)
 
     def add(ids):
+        """Add this block of keys to maximum, sum and weighted values; `ids` is None if no mask is needed."""
         scores, _, is_visible = _scores(s, q_ref, k_ref, ids)
         scores = _hide(scores, is_visible, HIDDEN)
         new = jnp.maximum(top[...], scores.max(0, keepdims=True))
@@ -218,7 +244,8 @@ def forward(s: Softmax, q: Queries, k: Keys) -> tuple[jax.Array, jax.Array]:
 
 
 def _estimate(pairs: int, width: int, q: Queries, k: Keys) -> pl.CostEstimate:
-    """Of all pairs; which of them are in sight is not known here."""
+    """Cost of all pairs of queries and keys, visible or not (that is unknown at compile time); `width` multiply-adds
+    for a pair."""
     size = q.x.dtype.itemsize
     again = max(1, q.x.shape[1] // _block(q.x.shape[1]))
     return pl.CostEstimate(
@@ -240,6 +267,18 @@ def _weights(s: Softmax, q_ref, k_ref, v_ref, grad_ref, lse_ref, dots_ref, ids) 
 
 
 def _queries_kernel(table, *refs, s: Softmax, ids: int):
+    """One grid step of the gradient of q: adds the contribution of one block of keys to one block of queries.
+
+    The grid is (batch, head, block of queries, block of keys); the last block of keys writes the gradient.
+
+    Args:
+      table: scalar prefetch, see `_table`.
+      refs: inputs in VMEM: q [1, 1, bq, D], k [1, 1, bk, D], v [1, 1, bk, Dv], gradient of the result [1, 1, bq, Dv],
+        log-sum-exp and `row_dots` float32 [1, 1, 1, bq], `ids` refs of `_Ids`; output float32 [1, 1, bq, D]; scratch
+        float32 [bq, D].
+      s: mask, scale and softcap.
+      ids: number of refs of `_Ids`, 2 or 4.
+    """
     q_ref, k_ref, v_ref, grad_ref, lse_ref, dots_ref, *rest = refs
     id_refs, (out_ref, weighted) = tuple(rest[:ids]), rest[ids:]
     batch, i, j, many = pl.program_id(0), pl.program_id(2), pl.program_id(3), pl.num_programs(3)
@@ -260,7 +299,17 @@ def _queries_kernel(table, *refs, s: Softmax, ids: int):
 
 
 def _keys_kernel(table, *refs, s: Softmax, ids: int, blocks: int):
-    """The last dim of the grid runs over the heads of a group and, within each, the blocks of queries."""
+    """One grid step of the gradients of k and v: adds the contribution of one block of queries to one block of keys.
+
+    The grid is (batch, K/V head, block of keys, n); n iterates over the query heads of the K/V head and, within each,
+    over the blocks of queries. The last n writes the gradients.
+
+    Args:
+      table, s, ids: as in `_queries_kernel`.
+      refs: inputs as in `_queries_kernel`; outputs float32 [1, 1, bk, D] and [1, 1, bk, Dv]; scratch float32 [bk, D]
+        and [bk, Dv].
+      blocks: blocks of queries of one head.
+    """
     q_ref, k_ref, v_ref, grad_ref, lse_ref, dots_ref, *rest = refs
     id_refs, (d_k_ref, d_v_ref, d_k, d_v) = tuple(rest[:ids]), rest[ids:]
     batch, j, n = pl.program_id(0), pl.program_id(2), pl.program_id(3)
@@ -320,6 +369,16 @@ def backward(
     def call(
         kernel: Any, grid: tuple[int, ...], axis: int, at: tuple[Any, Any], outs: Any, matmuls: int, name: str
     ) -> Any:
+        """Run one of the two gradient kernels.
+
+        Args:
+          kernel: its body.
+          grid: its grid.
+          axis: of `_table`: 1 if the grid iterates over queries last, 2 over keys.
+          at: (grid indices → (batch, head, block) of q, the same of k).
+          outs: (shapes, block specs, scratch) of the outputs.
+          matmuls: multiply-adds of one pair of a query and a key, for the cost estimate.
+        """
         shapes, out_specs, scratch = outs
         of_q, of_k = at
         ids = _Ids(q, k, bq, bk, lambda *g: of_q(*g)[2], lambda *g: of_k(*g)[2])

@@ -46,6 +46,8 @@ def _whole(c: Context, x: jax.Array | None) -> jax.Array | None:
 
 
 def _exchange(c: Context, x: Operands) -> tuple[Queries, Keys]:
+    """Queries and keys of all tokens for this device's heads, by all-to-alls; K/V heads are repeated if there are fewer
+    than devices."""
     each = c.all_positions(x.q.shape[1]), c.all_positions(x.k.shape[1])
     many = copies(x.k.shape[2], c.devices)
     k, v = (_to_heads(c, jnp.repeat(a, many, axis=2)) for a in (x.k, x.v))

@@ -169,6 +169,7 @@ def all_reduce_small(x: jax.Array, axis_name: str | Sequence[str], *, implementa
 
 
 def _small_now(implementation, axes, sizes, x):
+    """`all_reduce_small` of x by the chosen implementation."""
     functions = {
         "pallas_tpu": tpu.small_unsupported(x.shape, x.dtype, math.prod(sizes))
         or (lambda v: tpu.all_reduce_small(v, axes, sizes)),
@@ -212,6 +213,7 @@ def _whole(algorithm: str, axes, outer) -> bool:
 
 
 def _by_xla(kind: str, algorithm: str, x, axes, outer) -> jax.Array:
+    """The collective by XLA's operations, by the algorithm of this name."""
     if algorithm == "native" or (kind == "all_reduce" and _whole(algorithm, axes, outer)):
         return native.native(kind, x, axes)
     if algorithm == "staged" or _whole(algorithm, axes, outer):
@@ -226,6 +228,7 @@ def _table(kind: str, algorithm: str, sizes, rings) -> Table:
 
 
 def _gather_now(algorithm, axes, sizes, rings, outer, x):
+    """The all-gather of x [n, …] → [A·n, …], by a table (ring, kernel) or by XLA's operations."""
     if algorithm not in TABLES:
         return _by_xla("all_gather", algorithm, x, axes, outer)
     table = _table("all_gather", algorithm, sizes, rings)
@@ -243,6 +246,7 @@ def _gather_now(algorithm, axes, sizes, rings, outer, x):
 
 
 def _scatter_now(algorithm, axes, sizes, rings, outer, x):
+    """The reduce-scatter of x [A·n, …] → [n, …], by a table (ring, kernel) or by XLA's operations."""
     if algorithm not in TABLES:
         return _by_xla("reduce_scatter", algorithm, x, axes, outer)
     table = _table("reduce_scatter", algorithm, sizes, rings)
@@ -256,6 +260,7 @@ def _scatter_now(algorithm, axes, sizes, rings, outer, x):
 
 
 def _reduce_now(algorithm, axes, sizes, rings, outer, x):
+    """The all-reduce of x; the kernel runs it as a reduce-scatter and an all-gather."""
     if algorithm not in TABLES:
         return _by_xla("all_reduce", algorithm, x, axes, outer)
     if algorithm == "pallas":
@@ -276,6 +281,7 @@ def _by_table(kind: str, table: Table, slots: jax.Array, axes) -> jax.Array:
 
 
 def _by_kernel(kind: str, table: Table, slots: jax.Array, axes) -> jax.Array:
+    """The collective of a table by the Pallas kernel; slots [slots, rows, columns]. Raises where the kernel cannot run."""
     run = ring_tpu.all_gather if kind == "all_gather" else ring_tpu.reduce_scatter
     functions = {
         "pallas_tpu": ring_tpu.unsupported(table, slots.shape[1:], slots.dtype) or (lambda x: run(table, x, axes)),

@@ -175,6 +175,7 @@ def _one_after_the_other(volume: float, axes: Sequence[Axis]) -> float:
 
 
 def _native(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
+    """Seconds of XLA's own collective: all inner axes at once, then the outer axes one after another."""
     inner, outer = [a for a in axes if not a.outer], [a for a in axes if a.outer]
     size = math.prod(a.size for a in inner)
     inside = sum(a.hops * a.latency for a in inner)
@@ -202,6 +203,7 @@ def _hierarchical(kind: str, volume: float, axes: Sequence[Axis], memory: float)
 
 
 def _rings(kind: str, volume: float, axes: Sequence[Axis]) -> float:
+    """Seconds of rings over all axes at once, each with its share of the volume; without copies in memory."""
     slot = volume / math.prod(a.size for a in axes) / len(axes)
     total = 0.0
     for load in ring_profile([a.size for a in axes], [a.ring for a in axes]):
@@ -223,6 +225,7 @@ def _pallas(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> fl
 
 
 def _one_way(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
+    """Seconds of unidirectional rings over one axis after another, with copies in memory."""
     total, rest = 0.0, volume
     for axis in axes:
         steps = axis.size - 1  # both ways on a line, where no end is reached sooner

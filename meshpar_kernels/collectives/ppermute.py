@@ -83,6 +83,8 @@ def _read(buffer: jax.Array, slots: np.ndarray, box: Window | None, rank: jax.Ar
 def _write(
     buffer: jax.Array, new: jax.Array, slots: np.ndarray, box: Window | None, rank: jax.Array, dims: int
 ) -> jax.Array:
+    """The buffer with the slots of this rank replaced by `new`, as a box if they are one; slot -1 means that nothing
+    was received."""
     rest = buffer.shape[dims:]
     if box is not None:
         starts = jnp.asarray(box.starts)[rank]

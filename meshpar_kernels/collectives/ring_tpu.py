@@ -71,16 +71,23 @@ def never_overtakes(table: Table) -> bool:
 
 
 class _Plan:
-    """A table as a kernel follows it.
+    """A table in the form that the kernel uses.
 
     Attributes:
-      rows: int32 [A, ...], for each rank and transfer: where the box that it sends starts, where the box that comes starts,
-        and the ranks of receiver and sender.
-      boxes: extent of each transfer's box.
-      uses: for each transfer, how often its channel was used before; and how often it is used in total.
+      rows: int32 [A, transfers · width], for each rank and transfer: start of the box that the rank sends, start of the
+        box that it receives, and the ranks of receiver and sender.
+      boxes: shape of each transfer's box.
+      uses: for each transfer, how often its channel was used before.
+      total: {channel: how often it is used}.
     """
 
     def __init__(self, table: Table):
+        """Args:
+          table: the transfers.
+
+        Raises:
+          ValueError: a transfer sends slots that are no box of the buffer.
+        """
         shape = (*table.sizes, table.chunks)
         self.dims = len(shape)
         self.width = 2 * self.dims + 2
@@ -106,10 +113,19 @@ class _Plan:
 
 
 def _kernel(rows_ref, x_ref, buffer, *rest, table: Table, plan: _Plan, axes: tuple[str, ...]):
-    """Follow the table: in each step start all sends, then take what comes.
+    """The collective of a table, without a grid: in each step starts all sends, then waits for all receives.
 
-    An all-gather's messages are written straight into `buffer`. A reduce-scatter's messages go to a receive buffer of their
-    channel, and are added to `buffer`, which begins as the device's own array.
+    An all-gather writes received boxes directly into the `buffer` of the receiver. A reduce-scatter writes them into
+    the receive buffer of their channel, from which they are added to `buffer`, which begins as the device's own array.
+
+    Args:
+      rows_ref: scalar prefetch int32 [transfers · width]: this device's row of `_Plan.rows`.
+      x_ref: HBM input: this device's blocks (all-gather), or aliased with `buffer` (reduce-scatter).
+      buffer: HBM output [*sizes, chunks, rows, columns].
+      rest: for a reduce-scatter one HBM receive buffer [DEPTH, *box, rows, columns] for each channel; scratch: a DMA
+        semaphore for the copy of x, DMA semaphores [channels, DEPTH] for sends and for receives; for a reduce-scatter
+        three VMEM buffers and their DMA semaphores (`_add`).
+      axes: mesh axes of the group.
     """
     *recv_buffer, keep_sem, sent_sem, recv_sem = rest[: table.channels * (table.kind != "all_gather") + 3]
     adding = rest[len(recv_buffer) + 3 :]
@@ -123,6 +139,7 @@ def _kernel(rows_ref, x_ref, buffer, *rest, table: Table, plan: _Plan, axes: tup
         return coordinates(number_at(k, 2 * dims + receiving), axes, table.sizes)
 
     def block_ref(k: int, receiving: bool):
+        """Ref of the box of transfer k in `buffer`: the received box, or the sent one."""
         index = []
         for d, (extent, full_extent) in enumerate(zip(plan.boxes[k], shape, strict=True)):
             start = 0 if extent == full_extent else number_at(k, receiving * dims + d)
@@ -173,12 +190,19 @@ def _rows_at_once(rows: int, columns: int, itemsize: int) -> int:
 
 
 def _add(into, new, old_ref, new_ref, sum_ref, sems) -> None:
-    """into += new, both [*box, rows, columns] in HBM, by blocks: one is read and one written while one is added."""
+    """into += new, both [*box, rows, columns] in HBM, by blocks in VMEM: the next block is read and the last one
+    written while one is added.
+
+    Args:
+      old_ref, new_ref, sum_ref: VMEM [2, rows of a block, columns].
+      sems: DMA semaphores [3, 2]: reads of `into`, reads of `new`, writes, for two blocks each.
+    """
     *box, rows, _ = new.shape
     step = old_ref.shape[1]
     blocks = math.prod(box) * (rows // step)
 
     def part(ref, i):
+        """Ref of block i of `into` or of `new`: [rows of a block, columns]."""
         index: list[Any] = [pl.ds(lax.rem(i, rows // step) * step, step)]
         i = lax.div(i, rows // step)
         for extent in reversed(box):
@@ -187,6 +211,7 @@ def _add(into, new, old_ref, new_ref, sum_ref, sems) -> None:
         return ref.at[tuple(index)]
 
     def reads(i):
+        """The two copies that fetch block i to VMEM."""
         slot = lax.rem(i, 2)
         return (
             pltpu.make_async_copy(part(into, i), old_ref.at[slot], sems.at[0, slot]),
@@ -202,6 +227,8 @@ def _add(into, new, old_ref, new_ref, sum_ref, sems) -> None:
 
     @pl.loop(0, blocks)
     def one(i):
+        """Loop body: fetch block i + 1, add block i in float32, and start writing it."""
+
         @pl.when(i + 1 < blocks)
         def _():
             for copy in reads(i + 1):
@@ -224,6 +251,13 @@ def _add(into, new, old_ref, new_ref, sum_ref, sems) -> None:
 
 
 def _call(table: Table, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Run the kernel of a table; returns [*sizes, chunks, rows, columns].
+
+    Args:
+      x: [1, …, 1, chunks, rows, columns] of this device for an all-gather, [*sizes, chunks, rows, columns] for a
+        reduce-scatter.
+      axes: mesh axes of the group.
+    """
     plan = _Plan(table)
     gathers = table.kind == "all_gather"
     part = x.shape[-2:]

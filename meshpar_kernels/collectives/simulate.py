@@ -134,6 +134,15 @@ def simulate(table: Table, torus: Sequence[int] | None = None, rings: Sequence[b
 
 
 def _check_end(table: Table, who: np.ndarray, owner: np.ndarray) -> None:
+    """Check that at the end every slot that the collective defines has the contributions of the right ranks.
+
+    Args:
+      who: int32 [ranks, slots, ranks]: how often rank q's contribution is in slot s of rank r, at [r, s, q].
+      owner: int [slots]: the rank that a slot belongs to.
+
+    Raises:
+      ScheduleError: a slot has other contributions.
+    """
     ranks = table.ranks
     for rank, slot in itertools.product(range(ranks), range(table.slots)):
         if table.kind == "all_gather":

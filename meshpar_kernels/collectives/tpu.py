@@ -26,7 +26,7 @@ SMALL_VMEM = 40 << 20
 
 
 def coordinates(rank: jax.Array, axes: Sequence[str], sizes: Sequence[int]) -> Any:
-    """Mesh coordinates of a group rank (row-major), as kernels name devices."""
+    """{mesh axis: coordinate} of a group rank (row-major), the form in which kernels name devices."""
     found: dict[str, Any] = {}
     for axis, size in zip(reversed(axes), reversed(sizes), strict=True):
         found[axis] = lax.rem(rank, jnp.int32(size))
@@ -37,7 +37,8 @@ def coordinates(rank: jax.Array, axes: Sequence[str], sizes: Sequence[int]) -> A
 def entry_barrier(devices: Sequence[Any]) -> None:
     """Block until these devices have entered the kernel, so that their buffers can be written.
 
-    The relation must be symmetric: each of `devices` signals this device as often as it is listed here.
+    Signals the barrier semaphore of each device once, and waits for as many signals. The relation must be symmetric:
+    each of `devices` must list this device as often as this device lists it.
     """
     barrier = pltpu.get_barrier_semaphore()
     for device in devices:
@@ -62,7 +63,20 @@ def small_unsupported(shape: Sequence[int], dtype: jnp.dtype, group: int) -> Uns
 
 
 def _small_kernel(x_ref, out_ref, recv_buffer, sent_sem, recv_sem, *, axes, sizes):
-    """Each device sends its array to all; the sum is taken in the order of the ranks, so that it is the same on all devices."""
+    """The one-shot all-reduce: sends this device's array to all others, and adds up the received arrays. There is no
+    grid.
+
+    The sum is in the order of the ranks, so it is the same on all devices. It is accumulated in float32 (int32 for
+    int32).
+
+    Args:
+      x_ref: VMEM input [rows, 128].
+      out_ref: VMEM output [rows, 128].
+      recv_buffer: VMEM scratch [devices, rows, 128]; row r is written by the device of rank r. Devices wait for an
+        entry barrier before they write into the buffers of others.
+      sent_sem, recv_sem: DMA semaphores.
+      axes, sizes: mesh axes of the group, the first major, and their sizes.
+    """
     group = math.prod(sizes)
     rank = rank_of(axes)
     peers = [coordinates(lax.rem(rank + k, jnp.int32(group)), axes, sizes) for k in range(1, group)]
@@ -81,6 +95,7 @@ def _small_kernel(x_ref, out_ref, recv_buffer, sent_sem, recv_sem, *, axes, size
 
     @pl.loop(0, rows // step)
     def add(k):
+        """out[rows of step k] = the sum of the rows of all devices."""
         row_slice = pl.ds(k * step, step)
         total = recv_buffer[0, row_slice].astype(wide)
         for r in range(1, group):

@@ -48,12 +48,13 @@ def _matmul_kernel(
     steps wrote.
 
     Args:
-      tile_of, group_of, start, end, live: scalar prefetch int32 [tile steps]: row tile, group,
-        rows [start, end) of the group in the row tile, counted over all rows, and 1 (0 for rows of no group, whose result is zero).
-      refs: inputs in VMEM: lhs [tile rows, K] (with `gathered` the operands of `tpu_gather`), `num_rhs` blocks rhs [1,
-        K, columns] ([1, columns, K] with `transpose_rhs`), with `quantized` as many blocks of scales, with `scaled` the
-        row scales [1, tile rows]; output: [tile rows, columns]; scratch: float32 accumulators [rows, columns] if K is
-        split, [tile rows, 1] for the row scales, the scratch of `tpu_gather`.
+      tile_of, group_of: scalar prefetch int32 [tile steps]: row tile and group.
+      start, end: scalar prefetch int32 [tile steps]: the group's rows in the row tile, counted over all rows.
+      live: scalar prefetch int32 [tile steps]: 1, or 0 for rows of no group, whose result is zero.
+      refs: inputs in VMEM: lhs [tile rows, K] (with `gathered` the operands of `tpu_gather`), `num_rhs` blocks of rhs
+        [1, K, columns] ([1, columns, K] with `transpose_rhs`), with `quantized` as many blocks of scales, with `scaled`
+        the row scales [1, tile rows]; output: [tile rows, columns]; scratch: float32 accumulators [rows, columns] if K
+        is split, [tile rows, 1] for the row scales, the scratch of `tpu_gather`.
       num_rhs: 1, or 2 for a gated activation.
       gathered: (rows of lhs, row tiles) if lhs is gathered by indices; else ().
       transpose_scale: the scales belong to blocks of columns of the result, not to blocks of K.

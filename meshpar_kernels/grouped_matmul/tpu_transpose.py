@@ -21,12 +21,14 @@ __all__ = ["grouped_matmul_transpose"]
 
 
 def _transpose_kernel(tile_of, group_of, start, end, live, *refs, scaled: bool):
-    """One grid step: adds lhsᵀ · rhs of the rows [start, end) of a row tile to the sum of one group; the last grid step
-    of the group writes it.
+    """One grid step: adds lhsᵀ · rhs of the rows [start, end) of a row tile to the sum of one group.
+
+    The last grid dim iterates over tile steps; the last tile step of a group writes the group's sum.
 
     Args:
-      tile_of, group_of, start, end, live: scalar prefetch int32 [tile steps]: row tile, group,
-        rows [start, end) of the group in the row tile, counted over all rows, and 1 (0: there is nothing to add).
+      tile_of, group_of: scalar prefetch int32 [tile steps]: row tile and group.
+      start, end: scalar prefetch int32 [tile steps]: the group's rows in the row tile, counted over all rows.
+      live: scalar prefetch int32 [tile steps]: 1, or 0 if there is nothing to add.
       refs: inputs in VMEM: lhs [rows, K block], rhs [rows, N block], with `scaled` the row scales [1, rows]; output [1,
         K block, N block]; scratch: float32 accumulator [K block, N block], with `scaled` [rows, 1] for the row scales.
     """
