@@ -168,7 +168,7 @@ def test_host_memory_is_not_in_the_devices_peak():
     assert facts["memory"]["host"] == 2 * SHARD
     assert "(on the host)" in str(there)
     assert facts["inputs"][0]["on_host"]
-    assert json.loads(there.diff(here).to_json())["figures"]["in the host's memory"]["a"] == 2 * SHARD
+    assert json.loads(there.diff(here).to_json())["metrics"]["in the host's memory"]["a"] == 2 * SHARD
 
 
 def test_a_described_argument_on_the_host():
