@@ -126,6 +126,7 @@ class Worker:
         self.close()
 
     def _started(self) -> subprocess.Popen[bytes]:
+        """The child process; starts a new one if none is alive."""
         if not self.alive:
             self.close()
         if self._process is None:
@@ -144,7 +145,8 @@ class Worker:
         """The next line that the child writes.
 
         Raises:
-          TimeoutError, EOFError.
+          TimeoutError: the deadline passed before.
+          EOFError: the child closed its output.
         """
         assert process.stdout is not None
         with selectors.DefaultSelector() as selector:
@@ -160,6 +162,7 @@ class Worker:
         return line
 
     def _ending(self, code: int) -> str:
+        """How the process ended, with the last lines of its output; `code` is its return code."""
         self._log.seek(0)
         text = self._log.read().decode(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -55,10 +55,16 @@ def _cupti_seconds(function: Callable[..., Any], operands: Sequence[jax.Array]) 
 
 
 def _loop_seconds(function: Callable[..., Any], operands: Sequence[jax.Array]) -> float:
+    """Median seconds of one call, from the difference of a long and a short `fori_loop` of calls.
+
+    Each iteration's first operand depends on the results of the iteration before, so that XLA cannot hoist the call.
+    """
     first, rest = operands[0], operands[1:]
     results = [jnp.zeros(s.shape, s.dtype) for s in jax.tree.leaves(jax.eval_shape(function, *operands))]
 
     def one(_: Any, state: tuple[jax.Array, list[jax.Array]], rest: Sequence[jax.Array]) -> Any:
+        """Loop body: one call. An element of its first operand depends on the results before, though in practice its
+        value stays."""
         first, before = state
         corner = (0,) * first.ndim
         read = sum((x.reshape(-1)[0].astype(jnp.float32) for x in before), start=jnp.float32(0))

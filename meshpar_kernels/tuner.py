@@ -131,6 +131,7 @@ def candidates(matmul: MatmulKey, dtype: Any, platform: str) -> list[Config]:
 
 
 def _for_gpu(p: MatmulKey, itemsize: int) -> list[Config]:
+    """Configurations of the GPU kernels, the analytic choice first; may have repetitions."""
     back = p.op == "grouped_matmul_transpose"
 
     def config(tile: gpu.Tile) -> Config:
@@ -155,6 +156,7 @@ def _for_gpu(p: MatmulKey, itemsize: int) -> list[Config]:
 
 
 def _for_tpu(p: MatmulKey, itemsize: int) -> list[Config]:
+    """Configurations of the TPU kernels, the analytic choice first; [] if no tile fits VMEM."""
     if p.op == "grouped_matmul_transpose":
         first = tpu_tiles.pick_transpose_tile(p.rows, p.k, p.n, p.groups, itemsize)
         tiles = [tpu_tiles.Tile(m, k, n) for m in (128, 256, 512) for k in _widths(p.k) for n in _widths(p.n)]
@@ -169,9 +171,10 @@ def _widths(size: int) -> list[int]:
 
 
 class DeviceBench:
-    """A product of random numbers, on the first device; groups of a random load, which is what routers make.
+    """A matmul of normally distributed operands on the first device; group sizes are random (multinomial), as from a
+    router.
 
-    The reference is the loop of XLA, whose order of summation does not depend on a tile.
+    The reference is the loop of XLA operations, whose order of summation does not depend on a tile.
     """
 
     def __init__(self, matmul: MatmulKey, dtype: Any):
@@ -187,6 +190,7 @@ class DeviceBench:
         self.compiled: dict[Config, Callable[..., jax.Array]] = {}
 
     def _function(self, **how: Any) -> Callable[..., jax.Array]:
+        """A function of (lhs, rhs, …) that calls the matmul with these options."""
         p = self.matmul
 
         def call(lhs: jax.Array, *others: jax.Array) -> jax.Array:
@@ -200,6 +204,8 @@ class DeviceBench:
         return call
 
     def error(self, config: Config) -> float:
+        """Largest difference from the reference, relative to the reference's largest value; infinite if it is not
+        finite."""
         requested = {name: value for name, value in config._asdict().items() if value is not None}
         function = jax.jit(self._function(implementation="pallas", **requested))
         got = np.asarray(function(*self.operands), np.float32)

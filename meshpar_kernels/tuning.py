@@ -116,6 +116,7 @@ def read(file: Path) -> Table:
 
 @functools.lru_cache(maxsize=8)
 def _read(file: Path, _: int) -> Table:
+    """As `read`; cached by path and modification time in nanoseconds."""
     where = "it"
     try:
         content = json.loads(file.read_text())
@@ -142,6 +143,11 @@ def _whole(value: Any, what: str) -> int:
 
 
 def _entry(fields: Mapping[str, Any]) -> Entry:
+    """A table entry from its JSON fields.
+
+    Raises:
+      KeyError, TypeError, ValueError: a field is missing or has a wrong value.
+    """
     m, k, n = (_whole(x, "tile") for x in fields["tile"])
     stages, num_sms, cluster = (
         None if fields.get(x) is None else _whole(fields[x], x) for x in ("stages", "num_sms", "cluster")

@@ -40,6 +40,7 @@ class Options:
     scatter: str | None = None
 
     def __post_init__(self) -> None:
+        """Raises ValueError for values that no operands can be used with."""
         if self.window is not None and self.window < 1:
             raise ValueError(f"{OP}: window={self.window} must be at least 1, the query itself")
         if self.softcap is not None and not self.softcap > 0:

@@ -189,7 +189,8 @@ def _columns(w: jax.Array, dot: Dot) -> int:
 def _gather_kernel(
     how: _How, x: jax.Array, others: list[jax.Array], dots: list[Dot], kernel: Callable[..., Any]
 ) -> Callable[..., Any] | Unsupported:
-    """A kernel for all rows times w, where there is nothing else to multiply and the rows are not summed over."""
+    """A kernel for the matmul of the gathered rows and w, if it is the only matmul and the rows are not contracted;
+    else the reasons."""
     if len(dots) > 1 or dots[0].dimension_numbers[0][0] != (1,):
         return Unsupported(("the kernel makes one product of the gathered rows, and does not sum over them",))
     if lax.axis_size(how.axis) == 1:
@@ -209,6 +210,7 @@ def _scatter_kernel(
 
 
 def _gather_tpu(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[..., Any] | Unsupported:
+    """The TPU kernel as a function (x, w) → [A·m, n], or the reasons why it cannot run."""
     devices, (rows, k), n, out = lax.axis_size(how.axis), x.shape, _columns(w, dot), dot.dtype(x, w)
     tile = tpu.pick_tile(rows, k, n, devices, x.dtype.itemsize)
     reasons = tpu.unsupported(x, w, rows, k, n, devices, tile, out)
@@ -219,6 +221,7 @@ def _gather_tpu(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[...
 
 
 def _gather_gpu(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[..., Any] | Unsupported:
+    """The GPU kernel as a function (x, w) → [A·m, n], or the reasons why it cannot run."""
     devices, (rows, k), out = lax.axis_size(how.axis), x.shape, dot.dtype(x, w)
     order = gpu.gather_order(rows, k, _columns(w, dot), devices, x.dtype.itemsize)
     reasons = gpu.unsupported(x, w, how.axis, order, transposed=_transposed(dot), num_sms=how.num_sms, out_dtype=out)
@@ -233,6 +236,7 @@ def _wire(how: _How) -> Any:
 
 
 def _scatter_tpu(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[..., Any] | Unsupported:
+    """The TPU kernel as a function (x, w) → [M/A, N], or the reasons why it cannot run."""
     devices, (rows, k), n, out = lax.axis_size(how.axis), x.shape, _columns(w, dot), dot.dtype(x, w)
     tile = tpu.pick_tile(rows // devices, k, n, devices, x.dtype.itemsize)
     reasons = tpu.unsupported(x, w, rows // devices, k, n, devices, tile, out)
@@ -246,6 +250,7 @@ def _scatter_tpu(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[..
 
 
 def _scatter_gpu(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[..., Any] | Unsupported:
+    """The GPU kernel as a function (x, w) → [M/A, N], or the reasons why it cannot run."""
     devices, (rows, k), out = lax.axis_size(how.axis), x.shape, dot.dtype(x, w)
     dtypes = {"out_dtype": out, "comm_dtype": _wire(how)}
     order = gpu.scatter_order(rows // devices, k, _columns(w, dot), devices, x.dtype.itemsize, **dtypes)
@@ -257,11 +262,16 @@ def _scatter_gpu(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[..
 
 
 def _run(op: str, how: _How, functions: Implementations, *args: Any) -> Any:
-    """`Dot`s and lists of them are static arguments: only arrays pass through the choice of a platform."""
+    """The result of the chosen implementation among `functions`, applied to `args`.
+
+    `Dot`s and lists of them are static arguments: only arrays pass through the choice of a platform.
+    """
     arrays, tree = jax.tree.flatten(args, is_leaf=lambda a: isinstance(a, Dot))
     static = {k: a for k, a in enumerate(arrays) if isinstance(a, Dot)}
 
     def bound(f: Callable[..., Any]) -> Callable[..., Any]:
+        """`f` as a function of the arrays among its arguments alone."""
+
         def call(*xs: Any) -> Any:
             rest = iter(xs)
             return f(*jax.tree.unflatten(tree, [static[k] if k in static else next(rest) for k in range(len(arrays))]))
@@ -281,7 +291,8 @@ def _scattered(op: str, how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> jax.
 
 
 def _without_kernel(how: _How) -> _How:
-    """For products over the gathered rows, for which there is no kernel."""
+    """The options with a kernel replaced by the fallback: for matmuls that contract the gathered rows, for which there
+    is no kernel."""
     return replace(how, implementation=FALLBACK) if _by_kernel(how) else how
 
 
@@ -319,6 +330,7 @@ def _scatter_forward(x: jax.Array, w: jax.Array, how: _How) -> tuple[jax.Array, 
 
 
 def _scatter_backward(how: _How, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Gradients of x and w: matmuls of the all-gathered gradient, in one ring if no kernel is used."""
     op, (x, w) = "matmul_reduce_scatter", saved
     dots = [_dot(how, (1, 1), dtype=x.dtype), _dot(how, (0, 0), side=1, dtype=w.dtype)]
     if not _by_kernel(how):

@@ -1,8 +1,9 @@
-"""The fused TPU matmuls for a compiler: `lax.dot_general`s of any rank, reshaped to the two-dim operands that the kernels take.
+"""The fused TPU matmuls for a compiler: `lax.dot_general`s of any rank, reshaped to the two-dim operands that the
+kernels take.
 
-Rows are the dims of the gathered (or scattered) operand that are not contracted, columns the dims of the other operand that are
-not. The kernels concatenate blocks along the first dim, so another block dim is transposed to the front. Several matmuls of one
-gathered operand become one matmul with more columns; a sum of matmuls becomes one matmul with a longer contraction. Both copy
+Rows are the free dims of the gathered (or scattered) operand, columns the free dims of the other operand. The kernels
+concatenate blocks along the first dim, so another block dim is transposed to the front. Several matmuls of one gathered
+operand become one matmul with more columns; a sum of matmuls becomes one matmul with a longer contraction. Both copy
 operands; the copied bytes are counted.
 """
 
@@ -24,7 +25,13 @@ __all__ = ["FusedGather", "FusedScatter"]
 
 
 class _Sides(NamedTuple):
-    """The dims of a `dot_general`: of the operand with the rows, and of the other one; contracted dims are in the same order."""
+    """The dims of a `dot_general`, by operand: the operand with the rows, and the other one. Contracted dims of both
+    are in the same order.
+
+    Attributes:
+      free, summed: free and contracted dims of the operand with the rows.
+      other_free, other_summed: free and contracted dims of the other operand.
+    """
 
     free: tuple[int, ...]
     summed: tuple[int, ...]
@@ -33,6 +40,8 @@ class _Sides(NamedTuple):
 
 
 def _sides(dot: Dot, side: int, ranks: tuple[int, int]) -> _Sides:
+    """The dims of `dot`, whose operand number `side` has the rows; contracted dims in the order of that operand.
+    `ranks`: of lhs and rhs."""
     (lc, rc), _ = dot.dimension_numbers
     own, others = ((lc, rc), (rc, lc))[side]
     order = sorted(range(len(own)), key=lambda i: own[i])
@@ -56,12 +65,21 @@ class _Fused:
     """Base class of `FusedGather` and `FusedScatter`: the matmuls, and how their second operands are concatenated.
 
     Attributes:
-      reasons: why the kernel cannot take them; empty if it can.
-      copied: bytes read and written to bring operands and results into its form.
-      held: bytes of the copies of operands. (Results are rather given another layout than copied, by their compiled peak.)
+      reasons: why the kernel cannot run these matmuls; empty if it can.
+      copied: bytes read and written to transpose and concatenate operands and results.
+      held: bytes of the copies of operands. Results are not counted: by the compiled peak memory, XLA rather chooses
+        another layout for them than copies them.
     """
 
     def __init__(self, pairs: Sequence[tuple[Any, Any]], dots: Sequence[Dot], sides: Sequence[int], devices: int):
+        """Check the matmuls, and find an order of their dims.
+
+        Args:
+          pairs: (lhs, rhs) of every matmul: arrays, or `jax.ShapeDtypeStruct`s.
+          dots: dimension numbers of every matmul.
+          sides: for every matmul, which operand has the rows: 0 or 1.
+          devices: of the ring.
+        """
         self.dots, self.side, self.devices = list(dots), sides[0], devices
         self.copied, self.after, self.transposed, self.join = 0.0, 0.0, False, 0
         self.rows = self.k = self.n = 0
@@ -113,18 +131,19 @@ class _Fused:
 
 
 class FusedGather(_Fused):
-    """Products of an operand that is gathered, by the kernel of `all_gather_matmul`.
+    """Matmuls of a gathered operand, by the kernel of `all_gather_matmul`.
 
     Args:
-      x: this device's block of the gathered operand; like the others an array, or what has its shape and dtype.
+      x: this device's block of the gathered operand; like the others an array, or an object with its shape and dtype.
       others: the second operand of every matmul.
-      dots: how each is made; ``side`` says which operand ``x`` is.
-      dim: of x, which is sharded over the mesh axis.
+      dots: dimension numbers of every matmul; ``side`` says which operand ``x`` is.
+      dim: dim of x that is sharded over the mesh axis.
       devices: of the ring.
-      keep: the gathered operand is wanted too.
+      keep: return the gathered operand too.
     """
 
     def __init__(self, x: Any, others: Sequence[Any], dots: Sequence[Dot], dim: int, devices: int, keep: bool = False):
+        """See the class."""
         super().__init__(
             [(x, w) if d.side == 0 else (w, x) for d, w in zip(dots, others, strict=True)],
             dots, [d.side for d in dots], devices,
@@ -159,6 +178,7 @@ class FusedGather(_Fused):
         return _with_gradient_of(plain, lambda x, *others: self._run(x, others, axis_name))(x, *others)
 
     def _run(self, x: jax.Array, others: Sequence[jax.Array], axis_name: Axes) -> list[jax.Array]:
+        """The matmuls by the kernel, in their own shapes; with `keep` the gathered operand after them."""
         assert self.tile is not None, self.reasons
         first = self.parts[0]
         flat = lax.reshape(lax.transpose(x, (*first.free, *first.summed)), (self.rows, self.k))
@@ -181,7 +201,7 @@ class FusedGather(_Fused):
         return results
 
     def _blocks_in_place(self, y: jax.Array, shape: Sequence[int], columns: Sequence[int]) -> jax.Array:
-        """[A·rows, columns] → the row dims, the gathered one A times as long, and the columns' dims."""
+        """[A·rows, columns] → [row dims of x, with `dim` A times as long; dims of the columns]."""
         free = self.parts[0].free
         at, sizes = free.index(self.dim), [shape[d] for d in free]
         y = lax.reshape(y, (self.devices, *sizes, *columns))
@@ -195,8 +215,8 @@ class FusedScatter(_Fused):
 
     Args:
       operands: (lhs, rhs) of every matmul: arrays, or `jax.ShapeDtypeStruct`s.
-      dots: how each is made.
-      dims: of every matmul's result, the dim that is scattered.
+      dots: dimension numbers of every matmul.
+      dims: for every matmul, the dim of its result that is scattered.
       devices: of the ring.
       dtype: of the result.
       comm_dtype: dtype in which partial results are sent.
@@ -206,6 +226,7 @@ class FusedScatter(_Fused):
         self, operands: Sequence[tuple[Any, Any]], dots: Sequence[Dot], dims: Sequence[int], devices: int, dtype: Any,
         comm_dtype: Any,
     ):  # fmt: skip
+        """See the class."""
         owners = [
             int(dim >= lhs.ndim - len(dot.dimension_numbers[0][0]))
             for (lhs, _), dot, dim in zip(operands, dots, dims, strict=True)
@@ -258,6 +279,7 @@ class FusedScatter(_Fused):
         return _with_gradient_of(plain, run)(*(a for pair in operands for a in pair))
 
     def _run(self, operands: Sequence[tuple[jax.Array, jax.Array]], axis_name: Axes) -> jax.Array:
+        """This device's block of the sum, by the kernel, in the shape of the matmuls' results."""
         assert self.tile is not None, self.reasons
         flat = [self._rows(pair[self.side], p) for pair, p in zip(operands, self.parts, strict=True)]
         others = [pair[1 - self.side] for pair in operands]

@@ -1,9 +1,9 @@
 """Collective matmuls on a bidirectional ring of `ppermute`s: a block is sent while the block before it is multiplied.
 
-The decomposition is that of Wang et al., "Overlap communication with dependent computation via decomposition in large deep
-learning models" (ASPLOS 2023). Each direction carries full blocks half of the way round, so that matmuls keep the size of a
-block; a block too small for the matrix unit is multiplied together with its neighbours. Nothing is transposed or reshaped:
-blocks are slices of operands and of results.
+The decomposition is from Wang et al., "Overlap communication with dependent computation via decomposition in large deep
+learning models" (ASPLOS 2023). Each direction carries full blocks half of the way round, so that matmuls keep the size
+of a block; a block too small for the matrix unit is multiplied together with its neighbours. Nothing is transposed or
+reshaped: blocks are slices of operands and of results.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ def gather_dots(
     keep: bool = False,
     tile: int = TILE,
 ) -> list[jax.Array]:
-    """Products of an operand that is gathered over a mesh axis, its blocks multiplied as they arrive.
+    """Matmuls of an operand that is gathered over a mesh axis; its blocks are multiplied as they arrive.
 
     Equal to ``[dot(lax.all_gather(x, axis_name, axis=dim, tiled=True), other), …]``; one ring serves all matmuls.
 
     Args:
-      x: this device's block; blocks stand along ``dim`` in the order of the devices.
+      x: this device's block; blocks are ordered along ``dim`` by device.
       others: the second operand of every matmul, unsharded along the dim that it shares with ``dim``.
-      dots: dimension numbers of each matmul; ``side`` says which operand ``x`` is. ``dim`` may be a free, contracting or batch
-        dim, another one in every matmul. Blocks are accumulated in float32.
+      dots: dimension numbers of each matmul; ``side`` says which operand ``x`` is. ``dim`` may be a free, contracting
+        or batch dim, a different one in every matmul. Contracted blocks are accumulated in float32.
       axis_name: one mesh axis, or several as one, the first major.
       keep: return the gathered operand as well, after the matmuls.
-      tile: least number of rows of a matmul.
+      tile: least number of rows of a matmul; smaller blocks are multiplied together.
 
     Returns:
-      The matmuls, each in the dtype that its `lax.dot_general` has.
+      The matmuls, each in the dtype of its `lax.dot_general`.
     """
     x, *others = _compat.same_varying(x, *others)
     devices, rows = lax.axis_size(axis_name), x.shape[dim]
@@ -67,7 +67,7 @@ def gather_dots(
     totals = [s.empty() for s in accumulators]
 
     def multiply(totals: list[jax.Array], blocks: list[tuple[jax.Array, Any]]) -> list[jax.Array]:
-        """blocks: (block, how many places above this device it is from)."""
+        """`totals` with these blocks multiplied in; blocks: (block, distance of its device from this one on the ring)."""
         placed = [(block, _modulo(me + away, devices) * rows) for block, away in blocks]
         return [s.add(total, placed, tile) for s, total in zip(accumulators, totals, strict=True)]
 
@@ -111,7 +111,7 @@ def gather_dots(
 
 
 class _FullSum:
-    """The gathered operand itself."""
+    """Accumulator of the gathered operand itself: blocks are written to their offsets along `dim`."""
 
     def __init__(self, x: jax.Array, dim: int, devices: int):
         self.x, self.dim = x, dim
@@ -132,9 +132,22 @@ class _FullSum:
 
 
 class _Blocks:
-    """One product of a gathered operand, put together block by block."""
+    """Accumulator of one matmul of a gathered operand, computed block by block.
+
+    Depending on the role of `dim`, a block is added to the total (contracted dim), or written to its offset (free or
+    batch dim).
+    """
 
     def __init__(self, dot: Dot, x: jax.Array, other: jax.Array, dim: int, devices: int):
+        """Determine the role of `dim`, and the shape and dtype of the accumulator.
+
+        Args:
+          dot: the matmul; `dot.side` says which operand x is.
+          x: a block of the gathered operand.
+          other: the other operand.
+          dim: gathered dim of x.
+          devices: of the ring.
+        """
         ranks = (x.ndim, other.ndim) if dot.side == 0 else (other.ndim, x.ndim)
         self.dot, self.other, self.dim, self.x = dot, other, dim, x
         self.role, self.at = place_of(dot, dot.side, dim, ranks)
@@ -151,6 +164,7 @@ class _Blocks:
         return _compat.same_varying(made, self.x)[0]
 
     def add(self, total: jax.Array, blocks: list[tuple[jax.Array, Any]], tile: int) -> jax.Array:
+        """`total` with these (block, offset) included; blocks with fewer than `tile` rows are multiplied together."""
         if len(blocks) > 1 and self.rows < tile and self.role != "batch":
             return self._together(total, blocks)
         for block, start in blocks:
@@ -158,6 +172,7 @@ class _Blocks:
         return total
 
     def _one(self, total: jax.Array, block: jax.Array, start: Any) -> jax.Array:
+        """`total` with one block included; `start`: its offset along the gathered dim."""
         other = self.other
         if self.role != "free":
             other = lax.dynamic_slice_in_dim(other, start, block.shape[self.dim], self.at)
@@ -169,6 +184,7 @@ class _Blocks:
         return lax.dynamic_update_slice_in_dim(total, self.dot.of(block, other), start, out)
 
     def _together(self, total: jax.Array, blocks: list[tuple[jax.Array, Any]]) -> jax.Array:
+        """`total` with several (block, offset) included, concatenated to one matmul."""
         joined = lax.concatenate([b for b, _ in blocks], self.dim)
         rows = blocks[0][0].shape[self.dim]
         if self.role == "contract":
@@ -231,12 +247,13 @@ def dots_scatter(
 
     Args:
       operands: (lhs, rhs) of every matmul.
-      dots: how each is made.
-      dims: of every matmul's result, the dim that is scattered.
+      dots: dimension numbers of every matmul.
+      dims: for every matmul, the dim of its result that is scattered.
       axis_name: one mesh axis, or several as one, the first major.
-      dim: where that dim is in what `finish` makes.
+      dim: the scattered dim of the result of `finish`.
       dtype: of the result.
-      finish: blocks of the matmuls → a block of the result: linear in all of them, e.g. a sum of transposes; None: their sum.
+      finish: blocks of the matmuls → a block of the result; linear in all of them, e.g. a sum of transposes. None:
+        their sum.
       comm_dtype, tile: as in :func:`dot_scatter`.
 
     Raises:
@@ -260,10 +277,13 @@ def dots_scatter(
     owners = [block_of(dot, d, (a.ndim, b.ndim)) for dot, d, (a, b) in zip(dots, dims, operands, strict=True)]
 
     def parts(away: Sequence[Any], after: Sequence[jax.Array] = ()) -> list[jax.Array]:
-        """This device's contribution to the blocks of the devices at these distances on the ring, computed in one matmul.
+        """This device's contribution to the blocks of the devices at these distances on the ring, computed in one
+        matmul.
 
         Args:
-          after: what must be there before: else a compiler makes the blocks of all hops at once, and holds them.
+          away: distances on the ring.
+          after: arrays that must be computed before; without them a compiler computes the blocks of all hops at once,
+            and holds them in memory.
         """
         starts = [_modulo(me + a, devices) * rows for a in away]
         made = []
@@ -305,6 +325,8 @@ def dots_scatter(
     ready: dict[int, jax.Array] = {}
 
     def made(away: Any, after: Sequence[jax.Array] = ()) -> jax.Array:
+        """This device's contribution to the block of the device at distance `away`; small blocks are computed in
+        batches."""
         if hops > UNROLLED:
             return parts([away])[0]
         if away not in ready:
@@ -357,7 +379,7 @@ def _rows(dot: Dot, owner: list[tuple[int, int]], pair: tuple[jax.Array, jax.Arr
 
 
 def _onto(part: jax.Array, arrived: jax.Array, dim: int, start: int) -> jax.Array:
-    """Add to some rows."""
+    """`part` with `arrived` added to its slice from `start` on along `dim`."""
     rows = part.shape[dim]
     stop = start + arrived.shape[dim]
     chunks = [lax.slice_in_dim(part, 0, start, axis=dim)] * (start > 0)
@@ -373,8 +395,8 @@ def _free(dot: Dot, side: int, rank: int) -> list[int]:
 
 
 def _modulo(position: Any, devices: int) -> Any:
-    """An index of a device on the ring, -devices ≤ place < 2 · devices, wrapped around: int32, also where x64 makes ``position``
-    (a loop's counter added to it) int64."""
+    """An index on the ring, -devices ≤ position < 2 · devices, modulo devices: int32, also if x64 makes ``position``
+    int64."""
     return lax.rem(lax.convert_element_type(position, jnp.int32) + jnp.int32(devices), jnp.int32(devices))
 
 

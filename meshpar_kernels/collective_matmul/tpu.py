@@ -1,10 +1,10 @@
 """Shared parts of the fused matmuls on TPU (Mosaic): tile sizes, the matmul of a tile, and the ring.
 
-Remote DMA runs in both directions round a ring, concurrently with the matrix unit. The kernels iterate over (row tile, column
-tile) of all blocks of rows, in the order in which the ring delivers or needs them. Operands that stay on a device go through the
-pipeline of the grid; blocks that are sent are copied by explicit DMA. A sender waits for a free-slot semaphore of the receiver
-before it reuses a buffer. With an even number of devices the block of the opposite device travels in two halves, one in each
-direction.
+Remote DMA runs in both directions of a ring, concurrently with the matrix unit. The kernels iterate over (row tile,
+column tile) of all blocks of rows, in the order in which the ring delivers or needs them. Operands that stay on a
+device go through the pipeline of the grid; blocks that are sent are copied by explicit DMA. Before it reuses a receive
+buffer, a sender waits for a free-slot semaphore that the receiver signals. With an even number of devices the block of
+the opposite device is sent in two halves, one in each direction.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ UP, DOWN = 0, 1
 
 
 class Tile(NamedTuple):
-    """Rows and columns of the result that one step of the grid makes."""
+    """Rows and columns of the result that one grid step computes."""
 
     m: int
     n: int
@@ -66,18 +66,19 @@ def cdiv(a: int, b: int) -> int:
 def pick_tile(
     rows: int, k: int, n: int, devices: int, itemsize: int, vmem: int | None = None, keep: bool = False
 ) -> Tile | None:
-    """The tile that moves the fewest bytes between HBM and VMEM and fits; None if none does.
+    """The tile that fits VMEM and has the least modelled cost; None if no tile fits.
 
-    A step holds all of K. The rows are fetched once; the weights once in all if one tile holds all their columns, else once
-    for every row tile.
+    The cost has the bytes moved between HBM and VMEM, a constant for each grid step, and the loss of the matrix unit at
+    small m. A grid step has all of K in VMEM. The rows are fetched once. The weights are fetched once in total if one
+    tile has all their columns, else once for every row tile.
 
     Args:
       rows: of one device's block.
       k, n: contracted and resulting columns.
       devices: of the ring.
       itemsize: bytes of an element of the operands.
-      vmem: bytes to plan with; None: `vmem_to_plan_with`.
-      keep: the rows are written too.
+      vmem: bytes of VMEM to use; None: `vmem_to_plan_with`.
+      keep: the kernel also writes the gathered rows.
     """
     vmem = vmem_to_plan_with() if vmem is None else vmem
     pack = 32 // itemsize
@@ -104,13 +105,13 @@ def pick_tile(
 def unsupported(
     x: jax.Array, w: jax.Array, rows: int, k: int, n: int, devices: int, tile: Tile | None, out_dtype: Any
 ) -> Unsupported:
-    """Why the kernels cannot take these operands.
+    """Reasons why the kernels cannot take these operands; empty if they can.
 
     Args:
       x, w: the operands.
       rows, k, n: rows of a device's block, contracted and resulting columns.
       devices: of the ring.
-      tile: what `pick_tile` found.
+      tile: result of `pick_tile`.
       out_dtype: of the result.
     """
     reasons = []
@@ -129,10 +130,11 @@ def unsupported(
 
 
 def multiply(x_ref, w_ref, acc, transposed: bool, precision: Any) -> None:
-    """acc = x · w in float32, in blocks of at most `BLOCK`."""
+    """acc = x · w in float32, for refs in VMEM, by `dot_general`s of at most `BLOCK`; w is [n, K] with `transposed`."""
     (rows, k), n = x_ref.shape, acc.shape[1]
 
     def blocks(size: int, most: int, work: Callable[[Any, int], None]) -> None:
+        """Call `work(first, length)` on equal blocks of 0…size of at most `most`, and once for the remainder."""
         number = cdiv(size, most)
         length = size if number == 1 else cdiv(cdiv(size, number), 128) * 128
         full = size // length
@@ -148,6 +150,7 @@ def multiply(x_ref, w_ref, acc, transposed: bool, precision: Any) -> None:
             work(full * length, size % length)
 
     def partial_product(row_slice: Any, inner: Any, columns: Any) -> jax.Array:
+        """float32 x[row_slice, inner] · w[inner, columns]."""
         contract = ((1,), (1,)) if transposed else ((1,), (0,))
         right = w_ref[columns, inner] if transposed else w_ref[inner, columns]
         return lax.dot_general(
@@ -159,7 +162,10 @@ def multiply(x_ref, w_ref, acc, transposed: bool, precision: Any) -> None:
         )
 
     def strip(first_row: Any, height: int) -> None:
+        """Compute the rows [first_row, first_row + height) of acc, block of columns by block of columns."""
+
         def block(first_column: Any, width: int) -> None:
+            """Compute `width` columns of these rows from `first_column` on, over all of K."""
             row_slice, columns = pl.ds(first_row, height), pl.ds(first_column, width)
             if k <= BLOCK[1]:
                 acc[row_slice, columns] = partial_product(row_slice, slice(None), columns)
@@ -183,9 +189,16 @@ def weights_spec(k: int, tn: int, transposed: bool) -> pl.BlockSpec:
 
 
 class Ring:
-    """This device's rank and neighbours on the ring, inside a kernel."""
+    """This device's rank and neighbours on the ring, inside a kernel.
+
+    Attributes:
+      rank: int32 scalar.
+      receiver, sender: mesh coordinates of the device that this one sends to, and receives from, in the directions (UP,
+        DOWN).
+    """
 
     def __init__(self, axes: tuple[str, ...], sizes: tuple[int, ...]):
+        """The ring over these mesh axes, the first major, of these sizes."""
         devices = math.prod(sizes)
         self.rank = rank_of(axes)
         above, below = lax.rem(self.rank + 1, devices), lax.rem(self.rank + (devices - 1), devices)
@@ -214,6 +227,7 @@ def block_at(rank: jax.Array, away: jax.Array, devices: int) -> jax.Array:
 
 
 def cost_of(rows: int, k: int, n: int, dtype: Any, out_dtype: Any, remote: int) -> pl.CostEstimate:
+    """Cost of x [rows, k] · w [k, n] with `remote` bytes sent to other devices."""
     return pl.CostEstimate(
         flops=2 * rows * k * n,
         transcendentals=0,
@@ -227,12 +241,17 @@ def run(
     in_specs: Sequence[pl.BlockSpec], out_specs: Sequence[pl.BlockSpec], scratch: Sequence[Any],
     results: Sequence[tuple[tuple[int, ...], Any]], cost: pl.CostEstimate,
 ) -> list[jax.Array]:  # fmt: skip
-    """Run a kernel on every device of the ring; its first operand, which the block specs read, is the device's rank.
+    """Run a kernel on every device of the ring. Its first ref is the scalar-prefetched rank of the device, which the
+    block specs read.
 
     Args:
-      name: of the public function.
-      grid: (steps over row tiles, column tiles).
-      results: shapes and dtypes; XLA allocates those in HBM.
+      name: name of the public function; it determines the collective id.
+      axes: mesh axes of the ring.
+      grid: (tile steps over rows, column tiles).
+      results: (shape, dtype) of each output. Receive buffers are outputs too, so that XLA allocates them in HBM.
+
+    Returns:
+      All outputs.
     """
     (rank,) = _compat.varying_over(axes, rank_of(axes))
     x, w = _compat.same_varying(x, w)

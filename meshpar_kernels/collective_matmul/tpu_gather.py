@@ -1,4 +1,10 @@
-"""All-gather matmul on TPU: a received block is forwarded while it is multiplied. Two HBM buffers for each direction."""
+"""All-gather matmul on TPU: a received block is forwarded while it is multiplied; two HBM receive buffers for each
+direction.
+
+Semaphores: `recv_sem[direction, step % 2]` signals that the block of a ring step has arrived, `sent_sem[direction]`
+that a send has read its source. `free_slots[direction]` is signalled by the receiver when it has multiplied and
+forwarded a block; a sender waits for it before it writes into a receive buffer for the second time.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +39,12 @@ __all__ = ["Gathering", "all_gather_matmul"]
 
 
 class Gathering(NamedTuple):
-    """The order of a gather's grid steps: row tiles of this device's block, then of the pairs of blocks that arrive, then of the
-    block of the opposite device.
+    """The order of a gather's grid steps: row tiles of this device's block, then of the pairs of blocks that arrive,
+    then of the opposite device's block.
 
     Attributes:
-      devices, tiles: of the ring, and row tiles of a block.
+      devices: of the ring.
+      tiles: row tiles of a block.
     """
 
     devices: int
@@ -71,10 +78,22 @@ def _gather_kernel(
     rank_ref, x_ref, w_ref, out_ref, recv_buffer, *rest,
     order: Gathering, axes, sizes, transposed: bool, precision: Any, cut: int, keep: bool,
 ):  # fmt: skip
-    """One grid step: multiply a (row tile, column tile).
+    """One grid step: multiplies one row tile by one column tile of the weights.
 
-    In phase p the blocks received in step p-1 are forwarded in step p, and multiplied meanwhile. `recv_buffer[direction, step % 2]`
-    receives; `cut` rows of the opposite block go up, the rest down. With `keep` the first of `rest` takes the rows themselves.
+    The grid is (row tiles of all blocks in the order of `Gathering`, column tiles). In phase p the blocks that were
+    received in ring step p - 1 are multiplied, and forwarded in ring step p at the same time.
+
+    Args:
+      rank_ref: scalar prefetch int32 [1]; the block specs read it.
+      x_ref: HBM input [rows, K]: this device's block.
+      w_ref: VMEM input [K, columns], or [columns, K] with `transposed`.
+      out_ref: VMEM output [tile rows, columns].
+      recv_buffer: HBM output [2 directions, 2, rows, K]; ring step s writes [direction, s % 2].
+      rest: with `keep` a VMEM output [tile rows, K] for the gathered rows; scratch: VMEM [2, tile rows, K], float32
+        accumulator, DMA semaphores [2] for row tiles, [2] for sends, [2, 2] for receives, free-slot semaphores [2].
+      order: order of the grid steps.
+      axes, sizes: mesh axes of the ring, and their sizes.
+      cut: rows of the opposite device's block that are sent up; the rest is sent down.
     """
     del rank_ref  # the block specs read it
     saved = rest[:keep]
@@ -114,7 +133,7 @@ def _gather_kernel(
                 pl.when(of_kind & (step == full))(functools.partial(some, first, True))
 
     def load(direction: Any, i: Any, phase: Any, parity: Any, act: Callable[[Any], None]) -> None:
-        """`act` on the copy of a row tile to chip memory."""
+        """`act` on the copy of row tile i to VMEM: of x in phase 0, else of the receive buffer."""
         row_slice = pl.ds(pl.multiple_of(i * height, height), height)
 
         @pl.when(phase == 0)
@@ -133,6 +152,8 @@ def _gather_kernel(
 
     @pl.when(j == 0)
     def before():
+        """At the first column tile: start the sends of a phase, wait for this row tile, and prefetch the next one."""
+
         @pl.when(v == 0)
         def _():
             ring.entry_barrier()
@@ -165,6 +186,7 @@ def _gather_kernel(
 
     @pl.when((q + 1 == order.length(phase)) & (j == pl.num_programs(1) - 1))
     def after():
+        """At the end of a phase: wait until its sends have read their sources, and release the receive buffers."""
         each_message(phase, lambda copy: copy.wait_send())
 
         @pl.when((phase >= 1) & (phase + 1 < steps))

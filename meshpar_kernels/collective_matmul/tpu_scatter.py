@@ -1,5 +1,13 @@
-"""Matmul reduce-scatter on TPU: a result tile is added to the received partial tile, and sent on from VMEM at once, so that the
-transfer is hidden behind all tiles of both directions that the next device computes before it needs this one."""
+"""Matmul reduce-scatter on TPU: a result tile is added to the received partial tile, and sent from VMEM to the next
+device at once.
+
+So the transfer of a tile is hidden behind all tiles, of both directions, that the next device computes before it needs
+this one.
+
+Semaphores: `recv_sem[direction, message % 2, row tile]` signals that the columns of a row tile have arrived;
+`sent_sem[parity]` that the send of a tile has read its source. `free_slots[direction]` is signalled by the receiver
+when it has read a message; a sender waits for it from the third message on.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +41,12 @@ __all__ = ["Scattering", "matmul_reduce_scatter"]
 
 
 class Scattering(NamedTuple):
-    """The order of a scatter's grid steps: the opposite block, whose partial results travel farthest, pairs of nearer blocks, and
-    this device's own.
+    """The order of a scatter's grid steps: the opposite device's block, whose partial results travel farthest, pairs of
+    nearer blocks, this device's block.
 
     Attributes:
-      devices, tiles: of the ring, and row tiles of a block.
+      devices: of the ring.
+      tiles: row tiles of a block.
     """
 
     devices: int
@@ -60,7 +69,7 @@ class Scattering(NamedTuple):
 
     @property
     def own(self) -> int:
-        """The first visit of this device's own block."""
+        """First index of this device's own block on the first grid dim."""
         return (self.devices - 1) * self.tiles
 
     def at(self, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -93,9 +102,24 @@ def _scatter_kernel(
     rank_ref, x_ref, w_ref, out_ref, recv_buffer, acc, partials, leaving, partials_sem, sent_sem, recv_sem, free_slots,
     *, order: Scattering, axes, sizes, transposed: bool, precision: Any,
 ):  # fmt: skip
-    """One grid step: the matmul of a (row tile, column tile) plus the received partial tile, sent to the next device.
+    """One grid step: the matmul of a (row tile, column tile) plus the received partial tile, sent to the next device or
+    written to the result.
 
-    `recv_buffer[direction, message % 2]` receives; `leaving` holds the last two tiles that were sent.
+    The grid is (row tiles of all blocks in the order of `Scattering`, column tiles).
+
+    Args:
+      rank_ref: scalar prefetch int32 [1]; the block specs read it.
+      x_ref: VMEM input [tile rows, k].
+      w_ref: VMEM input [k, columns], or [columns, k] with `transposed`.
+      out_ref: VMEM output [tile rows, columns]; written for this device's own block.
+      recv_buffer: HBM output [2 directions, 2, rows, N]; message m writes [direction, m % 2].
+      acc: VMEM scratch, float32 [tile rows, columns].
+      partials: VMEM scratch [2 directions, tile rows, columns]: received partial tiles.
+      leaving: VMEM scratch [2, tile rows, columns]: the last two tiles that were sent.
+      partials_sem, sent_sem, recv_sem: DMA semaphores [2], [2] and [2, 2, row tiles].
+      free_slots: free-slot semaphores [2].
+      order: order of the grid steps.
+      axes, sizes: mesh axes of the ring, and their sizes.
     """
     del rank_ref
     v, j = pl.program_id(0), pl.program_id(1)
@@ -120,6 +144,7 @@ def _scatter_kernel(
         out_copy(UP, 0, parity).wait_send()
 
     def in_copy(channel: int):
+        """The copy of the received partial tile of this grid step from the receive buffer to VMEM."""
         return pltpu.make_async_copy(
             recv_buffer.at[channel, lax.rem(number + 1, 2), row_slice, column_slice],
             partials.at[channel],

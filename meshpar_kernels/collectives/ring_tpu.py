@@ -82,8 +82,7 @@ class _Plan:
     """
 
     def __init__(self, table: Table):
-        """Args:
-          table: the transfers.
+        """Convert a table.
 
         Raises:
           ValueError: a transfer sends slots that are no box of the buffer.

@@ -50,6 +50,7 @@ def _group(axis_name: Axes) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 def _tpu_unsupported(operand: jax.Array, axes: tuple[str, ...]) -> Unsupported:
+    """Reasons why the TPU kernel cannot move this operand over these mesh axes; empty if it can."""
     names = list(jax.sharding.get_abstract_mesh().axis_names)
     far = [a for a in axes if names.index(a) >= MESH_AXES]
     reasons = tpu.unsupported(operand.dtype, operand.shape[-1])
@@ -76,6 +77,7 @@ def _move(
 
 
 def _by_gpu(how: _How, operand: jax.Array, output: jax.Array | None, runs: Runs) -> jax.Array:
+    """The GPU kernel; units without a sender are taken from `output`, if it is given."""
     moved = gpu.send(operand, how.receives, how.rows, runs, how.axes, how.sizes)
     if output is None:
         return moved
@@ -88,6 +90,11 @@ def _forward(how: _How, operand: jax.Array, output: jax.Array | None, runs: Runs
 
 
 def _backward(how: _How, saved: tuple[Runs, Runs, jax.Array | None], grad: jax.Array):
+    """Backward rule of `_move`: the gradient is sent back by the reverse runs.
+
+    With `keeps` the gradient of `output` is the gradient of the units without a sender. If this device sends a unit
+    twice (`twice`), the gradient of its operand is NaN.
+    """
     runs, back, twice = saved
     nothing = None
     if how.keeps:
@@ -108,10 +115,11 @@ def move_rows(
     op: str, implementation: str, operand: jax.Array, output: jax.Array, start: jax.Array, size: jax.Array,
     target: jax.Array, axis_name: Axes,
 ) -> jax.Array:  # fmt: skip
-    """`ragged_all_to_all` by a kernel, of runs that fit, over more than one device.
+    """`ragged_all_to_all` by a kernel, for runs within bounds and more than one device.
 
-    A row is one unit: where it is not contiguous in memory it is copied. In the gradient of an operand of which a
-    device sends a row twice everything that no other row explains would be wrong, so that device's is NaN.
+    A unit is one row; on TPU, where a row is not contiguous in memory, XLA copies the operands to another layout. If a
+    device sends a row twice, the gradient of its operand is NaN, since the reverse exchange writes a row only once and
+    cannot add up its gradients.
     """
     axes, sizes = _group(axis_name)
     runs, back, twice = agree(start, size, target, axis_name)

@@ -49,10 +49,21 @@ def _each_length(block: int) -> list[int]:
 
 
 def _kernel(runs_ref, operand, *rest, axes: tuple[str, ...], sizes: tuple[int, ...], block: int):
-    """Meet everyone, start all copies, wait for as much as goes and for as much as comes.
+    """The ragged all-to-all, without a grid: an entry barrier with all devices, then all copies, then waits for all
+    sent and received units.
 
-    `runs_ref` holds start, size, target and what comes, for one device after the other. All counts are in units: slices of
-    the leading dimension, which has no tiles.
+    All counts are in units: slices of the leading dim, which has no register tiles. A copy has a static length, so a
+    run is sent in blocks of `block` units, round-robin over the receivers, and its remainder in powers of two. DMA
+    semaphores count bytes, so a wait for all bytes of a direction needs no order.
+
+    Args:
+      runs_ref: scalar prefetch int32 [4 · devices]: the starts of the runs for all devices, their sizes, their target
+        units at the receivers, and the sizes of the received runs.
+      operand: HBM input [units, a, b].
+      rest: optionally an HBM input that is aliased with the result; HBM output [units, a, b]; DMA semaphores for sends,
+        receives and local copies.
+      axes, sizes: mesh axes of the group, the first major, and their sizes.
+      block: units of one copy, a power of two.
     """
     result, sent_sem, recv_sem, copy_sem = rest[-4:]
     devices = math.prod(sizes)
@@ -62,7 +73,7 @@ def _kernel(runs_ref, operand, *rest, axes: tuple[str, ...], sizes: tuple[int, .
         return runs_ref[field * devices + device]
 
     def total(field: int) -> jax.Array:
-        """Of all devices but this one."""
+        """Sum of a field of `runs_ref` over all devices but this one."""
         everything = lax.fori_loop(0, devices, lambda i, n: n + number(field, i), jnp.int32(0))
         return everything - number(field, rank)
 
@@ -70,7 +81,7 @@ def _kernel(runs_ref, operand, *rest, axes: tuple[str, ...], sizes: tuple[int, .
         return lax.rem(rank + k, jnp.int32(devices))
 
     def part(device: Any, ahead: Any, length: int) -> tuple[Any, Any]:
-        """Where `length` units of a device's run lie, `ahead` from its beginning, and where they go."""
+        """(source, target) refs of `length` units of the run for a device, from unit `ahead` of the run on."""
         src, dst = number(0, device) + ahead, number(2, device) + ahead
         return operand.at[pl.ds(src, length)], result.at[pl.ds(dst, length)]
 
@@ -132,13 +143,14 @@ def _kernel(runs_ref, operand, *rest, axes: tuple[str, ...], sizes: tuple[int, .
 def send(
     operand: jax.Array, output: jax.Array | None, units: int, runs: Runs, axes: tuple[str, ...], sizes: tuple[int, ...]
 ) -> jax.Array:
-    """Send runs of units to all devices of a group, and take theirs.
+    """Send runs of units to all devices of a group, and receive the runs that they send: [units, a, b].
 
     Args:
-      operand: [N, a, b], a unit being [a, b].
-      output: [units, a, b], the content of rows without a sender; None: they are undefined.
-      units: N of the result.
-      runs: in units, that fit: the kernel checks nothing, and hangs if devices do not agree.
+      operand: [N, a, b]; a unit is [a, b].
+      output: [units, a, b], the content of units without a sender; None: it is undefined.
+      units: leading dim of the result.
+      runs: in units. They must be within bounds and agree between the devices: the kernel does not check it, and hangs
+        otherwise.
       axes, sizes: mesh axes of the group, and their sizes.
     """
     unit = math.prod(operand.shape[1:]) * operand.dtype.itemsize

@@ -122,6 +122,7 @@ def _route(
     logits: jax.Array,
     bias: jax.Array | None,
 ) -> RoutePlan:
+    """The `RoutePlan` of logits [T, E]; experts by `_choose`, offsets by the counts, which `capacity` limits."""
     choice: Any = _choose(options, implementation, logits, bias)
     expert, weight, rank, counts = choice
     admitted = counts if capacity is None else jnp.minimum(counts, capacity)
@@ -144,6 +145,7 @@ def _choose(
     logits: jax.Array,
     bias: jax.Array | None,
 ):
+    """(expert, weight, rank, counts) by the chosen implementation of `reference.route`; differentiable in the logits."""
     kwargs = dict(options)
     if logits.shape[0] == 0:  # no token: nothing for a kernel to do
         return reference.route(logits, bias, **kwargs)
@@ -243,6 +245,12 @@ def combine(
 
 
 def _check(op: str, name: str, x: jax.Array, rows: int, plan: RoutePlan, weight: jax.Array | None) -> None:
+    """Check the operands of `permute` and `combine`.
+
+    Raises:
+      ValueError: x is not [rows, H], weight does not have the plan's shape [T, k], or an operand is sharded outside of
+        `shard_map`.
+    """
     if x.ndim != 2 or x.shape[0] != rows:
         raise ValueError(f"{op}: {name} must be [{rows}, H] for this plan, got shape {x.shape}")
     if weight is not None and weight.shape != plan.expert.shape:
@@ -330,6 +338,7 @@ def _permute_fwd(implementation, x, weight, rows, sources):
 
 
 def _permute_bwd(implementation, saved, grad):
+    """Backward rule of `_permute`: gradients of x and weight; the indices get float0 zeros."""
     x, weight, rows, sources = saved
     grad_x = _gather_sum("permute's gradient", implementation, grad, rows, weight)
     grad_weight = None
@@ -359,6 +368,7 @@ def _combine_fwd(implementation, y, weight, rows, sources):
 
 
 def _combine_bwd(implementation, saved, grad):
+    """Backward rule of `_combine`: gradients of y and weight; the indices get float0 zeros."""
     y, weight, rows, sources = saved
     spread = _spread("combine's gradient", implementation, grad, None, rows, sources)
     if weight is None:

@@ -41,6 +41,7 @@ def _power(size: int) -> int:
 
 
 def _no_triton() -> list[str]:
+    """[] if Pallas-Triton can be imported, else the reason."""
     try:
         _compat.pallas_triton()
     except ImportError as error:

@@ -56,9 +56,21 @@ def _gather_sum_kernel(
     view: bool,
     weighted: bool,
 ):
-    """One block of result rows and one slab of columns.
+    """One grid step: sums the k chosen rows of `x` for one block of result rows and one slab of columns.
 
-    The rows of the next block are on their way while this one is summed.
+    The grid is (slabs of columns, blocks of rows). The rows of the next block are in flight while the rows of this one
+    are summed.
+
+    Args:
+      now_smem, next_smem: SMEM int32 [1, k, rows]: rows to fetch for this block and for the next one.
+      refs: inputs: indices VMEM int32 [1, k, rows], with `weighted` weights float32 [1, k, rows], x in HBM; output VMEM
+        [rows, slab]; scratch: VMEM [2, k · rows, slab], DMA semaphores [2], VMEM [rows, k] for the indices and, with
+        `weighted`, for the weights.
+      rows: result rows of a block.
+      k: rows of x for each result row.
+      limit: rows of x; an index outside of [0, limit) counts as a row of zeros.
+      packed: x has int32 words of two bfloat16 rows.
+      view: x is bfloat16 in HBM, and is bitcast to int32 words in the kernel.
     """
     if weighted:
         index_ref, weight_ref, x_ref, out_ref, buffer, arrived, index_col, weight_col = refs
@@ -72,6 +84,7 @@ def _gather_sum_kernel(
     words = x_ref.bitcast(jnp.int32) if view else x_ref
 
     def fetch(indices, slot):
+        """Start one DMA for each of the k · rows rows of a block, to `buffer[slot]`."""
         together = 8 if k <= 8 else 1  # a register's rows: their places are offsets from one address
 
         def some_rows(block, _):
@@ -101,6 +114,7 @@ def _gather_sum_kernel(
     pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], arrived.at[slot]).wait()
 
     def one_strip(s, _):
+        """Sum 16 result rows in float32, with weights if there are any, and write them."""
         first = pl.multiple_of(s * 16, 16)
         index = index_col[pl.ds(first, 16), :]
         for left in range(0, width, 512):
