@@ -7,8 +7,8 @@ Needs libtpu but no TPU. First table: for each number of rows that the grouped m
 (`tpu_tiles.ROW_CHUNKS`), and for a full block of 512 rows, the instruction bundles of one masked matmul: [rows, 2048]·[2048, 512]
 forward, [rows, 512]ᵀ·[rows, 1024] for the transpose. A bundle takes one cycle or more; nothing is timed.
 
-Second table: for each shape, rows multiplied over M and bundles over those of M/512 full blocks, for a multinomial load of the
-groups and for equal groups.
+Second table: for each shape, rows multiplied over M and bundles over the bundles of M/512 full blocks, for a multinomial load of
+the groups and for equal groups.
 """
 
 from __future__ import annotations

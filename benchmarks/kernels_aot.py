@@ -312,7 +312,7 @@ def compile_one(kernel: str, shape: str, chip: str) -> dict:
 
 
 def compile_attention(kernel: str, shape: str, chip: str) -> dict:
-    """Compile causal attention, or its gradient ("… backward", with what the forward pass saves), over 8 devices."""
+    """Compile causal attention, or its gradient ("… backward", with the residuals of the forward pass), over 8 devices."""
     import jax
     import jax.numpy as jnp
     import numpy as np

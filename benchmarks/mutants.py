@@ -170,7 +170,7 @@ def edits(path: Path) -> Iterator[Edit]:
 
 
 def mirrored(path: Path) -> list[list[str]]:
-    """The tests of a module in the order in which they run: the file of the same name, then those of its packages outwards."""
+    """The tests of a module in the order in which they run: the file of the same name, then its packages' files outwards."""
     inner = path.relative_to(ROOT / "meshpar")
     if str(inner) in TESTS_OF:
         return [[f"tests/{name}" for name in TESTS_OF[str(inner)]]]

@@ -1,7 +1,7 @@
 """Makes the pictures of the README and the docs: examples/plan.png, the top of a plan's page, and examples/lab.png, the lab.
 
     python examples/pictures.py            # needs Chromium or Chrome (CHROMIUM=google-chrome)
-    python examples/pictures.py --check    # exit status 1 if a plan's numbers are not those of its picture
+    python examples/pictures.py --check    # exit status 1 if a plan's numbers differ from its picture
 
 examples/pictures.json has the numbers that each picture shows.
 """
@@ -101,7 +101,7 @@ def draw(name: str, picture: Picture) -> None:
 
 
 def screenshot(name: str, picture: Picture, address: str, folder: str) -> None:
-    """Open an address in a headless browser, and write what it shows."""
+    """Open an address in a headless browser, and save a screenshot."""
     browser = [os.environ.get("CHROMIUM", "chromium"), "--headless", "--no-sandbox", "--hide-scrollbars"]
     size = f"--window-size={picture.size[0]},{picture.size[1]}"
     options = [f"--user-data-dir={folder}/profile", "--virtual-time-budget=30000", size, f"--screenshot={HERE / name}"]

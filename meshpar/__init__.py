@@ -77,7 +77,7 @@ _RENAMED = {"accumulate": "accumulate_gradients", "microbatches": "microbatches_
 
 
 def __getattr__(name: str) -> NoReturn:
-    """Raise the AttributeError for a name that is not public; it names what a former public name is called now."""
+    """Raise the AttributeError for a name that is not public; it states the new name of a renamed one."""
     if name in _RENAMED:
         new = _RENAMED[name]
     elif name in errors.__all__:

@@ -450,7 +450,7 @@ def calibrate(
 ) -> CalibrationResult:  # fmt: skip
     """Measure a step under a few layouts on the attached devices, and fit the chip's efficiencies to the measurements.
 
-    Every layout is planned, compiled and run once, and its results are compared with those of the first layout. Then all layouts
+    Every layout is planned, compiled and run once, and its results are compared with the first layout's. Then all layouts
     are timed alternately, ``rounds`` times. Fitted are the fractions of the peak rates that matmuls, memory traffic and
     links reach; plans use them through ``calibration=`` of :func:`plan`, :func:`jit` and :func:`search`. Devices
     that are not in the chip table (CPUs) have nominal peak rates.

@@ -500,7 +500,7 @@ def _diff(args: argparse.Namespace) -> int:
     return 0
 
 
-# -- what they share
+# -- shared by the commands
 
 
 def _planned(
@@ -531,7 +531,7 @@ def _plan_of(args: argparse.Namespace, target: Target, mesh: str, topology: str 
 
 
 def _options(args: argparse.Namespace, target: Target) -> dict[str, Any]:
-    """The options of the step, as keyword arguments for the Python API: those of the flags, and those of the target."""
+    """The options of the step, as keyword arguments for the Python API: from the flags, and from the target."""
     given = {**given_flags(args), "dims": target.dims, "donate_argnames": _donated(args, target)}
     if args.run is _check:
         del given["lowering"]  # which may be "both"

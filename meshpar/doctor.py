@@ -47,7 +47,7 @@ def diagnose(requirements: Iterable[str] | None = None) -> list[Finding]:
     """Findings about this environment. Initializes JAX's default backend, if it is not initialized yet.
 
     Args:
-      requirements: those of meshpar, as ``importlib.metadata.requires`` gives them (None: of the installed distribution).
+      requirements: of meshpar, as ``importlib.metadata.requires`` returns them (None: of the installed distribution).
     """
     needed = list(metadata.requires("meshpar") or []) if requirements is None else list(requirements)
     findings = [Finding("python", "ok", platform.python_version())]

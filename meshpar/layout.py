@@ -186,7 +186,7 @@ class Layout:
         A rule is replaced by the right operand's rules for the same dim in the same scope, which take its position. The right
         operand's other rules follow at the end, so that the rules of this layout take precedence where both want one axis:
         given ``"batch: data; mlp: model" | "mlp: none; heads: model"``, returns ``"batch: data; mlp: none; heads: model"``.
-        ``resolve`` is that of the left operand; a dim that either operand has as optional is optional.
+        ``resolve`` is taken from the left operand; a dim that either operand has as optional is optional.
 
         Raises:
           LayoutSyntaxError, AxisConflictError: an operand that is no layout.
@@ -272,8 +272,8 @@ class Layout:
 
         Args:
           dims: ``"batch seq embed"``.
-          mesh: where given, its axes are checked and those of size 1 still named.
-          shape: sizes; where given with a mesh, what is split must divide.
+          mesh: where given, its axes are checked, and axes of size 1 are still named.
+          shape: sizes; where given with a mesh, each sharded dim must be divisible by its axes.
           scope: ``params``, ``opt`` or None.
           path: how errors call the value.
 

@@ -57,7 +57,7 @@ def _axes_and_sizes(spec: Any, names: Sequence[str] | None) -> Iterator[tuple[An
     """Pairs (axis, size), unchecked: the size of a part of a text that is not ``axis=integer`` is ``""``.
 
     Raises:
-      LayoutSyntaxError: a value of another type, or sizes whose number is not that of the axes.
+      LayoutSyntaxError: a value of another type, or another number of sizes than of axes.
     """
     if isinstance(spec, str) and names is None:
         for part in spec.split(","):
@@ -171,7 +171,7 @@ def mesh(
 
 
 def device_mesh(mesh: MeshLike | None) -> AnyMesh:
-    """The mesh that ``mesh=`` of :func:`meshpar.jit` describes, with Auto axes: axes and sizes are those of a mesh over this
+    """The mesh that ``mesh=`` of :func:`meshpar.jit` describes, with Auto axes: the same axes and sizes as a mesh over this
     program's devices; None is the mesh of the context (:func:`meshpar.mesh.context_mesh`).
 
     Raises:
@@ -183,7 +183,7 @@ def device_mesh(mesh: MeshLike | None) -> AnyMesh:
 
 
 def auto_mesh(mesh: AnyMesh) -> AnyMesh:
-    """The mesh with Auto axes; those of ``jax.make_mesh``, Explicit by default, are the same devices.
+    """The mesh with Auto axes over the same devices; the axes of ``jax.make_mesh`` are Explicit by default.
 
     Raises:
       MeshError: no mesh, or one with Manual axes.

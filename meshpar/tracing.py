@@ -56,7 +56,7 @@ class FlatFunction:
     that are not arrays; with nnx objects, (args, kwargs, result), where the arguments are the updated objects as trees.
 
     Attributes:
-      tag: the nnx context tag of the objects that were split into trees; None: there are none.
+      tag: the nnx context tag of the objects that were split into trees; None: there are no such objects.
       out_tree, fixed: set by a call: structure of the results, and position → leaf of those that are not arrays.
     """
 
@@ -135,7 +135,7 @@ def trace_call(
         )
     if flat.tag is None:
         results = flatten_named(shapes)
-    else:  # the paths of updated objects are those of the arguments
+    else:  # updated objects have the paths of the arguments
         args, kwargs, out = shapes
         results = [*named_arguments(args, kwargs, argument_path), *flatten_named(out)]
     if len(results) != len(out_leaves):
@@ -180,7 +180,7 @@ def _explained_axis_names() -> Iterator[None]:
 
 
 def named_tree(tree: Any, patterns: PathDims) -> list[tuple[Leaf, Dims | None]]:
-    """(leaf, dims) of a tree. The dims are those of a pattern, of Flax metadata or, for optimizer state, of its parameter.
+    """(leaf, dims) of a tree. The dims are from a pattern, from Flax metadata or, for optimizer state, of its parameter.
 
     Raises:
       PatternError, RankError: a pattern that matches no leaf, or one of another rank.
@@ -218,7 +218,7 @@ def _result_dims(
 
 def _input_finder(inputs: list[Leaf], dims: list[Dims | None]) -> Callable[[Leaf], tuple[Leaf, Dims | None] | None]:
     """A function from a result to (input, its dims) of the same shape whose path is equal up to the first component: for
-    ``0/params/w`` of a returned state, ``state/params/w`` of the argument. None: there is none, or there are several."""
+    ``0/params/w`` of a returned state, ``state/params/w`` of the argument. None: no input matches, or several."""
     exact = {leaf.path: (leaf, names) for leaf, names in zip(inputs, dims, strict=True)}
     tails: dict[str, list[str]] = {}
     for path in exact:
@@ -274,7 +274,7 @@ def _dims_like(shape: Sequence[int], param_shape: Sequence[int], dims: Dims) -> 
 
 
 def annotation_of(leaf: Leaf, patterns: PathDims, used: set[str], leaves: Sequence[Leaf] = ()) -> Dims | None:
-    """The dims that the first matching pattern gives a leaf, else those of its metadata.
+    """The dims that the first matching pattern gives a leaf, else the dims of its metadata.
 
     Args:
       used: the pattern is added to it.
@@ -309,7 +309,7 @@ def _narrower(pattern: str, dims: Sequence[Any], leaves: Sequence[Leaf]) -> str 
 
 
 def _similar_pattern(pattern: str, paths: Sequence[str]) -> list[str]:
-    """The fix for a pattern that matches no path: with ``*/`` in front, or spelled as a similar path; empty if there is none."""
+    """The fix for a pattern that matches no path: with ``*/`` in front, or spelled as a similar path; else empty."""
     if any(path_matches(f"*/{pattern}", path) for path in paths):
         return [f"did you mean {f'*/{pattern}'!r}?"]
     similar = near(pattern, [*paths, *({f"*/{path.rpartition('/')[2]}" for path in paths} if "*" in pattern else ())])

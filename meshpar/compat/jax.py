@@ -94,7 +94,7 @@ def make_generated_jaxpr(fn: Any, *args: Any) -> Any:
 def one_trace_context() -> AbstractContextManager[Any]:
     """A context in which repeated traces of a function hit JAX's trace cache.
 
-    JAX 0.10 replays the equations of a jaxpr under an empty mesh, whose cache key differs from that of no mesh.
+    JAX 0.10 replays the equations of a jaxpr under an empty mesh, which has another cache key than no mesh.
     """
     return jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())
 
@@ -501,7 +501,7 @@ def in_recomputation(eqn: Any) -> bool:
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations of a jaxpr, including those of nested jaxprs."""
+    """All equations of a jaxpr, nested jaxprs included."""
     for eqn in closed_parts(jaxpr)[0].eqns:
         yield eqn
         for value in eqn.params.values():

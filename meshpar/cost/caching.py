@@ -39,7 +39,7 @@ def with_reasons(plan: Plan, **reasons: Any) -> Plan:
 def free_caches(plan: Plan) -> None:
     """Clear the cached results of a plan that is no longer used, so that reference counting frees them.
 
-    Kernels and buffers refer to each other. Left to the garbage collector, those of the many plans of a search would make it
+    Kernels and buffers refer to each other. Left to the garbage collector, the ones of the many plans of a search would make it
     traverse all objects of the program repeatedly.
     """
     cache = vars(plan)

@@ -9,7 +9,7 @@ ring, t the seconds of a ring step (chunks are sent both ways at once) and m the
 - A ring takes the seconds of all that it computes, plus stalls. Each of the (A-1)/2 ring steps stalls for max(0, t - 2m), the first
   one for max(0, t - m); an even A adds a step of t/2. Another matmul that can run meanwhile hides one of these stalls. On chips of
   two cores whose programs block on all-gathers (the default), the compiler overlaps one matmul with a ring step, whatever their
-  number (in every ring of Llama layers on v5p). The seconds beyond those of the matmuls alone are exposed.
+  number (in every ring of Llama layers on v5p). The seconds beyond the time of the matmuls alone are exposed.
   Each chunk costs a start, and :func:`ring_overhead_seconds` is added. The received chunk of a reduction is added before it is sent
   on, which lengthens the ring step; the addition for the other direction overlaps. Rows that do not fill the matrix unit are
   rounded up. A matmul of a chunk rereads the operand that is not chunked. Around a line, ring steps may be synchronous
@@ -79,7 +79,7 @@ def exposed_seconds(
 
     Args:
       hops: the collectives of the ring.
-      fused: the fused kernel for these matmuls; None: there is none.
+      fused: the fused kernel for these matmuls, or None.
       on_critical_path: kernels depend on the collective and it on them. False for an all-gather of a weight, and for a
         reduce-scatter on which no matmul depends.
       others: seconds of the other matmuls of the body that can run during an all-gather.

@@ -232,7 +232,7 @@ def _suggested_fix(plan: Plan, idle: Sequence[str], dims: Mapping[str, SubDim]) 
 def local_opaque_flops(run: Run, sizes: Mapping[str, int]) -> float:
     """FLOPs of one device's share of an opaque kernel; 0 for other ops.
 
-    As the kernel declares, else those of the unsharded op divided by the axes of its split factors.
+    As the kernel declares, else the FLOPs of the unsharded op divided by the axes of its split factors.
     """
     if run.op.primitive.nested_flops is None:
         return 0.0

@@ -270,7 +270,7 @@ def _merged_with(node: Kernel, done: dict[Kernel, int], row_ratio: int) -> Kerne
     makers = [i.made_by for i in large if i.made_by is not None and i.made_by in done]
     readers = (
         r for i in large[:1] for r in i.readers if r.name in REDUCTIONS and r in done
-    )  # not those of other computations
+    )  # not the nodes of other computations
     for other in (*makers, *readers):
         more = [i for i in large if i not in other.writes and i not in other.reads]
         before = all(i.made_by not in done or done[i.made_by] < done[other] for i in (*rows, *more))

@@ -127,7 +127,7 @@ def _other_result_sized_buffers(kernel: Kernel, run: Run) -> int:
 
 
 def read_bytes(kernel: Kernel, buffer: Buffer) -> float:
-    """The bytes of a buffer that a kernel reads: all, or only those of the slices that it takes of it (of a loop's stack)."""
+    """The bytes of a buffer that a kernel reads: all, or only the bytes of the slices that it takes of it (of a loop's stack)."""
     if kernel.name in CONTIGUOUS_SLICES and buffer in kernel.ins:
         return min(buffer.bytes, sum(out.bytes for out in kernel.outs))
     if not buffer.sliced or any(buffer is i for i in kernel.ins):

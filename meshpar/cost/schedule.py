@@ -93,7 +93,7 @@ def _only_leaves(move: Kernel) -> bool:
 
 
 def separate_collectives(step: Step) -> Sequence[Collective]:
-    """The collectives of a step without those of its ring (a collective matmul), whose exposed time is in ``Plan.overlaps``."""
+    """The collectives of a step without the ones of its ring (a collective matmul), whose exposed time is in ``Plan.overlaps``."""
     if isinstance(step, Reshard | Reduce) and step.ring is not None:
         return [c for c in step.sends if not c.entry.ring_step and not c.first]
     return step.sends
@@ -224,7 +224,7 @@ def schedules(plan: Plan) -> dict[Computation, Schedule]:
 
     Kernels run one at a time, in program order; in loop bodies, matmuls that are concurrent with a collective
     (:func:`concurrent_matmuls`) run between it and the kernels that read its result. (Without loops, ResNet-50 with split features
-    on v5e, the compiler's peak is that of the program's order.) Kernels wait for these collectives for as long as they last longer
+    on v5e, the compiler has the peak of the program's order.) Kernels wait for these collectives for as long as they last longer
     than their matmuls, and for synchronous ones to their end.
 
     The links send one of the other asynchronous collectives at a time (:func:`async_collectives`). A prefetched weight is sent from

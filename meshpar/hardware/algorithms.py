@@ -62,7 +62,7 @@ class Algorithm:
         """Bytes that each device sends in each phase of a collective.
 
         Args:
-          volume: bytes of the whole group, as in :func:`wire_bytes`.
+          volume: bytes of the array of one group, as in :func:`wire_bytes`.
           stages: of the group, major to minor.
         """
         return [sent for _, sent in self._phase_bytes(op, volume, stages)]
@@ -183,7 +183,7 @@ def choose_algorithm(
 
     Args:
       op: the kind of collective.
-      volume: bytes of the whole array of one group, as in :func:`meshpar.hardware.collective_time.seconds_of`.
+      volume: bytes of the full-size array of one group, as in :func:`meshpar.hardware.collective_time.seconds_of`.
       stages: of the mesh axes that it runs over, major to minor.
       chip: None: all links within slices have one rate, and those between slices a tenth of it.
     """

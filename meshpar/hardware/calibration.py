@@ -32,7 +32,7 @@ class Calibration:
       device_kind: ``jax.Device.device_kind``.
       jaxlib: the version that compiled the measured programs.
       matmul_efficiency, hbm_efficiency, link_efficiency: fractions of the peak rates of matmuls, memory traffic and links. The peak
-        rates are those of the chip table, else those of :func:`nominal`, which may be exceeded.
+        rates are from the chip table, else from :func:`nominal`, which may be exceeded.
       layouts: number of measured layouts.
       error: median relative difference between the seconds of calibrated plans and the measured seconds.
       hbm: bytes of a device, if the chip table does not have it.
@@ -178,7 +178,7 @@ def nominal(kind: str, hbm: float) -> Chip:
 def calibrated(chip: Chip | None, where: AnyMesh, given: Calibrations) -> Chip | None:
     """The chip of a plan, with the calibration of its device kind.
 
-    The calibration of the installed jaxlib is used, else that of the newest version. Without calibrations, ``chip``.
+    The calibration of the installed jaxlib is used, else the one of the newest version. Without calibrations, ``chip``.
 
     Args:
       chip: of the chip table; None: not in the table.

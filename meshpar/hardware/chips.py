@@ -18,7 +18,7 @@ GIB = 2.0**30
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """Hardware properties of a chip. Rates and sizes are of the whole chip; :meth:`per_device` has those of one JAX device.
+    """Hardware properties of a chip. Rates and sizes are per chip; :meth:`per_device` returns them per JAX device.
 
     Attributes:
       name: in topology texts: ``v5p``, ``h100``.
@@ -46,8 +46,8 @@ class Chip:
       latency: seconds per link that a message passes.
       cores: TensorCores of one JAX device.
       source: source of these values; ``~`` marks less certain ones.
-      calibration: the devices and the version of jaxlib on which the efficiencies were measured; "": those of the table.
-      compiler: measured constants of its compiler; by default those of a chip without measurements.
+      calibration: the devices and the version of jaxlib on which the efficiencies were measured; "": the efficiencies of the table.
+      compiler: measured constants of its compiler; by default the constants for a chip without measurements.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Chip:
     def matmul_rate(self, dtype: str) -> float:
         """FLOP/s of a matmul of this dtype at default precision.
 
-        8-bit types have the 8-bit rate; float32 has that of bf16 on TPUs, and half of it (TF32) on GPUs.
+        8-bit types have the 8-bit rate; float32 has the bf16 rate on TPUs, and half of it (TF32) on GPUs.
         """
         if ("int8" in dtype or "float8" in dtype) and self.flops_8bit is not None:
             return self.flops_8bit

@@ -55,7 +55,7 @@ def seconds_of(
 
     Args:
       kind: the kind of collective.
-      volume: V, bytes of the whole array of one group: gathered (all-gather), before scattering (reduce-scatter), the operand
+      volume: V, bytes of the full-size array of one group: gathered (all-gather), before scattering (reduce-scatter), the operand
         (all-reduce), the operands of all its devices together (all-to-all), one device's operand (permute).
       stages: the stages of the mesh axes, major to minor (:func:`meshpar.hardware.topology.torus_of`).
       chip: of the table, per chip, with its efficiencies.

@@ -48,7 +48,7 @@ class CompilerModel:
         smaller differences are within the error of the cost model.
       max_ring_size: devices of the longest ring.
       max_blocking_fraction: fraction of the seconds of a body's reductions that matmuls may wait for, if no reduction is to be
-        treated as queued behind those of gradients.
+        treated as queued behind the gradients' collectives.
       max_hidden_fraction: fraction of the bytes that one plan sends beyond another which may be hidden.
       large_buffer_bytes: bytes of a value on a device from which its live range matters.
       serialized_reduction_bytes: bytes of a reduce-scatter's operand on a device from which the next loop waits for it.
@@ -119,12 +119,12 @@ class CompilerModel:
 def compiler_model(chip: str | None, package: str = "libtpu", version: str | None = None) -> CompilerModel:
     """The constants for a chip under a compiler version, from the table of this version or the nearest older one.
 
-    A table for ``0.0.42`` is that of ``0.0.42.1`` too. A version older than every table uses the oldest.
+    A table for ``0.0.42`` is used for ``0.0.42.1`` too. A version older than every table uses the oldest.
 
     Args:
       chip: its name; None, or a name without a section: the values of section ``all``.
       package: the distribution that the compiler is part of: ``"libtpu"`` for TPUs, ``"jaxlib"`` for GPUs.
-      version: its version; None: the installed one, or that of the newest table if it is not installed.
+      version: its version; None: the installed one, or the version of the newest table if it is not installed.
     """
     return _compiler_model(chip, package, version or _installed(package))
 

@@ -55,7 +55,7 @@ class Job:
     Attributes:
       text: its progress.
       result: the result so far as JSON data; complete if it is not ``running``.
-      failed: the error as JSON data; None if there is none.
+      failed: the error as JSON data; None: no error so far.
     """
 
     def __init__(self, turns: Turns, run: Callable[[Job], Any]):

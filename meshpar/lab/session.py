@@ -226,7 +226,7 @@ class Session:
         """The job of a request.
 
         Raises:
-          BadRequest: there is none with its number.
+          BadRequest: no job has its number.
         """
         number = request.get("job")
         with self._jobs_lock:
@@ -411,7 +411,7 @@ def _place(mesh: str, topology: str | None) -> Any:
 
 
 def _at_fault(rows: Sequence[_Row], e: MeshparError) -> int | None:
-    """The index of the row with the rule that an error names; None if there is none."""
+    """The index of the row with the rule that an error names, or None."""
     for k, row in enumerate(rows):
         if row.on and row.layout is not None and e.rule in {row.text.strip(), *map(str, row.layout.rules)}:
             return k
@@ -433,7 +433,7 @@ def statements(layout: str) -> list[str]:
 
 
 def _meshes_of(axes: Sequence[str], devices: int) -> Iterator[str]:
-    """Meshes of these axes, the most even first; if there is none, all devices on the first axis."""
+    """Meshes of these axes, the most even first; by default, all devices on the first axis."""
     if not axes:
         axes = ("data",)
     candidates = [sizes for sizes in meshes(devices, 1, len(axes)) if len(sizes) == len(axes)]

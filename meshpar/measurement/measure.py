@@ -120,7 +120,7 @@ def _once(subject: Subject, clock: Clock) -> float:
 
 
 def _compare(candidates: Sequence[Candidate], tolerance: float, tell: Callable[[str], None]) -> None:
-    """Compile and run every layout once, and compare its results with those of the first layout; returns nothing if
+    """Compile and run every layout once, and compare its results with the first layout's; returns nothing if
     they agree.
 
     Args:

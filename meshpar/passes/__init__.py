@@ -35,8 +35,8 @@ class Pass(NamedTuple):
 
     Attributes:
       run: the function.
-      lowerings: those that emit what it adds to a plan: barriers and orders of dims exist in ``"shard_map"`` alone. For the others
-        it does not run, so that no estimate contains what the program does not.
+      lowerings: the ones that emit its additions to a plan: barriers and orders of dims exist in ``"shard_map"`` alone. For the
+        others it does not run, so that no estimate contains a step that the program does not have.
       quirk: the entry of :mod:`meshpar.compat.quirks` that it works around; it does not run for chips and compiler versions without
         it (:class:`meshpar.hardware.compiler.CompilerModel`). None: it is for all of them.
     """

@@ -155,7 +155,7 @@ def _as_partitioned(plan: Plan, step: Reduce, old: Collective) -> Collective | N
 def seconds_of_next_matmul(plan: Plan, value: Value) -> float:
     """Seconds of the matmul that runs during the reduction of a partial value; 0 if matmuls depend on the reduction.
 
-    The next matmul is taken to be as long as the one that computes the partial value.
+    The next matmul is assumed to be as long as the one that computes the partial value.
     """
     if value.op is None or plan.chip is None or _matmuls_follow(plan, value):
         return 0.0

@@ -218,7 +218,7 @@ class CollectiveMatmulPairs:
         return self._hops[pair.step]
 
     def pair(self, step: Reshard | Reduce) -> CollectiveMatmul | None:
-        """The pair of a candidate, with matmuls that are in no ring yet; None: there is none."""
+        """The pair of a candidate, with matmuls that are in no ring yet, or None."""
         return self._pair(step) if self.in_rings else self.pairs.get(step)
 
     def _pair(self, step: Reshard | Reduce) -> CollectiveMatmul | None:
@@ -235,7 +235,7 @@ class CollectiveMatmulPairs:
         return [user.op for user in self.users.get(step.result, ()) if user.op is not None]
 
     def _gather(self, step: Reshard) -> CollectiveMatmul | None:
-        """The pair of an all-gather: the matmuls that read its result and can run chunk by chunk; None: there are none."""
+        """The pair of an all-gather: the matmuls that read its result and can run chunk by chunk, or None."""
         if len(step.path) != 1 or step.path[0].op != "all-gather":
             return None
         (move,) = step.path
@@ -558,7 +558,7 @@ def _like(
 
 
 def fused_of(plan: Plan, pair: CollectiveMatmul, stages: Sequence[Stage]) -> FusedGather | FusedScatter | str:
-    """The fused kernel (TPU: remote DMA while the matrix unit runs) for a pair, or the reason why there is none.
+    """The fused kernel (TPU: remote DMA while the matrix unit runs) for a pair, or the reason against it.
 
     Args:
       stages: of the torus, over which its ring goes: one, or none if nothing is sent.
@@ -607,7 +607,7 @@ def _operand(plan: Plan, run: Run, side: int) -> jax.ShapeDtypeStruct | None:
 
 
 def _fused_gather(plan: Plan, pair: CollectiveMatmul, devices: int) -> FusedGather | str:
-    """The fused kernel of an all-gather and its matmuls, or the reason why there is none."""
+    """The fused kernel of an all-gather and its matmuls, or the reason against it."""
     others = [_operand(plan, run, 1 - side) for run, side in pair.dots]
     known = [x for x in others if x is not None]
     shape = list(local_shape(pair.value.shape, pair.step.result.spec, plan.sizes))
@@ -619,7 +619,7 @@ def _fused_gather(plan: Plan, pair: CollectiveMatmul, devices: int) -> FusedGath
 
 
 def _fused_scatter(plan: Plan, pair: CollectiveMatmul, devices: int) -> FusedScatter | str:
-    """The fused kernel of matmuls and the reduce-scatter of their sum, or the reason why there is none."""
+    """The fused kernel of matmuls and the reduce-scatter of their sum, or the reason against it."""
     operands = [(_operand(plan, run, 0), _operand(plan, run, 1)) for run, _ in pair.dots]
     known = [(a, b) for a, b in operands if a is not None and b is not None]
     if len(known) < len(operands):

@@ -6,8 +6,8 @@ effort) runs all gradients of a network last, while all-gathered operands stay i
 the gradients are computed (:data:`meshpar.compat.quirks.LATE_GRADIENTS`). Three rules:
 
 - a matmul whose result is reduce-scattered waits for the matmuls of the same cotangent with gathered weights, which can be freed;
-- where a later loop waits for an asynchronous reduction, these matmuls wait for that of the weight's gradient instead, and run
-  while the reduction is in flight;
+- where a later loop waits for an asynchronous reduction, these matmuls wait for the reduction of the weight's gradient instead, and
+  run while the reduction is in flight;
 - a matmul on which no other depends is not postponed: the second one after it waits for it.
 """
 
@@ -259,7 +259,7 @@ class _FrameOrder:
         return self._facts.leads_to_heavy[op]
 
     def sum_of(self, value: Value) -> Value:
-        """The sum that a value is a term of, and is used for nothing else; the value itself if there is none."""
+        """The sum that a value is a term of, and is used for nothing else; else the value itself."""
         while len(users := self._facts.users.get(value, ())) == 1 and users[0].name in ADDITIONS:
             value = users[0].outs[0]
         return value

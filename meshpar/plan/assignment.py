@@ -1,8 +1,8 @@
 """Axis assignment: which mesh axes shard the dims of every value and the factors of every op, under a layout.
 
-A *query* is what an assignment depends on: for a value, the (names, size) of its dims; for an op, also how its factors are related.
-Values and ops with equal queries are sharded alike, so a query is answered once. Queries about the same names are a *rule group*:
-layouts with the same rules for these names share its results.
+A *query* contains all that an assignment depends on: for a value, the (names, size) of its dims; for an op, also how its factors
+are related. Values and ops with equal queries are sharded alike, so a query is answered once. Queries about the same names are a
+*rule group*: layouts with the same rules for these names share its results.
 
 Given the layout ``batch: data; embed: model; mlp: model`` on ``data=4, model=2``:
 
@@ -39,12 +39,12 @@ MAX_CHOICES = 512
 
 @dataclass(frozen=True)
 class OpQuery:
-    """What the assignment of an op depends on: ops with equal queries are sharded alike under every layout.
+    """All that the assignment of an op depends on: ops with equal queries are sharded alike under every layout.
 
     Attributes:
       items: (names, size) of every factor, as :func:`meshpar.layout.claim` takes them.
       groups: the :func:`permutation_groups` of its rule.
-      leaders: for every factor, the factor that it is sharded like; itself, if there is none.
+      leaders: for every factor, the factor that it is sharded like, by default itself.
       nested: the :func:`_nested` pairs of its rule.
       sizes: of every factor.
     """
@@ -108,7 +108,7 @@ class Queries:
     Attributes:
       groups: the queries, in order.
       index: (query, scopes of its values) → its index in this order.
-      of_op: for every op without bodies, the indices of the queries of its results, then that of the op itself.
+      of_op: for every op without bodies, the indices of the queries of its results, then the index of the op's own query.
     """
 
     groups: tuple[RuleGroup, ...]

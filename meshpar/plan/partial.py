@@ -31,7 +31,7 @@ _ON_SCALARS: Mapping[str, Callable[..., Any]] = {
     "mul": lambda params, x, y: x * y,
     "div": lambda params, x, y: x / y if np.issubdtype(np.result_type(y), np.inexact) else None,
 }
-"""Primitive → (params, *scalars) → scalar: the constant that all elements of its result have, given those of its operands."""
+"""Primitive → (params, *scalars) → scalar: the constant that all elements of its result have, given its operands'."""
 
 
 def constant_of(program: Program, op: Op, i: int) -> Any:
@@ -93,7 +93,7 @@ def satisfies(other: Other, program: Program, op: Op, i: int) -> bool:
 def applicable_law(
     program: Program, op: Op, kind: Any, positions: Sequence[int], used: Callable[[Law], bool]
 ) -> Law | None:
-    """The first law accepted by ``used`` that lets an op be applied to partial operands at these positions; None: there is none."""
+    """The first law accepted by ``used`` that lets an op be applied to partial operands at these positions, or None."""
     for law in op.primitive.partial:
         others = (i for i in range(len(op.ins)) if i not in positions)
         if (

@@ -262,7 +262,7 @@ class Plan:
 
     @property
     def compiler(self) -> CompilerModel:
-        """Measured constants of the compiler for the chip; those of a TPU without measurements if the chip is not known."""
+        """Measured constants of the compiler for the chip; the ones of a TPU without measurements if the chip is not known."""
         return compiler_model(None) if self.chip is None else self.chip.compiler
 
     @cached_property

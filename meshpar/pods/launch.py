@@ -295,7 +295,7 @@ class _Follow:
 
 def _show(end: _End, logs: Path, then: str | None) -> None:
     """Print the end of an attempt to stderr: the last lines of the process at fault, the folder of logs, the cause, and
-    ``then`` (what the launcher does next)."""
+    ``then``, the next action of the launcher."""
     if end.culprit:  # process 0's lines were shown
         with contextlib.suppress(OSError):
             lines = (logs / f"process-{end.culprit}.log").read_text(errors="replace").splitlines()[-_TAIL:]

@@ -24,12 +24,12 @@ def kernel_rule(
     """Declare along which dims a kernel may be sharded: ``@mp.kernel_rule("tokens embed, embed mlp -> tokens mlp")``.
 
     Under a mesh, each device calls the function with its shards of the operands; without a mesh it is called as it is. The names in
-    the rule are local to it; the dims of the program that they stand for follow from the operands.
+    the rule are local to it; the dims of the program that they represent follow from the operands.
 
     Args:
       text: the dims of every operand and result, with a comma between arrays (``""`` between commas: a scalar). A name in no result
         is contracted: if it is sharded, the results are partial sums. ``seq!`` is replicated. ``tokens~`` may be sharded, and
-        ``local`` exchanges what it needs. ``(kv_heads group)`` is one dim with two factors, of which the major one, ``kv_heads``,
+        ``local`` communicates as it needs. ``(kv_heads group)`` is one dim with two factors, of which the major one, ``kv_heads``,
         may be sharded.
       local: ``(*shards, axes={name: mesh axes that shard it}) → shards of the results``, called under ``shard_map``; required
         with ``~``. Default: the function itself.
@@ -77,7 +77,7 @@ def kernel_rule(
 
         @functools.wraps(fn)
         def call(*args: Any, **static: Any) -> Any:
-            """Apply the kernel to arrays; keyword arguments are static. Returns what the decorated function returns.
+            """Apply the kernel to arrays; keyword arguments are static. Returns the results of the decorated function.
 
             Raises:
               RankError: the number of operands or results, or a rank, differs from the rule.

@@ -228,7 +228,7 @@ class Builder:
     def finish(self) -> None:
         """Join the dims of each factor weakly, in program order, then resolve renames and fix all names.
 
-        Broadcasts come last: a mask must not decide which dim of attention scores is that of the queries.
+        Broadcasts come last: a mask must not decide which dim of attention scores is the queries' dim.
         """
         u = self.unifier
         self.find_slices()
@@ -362,7 +362,7 @@ class Builder:
                 source=op.source,
                 fixes=did_you_mean(missing[0], set().union(*names), "its dims"),
             )
-        # the cotangent of a rename may have an unnamed dim (that of a sum): if one is unnamed, it is the renamed one
+        # the cotangent of a rename may have an unnamed dim (from a sum): if one is unnamed, it is the renamed one
         bare = [i for i, ns in enumerate(names) if not ns and value.nodes[i] != NONE]
         if len(missing) == len(bare) == 1:
             found[missing[0]] = bare[0]

@@ -59,7 +59,7 @@ class Metric:
 
     @property
     def css(self) -> str:
-        """The CSS class of the change: ``down``, ``up``, or ``dim`` if there is none."""
+        """The CSS class of the change: ``down``, ``up``, or ``dim`` without a change."""
         if self.change in ("", "="):
             return "dim"
         return "down" if self.ratio is not None and self.ratio < 1 else "up"

@@ -77,7 +77,7 @@ def time_bounds(time: Time) -> str:
 
 
 def blocking_collectives(plan: Plan) -> str:
-    """The kinds of collectives that are synchronous on the plan's chip, with their seconds in a step; "" if there are none."""
+    """The kinds of collectives that are synchronous on the plan's chip, with their seconds in a step, or ""."""
     chip = plan.chip
     if chip is None:
         return ""
@@ -116,7 +116,7 @@ def argument_dims(h: ShardedArray) -> list[DimAxes]:
 
 
 def dims_text(dims: Iterable[DimAxes]) -> str:
-    """``embed:data mlp:model head_dim``: dims with the axes that shard them; ``(scalar)`` if there are none."""
+    """``embed:data mlp:model head_dim``: dims with the axes that shard them; ``(scalar)`` without dims."""
     return " ".join(name + (f":{'+'.join(axes)}" if axes else "") for name, axes in dims) or "(scalar)"
 
 

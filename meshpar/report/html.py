@@ -114,7 +114,7 @@ class AxisColours:
         self.of = {a: f"c{k % COLOURS}" for k, a in enumerate(dict.fromkeys(a for plan in plans for a in plan.sizes))}
 
     def first(self, axes: Sequence[str]) -> str:
-        """The class of the first of some axes; a neutral one if there are none."""
+        """The class of the first of some axes; a neutral one without axes."""
         return self.of.get(axes[0], "cn") if axes else "cn"
 
     def axes(self, axes: Iterable[str]) -> str:
@@ -433,7 +433,7 @@ def _arguments(plan: Plan, colours: AxisColours) -> str:
 
 
 def _values(plan: Plan, colours: AxisColours) -> str:
-    """The table of the largest intermediate values; "" if there are none."""
+    """The table of the largest intermediate values, or ""."""
     rows = [
         [Cell("", markup=colours.dims(v.dims)), Cell(shape_text(v.dtype, v.shape), css="mono"), number(str(v.kernels), v.kernels),
          number(format_memory(v.bytes), v.bytes), Cell("", markup=f"<code>{escape(v.source)}</code>")]

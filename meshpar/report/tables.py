@@ -15,7 +15,7 @@ class Cell:
     """One cell.
 
     Attributes:
-      text: what the terminal prints.
+      text: as the terminal prints it.
       value: the number that ``text`` shows, by which pages sort the column; None: the cell is text.
       markup: HTML for pages; "": ``text``, escaped.
       css: classes of the ``td``, besides ``n`` for numbers.

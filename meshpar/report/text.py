@@ -210,7 +210,7 @@ def overlaps(plan: Plan, every: bool = False) -> list[Text]:
 
 
 def options(plan: Plan) -> list[Text]:
-    """The compiler options of the plan, each group with its reason; empty if there are none."""
+    """The compiler options of the plan, each group with its reason; may be empty."""
     of = plan.options
     if not of.values and not of.left_out:
         return []

@@ -16,7 +16,7 @@ _traced: weakref.WeakKeyDictionary[Any, dict[Any, float]] = weakref.WeakKeyDicti
 
 
 def kernel_flops(eqn: Any) -> float:
-    """FLOPs of a kernel of :func:`meshpar.kernel_rule`: those it declares, else those of its traced function."""
+    """FLOPs of a kernel of :func:`meshpar.kernel_rule`: as it declares, else of its traced function."""
     kernel, avals = eqn.params["kernel"], [v.aval for v in eqn.invars]
     if (work := kernel.work(avals, {}, {})) is not None and work.flops is not None:
         return work.flops
@@ -29,7 +29,7 @@ def kernel_flops(eqn: Any) -> float:
 
 
 def pallas_flops(eqn: Any) -> float:
-    """FLOPs of a ``pallas_call``: its ``cost_estimate``, else those of its body at every step of its grid."""
+    """FLOPs of a ``pallas_call``: its ``cost_estimate``, else the FLOPs of its body times the steps of its grid."""
     p = eqn.params
     if p.get("cost_estimate") is not None:
         return float(p["cost_estimate"].flops)

@@ -76,7 +76,7 @@ class HaloExchange:
 
     @property
     def shift(self) -> int | None:
-        """The distance from the start of a device's shard to that of its window; None if it differs between devices."""
+        """The distance from the start of a device's shard to the start of its window; None if it differs between devices."""
         shifts = {s - p * self.block for p, s in enumerate(self.starts)}
         return shifts.pop() if len(shifts) == 1 else None
 
@@ -164,7 +164,7 @@ def edge_coloring(edges: Sequence[Edge]) -> list[list[Edge]]:
 class ShardWindow:
     """The window that each device reads of a split dim which an op pads and dilates.
 
-    Positions are those of the padded and dilated dim. Elements are those of the array: element i is at position ``i·dilation``,
+    Positions count in the padded and dilated dim, elements in the array: element i is at position ``i·dilation``,
     after padding.
 
     Attributes:
@@ -186,7 +186,7 @@ def shard_window(block: int, shards: int, step: int, extent: int, low: int = 0, 
     Args:
       block: size of a shard.
       shards: number of shards.
-      step: positions from the first one of a device to that of the next.
+      step: positions from the first one of a device to the first one of the next.
       extent: number of positions that a device reads.
       low: padding before element 0 (negative: positions that are removed).
       dilation: element i is at position ``i·dilation``; the positions between have no element.
@@ -204,7 +204,7 @@ def sliding_window(
     """The window in which a device reads the positions of ``count`` sliding windows, one every ``stride`` positions.
 
     Each has ``taps`` elements, ``tap_dilation`` positions apart. A convolution with 3 taps over 4 rows per shard, and one row of
-    padding (``sliding_window(4, 4, 4, 1, 3, 1, 1)``), reads 6 positions from ``4p - 1``. The other arguments are those of
+    padding (``sliding_window(4, 4, 4, 1, 3, 1, 1)``), reads 6 positions from ``4p - 1``. The other arguments are as in
     :func:`shard_window`.
     """
     return shard_window(

@@ -195,7 +195,9 @@ def _local_scatter(op: LocalOp, operand: Any, indices: Any, updates: Any) -> lis
     local = _LocalWindows.of(op, operand, indices, split, dims.batch_dims(updates.ndim), window_dims, window, clamp)
     local_dims = local.local_dims(dims, split, window_dims)
     columns, write = dict(local.columns), local.own & local.valid
-    if math.prod(write.shape) == 1:  # quirk MERGED_SLICES: no index may be beyond the operand, so write what is there
+    if (
+        math.prod(write.shape) == 1
+    ):  # quirk MERGED_SLICES: no index may be beyond the operand, so the present elements are written
         index = jnp.stack([columns[d] for d in dims.indexed], -1)
         mask = lax.broadcast_in_dim(write, updates.shape, local.batch_dims)
         updates = jnp.where(mask, updates, _updates_without_effect(op.name, operand, index, updates, local_dims))
@@ -281,7 +283,7 @@ class _LocalWindows:
           split: the dims of the array that are indexed and split.
           batch: the dims of the window array that are the leading dims of the index vectors.
           window_dims: dim of the array → dim of the window array, for the dims of a window that are not collapsed.
-          window: the size of a window along every dim of the array; that of the shard for a full window.
+          window: the size of a window along every dim of the array; the shard's size for a full window.
           clamp: whether starts are clamped so that windows are within the array; else windows that are not are invalid.
         """
         to_batch = {d: window_dims[d] for d in split if d in window_dims}
@@ -311,7 +313,7 @@ class _LocalWindows:
         return cls(batch_dims, positions, columns, own, valid)
 
     def local_dims(self, dims: LookupDims, split: Sequence[int], window_dims: dict[int, int]) -> LookupDims:
-        """The dimension numbers of the local op, from those of the program's op; other arguments are as in :meth:`of`."""
+        """The dimension numbers of the local op, from ``dims`` of the program's op; other arguments are as in :meth:`of`."""
         return LookupDims(
             tuple(sorted({*dims.collapsed, *split})),
             dims.indexed,
@@ -371,7 +373,7 @@ class _LocalWindow:
       starts: index in the shard at which it starts. It is clamped explicitly, since XLA clamps the start of a slice of a slice with
         the size of the second slice only (quirk ``MERGED_SLICES``).
       sizes: its shape: the window's, and at most the shard's.
-      shifts: dim → number of elements from the start of the window to that of the local window, for dims that are indexed and
+      shifts: dim → number of elements from the start of the window to the start of the local window, for dims that are indexed and
         split.
     """
 
@@ -381,7 +383,7 @@ class _LocalWindow:
 
     @classmethod
     def of(cls, op: LocalOp, x: Any, starts: Sequence[Any], window: Sequence[int]) -> _LocalWindow:
-        """The local window, from the shard, the starts of the window, and its shape (along a full dim, that of the shard)."""
+        """The local window, from the shard, the starts of the window, and its shape (along a full dim, the shard's size)."""
         shape = op.eqn.invars[0].aval.shape
         dtype = index_dtype(shape)
         local_starts, sizes, shifts = [], [], {}

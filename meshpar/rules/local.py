@@ -149,7 +149,7 @@ class LocalOp:
         return fine_names([a for f in factors for a in self.axes[f] if self.sizes[a] > 1], self.sizes)
 
     def offset(self, factors: Factors, size: int) -> Any:
-        """The index in the array at which this device's shard of a dim begins: an int32 scalar. ``size`` is that of the shard."""
+        """The index in the array at which this device's shard of a dim begins: an int32 scalar. ``size``: of the shard."""
         axes = self.axes_of(factors)
         return axis_index(axes) * size if axes else np.int32(0)
 

@@ -108,7 +108,7 @@ def _local(op: LocalOp, *xs: Any) -> list[Any]:
 
 
 def _run(jaxpr: Any, consts: Sequence[Any], xs: Sequence[Any], sizes: Sizes) -> list[Any]:
-    """The results of a user's jaxpr, retraced: its types state the axes over which values vary, and those of the lowering do not.
+    """The results of a user's jaxpr, retraced: its types state the axes over which values vary, and the lowering's do not.
 
     Args:
       xs: the operands, as shards.
@@ -181,7 +181,7 @@ def _nests(op: SplitOp) -> Refusal | None:
 
 
 def _walk(jaxpr: Any) -> Iterator[Any]:
-    """All equations of a jaxpr; those of nested bodies follow their loop, branch or call."""
+    """All equations of a jaxpr; the equations of nested bodies follow their loop, branch or call."""
     for eqn in jaxpr.eqns:
         yield eqn
         for body in _bodies(eqn):

@@ -66,7 +66,7 @@ class Law:
       operands: start and stop of the positions of operands that may be partial (stop None: all further ones). If several are, they
         are partial over the same axes, in the same spec, by the same reduction.
       most: how many operands may be partial at once; None: any number.
-      others: by position, the condition on operands that are not partial; the last entry is that of all further positions.
+      others: by position, the condition on operands that are not partial; the last entry is for all further positions.
       holds: a condition on the equation; None: the law holds for all equations.
       when: the planner uses the law.
     """

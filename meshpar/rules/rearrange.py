@@ -92,7 +92,7 @@ def taken(arrays: Sequence[Any], dim: int, table: Sequence[int]) -> Any:
 
 
 def _gathered(arrays: Sequence[Any], dim: int, table: np.ndarray, device: Any = None) -> Any:
-    """:func:`taken` as a gather, by one table or (``[devices, n]``) by that of a device, an int32 scalar."""
+    """:func:`taken` as a gather, by one table or (``[devices, n]``) by the table of a device, an int32 scalar."""
     x = lax.concatenate(list(arrays), dim) if len(arrays) > 1 else arrays[0]
     index, is_zero = np.maximum(table, 0).astype(np.int32), table == ZERO
     out = jnp.take(x, index if device is None else jnp.asarray(index)[device], axis=dim, mode="clip")

@@ -58,7 +58,7 @@ MatmulDims = Callable[[Any, Sequence[int], Sequence[int]], tuple[int, int, int, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Primitive:
-    """The entry of a JAX primitive. The defaults are those of a primitive without an entry.
+    """The entry of a JAX primitive. The defaults hold for a primitive without an entry.
 
     Attributes:
       name: of the primitive.
@@ -86,15 +86,15 @@ class Primitive:
       matmul_dims: the sizes of a matmul or convolution; None: it is neither.
       dot: a ``dot_general``, whose ``dimension_numbers`` are ((contracted), (batch)) dims of both operands.
       convolution: a convolution.
-      nested_flops: equation → FLOPs of the matmuls inside a kernel or a nested jaxpr, on unsharded operands; None: there are none.
+      nested_flops: equation → FLOPs of the matmuls inside a kernel or a nested jaxpr, on unsharded operands; None: it has none.
       kernel: a kernel of :func:`meshpar.kernel_rule`: ``params["kernel"]`` has its name, rule and work.
       random: makes random bits or keys from a key: cheaper to recompute than to save.
       identity: an identity that states names or a spec.
       barrier: an optimization barrier: several operands, each returned unchanged.
       call: runs one body once, on its operands as they are.
       own_derivative: a call with a custom derivative rule.
-      fixed_factors: a user has written the rule, and the planner may split no other dims than those of its factors.
-      label: (equation) → the name of the equation in reports; None: that of the primitive.
+      fixed_factors: a user has written the rule, and the planner may split no dims but its factors.
+      label: (equation) → the name of the equation in reports; None: the primitive's name.
       loop: runs its body repeatedly: ``scan``, ``while``.
       scan: a loop whose trip count is ``params["length"]``, and which slices and stacks arrays.
       branch: runs one of several bodies: ``cond``.

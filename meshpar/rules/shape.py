@@ -123,7 +123,7 @@ def _aligned_dims(a: Sequence[int], b: Sequence[int]) -> Iterator[tuple[list[int
 
 
 def _common_factors(a: list[int], b: list[int]) -> list[tuple[int, int, int]] | None:
-    """(size, dim of a, dim of b) for the common factors of two shapes, major to minor; None if there are none."""
+    """(size, dim of a, dim of b) for the common factors of two shapes, major to minor; None if they have no common factors."""
     a, b = list(a), list(b)
     if 0 in (*a, *b):
         return None

@@ -118,7 +118,7 @@ def arg_extremum(eqn, ins, outs) -> OpRule:
 
 
 def _local_arg_extremum(op: LocalOp, x: Any) -> list[Any]:
-    """The index of the first extremum among those of all shards, on every device."""
+    """The index of the first extremum of all shards, on every device."""
     p = op.params
     (axis,) = p["axes"]
     axes = op.axes_of(op.rule.ins[0][axis])

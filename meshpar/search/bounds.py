@@ -3,7 +3,7 @@
 The assignment of axes alone gives one bound: the matmuls take their time at the peak rate of the matrix units, and the arguments
 are allocated. A plan that differs in a few rules gives a tighter one: its kernels, collectives and live arrays that depend only on
 values and ops with unchanged axes are in the candidate as well. FLOPs, kernel times and live arrays
-are those of :mod:`meshpar.cost`.
+are as in :mod:`meshpar.cost`.
 """
 
 from __future__ import annotations

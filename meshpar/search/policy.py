@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SearchPolicy:
-    """What a search descends from, prunes, and treats as equal. Fractions are relative to the metric of the objective.
+    """Which candidates a search descends from, prunes, and treats as equal. Fractions are relative to the metric of the objective.
 
     Attributes:
       tie_fraction: layouts whose step times (or peaks) differ by less count as equally good; the one with the fewest rules is

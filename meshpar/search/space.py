@@ -124,7 +124,7 @@ class Space:
         return cls(tuple(d for d in dims if d not in given), fixed.rules)
 
     def point(self, sizes: Sizes, rules: Iterable[Rule]) -> Point:
-        """The candidate with the fixed rules, then those of ``rules`` that are for searched dims and have an axis."""
+        """The candidate with the fixed rules, then the rules in ``rules`` that are for searched dims and have an axis."""
         searched = [replace(r, optional=True) for r in rules if (r.dim, r.scope) in self.dims and r.axes]
         return Point(sizes, (*self.fixed, *searched))
 

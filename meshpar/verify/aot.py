@@ -149,7 +149,7 @@ def compile_lowered(
 
     Args:
       program: a ``jax.stages.Lowered``, or an object with ``.lower``, which is called with the arguments. Its shardings
-        determine the devices: those of a mesh made by :func:`meshpar.mesh` with ``topology``, or CPU devices.
+        determine the devices: of a mesh made by :func:`meshpar.mesh` with ``topology``, or CPU devices.
       *args: arguments for ``.lower``.
       **keywords: keyword arguments for ``.lower``.
       kwargs: keyword arguments for ``.lower`` whose names are options of this function.

@@ -2,7 +2,7 @@
 
 Every leaf of the results is compared with the run of the same function on one device. A leaf that differs by more
 than the tolerance may still differ only by *rounding*: the program amplifies it (Adam turns a gradient that is zero up to
-rounding into a full step), or computes in a narrower dtype than that of its results. To distinguish these cases, both programs
+rounding into a full step), or computes in a narrower dtype than its results have. To distinguish these cases, both programs
 are run again with all intermediate values as additional results, and the leaf is traced back to values on which both runs agree.
 The difference is rounding if every op on this path, applied on one device to the operands of the *sharded* run, has the results
 of the sharded run within one of:

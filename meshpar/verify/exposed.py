@@ -4,7 +4,7 @@ The scheduled instructions of every computation are simulated in order. A comput
 ``estimated_cycles``. An asynchronous collective (start and done, a chain of fusions, a call on the SparseCores) occupies its links
 from its start for the time of the hardware table; if its done instruction is reached earlier, the remaining time is exposed.
 Collectives of one kind over the same devices run sequentially; others that are in flight at the same time share their common links.
-A synchronous collective is exposed for its whole duration. Loop bodies count with their trip counts; a collective that a loop body
+A synchronous collective is exposed for its full duration. Loop bodies count with their trip counts; a collective that a loop body
 starts also ends in it.
 
 Kernels without an estimate of the compiler (Pallas) take no time: collectives that overlap with them count as exposed. Local copies

@@ -77,7 +77,7 @@ class Archive:
         self.facts: dict[str, Any] = json.loads(self.text(FACTS))
 
     def text(self, name: str) -> str:
-        """A text of the result; "" if there is none of that name."""
+        """A text of the result; "" if it has no text of that name."""
         with zipfile.ZipFile(io.BytesIO(self.data)) as z:
             return z.read(name).decode() if name in z.namelist() else ""
 

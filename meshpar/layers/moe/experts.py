@@ -293,7 +293,7 @@ def _works(avals: Sequence[Any], parts: ShardCounts, *, token_dims: int, activat
            fused: bool = False, **options: Any) -> KernelWork:  # fmt: skip
     """FLOPs and temporary bytes of :func:`_local`, forward and backward.
 
-    FLOPs: those of each token's matmuls with its k experts, divided among the devices.
+    FLOPs: of each token's matmuls with its k experts, divided among the devices.
 
     Bytes, forward: the rows received, the result of each inward matrix (fused: of all together), and the rows returned. Backward:
     first the operands and the gradient of the last matrix, next to the inward results; then the gradients of the inward matrices.

@@ -80,7 +80,7 @@ def moe(
       capacity: None: no drops. A number: an expert takes at most group size · k · capacity / E choices; others are dropped.
         For "expert_choice": the average number of experts per token (2 by default).
       groups: number of groups of consecutive tokens, each with its own capacity.
-      mask: bool [*tokens], False for padding, which is not routed: its result is 0 (plus that of ``shared``).
+      mask: bool [*tokens], False for padding, which is not routed: its result is 0 (plus the result of ``shared``).
       shared: ``gate``, ``up``, ``down`` of an expert for all tokens: [H, M] and [M, H].
       activation: "silu" (with ``gate``: SwiGLU), "gelu", "relu".
       strategy: "a2a", "ring", "dense", or None for the one that sends the fewest bytes

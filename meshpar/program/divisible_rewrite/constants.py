@@ -82,7 +82,7 @@ class Constants:
         return index
 
     def iota_dim(self, value: Value) -> int | None:
-        """The dim along which an integer value counts 0, 1, 2, …, as ``jnp.arange`` does; None if there is none.
+        """The dim along which an integer value counts 0, 1, 2, …, as ``jnp.arange`` does, or None.
 
         Broadcasts and casts of such a value count too, and so do the indices ``where(i < 0, i + n, i)`` that jnp makes of it.
         """

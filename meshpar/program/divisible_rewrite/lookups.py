@@ -29,7 +29,7 @@ def own_rows(site: Site) -> bool:
         if component is None or d not in lookup.collapsed or len(remaining) == 1:
             continue
         i = site.rewriter.constants.iota_dim(component)
-        # dim `last` of the index vectors is that of their components, which cannot be a batch dim
+        # dim `last` of the index vectors has their components, and cannot be a batch dim
         if i is None or i == last or i in batch.values() or index.shape[i] != array.shape[d]:
             continue
         written = None if op.primitive.gather else op.outs[0]

@@ -38,7 +38,7 @@ class JaxprRewriter:
       eqns: the equations of the jaxpr that is being written.
       removable: by id, the equations that are dropped if no equation reads their results: True for one that the rewrite has made,
         False for a copy of an equation of the program.
-      op: the op that is being rewritten. Its source line is that of new equations.
+      op: the op that is being rewritten. New equations have its source line.
     """
 
     def __init__(self, shards: ShardCounts, notes: list[str], rewrites: Mapping[str, Sequence[Rewrite]]):
