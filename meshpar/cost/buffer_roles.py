@@ -23,6 +23,7 @@ class _ProgramFacts:
     """
 
     def __init__(self, program: Program):
+        """Record the dims of the program's weights, and of one layer of stacked weights."""
         self.find = program.unifier.find
         self.passes: dict[Op, str | None] = {}
         self._like_weights: dict[Value, bool] = {}
@@ -63,6 +64,7 @@ def buffer_roles(plan: Plan) -> Callable[[Buffer], str]:
     constants = set(computation_of(plan).constants)
 
     def kind(item: Buffer) -> str:
+        """The role of a buffer, one of :data:`ROLES`."""
         if item in constants:
             return "constants"
         value, made = item.value, item.made_by

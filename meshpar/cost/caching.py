@@ -19,6 +19,7 @@ def cached_on_plan(fn: Callable[[Plan], T]) -> Callable[[Plan], T]:
 
     @functools.wraps(fn)
     def once(plan: Plan) -> T:
+        """The result of ``fn(plan)``, computed by the first call for this plan."""
         cache = vars(plan)  # where cached properties are as well; a result that refers to the plan does not outlive it
         if name not in cache:
             with without_gc():

@@ -109,6 +109,7 @@ def flops_on(plan: Plan, lanes: int) -> Callable[[Run], float]:
     found = plan.program.cached(_matmul_table, tuple(sizes.items()), lanes)
 
     def flops(run: Run) -> float:
+        """:func:`padded_flops` of a matmul's step, on one device."""
         lhs, rhs = run.operands[:2]
         key = run.op, lhs and lhs.spec, rhs and rhs.spec
         if key not in found:
@@ -126,6 +127,7 @@ def reread_bytes_on(plan: Plan, chip: Chip) -> Callable[..., float]:
     found = plan.program.cached(_matmul_table, tuple(sizes.items()), "reread", vmem, chip.compiler)
 
     def again(run: Run, other_arrays: int, cut: Sequence[bool] = (True,) * 3, blocks: int = 1) -> float:
+        """:func:`reread_bytes` of a matmul's step, on one device; the arguments are the same as there."""
         lhs, rhs = run.operands[:2]
         key = run.op, lhs and lhs.spec, rhs and rhs.spec, other_arrays, *cut, blocks
         if key not in found:

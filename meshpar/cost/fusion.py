@@ -71,6 +71,8 @@ class Buffer:
     )
 
     def __init__(self, bytes_: float, value: Value, node: Kernel | None):
+        """A buffer of ``bytes_`` bytes on a device for ``value``, computed by the kernel ``node`` (None: an input);
+        nothing reads it yet."""
         self.bytes, self.value, self.made_by = bytes_, value, node
         self.elements = value.elements
         self.live_bytes = bytes_
@@ -117,6 +119,7 @@ class Kernel:
     )
 
     def __init__(self, name: str, step: Step | None, op: Op | None, ins: list[Buffer], position: int):
+        """A kernel without results, before fusion; the arguments are attributes of the class."""
         self.name, self.step, self.op, self.ins, self.position = name, step, op, ins, position
         self.outs: list[Buffer] = []
         self.is_root = False
@@ -155,6 +158,7 @@ class Computation:
     """
 
     def __init__(self, trip_count: int | None):
+        """A computation without kernels, whose loop runs it ``trip_count`` times (None: not known)."""
         self.trip_count = trip_count
         self.nodes: list[Kernel] = []
         self.inputs: list[Buffer] = []
@@ -172,6 +176,7 @@ def fuse(computation: Computation, row_ratio: int) -> None:
     roots: dict[Buffer, tuple[Kernel, ...]] = {}  # of each, the kernels that read it
 
     def read(items: Sequence[Buffer], readers: tuple[Kernel, ...]) -> None:
+        """Add ``readers`` to the kernels that read each of ``items``."""
         for item in items:
             have = roots.get(item)
             if have is None:

@@ -57,6 +57,7 @@ class _Reader:
     """
 
     def __init__(self, plan: Plan):
+        """A reader of ``plan`` before its first step, with an empty computation."""
         self.plan, self.sizes = plan, plan.sizes
         tiles = None if plan.chip is None or plan.chip.switch else plan.program.cached(Tiles)
         self.tiles = tiles if tiles is not None and tiles.images else None
@@ -244,6 +245,7 @@ class _Reader:
         return len(dn.scatter_dims_to_operand_dims) == 1 and rank > 1 and math.prod(sizes) == 1
 
     def branch(self, step: Branch) -> None:
+        """Add a conditional: a kernel with its operands and results, and a computation for each branch."""
         reads = [step.index, *step.operands]
         node = self.node("cond", step, step.op, [self.item(s) for s in reads])
         for body in step.branches:
@@ -262,6 +264,7 @@ class _Reader:
         for body in step.bodies:
 
             def begin(body: Body = body) -> None:
+                """Add the inputs of a loop body: its carries, and a slice of each stacked operand."""
                 for shard in body.inputs[:carries]:
                     mine = self.enter(shard)
                     mine.carried = True

@@ -97,6 +97,7 @@ class _Live:
     """
 
     def __init__(self, plan: Plan):
+        """The state before the program's first kernel: no buffer is live."""
         self.plan, self.kind_of = plan, buffer_roles(plan)
         chip = plan.chip
         self.tpu = chip is not None and bool(chip.torus)

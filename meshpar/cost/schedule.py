@@ -59,6 +59,7 @@ def async_collectives(plan: Plan) -> dict[Computation, dict[Kernel, AsyncCollect
     tpu = chip is not None and bool(chip.torus)
 
     def of_result(move: Kernel) -> AsyncCollective:
+        """How the collective of a kernel overlaps, if no kernel of its computation reads its result."""
         if tpu and isinstance(move.step, Reduce):
             if offloaded and any(s.entry.slices_locally for s in move.step.scatters):
                 return AsyncCollective(False, True, True)
@@ -270,6 +271,7 @@ class _Clock:
         bodies: Mapping[Computation, Schedule],
         concurrent: Mapping[Kernel, Sequence[Kernel]],
     ):
+        """A clock at 0 seconds for the kernels of ``computation``."""
         self.plan, self.bodies, self.concurrent = plan, bodies, concurrent
         self.times, self.overlapped = kernel_times(plan), async_collectives(plan)[computation]
         self.now = self.links_free = 0.0

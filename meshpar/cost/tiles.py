@@ -20,6 +20,7 @@ class Tiles:
     """
 
     def __init__(self, program: Program):
+        """Find the operands and results of the program's convolutions, with their batch and channel dims."""
         self.find = program.unifier.find
         self.images: set[tuple[int, int, int, int]] = set()  # classes and places of batch and channels
         self._of: dict[Value, tuple[int, int] | None] = {}

@@ -55,6 +55,7 @@ def choose_all_reduce(plan: Plan) -> Plan:
         return plan
 
     def change(body: Body) -> Body:
+        """A body with its reductions replaced; rings, and the bodies inside, are unchanged."""
         if not any(isinstance(s, Reduce) for s in body.steps):
             return body
         queued = not partitioned and plan.is_async("all-reduce") and _matmuls_block_on_reductions(plan, body)

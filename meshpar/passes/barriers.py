@@ -29,9 +29,12 @@ def serialize_loops(plan: Plan) -> Plan:
     """
 
     def serialized(body: Body) -> Body:
+        """A body whose scans start after the scans and large reduce-scatters before them."""
         pending: list[Shard] = []  # results for which the next loop waits
 
         def change(step: Reduce | Loop) -> Sequence[Step]:
+            """The steps that replace a reduction or loop: with a barrier after a large reduction, and one on the
+            operands of a scan."""
             if isinstance(step, Reduce):
                 before = plan.shard_bytes(step.source)
                 after = value_bytes(step.source.value, step.scattered, plan.sizes)
@@ -75,6 +78,7 @@ def _rewrite_scans(plan: Plan, change: Callable[[Loop], Loop]) -> Plan:
     """The plan after ``change`` of every ``scan``."""
 
     def changed(body: Body) -> Body:
+        """A body after ``change`` of its own scans, not of scans in nested bodies."""
         scans = {k: s for k in body.nested if isinstance(s := body.steps[k], Loop) and s.op.primitive.scan}
         return (
             body.with_steps([change(scans[k]) if k in scans else s for k, s in enumerate(body.steps)])
@@ -94,6 +98,7 @@ def serialize_results(plan: Plan) -> Plan:
     previous: tuple[Shard, ...] = ()
 
     def change(step: Reshard) -> Sequence[Step]:
+        """The steps that replace a resharding: a large all-gather of an aliased result waits for the previous one."""
         nonlocal previous
         if (
             step.copy
@@ -121,6 +126,8 @@ def separate_slices(plan: Plan) -> Plan:
     cast = plan.program.cached(_values_cast_to_narrower)
 
     def change(step: Loop) -> Loop:
+        """A scan whose cast slices are behind an optimization barrier; the scan itself if no slice is cast to a
+        narrower dtype."""
         inner = step.body
         slices = {s: s.copy() for s in inner.inputs[len(step.inits) :] if s.value in cast}
         if not slices:
@@ -143,12 +150,15 @@ def separate_matmuls(plan: Plan) -> Plan:
     """
 
     def separated(body: Body) -> Body:
+        """A body with barriers on the operands and results of matmuls that must not be fused."""
         facts = _LargeMatmuls(plan, body)
         behind: dict[Shard, Shard] = {}  # operand or result of a matmul → the same behind a barrier
         for matmul in facts.matmuls:
             behind.update((s, s.copy()) for s in facts.separated(matmul) if s not in behind)
 
         def change(step: Run) -> Sequence[Step]:
+            """The steps that replace an op: it reads operands behind their barriers, and barriers of its own results
+            follow it."""
             new = tuple(s for s in step.results if s in behind)
             reads = not _is_view(step) and (_is_matmul(step) or step.op.name in FUSIBLE | REDUCTIONS)
             if reads and not behind.keys().isdisjoint(step.operands):
@@ -187,6 +197,7 @@ class _LargeMatmuls:
     """
 
     def __init__(self, plan: Plan, body: Body):
+        """Find the large matmuls of a body and, if there are any, the readers of all that depends on them."""
         self.plan = plan
         self.matmuls: list[Run] = []
         self.results: set[Shard] = set()
@@ -274,6 +285,8 @@ def order_stacks(plan: Plan) -> Plan:
     """
 
     def change(step: Loop) -> Loop:
+        """A scan whose stacked matmul results are computed in the dim order (0, 2, 1); the scan itself if it stacks no
+        large one."""
         body, carries = step.body, len(step.inits)
         from_matmuls: set[Shard] = set()
         for run in body.with_calls:

@@ -141,6 +141,7 @@ def _with_choices(plan: Plan, pairs: CollectiveMatmulPairs, joint: Mapping[tuple
             changes.update(_ring_steps(plan, pair, decision.choice, fused, pairs))
 
     def change(body: Body) -> Body:
+        """A body with the steps in ``changes`` replaced, sorted again if it has a ring of an all-gather."""
         if changes.keys().isdisjoint(body.steps):
             return body
         steps = [changes.get(step, step) for step in body.steps]
@@ -154,20 +155,25 @@ def _with_choices(plan: Plan, pairs: CollectiveMatmulPairs, joint: Mapping[tuple
 
 
 class CollectiveMatmulPairs:
-    """The pairs of a collective and matmuls in a plan.
+    """Finds the collectives of a plan that can be computed with matmuls as a ring (collective matmul), and their
+    matmuls.
+
+    A pair is an all-gather and the matmuls that read its result, or a reduce-scatter and the matmuls that it sums. The
+    pass makes one instance per plan.
 
     Attributes:
       candidates: in program order, the all-gathers whose results their own body reads, and reductions that begin with a
-        reduce-scatter.
+          reduce-scatter.
       pairs: candidate → its pair, without regard to rings that other pairs have.
       in_rings: the matmuls that are in a ring already.
       users: result of a candidate all-gather → the steps that read it.
-      maker: partial shard → the op that computes it.
+      maker: partial shard → the step of the op that computes it.
       reads: partial shard → how many times it is read.
       home, frame: step → its body (calls inlined), and its frame (a call is a frame of its own).
     """
 
     def __init__(self, plan: Plan):
+        """Find the candidates and pairs of a plan; no matmul is in a ring yet."""
         self.plan = plan
         self.in_rings: set[Op] = set()
         self.candidates: list[Reshard | Reduce] = []
@@ -184,6 +190,12 @@ class CollectiveMatmulPairs:
         self._on_critical_path: dict[Step, bool] = {}
 
     def _read(self, body: Body, hoisted: set[Shard], home: Frame) -> None:
+        """Record the candidates of a body and of nested bodies, and the readers and makers of shards.
+
+        Args:
+          hoisted: shards that are resharded before a loop, which are no candidates.
+          home: the frame that the body's calls are inlined in.
+        """
         users, reads = self.users, self.reads
         for step in body.steps:
             if not isinstance(step, Run):
@@ -413,10 +425,13 @@ def _decision(
     joint: Choice | None,
     critical: bool,
 ) -> tuple[Overlap, FusedGather | FusedScatter | None]:
-    """The decision for a pair, and the fused kernel if it is the choice.
+    """(decision about a pair, kernel): the :class:`Overlap` with its choice, and the fused kernel if the choice is
+    ``pallas``, else None.
 
     Args:
-      joint: the implementation of all collectives of activations over the same axes; None: the pair is decided on its own.
+      unpaired: the matmuls that are in no pair, with which a separate collective may overlap.
+      joint: the implementation of all collectives of activations over the same axes; None: the pair is decided on its
+          own.
       critical: it is on the critical path (:meth:`CollectiveMatmulPairs.on_critical_path`).
     """
     mode, first = plan.overlap, pair.step.collectives[0]

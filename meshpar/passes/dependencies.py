@@ -33,6 +33,7 @@ class Dependencies:
     """
 
     def __init__(self, ops: Sequence[Op]):
+        """Compute the ancestors and descendants of every op; operands of other bodies do not count."""
         self.ops = ops
         self.index = {op: k for k, op in enumerate(ops)}
         operands = [
@@ -96,6 +97,7 @@ class FrameDependencies:
     """
 
     def __init__(self, frame: Frame):
+        """Compute the dependencies between the ops of ``frame``; operands from outside the frame do not count."""
         self.frame = frame
         self.position = {op: k for k, op in enumerate(frame.ops)}
         self.matmuls = [op for op in frame.ops if op.name in MATMULS]

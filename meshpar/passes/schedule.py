@@ -48,6 +48,7 @@ def schedule(plan: Plan) -> Plan:
     orders = {frame: waits.frames[frame].order(waits.after) for frame in {op.frame for op in waits.after}}
 
     def change(body: Body) -> Body:
+        """A body with its steps in the new order, and a barrier on one operand of each op that must wait."""
         if body.frame not in orders:
             return body
         steps: list[Step] = []
@@ -91,6 +92,7 @@ class _Waits:
     """
 
     def __init__(self, plan: Plan):
+        """Decide for every frame with matmuls which of them wait, and for which values."""
         self.plan = plan
         self.after: dict[Op, list[Value]] = {}
         self.frames = {frame: _FrameOrder(facts) for frame, facts in plan.program.cached(frame_dependencies).items()}
