@@ -1,4 +1,4 @@
-"""Choosing among the implementations of one op, and saying why the others cannot run."""
+"""Choice among the implementations of one op, and the reasons why the others cannot run."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ FLOPs are equal, is then traced as one of them, a TPU's if it has one. It is par
 
 
 class Unsupported(tuple[str, ...]):
-    """Why an implementation cannot take these arguments: one sentence for each reason; empty if it
-    can."""
+    """Reasons why an implementation cannot take these arguments, one sentence each; empty if it can."""
 
 
 def dispatch(
@@ -99,7 +98,8 @@ def dispatch(
 
 
 def _in_32_bits(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """A Pallas kernel traced without x64: Pallas indexes in 32 bits, and under x64 a Python integer in its body is an int64."""
+    """A Pallas kernel traced without x64: Pallas indexes in 32 bits, but with x64 a Python integer in its body is an
+    int64."""
 
     @functools.wraps(kernel)
     def run(*args: Any) -> Any:
@@ -112,7 +112,7 @@ def _in_32_bits(kernel: Callable[..., Any]) -> Callable[..., Any]:
 def _by_platform(
     args: Sequence[Any], functions: Mapping[str, Callable[..., Any]], default: Callable[..., Any] | None = None
 ) -> Any:
-    """The function of the platform that is lowered for, else the default."""
+    """The result of the function for the platform that the program is lowered for, else of the default."""
     if not functions or OUTLINE.value:
         function = functions.get("tpu") or default or next(iter(functions.values()))
         return function(*args)
@@ -120,7 +120,7 @@ def _by_platform(
 
 
 def body(kernel: Callable[..., None]) -> Callable[..., None]:
-    """The body of a Pallas kernel that states its cost; in an `OUTLINE`, where nothing reads it, an empty one."""
+    """The body of a Pallas kernel with a cost estimate; in an `OUTLINE`, where nothing reads the body, an empty one."""
     return _nothing if OUTLINE.value else kernel
 
 
@@ -133,7 +133,8 @@ def _reference_wanted() -> bool:
 
 
 def by_default(op: str) -> bool:
-    """Whether None takes the kernel."""
+    """Whether `implementation=None` selects the Pallas kernel of this op. Raises ValueError for an unknown value of the
+    variable."""
     wanted = os.environ.get(VARIABLE, "")
     if wanted not in ("", "pallas", "reference"):
         raise ValueError(f"{VARIABLE}={wanted!r}: it may be 'pallas' or 'reference', or not set")

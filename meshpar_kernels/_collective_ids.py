@@ -1,8 +1,8 @@
-"""The barrier semaphores of the kernels that talk to other devices.
+"""Collective ids: the barrier semaphores of the kernels that communicate with other devices.
 
-Two kernels that may run at the same time must not share one, and the compiler does not notice when they do, or when a kernel
-has none: so each takes its number here. The compiler gives every number that a program uses a semaphore of its own, whatever the
-number.
+Two kernels that may run at the same time must not share a barrier semaphore. The compiler does not detect it if they
+do, or if a kernel has none. So each kernel takes its id from this module. The compiler allocates one semaphore for
+every id that a program uses.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ COLLECTIVE_IDS: dict[str, int] = {name: (1 + number) * 2**MESH_AXES for number, 
 def collective_id(name: str, axes: Sequence[str]) -> int:
     """The collective id of a kernel that one program may run over different sets of mesh axes.
 
-    Each set of axes has its own id. With a shared one, devices that wait at a barrier of one group would count a signal of a device
-    that has already started the exchange of another group.
+    Each set of axes has its own id. With a shared id, devices that wait at the barrier of one group would count a
+    signal of a device that has already started the exchange of another group.
 
     Args:
       name: of the kernel.
-      axes: of the surrounding mesh, at most the first `MESH_AXES` of it.
+      axes: of the surrounding mesh, among its first `MESH_AXES` axes.
 
     Raises:
-      NotImplementedError: an axis behind those.
+      NotImplementedError: an axis is beyond them.
     """
     names = list(jax.sharding.get_abstract_mesh().axis_names)
     far = [a for a in axes if names.index(a) >= MESH_AXES]

@@ -80,16 +80,14 @@ def _races_found() -> bool:
 def race_detection(
     *, dma_execution_mode: Literal["eager", "on_wait"] = "on_wait", random_seed: int | None = None
 ) -> Iterator[None]:
-    """Run the Pallas TPU kernels of the block in the interpreter, and raise if two accesses race.
+    """Context manager: run Pallas TPU kernels in the interpreter, and raise RuntimeError if two accesses race.
 
-    Up to jax 0.11 the interpreter only prints a race and remembers it; from 0.12 it raises. Both
-    come out of this block as a `RuntimeError`. Block on the results inside it: what runs later is
-    not looked at.
+    Up to jax 0.11 the interpreter only prints a race and records it; from 0.12 on it raises. Block on the results
+    inside the context: code that runs later is not checked.
 
     Args:
-      dma_execution_mode: `"on_wait"` runs each copy as late as its semaphore allows, `"eager"` at
-        its start.
-      random_seed: order of the simulated devices' steps, for kernels that talk to other devices.
+      dma_execution_mode: `"on_wait"` runs each copy as late as its semaphore allows, `"eager"` at its start.
+      random_seed: order of the simulated devices' steps, for kernels that communicate.
     """
     pltpu.reset_tpu_interpret_mode_state()
     params = pltpu.InterpretParams(
@@ -121,7 +119,7 @@ def has_gpu_interpreter() -> bool:
 
 @contextlib.contextmanager
 def gpu_race_detection() -> Iterator[None]:
-    """Run the Mosaic GPU kernels of the block in the interpreter, which raises if two accesses race.
+    """Context manager: run Mosaic GPU kernels in the interpreter, which raises if two accesses race.
 
     Block on the results inside it.
     """
@@ -164,7 +162,8 @@ def _cudnn() -> Any:
 
 
 def cudnn_reasons() -> list[str]:
-    """Why JAX cannot use cuDNN's attention on the GPUs that it has found; without GPUs cuDNN is assumed available."""
+    """Reasons why JAX cannot use cuDNN's attention on the GPUs that it has found; without GPUs cuDNN is assumed to be
+    available."""
     if backend_platform() != "cuda":
         return []
     versions = _cudnn().cuda_versions
@@ -227,8 +226,11 @@ def backend_platform() -> str:
 
 
 def multiprocessors() -> int:
-    """How many the GPU has that kernels traced now are for: the device's own number where it is one that JAX has found, else
-    the number for its kind, else the one of an H100 or H200 with SXM (132) or a B200 (148)."""
+    """Number of multiprocessors of the GPU that kernels traced now are for.
+
+    It is the device's own number if JAX has found it, else the number for its kind, else the number of an H100 or H200
+    with SXM (132) or a B200 (148).
+    """
     kind, device = _mesh_kind(), _config.default_device.value
     if device is None and xla_bridge.backends_are_initialized():
         device = backend.get_default_device()
@@ -242,8 +244,8 @@ def multiprocessors() -> int:
 
 
 def host_reasons(axes: Sequence[str]) -> list[str]:
-    """Why the devices along these mesh axes are not known to be in one process and in the order of their ids, as kernels that
-    write to other GPUs need it. Empty where JAX has found no GPU."""
+    """Reasons why the devices along these mesh axes are not known to be in one process and in the order of their ids,
+    as kernels that write to other GPUs require. Empty if JAX has found no GPU."""
     if backend_platform() != "cuda":
         return []
     mesh = _mesh.get_concrete_mesh()
@@ -268,8 +270,8 @@ def host_reasons(axes: Sequence[str]) -> list[str]:
 
 
 def tpu_vmem() -> int:
-    """Bytes of on-chip memory of the TPU core that kernels traced now are for: 16 MiB up to v4; else 64 MiB, which is the least
-    that newer ones have (v5p, tpu7x; v5e and v6e: 128 MiB)."""
+    """Bytes of VMEM of the TPU core that kernels traced now are for: 16 MiB up to v4; else 64 MiB, the least of newer
+    ones (v5p, tpu7x; v5e and v6e: 128 MiB)."""
     return (16 if re.match(r"TPU v[234]\b", device_kind()) else 64) << 20
 
 
@@ -300,9 +302,9 @@ def gpu_architecture() -> tuple[int, int]:
 
 
 def load_gmem(ref: Any, index: Any, layout: Any) -> Any:
-    """`ref[index]` out of global memory into registers laid out as `layout`, wherever it begins.
+    """`ref[index]` loaded from global memory into registers with this `layout`, for any alignment of the index.
 
-    From jax 0.11 on the index comes with the reference.
+    From jax 0.11 on the index is part of the reference.
     """
     gpu = mosaic_gpu()
     if "idx" in inspect.signature(gpu.load).parameters:
@@ -311,9 +313,9 @@ def load_gmem(ref: Any, index: Any, layout: Any) -> Any:
 
 
 def store_smem(ref: Any, value: Any) -> None:
-    """`ref[...] = value` into shared memory that is not swizzled, so that banks may conflict.
+    """`ref[...] = value` into shared memory that is not swizzled, with possible bank conflicts.
 
-    Newer versions refuse that unless asked.
+    Newer versions of JAX refuse it without an option.
     """
     gpu = mosaic_gpu()
     if hasattr(gpu, "store"):
@@ -347,7 +349,7 @@ def same_varying(*arrays: Any) -> tuple[Any, ...]:
 def varying_over(axes: Sequence[str], *arrays: Any) -> tuple[Any, ...]:
     """Make every array vary over these mesh axes of the surrounding `shard_map` (`check_vma=True`).
 
-    Where types do not say over what arrays vary (`check_vma=False`) this is the identity.
+    With `check_vma=False`, where types do not have varying axes, this is the identity.
     """
     checked = bool(_varying(lax.axis_index(axes[0])))
     if not checked:

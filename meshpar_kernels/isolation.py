@@ -42,10 +42,10 @@ LOG_TAIL = 600
 
 
 class WorkerError(Exception):
-    """A call without a result.
+    """A call ended without a result.
 
     Attributes:
-      status: what happened.
+      status: the kind of failure.
     """
 
     def __init__(self, status: Status, message: str):
@@ -63,6 +63,7 @@ class Worker:
     """
 
     def __init__(self, target: str, *, paths: Sequence[str] = (), environment: Mapping[str, str] | None = None):
+        """See the class. The process is started by the first call."""
         self.target = target
         package = str(Path(__file__).resolve().parents[1])
         joined = os.pathsep.join([*map(str, paths), *filter(None, [os.environ.get("PYTHONPATH")]), package])

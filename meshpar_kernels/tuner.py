@@ -38,7 +38,7 @@ MARGIN = 0.98
 
 
 class WrongValueError(Exception):
-    """The kernel gives wrong values with its own choice: nothing that it does on this device may be stored."""
+    """The kernel computes wrong values with the analytic choice: no measurement of this device may be stored."""
 
 
 class Bench(Protocol):
@@ -53,7 +53,7 @@ class Bench(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what measuring took; called once."""
+        """Free the resources of the measurement; called once."""
         ...
 
 
@@ -178,6 +178,7 @@ class DeviceBench:
     """
 
     def __init__(self, matmul: MatmulKey, dtype: Any):
+        """Create the operands, and compute the reference result."""
         self.matmul = matmul
         p, rng = matmul, np.random.default_rng(0)
         back = p.op == "grouped_matmul_transpose"

@@ -78,9 +78,9 @@ class Entry:
     """A measured choice.
 
     Attributes:
-      config: the one that took the least time, among those whose values are right.
-      seconds, analytic_seconds: medians, of it and of the choice without a table.
-      jax: the version it was measured with.
+      config: the fastest configuration with correct values.
+      seconds, analytic_seconds: median seconds of it, and of the configuration that is used without a table.
+      jax: version of JAX that it was measured with.
     """
 
     config: Config
@@ -94,7 +94,8 @@ Table = Mapping[str, Mapping[str, Mapping[str, Entry]]]
 
 
 def path() -> Path:
-    """The user's table: what `MESHPAR_KERNEL_TABLE` says, else meshpar/kernels.json in the user's cache folder."""
+    """Path of the user's table: `MESHPAR_KERNEL_TABLE` if it is set, else meshpar/kernels.json in the user's cache
+    folder."""
     named = os.environ.get(VARIABLE)
     if named:
         return Path(named)
@@ -102,10 +103,10 @@ def path() -> Path:
 
 
 def read(file: Path) -> Table:
-    """A table; without such a file an empty one.
+    """The table of a file; an empty one if there is no such file.
 
     Raises:
-      ValueError: the file is no table, or of a format that is not known here; says where.
+      ValueError: the file is no table, or has an unknown format; the message has the entry.
     """
     try:
         stamp = file.stat().st_mtime_ns
@@ -162,7 +163,7 @@ def _entry(fields: Mapping[str, Any]) -> Entry:
 
 
 def merge(*tables: Table) -> Table:
-    """All entries; where several tables have one, the last table's."""
+    """All entries of the tables; if several tables have an entry, the last one is used."""
     out: dict[str, dict[str, dict[str, Entry]]] = {}
     for table in tables:
         for kind, classes in table.items():
@@ -172,7 +173,7 @@ def merge(*tables: Table) -> Table:
 
 
 def write(file: Path, table: Table) -> None:
-    """Replace the file at once, so that nobody reads half of it."""
+    """Replace the file atomically, so that no reader sees half of it."""
     devices = {
         kind: {
             shape: {dtype: {**e.config._asdict(), "seconds": e.seconds, "analytic_seconds": e.analytic_seconds, "jax": e.jax}
@@ -189,10 +190,10 @@ def write(file: Path, table: Table) -> None:
 
 
 def lookup(platform: str, matmul: MatmulKey, dtype: Any) -> Config | None:
-    """The measured configuration for this matmul on the device that is traced for; None if there is none.
+    """The measured configuration of this matmul on the device that kernels traced now are for; None without an entry.
 
     Args:
-      platform: "tpu" or "cuda", of the kernel that asks; a device of the other one has nothing for it.
+      platform: "tpu" or "cuda", the platform of the kernel; None is returned for devices of the other one.
 
     Raises:
       ValueError: the user's table cannot be read.

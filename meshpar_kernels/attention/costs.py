@@ -1,4 +1,4 @@
-"""What each strategy sends, holds and computes on one device, and which one is taken."""
+"""Cost of each attention strategy on one device: transfers, memory, FLOPs and seconds; and the choice of a strategy."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Machine:
 
     Attributes:
       flops: FLOP/s of dense matmuls.
-      link: bytes/s one way over one link of a ring that both ways can be used of.
+      link: bytes/s in one direction over one link of a ring whose directions can be used at the same time.
       memory_bandwidth: bytes/s.
-      latency: seconds a hop.
-      memory: bytes that attention may take beyond its operands and results.
+      latency: seconds of one hop.
+      memory: bytes that attention may allocate in addition to its operands and results.
     """
 
     flops: float = 4.59e14
@@ -48,10 +48,10 @@ class Sent:
     Attributes:
       op: "all-gather", "reduce-scatter", "all-to-all" or "collective-permute".
       shape, dtype: of the operand on one device.
-      times: how often.
-      why: name of the arrays sent, for reports.
-      step: of a permute: how far on the ring.
-      stage: the axis, and its size, that it runs over; None: all axes.
+      times: number of executions.
+      why: name of the arrays that are sent, for reports.
+      step: of a permute: distance on the ring.
+      stage: (mesh axis, its size); None: all axes.
     """
 
     op: str
@@ -63,14 +63,14 @@ class Sent:
     stage: tuple[str, int] | None = None
 
     def bytes(self, devices: int) -> float:
-        """Bytes that a device sends in all, of so many on all axes."""
+        """Bytes that a device sends in total; `devices`: number of devices on all axes."""
         devices = devices if self.stage is None else self.stage[1]
         full = math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
         part = {"all-gather": devices - 1, "collective-permute": 1}.get(self.op, (devices - 1) / devices)
         return full * part * self.times
 
     def seconds(self, devices: int, machine: Machine) -> float:
-        """On a ring of devices with links both ways."""
+        """Seconds on a ring of devices with links in both directions."""
         devices = devices if self.stage is None else self.stage[1]
         full = math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
         hops = {"collective-permute": abs(self.step)}.get(self.op, devices // 2)
@@ -87,15 +87,17 @@ class Sent:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCost:
-    """One strategy, on the device with the most to do; forward and backward pass together unless said otherwise.
+    """Cost of one strategy on the device with the most work; of forward and backward pass together unless stated
+    otherwise.
 
     Attributes:
       forward, backward: the collectives of each pass.
-      bytes_sent: of both.
-      memory: bytes at most, in the backward pass, beyond operands, results and their gradients.
-      flops: of the products of queries and keys, and of weights and values: 7 such (2 forward, 5 backward).
-      seconds: estimate; sends of "ring" are overlapped with the attention, sends of the other strategies are not.
-      refused: why this strategy cannot be taken; None: it can.
+      bytes_sent: of both passes.
+      memory: largest number of bytes, in the backward pass, in addition to operands, results and their gradients.
+      flops: of 7 matmuls over unmasked pairs: 2 in the forward pass, 5 in the backward pass.
+      seconds: estimate. Transfers of "ring" are overlapped with the attention, transfers of the other strategies are
+        not.
+      refused: the reason why this strategy cannot run; None if it can.
     """
 
     strategy: str
@@ -110,9 +112,12 @@ class AttentionCost:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCosts:
-    """Attributes:
-    of: cost by strategy.
-    strategy: the one that is taken; reason: why.
+    """Cost of all strategies, and the chosen one.
+
+    Attributes:
+      of: cost by strategy.
+      strategy: the chosen strategy.
+      reason: the reason for the choice, in words.
     """
 
     of: dict[str, AttentionCost]
@@ -121,10 +126,10 @@ class AttentionCosts:
 
 
 def sends(c: Context, strategy: str, q: Any, k: Any, v: Any, segments: int) -> tuple[list[Sent], list[Sent]]:
-    """What one device sends in the forward and in the backward pass.
+    """The collectives that one device takes part in: (forward pass, backward pass).
 
     Args:
-      q, k, v: shapes and dtypes of one device.
+      q, k, v: shapes and dtypes on one device.
       segments: number of arrays of segment ids: 0, 1 (queries and keys have the same) or 2.
     """
     if c.devices == 1:
@@ -185,16 +190,18 @@ def _ulysses(shape: Sequence[int], dtype: Any, why: str) -> Sent:
 
 
 def costs(c: Context, q: Any, k: Any, v: Any, *, segments: int = 0, machine: Machine | None = None) -> AttentionCosts:
-    """Every strategy, and the one to take: see `attention_costs`. q, k, v: shapes and dtypes of one device."""
+    """Cost of every strategy, and the chosen one: see `attention_costs`. q, k, v: shapes and dtypes on one device."""
     m = Machine() if machine is None else machine
     of = {name: _cost(c, name, q, k, v, segments, m) for name in STRATEGIES}
     return AttentionCosts(of, *_choose(of, k.shape[1] * c.devices, m))
 
 
 def work(c: Context, strategy: str, q: Any, k: Any, v: Any) -> tuple[tuple[float, float], tuple[float, float]]:
-    """(FLOPs of the device with the most to do, bytes beyond operands and results), forward and backward.
+    """(FLOPs of the device with the most work, bytes in addition to operands and results), of the forward and of the
+    backward pass.
 
-    FLOPs are those of the matmuls over unmasked pairs: two forward, five backward. Shapes are of one device.
+    FLOPs count two matmuls over unmasked pairs in the forward pass, five in the backward pass. Shapes are of one
+    device.
     """
     batch, each, heads, _ = q.shape
     pairs = visible_pairs(c.softmax.mask, c.devices, each * c.devices, k.shape[1] * c.devices, c.zigzag)
@@ -233,7 +240,8 @@ def _cost(c: Context, strategy: str, q: Any, k: Any, v: Any, segments: int, m: M
 
 
 def _memory(c: Context, strategy: str, q: Any, k: Any, v: Any, *, backward: bool) -> float:
-    """Bytes beyond operands and results: scores of one chunk, received blocks, float32 accumulators, chunked copies."""
+    """Bytes in addition to operands and results: scores of one chunk, received blocks, float32 accumulators, chunked
+    copies."""
 
     def size(*xs: Any, wide: bool = False) -> float:
         return sum(math.prod(x.shape) * (4 if wide else jnp.dtype(x.dtype).itemsize) for x in xs)

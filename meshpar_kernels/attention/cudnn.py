@@ -1,7 +1,8 @@
-"""Attention of the queries and keys on one device by NVIDIA's cuDNN: flash attention of Ampere GPUs and newer, both directions.
+"""Attention of the queries and keys on one device by NVIDIA's cuDNN: flash attention for Ampere GPUs and newer, forward
+and backward.
 
-A vendor's library, so it is the default on GPUs where it can run: bfloat16 and float16, and masks that need no positions. Which
-those are is known while tracing: none at all, or causal (with a window or without) where queries and keys lie in order.
+It is the default on GPUs where it can run: bfloat16 and float16, and masks that need no positions: no mask, or a causal
+mask (with or without a window) if queries and keys are in order. That is known at trace time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["backward", "forward", "unsupported"]
 
 
 def unsupported(s: Softmax, q: Queries, k: Keys, *, aligned: bool) -> Unsupported:
-    """Why cuDNN cannot take these operands.
+    """Reasons why cuDNN cannot take these operands; empty if it can.
 
     Args:
       aligned: query i and key i have the same position, and positions ascend by one.
@@ -52,7 +53,7 @@ def _how(s: Softmax) -> dict[str, Any]:
 
 
 def forward(s: Softmax, q: Queries, k: Keys) -> tuple[jax.Array, jax.Array]:
-    """See `flash.forward`; the result is of q's precision."""
+    """See `flash.forward`; the result is computed in the precision of q."""
     out, lse = _compat.cudnn_forward(q.x, k.k, k.v, **_how(s))
     return _compat.same_varying(q.x, out.astype(jnp.float32), jnp.swapaxes(lse, 1, 2))[1:]
 
@@ -60,7 +61,7 @@ def forward(s: Softmax, q: Queries, k: Keys) -> tuple[jax.Array, jax.Array]:
 def backward(
     s: Softmax, q: Queries, k: Keys, grad: jax.Array, lse: jax.Array, dots: jax.Array, out: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `flash.backward`; `out` is the full result, from which cuDNN computes Σ grad·out of each row itself."""
+    """See `flash.backward`; `out` is the result over all keys, from which cuDNN computes Σ grad·out of each row itself."""
     del dots
     saved = jnp.swapaxes(lse, 1, 2).astype(jnp.float32), out.astype(q.x.dtype), grad.astype(q.x.dtype)
     grads = _compat.cudnn_backward(q.x, k.k, k.v, *saved, **_how(s))

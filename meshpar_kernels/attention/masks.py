@@ -23,7 +23,8 @@ class Mask:
 
     Attributes:
       causal: a query sees no later key.
-      window: a query sees the keys less than so many positions away (causal: itself and the window - 1 before it).
+      window: a query sees the keys less than `window` positions away; if causal, itself and the window - 1 keys before
+        it.
     """
 
     causal: bool = False
@@ -95,11 +96,11 @@ class Mask:
 
 
 def positions(index, total: int, zigzag: int):
-    """The position of the token at `index` of an array of `total` tokens.
+    """Position of the token at `index` in an array of `total` tokens.
 
     Args:
       index: int array (NumPy or JAX), 0…total-1.
-      zigzag: the tokens are in zig-zag order for so many devices; 1: as they come.
+      zigzag: the tokens are in zig-zag order for so many devices; 1: in order.
     """
     if zigzag == 1:
         return index
@@ -110,14 +111,16 @@ def positions(index, total: int, zigzag: int):
 
 
 def zigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
-    """Put tokens in zig-zag order: split in 2·A blocks, device i gets blocks i and 2A - 1 - i, so that causal work balances.
+    """Put tokens in zig-zag order: split in 2·A blocks, device i gets blocks i and 2A - 1 - i, so that causal work is
+    balanced.
 
     Args:
       x: full (unsharded) array, tokens along `axis`.
       devices: A; 1 leaves the order as it is.
 
     Returns:
-      The array, so that a plain split of `axis` over A devices gives each its two blocks. `unzigzag` undoes it.
+      The reordered array: sharding its `axis` over A devices gives each device its two blocks. `unzigzag` is the
+        inverse.
 
     Raises:
       ValueError: the length of `axis` is no multiple of 2·A.
@@ -126,7 +129,7 @@ def zigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
 
 
 def unzigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
-    """Undo `zigzag`: tokens in the order of their positions again. Arguments and errors are the same."""
+    """The inverse of `zigzag`: tokens in the order of their positions. Arguments and errors are the same."""
     return _take_blocks("unzigzag", x, devices, axis, inverse=True)
 
 
@@ -157,7 +160,8 @@ def _take_blocks(op: str, x: jax.Array, devices: int, axis: int, *, inverse: boo
 
 
 def runs(first: int, length: int, total: int, zigzag: int) -> Iterator[tuple[int, int]]:
-    """The runs of positions (both ends included) that tokens `first` … `first + length - 1` of the array make up."""
+    """(first, last) position of each run of consecutive positions among the tokens `first` … `first + length - 1` of
+    the array."""
     chunk = total if zigzag == 1 else total // (2 * zigzag)
     at, end = first, first + length
     while at < end:
@@ -181,10 +185,11 @@ def devices_seen(mask: Mask, devices: int, q_len: int, k_len: int, zigzag: int) 
 
 
 def visible_pairs(mask: Mask, devices: int, q_len: int, k_len: int, zigzag: int) -> list[int]:
-    """Pairs of a query of each device and any key that it sees (full lengths, without segments), in closed form."""
+    """For each device, the number of pairs of one of its queries and a key that it sees; full lengths, without
+    segments, in closed form."""
 
     def seen_by(first: int, last: int) -> int:
-        """Σ over queries first…last of the number of keys in sight."""
+        """Σ over queries first…last of the number of visible keys."""
         behind = 0 if not mask.window else mask.window
         edges = {first, last}
         for edge in (k_len - 1, k_len - 1 + behind, behind - 1, k_len - behind):

@@ -1,4 +1,4 @@
-"""The options and the operands of `ring_attention`: two records with their checks."""
+"""The options and the operands of `ring_attention`: two records with checks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ STRATEGIES = ("ring", "ulysses", "gathered")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of `ring_attention`, where each is described.
+    """The options of `ring_attention`, which documents them.
 
     Attributes:
       zigzag: tokens are in zig-zag order for so many devices, which may differ from the mesh's; 1: in order.
 
     Raises:
-      ValueError: what cannot be, whatever the operands are.
+      ValueError: a value that is invalid for all operands.
     """
 
     causal: bool = False
@@ -40,7 +40,7 @@ class Options:
     scatter: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError for values that no operands can be used with."""
+        """Check the values. Raises ValueError."""
         if self.window is not None and self.window < 1:
             raise ValueError(f"{OP}: window={self.window} must be at least 1, the query itself")
         if self.softcap is not None and not self.softcap > 0:
@@ -76,19 +76,19 @@ class Operands(NamedTuple):
 
     @property
     def key_segments(self) -> jax.Array | None:
-        """Those of the keys."""
+        """Segment ids of the keys."""
         return self.q_seg if self.k_seg is None else self.k_seg
 
     @property
     def segments(self) -> int:
-        """How many arrays of segment ids there are."""
+        """Number of arrays of segment ids."""
         return (self.q_seg is not None) + (self.k_seg is not None)
 
     def check(self, devices: int, zigzag: int) -> None:
-        """Refuse what does not fit together, on so many devices and in this order of tokens.
+        """Check that the operands fit together, for this number of devices and this order of tokens.
 
         Raises:
-          ValueError: says what.
+          ValueError: with the operand that does not fit.
         """
         q, k, v, q_seg, k_seg = self
         if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:

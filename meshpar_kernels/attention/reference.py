@@ -1,4 +1,4 @@
-"""Attention in plain `jax.numpy`, with all scores: the definition, and the gradients by its formulas."""
+"""Attention in plain `jax.numpy`, with all scores in memory: the definition, and its gradients by their formulas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["backward", "forward"]
 
 
 def _scores(s: Softmax, q: Queries, k: Keys) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(scores [B, H, Q, K] with -inf where a key is not seen, slope of the softcap, keys for each head [B, K, H, D])."""
+    """(scores [B, H, Q, K], -inf for masked keys; derivative of the softcap; keys for each query head [B, K, H, D])."""
     keys = jnp.repeat(k.k.astype(jnp.float32), q.x.shape[2] // k.k.shape[2], axis=2)
     raw = jnp.einsum("bqhd,bkhd->bhqk", q.x.astype(jnp.float32), keys, precision="highest") * s.scale
     slope = jnp.ones_like(raw)

@@ -1,10 +1,11 @@
-"""Ring attention: queries stay, keys and values go round (Liu et al. 2023), while attention to those at hand is computed.
+"""Ring attention: queries stay, and keys and values are sent round a ring (Liu et al. 2023), overlapped with the
+attention to received keys.
 
-The K/V of a device travel in streams. Where all devices see each other, one half of every device's tokens goes up the ring
-and the other half down, so that both directions of a link are used. With a window, full blocks go as far as
-somebody sees them and no farther. Each send is issued before the attention to what has arrived, so that XLA can hide it.
+The K/V of a device are sent in streams. If all devices see each other, one half of every device's tokens is sent up the
+ring and the other half down, so that both directions of a link are used. With a window, full blocks are sent only as
+far as a query sees them. Each send is issued before the attention to the received keys, so that XLA can hide it.
 
-In the backward pass K and V are sent again, and their gradients with them, in float32, one step behind.
+In the backward pass K and V are sent again, and their gradients with them, in float32, one hop behind.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ["Stream", "backward", "forward", "streams"]
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """Tokens low…high-1 of every device go `hops` devices on, `step` (1 or -1) at a time."""
+    """Tokens low…high-1 of every device, which are sent `hops` hops, in steps of +1 or -1 on the ring."""
 
     low: int
     high: int
@@ -37,7 +38,7 @@ class Stream:
 
 
 def streams(c: Context, q_len: int, k_len: int) -> list[Stream]:
-    """How K and V travel; lengths of one device. Segment ids are not known yet, so they stop no stream."""
+    """The streams of K and V; lengths of one device. Segment ids are unknown at trace time, so they shorten no stream."""
     is_visible = [d for d in devices_seen(c.softmax.mask, c.devices, q_len, k_len, c.zigzag) if d]
     if not is_visible:
         return []
@@ -72,7 +73,7 @@ class Leg:
 
 
 def legs(moving: Sequence[Stream], start: int, *, first_alone: bool = False) -> list[Leg]:
-    """The hops from `start` on, with equal ones in a row joined (the first is not joined with `first_alone`)."""
+    """The hops from `start` on; equal consecutive hops are joined to one leg (except the first one with `first_alone`)."""
     out: list[Leg] = []
     for t in range(start, max((s.hops for s in moving), default=0) + 1):
         block_indices, onward = (tuple(i for i, s in enumerate(moving) if s.hops >= n) for n in (t, t + 1))
@@ -147,7 +148,7 @@ def forward(c: Context, x: Operands) -> tuple[jax.Array, jax.Array]:
 def backward(
     c: Context, x: Operands, out: jax.Array, grad: jax.Array, lse: jax.Array, dots: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Float32 gradients of q, k and v."""
+    """Float32 gradients of q, k and v; arguments as in `gathered.backward`."""
     q, k, v, q_seg, _ = x
     each, k_seg = k.shape[1], x.key_segments
     moving = streams(c, q.shape[1], each)
@@ -158,7 +159,7 @@ def backward(
     d_q, d_k, d_v = c.backward(own_block, own, grad, lse, dots, out, aligned=c.in_order)
 
     def through(d_q: jax.Array, keys: Keys) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """(d_q with the share of these keys, their gradients)."""
+        """(d_q plus the contribution of these keys, (d_k, d_v) of these keys)."""
 
         def block(d_q: jax.Array) -> Any:
             more, d_k, d_v = c.backward(own_block, keys, grad, lse, dots, out)

@@ -1,7 +1,7 @@
-"""Ulysses: an all-to-all trades the split of the sequence for one of the heads, and back (Jacobs et al. 2023).
+"""Ulysses: all-to-alls reshard the operands from the sequence to the heads, and the result back (Jacobs et al. 2023).
 
-Each device then has all tokens of some heads. Where there are fewer K/V heads than devices, each K/V head is copied to the
-devices whose query heads use it, so more of K and V is sent.
+Between them each device has all tokens of some heads. If there are fewer K/V heads than devices, each K/V head is
+copied to the devices whose query heads use it, so more of K and V is sent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["backward", "copies", "forward", "refusal"]
 
 
 def refusal(heads: int, kv_heads: int, devices: int) -> str | None:
-    """Why so many heads cannot be split over the devices; None: they can."""
+    """The reason why these heads cannot be sharded over the devices; None if they can."""
     if heads % devices:
         return f"{heads} heads do not divide over {devices} devices"
     if kv_heads % devices and devices % kv_heads:
@@ -27,7 +27,7 @@ def refusal(heads: int, kv_heads: int, devices: int) -> str | None:
 
 
 def copies(kv_heads: int, devices: int) -> int:
-    """How often each K/V head is sent."""
+    """Number of devices to which each K/V head is sent."""
     return max(1, devices // kv_heads)
 
 
@@ -65,7 +65,8 @@ def forward(c: Context, x: Operands) -> tuple[jax.Array, jax.Array]:
 def backward(
     c: Context, x: Operands, out: jax.Array, grad: jax.Array, lse: jax.Array, dots: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of q (its dtype), k and v (float32 where a head was copied). q, k and v are exchanged again, the result is not."""
+    """Gradients of q (in its dtype), k and v (float32 if a head was copied). q, k and v are exchanged again; the result
+    is not."""
     del out
     d_q, d_k, d_v = c.backward(*_exchange(c, x), *(_to_heads(c, a) for a in (grad, lse, dots)))
     many = copies(x.k.shape[2], c.devices)

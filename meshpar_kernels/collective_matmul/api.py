@@ -24,7 +24,7 @@ FALLBACK = "ring"
 
 @dataclass(frozen=True)
 class _How:
-    """What does not change the result: hashable, as `custom_vjp` wants it."""
+    """Static arguments that do not change the result; hashable, as `jax.custom_vjp` requires."""
 
     axis: Axes
     implementation: str | None
@@ -46,32 +46,33 @@ def all_gather_matmul(
     tile: int = ring.TILE,
     num_sms: int | None = None,
 ) -> jax.Array:
-    """Gather the rows of x from all devices and multiply them with w: `lax.all_gather(x, axis_name, tiled=True) @ w`.
+    """Gather the rows of x from all devices and multiply them by w: `lax.all_gather(x, axis_name, tiled=True) @ w`.
 
-    Implementations: "xla" gathers, then multiplies. "ring" sends blocks of rows around a ring, both ways at once, and multiplies
-    each while the next is on its way (Wang et al., ASPLOS 2023): `lax.ppermute`s, runs everywhere. "pallas" does that in one
-    kernel: by remote DMA on TPU; over NVLink on GPUs (sm_90a and sm_100a, at most 8, one mesh axis), where every device writes its
-    rows to all others at once, into a buffer of all rows. Gradients with respect to w stay with "ring". None: "ring",
-    unless `MESHPAR_KERNELS=pallas`.
+    Implementations: "xla" gathers, then multiplies. "ring" sends blocks of rows around a ring in both directions by
+    `lax.ppermute`, and multiplies each block while the next one is in flight (Wang et al., ASPLOS 2023); it runs on all
+    platforms. "pallas" does the same in one kernel: by remote DMA on TPU; over NVLink on GPUs (sm_90a and sm_100a, at
+    most 8, one mesh axis), where every device writes its rows to all others directly, into a buffer of all rows. The
+    gradient of w always uses "ring". None: "ring", unless `MESHPAR_KERNELS=pallas`.
 
     Args:
       x: [m, K], this device's rows; any float or integer dtype.
-      w: [K, n], on every device its own.
+      w: [K, n], this device's own.
       axis_name: a mesh axis of A devices, or several as one, the first major.
       implementation: None, "xla", "ring", "pallas" or "reference".
       precision, preferred_element_type: as in `lax.dot_general`.
-      tile: rows ("ring"): blocks of fewer rows are multiplied several at a time.
-      num_sms: multiprocessors that the GPU kernel takes, each for itself until it ends; all of them must be free, on every device,
-        or will be without waiting for this one. None: all but 32 of an H100, H200 or B200, which leaves room for a
-        collective of NCCL that runs meanwhile.
+      tile: rows ("ring"): several blocks with fewer rows are multiplied together.
+      num_sms: multiprocessors that the GPU kernel uses exclusively until it ends. All of them, on every device, must
+        become free without waiting for this kernel. None: all but 32 of an H100, H200 or B200, which leaves
+        multiprocessors for a concurrent collective of NCCL.
 
     Returns:
-      [m·A, n]: the rows of device 0 first. Differentiable: x's gradient is a `matmul_reduce_scatter` (sums of blocks in
-      float32), w's gathers x again, block by block.
+      [m·A, n]: the rows of device 0 first. Differentiable: the gradient of x is a `matmul_reduce_scatter` (accumulated
+        in float32); the gradient of
+      w gathers x again, block by block.
 
     Raises:
-      ValueError: shapes that do not fit, an axis that is not bound, an unknown implementation, or operands that are sharded outside
-        of `shard_map`.
+      ValueError: shapes that do not fit, an axis that is not bound, an unknown implementation, or operands that are
+        sharded outside of `shard_map`.
       NotImplementedError: an implementation that cannot take these arguments.
     """
     op = "all_gather_matmul"
@@ -94,23 +95,24 @@ def matmul_reduce_scatter(
     tile: int = ring.TILE,
     num_sms: int | None = None,
 ) -> jax.Array:
-    """Multiply, sum the products of all devices, and keep a block of rows: `lax.psum_scatter(x @ w, axis_name, tiled=True)`.
+    """Multiply, and reduce-scatter the rows of the result: `lax.psum_scatter(x @ w, axis_name, tiled=True)`.
 
-    Sums are made in float32 and travel in `comm_dtype`. Implementations as in `all_gather_matmul`.
+    Partial results are accumulated in float32 and sent in `comm_dtype`. Implementations as in `all_gather_matmul`.
 
     Args:
       x: [M, k], M a multiple of the number A of devices of `axis_name`.
       w: [k, N].
       axis_name, implementation, precision, preferred_element_type, tile, num_sms: as in `all_gather_matmul`.
-      comm_dtype: dtype in which partial results are sent. None: float32, twice the bytes of a bfloat16 matmul; bfloat16 rounds at
-        every hop, as a reduce-scatter of bfloat16 does.
+      comm_dtype: dtype in which partial results are sent. None: float32, twice the bytes of a bfloat16 matmul; bfloat16
+        rounds at every hop, as a reduce-scatter of bfloat16 does.
 
     Returns:
-      [M/A, N]: the rows of this device. Differentiable: x's gradient is an `all_gather_matmul`, and w's uses the same blocks as
-      they arrive.
+      [M/A, N]: the rows of this device. Differentiable: the gradient of x is an `all_gather_matmul`, and the gradient
+        of w uses the same
+      blocks as they arrive.
 
     Raises:
-      as `all_gather_matmul`; ValueError as well where M does not divide over the devices.
+      ValueError, NotImplementedError: as `all_gather_matmul`; ValueError also if M does not divide over the devices.
     """
     op = "matmul_reduce_scatter"
     devices = _check(op, x, w, axis_name, tile, num_sms)
@@ -128,7 +130,7 @@ def _plain(axis_name: Axes) -> Axes:
 
 
 def _check(op: str, x: jax.Array, w: jax.Array, axis_name: Axes, tile: int, num_sms: int | None) -> int:
-    """The number of devices; refuses what does not fit."""
+    """The number of devices. Raises ValueError for shapes, axes or options that do not fit."""
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
         raise ValueError(f"{op}: x must be [rows, K] and w [K, columns], got {list(x.shape)} and {list(w.shape)}")
     if tile < 1:
@@ -156,7 +158,7 @@ def _dot(how: _How, contract: tuple[int, int], side: int = 0, dtype: Any = None)
 
 
 def _gathering(how: _How, dim: int, x: jax.Array, others: list[jax.Array], dots: list[Dot]) -> Implementations:
-    """Name → a function of (x, others, dots)."""
+    """{implementation: function of (x, others, dots), or the reasons why it cannot run}."""
     return {
         "pallas_tpu": _gather_kernel(how, x, others, dots, _gather_tpu),
         "pallas_gpu": _gather_kernel(how, x, others, dots, _gather_gpu),
@@ -167,7 +169,8 @@ def _gathering(how: _How, dim: int, x: jax.Array, others: list[jax.Array], dots:
 
 
 def _scattering(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Implementations:
-    """Name → a function of (lhs, rhs, dot), scattering the first dim of the result."""
+    """{implementation: function of (lhs, rhs, dot), or the reasons why it cannot run}, scattering the first dim of the
+    result."""
     return {
         "pallas_tpu": _scatter_kernel(how, x, w, dot, _scatter_tpu),
         "pallas_gpu": _scatter_kernel(how, x, w, dot, _scatter_gpu),
@@ -178,7 +181,7 @@ def _scattering(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Implementati
 
 
 def _transposed(dot: Dot) -> bool:
-    """Whether w comes as [columns, K]."""
+    """Whether w is [columns, K]."""
     return dot.dimension_numbers[0] == ((1,), (1,))
 
 
@@ -202,7 +205,7 @@ def _gather_kernel(
 def _scatter_kernel(
     how: _How, x: jax.Array, w: jax.Array, dot: Dot, kernel: Callable[..., Any]
 ) -> Callable[..., Any] | Unsupported:
-    """The kernel of the matmul and its reduce-scatter."""
+    """A kernel for the matmul and its reduce-scatter, or the reasons why it cannot run."""
     if lax.axis_size(how.axis) == 1:
         return lambda x, w, dot: dot(x, w)
     found = kernel(how, x, w, dot)

@@ -1,4 +1,5 @@
-"""One `dot_general` whose operand arrives, or whose result leaves, block by block: which dims the blocks are of."""
+"""A `dot_general` whose operand is received, or whose result is sent, block by block: the dims along which the blocks
+are."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ Axes = str | tuple[str, ...]
 
 @dataclass(frozen=True)
 class Dot:
-    """A `lax.dot_general`.
+    """The parameters of a `lax.dot_general`.
 
     Attributes:
       dimension_numbers: ((contracting dims of lhs, of rhs), (batch dims of lhs, of rhs)).
-      side: which operand is the gathered one: 0 or 1.
+      side: index of the gathered operand: 0 or 1.
       precision, preferred_element_type: as in `lax.dot_general`.
     """
 
@@ -42,7 +43,7 @@ class Dot:
         )
 
     def of(self, gathered: jax.Array, other: jax.Array, dtype: Any = None) -> jax.Array:
-        """The product of the gathered operand and the other one."""
+        """The matmul of the gathered operand and the other one, in the order of `side`."""
         return self(gathered, other, dtype) if self.side == 0 else self(other, gathered, dtype)
 
     def dtype(self, lhs: Any, rhs: Any) -> Any:
@@ -62,9 +63,10 @@ class Dot:
 
 
 def place_of(dot: Dot, side: int, dim: int, ranks: tuple[int, int]) -> tuple[Literal["free", "contract", "batch"], int]:
-    """The role of an operand's dim in a `dot_general`: ("free", result dim), ("contract" or "batch", dim of the other operand).
+    """The role of an operand's dim in a `dot_general`: ("free", result dim), ("contract" or "batch", dim of the other
+    operand).
 
-    A batch dim is the dim of the result at its place among the batch dims.
+    A batch dim is the dim of the result with the same index among the batch dims.
     """
     contract, batch = dot.dimension_numbers
     if dim in contract[side]:
@@ -85,5 +87,5 @@ def block_of(dot: Dot, out_dim: int, ranks: tuple[int, int]) -> list[tuple[int, 
 
 
 def accumulator_dtype(dtype: Any) -> Any:
-    """What sums of this dtype are kept in: at least float32."""
+    """The dtype in which sums of this dtype are accumulated: at least float32."""
     return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype

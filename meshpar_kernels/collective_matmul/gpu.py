@@ -36,14 +36,16 @@ SPARE = 1024
 
 
 def _tile(n: int, itemsize: int, taken: int) -> Tile:
-    """The widest tile with few padding columns, with as many stages as fit in shared memory next to `taken` bytes."""
+    """The widest tile with few padding columns, with as many stages as fit in shared memory in addition to `taken`
+    bytes."""
     width = next((w for w in (256, 128, 64) if -(-n // w) * w <= 1.1 * n), 64)
     stage = (HEIGHT + width) * INNER * itemsize
     return Tile(HEIGHT, width, INNER, min(MOST_STAGES, (SMEM_BYTES - SPARE - taken) // stage))
 
 
 def gather_order(rows: int, k: int, n: int, devices: int, itemsize: int) -> Order:
-    """Tiles of `all_gather_matmul` for blocks of so many rows; results leave through two slots of 128 bytes' columns."""
+    """Tiles of `all_gather_matmul` for blocks of `rows` rows; results are staged in two slots, 128 bytes of columns
+    wide."""
     num_chunks = SLOTS * PIECE * PIECE * itemsize if devices > 1 else 0
     return Order(devices, rows, k, n, _tile(n, itemsize, 2 * HEIGHT * 128 + num_chunks), own_first=True)
 
@@ -55,7 +57,8 @@ def scatter_order(rows: int, k: int, n: int, devices: int, itemsize: int, *, com
 
 
 def blocks_of(num_sms: int | None) -> int:
-    """Blocks of the grid: as many as asked for, else all multiprocessors of an H100, H200 or B200 but `RESERVED`."""
+    """Thread blocks of the grid: `num_sms` if given, else all multiprocessors of an H100, H200 or B200 except
+    `RESERVED`."""
     return num_sms or {10: 148}.get(_compat.gpu_architecture()[0], 132) - RESERVED
 
 
@@ -93,13 +96,13 @@ def unsupported(
     x: jax.Array, w: jax.Array, axis_name: Axes, order: Order, *, transposed: bool = False,
     num_sms: int | None = None, **dtypes: Any,
 ) -> Unsupported:  # fmt: skip
-    """Why the GPU kernels cannot take these operands.
+    """Reasons why the GPU kernels cannot take these operands; empty if they can.
 
     Args:
-      order: of the tiles.
+      order: the tiles.
       transposed: w is [columns, K].
-      num_sms: blocks asked for.
-      dtypes: of the result and of what travels, by name.
+      num_sms: requested thread blocks; None: `blocks_of`.
+      dtypes: dtypes of the result and of the partial results that are sent, by name.
     """
     reasons = []
     if x.dtype != w.dtype or x.dtype not in DTYPES:

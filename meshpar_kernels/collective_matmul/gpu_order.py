@@ -1,11 +1,11 @@
-"""Tile order of the fused matmuls on GPUs, and which block each device sends to which: plain arithmetic.
+"""Tile order of the fused matmuls on GPUs, and the blocks that devices send to each other: plain arithmetic.
 
-Over NVLink and its switch every device reaches every other one at full speed, so nothing goes round a ring: what one
-device has for another is sent there at once. Turn by turn, device r works with block (r + turn) mod A, so that in
-no turn two devices work with the same block or send to the same device. A gather begins with its own block, which is there;
-a scatter ends with it, when the partial results of the other devices have arrived.
+With an NVLink switch every device reaches every other one at full speed, so data is sent to its receiver directly, not
+round a ring. In ring step t, device r multiplies block (r + t) mod A, so that in no step two devices multiply the same
+block or send to the same device. A gather begins with the device's own block, which needs no transfer; a scatter ends
+with it, when the partial results of the other devices have arrived.
 
-The same functions serve the kernels, on traced numbers, and their tests, on arrays of numbers.
+The same functions serve the kernels, with traced integers, and their tests, with integer arrays.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def share(total: int, multiprocessor: Any, multiprocessors: int) -> Any:
-    """How many of `total` numbers fall to one of the multiprocessors, which take turns."""
+    """Number of the indices 0…total-1 that one multiprocessor handles, if they are dealt round-robin."""
     return lax.div(total - multiprocessor + (multiprocessors - 1), jnp.int32(multiprocessors))
 
 
@@ -37,10 +37,10 @@ class Order(NamedTuple):
 
     Attributes:
       devices: A.
-      rows: of a block.
+      rows: rows of a block.
       k, n: contracted elements, and columns of the result.
-      tile: of the result; contracted elements of a stage.
-      own_first: begin with the own block (gather), not with the next device's (scatter).
+      tile: tile sizes of the result, and contracted elements of a stage.
+      own_first: begin with the device's own block (gather), else with the next device's (scatter).
     """
 
     devices: int
@@ -52,7 +52,7 @@ class Order(NamedTuple):
 
     @property
     def row_tiles(self) -> int:
-        """Of a block."""
+        """Row tiles of a block."""
         return cdiv(self.rows, self.tile.m)
 
     @property
@@ -61,34 +61,34 @@ class Order(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Stages of a tile."""
+        """K steps (stages) of a tile."""
         return cdiv(self.k, self.tile.k)
 
     @property
     def tiles(self) -> int:
-        """Of all blocks."""
+        """Tiles of all blocks."""
         return self.devices * self.row_tiles * self.column_tiles
 
     def at(self, number: Any) -> tuple[Any, Any, Any]:
-        """Turn, row tile in the block, and column tile of the tile with this number."""
+        """(ring step, row tile in the block, column tile) of the tile with this index."""
         each = self.row_tiles * self.column_tiles
         step_index = lax.div(number, jnp.int32(each))
         row, column = rasterize(number - step_index * each, jnp.int32(self.row_tiles), self.column_tiles)
         return step_index, row, column
 
     def block(self, step_index: Any, rank: Any) -> Any:
-        """Rank of the device whose block of rows a device multiplies in a step."""
+        """Rank of the device whose block of rows the device of rank `rank` multiplies in a ring step."""
         return lax.rem(rank + step_index + (0 if self.own_first else 1), jnp.int32(self.devices))
 
     # -- a gather's sends: hop h delivers the block that the receiver multiplies in step h + 1
 
     @property
     def num_chunks(self) -> int:
-        """Of a block."""
+        """Chunks [PIECE, PIECE] of a block."""
         return cdiv(self.rows, PIECE) * cdiv(self.k, PIECE)
 
     def chunk(self, number: Any) -> tuple[Any, Any, Any]:
-        """(hop, row chunk, column chunk) of the chunk with this number, of all that a device sends."""
+        """(hop, row chunk, column chunk) of the chunk with this index, among all that a device sends."""
         across = cdiv(self.k, PIECE)
         hop = lax.div(number, jnp.int32(self.num_chunks))
         rest = number - hop * self.num_chunks
@@ -108,5 +108,5 @@ class Order(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Parts of `ROWS` rows in a block, of which the last may lie beyond the rows."""
+        """Parts of `ROWS` rows in a block; the last ones may be beyond the last row."""
         return self.row_tiles * (self.tile.m // ROWS)

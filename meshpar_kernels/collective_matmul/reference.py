@@ -1,4 +1,4 @@
-"""The definitions, by a sum over what every device holds: for tests."""
+"""Definitions of the collective matmuls by a `psum` over zero-padded blocks, for tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["dot_scatter", "gather_dots"]
 
 
 def gather_dots(x: jax.Array, others: list[jax.Array], dots: list[Dot], axis_name: Axes, dim: int) -> list[jax.Array]:
-    """Every device puts its block into zeros, and all are summed."""
+    """The matmuls of the gathered operand: every device writes its block into zeros, and a `psum` adds them up."""
     devices, rows = lax.axis_size(axis_name), x.shape[dim]
     shape = tuple(n * devices if d == dim else n for d, n in enumerate(x.shape))
     placed = lax.dynamic_update_slice_in_dim(jnp.zeros(shape, x.dtype), x, lax.axis_index(axis_name) * rows, dim)

@@ -1,7 +1,7 @@
 """The blocks that a bidirectional ring sends in each ring step, for gathering and, in reverse, for scattering.
 
-With A devices, full blocks travel ``(A-1)//2`` hops in each direction. If A is even, the block of the opposite device is still
-missing: it travels one more hop, half of it in each direction. Two devices send one block, once.
+With A devices, full blocks are sent ``(A-1)//2`` hops in each direction. If A is even, the block of the opposite device
+is still missing: it is sent one more hop, half of it in each direction. Two devices send one block, once.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ __all__ = ["Hop", "full_hops", "gather_hops", "scatter_hops", "split_rows"]
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """Sends alike.
+    """Sends of equal size.
 
     Attributes:
-      rows: of the block, along the dim that is gathered or scattered.
-      count: how many such sends each device makes.
+      rows: rows of the sent block, along the dim that is gathered or scattered.
+      count: number of such sends of each device.
     """
 
     rows: int
@@ -25,19 +25,20 @@ class Hop:
 
 
 def full_hops(devices: int) -> int:
-    """Number of hops that a full block travels in each direction."""
+    """Number of hops that a full block is sent in each direction."""
     return (devices - 1) // 2
 
 
 def split_rows(devices: int, rows: int) -> tuple[int, int] | None:
-    """(rows of the opposite block that go up, rows that go down); None: there is no opposite block, or it is not cut."""
+    """(rows of the opposite device's block that are sent up, rows sent down); None: there is no such block, or it is
+    not split."""
     if devices % 2 or devices == 2 or rows < 2:
         return None
     return rows - rows // 2, rows // 2
 
 
 def gather_hops(devices: int, rows: int) -> list[Hop]:
-    """What each device sends to gather blocks of ``rows`` rows from every device.
+    """The sends of each device in an all-gather of blocks of ``rows`` rows.
 
     ``Σ rows·count = (devices - 1)·rows``: the bytes of an all-gather.
     """
@@ -54,5 +55,5 @@ def gather_hops(devices: int, rows: int) -> list[Hop]:
 
 
 def scatter_hops(devices: int, rows: int) -> list[Hop]:
-    """What each device sends to sum blocks of ``rows`` rows from every device into one on each: as :func:`gather_hops`."""
+    """The sends of each device in a reduce-scatter to blocks of ``rows`` rows: as in :func:`gather_hops`."""
     return gather_hops(devices, rows)

@@ -1,5 +1,5 @@
-"""Which algorithm is the fastest, by an α-β model of the torus: latency of the steps, bytes over the busiest link, and what
-the copies around a `ppermute` cost in memory traffic."""
+"""Choice of the fastest algorithm of a collective, by an α-β model of the torus: latency of the steps, bytes over the
+busiest link, and memory traffic of the copies around a `ppermute`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """One axis of the group.
+    """One mesh axis of the group.
 
     Attributes:
       size: number of devices.
       ring: whether it wraps around.
-      link: GB/s (1e9 bytes/s) of a device's link to a neighbour, one way.
-      latency: seconds of a hop.
-      outer: it goes between slices, over a network that is no torus: `link` is then a device's share of it.
+      link: GB/s (1e9 bytes/s) of a device's link to a neighbour, in one direction.
+      latency: seconds of one hop.
+      outer: the axis is between slices, over a network that is no torus; `link` is then a device's share of that
+        network.
     """
 
     size: int
@@ -37,8 +38,8 @@ class Axis:
 
     @property
     def rate(self) -> float:
-        """Bytes/s that a device takes in over this axis: from both sides in a ring, as from one on a line, whose ends have
-        but one neighbour."""
+        """Bytes/s that a device receives over this axis: from two neighbours on a ring, from one on a line, whose ends
+        have only one neighbour."""
         return (2 if self.ring and self.size > 2 and not self.outer else 1) * self.link * 1e9
 
     @property
@@ -51,14 +52,14 @@ class Axis:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What `choose` found.
+    """The result of `choose`.
 
     Attributes:
-      algorithm: the fastest, or another that is within a twentieth of it and simpler: one that comes before it in `seconds`,
-        except that a reduce-scatter that XLA makes an all-reduce comes last.
-      seconds: algorithm → modelled seconds, for every form that can run; the simplest first.
-      reason: a sentence with the figures.
-      refused: algorithm → why it cannot run.
+      algorithm: the fastest, or a simpler one within a twentieth of it. Simpler means earlier in `seconds`, except that
+        a reduce-scatter that XLA compiles to an all-reduce comes last.
+      seconds: algorithm → modelled seconds, for every algorithm that can run; the simplest first.
+      reason: a sentence with the numbers.
+      refused: algorithm → the reason why it cannot run.
     """
 
     algorithm: str
@@ -144,8 +145,8 @@ def choose(
 
 
 def ring_profile(sizes: Sequence[int], rings: Sequence[bool]) -> list[dict[int, int]]:
-    """For each step of the coloured rings: slots over the busiest link of each axis that is used. As the simulator counts
-    them on the table, without the table."""
+    """For each step of the coloured rings: {index of an axis: slots over its busiest link}. Equal to the simulator's
+    counts on the table."""
     steps: list[dict[int, int]] = []
     for order in chunks_of(len(sizes), True):
         at, width = 0, 1
@@ -166,7 +167,8 @@ def _rounds(kind: str) -> int:
 
 
 def _one_after_the_other(volume: float, axes: Sequence[Axis]) -> float:
-    """An all-gather of V over the axes in the order given, or a reduce-scatter backwards: the last has all of V."""
+    """Seconds of an all-gather of V bytes over one axis after another, or of a reduce-scatter in reverse order. The
+    last axis carries all of V."""
     total, rest = 0.0, volume
     for axis in reversed(axes):
         total += axis.hops * axis.latency + rest * (axis.size - 1) / axis.size / axis.rate
@@ -191,7 +193,8 @@ def _staged(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> fl
 
 
 def _coloured(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
-    """One after the other, as compiled schedules have them."""
+    """Seconds of one share for each axis, each staged in a rotated order of the axes. XLA runs the shares sequentially,
+    as its compiled schedules show."""
     order = list(reversed(axes))
     total = sum(_one_after_the_other(volume / len(order), [*order[c:], *order[:c]]) for c in range(len(order)))
     return _rounds(kind) * (total + 4 * volume / memory)
@@ -213,8 +216,8 @@ def _rings(kind: str, volume: float, axes: Sequence[Axis]) -> float:
 
 
 def _ring(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
-    """Copies as compiled schedules of 128 MiB on 16×16 tori have them (`benchmarks/collectives.py`): 4 and 12 times V. Blocks
-    that the colours do not divide cost more."""
+    """Seconds of "ring", with memory traffic of 4 (gather) or 12 (scatter) times V, from compiled schedules of 128 MiB
+    on 16×16 tori (`benchmarks/collectives.py`). Blocks that are no multiple of the number of colours cost more."""
     per_byte = {"all_gather": 4, "reduce_scatter": 12, "all_reduce": 16}[kind]
     return _rings(kind, volume, axes) + per_byte * volume / memory
 
@@ -235,7 +238,8 @@ def _one_way(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> f
 
 
 def _doubling(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
-    """Over the flat group: the partners of a step lie along one axis, at distance `reach` (on a ring at most half of it)."""
+    """Seconds of recursive doubling over the flat group. The partners of a step are on one axis, at distance `reach`
+    (on a ring at most half of it)."""
     group = math.prod(a.size for a in axes)
     block, total, width, inside = volume / group, 0.0, 1, 1
     for axis in reversed(axes):
@@ -251,7 +255,8 @@ def _doubling(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> 
 
 
 def _everyone(block: float, axes: Sequence[Axis]) -> float:
-    """Everyone sends a block of bytes to everyone: the farthest way, and the busiest link's traffic."""
+    """Seconds in which every device sends `block` bytes to every other device: latency of the farthest route, and
+    traffic of the busiest link."""
     group = math.prod(a.size for a in axes)
     busiest = 0.0
     for axis in axes:

@@ -1,4 +1,5 @@
-"""XLA's own collectives: as they are, one axis after the other in any order or in several at once, and inside before outside."""
+"""XLA's own collectives: over all axes at once, over one axis after another in any order or in several orders at once,
+and hierarchical."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ def native(kind: str, x: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 
 def staged(kind: str, x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """One collective of XLA for each axis: a gather begins with the minor one, a scatter with the
-    major one, which leaves the blocks in order."""
+    """One collective of XLA for each axis. A gather begins with the minor axis, a scatter with the major one, which
+    leaves the blocks in order."""
     if kind == "all_gather":
         for axis in reversed(axes):
             x = lax.all_gather(x, axis, axis=0, tiled=True)
@@ -38,8 +39,11 @@ def staged(kind: str, x: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 
 def hierarchical(kind: str, x: jax.Array, axes: Sequence[str], outer: Sequence[str]) -> jax.Array:
-    """What crosses the slow axes is as small as it can be: a gather crosses them first, a scatter
-    last, and an all-reduce over them sums only the shard that the reduce-scatter over the inner axes leaves."""
+    """A collective that sends as little as possible over the slow axes `outer`.
+
+    A gather begins with them and a scatter ends with them. An all-reduce reduces only the shard that the reduce-scatter
+    over the inner axes leaves.
+    """
     inner = [a for a in axes if a not in outer]
     outside = [a for a in axes if a in outer]
     sizes = [lax.axis_size(a) for a in axes]
@@ -60,13 +64,14 @@ def hierarchical(kind: str, x: jax.Array, axes: Sequence[str], outer: Sequence[s
 
 
 def in_order(kind: str, x: jax.Array, axes: Sequence[str], dim: int, order: Sequence[int]) -> jax.Array:
-    """A gather or scatter along a dim by one collective of XLA for each axis, in any order; blocks stand as they always do.
+    """A gather or scatter along a dim by one collective of XLA for each axis, in any order; the blocks of the result
+    are in the usual order.
 
     Args:
       kind: "all_gather" or "reduce_scatter".
       axes: major first.
-      dim: the dimension that grows or shrinks.
-      order: numbers of the axes; a gather takes them backwards.
+      dim: the dim that grows or shrinks.
+      order: indices of the axes; a gather uses them in reverse.
     """
     sizes = [lax.axis_size(a) for a in axes]
     full_reduce = kind == "reduce_scatter"
@@ -82,8 +87,11 @@ def in_order(kind: str, x: jax.Array, axes: Sequence[str], dim: int, order: Sequ
 
 
 def coloured(kind: str, x: jax.Array, axes: Sequence[str], dim: int = 0) -> jax.Array:
-    """As many shares of every block as axes, each by one collective of XLA for each axis, in rotated orders: share c begins
-    with axis c, so that the links of all axes have work at once (Mikami et al. 2018 on two dimensions)."""
+    """A gather or scatter in as many shares as there are axes, each by one collective of XLA for each axis, in a
+    rotated order.
+
+    Share c begins with axis c, so that the links of all axes are busy at once (Mikami et al. 2018, for two dims).
+    """
     if kind == "all_reduce":
         flat, shape = _padded(x, math.prod(lax.axis_size(a) for a in axes))
         flat = coloured("all_gather", coloured("reduce_scatter", flat, axes), axes)
@@ -107,7 +115,8 @@ def coloured(kind: str, x: jax.Array, axes: Sequence[str], dim: int = 0) -> jax.
 
 
 def gather_sum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """The sum over all devices in the order of the devices, in float32 but for integers."""
+    """The sum of x over all devices in the order of the ranks, in float32 (integers in their own dtype), by an
+    all-gather."""
     every = lax.all_gather(x, tuple(axes), axis=0, tiled=False).reshape(-1, *x.shape)
     wide = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 else x.dtype
     total = every[0].astype(wide)
@@ -117,6 +126,6 @@ def gather_sum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 
 def _padded(x: jax.Array, parts: int) -> tuple[jax.Array, tuple[int, ...]]:
-    """x as one row, with zeros up to a multiple of `parts`, and its shape."""
+    """(x as one row, padded with zeros to a multiple of `parts`; the shape of x)."""
     flat = x.reshape(-1)
     return jnp.pad(flat, (0, -flat.size % parts)), x.shape

@@ -1,7 +1,7 @@
-"""Tables run by `jax.lax.ppermute`: pure JAX, on any platform.
+"""Execution of tables by `jax.lax.ppermute`: pure JAX, on any platform.
 
-All sends of a step are read from the buffer before what comes in is written, so XLA can start them
-together; slots that form one box of the buffer are sliced, not gathered.
+All sends of a step read the buffer before the received slots are written, so XLA can start them together. Slots that
+form one box of the buffer are sliced, not gathered.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Window", "rank_of", "run", "window"]
 
 
 def rank_of(axes: Sequence[str]) -> jax.Array:
-    """int32 []: this device's number in the group, row-major in `axes`."""
+    """int32 []: this device's rank in the group, row-major in `axes`."""
     rank = jnp.int32(0)
     for axis in axes:
         rank = rank * lax.axis_size(axis) + lax.axis_index(axis)
@@ -29,8 +29,8 @@ def rank_of(axes: Sequence[str]) -> jax.Array:
 
 
 def _in_mesh_order(axes: Sequence[str]) -> tuple[tuple[str, ...], list[int]]:
-    """The axes in the order of the mesh, and each rank's number in that order: JAX numbers the ends
-    of a `ppermute` so, whatever the order of the names."""
+    """(the axes in the order of the mesh, each rank's index in that order). JAX numbers the ends of a `ppermute` in
+    mesh order, whatever the order of the names."""
     names = tuple(a for a in jax.sharding.get_abstract_mesh().axis_names if a in axes)
     sizes = [lax.axis_size(a) for a in names]
     numbers = np.arange(int(np.prod(sizes))).reshape(sizes).transpose([names.index(a) for a in axes])
@@ -38,11 +38,11 @@ def _in_mesh_order(axes: Sequence[str]) -> tuple[tuple[str, ...], list[int]]:
 
 
 class Window:
-    """Slots of every rank as boxes of the buffer: in each dimension one place, or all of them.
+    """The slots of every rank as a box of the buffer: in each dim one index, or all of them.
 
     Attributes:
-      starts: int32 [A, dims], where the box of each rank begins.
-      sizes: its extent in each dimension.
+      starts: int32 [A, dims], the first index of each rank's box.
+      sizes: its extent in each dim.
     """
 
     def __init__(self, starts: np.ndarray, sizes: tuple[int, ...]):
@@ -50,8 +50,7 @@ class Window:
 
 
 def window(slots: np.ndarray, shape: tuple[int, ...]) -> Window | None:
-    """The boxes that hold `slots` int [A, w] of a buffer of this shape, in order; None if they are
-    no boxes."""
+    """The boxes that contain exactly `slots` int [A, w] of a buffer of this shape, in order; None if they are no boxes."""
     coords = np.stack(np.unravel_index(slots, shape), axis=-1)
     starts = coords[:, 0]
     extents = coords.max(1) - coords.min(1) + 1
@@ -71,7 +70,7 @@ def _windows(transfer: Transfer, shape: tuple[int, ...]) -> tuple[Window | None,
 
 
 def _read(buffer: jax.Array, slots: np.ndarray, box: Window | None, rank: jax.Array, dims: int) -> jax.Array:
-    """The slots of this rank: [*box, ...], or [w, ...] where they are no box."""
+    """The slots of this rank: [*box, ...], or [w, ...] if they are no box."""
     rest = buffer.shape[dims:]
     if box is None:
         flat = buffer.reshape(-1, *rest)
@@ -97,8 +96,12 @@ def _write(
 
 @functools.lru_cache(maxsize=64)
 def _passed_on(table: Table) -> dict[tuple[int, int], tuple[int, int]]:
-    """{(step, number) of a transfer: (step, number) of an earlier one}, if it forwards exactly those slots unmodified:
-    it need not be read from the buffer. If it is a partial sum, it need not have been written either."""
+    """{(step, number) of a transfer: (step, number) of an earlier one} for transfers that forward exactly the received
+    slots, unmodified.
+
+    Such a transfer need not be read from the buffer. If its content is a partial sum, it need not have been written
+    either.
+    """
     came: dict[bytes, tuple[int, int] | None] = {}  # None: sums of several
     found = {}
     for step, transfers in enumerate(table.steps):
@@ -126,24 +129,24 @@ def _overlap(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _sum(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Sums of narrow floats are rounded once, after a float32 sum."""
+    """a + b; sums of narrow floats are computed in float32 and rounded once."""
     if jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.itemsize < 4:
         return (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(a.dtype)
     return a + b
 
 
 def run(table: Table, buffer: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Follow a table.
+    """Execute a table.
 
     Args:
       table: the schedule; its ranks are the devices of `axes`, row-major.
-      buffer: [slots, ...] of this device, as the table's kind has it at the start. In an all-gather
-        only the device's own slots matter.
+      buffer: [slots, ...] of this device at the start. In an all-gather only the device's own slots are read.
       axes: mesh axes of the surrounding `shard_map`.
 
     Returns:
-      [slots, ...] at the end: all blocks (all-gather), the reduced blocks in the device's own slots
-        (reduce-scatter) or in all slots (all-reduce).
+      [slots, ...] at the end: all blocks (all-gather), the reduced blocks in the device's own slots (reduce-scatter) or
+        in all slots
+      (all-reduce).
     """
     shape = (*table.sizes, table.chunks)
     dims = len(shape)

@@ -1,17 +1,15 @@
-"""Schedules of collectives as tables: who sends which slot to whom, in which step.
+"""Schedules of collectives as tables: which rank sends which slot to which rank, in which step.
 
-Each rank of a group holds a buffer of slots. A group of sizes (s0, s1, …) over as many torus
-dimensions, and C chunks, has s0·s1·…·C slots: slot (i0, i1, …, c) is chunk c of the block
-that belongs to rank (i0, i1, …). A table only says where slots go, so that a simulator can check it
-and several backends can follow it.
+Each rank of a group has a buffer of slots. A group of sizes (s0, s1, …) over torus dims, with C chunks, has s0·s1·…·C
+slots: slot (i0, i1, …, c) is chunk c of the block that belongs to rank (i0, i1, …). A table only has the movements of
+slots, so that a simulator can check it and several backends can execute it.
 
-A reduce-scatter is an all-gather read backwards, with additions in place of copies: in an all-gather
-each slot reaches each rank once, along a tree; backwards that tree is a reduction.
+A reduce-scatter is an all-gather in reverse, with additions instead of copies: in an all-gather each slot reaches each
+rank once, along a tree; in reverse that tree is a reduction.
 
-Sources: the ring of Patarasuk and Yuan (2009), known from Baidu's all-reduce; recursive doubling
-and its form for groups that are no power of two (Bruck et al. 1997; Thakur et al. 2005); one torus
-dimension after the other (BlueConnect, Cho et al. 2019; Mikami et al. 2018), and that in as many
-orders at once as there are dimensions, so that all links are busy.
+Sources: the ring of Patarasuk and Yuan (2009), known from Baidu's all-reduce; recursive doubling and its form for
+groups that are no power of two (Bruck et al. 1997; Thakur et al. 2005); one torus dim after another (BlueConnect, Cho
+et al. 2019; Mikami et al. 2018); the same concurrently in as many orders as there are dims, so that all links are busy.
 """
 
 from __future__ import annotations
@@ -45,13 +43,13 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Transfer:
-    """What all ranks send at once in a step: a (partial) permutation.
+    """The sends of all ranks over one channel in one step: a (partial) permutation.
 
     Attributes:
-      channel: number of the pair of semaphores. A channel has the same sender and receiver in every step.
-      to: int [A], the rank to which each rank sends; -1: none.
-      slots: int [A, w], the slots that a rank sends; they come into the same slots there.
-      add: whether they are added to the slot's content.
+      channel: index of the pair of semaphores. A channel has the same sender and receiver in every step.
+      to: int [A], the rank to which each rank sends; -1: it sends nothing.
+      slots: int [A, w], the slots that a rank sends. The receiver writes them to the same slots.
+      add: whether they are added to the content of the receiver's slots.
     """
 
     channel: int
@@ -65,7 +63,7 @@ class Transfer:
         return [(r, int(d)) for r, d in enumerate(self.to) if d >= 0]
 
     def received(self) -> np.ndarray:
-        """int [A, w]: the slots that come to each rank; -1 where none do."""
+        """int [A, w]: the slots that each rank receives; -1 for ranks that receive nothing."""
         into = np.full_like(self.slots, -1)
         sends = self.to >= 0
         into[self.to[sends]] = self.slots[sends]
@@ -74,11 +72,11 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Table:
-    """A schedule.
+    """A schedule of a collective.
 
     Attributes:
       kind: "all_gather", "reduce_scatter" or "all_reduce".
-      sizes: ranks along each dimension; a rank's number is row-major in them.
+      sizes: ranks along each dim; ranks are numbered row-major.
       chunks: number of parts into which a block is cut.
       steps: the transfers of each step.
     """
@@ -112,7 +110,7 @@ class Table:
                         yield Row(step, t.channel, source, slot, target, slot, t.add)
 
     def reversed(self) -> Table:
-        """The reduce-scatter of an all-gather."""
+        """The reduce-scatter that is this all-gather in reverse."""
         steps = []
         for transfers in reversed(self.steps):
             back = []
@@ -126,7 +124,7 @@ class Table:
         return Table("reduce_scatter", self.sizes, self.chunks, tuple(steps))
 
     def then(self, other: Table) -> Table:
-        """This reduce-scatter, and the all-gather after it: an all-reduce."""
+        """This reduce-scatter followed by an all-gather: an all-reduce."""
         channels = self.channels
         moved = tuple(tuple(dataclasses.replace(t, channel=t.channel + channels) for t in step) for step in other.steps)
         return Table("all_reduce", self.sizes, self.chunks, self.steps + moved)
@@ -147,10 +145,10 @@ class Hop(NamedTuple):
 
 
 def hops_along(n: int, form: Line) -> list[list[Hop]]:
-    """An all-gather along n places: what each sends in each step.
+    """An all-gather along one dim of n ranks: the sends of each step.
 
     Raises:
-      ValueError: no such form.
+      ValueError: `form` is unknown.
     """
     position = np.arange(n)
     steps: list[list[Hop]] = []
@@ -190,22 +188,21 @@ def hops_along(n: int, form: Line) -> list[list[Hop]]:
 
 
 def chunks_of(dims: int, coloured: bool) -> list[tuple[int, ...]]:
-    """The order in which each chunk gathers the dimensions: minor first; coloured: one rotation for each chunk."""
+    """For each chunk the order in which it gathers the dims: minor first; if coloured, one chunk for each rotation."""
     order = tuple(reversed(range(dims)))
     return [order[k:] + order[:k] for k in range(dims if coloured else 1)]
 
 
 def gather_table(sizes: Sequence[int], forms: Sequence[Line], orders: Sequence[Sequence[int]] | None = None) -> Table:
-    """An all-gather over torus dimensions, one after the other, in one order for each chunk.
+    """An all-gather over torus dims, one after another, with an order of its own for each chunk.
 
     Args:
-      sizes: ranks along each dimension, major first.
-      forms: how each dimension is gathered.
-      orders: for each chunk the dimensions in the order in which it gathers them; None: one
-        chunk, minor dimension first.
+      sizes: ranks along each dim, major first.
+      forms: how each dim is gathered.
+      orders: for each chunk the dims in the order in which it gathers them; None: one chunk, minor dim first.
 
     Raises:
-      ValueError: sizes below 1, or orders that are no permutations of the dimensions.
+      ValueError: a size is below 1, or an order is no permutation of the dims.
     """
     sizes = tuple(int(n) for n in sizes)
     orders = [tuple(reversed(range(len(sizes))))] if orders is None else [tuple(o) for o in orders]
@@ -235,8 +232,7 @@ def gather_table(sizes: Sequence[int], forms: Sequence[Line], orders: Sequence[S
 
 
 def _spread(shape, coords: np.ndarray, dim: int, hop: Hop, gathered: list[int], chunk: int, channel: int) -> Transfer:
-    """A hop along one dimension as a transfer of the full group: with all blocks of the dimensions
-    gathered before."""
+    """A hop along one dim as a transfer of the full group, with the blocks of all dims that were gathered before."""
     ranks, sizes = len(coords), shape[:-1]
     target_position = hop.to[coords[:, dim]]
     target_coords = coords.copy()
