@@ -512,7 +512,7 @@ def _planned(
 
 
 def _mesh(args: argparse.Namespace, mesh: str | None, topology: str | None) -> str:
-    """The mesh as written, or by default."""
+    """The text of the mesh; without one, ``data=N`` over all N devices of the topology."""
     if mesh is None:
         if topology is None:
             raise TargetError("no machine is given", fixes=["--topology v5p:4x4x8", '--mesh "data=64, model=8"'])

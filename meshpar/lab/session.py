@@ -59,7 +59,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class _Row:
-    """A row of the page: its text, whether it is enabled, its rules or the error of its text."""
+    """A row of the page's rule editor: its text, whether it is enabled, and its rules or the error of its text."""
 
     text: str
     on: bool
@@ -199,7 +199,8 @@ class Session:
         return plan
 
     def _view(self, plan: Plan, pinned: Plan | None, rows: Sequence[_Row]) -> dict[str, Any]:
-        """A plan as JSON data for the page."""
+        """A plan as JSON data for the page: metrics, HTML sections, effects of ``rows``, colours, layout and Python
+        code."""
         layouts = [row.layout for row in rows if row.on and row.layout is not None]
         effects = iter(view.row_effects(plan, [layout.rules for layout in layouts]))
         return {
@@ -214,7 +215,8 @@ class Session:
     # -- jobs
 
     def _begin(self, run: Callable[[Job], Any]) -> dict[str, Any]:
-        """Start a job; its number is never used again."""
+        """Start a job that runs ``run`` in the background; returns ``{"job": number}``, a number that no other job
+        gets."""
         with self._jobs_lock:
             number = next(self._numbers)
             for ended in [n for n, job in self._jobs.items() if not job.running][:-MAX_CACHED]:
@@ -383,7 +385,7 @@ def _row(text: str, on: bool) -> _Row:
 
 
 def _draft(request: Any) -> Draft:
-    """The draft in a request.
+    """The draft (mesh, topology, layout) in a request, as the page sent it: its texts are not parsed.
 
     Raises:
       BadRequest: it is malformed.
@@ -397,7 +399,7 @@ def _draft(request: Any) -> Draft:
 
 
 def _place(mesh: str, topology: str | None) -> Any:
-    """The mesh of a text.
+    """The abstract mesh that a text describes, over the devices of ``topology`` if one is given.
 
     Raises:
       MeshparError: the text is not a mesh, the mesh does not fill its topology, or has too many devices.

@@ -78,7 +78,7 @@ def sharding_of(shard: Shard, mesh: AnyMesh) -> NamedSharding:
 
 
 class _Lowering:
-    """The lowering of one plan.
+    """The lowering of one plan to a jaxpr with sharding constraints, which XLA partitions.
 
     Attributes:
       runs: op → step of the plan, without ops that are input-independent.
@@ -229,7 +229,7 @@ class _Lowering:
 
 
 class _FrameWriter:
-    """Writes the equations of one frame with sharding constraints.
+    """Writes the jaxpr of one frame, with sharding constraints on operands and results as the plan has them.
 
     Attributes:
       eqns: the equations written so far.
@@ -299,7 +299,8 @@ class _FrameWriter:
                 self.current[var] = self.constrain(var, spec, self.frame.ops[0].eqn)
 
     def identity(self, op: Op) -> None:
-        """An op that marks a value: it becomes a constraint, or nothing."""
+        """Write an op that only marks a value (its names, its spec): a sharding constraint if the spec changes, else
+        nothing."""
         lowering, eqn = self.lowering, op.eqn
         (value,), (out,) = op.ins, op.outs
         spec = lowering.stored(out)
@@ -312,7 +313,7 @@ class _FrameWriter:
         self.current[eqn.outvars[0]] = now
 
     def op(self, op: Op) -> None:
-        """An op with constrained operands, bodies and results."""
+        """Write the equation of an op, with constraints on its operands and results and rewritten bodies."""
         lowering, run = self.lowering, self.lowering.runs.get(op)
         needs = lowering.operand_specs(op) if run is None else [None if s is None else s.spec for s in run.operands]
         invars = [self.operand(v, x, need, op) for v, x, need in zip(op.eqn.invars, op.ins, needs, strict=True)]

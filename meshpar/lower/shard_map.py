@@ -144,7 +144,7 @@ def check_blocks(value: Value, spec: Spec, sizes: dict[str, int]) -> None:
 
 
 class _Device:
-    """The program on one device.
+    """Runs the steps of a plan on the shards of one device, inside a ``shard_map``, while JAX traces it.
 
     Attributes:
       x: shard → the local array.

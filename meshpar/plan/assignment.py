@@ -69,7 +69,7 @@ class OpQuery:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class GroupAssignment:
-    """The results for the queries of one rule group.
+    """The axes that a layout assigns to the queries of one :class:`RuleGroup`.
 
     Attributes:
       axes: for each query, the axes of every dim or factor.

@@ -15,7 +15,7 @@ StepGroup = list[Step | Callable[[], Step]]
 
 @dataclass(eq=False, slots=True)
 class BodyBuilder:
-    """A body under construction.
+    """A :class:`Body` under construction: the emitter appends steps, and ``body`` then makes the immutable body.
 
     Attributes:
       groups: for every op, in order, its steps and those that follow from it.

@@ -46,7 +46,7 @@ class Accumulation:
 
 
 class ControlFlow:
-    """Plans ops with bodies.
+    """Plans scans, while loops, conditionals and calls; made by the planner, once per plan.
 
     Attributes:
       accumulated: values that are added to the carry of a loop by linear ops → whether an inner loop stacks them on the way.
@@ -269,7 +269,7 @@ class ControlFlow:
                 self.emitter.reduce(value)
 
     def _reads(self, op: Op, i: int, outer: Value | None, inner: Value, hoist: bool = True) -> Shard:
-        """A value that bodies only read, sharded as outside.
+        """The shard of a value that bodies only read (``outer`` outside, ``inner`` inside), sharded as it is outside.
 
         Args:
           hoist: copies of it may be made before the loop.

@@ -68,7 +68,7 @@ class ShardType:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class OpDecision:
-    """How an op is planned.
+    """The decision about one op: the specs of its operands and results, and the reductions and collectives around it.
 
     Attributes:
       operands: the spec in which each operand is needed; None: a literal.

@@ -50,7 +50,8 @@ class LoopConst:
 
 
 class Emitter:
-    """The only writer of steps.
+    """Makes the steps of a plan: it turns the decisions about ops into steps, shards and collectives, and is their only
+    writer.
 
     Attributes:
       current: the shard of each value: as its op left it, possibly partial, or in its stored spec. Of an input-independent value
@@ -124,7 +125,7 @@ class Emitter:
         return self.interned.shard(value, spec, partial, kind, copy=self.stored(value) if partial else copy)
 
     def place(self, shard: Shard) -> Shard:
-        """Make a shard the current one of its value."""
+        """Make a shard the current one of its value, and record its placement; returns the shard."""
         value = shard.value
         self.current[value] = shard
         if shard.partial:
@@ -150,7 +151,7 @@ class Emitter:
         return self.constant(value, literal_array(var))
 
     def operand_of(self, value: Value | None) -> Operand | None:
-        """A value as decisions about its readers see it; None: a literal."""
+        """The :class:`Operand` of a value in its current shard; None for a literal."""
         if value is None:
             return None
         shard = self.current[value]
@@ -164,7 +165,8 @@ class Emitter:
     # -- ops
 
     def run(self, op: Op, decision: OpDecision) -> None:
-        """Write the steps of an op."""
+        """Append the steps of an op as decided: reductions and reshards of its operands, the op, and reshards of its
+        results."""
         for i in decision.reduce:
             value = op.ins[i]
             assert value is not None
@@ -225,7 +227,7 @@ class Emitter:
         return self.reshard(value, self.stored(value), op, f"the layout keeps this result of {op.name} so")
 
     def reshard(self, value: Value, need: Spec, op: Op | None, cause: str) -> Shard:
-        """Reshard a value for all further readers."""
+        """Append the reshard of a value for all further readers; returns the value's new current shard."""
         source = self.current[value]
         if source.spec == need:
             return source

@@ -33,7 +33,7 @@ MESHES = 64
 
 
 class Interned:
-    """Shards and steps, each made once.
+    """A table in which equal shards and equal steps are one object, shared by the plans of a program.
 
     Attributes:
       table: by the attributes that make them.

@@ -276,7 +276,7 @@ class ShardingChange(Step):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Reshard(ShardingChange):
-    """Changes the spec of a value.
+    """The step that changes the spec of a value, by slices and collectives.
 
     Attributes:
       copy: the result is a copy for the steps that read it; otherwise it is the current shard of the value from this step on.
@@ -333,7 +333,7 @@ class Reduce(ShardingChange):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Run(Step):
-    """Runs an op on shards.
+    """The step that runs an op on the shards of each device.
 
     Attributes:
       operands: its shards; None: a literal of the equation.
@@ -367,7 +367,7 @@ class Run(Step):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Loop(Step):
-    """A ``scan`` or ``while``.
+    """The step that runs a ``scan`` or ``while``.
 
     Attributes:
       consts: loop-invariant shards that its bodies read.
@@ -407,7 +407,7 @@ class Loop(Step):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Branch(Step):
-    """A ``cond``.
+    """The step that runs one branch of a ``cond``.
 
     Attributes:
       index: the index of the branch that runs; None: a literal of the equation.

@@ -55,7 +55,7 @@ _Lines = Callable[[], Sequence[str]]
 
 @dataclass(eq=False, slots=True)
 class Sheet:
-    """The facts of a compiled function that its processes compare.
+    """The facts of one compiled function that all processes must agree on before its first call.
 
     Attributes:
       fn: the user's function.

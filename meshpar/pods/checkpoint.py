@@ -299,7 +299,7 @@ class Checkpoints:
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Wait, and let go."""
+        """Wait for the files that are being written, and release the orbax manager and the signal handler."""
         manager, self._manager = self._manager, None
         self._stop.close()
         atexit.unregister(self.close)
@@ -365,7 +365,7 @@ def steps_of(path: str) -> list[int]:
 
 
 def facts_of(path: str, step: int) -> dict[str, Any]:
-    """The metadata of a checkpoint.
+    """The metadata of a checkpoint, as :meth:`Checkpoints.save` wrote it: a dictionary of JSON values.
 
     Raises:
       CheckpointError: it cannot be read, or was changed.
@@ -491,6 +491,8 @@ def _all_well(path: str, step: int, said: list[str]) -> None:
 def _compare(path: str, step: int, wanted: Mapping[str, Any], saved: Mapping[str, Any], partial: bool) -> None:
     """Check that a checkpoint has all requested arrays, by name, shape and dtype.
 
+    ``wanted``: path → requested leaf; ``saved``: path → metadata; ``partial``: the checkpoint may have further leaves.
+
     Raises:
       CheckpointError: one is missing or differs.
     """
@@ -518,7 +520,7 @@ def _compare(path: str, step: int, wanted: Mapping[str, Any], saved: Mapping[str
 
 
 def _target(x: Any) -> jax.ShapeDtypeStruct:
-    """What orbax is to make of a leaf: keys are read as their data."""
+    """The shape, dtype and sharding in which orbax reads a leaf; a random key is read as its data."""
     sharding = getattr(x, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0])
     if is_key(x):
         data = jax.eval_shape(lambda: jax.random.key_data(jnp.zeros(x.shape, x.dtype)))

@@ -140,7 +140,7 @@ def _indices(sharding: NamedSharding, size: int) -> list[tuple[slice, ...]]:
 
 
 def _specs(mesh: Mesh, layout: Layout, dims: Any, leaves: Mapping[str, Any]) -> Any:
-    """path, shape → spec."""
+    """A function (path, shape of a leaf) → its ``PartitionSpec``."""
     if dims is None or isinstance(dims, str):
         patterns = PathDims({"*": dims or ROWS})
     else:
@@ -172,7 +172,8 @@ def _narrow(x: np.ndarray) -> np.ndarray:
 
 
 class Batches:
-    """Made by :func:`batches`; iterate over it, or over :meth:`from_`.
+    """An iterator over batches of a source, as sharded arrays; made by :func:`batches`. :meth:`from_` iterates from a
+    given batch.
 
     Attributes:
       position: the number of the next batch.
@@ -323,7 +324,7 @@ class Batches:
         }  # fmt: skip
 
     def go_to(self, facts: Mapping[str, Any]) -> None:
-        """Go on where a checkpoint was.
+        """Set :attr:`position` to the position that a checkpoint's metadata (``position_facts``) has.
 
         Raises:
           DataPositionError: the order was another one: seed, batch size, or number of rows.

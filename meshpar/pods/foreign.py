@@ -78,7 +78,7 @@ def from_safetensors(path: str | Path, init: Any, *args: Any, rules: Rules) -> A
 
 
 class _Tensors:
-    """The tensors of some files, read in slices."""
+    """The tensors of one or more safetensors files by name; only the slices that are indexed are read from disk."""
 
     def __init__(self, path: str | Path):
         """Open a ``.safetensors`` file, or all such files of a folder; tensors are read later.
@@ -157,7 +157,7 @@ class _Reader:
         self.order = mine
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """The part of the leaf at an index."""
+        """The elements of the leaf at ``index`` (a slice for each dim), as an array with the leaf's order of dims."""
         ranges = {d: range(*index[i].indices(self.shape[i])) for d, i in self.axis.items()}
         if not self.stacked:
             return self._one(self.name, ranges)

@@ -34,7 +34,7 @@ _TAIL = 12
 
 @dataclass(frozen=True)
 class Job:
-    """A run to start.
+    """The processes that ``meshpar launch`` starts, watches and restarts, as its command line describes them.
 
     Attributes:
       command: of one process.
@@ -277,7 +277,7 @@ def _signal(running: dict[int, subprocess.Popen[bytes]], number: int) -> None:
 
 
 class _Follow:
-    """Copies what process 0 writes to this terminal."""
+    """Copies the log file of process 0 to stdout while it grows."""
 
     def __init__(self, path: Path):
         self.path, self.at = path, 0

@@ -178,7 +178,8 @@ class LocalSgd:
         return state, rest
 
     def _share(self, x: Any, name: str) -> Any:
-        """An argument of the step, with a first dim for the replicas."""
+        """An argument of the step with a leading replica dim: rows are divided among replicas, keys are split, scalars
+        are repeated."""
         if is_key(x):
             return jax.random.split(x, self.replicas)
         if not np.ndim(x):

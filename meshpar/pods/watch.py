@@ -43,7 +43,7 @@ _OUR_OWN = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "FAILED_P
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a group of processes ends.
+    """The reason why all processes of a job end: the first one that is published. Every process exits with its status.
 
     Attributes:
       process: whose fault it is.
@@ -105,7 +105,7 @@ CALLS = Calls()
 
 
 class Watch:
-    """The threads of one process; made by :func:`meshpar.distributed`.
+    """Watches the other processes of a job from threads of this one; made by :func:`meshpar.distributed`.
 
     Args:
       timeout: seconds without a sign of life after which a process is lost.
@@ -113,12 +113,7 @@ class Watch:
     """
 
     def __init__(self, timeout: float, stuck: float):
-        """The state of a watch whose threads do not run yet.
-
-        Args:
-          timeout: seconds without a sign of life after which a process counts as lost.
-          stuck: seconds after which a live process that makes no more calls counts as stuck.
-        """
+        """A watch whose threads do not run yet."""
         self.timeout, self.stuck = timeout, stuck
         self.index, self.count = process_index(), process_count()
         self.store = Store()
@@ -226,7 +221,8 @@ class Watch:
         os._exit(cause.status)
 
     def _wait_for_others(self, cause: Cause) -> None:
-        """The table goes with process 0: let the others read why."""
+        """Process 0: wait, for at most 2.5 heartbeats, until all other processes have read the cause; the store ends
+        with process 0."""
         want = set(range(1, self.count)) - ({cause.process} if cause.kind == "lost" else set())
         until = time.monotonic() + 2.5 * BEAT_SECONDS
         while time.monotonic() < until:
@@ -260,7 +256,7 @@ class Watch:
 
 
 class Judge:
-    """The latest beats of all processes, on process 0."""
+    """Decides on process 0, from the heartbeats of all processes, whether the job must end, and why."""
 
     def __init__(self, count: int, timeout: float, stuck: float):
         self.count, self.timeout, self.stuck = count, timeout, stuck
@@ -295,7 +291,8 @@ class Judge:
         return self.behind(beats, now)
 
     def order(self, beats: Mapping[int, dict[str, Any]]) -> Cause | None:
-        """The first call, of those that are known, in which a process did something else than process 0."""
+        """The first recorded call in which a process ran another function, or had other host values, than process 0,
+        as a Cause; None: no such call."""
         mine = {c[0]: c[1:] for c in beats.get(0, {}).get("calls", ())}
         for p, said in sorted(beats.items()):
             theirs = {c[0]: c[1:] for c in said["calls"]}

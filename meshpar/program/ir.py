@@ -21,7 +21,9 @@ MAX_CACHED_KEYS = 128
 
 
 class Value:
-    """One value at one call site.
+    """A value (argument, constant, or result of an equation) of a program, at one call site.
+
+    A function that is called twice has two Values for each variable of its jaxpr.
 
     Attributes:
       aval: shape and dtype.
@@ -66,7 +68,8 @@ class Value:
 
 
 class Op:
-    """One equation at one call site.
+    """An equation of a program, at one call site: a function that is called twice has two Ops for each equation of its
+    jaxpr.
 
     Attributes:
       eqn: the jaxpr equation; name: of its primitive; primitive: the registry's entry, with its traits.

@@ -98,7 +98,7 @@ def _inexact(x: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class ForwardBackward:
-    """The forward and backward pass of a kernel.
+    """A kernel's forward pass, which also returns residuals, and its backward pass, each as a kernel with a rule.
 
     Attributes:
       forward: operands → results, then residuals.
@@ -206,7 +206,7 @@ def _pull(kernel: Kernel, xs: Sequence[Any]) -> tuple[list[Any], Any]:
 
 @dataclass(frozen=True, eq=False)
 class _Pulled:
-    """A traced pullback.
+    """A pullback (the function that ``jax.vjp`` returns) of a kernel, traced to a jaxpr that computes its arrays.
 
     Attributes:
       tree: its tree structure.

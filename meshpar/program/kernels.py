@@ -101,7 +101,7 @@ KernelWorks = Callable[[Sequence[jax.ShapeDtypeStruct], ShardCounts], KernelWork
 
 @dataclass(frozen=True)
 class Notation:
-    """A parsed rule.
+    """The parsed text of a kernel rule, from :func:`parse_rule`.
 
     Attributes:
       text: as the user wrote it.
@@ -176,7 +176,9 @@ def parse_rule(text: str) -> Notation:
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A function on global arrays, its rule, and its local form.
+    """An opaque function with a factor rule, which a program contains as one op; made by :func:`meshpar.kernel_rule`.
+
+    It has a global form, ``fn``, and may have a local form: a function that computes it on the shards of one device.
 
     Attributes:
       fn: (*operands) → results, on global arrays or shards alike.

@@ -250,7 +250,7 @@ def collective_groups(
 
 @dataclass(slots=True)
 class RuleEffect:
-    """What one rule does.
+    """The effect of one rule of the layout on memory and communication.
 
     Attributes:
       rule: its text.
@@ -366,7 +366,7 @@ def _kernels(computation: Computation) -> Iterator[Kernel]:
 
 @dataclass(slots=True)
 class Span:
-    """A kernel or a collective in a loop body.
+    """A bar of a loop's timeline: one run of a kernel or a collective in an iteration of the loop.
 
     Attributes:
       lane: ``compute`` or ``links``.

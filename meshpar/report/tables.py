@@ -12,7 +12,7 @@ from rich.table import Table as RichTable
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One cell.
+    """One cell of a table, for the terminal and for HTML pages.
 
     Attributes:
       text: as the terminal prints it.

@@ -58,7 +58,9 @@ ANY_DTYPE: frozenset[DtypeClass] = frozenset({*NUMBERS, "bool", "extended"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Law:
-    """A case in which an op commutes with a reduction over devices.
+    """A case in which an op commutes with a reduction over devices, so that it may be applied to partial operands.
+
+    For example, ``transpose(Σ a_i) = Σ transpose(a_i)``.
 
     Attributes:
       kinds: the reductions.

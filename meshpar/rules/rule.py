@@ -61,7 +61,9 @@ class NameLink(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class OpRule:
-    """The factor rule of one equation.
+    """The factor rule of one equation: which dims of its operands and results are the same factor.
+
+    A matmul ``[m, k] × [k, n] → [m, n]`` has the factors m, n (kind ``pass_through``) and k (kind ``sum``).
 
     Attributes:
       ins, outs: for every operand and result, the factors of every dim.

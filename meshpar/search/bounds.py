@@ -129,7 +129,8 @@ class Breakdown:
     """
 
     def __init__(self, plan: Plan, sent: float):
-        """Args: the plan, and the seconds of its collectives before passes."""
+        """Split the step time and the peak of ``plan``; ``sent``: seconds of its collectives before passes, run
+        sequentially."""
         assert plan.seconds is not None
         assert plan.chip is not None
         self.program, self.chip, self.seconds, self.peak = plan.program, plan.chip, plan.seconds, plan.memory.peak
@@ -186,7 +187,7 @@ class Breakdown:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of the step time in seconds, or of the peak in bytes.
+    """One term of the step time in seconds (a kernel, a collective), or of the peak in bytes (a live array).
 
     Attributes:
       units: the values and ops that it depends on.

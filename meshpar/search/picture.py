@@ -49,7 +49,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Picture:
-    """A plot.
+    """The plot of a search: step time against peak memory, a point for each candidate.
 
     Attributes:
       rows: the candidates.

@@ -9,7 +9,7 @@ from ..layout import Layout
 
 @dataclass(frozen=True)
 class Row:
-    """A planned candidate.
+    """A candidate of a search that has been planned, with the numbers of its plan.
 
     Attributes:
       mesh, layout, lowering: text for :func:`meshpar.jit`.

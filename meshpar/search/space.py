@@ -90,7 +90,7 @@ class Space:
 
     @classmethod
     def of(cls, program: Program, fixed: Layout, forbid: Sequence[str]) -> Space:
-        """The space of a program.
+        """The dims of a program that a search may shard: all that ``fixed`` and ``forbid`` do not name.
 
         Raises:
           UnknownDimError: ``forbid`` names a dim that the program does not have.

@@ -115,7 +115,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A step under one layout, with its arguments.
+    """A step compiled under one layout, with its arguments, to be compared or measured.
 
     Attributes:
       plan: for the mesh that it runs on.
@@ -209,7 +209,7 @@ def _default_meshes(layout: Layout) -> list[Mesh]:
 
 @dataclass(eq=False, slots=True)
 class _Reference:
-    """The unsharded run on one device.
+    """The run of a step without sharding, on one device, whose results are the reference of :func:`meshpar.check`.
 
     Attributes:
       leaves: its flat arguments.

@@ -77,7 +77,7 @@ class HloCollective:
 
 @dataclass(slots=True)
 class Run:
-    """An instruction with its context.
+    """An instruction of a compiled program, with its computation and the number of its executions.
 
     Attributes:
       scope: of its computation.

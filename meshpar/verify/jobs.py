@@ -36,7 +36,7 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class Job:
-    """A compilation.
+    """A program to be compiled by the real compiler, with all that its result depends on.
 
     Attributes:
       name: the name of the function, for messages.

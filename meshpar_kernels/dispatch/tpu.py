@@ -53,7 +53,7 @@ def _kernel(runs_ref, operand, *rest, axes: tuple[str, ...], sizes: tuple[int, .
     sent and received units.
 
     All counts are in units: slices of the leading dim, which has no register tiles. A copy has a static length, so a
-    run is sent in blocks of `block` units, round-robin over the receivers, and its remainder in powers of two. DMA
+    run is sent in chunks of `block` units, round-robin over the receivers, and its remainder in powers of two. DMA
     semaphores count bytes, so a wait for all bytes of a direction needs no order.
 
     Args:

@@ -29,7 +29,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class MoEAux(NamedTuple):
-    """What :func:`moe` returns next to its output.
+    """The second result of :func:`moe`: losses and statistics of the routing.
 
     Attributes:
       losses: float32 scalars by name, unscaled: those that the router defines (``balance``, ``z``, ``importance``, ``load``).
@@ -173,7 +173,7 @@ def _check_options(
 
 
 def _check(x: jax.Array, experts: Mapping[str, jax.Array], activation: str) -> int:
-    """The number of experts, E.
+    """Check the operands of :func:`moe`, and return the number of experts, E.
 
     Raises:
       MeshparError: shapes, dtypes or an activation that :func:`moe` does not take.

@@ -85,7 +85,7 @@ class MoE(nnx.Module):
     def __call__(
         self, x: jax.Array, mask: jax.Array | None = None, key: jax.Array | None = None
     ) -> tuple[jax.Array, MoEAux]:
-        """([*tokens, embed], losses, load and drops).
+        """(the layer's output, [*tokens, embed]; losses, load and drops, as :class:`MoEAux`).
 
         Args:
           x: [*tokens, embed].
