@@ -442,7 +442,7 @@ def _axes(text: str) -> tuple[str, ...]:
 
 
 def _rule(left: str, axes: tuple[str, ...], statement: str) -> Rule:
-    """The rule for one left side: ``dim``, ``dim?``, ``opt.dim`` or ``"*/path".dim``.
+    """The Rule with the axes ``axes`` for one left side: ``dim``, ``dim?``, ``opt.dim`` or ``"*/path".dim``.
 
     Args:
       statement: how errors call the rule.

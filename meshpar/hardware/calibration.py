@@ -176,7 +176,7 @@ def nominal(kind: str, hbm: float) -> Chip:
 
 
 def calibrated(chip: Chip | None, where: AnyMesh, given: Calibrations) -> Chip | None:
-    """The chip of a plan, with the calibration of its device kind.
+    """The chip of a plan, with the calibration of its device kind among ``given``.
 
     The calibration of the installed jaxlib is used, else the one of the newest version. Without calibrations, ``chip``.
 

@@ -270,7 +270,8 @@ class _FrameWriter:
         return out
 
     def operand(self, var: Any, value: Value | None, need: Spec | None, op: Op) -> Any:
-        """The current variable, constrained to the spec that an op needs."""
+        """The variable of ``value`` that an equation reads, with a sharding constraint to the spec ``need`` if its spec
+        differs."""
         lowering = self.lowering
         now, stored = self.read(var), lowering.stored(value)
         if value is None or need is None or not need or stored == need:

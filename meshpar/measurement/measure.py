@@ -153,10 +153,12 @@ def _compare(candidates: Sequence[Candidate], tolerance: float, tell: Callable[[
 
 
 def _check_rounding(first: Candidate, other: Candidate, differ: Mapping[str, Difference], tolerance: float) -> None:
-    """Compare two layouts whose results differ with the unsharded run.
+    """Compare two layouts whose results differ with the unsharded run; returns nothing if rounding explains every
+    difference.
 
     Args:
       differ: path of a result → its difference.
+      tolerance: allowed difference of a result, relative to its largest absolute value.
 
     Raises:
       CheckError: rounding does not explain a difference.
@@ -184,7 +186,12 @@ def _check_rounding(first: Candidate, other: Candidate, differ: Mapping[str, Dif
 def _result(
     candidates: Sequence[Candidate], times: Sequence[Sequence[float]], rounds: int, tell: Callable[[str], None]
 ) -> CalibrationResult:
-    """The rows, and the calibration fitted to the measured seconds (``times``: layout → seconds of each round)."""
+    """The rows, and the calibration fitted to the measured seconds, as a :class:`CalibrationResult`.
+
+    Args:
+      times: for each candidate, the seconds of each round.
+      tell: receives a progress text.
+    """
     kind = candidates[0].subject.plan.mesh.devices.flat[0].device_kind  # type: ignore[union-attr]
     seconds = [statistics.median(t) for t in times]
     spreads = [_spread(t) for t in times]

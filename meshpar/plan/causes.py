@@ -51,7 +51,8 @@ class Causes:
         return " and ".join(reasons) or f"partial sums over {format_axes(axes)}"
 
     def resharded(self, op: Op, factor_axes: FactorAxes, value: Value, have: Spec, need: Spec) -> str:
-        """Why an op needs an operand in another spec."""
+        """The cause of a reshard of an operand, as a clause: why ``op`` needs ``value`` in the spec ``need`` rather
+        than ``have``."""
         names = self.factor_names(op)
         reasons = []
         for i, (before, after) in enumerate(zip(have, need, strict=True)):

@@ -57,11 +57,14 @@ class CollectiveRecords:
         self, kind: CollectiveOp, axes: tuple[str, ...], value: Value, op: Op | None, bytes_sent: float,
         count: int | None, cause: str,
     ) -> list[Collective]:  # fmt: skip
-        """The record of a collective that moves a value; none where nothing is sent.
+        """The record of a collective of ``kind`` over ``axes`` that moves a value, in a list; an empty list if nothing
+        is sent.
 
         Args:
           op: the op that needs it.
+          bytes_sent: bytes that each device sends.
           count: how often it runs in a step; None: unknown.
+          cause: the text of the record that states its reason.
 
         Raises:
           TooLong: the collectives take longer than the limit.
@@ -84,7 +87,8 @@ class CollectiveRecords:
     def reducing(
         self, kind: CollectiveOp, axes: tuple[str, ...], value: Value, op: Op, spec: Spec, count: int | None, cause: str
     ) -> list[Collective]:
-        """The record of a collective that reduces a partial value in a spec over axes."""
+        """The record of a collective of ``kind`` over ``axes`` that reduces a partial value with the spec ``spec``; in
+        a list, as :meth:`moving`."""
         axes = tuple(a for a in axes if self.sizes[a] > 1)
         group, volume = shard_count(axes, self.sizes), value_bytes(value, spec, self.sizes)
         if kind == "all-gather":
@@ -95,7 +99,7 @@ class CollectiveRecords:
     def resharding(
         self, value: Value, have: Spec, need: Spec, op: Op | None, count: int | None, cause: str
     ) -> tuple[tuple[Move, ...], list[Collective]]:
-        """(the moves that bring a value from one spec to another, the records of their collectives)."""
+        """(the moves that change the spec of a value from ``have`` to ``need``, the records of their collectives)."""
         moves = reshard(have, need, self.sizes)
         size = itemsize(value.aval)
         records = [
@@ -143,7 +147,8 @@ class CollectiveRecords:
     def _seconds(
         self, kind: CollectiveOp, axes: tuple[str, ...], bytes_sent: float, algorithm: AlgorithmName
     ) -> float | None:
-        """Seconds of a collective that sends so many bytes; None: the chip is not known."""
+        """Seconds of one run of a collective of ``kind`` over ``axes``, for ``bytes_sent`` bytes per device; None: the
+        chip is not known."""
         if self.chip is None:
             return None
         volume = collective_volume(kind, bytes_sent, shard_count(axes, self.sizes))

@@ -282,7 +282,8 @@ class Emitter:
         return self.maker.part(value, shard.spec, self.body) if value in self.constants else shard
 
     def copy(self, op: Op, value: Value, need: Spec) -> Shard:
-        """A copy of a value in another spec, made once for each body; of a value that loops only read, before these."""
+        """The shard of a copy of ``value`` in the spec ``need``, made once for each body, or before the loops that only
+        read the value."""
         body, origin, count, loops = self.body, op, self.count, []
         while value in self.loop_consts:
             const = self.loop_consts[value]
@@ -304,7 +305,8 @@ class Emitter:
         return shard
 
     def recomputed(self, value: Value, need: Spec, depth: int = MAX_RECOMPUTED_DEPTH) -> Shard | None:
-        """The result of a cheap op in another spec, recomputed from operands that exist in theirs; None if one would be sent."""
+        """The result of a cheap op in the spec ``need``, recomputed from operands that have the needed specs; None if
+        one would be sent."""
         body, op = self.body, value.op
         if (value, need) in body.copies or value in self.constants:
             return body.copies.get((value, need)) or self.maker.part(value, need, body)

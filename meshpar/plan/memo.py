@@ -67,7 +67,8 @@ class Interned:
         self, op: Op, operands: tuple[Shard | None, ...], results: tuple[Shard, ...],
         axes: tuple[tuple[str, ...], ...] | None,
     ) -> Run:  # fmt: skip
-        """The step that runs an op on shards."""
+        """The ``Run`` step of an op on these shards, with ``axes`` for each factor of its rule; the same object for
+        equal arguments."""
         key = (op, operands, results, axes)
         found = self.table.get(key)
         return self.table.setdefault(key, Run(op, operands, results, axes)) if found is None else found

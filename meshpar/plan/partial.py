@@ -93,7 +93,10 @@ def satisfies(other: Other, program: Program, op: Op, i: int) -> bool:
 def applicable_law(
     program: Program, op: Op, kind: Any, positions: Sequence[int], used: Callable[[Law], bool]
 ) -> Law | None:
-    """The first law accepted by ``used`` that lets an op be applied to partial operands at these positions, or None."""
+    """The first law accepted by ``used`` that lets an op be applied to partial operands at ``positions``, or None.
+
+    ``kind`` is the reduction over which these operands are partial.
+    """
     for law in op.primitive.partial:
         others = (i for i in range(len(op.ins)) if i not in positions)
         if (

@@ -49,7 +49,8 @@ class ShardedArray:
 
     @classmethod
     def of(cls, program: Program, value: Value, spec: Spec, sizes: Mapping[str, int], kind: str | None) -> ShardedArray:
-        """The record of a value of a program with a spec on a mesh with axes of these sizes."""
+        """The record of a value of a program, with a spec, on a mesh with axes of these sizes; ``kind``: ``params``,
+        ``opt``, ``constant`` or None."""
         host = value.on_host
         size = 0.0 if host else value_bytes(value, spec, sizes)
         return cls(

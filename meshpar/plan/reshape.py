@@ -45,7 +45,10 @@ def reshape_axes(
 def axes_from(
     dims: Sequence[Factors], spec: Spec, rule_sizes: Sequence[int], kinds: Sequence[Kind], sizes: Mapping[str, int]
 ) -> list[tuple[str, ...]]:
-    """The axes of the factors of an array with a spec, as far as these divide the factors from major to minor.
+    """For each factor, the axes that split it in an array with a spec, as far as these divide the factors from major to
+    minor.
+
+    ``kinds``: the kind of each factor; only ``pass_through`` factors are split.
 
     Given dims ``[(a, b)]`` with a of 4 and b of 8, and the spec ``(("x", "y"),)`` with x=4 and y=2, returns ``[("x",), ("y",)]``;
     with x=3, returns ``[(), ()]``.

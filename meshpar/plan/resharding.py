@@ -88,7 +88,7 @@ def _reshard(have: Spec, need: Spec, mesh: tuple[tuple[str, int], ...]) -> tuple
 
 
 def _move_or_gather(have: Spec, need: Spec, sizes: Mapping[str, int]) -> tuple[Move, ...]:
-    """All-to-alls as long as there are any, then slices and all-gathers."""
+    """The moves from ``have`` to ``need``: all-to-alls as long as one applies, then slices and all-gathers."""
     moves: list[Move] = []
     now = have
     while (exchange := _all_to_all(now, need)) is not None:
@@ -120,7 +120,11 @@ def _common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
 
 
 def _slice_and_gather(have: Spec, need: Spec, sizes: Mapping[str, int]) -> tuple[Move, ...]:
-    """Slices, which make the shard small, then all-gathers, between specs of which every dim only gains or only loses last axes."""
+    """The moves from ``have`` to ``need``, of which every dim only gains or only loses last axes: slices, then
+    all-gathers.
+
+    Slices come first because they make the shard small.
+    """
     moves: list[Move] = []
     now = have
     for op in ("slice", "all-gather"):

@@ -61,7 +61,10 @@ def value_reshard_bytes(value: Value, have: Spec, need: Spec, sizes: Mapping[str
 def reduction_bytes(
     value: Value, spec: Spec, stored: Spec, axes: tuple[str, ...], kind: Kind, sizes: Mapping[str, int]
 ) -> float:
-    """Bytes that a device sends to reduce a value that is partial over ``axes`` from ``spec`` to its stored spec."""
+    """Bytes that a device sends to reduce a value that is partial over ``axes``, from ``spec`` to its stored spec.
+
+    ``kind`` is the reduction.
+    """
     scatter, reduced = split_reduction(spec, stored, axes, kind)
     volume, sent = value_bytes(value, spec, sizes), 0.0
     for over in scatter.values():
@@ -71,7 +74,8 @@ def reduction_bytes(
 
 
 def local_form_sends(op: Op, needs: Sequence[Spec | None], axes: Axes, sizes: Mapping[str, int]) -> list[SendOver]:
-    """The collectives that the local form of an op makes, for operands in the specs ``needs``."""
+    """The collectives that the local form of an op makes, for operands in the specs ``needs``; ``axes`` split each
+    factor of its rule."""
     rule = op.rule
     assert rule is not None
     exchanges = any(got and kind == "permutation" for got, kind in zip(axes, rule.kinds, strict=True))

@@ -442,7 +442,11 @@ class _Damaged(Exception):
 
 
 def _read(path: str, step: int, like: Any, partial: bool) -> tuple[Any, dict[str, Any]]:
-    """(state, metadata) of a checkpoint; if one process fails, all raise.
+    """(state, metadata) of the checkpoint of ``step``; if one process fails, all raise.
+
+    Args:
+      like: the tree whose shapes, dtypes and shardings the state gets.
+      partial: the checkpoint may have leaves that ``like`` lacks.
 
     Raises:
       CheckpointError: it lacks an array of ``like``.
@@ -538,7 +542,10 @@ def _restored(x: jax.Array, wanted: Any, facts: Mapping[str, Any]) -> Any:
 
 
 def read_leaves(path: str, step: int, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """The arrays of a checkpoint, each process reading the parts of its own devices."""
+    """path → array of the checkpoint of ``step``, in the shapes, dtypes and shardings of ``targets`` (by path).
+
+    Each process reads the shards of its own devices.
+    """
     ocp = orbax()
     tree = nested(targets)
     handler = ocp.PyTreeCheckpointHandler()

@@ -305,7 +305,10 @@ class Kernel:
     def work(
         self, avals: Sequence[Any], axes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]
     ) -> KernelWork | None:
-        """FLOPs and memory of one device, for local operands ``avals``; None: the kernel declares none."""
+        """FLOPs and memory of one device, for local operands ``avals``; None: the kernel declares no work.
+
+        ``axes``: factor → the mesh axes that shard it; ``sizes``: mesh axis → size.
+        """
         if self.works is None:
             return None
         names = dict.fromkeys(self.notation.marks)

@@ -116,7 +116,11 @@ class Unifier:
     # -- strong joins
 
     def unify(self, a: int, b: int, where: object = None) -> bool:
-        """Join two nodes strongly; returns False if they have different sizes or would put two dims of one value in one class."""
+        """Join two nodes strongly; returns False if they have different sizes or would put two dims of one value in one
+        class.
+
+        ``where`` is the op that joins them, for reports.
+        """
         if a == NONE or b == NONE:
             return True
         a, b = self.find(a), self.find(b)
@@ -229,7 +233,10 @@ class Unifier:
         return any(self.names.get(self.find(m)) for m in self.weak_members[self._weak_find(atom)])
 
     def unify_weak(self, a: int, b: int, where: object = None) -> bool:
-        """Join the weak classes of two atoms; if they share a value, prime one of them instead and return False."""
+        """Join the weak classes of two atoms; if they share a value, prime one of them instead and return False.
+
+        ``where`` is the op that joins them, for reports.
+        """
         ra, rb = self._weak_find(a), self._weak_find(b)
         if ra == rb:
             return True

@@ -321,7 +321,10 @@ def _padded(x: Any, dim: int, fill: Any, low: int, high: int, interior: int = 0)
 
 
 def dilate(x: Any, dim: int, axes: Sequence[str], window: ShardWindow, fill: Any) -> Any:
-    """The positions of a device's window, from the elements in it; ``fill`` at the positions without an element.
+    """A device's window of a padded and dilated dim, from its elements ``x``; ``fill`` at the positions without an
+    element.
+
+    ``axes`` split the dim ``dim``.
 
     Elements ``[a, b]`` with ``dilation=2``, ``before=(1, …)`` and ``extent=4`` give ``[fill, a, fill, b]``.
     """

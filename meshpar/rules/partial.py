@@ -82,7 +82,8 @@ class Law:
     when: When = "always"
 
     def admits(self, eqn: Any, kind: Kind, partial: Sequence[int]) -> bool:
-        """Whether the operands at positions ``partial`` may be partial by a reduction; other operands are not checked."""
+        """Whether the operands at positions ``partial`` may be partial by the reduction ``kind``; other operands are
+        not checked."""
         allowed = range(len(eqn.invars))[slice(*self.operands)]
         return (
             kind in self.kinds

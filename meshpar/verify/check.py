@@ -141,7 +141,12 @@ def check_layouts(
     tolerance: float = 1e-5,
     raises: bool = True,
 ) -> Report:
-    """:func:`meshpar.check`, for a step that ``subject`` lowers for a mesh, a layout and a lowering."""
+    """:func:`meshpar.check`, for a step that ``subject`` lowers for a mesh, a layout and a lowering.
+
+    Args:
+      tolerance: allowed difference of a result, relative to its largest absolute value.
+      raises: a difference is a CheckError; False: it is in the report only.
+    """
     given = [meshes] if isinstance(meshes, Mesh | str | Mapping) else None if meshes is None else list(meshes)
     case = _Case(tolerance)
     report = Report(tolerance=tolerance)

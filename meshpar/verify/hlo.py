@@ -211,7 +211,7 @@ def _kind(i: Instruction) -> str | None:
 
 
 def _record(module: Module, run: Run, kind: str) -> HloCollective:
-    """The collective of an instruction, with its group, bytes and source."""
+    """The collective of ``kind`` that an instruction runs, with its group, bytes and source."""
     i = run.instruction
     if i.opcode == "send":
         return _between_slices(module, run, kind)

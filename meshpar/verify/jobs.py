@@ -95,7 +95,8 @@ def cache_folder() -> Path:
 
 
 def compile_job(job: Job, *, timeout: float | None = None, cache: bool = True, progress: Progress = None) -> Archive:
-    """The result of a job: from the cache, or from a compiler in a separate process.
+    """The result of a job: from the cache, or from a compiler in a separate process. ``progress`` receives progress
+    texts.
 
     Raises:
       CompilerError: the compiler crashed, or took longer than ``timeout`` seconds; its job and log remain on disk.
@@ -152,7 +153,7 @@ def environment() -> dict[str, str]:
 
 
 def _run(job: Job, timeout: float | None, say: Callable[[str], None]) -> bytes:
-    """Compile a job in a new process; returns the bytes of its result.
+    """Compile a job in a new process; returns the bytes of its result archive. ``say`` receives progress texts.
 
     Raises:
       CompilerError: the compiler crashed or exceeded the time limit.

@@ -71,7 +71,11 @@ def allowed(dtype: Any, tolerance: float) -> float:
 
 
 def compare(sharded: np.ndarray, unsharded: np.ndarray, tolerance: float) -> Difference:
-    """The difference of two arrays; infinite if shapes or dtypes differ. NaNs are equal to each other."""
+    """The difference of two arrays; infinite if shapes or dtypes differ. NaNs are equal to each other.
+
+    ``tolerance``: the allowed difference, relative to the largest absolute value of ``unsharded``; more for narrow
+    dtypes (:func:`allowed`).
+    """
     limit = allowed(unsharded.dtype, tolerance)
     if sharded.shape != unsharded.shape or sharded.dtype != unsharded.dtype:
         kinds = [f"{x.dtype}{list(x.shape)}" for x in (sharded, unsharded)]
@@ -148,7 +152,14 @@ def perturbed(x: Any, by: float | None, tolerance: float, draw: np.random.Genera
 
 def spread_of(run: Callable[[list[Any]], Sequence[Any]], xs: Sequence[Any], base: Sequence[np.ndarray], by: float | None,
             tolerance: float) -> list[float]:  # fmt: skip
-    """Per result: its largest change in three runs with perturbed operands."""
+    """Per result, its largest absolute difference from ``base`` in three runs of ``run`` on randomly perturbed
+    operands.
+
+    Args:
+      xs: the operands.
+      base: the results of ``run(xs)``.
+      by, tolerance: the size of the perturbations, as in :func:`perturbed`.
+    """
     out = [0.0] * len(base)
     draw = np.random.default_rng(0)
     for _ in range(3):

@@ -99,7 +99,17 @@ def _local(
     x, expert, weight, *matrices, axes: Mapping[str, tuple[str, ...]], token_dims: int, activation: str,
     implementation: str | None = None, exchange: str | None = None, fused: bool = False, **options: Any,
 ) -> jax.Array:  # fmt: skip
-    """The local form of the op; ``fused``: one matmul kernel for gate, up and activation."""
+    """The local form of the op: this device's shard of the result, from its tokens and its shards of the experts'
+    matrices.
+
+    Args:
+      x, expert, weight: shards of the tokens [*tokens, H], their experts [*tokens, k], and the weights of these experts
+      [*tokens, k].
+      matrices: shards of ``gate`` (if there is one), ``up`` and ``down``.
+      axes: factor of the op's rule → the mesh axes that shard it.
+      token_dims: the number of token dims.
+      fused: one matmul kernel for gate, up and activation.
+    """
     sizes = {a: lax.axis_size(a) for split in axes.values() for a in split}
     chosen = _exchange((x, expert, weight, *matrices), axes, sizes, token_dims, exchange=exchange, **options)
     dims = matrices[0].ndim - 2
