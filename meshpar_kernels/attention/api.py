@@ -46,53 +46,57 @@ def ring_attention(
     chunks: tuple[int, int] = (Q_CHUNK, K_CHUNK),
     scatter: str | None = None,
 ) -> jax.Array:
-    """Attention over a sequence that is split over devices (context parallelism); local to `jax.shard_map`.
+    """Attention over a sequence that is sharded over devices (context parallelism). Call it inside `jax.shard_map`.
 
-    - "ring": K and V circulate by `ppermute` while attention to the blocks at hand is computed. Fully masked blocks are
-      skipped; with a window, K and V are sent only to devices that use them. Memory: a few K/V blocks of
-      one device. Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers".
-    - "ulysses": all-to-alls exchange the sharding of the sequence for a sharding of the heads. H must divide over the A devices,
-    and
-      so must Hkv, or A over Hkv: then each K/V head is copied to the A/Hkv devices that use it. Source: Jacobs et al. 2023.
-    - "gathered": K and V are all-gathered, in the backward pass as well; their gradients are reduce-scattered in float32.
-    - None: the strategy with the least time estimated by `attention_costs`, among those whose heads divide and that need at most
-      2 GiB in addition to operands and results; ring only from 256K tokens, if another fits.
+    - "ring": K and V circulate by `ppermute`, overlapped with the attention to the blocks that have arrived. Fully
+    masked blocks are skipped; with a window, K and V are sent only to devices that use them. Memory: a few K/V blocks
+    of one device. Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers".
+    - "ulysses": all-to-alls reshard from the sequence to the heads. H must divide over the A devices, and so must Hkv,
+    or A over Hkv: then each K/V head is copied to the A/Hkv devices that use it. Source: Jacobs et al. 2023.
+    - "gathered": K and V are all-gathered, in the backward pass as well; their gradients are reduce-scattered in
+    float32.
+    - None: the strategy with the least time estimated by `attention_costs`, among those whose heads divide and that
+    need at most 2 GiB in addition to operands and results; ring only from 256K tokens on, if another fits.
 
-    On a device scores are made in chunks, forward and backward, so that none of the three ever holds S×S of them; saved for
-    the backward pass are q, k, v, the result, and one float32 log-sum-exp a row and head. Softmax and accumulators are in float32,
-    float32 operands are multiplied in full precision.
+    On a device scores are computed in chunks, forward and backward, so that no strategy has S×S scores in memory. Saved
+    for the backward pass are q, k, v, the result, and one float32 log-sum-exp for each row and head. Softmax and
+    accumulators are in float32; float32 operands are multiplied in full precision.
 
     Args:
       q: [B, Sq/A, H, D]; float32, bfloat16 or float16.
-      k: [B, Skv/A, Hkv, D], q's dtype; H is a multiple of Hkv. v: [B, Skv/A, Hkv, Dv].
-      axis_name: the mesh axis (or several as one, the first major) that the sequence is split over; None: one device.
-      causal: a query sees no later key; both count from the start of their sequence.
-      segment_ids: int [B, Sq/A], of queries and keys (Sq = Skv), or a pair ([B, Sq/A], [B, Skv/A]): a query sees the keys
-        of its own segment.
-      window: a query sees the keys less than `window` positions away: with `causal` itself and the window - 1 before it.
+      k: [B, Skv/A, Hkv, D], q's dtype; H is a multiple of Hkv.
+      v: [B, Skv/A, Hkv, Dv].
+      axis_name: the mesh axis (or several as one, the first major) over which the sequence is sharded; None: one
+        device.
+      causal: a query sees no later key; positions count from the start of each sequence.
+      segment_ids: int [B, Sq/A], of queries and keys (Sq = Skv), or a pair ([B, Sq/A], [B, Skv/A]): a query sees the
+        keys of its own segment.
+      window: a query sees the keys less than `window` positions away; with `causal` itself and the window - 1 keys
+        before it.
       scale: factor on q·k; None: 1/√D.
       softcap: scores become softcap·tanh(score/softcap).
       strategy: see above.
-      order: "zigzag": the tokens (of q, k, v, segment ids and the result) are in the order of `zigzag`, where each device
-        holds an early and a late block, so that causal work balances. Masks are by a token's true position.
+      order: "zigzag": the tokens (of q, k, v, segment ids and the result) are in the order of `zigzag`, in which each
+        device has an early and a late block, so that causal work is balanced. Masks use the true positions of tokens.
       both_ways: whether the ring sends in both directions, which uses both directions of its links.
-      implementation: of the attention on a device. "pallas" and "pallas_tpu": kernels, for D and Dv that are multiples of 64
-        and lengths on a device that are of 128. "cudnn": NVIDIA's library, for bfloat16 and float16, without segment ids and
-        softcap, and causal where queries and keys lie alike (a device's own block, or "ulysses", whose backward pass it has
-        not). "xla": in chunks. "reference" has all
-        scores of the device. None: on GPUs "cudnn" for each block that it can take, else "xla", unless
+      implementation: of the attention on a device. "pallas" and "pallas_tpu": kernels, for D and Dv that are multiples
+        of 64 and lengths on a device that are multiples of 128. "cudnn": NVIDIA's library, for bfloat16 and float16,
+        without segment ids and softcap; causal masks only if queries and keys have the same positions (a device's own
+        block, or "ulysses", whose backward pass it cannot run). "xla": in chunks. "reference": with all scores of the
+        device in memory. None: on GPUs "cudnn" for each block that it can take, else "xla", unless
         `MESHPAR_KERNELS=pallas`; with `MESHPAR_KERNELS=reference` always "xla".
       chunks: queries and keys in one block of scores of "xla".
-      scatter: how "gathered" reduces the gradients of keys and values, one axis after the other: "xla" by XLA's reduce-scatters,
-        "ring" by rings of permutes; None: "ring" over several axes, for which XLA on TPUs uses all-reduces, which send
-        twice the bytes.
+      scatter: how "gathered" reduces the gradients of keys and values, over one axis after another: "xla" by XLA's
+        reduce-scatters, "ring" by rings of collective-permutes. None: "ring" over several axes, for which XLA on TPUs
+        uses all-reduces with twice the bytes.
 
     Returns:
-      [B, Sq/A, H, Dv], q's dtype. A query that sees nothing gives 0, and gradients of 0. Differentiable in q, k and v.
+      [B, Sq/A, H, Dv], q's dtype. The result of a query that sees no key is 0, and its gradients are 0. Differentiable
+        in q, k and v.
 
     Raises:
       ValueError: shapes, dtypes or options that do not fit, or operands sharded outside of `shard_map`.
-      NotImplementedError: the implementation asked for cannot run.
+      NotImplementedError: the requested implementation cannot run.
     """
     refuse_sharded(OP, q=q, k=k, v=v)
     q_seg, k_seg = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, None)
@@ -117,13 +121,14 @@ class Plan(NamedTuple):
 
 
 def plan(x: Operands, axes: Mapping[str, int], options: Options) -> Plan:
-    """Check what `ring_attention` is given (arrays of one device, or their shapes and dtypes) and choose a strategy.
+    """Check the arguments of `ring_attention` (arrays of one device, or their shapes and dtypes), and choose a
+    strategy.
 
     Args:
-      axes: the mesh axes that the sequence is split over, the first major, and their sizes.
+      axes: {mesh axis over which the sequence is sharded: its size}, the first major.
 
     Raises:
-      ValueError: what does not fit.
+      ValueError: arguments that do not fit.
     """
     devices = math.prod(axes.values())
     x.check(devices, options.zigzag)
@@ -158,26 +163,29 @@ def attention_costs(
     machine: Machine | None = None,
     **options: Any,
 ) -> AttentionCosts:
-    """What each strategy of `ring_attention` sends, holds and computes on one device, and which one it takes.
+    """Transfers, memory, FLOPs and estimated seconds of each strategy of `ring_attention` on one device, and the
+    strategy that it chooses.
 
-    The estimate of time is α-β on a ring with links both ways: all-gather and reduce-scatter (A-1)/2 local blocks per link,
-    all-to-all A/8 of its operand, permute its operand; plus FLOPs of visible pairs on the busiest device at the peak rate.
-    The ring's sends hide behind its attention, but each of its hops reads and writes the float32 accumulators once more.
+    Time is estimated by an α-β model of a ring with links in both directions: all-gather and reduce-scatter send
+    (A-1)/2 local blocks over a link, an all-to-all A/8 of its operand, a permute its operand. FLOPs count the visible
+    pairs of the busiest device, at the peak rate. The transfers of "ring" are overlapped with its attention, but each
+    of its hops reads and writes the float32 accumulators once more.
 
     Args:
       q, k, v: arrays or `jax.ShapeDtypeStruct`, of one device: [B, S/A, H, D].
       devices: A.
-      segments: number of arrays of segment ids: 0, 1 (queries and keys have the same) or 2. The pairs that they mask are unknown.
-      machine: figures of a device, and the memory that attention may take; None: a TPU v5p, 2 GiB.
-      options: causal, window, scale, softcap, both_ways, chunks, scatter as in `ring_attention`; zigzag: the number of devices that
-        the tokens are in zig-zag order for.
+      segments: number of arrays of segment ids: 0, 1 (queries and keys have the same) or 2. The pairs that they mask
+        are unknown.
+      machine: hardware rates of a device, and the memory that attention may use; None: a TPU v5p, 2 GiB.
+      options: causal, window, scale, softcap, both_ways, chunks, scatter as in `ring_attention`; zigzag: the number of
+        devices for which the tokens are in zig-zag order.
 
     Returns:
-      `AttentionCosts`: `.of[strategy]` with bytes, memory, FLOPs and seconds, forward and backward pass together;
-      `.strategy` and `.reason`.
+      `AttentionCosts`: `.of[strategy]` with bytes, memory, FLOPs and seconds of forward and backward pass together;
+        `.strategy` and `.reason`.
 
     Raises:
-      ValueError: what does not fit.
+      ValueError: arguments that do not fit.
     """
     c = plan(Operands(q, k, v), {"ring": devices}, Options(strategy="ring", **options)).context
     return costs(c, q, k, v, segments=segments, machine=machine)
@@ -197,7 +205,7 @@ def forward(p: Plan, x: Operands) -> tuple[jax.Array, jax.Array]:
 def backward(
     p: Plan, x: Operands, out: jax.Array, lse: jax.Array, grad: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of q, k and v in their dtypes, from what `forward` took and gave."""
+    """Gradients of q, k and v in their dtypes, from the operands and results of `forward`."""
     given = _same_varying(p, *x, out, lse, grad)
     # else XLA finds that they were sent before, and keeps what had arrived then
     *given, out, lse, grad = lax.optimization_barrier(given)
@@ -209,7 +217,7 @@ def backward(
 
 
 def _same_varying(p: Plan, *arrays: Any) -> tuple[Any, ...]:
-    """Everything varies over the ring's axes too, since positions do."""
+    """The arrays, varying over the ring's axes too, since positions vary over them."""
     rank = jnp.asarray(p.context.rank())
     return _compat.same_varying(rank, *arrays)[1:]
 

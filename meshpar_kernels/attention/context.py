@@ -1,4 +1,5 @@
-"""Shared by the strategies: mesh axes of the sequence, which tokens each device has, and the attention of one device."""
+"""Shared by the strategies: mesh axes of the sequence, positions of each device's tokens, and the attention on one
+device."""
 
 from __future__ import annotations
 
@@ -26,13 +27,15 @@ class Context:
     """Static arguments of the attention.
 
     Attributes:
-      axes: the mesh axes that the sequence is split over, the first major.
-      devices: in all of them together.
+      axes: the mesh axes over which the sequence is sharded, the first major.
+      devices: number of devices on all of them.
+      softmax: mask and scores.
       zigzag: tokens are in zig-zag order for so many devices; 1: in order.
       both_ways: the ring sends in both directions.
       implementation: of the attention on one device.
-      sizes: of the axes; (): there is one, of all devices.
-      scatter: of the gradients of gathered keys and values: "xla", "ring", or None: rings where there are several axes.
+      sizes: of the axes; (): one axis with all devices.
+      scatter: how the gradients of gathered keys and values are reduced: "xla", "ring", or None: rings if there are
+        several axes.
     """
 
     axes: Axes
@@ -51,39 +54,39 @@ class Context:
 
     @property
     def in_order(self) -> bool:
-        """Whether the tokens of a device, or of all together, lie in the order of their positions."""
+        """Whether the tokens of each device, and of all together, are in the order of their positions."""
         return self.zigzag == 1
 
     def rank(self) -> jax.Array | int:
-        """The number of this device."""
+        """Rank of this device, int32 [] (0 for one device)."""
         return lax.axis_index(self.axes) if self.devices > 1 else 0
 
     def positions(self, device: jax.Array | int, each: int, low: int = 0, high: int | None = None) -> jax.Array:
-        """int32 positions of the tokens low…high-1 of the `each` that a device holds."""
+        """int32 positions of the tokens low…high-1 among the `each` tokens of a device."""
         index = device * each + jnp.arange(low, each if high is None else high, dtype=jnp.int32)
         return positions(index, each * self.devices, self.zigzag)
 
     def all_positions(self, each: int) -> jax.Array:
-        """int32 positions of all devices' tokens, as they lie."""
+        """int32 positions of all devices' tokens, in the order of the devices."""
         total = each * self.devices
         return positions(jnp.arange(total, dtype=jnp.int32), total, self.zigzag)
 
     def shift(self, x, by: int):
-        """Send a pytree to the device `by` further on the ring."""
+        """The pytree of the device `by` below on the ring: every device sends its own to the device `by` above."""
         pairs = [(i, (i + by) % self.devices) for i in range(self.devices)]
         return jax.tree.map(lambda a: lax.ppermute(a, self.axes, pairs), x)
 
     @property
     def ring_scatter(self) -> bool:
-        """Whether gradients of gathered keys and values are summed on rings of permutes."""
+        """Whether gradients of gathered keys and values are reduced on rings of collective-permutes."""
         return self.scatter == "ring" or (self.scatter is None and sum(n > 1 for _, n in self.stages) > 1)
 
     def scattered(self, x: jax.Array, axis: int) -> jax.Array:
-        """Sum over all devices and keep this one's block of the dimension.
+        """Reduce-scatter of x along a dim: the sum over all devices, of which this device gets its block.
 
-        One mesh axis after the other, the major one first, which leaves the blocks in order: XLA compiles a reduce-scatter over
-        several torus dimensions to an all-reduce, which sends twice as much, and in the backward pass of attention it does so
-        with one for each dimension too. Rings of permutes are unchanged.
+        It runs over one mesh axis after another, the major one first, which leaves the blocks in order. XLA compiles a
+        reduce-scatter over several torus dims to an all-reduce, which sends twice as much; in the backward pass of
+        attention it does so with one reduce-scatter for each dim too. It does not change rings of collective-permutes.
         """
         for name in self.axes:
             if self.ring_scatter:
@@ -93,7 +96,7 @@ class Context:
         return x
 
     def forward(self, q: Queries, k: Keys, *, aligned: bool = False) -> tuple[jax.Array, jax.Array]:
-        """`flash.forward`, by the implementation asked for; `aligned` as in `cudnn.unsupported`."""
+        """`flash.forward` by the requested implementation; `aligned` as in `cudnn.unsupported`."""
         functions = {
             "cudnn": cudnn.unsupported(self.softmax, q, k, aligned=aligned)
             or functools.partial(cudnn.forward, self.softmax),
@@ -108,7 +111,7 @@ class Context:
         self, q: Queries, k: Keys, grad: jax.Array, lse: jax.Array, dots: jax.Array, out: jax.Array | None = None, *,
         aligned: bool = False,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-        """`flash.backward`, by the implementation asked for; cuDNN requires the full result `out`."""
+        """`flash.backward` by the requested implementation; cuDNN requires the result over all keys, `out`."""
         by_cudnn: Any = Unsupported(("the full result is not available in this backward pass",))
         if out is not None:
             refused = cudnn.unsupported(self.softmax, q, k, aligned=aligned)

@@ -33,39 +33,38 @@ def all_gather(
     rings: Sequence[bool] | None = None,
     outer: Sequence[str] = (),
 ) -> jax.Array:
-    """Put the blocks of all devices together. Inside `jax.shard_map`.
+    """All-gather of blocks along a dim, over one or several mesh axes. Call it inside `jax.shard_map`.
 
     Implementations, with the same result:
 
     - "native": XLA's collective over all axes at once.
-    - "staged": XLA's collective over one axis after the other (BlueConnect, Cho et al. 2019).
-    - "coloured": each block in as many shares as axes, "staged" in rotated orders.
-    - "hierarchical": as "staged", but the axes of `outer` (between slices) carry as little as can be.
-    - "ring": `ppermute` in rings both ways along each axis. With n axes the block is cut in n
-      colours, which take the axes in rotated order, so that the links of all axes are in use
-      (Mikami et al. 2018 on two dimensions). An axis that is no ring is run as a line.
-    - "pallas": the same rings in one TPU kernel, by remote DMA. XLA overlaps it with nothing else.
-    - "one-way": one ring after the other, one way (Patarasuk and Yuan 2009).
+    - "staged": XLA's collective over one axis after another (BlueConnect, Cho et al. 2019).
+    - "coloured": each block in as many shares as there are axes, each "staged" in a rotated order.
+    - "hierarchical": as "staged", but the axes of `outer` (between slices) carry as few bytes as possible.
+    - "ring": bidirectional rings of `ppermute` along each axis. With n axes the block is cut into n chunks ("colours"),
+    which use the axes in rotated orders, so that the links of all axes are busy (Mikami et al. 2018, for two dims). An
+    axis that does not wrap around is run as a line.
+    - "pallas": the same rings in one TPU kernel, by remote DMA. XLA overlaps the kernel with nothing else.
+    - "one-way": one unidirectional ring after another (Patarasuk and Yuan 2009).
     - "doubling": log2 A steps over the flat group, of any size (Bruck et al. 1997). For small arrays.
-    - "direct": one step, everyone to everyone. For the smallest.
+    - "direct": one step, in which every device sends to every other one. For the smallest arrays.
 
-    Which one pays is what `choose` says.
+    `choose` estimates which one is the fastest.
 
     Args:
       x: [..., m, ...], this device's block, any dtype.
       axis_name: the mesh axis, or several, major first.
-      axis: the dimension that grows.
+      axis: the dim that grows.
       implementation: as above; None: "native".
       rings: whether each mesh axis wraps around on the torus; None: all do.
       outer: the mesh axes between slices, for "hierarchical".
 
     Returns:
-      [..., A·m, ...], blocks in the order of the devices. Differentiable: the transpose is a
-        `reduce_scatter` by the same implementation.
+      [..., A·m, ...], blocks in the order of the devices. Differentiable: the transpose is a `reduce_scatter` by the
+        same implementation.
 
     Raises:
-      ValueError: unknown implementation, axes or options that do not fit, or x sharded outside of
-        `shard_map`.
+      ValueError: unknown implementation, axes or options that do not fit, or x sharded outside of `shard_map`.
       NotImplementedError: "pallas" cannot run these arguments; with every reason.
     """
     op = "all_gather"
@@ -85,21 +84,21 @@ def reduce_scatter(
     rings: Sequence[bool] | None = None,
     outer: Sequence[str] = (),
 ) -> jax.Array:
-    """Sum over all devices, and keep this device's block. Inside `jax.shard_map`.
+    """Reduce-scatter: the sum over all devices, of which each device gets one block. Call it inside `jax.shard_map`.
 
-    "native" over several torus dimensions is compiled by XLA for TPUs to an all-reduce of the full-size
-    array, with twice the bytes and all of it in memory; the others are not.
+    For TPUs, XLA compiles "native" over several torus dims to an all-reduce of the full-size array, with twice the
+    bytes and all of it in memory; the other implementations do not have this cost.
 
     Args:
-      x: [..., A·m, ...]. Sums of bfloat16 and float16 are rounded once a hop, after a float32 sum,
-        except in XLA's own collectives.
+      x: [..., A·m, ...]. Sums of bfloat16 and float16 are computed in float32 and rounded once at every hop, except in
+        XLA's own collectives.
       axis_name, axis, implementation, rings, outer: as in `all_gather`.
 
     Returns:
       [..., m, ...]. Differentiable: the transpose is an `all_gather` by the same implementation.
 
     Raises:
-      ValueError: as `all_gather`; or the dimension is no multiple of the number of devices.
+      ValueError: as `all_gather`; or the dim is no multiple of the number of devices.
     """
     op = "reduce_scatter"
     axes, sizes, rings = _check(op, x, axis_name, axis, implementation, rings, outer)
@@ -122,16 +121,17 @@ def all_reduce(
     rings: Sequence[bool] | None = None,
     outer: Sequence[str] = (),
 ) -> jax.Array:
-    """Sum over all devices: a reduce-scatter, and an all-gather after it. Inside `jax.shard_map`.
+    """All-reduce: the sum over all devices, by a reduce-scatter and an all-gather. Call it inside `jax.shard_map`.
 
     Args:
-      x: any shape, the same on all devices; padded with zeros to a multiple of the block where needed.
-      axis_name, implementation, rings, outer: as in `all_gather`. With "hierarchical" only the blocks
-        scattered inside cross the outer axes.
+      x: any shape, the same on all devices; padded with zeros to a multiple of the block if necessary.
+      axis_name, implementation, rings, outer: as in `all_gather`. With "hierarchical" only blocks scattered over the
+        inner axes are sent over the outer axes.
 
     Returns:
-      the sum, x's shape and dtype, bit for bit the same on all devices with the algorithms that are
-        not XLA's. Differentiable: the transpose is an `all_reduce` too.
+      The sum, in x's shape and dtype; bit-identical on all devices, except with XLA's own algorithms. Differentiable:
+        the transpose is an
+      `all_reduce` too.
 
     Raises:
       ValueError: as `all_gather`.
@@ -142,26 +142,27 @@ def all_reduce(
 
 
 def all_reduce_small(x: jax.Array, axis_name: str | Sequence[str], *, implementation: str | None = None) -> jax.Array:
-    """Sum a small array over all devices in one step: everyone sends its array to everyone. Inside `jax.shard_map`.
+    """All-reduce of a small array in one step: every device sends its array to all others. Call it inside
+    `jax.shard_map`.
 
-    Each device sums in the order of the devices, in float32 (integers in their own dtype), and rounds once: the result is bit
-    for bit the same on all devices and with every implementation. A-1 times the array goes out of each device, which pays
-    where latency rules: `choose` calls it "small".
+    Each device adds up the arrays in the order of the ranks, in float32 (integers in their own dtype), and rounds once.
+    The result is bit-identical on all devices and with every implementation. Each device sends A - 1 times the array,
+    which is fastest if latency dominates: the algorithm "small" of `choose`.
 
     Args:
-      x: any shape, the same on all devices; float32, bfloat16 or int32 of at most 4 MiB in the kernels, and on TPUs 40 MiB of
-        all devices.
+      x: any shape, the same on all devices; the kernels take float32, bfloat16 or int32 of at most 4 MiB, and on TPUs
+        of at most 40 MiB over all devices.
       axis_name: the mesh axis, or several, major first.
-      implementation: "pallas": a kernel. "pallas_tpu": its remote copies go from chip memory to chip memory. "pallas_gpu": at most
-        8 GPUs (sm_90a, sm_100a), which write to each other over NVLink. "gather": XLA's all-gather, and the same sum. None:
-        "gather", unless `MESHPAR_KERNELS=pallas`.
+      implementation: "pallas": the kernel of the platform. "pallas_tpu": remote copies from VMEM to VMEM. "pallas_gpu":
+        at most 8 GPUs (sm_90a, sm_100a), which write to each other over NVLink. "gather": XLA's all-gather and a local
+        sum. None: "gather", unless `MESHPAR_KERNELS=pallas`.
 
     Returns:
-      x's shape and dtype. Differentiable: the transpose is an `all_reduce_small` too.
+      The sum, in x's shape and dtype. Differentiable: the transpose is an `all_reduce_small` too.
 
     Raises:
       ValueError: axes that do not fit, an unknown implementation, or x sharded outside of `shard_map`.
-      NotImplementedError: the implementation asked for cannot take x; with every reason.
+      NotImplementedError: the requested implementation cannot take x; with every reason.
     """
     axes, sizes, _ = _check("all_reduce_small", x, axis_name, None, "direct", None, ())
     small: Any = _small(implementation, axes, sizes, x) if axes and x.size else x
@@ -184,7 +185,8 @@ def _check(
     op: str, x: Any, axis_name: str | Sequence[str], axis: int | None, implementation: str | None,
     rings: Sequence[bool] | None, outer: Sequence[str],
 ) -> tuple[tuple[str, ...], tuple[int, ...], tuple[bool, ...]]:  # fmt: skip
-    """Axes, sizes and rings of more than one device."""
+    """(axes, sizes, whether they wrap around) of the axes with more than one device. Raises ValueError for invalid
+    arguments."""
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     if implementation not in (None, *ALGORITHMS):
         raise ValueError(f"{op}: no implementation {implementation!r}; there are {', '.join(map(repr, ALGORITHMS))}")
@@ -208,7 +210,7 @@ def _check(
 
 
 def _whole(algorithm: str, axes, outer) -> bool:
-    """Whether all axes, or none, are outer: then there is nothing to order."""
+    """Whether all axes are outer, or none is, so that a hierarchical collective has no order to choose."""
     return algorithm == "hierarchical" and len({a in outer for a in axes}) == 1
 
 
@@ -311,7 +313,7 @@ def _cut(blocks: jax.Array, chunks: int, algorithm: str) -> jax.Array:
 
 
 def _joined(parts: jax.Array, chunks: int, block: tuple[int, ...]) -> jax.Array:
-    """[n·chunks, ...] → [n, *block]: undo `_cut`."""
+    """[n·chunks, ...] → [n, *block]: the inverse of `_cut`."""
     n = len(parts) // chunks
     if parts.ndim > 2 and parts.shape[-1] == block[-1]:  # rows, perhaps of several dimensions
         rows = parts.reshape(n, -1, *parts.shape[2:])

@@ -37,31 +37,34 @@ def ragged_all_to_all(
     rows: int | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Send a run of rows to every device, of different lengths: `jax.lax.ragged_all_to_all` that runs everywhere.
+    """Send a run of rows to every device, of different lengths: `jax.lax.ragged_all_to_all` that runs on all platforms.
 
-    Rows `input_offsets[i]` … `input_offsets[i] + send_sizes[i] - 1` of the operand go to device i, and are written there from
-    row `output_offsets[i]` on; the other rows of `output` stay as they are. Runs of one device that meet at a receiver leave
-    the rows of the last one to arrive.
+    The rows `input_offsets[i]` … `input_offsets[i] + send_sizes[i] - 1` of the operand are sent to device i, and
+    written from row `output_offsets[i]` on; the other rows of `output` are unchanged. If runs overlap at a receiver,
+    the run that arrives last wins.
 
-    - "padded" pads every run to `rows` and uses a plain all-to-all: it sends devices·rows rows, however few are in use, and
-      needs no support for ragged collectives, which the CPU lacks and which TPU slices with limited routing (v5e) refuse.
-    - "pallas" is a TPU kernel that copies each run from the operand to its place at the receiver, by remote DMA: it sends
-      only valid rows, needs no buffers, and no support by XLA. Rows are multiples of 128 elements.
+    - "padded" pads every run to `rows` and uses a plain all-to-all. It sends devices·rows rows, however few are valid,
+    and needs no support for ragged collectives, which CPUs and TPU slices with limited routing (v5e) do not have.
+    - "pallas" is a kernel that copies each run from the operand to its final rows at the receiver, by remote DMA. It
+    sends only valid rows, and needs no buffers and no support by XLA. The length of a row is a multiple of 128
+    elements.
 
     Args:
-      operand: [N, …]. output: [M, …], operand's dtype and trailing dims.
-      input_offsets, send_sizes, output_offsets, recv_sizes: int32 [devices of `axis_name`]. `recv_sizes[i]` is what device
-        i sends here, as in JAX's; the padded form learns it from the senders.
+      operand: [N, …].
+      output: [M, …], operand's dtype and trailing dims.
+      input_offsets, send_sizes, output_offsets, recv_sizes: int32 [devices of `axis_name`]. `recv_sizes[i]` is the
+        number of rows that device i sends to this device, as in JAX; the padded form receives it from the senders.
       axis_name: one mesh axis, or several as one.
-      rows: the longest run that there is room for ("padded"); None: N.
-      implementation: None and "padded"; "pallas" (no default, as no TPU has timed it); "xla" for JAX's own, which checks
-        nothing; "reference".
+      rows: length of the longest run in the buffers ("padded"); None: N.
+      implementation: None and "padded"; "pallas" (not the default, since it was not timed on a TPU); "xla" for JAX's
+        own, which checks nothing; "reference".
 
     Returns:
       (output, int32 [] rows of this device that were not sent: beyond `rows`, beyond the end of the operand or of the
-      receiver's output, or all of a run with a negative offset). Nothing is read or written past an end. Differentiable in
-      operand and output; by "pallas", where a device sends a row twice the gradient of its operand is NaN (by JAX's own it
-      is wrong), since it would be a sum.
+        receiver's output, or all of a run
+      with a negative offset). Nothing is read or written out of bounds. Differentiable in operand and output. With
+        "pallas", the gradient of
+      an operand of which a row is sent twice is NaN, since it would be a sum (with "xla" it is wrong).
 
     Raises:
       ValueError: shapes or dtypes that do not fit, or an unknown implementation.
@@ -117,43 +120,48 @@ def expert_dispatch(
     implementation: str | None = None,
     exchange: str | None = None,
 ) -> tuple[jax.Array, Dispatch]:
-    """Bring tokens to the devices that hold their experts, sorted by expert.
+    """Send tokens to the devices of their experts, sorted by expert.
 
-    Device i of `axis_name` holds experts i·E/devices … (i+1)·E/devices - 1. Buffers have a bound; what does not fit is
-    counted, and fetched by calling again with `first` moved on by `rows`: no load needs more than one buffer at a time.
+    Device i of `axis_name` has the experts i·E/devices … (i+1)·E/devices - 1. Buffers are bounded. Tokens that do not
+    fit are counted, and a further call with `first` increased by `rows` sends them: no load needs more than one buffer
+    at a time.
 
-    - "a2a": each device sends each other one at most `rows` rows (an all-to-all of devices·rows rows each way; with the
-      exchange "pallas" only those in use).
-    - "ring": all tokens come to all devices, each of which picks its own, at most `rows` (an all-gather, and in the reverse
-      direction a reduce-scatter, which XLA runs as rings). Fewer bytes when devices ≤ about k.
+    - "a2a": each device sends at most `rows` rows to each other one (an all-to-all of devices·rows rows in each
+    direction; with the exchange "pallas" only the valid ones).
+    - "ring": all tokens are sent to all devices, each of which selects at most `rows` (an all-gather, and in the
+    reverse direction a reduce-scatter, which XLA runs as rings). It sends fewer bytes if devices ≤ about k.
 
     Without an axis, or with one device, nothing is sent, and `rows` bounds the one buffer.
 
     Args:
       x: [T, H], this device's tokens.
-      expert: int [T, k]; numbers outside of 0…E-1 are ignored. Or the plan of `route`, which contains the sorted order of the
-        choices (with "ring", received choices are still sorted); dropped choices are ignored.
-      experts: E, a multiple of the number of devices; of a plan its own.
-      weight: float32 [T, k], sent along to scale the rows where the experts are (`Dispatch.row_scale`): the backward pass
-        then needs no row of the result. None: see `expert_combine`.
-      copy: False leaves the rows in order of arrival: the matmul with the experts' first matrices gathers them, by
+      expert: int [T, k]; numbers outside of 0…E-1 are ignored. Or the plan of `route`, which contains the sorted order
+        of the choices (with "ring", received choices are still sorted); dropped choices are ignored.
+      experts: E, a multiple of the number of devices; None with a plan, which has it.
+      weight: float32 [T, k], sent along to scale the rows on the experts' devices (`Dispatch.row_scale`): then the
+        backward pass needs no row of the result. None: see `expert_combine`.
+      copy: False leaves the rows in order of arrival; the matmul with the experts' first matrices gathers them by
         `Dispatch.lhs_indices` and `Dispatch.lhs_rows`.
-      axis_name: mesh axis that the experts, and the tokens, are split over; several count as one, the first major.
-      rows: see above; None: no load is too much (a2a, and T·k·devices for the others).
-      first: int32 [], place of the first choice in this window among those for one device (a2a) or in this buffer.
+      axis_name: mesh axis over which the experts, and the tokens, are sharded; several count as one, the first major.
+      rows: see above; None: enough for every load (T·k for a2a, T·k·devices for the others).
+      first: int32 [], position of the first choice in this window among the choices for one device (a2a) or for this
+        buffer.
       implementation: of the copies of rows on one device, as in `permute`.
-      exchange: how rows go to other devices under "a2a", here and in `expert_combine`. None and "padded": XLA's all-to-all
-        of full buffers. "pallas": the kernel of `ragged_all_to_all`, straight from buffer to buffer; H is a multiple of 128,
-        and `rows` best one of 16. No default, as no TPU has timed it.
+      exchange: how rows are sent to other devices with "a2a", in this function and in `expert_combine`. None and
+        "padded": XLA's all-to-all of full buffers. "pallas": the kernel of `ragged_all_to_all`, directly from buffer to
+        buffer; H must be a multiple of 128, and `rows` should be a multiple of 16. It is not the default, since it was
+        not timed on a TPU.
 
     Returns:
-      (buffer [R, H], `Dispatch`): R = devices·rows (a2a) or rows; the rows of the buffer are grouped by expert, in the order of
-      this device's experts, `Dispatch.group_sizes` rows each; rows not in use are 0. Without `copy` the received tokens: [T, H]
-      (local), [devices·T, H] (ring) or [R, H] (a2a; rows not in use hold anything). Differentiable in x and weight.
+      (buffer [R, H], `Dispatch`): R = devices·rows (a2a) or rows. The rows of the buffer are grouped by expert, in the
+        order of this device's experts,
+      `Dispatch.group_sizes` rows each; unused rows are 0. Without `copy` the received tokens: [T, H] (local),
+        [devices·T, H] (ring) or [R, H] (a2a;
+      unused rows are undefined). Differentiable in x and weight.
 
     Raises:
       ValueError: shapes or options that do not fit.
-      NotImplementedError: a kernel that was asked for cannot take these arguments; with every reason.
+      NotImplementedError: a requested kernel cannot take these arguments; with every reason.
     """
     op = "expert_dispatch"
     plan = None
@@ -237,7 +245,8 @@ def expert_dispatch(
 def _exchange(
     op: str, exchange: str | None, x: jax.Array, goes: jax.Array, comes: jax.Array, axis_name: Axes
 ) -> jax.Array:
-    """All-to-all of slots, [devices·rows, H]; `goes` and `comes` say how many rows are in use, the first of every slot."""
+    """All-to-all of slots, [devices·rows, H]. `goes` and `comes`: the numbers of valid rows, the first ones of every
+    sent and received slot."""
     if exchange not in KERNELS or 0 in x.shape:
         return lax.all_to_all(x, axis_name, 0, 0, tiled=True)
     return exchange_slots(op, exchange, x, goes.astype(jnp.int32), comes.astype(jnp.int32), axis_name)
@@ -246,7 +255,8 @@ def _exchange(
 def _pick(
     choices: Sorted, k: int, weight: jax.Array | None, rows: int | None, first: jax.Array | int, **how: Any
 ) -> Dispatch:
-    """One buffer for the experts of this device."""
+    """The `Dispatch` of one buffer for this device's experts: the choices at positions first…first+rows-1; rows None:
+    enough for every load."""
     n = choices.position.shape[0]
     rows = max(n, 1) if rows is None else rows
     slots, sources, sizes, counts = window(choices, 1, rows, first)
@@ -267,9 +277,9 @@ def _pick(
 def expert_combine(
     y: jax.Array, dispatch: Dispatch, *, weight: jax.Array | None = None, implementation: str | None = None
 ) -> jax.Array:
-    """Bring the experts' rows back to their tokens and sum: out[t] = Σ_j weight[t, j] · y[row of choice (t, j)].
+    """Send the experts' rows back to their tokens and sum: out[t] = Σ_j weight[t, j] · y[row of choice (t, j)].
 
-    A choice outside of the window adds nothing; rows not in use are never looked at.
+    A choice outside of the window adds nothing; unused rows are never read.
 
     Args:
       y: [R, H], in the order of the buffer of `expert_dispatch`.
@@ -282,7 +292,7 @@ def expert_combine(
 
     Raises:
       ValueError: shapes that do not fit.
-      NotImplementedError: a kernel that was asked for, here or in `expert_dispatch`, cannot take these arguments.
+      NotImplementedError: a kernel requested in this function, or in `expert_dispatch`, cannot take these arguments.
     """
     op = "expert_combine"
     d = dispatch

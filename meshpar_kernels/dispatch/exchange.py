@@ -1,4 +1,4 @@
-"""Rows copied straight to their final rows at the receiver: the kernels as differentiable functions."""
+"""Exchanges by kernels that copy rows directly to their final rows at the receiver, as differentiable functions."""
 
 from __future__ import annotations
 
@@ -135,11 +135,11 @@ def move_rows(
 def exchange_slots(
     op: str, implementation: str, x: jax.Array, sent: jax.Array, recv_size: jax.Array, axis_name: Axes
 ) -> jax.Array:
-    """An all-to-all of slots of which only the first rows are in use; the others are left as they are found in memory.
+    """An all-to-all of slots of which only the first rows are valid; the content of the other rows is undefined.
 
     Args:
       op, implementation: as in `dispatch`.
-      x: [devices·rows, H]: slot i goes to device i. Copied in tiles of 8 or 16 rows, if these divide `rows`.
+      x: [devices·rows, H]: slot i is sent to device i. It is copied in tiles of 8 or 16 rows, if these divide `rows`.
       sent, recv_size: int32 [devices], valid rows sent to device i, and received from it.
       axis_name: mesh axes of more than one device.
 

@@ -1,4 +1,4 @@
-"""Which choice goes into which row of a buffer: bookkeeping in integers, on one device."""
+"""The row of each choice in a buffer: integer bookkeeping on one device."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Dispatch", "Sorted", "Window", "merge", "window"]
 
 
 class Sorted(NamedTuple):
-    """n choices sorted by expert, in their own order within one.
+    """n choices sorted by expert, and by index within one expert.
 
     Attributes:
-      expert: int32 [n], of every choice; E for an unused one.
-      position: int32 [n], of every choice in the sorted order; -1 for an unused one.
+      expert: int32 [n], expert of every choice; E for an unused one.
+      position: int32 [n], position of every choice in the sorted order; -1 for an unused one.
       order: int32 [n], the choice at every position; undefined past the last one.
       offsets: int32 [E + 1], first position of each expert, and the number of used choices.
     """
@@ -31,7 +31,7 @@ class Sorted(NamedTuple):
 
     @classmethod
     def of(cls, plan: RoutePlan) -> Sorted:
-        """The choices that a plan keeps; nothing is sorted."""
+        """The choices of a plan that have rows; the plan has their order, so nothing is sorted."""
         position = plan.rows.reshape(-1)
         local_expert = jnp.where(position >= 0, plan.expert.reshape(-1), plan.counts.shape[0])
         order = jnp.pad(plan.sources, (0, position.shape[0] - plan.buffer_rows))
@@ -55,7 +55,8 @@ class Window(NamedTuple):
 
 
 def window(choices: Sorted, buckets: int, rows: int, first: jax.Array | int) -> Window:
-    """The choices with places first…first+rows-1 of each bucket of adjacent experts, in the order of experts."""
+    """The `Window` of the choices at positions first…first+rows-1 of each bucket of adjacent experts, in the order of
+    experts."""
     n, experts = choices.order.shape[0], choices.offsets.shape[0] - 1
     each = experts // buckets
     starts = choices.offsets[::each]
@@ -74,13 +75,15 @@ def window(choices: Sorted, buckets: int, rows: int, first: jax.Array | int) -> 
 
 
 def merge(sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Where rows go that come in slots, each sorted by expert, so that all are sorted by expert; nothing is sorted.
+    """The permutation that sorts by expert the rows of several slots, each of which is sorted by expert; nothing is
+    sorted.
 
     Args:
-      sizes: int32 [slots, E], rows of every expert in each slot; at most `rows` a slot.
+      sizes: int32 [slots, E], rows of every expert in each slot; at most `rows` in a slot.
 
     Returns:
-      (int32 [slots·rows], new position of every row, -1 if it is empty; int32 [slots·rows], the row at every position, or -1).
+      (int32 [slots·rows], new position of every row, -1 if it is empty; int32 [slots·rows], the row at every position,
+        or -1).
     """
     slots, experts = sizes.shape
     begins = (
@@ -108,15 +111,16 @@ def merge(sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
 )
 @dataclasses.dataclass(frozen=True)
 class Dispatch:
-    """Where one device's rows went: what `expert_combine` needs to bring them back. A pytree.
+    """The rows of one device's choices: the data with which `expert_combine` sends results back. A pytree.
 
     Attributes:
-      slots, sources: choice → row, row → choice of the buffer that was sent (a2a) or of the experts (ring, local).
-      rows, row_sources: the same between what arrived and the experts' buffer (a2a only).
-      row_scale: float32 [R], weight of each row of the experts' buffer, for `grouped_matmul`; None if none was given.
+      slots, sources: choice → row, row → choice of the buffer that was sent (a2a) or of the experts' buffer (ring,
+        local).
+      rows, row_sources: the same between the received rows and the experts' buffer (a2a only).
+      row_scale: float32 [R], weight of each row of the experts' buffer, for `grouped_matmul`; None without weights.
       group_sizes: int32 [E / devices], rows of each expert of this device, for `grouped_matmul`.
-      most: int32 [], the largest number of rows that one buffer had to hold, from first position 0 on: of this device for one
-        other (a2a), of all devices for this one (ring, local). A buffer of that many rows drops nothing.
+      most: int32 [], the largest number of rows that one buffer had to hold, from first position 0 on: of this device
+        for one other (a2a), of all devices for this one (ring, local). A buffer of that many rows drops nothing.
       dropped: int32 [], choices beyond this window: of this device (a2a), for this device (ring, local).
     """
 
@@ -136,19 +140,22 @@ class Dispatch:
 
     @property
     def lhs_indices(self) -> jax.Array:
-        """The arrived row that each row of the experts' buffer is a copy of: int32 [R], -1 for none; for `grouped_matmul`."""
+        """int32 [R], -1 for unused rows: the received row of which each row of the experts' buffer is a copy; for
+        `grouped_matmul`."""
         if self.row_sources is not None:
             return self.row_sources
         return jnp.where(self.sources >= 0, self.sources // max(self.slots.shape[1], 1), -1)
 
     @property
     def lhs_rows(self) -> jax.Array | None:
-        """Its inverse, for `grouped_matmul`: int32 [arrived rows, k]; None where most choices of a token have no row."""
+        """int32 [received rows, k]: the inverse of `lhs_indices`, for `grouped_matmul`; None if most choices of a token
+        have no row."""
         if self.rows is not None:
             return self.rows
         return None if sparse(self.slots, self.sources) else self.slots
 
 
 def sparse(slots: jax.Array, sources: jax.Array) -> bool:
-    """Whether most choices have no row (Expert Choice: k = E places a token), so that gathering each would be waste."""
+    """Whether most choices have no row (Expert Choice: k = E possible rows of a token), so that a gather of each would
+    be wasteful."""
     return slots.size > 2 * sources.size

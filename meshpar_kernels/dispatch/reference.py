@@ -1,4 +1,4 @@
-"""The same by gathering everything from everywhere: the definitions, for tests."""
+"""Definitions of the exchanges by all-gathers, for tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def ragged_all_to_all(
     output_offsets: jax.Array,
     axis_name: str | tuple[str, ...],
 ) -> jax.Array:
-    """Every device looks at all operands and takes the rows that are for it."""
+    """The ragged all-to-all: every device all-gathers all operands and selects the rows that are sent to it."""
     me = lax.axis_index(axis_name)
     operands = lax.all_gather(operand, axis_name)
     starts, sizes, targets = (lax.all_gather(x, axis_name)[:, me] for x in (input_offsets, send_sizes, output_offsets))

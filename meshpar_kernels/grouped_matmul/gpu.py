@@ -1,4 +1,4 @@
-"""Grouped matmul on NVIDIA GPUs (Mosaic GPU): which kernel, which tile, and what none of them takes."""
+"""Grouped matmul on NVIDIA GPUs (Mosaic GPU): choice of kernel and tile, and the reasons why neither kernel can run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ ROW_BYTES = 16
 
 
 def _whole_tiles(rows: int, *arrays: jax.Array | None) -> list[Any]:
-    """The arrays with zero rows at the end, so that the copy engine can cut them into tiles. Copies, unless nothing is added."""
+    """The arrays padded with zero rows, so that TMA can cut them into tiles; the arrays themselves if no rows are
+    added."""
     more = -rows % ALIGNMENT
     return [x if x is None or not more else jnp.pad(x, [(0, more), *[(0, 0)] * (x.ndim - 1)]) for x in arrays]
 
@@ -67,7 +68,8 @@ def grouped_matmul(
     num_sms: int | None = None,
     **options: Any,
 ) -> jax.Array:
-    """`grouped_matmul` of the kernel for the GPU that is traced for, on so many multiprocessors; None: all."""
+    """`grouped_matmul` by the kernel for the GPU that kernels traced now are for, on `num_sms` multiprocessors; None:
+    all."""
     rows = lhs.shape[0]
     lhs, row_scale = _whole_tiles(rows, lhs, row_scale)
     return _run("grouped_matmul", lhs, rhs, group_sizes, group_offset, row_scale, num_sms=num_sms, **options)[:rows]
@@ -83,7 +85,8 @@ def grouped_matmul_transpose(
     num_sms: int | None = None,
     **options: Any,
 ) -> jax.Array:
-    """`grouped_matmul_transpose` in the same way."""
+    """`grouped_matmul_transpose` by the kernel for the GPU that kernels traced now are for; `num_sms` as in
+    `grouped_matmul`."""
     lhs, rhs, row_scale = _whole_tiles(lhs.shape[0], lhs, rhs, row_scale)
     return _run("grouped_matmul_transpose", lhs, rhs, group_sizes, group_offset, row_scale, num_sms=num_sms, **options)
 
@@ -105,7 +108,8 @@ def pick_tile(
 
 
 def _most_columns(pingpong: bool | None) -> int:
-    """Of the tiles of a block: the sums of `ROWS` rows of them fill the registers of the warpgroups that share a tile."""
+    """Most columns of a tile: the accumulators of `ROWS` of its rows fill the registers of the warpgroups that share a
+    tile."""
     return 256 // hopper.CONSUMERS if pingpong else 256
 
 
@@ -113,8 +117,10 @@ def make_tile(
     m: int, k: int, n: int, itemsize: int, num_rhs: int = 1, stages: int | None = None, cluster: int | None = None,
     pingpong: bool | None = None,
 ) -> Tile:  # fmt: skip
-    """A tile with so many stages; None: with as many as shared memory has room for, at most `MOST_STAGES`. Neither shared loads
-    nor ping-pong where nothing is said of them."""
+    """A tile with this number of stages; None: with as many as fit in shared memory, at most `MOST_STAGES`.
+
+    Without `cluster` and `pingpong`, it has neither clusters nor ping-pong.
+    """
     fitting = min(MOST_STAGES, _stages(m, k, n, itemsize, num_rhs, cluster or 1))
     if pingpong:
         fitting -= fitting % hopper.CONSUMERS
@@ -122,13 +128,14 @@ def make_tile(
 
 
 def _stages(m: int, k: int, n: int, itemsize: int, num_rhs: int, cluster: int) -> int:
-    """As many as shared memory has room for. Blackwell's blocks have their part of the columns of a cluster's tile."""
+    """Number of stages that fit in shared memory. A block of a Blackwell cluster loads only its part of the columns of
+    a tile."""
     columns = n // cluster if _compat.gpu_architecture()[0] == 10 else n
     return (SMEM_BYTES - STAGING_BYTES) // max((m + num_rhs * columns) * k * itemsize, 1)
 
 
 def make_transpose_tile(tile: tuple[int, int, int], itemsize: int, **options: Any) -> Tile:
-    """`(rows, K, N)` of one step of the transpose: a tile of [K, N] whose stages hold so many rows; options of `make_tile`."""
+    """The tile `(rows, K, N)` of the transpose: a tile of [K, N] with stages of `rows` rows; options of `make_tile`."""
     rows, k, n = tile
     return make_tile(k, rows, n, itemsize, **options)
 
@@ -136,7 +143,7 @@ def make_transpose_tile(tile: tuple[int, int, int], itemsize: int, **options: An
 def matmul_unsupported(
     lhs: jax.Array, out_dtype: jnp.dtype, tile: Tile, num_rhs: int, *, k: int, n: int, transpose_rhs: bool
 ) -> Unsupported:
-    """Why the GPU kernels cannot multiply these operands.
+    """Reasons why the GPU kernels cannot multiply these operands; empty if they can.
 
     Args:
       lhs: one operand, whose rows are padded for the kernel; the other has its dtype.
@@ -151,7 +158,7 @@ def matmul_unsupported(
 
 
 def transpose_unsupported(lhs: jax.Array, out_dtype: jnp.dtype, tile: Tile, *, k: int, n: int) -> Unsupported:
-    """The same of the transpose, whose result is [G, k, n]."""
+    """Reasons why the GPU kernels cannot run the transpose, with a result of [G, k, n]; empty if they can."""
     columns = tile_columns(lhs.dtype.itemsize)
     reasons = misaligned(K=(k, columns, ALIGNMENT), N=(n, columns, tile_columns(out_dtype.itemsize)))
     return _unsupported(lhs, out_dtype, tile, 1, reasons, k=k, row=n, columns=n)

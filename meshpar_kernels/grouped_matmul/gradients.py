@@ -1,4 +1,4 @@
-"""Gradients of `grouped_matmul` and its transpose: each is made of the other."""
+"""Gradients of `grouped_matmul` and its transpose: each is computed by the other."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _row_dots(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _in_a_group(x: jax.Array, rows: int, group_sizes, group_offset, groups: int) -> jax.Array:
-    """x[M], with 0 where a row is in no local group."""
+    """x [M], with 0 in rows of no local group."""
     bounds = group_bounds(group_sizes, rows, group_offset, groups)
     row = jnp.arange(rows)
     return jnp.where((row >= bounds[0]) & (row < bounds[-1]), x, 0.0)
@@ -35,7 +35,7 @@ def _in_a_group(x: jax.Array, rows: int, group_sizes, group_offset, groups: int)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _constant(name, x):
-    """x, which must not be differentiated."""
+    """x. Differentiating it raises ValueError."""
     del name
     return x
 
@@ -74,7 +74,8 @@ def _activated(options: Options, matmuls: Sequence[jax.Array]):
 
 
 def _matmul_fwd(options, *args):
-    """With an activation the matmuls are saved, in lhs's dtype: recomputation would cost a third of the forward pass."""
+    """Forward rule. With an activation the matmuls are saved, in lhs's dtype: their recomputation would cost a third of
+    the forward pass."""
     lhs, rhs, rhs_scale, group_sizes, group_offset, indices, _, row_scale = args
     if options.activation is None and len(rhs) == 1:
         return _matmul(options, *args), ([], *args)
@@ -96,7 +97,7 @@ def _with_scales(rhs: Sequence[jax.Array], rhs_scale: Sequence[jax.Array]):
 
 
 def _matmul_bwd(options, saved, grad):
-    """Quantized weights have none."""
+    """Backward rule: gradients of lhs, rhs and row_scale; quantized weights and indices get zeros."""
     matmuls, lhs, rhs, rhs_scale, group_sizes, group_offset, indices, index_rows, row_scale = saved
     plain = _plain(options, lhs)
     back = dataclasses.replace(plain, transpose_rhs=not options.transpose_rhs, transpose_scale=True)

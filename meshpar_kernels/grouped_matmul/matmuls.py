@@ -45,7 +45,7 @@ GATHER = "grouped_matmul's lhs_indices"
 
 
 def gather(options: Options, lhs: jax.Array, indices: jax.Array | None) -> jax.Array:
-    """`lhs[indices]` by the implementation asked for; of indices [M, k] the sum over each row's."""
+    """`lhs[indices]` by the requested implementation; for indices [M, k] the sum over each row's indices."""
     if indices is None:
         return lhs
     index = indices.astype(jnp.int32).reshape(indices.shape[0], -1)
@@ -74,8 +74,11 @@ def matmul(
     options: Options, lhs: jax.Array, rhs: Sequence[jax.Array], group_sizes, group_offset, row_scale, indices=None,
     rhs_scale: Sequence[jax.Array] = (),
 ) -> jax.Array:  # fmt: skip
-    """`grouped_matmul` of the rows of lhs in their order, or of `lhs[indices]`; `rhs_scale` is float32 [G, B, N] for each of
-    rhs, or [G, B, K] with `transpose_scale`."""
+    """`grouped_matmul` of the rows of lhs in their order, or of `lhs[indices]`.
+
+    Args:
+      rhs_scale: for each rhs float32 [G, B, N], or [G, B, K] with `transpose_scale`; (): the weights are not quantized.
+    """
     num_rhs = len(rhs)
     k, n = lhs.shape[1], rhs[0].shape[1] if options.transpose_rhs else rhs[0].shape[2]
     rows = lhs.shape[0] if indices is None else indices.shape[0]
@@ -87,6 +90,7 @@ def matmul(
     shape = MatmulKey("grouped_matmul", rows, k, n, rhs[0].shape[0], num_rhs, options.transpose_rhs)
 
     def refuses(tile: gpu.Tile) -> Unsupported:
+        """Reasons why the GPU kernels cannot run with this tile; empty if they can."""
         how = {"k": k, "n": n, "transpose_rhs": options.transpose_rhs}
         reasons = gpu.matmul_unsupported(lhs, options.out_dtype, tile, num_rhs, **how)
         if rhs_scale:
@@ -138,7 +142,7 @@ def matmul(
 
 
 def _gathering_first(function):
-    """`function` of `lhs[indices]`, where there are indices; of weights without scales."""
+    """`function` applied to `lhs[indices]` if there are indices; for weights without scales."""
 
     def call(lhs, rhs, group_sizes, group_offset, row_scale, indices, _):
         if indices is not None:
@@ -167,13 +171,14 @@ def _on_gpu(
 def _on_tpu(
     options: Options, shape: MatmulKey, lhs: jax.Array, rhs: Sequence[jax.Array], indices, rhs_scale, kernel
 ) -> Unsupported | Callable[..., jax.Array]:
-    """The TPU kernel, or why it cannot run; with its own gather where that is asked for or pays.
+    """The TPU kernel, or the reasons why it cannot run. The kernel gathers the rows itself if that is requested or
+    faster.
 
-    It pays where one column tile covers all columns of the result. Else the rows would be copied for each column tile, which
-    costs the scalar core more than reading them in order, and they are gathered first.
+    It is faster if one column tile covers all columns of the result. Else the rows would be copied for each column
+    tile, which costs the scalar core more than reading them in order, and they are gathered by a kernel before.
 
     Args:
-      kernel: of the operands, the tile, and whether the rows are gathered `first`.
+      kernel: function of the operands, the tile, and whether the rows are gathered `first`.
     """
     _, rows, k, n, *_ = dataclasses.astuple(shape)
     scale, quantized = None, {}
@@ -186,6 +191,8 @@ def _on_tpu(
     )  # fmt: skip
 
     def tile_of(gathered: bool) -> tpu_tiles.Tile | None:
+        """The tile as requested, else from the tuning table if that fits, else the analytic choice; None if no tile
+        fits."""
         if options.tile is not None:
             return tpu_tiles.Tile(*options.tile)
         tuned = None if gathered or rhs_scale else lookup("tpu", shape, lhs.dtype)
@@ -209,7 +216,7 @@ def _on_tpu(
 
 
 def transpose_matmul(options: Options, groups: int, lhs, rhs, group_sizes, group_offset, row_scale) -> jax.Array:
-    """`grouped_matmul_transpose`."""
+    """`grouped_matmul_transpose` by the requested implementation, without gradient."""
     k, n = lhs.shape[1], rhs.shape[1]
     if 0 in (*lhs.shape, *rhs.shape):
         return jnp.zeros((groups, k, n), options.out_dtype)

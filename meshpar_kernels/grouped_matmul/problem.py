@@ -1,4 +1,4 @@
-"""Derived from the operands before a kernel or loop runs: sizes, first rows of the groups, padded row factors."""
+"""Values derived from the operands before a kernel or loop runs: sizes, first rows of the groups, padded row factors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Problem(NamedTuple):
     """Sizes of one grouped matmul, or of one transpose.
 
     Attributes:
-      rows: M, of lhs in the order of the groups (after a gather).
+      rows: M, rows of lhs in the order of the groups (after a gather).
       k: columns of lhs.
       n: columns of the result.
-      groups: G, those that the weights (or the transpose's result) hold.
+      groups: G, groups of the weights (or of the transpose's result).
       bounds: from `group_bounds`, int32 [G + 1].
     """
 
@@ -38,7 +38,7 @@ def matmul_problem(
     *,
     transpose_rhs: bool,
 ) -> Problem:
-    """Of [rows, K] times rhs[G, K, N] or, with `transpose_rhs`, rhs[G, N, K]."""
+    """The sizes of [rows, K] times rhs[G, K, N] or, with `transpose_rhs`, rhs[G, N, K]."""
     groups, k, n = (rhs.shape[0], *rhs.shape[:0:-1]) if transpose_rhs else rhs.shape
     return Problem(rows, k, n, groups, group_bounds(group_sizes, rows, group_offset, groups))
 
@@ -46,7 +46,7 @@ def matmul_problem(
 def transpose_problem(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, group_offset: jax.Array | None, *, groups: int
 ) -> Problem:
-    """Of [M, K]ᵀ times [M, N] by groups."""
+    """The sizes of [M, K]ᵀ times [M, N] by groups."""
     (rows, k), n = lhs.shape, rhs.shape[1]
     return Problem(rows, k, n, groups, group_bounds(group_sizes, rows, group_offset, groups))
 

@@ -83,8 +83,7 @@ def grouped_matmul(
     out_dtype: jnp.dtype,
     transpose_scale: bool = False,
 ) -> jax.Array:
-    """One masked matmul for each group: G times the arithmetic. See
-    `meshpar_kernels.grouped_matmul`."""
+    """One masked matmul for each group: G times the arithmetic. See `meshpar_kernels.grouped_matmul`."""
     lhs = gather_rows(lhs, lhs_indices)
     if rhs_scale:
         lhs = lhs.astype(jnp.float32)

@@ -23,12 +23,12 @@ __all__ = [
 class TileSteps(NamedTuple):
     """Tile steps in the order of the rows; each is a row tile and a group with rows in it.
 
-    All int32. Only the first `number` entries of the [V] arrays mean something.
+    All int32. Only the first `number` entries of the [V] arrays are valid.
 
     Attributes:
       tile: [V] row tile.
       group: [V] index of the group in the local weights.
-      start, end: [V] first row and past-the-last row of the group, in the full array.
+      start, end: [V] the group's rows [start, end) in the full array.
       live: [V] 1 for a group, 0 for rows of no local group, which become zero.
       number: [] number of tile steps.
     """
@@ -42,10 +42,10 @@ class TileSteps(NamedTuple):
 
 
 def group_bounds(group_sizes: jax.Array, rows: int, group_offset: jax.Array | None, groups: int) -> jax.Array:
-    """First rows of the local groups, and the row after the last: int32 [groups + 1].
+    """int32 [groups + 1]: first row of each local group, and the row after the last.
 
-    Negative sizes count as 0, and what goes past `rows` is cut off. Groups that `group_sizes` does
-    not have, since the offset is out of range, are empty.
+    Negative sizes count as 0, and sizes are clipped to a total of `rows`. Groups that `group_sizes` does not have,
+    since the offset is out of range, are empty.
     """
     sizes = jnp.clip(group_sizes.astype(jnp.int32), 0, rows)
     if rows * group_sizes.shape[0] < 2**31:
@@ -65,8 +65,10 @@ def group_bounds(group_sizes: jax.Array, rows: int, group_offset: jax.Array | No
 def _list(
     start: jax.Array, end: jax.Array, wanted: jax.Array, length: int, rows: int, tile: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """(segment, tile, start, end) of each tile step, and the number of steps. A segment that is `wanted` has at least one
-    step."""
+    """(segment, tile, start, end) of each tile step, and the number of steps.
+
+    A segment that is `wanted` has at least one step.
+    """
     tiles = -(-rows // tile)
     first = jnp.clip(start // tile, 0, tiles - 1)
     number = jnp.where(end > start, (end - 1) // tile - first + 1, wanted.astype(jnp.int32))
@@ -86,8 +88,8 @@ def _list(
 def row_tile_steps(bounds: jax.Array, rows: int, tile: int) -> TileSteps:
     """Tile steps that cover every row of the result exactly once, for a result [M, N].
 
-    Segments are the rows before the local groups, each group, and the rows after; empty ones are
-    left out, so there are at most ⌈rows / tile⌉ + groups + 1 tile steps.
+    Segments are the rows before the local groups, each group, and the rows after them. Empty segments have no steps, so
+    there are at most ⌈rows / tile⌉ + groups + 1 tile steps.
 
     Args:
       bounds: from `group_bounds`.
@@ -128,14 +130,15 @@ tiles from the start of a window: so windows begin at multiples of it."""
 
 
 class Spans(NamedTuple):
-    """Tile steps whose tiles begin at any multiple of `ALIGNMENT` rows. All int32, [V]; only the first `number` mean something.
+    """Tile steps whose tiles begin at any multiple of `ALIGNMENT` rows. All int32, [V]; only the first `number` entries
+    are valid.
 
     Attributes:
-      first: first row of the tile, which is inside the array if that has `tile` rows.
-      low, high: the rows [low, high) of the tile that are the visit's, counted from `first`.
+      first: first row of the tile; the tile is inside the array if the array has `tile` rows.
+      low, high: the rows [low, high) of the tile that belong to the tile step, counted from `first`.
       group: as in `TileSteps`.
       live: as in `TileSteps`.
-      number: [1] how many visits there are.
+      number: [1] number of tile steps.
     """
 
     first: jax.Array
@@ -147,11 +150,12 @@ class Spans(NamedTuple):
 
 
 def span_tile_steps(bounds: jax.Array, rows: int, tile: int) -> Spans:
-    """Tile steps that cover every row of the result once, for kernels whose loads begin at any multiple of `ALIGNMENT` rows.
+    """Tile steps that cover every row of the result once, for kernels whose loads begin at any multiple of `ALIGNMENT`
+    rows.
 
-    A group's tiles begin at the last such row before it, or where the array ends a tile later, so at most its first and its last
-    tile are incomplete. Segments as in `row_tile_steps`; at most ⌈(rows + (`ALIGNMENT` - 1) · (groups + 1)) / tile⌉ + groups + 1
-    visits.
+    A group's tiles begin at the last multiple of `ALIGNMENT` before the group, or one tile before the end of the array,
+    so at most its first and its last tile are incomplete. Segments as in `row_tile_steps`; at most ⌈(rows +
+    (`ALIGNMENT` - 1) · (groups + 1)) / tile⌉ + groups + 1 tile steps.
 
     Args:
       bounds: from `group_bounds`.
@@ -181,8 +185,11 @@ def span_tile_steps(bounds: jax.Array, rows: int, tile: int) -> Spans:
 
 
 def executed_span_rows(sizes: list[int], rows: int, tile: int, part: int) -> int:
-    """Rows that the tensor cores work on in the walk of `span_tile_steps`, of whose tiles the parts of `part` rows
-    without a row of the group are left out. Plain Python, for reports and tests."""
+    """Number of rows that the tensor cores multiply in the tile steps of `span_tile_steps`. Plain Python, for reports
+    and tests.
+
+    A tile is cut into parts of `part` rows; parts without a row of the group are skipped.
+    """
     total, start = 0, 0
     for size in sizes:
         end = min(start + size, rows)
@@ -195,11 +202,12 @@ def executed_span_rows(sizes: list[int], rows: int, tile: int, part: int) -> int
 
 
 def executed_rows(sizes: list[int], rows: int, tile: int, row_chunks: tuple[int, ...], pack: int) -> int:
-    """Rows that the matrix unit works on for these groups: the waste at group borders is in here.
-
-    A tile that one group fills is multiplied in full. Of another tile, the group's rows are multiplied: from the pack in
-    which they begin on, the largest of the ascending `row_chunks` repeated, then the smallest that holds the rest. Plain
+    """Number of rows that the matrix unit multiplies for these groups, including the padding at group borders. Plain
     Python, for reports and tests.
+
+    A tile of one group is multiplied in full. In another tile, only about the group's rows are multiplied: from the
+    pack in which they begin, the largest of the ascending `row_chunks` repeatedly, then the smallest that covers the
+    remainder.
     """
     total, start = 0, 0
     for size in sizes:

@@ -1,11 +1,12 @@
-"""Rows of lhs gathered by the grouped matmul on TPU itself: one copy a row, from HBM into the tile they are multiplied in.
+"""Gather of lhs rows inside the grouped matmul kernel on TPU: one DMA for each row, from HBM into the tile that is
+multiplied.
 
-Two tiles' buffers take turns. At the first visit of a tile the copies of the next tile's rows are started, then the
-tile's own are waited for; so they land while the tile is multiplied. Only for the first tile of each stretch of columns
-is there nothing to do meanwhile.
+There are buffers for two tiles. In the first tile step of a row tile the copies of the next tile's rows are started;
+then the kernel waits for this tile's own rows. So rows are copied while the tile before them is multiplied; only for
+the first row tile of each column tile nothing is overlapped.
 
-Two bfloat16 rows share 32-bit words in HBM, and a copy moves 32-bit words, so twice the bytes needed; the half that is
-meant is picked out in VMEM. Indices out of range copy some row, of which zeros are made.
+Two bfloat16 rows share 32-bit words in HBM, and a copy moves 32-bit words, so it moves twice the bytes needed; the
+right half is selected in VMEM. Indices out of range copy some row, which is replaced by zeros.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tiles of the TPU kernels: how much of the operands one step of the grid holds in VMEM."""
+"""Tiles of the TPU kernels: the blocks of the operands that one grid step has in VMEM."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ __all__ = [
 
 
 def vmem_to_plan_with() -> int:
-    """Bytes of on-chip memory that tiles may take: three quarters of a core's."""
+    """Bytes of VMEM that tiles may use: three quarters of a core's."""
     return _compat.tpu_vmem() * 3 // 4
 
 
 def vmem_limit() -> int:
-    """Bytes of VMEM that the compiler may use, in addition to the tiles its own temporaries."""
+    """Bytes of VMEM that the compiler may use: tiles and its own temporaries."""
     return _compat.tpu_vmem() * 7 // 8
 
 
@@ -67,7 +67,7 @@ SCALED_STEP = 512
 
 
 class Tile(NamedTuple):
-    """Rows, K and N that one step of the grid holds in VMEM."""
+    """Rows, K and N of the blocks that one grid step has in VMEM."""
 
     m: int
     k: int
@@ -89,8 +89,8 @@ def fitting(row_chunks: tuple[int, ...], rows: int) -> tuple[int, ...]:
 
 
 def _widths(size: int, most: int, cores: int) -> list[int]:
-    """Widths of blocks to choose from: multiples of 128 that divide `size`, or divide it about evenly where none can, and `size`
-    itself; and the least that leaves each core one."""
+    """Block widths to choose from: multiples of 128 that divide `size`, or divide it about evenly if none does; `size`
+    itself; and the least width that gives each core a block."""
     if size % 128 == 0:
         parts = [size // d for d in range(128, size, 128) if size % d == 0] + [cores]
     else:
@@ -100,12 +100,12 @@ def _widths(size: int, most: int, cores: int) -> list[int]:
 
 
 def _serialized_steps(steps: int, cores: int) -> float:
-    """By how much cores that wait lengthen what `steps` steps, which they share, would take if they shared it evenly."""
+    """Factor by which `steps` grid steps take longer on `cores` cores than if they could be shared evenly."""
     return cores * cdiv(steps, cores) / steps
 
 
 class Steps(NamedTuple):
-    """Largest K and N of one matmul within a tile, and the units that divide them."""
+    """Largest K and N of one `dot_general` within a tile, and the units of which they are multiples."""
 
     most_k: int
     unit_k: int
@@ -114,12 +114,13 @@ class Steps(NamedTuple):
 
 
 def steps(k: int, n: int, blocks: int, block: int, transpose_scale: bool) -> Steps:
-    """With several blocks of K that have scales of their own, parts of a block; with blocks of columns, matmuls within one.
+    """The `Steps` of a tile. With blocks of K that have scales of their own, a matmul is within a block; with blocks of
+    columns as well.
 
     Args:
       k, n: of the tile.
-      blocks, block: number of the blocks, and the elements of one.
-      transpose_scale: the blocks are of columns.
+      blocks, block: number of the blocks, and elements of one.
+      transpose_scale: the blocks are blocks of columns.
     """
     _, most_k, most_n = BLOCK
     if blocks <= 1:
@@ -152,23 +153,22 @@ def pick_tile(
     rhs_itemsize: int | None = None,
     scale_bytes: int = 0,
 ) -> Tile | None:
-    """The tile that moves the fewest bytes between HBM and VMEM and fits; None if none does.
+    """The tile that fits VMEM and moves the fewest bytes between HBM and VMEM; None if no tile fits.
 
-    A step holds all of K: so a group's weights are fetched once, and lhs once for each tile of
-      columns.
-    A step itself costs about as much as 200 kB. Where a chip's two cores share a kernel, each takes its own tiles of columns: a
-      single one would leave half of the chip idle.
+    A grid step has all of K in VMEM: so a group's weights are fetched once, and lhs once for each column tile. A grid
+    step itself costs about as much as 200 kB. If two cores of a chip share a kernel, each has its own column tiles: a
+    single one would leave one core idle.
 
     Args:
       rows, k, n, groups: sizes; n is the width of the result.
       itemsize: bytes of an element of lhs, rhs and out.
       halves: matrices of each group, 1 or 2.
-      vmem: bytes to plan with; None: `vmem_to_plan_with`.
-      gathered: whether the kernel gathers the rows of lhs: words of 4 bytes in two buffers, and put in order in a
+      vmem: bytes of VMEM to use; None: `vmem_to_plan_with`.
+      gathered: whether the kernel gathers the rows of lhs: words of 4 bytes in two buffers, and the gathered tile in a
         third.
-      cores: that share the columns; None: `_compat.tpu_cores`.
-      rhs_itemsize: bytes of an element of quantized weights, of which parts are converted; None: as lhs's.
-      scale_bytes: of one group's scales of one matrix.
+      cores: cores that share the columns; None: `_compat.tpu_cores`.
+      rhs_itemsize: bytes of an element of quantized weights, which are converted in parts; None: as lhs's.
+      scale_bytes: bytes of the scales of one group's matrix.
     """
     best = None
     converted = rhs_itemsize is not None
@@ -200,8 +200,10 @@ def pick_tile(
 def pick_transpose_tile(
     rows: int, k: int, n: int, groups: int, itemsize: int, vmem: int | None = None, *, cores: int | None = None
 ) -> Tile | None:
-    """As `pick_tile`, for [M, K]ᵀ[M, N] → [G, K, N]: the sums of a [k, n] tile stay in VMEM, and cores share the tiles of K, or
-    else of N."""
+    """As `pick_tile`, for [M, K]ᵀ[M, N] → [G, K, N].
+
+    The accumulator of a [k, n] tile stays in VMEM. Cores share the tiles of K, or of N if K has too few.
+    """
     best = None
     vmem = vmem_to_plan_with() if vmem is None else vmem
     cores = _compat.tpu_cores() if cores is None else cores
@@ -233,12 +235,12 @@ def unsupported(
     scale: jax.Array | None = None,
     scaled_dim: int = 0,
 ) -> Unsupported:
-    """Why the TPU kernels cannot take these operands.
+    """Reasons why the TPU kernels cannot take these operands; empty if they can.
 
     Args:
       n: columns of the result.
-      tile: what `pick_…` found.
-      scale: of quantized weights, [G, B, …], in blocks of a dim of `scaled_dim` elements.
+      tile: result of `pick_tile` or `pick_transpose_tile`.
+      scale: scales [G, B, …] of quantized weights; a block has 1/B of the `scaled_dim` elements of a dim.
     """
     reasons = []
     if scale is not None and scale.shape[1] > 1 and (block := scaled_dim // scale.shape[1]) % 128:

@@ -1,4 +1,5 @@
-"""The transpose of grouped matmul on TPU (Mosaic): the sums of one group stay in VMEM over its visits."""
+"""The transpose of grouped matmul on TPU (Mosaic): the accumulator of one group stays in VMEM over the group's tile
+steps."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ def grouped_matmul_transpose(
     out_dtype: jnp.dtype,
     tile: Tile,
 ) -> jax.Array:
-    """As `reference.grouped_matmul_transpose`. Grid: K, columns, tile steps; one accumulator tile in
+    """As `reference.grouped_matmul_transpose`. Grid: (tiles of K, tiles of N, tile steps); one accumulator tile in
     VMEM."""
     problem = transpose_problem(lhs, rhs, group_sizes, group_offset, groups=groups)
     rows, k, n = problem.rows, problem.k, problem.n

@@ -1,5 +1,4 @@
-"""Grouped matmul as a loop over visits that any backend compiles: no dense fallback, no copy of
-the weights."""
+"""Grouped matmul as a loop over tile steps that any backend compiles: no dense fallback, no copy of the weights."""
 
 from __future__ import annotations
 
@@ -18,7 +17,8 @@ __all__ = ["grouped_matmul", "grouped_matmul_transpose", "row_tile"]
 
 
 def row_tile(rows: int, groups: int) -> int:
-    """A power of two of about half the rows of a group, 8…256: little waste at the borders."""
+    """Rows of a row tile: a power of two of about half the rows of a group, 8…256, for little padding at the group
+    borders."""
     tile = 8
     while tile < 256 and 4 * tile * groups <= rows:
         tile *= 2
@@ -44,8 +44,10 @@ def grouped_matmul(
     out_dtype: jnp.dtype,
     transpose_scale: bool = False,
 ) -> jax.Array:
-    """As `reference.grouped_matmul`: one small matmul for each tile and group with rows in it. Quantized weights are
-    dequantized by the group, in lhs's dtype."""
+    """As `reference.grouped_matmul`: one small matmul for each row tile and group with rows in it.
+
+    Quantized weights are dequantized for one group at a time, in the dtype of lhs.
+    """
     lhs = gather_rows(lhs, lhs_indices)
     problem = matmul_problem(lhs.shape[0], rhs[0], group_sizes, group_offset, transpose_rhs=transpose_rhs)
     rows = problem.rows
@@ -131,5 +133,5 @@ def grouped_matmul_transpose(
 
 
 def _vary_like(out: jax.Array, *operands: jax.Array) -> jax.Array:
-    """A loop's carry must vary over the mesh axes that its result varies over."""
+    """`out`, varying over the mesh axes of the operands: a loop's carry must have the varying axes of its result."""
     return same_varying(out, *operands)[0]

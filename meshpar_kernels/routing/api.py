@@ -33,49 +33,43 @@ def route(
     capacity: int | None = None,
     implementation: str | None = None,
 ) -> RoutePlan:
-    """Send each token to its k best experts, and give each choice its row in the experts' buffer.
+    """Choose the k best experts of each token, and assign each choice a row in the experts' buffer.
 
-    With score s = softmax(logits) or sigmoid(logits), the experts are chosen by s + bias (without
-    a bias, by the logits: the same order, and no ties where s underflows), and weighted by s,
-      never by the bias. Ties go to the lowest index. With groups, a
-    token first picks its `top_groups` groups of adjacent experts by the sum of the `group_top`
-    largest s + bias in each. Rows are given in the order of the tokens, so the result is a
-    function of the arguments only.
+    With score s = softmax(logits) or sigmoid(logits), the experts are chosen by s + bias (without a bias, by the
+    logits: the same order, and no ties if s underflows), and weighted by s, never by the bias. Ties go to the lowest
+    index. With groups, a token first chooses its `top_groups` groups of adjacent experts by the sum of the `group_top`
+    largest s + bias in each. Rows are assigned in the order of the tokens, so the result is a function of the arguments
+    only.
 
-    A logit of -inf masks an expert. A token whose logits hold NaN or +inf, or are all -inf, is
-    sent nowhere: weight 0, no row, and its choices are counted in `dropped`. Padding is so
-      expressed. Nothing of it reaches other tokens.
+    A logit of -inf masks an expert. A token whose logits contain NaN or +inf, or are all -inf, is routed to no expert:
+    its weights are 0, it has no row, and its choices are counted in `dropped`. So padding tokens can be masked. They do
+    not influence other tokens.
 
-    Sources: Shazeer et al. 2017 (top-k gating), Mixtral (softmax, renormalized), DeepSeek-V2
-      (groups by their
-    best expert: `group_top=1`), DeepSeek-V3 (sigmoid, bias for the choice only, groups by their
-      best two).
+    Sources: Shazeer et al. 2017 (top-k gating), Mixtral (softmax, renormalized), DeepSeek-V2 (groups by their best
+    expert: `group_top=1`), DeepSeek-V3 (sigmoid, bias for the choice only, groups by their best two experts).
 
     Args:
       logits: float [T, E], any float dtype; computed in float32.
       k: experts per token, 1…E.
       score: "softmax" or "sigmoid".
-      bias: [E], added for the choice only; no gradient. An expert whose bias is NaN is never
-        chosen.
+      bias: [E], added for the choice only; no gradient. An expert whose bias is NaN is never chosen.
       groups: number of groups; must divide E.
-      top_groups: groups a token may use; None: all.
-      group_top: experts whose scores value a group.
+      top_groups: groups that a token may use; None: all.
+      group_top: number of experts whose scores are added up to the score of a group.
       renormalize: divide a token's weights by their sum (over all its choices, dropped ones too).
       scale: factor on the weights, after that.
-      capacity: most rows of an expert; the later choices beyond it are dropped and counted. None:
-        no limit, nothing is dropped.
-      implementation: "pallas_tpu", "pallas_gpu", "pallas" (the kernel for the platform) or "reference". None: "reference", unless
-        `MESHPAR_KERNELS=pallas`; see `meshpar_kernels._choose.dispatch`.
+      capacity: largest number of rows of an expert; later choices are dropped and counted. None: no limit, nothing is
+        dropped.
+      implementation: "pallas_tpu", "pallas_gpu", "pallas" (the kernel for the platform) or "reference". None:
+        "reference", unless `MESHPAR_KERNELS=pallas`; see `meshpar_kernels._choose.dispatch`.
 
     Returns:
-      A `RoutePlan`. Its `weight` is differentiable with respect to the logits; the choice itself
-      is not.
+      A `RoutePlan`. Its `weight` is differentiable with respect to the logits; the choice itself is not.
 
     Raises:
-      ValueError: k, groups, top_groups, group_top or capacity out of range, shapes that do not
-        fit, an unknown score, or logits sharded outside of `shard_map`.
-      NotImplementedError: the implementation asked for cannot take these arguments; with every
-        reason.
+      ValueError: k, groups, top_groups, group_top or capacity out of range, shapes that do not fit, an unknown score,
+        or logits sharded outside of `shard_map`.
+      NotImplementedError: the requested implementation cannot take these arguments; with every reason.
     """
     if logits.ndim != 2:
         raise ValueError(f"route: logits must be [T, E], got shape {logits.shape}")
@@ -186,25 +180,24 @@ def permute(
     weight: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Copy each token to the rows of its choices: the buffer that the experts work on.
+    """Copy each token to the rows of its choices: the experts' buffer [R, H].
 
-    Row `plan.rows[t, j]` becomes `x[t]` (times `weight[t, j]`); rows not in use become 0. The
-    transpose of `combine` with the same weight. A T of 0 gives an empty buffer.
+    Row `plan.rows[t, j]` becomes `x[t]` (times `weight[t, j]`); unused rows become 0. It is the transpose of `combine`
+    with the same weight. With T = 0 the buffer is empty.
 
     Args:
       x: [T, H], float32 or bfloat16 (other dtypes: implementation "reference").
       plan: from `route`.
       weight: float32 [T, k], or None for ones; differentiable.
-      implementation: "pallas_tpu", "pallas_gpu", "pallas" (the kernel for the platform) or "reference". None: "reference", unless
-        `MESHPAR_KERNELS=pallas`.
+      implementation: "pallas_tpu", "pallas_gpu", "pallas" (the kernel for the platform) or "reference". None:
+        "reference", unless `MESHPAR_KERNELS=pallas`.
 
     Returns:
       [R, H] in x's dtype, R = `plan.buffer_rows`.
 
     Raises:
       ValueError: shapes that do not fit the plan, or operands sharded outside of `shard_map`.
-      NotImplementedError: the implementation asked for cannot take these arguments; with every
-        reason.
+      NotImplementedError: the requested implementation cannot take these arguments; with every reason.
     """
     _check("permute", "x", x, plan.expert.shape[0], plan, weight)
     return _permute_jit(implementation, x, plan, weight)
@@ -217,17 +210,14 @@ def combine(
     weight: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Sum for each token the rows of its choices: out[t] = Σ_j weight[t, j] · y[plan.rows[t, j]],
-    in float32.
+    """Sum the rows of each token's choices: out[t] = Σ_j weight[t, j] · y[plan.rows[t, j]], in float32.
 
-    A dropped choice adds nothing, and rows not in use are never looked at: they may hold NaN. The
-      transpose of
-    `permute` with the same weight. The usual weight is `plan.weight`; leave it out if the rows are
-    already weighted (`row_scale` of `grouped_matmul`).
+    A dropped choice adds nothing. Unused rows are never read: they may contain NaN. It is the transpose of `permute`
+    with the same weight. The usual weight is `plan.weight`; omit it if the rows are already weighted (`row_scale` of
+    `grouped_matmul`).
 
     Args:
-      y: [R, H], R = `plan.buffer_rows`; float32 or bfloat16 (other dtypes: implementation
-        "reference").
+      y: [R, H], R = `plan.buffer_rows`; float32 or bfloat16 (other dtypes: implementation "reference").
       plan: from `route`.
       weight: float32 [T, k], or None for ones; differentiable.
       implementation: as in `permute`.
@@ -237,8 +227,7 @@ def combine(
 
     Raises:
       ValueError: shapes that do not fit the plan, or operands sharded outside of `shard_map`.
-      NotImplementedError: the implementation asked for cannot take these arguments; with every
-        reason.
+      NotImplementedError: the requested implementation cannot take these arguments; with every reason.
     """
     _check("combine", "y", y, plan.buffer_rows, plan, weight)
     return _combine_jit(implementation, y, plan, weight)
@@ -265,7 +254,7 @@ def _gather_sum(
     index: jax.Array,
     weight: jax.Array | None,
 ) -> jax.Array:
-    """`reference.gather_sum` by the implementation asked for."""
+    """`reference.gather_sum` by the requested implementation."""
     if 0 in x.shape or 0 in index.shape:
         return reference.gather_sum(x, index, weight)
     return dispatch(
@@ -284,9 +273,9 @@ def _gather_sum(
 
 
 def _by_row(choices: jax.Array, sources: jax.Array) -> jax.Array:
-    """[T, k] → [R]: the value of the choice that each row holds, 0 where it holds none.
+    """[T, k] → [R]: the value of each row's choice; 0 for an unused row.
 
-    Here and below what has a value for each choice is flattened by columns: as [T, k] it fills 128 lanes on a TPU.
+    Values of choices are flattened column by column: as [T, k] they would fill 128 lanes on a TPU.
     """
     tokens, k = choices.shape
     if choices.size == 0:
@@ -296,7 +285,7 @@ def _by_row(choices: jax.Array, sources: jax.Array) -> jax.Array:
 
 
 def _by_choice(values: jax.Array, rows: jax.Array) -> jax.Array:
-    """[R] → [T, k], the inverse of `_by_row`; 0 where a choice has no row."""
+    """[R] → [T, k], the inverse of `_by_row`; 0 for a choice without a row."""
     if values.size == 0:
         return jnp.zeros(rows.shape, values.dtype)
     flat = rows.T.reshape(-1)
@@ -311,7 +300,7 @@ def _spread(
     rows: jax.Array,
     sources: jax.Array,
 ) -> jax.Array:
-    """[T, H] → [R, H]."""
+    """[T, H] → [R, H]: each token copied to the rows of its choices, times `weight`; 0 in unused rows."""
     k = max(rows.shape[1], 1)
     tokens = jnp.where(sources >= 0, sources // k, -1)[:, None]
     row_weight = None if weight is None else _by_row(weight, sources)[:, None]

@@ -1,12 +1,11 @@
-"""Routing on NVIDIA GPUs (Pallas-Triton): one kernel that chooses, one that gathers rows and adds them.
+"""Routing on NVIDIA GPUs (Pallas-Triton): a kernel that chooses experts, and a kernel that gathers rows and sums them.
 
-Triton and not Mosaic GPU: rows at arbitrary indices have no form that Hopper's copy engine could fetch, so
-both ops are ordinary loads, 16 bytes a thread, which Triton coalesces; it has reductions and scans over
-either dimension of a block, and runs on older GPUs as well. There are no barriers here: programs do not talk
-to each other.
+They are Triton kernels, not Mosaic GPU ones: rows at arbitrary indices cannot be fetched by one TMA copy, so both ops
+use ordinary loads, 16 bytes a thread, which Triton coalesces. Triton also has reductions and scans over either dim of a
+block, and runs on older GPUs. There are no barriers: programs do not communicate.
 
-jax 0.12 deprecates Pallas-Triton and says so once for each kernel that it lowers; these kernels have to move
-to Mosaic GPU when a version of JAX is let in that lacks it.
+jax 0.12 deprecates Pallas-Triton, and warns once for each kernel that it lowers. These kernels have to move to Mosaic
+GPU when the package supports a version of JAX without Pallas-Triton.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def _no_triton() -> list[str]:
 
 
 def route_unsupported(logits: jax.Array, *, k: int, groups: int, top_groups: int, **_) -> Unsupported:
-    """Why the GPU kernel cannot route these logits."""
+    """Reasons why the GPU kernel cannot route these logits; empty if it can."""
     reasons = _no_triton()
     tokens, experts = logits.shape
     if logits.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
@@ -72,12 +71,12 @@ def _top(x: jax.Array) -> jax.Array:
 
 
 def _first(hit: jax.Array, column_index: jax.Array, none: int) -> jax.Array:
-    """Lowest place where `hit`, `none` if nowhere."""
+    """Lowest column index with `hit`; `none` without one."""
     return jnp.min(jnp.where(hit, column_index, none), axis=-1, keepdims=True)
 
 
 def _best_groups(value: jax.Array, *, groups: int, top_groups: int, group_top: int) -> jax.Array:
-    """Experts of the best groups: bool [tokens, E]. `value` is -inf where an expert cannot be chosen."""
+    """bool [tokens, E]: experts of the best groups. `value` is -inf for experts that cannot be chosen."""
     tokens, experts = value.shape
     size = experts // groups
     left = value.reshape(tokens, groups, size)
@@ -116,7 +115,15 @@ def _route_kernel(
     renormalize: bool,
     scale: float,
 ):
-    """One block of tokens: tokens along the rows, experts along the columns. Ranks count from the block's start."""
+    """One program: routes one block of tokens; tokens are rows, experts columns. Ranks count from the start of the
+    block.
+
+    Args:
+      refs: inputs in GMEM: logits [T, E], optionally bias [E]; outputs: see `route`.
+      shape: (T, E).
+      block: tokens of a program, a power of two.
+      width: E rounded up to a power of two.
+    """
     triton = _compat.pallas_triton()
     logits_ref, *bias_ref, expert_ref, weight_ref, rank_ref, counts_ref = refs
     tokens, experts = shape
@@ -159,6 +166,7 @@ def _route_kernel(
     position = lax.broadcasted_iota(jnp.int32, results, 1)
 
     def choose(j, carry):
+        """Loop body: the j-th choice of all tokens; the carry is (remaining keys, bool chosen, indices, weights)."""
         left, chosen, index, weight = carry
         best = _first((left == _top(left)) & (left > -jnp.inf), column_index, experts)
         selected = (column_index == best) & (column_index < experts)
@@ -195,14 +203,13 @@ def _route_kernel(
 def route(
     logits: jax.Array, bias: jax.Array | None, *, block: int | None = None, interpret: bool = False, **options
 ) -> reference.Choice:
-    """As `reference.route`, reading the logits once.
+    """As `reference.route`; reads the logits once.
 
-    Each of the k rounds takes the largest key and then the lowest expert that holds it. A program counts
-    within its block of tokens only; the counts of the blocks before, [blocks, E], are added to the ranks
-    [T, k] afterwards.
+    Each of the k rounds selects the largest key, and then the lowest expert with it. A program counts only within its
+    block of tokens; the counts of the blocks before, [blocks, E], are added to the ranks [T, k] afterwards.
 
     Args:
-      block: tokens of one program, a power of two; None: as many as registers hold.
+      block: tokens of one program, a power of two; None: as many as registers can hold.
       interpret: run on the CPU, for tests.
     """
     triton = _compat.pallas_triton()
@@ -243,7 +250,7 @@ def route(
 
 
 def gather_sum_unsupported(x: jax.Array, index: jax.Array) -> Unsupported:
-    """Why the GPU kernel cannot gather these rows."""
+    """Reasons why the GPU kernel cannot gather these rows; empty if it can."""
     reasons = _no_triton()
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         reasons.append(f"rows are {x.dtype}; the kernel takes float32, bfloat16 and float16")
@@ -253,7 +260,8 @@ def gather_sum_unsupported(x: jax.Array, index: jax.Array) -> Unsupported:
 
 
 def _gather_sum_kernel(index_ref, *refs, shape: tuple[int, int, int], k: int, rows: int, width: int):
-    """A block of `rows` results and a slab of `width` columns: all loads are independent."""
+    """One program: sums the k chosen rows for a block of `rows` result rows and a slab of `width` columns. All loads
+    are independent."""
     triton = _compat.pallas_triton()
     *weight_ref, x_ref, out_ref = refs
     total_rows, limit, columns = shape

@@ -1,4 +1,4 @@
-"""`RoutePlan`: which token goes to which expert, and to which row of the experts' buffer."""
+"""`RoutePlan`: the experts of each token, and the rows of its choices in the experts' buffer."""
 
 from __future__ import annotations
 
@@ -20,22 +20,20 @@ __all__ = ["RoutePlan"]
 class RoutePlan:
     """The choices of T tokens, k of E experts each. A pytree.
 
-    A buffer of R = T·k rows (with a capacity: min(T·k, E·capacity)) holds the kept choices sorted
-    by expert, in the order of the tokens within an expert, without gaps: `permute` fills it,
-      `grouped_matmul(buffer, ..., plan.group_sizes)` works on it,
-    `combine` adds it up.
+    A buffer of R = T·k rows (with a capacity: min(T·k, E·capacity)) has the choices that were not dropped, sorted by
+    expert, in the order of the tokens within an expert, without gaps. `permute` fills it, `grouped_matmul(buffer, ...,
+    plan.group_sizes)` multiplies it, and `combine` sums its rows by token.
 
     Attributes:
-      expert: int32 [T, k], best first. E where a choice could not be made: the token's logits hold
-        NaN or +inf, or fewer than k of them are above -inf.
-      weight: float32 [T, k]; 0 where no choice was made.
-      counts: int32 [E], choices of each expert, kept or not.
-      rank: int32 [T, k], place among the choices of the same expert, in the order of tokens; -1
-        without a choice.
-      offsets: int32 [E + 1], first row of each expert in the buffer; `offsets[E]` rows are in use.
-      dropped: int32 [], choices that got no row: beyond the capacity, or not made.
-      capacity: most rows an expert may have; None: no limit.
-      order: int32 [T·k], `sources` of the rows in use, where a sort has found it; None: it is made of `rank`.
+      expert: int32 [T, k], best first. E if no choice was possible: the token's logits contain NaN or +inf, or fewer
+        than k of them are above -inf.
+      weight: float32 [T, k]; 0 without a choice.
+      counts: int32 [E], choices of each expert, dropped or not.
+      rank: int32 [T, k], index among the choices of the same expert, in the order of tokens; -1 without a choice.
+      offsets: int32 [E + 1], first row of each expert in the buffer; `offsets[E]` rows are used.
+      dropped: int32 [], choices without a row: beyond the capacity, or not made.
+      capacity: largest number of rows of an expert; None: no limit.
+      order: int32 [T·k], `sources` of the used rows, if a sort has computed it; None: it is computed from `rank`.
     """
 
     expert: jax.Array
@@ -49,9 +47,9 @@ class RoutePlan:
 
     @classmethod
     def of(cls, expert: jax.Array, experts: int) -> RoutePlan:
-        """The plan of choices that were made elsewhere: int [T, k], anything outside of 0…E-1 is no choice; weights are 1.
+        """The plan of given choices: int [T, k]; a number outside of 0…E-1 is no choice; weights are 1.
 
-        A counting sort by way of XLA's stable one.
+        It is a counting sort by XLA's stable sort.
         """
         chosen = (expert >= 0) & (expert < experts)
         expert = jnp.where(chosen, expert, experts).astype(jnp.int32)
@@ -73,8 +71,7 @@ class RoutePlan:
 
     @property
     def buffer_rows(self) -> int:
-        """R, the number of rows of the buffer: a Python int that depends on shapes and capacity
-        only."""
+        """R, the number of rows of the buffer: a Python int that depends only on shapes and capacity."""
         tokens, k = self.expert.shape
         if self.capacity is None:
             return tokens * k
@@ -82,18 +79,17 @@ class RoutePlan:
 
     @property
     def group_sizes(self) -> jax.Array:
-        """Rows in use of each expert: int32 [E], for `grouped_matmul`."""
+        """int32 [E]: used rows of each expert, for `grouped_matmul`."""
         return self.offsets[1:] - self.offsets[:-1]
 
     @property
     def rows(self) -> jax.Array:
-        """Row of each choice in the buffer: int32 [T, k], -1 where it was dropped."""
+        """int32 [T, k]: row of each choice in the buffer; -1 for a dropped one."""
         return self._flat_rows().reshape(self.expert.shape[::-1]).T
 
     @property
     def sources(self) -> jax.Array:
-        """Choice that each row of the buffer holds, as token·k + place: int32 [R], -1 where the
-        row is not in use."""
+        """int32 [R]: choice of each row of the buffer, as token·k + index; -1 for an unused row."""
         tokens, k = self.expert.shape
         size = self.buffer_rows
         if tokens == 0:
@@ -108,9 +104,9 @@ class RoutePlan:
         return empty.at[target].set(choice, mode="drop", unique_indices=False)
 
     def _flat_rows(self) -> jax.Array:
-        """`rows` of every first choice, then of every second, …: int32 [k·T].
+        """int32 [k·T]: `rows` of every first choice, then of every second choice, ….
 
-        An array with few columns fills 128 lanes on a TPU: [8192, 8] integers are 4 MiB, and this is 256 KiB.
+        An array with few columns fills 128 lanes on a TPU: [8192, 8] integers take 4 MiB, these 256 KiB.
         """
         experts = self.counts.shape[0]
         expert, rank = self.expert.T.reshape(-1), self.rank.T.reshape(-1)

@@ -1,4 +1,4 @@
-"""Routing in plain `jax.numpy`: the definition, and what runs where there is no kernel."""
+"""Routing in plain `jax.numpy`: the definition, and the implementation where there is no kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Choice = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 def _valid(logits: jax.Array) -> jax.Array:
-    """Rows that can be routed: no NaN, no +inf, something above -inf. bool [T, 1]."""
+    """bool [T, 1]: rows that can be routed, with no NaN, no +inf, and a logit above -inf."""
     bad = jnp.isnan(logits) | (logits == jnp.inf)
     return ~bad.any(-1, keepdims=True) & (logits > -jnp.inf).any(-1, keepdims=True)
 
@@ -52,8 +52,7 @@ def weights(logits: jax.Array, expert: jax.Array, *, score: str, renormalize: bo
 
 
 def _group_mask(value: jax.Array, groups: int, top_groups: int, group_top: int) -> jax.Array:
-    """Experts of the `top_groups` best groups: bool [T, E]. `value` is -inf where an expert cannot
-    be chosen."""
+    """bool [T, E]: experts of the `top_groups` best groups. `value` is -inf for experts that cannot be chosen."""
     tokens, experts = value.shape
     by_group = value.reshape(tokens, groups, experts // groups)
     top = lax.top_k(by_group, min(group_top, experts // groups))[0]
@@ -102,13 +101,11 @@ def route(
 
 
 def gather_sum(x: jax.Array, index: jax.Array, weight: jax.Array | None) -> jax.Array:
-    """Row i of the result is the sum over j of `weight[i, j] · x[index[i, j]]`, in float32, cast
-    to x's dtype.
+    """Row i of the result is the sum over j of `weight[i, j] · x[index[i, j]]`, in float32, cast to x's dtype.
 
     Args:
       x: [N, H].
-      index: int32 [M, k]; -1 (or anything outside of 0…N-1) adds nothing, whatever x and the
-        weight hold.
+      index: int32 [M, k]; an index outside of 0…N-1 adds nothing, whatever x and the weight contain.
       weight: float32 [M, k], or None for ones.
 
     Returns:

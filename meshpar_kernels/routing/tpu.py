@@ -1,4 +1,4 @@
-"""Routing on TPU (Mosaic): the kernel that chooses."""
+"""Routing on TPU (Mosaic): the kernel that chooses experts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _round_up(a: int, b: int) -> int:
 
 
 def route_unsupported(logits: jax.Array, *, k: int, **_) -> Unsupported:
-    """Why the TPU kernel cannot route these logits."""
+    """Reasons why the TPU kernel cannot route these logits; empty if it can."""
     reasons = []
     tokens, experts = logits.shape
     if logits.dtype not in (jnp.float32, jnp.bfloat16):
@@ -44,7 +44,7 @@ def route_unsupported(logits: jax.Array, *, k: int, **_) -> Unsupported:
 
 
 def _top(x: jax.Array) -> jax.Array:
-    """Largest over the experts (rows): [1, tokens]."""
+    """Largest value over the experts (rows): [1, tokens]."""
     return jnp.max(x, axis=0, keepdims=True)
 
 
@@ -54,13 +54,12 @@ def _total(x: jax.Array) -> jax.Array:
 
 
 def _first(hit: jax.Array, row: jax.Array, none: int) -> jax.Array:
-    """Lowest row where `hit`, `none` if nowhere: int32 [1, tokens]."""
+    """int32 [1, tokens]: lowest row with `hit`; `none` without one."""
     return jnp.min(jnp.where(hit, row, none), axis=0, keepdims=True)
 
 
 def _best_groups(value: jax.Array, *, groups: int, top_groups: int, group_top: int) -> jax.Array:
-    """Experts of the best groups: bool [E, tokens]. `value` is -inf where an expert cannot be
-    chosen."""
+    """bool [E, tokens]: experts of the best groups. `value` is -inf for experts that cannot be chosen."""
     experts, tokens = value.shape
     size = experts // groups
     totals = []
@@ -100,9 +99,10 @@ def _route_kernel(
     scale: float,
     by_expert: bool,
 ):
-    """One block of tokens: experts along the sublanes, tokens along the lanes.
+    """One grid step: routes one block of tokens; experts are along the sublanes, tokens along the lanes.
 
-    `seen` carries each expert's count from block to block.
+    The grid is (blocks of tokens,), executed sequentially: the scratch buffer `seen` carries each expert's count from
+    block to block.
     """
     logits_ref, *bias_ref, expert_ref, weight_ref, rank_ref, counts_ref, seen = refs
     step = pl.program_id(0)

@@ -1,4 +1,4 @@
-"""Rows gathered and summed on TPU (Mosaic): what `permute`, `combine` and their gradients are made of."""
+"""Rows gathered and summed on TPU (Mosaic): the kernel of `permute`, `combine` and their gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _cdiv(a: int, b: int) -> int:
 
 
 def gather_sum_unsupported(x: jax.Array, index: jax.Array) -> Unsupported:
-    """Why the TPU kernel cannot gather these rows."""
+    """Reasons why the TPU kernel cannot gather these rows; empty if it can."""
     reasons = []
     if x.dtype not in (jnp.float32, jnp.bfloat16):
         reasons.append(f"rows are {x.dtype}; the kernel takes float32 and bfloat16")
@@ -37,8 +37,7 @@ def gather_sum_unsupported(x: jax.Array, index: jax.Array) -> Unsupported:
 def as_words(x: jax.Array) -> jax.Array:
     """bfloat16 [N, H] → int32 [N/2, H] with row 2i in the low halves, as the TPU packs them.
 
-    In a compiled kernel this is a view of the same memory (`Ref.bitcast`). The interpreter has no
-    such view.
+    In a compiled kernel this is a bitcast of the same memory (`Ref.bitcast`), which the interpreter does not support.
     """
     rows, width = x.shape
     pairs = x.reshape(rows // 2, 2, width).swapaxes(1, 2)
@@ -56,7 +55,8 @@ def _gather_sum_kernel(
     view: bool,
     weighted: bool,
 ):
-    """One grid step: sums the k chosen rows of `x` for one block of result rows and one slab of columns.
+    """One grid step: computes one block of result rows and one slab of columns, each row as a (weighted) sum of k rows
+    of `x`.
 
     The grid is (slabs of columns, blocks of rows). The rows of the next block are in flight while the rows of this one
     are summed.
@@ -137,12 +137,12 @@ def _gather_sum_kernel(
 
 
 def gather_sum(x: jax.Array, index: jax.Array, weight: jax.Array | None, *, block: int = 256) -> jax.Array:
-    """As `reference.gather_sum`: one copy per row from HBM to VMEM, summed there in float32,
-    written once.
+    """As `reference.gather_sum`: one copy for each row from HBM to VMEM, where rows are summed in float32; each result
+    row is written once.
 
-    Two bfloat16 rows share 32-bit words in HBM, and a copy moves 32-bit words: so bfloat16 reads
-    twice the bytes it needs. About `block` rows are in flight while as many are summed. Unused
-    choices (-1) fetch row 0 and are masked. An odd number of bfloat16 rows is padded by one first.
+    Two bfloat16 rows share 32-bit words in HBM, and a copy moves 32-bit words: so bfloat16 reads twice the bytes that
+    it needs. About `block` rows are in flight while as many are summed. Unused choices (-1) fetch row 0 and are masked.
+    An odd number of bfloat16 rows is padded by one first.
     """
     packed = x.dtype == jnp.bfloat16
     if packed and x.shape[0] % 2:
