@@ -46,7 +46,7 @@ class KernelTime:
 
 @cached_on_plan
 def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
-    """The times of a plan's kernels that compute or move data, in program order; empty without a chip."""
+    """Kernel → its time, for the plan's kernels that compute or move data, in program order; empty without a chip."""
     if plan.chip is None:
         return {}
     chip, computation = plan.chip, computation_of(plan)

@@ -49,7 +49,7 @@ class AsyncCollective:
 
 @cached_on_plan
 def async_collectives(plan: Plan) -> dict[Computation, dict[Kernel, AsyncCollective]]:
-    """For every computation of a plan, the ``move!`` kernels whose collectives other kernels need not wait for.
+    """Computation → its ``move!`` kernels whose collectives other kernels need not wait for → how each overlaps.
 
     With all-reduces on the SparseCores, the TPU compiler (libtpu 0.0.42, default effort) has the all-reduces of gradients in flight
     until the end of a loop body, all at once. It sends reductions of gradients that block programs at the end of the body.
@@ -221,7 +221,7 @@ class Schedule:
 
 @cached_on_plan
 def schedules(plan: Plan) -> dict[Computation, Schedule]:
-    """The schedule of the program and of the body of every loop and branch.
+    """Computation → its schedule, for the program and for the body of every loop and branch.
 
     Kernels run one at a time, in program order; in loop bodies, matmuls that are concurrent with a collective
     (:func:`concurrent_matmuls`) run between it and the kernels that read its result. (Without loops, ResNet-50 with split features

@@ -12,7 +12,7 @@ _HBM_KERNELS = ("move!", "leave!", "stack!", "transfer!")
 
 
 def buffers_in_vmem(kernels: Sequence[Kernel], tiles: Tiles, capacity: float) -> dict[Kernel, set[Buffer]]:
-    """The images that each kernel reads or writes in VMEM instead of HBM.
+    """Kernel → the images that it reads or writes in VMEM instead of HBM.
 
     The TPU compiler (libtpu 0.0.42, ResNet-50) leaves a buffer in VMEM that is read soon after it is written or read, as long as it
     fits, and prefetches the operands of a matmul into VMEM during the kernel before. The matmul then takes no time for HBM traffic

@@ -130,7 +130,8 @@ class Options:
         return chip.compiler.sync_collectives - freed
 
     def to_dict(self) -> dict[str, Any]:
-        """The options as JSON values, with the reasons of their groups."""
+        """The options as JSON data: ``mode``, ``values``, and ``groups`` and ``left_out`` with the reason of each
+        group."""
 
         def shown(group: OptionGroup) -> dict[str, Any]:
             return {"name": group.name, "options": list(group.values), "why": group.why, "measured": group.measured}

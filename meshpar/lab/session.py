@@ -124,7 +124,8 @@ class Session:
     # -- plans
 
     def _open(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Reply to ``open``: the first draft, and the dims of the program with their sizes."""
+        """Reply to ``open``, as JSON data: title, the first draft, the program's dims with their sizes, and the time
+        limit of a search."""
         sizes: dict[str, list[int]] = {}
         for value in self.base.program.inputs:
             for dim, n in zip(self.base.program.dims(value), value.shape, strict=True):
@@ -225,7 +226,7 @@ class Session:
         return {"job": number}
 
     def _job_of(self, request: Mapping[str, Any]) -> Job:
-        """The job of a request.
+        """The job whose number is in a request.
 
         Raises:
           BadRequest: no job has its number.
@@ -249,7 +250,8 @@ class Session:
         return self._begin(lambda job: self._known(job, topology))
 
     def _known(self, job: Job, topology: str | None) -> list[dict[str, Any]]:
-        """The layouts to begin with, each on the mesh that is best for it; those that cannot be planned are left out."""
+        """Rows of the known layouts, as JSON data, each on the mesh that is best for it; layouts that cannot be planned
+        are left out."""
         if topology is None:
             devices = math.prod(parse_mesh(self.start.mesh).values())
             slices = 1
@@ -290,7 +292,7 @@ class Session:
         return _row_of(name, draft, plan)
 
     def _suggest(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Reply to ``suggest``: a job that searches for the best layout."""
+        """Reply to ``suggest``: start a job that searches for the best layout; returns ``{"job": number}``."""
         topology = _topology(request)
         if topology is None:
             raise BadRequest("a search needs a topology, which step times depend on")
@@ -310,7 +312,8 @@ class Session:
         return self._begin(run)
 
     def _ask_compiler(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Reply to ``compile``: a job that compiles a draft and compares the result with its plan."""
+        """Reply to ``compile``: start a job that compiles a draft and compares the result with its plan; returns
+        ``{"job": number}``."""
         draft = _draft(request)
 
         def run(job: Job) -> dict[str, Any]:
@@ -446,7 +449,7 @@ def _meshes_of(axes: Sequence[str], devices: int) -> Iterator[str]:
 
 
 def _row_of(name: str, draft: Draft, plan: Plan) -> dict[str, Any]:
-    """A planned layout as JSON data for the list of known layouts."""
+    """A planned layout as a row of the list of known layouts: JSON data with its texts, seconds, and bytes."""
     peak, chip = plan.memory.peak, plan.chip
     return {
         "name": name, "mesh": draft.mesh, "layout": draft.layout, "rules": statements(draft.layout), "seconds": plan.seconds,

@@ -18,7 +18,7 @@ MAX_COLLECTIVE_ROWS = 10
 
 
 def metrics(plan: Plan) -> dict[str, Any]:
-    """The metrics of a plan in bytes, seconds and fractions; None where no time is estimated."""
+    """Name → metric of a plan, in bytes, seconds or fractions; None where no time is estimated."""
     memory, time, chip = memory_of(plan), plan.time, plan.chip
     return {
         "peak": memory.peak,
@@ -55,7 +55,7 @@ def sections(plan: Plan, pinned: Plan | None) -> dict[str, str]:
 
 
 def row_effects(plan: Plan, rows: Sequence[Sequence[Rule]]) -> list[dict[str, Any]]:
-    """Per row of the page the effect of its rules together: bytes and seconds in a step, and a text.
+    """For each row of the page the effect of its rules together, as JSON data: bytes and seconds in a step, and a text.
 
     Args:
       rows: the rules of each row; together, in order, they are the rules of ``plan.requested_layout``.
@@ -70,7 +70,7 @@ def row_effects(plan: Plan, rows: Sequence[Sequence[Rule]]) -> list[dict[str, An
 
 
 def _together(effects: Sequence[RuleEffect], plan: Plan) -> dict[str, Any]:
-    """The summed effect of some rules: bytes, seconds and a text."""
+    """The summed effect of some rules as JSON data: bytes, seconds and a text."""
 
     def total(of: str) -> Any:
         return sum(getattr(e, of) for e in effects)

@@ -131,7 +131,7 @@ class CalibrationResult:
 
     @property
     def _table(self) -> tuple[list[tuple[str, str]], list[list[Cell]]]:
-        """Columns and rows: measured, planned and fitted times of every layout."""
+        """(columns with their CSS classes, rows of cells): measured, planned and fitted times of every layout."""
         columns = [("step", "n"), ("±", "n"), ("planned", "n more"), ("measured / planned", "n"), ("fitted", "n more")]
         rows = []
         for r in self.rows:

@@ -101,7 +101,8 @@ def make_plan(
 
 
 def _rank(plan: Plan) -> tuple[bool, float]:
-    """A sort key of plans of one step: those that fit the chip's memory first, then by seconds; by bytes if the chip is unknown."""
+    """A sort key for plans of one step: (whether it exceeds the chip's memory, seconds); (False, bytes sent) if the
+    chip is unknown."""
     time = time_of(plan)
     if plan.chip is None or time is None:
         return False, plan.bytes_sent

@@ -478,7 +478,7 @@ def _decision(
 def _by_cost(
     compiler: CompilerModel, devices: int, exposed: dict[str, float] | None, gather: bool, joint: Choice | None
 ) -> tuple[Choice, str]:
-    """``"xla"`` or ``"ring"``, and the reason.
+    """(``"xla"`` or ``"ring"``, the reason as a sentence).
 
     Args:
       exposed: implementation → exposed seconds; None: the chip is not known.

@@ -129,7 +129,7 @@ class PlanCache:
         return self.meshes.setdefault(tuple(sizes.items()), MeshCache)
 
     def op_keys(self, queries: Queries) -> dict[Op, OpKey]:
-        """For each op the functions that make the keys of its decisions."""
+        """Op → the two functions that make the keys of its decisions (:data:`OpKey`)."""
         keys = self._op_keys.get(queries)
         if keys is None:
             keys = self._op_keys[queries] = {op: _op_key(op, places) for op, places in queries.of_op.items()}

@@ -128,7 +128,8 @@ def read_counts(program: Program) -> dict[Value, int]:
 
 
 def addends(program: Program, end: Value) -> Iterator[tuple[Value, bool]]:
-    """A value and the values that it is computed from by ops that may be applied to partial sums, if each is read once.
+    """Yields a value, and the values that it is computed from by ops that may be applied to partial sums, if each is
+    read once.
 
     If one of these values is partial, reducing it can be deferred until ``end``.
 

@@ -102,7 +102,7 @@ def _lose_slice(name: str) -> None:
 
 
 def _host_values(plan: Plan, leaves: Sequence[Any]) -> dict[str, int]:
-    """A checksum of every argument that is on the host: of its bytes, or of a thousand parts of it where there are many."""
+    """Path → checksum of every argument that is on the host: of its bytes, or of 1,024 blocks of a large array."""
     out = {}
     for held, x in zip(plan.inputs, leaves, strict=True):
         if isinstance(x, np.ndarray | np.generic | bool | int | float | complex):
@@ -311,7 +311,8 @@ def _hash(lines: Sequence[str]) -> str:
 
 
 def _compare(name: str, store: Store, root: str) -> dict[str, Any]:
-    """The first field that differs, and two processes that differ in it; nothing where all agree."""
+    """The first field of the facts that differs between processes, with its name and two processes that differ; ``{}``
+    if all agree."""
     count = process_count()
     what = f"did not come to agree on `{name}`"
     sheets = [

@@ -397,7 +397,8 @@ def facts_of(path: str, step: int) -> dict[str, Any]:
 
 
 def _plain(leaves: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Leaves as arrays that orbax writes: keys as their data, numbers as arrays, and all over the devices of all processes."""
+    """Path → array that orbax writes: random keys as their data, numbers as arrays, all over the devices of all
+    processes."""
     mesh: Mesh | None = None
     if process_count() > 1:
         meshes = (getattr(getattr(x, "sharding", None), "mesh", None) for x in leaves.values() if is_global(x))

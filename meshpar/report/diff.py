@@ -164,7 +164,11 @@ def _by_path(plan: Plan) -> dict[str, ShardedArray]:
 
 
 def _tensors(a: Plan, b: Plan) -> list[tuple[str, str, str, float, float]]:
-    """The arguments whose sharding or bytes differ: parameters, other inputs, optimizer state; largest first."""
+    """(path, sharding in a, sharding in b, bytes in a, bytes in b) of the arguments that differ in these; largest
+    first.
+
+    Parameters precede other inputs, and these precede optimizer state.
+    """
     in_a, in_b = _by_path(a), _by_path(b)
     order = {"params": 0, None: 1, "opt": 2}  # optimizer state mostly follows its parameters
     out = []
@@ -182,7 +186,8 @@ def _sharding(h: ShardedArray | None) -> str:
 
 
 def _collectives(a: Plan, b: Plan) -> list[tuple[str, str, str, float, float]]:
-    """Per kind, axes and dims the bytes in a step of both plans, where they differ."""
+    """(kind, axes, dims, bytes in a, bytes in b) of the collectives whose bytes in a step differ; largest difference
+    first."""
 
     def key(c: Any) -> tuple[str, str, str]:
         return c.op, "+".join(c.axes), c.dims or "(scalar)"

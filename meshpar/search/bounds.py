@@ -65,7 +65,8 @@ class _ProgramUnits:
                 self.flops[self.index[op]] = count * flops, dtype
 
     def split(self, assignment: AxisAssignment) -> tuple[np.ndarray, np.ndarray]:
-        """Per unit: a number that identifies its axes under the assignment, and its number of shards."""
+        """For each unit, (a number that identifies its axes under the assignment, its number of shards), as two integer
+        arrays [units]."""
         if self._last is None or self._last[0] is not assignment:
             queries, groups = assignment.queries(), assignment.group_assignments()
             if queries not in self._indices:
@@ -103,7 +104,8 @@ class _ProgramUnits:
 
 
 def lower_bounds(assignment: AxisAssignment, chip: Chip) -> tuple[float, float]:
-    """Lower bounds on the step time in seconds and on the peak in bytes of a device of every plan with this assignment."""
+    """(seconds, bytes): lower bounds on the step time and on the peak memory of a device, of every plan with this
+    assignment."""
     units = assignment.program.cached(_ProgramUnits)
     _, shards = units.split(assignment)
     arguments, sizes = units.arguments

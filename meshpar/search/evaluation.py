@@ -235,7 +235,7 @@ class Evaluation:
     def _plan_exactly(
         self, point: Point, parent: Breakdown | None, below_seconds: float, max_comm_seconds: float
     ) -> tuple[Plan, float]:
-        """The plan of a candidate, and the seconds of its communication before passes.
+        """(the plan of a candidate, the seconds of its communication before passes).
 
         Raises:
           TooLong: its communication takes longer than ``max_comm_seconds``; than the best step by far, if it has no name under

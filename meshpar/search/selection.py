@@ -48,7 +48,10 @@ def search_result(
 
 
 def _distinct(searched: Sequence[tuple[Evaluation, Space]]) -> list[tuple[Row, Evaluation, Space, Point]]:
-    """The candidates by rank. Of those with the same mesh and cost a named one, else the one with the shortest layout."""
+    """The candidates by rank, each with its evaluation, space and point; one of all that have the same mesh and cost.
+
+    That is a named one, else the one with the shortest layout.
+    """
 
     def text_key(row: Row) -> tuple[Any, ...]:
         return not row.name, len(row.layout), row.layout
@@ -112,7 +115,8 @@ def _simplified(evaluation: Evaluation, space: Space, point: Point, row: Row) ->
 
 
 def _compiled(rows: list[Row], verify: int, compiled: Compile) -> tuple[list[Row], Row]:
-    """The rows with the compiler's summaries, and the best one that compiles: it at full effort, later ones at fast effort."""
+    """(the rows with the compiler's summaries, the best row that compiles): it at full effort, later rows at fast
+    effort."""
     best: Row | None = None
     left = verify
     for k, row in enumerate(rows):

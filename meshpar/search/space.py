@@ -140,7 +140,7 @@ class Space:
                 yield name, self.point(sizes, rules)
 
     def swapped(self, point: Point) -> Iterator[tuple[Point, Point]]:
-        """Pairs of candidates in which axes are permuted.
+        """Yields pairs of candidates, made from ``point``, in which axes are permuted.
 
         The first has the same rules and permuted sizes, the second the same sizes and permuted axes in its rules. Their dims have
         equal numbers of shards; their axes are mapped to different torus dimensions.
@@ -156,7 +156,8 @@ class Space:
     def neighbours(
         self, point: Point, dim: Dim, rejected: Callable[[Move], bool] = lambda move: False
     ) -> Iterator[tuple[Move, Point]]:
-        """The candidates in which the rule of one dim has other axes, or none.
+        """Yields (move, candidate) for the candidates in which the rule of ``dim`` has other axes, or no axes. A move
+        is (dim, axes).
 
         The rule is inserted before every run of rules with equal axes that shares an axis with it, and after all rules. A scoped
         rule has all axes, in every order, and comes first.
@@ -186,7 +187,7 @@ class Space:
                 yield (dim, axes, before), self.point(point.sizes, [*others[:i], rule, *others[i:]])
 
     def together(self, point: Point) -> Iterator[tuple[Move, Point]]:
-        """The candidates in which all rules with equal axes have other axes."""
+        """Yields (move, candidate) for the candidates in which all rules with equal axes have other axes."""
         free = point.rules[len(self.fixed) :]
         for axes in dict.fromkeys(r.axes for r in free):
             dims = tuple((r.dim, r.scope) for r in free if r.axes == axes)

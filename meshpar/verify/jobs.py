@@ -141,7 +141,7 @@ def command(folder: Path) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """The environment in which several compilers can run at the same time, without hardware."""
+    """The environment variables with which several compilers can run at the same time, without hardware."""
     env = dict(os.environ)
     root = str(Path(__file__).parents[2])
     env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])

@@ -14,7 +14,10 @@ LOOKUPS = having(lambda p: p.lookup)
 
 
 class IndependentDim(NamedTuple):
-    """A dim along which a gather or scatter does the same for every entry: a batch dim, or a window of full size.
+    """A dim along which a gather or scatter treats all entries alike: a batch dim, or a dim that every window covers
+    fully.
+
+    :func:`independent_dims` makes them.
 
     Attributes:
       array, indices: the dim of the array and of the index vectors; None: it has none.
@@ -27,7 +30,7 @@ class IndependentDim(NamedTuple):
 
 
 def independent_dims(op: Op) -> list[IndependentDim]:
-    """The independent dims of a gather or scatter.
+    """The independent dims of a gather or scatter: batch dims first, then dims that every window covers fully.
 
     A gather of rows ``array[5, 8], indices[3, 1] → result[3, 8]`` has ``(None, 0, 0)`` and ``(1, None, 1)``.
     """

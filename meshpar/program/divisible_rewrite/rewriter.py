@@ -178,7 +178,8 @@ class JaxprRewriter:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One op that is being rewritten. Operands and results are given by their positions.
+    """One op that is being rewritten, made by :class:`JaxprRewriter`. Operands and results are given by their
+    positions.
 
     Attributes:
       rewriter, scope: of the jaxpr that the op is in.

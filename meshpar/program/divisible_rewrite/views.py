@@ -107,14 +107,15 @@ View = IndexedView | CollapsedView
 
 @dataclass(slots=True)
 class Scope:
-    """What represents each variable of a jaxpr: a view, else an atom of the rewritten jaxpr (the variable itself by default)."""
+    """The representation of each variable of a jaxpr: a view, else an atom of the rewritten jaxpr, by default the
+    variable itself."""
 
     atoms: dict[Any, Any] = field(default_factory=dict)
     views: dict[Any, View] = field(default_factory=dict)
 
 
 def padded_dims(view: View | None) -> dict[int, PaddedDim]:
-    """The dims of a view that have to be padded before an op can read it in shards.
+    """Dim → its padding, for the dims of a view that have to be padded before an op can read it in shards.
 
     Empty for a view that divides and that the program makes by an op of its own, and for anything but an :class:`IndexedView`.
     """
