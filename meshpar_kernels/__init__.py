@@ -1,7 +1,7 @@
 """Pallas kernels for meshes and mixtures of experts, each with a plain `jax.numpy` reference that
-runs anywhere.
+runs on any platform.
 
-Stands alone: needs only jax and numpy. Functions work on the arrays of one device (inside
+The package needs only jax and numpy. Functions work on the arrays of one device (inside
 `jax.shard_map`).
 """
 

@@ -23,13 +23,13 @@ _INSTEAD_OF_RAGGED_DOT = (
 )
 
 DEFAULT_KERNELS: dict[str, str] = dict.fromkeys(("grouped_matmul", "grouped_matmul_transpose"), _INSTEAD_OF_RAGGED_DOT)
-"""Op → why its Pallas kernel is the default. It is one where a table measured on a device says so, or where the alternative is
-clearly broken; no such table exists yet."""
+"""Op → why its Pallas kernel is the default. A kernel is the default if a table measured on a device shows that it is
+faster, or if the alternative is clearly broken; no such table exists yet."""
 
 PLATFORM_OF = {"pallas_tpu": "tpu", "pallas_gpu": "cuda"}
 
 VENDORS = {"cudnn": "cuda"}
-"""Libraries of a device's vendor: not ours, timed by many, and so what None takes on their platform where they can run."""
+"""Vendor libraries → their platform. They are widely measured, so None selects them on their platform where they can run."""
 
 
 OUTLINE = jax.make_user_context(False)
@@ -50,23 +50,23 @@ def dispatch(
 ) -> Any:
     """Call one of `functions` on `args`.
 
-    - `"pallas_tpu"`, `"pallas_gpu"`, `"xla"`, `"reference"`: that one.
+    - `"pallas_tpu"`, `"pallas_gpu"`, `"xla"`, `"reference"`: the function of this name.
     - `"pallas"`: the Pallas kernel of the platform that the program is lowered for.
-    - `None`: with `MESHPAR_KERNELS=pallas` the Pallas kernel of that platform where there is one for these arguments, else
-      `fallback`; with `MESHPAR_KERNELS=reference` always `fallback`; without the variable the kernel for the ops of
-      `DEFAULT_KERNELS` alone, which is logged once. A vendor's library (`VENDORS`) goes before `fallback` on its platform, but
-      not with `MESHPAR_KERNELS=reference`.
+    - `None`: with `MESHPAR_KERNELS=pallas` the Pallas kernel of that platform if it can take these arguments, else
+    `fallback`; with `MESHPAR_KERNELS=reference` always `fallback`; without the variable the kernel only for the ops of
+    `DEFAULT_KERNELS`, which is logged once. A vendor library (`VENDORS`) precedes `fallback` on its platform, but not
+    with `MESHPAR_KERNELS=reference`.
 
-    The platform is the one that JAX lowers for, not the platform of the machine that traces: a program compiled here
-    for a TPU elsewhere gets the TPU kernel. Inside the TPU interpreter (`_compat.interpreting`)
-    `"pallas"` means the TPU kernel, inside the GPU interpreter the GPU kernel.
+    The platform is the one that JAX lowers for, not the platform of the machine that traces: a program compiled on a
+    CPU for a TPU topology gets the TPU kernel. Inside the TPU interpreter (`_compat.interpreting`) `"pallas"` means the
+    TPU kernel, inside the GPU interpreter the GPU kernel.
 
     Args:
       functions: name → function, or the reasons why it cannot run.
-      fallback: the name that None takes where it takes no kernel.
+      fallback: the name that None selects if it selects no kernel.
 
     Raises:
-      ValueError: no implementation has this name, or the variable no such value.
+      ValueError: no implementation has this name, or the variable has an unknown value.
       NotImplementedError: the requested implementation cannot take these arguments; the message has every reason.
     """
     usable = {

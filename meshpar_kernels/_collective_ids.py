@@ -23,10 +23,10 @@ _KERNELS = (
 )
 
 MESH_AXES = 6
-"""Most axes of a mesh for these kernels: a kernel's number depends on those that it talks over."""
+"""Largest number of mesh axes for these kernels: the id of a kernel depends on the axes over which it communicates."""
 
 COLLECTIVE_IDS: dict[str, int] = {name: (1 + number) * 2**MESH_AXES for number, name in enumerate(_KERNELS)}
-"""Kernel → the first of its numbers. The lower ones are for a program's own kernels."""
+"""Kernel → the first of its ids. Lower ids are reserved for a program's own kernels."""
 
 
 def collective_id(name: str, axes: Sequence[str]) -> int:

@@ -12,7 +12,7 @@ devices, compiled programs and cached operands are reused until a call fails.
     finally:
         worker.close()
 
-Requests and results are JSON values. The child runs this file, and imports what the target needs at its first request.
+Requests and results are JSON values. The child runs this file, and imports the target's module at its first request.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Worker:
 def _serve(target: str) -> None:
     """The child's loop: one request a line from standard input, one reply a line to standard output."""
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes to the log
+    os.dup2(2, 1)  # output of libraries is written to the log
     module, _, name = target.partition(":")
     function: Any = None
     for line in sys.stdin:

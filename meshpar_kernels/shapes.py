@@ -20,7 +20,7 @@ class MoeShape:
       embed: width of a token's vector.
       mlp: hidden width of one expert (each has a gate, an up and a down matrix).
       experts: routed experts.
-      k: experts a token goes to.
+      k: experts of a token.
       score: the router's score function, as in `route`.
       groups, top_groups: groups of experts and how many of them a token may use (1, 1: no limit).
       bias: whether a bias that balances the load is added for the choice.
@@ -78,7 +78,7 @@ MATMULS = {
     # 8192 tokens, two experts each; the up matrix represents the gate as well
     "mixtral-8x7b-up": MatmulShape(m=16384, k=4096, n=14336, groups=8),
     "mixtral-8x7b-down": MatmulShape(m=16384, k=14336, n=4096, groups=8),
-    # what one of 8 devices holds: 32 of the 256 experts, and 8192 rows for them
+    # one of 8 devices: 32 of the 256 experts, and 8192 rows for them
     "deepseek-v3-up": MatmulShape(m=8192, k=7168, n=2048, groups=32),
     "deepseek-v3-down": MatmulShape(m=8192, k=2048, n=7168, groups=32),
 }

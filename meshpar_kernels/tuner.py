@@ -145,7 +145,7 @@ def _for_gpu(p: MatmulKey, itemsize: int) -> list[Config]:
             tiles += [tile._replace(stages=s) for s in range(max(2, tile.stages - 2), tile.stages + 1)]
             if _compat.gpu_architecture()[0] == 10:
                 clusters, forms = [2] * (width % 128 == 0), [False]
-            else:  # two tiles side by side
+            else:  # two adjacent tiles
                 clusters = [2] * (-(-p.k // gpu.ROWS) % 2 == 0 if back else -(-p.n // width) % 2 == 0)
                 forms = [False, True] if back and width <= 128 else [False]
             for pingpong, blocks in itertools.product(forms, [1, *clusters]):
@@ -266,7 +266,7 @@ def measure(matmul: dict[str, Any], dtype: str, config: dict[str, Any]) -> dict[
 
 
 def platform() -> str:
-    """ "tpu" or "cuda", whose kernels can be tuned here; "" where there is no such device."""
+    """ "tpu" or "cuda" if there is a local device whose kernels can be tuned; else ""."""
     jax.devices()
     reply = _compat.backend_platform()
     return reply if reply in ("tpu", "cuda") else ""

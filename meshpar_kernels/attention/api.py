@@ -207,7 +207,7 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of q, k and v in their dtypes, from the operands and results of `forward`."""
     given = _same_varying(p, *x, out, lse, grad)
-    # else XLA finds that they were sent before, and keeps what had arrived then
+    # else XLA reuses the received arrays of the forward pass, and holds them in memory until here
     *given, out, lse, grad = lax.optimization_barrier(given)
     x = Operands(*given)
     module = ring if p.context.devices == 1 else MODULES[p.strategy]

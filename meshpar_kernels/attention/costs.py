@@ -256,7 +256,7 @@ def _memory(c: Context, strategy: str, q: Any, k: Any, v: Any, *, backward: bool
     if c.devices == 1:
         return base + grads
     if strategy == "gathered":
-        # on rings, besides, two blocks that leave and two that arrive of one of the gradients
+        # on rings also two sent and two received blocks of one of the gradients
         first = next(n for _, n in c.stages if n > 1)
         moving = max(size(k, wide=True), size(v, wide=True)) * min(1.0, 4 / first)
         return base + c.devices * (keys + grads + moving * (backward and c.ring_scatter))

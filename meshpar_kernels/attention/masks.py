@@ -14,7 +14,7 @@ import numpy as np
 __all__ = ["NOWHERE", "Mask", "devices_seen", "positions", "runs", "unzigzag", "visible_pairs", "zigzag"]
 
 NOWHERE = -1
-"""The position of a key that nobody sees (padding of a chunk)."""
+"""The position of a key that no query sees (padding of a chunk)."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -169,7 +169,7 @@ def backward(
         is_visible = c.softmax.mask.any_visible(own_block.pos, keys.pos, q_seg, keys.seg)
         return lax.cond(is_visible, block, lambda d_q: (d_q, zeros), d_q)
 
-    in_flight: dict[int, Any] = {}  # gradients of the received blocks, so far
+    in_flight: dict[int, Any] = {}  # partial gradients of the received blocks
     for leg in legs(moving, 1, first_alone=True):  # no gradients are in flight yet
         lengths = [moving[i].high - moving[i].low for i in leg.block_indices]
         cuts = [sum(lengths[:n]) for n in range(1, len(lengths))]

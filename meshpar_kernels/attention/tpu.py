@@ -25,13 +25,13 @@ from meshpar_kernels.attention.flash import Keys, Queries, Softmax, precision
 __all__ = ["backward", "forward", "unsupported"]
 
 BLOCKS = (512, 256, 128)
-MOST_BLOCKS = 1 << 16  # of the table of unmasked blocks, which is in scalar memory
+MOST_BLOCKS = 1 << 16  # entries of `_table`, which is in scalar memory
 HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
 WIDTH = 64
-"""Of a head, a multiple of this."""
+"""The width of a head must be a multiple of this."""
 
 SOME, ALL = 1, 2
-"""Pairs of a block that are in sight, in the lowest two bits of the table; above them is the block to fetch."""
+"""Whether some or all pairs of a block are visible: the lowest two bits of a table entry (`_table`)."""
 
 
 def unsupported(q: Queries, k: Keys) -> Unsupported:

@@ -78,7 +78,7 @@ def place_of(dot: Dot, side: int, dim: int, ranks: tuple[int, int]) -> tuple[Lit
 
 
 def block_of(dot: Dot, out_dim: int, ranks: tuple[int, int]) -> list[tuple[int, int]]:
-    """(operand, dim) pairs that a dim of the result comes from: one pair for a free dim, two for a batch dim."""
+    """(operand, dim) pairs that a dim of the result corresponds to: one pair for a free dim, two for a batch dim."""
     contract, batch = dot.dimension_numbers
     if out_dim < len(batch[0]):
         return [(s, batch[s][out_dim]) for s in (0, 1)]

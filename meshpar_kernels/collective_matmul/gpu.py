@@ -21,15 +21,16 @@ from meshpar_kernels.grouped_matmul.schedule import ALIGNMENT
 __all__ = ["all_gather_matmul", "gather_order", "matmul_reduce_scatter", "scatter_order", "unsupported"]
 
 KERNELS = {9: gpu_hopper, 10: gpu_blackwell}
-"""By the major number of the compute capability."""
+"""Major number of the compute capability → module of the kernels."""
 
 HEIGHT = 2 * ROWS
 """Rows of a tile."""
 
 RESERVED = 32
-"""Multiprocessors (SMs) that the kernels leave free by default: as many as an NCCL collective has blocks at most. If both
-needed all of them, the kernel on one GPU could wait for blocks that NCCL keeps from starting on another, and NCCL there for its
-blocks here, which the kernel keeps from starting."""
+"""Multiprocessors (SMs) that the kernels leave free by default: the largest number of blocks of an NCCL collective.
+
+Without free multiprocessors both could deadlock: the kernel on GPU 0 waits for blocks on GPU 1 that NCCL keeps from starting,
+and NCCL on GPU 1 waits for its blocks on GPU 0, which the kernel keeps from starting."""
 
 SPARE = 1024
 """Bytes of shared memory for barriers."""

@@ -314,7 +314,7 @@ def dots_scatter(
         return wide(lax.ppermute(sent(x), axis_name, perm))
 
     hops = full_hops(devices)
-    # Rows that travel up end above this device: its part for the farthest of them comes first, and its own last.
+    # Distances of the blocks on the ring, in the order of computation: the farthest first, this device's own last.
     order: list[int] = [devices // 2] * (devices % 2 == 0)
     for s in range(hops, 0, -1):
         order += [s, -s]
@@ -359,7 +359,7 @@ def dots_scatter(
         return lax.convert_element_type(add(going_up, made(0)), dtype)
 
     def on(away: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        own, other = made(away, carry), made(-away, carry)  # while those before them travel
+        own, other = made(away, carry), made(-away, carry)  # overlapped with the sends of the blocks before
         return sent(add(hop(carry[0], up), own)), sent(add(hop(carry[1], down), other))
 
     assert going_up is not None

@@ -235,7 +235,7 @@ def all_gather_matmul(
         ],
         results=[
             ((devices * rows, n), out_dtype),
-            ((2, 2, rows, k), x.dtype),  # nobody reads it
+            ((2, 2, rows, k), x.dtype),  # the receive buffer, which the caller does not read
             *[((devices * rows, k), x.dtype)] * keep,
         ],
         cost=cost_of(devices * rows, k, n, x.dtype, out_dtype, (devices - 1) * rows * k * itemsize),

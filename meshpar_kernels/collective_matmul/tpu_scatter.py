@@ -64,7 +64,7 @@ class Scattering(NamedTuple):
 
     @property
     def cut(self) -> int:
-        """Row tiles of the opposite block that go up; the rest goes down."""
+        """Row tiles of the opposite device's block that are sent up; the rest is sent down."""
         return self.tiles if self.devices == 2 else cdiv(self.tiles, 2)
 
     @property
@@ -161,7 +161,7 @@ def _scatter_kernel(
         @pl.when(expected[channel])
         def _(channel=channel):
             @pl.when(j == 0)
-            def _():  # all columns of the row tile, which came in as many messages
+            def _():  # all column tiles of the row tile, each of which was sent on its own
                 slot = lax.rem(number + 1, 2)
                 row = recv_buffer.at[channel, slot, row_slice]
                 pltpu.make_async_remote_copy(
@@ -255,7 +255,7 @@ def matmul_reduce_scatter(
             pltpu.SemaphoreType.DMA((2, 2, order.tiles)),
             pltpu.SemaphoreType.REGULAR((2,)),
         ],
-        results=[((rows, n), out_dtype), ((2, 2, rows, n), comm_dtype)],  # nobody reads the second
+        results=[((rows, n), out_dtype), ((2, 2, rows, n), comm_dtype)],  # the second is the receive buffer
         cost=cost_of(full, k, n, x.dtype, out_dtype, sent),
     )
     return out

@@ -12,7 +12,7 @@ from meshpar_kernels.collectives.table import Line, chunks_of, hops_along
 __all__ = ["Axis", "Choice", "choose", "ring_profile"]
 
 SMALL_BYTES = 4 << 20
-"""Largest array of the one-shot all-reduce: beyond it, links rule and not latency."""
+"""Largest array of the one-shot all-reduce: larger ones are limited by link bandwidth, not by latency."""
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -76,28 +76,30 @@ def choose(
     hbm: float | None = None,
     candidates: Sequence[str] | None = None,
 ) -> Choice:
-    """The algorithm for a collective, with the modelled seconds of all.
+    """Choose the fastest algorithm of a collective, from the modelled seconds of all.
 
     With V bytes, A devices and W_d bytes/s into a device over axis d:
 
-    - "native": V·(A-1)/A over the sum of the W_d, and all hops once; an all-reduce twice that. A reduce-scatter over more
-      than one torus axis is what XLA makes of it, an all-reduce.
-    - "staged": one axis after the other, each with the shards that the axes before it have scattered or gathered.
-    - "coloured": each share of V so, beginning with another axis; XLA runs the shares one after the other, and slices and
-      joins them in memory.
-    - "hierarchical": as "staged" with the outer axes where the array is smallest; where there are some.
-    - "ring", "pallas": the steps of the coloured rings (`ring_profile`), each the traffic of its busiest link and a hop's
-      latency. "ring" also moves every byte through memory to and from the buffers of each `ppermute`; "pallas" does so for
-      the partial sums of a reduce-scatter only.
-    - "one-way": rings one way, one axis after the other.
+    - "native": V·(A-1)/A over the sum of the W_d, and the latency of all hops once; an all-reduce takes twice that. XLA
+    compiles a reduce-scatter over several torus axes to an all-reduce, which is modelled.
+    - "staged": one axis after another, each with the shards that the axes before it have scattered or gathered.
+    - "coloured": one share of V for each axis, staged from that axis on; XLA runs the shares sequentially, and slices
+    and joins them in memory.
+    - "hierarchical": as "staged", with the outer axes where the array is smallest; only if there are outer axes.
+    - "ring", "pallas": the steps of the coloured rings (`ring_profile`), each with the traffic of its busiest link and
+    the latency of a hop. "ring" also moves every byte through memory to and from the buffers of each `ppermute`;
+    "pallas" does so only for the partial sums of a reduce-scatter.
+    - "one-way": unidirectional rings, one axis after another.
     - "doubling": log2 A steps; partners at distance 2^t share the links between them.
-    - "direct": one step over the farthest way, everyone's blocks on the busiest link; an all-reduce takes two.
-    - "small": `all_reduce_small`, one step in which every device sends its full array to all; for an all-reduce of at most 4 MiB.
+    - "direct": one step over the farthest route, with the blocks of all devices on the busiest link; an all-reduce
+    takes two steps.
+    - "small": `all_reduce_small`, one step in which every device sends its full array to all; for an all-reduce of at
+    most 4 MiB.
 
     Args:
       kind: "all_gather", "reduce_scatter" or "all_reduce".
-      nbytes: V, bytes of the full array: the gathered one, the one before scattering, or the summed one.
-      axes: of the group, major first: `Axis`, or (size, ring, GB/s of a link one way, seconds of a hop).
+      nbytes: V, bytes of the full array: the result of a gather, the operand of a scatter or an all-reduce.
+      axes: of the group, major first: `Axis`, or (size, ring, GB/s of a link in one direction, seconds of a hop).
       hbm: GB/s of a device's memory, read and write together; None: memory traffic costs nothing.
       candidates: the algorithms to choose from; None: all.
 
@@ -105,7 +107,7 @@ def choose(
       `Choice`.
 
     Raises:
-      ValueError: no such kind or algorithm, negative bytes, an axis with a size below 1, or no candidate that can run.
+      ValueError: unknown kind or algorithm, negative bytes, an axis with a size below 1, or no candidate that can run.
     """
     if kind not in KINDS:
         raise ValueError(f"choose: no collective {kind!r}; there are {', '.join(KINDS)}")
@@ -136,7 +138,10 @@ def choose(
     least = min(seconds.values())
     simple = list(seconds)
     if kind == "reduce_scatter" and sum(not a.outer for a in group) > 1 and "native" in seconds:
-        simple = [*(n for n in simple if n != "native"), "native"]  # as an all-reduce it holds all of V
+        simple = [
+            *(n for n in simple if n != "native"),
+            "native",
+        ]  # compiled to an all-reduce, it has all of V in memory
     best = next(name for name in simple if seconds[name] <= 1.05 * least)
     others = ", ".join(f"{n} {s * 1e6:.0f}" for n, s in sorted(seconds.items(), key=lambda p: p[1]) if n != best)
     sizes = "×".join(str(a.size) for a in group)

@@ -31,7 +31,7 @@ VECTORS = 4
 """16-byte loads of a thread for one chunk."""
 
 BLOCKS = 64
-"""Blocks of threads, all of which must run at the same time; fewer where there are fewer chunks."""
+"""Largest number of thread blocks, all of which must run at the same time; fewer if there are fewer chunks."""
 
 
 def small_unsupported(shape: Sequence[int], dtype: jnp.dtype, group: int, axes: Sequence[str] = ()) -> Unsupported:

@@ -172,6 +172,6 @@ def run(table: Table, buffer: jax.Array, axes: Sequence[str]) -> jax.Array:
                 new = _sum(own_slots, new.reshape(own_slots.shape))
             if (step, k) in used:
                 saved[step, k] = new
-            if not t.add or (step, k) not in forwarded:  # a partial sum that leaves again is not looked at here
+            if not t.add or (step, k) not in forwarded:  # a forwarded partial sum is not read on this device
                 buffer = _write(buffer, new, slots, into, rank, dims)
     return buffer.reshape(table.slots, *rest)

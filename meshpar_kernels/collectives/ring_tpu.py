@@ -24,11 +24,13 @@ from meshpar_kernels.collectives.tpu import coordinates, entry_barrier
 __all__ = ["all_gather", "reduce_scatter", "unsupported"]
 
 DEPTH = 2
-"""Buffers, and pairs of semaphores, of a channel. No signal says that a buffer is free: in a bidirectional ring a device is
-never more than a step ahead of its neighbours, since each step waits for the data that they send in it (`never_overtakes`)."""
+"""Buffers, and pairs of semaphores, of a channel.
+
+There is no signal for a free buffer: in a bidirectional ring a device is never more than one step ahead of its neighbours,
+since each step waits for the data that they send in it (`never_overtakes`)."""
 
 SEMAPHORES = 256
-"""Most DMA semaphores that a kernel asks for."""
+"""Largest number of DMA semaphores of a kernel."""
 
 TILE_BYTES = 2 << 20
 """Bytes of a block that is added at once."""
@@ -52,10 +54,13 @@ def unsupported(table: Table, part: tuple[int, ...], dtype: jnp.dtype) -> Unsupp
 
 
 def never_overtakes(table: Table) -> bool:
-    """Whether every receiver has taken a message before the sender uses its buffer again, `DEPTH` messages of the channel later, by
-    what all devices wait for anyway."""
+    """Whether no device overwrites a receive buffer before the receiver has read it.
+
+    A buffer is reused after `DEPTH` messages of its channel. The receives that every device waits for must imply that
+    the receiver has read it.
+    """
     ranks = np.arange(table.ranks)
-    over = np.full((table.ranks, table.ranks), -1)  # [r, q]: the last step that r knows q to be through with
+    over = np.full((table.ranks, table.ranks), -1)  # [r, q]: the last step that q has finished, as far as r knows
     used: dict[int, list[int]] = {}
     for n, step in enumerate(table.steps):
         known = over.copy()

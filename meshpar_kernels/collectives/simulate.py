@@ -14,7 +14,7 @@ from meshpar_kernels.collectives.table import Table
 __all__ = ["Link", "ScheduleError", "Trace", "simulate"]
 
 Link = tuple[int, int, int]
-"""A directed link of the torus: the rank that it leaves, its dimension, and +1 or -1."""
+"""A directed link of the torus: source rank, dim, and direction +1 or -1."""
 
 
 class ScheduleError(ValueError):
@@ -63,15 +63,15 @@ class Trace:
 
 
 def simulate(table: Table, torus: Sequence[int] | None = None, rings: Sequence[bool] | None = None) -> Trace:
-    """Run a table, check it, and count what goes over each link.
+    """Execute a table, check it, and count the slots sent over each link.
 
-    All reads of a step come before its writes, as far as the data go; but a slot that is written in
-    the step that reads it is an error too, since a backend may do these in either order.
+    All reads of a step precede its writes. But a slot that is written in the step that reads it is an error, since a
+    backend may execute these in either order.
 
     Args:
       table: the schedule.
-      torus: sizes of the torus that the ranks (row-major) lie on; None: the table's.
-      rings: whether each of its dimensions wraps around; None: all do.
+      torus: sizes of the torus of the ranks (row-major); None: the table's.
+      rings: whether each of its dims wraps around; None: all do.
 
     Raises:
       ScheduleError: with the row that is wrong.
@@ -85,7 +85,7 @@ def simulate(table: Table, torus: Sequence[int] | None = None, rings: Sequence[b
         fresh = np.zeros((ranks, slots), bool)
     else:
         who[np.arange(ranks), :, np.arange(ranks)] = 1
-        fresh = np.ones((ranks, slots), bool)  # holds something that was never sent or summed up
+        fresh = np.ones((ranks, slots), bool)  # whether a slot has content that was neither sent nor added
     torus = table.sizes if torus is None else tuple(torus)
     rings = [True] * len(torus) if rings is None else list(rings)
     loads, longest = [], []
@@ -113,7 +113,7 @@ def simulate(table: Table, torus: Sequence[int] | None = None, rings: Sequence[b
                         raise ScheduleError(f"{where}: there is nothing in it yet")
                     read.add((source, slot))
                     fresh[source, slot] = False
-                    if (target, slot) in written and not t.add:  # sums of several lanes are in order
+                    if (target, slot) in written and not t.add:  # additions of several channels are ordered
                         raise ScheduleError(f"{where}: it is written twice in this step")
                     written.add((target, slot))
                     if t.add:

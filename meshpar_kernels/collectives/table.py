@@ -98,7 +98,7 @@ class Table:
 
     @property
     def channels(self) -> int:
-        """How many lanes there are."""
+        """Number of channels."""
         return 1 + max((t.channel for step in self.steps for t in step), default=-1)
 
     def rows(self) -> Iterator[Row]:

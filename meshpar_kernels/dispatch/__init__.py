@@ -1,4 +1,4 @@
-"""Tokens to the devices that hold their experts, and back; and the ragged all-to-all under it."""
+"""Exchange of tokens with the devices of their experts, and the ragged all-to-all that it uses."""
 
 from meshpar_kernels.dispatch.api import expert_combine as expert_combine
 from meshpar_kernels.dispatch.api import expert_dispatch as expert_dispatch

@@ -88,7 +88,7 @@ def merge(sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
     slots, experts = sizes.shape
     begins = (
         jnp.arange(slots, dtype=jnp.int32)[:, None] * rows + jnp.cumsum(sizes, 1) - sizes
-    )  # of the runs, as they come
+    )  # of the runs, in the order of the slots
     ends = jnp.cumsum(sizes.T.reshape(-1))
     targets = (ends - sizes.T.reshape(-1)).reshape(experts, slots).T  # of the runs, in the order of experts
     row = jnp.arange(slots * rows, dtype=jnp.int32)

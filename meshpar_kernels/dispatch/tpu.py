@@ -23,8 +23,8 @@ from meshpar_kernels.dispatch.runs import Runs
 __all__ = ["BLOCK_BYTES", "send", "unit_of", "unsupported"]
 
 BLOCK_BYTES = 512 << 10
-"""Most bytes of one copy. Runs take turns by blocks, so that what goes to one device does not wait for all that goes to
-another; a block takes the longer of about 10 µs, on one link, and what starting it costs."""
+"""Largest number of bytes of one copy. Runs are sent round-robin by blocks, so that a run does not wait for all of the run
+before it. A block takes about 10 µs on one link, or the time that it takes to start the copy if that is longer."""
 
 
 def unit_of(rows: int, itemsize: int) -> int:
@@ -108,7 +108,7 @@ def _kernel(runs_ref, operand, *rest, axes: tuple[str, ...], sizes: tuple[int, .
     def _(k):
         pl.semaphore_signal(barrier, 1, device_id=coordinates(peer(k), axes, sizes))
 
-    copy_rows(number(1, rank), keep)  # its own rows, before the others are there
+    copy_rows(number(1, rank), keep)  # its own rows, before the other devices have entered
     pl.semaphore_wait(barrier, devices - 1)
     longest = lax.fori_loop(1, devices, lambda k, most: jnp.maximum(most, number(1, peer(k))), jnp.int32(0))
 

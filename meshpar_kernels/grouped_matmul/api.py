@@ -42,66 +42,62 @@ def grouped_matmul(
 ) -> jax.Array:
     """Multiply the rows of each group by that group's matrix.
 
-    The first `group_sizes[0]` rows of lhs are multiplied by `rhs[0]`, the next `group_sizes[1]` by
-    `rhs[1]`, and so on. Rows of no group become 0, whatever lhs contains there. Matmuls are accumulated
-    in float32; float32 operands are multiplied in full precision. No dense fallback, and no copy
-    of the weights, in either direction.
+    The first `group_sizes[0]` rows of lhs are multiplied by `rhs[0]`, the next `group_sizes[1]` by `rhs[1]`, and so on.
+    Rows of no group become 0, whatever lhs contains in them. Matmuls are accumulated in float32; float32 operands are
+    multiplied in full precision. There is no dense fallback, and no copy of the weights, forward or backward.
 
-    Source: the expert products of MegaBlocks (Gale et al. 2022) without its padding; the walk over
-      (tile, group) pairs is that
-    of group offsets in a CSR matrix.
+    Source: the grouped matmuls of MegaBlocks (Gale et al. 2022) without its padding. The kernels iterate over (row
+    tile, group) pairs, found from the group offsets as in a CSR matrix.
 
     Args:
       lhs: [M, K], or [T, K] with `lhs_indices`. float32 or bfloat16 in the kernels.
       rhs: [G, K, N], or [G, N, K] with `transpose_rhs`; lhs's dtype. Or a pair (gate, up) of them: the result is
-        act(lhs · gate) · (lhs · up). In separate arrays, so that a split of N leaves the same columns of both on a device.
-      group_sizes: int [G] or, with a `group_offset`, of all groups. Negative sizes count as 0;
-        what goes past M is cut off.
-      transpose_rhs: contract rhs's last dimension.
-      group_offset: rhs holds the groups from this one on (int or int32 []); rows of the others
-        become 0.
+        act(lhs · gate) · (lhs · up). They are separate arrays, so that sharding N gives a device the same columns of
+        both.
+      group_sizes: int [G] or, with a `group_offset`, of all groups. Negative sizes count as 0; rows past M are ignored.
+      transpose_rhs: contract rhs's last dim.
+      group_offset: first group of rhs (int or int32 []); rows of other groups become 0.
       activation: act, in float32: "silu" (of a pair: SwiGLU), "gelu" (with tanh), "relu", or None for the identity.
-      lhs_indices: int [M], row i is `lhs[lhs_indices[i]]`; a zero row where the index is out of
-        range.
-      lhs_rows: int [T, j], with `lhs_indices`: the rows of the result that are made of each row of lhs, -1 for none. It
-        changes no result: with it lhs's gradient is gathered and summed, in the same order every time; without it, scattered.
+      lhs_indices: int [M], row i is `lhs[lhs_indices[i]]`; a zero row if the index is out of range.
+      lhs_rows: int [T, j], with `lhs_indices`: the rows of the result that use each row of lhs, -1 for none. It changes
+        no result. With it, lhs's gradient is gathered and summed, in the same order in every run; without it,
+        scattered.
       row_scale: [M], factor on each row of the result (after the activation), in float32.
-      rhs_scale: of quantized weights, rhs of int8 or float8_e4m3fn: float [G, N], or [G, B, N] for B blocks of K (B divides
-        K), whatever `transpose_rhs`; a pair where rhs is one. The weights are rhs · rhs_scale, and constants: lhs has a
-        gradient, they have none. A kernel converts and scales tiles in VMEM, "xla" the weights of one group at a
-        time, so that the weights are never dequantized all at once. On TPUs where the blocks are multiples of 128, or one; there is
-        no GPU kernel for them.
+      rhs_scale: scales of quantized weights (rhs of int8 or float8_e4m3fn): float [G, N], or [G, B, N] for B blocks of
+        K (B divides K), whatever `transpose_rhs`; a pair if rhs is one. The weights are rhs · rhs_scale, and are
+        constants: lhs has a gradient, they have none. A kernel converts and scales tiles in VMEM, "xla" the weights of
+        one group at a time, so that the weights are never dequantized all at once. The TPU kernel needs B = 1 or blocks
+        of a multiple of 128; there is no GPU kernel for scales.
       out_dtype: dtype of the result; None: lhs's.
-      implementation: None takes "pallas_tpu" where the program is lowered for a TPU, "pallas_gpu" where for
-        an NVIDIA GPU, and the kernel can take these arguments, else "xla", a loop over tiles (and always with
+      implementation: None selects "pallas_tpu" if the program is lowered for a TPU, "pallas_gpu" if for an NVIDIA GPU,
+        if the kernel can take these arguments; else "xla", a loop over tiles (and always with
         `MESHPAR_KERNELS=reference`). "reference" multiplies all rows by all groups. "pallas" is the kernel of the
         platform, or an error that lists the arguments that it does not support (float32 on a GPU, a GPU before Hopper).
       tile: (rows, K, N) of one step of the Pallas kernel; None: the tuning table's entry for this matmul on this
-        device, else the one that moves the fewest bytes (see `meshpar_kernels.tuning`).
-      gather: with `lhs_indices`: "fused" lets the TPU kernel copy the rows into the tiles it multiplies, so that
-        lhs[lhs_indices] never exists, once for each stretch of `tile` columns; "first" gathers by a kernel of its own.
-        None takes "fused" where one stretch holds all columns, else "first", which then does less; with
-        `implementation=None` XLA gathers them, unless `MESHPAR_KERNELS=pallas`. The backward pass,
-        which needs the rows more than once, and all other implementations gather first.
-      stages: of the GPU kernel's shared memory; None: of the table, else as many as fit, at most 6.
-      num_sms: blocks of the GPU kernel's grid, each on a multiprocessor for itself. None: of the table, else as many as
-        the GPU has.
-      cluster: 2 joins two blocks of the GPU kernel. On Hopper they have tiles side by side, and the copy engine brings the rows
-        that both need once, to both (TMA multicast); where their number is odd, the last is paired with an empty one. On Blackwell
-        their tensor cores multiply a tile of 256 rows together ("2-CTA"), of `tile` columns, a multiple of 128. 1: each block
-        for itself. None: of the table, else 1.
-      debug: warn at run time about group sizes that are negative or go past M.
+        device, else the tile that moves the fewest bytes (see `meshpar_kernels.tuning`).
+      gather: with `lhs_indices`: "fused" makes the TPU kernel copy the rows into the tiles that it multiplies, once for
+        each column tile, so that lhs[lhs_indices] is never in HBM; "first" gathers by a kernel of its own. None selects
+        "fused" if one column tile has all columns, else "first", which then copies less; with `implementation=None` XLA
+        gathers the rows, unless `MESHPAR_KERNELS=pallas`. The backward pass, which needs the rows more than once, and
+        all other implementations gather first.
+      stages: of the GPU kernel's shared memory; None: from the table, else as many as fit, at most 6.
+      num_sms: thread blocks of the GPU kernel's grid, each of which has a multiprocessor for itself. None: from the
+        table, else the number of multiprocessors.
+      cluster: 2: clusters of two thread blocks of the GPU kernel. On Hopper they compute adjacent tiles, and TMA
+        multicast loads their common rows once; if the number of column tiles is odd, the last one is paired with an
+        empty tile. On Blackwell their tensor cores compute a tile of 256 rows together ("2-CTA"), of `tile` columns, a
+        multiple of 128. 1: no clusters. None: from the table, else 1.
+      debug: warn at run time about group sizes that are negative or exceed M.
 
     Returns:
-      [M, N]. Differentiable with respect to lhs, rhs (if it has no scales) and row_scale; both
-      gradients use the same implementation. The gradient of an empty group is zero.
-      With an activation, or a pair, differentiation saves the matmuls, [M, N] each in lhs's dtype.
+      [M, N]. Differentiable with respect to lhs, rhs (if it has no scales) and row_scale; both gradients use the same
+        implementation. The gradient of an
+      empty group is zero. With an activation, or a pair, differentiation saves the matmuls, [M, N] each in lhs's dtype.
 
     Raises:
       ValueError: shapes, dtypes or options that do not fit, operands sharded outside of `shard_map`, or a derivative of
         quantized weights or their scales.
-      NotImplementedError: the implementation asked for cannot take these arguments; with every
-        reason.
+      NotImplementedError: the requested implementation cannot take these arguments; with every reason.
     """
     op = "grouped_matmul"
     matrices = rhs if isinstance(rhs, tuple) else (rhs,)
@@ -176,32 +172,30 @@ def grouped_matmul_transpose(
     pingpong: bool | None = None,
     debug: bool = False,
 ) -> jax.Array:
-    """Sum lhs[i]ᵀ · rhs[i] over the rows i of each group: the transpose of `grouped_matmul` in its
+    """Sum lhs[i]ᵀ · rhs[i] over the rows i of each group: the transpose of `grouped_matmul` with respect to its
     weights.
 
     Args:
       lhs: [M, K], float32 or bfloat16 in the kernels.
       rhs: [M, N], lhs's dtype.
-      group_sizes: as in `grouped_matmul`. Rows of no group are not looked at: they may hold NaN.
-      groups: G, how many groups from `group_offset` on are summed; None: all.
+      group_sizes: as in `grouped_matmul`. Rows of no group are not read: they may contain NaN.
+      groups: G, number of groups from `group_offset` on; None: all.
       group_offset: first group.
       row_scale: [M], float32 factor on each row of lhs.
       out_dtype: dtype of the result; None: lhs's.
       implementation, tile, stages, num_sms, debug: as in `grouped_matmul`.
-      cluster: as there; side by side are tiles of the same columns of rhs, and a tile of both has 256 rows of K.
-      pingpong: on Hopper, each of a block's two multiplying warpgroups has a tile for itself, at most 128 columns wide, and one
-        multiplies while the other writes: for groups of few rows, where a tile is written after few matmuls. None: of the
-        table, else not.
+      cluster: as in `grouped_matmul`. On Hopper adjacent tiles have the same columns of rhs; on Blackwell a tile has
+        256 rows of K.
+      pingpong: on Hopper, each of a block's two multiplying warpgroups computes a tile of its own, at most 128 columns
+        wide, and one multiplies while the other writes. It is for groups of few rows, for which a tile is written after
+        few matmuls. None: from the table, else False.
 
     Returns:
-      [G, K, N], summed in float32; zero for an empty group. Differentiable with respect to lhs and
-      rhs and row_scale.
+      [G, K, N], accumulated in float32; zero for an empty group. Differentiable with respect to lhs, rhs and row_scale.
 
     Raises:
-      ValueError: shapes, dtypes or options that do not fit, or operands sharded outside of
-        `shard_map`.
-      NotImplementedError: the implementation asked for cannot take these arguments; with every
-        reason.
+      ValueError: shapes, dtypes or options that do not fit, or operands sharded outside of `shard_map`.
+      NotImplementedError: the requested implementation cannot take these arguments; with every reason.
     """
     op = "grouped_matmul_transpose"
     if lhs.ndim != 2 or rhs.ndim != 2 or lhs.shape[0] != rhs.shape[0]:
@@ -232,7 +226,7 @@ def grouped_matmul_transpose(
 def _block_scales(
     op: str, matrices: Sequence[jax.Array], rhs_scale: jax.Array | tuple[jax.Array, jax.Array], k: int
 ) -> tuple[jax.Array, ...]:
-    """One for each matrix, float32 [G, B, N]."""
+    """The scales of each matrix as float32 [G, B, N]. Raises ValueError for shapes or dtypes that do not fit."""
     scales = rhs_scale if isinstance(rhs_scale, tuple) else (rhs_scale,)
     groups, n = matrices[0].shape[0], matrices[0].size // max(matrices[0].shape[0] * k, 1)
     if len(scales) != len(matrices) or any(s.shape != scales[0].shape for s in scales):

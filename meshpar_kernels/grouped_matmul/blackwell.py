@@ -441,7 +441,7 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
     def write(target, column, values):
         """Write a tile [m, n] to GMEM through the two slots of `staging`; `values(left, width)` returns its columns."""
         width = staging.shape[2]
-        odd = tile.n // width % 2  # number of chunks: the slots' turns do not go up in it
+        odd = tile.n // width % 2  # odd number of chunks: slot 0 may still be read for the tile before
         for c, left in enumerate(range(0, tile.n, width)):
             gpu.wait_smem_to_gmem(0 if c == 0 and odd else 1, wait_read_only=True)
             staging[c % 2] = values(left, width)

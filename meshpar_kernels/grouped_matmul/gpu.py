@@ -27,13 +27,13 @@ __all__ = [
 ]
 
 SMEM_BYTES = 232_448
-"""Shared memory that one block may have: 227 KiB on Hopper and Blackwell."""
+"""Bytes of shared memory that one thread block may use: 227 KiB on Hopper and Blackwell."""
 
 STAGING_BYTES = hopper.CONSUMERS * 2 * PART * 128 + 1024
-"""Of that, what results leave through, and barriers."""
+"""Bytes of shared memory for staged results and barriers."""
 
 KERNELS = {9: hopper, 10: blackwell}
-"""By the major number of the compute capability."""
+"""Major number of the compute capability → module of the kernels."""
 
 ROWS = hopper.CONSUMERS * PART
 INNER = 64
@@ -42,7 +42,7 @@ INNER = 64
 MOST_STAGES = 6
 DTYPES = (jnp.bfloat16, jnp.float16)
 ROW_BYTES = 16
-"""The copy engine's rows begin at multiples of this."""
+"""Alignment of the rows that TMA copies, in bytes."""
 
 
 def _whole_tiles(rows: int, *arrays: jax.Array | None) -> list[Any]:

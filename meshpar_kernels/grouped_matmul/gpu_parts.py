@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 ROWS = 64
-"""Rows of one `wgmma`, and of what one warpgroup masks at a time."""
+"""Rows of one `wgmma`, and rows that one warpgroup masks at a time."""
 
 RASTER_GROUP = 16
 """Row tiles that are computed for all columns before the next row tiles, so that operands stay in the L2 cache."""

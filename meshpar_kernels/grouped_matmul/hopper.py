@@ -508,7 +508,7 @@ def grouped_matmul_transpose(
     """As `reference.grouped_matmul_transpose`; the tile [m, n] is of [K, N], and `tile.k` rows are one step.
 
     `row_scale` is multiplied into rhs before the kernel. XLA fuses the multiplication into the operation that computes
-    rhs; if there is none, it costs a copy of rhs.
+    rhs; without such an operation, it costs a copy of rhs.
     """
     gpu = _compat.mosaic_gpu()
     _, k, n, *_, bounds = transpose_problem(lhs, rhs, group_sizes, group_offset, groups=groups)

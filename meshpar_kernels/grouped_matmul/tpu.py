@@ -101,7 +101,7 @@ def _matmul_kernel(
         """
         if not quantized:
             return dot(*operands_of(half, row_slice, pl.ds(first_k, length), columns), contract)
-        if transpose_scale:  # one block of columns, and factors along what is contracted
+        if transpose_scale:  # one block of columns; the scales vary along the contracted dim
             left, right = operands_of(half, row_slice, pl.ds(first_k, length), columns)
             scale = factors(half, column_tile * n + columns.start, pl.ds(first_k, length))
             if transpose_rhs:

@@ -26,16 +26,16 @@ from meshpar_kernels.routing.tpu_gather import as_words
 __all__ = ["OPERANDS", "SCRATCH", "GatherRefs", "gather_tile", "operands", "scratch", "specs"]
 
 OPERANDS, SCRATCH = 4, 4
-"""How many of the fields of `GatherRefs` are operands of the kernel, and how many its scratch memory."""
+"""Number of fields of `GatherRefs` that are operands of the kernel, and number that are scratch."""
 
 UNROLL = 8
-"""Copies started in one turn of a loop: the rows of one register, so that their places are offsets from one address."""
+"""Copies started in one loop iteration: the rows of one register, so that their addresses are offsets from one address."""
 
 STRIP = 16
-"""Rows picked out at once."""
+"""Rows unpacked at once."""
 
 LANES = 512
-"""Columns picked out at once."""
+"""Columns unpacked at once."""
 
 
 class GatherRefs(NamedTuple):

@@ -40,11 +40,11 @@ def vmem_limit() -> int:
 
 
 ROW_CHUNKS = (16, 32, 64, 96, 128, 144, 160, 192, 256)
-"""Numbers of rows that are multiplied at once in a tile which several groups share.
+"""Numbers of rows that are multiplied at once in a tile that several groups share.
 
 A matmul loads the weights into the matrix unit, however few its rows: on v5p 16 rows take a third of the cycles of
-128, on v6e, with its larger units, 0.6 of them (scheduled bundles, [rows, 2048] times [2048, 512]). So what a group has
-in a shared tile goes at once up to 256 rows, and is rounded up by little.
+128, on v6e, with its larger units, 0.6 of them (scheduled bundles, [rows, 2048] times [2048, 512]). So the rows of a group
+in a shared tile are multiplied at once, up to 256 rows, with little padding.
 """
 
 BLOCK = (512, 2048, 512)
@@ -55,11 +55,11 @@ matrix unit more often than they use them (v6e: 60 % busy at 128 rows, 89 % at 5
 """
 
 TRANSPOSE_BLOCK = (512, 1024)
-"""As `BLOCK`, for the most K and N of the transpose, which reads and writes its accumulator each time."""
+"""Largest (K, N) of one matmul of the transpose, as `BLOCK`; each matmul reads and writes its accumulator."""
 
 
 GATHERED_ROW = 10_000
-"""What starting the copy of one row costs, as bytes that could be moved in that time."""
+"""Cost of starting the copy of one row, in bytes that could be moved in that time."""
 
 
 SCALED_STEP = 512

@@ -161,7 +161,7 @@ def _route_kernel(
         )
     left = jnp.where(reachable, key, -jnp.inf)
 
-    # Loops, not unrolled: a round is long. Its choice goes into one column of [tokens, k].
+    # A loop, not unrolled, since an iteration is long. It writes its choice to one column of [tokens, k].
     results = (block, max(_power(k), 2))
     position = lax.broadcasted_iota(jnp.int32, results, 1)
 

@@ -72,8 +72,8 @@ def _best_groups(value: jax.Array, *, groups: int, top_groups: int, group_top: i
             left = jnp.where(row == _first(left == best, row, size), -jnp.inf, left)
             total = best if total is None else total + jnp.where(best > -jnp.inf, best, 0.0)
         totals.append(total)
-    # A group is among the best if fewer than `top_groups` come before it: larger, or equal and
-    # lower.
+    # A group is among the best if fewer than `top_groups` groups precede it: a larger total, or an equal
+    # one with a lower index.
     expert = lax.broadcasted_iota(jnp.int32, (experts, tokens), 0)
     allowed = jnp.zeros((experts, tokens), jnp.int32)
     for g, total in enumerate(totals):
@@ -103,6 +103,12 @@ def _route_kernel(
 
     The grid is (blocks of tokens,), executed sequentially: the scratch buffer `seen` carries each expert's count from
     block to block.
+
+    Args:
+      refs: inputs in VMEM: logits [block, E], or [E, block] with `by_expert`, optionally bias [E, 1]; outputs: experts
+        int32, weights float32 and ranks int32 [k, block], counts int32 [E, 1]; scratch: `seen` float32 [E, 1].
+      tokens: T; the last block may exceed it.
+      by_expert: the logits are transposed.
     """
     logits_ref, *bias_ref, expert_ref, weight_ref, rank_ref, counts_ref, seen = refs
     step = pl.program_id(0)
@@ -174,12 +180,11 @@ def _route_kernel(
 
 
 def route(logits: jax.Array, bias: jax.Array | None, *, block: int = 256, **options) -> reference.Choice:
-    """As `reference.route`, reading the logits once; `block` tokens at a time.
+    """As `reference.route`; reads the logits once, `block` tokens at a time.
 
-    Each of the k rounds takes the largest key and then the lowest expert that holds it. Results
-    are written as [k, T], since an array with k lanes would fill 128. Where E is no multiple of
-    128 the logits are read as [E, T] for the same reason; XLA lays out the matmul that produces them
-    accordingly.
+    Each of the k rounds selects the largest key, and then the lowest expert with it. Results are written as [k, T],
+    since an array with k lanes would be padded to 128. If E is no multiple of 128, the logits are read as [E, T] for
+    the same reason; XLA chooses the layout of the matmul that produces them accordingly.
     """
     tokens, experts = logits.shape
     k = options["k"]
