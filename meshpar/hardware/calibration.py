@@ -84,7 +84,7 @@ CalibrationLike = Calibration | Iterable[Calibration] | str | Path | None
 
 
 def calibrations(given: CalibrationLike) -> Calibrations:
-    """The calibrations of a user's ``calibration=``; none for None.
+    """The calibrations of a user's ``calibration=`` as a tuple; ``()`` for None.
 
     Raises:
       UnsupportedError: the file does not exist or cannot be read, or the value is of another type.

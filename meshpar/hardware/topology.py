@@ -456,7 +456,7 @@ def _stages(devices: np.ndarray, axes: Sequence[str]) -> Torus:
 
 
 def _box(places: np.ndarray, extent: Sequence[int], rings: Sequence[bool]) -> list[Stage]:
-    """A stage for each dimension along which the devices differ."""
+    """The stages of a mesh axis: one for each dimension of the slice along which its devices differ."""
     stages = []
     for d, name in enumerate(_PLACES):
         along = np.unique(places[:, d])

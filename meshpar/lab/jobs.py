@@ -98,7 +98,7 @@ class Job:
             self._turns.leave()
 
     def tell(self, text: str) -> None:
-        """Set the progress text, and let waiting pages plan.
+        """Set the progress text, and release the lock for a moment, so that waiting pages can plan.
 
         Raises:
           Stopped: the page stopped the job.

@@ -50,7 +50,7 @@ class BadRequest(Exception):
 
 @dataclass(frozen=True)
 class Draft:
-    """A mesh, its topology and a layout, as text."""
+    """A mesh, its topology and a layout, as the text that a user typed; a key of the cached plans."""
 
     mesh: str
     topology: str | None

@@ -160,7 +160,8 @@ class Builder:
         return outs
 
     def by_rule(self, op: Op) -> list[Value]:
-        """The results of an op with a factor rule, which is set."""
+        """The results of an op with a factor rule, as new values; sets ``op.rule``, and joins the dims that share a
+        factor."""
         eqn = op.eqn
         in_shapes = [v.aval.shape for v in eqn.invars]
         out_shapes = [v.aval.shape for v in eqn.outvars]
@@ -381,7 +382,8 @@ class Builder:
 
 
 def _call(own: bool = False):
-    """The handler of ops that run one body once, on their operands; ``own``: ops with a derivative rule of their own."""
+    """A handler for ops that run one body once, on their operands: (builder, op) → results; ``own``: ops with a
+    derivative rule of their own."""
 
     def handler(b: Builder, op: Op) -> list[Value]:
         """Infer the body of a call with the operands of ``op``; returns one Value for each result of the body."""

@@ -47,8 +47,8 @@ def _with_gradient(kernel: Kernel) -> Callable[..., Any]:
         return kernel_p.bind(*xs, kernel=kernel)
 
     def forward(*xs: Any) -> tuple[list[Any], Any]:
-        """Forward pass of the ``custom_vjp``: (results, residuals), with the residuals as ``(_Static(passes),
-        arrays)``.
+        """Forward pass of the ``custom_vjp``: (results, residuals), with the residuals as
+        ``(_Static(passes), arrays)``.
 
         Without separate passes (``_Static(None)``), the arrays are the operands, and the backward pass recomputes the
         kernel.
@@ -234,7 +234,7 @@ class _Pulled:
 
 
 def _pull_traced(kernel: Kernel, avals: Sequence[jax.ShapeDtypeStruct]) -> _Pulled:
-    """The traced pullback of a kernel for operands of these shapes."""
+    """The pullback of a kernel, traced for operands of these shapes and dtypes, with the source of each array in it."""
     trees: list[Any] = []
     sources: list[Source] = []
 

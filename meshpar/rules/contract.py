@@ -70,7 +70,8 @@ register(
 
 
 def ragged_dot_general(eqn, ins, outs) -> OpRule:
-    """As a matmul. The dim of the groups needs replication; ragged rows pass through if they have one vector of group sizes.
+    """The rule of ``ragged_dot_general``: as a matmul. The dim of the groups needs replication; ragged rows pass
+    through if they have one vector of group sizes.
 
     Each device then computes the sizes of the groups within its shard. If the rows are contracted (the gradient of the right
     operand), the result is partial.
@@ -107,7 +108,8 @@ register("ragged_dot_general", rule=ragged_dot_general, local=_local_ragged_dot,
 
 
 def conv_general_dilated(eqn, ins, outs) -> OpRule:
-    """Batch, output features and feature groups pass through; input features are contracted.
+    """The rule of ``conv_general_dilated``: batch, output features and feature groups pass through; input features are
+    contracted.
 
     A spatial dim with a window of 1 (and no stride, padding or dilation) passes through. Along other spatial dims devices exchange
     halos: the elements outside their shard that their windows read. In the gradient of a kernel, the cotangent is the window, and

@@ -123,7 +123,8 @@ def _lookup_rule(eqn: Any, array: Sequence[int], indices: Sequence[int], window:
 
 
 def gather(eqn, ins, outs) -> OpRule:
-    """Batch dims of the indices and full windows pass through; the result is partial over split dims that are indexed."""
+    """The rule of ``gather``: batch dims of the indices and full windows pass through; the result is partial over split
+    dims that are indexed."""
     r = _lookup_rule(eqn, ins[0], ins[1], outs[0], "pass_through")
     r.ins, r.outs = [*r.ins[:2], *((),) * (len(ins) - 2)], [r.ins[2]]
     return r
@@ -174,7 +175,8 @@ _SCATTER_KINDS: dict[str, Kind] = {
 
 
 def scatter(eqn, ins, outs) -> OpRule:
-    """Full windows pass through; added updates are contracted; split dims that are indexed are written by masked writes."""
+    """The rule of ``scatter``: full windows pass through; added updates are contracted; split dims that are indexed are
+    written by masked writes."""
     array, indices, updates = ins
     r = _lookup_rule(eqn, array, indices, updates, _SCATTER_KINDS[eqn.primitive.name])
     r.outs = [r.ins[0]]
@@ -339,14 +341,16 @@ def as_index(i: Any, size: int, dtype: np.dtype) -> Any:
 
 
 def dynamic_slice(eqn, ins, outs) -> OpRule:
-    """Dims of full size pass through; the others are indexed, and the result is partial over them if they are split."""
+    """The rule of ``dynamic_slice``: dims of full size pass through; the others are indexed, and the result is partial
+    over them if they are split."""
     r = _window_rule(eqn, ins[0], outs[0])
     r.ins, r.outs = [r.ins[0], *((),) * (len(ins) - 1)], [r.ins[1]]
     return r
 
 
 def dynamic_update_slice(eqn, ins, outs) -> OpRule:
-    """Dims that the update fills pass through; the others are indexed, and the result is complete."""
+    """The rule of ``dynamic_update_slice``: dims that the update fills pass through; the others are indexed, and the
+    result is complete."""
     r = _window_rule(eqn, ins[0], ins[1])
     r.ins, r.outs = [*r.ins, *((),) * (len(ins) - 2)], [r.ins[0]]
     return r

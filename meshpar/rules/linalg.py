@@ -15,7 +15,8 @@ from .spmd import Grid, axis_index
 
 
 def _batched(ins, outs, core: int) -> OpRule:
-    """Leading dims pass through; the last ``core`` dims of the first operand, and the same of other arrays, need replication."""
+    """The rule of an op on matrices: leading dims pass through; the last ``core`` dims of the first operand, and the
+    same of other arrays, need replication."""
     r = OpRule([], [])
     rank = len(ins[0]) - core
     lead = tuple((r.factor(n),) for n in ins[0][:rank])
@@ -43,7 +44,8 @@ register(
 
 
 def symmetric_product(eqn, ins, outs) -> OpRule:
-    """``alpha a aᵀ + beta c``: batch dims pass through, columns of ``a`` are contracted, and other dims need replication."""
+    """The rule of ``symmetric_product``, ``alpha a aᵀ + beta c``: batch dims pass through, columns of ``a`` are
+    contracted, and other dims need replication."""
     *batch, n, k = ins[0]
     r = OpRule([], [])
     lead, (rows, columns) = r.factors(batch), r.factors((n, n), "need_replication")
@@ -62,7 +64,8 @@ register("symmetric_product", rule=symmetric_product, local=_local_symmetric_pro
 
 
 def triangular_solve(eqn, ins, outs) -> OpRule:
-    """``op(a) x = b`` or ``x op(a) = b``: batch dims and right-hand sides pass through, and dims of the matrix need replication."""
+    """The rule of ``triangular_solve``, ``op(a) x = b`` or ``x op(a) = b``: batch dims and right-hand sides pass
+    through, and dims of the matrix need replication."""
     p = eqn.params
     (*batch, n, _), sides = ins[0], ins[1]
     left = p["left_side"]
@@ -82,7 +85,8 @@ register("triangular_solve", rule=triangular_solve, local=on_shards)
 
 
 def linear_solve(eqn, ins, outs) -> OpRule:
-    """All dims need replication; the solutions have the factors of the right-hand sides, the last operands."""
+    """The rule of ``linear_solve``: all dims need replication; the solutions have the factors of the right-hand sides,
+    the last operands."""
     r = replicated(eqn, ins, [])
     r.outs = r.ins[len(ins) - len(outs) :]
     return r

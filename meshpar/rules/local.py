@@ -117,8 +117,8 @@ def plain_params(params: Mapping[str, Any]) -> dict[str, Any]:
 class LocalOp:
     """An op, with the axes that split its factors: the first argument of local forms.
 
-    A *local form* is a function that computes an op on the shards of one device, inside a ``shard_map``: ``(LocalOp,
-    *operand shards) → result shards``.
+    A *local form* is a function that computes an op on the shards of one device, inside a ``shard_map``:
+    ``(LocalOp, *operand shards) → result shards``.
 
     Attributes:
       eqn, name, rule: the equation, the name of its primitive, and its factor rule.

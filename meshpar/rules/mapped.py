@@ -21,7 +21,8 @@ from .spmd import Send, Sizes, axis_index, fine_names
 
 
 def mapped(eqn: Any, ins: list[tuple[int, ...]], outs: list[tuple[int, ...]]) -> OpRule:
-    """Every dim of an operand or result is a factor, split by the specs; ``sends_over`` lists the collectives of the body."""
+    """The rule of a ``shard_map``: every dim of an operand or result is a factor, split by the specs; ``sends_over``
+    lists the collectives of the body."""
     r, given = OpRule([], []), []
 
     def factors(shape: Sequence[int], spec: Any) -> tuple[tuple[int, ...], ...]:

@@ -17,7 +17,8 @@ from .rule import OpRule, independent_of_data
 
 
 def keys(eqn, ins, outs) -> OpRule:
-    """Dims of arrays of seeds and keys pass through; a dim of the words of a key, or of the keys it is split into, does not."""
+    """The rule of an op on random keys: dims of arrays of seeds and keys pass through; a dim of the words of a key, or
+    of the keys it is split into, does not."""
     r = OpRule([], [])
     lead = r.factors(ins[0][: len(outs[0])])
     lead = lead[: len(ins[0]) - (eqn.primitive.name == "random_wrap")]
@@ -64,7 +65,8 @@ register("random_bits", rule=independent_of_data, local=_local_random_bits, rand
 
 
 def random_gamma(eqn, ins, outs) -> OpRule:
-    """All dims pass through: each element is drawn with its own parameter, and an array of keys has the leading dims."""
+    """The rule of ``random_gamma``: all dims pass through, since each element is drawn with its own parameter, and an
+    array of keys has the leading dims."""
     r = OpRule([], [])
     dims = r.factors(outs[0])
     r.ins, r.outs = [dims[: len(ins[0])], dims], [dims]
@@ -91,7 +93,8 @@ register("random_gamma", rule=random_gamma, local=_local_random_gamma)
 
 
 def rng_bit_generator(eqn, ins, outs) -> OpRule:
-    """All dims need replication: the bits of an element depend on the shape that is generated."""
+    """The rule of ``rng_bit_generator``: all dims need replication, since the bits of an element depend on the shape
+    that is generated."""
     r = OpRule([], [])
     key = r.factors(ins[0], "need_replication")
     r.ins, r.outs = [key], [key, r.factors(outs[1], "need_replication")]

@@ -259,7 +259,8 @@ def _taken_by_device(arrays: Sequence[Any], dim: int, tables: Sequence[Sequence[
 
 
 def rearranged(eqn, ins, outs) -> OpRule:
-    """Other dims pass through; along the dim of the table, ``[n] → [m]`` split over the same axes, devices exchange elements."""
+    """The rule of ``rearrange``: other dims pass through; along the dim of the table, ``[n] → [m]`` split over the same
+    axes, devices exchange elements."""
     dim, runs, kind = eqn.params["dimension"], eqn.params["runs"], exchange_kind(eqn)
     r = OpRule([], [])
     operand = r.factors(ins[0], kind, (dim,))

@@ -89,7 +89,8 @@ are identities.
 
 
 def positional(eqn, ins, outs) -> OpRule:
-    """Result k is operand k, partial over its split dims that are reduced."""
+    """The rule of ``psum``, ``pmax`` and ``pmin`` over the axis of a ``vmap``: result k is operand k without its
+    reduced dims, partial over those that are split."""
     axes = [a for a in eqn.params["axes"] if isinstance(a, int)]
     if not axes and eqn.params["axes"]:  # in the body of a shard_map, or over the axis of a vmap around the step
         return same_dims(eqn, ins, outs)
@@ -123,7 +124,7 @@ for _name, (_kind, _) in _POSITIONAL.items():
 
 
 def reduce_general(eqn, ins, outs) -> OpRule:
-    """``lax.reduce`` with a user's own computation: the reduced dims need replication."""
+    """The rule of ``reduce``: a reduction by the user's own computation; the reduced dims need replication."""
     n = len(ins) // 2
     r = reduced_dims(ins[:1], outs[:1], eqn.params["dimensions"], "need_replication")
     r.ins = r.ins * n + [()] * n
@@ -135,7 +136,8 @@ register("reduce", rule=reduce_general, local=on_shards)
 
 
 def reduce_xor(eqn, ins, outs) -> OpRule:
-    """Each device reduces its shard, and combines the all-gathered results: XLA has no all-reduce of xor."""
+    """The rule of ``reduce_xor``: each device reduces its shard, and combines the all-gathered results: XLA has no
+    all-reduce of xor."""
     r = reduced_dims(ins, outs, eqn.params["axes"], exchange_kind(eqn))
     split, dtype = [r.ins[0][a][0] for a in eqn.params["axes"]], eqn.invars[0].aval.dtype
 

@@ -142,7 +142,7 @@ def einsum(ins: Sequence[str], outs: Sequence[str], in_shapes, out_shapes, kind:
 
 
 def replicated(eqn: Any, in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]]) -> OpRule:
-    """Every dim of operands and results needs replication."""
+    """The rule of an op without a better one: every dim of operands and results needs replication."""
     r = OpRule([], [])
     r.ins = [r.factors(s, "need_replication") for s in in_shapes]
     r.outs = [r.factors(s, "need_replication") for s in out_shapes]
@@ -157,7 +157,8 @@ def no_rule(in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[in
 
 
 def independent_of_data(eqn: Any, in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]]) -> OpRule:
-    """Dims of results pass through: each device makes its shard from indices. Operands (sizes, a random key) need replication."""
+    """The rule of an op whose results depend on indices alone: dims of results pass through, and each device makes its
+    shard from indices. Operands (sizes, a random key) need replication."""
     r = OpRule([], [])
     r.ins = [r.factors(s, "need_replication") for s in in_shapes]
     r.outs = [r.factors(s) for s in out_shapes]
@@ -165,7 +166,8 @@ def independent_of_data(eqn: Any, in_shapes: Sequence[Sequence[int]], out_shapes
 
 
 def same_dims(eqn: Any, in_shapes: Sequence[tuple[int, ...]], out_shapes: Sequence[tuple[int, ...]]) -> OpRule:
-    """Result k has the dims of operand k, except for the dims that change in size; results of another rank share no dim."""
+    """The rule of a collective in the body of a ``shard_map``: result k has the dims of operand k, except for the dims
+    that change in size; results of another rank share no dim."""
     r = OpRule([], [], pairwise=True)
     r.ins = [r.factors(s) for s in in_shapes]
     for dims, a, b in zip(r.ins, in_shapes, out_shapes, strict=False):

@@ -25,7 +25,8 @@ _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def cumulative(eqn, ins, outs) -> OpRule:
-    """Each device scans its shard, and adds the totals of the shards before it, which are all-gathered: ``[1]`` per device."""
+    """The rule of a cumulative op: each device scans its shard, and adds the totals of the shards before it, which are
+    all-gathered: ``[1]`` per device."""
     axis = eqn.params["axis"]
     r = OpRule([], [], strong=True)
     kind = exchange_kind(eqn)

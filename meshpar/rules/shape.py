@@ -45,7 +45,7 @@ register("broadcast_in_dim", rule=broadcast_in_dim, local=_local_shape, fusible=
 
 
 def transpose(eqn, ins, outs) -> OpRule:
-    """All dims pass through."""
+    """The rule of ``transpose``: all dims pass through."""
     r = OpRule([], [], strong=True)
     dims = r.factors(ins[0])
     r.ins, r.outs = [dims], [tuple(dims[i] for i in eqn.params["permutation"])]
@@ -62,7 +62,8 @@ def reshape_order(eqn: Any) -> Sequence[int]:
 
 
 def reshape(eqn, ins, outs) -> OpRule:
-    """The coarsest common factors of both shapes pass through; dims without any (``[6, 4] → [4, 6]``) need replication.
+    """The rule of ``reshape``: the coarsest common factors of both shapes pass through; dims without any
+    (``[6, 4] → [4, 6]``) need replication.
 
     ``[8, 6] → [2, 4, 6]`` has the factors 2, 4 and 6: dim 0 of the operand consists of the first two.
     """
@@ -142,7 +143,8 @@ def _common_factors(a: list[int], b: list[int]) -> list[tuple[int, int, int]] | 
 
 
 def slice_(eqn, ins, outs) -> OpRule:
-    """Dims of full size pass through; along the others devices exchange halos, so that the slice is split over the same axes.
+    """The rule of ``slice``: dims of full size pass through; along the others devices exchange halos, so that the slice
+    is split over the same axes.
 
     A slice of one element (the last token) is read on the device that has it, with no exchange: the dim is indexed, the result
     partial.
@@ -220,7 +222,8 @@ def _resizing_rule(operand, result, kind: Kind, elements: Sequence[range], moved
 
 
 def pad(eqn, ins, outs) -> OpRule:
-    """Dims without padding pass through; along the others devices exchange halos, so that the result is split over the same axes.
+    """The rule of ``pad``: dims without padding pass through; along the others devices exchange halos, so that the
+    result is split over the same axes.
 
     An operand's dim of size 1 needs replication: the device whose shard of the result has the element selects it.
     """
@@ -263,7 +266,8 @@ register("pad", rule=pad, local=_local_pad, fusible=True, pinned=True)
 
 
 def concatenate(eqn, ins, outs) -> OpRule:
-    """Along the concatenated dim devices exchange halos of the operands; other dims pass through."""
+    """The rule of ``concatenate``: along the concatenated dim devices exchange halos of the operands; other dims pass
+    through."""
     axis = eqn.params["dimension"]
     r = OpRule([], [])
     out, r.ins = _part_factors(r, eqn, outs[0], [shape[axis] for shape in ins], axis)
@@ -320,7 +324,8 @@ register("concatenate", rule=concatenate, local=_local_concatenate, fusible=True
 
 
 def split(eqn, ins, outs) -> OpRule:
-    """Along the dim that is split into parts devices exchange halos, so that every part is split over the same axes."""
+    """The rule of ``split``: along the dim that is split into parts devices exchange halos, so that every part is split
+    over the same axes."""
     axis = eqn.params["axis"]
     r = OpRule([], [])
     if len(outs) == 1:  # an identity, as in the inverse of `ravel_pytree` of a single array
@@ -361,7 +366,8 @@ register("split", rule=split, local=_local_split, fusible=True, pinned=True, sta
 
 
 def tile(eqn, ins, outs) -> OpRule:
-    """A tiled dim of the result consists of the repetitions (major) and of the operand's dim: ``[4] → [3·4]``."""
+    """The rule of ``tile``: a tiled dim of the result consists of the repetitions (major) and of the operand's dim:
+    ``[4] → [3·4]``."""
     r = OpRule([], [])
     operand = r.factors(ins[0])
     result = []
@@ -380,7 +386,7 @@ register("tile", rule=tile, local=_local_tile, fusible=True)
 
 
 def stack(eqn, ins, outs) -> OpRule:
-    """The new dim needs replication; the others pass through."""
+    """The rule of ``stack``: the new dim needs replication; the others pass through."""
     r = OpRule([], [])
     dims = r.factors(ins[0])
     axis = eqn.params["axis"]
@@ -393,7 +399,7 @@ register("stack", rule=stack, local=on_shards, fusible=True)
 
 
 def unstack(eqn, ins, outs) -> OpRule:
-    """The removed dim needs replication; the others pass through."""
+    """The rule of ``unstack``: the removed dim needs replication; the others pass through."""
     r = OpRule([], [])
     axis = eqn.params["axis"]
     dims = r.factors(ins[0], "need_replication", (axis,))
@@ -405,7 +411,8 @@ register("unstack", rule=unstack, local=on_shards, fusible=True)
 
 
 def device_put(eqn, ins, outs) -> OpRule:
-    """All dims pass through. An equation with several operands is separated into one per operand (``per_operand``)."""
+    """The rule of ``device_put``: all dims pass through. An equation with several operands is separated into one per
+    operand (``per_operand``)."""
     (shape,) = ins
     r = OpRule([], [], strong=True)
     r.ins = r.outs = [r.factors(shape)]
@@ -429,7 +436,7 @@ register(
 
 
 def rev(eqn, ins, outs) -> OpRule:
-    """Along a reversed dim devices exchange shards: device p of 4 gets the shard of device 3 - p."""
+    """The rule of ``rev``: along a reversed dim devices exchange shards: device p of 4 gets the shard of device 3 - p."""
     r = OpRule([], [], strong=True)
     dims = r.factors(ins[0], exchange_kind(eqn), eqn.params["dimensions"])
     r.ins, r.outs = [dims], [dims]
@@ -466,7 +473,8 @@ register("empty", rule=independent_of_data, local=_local_shape, fusible=True)
 
 
 def bitcast_convert_type(eqn, ins, outs) -> OpRule:
-    """Dims pass through; the minor dim that a change of width adds or removes (``float32[8] → uint8[8, 4]``) needs replication."""
+    """The rule of ``bitcast_convert_type``: dims pass through; the minor dim that a change of width adds or removes
+    (``float32[8] → uint8[8, 4]``) needs replication."""
     rank = min(len(ins[0]), len(outs[0]))
     letters = "abcdefghijklm"[:rank]
     a = letters + "y" * (len(ins[0]) - rank)

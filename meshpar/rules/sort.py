@@ -18,7 +18,7 @@ from .spmd import Send, axis_index
 
 
 def sort(eqn, ins, outs) -> OpRule:
-    """The sorted dim needs replication; the others pass through."""
+    """The rule of ``sort``: the sorted dim needs replication; the others pass through."""
     r = OpRule([], [], strong=True)
     axis = eqn.params["dimension"]
     dims = r.factors(ins[0], "need_replication", (axis,))
@@ -70,7 +70,8 @@ def _gather_candidates(r: OpRule, axis: int, k: int, dtype, index, why: str) -> 
 
 
 def top_k(eqn, ins, outs) -> OpRule:
-    """Each device selects the k best of its shard, and then of all-gathered candidates; ``approx_top_k`` needs replication."""
+    """The rule of ``top_k``: each device selects the k best of its shard, and then of all-gathered candidates;
+    ``approx_top_k`` needs replication."""
     axis = eqn.params.get("axis", eqn.params.get("reduction_dimension", -1)) % len(ins[0])
     exact = eqn.primitive.name == "top_k"
     r = OpRule([], [])
@@ -109,7 +110,8 @@ register("approx_top_k", rule=top_k, local=on_shards)
 
 
 def arg_extremum(eqn, ins, outs) -> OpRule:
-    """Each device finds the extremum of its shard; values and indices are all-gathered, and the first extremum is selected."""
+    """The rule of ``argmax`` and ``argmin``: each device finds the extremum of its shard; values and indices are
+    all-gathered, and the first extremum is selected."""
     (axis,) = eqn.params["axes"]
     r = reduced_dims(ins, outs, (axis,), exchange_kind(eqn))
     index, why = np.dtype(eqn.params["index_dtype"]), "the extremum of every shard and its index"

@@ -18,7 +18,7 @@ from .spmd import axis_index, table_entry
 
 
 def window(eqn, ins, outs) -> OpRule:
-    """Dims with a window of 1 pass through; along the others devices exchange halos.
+    """The rule of an op over windows: dims with a window of 1 pass through; along the others devices exchange halos.
 
     With a user's own reduction these need replication: its identity, the value outside the array, is unknown.
     """

@@ -139,7 +139,7 @@ class _Evaluator:
         return x if dtype is None or dtype == x.dtype else lax.convert_element_type(x, dtype)
 
     def dtype(self, dtype: Any) -> Any:
-        """The dtype that replaces a dtype."""
+        """The wider dtype in which values of this dtype are computed; the dtype itself if it is not replaced."""
         if not jnp.issubdtype(dtype, jnp.inexact):
             return dtype
         wide = self.wide_complex if jnp.issubdtype(dtype, jnp.complexfloating) else self.wide

@@ -195,7 +195,7 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def choose_exchange(problem: ExchangeSizes, strategy: str | None = None) -> Exchange:
-    """The exchange by a strategy; None: by the one with the lowest :attr:`Strategy.cost`.
+    """The :class:`Exchange` by the named strategy; without a name, by the one with the lowest :attr:`Strategy.cost`.
 
     Raises:
       MeshparError: an unknown strategy, or "dense" where the order of the mesh axes does not allow it.

@@ -134,7 +134,10 @@ def _local(
     target = target if how["strategy"] == "ring" else RoutePlan.of(target, experts)
 
     def one_round(first, target, x, weight, *matrices):
-        """(sum of the contributions of rows ``first``, ``first + 1``, … of each buffer; rows that a single round would need)."""
+        """(the sum over one round of the tokens' contributions, the number of rows that a single round would need).
+
+        The round processes the rows ``first``, ``first + 1``, … of each buffer.
+        """
         rows, d = expert_dispatch(x, target, weight=weight, first=first, copy=False, implementation=copies, **how)
         *inward, down = matrices
         gathered = {"lhs_indices": d.lhs_indices, "lhs_rows": d.lhs_rows}
