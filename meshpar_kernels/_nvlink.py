@@ -16,7 +16,7 @@ from meshpar_kernels import _compat
 __all__ = ["ARCHITECTURES", "MOST_DEVICES", "Peers", "machine_reasons"]
 
 MOST_DEVICES = 8
-"""GPUs that NVLink joins in one machine; also, there is one copy instruction for each."""
+"""Largest number of GPUs of an NVLink domain in one machine. Kernels have one copy instruction for each."""
 
 ARCHITECTURES = (9, 10)
 """Major numbers of the compute capabilities that have kernels."""

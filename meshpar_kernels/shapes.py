@@ -115,7 +115,7 @@ class FusedShape:
     gathers: bool
 
 
-# a sequence of 8192 tokens, split over 8 devices as the hidden width is (Megatron with sequence parallelism)
+# 8192 tokens; sequence and hidden width are sharded over 8 devices (Megatron with sequence parallelism)
 FUSED = {
     "llama3-8b-up": FusedShape(rows=1024, k=4096, n=2 * 14336 // 8, gathers=True),
     "llama3-8b-down": FusedShape(rows=1024, k=14336 // 8, n=4096, gathers=False),

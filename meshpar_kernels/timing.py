@@ -17,7 +17,7 @@ __all__ = ["device_seconds"]
 ITERATIONS = 11
 """Calls that CUPTI measures; the median is returned."""
 LOOP_SECONDS = 0.25
-"""Length of the longer of the two loops that are timed where CUPTI cannot be used."""
+"""Seconds of the longer one of the two loops that are timed if CUPTI cannot be used."""
 
 
 def device_seconds(function: Callable[..., Any], operands: Sequence[jax.Array]) -> tuple[float, str]:

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 MARGIN = 0.98
-"""A choice replaces the analytic one if it takes less than this part of its time: medians differ by a percent or two."""
+"""A choice replaces the analytic one if its time is below this fraction: medians vary by one or two percent."""
 
 
 class WrongValueError(Exception):
@@ -107,7 +107,7 @@ def tune(
                 medians[config] = statistics.median(bench.seconds(config))
         except WrongValueError:
             raise
-        except Exception as problem:  # a compiler's; each has its own types
+        except Exception as problem:  # a compiler's exception; each compiler has types of its own
             if i == 0:
                 raise
             refused[config] = f"{type(problem).__name__}: {problem}"[:200]
@@ -195,6 +195,7 @@ class DeviceBench:
         p = self.matmul
 
         def call(lhs: jax.Array, *others: jax.Array) -> jax.Array:
+            """The matmul with the bench's group sizes."""
             if p.op == "grouped_matmul_transpose":
                 return grouped_matmul_transpose(lhs, others[0], self.sizes, **how)
             if p.matrices == 2:

@@ -23,7 +23,7 @@ from meshpar_kernels import _compat
 __all__ = ["VARIABLE", "Config", "Entry", "MatmulKey", "lookup", "merge", "path", "read", "write"]
 
 VARIABLE = "MESHPAR_KERNEL_TABLE"
-"""Environment variable: the user's table, a file."""
+"""Environment variable: path of the user's table."""
 
 SHIPPED = Path(__file__).with_name("tuned.json")
 FORMAT = 1

@@ -17,7 +17,7 @@ from meshpar_kernels.attention.options import STRATEGIES
 __all__ = ["RING_FROM", "AttentionCost", "AttentionCosts", "Machine", "Sent", "costs", "sends", "work"]
 
 RING_FROM = 256 * 1024
-"""Tokens from which ring attention is taken by time; below, only where nothing else fits."""
+"""Number of tokens from which ring attention is chosen by its estimated time; with fewer tokens only if nothing else fits."""
 
 GIB = 1 << 30
 
@@ -77,11 +77,11 @@ class Sent:
         carried = {
             "all-gather": full * (devices - 1) / 2,
             "reduce-scatter": full * (devices - 1) / devices / 2,
-            "all-to-all": full * devices / 8,  # over the cut through the middle
+            "all-to-all": full * devices / 8,  # traffic over the bisection of the ring
             "collective-permute": full * min(abs(self.step), devices - abs(self.step)),
         }[self.op]
         if self.op == "collective-permute" and self.stage is not None and devices > 2:
-            carried /= 2  # blocks of a stage go both ways at once
+            carried /= 2  # blocks of a stage are sent in both directions at once
         return self.times * (hops * machine.latency + carried / machine.link)
 
 

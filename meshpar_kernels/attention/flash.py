@@ -159,7 +159,7 @@ def forward(s: Softmax, q: Queries, k: Keys) -> tuple[jax.Array, jax.Array]:
                 scores, _ = _scores(s, x, key.k)
                 scores = jnp.where(_seen(s, pos, seg, key), scores, -jnp.inf)
                 new = jnp.maximum(top, scores.max(-1))
-                safe = jnp.where(new == -jnp.inf, 0.0, new)  # -inf - -inf is no number
+                safe = jnp.where(new == -jnp.inf, 0.0, new)  # -inf - -inf is NaN
                 p = jnp.exp(scores - safe[..., None])
                 fade = jnp.exp(top - safe)
                 part = _einsum("bhgqk,bhkd->bhgqd", p.astype(key.v.dtype), key.v)
@@ -220,7 +220,7 @@ def backward(
         return _compat.same_varying(q.x, *zeros)[1:]
     sizes = min(s.chunks[0], length), min(s.chunks[1], k.pos.shape[0])
     keys = _key_chunks(k, sizes[1])
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # a row that sees nothing: every exp(score - lse) is 0
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # a query that sees no key: every exp(score - lse) is 0
     x, pos, seg, grads, lses, dotses = _query_chunks(q, sizes[0], kv_heads, grad, lse, dots)
     many = jnp.arange(x.shape[0])
 

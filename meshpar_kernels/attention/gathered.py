@@ -38,6 +38,6 @@ def backward(
     """Float32 gradients of q, k and v. K and V are gathered again, their gradients reduce-scattered in float32."""
     d_q, d_k, d_v = c.backward(_mine(c, x), _all_keys(c, x), grad, lse, dots, out)
     d_k = c.scattered(d_k, 1)
-    if c.ring_scatter:  # one after the other: both at once take more memory
+    if c.ring_scatter:  # sequentially: both at once would need more memory
         d_k, d_v = lax.optimization_barrier((d_k, d_v))
     return d_q, d_k, c.scattered(d_v, 1)

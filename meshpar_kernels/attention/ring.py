@@ -191,7 +191,7 @@ def backward(
             return d_q, sent, followed
 
         d_q, cargo, in_flight = _repeat(leg, hop, (d_q, cargo, in_flight))
-        for i in set(leg.block_indices) - set(leg.onward):  # they go home, to whom the keys belong
+        for i in set(leg.block_indices) - set(leg.onward):  # send the gradients back to the devices of the keys
             s = moving[i]
             home = c.shift(in_flight.pop(i), -s.step * s.hops)
             d_k, d_v = (a.at[:, s.low : s.high].add(b) for a, b in zip((d_k, d_v), home, strict=True))

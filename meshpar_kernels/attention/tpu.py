@@ -341,7 +341,7 @@ def backward(
     bq, bk, group = _block(length), _block(keys), heads // kv_heads
     blocks = length // bq
     sight, columns = _sight(s, q, k, bq, bk), keys // bk
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # a row that sees nothing: every exp(score - lse) is 0
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # a query that sees no key: every exp(score - lse) is 0
     rows = [_heads_first(x)[:, :, None] for x in (lse, dots)]
     operands = [*map(_heads_first, (q.x, k.k, k.v, grad.astype(q.x.dtype))), *rows]
     pairs = batch * heads * length * keys

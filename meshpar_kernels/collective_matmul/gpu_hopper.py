@@ -101,6 +101,8 @@ def _walk(
             store it."""
 
             def with_acc(acc):
+                """Multiply all stages of the tile into `acc`, and store it."""
+
                 def matmuls(_, slot):
                     multiply(acc, slot, warpgroup)
 

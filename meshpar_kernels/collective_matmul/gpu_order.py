@@ -104,7 +104,7 @@ class Order(NamedTuple):
         high = self.tile.m // PIECE
         return jnp.minimum(high, cdiv(self.rows, PIECE) - row * high) * cdiv(self.k, PIECE)
 
-    # -- a scatter's sends: a tile's partial results, in parts of as many rows as one warpgroup writes
+    # -- a scatter's sends: the partial results of a tile, in row parts that one warpgroup writes
 
     @property
     def parts(self) -> int:

@@ -26,7 +26,7 @@ __all__ = ["dot_scatter", "dots_scatter", "gather_dots"]
 TILE = 256
 """Rows of a matmul at which the matrix unit is fully used: smaller blocks are multiplied together."""
 UNROLLED = 16
-"""Hops each way up to which a ring is written out; longer ones are loops."""
+"""Largest number of hops in each direction of an unrolled ring; longer rings are loops."""
 
 
 def gather_dots(
@@ -79,7 +79,7 @@ def gather_dots(
     together = max(1, math.ceil(tile / (2 * min(s.rows for s in accumulators))))  # pairs of blocks in one matmul
 
     waiting: list[tuple[jax.Array, Any]] = [(x, 0)]
-    above = below = x  # the blocks that are sent on next
+    above = below = x  # the blocks that are forwarded next
     if hops <= UNROLLED:
         for s in range(1, hops + 1):
             below, above = hop_up(below), hop_down(above)

@@ -47,7 +47,7 @@ BLOCK = (512, 2048, 512)
 """Largest (M, K, N) of one `dot_general`, which the compiler schedules as one basic block."""
 
 TILES = 32
-"""Most row tiles of a block: each has semaphores of its own."""
+"""Largest number of row tiles of a block: each has semaphores of its own."""
 
 UP, DOWN = 0, 1
 
@@ -93,8 +93,8 @@ def pick_tile(
                 continue
             visits = devices * rows // tm
             moved = devices * rows * k + k * n * (1 if tn == n else visits)
-            # a step itself costs about as much as 200 kB; the matrix unit loses 100 rows whenever it takes new weights, and
-            # does about 500 operations while a byte is fetched
+            # a grid step costs about as much as 200 kB of traffic; loading new weights costs the matrix unit the time of 100
+            # rows; it computes about 500 operations while a byte is fetched
             lost = 2 * devices * rows * k * n / 500 * 100 / tm
             cost = (itemsize * moved + 2e5 * visits * (n // tn) + lost, held)
             if best is None or cost < best[0]:

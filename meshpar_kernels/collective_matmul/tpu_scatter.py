@@ -228,7 +228,7 @@ def matmul_reduce_scatter(
     order = Scattering(devices, rows // tile.m)
 
     def out_at(v, j, rank):
-        own = v >= order.own  # until then the first tile stays, and nothing is written
+        own = v >= order.own  # before, the output block is the first tile, which is not written
         return jnp.where(own, v - order.own, 0), jnp.where(own, j, 0)
 
     sent = (devices - 1) * rows * n * jnp.dtype(comm_dtype).itemsize

@@ -322,7 +322,7 @@ def _joined(parts: jax.Array, chunks: int, block: tuple[int, ...]) -> jax.Array:
     return parts.reshape(n, -1)[:, : math.prod(block)].reshape(n, *block)
 
 
-# --- gradients: each is linear, and its own or the other's transpose ----------------------------------
+# --- gradients: each op is linear; its transpose is an op of this module --------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))

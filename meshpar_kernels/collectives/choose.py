@@ -236,7 +236,7 @@ def _one_way(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> f
     """Seconds of unidirectional rings over one axis after another, with copies in memory."""
     total, rest = 0.0, volume
     for axis in axes:
-        steps = axis.size - 1  # both ways on a line, where no end is reached sooner
+        steps = axis.size - 1  # in both directions on a line, with as many steps
         total += steps * (axis.latency + rest / axis.size / (axis.link * 1e9))
         rest /= axis.size
     return _rounds(kind) * (total + 4 * volume / memory)
@@ -252,7 +252,7 @@ def _doubling(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> 
             reach = max(1, width // inside)
             distance = min(reach, axis.size - reach) if axis.ring else reach
             sent = min(width, group - width)
-            # of `reach` neighbouring devices each sends over the link in the middle
+            # each of `reach` neighbouring devices sends over the link in the middle
             total += max(1, distance) * (axis.latency + sent * block / (axis.link * 1e9))
             width *= 2
         inside *= axis.size

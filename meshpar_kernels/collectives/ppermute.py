@@ -102,7 +102,7 @@ def _passed_on(table: Table) -> dict[tuple[int, int], tuple[int, int]]:
     Such a transfer need not be read from the buffer. If its content is a partial sum, it need not have been written
     either.
     """
-    came: dict[bytes, tuple[int, int] | None] = {}  # None: sums of several
+    came: dict[bytes, tuple[int, int] | None] = {}  # None: the sum of several transfers
     found = {}
     for step, transfers in enumerate(table.steps):
         for number, t in enumerate(transfers):

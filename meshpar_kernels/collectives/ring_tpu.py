@@ -315,7 +315,10 @@ def all_gather(table: Table, parts: jax.Array, axes: tuple[str, ...]) -> jax.Arr
 
 
 def reduce_scatter(table: Table, slots: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """[slots, rows, columns] → the same, with the reduced blocks in the device's own slots, and leftover partial sums in the
-    others. Sums of bfloat16 are rounded once a hop."""
+    """[slots, rows, columns] → the same shape, with the reduced blocks in the device's own slots; the other slots
+    contain partial results.
+
+    Partial results in bfloat16 are rounded once at every hop.
+    """
     shape = (*table.sizes, table.chunks, *slots.shape[1:])
     return _call(table, slots.reshape(shape), axes).reshape(slots.shape)

@@ -25,8 +25,8 @@ import numpy as np
 __all__ = ["Hop", "Line", "Row", "Table", "Transfer", "chunks_of", "gather_table", "hops_along", "table_of"]
 
 Line = Literal["ring", "one-way", "line", "doubling", "direct"]
-"""How one dimension is gathered: a ring both ways or one way, a line without wrap-around, in
-doubling steps, or all at once."""
+"""How one dim is gathered: a bidirectional or unidirectional ring, a line without wrap-around, doubling
+steps, or one direct step."""
 
 
 class Row(NamedTuple):
@@ -175,7 +175,7 @@ def hops_along(n: int, form: Line) -> list[list[Hop]]:
             reach = 1 << t
             if even:  # partners exchange aligned runs of blocks
                 hop = Hop(t, position ^ reach, (position // reach * reach)[:, None] + np.arange(reach))
-            else:  # each sends its blocks from its own on, as many as the receiver still lacks
+            else:  # each rank sends its blocks from its own on, as many as the receiver does not have yet
                 width = min(reach, n - reach)
                 hop = Hop(t, (position - reach) % n, (position[:, None] + np.arange(width)) % n)
             steps.append([hop])

@@ -36,10 +36,10 @@ LAG = 2
 
 SLOTS = AHEAD + LAG + 1
 SMEM_BYTES = 200 << 10
-"""Shared memory for the slots."""
+"""Bytes of shared memory for the slots."""
 
 BOX = 256
-"""Most elements of a copy in one dimension."""
+"""Largest number of elements of a copy in one dim."""
 
 
 def unsupported(dtype: Any, width: int, devices: int, axes: tuple[str, ...] = ()) -> Unsupported:

@@ -123,7 +123,7 @@ def _kernel(runs_ref, operand, *rest, axes: tuple[str, ...], sizes: tuple[int, .
     def _(k):
         rest_of(number(1, peer(k)), functools.partial(send, peer(k)))
 
-    # semaphores count bytes, so that only the sum matters
+    # DMA semaphores count bytes, so waits need not match the copies one by one
     def like(ahead: Any, length: int):
         del ahead
         chunk = result.at[pl.ds(0, length)]
@@ -172,7 +172,7 @@ def send(
         out_shape=_compat.out_struct((units, *operand.shape[1:]), operand.dtype, operand, *given),
         input_output_aliases={2: 0} if given else {},
         compiler_params=pltpu.CompilerParams(collective_id=collective_id("ragged_all_to_all", axes)),
-        cost_estimate=pl.CostEstimate(  # of an operand all of whose rows are sent, to all devices alike
+        cost_estimate=pl.CostEstimate(  # if all rows of the operand are sent, equally many to each device
             flops=0,
             transcendentals=0,
             bytes_accessed=2 * nbytes,

@@ -289,6 +289,7 @@ def _check_sizes_at_run_time(group_sizes: jax.Array, rows: int) -> None:
     """Warn at run time, by a debug callback, if a group size is negative or their sum exceeds `rows`."""
 
     def look(sizes):
+        """The callback: warns about the sizes, int [G]."""
         sizes = np.asarray(sizes, np.int64)
         if (sizes < 0).any() or sizes.sum() > rows:
             warnings.warn(

@@ -89,6 +89,7 @@ def multiply_tiles(gpu, stages, slot_of, barriers, each_tile, copies, matmuls, *
         del used
 
         def load(i, _):
+            """Step i: wait until its stage is free (from the ring's second round on), and start the loads."""
             stage = ring(stages, step + i)
 
             @pl.when(step + i >= stages)
@@ -179,6 +180,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
         """
 
         def one(i, before):
+            """The i-th tile of this block; the carry is (K steps, live tiles) before it."""
             step, used = before
             tile_step, column = rasterize(multiprocessor + i * clusters, tile_steps, columns)
             steps = live[tile_step] * pl.cdiv(k, tile.k)
@@ -267,7 +269,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
         return gpu.layout_cast(jnp.zeros((tile.m, width), out.dtype), gpu.Layout.TCGEN05)
 
     def write_tile(tile_at, steps, step, used):
-        """Write this block's rows of a tile: the sums if the tile step is live, else zeros."""
+        """Write this block's rows of a tile: its accumulator if the tile step is live, else zeros."""
         del steps, step
         tile_step, column = tile_at
         row, alive, begin, end = first[tile_step], live[tile_step] > 0, low[tile_step], high[tile_step]
@@ -382,6 +384,7 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
         for each tile."""
 
         def one(i, before):
+            """The i-th tile of this block; the carry is (steps, live tiles) before it."""
             step, used = before
             number = multiprocessor + i * clusters
             group = lax.div(number, jnp.int32(high * wide))
@@ -420,6 +423,7 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
         rows = tile_at[-1]
 
         def one(i, _):
+            """Step i: zero the rows of other groups in its stage, if there are any, and signal it."""
             stage = ring(stages, step + i)
             low, high = rows.span(i, tile.k)
             gpu.barrier_wait(full.at[stage])
@@ -465,7 +469,7 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
         return gpu.layout_cast(jnp.zeros((tile.m, width), out.dtype), gpu.Layout.TCGEN05)
 
     def write_tile(tile_at, steps, step, used):
-        """Write a tile of the result: its sums, or zeros if the group is empty."""
+        """Write a tile of the result: its accumulator, or zeros if the group is empty."""
         del step
         group, strip, column, _ = tile_at
         target = out.at[group, pl.ds(strip * tile.m, tile.m)]

@@ -76,6 +76,7 @@ def load_stages(gpu: Any, step, steps, stages: int, full, empty, copies, base: i
     """
 
     def one(i, step):
+        """Step i: wait until its stage is free, and start the loads; the carry is the step number over all tiles."""
         slot = base + ring(stages, step)
 
         @pl.when(step >= stages)
@@ -113,6 +114,7 @@ def multiply_stages(gpu: Any, step, steps, stages: int, full, empty, matmuls, ba
     """
 
     def one(i, step):
+        """Step i: issue its matmuls, wait for the matmuls of the step before, and release that step's stage."""
         slot = base + ring(stages, step)
         gpu.barrier_wait(full.at[slot])
         matmuls(i, slot)
@@ -138,6 +140,7 @@ def _skip(gpu: Any, step, steps, stages: int, full, empty, cluster: int) -> jax.
     """Release the stages of a tile without multiplying them: this warpgroup's half of the tile has no row of the group."""
 
     def one(_, step):
+        """Wait for one stage and release it."""
         slot = ring(stages, step)
         gpu.barrier_wait(full.at[slot])
         if cluster > 1:  # one thread arrives, for all
@@ -207,6 +210,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
             row, g = first[tile_step], group[tile_step]
 
             def copies(i, slot, barrier):
+                """Start the TMA copies of K step i: lhs and each rhs into a slot, counted at `barrier`."""
                 inner = pl.ds(i * tile.k, tile.k)
                 gpu.copy_gmem_to_smem(lhs.at[pl.ds(row, tile.m), inner], lhs_smem.at[slot], barrier, **_shared(tile))
                 outer = pl.ds(column * tile.n, tile.n)

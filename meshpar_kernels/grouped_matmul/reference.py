@@ -28,7 +28,7 @@ def precision(dtype: jnp.dtype) -> lax.Precision:
 
 
 QUANTIZED = (jnp.int8, jnp.float8_e4m3fn)
-"""What weights with scales may be."""
+"""Dtypes of weights with scales."""
 
 ACTIVATIONS: dict[str | None, Callable[[jax.Array], jax.Array]] = {
     None: lambda x: x,

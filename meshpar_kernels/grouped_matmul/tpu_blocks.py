@@ -49,7 +49,7 @@ def by_rows(low: jax.Array, high: jax.Array, rows: int, row_chunks: tuple[int, .
     @pl.when(~full_tile)
     def _():
         sizes = tpu_tiles.fitting(row_chunks, rows)
-        # `lax.div`, not `//`, which asks for the sign, and that asks the host for its TPU
+        # `lax.div`, not `//`, whose sign handling requires a local TPU while tracing
         begin = lax.div(jnp.maximum(low, 0), pack) * pack
         length = jnp.minimum(high, rows) - begin
         most = sizes[-1]

@@ -122,6 +122,7 @@ def gather_tile(refs: GatherRefs, tile_step: jax.Array, tile_of: Any, limit: int
         """Start one DMA for each row of a tile, from `source` to `buffer[slot]`; `UNROLL` copies in one loop iteration."""
 
         def some(block, _):
+            """Start the copies of `UNROLL` rows."""
             first = pl.multiple_of(block * UNROLL, UNROLL)
             targets = refs.buffer.at[slot, pl.ds(first, UNROLL)]
             for j in range(UNROLL):
@@ -136,6 +137,7 @@ def gather_tile(refs: GatherRefs, tile_step: jax.Array, tile_of: Any, limit: int
         indices."""
 
         def strip(s, _):
+            """Unpack `STRIP` rows."""
             column_slice = pl.ds(pl.multiple_of(s * STRIP, STRIP), STRIP)
             index = refs.column[column_slice]
             known = (index >= 0) & (index < limit)

@@ -167,7 +167,7 @@ def pick_tile(
       gathered: whether the kernel gathers the rows of lhs: words of 4 bytes in two buffers, and the gathered tile in a
         third.
       cores: cores that share the columns; None: `_compat.tpu_cores`.
-      rhs_itemsize: bytes of an element of quantized weights, which are converted in parts; None: as lhs's.
+      rhs_itemsize: bytes of an element of quantized weights, which are converted part by part; None: as lhs's.
       scale_bytes: bytes of the scales of one group's matrix.
     """
     best = None
@@ -182,7 +182,7 @@ def pick_tile(
             steps = cdiv(n, tn)
             held = held_element * tm * k + 2 * (rhs_itemsize * halves * k * tn + itemsize * tm * tn)
             held += 4 * halves * min(tm, BLOCK[0]) * min(tn, BLOCK[2]) * (2 if k > BLOCK[1] or converted else 1)
-            if converted:  # in float32 on the way
+            if converted:  # in float32 before the conversion
                 held += 2 * halves * scale_bytes + (4 + itemsize) * min(k, BLOCK[1]) * min(tn, BLOCK[2])
             if itemsize == 4:  # each float32 block becomes three of bfloat16
                 height, inner, width = min(tm, BLOCK[0]), min(k, BLOCK[1]), min(tn, BLOCK[2])

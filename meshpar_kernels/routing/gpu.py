@@ -1,4 +1,4 @@
-"""Routing on NVIDIA GPUs (Pallas-Triton): a kernel that chooses experts, and a kernel that gathers rows and sums them.
+"""Routing on NVIDIA GPUs (Pallas-Triton): a kernel that chooses experts, and a kernel that gathers and adds up rows.
 
 They are Triton kernels, not Mosaic GPU ones: rows at arbitrary indices cannot be fetched by one TMA copy, so both ops
 use ordinary loads, 16 bytes a thread, which Triton coalesces. Triton also has reductions and scans over either dim of a
@@ -27,7 +27,7 @@ BLOCK = 8192
 """Logits of one program of `route`."""
 
 ELEMENTS = 4096
-"""Elements of the result that one program of `gather_sum` makes: 32 for each of 128 threads."""
+"""Elements of the result that one program of `gather_sum` computes: 32 for each of 128 threads."""
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -87,7 +87,7 @@ def _best_groups(value: jax.Array, *, groups: int, top_groups: int, group_top: i
         left = jnp.where(column_index == _first(left == best, column_index, size), -jnp.inf, left)
         total = best if total is None else total + jnp.where(best > -jnp.inf, best, 0.0)
     assert total is not None
-    # The round's best group is the first of the largest; a group already taken is NaN, which is never equal.
+    # The best group of a round is the first one of the largest; a group that was chosen before is NaN, which equals nothing.
     left = total.reshape(tokens, groups)
     group = lax.broadcasted_iota(jnp.int32, left.shape, 1)
     allowed = jnp.zeros(left.shape, jnp.int32)
@@ -260,7 +260,7 @@ def gather_sum_unsupported(x: jax.Array, index: jax.Array) -> Unsupported:
 
 
 def _gather_sum_kernel(index_ref, *refs, shape: tuple[int, int, int], k: int, rows: int, width: int):
-    """One program: sums the k chosen rows for a block of `rows` result rows and a slab of `width` columns. All loads
+    """One program: adds up the k chosen rows for a block of `rows` result rows and a slab of `width` columns. All loads
     are independent."""
     triton = _compat.pallas_triton()
     *weight_ref, x_ref, out_ref = refs

@@ -22,7 +22,7 @@ class RoutePlan:
 
     A buffer of R = T·k rows (with a capacity: min(T·k, E·capacity)) has the choices that were not dropped, sorted by
     expert, in the order of the tokens within an expert, without gaps. `permute` fills it, `grouped_matmul(buffer, ...,
-    plan.group_sizes)` multiplies it, and `combine` sums its rows by token.
+    plan.group_sizes)` multiplies it, and `combine` adds up its rows by token.
 
     Attributes:
       expert: int32 [T, k], best first. E if no choice was possible: the token's logits contain NaN or +inf, or fewer

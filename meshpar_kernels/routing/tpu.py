@@ -17,7 +17,7 @@ from meshpar_kernels.routing import reference
 __all__ = ["route", "route_unsupported"]
 
 MAX_COUNT = 1 << 24
-"""Ranks are summed in float32 on the matrix unit: exact below this."""
+"""Ranks are added in float32 on the matrix unit, which is exact below this number."""
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -163,7 +163,7 @@ def _route_kernel(
         weight = [w * inverse for w in weight]
 
     # Rank: choices of the same expert by earlier tokens, in this block (a matmul with a strict
-    # triangle; a token takes an expert once at most) and before it.
+    # triangle; a token chooses an expert at most once) and in blocks before it.
     earlier = lax.broadcasted_iota(jnp.int32, (block, block), 0) < lax.broadcasted_iota(jnp.int32, (block, block), 1)
     before = seen[...] + jnp.dot(
         chosen.astype(jnp.bfloat16),

@@ -85,9 +85,10 @@ def _gather_sum_kernel(
 
     def fetch(indices, slot):
         """Start one DMA for each of the k · rows rows of a block, to `buffer[slot]`."""
-        together = 8 if k <= 8 else 1  # a register's rows: their places are offsets from one address
+        together = 8 if k <= 8 else 1  # the rows of a register: their addresses are offsets from one address
 
         def some_rows(block, _):
+            """Start the copies for one block of result rows: k copies for each row."""
             first = block * together
             for j in range(k):
                 targets = buffer.at[slot, pl.ds(pl.multiple_of(j * rows + first, together), together)]
@@ -205,7 +206,7 @@ def gather_sum(x: jax.Array, index: jax.Array, weight: jax.Array | None, *, bloc
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=48 << 20,
-            disable_bounds_checks=True,  # more than half the bundles of a copy; rows are kept within bounds above
+            disable_bounds_checks=True,  # the checks take more than half the bundles of a copy; row indices are clipped above
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * total_rows * k * width,
