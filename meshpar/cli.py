@@ -300,7 +300,7 @@ def _diff_arguments(add: Add) -> None:
 
 
 def _numbers(add: Add) -> None:
-    """Flags of the commands that run the step."""
+    """Add the flags of the commands that run the step: devices, range of integers, tolerance."""
     add("--devices", type=int, default=8, help="number of virtual devices, where there are only CPUs (%(default)s)")
     add("--tolerance", type=float, default=1e-5,
         help="allowed difference, as a fraction of a leaf's largest value (%(default)s)")  # fmt: skip

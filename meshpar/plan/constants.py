@@ -123,7 +123,8 @@ def axes_for_result(op: Op, k: int, spec: Spec, sizes: Mapping[str, int]) -> Axe
 
 
 def large_constant_note(program: Program, constant: Value, sizes: Mapping[str, int]) -> str | None:
-    """What to do about an array that the function closes over, if it is large."""
+    """A sentence that advises to pass a large array, which the function closes over, as an argument; None if it is
+    small."""
     size = value_bytes(constant, replicated_spec(len(constant.shape)), sizes)
     if size <= LARGE_CONSTANT_BYTES:
         return None

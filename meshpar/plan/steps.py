@@ -104,7 +104,7 @@ class Body:
 
     @cached_property
     def all_steps(self) -> tuple[Step, ...]:
-        """All steps in order; the steps of a loop, branch or call follow it."""
+        """All steps in order; after a loop, branch or call come the steps of its bodies."""
         out: list[Step] = []
         after = 0
         for k in self.nested:
@@ -115,7 +115,7 @@ class Body:
         return (*out, *self.steps[after:])
 
     def walk(self, count: int = 1) -> Iterator[tuple[Step, int]]:
-        """(step, number of runs) of all steps; the steps of a loop, branch or call come before it.
+        """(step, number of runs) of all steps; before a loop, branch or call come the steps of its bodies.
 
         Args:
           count: how often the body runs. A loop of unknown length counts once.

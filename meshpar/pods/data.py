@@ -257,7 +257,8 @@ class Batches:
         return (x for _, x in self.from_(self.position))
 
     def from_(self, position: int) -> Iterator[tuple[int, Any]]:
-        """(n, batch n) from here on; ``prefetch`` batches are read and sent to the devices ahead of the one in use."""
+        """Yields (n, batch n) for n = ``position``, …; ``prefetch`` batches are read and sent to the devices before
+        they are requested."""
         if position < 0:
             raise DataPositionError(
                 f"position {position}: batches are numbered from 0",

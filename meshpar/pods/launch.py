@@ -253,7 +253,8 @@ def _start(job: Job, count: int, attempt: int, p: int, logs: Path, port: int) ->
 
 
 def _devices_of_each(job: Job) -> int | None:
-    """Devices of one process: it keeps them when others are lost."""
+    """Number of devices of each process: a share of ``--devices`` or of this machine's GPUs, also after a loss; None:
+    not set."""
     if job.devices is not None:
         return job.devices // job.processes
     platforms = os.environ.get("JAX_PLATFORMS", "")

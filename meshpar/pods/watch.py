@@ -199,7 +199,7 @@ class Watch:
         return cause
 
     def end_with(self, cause: Cause) -> None:
-        """Say the cause, and end this process without waiting for the others (from a thread of the watch)."""
+        """Print the cause, and end this process without waiting for the others; called from a thread of the watch."""
         if self.failed and cause.process == self.index:
             time.sleep(10 * BEAT_SECONDS)  # the main thread ends it
         with self.ending:
@@ -355,7 +355,7 @@ def status_of(error: BaseException) -> int:
 
 
 def note_cause(cause: Cause, index: int) -> None:
-    """Leave the cause for the launcher, which shows the first one last."""
+    """Write the cause to the file of process ``index`` for the launcher, which prints the first cause at the end."""
     folder = os.environ.get("MESHPAR_CAUSES")
     if folder:
         with contextlib.suppress(OSError):

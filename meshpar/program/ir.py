@@ -163,7 +163,7 @@ class Frame:
         return frame
 
     def walk(self) -> Iterator[Op]:
-        """All ops in order; the ops of a loop, branch or call come before it."""
+        """All ops in order; before a loop, branch or call come the ops of its bodies."""
         for op in self.ops:
             for frame in op.frames:
                 yield from frame.walk()

@@ -145,7 +145,7 @@ def _section(title: str, body: str, about: str = "") -> str:
 
 
 def _head(plan: Plan, colours: AxisColours) -> str:
-    """Devices, axes, layout and lowering of a plan."""
+    """The HTML of the head of a plan's page: devices, axes, layout and lowering."""
     where = f" of {escape(plan.topology)}" if plan.topology else ""
     layout = f'<p class="mono">{escape(layout_text(plan))}</p>'
     return (
@@ -348,7 +348,7 @@ def memory_curve(plan: Plan) -> str:
 
 
 def layers(plan: Plan, colours: AxisColours) -> str:
-    """Timelines of one iteration of the loops with the longest time."""
+    """The HTML of the timelines of one iteration, for the loops with the longest time."""
     if time_of(plan) is None:
         return f'<p class="dim">{NOT_ESTIMATED}</p>'
     timelines = loop_timelines(plan)

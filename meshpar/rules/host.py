@@ -20,7 +20,8 @@ def _once(op: LocalOp, *xs: Any) -> list[Any]:
 
 
 def _has_results(op: SplitOp) -> Refusal | None:
-    """Refuses a callback with results: a broadcast of them from the one device that calls it is in no plan."""
+    """The :class:`Refusal` of a callback with results, since no plan has a broadcast from the one device that calls it;
+    else None."""
     if not op.eqn.outvars:
         return None
     return Refusal(

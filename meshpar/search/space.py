@@ -66,7 +66,7 @@ def meshes(devices: int, slices: int = 1, axes: int = 3) -> list[Sizes]:
 
 
 def _factorisations(n: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Ordered factorisations of n into ``count`` factors, each larger than 1."""
+    """Yields the ordered factorisations of n into ``count`` factors, each larger than 1, as tuples."""
     if count == 1:
         yield (n,)
         return

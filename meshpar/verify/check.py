@@ -230,7 +230,7 @@ class _Reference:
 
 
 class _Case:
-    """One step with its arguments, under several layouts; the unsharded run is made once."""
+    """A step with its arguments that is run under several layouts; the reference run without sharding is made once."""
 
     def __init__(self, tolerance: float):
         self.tolerance = tolerance
