@@ -373,10 +373,10 @@ def kernels(text: str) -> Counter[str]:
     for run in walk(parse(text), lambda runs: sum(estimate(r.instruction) for r in runs)):
         cycles = 0 if run.fused else estimate(run.instruction)
         if cycles:
-            parts = run.instruction.op_name.split("/")
-            backward = "backward" if any("transpose(" in p for p in parts) else "forward"
+            scopes = run.instruction.op_name.split("/")
+            backward = "backward" if any("transpose(" in p for p in scopes) else "forward"
             shape = re.sub(r"\{[^}]*\}|/\*.*?\*/", "", run.instruction.shape)
-            cycles_of[f"{backward} {parts[-1]} {shape[:60]}"] += cycles * (run.count or 1)
+            cycles_of[f"{backward} {scopes[-1]} {shape[:60]}"] += cycles * (run.count or 1)
     return cycles_of
 
 

@@ -28,24 +28,24 @@ def parse_dims(text: DimsLike, *, what: str = "dims") -> tuple[str | EllipsisTyp
     """
     if not isinstance(text, str | Sequence):
         raise LayoutSyntaxError(f"{what} {text!r} are no dims", fixes=['a text or a tuple of names: "batch seq embed"'])
-    parts = text.split() if isinstance(text, str) else list(text)
+    words = text.split() if isinstance(text, str) else list(text)
     out: list[str | EllipsisType | None] = []
-    for part in parts:
-        if part is None or part == "_":
+    for word in words:
+        if word is None or word == "_":
             out.append(None)
-        elif part == "...":
+        elif word == "...":
             out.append(...)
-        elif isinstance(part, str) and _NAME.match(part):
-            if part in out:
+        elif isinstance(word, str) and _NAME.match(word):
+            if word in out:
                 raise LayoutSyntaxError(
-                    f"{what} {text!r}: the dim `{part}` stands twice in one value",
-                    dim=part,
-                    fixes=[f"give the second one another name, e.g. `{part}_out` or `kv_{part}`"],
+                    f"{what} {text!r}: the dim `{word}` stands twice in one value",
+                    dim=word,
+                    fixes=[f"give the second one another name, e.g. `{word}_out` or `kv_{word}`"],
                 )
-            out.append(part)
+            out.append(word)
         else:
             raise LayoutSyntaxError(
-                f"{what} {text!r}: {part!r} is not a name",
+                f"{what} {text!r}: {word!r} is not a name",
                 fixes=['names are separated by spaces: "batch seq embed"; `_` leaves one unnamed'],
             )
     if out.count(...) > 1:

@@ -302,8 +302,8 @@ def _narrower(pattern: str, dims: Sequence[Any], leaves: Sequence[Leaf]) -> str 
     fits: dict[str, bool] = {
         leaf.path: np.ndim(leaf.value) == len(dims) for leaf in leaves if path_matches(pattern, leaf.path)
     }
-    parts = dict.fromkeys(part for path, good in fits.items() if good for part in path.split("/")[:-1])
-    candidates = [f"*{part}{between}{pattern[1:]}" for between in ("", "*") for part in parts]
+    segments = dict.fromkeys(segment for path, good in fits.items() if good for segment in path.split("/")[:-1])
+    candidates = [f"*{segment}{between}{pattern[1:]}" for between in ("", "*") for segment in segments]
     matched = {p: [good for path, good in fits.items() if path_matches(p, path)] for p in candidates}
     return max((p for p, ok in matched.items() if ok and all(ok)), key=lambda p: len(matched[p]), default=None)
 

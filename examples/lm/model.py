@@ -1,7 +1,7 @@
 """A decoder-only Transformer in Flax NNX: RoPE, grouped-query attention, SwiGLU, RMSNorm.
 
-An ordinary Flax model: it knows no mesh and no layout. Each weight only says, as Flax metadata,
-what its dimensions are called; how those names are split is said elsewhere, in one line.
+An ordinary Flax model without a mesh or a layout. The Flax metadata of each weight names its dimensions. A layout, one line of
+text elsewhere, says which mesh axis each name is sharded over.
 """
 
 from collections.abc import Callable

@@ -153,11 +153,11 @@ def _estimate(plan: Plan) -> float:
 
 def _bottleneck(time: Time, collectives: Sequence[Collective]) -> str:
     """A sentence: the largest of compute, HBM traffic and communication, with its largest collective and cause, or kernel."""
-    parts = {"communication": time.communication, "compute": time.compute, "memory traffic": time.memory}
-    name, most = max(parts.items(), key=lambda x: x[1])
+    totals = {"communication": time.communication, "compute": time.compute, "memory traffic": time.memory}
+    name, most = max(totals.items(), key=lambda x: x[1])
     if most == 0:
         return "nothing to do"
-    others = ", ".join(f"{k} {format_seconds(v)}" for k, v in parts.items() if k != name)
+    others = ", ".join(f"{k} {format_seconds(v)}" for k, v in totals.items() if k != name)
     if name == "communication":
         groups: dict[Any, float] = {}
         for c in collectives:

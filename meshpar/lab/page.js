@@ -158,7 +158,7 @@ export function mount(root, ask) {
     shown = reply.plan ? { ...reply.plan, mesh: reply.mesh, topology: state.topology } : null;
     root.classList.toggle("stale", !shown);
     for (const b of [pin, copyLayout, copyPython, compile]) b.disabled = !shown;
-    if (!shown) { say("the numbers are those of the last layout that could be planned"); return; }
+    if (!shown) { say("the numbers belong to the last layout that could be planned"); return; }
     cards.innerHTML = shown.html.cards;
     for (const [name, { body, section }] of Object.entries(panels)) {
       body.innerHTML = shown.html[name];

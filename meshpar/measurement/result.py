@@ -110,9 +110,9 @@ class CalibrationResult:
             if self.listed
             else "nominal rates (100 GFLOP/s, 20 GB/s of memory, 5 GB/s of links)"
         )
-        parts = zip(("matmuls", "memory traffic", "links"), (getattr(c, k) for k in EFFICIENCIES), strict=True)
-        lines = [f"fitted: {', '.join(f'{what} {part:.3g}' for what, part in parts)} of {of}; the median error of plans with these "
-                 f"is {100 * c.error:.0f} %"]  # fmt: skip
+        efficiencies = zip(("matmuls", "memory traffic", "links"), (getattr(c, k) for k in EFFICIENCIES), strict=True)
+        fitted = ", ".join(f"{rate} {value:.3g}" for rate, value in efficiencies)
+        lines = [f"fitted: {fitted} of {of}; the median error of plans with these is {100 * c.error:.0f} %"]
         if self.ties:
             lines.append(f"the best {len(self.ties) + 1} layouts are equally fast within the spread of the rounds")
         return [*lines, *c.notes]

@@ -148,14 +148,14 @@ class Digests:
         return out
 
 
-def digests_of_parts(parts: Sequence[jax.Array]) -> list[str]:
+def digests_of_parts(arrays: Sequence[jax.Array]) -> list[str]:
     """Digests of arrays that are each on one device of this process, by themselves; no process waits for another.
 
     Small ones are hashed on the host, which has nothing to compile for them.
     """
-    made = [x if x.nbytes <= SMALL else _digest_of_one(x) for x in parts]
+    made = [x if x.nbytes <= SMALL else _digest_of_one(x) for x in arrays]
     out = []
-    for x, done in zip(parts, made, strict=True):
+    for x, done in zip(arrays, made, strict=True):
         if x.nbytes > SMALL:
             out.append(as_text(done))
         else:

@@ -103,10 +103,10 @@ class Unifier:
     def atoms(self, n: int) -> list[int]:
         """The roots without sub-dims that a node consists of, major to minor."""
         n = self.find(n)
-        parts = self.split.get(n)
-        if parts is None:
+        sub_dims = self.split.get(n)
+        if sub_dims is None:
             return [n]
-        return [a for p in parts for a in self.atoms(p)]
+        return [a for sub_dim in sub_dims for a in self.atoms(sub_dim)]
 
     def annotate(self, n: int, name: str, origin: str) -> None:
         """Give a node a name; ``origin`` is its source, for reports."""
@@ -190,18 +190,18 @@ class Unifier:
 
     def _divide(self, n: int, major: int, spread: bool = True) -> tuple[int, int]:
         """Split an atom, and all of its weak class, into two sub-dims of sizes (major, size / major); returns its sub-dims."""
-        parts = (self.node(major), self.node(self.size[n] // major))
-        for p in parts:
-            self.occurs[p] |= self.occurs[n]
+        sub_dims = (self.node(major), self.node(self.size[n] // major))
+        for sub_dim in sub_dims:
+            self.occurs[sub_dim] |= self.occurs[n]
         # the two sub-dims must not become one class
-        self.split[n] = parts
-        self.register(parts)
+        self.split[n] = sub_dims
+        self.register(sub_dims)
         for name, origin in (self.names.get(n) or self.inherited.get(n) or {}).items():
-            self.inherited.setdefault(parts[0], {}).setdefault(name, origin)
-            self.inherited.setdefault(parts[1], {}).setdefault(f"{name}-inner", origin)
+            self.inherited.setdefault(sub_dims[0], {}).setdefault(name, origin)
+            self.inherited.setdefault(sub_dims[1], {}).setdefault(f"{name}-inner", origin)
         if spread:
-            self._weak_divide(n, parts)
-        return parts
+            self._weak_divide(n, sub_dims)
+        return sub_dims
 
     # -- weak joins
 

@@ -206,10 +206,10 @@ def step_parts(plan: Plan, colours: AxisColours) -> str:
     ]
     longest = max(value for _, value, _ in rows) or 1.0
     out = ""
-    for label, value, parts in rows:
+    for label, value, segments in rows:
         bars = "".join(
             f'<i class="{kind}" style="width:{100 * n / longest:.2f}%" title="{escape(f"{of}: {format_seconds(n)}")}"></i>'
-            for kind, n, of in parts
+            for kind, n, of in segments
             if n > 0
         )
         out += f'<div><span>{label}</span><span class="track">{bars}</span><span class="n">{format_seconds(value)}</span></div>'

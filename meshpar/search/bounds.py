@@ -140,7 +140,7 @@ class Breakdown:
         self._units = plan.program.cached(_ProgramUnits)
         self._axes, self._shards = self._units.split(self.assignment)
         index = self._units.index
-        parts: list[_Part] = []
+        breakdown: list[_Part] = []
         units: list[int] = []  # of all parts, one after the other
         starts: list[int] = []
         matmuls: list[tuple[int, int]] = []  # (part, unit)
@@ -150,12 +150,14 @@ class Breakdown:
             if own := {index[u] for u in part.units if u in index}:
                 starts.append(len(units))
                 units += sorted(own)
-                matmuls += ((len(parts), index[op]) for op in part.matmuls if op in index)
-                parts.append(part)
+                matmuls += ((len(breakdown), index[op]) for op in part.matmuls if op in index)
+                breakdown.append(part)
         self.kernels, self.sent, self.hidden = kernels, sent, max(0.0, sent + kernels - self.seconds)
         self._part_units, self._part_starts = np.array(units, int), np.array(starts, int)
-        self._seconds, self._sizes = (np.array([getattr(p, of) for p in parts], float) for of in ("seconds", "size"))
-        self._scales = np.array([p.scales for p in parts], bool)
+        self._seconds, self._sizes = (
+            np.array([getattr(p, of) for p in breakdown], float) for of in ("seconds", "size")
+        )
+        self._scales = np.array([p.scales for p in breakdown], bool)
         self._matmul_parts, self._matmul_units = np.array(matmuls, int).reshape(-1, 2).T
 
     def lower_bound(self, assignment: AxisAssignment) -> LowerBound:

@@ -178,10 +178,10 @@ def _collectives(module: Module, runs: Sequence[Run]) -> list[HloCollective]:
         if chain and run.fused:
             chains.setdefault((kind, chain[1], run.instruction.attribute("channel_id") or ""), []).append(run)
     skipped: set[int] = set()
-    for parts in chains.values():
-        starts = [r for r in parts if any('"AsyncCollectiveStart"' in i.attributes for i in r.scope.computation)]
-        listed = starts or [min(parts, key=lambda r: math.inf if r.count is None else r.count)]
-        skipped |= {id(r) for r in parts} - {id(r) for r in listed}
+    for chain_runs in chains.values():
+        starts = [r for r in chain_runs if any('"AsyncCollectiveStart"' in i.attributes for i in r.scope.computation)]
+        listed = starts or [min(chain_runs, key=lambda r: math.inf if r.count is None else r.count)]
+        skipped |= {id(r) for r in chain_runs} - {id(r) for r in listed}
     return [_record(module, r, kind) for r, kind in sending if id(r) not in skipped]
 
 

@@ -104,19 +104,19 @@ def pad(site: Site) -> bool:
 def concatenate(site: Site) -> bool:
     """Rewrite a concatenation of parts of one array and zeros to a view of that array; of several arrays, by :func:`_selected`."""
     d = site.params["dimension"]
-    parts: list[IndexedView | int] = []  # an integer: as many zeros
+    operands: list[IndexedView | int] = []  # an integer: as many zeros
     for k, (atom, value) in enumerate(zip(site.op.eqn.invars, site.op.ins, strict=True)):
-        parts.append(atom.aval.shape[d] if is_zero(atom, value) else _indexed_along(site, k, d, value))
-    views = [v for v in parts if isinstance(v, IndexedView)]
+        operands.append(atom.aval.shape[d] if is_zero(atom, value) else _indexed_along(site, k, d, value))
+    views = [v for v in operands if isinstance(v, IndexedView)]
     one_source = all(v.source is views[0].source for v in views)
-    if len(views) == len(parts) and not one_source:
+    if len(views) == len(operands) and not one_source:
         return _selected(site, d, views)
     if not views or not one_source or any(d not in v.indices for v in views):
         return False
     others = [{k: dim.table.tolist() for k, dim in v.indices.items() if k != d} for v in views]
     if any(o != others[0] for o in others):
         return False
-    table = np.concatenate([v.indices[d].table if isinstance(v, IndexedView) else np.full(v, ZERO) for v in parts])
+    table = np.concatenate([v.indices[d].table if isinstance(v, IndexedView) else np.full(v, ZERO) for v in operands])
     indices = {**views[0].indices, d: DimIndices(table, views[0].indices[d].shards)}
     return site.define(0, IndexedView(views[0].source, indices, site.copies()(0), True))
 
