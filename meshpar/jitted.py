@@ -214,7 +214,7 @@ class Jitted(Generic[P, R]):
           MeshError: an abstract mesh.
           MeshparError: as :meth:`plan`.
         """
-        mesh = self._device_mesh("a sharding needs devices")
+        mesh = _with_devices(self.mesh, "a sharding needs devices")
         specs = {h.path: h.spec for h in self.plan(*args, **kwargs).inputs}
         return tuple(
             _map_paths(lambda leaf: NamedSharding(mesh, specs[leaf.path]), x, path)
@@ -238,7 +238,7 @@ class Jitted(Generic[P, R]):
           MeshError: an abstract mesh.
           MeshparError: as :meth:`plan`.
         """
-        mesh = self._device_mesh("arrays are put on devices")
+        mesh = _with_devices(self.mesh, "arrays are put on devices")
         try:
             if self._roles.signature is not None:
                 self._roles.signature.bind(*self._bound, *args, **kwargs)
@@ -288,7 +288,7 @@ class Jitted(Generic[P, R]):
           CheckError: a result differs by more than rounding.
           MeshError: an abstract mesh, which has no devices to run on.
         """
-        mesh = self._device_mesh("a check runs the step")
+        mesh = _with_devices(self.mesh, "a check runs the step")
         return check_layouts(
             lambda mesh, *_: self._with(mesh=mesh, **NO_DONATION)._check_subject(args, kwargs),
             layouts=[self.layout], meshes=mesh, lowerings=[self.lowering],
@@ -395,11 +395,8 @@ class Jitted(Generic[P, R]):
 
     def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
         """(tree path, argument) of all arguments, in the order given."""
-        first = len(self._bound)
-        return [
-            *((self._roles.path(i), x) for i, x in enumerate(args, first)),
-            *(((k,), x) for k, x in kwargs.items()),
-        ]
+        positional = ((self._roles.path(i), x) for i, x in enumerate(args, len(self._bound)))
+        return [*positional, *(((k,), x) for k, x in kwargs.items())]
 
     # -- programs, plans, compiled steps
 
@@ -437,28 +434,12 @@ class Jitted(Generic[P, R]):
         """The plan of a call, lowered and ready to be compiled."""
         step = self._options
         return lower_step(
-            plan, self._trace(call), self._flat(call), self._device_mesh(), strict=step.strict, dims=step.dims,
+            plan, self._trace(call), self._flat(call), _with_devices(self.mesh), strict=step.strict, dims=step.dims,
             names_off=self._no_names(), keep_unused=step.keep_unused, compiler_options=step.compiler_options,
         )  # fmt: skip
 
     def _flat(self, call: Call) -> FlatFunction:
         return FlatFunction(self._fn, call.without_leaves(), self._caches if call.nodes else None)
-
-    def _device_mesh(self, why: str = "") -> Mesh:
-        """The mesh, which must have devices.
-
-        Args:
-          why: a clause for the error text, such as "arrays are put on devices".
-
-        Raises:
-          MeshError: the mesh is abstract.
-        """
-        if not isinstance(self.mesh, Mesh):
-            raise MeshError(
-                f"an abstract mesh has no devices to run on{why and f', and {why}'}",
-                fixes=["plan with it, or give mp.mesh(…)"],
-            )
-        return self.mesh
 
     def _no_names(self) -> Callable[[], AbstractContextManager[None]]:
         """A function that returns a context in which sharding constraints over dim and axis names have no effect, as on one device.
@@ -480,6 +461,23 @@ class Jitted(Generic[P, R]):
                     return jax.tree.leaves(function(*xs))
 
             yield Subject(compiled.plan, arrays, unsharded, compiled.on_arrays, compiled.in_shardings)
+
+
+def _with_devices(mesh: AnyMesh, why: str = "") -> Mesh:
+    """The mesh, which must have devices.
+
+    Args:
+      why: a clause for the error text, such as "arrays are put on devices".
+
+    Raises:
+      MeshError: the mesh is abstract.
+    """
+    if not isinstance(mesh, Mesh):
+        raise MeshError(
+            f"an abstract mesh has no devices to run on{why and f', and {why}'}",
+            fixes=["plan with it, or give mp.mesh(…)"],
+        )
+    return mesh
 
 
 def trace_compiled(compiled: CompiledStep, call: Call, *, name: str, keep_unused: bool) -> jax.stages.Traced:
