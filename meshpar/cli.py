@@ -541,7 +541,14 @@ def _options(args: argparse.Namespace, target: Target) -> dict[str, Any]:
 
 
 def _layout(args: argparse.Namespace, target: Target, text: str | None, mesh: str, topology: str | None) -> str:
-    """The rules of a layout: as written, by its name in the target's module, or by default."""
+    """The text of a layout's rules.
+
+    ``text`` with a ``:`` is returned unchanged. Otherwise it is a name: of ``LAYOUTS`` in the target's module, or of a scheme of
+    :mod:`meshpar.layouts`. None is FSDP, with the rules whose dims and axes exist.
+
+    Raises:
+      TargetError: there is no such name.
+    """
     if text is not None:
         if ":" in text or not text.strip():
             return text
@@ -554,7 +561,10 @@ def _layout(args: argparse.Namespace, target: Target, text: str | None, mesh: st
         known = ", ".join(target.layouts) or "none"
         raise TargetError(
             f"there is no layout {text!r}: it has no rule `dim: axis`, and the target's LAYOUTS are: {known}",
-            fixes=[f"those for every model are {', '.join(PRESETS)}"],
+            fixes=[
+                *(f"did you mean {name}?" for name in near(text, [*target.layouts, *PRESETS])[:1]),
+                f"those for every model are {', '.join(PRESETS)}",
+            ],
         )
     bare = _plan_of(args, target, mesh, topology, "")
     axis = next(iter(bare.sizes))

@@ -181,7 +181,7 @@ class Layout:
         return isinstance(other, Layout) and self._key == other._key
 
     def __or__(self, other: Layout | str | Mapping[str, object] | Sequence[object]) -> Layout:
-        """This layout with rules of another one: the rules of the right operand come first.
+        """This layout with rules replaced and added from another one.
 
         A rule is replaced by the right operand's rules for the same dim in the same scope, which take its position. The right
         operand's other rules follow at the end, so that the rules of this layout take precedence where both want one axis:
@@ -210,7 +210,7 @@ class Layout:
         return out
 
     def __ror__(self, other: Layout | str | Mapping[str, object] | Sequence[object]) -> Layout:
-        """The other layout with the rules of this one, which win; see :meth:`__or__`."""
+        """The left operand (text, a mapping or a list) with rules replaced and added from this layout; see :meth:`__or__`."""
         if not isinstance(other, Layout | str | Mapping | list | tuple):
             return NotImplemented
         return Layout(other) | self

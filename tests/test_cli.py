@@ -678,3 +678,9 @@ def test_collectives_as_csv_and_the_page_in_a_browser(target, tmp_path, monkeypa
     assert opened == [page.resolve().as_uri()]
     assert main([*words, "--open"]) == 2
     assert "--html FILE writes one" in capsys.readouterr().err
+
+
+def test_a_misspelled_layout_name_suggests_the_similar_one(target, run):
+    status, _, error = run("plan", f"{target}:small", "--mesh", "data=4", "--layout", "megatrn")
+    assert status == 2
+    assert "did you mean megatron?" in error

@@ -302,7 +302,11 @@ _READ: dict[type[Step], Callable[[_Reader, Step], None]] = {
 
 
 def ring_block_counts(plan: Plan) -> dict[Shard, int]:
-    """Partial shard that a ring computes and reduces in chunks, or a term of such a sum → number of chunks."""
+    """Number of chunks, one for each ring step, in which a ring computes a shard.
+
+    The keys are the partial shards that a matmul and a ring reduce-scatter compute chunk by chunk, and the shards from which such a
+    shard is added up.
+    """
     counts: dict[Shard, int] = {}
     maker = {s: step for step in plan.body.all_steps if isinstance(step, Run) for s in step.results}
     for step in plan.body.all_steps:

@@ -293,7 +293,12 @@ class Unifier:
         return self.unify_weak(rx, ry, where)
 
     def link_names(self, a: int, b: int, where: object = None) -> None:
-        """Join dims of different sizes weakly, such as a dim and a slice of it."""
+        """Link two dims of different sizes, such as a dim and a slice of it: they may share names, but are not one dim.
+
+        Args:
+          a, b: nodes of the dims; :data:`NONE` for a dim without one, for which nothing is done.
+          where: the op that relates them, for reports of joined names.
+        """
         if a != NONE and b != NONE:
             aa, bb = self.atoms(a), self.atoms(b)
             if len(aa) == len(bb) == 1:

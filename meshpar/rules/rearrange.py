@@ -281,7 +281,11 @@ def rearranged(eqn, ins, outs) -> OpRule:
 
 
 def _local_rearrange(op: LocalOp, x: Any) -> list[Any]:
-    """``[n / shards] → [m / shards]`` along the dim of the table, by collective permutes or one all-gather."""
+    """The shard of a rearranged array, ``[n / shards] → [m / shards]`` along ``params["dimension"]``; ``[shard]``.
+
+    ``params["runs"]`` gives the index in the operand of each of the m elements. Elements of other shards are received by collective
+    permutes, or selected from the all-gathered array.
+    """
     dim, runs = op.params["dimension"], op.params["runs"]
     factors = op.rule.ins[0][dim]
     axes = op.axes_of(factors)

@@ -32,7 +32,7 @@ def elementwise(site: Site) -> bool:
 
 
 def transpose(site: Site) -> bool:
-    """Rewrite a transpose."""
+    """Rewrite a transpose of an array with padded dims to a transpose of the padded array; False if no dim is padded."""
     dims, order = site.padded_dims(0), site.params["permutation"]
     if not dims:
         return False

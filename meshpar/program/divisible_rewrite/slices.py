@@ -26,14 +26,17 @@ def define_indexed(
     site: Site, k: int, tables: Mapping[int, np.ndarray], copy: Callable[[], Any],
     apply_unmapped: Callable[[Any, set[int]], Any] | None = None, composed: bool = False,
 ) -> bool:  # fmt: skip
-    """Represent result k by an indexed view of operand 0; False if no dim that the op changes is split.
+    """Represent result k by an indexed view of operand 0, i.e. by that array and, for each changed dim, a table of its indices.
+
+    Returns:
+      True if it is represented so; False if no changed dim is split, or if ``apply_unmapped`` is needed and None.
 
     Args:
       tables: for every dim that the op changes, the indices of its elements in the operand.
       copy: copies the op's equation and returns result k.
       apply_unmapped: (array, dims) → the array with the op applied to those dims only, for the changed dims that are not split;
-        None: all changed dims must be split.
-      composed: the table replaces the op even if it is the only op that the view is made of.
+        None: the op is represented only if all changed dims are split.
+      composed: whether a view of this op alone is read through its tables; else by the copy of the op.
     """
     view = site.indexed(0)
     mapped = {d: t for d, t in tables.items() if d in view.indices or site.shards(site.op.ins[0], d) > 1}
