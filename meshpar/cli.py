@@ -28,6 +28,7 @@ from .doctor import add_command as add_doctor
 from .errors import CheckError, CompilerError, JoinWarning, MeshparError, TargetError
 from .hardware.calibration import read_calibrations
 from .hardware.topology import device_count
+from .layout import scheme_name
 from .layouts import PRESETS
 from .options import Lowering, add_flags, given_flags
 from .plan_api import Plan
@@ -552,9 +553,11 @@ def _layout(args: argparse.Namespace, target: Target, text: str | None, mesh: st
     if text is not None:
         if ":" in text or not text.strip():
             return text
+        if "=" in text:
+            return str(mp.Layout(text))  # an error that says how rules are written
         if text in target.layouts:
             return target.layouts[text]
-        preset = PRESETS.get(re.sub(r"\W+", "_", text))
+        preset = PRESETS.get(scheme_name(text))
         if preset is not None:
             _say(args, f"layout   {preset()} ({text})")
             return str(preset())

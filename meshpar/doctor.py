@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import jax
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 Status = Literal["ok", "missing", "problem"]
@@ -128,6 +129,6 @@ def _doctor(args: argparse.Namespace) -> int:
         table = Table(box=None, pad_edge=False, show_header=False)
         style = {"ok": "green", "missing": "yellow", "problem": "red"}
         for finding in findings:
-            table.add_row(finding.name, f"[{style[finding.status]}]{finding.status}[/]", finding.detail)
+            table.add_row(finding.name, f"[{style[finding.status]}]{finding.status}[/]", escape(finding.detail))
         Console(highlight=False).print(table)
     return int(any(finding.status == "problem" for finding in findings))

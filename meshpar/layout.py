@@ -33,6 +33,7 @@ SCHEMES = {
     "hsdp": "batch: {replica}+{data}; embed?: {data}",
     "tensor_parallel": "batch: {data}; heads?, kv_heads?, mlp?, vocab?: {model}",
     "megatron": "batch: {data}; heads?, kv_heads?, mlp?, vocab?: {model}",
+    "fsdp_tensor": "batch: {data}; heads?, kv_heads?, mlp?, vocab?: {model}; embed?: {data}",
     "fsdp_megatron": "batch: {data}; heads?, kv_heads?, mlp?, vocab?: {model}; embed?: {data}",
     "sequence_parallel": "batch: {data}; heads?, kv_heads?, mlp?, vocab?: {model}; embed?: {data}; seq?: {model}",
     "context_parallel": "batch: {data}; seq?: {context}",
@@ -97,6 +98,8 @@ class Layout:
     resolve: Literal["order", "cost"]
     from_pairs: bool
     optional: frozenset[str]
+    scheme: str
+    """The name of the scheme of :mod:`meshpar.layouts` that this layout is; empty: it is not one."""
 
     def __init__(
         self,
@@ -106,13 +109,15 @@ class Layout:
         optional: bool | str | Iterable[str] = (),
     ):
         """Parse the rules; the arguments and errors are described in the docstring of the class."""
-        self.from_pairs = False
+        self.from_pairs, self.scheme = False, ""
         before: frozenset[str] = frozenset()
         if isinstance(rules, Layout):
             self.rules, self.from_pairs, before = rules.rules, rules.from_pairs, rules.optional
+            self.scheme = rules.scheme
             resolve = resolve or rules.resolve
         elif isinstance(rules, str):
             self.rules = tuple(_parse(rules))
+            self.scheme = scheme_name(rules) if scheme_name(rules) in SCHEMES else ""
         elif not isinstance(rules, Iterable):
             raise LayoutSyntaxError(
                 f"Layout({rules!r}) is neither text nor a list of rules", fixes=['mp.Layout("batch: data; mlp: model")']
@@ -204,6 +209,7 @@ class Layout:
             rules += replacing.pop(key, []) if key in replaced else [rule]
         rules += [r for r in right.rules if (r.dim, r.scope) not in replaced]
         out = Layout(self)
+        out.scheme = ""
         out.from_pairs = self.from_pairs or right.from_pairs
         out.optional = self.optional | right.optional
         out._set(tuple(rules))
@@ -392,7 +398,7 @@ def divisibility_error(
         rule=str(rule),
         source=source,
         fixes=[
-            f"make `{dim}` {legal}: the nearest multiples of {parts}",
+            f"make `{dim}` {legal}: the nearest multiple{'s' * (below > 0)} of {parts}",
             f"write `{dim}?: {'+'.join(rule.axes)}` to split it only where it divides",
         ],
     )
@@ -404,8 +410,8 @@ def _parse(text: str) -> Iterable[Rule]:
     Raises:
       LayoutSyntaxError: text that is neither.
     """
-    if text.strip() in SCHEMES:
-        text = SCHEMES[text.strip()].format_map(_DEFAULT_AXES)
+    if scheme_name(text) in SCHEMES:
+        text = SCHEMES[scheme_name(text)].format_map(_DEFAULT_AXES)
     lines = [line.split("#", 1)[0] for line in text.splitlines()]
     for statement in (s.strip() for line in lines for s in line.split(";")):
         if not statement:
@@ -415,7 +421,14 @@ def _parse(text: str) -> Iterable[Rule]:
             raise LayoutSyntaxError(
                 f"layout rule {statement!r} has no `:`",
                 rule=statement,
-                fixes=[*_similar_schemes(statement), "write `dim: axis`, e.g. `batch: data`"],
+                fixes=[
+                    *(
+                        [f"write `:` in rules: `{': '.join(statement.split('=', 1))}`"]
+                        if "=" in statement
+                        else _similar_schemes(statement)
+                    ),
+                    "write `dim: axis`, e.g. `batch: data`",
+                ],
             )
         axes = _axes(right)
         for axis in axes:
@@ -429,9 +442,14 @@ def _parse(text: str) -> Iterable[Rule]:
             yield _rule(item, axes, statement)
 
 
+def scheme_name(text: str) -> str:
+    """The name under which :data:`SCHEMES` would have a scheme: ``"fsdp+tensor"`` → ``"fsdp_tensor"``."""
+    return re.sub(r"\W+", "_", text.strip())
+
+
 def _similar_schemes(text: str) -> list[str]:
     """The fix for a misspelled name of a scheme; empty if none is similar."""
-    similar = near(re.sub(r"\W+", "_", text), SCHEMES)
+    similar = near(scheme_name(text), SCHEMES)
     return [f"did you mean the scheme {' or '.join(f'`{name}`' for name in similar)}?"] if similar else []
 
 

@@ -16,7 +16,9 @@ from .layout import SCHEMES, Layout
 
 def _scheme(name: str, **axes: str) -> Layout:
     """The layout of a scheme with its fields replaced by names of mesh axes."""
-    return Layout(SCHEMES[name].format_map(axes))
+    layout = Layout(SCHEMES[name].format_map(axes))
+    layout.scheme = name
+    return layout
 
 
 def data_parallel(data: str = "data") -> Layout:
@@ -47,6 +49,11 @@ def megatron(data: str = "data", model: str = "model") -> Layout:
 def tensor_parallel(data: str = "data", model: str = "model") -> Layout:
     """Another name of :func:`megatron`."""
     return _scheme("tensor_parallel", data=data, model=model)
+
+
+def fsdp_tensor(data: str = "data", model: str = "model") -> Layout:
+    """Another name of :func:`fsdp_megatron`; on the command line also ``fsdp+tensor``."""
+    return _scheme("fsdp_tensor", data=data, model=model)
 
 
 def fsdp_megatron(data: str = "data", model: str = "model") -> Layout:

@@ -6,6 +6,7 @@ import ast
 import difflib
 import importlib
 import importlib.util
+import inspect
 import math
 import sys
 import sysconfig
@@ -74,6 +75,14 @@ def load_target(text: str, options: Mapping[str, Any] | None = None) -> Target:
         raise TargetError(
             f"{where} has no function `{name}`", fixes=[f"did you mean {', '.join(near)}?"] if near else []
         )
+    try:
+        inspect.signature(function).bind(**(options or {}))
+    except TypeError as e:
+        raise TargetError(
+            f"{text} cannot be called without arguments, or with those of --set: {e}", fixes=[_SHAPE]
+        ) from None
+    except ValueError:
+        pass  # a builtin without a signature
     with without_gc():
         found = failing_as_target(text, lambda: function(**(options or {})))
     if (

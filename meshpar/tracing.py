@@ -141,7 +141,7 @@ def trace_call(
     if len(results) != len(out_leaves):
         raise AssertionError("paths and results do not match")
     out_annotations = _result_dims(results, named, annotations, patterns if init else None, used)
-    _check_patterns(patterns, used, [leaf.path for leaf in (*named, *(results if init else ()))])
+    _check_patterns(patterns, used, [leaf.path for leaf in (*named, *(results if init else ()))], init)
     with without_gc():
         program = infer(
             closed, annotations, [leaf.path for leaf in named], out_annotations, [leaf.path for leaf in results]
@@ -316,7 +316,7 @@ def _similar_pattern(pattern: str, paths: Sequence[str]) -> list[str]:
     return [f"did you mean {' or '.join(map(repr, similar))}?"] if similar else []
 
 
-def _check_patterns(patterns: PathDims, used: set[str], paths: list[str]) -> None:
+def _check_patterns(patterns: PathDims, used: set[str], paths: list[str], init: bool = False) -> None:
     """Check that every pattern is used.
 
     Raises:
@@ -340,6 +340,10 @@ def _check_patterns(patterns: PathDims, used: set[str], paths: list[str]) -> Non
             pattern=pattern,
             fixes=[
                 *_similar_pattern(pattern, paths),
+                *(
+                    ["mp.init names the arguments and results of the initializer: leave out patterns for the batch"]
+                    * init
+                ),
                 f"paths are: {', '.join(listed[:8])}{', …' if len(paths) > 8 else ''}",
             ],
         )

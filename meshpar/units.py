@@ -30,3 +30,8 @@ def format_seconds(seconds: float) -> str:
         if abs(n) >= 1 or unit == "µs":
             return f"{n:.3g} {unit}" if abs(n) < 100 else f"{n:.0f} {unit}"
     raise AssertionError
+
+
+def with_article(chip: str) -> str:
+    """``"a v5p"``, ``"an a100"``, ``"an h100"``."""
+    return f"an {chip}" if chip[:1] in "ah" else f"a {chip}"

@@ -684,3 +684,12 @@ def test_a_misspelled_layout_name_suggests_the_similar_one(target, run):
     status, _, error = run("plan", f"{target}:small", "--mesh", "data=4", "--layout", "megatrn")
     assert status == 2
     assert "did you mean megatron?" in error
+
+
+def test_an_equals_sign_in_the_layout_and_a_target_that_needs_arguments(target, run):
+    status, _, error = run("plan", f"{target}:small", "--mesh", "data=4", "--layout", "batch=data")
+    assert status == 2
+    assert "write `:` in rules: `batch: data`" in error
+    status, _, error = run("plan", f"{target}:step", "--mesh", "data=4")
+    assert status == 2
+    assert "it returns (step, arguments, dims)" in error

@@ -62,3 +62,9 @@ def test_the_command(capsys, monkeypatch):
     assert {f["name"] for f in json.loads(capsys.readouterr().out)} >= {"jax", "devices"}
     monkeypatch.setattr(doctor, "diagnose", lambda: [doctor.Finding("jax", "problem", "0.1")])
     assert main(["doctor"]) == 1
+
+
+def test_names_of_extras_are_printed(capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "diagnose", lambda: [doctor.Finding("teleport", "missing", "the extra meshpar[aot]")])
+    assert main(["doctor"]) == 0
+    assert "meshpar[aot]" in capsys.readouterr().out

@@ -135,7 +135,7 @@ def test_a_size_that_does_not_divide_over_two_axes():
     error = text(mp.errors.DivisibilityError, plan, "batch: data+model", args=arguments(batch=4))
     assert "x: dim `batch` of size 4 does not divide over data=4 × model=2 (it leaves 4)" in error
     assert "tensor  x  float32[4, 16]" in error
-    assert "make `batch` 8: the nearest multiples of 8" in error
+    assert "make `batch` 8: the nearest multiple of 8" in error
 
 
 def test_with_a_question_mark_it_is_left_unsharded_with_a_note():

@@ -117,3 +117,26 @@ def test_rules_separated_by_commas_are_corrected():
 def test_a_rule_with_dim_and_axis_swapped_is_corrected():
     with pytest.raises(mp.errors.UnknownAxisError, match="swapped: write `batch: data`"):
         mp.Layout("data: batch").check_axes(mp.mesh("data=4, model=2"))
+
+
+def test_a_scheme_whose_dims_have_other_names_warns():
+    w, x = jax.ShapeDtypeStruct((32, 64), f32), jax.ShapeDtypeStruct((8, 32), f32)
+    named = {"w": "hidden ff", "x": "batch hidden"}
+
+    def sent(layout, dims=named):
+        return mp.plan(lambda w, x: x @ w, w, x, mesh="data=4, model=2", layout=layout, dims=dims)
+
+    with pytest.warns(
+        mp.errors.ReplicatedWarning, match=r"scheme `fsdp` shards `embed` over `data`.* batch, ff, hidden: rename"
+    ):
+        sent(mp.layouts.fsdp())
+    with pytest.warns(mp.errors.ReplicatedWarning, match="`heads` and `kv_heads` and `mlp` and `vocab` over `model`"):
+        sent("fsdp+tensor", {"w": "embed ff", "x": "batch embed"})
+    sent(str(mp.layouts.fsdp()))  # rules of one's own marked `?` are for dims that may be absent
+    sent("fsdp", {"w": "embed mlp", "x": "batch embed"})
+    sent(mp.layouts.fsdp() | "hidden: model")
+
+
+def test_an_equals_sign_in_a_rule_is_corrected():
+    with pytest.raises(mp.errors.LayoutSyntaxError, match="write `:` in rules: `batch: data`"):
+        mp.Layout("batch=data; embed=data")

@@ -94,6 +94,7 @@ def make_plan(
     plan = _with_notes(with_passes(plan))
     if not init:
         _warn_of_replication(plan)
+        _warn_of_scheme(plan)
     if plan.lowering_reason is not None:
         text = f'lowering="auto" is "jit" for this program, whose plan is an estimate: {plan.lowering_reason}'
         warnings.warn(text, LoweringWarning, stacklevel=user_stacklevel())
@@ -144,6 +145,28 @@ def _warn_of_replication(plan: Plan) -> None:
             text = (
                 f"nothing of this program is split over `{axis}`, of size {plan.sizes[axis]}, though the layout has rules for it "
                 f"({shown}): its devices all do the same work. Dims of the program: {names}"
+            )
+            warnings.warn(text, ReplicatedWarning, stacklevel=user_stacklevel())
+
+
+def _warn_of_scheme(plan: Plan) -> None:
+    """Warn (``ReplicatedWarning``) of rules of a known scheme for whose dims the program has no name.
+
+    All dims of a scheme but ``batch`` are optional, so that a model need not have each of them. If it has none of those over one
+    axis, it is not sharded as the scheme says, mostly because its dims have other names.
+    """
+    layout, names = plan.requested_layout, plan.program.all_names()
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for rule in layout.rules if layout.scheme else ():
+        if rule.optional and any(plan.sizes[a] > 1 for a in rule.axes):
+            groups.setdefault(rule.axes, []).append(rule.dim)
+    for axes, dims in groups.items():
+        if not names.intersection(dims):
+            over, missing = "+".join(axes), " and ".join(f"`{d}`" for d in dims)
+            text = (
+                f"the scheme `{layout.scheme}` shards {missing} over `{over}`, but no dim of the program has such a name. "
+                f"Its dims are {', '.join(sorted(names)) or 'unnamed'}: rename them in dims=, or add a rule for one: "
+                f'layout | "{min(names, default="dim")}: {over}"'
             )
             warnings.warn(text, ReplicatedWarning, stacklevel=user_stacklevel())
 

@@ -76,6 +76,8 @@ def check_joins(program: Program, strict: bool) -> None:
             ],
         )
     text = "names that turned out to be one dim of the program: " + "; ".join(lines)
+    similar = [j for j in program.joins if near(j.first, [j.second], cutoff=SPELLING_SIMILARITY)]
+    text += "".join(f". Is `{j.first}` or `{j.second}` misspelled?" for j in similar[:1])
     warnings.warn(text, JoinWarning, stacklevel=user_stacklevel())
 
 

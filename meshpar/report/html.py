@@ -13,7 +13,7 @@ from ..cost.memory import memory_of
 from ..cost.time import time_of
 from ..hardware.topology import Stage
 from ..plan.plan import Plan
-from ..units import format_bytes, format_memory, format_seconds
+from ..units import format_bytes, format_memory, format_seconds, with_article
 from .facts import (
     ArgumentGroup,
     DimAxes,
@@ -166,7 +166,7 @@ def cards(plan: Plan) -> str:
         capacity, over = chip.per_device().hbm, fits(plan) is False
         width = min(100.0, 100 * memory.peak / capacity)
         meter = f'<div class="meter{" over" * over}"><i style="width:{width:.1f}%"></i></div>'
-        of = f"of {format_memory(capacity)} of a {chip.name}, estimated"
+        of = f"of {format_memory(capacity)} of {with_article(chip.name)}, estimated"
         of = f'<span class="up">does not fit</span>: {of}' if over else of
     shown = [("peak memory per device", format_memory(memory.peak), memory.peak, meter, of)]
     if time is not None:

@@ -17,7 +17,7 @@ from ..cost.flops import redundant_matmuls
 from ..cost.memory import memory_of
 from ..cost.time import time_of
 from ..plan.plan import Overlap, Plan
-from ..units import format_bytes, format_memory, format_seconds
+from ..units import format_bytes, format_memory, format_seconds, with_article
 from .facts import (
     ArgumentGroup,
     CollectiveGroup,
@@ -133,7 +133,11 @@ def _costs(plan: Plan) -> list[Text]:
     """Peak memory by kind; the estimated time, its bounds, and the bottleneck."""
     memory, time, chip = memory_of(plan), time_of(plan), plan.chip
     capacity = math.inf if chip is None else chip.per_device().hbm
-    of = f" of the {format_memory(capacity)} of a {chip.name}" if chip is not None and math.isfinite(capacity) else ""
+    of = (
+        f" of the {format_memory(capacity)} of {with_article(chip.name)}"
+        if chip is not None and math.isfinite(capacity)
+        else ""
+    )
     at = f", at {memory.peak_source}" if memory.peak_source else ""
     ranked = sorted(memory.by_kind.items(), key=lambda x: -x[1])
     kinds = ", ".join(f"{kind} {format_memory(n)}" for kind, n in ranked if n >= 1e-3 * memory.peak)

@@ -68,6 +68,10 @@ class Row:
     rounding: float = 0.0
 
 
+MAX_ROUNDING_PATHS = 8
+"""Paths of leaves that differ by rounding in a printed report."""
+
+
 @dataclass(slots=True)
 class Report:
     """The result of :func:`meshpar.check`; print it.
@@ -103,10 +107,15 @@ class Report:
             f"to {self.tolerance:g} of each leaf's largest value"
         )
         if any(r.explained for r in self.rows):
+            head += ", or but for rounding"
+            paths = list(dict.fromkeys(path for r in self.rows for path in r.explained))
+            shown = ", ".join(paths[:MAX_ROUNDING_PATHS]) + f" and {len(paths) - MAX_ROUNDING_PATHS} more" * (
+                len(paths) > MAX_ROUNDING_PATHS
+            )
             lines.append(
                 "rounding: number of leaves that differ by more, but only by rounding, and their largest difference: every op "
                 "that they depend on gives the same on one device with the sharded run's operands, or is as accurate, "
-                "compared with a wider dtype"
+                f"compared with a wider dtype. They are {shown}"
             )
         notes = [f"skipped {mesh}: {reason}" for mesh, _, reason in self.skipped]
         errors = [str(r.error) for r in self.rows if r.error is not None]

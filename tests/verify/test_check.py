@@ -496,3 +496,13 @@ def test_flatten_inlines_calls_and_drops_what_is_not_used() -> None:
     assert names.count("max") == 2
     assert names.count("scan") + names.count("while") == 1
     assert np.array_equal(jaxpr_as_fun(flat)(x)[0], outer(x))
+
+
+def test_the_leaves_that_differ_by_rounding_are_named():
+    from meshpar.verify.check import Report, Row
+
+    rows = [Row("embed: data", "data=2", "shard_map", "w", 1e-7, 9, tuple(f"bias_{k}" for k in range(9)), rounding=2.0)]
+    text = str(Report(rows))
+    assert "1 of 1 runs equal to the unsharded one, to 1e-05 of each leaf's largest value, or but for rounding" in text
+    assert "They are bias_0, bias_1" in text
+    assert "bias_7 and 1 more" in text
