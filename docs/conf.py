@@ -25,12 +25,14 @@ logging.getLogger("absl").setLevel(logging.WARNING)  # Sphinx shows what others 
 
 project = "meshpar"
 version = release = mp.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
 templates_path: list[str] = []
 myst_heading_anchors = 3
 
 html_theme = "furo"
-html_title = "meshpar"
+html_title = f"meshpar {mp.__version__}"
+html_favicon = "static/favicon.svg"
+copybutton_selector = "div:not(.output) > div.highlight > pre"  # not the output of blocks
 html_static_path = ["static"]
 html_css_files = ["docs.css"]
 html_show_copyright = html_show_sourcelink = html_copy_source = False
