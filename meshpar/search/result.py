@@ -158,11 +158,12 @@ class Search:
         cells = []
         for row in rows:
             marks = ", ".join(filter(None, [row.variant, row.name, row.compiled, "" if row.fits else "does not fit"]))
-            where = f"<code>{escape(row.mesh)}</code> {escape(marks)}<br><code>{escape(row.layout)}</code>"
+            layout = row.layout or "(nothing sharded)"
+            where = f"<code>{escape(row.mesh)}</code> {escape(marks)}<br><code>{escape(layout)}</code>"
             cells.append([
                 Cell(self._picture.mark(row)), number(format_seconds(row.seconds), row.seconds),
                 number(format_memory(row.peak), row.peak), number(format_bytes(row.sent), row.sent, css="more"),
-                Cell(f"{row.mesh}  {marks}\n{row.layout}", markup=where),
+                Cell(f"{row.mesh}  {marks}\n{layout}", markup=where),
             ])  # fmt: skip
         return [("", ""), ("step", "n"), ("peak", "n"), ("sends", "n more"), ("mesh, layout", "")], cells
 
