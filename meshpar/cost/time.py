@@ -128,11 +128,11 @@ def time_of(plan: Plan) -> Time | None:
 
 def _busiest_axis(collectives: Iterable[Collective]) -> float:
     """Seconds of the collectives over each mesh axis, sequentially: the largest. One over several axes counts for each of them."""
-    seconds: dict[str, float] = {}
+    seconds: dict[str, list[float]] = {}
     for c in collectives:
         for axis in c.axes:
-            seconds[axis] = seconds.get(axis, 0.0) + (c.seconds or 0.0) * (c.count or 1)
-    return max(seconds.values(), default=0.0)
+            seconds.setdefault(axis, []).append((c.seconds or 0.0) * (c.count or 1))
+    return max(map(sum, seconds.values()), default=0.0)
 
 
 def _estimate(plan: Plan) -> float:
