@@ -95,7 +95,7 @@ def test_nothing_planned_fits_and_is_shorter_by_more_than_a_tie():
         assert got.fits
         assert got.best.seconds <= 1.03 * min(r.seconds for r in got.rows if r.fits)
         assert got.best.seconds <= 1.002 * min(r.seconds for r in got.rows if r.fits and r.name)
-        assert {"data parallel", "fsdp", "tensor parallel", "fsdp megatron"} <= {r.name for r in got.rows}
+        assert {"data parallel", "fsdp", "tensor parallel", "fsdp tensor"} <= {r.name for r in got.rows}
 
 
 @pytest.mark.filterwarnings("ignore::meshpar.errors.TorusWarning")
