@@ -111,12 +111,12 @@ def compile_job(job: Job, *, timeout: float | None = None, cache: bool = True, p
         if archive is not None:
             return archive
         data = _run(job, timeout, say)
-    archive = Archive(data, False)
-    error = archive.facts.get("error")
-    if path is not None and (error is None or error.startswith("RESOURCE_EXHAUSTED")):
-        with contextlib.suppress(OSError):  # without a writable cache only time is lost
-            _write(path, data)
-    return archive
+        archive = Archive(data, False)
+        error = archive.facts.get("error")
+        if path is not None and (error is None or error.startswith("RESOURCE_EXHAUSTED")):
+            with contextlib.suppress(OSError):  # without a writable cache only time is lost
+                _write(path, data)  # before the slot is free, so that a process that waits for it finds the result
+        return archive
 
 
 def _read(path: Path | None) -> Archive | None:
