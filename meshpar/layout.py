@@ -26,16 +26,18 @@ _LEFT = re.compile(
 _AXIS = re.compile(r"[A-Za-z_][\w\-]*\Z")
 SCOPES = ("params", "opt")
 
+_TENSOR = "batch: {data}; heads?, kv_heads?, mlp?, vocab?: {model}"
+_FSDP_TENSOR = _TENSOR + "; embed?: {data}"
 SCHEMES = {
     "data_parallel": "batch: {data}",
     "zero1": "batch: {data}; opt.embed?: {data}",
     "fsdp": "batch, embed?: {data}",
     "hsdp": "batch: {replica}+{data}; embed?: {data}",
-    "tensor_parallel": "batch: {data}; heads?, kv_heads?, mlp?, vocab?: {model}",
-    "megatron": "batch: {data}; heads?, kv_heads?, mlp?, vocab?: {model}",
-    "fsdp_tensor": "batch: {data}; heads?, kv_heads?, mlp?, vocab?: {model}; embed?: {data}",
-    "fsdp_megatron": "batch: {data}; heads?, kv_heads?, mlp?, vocab?: {model}; embed?: {data}",
-    "sequence_parallel": "batch: {data}; heads?, kv_heads?, mlp?, vocab?: {model}; embed?: {data}; seq?: {model}",
+    "tensor_parallel": _TENSOR,
+    "megatron": _TENSOR,
+    "fsdp_tensor": _FSDP_TENSOR,
+    "fsdp_megatron": _FSDP_TENSOR,
+    "sequence_parallel": _FSDP_TENSOR + "; seq?: {model}",
     "context_parallel": "batch: {data}; seq?: {context}",
     "expert_parallel": "expert?, experts?: {expert}; batch: {data}+{expert}; embed?: {data}",
 }
