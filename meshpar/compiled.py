@@ -21,7 +21,6 @@ from .compat.jax import (
     ordered_effect,
     source_line,
     user_stacklevel,
-    without_gc,
 )
 from .compat.quirks import with_bounded_queue
 from .cost.flops import redundant_matmuls_despite_layout
@@ -177,8 +176,7 @@ def lower_step(
             source=source_line(ordered),
             fixes=["leave ordered=True out", "or call it outside of the step, with a result of the step"],
         )
-    with without_gc():
-        on_arrays, ins, outs = LOWERINGS[plan.lowering](plan, mesh, bound=bound_axis_names())
+    on_arrays, ins, outs = LOWERINGS[plan.lowering](plan, mesh, bound=bound_axis_names())
     # equal shardings become one object, so that results passed in again compare by `is`
     same: dict[NamedSharding, NamedSharding] = {}
     ins, outs = ([same.setdefault(s, s) for s in side] for side in (ins, outs))

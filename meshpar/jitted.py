@@ -154,12 +154,12 @@ class Jitted(Generic[P, R]):
         with self._flattened((*self._bound, *args), kwargs) as call:
             return self._plan(call)
 
+    @without_gc()
     def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lower for these arguments, as ``jax.jit(f).lower`` does."""
-        traced = self.trace(*args, **kwargs)
-        with without_gc():
-            return traced.lower()
+        return self.trace(*args, **kwargs).lower()
 
+    @without_gc()
     def trace(self, /, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Trace for these arguments, as ``jax.jit(f).trace`` does."""
         with self._flattened((*self._bound, *args), kwargs) as call:
@@ -410,20 +410,21 @@ class Jitted(Generic[P, R]):
             traced = self._caches.programs.put(call.key, made)
         return traced
 
+    @without_gc()
     def _plan(self, call: Call) -> Plan:
         """The plan of a call, after all passes, cached by the key of the call."""
         plan = self._caches.plans.get(call.key)
         if plan is None:
             program, step = self._trace(call).program, self._options
-            with without_gc():
-                made = make_plan(
-                    program, self.layout, self.mesh, strict=step.strict, init=self._init, topology=self.topology,
-                    donated=self._roles.donated_arrays(call), lowering=step.lowering, overlap=step.overlap, options=step.options,
-                    compiler_options=step.compiler_options, calibrations=step.calibration,
-                )  # fmt: skip
+            made = make_plan(
+                program, self.layout, self.mesh, strict=step.strict, init=self._init, topology=self.topology,
+                donated=self._roles.donated_arrays(call), lowering=step.lowering, overlap=step.overlap, options=step.options,
+                compiler_options=step.compiler_options, calibrations=step.calibration,
+            )  # fmt: skip
             plan = self._caches.plans.put(call.key, Plan.of(made))
         return plan
 
+    @without_gc()
     def _compiled(self, call: Call) -> CompiledStep:
         compiled = self._caches.compiled.get(call.key)
         if compiled is None:
@@ -505,8 +506,7 @@ def trace_compiled(compiled: CompiledStep, call: Call, *, name: str, keep_unused
         step, out_shardings=results.result(compiled.out_shardings), donate_argnums=nums, donate_argnames=names,
         keep_unused=keep_unused, compiler_options=compiled.plan.options.values or None,
     )  # fmt: skip
-    with without_gc():
-        return jitted.trace(*args, **kwargs)
+    return jitted.trace(*args, **kwargs)
 
 
 def _map_paths(f: Callable[[Leaf], Any], tree: Any, path: tuple[str, ...]) -> Any:

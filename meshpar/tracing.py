@@ -23,7 +23,7 @@ from .arguments import (
     with_statics,
 )
 from .compat import nnx
-from .compat.jax import abstract_array, is_graph_node, is_ref, traced_as, user_line, without_gc
+from .compat.jax import abstract_array, is_graph_node, is_ref, traced_as, user_line
 from .dims import Dims, PathDims, fit_dims, format_dims, near, path_matches
 from .errors import PatternError, UnsupportedError
 from .flax import Leaf, capture_names, flatten_named, with_states
@@ -142,10 +142,9 @@ def trace_call(
         raise AssertionError("paths and results do not match")
     out_annotations = _result_dims(results, named, annotations, patterns if init else None, used)
     _check_patterns(patterns, used, [leaf.path for leaf in (*named, *(results if init else ()))], init)
-    with without_gc():
-        program = infer(
-            closed, annotations, [leaf.path for leaf in named], out_annotations, [leaf.path for leaf in results]
-        )
+    program = infer(
+        closed, annotations, [leaf.path for leaf in named], out_annotations, [leaf.path for leaf in results]
+    )
     for value, leaf in zip(program.inputs, named, strict=True):
         value.kind = leaf.kind
     for value, leaf in zip(program.outputs, results, strict=True):

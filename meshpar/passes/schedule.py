@@ -42,6 +42,8 @@ ADDITIONS = having(lambda p: p.addition)
 
 def schedule(plan: Plan) -> Plan:
     """The plan with its steps in an order by the rules above, and barriers that keep the compiler to it."""
+    if not _reads_large_arrays(plan):
+        return plan
     waits = _Waits(plan)
     if not waits.after:
         return plan
@@ -64,6 +66,18 @@ def schedule(plan: Plan) -> Plan:
         return replace(body, steps=topological_order(_in_order_of_ops(steps, index), body.outputs))
 
     return replace(plan, body=rewrite_bodies(plan.body, change))
+
+
+def _reads_large_arrays(plan: Plan) -> bool:
+    """Whether a matmul of a plan, or a ring, reads arrays of the size from which live ranges matter."""
+    limit, shard_bytes = plan.compiler.large_buffer_bytes, plan.shard_bytes
+    for step in plan.body.all_steps:
+        if isinstance(step, Run):
+            if step.op.name in MATMULS and math.fsum(map(shard_bytes, step.reads)) >= limit:
+                return True
+        elif isinstance(step, Reshard) and step.ring is not None and shard_bytes(step.result) >= limit:
+            return True
+    return False
 
 
 def _in_order_of_ops(steps: Sequence[Step], index: Mapping[Op, int]) -> list[Step]:

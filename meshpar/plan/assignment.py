@@ -23,8 +23,10 @@ from functools import cached_property
 from typing import Any
 
 from ..caches import LRUCache
+from ..dims import Dims
 from ..layout import SCOPES, Layout, Rule, Spec, claim
 from ..program.ir import Op, Program, Value
+from ..program.names import SubDim
 from ..rules import ELEMENTWISE, OpRule
 from .spec import replicated_spec
 
@@ -125,8 +127,9 @@ class _ProgramTables:
 
     Attributes:
       items: of values; of elementwise ops with annotated operands (None: the op has none).
-      factor_names, op_queries: of ops with rules.
-      distinct: query → the first equal one.
+      factor_names: of ops with rules.
+      names: (rule, names in the operands and results) → names of the factors.
+      op_queries: (rule, names of its factors) → query.
       scopes: scopes that a layout names → the scopes of every value.
       queries: scopes that a layout names → queries.
       shard_map_axes: dim (its root) → the axes over which the user's own ``shard_map``s return it.
@@ -135,9 +138,9 @@ class _ProgramTables:
     def __init__(self, program: Program):
         """Empty tables for a program, and the axes that its own ``shard_map``s return."""
         self.items: dict[Value | Op, Items | None] = {}
-        self.factor_names: dict[Op, list[Names]] = {}
-        self.op_queries: dict[Op, OpQuery] = {}
-        self.distinct: dict[OpQuery, OpQuery] = {}
+        self.factor_names: dict[Op, tuple[Names, ...]] = {}
+        self.names: dict[tuple[Any, ...], tuple[Names, ...]] = {}
+        self.op_queries: dict[tuple[OpRule, tuple[Names, ...]], OpQuery] = {}
         self.scopes: dict[tuple[str, ...], dict[Value, tuple[str, ...]]] = {}
         self.queries: dict[tuple[str, ...], Queries] = {}
         self.shard_map_axes = _shard_map_axes(program)
@@ -281,7 +284,7 @@ class AxisAssignment:
             items.append((given, out.shape[i]) if given else (names, size))
         return tuple(items)
 
-    def factor_names(self, op: Op) -> list[Names]:
+    def factor_names(self, op: Op) -> tuple[Names, ...]:
         """The names of every factor of an op, as annotated on operands and results, else as inferred.
 
         If a factor has a primed name (``seq'``) in one of the values, it has it in the op: of the two ``seq``
@@ -289,13 +292,22 @@ class AxisAssignment:
         """
         names = self.tables.factor_names.get(op)
         if names is None:
-            names = self.tables.factor_names[op] = self._factor_names(op)
+            rule = op.rule
+            assert rule is not None
+            sub_dims_of = self.program.unifier.sub_dims_of
+            arrays = tuple(
+                None if v is None else (v.annotation, tuple(map(sub_dims_of, v.nodes))) for v in (*op.ins, *op.outs)
+            )
+            names = self.tables.names.get((rule, arrays))
+            if names is None:
+                names = self.tables.names[rule, arrays] = self._factor_names(rule, arrays)
+            self.tables.factor_names[op] = names
         return names
 
-    def _factor_names(self, op: Op) -> list[Names]:
-        """As :meth:`factor_names`, not cached."""
-        rule = op.rule
-        assert rule is not None
+    def _factor_names(
+        self, rule: OpRule, arrays: Sequence[tuple[Dims | None, tuple[tuple[SubDim, ...], ...]] | None]
+    ) -> tuple[Names, ...]:
+        """The names of the factors of a rule; ``arrays``: (annotation, sub-dims of every dim) of operands and results."""
         given: list[dict[str, None]] = [{} for _ in rule.sizes]
         joined: list[dict[str, None]] = [{} for _ in rule.sizes]
         primed: dict[int, Names] = {}
@@ -305,35 +317,35 @@ class AxisAssignment:
             if names and names[0].endswith("'"):
                 primed[factor] = names
 
-        for value, dims in [*zip(op.ins, rule.ins, strict=True), *zip(op.outs, rule.outs, strict=True)]:
-            if value is None or not dims:
+        for array, dims in zip(arrays, (*rule.ins, *rule.outs), strict=True):
+            if array is None or not dims:
                 continue
+            annotation, split = array
             for i, factors in enumerate(dims):
                 if not factors:
                     continue
-                own = value.annotation[i] if value.annotation is not None else None
+                own = annotation[i] if annotation is not None else None
                 if own is not None:
                     given[factors[0]][own] = None
                     continue
-                sub_dims = self.program.unifier.sub_dims_of(value.nodes[i])
+                sub_dims = split[i]
                 if [size for _, size in sub_dims] == [rule.sizes[f] for f in factors]:
                     for f, (names, _) in zip(factors, sub_dims, strict=True):
                         join(f, names)
                 elif sub_dims:
                     join(factors[0], sub_dims[0][0])
-        return [tuple(a) or primed.get(f) or tuple(b) for f, (a, b) in enumerate(zip(given, joined, strict=True))]
+        return tuple(tuple(a) or primed.get(f) or tuple(b) for f, (a, b) in enumerate(zip(given, joined, strict=True)))
 
     def factor_axes(
-        self, op: Op, names: list[Names], scopes: tuple[str, ...], cost: Callable[[list[tuple[str, ...]]], float] | None
+        self, op: Op, cost: Callable[[list[tuple[str, ...]]], float] | None = None
     ) -> list[tuple[str, ...]]:
         """The axes of every factor of an op.
 
         Args:
-          names: of its factors; scopes: of the op.
           cost: axes of the factors → bytes sent. If given, and the layout resolves conflicts by cost, the cheapest choice is taken.
         """
         assert op.rule is not None
-        query = self._query(op, names)
+        query, scopes = self.op_query(op)
         if cost is None or self.layout.resolve != "cost":
             return list(self._query_axes(query, scopes))
         axes = self._claimed(query.groups, query.items, scopes)
@@ -348,19 +360,21 @@ class AxisAssignment:
             result = self._op_axes[query, scopes] = _contiguous_only(query.nested, query.sizes, axes, self.sizes)
         return result
 
-    def _query(self, op: Op, names: list[Names]) -> OpQuery:
-        query = self.tables.op_queries.get(op)
-        if query is None:
-            query = self.tables.op_queries[op] = self._new_query(op, names)
-        return query
-
-    def _new_query(self, op: Op, names: list[Names]) -> OpQuery:
-        """The query of an op with a rule. A factor that is sharded like another one has no names: its leader has them."""
-        rule = op.rule
+    def op_query(self, op: Op) -> tuple[OpQuery, tuple[str, ...]]:
+        """(query, scopes) of an op with a rule."""
+        rule, given = op.rule, self.factor_names(op)
         assert rule is not None
+        query = self.tables.op_queries.get((rule, given))
+        if query is None:
+            query = self.tables.op_queries[rule, given] = self._new_query(rule, given)
+        return query, self.op_scopes(op, op.outs)
+
+    def _new_query(self, rule: OpRule, given: tuple[Names, ...]) -> OpQuery:
+        """The query of ops with a rule and names of its factors. A factor that is sharded like another one has no names: its
+        leader has them."""
         follows = {b: a for a, b in rule.sharded_like}
         fit = list(rule.sizes)
-        names = list(names)
+        names = list(given)
         for follower, leader in follows.items():
             fit[leader] = math.gcd(fit[leader], rule.sizes[follower])
             names[leader] = names[leader] or names[follower]
@@ -370,8 +384,7 @@ class AxisAssignment:
         )
         groups = tuple(map(frozenset, permutation_groups(rule)))
         leaders = tuple(follows.get(f, f) for f in range(len(items)))
-        query = OpQuery(items, groups, leaders, _nested(rule), tuple(rule.sizes))
-        return self.tables.distinct.setdefault(query, query)
+        return OpQuery(items, groups, leaders, _nested(rule), tuple(rule.sizes))
 
     def _claimed(
         self, groups: Sequence[frozenset[int]], items: tuple[tuple[Names, int], ...], scopes: tuple[str, ...]
@@ -473,7 +486,8 @@ class AxisAssignment:
 
     def all_indivisible(self) -> list[tuple[Value, int, int]]:
         """(value, dim, rule) where a size does not divide, for one value of each set of joined dims, in program order."""
-        if not any(group.indivisible for group in self.group_assignments()):
+        known = self.named_scopes in self.tables.queries  # which a first plan does not need
+        if known and not any(group.indivisible for group in self.group_assignments()):
             return []
         in_order = AxisAssignment(self.program, self.layout, self.sizes)
         frames = [self.program.root]
@@ -519,7 +533,7 @@ class AxisAssignment:
                 continue
             work: tuple[int, ...] = ()
             if op.rule is not None and op.rule.given is None:
-                work = (add(self._query(op, self.factor_names(op)), self.op_scopes(op, op.outs)),)
+                work = (add(*self.op_query(op)),)
             elif op.rule is None and len(op.outs) == 1:
                 items = self.work_items(op, op.outs[0])
                 if items is not None or self.scoped:

@@ -24,9 +24,9 @@ class Causes:
         """The name of a dim of a value, or ``dim 1``."""
         return self.program.dim_name(value, i) or f"dim {i}"
 
-    def factor_names(self, op: Op) -> list[Names]:
+    def factor_names(self, op: Op) -> tuple[Names, ...]:
         """The names of the factors of an op; none for an op without a factor rule."""
-        return [] if op.rule is None else self.assignment.factor_names(op)
+        return () if op.rule is None else self.assignment.factor_names(op)
 
     def scattered(self, op: Op, factor_axes: FactorAxes, value: Value, i: int, axes: tuple[str, ...]) -> str:
         """Why a result is reduce-scattered over axes along dim i."""

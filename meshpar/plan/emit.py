@@ -206,7 +206,7 @@ class Emitter:
         self, op: Op, decision: OpDecision, operands: tuple[Shard | None, ...]
     ) -> tuple[Run, tuple[Placement, ...]]:
         """(the step that runs an op as decided, the placements of its results)."""
-        key = (decision, operands)
+        key = (op, decision, operands)
         run = self.interned.runs.get(key)
         if run is None:
             pairs = zip(op.outs, decision.results, strict=True)

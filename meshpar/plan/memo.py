@@ -1,8 +1,9 @@
 """Caches that the plans of one program share: shards and steps, and decisions about ops.
 
 A decision follows from the axes that the layout assigns to an op and its results, from the shards of its operands, and from the
-sizes of the mesh; these are its key. Shards and steps are interned, so that ops that are planned as before have the same steps as
-before, and the cost model finds its cached results for them.
+sizes of the mesh; these are its key. Ops with equal equations, as those of equal layers, share decisions
+(:func:`meshpar.plan.decide.shared_key`). Shards and steps are interned, so that ops that are planned as before have the same steps
+as before, and the cost model finds its cached results for them.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ class Interned:
 
     Attributes:
       table: by the attributes that make them.
-      runs: the steps that run ops, and the placements of their results, by decision and operands.
+      runs: the steps that run ops, and the placements of their results, by op, decision and operands.
     """
 
     def __init__(self):
         self.table: dict[Hashable, Any] = {}
-        self.runs: dict[tuple[OpDecision, tuple[Shard | None, ...]], tuple[Run, tuple[Placement, ...]]] = {}
+        self.runs: dict[tuple[Op, OpDecision, tuple[Shard | None, ...]], tuple[Run, tuple[Placement, ...]]] = {}
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """The object with a key; ``make`` makes it when it is asked for first."""

@@ -21,7 +21,7 @@ from .checks import check_dims, check_divides, check_joins
 from .collective_records import CollectiveRecords, TooLong
 from .constants import large_constant_note
 from .control_flow import ControlFlow
-from .decide import Facts, OpDecision, decide
+from .decide import Facts, OpDecision, decide, shared_key
 from .emit import Emitter
 from .memo import Interned, KeyMaker, MeshCache, PlanCache
 from .partial import read_counts, reduce_in_values
@@ -203,16 +203,26 @@ class _Planner:
 
     def decision(self, op: Op) -> OpDecision:
         """The decision about an op without bodies."""
-        emitter = self.emitter
         if self.keys is None:
-            return decide(op, [emitter.operand_of(v) for v in op.ins], self.facts)
+            return self.new_decision(op)
         decisions = self.decisions if op.rule is None else self.cache.decisions
-        key = self.keys.key(op, emitter.current)
+        key = self.keys.key(op, self.emitter.current)
         if op in self.control.conversions:
             key = (*key, self.facts.accumulated[op.outs[0]])
         known = decisions.get(key)
         if known is None:
-            known = decisions[key] = decide(op, [emitter.operand_of(v) for v in op.ins], self.facts)
+            known = decisions[key] = self.new_decision(op)
+        return known
+
+    def new_decision(self, op: Op) -> OpDecision:
+        """The decision about an op that is planned like this for the first time; ops of equal layers share it."""
+        operands = [self.emitter.operand_of(v) for v in op.ins]
+        key = shared_key(op, operands, self.facts)
+        if key is None:
+            return decide(op, operands, self.facts)
+        known = self.cache.decisions.get(key)
+        if known is None:
+            known = self.cache.decisions[key] = decide(op, operands, self.facts)
         return known
 
     def output(self, var: Any, value: Value) -> Shard:

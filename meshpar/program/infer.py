@@ -6,13 +6,13 @@ second pass joins the dims of each factor of an op weakly, broadcasts last. Rena
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import chain
 from typing import Any
 
 from jax.extend.core import Literal
 
-from ..compat.jax import body_of, closed_parts, constraint_spec, new_var, scan_counts
+from ..compat.jax import body_of, closed_parts, constraint_spec, literal_array, new_var, scan_counts
 from ..dims import Dims, did_you_mean
 from ..errors import UnknownDimError
 from ..rules import ELEMENTWISE, OpRule, having, no_rule, primitive, separated
@@ -79,12 +79,29 @@ def infer_like(program: Program, closed: Any) -> Program:
     return new_program
 
 
+def _signature(eqn: Any) -> Hashable | None:
+    """What equal equations have in common: the primitive, its parameters, and the shapes, dtypes and literals of the operands.
+
+    None if a parameter has no hash: the equation equals no other one.
+    """
+    operands = tuple(
+        (v.aval.shape, v.aval.dtype, literal_array(v).tobytes() if isinstance(v, Literal) else None) for v in eqn.invars
+    )
+    signature = eqn.primitive, tuple(eqn.params.items()), operands, bool(eqn.effects)
+    try:
+        hash(signature)
+    except TypeError:
+        return None
+    return signature
+
+
 class Builder:
     """Makes the values and ops of a program, and joins their dims."""
 
     def __init__(self) -> None:
-        """An empty unifier, and empty lists of the ops that later phases of the inference visit."""
+        """An empty unifier, no rules, and empty lists of the ops that later phases of the inference visit."""
         self.unifier = Unifier()
+        self.rules: dict[Hashable, OpRule] = {}
         self.ties: list[Op] = []
         self.stretched: list[Op] = []
         self.renames: list[Op] = []
@@ -162,12 +179,8 @@ class Builder:
     def by_rule(self, op: Op) -> list[Value]:
         """The results of an op with a factor rule, as new values; sets ``op.rule``, and joins the dims that share a
         factor."""
-        eqn = op.eqn
-        in_shapes = [v.aval.shape for v in eqn.invars]
-        out_shapes = [v.aval.shape for v in eqn.outvars]
-        fn = primitive(eqn.primitive.name).rule
-        op.rule = no_rule(in_shapes, out_shapes) if fn is None else fn(eqn, in_shapes, out_shapes)
-        outs = [self.value(v.aval, op=op) for v in eqn.outvars]
+        op.rule = self.rule_of(op.eqn)
+        outs = [self.value(v.aval, op=op) for v in op.eqn.outvars]
         if op.rule.given is not None:
             _name_through_body(op, outs)
         if op.rule.strong:
@@ -175,6 +188,18 @@ class Builder:
         if op.rule.known:
             self.ties.append(op)
         return outs
+
+    def rule_of(self, eqn: Any) -> OpRule:
+        """The factor rule of an equation; one object for all equal equations (:func:`_signature`)."""
+        signature = _signature(eqn)
+        rule = self.rules.get(signature)
+        if rule is None:
+            in_shapes, out_shapes = ([v.aval.shape for v in part] for part in (eqn.invars, eqn.outvars))
+            fn = primitive(eqn.primitive.name).rule
+            rule = no_rule(in_shapes, out_shapes) if fn is None else fn(eqn, in_shapes, out_shapes)
+            if signature is not None and rule.given is None:  # given specs are changed by the names in the body
+                self.rules[signature] = rule
+        return rule
 
     def join_strong(self, op: Op, outs: list[Value]) -> None:
         """Join the dims of operands and results that are the same factor of an op that moves data unchanged."""

@@ -75,7 +75,8 @@ class Op:
       eqn: the jaxpr equation; name: of its primitive; primitive: the registry's entry, with its traits.
       ins: its operands (None for literals).
       outs: its results; a call whose body returns an operand has this operand as a result (see :attr:`makes`).
-      rule: its factor rule; None for elementwise ops (factor i is dim i) and for control flow.
+      rule: its factor rule, one object for all ops with equal equations; None for elementwise ops (factor i is dim i) and for
+        control flow.
       frames: its bodies, for control flow.
       frame: the frame that has the op.
     """

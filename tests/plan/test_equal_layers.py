@@ -1,0 +1,116 @@
+"""Equal layers of a program that is not scanned share rules and decisions, and are planned as if they did not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from arrays import f32
+from jax import lax
+
+import meshpar as mp
+from meshpar.plan import planner
+from meshpar.report.steps import plan_steps
+
+MESH = "data=4, model=2"
+LAYOUT = "batch: data; mlp, heads: model; embed: data"
+LAYERS = 3
+PARAMS = [{"up": f32(16, 32), "down": f32(32, 16), "qkv": f32(16, 4, 8), "out": f32(4, 8, 16)} for _ in range(LAYERS)]
+DIMS = {
+    "*/up": "embed mlp", "*/down": "mlp embed", "*/qkv": "embed heads head_dim", "*/out": "heads head_dim embed",
+    "x": "batch seq embed",
+}  # fmt: skip
+X = f32(8, 8, 16)
+
+
+def layer(p, x):
+    q = jnp.einsum("bse,ehd->bshd", x, p["qkv"])
+    weights = jax.nn.softmax(jnp.einsum("bshd,bthd->bhst", q, q))
+    x = x + jnp.einsum("bhst,bthd,hde->bse", weights, q, p["out"])
+    return x + jnp.cumsum(jax.nn.gelu(x @ p["up"]), axis=1) @ p["down"]
+
+
+def step(params, x):
+    def loss(params):
+        y = x
+        for p in params:
+            y = layer(p, y)
+        return (y * y).mean()
+
+    value, gradients = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+
+def planned(layout=LAYOUT, fn=step, args=(PARAMS, X), dims=DIMS):
+    return mp.plan(fn, *args, mesh=MESH, layout=layout, dims=dims, topology="v5e:2x4")
+
+
+def count_decisions(monkeypatch):
+    """A list to which the op of each new decision is added."""
+    decided, decide = [], planner.decide
+    monkeypatch.setattr(planner, "decide", lambda op, *args: decided.append(op) or decide(op, *args))
+    return decided
+
+
+def described(plan):
+    return plan_steps(plan), plan.to_json()
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, "batch: data; seq: model; embed: data+model", "embed, mlp: model"])
+def test_shared_decisions_make_the_plan_that_separate_ones_make(layout, monkeypatch):
+    shared = planned(layout)
+    replanned = planned("batch: data").replan(layout=layout)
+    monkeypatch.setattr(planner, "shared_key", lambda *_: None)
+    separate = planned(layout)
+    assert described(shared) == described(separate) == described(replanned)
+
+
+def test_another_layer_needs_few_new_decisions(monkeypatch):
+    decided, numbers = count_decisions(monkeypatch), []
+    for layers in (LAYERS, LAYERS + 1):
+        decided.clear()
+        planned(args=(PARAMS[:1] * layers, X))
+        numbers.append(sum(op.rule is not None for op in decided))
+    ops = [op for op in planned().program.root.walk() if op.rule is not None]
+    assert numbers[0] < len(ops) / 2
+    assert numbers[1] - numbers[0] <= len(ops) / LAYERS / 4
+
+
+def test_a_replan_under_another_layout_shares_no_decision_of_the_first():
+    plan = planned()
+    for layout in ("batch: data", "mlp: data", LAYOUT):
+        assert described(plan.replan(layout=layout)) == described(planned(layout))
+
+
+def rules_of(fn, *args, dims, op):
+    plan = planned("", fn, args, dims)
+    return [o.rule for o in plan.program.root.walk() if o.name == op]
+
+
+def test_equal_equations_have_one_rule_and_others_their_own():
+    def matmuls(x, w, v):
+        return x @ w @ w, x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16), x @ v
+
+    first, second, narrow, wider = rules_of(
+        matmuls, f32(8, 16), f32(16, 16), f32(16, 32), dims={"x": "batch embed"}, op="dot_general"
+    )
+    assert first is second
+    assert len({id(first), id(narrow), id(wider)}) == 3
+
+
+@pytest.mark.parametrize(("one", "other", "equal"), [(0.0, 0.0, True), (0.0, 1.0, False), (0.0, -0.0, False)])
+def test_equations_that_differ_in_one_literal_are_not_equal(one, other, equal):
+    def pads(x):
+        return [lax.pad(x, np.float32(v), [(0, 8, 0), (0, 0, 0)]) for v in (one, other)]
+
+    first, second = rules_of(pads, f32(8, 16), dims={"x": "batch embed"}, op="pad")
+    assert (first is second) == equal
+
+
+def test_a_layer_with_another_literal_computes_its_own_values():
+    def pads(x):
+        return [jnp.pad(x, ((0, 8), (0, 0)), constant_values=v) * 2 for v in (0.0, 1.0, 0.0)]
+
+    x = np.arange(128, dtype=np.float32).reshape(8, 16)
+    results = mp.jit(pads, mesh=mp.mesh(MESH), layout="batch: data", dims={"x": "batch embed"})(x)
+    for got, v in zip(results, (0.0, 1.0, 0.0), strict=True):
+        np.testing.assert_array_equal(got, np.pad(x, ((0, 8), (0, 0)), constant_values=v) * 2)
