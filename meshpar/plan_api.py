@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from . import report
 from .cost.memory import Memory, memory_of
 from .cost.time import Time, time_of
-from .hardware.calibration import EFFICIENCIES, CalibrationLike, calibrations
+from .hardware.calibration import CalibrationLike, calibrations
 from .hardware.options import OptionsMode
 from .layout import Layout
 from .mesh import MeshLike, planned_mesh
@@ -75,41 +74,12 @@ class Plan(record.Plan):
     def to_json(self) -> str:
         """The plan as JSON: mesh, chip, calibration, layout, lowering, inputs, outputs, constants, collectives, transfers, memory,
         time, options, joins, notes, unnamed dims."""
-        named, total, _ = self.program.coverage()
-        return json.dumps(
-            {
-                "mesh": self.sizes,
-                "topology": self.topology,
-                "chip": None if self.chip is None else self.chip.name,
-                "calibration": self.calibration,
-                "layout": str(self.layout),
-                "lowering": {
-                    "lowering": self.lowering,
-                    "asked": self.requested_lowering,
-                    "reason": self.lowering_reason,
-                    "estimate": self.lowering == "jit",
-                },
-                "inputs": [h.to_dict() for h in self.inputs],
-                "outputs": [h.to_dict() for h in self.outputs],
-                "constants": [h.to_dict() for h in self.constants],
-                "collectives": [c.to_dict() for c in self.collectives],
-                "transfers": [t.to_dict() for t in self.transfers],
-                "memory": self.memory.to_dict(),
-                "time": None if self.time is None else self.time.to_dict(),
-                "overlap": [o.to_dict() for o in self.overlaps],
-                "options": self.options.to_dict(),
-                "joins": [str(j) for j in self.joins],
-                "notes": list(self.notes),
-                "dims": {"named": named, "all": total, "unnamed": self.unnamed},
-            }
-        )
+        return report.plan_json(self)
 
     @property
     def calibration(self) -> dict[str, Any] | None:
         """The calibration used: the devices it was measured on, and the fractions of peak rates; None: the chip table."""
-        if self.chip is None or not self.chip.calibration:
-            return None
-        return {"measured_on": self.chip.calibration, **{k: getattr(self.chip.compiler, k) for k in EFFICIENCIES}}
+        return report.calibration_rates(self)
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file: ``.html``, a page of its own (nothing from the network); ``.json``; ``.txt``.

@@ -1,9 +1,21 @@
 """Reports of plans: text for the terminal, pages, notebook cells, comparisons, the steps as a program."""
 
+from .data import calibration_rates, plan_json
 from .diff import PlanDiff
 from .html import plan_cell, plan_page
 from .save import save
 from .steps import plan_steps
 from .text import plan_line, plan_renderable, plan_text
 
-__all__ = ["PlanDiff", "plan_cell", "plan_line", "plan_page", "plan_renderable", "plan_steps", "plan_text", "save"]
+__all__ = [
+    "PlanDiff",
+    "calibration_rates",
+    "plan_cell",
+    "plan_json",
+    "plan_line",
+    "plan_page",
+    "plan_renderable",
+    "plan_steps",
+    "plan_text",
+    "save",
+]

@@ -255,6 +255,7 @@ class RuleEffect:
     Attributes:
       rule: its text.
       axes: its axes.
+      parallelism: its name in the literature, ``"FSDP"``; "" for another use of its axes.
       arguments: number of arguments that it shards.
       global_bytes, bytes: of these arguments: of the full arrays, and on a device.
       values: number of values of the program that it shards, arguments included.
@@ -271,6 +272,7 @@ class RuleEffect:
     values: int = 0
     sent: float = 0.0
     seconds: float = 0.0
+    parallelism: str = ""
 
     @property
     def size_text(self) -> str:
@@ -280,14 +282,13 @@ class RuleEffect:
 
 def rule_effects(plan: Plan) -> list[RuleEffect]:
     """One effect per rule, in the layout's order; a last one, without axes, for collectives that no single rule causes."""
-    out = [RuleEffect(str(r), r.axes) for r in plan.layout.rules]
+    rules = plan.layout.rules
+    out = [RuleEffect(str(r), r.axes, parallelism=parallelism(r, rules[:k])) for k, r in enumerate(rules)]
     for h in plan.inputs:
-        rules = {_rule_index(plan, name, axes, h.path, h.kind) for name, axes in argument_dims(h) if axes}
-        for k in rules:
-            if k is not None:
-                out[k].arguments += 1
-                out[k].global_bytes += global_bytes(h)
-                out[k].bytes += h.bytes
+        for k in rules_of(plan, h):
+            out[k].arguments += 1
+            out[k].global_bytes += global_bytes(h)
+            out[k].bytes += h.bytes
     for value in dict.fromkeys((*plan.program.inputs, *(v for op in plan.program.root.walk() for v in op.outs))):
         for name, axes in value_dims(plan, value):
             k = _rule_index(plan, name, axes, value.path or "", value.kind) if axes else None
@@ -295,11 +296,58 @@ def rule_effects(plan: Plan) -> list[RuleEffect]:
                 out[k].values += 1
     other = RuleEffect("other", ())
     for c in plan.collectives:
-        at = [(c.cause.find(f"`{e.rule}`"), k) for k, e in enumerate(out) if f"`{e.rule}`" in c.cause]
-        effect = out[min(at)[1]] if at else other
+        k = causing_rule(plan, c)
+        effect = other if k is None else out[k]
         effect.sent += c.total_bytes
         effect.seconds += seconds_per_step(c)
     return [*out, other] if other.sent else out
+
+
+def rules_of(plan: Plan, h: ShardedArray) -> list[int]:
+    """Indices of the rules of the layout that shard an argument."""
+    indices = {_rule_index(plan, name, axes, h.path, h.kind) for name, axes in argument_dims(h) if axes}
+    return sorted(k for k in indices if k is not None)
+
+
+def causing_rule(plan: Plan, c: Collective) -> int | None:
+    """Index of the first rule of the layout that the cause of a collective names; None: it names none."""
+    at = [(c.cause.find(f"`{r}`"), k) for k, r in enumerate(plan.layout.rules) if f"`{r}`" in c.cause]
+    return min(at)[1] if at else None
+
+
+_TENSOR_DIMS = ("heads", "kv_heads", "mlp", "vocab")
+
+
+def parallelism(rule: Rule, earlier: Iterable[Rule]) -> str:
+    """The name of the parallelism of a rule that has the dims of a scheme of :mod:`meshpar.layouts`; "" for other rules.
+
+    Args:
+      earlier: the rules before it. With ``batch: data`` before it, ``embed: data`` is FSDP.
+    """
+    axes_of: dict[str, set[str]] = {}
+    for r in earlier:
+        axes_of.setdefault(r.dim, set()).update(r.axes)
+    axes = set(rule.axes)
+    tensor_axes = {a for dim in _TENSOR_DIMS for a in axes_of.get(dim, ())}
+    if not axes:
+        return ""
+    if rule.dim == "batch":
+        return "data parallel"
+    if rule.dim in ("expert", "experts"):
+        return "expert parallel"
+    if rule.dim == "seq":
+        return (
+            "sequence parallel"
+            if axes <= tensor_axes
+            else ""
+            if axes & axes_of.get("batch", set())
+            else "context parallel"
+        )
+    if rule.dim not in (*_TENSOR_DIMS, "embed"):
+        return ""
+    if axes <= axes_of.get("batch", set()):
+        return "ZeRO-1" if rule.scope == "opt" else "FSDP"
+    return "tensor parallel" if rule.dim in _TENSOR_DIMS else ""
 
 
 def _rule_index(plan: Plan, name: str, axes: tuple[str, ...], path: str, kind: str | None) -> int | None:
@@ -373,6 +421,8 @@ class Span:
       start, seconds: from the start of the iteration.
       detail: dims of its results, or of the tensor that it sends.
       exposed: a collective that kernels wait for.
+      bytes: a kernel's traffic to and from HBM, or what a device sends in one call.
+      cause: why it is sent.
     """
 
     lane: str
@@ -383,6 +433,8 @@ class Span:
     detail: str = ""
     source: str = ""
     exposed: bool = False
+    bytes: float = 0.0
+    cause: str = ""
 
 
 @dataclass(slots=True)
@@ -429,9 +481,11 @@ def _timeline(plan: Plan, loop: Kernel, body: Computation) -> LoopTimeline:
     for kernel, start in zip(schedule.kernels, schedule.starts, strict=True):
         if kernel in times and kernel.name != "move!":
             dims = " | ".join(dict.fromkeys(format_dims(plan.program.dims(b.value)) for b in kernel.writes))
-            source, seconds = line_of(kernel.origin), times[kernel].seconds
-            out.spans.append(Span("compute", kernel.primitive, start, seconds, (), dims, source))
+            source, run = line_of(kernel.origin), times[kernel]
+            out.spans.append(Span("compute", kernel.primitive, start, run.seconds, (), dims, source, bytes=run.bytes))
     for t in schedule.transfers:
         c = t.collective
-        out.spans.append(Span("links", c.op, t.start, t.end - t.start, c.axes, c.dims, c.source, not t.is_async))
+        out.spans.append(
+            Span("links", c.op, t.start, t.end - t.start, c.axes, c.dims, c.source, not t.is_async, c.bytes, c.cause)
+        )
     return out

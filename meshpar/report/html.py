@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
 
+import jax
 from rich.text import Text
 
 from ..cost.memory import memory_of
 from ..cost.time import time_of
 from ..hardware.topology import Stage
+from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..units import format_bytes, format_memory, format_seconds, with_article
+from .data import plan_json
 from .facts import (
     ArgumentGroup,
+    CollectiveGroup,
     DimAxes,
     LoopTimeline,
     RuleEffect,
+    Span,
     argument_dims,
     argument_groups,
     blocking_collectives,
     calibration_text,
+    causing_rule,
     collective_groups,
     fits,
+    grouped,
     kernel_seconds,
     largest_values,
     layout_text,
     loop_timelines,
     lowering_text,
     rule_effects,
+    rules_of,
     seconds_per_step,
     shape_text,
     time_bounds,
@@ -51,7 +61,7 @@ def page(title: str, body: str) -> str:
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
         f"<title>{escape(title)}</title><style>{css}</style></head>\n"
-        f'<body><main class="mp page">{body}</main><script>{js}</script></body></html>\n'
+        f'<body><main class="mp page">{body}</main><script>{js}\nenhance(document.querySelector("main"));</script></body></html>\n'
     )
 
 
@@ -81,18 +91,31 @@ def plan_page(plan: Plan) -> str:
         (
             "Layout",
             rules_table(plan, effects, colours),
-            "Rules in order: an axis goes to the first rule whose dim is present.",
+            "Rules in order: an axis goes to the first rule whose dim is present. Point at a rule to highlight the arguments that "
+            "it shards.",
         ),
-        ("Mesh", _mesh(plan, colours), ""),
+        ("Arguments", tensors(plan, colours), "Choose an argument to see how it is sharded over the mesh."),
         ("One layer", layers(plan, colours), ""),
         ("Memory per device", memory_curve(plan), "Over the ops of a step; each loop body once."),
-        ("Collectives", collectives_table(plan, colours), "Bytes are sent by each device. Click a heading to sort."),
-        ("Arguments", _arguments(plan, colours), ""),
+        (
+            "Collectives",
+            collectives_by_rule(plan, effects, colours),
+            "By the rule that causes them. Bytes are sent by each device. Click a heading to sort.",
+        ),
         ("Largest intermediate values", _values(plan, colours), ""),
         ("Collective matmuls", _list(overlaps(plan, every=True)) if plan.overlaps else "", ""),
         ("Notes", notes_list(plan), ""),
     ]
-    body = [_head(plan, colours), cards(plan), *(_section(*section) for section in sections if section[1])]
+    shown = [section for section in sections if section[1]]
+    links = "".join(f'<a href="#{_anchor(title)}">{escape(title)}</a>' for title, *_ in shown)
+    data = plan_json(plan).replace("<", "\\u003c")
+    body = [
+        _head(plan, colours),
+        f'<nav aria-label="sections">{links}</nav>',
+        cards(plan),
+        *(_section(*section) for section in shown),
+        f'<script type="application/json" id="plan">{data}</script>',
+    ]
     return page(f"plan: {layout_text(plan)}", "\n".join(body))
 
 
@@ -136,21 +159,41 @@ class AxisColours:
         return " ".join(f'<span class="chip on {self.of[a]}">{escape(a)} {n}</span>' for a, n in plan.sizes.items())
 
 
+def _anchor(title: str) -> str:
+    """The id of a section."""
+    return title.lower().replace(" ", "-")
+
+
 def _section(title: str, body: str, about: str = "") -> str:
-    text = f'<p class="dim">{escape(about)}</p>' if about else ""
-    return f"<section><h2>{escape(title)}</h2>{text}{body}</section>"
+    """A section whose heading is a link to itself."""
+    text, at = f'<p class="dim">{escape(about)}</p>' if about else "", _anchor(title)
+    link = f'<a class="anchor" href="#{at}" aria-label="link to this section: {escape(title)}">#</a>'
+    return f'<section id="{at}"><h2>{escape(title)}{link}</h2>{text}{body}</section>'
 
 
 # -- sections
 
 
 def _head(plan: Plan, colours: AxisColours) -> str:
-    """The HTML of the head of a plan's page: devices, axes, layout and lowering."""
+    """The HTML of the head of a plan's page: devices, axes, layout, lowering, chip and JAX version."""
     where = f" of {escape(plan.topology)}" if plan.topology else ""
-    layout = f'<p class="mono">{escape(layout_text(plan))}</p>'
-    return (
-        f"<h1>{math.prod(plan.sizes.values())} devices{where}</h1><p>{colours.mesh(plan)}</p>{layout}{lowering(plan)}"
+    return f"<h1>{math.prod(plan.sizes.values())} devices{where}</h1>{facts_list(plan, colours)}"
+
+
+def facts_list(plan: Plan, colours: AxisColours, layout: bool = True) -> str:
+    """Mesh, ``layout``, lowering, chip and JAX version of a plan, as a list."""
+    chip = plan.chip
+    memory = (
+        f"{escape(chip.name)}, {format_memory(chip.per_device().hbm)} per device" if chip is not None else "not given"
     )
+    rows = [
+        ("mesh", colours.mesh(plan)),
+        ("lowering", escape(lowering_text(plan))),
+        ("chip", memory),
+        ("JAX", escape(jax.__version__)),
+        *[("layout", f"<code>{escape(layout_text(plan))}</code>")] * layout,
+    ]
+    return '<dl class="facts">' + "".join(f"<div><dt>{name}</dt><dd>{of}</dd></div>" for name, of in rows) + "</dl>"
 
 
 def lowering(plan: Plan) -> str:
@@ -213,78 +256,70 @@ def step_parts(plan: Plan, colours: AxisColours) -> str:
             if n > 0
         )
         out += f'<div><span>{label}</span><span class="track">{bars}</span><span class="n">{format_seconds(value)}</span></div>'
-    key = (
-        f'<div class="key"><span class="ink"><i></i>kernels {format_seconds(kernels)}</span>'
-        f'<span class="wait"><i></i>exposed communication {format_seconds(exposed)}</span></div>'
+    key = legend(
+        plan,
+        colours,
+        (("ink", f"kernels {format_seconds(kernels)}"), ("wait", f"exposed communication {format_seconds(exposed)}")),
     )
     return f'<div class="parts">{out}</div>{key}'
+
+
+def legend(plan: Plan, colours: AxisColours, kinds: Iterable[tuple[str, str]]) -> str:
+    """What the colours of bars mean: ``kinds`` (CSS class, text), then the mesh axes of collectives."""
+    used = [a for a in plan.sizes if any(c.axes and c.axes[0] == a for c in plan.collectives)]
+    rows = [*kinds, *((colours.of[a], f"collectives over {a}") for a in used)]
+    first = (
+        "<span>over several axes: the colour of the first</span>"
+        if any(len(c.axes) > 1 for c in plan.collectives)
+        else ""
+    )
+    spans = "".join(f'<span class="{kind}"><i></i>{escape(of)}</span>' for kind, of in rows)
+    return f'<div class="key">{spans}{first}</div>'
 
 
 def rules_table(plan: Plan, effects: list[RuleEffect], colours: AxisColours) -> str:
     """The arguments and values that each rule shards, and the bytes and seconds of the collectives that it causes."""
     timed = plan.chip is not None
     most = max((e.sent for e in effects), default=0.0) or 1.0
-    rows = []
-    for e in effects:
+    rows: list[list[Cell] | str] = []
+    for k, e in enumerate(effects):
         bar = f'<i class="bar {colours.first(e.axes)}" style="width:{100 * e.sent / most:.1f}%"></i>'
-        code = f"<code>{escape(e.rule)}</code>"
-        rule = (
-            f"{colours.axes(e.axes)} {code}"
-            if e.axes
-            else code
-            if e.rule != "other"
+        code = (
+            f"<code>{escape(e.rule)}</code>"
+            if e.axes or e.rule != "other"
             else '<span class="dim">no single rule</span>'
         )
+        name = f' <span class="scheme dim">{e.parallelism}</span>' if e.parallelism else ""
         size = '<span class="up">no effect</span>' if e.axes and not e.values and not e.sent else e.size_text or "–"
         row = [
-            Cell(e.rule, markup=rule),
+            Cell(e.rule, markup=f"{colours.axes(e.axes)} {code}{name}"),
             Cell(str(e.arguments or ""), css="n more"),
-            Cell("", markup=size, css="n"),
+            Cell("", markup=size, css="n more"),
             Cell(str(e.values or ""), css="n more"),
             number(format_bytes(e.sent) if e.sent else "–", e.sent, bar),
-        ]
-        rows.append(row + [number(format_seconds(e.seconds) if e.sent else "", e.seconds)] * timed)
-    columns = [("rule", ""), ("arguments", "n more"), ("global → per device", "n"), ("values", "n more"), ("sent", "n")]
+        ] + [number(format_seconds(e.seconds) if e.seconds else "", e.seconds)] * timed
+        rows.append(f'<tr data-rule="{k}">{"".join(cell.html() for cell in row)}</tr>')
+    columns = [
+        ("rule", ""),
+        ("arguments", "n more"),
+        ("global → per device", "n more"),
+        ("values", "n more"),
+        ("sent", "n"),
+    ]
     return html_table(columns + [("time", "n")] * timed, rows)
 
 
-def _mesh(plan: Plan, colours: AxisColours) -> str:
-    """The first two axes of the mesh as a grid of at most 32 × 16 devices, and the torus dimensions of every axis."""
-    axes = [(a, n) for a, n in plan.sizes.items() if n > 1]
-    if not axes:
-        return ""
-    (across, n), (down, m) = axes[0], axes[1] if len(axes) > 1 else ("", 1)
-    columns, lines = min(n, 32), min(m, 16)
-    first, second = (
-        f"var(--{colours.of[across].replace('c', 'a')})",
-        f"var(--{colours.of.get(down, 'cn').replace('c', 'a')})",
-    )
-
-    def cell(i: int, j: int) -> str:
-        colour, faint = (first, "") if j == 0 else (second, "" if i == 0 else ' opacity=".35"')
-        return f'<rect x="{26 + 9 * i}" y="{18 + 9 * j}" width="7" height="7" rx="1.5" fill="{colour}"{faint}/>'
-
-    cells = "".join(cell(i, j) for i in range(columns) for j in range(lines))
-    middle = 18 + 4.5 * lines
-    cut = " (the first of them)" if columns < n or lines < m else ""
-    texts = f'<text x="26" y="11" font-size="9" fill="{first}">{escape(across)} {n}{cut}</text>'
-    if down:
-        texts += (f'<text x="16" y="{middle}" text-anchor="middle" transform="rotate(-90 16 {middle})" font-size="9" '
-                  f'fill="{second}">{escape(down)} {m}</text>')  # fmt: skip
-    w, h = 30 + 9 * max(columns, 14), 22 + 9 * max(lines, 4 if down else 1)
-    label = "mesh of " + " by ".join(f"{a} {k}" for a, k in axes)
-    svg = (
-        f'<svg class="grid" style="max-width:{1.6 * w:.0f}px" viewBox="0 0 {w} {h}" role="img" aria-label="{escape(label)}">'
-        f"{texts}{cells}</svg>"
-    )
-    rest = "".join(f"<li>and {escape(a)} {k}</li>" for a, k in axes[2:])
+def tensors(plan: Plan, colours: AxisColours) -> str:
+    """The table of arguments, and the place where the page's script draws how the chosen one is sharded over the mesh."""
     torus = "".join(
         f"<li>{escape(axis)}: {' × '.join(_stage(s) for s in stages)}</li>"
         for axis, stages in plan.torus.items()
         if stages
     )
-    where = f"<div><h3>physical placement</h3><ul>{rest}{torus}</ul></div>" if rest or torus else ""
-    return f'<div class="flow">{svg}{where}</div>'
+    placement = f"<h3>physical placement of the mesh</h3><ul>{torus}</ul>" if torus else ""
+    mesh = escape(json.dumps([[a, n, colours.of[a]] for a, n in plan.sizes.items()]))
+    drawing = f'<div class="drawing" data-mesh="{mesh}"></div>'
+    return f'<div class="tensors"><div>{_arguments(plan, colours)}</div><div>{drawing}{placement}</div></div>'
 
 
 def _stage(stage: Stage) -> str:
@@ -356,9 +391,11 @@ def layers(plan: Plan, colours: AxisColours) -> str:
         return '<p class="dim">the program has no loop over layers</p>'
     about = (
         '<p class="dim">The estimate of one iteration of each loop. Kernels run sequentially. Exposed collectives are drawn '
-        "between kernels; hidden ones (paler) overlap with kernels, as the all-gather of a prefetched weight does.</p>"
+        "between kernels; hidden ones (paler) overlap with kernels, as the all-gather of a prefetched weight does. Point at a box, "
+        "or press the arrow keys on it, for its line and sizes.</p>"
     )
-    return about + "".join(_layer(t, colours) for t in timelines)
+    key = legend(plan, colours, (("ink", "kernels"), ("c0 hidden", "paler: hidden, overlaps with kernels")))
+    return about + "".join(_layer(t, colours) for t in timelines) + key
 
 
 def _layer(timeline: LoopTimeline, colours: AxisColours) -> str:
@@ -370,9 +407,11 @@ def _layer(timeline: LoopTimeline, colours: AxisColours) -> str:
             continue
         where = f"left:{100 * s.start / total:.2f}%;width:{100 * s.seconds / total:.2f}%"
         hidden = " hidden" if s.lane == "links" and not s.exposed else ""
-        tip = f"{s.name} {'+'.join(s.axes)} {format_seconds(s.seconds)}: {s.detail} {s.source}"
         label = escape(f"{s.name} {s.detail}") if s.seconds > 0.03 * total else ""
-        lanes[s.lane] += f'<i class="{colours.first(s.axes)}{hidden}" style="{where}" title="{escape(tip)}">{label}</i>'
+        kind = colours.first(s.axes) if s.axes else "ink"
+        lanes[s.lane] += (
+            f'<i class="{kind}{hidden}" style="{where}" role="img" aria-label="{escape(_tip(s))}">{label}</i>'
+        )
     busy = {lane: sum(s.seconds for s in timeline.spans if s.lane == lane) for lane in lanes}
     title = f"{format_seconds(total)} × {timeline.trips}" + (f", {timeline.source}" if timeline.source else "")
     return (
@@ -383,13 +422,53 @@ def _layer(timeline: LoopTimeline, colours: AxisColours) -> str:
     )
 
 
-def collectives_table(plan: Plan, colours: AxisColours, most: int | None = None) -> str:
+def _tip(s: Span) -> str:
+    """The lines of the tooltip of a timeline's box: name, seconds, dims and bytes, cause with its rule, source line."""
+    over = f" over {'+'.join(s.axes)}" if s.axes else ""
+    kind = "" if s.lane == "compute" else ", exposed" if s.exposed else ", hidden"
+    traffic = f"{format_bytes(s.bytes)} {'of HBM traffic' if s.lane == 'compute' else 'sent per device'}"
+    lines = (f"{s.name}{over}: {format_seconds(s.seconds)}{kind}", s.detail or "(scalar)", traffic, s.cause, s.source)
+    return "\n".join(filter(None, lines))
+
+
+def collectives_by_rule(plan: Plan, effects: list[RuleEffect], colours: AxisColours, most: int | None = None) -> str:
+    """The collectives of each rule as a table that can be opened, the rules that send most first.
+
+    Args:
+      most: rows of each table; None: all.
+    """
+    groups = grouped(plan.collectives, lambda c: causing_rule(plan, c))
+    if not groups:
+        return "<p>Each device sends nothing.</p>"
+    out = ""
+    for group in sorted(map(CollectiveGroup, map(tuple, groups)), key=lambda g: -g.bytes):
+        k = causing_rule(plan, group.first)
+        rule = (
+            "no single rule" if k is None else f"{colours.axes(effects[k].axes)} <code>{escape(effects[k].rule)}</code>"
+        )
+        total, calls, _, seconds = group.cells()
+        seconds = f", {seconds}" if plan.chip is not None else ""
+        at = len(effects) - 1 if k is None else k
+        out += (
+            f'<details class="of-rule" id="sent-{at}" data-rule="{at}"{" open" * (len(plan.collectives) <= 12)}><summary>{rule} '
+            f'<span class="n">{total}{seconds}, {calls} calls</span></summary>'
+            f"{collectives_table(plan, colours, most, group.members, most is None)}</details>"
+        )
+    return f'<div class="by-rule">{out}</div>'
+
+
+def collectives_table(
+    plan: Plan, colours: AxisColours, most: int | None = None, of: Iterable[Collective] | None = None, sortable: bool = False
+) -> str:  # fmt: skip
     """The collectives, those that send most first; collectives that are alike in everything shown are one row.
 
     Args:
-      most: number of rows; None: all, and headings sort them.
+      most: number of rows; None: all.
+      of: the collectives; default: all of the plan.
+      sortable: headings sort the rows.
     """
-    groups = collective_groups(plan.collectives, lambda c: (c.op, c.axes, c.dims, c.dtype, c.bytes, c.cause, c.source))
+    every = plan.collectives if of is None else of
+    groups = collective_groups(every, lambda c: (c.op, c.axes, c.dims, c.dtype, c.bytes, c.cause, c.source))
     if not groups:
         return "<p>Each device sends nothing.</p>"
     timed = plan.chip is not None
@@ -410,39 +489,56 @@ def collectives_table(plan: Plan, colours: AxisColours, most: int | None = None)
     columns = [("collective", ""), ("total", "n"), ("calls", "n"), ("per call", "n more"), *[("time", "n")] * timed,
                ("dims", ""), ("why, and where", "")]  # fmt: skip
     more = f'<p class="dim">and {len(groups) - most} more</p>' if most is not None and len(groups) > most else ""
-    return html_table(columns, rows, sortable=most is None) + more
+    return html_table(columns, rows, sortable) + more
 
 
 def _arguments(plan: Plan, colours: AxisColours) -> str:
     """The table of arguments by kind, with dims, shape, count and bytes."""
 
     def numbers(group: ArgumentGroup) -> list[Cell]:
-        sizes = [(format_memory(n), n) for n in (group.global_bytes, group.bytes)]
-        return [number(str(len(group.members)), len(group.members)), *(number(text, n) for text, n in sizes)]
+        of = number(str(len(group.members)), len(group.members), css="more")
+        every = number(format_memory(group.global_bytes), group.global_bytes, css="more")
+        return [of, every, number(format_memory(group.bytes), group.bytes)]
 
     rows: list[list[Cell] | str] = []
     for label, every, groups in argument_groups(plan, lambda h: (tuple(argument_dims(h)), h.shape, h.dtype)):
         cells = "".join(c.html() for c in numbers(every))
-        rows.append(f'<tr class="group"><td colspan="2">{label}</td>{cells}</tr>')
+        rows.append(f'<tr class="group"><td>{label}</td><td class="more"></td>{cells}</tr>')
         for group in groups:
-            paths = ", ".join(h.path for h in group.members[:2])
-            paths += f", … {len(group.members) - 2} more" if len(group.members) > 2 else ""
-            dims = f"{colours.dims(group.dims)}<br><code class=dim>{escape(paths)}</code>"
-            rows.append([Cell("", markup=dims), Cell(group.shape, css="mono"), *numbers(group)])
-    return html_table([("dims", ""), ("shape", ""), ("tensors", "n"), ("global", "n"), ("per device", "n")], rows)
+            first = group.members[0]
+            others = ", ".join(h.path for h in group.members[1:])
+            more = (
+                f"<details><summary>and {len(group.members) - 1} more</summary><code>{escape(others)}</code></details>"
+            )
+            path = f'<code class="path">{escape(first.path)}</code>{more if others else ""}'
+            split = zip(group.dims, first.shape, strict=True)
+            cut = escape(json.dumps([[name, n, list(axes)] for (name, axes), n in split]))
+            rules = " ".join(map(str, rules_of(plan, first)))
+            cells = [
+                Cell("", markup=f"{colours.dims(group.dims)}<br>{path}"),
+                Cell(group.shape, css="mono more"),
+                *numbers(group),
+            ]
+            rows.append(f'<tr data-rules="{rules}" data-cut="{cut}">{"".join(cell.html() for cell in cells)}</tr>')
+    return html_table(
+        [("dims", ""), ("shape", "more"), ("tensors", "n more"), ("global", "n more"), ("per device", "n")], rows
+    )
 
 
 def _values(plan: Plan, colours: AxisColours) -> str:
     """The table of the largest intermediate values, or ""."""
     rows = [
-        [Cell("", markup=colours.dims(v.dims)), Cell(shape_text(v.dtype, v.shape), css="mono"), number(str(v.kernels), v.kernels),
-         number(format_memory(v.bytes), v.bytes), Cell("", markup=f"<code>{escape(v.source)}</code>")]
+        [
+            Cell("", markup=colours.dims(v.dims)), Cell(shape_text(v.dtype, v.shape), css="mono more"),
+            number(str(v.kernels), v.kernels, css="more"), number(format_memory(v.bytes), v.bytes),
+            Cell("", markup=f"<code>{escape(v.source)}</code>"),
+        ]
         for v in largest_values(plan)
     ]  # fmt: skip
     columns = [
         ("dims", ""),
-        ("shape", ""),
-        ("kernels that write one", "n"),
+        ("shape", "more"),
+        ("kernels that write one", "n more"),
         ("per device", "n"),
         ("first created at", ""),
     ]
@@ -455,4 +551,12 @@ def notes_list(plan: Plan) -> str:
 
 
 def _list(lines: Sequence[Text]) -> str:
-    return "<ul>" + "".join(f"<li>{escape(line.plain)}</li>" for line in lines) + "</ul>"
+    """An item for each text, its indented lines as a list of their own, and its kind (``note``, ``dims``, …) as a label."""
+    out = ""
+    for text in lines:
+        head, *rest = text.plain.split("\n")
+        label, _, body = head.partition("  ") if re.match(r"\w+ {2,}\S", head) else ("", "", head)
+        kind = f'<b class="kind">{escape(label)}</b> ' if label else ""
+        nested = "".join(f"<li>{escape(line.strip())}</li>" for line in rest)
+        out += f"<li>{kind}{escape(body.strip())}{f'<ul>{nested}</ul>' if nested else ''}</li>"
+    return f"<ul>{out}</ul>" if out else ""

@@ -12,6 +12,7 @@ from meshpar.report.facts import (
     global_bytes,
     largest_values,
     loop_timelines,
+    parallelism,
     rule_effects,
     seconds_per_step,
 )
@@ -142,3 +143,20 @@ def test_what_a_repl_shows_fits_a_screen():
         assert " at 0x" not in text
     assert "data=4, model=2" in repr(plan)
     assert "batch: data" in repr(plan)
+
+
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        ("batch: data; embed: data", ["data parallel", "FSDP"]),
+        ("embed: data; batch: data", ["", "data parallel"]),  # activations are sharded along `embed`: not FSDP
+        ("batch: data; opt.embed: data", ["data parallel", "ZeRO-1"]),
+        ("batch: data; mlp: model; seq: model", ["data parallel", "tensor parallel", "sequence parallel"]),
+        ("batch: data; seq: context", ["data parallel", "context parallel"]),
+        ("experts: expert; batch: data+expert", ["expert parallel", "data parallel"]),
+        ("batch: data; embed: model; layers: data; mlp: none", ["data parallel", "", "", ""]),
+    ],
+)
+def test_the_parallelism_of_a_rule(layout, names):
+    rules = mp.Layout(layout).rules
+    assert [parallelism(rule, rules[:k]) for k, rule in enumerate(rules)] == names

@@ -1,4 +1,4 @@
-"""Pages of plans: well-formed, complete, nothing from the network, text escaped, honest without a topology."""
+"""Pages of plans: well-formed, complete, nothing from the network, text escaped, no estimate without a topology."""
 
 import html.parser
 import json
@@ -11,6 +11,7 @@ import pytest
 import meshpar as mp
 from meshpar.errors import UnsupportedError
 from meshpar.report import plan_page
+from meshpar.report.facts import causing_rule
 from meshpar.units import format_bytes, format_memory
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
@@ -41,6 +42,7 @@ class Reader(html.parser.HTMLParser):
         self.open: list[str] = []
         self.wrong: list[str] = []
         self.loads: list[str] = []
+        self.ids: list[str] = []
         self.sections: dict[str, str] = {"": ""}
         self.rows: dict[str, int] = {}
         self.now = ""
@@ -51,6 +53,9 @@ class Reader(html.parser.HTMLParser):
             self.open.append(tag)
         if tag == "section":
             self.now = ""
+        if tag == "script":
+            self.now = "script"
+        self.ids += [v for k, v in attrs if k == "id"]
         if tag == "tr":
             self.rows[self.now] = self.rows.get(self.now, 0) + 1
         self.loads += [v for k, v in attrs if k in ("src", "href") and v]
@@ -65,6 +70,8 @@ class Reader(html.parser.HTMLParser):
     def handle_data(self, data):
         if self.open and self.open[-1] == "h2":
             self.now = data
+        if self.open and self.open[-1] == "a" and data == "#":
+            return
         self.sections[self.now] = self.sections.get(self.now, "") + data
 
 
@@ -81,7 +88,9 @@ def test_it_is_well_formed_and_loads_nothing(page):
     read = Reader(text)
     assert read.wrong == []
     assert read.open == []
-    assert read.loads == []
+    assert all(link.startswith("#") and link[1:] in read.ids for link in read.loads)
+    assert len(read.loads) > 10
+    assert len(set(read.ids)) == len(read.ids)
     assert "http" not in text
     assert "@import" not in text
     assert "url(" not in text
@@ -95,18 +104,36 @@ def test_it_shows_the_plans_own_figures(page):
     for rule in plan.layout.rules:
         assert str(rule) in read.sections["Layout"]
     distinct = {(c.op, c.axes, c.dims, c.dtype, c.bytes, c.cause, c.source) for c in plan.collectives}
-    assert read.rows["Collectives"] == 1 + len(distinct)
+    causes = {causing_rule(plan, c) for c in plan.collectives}
+    assert len(causes) > 1
+    assert read.rows["Collectives"] == len(causes) + len(distinct)  # a row of headings for each rule
     for c in plan.collectives:
         assert c.cause in read.sections["Collectives"]
     for h in plan.inputs:
         assert h.path in read.sections["Arguments"]
     assert "all-gather" in read.sections["One layer"]
     assert text.count("<polyline") == 1
+    for fact in (plan.chip.name, jax.__version__, plan.lowering):
+        assert fact in read.sections[""]
+
+
+def test_a_note_of_several_lines_is_a_nested_list():
+    plan = mp.plan(
+        lambda x: (x[None] * jnp.ones((3, 1, 1))).sum(),
+        ARGS[2],
+        mesh="data=4",
+        layout="batch: data",
+        dims={"x": "batch _"},
+    )
+    assert plan.unnamed
+    notes = plan_page(plan).split('<section id="notes">')[1].split("</section>")[0]
+    assert notes.count("<ul>") == 2
+    assert f"of {plan.program.coverage()[1]} named" in notes
 
 
 def test_numbers_sort_by_their_value(page):
     _, text = page
-    values = [float(v) for v in re.findall(r'<td class="n" data-v="([^"]*)"', text)]
+    values = [float(v) for v in re.findall(r'<td class="n[^"]*" data-v="([^"]*)"', text)]
     assert len(values) > 20
     assert max(values) > 1e6
 

@@ -1,0 +1,199 @@
+"""The page of a plan in a browser: filters, tooltips, drawings of shards, downloads, links, widths and colour schemes."""
+
+import csv
+import io
+import json
+import math
+
+import lab_program
+import pytest
+from browser import chromium
+
+from meshpar.cli import main
+from meshpar.report import plan_page
+from meshpar.report.facts import causing_rule, loop_timelines, rules_of
+from meshpar.units import format_seconds
+
+LAYOUT = "; ".join(lab_program.RULES)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return lab_program.planned(lab_program.MESH, LAYOUT)
+
+
+@pytest.fixture(scope="module")
+def address(plan, tmp_path_factory):
+    path = tmp_path_factory.mktemp("plan") / "plan.html"
+    plan.save(path)
+    return path.as_uri()
+
+
+@pytest.fixture
+def page(browser, address):
+    """The page of the plan; an error of its script fails the test."""
+    context = browser.new_context(viewport={"width": 1300, "height": 900})
+    page = context.new_page()
+    wrong = []
+    page.on("pageerror", lambda e: wrong.append(str(e)))
+    page.on("console", lambda m: wrong.append(m.text) if m.type in ("error", "warning") else None)
+    page.goto(address)
+    yield page
+    assert wrong == []
+    context.close()
+
+
+def visible_rows(page):
+    return page.locator("#collectives tbody tr:visible").all_inner_texts()
+
+
+def test_the_filter_shows_the_collectives_with_its_words(page, plan):
+    groups = page.locator("#collectives details")
+    assert groups.count() == len({causing_rule(plan, c) for c in plan.collectives})
+    groups.evaluate_all("all => all.forEach((group) => { group.open = true; })")
+    every = visible_rows(page)
+    page.get_by_label("filter collectives").fill("ALL-gather embed")
+    shown = visible_rows(page)
+    assert 0 < len(shown) < len(every)
+    assert all("all-gather" in row for row in shown)
+    page.get_by_label("filter collectives").fill("no such collective")
+    assert visible_rows(page) == []
+    assert "0 of" in page.locator("#collectives [role=status]").inner_text()
+    page.get_by_label("filter collectives").fill("")
+    assert visible_rows(page) == every
+
+
+def test_a_link_to_a_closed_group_opens_it(page):
+    page.locator("#collectives details").evaluate_all("all => all.forEach((group) => { group.open = false; })")
+    assert visible_rows(page) == []
+    link = page.locator("tr[data-rule='1'] a")
+    link.click()
+    assert page.evaluate("location.hash") == "#sent-1"
+    assert page.locator("#sent-1").get_attribute("open") is not None
+    assert page.locator("#sent-0").get_attribute("open") is None
+    page.goto(page.url.split("#")[0] + "#no-such-section")  # is ignored
+    assert page.locator("h1").is_visible()
+
+
+def test_pointing_at_a_rule_highlights_its_arguments(page, plan):
+    def lit():
+        paths = page.locator("#arguments tr.lit button.path").all_inner_texts()
+        return sorted(paths)
+
+    assert lit() == []
+    for k in range(len(plan.layout.rules)):
+        page.locator(f"tr[data-rule='{k}']").hover()
+        want = sorted(h.path for h in plan.inputs if k in rules_of(plan, h))
+        assert lit() == want
+        page.mouse.move(0, 0)
+        page.locator(f"tr[data-rule='{k}']").focus()
+        assert lit() == want
+        page.evaluate("document.activeElement.blur()")
+    assert lit() == []
+
+
+def test_the_drawing_has_the_slice_of_every_device(page, plan):
+    sharded = next(h for h in plan.inputs if h.path == "state/w")
+    page.get_by_role("button", name="state/w", exact=True).click()
+    drawing = page.locator(".drawing")
+    sizes = plan.sizes
+    for device in ({"data": 0, "model": 0}, {"data": 3, "model": 1}, {"data": 1, "model": 0}):
+        for axis, at in device.items():
+            drawing.get_by_label(f"index along {axis}").fill(str(at))
+        want = []
+        for (name, axes), n in zip(sharded.split, sharded.shape, strict=True):
+            shards, k = math.prod(sizes[a] for a in axes), 0
+            for axis in axes:
+                k = k * sizes[axis] + device[axis]
+            size = n // shards
+            want.append(f"{name} {k * size}:{(k + 1) * size} of {n}" if shards > 1 else f"{name} all {n}")
+        assert drawing.locator("li").all_inner_texts() == want
+        assert drawing.locator("rect.same").count() == 16 // math.prod(
+            sizes[a] for _, axes in sharded.split for a in axes
+        )
+    page.get_by_role("button", name="x", exact=True).click()
+    assert drawing.locator("rect.same").count() == 4  # only `data` shards it
+    drawing.locator("svg.devices rect").nth(6).click()
+    assert drawing.get_by_label("index along data").input_value() == "2"
+    assert drawing.get_by_label("index along model").input_value() == "1"
+
+
+def test_an_array_without_dims_and_a_mesh_of_one_device(browser, tmp_path):
+    import jax
+    import jax.numpy as jnp
+
+    import meshpar as mp
+
+    step = mp.plan(
+        lambda s, x: (s + 1, x * s), jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.float32),
+        mesh="data=1", layout="", dims={"x": "batch"},
+    )  # fmt: skip
+    path = tmp_path / "plan.html"
+    path.write_text(plan_page(step), encoding="utf8")
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(path.as_uri())
+    page.get_by_role("button", name="s", exact=True).click()
+    assert "Replicated" in page.locator(".drawing").inner_text()
+    assert page.locator(".drawing input").count() == 0
+    context.close()
+
+
+def test_a_box_of_the_timeline_has_a_tooltip(page, plan):
+    span = next(s for t in loop_timelines(plan) for s in t.spans if s.lane == "links" and s.cause)
+    box = page.locator(f".lane i[aria-label^='{span.name} over']").first
+    box.hover()
+    text = page.locator(".tip:visible").inner_text()
+    lines = box.get_attribute("aria-label").split("\n")
+    assert text.split("\n") == lines
+    assert len(lines) == 5
+    page.mouse.move(0, 0)
+    assert page.locator(".tip:visible").count() == 0
+    lane = page.locator(".lane").first.locator("i")
+    lane.first.focus()
+    page.keyboard.press("ArrowRight")
+    label = lane.nth(1).get_attribute("aria-label")
+    assert page.locator(".tip:visible").inner_text().split("\n") == label.split("\n")
+    assert any(
+        label.startswith(f"{s.name}: {format_seconds(s.seconds)}") for t in loop_timelines(plan) for s in t.spans
+    )
+    page.keyboard.press("Escape")
+    assert page.locator(".tip:visible").count() == 0
+
+
+def test_the_downloads_are_those_of_the_command_line(page, plan, tmp_path):
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Download JSON").click()
+    with open(download.value.path(), encoding="utf8") as file:
+        assert json.load(file) == json.loads(plan.to_json())
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Download CSV").click()
+    with open(download.value.path(), newline="", encoding="utf8") as file:
+        got = list(csv.DictReader(file))
+    target = tmp_path / "target.py"
+    target.write_text(
+        "from lab_program import DIMS, STATE, X, train_step\n\ndef t():\n    return train_step, (STATE, X), DIMS\n"
+    )
+    words = ["plan", f"{target}:t", "--topology", lab_program.TOPOLOGY, "--mesh", lab_program.MESH, "--layout", LAYOUT]
+    assert main([*words, "--csv", str(tmp_path / "plan.csv"), "--json"]) == 0
+    want = list(csv.DictReader(io.StringIO((tmp_path / "plan.csv").read_text("utf8"))))
+    numbers = ("bytes", "calls", "total_bytes", "seconds")
+    assert [{**row, **{k: float(row[k]) for k in numbers}} for row in got] == [
+        {**row, **{k: float(row[k]) for k in numbers}} for row in want
+    ]
+
+
+@pytest.mark.parametrize("width", [360, 700, 1000, 1300])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_and_no_card_is_alone_in_its_row(page, width, scheme):
+    page.set_viewport_size({"width": width, "height": 900})
+    page.emulate_media(color_scheme=scheme)
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    tops = page.locator(".card").evaluate_all("all => all.map((card) => card.getBoundingClientRect().top)")
+    assert {tops.count(top) for top in tops} <= {2, 4}
