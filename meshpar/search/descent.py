@@ -26,13 +26,10 @@ from ..mesh import planned_mesh
 from ..plan_api import Plan
 from .evaluation import Evaluation, LimitReached, OutOfPatience
 from .policy import POLICY
-from .result import Objective, Search, quiet
+from .result import CONVERGED, Objective, Search, quiet
 from .row import Row
 from .selection import search_result
 from .space import Dim, Point, Sizes, Space, meshes
-
-CONVERGED = "no candidate near the best is better"
-"""Why a search ended that no limit ended."""
 
 Cost = tuple[float, float]
 """Step time and peak: they identify candidates whose axes differ only in name."""
@@ -59,6 +56,7 @@ def search(
         candidates = [tuple(dict(planned_mesh(mesh, topology).shape).items())]
     fixed = Layout(fixed)
     fixed_axes = {a for r in fixed.rules for a in r.axes}
+    keep_axes = {a for sizes in candidates for a, _ in sizes} if mesh is not None else {"slice", *fixed_axes}
     candidates = [sizes for sizes in candidates if fixed_axes <= {a for a, _ in sizes}]
     if not candidates:
         raise MeshError(
@@ -69,7 +67,7 @@ def search(
     deadline = None if time_limit is None else time.monotonic() + time_limit
     searched = [
         (
-            Evaluation(name, base, topology, objective, memory_fraction, max_plans, deadline, tell),
+            Evaluation(name, base, topology, objective, memory_fraction, max_plans, deadline, tell, keep_axes),
             Space.of(base.program, fixed, unsharded),
         )
         for name, base in bases.items()
@@ -92,7 +90,9 @@ def search(
         searched = [(evaluation, space) for evaluation, space in searched if evaluation.rows] or searched
         if not searched[0][0].rows:
             raise interrupt or next(iter(searched[0][0].errors.values()))
-        return search_result(searched, ended, memory_fraction, verify, compiled, list(dict.fromkeys(refused)))
+        return search_result(
+            searched, ended, memory_fraction, verify, compiled, list(dict.fromkeys(refused)), keep_axes
+        )
 
 
 def _check(objective: str, memory_fraction: float, max_plans: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,10 +22,11 @@ from ..plan_api import Plan
 from ..report.facts import seconds_per_step
 from ..units import format_memory, format_seconds
 from .bounds import Breakdown, LowerBound, lower_bounds
+from .naming import renamed
 from .policy import POLICY
 from .result import Objective
 from .row import Row
-from .space import Move, Point, Sizes
+from .space import Move, Point, Sizes, as_layout
 
 
 class LimitReached(Exception):
@@ -59,7 +60,7 @@ class Evaluation:
 
     def __init__(
         self, variant: str, base: Plan, topology: str, objective: Objective, memory_fraction: float, max_plans: int,
-        deadline: float | None, progress: Callable[[str], None],
+        deadline: float | None, progress: Callable[[str], None], keep_axes: Collection[str] = (),
     ):  # fmt: skip
         """An evaluation without candidates.
 
@@ -69,6 +70,7 @@ class Evaluation:
           max_plans: the largest number of plans.
           deadline: ``time.monotonic()`` after which no plan is begun; None: no limit.
           progress: receives progress texts.
+          keep_axes: axes that progress texts do not rename.
         """
         assert base.chip is not None
         self.variant, self.base, self.topology = variant, base, topology
@@ -90,7 +92,9 @@ class Evaluation:
         self._breakdowns: dict[Point, Breakdown] = {}
         self._last_assignment: tuple[Point, AxisAssignment] | None = None
         self._tori: dict[Sizes, Torus] = {}
+        self._keep_axes = keep_axes
         self._best: Row | None = None
+        self._best_point: Point | None = None
         self._best_of_descent: Row | None = None
         self._rejected: set[tuple[Any, Move]] = set()
 
@@ -136,6 +140,12 @@ class Evaluation:
             plan = Plan.of(with_passes(plan))
             return (plan.seconds, plan.memory.peak) == (first.seconds, first.peak)
         return (row.seconds, row.peak) == (first.seconds, first.peak)
+
+    def known(self, point: Point) -> Row | None:
+        """The row of a candidate that was planned, or that has the same assignment as one that was; None: there is none."""
+        first = self._first_of.get(self._equivalence_key(point), point)
+        row = self.rows.get(point) or self.rows.get(first)
+        return row and replace(row, mesh=point.mesh, layout=point.layout)
 
     def is_legal(self, point: Point) -> bool:
         """Whether a candidate has a plan."""
@@ -222,15 +232,20 @@ class Evaluation:
         self.rows[point] = row
         free_caches(plan)
         if self._best is None or self.rank(row) < self.rank(self._best):
-            self._best = row
+            self._best, self._best_point = row, point
         self._report_progress()
         return row
 
     def _report_progress(self) -> None:
-        best, variant = self._best, f"{self.variant}: " * bool(self.variant)
-        if best is not None:
+        """Report the number of plans, and the cost, mesh and layout of the best."""
+        best, point = self._best, self._best_point
+        if best is not None and point is not None:
+            point = renamed(point, self._keep_axes)
+            layout = as_layout(replace(r, optional=False) for r in point.rules)
             cost = f"{format_seconds(best.seconds)}, {format_memory(best.peak)}"
-            self.progress(f"{variant}{cost}: {best.mesh}: {best.layout}; plan {self.planned}")
+            self.progress(
+                f"{f'{self.variant}: ' * bool(self.variant)}plan {self.planned}, {cost}: {point.mesh}: {layout}"
+            )
 
     def _plan_exactly(
         self, point: Point, parent: Breakdown | None, below_seconds: float, max_comm_seconds: float
@@ -280,7 +295,7 @@ class Evaluation:
         entries = {entry for group in groups for entry in group}
         runs = [[names[0]]]
         for before, axis in itertools.pairwise(names):
-            if all(_used_together(before, axis, entry) for entry in entries):
+            if all(used_together(before, axis, entry) for entry in entries):
                 runs[-1].append(axis)
             else:
                 runs.append([axis])
@@ -381,7 +396,7 @@ class Evaluation:
         return rank[0] > than[0] or (rank[0] == than[0] and rank[1] > (1 + POLICY.rejected_loss_fraction) * than[1])
 
 
-def _used_together(before: str, axis: str, entry: Sequence[str]) -> bool:
+def used_together(before: str, axis: str, entry: Sequence[str]) -> bool:
     """Whether an entry has ``axis`` right after ``before``, or neither of them."""
     if axis not in entry or before not in entry:
         return axis not in entry and before not in entry

@@ -144,7 +144,11 @@ class Picture:
                 text.append(mark, style)
             text.append("\n")
         text.append(f"{'':>9} └{'─' * columns}\n", "dim")
-        return text.append(f"{'':>11}{_tick_labels(x.ticks(5), x, format_seconds, columns)}  step time", "dim")
+        text.append(f"{'':>11}{_tick_labels(x.ticks(5), x, format_seconds, columns)}  step time\n", "dim")
+        front = [("A", "blue"), (" Pareto front  ", "dim")] if letters else []
+        return text.append_text(Text.assemble(
+            " " * 11, ("★", "bold"), (" chosen  ", "dim"), *front, ("· others  ", "dim"), ("─", "red"), (" usable memory", "dim"),
+        ))  # fmt: skip
 
 
 def _text(x: float, y: float, text: str, anchor: str, colour: str = "var(--dim)") -> str:

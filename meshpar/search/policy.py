@@ -24,6 +24,7 @@ class SearchPolicy:
       patience_candidates: a descent ends after this many candidates without a gain.
       patience_ops: ops of the largest program for which all of ``patience_candidates`` are planned; larger programs, whose
         plans take longer, get proportionally fewer.
+      same_row_fraction: rows of the same kind of layout whose step times and peaks differ by at most this are shown as one.
       max_rows: candidates in the result, besides the known schemes and the Pareto front.
     """
 
@@ -36,6 +37,7 @@ class SearchPolicy:
     max_starts: int = 3
     patience_candidates: int = 40
     patience_ops: int = 2000
+    same_row_fraction: float = 0.01
     max_rows: int = 64
 
 

@@ -35,6 +35,8 @@ Objective = Literal["time", "memory"]
 MAX_TERMINAL_ROWS = 8
 """Candidates that the terminal lists, besides the known schemes."""
 MAX_PAGE_ROWS = 40
+CONVERGED = "no candidate near the best is better"
+"""Why a search ended that no limit ended."""
 
 
 @dataclass(eq=False)

@@ -39,3 +39,8 @@ class Row:
     def rules(self) -> int:
         """Number of rules of the layout."""
         return len(Layout(self.layout).rules)
+
+    @property
+    def uses(self) -> int:
+        """Number of axes in the rules of the layout, each counted once in each rule."""
+        return sum(len(r.axes) for r in Layout(self.layout).rules)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..errors import CompilerError
-from ..layout import Rule
 from .evaluation import Evaluation
 from .policy import POLICY
-from .result import Search
+from .presentation import Candidate, as_shown, one_per_kind, with_merged_axes
+from .result import CONVERGED, Search
 from .row import Row
-from .space import Point, Space, as_layout
+from .space import Space
 
 Compile = Callable[[Row, bool], str]
 """Compiles a candidate, at full effort or not; returns a summary."""
@@ -20,16 +20,22 @@ Compile = Callable[[Row, bool], str]
 
 def search_result(
     searched: Sequence[tuple[Evaluation, Space]], ended: str, memory_fraction: float, verify: int, compiled: Compile | None,
-    refused: Sequence[str],
+    refused: Sequence[str], keep_axes: Collection[str] = (),
 ) -> Search:  # fmt: skip
-    """The result of a search: the chosen candidate first, then the others by rank."""
+    """The result of a search: the chosen candidate first, then the others by rank.
+
+    Args:
+      keep_axes: axes whose names the caller gave.
+    """
     first = searched[0][0]
     ranked = _distinct(searched)
-    choice = _choice(first, [row for row, _, _, _ in ranked])
-    simplified = next(
-        _simplified(evaluation, space, point, row) for row, evaluation, space, point in ranked if row is choice
-    )
-    rows = _with_front([simplified, *(row for row, _, _, _ in ranked if row is not choice)])
+    choice = _choice(first, [c.row for c in ranked])
+    chosen = next(_simplified(c) for c in ranked if c.row is choice)
+    distinct = one_per_kind([chosen, *(c for c in ranked if c.row is not choice)])
+    may_plan = ended == CONVERGED
+    merged = [with_merged_axes(c, keep_axes, may_plan and c is chosen) for c in distinct]
+    merged[1:] = sorted(merged[1:], key=lambda c: first.rank(c.row))
+    rows = _with_front([as_shown(c, keep_axes) for c in one_per_kind(merged)])
     best = rows[0]
     if verify and compiled is not None and best.fits:
         rows, best = _compiled(rows, verify, compiled)
@@ -47,28 +53,26 @@ def search_result(
     )
 
 
-def _distinct(searched: Sequence[tuple[Evaluation, Space]]) -> list[tuple[Row, Evaluation, Space, Point]]:
-    """The candidates by rank, each with its evaluation, space and point; one of all that have the same mesh and cost.
-
-    That is a named one, else the one with the shortest layout.
-    """
+def _distinct(searched: Sequence[tuple[Evaluation, Space]]) -> list[Candidate]:
+    """The candidates by rank; one of all that have the same mesh and cost: a named one, else the one with the shortest layout."""
 
     def text_key(row: Row) -> tuple[Any, ...]:
         return not row.name, len(row.layout), row.layout
 
-    rows: dict[tuple[Any, ...], tuple[Row, Evaluation, Space, Point]] = {}
+    rows: dict[tuple[Any, ...], Candidate] = {}
     for evaluation, space in searched:
         for point, row in evaluation.rows.items():
             row = replace(row, name=evaluation.names.get(point, ""))
             key = (row.variant, row.mesh, row.seconds, row.peak, row.sent)
-            if key not in rows or text_key(row) < text_key(rows[key][0]):
-                rows[key] = row, evaluation, space, point
+            if key not in rows or text_key(row) < text_key(rows[key].row):
+                rows[key] = Candidate(row, evaluation, space, point)
     rank = searched[0][0].rank
-    return sorted(rows.values(), key=lambda r: (rank(r[0]), r[0].layout, r[0].variant))
+    return sorted(rows.values(), key=lambda c: (rank(c.row), c.row.layout, c.row.variant))
 
 
 def _choice(evaluation: Evaluation, ranked: Sequence[Row]) -> Row:
-    """The candidate with the fewest rules among those that tie with the best one.
+    """The candidate with the fewest rules, then the fewest axes in them, among those that tie with the best one; of equal ones a
+    known scheme.
 
     Estimates may be wrong: of candidates that tie in time, one that uses at most half of the memory is preferred.
     """
@@ -83,7 +87,10 @@ def _choice(evaluation: Evaluation, ranked: Sequence[Row]) -> Row:
         limit = min([tie * best.seconds, *(slack * row.seconds for row in known)])
         ties = [row for row in ties if row.seconds <= limit]
         ties = [row for row in ties if row.peak <= evaluation.usable / 2] or ties
-    return min(ties, key=lambda row: (row.rules, row.peak if best.fits else 0.0, row.seconds, row.layout))
+    return min(
+        ties,
+        key=lambda row: (row.rules, row.uses, not row.name, row.peak if best.fits else 0.0, row.seconds, row.layout),
+    )
 
 
 def _with_front(rows: Sequence[Row]) -> list[Row]:
@@ -96,22 +103,16 @@ def _with_front(rows: Sequence[Row]) -> list[Row]:
     return [replace(r, front=(r.variant, r.mesh, r.layout) in front) for r in rows]
 
 
-def _simplified(evaluation: Evaluation, space: Space, point: Point, row: Row) -> Row:
-    """The candidate without rules, and without question marks, that do not change its cost."""
-
-    def same(rules: Sequence[Rule]) -> bool:
-        return evaluation.equal_cost(point, replace(point, rules=tuple(rules)))
-
+def _simplified(candidate: Candidate) -> Candidate:
+    """The candidate without the rules that do not change its cost."""
+    evaluation, point = candidate.evaluation, candidate.point
     rules = list(point.rules)
-    for rule in rules[len(space.fixed) :][::-1]:
+    for rule in rules[len(candidate.space.fixed) :][::-1]:
         fewer = [r for r in rules if r is not rule]
-        if same(fewer):
+        if evaluation.equal_cost(point, replace(point, rules=tuple(fewer))):
             rules = fewer
-    for k in range(len(space.fixed), len(rules)):
-        plain = [replace(r, optional=False) if i == k else r for i, r in enumerate(rules)]
-        if same(plain) and evaluation.is_legal(replace(point, rules=tuple(plain))):
-            rules = plain
-    return replace(row, layout=str(as_layout(rules)))
+    point = replace(point, rules=tuple(rules))
+    return replace(candidate, point=point, row=replace(candidate.row, layout=point.layout))
 
 
 def _compiled(rows: list[Row], verify: int, compiled: Compile) -> tuple[list[Row], Row]:

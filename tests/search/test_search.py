@@ -555,3 +555,79 @@ def test_axes_that_are_used_as_one_are_one_candidate():
     row("batch?: data; embed?: data+model", data=16, model=16)
     row("batch?: data+third; embed?: data+third", data=16, model=4, third=4)
     assert evaluate.planned == 4
+
+
+def plan_of(row, topology="v5e:4x4", batch=64):
+    return mp.plan(
+        train_step,
+        *model(batch),
+        mesh=row.mesh,
+        topology=topology,
+        layout=row.layout,
+        dims=DIMS,
+        donate_argnames="state",
+    )
+
+
+@pytest.mark.filterwarnings("ignore::meshpar.errors.TorusWarning")
+def test_rows_are_distinct_choices_that_can_be_planned_as_printed():
+    got = found(options=(("max_axes", 3),))
+    assert len({(r.mesh, r.layout) for r in got.rows}) == len(got.rows)
+    for row in got.rows:
+        plan = plan_of(row)
+        assert (plan.seconds, plan.memory.peak) == pytest.approx((row.seconds, row.peak), rel=1e-12)
+        axes = dict.fromkeys(a for r in mp.Layout(row.layout).rules if r.dim == "batch" for a in r.axes)
+        assert not axes or "data" in axes, row
+        assert "third" not in row.mesh
+        for rule in mp.Layout(row.layout).rules:
+            if rule.optional:  # the mark is needed
+                plain = row.layout.replace(f"{rule.dim}?", rule.dim)
+                with pytest.raises(mp.MeshparError):
+                    plan_of(Row(row.mesh, plain, 0.0, 0.0, 0.0, True))
+
+
+def test_an_axis_that_is_always_used_with_another_is_merged_where_it_costs_the_same():
+    presentation = importlib.import_module("meshpar.search.presentation")
+    evaluation = importlib.import_module("meshpar.search.evaluation")
+    space = importlib.import_module("meshpar.search.space")
+    base = mp.plan(train_step, *model(256), layout="", mesh="data=16", dims=DIMS, topology="v5e:4x4", overlap="auto")
+    evaluate = evaluation.Evaluation("", base, "v5e:4x4", "time", 0.85, 400, None, lambda text: None)
+    searched = space.Space.of(base.program, mp.Layout(""), ())
+
+    def merged(layout, sizes, may_plan=True, keep=()):
+        point = searched.point(tuple(sizes.items()), mp.Layout(layout).rules)
+        candidate = presentation.Candidate(evaluate.plan(point), evaluate, searched, point)
+        return presentation.with_merged_axes(candidate, keep, may_plan)
+
+    sizes = {"data": 4, "model": 2, "third": 2}
+    one = merged("batch: data; mlp: model+third", sizes)
+    assert one.point.sizes == (("data", 4), ("model", 4))
+    assert (
+        one.row.seconds
+        <= 1.01
+        * evaluate.plan(searched.point(tuple(sizes.items()), mp.Layout("batch: data; mlp: model+third").rules)).seconds
+    )
+    assert merged("batch: data; mlp: model+third; embed: third", sizes).point.sizes == tuple(sizes.items())
+    assert merged("batch: data; mlp: model+third", sizes, keep=("third",)).point.sizes == tuple(sizes.items())
+
+
+def test_rows_of_one_kind_and_cost_are_one_row():
+    presentation = importlib.import_module("meshpar.search.presentation")
+    space = importlib.import_module("meshpar.search.space")
+
+    def candidate(layout, seconds, peak=1.0, name="", **sizes):
+        rules = mp.Layout(layout).rules
+        row = Row(", ".join(sizes), layout, seconds, peak, 0.0, True, name)
+        return presentation.Candidate(row, None, None, space.Point(tuple(sizes.items()), rules))
+
+    best = candidate("batch: data; mlp: model", 1.0, data=4, model=4)
+    same = candidate("batch: third; mlp: data+model", 1.005, data=2, model=2, third=4)
+    named = candidate("batch: data; mlp: model", 1.005, name="tensor parallel", data=2, model=8)
+    other_kind = candidate("batch: data; embed: model", 1.0, data=4, model=4)
+    slower, slower_too = (
+        candidate("batch: data; mlp: model", t, **s)
+        for t, s in ((1.1, {"data": 8, "model": 1, "third": 2}), (1.105, {"data": 8, "model": 2}))
+    )
+    smaller = candidate("batch: data; mlp: model", 1.0, peak=0.5, data=4, model=4)
+    shown = presentation.one_per_kind([best, same, named, other_kind, slower, slower_too, smaller])
+    assert shown == [best, named, other_kind, slower_too, smaller]
