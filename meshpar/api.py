@@ -44,13 +44,13 @@ from .options import (
 )
 from .plan_api import Plan
 from .pods.local_sgd import LocalSgd
+from .progress import Progress, progress_line
 from .search import Objective, Row, Search
 from .search import search as search_from
 from .tracing import named_tree
 from .units import format_bytes, format_memory, format_seconds
 from .verify.aot import Compiled, Effort, mesh_to_compile_for
 from .verify.check import Report, check_layouts, each_layout
-from .verify.jobs import Progress, progress_line
 
 Meshes = Mesh | MeshSizes | Sequence[Mesh | MeshSizes] | None
 
@@ -239,6 +239,7 @@ def check(
     lowerings: Sequence[Lowering] | None = None,
     tolerance: float = 1e-5,
     raises: bool = True,
+    progress: Progress = "auto",
     kwargs: Mapping[str, Any] | None = None,
     **keywords: Unpack[CallKeywords],
 ) -> Report:
@@ -263,6 +264,8 @@ def check(
         narrower floats by their precision, at most 16 ulps. Integers, booleans and keys must be equal, NaNs
         and infinities must have the same positions.
       raises: raise at the first difference; else record it in the report only.
+      progress: ``"auto"``: one line with the elapsed time, in a terminal or a notebook only; True: elsewhere too, on stderr; False:
+        none; or a function of its text.
 
     Returns:
       A :class:`meshpar.types.Report`: print it, or read ``ok`` and ``rows``.
@@ -288,10 +291,11 @@ def check(
 
     for each in lowerings:
         check_lowering(each, overlap if len(lowerings) == 1 else None)
-    return check_layouts(
-        subject, layouts=layouts, meshes=meshes if mesh is None else mesh, lowerings=lowerings, tolerance=tolerance,
-        raises=raises,
-    )  # fmt: skip
+    with progress_line("checking", progress) as tell:
+        return check_layouts(
+            subject, layouts=layouts, meshes=meshes if mesh is None else mesh, lowerings=lowerings, tolerance=tolerance,
+            raises=raises, tell=tell,
+        )  # fmt: skip
 
 
 @refuse_ambiguous_options
@@ -299,7 +303,7 @@ def check(
 def compile(
     fn: Callable[..., Any], *args: Any, mesh: MeshLike | None = None, layout: LayoutLike | None = None,
     topology: str | None = None, effort: Effort = "fast", timeout: float | None = None, cache: bool = True,
-    progress: Progress = None, kwargs: Mapping[str, Any] | None = None, **keywords: Unpack[CallKeywords],
+    progress: Progress = "auto", kwargs: Mapping[str, Any] | None = None, **keywords: Unpack[CallKeywords],
 ) -> Compiled:  # fmt: skip
     """Compile a function under a layout with the real compiler, ahead of time and without the hardware.
 
@@ -321,7 +325,8 @@ def compile(
       effort: ``"fast"``, or ``"full"``: the compiler's default.
       timeout: seconds the compiler may take.
       cache: read and write the cache on disk.
-      progress: True: a line on stderr; None: on a terminal only; or a function of its text.
+      progress: ``"auto"``: one line with the elapsed time, in a terminal or a notebook only; True: elsewhere too, on stderr; False:
+        none; or a function of its text.
 
     Returns:
       A :class:`Compiled`.
@@ -363,7 +368,7 @@ def search(
     fn: Callable[..., Any] | Mapping[str, Callable[..., Any]], *args: Any, topology: str, mesh: MeshSizes | None = None,
     fixed: LayoutLike = "", forbid: str | Sequence[str] = (), objective: Objective = "time", memory_fraction: float = 0.85,
     max_axes: int = 3, max_plans: int = 400, time_limit: float | None = None, layouts: Iterable[LayoutLike] = (),
-    verify: int = 0, choices: Mapping[str, Sequence[Any]] | None = None, progress: Progress = None,
+    verify: int = 0, choices: Mapping[str, Sequence[Any]] | None = None, progress: Progress = "auto",
     kwargs: Mapping[str, Any] | None = None, **keywords: Unpack[CallKeywords],
 ) -> Search:  # fmt: skip
     """Search for the mesh and the layout with the shortest step on a topology, by the estimates of plans.
@@ -380,7 +385,8 @@ def search(
       kwargs: keyword arguments of ``fn`` with the name of an option of ``search``.
       topology: the slice, ``"v5e:16x16"``, as in :func:`meshpar.plan`.
       mesh: the only mesh to try, as text; default: all with at most ``max_axes`` axes, called ``data``, ``model``, ``third``, after
-        ``slice`` where there are several slices.
+        ``slice`` where there are several slices. The result names them by what they shard: ``data`` has the batch, then there are
+        ``model``, ``expert``, ``context``, ``replica`` and ``idle``. Axes of ``mesh`` and of ``fixed`` keep their names.
       dims, lowering, donate_argnames, …: as in :func:`meshpar.jit`.
       fixed: rules that every layout begins with: ``"batch: data"``.
       forbid: dims that are never split: ``"head_dim, seq"``.
@@ -394,7 +400,8 @@ def search(
       choices: further options and their possible values: ``{"overlap": ["auto", "xla"], "microbatches": [1, 2, 4]}``.
         ``overlap`` is the option of the lowering; all others are static keyword arguments of ``fn``. Each combination of values
         is a program that is traced and searched; ``max_plans`` applies to each.
-      progress: True: a line on stderr; None: on a terminal only; or a function of its text.
+      progress: ``"auto"``: one line with the elapsed time, in a terminal or a notebook only; True: elsewhere too, on stderr; False:
+        none; or a function of its text.
 
     Returns:
       :class:`meshpar.types.Search`: print it; ``best.mesh`` and ``best.layout`` are text for :func:`meshpar.jit`; ``rows``,
@@ -415,20 +422,21 @@ def search(
     programs = dict(_variants(fn, choices or {}, StepOptions(**options)))
     mesh = mesh_text(parse_mesh(mesh)) if isinstance(mesh, Mapping) else mesh
 
-    def compiled(row: Row, full_effort: bool) -> str:
-        """Compile a candidate, and return one line with its memory, bytes sent and, at full effort, seconds of the
-        schedule."""
-        program = programs[row.variant]
-        result = compile(
-            program.fn, *args, mesh=row.mesh, topology=topology, layout=row.layout, effort="full" if full_effort else "fast",
-            progress=progress, kwargs={**call, **program.keywords}, **vars(program.options),
-        )  # fmt: skip
-        seconds = result.exposed.schedule if result.exposed is not None and full_effort else None
-        schedule = "" if seconds is None else f", {format_seconds(seconds)} by its schedule"
-        return f"compiled: {format_memory(result.memory.peak)}, sends {format_bytes(result.bytes_sent)}{schedule}"
-
     where = auto_mesh(planned_mesh(mesh or "data=-1", topology))
     with progress_line(f"searching {topology}", progress) as report_progress:
+
+        def compiled(row: Row, full_effort: bool) -> str:
+            """Compile a candidate, and return one line with its memory, bytes sent and, at full effort, seconds of the
+            schedule."""
+            program = programs[row.variant]
+            result = compile(
+                program.fn, *args, mesh=row.mesh, topology=topology, layout=row.layout, effort="full" if full_effort else "fast",
+                progress=report_progress, kwargs={**call, **program.keywords}, **vars(program.options),
+            )  # fmt: skip
+            seconds = result.exposed.schedule if result.exposed is not None and full_effort else None
+            schedule = "" if seconds is None else f", {format_seconds(seconds)} by its schedule"
+            return f"compiled: {format_memory(result.memory.peak)}, sends {format_bytes(result.bytes_sent)}{schedule}"
+
         bases = {
             name: Jitted(program.fn, where, Layout(""), program.options, topology=topology)
             .plan(*args, **{**call, **program.keywords})
@@ -445,7 +453,7 @@ def search(
 @takes_step_options
 def calibrate(
     fn: Callable[..., Any], *args: Any, layouts: Any, mesh: Meshes = None, meshes: Meshes = None, rounds: int = 9,
-    max_layouts: int = 4, tolerance: float = 1e-5, progress: Progress = None, kwargs: Mapping[str, Any] | None = None,
+    max_layouts: int = 4, tolerance: float = 1e-5, progress: Progress = "auto", kwargs: Mapping[str, Any] | None = None,
     **keywords: Unpack[CallKeywords],
 ) -> CalibrationResult:  # fmt: skip
     """Measure a step under a few layouts on the attached devices, and fit the chip's efficiencies to the measurements.
@@ -470,7 +478,8 @@ def calibrate(
       rounds: number of measurements of each layout.
       max_layouts: of a search, the largest number of rows to measure.
       tolerance: as in :func:`check`.
-      progress: True: a line on stderr; None: on a terminal only; or a function of its text.
+      progress: ``"auto"``: one line with the elapsed time, in a terminal or a notebook only; True: elsewhere too, on stderr; False:
+        none; or a function of its text.
 
     Returns:
       :class:`meshpar.types.CalibrationResult`: print it; ``rows`` best first, ``best.mesh`` and ``best.layout`` are text for

@@ -28,10 +28,10 @@ from .mesh import MeshLike, device_mesh
 from .options import Lowering, Mode, StepOptions, refuse_ambiguous_options
 from .passes import make_plan
 from .plan_api import Plan
+from .progress import Progress
 from .tracing import FlatFunction, TracedStep, annotation_of, trace_call
 from .verify.aot import Compiled, Effort, compile_lowered, mesh_to_compile_for
 from .verify.check import Report, Subject, check_layouts
-from .verify.jobs import Progress
 
 NO_DONATION: dict[str, Any] = {"donate_argnums": None, "donate_argnames": None}
 """Options of a step that donates no argument."""
@@ -297,7 +297,7 @@ class Jitted(Generic[P, R]):
     @refuse_ambiguous_options
     def compile(
         self, /, *args: Any, mesh: MeshLike | None = None, topology: str | None = None, effort: Effort = "fast",
-        timeout: float | None = None, cache: bool = True, progress: Progress = None,
+        timeout: float | None = None, cache: bool = True, progress: Progress = "auto",
         compiler_options: Mapping[str, Any] | None = None, kwargs: Mapping[str, Any] | None = None, **keywords: Any,
     ) -> Compiled:  # fmt: skip
         """Compile ahead of time with the real compiler, for devices that need not be attached; see :func:`meshpar.compile`.

@@ -142,7 +142,7 @@ class Compiled:
 @refuse_ambiguous_options
 def compile_lowered(
     program: Any, *args: Any, effort: Effort = "fast", timeout: float | None = None, cache: bool = True,
-    progress: Progress = None, compiler_options: Mapping[str, Any] | None = None, name: str | None = None,
+    progress: Progress = "auto", compiler_options: Mapping[str, Any] | None = None, name: str | None = None,
     plan: Plan | None = None, mesh: AnyMesh | None = None, kwargs: Mapping[str, Any] | None = None, **keywords: Any,
 ) -> Compiled:  # fmt: skip
     """Compile any JAX program as :func:`meshpar.compile` does: a hand-written ``jax.jit`` or ``shard_map`` one, for instance.

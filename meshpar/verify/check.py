@@ -149,33 +149,39 @@ def check_layouts(
     lowerings: Sequence[Lowering],
     tolerance: float = 1e-5,
     raises: bool = True,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> Report:
     """:func:`meshpar.check`, for a step that ``subject`` lowers for a mesh, a layout and a lowering.
 
     Args:
       tolerance: allowed difference of a result, relative to its largest absolute value.
       raises: a difference is a CheckError; False: it is in the report only.
+      tell: progress callback.
     """
     given = [meshes] if isinstance(meshes, Mesh | str | Mapping) else None if meshes is None else list(meshes)
     case = _Case(tolerance)
     report = Report(tolerance=tolerance)
     refused: DivisibilityError | None = None
-    for layout in each_layout(layouts):
-        for m in _default_meshes(layout) if given is None else given:
-            m = make_mesh(m) if isinstance(m, str | Mapping) else m
-            for lowering in lowerings:
-                try:
-                    with subject(m, layout, lowering) as it:
-                        row = case.run(it, it.plan.lowering)
-                except DivisibilityError as e:
-                    if given is not None:
-                        raise
-                    refused = refused or e
-                    report.skipped.append((mesh_text(m), str(layout), e.headline))
-                    break
-                report.rows.append(row)
-                if row.error is not None and raises:
-                    raise row.error
+    pairs = [(x, m) for x in each_layout(layouts) for m in (_default_meshes(x) if given is None else given)]
+    for k, (layout, m) in enumerate(pairs):
+        m = make_mesh(m) if isinstance(m, str | Mapping) else m
+        for j, lowering in enumerate(lowerings):
+            run = f"run {k * len(lowerings) + j + 1} of {len(pairs) * len(lowerings)}"
+            name = f"{mesh_text(m)}: {layout or UNSHARDED}"
+            case.tell = lambda text, run=run, name=name: tell(f"{run}, {text}, {name}")
+            case.tell("planning")
+            try:
+                with subject(m, layout, lowering) as it:
+                    row = case.run(it, it.plan.lowering)
+            except DivisibilityError as e:
+                if given is not None:
+                    raise
+                refused = refused or e
+                report.skipped.append((mesh_text(m), str(layout), e.headline))
+                break
+            report.rows.append(row)
+            if row.error is not None and raises:
+                raise row.error
     if refused is not None and not report.rows:
         raise refused
     return report
@@ -239,10 +245,14 @@ class _Reference:
 
 
 class _Case:
-    """A step with its arguments that is run under several layouts; the reference run without sharding is made once."""
+    """A step with its arguments that is run under several layouts; the reference run without sharding is made once.
+
+    ``tell`` receives a progress text before each stage of a run.
+    """
 
     def __init__(self, tolerance: float):
         self.tolerance = tolerance
+        self.tell: Callable[[str], None] = lambda text: None
         self.device = jax.local_devices()[0]  # every process runs the unsharded step
         self.reference: _Reference | None = None
         self.intermediates: tuple[object, list[Any]] | None = None  # (key of the program, all its values on one device)
@@ -253,14 +263,18 @@ class _Case:
 
     def run(self, subject: Subject, lowering: str) -> Row:
         """Run a step under its layout, and compare every result with the unsharded run."""
+        if self.reference is None:
+            self.tell("the unsharded step")
         reference = self.reference or self.unsharded(subject)
         self.reference, plan = reference, subject.plan
+        self.tell("the sharded step")
         outs = subject.sharded(self.fresh(subject.arrays))
         differences = [worst_of(a, b, self.tolerance) for a, b in zip(outs, reference.results, strict=True)]
         failed = [k for k, d in enumerate(differences) if not d.ok]
         explained: list[int] = []
         error = None
         if failed:
+            self.tell(f"tracing back {len(failed)} results that differ")
             localizer = Localizer(self, plan, reference, lowering, self.device)
             explained = [k for k in failed if localizer.explains(k, differences[k], outs[k])]
             failed = [k for k in failed if k not in explained]

@@ -20,15 +20,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from ..errors import CompilerError
+from ..progress import Progress, progress_line
 from .compiler import FACTS, JOB, MODULE, RESULT
 
 LOG_TAIL = 2000
 """Characters of a compiler's log that an error shows."""
-
-Progress = bool | None | Callable[[str], None]
 
 FORMAT = 2
 """Version of the results of :mod:`meshpar.verify.compiler`; cached results of other versions are not read."""
@@ -94,7 +91,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshpar"
 
 
-def compile_job(job: Job, *, timeout: float | None = None, cache: bool = True, progress: Progress = None) -> Archive:
+def compile_job(job: Job, *, timeout: float | None = None, cache: bool = True, progress: Progress = "auto") -> Archive:
     """The result of a job: from the cache, or from a compiler in a separate process. ``progress`` receives progress
     texts.
 
@@ -182,7 +179,7 @@ def _run(job: Job, timeout: float | None, say: Callable[[str], None]) -> bytes:
                 process.wait(0.2)
                 break
             seconds = time.monotonic() - began
-            say(f"{seconds:.0f} s")
+            say("")
             if timeout is not None and seconds > timeout:
                 late = True
                 break
@@ -248,36 +245,6 @@ def _slot(say: Callable[[str], None]) -> Iterator[None]:
             say("waiting for another compilation")
             time.sleep(0.2)
         yield
-
-
-@contextlib.contextmanager
-def progress_line(title: str, progress: Progress) -> Iterator[Callable[[str], None]]:
-    """Shows the progress of an activity on stderr, by default only on a terminal; yields a function that updates it."""
-    console = Console(stderr=True, highlight=False)
-    if callable(progress):
-        progress(title)
-        yield lambda text: progress(f"{title}  {text}")
-    elif progress is False or (progress is None and not console.is_terminal):
-        yield lambda text: None
-    elif console.is_terminal:
-        with console.status(title) as status:
-            yield lambda text: status.update(f"{title}  {text}")
-    else:
-        began = shown = time.monotonic()
-        reported = ""
-        console.print(title)
-
-        def say(text: str) -> None:
-            """Print a new text at once, a change of the seconds every half a minute."""
-            nonlocal reported, shown
-            news = text.rstrip("0123456789 s")
-            if news != reported or time.monotonic() - shown > 30:
-                reported, shown = news, time.monotonic()
-                if news or time.monotonic() - began > 30:
-                    console.print(f"{title}  {text}")
-
-        yield say
-        console.print(f"{title}: {time.monotonic() - began:.1f} s")
 
 
 def _version(package: str) -> str:
