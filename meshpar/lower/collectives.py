@@ -17,7 +17,7 @@ from ..layout import Spec
 from ..plan.collectives import is_all_reducible
 from ..plan.resharding import Move
 from ..plan.spec import shard_count
-from ..plan.steps import Reduce
+from ..plan.steps import Reduce, spec_after
 from ..rules.owned import addable
 from ..rules.rule import ADDED
 from ..rules.spmd import Grid, axis_index, fine_names, on_words, shape_in
@@ -174,10 +174,7 @@ def _combined(
     """:func:`combined` without its derivative for ``kind="indexed"``."""
     dtype = x.dtype
     if 0 in x.shape:
-        spec = have
-        for s in scatters:
-            spec = tuple((*entry, *s.axes) if i == s.dim else entry for i, entry in enumerate(spec))
-        return jnp.zeros(shape_in(x.shape, have, spec, grid), dtype)
+        return jnp.zeros(shape_in(x.shape, have, spec_after(have, scatters), grid), dtype)
     restore: Callable[[Any], Any] = functools.partial(lax.convert_element_type, new_dtype=dtype)
     if kind == "indexed":
         x, restore = addable(x, cpu)

@@ -7,6 +7,7 @@ of their gradients by the size of an idle mesh axis.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ from ..plan.manual import ManualOps
 from ..plan.plan import Plan
 from ..plan.resharding import reshard
 from ..plan.spec import replicated_spec
-from ..plan.steps import Loop, Reduce, Run, Shard
+from ..plan.steps import Loop, Reduce, Run, Scatter, Shard, spec_after
 from ..program.ir import Frame, Op, Value
 from ..rules import having, run_local
 from ..rules.local import plain_params
@@ -178,18 +179,22 @@ class _Lowering:
 
     def manual(self, run: Run, invars: list[Any], eqns: list[Any]) -> dict[Any, Any]:
         """Append a ``shard_map`` of the op's local form, whose partial results are reduced; returns result variable → new
-        variable."""
+        variable.
+
+        An operand that is partial in the plan is complete here, since the arrays outside of the ``shard_map`` are global. So a
+        result is reduced only over the axes along which the op itself makes it partial.
+        """
         op, eqn, axes = run.op, run.op.eqn, list(run.axes or ())
+        complete = {a for s in run.operands if s is not None for a in s.partial}
         after: list[Spec] = []
-        reduced: list[tuple[tuple[Any, ...], tuple[str, ...]]] = []
+        reduced: list[tuple[list[Scatter], tuple[str, ...]]] = []
         for shard in run.results:
-            step = self.reduces.get(shard.value)
-            if step is not None and shard.partial:
-                after.append(step.scattered)
-                reduced.append((step.scatters, step.over))
-            else:
-                after.append(shard.spec)
-                reduced.append(((), shard.partial))
+            step = self.reduces.get(shard.value) if shard.partial else None
+            scatters, over = ((), shard.partial) if step is None else (step.scatters, step.over)
+            own = [replace(s, axes=tuple(a for a in s.axes if a not in complete)) for s in scatters]
+            own = [s for s in own if s.axes]
+            after.append(spec_after(shard.spec, own))
+            reduced.append((own, tuple(a for a in over if a not in complete)))
         arrays = [(i, v) for i, v in enumerate(invars) if not isinstance(v, Literal)]
 
         grid = self.grid if self.bound else self.sizes

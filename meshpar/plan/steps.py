@@ -308,6 +308,13 @@ class Scatter:
         return ALGORITHMS[self.algorithm]
 
 
+def spec_after(spec: Spec, scatters: Iterable[Scatter]) -> Spec:
+    """The spec of a partial shard with the spec ``spec`` after some reduce-scatters."""
+    for s in scatters:
+        spec = tuple((*entry, *s.axes) if i == s.dim else entry for i, entry in enumerate(spec))
+    return spec
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Reduce(ShardingChange):
     """Reduces a partial value: reduce-scatters, an all-reduce over the other axes, then the moves of ``path``.
@@ -325,10 +332,7 @@ class Reduce(ShardingChange):
     @property
     def scattered(self) -> Spec:
         """The spec after the reduce-scatters."""
-        spec = self.source.spec
-        for s in self.scatters:
-            spec = tuple((*entry, *s.axes) if i == s.dim else entry for i, entry in enumerate(spec))
-        return spec
+        return spec_after(self.source.spec, self.scatters)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -359,3 +359,45 @@ def test_what_a_loop_only_reads_is_gathered_once_before_it():
     assert [c.count for c in step.plan(*args).collectives if c.op == "all-gather"] == [1]
     before, _, _ = step.lower(*args).as_text().partition("stablehlo.while")
     assert '[{"data"}, {}, {}]' in before
+
+
+PARTIAL = {
+    "sum": lambda x: x.sum(0),
+    "matmul": lambda x: jnp.einsum("da,d->a", x, x[:, 0]),
+    "prod": lambda x: jnp.prod(1 + 0.25 * x, 0),
+    "max": lambda x: x.max(0),
+    "xor": lambda x: lax.reduce(x.astype(jnp.int32), np.int32(0), lax.bitwise_xor, (0,)),
+}
+"""Functions whose result is partial if dim 0 is sharded."""
+AFTER = {
+    "cumsum": jnp.cumsum,
+    "reverse cumsum": lambda y: lax.cumsum(y, 0, reverse=True),
+    "cummax": lax.cummax,
+    "flip": jnp.flip,
+    "roll": lambda y: jnp.roll(y, 3),
+    "interior padding": lambda y: lax.pad(y, y.dtype.type(0), [(0, 1, 1)]),
+    "concatenate": lambda y: jnp.concatenate([y, y[:4]]),
+    "window": lambda y: lax.reduce_window(y, y.dtype.type(0), lax.add, (3,), (1,), "SAME"),
+    "sort": jnp.sort,
+    "convolution": lambda y: jnp.convolve(y.astype(jnp.float32), np.ones(3, np.float32), "same"),
+    "scatter": lambda y: jnp.zeros(8, y.dtype).at[jnp.array([3, 1, 7, 0, 1, 1, 2, 6])].add(y),
+    "update": lambda y: lax.dynamic_update_slice(jnp.zeros(12, y.dtype), y, (jnp.asarray(3),)),
+}
+"""Ops of which some, but not all, are run under a ``shard_map`` where their operand is stored sharded."""
+
+
+@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+@pytest.mark.parametrize("layout", ["d, a: x", "d: x+y; a: x", "d: y; a: x"])
+@pytest.mark.parametrize("kind", PARTIAL)
+@pytest.mark.fast_cases(5)
+def test_ops_of_partial_values(kind, layout, lowering):
+    """A reduction is not repeated for an op that gets a partial operand in the plan and a complete one in this lowering."""
+
+    def fn(x):
+        return [op(PARTIAL[kind](x)) for op in AFTER.values()]
+
+    x = normal(16, 8)
+    want = jax.jit(fn)(x)
+    got = mp.jit(fn, mesh=mp.mesh("x=4, y=2"), layout=layout, dims={"x": "d a"}, lowering=lowering)(x)
+    for name, have, expected in zip(AFTER, got, want, strict=True):
+        np.testing.assert_allclose(have, expected, rtol=1e-4, atol=1e-4, err_msg=name)
