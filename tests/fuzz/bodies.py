@@ -50,6 +50,11 @@ def result(w: Writer, shape: tuple[int, ...], start: str) -> str:
     return text
 
 
+def cast(text: str, like: str) -> str:
+    """A result in the dtype of a parameter, as loops and branches need it; others may be f64 where JAX's x64 is on."""
+    return f"({text}).astype({like}.dtype)"
+
+
 def floats(w: Writer) -> list[Var]:
     return [v for v in w.vars[-3:] if v.kind == "f"]
 
@@ -85,7 +90,7 @@ def scan(w: Writer) -> None:
         if over is not None and w.count[0] % 3 == 0 and _keeps_bf16(params[1]):  # a slice that the body rounds
             s = params[1].name
             new = f"{new} + 0.125 * ({s} * lax.stop_gradient({s}.astype(BF16)).astype(F)).mean()"
-        name, text = w.define(b, params, f"{new}, ({''.join(y + ', ' for y in ys)})")
+        name, text = w.define(b, params, f"{cast(new, carry.name)}, ({''.join(y + ', ' for y in ys)})")
     w.used.update(ys)
     wrapped = w.of([name, name, f"jax.checkpoint({name})", f"jax.checkpoint({name}, prevent_cse=False)",
                     f"jax.checkpoint({name}, policy=jax.checkpoint_policies.dots_saveable)"])  # fmt: skip
@@ -119,7 +124,7 @@ def loop(w: Writer) -> None:
     dynamic = w.depth == 0 and w.chance(0.4)  # not differentiable in reverse
     with w.body([i, carry]) as b:
         fill(b, 1 + w.rng.randrange(2))
-        new = result(b, x.shape, carry.name)
+        new = cast(result(b, x.shape, carry.name), carry.name)
         name, text = w.define(b, [i, carry], new)
     if dynamic:
         ids = (
@@ -151,7 +156,12 @@ def branch(w: Writer) -> None:
             name, lines = w.define(
                 b,
                 [p],
-                w.of([f"({result(b, x.shape, p.name)}, {p.name}.sum())", f"({p.name} * 2, 0.5 + 0 * {p.name}.sum())"]),
+                w.of(
+                    [
+                        f"({cast(result(b, x.shape, p.name), p.name)}, {p.name}.sum())",
+                        f"({p.name} * 2, 0.5 + 0 * {p.name}.sum())",
+                    ]
+                ),
             )
         text += lines
         branches.append(name)
@@ -308,7 +318,7 @@ def parts(w: Writer) -> None:
     expr = w.of([
         f"jax.vmap({name}, {at}, {at})({name}_x)", f"jax.vmap({name}, {at}, {at})({name}_x)",
         f"jnp.moveaxis(lax.map({name}, {lead}), 0, {at})",
-        f"jnp.moveaxis(lax.scan(lambda c, r: (c + r.sum(), {name}(r)), F(0), {lead})[1], 0, {at})",
+        f"jnp.moveaxis(lax.scan(lambda c, r: (c + r.sum().astype(F), {name}(r)), F(0), {lead})[1], 0, {at})",
         f"jnp.stack([{name}({lead}[j]) for j in range({k})], {at})",
     ])  # fmt: skip
     back = w.of(["", f".reshape{x.shape}", f".reshape{x.shape}", f".sum({at})", f".mean({at})"])

@@ -79,8 +79,8 @@ def signed_zeros(w: Writer) -> None:
         f"lax.dynamic_update_slice_in_dim({x.name}, -{x.name}[{lead}:1], {ids.name}[0], {a})", f"{x.name}.at[{lead}{ids.name} % {n}].multiply(-1.0)", f"jnp.sort({x.name}, {a})",
     ])  # fmt: skip
     if w.chance(0.4):
-        t = w.of(["BF16", "F16", "jnp.float8_e4m3fn"])
-        text = text.replace(x.name, f"{x.name}.astype({t})").replace("float8_e4m3fn", "float8_e4m3fn")
+        t = w.of(["BF16", "F16", "E4M3"])
+        text = text.replace(x.name, f"{x.name}.astype({t})")
         w.emit(f"({text}).astype(F)", scale=False, kind="s")
         return
     w.emit(text if w.chance(0.5) else f"1 / ({text})", scale=False, kind="s")
@@ -98,7 +98,7 @@ TYPES = (
     "jnp.float8_e8m0fnu",
     "jnp.complex64",
     "jnp.complex64",
-    "jnp.float8_e4m3fn",
+    "E4M3",
 )
 
 
@@ -110,9 +110,7 @@ def other_dtypes(w: Writer) -> None:
     t = w.of(TYPES)
     lead, ids, name = ":, " * a, indices(w, (1,)), f"{w.name()}r"
     number = (
-        "jnp.round({x}) - 3"
-        if t in ("jnp.int8", "jnp.int16", "BF16", "F16", "jnp.float8_e4m3fn")
-        else "jnp.abs(jnp.round({x})) + 1"
+        "jnp.round({x}) - 3" if t in ("jnp.int8", "jnp.int16", "BF16", "F16", "E4M3") else "jnp.abs(jnp.round({x})) + 1"
     )
     before = [f"{name} = ({number.format(x=x.name)}).astype({t})" if t != "bool" else f"{name} = {x.name} > 0.25"]
     if "complex" in t:
@@ -124,15 +122,15 @@ def other_dtypes(w: Writer) -> None:
         f"{name}[{lead}{n // 2}]", f"{name}[{lead}{ids.name} % {n}]", f"{part}", f"jnp.roll({name}, 1, {a})", f"{name}.at[{lead}0].set({name}[{lead}-1])", f"lax.dynamic_slice_in_dim({name}, {ids.name}[0], {min(2, n)}, {a})", f"jnp.concatenate([{name}, {part}], {a})", f"jnp.flip({part}, {a})",
         f"jnp.repeat({name}, 2, {a})", f"{name}.T.reshape(-1)", f"lax.dynamic_update_slice_in_dim({name}, {name}[{lead}:1], {ids.name}[0], {a})", f"{name}.at[{lead}{ids.name} % {n}].set({name}[{lead}:1])",
     ]  # fmt: skip
-    integral, real = "int" in t or t == "bool", "complex" not in t
+    integral, real, byte = "int" in t or t == "bool", "complex" not in t, t in ("E4M3", "jnp.float8_e8m0fnu")
     if "e8m0" not in t:
         plain += [f"{part}.sum({a})", f"jnp.cumsum({part}, {a})", f"jnp.pad({name}, 1, constant_values=1)", f"{name}.at[{lead}{ids.name} % {n}].{'max' if t == 'bool' else 'add'}({name}[{lead}:1])", f"jnp.prod({part}, {a})", f"jnp.where({name} == {name}[{lead}:1], {name}, 1)"]  # fmt: skip
         if t != "bool":
             plain += [
                 f"{part} + lax.iota({name}.dtype, {n})[:{part}.shape[{a}]].reshape({(-1,) + (1,) * (len(x.shape) - 1 - a)})"
             ]
-        plain += [f"{part}.max({a})", f"{part}.min({a})"] * 2 if "float8" not in t else []
-        if real and "float8" not in t:
+        plain += [f"{part}.max({a})", f"{part}.min({a})"] * 2 if not byte else []
+        if real and not byte:
             window = tuple(min(2, k) if d == a else 1 for d, k in enumerate(x.shape))
             low = {
                 "bool": "False",

@@ -152,16 +152,17 @@ def windows(w: Writer) -> None:
     k = min(k, n)
     c = min(w.of([1, 2, 3]), m)
     i, j = f"({ids.name}[0] - 1)", f"({ids.name}[-1] * 2 - 3)"
+    zero = f"np.zeros((), {ids.name}.dtype)"  # starts are of one type, also where others are 64-bit
     forms = [
-        f"lax.dynamic_slice({x.name}, ({i}, {j}), ({k}, {c}))", f"lax.dynamic_update_slice({x.name}, jnp.full(({k}, {c}), 0.5, F), ({i}, {j}))", f"lax.dynamic_update_slice({x.name}, {x.name}[:{k}] + 1, ({j}, 0))",
+        f"lax.dynamic_slice({x.name}, ({i}, {j}), ({k}, {c}))", f"lax.dynamic_update_slice({x.name}, jnp.full(({k}, {c}), 0.5, F), ({i}, {j}))", f"lax.dynamic_update_slice({x.name}, {x.name}[:{k}] + 1, ({j}, {zero}))",
         f"lax.dynamic_slice_in_dim({x.name}, {i}, {c}, axis=1)", f"lax.dynamic_update_slice_in_dim({x.name}, {x.name}[:, :{c}] * 0.5, {i}, axis=1)", f"{x.name}[{i}]", f"{x.name}[:, {j}]", f"{x.name}[{i}, {j}]",
         f"{x.name}.at[{i}].set({x.name}[{j}])", f"{x.name}.at[{i}].add(1.0, mode='drop')", f"{x.name}.at[:, {j}].add({x.name}[:, {i}])", f"{x.name}.at[{i}, {j}].set(1.5, mode='clip')",
-        f"lax.scan(lambda c, t: (lax.dynamic_update_slice(c, t[1][None] * 0.5, (t[0], 0)), c[t[0]]), {x.name}, ({ids.name}, jnp.resize({x.name}, ({ids.shape[0]}, {m}))))[w_]".replace("w_", str(w.rng.randrange(2))),
+        f"lax.scan(lambda c, t: (lax.dynamic_update_slice(c, t[1][None] * 0.5, (t[0], {zero})), c[t[0]]), {x.name}, ({ids.name}, jnp.resize({x.name}, ({ids.shape[0]}, {m}))))[w_]".replace("w_", str(w.rng.randrange(2))),
     ]  # fmt: skip
     if ids.shape[0] == n:
         forms += [
             f"jax.vmap(lambda r, i: lax.dynamic_slice(r, (i - 1,), ({c},)))({x.name}, {ids.name})", f"jax.vmap(lambda r, i: lax.dynamic_update_slice(r, r[:{c}] + 1, (i * 2 - 3,)))({x.name}, {ids.name})",
-            f"jax.vmap(lambda r, i: r.at[i - 2].set(0.5))({x.name}, {ids.name})", f"jax.vmap(lambda r, i: r[i])({x.name}, {ids.name})", f"jax.vmap(lambda i: lax.dynamic_slice({x.name}, (i, np.int32(0)), ({k}, {c})))({ids.name})",
+            f"jax.vmap(lambda r, i: r.at[i - 2].set(0.5))({x.name}, {ids.name})", f"jax.vmap(lambda r, i: r[i])({x.name}, {ids.name})", f"jax.vmap(lambda i: lax.dynamic_slice({x.name}, (i, {zero}), ({k}, {c})))({ids.name})",
             f"jnp.take_along_axis({x.name}, ({ids.name} % {m})[:, None], 1)", f"jnp.take_along_axis({x.name}, ({ids.name} % {n})[:, None] + jnp.zeros({m}, jnp.int32), 0)", f"jnp.put_along_axis({x.name}, ({ids.name} % {m})[:, None], 0.5, 1, inplace=False)",
         ] * 2  # fmt: skip
     w.emit(w.of(forms), 2 * x.top + 2, None if x.bits is None else x.bits + 1)
@@ -174,7 +175,7 @@ def ring_buffer(w: Writer) -> None:
     step = indices(w, (1,))
     name = f"f{w.name()[1:]}"
     if w.chance(0.5):
-        before = [f"{name}_c = lax.dynamic_update_slice({x.name}, {x.name}[:1] * 0.5 + 0.25, ({step.name}[0], 0))",
+        before = [f"{name}_c = lax.dynamic_update_slice({x.name}, {x.name}[:1] * 0.5 + 0.25, ({step.name}[0], np.zeros((), {step.name}.dtype)))",
                   f"{name}_s = jnp.where(jnp.arange({n}) <= {step.name}[0], {name}_c @ {name}_c[0] * 0.25, -1e9)"]  # fmt: skip
         w.emit(f"[nn.softmax({name}_s) @ {name}_c, {name}_c]", x.top + 1, before=before, scale=False)
     else:

@@ -100,7 +100,7 @@ def dynamic(w: Writer) -> None:
             starts.append(f"np.int32({w.rng.randrange(-1, n + 1)})")
         else:
             ids = indices(w, (1,))
-            starts.append(f"{ids.name}[{w.rng.randrange(ids.shape[0])}]")
+            starts.append(f"{ids.name}[{w.rng.randrange(ids.shape[0])}].astype(np.int32)")  # starts are of one type
     at = f"({', '.join(starts)},)"
     i = w.rng.randrange(len(x.shape))
     lead = ", ".join(":" if k != i else "0" for k in range(len(x.shape)))
@@ -208,7 +208,7 @@ def random(w: Writer) -> None:
 def algebra(w: Writer) -> None:
     x = w.pick(ranks=(2, 3), such=lambda v: v.shape[-1] <= 8 and v.shape[-2] <= 8)
     n = x.shape[-2]
-    spd = f"0.1 * jnp.tanh({x.name}) @ jnp.tanh({x.name}).swapaxes(-1, -2) + 2.0 * jnp.eye({n})"
+    spd = f"0.1 * jnp.tanh({x.name}) @ jnp.tanh({x.name}).swapaxes(-1, -2) + 2.0 * jnp.eye({n}, dtype=F)"
     w.emit(w.of([
         f"jnp.linalg.cholesky({spd})", f"jax.scipy.linalg.solve_triangular(jnp.tril({spd}), jnp.tanh({x.name}), lower=True)" if len(x.shape) == 2 else f"lax.linalg.triangular_solve({spd}, {x.name}, left_side=True, lower=True)",
         f"jnp.linalg.inv({spd})", f"jnp.linalg.solve({spd}, {x.name})", f"jnp.abs(jnp.fft.fft({x.name}) + 1.5j).astype(F)" if x.exact else f"jnp.fft.rfft({x.name}).real.astype(F)", f"jnp.linalg.det({spd})",

@@ -102,7 +102,7 @@ def integers(w: Writer) -> None:
     text = w.of([
         "{} % 5", "{} // 3", "{} * 3 + 1", "{} & 6", "{} | 1", "{} ^ 5", "{} << 2", "{} >> 1", "jnp.abs({})", "~{}",
         "lax.population_count({})", "lax.clz({})", "jnp.maximum({}, 3)", "jnp.cumsum({}, -1)", "{} > 3", "({} > 2) & ({} < 6)",
-        "nn.one_hot({}, 8, dtype=jnp.int32)", "lax.rem({}, jnp.int32(3))", "-{}", "jnp.sign({} - 3)", "lax.shift_right_logical({}, 1)",
+        "nn.one_hot({}, 8, dtype=jnp.int32)", "lax.rem({}, jnp.asarray(3, {}.dtype))", "-{}", "jnp.sign({} - 3)", "lax.shift_right_logical({}, jnp.asarray(1, {}.dtype))",
         "jnp.isin({}, jnp.arange(3))" if w.chance(0.3) else "{} != 2", "jnp.sort({}, -1)", "jnp.clip({}, 1, 4)",
     ])  # fmt: skip
     w.emit(text.replace("{}", x.name), math.inf, 0, scale=False)

@@ -165,13 +165,14 @@ def weights(x: Any) -> Any:
 def namespace(real: Any) -> dict[str, Any]:
     """What programs may use; ``F`` is the dtype of their floats, ``N`` its scalar type in numpy.
 
-    ``BF16`` and ``F16`` hold what is narrowed to them exactly, but not its cotangents. In f64 they are f64, so that the distance
-    from it has their rounding in it.
+    ``BF16``, ``F16`` and ``E4M3`` (float8_e4m3fn) hold what is narrowed to them exactly, but not its sums and cotangents. In f64
+    they are f64, so that the distance from it has their rounding in it.
     """
     exact = np.dtype(real) == np.float64
     return {
         "BF16": real if exact else jnp.bfloat16,
         "F16": real if exact else jnp.float16,
+        "E4M3": real if exact else jnp.float8_e4m3fn,
         "jax": jax,
         "jnp": jnp,
         "lax": lax,
