@@ -1,36 +1,48 @@
 """Mutation test: small edits of the code, one at a time, and whether the tests find them.
 
-    python benchmarks/mutants.py --sample 150 --seed 0                      # mutants of all packages of PACKAGES
+    python benchmarks/mutants.py --sample 150 --seed 0 --log mutants.jsonl  # mutants of all packages of PACKAGES
     python benchmarks/mutants.py meshpar/rules meshpar/program/infer.py --sample 20
-    python benchmarks/mutants.py --sample 150 --readme                      # then the README's tests on those not found
+    python benchmarks/mutants.py --record tests/rules tests/program
 
 A mutant is one edit of the syntax tree: a comparison swapped, a constant off by one, a condition negated or dropped, ``and`` for
 ``or``, a flag or a sign inverted, one reduction or extremum replaced by its opposite. The seed fixes a sample of all edits,
-spread evenly over the paths. Each is applied to a copy of the repository, whose tests without the mark ``slow`` run up to the
-first failure: the mirrored test file (``tests/rules/test_halo.py`` for ``meshpar/rules/halo.py``) if there is one, then the
-mirrored folder, and with ``--readme`` all tests. A run that exceeds ``--limit`` seconds counts as found.
+spread evenly over the paths.
+
+The lines that each test executes are recorded once for each version of the package, with ``--record`` those of some tests only.
+Each mutant is applied to a copy of the repository, in which the tests that execute the edited lines run up to the first failure:
+first those of the mirrored file (``tests/rules/test_halo.py`` for ``meshpar/rules/halo.py``) and folder, then all others; tests
+that start processes, whose lines are not recorded, run if they are mirrored; one case of each test runs before the second ones.
+``--limit`` bounds the recorded seconds of the mirrored tests, and those of the others. Tests with the mark ``slow`` do not run. A
+run that exceeds twice its tests' recorded seconds and a minute of CPU time counts as found. A mutant whose lines no test executes
+is not found.
 
 A mutant is "broken", and not counted, if the tests that fail also fail without it. Mutants that change no behaviour are listed
 with the reason in ``equivalent_mutants.json``, and not counted. Prints every outcome, then a table of mutants found for each
-path.
+path. With ``--log`` outcomes are appended to a file, and mutants in it do not run again.
 """
 
 import argparse
 import ast
+import collections
 import contextlib
+import functools
+import hashlib
 import json
+import multiprocessing
 import os
 import random
+import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import pytest
 from tables import Table
 
 ROOT = Path(__file__).parent.parent
@@ -59,6 +71,8 @@ TESTS_OF = {
 }
 """Tests of top-level modules in other files than the one of the same name."""
 EQUIVALENT = Path(__file__).parent / "equivalent_mutants.json"
+PRELOADED = ("jax", "flax.nnx", "optax", "numpy", "pytest", "coverage")
+"""Modules that are imported once, in the process from which those that run tests are forked."""
 COMPARISONS = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.In: "not in", ast.NotIn: "in",
     ast.Is: "is not", ast.IsNot: "is",
@@ -74,13 +88,21 @@ KINDS = {"sum": "max", "max": "min", "min": "max", "pass_through": "need_replica
 
 @dataclass(frozen=True)
 class Edit:
-    """Replacement of the bytes ``start`` to ``end`` of a file."""
+    """Replacement of the bytes ``start`` to ``end`` of a file.
+
+    Attributes:
+      lines: the lines of the expression.
+      statement: the lines of its statement, without the statements in its body; empty outside of functions, where a line is
+        executed when the module is imported.
+    """
 
     path: Path
     line: int
     start: int
     end: int
     new: str
+    lines: range
+    statement: range
 
     def applied(self) -> str:
         """The text of the file with the edit."""
@@ -122,10 +144,18 @@ def edits(path: Path) -> Iterator[Edit]:
     def source(node: ast.expr) -> str:
         return f"({ast.unparse(node)})"
 
-    def of(node: ast.expr, new: str) -> Edit:
-        return Edit(path, node.lineno, *at(node), new)
+    def header(node: ast.stmt) -> range:
+        body = getattr(node, "body", None)
+        last = body[0].lineno - 1 if body else node.end_lineno or node.lineno
+        return range(node.lineno, max(last, node.lineno) + 1)
 
-    def walk(node: ast.AST) -> Iterator[Edit]:
+    def walk(node: ast.AST, statement: range, inside: bool) -> Iterator[Edit]:
+        def of(node: ast.expr, new: str) -> Edit:
+            lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+            return Edit(path, node.lineno, *at(node), new, lines, statement)
+
+        if isinstance(node, ast.stmt) and inside:
+            statement = header(node)
         if isinstance(node, ast.Raise | ast.Assert | ast.Import | ast.ImportFrom | ast.JoinedStr):
             return
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -155,18 +185,14 @@ def edits(path: Path) -> Iterator[Edit]:
         elif isinstance(node, ast.Attribute) and node.attr in OPPOSITES and isinstance(node.ctx, ast.Load):
             yield of(node, f"{source(node.value)}.{OPPOSITES[node.attr]}")
         for name, field in ast.iter_fields(node):
-            if name in ("annotation", "returns", "type_params", "decorator_list"):
+            if name in ("annotation", "returns", "type_params", "decorator_list", "pattern"):
                 continue
+            function = name == "body" and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             for child in field if isinstance(field, list) else [field]:
                 if isinstance(child, ast.AST):
-                    yield from walk(child)
+                    yield from walk(child, statement, inside or function)
 
-    for edit in walk(ast.parse(text)):
-        try:
-            ast.parse(edit.applied())
-        except SyntaxError:  # in a pattern of a match statement
-            continue
-        yield edit
+    yield from walk(ast.parse(text), range(0), False)
 
 
 def mirrored(path: Path) -> list[list[str]]:
@@ -182,31 +208,216 @@ def mirrored(path: Path) -> list[list[str]]:
     return stages
 
 
-def outcome(copy: Path, edit: Edit | None, tests: list[str], options: list[str], limit: float) -> str:
-    """``"found"`` if a test fails, ``"timed out"``, or ``"not found"``; of the unmodified code if the edit is None."""
-    place = copy / edit.path.relative_to(ROOT) if edit else None
-    if edit and place:
-        place.write_text(edit.applied())
-    env = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *options, *tests]
-    with tempfile.TemporaryFile("w+") as output:
-        run = subprocess.Popen(
-            command, cwd=copy, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            status = run.wait(limit)
-        except subprocess.TimeoutExpired:
-            return "timed out"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(run.pid, signal.SIGKILL)  # processes that a test started included
-            run.wait()
-            if edit and place:
-                shutil.copy(edit.path, place)
-        if status not in (0, 1, 2, 5):  # 5: no tests; 3, 4: pytest itself
-            output.seek(0)
-            raise SystemExit(output.read()[-4000:])
-    return "found" if status in (1, 2) else "not found"
+class Recorder:
+    """A pytest plugin that records the lines of a package that each test executes, its seconds, and whether it starts processes.
+
+    Args:
+      folder: two files are written to it, of :mod:`coverage` (a context is a test) and JSON, named by the number of the process.
+      package: the folder of the modules whose lines are recorded.
+    """
+
+    def __init__(self, folder: Path, package: Path):
+        import coverage
+
+        self.place = folder / str(os.getpid())
+        self.coverage = coverage.Coverage(data_file=f"{self.place}.coverage", source=[str(package)], config_file=False)
+        self.coverage.start()
+        self.test = ""
+        self.tests: dict[str, dict[str, Any]] = {}
+        sys.addaudithook(self._on_event)
+
+    def _on_event(self, event: str, _: Any) -> None:
+        if event == "subprocess.Popen" and self.test:
+            self.tests[self.test]["processes"] = True
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        self.test = item.nodeid
+        self.tests[self.test] = {"seconds": 0.0, "processes": False, "passed": True}
+        self.coverage.switch_context(item.nodeid)
+        result = yield
+        self.test = ""
+        self.coverage.switch_context("")
+        return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.tests[report.nodeid]["seconds"] += report.duration
+        self.tests[report.nodeid]["passed"] &= report.passed
+
+    def pytest_sessionfinish(self) -> None:
+        self.coverage.stop()
+        self.coverage.save()
+        Path(f"{self.place}.json").write_text(json.dumps(self.tests))
+
+
+class Selection:
+    """A pytest plugin that runs some tests, in their order, and writes the first that fails to a file."""
+
+    def __init__(self, tests: Sequence[str], failed: Path):
+        self.order = {test: k for k, test in enumerate(tests)}
+        self.failed = failed
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = sorted((i for i in items if i.nodeid in self.order), key=lambda i: self.order[i.nodeid])
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.write_text(report.nodeid)
+
+
+def run_pytest(folder: Path, tests: Sequence[str], plugin: Any, arguments: tuple[Any, ...], seconds: int, output: Path):
+    """Run tests in this process, which is a fork of the one with :data:`PRELOADED`, and end it with pytest's status.
+
+    Args:
+      folder: the root of a copy of the repository.
+      tests: files and folders.
+      plugin: a class of pytest plugins, with its ``arguments``.
+      seconds: of CPU time, after which the process is killed.
+      output: file of what is printed.
+    """
+    os.setsid()  # processes that tests start are killed with it
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    os.environ |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.dont_write_bytecode = True
+    sys.argv[:] = ["pytest"]
+    options = ["-x"] if plugin is Selection else []
+    status = pytest.main(
+        ["-q", "-p", "no:cacheprovider", "-m", "not slow", *options, *tests], plugins=[plugin(*arguments)]
+    )
+    sys.stdout.flush()
+    os._exit(int(status))
+
+
+@functools.cache
+def forks() -> Any:
+    """The context of :mod:`multiprocessing` that forks processes from one with :data:`PRELOADED`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    return context
+
+
+def status_of(
+    folder: Path, tests: Sequence[str], plugin: Any, arguments: tuple[Any, ...], seconds: float, output: Path
+) -> int:
+    """The exit status of pytest in a process of its own; negative if it was killed."""
+    process = forks().Process(target=run_pytest, args=(folder, tests, plugin, arguments, int(seconds), output))
+    process.start()
+    process.join(10 * seconds)  # of wall time: a deadlock takes no CPU time
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+    if process.exitcode in (3, 4):  # pytest itself
+        raise SystemExit(output.read_text()[-4000:])
+    return process.exitcode
+
+
+def first_failure(copy: Path, tests: Sequence[str], seconds: float) -> str | None:
+    """The first of some tests that fails in a copy; "limit" after ``seconds`` of CPU time, None if all pass."""
+    failed = copy / "failed.txt"
+    failed.unlink(missing_ok=True)
+    files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
+    status = status_of(copy, files, Selection, (tests, failed), seconds, copy / "output.txt")
+    if status in (0, 5):  # 5: no tests
+        return None
+    return failed.read_text() if failed.exists() else "limit" if status < 0 else "import"
+
+
+class Recorded:
+    """What ``--record`` wrote: the tests, and those that execute a line."""
+
+    def __init__(self, folder: Path):
+        import coverage
+
+        self.tests: dict[str, dict[str, Any]] = {}
+        self._data = []
+        for place in sorted(folder.glob("*.json")):
+            self.tests |= {name: test for name, test in json.loads(place.read_text()).items() if test["passed"]}
+            data = coverage.CoverageData(str(place.with_suffix(".coverage")))
+            data.read()
+            self._data.append(data)
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019
+    def _tests_of_lines(self, path: Path) -> dict[int, set[str]]:
+        tests = collections.defaultdict(set)
+        for data in self._data:
+            for line, names in data.contexts_by_lineno(str(path)).items():
+                tests[line] |= {name for name in names if name in self.tests}
+        return tests
+
+    def executing(self, edit: Edit) -> set[str]:
+        """The tests that execute the lines of an edit; outside of functions, any line of its file."""
+        by_line = self._tests_of_lines(edit.path)
+        for lines in (edit.lines, edit.statement) if edit.statement else (by_line,):
+            if tests := set().union(*(by_line.get(line, ()) for line in lines)):
+                return tests
+        return set()
+
+    def selected(self, edit: Edit, limit: float) -> tuple[list[str], float]:
+        """The tests that run on a mutant, in order, and their seconds."""
+        stages = mirrored(edit.path)
+
+        def stage(test: str) -> int:
+            file = test.partition("::")[0]
+            return next((k for k, s in enumerate(stages) if any(Path(file).is_relative_to(t) for t in s)), len(stages))
+
+        processes = {name for name, test in self.tests.items() if test["processes"] and stage(name) < len(stages)}
+        cases = collections.Counter()
+        ordered = []
+        for test in sorted(self.executing(edit) | processes, key=lambda name: self.tests[name]["seconds"]):
+            function = test.partition("[")[0]
+            ordered.append((stage(test), cases[function], self.tests[test]["seconds"], test))
+            cases[function] += 1
+        spent = [0.0, 0.0]  # seconds of mirrored tests, and of others
+        tests = []
+        for number, _, seconds, test in sorted(ordered):
+            other = number == len(stages)
+            if spent[other] + seconds <= limit:
+                spent[other] += seconds
+                tests.append(test)
+        return tests, sum(spent)
+
+
+def record(folder: Path, tests: Sequence[str]) -> None:
+    """Record the lines of the package that tests execute."""
+    folder.mkdir(exist_ok=True)
+    output = folder / f"{os.getpid()}.txt"
+    status = status_of(ROOT, tests, Recorder, (folder, ROOT / "meshpar"), 36_000, output)
+    print(f"lines recorded in {folder}; exit status of pytest: {status}")
+
+
+def version_of(package: Path) -> str:
+    """A digest of the modules of a package."""
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def copied(folder: Path) -> None:
+    """Copy the repository to a folder."""
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif (ROOT / name).exists():
+            shutil.copy(ROOT / name, folder / name)
+
+
+def result_of(copy: Path, edit: Edit, recorded: Recorded, limit: float) -> dict[str, Any]:
+    """The line of the log of a mutant: the first test that fails, or None; the number of tests that were selected."""
+    tests, seconds = recorded.selected(edit, limit)
+    place = copy / edit.path.relative_to(ROOT)
+    place.write_text(edit.applied())
+    try:
+        failed = first_failure(copy, tests, 60 + 2 * seconds) if tests else None
+    finally:
+        shutil.copy(edit.path, place)
+    return {"mutant": str(edit), "key": edit.key, "failed": failed, "tests": len(tests)}
 
 
 def sampled(paths: Sequence[Path], sample: int, seed: int) -> dict[Path, list[Edit]]:
@@ -224,6 +435,39 @@ def sampled(paths: Sequence[Path], sample: int, seed: int) -> dict[Path, list[Ed
     return chosen
 
 
+def outcomes(mutants: Sequence[Edit], args: argparse.Namespace) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """Key of a mutant → its line of the log: those of the log, and those that run until ``--minutes`` have passed."""
+    lines = args.log.read_text().splitlines() if args.log and args.log.exists() else []
+    results = {tuple(line["key"]): line for line in map(json.loads, lines)}
+    end = time.monotonic() + 60 * args.minutes
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        copied(copy)
+        recorded = Recorded(args.recorded)
+        for edit in mutants[args.part[0] :: args.part[1]]:
+            if edit.key in results or time.monotonic() > end:
+                continue
+            began = time.monotonic()
+            result = results[edit.key] = result_of(copy, edit, recorded, args.limit)
+            print(
+                f"{outcome(result):9} {time.monotonic() - began:4.0f} s  {edit}  {result['failed'] or ''}", flush=True
+            )
+            if args.log:
+                with args.log.open("a") as log:
+                    log.write(json.dumps(result) + "\n")
+        suspects = {result["failed"] for result in results.values() if result["failed"] in recorded.tests}
+        while suspects and (failed := first_failure(copy, sorted(suspects), 3600)):
+            suspects.remove(failed)
+            for result in results.values():
+                result["broken"] = result.get("broken") or result["failed"] == failed
+    return results
+
+
+def outcome(result: dict[str, Any]) -> str:
+    """``"found"``, ``"not found"``, or ``"broken"``."""
+    return "broken" if result.get("broken") else "found" if result["failed"] else "not found"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -231,64 +475,36 @@ def main() -> None:
     )
     parser.add_argument("--sample", type=int, default=150, help="number of mutants (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--skip", type=int, default=0, help="leave out the first mutants of each path, to resume")
-    parser.add_argument("--tests", nargs="*", help="these tests instead of the mirrored ones")
+    parser.add_argument("--record", nargs="*", metavar="TESTS", help="only record the lines that tests (all) execute")
     parser.add_argument(
-        "--readme", action="store_true", help="run all tests without the mark `slow` on mutants not found"
+        "--recorded", type=Path, help="folder of the recorded lines (one for each version of the package)"
     )
-    parser.add_argument("-k", default="", help="pytest's -k")
-    parser.add_argument("--limit", type=float, default=600, help="seconds for the tests of one mutant (%(default)s)")
+    parser.add_argument("--limit", type=float, default=60, help="recorded seconds of the tests (%(default)s)")
+    parser.add_argument("--log", type=Path, help="file of the outcomes")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no more mutants after so long")
+    parser.add_argument("--part", type=lambda p: [int(n) for n in p.split("/")], default=[0, 1], metavar="K/N",
+                        help="the K-th of every N mutants, to run several processes")  # fmt: skip
     args = parser.parse_args()
-    options = ["-k", args.k] if args.k else []
-    equivalent = {(e["file"], e["line"], e["change"]) for e in json.loads(EQUIVALENT.read_text())}
+    args.recorded = args.recorded or Path(tempfile.gettempdir()) / f"meshpar-lines-{version_of(ROOT / 'meshpar')}"
+    if args.record is not None or not list(args.recorded.glob("*.json")):
+        record(args.recorded, args.record or ["tests"])
+    if args.record is not None:
+        return
     chosen = sampled(args.paths or [ROOT / "meshpar" / name for name in PACKAGES], args.sample, args.seed)
-    outcomes: dict[Path, list[str]] = {path: [] for path in chosen}
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder)
-        for name in COPIED:
-            if (ROOT / name).is_dir():
-                shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-            elif (ROOT / name).exists():
-                shutil.copy(ROOT / name, copy / name)
-        for round_ in range(args.skip, max(map(len, chosen.values()), default=0)):
-            for path, mutants in chosen.items():
-                if round_ >= len(mutants):
-                    continue
-                edit = mutants[round_]
-                if edit.key in equivalent:
-                    outcomes[path].append("equivalent")
-                else:
-                    stages = [args.tests] if args.tests else mirrored(edit.path)
-                    stages += [["tests"]] if args.readme else []
-                    began = time.monotonic()
-                    for tests in stages:
-                        if (result := outcome(copy, edit, tests, options, args.limit)) != "not found":
-                            break
-                    if result != "not found" and outcome_of_unmodified(copy, tests, options, args.limit) != "not found":
-                        result = "broken"
-                    outcomes[path].append(result)
-                    print(f"{result:9} {time.monotonic() - began:4.0f} s  {edit}", flush=True)
-    kinds = (("found", "timed out"), ("equivalent",), ("broken",), ("not found",))
-    table = Table("path", "mutants", "found", "equivalent", "broken", "not found")
-    total = [0] * (1 + len(kinds))
-    for path, results in outcomes.items():
-        counts = [len(results), *(sum(r in kind for r in results) for kind in kinds)]
-        total = [a + b for a, b in zip(total, counts, strict=True)]
-        table.add_row(str(path.relative_to(ROOT)), *map(str, counts))
-    table.add_row("all", *map(str, total))
-    tried = total[0] - total[2] - total[3]
-    print(f"\n{total[1]} of {tried} mutants found ({total[1] / max(tried, 1):.0%}), seed {args.seed}")
-
-
-_UNMODIFIED: dict[tuple[str, ...], str] = {}
-
-
-def outcome_of_unmodified(copy: Path, tests: list[str], options: list[str], limit: float) -> str:
-    """The outcome of tests on the unmodified code, run once."""
-    key = (*tests, *options)
-    if key not in _UNMODIFIED:
-        _UNMODIFIED[key] = outcome(copy, None, tests, options, 4 * limit)
-    return _UNMODIFIED[key]
+    equivalent = {(e["file"], e["line"], e["change"]) for e in json.loads(EQUIVALENT.read_text())}
+    results = outcomes([e for mutants in chosen.values() for e in mutants if e.key not in equivalent], args)
+    kinds = ("found", "equivalent", "broken", "not found")
+    table = Table("path", "mutants", *kinds)
+    total: collections.Counter[str] = collections.Counter()
+    for path, mutants in chosen.items():
+        names = ["equivalent" if e.key in equivalent else outcome(results[e.key]) for e in mutants
+                 if e.key in equivalent or e.key in results]  # fmt: skip
+        counts = collections.Counter(names)
+        total += counts
+        table.add_row(str(path.relative_to(ROOT)), str(len(names)), *(str(counts[kind]) for kind in kinds))
+    table.add_row("all", str(total.total()), *(str(total[kind]) for kind in kinds))
+    tried = total["found"] + total["not found"]
+    print(f"\n{total['found']} of {tried} mutants found ({total['found'] / max(tried, 1):.0%}), seed {args.seed}")
 
 
 if __name__ == "__main__":

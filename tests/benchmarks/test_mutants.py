@@ -22,23 +22,58 @@ def clipped(x: "int < 4", low=0, flag=True):
 TESTS = """
 from meshpar.small import clipped
 
+def test_inner():
+    assert clipped(1) == 2
+
 def test_clipped():
     assert [clipped(x) for x in (1, 2, 3, 7)] == [2, 3, -3, 3]
 """
+OTHERS = """
+import subprocess
+import sys
+
+import pytest
+
+def test_refused():
+    from meshpar.small import clipped
+    with pytest.raises(ValueError):
+        clipped(None)
+
+def test_process():
+    subprocess.run([sys.executable, "-c", "from meshpar.small import clipped; assert clipped(2) == 3"], check=True)
+"""
+
+
+PYPROJECT = '[tool.pytest.ini_options]\naddopts = "--import-mode=importlib"\nmarkers = ["slow"]\n'
 
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    for name, text in {"meshpar/small.py": CODE, "tests/test_small.py": TESTS, "pyproject.toml": ""}.items():
+    files = {
+        "meshpar/__init__.py": "",
+        "meshpar/small.py": CODE,
+        "tests/test_small.py": TESTS,
+        "tests/other/test_more.py": OTHERS,
+        "pyproject.toml": PYPROJECT,
+    }
+    for name, text in files.items():
         place = tmp_path / name
         place.parent.mkdir(exist_ok=True)
         place.write_text(text)
     monkeypatch.setattr(mutants, "ROOT", tmp_path)
     monkeypatch.setattr(mutants, "COPIED", ("meshpar", "tests", "pyproject.toml"))
     monkeypatch.setattr(mutants, "EQUIVALENT", tmp_path / "equivalent.json")
-    monkeypatch.setattr(mutants, "_UNMODIFIED", {})
+    monkeypatch.setattr(mutants, "PRELOADED", ("pytest", "coverage"))
     (tmp_path / "equivalent.json").write_text("[]")
     return tmp_path
+
+
+def run(monkeypatch, *arguments):
+    """Run the script on ``meshpar/small.py``."""
+    shared = ["--recorded", str(mutants.ROOT / "recorded")]
+    path = [] if "--record" in arguments else [str(mutants.ROOT / "meshpar/small.py")]
+    monkeypatch.setattr(sys, "argv", ["mutants.py", *path, *shared, *map(str, arguments)])
+    mutants.main()
 
 
 def test_each_edit_changes_one_expression_and_no_text(root):
@@ -70,32 +105,88 @@ FOUND, NOT_FOUND = "((x) - (1))", "False"
 
 @pytest.fixture
 def two_mutants(root, monkeypatch):
-    """Two mutants, one of which the tests find."""
-    path = root / "meshpar/small.py"
-    chosen = [e for e in mutants.edits(path) if e.new in (FOUND, NOT_FOUND)]
+    """Two mutants, one of which the tests find; the lines of the tests are recorded."""
+    run(monkeypatch, "--record")
+    chosen = [e for e in mutants.edits(root / "meshpar/small.py") if e.new in (FOUND, NOT_FOUND)]
     monkeypatch.setattr(mutants, "edits", lambda path: iter(chosen))
-    monkeypatch.setattr(sys, "argv", ["mutants.py", str(path)])
-    return path, chosen
+    return chosen
 
 
-def test_mutants_that_tests_find_and_others(two_mutants, capsys):
-    path, chosen = two_mutants
-    assert mutants.mirrored(path) == [["tests/test_small.py"]]
-    mutants.main()
+def test_mutants_that_tests_find_and_others(two_mutants, root, monkeypatch, capsys):
+    assert mutants.mirrored(root / "meshpar/small.py") == [["tests/test_small.py"]]
+    log = root / "log.jsonl"
+    run(monkeypatch, "--log", log)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if FOUND in line] == ["found"]
     assert [line.split()[:2] for line in lines if NOT_FOUND in line] == [["not", "found"]]
-    assert f"| meshpar/small.py | {len(chosen)} | 1 | 0 | 0 | 1 |" in lines
+    assert f"| meshpar/small.py | {len(two_mutants)} | 1 | 0 | 0 | 1 |" in lines
     assert lines[-1] == "1 of 2 mutants found (50%), seed 0"
-    assert path.read_text() == CODE
+    assert (root / "meshpar/small.py").read_text() == CODE
+    logged = [json.loads(line) for line in log.read_text().splitlines()]
+    failed = {line["key"][2]: line["failed"] for line in logged}
+    assert failed.pop("True -> False") is None
+    assert failed.popitem()[1] in ("tests/test_small.py::test_inner", "tests/test_small.py::test_clipped")
+    run(monkeypatch, "--log", log)
+    assert len(log.read_text().splitlines()) == 2  # none ran once more
+    assert capsys.readouterr().out.splitlines()[-1] == lines[-1]
+
+
+def test_tests_that_execute_the_edited_lines_are_selected(two_mutants, root):
+    recorded = mutants.Recorded(root / "recorded")
+    inner, clipped = (f"tests/test_small.py::test_{name}" for name in ("inner", "clipped"))
+    other = "tests/other/test_more.py::test_refused"
+    assert recorded.tests["tests/other/test_more.py::test_process"]["processes"]
+    assert not recorded.tests[inner]["processes"]
+    all_edits = [e for e in mutants_of(root) if e.statement]
+    result, condition = (next(e for e in all_edits if change in e.change) for change in ("x + 1", "x is None"))
+    assert recorded.executing(result) == {inner, clipped}
+    assert recorded.executing(condition) == {inner, clipped, other}
+    tests, _ = recorded.selected(condition, 60)
+    assert set(tests[:2]) == {inner, clipped}
+    assert tests[2:] == [other]
+    assert recorded.selected(condition, 0) == ([], 0)
+    module = next(e for e in mutants_of(root) if not e.statement)
+    assert set(recorded.selected(module, 60)[0]) == {inner, clipped, other}
+    processes = recorded.tests[clipped] | {"processes": True}
+    recorded.tests["tests/test_small.py::test_process"] = processes  # mirrored: it runs whatever it executes
+    assert "tests/test_small.py::test_process" in recorded.selected(result, 60)[0]
+
+
+def mutants_of(root):
+    """Every edit, in order of lines."""
+    return sorted(EDITS(root / "meshpar/small.py"), key=lambda e: e.line)
+
+
+EDITS = mutants.edits
+
+
+def test_a_mutant_whose_lines_no_test_executes_is_not_found(two_mutants, root, monkeypatch, capsys):
+    monkeypatch.setattr(mutants.Recorded, "selected", lambda *_: ([], 0.0))
+    run(monkeypatch)
+    assert capsys.readouterr().out.splitlines()[-1] == "0 of 2 mutants found (0%), seed 0"
+
+
+def test_lines_are_recorded_once_for_each_version_of_the_package(root, monkeypatch, capsys):
+    versions = [mutants.version_of(root / "meshpar")]
+    versions.append(mutants.version_of(root / "meshpar"))
+    (root / "meshpar/small.py").write_text(CODE.replace("LIMIT = 3", "LIMIT = 4"))
+    versions.append(mutants.version_of(root / "meshpar"))
+    assert versions[0] == versions[1] != versions[2]
+    ran = []
+    monkeypatch.setattr(mutants, "status_of", lambda *arguments: ran.append(arguments) or 0)
+    run(monkeypatch, "--sample", 0)
+    run(monkeypatch, "--sample", 0)
+    assert [arguments[:3] for arguments in ran] == [(root, ["tests"], mutants.Recorder)] * 2  # nothing was written
+    (root / "recorded/1.json").write_text("{}")
+    run(monkeypatch, "--sample", 0)
+    assert len(ran) == 2
 
 
 @pytest.mark.slow
-def test_equivalent_mutants_are_not_counted(two_mutants, capsys):
-    _, chosen = two_mutants
-    listed = [dict(zip(("file", "line", "change"), e.key, strict=True)) for e in chosen if e.new == NOT_FOUND]
+def test_equivalent_mutants_are_not_counted(two_mutants, monkeypatch, capsys):
+    listed = [dict(zip(("file", "line", "change"), e.key, strict=True)) for e in two_mutants if e.new == NOT_FOUND]
     mutants.EQUIVALENT.write_text(json.dumps(listed))
-    mutants.main()
+    run(monkeypatch)
     assert capsys.readouterr().out.splitlines()[-1] == "1 of 1 mutants found (100%), seed 0"
 
 
@@ -117,7 +208,14 @@ def test_mirrored_tests_exist():
 
 @pytest.mark.slow
 def test_tests_that_fail_without_a_mutant_are_not_counted(root, monkeypatch, capsys):
-    (root / "tests/test_small.py").write_text("def test_nothing():\n    assert False\n")
-    monkeypatch.setattr(sys, "argv", ["mutants.py", str(root / "meshpar/small.py"), "--sample", "1"])
-    mutants.main()
+    """A test that passes where the lines are recorded, and not in a copy."""
+    (root / "tests/test_small.py").write_text(
+        "from pathlib import Path\nfrom meshpar.small import clipped\n\n"
+        "def test_file():\n    assert clipped(1)\n    assert Path('not_copied.txt').exists()\n"
+    )
+    (root / "not_copied.txt").touch()
+    run(monkeypatch, "--record", "tests/test_small.py")
+    edit = next(e for e in mutants.edits(root / "meshpar/small.py") if "x + 1" in e.change)
+    monkeypatch.setattr(mutants, "edits", lambda path: iter([edit]))
+    run(monkeypatch)
     assert capsys.readouterr().out.splitlines()[-1] == "0 of 0 mutants found (0%), seed 0"
