@@ -157,6 +157,14 @@ LOST_NAN = Quirk(
     remove="when the plain all-reduce of that test returns NaN",
 )
 
+PERMUTED_AXES = Quirk(
+    compiler="XLA's partitioner, jax 0.10.2 and 0.12.0",
+    wrong="A matmul of operands sharded over two axes in another order than the mesh's, whose result is sharded over them along "
+    "another dim, takes the blocks of a replicated operand in the order of the mesh: the values are wrong.",
+    test="tests/lower/test_quirks.py::test_a_matmul_over_axes_in_another_order_than_the_mesh",
+    remove="when the plain matmul of that test is right",
+)
+
 QUIRKS: dict[str, Quirk] = {name: quirk for name, quirk in globals().items() if isinstance(quirk, Quirk)}
 """Name → every workaround of passes and lowerings. Defects of XLA's partitioner for single primitives are in :mod:`meshpar.rules`.
 

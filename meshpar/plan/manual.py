@@ -24,6 +24,7 @@ class ManualOps:
     def __init__(self, plan: Plan):
         self.cpu = on_cpus(plan)
         self.placements = plan.placements
+        self.order = {axis: k for k, axis in enumerate(a for a, n in plan.sizes.items() if n > 1)}
         self.reduces = {s.source.value: s for s in plan.body.all_steps if isinstance(s, Reduce)}
 
     def has(self, run: Run | None) -> bool:
@@ -36,6 +37,8 @@ class ManualOps:
         op, rule = run.op, run.op.rule
         manual = op.primitive.manual
         if manual is not None and manual(SplitOp(op.eqn, rule, run.axes, any(map(self._is_mixed, run.results)))):
+            return True
+        if op.primitive.dot and self._permutes_axes(run):
             return True
         if rule.given is not None:
             return False
@@ -60,6 +63,14 @@ class ManualOps:
         return any(
             not is_all_reducible(*each) or (self.cpu and jnp.issubdtype(each[1], jnp.floating)) for each in extrema
         )
+
+    def _permutes_axes(self, run: Run) -> bool:
+        """Whether a dim of an operand or result is sharded over several axes in another order than the mesh's, as an op reads
+        and makes it or as it is stored (:data:`meshpar.compat.quirks.PERMUTED_AXES`)."""
+        specs = [s.spec for s in (*run.reads, *run.results)]
+        specs += [self._stored(v) or () for v in (*run.op.ins, *run.op.outs) if v is not None]
+        places = [[self.order[a] for a in entry if a in self.order] for spec in specs for entry in spec]
+        return any(place != sorted(place) for place in places)
 
     def _stored(self, value: Value) -> Spec | None:
         placed = self.placements.get(value)

@@ -133,6 +133,42 @@ def test_one_element_with_a_long_stride():
         np.testing.assert_array_equal(whole, x.reshape(16))
 
 
+@pytest.mark.filterwarnings("ignore::meshpar.errors.JoinWarning")
+def test_a_matmul_over_axes_in_another_order_than_the_mesh():
+    """A matmul whose result is sharded over ``y+x``, on a mesh with ``x`` before ``y``: by plain ``jax.jit``, and in a loop."""
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(2, 8, 8)).astype(np.float32)
+    mesh = mp.mesh("x=2, y=2, z=2")
+
+    def sharded(*axes):
+        return NamedSharding(mesh, P(*axes))
+
+    def plain(a, b):
+        b = lax.with_sharding_constraint(b, sharded("z", None))
+        return lax.with_sharding_constraint(a.T @ b, sharded("z", ("y", "x")))
+
+    placed = [jax.device_put(v, sharded("z", ("y", "x"))) for v in (a, b)]
+    assert np.abs(jax.jit(plain)(*placed) - a.T @ b).max() > 1, "XLA is fixed: meshpar.compat.quirks says what can go"
+
+    def step(x, weights):
+        """A loop over matmuls, and the gradient of its weights."""
+
+        def run(weights):
+            out = lax.scan(lambda c, w: (c @ (w / (1 + (w * w).sum(1, keepdims=True))), None), x, weights)[0]
+            return jnp.sin(out).sum(), out
+
+        return jax.grad(run, has_aux=True)(weights)
+
+    weights = rng.normal(size=(3, 8, 8)).astype(np.float32)
+    want = jax.jit(step)(a, weights)
+    for lowering in ("jit", "shard_map"):
+        run = mp.jit(
+            step, mesh=mesh, layout="c, f: z; d: y+x", dims={"x": "c d", "weights": "_ d f"}, lowering=lowering
+        )
+        for got, expected in zip(run(a, weights), want, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_nan_in_an_extremum_over_devices(dtype):
     """One NaN in a column, as the first and as the last row of a device; infinities and zeros of both signs as without a layout."""
