@@ -64,7 +64,7 @@ PACKAGES = (
 """Packages and modules of ``meshpar`` that are mutated by default."""
 TESTS_OF = {
     "api.py": ["test_api.py", "measurement/test_calibrate.py"],
-    "tracing.py": ["test_jitted.py", "test_api.py"],
+    "tracing.py": ["test_tracing.py", "test_jitted.py", "test_api.py"],
     "compiled.py": ["test_jitted.py", "test_api.py"],
     "plan_api.py": ["test_api.py", "hardware/test_calibration.py", "report/test_facts.py"],
     "target.py": ["test_cli.py"],

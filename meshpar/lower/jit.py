@@ -279,7 +279,7 @@ class _FrameWriter:
         differs."""
         lowering = self.lowering
         now, stored = self.read(var), lowering.stored(value)
-        if value is None or need is None or not need or stored == need:
+        if value is None or not need or stored == need:
             return now
         key = (now, need)
         if key not in self.resharded:

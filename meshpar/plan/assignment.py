@@ -27,7 +27,7 @@ from ..dims import Dims
 from ..layout import SCOPES, Layout, Rule, Spec, claim
 from ..program.ir import Op, Program, Value
 from ..program.names import SubDim
-from ..rules import ELEMENTWISE, OpRule
+from ..rules import OpRule
 from .spec import replicated_spec
 
 Names = tuple[str, ...]
@@ -342,11 +342,11 @@ class AxisAssignment:
         """The axes of every factor of an op.
 
         Args:
-          cost: axes of the factors → bytes sent. If given, and the layout resolves conflicts by cost, the cheapest choice is taken.
+          cost: axes of the factors → bytes sent, by which conflicts are resolved; None: by the order of the rules.
         """
         assert op.rule is not None
         query, scopes = self.op_query(op)
-        if cost is None or self.layout.resolve != "cost":
+        if cost is None:
             return list(self._query_axes(query, scopes))
         axes = self._claimed(query.groups, query.items, scopes)
         axes = self._cheapest(op, query.items, scopes, axes, lambda choice: cost(query.linked(choice)))
@@ -662,7 +662,7 @@ def _scopes(program: Program, layout: Layout) -> dict[Value, tuple[str, ...]]:
     for op in program.root.walk():
         if op.frames:
             _link_bodies(op, link)
-        elif op.name in ELEMENTWISE or op.rule is None or op.rule.strong:
+        elif op.rule is None or op.rule.strong:
             for out in op.outs:
                 for v in op.ins:
                     if v is not None and (op.rule is not None or v.shape == out.shape):

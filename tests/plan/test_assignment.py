@@ -2,8 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
+from arrays import f32
 
 import meshpar as mp
+from meshpar.errors import JoinWarning
 from meshpar.plan.assignment import AxisAssignment, contiguous_only
 from meshpar.rules.rule import OpRule
 
@@ -57,3 +60,36 @@ def test_layouts_with_the_same_rules_for_some_names_share_their_assignment():
         values = {fresh.value_items(v): fresh.value_spec(v) for v in fresh.program.inputs}
         for items, spec in values.items():
             assert fresh.assignments()[fresh.queries().index[items, ()]] == spec
+
+
+@pytest.mark.parametrize(
+    ("layout", "unused"),
+    [
+        ("a?: x", [("a", 0)]),  # 4 devices do not divide 6
+        ("b?: x", []),
+        ("a?: y", []),
+        ("a?: x; a: y", []),  # the second rule shards the dim
+        ("a?: x; b: x", []),  # the axis shards the other dim
+        ("a?: x; b: y", [("a", 0)]),
+        ("c?: x; a?: x+y", [("a", 0)]),
+    ],
+)
+def test_optional_rules_that_shard_nothing(layout, unused):
+    program = mp.plan(lambda v: v * 2, f32(6, 8), dims={"v": "a b"}, layout="", mesh="x=4, y=2").program
+    assignment = AxisAssignment(program, mp.Layout(layout), {"x": 4, "y": 2})
+    (value,) = program.inputs
+    assert [(rule.dim, i) for rule, i in assignment.unused_optional_rules(value)] == unused
+
+
+def test_an_elementwise_op_is_sharded_by_its_annotated_operands():
+    """The names that its result has from elsewhere shard the result, not the op."""
+    with pytest.warns(JoinWarning):
+        program = mp.plan(
+            lambda v: mp.named(jnp.tanh(v), "c d"), f32(4, 4), dims={"v": "a b"}, layout="", mesh="x=2"
+        ).program
+    (op,) = (o for o in program.root.walk() if o.name == "tanh")
+    for layout, axes in {"a: x": ("x",), "c: y; a: x": ("x",), "c: y": (), "": ()}.items():
+        assignment = AxisAssignment(program, mp.Layout(layout), SIZES)
+        result, work = (assignment.assignments()[i] for i in assignment.queries().of_op[op])
+        assert work == (axes, ())
+        assert result == assignment.value_spec(op.outs[0])

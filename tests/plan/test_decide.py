@@ -278,3 +278,16 @@ def test_a_carry_is_partial_as_what_is_added_to_it():
 def test_dims_of_size_one_are_unsharded():
     assert broadcast_spec((D, M), (16, 1), (16, 8)) == (D, ())
     assert broadcast_spec((D, M), (), (16, 8)) == ()
+
+
+@pytest.mark.parametrize("resolve", ["order", "cost"])
+def test_a_conflict_is_resolved_by_the_order_of_rules_or_by_bytes_sent(resolve):
+    """y[512, 256] = x[512, 8] @ w[8, 256] with both dims of x on four devices: partial sums of y, or x and w resharded by rows."""
+    layout = mp.Layout("in: data; batch: data", resolve=resolve)
+    dims = {"x": "batch in", "w": "in out"}
+    plan = mp.plan(lambda x, w: x @ w, f32(512, 8), f32(8, 256), mesh="data=4", layout=layout, dims=dims, overlap="off")
+    sent = [(c.op, c.bytes) for c in plan.collectives]
+    if resolve == "order":
+        assert sent == [("reduce-scatter", 3 / 4 * 512 * 256 * 4)]
+    else:
+        assert sent == [("all-to-all", 3 / 4 * 512 * 8 * 4 / 4), ("all-gather", 3 / 4 * 8 * 256 * 4)]
