@@ -58,7 +58,7 @@ def own_rows(site: Site) -> bool:
 def constant_gather(site: Site) -> bool:
     """Rewrite a gather along one dim by constant indices, ``x[np.array([3, 1, 2])]``, to an indexed view."""
     p, dn = site.params, site.params["dimension_numbers"]
-    if site.is_literal(0) or len(dn.start_index_map) != 1 or dn.operand_batching_dims:
+    if len(dn.start_index_map) != 1 or dn.operand_batching_dims:
         return False
     (d,), shape = dn.start_index_map, site.shape(0)
     other_dims = tuple(k for k in range(len(shape)) if k != d)
