@@ -98,7 +98,7 @@ def constant_scatter_add(site: Site) -> bool:
 
 def padded_lookup(site: Site) -> bool:
     """Rewrite a gather or scatter of views that do not divide, which are padded along independent dims."""
-    op, last = site.op, len(site.shape(1)) - 1
+    op = site.op
     operands = [site.padded_dims(k) for k in range(len(op.ins))]
     if not any(operands):
         return False
@@ -107,7 +107,7 @@ def padded_lookup(site: Site) -> bool:
     for k, dims in enumerate(operands):
         for d, dim in dims.items():
             j = next((j for j, its_dims in enumerate(independent) if its_dims[k] == d), None)
-            if j is None or (k == 1 and d == last) or padded.setdefault(j, dim).padded_size != dim.padded_size:
+            if j is None or padded.setdefault(j, dim).padded_size != dim.padded_size:
                 return False
     added = [j for j in padded if independent[j].array is None]  # padding adds lookups along these
     if added and not (op.primitive.gather or op.primitive.adds_rows):

@@ -1,0 +1,33 @@
+"""Names that turn out to be one dim, in programs small enough to see that they are."""
+
+import jax.numpy as jnp
+import pytest
+from arrays import f32
+
+import meshpar as mp
+from meshpar.errors import JoinWarning
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: mp.named(x, "c b"),
+        lambda x: mp.named(jnp.tanh(x), "c b"),
+        lambda x: mp.named(x.T, "b c"),
+        lambda x: mp.named(x.sum(1), "c"),
+        lambda x: mp.named(x @ jnp.ones((4, 4)), "c d"),
+        lambda x: mp.named(mp.named(x, "a b") + 1, "c b"),
+    ],
+    ids=["the argument", "elementwise", "transpose", "sum", "matmul", "twice"],
+)
+def test_two_names_of_one_dim_are_reported(fn):
+    with pytest.warns(JoinWarning, match="a = c"):
+        program = mp.plan(fn, f32(4, 4), dims={"x": "a b"}, layout="", mesh="x=2").program
+    assert [(j.first, j.second) for j in program.joins] == [("a", "c")]
+
+
+def test_names_of_different_dims_are_not_reported():
+    program = mp.plan(
+        lambda x: mp.named(mp.rename(x, a="c") + 1, "c b"), f32(4, 4), dims={"x": "a b"}, layout="", mesh="x=2"
+    ).program
+    assert not program.joins
