@@ -158,7 +158,7 @@ def seconds_of_next_matmul(plan: Plan, value: Value) -> float:
 
     The next matmul is assumed to be as long as the one that computes the partial value.
     """
-    if value.op is None or plan.chip is None or _matmuls_follow(plan, value):
+    if plan.chip is None or _matmuls_follow(plan, value):
         return 0.0
     return math.fsum(_matmul_seconds(plan, [value]))
 

@@ -464,7 +464,7 @@ def _decision(
             reason += '; a fused kernel is possible (overlap="pallas"), but none was timed yet'
     if others:
         unpaired.reserve(home, others)
-    if exposed is not None and any(s.line for s in stages):
+    if any(s.line for s in stages):
         reason += f"; {format_axes(pair.axes)} is no ring of the torus, so that ring steps share links"
     kind = "gather" if pair.gather else "scatter"
     origin = pair.dots[0][0].op
