@@ -154,12 +154,12 @@ class Jitted(Generic[P, R]):
         with self._flattened((*self._bound, *args), kwargs) as call:
             return self._plan(call)
 
-    @without_gc()
+    @without_gc(cached=True)
     def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lower for these arguments, as ``jax.jit(f).lower`` does."""
         return self.trace(*args, **kwargs).lower()
 
-    @without_gc()
+    @without_gc(cached=True)
     def trace(self, /, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Trace for these arguments, as ``jax.jit(f).trace`` does."""
         with self._flattened((*self._bound, *args), kwargs) as call:
@@ -410,25 +410,25 @@ class Jitted(Generic[P, R]):
             traced = self._caches.programs.put(call.key, made)
         return traced
 
-    @without_gc()
     def _plan(self, call: Call) -> Plan:
         """The plan of a call, after all passes, cached by the key of the call."""
         plan = self._caches.plans.get(call.key)
         if plan is None:
-            program, step = self._trace(call).program, self._options
-            made = make_plan(
-                program, self.layout, self.mesh, strict=step.strict, init=self._init, topology=self.topology,
-                donated=self._roles.donated_arrays(call), lowering=step.lowering, overlap=step.overlap, options=step.options,
-                compiler_options=step.compiler_options, calibrations=step.calibration,
-            )  # fmt: skip
+            with without_gc(cached=True):
+                program, step = self._trace(call).program, self._options
+                made = make_plan(
+                    program, self.layout, self.mesh, strict=step.strict, init=self._init, topology=self.topology,
+                    donated=self._roles.donated_arrays(call), lowering=step.lowering, overlap=step.overlap, options=step.options,
+                    compiler_options=step.compiler_options, calibrations=step.calibration,
+                )  # fmt: skip
             plan = self._caches.plans.put(call.key, Plan.of(made))
         return plan
 
-    @without_gc()
     def _compiled(self, call: Call) -> CompiledStep:
         compiled = self._caches.compiled.get(call.key)
         if compiled is None:
-            compiled = self._caches.compiled.put(call.key, self._lower(call, self._plan(call)))
+            with without_gc(cached=True):
+                compiled = self._caches.compiled.put(call.key, self._lower(call, self._plan(call)))
         return compiled
 
     def _lower(self, call: Call, plan: Plan) -> CompiledStep:

@@ -169,15 +169,51 @@ def in_explicit_mesh() -> bool:
     return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
+MAX_UNVISITED_OBJECTS = 8_000_000
+"""Objects that :func:`without_gc` moves to the oldest generation between two full collections."""
+
+
+class _OldestGeneration:
+    """Moves objects to the oldest generation of the garbage collector without visiting them.
+
+    Attributes:
+      collections: the number of full collections when objects were last moved.
+      moved: objects that were moved since the last full collection.
+    """
+
+    collections = moved = 0
+
+    def add_all(self) -> None:
+        """Move all objects, or run a full collection if too many were moved since the last one."""
+        collections = gc.get_stats()[2]["collections"]
+        self.moved = gc.get_count()[0] + (self.moved if collections == self.collections else 0)
+        self.collections = collections
+        if self.moved > MAX_UNVISITED_OBJECTS:
+            gc.collect()
+        elif not gc.get_freeze_count():  # else the caller's frozen objects would be unfrozen
+            gc.freeze()
+            gc.unfreeze()
+
+
+_OLDEST = _OldestGeneration()
+
+
 @contextlib.contextmanager
-def without_gc() -> Iterator[None]:
-    """Pause the garbage collector, while many small long-lived objects are created."""
+def without_gc(*, cached: bool = False) -> Iterator[None]:
+    """Pause the garbage collector, while many small long-lived objects are created.
+
+    Args:
+      cached: they belong to a cached result, and few become garbage soon: they are collected by full collections only, so that no
+        collection of young objects visits all of them when the context ends.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if enabled:
+            if cached:
+                _OLDEST.add_all()
             gc.enable()
 
 
