@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..layout import Spec
 from ..program.ir import Op, Program, Value
@@ -196,21 +195,6 @@ def decide(op: Op, operands: Sequence[Operand | None], facts: Facts) -> OpDecisi
     if op.rule.given is not None:
         check_manual_axes(op, facts.sizes)
     return _by_rule(first.reducing(shared), shared)
-
-
-def shared_key(op: Op, operands: Sequence[Operand | None], facts: Facts) -> tuple[Any, ...] | None:
-    """A key of the decision about an op: ops with equal keys on one mesh, such as those of equal layers, have equal decisions.
-
-    They have equal equations (one rule), factors with the same assigned axes, results with the same stored specs, and operands
-    that are sharded alike. None: the decision depends on the op itself, or is cheap to make (an elementwise op).
-    """
-    rule, assignment = op.rule, facts.assignment
-    if rule is None or rule.given is not None or op.primitive.opaque or op.eqn.effects:
-        return None
-    if assignment.layout.resolve == "cost" or any(x is not None and x.partial for x in operands):
-        return None
-    sharded = tuple(None if x is None else (x.spec, x.is_constant, x.iterations) for x in operands)
-    return rule, tuple(assignment.factor_axes(op)), sharded, tuple(map(assignment.value_spec, op.outs))
 
 
 def add_to_carry(op: Op, addend: Operand) -> OpDecision | None:

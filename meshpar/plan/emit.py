@@ -154,13 +154,17 @@ class Emitter:
         """The :class:`Operand` of a value in its current shard; None for a literal."""
         if value is None:
             return None
-        shard = self.current[value]
-        iterations, outer = None, value
-        while outer in self.loop_consts:
-            const = self.loop_consts[outer]
+        shard, is_constant = self.current[value], value in self.constants
+        return Operand(value, shard.spec, shard.partial, shard.kind, is_constant, self.iterations(value))
+
+    def iterations(self, value: Value) -> int | None:
+        """The iterations of the scans that only read a value; None: there is no such scan."""
+        iterations = None
+        while value in self.loop_consts:
+            const = self.loop_consts[value]
             iterations = (1 if iterations is None else iterations) * const.loop.eqn.params["length"]
-            outer = const.outer
-        return Operand(value, shard.spec, shard.partial, shard.kind, value in self.constants, iterations)
+            value = const.outer
+        return iterations
 
     # -- ops
 

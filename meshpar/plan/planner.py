@@ -21,7 +21,7 @@ from .checks import check_dims, check_divides, check_joins
 from .collective_records import CollectiveRecords, TooLong
 from .constants import large_constant_note
 from .control_flow import ControlFlow
-from .decide import Facts, OpDecision, decide, shared_key
+from .decide import Facts, OpDecision, decide
 from .emit import Emitter
 from .memo import Interned, KeyMaker, MeshCache, PlanCache
 from .partial import read_counts, reduce_in_values
@@ -216,14 +216,37 @@ class _Planner:
 
     def new_decision(self, op: Op) -> OpDecision:
         """The decision about an op that is planned like this for the first time; ops of equal layers share it."""
-        operands = [self.emitter.operand_of(v) for v in op.ins]
-        key = shared_key(op, operands, self.facts)
-        if key is None:
-            return decide(op, operands, self.facts)
-        known = self.cache.decisions.get(key)
+        key, operand_of = self.shared_key(op), self.emitter.operand_of
+        known = None if key is None else self.cache.decisions.get(key)
         if known is None:
-            known = self.cache.decisions[key] = decide(op, operands, self.facts)
+            known = decide(op, [operand_of(v) for v in op.ins], self.facts)
+            if key is not None:
+                self.cache.decisions[key] = known
         return known
+
+    def shared_key(self, op: Op) -> tuple[Any, ...] | None:
+        """A key of the decision about an op: ops with equal keys on one mesh, such as those of equal layers, have equal decisions.
+
+        They have results with the same stored specs. Elementwise ops have operands of the same shapes, and compute in the same
+        spec; others have equal equations (one rule), the same axes for the factors, and operands that are sharded alike. None: the
+        decision depends on the op itself.
+        """
+        emitter, assignment, rule = self.emitter, self.assignment, op.rule
+        current, constants = emitter.current, emitter.constants
+        if any(v is not None and current[v].partial for v in op.ins):
+            return None
+        stored = tuple(map(assignment.value_spec, op.outs))
+        if rule is None:
+            if op.primitive.barrier or op.primitive.identity or all(v is None or v in constants for v in op.ins):
+                return None
+            shapes = tuple(None if v is None else v.shape for v in op.ins)
+            return assignment.elementwise_spec(op, op.outs[0]), op.outs[0].shape, shapes, stored
+        if rule.given is not None or op.primitive.opaque or op.eqn.effects or self.layout.resolve == "cost":
+            return None
+        operands = tuple(
+            None if v is None else (current[v].spec, v in constants, emitter.iterations(v)) for v in op.ins
+        )
+        return rule, tuple(assignment.factor_axes(op)), operands, stored
 
     def output(self, var: Any, value: Value) -> Shard:
         """A result of the program in its stored spec."""

@@ -1,0 +1,73 @@
+"""Pauses of the garbage collector: which generation objects are in afterwards, and when garbage is collected."""
+
+import gc
+import weakref
+
+import pytest
+
+from meshpar.compat import jax as compat
+from meshpar.compat.jax import without_gc
+
+
+class Node:
+    """An object that refers to itself, so that only the collector frees it."""
+
+    def __init__(self):
+        self.itself = self
+
+
+def in_oldest(x):
+    return any(y is x for y in gc.get_objects(generation=2))
+
+
+@pytest.fixture(autouse=True)
+def collected():
+    gc.collect()
+    yield
+    gc.unfreeze()
+
+
+def test_the_collector_is_paused_and_runs_again_afterwards():
+    with without_gc():
+        assert not gc.isenabled()
+        with without_gc(cached=True):
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_objects_of_a_cached_result_are_in_the_oldest_generation():
+    with without_gc(cached=True):
+        lasting = Node()
+    assert in_oldest(lasting)
+
+
+def test_garbage_of_a_cached_result_is_freed_by_a_full_collection():
+    with without_gc(cached=True):
+        garbage = weakref.ref(Node())
+    gc.collect(1)
+    assert garbage() is not None
+    gc.collect()
+    assert garbage() is None
+
+
+def test_too_many_objects_since_the_last_full_collection_are_collected(monkeypatch):
+    monkeypatch.setattr(compat, "MAX_UNVISITED_OBJECTS", 5000)
+    with without_gc(cached=True):
+        garbage, lasting = weakref.ref(Node()), [[] for _ in range(3000)]
+    assert garbage() is not None
+    with without_gc(cached=True):
+        more = [[] for _ in range(3000)]
+    assert garbage() is None
+    assert len(lasting) == len(more)
+
+
+def test_objects_that_the_caller_froze_stay_frozen():
+    frozen = Node()
+    gc.freeze()
+    count = gc.get_freeze_count()
+    with without_gc(cached=True):
+        young = Node()
+    assert gc.get_freeze_count() == count
+    assert not in_oldest(young)
+    assert frozen.itself is frozen
