@@ -28,6 +28,7 @@ from ..compat.jax import (
     may_be_differentiated,
     on_host,
     source_line,
+    staged,
     used_inputs,
     with_weak_type,
 )
@@ -39,6 +40,7 @@ from ..plan.spec import replicated_spec, shard_count
 from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Order, Reduce, Reshard, Run, Shard, Step
 from ..program.ir import Value
 from ..rules import refusal, run_elementwise, run_local
+from ..rules.local import plain_params
 from ..rules.spmd import Grid, axis_index, fine_names, slice_to_spec
 from .collectives import follow, reduced
 from .constraints import constrain_local
@@ -149,12 +151,14 @@ class _Device:
     Attributes:
       x: shard → the local array.
       orders: the orders of dims in which partial values can be computed.
+      avals: key of a result of an elementwise op (:func:`_result_type`) → the type of its shards.
     """
 
     def __init__(self, grid: Grid):
         self.sizes = grid
         self.x: dict[Shard, Any] = {}
         self.orders = SumOrders(grid)
+        self.avals: dict[tuple[Any, ...], Any] = {}
 
     def run(self, body: Body, xs: Sequence[Any]) -> list[Any]:
         """The results of a body for its inputs."""
@@ -162,7 +166,7 @@ class _Device:
         for step in body.steps:
             if step.op is None:
                 _RUN[type(step)](self, step)
-            else:
+            elif not (isinstance(step, Run) and self.stage(step)):
                 with at_line_of(step.op.eqn, step.op.where):
                     _RUN[type(step)](self, step)
         return [self.x[s] for s in body.outputs if s is not None]
@@ -187,6 +191,20 @@ class _Device:
             x = reduced(x, step, self.sizes, begun=len(self.sizes.ring(step.ring.axes)[0]))
         self.x[step.result] = follow(x, step.path, self.sizes)
 
+    def stage(self, step: Run) -> bool:
+        """Run an elementwise op whose result has the type of an earlier one's; False: it is not one, or JAX has to process it."""
+        op, primitive = step.op, step.op.primitive
+        if op.rule is not None or step.in_ring or not primitive.elementwise or primitive.local or step.results[1:]:
+            return False
+        aval = self.avals.get(_result_type(step))
+        if aval is None:
+            return False
+        xs = [None if s is None else self.x[s] for s in step.operands]
+        result = staged(op.eqn, xs, plain_params(op.eqn.params), aval, op.where)
+        if result is not None:
+            self.x[step.results[0]] = result
+        return result is not None
+
     def op(self, step: Run) -> None:
         """Run an op on the local arrays of its operands; a matmul in a reduce-scatter ring is only recorded for the
         ring."""
@@ -204,6 +222,8 @@ class _Device:
             results = bind(op.eqn, xs, op.eqn.params)
         elif op.rule is None:
             results = run_elementwise(op, xs)
+            if not (step.results[1:] or op.outs[0].aval.weak_type):
+                self.avals.setdefault(_result_type(step), jax.typeof(results[0]))
         elif op.rule.known:
             results = run_local(op, list(step.axes or ()), xs, self.sizes)
             if not self.sizes.cpu:
@@ -297,6 +317,12 @@ _RUN: dict[type[Step], Callable[[_Device, Any], None]] = {
     Constant: _Device.constant, Reshard: _Device.reshard, Reduce: _Device.reduce, Run: _Device.op,
     Barrier: _Device.barrier, Order: _Device.order, Call: _Device.call, Loop: _Device.loop, Branch: _Device.branch,
 }  # fmt: skip
+
+
+def _result_type(step: Run) -> tuple[Any, ...]:
+    """A key of the type of the shards of an op's first result."""
+    (out, *_), spec = step.op.outs, step.results[0].spec
+    return out.shape, out.aval.dtype, out.aval.weak_type, out.on_host, spec
 
 
 def _foreign(step: Run, xs: Sequence[Any]) -> list[Any]:

@@ -2,7 +2,8 @@
 
 A decision follows from the axes that the layout assigns to an op and its results, from the shards of its operands, and from the
 sizes of the mesh; these are its key. Ops with equal equations, as those of equal layers, share decisions too. Shards and steps are
-interned, so that ops that are planned as before have the same steps as before, and the cost model finds its cached results for them.
+interned, so that ops that are planned as before have the same steps as before, and the cost model finds its cached results for
+them.
 """
 
 from __future__ import annotations

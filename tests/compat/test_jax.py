@@ -64,6 +64,7 @@ def test_too_many_objects_since_the_last_full_collection_are_collected(monkeypat
 
 def test_objects_that_the_caller_froze_stay_frozen():
     frozen = Node()
+    many = [[] for _ in range(2000)]
     gc.freeze()
     count = gc.get_freeze_count()
     with without_gc(cached=True):
@@ -71,3 +72,4 @@ def test_objects_that_the_caller_froze_stay_frozen():
     assert gc.get_freeze_count() == count
     assert not in_oldest(young)
     assert frozen.itself is frozen
+    assert len(many) == 2000
