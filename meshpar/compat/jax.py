@@ -491,8 +491,8 @@ def at_line_of(eqn: Any, where: Any = None) -> AbstractContextManager[Any]:
 
 
 def staged(eqn: Any, args: Sequence[Any], params: Any, aval: Any, where: Any) -> Any:
-    """The result of :func:`bind` for an equation with one result, of the known type ``aval``. The equation is added to the jaxpr that
-    JAX is tracing, which takes a third of the time of evaluating the type.
+    """The result of :func:`bind` for an equation with one result, of the known type ``aval``. The equation is added to the jaxpr
+    that JAX is tracing, which takes a third of the time of evaluating the type.
 
     Args:
       args: the operands; None for literals.
