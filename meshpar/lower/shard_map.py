@@ -40,7 +40,7 @@ from ..plan.spec import replicated_spec, shard_count
 from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Order, Reduce, Reshard, Run, Shard, Step
 from ..program.ir import Value
 from ..rules import refusal, run_elementwise, run_local
-from ..rules.local import plain_params
+from ..rules.local import on_shards, plain_params
 from ..rules.spmd import Grid, axis_index, fine_names, slice_to_spec
 from .collectives import follow, reduced
 from .constraints import constrain_local
@@ -151,7 +151,7 @@ class _Device:
     Attributes:
       x: shard → the local array.
       orders: the orders of dims in which partial values can be computed.
-      avals: key of a result of an elementwise op (:func:`_result_type`) → the type of its shards.
+      avals: key of a result (:func:`_result_type`) → the type of its shards.
     """
 
     def __init__(self, grid: Grid):
@@ -192,18 +192,18 @@ class _Device:
         self.x[step.result] = follow(x, step.path, self.sizes)
 
     def stage(self, step: Run) -> bool:
-        """Run an elementwise op whose result has the type of an earlier one's; False: it is not one, or JAX has to process it."""
-        op, primitive = step.op, step.op.primitive
-        if op.rule is not None or step.in_ring or not primitive.elementwise or primitive.local or step.results[1:]:
-            return False
-        aval = self.avals.get(_result_type(step))
-        if aval is None:
+        """Run an op that is its primitive on shards, whose result has the type of an earlier one's; False: JAX has to process it."""
+        op = step.op
+        aval = self.avals.get(_result_type(step)) if _is_primitive_on_shards(step) else None
+        if aval is None or (not self.sizes.cpu and is_constrained(step, step.results[0])):
             return False
         xs = [None if s is None else self.x[s] for s in step.operands]
         result = staged(op.eqn, xs, plain_params(op.eqn.params), aval, op.where)
-        if result is not None:
-            self.x[step.results[0]] = result
-        return result is not None
+        if result is None:
+            return False
+        self.x[step.results[0]] = result
+        self.orders.ran(step, xs, [result])
+        return True
 
     def op(self, step: Run) -> None:
         """Run an op on the local arrays of its operands; a matmul in a reduce-scatter ring is only recorded for the
@@ -222,8 +222,6 @@ class _Device:
             results = bind(op.eqn, xs, op.eqn.params)
         elif op.rule is None:
             results = run_elementwise(op, xs)
-            if not (step.results[1:] or op.outs[0].aval.weak_type):
-                self.avals.setdefault(_result_type(step), jax.typeof(results[0]))
         elif op.rule.known:
             results = run_local(op, list(step.axes or ()), xs, self.sizes)
             if not self.sizes.cpu:
@@ -233,6 +231,8 @@ class _Device:
                 ]
         else:
             results = _foreign(step, xs)
+        if _is_primitive_on_shards(step) and not op.outs[0].aval.weak_type:
+            self.avals.setdefault(_result_type(step), jax.typeof(results[0]))
         self.x.update(zip(step.results, results, strict=True))
         self.orders.ran(step, xs, results)
 
@@ -317,6 +317,16 @@ _RUN: dict[type[Step], Callable[[_Device, Any], None]] = {
     Constant: _Device.constant, Reshard: _Device.reshard, Reduce: _Device.reduce, Run: _Device.op,
     Barrier: _Device.barrier, Order: _Device.order, Call: _Device.call, Loop: _Device.loop, Branch: _Device.branch,
 }  # fmt: skip
+
+
+def _is_primitive_on_shards(step: Run) -> bool:
+    """Whether an op with one result is computed by its primitive with its own parameters, on shards."""
+    op, primitive = step.op, step.op.primitive
+    if step.in_ring or len(step.results) != 1:
+        return False
+    if op.rule is None:
+        return primitive.elementwise and primitive.local is None
+    return primitive.local is on_shards and primitive.refuses is None and None not in step.operands
 
 
 def _result_type(step: Run) -> tuple[Any, ...]:
