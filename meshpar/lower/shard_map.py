@@ -192,7 +192,7 @@ class _Device:
         self.x[step.result] = follow(x, step.path, self.sizes)
 
     def stage(self, step: Run) -> bool:
-        """Run an op that is its primitive on shards, whose result has the type of an earlier one's; False: JAX has to process it."""
+        """Run an op that is its primitive on shards, with a result of an earlier one's type; False: JAX has to process it."""
         op = step.op
         aval = self.avals.get(_result_type(step)) if _is_primitive_on_shards(step) else None
         if aval is None or (not self.sizes.cpu and is_constrained(step, step.results[0])):
