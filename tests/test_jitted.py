@@ -458,3 +458,12 @@ def test_compile_takes_arguments_with_the_names_of_its_options():
     x = jax.ShapeDtypeStruct((8, 4), jnp.float32)
     compiled = step.compile(x, kwargs={"timeout": x})
     assert [v.path for v in compiled.plan.program.inputs] == ["x", "timeout"]
+
+
+@pytest.mark.parametrize(("where", "devices"), [({}, 4), ({"mesh": "data=2"}, 2), ({"mesh": "data=2, model=4"}, 8)])
+def test_compile_is_for_the_mesh_of_the_call_or_of_the_object(where, devices, monkeypatch):
+    monkeypatch.setattr(module, "compile_lowered", lambda lowered, **options: (lowered, options))
+    fn = mp.jit(lambda x: x * 2, mesh="data=4", layout="batch: data", dims={"x": "batch _"})
+    lowered, options = fn.compile(jax.ShapeDtypeStruct((8, 4), jnp.float32), **where)
+    assert options["mesh"].size == options["plan"].mesh.size == devices
+    assert f"mhlo.num_partitions = {devices} " in lowered.as_text()
