@@ -229,3 +229,18 @@ def test_a_vmap_in_the_body_with_an_axis_of_its_own(lowering):
     close(run(X), X - X.mean(0))
     (sent,) = run.plan(X).collectives
     assert (sent.op, sent.shape) == ("all-reduce", (16,))
+
+
+@pytest.mark.parametrize(
+    ("out_spec", "sent"),
+    [(P("data"), []), (P("model"), ["all-gather"])],  # the result is stored over `data`
+)
+def test_a_result_has_the_names_of_the_operands_dims_and_its_own_axes(out_spec, sent):
+    mesh = mp.mesh("data=2, model=2")
+
+    def step(x):
+        return mapped(lambda part: part * 2, P("data"), out_spec, mesh=mesh, check_vma=False)(x) + 1
+
+    plan = mp.plan(step, X, mesh=mesh, layout="batch: data", dims={"x": "batch embed"})
+    assert [c.op for c in plan.collectives] == sent
+    assert [(h.dims, h.spec) for h in plan.outputs] == [(("batch", "embed"), P("data"))]
