@@ -4,18 +4,24 @@ A fence is ``python`` or ``bash``, optionally followed by a word:
 
 - ``error``: the block must fail, and its output is the error;
 - ``no-run`` (bash only): commands that need a network, another machine or minutes;
-- ``if-equinox``: the block runs if that package is installed.
+- ``if-equinox``: the block runs if that package is installed; a line of the page says if it did not run.
 
 In a bash block the lines that begin with ``meshpar`` run. The blocks of a page share one module, and a working directory with a
 copy of ``examples/``.
 
 ``<!-- output -->`` right after a block is replaced by its output; ``<!-- output from="each device sends" to="note" -->`` by the
 output lines from the first one whose beginning matches the regular expression ``from``, up to the next one that matches ``to``.
+A ``text`` fence right after the marker is the stored output, which readers of the Markdown see. A build fails if it differs
+from the output of the block; ``python docs/blocks.py PAGE...`` writes it.
+
+``<!-- generated: chips -->`` is replaced by the Markdown that the function ``chips`` of ``docs/generated.py`` returns, and
+``<!-- generated: command plan -->`` by ``command("plan")``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import io
 import os
@@ -43,14 +49,16 @@ WIDTH = 100
 
 _FENCE = re.compile(
     r"^```(?P<language>python|bash)(?: (?P<word>error|no-run|if-\w+))?\n(?P<code>.*?)^```\n"
-    r'(?:\s*<!-- output(?: from="(?P<start>[^"]*)")?(?: to="(?P<stop>[^"]*)")? -->(?P<shown>))?',
+    r'(?:\s*<!-- output(?: from="(?P<start>[^"]*)")?(?: to="(?P<stop>[^"]*)")? -->(?P<shown>)'
+    r"(?:\n\n```text\n(?P<stored>.*?)^```$)?)?",
     re.MULTILINE | re.DOTALL,
 )
+_GENERATED = re.compile(r"^<!-- generated: (?P<function>\w+)(?P<arguments>(?: [\w./-]+)*) -->$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its code, the first line of the code in the page, and its offsets in the page's text."""
+    """A fenced block: its code, the first line of the code in the page, its offsets in the page's text, and its stored output."""
 
     language: str
     word: str | None
@@ -61,6 +69,7 @@ class Block:
     shown: bool
     start: str | None
     stop: str | None
+    stored: str | None
 
     @property
     def needs(self) -> str | None:
@@ -101,6 +110,7 @@ def blocks_of(text: str) -> list[Block]:
                 m["shown"] is not None,
                 m["start"],
                 m["stop"],
+                m["stored"],
             )
         )
     fences = len(re.findall(r"^[\s>*-]*```+\s*(?:python|py|bash)\b", text, re.MULTILINE))
@@ -179,7 +189,7 @@ def _run(block: Block, module: types.ModuleType, name: str) -> str:
     if not block.runs:
         return ""
     if block.language == "python":
-        code = compile("\n" * (block.line - 1) + block.code, os.path.join(os.getcwd(), name), "exec")
+        code = compile("\n" * (block.line - 1) + block.code, os.path.join(os.getcwd(), name), "exec", dont_inherit=True)
         try:
             with contextlib.redirect_stdout(out):
                 exec(code, module.__dict__)
@@ -231,14 +241,53 @@ def _wrapped(line: str) -> list[str]:
 
 
 def rendered(text: str, name: str) -> str:
-    """The page with the output of its blocks inserted, and with standard Markdown fences."""
+    """The page with the output of its blocks and the generated parts inserted, and with standard Markdown fences.
+
+    Raises:
+      ValueError: a stored output differs from the output of its block.
+    """
     blocks = blocks_of(text)
     parts, at = [], 0
     for block, output in zip(blocks, run_page(text, name), strict=True):
-        parts += [text[at : block.begin], f"```{block.language}\n{block.code}```\n"]
+        parts += [_with_generated(text[at : block.begin]), f"```{block.language}\n{block.code}```\n"]
         if block.shown and block.runs:
-            parts.append(f"\n```{{code-block}} text\n:class: output\n\n{shown(block, output)}\n```\n")
-        elif block.shown:
+            lines = shown(block, output)
+            if block.stored is not None and block.stored != f"{lines}\n":
+                raise ValueError(
+                    f"{name}, line {block.line}: the stored output is not what the block prints; "
+                    f"`python docs/blocks.py docs/{name}` writes it:\n{lines}"
+                )
+            parts.append(f"\n```{{code-block}} text\n:class: output\n\n{lines}\n```\n")
+        elif not block.runs and block.needs:
             parts.append(f"\n*Not run for this page: {block.needs} is not installed.*\n")
         at = block.end
+    return "".join([*parts, _with_generated(text[at:])])
+
+
+def _with_generated(text: str) -> str:
+    """The text with each ``generated`` marker replaced by the result of its function in ``docs/generated.py``."""
+
+    def result(match: re.Match[str]) -> str:
+        return getattr(importlib.import_module("generated"), match["function"])(*match["arguments"].split())
+
+    return _GENERATED.sub(result, text)
+
+
+def with_stored_output(text: str, name: str) -> str:
+    """The page with the output that its blocks print now in place of each stored output."""
+    parts, at = [], 0
+    for block, output in zip(blocks_of(text), run_page(text, name), strict=True):
+        if block.stored is not None:
+            end = block.end - len("```")
+            parts += [text[at : end - len(block.stored)], f"{shown(block, output)}\n"]
+            at = end
     return "".join([*parts, text[at:]])
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+    for page in map(Path, sys.argv[1:]):
+        before = page.read_text()
+        with workplace():
+            after = with_stored_output(before, page.name)
+        page.write_text(after)

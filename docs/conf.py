@@ -25,7 +25,15 @@ logging.getLogger("absl").setLevel(logging.WARNING)  # Sphinx shows what others 
 
 project = "meshpar"
 version = release = mp.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["README.md"]  # for readers of the Markdown
 templates_path: list[str] = []
 myst_heading_anchors = 3
 
@@ -39,22 +47,22 @@ html_show_copyright = html_show_sourcelink = html_copy_source = False
 
 add_module_names = False
 autodoc_default_options = {"members": True, "member-order": "bysource"}
-autodoc_typehints = "none"  # docstrings describe types
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autosummary_generate = False  # tables only: the pages of the reference list the names
+python_maximum_signature_line_length = 100
+python_use_unqualified_type_names = True
 napoleon_use_rtype = False
 napoleon_custom_sections = [("Attributes", "params_style")]  # one line may say several
-
-KEPT = ("llama3_8b.html",)
-"""Files that blocks write and the site shows."""
 
 
 def run_blocks(app: Any, name: str, source: list[str]) -> None:
     """The page with the output of its blocks inserted."""
     with blocks.workplace() as folder:
         source[0] = blocks.rendered(source[0], f"{name}.md")
-        for kept in KEPT:
-            if (folder / kept).exists():
-                Path(app.outdir).mkdir(parents=True, exist_ok=True)
-                shutil.copy(folder / kept, Path(app.outdir) / kept)
+        for page in folder.glob("*.html"):  # plans that blocks save, and that the page shows
+            Path(app.outdir).mkdir(parents=True, exist_ok=True)
+            shutil.copy(page, Path(app.outdir) / page.name)
 
 
 def whole_docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:

@@ -112,8 +112,10 @@ def jit(
       MeshparError: other errors, at the first call or plan; see :mod:`meshpar.errors`.
 
     Example:
-      >>> step = mp.jit(train_step, mesh=mesh, layout="batch: data; mlp: model", dims={"batch/tokens": "batch seq"})
-      >>> state, loss = step(state, batch)
+      >>> step = mp.jit(train_step, mesh=mesh, layout="batch: data; mlp: model", dims=dims)
+      >>> new_params, loss = step(params, x)
+      >>> tuple(new_params["up"].sharding.spec)
+      (None, 'model')
     """
     if fn is None:
         return functools.partial(jit, mesh=mesh, layout=layout, **options)
@@ -154,8 +156,11 @@ def plan(
       MeshparError: as :func:`meshpar.jit`; dims, sizes or rules that do not fit the arguments; see :mod:`meshpar.errors`.
 
     Example:
-      >>> plan = mp.plan(step, state, batch, mesh="data=64, model=8", topology="v5p:8x8x8", layout="fsdp", dims=dims)
-      >>> print(plan, plan.seconds, plan.memory.peak)
+      >>> plan = mp.plan(train_step, params, x, mesh="data=64, model=8", topology="v5p:8x8x8", layout="mlp: model", dims=dims)
+      >>> sorted({c.op for c in plan.collectives})
+      ['all-reduce']
+      >>> plan.memory.peak < plan.chip.hbm, plan.seconds > 0
+      (True, True)
     """
     _check_function(fn, "plan")
     options, call = split_keywords(keywords, kwargs)
@@ -179,6 +184,13 @@ def init(
 
     Raises:
       MeshparError: as :func:`meshpar.jit`.
+
+    Example:
+      >>> init = mp.init(create, mesh=mesh, layout="embed: data; mlp: model", dims=weights)
+      >>> tuple(init(jax.random.key(0))["up"].sharding.spec)
+      ('data', 'model')
+      >>> init.abstract(jax.random.key(0))["up"].shape
+      (64, 256)
     """
     _check_function(create, "init")
     return Jitted(create, device_mesh(mesh), Layout(layout), _step_options("init", options), init=True)
@@ -207,6 +219,13 @@ def shardings(tree: Any, layout: LayoutLike, mesh: MeshLike | None = None, *, di
       PatternError, RankError: a pattern that matches no array, or one of another rank.
       UnknownDimError: no array has a named dim.
       MeshError: no mesh, or one with Manual axes.
+
+    Example:
+      >>> placed = mp.shardings(params, "embed: data; mlp: model", mesh, dims=weights)
+      >>> tuple(placed["up"].spec)
+      ('data', 'model')
+      >>> placed["up"].shard_shape((64, 256))
+      (16, 128)
     """
     rules, where = Layout(layout), device_mesh(mesh)
     tree = nnx.state(tree) if is_graph_node(tree) else tree
@@ -275,6 +294,11 @@ def check(
         first op with a wrong result.
       MeshError: fewer devices than a mesh needs; both ``mesh`` and ``meshes``.
       DivisibilityError: a size that does not divide over a given mesh, or over any of the default meshes.
+
+    Example:
+      >>> report = mp.check(train_step, params, x, layouts=["batch: data", "batch, embed: data"], mesh="data=8", dims=dims)
+      >>> report.ok, len(report.rows)
+      (True, 2)
     """
     _check_function(fn, "check")
     if mesh is not None and meshes is not None:
@@ -336,6 +360,11 @@ def compile(
       CompilerError: the compiler rejects the program, crashed, or took too long.
       MeshError: no mesh, an unknown topology, a mesh that does not fill it, a compiler that is not installed, or a calibration of
         other devices.
+
+    Example:
+      >>> compiled = mp.compile(train_step, params, x, mesh="data=8", layout="batch: data", dims=dims)
+      >>> compiled.memory.peak > 0
+      True
     """
     _check_function(fn, "compile")
     options, call = split_keywords(keywords, kwargs)
@@ -413,6 +442,11 @@ def search(
         calibration of other devices.
       UnknownDimError: ``fixed`` or ``forbid`` names a dim that the program does not have.
       UnsupportedError: options out of range; ``fixed`` splits a dim that ``forbid`` names.
+
+    Example:
+      >>> found = mp.search(train_step, params, x, topology="v5e:2x2", mesh="data=4", dims=dims, max_plans=10)
+      >>> found.fits, found.best.mesh
+      (True, 'data=4')
     """
     if max_axes < 1:
         raise UnsupportedError(f"max_axes={max_axes!r}: a mesh has at least one", fixes=["max_axes=1, 2 or 3"])
@@ -492,6 +526,12 @@ def calibrate(
       MeshError: one device, or fewer than a mesh needs; both ``mesh`` and ``meshes``; no mesh where a layout has several axes.
       UnsupportedError: no layouts; options out of range; devices of several kinds.
       MeshparError: a layout that cannot be planned, before anything runs.
+
+    Example:
+      >>> measured = mp.calibrate(train_step, params, x, layouts=["batch: data", "embed: data"], mesh="data=8", dims=dims, rounds=2)
+      >>> sorted(row.layout for row in measured.rows)
+      ['batch: data', 'embed: data']
+      >>> measured.calibration.save("here.json")
     """
     _check_function(fn, "calibrate")
     if mesh is not None and meshes is not None:
@@ -627,6 +667,11 @@ def lab(
     Raises:
       MeshError: neither a mesh nor a topology, an unknown topology, or a calibration of other devices.
       MeshparError: as :func:`meshpar.plan`, except errors of the layout, which the page shows.
+
+    Example:
+      >>> lab = mp.lab(train_step, params, x, mesh="data=4, model=2", layout="batch: data; mlp: model", dims=dims)
+      >>> lab.mesh, str(lab.layout)
+      ('data=4, model=2', 'batch: data; mlp: model')
     """
     _check_function(fn, "lab")
     if mesh is None and topology is None:
@@ -691,6 +736,15 @@ def local_sgd(
 
     Raises:
       MeshError, AxisConflictError: the mesh lacks the axis, or the layout uses it.
+
+    Example:
+      >>> import optax
+      >>> run = mp.local_sgd(
+      ...     train_step, over="slice", every=2, outer=optax.sgd(0.7), mesh=mp.mesh("slice=2, data=4"),
+      ...     layout="batch: data", dims=dims,
+      ... )
+      >>> run.replicas
+      2
     """
     return LocalSgd(
         step, over=over, every=every, outer=outer, mesh=mesh, layout=Layout(layout),

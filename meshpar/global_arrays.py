@@ -58,7 +58,13 @@ def _same(x: jax.Array) -> jax.Array:
 
 
 def fetch(x: Any) -> np.ndarray:
-    """The full array in host memory of every process; all processes must call it. Each process receives the bytes of the array."""
+    """The full array in host memory of every process; all processes must call it. Each process receives the bytes of the array.
+
+    Example:
+      >>> sharded = mp.put(np.arange(8), mesh=mesh, layout="batch: data")
+      >>> mp.fetch(sharded)
+      array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32)
+    """
     if is_global(x) and not x.is_fully_replicated:
         everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())
         x = jax.jit(_same, out_shardings=everywhere)(x)

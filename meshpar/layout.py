@@ -94,6 +94,13 @@ class Layout:
       LayoutSyntaxError: text that is no layout.
       AxisConflictError: an axis twice in one rule.
       UnknownDimError: ``optional`` names a dim that no rule has.
+
+    Example:
+      >>> layout = mp.Layout("batch: data; mlp: model; embed: data")
+      >>> tuple(layout.spec("batch embed")), tuple(layout.spec("embed mlp"))
+      (('data',), ('data', 'model'))
+      >>> print(layout | "vocab: model")
+      batch: data; mlp: model; embed: data; vocab: model
     """
 
     rules: tuple[Rule, ...]

@@ -22,52 +22,102 @@ def _scheme(name: str, **axes: str) -> Layout:
 
 
 def data_parallel(data: str = "data") -> Layout:
-    """The batch is sharded, weights are replicated; gradients are all-reduced."""
+    """The batch is sharded, weights are replicated; gradients are all-reduced.
+
+    Example:
+      >>> print(mp.layouts.data_parallel())
+      batch: data
+    """
     return _scheme("data_parallel", data=data)
 
 
 def zero1(data: str = "data") -> Layout:
-    """Data parallel, with the optimizer's state split: gradients are reduce-scattered, new weights all-gathered (ZeRO-1)."""
+    """Data parallel, with the optimizer's state split: gradients are reduce-scattered, new weights all-gathered (ZeRO-1).
+
+    Example:
+      >>> print(mp.layouts.zero1())
+      batch, opt.embed?: data
+    """
     return _scheme("zero1", data=data)
 
 
 def fsdp(data: str = "data") -> Layout:
-    """Batch and weights are split over one axis; weights are all-gathered at use, gradients reduce-scattered (ZeRO-3)."""
+    """Batch and weights are split over one axis; weights are all-gathered at use, gradients reduce-scattered (ZeRO-3).
+
+    Example:
+      >>> print(mp.layouts.fsdp())
+      batch, embed?: data
+    """
     return _scheme("fsdp", data=data)
 
 
 def hsdp(data: str = "data", replica: str = "replica") -> Layout:
-    """FSDP over ``data``, and replicated over ``replica``, the axis that connects slices or nodes."""
+    """FSDP over ``data``, and replicated over ``replica``, the axis that connects slices or nodes.
+
+    Example:
+      >>> print(mp.layouts.hsdp())
+      batch: replica+data; embed?: data
+    """
     return _scheme("hsdp", data=data, replica=replica)
 
 
 def megatron(data: str = "data", model: str = "model") -> Layout:
-    """Tensor parallel: heads, MLP and vocabulary over ``model``; one all-reduce after each block, each way."""
+    """Tensor parallel: heads, MLP and vocabulary over ``model``; one all-reduce after each block, each way.
+
+    Example:
+      >>> print(mp.layouts.megatron())
+      batch: data; heads?, kv_heads?, mlp?, vocab?: model
+    """
     return _scheme("megatron", data=data, model=model)
 
 
 def tensor_parallel(data: str = "data", model: str = "model") -> Layout:
-    """Another name of :func:`megatron`."""
+    """Another name of :func:`megatron`.
+
+    Example:
+      >>> print(mp.layouts.tensor_parallel())
+      batch: data; heads?, kv_heads?, mlp?, vocab?: model
+    """
     return _scheme("tensor_parallel", data=data, model=model)
 
 
 def fsdp_tensor(data: str = "data", model: str = "model") -> Layout:
-    """Another name of :func:`fsdp_megatron`; on the command line also ``fsdp+tensor``."""
+    """Another name of :func:`fsdp_megatron`; on the command line also ``fsdp+tensor``.
+
+    Example:
+      >>> print(mp.layouts.fsdp_tensor())
+      batch: data; heads?, kv_heads?, mlp?, vocab?: model; embed?: data
+    """
     return _scheme("fsdp_tensor", data=data, model=model)
 
 
 def fsdp_megatron(data: str = "data", model: str = "model") -> Layout:
-    """Megatron over ``model``, and FSDP of the other dims of the weights over ``data``."""
+    """Megatron over ``model``, and FSDP of the other dims of the weights over ``data``.
+
+    Example:
+      >>> print(mp.layouts.fsdp_megatron())
+      batch: data; heads?, kv_heads?, mlp?, vocab?: model; embed?: data
+    """
     return _scheme("fsdp_megatron", data=data, model=model)
 
 
 def sequence_parallel(data: str = "data", model: str = "model") -> Layout:
-    """:func:`fsdp_megatron` with activations between the blocks split along the sequence: gathers and scatters, no all-reduce."""
+    """:func:`fsdp_megatron` with activations between the blocks split along the sequence: gathers and scatters, no all-reduce.
+
+    Example:
+      >>> print(mp.layouts.sequence_parallel())
+      batch: data; heads?, kv_heads?, mlp?, vocab?: model; embed?: data; seq?: model
+    """
     return _scheme("sequence_parallel", data=data, model=model)
 
 
 def context_parallel(data: str = "data", context: str = "context") -> Layout:
-    """The sequence is split everywhere; keys and values are gathered, or sent around (``mp.attention``)."""
+    """The sequence is split everywhere; keys and values are gathered, or sent around (``mp.attention``).
+
+    Example:
+      >>> print(mp.layouts.context_parallel())
+      batch: data; seq?: context
+    """
     return _scheme("context_parallel", data=data, context=context)
 
 
@@ -75,6 +125,10 @@ def expert_parallel(data: str = "data", expert: str = "expert") -> Layout:
     """FSDP, with the experts of a mixture over ``expert``, which splits the batch too: tokens travel to their experts.
 
     Their dim is ``expert``, as in :mod:`meshpar.layers.moe`, or ``experts``.
+
+    Example:
+      >>> print(mp.layouts.expert_parallel())
+      expert?, experts?: expert; batch: data+expert; embed?: data
     """
     return _scheme("expert_parallel", data=data, expert=expert)
 

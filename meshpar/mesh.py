@@ -236,6 +236,11 @@ def virtual_devices(count: int) -> None:
 
     Raises:
       MeshError: JAX has already made its devices, and there are fewer CPU devices than that; or the processes do not divide it.
+
+    Example:
+      >>> mp.virtual_devices(8)
+      >>> jax.device_count("cpu")
+      8
     """
     processes = process_count()
     if processes > 1:
@@ -294,6 +299,12 @@ def _topology_mesh(text: str, sizes: dict[str, int], topology: str) -> Mesh:
     Args:
       text: the mesh as the user wrote it, for errors.
       sizes: axis → size; a size of -1 is filled in.
+
+    Example:
+      >>> dict(mp.mesh("data=4, model=2").shape)
+      {'data': 4, 'model': 2}
+      >>> dict(mp.mesh({"data": -1, "model": 2}).shape)
+      {'data': 4, 'model': 2}
     """
     where = parse_topology(topology)
     fill_mesh(sizes, where.devices)

@@ -39,6 +39,12 @@ def accumulate_gradients(
     Raises:
       LayoutSyntaxError: ``microbatches`` below 1.
       DivisibilityError: (when called) a batch that does not divide, or batches of different leading sizes.
+
+    Example:
+      >>> gradients_of = mp.accumulate_gradients(jax.value_and_grad(loss_of), 4)
+      >>> loss, gradients = gradients_of(params, x)
+      >>> bool(jnp.allclose(loss, loss_of(params, x), rtol=1e-5))
+      True
     """
     if microbatches < 1:
         raise LayoutSyntaxError(
@@ -108,13 +114,13 @@ def microbatches_for(batch: int, *, rows: int, mesh: AnyMesh, layout: Any, dim: 
     Returns:
       The smallest number of microbatches that are equal on all devices.
 
-    Example:
-      >>> n = mp.microbatches_for(1024, rows=4, mesh=mesh, layout="fsdp")
-      >>> gradients_of = mp.accumulate_gradients(jax.value_and_grad(loss), n)
-
     Raises:
       DivisibilityError: the batch does not divide over the devices.
       LayoutSyntaxError: ``rows`` below 1.
+
+    Example:
+      >>> mp.microbatches_for(1024, rows=4, mesh=mesh, layout="batch: data")
+      64
     """
     if rows < 1:
         raise LayoutSyntaxError(

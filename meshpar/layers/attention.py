@@ -72,7 +72,13 @@ def attention(
       MeshparError: shapes or options that do not fit; when planned, a strategy that the sharding does not allow.
 
     Example:
-      >>> out = mp.attention(q, k, v, causal=True)   # layout: "batch: data; heads: model; seq: context"
+      >>> q = k = v = jnp.ones((2, 64, 4, 16))
+      >>> attend = mp.jit(
+      ...     lambda q, k, v: mp.attention(q, k, v, causal=True), mesh=mesh, layout="batch: model; seq: data",
+      ...     dims={"*": "batch seq heads head_dim"},
+      ... )
+      >>> attend(q, k, v).shape
+      (2, 64, 4, 16)
     """
     ids = () if segment_ids is None else segment_ids if isinstance(segment_ids, tuple) else (segment_ids,)
     for name, x in {"q": q, "k": k, "v": v}.items():

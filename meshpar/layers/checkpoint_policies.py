@@ -33,6 +33,13 @@ def collectives_saveable(prim: Any, *_: Any, **__: Any) -> bool:
 
     Returns:
       Whether its results are saved.
+
+    Example:
+      >>> def layer(params, x):
+      ...     return x + mp.named(jax.nn.relu(x @ params["up"]) @ params["down"], "batch embed")
+      >>> layer = jax.checkpoint(layer, policy=mp.checkpoint_policies.collectives_saveable)
+      >>> jax.grad(lambda p: layer(p, x).sum())(params)["up"].shape
+      (64, 256)
     """
     return prim.name in _NAMED
 
@@ -53,6 +60,11 @@ def kernels_saveable(prim: Any, *_: Any, **params: Any) -> bool:
 
     Returns:
       Whether its results are saved.
+
+    Example:
+      >>> layer = jax.checkpoint(lambda q: mp.attention(q, q, q), policy=mp.checkpoint_policies.kernels_saveable)
+      >>> jax.grad(lambda q: layer(q).sum())(jnp.ones((1, 8, 2, 16))).shape
+      (1, 8, 2, 16)
     """
     if prim.name == "custom_vjp_call":  # JAX asks about the call, not about the kernel in it
         return any(e.primitive.name in _KERNELS for e in equations(params["call_jaxpr"].jaxpr))

@@ -56,7 +56,10 @@ def cross_entropy(
       UnsupportedError: shapes that do not fit, or an unknown ``over``.
 
     Example:
-      >>> loss = mp.cross_entropy((hidden, kernel), labels, mask=labels != 0)
+      >>> hidden, kernel, labels = jnp.ones((4, 8, 16)), jnp.zeros((16, 32)), jnp.zeros((4, 8), int)
+      >>> loss = mp.cross_entropy((hidden, kernel), labels, mask=labels >= 0)
+      >>> bool(jnp.isclose(loss, jnp.log(32)))
+      True
     """
     hidden, kernel = logits if isinstance(logits, tuple) else (logits, None)
     tokens = tuple(hidden.shape[:-1])

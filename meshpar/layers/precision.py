@@ -28,6 +28,11 @@ class Precision:
       reduce: dtype in which gradients are reduced over devices; None: ``compute``. ``"float32"`` sends twice the bytes of
         bfloat16, and rounds once. ``"float16"`` with ``compute="float32"`` halves the bytes of a float32 model.
       keep: last names of tree paths of weights that are not converted (``("scale", "bias")``).
+
+    Example:
+      >>> mixed = mp.Precision(compute="bfloat16", reduce="float32")(loss_of)
+      >>> jax.grad(mixed)(params, x)["up"].dtype
+      dtype('float32')
     """
 
     compute: DTypeLike = jnp.bfloat16

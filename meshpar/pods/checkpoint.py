@@ -71,12 +71,14 @@ class Checkpoints:
     checkpoint is complete or absent. After SIGTERM, the next :meth:`save` writes a checkpoint, at the same batch in all processes.
 
     Example:
-      >>> checkpoints = mp.Checkpoints("gs://bucket/run", every=100)
-      >>> state, first = checkpoints.restore_or(init, key)
-      >>> for n in range(first, steps):
-      ...     state, loss = step(state, next(data))
-      ...     if checkpoints.save(n, state):
-      ...         break
+      >>> init = mp.init(create, mesh=mesh, layout="embed: data", dims=weights)
+      >>> with mp.Checkpoints("runs/a", every=2) as checkpoints:
+      ...     state, first = checkpoints.restore_or(init, jax.random.key(0))
+      ...     for n in range(first, 4):
+      ...         if checkpoints.save(n, state):  # True after SIGTERM
+      ...             break
+      ...     checkpoints.steps()
+      [1]
     """
 
     def __init__(self, path: str | Path, *, keep: int | None = 3, every: int = 1, data: Any = None):

@@ -33,9 +33,9 @@ List, show, verify and convert the checkpoints that mp.Checkpoints wrote.
   meshpar checkpoint verify runs/a
   meshpar checkpoint convert runs/a weights.safetensors --only "params/*"
 """
-CHECKPOINT_EXIT = "exit status: 0: well; 1: damaged; 2: bad input: no such checkpoint."
+CHECKPOINT_EXIT = "exit status: 0: success; 1: damaged; 2: bad input: no such checkpoint."
 LAUNCH_EXIT = """\
-exit status: 0: well; 75: a process was lost, and no restarts are left (or the job received SIGTERM); 1: the script failed;
+exit status: 0: success; 75: a process was lost, and no restarts are left (or the job received SIGTERM); 1: the script failed;
 2: bad input: its arguments, mesh or layout."""
 
 

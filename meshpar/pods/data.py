@@ -80,12 +80,14 @@ def put(batch: Any, *, mesh: Mesh, layout: Any, dims: Any = None, rows: Literal[
     Returns:
       The tree, with ``jax.Array`` leaves.
 
-    Example:
-      >>> batch = mp.put({"tokens": tokens}, mesh=mesh, layout="batch: data")
-
     Raises:
       DivisibilityError, RankError: the batch does not fit the layout.
       MeshError: with ``rows="mine"``, a number of rows that the devices of this process cannot have.
+
+    Example:
+      >>> batch = mp.put({"x": np.ones((32, 64))}, mesh=mesh, layout="batch: data")
+      >>> tuple(batch["x"].sharding.spec)
+      ('data',)
     """
     if rows not in ("all", "mine"):
         raise MeshError(

@@ -53,6 +53,11 @@ def distributed(
     Raises:
       MeshError: JAX has already initialized its devices, or only some of the three are given.
       LostProcessError: not all processes connected in time.
+
+    Example:
+      >>> mp.distributed()  # a single process: nothing to connect
+      >>> jax.process_count()
+      1
     """
     if STATE.watch is not None or STATE.single:
         return

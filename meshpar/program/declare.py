@@ -47,6 +47,14 @@ def kernel_rule(
     Raises:
       LayoutSyntaxError: the text is not a rule, or has ``~`` without ``local`` and ``sends``.
       RankError, UnsupportedError: (when called) the operands do not fit the rule.
+
+    Example:
+      >>> @mp.kernel_rule("tokens embed! -> tokens embed!")
+      ... def normalize(x):
+      ...     return x / jnp.linalg.norm(x, axis=1, keepdims=True)
+      >>> plan = mp.plan(normalize, x, mesh=mesh, layout="batch: data; embed: model", dims={"x": "batch embed"})
+      >>> [(c.op, c.axes) for c in plan.collectives]
+      [('all-gather', ('model',))]
     """
     notation = parse_rule(text)
     own = [f for f, mark in notation.marks.items() if mark == "~"]

@@ -57,6 +57,13 @@ def named(x: Any, dims: DimsLike) -> Any:
 
     Raises:
       RankError: the number of names is not the rank.
+
+    Example:
+      >>> def add_positions(x):
+      ...     return x + mp.named(jnp.arange(64.0), "embed")
+      >>> plan = mp.plan(add_positions, x, mesh=mesh, layout="embed: data")
+      >>> tuple(plan.outputs[0].spec)
+      (None, 'data')
     """
 
     x = jnp.asarray(x)
@@ -79,6 +86,13 @@ def rename(x: Any, **names: str) -> Any:
     Raises:
       LayoutSyntaxError: no names, or one that is not an identifier.
       UnknownDimError: (when the program is planned) no dim of the value has the old name.
+
+    Example:
+      >>> def scores(x):
+      ...     return x @ mp.rename(x, batch="other").T
+      >>> plan = mp.plan(scores, x, mesh=mesh, layout="batch: data; other: model", dims={"x": "batch embed"})
+      >>> tuple(plan.outputs[0].spec)
+      ('data', 'model')
     """
 
     if not names:

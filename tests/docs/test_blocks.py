@@ -4,11 +4,25 @@ import re
 import sys
 
 import blocks
+import generated
 import pytest
 
 import meshpar as mp
+from meshpar import cli
+from meshpar.hardware.chips import CHIPS
 
-SLOW = {"models", "finding", "schemes", "debugging"}
+SLOW = {
+    "models",
+    "finding",
+    "schemes",
+    "gallery",
+    "moe",
+    "checking",
+    "errors",
+    "cli-compile",
+    "cli-search",
+    "cli-check",
+}
 PAGES = [pytest.param(p, marks=pytest.mark.slow if p.stem in SLOW else (), id=p.stem) for p in blocks.PAGES]
 
 
@@ -31,9 +45,54 @@ def test_no_page_takes_the_place_of_one_that_sphinx_makes():
 
 
 def test_the_reference_has_every_public_name():
-    reference = (blocks.ROOT / "docs" / "api.md").read_text()
+    reference = "".join(page.read_text() for page in blocks.PAGES if page.stem.startswith("api-"))
     listed = set(re.findall(r":: (?:meshpar\.)?(?:\w+\.)*(\w+)", reference))
-    assert {*mp.__all__, *mp.types.__all__} - {"types", *mp.errors.__all__} - listed == set()
+    modules = {"types", "errors", "layouts", "checkpoint_policies"}
+    functions = {*mp.layouts.PRESETS, *mp.checkpoint_policies.__all__}
+    assert {*mp.__all__, *mp.types.__all__, *functions} - {*modules, *mp.errors.__all__} - listed == set()
+
+
+def test_every_error_has_a_section():
+    sections = re.findall(r"^## (\w+)$", (blocks.ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
+    assert set(mp.errors.__all__) - {"MeshparError"} == set(sections) - {"Classes"}
+
+
+@pytest.mark.slow
+def test_each_section_of_the_errors_shows_its_class():
+    text = (blocks.ROOT / "docs" / "errors.md").read_text()
+    with blocks.workplace():
+        printed = blocks.run_page(text, "errors.md")
+    raised = 0
+    for block, output in zip(blocks.blocks_of(text), printed, strict=True):
+        sections = re.findall(r"^## (\w+)$", text[: block.begin], re.MULTILINE)
+        if block.word == "error" or "show_warning(lambda" in block.code:
+            raised += 1
+            assert output.startswith(f"{sections[-1]}: ")
+    assert raised >= 15
+
+
+def test_every_command_has_a_page():
+    commands = {name for names in cli.COMMANDS.values() for name in names}
+    assert commands == {page.stem.removeprefix("cli-") for page in blocks.PAGES if page.stem.startswith("cli-")}
+
+
+def test_the_page_of_a_command_lists_its_flags():
+    page = generated.command("plan")
+    flags = {flag for action in cli._parser().commands["plan"]._actions for flag in action.option_strings}
+    assert [flag for flag in flags - {"-h", "--help"} if f"`{flag}" not in page] == []
+
+
+def test_the_table_of_chips_has_the_rates_of_the_library():
+    rows = [line.split(" | ") for line in generated.chips().splitlines()[2:]]
+    assert [row[0].strip("| `") for row in rows] == list(CHIPS)
+    assert [row[1] for row in rows] == [f"{chip.flops / 1e12:.0f} TFLOP/s" for chip in CHIPS.values()]
+
+
+def test_links_of_an_included_file_lead_to_pages_or_name_files():
+    text = generated.file("CONTRIBUTING.md")
+    assert "(architecture.md)" in text
+    assert "](docs/" not in text
+    assert "](SECURITY.md)" not in text
 
 
 def test_output_stands_where_the_page_asks_for_it():
@@ -41,6 +100,30 @@ def test_output_stands_where_the_page_asks_for_it():
     output = "```{code-block} text\n:class: output\n\n…\nb\nc 1\n…\n```\n"
     want = f'Text.\n\n```python\nprint("a\\nb\\nc 1\\nd")\n```\n\n{output}\n\nMore.\n'
     assert blocks.rendered(page, "page.md") == want
+
+
+STORED = "```python\nprint(1)\n```\n<!-- output -->\n\n```text\n{}\n```\n\nMore.\n"
+
+
+def test_a_stored_output_is_shown_once():
+    page = blocks.rendered(STORED.format(1), "page.md")
+    assert page == "```python\nprint(1)\n```\n\n```{code-block} text\n:class: output\n\n1\n```\n\n\nMore.\n"
+
+
+def test_a_stale_stored_output_is_an_error_and_can_be_rewritten():
+    with pytest.raises(ValueError, match="the stored output is not what the block prints"):
+        blocks.rendered(STORED.format(2), "page.md")
+    assert blocks.with_stored_output(STORED.format(2), "page.md") == STORED.format(1)
+
+
+def test_a_generated_part_is_inserted():
+    page = blocks.rendered("Before.\n\n<!-- generated: command doctor -->\n\nAfter.\n", "page.md")
+    assert page == f"Before.\n\n{generated.command('doctor')}\n\nAfter.\n"
+
+
+def test_a_page_says_which_block_did_not_run():
+    page = "```python if-no_such_package\n1 / 0\n```\n"
+    assert "no_such_package is not installed" in blocks.rendered(page, "page.md")
 
 
 def test_blocks_of_a_page_share_names_and_pages_do_not():

@@ -1,0 +1,62 @@
+"""The examples in the docstrings of public functions run, and print what they say."""
+
+import doctest
+import inspect
+import warnings
+
+import blocks
+import pytest
+
+import meshpar as mp
+
+MODULES = (mp.layouts, mp.checkpoint_policies)
+SLOW = {"search", "calibrate", "compile", "check"}
+
+
+def public_objects():
+    """Name → every public function and class, without errors and without the classes that functions return."""
+    found = {name: getattr(mp, name) for name in mp.__all__}
+    found = {name: x for name, x in found.items() if callable(x) and name not in mp.errors.__all__}
+    for module in MODULES:
+        found |= {
+            name: x for name, x in vars(module).items()
+            if inspect.isfunction(x) and x.__module__ == module.__name__ and not name.startswith("_")
+        }  # fmt: skip
+    return found
+
+
+OBJECTS = public_objects()
+
+
+def parsed(name, names):
+    """The examples of an object's docstring, as one doctest over ``names``."""
+    return doctest.DocTestParser().get_doctest(inspect.getdoc(OBJECTS[name]) or "", names, name, None, None)
+
+
+@pytest.fixture(scope="module")
+def names():
+    """The names of the program in docs/api.md, which the examples continue."""
+    page = (blocks.ROOT / "docs" / "api.md").read_text()
+    found: dict = {"__name__": "api"}
+    exec(compile(blocks.blocks_of(page)[0].code, "api.md", "exec", dont_inherit=True), found)
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else (), id=n) for n in sorted(OBJECTS)]
+)
+def test_the_example_of_a_docstring_runs(name, names, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    test = parsed(name, dict(names))
+    assert test.examples, f"{name} has no example"
+    lines: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = doctest.DocTestRunner(verbose=False).run(test, out=lines.append)
+    assert result.failed == 0, "".join(lines)
+
+
+def test_a_wrong_output_fails(names):
+    text = ">>> mp.microbatches_for(8, rows=2, mesh=mesh, layout='')\n0\n"
+    test = doctest.DocTestParser().get_doctest(text, dict(names), "x", None, None)
+    assert doctest.DocTestRunner(verbose=False).run(test, out=lambda text: None).failed == 1
