@@ -133,6 +133,12 @@ def mesh(
       LayoutSyntaxError: ``spec`` or ``names`` that describe no mesh.
       MeshError: more devices asked for than there are, a slice that the mesh does not fill, or a process none of whose
         devices would be in it.
+
+    Example:
+      >>> dict(mp.mesh("data=4, model=2").shape)
+      {'data': 4, 'model': 2}
+      >>> dict(mp.mesh({"data": -1, "model": 2}).shape)
+      {'data': 4, 'model': 2}
     """
     sizes = parse_mesh(spec, names)
     text = mesh_text(sizes)
@@ -299,12 +305,6 @@ def _topology_mesh(text: str, sizes: dict[str, int], topology: str) -> Mesh:
     Args:
       text: the mesh as the user wrote it, for errors.
       sizes: axis → size; a size of -1 is filled in.
-
-    Example:
-      >>> dict(mp.mesh("data=4, model=2").shape)
-      {'data': 4, 'model': 2}
-      >>> dict(mp.mesh({"data": -1, "model": 2}).shape)
-      {'data': 4, 'model': 2}
     """
     where = parse_topology(topology)
     fill_mesh(sizes, where.devices)

@@ -369,6 +369,11 @@ def batches(
     Raises:
       DataPositionError: fewer rows than a batch.
       DivisibilityError: a batch that does not divide over the mesh.
+
+    Example:
+      >>> data = mp.batches(np.ones((256, 16)), batch=32, mesh=mesh, layout="batch: data", epochs=1)
+      >>> [batch.shape for n, batch in data.from_(6)]
+      [(32, 16), (32, 16)]
     """
     if last not in ("drop", "pad"):
         raise DataPositionError(

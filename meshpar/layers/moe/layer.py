@@ -70,7 +70,7 @@ def moe(
     the router weights' last dim another name than ``expert`` (``router``), so that the small router stays replicated.
 
     Args:
-      x: float [*tokens, H].
+      x: float ``[*tokens, H]``.
       router_weights: [H, E]. For "noisy_top_k" also ``{"kernel": …, "noise": …}``; for "two_level" ``{"outer": [H, O],
         "inner": [H, O, I]}``; None for "hash", which needs ``ids=``. Logits are computed in float32.
       experts: ``gate`` and ``up`` [E, H, M] (or ``up`` alone) and ``down`` [E, M, H]; two dims O, I in place of E are one in
@@ -80,7 +80,7 @@ def moe(
       capacity: None: no drops. A number: an expert takes at most group size · k · capacity / E choices; others are dropped.
         For "expert_choice": the average number of experts per token (2 by default).
       groups: number of groups of consecutive tokens, each with its own capacity.
-      mask: bool [*tokens], False for padding, which is not routed: its result is 0 (plus the result of ``shared``).
+      mask: bool ``[*tokens]``, False for padding, which is not routed: its result is 0 (plus the result of ``shared``).
       shared: ``gate``, ``up``, ``down`` of an expert for all tokens: [H, M] and [M, H].
       activation: "silu" (with ``gate``: SwiGLU), "gelu", "relu".
       strategy: "a2a", "ring", "dense", or None for the one that sends the fewest bytes
@@ -94,7 +94,7 @@ def moe(
       **options: for the router: ``key``, ``bias``, ``expert_groups``, ``ids``, …
 
     Returns:
-      ([*tokens, H] in x's dtype, :class:`MoEAux`).
+      (``[*tokens, H]`` in x's dtype, :class:`MoEAux`).
 
     Raises:
       MeshparError: shapes or options that do not fit.
