@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,11 +13,12 @@ from ..hardware.collective_ops import CollectiveOp
 from ..hardware.topology import Torus
 from ..layout import Spec
 from ..program.ir import Op
+from ..records import record
 from ..rules.partial import dtype_class
 from ..rules.rule import ADDED
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record
 class Collective:
     """One collective of a plan.
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from ..layout import Spec
 from ..program.ir import Op, Program, Value
+from ..records import record
 from ..rules.owned import adds_nothing
 from ..rules.partial import LINEAR, Law
 from ..rules.rule import ADDED, Kind, OpRule
@@ -66,7 +67,7 @@ class ShardType:
     kind: Kind = "sum"
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record
 class OpDecision:
     """The decision about one op: the specs of its operands and results, and the reductions and collectives around it.
 
@@ -92,7 +93,7 @@ class OpDecision:
     sends: tuple[SendOver, ...] = ()
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record
 class Facts:
     """Inputs of the decisions of one plan, besides the ops and the shardings of their operands.
 
@@ -112,7 +113,7 @@ class Facts:
     reduce_in: frozenset[Value]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record
 class _Site:
     """An op together with the facts that decisions about it depend on; :func:`decide` makes it, and it is never
     changed.

@@ -16,12 +16,13 @@ from meshpar_kernels.collective_matmul import FusedGather, FusedScatter
 from ..hardware.algorithms import ALGORITHMS, Algorithm, AlgorithmName
 from ..layout import Spec
 from ..program.ir import Frame, Op, Value
+from ..records import record
 from ..rules.rule import Kind
 from .collectives import Collective
 from .resharding import Move
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record
 class Shard:
     """A value with a sharding, made by one step.
 
@@ -49,7 +50,7 @@ class Shard:
         return Shard(self.value, self.spec, self.partial, self.kind)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record
 class Step:
     """Base class of the steps of a plan.
 
@@ -181,7 +182,7 @@ class Body:
         return self if steps == self.steps else replace(self, steps=steps)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record
 class Constant(Step):
     """Makes a device's shard of a literal or of a constant of a jaxpr."""
 
@@ -193,7 +194,7 @@ class Constant(Step):
         return (self.result,)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record
 class RingDot:
     """A matmul that a ring all-gather is overlapped with.
 
@@ -210,7 +211,7 @@ class RingDot:
     result: Shard
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record
 class GatherRing:
     """An all-gather as a ring: each block is multiplied as it arrives.
 
@@ -228,7 +229,7 @@ class GatherRing:
     fused: FusedGather | None = None
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record
 class ReduceRing:
     """A reduce-scatter of a sum of matmuls as a ring: each block is sent while the next one is computed.
 
@@ -246,7 +247,7 @@ class ReduceRing:
     fused: FusedScatter | None = None
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record
 class ShardingChange(Step):
     """Base class of the steps that change the sharding of a value.
 
@@ -274,7 +275,7 @@ class ShardingChange(Step):
         return self.collectives
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record
 class Reshard(ShardingChange):
     """The step that changes the spec of a value, by slices and collectives.
 
@@ -294,7 +295,7 @@ class Reshard(ShardingChange):
         return (self.source, *(dot.other for dot in others if dot.other is not None))
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record
 class Scatter:
     """One reduce-scatter of a dim over mesh axes, by an algorithm."""
 
@@ -315,7 +316,7 @@ def spec_after(spec: Spec, scatters: Iterable[Scatter]) -> Spec:
     return spec
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record
 class Reduce(ShardingChange):
     """Reduces a partial value: reduce-scatters, an all-reduce over the other axes, then the moves of ``path``.
 
@@ -335,7 +336,7 @@ class Reduce(ShardingChange):
         return spec_after(self.source.spec, self.scatters)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record
 class Run(Step):
     """The step that runs an op on the shards of each device.
 
@@ -369,7 +370,7 @@ class Run(Step):
         return self.collectives
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record
 class Loop(Step):
     """The step that runs a ``scan`` or ``while``.
 
@@ -409,7 +410,7 @@ class Loop(Step):
         return self.inner[-1]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record
 class Branch(Step):
     """The step that runs one branch of a ``cond``.
 
@@ -438,7 +439,7 @@ class Branch(Step):
         return self.branches
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record
 class Call(Step):
     """A call (``jit``, ``checkpoint``, ``custom_jvp``, …): the steps of its body run once.
 
@@ -465,7 +466,7 @@ class Call(Step):
         return (self.body,)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record
 class Barrier(Step):
     """An optimization barrier: the results equal the sources, but are available only after the shards in ``after``.
 
@@ -487,7 +488,7 @@ class Barrier(Step):
         return self.results
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@record
 class Order(Step):
     """Sets the memory layout of an array: ``order`` has its dims from major to minor. The result equals the source."""
 
