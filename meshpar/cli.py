@@ -347,17 +347,24 @@ def _save_csv(plan: Plan, path: str) -> None:
 
 def _lab(args: argparse.Namespace) -> int:
     """``meshpar lab``: serve the interactive page until it is interrupted; exit status 0."""
-    target = load_target(args.target, parse_options(args.set))
+    given = parse_options(args.set)
+    target = load_target(args.target, given)
     mesh = _mesh(args, args.mesh, args.topology)
     layout = None if args.layout is None else _layout(args, target, args.layout, mesh, args.topology)
-    found = failing_as_target(
-        target.name,
-        lambda: mp.lab(
-            target.step, *target.args, mesh=mesh, topology=args.topology, layout=layout, layouts=target.layouts,
-            **_options(args, target),
-        ),
-    )  # fmt: skip
+
+    def lab(target: Target, layout: str | None) -> mp.types.Lab:
+        return failing_as_target(
+            target.name,
+            lambda: mp.lab(
+                target.step, *target.args, mesh=mesh, topology=args.topology, layout=layout, layouts=target.layouts,
+                **_options(args, target),
+            ),
+        )  # fmt: skip
+
+    found = lab(target, layout)
     found.session.title = args.target
+    found.session.sizes = {name: n for name, n in target.options.items() if type(n) is int}
+    found.session.resized = lambda sizes: lab(load_target(args.target, {**given, **sizes}), "").session
     try:
         found.serve(args.port, browser=not args.no_browser)
     except (OSError, OverflowError) as e:

@@ -40,6 +40,7 @@ class Target:
       name: as the user wrote it.
       step, args, dims: for :func:`meshpar.plan`.
       layouts: the layouts that its module offers by name (``LAYOUTS``).
+      options: the keyword arguments of the target function, from ``--set`` and from its defaults.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Target:
     args: tuple[Any, ...]
     dims: Any
     layouts: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def load_target(text: str, options: Mapping[str, Any] | None = None) -> Target:
@@ -75,8 +77,11 @@ def load_target(text: str, options: Mapping[str, Any] | None = None) -> Target:
         raise TargetError(
             f"{where} has no function `{name}`", fixes=[f"did you mean {', '.join(near)}?"] if near else []
         )
+    defaults: dict[str, Any] = {}
     try:
-        inspect.signature(function).bind(**(options or {}))
+        signature = inspect.signature(function)
+        defaults = {p.name: p.default for p in signature.parameters.values() if p.default is not p.empty}
+        signature.bind(**(options or {}))
     except TypeError as e:
         raise TargetError(
             f"{text} cannot be called without arguments, or with those of --set: {e}", fixes=[_SHAPE]
@@ -93,7 +98,8 @@ def load_target(text: str, options: Mapping[str, Any] | None = None) -> Target:
     ):
         raise TargetError(f"{text} returned {_kind(found)}", fixes=[_SHAPE])
     layouts = getattr(module, "LAYOUTS", {})
-    return Target(text, found[0], tuple(found[1]), found[2], dict(layouts) if isinstance(layouts, Mapping) else {})
+    offered = dict(layouts) if isinstance(layouts, Mapping) else {}
+    return Target(text, found[0], tuple(found[1]), found[2], offered, {**defaults, **(options or {})})
 
 
 def failing_as_target(name: str, run: Callable[[], Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -61,6 +62,7 @@ class Job:
     def __init__(self, turns: Turns, run: Callable[[Job], Any]):
         """Start the thread, which takes the lock ``turns`` and runs ``run(job)``; its result becomes :attr:`result`."""
         self.text = ""
+        self._began = time.monotonic()
         self.result: Any = None
         self.failed: dict[str, Any] | None = None
         self.running = True
@@ -121,7 +123,8 @@ class Job:
     def view(self) -> dict[str, Any]:
         """Its state as JSON data."""
         running = self.running  # read before the result, which is complete if this is False
-        return {"running": running, "text": self.text, "result": self.result, "failed": self.failed}
+        seconds = time.monotonic() - self._began
+        return {"running": running, "seconds": seconds, "text": self.text, "result": self.result, "failed": self.failed}
 
 
 def as_json(e: MeshparError) -> dict[str, Any]:

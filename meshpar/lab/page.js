@@ -1,19 +1,8 @@
 // The page of a lab. It draws the controls and requests everything else from a session: served() over HTTP, the default export over
-// the connection of a notebook's kernel.
+// the connection of a notebook's kernel. make() and enhance() are in the script of plan pages, which precedes this one.
 
+const MOST_PINNED = 4;
 const AXES = ["data", "model", "context", "expert", "third", "fourth"];
-
-/** An element. Attributes that are functions are listeners; children are elements or texts. */
-function make(tag, attributes = {}, ...children) {
-  const out = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (typeof value === "function") out.addEventListener(name, value);
-    else if (value === true) out.setAttribute(name, "");
-    else if (value !== false && value != null) out.setAttribute(name, value);
-  }
-  out.append(...children.filter((child) => child != null));
-  return out;
-}
 
 const meshText = (sizes) => sizes.map(([axis, n]) => `${axis}=${n}`).join(", ");
 const divisors = (n) => [...Array(n).keys()].map((k) => k + 1).filter((k) => n % k === 0);
@@ -33,17 +22,36 @@ const words = (text) => text.split("`").map((part, k) => (k % 2 ? make("code", {
 /** Rules as text, one per line, disabled ones after a "#"; and the inverse. */
 const asText = (rules) => rules.map(({ text, on }) => (on ? text : `# ${text}`)).join("\n");
 const asRules = (text) =>
-  text.split("\n").flatMap((line) => {
+  text.split("\n").flatMap((line, number) => {
     const off = line.trim().match(/^#\s*(.*:.*)$/);
-    if (off) return [{ text: off[1], on: false }];
-    return line.split("#")[0].split(";").map((rule) => rule.trim()).filter(Boolean).map((rule) => ({ text: rule, on: true }));
+    if (off) return [{ text: off[1], on: false, line: number }];
+    return line.split("#")[0].split(";").map((rule) => rule.trim()).filter(Boolean).map((rule) => ({ text: rule, on: true, line: number }));
   });
 
+/** The parts of a page's state that a link carries, as a URL fragment; and the inverse, which throws an Error for another text. */
+const LINKED = ["target", "topology", "mesh", "lowering", "sizes", "layout"];
+const asLink = (state) => `#${new URLSearchParams(LINKED.filter((key) => state[key]).map((key) => [key, state[key]]))}`;
+function fromLink(fragment, lowerings) {
+  const fields = new URLSearchParams(fragment.replace(/^#/, ""));
+  for (const key of fields.keys()) if (!LINKED.includes(key)) throw new Error(`it has no field \`${key.slice(0, 40)}\`; the fields are ${LINKED.join(", ")}`);
+  for (const key of ["mesh", "layout"]) if (!fields.has(key)) throw new Error(`its field \`${key}\` is absent`);
+  const lowering = fields.get("lowering") ?? lowerings[0];
+  if (!lowerings.includes(lowering)) throw new Error(`lowering \`${lowering.slice(0, 40)}\` does not exist: they are ${lowerings.join(", ")}`);
+  const { topology = null, mesh, sizes = "", layout, target = null } = Object.fromEntries(fields);
+  return { topology, mesh, sizes, lowering, rules: asRules(layout).map(({ text, on }) => ({ text, on })), target };
+}
+
+/** "batch=32, seq=4096" as [name, value] pairs; and the inverse. */
+const sizePairs = (text) => text.split(",").map((part) => part.split("=").map((word) => word.trim())).filter(([name]) => name);
+const sizeText = (pairs) => pairs.map(([name, n]) => `${name}=${n}`).join(", ");
+
 /** Put the page into an element.
- *  @param ask request → promise of the reply */
-export function mount(root, ask) {
-  const state = { topology: null, mesh: "", rules: [], pinned: null };
-  let sizes = [], colours = {}, dims = [], shown = null, past = [], asking = false, again = null, asText_ = false;
+ *  @param ask request → promise of the reply
+ *  @param linked whether the fragment of the page's address carries its state */
+export function mount(root, ask, linked = false) {
+  const state = { topology: null, mesh: "", rules: [], lowering: "", sizes: "", pinned: [] };
+  const kept = {}; // the state of the controls in sections of the plan
+  let opened = {}, sizes = [], colours = {}, dims = [], shown = null, past = [], asking = false, again = null, asText_ = false;
 
   // -- the frame
 
@@ -51,7 +59,13 @@ export function mount(root, ask) {
   const statusLine = make("p", { class: "status", role: "status", "aria-live": "polite" });
   const start = make("div", { class: "start" });
   const suggest = make("button", { type: "button", class: "primary", click: () => search() }, "Search for a better layout");
-  const searched = make("span", { class: "dim" });
+  const searched = make("span", { class: "dim searched" });
+  const progress = make("progress", { hidden: true, "aria-label": "time of the search", value: 0 });
+  const plot = make("div", { class: "candidates" });
+  const notice = make("div", { class: "error notice", role: "alert", hidden: true });
+  const lowering = make("select", { "aria-label": "lowering", change: () => { remember(); state.lowering = lowering.value; plan(); fillStart(); } });
+  const sizeFields = make("div", { class: "row", hidden: true });
+  const sizeError = make("div", { class: "error", role: "alert", hidden: true });
   const topology = make("input", {
     class: "mono", spellcheck: "false", "aria-label": "topology", placeholder: "v5e:16x16", size: "14",
     change: () => { remember(); state.topology = topology.value.trim() || null; plan({ fit: true }); fillStart(); },
@@ -70,13 +84,15 @@ export function mount(root, ask) {
   const layoutError = make("div", { class: "error", role: "alert", hidden: true });
   const more = make("div", { class: "more-dims" });
   const button = (label, click, about) => make("button", { type: "button", click, title: about }, label);
+  const copyLink = linked ? button("Copy link", () => copy(location.href, copyLink), "the address of this page, with mesh, layout, lowering and sizes") : null;
   const undo = button("Undo", () => back(), "restore the previous layout and mesh");
   const textButton = make("button", { type: "button", "aria-pressed": "false", click: () => toggleText() }, "As text");
-  const pin = button("Pin", () => togglePin(), "keep this plan, and compare others with it");
+  const pin = button("Pin", () => addPin(), "keep this plan, and compare later plans with it");
   const copyLayout = button("Copy layout", () => copy(shown?.layout, copyLayout), "the layout as one line");
   const copyPython = button("Copy Python", () => copy(shown?.python, copyPython), "the mesh, the layout and the call of mp.jit");
   const compile = button("Compile this", () => compileThis(), "run the real compiler, which takes seconds to minutes");
   const cards = make("div", { class: "metrics", "aria-label": "metrics of the plan" });
+  const facts = make("section", { "aria-label": "mesh, lowering, chip and JAX version" });
   const compiled = make("section", { hidden: true });
   const part = (heading, about) => {
     const body = make("div");
@@ -84,33 +100,41 @@ export function mount(root, ask) {
     return { body, section };
   };
   const panels = {
-    diff: part("Compared with the pinned plan", "a: the pinned plan; b: this plan."),
     parts: part("Step time", "All bars have the same scale. The estimate overlaps kernels and collectives."),
-    rules: part("Effect of each rule"),
+    rules: part("Effect of each rule", "Point at a rule to highlight the arguments that it shards."),
+    tensors: part("Arguments", "Choose an argument to see how it is sharded over the mesh."),
     layer: part("One layer"),
     memory: part("Memory per device"),
-    collectives: part("Largest collectives", "Bytes are sent by each device."),
+    collectives: part("Collectives", "By the rule that causes them, the largest first. Bytes are sent by each device."),
     notes: part("Notes"),
   };
-  panels.diff.section.hidden = true;
+  const pins = part("Compared with pinned plans");
+  pins.section.hidden = true;
   root.replaceChildren(
     make("header", {}, make("h1", {}, "meshpar lab ", title),
       make("p", { class: "dim" }, "Edit the mesh and the rules: the numbers update at once. They are the plan's estimates; nothing is compiled " +
-        "or run until you ask for it.")),
+        "or run until you ask for it."), notice),
     make("div", { class: "bench" },
       make("div", { class: "controls" },
-        make("section", {}, make("h2", {}, "Start from"), start, make("p", { class: "row" }, suggest, searched)),
-        make("section", {}, make("h2", {}, "Mesh"), make("label", { class: "row dim" }, "of ", topology), bar, meshInput, meshError),
+        make("section", {}, make("h2", {}, "Start from"), start, plot, make("p", { class: "row" }, suggest, progress, searched)),
+        make("section", {}, make("h2", {}, "Mesh"), make("p", { class: "row" }, make("label", { class: "row dim" }, "of ", topology),
+          make("label", { class: "row dim" }, "lowering ", lowering)), bar, meshInput, meshError, sizeFields, sizeError),
         make("section", {}, make("h2", {}, "Layout"),
           make("p", { class: "dim" }, "In order: an axis goes to the first rule whose dim is present."),
           list, text, layoutError, more,
-          make("p", { class: "row" }, undo, textButton, pin, copyLayout, copyPython, compile), statusLine)),
-      make("div", { class: "results" }, cards, compiled, ...Object.values(panels).map((panel) => panel.section))),
+          make("p", { class: "row" }, ...[undo, textButton, pin, copyLayout, copyPython, copyLink, compile].filter(Boolean)), statusLine)),
+      make("div", { class: "results" }, cards, facts, compiled, pins.section, ...Object.values(panels).map((panel) => panel.section))),
   );
 
   // -- state
 
-  const snapshot = () => JSON.stringify({ topology: state.topology, mesh: state.mesh, rules: state.rules });
+  const draft = () => ({ topology: state.topology, mesh: state.mesh, rules: state.rules, lowering: state.lowering, sizes: state.sizes });
+  const snapshot = () => JSON.stringify(draft());
+  // a link in the page opens its group of collectives; the fragment of the address carries the state
+  root.addEventListener("click", (e) => {
+    const to = e.target.closest("a[href^='#']");
+    if (to) { e.preventDefault(); openTarget(root, to.getAttribute("href")); }
+  });
   function remember() {
     const now = snapshot();
     if (past.at(-1) !== now) past.push(now);
@@ -121,10 +145,45 @@ export function mount(root, ask) {
     if (past.length) use(JSON.parse(past.pop()));
   }
   function use(draft) {
+    const other = ["topology", "lowering", "sizes"].some((key) => key in draft && draft[key] !== state[key]);
     Object.assign(state, draft);
     topology.value = state.topology ?? "";
+    lowering.value = state.lowering;
+    drawSizes();
     drawRules();
     plan();
+    if (other) fillStart();
+  }
+  /** The state in the fragment of the address; {}, with a message if there is a fragment, if it cannot be read. */
+  function linkedState() {
+    wrong(notice, null);
+    if (!linked || location.hash.length < 2) return {};
+    try {
+      const { target, ...draft } = fromLink(location.hash, opened.lowerings);
+      if (target && target !== opened.title) wrong(notice, { headline: `the link is of the target \`${target}\`; this lab has \`${opened.title}\`` });
+      return draft;
+    } catch (e) {
+      wrong(notice, { headline: `the link cannot be read: ${e.message}`, fixes: ["the page shows the layout that the lab began with"] });
+      return {};
+    }
+  }
+  /** A field for each size of the target. */
+  function drawSizes() {
+    const own = { ...opened.sizes, ...Object.fromEntries(sizePairs(state.sizes)) };
+    sizeFields.hidden = !Object.keys(own).length;
+    sizeFields.replaceChildren(...Object.entries(own).map(([name, n]) => {
+      const input = make("input", {
+        class: "mono", value: n, size: 6, inputmode: "numeric", spellcheck: "false", "data-size": name,
+        change: () => {
+          remember();
+          const all = [...sizeFields.querySelectorAll("input")].map((field) => [field.dataset.size, field.value.trim()]);
+          state.sizes = sizeText(all.filter(([key, value]) => `${opened.sizes[key]}` !== value));
+          plan();
+          fillStart();
+        },
+      });
+      return make("label", { class: "dim" }, `${name} `, input);
+    }));
   }
 
   // -- the plan: one request at a time, then one for the newest draft
@@ -133,8 +192,8 @@ export function mount(root, ask) {
     if (asking) { again = { ...again, ...options }; return; }
     asking = true;
     root.setAttribute("aria-busy", "true");
-    const { topology: where, mesh, rules, pinned } = state;
-    const reply = await ask({ ask: "plan", topology: where, mesh, rules, pinned, ...options }).catch((e) => ({ failed: `${e}` }));
+    if (linked) history.replaceState(null, "", asLink({ ...state, target: opened.title, layout: asText(state.rules) }));
+    const reply = await ask({ ask: "plan", ...draft(), pinned: state.pinned, ...options }).catch((e) => ({ failed: `${e}` }));
     asking = false;
     if (again) { const next = again; again = null; if (!options.fit || next.fit) return plan(next); }
     show(reply, options);
@@ -152,32 +211,52 @@ export function mount(root, ask) {
       if (drag == null) drawMesh(); // a seam that is being dragged stays
     }
     wrong(meshError, reply.errors.mesh);
-    wrong(layoutError, reply.errors.layout ?? (asText_ ? reply.errors.rules.find(Boolean) : null));
+    wrong(sizeError, reply.errors.sizes);
+    wrong(layoutError, reply.errors.layout, ...(asText_ ? linesWithErrors(reply.errors.rules) : []));
+    text.setAttribute("aria-invalid", `${!layoutError.hidden}`);
     [...list.children].forEach((row, k) => row.update?.(reply, k));
     offerDims();
-    shown = reply.plan ? { ...reply.plan, mesh: reply.mesh, topology: state.topology } : null;
+    shown = reply.plan ? { ...reply.plan, mesh: reply.mesh, topology: state.topology, lowering: state.lowering, sizes: state.sizes } : null;
     root.classList.toggle("stale", !shown);
     for (const b of [pin, copyLayout, copyPython, compile]) b.disabled = !shown;
     if (!shown) { say("the numbers belong to the last layout that could be planned"); return; }
     cards.innerHTML = shown.html.cards;
+    facts.innerHTML = shown.html.facts;
     for (const [name, { body, section }] of Object.entries(panels)) {
       body.innerHTML = shown.html[name];
       section.hidden = !shown.html[name];
     }
-    pin.textContent = state.pinned ? "Unpin" : "Pin";
+    enhance(panels.parts.section.parentNode, kept);
+    drawPins();
+    pin.disabled = state.pinned.length >= MOST_PINNED || state.pinned.some(isShown);
     root.dataset.metrics = JSON.stringify(shown.metrics);
     root.dataset.milliseconds = reply.ms;
     markStart();
     say("");
   }
 
-  function wrong(place, error) {
-    place.hidden = !error;
+  function wrong(place, ...errors) {
+    errors = errors.filter(Boolean);
+    place.hidden = !errors.length;
     place.replaceChildren();
-    if (!error) return;
-    place.append(make("b", {}, ...words(error.headline)));
-    for (const [what, fact] of Object.entries(error.facts ?? {})) place.append(make("div", { class: "mono" }, `${what} ${fact}`));
-    if (error.fixes?.length) place.append(make("ul", {}, ...error.fixes.map((fix) => make("li", {}, ...words(fix)))));
+    for (const error of errors) {
+      if (error.line) place.append(error.line, " ");
+      place.append(make("b", {}, ...words(error.headline)));
+      for (const [what, fact] of Object.entries(error.facts ?? {})) place.append(make("div", { class: "mono" }, `${what} ${fact}`));
+      if (error.fixes?.length) place.append(make("ul", {}, ...error.fixes.map((fix) => make("li", {}, ...words(fix)))));
+    }
+  }
+  /** The errors of rules, each with a button that selects its line of the text. */
+  function linesWithErrors(errors) {
+    const rules = asRules(text.value);
+    return errors.map((error, k) => error && {
+      ...error, line: make("button", { type: "button", click: () => select(rules[k]?.line ?? k) }, `line ${(rules[k]?.line ?? k) + 1}`),
+    });
+  }
+  function select(line) {
+    const lines = text.value.split("\n"), from = lines.slice(0, line).join("\n").length + (line > 0);
+    text.focus();
+    text.setSelectionRange(from, from + lines[line].length);
   }
   function say(text) { if (statusLine.textContent !== text) statusLine.textContent = text; }
 
@@ -393,7 +472,59 @@ export function mount(root, ask) {
     }
   }
 
-  let begin = [];
+  let begin = [], candidates = []; // rows of the table; other candidates of the search, only in the plot
+  function load(row) {
+    remember();
+    use({ mesh: row.mesh, rules: row.rules.map((rule) => ({ text: rule, on: true })) });
+  }
+  const isCurrent = ({ mesh, layout }) =>
+    state.mesh === mesh && asText(state.rules.filter((r) => r.on)).replaceAll("\n", "; ") === layout.replaceAll("\n", "; ");
+
+  /** Step time against peak memory of the known layouts and the candidates: a click, or Enter, loads one. */
+  function drawPlot() {
+    const timed = [...candidates, ...begin].filter((row) => row.seconds);
+    const rows = timed.filter((row) => row.seconds <= 8 * Math.min(...timed.map((r) => r.seconds))).sort((a, b) => a.seconds - b.seconds || a.peak - b.peak);
+    plot.replaceChildren();
+    if (rows.length < 3) return;
+    const [w, h, left, bottom] = [440, 210, 62, 34];
+    const scale = (key, from, to) => {
+      const [low, high] = [Math.min, Math.max].map((of) => Math.log(of(...rows.map((row) => row[key]))));
+      const pad = Math.max(0.06 * (high - low), 0.03);
+      return (value) => from + ((Math.log(value) - low + pad) / (high - low + 2 * pad)) * (to - from);
+    };
+    const [x, y] = [scale("seconds", left, w - 10), scale("peak", h - bottom, 10)];
+    const ends = (key) => { const all = [...rows].sort((a, b) => a[key] - b[key]); return [all[0], all.at(-1)]; };
+    const label = (at, y_, string, anchor) => make("text", { x: at, y: y_, "font-size": 11, fill: "var(--dim)", "text-anchor": anchor }, string);
+    const circles = rows.map((row, k) => {
+      const what = [row.name || "candidate", row.texts.join(", "), `${row.mesh}: ${row.layout || "(nothing sharded)"}`, row.fits === false ? "does not fit" : ""];
+      const kind = `${row.fits === false ? "misfit" : row.name === "search result" ? "best" : row.name ? "known" : ""} ${isCurrent(row) ? "now" : ""}`;
+      const circle = make("circle", {
+        cx: x(row.seconds), cy: y(row.peak), r: row.name ? 5.5 : 4.5, class: kind, role: "radio", tabindex: k ? -1 : 0, "aria-checked": `${isCurrent(row)}`,
+        "aria-label": what.filter(Boolean).join("; "), click: () => load(row),
+        keydown: (e) => {
+          if (e.key === "Enter" || e.key === " ") { e.preventDefault(); load(row); return; }
+          const next = circles[{ ArrowRight: k + 1, ArrowDown: k + 1, ArrowLeft: k - 1, ArrowUp: k - 1, Home: 0, End: circles.length - 1 }[e.key]];
+          if (!next) return;
+          e.preventDefault();
+          circle.setAttribute("tabindex", -1);
+          next.setAttribute("tabindex", 0);
+          next.focus();
+        },
+      }, make("title", {}, what.filter(Boolean).join("\n")));
+      return circle;
+    });
+    const had = plot.dataset.focused;
+    const [fast, slow] = ends("seconds"), [small, large] = ends("peak");
+    plot.append(make("svg", { viewBox: `0 0 ${w} ${h}`, role: "radiogroup", "aria-label": "candidates: step time against peak memory" },
+      make("path", { d: `M${left} 6V${h - bottom}H${w - 6}`, fill: "none", stroke: "var(--none)" }),
+      label(x(fast.seconds), h - bottom + 14, fast.texts[0], "middle"), label(x(slow.seconds), h - bottom + 14, slow.texts[0], "middle"),
+      label((left + w) / 2, h - 3, "step time", "middle"), label(left - 5, y(small.peak) + 4, small.texts[1], "end"),
+      label(left - 5, y(large.peak) + 4, large.texts[1], "end"), ...circles),
+    make("div", { class: "key" }, ...[["known", "known layout"], ["best", "search result"], ["", "candidate"], ["misfit", "does not fit"], ["now", "shown"]]
+      .filter(([kind]) => circles.some((c) => (kind ? c.classList.contains(kind) : c.classList.length === 0)))
+      .map(([kind, name]) => make("span", {}, make("i", { class: kind }), name))));
+    if (had) circles.find((c) => c.getAttribute("aria-checked") === "true")?.focus();
+  }
   function drawStart() {
     const rank = (row) => [row.fits === false, row.seconds ?? 0, row.peak];
     const rows = [...begin].sort((x, y) => { const [a, b] = [rank(x), rank(y)]; const k = a.findIndex((v, i) => v !== b[i]); return k < 0 ? 0 : a[k] - b[k]; });
@@ -403,8 +534,7 @@ export function mount(root, ask) {
       const line = make("tr", {}, make("td", {}, make("button", {
         type: "button", class: "link", title: row.layout,
         click: () => {
-          remember();
-          use({ mesh: row.mesh, rules: row.rules.map((rule) => ({ text: rule, on: true })) });
+          load(row);
         },
       }, row.name), make("span", { class: "dim" }, ` ${row.mesh.replaceAll("=", " ").replaceAll(", ", " × ")}`)),
       make("td", { class: "n" }, row.texts[0]), make("td", { class: `n ${row.fits === false ? "up" : ""}`, title: row.fits === false ? "does not fit" : "" }, row.texts[1]));
@@ -415,24 +545,29 @@ export function mount(root, ask) {
   }
   function markStart() {
     for (const line of start.querySelectorAll("tbody tr")) {
-      const { mesh, layout } = line.row;
-      const same = state.mesh === mesh && asText(state.rules.filter((r) => r.on)).replaceAll("\n", "; ") === layout.replaceAll("\n", "; ");
+      const same = isCurrent(line.row);
       line.classList.toggle("now", same);
       if (same) line.setAttribute("aria-current", "true"); else line.removeAttribute("aria-current");
     }
+    plot.dataset.focused = plot.contains(document.activeElement) ? "true" : "";
+    drawPlot();
   }
   async function fillStart() {
-    const where = state.topology;
+    const where = state.topology, of = where + state.lowering + state.sizes;
+    const current = () => of === state.topology + state.lowering + state.sizes;
     begin = [];
+    candidates = [];
+    drawPlot();
     suggest.hidden = !where;
     start.textContent = "planning the known layouts …";
     start.setAttribute("aria-busy", "true");
-    const done = await job({ ask: "start", topology: where }, (now) => {
-      if (!now.result || where !== state.topology) return;
+    const done = await job({ ask: "start", topology: where, lowering: state.lowering, sizes: state.sizes }, (now) => {
+      if (!now.result || !current()) return;
       begin = [...now.result, ...begin.filter((row) => row.name === "search result")];
       drawStart();
+      markStart();
     });
-    if (where !== state.topology) return;
+    if (!current()) return;
     start.setAttribute("aria-busy", "false");
     if (done.failed) start.textContent = done.failed.headline;
   }
@@ -440,28 +575,36 @@ export function mount(root, ask) {
   async function search() {
     if (searching != null) { await ask({ ask: "stop", job: searching }); return; }
     suggest.textContent = "Stop";
-    const done = await job({ ask: "suggest", topology: state.topology }, (now, number) => {
+    progress.hidden = false;
+    progress.max = opened.seconds;
+    progress.value = 0;
+    searched.textContent = "starting …";
+    const done = await job({ ask: "suggest", topology: state.topology, lowering: state.lowering, sizes: state.sizes }, (now, number) => {
       searching = number;
-      searched.textContent = now.running ? now.text : "";
+      progress.value = now.seconds;
+      searched.textContent = now.running ? `${Math.round(now.seconds)} of ${opened.seconds} s; best so far ${now.text || "none"}` : "";
+      searched.title = now.text;
     });
     searching = null;
+    progress.hidden = true;
     suggest.textContent = "Search for a better layout";
     if (done.failed) { searched.textContent = done.failed.headline; return; }
-    begin = [...begin.filter((row) => row.name !== "search result"), ...done.result];
+    const [best, ...others] = done.result;
+    begin = [...begin.filter((row) => row.name !== "search result"), best];
+    candidates = others.filter((row) => !begin.some((known) => known.mesh === row.mesh && known.layout === row.layout));
+    searched.textContent = `${done.result.length} candidates: choose one in the plot`;
     drawStart();
-    remember();
-    const [best] = done.result;
-    use({ mesh: best.mesh, rules: best.rules.map((rule) => ({ text: rule, on: true })) });
+    load(best);
   }
 
   async function compileThis() {
-    const { mesh, layout, topology: where } = shown;
+    const { mesh, layout, topology: where, lowering: how, sizes: of } = shown;
     compiled.hidden = false;
     compile.disabled = true;
     const status = make("p", { class: "dim", role: "status" }, "lowering …");
     const about = make("p", {}, make("code", {}, `${mesh}: ${layout}`));
     compiled.replaceChildren(make("h2", {}, "Compiled program"), about, status);
-    const done = await job({ ask: "compile", mesh, topology: where, layout }, (now) => { if (now.text) status.textContent = now.text; });
+    const done = await job({ ask: "compile", mesh, topology: where, layout, lowering: how, sizes: of }, (now) => { if (now.text) status.textContent = now.text; });
     compile.disabled = !shown;
     if (done.failed) {
       const error = make("div", { class: "error", role: "alert" });
@@ -477,9 +620,31 @@ export function mount(root, ask) {
 
   // -- pin and copy
 
-  function togglePin() {
-    state.pinned = state.pinned ? null : { mesh: shown.mesh, topology: shown.topology, layout: shown.layout };
+  const isShown = (pinned) => ["mesh", "topology", "layout", "lowering", "sizes"].every((key) => pinned[key] === shown?.[key]);
+  function addPin() {
+    const { mesh, topology: where, layout, lowering: how, sizes: of } = shown;
+    state.pinned.push({ mesh, topology: where, layout, lowering: how, sizes: of });
     plan();
+  }
+  /** The pinned plans, each with its numbers and why this plan is slower or faster. */
+  function drawPins() {
+    const were = new Set([...pins.body.querySelectorAll("details[open]")].map((details) => details.dataset.of));
+    pins.section.hidden = !state.pinned.length;
+    pins.body.replaceChildren(...state.pinned.map((pinned, k) => {
+      const { texts, why, question, html } = shown.pinned[k];
+      const folded = (title, body) => {
+        const of = `${k} ${title === question ? "why" : "all"}`;
+        const details = make("details", { "data-of": of, open: were.has(of) }, make("summary", {}, title), make("div"));
+        details.lastChild.innerHTML = body;
+        return details;
+      };
+      const load = () => { remember(); use({ ...pinned, rules: asRules(pinned.layout.replaceAll("; ", "\n")) }); };
+      return make("div", { class: "card" }, make("div", { class: "row" }, make("strong", {}, texts[0]), make("span", {}, texts[1]),
+        make("code", {}, [pinned.mesh, pinned.layout || "(nothing sharded)", pinned.sizes].filter(Boolean).join(": ")),
+        button("Show", load, "restore this plan"), button("Unpin", () => { state.pinned.splice(k, 1); plan(); }, "forget this plan")),
+      ...(isShown(pinned) ? [make("p", { class: "dim" }, "This is the plan that the page shows.")] :
+        [why ? folded(question, why) : make("p", { class: "dim" }, "Both steps take equally long."), folded("Compare in full: a is the pinned plan, b this one", html)]));
+    }));
   }
   async function copy(line, from) {
     if (line == null) return;
@@ -497,12 +662,14 @@ export function mount(root, ask) {
   }
 
   (async () => {
-    const opened = await ask({ ask: "open" }).catch((e) => ({ failed: `${e}` }));
+    opened = await ask({ ask: "open" }).catch((e) => ({ failed: `${e}` }));
     if (opened.failed) { say(opened.failed); return; }
     title.textContent = opened.title;
     dims = opened.dims;
-    use({ topology: opened.topology, mesh: opened.mesh, rules: opened.rules.map((rule) => ({ text: rule, on: true })) });
-    fillStart();
+    lowering.replaceChildren(...opened.lowerings.map((name) => make("option", { value: name }, name)));
+    const start = { topology: opened.topology, mesh: opened.mesh, lowering: opened.lowering, sizes: "", rules: opened.rules.map((rule) => ({ text: rule, on: true })) };
+    use({ ...start, ...linkedState() });
+    if (linked) addEventListener("hashchange", () => { remember(); use(linkedState()); });
   })();
 }
 
@@ -515,7 +682,7 @@ export function served() {
     }).catch(() => { throw new Error("the server does not answer: was it stopped?"); });
     if (!reply.ok) throw new Error(await reply.text());
     return reply.json();
-  });
+  }, true);
 }
 
 /** The page of a notebook. */

@@ -22,9 +22,9 @@ MAX_REQUEST_BYTES = 1 << 20
 
 
 def front_end() -> tuple[str, str]:
-    """The CSS and the ES module of the page."""
+    """The CSS and the ES module of the page, each after the one of plan pages."""
     css, js = (resources.files("meshpar.lab").joinpath(name).read_text("utf8") for name in ("page.css", "page.js"))
-    return html.plain_style() + css, js
+    return html.plain_style() + css, html.plain_script() + js
 
 
 class Server(ThreadingHTTPServer):

@@ -9,19 +9,21 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import MeshError, MeshparError
+from ..errors import MeshError, MeshparError, TargetError
 from ..hardware.topology import device_count, parse_topology
 from ..layout import Layout
 from ..layouts import PRESETS
+from ..lower import LOWERINGS
 from ..mesh import parse_mesh, planned_mesh
 from ..plan_api import Plan
 from ..report.facts import kernel_seconds, mesh_text
-from ..search import search
+from ..search import Row, search
 from ..search.result import quiet
 from ..search.space import meshes
+from ..target import parse_options
 from ..units import format_bytes, format_memory, format_seconds
 from ..verify.aot import Compiled
 from . import view
@@ -31,10 +33,14 @@ log = logging.getLogger(__name__)
 
 MAX_DEVICES = 1 << 20
 MAX_RULES = 200
+MAX_SIZE = 1 << 40
+"""The largest batch, sequence length, … of a target."""
 MAX_TEXT = 2000
 """Characters of a rule, a mesh or a topology."""
 MAX_CACHED = 16
 """Plans, and ended jobs, that a session retains."""
+MAX_PINNED = 4
+"""Pinned plans, and programs of other sizes that a session retains."""
 MAX_MESHES = 24
 """Meshes on which a known layout is planned, the most even first."""
 SEARCH_SECONDS = 20.0
@@ -50,11 +56,18 @@ class BadRequest(Exception):
 
 @dataclass(frozen=True)
 class Draft:
-    """A mesh, its topology and a layout, as the text that a user typed; a key of the cached plans."""
+    """A mesh, its topology, a layout and sizes, as the text that a user typed; a key of the cached plans.
+
+    Attributes:
+      lowering: "": that of the session's first plan.
+      sizes: ``"batch=32, seq=4096"``, options of the target that differ from the session's; "": none.
+    """
 
     mesh: str
     topology: str | None
     layout: str
+    lowering: str = ""
+    sizes: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,12 +97,17 @@ class Session:
     Attributes:
       shown: the last draft that could be planned.
       title: of the page; by default the function's name.
+      sizes: integer options of the program's target, which the page offers to change.
+      resized: makes the session of the same program with other values of ``sizes``.
     """
 
     def __init__(self, base: Plan, *, name: str, start: Draft, layouts: Mapping[str, str], compile: Compile):
         """A session without plans or jobs; the arguments are described in the docstring of the class."""
         self.base, self.name, self.start, self.shown = base, name, start, start
         self.title = name
+        self.sizes: Mapping[str, int] = {}
+        self.resized: Callable[[Mapping[str, Any]], Session] | None = None
+        self._others: OrderedDict[str, Session] = OrderedDict()
         self._layouts, self._compile = dict(layouts), compile
         self._turns = Turns()
         self._plans: OrderedDict[Draft, Plan] = OrderedDict()
@@ -132,7 +150,8 @@ class Session:
                 if dim is not None and n not in sizes.setdefault(dim, []):
                     sizes[dim].append(n)
         return {
-            "title": self.title, "mesh": self.start.mesh, "topology": self.start.topology,
+            "title": self.title, "lowering": self.base.requested_lowering, "lowerings": ["auto", *LOWERINGS],
+            "sizes": dict(self.sizes), "mesh": self.start.mesh, "topology": self.start.topology,
             "rules": statements(self.start.layout), "dims": [[d, n] for d, n in sizes.items()], "seconds": SEARCH_SECONDS,
         }  # fmt: skip
 
@@ -140,11 +159,12 @@ class Session:
         """Reply to ``plan``: the plan of a draft, or its errors by row."""
         began = time.perf_counter()
         mesh, topology, rows = _mesh(request), _topology(request), _rows(request)
-        pinned = request.get("pinned")
-        pinned = None if pinned is None else _draft(pinned)
+        lowering, sizes = _lowering(request), _sizes(request)
+        pinned = [_draft(d) for d in _pinned(request)]
         errors: dict[str, Any] = {
             "mesh": None,
             "layout": None,
+            "sizes": None,
             "rules": [row.error if row.on else None for row in rows],
         }
         out: dict[str, Any] = {"errors": errors, "plan": None, "sizes": None}
@@ -166,21 +186,26 @@ class Session:
                         row.layout.check_axes(where)
                     except MeshparError as e:
                         errors["rules"][k] = e
-        if errors["mesh"] is None and not any(errors["rules"]):
-            draft = Draft(mesh, topology, "\n".join(row.text for row in on))
+        with self._turns.page():
+            try:
+                self._sized(sizes)
+            except MeshparError as e:
+                errors["sizes"] = e
+        if errors["mesh"] is None and errors["sizes"] is None and not any(errors["rules"]):
+            draft = Draft(mesh, topology, "\n".join(row.text for row in on), lowering, sizes)
             try:
                 with self._turns.page():
                     plan = self._plan(draft)
-                    before = self._plan(pinned) if pinned is not None else None
-                    self.shown = Draft(mesh, topology, str(plan.requested_layout))
-                    out["plan"] = self._view(plan, before, rows)
+                    self.shown = replace(draft, layout=str(plan.requested_layout))
+                    out["plan"] = self._view(plan, [self._plan(d) for d in pinned], rows)
             except MeshparError as e:
                 k = _at_fault(rows, e)
                 if k is None:
                     errors["layout"] = e
                 else:
                     errors["rules"][k] = e
-        errors["mesh"], errors["layout"] = (e and as_json(e) for e in (errors["mesh"], errors["layout"]))
+        for key in ("mesh", "layout", "sizes"):
+            errors[key] = errors[key] and as_json(errors[key])
         errors["rules"] = [e and as_json(e) for e in errors["rules"]]
         out["axes"] = [_axes(row.layout) for row in rows]
         out["ms"] = 1e3 * (time.perf_counter() - began)
@@ -191,22 +216,53 @@ class Session:
         if draft in self._plans:
             self._plans.move_to_end(draft)
             return self._plans[draft]
-        where = _place(draft.mesh, draft.topology)
-        with quiet():
-            plan = self.base.replan(layout=draft.layout, mesh=where, topology=draft.topology)
+        plan = self._replanned(draft)
         self._plans[draft] = plan
         if len(self._plans) > MAX_CACHED:
             self._plans.popitem(last=False)
         return plan
 
-    def _view(self, plan: Plan, pinned: Plan | None, rows: Sequence[_Row]) -> dict[str, Any]:
+    def _replanned(self, draft: Draft) -> Plan:
+        """The plan of a draft, not cached."""
+        where, base = _place(draft.mesh, draft.topology), self._sized(draft.sizes).base
+        with quiet():
+            return base.replan(
+                layout=draft.layout, mesh=where, topology=draft.topology, lowering=draft.lowering or None
+            )
+
+    def _sized(self, sizes: str) -> Session:
+        """The session of the program with these sizes: this one, or a cached one that :attr:`resized` makes.
+
+        Raises:
+          MeshparError: the text is no list of sizes, or the target fails with them.
+        """
+        changed = {name: n for name, n in parse_options([sizes]).items() if self.sizes.get(name) != n}
+        unknown = ", ".join(sorted(changed.keys() - self.sizes.keys()))
+        if unknown:
+            raise TargetError(
+                f"`{unknown}` is no size of this target", fixes=[f"its sizes are {', '.join(self.sizes) or '(none)'}"]
+            )
+        wrong = [f"{name}={n}" for name, n in changed.items() if type(n) is not int or not 0 < n <= MAX_SIZE]
+        if wrong:
+            raise TargetError(f"{', '.join(wrong)}: a size is a whole number from 1 to {MAX_SIZE}")
+        if not changed or self.resized is None:
+            return self
+        key = ", ".join(f"{name}={n}" for name, n in sorted(changed.items()))
+        if key not in self._others:
+            self._others[key] = self.resized(changed)
+            if len(self._others) > MAX_PINNED:
+                self._others.popitem(last=False)
+        return self._others[key]
+
+    def _view(self, plan: Plan, pinned: Sequence[Plan], rows: Sequence[_Row]) -> dict[str, Any]:
         """A plan as JSON data for the page: metrics, HTML sections, effects of ``rows``, colours, layout and Python
         code."""
         layouts = [row.layout for row in rows if row.on and row.layout is not None]
         effects = iter(view.row_effects(plan, [layout.rules for layout in layouts]))
         return {
             "metrics": view.metrics(plan),
-            "html": view.sections(plan, pinned),
+            "html": view.sections(plan),
+            "pinned": [view.comparison(before, plan) for before in pinned],
             "rules": [next(effects) if row.on and row.layout is not None else None for row in rows],
             "colours": view.colours(plan),
             "layout": str(plan.requested_layout),
@@ -246,12 +302,17 @@ class Session:
         return {}
 
     def _start(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        topology = _topology(request)
-        return self._begin(lambda job: self._known(job, topology))
+        where = Draft("", _topology(request), "", _lowering(request), _sizes(request))
+        return self._begin(lambda job: self._known(job, where))
 
-    def _known(self, job: Job, topology: str | None) -> list[dict[str, Any]]:
+    def _known(self, job: Job, where: Draft) -> list[dict[str, Any]]:
         """Rows of the known layouts, as JSON data, each on the mesh that is best for it; layouts that cannot be planned
-        are left out."""
+        are left out.
+
+        Args:
+          where: a draft with the topology, the lowering and the sizes.
+        """
+        topology = where.topology
         if topology is None:
             devices = math.prod(parse_mesh(self.start.mesh).values())
             slices = 1
@@ -272,7 +333,7 @@ class Session:
             best: dict[str, Any] | None = None
             for mesh in _meshes_of(axes, devices):
                 job.tell(f"{name} on {mesh}")
-                row = self._row(name, Draft(mesh, topology, text))
+                row = self._row(name, replace(where, mesh=mesh, layout=text))
                 if row is not None and (best is None or _better(row) < _better(best)):
                     best = row
             if best is not None and not any(_same(best, other) for other in rows):
@@ -283,10 +344,7 @@ class Session:
     def _row(self, name: str, draft: Draft) -> dict[str, Any] | None:
         """The row of a layout for the page's table, as JSON data; None if the draft cannot be planned."""
         try:
-            with quiet():
-                plan = self.base.replan(
-                    layout=draft.layout, mesh=_place(draft.mesh, draft.topology), topology=draft.topology
-                )
+            plan = self._replanned(draft)
         except MeshparError:
             return None
         return _row_of(name, draft, plan)
@@ -297,17 +355,21 @@ class Session:
         if topology is None:
             raise BadRequest("a search needs a topology, which step times depend on")
 
+        lowering, sizes = _lowering(request), _sizes(request)
+
         def run(job: Job) -> list[dict[str, Any]]:
-            """Search for at most ``SEARCH_SECONDS``; returns the best candidate as a list of one row."""
-            base = self.base
-            if base.chip is None or base.topology != topology:
+            """Search for at most ``SEARCH_SECONDS``; returns the candidates as rows, the best first."""
+            base = self._sized(sizes).base
+            if base.chip is None or base.topology != topology or lowering not in ("", base.requested_lowering):
                 with quiet():
-                    base = base.replan(layout="", mesh=_place("data=-1", topology), topology=topology)
+                    base = base.replan(
+                        layout="", mesh=_place("data=-1", topology), topology=topology, lowering=lowering or None
+                    )
             result = search(
                 {"": base}, topology, time_limit=SEARCH_SECONDS, layouts=self._layouts.values(), tell=job.tell
             )
-            with quiet():
-                return [_row_of("search result", Draft(result.best.mesh, topology, result.best.layout), result.plan())]
+            rows = [result.best, *(row for row in result.rows if row != result.best)]
+            return [_candidate("" if k else "search result", row, base) for k, row in enumerate(rows)]
 
         return self._begin(run)
 
@@ -327,7 +389,7 @@ class Session:
                 job.leave()  # from now on the compiler's process does the work
                 job.tell(text)
 
-            compiled = self._compile(draft, report)
+            compiled = self._sized(draft.sizes)._compile(draft, report)
             of = compiled.exposed
             rows = [
                 ("peak memory of a device", format_memory(peak), format_memory(compiled.memory.peak)),
@@ -373,6 +435,25 @@ def _topology(request: Mapping[str, Any]) -> str | None:
     return None if request.get("topology") is None else _text(request, "topology").strip() or None
 
 
+def _lowering(request: Mapping[str, Any]) -> str:
+    """The lowering in a request; "": the session's."""
+    lowering = request.get("lowering") or ""
+    if lowering not in ("", "auto", *LOWERINGS):
+        raise BadRequest(f"`lowering` is one of auto, {', '.join(LOWERINGS)}")
+    return lowering
+
+
+def _sizes(request: Mapping[str, Any]) -> str:
+    return "" if request.get("sizes") is None else _text(request, "sizes")
+
+
+def _pinned(request: Mapping[str, Any]) -> list[Any]:
+    pinned = request.get("pinned") or []
+    if not isinstance(pinned, list) or len(pinned) > MAX_PINNED:
+        raise BadRequest(f"`pinned` is a list of at most {MAX_PINNED} layouts")
+    return pinned
+
+
 def _rows(request: Mapping[str, Any]) -> list[_Row]:
     given = request.get("rules")
     if not isinstance(given, list) or len(given) > MAX_RULES or not all(isinstance(r, dict) for r in given):
@@ -398,7 +479,7 @@ def _draft(request: Any) -> Draft:
     layout = request.get("layout")
     if not isinstance(layout, str) or len(layout) > MAX_RULES * MAX_TEXT:
         raise BadRequest("`layout` is a text")
-    return Draft(_mesh(request), _topology(request), layout)
+    return Draft(_mesh(request), _topology(request), layout, _lowering(request), _sizes(request))
 
 
 def _place(mesh: str, topology: str | None) -> Any:
@@ -450,11 +531,22 @@ def _meshes_of(axes: Sequence[str], devices: int) -> Iterator[str]:
 
 def _row_of(name: str, draft: Draft, plan: Plan) -> dict[str, Any]:
     """A planned layout as a row of the list of known layouts: JSON data with its texts, seconds, and bytes."""
-    peak, chip = plan.memory.peak, plan.chip
+    return _as_row(name, draft.mesh, draft.layout, plan.seconds, plan.memory.peak, plan.bytes_sent, plan)
+
+
+def _candidate(name: str, row: Row, base: Plan) -> dict[str, Any]:
+    """A candidate of a search as such a row; ``base``: a plan of the same program on the same chip."""
+    return _as_row(name or row.name.replace("_", " "), row.mesh, row.layout, row.seconds, row.peak, row.sent, base)
+
+
+def _as_row(
+    name: str, mesh: str, layout: str, seconds: float | None, peak: float, sent: float, of: Plan
+) -> dict[str, Any]:  # fmt: skip
+    chip = of.chip
     return {
-        "name": name, "mesh": draft.mesh, "layout": draft.layout, "rules": statements(draft.layout), "seconds": plan.seconds,
-        "peak": peak, "sent": plan.bytes_sent, "fits": None if chip is None else peak <= chip.per_device().hbm,
-        "texts": [format_seconds(plan.seconds) if plan.seconds is not None else "–", format_memory(peak)],
+        "name": name, "mesh": mesh, "layout": layout, "rules": statements(layout), "seconds": seconds, "peak": peak,
+        "sent": sent, "fits": None if chip is None else peak <= chip.per_device().hbm,
+        "texts": [format_seconds(seconds) if seconds is not None else "–", format_memory(peak)],
     }  # fmt: skip
 
 

@@ -9,12 +9,12 @@ from ..cost.memory import memory_of
 from ..layout import Rule
 from ..plan_api import Plan
 from ..report import html
-from ..report.diff import PlanDiff, diff_body
+from ..report.diff import PlanDiff, diff_body, time_comparison
 from ..report.facts import RuleEffect, rule_effects
-from ..units import format_bytes, format_seconds
+from ..units import format_bytes, format_memory, format_seconds
 
 MAX_COLLECTIVE_ROWS = 10
-"""Rows of the table of collectives, largest first."""
+"""Rows of the table of collectives of a rule, largest first."""
 
 
 def metrics(plan: Plan) -> dict[str, Any]:
@@ -39,18 +39,35 @@ def colours(plan: Plan) -> dict[str, str]:
     return html.AxisColours(plan).of
 
 
-def sections(plan: Plan, pinned: Plan | None) -> dict[str, str]:
-    """Name → HTML of each section of a plan's page; ``diff`` compares it with the pinned plan."""
-    ink = html.AxisColours(plan)
+def sections(plan: Plan) -> dict[str, str]:
+    """Name → HTML of each section of a plan's page."""
+    ink, effects = html.AxisColours(plan), rule_effects(plan)
     return {
-        "cards": html.cards(plan) + html.lowering(plan),
-        "diff": "" if pinned is None else diff_body(PlanDiff(pinned, plan), folded=True),
+        "cards": html.cards(plan),
+        "facts": html.facts_list(plan, ink, layout=False),
         "parts": html.step_parts(plan, ink),
         "layer": html.layers(plan, ink),
         "memory": html.memory_curve(plan),
-        "rules": html.rules_table(plan, rule_effects(plan), ink),
-        "collectives": html.collectives_table(plan, ink, most=MAX_COLLECTIVE_ROWS),
+        "rules": html.rules_table(plan, effects, ink),
+        "tensors": html.tensors(plan, ink),
+        "collectives": html.collectives_by_rule(plan, effects, ink, most=MAX_COLLECTIVE_ROWS),
         "notes": html.notes_list(plan),
+    }
+
+
+def comparison(pinned: Plan, plan: Plan) -> dict[str, Any]:
+    """A pinned plan compared with the page's plan, as JSON data: both metrics as text, and HTML that says why one is slower."""
+    d = PlanDiff(pinned, plan)
+    longer = (plan.seconds or 0.0) - (pinned.seconds or 0.0)
+    faster = "slower" if longer > 0 else "faster"
+    return {
+        "texts": [
+            format_seconds(pinned.seconds) if pinned.seconds is not None else "–",
+            format_memory(pinned.memory.peak),
+        ],
+        "why": time_comparison(d) if longer else "",
+        "question": f"Why is this plan {faster} by {format_seconds(abs(longer))}?" if longer else "",
+        "html": diff_body(d, folded=True),
     }
 
 
@@ -76,7 +93,8 @@ def _together(effects: Sequence[RuleEffect], plan: Plan) -> dict[str, Any]:
         return sum(getattr(e, of) for e in effects)
 
     every = RuleEffect("", (), *map(total, ("arguments", "global_bytes", "bytes", "values", "sent", "seconds")))
-    texts = [every.size_text or (f"shards {every.values} values" if every.values else "")]
+    names = " + ".join(dict.fromkeys(e.parallelism for e in effects if e.parallelism))
+    texts = [names, every.size_text or (f"shards {every.values} values" if every.values else "")]
     if every.sent:
         seconds = f", {format_seconds(every.seconds)}" if plan.chip is not None else ""
         texts.append(f"sends {format_bytes(every.sent)}{seconds}")

@@ -16,7 +16,15 @@ from ..cost.memory import memory_of
 from ..cost.time import Time, time_of
 from ..plan.plan import Plan, ShardedArray
 from ..units import format_bytes, format_memory, format_seconds
-from .facts import argument_dims, collective_groups, dims_text, layout_text, mesh_text
+from .facts import (
+    argument_dims,
+    collective_groups,
+    dims_text,
+    layout_text,
+    mesh_text,
+    rule_effects,
+    seconds_per_step,
+)
 from .html import AxisColours, lowering, page, style
 from .save import save
 from .tables import Cell, html_table, number, rich_table
@@ -157,6 +165,61 @@ def _metrics(a: Plan, b: Plan) -> Iterator[Metric]:
     for kind, label in (("params", "parameters"), ("opt", "optimizer state"), ("constant", "constants")):
         if a.argument_bytes(kind) or b.argument_bytes(kind):
             yield metric(f"{label} on a device", "memory", lambda p, kind=kind: p.argument_bytes(kind))
+
+
+def longer_parts(slow: Plan, fast: Plan) -> list[tuple[float, str]]:
+    """(seconds, text) of matmuls, memory traffic and each collective that take longer in ``slow`` than in ``fast``, largest
+    difference first; the text of a collective has its cause. Empty without estimates of time."""
+
+    def of(plan: Plan) -> dict[tuple[str, ...], tuple[float, str]]:
+        """Kind of cost, (name,) or (collective, tensor) → (seconds in a step, text)."""
+        time = time_of(plan)
+        if time is None:
+            return {}
+        costs: dict[tuple[str, ...], tuple[float, str]] = {
+            ("matmuls",): (time.compute, "matmuls of each device"),
+            ("memory traffic",): (time.memory, "memory traffic"),
+        }
+        for c in plan.collectives:
+            key = (c.op, c.tensor)
+            text = f"{c.op} of {c.tensor} over {'+'.join(c.axes)}: {c.cause}"
+            costs[key] = (costs.get(key, (0.0, ""))[0] + seconds_per_step(c), text)
+        return costs
+
+    before = of(fast)
+    more = [(seconds - before.get(key, (0.0, ""))[0], text) for key, (seconds, text) in of(slow).items()]
+    return sorted(((s, text) for s, text in more if s > 0), key=lambda m: -m[0])
+
+
+def time_comparison(d: PlanDiff, most: int = 4) -> str:
+    """Why plan b is slower or faster than plan a, as part of a page: seconds by rule, and the ``most`` parts that differ most;
+    "" without estimates of time."""
+    times = [time_of(p) for p in (d.a, d.b)]
+    if times[0] is None or times[1] is None:
+        return ""
+    longer = times[1].seconds - times[0].seconds
+    slow, fast = (d.b, d.a) if longer > 0 else (d.a, d.b)
+    colours = AxisColours(d.a, d.b)
+    costs = [
+        {("matmuls", ()): t.compute, ("memory traffic", ()): t.memory, **{(e.rule, e.axes): e.seconds for e in rule_effects(p)}}
+        for t, p in zip(times, (d.a, d.b), strict=True)
+        if t is not None
+    ]  # fmt: skip
+    rows = []
+    for name, axes in dict.fromkeys((*costs[0], *costs[1])):
+        a, b = (cost.get((name, axes), 0.0) for cost in costs)
+        if abs(b - a) > 1e-4 * (times[0].seconds + times[1].seconds):
+            label = Cell(name, markup=f"{colours.axes(axes)} <code>{escape(name)}</code>" if axes else escape(name))
+            change = Cell(f"{'+' if b > a else '−'}{format_seconds(abs(b - a))}", b - a, css="up" if b > a else "down")
+            rows.append([label, number(format_seconds(a), a), number(format_seconds(b), b), change])
+    rows.sort(key=lambda row: -abs(row[3].value or 0.0))
+    causes = "".join(f"<li>{format_seconds(s)}: {escape(text)}</li>" for s, text in longer_parts(slow, fast)[:most])
+    table = html_table([("part of the step", ""), ("pinned", "n"), ("this plan", "n"), ("difference", "n")], rows)
+    longest = (
+        f"<h3>takes longer in {'this' if longer > 0 else 'the pinned'} plan</h3><ul>{causes}</ul>" if causes else ""
+    )
+    about = '<p class="dim">The parts overlap: their differences need not add up to the difference of the step.</p>'
+    return (about + table if rows else "") + longest
 
 
 def _by_path(plan: Plan) -> dict[str, ShardedArray]:

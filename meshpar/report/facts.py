@@ -421,7 +421,7 @@ class Span:
       start, seconds: from the start of the iteration.
       detail: dims of its results, or of the tensor that it sends.
       exposed: a collective that kernels wait for.
-      bytes: a kernel's traffic to and from HBM, or what a device sends in one call.
+      bytes: a kernel's traffic to and from HBM, or the bytes that a device sends in one call.
       cause: why it is sent.
     """
 

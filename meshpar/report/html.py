@@ -61,7 +61,8 @@ def page(title: str, body: str) -> str:
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
         f"<title>{escape(title)}</title><style>{css}</style></head>\n"
-        f'<body><main class="mp page">{body}</main><script>{js}\nenhance(document.querySelector("main"));</script></body></html>\n'
+        f'<body><main class="mp page">{body}</main>'
+        f'<script>{js}\nstartPage(document.querySelector("main"));</script></body></html>\n'
     )
 
 
@@ -73,6 +74,11 @@ def style() -> str:
 def plain_style() -> str:
     """The CSS of pages."""
     return _inline("page.css")
+
+
+def plain_script() -> str:
+    """The script of pages: functions that add controls to the sections of a plan."""
+    return _inline("page.js")
 
 
 def _inline(name: str) -> str:
@@ -265,7 +271,7 @@ def step_parts(plan: Plan, colours: AxisColours) -> str:
 
 
 def legend(plan: Plan, colours: AxisColours, kinds: Iterable[tuple[str, str]]) -> str:
-    """What the colours of bars mean: ``kinds`` (CSS class, text), then the mesh axes of collectives."""
+    """The legend of the colours of bars: ``kinds`` (CSS class, text), then the mesh axes of collectives."""
     used = [a for a in plan.sizes if any(c.axes and c.axes[0] == a for c in plan.collectives)]
     rows = [*kinds, *((colours.of[a], f"collectives over {a}") for a in used)]
     first = (

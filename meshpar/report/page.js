@@ -14,18 +14,23 @@ function make(tag, attributes = {}, ...children) {
   return out;
 }
 
-/** Add the controls of all sections in `root`; `kept`: the state of an earlier page, which enhance() returned. */
+/** The page of a plan: its controls, downloads, and links to closed groups. */
+function startPage(root) {
+  enhance(root);
+  const data = root.querySelector("script#plan");
+  if (data) root.querySelector("nav").append(...downloads(data.textContent));
+  const follow = () => openTarget(root, location.hash);
+  addEventListener("hashchange", follow);
+  follow();
+}
+
+/** Add the controls of all sections in `root`; `kept`: the state of the controls, for a root that is drawn again. */
 function enhance(root, kept = {}) {
   root.querySelectorAll("table.sort").forEach(sortable);
   root.querySelectorAll(".by-rule").forEach((groups) => filterable(groups, kept));
   root.querySelectorAll(".time").forEach(tooltips);
   root.querySelectorAll(".tensors").forEach((section) => choosable(section, kept));
   highlightRules(root);
-  const data = root.querySelector("script#plan");
-  if (data) root.querySelector("nav").append(...downloads(data.textContent));
-  addEventListener("hashchange", () => openTarget(root));
-  openTarget(root);
-  return kept;
 }
 
 /** The headings of a table sort its rows. */
@@ -43,9 +48,9 @@ function sortable(table) {
 }
 
 /** A link to a closed group opens it. */
-function openTarget(root) {
-  const target = location.hash.length > 1 && document.getElementById(location.hash.slice(1));
-  if (!target || !root.contains(target)) return;
+function openTarget(root, hash) {
+  const target = hash.length > 1 && root.querySelector(`#${CSS.escape(hash.slice(1))}`);
+  if (!target) return;
   if (target.tagName === "DETAILS") target.open = true;
   target.scrollIntoView();
 }
@@ -127,7 +132,7 @@ function highlightRules(root) {
     const light = (on) => document.querySelectorAll(`.mp tr[data-rules~="${k}"], .mp details[data-rule="${k}"], .mp tr[data-rule="${k}"]`)
       .forEach((row) => row.classList.toggle("lit", on));
     const sent = [...rule.cells].find((cell) => cell.querySelector(".bar"));
-    if (root.querySelector(`#sent-${k}`)) sent.firstChild.replaceWith(make("a", { href: `#sent-${k}`, title: "its collectives" }, sent.firstChild.textContent));
+    if (sent.textContent !== "–") sent.firstChild.replaceWith(make("a", { href: `#sent-${k}`, title: "its collectives" }, sent.firstChild.textContent));
     rule.tabIndex = 0;
     rule.addEventListener("pointerenter", () => light(true));
     rule.addEventListener("pointerleave", () => light(false));

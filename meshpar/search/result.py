@@ -20,9 +20,9 @@ from ..errors import MeshparError, UnsupportedError
 from ..hardware.topology import Topology, parse_topology
 from ..layout import Layout
 from ..mesh import parse_mesh
-from ..plan.collectives import Collective
 from ..plan_api import Plan
-from ..report.facts import calibration_text, seconds_per_step
+from ..report.diff import longer_parts
+from ..report.facts import calibration_text
 from ..report.html import page, style
 from ..report.save import save
 from ..report.tables import Cell, html_table, number, rich_table
@@ -117,7 +117,7 @@ class Search:
                 f"{format_seconds(longer)} longer than the best ({format_seconds(other.seconds)} for "
                 f"{format_seconds(best.seconds)})"
             )
-            lines += [f"  {text}" for text in _costs_more(other, best)]
+            lines += [f"  {format_seconds(s)} more: {text}" for s, text in longer_parts(other, best)[:3]]
         elif other.memory.peak <= self.usable:
             lines.append(
                 f"it is equally good: {format_seconds(other.seconds)} and {format_memory(other.memory.peak)}; the best has "
@@ -265,31 +265,6 @@ class Search:
 
     def __repr__(self) -> str:
         return f"<Search on {self.topology}: {self.best.mesh}: {self.best.layout}; {format_seconds(self.best.seconds)} a step>"
-
-
-def _costs_more(other: Plan, best: Plan) -> list[str]:
-    """The three largest differences in time between two plans, with their causes."""
-
-    def of(plan: Plan) -> dict[tuple[str, ...], tuple[float, str]]:
-        """Kind of cost, (name,) or (collective, tensor) → (seconds per step, text), for the matmuls, memory traffic and
-        collectives of a plan."""
-        assert plan.time is not None
-        costs: dict[tuple[str, ...], tuple[float, str]] = {
-            ("matmuls",): (plan.time.compute, "matmuls of each device"),
-            ("memory traffic",): (plan.time.memory, "memory traffic"),
-        }
-        for c in plan.collectives:
-            key = (c.op, c.tensor)
-            costs[key] = (costs.get(key, (0.0, ""))[0] + seconds_per_step(c), _line(c))
-        return costs
-
-    before = of(best)
-    more = [(seconds - before.get(key, (0.0, ""))[0], text) for key, (seconds, text) in of(other).items()]
-    return [f"{format_seconds(s)} more: {text}" for s, text in sorted(more, key=lambda m: -m[0])[:3] if s > 0]
-
-
-def _line(c: Collective) -> str:
-    return f"{c.op} of {c.tensor} over {'+'.join(c.axes)}: {c.cause}"
 
 
 @contextmanager

@@ -26,17 +26,30 @@ def train_step(state, x):
     return jax.tree.map(lambda p, g: p - 0.1 * g, state, jax.grad(loss)(state))
 
 
-def planned(mesh: str, layout: str, topology: str | None = TOPOLOGY) -> mp.Plan:
+def planned(mesh: str, layout: str, topology: str | None = TOPOLOGY, x=X, **options) -> mp.Plan:
     """As ``mp.plan`` has it, without a lab."""
     return mp.plan(
-        train_step, STATE, X, mesh=mesh, topology=topology, layout=layout, dims=DIMS, donate_argnames="state"
+        train_step, STATE, x, mesh=mesh, topology=topology, layout=layout, dims=DIMS, donate_argnames="state", **options
     )
 
 
-def lab(**options):
+def batch_of(n: int) -> jax.ShapeDtypeStruct:
+    """The input with another batch size."""
+    return jax.ShapeDtypeStruct((n, X.shape[1]), FLOAT)
+
+
+def lab(x=X, **options):
     """A lab of the step."""
     begin = {"mesh": MESH, "topology": TOPOLOGY, "layout": "; ".join(RULES), **options}
-    return mp.lab(train_step, STATE, X, dims=DIMS, donate_argnames="state", **begin)
+    return mp.lab(train_step, STATE, x, dims=DIMS, donate_argnames="state", **begin)
+
+
+def resizable(**options):
+    """A lab whose page offers another batch size."""
+    made = lab(**options)
+    made.session.sizes = {"batch": X.shape[0]}
+    made.session.resized = lambda sizes: lab(batch_of(sizes["batch"]), **options).session
+    return made
 
 
 def edits(n: int, seed: int = 0):

@@ -21,7 +21,7 @@ def browser():
 @pytest.fixture
 def page(browser):
     """A page on a lab of its own; what goes wrong in it fails the test."""
-    server = Server(lab_program.lab(layouts={"mine": "mlp: model; batch: data"}).session)
+    server = Server(lab_program.resizable(layouts={"mine": "mlp: model; batch: data"}).session)
     server.start()
     context = browser.new_context(viewport={"width": 1400, "height": 1000})
     context.grant_permissions(["clipboard-read", "clipboard-write"])
@@ -31,6 +31,7 @@ def page(browser):
     page.on("console", lambda m: wrong.append(m.text) if m.type in ("error", "warning") else None)
     own = (f"http://127.0.0.1:{server.server_port}/", "data:")
     page.on("request", lambda r: None if r.url.startswith(own) else wrong.append(r.url))
+    page.lab = server.url
     page.goto(server.url)
     page.locator("main[data-metrics]").wait_for()
     page.locator(".start[aria-busy=false]").wait_for()
@@ -170,8 +171,19 @@ def test_the_layout_as_text(page):
     page.get_by_role("button", name="As text").click()
     text = page.get_by_label("layout as text")
     assert text.input_value().splitlines() == lab_program.RULES
-    text.fill("mlp: modle; batch: data")
-    page.get_by_text("names axis modle").locator("visible=true").wait_for()
+    text.fill("batch: data\n\n# a note\nmlp: modle\nembed data")
+    wait_until_drawn(page)
+    error = page.locator(".error:visible")
+    assert error.count() == 1
+    assert "names axis modle" in error.inner_text()
+    assert "did you mean model?" in error.inner_text()
+    assert "has no :" in error.inner_text()
+    assert text.get_attribute("aria-invalid") == "true"
+    assert error.get_by_role("button").all_inner_texts() == ["line 4", "line 5"]
+    for line, name in (("mlp: modle", "line 4"), ("embed data", "line 5")):
+        error.get_by_role("button", name=name).click()
+        assert text.evaluate("x => x.value.slice(x.selectionStart, x.selectionEnd)") == line
+    assert page.locator("main.stale").count() == 1
     text.fill("mlp: model; batch: data\n# embed: data")
     page.get_by_role("button", name="As text").click()
     assert state(page)[1] == ["mlp: model", "batch: data"]
@@ -187,6 +199,8 @@ def test_the_known_layouts_are_ranked_and_a_search_finds_one(page):
     page.get_by_role("button", name="Search for a better layout").click()
     page.get_by_role("button", name="search result").wait_for()
     wait_until_drawn(page)
+    points = page.locator(".candidates circle")
+    assert points.count() > page.locator(".start tbody tr").count()
     best = page.locator(".start tbody tr[aria-current=true]")
     assert "search result" in best.all_inner_texts()[0] or best.count() > 1
     plan = lab_program.planned(mesh, "; ".join(rules))
@@ -199,10 +213,26 @@ def test_two_plans_side_by_side_and_copies(page):
     page.get_by_role("button", name="Pin", exact=True).click()
     rule(page, 2).get_by_role("checkbox").uncheck()
     now = metrics(page)
-    beside = page.locator("section", has=page.get_by_role("heading", name="Compared with the pinned plan"))
+    beside = page.locator("section", has=page.get_by_role("heading", name="Compared with pinned plans"))
+    longer = now["seconds"] - pinned["seconds"]
+    question = f"Why is this plan {'slower' if longer > 0 else 'faster'} by {format_seconds(abs(longer))}?"
+    beside.get_by_text(question).click()
+    assert "embed: data" in beside.locator("details[open] table").inner_text()
+    beside.get_by_text("Compare in full").click()
     text = beside.inner_text()
     assert format_memory(pinned["peak"]) in text
     assert format_memory(now["peak"]) in text
+    page.get_by_role("button", name="Pin", exact=True).click()
+    wait_until_drawn(page)
+    assert beside.locator("> div > .card").count() == 2
+    assert page.get_by_role("button", name="Pin", exact=True).is_disabled()  # the plan is pinned already
+    beside.get_by_role("button", name="Show").first.click()
+    assert metrics(page) == pinned
+    assert agrees(page)
+    assert "Why is this plan" in beside.locator("> div > .card").nth(1).inner_text()
+    beside.get_by_role("button", name="Unpin").nth(1).click()
+    page.get_by_role("button", name="Undo").click()
+    wait_until_drawn(page)
     page.get_by_role("button", name="Copy layout").click()
     page.get_by_role("button", name="Copied").wait_for()
     assert page.evaluate("navigator.clipboard.readText()") == "batch: data; mlp: model"
@@ -266,12 +296,131 @@ def test_fifty_random_edits_by_its_controls(page):
     assert legal > 25
 
 
-@pytest.mark.parametrize("width", [400, 700, 1400])
+def open_link(page, fragment):
+    """Another page with this fragment, as a link opens it."""
+    page.goto("about:blank")
+    page.goto(page.lab + fragment)
+    page.locator("main[data-metrics]").wait_for()
+    wait_until_drawn(page)
+
+
+def test_a_link_has_the_state(page):
+    rule(page, 2).get_by_label("rule", exact=True).fill("embed: model")
+    rule(page, 1).get_by_role("checkbox").uncheck()
+    page.get_by_label("lowering", exact=True).select_option("jit")
+    page.get_by_label("mesh", exact=True).fill("data=8, model=2")
+    page.locator("[data-size=batch]").fill("128")
+    page.locator("[data-size=batch]").blur()
+    shown, there = metrics(page), state(page)
+    plan = lab_program.planned(there[0], "; ".join(there[1]), x=lab_program.batch_of(128), lowering="jit")
+    assert (shown["seconds"], shown["peak"], shown["sent"]) == (plan.seconds, plan.memory.peak, plan.bytes_sent)
+    page.get_by_role("button", name="Copy link").click()
+    page.get_by_role("button", name="Copied").wait_for()
+    link = page.evaluate("navigator.clipboard.readText()")
+    open_link(page, "#" + link.split("#", 1)[1])
+    assert metrics(page) == shown
+    assert state(page) == there
+    assert page.locator(".rules > li").count() == 3  # the disabled rule too
+    assert page.get_by_label("lowering", exact=True).input_value() == "jit"
+    assert page.locator("[data-size=batch]").input_value() == "128"
+    assert page.locator(".error:visible").count() == 0
+
+
+@pytest.mark.parametrize(
+    ("fragment", "says"),
+    [
+        ("#garbage", "it has no field garbage"), ("#mesh=data%3D16", "its field layout is absent"),
+        ("#layout=batch%3A+data", "its field mesh is absent"), ("#%E0%A4%A", "it has no field"),
+        ("#mesh=data%3D16&layout=batch%3A+data&lowering=pmap", "lowering pmap does not exist: they are auto, jit, shard_map"),
+        ("#mesh=%3Cimg+src%3Dx%3E&layout=batch%3A+data&%3Cb%3E=1", "it has no field <b>"),
+    ],
+)  # fmt: skip
+def test_a_link_that_cannot_be_read(page, fragment, says):
+    before = metrics(page)
+    open_link(page, fragment)
+    notice = page.locator(".notice")
+    assert "the link cannot be read" in notice.inner_text()
+    assert says in notice.inner_text()
+    assert metrics(page) == before
+
+
+def test_a_link_with_a_layout_that_cannot_be_planned_and_of_another_target(page):
+    page.evaluate("location.hash = '#mesh=data%3D16&topology=v5e%3A4x4&layout=batch%3A+dtaa&target=other.py%3Astep'")
+    page.locator("main.stale").wait_for()
+    assert "names axis dtaa" in rule(page, 0).locator(".error").inner_text()
+    assert "the link is of the target other.py:step" in page.locator(".notice").inner_text()
+    page.get_by_role("button", name="Undo").click()
+    assert agrees(page)
+
+
+def test_sizes_are_edited(page):
+    before = metrics(page)
+    size = page.locator("[data-size=batch]")
+    for n in ("no number", "0", "6"):
+        size.fill(n)
+        size.press("Enter")
+        page.locator("main.stale").wait_for()
+        assert page.locator(".error:visible").count() == 1
+    size.fill("256")
+    size.press("Enter")
+    plan = lab_program.planned(lab_program.MESH, "; ".join(lab_program.RULES), x=lab_program.batch_of(256))
+    assert metrics(page)["peak"] == plan.memory.peak
+    page.locator(".start[aria-busy=false]").wait_for()
+    size.fill("64")
+    size.press("Enter")
+    assert metrics(page) == before
+
+
+def test_candidates_of_a_search_are_points(page):
+    page.get_by_role("button", name="Search for a better layout").click()
+    page.get_by_role("progressbar").wait_for()
+    page.locator(".candidates .best").first.wait_for()
+    wait_until_drawn(page)
+    assert page.get_by_role("progressbar").count() == 0
+    assert "candidates" in page.locator(".searched").inner_text()
+    points = page.locator(".candidates circle")
+    assert points.evaluate_all("all => all.filter((x) => x.getAttribute('tabindex') === '0').length") == 1
+    other = page.locator(".candidates circle[aria-checked=false]").nth(5)
+    label = other.get_attribute("aria-label")
+    other.dispatch_event("click")
+    assert agrees(page)
+    assert page.locator(".candidates circle[aria-checked=true]").first.get_attribute("aria-label") == label
+    mesh, _ = state(page)
+    assert mesh in label
+    points.first.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    label = points.nth(2).get_attribute("aria-label")
+    page.keyboard.press("Enter")
+    assert agrees(page)
+    assert label in page.locator(".candidates circle[aria-checked=true]").evaluate_all(
+        "all => all.map((x) => x.getAttribute('aria-label'))"
+    )
+    assert format_seconds(metrics(page)["seconds"]) in label
+
+
+def test_rules_name_their_parallelism_and_arguments_are_drawn(page):
+    assert page.locator(".rules .does").all_inner_texts()[0].startswith("data parallel")
+    assert rule(page, 2).locator(".does").inner_text().startswith("FSDP")
+    page.get_by_role("button", name="state/w", exact=True).click()
+    rule(page, 2).get_by_label("rule", exact=True).fill("layers: data")
+    wait_until_drawn(page)
+    assert page.locator(".drawing h3").inner_text() == "state/w"  # the choice survives an edit
+    assert "layers 0:1 of 4" in page.locator(".drawing").inner_text()
+    address = page.url
+    page.locator("tr[data-rule='0'] a").click()  # opens the group, and leaves the state in the address
+    assert page.url == address
+    assert page.locator("#sent-0").get_attribute("open") is not None
+
+
+@pytest.mark.parametrize("width", [360, 700, 1300, 1400])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_and_follows_the_colour_scheme(page, width, scheme):
     page.set_viewport_size({"width": width, "height": 900})
     page.emulate_media(color_scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    tops = page.locator(".metrics .card").evaluate_all("all => all.map((card) => card.getBoundingClientRect().top)")
+    assert {tops.count(top) for top in tops} <= {2, 4}
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert ground == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 24, 28)"}[scheme]
 

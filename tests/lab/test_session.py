@@ -1,5 +1,6 @@
 """Replies of a lab: the numbers of ``mp.plan``, errors at the rules that cause them, and no evaluation of input."""
 
+import html
 import json
 import sys
 import threading
@@ -8,8 +9,9 @@ import lab_program
 import pytest
 
 import meshpar as mp
+from meshpar.cli import main
 from meshpar.errors import MeshError, MeshparError, UnsupportedError
-from meshpar.units import format_bytes, format_memory
+from meshpar.units import format_bytes, format_memory, format_seconds
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +21,7 @@ def session():
 
 def ask(session, rules, mesh=lab_program.MESH, topology=lab_program.TOPOLOGY, **more):
     rows = [{"text": r, "on": True} if isinstance(r, str) else {"text": r[0], "on": r[1]} for r in rules]
-    request = {"ask": "plan", "mesh": mesh, "topology": topology, "rules": rows, "pinned": None, **more}
+    request = {"ask": "plan", "mesh": mesh, "topology": topology, "rules": rows, "pinned": [], **more}
     reply = session.handle(json.loads(json.dumps(request)))
     json.dumps(reply, allow_nan=False)
     return reply
@@ -121,9 +123,107 @@ def test_without_a_topology_no_time_is_estimated(session):
 
 def test_a_pinned_plan_is_compared(session):
     pinned = {"mesh": lab_program.MESH, "topology": lab_program.TOPOLOGY, "layout": "batch: data"}
-    diff = ask(session, lab_program.RULES, pinned=pinned)["plan"]["html"]["diff"]
-    for layout in ("batch: data", "; ".join(lab_program.RULES)):
-        assert format_memory(lab_program.planned(lab_program.MESH, layout).memory.peak) in diff
+    other = {**pinned, "layout": "mlp: model"}
+    both = ask(session, lab_program.RULES, pinned=[pinned, other])["plan"]["pinned"]
+    now = lab_program.planned(lab_program.MESH, "; ".join(lab_program.RULES))
+    for comparison, layout in zip(both, ("batch: data", "mlp: model"), strict=True):
+        before = lab_program.planned(lab_program.MESH, layout)
+        assert comparison["texts"] == [format_seconds(before.seconds), format_memory(before.memory.peak)]
+        for plan in (before, now):
+            assert format_memory(plan.memory.peak) in comparison["html"]
+        slower = "slower" if now.seconds > before.seconds else "faster"
+        assert (
+            comparison["question"]
+            == f"Why is this plan {slower} by {format_seconds(abs(now.seconds - before.seconds))}?"
+        )
+
+
+def test_why_a_plan_is_slower(session):
+    pinned = {"mesh": lab_program.MESH, "topology": lab_program.TOPOLOGY, "layout": "batch: data; mlp: model"}
+    (comparison,) = ask(session, lab_program.RULES, pinned=[pinned])["plan"]["pinned"]
+    a = lab_program.planned(lab_program.MESH, pinned["layout"])
+    b = lab_program.planned(lab_program.MESH, "; ".join(lab_program.RULES))
+    why = html.unescape(comparison["why"])
+    for name in ("mlp: model", "embed: data"):
+        assert f"<code>{name}</code>" in why
+    gathers = sum(c.seconds * c.count for c in b.collectives if "`embed: data`" in c.cause)
+    assert f"+{format_seconds(gathers)}" in why
+    slow, fast = (a, b) if a.seconds > b.seconds else (b, a)
+
+    def seconds(plan):
+        out = {}
+        for c in plan.collectives:
+            out[c.op, c.tensor] = out.get((c.op, c.tensor), 0.0) + c.seconds * c.count
+        return out
+
+    more = {key: n - seconds(fast).get(key, 0.0) for key, n in seconds(slow).items()}
+    op, tensor = max(more, key=more.get)
+    assert more[op, tensor] > 0
+    assert f"{format_seconds(more[op, tensor])}: {op} of {tensor}" in why
+    same = ask(session, ["batch: data", "mlp: model"], pinned=[pinned])["plan"]["pinned"]
+    assert (same[0]["why"], same[0]["question"]) == ("", "")
+
+
+def test_the_lowering_is_switched(session):
+    for lowering in ("jit", "shard_map", "auto"):
+        plan = lab_program.planned(lab_program.MESH, "; ".join(lab_program.RULES), lowering=lowering)
+        reply = ask(session, lab_program.RULES, lowering=lowering)["plan"]
+        assert (reply["metrics"]["seconds"], reply["metrics"]["sent"]) == (plan.seconds, plan.bytes_sent)
+        assert f'lowering="{plan.lowering}"' in reply["python"]
+    assert (
+        "lowering"
+        in session.handle({"ask": "plan", "mesh": "data=4", "topology": None, "rules": [], "lowering": "pmap"})[
+            "failed"
+        ]
+    )
+    ask(session, lab_program.RULES)
+
+
+def test_sizes_of_the_target():
+    session = lab_program.resizable().session
+    layout = "; ".join(lab_program.RULES)
+    for n in (64, 128, 256):
+        plan = lab_program.planned(lab_program.MESH, layout, x=lab_program.batch_of(n))
+        metrics = ask(session, lab_program.RULES, sizes=f"batch={n}")["plan"]["metrics"]
+        assert (metrics["seconds"], metrics["peak"]) == (plan.seconds, plan.memory.peak)
+    rows = done(session, {"ask": "start", "topology": lab_program.TOPOLOGY, "sizes": "batch=256"})["result"]
+    for row in rows:
+        plan = lab_program.planned(row["mesh"], row["layout"], x=lab_program.batch_of(256))
+        assert (row["seconds"], row["peak"]) == (plan.seconds, plan.memory.peak)
+    assert session.plan().memory.peak == metrics["peak"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ("batch", "is not `name=value`"), ("batch=", "whole number"), ("batch=0", "whole number"),
+        ("batch=-1", "whole number"), ("batch=1.5", "whole number"), ("batch=True", "whole number"),
+        ("batch=__import__('os').abort()", "whole number"), ("seq=3", "`seq` is no size of this target"),
+        ("batch=99999999999999999", "whole number"), ("batch=6", "does not divide"),
+    ],
+)  # fmt: skip
+def test_sizes_that_cannot_be(sizes, says):
+    reply = ask(lab_program.resizable().session, lab_program.RULES, sizes=sizes)
+    assert reply["plan"] is None
+    errors = [reply["errors"]["sizes"], reply["errors"]["layout"], *reply["errors"]["rules"]]
+    assert says in next(e for e in errors if e)["headline"]
+
+
+def test_the_command_line_offers_the_integers_of_the_target(monkeypatch, tmp_path):
+    target = tmp_path / "target.py"
+    target.write_text(
+        "from lab_program import DIMS, STATE, train_step, batch_of\n\n"
+        "def t(batch=64, name='x', fast=True, **changes):\n    return train_step, (STATE, batch_of(batch)), DIMS\n"
+    )
+    served = []
+    monkeypatch.setattr(mp.types.Lab, "serve", lambda self, *args, **options: served.append(self))
+    words = ["--topology", lab_program.TOPOLOGY, "--mesh", lab_program.MESH, "--layout", "batch: data; mlp: model"]
+    assert main(["lab", f"{target}:t", *words, "--set", "batch=128, depth=3"]) == 0
+    session = served[0].session
+    assert session.handle({"ask": "open"})["sizes"] == {"batch": 128, "depth": 3}
+    for n in (128, 64):
+        plan = lab_program.planned(lab_program.MESH, "batch: data", x=lab_program.batch_of(n))
+        assert ask(session, ["batch: data"], sizes=f"batch={n}")["plan"]["metrics"]["peak"] == plan.memory.peak
 
 
 def test_text_is_escaped(session):
@@ -139,6 +239,10 @@ def test_text_is_escaped(session):
         {"ask": "plan", "mesh": "data=2", "rules": [{"text": "x" * 5000, "on": True}]},
         {"ask": "plan", "mesh": "data=2", "rules": [{"text": "a: data", "on": True}] * 1000},
         {"ask": "plan", "mesh": "data=2", "rules": [], "pinned": "batch: data"},
+        {"ask": "plan", "mesh": "data=2", "rules": [], "pinned": ["batch: data"]},
+        {"ask": "plan", "mesh": "data=2", "rules": [], "pinned": [{"mesh": "data=2", "layout": ""}] * 9},
+        {"ask": "plan", "mesh": "data=2", "rules": [], "lowering": ["jit"]},
+        {"ask": "plan", "mesh": "data=2", "rules": [], "sizes": 3},
         {"ask": "job", "job": 12345}, {"ask": "stop", "job": "1"}, {"ask": "compile", "mesh": "data=2"},
     ],
 )  # fmt: skip
@@ -167,8 +271,12 @@ def test_known_layouts_come_with_their_best_mesh(session):
 
 def test_the_search_finds_what_is_at_least_as_good_as_the_known(session):
     known = done(session, {"ask": "start", "topology": lab_program.TOPOLOGY})["result"]
-    (found,) = done(session, {"ask": "suggest", "topology": lab_program.TOPOLOGY})["result"]
+    found, *others = done(session, {"ask": "suggest", "topology": lab_program.TOPOLOGY})["result"]
     assert found["fits"]
+    assert len(others) > 2
+    for row in others[:3]:
+        plan = lab_program.planned(row["mesh"], row["layout"])
+        assert (row["seconds"], row["peak"]) == (plan.seconds, plan.memory.peak)
     assert found["seconds"] <= 1.03 * min(row["seconds"] for row in known)
 
 
@@ -186,7 +294,7 @@ def test_pages_go_before_a_search_and_a_search_can_be_stopped(session):
     session._jobs[job["job"]].wait(60)
     reply = session.handle({"ask": "job", **job})
     assert not reply["running"]
-    assert [row["name"] for row in reply["result"]] == ["search result"]
+    assert [row["name"] for row in reply["result"] if row["name"] == "search result"] == ["search result"]
 
 
 def test_a_lab_is_priced_with_a_calibration():
@@ -194,7 +302,7 @@ def test_a_lab_is_priced_with_a_calibration():
     session = lab_program.lab(calibration=measured).session
     assert session.plan().seconds > lab_program.planned(lab_program.MESH, "; ".join(lab_program.RULES)).seconds
     assert f"calibrated on {measured.name}" in ask(session, lab_program.RULES)["plan"]["html"]["cards"]
-    (found,) = done(session, {"ask": "suggest", "topology": lab_program.TOPOLOGY})["result"]
+    found, *_ = done(session, {"ask": "suggest", "topology": lab_program.TOPOLOGY})["result"]
     here = lab_program.planned(found["mesh"], found["layout"]).replan(calibration=measured)
     assert found["seconds"] == here.replan(overlap=session.base.overlap).seconds
     reply = done(session, {"ask": "compile", "mesh": "data=4, model=2", "topology": None, "layout": "batch: data"})
