@@ -216,8 +216,8 @@ def lower_step(
 
 def _runner(jitted: Callable[..., Any], plan: Plan, compiler_options: Mapping[str, Any]) -> Callable[..., Any]:
     """The function under ``jax.jit`` with the plan's compiler options; within another ``jit``, with the user's options only."""
-    run = jitted(compiler_options=plan.options.values or None)
+    run = jitted(compiler_options=plan.options.values)
     if not plan.options.groups:
         return run
-    inner = jitted(compiler_options=compiler_options or None)
+    inner = jitted(compiler_options=compiler_options)
     return lambda *xs: (run if at_top_level() else inner)(*xs)

@@ -504,7 +504,7 @@ def trace_compiled(compiled: CompiledStep, call: Call, *, name: str, keep_unused
     nums, names = fully_donated(args, kwargs, set(compiled.donated))
     jitted = jax.jit(
         step, out_shardings=results.result(compiled.out_shardings), donate_argnums=nums, donate_argnames=names,
-        keep_unused=keep_unused, compiler_options=compiled.plan.options.values or None,
+        keep_unused=keep_unused, compiler_options=compiled.plan.options.values,
     )  # fmt: skip
     return jitted.trace(*args, **kwargs)
 

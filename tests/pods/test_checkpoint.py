@@ -413,6 +413,27 @@ def test_when_stopped_all_processes_save_the_same_step(pods, tmp_path, count):
     assert verify(str(tmp_path / "a"), n) == []
 
 
+def test_sigterm_of_a_process_alone(tmp_path):
+    """The next save writes and says so, a second signal ends the process, and the handler from before is restored."""
+
+    def before(number, frame):
+        raise AssertionError("replaced while checkpoints are open")
+
+    original = signal.signal(signal.SIGTERM, before)
+    try:
+        with mp.Checkpoints(tmp_path, every=1000) as run:
+            assert not run.save(0, {"x": jnp.ones(4)})
+            signal.raise_signal(signal.SIGTERM)
+            assert run.save(1, {"x": jnp.ones(4)})
+            assert run.steps() == [1]
+            with pytest.raises(SystemExit) as end:
+                signal.raise_signal(signal.SIGTERM)
+            assert end.value.code == 128 + signal.SIGTERM
+        assert signal.getsignal(signal.SIGTERM) is before
+    finally:
+        signal.signal(signal.SIGTERM, original)
+
+
 @pytest.mark.slow
 def test_every_row_once_over_four_two_and_three_processes(pods, tmp_path):
     folder = str(tmp_path / "a")

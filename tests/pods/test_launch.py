@@ -1,5 +1,6 @@
 """``meshpar launch``: logs, the first cause printed last, exit statuses, and restarts on the remaining processes."""
 
+import glob
 import os
 import re
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshpar.cli import main
-from meshpar.pods.launch import Job, _End, _next_count
+from meshpar.pods.launch import Job, _devices_of_each, _End, _next_count
 
 ROOT = Path(__file__).parents[2]
 
@@ -168,3 +169,24 @@ def test_how_many_are_started_next():
     assert _next_count(job, 3, 1, _End(75, lost=[0])) is None
     assert _next_count(Job(("x",), 8, least=2, slices=4), 8, 0, _End(75, lost=[1])) == 6
     assert _next_count(Job(("x",), 8), 8, 0, _End(75, lost=[1, 2])) == 8
+
+
+@pytest.mark.parametrize(
+    ("devices", "platforms", "gpus", "share"),
+    [
+        (8, "", 0, 2),
+        (8, "cuda", 16, 2),  # as the command line says
+        (None, "", 8, 2),
+        (None, "cuda", 8, 2),
+        (None, "gpu,cpu", 8, 2),
+        (None, "cpu", 8, None),
+        (None, "tpu", 8, None),
+        (None, "", 3, None),  # fewer than processes
+        (None, "", 0, None),
+    ],
+)
+def test_devices_are_shared_among_the_processes(devices, platforms, gpus, share, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    files = [f"/dev/nvidia{k}" for k in range(gpus)]
+    monkeypatch.setattr(glob, "glob", lambda pattern: files if pattern.startswith("/dev/nvidia") else [])
+    assert _devices_of_each(Job(("train.py",), processes=4, devices=devices)) == share
