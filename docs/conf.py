@@ -36,7 +36,7 @@ extensions = [
 exclude_patterns = ["README.md"]  # for readers of the Markdown
 templates_path: list[str] = []
 myst_heading_anchors = 3
-smartquotes = False  # flags begin with --
+smartquotes_action = "D"  # dashes, but straight quotes, which layouts need
 
 html_theme = "furo"
 html_title = f"meshpar {mp.__version__}"

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def table(heads: list[str], rows: list[list[str]]) -> str:
     """A Markdown table."""
     lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |" for row in lines)
+    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in lines)
 
 
 # -- chips
@@ -130,8 +130,11 @@ def _help(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
 
 
 def _cell(text: str) -> str:
-    """One line, with the characters of Markdown that occur in help texts escaped."""
-    return re.sub(r"([*<>])", r"\\\1", " ".join(text.split()))
+    """One line, with flags as code, and the characters of Markdown that occur in help texts escaped."""
+    parts = " ".join(text.split()).split("`")
+    for k in range(0, len(parts), 2):  # the parts that are no code
+        parts[k] = re.sub(r"(?<![\w-])(--?[a-z][\w-]*)", r"`\1`", re.sub(r"([*<>])", r"\\\1", parts[k]))
+    return "`".join(parts)
 
 
 def _paragraph(text: str) -> str:
