@@ -172,6 +172,20 @@ def test_it_keeps_the_newest_and_waits_for_its_time(tmp_path):
         mp.Checkpoints(tmp_path / "b", every=0)
 
 
+def test_a_restored_run_continues_with_the_next_batch(tmp_path, mesh):
+    def data():
+        rows = [{"x": np.full(2, k)} for k in range(64)]
+        return mp.batches(rows, batch=4, mesh=mesh, layout="batch: data", dims={"x": "batch _"})
+
+    init = mp.init(lambda: {"w": jnp.ones(3)}, mesh=mesh, layout="")
+    with mp.Checkpoints(tmp_path, data=data()) as run:
+        run.save(4, init())
+    restored = data()
+    with mp.Checkpoints(tmp_path, data=restored) as run:
+        _, first = run.restore_or(init)
+    assert first == restored.position == 5
+
+
 # -- damage
 
 
