@@ -571,7 +571,14 @@ def test_a_rule_list_may_have_dims_of_other_models_and_says_which_have_no_effect
 
 
 @pytest.mark.parametrize(
-    "layout", ["batch: data", {"batch": "data"}, [("batch", "data"), ("mlp", "one")], "batch: data; mlp?: model"]
+    "layout",
+    [
+        "batch: data",
+        {"batch": "data"},
+        [("batch", "data"), ("mlp", "one")],
+        "batch: data; mlp?: model",
+        mp.Layout("batch: data; mlp: model", optional="mlp"),
+    ],
 )
 def test_no_warning_where_no_rule_asks_for_the_idle_axis(layout):
     with warnings.catch_warnings():

@@ -287,9 +287,10 @@ def test_facts_that_were_edited(run):
     path = Path(run.path) / "1" / "meshpar" / "metadata"
     text = path.read_text()
     assert '"next": 2' in text
-    path.write_text(text.replace('"next": 2', '"next": 3'))
-    with pytest.raises(mp.errors.CheckpointError, match="its checksum differs"):
-        run.restore(make().abstract(jax.random.key(0)), step=1)
+    for edited in (text.replace('"next": 2', '"next": 3'), "[]", "null"):
+        path.write_text(edited)
+        with pytest.raises(mp.errors.CheckpointError, match="its checksum differs"):
+            run.restore(make().abstract(jax.random.key(0)), step=1)
 
 
 def test_the_command_line(saved, tmp_path, capsys):
