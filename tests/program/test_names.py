@@ -1,11 +1,14 @@
 """Names that turn out to be one dim, in programs small enough to see that they are."""
 
+import warnings
+
 import jax.numpy as jnp
 import pytest
 from arrays import f32
+from jax.sharding import PartitionSpec
 
 import meshpar as mp
-from meshpar.errors import JoinWarning
+from meshpar.errors import JoinError, JoinWarning
 
 
 @pytest.mark.parametrize(
@@ -31,3 +34,13 @@ def test_names_of_different_dims_are_not_reported():
         lambda x: mp.named(mp.rename(x, a="c") + 1, "c b"), f32(4, 4), dims={"x": "a b"}, layout="", mesh="x=2"
     ).program
     assert not program.joins
+
+
+def test_a_replan_refuses_joined_names_only_if_it_is_strict():
+    with pytest.warns(JoinWarning):
+        plan = mp.plan(lambda x: mp.named(x, "c b"), f32(4, 4), dims={"x": "a b"}, layout="", mesh="x=2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert plan.replan(layout="a: x").inputs[0].spec == PartitionSpec("x")
+        with pytest.raises(JoinError, match="a"):
+            plan.replan(layout="a: x", strict=True)

@@ -631,3 +631,10 @@ def test_rows_of_one_kind_and_cost_are_one_row():
     smaller = candidate("batch: data; mlp: model", 1.0, peak=0.5, data=4, model=4)
     shown = presentation.one_per_kind([best, same, named, other_kind, slower, slower_too, smaller])
     assert shown == [best, named, other_kind, slower_too, smaller]
+
+
+@pytest.mark.parametrize("values", [2, "full", (), [], {1, 2}, None])
+def test_choices_that_are_no_list_are_refused(values):
+    bad: Any = {"remat": values}
+    with pytest.raises(mp.errors.UnsupportedError, match="it is a list of values"):
+        mp.search(lambda x, remat: x, jnp.ones(8), choices=bad, topology="v5e:2x2")
