@@ -486,7 +486,7 @@ export function mount(root, ask, linked = false) {
     const rows = timed.filter((row) => row.seconds <= 8 * Math.min(...timed.map((r) => r.seconds))).sort((a, b) => a.seconds - b.seconds || a.peak - b.peak);
     plot.replaceChildren();
     if (rows.length < 3) return;
-    const [w, h, left, bottom] = [440, 210, 62, 34];
+    const [w, h, left, bottom] = [440, 210, 74, 34];
     const scale = (key, from, to) => {
       const [low, high] = [Math.min, Math.max].map((of) => Math.log(of(...rows.map((row) => row[key]))));
       const pad = Math.max(0.06 * (high - low), 0.03);

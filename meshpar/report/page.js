@@ -18,7 +18,7 @@ function make(tag, attributes = {}, ...children) {
 function startPage(root) {
   enhance(root);
   const data = root.querySelector("script#plan");
-  if (data) root.querySelector("nav").append(...downloads(data.textContent));
+  if (data) root.querySelector("nav").append(make("span", { class: "downloads" }, ...downloads(data.textContent)));
   const follow = () => openTarget(root, location.hash);
   addEventListener("hashchange", follow);
   follow();
