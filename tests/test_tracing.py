@@ -1,8 +1,8 @@
-"""Names of traced programs: the dims of optimizer state that is smaller than its parameter."""
+"""Names of traced programs: the dims of optimizer state that is smaller than its parameter, suggestions for patterns."""
 
 import pytest
 
-from meshpar.tracing import _dims_like
+from meshpar.tracing import _dims_like, _similar_pattern
 
 NAMES = ("a", "b", "c")
 
@@ -28,3 +28,22 @@ NAMES = ("a", "b", "c")
 )
 def test_dims_of_optimizer_state_by_the_sizes_of_its_parameter(shape, param_shape, dims):
     assert _dims_like(shape, param_shape, NAMES[: len(param_shape)]) == dims
+
+
+@pytest.mark.parametrize(
+    ("pattern", "suggested"),
+    [
+        ("kernel", "*/kernel"),  # a pattern matches a complete path
+        ("mlp/*", "*/mlp/*"),
+        ("*/kernal", "*/kernel"),
+        ("state/mlp/kernels", "state/mlp/kernel"),
+        ("x/y/z/unrelated", None),
+    ],
+)
+def test_a_pattern_is_suggested_for_one_that_matches_nothing(pattern, suggested):
+    found = _similar_pattern(pattern, ["state/mlp/kernel", "state/mlp/bias", "batch"])
+    if suggested is None:
+        assert found == []
+    else:
+        assert len(found) == 1
+        assert found[0].startswith(f"did you mean {suggested!r}")
