@@ -416,12 +416,12 @@ class Jitted(Generic[P, R]):
         if plan is None:
             with without_gc(cached=True):
                 program, step = self._trace(call).program, self._options
-                made = make_plan(
+                plan = make_plan(
                     program, self.layout, self.mesh, strict=step.strict, init=self._init, topology=self.topology,
                     donated=self._roles.donated_arrays(call), lowering=step.lowering, overlap=step.overlap, options=step.options,
-                    compiler_options=step.compiler_options, calibrations=step.calibration,
+                    compiler_options=step.compiler_options, calibrations=step.calibration, plan_type=Plan,
                 )  # fmt: skip
-            plan = self._caches.plans.put(call.key, Plan.of(made))
+            self._caches.plans.put(call.key, plan)
         return plan
 
     def _compiled(self, call: Call) -> CompiledStep:

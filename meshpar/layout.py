@@ -89,6 +89,9 @@ class Layout:
       optional: dims that a function need not have, ``"batch seq"``, or True: any of them. So one layout serves several
         functions: a train step, and an update without a batch. A rule whose missing dim is spelled almost like
         an existing one is still an error.
+      scheme: the name of the scheme of :mod:`meshpar.layouts` that this layout is, with which warnings call it; empty: it is not
+        one. Default: the name that ``rules`` is, or the scheme of the layout that it is. Layouts with equal rules are equal,
+        whatever their schemes.
 
     Raises:
       LayoutSyntaxError: text that is no layout.
@@ -108,7 +111,6 @@ class Layout:
     from_pairs: bool
     optional: frozenset[str]
     scheme: str
-    """The name of the scheme of :mod:`meshpar.layouts` that this layout is; empty: it is not one."""
 
     def __init__(
         self,
@@ -116,17 +118,18 @@ class Layout:
         *,
         resolve: Literal["order", "cost"] | None = None,
         optional: bool | str | Iterable[str] = (),
+        scheme: str | None = None,
     ):
         """Parse the rules; the arguments and errors are described in the docstring of the class."""
-        self.from_pairs, self.scheme = False, ""
+        self.from_pairs, named_scheme = False, ""
         before: frozenset[str] = frozenset()
         if isinstance(rules, Layout):
             self.rules, self.from_pairs, before = rules.rules, rules.from_pairs, rules.optional
-            self.scheme = rules.scheme
+            named_scheme = rules.scheme
             resolve = resolve or rules.resolve
         elif isinstance(rules, str):
             self.rules = tuple(_parse(rules))
-            self.scheme = scheme_name(rules) if scheme_name(rules) in SCHEMES else ""
+            named_scheme = scheme_name(rules) if scheme_name(rules) in SCHEMES else ""
         elif not isinstance(rules, Iterable):
             raise LayoutSyntaxError(
                 f"Layout({rules!r}) is neither text nor a list of rules", fixes=['mp.Layout("batch: data; mlp: model")']
@@ -135,6 +138,7 @@ class Layout:
             pairs = rules.items() if isinstance(rules, Mapping) else rules
             self.rules = tuple(_rule_of_pair(pair) for pair in pairs)
             self.from_pairs = True
+        self.scheme = named_scheme if scheme is None else scheme
         self.resolve = resolve or ("cost" if self.from_pairs else "order")
         if self.resolve not in ("order", "cost"):
             raise LayoutSyntaxError(
@@ -217,8 +221,7 @@ class Layout:
             key = (rule.dim, rule.scope)
             rules += replacing.pop(key, []) if key in replaced else [rule]
         rules += [r for r in right.rules if (r.dim, r.scope) not in replaced]
-        out = Layout(self)
-        out.scheme = ""
+        out = Layout(self, scheme="")
         out.from_pairs = self.from_pairs or right.from_pairs
         out.optional = self.optional | right.optional
         out._set(tuple(rules))

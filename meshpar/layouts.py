@@ -16,9 +16,7 @@ from .layout import SCHEMES, Layout
 
 def _scheme(name: str, **axes: str) -> Layout:
     """The layout of a scheme with its fields replaced by names of mesh axes."""
-    layout = Layout(SCHEMES[name].format_map(axes))
-    layout.scheme = name
-    return layout
+    return Layout(SCHEMES[name].format_map(axes), scheme=name)
 
 
 def data_parallel(data: str = "data") -> Layout:

@@ -33,13 +33,6 @@ class Plan(record.Plan):
       True
     """
 
-    @classmethod
-    def of(cls, plan: record.Plan) -> Plan:
-        """The public plan of a plan; it shares the cached costs."""
-        made = object.__new__(cls)
-        vars(made).update(vars(plan))
-        return made
-
     @property
     def memory(self) -> Memory:
         """Bytes on a device over a step: the peak, its line, by kind."""
@@ -74,11 +67,9 @@ class Plan(record.Plan):
         other = None if layout is None else Layout(layout)
         where = planned_mesh(mesh, topology) if isinstance(mesh, str | Mapping) else mesh
         measured = None if calibration is None else calibrations(calibration)
-        return Plan.of(
-            replan(
-                self, layout=other, mesh=where, topology=topology, strict=strict, lowering=lowering, overlap=overlap,
-                options=options, calibrations=measured,
-            )
+        return replan(
+            self, layout=other, mesh=where, topology=topology, strict=strict, lowering=lowering, overlap=overlap,
+            options=options, calibrations=measured,
         )  # fmt: skip
 
     def to_json(self) -> str:

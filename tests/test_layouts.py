@@ -119,6 +119,13 @@ def test_a_rule_with_dim_and_axis_swapped_is_corrected():
         mp.Layout("data: batch").check_axes(mp.mesh("data=4, model=2"))
 
 
+def test_the_scheme_of_a_layout():
+    assert mp.layouts.fsdp("other").scheme == mp.Layout("fsdp").scheme == mp.Layout(mp.layouts.fsdp()).scheme == "fsdp"
+    assert mp.Layout("batch: data").scheme == (mp.layouts.fsdp() | "batch: data").scheme == ""
+    assert mp.Layout("batch: data; mlp: model", scheme="mine").scheme == "mine"
+    assert mp.Layout("fsdp") == mp.Layout(str(mp.Layout("fsdp")))  # equal by rules, whatever they are called
+
+
 def test_a_scheme_whose_dims_have_other_names_warns():
     w, x = jax.ShapeDtypeStruct((32, 64), f32), jax.ShapeDtypeStruct((8, 32), f32)
     named = {"w": "hidden ff", "x": "batch hidden"}

@@ -14,7 +14,7 @@ from ..plan.plan import Plan
 from ..plan.spec import itemsize
 from ..plan.steps import Run
 from .caching import cached_on_plan
-from .collective_matmul import kernel_seconds
+from .collective_matmul import kernel_seconds, vector_seconds
 from .donation import aliased_inputs, gathered_then_copied
 from .flops import flops_on, local_opaque_flops, reread_bytes_on
 from .fusion import CONTIGUOUS_SLICES, SLICES, USER_KERNELS, Buffer, Computation, Kernel
@@ -32,6 +32,7 @@ class KernelTime:
       bytes: read from and written to HBM; copies to and from VMEM during other kernels do not count.
       matmul_seconds: of the FLOPs at the matrix unit's rate.
       traffic_seconds: of the bytes at HBM's rate.
+      vector_seconds: of the vector units; 0 on GPUs, and on chips whose clock is not known.
       seconds: of the kernel, with its overlap of matmuls, traffic and vector units (:func:`kernel_seconds`).
       count: runs in a step; a loop of unknown length counts once.
     """
@@ -40,6 +41,7 @@ class KernelTime:
     bytes: float
     matmul_seconds: float
     traffic_seconds: float
+    vector_seconds: float
     seconds: float
     count: int
 
@@ -90,10 +92,10 @@ def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
         )
         if matmul_seconds or traffic_seconds:
             convolves = any(run.op.primitive.convolution for run in kernel.matmuls)
-            seconds = kernel_seconds(
-                chip, matmul_seconds, traffic_seconds, _elements(kernel) if traffic_seconds else 0.0, convolves
-            )
-            out[kernel] = KernelTime(flops, traffic, matmul_seconds, traffic_seconds, seconds, count)
+            elements = _elements(kernel) if traffic_seconds else 0.0
+            seconds = kernel_seconds(chip, matmul_seconds, traffic_seconds, elements, convolves)
+            vector = 0.0 if chip.switch else vector_seconds(chip, elements)
+            out[kernel] = KernelTime(flops, traffic, matmul_seconds, traffic_seconds, vector, seconds, count)
     return out
 
 

@@ -59,6 +59,7 @@ class Time:
     Attributes:
       compute: of all matmuls, at the matrix unit's rate.
       memory: of all traffic, at HBM's rate.
+      vector: of the vector units, in all kernels (elementwise ops, reductions, conversions).
       communication: of all collectives, sequentially.
       busiest_axis: of the collectives over one mesh axis, sequentially, for the axis with the most. They share links, so no
         schedule of a step is shorter.
@@ -72,6 +73,7 @@ class Time:
 
     compute: float
     memory: float
+    vector: float
     communication: float
     busiest_axis: float
     seconds: float
@@ -87,8 +89,8 @@ class Time:
 
     @property
     def serial(self) -> float:
-        """The upper bound: nothing overlaps."""
-        return self.compute + self.memory + self.communication
+        """The upper bound: nothing overlaps, neither kernels and collectives nor the units of a kernel."""
+        return self.compute + self.memory + self.vector + self.communication
 
     @property
     def mfu(self) -> float:
@@ -99,7 +101,7 @@ class Time:
         """Seconds by part, bounds, estimate, utilisation, bottleneck, and the ten kernels that take longest."""
         top = sorted(self.ops, key=lambda o: -o.seconds * o.count)[:10]
         return {
-            "compute": self.compute, "memory": self.memory, "communication": self.communication,
+            "compute": self.compute, "memory": self.memory, "vector": self.vector, "communication": self.communication,
             "overlapped": self.overlapped, "serial": self.serial, "seconds": self.seconds, "mfu": self.mfu,
             "model_flops": self.model_flops, "bottleneck": self.bottleneck, "ops": [o.to_dict() for o in top],
         }  # fmt: skip
@@ -111,17 +113,18 @@ def time_of(plan: Plan) -> Time | None:
     if plan.chip is None:
         return None
     ops: list[OpTime] = []
-    compute = memory = 0.0
+    compute = memory = vector = 0.0
     for kernel, k in kernel_times(plan).items():
         compute += k.matmul_seconds * k.count
         memory += k.traffic_seconds * k.count
+        vector += k.vector_seconds * k.count
         ops.append(OpTime(kernel.primitive, k.flops, k.bytes, k.seconds, k.count, kernel.origin))
     model = model_flops(plan)
     communication = sum((c.seconds or 0.0) * (c.count or 1) for c in plan.collectives)
     busiest_axis = _busiest_axis(plan.collectives)
     seconds = max(_estimate(plan), busiest_axis)
     peak_flops = plan.chip.per_device().flops * math.prod(plan.sizes.values())
-    out = Time(compute, memory, communication, busiest_axis, seconds, model, peak_flops, ops)
+    out = Time(compute, memory, vector, communication, busiest_axis, seconds, model, peak_flops, ops)
     out.bottleneck = _bottleneck(out, plan.collectives)
     return out
 

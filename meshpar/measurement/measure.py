@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..cost.time import time_of
 from ..errors import CheckError, CompilerError, MeshError, UnsupportedError
 from ..global_arrays import place
 from ..hardware.calibration import EFFICIENCIES, JAXLIB, Calibration
 from ..hardware.chips import chip_of_kind
-from ..plan_api import Plan
+from ..passes import replan
 from ..units import format_seconds
 from ..verify.check import Subject, check_subject
 from ..verify.numbers import Difference, host, mesh_text, worst_of
@@ -40,11 +41,6 @@ class Candidate:
 
     layout: str
     subject: Subject
-
-    @property
-    def plan(self) -> Plan:
-        """The plan of the step under the layout."""
-        return Plan.of(self.subject.plan)
 
     @property
     def name(self) -> str:
@@ -173,7 +169,7 @@ def _check_rounding(first: Candidate, other: Candidate, differ: Mapping[str, Dif
     explained: set[str] = set()
     for each in (first, other):
         try:
-            row = check_subject(each.subject, each.plan.lowering, tolerance)
+            row = check_subject(each.subject, each.subject.plan.lowering, tolerance)
         except jax.errors.JaxRuntimeError:  # the step does not fit on one device
             raise failure from None
         if row.error is not None:
@@ -205,8 +201,9 @@ def _result(
         return Calibration(kind, JAXLIB, matmuls, memory, links, hbm=uncalibrated.hbm)
 
     def predict(efficiencies: Sequence[float]) -> list[float]:
-        plans = [c.plan.replan(calibration=with_efficiencies(efficiencies)) for c in candidates]
-        return [p.seconds or 0.0 for p in plans]
+        measured = (with_efficiencies(efficiencies),)
+        times = [time_of(replan(c.subject.plan, calibrations=measured)) for c in candidates]
+        return [0.0 if time is None else time.seconds for time in times]
 
     tell("fitting the efficiencies of the chip")
     start = tuple(getattr(uncalibrated, k) for k in EFFICIENCIES)
@@ -223,7 +220,7 @@ def _result(
         notes=fitted.notes,
     )
     rows = [
-        CalibrationRow(mesh_text(c.subject.plan.mesh), c.layout, s, spread, p, f, c.plan.lowering)
+        CalibrationRow(mesh_text(c.subject.plan.mesh), c.layout, s, spread, p, f, c.subject.plan.lowering)
         for c, s, spread, p, f in zip(candidates, seconds, spreads, planned, fitted.planned, strict=True)
     ]
     count = len({d for c in candidates for d in c.subject.plan.mesh.devices.flat})  # type: ignore[union-attr]

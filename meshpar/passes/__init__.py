@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 from ..compat.jax import user_stacklevel, without_gc
 from ..cost.memory import memory_of
@@ -28,6 +28,8 @@ from .collective_matmul import overlap_collectives
 from .lowering import AUTO, resolve_lowering
 from .schedule import schedule
 from .slice_traffic import note_slice_traffic
+
+P = TypeVar("P", bound=Plan)
 
 
 class Pass(NamedTuple):
@@ -66,7 +68,8 @@ def make_plan(
     program: Program, layout: Layout, mesh: AnyMesh, *, strict: bool = False, init: bool = False,
     topology: str | None = None, donated: Iterable[int] = (), lowering: str = AUTO, overlap: str | None = "off",
     options: OptionsMode = "off", compiler_options: Mapping[str, Any] | None = None, calibrations: Calibrations = (),
-) -> Plan:  # fmt: skip
+    plan_type: type[P] = Plan,
+) -> P:  # fmt: skip
     """The plan of a program under a layout on a mesh, after all passes.
 
     Args:
@@ -81,6 +84,7 @@ def make_plan(
       options: ``"auto"``: use the compiler options of :mod:`meshpar.hardware.options`.
       compiler_options: the user's own compiler options.
       calibrations: measured efficiencies of devices.
+      plan_type: the class of the plan.
 
     Raises:
       UnsupportedError: an ``overlap`` that does not exist.
@@ -88,7 +92,7 @@ def make_plan(
     """
     with without_gc():
         plan = planned(program, layout, mesh, strict=strict, init=init, topology=topology, donated=frozenset(donated),
-                       calibrations=calibrations, rank=_rank)  # fmt: skip
+                       calibrations=calibrations, rank=_rank, plan_type=plan_type)  # fmt: skip
     requested = Options(options, tuple((compiler_options or {}).items()))
     plan = replace(plan, requested_lowering=lowering, requested_overlap=overlap, options=requested)
     plan = _with_notes(with_passes(plan))
@@ -119,7 +123,7 @@ def _idle_axes(plan: Plan) -> list[str]:
     return [a for a, n in plan.sizes.items() if n > 1 and a not in used]
 
 
-def _with_notes(plan: Plan) -> Plan:
+def _with_notes(plan: P) -> P:
     """The plan with notes: axes and rules without effect on its program, and a compiler version without a table."""
     notes = []
     idle = ", ".join(f"`{a}`" for a in _idle_axes(plan))
@@ -171,7 +175,7 @@ def _warn_of_scheme(plan: Plan) -> None:
             warnings.warn(text, ReplicatedWarning, stacklevel=user_stacklevel())
 
 
-def with_passes(plan: Plan) -> Plan:
+def with_passes(plan: P) -> P:
     """A plan of :func:`plan_without_passes` after all passes.
 
     It resolves the plan's ``requested_lowering``, ``requested_overlap`` and requested compiler options.
@@ -187,7 +191,8 @@ def with_passes(plan: Plan) -> Plan:
         plan.chip, sends, requested.mode, dict(requested.given), lambda values: refused_options(plan.mesh, values)
     )
     with without_gc():
-        return overlap_collectives(replace(plan, options=chosen), _run_passes)
+        # passes change fields by `dataclasses.replace`, so the class of the plan stays
+        return cast(P, overlap_collectives(replace(plan, options=chosen), _run_passes))
 
 
 def _run_passes(plan: Plan) -> Plan:
@@ -199,10 +204,10 @@ def _run_passes(plan: Plan) -> Plan:
 
 
 def replan(
-    plan: Plan, *, layout: Layout | None = None, mesh: AnyMesh | None = None, topology: str | None = None,
+    plan: P, *, layout: Layout | None = None, mesh: AnyMesh | None = None, topology: str | None = None,
     strict: bool = False, lowering: str | None = None, overlap: str | None = None, options: OptionsMode | None = None,
     calibrations: Calibrations | None = None,
-) -> Plan:  # fmt: skip
+) -> P:  # fmt: skip
     """The plan of the same program under another layout or on another mesh; arguments that are None are as requested in ``plan``.
 
     An ``overlap`` other than ``"off"`` for a plan of ``lowering="jit"`` means ``lowering="auto"``.
@@ -230,9 +235,9 @@ def replan(
 
 
 def plan_without_passes(
-    plan: Plan, *, layout: Layout | None = None, mesh: AnyMesh | None = None, topology: str | None = None,
+    plan: P, *, layout: Layout | None = None, mesh: AnyMesh | None = None, topology: str | None = None,
     strict: bool = False, calibrations: Calibrations | None = None, max_seconds: float = math.inf,
-) -> Plan:  # fmt: skip
+) -> P:  # fmt: skip
     """As :func:`replan`, without passes; it requests the lowering, overlap and options of ``plan``.
 
     Args:
@@ -253,6 +258,7 @@ def plan_without_passes(
             calibrations=plan.calibrations if calibrations is None else calibrations,
             max_seconds=max_seconds,
             rank=_rank,
+            plan_type=type(plan),
         )
     requested = Options(plan.options.mode, plan.options.given)
     return replace(

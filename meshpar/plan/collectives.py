@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import field, fields
+from itertools import takewhile
 from typing import Any
 
 import jax.numpy as jnp
@@ -91,23 +92,22 @@ def split_reduction(
 ) -> tuple[dict[int, tuple[str, ...]], tuple[str, ...]]:
     """(dim → axes of its reduce-scatter, axes of the all-reduce) with which a partial value is reduced.
 
-    A sum is reduce-scattered over an axis that comes next in the stored spec of a dim, and all-reduced over the other axes.
+    A sum is reduce-scattered over the axes that come next in the stored spec of a dim, and all-reduced over the other axes.
 
     Given a sum partial over ``("data", "model")`` with ``have = ((), ())`` and ``stored = (("data",), ())``, returns
-    ``({0: ("data",)}, ("model",))``.
+    ``({0: ("data",)}, ("model",))``; with ``stored = (("model", "data"), ())``, returns ``({0: ("model", "data")}, ())``.
 
     Args:
       have: the spec of the partial value; stored: its stored spec.
       axes: over which it is partial; kind: the reduction of its terms.
     """
-    now = [list(entry) for entry in have]
     dim_of = {a: i for i, entry in enumerate(stored) for a in entry}
     scatter: dict[int, tuple[str, ...]] = {}
-    for a in axes:
-        i = dim_of.get(a)
-        if kind in ADDED and i is not None and stored[i][: len(now[i]) + 1] == (*now[i], a):
-            now[i].append(a)
-            scatter[i] = (*scatter.get(i, ()), a)
+    for i in dict.fromkeys(dim_of[a] for a in axes if kind in ADDED and a in dim_of):
+        n = len(have[i])
+        over = tuple(takewhile(axes.__contains__, stored[i][n:])) if stored[i][:n] == have[i] else ()
+        if over:
+            scatter[i] = over
     return scatter, tuple(a for a in axes if not any(a in s for s in scatter.values()))
 
 

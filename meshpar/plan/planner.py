@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from jax.extend.core import Literal
 
@@ -29,6 +29,8 @@ from .plan import Plan, ShardedArray
 from .spec import replicated_spec
 from .steps import Shard
 
+P = TypeVar("P", bound=Plan)
+
 Rank = Callable[[Plan], Any]
 """A sort key of plans of one step: the smallest is best."""
 
@@ -41,8 +43,8 @@ def bytes_sent(plan: Plan) -> float:
 def planned(
     program: Program, layout: Layout, mesh: AnyMesh, *, strict: bool = False, init: bool = False,
     topology: str | None = None, donated: frozenset[int] = frozenset(), calibrations: Calibrations = (),
-    max_seconds: float = math.inf, rank: Rank = bytes_sent,
-) -> Plan:  # fmt: skip
+    max_seconds: float = math.inf, rank: Rank = bytes_sent, plan_type: type[P] = Plan,
+) -> P:  # fmt: skip
     """Plan a program under a layout on a mesh, before any pass.
 
     A program with slices that the mesh does not divide is planned as :mod:`meshpar.program.divisible_rewrite` rewrites it, and
@@ -56,6 +58,7 @@ def planned(
       calibrations: measurements of devices, among them the plan's.
       max_seconds: limit of the seconds of the plan's collectives, run one after the other.
       rank: chooses between the plans of the rewritten and of the unmodified program.
+      plan_type: the class of the plan.
 
     Raises:
       UnknownAxisError, UnknownDimError, DivisibilityError, JoinError, UnsupportedError.
@@ -76,7 +79,7 @@ def planned(
     def parts(value: Value, dim: int) -> int:
         return math.prod(assignment.sizes[a] for a in assignment.value_spec(value)[dim])
 
-    def plan(program: Program, max_seconds: float, max_bytes: float = math.inf) -> Plan:
+    def plan(program: Program, max_seconds: float, max_bytes: float = math.inf) -> P:
         """The plan of a program, the given one or its rewritten form.
 
         Raises:
@@ -86,7 +89,7 @@ def planned(
             program, layout, complete, mesh, topology, donated, notes, calibrations, max_seconds, max_bytes
         )
         try:
-            return planner.plan()
+            return planner.plan(plan_type)
         finally:
             del planner.control  # refers to a method of the planner: without the cycle its arrays are freed at once
 
@@ -162,8 +165,8 @@ class _Planner:
         )
         self.control = ControlFlow(self.emitter, self.facts, accumulated, self.ops)
 
-    def plan(self) -> Plan:
-        """The plan."""
+    def plan(self, plan_type: type[P]) -> P:
+        """The plan, of the class ``plan_type``."""
         program, emitter = self.program, self.emitter
         inputs = [emitter.place(emitter.shard(v, replicated_spec(len(v.shape)))) for v in program.constants]
         self.notes += filter(None, (large_constant_note(program, v, self.sizes) for v in program.constants))
@@ -179,7 +182,7 @@ class _Planner:
             outputs.append(self.output(var, value))
             results.append(self.held(value, emitter.stored(value)))
         self.notes += self.unsharded_notes()
-        return Plan(
+        return plan_type(
             program, self.layout, self.requested_layout, self.mesh, self.topology, self.torus, self.chip, self.donated,
             emitter.body.body(inputs, outputs), emitter.placements, tuple(arguments), tuple(results),
             tuple(dict.fromkeys(self.notes)), calibrations=self.calibrations,

@@ -15,7 +15,6 @@ from ..hardware.topology import Torus, joined, torus_of_slices
 from ..layout import Layout
 from ..mesh import planned_mesh
 from ..passes import plan_without_passes, with_passes
-from ..plan import plan as record
 from ..plan.assignment import AxisAssignment
 from ..plan.collective_records import TooLong
 from ..plan_api import Plan
@@ -137,7 +136,7 @@ class Evaluation:
                 return False
             if not math.isclose(comm_seconds(plan), self._comm_seconds.get(self._equivalence_key(one), math.nan)):
                 return False
-            plan = Plan.of(with_passes(plan))
+            plan = with_passes(plan)
             return (plan.seconds, plan.memory.peak) == (first.seconds, first.peak)
         return (row.seconds, row.peak) == (first.seconds, first.peak)
 
@@ -271,7 +270,7 @@ class Evaluation:
             plan = self._plan_without_passes(point, max_comm_seconds)
             sent = self._comm_seconds[key] = comm_seconds(plan)
             if sent <= gains:
-                return Plan.of(with_passes(plan)), sent
+                return with_passes(plan), sent
         raise TooLong if sent > max_comm_seconds else _NoGain
 
     def _assignment(self, point: Point) -> AxisAssignment:
@@ -279,7 +278,7 @@ class Evaluation:
             self._last_assignment = point, AxisAssignment(self.base.program, Layout(point.layout), dict(point.sizes))
         return self._last_assignment[1]
 
-    def _plan_without_passes(self, point: Point, max_comm_seconds: float = math.inf) -> record.Plan:
+    def _plan_without_passes(self, point: Point, max_comm_seconds: float = math.inf) -> Plan:
         mesh = planned_mesh(point.mesh, self.topology)
         return plan_without_passes(
             self.base, layout=Layout(point.layout), mesh=mesh, topology=self.topology, max_seconds=max_comm_seconds
@@ -322,7 +321,7 @@ class Evaluation:
         """The breakdown of a candidate that has been planned."""
         if point not in self._breakdowns:
             plan = self._plan_without_passes(point)
-            self._breakdowns[point] = Breakdown(Plan.of(with_passes(plan)), comm_seconds(plan))
+            self._breakdowns[point] = Breakdown(with_passes(plan), comm_seconds(plan))
         return self._breakdowns[point]
 
     def _rival(self, point: Point) -> Point | None:
@@ -403,6 +402,6 @@ def used_together(before: str, axis: str, entry: Sequence[str]) -> bool:
     return entry.index(axis) == entry.index(before) + 1
 
 
-def comm_seconds(plan: record.Plan) -> float:
+def comm_seconds(plan: Plan) -> float:
     """Seconds of all collectives of a plan, run sequentially."""
     return sum(map(seconds_per_step, plan.collectives))

@@ -222,8 +222,17 @@ def test_recomputation_is_work_but_not_the_models():
 def test_bounds_and_utilisation():
     time = plan_step().time
     assert time.overlapped == max(time.compute, time.memory, time.communication)
-    assert time.serial == time.compute + time.memory + time.communication
+    assert time.serial == time.compute + time.memory + time.vector + time.communication
     assert time.overlapped <= time.seconds <= time.serial
+
+
+def test_no_estimate_is_above_the_bound_without_overlap():
+    made = plan(lambda a: jnp.tanh(a) + 1, array(4096, 4096))
+    time = made.time
+    assert time.compute == time.communication == 0.0
+    assert time.memory == 2 * BF16 * 4096**2 / HBM
+    assert time.vector == pytest.approx(4096**2 / (100 * 1.5e9))
+    assert time.memory < time.seconds <= time.serial  # the vector units alternate with the traffic
     assert time.mfu == pytest.approx(time.model_flops / (time.seconds * 16 * 1.97e14))
     assert 0 < time.mfu < 1
 

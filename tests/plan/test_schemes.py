@@ -3,8 +3,10 @@
 from collections import Counter
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from lowered import same
 from planned_transformer import (
     BATCH,
     DIMS,
@@ -24,8 +26,8 @@ from planned_transformer import (
 import meshpar as mp
 
 
-def plan_of(layout, step=train_step, **kwargs):
-    return mp.plan(step, STATE, TOKENS, mesh=MESH, layout=layout, dims=DIMS, **kwargs)
+def plan_of(layout, step=train_step, mesh=MESH, **kwargs):
+    return mp.plan(step, STATE, TOKENS, mesh=mesh, layout=layout, dims=DIMS, **kwargs)
 
 
 def in_layers(plan, op=None, dims=None):
@@ -184,3 +186,20 @@ def test_json_and_text_tell_the_same():
 def test_every_dim_but_a_few_is_named():
     named, total, _ = plan_of("batch: data").program.coverage()
     assert named / total > 0.98
+
+
+def test_the_order_of_axes_in_all_rules_does_not_change_what_is_sent():
+    """Fully sharded over two axes of one size: which of them is major is only a name."""
+    sent = {}
+    for axes in ("data+model", "model+data"):
+        plan = plan_of(f"batch, embed: {axes}", mesh="data=2, model=2")
+        sent[axes] = plan.bytes_sent, Counter(c.op for c in plan.collectives)
+    assert sent["data+model"] == sent["model+data"]
+
+
+def test_gradients_over_axes_in_another_order_than_the_meshs():
+    def gradient(w, x):
+        return jax.grad(lambda w: ((x @ w) ** 2).sum())(w)
+
+    w, x = (np.random.default_rng(k).normal(size=(8, 8)).astype(np.float32) for k in range(2))
+    same(gradient, w, x, layout="batch, embed: model+data", dims={"w": "embed mlp", "x": "batch embed"})

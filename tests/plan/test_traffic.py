@@ -4,6 +4,7 @@ import pytest
 from arrays import f32
 
 import meshpar as mp
+from meshpar.plan.collectives import split_reduction
 from meshpar.plan.traffic import op_bytes, partial_axes, reduction_bytes
 
 SIZES = {"data": 4, "model": 2}
@@ -48,3 +49,11 @@ def test_a_reduction_scatters_first_and_all_reduces_the_shard(dot):
     (value,) = dot.outs  # 2048 bytes
     assert reduction_bytes(value, ((), ()), (D, ()), (*D, *M), "sum", SIZES) == 2048 * 3 / 4 + 2 * (2048 / 4) / 2
     assert reduction_bytes(value, ((), ()), (D, ()), D, "max", SIZES) == 2 * 2048 * 3 / 4  # a maximum is not scattered
+
+
+@pytest.mark.parametrize("axes", [("data", "model"), ("model", "data")])
+def test_a_sum_is_reduce_scattered_over_the_axes_of_one_dim_in_any_order(axes):
+    assert split_reduction(((), ()), (axes, ()), ("data", "model"), "sum") == ({0: axes}, ())
+    assert split_reduction((axes[:1], ()), (axes, ()), axes[1:], "sum") == ({0: axes[1:]}, ())
+    assert split_reduction(((), ()), ((*axes, "other"), ()), axes[1:], "sum") == ({}, axes[1:])  # behind another axis
+    assert split_reduction(((), ()), (axes, ()), ("data", "model"), "max") == ({}, ("data", "model"))
