@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from .compat.versions import installed_version, version_numbers
+
 Status = Literal["ok", "missing", "problem"]
 
 FEATURES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -55,7 +57,7 @@ def diagnose(requirements: Iterable[str] | None = None) -> list[Finding]:
     findings += [_package(*_split(text)) for text in needed if "extra ==" not in text]
     findings.append(_devices())
     for feature, (extra, packages) in FEATURES.items():
-        versions = [f"{name} {version}" for name in packages if (version := _version(name)) is not None]
+        versions = [f"{name} {version}" for name in packages if (version := installed_version(name)) is not None]
         detail = ", ".join(versions) if versions else f"needs {' or '.join(packages)}: the extra meshpar[{extra}]"
         findings.append(Finding(feature, "ok" if versions else "missing", detail))
     return findings
@@ -76,27 +78,13 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
 
 def _package(name: str, bounds: list[tuple[str, str]]) -> Finding:
     """Whether a required package is installed in a version within the bounds."""
-    version = _version(name)
+    version = installed_version(name)
     wanted = f"{name} {', '.join(op + bound for op, bound in bounds)}".strip()
     if version is None:
         return Finding(name, "problem", f"not installed; meshpar needs {wanted}")
-    if all(_COMPARE[op](_numbers(version), _numbers(bound)) for op, bound in bounds):
+    if all(_COMPARE[op](version_numbers(version), version_numbers(bound)) for op, bound in bounds):
         return Finding(name, "ok", version)
     return Finding(name, "problem", f"{version}; meshpar needs {wanted}")
-
-
-def _version(name: str) -> str | None:
-    """The version of an installed distribution; None if it is not installed."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version, ``"0.12.0.dev3"`` → ``(0, 12, 0)``."""
-    release = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(map(int, release[0].split("."))) if release else ()
 
 
 def _devices() -> Finding:

@@ -108,7 +108,7 @@ def exposed_seconds(
     chunk = matmuls + chip.compiler.ring_chunk_start_seconds * len(runs) + per_chunk
     stalls: list[float] = []
     if stage.line and chip.compiler.line_permutes_are_sync:
-        stalls.append(sum((c.seconds or 0.0) * (c.count or 1) for c in hops if c.entry.ring_step) / (first.count or 1))
+        stalls.append(sum(c.total_seconds for c in hops if c.entry.ring_step) / (first.count or 1))
         others = ()
     elif chip.cores > 1 and not plan.is_async("all-gather"):
         one = matmuls / max(1, len(runs))
@@ -355,9 +355,9 @@ def warn_about_lines(plan: Plan) -> None:
         stride = f", {stage.stride} positions apart" if stage.stride > 1 else ""
         line_seconds, ring_seconds = 0.0, 0.0
         for c in hops:
-            runs, directions = 1 if c.count is None else c.count, min(2, stage.size - 1)
-            line_seconds += runs * hop_seconds(c.bytes, stage, plan.chip) / directions
-            ring_seconds += runs * hop_seconds(c.bytes, replace(stage, wraps=True), plan.chip) / directions
+            directions = min(2, stage.size - 1)
+            line_seconds += c.runs * hop_seconds(c.bytes, stage, plan.chip) / directions
+            ring_seconds += c.runs * hop_seconds(c.bytes, replace(stage, wraps=True), plan.chip) / directions
         parts.append(
             f"{format_axes(axes)} is no ring of the torus ({stage.size} devices {shape}{stride}): its ring steps share links in "
             f"both directions and take {format_seconds(line_seconds)} a step; around a ring they would take "

@@ -15,8 +15,10 @@ import functools
 import heapq
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
+from typing import TypeVar
 
 from ..hardware.collective_ops import CollectiveOp
 from ..plan.collectives import Collective
@@ -28,6 +30,7 @@ from .fusion import FUSIBLE, USER_KERNELS, VIEWS, Buffer, Computation, Kernel
 from .kernel_time import KernelTime, kernel_times
 from .kernels import computation_of
 
+T = TypeVar("T", bound=Hashable)
 _LIGHT = FUSIBLE | VIEWS | {"move!", "copy!"}
 
 
@@ -362,21 +365,28 @@ def _in_order(computation: Computation, concurrent: Mapping[Kernel, Sequence[Ker
             before[matmul].add(move)
         for reader in (r for buffer in move.writes for r in buffer.readers if r in before):
             before[reader].update(matmuls)
-    after: dict[Kernel, list[Kernel]] = {}
-    for kernel, others in before.items():
-        for other in others:
-            after.setdefault(other, []).append(kernel)
-    waits_for = {kernel: len(others) for kernel, others in before.items()}
-    ready = [index[kernel] for kernel, n in waits_for.items() if not n]
-    out: list[Kernel] = []
-    while ready:  # the first one in program order
-        kernel = kernels[heapq.heappop(ready)]
-        out.append(kernel)
-        for other in after.get(kernel, ()):
-            waits_for[other] -= 1
-            if not waits_for[other]:
-                heapq.heappush(ready, index[other])
-    return out if len(out) == len(kernels) else kernels
+    try:
+        return sorted_by_dependencies(before, index)
+    except CycleError:
+        return kernels
+
+
+def sorted_by_dependencies(before: Mapping[T, Iterable[T]], position: Mapping[T, int]) -> list[T]:
+    """The keys of ``before``, each after the ones it maps to; of those that can come next, the one with the lowest position.
+
+    Raises:
+      CycleError: no such order exists.
+    """
+    sorter = TopologicalSorter(before)
+    sorter.prepare()
+    ready: list[tuple[int, T]] = []
+    out: list[T] = []
+    while sorter.is_active():
+        for item in sorter.get_ready():
+            heapq.heappush(ready, (position[item], item))
+        out.append(heapq.heappop(ready)[1])
+        sorter.done(out[-1])
+    return out
 
 
 def _is_computed(buffer: Buffer, computation: Computation, inside: set[Kernel], cache: dict[Buffer, bool]) -> bool:

@@ -120,7 +120,7 @@ def time_of(plan: Plan) -> Time | None:
         vector += k.vector_seconds * k.count
         ops.append(OpTime(kernel.primitive, k.flops, k.bytes, k.seconds, k.count, kernel.origin))
     model = model_flops(plan)
-    communication = sum((c.seconds or 0.0) * (c.count or 1) for c in plan.collectives)
+    communication = plan.comm_seconds
     busiest_axis = _busiest_axis(plan.collectives)
     seconds = max(_estimate(plan), busiest_axis)
     peak_flops = plan.chip.per_device().flops * math.prod(plan.sizes.values())
@@ -134,7 +134,7 @@ def _busiest_axis(collectives: Iterable[Collective]) -> float:
     seconds: dict[str, list[float]] = {}
     for c in collectives:
         for axis in c.axes:
-            seconds.setdefault(axis, []).append((c.seconds or 0.0) * (c.count or 1))
+            seconds.setdefault(axis, []).append(c.total_seconds)
     return max(map(sum, seconds.values()), default=0.0)
 
 
@@ -145,12 +145,8 @@ def _estimate(plan: Plan) -> float:
         o.exposed[o.choice] * (o.count or 1) for o in plan.overlaps if o.choice != "xla" and o.exposed is not None
     ]
     scheduled = {t.collective for s in schedule.values() for t in s.transfers}
-    exposed += [
-        (c.seconds or 0.0) * (c.count or 1)
-        for step in plan.body.all_steps
-        for c in separate_collectives(step)
-        if c not in scheduled
-    ]
+    sent = (c for step in plan.body.all_steps for c in separate_collectives(step))
+    exposed += [c.total_seconds for c in sent if c not in scheduled]
     return math.fsum(exposed) + schedule[computation_of(plan)].seconds
 
 
@@ -165,7 +161,7 @@ def _bottleneck(time: Time, collectives: Sequence[Collective]) -> str:
         groups: dict[Any, float] = {}
         for c in collectives:
             key = (c.op, c.axes, c.cause)
-            groups[key] = groups.get(key, 0.0) + (c.seconds or 0.0) * (c.count or 1)
+            groups[key] = groups.get(key, 0.0) + c.total_seconds
         (op, axes, cause), seconds = max(groups.items(), key=lambda x: x[1])
         return (f"communication: {format_seconds(most)} of collectives ({others}); most of it, "
                 f"{format_seconds(seconds)}, is {op} over "

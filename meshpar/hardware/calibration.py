@@ -14,6 +14,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from ..compat.versions import version_numbers
 from ..errors import MeshError, UnsupportedError
 from ..layout import AnyMesh
 from .chips import Chip, chip_of_kind
@@ -204,14 +205,10 @@ def calibrated(chip: Chip | None, where: AnyMesh, given: Calibrations) -> Chip |
             fixes=["name the topology: topology=…"] if what.startswith("an abstract") else [
                 "mp.calibrate (meshpar calibrate) on such devices", "or plan without a calibration, by the chip table"],
         )  # fmt: skip
-    best = max(matching, key=lambda c: (c.jaxlib == JAXLIB, _version(c.jaxlib)))
+    best = max(matching, key=lambda c: (c.jaxlib == JAXLIB, version_numbers(c.jaxlib)))
     return best.on(chip)
 
 
 def _table_name(c: Calibration) -> str | None:
     chip = chip_of_kind(c.device_kind)
     return None if chip is None else chip.name
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(".") if part.isdigit())

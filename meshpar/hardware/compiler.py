@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ..compat.versions import installed_version, version_numbers
 from .collective_ops import CollectiveOp
 
 TABLES = Path(__file__).parent / "tables"
@@ -132,12 +132,16 @@ def compiler_model(chip: str | None, package: str = "libtpu", version: str | Non
 @functools.lru_cache
 def _compiler_model(chip: str | None, package: str, version: str | None) -> CompilerModel:
     """:func:`compiler_model` for a resolved version; cached."""
-    versions = sorted((v for name, v in _tables() if name == package), key=_numbers)
+    versions = sorted((v for name, v in _tables() if name == package), key=version_numbers)
     if version is None:
         chosen = requested = versions[-1]
     else:
-        chosen = max((v for v in versions if _numbers(v) <= _numbers(version)), key=_numbers, default=versions[0])
-        same = _numbers(version)[: len(_numbers(chosen))] == _numbers(chosen)
+        chosen = max(
+            (v for v in versions if version_numbers(v) <= version_numbers(version)),
+            key=version_numbers,
+            default=versions[0],
+        )
+        same = version_numbers(version)[: len(version_numbers(chosen))] == version_numbers(chosen)
         requested = chosen if same else version
     table = _tables()[package, chosen]
     constants, fits = _flat(table["all"])
@@ -182,13 +186,4 @@ def _frozen(name: str, value: Any) -> Any:
 _TYPES: dict[str, str] = {f.name: str(f.type) for f in fields(CompilerModel)}
 
 
-@functools.lru_cache
-def _installed(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".") if part.isdigit())
+_installed = functools.lru_cache(installed_version)

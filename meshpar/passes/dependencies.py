@@ -92,7 +92,6 @@ class FrameDependencies:
       maker: value → the op that computes it.
       users: value → the ops that read it.
       makers: by index, the ops whose results an op reads.
-      direct_users: op → the indices of the ops that read its results.
       leads_to_heavy: op → whether a matmul, an opaque kernel or a loop depends on it.
     """
 
@@ -104,10 +103,6 @@ class FrameDependencies:
         self.maker = {v: op for op in frame.ops for v in op.makes}
         reads = {op: _values_read(op) for op in frame.ops}
         self.makers = [{maker for v in reads[op] if (maker := self.maker.get(v, op)) is not op} for op in frame.ops]
-        self.direct_users: dict[Op, list[int]] = {}
-        for k, makers in enumerate(self.makers):
-            for op in makers:
-                self.direct_users.setdefault(op, []).append(k)
         self.users: dict[Value, list[Op]] = {}
         for op, values in reads.items():
             for v in values:

@@ -13,12 +13,12 @@ the gradients are computed (:data:`meshpar.compat.quirks.LATE_GRADIENTS`). Three
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ..cost.fusion import FUSIBLE, MATMULS, VIEWS
+from ..cost.schedule import sorted_by_dependencies
 from ..plan.plan import Plan
 from ..plan.steps import (
     Barrier,
@@ -286,20 +286,7 @@ class _FrameOrder:
         waits = [(position[op], {facts.maker[v] for v in values}) for op, values in after.items() if op in position]
         if all(position[maker] < k for k, makers in waits for maker in makers):
             return ops
-        missing = [len(makers) for makers in facts.makers]
-        delayed: dict[Op, list[int]] = {}
+        before = {op: set(makers) for op, makers in zip(ops, facts.makers, strict=True)}
         for k, makers in waits:
-            for maker in makers - facts.makers[k]:
-                delayed.setdefault(maker, []).append(k)
-                missing[k] += 1
-        ready = [k for k, n in enumerate(missing) if not n]
-        out: list[Op] = []
-        while ready:  # the first one in program order
-            op = ops[heapq.heappop(ready)]
-            out.append(op)
-            for k in (*facts.direct_users.get(op, ()), *delayed.get(op, ())):
-                missing[k] -= 1
-                if not missing[k]:
-                    heapq.heappush(ready, k)
-        assert len(out) == len(ops), "matmuls that wait for each other"
-        return out
+            before[ops[k]] |= makers
+        return sorted_by_dependencies(before, position)

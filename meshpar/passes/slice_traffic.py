@@ -14,7 +14,7 @@ def note_slice_traffic(plan: Plan) -> Plan:
         return plan  # nodes of GPUs have a link to others for every GPU
     weights = {d for h in plan.inputs if h.kind in ("params", "opt") for d in h.dims if d}
     traffic = [
-        (dcn_bytes_sent(c, plan.torus) * (c.count or 1), c)
+        (dcn_bytes_sent(c, plan.torus) * c.runs, c)
         for c in plan.collectives
         if c.count != 1 and (c.op not in ("all-reduce", "reduce-scatter") or set(c.dims.split()) - weights)
     ]

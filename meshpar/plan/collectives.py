@@ -69,7 +69,17 @@ class Collective:
     @property
     def total_bytes(self) -> float:
         """Bytes sent per step; a loop of unknown length counts once."""
-        return self.bytes * (1 if self.count is None else self.count)
+        return self.bytes * self.runs
+
+    @property
+    def runs(self) -> int:
+        """Runs per step; 1 in a loop of unknown length."""
+        return 1 if self.count is None else self.count
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds per step, alone on the links; 0 if the chip is not known."""
+        return (self.seconds or 0.0) * self.runs
 
     @property
     def source(self) -> str:

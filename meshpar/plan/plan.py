@@ -283,7 +283,12 @@ class Plan:
     @property
     def dcn_bytes(self) -> float:
         """The part of :attr:`bytes_sent` that goes to other slices (or nodes of GPUs)."""
-        return sum(dcn_bytes_sent(c, self.torus) * (1 if c.count is None else c.count) for c in self.collectives)
+        return sum(dcn_bytes_sent(c, self.torus) * c.runs for c in self.collectives)
+
+    @property
+    def comm_seconds(self) -> float:
+        """Seconds of all collectives of one step, run sequentially; loops of unknown length count once."""
+        return sum(c.total_seconds for c in self.collectives)
 
     def argument_bytes(self, kind: str | None = None) -> float:
         """Bytes of the inputs and constants on each device, all or of one kind (``params``, ``opt``, ``constant``, ``other``)."""

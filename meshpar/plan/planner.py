@@ -100,7 +100,7 @@ def planned(
     best = plan(rewritten, math.inf)
     best = replace(best, notes=(*best.notes, *padded))
     if best.collectives:
-        seconds = _seconds(best)
+        seconds = best.comm_seconds
         limits = (math.inf, best.bytes_sent) if best.chip is None else (seconds, math.inf)
         try:
             unmodified = plan(program, *limits)
@@ -108,14 +108,9 @@ def planned(
             pass
         else:
             best = min(unmodified, best, key=rank)
-    if _seconds(best) > max_seconds:
+    if best.comm_seconds > max_seconds:
         raise TooLong
     return best
-
-
-def _seconds(plan: Plan) -> float:
-    """Seconds of the collectives of a plan, one after the other; loops of unknown length count once."""
-    return sum((c.seconds or 0.0) * (c.count or 1) for c in plan.collectives)
 
 
 class _Planner:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
 import json
 import os
 import re
@@ -25,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ..compat.processes import Store, connected, process_count, process_index
+from ..compat.versions import installed_version
 from ..dims import PathDims
 from ..errors import AgreementError
 from ..global_arrays import is_global, is_key
@@ -153,14 +153,8 @@ def facts_of(sheet: Sheet, leaves: Sequence[Any]) -> tuple[dict[str, _Lines], di
 
 
 def versions() -> str:
-    return ", ".join(f"{name} {_version(name)}" for name in ("meshpar", "jax", "jaxlib", "numpy"))
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
+    packages = ("meshpar", "jax", "jaxlib", "numpy")
+    return ", ".join(f"{name} {installed_version(name) or '(not installed)'}" for name in packages)
 
 
 def settings() -> list[str]:

@@ -7,9 +7,10 @@ processes, and the position in the data is one integer.
 
 from __future__ import annotations
 
-import queue
-import threading
+import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, Protocol
 
 import jax
@@ -268,51 +269,22 @@ class Batches:
             )
         self.position = position
         end = None if self.epochs is None else self.epochs * self.per_epoch
-        if self.prefetch < 1:
-            while end is None or self.position < end:
-                n = self.position
-                x = self[n]
-                self.position = n + 1
-                yield n, x
-            return
-        ahead: queue.Queue[tuple[int, Any]] = queue.Queue(self.prefetch)
-        over = threading.Event()
-
-        def fill() -> None:
-            """Prefetch thread: put ``(n, batch n)`` into the queue for n = position, …; ``(-1, None)`` at the end,
-            ``(-2, error)`` if reading fails."""
-            n = position
-            while not over.is_set():
-                item = (-1, None) if end is not None and n >= end else None
-                if item is None:
-                    try:
-                        item = (n, self[n])
-                    except BaseException as error:  # raised where the batch is asked for
-                        item = (-2, error)
-                while not over.is_set():
-                    try:
-                        ahead.put(item, timeout=0.1)
-                        break
-                    except queue.Full:
-                        continue
-                if item[0] < 0:
-                    return
-                n += 1
-
-        reader = threading.Thread(target=fill, name="meshpar batches", daemon=True)
-        reader.start()
-        try:
-            while True:
-                n, x = ahead.get()
-                if n == -1:
-                    return
-                if n == -2:
-                    raise x
-                self.position = n + 1
-                yield n, x
-        finally:
-            over.set()
-            reader.join()
+        numbers = itertools.count(position) if end is None else iter(range(position, end))
+        ahead: deque[tuple[int, Future[Any]]] = deque()
+        with ThreadPoolExecutor(1, "meshpar batches") as reader:
+            try:
+                while True:
+                    for n in itertools.islice(numbers, self.prefetch + 1 - len(ahead)):
+                        ahead.append((n, reader.submit(self.__getitem__, n)))
+                    if not ahead:
+                        return
+                    n, batch = ahead.popleft()
+                    x = batch.result()
+                    self.position = n + 1
+                    yield n, x
+            finally:
+                for _, batch in ahead:
+                    batch.cancel()
 
     # -- position
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from ..compat import nnx
 from ..compat.jax import is_graph_node
@@ -56,23 +57,9 @@ def by_name(tree: Any) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], An
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     """``{"a/b": x}`` → ``{"a": {"b": x}}``."""
-    out: dict[str, Any] = {}
-    for path, x in flat.items():
-        *folders, last = path.split("/")
-        at = out
-        for name in folders:
-            at = at.setdefault(name, {})
-        at[last] = x
-    return out
+    return unflatten_dict(flat, sep="/")
 
 
-def flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of :func:`nested`."""
-    out: dict[str, Any] = {}
-    for name, x in tree.items():
-        here = f"{path}/{name}" if path else str(name)
-        if isinstance(x, Mapping):
-            out.update(flat(x, here))
-        else:
-            out[here] = x
-    return out
+    return flatten_dict(tree, sep="/")

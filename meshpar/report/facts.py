@@ -59,11 +59,6 @@ def fits(plan: Plan) -> bool | None:
     return None if plan.chip is None else memory_of(plan).peak <= plan.chip.per_device().hbm
 
 
-def seconds_per_step(c: Collective) -> float:
-    """Seconds of a collective in a step; in loops of unknown length it counts once."""
-    return (c.seconds or 0.0) * (c.count or 1)
-
-
 def kernel_seconds(time: Time) -> float:
     """Seconds of the estimated step in which kernels run; the remaining time is exposed communication."""
     return sum(op.seconds * op.count for op in time.ops)
@@ -88,7 +83,7 @@ def blocking_collectives(plan: Plan) -> str:
     if not blocking:
         return ""
     kinds = " and ".join(f"{op}s" for op in sorted({c.op for c in blocking}))
-    return f"{kinds} are synchronous on {chip.name}: {format_seconds(sum(map(seconds_per_step, blocking)))}"
+    return f"{kinds} are synchronous on {chip.name}: {format_seconds(sum(c.total_seconds for c in blocking))}"
 
 
 def calibration_text(plan: Plan) -> str:
@@ -216,7 +211,7 @@ class CollectiveGroup:
 
     @property
     def seconds(self) -> float:
-        return sum(map(seconds_per_step, self.members))
+        return sum(c.total_seconds for c in self.members)
 
     @property
     def dims(self) -> str:
@@ -299,7 +294,7 @@ def rule_effects(plan: Plan) -> list[RuleEffect]:
         k = causing_rule(plan, c)
         effect = other if k is None else out[k]
         effect.sent += c.total_bytes
-        effect.seconds += seconds_per_step(c)
+        effect.seconds += c.total_seconds
     return [*out, other] if other.sent else out
 
 

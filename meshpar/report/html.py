@@ -41,7 +41,6 @@ from .facts import (
     lowering_text,
     rule_effects,
     rules_of,
-    seconds_per_step,
     shape_text,
     time_bounds,
 )
@@ -225,7 +224,7 @@ def cards(plan: Plan) -> str:
         shown.append(("of the peak FLOP/s", f"{100 * time.mfu:.0f} %", time.mfu, "", bottleneck))
     else:
         shown.append(("step time", "–", 0.0, "", NOT_ESTIMATED))
-    took = f"in {format_seconds(sum(map(seconds_per_step, plan.collectives)))}: " if chip is not None else ""
+    took = f"in {format_seconds(plan.comm_seconds)}: " if chip is not None else ""
     kinds = collective_groups(plan.collectives, lambda c: c.op)[:3]
     by_kind = ", ".join(f"{g.first.op} {format_bytes(g.bytes)}" for g in kinds)
     sent = plan.bytes_sent
@@ -246,7 +245,7 @@ def step_parts(plan: Plan, colours: AxisColours) -> str:
     by_colour: dict[str, float] = {}
     for c in plan.collectives:
         kind = colours.first(c.axes)
-        by_colour[kind] = by_colour.get(kind, 0.0) + seconds_per_step(c)
+        by_colour[kind] = by_colour.get(kind, 0.0) + c.total_seconds
     rows = [
         ("step, estimated", time.seconds, [("ink", kernels, "kernels"), ("wait", exposed, "exposed communication")]),
         ("matmuls alone", time.compute, [("ink", time.compute, "matmuls")]),

@@ -215,7 +215,7 @@ def _time_parts(plan: Plan) -> Iterator[_Part]:
     for step in plan.body.all_steps:
         for c in step.sends:
             values = [s.value for s in (*step.reads, *step.makes)]
-            yield _Part((c.seconds or 0.0) * (c.count or 1), 0.0, [c.origin, *values], scales=False)
+            yield _Part(c.total_seconds, 0.0, [c.origin, *values], scales=False)
     for o in plan.overlaps:
         if o.exposed is not None and o.choice != "xla" and o.origin is not None:
             units = [o.origin, *o.origin.ins, *o.origin.outs]

@@ -18,7 +18,6 @@ from ..passes import plan_without_passes, with_passes
 from ..plan.assignment import AxisAssignment
 from ..plan.collective_records import TooLong
 from ..plan_api import Plan
-from ..report.facts import seconds_per_step
 from ..units import format_memory, format_seconds
 from .bounds import Breakdown, LowerBound, lower_bounds
 from .naming import renamed
@@ -134,7 +133,7 @@ class Evaluation:
                 plan = self._plan_without_passes(other)
             except MeshparError:
                 return False
-            if not math.isclose(comm_seconds(plan), self._comm_seconds.get(self._equivalence_key(one), math.nan)):
+            if not math.isclose(plan.comm_seconds, self._comm_seconds.get(self._equivalence_key(one), math.nan)):
                 return False
             plan = with_passes(plan)
             return (plan.seconds, plan.memory.peak) == (first.seconds, first.peak)
@@ -268,7 +267,7 @@ class Evaluation:
             gains = parent.max_comm_seconds(kernels, (1 + slack) / (1 - gain) * below_seconds)
         if (sent := self._comm_seconds.get(key, 0.0)) <= min(max_comm_seconds, gains):
             plan = self._plan_without_passes(point, max_comm_seconds)
-            sent = self._comm_seconds[key] = comm_seconds(plan)
+            sent = self._comm_seconds[key] = plan.comm_seconds
             if sent <= gains:
                 return with_passes(plan), sent
         raise TooLong if sent > max_comm_seconds else _NoGain
@@ -321,7 +320,7 @@ class Evaluation:
         """The breakdown of a candidate that has been planned."""
         if point not in self._breakdowns:
             plan = self._plan_without_passes(point)
-            self._breakdowns[point] = Breakdown(with_passes(plan), comm_seconds(plan))
+            self._breakdowns[point] = Breakdown(with_passes(plan), plan.comm_seconds)
         return self._breakdowns[point]
 
     def _rival(self, point: Point) -> Point | None:
@@ -400,8 +399,3 @@ def used_together(before: str, axis: str, entry: Sequence[str]) -> bool:
     if axis not in entry or before not in entry:
         return axis not in entry and before not in entry
     return entry.index(axis) == entry.index(before) + 1
-
-
-def comm_seconds(plan: Plan) -> float:
-    """Seconds of all collectives of a plan, run sequentially."""
-    return sum(map(seconds_per_step, plan.collectives))

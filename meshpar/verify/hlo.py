@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from .hlo_text import CALLS, Instruction, Module, arrays, byte_size, closing, parse
 from .loops import Scope, trip_count
 
@@ -65,14 +67,8 @@ class HloCollective:
         """The mesh axes along which its members differ, for a mesh of these sizes in the program's device order."""
         if not self.members:
             return ()
-        coordinates = []
-        for device in self.members:
-            own = []
-            for size in reversed(list(sizes.values())):
-                device, at = divmod(device, size)
-                own.append(at)
-            coordinates.append(own[::-1])
-        return tuple(a for i, a in enumerate(sizes) if len({c[i] for c in coordinates}) > 1)
+        coordinates = np.unravel_index(self.members, tuple(sizes.values()))
+        return tuple(a for a, along in zip(sizes, coordinates, strict=True) if len(set(along.tolist())) > 1)
 
 
 @dataclass(slots=True)
@@ -288,25 +284,13 @@ def _group(attributes: str, devices: int) -> tuple[int, tuple[int, ...] | None]:
         sizes = [int(n) for n in m[2].split(",")]
         order = [int(n) for n in m[3].split(",")] if m[3] else list(range(len(sizes)))
         size = int(m[1].split(",")[-1])
-        return size, _first(sizes, order, size)
+        numbers = np.arange(math.prod(sizes)).reshape(sizes).transpose(order).ravel()
+        return size, tuple(numbers[:size].tolist())
     listed = re.match(r"\{\s*\{([\d,\s]+)\}", text)
     if listed:
         members = tuple(int(n) for n in listed[1].split(","))
         return len(members), members
     return devices, tuple(range(devices))
-
-
-def _first(sizes: Sequence[int], order: Sequence[int], count: int) -> tuple[int, ...]:
-    """The first ``count`` numbers of a transposed iota of these sizes, in row-major order."""
-    strides = [math.prod(sizes[k + 1 :]) for k in range(len(sizes))]
-    out = []
-    for n in range(count):
-        flat = 0
-        for k in reversed(order):
-            n, at = divmod(n, sizes[k])
-            flat += at * strides[k]
-        out.append(flat)
-    return tuple(out)
 
 
 def _mesh_group(text: str) -> tuple[int, tuple[int, ...] | None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import io
 import json
 import os
@@ -20,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..compat.versions import installed_version
 from ..errors import CompilerError
 from ..progress import Progress, progress_line
 from .compiler import FACTS, JOB, MODULE, RESULT
@@ -59,7 +59,8 @@ class Job:
         """A hash of everything that the result depends on, including versions and flags."""
         facts = {k: v for k, v in asdict(self).items() if k not in ("name", "module", "content")}
         facts["format"] = FORMAT
-        facts["versions"] = [_version(p) for p in ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt")]
+        compilers = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
+        facts["versions"] = [installed_version(p) or "" for p in compilers]
         facts["flags"] = [os.environ.get(k, "") for k in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
         digest.update(self.content)
@@ -245,10 +246,3 @@ def _slot(say: Callable[[str], None]) -> Iterator[None]:
             say("waiting for another compilation")
             time.sleep(0.2)
         yield
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""

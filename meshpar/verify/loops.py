@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import operator
 import re
@@ -139,10 +140,7 @@ def trip_count(scope: Scope, loop: Instruction) -> tuple[int | None, State]:
         if high > MAX_TRIPS:
             return None, fixed
     low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if runs(middle) else (low, middle)
-    return high, fixed
+    return low + bisect.bisect_left(range(low, high), True, key=lambda n: not runs(n)), fixed
 
 
 def _initial(scope: Scope, loop: Instruction) -> State:
