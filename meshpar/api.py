@@ -27,7 +27,7 @@ from .lab.session import Draft, Session
 from .layout import Layout
 from .measurement import CalibrationResult, Candidate
 from .measurement import calibrate as calibrate_candidates
-from .mesh import MeshLike, MeshSizes, auto_mesh, context_mesh, device_mesh, mesh_text, parse_mesh, planned_mesh
+from .mesh import MeshLike, MeshSizes, auto_mesh, context_mesh, device_mesh, parse_mesh, planned_mesh
 from .mesh import mesh as make_mesh
 from .options import (
     OPTIONS,
@@ -48,7 +48,7 @@ from .progress import Progress, progress_line
 from .search import Objective, Row, Search
 from .search import search as search_from
 from .tracing import named_tree
-from .units import format_bytes, format_memory, format_seconds
+from .units import format_bytes, format_memory, format_seconds, mesh_text
 from .verify.aot import Compiled, Effort, mesh_to_compile_for
 from .verify.check import Report, check_layouts, each_layout
 

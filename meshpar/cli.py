@@ -37,6 +37,7 @@ from .report import plan_steps
 from .report.facts import fits
 from .target import Target, concrete, failing_as_target, load_target, parse_options
 from .tune_kernels import add_command as add_tuning
+from .units import mesh_text
 
 DESCRIPTION = """\
 See, compile and check the layouts of a JAX program, without the machine that they are for.
@@ -378,7 +379,7 @@ def _compile(args: argparse.Namespace) -> int:
     """``meshpar compile``: compile the step for the mesh or topology, and print its memory and times; exit status 0."""
     target = load_target(args.target, parse_options(args.set))
     planned = _planned(args, target, args.mesh, args.topology, args.layout)
-    mesh = ", ".join(f"{a}={n}" for a, n in planned.sizes.items())
+    mesh = mesh_text(planned.sizes)
     if args.topology is None:
         mp.virtual_devices(planned.mesh.size)
     else:

@@ -30,6 +30,7 @@ from .passes import make_plan
 from .plan_api import Plan
 from .progress import Progress
 from .tracing import FlatFunction, TracedStep, annotation_of, trace_call
+from .units import mesh_text
 from .verify.aot import Compiled, Effort, compile_lowered, mesh_to_compile_for
 from .verify.check import Report, Subject, check_layouts
 
@@ -140,10 +141,11 @@ class Jitted(Generic[P, R]):
         return other.__get__(*copy.deepcopy(self._bound, memo)) if self._bound else other
 
     def __repr__(self) -> str:
-        mesh = ", ".join(f"{a}={n}" for a, n in self.mesh.shape.items())
         api = "init" if self._init else "jit"
         name = getattr(self, "__name__", "step")
-        return f'mp.{api}({name}, mesh="{mesh}", layout="{self.layout}", lowering="{self.lowering}")'
+        return (
+            f'mp.{api}({name}, mesh="{mesh_text(self.mesh.shape)}", layout="{self.layout}", lowering="{self.lowering}")'
+        )
 
     def plan(self, /, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays or ``jax.ShapeDtypeStruct``); nothing runs, nothing is compiled.

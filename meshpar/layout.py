@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .dims import DimsLike, did_you_mean, fit_dims, format_dims, near, parse_dims, path_matches
 from .errors import AxisConflictError, DivisibilityError, LayoutSyntaxError, UnknownAxisError, UnknownDimError
+from .units import mesh_text
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -264,7 +265,7 @@ class Layout:
         for rule in self.rules:
             for axis in rule.axes:
                 if axis not in mesh.shape:
-                    sizes = ", ".join(f"{a}={n}" for a, n in mesh.shape.items())
+                    sizes = mesh_text(mesh.shape)
                     raise UnknownAxisError(
                         f"rule `{rule}` names axis `{axis}`, which the mesh ({sizes}) does not have",
                         dim=rule.dim,

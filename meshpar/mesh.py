@@ -17,6 +17,7 @@ from .compat.processes import DEVICES, process_count
 from .errors import LayoutSyntaxError, MeshError
 from .hardware.topology import check_fills, parse_topology, topology_devices
 from .layout import AnyMesh
+from .units import mesh_text
 
 _NAME = re.compile(r"[A-Za-z_][\w\-]*\Z")
 _AXIS = re.compile(r"\s*([^=]*?)\s*=\s*(-?\d+)\s*\Z")
@@ -78,11 +79,6 @@ def _axes_and_sizes(spec: Any, names: Sequence[str] | None) -> Iterator[tuple[An
             f"mesh {spec!r}{'' if names is None else f', {names!r}'}: not text, a mapping, or sizes with the names of the axes",
             fixes=['mp.mesh("data=4, model=2")', 'mp.mesh({"data": 4, "model": 2})', 'mp.mesh((4, 2), ("data", "model"))'],
         )  # fmt: skip
-
-
-def mesh_text(sizes: Mapping[str, int]) -> str:
-    """Axes and sizes as text: given ``{"data": 4, "model": 2}``, returns ``"data=4, model=2"``."""
-    return ", ".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
 def context_mesh(topology: str | None = None) -> AnyMesh:

@@ -5,6 +5,8 @@ Memory is counted as compilers and chip tables count it (GiB), and traffic as li
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 def format_bytes(n: float) -> str:
     """Bytes of traffic in decimal units: ``1.5 MB``."""
@@ -30,6 +32,11 @@ def format_seconds(seconds: float) -> str:
         if abs(n) >= 1 or unit == "µs":
             return f"{n:.3g} {unit}" if abs(n) < 100 else f"{n:.0f} {unit}"
     raise AssertionError
+
+
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """Axes and sizes as :func:`meshpar.mesh` reads them: ``{"data": 4, "model": 2}`` → ``"data=4, model=2"``."""
+    return ", ".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
 def with_article(chip: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 import os
 import sys
 import sysconfig
@@ -252,15 +253,19 @@ def scan_counts(params: Any) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def axes_of_spec(spec: Any, rank: int) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes of each of ``rank`` dims: ``PartitionSpec("a", None, ("b", "c"))`` → ``(("a",), (), ("b", "c"))``."""
+    entries = tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec)
+    return entries + ((),) * (rank - len(entries))
+
+
 def constraint_spec(eqn: Any) -> tuple[tuple[str, ...], ...] | None:
     """The spec of a ``sharding_constraint`` equation; None if a dim is unconstrained."""
     sharding = eqn.params["sharding"]
     spec = getattr(sharding, "spec", None)
     if spec is None or eqn.params.get("unconstrained_dims"):
         return None
-    rank = eqn.outvars[0].aval.ndim
-    entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
-    return tuple(entries) + ((),) * (rank - len(entries))
+    return axes_of_spec(spec, eqn.outvars[0].aval.ndim)
 
 
 _tracing = threading.local()
@@ -390,10 +395,8 @@ sharding_constraint_p = _primitive("sharding_constraint_p")
 
 def constraint_params(sharding: Any, rank: int) -> dict[str, Any]:
     """The parameters of a ``sharding_constraint`` equation in the installed JAX version."""
-    shape = tuple(
-        int(np.prod([sharding.mesh.shape[a] for a in ((e,) if isinstance(e, str) else e or ())]))
-        for e in (*sharding.spec, *(None,) * (rank - len(sharding.spec)))
-    )
+    sizes = sharding.mesh.shape
+    shape = tuple(math.prod(sizes[a] for a in axes) for axes in axes_of_spec(sharding.spec, rank))
     jaxpr = jax.make_jaxpr(lambda x: plain_constraint(x, sharding))(jax.ShapeDtypeStruct(shape, np.float32))
     return jaxpr.eqns[0].params
 

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..compat import nnx
-from ..compat.jax import is_graph_node, patched_constraints
+from ..compat.jax import axes_of_spec, is_graph_node, patched_constraints
 from ..dims import Dims, fit_dims, format_dims, parse_dims
 from ..errors import RankError
 from ..program.primitives import name_dims_p, place_p
@@ -211,8 +211,7 @@ def capture_names(axes: Iterable[str]) -> Iterator[None]:
             return None  # UNCONSTRAINED: leave it open
         if any(a is not None and a not in axes for a in flat):
             return jax.tree.map(lambda v: _name(v, tuple(spec)), x)
-        entries = tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec)
-        return jax.tree.map(lambda v: place_p.bind(v, spec=entries + ((),) * (v.ndim - len(entries))), x)
+        return jax.tree.map(lambda v: place_p.bind(v, spec=axes_of_spec(spec, v.ndim)), x)
 
     with patched_constraints(logical, constraint), nnx.use_eager_sharding(False):
         yield

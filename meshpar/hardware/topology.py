@@ -23,6 +23,7 @@ from ..compat.devices import device_mesh, gpu_topology, is_compile_only, tpu_top
 from ..compat.jax import user_stacklevel
 from ..errors import MeshError, TorusWarning
 from ..layout import AnyMesh
+from ..units import mesh_text
 from .chips import CHIPS, Chip, chip_of_kind
 
 _TOPOLOGY = re.compile(r"\s*(?:(\d+)\s*x\s+)?([A-Za-z]\w*):(\d+(?:x\d+)*)\s*\Z")
@@ -362,17 +363,16 @@ def torus_of_slices(sizes: Mapping[str, int], topology: Topology | str) -> Torus
     check_fills(sizes, topology)
     if topology.chip.switch:
         return switched(sizes, min(math.prod(topology.chips), topology.chip.switch))
-    text = ", ".join(f"{a}={n}" for a, n in sizes.items())
-    return _stages(device_mesh(tuple(sizes.values()), _places(topology), topology.slices, text), tuple(sizes))
+    places = device_mesh(tuple(sizes.values()), _places(topology), topology.slices, mesh_text(sizes))
+    return _stages(places, tuple(sizes))
 
 
 def check_fills(sizes: Mapping[str, int], topology: Topology) -> None:
     """Raise MeshError if the sizes of mesh axes do not multiply to the number of devices of a topology."""
     have = math.prod(sizes.values())
     if have != topology.devices:
-        text = ", ".join(f"{a}={n}" for a, n in sizes.items())
         raise MeshError(
-            f"mesh ({text}) has {have} devices, but {topology} has {topology.devices}",
+            f"mesh ({mesh_text(sizes)}) has {have} devices, but {topology} has {topology.devices}",
             fixes=["make the sizes multiply to that number, or write -1 for one of them"],
         )
 

@@ -19,12 +19,12 @@ from ..layouts import PRESETS
 from ..lower import LOWERINGS
 from ..mesh import parse_mesh, planned_mesh
 from ..plan_api import Plan
-from ..report.facts import kernel_seconds, mesh_text
+from ..report.facts import kernel_seconds
 from ..search import Row, search
 from ..search.result import quiet
 from ..search.space import meshes
 from ..target import parse_options
-from ..units import format_bytes, format_memory, format_seconds
+from ..units import format_bytes, format_memory, format_seconds, mesh_text
 from ..verify.aot import Compiled
 from . import view
 from .jobs import Job, Turns, as_json
@@ -173,7 +173,7 @@ class Session:
             if request.get("fit") is True:
                 mesh = ", ".join(f"{a}={n if k else -1}" for k, (a, n) in enumerate(parse_mesh(mesh).items()))
             where = _place(mesh, topology)
-            mesh = ", ".join(f"{a}={n}" for a, n in dict(where.shape).items())
+            mesh = mesh_text(where.shape)
             out["sizes"] = [[a, n] for a, n in dict(where.shape).items()]
             out["mesh"] = mesh
         except MeshparError as e:
@@ -266,7 +266,7 @@ class Session:
             "rules": [next(effects) if row.on and row.layout is not None else None for row in rows],
             "colours": view.colours(plan),
             "layout": str(plan.requested_layout),
-            "python": view.python(self.name, plan, mesh_text(plan)),
+            "python": view.python(self.name, plan, mesh_text(plan.sizes)),
         }
 
     # -- jobs

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..compat.jax import axes_of_spec
 from ..errors import DivisibilityError, LayoutSyntaxError
 from ..layout import AnyMesh, Layout
 
@@ -128,8 +129,7 @@ def microbatches_for(batch: int, *, rows: int, mesh: AnyMesh, layout: Any, dim: 
             fixes=["rows of a microbatch on one device: at least 1"],
         )
     spec = Layout(layout).spec((dim,), mesh, (batch,), path="the batch")
-    axes = spec[0] if len(spec) else None
-    parts = math.prod(mesh.shape[a] for a in ((axes,) if isinstance(axes, str) else axes or ()))
+    parts = math.prod(mesh.shape[a] for a in axes_of_spec(spec, 1)[0])
     each = batch // parts
     return next(n for n in range(1, each + 1) if each % n == 0 and each // n <= rows)
 

@@ -19,9 +19,9 @@ from ..global_arrays import place
 from ..hardware.calibration import EFFICIENCIES, JAXLIB, Calibration
 from ..hardware.chips import chip_of_kind
 from ..passes import replan
-from ..units import format_seconds
+from ..units import format_seconds, mesh_text
 from ..verify.check import Subject, check_subject
-from ..verify.numbers import Difference, host, mesh_text, worst_of
+from ..verify.numbers import Difference, host, worst_of
 from .fit import fit
 from .result import CalibrationResult, CalibrationRow
 
@@ -45,7 +45,7 @@ class Candidate:
     @property
     def name(self) -> str:
         """The layout and the mesh, for messages."""
-        return f"`{self.layout or '(nothing split)'}` on {mesh_text(self.subject.plan.mesh)}"
+        return f"`{self.layout or '(nothing split)'}` on {mesh_text(self.subject.plan.sizes)}"
 
 
 def calibrate(
@@ -220,7 +220,7 @@ def _result(
         notes=fitted.notes,
     )
     rows = [
-        CalibrationRow(mesh_text(c.subject.plan.mesh), c.layout, s, spread, p, f, c.subject.plan.lowering)
+        CalibrationRow(mesh_text(c.subject.plan.sizes), c.layout, s, spread, p, f, c.subject.plan.lowering)
         for c, s, spread, p, f in zip(candidates, seconds, spreads, planned, fitted.planned, strict=True)
     ]
     count = len({d for c in candidates for d in c.subject.plan.mesh.devices.flat})  # type: ignore[union-attr]

@@ -116,10 +116,8 @@ def _rank(plan: Plan) -> tuple[bool, float]:
 
 def _idle_axes(plan: Plan) -> list[str]:
     """The axes of size > 1 over which no input or output is split, and no collective runs."""
-    entries = [e for h in (*plan.inputs, *plan.outputs) for e in h.spec if e is not None]
-    used = {a for e in entries for a in ((e,) if isinstance(e, str) else e)} | {
-        a for c in plan.collectives for a in c.axes
-    }
+    used = {a for h in (*plan.inputs, *plan.outputs) for _, axes in h.split for a in axes}
+    used |= {a for c in plan.collectives for a in c.axes}
     return [a for a, n in plan.sizes.items() if n > 1 and a not in used]
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
 
+from ..compat.jax import axes_of_spec
 from ..dims import Dims, format_dims
 from ..hardware.calibration import Calibrations
 from ..hardware.chips import Chip
@@ -67,9 +68,7 @@ class ShardedArray:
     @property
     def split(self) -> list[tuple[str | None, tuple[str, ...]]]:
         """(name, axes) of every dim."""
-        entries = [*self.spec, *(None,) * (len(self.shape) - len(self.spec))]
-        axes = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
-        return list(zip(self.dims, axes, strict=True))
+        return list(zip(self.dims, axes_of_spec(self.spec, len(self.shape)), strict=True))
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-serializable form, with dims as text."""

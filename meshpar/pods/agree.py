@@ -29,6 +29,7 @@ from ..dims import PathDims
 from ..errors import AgreementError
 from ..global_arrays import is_global, is_key
 from ..plan.plan import Plan
+from ..units import mesh_text
 from .digest import digests_of_parts
 from .watch import CALLS
 
@@ -137,7 +138,7 @@ def facts_of(sheet: Sheet, leaves: Sequence[Any]) -> tuple[dict[str, _Lines], di
         "settings": settings,
         "function": lambda: [f"{getattr(code, '__module__', '?')}.{getattr(code, '__qualname__', code)}"],
         "lowering": lambda: [f"{sheet.lowering}, overlap {plan.overlap}, strict {sheet.strict}"],
-        "mesh": lambda: [", ".join(f"{a}={n}" for a, n in plan.sizes.items())],
+        "mesh": lambda: [mesh_text(plan.sizes)],
         "devices": lambda: [f"{devices[0].device_kind}: {', '.join(str(d.id) for d in devices)}"],
         "layout": lambda: [_layout_text(plan.requested_layout)],
         "dims": lambda: [f"{p}: {' '.join(map(str, d))}" for p, d in sheet.dims.items],

@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..errors import CheckpointError, TargetError
+from ..units import mesh_text
 from .checkpoint import facts_of, steps_of, verify
 from .foreign import to_safetensors
 from .launch import Job, launch
@@ -128,7 +129,7 @@ def _ls(args: argparse.Namespace) -> int:
         except CheckpointError as error:
             rows.append({"step": step, "error": error.headline})
             continue
-        mesh = ", ".join(f"{a}={n}" for a, n in facts.get("mesh", {}).items())
+        mesh = mesh_text(facts.get("mesh", {}))
         rows.append({
             "step": step, "time": facts["time"], "bytes": sum(map(_bytes_of, facts["leaves"].values())),
             "processes": facts["processes"], "mesh": mesh, "layout": facts.get("layout", ""),

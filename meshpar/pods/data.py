@@ -8,6 +8,7 @@ processes, and the position in the data is one integer.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ..compat.jax import axes_of_spec
 from ..dims import PathDims, did_you_mean, parse_dims
 from ..errors import DataPositionError, MeshError, PatternError
 from ..global_arrays import of_parts
@@ -123,9 +125,8 @@ def _from_rows(x: np.ndarray, held: Sequence[int], total: int) -> Callable[[tupl
 def _row_range(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...], path: str) -> tuple[list[int], tuple[int, ...]]:
     """(the rows of this process's devices, the global shape) of a batch whose local shape is ``shape``."""
     rows = shape[0]
-    entry = spec[0] if len(spec) else None
-    axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
-    parts = int(np.prod([mesh.shape[a] for a in axes], dtype=int))
+    axes = axes_of_spec(spec, len(shape))[0]
+    parts = math.prod(mesh.shape[a] for a in axes)
     sharding = NamedSharding(mesh, PartitionSpec(axes or None))
     held = sorted({index[0].start or 0 for index in _indices(sharding, parts)})
     if rows % len(held):

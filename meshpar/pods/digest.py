@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ..compat.jax import axes_of_spec
 from ..global_arrays import is_key
 
 SEEDS = (0x9E3779B9, 0x7F4A7C15)
@@ -86,8 +87,7 @@ def _digests_over(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Callable[[lis
         """
         pairs: dict[tuple[str, ...], list[tuple[int, jax.Array]]] = {}  # by the axes of their all-reduce
         for k, (x, spec) in enumerate(zip(xs, specs, strict=True)):
-            axes = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
-            axes += [()] * (x.ndim - len(axes))
+            axes = axes_of_spec(spec, x.ndim)
             starts = [
                 jax.lax.axis_index(a).astype(jnp.uint32) * n if a else 0 for a, n in zip(axes, x.shape, strict=True)
             ]

@@ -15,15 +15,13 @@ from rich.text import Text
 from ..cost.memory import memory_of
 from ..cost.time import Time, time_of
 from ..plan.plan import Plan, ShardedArray
-from ..units import format_bytes, format_memory, format_seconds
+from ..units import format_bytes, format_memory, format_seconds, mesh_text
 from .facts import (
     argument_dims,
     collective_groups,
     dims_text,
     layout_text,
-    mesh_text,
     rule_effects,
-    seconds_per_step,
 )
 from .html import AxisColours, lowering, page, style
 from .save import save
@@ -183,7 +181,7 @@ def longer_parts(slow: Plan, fast: Plan) -> list[tuple[float, str]]:
         for c in plan.collectives:
             key = (c.op, c.tensor)
             text = f"{c.op} of {c.tensor} over {'+'.join(c.axes)}: {c.cause}"
-            costs[key] = (costs.get(key, (0.0, ""))[0] + seconds_per_step(c), text)
+            costs[key] = (costs.get(key, (0.0, ""))[0] + c.total_seconds, text)
         return costs
 
     before = of(fast)
@@ -262,7 +260,7 @@ def _collectives(a: Plan, b: Plan) -> list[tuple[str, str, str, float, float]]:
 
 
 def _side(p: Plan) -> str:
-    return f"{mesh_text(p)}{f' of {p.topology}' if p.topology else ''}   {layout_text(p)}   {p.lowering}"
+    return f"{mesh_text(p.sizes)}{f' of {p.topology}' if p.topology else ''}   {layout_text(p)}   {p.lowering}"
 
 
 def _sections(d: PlanDiff, colours: AxisColours, most: int) -> list[Section]:

@@ -36,11 +36,6 @@ KINDS = {"params": "parameters", "opt": "optimizer state", None: "other inputs",
 # -- the plan in short
 
 
-def mesh_text(plan: Plan) -> str:
-    """The mesh of a plan, as :func:`meshpar.mesh` reads it: ``data=4, model=2``."""
-    return ", ".join(f"{a}={n}" for a, n in plan.sizes.items())
-
-
 def layout_text(plan: Plan) -> str:
     """The layout of a plan; ``(nothing sharded)`` for an empty one."""
     return str(plan.layout) or "(nothing sharded)"

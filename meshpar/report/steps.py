@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..plan.plan import Plan
 from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Order, Reduce, Reshard, Run, Shard, Step
-from ..units import format_bytes
+from ..units import format_bytes, mesh_text
 
 
 def plan_steps(plan: Plan) -> str:
@@ -32,8 +32,7 @@ class _Printer:
     def lines(self) -> Iterator[str]:
         """The lines of the whole program."""
         body = self.plan.body
-        axes = ", ".join(f"{a}={n}" for a, n in self.plan.sizes.items())
-        yield f"every device of {axes} runs:"
+        yield f"every device of {mesh_text(self.plan.sizes)} runs:"
         for shard in body.inputs:
             self.names[shard] = shard.value.path or self.name(shard)
             yield f"{self.names[shard]}: {self.shard(shard)}"

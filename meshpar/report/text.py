@@ -17,7 +17,7 @@ from ..cost.flops import redundant_matmuls
 from ..cost.memory import memory_of
 from ..cost.time import time_of
 from ..plan.plan import Overlap, Plan
-from ..units import format_bytes, format_memory, format_seconds, with_article
+from ..units import format_bytes, format_memory, format_seconds, mesh_text, with_article
 from .facts import (
     ArgumentGroup,
     CollectiveGroup,
@@ -31,7 +31,6 @@ from .facts import (
     grouped,
     layout_text,
     lowering_text,
-    mesh_text,
     time_bounds,
 )
 from .tables import rich_table
@@ -61,7 +60,7 @@ def plan_line(plan: Plan) -> str:
     """The plan in one line, for a REPL; it computes no estimate."""
     layout = str(plan.requested_layout or plan.layout)
     layout = layout if len(layout) <= 60 else f"{layout[:59]}…"
-    return f"<Plan on {mesh_text(plan)}: {layout or '(nothing sharded)'}; sends {format_bytes(plan.bytes_sent)} a step>"
+    return f"<Plan on {mesh_text(plan.sizes)}: {layout or '(nothing sharded)'}; sends {format_bytes(plan.bytes_sent)} a step>"
 
 
 def plan_renderable(plan: Plan) -> Any:

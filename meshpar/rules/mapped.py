@@ -12,7 +12,7 @@ import jax
 from jax import lax
 from jax.extend.core import Literal
 
-from ..compat.jax import at_line_of, bind, body_consts, body_of, closed_parts, literal_array, scan_counts
+from ..compat.jax import at_line_of, axes_of_spec, bind, body_consts, body_of, closed_parts, literal_array, scan_counts
 from .flops import shard_map_flops
 from .local import LocalOp, plain_params
 from .registry import Refusal, SplitOp, primitive, register
@@ -26,8 +26,7 @@ def mapped(eqn: Any, ins: list[tuple[int, ...]], outs: list[tuple[int, ...]]) ->
     r, given = OpRule([], []), []
 
     def factors(shape: Sequence[int], spec: Any) -> tuple[tuple[int, ...], ...]:
-        entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
-        given.extend([*entries, *((),) * (len(shape) - len(entries))])
+        given.extend(axes_of_spec(spec, len(shape)))
         return r.factors(shape, "permutation")
 
     r.ins = [factors(s, spec) for s, spec in zip(ins, eqn.params["in_specs"], strict=True)]

@@ -10,6 +10,7 @@ from ..errors import UnknownDimError, UnsupportedError
 from ..layout import Layout, Rule
 from ..layouts import PRESETS
 from ..program.ir import Program
+from ..units import mesh_text
 
 AXES = ("data", "model", "third")
 """Names of the axes of candidate meshes; a rule may give any of them to any dim."""
@@ -35,7 +36,7 @@ class Point:
     @property
     def mesh(self) -> str:
         """The mesh as text."""
-        return ", ".join(f"{a}={n}" for a, n in self.sizes)
+        return mesh_text(dict(self.sizes))
 
     @property
     def uses_all_axes(self) -> bool:

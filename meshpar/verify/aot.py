@@ -254,7 +254,7 @@ def mesh_to_compile_for(mesh: MeshLike | None, topology: str | None) -> Mesh:
                 f"the devices of the mesh are {own}, but topology={topology!r}", fixes=["leave topology out"]
             )
         return mesh
-    return make_mesh(", ".join(f"{a}={n}" for a, n in dict(mesh.shape).items()), topology=topology)
+    return make_mesh(dict(mesh.shape), topology=topology)
 
 
 # -- in the terminal

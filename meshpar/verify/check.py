@@ -33,8 +33,9 @@ from ..layout import Layout
 from ..mesh import MeshSizes
 from ..mesh import mesh as make_mesh
 from ..plan.plan import Plan
+from ..units import mesh_text
 from .localize import Localizer
-from .numbers import compiled, host, mesh_text, on_device, worst_of
+from .numbers import compiled, host, on_device, worst_of
 
 Lowering = Literal["auto", "jit", "shard_map"]
 
@@ -167,7 +168,7 @@ def check_layouts(
         m = make_mesh(m) if isinstance(m, str | Mapping) else m
         for j, lowering in enumerate(lowerings):
             run = f"run {k * len(lowerings) + j + 1} of {len(pairs) * len(lowerings)}"
-            name = f"{mesh_text(m)}: {layout or UNSHARDED}"
+            name = f"{mesh_text(m.shape)}: {layout or UNSHARDED}"
             case.tell = lambda text, run=run, name=name: tell(f"{run}, {text}, {name}")
             case.tell("planning")
             try:
@@ -177,7 +178,7 @@ def check_layouts(
                 if given is not None:
                     raise
                 refused = refused or e
-                report.skipped.append((mesh_text(m), str(layout), e.headline))
+                report.skipped.append((mesh_text(m.shape), str(layout), e.headline))
                 break
             report.rows.append(row)
             if row.error is not None and raises:
@@ -223,7 +224,7 @@ def _default_meshes(layout: Layout) -> list[Mesh]:
                 sizes[axes[k]] = size
             else:
                 sizes[idle] = sizes.get(idle, 1) * size
-        texts[", ".join(f"{a}={size}" for a, size in sizes.items() if a != idle or size > 1)] = None
+        texts[mesh_text({a: size for a, size in sizes.items() if a != idle or size > 1})] = None
     return [make_mesh(text) for text in texts]
 
 
@@ -284,7 +285,7 @@ class _Case:
         others = [k for k in range(len(differences)) if k not in explained]
         worst = failed[0] if failed else max(others, key=lambda k: differences[k].relative, default=None)
         return Row(
-            mesh_text(plan.mesh), str(plan.layout), lowering, "" if worst is None else paths[worst],
+            mesh_text(plan.sizes), str(plan.layout), lowering, "" if worst is None else paths[worst],
             0.0 if worst is None else differences[worst].relative, len(differences), tuple(paths[k] for k in explained), error,
             max((differences[k].relative for k in explained), default=0.0),
         )  # fmt: skip

@@ -20,7 +20,8 @@ from ..passes import make_plan
 from ..plan.plan import Plan
 from ..program import Program, infer
 from ..rules import ELEMENTWISE, having
-from .numbers import Difference, compare, compiled, copies, host, mesh_text, on_device, spread_of, worst_of
+from ..units import mesh_text
+from .numbers import Difference, compare, compiled, copies, host, on_device, spread_of, worst_of
 from .wide import Verdict, in_wider, judge, narrowest, wider
 
 SLACK = 8.0
@@ -282,7 +283,7 @@ class Localizer:
         path = plan.outputs[k].path
         result = f"`{path}`" if path else "the result"
         lines = [
-            f"the layout `{plan.layout}` changes {result} on the mesh {mesh_text(plan.mesh)}",
+            f"the layout `{plan.layout}` changes {result} on the mesh {mesh_text(plan.sizes)}",
             f"  {differences[k]}",
         ]
         if len(failed) > 1:

@@ -177,8 +177,3 @@ def compiled(fn: Callable[..., Any], xs: Sequence[Any], **shardings: Any) -> Cal
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # another version, other options
                 return lowered.compile(compiler_options=options)
     return lowered.compile()
-
-
-def mesh_text(mesh: Any) -> str:
-    """``data=4, model=2``."""
-    return ", ".join(f"{a}={n}" for a, n in mesh.shape.items())
