@@ -54,8 +54,8 @@ def dispatch(
     - `"pallas"`: the Pallas kernel of the platform that the program is lowered for.
     - `None`: with `MESHPAR_KERNELS=pallas` the Pallas kernel of that platform if it can take these arguments, else
     `fallback`; with `MESHPAR_KERNELS=reference` always `fallback`; without the variable the kernel only for the ops of
-    `DEFAULT_KERNELS`, which is logged once. A vendor library (`VENDORS`) precedes `fallback` on its platform, but not
-    with `MESHPAR_KERNELS=reference`.
+    `DEFAULT_KERNELS`, which is logged once, as is each refusal of such a kernel. A vendor library (`VENDORS`) precedes
+    `fallback` on its platform, but not with `MESHPAR_KERNELS=reference`.
 
     The platform is the one that JAX lowers for, not the platform of the machine that traces: a program compiled on a
     CPU for a TPU topology gets the TPU kernel. Inside the TPU interpreter (`_compat.interpreting`) `"pallas"` means the
@@ -81,8 +81,11 @@ def dispatch(
     kernels = {PLATFORM_OF[name]: f for name, f in usable.items() if name in PLATFORM_OF}
     if implementation is None:
         taken = {VENDORS[name]: f for name, f in usable.items() if name in VENDORS and not _reference_wanted()}
-        if kernels and by_default(op):
+        if by_default(op):
             taken |= kernels
+            own = f"pallas_{'tpu' if (platform := _compat.backend_platform()) == 'tpu' else 'gpu'}"
+            if platform in PLATFORM_OF.values() and isinstance(reasons := functions.get(own), Unsupported):
+                _say_refused(op, tuple(reasons), fallback)
         return _by_platform(args, taken, usable[fallback])
     if implementation == "pallas":
         if _compat.interpreting() and "tpu" in kernels:
@@ -149,6 +152,12 @@ def by_default(op: str) -> bool:
 def _say_once(op: str) -> None:
     text = "%s: the Pallas kernel is the default, since %s. %s=reference or implementation= takes another"
     logging.getLogger(__name__).warning(text, op, DEFAULT_KERNELS[op], VARIABLE)
+
+
+@functools.cache
+def _say_refused(op: str, reasons: tuple[str, ...], fallback: str) -> None:
+    text = "%s: the Pallas kernel cannot run these arguments, and %r runs instead: %s"
+    logging.getLogger(__name__).warning(text, op, fallback, "; ".join(reasons))
 
 
 def _refusal(op: str, functions: Mapping[str, Callable[..., Any] | Unsupported], names: Sequence[str]) -> str:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -22,6 +23,8 @@ from jax._src import xla_bridge
 from jax.core import Tracer
 from jax.experimental.pallas import tpu as pltpu
 from jax.extend import backend
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 __all__ = [
     "backend_platform",
@@ -32,12 +35,16 @@ __all__ = [
     "gpu_architecture",
     "gpu_race_detection",
     "has_gpu_interpreter",
+    "has_varying_types",
     "host_reasons",
+    "ici_reasons",
     "interpreting",
     "interpreting_gpu",
+    "invariant_over",
     "load_gmem",
     "mosaic_gpu",
     "multiprocessors",
+    "one_slice",
     "out_struct",
     "pallas_triton",
     "race_detection",
@@ -45,6 +52,7 @@ __all__ = [
     "sharded_axes",
     "store_smem",
     "tpu_vmem",
+    "tpu_vmem_limit",
     "transpose_ref",
     "varying_over",
 ]
@@ -244,35 +252,108 @@ def multiprocessors() -> int:
 
 
 def host_reasons(axes: Sequence[str]) -> list[str]:
-    """Reasons why the devices along these mesh axes are not known to be in one process and in the order of their ids,
-    as kernels that write to other GPUs require. Empty if JAX has found no GPU."""
+    """Reasons why kernels cannot write to the memory of the other GPUs along these mesh axes: the allocator, the order of
+    the devices, or devices of several machines (up to jax 0.11.1, of several processes). Empty if JAX has found no GPU."""
     if backend_platform() != "cuda":
         return []
+    reasons = []
+    if os.environ.get(ALLOCATOR, "").lower() == "platform":
+        reasons.append(f"{ALLOCATOR}=platform allocates no memory that other GPUs can write to: unset it")
     mesh = _mesh.get_concrete_mesh()
     if mesh.empty or not set(axes) <= set(mesh.axis_names):
-        if jax.process_count() == 1:
-            return []
-        return [f"there are {jax.process_count()} processes, and no jax.set_mesh(mesh) says which devices {axes} joins"]
+        if jax.process_count() > 1:
+            reasons.append(
+                f"there are {jax.process_count()} processes, and no jax.set_mesh(mesh) says which devices {axes} joins"
+            )
+        return reasons
     ids = [d.id for d in mesh.devices.flat]
-    reasons = (
-        []
-        if ids == sorted(ids)
-        else [f"the mesh has its devices in the order {ids}; the kernel needs the order of their ids"]
-    )
+    if ids != sorted(ids):
+        reasons.append(f"the mesh has its devices in the order {ids}; the kernel needs the order of their ids")
+    joined = f"{', '.join(map(repr, axes))} joins devices of the"
+    if jax.__version_info__ >= MULTIPROCESS_SYMMETRIC_MEMORY:
+        if machines := _joined(mesh, axes, _slice_index):
+            reasons.append(f"{joined} machines {machines}; NVLink joins the devices of one")
+    elif processes := _joined(mesh, axes, lambda d: d.process_index):
+        reasons.append(f"{joined} processes {processes}; kernels write to those of one process up to jax 0.11.1")
+    return reasons
+
+
+ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
+"""Environment variable: the allocator of JAX's GPU client. "platform" calls cudaMalloc for every array, outside of the
+memory that the GPUs of a collective share."""
+
+MULTIPROCESS_SYMMETRIC_MEMORY = (0, 11, 2)
+"""First version of JAX in which Mosaic GPU kernels write to GPUs of other processes."""
+
+
+def _slice_index(device: Any) -> int:
+    """The slice of a TPU; the machine (or NVLink domain) of a GPU of a distributed program; else 0."""
+    return getattr(device, "slice_index", None) or 0
+
+
+def _joined(mesh: Any, axes: Sequence[str], index: Callable[[Any], int]) -> list[int]:
+    """The sorted values of `index` over the first group of devices along `axes` that has several of them; [] if every
+    group has one."""
     rest = [d for d, name in enumerate(mesh.axis_names) if name not in axes]
     groups = np.moveaxis(mesh.devices, rest, range(len(rest))).reshape(-1, math.prod(mesh.shape[a] for a in axes))
-    across = [sorted({d.process_index for d in group}) for group in groups if len({d.process_index for d in group}) > 1]
-    if across:
-        reasons.append(
-            f"{', '.join(map(repr, axes))} joins devices of the processes {across[0]}; NVLink joins the devices of one"
+    found = [sorted({index(d) for d in group}) for group in groups]
+    return next((values for values in found if len(values) > 1), [])
+
+
+def _ici_reasons(mesh: Any, axes: Sequence[str]) -> list[str]:
+    """As `ici_reasons`, for a mesh that may be abstract."""
+    if not isinstance(mesh, jax.sharding.Mesh) or mesh.empty or not set(axes) <= set(mesh.axis_names):
+        return []
+    slices = _joined(mesh, axes, _slice_index)
+    if not slices:
+        return []
+    return [
+        f"{', '.join(map(repr, axes))} joins the slices {slices}; remote DMA uses ICI, which does not leave a slice"
+    ]
+
+
+def ici_reasons(axes: Sequence[str]) -> list[str]:
+    """Reasons why remote DMA cannot reach all TPUs along these mesh axes: they are in several slices. Empty if the devices
+    are not known while JAX traces (no `jax.set_mesh`); `one_slice` refuses those when the program is lowered."""
+    return _ici_reasons(_mesh.get_concrete_mesh(), axes)
+
+
+_one_slice_p = Primitive("meshpar_one_slice")
+_one_slice_p.def_abstract_eval(lambda x, *, op, axes: x)
+_one_slice_p.def_impl(lambda x, *, op, axes: x)
+batching.defvectorized(_one_slice_p)
+
+
+def _lower_one_slice(ctx: Any, x: Any, *, op: str, axes: tuple[str, ...]) -> Sequence[Any]:
+    """Lowering rule of `one_slice`: the identity. Raises NotImplementedError if the mesh of the surrounding `shard_map`
+    joins several slices along `axes`."""
+    reasons = _ici_reasons(getattr(ctx.module_context.axis_context, "mesh", None), axes)
+    if reasons:
+        raise NotImplementedError(
+            f"{op}: the Pallas TPU kernel cannot run here:\n  - {reasons[0]}\n  Pass another implementation=, or unset "
+            "MESHPAR_KERNELS; with jax.set_mesh(mesh) around the call, None selects another implementation."
         )
-    return reasons
+    return [x]
+
+
+mlir.register_lowering(_one_slice_p, _lower_one_slice)
+
+
+def one_slice(op: str, axes: Sequence[str], x: jax.Array) -> jax.Array:
+    """x, an operand of a kernel with remote DMA along these mesh axes. Lowering raises NotImplementedError if they join
+    several slices: devices of a mesh that is an argument of `shard_map` are not known before."""
+    return _one_slice_p.bind(x, op=op, axes=tuple(axes))
 
 
 def tpu_vmem() -> int:
     """Bytes of VMEM of the TPU core that kernels traced now are for: 16 MiB up to v4; else 64 MiB, the least of newer
     ones (v5p, tpu7x; v5e and v6e: 128 MiB)."""
     return (16 if re.match(r"TPU v[234]\b", device_kind()) else 64) << 20
+
+
+def tpu_vmem_limit() -> int:
+    """Bytes of VMEM that the compiler may use for one kernel: its buffers and the compiler's own temporaries."""
+    return tpu_vmem() * 7 // 8
 
 
 def tpu_cores() -> int:
@@ -307,7 +388,7 @@ def load_gmem(ref: Any, index: Any, layout: Any) -> Any:
     From jax 0.11 on the index is part of the reference.
     """
     gpu = mosaic_gpu()
-    if "idx" in inspect.signature(gpu.load).parameters:
+    if jax.__version_info__ < (0, 11):
         return gpu.load(ref, index, layout=layout, optimized=False)
     return gpu.load(ref.at[index], layout=layout, optimized=False)
 
@@ -346,13 +427,34 @@ def same_varying(*arrays: Any) -> tuple[Any, ...]:
     )
 
 
+def has_varying_types(axis: str) -> bool:
+    """Whether types have varying axes: inside a `shard_map` over this axis with `check_vma=True`."""
+    return bool(_varying(lax.axis_index(axis)))
+
+
+_invariant_p = Primitive("meshpar_invariant")
+_invariant_p.def_impl(lambda x, *, axes: x)
+_invariant_p.def_abstract_eval(
+    lambda x, *, axes: x.update(
+        manual_axis_type=x.manual_axis_type.update(varying=x.manual_axis_type.varying - set(axes))
+    )
+)
+batching.defvectorized(_invariant_p)
+mlir.register_lowering(_invariant_p, lambda ctx, x, *, axes: [x])
+
+
+def invariant_over(axes: Sequence[str], x: jax.Array) -> jax.Array:
+    """x, which is the same on all devices along these mesh axes, without them among its varying axes. It has no
+    derivative."""
+    return _invariant_p.bind(x, axes=tuple(axes)) if _varying(x) & set(axes) else x
+
+
 def varying_over(axes: Sequence[str], *arrays: Any) -> tuple[Any, ...]:
     """Make every array vary over these mesh axes of the surrounding `shard_map` (`check_vma=True`).
 
     With `check_vma=False`, where types do not have varying axes, this is the identity.
     """
-    checked = bool(_varying(lax.axis_index(axes[0])))
-    if not checked:
+    if not has_varying_types(axes[0]):
         return arrays
     return tuple(
         a if not set(axes) - _varying(a) else lax.pcast(a, tuple(sorted(set(axes) - _varying(a))), to="varying")

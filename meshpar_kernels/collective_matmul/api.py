@@ -216,7 +216,7 @@ def _gather_tpu(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[...
     """The TPU kernel as a function (x, w) → [A·m, n], or the reasons why it cannot run."""
     devices, (rows, k), n, out = lax.axis_size(how.axis), x.shape, _columns(w, dot), dot.dtype(x, w)
     tile = tpu.pick_tile(rows, k, n, devices, x.dtype.itemsize)
-    reasons = tpu.unsupported(x, w, rows, k, n, devices, tile, out)
+    reasons = tpu.unsupported(x, w, rows, k, n, devices, tile, out, how.axis)
     if reasons or tile is None:
         return reasons
     options = {"tile": tile, "out_dtype": out, "transposed": _transposed(dot), "precision": how.precision}
@@ -242,7 +242,7 @@ def _scatter_tpu(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[..
     """The TPU kernel as a function (x, w) → [M/A, N], or the reasons why it cannot run."""
     devices, (rows, k), n, out = lax.axis_size(how.axis), x.shape, _columns(w, dot), dot.dtype(x, w)
     tile = tpu.pick_tile(rows // devices, k, n, devices, x.dtype.itemsize)
-    reasons = tpu.unsupported(x, w, rows // devices, k, n, devices, tile, out)
+    reasons = tpu.unsupported(x, w, rows // devices, k, n, devices, tile, out, how.axis)
     if reasons or tile is None:
         return reasons
     wire = _wire(how)

@@ -63,7 +63,9 @@ def _walk(
             number = multiprocessor + i * num_sms
             work((number, *order.at(number)), order.steps, i * order.steps, i)
 
-        lax.fori_loop(0, share(order.tiles, multiprocessor, num_sms), one, None)
+        num_own = share(order.tiles, multiprocessor, num_sms)
+        lax.fori_loop(0, num_own, one, None)
+        return num_own * order.steps, num_own
 
     def copies(tile_at, i, stage, barrier):
         _, step_index, row, column = tile_at

@@ -27,7 +27,7 @@ from meshpar_kernels._nvlink import Peers
 from meshpar_kernels.collective_matmul import gpu_peers
 from meshpar_kernels.collective_matmul.gpu_order import Order, share
 from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, smem
-from meshpar_kernels.grouped_matmul.hopper import CONSUMERS, load_stages, multiply_stages
+from meshpar_kernels.grouped_matmul.hopper import CONSUMERS, drain, drains, load_stages, multiply_stages
 
 __all__ = ["CONSUMERS", "all_gather_matmul", "matmul_reduce_scatter"]
 
@@ -82,14 +82,19 @@ def _walk(
         def load_tile(_, step_index, row, column, step):
             load_stages(gpu, step, order.steps, order.tile.stages, full, empty, load(step_index, row, column))
 
-        if concurrent is None:
+        def load_tiles():
             each_tile(load_tile)
+            if drains():
+                drain(gpu, num_own * order.steps, order.tile.stages, empty)
+
+        if concurrent is None:
+            load_tiles()
             return
         other = concurrent
 
         @gpu.warp_map
         def _(warp):
-            pl.when(warp == LOADER)(lambda: each_tile(load_tile))
+            pl.when(warp == LOADER)(load_tiles)
             pl.when(warp == SENDER)(other)
 
     @pl.when(warpgroup < CONSUMERS)

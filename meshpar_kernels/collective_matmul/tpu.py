@@ -25,7 +25,7 @@ from meshpar_kernels._collective_ids import collective_id
 from meshpar_kernels.collective_matmul.dots import Axes
 from meshpar_kernels.collectives.ppermute import rank_of
 from meshpar_kernels.collectives.tpu import coordinates, entry_barrier
-from meshpar_kernels.grouped_matmul.tpu_tiles import vmem_limit, vmem_to_plan_with
+from meshpar_kernels.grouped_matmul.tpu_tiles import vmem_to_plan_with
 
 __all__ = [
     "DOWN",
@@ -103,7 +103,15 @@ def pick_tile(
 
 
 def unsupported(
-    x: jax.Array, w: jax.Array, rows: int, k: int, n: int, devices: int, tile: Tile | None, out_dtype: Any
+    x: jax.Array,
+    w: jax.Array,
+    rows: int,
+    k: int,
+    n: int,
+    devices: int,
+    tile: Tile | None,
+    out_dtype: Any,
+    axes: Axes = (),
 ) -> Unsupported:
     """Reasons why the kernels cannot take these operands; empty if they can.
 
@@ -113,8 +121,11 @@ def unsupported(
       devices: of the ring.
       tile: result of `pick_tile`.
       out_dtype: of the result.
+      axes: mesh axes of the ring.
     """
-    reasons = []
+    reasons = _compat.ici_reasons((axes,) if isinstance(axes, str) else axes)
+    if devices > 1 and _compat.tpu_cores() > 1:
+        reasons.append(f"a {_compat.device_kind()} has {_compat.tpu_cores()} TensorCores; the kernel multiplies on one")
     if x.dtype != w.dtype or x.dtype not in (jnp.float32, jnp.bfloat16):
         reasons.append(f"the operands are {x.dtype} and {w.dtype}; the kernel takes float32 or bfloat16, both alike")
     if out_dtype not in (jnp.float32, jnp.bfloat16):
@@ -254,7 +265,7 @@ def run(
       All outputs.
     """
     (rank,) = _compat.varying_over(axes, rank_of(axes))
-    x, w = _compat.same_varying(x, w)
+    x, w = _compat.same_varying(_compat.one_slice(name, axes, x), w)
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -264,7 +275,7 @@ def run(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"),
             collective_id=collective_id(name, axes),
-            vmem_limit_bytes=vmem_limit(),
+            vmem_limit_bytes=_compat.tpu_vmem_limit(),
         ),
         cost_estimate=cost,
         name=f"meshpar_{name}",

@@ -137,7 +137,10 @@ def all_reduce(
       ValueError: as `all_gather`.
     """
     axes, sizes, rings = _check("all_reduce", x, axis_name, None, implementation, rings, outer)
-    reduced: Any = _reduce(implementation or "native", axes, sizes, rings, tuple(outer), x) if axes else x
+    if not axes:
+        return x
+    (x,) = _compat.varying_over(axes, x)
+    reduced: Any = _reduce(implementation or "native", axes, sizes, rings, tuple(outer), x)
     return reduced
 
 
@@ -151,7 +154,7 @@ def all_reduce_small(x: jax.Array, axis_name: str | Sequence[str], *, implementa
 
     Args:
       x: any shape, the same on all devices; the kernels take float32, bfloat16 or int32 of at most 4 MiB, and on TPUs
-        of at most 40 MiB over all devices.
+        of which the arrays of all devices fit VMEM.
       axis_name: the mesh axis, or several, major first.
       implementation: "pallas": the kernel of the platform. "pallas_tpu": remote copies from VMEM to VMEM. "pallas_gpu":
         at most 8 GPUs (sm_90a, sm_100a), which write to each other over NVLink. "gather": XLA's all-gather and a local
@@ -165,20 +168,23 @@ def all_reduce_small(x: jax.Array, axis_name: str | Sequence[str], *, implementa
       NotImplementedError: the requested implementation cannot take x; with every reason.
     """
     axes, sizes, _ = _check("all_reduce_small", x, axis_name, None, "direct", None, ())
-    small: Any = _small(implementation, axes, sizes, x) if axes and x.size else x
+    if not axes or not x.size:
+        return x
+    (x,) = _compat.varying_over(axes, x)
+    small: Any = _small(implementation, axes, sizes, x)
     return small
 
 
 def _small_now(implementation, axes, sizes, x):
     """`all_reduce_small` of x by the chosen implementation."""
     functions = {
-        "pallas_tpu": tpu.small_unsupported(x.shape, x.dtype, math.prod(sizes))
+        "pallas_tpu": tpu.small_unsupported(x.shape, x.dtype, math.prod(sizes), axes)
         or (lambda v: tpu.all_reduce_small(v, axes, sizes)),
         "pallas_gpu": gpu.small_unsupported(x.shape, x.dtype, math.prod(sizes), axes)
         or (lambda v: gpu.all_reduce_small(v, axes, sizes)),
         "gather": functools.partial(native.gather_sum, axes=axes),
     }
-    return dispatch("all_reduce_small", implementation, functions, "gather", x)
+    return _compat.invariant_over(axes, dispatch("all_reduce_small", implementation, functions, "gather", x))
 
 
 def _check(
@@ -264,7 +270,7 @@ def _scatter_now(algorithm, axes, sizes, rings, outer, x):
 def _reduce_now(algorithm, axes, sizes, rings, outer, x):
     """The all-reduce of x; the kernel runs it as a reduce-scatter and an all-gather."""
     if algorithm not in TABLES:
-        return _by_xla("all_reduce", algorithm, x, axes, outer)
+        return _compat.invariant_over(axes, _by_xla("all_reduce", algorithm, x, axes, outer))
     if algorithm == "pallas":
         flat = x.reshape(-1)
         flat = jnp.pad(flat, (0, -flat.size % math.prod(sizes)))
@@ -275,7 +281,7 @@ def _reduce_now(algorithm, axes, sizes, rings, outer, x):
         flat = x.reshape(-1)
         flat = jnp.pad(flat, (0, -flat.size % table.slots))
         summed = ppermute.run(table, flat.reshape(table.slots, -1), axes).reshape(-1)
-    return summed[: x.size].reshape(x.shape)
+    return _compat.invariant_over(axes, summed[: x.size].reshape(x.shape))
 
 
 def _by_table(kind: str, table: Table, slots: jax.Array, axes) -> jax.Array:
@@ -286,7 +292,8 @@ def _by_kernel(kind: str, table: Table, slots: jax.Array, axes) -> jax.Array:
     """The collective of a table by the Pallas kernel; slots [slots, rows, columns]. Raises where the kernel cannot run."""
     run = ring_tpu.all_gather if kind == "all_gather" else ring_tpu.reduce_scatter
     functions = {
-        "pallas_tpu": ring_tpu.unsupported(table, slots.shape[1:], slots.dtype) or (lambda x: run(table, x, axes)),
+        "pallas_tpu": ring_tpu.unsupported(table, slots.shape[1:], slots.dtype, axes)
+        or (lambda x: run(table, x, axes)),
         "pallas_gpu": Unsupported(("there is no GPU kernel for this op",)),
     }
     return dispatch(kind, "pallas", functions, "pallas_tpu", slots)
@@ -342,7 +349,17 @@ def _reduce(algorithm, axes, sizes, rings, outer, x):
 
 _gather.defvjp(lambda *a: (_gather(*a), None), lambda *a: (_scatter(*a[:5], a[6]),))
 _scatter.defvjp(lambda *a: (_scatter(*a), None), lambda *a: (_gather(*a[:5], a[6]),))
-_reduce.defvjp(lambda *a: (_reduce(*a), None), lambda *a: (_reduce(*a[:5], a[6]),))
+
+
+def _reduce_bwd(algorithm, axes, sizes, rings, outer, _, grad):
+    """Gradient of the addend. With varying types the cotangent of the (invariant) sum is the cotangent of every addend;
+    with `check_vma=False` each device has its own part of it, and the parts are summed."""
+    if _compat.has_varying_types(axes[0]):
+        return _compat.varying_over(axes, grad)
+    return (_reduce(algorithm, axes, sizes, rings, outer, grad),)
+
+
+_reduce.defvjp(lambda *a: (_reduce(*a), None), _reduce_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -350,4 +367,11 @@ def _small(implementation, axes, sizes, x):
     return _small_now(implementation, axes, sizes, x)
 
 
-_small.defvjp(lambda *a: (_small(*a), None), lambda *a: (_small(*a[:3], a[4]),))
+def _small_bwd(implementation, axes, sizes, _, grad):
+    """As `_reduce_bwd`."""
+    if _compat.has_varying_types(axes[0]):
+        return _compat.varying_over(axes, grad)
+    return (_small(implementation, axes, sizes, grad),)
+
+
+_small.defvjp(lambda *a: (_small(*a), None), _small_bwd)

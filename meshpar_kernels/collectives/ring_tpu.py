@@ -32,13 +32,15 @@ since each step waits for the data that they send in it (`never_overtakes`)."""
 SEMAPHORES = 256
 """Largest number of DMA semaphores of a kernel."""
 
-TILE_BYTES = 2 << 20
-"""Bytes of a block that is added at once."""
+
+def _tile_bytes() -> int:
+    """Most bytes of a block that is added at once; six are in VMEM."""
+    return min(2 << 20, _compat.tpu_vmem() // 32)
 
 
-def unsupported(table: Table, part: tuple[int, ...], dtype: jnp.dtype) -> Unsupported:
-    """Why the kernel cannot follow a table with slots of this shape, [rows, columns]."""
-    reasons = []
+def unsupported(table: Table, part: tuple[int, ...], dtype: jnp.dtype, axes: tuple[str, ...] = ()) -> Unsupported:
+    """Why the kernel cannot follow a table with slots of this shape, [rows, columns], over these mesh axes."""
+    reasons = _compat.ici_reasons(axes)
     if any((t.to < 0).any() for step in table.steps for t in step):
         reasons.append("an axis does not wrap around, and on a line not every device sends in every step")
     elif not never_overtakes(table):
@@ -50,6 +52,8 @@ def unsupported(table: Table, part: tuple[int, ...], dtype: jnp.dtype) -> Unsupp
     pack = 32 // jnp.dtype(dtype).itemsize
     if len(part) != 2 or part[0] % pack or part[1] % 128:
         reasons.append(f"a slot is {list(part)}, and must be [rows, columns] in multiples of {pack} and 128")
+    elif table.kind != "all_gather" and part[1] * 32 > 2 * _tile_bytes():
+        reasons.append(f"blocks of {pack} rows of {part[1]} columns do not fit {_compat.tpu_vmem() >> 20} MiB of VMEM")
     return Unsupported(reasons)
 
 
@@ -187,9 +191,9 @@ def _kernel(rows_ref, x_ref, buffer, *rest, table: Table, plan: _Plan, axes: tup
 
 
 def _rows_at_once(rows: int, columns: int, itemsize: int) -> int:
-    """Most rows of a slot that fit a block of `TILE_BYTES`, a multiple of the register tile's rows."""
+    """Most rows of a slot that fit a block of `_tile_bytes`, a multiple of the register tile's rows."""
     pack = 32 // itemsize
-    fits = [n for n in range(pack, rows + 1, pack) if rows % n == 0 and n * columns * itemsize <= TILE_BYTES]
+    fits = [n for n in range(pack, rows + 1, pack) if rows % n == 0 and n * columns * itemsize <= _tile_bytes()]
     return max(fits, default=pack)
 
 
@@ -295,7 +299,7 @@ def _call(table: Table, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         out_shape=outs,
         input_output_aliases={} if gathers else {1: 0},
         compiler_params=pltpu.CompilerParams(
-            collective_id=collective_id(name, axes), vmem_limit_bytes=(8 * TILE_BYTES) + (4 << 20)
+            collective_id=collective_id(name, axes), vmem_limit_bytes=_compat.tpu_vmem_limit()
         ),
         cost_estimate=pl.CostEstimate(
             flops=0 if gathers else nbytes // x.dtype.itemsize,
@@ -304,7 +308,7 @@ def _call(table: Table, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
             remote_bytes_transferred=nbytes // table.ranks * (table.ranks - 1),
         ),
         name=f"meshpar_{name}",
-    )(own_rows, x)
+    )(own_rows, _compat.one_slice(name, axes, x))
     return out[0]
 
 

@@ -21,9 +21,6 @@ from meshpar_kernels.collectives.ppermute import rank_of
 
 __all__ = ["all_reduce_small", "coordinates", "entry_barrier", "small_unsupported"]
 
-SMALL_VMEM = 40 << 20
-"""Bytes of VMEM for the receive buffer of the one-shot all-reduce."""
-
 
 def coordinates(rank: jax.Array, axes: Sequence[str], sizes: Sequence[int]) -> Any:
     """{mesh axis: coordinate} of a group rank (row-major), the form in which kernels name devices."""
@@ -49,16 +46,18 @@ def entry_barrier(devices: Sequence[Any]) -> None:
 # --- small all-reduce --------------------------------------------------------------------------------
 
 
-def small_unsupported(shape: Sequence[int], dtype: jnp.dtype, group: int) -> Unsupported:
-    """Reasons why the one-shot kernel cannot sum an array of this shape and dtype; empty if it can."""
-    reasons = []
+def small_unsupported(shape: Sequence[int], dtype: jnp.dtype, group: int, axes: Sequence[str] = ()) -> Unsupported:
+    """Reasons why the one-shot kernel cannot sum an array of this shape and dtype over `group` devices of these axes;
+    empty if it can."""
+    reasons = _compat.ici_reasons(axes)
     nbytes = math.prod(shape) * jnp.dtype(dtype).itemsize
+    vmem = _compat.tpu_vmem_limit()
     if dtype not in (jnp.float32, jnp.bfloat16, jnp.int32):
         reasons.append(f"x is {dtype}; the kernel takes float32, bfloat16 and int32")
     if nbytes > SMALL_BYTES:
         reasons.append(f"x has {nbytes} bytes, more than {SMALL_BYTES >> 20} MiB: use all_reduce")
-    elif nbytes * group > SMALL_VMEM:
-        reasons.append(f"{group} arrays of {nbytes} bytes do not fit {SMALL_VMEM >> 20} MiB of VMEM: use all_reduce")
+    elif nbytes * (group + 2) + (1 << 20) > vmem:
+        reasons.append(f"{group + 2} arrays of {nbytes} bytes do not fit {vmem >> 20} MiB of VMEM: use all_reduce")
     return Unsupported(reasons)
 
 
@@ -123,7 +122,7 @@ def all_reduce_small(x: jax.Array, axes: tuple[str, ...], sizes: tuple[int, ...]
         ],
         compiler_params=pltpu.CompilerParams(
             collective_id=collective_id("all_reduce_small", axes),
-            vmem_limit_bytes=(group + 2) * nbytes + (4 << 20),
+            vmem_limit_bytes=_compat.tpu_vmem_limit(),
         ),
         cost_estimate=pl.CostEstimate(
             flops=(group - 1) * flat.size,
@@ -132,5 +131,5 @@ def all_reduce_small(x: jax.Array, axes: tuple[str, ...], sizes: tuple[int, ...]
             remote_bytes_transferred=(group - 1) * nbytes,
         ),
         name="meshpar_all_reduce_small",
-    )(flat)
+    )(_compat.one_slice("all_reduce_small", axes, flat))
     return out.reshape(-1)[: x.size].reshape(x.shape)

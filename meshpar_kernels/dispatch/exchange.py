@@ -55,8 +55,8 @@ def _tpu_unsupported(operand: jax.Array, axes: tuple[str, ...]) -> Unsupported:
     far = [a for a in axes if names.index(a) >= MESH_AXES]
     reasons = tpu.unsupported(operand.dtype, operand.shape[-1])
     if far:
-        reasons = Unsupported((*reasons, f"axis {far[0]!r} is not among the first {MESH_AXES} of the mesh, {names}"))
-    return reasons
+        reasons = (*reasons, f"axis {far[0]!r} is not among the first {MESH_AXES} of the mesh, {names}")
+    return Unsupported((*reasons, *_compat.ici_reasons(axes)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -179,4 +179,4 @@ def send(
             remote_bytes_transferred=nbytes * (math.prod(sizes) - 1) // math.prod(sizes),
         ),
         name="meshpar_ragged_all_to_all",
-    )(numbers, operand, *given)
+    )(numbers, _compat.one_slice("ragged_all_to_all", axes, operand), *given)

@@ -56,6 +56,7 @@ from meshpar_kernels.grouped_matmul.gpu_parts import (
     ring,
     smem,
 )
+from meshpar_kernels.grouped_matmul.hopper import drain, drains
 from meshpar_kernels.grouped_matmul.problem import matmul_problem, padded_scale, transpose_problem
 from meshpar_kernels.grouped_matmul.schedule import span_tile_steps
 
@@ -74,7 +75,8 @@ def multiply_tiles(gpu, stages, slot_of, barriers, each_tile, copies, matmuls, *
       stages: number of shared-memory stages.
       slot_of: number of tiles before → (accumulator slot, its TMEM ref).
       barriers: (`full`, `empty`, `done`, `read`), see the module.
-      each_tile: calls its argument with (tile, K steps of the tile, K steps before, tiles before) for each tile.
+      each_tile: calls its argument with (tile, K steps of the tile, K steps before, tiles before) for each tile; returns
+        the numbers of all K steps and tiles.
       copies: (tile, i, stage, barrier): starts the loads of step i.
       matmuls: (tile, i, stage, accumulator): issues the matmuls of step i.
       cluster: blocks of a cluster; the first block issues the matmuls of both.
@@ -123,11 +125,21 @@ def multiply_tiles(gpu, stages, slot_of, barriers, each_tile, copies, matmuls, *
 
     peer = peer_index(cluster)
 
+    def load_tiles():
+        step, _ = each_tile(load_tile)
+        if cluster == 1 and drains():
+            drain(gpu, step, stages, empty)
+
+    def multiply_all():
+        _, used = each_tile(multiply_tile)
+        if cluster == 1 and drains():
+            drain(gpu, used, 2, read)
+
     @gpu.warp_map
     def _(warp):
-        pl.when(warp == LOADER)(lambda: each_tile(load_tile))
+        pl.when(warp == LOADER)(load_tiles)
         multiplies = warp == MULTIPLIER
-        pl.when(multiplies if cluster == 1 else multiplies & (peer == 0))(lambda: each_tile(multiply_tile))
+        pl.when(multiplies if cluster == 1 else multiplies & (peer == 0))(multiply_all)
 
 
 def _pair(cluster: int) -> dict[str, str]:
@@ -187,7 +199,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
             work((tile_step, column), steps, step, used)
             return step + steps, used + live[tile_step]
 
-        lax.fori_loop(0, num_own, one, (jnp.int32(0), jnp.int32(0)))
+        return lax.fori_loop(0, num_own, one, (jnp.int32(0), jnp.int32(0)))
 
     def copies(tile_at, i, stage, barrier):
         """Start the TMA copies of K step i: lhs and each rhs into stage `stage`, counted at `barrier`."""
@@ -393,7 +405,7 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
             work((group, strip * tile.cluster + peer, column, rows), rows.steps, step, used)
             return step + rows.steps, used + (rows.steps > 0).astype(jnp.int32)
 
-        lax.fori_loop(0, num_own, one, (jnp.int32(0), jnp.int32(0)))
+        return lax.fori_loop(0, num_own, one, (jnp.int32(0), jnp.int32(0)))
 
     def copies(tile_at, i, stage, barrier):
         """Start the TMA copies of step i, [tile.k rows, columns] of lhs and of rhs, into stage `stage`."""

@@ -22,6 +22,7 @@ __all__ = [
     "make_tile",
     "make_transpose_tile",
     "matmul_unsupported",
+    "padded_sizes",
     "pick_tile",
     "transpose_unsupported",
 ]
@@ -52,6 +53,48 @@ def _whole_tiles(rows: int, *arrays: jax.Array | None) -> list[Any]:
     return [x if x is None or not more else jnp.pad(x, [(0, more), *[(0, 0)] * (x.ndim - 1)]) for x in arrays]
 
 
+def _aligned(size: int) -> int:
+    """The size, rounded up to a multiple of `INNER` where TMA cannot cut it into tiles of shared memory."""
+    fits = size % ALIGNMENT == 0 and (size <= INNER or size % INNER == 0)
+    return size if fits else -(-size // INNER) * INNER
+
+
+def padded_sizes(
+    lhs: jax.Array, out_dtype: jnp.dtype, *, k: int, n: int, transpose_rhs: bool = False, transposes: bool = False
+) -> tuple[int, int]:
+    """(K, N) with which the kernel runs: as they are, or padded with zeros where TMA cannot cut the operands or the result.
+
+    Padding copies weights of misaligned sizes in every call. The alternative is a loop of a few hundred small matmuls
+    with a data-dependent trip count.
+
+    Args:
+      lhs, out_dtype, k, n, transpose_rhs: as in `matmul_unsupported`.
+      transposes: the sizes are those of the transpose.
+    """
+    if not _cut_reasons(lhs.dtype.itemsize, out_dtype.itemsize, k, n, transpose_rhs, transposes):
+        return k, n
+    return _aligned(k), _aligned(n)
+
+
+def _cut_reasons(itemsize: int, out_itemsize: int, k: int, n: int, transpose_rhs: bool, transposes: bool) -> list[str]:
+    """Reasons why TMA cannot cut the operands or the result, by the sizes and alignment of their rows."""
+    columns = tile_columns(itemsize)
+    cut = ALIGNMENT if transpose_rhs else columns  # of the weights' dim of N
+    reasons = misaligned(K=(k, columns, ALIGNMENT), N=(n, columns if transposes else cut, tile_columns(out_itemsize)))
+    rows = {"K": k * itemsize, "rhs": (k if transpose_rhs else n) * itemsize, "the result": n * out_itemsize}
+    reasons += [
+        f"{name}: rows of {b} bytes are no multiple of {ROW_BYTES}" for name, b in rows.items() if b % ROW_BYTES
+    ]
+    return reasons
+
+
+def _pad(x: jax.Array, *sizes: int) -> jax.Array:
+    """x with zeros after its last dims, up to these sizes."""
+    before = x.ndim - len(sizes)
+    more = [(0, 0)] * before + [(0, n - old) for n, old in zip(sizes, x.shape[before:], strict=True)]
+    return jnp.pad(x, more) if any(n for _, n in more) else x
+
+
 def _run(name: str, *operands: Any, num_sms: int | None, **options: Any) -> jax.Array:
     kernel = getattr(KERNELS[_compat.gpu_architecture()[0]], name)
     out = kernel(*operands, num_sms=_compat.multiprocessors() if num_sms is None else num_sms, **options)
@@ -69,10 +112,14 @@ def grouped_matmul(
     **options: Any,
 ) -> jax.Array:
     """`grouped_matmul` by the kernel for the GPU that kernels traced now are for, on `num_sms` multiprocessors; None:
-    all."""
-    rows = lhs.shape[0]
-    lhs, row_scale = _whole_tiles(rows, lhs, row_scale)
-    return _run("grouped_matmul", lhs, rhs, group_sizes, group_offset, row_scale, num_sms=num_sms, **options)[:rows]
+    all. K and N are padded if necessary (`padded_sizes`)."""
+    (rows, k), transposed = lhs.shape, options["transpose_rhs"]
+    n = rhs[0].shape[1 if transposed else 2]
+    padded_k, padded_n = padded_sizes(lhs, options["out_dtype"], k=k, n=n, transpose_rhs=transposed)
+    lhs, row_scale = _whole_tiles(rows, _pad(lhs, padded_k), row_scale)
+    rhs = [_pad(m, *((padded_n, padded_k) if transposed else (padded_k, padded_n))) for m in rhs]
+    out = _run("grouped_matmul", lhs, rhs, group_sizes, group_offset, row_scale, num_sms=num_sms, **options)
+    return out[:rows, :n]
 
 
 def grouped_matmul_transpose(
@@ -87,8 +134,11 @@ def grouped_matmul_transpose(
 ) -> jax.Array:
     """`grouped_matmul_transpose` by the kernel for the GPU that kernels traced now are for; `num_sms` as in
     `grouped_matmul`."""
-    lhs, rhs, row_scale = _whole_tiles(lhs.shape[0], lhs, rhs, row_scale)
-    return _run("grouped_matmul_transpose", lhs, rhs, group_sizes, group_offset, row_scale, num_sms=num_sms, **options)
+    k, n = lhs.shape[1], rhs.shape[1]
+    padded_k, padded_n = padded_sizes(lhs, options["out_dtype"], k=k, n=n, transposes=True)
+    lhs, rhs, row_scale = _whole_tiles(lhs.shape[0], _pad(lhs, padded_k), _pad(rhs, padded_n), row_scale)
+    out = _run("grouped_matmul_transpose", lhs, rhs, group_sizes, group_offset, row_scale, num_sms=num_sms, **options)
+    return out[:, :k, :n]
 
 
 def pick_tile(
@@ -150,44 +200,22 @@ def matmul_unsupported(
       num_rhs: matrices of each group, 1 or 2.
       k, n: contracted elements, and columns of the result.
     """
-    columns = tile_columns(lhs.dtype.itemsize)
-    cut = ALIGNMENT if transpose_rhs else columns  # of the weights' dim of N
-    reasons = misaligned(K=(k, columns, ALIGNMENT), N=(n, cut, tile_columns(out_dtype.itemsize)))
-    row = k if transpose_rhs else n
-    return _unsupported(lhs, out_dtype, tile, num_rhs, reasons, k=k, row=row, columns=n)
+    reasons = _cut_reasons(lhs.dtype.itemsize, out_dtype.itemsize, k, n, transpose_rhs, False)
+    return _unsupported(lhs, out_dtype, tile, num_rhs, reasons)
 
 
 def transpose_unsupported(lhs: jax.Array, out_dtype: jnp.dtype, tile: Tile, *, k: int, n: int) -> Unsupported:
     """Reasons why the GPU kernels cannot run the transpose, with a result of [G, k, n]; empty if they can."""
-    columns = tile_columns(lhs.dtype.itemsize)
-    reasons = misaligned(K=(k, columns, ALIGNMENT), N=(n, columns, tile_columns(out_dtype.itemsize)))
-    return _unsupported(lhs, out_dtype, tile, 1, reasons, k=k, row=n, columns=n)
+    reasons = _cut_reasons(lhs.dtype.itemsize, out_dtype.itemsize, k, n, False, True)
+    return _unsupported(lhs, out_dtype, tile, 1, reasons)
 
 
-def _unsupported(
-    lhs: jax.Array,
-    out_dtype: jnp.dtype,
-    tile: Tile,
-    num_rhs: int,
-    reasons: list[str],
-    *,
-    k: int,
-    row: int,
-    columns: int,
-) -> Unsupported:
-    """`reasons`, and the reasons common to the matmul and its transpose.
-
-    Args:
-      k, row, columns: lengths of the rows of lhs, of the other operand, and of the result.
-    """
+def _unsupported(lhs: jax.Array, out_dtype: jnp.dtype, tile: Tile, num_rhs: int, reasons: list[str]) -> Unsupported:
+    """`reasons`, and the reasons common to the matmul and its transpose."""
     if lhs.dtype not in DTYPES:
         reasons.append(f"operands are {lhs.dtype}; the tensor cores take bfloat16 and float16 (TF32 is not float32)")
     if out_dtype not in (*DTYPES, jnp.float32):
         reasons.append(f"the result is {out_dtype}; the kernel writes bfloat16, float16 and float32")
-    rows = {"K": k * lhs.dtype.itemsize, "rhs": row * lhs.dtype.itemsize, "the result": columns * out_dtype.itemsize}
-    reasons += [
-        f"{name}: rows of {n} bytes are no multiple of {ROW_BYTES}" for name, n in rows.items() if n % ROW_BYTES
-    ]
     most, fewest = _most_columns(tile.pingpong), 4 if tile.pingpong else 2
     if tile.m != ROWS or tile.k % INNER or tile.n % 64 or not 0 < tile.n * num_rhs <= most:
         reasons.append(

@@ -63,6 +63,41 @@ def _matmul(options, lhs, rhs, rhs_scale, group_sizes, group_offset, lhs_indices
     return matmul(options, lhs, rhs, group_sizes, group_offset, row_scale, lhs_indices, rhs_scale)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rows(options, lhs, indices, index_rows):
+    """`gather(options, lhs, indices)` with its gradient; `index_rows` as in `_to_sources`."""
+    del index_rows
+    return gather(options, lhs, indices)
+
+
+def _rows_bwd(options, saved, grad):
+    """Gradient of the gathered rows, by `_to_sources`."""
+    (rows, dtype), indices, index_rows = saved
+    if indices is not None:
+        grad = _to_sources(options, grad, indices, index_rows, rows).astype(dtype)
+    return grad, _no_tangent(indices), _no_tangent(index_rows)
+
+
+def _to_sources(options, grad, indices, index_rows, rows: int):
+    """The gradient of lhs [rows, K] from the gradient of `gather(options, lhs, indices)`: rows of it are gathered and
+    summed by `index_rows`, the inverse of `indices`; if that is None, they are scattered, summed in float32."""
+    if index_rows is not None:
+        return _rows(options, grad, index_rows, None)
+    target = jnp.where((indices >= 0) & (indices < rows), indices, rows).reshape(len(grad), -1)
+    addend = jnp.broadcast_to(grad.astype(jnp.float32)[:, None], (*target.shape, grad.shape[1]))
+    return jnp.zeros((rows, grad.shape[1]), jnp.float32).at[target].add(addend, mode="drop")
+
+
+class _Rows(tuple):
+    """Static (rows, dtype) of an operand among the residuals of `_rows`."""
+
+
+jax.tree_util.register_static(_Rows)
+_rows.defvjp(
+    lambda options, lhs, i, j: (_rows(options, lhs, i, j), (_Rows((lhs.shape[0], lhs.dtype)), i, j)), _rows_bwd
+)
+
+
 def _plain(options: Options, lhs: jax.Array) -> Options:
     chosen = {"tile": None, "stages": None, "cluster": None, "pingpong": None, "gather": None}
     return dataclasses.replace(options, activation=None, out_dtype=lhs.dtype, **chosen)
@@ -79,9 +114,9 @@ def _matmul_fwd(options, *args):
     lhs, rhs, rhs_scale, group_sizes, group_offset, indices, _, row_scale = args
     if options.activation is None and len(rhs) == 1:
         return _matmul(options, *args), ([], *args)
-    rows = gather(options, lhs, indices)
+    rows = _rows(options, lhs, indices, args[6])
     matmuls = [
-        matmul(_plain(options, lhs), rows, [m], group_sizes, group_offset, None, rhs_scale=s)
+        _matmul(_plain(options, lhs), rows, (m,), s, group_sizes, group_offset, None, None, None)
         for m, s in _with_scales(rhs, rhs_scale)
     ]
     value = _activated(options, matmuls)[0]
@@ -93,7 +128,7 @@ def _matmul_fwd(options, *args):
 
 def _with_scales(rhs: Sequence[jax.Array], rhs_scale: Sequence[jax.Array]):
     """Each matrix with its scales: none or one."""
-    return zip(rhs, [[s] for s in rhs_scale] or [[]] * len(rhs), strict=True)
+    return zip(rhs, [(s,) for s in rhs_scale] or [()] * len(rhs), strict=True)
 
 
 def _matmul_bwd(options, saved, grad):
@@ -102,7 +137,7 @@ def _matmul_bwd(options, saved, grad):
     plain = _plain(options, lhs)
     back = dataclasses.replace(plain, transpose_rhs=not options.transpose_rhs, transpose_scale=True)
     groups = rhs[0].shape[0]
-    rows = gather(options, lhs, indices)
+    rows = _rows(options, lhs, indices, index_rows)
     total = rows.shape[0]
 
     grad_scale, scale, grads = None, row_scale, [grad]
@@ -116,7 +151,7 @@ def _matmul_bwd(options, saved, grad):
     grads = [g.astype(lhs.dtype) for g in grads]
 
     parts = [
-        matmul(back, g, [m], group_sizes, group_offset, None, rhs_scale=s)
+        _matmul(back, g, (m,), s, group_sizes, group_offset, None, None, None)
         for g, (m, s) in zip(grads, _with_scales(rhs, rhs_scale), strict=True)
     ]
     grad_rows = parts[0]
@@ -130,17 +165,11 @@ def _matmul_bwd(options, saved, grad):
     if not rhs_scale:
         weights = dataclasses.replace(plain, transpose_rhs=False, out_dtype=rhs[0].dtype)
         pairs = [(g, rows) if options.transpose_rhs else (rows, g) for g in grads]
-        grad_rhs = tuple(transpose_matmul(weights, groups, *pair, group_sizes, group_offset, scale) for pair in pairs)
+        grad_rhs = tuple(_transpose(weights, groups, *pair, group_sizes, group_offset, scale) for pair in pairs)
     if grad_scale is not None and row_scale is not None:
         grad_scale = _in_a_group(grad_scale, total, group_sizes, group_offset, groups)
         grad_scale = grad_scale.astype(row_scale.dtype)
-    grad_lhs = grad_rows
-    if index_rows is not None:
-        grad_lhs = gather(options, grad_rows, index_rows)
-    elif indices is not None:
-        in_range = (indices >= 0) & (indices < lhs.shape[0])
-        target = jnp.where(in_range, indices, lhs.shape[0])
-        grad_lhs = jnp.zeros(lhs.shape, jnp.float32).at[target].add(grad_rows.astype(jnp.float32), mode="drop")
+    grad_lhs = grad_rows if indices is None else _to_sources(options, grad_rows, indices, index_rows, lhs.shape[0])
     return (
         grad_lhs.astype(lhs.dtype),
         grad_rhs,
@@ -172,8 +201,8 @@ def _transpose_bwd(options, groups, saved, grad):
     grad = grad.astype(lhs.dtype)
     forward = _plain(options, lhs)
     back = dataclasses.replace(forward, transpose_rhs=True)
-    grad_lhs = matmul(back, rhs, [grad], group_sizes, group_offset, row_scale)
-    grad_rhs = matmul(forward, lhs, [grad], group_sizes, group_offset, None)
+    grad_lhs = _matmul(back, rhs, (grad,), (), group_sizes, group_offset, None, None, row_scale)
+    grad_rhs = _matmul(forward, lhs, (grad,), (), group_sizes, group_offset, None, None, None)
     grad_scale = None
     if row_scale is not None:
         total = lhs.shape[0]

@@ -89,9 +89,11 @@ def matmul(
     itemsize = lhs.dtype.itemsize
     shape = MatmulKey("grouped_matmul", rows, k, n, rhs[0].shape[0], num_rhs, options.transpose_rhs)
 
+    gpu_k, gpu_n = gpu.padded_sizes(lhs, options.out_dtype, k=k, n=n, transpose_rhs=options.transpose_rhs)
+
     def refuses(tile: gpu.Tile) -> Unsupported:
         """Reasons why the GPU kernels cannot run with this tile; empty if they can."""
-        how = {"k": k, "n": n, "transpose_rhs": options.transpose_rhs}
+        how = {"k": gpu_k, "n": gpu_n, "transpose_rhs": options.transpose_rhs}
         reasons = gpu.matmul_unsupported(lhs, options.out_dtype, tile, num_rhs, **how)
         if rhs_scale:
             reasons = Unsupported(
@@ -102,7 +104,7 @@ def matmul(
     def made(config: Config) -> gpu.Tile:
         return gpu.make_tile(*config.tile, itemsize, num_rhs, config.stages, config.cluster)
 
-    analytic = gpu.pick_tile(n, itemsize, num_rhs, cluster=options.cluster)
+    analytic = gpu.pick_tile(gpu_n, itemsize, num_rhs, cluster=options.cluster)
     gpu_tile, num_sms = _on_gpu(options, shape, lhs.dtype, analytic, made, refuses)
     kwargs: dict[str, Any] = {
         "transpose_rhs": options.transpose_rhs,
@@ -229,13 +231,14 @@ def transpose_matmul(options: Options, groups: int, lhs, rhs, group_sizes, group
         tile = tpu_tiles.Tile(*tuned.tile)
     else:
         tile = tpu_tiles.pick_transpose_tile(lhs.shape[0], k, n, groups, itemsize)
-    refuses = functools.partial(gpu.transpose_unsupported, lhs, options.out_dtype, k=k, n=n)
+    gpu_k, gpu_n = gpu.padded_sizes(lhs, options.out_dtype, k=k, n=n, transposes=True)
+    refuses = functools.partial(gpu.transpose_unsupported, lhs, options.out_dtype, k=gpu_k, n=gpu_n)
 
     def made(config: Config) -> gpu.Tile:
         how = {"stages": config.stages, "cluster": config.cluster, "pingpong": config.pingpong}
         return gpu.make_transpose_tile(config.tile, itemsize, **how)
 
-    analytic = gpu.pick_tile(n, itemsize, cluster=options.cluster, pingpong=options.pingpong)
+    analytic = gpu.pick_tile(gpu_n, itemsize, cluster=options.cluster, pingpong=options.pingpong)
     gpu_tile, num_sms = _on_gpu(options, shape, lhs.dtype, analytic, made, refuses)
     kwargs = {"groups": groups, "out_dtype": options.out_dtype}
     functions = {

@@ -244,7 +244,7 @@ def grouped_matmul(
         out_shape=_compat.out_struct((rows, n), out_dtype, lhs, *rhs, *rhs_scale),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
-            vmem_limit_bytes=tpu_tiles.vmem_limit(),
+            vmem_limit_bytes=_compat.tpu_vmem_limit(),
             disable_bounds_checks=gathered,  # the checks take 14 of 25 bundles for each row; `tpu_gather` clips its row indices
         ),
         cost_estimate=pl.CostEstimate(

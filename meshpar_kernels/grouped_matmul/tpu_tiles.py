@@ -24,7 +24,6 @@ __all__ = [
     "pick_transpose_tile",
     "steps",
     "unsupported",
-    "vmem_limit",
     "vmem_to_plan_with",
 ]
 
@@ -32,11 +31,6 @@ __all__ = [
 def vmem_to_plan_with() -> int:
     """Bytes of VMEM that tiles may use: three quarters of a core's."""
     return _compat.tpu_vmem() * 3 // 4
-
-
-def vmem_limit() -> int:
-    """Bytes of VMEM that the compiler may use: tiles and its own temporaries."""
-    return _compat.tpu_vmem() * 7 // 8
 
 
 ROW_CHUNKS = (16, 32, 64, 96, 128, 144, 160, 192, 256)

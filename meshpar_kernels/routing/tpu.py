@@ -28,6 +28,15 @@ def _round_up(a: int, b: int) -> int:
     return _cdiv(a, b) * b
 
 
+BLOCK = 256
+"""Most tokens of a block."""
+
+
+def _block(experts: int, most: int) -> int:
+    """Tokens of a block, at most `most`: a multiple of 128 for which 6.5 arrays of float32 logits fit VMEM; 0: none fits."""
+    return min(most, int(_compat.tpu_vmem_limit() / (6.5 * 4 * max(experts, 1))) // 128 * 128)
+
+
 def route_unsupported(logits: jax.Array, *, k: int, **_) -> Unsupported:
     """Reasons why the TPU kernel cannot route these logits; empty if it can."""
     reasons = []
@@ -36,8 +45,8 @@ def route_unsupported(logits: jax.Array, *, k: int, **_) -> Unsupported:
         reasons.append(f"logits are {logits.dtype}; the kernel takes float32 and bfloat16")
     if tokens >= MAX_COUNT:
         reasons.append(f"T={tokens} reaches 2^24, above which float32 counts are not exact")
-    if experts > 4096:
-        reasons.append(f"E={experts} is above 4096, at which a block of logits exceeds VMEM")
+    if not _block(experts, BLOCK):
+        reasons.append(f"E={experts}: a block of logits does not fit {_compat.tpu_vmem_limit() >> 20} MiB of VMEM")
     if k > 128:
         reasons.append(f"k={k} is above 128: the choices of a token must fit one vector register")
     return Unsupported(reasons)
@@ -179,8 +188,8 @@ def _route_kernel(
     counts_ref[...] = seen[...].astype(jnp.int32)
 
 
-def route(logits: jax.Array, bias: jax.Array | None, *, block: int = 256, **options) -> reference.Choice:
-    """As `reference.route`; reads the logits once, `block` tokens at a time.
+def route(logits: jax.Array, bias: jax.Array | None, *, block: int = BLOCK, **options) -> reference.Choice:
+    """As `reference.route`; reads the logits once, at most `block` tokens at a time.
 
     Each of the k rounds selects the largest key, and then the lowest expert with it. Results are written as [k, T],
     since an array with k lanes would be padded to 128. If E is no multiple of 128, the logits are read as [E, T] for
@@ -189,7 +198,7 @@ def route(logits: jax.Array, bias: jax.Array | None, *, block: int = 256, **opti
     tokens, experts = logits.shape
     k = options["k"]
     by_expert = experts % 128 != 0
-    block = min(block, _round_up(tokens, 128))
+    block = min(_block(experts, block), _round_up(tokens, 128))
     if by_expert:
         operands = [logits.T]
         in_specs = [pl.BlockSpec((experts, block), lambda i: (0, i))]
@@ -213,7 +222,9 @@ def route(logits: jax.Array, bias: jax.Array | None, *, block: int = 256, **opti
             _compat.out_struct((experts, 1), jnp.int32, logits),
         ],
         scratch_shapes=[pltpu.VMEM((experts, 1), jnp.float32)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=48 << 20),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",), vmem_limit_bytes=_compat.tpu_vmem_limit()
+        ),
         cost_estimate=pl.CostEstimate(
             flops=2 * tokens * experts * (4 * k + block),
             transcendentals=tokens * experts,

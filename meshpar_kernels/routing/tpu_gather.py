@@ -20,17 +20,42 @@ def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+BLOCK = 256
+"""Most rows of `x` that are fetched for a block, beyond the 16 result rows that it has at least."""
+
+
+def _block(index_shape: tuple[int, ...], block: int) -> tuple[int, int]:
+    """(result rows of a block, k) for indices of this shape [rows, k], and about `block` fetched rows."""
+    total_rows, k = index_shape
+    return min(max(16, block // k // 16 * 16), _cdiv(total_rows, 16) * 16), k
+
+
+def _slabs(width: int, rows: int, k: int, itemsize: int) -> int:
+    """The fewest slabs of columns, each at most 4096 columns wide if the width divides, that fit VMEM twice; 0: none fits.
+    A megacore chip has two or more, one for each core."""
+    slabs = 2 if width % 4096 == 0 else 1
+
+    def fits() -> bool:
+        return 2 * rows * (width // slabs) * (4 * k + itemsize) + (1 << 20) <= _compat.tpu_vmem_limit()
+
+    while (width // slabs > 4096 or not fits()) and width % (256 * slabs) == 0:
+        slabs *= 2
+    return slabs if fits() else 0
+
+
 def gather_sum_unsupported(x: jax.Array, index: jax.Array) -> Unsupported:
     """Reasons why the TPU kernel cannot gather these rows; empty if it can."""
     reasons = []
     if x.dtype not in (jnp.float32, jnp.bfloat16):
         reasons.append(f"rows are {x.dtype}; the kernel takes float32 and bfloat16")
     if index.shape[1] > 32:
-        reasons.append(f"k={index.shape[1]} rows to sum are more than 32, which VMEM has no room for")
+        reasons.append(f"k={index.shape[1]} rows to sum are more than 32")
     if x.shape[1] % 128:
         reasons.append(f"H={x.shape[1]} is not a multiple of 128: a row is copied register by register")
-    if x.shape[1] > 32768:
-        reasons.append(f"H={x.shape[1]} is above 32768, at which a block of rows exceeds VMEM")
+    elif not _slabs(x.shape[1], *_block(index.shape, BLOCK), x.dtype.itemsize):
+        reasons.append(
+            f"H={x.shape[1]}, k={index.shape[1]}: a block of rows exceeds {_compat.tpu_vmem_limit() >> 20} MiB of VMEM"
+        )
     return Unsupported(reasons)
 
 
@@ -137,7 +162,7 @@ def _gather_sum_kernel(
     lax.fori_loop(0, rows // 16, one_strip, 0)
 
 
-def gather_sum(x: jax.Array, index: jax.Array, weight: jax.Array | None, *, block: int = 256) -> jax.Array:
+def gather_sum(x: jax.Array, index: jax.Array, weight: jax.Array | None, *, block: int = BLOCK) -> jax.Array:
     """As `reference.gather_sum`: one copy for each row from HBM to VMEM, where rows are summed in float32; each result
     row is written once.
 
@@ -148,9 +173,9 @@ def gather_sum(x: jax.Array, index: jax.Array, weight: jax.Array | None, *, bloc
     packed = x.dtype == jnp.bfloat16
     if packed and x.shape[0] % 2:
         x = jnp.pad(x, ((0, 1), (0, 0)))
-    total_rows, k = index.shape
+    total_rows = index.shape[0]
     limit, width = x.shape
-    rows = min(max(16, block // k // 16 * 16), _cdiv(total_rows, 16) * 16)
+    rows, k = _block(index.shape, block)
     steps = _cdiv(total_rows, rows)
     padding = steps * rows - total_rows
 
@@ -158,9 +183,7 @@ def gather_sum(x: jax.Array, index: jax.Array, weight: jax.Array | None, *, bloc
         values = jnp.pad(values.T, ((0, 0), (0, padding)), constant_values=fill)
         return values.reshape(k, steps, rows).swapaxes(0, 1)
 
-    slabs = 2 if width % 4096 == 0 else 1  # of columns: one for each core of a megacore chip
-    while width // slabs > 4096 and width % (256 * slabs) == 0:
-        slabs *= 2
+    slabs = _slabs(width, rows, k, x.dtype.itemsize)
     slab = width // slabs
     view = packed and not _compat.interpreting()
     # computed in advance, since the copies are limited by the scalar core's work for each
@@ -205,7 +228,7 @@ def gather_sum(x: jax.Array, index: jax.Array, weight: jax.Array | None, *, bloc
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
-            vmem_limit_bytes=48 << 20,
+            vmem_limit_bytes=_compat.tpu_vmem_limit(),
             disable_bounds_checks=True,  # the checks take more than half the bundles of a copy; row indices are clipped above
         ),
         cost_estimate=pl.CostEstimate(

@@ -7,12 +7,23 @@ prints a line of JSON: a list of [name, reasons, what the compiler says or null]
 
 import json
 import sys
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import topologies
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from meshpar_kernels import grouped_matmul, grouped_matmul_transpose, route
+from meshpar_kernels import (
+    all_gather_matmul,
+    all_reduce_small,
+    grouped_matmul,
+    grouped_matmul_transpose,
+    reduce_scatter,
+    route,
+)
 from meshpar_kernels.routing import tpu_gather
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -68,9 +79,9 @@ def cases(struct):
         operands = struct((m, k), BF16), rhs, scale, struct((3,), jnp.int32)
         yield f"quantized {m, k, n, blocks} {rhs.dtype}", quantized, operands
         yield f"quantized {m, k, n, blocks} {rhs.dtype} backward", pulled, (*operands, struct((m, n), BF16))
-    for width in (64, 100, 128, 192, 384, 2880):
+    for width, k in [(64, 2), (100, 2), (128, 2), (192, 2), (384, 2), (2880, 2), (16384, 32), (32768, 1)]:
         for dtype in (BF16, F32):
-            x, index = struct((301, width), dtype), struct((100, 2), jnp.int32)
+            x, index = struct((301, width), dtype), struct((100, k), jnp.int32)
 
             def gather(x, index):
                 refused = tpu_gather.gather_sum_unsupported(x, index)
@@ -79,7 +90,7 @@ def cases(struct):
                 return tpu_gather.gather_sum(x, index, None)
 
             yield f"gather_sum {width} {dtype.__name__}", gather, (x, index)
-    for tokens, experts, k in [(1, 8, 2), (40, 60, 6), (13, 7, 7)]:
+    for tokens, experts, k in [(1, 8, 2), (40, 60, 6), (13, 7, 7), (512, 2048, 8), (512, 4096, 8)]:
         yield (
             f"route {tokens, experts, k}",
             lambda x, k=k: route(x, k, implementation="pallas_tpu"),
@@ -87,14 +98,33 @@ def cases(struct):
         )
 
 
+def collectives(mesh):
+    """(name, function, arguments) of kernels that communicate, over all devices of a mesh."""
+    specs = {"in_specs": P(), "out_specs": P("a"), "check_vma": False}
+    replicated = NamedSharding(mesh, P())
+    for mib in (1, 2, 4):
+        call = jax.shard_map(lambda x: all_reduce_small(x, "a", implementation="pallas_tpu")[None], mesh=mesh, **specs)
+        yield f"all_reduce_small {mib} MiB", call, (jax.ShapeDtypeStruct((mib << 8, 1024), F32, sharding=replicated),)
+    for dtype in (BF16, F32):
+        call = jax.shard_map(lambda x: reduce_scatter(x, "a", implementation="pallas"), mesh=mesh, **specs)
+        x = jax.ShapeDtypeStruct((8192, 8192), dtype, sharding=replicated)
+        yield f"reduce_scatter {dtype.__name__}", call, (x,)
+    call = jax.shard_map(lambda x: all_gather_matmul(x, x.T, "a", implementation="pallas_tpu"), mesh=mesh, **specs)
+    yield "all_gather_matmul", call, (jax.ShapeDtypeStruct((1024, 1024), BF16, sharding=replicated),)
+
+
 def main(topology: str) -> None:
-    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    config = {"chip_config_name": "megacore"} if topology.startswith("v4") else {}  # as a v4 runs
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **config).devices
+    device, mesh = devices[0], jax.sharding.Mesh(np.array(devices), ("a",))
     sharding = jax.sharding.SingleDeviceSharding(device)
     found = []
-    for name, function, arguments in cases(lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)):
+    rows = cases(lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
+    for name, function, arguments in [*rows, *collectives(mesh)]:
         reasons, problem = None, None
+        alone = jax.default_device(device) if not isinstance(arguments[0].sharding, NamedSharding) else nullcontext()
         try:
-            with jax.default_device(device):
+            with alone:
                 traced = jax.jit(function).trace(*arguments)
                 traced.lower(lowering_platforms=("tpu",)).compile()
         except NotImplementedError as error:

@@ -1,5 +1,7 @@
 """Which implementation None is: the rule, the variable that changes it, and machines whose GPUs a kernel cannot join."""
 
+import contextlib
+import functools
 import logging
 import types
 
@@ -8,7 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshpar_kernels import _choose, _compat, combine, grouped_matmul, permute, route
+from meshpar_kernels import (
+    _choose,
+    _compat,
+    all_gather,
+    all_gather_matmul,
+    all_reduce_small,
+    combine,
+    grouped_matmul,
+    matmul_reduce_scatter,
+    permute,
+    reduce_scatter,
+    route,
+)
 from meshpar_kernels._nvlink import machine_reasons
 
 BF16 = jnp.bfloat16
@@ -84,7 +98,7 @@ def test_how_many_multiprocessors():
 
 def mesh_of(*places):
     """Of GPUs with these ids and processes, [2, 2]."""
-    devices = np.array([types.SimpleNamespace(id=i, process_index=p) for i, p in places]).reshape(2, 2)
+    devices = np.array([types.SimpleNamespace(id=i, process_index=p, slice_index=p) for i, p in places]).reshape(2, 2)
     return types.SimpleNamespace(empty=False, axis_names=("host", "gpu"), devices=devices, shape={"host": 2, "gpu": 2})
 
 
@@ -94,7 +108,8 @@ def test_axes_that_cross_hosts_are_refused(monkeypatch):
     monkeypatch.setattr(_compat._mesh, "get_concrete_mesh", lambda: two_hosts)
     assert machine_reasons(2, ("gpu",)) == []
     (reason,) = machine_reasons(2, ("host",))
-    assert reason == "'host' joins devices of the processes [0, 1]; NVLink joins the devices of one"
+    joined = {True: "machines [0, 1]; NVLink joins", False: "processes [0, 1]; kernels write to"}
+    assert joined[jax.__version_info__ >= (0, 11, 2)] in reason
     monkeypatch.setattr(_compat._mesh, "get_concrete_mesh", lambda: mesh_of((0, 0), (2, 0), (1, 0), (3, 0)))
     (reason,) = machine_reasons(2, ("gpu",))
     assert "in the order [0, 2, 1, 3]; the kernel needs the order of their ids" in reason
@@ -103,3 +118,89 @@ def test_axes_that_cross_hosts_are_refused(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     (reason,) = machine_reasons(2, ("gpu",))
     assert "2 processes, and no jax.set_mesh(mesh) says which devices" in reason
+
+
+def test_processes_of_one_machine_are_joined_from_jax_0_11_2_on(monkeypatch):
+    monkeypatch.setattr(_compat, "backend_platform", lambda: "cuda")
+    mesh = mesh_of((0, 0), (1, 1), (2, 2), (3, 3))
+    for device in mesh.devices.flat:
+        device.slice_index = 0
+    monkeypatch.setattr(_compat._mesh, "get_concrete_mesh", lambda: mesh)
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    assert machine_reasons(2, ("gpu",)) == []
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 1))
+    (reason,) = machine_reasons(2, ("gpu",))
+    assert "processes [0, 1]; kernels write to those of one process up to jax 0.11.1" in reason
+
+
+def test_an_allocator_without_shared_memory_is_refused(monkeypatch):
+    monkeypatch.setattr(_compat, "backend_platform", lambda: "cuda")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+    (reason,) = machine_reasons(2, ("gpu",))
+    assert "XLA_PYTHON_CLIENT_ALLOCATOR=platform allocates no memory that other GPUs can write to" in reason
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "bfc")
+    assert machine_reasons(2, ("gpu",)) == []
+
+
+def test_a_refused_kernel_is_said_once(monkeypatch, caplog):
+    monkeypatch.delenv(_choose.VARIABLE, raising=False)
+    monkeypatch.setattr(_compat, "backend_platform", lambda: "cuda")
+    _choose._say_refused.cache_clear()
+    lhs, rhs = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 64), (2, 64, 64)))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            jax.eval_shape(lambda a, b, c: grouped_matmul(a, b, c), lhs, rhs, jax.ShapeDtypeStruct((2,), jnp.int32))
+    said = [r.getMessage() for r in caplog.records if "cannot run these arguments" in r.getMessage()]
+    assert len(said) == 1
+    assert "'xla' runs instead: operands are float32" in said[0]
+
+
+P = jax.sharding.PartitionSpec
+REMOTE = {
+    "all_reduce_small": lambda x: all_reduce_small(x, "slice"),
+    "all_gather": lambda x: all_gather(x, "slice", implementation="pallas"),
+    "reduce_scatter": lambda x: reduce_scatter(x, "slice", implementation="pallas"),
+    "all_gather_matmul": lambda x: all_gather_matmul(x, jnp.ones((128, 128)), "slice"),
+    "matmul_reduce_scatter": lambda x: matmul_reduce_scatter(x, jnp.ones((128, 128)), "slice"),
+}
+
+
+@pytest.mark.parametrize("op", REMOTE)
+def test_remote_dma_does_not_leave_a_slice(op, monkeypatch):
+    """Of a mesh of two slices: refused when lowered, or, with `jax.set_mesh`, while traced: then None selects another
+    implementation. Within a slice the same program is lowered."""
+    monkeypatch.setenv(_choose.VARIABLE, "pallas")
+    monkeypatch.setattr(_compat, "_slice_index", lambda device: device.id // 4)
+    devices = np.array(jax.devices()[:8])
+    x = jnp.ones((64, 128))
+
+    def lowered(mesh, lower=True):
+        function = jax.shard_map(REMOTE[op], mesh=mesh, in_specs=P(), out_specs=P("slice"), check_vma=False)
+        traced = jax.jit(function).trace(x)
+        return traced.lower(lowering_platforms=("tpu",)).as_text() if lower else str(traced.jaxpr)
+
+    inside = jax.sharding.Mesh(devices.reshape(2, 4)[:1], ("a", "slice"))
+    assert "tpu_custom_call" in lowered(inside)
+    across = jax.sharding.Mesh(devices.reshape(2, 4), ("slice", "b"))
+    with pytest.raises(NotImplementedError, match=r"'slice' joins the slices \[0, 1\]; remote DMA uses ICI"):
+        lowered(across)
+    with jax.set_mesh(across):
+        if op in ("all_gather", "reduce_scatter"):
+            with pytest.raises(NotImplementedError, match="which does not leave a slice"):
+                lowered(across, lower=False)
+        else:
+            assert "pallas_call" not in lowered(across, lower=False)
+
+
+@pytest.mark.parametrize(("kind", "refused"), [("TPU v4", True), ("TPU v5p", True), ("TPU v5 lite", False)])
+def test_fused_matmuls_refuse_chips_with_two_tensor_cores(kind, refused):
+    device = jax.sharding.AbstractDevice(kind, 2, "tpu")
+    mesh = jax.sharding.AbstractMesh((8,), ("a",), (jax.sharding.AxisType.Auto,), abstract_device=device)
+    call = functools.partial(all_gather_matmul, axis_name="a", implementation="pallas_tpu")
+    function = jax.shard_map(call, mesh=mesh, in_specs=(P("a"), P()), out_specs=P(), check_vma=False)
+    with (
+        pytest.raises(NotImplementedError, match="2 TensorCores; the kernel multiplies on one")
+        if refused
+        else (contextlib.nullcontext())
+    ):
+        jax.eval_shape(function, jnp.ones((1024, 128)), jnp.ones((128, 128)))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from meshpar_kernels.collectives import all_gather, all_reduce, reduce_scatter
+from meshpar_kernels.collectives import all_gather, all_reduce, all_reduce_small, reduce_scatter
 from meshpar_kernels.collectives.api import ALGORITHMS
 
 P = PartitionSpec
@@ -183,3 +183,38 @@ def test_outside_of_shard_map_it_refuses():
     x = jax.device_put(jnp.zeros((8, 2)), jax.sharding.NamedSharding(mesh, P("a")))
     with pytest.raises(ValueError, match=r"jax\.shard_map"):
         all_gather(x, axes)
+
+
+@pytest.mark.parametrize("implementation", ["native", "staged", "coloured", "hierarchical", "ring", "small"])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_an_all_reduce_replaces_psum_whatever_shard_map_checks(implementation, check_vma):
+    """The sum, its gradient, and the gradient of that, with `out_specs=P()`."""
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 5)), jnp.float32)
+
+    def summed(v):
+        if implementation == "small":
+            return all_reduce_small(v, ("a", "b"))
+        outer = ("a",) if implementation == "hierarchical" else ()
+        return all_reduce(v, ("a", "b"), implementation=implementation, outer=outer)
+
+    def loss(x, function):
+        shards = jax.sharding.PartitionSpec(("a", "b"))
+        mapped = jax.shard_map(
+            function, mesh=mesh, in_specs=shards, out_specs=jax.sharding.PartitionSpec(), check_vma=check_vma
+        )
+        return (mapped(x) ** 3).sum()
+
+    def gradients(function):
+        first = jax.grad(loss)
+        return jax.jit(
+            lambda x: (loss(x, function), first(x, function), jax.grad(lambda x: first(x, function)[0, 0])(x))
+        )(x)
+
+    total = np.asarray(x, np.float64).sum(0)
+    value, grad, second = gradients(summed)
+    np.testing.assert_allclose(value, (total**3).sum(), rtol=1e-5)
+    np.testing.assert_allclose(grad, np.broadcast_to(3 * total**2, x.shape), rtol=1e-5)
+    wanted = np.zeros(x.shape)
+    wanted[:, 0] = 6 * total[0]
+    np.testing.assert_allclose(second, wanted, rtol=1e-5, atol=1e-5)

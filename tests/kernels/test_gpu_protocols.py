@@ -12,7 +12,7 @@ EARLY = "race barrier value late"
 TABLES = {
     "grouped_matmul.hopper": {
         "load_stages: gpu.barrier_wait(empty.at[slot])": (EARLY, "a stage is loaded when both warpgroups have multiplied it"),
-        "_drain: gpu.barrier_wait(empty.at[base + ring(stages, step - 1 - i)])":
+        "drain: gpu.barrier_wait(empty.at[base + ring(stages, step - 1 - i)])":
             ("late", "the other block has freed all stages, and arrives here no more"),
         "multiply_stages: gpu.barrier_wait(full.at[slot])": (EARLY, "a stage is multiplied when both operands are there"),
         "multiply_stages: gpu.wgmma_wait(1)": (EARLY, "the matmuls of the step before have read their stage"),

@@ -315,3 +315,42 @@ def test_work_done_is_close_to_the_work_asked_for():
     # 128 rows to a group on average: 16 rows at nearly every border are multiplied twice
     sizes = rng.multinomial(8192, np.full(64, 1 / 64)).tolist()
     assert executed(sizes, 8192) <= 1.15 * 8192
+
+
+@pytest.mark.parametrize("case", ["plain", "pair", "indices", "rows", "transpose"])
+def test_second_derivatives(case):
+    """Along a direction in all operands, against dense matmuls with a mask for each group."""
+    rng = np.random.default_rng(3)
+    lhs, scale = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((12, 5), 12))
+    rhs = jnp.asarray(rng.normal(size=(2, 3, 5, 4)), jnp.float32)
+    sizes, index = jnp.asarray([3, 0, 7]), jnp.asarray([4, 0, 11, 1, -1, 2, 3, 5, 6, 8, 10, 7])
+    rows = jnp.full((12, 1), -1).at[jnp.where(index < 0, 12, index)].set(jnp.arange(12)[:, None], mode="drop")
+    masks = jnp.asarray([[0 <= i < 3, False, 3 <= i < 10] for i in range(12)], jnp.float32)
+
+    def kernels(lhs, rhs, scale):
+        if case == "transpose":
+            return grouped_matmul_transpose(lhs, lhs[:, :4], sizes, row_scale=scale)
+        options = {"lhs_indices": index} if case in ("indices", "rows") else {}
+        options |= {"lhs_rows": rows} if case == "rows" else {}
+        options |= {"activation": "silu"} if case == "pair" else {}
+        return grouped_matmul(lhs, (rhs[0], rhs[1]) if case == "pair" else rhs[0], sizes, row_scale=scale, **options)
+
+    def dense(lhs, rhs, scale):
+        if case == "transpose":
+            return jnp.einsum("mg,mk,mn,m->gkn", masks, lhs, lhs[:, :4], scale)
+        if case in ("indices", "rows"):
+            lhs = jnp.where((index >= 0)[:, None], lhs[index], 0)
+        gate, up = (jnp.einsum("mg,mk,gkn->mn", masks, lhs, matrix) for matrix in rhs)
+        return (jax.nn.silu(gate) * up if case == "pair" else gate) * scale[:, None]
+
+    arguments = (lhs, rhs, scale)
+    directions = [jnp.asarray(rng.normal(size=x.shape), jnp.float32) for x in arguments]
+
+    def along(function):
+        gradient = jax.grad(lambda *a: jnp.sin(function(*a)).sum(), (0, 1, 2))
+        return jax.grad(lambda *a: sum((g * d).sum() for g, d in zip(gradient(*a), directions, strict=True)), (0, 1, 2))
+
+    with jax.default_matmul_precision("highest"):
+        pairs = zip(jax.jit(along(kernels))(*arguments), jax.jit(along(dense))(*arguments), strict=True)
+    for got, want in pairs:
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())

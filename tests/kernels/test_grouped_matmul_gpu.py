@@ -153,6 +153,42 @@ def test_executed_rows():
     assert schedule.executed_span_rows([0, 40], 40, 128, 64) == 64
 
 
+@interpreted
+@both_kernels
+@pytest.mark.parametrize("transpose_rhs", [False, True])
+def test_misaligned_sizes_are_padded(transpose_rhs, architecture, monkeypatch):
+    """K = 72 and N = 100, which TMA cannot cut: the result, and both gradients, which contract the other sizes."""
+    on(architecture, monkeypatch)
+    k, n = 72, 100
+    lhs, rhs, grad = normal(24, k), normal(2, *((n, k) if transpose_rhs else (k, n))), normal(24, n)
+    sizes = jnp.asarray([9, 15])
+
+    def matmul(lhs, rhs):
+        return grouped_matmul(lhs, rhs, sizes, transpose_rhs=transpose_rhs, implementation="pallas_gpu")
+
+    with _compat.gpu_race_detection():
+        out, pull = jax.vjp(matmul, lhs, rhs)
+        grads = jax.block_until_ready(pull(grad))
+    want = oracle.grouped_matmul(lhs, rhs, [9, 15], transpose_rhs=transpose_rhs)
+    close(out, want)
+    close(grads[0], oracle.grouped_matmul(grad, rhs, [9, 15], transpose_rhs=not transpose_rhs))
+    pair = (grad, lhs) if transpose_rhs else (lhs, grad)
+    close(grads[1], oracle.grouped_matmul_transpose(*pair, [9, 15]))
+
+
+@pytest.mark.parametrize(("k", "n"), [(2880, 1440), (1440, 2880), (12, 64), (64, 72)])
+def test_misaligned_sizes_take_the_kernel(k, n):
+    """1440: half of 2880 columns."""
+
+    def gradients(lhs, rhs, sizes):
+        return jax.grad(lambda lhs, rhs: grouped_matmul(lhs, rhs, sizes).astype(jnp.float32).sum(), (0, 1))(lhs, rhs)
+
+    arguments = [jax.ShapeDtypeStruct(s, d) for s, d in (((64, k), BF16), ((2, k, n), BF16), ((2,), jnp.int32))]
+    text = jax.jit(gradients).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+    assert "stablehlo.while" not in text
+
+
 def test_tiles():
     assert gpu.pick_tile(2048, 2) == Tile(128, 256, 64, 4)
     assert gpu.pick_tile(1408, 2).n == 256  # 9 % of empty columns
@@ -168,8 +204,6 @@ def refuses(words, *, dtype=BF16, k=K, tile=None, **options):
 
 def test_refusals_carry_the_reason(monkeypatch):
     refuses(r"float32; the tensor cores.*(.|\n)*These can: pallas_tpu, xla, reference", dtype=jnp.float32)
-    refuses("K: rows of 24 bytes are no multiple of 16", k=12)
-    refuses("K=72 is no multiple of 64, by which the copy engine cuts it", k=72)
     refuses(r"tile \(64, 64, 64\): the kernel takes 128 rows", tile=(64, 64, 64))
     grad = jnp.zeros((8, 256), BF16)
     with pytest.raises(NotImplementedError, match="5 stages: with pingpong each of two warpgroups has half of them"):
