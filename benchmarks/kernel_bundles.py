@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-__all__ = ["gather_bundles", "innermost_loops", "matrix_unit_share", "order_of"]
+__all__ = ["innermost_loops", "matrix_unit_share", "order_of"]
 
 
 def innermost_loops(text: str) -> list[list[str]]:
@@ -49,25 +49,6 @@ def matrix_unit_share(folder: Path, chip: str) -> list[dict]:
             share = None if cycles is None else best[0] * cycles / best[1]
             loops.append({"matmuls": best[0], "bundles": best[1], "share": share})
     return loops
-
-
-def gather_bundles(folder: Path) -> dict | None:
-    """Bundles per row of a fused gather in a compiler dump: to start the copies, and to put the rows in order. None without one."""
-    from meshpar_kernels.grouped_matmul import tpu_gather
-
-    for path in sorted(folder.glob("*meshpar_gathered*-final_bundles.txt")):
-        if "schedule" in path.name:
-            continue
-        bundles = {}
-        for loop in innermost_loops(path.read_text()):
-            starts = sum(line.count("= dma.") for line in loop)
-            loads = sum(line.count("vld") for line in loop)
-            if starts == tpu_gather.UNROLL:
-                bundles["copies"] = len(loop) / starts
-            elif not starts and loads >= tpu_gather.STRIP and not any("vmatmul" in line for line in loop):
-                bundles.setdefault("in order", len(loop) / tpu_gather.STRIP)
-        return bundles
-    return None
 
 
 def order_of(folder: Path) -> list[str]:

@@ -15,8 +15,8 @@ the unit is the limit or the assumption is too high. `sent`: bytes of a device f
 only); `hidden` means that every permute of a loop starts before the attention and ends after it.
 
 Kernels. `ragged_dot` is XLA's op. `permute` and `combine` are given the row indices; `by plan` computes them too. `route` is
-given the logits, or computes them in the same program (`route with logits`). `gathered` is the forward matmul of M/8 tokens' rows
-selected by `lhs_indices`. Attention is over 8 devices, gathered K/V over one mesh axis for each torus dimension. Kernels that
+given the logits, or computes them in the same program (`route with logits`). `gathered rows` is the forward matmul of M/8 tokens'
+rows selected by `lhs_indices`. Attention is over 8 devices, gathered K/V over one mesh axis for each torus dimension. Kernels that
 communicate are compiled for 8 devices. With `--bundles` their `order` lists the events of the schedule: `send` starts remote
 copies, `matmul` multiplies, `wait` blocks on copies, local ones included.
 """
@@ -32,7 +32,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kernel_bundles import gather_bundles, matrix_unit_share, order_of
+from kernel_bundles import matrix_unit_share, order_of
 from tables import Table
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
@@ -58,7 +58,7 @@ def cases() -> list[tuple[str, str]]:
     rows = [(kernel, shape) for shape in MATMULS for kernel in matmul]
     rows += [("swiglu", shape) for shape in MATMULS if shape.endswith("-up")]
     rows += [(kernel, shape) for shape in MATMULS for kernel in ("int8", "d lhs int8")]
-    rows += [(f"gathered {how}", shape) for shape in MATMULS for how in ("fused", "first")]
+    rows += [("gathered rows", shape) for shape in MATMULS]
     rows += [(kernel, "g64") for kernel in baselines]
     models = ["mixtral-8x7b", "deepseek-v3"]
     routing = ["route", "route with logits", "permute", "combine", "permute by plan", "combine by plan"]
@@ -115,11 +115,11 @@ def build(kernel: str, shape: str):
                 return grouped_matmul(lhs, (gate, up), sizes, **how)
 
             return swiglu, [lhs, rhs, rhs, sizes, ((s.m,), f32)], 2 * s.flops
-        if kernel.startswith("gathered"):
-            how, tokens, indices = kernel.split()[1], ((s.m // 8, s.k), bf16), ((s.m,), i32)
+        if kernel == "gathered rows":
+            tokens, indices = ((s.m // 8, s.k), bf16), ((s.m,), i32)
 
             def gathered(lhs, rhs, sizes, indices):
-                return grouped_matmul(lhs, rhs, sizes, lhs_indices=indices, gather=how, implementation="pallas")
+                return grouped_matmul(lhs, rhs, sizes, lhs_indices=indices, implementation="pallas")
 
             return gathered, [tokens, rhs, sizes, indices], s.flops
         quantized_rhs, scale = ((s.groups, s.k, s.n), jnp.int8), ((s.groups, s.k // 128, s.n), f32)
@@ -397,7 +397,6 @@ def run_one(kernel: str, shape: str, chip: str, bundles: bool) -> dict:
         facts = json.loads(lines[-1])
         if bundles:
             facts["loops"] = matrix_unit_share(Path(folder), chip)
-            facts["gather"] = gather_bundles(Path(folder))
             if kernel in shared_kernels():
                 facts["order"] = order_of(Path(folder))
     return facts
@@ -431,7 +430,7 @@ def main() -> None:
         return
     from meshpar_kernels.shapes import MATMULS
 
-    schedule = ("matrix unit in the main loop", "bundles a row", "order") if arguments.bundles else ()
+    schedule = ("matrix unit in the main loop", "order") if arguments.bundles else ()
     table = Table("kernel", "shape", "chip", "temporaries, KiB", "FLOPs", "rows", "sent", *schedule)
     for kernel, shape in cases():
         if arguments.only not in f"{kernel} {shape}":
@@ -451,9 +450,8 @@ def main() -> None:
             for loop in facts.get("loops", []):
                 share = "unknown" if loop["share"] is None else f"{loop['share']:.0%}"
                 loops.append(f"{share} ({loop['matmuls']} matmuls, {loop['bundles']} bundles)")
-            gather = ", ".join(f"{name} {value:.1f}" for name, value in (facts.get("gather") or {}).items())
             cells = [kernel, shape, chip, f"{facts['temp'] / 1024:.0f}", flops, rows, sent]
-            table.add_row(*cells, *([", ".join(loops), gather, ", ".join(facts.get("order", []))] if schedule else []))
+            table.add_row(*cells, *([", ".join(loops), ", ".join(facts.get("order", []))] if schedule else []))
 
 
 if __name__ == "__main__":

@@ -18,10 +18,10 @@ from meshpar_kernels.collectives.table import Table, table_of
 
 __all__ = ["ALGORITHMS", "Algorithm", "all_gather", "all_reduce", "all_reduce_small", "reduce_scatter"]
 
-Algorithm = Literal["native", "staged", "coloured", "hierarchical", "ring", "pallas", "one-way", "doubling", "direct"]
+Algorithm = Literal["native", "staged", "coloured", "hierarchical", "ring", "pallas"]
 
 ALGORITHMS: tuple[str, ...] = Algorithm.__args__
-TABLES = ("ring", "pallas", "one-way", "doubling", "direct")
+TABLES = ("ring", "pallas")
 
 
 def all_gather(
@@ -45,9 +45,6 @@ def all_gather(
     which use the axes in rotated orders, so that the links of all axes are busy (Mikami et al. 2018, for two dims). An
     axis that does not wrap around is run as a line.
     - "pallas": the same rings in one TPU kernel, by remote DMA. XLA overlaps the kernel with nothing else.
-    - "one-way": one unidirectional ring after another (Patarasuk and Yuan 2009).
-    - "doubling": log2 A steps over the flat group, of any size (Bruck et al. 1997). For small arrays.
-    - "direct": one step, in which every device sends to every other one. For the smallest arrays.
 
     `choose` estimates which one is the fastest.
 
@@ -167,7 +164,7 @@ def all_reduce_small(x: jax.Array, axis_name: str | Sequence[str], *, implementa
       ValueError: axes that do not fit, an unknown implementation, or x sharded outside of `shard_map`.
       NotImplementedError: the requested implementation cannot take x; with every reason.
     """
-    axes, sizes, _ = _check("all_reduce_small", x, axis_name, None, "direct", None, ())
+    axes, sizes, _ = _check("all_reduce_small", x, axis_name, None, None, None, ())
     if not axes or not x.size:
         return x
     (x,) = _compat.varying_over(axes, x)
@@ -231,15 +228,11 @@ def _by_xla(kind: str, algorithm: str, x, axes, outer) -> jax.Array:
     return native.hierarchical(kind, x, axes, outer)
 
 
-def _table(kind: str, algorithm: str, sizes, rings) -> Table:
-    return table_of(kind, "ring" if algorithm == "pallas" else algorithm, sizes, rings)
-
-
 def _gather_now(algorithm, axes, sizes, rings, outer, x):
     """The all-gather of x [n, …] → [A·n, …], by a table (ring, kernel) or by XLA's operations."""
     if algorithm not in TABLES:
         return _by_xla("all_gather", algorithm, x, axes, outer)
-    table = _table("all_gather", algorithm, sizes, rings)
+    table = table_of("all_gather", sizes, rings)
     own = _cut(x[None], table.chunks, algorithm)[0]
     if algorithm == "pallas":
         every = _by_kernel("all_gather", table, own, axes)
@@ -257,7 +250,7 @@ def _scatter_now(algorithm, axes, sizes, rings, outer, x):
     """The reduce-scatter of x [A·n, …] → [n, …], by a table (ring, kernel) or by XLA's operations."""
     if algorithm not in TABLES:
         return _by_xla("reduce_scatter", algorithm, x, axes, outer)
-    table = _table("reduce_scatter", algorithm, sizes, rings)
+    table = table_of("reduce_scatter", sizes, rings)
     block = (x.shape[0] // table.ranks, *x.shape[1:])
     blocks = _cut(x.reshape(table.ranks, *block), table.chunks, algorithm)
     slots = blocks.reshape(table.slots, *blocks.shape[2:])
@@ -277,7 +270,7 @@ def _reduce_now(algorithm, axes, sizes, rings, outer, x):
         part = _scatter_now(algorithm, axes, sizes, rings, outer, flat)
         summed = _gather_now(algorithm, axes, sizes, rings, outer, part)
     else:
-        table = _table("all_reduce", algorithm, sizes, rings)
+        table = table_of("all_reduce", sizes, rings)
         flat = x.reshape(-1)
         flat = jnp.pad(flat, (0, -flat.size % table.slots))
         summed = ppermute.run(table, flat.reshape(table.slots, -1), axes).reshape(-1)

@@ -89,10 +89,6 @@ def choose(
     - "ring", "pallas": the steps of the coloured rings (`ring_profile`), each with the traffic of its busiest link and
     the latency of a hop. "ring" also moves every byte through memory to and from the buffers of each `ppermute`;
     "pallas" does so only for the partial sums of a reduce-scatter.
-    - "one-way": unidirectional rings, one axis after another.
-    - "doubling": log2 A steps; partners at distance 2^t share the links between them.
-    - "direct": one step over the farthest route, with the blocks of all devices on the busiest link; an all-reduce
-    takes two steps.
     - "small": `all_reduce_small`, one step in which every device sends its full array to all; for an all-reduce of at
     most 4 MiB.
 
@@ -127,7 +123,7 @@ def choose(
         outer = sum(a.outer for a in group)
         if name == "hierarchical" and not outer:
             refused[name] = "no axis is an outer one"
-        elif name in ("coloured", "ring", "pallas", "one-way", "doubling", "direct", "small") and outer:
+        elif name in ("coloured", "ring", "pallas", "small") and outer:
             refused[name] = "it would cross the outer axes with more than it must"
         elif name == "small" and (kind != "all_reduce" or nbytes > SMALL_BYTES):
             refused[name] = f"it is for an all-reduce of at most {SMALL_BYTES >> 20} MiB"
@@ -232,33 +228,6 @@ def _pallas(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> fl
     return _rings(kind, volume, axes) + per_byte * volume / memory
 
 
-def _one_way(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
-    """Seconds of unidirectional rings over one axis after another, with copies in memory."""
-    total, rest = 0.0, volume
-    for axis in axes:
-        steps = axis.size - 1  # in both directions on a line, with as many steps
-        total += steps * (axis.latency + rest / axis.size / (axis.link * 1e9))
-        rest /= axis.size
-    return _rounds(kind) * (total + 4 * volume / memory)
-
-
-def _doubling(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
-    """Seconds of recursive doubling over the flat group. The partners of a step are on one axis, at distance `reach`
-    (on a ring at most half of it)."""
-    group = math.prod(a.size for a in axes)
-    block, total, width, inside = volume / group, 0.0, 1, 1
-    for axis in reversed(axes):
-        while width < min(inside * axis.size, group):
-            reach = max(1, width // inside)
-            distance = min(reach, axis.size - reach) if axis.ring else reach
-            sent = min(width, group - width)
-            # each of `reach` neighbouring devices sends over the link in the middle
-            total += max(1, distance) * (axis.latency + sent * block / (axis.link * 1e9))
-            width *= 2
-        inside *= axis.size
-    return _rounds(kind) * (total + 4 * volume / memory)
-
-
 def _everyone(block: float, axes: Sequence[Axis]) -> float:
     """Seconds in which every device sends `block` bytes to every other device: latency of the farthest route, and
     traffic of the busiest link."""
@@ -273,11 +242,6 @@ def _everyone(block: float, axes: Sequence[Axis]) -> float:
     return sum(a.hops * a.latency for a in axes) + busiest
 
 
-def _direct(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
-    group = math.prod(a.size for a in axes)
-    return _rounds(kind) * (_everyone(volume / group, axes) + 4 * volume / memory)
-
-
 def _small(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
     return _everyone(volume, axes)
 
@@ -289,8 +253,5 @@ _FORMS = {
     "hierarchical": _hierarchical,
     "ring": _ring,
     "pallas": _pallas,
-    "one-way": _one_way,
-    "doubling": _doubling,
-    "direct": _direct,
     "small": _small,
 }

@@ -7,9 +7,9 @@ slots, so that a simulator can check it and several backends can execute it.
 A reduce-scatter is an all-gather in reverse, with additions instead of copies: in an all-gather each slot reaches each
 rank once, along a tree; in reverse that tree is a reduction.
 
-Sources: the ring of Patarasuk and Yuan (2009), known from Baidu's all-reduce; recursive doubling and its form for
-groups that are no power of two (Bruck et al. 1997; Thakur et al. 2005); one torus dim after another (BlueConnect, Cho
-et al. 2019; Mikami et al. 2018); the same concurrently in as many orders as there are dims, so that all links are busy.
+Sources: the ring of Patarasuk and Yuan (2009), known from Baidu's all-reduce; one torus dim after another
+(BlueConnect, Cho et al. 2019; Mikami et al. 2018); the same concurrently in as many orders as there are dims, so that
+all links are busy.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ import numpy as np
 
 __all__ = ["Hop", "Line", "Row", "Table", "Transfer", "chunks_of", "gather_table", "hops_along", "table_of"]
 
-Line = Literal["ring", "one-way", "line", "doubling", "direct"]
-"""How one dim is gathered: a bidirectional or unidirectional ring, a line without wrap-around, doubling
-steps, or one direct step."""
+Line = Literal["ring", "line"]
+"""How one dim is gathered: on a bidirectional ring, or on a line without wrap-around."""
 
 
 class Row(NamedTuple):
@@ -152,8 +151,8 @@ def hops_along(n: int, form: Line) -> list[list[Hop]]:
     """
     position = np.arange(n)
     steps: list[list[Hop]] = []
-    if form in ("ring", "one-way"):
-        back = (n - 1) // 2 if form == "ring" else 0
+    if form == "ring":
+        back = (n - 1) // 2
         for t in range(n - 1 - back):
             hops = [Hop(0, (position + 1) % n, (position - t)[:, None] % n)]
             if t < back:
@@ -169,19 +168,6 @@ def hops_along(n: int, form: Line) -> list[list[Hop]]:
                     Hop(1, np.where(left, position - 1, -1), np.minimum(position + t, n - 1)[:, None]),
                 ]
             )
-    elif form == "doubling":
-        even = n & (n - 1) == 0
-        for t in range((n - 1).bit_length()):
-            reach = 1 << t
-            if even:  # partners exchange aligned runs of blocks
-                hop = Hop(t, position ^ reach, (position // reach * reach)[:, None] + np.arange(reach))
-            else:  # each rank sends its blocks from its own on, as many as the receiver does not have yet
-                width = min(reach, n - reach)
-                hop = Hop(t, (position - reach) % n, (position[:, None] + np.arange(width)) % n)
-            steps.append([hop])
-    elif form == "direct":
-        if n > 1:
-            steps.append([Hop(k - 1, (position + k) % n, position[:, None]) for k in range(1, n)])
     else:
         raise ValueError(f"no form {form!r} of a dimension; there are {Line.__args__}")
     return steps
@@ -256,29 +242,19 @@ def _spread(shape, coords: np.ndarray, dim: int, hop: Hop, gathered: list[int], 
 
 
 @functools.lru_cache(maxsize=64)
-def table_of(kind: str, algorithm: str, sizes: tuple[int, ...], rings: tuple[bool, ...]) -> Table:
-    """The table of an algorithm.
+def table_of(kind: str, sizes: tuple[int, ...], rings: tuple[bool, ...]) -> Table:
+    """The table of bidirectional rings, with one chunk for each dimension.
 
     Args:
       kind: "all_gather", "reduce_scatter", "all_reduce".
-      algorithm: "ring" (bidirectional, one chunk for each dimension), "one-way" (Baidu's ring, one
-        chunk), "doubling", "direct" (both over the flat group).
       sizes: ranks along each dimension.
       rings: whether each dimension wraps around; a ring is run as a line where it does not.
 
     Raises:
-      ValueError: no such kind or algorithm.
+      ValueError: no such kind.
     """
-    if algorithm in ("doubling", "direct"):
-        sizes = (math.prod(sizes),)
-        gather = gather_table(sizes, [algorithm])
-    elif algorithm in ("ring", "one-way"):
-        forms: list[Line] = [algorithm if wraps or n <= 2 else "line" for n, wraps in zip(sizes, rings, strict=True)]
-        used = sum(n > 1 for n in sizes)
-        orders = chunks_of(len(sizes), algorithm == "ring" and used == len(sizes))
-        gather = gather_table(sizes, forms, orders)
-    else:
-        raise ValueError(f"no table for algorithm {algorithm!r}; there are 'ring', 'one-way', 'doubling', 'direct'")
+    forms: list[Line] = ["ring" if wraps or n <= 2 else "line" for n, wraps in zip(sizes, rings, strict=True)]
+    gather = gather_table(sizes, forms, chunks_of(len(sizes), all(n > 1 for n in sizes)))
     if kind == "all_gather":
         return gather
     if kind == "reduce_scatter":

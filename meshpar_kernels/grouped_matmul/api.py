@@ -16,8 +16,6 @@ from meshpar_kernels.grouped_matmul.reference import ACTIVATIONS, QUANTIZED
 
 __all__ = ["grouped_matmul", "grouped_matmul_transpose"]
 
-GATHERS = (None, "fused", "first")
-
 
 def grouped_matmul(
     lhs: jax.Array,
@@ -34,7 +32,6 @@ def grouped_matmul(
     out_dtype: jnp.dtype | None = None,
     implementation: str | None = None,
     tile: tuple[int, int, int] | None = None,
-    gather: str | None = None,
     stages: int | None = None,
     num_sms: int | None = None,
     cluster: int | None = None,
@@ -58,7 +55,8 @@ def grouped_matmul(
       transpose_rhs: contract rhs's last dim.
       group_offset: first group of rhs (int or int32 []); rows of other groups become 0.
       activation: act, in float32: "silu" (of a pair: SwiGLU), "gelu" (with tanh), "relu", or None for the identity.
-      lhs_indices: int [M], row i is `lhs[lhs_indices[i]]`; a zero row if the index is out of range.
+      lhs_indices: int [M], row i is `lhs[lhs_indices[i]]`; a zero row if the index is out of range. Rows are gathered
+        before the matmul: with "pallas" by the kernel of `permute`, with None by XLA unless `MESHPAR_KERNELS=pallas`.
       lhs_rows: int [T, j], with `lhs_indices`: the rows of the result that use each row of lhs, -1 for none. It changes
         no result. With it, lhs's gradient is gathered and summed, in the same order in every run; without it,
         scattered.
@@ -75,11 +73,6 @@ def grouped_matmul(
         platform, or an error that lists the arguments that it does not support (float32 on a GPU, a GPU before Hopper).
       tile: (rows, K, N) of one step of the Pallas kernel; None: the tuning table's entry for this matmul on this
         device, else the tile that moves the fewest bytes (see `meshpar_kernels.tuning`).
-      gather: with `lhs_indices`: "fused" makes the TPU kernel copy the rows into the tiles that it multiplies, once for
-        each column tile, so that lhs[lhs_indices] is never in HBM; "first" gathers by a kernel of its own. None selects
-        "fused" if one column tile has all columns, else "first", which then copies less; with `implementation=None` XLA
-        gathers the rows, unless `MESHPAR_KERNELS=pallas`. The backward pass, which needs the rows more than once, and
-        all other implementations gather first.
       stages: of the GPU kernel's shared memory; None: from the table, else as many as fit, at most 6.
       num_sms: thread blocks of the GPU kernel's grid, each of which has a multiprocessor for itself. None: from the
         table, else the number of multiprocessors.
@@ -121,8 +114,6 @@ def grouped_matmul(
         raise ValueError(f"{op}: activation must be one of {tuple(ACTIVATIONS)}, got {activation!r}")
     if lhs_indices is not None and (lhs_indices.ndim != 1 or not jnp.issubdtype(lhs_indices.dtype, jnp.integer)):
         raise ValueError(f"{op}: lhs_indices must be int [M], got {lhs_indices.dtype}{list(lhs_indices.shape)}")
-    if gather not in GATHERS:
-        raise ValueError(f"{op}: gather must be one of {GATHERS}, got {gather!r}")
     if lhs_rows is not None and (
         lhs_indices is None or lhs_rows.ndim != 2 or lhs_rows.shape[0] != lhs.shape[0]
         or not jnp.issubdtype(lhs_rows.dtype, jnp.integer)
@@ -145,7 +136,6 @@ def grouped_matmul(
         out_dtype=jnp.dtype(lhs.dtype if out_dtype is None else out_dtype),
         implementation=implementation,
         tile=tile,
-        gather=gather,
         num_sms=num_sms,
         stages=stages,
         cluster=cluster,

@@ -60,7 +60,8 @@ _constant.defvjp(_constant_fwd, lambda name, _, grad: (grad,), symbolic_zeros=Tr
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(options, lhs, rhs, rhs_scale, group_sizes, group_offset, lhs_indices, index_rows, row_scale):
     del index_rows
-    return matmul(options, lhs, rhs, group_sizes, group_offset, row_scale, lhs_indices, rhs_scale)
+    rows = gather(options, lhs, lhs_indices)
+    return matmul(options, rows, rhs, group_sizes, group_offset, row_scale, rhs_scale)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -99,7 +100,7 @@ _rows.defvjp(
 
 
 def _plain(options: Options, lhs: jax.Array) -> Options:
-    chosen = {"tile": None, "stages": None, "cluster": None, "pingpong": None, "gather": None}
+    chosen = {"tile": None, "stages": None, "cluster": None, "pingpong": None}
     return dataclasses.replace(options, activation=None, out_dtype=lhs.dtype, **chosen)
 
 

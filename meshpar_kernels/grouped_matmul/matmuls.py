@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshpar_kernels._choose import Unsupported, by_default, dispatch
+from meshpar_kernels._choose import Unsupported, dispatch
 from meshpar_kernels.grouped_matmul import gpu, reference, tpu, tpu_tiles, tpu_transpose, xla
 from meshpar_kernels.routing import gpu as routing_gpu
 from meshpar_kernels.routing import reference as routing_reference
@@ -29,7 +29,6 @@ class Options:
     out_dtype: jnp.dtype
     implementation: str | None
     tile: tuple[int, int, int] | None
-    gather: str | None = None
     num_sms: int | None = None
     stages: int | None = None
     cluster: int | None = None
@@ -71,87 +70,56 @@ def gather(options: Options, lhs: jax.Array, indices: jax.Array | None) -> jax.A
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def matmul(
-    options: Options, lhs: jax.Array, rhs: Sequence[jax.Array], group_sizes, group_offset, row_scale, indices=None,
+    options: Options, lhs: jax.Array, rhs: Sequence[jax.Array], group_sizes, group_offset, row_scale,
     rhs_scale: Sequence[jax.Array] = (),
 ) -> jax.Array:  # fmt: skip
-    """`grouped_matmul` of the rows of lhs in their order, or of `lhs[indices]`.
+    """`grouped_matmul` of the rows of lhs in their order.
 
     Args:
       rhs_scale: for each rhs float32 [G, B, N], or [G, B, K] with `transpose_scale`; (): the weights are not quantized.
     """
     num_rhs = len(rhs)
-    k, n = lhs.shape[1], rhs[0].shape[1] if options.transpose_rhs else rhs[0].shape[2]
-    rows = lhs.shape[0] if indices is None else indices.shape[0]
-    if 0 in (rows, *lhs.shape, *rhs[0].shape):
+    (rows, k), n = lhs.shape, rhs[0].shape[1] if options.transpose_rhs else rhs[0].shape[2]
+    if 0 in (*lhs.shape, *rhs[0].shape):
         return jnp.zeros((rows, n), options.out_dtype)
-    if indices is not None and options.implementation is None and options.gather is None and not by_default(GATHER):
-        lhs, indices = gather(options, lhs, indices), None
     itemsize = lhs.dtype.itemsize
     shape = MatmulKey("grouped_matmul", rows, k, n, rhs[0].shape[0], num_rhs, options.transpose_rhs)
-
     gpu_k, gpu_n = gpu.padded_sizes(lhs, options.out_dtype, k=k, n=n, transpose_rhs=options.transpose_rhs)
 
     def refuses(tile: gpu.Tile) -> Unsupported:
         """Reasons why the GPU kernels cannot run with this tile; empty if they can."""
         how = {"k": gpu_k, "n": gpu_n, "transpose_rhs": options.transpose_rhs}
         reasons = gpu.matmul_unsupported(lhs, options.out_dtype, tile, num_rhs, **how)
-        if rhs_scale:
-            reasons = Unsupported(
-                (f"rhs is {rhs[0].dtype} with scales; the kernel takes weights of lhs's dtype", *reasons)
-            )
-        return reasons
+        scaled = (f"rhs is {rhs[0].dtype} with scales; the kernel takes weights of lhs's dtype",) if rhs_scale else ()
+        return Unsupported((*scaled, *reasons))
 
     def made(config: Config) -> gpu.Tile:
         return gpu.make_tile(*config.tile, itemsize, num_rhs, config.stages, config.cluster)
 
     analytic = gpu.pick_tile(gpu_n, itemsize, num_rhs, cluster=options.cluster)
     gpu_tile, num_sms = _on_gpu(options, shape, lhs.dtype, analytic, made, refuses)
-    kwargs: dict[str, Any] = {
-        "transpose_rhs": options.transpose_rhs,
-        "activation": options.activation,
-        "out_dtype": options.out_dtype,
-    }
-
+    names = ("transpose_rhs", "activation", "out_dtype")
+    kwargs: dict[str, Any] = {name: getattr(options, name) for name in names}
     scaled: dict[str, Any] = kwargs | {"transpose_scale": options.transpose_scale}
 
     def plain(function):
-        def call(lhs, rhs, group_sizes, group_offset, row_scale, indices, rhs_scale):
-            return function(lhs, rhs, group_sizes, group_offset, indices, row_scale, rhs_scale, **scaled)
+        def call(lhs, rhs, group_sizes, group_offset, row_scale, rhs_scale):
+            return function(lhs, rhs, group_sizes, group_offset, None, row_scale, rhs_scale, **scaled)
 
         return call
 
-    def by_tpu(lhs, rhs, group_sizes, group_offset, row_scale, indices, rhs_scale, *, tile, first):
-        if first and indices is not None:
-            lhs, indices = tpu_gather.gather_sum(lhs, indices.astype(jnp.int32)[:, None], None), None
-        operands = (lhs, rhs, group_sizes, group_offset, row_scale, indices, rhs_scale)
-        return tpu.grouped_matmul(*operands, tile=tile, **scaled)
+    def by_gpu(*operands):
+        return gpu.grouped_matmul(*operands[:-1], tile=gpu_tile, num_sms=num_sms, **kwargs)
 
-    by_gpu = functools.partial(gpu.grouped_matmul, tile=gpu_tile, num_sms=num_sms, **kwargs)
-    cannot = refuses(gpu_tile)
-    if indices is not None:
-        cannot = Unsupported((*cannot, *routing_gpu.gather_sum_unsupported(lhs, indices[:, None])))
+    tile, reasons = _on_tpu(options, shape, lhs, rhs, rhs_scale)
     functions = {
-        "pallas_tpu": _on_tpu(options, shape, lhs, rhs, indices, rhs_scale, by_tpu),
-        "pallas_gpu": cannot or _gathering_first(by_gpu),
+        "pallas_tpu": reasons or functools.partial(tpu.grouped_matmul, tile=tile, **scaled),
+        "pallas_gpu": refuses(gpu_tile) or by_gpu,
         "xla": plain(xla.grouped_matmul),
         "reference": plain(reference.grouped_matmul),
     }
-    if indices is not None and options.gather == "fused" and options.implementation is not None:
-        reason = Unsupported(["it gathers the rows before the matmul (gather='fused' is for the TPU kernel)"])
-        functions = {name: f if name == "pallas_tpu" else reason for name, f in functions.items()}
-    operands = (lhs, rhs, group_sizes, group_offset, row_scale, indices, rhs_scale)
+    operands = (lhs, rhs, group_sizes, group_offset, row_scale, rhs_scale)
     return _dispatch(options, "grouped_matmul", functions, *operands)
-
-
-def _gathering_first(function):
-    """`function` applied to `lhs[indices]` if there are indices; for weights without scales."""
-
-    def call(lhs, rhs, group_sizes, group_offset, row_scale, indices, _):
-        if indices is not None:
-            lhs = routing_gpu.gather_sum(lhs, indices.astype(jnp.int32)[:, None], None)
-        return function(lhs, rhs, group_sizes, group_offset, row_scale)
-
-    return call
 
 
 def _on_gpu(
@@ -171,50 +139,26 @@ def _on_gpu(
 
 
 def _on_tpu(
-    options: Options, shape: MatmulKey, lhs: jax.Array, rhs: Sequence[jax.Array], indices, rhs_scale, kernel
-) -> Unsupported | Callable[..., jax.Array]:
-    """The TPU kernel, or the reasons why it cannot run. The kernel gathers the rows itself if that is requested or
-    faster.
-
-    It is faster if one column tile covers all columns of the result. Else the rows would be copied for each column
-    tile, which costs the scalar core more than reading them in order, and they are gathered by a kernel before.
-
-    Args:
-      kernel: function of the operands, the tile, and whether the rows are gathered `first`.
-    """
+    options: Options, shape: MatmulKey, lhs: jax.Array, rhs: Sequence[jax.Array], rhs_scale: Sequence[jax.Array]
+) -> tuple[tpu_tiles.Tile | None, Unsupported]:
+    """(tile of the TPU kernel, reasons why it cannot run): the tile as requested, else from the tuning table if that
+    fits, else the analytic choice; None if no tile fits."""
     _, rows, k, n, *_ = dataclasses.astuple(shape)
     scale, quantized = None, {}
     if rhs_scale:
         scale = rhs_scale[0]
         quantized = {"rhs_itemsize": rhs[0].dtype.itemsize, "scale_bytes": 4 * max(scale.shape[1], 8) * scale.shape[2]}
-    refused = functools.partial(
-        tpu_tiles.unsupported, lhs, rhs[0], n, transpose_rhs=options.transpose_rhs, scale=scale,
+    tuned = None if rhs_scale else lookup("tpu", shape, lhs.dtype)
+    if options.tile is not None:
+        tile = tpu_tiles.Tile(*options.tile)
+    elif tuned is not None and tuned.tile[1] == k and n % tuned.tile[2] == 0:
+        tile = tpu_tiles.Tile(*tuned.tile)
+    else:
+        tile = tpu_tiles.pick_tile(rows, k, n, rhs[0].shape[0], lhs.dtype.itemsize, len(rhs), **quantized)
+    return tile, tpu_tiles.unsupported(
+        lhs, rhs[0], n, tile, transpose_rhs=options.transpose_rhs, scale=scale,
         scaled_dim=n if options.transpose_scale else k,
     )  # fmt: skip
-
-    def tile_of(gathered: bool) -> tpu_tiles.Tile | None:
-        """The tile as requested, else from the tuning table if that fits, else the analytic choice; None if no tile
-        fits."""
-        if options.tile is not None:
-            return tpu_tiles.Tile(*options.tile)
-        tuned = None if gathered or rhs_scale else lookup("tpu", shape, lhs.dtype)
-        if tuned is not None and tuned.tile[1] == k and n % tuned.tile[2] == 0:
-            return tpu_tiles.Tile(*tuned.tile)
-        sizes = (rows, k, n, rhs[0].shape[0], lhs.dtype.itemsize, len(rhs))
-        return tpu_tiles.pick_tile(*sizes, gathered=gathered, **quantized)
-
-    if indices is not None and options.gather != "first":
-        tile = tile_of(True)
-        reasons = refused(tile)
-        if tile is not None and not reasons and (options.gather == "fused" or tile.n == n):
-            return functools.partial(kernel, tile=tile, first=False)
-        if options.gather == "fused":
-            return reasons
-    tile = tile_of(False)
-    reasons = refused(tile)
-    if indices is not None:
-        reasons = Unsupported((*reasons, *tpu_gather.gather_sum_unsupported(lhs, indices[:, None])))
-    return reasons or functools.partial(kernel, tile=tile, first=True)
 
 
 def transpose_matmul(options: Options, groups: int, lhs, rhs, group_sizes, group_offset, row_scale) -> jax.Array:

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import body
-from meshpar_kernels.grouped_matmul import tpu_gather, tpu_tiles
+from meshpar_kernels.grouped_matmul import tpu_tiles
 from meshpar_kernels.grouped_matmul.problem import matmul_problem, padded_scale
 from meshpar_kernels.grouped_matmul.reference import activate
 from meshpar_kernels.grouped_matmul.schedule import row_tile_steps
@@ -36,7 +36,6 @@ def _matmul_kernel(
     num_rhs: int,
     activation: str | None,
     scaled: bool,
-    gathered: tuple[int, ...],
     quantized: bool,
     transpose_scale: bool,
     scale_block: int,
@@ -51,29 +50,22 @@ def _matmul_kernel(
       tile_of, group_of: scalar prefetch int32 [tile steps]: row tile and group.
       start, end: scalar prefetch int32 [tile steps]: the group's rows in the row tile, counted over all rows.
       live: scalar prefetch int32 [tile steps]: 1, or 0 for rows of no group, whose result is zero.
-      refs: inputs in VMEM: lhs [tile rows, K] (with `gathered` the operands of `tpu_gather`), `num_rhs` blocks of rhs
-        [1, K, columns] ([1, columns, K] with `transpose_rhs`), with `quantized` as many blocks of scales, with `scaled`
-        the row scales [1, tile rows]; output: [tile rows, columns]; scratch: float32 accumulators [rows, columns] if K
-        is split, [tile rows, 1] for the row scales, the scratch of `tpu_gather`.
+      refs: inputs in VMEM: lhs [tile rows, K], `num_rhs` blocks of rhs [1, K, columns] ([1, columns, K] with
+        `transpose_rhs`), with `quantized` as many blocks of scales, with `scaled` the row scales [1, tile rows];
+        output: [tile rows, columns]; scratch: float32 accumulators [rows, columns] if K is split, [tile rows, 1] for
+        the row scales.
       num_rhs: 1, or 2 for a gated activation.
-      gathered: (rows of lhs, row tiles) if lhs is gathered by indices; else ().
       transpose_scale: the scales belong to blocks of columns of the result, not to blocks of K.
       scale_block: elements of one such block.
       steps: limits of the sizes of one `dot_general`.
     """
     del group_of  # the block specs read it
-    refs = list(refs)
-    operands, refs = (refs[: tpu_gather.OPERANDS], refs[tpu_gather.OPERANDS :]) if gathered else (refs[:1], refs[1:])
+    lhs_ref, *refs = refs
     rhs_refs = [refs.pop(0) for _ in range(num_rhs)]
     rhs_scales = [refs.pop(0) for _ in range(num_rhs)] if quantized else []
     scale_ref: Any = refs.pop(0) if scaled else None
     out_ref = refs.pop(0)
     column_tile, tile_step = pl.program_id(0), pl.program_id(1)
-    if gathered:
-        in_group, refs = refs[-tpu_gather.SCRATCH :], refs[: -tpu_gather.SCRATCH]
-        lhs_ref = tpu_gather.gather_tile(tpu_gather.GatherRefs(*operands, *in_group), tile_step, tile_of, *gathered)
-    else:
-        (lhs_ref,) = operands
     scale_column = refs.pop() if scaled else None
     acc = refs
     (rows, k), n = lhs_ref.shape, out_ref.shape[1]
@@ -164,7 +156,6 @@ def grouped_matmul(
     group_sizes: jax.Array,
     group_offset: jax.Array | None,
     row_scale: jax.Array | None,
-    lhs_indices: jax.Array | None = None,
     rhs_scale: Sequence[jax.Array] = (),
     *,
     transpose_rhs: bool,
@@ -176,15 +167,13 @@ def grouped_matmul(
     """As `reference.grouped_matmul`.
 
     Grid: (column tiles of the result, tile steps). The rows of a tile with one group go through the matrix unit in
-    large blocks; of a tile that groups share, about the rows of the tile step's group do (`tpu_blocks.by_rows`). With
-    indices, each row of lhs is copied into the tile by its own DMA (`tpu_gather`), once for each column tile.
+    large blocks; of a tile that groups share, about the rows of the tile step's group do (`tpu_blocks.by_rows`).
 
     Quantized weights stay quantized in HBM, and are converted in VMEM. Scales of blocks of K multiply the float32
     partial result of each block. Scales of blocks of columns (`transpose_scale`, in the gradient of lhs) multiply the
     operand that has these columns, which is then rounded to the dtype of lhs.
     """
-    gathered = lhs_indices is not None
-    rows = lhs.shape[0] if lhs_indices is None else lhs_indices.shape[0]
+    rows = lhs.shape[0]
     _, k, n, _, bounds = matmul_problem(rows, rhs[0], group_sizes, group_offset, transpose_rhs=transpose_rhs)
     num_rhs = len(rhs)
     tm, _, tn = tile
@@ -196,12 +185,8 @@ def grouped_matmul(
     else:
         rhs_spec = pl.BlockSpec((1, k, tn), lambda i, v, t, g, *_: (g[v], 0, i))
 
-    if lhs_indices is None:
-        in_specs, operands = [pl.BlockSpec((tm, k), lambda i, v, t, *_: (t[v], 0))], [lhs]
-    else:
-        in_specs, operands = tpu_gather.specs(rows, tm), tpu_gather.operands(lhs, lhs_indices, tm)
-    in_specs += [rhs_spec] * num_rhs
-    operands += rhs
+    in_specs = [pl.BlockSpec((tm, k), lambda i, v, t, *_: (t[v], 0)), *[rhs_spec] * num_rhs]
+    operands = [lhs, *rhs]
     blocks = rhs_scale[0].shape[1] if rhs_scale else 0
     if rhs_scale:
         wide = (1, blocks, k if transpose_scale else tn)
@@ -217,8 +202,6 @@ def grouped_matmul(
     scratch = [acc] * (num_rhs if k > steps.most_k else 0)
     if row_scale is not None:
         scratch.append(pltpu.VMEM((tm, 1), jnp.float32))
-    if gathered:
-        scratch += tpu_gather.scratch(tm, k, lhs.dtype)
     itemsize = lhs.dtype.itemsize
     kernel = functools.partial(
         _matmul_kernel,
@@ -226,7 +209,6 @@ def grouped_matmul(
         num_rhs=num_rhs,
         activation=activation,
         scaled=row_scale is not None,
-        gathered=(lhs.shape[0], cdiv(rows, tm)) if gathered else (),
         quantized=bool(rhs_scale),
         transpose_scale=transpose_scale,
         scale_block=scale_block,
@@ -245,15 +227,14 @@ def grouped_matmul(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=_compat.tpu_vmem_limit(),
-            disable_bounds_checks=gathered,  # the checks take 14 of 25 bundles for each row; `tpu_gather` clips its row indices
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * k * n * num_rhs,
             transcendentals=rows * n * (activation is not None),
-            bytes_accessed=(4 if gathered else itemsize) * steps_n * rows * k
+            bytes_accessed=itemsize * steps_n * rows * k
             + sum(matrix.nbytes for matrix in rhs)
             + sum(scale.nbytes for scale in rhs_scale) * (steps_n if transpose_scale else 1)
             + out_dtype.itemsize * rows * n,
         ),
-        name="meshpar_gathered_matmul" if gathered else "meshpar_grouped_matmul",
+        name="meshpar_grouped_matmul",
     )(*tile_steps[:5], *operands)

@@ -13,7 +13,6 @@ from meshpar_kernels._choose import Unsupported
 
 __all__ = [
     "BLOCK",
-    "GATHERED_ROW",
     "ROW_CHUNKS",
     "TRANSPOSE_BLOCK",
     "Tile",
@@ -50,10 +49,6 @@ matrix unit more often than they use them (v6e: 60 % busy at 128 rows, 89 % at 5
 
 TRANSPOSE_BLOCK = (512, 1024)
 """Largest (K, N) of one matmul of the transpose, as `BLOCK`; each matmul reads and writes its accumulator."""
-
-
-GATHERED_ROW = 10_000
-"""Cost of starting the copy of one row, in bytes that could be moved in that time."""
 
 
 SCALED_STEP = 512
@@ -142,7 +137,6 @@ def pick_tile(
     halves: int,
     vmem: int | None = None,
     *,
-    gathered: bool = False,
     cores: int | None = None,
     rhs_itemsize: int | None = None,
     scale_bytes: int = 0,
@@ -158,8 +152,6 @@ def pick_tile(
       itemsize: bytes of an element of lhs, rhs and out.
       halves: matrices of each group, 1 or 2.
       vmem: bytes of VMEM to use; None: `vmem_to_plan_with`.
-      gathered: whether the kernel gathers the rows of lhs: words of 4 bytes in two buffers, and the gathered tile in a
-        third.
       cores: cores that share the columns; None: `_compat.tpu_cores`.
       rhs_itemsize: bytes of an element of quantized weights, which are converted part by part; None: as lhs's.
       scale_bytes: bytes of the scales of one group's matrix.
@@ -169,12 +161,11 @@ def pick_tile(
     rhs_itemsize = itemsize if rhs_itemsize is None else rhs_itemsize
     vmem = vmem_to_plan_with() if vmem is None else vmem
     cores = _compat.tpu_cores() if cores is None else cores
-    held_element, moved_element = (8 + itemsize, 4) if gathered else (2 * itemsize, itemsize)
     for tm in _row_tiles(rows):
         visits = cdiv(rows, tm) + groups - 1
         for tn in _widths(n, 4096, cores):
             steps = cdiv(n, tn)
-            held = held_element * tm * k + 2 * (rhs_itemsize * halves * k * tn + itemsize * tm * tn)
+            held = 2 * itemsize * tm * k + 2 * (rhs_itemsize * halves * k * tn + itemsize * tm * tn)
             held += 4 * halves * min(tm, BLOCK[0]) * min(tn, BLOCK[2]) * (2 if k > BLOCK[1] or converted else 1)
             if converted:  # in float32 before the conversion
                 held += 2 * halves * scale_bytes + (4 + itemsize) * min(k, BLOCK[1]) * min(tn, BLOCK[2])
@@ -183,8 +174,8 @@ def pick_tile(
                 held += 6 * halves * cdiv(tn, width) * inner * (height + width)
             if held > vmem:
                 continue
-            moved = moved_element * rows * k * steps + groups * halves * (rhs_itemsize * k * n + scale_bytes)
-            each = (2e5 * visits + GATHERED_ROW * rows * gathered) * steps / cores
+            moved = itemsize * rows * k * steps + groups * halves * (rhs_itemsize * k * n + scale_bytes)
+            each = 2e5 * visits * steps / cores
             cost = ((moved + each) * _serialized_steps(steps, cores), held)
             if best is None or cost < best[0]:
                 best = (cost, Tile(tm, k, tn))

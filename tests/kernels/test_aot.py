@@ -68,14 +68,6 @@ def test_quantized_weights_are_not_copied(chip):
 
 
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_fused_gather_leaves_no_gathered_rows(shape, chip):
-    """[M, K] never exists: under 1 MiB beyond inputs and outputs."""
-    (facts,) = compiled(chip, shape, "gathered fused")
-    assert facts["temp"] < 1 << 20
-
-
-@pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "deepseek-v3"])
 def test_routing_has_no_large_temporary(model, chip):
     """`route` nothing of its logits' size, `combine` nothing of the rows', `permute` and `combine` row indices alone."""

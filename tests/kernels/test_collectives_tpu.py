@@ -112,10 +112,10 @@ def test_gradient_of_all_reduce_small():
 
 
 def test_what_the_kernels_refuse():
-    lines = ring_tpu.unsupported(table_of("all_gather", "ring", (4,), (False,)), (8, 128), jnp.float32)
+    lines = ring_tpu.unsupported(table_of("all_gather", (4,), (False,)), (8, 128), jnp.float32)
     assert len(lines) == 1
     assert "does not wrap around" in lines[0]
-    odd = ring_tpu.unsupported(table_of("all_gather", "ring", (4,), (True,)), (8, 100), np.dtype(np.float16))
+    odd = ring_tpu.unsupported(table_of("all_gather", (4,), (True,)), (8, 100), np.dtype(np.float16))
     assert [*map(str, odd)] == [
         "x is float16; the kernel takes float32 and bfloat16",
         "a slot is [8, 100], and must be [rows, columns] in multiples of 16 and 128",

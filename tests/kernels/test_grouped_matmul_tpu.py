@@ -8,7 +8,7 @@ import pytest
 from kernel_cases import SIZES, quantized
 
 from meshpar_kernels import _compat, grouped_matmul, grouped_matmul_transpose
-from meshpar_kernels.grouped_matmul import tpu_gather, tpu_tiles
+from meshpar_kernels.grouped_matmul import tpu_tiles
 from meshpar_kernels.shapes import MATMULS
 
 RNG = np.random.default_rng(2)
@@ -116,16 +116,15 @@ def test_inner_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "gather", "mode", "options"),
+    ("dtype", "mode", "options"),
     [
-        (jnp.bfloat16, "fused", "eager", {}),
-        (jnp.bfloat16, "fused", "on_wait", {"activation": "silu", "transpose_rhs": True, "group_offset": 1}),
-        (jnp.float32, "fused", "on_wait", {"row_scale": normal(70)}),
-        (jnp.bfloat16, "first", "on_wait", {}),
+        (jnp.bfloat16, "eager", {}),
+        (jnp.bfloat16, "on_wait", {"activation": "silu", "transpose_rhs": True, "group_offset": 1}),
+        (jnp.float32, "on_wait", {"row_scale": normal(70)}),
     ],
 )
 @pytest.mark.fast_cases(1)
-def test_gathered_rows(dtype, gather, mode, options):
+def test_gathered_rows(dtype, mode, options):
     """Three tiles, two stretches of columns, indices out of range, and a NaN row that nobody asks for."""
     rows, sizes = 70, [33, 0, 20, 9]
     groups = 2 if "group_offset" in options else G
@@ -135,64 +134,9 @@ def test_gathered_rows(dtype, gather, mode, options):
     indices = RNG.integers(-1, 19, rows)
     options = options | {"lhs_indices": jnp.asarray(np.where(indices == 5, 6, indices), jnp.int32)}
     with _compat.race_detection(dma_execution_mode=mode):
-        how = {"implementation": "pallas", "gather": gather, "tile": (32, 128, 128)}
+        how = {"implementation": "pallas", "tile": (32, 128, 128)}
         got = jax.block_until_ready(grouped_matmul(lhs, rhs, jnp.asarray(sizes), **how, **options))
     close(got, oracle.grouped_matmul(lhs.at[5].set(0), rhs, sizes, **options), dtype)
-
-
-def test_the_gather_is_fused_where_one_stretch_holds_all_columns():
-    def names(k, n, rows=8192, **options):
-        shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1024, k), (8, k, n))]
-        ints = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((8,), (rows,))]
-
-        def call(lhs, rhs, sizes, indices):
-            return grouped_matmul(lhs, rhs, sizes, lhs_indices=indices, implementation="pallas_tpu", **options)
-
-        return str(jax.make_jaxpr(call)(*shapes, *ints))
-
-    assert "meshpar_gathered_matmul" in names(2048, 1024)
-    assert "meshpar_gather_sum" not in names(2048, 1024)
-    wide = names(2048, 7168)
-    assert "meshpar_gather_sum" in wide
-    assert "meshpar_grouped_matmul" in wide
-    assert "meshpar_gathered_matmul" in names(2048, 7168, gather="fused")
-    assert "meshpar_gather_sum" in names(2048, 1024, gather="first")
-
-
-def test_a_fused_gather_that_does_not_wait_is_flagged(monkeypatch):
-    """Rows multiplied before they are there."""
-    copy = tpu_gather.pltpu.make_async_copy
-
-    class NoWait:
-        def __init__(self, *args):
-            self.copy = copy(*args)
-
-        def start(self):
-            self.copy.start()
-
-        def wait(self):
-            pass
-
-    monkeypatch.setattr(tpu_gather.pltpu, "make_async_copy", NoWait)
-    lhs, rhs, indices = jnp.ones((16, 128)), jnp.ones((1, 128, 128)), jnp.zeros(16, jnp.int32)
-    options = {"lhs_indices": indices, "implementation": "pallas_tpu", "gather": "fused"}
-    with (
-        pytest.raises(RuntimeError, match="found a race between two memory accesses"),
-        _compat.race_detection(dma_execution_mode="eager"),
-    ):
-        jax.block_until_ready(grouped_matmul(lhs, rhs, jnp.asarray([16]), **options))
-
-
-def test_only_the_tpu_kernel_fuses_the_gather():
-    """Asked for by name, another implementation refuses; None takes what the platform has."""
-    lhs, rhs, indices = normal(16, 128), normal(1, 128, 128), jnp.arange(16)[::-1]
-    options = {"lhs_indices": indices, "gather": "fused"}
-    with pytest.raises(NotImplementedError, match="gathers the rows before the matmul"):
-        grouped_matmul(lhs, rhs, jnp.asarray([16]), implementation="xla", **options)
-    got = grouped_matmul(lhs, rhs, jnp.asarray([16]), **options)
-    close(got, oracle.grouped_matmul(lhs, rhs, [16], lhs_indices=indices))
-    with pytest.raises(ValueError, match="gather must be one of"):
-        grouped_matmul(lhs, rhs, jnp.asarray([16]), lhs_indices=indices, gather="last")
 
 
 @pytest.mark.parametrize(
@@ -201,7 +145,7 @@ def test_only_the_tpu_kernel_fuses_the_gather():
         (jnp.int8, 2, False, {"tile": (64, K, 128), "activation": "silu"}),
         (jnp.float8_e4m3fn, 2, True, {"row_scale": normal(100)}),
         (jnp.int8, 2, False, {}),
-        (jnp.int8, None, False, {"lhs_indices": jnp.asarray(RNG.integers(-1, 101, 100), jnp.int32), "gather": "fused"}),
+        (jnp.int8, None, False, {"lhs_indices": jnp.asarray(RNG.integers(-1, 101, 100), jnp.int32)}),
     ],
 )
 @pytest.mark.fast_cases(1)
@@ -215,7 +159,7 @@ def test_quantized_weights(dtype, blocks, transposed, more, monkeypatch):
     if "activation" in more:
         rhs, how["rhs_scale"] = (rhs, rhs[::-1]), (scale, scale[::-1])
     got = run(grouped_matmul, lhs.at[sum(sizes) :].set(jnp.nan), rhs, jnp.asarray(sizes), **how, **more)
-    more = {name: value for name, value in more.items() if name not in ("tile", "gather")}
+    more = {name: value for name, value in more.items() if name != "tile"}
     if "lhs_indices" in more:
         known = np.asarray(more["lhs_indices"]) < sum(sizes)  # the others hold NaN
         more["lhs_indices"], got = np.where(known, more["lhs_indices"], -1), jnp.where(known[:, None], got, 0)

@@ -28,7 +28,7 @@ def ring(
 ) -> Machine:
     """`all_gather` or `reduce_scatter` that follows its table."""
     axes, devices = tuple(AXES[: len(sizes)]), math.prod(sizes)
-    table = table_of(kind, "ring", sizes, (True,) * len(sizes))
+    table = table_of(kind, sizes, (True,) * len(sizes))
     tpus = Tpus(sizes, axes, schedule, dropped)
     colours = table.slots // devices
     before, ring_tpu.TILE_BYTES = ring_tpu.TILE_BYTES, 8 * 128 * 4  # three blocks to add
