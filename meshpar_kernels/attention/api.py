@@ -81,8 +81,8 @@ def ring_attention(
       both_ways: whether the ring sends in both directions, which uses both directions of its links.
       implementation: of the attention on a device. "pallas" and "pallas_tpu": kernels, for D and Dv that are multiples
         of 64 and lengths on a device that are multiples of 128. "cudnn": NVIDIA's library, for bfloat16 and float16,
-        without segment ids and softcap; causal masks only if queries and keys have the same positions (a device's own
-        block, or "ulysses", whose backward pass it cannot run). "xla": in chunks. "reference": with all scores of the
+        without segment ids and softcap, and causal masks only of tokens in order (with a window only a device's own
+        block). "xla": in chunks. "reference": with all scores of the
         device in memory. None: on GPUs "cudnn" for each block that it can take, else "xla", unless
         `MESHPAR_KERNELS=pallas`; with `MESHPAR_KERNELS=reference` always "xla".
       chunks: queries and keys in one block of scores of "xla".

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from jax import lax
 
 from meshpar_kernels._choose import Unsupported, dispatch
 from meshpar_kernels.attention import cudnn, flash, reference, tpu
+from meshpar_kernels.attention.cudnn import Layout
 from meshpar_kernels.attention.flash import Keys, Queries, Softmax
 from meshpar_kernels.attention.masks import positions
 from meshpar_kernels.collectives import reduce_scatter
@@ -20,6 +20,7 @@ from meshpar_kernels.collectives import reduce_scatter
 __all__ = ["Context"]
 
 Axes = tuple[str, ...]
+UNKNOWN = Layout()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,11 +96,16 @@ class Context:
                 x = lax.psum_scatter(x, name, scatter_dimension=axis, tiled=True)
         return x
 
-    def forward(self, q: Queries, k: Keys, *, aligned: bool = False) -> tuple[jax.Array, jax.Array]:
-        """`flash.forward` by the requested implementation; `aligned` as in `cudnn.unsupported`."""
+    def all_or_none(self, queries: int, keys: int) -> bool:
+        """Whether each other device's keys are visible to all of this device's queries or to none: a causal mask, and
+        equally many queries and keys on each device, in order."""
+        return self.softmax.mask.causal and self.softmax.mask.window is None and self.in_order and queries == keys
+
+    def forward(self, q: Queries, k: Keys, layout: Layout = UNKNOWN) -> tuple[jax.Array, jax.Array]:
+        """`flash.forward` by the requested implementation; `layout` is for cuDNN."""
         functions = {
-            "cudnn": cudnn.unsupported(self.softmax, q, k, aligned=aligned)
-            or functools.partial(cudnn.forward, self.softmax),
+            "cudnn": cudnn.unsupported(self.softmax, q, k, layout)
+            or functools.partial(cudnn.forward, self.softmax, layout=layout),
             "pallas_tpu": tpu.unsupported(q, k) or functools.partial(tpu.forward, self.softmax),
             "pallas_gpu": NO_GPU,
             "xla": functools.partial(flash.forward, self.softmax),
@@ -108,16 +114,13 @@ class Context:
         return dispatch("ring_attention", self.implementation, functions, "xla", q, k)
 
     def backward(
-        self, q: Queries, k: Keys, grad: jax.Array, lse: jax.Array, dots: jax.Array, out: jax.Array | None = None, *,
-        aligned: bool = False,
+        self, q: Queries, k: Keys, grad: jax.Array, lse: jax.Array, dots: jax.Array, out: jax.Array,
+        layout: Layout = UNKNOWN,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
         """`flash.backward` by the requested implementation; cuDNN requires the result over all keys, `out`."""
-        by_cudnn: Any = Unsupported(("the full result is not available in this backward pass",))
-        if out is not None:
-            refused = cudnn.unsupported(self.softmax, q, k, aligned=aligned)
-            by_cudnn = refused or functools.partial(cudnn.backward, self.softmax, out=out)
         functions = {
-            "cudnn": by_cudnn,
+            "cudnn": cudnn.unsupported(self.softmax, q, k, layout)
+            or functools.partial(cudnn.backward, self.softmax, out=out, layout=layout),
             "pallas_tpu": tpu.unsupported(q, k) or functools.partial(tpu.backward, self.softmax),
             "pallas_gpu": NO_GPU,
             "xla": functools.partial(flash.backward, self.softmax),

@@ -7,6 +7,7 @@ import jax
 from jax import lax
 
 from meshpar_kernels.attention.context import Context
+from meshpar_kernels.attention.cudnn import Layout
 from meshpar_kernels.attention.flash import Keys, Queries
 from meshpar_kernels.attention.options import Operands
 
@@ -27,16 +28,21 @@ def _mine(c: Context, x: Operands) -> Queries:
     return Queries(x.q, c.positions(c.rank(), x.q.shape[1]), x.q_seg)
 
 
+def _layout(c: Context, x: Operands) -> Layout:
+    each = x.k.shape[1]
+    return Layout(block=each if c.all_or_none(x.q.shape[1], each) else 0)
+
+
 def forward(c: Context, x: Operands) -> tuple[jax.Array, jax.Array]:
     """(float32 [B, Q, H, Dv], log-sum-exp float32 [B, Q, H]) of this device's queries over all devices' keys."""
-    return c.forward(_mine(c, x), _all_keys(c, x))
+    return c.forward(_mine(c, x), _all_keys(c, x), _layout(c, x))
 
 
 def backward(
     c: Context, x: Operands, out: jax.Array, grad: jax.Array, lse: jax.Array, dots: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Float32 gradients of q, k and v. K and V are gathered again, their gradients reduce-scattered in float32."""
-    d_q, d_k, d_v = c.backward(_mine(c, x), _all_keys(c, x), grad, lse, dots, out)
+    d_q, d_k, d_v = c.backward(_mine(c, x), _all_keys(c, x), grad, lse, dots, out, _layout(c, x))
     d_k = c.scattered(d_k, 1)
     if c.ring_scatter:  # sequentially: both at once would need more memory
         d_k, d_v = lax.optimization_barrier((d_k, d_v))

@@ -20,6 +20,7 @@ from jax import lax
 
 from meshpar_kernels import _compat
 from meshpar_kernels.attention.context import Context
+from meshpar_kernels.attention.cudnn import Layout
 from meshpar_kernels.attention.flash import Keys, Queries, merge, nothing
 from meshpar_kernels.attention.masks import devices_seen
 from meshpar_kernels.attention.options import Operands
@@ -108,6 +109,11 @@ def _keys(c: Context, moving: Sequence[Stream], leg: Leg, cargo: dict[int, Cargo
     return Keys(jnp.concatenate(k, 1), jnp.concatenate(v, 1), jnp.concatenate(pos), ids)
 
 
+def _lengths(moving: Sequence[Stream], leg: Leg) -> tuple[int, ...]:
+    """Tokens of each stream among the received keys of a leg."""
+    return tuple(moving[i].high - moving[i].low for i in leg.block_indices)
+
+
 def _repeat(leg: Leg, step: Any, carry: Any) -> Any:
     """Run `step(carry, hop number)` for all hops of a leg, as a `lax.scan` if there are several; returns the carry."""
     if leg.count == 1:
@@ -123,11 +129,14 @@ def forward(c: Context, x: Operands) -> tuple[jax.Array, jax.Array]:
     moving = streams(c, q.shape[1], each)
     own_block = Queries(q, c.positions(c.rank(), q.shape[1]), q_seg)
     cargo = _load(moving, k, v, k_seg)
-    if sum(s.high - s.low for s in moving) == each:  # the streams together start with this device's block
+    blocks = c.all_or_none(q.shape[1], each)
+    if (
+        sum(s.high - s.low for s in moving) == each and not blocks
+    ):  # the streams together start with this device's block
         done, start = nothing(q, v.shape[3]), 0
     else:
         cargo = {i: c.shift(cargo[i], s.step) for i, s in enumerate(moving)}
-        done, start = c.forward(own_block, Keys(k, v, c.positions(c.rank(), each), k_seg), aligned=c.in_order), 1
+        done, start = c.forward(own_block, Keys(k, v, c.positions(c.rank(), each), k_seg), Layout(c.in_order)), 1
 
     for leg in legs(moving, start):
 
@@ -138,7 +147,9 @@ def forward(c: Context, x: Operands) -> tuple[jax.Array, jax.Array]:
             sent = {i: c.shift(cargo[i], moving[i].step) for i in leg.onward}
             keys = _keys(c, moving, leg, cargo, t, each)
             is_visible = c.softmax.mask.any_visible(own_block.pos, keys.pos, q_seg, keys.seg)
-            done = lax.cond(is_visible, lambda done: merge(done, c.forward(own_block, keys)), lambda done: done, done)
+            layout = Layout(parts=_lengths(moving, leg) if blocks else ())
+            merged = lambda done: merge(done, c.forward(own_block, keys, layout))  # noqa: E731
+            done = lax.cond(is_visible, merged, lambda done: done, done)
             return done, sent
 
         done, cargo = _repeat(leg, hop, (done, cargo))
@@ -156,13 +167,14 @@ def backward(
     cargo = {i: c.shift(cargo[i], s.step) for i, s in enumerate(moving)}
     own_block = Queries(q, c.positions(c.rank(), q.shape[1]), q_seg)
     own = Keys(k, v, c.positions(c.rank(), each), k_seg)
-    d_q, d_k, d_v = c.backward(own_block, own, grad, lse, dots, out, aligned=c.in_order)
+    d_q, d_k, d_v = c.backward(own_block, own, grad, lse, dots, out, Layout(c.in_order))
+    blocks = c.all_or_none(q.shape[1], each)
 
-    def through(d_q: jax.Array, keys: Keys) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def through(d_q: jax.Array, keys: Keys, lengths: tuple[int, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """(d_q plus the contribution of these keys, (d_k, d_v) of these keys)."""
 
         def block(d_q: jax.Array) -> Any:
-            more, d_k, d_v = c.backward(own_block, keys, grad, lse, dots, out)
+            more, d_k, d_v = c.backward(own_block, keys, grad, lse, dots, out, Layout(parts=lengths if blocks else ()))
             return d_q + more, (d_k, d_v)
 
         zeros = _compat.same_varying(q, *(jnp.zeros(x.shape, jnp.float32) for x in (keys.k, keys.v)))[1:]
@@ -171,10 +183,12 @@ def backward(
 
     in_flight: dict[int, Any] = {}  # partial gradients of the received blocks
     for leg in legs(moving, 1, first_alone=True):  # no gradients are in flight yet
-        lengths = [moving[i].high - moving[i].low for i in leg.block_indices]
+        lengths = _lengths(moving, leg)
         cuts = [sum(lengths[:n]) for n in range(1, len(lengths))]
 
-        def hop(carry: Any, t: Any, leg: Leg = leg, cuts: Sequence[int] = cuts) -> Any:
+        def hop(
+            carry: Any, t: Any, leg: Leg = leg, cuts: Sequence[int] = cuts, lengths: tuple[int, ...] = lengths
+        ) -> Any:
             """Hop t of a leg: send on the keys and their gradients so far, and add the gradients from the received
             keys.
 
@@ -184,7 +198,7 @@ def backward(
             d_q, cargo, in_flight = carry
             sent = {i: c.shift(cargo[i], moving[i].step) for i in leg.onward}
             followed = {i: c.shift(in_flight[i], moving[i].step) for i in leg.block_indices if i in in_flight}
-            d_q, share = through(d_q, _keys(c, moving, leg, cargo, t, each))
+            d_q, share = through(d_q, _keys(c, moving, leg, cargo, t, each), lengths)
             for i, *own_block in zip(leg.block_indices, *(jnp.split(x, cuts, 1) for x in share), strict=True):
                 before = followed.get(i)
                 followed[i] = own_block if before is None else jax.tree.map(jnp.add, before, own_block)

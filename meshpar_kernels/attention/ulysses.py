@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar_kernels.attention.context import Context
+from meshpar_kernels.attention.cudnn import Layout
 from meshpar_kernels.attention.flash import Keys, Queries
 from meshpar_kernels.attention.options import Operands
 
@@ -58,7 +59,7 @@ def _exchange(c: Context, x: Operands) -> tuple[Queries, Keys]:
 
 def forward(c: Context, x: Operands) -> tuple[jax.Array, jax.Array]:
     """([B, Q, H, Dv] in q's dtype, log-sum-exp float32 [B, Q, H]) of this device's queries over all devices' keys."""
-    out, lse = c.forward(*_exchange(c, x), aligned=c.in_order)
+    out, lse = c.forward(*_exchange(c, x), Layout(aligned=c.in_order))
     return _to_tokens(c, out.astype(x.q.dtype)), _to_tokens(c, lse)
 
 
@@ -66,9 +67,9 @@ def backward(
     c: Context, x: Operands, out: jax.Array, grad: jax.Array, lse: jax.Array, dots: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of q (in its dtype), k and v (float32 if a head was copied). q, k and v are exchanged again; the result
-    is not."""
-    del out
-    d_q, d_k, d_v = c.backward(*_exchange(c, x), *(_to_heads(c, a) for a in (grad, lse, dots)))
+    only if cuDNN uses it (XLA removes an unused exchange)."""
+    arrays = (_to_heads(c, a) for a in (grad, lse, dots, out))
+    d_q, d_k, d_v = c.backward(*_exchange(c, x), *arrays, Layout(aligned=c.in_order))
     many = copies(x.k.shape[2], c.devices)
 
     def home(a: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -77,19 +77,51 @@ def test_one_device(mask, by_definition):
     close(got[1], jax.jit(functools.partial(step, implementation="reference", **mask))(*args)[1])
 
 
-@pytest.mark.parametrize("strategy", ["ring", "gathered"])
-def test_every_block_of_a_split_sequence_without_a_mask(strategy, by_definition):
-    """Partial softmaxes are merged, and gradients are those through each block, by the log-sum-exp of all."""
-    args = draw(32)
+def sharded(strategy, **options):
+    """The loss and gradients of attention over 4 devices, and the result."""
     mesh = jax.make_mesh((4,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    local = functools.partial(ring_attention, axis_name="a", strategy=strategy, **options)
+    full = jax.shard_map(local, mesh=mesh, in_specs=(P(None, "a"),) * 3, out_specs=P(None, "a"))
 
-    def run(implementation):
-        local = functools.partial(ring_attention, axis_name="a", strategy=strategy, implementation=implementation)
-        whole = jax.shard_map(local, mesh=mesh, in_specs=(P(None, "a"),) * 3, out_specs=P(None, "a"))
-        return jax.jit(jax.grad(lambda *x: (whole(*x).astype(jnp.float32) ** 2).sum(), (0, 1, 2)))(*args)
+    def loss(*args):
+        out = full(*args)
+        return (out.astype(jnp.float32) ** 2).sum(), out
 
-    close(run("cudnn"), run("reference"))
-    assert len(by_definition) >= 2
+    return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("strategy", ["ring", "gathered", "ulysses"])
+def test_every_block_of_a_sharded_sequence(strategy, causal, by_definition):
+    """Partial results are merged, and gradients are those through each block, by the log-sum-exp of all keys."""
+    args = draw(32)
+    got = jax.jit(sharded(strategy, causal=causal, implementation="cudnn"))(*args)
+    want = jax.jit(functools.partial(step, implementation="reference", causal=causal))(*args)
+    close(got[0][1], want[0][1])
+    close(got[1], jax.jit(sharded(strategy, causal=causal, implementation="reference"))(*args)[1])
+    assert set(by_definition) == {(m, None) for m in ((False, True) if causal and strategy != "ulysses" else (causal,))}
+
+
+@pytest.mark.parametrize("strategy", ["ring", "gathered", "ulysses"])
+def test_a_causal_sharded_sequence_takes_it_on_gpus(strategy):
+    """Forward and backward, and no loop over chunks of scores is left. In zig-zag order only Ulysses' cannot."""
+    args = [jax.ShapeDtypeStruct(x.shape, BF16) for x in draw(1024, width=64, heads=8, kv_heads=4)]
+
+    def text(**options):
+        jax.clear_caches()
+        return (
+            jax.jit(sharded(strategy, causal=True, **options))
+            .trace(*args)
+            .lower(lowering_platforms=("cuda",))
+            .as_text()
+        )
+
+    program = text()
+    backward = program.count("@__cudnn$fmhaSoftmaxBackward")
+    assert backward >= 1
+    assert program.count("@__cudnn$fmhaSoftmax") - backward >= 1
+    assert "dot_general" not in program
+    assert "dot_general" in text(order="zigzag")
 
 
 # -- the default
