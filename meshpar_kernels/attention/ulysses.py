@@ -68,8 +68,8 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of q (in its dtype), k and v (float32 if a head was copied). q, k and v are exchanged again; the result
     only if cuDNN uses it (XLA removes an unused exchange)."""
-    arrays = (_to_heads(c, a) for a in (grad, lse, dots, out))
-    d_q, d_k, d_v = c.backward(*_exchange(c, x), *arrays, Layout(aligned=c.in_order))
+    grad, lse, dots, out = (_to_heads(c, a) for a in (grad, lse, dots, out))
+    d_q, d_k, d_v = c.backward(*_exchange(c, x), grad, lse, dots, out, Layout(aligned=c.in_order))
     many = copies(x.k.shape[2], c.devices)
 
     def home(a: jax.Array, dtype: jnp.dtype) -> jax.Array:

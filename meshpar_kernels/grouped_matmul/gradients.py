@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +72,7 @@ def _rows(options, lhs, indices, index_rows):
     return gather(options, lhs, indices)
 
 
-def _rows_bwd(options, saved, grad):
+def _rows_bwd(options, saved, grad: Any):
     """Gradient of the gathered rows, by `_to_sources`."""
     (rows, dtype), indices, index_rows = saved
     if indices is not None:
@@ -79,7 +80,7 @@ def _rows_bwd(options, saved, grad):
     return grad, _no_tangent(indices), _no_tangent(index_rows)
 
 
-def _to_sources(options, grad, indices, index_rows, rows: int):
+def _to_sources(options, grad, indices, index_rows, rows: int) -> Any:
     """The gradient of lhs [rows, K] from the gradient of `gather(options, lhs, indices)`: rows of it are gathered and
     summed by `index_rows`, the inverse of `indices`; if that is None, they are scattered, summed in float32."""
     if index_rows is not None:
@@ -115,8 +116,8 @@ def _matmul_fwd(options, *args):
     lhs, rhs, rhs_scale, group_sizes, group_offset, indices, _, row_scale = args
     if options.activation is None and len(rhs) == 1:
         return _matmul(options, *args), ([], *args)
-    rows = _rows(options, lhs, indices, args[6])
-    matmuls = [
+    rows: Any = _rows(options, lhs, indices, args[6])
+    matmuls: Any = [
         _matmul(_plain(options, lhs), rows, (m,), s, group_sizes, group_offset, None, None, None)
         for m, s in _with_scales(rhs, rhs_scale)
     ]
@@ -138,7 +139,7 @@ def _matmul_bwd(options, saved, grad):
     plain = _plain(options, lhs)
     back = dataclasses.replace(plain, transpose_rhs=not options.transpose_rhs, transpose_scale=True)
     groups = rhs[0].shape[0]
-    rows = _rows(options, lhs, indices, index_rows)
+    rows: Any = _rows(options, lhs, indices, index_rows)
     total = rows.shape[0]
 
     grad_scale, scale, grads = None, row_scale, [grad]
@@ -151,7 +152,7 @@ def _matmul_bwd(options, saved, grad):
         grads, scale = pull(grad), None
     grads = [g.astype(lhs.dtype) for g in grads]
 
-    parts = [
+    parts: Any = [
         _matmul(back, g, (m,), s, group_sizes, group_offset, None, None, None)
         for g, (m, s) in zip(grads, _with_scales(rhs, rhs_scale), strict=True)
     ]
@@ -202,8 +203,8 @@ def _transpose_bwd(options, groups, saved, grad):
     grad = grad.astype(lhs.dtype)
     forward = _plain(options, lhs)
     back = dataclasses.replace(forward, transpose_rhs=True)
-    grad_lhs = _matmul(back, rhs, (grad,), (), group_sizes, group_offset, None, None, row_scale)
-    grad_rhs = _matmul(forward, lhs, (grad,), (), group_sizes, group_offset, None, None, None)
+    grad_lhs: Any = _matmul(back, rhs, (grad,), (), group_sizes, group_offset, None, None, row_scale)
+    grad_rhs: Any = _matmul(forward, lhs, (grad,), (), group_sizes, group_offset, None, None, None)
     grad_scale = None
     if row_scale is not None:
         total = lhs.shape[0]
