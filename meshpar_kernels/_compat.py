@@ -50,6 +50,8 @@ __all__ = [
     "race_detection",
     "same_varying",
     "sharded_axes",
+    "splash_backward",
+    "splash_forward",
     "store_smem",
     "tpu_vmem",
     "tpu_vmem_limit",
@@ -210,6 +212,81 @@ def cudnn_backward(
     """Gradients of q, k and v through these keys; `lse` [B, H, Q] and `out` are of the softmax over all keys."""
     none, static = _cudnn_operands(q, causal, window, scale)
     return tuple(_cudnn()._dot_product_attention_bwd_p_wrapper.bind(q, k, v, *none, lse, out, grad, **static))
+
+
+def _splash(causal: bool, window: int | None, softcap: float | None, heads: int, lengths: tuple[int, int]) -> Any:
+    """JAX's splash attention kernel for aligned queries and keys of these lengths, with residuals."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    if window is not None:
+        mask = splash.LocalMask(lengths, (window - 1, 0 if causal else window - 1), 0)
+    else:
+        mask = splash.CausalMask(lengths) if causal else splash.FullMask(lengths)
+    bq, bk = (next(b for b in (512, 256, 128) if n % b == 0) for n in lengths)
+    sizes = splash.BlockSizes(
+        block_q=bq, block_kv=bk, block_kv_compute=bk, block_q_dkv=bq, block_kv_dkv=bk, block_kv_dkv_compute=bk,
+        block_q_dq=bq, block_kv_dq=bk,
+    )  # fmt: skip
+    return splash.make_splash_mha(
+        splash.MultiHeadMask([mask] * heads), block_sizes=sizes, save_residuals=True, attn_logits_soft_cap=softcap,
+        head_shards=1, q_seq_shards=1,
+    )  # fmt: skip
+
+
+def _over_batch(one: Callable[..., Any], *arrays: Any) -> Any:
+    """`one` over the first dim of the arrays, by `jax.vmap`; sequentially in the TPU interpreter, which cannot batch kernels
+    with dimension semantics."""
+    if not interpreting():
+        return jax.vmap(one)(*arrays)
+    results = [one(*jax.tree.map(lambda a, i=i: a[i], arrays)) for i in range(len(arrays[0]))]
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *results)
+
+
+def splash_forward(
+    q: Any, k: Any, v: Any, segments: tuple[Any, Any] | None, *, causal: bool, window: int | None, softcap: float | None
+) -> tuple[Any, Any]:
+    """(result [B, H, Q, Dv], log-sum-exp float32 [B, H, Q]) by JAX's splash attention, for a TPU.
+
+    Args:
+      q: [B, H, Q, D], scaled; k: [B, Hkv, K, D]; v: [B, Hkv, K, Dv].
+      segments: int [B, Q] and [B, K], or None.
+      causal, window: a mask by the indices of queries and keys.
+    """
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    kernel = _splash(causal, window, softcap, q.shape[1], (q.shape[2], k.shape[2]))
+
+    def one(q: Any, k: Any, v: Any, segments: Any) -> Any:
+        out, (lse,) = kernel(q, k, v, None if segments is None else splash.SegmentIds(*segments))
+        return out, lse
+
+    with _config._check_vma(False):  # its results have no varying mesh axes
+        return _over_batch(one, q, k, v, segments)
+
+
+def splash_backward(
+    q: Any, k: Any, v: Any, segments: tuple[Any, Any] | None, lse: Any, out: Any, grad: Any, *, causal: bool,
+    window: int | None, softcap: float | None,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """Gradients of q (as it is given, scaled), k and v through these keys; `lse` [B, H, Q] and `out` [B, H, Q, Dv] are of the
+    softmax over all keys."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+
+    kernel = _splash(causal, window, softcap, q.shape[1], (q.shape[2], k.shape[2]))
+    options = [kernel.kwargs[name] for name in _SPLASH_OPTIONS]
+
+    def one(q: Any, k: Any, v: Any, segments: Any, lse: Any, out: Any, grad: Any) -> Any:
+        segments = None if segments is None else kernels.SegmentIds(*segments)
+        saved = (q, k, v, segments, None, out, lse, kernel.dq_mask_info, kernel.dkv_mask_info)
+        return kernels._splash_attention_bwd(False, *options, saved, grad)[3:6]
+
+    with _config._check_vma(False):
+        return _over_batch(one, q, k, v, segments, lse, out, grad)
+
+
+_SPLASH_OPTIONS = (
+    "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function", "attn_logits_soft_cap", "interpret",
+)  # fmt: skip
 
 
 def _mesh_kind() -> str:

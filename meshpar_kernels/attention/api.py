@@ -82,7 +82,8 @@ def ring_attention(
       implementation: of the attention on a device. "pallas" and "pallas_tpu": kernels, for D and Dv that are multiples
         of 64 and lengths on a device that are multiples of 128. "cudnn": NVIDIA's library, for bfloat16 and float16,
         without segment ids and softcap, and causal masks only of tokens in order (with a window only a device's own
-        block). "xla": in chunks. "reference": with all scores of the
+        block). "splash": JAX's splash attention for TPUs, for bfloat16, without
+        masks of tokens that are not in order. "xla": in chunks. "reference": with all scores of the
         device in memory. None: on GPUs "cudnn" for each block that it can take, else "xla", unless
         `MESHPAR_KERNELS=pallas`; with `MESHPAR_KERNELS=reference` always "xla".
       chunks: queries and keys in one block of scores of "xla".

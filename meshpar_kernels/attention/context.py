@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar_kernels._choose import Unsupported, dispatch
-from meshpar_kernels.attention import cudnn, flash, reference, tpu
-from meshpar_kernels.attention.cudnn import Layout
+from meshpar_kernels.attention import cudnn, flash, reference, splash, tpu
+from meshpar_kernels.attention.blocks import Layout
 from meshpar_kernels.attention.flash import Keys, Queries, Softmax
 from meshpar_kernels.attention.masks import positions
 from meshpar_kernels.collectives import reduce_scatter
@@ -102,10 +102,12 @@ class Context:
         return self.softmax.mask.causal and self.softmax.mask.window is None and self.in_order and queries == keys
 
     def forward(self, q: Queries, k: Keys, layout: Layout = UNKNOWN) -> tuple[jax.Array, jax.Array]:
-        """`flash.forward` by the requested implementation; `layout` is for cuDNN."""
+        """`flash.forward` by the requested implementation; `layout` is for cuDNN and splash."""
         functions = {
             "cudnn": cudnn.unsupported(self.softmax, q, k, layout)
             or functools.partial(cudnn.forward, self.softmax, layout=layout),
+            "splash": splash.unsupported(self.softmax, q, k, layout)
+            or functools.partial(splash.forward, self.softmax, layout=layout),
             "pallas_tpu": tpu.unsupported(q, k) or functools.partial(tpu.forward, self.softmax),
             "pallas_gpu": NO_GPU,
             "xla": functools.partial(flash.forward, self.softmax),
@@ -121,6 +123,8 @@ class Context:
         functions = {
             "cudnn": cudnn.unsupported(self.softmax, q, k, layout)
             or functools.partial(cudnn.backward, self.softmax, out=out, layout=layout),
+            "splash": splash.unsupported(self.softmax, q, k, layout)
+            or functools.partial(splash.backward, self.softmax, out=out, layout=layout),
             "pallas_tpu": tpu.unsupported(q, k) or functools.partial(tpu.backward, self.softmax),
             "pallas_gpu": NO_GPU,
             "xla": functools.partial(flash.backward, self.softmax),

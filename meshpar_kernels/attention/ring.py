@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar_kernels import _compat
+from meshpar_kernels.attention.blocks import Layout
 from meshpar_kernels.attention.context import Context
-from meshpar_kernels.attention.cudnn import Layout
 from meshpar_kernels.attention.flash import Keys, Queries, merge, nothing
 from meshpar_kernels.attention.masks import devices_seen
 from meshpar_kernels.attention.options import Operands

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar_kernels.attention.blocks import Layout
 from meshpar_kernels.attention.context import Context
-from meshpar_kernels.attention.cudnn import Layout
 from meshpar_kernels.attention.flash import Keys, Queries
 from meshpar_kernels.attention.options import Operands
 
