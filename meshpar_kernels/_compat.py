@@ -270,8 +270,9 @@ def splash_backward(
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """Gradients of q (as it is given, scaled), k and v through these keys; `lse` [B, H, Q] and `out` [B, H, Q, Dv] are of the
     softmax over all keys."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
+    kernels: Any = splash_attention_kernel
     kernel = _splash(causal, window, softcap, q.shape[1], (q.shape[2], k.shape[2]))
     options = [kernel.kwargs[name] for name in _SPLASH_OPTIONS]
 
@@ -351,7 +352,7 @@ def host_reasons(axes: Sequence[str]) -> list[str]:
         if machines := _joined(mesh, axes, _slice_index):
             reasons.append(f"{joined} machines {machines}; NVLink joins the devices of one")
     elif processes := _joined(mesh, axes, lambda d: d.process_index):
-        reasons.append(f"{joined} processes {processes}; kernels write to those of one process up to jax 0.11.1")
+        reasons.append(f"{joined} processes {processes}; kernels join the GPUs of one process up to jax 0.11.1")
     return reasons
 
 

@@ -55,12 +55,12 @@ def ring_attention(
     or A over Hkv: then each K/V head is copied to the A/Hkv devices that use it. Source: Jacobs et al. 2023.
     - "gathered": K and V are all-gathered, in the backward pass as well; their gradients are reduce-scattered in
     float32.
-    - None: the strategy with the least time estimated by `attention_costs`, among those whose heads divide and that
-    need at most 2 GiB in addition to operands and results; ring only from 256K tokens on, if another fits.
+    - None: the strategy with the least time by `attention_costs`, if its heads divide and it needs at most 2 GiB in
+    addition to operands and results; ring only from 256K tokens on, if another fits.
 
-    On a device scores are computed in chunks, forward and backward, so that no strategy has S×S scores in memory. Saved
-    for the backward pass are q, k, v, the result, and one float32 log-sum-exp for each row and head. Softmax and
-    accumulators are in float32; float32 operands are multiplied in full precision.
+    Scores are computed in chunks, forward and backward: no S×S scores in memory. Saved for the backward pass are q, k, v,
+    the result, and one float32 log-sum-exp for each row and head. Softmax and accumulators are in float32; float32
+    operands are multiplied in full precision.
 
     Args:
       q: [B, Sq/A, H, D]; float32, bfloat16 or float16.
@@ -100,7 +100,6 @@ def ring_attention(
       NotImplementedError: the requested implementation cannot run.
     """
     refuse_sharded(OP, q=q, k=k, v=v)
-    q_seg, k_seg = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, None)
     if order not in ORDERS:
         raise ValueError(f"{OP}: order must be one of {ORDERS}, got {order!r}")
     axes = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
@@ -110,7 +109,7 @@ def ring_attention(
         zigzag=math.prod(sizes.values()) if order == "zigzag" else 1, both_ways=both_ways,
         implementation=implementation, chunks=chunks, scatter=scatter,
     )  # fmt: skip
-    x = Operands(q, k, v, q_seg, k_seg)
+    x = Operands(q, k, v, *(segment_ids if isinstance(segment_ids, tuple) else (segment_ids, None)))
     return _attention_jit(plan(x, sizes, options), *x)
 
 

@@ -22,12 +22,12 @@ Backward = Callable[[Softmax, Keys], tuple[jax.Array, jax.Array, jax.Array]]
 
 
 class Layout(NamedTuple):
-    """What is known at trace time about the positions of queries and keys.
+    """Facts known at trace time about the positions of queries and keys.
 
     Attributes:
       aligned: query i and key i have the same position, and positions ascend by one.
       parts: lengths of the runs of keys, each of which is visible to all queries or to none; (): not known.
-      block: the keys are all tokens in the order of their positions, in blocks of this length, and the queries are the
+      block: the keys are all tokens in the order of their positions, cut to this length, and the queries are the
         tokens of one block; 0: not known.
     """
 
@@ -42,7 +42,7 @@ def mask_reasons(s: Softmax, q: Queries, k: Keys, layout: Layout) -> list[str]:
         return []
     if s.mask.window is None and (layout.parts or layout.block):
         return []
-    return ["a causal mask of queries and keys that are neither aligned nor in blocks"]
+    return ["a causal mask of queries and keys that are neither aligned nor chunked"]
 
 
 def _unmasked(s: Softmax) -> Softmax:

@@ -2,7 +2,7 @@
 and backward.
 
 It is the default on GPUs where it can run: bfloat16 and float16, and masks that need no positions: no mask, or a causal
-mask (with or without a window) if queries and keys are aligned or in blocks (`blocks.Layout`). That is known at trace
+mask (with or without a window) if queries and keys are aligned or chunked (`blocks.Layout`). That is known at trace
 time.
 """
 

@@ -7,6 +7,8 @@ opt-in: no device has timed it here.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -57,9 +59,9 @@ def forward(s: Softmax, q: Queries, k: Keys, *, layout: Layout) -> tuple[jax.Arr
     def call(s: Softmax, q: Queries, k: Keys) -> tuple[jax.Array, jax.Array]:
         """One call: the result and the log-sum-exps, float32."""
         segments = None if q.seg is None else (q.seg, q.seg if k.seg is None else k.seg)
-        operands = _heads_first(_scaled(s, q), k.k, k.v)
+        x, keys, values = _heads_first(_scaled(s, q), k.k, k.v)
         out, lse = _compat.splash_forward(
-            *operands, segments, causal=s.mask.causal, window=s.mask.window, softcap=s.softcap
+            x, keys, values, segments, causal=s.mask.causal, window=s.mask.window, softcap=s.softcap
         )
         out, lse = _heads_first(out.astype(jnp.float32), lse)
         return _compat.same_varying(q.x, out, lse)[1:]
@@ -72,15 +74,14 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `flash.backward`; `out` is the result over all keys, from which it computes Σ grad·out of each row itself."""
     del dots
-    saved = _heads_first(lse.astype(jnp.float32), out.astype(q.x.dtype), grad.astype(q.x.dtype))
+    lse, out, grad = _heads_first(lse.astype(jnp.float32), out.astype(q.x.dtype), grad.astype(q.x.dtype))
 
     def call(s: Softmax, k: Keys) -> tuple[jax.Array, jax.Array, jax.Array]:
         """One call: the gradients through these keys, float32."""
         segments = None if q.seg is None else (q.seg, q.seg if k.seg is None else k.seg)
-        operands = _heads_first(_scaled(s, q), k.k, k.v)
-        grads = _compat.splash_backward(
-            *operands, segments, *saved, causal=s.mask.causal, window=s.mask.window, softcap=s.softcap
-        )
+        x, keys, values = _heads_first(_scaled(s, q), k.k, k.v)
+        options: dict[str, Any] = {"causal": s.mask.causal, "window": s.mask.window, "softcap": s.softcap}
+        grads = _compat.splash_backward(x, keys, values, segments, lse, out, grad, **options)
         d_q, d_k, d_v = _heads_first(*(g.astype(jnp.float32) for g in grads))
         return _compat.same_varying(q.x, d_q * s.scale, d_k, d_v)[1:]
 

@@ -151,7 +151,7 @@ def all_reduce_small(x: jax.Array, axis_name: str | Sequence[str], *, implementa
 
     Args:
       x: any shape, the same on all devices; the kernels take float32, bfloat16 or int32 of at most 4 MiB, and on TPUs
-        of which the arrays of all devices fit VMEM.
+        if the arrays of all devices fit VMEM.
       axis_name: the mesh axis, or several, major first.
       implementation: "pallas": the kernel of the platform. "pallas_tpu": remote copies from VMEM to VMEM. "pallas_gpu":
         at most 8 GPUs (sm_90a, sm_100a), which write to each other over NVLink. "gather": XLA's all-gather and a local

@@ -172,21 +172,8 @@ def expert_dispatch(
         experts = plan.counts.shape[0]
     elif experts is None:
         raise ValueError(f"{op}: experts=, the number of experts, is required with an array of experts")
-    if x.ndim != 2 or expert.ndim != 2 or expert.shape[0] != x.shape[0]:
-        raise ValueError(f"{op}: x must be [T, H] and expert [T, k], got {list(x.shape)} and {list(expert.shape)}")
-    if not jnp.issubdtype(expert.dtype, jnp.integer):
-        raise ValueError(f"{op}: expert must be integers, got {expert.dtype}")
-    if strategy not in STRATEGIES:
-        raise ValueError(f"{op}: strategy must be one of {STRATEGIES}, got {strategy!r}")
-    if exchange not in EXCHANGES:
-        raise ValueError(f"{op}: exchange must be one of {EXCHANGES}, got {exchange!r}")
-    if weight is not None and weight.shape != expert.shape:
-        raise ValueError(f"{op}: weight must be {list(expert.shape)}, got {list(weight.shape)}")
     devices = _size(axis_name)
-    if experts < 1 or experts % devices:
-        raise ValueError(f"{op}: experts={experts} do not divide over {devices} devices")
-    if rows is not None and rows < 1:
-        raise ValueError(f"{op}: rows={rows} must be at least 1")
+    _check_dispatch(x, expert, experts, weight, rows, devices, strategy, exchange)
     tokens, each = x.shape[0], experts // devices
 
     def arranged(x: jax.Array, slots: jax.Array, sources: jax.Array) -> jax.Array:
@@ -240,6 +227,28 @@ def expert_dispatch(
         tokens=tokens,
         exchange=exchange,
     )
+
+
+def _check_dispatch(
+    x: jax.Array, expert: jax.Array, experts: int, weight: jax.Array | None, rows: int | None, devices: int, strategy: str,
+    exchange: str | None,
+) -> None:  # fmt: skip
+    """Check the arguments of `expert_dispatch`. Raises ValueError."""
+    op = "expert_dispatch"
+    if x.ndim != 2 or expert.ndim != 2 or expert.shape[0] != x.shape[0]:
+        raise ValueError(f"{op}: x must be [T, H] and expert [T, k], got {list(x.shape)} and {list(expert.shape)}")
+    if not jnp.issubdtype(expert.dtype, jnp.integer):
+        raise ValueError(f"{op}: expert must be integers, got {expert.dtype}")
+    if strategy not in STRATEGIES:
+        raise ValueError(f"{op}: strategy must be one of {STRATEGIES}, got {strategy!r}")
+    if exchange not in EXCHANGES:
+        raise ValueError(f"{op}: exchange must be one of {EXCHANGES}, got {exchange!r}")
+    if weight is not None and weight.shape != expert.shape:
+        raise ValueError(f"{op}: weight must be {list(expert.shape)}, got {list(weight.shape)}")
+    if experts < 1 or experts % devices:
+        raise ValueError(f"{op}: experts={experts} do not divide over {devices} devices")
+    if rows is not None and rows < 1:
+        raise ValueError(f"{op}: rows={rows} must be at least 1")
 
 
 def _exchange(

@@ -94,34 +94,9 @@ def grouped_matmul(
     """
     op = "grouped_matmul"
     matrices = rhs if isinstance(rhs, tuple) else (rhs,)
-    if len(matrices) not in (1, 2) or any(m.shape != matrices[0].shape for m in matrices):
-        raise ValueError(
-            f"{op}: rhs must be one array, or a pair of one shape, got {[list(m.shape) for m in matrices]}"
-        )
-    first = matrices[0]
-    if lhs.ndim != 2 or first.ndim != 3:
-        raise ValueError(f"{op}: lhs must be [M, K] and rhs [G, K, N], got {lhs.shape}, {first.shape}")
-    for matrix in matrices:
-        _check_groups(op, lhs, matrix, group_sizes, matrix.shape[0], group_offset, quantized=rhs_scale is not None)
-    k = first.shape[2 if transpose_rhs else 1]
-    if lhs.shape[1] != k:
-        layout = "[G, N, K]" if transpose_rhs else "[G, K, N]"
-        raise ValueError(
-            f"{op}: lhs{list(lhs.shape)} has K={lhs.shape[1]}, rhs{list(first.shape)} as {layout} has K={k}"
-        )
+    k = _check_matmul(op, lhs, matrices, group_sizes, group_offset, transpose_rhs, quantized=rhs_scale is not None)
     scales = () if rhs_scale is None else _block_scales(op, matrices, rhs_scale, k)
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"{op}: activation must be one of {tuple(ACTIVATIONS)}, got {activation!r}")
-    if lhs_indices is not None and (lhs_indices.ndim != 1 or not jnp.issubdtype(lhs_indices.dtype, jnp.integer)):
-        raise ValueError(f"{op}: lhs_indices must be int [M], got {lhs_indices.dtype}{list(lhs_indices.shape)}")
-    if lhs_rows is not None and (
-        lhs_indices is None or lhs_rows.ndim != 2 or lhs_rows.shape[0] != lhs.shape[0]
-        or not jnp.issubdtype(lhs_rows.dtype, jnp.integer)
-    ):  # fmt: skip
-        raise ValueError(
-            f"{op}: lhs_rows must be int [T, j], T={lhs.shape[0]}, together with lhs_indices; got "
-            f"{lhs_rows.dtype}{list(lhs_rows.shape)}"
-        )
+    _check_options(op, lhs, activation, lhs_indices, lhs_rows)
     rows = lhs.shape[0] if lhs_indices is None else lhs_indices.shape[0]
     _check_scale(op, row_scale, rows)
     _check_blocks(op, num_sms)
@@ -143,6 +118,50 @@ def grouped_matmul(
     return matmul_with_gradient(
         options, lhs, matrices, scales, group_sizes, _as_offset(group_offset), lhs_indices, lhs_rows, row_scale
     )
+
+
+def _check_matmul(
+    op: str,
+    lhs: jax.Array,
+    matrices: Sequence[jax.Array],
+    group_sizes,
+    group_offset,
+    transpose_rhs: bool,
+    quantized: bool,
+) -> int:
+    """K. Raises ValueError if the operands of `grouped_matmul` do not fit together."""
+    if len(matrices) not in (1, 2) or any(m.shape != matrices[0].shape for m in matrices):
+        raise ValueError(
+            f"{op}: rhs must be one array, or a pair of one shape, got {[list(m.shape) for m in matrices]}"
+        )
+    first = matrices[0]
+    if lhs.ndim != 2 or first.ndim != 3:
+        raise ValueError(f"{op}: lhs must be [M, K] and rhs [G, K, N], got {lhs.shape}, {first.shape}")
+    for matrix in matrices:
+        _check_groups(op, lhs, matrix, group_sizes, matrix.shape[0], group_offset, quantized=quantized)
+    k = first.shape[2 if transpose_rhs else 1]
+    if lhs.shape[1] != k:
+        layout = "[G, N, K]" if transpose_rhs else "[G, K, N]"
+        raise ValueError(
+            f"{op}: lhs{list(lhs.shape)} has K={lhs.shape[1]}, rhs{list(first.shape)} as {layout} has K={k}"
+        )
+    return k
+
+
+def _check_options(op: str, lhs: jax.Array, activation: str | None, lhs_indices, lhs_rows) -> None:
+    """Check the activation and the indices of `grouped_matmul`. Raises ValueError."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{op}: activation must be one of {tuple(ACTIVATIONS)}, got {activation!r}")
+    if lhs_indices is not None and (lhs_indices.ndim != 1 or not jnp.issubdtype(lhs_indices.dtype, jnp.integer)):
+        raise ValueError(f"{op}: lhs_indices must be int [M], got {lhs_indices.dtype}{list(lhs_indices.shape)}")
+    if lhs_rows is not None and (
+        lhs_indices is None or lhs_rows.ndim != 2 or lhs_rows.shape[0] != lhs.shape[0]
+        or not jnp.issubdtype(lhs_rows.dtype, jnp.integer)
+    ):  # fmt: skip
+        raise ValueError(
+            f"{op}: lhs_rows must be int [T, j], T={lhs.shape[0]}, together with lhs_indices; got "
+            f"{lhs_rows.dtype}{list(lhs_rows.shape)}"
+        )
 
 
 def grouped_matmul_transpose(

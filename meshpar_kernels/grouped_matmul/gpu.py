@@ -69,7 +69,7 @@ def padded_sizes(
 
     Args:
       lhs, out_dtype, k, n, transpose_rhs: as in `matmul_unsupported`.
-      transposes: the sizes are those of the transpose.
+      transposes: k and n are of the transpose.
     """
     if not _cut_reasons(lhs.dtype.itemsize, out_dtype.itemsize, k, n, transpose_rhs, transposes):
         return k, n

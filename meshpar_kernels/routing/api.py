@@ -71,28 +71,8 @@ def route(
         or logits sharded outside of `shard_map`.
       NotImplementedError: the requested implementation cannot take these arguments; with every reason.
     """
-    if logits.ndim != 2:
-        raise ValueError(f"route: logits must be [T, E], got shape {logits.shape}")
-    experts = logits.shape[1]
-    if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise ValueError(f"route: logits must be floating point, got {logits.dtype}")
-    if score not in SCORES:
-        raise ValueError(f"route: score must be one of {SCORES}, got {score!r}")
-    if not 1 <= k <= experts:
-        raise ValueError(f"route: k={k} is not within 1…E, E={experts}")
-    if groups < 1 or experts % groups:
-        raise ValueError(f"route: groups={groups} does not divide E={experts}")
     top_groups = groups if top_groups is None else top_groups
-    if not 1 <= top_groups <= groups:
-        raise ValueError(f"route: top_groups={top_groups} is not within 1…groups, groups={groups}")
-    if top_groups * (experts // groups) < k:
-        raise ValueError(f"route: top_groups={top_groups} groups of {experts // groups} experts hold fewer than k={k}")
-    if group_top < 1:
-        raise ValueError(f"route: group_top={group_top} must be at least 1")
-    if bias is not None and bias.shape != (experts,):
-        raise ValueError(f"route: bias must be [E]=[{experts}], got shape {bias.shape}")
-    if capacity is not None and capacity < 0:
-        raise ValueError(f"route: capacity={capacity} is negative")
+    _check_route(logits, k, score, bias, groups, top_groups, group_top, capacity)
     refuse_sharded("route", logits=logits, bias=bias)
 
     logits, bias = _compat.same_varying(logits, bias)
@@ -106,6 +86,34 @@ def route(
         "scale": float(scale),
     }
     return _route(tuple(options.items()), capacity, implementation, logits, bias)
+
+
+def _check_route(
+    logits: jax.Array, k: int, score: str, bias: jax.Array | None, groups: int, top_groups: int, group_top: int,
+    capacity: int | None,
+) -> None:  # fmt: skip
+    """Check the arguments of `route`. Raises ValueError."""
+    if logits.ndim != 2:
+        raise ValueError(f"route: logits must be [T, E], got shape {logits.shape}")
+    experts = logits.shape[1]
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise ValueError(f"route: logits must be floating point, got {logits.dtype}")
+    if score not in SCORES:
+        raise ValueError(f"route: score must be one of {SCORES}, got {score!r}")
+    if not 1 <= k <= experts:
+        raise ValueError(f"route: k={k} is not within 1…E, E={experts}")
+    if groups < 1 or experts % groups:
+        raise ValueError(f"route: groups={groups} does not divide E={experts}")
+    if not 1 <= top_groups <= groups:
+        raise ValueError(f"route: top_groups={top_groups} is not within 1…groups, groups={groups}")
+    if top_groups * (experts // groups) < k:
+        raise ValueError(f"route: top_groups={top_groups} groups of {experts // groups} experts hold fewer than k={k}")
+    if group_top < 1:
+        raise ValueError(f"route: group_top={group_top} must be at least 1")
+    if bias is not None and bias.shape != (experts,):
+        raise ValueError(f"route: bias must be [E]=[{experts}], got shape {bias.shape}")
+    if capacity is not None and capacity < 0:
+        raise ValueError(f"route: capacity={capacity} is negative")
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

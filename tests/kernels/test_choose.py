@@ -108,7 +108,7 @@ def test_axes_that_cross_hosts_are_refused(monkeypatch):
     monkeypatch.setattr(_compat._mesh, "get_concrete_mesh", lambda: two_hosts)
     assert machine_reasons(2, ("gpu",)) == []
     (reason,) = machine_reasons(2, ("host",))
-    joined = {True: "machines [0, 1]; NVLink joins", False: "processes [0, 1]; kernels write to"}
+    joined = {True: "machines [0, 1]; NVLink joins", False: "processes [0, 1]; kernels join"}
     assert joined[jax.__version_info__ >= (0, 11, 2)] in reason
     monkeypatch.setattr(_compat._mesh, "get_concrete_mesh", lambda: mesh_of((0, 0), (2, 0), (1, 0), (3, 0)))
     (reason,) = machine_reasons(2, ("gpu",))
@@ -130,7 +130,7 @@ def test_processes_of_one_machine_are_joined_from_jax_0_11_2_on(monkeypatch):
     assert machine_reasons(2, ("gpu",)) == []
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 1))
     (reason,) = machine_reasons(2, ("gpu",))
-    assert "processes [0, 1]; kernels write to those of one process up to jax 0.11.1" in reason
+    assert "processes [0, 1]; kernels join the GPUs of one process up to jax 0.11.1" in reason
 
 
 def test_an_allocator_without_shared_memory_is_refused(monkeypatch):
