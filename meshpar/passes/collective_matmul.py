@@ -585,6 +585,8 @@ def fused_of(plan: Plan, pair: CollectiveMatmul, stages: Sequence[Stage]) -> Fus
             return "it is for TPUs, and the chip is not known"
         if not plan.chip.torus:
             return f"it is for TPUs, and {plan.chip.name} is a GPU"
+        if plan.chip.cores > 1:
+            return f"a {plan.chip.name} has {plan.chip.cores} TensorCores, and the kernel multiplies on one"
     if stages[0].dim == "slice":
         return "remote DMA does not leave a slice"
     devices = stages[0].size
