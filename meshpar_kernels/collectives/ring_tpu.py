@@ -33,9 +33,13 @@ SEMAPHORES = 256
 """Largest number of DMA semaphores of a kernel."""
 
 
+TILE_BYTES = 2 << 20
+"""Most bytes of a block that is added at once."""
+
+
 def _tile_bytes() -> int:
-    """Most bytes of a block that is added at once; six are in VMEM."""
-    return min(2 << 20, _compat.tpu_vmem() // 32)
+    """Most bytes of a block that is added at once on this chip: six are in VMEM."""
+    return min(TILE_BYTES, _compat.tpu_vmem() // 32)
 
 
 def unsupported(table: Table, part: tuple[int, ...], dtype: jnp.dtype, axes: tuple[str, ...] = ()) -> Unsupported:

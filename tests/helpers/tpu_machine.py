@@ -389,6 +389,7 @@ class Tpus:
             (_compat, "out_struct", lambda shape, dtype, *_: types.SimpleNamespace(shape=tuple(shape), dtype=dtype)),
             (_compat, "same_varying", lambda *arrays: arrays),
             (_compat, "varying_over", lambda axes, *arrays: arrays),
+            (_compat, "one_slice", lambda op, axes, x: x),
         ]
         with patched(pairs):
             yield

@@ -266,7 +266,7 @@ def test_what_is_wrong_is_said():
     refuses("no implementation 'dense'", implementation="dense")
     refuses("operands are float32; the tensor cores", NotImplementedError, implementation="pallas_gpu")
     refuses(
-        r"float16(.|\n)*These can: xla, reference",
+        r"float16(.|\n)*These can: pallas_gpu, xla, reference",
         NotImplementedError,
         lhs=lhs.astype(jnp.float16),
         rhs=rhs.astype(jnp.float16),
