@@ -33,8 +33,8 @@ BLOCK = 256
 
 
 def _block(experts: int, most: int) -> int:
-    """Tokens of a block, at most `most`: a multiple of 128 for which 6.5 arrays of float32 logits fit VMEM; 0: none fits."""
-    return min(most, int(_compat.tpu_vmem_limit() / (6.5 * 4 * max(experts, 1))) // 128 * 128)
+    """Tokens of a block, at most `most`: a multiple of 128 for which 8 arrays of float32 logits fit VMEM; 0: none fits."""
+    return min(most, int(_compat.tpu_vmem_limit() / (8 * 4 * max(experts, 1))) // 128 * 128)
 
 
 def route_unsupported(logits: jax.Array, *, k: int, **_) -> Unsupported:
