@@ -267,9 +267,11 @@ def test_a_check_that_fails_has_status_one(run, target, monkeypatch):
     from meshpar.verify.check import Report, Row
 
     wrong = Row("data=8", "batch: data", "jit", "0/w", 0.5, 3, error=mp.errors.CheckError("0/w differs"))
-    monkeypatch.setattr(mp, "check", lambda *_, **__: Report(rows=[wrong]))
+    raised = []
+    monkeypatch.setattr(mp, "check", lambda *_, raises, **__: raised.append(raises) or Report(rows=[wrong]))
     status, out, _ = run("check", f"{target}:small", "--layout", "dp")
     assert status == 1
+    assert raised == [False]  # differences are in the report
     assert "DIFFERS" in out
 
 
@@ -675,6 +677,8 @@ def test_collectives_as_csv_and_the_page_in_a_browser(target, tmp_path, monkeypa
     small = load_target(f"{target}:small")
     plan = mp.plan(small.step, *small.args, dims=small.dims, mesh="data=4", layout="batch: data; embed: data")
     assert sum(float(row["total_bytes"]) for row in rows) == plan.bytes_sent > 0
+    assert all(float(row["bytes"]) * int(row["calls"]) == float(row["total_bytes"]) for row in rows)
+    assert {row["seconds"] for row in rows} == {""}  # the chip is not known
     assert opened == [page.resolve().as_uri()]
     assert main([*words, "--open"]) == 2
     assert "--html FILE writes one" in capsys.readouterr().err
