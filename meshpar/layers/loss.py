@@ -63,24 +63,7 @@ def cross_entropy(
     """
     hidden, kernel = logits if isinstance(logits, tuple) else (logits, None)
     tokens = tuple(hidden.shape[:-1])
-    fits = labels.shape == tokens and (mask is None or mask.shape == tokens) and labels.ndim > 0
-    if not fits or (kernel is not None and (kernel.ndim != 2 or kernel.shape[0] != hidden.shape[-1])):
-        shapes = [x.shape for x in (hidden, kernel, labels) if x is not None]
-        raise UnsupportedError(
-            f"cross_entropy: these shapes do not fit: {', '.join(map(str, shapes))}, mask {None if mask is None else mask.shape}",
-            fixes=[
-                "logits [..., seq, vocab], or (hidden [..., seq, embed], kernel [embed, vocab]); labels and mask [..., seq]"
-            ],
-        )
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise UnsupportedError(
-            f"cross_entropy: labels are integers, not {labels.dtype}", fixes=["labels.astype(jnp.int32)"]
-        )
-    if over not in ("vocab", "tokens"):
-        raise UnsupportedError(
-            f"cross_entropy: chunks are over 'vocab' or 'tokens', not over {over!r}",
-            fixes=['over="vocab" or over="tokens"'],
-        )
+    _check(hidden, kernel, labels, mask, over)
     weights = jnp.ones(tokens, jnp.float32) if mask is None else mask.astype(jnp.float32)
     if ignore is not None:
         weights = jnp.where(labels == ignore, 0.0, weights)
@@ -101,6 +84,33 @@ def cross_entropy(
         mean = hidden.mean(-1, jnp.float32) if kernel is None else hidden @ kernel.mean(-1, jnp.float32)
         loss -= label_smoothing * (weights * mean).sum()
     return loss
+
+
+def _check(hidden: jax.Array, kernel: jax.Array | None, labels: jax.Array, mask: jax.Array | None, over: str) -> None:
+    """Check the arguments of :func:`cross_entropy`; ``hidden`` are the logits if there is no ``kernel``.
+
+    Raises:
+      UnsupportedError: shapes that do not fit, or an unknown ``over``.
+    """
+    tokens = tuple(hidden.shape[:-1])
+    fits = labels.shape == tokens and (mask is None or mask.shape == tokens) and labels.ndim > 0
+    if not fits or (kernel is not None and (kernel.ndim != 2 or kernel.shape[0] != hidden.shape[-1])):
+        shapes = [x.shape for x in (hidden, kernel, labels) if x is not None]
+        raise UnsupportedError(
+            f"cross_entropy: these shapes do not fit: {', '.join(map(str, shapes))}, mask {None if mask is None else mask.shape}",
+            fixes=[
+                "logits [..., seq, vocab], or (hidden [..., seq, embed], kernel [embed, vocab]); labels and mask [..., seq]"
+            ],
+        )
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise UnsupportedError(
+            f"cross_entropy: labels are integers, not {labels.dtype}", fixes=["labels.astype(jnp.int32)"]
+        )
+    if over not in ("vocab", "tokens"):
+        raise UnsupportedError(
+            f"cross_entropy: chunks are over 'vocab' or 'tokens', not over {over!r}",
+            fixes=['over="vocab" or over="tokens"'],
+        )
 
 
 def _divisor(chunks: int | None, vocab: int) -> int:
