@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,11 +38,13 @@ class Accumulation:
       carry: the carry as an input of the body.
       addend: the value that is added.
       op: the addition.
+      start: the shard of a first value that is partial, as another loop left it; None: the first value is input-independent.
     """
 
     carry: Value
     addend: Value
     op: Op
+    start: Shard | None
 
 
 class ControlFlow:
@@ -78,6 +80,9 @@ class ControlFlow:
         addend = emitter.operand_of(acc.addend)
         assert addend is not None
         decision = add_to_carry(op, addend)
+        start = acc.start
+        if start is not None and (start.spec, start.partial) != (addend.spec, addend.partial):
+            decision = None
         if decision is None:
             emitter.place(emitter.shard(acc.carry, emitter.stored(acc.carry)))
             return False
@@ -141,9 +146,9 @@ class ControlFlow:
         nc, nk = scan_counts(op.eqn.params)
         (frame,), (consts,) = op.frames, body_consts(op.eqn)
         inner, group = frame.ins(), emitter.group
-        self._reduce_operands(op)
-        read = [self._reads(op, i, v, w) for i, (v, w) in enumerate(zip(op.ins[:nc], inner[:nc], strict=True))]
         accumulations = self._find_accumulations(op, frame, nc, nk)
+        self._reduce_operands(op, {op.ins[nc + k] for k in accumulations})
+        read = [self._reads(op, i, v, w) for i, (v, w) in enumerate(zip(op.ins[:nc], inner[:nc], strict=True))]
         inits: dict[int, Shard] = {}
         for k, (v, w) in enumerate(zip(op.ins[nc : nc + nk], inner[nc : nc + nk], strict=True)):
             if k not in accumulations:
@@ -171,6 +176,9 @@ class ControlFlow:
             outputs = self._leaves(op, frame, needs + [None] * (len(frame.jaxpr.outvars) - nk), partial)
         self.depth -= 1
         for k in accumulations:
+            start = op.ins[nc + k]
+            if start is not None and not carried[k].partial:
+                emitter.reduce(start)
             inits[k] = self._enters(op, nc + k, op.ins[nc + k], carried[k].spec)
         emitter.group = group
         results = []
@@ -263,9 +271,10 @@ class ControlFlow:
 
     # -- what crosses the boundary of a body
 
-    def _reduce_operands(self, op: Op) -> None:
+    def _reduce_operands(self, op: Op, but: Collection[Value | None] = ()) -> None:
+        """Reduce the partial operands of an op, but not some of them."""
         for value in op.ins:
-            if value is not None:
+            if value is not None and value not in but:
                 self.emitter.reduce(value)
 
     def _reads(self, op: Op, i: int, outer: Value | None, inner: Value, hoist: bool = True) -> Shard:
@@ -326,7 +335,10 @@ class ControlFlow:
     # -- carries that accumulate
 
     def _find_accumulations(self, op: Op, frame: Frame, nc: int, nk: int) -> set[int]:
-        """The positions of the carries to which a scan only adds, starting from an input-independent value; they are recorded."""
+        """The positions of the carries to which a scan only adds; they are recorded.
+
+        They start from an input-independent value, or from a partial sum that nothing else reads: the result of another loop.
+        """
         outs = _outputs(frame)
         uses: dict[Value, int] = {}
         for v in (*(v for o in frame.ops for v in o.ins), *outs):
@@ -342,10 +354,15 @@ class ControlFlow:
             addend = b if a is carry else a if b is carry else None
             if addend is None or addend is carry or addend.shape != carry.shape:
                 continue
-            if uses[carry] != 1 or uses[total] != 1 or not (start is None or start in self.emitter.constants):
+            if uses[carry] != 1 or uses[total] != 1:
+                continue
+            first = None if start is None or start in self.emitter.constants else self.emitter.current[start]
+            if first is not None and not (
+                first.partial and first.kind in ADDED and self.facts.readers.get(first.value) == 1
+            ):
                 continue
             positions.add(k)
-            self.accumulations[add] = Accumulation(carry, addend, add)
+            self.accumulations[add] = Accumulation(carry, addend, add, first)
             self._note_accumulated(addend)
         return positions
 

@@ -132,6 +132,38 @@ def test_what_a_carry_begins_with_counts_once():
     same(fn, x, layout=layout, dims=dims)
 
 
+def test_a_sum_of_two_loops_is_reduced_once():
+    """The second loop adds to the partial result of the first."""
+
+    def fn(x):
+        add = lambda scale: lambda total, part: (total + scale * part.sum(0), None)  # noqa: E731
+        first, _ = lax.scan(add(1), jnp.zeros(2), x[:2])
+        return lax.scan(add(3), first, x[2:])[0]
+
+    x = np.arange(64.0, dtype=np.float32).reshape(4, 8, 2)
+    layout, dims = "batch: data", {"x": "_ batch _"}
+    assert sent(plan_of(fn, x, layout=layout, dims=dims)) == [("all-reduce", ("data",), 1)]
+    same(fn, x, layout=layout, dims=dims)
+
+
+def test_a_partial_first_value_that_the_loop_adds_nothing_partial_to():
+    """It is reduced before the loop, and so is one that something else reads."""
+    layout, dims = "batch: data", {"x": "_ batch _"}
+    x = np.arange(64.0, dtype=np.float32).reshape(4, 8, 2)
+
+    def replicated(x):
+        first, _ = lax.scan(lambda total, part: (total + part.sum(0), None), jnp.zeros(2), x)
+        return lax.scan(lambda total, k: (total + k, None), first, jnp.arange(3.0))[0]
+
+    def read_twice(x):
+        first, _ = lax.scan(lambda total, part: (total + part.sum(0), None), jnp.zeros(2), x)
+        return lax.scan(lambda total, part: (total + part.sum(0), None), first, x)[0] * first
+
+    for fn in (replicated, read_twice):
+        assert sent(plan_of(fn, x, layout=layout, dims=dims))[0] == ("all-reduce", ("data",), 1)
+        same(fn, x, layout=layout, dims=dims)
+
+
 @pytest.mark.parametrize(
     "fn",
     [
