@@ -91,6 +91,9 @@ def jit(
         else as ``"auto"``; opt-in, because it was not measured. The plan's ``overlaps`` list every decision, its reason and gain.
         ``"auto"`` and ``"pallas"`` also replace a reduce-scatter by an all-reduce and a local slice, which sends twice the bytes,
         where that is faster (``algorithm="all_reduce"`` of the collective, with the reason in ``why``).
+      schedule: order of the work of a pipeline (a rule for the stacked dim of layers): ``"1f1b"``: the backward pass of a
+        microbatch begins as soon as its loss is known; ``"gpipe"``: after the forward passes of all microbatches, whose activations
+        are then all stored.
       strict: two names for one dim of the program are an error instead of a warning.
       static_argnums, static_argnames, donate_argnums, donate_argnames, keep_unused: as in ``jax.jit``.
       options: ``"auto"``: for TPUs, the compiler options of :mod:`meshpar.hardware.options` for the chip and the collectives of the

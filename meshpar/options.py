@@ -20,6 +20,7 @@ from .hardware.calibration import CalibrationLike, Calibrations, calibrations
 from .hardware.options import OptionsMode, check_options
 from .lower import LOWERINGS
 from .passes.collective_matmul import MODES
+from .program.pipeline import SCHEDULES, ScheduleName
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -34,6 +35,7 @@ class StepKeywords(TypedDict, total=False):
     dims: DimsPatterns
     lowering: Lowering
     overlap: Mode | None
+    schedule: ScheduleName
     strict: bool
     static_argnums: int | Sequence[int] | None
     static_argnames: str | Iterable[str] | None
@@ -85,6 +87,10 @@ class StepOptions:
         default=None,
         metadata=_flag("--overlap", "collective-matmul mode of the shard_map lowering (default: auto)", choices=MODES),
     )
+    schedule: ScheduleName = field(
+        default="1f1b",
+        metadata=_flag("--schedule", "order of the slots of a pipeline (%(default)s)", choices=SCHEDULES),
+    )
     strict: bool = field(
         default=False, metadata=_flag("--strict", "two names for one dim are an error", action="store_true")
     )
@@ -120,6 +126,7 @@ class StepOptions:
     def __post_init__(self) -> None:
         """Check the options, and replace each by its normal form (parsed dims, a dict of compiler options, …)."""
         check_lowering(self.lowering, self.overlap)
+        check_schedule(self.schedule)
         normalized = {
             "dims": path_dims(self.dims),
             "overlap": None if self.lowering == "jit" else self.overlap,
@@ -285,6 +292,19 @@ def check_lowering(lowering: Any, overlap: Any) -> None:
         raise UnsupportedError(
             f'overlap={overlap!r} belongs to lowering="shard_map": in lowering="jit" XLA partitions, and decides what overlaps',
             fixes=['leave lowering out, or lowering="shard_map"', "or leave overlap out"],
+        )
+
+
+def check_schedule(schedule: Any) -> None:
+    """Raise UnsupportedError for an unknown ``schedule``."""
+    if schedule == "zb":
+        raise UnsupportedError(
+            'schedule="zb" (zero bubble) is not supported yet',
+            fixes=["use 1f1b, with more microbatches for a smaller bubble"],
+        )
+    if schedule not in SCHEDULES:
+        raise UnsupportedError(
+            f"there is no schedule {schedule!r}", fixes=did_you_mean(str(schedule), SCHEDULES, "schedules")
         )
 
 

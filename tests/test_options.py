@@ -92,16 +92,23 @@ def test_check_and_calibrate_keep_the_options_of_a_step():
 def test_flags_are_those_of_the_fields():
     parser = argparse.ArgumentParser()
     add_flags(parser.add_argument)
-    words = "--lowering jit --donate state --donate batch --strict --options off --calibration here.json".split()
+    words = "--lowering jit --schedule gpipe --donate state --donate batch --strict --options off --calibration here.json".split()
     assert given_flags(parser.parse_args(words)) == {
-        "lowering": "jit", "overlap": None, "strict": True, "donate_argnames": ["state", "batch"], "options": "off",
-        "calibration": "here.json",
+        "lowering": "jit", "overlap": None, "schedule": "gpipe", "strict": True, "donate_argnames": ["state", "batch"],
+        "options": "off", "calibration": "here.json",
     }  # fmt: skip
     fewer = argparse.ArgumentParser()
     add_flags(fewer.add_argument, without=["calibration", "overlap"])
     assert given_flags(fewer.parse_args([])) == {
-        "lowering": "auto", "strict": False, "donate_argnames": None, "options": "auto",
+        "lowering": "auto", "schedule": "1f1b", "strict": False, "donate_argnames": None, "options": "auto",
     }  # fmt: skip
+
+
+def test_a_schedule_that_does_not_exist():
+    with pytest.raises(mp.errors.UnsupportedError, match="zero bubble"):
+        StepOptions(schedule="zb")
+    with pytest.raises(mp.errors.UnsupportedError, match="1f1b"):
+        StepOptions(schedule="1f1")
 
 
 def wrapped(x, **more):

@@ -68,7 +68,7 @@ def make_plan(
     program: Program, layout: Layout, mesh: AnyMesh, *, strict: bool = False, init: bool = False,
     topology: str | None = None, donated: Iterable[int] = (), lowering: str = AUTO, overlap: str | None = "off",
     options: OptionsMode = "off", compiler_options: Mapping[str, Any] | None = None, calibrations: Calibrations = (),
-    plan_type: type[P] = Plan,
+    schedule: str = "1f1b", plan_type: type[P] = Plan,
 ) -> P:  # fmt: skip
     """The plan of a program under a layout on a mesh, after all passes.
 
@@ -84,15 +84,17 @@ def make_plan(
       options: ``"auto"``: use the compiler options of :mod:`meshpar.hardware.options`.
       compiler_options: the user's own compiler options.
       calibrations: measured efficiencies of devices.
+      schedule: of pipelines, one of :data:`meshpar.program.pipeline.SCHEDULES`.
       plan_type: the class of the plan.
 
     Raises:
-      UnsupportedError: an ``overlap`` that does not exist.
+      UnsupportedError: an ``overlap`` that does not exist; layers that cannot be a pipeline.
       UnknownAxisError, UnknownDimError, DivisibilityError, JoinError.
     """
     with without_gc():
         plan = planned(program, layout, mesh, strict=strict, init=init, topology=topology, donated=frozenset(donated),
-                       calibrations=calibrations, rank=_rank, plan_type=plan_type)  # fmt: skip
+                       calibrations=calibrations, rank=_rank, schedule=schedule,
+                       plan_type=plan_type)  # fmt: skip
     requested = Options(options, tuple((compiler_options or {}).items()))
     plan = replace(plan, requested_lowering=lowering, requested_overlap=overlap, options=requested)
     plan = _with_notes(with_passes(plan))
@@ -257,6 +259,7 @@ def plan_without_passes(
             max_seconds=max_seconds,
             rank=_rank,
             plan_type=type(plan),
+            schedule=plan.schedule,
         )
     requested = Options(plan.options.mode, plan.options.given)
     return replace(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from ..hardware.options import Options
 from ..hardware.topology import Torus
 from ..layout import AnyMesh, Layout, Spec, to_partition_spec
 from ..program.ir import Join, Op, Program, Value
+from ..program.pipeline import Pipeline
 from .collectives import Collective, dcn_bytes_sent
 from .spec import value_bytes
 from .steps import Body, Run, Shard
@@ -162,6 +163,10 @@ class Transfer:
         return {f: getattr(self, f) for f in self.__slots__}
 
 
+_ROLLS = ("rearrange", "concatenate", "slice")
+"""Primitives of ``jnp.roll``, by which activations move to the next stage."""
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """A program under a layout on a mesh: what each device stores, computes and sends, and why.
@@ -185,6 +190,7 @@ class Plan:
       lowering_reason: why ``lowering="auto"`` chose ``"jit"``; None: it did not, or another lowering was requested.
       overlap: how all-gathers before matmuls and reduce-scatters after them are lowered; ``overlaps``: each decision.
       requested_lowering, requested_overlap: as the user gave them: ``"auto"``, …; None: the default of the lowering.
+      schedule: the schedule of pipelines, as requested.
       options: the compiler options.
       calibrations: measurements of devices; ``chip`` includes the measurements of its kind.
     """
@@ -207,6 +213,7 @@ class Plan:
     overlap: str = "off"
     requested_lowering: str = "auto"
     requested_overlap: str | None = "off"
+    schedule: str = "1f1b"
     options: Options = field(default_factory=Options)
     overlaps: tuple[Overlap, ...] = ()
     calibrations: Calibrations = ()
@@ -215,6 +222,21 @@ class Plan:
     def sizes(self) -> dict[str, int]:
         """axis → its size."""
         return dict(self.mesh.shape)
+
+    @cached_property
+    def pipelines(self) -> tuple[Pipeline, ...]:
+        """The loops over layers that run as pipelines, with the bytes that a device sends to other stages in a step."""
+        moves = [c for c in self.collectives if c.origin is not None and c.origin.name in _ROLLS]
+        sent = {
+            p.axes: sum(c.bytes * (c.count or 1) for c in moves if set(c.axes) <= set(p.axes))
+            for p in self.program.pipelines
+        }
+        return tuple(replace(p, bytes_between_stages=sent[p.axes]) for p in self.program.pipelines)
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The first of the ``pipelines``; None: the plan has none."""
+        return self.pipelines[0] if self.program.pipelines else None
 
     def shard_bytes(self, shard: Shard) -> float:
         """Bytes of a shard on one device; uneven shards rounded up."""

@@ -16,6 +16,7 @@ from ..hardware.topology import chip_of, torus_of, torus_of_slices
 from ..layout import AnyMesh, Layout, Rule, Spec
 from ..program.divisible_rewrite import rewrite_indivisible_slices
 from ..program.ir import Frame, Op, Program, Value
+from ..program.pipeline import rewrite_pipelines
 from .assignment import AxisAssignment
 from .checks import check_dims, check_divides, check_joins
 from .collective_records import CollectiveRecords, TooLong
@@ -43,12 +44,13 @@ def bytes_sent(plan: Plan) -> float:
 def planned(
     program: Program, layout: Layout, mesh: AnyMesh, *, strict: bool = False, init: bool = False,
     topology: str | None = None, donated: frozenset[int] = frozenset(), calibrations: Calibrations = (),
-    max_seconds: float = math.inf, rank: Rank = bytes_sent, plan_type: type[P] = Plan,
+    max_seconds: float = math.inf, rank: Rank = bytes_sent, schedule: str = "1f1b", plan_type: type[P] = Plan,
 ) -> P:  # fmt: skip
     """Plan a program under a layout on a mesh, before any pass.
 
-    A program with slices that the mesh does not divide is planned as :mod:`meshpar.program.divisible_rewrite` rewrites it, and
-    unmodified only as far as that sends less.
+    A program whose stacked layers are split is planned as :mod:`meshpar.program.pipeline` rewrites it. A program with slices that
+    the mesh does not divide is planned as :mod:`meshpar.program.divisible_rewrite` rewrites it, and unmodified only as far as that
+    sends less.
 
     Args:
       strict: two names for one dim are an error instead of a warning.
@@ -57,7 +59,8 @@ def planned(
       donated: positions of the flat inputs whose memory the results may reuse.
       calibrations: measurements of devices, among them the plan's.
       max_seconds: limit of the seconds of the plan's collectives, run one after the other.
-      rank: chooses between the plans of the rewritten and of the unmodified program.
+      rank: chooses between the plans of the program with and without rewritten slices.
+      schedule: of pipelines, one of :data:`meshpar.program.pipeline.SCHEDULES`.
       plan_type: the class of the plan.
 
     Raises:
@@ -65,7 +68,7 @@ def planned(
       TooLong: the collectives take longer than ``max_seconds``.
       MeshError: all calibrations are of other devices.
     """
-    program = program.original or program
+    program = program.traced
     layout.check_axes(mesh)
     check_dims(program, layout, init)
     check_joins(program, strict)
@@ -75,6 +78,11 @@ def planned(
     )  # models that name axes in their metadata, as Flax allows
     notes = [f"`{a}` is called after an axis of the mesh and has no rule: it is treated as `{a}: {a}`" for a in axes]
     assignment = AxisAssignment(program, complete, dict(mesh.shape))
+    unscoped = {rule.dim for rule in complete.rules if rule.scope is None}
+    pipelined = rewrite_pipelines(program, assignment.value_spec, unscoped, assignment.sizes, schedule)
+    if pipelined is not None:
+        program, assignment = pipelined, AxisAssignment(pipelined, complete, dict(mesh.shape))
+        notes += [p.note for p in pipelined.pipelines if p.note]
 
     def parts(value: Value, dim: int) -> int:
         return math.prod(assignment.sizes[a] for a in assignment.value_spec(value)[dim])
@@ -89,7 +97,7 @@ def planned(
             program, layout, complete, mesh, topology, donated, notes, calibrations, max_seconds, max_bytes
         )
         try:
-            return planner.plan(plan_type)
+            return replace(planner.plan(plan_type), schedule=schedule)
         finally:
             del planner.control  # refers to a method of the planner: without the cycle its arrays are freed at once
 

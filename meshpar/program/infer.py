@@ -76,6 +76,7 @@ def infer_like(program: Program, closed: Any) -> Program:
     )  # fmt: skip
     for new, old in zip((*new_program.inputs, *new_program.outputs), (*ins, *outs), strict=True):
         new.kind = new.kind or old.kind
+    new_program.pipelines = program.pipelines
     return new_program
 
 

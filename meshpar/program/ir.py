@@ -202,7 +202,9 @@ class Program:
       root: its frame.
       inputs, outputs: values in the order of the flat arguments and results, with their paths.
       joins: pairs of names that are one dim.
-      original: the program as traced, if this one is a rewritten form of it (:mod:`meshpar.program.divisible_rewrite`).
+      original: the program before a rewrite, if this one is its result (:mod:`meshpar.program.divisible_rewrite`,
+        :mod:`meshpar.program.pipeline`).
+      pipelines: its loops over layers that are rewritten as pipelines (:class:`meshpar.program.pipeline.Pipeline`).
     """
 
     closed: Any
@@ -212,6 +214,7 @@ class Program:
     unifier: Unifier
     joins: list[Join] = field(default_factory=list)
     original: Program | None = None
+    pipelines: tuple[Any, ...] = ()
     _results: dict[Callable[..., Any], Any] = field(default_factory=dict, init=False, repr=False)
 
     def cached(self, make: Callable[..., T], *key: Hashable) -> T:
@@ -228,6 +231,11 @@ class Program:
         if results is None:
             results = self._results[make] = LRUCache(MAX_CACHED_KEYS)
         return results.setdefault(key, lambda: make(self, *key))
+
+    @property
+    def traced(self) -> Program:
+        """The program as traced, before all rewrites."""
+        return self if self.original is None else self.original.traced
 
     @property
     def constants(self) -> list[Value]:

@@ -33,6 +33,7 @@ from .facts import (
     lowering_text,
     time_bounds,
 )
+from .pipeline import pipeline_section
 from .tables import rich_table
 
 MAX_COLLECTIVE_ROWS = 8
@@ -87,7 +88,7 @@ def plan_renderable(plan: Plan) -> Any:
         Text(),
         _collectives(plan),
     ]
-    for section in (overlaps(plan) if plan.overlaps else [], options(plan), notes(plan)):
+    for section in (pipeline_section(plan), overlaps(plan) if plan.overlaps else [], options(plan), notes(plan)):
         parts += [Text(), *section] if section else []
     return Group(*parts)
 

@@ -10,6 +10,7 @@ from ..errors import UnknownDimError, UnsupportedError
 from ..layout import Layout, Rule
 from ..layouts import PRESETS
 from ..program.ir import Program
+from ..program.pipeline import layer_loops
 from ..units import mesh_text
 
 AXES = ("data", "model", "third")
@@ -93,6 +94,8 @@ class Space:
     def of(cls, program: Program, fixed: Layout, forbid: Sequence[str]) -> Space:
         """The dims of a program that a search may shard: all that ``fixed`` and ``forbid`` do not name.
 
+        Stages of a pipeline are not searched: dims of stacked layers have scoped rules only.
+
         Raises:
           UnknownDimError: ``forbid`` names a dim that the program does not have.
           UnsupportedError: ``fixed`` shards a dim that ``forbid`` names.
@@ -120,7 +123,8 @@ class Space:
                     scoped.add((dim, value.kind))
         given = {(r.dim, r.scope) for r in fixed.rules}
         shared = [d for d in weight if not d.endswith("'") and d not in forbid]
-        dims = [(d, s) for d in shared for s in SCOPES if s is None or (d, s) in scoped]
+        stacked = {loop.dim for loop in layer_loops(program.traced)}  # a rule without scope would make a pipeline
+        dims = [(d, s) for d in shared for s in SCOPES if (d not in stacked if s is None else (d, s) in scoped)]
         dims.sort(key=lambda d: (SCOPES.index(d[1]), -weight[d[0]], d[0]))
         return cls(tuple(d for d in dims if d not in given), fixed.rules)
 

@@ -1,0 +1,235 @@
+"""Pipeline parallelism: rewrites a program whose stacked layers are split over devices, so that activations move, not weights.
+
+A scan over stacked weights whose stacked dim is split over axes of K devices is a pipeline of K stages. The loop around it is the
+loop over microbatches. It is rewritten, in terms of global arrays, as loops over the ticks of a schedule (:mod:`.schedule`), in
+which every value of a stage has a leading dim of K stages (:mod:`.rewrite`). The layout splits this dim like the stacked dim, whose
+name it has. The rewritten program is planned like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Literal
+
+from ...compat.jax import make_generated_jaxpr, new_var, replace_body
+from ...errors import UnsupportedError
+from ..infer import infer_like
+from ..ir import Frame, Op, Program, Value
+from .find import LayerLoop, layer_loops, microbatch_loop
+from .rewrite import TickLoops, one_microbatch
+from .schedule import SCHEDULES, Schedule, ScheduleName
+from .segments import divide
+from .slots import Stages
+
+__all__ = ["SCHEDULES", "Pipeline", "Schedule", "ScheduleName", "layer_loops", "rewrite_pipelines"]
+
+ValueAxes = Callable[[Value], Sequence[Sequence[str]]]
+"""Value → the axes that the layout assigns to each of its dims."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """A loop of a program that is run as a pipeline.
+
+    Attributes:
+      dim: the name of the stacked dim.
+      axes: the axes that split it.
+      layers: its size.
+      schedule: with the number of stages and microbatches.
+      source: the user's line.
+      bytes_between_stages: bytes that a device sends to other stages in a step, as planned.
+    """
+
+    dim: str
+    axes: tuple[str, ...]
+    layers: int
+    schedule: Schedule
+    source: str
+    bytes_between_stages: float = 0.0
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return self.schedule.stages
+
+    @property
+    def microbatches(self) -> int:
+        """The number of microbatches; 1 without a loop over them."""
+        return self.schedule.microbatches
+
+    @property
+    def ticks(self) -> int:
+        """The number of ticks of a step."""
+        return self.schedule.ticks
+
+    @property
+    def bubble(self) -> float:
+        """The fraction of the layers' time in which a stage is idle."""
+        return float(self.schedule.bubble)
+
+    @property
+    def in_flight(self) -> float:
+        """The most microbatches whose activations a stage stores at once."""
+        return float(self.schedule.in_flight)
+
+    @property
+    def note(self) -> str | None:
+        """What to do if all but one stage are idle at any time; None: there are microbatches."""
+        k = self.schedule.stages
+        if self.schedule.microbatches > 1:
+            return None
+        return (
+            f"the {self.layers} `{self.dim}` at {self.source} are a pipeline of {k} stages without microbatches: one stage works "
+            f"at a time, and the bubble is {k - 1}/{k} of the layers' time; wrap the loss in mp.accumulate_gradients"
+        )
+
+
+def rewrite_pipelines(
+    program: Program, axes: ValueAxes, dims: Collection[str], sizes: Mapping[str, int], schedule: str
+) -> Program | None:
+    """The program with its pipelines; None: no stacked dim of a layer loop is split. Results are cached by the axes of the loops.
+
+    A loop whose carries are split over the same axes (``batch: data; layers: data``) is not a pipeline: its weights are gathered.
+
+    Args:
+      axes: the axes that the layout assigns to a value.
+      dims: the dims with a rule that has no scope: rules for parameters or optimizer state alone say where these are stored.
+      sizes: of the mesh.
+      schedule: one of :data:`SCHEDULES`.
+
+    Raises:
+      UnsupportedError: layers that cannot be a pipeline.
+    """
+    loops = program.cached(layer_loops)
+    found = []
+    for i, loop in enumerate(loops):
+        over = tuple(a for a in axes(loop.weight)[0] if sizes[a] > 1)
+        if over and loop.dim in dims and not any(a in over for v in loop.carries for entry in axes(v) for a in entry):
+            found.append((i, over, tuple(sizes[a] for a in over)))
+    return program.cached(_rewritten, schedule, tuple(found)) if found else None
+
+
+def _rewritten(
+    program: Program, schedule: str, found: Sequence[tuple[int, tuple[str, ...], tuple[int, ...]]]
+) -> Program:
+    """The program with some of its layer loops as pipelines: (index of the loop, its axes, their sizes)."""
+    loops = program.cached(layer_loops)
+    groups: dict[Op, list[tuple[LayerLoop, tuple[str, ...], int]]] = {}
+    for i, over, sizes in found:
+        count = 1
+        for n in sizes:
+            count *= n
+        around = microbatch_loop(loops[i].op)
+        groups.setdefault(loops[i].op if around is None else around, []).append((loops[i], over, count))
+    replacements: dict[Op, Any] = {}
+    pipelines = []
+    for op, members in groups.items():
+        jaxpr, pipeline = _replacement(op, members, schedule)
+        replacements[op] = jaxpr
+        pipelines.append(pipeline)
+    closed = ClosedJaxpr(_with_replacements(program.root, replacements), program.closed.consts)
+    rewritten = infer_like(program, closed)
+    rewritten.original = program
+    rewritten.pipelines = tuple(pipelines)
+    return rewritten
+
+
+def _replacement(
+    op: Op, members: Sequence[tuple[LayerLoop, tuple[str, ...], int]], schedule: str
+) -> tuple[Any, Pipeline]:
+    """(the closed jaxpr that computes a loop as a pipeline, its record).
+
+    Raises:
+      UnsupportedError: more than two layer loops, or of different stages; layers with side effects.
+    """
+    loop, axes, count = members[0]
+    for member in members:
+        _check(member[0], member[2])
+    if op is loop.op:
+        plan = Schedule(schedule, count, 1, loops=1)
+        run: Callable[..., Any] = one_microbatch(op.eqn, Stages(count, loop.dim))
+    else:
+        if (
+            any((m[1], m[0].op.eqn.params["length"]) != (axes, loop.op.eqn.params["length"]) for m in members)
+            or len(members) > 2
+        ):
+            raise UnsupportedError(
+                f"a microbatch has {len(members)} loops over stacked layers: a pipeline of one forward loop, or of one forward and "
+                "one backward loop over the same layers, is supported",
+                dim=loop.dim,
+                source=loop.op.source,
+                fixes=[
+                    f"do not shard `{loop.dim}`",
+                    "put all layers into one scan, and jax.checkpoint around a layer rather than around the scan",
+                ],
+            )
+        plan = Schedule(schedule, count, op.eqn.params["length"], loops=len(members))
+        run = TickLoops(op.eqn, divide(op, [m[0] for m in members]), plan, loop.dim)
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in op.eqn.invars]
+    try:
+        jaxpr = make_generated_jaxpr(run, *avals)
+    except NotImplementedError as e:
+        raise UnsupportedError(
+            f"the layers cannot be a pipeline over {'+'.join(axes)}: {e}",
+            dim=loop.dim,
+            source=loop.op.source,
+            fixes=[
+                "the stages run as one jax.vmap of the layers: give the op a batching rule",
+                f"or do not shard `{loop.dim}`",
+            ],
+        ) from e
+    return jaxpr, Pipeline(loop.dim, axes, loop.op.eqn.params["length"], plan, loop.op.source)
+
+
+def _check(loop: LayerLoop, stages: int) -> None:
+    """Raise UnsupportedError for layers with side effects, or whose number the stages do not divide."""
+    length = loop.op.eqn.params["length"]
+    if loop.op.eqn.effects:
+        raise UnsupportedError(
+            "the layers have side effects, which idle slots of a pipeline would have too",
+            dim=loop.dim,
+            source=loop.op.source,
+            fixes=["remove jax.debug.print, io_callback, … from the layers", f"or do not shard `{loop.dim}`"],
+        )
+    if length % stages:
+        raise UnsupportedError(
+            f"{length} layers cannot be divided into {stages} stages",
+            dim=loop.dim,
+            source=loop.op.source,
+            fixes=[f"make the number of layers a multiple of {stages}, or the number of stages a divisor of {length}"],
+        )
+
+
+def _with_replacements(frame: Frame, replacements: Mapping[Op, Any]) -> Any:
+    """The jaxpr of a frame with the equations of some ops replaced by closed jaxprs."""
+    eqns: list[Any] = []
+    names: dict[Any, Any] = {}
+    for op in frame.ops:
+        eqn = op.eqn.replace(invars=_atoms(op.eqn.invars, names))
+        if op in replacements:
+            names.update(zip(eqn.outvars, _append(eqns, replacements[op], eqn.invars), strict=True))
+        elif any(inner in replacements for body in op.frames for inner in body.walk()):
+            eqns.append(replace_body(eqn, [_with_replacements(body, replacements) for body in op.frames]))
+        else:
+            eqns.append(eqn)
+    return frame.jaxpr.replace(eqns=eqns, outvars=_atoms(frame.jaxpr.outvars, names))
+
+
+def _atoms(atoms: Sequence[Any], names: Mapping[Any, Any]) -> list[Any]:
+    return [v if isinstance(v, Literal) else names.get(v, v) for v in atoms]
+
+
+def _append(eqns: list[Any], closed: Any, operands: Sequence[Any]) -> list[Any]:
+    """Append the equations of a closed jaxpr on some operands, and return the atoms of its results."""
+    jaxpr = closed.jaxpr
+    names: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
+    names.update((v, Literal(c, v.aval)) for v, c in zip(jaxpr.constvars, closed.consts, strict=True))
+    for eqn in jaxpr.eqns:
+        outvars = [new_var(v.aval) for v in eqn.outvars]
+        eqns.append(eqn.replace(invars=_atoms(eqn.invars, names), outvars=outvars))
+        names.update(zip(eqn.outvars, outvars, strict=True))
+    return _atoms(jaxpr.outvars, names)

@@ -1,0 +1,223 @@
+"""Divides the body of a microbatch loop into segments around its layer loops.
+
+With n layer loops the body has n + 1 segments: segment j has the ops that need results of loop j − 1, but not of loop j. The body
+of a training step has two loops: segment 0 embeds the tokens, loop 0 is the forward pass of the layers, segment 1 has the logits,
+the loss and their gradients, loop 1 is the backward pass of the layers, and segment 2 has the gradient of the embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Literal
+
+from ...compat.jax import body_consts, new_var, scan_counts
+from ...errors import UnsupportedError
+from ...rules import ELEMENTWISE, primitive
+from ..ir import Frame, Op
+from .find import LayerLoop
+
+CONSTANT, INVARIANT = -2, -1
+"""Places of values that depend on literals alone, and of those that are equal in all microbatches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The place of a value that a layer loop stacks, or that elementwise ops make of such values: one part per stage."""
+
+    loop: int
+
+
+Place = int | Stack
+"""The segment of a value; ``CONSTANT`` or ``INVARIANT``; or :class:`Stack`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulator:
+    """A carry to which the body only adds: position of the carry, and the added variable."""
+
+    carry: int
+    addend: Any
+
+
+@dataclass(eq=False, slots=True)
+class Body:
+    """The body of a microbatch loop, with inlined calls, divided into segments.
+
+    Attributes:
+      consts, carries, xs: variables of the body's arguments.
+      outs: its results (variables or literals): the new carries, then the stacked results.
+      eqns: the equations outside of the layer loops, in order.
+      loops: the equations of the layer loops, in order.
+      places: the place of each variable.
+      accumulators: by position of the carry.
+    """
+
+    consts: Sequence[Any]
+    carries: Sequence[Any]
+    xs: Sequence[Any]
+    outs: Sequence[Any]
+    eqns: list[Any]
+    loops: list[Any]
+    places: dict[Any, Place]
+    accumulators: dict[int, Accumulator]
+
+    def place(self, atom: Any) -> Place:
+        """The place of a variable or literal."""
+        return CONSTANT if isinstance(atom, Literal) else self.places[atom]
+
+    def segment(self, atom: Any) -> int:
+        """The segment in which a value is complete: of a stack, the one after its loop."""
+        place = self.place(atom)
+        return place.loop + 1 if isinstance(place, Stack) else max(place, 0)
+
+
+def divide(op: Op, loops: Sequence[LayerLoop]) -> Body:
+    """The body of a microbatch loop, divided at its layer loops.
+
+    Raises:
+      UnsupportedError: an op with side effects, or a microbatch whose layers read results of the layers of the one before.
+    """
+    (frame,), (values,) = op.frames, body_consts(op.eqn)
+    consts, carries = scan_counts(op.eqn.params)
+    names: dict[Any, Any] = {v: Literal(c, v.aval) for v, c in zip(frame.jaxpr.constvars, values, strict=True)}
+    flat = list(_inlined(frame, names, {loop.op for loop in loops}))
+    for inner, eqn in flat:
+        if eqn.effects:
+            raise UnsupportedError(
+                f"{inner.label} has side effects in a loop over microbatches whose layers are a pipeline: they would be repeated",
+                source=inner.source,
+                fixes=["remove it from the loss and its layers", "or do not shard the stacked dim of the layers"],
+            )
+    layer_ops = {loop.op for loop in loops}
+    invars = frame.jaxpr.invars
+    body = Body(
+        consts=invars[:consts], carries=invars[consts : consts + carries], xs=invars[consts + carries :],
+        outs=[_renamed(v, names) for v in frame.jaxpr.outvars],
+        eqns=[eqn for inner, eqn in flat if inner not in layer_ops and eqn.outvars],
+        loops=[eqn for inner, eqn in flat if inner in layer_ops], places={}, accumulators={},
+    )  # fmt: skip
+    _place(body, [eqn for _, eqn in flat if eqn.outvars], op, loops)
+    return body
+
+
+def _renamed(atom: Any, names: Mapping[Any, Any]) -> Any:
+    return atom if isinstance(atom, Literal) else names.get(atom, atom)
+
+
+def _inlined(frame: Frame, names: dict[Any, Any], targets: set[Op]) -> Iterable[tuple[Op, Any]]:
+    """The ops of a frame with their equations, in terms of ``names``; calls with a target op in their bodies are inlined."""
+    for op in frame.ops:
+        invars = [_renamed(v, names) for v in op.eqn.invars]
+        if op.frames and not op.primitive.control_flow and any(inner in targets for inner in op.frames[0].walk()):
+            (body,), (consts,) = op.frames, body_consts(op.eqn)
+            inner = {v: Literal(c, v.aval) for v, c in zip(body.jaxpr.constvars, consts, strict=True)}
+            operands = invars[len(invars) - len(body.jaxpr.invars) :]
+            inner.update(zip(body.jaxpr.invars, operands, strict=True))
+            yield from _inlined(body, inner, targets)
+            names.update(zip(op.eqn.outvars, (_renamed(v, inner) for v in body.jaxpr.outvars), strict=True))
+        else:
+            outvars = [new_var(v.aval) for v in op.eqn.outvars]
+            names.update(zip(op.eqn.outvars, outvars, strict=True))
+            yield op, op.eqn.replace(invars=invars, outvars=outvars)
+
+
+def _place(body: Body, eqns: Sequence[Any], op: Op, loops: Sequence[LayerLoop]) -> None:
+    """Set the places of all variables, and the accumulators.
+
+    A carry is in the segment that makes its new value. This is found by repetition: places only move to later segments.
+    """
+    of_carry = [0] * len(body.carries)
+    while True:
+        _place_all(body, eqns, of_carry, op, loops)
+        body.accumulators = _accumulators(body, eqns)
+        new = list(of_carry)
+        for k, (carry, out) in enumerate(zip(body.carries, body.outs, strict=False)):
+            if k not in body.accumulators and out is not carry:
+                new[k] = max(of_carry[k], body.segment(out))
+        if new == of_carry:
+            return
+        of_carry = new
+
+
+def _place_all(body: Body, eqns: Sequence[Any], of_carry: Sequence[int], op: Op, loops: Sequence[LayerLoop]) -> None:
+    """Set the places of all variables, given the segments of the carries.
+
+    Raises:
+      UnsupportedError: a layer loop reads a later segment.
+    """
+    places = body.places
+    places.clear()
+    places.update(dict.fromkeys(body.consts, INVARIANT))
+    places.update(dict.fromkeys(body.xs, 0))
+    for carry, out, segment in zip(body.carries, body.outs, of_carry, strict=False):
+        places[carry] = INVARIANT if out is carry else segment
+    index = {id(eqn): i for i, eqn in enumerate(body.loops)}
+    for eqn in eqns:
+        i = index.get(id(eqn))
+        if i is not None:
+            if any(body.segment(v) > i for v in eqn.invars):
+                raise _dependence(op, loops[i])
+            carried = scan_counts(eqn.params)[1]
+            places.update(dict.fromkeys(eqn.outvars[:carried], i + 1))
+            places.update(dict.fromkeys(eqn.outvars[carried:], Stack(i)))
+            continue
+        stacks = {body.places[v] for v in eqn.invars if isinstance(body.place(v), Stack)}
+        if len(stacks) == 1 and _is_elementwise(body, eqn):
+            place: Place = stacks.pop()
+        else:
+            place = max((_own(body, v) for v in eqn.invars), default=CONSTANT)
+        places.update(dict.fromkeys(eqn.outvars, place))
+
+
+def _own(body: Body, atom: Any) -> int:
+    """The least place of an op that reads a value."""
+    place = body.place(atom)
+    return place.loop + 1 if isinstance(place, Stack) else place
+
+
+def _is_elementwise(body: Body, eqn: Any) -> bool:
+    """Whether an op may be applied to the parts of stacks: it is elementwise, with scalars that do not change."""
+    if eqn.primitive.name not in ELEMENTWISE or len(eqn.outvars) != 1:
+        return False
+    shape = eqn.outvars[0].aval.shape
+    others = [v for v in eqn.invars if not isinstance(body.place(v), Stack)]
+    return all(v.aval.shape == shape for v in eqn.invars if isinstance(body.place(v), Stack)) and all(
+        isinstance(v, Literal) and np.ndim(v.val) == 0 for v in others
+    )
+
+
+def _accumulators(body: Body, eqns: Sequence[Any]) -> dict[int, Accumulator]:
+    """The carries to which the body only adds."""
+    uses: dict[Any, int] = {}
+    made = {v: eqn for eqn in eqns for v in eqn.outvars}
+    for v in [*(v for eqn in eqns for v in eqn.invars), *body.outs]:
+        if not isinstance(v, Literal):
+            uses[v] = uses.get(v, 0) + 1
+    found = {}
+    for k, (carry, out) in enumerate(zip(body.carries, body.outs, strict=False)):
+        eqn = None if isinstance(out, Literal) else made.get(out)
+        if eqn is None or not primitive(eqn.primitive.name).addition or uses[out] > 1 or uses.get(carry) != 1:
+            continue
+        a, b = eqn.invars
+        addend = b if a is carry else a if b is carry else None
+        if addend is not None and addend.aval.shape == carry.aval.shape:
+            found[k] = Accumulator(k, addend)
+    return found
+
+
+def _dependence(op: Op, loop: LayerLoop) -> UnsupportedError:
+    """The error for layers of a microbatch that depend on the layers of the microbatch before."""
+    return UnsupportedError(
+        f"the loop at {op.source or 'an unknown line'} runs layers whose stacked dim `{loop.dim}` is sharded, and each of its "
+        "iterations needs results of the layers of the iteration before: its microbatches cannot be in different stages",
+        dim=loop.dim,
+        source=loop.op.source,
+        fixes=[
+            "let an iteration only add its results to the carry, as mp.accumulate_gradients does",
+            f"or do not shard `{loop.dim}`",
+        ],
+    )

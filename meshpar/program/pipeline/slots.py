@@ -1,0 +1,155 @@
+"""Arrays with one part per stage, and the slot of a layer loop: all stages run their own layers at once, each on its own input.
+
+A *stack* ``[L, …]`` of L layers is divided into K stages as ``[L / K, K, …]``. The dim of size K has the name of the stacked dim,
+so the rule of the layout that splits the stack splits it as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from ...compat.jax import closed_parts, key_impl, scan_counts
+from ..primitives import name_dims_p
+
+
+@dataclass(frozen=True, slots=True)
+class Time:
+    """Tick at which stage k does something for microbatch 0: ``start + step · k``; for microbatch m it is m ticks later."""
+
+    start: int
+    step: int = 0
+
+    def after(self, other: Time, stages: int) -> int:
+        """The most ticks that lie between another time and this one, over all stages."""
+        first = self.start - other.start
+        return max(first, first + (self.step - other.step) * (stages - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """The stages of a pipeline.
+
+    Attributes:
+      count: their number, K.
+      dim: the name of the stacked dim.
+    """
+
+    count: int
+    dim: str
+
+    def named(self, x: Any, axis: int = 0) -> Any:
+        """The array, with the name of the stacked dim for the dim of stages."""
+        return name_dims_p.bind(x, names=tuple(self.dim if i == axis else None for i in range(jnp.ndim(x))))
+
+    def index(self) -> Any:
+        """[K]: 0, 1, …"""
+        return self.named(lax.iota(np.int32, self.count))
+
+    def zeros(self, aval: Any) -> Any:
+        """[K, …] of zeros for a value of one stage."""
+        return self.named(zeros((self.count, *aval.shape), aval.dtype))
+
+    def divided(self, stack: Any) -> Any:
+        """[L, …] as [L / K, K, …]."""
+        parts = self.named(jnp.reshape(stack, (self.count, stack.shape[0] // self.count, *stack.shape[1:])))
+        return jnp.swapaxes(parts, 0, 1)
+
+    def joined(self, parts: Any) -> Any:
+        """[L / K, K, …] as [L, …]."""
+        x = jnp.swapaxes(parts, 0, 1)
+        return jnp.reshape(x, (x.shape[0] * x.shape[1], *x.shape[2:]))
+
+    def entering(self, value: Any, sent: Any, stage: int) -> Any:
+        """[K, …]: the results of the stage before, and for the first ``stage`` a new value.
+
+        Args:
+          value: of the microbatch that enters.
+          sent: [K, …], the results of the slot before.
+          stage: the first stage: 0, or K − 1 of a backward loop.
+        """
+        moved = self.moved(sent, stage)
+        return self.select(self.index() == stage, jnp.broadcast_to(value, moved.shape), moved)
+
+    def moved(self, sent: Any, stage: int) -> Any:
+        """[K, …]: the results of the stage before; for the first ``stage``, the results of the last one."""
+        return jnp.roll(sent, 1 if stage == 0 else -1, 0)
+
+    def of_stage(self, x: Any, stage: int) -> Any:
+        """[…], the part of one stage of [K, …]: a sum of which all other addends are 0, so that no array is gathered."""
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) or x.dtype == np.bool_:
+            return x[stage]
+        return lax.reduce_sum(self.select(self.index() == stage, x, jnp.zeros(x.shape, x.dtype)), (0,))
+
+    def select(self, which: Any, x: Any, y: Any, axis: int = 0) -> Any:
+        """``x`` where a condition [K] is true for the stage, else ``y``; ``axis``: the dim of stages."""
+        return lax.select(lax.broadcast_in_dim(which, x.shape, (axis,)), x, y)
+
+    def merged(self, active: Any, new: Any, old: Any) -> Any:
+        """Stacks [L / K, K, …] with new parts for one stage, where the old ones are zeros.
+
+        Floating-point parts are added, so that they may stay partial until the last stage has been active.
+        """
+        if not jnp.issubdtype(new.dtype, jnp.inexact):
+            return self.select(active, new, old, 1)
+        return old + self.select(active, new, jnp.zeros(new.shape, new.dtype), 1)
+
+    def rows(self, ring: Any, index: Any, axis: int) -> Any:
+        """[K, …]: of a ring [R, …], the row at ``index`` (an int32 [K]) for each stage.
+
+        Args:
+          axis: the dim of stages of a row; −1: all stages read the same rows.
+        """
+        one = lambda rows, i: lax.dynamic_index_in_dim(rows, i, 0, keepdims=False)  # noqa: E731
+        return self.named(jax.vmap(one, (None if axis < 0 else axis + 1, 0))(ring, index))
+
+
+def zeros(shape: Sequence[int], dtype: Any) -> Any:
+    """An array of zeros; of PRNG keys, the keys of zero words."""
+    if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return jnp.zeros(shape, dtype)
+    key = jax.random.key_data(jax.random.key(0, impl=key_impl(dtype)))
+    return jax.random.wrap_key_data(jnp.zeros((*shape, *key.shape), key.dtype), impl=key_impl(dtype))
+
+
+def run_slot(
+    eqn: Any,
+    stages: int,
+    consts: Sequence[Any],
+    per_stage: Sequence[bool],
+    carries: Sequence[Any],
+    stacks: Sequence[Any],
+) -> tuple[list[Any], list[Any]]:
+    """Run the layers of all stages at once: a scan over the L / K layers of a stage, of the loop's body with a dim of stages.
+
+    Args:
+      eqn: the scan over L layers.
+      stages: their number, K.
+      consts: its constants; with ``per_stage``, [K, …].
+      carries: [K, …].
+      stacks: [L / K, K, …].
+
+    Returns:
+      (carries [K, …], stacks [L / K, K, …]).
+    """
+    params = eqn.params
+    jaxpr, values = closed_parts(params["jaxpr"])
+    count = scan_counts(params)[1]
+    layer = jax.vmap(
+        jaxpr_as_fun(ClosedJaxpr(jaxpr, values)),
+        in_axes=(*(0 if own else None for own in per_stage), *(0,) * (count + len(stacks))),
+    )
+
+    def body(carry: Any, xs: Any) -> tuple[list[Any], list[Any]]:
+        outs = layer(*consts, *carry, *xs)
+        return outs[:count], outs[count:]
+
+    length = params["length"] // stages
+    return lax.scan(body, list(carries), list(stacks), length=length, reverse=params["reverse"], unroll=1)

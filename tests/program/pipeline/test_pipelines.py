@@ -1,0 +1,255 @@
+"""Pipelines compute the same numbers as the step that they are made from: on one device, and sharded under both lowerings."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxpr_as_fun
+
+import meshpar as mp
+from meshpar.errors import MeshparError, UnsupportedError
+
+LAYERS, EMBED, MLP, VOCAB, MICRO = 8, 16, 32, 64, 4
+DIMS = {
+    "*embed": "vocab embed", "*up": "layers embed mlp", "*down": "layers mlp embed", "*head": "embed vocab",
+    "*shared": "embed _", "batch/*": "batch seq",
+}  # fmt: skip
+MESH, LAYOUT = "stage=4, data=2", "batch: data; layers: stage"
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def arguments():
+    r = np.random.default_rng(0)
+    params = {
+        "embed": r.normal(size=(VOCAB, EMBED)), "up": r.normal(size=(LAYERS, EMBED, MLP)) / 4,
+        "down": r.normal(size=(LAYERS, MLP, EMBED)) / 6, "head": r.normal(size=(EMBED, VOCAB)) / 4,
+        "shared": r.normal(size=(EMBED, EMBED)) / 4,
+    }  # fmt: skip
+    return params, {name: r.integers(0, VOCAB, (16, 8)) for name in ("x", "y")}
+
+
+def normalized(h):
+    return h / (1e-6 + jnp.sqrt(jnp.mean(h * h, -1, keepdims=True)))
+
+
+def cross_entropy(logits, y):
+    chosen = jnp.take_along_axis(logits, y[..., None], -1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, -1) - chosen)
+
+
+def layer(h, w):
+    up, down = w
+    return h + jnp.tanh(normalized(h) @ up) @ down, None
+
+
+def loss(p, batch):
+    h, _ = jax.lax.scan(layer, p["embed"][batch["x"]], (p["up"], p["down"]))
+    return cross_entropy(h @ p["head"], batch["y"])
+
+
+def full_loss(p, batch):
+    """Tied embeddings, an auxiliary loss, recomputed layers, a weight and a mask that all layers read."""
+    mask = (batch["x"] > 3)[..., None]
+
+    def layer(carry, w):
+        h, aux = carry
+        z = jnp.tanh(normalized(h) @ w[0])
+        h = h + z @ w[1] + jnp.where(mask, h @ p["shared"], 0)
+        return (h, aux + jnp.mean(z**2)), None
+
+    first = p["embed"][batch["x"]], jnp.zeros(())
+    (h, aux), _ = jax.lax.scan(jax.checkpoint(layer), first, (p["up"], p["down"]))
+    return cross_entropy(h @ p["embed"].T, batch["y"]) + 0.1 * aux
+
+
+def updated(params, gradients):
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+
+
+def accumulating(loss):
+    def step(params, batch):
+        value, gradients = mp.accumulate_gradients(jax.value_and_grad(loss), MICRO)(params, batch)
+        return updated(params, gradients), value
+
+    return step
+
+
+def microbatches(batch):
+    return jax.tree.map(lambda x: x.reshape(MICRO, -1, *x.shape[1:]), batch)
+
+
+def own_loop(params, batch):
+    """A user's own loop over microbatches with dropout: it carries a key and the largest loss, and stacks the losses."""
+
+    def loss(p, batch, key):
+        def layer(h, w):
+            up, down, key = w
+            z = jnp.tanh(normalized(h) @ up)
+            return h + jnp.where(jax.random.bernoulli(key, 0.8, z.shape), z / 0.8, 0) @ down, None
+
+        h, _ = jax.lax.scan(layer, p["embed"][batch["x"]], (p["up"], p["down"], jax.random.split(key, LAYERS)))
+        return cross_entropy(h @ p["head"], batch["y"])
+
+    def one(carry, batch):
+        total, key, largest = carry
+        key, own = jax.random.split(key)
+        value, gradients = jax.value_and_grad(loss)(params, batch, own)
+        return (jax.tree.map(jnp.add, total, gradients), key, jnp.maximum(largest, value)), value
+
+    first = jax.tree.map(jnp.zeros_like, params), jax.random.key(1), -jnp.ones(())
+    (total, key, largest), losses = jax.lax.scan(one, first, microbatches(batch))
+    return updated(params, total), losses, largest, jax.random.key_data(key)
+
+
+def clipped(params, batch):
+    """The gradients of each microbatch are clipped by their norm, and microbatches are visited from the last to the first."""
+
+    def one(total, batch):
+        gradients = jax.grad(loss)(params, batch)
+        norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(gradients)))
+        return jax.tree.map(lambda t, g: t + g / jnp.maximum(1, norm), total, gradients), norm
+
+    return jax.lax.scan(one, jax.tree.map(jnp.zeros_like, params), microbatches(batch), reverse=True)
+
+
+def evaluated(params, batch):
+    return jax.lax.map(lambda batch: loss(params, batch), microbatches(batch))
+
+
+def unaccumulated(params, batch):
+    value, gradients = jax.value_and_grad(loss)(params, batch)
+    return updated(params, gradients), value
+
+
+STEPS = {
+    "accumulated": accumulating(loss), "full": accumulating(full_loss), "own loop": own_loop, "clipped": clipped,
+    "evaluated": evaluated, "unaccumulated": unaccumulated,
+}  # fmt: skip
+
+
+def largest_difference(a, b):
+    return max(jax.tree.leaves(jax.tree.map(lambda x, y: float(np.abs(np.asarray(x) - np.asarray(y)).max()), a, b)))
+
+
+def plan_of(step, **options):
+    return mp.plan(step, *arguments(), **{"mesh": MESH, "layout": LAYOUT, "dims": DIMS, **options})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("name", STEPS)
+def test_on_one_device(name, schedule):
+    """The rewritten program, which is one of global arrays, as it is."""
+    step, args = STEPS[name], arguments()
+    program = plan_of(step, schedule=schedule).program
+    assert program.pipelines
+    out = jax.jit(jaxpr_as_fun(program.closed))(*jax.tree.leaves(args))
+    assert largest_difference(list(out), jax.tree.leaves(jax.jit(step)(*args))) <= 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
+@pytest.mark.parametrize(
+    ("name", "schedule", "mesh", "layout"),
+    [
+        ("accumulated", "1f1b", MESH, LAYOUT),
+        ("accumulated", "gpipe", "stage=4, idle=2", "vocab: stage; layers: stage"),
+        ("full", "1f1b", "stage=2, data=2, model=2", "batch: data; embed: data; mlp: model; vocab: stage+model; layers: stage"),
+        ("own loop", "1f1b", "stage=2, data=2, model=2", "batch: data; mlp, vocab: model; layers: stage"),
+        ("evaluated", "1f1b", MESH, LAYOUT),
+        ("unaccumulated", "1f1b", "stage=2, data=2, model=2", "batch: data; mlp: model; layers: stage"),
+    ],
+)  # fmt: skip
+def test_sharded(name, schedule, mesh, layout, lowering):
+    args, step = arguments(), STEPS[name]
+    sharded = mp.jit(step, mesh=mp.mesh(mesh), layout=layout, dims=DIMS, schedule=schedule, lowering=lowering)
+    assert sharded.plan(*args).pipeline is not None
+    assert largest_difference(sharded(*args), jax.jit(step)(*args)) <= 1e-12
+
+
+@pytest.mark.parametrize(("schedule", "ticks", "in_flight"), [("1f1b", 10, 4), ("gpipe", 13, 4)])
+def test_the_plan(schedule, ticks, in_flight):
+    """Weights stay, activations move, and gradients are reduced once."""
+    plan = plan_of(STEPS["accumulated"], schedule=schedule)
+    pipeline = plan.pipeline
+    assert pipeline is not None
+    assert (pipeline.stages, pipeline.microbatches, pipeline.ticks) == (4, MICRO, ticks)
+    assert (pipeline.bubble, pipeline.in_flight) == (pytest.approx(3 / 7), in_flight)
+    assert not [c for c in plan.collectives if c.op == "all-gather"]
+    activations = MICRO * 8 * EMBED * 8 / 2  # bytes of a microbatch on a device
+    slots = 2 * (MICRO + 3)
+    moves = [c for c in plan.collectives if c.op == "collective-permute"]
+    assert sum(c.count for c in moves) == slots
+    assert pipeline.bytes_between_stages == slots * activations
+    gradients = [c for c in plan.collectives if c.op == "all-reduce" and c.axes == ("data",)]
+    assert [c.count for c in gradients] == [1] * len(gradients)
+    assert plan.replan(layout="batch: data").pipeline is None
+    assert plan.replan(layout="batch: data").replan(layout=LAYOUT).pipeline == pipeline
+
+
+def test_without_microbatches_a_note_names_the_bubble():
+    plan = plan_of(unaccumulated)
+    assert any("3/4" in note and "accumulate_gradients" in note for note in plan.notes)
+    assert not any("3/4" in note for note in plan_of(accumulating(loss)).notes)
+
+
+def test_a_layout_without_stages_is_planned_as_traced():
+    assert not plan_of(accumulating(loss), layout="batch: data").program.pipelines
+    assert not plan_of(accumulating(loss), layout="params.layers: stage; batch: data").program.pipelines
+    gathered = plan_of(
+        accumulating(loss), layout="batch: data; layers: data"
+    )  # `batch` has `data` inside of the layers
+    assert not gathered.program.pipelines
+    assert {c.op for c in gathered.collectives if c.axes == ("data",)} >= {"all-gather"}
+
+
+def test_a_microbatch_that_needs_the_layers_of_the_one_before():
+    def step(params, batch):
+        return jax.lax.scan(lambda p, b: unaccumulated(p, b), params, microbatches(batch))
+
+    with pytest.raises(UnsupportedError, match="iteration before") as error:
+        plan_of(step)
+    assert any("accumulate_gradients" in fix for fix in error.value.fixes)
+
+
+def test_side_effects_of_the_layers():
+    def printing(h, w):
+        jax.debug.print("{}", h.sum())
+        return layer(h, w)
+
+    def loss(p, batch):
+        h, _ = jax.lax.scan(printing, p["embed"][batch["x"]], (p["up"], p["down"]))
+        return cross_entropy(h @ p["head"], batch["y"])
+
+    with pytest.raises(UnsupportedError, match="side effects"):
+        plan_of(accumulating(loss))
+
+
+def test_more_loops_than_one_pass_each_way():
+    def twice(p, batch):
+        h, _ = jax.lax.scan(layer, p["embed"][batch["x"]], (p["up"], p["down"]))
+        h, _ = jax.lax.scan(layer, h, (p["up"], p["down"]))
+        return cross_entropy(h @ p["head"], batch["y"])
+
+    with pytest.raises(UnsupportedError, match="4 loops"):
+        plan_of(accumulating(twice))
+
+
+def test_layers_that_the_stages_do_not_divide():
+    with pytest.raises(MeshparError, match="layers"):
+        plan_of(accumulating(loss), mesh="stage=3, data=2")
+
+
+def test_a_loop_over_split_time_is_no_pipeline():
+    def step(params, x):
+        return jax.lax.scan(lambda h, x: (jnp.tanh(h @ params["w"] + x), None), jnp.zeros((4, 6)), x)[0]
+
+    plan = mp.plan(
+        step, {"w": np.eye(6)}, np.zeros((8, 4, 6)), mesh=MESH, layout="time: stage", dims={"x": "time batch embed"}
+    )
+    assert plan.pipeline is None
