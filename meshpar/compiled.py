@@ -100,7 +100,7 @@ class CompiledStep:
                 copied.append((x, placed[i]))
         out = self.run(*placed)
         for x, copy in copied:  # the copy was donated in place of the argument
-            if copy.is_deleted() and not x.is_deleted():
+            if copy.is_deleted():
                 x.delete()
         return out
 
