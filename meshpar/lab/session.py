@@ -23,7 +23,6 @@ from ..report.facts import kernel_seconds
 from ..search import Row, search
 from ..search.result import quiet
 from ..search.space import meshes
-from ..target import parse_options
 from ..units import format_bytes, format_memory, format_seconds, mesh_text
 from ..verify.aot import Compiled
 from . import view
@@ -236,15 +235,12 @@ class Session:
         Raises:
           MeshparError: the text is no list of sizes, or the target fails with them.
         """
-        changed = {name: n for name, n in parse_options([sizes]).items() if self.sizes.get(name) != n}
+        changed = {name: n for name, n in _parse_sizes(sizes).items() if self.sizes.get(name) != n}
         unknown = ", ".join(sorted(changed.keys() - self.sizes.keys()))
         if unknown:
             raise TargetError(
                 f"`{unknown}` is no size of this target", fixes=[f"its sizes are {', '.join(self.sizes) or '(none)'}"]
             )
-        wrong = [f"{name}={n}" for name, n in changed.items() if type(n) is not int or not 0 < n <= MAX_SIZE]
-        if wrong:
-            raise TargetError(f"{', '.join(wrong)}: a size is a whole number from 1 to {MAX_SIZE}")
         if not changed or self.resized is None:
             return self
         key = ", ".join(f"{name}={n}" for name, n in sorted(changed.items()))
@@ -445,6 +441,23 @@ def _lowering(request: Mapping[str, Any]) -> str:
 
 def _sizes(request: Mapping[str, Any]) -> str:
     return "" if request.get("sizes") is None else _text(request, "sizes")
+
+
+def _parse_sizes(text: str) -> dict[str, int]:
+    """``"batch=32, seq=4096"`` → name → size.
+
+    Raises:
+      TargetError: another text, or a size that is not from 1 to ``MAX_SIZE``.
+    """
+    out = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, _, value = (word.strip() for word in part.partition("="))
+        out[name] = int(value) if value.isascii() and value.isdigit() else 0
+        if not name or not 0 < out[name] <= MAX_SIZE:
+            raise TargetError(
+                f"`{part}` is not `name=size` with a size from 1 to {MAX_SIZE}", fixes=["batch=32, seq=4096"]
+            )
+    return out
 
 
 def _pinned(request: Mapping[str, Any]) -> list[Any]:

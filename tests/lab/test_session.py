@@ -196,10 +196,10 @@ def test_sizes_of_the_target():
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [
-        ("batch", "is not `name=value`"), ("batch=", "whole number"), ("batch=0", "whole number"),
-        ("batch=-1", "whole number"), ("batch=1.5", "whole number"), ("batch=True", "whole number"),
-        ("batch=__import__('os').abort()", "whole number"), ("seq=3", "`seq` is no size of this target"),
-        ("batch=99999999999999999", "whole number"), ("batch=6", "does not divide"),
+        ("batch", "is not `name=size`"), ("batch=", "is not `name=size`"), ("batch=0", "is not `name=size`"),
+        ("batch=-1", "is not `name=size`"), ("batch=1.5", "is not `name=size`"), ("batch=True", "is not `name=size`"),
+        ("batch=__import__('os').abort()", "is not `name=size`"), ("seq=3", "`seq` is no size of this target"),
+        ("batch=99999999999999999", "is not `name=size`"), ("batch=6", "does not divide"),
     ],
 )  # fmt: skip
 def test_sizes_that_cannot_be(sizes, says):
