@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import jax
@@ -28,6 +28,7 @@ from .dims import Dims, PathDims, fit_dims, format_dims, near, path_matches
 from .errors import PatternError, UnsupportedError
 from .flax import Leaf, capture_names, flatten_named, with_states
 from .program import Program, infer, trace
+from .program.ir import Join
 
 
 @dataclass(eq=False, slots=True)
@@ -149,7 +150,48 @@ def trace_call(
         value.kind = leaf.kind
     for value, leaf in zip(program.outputs, results, strict=True):
         value.kind = value.kind or leaf.kind
+    program.joins = [_with_parameters(join, program, patterns) for join in program.joins]
     return TracedStep(program, flat.out_tree, flat.fixed, tuple(closed.in_avals))
+
+
+def _with_parameters(join: Join, program: Program, patterns: PathDims) -> Join:
+    """The join with the pattern and the parameter that give each name, in place of the first array that has it.
+
+    Inference reports the first array in the order of the arguments, which often is optimizer state. The array of the joined class
+    whose path ends as the path of that one is reported instead, if it is no optimizer state.
+    """
+    names = {join.first, join.second}
+
+    def origin(name: str, before: str) -> tuple[str, str]:
+        """(the text of the origin, what identifies it in every program of a model: its pattern, or the end of its path)."""
+        arrays = [
+            (v.path, v.kind, names <= program.unifier.names_now(v.nodes[v.annotation.index(name)]))
+            for v in (*program.inputs, *program.outputs)
+            if v.annotation and name in v.annotation and v.path
+        ]
+        reported = before.partition(" names it ")[0].split("/")[::-1]
+
+        def preference(array: tuple[str, str | None, bool]) -> tuple[bool, bool, int, int]:
+            """Smaller for the array to report: one of the joined class, no optimizer state, with the longest common end of the
+            path."""
+            path, kind, is_joined = array
+            pairs = zip(reported, path.split("/")[::-1], strict=False)
+            same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            return not is_joined, kind == "opt", -same, ("params", None, "opt").index(kind)
+
+        if not arrays or before.startswith("mp."):
+            return before, before
+        path = min(arrays, key=preference)[0]
+        match = patterns.match(path)
+        if match is None or match[0] == path:
+            return f"{path} names it `{name}`", "/".join(path.split("/")[-2:])
+        return f'"{match[0]}": "{format_dims(match[1])}" names it `{name}` in {path}', match[0]
+
+    (first, first_key), (second, second_key) = (
+        origin(join.first, join.first_origin),
+        origin(join.second, join.second_origin),
+    )
+    return replace(join, first_origin=first, second_origin=second, keys=(first_key, second_key))
 
 
 def _abstract(shape: tuple[int, ...], dtype: Any, weak_type: bool, host: bool) -> Any:

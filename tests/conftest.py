@@ -36,6 +36,7 @@ def compile_quickly():
 compile_quickly()
 
 import meshpar as mp  # noqa: E402
+from meshpar.plan import checks  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -49,6 +50,12 @@ def same_draws(request):
     """A test draws the same numbers whichever tests ran before it."""
     if hasattr(request.module, "RNG"):
         request.module.RNG.bit_generator.state = np.random.default_rng(0).bit_generator.state
+
+
+@pytest.fixture(autouse=True)
+def no_reported_joins():
+    """A test gets the warnings of joined names, whichever tests ran before it."""
+    checks.REPORTED_JOINS.clear()
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are selected by their marks

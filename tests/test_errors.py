@@ -186,11 +186,57 @@ def test_a_join_is_one_warning_otherwise():
         p = swapped(strict=False)
     assert len(caught) == 1
     message = str(caught[0].message)
-    assert message.startswith("names that turned out to be one dim of the program: ")
+    assert message.startswith("two names of one dim of the program: ")
+    assert len(message.splitlines()) == 3
+    assert 'warnings.simplefilter("ignore", mp.JoinWarning)' in message
     assert "params/up names it" in message
     assert "params/down names it" in message
     assert [{j.first, j.second} for j in p.joins] == [{"embed", "mlp"}]
     assert caught[0].filename == __file__
+
+
+def test_a_join_is_reported_once_for_all_programs_of_a_model():
+    """An initializer, a plan, a check, and an evaluation of the same weights; another model has a warning of its own."""
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    dims = {"*/conv*": "in out", "x": "batch _"}
+
+    def loss(params, x):
+        return jnp.sum(jnp.tanh(x @ params["conv_0"]) @ params["conv_1"])
+
+    def init(key):
+        params = {name: jax.random.normal(key, (8, 8)) for name in ("conv_0", "conv_1")}
+        return {"params": params, "opt": optimizer.init(params)}
+
+    def step(state, x):
+        updates, opt = optimizer.update(jax.grad(loss)(state["params"], x), state["opt"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}
+
+    state, x = jax.eval_shape(init, jax.random.key(0)), shape(8, 8)
+    options = {"mesh": "data=8", "layout": "batch: data", "dims": dims}
+    programs = [step, step, lambda state, x: loss(state["params"], x), lambda weights, x: loss(weights["params"], x)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for program in programs:
+            mp.plan(program, state, x, **options)
+    assert len(caught) == 1
+    message = str(caught[0].message)
+    assert '"*/conv*": "in out" names it `' in message
+    assert "state/params/conv_" in message
+    assert "opt" not in message
+    with pytest.warns(mp.JoinWarning, match="w1 names it"):
+        mp.plan(
+            lambda w0, w1, x: x @ w0 @ w1,
+            *[shape(8, 8)] * 3,
+            **options | {"dims": {"w0": "in out", "w1": "in out", "x": "batch _"}},
+        )
+
+
+def test_a_join_that_is_an_error_is_one_again():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", mp.JoinWarning)
+        for _ in range(2):
+            with pytest.raises(mp.JoinWarning):
+                swapped(strict=False)
 
 
 def test_no_join_no_warning():

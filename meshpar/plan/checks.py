@@ -9,12 +9,15 @@ from ..compat.jax import user_stacklevel
 from ..dims import did_you_mean, format_dims, near
 from ..errors import JoinError, JoinWarning, MeshError, UnknownAxisError, UnknownDimError, UnsupportedError
 from ..layout import Layout, Spec, divisibility_error
-from ..program.ir import Op, Program, Value
+from ..program.ir import Join, Op, Program, Value
 from .assignment import AxisAssignment
 from .spec import format_axes
 
 SPELLING_SIMILARITY = 0.8
 """Similarity above which an unknown optional dim is reported as a misspelling: `heads?` is no misspelled `head_dim`."""
+
+REPORTED_JOINS: set[frozenset[tuple[str, str]]] = set()
+"""The joined names that this process has warned about: (name, its pattern or the end of its path) of both."""
 
 
 def check_dims(program: Program, layout: Layout, init: bool) -> None:
@@ -59,26 +62,51 @@ def _template(program: Program) -> list[str]:
 
 
 def check_joins(program: Program, strict: bool) -> None:
-    """Warn of pairs of names that are one dim of the program; raise JoinError if ``strict``."""
+    """Warn of pairs of names that are one dim of the program; raise JoinError if ``strict``.
+
+    Each pair is reported once in a process, in whichever program of a model (initializer, train step, evaluation) it comes first.
+    """
     if not program.joins:
         return
-    lines = [str(j) for j in program.joins]
     if strict:
         j = program.joins[0]
         raise JoinError(
             f"`{j.first}` and `{j.second}` are the same dim of the program",
             dim=j.first,
             source=j.source,
-            dims="; ".join(lines),
+            dims="; ".join(map(str, program.joins)),
             fixes=[
                 f'give both the same name, or make clear where they part: mp.rename(x, {j.first}="{j.second}")',
                 "or plan without strict=True",
             ],
         )
-    text = "names that turned out to be one dim of the program: " + "; ".join(lines)
-    similar = [j for j in program.joins if near(j.first, [j.second], cutoff=SPELLING_SIMILARITY)]
-    text += "".join(f". Is `{j.first}` or `{j.second}` misspelled?" for j in similar[:1])
-    warnings.warn(text, JoinWarning, stacklevel=user_stacklevel())
+    new = {_join_key(j): j for j in program.joins}
+    new = {key: j for key, j in new.items() if key not in REPORTED_JOINS}
+    if new:
+        warnings.warn(_join_text(list(new.values())), JoinWarning, stacklevel=user_stacklevel())
+        REPORTED_JOINS.update(new)  # not if the warning is an error
+
+
+def _join_key(join: Join) -> frozenset[tuple[str, str]]:
+    return frozenset(zip((join.first, join.second), join.keys, strict=True))
+
+
+def _join_text(joins: Sequence[Join]) -> str:
+    """The warning for pairs of names, in three lines: the pairs, the origins of the names of the first pair, and what to do."""
+    misspelled = [j for j in joins if near(j.first, [j.second], cutoff=SPELLING_SIMILARITY)]
+    j = next(iter(misspelled or joins))
+    more = ", ".join(f"{k.first} = {k.second}" for k in joins if k is not j)
+    head = f"two names of one dim of the program: {j.first} = {j.second}" + (f" (and {more})" if more else "")
+    head += ". Is one of them misspelled?" if misspelled else ""
+    where = f" (joined at {j.source})" if j.source else ""
+    (pattern, _, first), (other, _, second) = (x.partition(" names it ") for x in (j.first_origin, j.second_origin))
+    same = pattern == other and second
+    origins = f"{pattern} names it {first} and {second}" if same else f"{j.first_origin}; {j.second_origin}"
+    return (
+        f"{head}\n  {origins}{where}\n"
+        f'  use one name for both, or mp.rename(x, {j.first}="{j.second}") where they differ; '
+        'to silence this: warnings.simplefilter("ignore", mp.JoinWarning)'
+    )
 
 
 def check_divides(value: Value, assignment: AxisAssignment) -> None:

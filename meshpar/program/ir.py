@@ -180,13 +180,20 @@ class Frame:
 
 @dataclass(eq=False, slots=True)
 class Join:
-    """Two names that inference joined into one dim of the program, with the origin of each."""
+    """Two names that inference joined into one dim of the program, with the origin of each.
+
+    Attributes:
+      source: the line of the op that joins them, if it is known.
+      keys: what identifies both origins in every program of a model (a train step, an evaluation): their patterns, or the ends of
+        their paths.
+    """
 
     first: str
     second: str
     first_origin: str
     second_origin: str
     source: str | None = None
+    keys: tuple[str, str] = ("", "")
 
     def __str__(self) -> str:
         where = f" at {self.source}" if self.source else ""
