@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..dims import format_dims
 from ..layout import Spec
 from ..program.ir import Op, Program, Value
 from ..rules.rule import REDUCTIONS
@@ -12,6 +13,15 @@ from .spec import format_axes
 
 FactorAxes = Sequence[tuple[str, ...]]
 """The axes that split each factor of an op; empty for an op without a factor rule."""
+
+
+PUBLIC_NAMES = {"rename_dims": "mp.rename", "name_dims": "mp.named"}
+"""Primitives of meshpar → the functions that users call."""
+
+
+def _name(op: Op) -> str:
+    """How causes call an op: its kernel, the function that a user called, or its primitive."""
+    return op.label if op.name == "kernel" else PUBLIC_NAMES.get(op.name, op.name)
 
 
 class Causes:
@@ -39,21 +49,23 @@ class Causes:
 
     def contracted(self, op: Op, factor_axes: FactorAxes, axes: Sequence[str]) -> str:
         """Why a result is partial over axes: the rules that split the factors that an op contracts."""
-        reasons = []
+        reasons: dict[str, dict[str, None]] = {"contracts": {}, "reduces": {}, "indexes": {}}
         names = self.factor_names(op)
         for f, split_over in enumerate(factor_axes):
             shared = [a for a in split_over if a in axes]
             if shared and op.rule is not None and op.rule.kinds[f] in (*REDUCTIONS, "pass_through", "permutation"):
                 rule = self.assignment.rule_text(names[f], shared[0])
                 dim = names[f][0] if names[f] else "a factor"
-                does = "indexes" if op.rule.kinds[f] == "indexed" else "contracts"
-                reasons.append(f"`{rule or format_axes(shared)}` splits `{dim}`, which {op.name} {does}")
-        return " and ".join(reasons) or f"partial sums over {format_axes(axes)}"
+                does = "reduces" if op.name.startswith("reduce_") else "contracts"
+                does = "indexes" if op.rule.kinds[f] == "indexed" else does
+                reasons[does][f"`{rule or format_axes(shared)}` splits `{dim}`"] = None
+        clauses = [f"{' and '.join(rules)}, which {_name(op)} {does}" for does, rules in reasons.items() if rules]
+        return ", and ".join(clauses) or f"each device has partial sums over {format_axes(axes)}"
 
     def resharded(self, op: Op, factor_axes: FactorAxes, value: Value, have: Spec, need: Spec) -> str:
         """The cause of a reshard of an operand, as a clause: why ``op`` needs ``value`` in the spec ``need`` rather
         than ``have``."""
-        names = self.factor_names(op)
+        names, name = self.factor_names(op), _name(op)
         reasons = []
         for i, (before, after) in enumerate(zip(have, need, strict=True)):
             for a in before:
@@ -64,12 +76,50 @@ class Causes:
                 rule = self.assignment.rule_text(dim_names, a) or f"{dim}: {a}"
                 owners = (names[f][0] for f, split_over in enumerate(factor_axes) if a in split_over and names[f])
                 owner = next(owners, None)
-                if owner is not None:
-                    reasons.append(f"`{rule}` lost `{a}` to `{owner}` in this {op.name}, so `{dim}` is gathered")
-                elif any(a in entry for entry in need):
-                    reasons.append(f"`{a}` moves from `{dim}` to another dim in this {op.name}")
+                other = next((self.dim(value, j) for j, entry in enumerate(need) if a in entry), None)
+                so = f"so `{dim}` is gathered" if other is None else f"so `{a}` moves from `{dim}` to `{other}`"
+                if owner == dim:
+                    reasons.append(f"another `{dim}` of this {name} is split over `{a}`, {so}")
+                elif owner is not None:
+                    reasons.append(f"`{rule}` lost `{a}` to `{owner}` in this {name}, {so}")
+                elif other is not None:
+                    reasons.append(f"this {name} needs `{a}` on `{other}` instead of `{dim}`")
                 elif op.rule is not None and not op.rule.known:
-                    reasons.append(f"{op.name} has no factor rule, so `{dim}` is gathered")
+                    reasons.append(f"{name} has no factor rule, {so}")
                 else:
-                    reasons.append(f"{op.name} needs all of `{dim}`, which `{rule}` splits")
-        return "; ".join(reasons) or f"this {op.name} needs it so"
+                    reasons.append(f"{name} needs all of `{dim}`, which `{rule}` splits")
+        return "; ".join(dict.fromkeys(reasons)) or f"this {name} needs the axes of an operand in another order"
+
+    def stored(self, op: Op | None, value: Value, have: Spec, need: Spec) -> str:
+        """Why the result ``value`` of an op is resharded: how the layout stores it, ``need``, and how it is computed,
+        ``have``. Without an op it is a result of the program."""
+        what = f"the result {value.path}" if op is None else f"this result of {_name(op)}"
+        on = {a: self.dim(value, i) for i, entry in enumerate(need) for a in entry}
+        changes = []
+        for i, (before, after) in enumerate(zip(have, need, strict=True)):
+            for a in before:
+                if a not in after:
+                    dim = self.dim(value, i)
+                    changes.append(
+                        f"`{a}` on `{on[a]}` instead of `{dim}`" if a in on else f"`{dim}` not split over `{a}`"
+                    )
+        order = "the axes of a dim in another order"
+        return f"the layout stores {what} with {' and '.join(dict.fromkeys(changes)) or order}"
+
+    def local_form(self, op: Op, factor_axes: FactorAxes, axes: tuple[str, ...], why: str) -> str:
+        """Why the local form of an op communicates over axes; ``why``: what it sends, in a few words."""
+        over = format_axes(axes)
+        if op.rule is not None and op.rule.given is not None:
+            return f"this {op.label} sends over {over} itself: {why}"
+        pairs = zip(self.factor_names(op), factor_axes, strict=False)
+        dims = dict.fromkeys(names[0] for names, split_over in pairs if names and set(split_over) & set(axes))
+        along = " and ".join(f"`{dim}`" for dim in dims) or "a dim"
+        rule = self.assignment.rule_text(list(dims), axes[0]) if len(dims) == 1 else None
+        splits = "split" if rule is None and len(axes) > 1 else "splits"
+        return f"{f'`{rule}`' if rule else over} {splits} {along}, along which {op.label} communicates: {why}"
+
+    def sent_dims(self, op: Op, shape: Sequence[int]) -> str:
+        """The names of the dims of what the local form of an op sends: those of its first operand of the same rank, else the
+        sizes ``4 × 16``."""
+        value = next((v for v in op.ins if v is not None and len(v.shape) == len(shape)), None)
+        return " × ".join(map(str, shape)) if value is None else format_dims(self.program.dims(value))

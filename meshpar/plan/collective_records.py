@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
@@ -17,7 +18,7 @@ from ..layout import Spec
 from ..program.ir import Op, Program, Value
 from .collectives import Collective
 from .resharding import Move, reshard
-from .spec import format_axes, itemsize, shard_count, value_bytes
+from .spec import itemsize, shard_count, value_bytes
 from .traffic import SendOver, send_bytes
 
 AlgorithmChoices = dict[tuple[CollectiveOp, tuple[str, ...], float], tuple[AlgorithmName, str, float | None]]
@@ -112,22 +113,22 @@ class CollectiveRecords:
         ]
         return moves, records
 
-    def local_form(self, op: Op, sends: tuple[SendOver, ...], count: int | None) -> tuple[Collective, ...]:
-        """The records of the collectives that the local form of an op makes."""
-        name = op.label
+    def local_form(
+        self, op: Op, sends: tuple[SendOver, ...], texts: Sequence[tuple[str, str]], count: int | None
+    ) -> tuple[Collective, ...]:
+        """The records of the collectives that the local form of an op makes.
+
+        Args:
+          texts: (cause, dims) of each of them.
+        """
         records = []
-        for send, axes in sends:
-            over = format_axes(axes)
-            cause = f"{over} splits a dim that {name} works along"
-            if op.rule is not None and op.rule.given is not None:
-                cause = f"this {name} sends over {over} itself"
+        for (send, axes), (cause, dims) in zip(sends, texts, strict=True):
             kind, bytes_sent = cast(CollectiveOp, send.op), send_bytes(send, axes, self.sizes)
             records.append(
                 Collective(
-                    kind, axes, f"{name}: {send.why}", " × ".join(map(str, send.shape)), send.shape,
-                    str(np.dtype(send.dtype)), bytes_sent,
+                    kind, axes, f"{op.label}: {send.why}", dims, send.shape, str(np.dtype(send.dtype)), bytes_sent,
                     None if count is None or send.times is None else count * send.times,
-                    f"{cause}: {send.why}", op, self._seconds(kind, axes, bytes_sent, "native"),
+                    cause, op, self._seconds(kind, axes, bytes_sent, "native"),
                 )
             )  # fmt: skip
         return tuple(records)

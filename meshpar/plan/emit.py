@@ -191,7 +191,12 @@ class Emitter:
             operands.append(self.operand(op, value, spec) if shard.is_constant or shard.spec != spec else shard)
         step, placements = self._run(op, decision, tuple(operands))
         if decision.sends:
-            step = replace(step, collectives=self.records.local_form(op, decision.sends, self.count))
+            axes = decision.axes or ()
+            texts = [
+                (self.causes.local_form(op, axes, over, send.why), self.causes.sent_dims(op, send.shape))
+                for send, over in decision.sends
+            ]
+            step = replace(step, collectives=self.records.local_form(op, decision.sends, texts, self.count))
         self.group.append(step)
         for placement, source, stored in zip(placements, decision.inherits, decision.stored, strict=True):
             shard = placement.made
@@ -204,7 +209,7 @@ class Emitter:
                 else:
                     self.inherit(shard.value, op.ins[source])
             elif stored is not None and stored != shard.spec:
-                self.reshard(shard.value, stored, op, f"the layout keeps this result of {op.name} so")
+                self.reshard(shard.value, stored, op)
 
     def _run(
         self, op: Op, decision: OpDecision, operands: tuple[Shard | None, ...]
@@ -228,13 +233,14 @@ class Emitter:
 
     def store(self, op: Op, value: Value) -> Shard:
         """Reshard a result of an op to its stored spec."""
-        return self.reshard(value, self.stored(value), op, f"the layout keeps this result of {op.name} so")
+        return self.reshard(value, self.stored(value), op)
 
-    def reshard(self, value: Value, need: Spec, op: Op | None, cause: str) -> Shard:
-        """Append the reshard of a value for all further readers; returns the value's new current shard."""
+    def reshard(self, value: Value, need: Spec, op: Op | None) -> Shard:
+        """Append the reshard of a result to its stored spec, for all further readers; returns the value's new current shard."""
         source = self.current[value]
         if source.spec == need:
             return source
+        cause = self.causes.stored(op, value, source.spec, need)
         path, collectives = self.records.resharding(value, source.spec, need, op, self.count, cause)
         result = self.shard(value, need)
         self.group.append(Reshard(op, source, result, path, tuple(collectives), copy=False))
@@ -266,7 +272,8 @@ class Emitter:
             kind = "all-reduce" if is_all_reducible(source.kind, value.aval.dtype) else "all-gather"
             cause = self.causes.all_reduced(op, factor_axes, reduced)
             collectives += self.records.reducing(kind, reduced, value, op, spec, self.count, cause)
-        path, moves = self.records.resharding(value, spec, stored, op, self.count, "the layout keeps it so")
+        cause = self.causes.stored(op, value, spec, stored)
+        path, moves = self.records.resharding(value, spec, stored, op, self.count, cause)
         result = self.shard(value, stored)
         self._groups[source].append(Reduce(op, source, result, path, (*collectives, *moves), tuple(scatters), reduced))
         self.place(result)

@@ -265,7 +265,7 @@ class _Planner:
         if value in emitter.constants:
             return emitter.maker.part(value, spec, emitter.body)
         emitter.new_group()
-        return emitter.reshard(value, spec, None, f"the result {value.path} is kept so")
+        return emitter.reshard(value, spec, None)
 
     def held(self, value: Value, spec: Spec) -> ShardedArray:
         """The record of an argument or result."""

@@ -256,7 +256,7 @@ def test_the_plan_has_the_purpose_of_halos_and_the_cause_of_replication():
     x = normal(2, 24, 2)
     plan, _, _ = sent(conv(3)[0], x)
     assert {c.cause for c in plan.collectives} == {
-        "`data` splits a dim that conv_general_dilated works along: elements of other shards that windows read"
+        "`rows: data` splits `rows`, along which conv_general_dilated communicates: elements of other shards that windows read"
     }
     plan, _, _ = sent(lambda x: x[:, 1:], x)
     (gather,) = plan.collectives

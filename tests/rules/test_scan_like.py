@@ -119,7 +119,7 @@ def test_sends_totals(fn, expected):
 def test_the_cause_of_a_gather():
     plan, _ = sent(lambda x: lax.cumsum(x, 1), normal(6, 32))
     (gather,) = plan.collectives
-    assert gather.cause == "`data` splits a dim that cumsum works along: the total of every shard"
+    assert gather.cause == "`seq: data` splits `seq`, along which cumsum communicates: the total of every shard"
 
 
 def test_constants_are_computed_unsharded():

@@ -1,0 +1,96 @@
+"""Causes of collectives: each once, without a dim that loses an axis to itself, in the names that users know."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import meshpar as mp
+
+
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+@functools.cache
+def causes(fn, shapes, dims, layout, mesh="data=2, model=4"):
+    names = dict(pair.split(": ") for pair in dims.split("; "))
+    args = [f32(*shape) for shape in shapes]
+    plan = mp.plan(fn, *args, mesh=mesh, layout=layout, dims=names)
+    return [(c.op, c.cause, c.dims) for c in plan.collectives]
+
+
+def conv(x, w):
+    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def loss(x, w):
+    return jax.grad(lambda w: jnp.sum(conv(x, w) ** 2))(w)
+
+
+CASES = [
+    (conv, ((8, 16, 16, 4), (3, 3, 4, 8)), "x: batch height width in; w: _ _ in out", "height: model; batch: data"),
+    (loss, ((8, 16, 16, 4), (3, 3, 4, 8)), "x: batch height width in; w: _ _ in out", "height: model; batch: data"),
+    (lambda x: jnp.split(x, 2, 1), ((8, 24),), "x: batch mlp", "mlp: model; batch: data"),
+    (lambda x: jnp.einsum("bqd,bkd->bqk", x, x), ((8, 16, 4),), "x: batch seq d", "batch: data; seq: model"),
+    (lambda x: jnp.cumsum(x, 1), ((8, 16),), "x: batch seq", "batch: data; seq: model"),
+    (
+        lambda x: mp.rename(mp.named(x, "choice embed"), choice="expert"),
+        ((8, 16),),
+        "x: _ _",
+        "choice: model; expert: data; embed: model",
+    ),
+    (lambda x: x.reshape(4, 2, 16).reshape(8, 16).T, ((8, 16),), "x: batch seq", "batch: data; seq: model"),
+    (lambda x: x.sum(), ((8, 16),), "x: batch seq", "batch: data; seq: model"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_causes_are_sentences(case):
+    for _, cause, dims in causes(*case):
+        clauses = re.split(r"; | and ", cause)
+        assert len(clauses) == len(set(clauses)), cause
+        lost = re.search(r"`(\w+)\?*: \S+ lost `\w+` to `(\w+)`", cause)
+        assert lost is None or lost[1] != lost[2], cause
+        assert not re.search(r" so$|keeps|works along|rename_dims", cause), cause
+        assert "×" not in dims, dims
+
+
+def test_a_conv_and_its_halo():
+    found = causes(*CASES[0])
+    permutes = [(cause, dims) for op, cause, dims in found if op == "collective-permute"]
+    assert permutes
+    for cause, dims in permutes:
+        assert cause.startswith("`height: model` splits `height`, along which conv_general_dilated communicates: ")
+        assert dims == "batch height width in"
+
+
+def test_a_gradient_that_is_partial_over_two_dims():
+    (cause,) = {cause for op, cause, _ in causes(*CASES[1]) if op == "all-reduce"}
+    assert cause == (
+        "`batch: data` splits `batch` and `height: model` splits `height`, which conv_general_dilated contracts; "
+        "no dim of the result is split over `data`+`model`"
+    ) or cause == (
+        "`height: model` splits `height` and `batch: data` splits `batch`, which conv_general_dilated contracts; "
+        "no dim of the result is split over `data`+`model`"
+    )
+
+
+def test_two_dims_of_one_name():
+    (cause,) = {cause for op, cause, _ in causes(*CASES[3]) if op == "all-gather"}
+    assert cause == "another `seq` of this dot_general is split over `model`, so `seq` is gathered"
+
+
+def test_a_renamed_dim_is_stored_with_another_axis():
+    found = causes(*CASES[5])
+    assert [(op, dims) for op, _, dims in found] == [("all-to-all", "expert embed")]
+    assert found[0][1] == "the layout stores this result of mp.rename with `model` on `embed` instead of `expert`"
+
+
+def test_a_reduction():
+    (cause,) = {cause for _, cause, _ in causes(*CASES[7])}
+    assert cause.endswith("which reduce_sum reduces; no dim of the result is split over `data`+`model`")
+    assert "`batch: data` splits `batch` and `seq: model` splits `seq`" in cause
