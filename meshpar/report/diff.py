@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -16,6 +17,7 @@ from ..cost.memory import memory_of
 from ..cost.time import Time, time_of
 from ..plan.plan import Plan, ShardedArray
 from ..units import format_bytes, format_memory, format_seconds, mesh_text
+from .colours import AxisStyles
 from .facts import (
     argument_dims,
     collective_groups,
@@ -25,7 +27,7 @@ from .facts import (
 )
 from .html import AxisColours, lowering, page, style
 from .save import save
-from .tables import Cell, html_table, number, rich_table
+from .tables import Cell, PathText, html_table, number, rich_table
 from .text import plain
 
 MAX_ROWS = 12
@@ -55,13 +57,18 @@ class Metric:
 
     @property
     def change(self) -> str:
-        """``−25 %``, ``× 3.1``, ``=``; empty where ``a`` is missing or negligible compared with ``b``."""
+        """``−25.0 %``, ``+210 %``, ``=``; empty where ``a`` is missing or negligible compared with ``b``."""
         r = self.ratio
         if r is not None and abs(r - 1) < 5e-4:
             return "="
         if r is None or self.unit == "share" or r >= 100:
             return ""
-        return f"× {r:.2g}" if r >= 2 else f"{100 * (r - 1):+.1f} %".replace("-", "−")
+        return f"{100 * (r - 1):+,.{0 if r >= 2 else 1}f} %".replace("-", "−")
+
+    @property
+    def style(self) -> str:
+        """The style of the change in the terminal: green for less, red for more."""
+        return {"down": "green", "up": "red"}.get(self.css, "")
 
     @property
     def css(self) -> str:
@@ -128,11 +135,13 @@ class PlanDiff:
 
     def __rich__(self) -> Any:
         """The comparison for a terminal: both plans, the table of metrics, and a table for each section that differs."""
-        heads = [Text.assemble((f"{k}  ", "bold"), _side(p)) for k, p in (("a", self.a), ("b", self.b))]
+        styles = AxisStyles(self.a.sizes, self.b.sizes)
+        heads = [Text.assemble((f"{k}  ", "bold"), _side(p, styles)) for k, p in (("a", self.a), ("b", self.b))]
         metrics, *sections = _sections(self, AxisColours(self.a, self.b), MAX_ROWS)
         parts: list[Any] = [*heads, Text(), rich_table(metrics.columns, metrics.rows, header_style="dim")]
         for section in sections:
-            table = rich_table(section.columns, section.rows, header_style="dim")
+            rows = _with_common_prefixes(section.rows) if section.columns[0][0] == "argument" else section.rows
+            table = rich_table(section.columns, rows, header_style="dim")
             parts += [Text(), Text(section.title, style="bold"), table]
         return Group(*parts, *([] if sections else [Text(), Text("the same plan")]))
 
@@ -259,21 +268,45 @@ def _collectives(a: Plan, b: Plan) -> list[tuple[str, str, str, float, float]]:
     return sorted(rows, key=lambda r: -abs(r[3] - r[4]))
 
 
-def _side(p: Plan) -> str:
-    return f"{mesh_text(p.sizes)}{f' of {p.topology}' if p.topology else ''}   {layout_text(p)}   {p.lowering}"
+def _side(p: Plan, styles: AxisStyles) -> Text:
+    """Mesh, topology, layout and lowering of a plan in one line, with coloured axes."""
+    where = f" of {p.topology}" if p.topology else ""
+    return Text.assemble(styles.mesh(mesh_text(p.sizes)), where, "   ", styles.layout(layout_text(p)), f"   {p.lowering}")
+
+
+def _with_common_prefixes(rows: Sequence[Sequence[Cell]]) -> Iterator[list[Cell]]:
+    """The rows of arguments, with what the paths of adjacent rows begin with in a row above them."""
+    for _, group in itertools.groupby(rows, key=lambda row: row[0].text.split("/")[:2]):
+        same = list(group)
+        prefix = _common_prefix([row[0].text for row in same])
+        if prefix:
+            yield [Cell(prefix, terminal=PathText(prefix.rstrip("/"), "bold")), *[Cell("")] * (len(same[0]) - 1)]
+        for path, *others in same:
+            yield [Cell(path.text, terminal=PathText("  " * bool(prefix) + path.text.removeprefix(prefix))), *others]
+
+
+def _common_prefix(paths: Sequence[str]) -> str:
+    """The components with which all paths begin, ``state/params/``; empty for one path."""
+    if len(paths) < 2:
+        return ""
+    parents = [path.split("/")[:-1] for path in paths]
+    same = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*parents, strict=False))
+    return "".join(f"{level[0]}/" for level in same)
 
 
 def _sections(d: PlanDiff, colours: AxisColours, most: int) -> list[Section]:
     """The metrics, then the arguments and the collectives that differ, if any; at most ``most`` rows each."""
     rows = [
-        [Cell(m.name), number(m.text(m.a), m.a or 0), number(m.text(m.b), m.b or 0), Cell(m.change, css=f"n {m.css}")]
+        [Cell(m.name), number(m.text(m.a), m.a or 0), number(m.text(m.b), m.b or 0),
+         Cell(m.change, css=f"n {m.css}", terminal=Text(m.change, m.style))]
         for m in d.metrics
-    ]
+    ]  # fmt: skip
     out = [Section("", [("", ""), ("a", "n"), ("b", "n"), ("change", "n")], rows)]
     in_a, in_b = _by_path(d.a), _by_path(d.b)
+    styles = AxisStyles(d.a.sizes, d.b.sizes)
 
     def dims(h: ShardedArray | None, text: str) -> Cell:
-        return Cell(text, markup="" if h is None else colours.dims(argument_dims(h)))
+        return Cell(text, markup="" if h is None else colours.dims(argument_dims(h)), terminal=styles.dims(text))
 
     def sent(n: float) -> Cell:
         return number(format_bytes(n) if n else "–", n)
@@ -290,7 +323,8 @@ def _sections(d: PlanDiff, colours: AxisColours, most: int) -> list[Section]:
         out.append(Section(title, columns, rows))
     if d.collectives:
         rows = [
-            [Cell(op), Cell(axes, markup=colours.axes(axes.split("+"))), Cell(of, markup=f"<code>{escape(of)}</code>"),
+            [Cell(op), Cell(axes, markup=colours.axes(axes.split("+")), terminal=styles.axes(axes.split("+"))),
+             Cell(of, markup=f"<code>{escape(of)}</code>"),
              sent(m), sent(n)]
             for op, axes, of, m, n in d.collectives[:most]
         ]  # fmt: skip

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table as RichTable
+from rich.text import Text
+
+MIN_PATH_COLUMNS = 24
+"""Columns that a path takes at least in a narrow terminal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +25,14 @@ class Cell:
       value: the number that ``text`` shows, by which pages sort the column; None: the cell is text.
       markup: HTML for pages; "": ``text``, escaped.
       css: classes of the ``td``, besides ``n`` for numbers.
+      terminal: what the terminal prints in place of ``text``, if it is not plain text.
     """
 
     text: str
     value: float | None = None
     markup: str = ""
     css: str = ""
+    terminal: Any = None
 
     def html(self) -> str:
         """The ``td`` element."""
@@ -33,6 +41,32 @@ class Cell:
             "" if self.value is None else f' data-v="{self.value:.6g}"'
         )
         return f"<td{attributes}>{self.markup or escape(self.text)}</td>"
+
+
+@dataclass(frozen=True, slots=True)
+class PathText:
+    """A path that the terminal prints in one line: where it is too long, ``…`` replaces components in its middle."""
+
+    path: str
+    style: str = ""
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        longest = len(self.path)
+        return Measurement(min(longest, MIN_PATH_COLUMNS, options.max_width), min(longest, options.max_width))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(shortened(self.path, options.max_width), self.style, no_wrap=True, overflow="ellipsis")
+
+
+def shortened(path: str, width: int) -> str:
+    """The path in at most ``width`` characters: with ``…`` for components in its middle, if at least the last one fits."""
+    parts = path.split("/")
+    for gone in range(len(parts)):
+        first = (len(parts) - gone) // 2
+        text = "/".join([*parts[:first], *["…"] * (gone > 0), *parts[first + gone :]])
+        if len(text) <= width:
+            return text
+    return parts[-1]
 
 
 def number(text: str, value: float, bar: str = "", css: str = "") -> Cell:
@@ -65,5 +99,5 @@ def rich_table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[Cell 
         numeric = "n" in kind.split()
         out.add_column(heading, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric)
     for row in rows:
-        out.add_row(*(c.text if isinstance(c, Cell) else c for c in row))
+        out.add_row(*((c.text if c.terminal is None else c.terminal) if isinstance(c, Cell) else c for c in row))
     return out

@@ -16,8 +16,10 @@ from rich.text import Text
 from ..cost.flops import redundant_matmuls
 from ..cost.memory import memory_of
 from ..cost.time import time_of
+from ..hardware.chips import GIB
 from ..plan.plan import Overlap, Plan
 from ..units import format_bytes, format_memory, format_seconds, mesh_text, with_article
+from .colours import PALETTE, AxisStyles
 from .facts import (
     ArgumentGroup,
     CollectiveGroup,
@@ -33,12 +35,15 @@ from .facts import (
     lowering_text,
     time_bounds,
 )
+from .hints import exchange_hints
 from .pipeline import pipeline_section
 from .tables import rich_table
 
 MAX_COLLECTIVE_ROWS = 8
 MAX_ARGUMENT_ROWS = 7
 """Groups of parameters; of another kind of arguments half as many."""
+BAR_CELLS = 30
+"""Columns of the bar of a device's memory."""
 MIN_COLLECTIVE_SHARE = 0.01
 """Fraction of the bytes sent from which on a collective has a row of its own."""
 MIN_REDUNDANT_SHARE = 0.05
@@ -69,10 +74,10 @@ def plan_renderable(plan: Plan) -> Any:
 
     The first line is DOES NOT FIT where the peak exceeds the memory of a device.
     """
-    mesh = " × ".join(f"{a} {n}" for a, n in plan.sizes.items())
+    styles = AxisStyles(plan.sizes)
     head = Text.assemble(
-        ("plan", "bold"), f"  {math.prod(plan.sizes.values())} devices ({mesh})\n", ("layout", "bold"),
-        f"  {layout_text(plan)}\n", ("lowering", "bold"), f"  {lowering_text(plan)}",
+        ("plan", "bold"), f"  {math.prod(plan.sizes.values())} devices (", styles.sizes(plan.sizes), ")\n", ("layout", "bold"),
+        "  ", styles.layout(layout_text(plan)), "\n", ("lowering", "bold"), f"  {lowering_text(plan)}",
     )  # fmt: skip
     if fits(plan) is False and plan.chip is not None:
         has, needs = format_memory(plan.chip.per_device().hbm), format_memory(memory_of(plan).peak)
@@ -81,25 +86,30 @@ def plan_renderable(plan: Plan) -> Any:
     parts: list[Any] = [
         head,
         Text(),
-        _arguments(plan),
+        _arguments(plan, styles),
         Text(),
         *_costs(plan),
         *_redundant(plan),
         Text(),
-        _collectives(plan),
+        _collectives(plan, styles),
     ]
     for section in (pipeline_section(plan), overlaps(plan) if plan.overlaps else [], options(plan), notes(plan)):
         parts += [Text(), *section] if section else []
     return Group(*parts)
 
 
-def _arguments(plan: Plan) -> Table:
+def _arguments(plan: Plan, styles: AxisStyles) -> Table:
     """The table of arguments by kind, grouped by dims and sharding."""
     rows: list[tuple[Any, ...]] = []
 
     def add(label: str, text: str, members: ArgumentGroup, style: str = "") -> None:
-        sizes = len(members.members), text, format_memory(members.global_bytes), format_memory(members.bytes)
-        rows.append(tuple(Text(str(cell), style=style) for cell in (label, *sizes)))
+        cells = (
+            str(len(members.members)),
+            styles.dims(text),
+            format_memory(members.global_bytes),
+            format_memory(members.bytes),
+        )
+        rows.append(tuple(cell if isinstance(cell, Text) else Text(cell, style=style) for cell in (label, *cells)))
 
     for label, every, groups in argument_groups(plan, lambda h: (tuple(argument_dims(h)), h.on_host)):
         add(label, "", every, "bold")
@@ -141,8 +151,10 @@ def _costs(plan: Plan) -> list[Text]:
     at = f", at {memory.peak_source}" if memory.peak_source else ""
     ranked = sorted(memory.by_kind.items(), key=lambda x: -x[1])
     kinds = ", ".join(f"{kind} {format_memory(n)}" for kind, n in ranked if n >= 1e-3 * memory.peak)
-    out = [Text.assemble(("each device needs ", "bold"), (format_memory(memory.peak), "bold"), f"{of} at the peak{at}"),
-           Text(f"    {kinds}", style="dim")]  # fmt: skip
+    out = [Text.assemble(("each device needs ", "bold"), (format_memory(memory.peak), "bold"), f"{of} at the peak{at}")]
+    if math.isfinite(capacity):
+        out.append(memory_bar(memory.peak, capacity))
+    out.append(Text(f"    {kinds}", style="dim"))
     if time is not None and chip is not None:
         out.append(Text.assemble(
             ("a step takes ", "bold"), (f"about {format_seconds(time.seconds)}", "bold"),
@@ -153,7 +165,19 @@ def _costs(plan: Plan) -> list[Text]:
     return out
 
 
-def _collectives(plan: Plan) -> Any:
+def memory_bar(peak: float, capacity: float) -> Text:
+    """``[███░░░░░░░]  3.07 of 95.74 GiB``; red where the peak exceeds the capacity. Both are bytes of a device."""
+    filled = min(BAR_CELLS, max(1, round(BAR_CELLS * peak / capacity)))
+    over = peak > capacity
+    style = "bold red" if over else PALETTE[0]
+    empty = "░" * (BAR_CELLS - filled)
+    numbers = f"{peak / GIB:.2f} of {capacity / GIB:.2f} GiB"
+    return Text.assemble(
+        "    [", ("█" * filled, style), (empty, "dim"), "]  ", (numbers, "bold red" if over else "dim")
+    )
+
+
+def _collectives(plan: Plan, styles: AxisStyles) -> Any:
     """The collectives, largest first, each with its cause on the lines below."""
     groups = collective_groups(plan.collectives)
     if not groups:
@@ -173,7 +197,8 @@ def _collectives(plan: Plan) -> Any:
     for i, (op, axes, total, calls, each, seconds, dims) in enumerate(table):
         numbers = [(total, 2), (calls, 3), (each, 4)] + [(seconds, 5)] * timed
         cells = "".join(f"  {text:>{widths[k]}}" for text, k in numbers)
-        line = Text.assemble((f"{op:<{widths[0]}}  ", ""), (f"{axes:<{widths[1]}}", "cyan"), f"{cells}  {dims}")
+        over = styles.axes(axes.split("+")) if 1 <= i <= len(shown) else Text(axes)
+        line = Text.assemble(f"{op:<{widths[0]}}  ", over, " " * (widths[1] - len(axes)), f"{cells}  {dims}")
         if not 1 <= i <= len(shown):
             line.stylize("dim")
         lines.append(line)
@@ -197,6 +222,7 @@ def overlaps(plan: Plan, every: bool = False) -> list[Text]:
     if not chosen and not every:
         reasons = Counter(o.reason.split(";")[0] for o in plan.overlaps)
         return [Text.assemble((head, "bold"), f": {reasons.most_common(1)[0][0]}")]
+    styles = AxisStyles(plan.sizes)
     out = [Text(head + (f", which saves {format_seconds(sum(gains))}" if chosen and gains else ""), style="bold")]
 
     def gain_of(group: list[Overlap]) -> float:
@@ -208,7 +234,7 @@ def overlaps(plan: Plan, every: bool = False) -> list[Text]:
         calls = "?" if None in counts else sum(counts)
         pair = "all-gather → matmuls" if o.kind == "gather" else "matmuls → reduce-scatter"
         saved = f"  saves {format_seconds(gain_of(group))}" if gain_of(group) and o.choice != "xla" else ""
-        out.append(Text.assemble((f"{o.choice:<6}  ", "" if o.choice != "xla" else "dim"), ("+".join(o.axes), "cyan"),
+        out.append(Text.assemble((f"{o.choice:<6}  ", "" if o.choice != "xla" else "dim"), styles.axes(o.axes),
                                  f"  {calls} × {pair}{saved}: {o.reason}"))  # fmt: skip
     return out
 
@@ -226,7 +252,7 @@ def options(plan: Plan) -> list[Text]:
 
 
 def notes(plan: Plan) -> list[Text]:
-    """Dims that could not be sharded, transfers to the host, joined names, rules and axes without effect, unnamed dims."""
+    """Dims that could not be sharded, transfers to the host, hints, joined names, rules and axes without effect, unnamed dims."""
     out = [Text(f"note  {n}") for n in plan.notes]
     if memory_of(plan).host or plan.transfers:
         to_host, to_device = (sum(t.total_bytes for t in plan.transfers if t.to == to) for to in ("host", "device"))
@@ -235,6 +261,7 @@ def notes(plan: Plan) -> list[Text]:
         out.append(Text(
             f"host  each device stores {format_memory(memory_of(plan).host)} in the host's memory; a step copies "
             f"{format_bytes(to_host)} to the host and {format_bytes(to_device)} to the device{where}"))  # fmt: skip
+    out += [Text(f"hint  {hint.text(plan)}", style="green") for hint in exchange_hints(plan)]
     out += [Text(f"join  {j}", style="yellow") for j in plan.joins]
     named, total, _ = plan.program.coverage()
     if total:

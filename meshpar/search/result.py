@@ -21,6 +21,7 @@ from ..hardware.topology import Topology, parse_topology
 from ..layout import Layout
 from ..mesh import parse_mesh
 from ..plan_api import Plan
+from ..report.colours import AxisStyles
 from ..report.diff import longer_parts
 from ..report.facts import calibration_text
 from ..report.html import page, style
@@ -155,17 +156,25 @@ class Search:
     def _picture(self) -> Picture:
         return Picture(self.rows, self.best, self.usable)
 
+    @property
+    def _styles(self) -> AxisStyles:
+        """The colours of the axes in the terminal, the axes of the best candidate first."""
+        return AxisStyles(*(dict(parse_mesh(row.mesh)) for row in (self.best, *self.rows)))
+
     def _table(self, rows: Iterable[Row]) -> tuple[list[tuple[str, str]], list[list[Cell]]]:
         """Columns and cells of candidates: time, peak memory, bytes sent, mesh and layout."""
-        cells = []
+        cells, styles = [], self._styles
         for row in rows:
             marks = ", ".join(filter(None, [row.variant, row.name, row.compiled, "" if row.fits else "does not fit"]))
             layout = row.layout or "(nothing sharded)"
             where = f"<code>{escape(row.mesh)}</code> {escape(marks)}<br><code>{escape(layout)}</code>"
+            shown = Text.assemble(styles.mesh(row.mesh), f"  {marks}\n", styles.layout(layout))
+            peak = format_memory(row.peak)
             cells.append([
                 Cell(self._picture.mark(row)), number(format_seconds(row.seconds), row.seconds),
-                number(format_memory(row.peak), row.peak), number(format_bytes(row.sent), row.sent, css="more"),
-                Cell(f"{row.mesh}  {marks}\n{layout}", markup=where),
+                Cell(peak, row.peak, terminal=Text(peak, "" if row.fits else "red")),
+                number(format_bytes(row.sent), row.sent, css="more"),
+                Cell(shown.plain, markup=where, terminal=shown),
             ])  # fmt: skip
         return [("", ""), ("step", "n"), ("peak", "n"), ("sends", "n more"), ("mesh, layout", "")], cells
 
@@ -191,8 +200,12 @@ class Search:
         if not self.fits:
             head = Text.assemble((f"{self._misfit()}\n", "bold red"), head)
         best = self.best
-        lines = [("mesh", best.mesh), ("layout", best.layout), ("lowering", best.lowering), ("with", best.variant)]
-        choice = Text("\n").join(Text.assemble((f"{name:<6}", "bold"), f"  {text}") for name, text in lines if text)
+        styles = self._styles
+        lines = [
+            ("mesh", styles.mesh(best.mesh)), ("layout", styles.layout(best.layout)), ("lowering", Text(best.lowering)),
+            ("with", Text(best.variant)),
+        ]  # fmt: skip
+        choice = Text("\n").join(Text.assemble((f"{name:<6}", "bold"), "  ", text) for name, text in lines if text)
         named = {r.name: r for r in reversed(self.rows) if r.name}  # each scheme on its best mesh
         more = [r for r in self.rows[MAX_TERMINAL_ROWS:] if named.get(r.name) is r]
         plot = [Text(), self._picture.terminal()] if len(self.rows) > 2 else []

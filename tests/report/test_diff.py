@@ -1,13 +1,17 @@
 """Two plans side by side: metrics, tensors and collectives that differ, as text, JSON and a page."""
 
+import io
 import json
 
 import jax
 import jax.numpy as jnp
 import pytest
+from rich.console import Console
 
 import meshpar as mp
 from meshpar.report.diff import Metric
+from meshpar.report.tables import shortened
+from meshpar.report.text import plain
 
 DIMS = {"w": "embed mlp", "x": "batch embed"}
 ARGS = (jax.ShapeDtypeStruct((256, 512), jnp.float32), jax.ShapeDtypeStruct((64, 256), jnp.float32))
@@ -92,8 +96,9 @@ def test_files(found, tmp_path):
 
 def test_a_change_from_next_to_nothing_is_no_ratio():
     assert Metric("sent", 103.0, 1.62e6, "bytes").change == ""
-    assert Metric("sent", 1e6, 3.1e6, "bytes").change == "× 3.1"
+    assert Metric("sent", 1e6, 3.1e6, "bytes").change == "+210 %"
     assert Metric("sent", 1e6, 1.5e6, "bytes").change == "+50.0 %"
+    assert Metric("sent", 1e6, 2.5e7, "bytes").change == "+2,400 %"
 
 
 def test_arrays_closed_over_are_a_figure_a_row_and_json(tmp_path):
@@ -109,3 +114,50 @@ def test_arrays_closed_over_are_a_figure_a_row_and_json(tmp_path):
     page = (tmp_path / "plan.html").read_text()
     assert "constants 128.0 KiB" in page
     assert "<td>constants</td>" in page
+
+
+def test_less_is_green_and_more_is_red_in_the_terminal(found):
+    metrics = {m.name: m for m in found.metrics}
+    assert metrics["  all-reduce"].style == "green"
+    assert Metric("sent", 1.0, 2.0, "bytes").style == "red"
+    assert Metric("sent", 1.0, 1.0, "bytes").style == ""
+    out = io.StringIO()
+    Console(file=out, width=100, force_terminal=True, color_system="standard").print(found)
+    assert "\x1b[32m−100.0 %" in out.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_paths_are_in_one_line_each_below_their_common_prefix(width):
+    shapes = {f"layers/attention/block_{k}/query_projection/kernel": ARGS[0] for k in range(3)}
+    params = jax.tree.map(lambda x: x, {"params": shapes, "bias": jax.ShapeDtypeStruct((512,), jnp.float32)})
+
+    def step(state):
+        return jax.tree.map(lambda w: 2 * w, state)
+
+    dims = {"*/kernel": "embed mlp", "*/bias": "mlp"}
+    base = mp.plan(step, params, mesh="data=8", layout="", dims=dims)
+    text = plain(base.diff(base.replan(layout="mlp: data")), width)
+    lines = text.splitlines()
+    (head,) = [
+        k
+        for k, line in enumerate(lines)
+        if line.startswith("state/params/layers/attention" if width > 100 else "state/")
+    ]
+    rows = lines[head + 1 : head + 4]
+    assert all(row.startswith("  ") and "kernel" in row for row in rows), text
+    assert not any("state/" in row for row in rows)
+    assert all(len(line) <= width for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("width", "text"),
+    [
+        (40, "layers/mlp/down/experts/kernel"),
+        (24, "layers/…/experts/kernel"),
+        (15, "layers/…/kernel"),
+        (9, "…/kernel"),
+        (5, "kernel"),
+    ],
+)
+def test_long_paths_lose_their_middle(width, text):
+    assert shortened("layers/mlp/down/experts/kernel", width) == text

@@ -1,0 +1,123 @@
+"""Hints of a plan: edits of the program that would send fewer bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..dims import format_dims
+from ..plan.collectives import Collective
+from ..plan.plan import Plan
+from ..plan.spec import shard_count, value_bytes
+from ..plan.steps import Run, Step
+from ..program.ir import Op, Value
+from ..units import format_bytes
+from .facts import grouped
+
+MAX_HINTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeHint:
+    """Operands of a matmul that are all-gathered because a dim of another kind has their axis, where an all-to-all of another array
+    of the matmul would send less.
+
+    Attributes:
+      op: the matmul.
+      axis: the axis that both dims would have.
+      gathered: the dim that is all-gathered over it.
+      owner: the dim that the axis shards in the matmul instead.
+      array: the operand or result with both dims, which an all-to-all would move from one to the other.
+      is_result: it is the result.
+      sent: bytes that a device sends in a step for the all-gathers.
+      exchanged: bytes that it would send for the all-to-all.
+    """
+
+    op: Op
+    axis: str
+    gathered: str
+    owner: str
+    array: Value
+    is_result: bool
+    sent: float
+    exchanged: float
+
+    def text(self, plan: Plan) -> str:
+        """The edit, with the bytes of both."""
+        dims = format_dims(plan.program.dims(self.array))
+        head = (
+            f"{self.op.name} at {self.op.source or '?'}: {format_bytes(self.sent)} of all-gathers of `{self.gathered}`, since "
+            f"`{self.owner}` has `{self.axis}`. "
+        )
+        if self.is_result:
+            edit = (
+                f"Give `{self.owner}` another name in its operands (mp.named), and "
+                f'mp.rename(result, other="{self.owner}") after it'
+            )
+        else:
+            edit = (
+                f'mp.rename(x, {self.owner}="other") of its operand [{dims}], with the same name in the other operand'
+            )
+        return f"{head}{edit}: then an all-to-all sends {format_bytes(self.exchanged)}"
+
+
+def exchange_hints(plan: Plan) -> list[ExchangeHint]:
+    """The hints of a plan, the largest gain first, at most ``MAX_HINTS``.
+
+    A matmul gets one if
+
+    - an operand is all-gathered over an axis along a dim that is also a dim of the result;
+    - the axis shards another dim of the matmul, and every array of the matmul with that dim has the gathered dim too: all of them
+      may be sharded along the gathered dim instead, as the tokens of a mixture of experts are before their exchange;
+    - an all-to-all of the largest of these arrays sends fewer bytes than the all-gathers.
+    """
+    hints: dict[tuple[Op, str], ExchangeHint] = {}
+    found = [h for step, count in plan.body.walk() for c in step.sends for h in _hints_of(plan, step, c, count)]
+    for same in grouped(found, lambda h: (h.op, h.axis, h.gathered, h.owner)):
+        sent = sum(h.sent for h in same)
+        hint = same[0]
+        if hint.exchanged < sent:
+            key = (hint.op, hint.axis)
+            hints[key] = ExchangeHint(
+                hint.op, hint.axis, hint.gathered, hint.owner, hint.array, hint.is_result, sent, hint.exchanged
+            )
+    by_line = grouped(sorted(hints.values(), key=lambda h: h.exchanged - h.sent), lambda h: h.op.source)
+    return [same[0] for same in by_line][:MAX_HINTS]
+
+
+def _hints_of(plan: Plan, step: Step, c: Collective, count: int) -> Iterator[ExchangeHint]:
+    """The hint for one all-gather of an operand of a matmul, if its dims allow an exchange."""
+    op = c.origin
+    if c.op != "all-gather" or op is None or op.rule is None or not op.primitive.matmul or len(step.reads) != 1:
+        return
+    source, run = step.reads[0], plan.body.runs.get(op)
+    if run is None or source.value not in op.ins or len(c.axes) != 1:
+        return
+    (axis,), position = c.axes, op.ins.index(source.value)
+    lost = [i for i, entry in enumerate(source.spec) if axis in entry and axis not in step.makes[0].spec[i]]
+    owners = [f for f, axes in enumerate(run.axes or ()) if axis in axes]
+    if len(lost) != 1 or len(owners) != 1 or not op.rule.ins[position][lost[0]]:
+        return
+    gathered, owner = op.rule.ins[position][lost[0]][0], owners[0]
+    arrays = [
+        (v, dims) for v, dims in zip((*op.ins, *op.outs), (*op.rule.ins, *op.rule.outs), strict=True) if v is not None
+    ]
+    result_factors = {f for dims in op.rule.outs for dim in dims for f in dim}
+    both = [v for v, dims in arrays if any(owner in dim for dim in dims) and any(gathered in dim for dim in dims)]
+    with_owner = [v for v, dims in arrays if any(owner in dim for dim in dims)]
+    if gathered not in result_factors or op.rule.kinds[gathered] != "pass_through" or both != with_owner:
+        return
+    array, shard = max(((v, _shard_bytes(plan, run, v)) for v in both), key=lambda x: x[1])
+    group = shard_count((axis,), plan.sizes)
+    name = plan.program.dim_name(source.value, lost[0])
+    owner_dim = next(plan.program.dim_name(v, i) for v, dims in arrays for i, dim in enumerate(dims) if owner in dim)
+    if name and owner_dim and name != owner_dim:
+        yield ExchangeHint(
+            op, axis, name, owner_dim, array, array in op.outs, c.total_bytes, count * shard * (group - 1) / group
+        )
+
+
+def _shard_bytes(plan: Plan, run: Run, value: Value) -> float:
+    """Bytes of the shard of an operand or result of a step."""
+    shard = next((s for s in (*run.reads, *run.makes) if s.value is value), None)
+    return 0.0 if shard is None else value_bytes(value, shard.spec, plan.sizes)

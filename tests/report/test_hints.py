@@ -1,0 +1,74 @@
+"""Hints: all-to-alls in place of all-gathers in a mixture of experts, with the bytes that a plan of the edited program has."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import meshpar as mp
+from meshpar.report.hints import exchange_hints
+
+GROUPS, TOKENS, EMBED, MLP, EXPERTS, CAPACITY = 8, 64, 32, 64, 4, 16
+LAYOUT = "expert: expert; batch: data+expert"
+DIMS = {"up": "expert embed mlp", "down": "expert mlp embed", "x": "batch seq embed", "mask": "batch seq expert _"}
+
+
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+ARGS = (
+    f32(EXPERTS, EMBED, MLP), f32(EXPERTS, MLP, EMBED), f32(GROUPS, TOKENS, EMBED), f32(GROUPS, TOKENS, EXPERTS, CAPACITY),
+)  # fmt: skip
+
+
+def gathered(up, down, x, mask):
+    tokens = jnp.einsum("gtec,gtd->egcd", mask, x)
+    out = jnp.einsum("egcf,efd->egcd", jax.nn.relu(jnp.einsum("egcd,edf->egcf", tokens, up)), down)
+    return jnp.einsum("gtec,egcd->gtd", mask, out)
+
+
+def exchanged(up, down, x, mask):
+    tokens = mp.rename(jnp.einsum("gtec,gtd->egcd", mask, x), choice="expert")
+    out = jnp.einsum("egcf,efd->egcd", jax.nn.relu(jnp.einsum("egcd,edf->egcf", tokens, up)), down)
+    return jnp.einsum("gtec,egcd->gtd", mask, mp.rename(out, expert="choice"))
+
+
+def planned(fn, mesh="data=2, expert=4", layout=LAYOUT, **dims):
+    return mp.plan(fn, *ARGS, mesh=mesh, layout=layout, dims=DIMS | dims)
+
+
+def test_the_all_to_all_of_a_hint_is_that_of_the_renamed_program():
+    plan, edited = planned(gathered), planned(exchanged, mask="batch seq choice _")
+    (hint, *_) = exchange_hints(plan)
+    assert (hint.axis, hint.gathered, hint.owner) == ("expert", "batch", "expert")
+    gathers = [c for c in plan.collectives if c.op == "all-gather" and c.origin is hint.op]
+    assert hint.sent == sum(c.total_bytes for c in gathers) > 0
+    exchanges = [c for c in edited.collectives if c.op == "all-to-all"]
+    assert hint.exchanged in [c.bytes for c in exchanges]
+    assert not [c for c in edited.collectives if c.op == "all-gather"]
+    assert edited.bytes_sent < plan.bytes_sent
+    assert exchange_hints(edited) == []
+
+
+def test_the_plan_prints_the_hint():
+    text = " ".join(str(planned(gathered)).split())
+    assert "hint dot_general at " in text
+    assert "all-gathers of `batch`, since `expert` has `expert`" in text
+    assert "hint" not in str(planned(exchanged, mask="batch seq choice _"))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["batch: data; embed: data; mlp: expert", "batch, embed: data+expert", "seq: expert; mlp: expert; batch: data"],
+)
+def test_weights_that_are_gathered_get_no_hint(layout):
+    """FSDP and tensor parallelism gather what no exchange could replace."""
+
+    def dense(up, down, x, mask):
+        return jax.grad(
+            lambda up: jnp.sum(jnp.einsum("gtf,fd->gtd", jnp.einsum("gtd,df->gtf", x, up[0]), down[0]) ** 2)
+        )(up)
+
+    plan = planned(dense, layout=layout)
+    assert any(c.op == "all-gather" for c in plan.collectives)
+    assert exchange_hints(plan) == []

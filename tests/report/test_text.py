@@ -1,0 +1,67 @@
+"""A plan in the terminal: the bar of a device's memory, colours of axes."""
+
+import io
+
+import jax
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+
+import meshpar as mp
+from meshpar.hardware.chips import GIB
+from meshpar.report.colours import PALETTE, AxisStyles
+from meshpar.report.text import BAR_CELLS, memory_bar
+
+DIMS = {"w": "embed mlp", "x": "batch embed"}
+ARGS = (jax.ShapeDtypeStruct((256, 512), jnp.float32), jax.ShapeDtypeStruct((64, 256), jnp.float32))
+
+
+def styles_of(text):
+    """The text of every span of a rich text, with its style."""
+    return {(text.plain[s.start : s.end], str(s.style)) for s in text.spans}
+
+
+@pytest.mark.parametrize(
+    ("peak", "filled", "over"), [(0.001, 1, False), (4, 8, False), (15.7, 29, False), (16, 30, False), (40, 30, True)]
+)
+def test_the_bar_of_a_devices_memory(peak, filled, over):
+    bar = memory_bar(peak * GIB, 16 * GIB)
+    assert bar.plain.count("█") == pytest.approx(filled, abs=1)
+    assert bar.plain.count("█") + bar.plain.count("░") == BAR_CELLS
+    assert bar.plain.endswith(f"{peak:.2f} of 16.00 GiB")
+    assert any("red" in style for _, style in styles_of(bar)) == over
+
+
+def test_axes_have_the_same_colour_everywhere():
+    styles = AxisStyles(["data", "model"], ["data", "third"])
+    assert list(styles.of.values()) == list(PALETTE[:3])
+    data, model, third = PALETTE[:3]
+    layout = styles.layout("batch, data: data+model; opt.embed?: model")
+    assert layout.plain == "batch, data: data+model; opt.embed?: model"
+    assert styles_of(layout) == {("data", data), ("model", model)}
+    assert [s.start for s in layout.spans if s.style == data] == [13]  # the dim `data` is no axis
+    assert styles_of(styles.dims("data embed:data mlp:model+third")) == {
+        ("data", data),
+        ("model", model),
+        ("third", third),
+    }
+    assert styles_of(styles.mesh("data=4, model=2")) == {("data=4", data), ("model=2", model)}
+    assert styles_of(styles.axes(["third", "data"])) == {("third", third), ("data", data)}
+
+
+def test_a_plan_with_colours_has_the_same_text():
+    plan = mp.plan(
+        lambda w, x: jnp.tanh(x @ w),
+        *ARGS,
+        mesh="data=4, model=2",
+        topology="v5e:2x4",
+        layout="batch: data; mlp: model",
+        dims=DIMS,
+    )
+    out = io.StringIO()
+    Console(file=out, width=120, force_terminal=True, color_system="truecolor").print(plan)
+    from rich.ansi import AnsiDecoder
+
+    decoded = "\n".join(line.plain.rstrip() for line in AnsiDecoder().decode(out.getvalue())).strip()
+    assert decoded == str(plan).strip()
+    assert " of 15.75 GiB" in str(plan)
