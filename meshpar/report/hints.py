@@ -69,7 +69,7 @@ def exchange_hints(plan: Plan) -> list[ExchangeHint]:
     - an operand is all-gathered over an axis along a dim that is also a dim of the result;
     - the axis shards another dim of the matmul, and every array of the matmul with that dim has the gathered dim too: all of them
       may be sharded along the gathered dim instead, as the tokens of a mixture of experts are before their exchange;
-    - an all-to-all of the largest of these arrays sends fewer bytes than the all-gathers.
+    - an all-to-all of the result, if it has both dims, else of another operand with both, sends fewer bytes than the all-gathers.
     """
     hints: dict[tuple[Op, str], ExchangeHint] = {}
     found = [h for step, count in plan.body.walk() for c in step.sends for h in _hints_of(plan, step, c, count)]
@@ -107,7 +107,10 @@ def _hints_of(plan: Plan, step: Step, c: Collective, count: int) -> Iterator[Exc
     with_owner = [v for v, dims in arrays if any(owner in dim for dim in dims)]
     if gathered not in result_factors or op.rule.kinds[gathered] != "pass_through" or both != with_owner:
         return
-    array, shard = max(((v, _shard_bytes(plan, run, v)) for v in both), key=lambda x: x[1])
+    moved = [v for v in both if v in op.outs] or [v for v in both if v is not source.value]
+    if not moved:
+        return
+    array, shard = max(((v, _shard_bytes(plan, run, v)) for v in moved), key=lambda x: x[1])
     group = shard_count((axis,), plan.sizes)
     name = plan.program.dim_name(source.value, lost[0])
     owner_dim = next(plan.program.dim_name(v, i) for v, dims in arrays for i, dim in enumerate(dims) if owner in dim)

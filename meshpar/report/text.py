@@ -16,7 +16,6 @@ from rich.text import Text
 from ..cost.flops import redundant_matmuls
 from ..cost.memory import memory_of
 from ..cost.time import time_of
-from ..hardware.chips import GIB
 from ..plan.plan import Overlap, Plan
 from ..units import format_bytes, format_memory, format_seconds, mesh_text, with_article
 from .colours import PALETTE, AxisStyles
@@ -42,7 +41,7 @@ from .tables import rich_table
 MAX_COLLECTIVE_ROWS = 8
 MAX_ARGUMENT_ROWS = 7
 """Groups of parameters; of another kind of arguments half as many."""
-BAR_CELLS = 30
+BAR_CELLS = 20
 """Columns of the bar of a device's memory."""
 MIN_COLLECTIVE_SHARE = 0.01
 """Fraction of the bytes sent from which on a collective has a row of its own."""
@@ -152,9 +151,8 @@ def _costs(plan: Plan) -> list[Text]:
     ranked = sorted(memory.by_kind.items(), key=lambda x: -x[1])
     kinds = ", ".join(f"{kind} {format_memory(n)}" for kind, n in ranked if n >= 1e-3 * memory.peak)
     out = [Text.assemble(("each device needs ", "bold"), (format_memory(memory.peak), "bold"), f"{of} at the peak{at}")]
-    if math.isfinite(capacity):
-        out.append(memory_bar(memory.peak, capacity))
-    out.append(Text(f"    {kinds}", style="dim"))
+    bar = Text.assemble(memory_bar(memory.peak, capacity), "  ") if math.isfinite(capacity) else Text()
+    out.append(Text.assemble("    ", bar, (kinds, "dim")))
     if time is not None and chip is not None:
         out.append(Text.assemble(
             ("a step takes ", "bold"), (f"about {format_seconds(time.seconds)}", "bold"),
@@ -166,15 +164,11 @@ def _costs(plan: Plan) -> list[Text]:
 
 
 def memory_bar(peak: float, capacity: float) -> Text:
-    """``[███░░░░░░░]  3.07 of 95.74 GiB``; red where the peak exceeds the capacity. Both are bytes of a device."""
+    """``[███░░░░░░░] 31 %`` of the memory of a device; red where the peak exceeds the capacity. Both are bytes."""
     filled = min(BAR_CELLS, max(1, round(BAR_CELLS * peak / capacity)))
-    over = peak > capacity
-    style = "bold red" if over else PALETTE[0]
+    style = "bold red" if peak > capacity else PALETTE[0]
     empty = "░" * (BAR_CELLS - filled)
-    numbers = f"{peak / GIB:.2f} of {capacity / GIB:.2f} GiB"
-    return Text.assemble(
-        "    [", ("█" * filled, style), (empty, "dim"), "]  ", (numbers, "bold red" if over else "dim")
-    )
+    return Text.assemble("[", ("█" * filled, style), (empty, "dim"), "]", (f" {100 * peak / capacity:.0f} %", style))
 
 
 def _collectives(plan: Plan, styles: AxisStyles) -> Any:

@@ -22,13 +22,13 @@ def styles_of(text):
 
 
 @pytest.mark.parametrize(
-    ("peak", "filled", "over"), [(0.001, 1, False), (4, 8, False), (15.7, 29, False), (16, 30, False), (40, 30, True)]
+    ("peak", "filled", "over"), [(0.001, 1, False), (4, 5, False), (15.7, 20, False), (16, 20, False), (40, 20, True)]
 )
 def test_the_bar_of_a_devices_memory(peak, filled, over):
     bar = memory_bar(peak * GIB, 16 * GIB)
-    assert bar.plain.count("█") == pytest.approx(filled, abs=1)
+    assert bar.plain.count("█") == filled
     assert bar.plain.count("█") + bar.plain.count("░") == BAR_CELLS
-    assert bar.plain.endswith(f"{peak:.2f} of 16.00 GiB")
+    assert bar.plain.endswith(f"] {peak / 16:.0%}".replace("%", " %"))
     assert any("red" in style for _, style in styles_of(bar)) == over
 
 
@@ -64,4 +64,4 @@ def test_a_plan_with_colours_has_the_same_text():
 
     decoded = "\n".join(line.plain.rstrip() for line in AnsiDecoder().decode(out.getvalue())).strip()
     assert decoded == str(plan).strip()
-    assert " of 15.75 GiB" in str(plan)
+    assert "░] 0 %  " in str(plan)
