@@ -319,7 +319,7 @@ def _sections(d: PlanDiff, colours: AxisColours, most: int) -> list[Section]:
         ]  # fmt: skip
         count = len(d.tensors)
         title = f"{count} argument{'s are' if count != 1 else ' is'} sharded differently"
-        columns = [("argument", ""), ("in a", ""), ("in b", ""), ("per device in a", "n"), ("in b", "n")]
+        columns = [("argument", "path"), ("dims in a", ""), ("in b", ""), ("device, a", "n"), ("b", "n")]
         out.append(Section(title, columns, rows))
     if d.collectives:
         rows = [

@@ -12,8 +12,8 @@ from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
-MIN_PATH_COLUMNS = 24
-"""Columns that a path takes at least in a narrow terminal."""
+MAX_PATH_SHARE = 0.35
+"""Fraction of the width of the terminal that a path may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ class PathText:
     style: str = ""
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        longest = len(self.path)
-        return Measurement(min(longest, MIN_PATH_COLUMNS, options.max_width), min(longest, options.max_width))
+        columns = min(len(self.path), int(MAX_PATH_SHARE * options.max_width))
+        return Measurement(columns, columns)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(shortened(self.path, options.max_width), self.style, no_wrap=True, overflow="ellipsis")
@@ -78,7 +78,7 @@ def html_table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[Cell]
     """A table that scrolls horizontally within the page.
 
     Args:
-      columns: (heading, CSS classes: ``n`` for numbers, ``more`` for columns that narrow screens hide).
+      columns: (heading, CSS classes: ``n`` for numbers, ``more`` for columns that narrow screens hide, ``path`` for paths).
       rows: cells, or a complete ``tr`` element as text.
       sortable: headings are buttons that sort the rows.
     """
@@ -97,7 +97,8 @@ def rich_table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[Cell 
     out = RichTable(box=None, pad_edge=False, **style)
     for heading, kind in columns:
         numeric = "n" in kind.split()
-        out.add_column(heading, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric)
+        no_wrap = numeric or "path" in kind.split()
+        out.add_column(heading, justify="right" if numeric else "left", overflow="fold", no_wrap=no_wrap)
     for row in rows:
         out.add_row(*((c.text if c.terminal is None else c.terminal) if isinstance(c, Cell) else c for c in row))
     return out

@@ -145,6 +145,14 @@ class Evaluation:
         row = self.rows.get(point) or self.rows.get(first)
         return row and replace(row, mesh=point.mesh, layout=point.layout)
 
+    def uncounted(self, point: Point) -> Row | None:
+        """The row of a candidate that is planned outside of the limits of the search, and not recorded; None: it has no plan."""
+        try:
+            plan = Plan.of(with_passes(self._plan_without_passes(point)))
+        except MeshparError:
+            return None
+        return self._row(point, plan)
+
     def is_legal(self, point: Point) -> bool:
         """Whether a candidate has a plan."""
         try:
@@ -215,12 +223,7 @@ class Evaluation:
 
     def _record(self, point: Point, plan: Plan, sent: float) -> Row:
         """Store the row of a plan, and its breakdown if the search may continue from it; free its caches."""
-        assert plan.seconds is not None
-        peak = plan.memory.peak
-        row = Row(
-            point.mesh, point.layout, plan.seconds, peak, float(plan.bytes_sent), peak <= self.usable,
-            variant=self.variant, lowering=plan.lowering,
-        )  # fmt: skip
+        row = self._row(point, plan)
         rival = self._rival(point)
         if self.last_gain is None and (rival is None or self.rank(row) < self.rank(self.rows[rival])):
             self._breakdowns[point] = Breakdown(plan, sent)
@@ -233,6 +236,15 @@ class Evaluation:
             self._best, self._best_point = row, point
         self._report_progress()
         return row
+
+    def _row(self, point: Point, plan: Plan) -> Row:
+        """The numbers of a candidate's plan."""
+        assert plan.seconds is not None
+        peak = plan.memory.peak
+        return Row(
+            point.mesh, point.layout, plan.seconds, peak, float(plan.bytes_sent), peak <= self.usable,
+            variant=self.variant, lowering=plan.lowering,
+        )  # fmt: skip
 
     def _report_progress(self) -> None:
         """Report the number of plans, and the cost, mesh and layout of the best."""

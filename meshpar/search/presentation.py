@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..layout import Rule
-from .evaluation import Evaluation, LimitReached, used_together
+from .evaluation import Evaluation, used_together
 from .naming import axis_names, renamed
 from .policy import POLICY
 from .row import Row
@@ -116,14 +116,8 @@ def with_merged_axes(candidate: Candidate, keep: Collection[str], may_plan: bool
     if candidate.row.name == "yours":
         return candidate
     evaluation, limit = candidate.evaluation, 1 + POLICY.same_row_fraction
-    evaluation.last_gain = None
     for point in _mergers(candidate.point, keep):
-        row = evaluation.known(point)
-        if row is None and may_plan:
-            try:
-                row = evaluation.plan(point)
-            except LimitReached:
-                return candidate
+        row = evaluation.known(point) or (evaluation.uncounted(point) if may_plan else None)
         old = candidate.row
         if row and row.fits == old.fits and row.seconds <= limit * old.seconds and row.peak <= limit * old.peak:
             row = replace(row, name=old.name)

@@ -10,7 +10,7 @@ from ..errors import CompilerError
 from .evaluation import Evaluation
 from .policy import POLICY
 from .presentation import Candidate, as_shown, one_per_kind, with_merged_axes
-from .result import CONVERGED, Search
+from .result import Search
 from .row import Row
 from .space import Space
 
@@ -32,7 +32,7 @@ def search_result(
     choice = _choice(first, [c.row for c in ranked])
     chosen = next(_simplified(c) for c in ranked if c.row is choice)
     distinct = one_per_kind([chosen, *(c for c in ranked if c.row is not choice)])
-    may_plan = ended == CONVERGED
+    may_plan = ended != "interrupted"
     merged = [with_merged_axes(c, keep_axes, may_plan and c is chosen) for c in distinct]
     merged[1:] = sorted(merged[1:], key=lambda c: first.rank(c.row))
     rows = _with_front([as_shown(c, keep_axes) for c in one_per_kind(merged)])
