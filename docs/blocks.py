@@ -154,6 +154,9 @@ def run_page(text: str, name: str) -> list[str]:
       AssertionError: a block that must fail succeeds, or a command that must succeed fails.
       Exception: any exception that a block raises.
     """
+    from meshpar.plan.checks import REPORTED_JOINS
+
+    REPORTED_JOINS.clear()  # a page is a program of its own: its warnings do not depend on other pages
     module = types.ModuleType(f"page_{Path(name).stem.replace('-', '_')}")
     sys.modules[module.__name__] = module
     try:
