@@ -271,7 +271,9 @@ def _collectives(a: Plan, b: Plan) -> list[tuple[str, str, str, float, float]]:
 def _side(p: Plan, styles: AxisStyles) -> Text:
     """Mesh, topology, layout and lowering of a plan in one line, with coloured axes."""
     where = f" of {p.topology}" if p.topology else ""
-    return Text.assemble(styles.mesh(mesh_text(p.sizes)), where, "   ", styles.layout(layout_text(p)), f"   {p.lowering}")
+    return Text.assemble(
+        styles.mesh(mesh_text(p.sizes)), where, "   ", styles.layout(layout_text(p)), f"   {p.lowering}"
+    )
 
 
 def _with_common_prefixes(rows: Sequence[Sequence[Cell]]) -> Iterator[list[Cell]]:
