@@ -703,11 +703,10 @@ def lab(
         where = (
             draft.mesh if draft.topology is not None else make_mesh(draft.mesh)
         )  # without a topology: the devices here
-        lowering = {"lowering": draft.lowering} if draft.lowering else {}
+        changed: Any = {**vars(step), "lowering": draft.lowering or step.lowering}
         return compile(
-            fn, *args, mesh=where, topology=draft.topology, layout=draft.layout, progress=tell, kwargs=call,
-            **{**vars(step), **lowering},
-        )  # fmt: skip
+            fn, *args, mesh=where, topology=draft.topology, layout=draft.layout, progress=tell, kwargs=call, **changed
+        )
 
     name = getattr(fn, "__name__", "step")
     return Lab(
