@@ -213,24 +213,24 @@ def test_two_plans_side_by_side_and_copies(page):
     page.get_by_role("button", name="Pin", exact=True).click()
     rule(page, 2).get_by_role("checkbox").uncheck()
     now = metrics(page)
-    compared = page.locator("section", has=page.get_by_role("heading", name="Compared with pinned plans"))
+    beside = page.locator("section", has=page.get_by_role("heading", name="Compared with pinned plans"))
     longer = now["seconds"] - pinned["seconds"]
     question = f"Why is this plan {'slower' if longer > 0 else 'faster'} by {format_seconds(abs(longer))}?"
-    compared.get_by_text(question).click()
-    assert "embed: data" in compared.locator("details[open] table").inner_text()
-    compared.get_by_text("Compare in full").click()
-    text = compared.inner_text()
+    beside.get_by_text(question).click()
+    assert "embed: data" in beside.locator("details[open] table").inner_text()
+    beside.get_by_text("Compare in full").click()
+    text = beside.inner_text()
     assert format_memory(pinned["peak"]) in text
     assert format_memory(now["peak"]) in text
     page.get_by_role("button", name="Pin", exact=True).click()
     wait_until_drawn(page)
-    assert compared.locator("> div > .card").count() == 2
+    assert beside.locator("> div > .card").count() == 2
     assert page.get_by_role("button", name="Pin", exact=True).is_disabled()  # the plan is pinned already
-    compared.get_by_role("button", name="Show").first.click()
+    beside.get_by_role("button", name="Show").first.click()
     assert metrics(page) == pinned
     assert agrees(page)
-    assert "Why is this plan" in compared.locator("> div > .card").nth(1).inner_text()
-    compared.get_by_role("button", name="Unpin").nth(1).click()
+    assert "Why is this plan" in beside.locator("> div > .card").nth(1).inner_text()
+    beside.get_by_role("button", name="Unpin").nth(1).click()
     page.get_by_role("button", name="Undo").click()
     wait_until_drawn(page)
     page.get_by_role("button", name="Copy layout").click()
@@ -241,7 +241,7 @@ def test_two_plans_side_by_side_and_copies(page):
     assert 'mp.mesh("data=4, model=4")' in page.evaluate("navigator.clipboard.readText()")
     page.get_by_role("button", name="Unpin").click()
     wait_until_drawn(page)
-    assert not compared.is_visible()
+    assert not beside.is_visible()
 
 
 def test_what_the_compiler_says(page):

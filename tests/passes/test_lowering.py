@@ -156,7 +156,11 @@ def test_a_plan_says_its_lowering_wherever_it_is_shown(tmp_path):
     assert "\nlowering  shard_map\n" in str(ours)
     assert f"\n{estimate})\n" in str(xla)
     assert f"{estimate}; io_callback at " in str(forced)
-    for plan, text in ((ours, "lowering: shard_map"), (xla, "jit (estimate"), (forced, "io_callback at")):
+    for plan, text in (
+        (ours, "<dt>lowering</dt><dd>shard_map</dd>"),
+        (xla, "jit (estimate"),
+        (forced, "io_callback at"),
+    ):
         plan.save(tmp_path / "plan.html")
         assert text in (tmp_path / "plan.html").read_text("utf8")
         assert text in plan._repr_html_()
@@ -188,7 +192,7 @@ def test_what_is_copied_has_the_lowering_and_is_priced_as_it_runs():
     lab = mp.lab(step, *args, topology="v5e:4x4", mesh=best.mesh, layout=best.layout, dims=dims)
     shown = lab.session.handle({"ask": "plan", "mesh": best.mesh, "topology": "v5e:4x4", "rules": []})["plan"]
     assert 'lowering="shard_map")' in shown["python"]
-    assert "lowering: shard_map" in shown["html"]["cards"]
+    assert "<dt>lowering</dt><dd>shard_map</dd>" in shown["html"]["facts"]
 
 
 def layers(w, x):
