@@ -8,12 +8,13 @@ A mutant is one edit of the syntax tree: a comparison swapped, a constant off by
 ``or``, a flag or a sign inverted, one reduction or extremum replaced by its opposite. The seed fixes a sample of all edits,
 spread evenly over the paths.
 
-The lines that each test executes are recorded once for each version of the package, with ``--record`` those of some tests only.
+The lines that each test executes are recorded once for each version of the package, with ``--record`` only for some tests.
 Each mutant is applied to a copy of the repository, in which the tests that execute the edited lines run up to the first failure:
-first those of the mirrored file (``tests/rules/test_halo.py`` for ``meshpar/rules/halo.py``) and folder, then all others; tests
-that start processes, whose lines are not recorded, run if they are mirrored; one case of each test runs before the second ones.
-``--limit`` bounds the recorded seconds of the mirrored tests, and those of the others. Tests with the mark ``slow`` do not run. A
-run that exceeds twice its tests' recorded seconds and a minute of CPU time counts as found. A mutant whose lines no test executes
+first in the mirrored file (``tests/rules/test_halo.py`` for ``meshpar/rules/halo.py``) and folder, then all others; tests that
+start processes, whose lines are not recorded, run if they are mirrored; one case of each test runs before the second ones.
+``--limit`` bounds the recorded seconds of the mirrored tests, and separately the seconds of the others. Tests with the mark
+``slow`` do not run. A run that exceeds twice its tests' recorded seconds and a minute of CPU time counts as found. A mutant whose
+lines no test executes
 is not found.
 
 A mutant is "broken", and not counted, if the tests that fail also fail without it. Mutants that change no behaviour are listed
@@ -274,7 +275,7 @@ def run_pytest(folder: Path, tests: Sequence[str], plugin: Any, arguments: tuple
       tests: files and folders.
       plugin: a class of pytest plugins, with its ``arguments``.
       seconds: of CPU time, after which the process is killed.
-      output: file of what is printed.
+      output: the file for the printed text.
     """
     os.setsid()  # processes that tests start are killed with it
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
@@ -436,7 +437,7 @@ def sampled(paths: Sequence[Path], sample: int, seed: int) -> dict[Path, list[Ed
 
 
 def outcomes(mutants: Sequence[Edit], args: argparse.Namespace) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """Key of a mutant → its line of the log: those of the log, and those that run until ``--minutes`` have passed."""
+    """Key of a mutant → its line of the log, for the mutants in the log and the ones that run until ``--minutes`` have passed."""
     lines = args.log.read_text().splitlines() if args.log and args.log.exists() else []
     results = {tuple(line["key"]): line for line in map(json.loads, lines)}
     end = time.monotonic() + 60 * args.minutes

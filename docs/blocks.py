@@ -257,7 +257,7 @@ def rendered(text: str, name: str) -> str:
             lines = shown(block, output)
             if block.stored is not None and block.stored != f"{lines}\n":
                 raise ValueError(
-                    f"{name}, line {block.line}: the stored output is not what the block prints; "
+                    f"{name}, line {block.line}: the stored output differs from the printed one; "
                     f"`python docs/blocks.py docs/{name}` writes it:\n{lines}"
                 )
             parts.append(f"\n```{{code-block}} text\n:class: output\n\n{lines}\n```\n")

@@ -56,7 +56,7 @@ def topologies() -> str:
     rows = []
     for chip in CHIPS.values():
         if chip.switch:
-            text = f"`{chip.name}:1` to `{chip.name}:{chip.switch}`, then whole nodes: `4x {chip.name}:{chip.switch}`"
+            text = f"`{chip.name}:1` to `{chip.name}:{chip.switch}`, then multiples of a node: `4x {chip.name}:{chip.switch}`"
         else:
             shapes = [f"{chip.name}:{'x'.join(map(str, shape))}" for shape in chip.shapes()]
             some = shapes if len(shapes) <= 9 else [*shapes[:8], "…", shapes[-1]]
@@ -217,7 +217,7 @@ PARTS = {
 def gallery() -> str:
     """One section for each model: a line about it, the numbers of its plan, a bar of its memory, and a link to the plan's page.
 
-    The pages of the plans are written into the working directory, which is that of the page's blocks.
+    The pages of the plans are written into the working directory of the page's blocks.
     """
     return "\n\n".join(_section(entry) for entry in GALLERY)
 

@@ -417,8 +417,8 @@ def search(
       kwargs: keyword arguments of ``fn`` with the name of an option of ``search``.
       topology: the slice, ``"v5e:16x16"``, as in :func:`meshpar.plan`.
       mesh: the only mesh to try, as text; default: all with at most ``max_axes`` axes, called ``data``, ``model``, ``third``, after
-        ``slice`` where there are several slices. The result names them by what they shard: ``data`` has the batch, then there are
-        ``model``, ``expert``, ``context``, ``replica`` and ``idle``. Axes of ``mesh`` and of ``fixed`` keep their names.
+        ``slice`` where there are several slices. The result names each by the dims that it shards: ``data`` shards the batch;
+        others are ``model``, ``expert``, ``context``, ``replica`` and ``idle``. Axes of ``mesh`` and of ``fixed`` keep their names.
       dims, lowering, donate_argnames, …: as in :func:`meshpar.jit`.
       fixed: rules that every layout begins with: ``"batch: data"``.
       forbid: dims that are never split: ``"head_dim, seq"``.

@@ -58,7 +58,7 @@ class Draft:
     """A mesh, its topology, a layout and sizes, as the text that a user typed; a key of the cached plans.
 
     Attributes:
-      lowering: "": that of the session's first plan.
+      lowering: "": the lowering of the session's first plan.
       sizes: ``"batch=32, seq=4096"``, options of the target that differ from the session's; "": none.
     """
 

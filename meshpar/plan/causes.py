@@ -107,7 +107,7 @@ class Causes:
         return f"the layout stores {what} with {' and '.join(dict.fromkeys(changes)) or order}"
 
     def local_form(self, op: Op, factor_axes: FactorAxes, axes: tuple[str, ...], why: str) -> str:
-        """Why the local form of an op communicates over axes; ``why``: what it sends, in a few words."""
+        """Why the local form of an op communicates over axes; ``why``: the data that it sends, in a few words."""
         over = format_axes(axes)
         if op.rule is not None and op.rule.given is not None:
             return f"this {op.label} sends over {over} itself: {why}"
@@ -119,7 +119,7 @@ class Causes:
         return f"{f'`{rule}`' if rule else over} {splits} {along}, along which {op.label} communicates: {why}"
 
     def sent_dims(self, op: Op, shape: Sequence[int]) -> str:
-        """The names of the dims of what the local form of an op sends: those of its first operand of the same rank, else the
-        sizes ``4 × 16``."""
+        """The names of the dims of the array that the local form of an op sends: the dims of its first operand of
+        the same rank, else the sizes ``4 × 16``."""
         value = next((v for v in op.ins if v is not None and len(v.shape) == len(shape)), None)
         return " × ".join(map(str, shape)) if value is None else format_dims(self.program.dims(value))

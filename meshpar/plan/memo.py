@@ -1,7 +1,7 @@
 """Caches that the plans of one program share: shards and steps, and decisions about ops.
 
 A decision follows from the axes that the layout assigns to an op and its results, from the shards of its operands, and from the
-sizes of the mesh; these are its key. Ops with equal equations, as those of equal layers, share decisions too. Shards and steps are
+sizes of the mesh; these are its key. Ops with equal equations, as in equal layers, share decisions too. Shards and steps are
 interned, so that ops that are planned as before have the same steps as before, and the cost model finds its cached results for
 them.
 """

@@ -231,7 +231,7 @@ class _Planner:
         return known
 
     def shared_key(self, op: Op) -> tuple[Any, ...] | None:
-        """A key of the decision about an op: ops with equal keys on one mesh, such as those of equal layers, have equal decisions.
+        """A key of the decision about an op: ops with equal keys on one mesh, such as in equal layers, have equal decisions.
 
         They have results with the same stored specs. Elementwise ops have operands of the same shapes, and compute in the same
         spec; others have equal equations (one rule), the same axes for the factors, and operands that are sharded alike. None: the

@@ -277,7 +277,7 @@ def _side(p: Plan, styles: AxisStyles) -> Text:
 
 
 def _with_common_prefixes(rows: Sequence[Sequence[Cell]]) -> Iterator[list[Cell]]:
-    """The rows of arguments, with what the paths of adjacent rows begin with in a row above them."""
+    """The rows of arguments, with the common prefix of the paths of adjacent rows in a row above them."""
     for _, group in itertools.groupby(rows, key=lambda row: row[0].text.split("/")[:2]):
         same = list(group)
         prefix = _common_prefix([row[0].text for row in same])

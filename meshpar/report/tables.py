@@ -25,7 +25,7 @@ class Cell:
       value: the number that ``text`` shows, by which pages sort the column; None: the cell is text.
       markup: HTML for pages; "": ``text``, escaped.
       css: classes of the ``td``, besides ``n`` for numbers.
-      terminal: what the terminal prints in place of ``text``, if it is not plain text.
+      terminal: the text that the terminal prints in place of ``text``, if it is not plain text.
     """
 
     text: str

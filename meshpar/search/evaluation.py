@@ -140,7 +140,7 @@ class Evaluation:
         return (row.seconds, row.peak) == (first.seconds, first.peak)
 
     def known(self, point: Point) -> Row | None:
-        """The row of a candidate that was planned, or that has the same assignment as one that was; None: there is none."""
+        """The row of a candidate that was planned, or that has the same assignment as a planned one; else None."""
         first = self._first_of.get(self._equivalence_key(point), point)
         row = self.rows.get(point) or self.rows.get(first)
         return row and replace(row, mesh=point.mesh, layout=point.layout)

@@ -111,7 +111,7 @@ def test_a_stored_output_is_shown_once():
 
 
 def test_a_stale_stored_output_is_an_error_and_can_be_rewritten():
-    with pytest.raises(ValueError, match="the stored output is not what the block prints"):
+    with pytest.raises(ValueError, match="the stored output differs from the printed one"):
         blocks.rendered(STORED.format(2), "page.md")
     assert blocks.with_stored_output(STORED.format(2), "page.md") == STORED.format(1)
 
