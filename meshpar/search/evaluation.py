@@ -148,7 +148,7 @@ class Evaluation:
     def uncounted(self, point: Point) -> Row | None:
         """The row of a candidate that is planned outside of the limits of the search, and not recorded; None: it has no plan."""
         try:
-            plan = Plan.of(with_passes(self._plan_without_passes(point)))
+            plan = with_passes(self._plan_without_passes(point))
         except MeshparError:
             return None
         return self._row(point, plan)
