@@ -51,7 +51,7 @@ class PathText:
     style: str = ""
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        columns = min(len(self.path), int(MAX_PATH_SHARE * options.max_width))
+        columns = min(len(self.path), int(MAX_PATH_SHARE * console.width), options.max_width)
         return Measurement(columns, columns)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
