@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...compat.jax import scan_counts
-from ..ir import Frame, Op, Program, Value
+from ..ir import Op, Program, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +41,16 @@ def layer_loops(program: Program) -> list[LayerLoop]:
     stacked = {find(v.nodes[0]) for v in inputs if v.shape[0] > 1}
     loops: list[LayerLoop] = []
 
-    def visit(frame: Frame) -> None:
-        """Append the layer loops of a frame and its bodies."""
-        for op in frame.ops:
-            weight = _stacked_operand(op, stacked, find) if op.primitive.scan else None
-            name = None if weight is None else program.dim_name(weight, 0)
-            if weight is not None and name is not None:
-                loops.append(LayerLoop(op, weight, name))
-            else:
-                for inner in op.frames:
-                    visit(inner)
-
-    visit(program.root)
+    pending = list(reversed(program.root.ops))
+    while pending:  # no recursive function, which would be a reference cycle that keeps the program's arrays
+        op = pending.pop()
+        weight = _stacked_operand(op, stacked, find) if op.primitive.scan else None
+        name = None if weight is None else program.dim_name(weight, 0)
+        if weight is not None and name is not None:
+            loops.append(LayerLoop(op, weight, name))
+        else:
+            for frame in reversed(op.frames):
+                pending += reversed(frame.ops)
     return loops
 
 
