@@ -354,6 +354,7 @@ def _lab(args: argparse.Namespace) -> int:
     layout = None if args.layout is None else _layout(args, target, args.layout, mesh, args.topology)
 
     def lab(target: Target, layout: str | None) -> mp.types.Lab:
+        """The lab of a target under ``layout``; errors of its step name the target."""
         return failing_as_target(
             target.name,
             lambda: mp.lab(

@@ -130,17 +130,12 @@ class Jitted(Generic[P, R]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Jitted[P, R]:
         """A copy of the function with the same options and empty caches."""
-        other = Jitted(
-            copy.deepcopy(self._fn, memo),
-            self.mesh,
-            self.layout,
-            self._options,
-            topology=self.topology,
-            init=self._init,
-        )
+        fn = copy.deepcopy(self._fn, memo)
+        other = Jitted(fn, self.mesh, self.layout, self._options, topology=self.topology, init=self._init)
         return other.__get__(*copy.deepcopy(self._bound, memo)) if self._bound else other
 
     def __repr__(self) -> str:
+        """The call that makes it: function, mesh, layout and lowering."""
         api = "init" if self._init else "jit"
         name = getattr(self, "__name__", "step")
         return (
@@ -428,6 +423,7 @@ class Jitted(Generic[P, R]):
         return plan
 
     def _compiled(self, call: Call) -> CompiledStep:
+        """The compiled step for a call, cached by its key."""
         compiled = self._caches.compiled.get(call.key)
         if compiled is None:
             with without_gc(cached=True):

@@ -555,6 +555,8 @@ def _candidate(name: str, row: Row, base: Plan) -> dict[str, Any]:
 def _as_row(
     name: str, mesh: str, layout: str, seconds: float | None, peak: float, sent: float, of: Plan
 ) -> dict[str, Any]:  # fmt: skip
+    """A row of layouts for the page: texts and numbers of its step time (seconds), peak memory and bytes sent; ``of``: a plan on
+    the same chip."""
     chip = of.chip
     return {
         "name": name, "mesh": mesh, "layout": layout, "rules": statements(layout), "seconds": seconds, "peak": peak,

@@ -102,6 +102,7 @@ def _arguments(plan: Plan, styles: AxisStyles) -> Table:
     rows: list[tuple[Any, ...]] = []
 
     def add(label: str, text: str, members: ArgumentGroup, style: str = "") -> None:
+        """Append the row of a group: label, dims, number of arguments, bytes in all and per device."""
         cells = (
             str(len(members.members)),
             styles.dims(text),

@@ -37,6 +37,7 @@ def axis_names(sizes: Sizes, rules: Sequence[Rule], keep: Collection[str] = ()) 
     data = min(batch, key=lambda a: (len(carried[a] - WITH_DATA), -size[a], free.index(a)), default=None)
 
     def kind(axis: str) -> str:
+        """The name of an axis by the dims that it shards, without a number."""
         dims = carried[axis]
         if axis == data:
             return "data"

@@ -252,6 +252,7 @@ class _Case:
     """
 
     def __init__(self, tolerance: float):
+        """A case whose results may differ by ``tolerance`` of the largest value."""
         self.tolerance = tolerance
         self.tell: Callable[[str], None] = lambda text: None
         self.device = jax.local_devices()[0]  # every process runs the unsharded step
