@@ -56,7 +56,7 @@ def test_the_tpu_kernel_brings_weights_once_and_rows_once_for_each_stretch(sizes
     rhs = jnp.zeros(shape, jnp.int8 if blocks else jnp.bfloat16)
     scale = [jnp.zeros((G, blocks, N), jnp.float32)] if blocks else []
     options = {"transpose_rhs": transposed, "activation": None, "out_dtype": jnp.dtype(jnp.float32)}
-    operands = lhs, [rhs], jnp.asarray(sizes), None, None, None, scale
+    operands = lhs, [rhs], jnp.asarray(sizes), None, None, scale
     copied, estimate = pipelined(monkeypatch, tpu.grouped_matmul, *operands, tile=tpu.Tile(128, K, 128), **options)
     absent = sizes.count(0) * (
         K * N * rhs.dtype.itemsize + blocks * N * 4
