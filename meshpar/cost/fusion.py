@@ -288,12 +288,14 @@ def _sources(
     items: Sequence[Buffer], found: dict[Buffer, None], seen: set[Buffer], takes: bool, own: set[Kernel]
 ) -> None:
     """Add to ``found`` the buffers in memory that ``items`` are computed from, through the ops that the kernel fuses."""
-    for item in items:
+    pending = list(reversed(items))
+    while pending:  # not recursive: a chain of fused ops may be longer than Python's stack
+        item = pending.pop()
         if (item.stored and not (takes and item.recomputed)) or item.made_by not in own:
             found[item] = None
         elif item.made_by is not None and item not in seen:
             seen.add(item)
-            _sources(item.made_by.ins, found, seen, takes, own)
+            pending += reversed(item.made_by.ins)
 
 
 def line_of(op: Op | None) -> str:

@@ -391,9 +391,18 @@ def sorted_by_dependencies(before: Mapping[T, Iterable[T]], position: Mapping[T,
 
 def _is_computed(buffer: Buffer, computation: Computation, inside: set[Kernel], cache: dict[Buffer, bool]) -> bool:
     """Whether a buffer is carried by the computation's loop, or follows from a kernel inside that is not light."""
-    if buffer.made_by is None or buffer.made_by not in inside:
-        return buffer.carried and buffer in computation.inputs
-    if buffer not in cache:
-        light = buffer.made_by.name in _LIGHT
-        cache[buffer] = not light or any(_is_computed(b, computation, inside, cache) for b in buffer.made_by.ins)
+    pending = [buffer]
+    while pending:  # not recursive: a chain of light ops may be longer than Python's stack
+        item = pending[-1]
+        if item.made_by is None or item.made_by not in inside:
+            cache[item] = item.carried and item in computation.inputs
+        elif item.made_by.name not in _LIGHT or any(cache.get(b) for b in item.made_by.ins):
+            cache[item] = True
+        else:
+            unknown = [b for b in item.made_by.ins if b not in cache]
+            pending += unknown
+            if not unknown:
+                cache[item] = False
+        if item in cache:
+            pending.pop()
     return cache[buffer]
