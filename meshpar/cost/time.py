@@ -156,7 +156,9 @@ def _bottleneck(time: Time, collectives: Sequence[Collective]) -> str:
     name, most = max(totals.items(), key=lambda x: x[1])
     if most == 0:
         return "nothing to do"
-    others = ", ".join(f"{k} {format_seconds(v)}" for k, v in totals.items() if k != name)
+    others = ", ".join(
+        f"{k} {format_seconds(v)}" for k, v in {**totals, "vector units": time.vector}.items() if k != name
+    )
     if name == "communication":
         groups: dict[Any, float] = {}
         for c in collectives:

@@ -250,6 +250,7 @@ def step_parts(plan: Plan, colours: AxisColours) -> str:
         ("step, estimated", time.seconds, [("ink", kernels, "kernels"), ("wait", exposed, "exposed communication")]),
         ("matmuls alone", time.compute, [("ink", time.compute, "matmuls")]),
         ("memory traffic alone", time.memory, [("ink", time.memory, "memory traffic")]),
+        ("vector units alone", time.vector, [("ink", time.vector, "elementwise ops, reductions and conversions")]),
         ("collectives alone", time.communication, [(kind, n, "collectives") for kind, n in by_colour.items()]),
     ]
     longest = max(value for _, value, _ in rows) or 1.0
