@@ -131,6 +131,15 @@ def _token(token: str) -> str:
     return re.escape(token)
 
 
+def alternatives(pattern: str) -> list[tuple[str, str]]:
+    """(text, pattern with that text alone) for every text of every ``{up,down}`` of a path pattern."""
+    return [
+        (text, pattern[: group.start()] + text + pattern[group.end() :])
+        for group in re.finditer(r"\{([^{}]*)\}", pattern)
+        for text in group[1].split(",")
+    ]
+
+
 def path_matches(pattern: str, path: str) -> bool:
     """Whether a path pattern matches a path.
 

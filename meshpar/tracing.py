@@ -24,7 +24,7 @@ from .arguments import (
 )
 from .compat import nnx
 from .compat.jax import abstract_array, is_graph_node, is_ref, traced_as, user_line
-from .dims import Dims, PathDims, fit_dims, format_dims, near, path_matches
+from .dims import Dims, PathDims, alternatives, fit_dims, format_dims, near, path_matches
 from .errors import PatternError, UnsupportedError
 from .flax import Leaf, capture_names, flatten_named, with_states
 from .program import Program, infer, trace
@@ -361,10 +361,17 @@ def _check_patterns(patterns: PathDims, used: set[str], paths: list[str], init: 
     """Check that every pattern is used.
 
     Raises:
-      PatternError: one matches no path, or only paths that an earlier pattern matches.
+      PatternError: one matches no path, or only paths that an earlier pattern matches, or no path by a text of ``{up,down}``.
     """
     for pattern, _ in patterns.items:
         if pattern in used:
+            for text, alone in alternatives(pattern):
+                if pattern not in paths and not any(path_matches(alone, p) for p in paths):
+                    raise PatternError(
+                        f"the dims= pattern {pattern!r} matches no tensor by its {text!r}",
+                        pattern=pattern,
+                        fixes=[*_similar_pattern(alone, paths), f"leave {text!r} out"],
+                    )
             continue
         shadowed = next((p for p in paths if path_matches(pattern, p)), None)
         if shadowed is not None:

@@ -4,6 +4,7 @@ import pytest
 
 from meshpar.dims import (
     PathDims,
+    alternatives,
     did_you_mean,
     fit_dims,
     format_dims,
@@ -137,3 +138,8 @@ def test_near_names():
 def test_character_sets_and_alternatives(pattern, matching, other):
     assert all(path_matches(pattern, path) for path in matching)
     assert not any(path_matches(pattern, path) for path in other)
+
+
+def test_the_texts_of_a_pattern_one_by_one():
+    assert alternatives("*/{up,gate}/{a}") == [("up", "*/up/{a}"), ("gate", "*/gate/{a}"), ("a", "*/{up,gate}/a")]
+    assert alternatives("*/[qkv]/kernel") == []

@@ -263,6 +263,18 @@ def test_a_pattern_far_from_any_path():
     assert all(f"{path}" in error.split("paths are: ")[1] for path in ("params/down", "params/up", "x"))
 
 
+def test_a_text_in_braces_that_matches_nothing():
+    dims = {"params/{up,dwn}": "_ _", "params/down": "mlp embed", "x": "batch embed"}
+    error = text(mp.errors.PatternError, plan, "batch: data", dims=dims)
+    assert error == textwrap.dedent("""\
+        the dims= pattern 'params/{up,dwn}' matches no tensor by its 'dwn'
+          pattern params/{up,dwn}
+          fix     did you mean 'params/down' or 'params/up'?
+                  leave 'dwn' out""")
+    both = {"params/{up,down}": "_ _", "x": "batch _"}
+    assert plan("batch: data", dims=both).joins == []
+
+
 def test_a_shadowed_pattern():
     dims = {"params/*": "_ _", "params/up": "embed mlp", "x": "batch embed"}
     error = text(mp.errors.PatternError, plan, "batch: data", dims=dims)
