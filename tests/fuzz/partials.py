@@ -29,7 +29,7 @@ FLOATS = (  # reductions of floats, exact for small multiples of powers of two
 )  # fmt: skip
 AFTER_FLOATS = (  # what follows, in f32
     "jnp.cumsum({}, -1)", "jnp.cumsum({}, -1)", "jnp.cumsum({}, -1)", "jnp.cumsum({}, -1)", "lax.cumsum({}, {}.ndim - 1, reverse=True)", "lax.cummax({}, {}.ndim - 1)", "jnp.cumprod({} * 0.125 + 1, -1)", "lax.cumlogsumexp({} * 0.125, {}.ndim - 1)",
-    "jnp.sign({})", "jnp.abs({})", "-{}", "1.0 / (1.0 + jnp.abs({}))", "2.0 / ({} + 1000.0)", "{} * {s}", "{s} * {} + {}", "{} / (1.0 + jnp.square({s}))", "{} * 0.25", "{} / 3", "lax.div({}, F(3))", "jnp.square({})",
+    "jnp.sign({})", "jnp.abs({})", "-{}", "1.0 / (1.0 + jnp.abs({}))", "2.0 / ({} + 1000.0)", "{} * {s}", "{s} * {} + {}", "{} / (1.0 + jnp.square({s}))", "{} * 0.25", "{} / 3", "lax.div({}, jnp.asarray(3, {}.dtype))", "jnp.square({})",
     "jnp.where(jnp.arange({}.shape[-1]) % 2 == 0, {}, 0)", "jnp.where(jnp.arange({}.shape[-1]) % 2 == 0, {}, 1)", "jnp.where({} > 2, {}, 0)", "jnp.pad({}, 1, constant_values=0.5)",
     "jnp.concatenate([{}, {} * 2], -1)", "{} @ jnp.arange(float({}.shape[-1])).astype(F)", "lax.rev({}, (0,))", "jnp.clip({}, -1.0, 1.5)", "lax.reduce_precision({}, 8, 3)", "{}.sum()", "{}.max()", "lax.integer_pow({}, 2) * 0.125",
     "jnp.zeros({}.shape, F).at[0].add({}[0]) + 1", "jnp.ones({}.shape, F).at[:1].multiply({}[:1])", "lax.dynamic_update_slice(jnp.ones({}.shape, F), {}[:1], ({i},) + (np.zeros((), {i}.dtype),) * ({}.ndim - 1))", "jnp.sort({}, -1)", "jnp.float32(1.0) - {}", "{} - {s}",

@@ -197,14 +197,16 @@ def test_grouped_matmul_accepts_shapes_that_compile(odd, major, monkeypatch):
     narrow = "n" in odd
     for transposed, out in itertools.product((False, True) if narrow else (False,), (BF16, F32) if narrow else (BF16,)):
         lhs, rhs, sizes = struct(m, k), struct(g, *((n, k) if transposed else (k, n))), struct(g, dtype=jnp.int32)
-        tile = gpu.pick_tile(n, 2)
+        padded_k, padded_n = gpu.padded_sizes(lhs, out, k=k, n=n, transpose_rhs=transposed)
+        tile = gpu.pick_tile(padded_n, 2)
         options = {"tile": tile, "out_dtype": out}
-        said = gpu.matmul_unsupported(lhs, out, tile, 1, k=k, n=n, transpose_rhs=transposed)
+        said = gpu.matmul_unsupported(lhs, out, tile, 1, k=padded_k, n=padded_n, transpose_rhs=transposed)
         matmul = functools.partial(gpu.grouped_matmul, transpose_rhs=transposed, activation=None, **options)
         check(said, lambda lhs, rhs, sizes, matmul=matmul: matmul(lhs, [rhs], sizes, None, None), lhs, rhs, sizes)
         if transposed:
             continue
-        said = gpu.transpose_unsupported(lhs, out, tile, k=k, n=n)
+        padded_k, padded_n = gpu.padded_sizes(lhs, out, k=k, n=n, transposes=True)
+        said = gpu.transpose_unsupported(lhs, out, tile, k=padded_k, n=padded_n)
         acc = functools.partial(gpu.grouped_matmul_transpose, groups=g, **options)
         check(said, lambda lhs, rhs, sizes, acc=acc: acc(lhs, rhs, sizes, None, None), lhs, struct(m, n), sizes)
 
