@@ -52,17 +52,26 @@ def _finish(value: Value, leaves: Sequence[Op]) -> Callable[[list[Any]], Any]:
     """A function from chunks of the matmuls to a chunk of the sum: it applies the transposes and additions between them."""
     position = {op: k for k, op in enumerate(leaves)}
 
-    def sum_of(value: Value, chunks: list[Any]) -> Any:
+    def sum_of(chunks: list[Any]) -> Any:
         """The chunk of ``value``, computed from chunks of the matmuls by the additions and transposes of the program."""
-        op = value.op
-        assert op is not None
-        if op in position:
-            return chunks[position[op]]
-        operands = [sum_of(v, chunks) for v in op.ins if v is not None]
-        return (
-            lax.transpose(operands[0], op.eqn.params["permutation"])
-            if op.primitive.transpose
-            else operands[0] + operands[1]
-        )
+        made: dict[Value, Any] = {}
+        pending = [value]
+        while pending:  # not recursive: a sum may have more terms than Python's stack
+            item = pending[-1]
+            op = item.op
+            assert op is not None
+            operands = [v for v in op.ins if v is not None]
+            unknown = [] if item in made or op in position else [v for v in operands if v not in made]
+            if unknown:
+                pending += reversed(unknown)
+                continue
+            pending.pop()
+            if op in position:
+                made[item] = chunks[position[op]]
+            elif item not in made:
+                terms = [made[v] for v in operands]
+                permutation = op.eqn.params["permutation"] if op.primitive.transpose else None
+                made[item] = terms[0] + terms[1] if permutation is None else lax.transpose(terms[0], permutation)
+        return made[value]
 
-    return lambda chunks: sum_of(value, chunks)
+    return sum_of

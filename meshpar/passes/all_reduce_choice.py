@@ -184,12 +184,14 @@ def _matmul_seconds(plan: Plan, values: Sequence[Value]) -> list[float]:
     """Seconds of each matmul whose results are added in partial values."""
     assert plan.chip is not None
     out: list[float] = []
-    for value in values:
+    pending = list(reversed(values))
+    while pending:  # not recursive: a sum may have more terms than Python's stack
+        value = pending.pop()
         run = None if value.op is None else plan.runs.get(value.op)
         if run is None:
             continue
         if run.op.name in MATMULS:
             out.append(matmul_seconds(plan, plan.chip, run))
         elif any(s.partial for s in run.reads):
-            out += _matmul_seconds(plan, [s.value for s in run.reads])
+            pending += [s.value for s in reversed(run.reads)]
     return out

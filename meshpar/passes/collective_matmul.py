@@ -294,24 +294,33 @@ class CollectiveMatmulPairs:
         if made is None or self.reads[step.source] != 1 or len(made.results) > 1 or step.source.kind != "sum":
             return None
         scatter = step.scatters[0]
-        leaves = self._leaves(step.source, scatter.dim, self.home[step], step.source)
+        leaves = self._leaves(step.source, scatter.dim, self.home[step])
         return None if not leaves else CollectiveMatmul(step, scatter.dim, scatter.axes, tuple(leaves))
 
-    def _leaves(self, shard: Shard, dim: int, home: Frame, top: Shard) -> list[tuple[Run, int]] | None:
+    def _leaves(self, shard: Shard, dim: int, home: Frame) -> list[tuple[Run, int]] | None:
         """(matmul, dim of its result that becomes ``dim``) of all matmuls that are added in a partial shard; None as above."""
-        run = self.maker.get(shard)
-        if run is None or self.home[run] is not home or (shard is not top and self.reads[shard] != 1):
-            return None
-        if run.op.primitive.dot and run.axes is not None and not any(s.partial for s in run.reads):
-            return None if run.op in self.in_rings else [(run, dim)]
-        if not any(s.partial for s in run.reads):
-            return None
-        if run.op.primitive.transpose:
-            return self._leaves(run.reads[0], run.op.eqn.params["permutation"][dim], home, top)
-        if run.op.primitive.addition:
-            terms = [None if operand is None else self._leaves(operand, dim, home, top) for operand in run.operands]
-            return None if None in terms else [leaf for term in terms if term is not None for leaf in term]
-        return None
+        leaves: list[tuple[Run, int]] = []
+        pending: list[tuple[Shard | None, int]] = [(shard, dim)]
+        while pending:  # not recursive: a sum may have more terms than Python's stack
+            term, dim = pending.pop()
+            run = None if term is None else self.maker.get(term)
+            if (
+                term is None
+                or run is None
+                or self.home[run] is not home
+                or (term is not shard and self.reads[term] != 1)
+            ):
+                return None
+            partial = any(s.partial for s in run.reads)
+            if run.op.primitive.dot and run.axes is not None and not partial and run.op not in self.in_rings:
+                leaves.append((run, dim))
+            elif partial and run.op.primitive.transpose:
+                pending.append((run.reads[0], run.op.eqn.params["permutation"][dim]))
+            elif partial and run.op.primitive.addition:
+                pending += [(operand, dim) for operand in reversed(run.operands)]
+            else:
+                return None
+        return leaves
 
 
 def _can_precede(value: Value | None, frame: Frame, first: int, position: Mapping[Op, int]) -> bool:

@@ -42,23 +42,42 @@ class Constants:
 
     def evaluate(self, value: Value) -> np.ndarray | None:
         """The elements of an integer or boolean value; None if it depends on an input, or is too large."""
-        if value in self.known:
-            known = self.known[value]
-            return known if known is None or isinstance(known, np.ndarray) else np.asarray(known)
+        pending = [value]
+        while pending:  # not recursive: a chain of ops may be longer than Python's stack
+            item = pending[-1]
+            unknown = [v for v in self._operands(item) if v not in self.known] if item not in self.known else []
+            if unknown:
+                pending += reversed(unknown)
+                continue
+            pending.pop()
+            if item in self.outer and item not in self.known:
+                self.known[item] = self.known[self.outer[item]]
+            elif item not in self.known:
+                self.known[item] = self._computed(item)
+        known = self.known[value]
+        return known if known is None or isinstance(known, np.ndarray) else np.asarray(known)
+
+    def _operands(self, value: Value) -> list[Value]:
+        """The values of which one is the value, or from which its op computes it; none if the op is not evaluated."""
         if value in self.outer:
-            return self.evaluate(self.outer[value])
-        op, out = value.op, None
-        if op is not None and op.name in _EVALUATED and not op.frames and value.aval.size <= MAX_ELEMENTS:
-            xs = [
-                literal_array(var) if v is None else self.evaluate(v)
-                for var, v in zip(op.eqn.invars, op.ins, strict=True)
-            ]
-            dtype = value.aval.dtype
-            if all(x is not None for x in xs) and (dtype == np.bool_ or jnp.issubdtype(dtype, np.integer)):
-                with jax.ensure_compile_time_eval():
-                    out = np.asarray(bind(op.eqn, xs, plain_params(op.eqn.params))[op.outs.index(value)])
-        self.known[value] = out
-        return out
+            return [self.outer[value]]
+        op = value.op
+        if op is None or op.name not in _EVALUATED or op.frames or value.aval.size > MAX_ELEMENTS:
+            return []
+        return [v for v in op.ins if v is not None]
+
+    def _computed(self, value: Value) -> np.ndarray | None:
+        """The elements of a value whose operands are in ``known``; None as in :meth:`evaluate`."""
+        op, dtype = value.op, value.aval.dtype
+        if op is None or op.name not in _EVALUATED or op.frames or value.aval.size > MAX_ELEMENTS:
+            return None
+        if dtype != np.bool_ and not jnp.issubdtype(dtype, np.integer):
+            return None
+        xs = [literal_array(var) if v is None else self.known[v] for var, v in zip(op.eqn.invars, op.ins, strict=True)]
+        if any(x is None for x in xs):
+            return None
+        with jax.ensure_compile_time_eval():
+            return np.asarray(bind(op.eqn, xs, plain_params(op.eqn.params))[op.outs.index(value)])
 
     def lookup_table(self, value: Value | None, atom: Any, size: int, mode: Any) -> np.ndarray | None:
         """The indices of a gather or scatter along one dim.
