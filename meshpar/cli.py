@@ -28,7 +28,7 @@ from .doctor import add_command as add_doctor
 from .errors import CheckError, CompilerError, JoinWarning, MeshparError, TargetError
 from .hardware.calibration import read_calibrations
 from .hardware.topology import device_count
-from .layout import scheme_name
+from .layout import scheme_text
 from .layouts import PRESETS
 from .options import Lowering, add_flags, given_flags
 from .plan_api import Plan
@@ -566,16 +566,16 @@ def _layout(args: argparse.Namespace, target: Target, text: str | None, mesh: st
             return str(mp.Layout(text))  # an error that says how rules are written
         if text in target.layouts:
             return target.layouts[text]
-        preset = PRESETS.get(scheme_name(text))
-        if preset is not None:
-            _say(args, f"layout   {preset()} ({text})")
-            return str(preset())
+        rules = scheme_text(text)
+        if rules is not None:
+            _say(args, f"layout   {mp.Layout(rules)} ({text})")
+            return str(mp.Layout(rules))
         known = ", ".join(target.layouts) or "none"
         raise TargetError(
             f"there is no layout {text!r}: it has no rule `dim: axis`, and the target's LAYOUTS are: {known}",
             fixes=[
                 *(f"did you mean {name}?" for name in near(text, [*target.layouts, *PRESETS])[:1]),
-                f"those for every model are {', '.join(PRESETS)}",
+                f"those for every model are {', '.join(PRESETS)}; each of them also inside of stages, `fsdp+pipeline`",
             ],
         )
     bare = _plan_of(args, target, mesh, topology, "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -43,6 +43,8 @@ SCHEMES = {
     "expert_parallel": "expert?, experts?: {expert}; batch: {data}+{expert}; embed?: {data}",
 }
 """Name of a scheme → its layout, a format string with one field for each mesh axis. See :mod:`meshpar.layouts`."""
+PIPELINE = "pipeline"
+"""Name of the scheme that is combined with the others: ``"fsdp+pipeline"``."""
 _DEFAULT_AXES = {axis: axis for axis in ("data", "model", "replica", "context", "expert")}
 
 
@@ -130,7 +132,7 @@ class Layout:
             resolve = resolve or rules.resolve
         elif isinstance(rules, str):
             self.rules = tuple(_parse(rules))
-            named_scheme = scheme_name(rules) if scheme_name(rules) in SCHEMES else ""
+            named_scheme = "" if scheme_text(rules) is None else scheme_name(rules)
         elif not isinstance(rules, Iterable):
             raise LayoutSyntaxError(
                 f"Layout({rules!r}) is neither text nor a list of rules", fixes=['mp.Layout("batch: data; mlp: model")']
@@ -423,9 +425,7 @@ def _parse(text: str) -> Iterable[Rule]:
     Raises:
       LayoutSyntaxError: text that is neither.
     """
-    if scheme_name(text) in SCHEMES:
-        text = SCHEMES[scheme_name(text)].format_map(_DEFAULT_AXES)
-    lines = [line.split("#", 1)[0] for line in text.splitlines()]
+    lines = [line.split("#", 1)[0] for line in (scheme_text(text) or text).splitlines()]
     for statement in (s.strip() for line in lines for s in line.split(";")):
         if not statement:
             continue
@@ -458,6 +458,31 @@ def _parse(text: str) -> Iterable[Rule]:
 def scheme_name(text: str) -> str:
     """The name under which :data:`SCHEMES` would have a scheme: ``"fsdp+tensor"`` → ``"fsdp_tensor"``."""
     return re.sub(r"\W+", "_", text.strip())
+
+
+def scheme_text(text: str) -> str | None:
+    """The rules of the scheme that a text names, as text; None: it names none. ``"fsdp+pipeline"`` is FSDP inside of stages."""
+    if ":" in text:
+        return None
+    name = scheme_name(text)
+    base = "data_parallel" if name == PIPELINE else name.removesuffix(f"_{PIPELINE}")
+    if base not in SCHEMES:
+        return None
+    rules = SCHEMES[base].format_map(_DEFAULT_AXES)
+    return rules if base == name else str(with_stages(Layout(rules), "stage", "layers"))
+
+
+def with_stages(layout: Layout, stage: str, layers: str) -> Layout:
+    """A layout with the dim of stacked layers over an axis of stages, and the vocabulary over this axis as well.
+
+    Given ``"batch: data; vocab?: model"``, returns ``"layers: stage; batch: data; vocab?: stage+model"``.
+    """
+    rules = [Rule(layers, (stage,)), *(r for r in layout.rules if (r.dim, r.scope) != (layers, None))]
+    if not any(r.dim == "vocab" and r.scope is None for r in rules):
+        rules.append(Rule("vocab", (), optional=True))
+    over = lambda r: (stage, *(a for a in r.axes if a != stage))  # noqa: E731
+    rules = [replace(r, axes=over(r)) if r.dim == "vocab" and r.scope is None else r for r in rules]
+    return Layout("; ".join(map(str, rules)), resolve=layout.resolve, optional=layout.optional)
 
 
 def _similar_schemes(text: str) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .layout import SCHEMES, Layout
+from .layout import PIPELINE, SCHEMES, Layout, with_stages
 
 
 def _scheme(name: str, **axes: str) -> Layout:
@@ -129,6 +129,29 @@ def expert_parallel(data: str = "data", expert: str = "expert") -> Layout:
       expert?, experts?: expert; batch: data+expert; embed?: data
     """
     return _scheme("expert_parallel", data=data, expert=expert)
+
+
+def pipeline(layout: str | Layout = "data_parallel", stage: str = "stage", layers: str = "layers") -> Layout:
+    """Another layout inside of the stages of a pipeline: the dim of stacked layers is split over an axis of stages.
+
+    Embedding and head, which have no layers, are split by their vocabulary over the same axis. With the default names, the names
+    of schemes can be joined: ``"pipeline"``, ``"fsdp+pipeline"``, ``"fsdp+megatron+pipeline"``. Pipelines are described in the
+    documentation under "Pipelines".
+
+    Args:
+      layout: the name of a scheme, rules, or a layout.
+      stage: the axis of stages.
+      layers: the dim of stacked layers.
+
+    Example:
+      >>> print(mp.layouts.pipeline())
+      layers: stage; batch: data; vocab?: stage
+      >>> print(mp.layouts.pipeline("fsdp_megatron"))
+      layers: stage; batch: data; heads?, kv_heads?, mlp?: model; vocab?: stage+model; embed?: data
+    """
+    inner = Layout(layout)
+    scheme = PIPELINE if inner.scheme == "data_parallel" else f"{inner.scheme}_{PIPELINE}" if inner.scheme else ""
+    return Layout(with_stages(inner, stage, layers), scheme=scheme)
 
 
 PRESETS: dict[str, Callable[..., Layout]] = {name: globals()[name] for name in SCHEMES}

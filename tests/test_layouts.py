@@ -147,3 +147,46 @@ def test_a_scheme_whose_dims_have_other_names_warns():
 def test_an_equals_sign_in_a_rule_is_corrected():
     with pytest.raises(mp.errors.LayoutSyntaxError, match="write `:` in rules: `batch: data`"):
         mp.Layout("batch=data; embed=data")
+
+
+@pytest.mark.parametrize(
+    ("name", "rules"),
+    [
+        ("pipeline", "layers: stage; batch: data; vocab?: stage"),
+        ("fsdp+pipeline", "layers: stage; batch, embed?: data; vocab?: stage"),
+        ("zero1+pipeline", "layers: stage; batch, opt.embed?: data; vocab?: stage"),
+        ("megatron+pipeline", "layers: stage; batch: data; heads?, kv_heads?, mlp?: model; vocab?: stage+model"),
+    ],
+)
+def test_a_scheme_inside_of_stages(name, rules):
+    scheme = name.removesuffix("pipeline").strip("+") or "data_parallel"
+    assert mp.Layout(name) == mp.layouts.pipeline(scheme) == mp.Layout(rules)
+    assert mp.layouts.pipeline(scheme).scheme == mp.Layout(name).scheme == name.replace("+", "_")
+
+
+def test_stages_around_a_layout_of_ones_own():
+    layout = mp.layouts.pipeline("batch: x; vocab: x; depth: none", stage="s", layers="depth")
+    assert str(layout) == "depth: s; batch: x; vocab: s+x"
+    assert mp.layouts.pipeline(layout, stage="s", layers="depth") == layout
+    with pytest.raises(mp.errors.LayoutSyntaxError, match="pipelin"):
+        mp.Layout("fsdp+pipelin")
+
+
+def test_fsdp_inside_of_stages_splits_the_layers_and_the_vocabulary():
+    def loss(params, tokens):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), params["embedding"][tokens], params["w"])
+        return x.var()
+
+    def step(params, tokens):
+        gradients = mp.accumulate_gradients(jax.grad(loss), 4)(params, tokens)
+        return jax.tree.map(lambda p, g: p - g, params, gradients)
+
+    params = {"embedding": jax.ShapeDtypeStruct((16, 8), f32), "w": jax.ShapeDtypeStruct((4, 8, 8), f32)}
+    dims = {"params/embedding": "vocab embed", "params/w": "layers embed _", "tokens": "batch seq"}
+    tokens = jax.ShapeDtypeStruct((16, 4), jnp.int32)
+    plan = mp.plan(step, params, tokens, mesh="stage=2, data=4", layout="fsdp+pipeline", dims=dims)
+    assert {h.path: h.spec for h in plan.inputs} == {
+        "params/embedding": jax.P("stage", "data"), "params/w": jax.P("stage", "data"), "tokens": jax.P("data"),
+    }  # fmt: skip
+    assert plan.pipeline is not None
+    assert (plan.pipeline.stages, plan.pipeline.microbatches) == (2, 4)

@@ -1,0 +1,144 @@
+"""Pipelines combined with every known scheme equal the unsharded step: the complete new state, under both lowerings."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import planned_transformer
+import pytest
+
+import llama
+import meshpar as mp
+import mixtral
+from meshpar.verify.hlo import walk
+from meshpar.verify.hlo_text import parse
+
+MICROBATCHES = 4
+TENSOR = "batch: data; heads, kv_heads, mlp: model; vocab: stage+model"
+CASES = {
+    "data": ("stage=2, data=2, idle=2", "batch: data; layers: stage"),
+    "fsdp": ("stage=2, data=2, idle=2", "batch, embed: data; layers: stage"),
+    "tensor": ("stage=2, data=2, model=2", f"{TENSOR}; layers: stage"),
+    "tensor + sequence": ("stage=2, idle=2, model=2", "heads, kv_heads, mlp, vocab, seq: model; layers: stage"),
+    "fsdp + tensor + sequence": ("stage=2, data=2, model=2", f"{TENSOR}; embed: data; seq: model; layers: stage"),
+    "zero1": ("stage=2, data=2, idle=2", "batch: data; opt.embed: data; layers: stage"),
+    "four stages": ("stage=4, idle=2", "vocab: stage; layers: stage"),
+}
+EXPERTS = {
+    "experts": ("stage=2, idle=2, model=2", "expert, batch: model; layers: stage"),
+    "fsdp + experts": ("stage=2, data=2, model=2", "expert: model; batch: data+model; embed: data; layers: stage"),
+}
+
+
+def training(module, config, model):
+    """(step, its arguments): the model of an example with four layers, AdamW after clipping, several microbatches."""
+    config = dataclasses.replace(config, layers=4, loss_chunks=2)
+    model, optimizer = model(config), optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, eps=1e-4))
+
+    def create(key):
+        params = module.create_state(config, key)["params"]
+        return {"params": params, "opt": optimizer.init(params)}
+
+    def loss_of(params, batch):
+        return model.apply({"params": params}, batch["inputs"], batch["targets"])
+
+    def step(state, batch):
+        loss, gradients = mp.accumulate_gradients(jax.value_and_grad(loss_of), MICROBATCHES)(state["params"], batch)
+        updates, opt = optimizer.update(gradients, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+    rng = np.random.default_rng(0)
+    batch = {name: rng.integers(0, config.vocab, (16, 8), dtype=np.int32) for name in ("inputs", "targets")}
+    return step, (jax.jit(create)(jax.random.key(0)), batch)
+
+
+@pytest.fixture(scope="module")
+def dense():
+    return training(llama, llama.TINY, llama.Llama)
+
+
+@pytest.fixture(scope="module")
+def experts():
+    return training(mixtral, mixtral.TINY, mixtral.Mixtral)
+
+
+def check(training, mesh, layout, schedule):
+    """Both lowerings, each as a pipeline, against the unsharded run."""
+    step, args = training
+    run = mp.jit(step, mesh=mesh, layout=layout, dims=llama.DIMS, schedule=schedule)
+    pipeline = run.plan(*args).pipeline
+    assert pipeline is not None
+    assert (pipeline.layers, pipeline.microbatches) == (4, MICROBATCHES)
+    report = mp.check(run, *args, layouts=layout, mesh=mesh, lowerings=["shard_map", "jit"], tolerance=1e-5)
+    assert report.ok
+    assert not [path for row in report.rows for path in row.explained], (
+        "within the tolerance, not explained as rounding"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_llama_under_a_scheme_and_stages(dense, name, schedule):
+    check(dense, *CASES[name], schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_a_mixtral_with_experts_inside_of_stages(experts, name, schedule):
+    check(experts, *EXPERTS[name], schedule)
+
+
+@pytest.mark.parametrize("lowering", ["shard_map", pytest.param("jit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(x, marks=[pytest.mark.slow] * (i > 0)) for i, x in enumerate(planned_transformer.LAYOUTS)]
+)
+def test_float64(layout, lowering):
+    """A transformer in plain JAX, of four layers."""
+    with jax.enable_x64(True):
+        rng, deep = np.random.default_rng(0), ("q", "k", "v", "o", "up", "down")
+        shapes = {
+            name: (4, *x.shape[1:]) if name in deep else x.shape for name, x in planned_transformer.PARAMS.items()
+        }
+        params = {name: rng.normal(size=shape) / shape[-2] ** 0.5 for name, shape in shapes.items()}
+        state = {"params": params, "opt_state": planned_transformer.OPTIMIZER.init(params)}
+        batch = rng.integers(0, planned_transformer.VOCAB, (16, 8))
+        gradient = jax.value_and_grad(lambda p, batch: planned_transformer.loss_of(p, batch, layout == "seq: data"))
+
+        def step(state, batch):
+            loss, gradients = mp.accumulate_gradients(gradient, MICROBATCHES)(state["params"], batch)
+            updates, opt_state = planned_transformer.OPTIMIZER.update(gradients, state["opt_state"], state["params"])
+            return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
+
+        where = {"mesh": "stage=2, data=2, model=2", "layout": f"{layout}; layers: stage"}
+        run = mp.jit(step, **where, dims=planned_transformer.DIMS, lowering=lowering)
+        assert run.plan(state, batch).pipeline is not None
+        got, want = run(state, batch), jax.jit(step)(state, batch)
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(x, y, rtol=0, atol=1e-12 * float(np.abs(y).max()))
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 4), ("gpipe", 4), ("1f1b", 2)])
+def test_the_compiled_step_runs_as_many_layers_as_the_schedule_has_slots(schedule, stages):
+    """(M + K − 1) · L / K forward layers on a device, counted by the only tanh of a layer in the compiled program."""
+    layers, microbatches = 8, 4
+
+    def loss_of(params, x):
+        h, _ = jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x, params["w"])
+        return jnp.mean(h * h)
+
+    def step(params, x):
+        loss, gradients = mp.accumulate_gradients(jax.value_and_grad(loss_of), microbatches)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
+
+    args = {"w": np.ones((layers, 16, 16), np.float32)}, np.ones((16, 16), np.float32)
+    run = mp.jit(
+        step, mesh=f"stage={stages}, data=2, idle={4 // stages}", layout="batch: data; layers: stage",
+        dims={"params/w": "layers _ embed", "x": "batch embed"}, schedule=schedule,
+    )  # fmt: skip
+    module = parse(run.lower(*args).compile().as_text())
+    counts = [r.count for r in walk(module, len) if r.instruction.opcode == "tanh"]
+    assert sum(counts) == (microbatches + stages - 1) * layers // stages
