@@ -16,7 +16,7 @@ from ..hardware.topology import chip_of, torus_of, torus_of_slices
 from ..layout import AnyMesh, Layout, Rule, Spec
 from ..program.divisible_rewrite import rewrite_indivisible_slices
 from ..program.ir import Frame, Op, Program, Value
-from ..program.pipeline import rewrite_pipelines
+from ..program.pipeline import rewrite_pipelines, stack_notes
 from .assignment import AxisAssignment
 from .checks import check_dims, check_divides, check_joins
 from .collective_records import CollectiveRecords, TooLong
@@ -79,6 +79,7 @@ def planned(
     notes = [f"`{a}` is called after an axis of the mesh and has no rule: it is treated as `{a}: {a}`" for a in axes]
     assignment = AxisAssignment(program, complete, dict(mesh.shape))
     unscoped = {rule.dim for rule in complete.rules if rule.scope is None}
+    notes += stack_notes(program, assignment.value_spec, unscoped, assignment.sizes)
     pipelined = rewrite_pipelines(program, assignment.value_spec, unscoped, assignment.sizes, schedule)
     if pipelined is not None:
         program, assignment = pipelined, AxisAssignment(pipelined, complete, dict(mesh.shape))

@@ -19,13 +19,13 @@ from ...compat.jax import make_generated_jaxpr, new_var, replace_body
 from ...errors import UnsupportedError
 from ..infer import infer_like
 from ..ir import Frame, Op, Program, Value
-from .find import LayerLoop, layer_loops, microbatch_loop
+from .find import LayerLoop, indexed_stacks, layer_loops, microbatch_loop
 from .rewrite import TickLoops, one_microbatch
 from .schedule import SCHEDULES, Schedule, ScheduleName
 from .segments import divide
 from .slots import Stages
 
-__all__ = ["SCHEDULES", "Pipeline", "Schedule", "ScheduleName", "layer_loops", "rewrite_pipelines"]
+__all__ = ["SCHEDULES", "Pipeline", "Schedule", "ScheduleName", "layer_loops", "rewrite_pipelines", "stack_notes"]
 
 ValueAxes = Callable[[Value], Sequence[Sequence[str]]]
 """Value → the axes that the layout assigns to each of its dims."""
@@ -113,6 +113,20 @@ def rewrite_pipelines(
     return program.cached(_rewritten, schedule, tuple(found)) if found else None
 
 
+def stack_notes(program: Program, axes: ValueAxes, dims: Collection[str], sizes: Mapping[str, int]) -> list[str]:
+    """Notes about split stacks of weights over which no loop runs; the arguments are as in :func:`rewrite_pipelines`."""
+    notes = []
+    for dim, source in program.cached(indexed_stacks).items() if dims else ():
+        weight = next(v for v in program.inputs if len(v.shape) > 1 and program.dim_name(v, 0) == dim)
+        over = [a for a in axes(weight)[0] if sizes[a] > 1]
+        if dim in dims and over:
+            notes.append(
+                f"`{dim}` is split over {'+'.join(over)}, and {source or 'the program'} takes single elements of it, so that "
+                f"they are sent to all devices: use jax.lax.scan over `{dim}` for a pipeline, or do not shard `{dim}`"
+            )
+    return notes
+
+
 def _rewritten(
     program: Program, schedule: str, found: Sequence[tuple[int, tuple[str, ...], tuple[int, ...]]]
 ) -> Program:
@@ -130,7 +144,7 @@ def _rewritten(
     for op, members in groups.items():
         jaxpr, pipeline = _replacement(op, members, schedule)
         replacements[op] = jaxpr
-        pipelines.append(pipeline)
+        pipelines += [] if op is members[0][0].op and not members[0][0].carries else [pipeline]
     closed = ClosedJaxpr(_with_replacements(program.root, replacements), program.closed.consts)
     rewritten = infer_like(program, closed)
     rewritten.original = program

@@ -31,14 +31,12 @@ class LayerLoop:
 
 
 def layer_loops(program: Program) -> list[LayerLoop]:
-    """The scans over a named dim that is dim 0 of a parameter, in program order; scans inside of another one are left out.
+    """The scans over a named dim that is dim 0 of stacked weights, in program order; scans inside of another one are left out.
 
-    Flax metadata or tree paths tell which inputs are parameters. Names decide, not lengths: a loop over eight chunks of the
-    vocabulary is not a loop over eight layers. Nor is a loop over time steps, although a layout may split them.
+    Names decide, not lengths: a loop over eight chunks of the vocabulary is not a loop over eight layers.
     """
     find = program.unifier.find
-    inputs = [v for v in program.inputs if v.kind == "params" and len(v.shape) > 1]
-    stacked = {find(v.nodes[0]) for v in inputs if v.shape[0] > 1}
+    stacked = {find(v.nodes[0]) for v in _stacked_weights(program)}
     loops: list[LayerLoop] = []
 
     pending = list(reversed(program.root.ops))
@@ -52,6 +50,35 @@ def layer_loops(program: Program) -> list[LayerLoop]:
             for frame in reversed(op.frames):
                 pending += reversed(frame.ops)
     return loops
+
+
+def _stacked_weights(program: Program) -> list[Value]:
+    """The arguments that may be stacked weights: parameters (by Flax metadata or tree path), and named arrays that are neither
+    optimizer state nor data. Data have a dim ``batch``: a loop over time steps is no loop over layers.
+    """
+    return [
+        v
+        for v in program.inputs
+        if len(v.shape) > 1
+        and v.shape[0] > 1
+        and (v.kind == "params" or (v.kind is None and "batch" not in program.dims(v)))
+    ]
+
+
+def indexed_stacks(program: Program) -> dict[str, str]:
+    """Dims of stacked weights over which no loop runs, with the user's line that takes one layer by its index.
+
+    Given ``for i in range(8): x = layer(x, w[i])`` and a ``w`` with the dims ``layers embed mlp``, returns
+    ``{"layers": "model.py:12"}``.
+    """
+    looped = {loop.dim for loop in program.cached(layer_loops)}
+    stacks = {v: dim for v in _stacked_weights(program) if (dim := program.dim_name(v, 0)) and dim not in looped}
+    indexed: dict[str, str] = {}
+    for op in program.root.ops if stacks else ():
+        dim = stacks.get(op.ins[0]) if op.ins else None
+        if dim is not None and op.primitive.name in ("slice", "dynamic_slice") and op.outs[0].shape[0] == 1:
+            indexed.setdefault(dim, op.source)
+    return indexed
 
 
 def _stacked_operand(op: Op, stacked: set[int], find: Callable[[int], int]) -> Value | None:

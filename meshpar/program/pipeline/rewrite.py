@@ -464,6 +464,12 @@ def one_microbatch(eqn: Any, stages: Stages) -> Callable[..., list[Any]]:
         """The results of the loop."""
         consts, inits = args[:nc], args[nc : nc + nk]
         stacks = [stages.divided(x) for x in args[nc + nk :]]
+        if not nk:  # no layer needs another one: all stages are active at once
+            made = [
+                stages.joined(stages.named(x, 1))
+                for x in run_slot(eqn, stages.count, consts, (False,) * nc, [], stacks)[1]
+            ]
+            return [with_weak_type(x, v.aval.weak_type) for x, v in zip(made, eqn.outvars, strict=True)]
 
         def tick(state: Any, tick: Any) -> tuple[Any, None]:
             """Run one slot on all stages, and store the stacks of the active one."""
