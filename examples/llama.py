@@ -61,6 +61,7 @@ class Config:
       remat: residuals that a layer saves for the backward pass, see :data:`REMAT`.
       interleave: number of interleaved microbatches in a layer, see :class:`Layer`.
       rotary: implementation of rotary position embeddings, see :func:`rotate`.
+      microbatches: number of sequential microbatches of a step, whose gradients are averaged.
     """
 
     embed: int
@@ -78,6 +79,7 @@ class Config:
     remat: str = "full"
     interleave: int = 1
     rotary: str = "halves"
+    microbatches: int = 1
 
 
 _save, _and = jax.checkpoint_policies.save_only_these_names, jax.checkpoint_policies.save_from_both_policies
@@ -153,7 +155,8 @@ def target(
         raise ValueError(f"{model.__name__} does not support interleave={config.interleave}")
     state = jax.eval_shape(lambda: state_of(model, config, jax.random.key(0)))
     tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
-    return step_of(model(config)), (state, {"inputs": tokens, "targets": tokens}), DIMS
+    step = step_of(model(config), config.microbatches)
+    return step, (state, {"inputs": tokens, "targets": tokens}), DIMS
 
 
 def create_state(config: Config, key: jax.Array) -> dict[str, Any]:
@@ -174,18 +177,19 @@ def optimizer() -> optax.GradientTransformation:
 
 
 def train_step(config: Config) -> Callable[[Any, Any], tuple[Any, jax.Array]]:
-    return step_of(Llama(config))
+    return step_of(Llama(config), config.microbatches)
 
 
-def step_of(model: nn.Module) -> Callable[[Any, Any], tuple[Any, jax.Array]]:
+def step_of(model: nn.Module, microbatches: int = 1) -> Callable[[Any, Any], tuple[Any, jax.Array]]:
     def step(state: dict[str, Any], batch: dict[str, jax.Array]) -> tuple[dict[str, Any], jax.Array]:
         """One update of AdamW; returns the new state and the mean loss in nats a token."""
 
-        def loss_of(params: Any) -> jax.Array:
+        def loss_of(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
             loss: Any = model.apply({"params": params}, batch["inputs"], batch["targets"])
             return loss
 
-        loss, gradients = jax.value_and_grad(loss_of)(state["params"])
+        gradient = mp.accumulate_gradients(jax.value_and_grad(loss_of), microbatches)
+        loss, gradients = gradient(state["params"], batch)
         updates, opt = optimizer().update(gradients, state["opt"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
 

@@ -11,6 +11,7 @@
 - A reduction is computed by the kernel that makes its operand, or by one that reads the same for a reduction. A matmul reads what
   it does not make for it (both sums of a norm's gradient, in the kernel of the cotangent). Operands of reductions only are not
   written.
+- A write into a window of an array (``dynamic_update_slice``) fuses the producers of the window. It overwrites the array.
 - All other values are written to memory and read from there.
 
 XLA's TPU compiler was observed to fuse Transformer train steps so (libtpu 0.0.42); it recomputes exponentials rather than storing
@@ -23,6 +24,7 @@ from collections.abc import Sequence
 
 from ..plan.steps import Run, Step
 from ..program.ir import Op, Value
+from ..program.primitives import add_row_p
 from ..rules import having
 
 VIEWS = having(lambda p: p.view)
@@ -33,7 +35,8 @@ GATHERS = having(lambda p: p.gather)
 USER_KERNELS = having(lambda p: p.kernel)
 MATMULS = having(lambda p: p.matmul)
 REDUCTIONS = having(lambda p: p.reduction)
-_TAKES = REDUCTIONS | MATMULS | {"stack!", "copy!"}  # kernels that fuse the producers of their operands
+IN_PLACE = having(lambda p: p.in_place)
+_TAKES = REDUCTIONS | MATMULS | IN_PLACE | {"stack!", "copy!"}  # kernels that fuse the producers of their operands
 
 
 class Buffer:
@@ -192,6 +195,8 @@ def fuse(computation: Computation, row_ratio: int) -> None:
             if not takes:
                 for item in node.ins:
                     item.must_store = True
+            elif name in IN_PLACE and (array := array_written(node)) is not None:
+                array.must_store = True
             if name not in MATMULS or not isinstance(node.step, Run):
                 read(node.ins, (node,))
                 continue
@@ -199,7 +204,8 @@ def fuse(computation: Computation, row_ratio: int) -> None:
                 (out,) = node.outs
                 if not out.must_store and not out.sliced and len(readers := roots.get(out, ())) == 1:
                     (reader,) = readers
-                    if (reader.name in FUSIBLE or reader.name == "stack!") and not reader.matmuls:
+                    fuses = reader.name in FUSIBLE or reader.name in IN_PLACE or reader.name == "stack!"
+                    if fuses and not reader.matmuls:
                         reader.matmuls = (node.step,)
                         node.is_root = False
                         read(node.ins, readers)
@@ -296,6 +302,21 @@ def _sources(
         elif item.made_by is not None and item not in seen:
             seen.add(item)
             pending += reversed(item.made_by.ins)
+
+
+def array_written(node: Kernel) -> Buffer | None:
+    """The array into a window of which a kernel writes; None: it is no such kernel, or the array is a constant."""
+    if node.name not in IN_PLACE or node.op is None or not node.ins or node.ins[0].value is not node.op.ins[0]:
+        return None
+    return node.ins[0]
+
+
+def window_bytes(node: Kernel) -> float:
+    """Bytes of the window that a kernel of :data:`IN_PLACE` writes, and if it adds, also of the window that it reads."""
+    assert node.op is not None
+    array, window, *_ = (v.aval for v in node.op.eqn.invars)
+    times = 2 if node.op.eqn.primitive is add_row_p else 1
+    return times * node.outs[0].bytes * window.size / array.size
 
 
 def line_of(op: Op | None) -> str:

@@ -17,7 +17,7 @@ from .caching import cached_on_plan
 from .collective_matmul import kernel_seconds, vector_seconds
 from .donation import aliased_inputs, gathered_then_copied
 from .flops import flops_on, local_opaque_flops, reread_bytes_on
-from .fusion import CONTIGUOUS_SLICES, SLICES, USER_KERNELS, Buffer, Computation, Kernel
+from .fusion import CONTIGUOUS_SLICES, SLICES, USER_KERNELS, Buffer, Computation, Kernel, array_written, window_bytes
 from .kernels import computation_of
 from .tiles import Tiles
 from .vmem import buffers_in_vmem
@@ -72,9 +72,13 @@ def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
             flops += local_opaque_flops(kernel.step, plan.sizes)
         traffic = 0.0
         if kernel.name not in ("move!", "leave!"):
-            resident = in_vmem.get(kernel, ())
-            traffic = sum(buffer.bytes for buffer in kernel.writes if buffer not in resident)
-            traffic += sum(read_bytes(kernel, i) for i in kernel.reads if not (kernel.matmuls and i in resident))
+            resident, array = in_vmem.get(kernel, ()), array_written(kernel)
+            reads = [i for i in kernel.reads if not (kernel.matmuls and i in resident)]
+            if array is None:
+                traffic = sum(buffer.bytes for buffer in kernel.writes if buffer not in resident)
+            else:  # the rest of the array is not touched
+                traffic, reads = window_bytes(kernel), [i for i in reads if i is not array]
+            traffic += sum(read_bytes(kernel, i) for i in reads)
             traffic += sum(i.bytes for i in kernel.ins) if kernel.name == "stack!" else 0.0
             for run in kernel.matmuls:
                 traffic += reread(run, _other_result_sized_buffers(kernel, run))
@@ -113,6 +117,8 @@ def kernels_with_counts(computation: Computation, count: int = 1, loop: int = 0)
 
 def _elements(kernel: Kernel) -> float:
     """The number of elements that a kernel's vector units process: those written, or those read if it reduces more."""
+    if array_written(kernel) is not None:
+        return window_bytes(kernel) / itemsize(kernel.outs[0].value.aval)
     written = sum(buffer.bytes / itemsize(buffer.value.aval) for buffer in kernel.writes)
     if kernel.matmuls or kernel.name in USER_KERNELS:
         return written

@@ -22,7 +22,7 @@ from .buffer_roles import ROLES, buffer_roles
 from .caching import cached_on_plan
 from .donation import aliased_inputs, gathered_then_copied
 from .flops import local_work
-from .fusion import FUSIBLE, GATHERS, USER_KERNELS, Buffer, Computation, Kernel
+from .fusion import FUSIBLE, GATHERS, USER_KERNELS, Buffer, Computation, Kernel, array_written
 from .kernels import REDUCE_RING_BUFFERS, computation_of
 from .schedule import schedules
 
@@ -175,11 +175,17 @@ class _Live:
         for index, node in enumerate(schedule.kernels):
             own.update(map(id, node.writes))
             ends = [i for i in node.reads if schedule.last_read[i] == index and id(i) in own and id(i) not in retained]
+            carried = [i for i in node.reads if i.carried and schedule.last_read[i] == index]
             if node.bodies:
-                self.loop(node, ends, retained)
+                self.loop(node, ends, retained, carried)
             else:
                 # elementwise kernels and collectives overwrite an operand that ends with them
                 free = list(ends) if node.name in FUSIBLE or node.name == "move!" else []
+                array = array_written(node)
+                if array in carried:
+                    self.add(node.outs[0], 0.0)  # in the memory of the loop's result
+                elif array in ends:
+                    free.append(array)
                 for out in node.writes:
                     over = next((i for i in free if i.bytes == out.bytes), None)
                     if over is not None:
@@ -261,13 +267,20 @@ class _Live:
             return None
         return Buffer(table.bytes, table.value, node)
 
-    def loop(self, node: Kernel, ends: list[Buffer], retained: set[int]) -> None:
-        """Allocate a loop's results (but stacks without readers), then allocate and free the buffers of each of its bodies."""
+    def loop(self, node: Kernel, ends: list[Buffer], retained: set[int], carried_outside: list[Buffer]) -> None:
+        """Allocate a loop's results (but stacks without readers), then allocate and free the buffers of each of its bodies.
+
+        Args:
+          ends: the operands that nothing reads later.
+          carried_outside: the carries of a loop around this one that nothing else in its body reads later.
+        """
         ended = {id(i) for i in ends}
         for first, out in node.carries:  # the carry overwrites its first value
             if first is not None and id(first) in ended and first.bytes == out.bytes:
                 ended.discard(id(first))
                 self.drop(first)
+            elif first in carried_outside and first.bytes == out.bytes:
+                self.add(out, 0.0)  # in the memory of the outer loop's result
         carried = {id(out) for _, out in node.carries}
         for out in node.writes:
             if out.readers or id(out) in retained | carried:

@@ -12,6 +12,7 @@ from jax.extend.core import Literal
 from ..compat.jax import body_consts, literal_array, scan_counts
 from ..layout import Spec
 from ..program.ir import Frame, Op, Value
+from ..program.primitives import add_row_p
 from ..rules.rule import ADDED
 from .body_builder import BodyBuilder
 from .collectives import split_reduction
@@ -35,13 +36,13 @@ class Accumulation:
     """A carry to which a loop only adds: ``carry + addend``; nothing else reads either the carry or the sum.
 
     Attributes:
-      carry: the carry as an input of the body.
-      addend: the value that is added.
+      carries: the carry as an input of the body; if an inner loop adds to it, of all bodies, the outer loop's first.
+      addend: the value that is added, to the carry or to one row of it.
       op: the addition.
       start: the shard of a first value that is partial, as another loop left it; None: the first value is input-independent.
     """
 
-    carry: Value
+    carries: tuple[Value, ...]
     addend: Value
     op: Op
     start: Shard | None
@@ -53,6 +54,7 @@ class ControlFlow:
     Attributes:
       accumulated: values that are added to the carry of a loop by linear ops → whether an inner loop stacks them on the way.
       accumulations: by the op that adds to the carry.
+      outer: carries of a scan to which a scan inside of it adds.
       conversions: ops whose decisions depend on ``accumulated``.
       depth: the number of scans around the present op.
     """
@@ -65,6 +67,7 @@ class ControlFlow:
         planner."""
         self.emitter, self.facts, self.accumulated, self._plan_ops = emitter, facts, accumulated, plan_ops
         self.accumulations: dict[Op, Accumulation] = {}
+        self.outer: set[Value] = set()
         self.conversions: set[Op] = set()
         self.depth = 0
 
@@ -81,12 +84,19 @@ class ControlFlow:
         assert addend is not None
         decision = add_to_carry(op, addend)
         start = acc.start
-        if start is not None and (start.spec, start.partial) != (addend.spec, addend.partial):
-            decision = None
+        if op.eqn.primitive is add_row_p and decision is not None and self._scatters(acc.addend):
+            decision = None  # no device has room for the unsharded gradients of all layers
+        if decision is not None and start is not None:
+            (result,) = decision.results
+            if (start.spec, start.partial) != (result.spec, result.partial):
+                decision = None
         if decision is None:
-            emitter.place(emitter.shard(acc.carry, emitter.stored(acc.carry)))
+            for carry in acc.carries:
+                emitter.place(emitter.shard(carry, emitter.stored(carry)))
             return False
-        emitter.place(emitter.shard(acc.carry, addend.spec, addend.partial))
+        (result,) = decision.results
+        for carry in acc.carries:
+            emitter.place(emitter.shard(carry, result.spec, result.partial))
         emitter.run(op, decision)
         return True
 
@@ -339,22 +349,13 @@ class ControlFlow:
 
         They start from an input-independent value, or from a partial sum that nothing else reads: the result of another loop.
         """
-        outs = _outputs(frame)
-        uses: dict[Value, int] = {}
-        for v in (*(v for o in frame.ops for v in o.ins), *outs):
-            if v is not None:
-                uses[v] = uses.get(v, 0) + 1
         positions = set()
         for k, (start, carry) in enumerate(zip(op.ins[nc : nc + nk], frame.ins()[nc : nc + nk], strict=True)):
-            total = outs[k]
-            add = None if total is None else total.op
-            if total is None or add is None or not add.primitive.addition or add.frame is not frame:
+            if start in self.outer:  # the loop around this one has recorded it
+                positions.add(k)
                 continue
-            a, b = add.ins
-            addend = b if a is carry else a if b is carry else None
-            if addend is None or addend is carry or addend.shape != carry.shape:
-                continue
-            if uses[carry] != 1 or uses[total] != 1:
+            found = _addition(frame, k, carry)
+            if found is None:
                 continue
             first = None if start is None or start in self.emitter.constants else self.emitter.current[start]
             if first is not None and not (
@@ -362,14 +363,17 @@ class ControlFlow:
             ):
                 continue
             positions.add(k)
-            self.accumulations[add] = Accumulation(carry, addend, add, first)
-            self._note_accumulated(addend)
+            add, addend, carries = found
+            self.outer.update(carries[:-1])
+            self.accumulations[add] = Accumulation(carries, addend, add, first)
+            self._note_accumulated(addend, row=add.eqn.primitive is add_row_p)
         return positions
 
-    def _note_accumulated(self, addend: Value) -> None:
-        """Record the values from which an addend is computed by ops that partial sums may pass."""
+    def _note_accumulated(self, addend: Value, row: bool) -> None:
+        """Record the values from which an addend is computed by ops that partial values may pass; ``row``: of one row of a
+        carry, as an inner loop stacks rows."""
         for value, stacked in addends(self.facts.program, addend):
-            self.accumulated[value] = stacked
+            self.accumulated[value] = stacked or row
             if value.op is not None and value.op.primitive.cast:
                 self.conversions.add(value.op)
 
@@ -380,6 +384,37 @@ _PLAN: Mapping[str, Callable[[ControlFlow, Op], MakeStep]] = {
     "cond": ControlFlow.cond,
 }
 """By primitive; all others are calls, whose bodies are planned in place."""
+
+
+def _addition(frame: Frame, k: int, carry: Value) -> tuple[Op, Value, tuple[Value, ...]] | None:
+    """How the body of a scan only adds to carry k: (the addition, the addend, the carry as an input of this body and of the scans
+    inside that add to it); None: it does not only add to it."""
+    outs, uses = _outputs(frame), dict[Value, int]()
+    for v in (*(v for o in frame.ops for v in o.ins), *outs):
+        if v is not None:
+            uses[v] = uses.get(v, 0) + 1
+    total = outs[k]
+    op = None if total is None else total.op
+    if total is None or op is None or op.frame is not frame or uses[total] != 1 or uses.get(carry) != 1:
+        return None
+    if op.primitive.scan:
+        nc, nk = scan_counts(op.eqn.params)
+        j, (inner,) = op.outs.index(total), op.frames
+        if j >= nk or op.ins[nc + j] is not carry:
+            return None
+        found = _addition(inner, j, inner.ins()[nc + j])
+        return None if found is None else (*found[:2], (carry, *found[2]))
+    a, b = op.ins[:2] if len(op.ins) > 1 else (None, None)
+    if op.eqn.primitive is add_row_p:
+        addend = b if a is carry else None
+    elif op.primitive.addition:
+        addend = b if a is carry else a if b is carry else None
+    else:
+        return None
+    rank = len(carry.shape) - (op.eqn.primitive is add_row_p)
+    if addend is None or addend is carry or addend.shape != carry.shape[len(carry.shape) - rank :]:
+        return None
+    return op, addend, (carry,)
 
 
 def _outputs(frame: Frame) -> list[Value | None]:

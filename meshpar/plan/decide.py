@@ -199,15 +199,23 @@ def decide(op: Op, operands: Sequence[Operand | None], facts: Facts) -> OpDecisi
 
 
 def add_to_carry(op: Op, addend: Operand) -> OpDecision | None:
-    """The decision about ``carry + addend`` in a loop that only adds to the carry, if the addend is a partial sum.
+    """The decision about ``carry + addend`` in a loop that only adds to the carry or to a row of it, if the addend is partial.
 
     The carry is then partial in the same way, from its first value on, and is reduced once, after the loop. None: it is not.
     """
     if not addend.partial or addend.kind not in ADDED:
         return None
-    result = ShardType(addend.spec, addend.partial, kind_after(LINEAR, addend.kind))
-    position = op.ins.index(addend.value)
-    return OpDecision(tuple(addend.spec for _ in op.ins), (result,), (None,), inherits=(position,))
+    kind, position = kind_after(LINEAR, addend.kind), op.ins.index(addend.value)
+    if op.rule is None:
+        result = ShardType(addend.spec, addend.partial, kind)
+        return OpDecision(tuple(addend.spec for _ in op.ins), (result,), (None,), inherits=(position,))
+    spec: Spec = ((), *addend.spec)  # to a row
+    axes: Axes = [()] * len(op.rule.sizes)
+    for entry, factors in zip(spec, op.rule.ins[0], strict=True):
+        axes[factors[0]] = entry
+    operands = (spec, addend.spec, *(None if v is None else () for v in op.ins[2:]))
+    result = ShardType(spec, addend.partial, kind)
+    return OpDecision(operands, (result,), (None,), axes=tuple(axes), inherits=(position,))
 
 
 def is_input_independent(op: Op, operands: Sequence[Operand | None]) -> bool:

@@ -45,6 +45,21 @@ def reduce_in(x: Any, dtype: Any) -> Any:
     return reduce_in_p.bind(x, dtype=jnp.dtype(dtype))
 
 
+def _add_row(total: Any, row: Any, index: Any) -> Any:
+    old = lax.dynamic_index_in_dim(total, index, 0, keepdims=False)
+    return lax.dynamic_update_index_in_dim(total, old + row, index, 0)
+
+
+add_row_p = Primitive("add_row")
+"""``[n, …], […], int32 index → [n, …]``: the second array is added to one row of the first.
+
+A loop that carries the first array adds to it in place.
+"""
+add_row_p.def_impl(_add_row)
+add_row_p.def_abstract_eval(lambda total, row, index: total.update(weak_type=False))
+mlir.register_lowering(add_row_p, mlir.lower_fun(_add_row, multiple_results=False))
+
+
 def named(x: Any, dims: DimsLike) -> Any:
     """Name the dims of a value inside a function, where inference needs help; an identity otherwise.
 

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from ..compat.jax import literal_array
-from .local import LocalOp
+from .local import LocalOp, on_shards
 from .owned import is_positive_zero, neutral, only_where
 from .registry import SplitOp, always, register
 from .rule import Kind, NameLink, OpRule, indexed_kind
@@ -449,4 +449,17 @@ def _shifted(x: Any, d: int, shift: Any, size: int) -> Any:
 
 
 register("dynamic_slice", rule=dynamic_slice, local=_local_dynamic_slice, fusible=True, manual=always, slice=True)
-register("dynamic_update_slice", rule=dynamic_update_slice, local=_local_dynamic_update_slice, pinned=True)
+register(
+    "dynamic_update_slice", rule=dynamic_update_slice, local=_local_dynamic_update_slice, pinned=True, in_place=True
+)
+
+
+def add_row(eqn, ins, outs) -> OpRule:
+    """The rule of ``add_row``: the dims of the row pass through; the dim of the rows is unsharded."""
+    rows = OpRule([], [])
+    total = rows.factors(ins[0], "need_replication", [0])
+    rows.ins, rows.outs = [total, total[1:], ()], [total]
+    return rows
+
+
+register("add_row", rule=add_row, local=on_shards, in_place=True)

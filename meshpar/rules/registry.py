@@ -78,6 +78,7 @@ class Primitive:
       static_slice: reads parts of its operand at indices that its parameters fix: ``slice``, ``split``.
       lookup: reads or writes rows of operand 0 at the indices in operand 1: ``gather``, and all scatters.
       scatter: a lookup that writes rows; its result has the shape of operand 0.
+      in_place: writes operand 1 into a window of operand 0, of which no other element changes.
       adds_rows: a scatter that adds to rows, or subtracts from them.
       concatenation: concatenates its operands along a dim.
       transfer: moves arrays between devices, or between device and host memory: ``device_put``.
@@ -127,6 +128,7 @@ class Primitive:
     static_slice: bool = False
     lookup: bool = False
     scatter: bool = False
+    in_place: bool = False
     adds_rows: bool = False
     concatenation: bool = False
     transfer: bool = False

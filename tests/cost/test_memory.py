@@ -9,6 +9,8 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import meshpar as mp
+from meshpar.cost.kernel_time import kernel_times
+from meshpar.program.primitives import add_row_p
 
 MESH = AbstractMesh((4, 2), ("data", "model"))
 ALONE = AbstractMesh((1,), ("data",))
@@ -344,3 +346,39 @@ def test_large_constants_are_advised_to_be_passed():
     assert "test_memory.py" in note
     assert "constants" in str(large)
     assert note.split(",")[0] in str(large)
+
+
+def test_a_loop_writes_into_its_carry_in_place():
+    """A ring of rows, and rows that an inner loop adds to the carry of an outer one, are in memory once."""
+
+    def ring(rows, x):
+        def write(rows, i):
+            return jax.lax.dynamic_update_index_in_dim(rows, jnp.tanh(x * i), i % 8, 0), None
+
+        return jax.lax.scan(write, rows, jnp.arange(20.0).astype(jnp.int32))[0]
+
+    def added(total, x):
+        def row(total, i):
+            return add_row_p.bind(total, jnp.tanh(x * i), i), None
+
+        def add(total, _):
+            return jax.lax.scan(row, total, jnp.arange(8, dtype=jnp.int32))[0], None
+
+        return jax.lax.scan(add, total, None, length=5)[0]
+
+    for fn in (ring, added):
+        memory = plan(fn, array(8, 64, 32), array(64, 32), donate_argnums=0).memory
+        assert F32 * 9 * 64 * 32 <= memory.peak < F32 * 11 * 64 * 32
+
+
+def test_a_write_into_a_window_moves_the_window():
+    def bytes_moved(rows):
+        def fn(x, y):
+            return jax.lax.dynamic_update_index_in_dim(x, y, 3, 0)
+
+        mesh = AbstractMesh((4,), ("data",))
+        arguments = array(rows, 64, 128), array(64, 128)
+        made = plan(fn, *arguments, donate_argnums=0, topology="v5p:2x2x1", mesh=mesh)
+        return sum(time.bytes for time in kernel_times(made).values())
+
+    assert bytes_moved(8) == bytes_moved(800) == F32 * 2 * 64 * 128

@@ -358,24 +358,42 @@ class _Tick:
             else:
                 carries = [stages.moved(x, first) for x in carries]
             stacks = [self.divided[v] if v in self.divided else self.stack_rows(v, time) for v in eqn.invars[nc + nk :]]
-            done, made = run_slot(eqn, stages.count, consts, per_stage, carries, stacks)
+            added = [k for k, a in body.accumulators.items() if body.place(a.addend) == Stack(i)]
+            stored = [var for var in self.loops.spans if body.place(var) == Stack(i)]
+            totals, split = [self.state["carries"][k] for k in added], self.of_layer(i, added, stored)
+            done, made, totals = run_slot(eqn, stages.count, consts, per_stage, carries, stacks, totals, split)
         self.state["sent"][i] = done = [stages.named(x) for x in done]
-        local = dict(zip(eqn.outvars[nk:], (stages.named(x, 1) for x in made), strict=True))
-        evaluate(self.loops.needs.stack_eqns[i], local, local.__getitem__)
-        microbatch = self.tick - (time.start + time.step * stages.index())
-        valid = (microbatch >= 0) & (microbatch < self.schedule.microbatches)
-        for k, accumulator in body.accumulators.items():
-            if body.place(accumulator.addend) == Stack(i):
-                x = local[accumulator.addend]
-                added = stages.select(valid, x, jnp.zeros(x.shape, x.dtype), 1)
-                self.state["carries"][k] = self.state["carries"][k] + added
-        for var in self.loops.spans:
-            if body.place(var) == Stack(i):
-                self.store(var, local[var])
+        self.state["carries"].update(zip(added, totals, strict=True))
+        for var, x in zip(stored, made, strict=True):
+            self.store(var, stages.named(x, 1))
         if self.loops.runs(i + 1, self.phase):
             for var, x in zip(eqn.outvars[:nk], done, strict=True):
                 if var in self.loops.needs.wanted.get(i + 1, ()):
                     self.env[var] = stages.of_stage(x, last)
+
+    def of_layer(
+        self, i: int, added: Sequence[int], stored: Sequence[Any]
+    ) -> Callable[[list[Any]], tuple[list[Any], list[Any]]]:
+        """The function by which one layer of loop i divides its stacked results, each [K, …].
+
+        Returns:
+          Results → (the values of the variables ``stored``, the addends of the accumulators ``added``: zeros for idle stages).
+        """
+        body, stages, time = self.body, self.stages, self.loops.slot_times[i]
+        eqn, eqns = body.loops[i], self.loops.needs.stack_eqns[i]
+        microbatch = self.tick - (time.start + time.step * stages.index())
+        valid = (microbatch >= 0) & (microbatch < self.schedule.microbatches)
+
+        def split(made: list[Any]) -> tuple[list[Any], list[Any]]:
+            """The results of one layer that are stored, and those that are added."""
+            outs = eqn.outvars[scan_counts(eqn.params)[1] :]
+            local = dict(zip(outs, map(stages.named, made), strict=True))
+            evaluate(eqns, local, local.__getitem__)
+            addends = [local[body.accumulators[k].addend] for k in added]
+            rows = [stages.select(valid, x, jnp.zeros(x.shape, x.dtype)) for x in addends]
+            return [local[var] for var in stored], rows
+
+        return split
 
     # -- values of other ticks
 
@@ -475,7 +493,7 @@ def one_microbatch(eqn: Any, stages: Stages) -> Callable[..., list[Any]]:
             """Run one slot on all stages, and store the stacks of the active one."""
             sent, stored = state
             carries = [stages.entering(x, y, first) for x, y in zip(inits, sent, strict=True)]
-            done, made = run_slot(eqn, stages.count, consts, (False,) * nc, carries, stacks)
+            done, made, _ = run_slot(eqn, stages.count, consts, (False,) * nc, carries, stacks)
             active = time.start + time.step * stages.index() == tick
             stored = [stages.merged(active, new, old) for new, old in zip(made, stored, strict=True)]
             return ([stages.named(x) for x in done], stored), None

@@ -6,7 +6,7 @@ so the rule of the layout that splits the stack splits it as well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from ...compat.jax import closed_parts, key_impl, scan_counts
-from ..primitives import name_dims_p
+from ..primitives import add_row_p, name_dims_p
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,9 @@ def run_slot(
     per_stage: Sequence[bool],
     carries: Sequence[Any],
     stacks: Sequence[Any],
-) -> tuple[list[Any], list[Any]]:
+    totals: Sequence[Any] = (),
+    split: Callable[[list[Any]], tuple[list[Any], list[Any]]] | None = None,
+) -> tuple[list[Any], list[Any], list[Any]]:
     """Run the layers of all stages at once: a scan over the L / K layers of a stage, of the loop's body with a dim of stages.
 
     Args:
@@ -135,9 +137,12 @@ def run_slot(
       consts: its constants; with ``per_stage``, [K, …].
       carries: [K, …].
       stacks: [L / K, K, …].
+      totals: [L / K, K, …] arrays to which the layers add; each layer adds to its own part, in place.
+      split: from the stacked results of one layer, each [K, …], to (the results to stack, the addend of each total). None: all
+        results are stacked.
 
     Returns:
-      (carries [K, …], stacks [L / K, K, …]).
+      (carries [K, …], stacks [L / K, K, …], totals).
     """
     params = eqn.params
     jaxpr, values = closed_parts(params["jaxpr"])
@@ -147,9 +152,16 @@ def run_slot(
         in_axes=(*(0 if own else None for own in per_stage), *(0,) * (count + len(stacks))),
     )
 
-    def body(carry: Any, xs: Any) -> tuple[list[Any], list[Any]]:
+    def body(state: Any, inputs: Any) -> tuple[Any, list[Any]]:
+        """One layer of all stages: (carries and totals, its index and slices of the stacks) → (new state, stacked results)."""
+        (carry, new_totals), (index, xs) = state, inputs
         outs = layer(*consts, *carry, *xs)
-        return outs[:count], outs[count:]
+        made, rows = (outs[count:], []) if split is None else split(outs[count:])
+        new_totals = [add_row_p.bind(total, row, index) for total, row in zip(new_totals, rows, strict=True)]
+        return (outs[:count], new_totals), made
 
     length = params["length"] // stages
-    return lax.scan(body, list(carries), list(stacks), length=length, reverse=params["reverse"], unroll=1)
+    indices = jnp.arange(length, dtype=np.int32) if totals else None
+    start, xs = (list(carries), list(totals)), (indices, list(stacks))
+    (done, new_totals), made = lax.scan(body, start, xs, length=length, reverse=params["reverse"], unroll=1)
+    return done, made, new_totals
