@@ -101,6 +101,7 @@ export function mount(root, ask, linked = false) {
   };
   const panels = {
     parts: part("Step time", "All bars have the same scale. The estimate overlaps kernels and collectives."),
+    pipeline: part("Pipeline", "One column per tick: a stage runs its layers forward for one microbatch (above), backward for one (below), or both."),
     rules: part("Effect of each rule", "Point at a rule to highlight the arguments that it shards."),
     tensors: part("Arguments", "Choose an argument to see how it is sharded over the mesh."),
     layer: part("One layer"),

@@ -11,6 +11,7 @@ from ..plan_api import Plan
 from ..report import html
 from ..report.diff import PlanDiff, diff_body, time_comparison
 from ..report.facts import RuleEffect, rule_effects
+from ..report.pipeline import pipelines_html
 from ..units import format_bytes, format_memory, format_seconds
 
 MAX_COLLECTIVE_ROWS = 10
@@ -46,6 +47,7 @@ def sections(plan: Plan) -> dict[str, str]:
         "cards": html.cards(plan),
         "facts": html.facts_list(plan, ink, layout=False),
         "parts": html.step_parts(plan, ink),
+        "pipeline": pipelines_html(plan),
         "layer": html.layers(plan, ink),
         "memory": html.memory_curve(plan),
         "rules": html.rules_table(plan, effects, ink),

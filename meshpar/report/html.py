@@ -44,6 +44,7 @@ from .facts import (
     shape_text,
     time_bounds,
 )
+from .pipeline import pipelines_html
 from .tables import Cell, html_table, number
 from .text import notes, overlaps
 
@@ -92,6 +93,11 @@ def plan_page(plan: Plan) -> str:
             "Step time",
             step_parts(plan, colours),
             "All bars have the same scale. The estimate overlaps kernels and collectives.",
+        ),
+        (
+            "Pipeline",
+            pipelines_html(plan),
+            "One column per tick: a stage runs its layers forward for one microbatch (above), backward for one (below), or both.",
         ),
         (
             "Layout",

@@ -1,15 +1,23 @@
-"""Pipelines of a plan in the terminal: their numbers, and a picture of the slots of every stage at every tick."""
+"""Pipelines of a plan in the terminal and in its page: their numbers, and a picture of the slots of every stage at every tick."""
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from html import escape
 
 from rich.text import Text
 
 from ..plan.plan import Plan
-from ..program.pipeline import Schedule
+from ..program.pipeline import Pipeline, Schedule
 from ..units import format_bytes
 
 MAX_TICKS = 96
-"""Ticks that a picture shows."""
+"""Ticks that a picture in the terminal shows."""
+MAX_NUMBERED_TICKS = 64
+"""Ticks of a picture in a page whose slots have the numbers of their microbatches; those of longer ones are drawn as bars."""
+CELL_WIDTH, CELL_HEIGHT, ROW_GAP = 20, 13, 4
+"""Of a slot in a page's picture, and between the rows of two stages, in pixels."""
 
 
 def pipeline_section(plan: Plan) -> list[Text]:
@@ -17,15 +25,82 @@ def pipeline_section(plan: Plan) -> list[Text]:
     out: list[Text] = []
     for p in plan.pipelines:
         schedule = p.schedule
-        text = (
-            f"  {p.layers} {p.dim} over {'+'.join(p.axes)}: {p.stages} stages, {p.microbatches} microbatches, {schedule.name}\n"
-            f"    {p.ticks} ticks, bubble {100 * p.bubble:.1f} %, {p.in_flight:g} microbatches in flight, "
-            f"{format_bytes(p.bytes_between_stages)} between stages"
-        )
-        out.append(Text.assemble(("pipeline", "bold"), text))
+        out.append(Text.assemble(("pipeline", "bold"), "  {}\n    {}".format(*_facts(p))))
         if schedule.microbatches > 1:
             out.append(Text(picture(schedule), style="dim"))
     return out
+
+
+def _facts(p: Pipeline) -> tuple[str, str]:
+    """(layers, stages, microbatches and schedule; ticks, bubble, microbatches in flight and bytes) of a pipeline, as text."""
+    return (
+        f"{p.layers} {p.dim} over {'+'.join(p.axes)}: {p.stages} stages, {p.microbatches} microbatches, {p.schedule.name}",
+        f"{p.ticks} ticks, bubble {100 * p.bubble:.1f} %, {p.in_flight:g} microbatches in flight, "
+        f"{format_bytes(p.bytes_between_stages)} between stages",
+    )
+
+
+def pipelines_html(plan: Plan) -> str:
+    """Each pipeline with its numbers and its picture, as HTML; "" without pipelines."""
+    out = ""
+    for p in plan.pipelines:
+        first, second = _facts(p)
+        out += f"<p><b>{escape(first)}</b><br>{escape(second)}</p>" + (picture_html(p) if p.microbatches > 1 else "")
+    key = '<div class="key"><span class="c0"><i></i>forward</span><span class="c1"><i></i>backward</span>'
+    key += '<span class="idle"><i></i>idle</span>' + "<span>numbers: microbatches</span>" * ("<text" in out) + "</div>"
+    return out + key if "<svg" in out else out
+
+
+def picture_html(p: Pipeline) -> str:
+    """A row per stage and a column per tick, as SVG: forward slots above backward slots; an empty place is an idle slot."""
+    schedule, height = p.schedule, 2 * CELL_HEIGHT + ROW_GAP
+    numbered = schedule.ticks <= MAX_NUMBERED_TICKS
+    rows, labels = "", ""
+    for k in range(schedule.stages):
+        top = k * height
+        labels += f'<span style="height:{height}px">stage {k}</span>'
+        for i in range(schedule.loops):
+            start, y = schedule.starts[i], top + CELL_HEIGHT * (i >= (schedule.loops + 1) // 2)
+            x, width = start * CELL_WIDTH, schedule.slots * CELL_WIDTH
+            rows += f'<rect class="idle" x="{x}" y="{y}" width="{width}" height="{CELL_HEIGHT - 1}"/>'
+            slots = [
+                (t, slot) for t in range(start, start + schedule.slots) if (slot := schedule.slot(i, k, t)) is not None
+            ]
+            rows += "".join(_cells(schedule, k, i, slots, y) if numbered else _bars(schedule, i, slots, y))
+    width, tall = schedule.ticks * CELL_WIDTH, schedule.stages * height
+    about = f"{p.stages} stages by {p.ticks} ticks of {p.schedule.name}, bubble {100 * p.bubble:.1f} %"
+    size = f"width:{width}px" if numbered else "width:100%"
+    svg = (
+        f'<svg viewBox="0 0 {width} {tall}" preserveAspectRatio="none" role="img" aria-label="{escape(about)}" '
+        f'style="height:{tall}px;{size}">{rows}</svg>'
+    )
+    scroll = f'<div class="wide" tabindex="0" role="region" aria-label="slots of the stages at each tick">{svg}</div>'
+    return f'<div class="slots"><div aria-hidden="true">{labels}</div>{scroll}</div>'
+
+
+def _cells(
+    schedule: Schedule, stage: int, loop: int, slots: list[tuple[int, tuple[int, int]]], y: int
+) -> Iterator[str]:
+    """The cells of slots, each with the number of its microbatch and a tooltip."""
+    of = "backward" if loop >= (schedule.loops + 1) // 2 else "forward"
+    for tick, (microbatch, group) in slots:
+        text = f"stage {stage}, tick {tick}: {of} slot of microbatch {microbatch}"
+        text += f", round {group}" if schedule.rounds > 1 else ""
+        x, late = tick * CELL_WIDTH, " late" if group % 2 else ""
+        yield (
+            f'<g class="c{int(of == "backward")}{late}"><title>{text}</title>'
+            f'<rect x="{x}" y="{y}" width="{CELL_WIDTH - 1}" height="{CELL_HEIGHT - 1}"/>'
+            f'<text x="{x + CELL_WIDTH / 2 - 0.5}" y="{y + CELL_HEIGHT - 4}">{microbatch}</text></g>'
+        )
+
+
+def _bars(schedule: Schedule, loop: int, slots: list[tuple[int, tuple[int, int]]], y: int) -> Iterator[str]:
+    """A bar for each run of consecutive slots."""
+    for _, run in itertools.groupby(enumerate(slots), lambda item: item[1][0] - item[0]):
+        ticks = [tick for _, (tick, _) in run]
+        x, width = ticks[0] * CELL_WIDTH, len(ticks) * CELL_WIDTH
+        kind = int(loop >= (schedule.loops + 1) // 2)
+        yield f'<g class="c{kind}"><rect x="{x}" y="{y}" width="{width}" height="{CELL_HEIGHT - 1}"/></g>'
 
 
 def picture(schedule: Schedule) -> str:

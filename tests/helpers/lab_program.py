@@ -33,6 +33,21 @@ def planned(mesh: str, layout: str, topology: str | None = TOPOLOGY, x=X, **opti
     )
 
 
+def pipelined(stages: int, microbatches: int) -> mp.Plan:
+    """The plan of the step with microbatches and its layers as stages."""
+
+    def step(state, x):
+        def loss(state, x):
+            h, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w["w"]) @ w["v"], None), x, state)
+            return jnp.mean(h**2)
+
+        return mp.accumulate_gradients(jax.grad(loss), microbatches)(state, x)
+
+    mesh = f"stage={stages}, data={16 // stages}"
+    x = batch_of(32 * microbatches)
+    return mp.plan(step, STATE, x, mesh=mesh, topology=TOPOLOGY, layout="layers: stage; batch: data", dims=DIMS)
+
+
 def batch_of(n: int) -> jax.ShapeDtypeStruct:
     """The input with another batch size."""
     return jax.ShapeDtypeStruct((n, X.shape[1]), FLOAT)

@@ -197,3 +197,28 @@ def test_it_fits_and_no_card_is_alone_in_its_row(page, width, scheme):
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     tops = page.locator(".card").evaluate_all("all => all.map((card) => card.getBoundingClientRect().top)")
     assert {tops.count(top) for top in tops} <= {2, 4}
+
+
+@pytest.mark.parametrize("microbatches", [8, 80])
+def test_the_picture_of_a_pipeline(browser, tmp_path, microbatches):
+    """The area of each color is the number of its slots, and the picture scrolls by itself where the page is narrow."""
+    plan = lab_program.pipelined(stages=4, microbatches=microbatches)
+    plan.save(tmp_path / "plan.html")
+    page = browser.new_page(viewport={"width": 360, "height": 900})
+    page.goto((tmp_path / "plan.html").as_uri())
+    width = page.locator("#pipeline svg").evaluate("svg => svg.viewBox.baseVal.width")
+    for kind in ("c0", "c1"):
+        widths = page.locator(f"#pipeline svg .{kind} rect").evaluate_all(
+            "all => all.map((r) => r.width.baseVal.value)"
+        )
+        filled = sum(math.ceil(w / 20) for w in widths)
+        assert filled == 4 * microbatches
+    assert width == 20 * plan.pipeline.ticks
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    numbers = page.locator("#pipeline svg text").all_text_contents()
+    slots = 2 * 4  # forward and backward on four stages
+    assert sorted(numbers) == (sorted(str(m) for m in range(8) for _ in range(slots)) if microbatches == 8 else [])
+    label = page.locator("#pipeline svg").get_attribute("aria-label")
+    assert "4 stages" in label
+    assert f"{plan.pipeline.ticks} ticks" in label
+    page.close()

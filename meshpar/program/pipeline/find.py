@@ -75,7 +75,7 @@ def indexed_stacks(program: Program) -> dict[str, str]:
     stacks = {v: dim for v in _stacked_weights(program) if (dim := program.dim_name(v, 0)) and dim not in looped}
     indexed: dict[str, str] = {}
     for op in program.root.ops if stacks else ():
-        dim = stacks.get(op.ins[0]) if op.ins else None
+        dim = next((stacks.get(v) for v in op.ins[:1] if v is not None), None)
         if dim is not None and op.primitive.name in ("slice", "dynamic_slice") and op.outs[0].shape[0] == 1:
             indexed.setdefault(dim, op.source)
     return indexed
