@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import report
 from .cost.memory import Memory, memory_of
@@ -15,6 +15,9 @@ from .layout import Layout
 from .mesh import MeshLike, planned_mesh
 from .passes import replan
 from .plan import plan as record
+
+if TYPE_CHECKING:
+    from .verify.profile import PlanProfile
 
 
 class Plan(record.Plan):
@@ -94,6 +97,31 @@ class Plan(record.Plan):
     def diff(self, other: record.Plan) -> report.PlanDiff:
         """The two plans side by side: print it, ``save("diff.html")`` it."""
         return report.PlanDiff(self, other)
+
+    def compare(self, trace: str | Path) -> PlanProfile:
+        """Planned and measured seconds side by side: of the step, of each loop, of each collective.
+
+        In the compiled program and in traces of a step that was lowered to ``shard_map``, collectives have the names of the plan:
+        ``all-gather embed mlp | embed: data``.
+
+        Args:
+          trace: a folder that ``jax.profiler.trace`` wrote while the step ran, or one of its ``.xplane.pb`` files.
+
+        Returns:
+          A report: print it, show it in a notebook, ``save("profile.html")`` it.
+
+        Raises:
+          UnsupportedError: there is no such trace, or it has no run of the step.
+
+        Example:
+          >>> with jax.profiler.trace("trace"):
+          ...     jax.block_until_ready(step(params, x))
+          >>> step.plan(params, x).compare("trace").runs
+          1
+        """
+        from .verify.profile import profile
+
+        return profile(self, trace)
 
     def __repr__(self) -> str:
         return report.plan_line(self)

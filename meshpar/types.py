@@ -15,6 +15,7 @@ from .report import PlanDiff
 from .search import Row, Search
 from .verify.aot import Compiled
 from .verify.check import Report
+from .verify.profile import Measured, PlanProfile
 
 __all__ = [
     "Calibration",
@@ -27,7 +28,9 @@ __all__ = [
     "KernelWork",
     "Lab",
     "LocalSgd",
+    "Measured",
     "PlanDiff",
+    "PlanProfile",
     "Report",
     "Row",
     "Rule",

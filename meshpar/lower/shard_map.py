@@ -6,7 +6,8 @@ It is an interpreter of steps on local arrays. The steps determine all collectiv
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -75,7 +76,7 @@ def lower_to_shard_map(
     def on_device(*xs: Any) -> tuple[Any, ...]:
         given = iter(xs)
         operands = [_empty(s, plan.sizes) if e else next(given) for s, e in zip(body.inputs, empty, strict=True)]
-        return tuple(_Device(grid).run(body, operands))
+        return tuple(_Device(grid, plan).run(body, operands))
 
     run = jax.shard_map(  # operands without elements are left out: Shardy rejects several of them
         on_device,
@@ -149,13 +150,14 @@ class _Device:
     """Runs the steps of a plan on the shards of one device, inside a ``shard_map``, while JAX traces it.
 
     Attributes:
+      plan: the plan.
       x: shard → the local array.
       orders: the orders of dims in which partial values can be computed.
       avals: key of a result (:func:`_result_type`) → the type of its shards.
     """
 
-    def __init__(self, grid: Grid):
-        self.sizes = grid
+    def __init__(self, grid: Grid, plan: Plan):
+        self.sizes, self.plan = grid, plan
         self.x: dict[Shard, Any] = {}
         self.orders = SumOrders(grid)
         self.avals: dict[tuple[Any, ...], Any] = {}
@@ -164,12 +166,21 @@ class _Device:
         """The results of a body for its inputs."""
         self.x.update(zip(body.inputs, xs, strict=True))
         for step in body.steps:
-            if step.op is None:
-                _RUN[type(step)](self, step)
-            elif not (isinstance(step, Run) and self.stage(step)):
-                with at_line_of(step.op.eqn, step.op.where):
+            if not (isinstance(step, Run) and self.stage(step)):
+                with self.scope(step):
                     _RUN[type(step)](self, step)
         return [self.x[s] for s in body.outputs if s is not None]
+
+    @contextmanager
+    def scope(self, step: Step) -> Iterator[None]:
+        """Gives equations the source line and name stack of the op of a step, and the name scope of its loop or collectives."""
+        loops = [self.plan.loop_name(step)] if isinstance(step, Loop) else []
+        names = " + ".join(dict.fromkeys([*loops, *map(self.plan.scope_name, step.sends)]))
+        with (
+            nullcontext() if step.op is None else at_line_of(step.op.eqn, step.op.where),
+            jax.named_scope(names) if names else nullcontext(),
+        ):
+            yield
 
     def constant(self, step: Constant) -> None:
         spec = step.result.spec

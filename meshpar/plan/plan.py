@@ -17,12 +17,12 @@ from ..hardware.collective_ops import CollectiveOp
 from ..hardware.compiler import CompilerModel, compiler_model
 from ..hardware.options import Options
 from ..hardware.topology import Torus
-from ..layout import AnyMesh, Layout, Spec, to_partition_spec
+from ..layout import AnyMesh, Layout, Rule, Spec, to_partition_spec
 from ..program.ir import Join, Op, Program, Value
 from ..program.pipeline import Pipeline
 from .collectives import Collective, dcn_bytes_sent
 from .spec import value_bytes
-from .steps import Body, Run, Shard
+from .steps import Body, Loop, Run, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +252,25 @@ class Plan:
     def collectives(self) -> tuple[Collective, ...]:
         """Every collective of the step, with dims, axes, bytes, count, source line and cause, in the order of the steps."""
         return self.body.sends
+
+    def rule_of(self, collective: Collective) -> Rule | None:
+        """The first rule of the layout that the cause of a collective names; None: it names none."""
+        at = {rule: collective.cause.find(f"`{rule}`") for rule in self.layout.rules}
+        return min((r for r, n in at.items() if n >= 0), key=at.__getitem__, default=None)
+
+    def scope_name(self, collective: Collective) -> str:
+        """The name scope of a collective in the compiled program and in profiles: ``all-gather embed mlp | embed: data``. It has
+        the kind, the names of the dims, and the rule that causes it (without one, the axes)."""
+        rule = self.rule_of(collective)
+        words = [collective.op, *filter(None, [collective.dims]), "|", str(rule or "+".join(collective.axes))]
+        return " ".join(words).replace("/", "-").replace('"', "")
+
+    def loop_name(self, loop: Loop) -> str:
+        """The name scope of a loop in the compiled program and in profiles: ``loop over layers``, with the name of the dim that it
+        slices; ``loop`` if it has none."""
+        dims = (self.program.dim_name(shard.value, 0) for shard in loop.stacks)
+        name = next(filter(None, dims), None)
+        return f"loop over {name}" if name else "loop"
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:

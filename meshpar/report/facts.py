@@ -300,9 +300,9 @@ def rules_of(plan: Plan, h: ShardedArray) -> list[int]:
 
 
 def causing_rule(plan: Plan, c: Collective) -> int | None:
-    """Index of the first rule of the layout that the cause of a collective names; None: it names none."""
-    at = [(c.cause.find(f"`{r}`"), k) for k, r in enumerate(plan.layout.rules) if f"`{r}`" in c.cause]
-    return min(at)[1] if at else None
+    """Index of the rule of the layout that causes a collective; None: no single one."""
+    rule = plan.rule_of(c)
+    return None if rule is None else plan.layout.rules.index(rule)
 
 
 _TENSOR_DIMS = ("heads", "kv_heads", "mlp", "vocab")

@@ -1,0 +1,182 @@
+"""Reads traces of ``jax.profiler``: which instructions of which compiled program ran when, on which device.
+
+A trace is a folder that ``jax.profiler.trace`` wrote, or one of its ``.xplane.pb`` files. JAX reads the events of these files, but
+not the compiled programs that the profiler adds to them. The few fields of these that are needed are read here, by the numbers
+of fields in XLA's ``hlo.proto`` and in the profiler's ``xplane.proto``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from ..errors import UnsupportedError
+
+_METADATA_PLANE = "/host:metadata"
+_MODULE_LINE = "XLA Modules"
+
+
+class Instruction(NamedTuple):
+    """An instruction of a compiled program: its opcode and JAX's name of its op."""
+
+    opcode: str
+    op_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One run of an instruction.
+
+    Attributes:
+      name: of the instruction.
+      device: the device that ran it.
+      start, end: in seconds.
+    """
+
+    name: str
+    device: str
+    start: float
+    end: float
+
+
+@dataclass(slots=True)
+class ProgramTrace:
+    """The events of one compiled program in a trace.
+
+    Attributes:
+      name: of the program: ``jit_train_step``.
+      instructions: name → instruction.
+      events: the runs of its instructions.
+      runs: number of times that a device ran the program.
+    """
+
+    name: str
+    instructions: dict[str, Instruction]
+    events: list[Event] = field(default_factory=list)
+    runs: int = 0
+
+    @property
+    def devices(self) -> set[str]:
+        """The devices that ran it."""
+        return {e.device for e in self.events}
+
+
+def read_trace(path: str | Path) -> list[ProgramTrace]:
+    """The compiled programs of a trace that ran, with the runs of their instructions.
+
+    Args:
+      path: a ``.xplane.pb`` file, or a folder with such files below it, one for each process.
+
+    Raises:
+      UnsupportedError: there is no such file, or it has no compiled programs.
+    """
+    path = Path(path)
+    files = [path] if path.is_file() else sorted(path.rglob("*.xplane.pb"))
+    if not files:
+        raise UnsupportedError(
+            f"{path}: there is no trace", fixes=["trace some steps with `with jax.profiler.trace(folder):`"]
+        )
+    programs = [p for file in files for p in _programs(file)]
+    if not programs:
+        raise UnsupportedError(
+            f"{path}: the trace has no runs of compiled programs",
+            fixes=["call the step inside of `jax.profiler.trace`, and wait for it"],
+        )
+    return programs
+
+
+def _programs(file: Path) -> Iterator[ProgramTrace]:
+    """The programs of one file that ran."""
+    data = file.read_bytes()
+    programs = {name: ProgramTrace(name.partition("(")[0], body) for name, body in _modules(data)}
+    runs: dict[str, dict[str, set[Any]]] = {name: {} for name in programs}  # program → device → runs
+    for plane in jax.profiler.ProfileData.from_serialized_xspace(data).planes:
+        lines = {line.name: line for line in plane.lines} if plane.name.startswith("/device:") else {}
+        spans = [(e.start_ns, e.end_ns, e.name) for e in lines[_MODULE_LINE].events] if _MODULE_LINE in lines else []
+        for start, _, name in spans:
+            runs.get(name, {}).setdefault(plane.name, set()).add(start)
+        for line in plane.lines:
+            if line.name in (_MODULE_LINE, "python"):
+                continue
+            for event in line.events:
+                stats = dict(event.stats) if not spans else {}
+                name = _program(event, stats, spans)
+                instruction = str(stats.get("hlo_op") or re.match(r"%?([\w.\-]*)", event.name)[1])  # type: ignore[index]
+                if name not in programs or instruction not in programs[name].instructions:
+                    continue
+                device = f"{plane.name}:{stats['device_ordinal']}" if "device_ordinal" in stats else plane.name
+                programs[name].events.append(
+                    Event(instruction, device, event.start_ns * 1e-9, (event.start_ns + event.duration_ns) * 1e-9)
+                )
+                if "run_id" in stats:
+                    runs[name].setdefault(device, set()).add(stats["run_id"])
+    for name, program in programs.items():
+        program.runs = max(map(len, runs[name].values()), default=0)
+        if program.events and program.runs:
+            yield program
+
+
+def _program(event: Any, stats: dict[str, Any], spans: list[tuple[float, float, str]]) -> str:
+    """The program that an event belongs to, as the metadata of the trace calls it; "" if the trace does not tell.
+
+    On TPUs it is the one that ran on the device at that time; events of CPUs and GPUs have its name and number.
+    """
+    if spans:
+        return next((name for start, end, name in spans if start <= event.start_ns < end), "")
+    return f"{stats['hlo_module']}({stats['program_id']})" if "hlo_module" in stats and "program_id" in stats else ""
+
+
+def _modules(data: bytes) -> Iterator[tuple[str, dict[str, Instruction]]]:
+    """(name with number, instructions) of the compiled programs in the metadata of a file."""
+    for plane in _messages(data, 1):
+        if not any(name == _METADATA_PLANE.encode() for name in _messages(plane, 2)):
+            continue
+        for entry in _messages(plane, 4):
+            for metadata in _messages(entry, 2):
+                for stat in _messages(metadata, 5):
+                    for proto in _messages(stat, 6):
+                        (name,) = _messages(metadata, 2)
+                        yield name.decode(), {k: i for module in _messages(proto, 1) for k, i in _instructions(module)}
+
+
+def _instructions(module: bytes) -> Iterator[tuple[str, Instruction]]:
+    """(name, instruction) of a serialized ``HloModuleProto``."""
+    for computation in _messages(module, 3):
+        for instruction in _messages(computation, 2):
+            (name,), (opcode,) = _messages(instruction, 1), _messages(instruction, 2)
+            op_names = [text.decode() for metadata in _messages(instruction, 7) for text in _messages(metadata, 2)]
+            yield name.decode(), Instruction(opcode.decode(), op_names[0] if op_names else "")
+
+
+def _messages(data: bytes, number: int) -> list[bytes]:
+    """The fields with a number of a serialized protocol buffer message that are messages, texts or bytes."""
+    out, at = [], 0
+
+    def varint() -> int:
+        nonlocal at
+        result = shift = 0
+        while True:
+            byte = data[at]
+            at += 1
+            result |= (byte & 127) << shift
+            if byte < 128:
+                return result
+            shift += 7
+
+    while at < len(data):
+        key = varint()
+        wire = key & 7
+        size = {0: 0, 1: 8, 5: 4}.get(wire)
+        if wire == 0:
+            varint()
+        elif size is None:
+            size = varint()
+            if key >> 3 == number:
+                out.append(data[at : at + size])
+        at += size or 0
+    return out

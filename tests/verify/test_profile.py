@@ -1,0 +1,232 @@
+"""Plans compared with traces: of steps that ran on CPU devices, and of a trace with the events of a TPU."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import meshpar as mp
+from meshpar.errors import UnsupportedError
+from meshpar.verify.hlo import collectives
+from meshpar.verify.trace import read_trace
+
+LAYERS = 3
+DIMS = {"params/up": "layers embed mlp", "params/down": "layers mlp embed", "x": "batch embed"}
+PARAMS = {"up": jnp.ones((LAYERS, 32, 64)) / 32, "down": jnp.ones((LAYERS, 64, 32)) / 64}
+X = jnp.ones((16, 32))
+
+
+def train_step(params, x):
+    def loss_of(params):
+        def layer(x, w):
+            return x + jax.nn.relu(x @ w["up"]) @ w["down"], None
+
+        return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_of)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
+
+
+def sharded(layout, **options):
+    return mp.jit(train_step, mesh="data=4, model=2", layout=layout, dims=DIMS, **options)
+
+
+LAYOUTS = [
+    "batch: data",
+    "batch: data; mlp: model",
+    "batch: data; mlp: model; embed: data",
+    "batch: data+model; params.embed: data; opt.embed: data",
+    'batch: data; "*/up".mlp: model',
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_compiled_collectives_carry_the_names_of_the_plan(layout):
+    step = sharded(layout)
+    plan = step.plan(PARAMS, X)
+    names = set(map(plan.scope_name, plan.collectives))
+    compiled = collectives(step.lower(PARAMS, X).compile().as_text())
+    for name in names:
+        kind = name.split()[0]
+        assert any(c.op == kind and name in c.op_name for c in compiled), name
+    for c in compiled:
+        assert any(name in c.op_name for name in names), c.op_name
+
+
+def test_names_have_kind_dims_and_rule():
+    plan = sharded("batch: data; mlp: model; embed: data").plan(PARAMS, X)
+    assert set(map(plan.scope_name, plan.collectives)) == {
+        "all-gather embed mlp | embed: data", "all-gather mlp embed | embed: data",
+        "all-reduce batch embed | mlp: model", "all-reduce | batch: data",
+        "reduce-scatter embed mlp | batch: data", "reduce-scatter mlp embed | batch: data",
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trace")
+    step = sharded("batch: data; mlp: model; embed: data")
+    state, _ = step(*step.put(PARAMS, X))
+    jax.block_until_ready(state)
+    with jax.profiler.trace(folder):
+        for _ in range(3):
+            state, _ = step(state, X)
+        jax.block_until_ready(state)
+    return step.plan(PARAMS, X), folder
+
+
+def test_trace_of_a_step(trace):
+    plan, folder = trace
+    report = plan.compare(folder)
+    assert report.runs == 3
+    assert report.devices == 8
+    assert report.step.name == "jit_train_step"
+    assert {m.name for m in report.collectives} == set(map(plan.scope_name, plan.collectives))
+    assert not report.other
+    for m in report.collectives:
+        assert m.planned is None
+        assert m.ratio is None
+        assert 0 < m.measured < report.step.measured
+    assert [(m.name, m.runs) for m in report.loops] == [
+        ("loop over layers", LAYERS),
+        ("loop over layers, backward pass", LAYERS),
+    ]
+    assert all(0 < m.measured < report.step.measured for m in report.loops)
+    runs = {m.name: m.runs for m in report.collectives}
+    assert runs["all-gather embed mlp | embed: data"] == 2 * LAYERS
+    assert runs["all-reduce | batch: data"] == 1
+
+
+def test_events_of_the_trace(trace):
+    _plan, folder = trace
+    (program,) = [p for p in read_trace(folder) if p.name == "jit_train_step"]
+    gathers = [
+        n for n, i in program.instructions.items() if "all-gather embed mlp" in i.op_name and i.opcode == "all-gather"
+    ]
+    assert len(gathers) == 2  # forward and backward pass
+    for name in gathers:
+        assert sum(e.name == name for e in program.events) == 3 * 8 * LAYERS  # runs, devices, layers
+    assert all(e.end >= e.start for e in program.events)
+
+
+def test_reports(trace, tmp_path):
+    plan, folder = trace
+    report = plan.compare(folder)
+    text = str(report)
+    assert text.startswith("3 runs of the step on 8 devices")
+    assert "all-gather embed mlp | embed: data" in text
+    assert "loop over layers, backward pass" in text
+    for suffix in ("html", "json", "txt"):
+        report.save(tmp_path / f"profile.{suffix}")
+    data = json.loads((tmp_path / "profile.json").read_text())
+    assert data["runs"] == 3
+    assert {m["name"] for m in data["collectives"]} == {m.name for m in report.collectives}
+    assert "all-gather embed mlp | embed: data" in (tmp_path / "profile.html").read_text()
+    assert 'class="mp"' in report._repr_html_()
+    with pytest.raises(UnsupportedError, match="cannot be saved"):
+        report.save(tmp_path / "profile.csv")
+
+
+def test_other_traces(trace, tmp_path):
+    plan, folder = trace
+    with pytest.raises(UnsupportedError, match="there is no trace"):
+        plan.compare(tmp_path)
+    other = sharded("batch: data; embed: model").plan(PARAMS, X)
+    names = set(map(other.scope_name, other.collectives)) - set(map(plan.scope_name, plan.collectives))
+    assert all(m.measured is None for m in other.compare(folder).collectives if m.name in names)
+    with jax.profiler.trace(tmp_path / "empty"):
+        jax.block_until_ready(
+            mp.jit(lambda x: x @ x.T, mesh="data=8", layout="batch: data", dims={"x": "batch embed"})(X)
+        )
+    with pytest.raises(UnsupportedError, match="no program of the trace is this plan's step"):
+        plan.compare(tmp_path / "empty")
+
+
+# -- a trace with the events of a TPU
+
+
+def encoded(number, content):
+    """A field of a protocol buffer message: a number, or text, bytes or a message."""
+
+    def varint(n):
+        return bytes([n & 127 | 128]) + varint(n >> 7) if n > 127 else bytes([n])
+
+    if isinstance(content, int):
+        return varint(number << 3) + varint(content)
+    content = content.encode() if isinstance(content, str) else content
+    return varint(number << 3 | 2) + varint(len(content)) + content
+
+
+def tpu_trace(path, instructions, events, module):
+    """Write a trace of one TPU: ``instructions`` (name, opcode, op_name), ``events`` (name, start, end in ns), run ``module``."""
+    computation = b"".join(
+        encoded(2, encoded(1, name) + encoded(2, opcode) + encoded(7, encoded(2, op_name)))
+        for name, opcode, op_name in instructions
+    )
+    hlo = encoded(1, encoded(1, "jit_train_step") + encoded(3, computation))
+    stat = encoded(5, encoded(1, 1) + encoded(6, hlo))
+    metadata = encoded(1, 1) + encoded(2, encoded(1, 1) + encoded(2, "jit_train_step(7)") + stat)
+    host = encoded(2, "/host:metadata") + encoded(4, metadata)
+
+    def line(name, spans):
+        made = b"".join(
+            encoded(4, encoded(1, names[n]) + encoded(2, start * 1000) + encoded(3, (end - start) * 1000))
+            for n, start, end in spans
+        )
+        return encoded(3, encoded(2, name) + made)
+
+    names = {n: k for k, n in enumerate(dict.fromkeys([module[0], *(e[0] for e in events)]), 1)}
+    device = encoded(2, "/device:TPU:0") + line("XLA Modules", [module]) + line("XLA Ops", events)
+    device += b"".join(encoded(4, encoded(1, k) + encoded(2, encoded(1, k) + encoded(2, n))) for n, k in names.items())
+    path.write_bytes(encoded(1, host) + encoded(1, device))
+
+
+def test_asynchronous_collectives_of_a_tpu(tmp_path):
+    plan = mp.plan(
+        train_step,
+        PARAMS,
+        X,
+        mesh="data=4, model=2",
+        topology="v5e:2x4",
+        layout="batch: data; mlp: model; embed: data",
+        dims=DIMS,
+    )
+    gather, total = "all-gather embed mlp | embed: data", "all-reduce | batch: data"
+    path = "jit(train_step)/shard_map/jvp(loop over layers)/while/body/closed_call"
+    instructions = [
+        ("while.1", "while", "jit(train_step)/shard_map/jvp(loop over layers)/while"),
+        ("all-gather-start.3", "all-gather-start", f"{path}/{gather}/all_gather"),
+        ("all-gather-done.3", "all-gather-done", f"{path}/{gather}/all_gather"),
+        ("fusion.2", "fusion", f"{path}/dot_general"),
+        ("all-reduce.9", "all-reduce", ""),
+    ]
+    events = [
+        ("%while.1 = (f32[]) while(%tuple)", 1000, 9000),
+        ("%all-gather-start.3 = f32[32,64] all-gather-start(%p)", 1000, 1500),
+        ("%fusion.2 = f32[4,64] fusion(%p)", 1500, 4000),
+        ("%all-gather-done.3 = f32[32,64] all-gather-done(%s)", 4000, 5000),
+        ("%all-reduce.9 = (f32[]) all-reduce(%a)", 9000, 9500),
+        ("%fusion.2 = f32[4,64] fusion(%p)", 20000, 21000),  # of another program
+    ]
+    tpu_trace(tmp_path / "vm.xplane.pb", instructions, events, ("jit_train_step(7)", 500, 10000))
+    report = plan.compare(tmp_path)
+    measured = {m.name: m.measured for m in report.collectives}
+    assert report.runs == 1
+    assert report.devices == 1
+    np.testing.assert_allclose(measured[gather], 4000e-9)  # from its start to the end of done
+    assert measured[total] is None
+    assert report.other == [("all-reduce.9", pytest.approx(500e-9))]
+    forward, backward = report.loops
+    assert forward.measured == pytest.approx(8000e-9)
+    assert backward.measured is None
+    assert report.step.measured == pytest.approx(8500e-9)  # without idle time
+    planned = {m.name: m.planned for m in report.collectives}
+    assert planned[gather] == pytest.approx(
+        sum(c.total_seconds for c in plan.collectives if plan.scope_name(c) == gather)
+    )
+    assert report.step.planned == plan.seconds
+    assert 0 < forward.planned < plan.seconds
+    ratio = next(m.ratio for m in report.collectives if m.name == gather)
+    assert ratio == pytest.approx(measured[gather] / planned[gather])
