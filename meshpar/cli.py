@@ -342,7 +342,7 @@ def _save_csv(plan: Plan, path: str) -> None:
             axes, calls = "+".join(c.axes), "" if c.count is None else c.count
             seconds = "" if c.seconds is None else c.seconds
             writer.writerow(
-                [c.op, axes, c.tensor, c.dims, c.dtype, c.bytes, calls, c.total_bytes, seconds, c.algorithm, c.cause]
+                [c.op, axes, c.tensor, c.dims, c.dtype, c.bytes, calls, c.total_bytes, seconds, c.algorithm, c.explanation]
             )
 
 

@@ -162,7 +162,7 @@ def _bottleneck(time: Time, collectives: Sequence[Collective]) -> str:
     if name == "communication":
         groups: dict[Any, float] = {}
         for c in collectives:
-            key = (c.op, c.axes, c.cause)
+            key = (c.op, c.axes, c.explanation)
             groups[key] = groups.get(key, 0.0) + c.total_seconds
         (op, axes, cause), seconds = max(groups.items(), key=lambda x: x[1])
         return (f"communication: {format_seconds(most)} of collectives ({others}); most of it, "

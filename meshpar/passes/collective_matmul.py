@@ -564,7 +564,8 @@ def ring_collectives(plan: Plan, pair: CollectiveMatmul) -> list[Collective]:
         if plan.chip is not None:
             seconds = hop_seconds(sent, major_of(plan.torus, pair.axes)[0], plan.chip) / min(2, devices - 1)
         count = None if old.count is None else old.count * h.count
-        out.append(_like(old, "collective-permute", sent, "ring", seconds, count=count))
+        why = f"ring steps in place of the {old.op}, overlapped with matmuls"
+        out.append(_like(old, "collective-permute", sent, "ring", seconds, count=count, why=why))
     if minor > 1:
         _, first = major_stage(plan.torus, pair.axes)
         inner = [s for a in pair.axes for s in plan.torus[a] if s.size > 1][first:]
@@ -578,7 +579,7 @@ def ring_collectives(plan: Plan, pair: CollectiveMatmul) -> list[Collective]:
 def _like(
     old: Collective, op: CollectiveOp, size: float, algorithm: AlgorithmName, seconds: float | None, **other: Any
 ) -> Collective:
-    return replace(old, op=op, bytes=size, algorithm=algorithm, why="", seconds=seconds, **other)
+    return replace(old, op=op, bytes=size, algorithm=algorithm, seconds=seconds, **{"why": "", **other})
 
 
 def fused_of(plan: Plan, pair: CollectiveMatmul, stages: Sequence[Stage]) -> FusedGather | FusedScatter | str:

@@ -41,7 +41,7 @@ class Collective:
         - ``staged``: one per torus dimension, sequentially; ``hierarchical``: staged, inter-slice stage last;
         - ``all_reduce``: an all-reduce followed by a local slice, for a reduce-scatter;
         - ``ring``: ring steps overlapped with matmuls, half in each direction; ``pallas``: remote DMA of a kernel.
-      why: why it has this algorithm; empty: there is no other.
+      why: why it has this algorithm, the main reason first, up to a semicolon; empty: there is no other.
       seconds: estimated for one run; None: not estimated.
       first: index of the first torus dimension of its axes that it runs over (a ring runs over those before).
     """
@@ -65,6 +65,18 @@ class Collective:
     def entry(self) -> Algorithm:
         """Its algorithm, with bytes and traits."""
         return ALGORITHMS[self.algorithm]
+
+    @property
+    def replaces(self) -> str:
+        """The collective that the cause calls for and this one replaces, with the main reason, as a clause; "" if it is none."""
+        if self.entry.slices_locally:
+            return f"all-reduce and local slice in place of a reduce-scatter: {self.why.partition('; ')[0]}"
+        return self.why if self.entry.ring_step else ""
+
+    @property
+    def explanation(self) -> str:
+        """The cause, and the collective that this one replaces."""
+        return "; ".join(filter(None, (self.cause, self.replaces)))
 
     @property
     def total_bytes(self) -> float:

@@ -189,7 +189,7 @@ def longer_parts(slow: Plan, fast: Plan) -> list[tuple[float, str]]:
         }
         for c in plan.collectives:
             key = (c.op, c.tensor)
-            text = f"{c.op} of {c.tensor} over {'+'.join(c.axes)}: {c.cause}"
+            text = f"{c.op} of {c.tensor} over {'+'.join(c.axes)}: {c.explanation}"
             costs[key] = (costs.get(key, (0.0, ""))[0] + c.total_seconds, text)
         return costs
 

@@ -228,7 +228,7 @@ class CollectiveGroup:
 
 
 def collective_groups(
-    collectives: Iterable[Collective], key: Callable[[Collective], Hashable] = lambda c: (c.op, c.axes, c.cause)
+    collectives: Iterable[Collective], key: Callable[[Collective], Hashable] = lambda c: (c.op, c.axes, c.explanation)
 ) -> list[CollectiveGroup]:
     """Collectives with equal keys (by default kind, axes and cause) as groups, those that send most first."""
     groups = [tuple(sorted(g, key=lambda c: -c.total_bytes)) for g in grouped(collectives, key)]
@@ -476,6 +476,6 @@ def _timeline(plan: Plan, loop: Kernel, body: Computation) -> LoopTimeline:
     for t in schedule.transfers:
         c = t.collective
         out.spans.append(
-            Span("links", c.op, t.start, t.end - t.start, c.axes, c.dims, c.source, not t.is_async, c.bytes, c.cause)
+            Span("links", c.op, t.start, t.end - t.start, c.axes, c.dims, c.source, not t.is_async, c.bytes, c.explanation)
         )
     return out

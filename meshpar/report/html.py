@@ -480,7 +480,7 @@ def collectives_table(
       sortable: headings sort the rows.
     """
     every = plan.collectives if of is None else of
-    groups = collective_groups(every, lambda c: (c.op, c.axes, c.dims, c.dtype, c.bytes, c.cause, c.source))
+    groups = collective_groups(every, lambda c: (c.op, c.axes, c.dims, c.dtype, c.bytes, c.explanation, c.source))
     if not groups:
         return "<p>Each device sends nothing.</p>"
     timed = plan.chip is not None
@@ -495,7 +495,7 @@ def collectives_table(
             number(each, c.bytes, css="more"),
         ]
         row += [number(seconds, group.seconds)] * timed
-        dims, cause = escape(c.dims or "(scalar)"), f"{escape(c.cause)}<br><code>{escape(c.source)}</code>"
+        dims, cause = escape(c.dims or "(scalar)"), f"{escape(c.explanation)}<br><code>{escape(c.source)}</code>"
         row.append(Cell("", markup=f'<code>{dims}</code><br><span class="dim">{escape(c.dtype)}</span>'))
         rows.append([*row, Cell("", markup=cause, css="why")])
     columns = [("collective", ""), ("total", "n"), ("calls", "n"), ("per call", "n more"), *[("time", "n")] * timed,

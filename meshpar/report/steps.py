@@ -72,7 +72,7 @@ class _Printer:
         yield f"{pad}{made}{text}{end}" + (f"    # {source}" if source else "")
         for c in step.sends:
             algorithm = "" if c.algorithm == "native" else f"({c.algorithm}) "
-            yield f"{pad}    sends {format_bytes(c.bytes)} {algorithm}per call: {c.cause}"
+            yield f"{pad}    sends {format_bytes(c.bytes)} {algorithm}per call: {c.explanation}"
         for body in step.bodies:
             if isinstance(step, Loop):
                 yield f"{pad}  given {self.list(body.inputs)}:"

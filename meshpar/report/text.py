@@ -198,7 +198,7 @@ def _collectives(plan: Plan, styles: AxisStyles) -> Any:
             line.stylize("dim")
         lines.append(line)
         if 1 <= i <= len(shown):
-            lines.append(Padding(Text(shown[i - 1].first.cause, style="dim"), (0, 0, 0, 4)))
+            lines.append(Padding(Text(shown[i - 1].first.explanation, style="dim"), (0, 0, 0, 4)))
     return Group(*lines)
 
 

@@ -71,6 +71,8 @@ def test_a_gather_before_products_and_a_scatter_after_them_are_found():
     assert found(plan) == [("gather", "ring", ("model",), 1), ("scatter", "ring", ("model",), 1)]
     assert all(o.reason == "as requested" for o in plan.overlaps)
     assert {c.op for c in plan.collectives} == {"collective-permute"}
+    for replaced in ("all-gather", "reduce-scatter"):
+        assert f"; ring steps in place of the {replaced}, overlapped with matmuls" in " ".join(str(plan).split())
     whole = 64 // 16 * 2048 * 4096 * 2
     assert plan.bytes_sent == pytest.approx(2 * whole * 15 / 16)
     # 7 hops each way of a block of 128 rows, and one each way of half of it, both for the gather and for the scatter
