@@ -341,9 +341,8 @@ def _save_csv(plan: Plan, path: str) -> None:
         for c in plan.collectives:
             axes, calls = "+".join(c.axes), "" if c.count is None else c.count
             seconds = "" if c.seconds is None else c.seconds
-            writer.writerow(
-                [c.op, axes, c.tensor, c.dims, c.dtype, c.bytes, calls, c.total_bytes, seconds, c.algorithm, c.explanation]
-            )
+            row = [c.op, axes, c.tensor, c.dims, c.dtype, c.bytes, calls, c.total_bytes, seconds, c.algorithm]
+            writer.writerow([*row, c.explanation])
 
 
 def _lab(args: argparse.Namespace) -> int:

@@ -12,6 +12,8 @@
   it does not make for it (both sums of a norm's gradient, in the kernel of the cotangent). Operands of reductions only are not
   written.
 - A write into a window of an array (``dynamic_update_slice``) fuses the producers of the window. It overwrites the array.
+- Random bits of a threefry key are elementwise functions of their index: the kernels that read a dropout mask recompute it, in
+  the forward and in the backward pass. Other generators write their bits.
 - All other values are written to memory and read from there.
 
 XLA's TPU compiler was observed to fuse Transformer train steps so (libtpu 0.0.42); it recomputes exponentials rather than storing
@@ -22,13 +24,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..plan.spec import itemsize
 from ..plan.steps import Run, Step
 from ..program.ir import Op, Value
 from ..program.primitives import add_row_p
 from ..rules import having
 
 VIEWS = having(lambda p: p.view)
-FUSIBLE = having(lambda p: p.fusible) | {"one_hot!"}
+FUSIBLE = having(lambda p: p.fusible) | {"one_hot!", "random_bits!"}
 SLICES = having(lambda p: p.slice)
 CONTIGUOUS_SLICES = having(lambda p: p.contiguous_slice)
 GATHERS = having(lambda p: p.gather)
@@ -94,7 +97,7 @@ class Kernel:
 
     Attributes:
       name: of the primitive; ``move!`` (collectives), ``stack!`` (a loop writes its slice), ``leave!`` (a result or carry of a
-        body), ``copy!``, ``transfer!`` (to or from host memory).
+        body), ``copy!``, ``transfer!`` (to or from host memory), ``random_bits!`` (of a threefry key), ``one_hot!``.
       step: the step of the plan; None at the ends of bodies.
       op: the op of the program that the step is for.
       ins, outs: its operands and results, in memory or not; position: index of its step in program order.
@@ -102,6 +105,7 @@ class Kernel:
       bodies: of a loop or branch.
       carries: of a loop, (first value, last value) of each carry; None: the first value is input-independent.
       matmuls: the steps of the matmuls that the kernel computes.
+      random_elements: the number of threefry bit patterns that the kernel computes on a device.
       from_several: it depends on more than one array (rows and scalars do not count).
     """
 
@@ -116,6 +120,7 @@ class Kernel:
         "op",
         "outs",
         "position",
+        "random_elements",
         "reads",
         "step",
         "writes",
@@ -127,6 +132,7 @@ class Kernel:
         self.outs: list[Buffer] = []
         self.is_root = False
         self.from_several = False
+        self.random_elements = 0.0
         self.reads: Sequence[Buffer] = ()
         self.writes: Sequence[Buffer] = ()
         self.bodies: tuple[Computation, ...] = ()
@@ -245,8 +251,11 @@ def _form_kernels(computation: Computation, row_ratio: int) -> None:
     done: dict[Kernel, int] = {}
     for node in kernels:
         read: dict[Buffer, None] = {}
-        _sources(node.ins, read, set(), node.name in _TAKES or node.name in FUSIBLE, own)
+        inside: set[Buffer] = set()
+        _sources(node.ins, read, inside, node.name in _TAKES or node.name in FUSIBLE, own)
         node.reads = list(read)
+        drawn = [i for i in (*node.outs, *inside) if i.made_by is not None and i.made_by.name == "random_bits!"]
+        node.random_elements = sum(i.bytes / itemsize(i.value.aval) for i in drawn)
         node.writes = node.outs
         other = _merged_with(node, done, row_ratio) if node.name in REDUCTIONS else None
         if other is None:
@@ -257,6 +266,7 @@ def _form_kernels(computation: Computation, row_ratio: int) -> None:
             read = {i: None for i in read if i not in set(other.writes)}
             other.reads = list(dict.fromkeys([*other.reads, *read]))
             other.writes = [*other.writes, *node.outs]
+            other.random_elements = max(other.random_elements, node.random_elements)
             done[node] = done[other]
         for item in read:
             item.readers = (*item.readers, other)
@@ -293,7 +303,8 @@ def _merged_with(node: Kernel, done: dict[Kernel, int], row_ratio: int) -> Kerne
 def _sources(
     items: Sequence[Buffer], found: dict[Buffer, None], seen: set[Buffer], takes: bool, own: set[Kernel]
 ) -> None:
-    """Add to ``found`` the buffers in memory that ``items`` are computed from, through the ops that the kernel fuses."""
+    """Add to ``found`` the buffers in memory that ``items`` are computed from, and to ``seen`` those between them, which the kernel
+    computes itself."""
     pending = list(reversed(items))
     while pending:  # not recursive: a chain of fused ops may be longer than Python's stack
         item = pending.pop()

@@ -14,6 +14,7 @@ from ..plan.plan import Plan
 from ..plan.spec import value_bytes
 from ..plan.steps import Barrier, Body, Branch, Call, Loop, Order, Reduce, Reshard, Run, Shard, Step
 from ..program.ir import Op, Program, Value
+from ..rules.random import drawn_by_index
 from .caching import cached_on_plan
 from .fusion import FUSIBLE, SLICES, VIEWS, Buffer, Computation, Kernel, fuse
 from .tiles import Tiles
@@ -211,7 +212,11 @@ class _Reader:
                     return  # a broadcast scalar costs as little as a constant
         if name in VIEWS and self.placed(step, some):
             return
-        node = self.node("one_hot!" if op.primitive.scatter and self.one_hot(step) else name, step, op, some)
+        if op.primitive.scatter and self.one_hot(step):
+            name = "one_hot!"
+        elif op.primitive.random and drawn_by_index(op.eqn):
+            name = "random_bits!"
+        node = self.node(name, step, op, some)
         for out in results:
             self.out(node, out)
 

@@ -113,7 +113,7 @@ def _as_all_reduce(plan: Plan, step: Reduce, old: Collective) -> Collective | No
     sent = wire_bytes("all-reduce", collective_volume(old.op, old.bytes, devices), devices)
     cost = all_reduce_cost(plan, old, 0.0)
     why = (
-        f"XLA's compiler for CPUs makes no reduce-scatters; an all-reduce sends {format_bytes(sent)}; "
+        f"since XLA's compiler for CPUs makes no reduce-scatters; an all-reduce sends {format_bytes(sent)}; "
         f'lowering="shard_map" reduce-scatters, which sends {format_bytes(old.bytes)}'
     )
     seconds = old.seconds if cost is None else cost.seconds
@@ -136,7 +136,8 @@ def _by_cost(plan: Plan, step: Reduce, old: Collective, *, queued: bool) -> Coll
     if saved < plan.compiler.min_gain_seconds:
         return None
     why = (
-        f"it exposes less time than a staged reduce-scatter; an all-reduce over the links of all torus dimensions at once takes {format_seconds(new.seconds)}, "
+        "faster than a reduce-scatter here; "
+        f"an all-reduce over the links of all torus dimensions at once takes {format_seconds(new.seconds)}, "
         f"{format_seconds(new.exposed)} of it exposed; a staged reduce-scatter {format_seconds(staged.seconds)}, "
         f"{format_seconds(staged.exposed)} exposed. It sends {format_bytes(new.bytes)} instead of {format_bytes(old.bytes)}"
     )
@@ -150,7 +151,8 @@ def _as_partitioned(plan: Plan, step: Reduce, old: Collective) -> Collective | N
     if new is None:
         return None
     why = (
-        f"XLA's partitioner makes none if the shards of all devices differ; the all-reduce sends {format_bytes(new.bytes)}; "
+        "as XLA's partitioner makes of a reduce-scatter if the shards of all devices differ; "
+        f"the all-reduce sends {format_bytes(new.bytes)}; "
         f'lowering="shard_map" can reduce-scatter, which sends {format_bytes(old.bytes)}'
     )
     return replace(old, op="all-reduce", algorithm="all_reduce", bytes=new.bytes, seconds=new.seconds, why=why)

@@ -70,7 +70,7 @@ class Collective:
     def replaces(self) -> str:
         """The collective that the cause calls for and this one replaces, with the main reason, as a clause; "" if it is none."""
         if self.entry.slices_locally:
-            return f"all-reduce and local slice in place of a reduce-scatter: {self.why.partition('; ')[0]}"
+            return f"all-reduce and local slice, {self.why.partition('; ')[0]}"
         return self.why if self.entry.ring_step else ""
 
     @property

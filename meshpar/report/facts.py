@@ -475,7 +475,8 @@ def _timeline(plan: Plan, loop: Kernel, body: Computation) -> LoopTimeline:
             out.spans.append(Span("compute", kernel.primitive, start, run.seconds, (), dims, source, bytes=run.bytes))
     for t in schedule.transfers:
         c = t.collective
+        cause, exposed = c.explanation, not t.is_async
         out.spans.append(
-            Span("links", c.op, t.start, t.end - t.start, c.axes, c.dims, c.source, not t.is_async, c.bytes, c.explanation)
+            Span("links", c.op, t.start, t.end - t.start, c.axes, c.dims, c.source, exposed, c.bytes, cause)
         )
     return out

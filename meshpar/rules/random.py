@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jax.extend.random import threefry2x32_p
 
+from ..compat.jax import key_impl
 from .local import LocalOp, on_shards
 from .registry import register
 from .rule import OpRule, independent_of_data
@@ -31,6 +32,16 @@ register("random_seed", "random_split", rule=keys, local=on_shards, random=True)
 register("random_wrap", "random_unwrap", rule=keys, local=on_shards, view=True)
 
 
+def drawn_by_index(eqn: Any) -> bool:
+    """Whether an equation makes random bits of which each element is a function of one key and of its index in the array: with
+    partitionable threefry, for fewer than 2**32 elements."""
+    if eqn.primitive.name != "random_bits":
+        return False
+    key = eqn.invars[0].aval
+    threefry = key_impl(key.dtype) == "threefry2x32" and getattr(jax.config, "jax_threefry_partitionable")  # noqa: B009
+    return threefry and not key.shape and math.prod(eqn.outvars[0].aval.shape) < 2**32
+
+
 def _local_random_bits(op: LocalOp, key: Any) -> list[Any]:
     """This device's shard of the bits of the unsharded array.
 
@@ -40,8 +51,7 @@ def _local_random_bits(op: LocalOp, key: Any) -> list[Any]:
     dims, full_shape, shape = op.rule.outs[0], op.eqn.outvars[0].aval.shape, op.out_shape
     if shape == full_shape:
         return op.run(key)
-    plain = str(jax.random.key_impl(key)) == "threefry2x32" and getattr(jax.config, "jax_threefry_partitionable")  # noqa: B009
-    if not plain or key.shape or math.prod(full_shape) >= 2**32:
+    if not drawn_by_index(op.eqn):
         (x,) = op.run(key)
         return [lax.dynamic_slice(x, [op.offset(f, n) for f, n in zip(dims, shape, strict=True)], shape)]
     index = jnp.zeros(shape, np.uint32)
