@@ -170,6 +170,7 @@ class ControlFlow:
             stacks.append(self._enters(op, i, v, ((), *spec)))
             emitter.place(emitter.shard(w, spec))
         self.depth += 1
+        stacks_several = op.eqn.params["length"] > 1
         with emitter.inside(frame) as body:
             slices = [current[w] for w in inner[nc + nk :]]
             self._plan_ops(frame, consts)
@@ -180,7 +181,10 @@ class ControlFlow:
                 if value is not None
                 and value not in emitter.constants
                 and current[value].partial
-                and (k in accumulations or (k >= nk and self.depth > 1 and not self._scatters(value)))
+                and (
+                    k in accumulations
+                    or (k >= nk and self.depth > 1 and (not stacks_several or not self._scatters(value)))
+                )
             }  # they are reduced after this loop, or after the one around it
             needs: list[Spec | None] = [s.spec for s in carried]
             outputs = self._leaves(op, frame, needs + [None] * (len(frame.jaxpr.outvars) - nk), partial)

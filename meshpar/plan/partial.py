@@ -134,7 +134,7 @@ def addends(program: Program, end: Value) -> Iterator[tuple[Value, bool]]:
     If one of these values is partial, reducing it can be deferred until ``end``.
 
     Yields:
-      (value, whether a loop stacks it before ``end``); ``end`` first.
+      (value, whether a loop of several iterations stacks it before ``end``); ``end`` first.
     """
     times = program.cached(read_counts)
     todo = [(end, False)]
@@ -148,7 +148,7 @@ def addends(program: Program, end: Value) -> Iterator[tuple[Value, bool]]:
             k, (_, carries) = op.outs.index(value), scan_counts(op.eqn.params)
             var = op.frames[0].jaxpr.outvars[k]
             if k >= carries and not isinstance(var, Literal):
-                todo.append((op.frames[0].env[var], True))
+                todo.append((op.frames[0].env[var], stacked or op.eqn.params["length"] > 1))
             continue
         arrays = [i for i, v in enumerate(op.ins) if v is not None and (op.rule is not None or v.shape == value.shape)]
         for positions in (arrays, *([i] for i in arrays)) if len(op.outs) == 1 else ():

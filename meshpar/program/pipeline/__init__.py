@@ -20,6 +20,7 @@ from ...errors import UnsupportedError
 from ..infer import infer_like
 from ..ir import Frame, Op, Program, Value
 from .find import LayerLoop, indexed_stacks, layer_loops, microbatch_loop
+from .narrow import cast_stacks
 from .rewrite import TickLoops, one_microbatch
 from .schedule import SCHEDULES, Schedule, ScheduleName
 from .segments import divide
@@ -182,7 +183,9 @@ def _replacement(
                 ],
             )
         plan = Schedule(schedule, count, op.eqn.params["length"], loops=len(members))
-        run = TickLoops(op.eqn, divide(op, [m[0] for m in members]), plan, loop.dim)
+        body = divide(op, [m[0] for m in members])
+        cast_stacks(body, [m[0] for m in members])
+        run = TickLoops(op.eqn, body, plan, loop.dim)
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in op.eqn.invars]
     try:
         jaxpr = make_generated_jaxpr(run, *avals)

@@ -1,0 +1,86 @@
+"""Casts stacked weights once before a loop over microbatches, if the layers compute in a narrower dtype than the weights have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+
+from ...compat.jax import closed_parts, make_generated_jaxpr, new_var, scan_counts
+from ..ir import Op
+from .find import LayerLoop
+from .segments import INVARIANT, Body
+
+
+def cast_stacks(body: Body, loops: Sequence[LayerLoop]) -> None:
+    """Let the layer loops of a microbatch read narrower copies of their stacked weights; this changes no number.
+
+    A layer casts its slice of a stack to the dtype in which it computes. If it reads the slice for nothing else, the stack is cast
+    before the loop over microbatches. In the layer, the slice is cast to the stack's dtype, and by the layer's own cast back.
+    """
+    copies: dict[tuple[Any, Any], Any] = {}
+    for i, (eqn, loop) in enumerate(zip(body.loops, loops, strict=True)):
+        invars, wide = list(eqn.invars), dict[int, Any]()
+        for p in range(sum(scan_counts(eqn.params)), len(invars)):
+            v, dtype = invars[p], _only_cast(loop.op, p)
+            if dtype is None or body.place(v) != INVARIANT:
+                continue
+            if (v, dtype) not in copies:
+                copies[v, dtype] = copy = new_var(v.aval.update(dtype=dtype, weak_type=False))
+                body.eqns.append(_cast(v, copy))
+                body.places[copy] = INVARIANT
+            invars[p], wide[p] = copies[v, dtype], v.aval.dtype
+        if wide:
+            body.loops[i] = eqn.replace(invars=invars, params={**eqn.params, "jaxpr": _widening(eqn, wide, invars)})
+
+
+def _only_cast(loop: Op, position: int) -> Any:
+    """The narrower floating-point dtype to which a layer casts its slice of an operand; None: the layer reads it otherwise."""
+    (frame,) = loop.frames
+    value, dtypes = frame.ins()[position], set()
+    for op in frame.walk():
+        if value not in op.ins or (
+            op.frames and not op.primitive.control_flow
+        ):  # the body of a call reads its operands
+            continue
+        dtypes.add(op.outs[0].aval.dtype if op.primitive.cast else None)
+    leaves = any(not isinstance(v, Literal) and frame.env[v] is value for v in frame.jaxpr.outvars)
+    if len(dtypes) != 1 or None in dtypes or leaves:
+        return None
+    (dtype,) = dtypes
+    floats = np.issubdtype(value.aval.dtype, np.floating) and jax.dtypes.issubdtype(dtype, np.floating)
+    return dtype if floats and dtype.itemsize < value.aval.dtype.itemsize else None
+
+
+def _cast(wide: Any, narrow: Any) -> Any:
+    """The equation that casts a variable to the dtype of another one."""
+    dtype = narrow.aval.dtype
+    aval = jax.ShapeDtypeStruct(wide.aval.shape, wide.aval.dtype)
+    closed = make_generated_jaxpr(lambda x: lax.convert_element_type(x, dtype), aval)
+    return closed.jaxpr.eqns[0].replace(invars=[wide], outvars=[narrow])
+
+
+def _widening(eqn: Any, wide: Mapping[int, Any], invars: Sequence[Any]) -> ClosedJaxpr:
+    """The body of a scan that takes narrower slices at some positions, and casts them to the dtypes of its own.
+
+    Args:
+      wide: position → dtype.
+      invars: the narrower operands of the scan.
+    """
+    jaxpr, values = closed_parts(eqn.params["jaxpr"])
+    run = jaxpr_as_fun(ClosedJaxpr(jaxpr, values))
+    avals = [
+        jax.ShapeDtypeStruct(
+            v.aval.shape, invars[p].aval.dtype if p in wide else v.aval.dtype, weak_type=v.aval.weak_type
+        )
+        for p, v in enumerate(jaxpr.invars)
+    ]
+
+    def widening(*xs: Any) -> Any:
+        return run(*(lax.convert_element_type(x, wide[p]) if p in wide else x for p, x in enumerate(xs)))
+
+    return make_generated_jaxpr(widening, *avals)
