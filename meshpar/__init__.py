@@ -16,8 +16,9 @@ from . import (
     report,  # noqa: F401 (plans learn from reports how they are shown)
     types,
 )
-from .api import calibrate, check, compile, init, jit, lab, local_sgd, plan, search, shardings
+from .api import calibrate, check, compile, export, init, jit, lab, local_sgd, plan, search, shardings
 from .errors import JoinWarning, MeshparError
+from .exported import load_exported
 from .global_arrays import fetch
 from .layers import checkpoint_policies
 from .layers.accumulate import accumulate_gradients, microbatches_for
@@ -54,12 +55,14 @@ __all__ = [
     "cross_entropy",
     "distributed",
     "errors",
+    "export",
     "fetch",
     "init",
     "jit",
     "kernel_rule",
     "lab",
     "layouts",
+    "load_exported",
     "local_sgd",
     "mesh",
     "microbatches_for",

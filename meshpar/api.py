@@ -19,6 +19,7 @@ from .compat import nnx
 from .compat.jax import is_graph_node
 from .dims import Dims
 from .errors import MeshError, UnknownDimError, UnsupportedError
+from .exported import Exported
 from .flax import Leaf
 from .hardware.topology import device_count, topology_of
 from .jitted import NO_DONATION, Jitted, LayoutLike, P, R
@@ -392,6 +393,55 @@ def compile(
         *args, mesh=mesh, topology=topology, effort=effort, timeout=timeout, cache=cache, progress=progress,
         compiler_options=options.get("compiler_options"), kwargs=call,
     )  # fmt: skip
+
+
+@refuse_ambiguous_options
+@takes_step_options
+def export(
+    fn: Callable[..., Any], *args: Any, mesh: MeshLike | None = None, layout: LayoutLike | None = None,
+    platforms: Sequence[str] | None = None, disabled_checks: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None,
+    **keywords: Unpack[CallKeywords],
+) -> Exported:  # fmt: skip
+    """Export a function under a layout: StableHLO with the shardings inside, which runs without the function's code.
+
+    Args:
+      fn: a function, or a :class:`Jitted`, which has its own mesh, layout, dims and lowering.
+      *args: its arguments; arrays or ``jax.ShapeDtypeStruct``. Static arguments become part of the program.
+      **keywords: its keyword arguments.
+      kwargs: keyword arguments of ``fn`` with the name of an option of ``export``.
+      mesh: a mesh with devices; of :func:`meshpar.mesh` with ``topology``, they need not be attached. Left out: the mesh of
+        ``jax.set_mesh``.
+      layout, dims, lowering, donate_argnames, …: as in :func:`meshpar.jit`.
+      platforms: to lower for, ``["tpu"]``; default: the platform of the mesh's devices.
+      disabled_checks: as in ``jax.export.export``: custom calls to allow.
+
+    Returns:
+      A :class:`meshpar.types.Exported`: call it, or ``save`` it for :func:`meshpar.load_exported`.
+
+    Raises:
+      MeshError: no mesh, or an abstract one.
+      UnsupportedError: a custom call that JAX does not export, or an argument or result in host memory.
+
+    Example:
+      >>> exported = mp.export(train_step, params, x, mesh=mesh, layout="batch: data", dims=dims)
+      >>> exported.save("step.zip")
+      >>> mp.load_exported("step.zip").layout
+      'batch: data'
+    """
+    _check_function(fn, "export")
+    options, call = split_keywords(keywords, kwargs)
+    if not isinstance(fn, Jitted):
+        if layout is None:
+            raise UnsupportedError(
+                "mp.export needs a layout", fixes=['mp.export(step, state, batch, mesh=mesh, layout="batch: data")']
+            )
+        fn = Jitted(fn, device_mesh(mesh), Layout(layout), _step_options("export", options))
+    elif own := [*(k for k, v in (("mesh", mesh), ("layout", layout)) if v is not None), *options]:
+        raise UnsupportedError(
+            f"{', '.join(own)}: the result of mp.jit has its own",
+            fixes=["leave it out, or step.on(mesh, layout=…) before"],
+        )
+    return fn.export(*args, platforms=platforms, disabled_checks=disabled_checks, **call)
 
 
 @refuse_ambiguous_options

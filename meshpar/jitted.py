@@ -21,6 +21,7 @@ from .compat import nnx
 from .compat.jax import in_explicit_mesh, is_graph_node, jit_disabled, without_gc
 from .compiled import CompiledStep, lower_step
 from .errors import MeshError, UnsupportedError
+from .exported import Exported, export_step
 from .flax import Leaf, capture_names, flatten_named, pure_states
 from .global_arrays import place
 from .layout import AnyMesh, Layout
@@ -317,6 +318,35 @@ class Jitted(Generic[P, R]):
             step.lower(*args, **arguments), effort=effort, timeout=timeout, cache=cache, progress=progress,
             name=getattr(self, "__name__", "step"), plan=step.plan(*args, **arguments), mesh=step.mesh,
         )  # fmt: skip
+
+    def export(
+        self, /, *args: Any, platforms: Sequence[str] | None = None, disabled_checks: Sequence[Any] = (), **kwargs: Any
+    ) -> Exported:  # fmt: skip
+        """Export the step for these arguments: StableHLO with the shardings inside, which runs without the step's code.
+
+        Args:
+          *args: arguments of the function; arrays or ``jax.ShapeDtypeStruct``. Static arguments become part of the program.
+          platforms: to lower for, ``["tpu"]``; default: the platform of the mesh's devices.
+          disabled_checks: as in ``jax.export.export``: custom calls to allow.
+
+        Returns:
+          A :class:`meshpar.types.Exported`: call it, or ``save`` it for :func:`meshpar.load_exported`.
+
+        Raises:
+          MeshError: an abstract mesh.
+          UnsupportedError: a custom call that JAX does not export, or an argument or result in host memory.
+          MeshparError: as :meth:`plan`.
+
+        Example:
+          >>> exported = step.export(params, x)
+          >>> exported.outputs[-1].path
+          '1'
+        """
+        with self._flattened((*self._bound, *args), kwargs) as call:
+            compiled = self._compiled(call)
+        names = ["/".join(self._roles.path(i)) for i in range(len(self._bound) + len(args))]
+        static, name = {k for k, _ in call.statics}, getattr(self, "__name__", "step")
+        return export_step(compiled, name, names, static, call.nodes, platforms, disabled_checks)
 
     def on(
         self, mesh: MeshLike | None = None, *, layout: LayoutLike | None = None, lowering: Lowering | None = None,

@@ -3,6 +3,7 @@
 ``mp.Layout``, ``mp.Plan``, ``mp.Precision`` and ``mp.Checkpoints`` are at the top level.
 """
 
+from .exported import Exported, ExportedArray
 from .hardware.calibration import Calibration
 from .jitted import Jitted
 from .lab import Lab
@@ -23,6 +24,8 @@ __all__ = [
     "CalibrationRow",
     "Collective",
     "Compiled",
+    "Exported",
+    "ExportedArray",
     "Jitted",
     "KernelSend",
     "KernelWork",

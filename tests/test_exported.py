@@ -1,0 +1,201 @@
+"""Exported steps: saved, loaded in another process without the step's code, on other devices; bad files, meshes and arguments."""
+
+import json
+import subprocess
+import sys
+import textwrap
+import zipfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import meshpar as mp
+from meshpar.errors import MeshError, UnsupportedError
+
+pytest.importorskip("flatbuffers")
+
+DIMS = {"params/up": "embed mlp", "params/down": "mlp embed", "x": "batch embed"}
+RNG = np.random.default_rng(0)
+PARAMS = {"up": RNG.standard_normal((16, 32)).astype("f4") / 4, "down": RNG.standard_normal((32, 16)).astype("f4") / 6}
+X = RNG.standard_normal((8, 16)).astype("f4")
+
+
+def train_step(params, x):
+    loss, gradients = jax.value_and_grad(lambda p: jnp.mean((jax.nn.relu(x @ p["up"]) @ p["down"] - x) ** 2))(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), {"loss": loss}
+
+
+def same(a, b):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-5, atol=1e-6), a, b)
+
+
+@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
+@pytest.mark.parametrize("layout", ["batch: data", "batch: data; mlp: model; embed: data"])
+def test_round_trip(mesh, layout, lowering):
+    exported = mp.export(train_step, PARAMS, X, mesh=mesh, layout=layout, dims=DIMS, lowering=lowering)
+    loaded = mp.load_exported(exported.serialize(), mesh)
+    params, metrics = loaded(PARAMS, X)
+    same((params, metrics), train_step(PARAMS, X))
+    same(exported(PARAMS, X), (params, metrics))
+    assert loaded.layout == layout
+    assert loaded.lowering == lowering
+    assert loaded.platforms == ("cpu",)
+    assert loaded.inputs == exported.inputs
+    assert loaded.outputs == exported.outputs
+    step = mp.jit(train_step, mesh=mesh, layout=layout, dims=DIMS, lowering=lowering)
+    plan = step.plan(PARAMS, X)
+    assert [x.path for x in loaded.inputs] == [h.path for h in plan.inputs]
+    for made, x in zip(jax.tree.leaves(params), loaded.outputs[:2], strict=True):
+        assert made.sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, x.partition_spec), made.ndim)
+    for x, h in zip(loaded.inputs, plan.inputs, strict=True):
+        assert loaded.shardings()[x.path].is_equivalent_to(jax.sharding.NamedSharding(mesh, h.spec), len(x.shape))
+
+
+def test_another_process_without_the_code(mesh, tmp_path):
+    layout = "batch: data; mlp: model; embed: data"
+    mp.export(train_step, PARAMS, X, mesh=mesh, layout=layout, dims=DIMS).save(tmp_path / "step.zip")
+    np.savez(tmp_path / "arrays.npz", x=X, **PARAMS)
+    program = """
+        import sys, jax, numpy as np, meshpar as mp
+        mp.virtual_devices(8)
+        devices = np.array(jax.devices())[::-1].reshape(4, 2)  # other devices in every place
+        step = mp.load_exported("step.zip", jax.sharding.Mesh(devices, ("data", "model")))
+        arrays = dict(np.load("arrays.npz"))
+        x = arrays.pop("x")
+        params, metrics = step(params=arrays, x=x)
+        np.savez("results.npz", loss=metrics["loss"], **params)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, cwd=tmp_path, timeout=120)
+    results = dict(np.load(tmp_path / "results.npz"))
+    params, metrics = train_step(PARAMS, X)
+    same(results, {**params, **metrics})
+
+
+def test_nnx_modules(mesh):
+    class Mlp(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(16, 32, rngs=rngs)
+            self.down = nnx.Linear(32, 16, rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(nnx.relu(self.up(x)))
+
+    model = Mlp(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    def step(model, optimizer, x):
+        loss, gradients = nnx.value_and_grad(lambda m: jnp.mean((m(x) - x) ** 2))(model)
+        optimizer.update(model, gradients)
+        return loss
+
+    dims = {"*/up/kernel": "embed mlp", "*/down/kernel": "mlp embed", "x": "batch embed"}
+    jitted = mp.jit(step, mesh=mesh, layout="batch: data; mlp: model", dims=dims)
+    loaded = mp.load_exported(jitted.export(model, optimizer, X).serialize(), mesh)
+    out = loaded(model, optimizer, X)
+    loss = step(model, optimizer, X)  # updates the model
+    same(out["result"], loss)
+    for name in ("up", "down"):
+        same(out["model"][name]["kernel"], getattr(model, name).kernel[...])
+        same(out["model"][name]["bias"], getattr(model, name).bias[...])
+
+
+def test_donated_and_static_arguments(mesh):
+    def scaled(state, x, power):
+        return state * 2 + jnp.sum(x) ** power, x
+
+    step = mp.jit(
+        scaled,
+        mesh=mesh,
+        layout="batch: data",
+        dims={"state": "batch embed", "x": "batch embed"},
+        static_argnames="power",
+        donate_argnames="state",
+    )
+    exported = step.export(jnp.asarray(X), jnp.asarray(X), 2)
+    assert exported.arguments == ("state", "x")
+    assert exported.donated == ("state",)
+    loaded = mp.load_exported(exported.serialize(), mesh)
+    state = jax.device_put(X, loaded.shardings()["state"])
+    new, x = loaded(state, X)
+    same((new, x), scaled(X, X, 2))
+    assert state.is_deleted()
+
+
+def test_for_devices_that_are_not_attached():
+    mesh = mp.mesh("data=4, model=2")
+    exported = mp.export(train_step, PARAMS, X, mesh=mesh, layout="batch: data", dims=DIMS, platforms=["tpu"])
+    assert exported.platforms == ("tpu",)
+    assert exported.mesh is None
+    with pytest.raises(MeshError, match="has no devices to run on"):
+        exported(PARAMS, X)
+    with pytest.raises(MeshError, match="exported for tpu, and the devices of this mesh are cpu"):
+        exported.on(mesh)
+
+
+def test_other_meshes(mesh):
+    exported = mp.export(train_step, PARAMS, X, mesh=mesh, layout="batch: data", dims=DIMS)
+    for other in ("data=2, model=4", "model=2, data=4", "data=8"):
+        with pytest.raises(MeshError, match="exported for a mesh data=4, model=2"):
+            exported.on(mp.mesh(other))
+
+
+def test_other_arguments(mesh):
+    exported = mp.export(train_step, PARAMS, X, mesh=mesh, layout="batch: data", dims=DIMS)
+    with pytest.raises(UnsupportedError, match="params/down missing; params/extra"):
+        exported({"up": PARAMS["up"], "extra": X}, X)
+    with pytest.raises(UnsupportedError, match="exported for float32\\[8, 16\\], and this is float32\\[16, 8\\]"):
+        exported(PARAMS, X.T)
+    with pytest.raises(UnsupportedError, match="and this is int32"):
+        exported(PARAMS, X.astype("i4"))
+    with pytest.raises(UnsupportedError, match="takes 2 positional arguments, and 3 were given"):
+        exported(PARAMS, X, X)
+
+
+def test_files_that_are_no_exported_steps(mesh, tmp_path):
+    with pytest.raises(UnsupportedError, match="these bytes are no exported step"):
+        mp.load_exported(b"nothing")
+    with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
+        archive.writestr("readme", "")
+    with pytest.raises(UnsupportedError, match=r"other\.zip is no exported step"):
+        mp.load_exported(tmp_path / "other.zip")
+    with zipfile.ZipFile(tmp_path / "newer.zip", "w") as archive:
+        archive.writestr("step.json", json.dumps({"format": 99}))
+        archive.writestr("step.bin", b"")
+    with pytest.raises(UnsupportedError, match="newer version"):
+        mp.load_exported(tmp_path / "newer.zip")
+
+
+def test_options_of_a_step_that_has_its_own(mesh):
+    step = mp.jit(train_step, mesh=mesh, layout="batch: data", dims=DIMS)
+    with pytest.raises(UnsupportedError, match=r"layout: the result of mp\.jit has its own"):
+        mp.export(step, PARAMS, X, layout="batch: model")
+    with pytest.raises(UnsupportedError, match="needs a layout"):
+        mp.export(train_step, PARAMS, X, mesh=mesh)
+
+
+def test_custom_calls_without_a_compatibility_guarantee(mesh):
+    def callback(x):
+        return jax.pure_callback(lambda x: np.asarray(x) * 2, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    with pytest.raises(UnsupportedError, match="cannot be exported"):
+        mp.export(callback, X, mesh=mesh, layout="batch: data", dims={"x": "batch embed"})
+
+    def foreign(x):
+        return jax.ffi.ffi_call("some_kernel", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    with pytest.raises(UnsupportedError, match=r"cannot be exported.*some_kernel"):
+        mp.export(foreign, X, mesh=mesh, layout="", dims={"x": "batch embed"})
+    allowed = [jax.export.DisabledSafetyCheck.custom_call("some_kernel")]
+    exported = mp.export(foreign, X, mesh=mesh, layout="", dims={"x": "batch embed"}, disabled_checks=allowed)
+    assert "some_kernel" in exported.program.mlir_module()
+
+
+def test_arrays_in_host_memory(mesh):
+    host = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(), memory_kind="pinned_host")
+    x = jax.device_put(X, host)
+    with pytest.raises(UnsupportedError, match="x: it is in host memory"):
+        mp.export(lambda x: x, x, mesh=mesh, layout="batch: data", dims={"x": "batch embed"})
