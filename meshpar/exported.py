@@ -119,7 +119,7 @@ class Exported:
 
         Raises:
           MeshError: it has no mesh.
-          UnsupportedError: arguments whose paths, shapes or dtypes are not those of the exported step.
+          UnsupportedError: arguments whose paths, shapes or dtypes differ from the exported step's.
         """
         shardings = self.shardings()
         leaves = self._leaves(args, kwargs)

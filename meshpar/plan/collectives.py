@@ -68,7 +68,8 @@ class Collective:
 
     @property
     def replaces(self) -> str:
-        """The collective that the cause calls for and this one replaces, with the main reason, as a clause; "" if it is none."""
+        """The collective that the cause calls for and that this one replaces, with the main reason, as a clause; "" if it replaces
+        no other."""
         if self.entry.slices_locally:
             return f"all-reduce and local slice, {self.why.partition('; ')[0]}"
         return self.why if self.entry.ring_step else ""
