@@ -460,6 +460,9 @@ def search(
     nothing is compiled unless ``verify`` is given. Candidates that exceed the memory are rejected. Without ``time_limit`` the
     result is deterministic. The seconds are estimates of plans, not measurements.
 
+    For a step with a loop over layers inside of a loop over microbatches, layouts with stages are searched after the others, on
+    meshes with a further axis ``stage``; ``stages`` of the result says whether they pay. ``forbid="layers"`` leaves them out.
+
     Args:
       fn: a function, e.g. a train step; or name → function, several with the same arguments, of which one is selected as well.
       *args: its arguments; arrays or ``jax.ShapeDtypeStruct``.

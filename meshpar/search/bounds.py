@@ -9,7 +9,7 @@ are as in :mod:`meshpar.cost`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +110,14 @@ def lower_bounds(assignment: AxisAssignment, chip: Chip) -> tuple[float, float]:
     _, shards = units.split(assignment)
     arguments, sizes = units.arguments
     return float((units.matmul_seconds(chip) / shards).sum()), float((sizes / shards[arguments]).sum())
+
+
+def matmul_seconds(program: Program, chip: Chip, ops: Collection[Op], slowdown: float) -> float:
+    """Seconds of the matmuls of a step on one device, where those in ``ops`` take ``slowdown`` times as long."""
+    units = program.cached(_ProgramUnits)
+    seconds = units.matmul_seconds(chip)
+    slow = [units.index[op] for op in ops if op in units.index]
+    return float(seconds.sum() + (slowdown - 1) * seconds[slow].sum())
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,20 +16,23 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..compat.jax import without_gc
 from ..errors import MeshError, UnsupportedError
-from ..hardware.topology import parse_topology
+from ..hardware.topology import Topology, parse_topology
 from ..layout import Layout
 from ..mesh import planned_mesh
 from ..plan_api import Plan
+from .bounds import matmul_seconds
 from .evaluation import Evaluation, LimitReached, OutOfPatience
 from .policy import POLICY
 from .result import CONVERGED, Objective, Search, quiet
 from .row import Row
 from .selection import search_result
 from .space import Dim, Point, Sizes, Space, meshes
+from .stages import STAGE, LayerStack, StagedSpace, staged_meshes, verdict
 
 Cost = tuple[float, float]
 """Step time and peak: they identify candidates whose axes differ only in name."""
@@ -90,9 +93,111 @@ def search(
         searched = [(evaluation, space) for evaluation, space in searched if evaluation.rows] or searched
         if not searched[0][0].rows:
             raise interrupt or next(iter(searched[0][0].errors.values()))
+        staged, text = list[tuple[Evaluation, Space]](), ""
+        if interrupt is None:
+            options = _StageOptions(fixed, tuple(unsharded), mesh, where, max_axes)
+            keep_axes = {STAGE, *keep_axes}
+            try:
+                for evaluation, _ in searched:
+                    _search_stages(evaluation, options, keep_axes, staged)
+            except LimitReached as limit:
+                ended = f"stopped at {max_plans} plans" if str(limit).endswith("plans") else str(limit)
+            except KeyboardInterrupt:
+                ended = "interrupted"
+            text = _verdict(searched, staged)
         return search_result(
-            searched, ended, memory_fraction, verify, compiled, list(dict.fromkeys(refused)), keep_axes
+            [*searched, *staged],
+            ended,
+            memory_fraction,
+            verify,
+            compiled,
+            list(dict.fromkeys(refused)),
+            keep_axes,
+            text,
         )
+
+
+@dataclass(frozen=True)
+class _StageOptions:
+    """The options of a search that its layouts with stages have as well: see :func:`search`."""
+
+    fixed: Layout
+    forbid: tuple[str, ...]
+    mesh: str | None
+    where: Topology
+    max_axes: int
+
+    def meshes(self, stages: int) -> list[Sizes]:
+        """The candidate meshes with an axis of so many stages; of a mesh of the user's, it, if its axis ``stage`` has this size."""
+        if self.mesh is not None:
+            sizes = tuple(dict(planned_mesh(self.mesh, str(self.where)).shape).items())
+            return [sizes] if dict(sizes).get(STAGE) == stages else []
+        return staged_meshes(stages, self.where.devices, self.where.slices, min(2, self.max_axes))
+
+
+def _search_stages(
+    evaluation: Evaluation, options: _StageOptions, keep_axes: set[str], staged: list[tuple[Evaluation, Space]]
+) -> None:
+    """Search the layouts of a program with stages, after those without; evaluations with rows are appended to ``staged``.
+
+    Numbers of stages are tried in the order of the lower bounds of their steps, until none may be better than the best candidate;
+    the first one is always tried, so that the result can compare the two.
+
+    Raises:
+      LimitReached: the limit of plans or of time is reached.
+    """
+    stack, chip = LayerStack.of(evaluation.program), evaluation.base.chip
+    given = {rule.dim for rule in options.fixed.rules if rule.scope is None}
+    left = evaluation.max_plans - evaluation.planned
+    if stack is None or chip is None or left <= 0 or not given.union(options.forbid).isdisjoint(stack.dims):
+        return
+    devices, best, own = options.where.devices, evaluation.best, list[tuple[Evaluation, StagedSpace]]()
+    bounds = {
+        k: matmul_seconds(evaluation.program.traced, chip, stack.ops, stack.slowdown(k)) / devices
+        for k in stack.stage_counts(devices)
+        if options.meshes(k)
+    }
+    for k in sorted(bounds, key=lambda k: (bounds[k], k))[: POLICY.max_stage_counts]:
+        if own and best.fits and evaluation.objective == "time" and bounds[k] >= best.seconds:
+            break
+        of = StagedSpace.of(
+            evaluation.base, stack, evaluation.topology, options.fixed, options.forbid, options.meshes(k)
+        )
+        if of is None:
+            continue
+        other = Evaluation(
+            evaluation.variant, evaluation.base, evaluation.topology, evaluation.objective, evaluation.memory_fraction,
+            left - sum(e.planned for e, _ in own), evaluation.deadline,
+            evaluation.progress, keep_axes, of.program, best,
+        )  # fmt: skip
+        try:
+            schemes = {point: other.lower_bound(point) for point in of.schemes()}
+            for point in sorted(schemes, key=lambda p: other.rank(schemes[p])):
+                other.plan_scheme(point)
+        finally:
+            if other.rows:
+                own.append((other, of))
+                staged.append((other, of.space))
+                best = min(best, *other.rows.values(), key=other.rank)
+    if not own:
+        return
+    other, of = min(own, key=lambda pair: min(map(pair[0].rank, pair[0].rows.values())))
+    start = min(other.rows, key=lambda p: (other.rank(other.rows[p]), p.layout))
+    row = other.rows[start]
+    if row.fits > best.fits or (row.fits == best.fits and row.seconds <= POLICY.max_stage_ratio * best.seconds):
+        other.patience = POLICY.stage_patience
+        with contextlib.suppress(OutOfPatience):
+            shared = [dim for dim in of.space.dims if dim[1] is None]
+            _descend_from(other, of.space, of.meshes, start, shared, set())
+
+
+def _verdict(searched: Sequence[tuple[Evaluation, Space]], staged: Sequence[tuple[Evaluation, Space]]) -> str:
+    """Whether stages pay, as text; "" if none were searched."""
+    if not staged:
+        return ""
+    rank = searched[0][0].rank
+    without, best = (min((row for e, _ in of for row in e.rows.values()), key=rank) for of in (searched, staged))
+    return verdict(without, best)
 
 
 def _check(objective: str, memory_fraction: float, max_plans: int) -> None:

@@ -18,6 +18,7 @@ from ..passes import plan_without_passes, with_passes
 from ..plan.assignment import AxisAssignment
 from ..plan.collective_records import TooLong
 from ..plan_api import Plan
+from ..program.ir import Program
 from ..units import format_memory, format_seconds
 from .bounds import Breakdown, LowerBound, lower_bounds
 from .naming import renamed
@@ -44,6 +45,7 @@ class Evaluation:
 
     Attributes:
       base: a plan of the program, from which candidates are replanned.
+      program: the program that candidates with pipelines are planned as: rewritten for their stages.
       variant: the name of the program.
       usable: bytes of a device that a peak may take.
       patience: number of plans without a gain after which a descent ends.
@@ -59,6 +61,7 @@ class Evaluation:
     def __init__(
         self, variant: str, base: Plan, topology: str, objective: Objective, memory_fraction: float, max_plans: int,
         deadline: float | None, progress: Callable[[str], None], keep_axes: Collection[str] = (),
+        program: Program | None = None, rival: Row | None = None,
     ):  # fmt: skip
         """An evaluation without candidates.
 
@@ -69,13 +72,17 @@ class Evaluation:
           deadline: ``time.monotonic()`` after which no plan is begun; None: no limit.
           progress: receives progress texts.
           keep_axes: axes that progress texts do not rename.
+          program: see the attribute; default: the program of ``base``.
+          rival: the best candidate of another evaluation: candidates far from it are not planned.
         """
         assert base.chip is not None
         self.variant, self.base, self.topology = variant, base, topology
+        self.program = base.program if program is None else program
         self.objective: Objective = objective
+        self.memory_fraction = memory_fraction
         self.max_plans, self.deadline, self.progress = max_plans, deadline, progress
         self.usable = memory_fraction * base.chip.per_device().hbm
-        ops = sum(1 for _ in base.program.root.walk())
+        ops = sum(1 for _ in self.program.root.walk())
         self.patience = max(1, POLICY.patience_candidates * POLICY.patience_ops // max(POLICY.patience_ops, ops))
         self.rows: dict[Point, Row] = {}
         self.names: dict[Point, str] = {}
@@ -87,16 +94,21 @@ class Evaluation:
         self._first_of: dict[Any, Point] = {}
         self._comm_seconds: dict[Any, float] = {}
         self._tried: set[Any] = set()
-        self._breakdowns: dict[Point, Breakdown] = {}
+        self._breakdowns: dict[Point, Breakdown | None] = {}
         self._last_assignment: tuple[Point, AxisAssignment] | None = None
         self._tori: dict[Sizes, Torus] = {}
         self._keep_axes = keep_axes
-        self._best: Row | None = None
+        self._best: Row | None = rival
         self._best_point: Point | None = None
         self._best_of_descent: Row | None = None
         self._rejected: set[tuple[Any, Move]] = set()
 
     # -- comparison
+
+    @property
+    def best(self) -> Row:
+        """The best candidate that was planned."""
+        return min(self.rows.values(), key=self.rank)
 
     def rank(self, row: Row) -> tuple[Any, ...]:
         """Sort key of a candidate, best first: candidates that fit, by the objective; then the others, by their peak."""
@@ -225,7 +237,9 @@ class Evaluation:
         """Store the row of a plan, and its breakdown if the search may continue from it; free its caches."""
         row = self._row(point, plan)
         rival = self._rival(point)
-        if self.last_gain is None and (rival is None or self.rank(row) < self.rank(self.rows[rival])):
+        if not self._has_breakdown(plan):
+            self._breakdowns[point] = None
+        elif self.last_gain is None and (rival is None or self.rank(row) < self.rank(self.rows[rival])):
             self._breakdowns[point] = Breakdown(plan, sent)
         elif self.last_gain is not None and self.is_gain(row, self._best_of_descent):
             self._breakdowns[point] = Breakdown(plan, sent)
@@ -286,7 +300,7 @@ class Evaluation:
 
     def _assignment(self, point: Point) -> AxisAssignment:
         if self._last_assignment is None or self._last_assignment[0] != point:
-            self._last_assignment = point, AxisAssignment(self.base.program, Layout(point.layout), dict(point.sizes))
+            self._last_assignment = point, AxisAssignment(self.program, Layout(point.layout), dict(point.sizes))
         return self._last_assignment[1]
 
     def _plan_without_passes(self, point: Point, max_comm_seconds: float = math.inf) -> Plan:
@@ -328,12 +342,17 @@ class Evaluation:
         seconds, peak = max(seconds, bound.seconds), max(peak, bound.peak)
         return Row(point.mesh, point.layout, seconds, peak, 0.0, peak <= self.usable)
 
-    def breakdown(self, point: Point) -> Breakdown:
-        """The breakdown of a candidate that has been planned."""
+    def breakdown(self, point: Point) -> Breakdown | None:
+        """The breakdown of a candidate that has been planned; None: its program is rewritten otherwise."""
         if point not in self._breakdowns:
             plan = self._plan_without_passes(point)
-            self._breakdowns[point] = Breakdown(with_passes(plan), plan.comm_seconds)
+            has = self._has_breakdown(plan)
+            self._breakdowns[point] = Breakdown(with_passes(plan), plan.comm_seconds) if has else None
         return self._breakdowns[point]
+
+    def _has_breakdown(self, plan: Plan) -> bool:
+        """Whether bounds can be derived from a plan: it is a plan of the program as it is rewritten for its stages."""
+        return not (plan.program.pipelines or self.program.pipelines) or plan.program is self.program
 
     def _rival(self, point: Point) -> Point | None:
         """The best candidate of the same name; of all if the candidate has no name."""

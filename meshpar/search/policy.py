@@ -24,6 +24,9 @@ class SearchPolicy:
       patience_candidates: a descent ends after this many candidates without a gain.
       patience_ops: ops of the largest program for which all of ``patience_candidates`` are planned; larger programs, whose
         plans take longer, get proportionally fewer.
+      max_stage_counts: numbers of stages of a pipeline whose layouts are planned: those with the smallest lower bounds.
+      max_stage_ratio: the search descends from the best layout with stages if it takes at most this many times the best step time.
+      stage_patience: such a descent ends after this many plans without a gain; their programs are larger.
       same_row_fraction: rows of the same kind of layout whose step times and peaks differ by at most this are shown as one.
       max_rows: candidates in the result, besides the known schemes and the Pareto front.
     """
@@ -37,6 +40,9 @@ class SearchPolicy:
     max_starts: int = 3
     patience_candidates: int = 40
     patience_ops: int = 2000
+    max_stage_counts: int = 2
+    max_stage_ratio: float = 1.15
+    stage_patience: int = 6
     same_row_fraction: float = 0.01
     max_rows: int = 64
 

@@ -52,6 +52,8 @@ class Search:
       ended: why the search ended.
       refused: messages about the user's own layouts that could not be planned.
       usable: bytes of a device that a plan's peak may take: ``memory_fraction`` of its memory.
+      stages: whether a pipeline pays, as text: the best step with stages and without; "" for a program without a loop over layers
+        inside of a loop over microbatches, or whose stacked dim may not be split.
     """
 
     topology: str
@@ -64,6 +66,7 @@ class Search:
     refused: tuple[str, ...]
     usable: float
     _bases: dict[str, Plan] = field(repr=False)
+    stages: str = ""
 
     @property
     def fits(self) -> bool:
@@ -133,7 +136,7 @@ class Search:
             {
                 "topology": self.topology, "objective": self.objective, "memory_fraction": self.memory_fraction, "fits": self.fits,
                 "larger": self.larger,
-                "planned": self.planned, "ended": self.ended, "refused": self.refused,
+                "planned": self.planned, "ended": self.ended, "refused": self.refused, "stages": self.stages,
                 "calibration": self._base.calibration,
                 "best": asdict(self.best),
                 "rows": [asdict(r) for r in self.rows],
@@ -187,7 +190,8 @@ class Search:
         )
         return (
             f"<h1>search on {escape(self.topology)}{verdict}</h1>"
-            f'<p class="dim">{self._count}; {escape(self.ended)}. All numbers are estimates{escape(self._calibrated)}.</p>'
+            f'<p class="dim">{self._count}; {escape(self.ended)}. All numbers are estimates{escape(self._calibrated)}.'
+            f"{f' {escape(self.stages[:1].upper() + self.stages[1:])}.' if self.stages else ''}</p>"
             f"<p>{codes}<br>{format_seconds(best.seconds)} a step, {format_memory(best.peak)} at the peak, "
             f"sends {format_bytes(best.sent)}</p>{self._picture.drawing()}"
             + html_table(*self._table(self.rows[:MAX_PAGE_ROWS]), sortable=True)
@@ -208,6 +212,8 @@ class Search:
         choice = Text("\n").join(Text.assemble((f"{name:<6}", "bold"), "  ", text) for name, text in lines if text)
         named = {r.name: r for r in reversed(self.rows) if r.name}  # each scheme on its best mesh
         more = [r for r in self.rows[MAX_TERMINAL_ROWS:] if named.get(r.name) is r]
+        if self.stages:
+            choice = Text("\n").join([choice, Text(self.stages, "dim")])
         plot = [Text(), self._picture.terminal()] if len(self.rows) > 2 else []
         table = rich_table(*self._table([*self.rows[:MAX_TERMINAL_ROWS], *more]))
         refused = [Text(), *map(Text, self.refused)] if self.refused else []

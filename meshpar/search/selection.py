@@ -20,12 +20,13 @@ Compile = Callable[[Row, bool], str]
 
 def search_result(
     searched: Sequence[tuple[Evaluation, Space]], ended: str, memory_fraction: float, verify: int, compiled: Compile | None,
-    refused: Sequence[str], keep_axes: Collection[str] = (),
+    refused: Sequence[str], keep_axes: Collection[str] = (), stages: str = "",
 ) -> Search:  # fmt: skip
     """The result of a search: the chosen candidate first, then the others by rank.
 
     Args:
       keep_axes: axes whose names the caller gave.
+      stages: whether stages pay.
     """
     first = searched[0][0]
     ranked = _distinct(searched)
@@ -50,6 +51,7 @@ def search_result(
         tuple(refused),
         first.usable,
         {evaluation.variant: evaluation.base for evaluation, _ in searched},
+        stages,
     )
 
 

@@ -94,7 +94,7 @@ class Space:
     def of(cls, program: Program, fixed: Layout, forbid: Sequence[str]) -> Space:
         """The dims of a program that a search may shard: all that ``fixed`` and ``forbid`` do not name.
 
-        Stages of a pipeline are not searched: dims of stacked layers have scoped rules only.
+        Dims of stacked layers have scoped rules only: numbers of stages are searched separately (:mod:`meshpar.search.stages`).
 
         Raises:
           UnknownDimError: ``forbid`` names a dim that the program does not have.

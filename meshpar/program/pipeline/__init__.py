@@ -26,7 +26,16 @@ from .schedule import SCHEDULES, Schedule, ScheduleName
 from .segments import divide
 from .slots import Stages
 
-__all__ = ["SCHEDULES", "Pipeline", "Schedule", "ScheduleName", "layer_loops", "rewrite_pipelines", "stack_notes"]
+__all__ = [
+    "SCHEDULES",
+    "Pipeline",
+    "Schedule",
+    "ScheduleName",
+    "layer_loops",
+    "microbatch_loop",
+    "rewrite_pipelines",
+    "stack_notes",
+]
 
 ValueAxes = Callable[[Value], Sequence[Sequence[str]]]
 """Value → the axes that the layout assigns to each of its dims."""
