@@ -16,7 +16,8 @@ from ..compat.jax import body_of, closed_parts, new_var, replace_body, scan_coun
 from ..rules import primitive
 from .primitives import reduce_in_p
 
-_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"})
+CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"})
+"""Names of calls whose bodies are rewritten."""
 
 
 def with_sunk_reductions(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -29,7 +30,7 @@ def with_sunk_reductions(closed: ClosedJaxpr) -> ClosedJaxpr:
 def _all_equations(jaxpr: Any) -> Iterable[Any]:
     for eqn in jaxpr.eqns:
         yield eqn
-        if primitive(eqn.primitive.name).scan or eqn.primitive.name in _CALLS:
+        if primitive(eqn.primitive.name).scan or eqn.primitive.name in CALLS:
             yield from _all_equations(closed_parts(body_of(eqn))[0])
 
 
@@ -53,11 +54,11 @@ def _sunk(jaxpr: Any) -> Any:
             continue
         k, i = maker[x]
         name = eqns[k].primitive.name
-        if name in _CALLS or (primitive(name).scan and i >= scan_counts(eqns[k].params)[1]):
+        if name in CALLS or (primitive(name).scan and i >= scan_counts(eqns[k].params)[1]):
             moved.setdefault(k, {})[i] = eqn
             eqns[j] = None
     for k, eqn in enumerate(eqns):
-        if eqn is None or not (primitive(eqn.primitive.name).scan or eqn.primitive.name in _CALLS):
+        if eqn is None or not (primitive(eqn.primitive.name).scan or eqn.primitive.name in CALLS):
             continue
         body = closed_parts(body_of(eqn))[0]
         own = moved.get(k, {})
