@@ -13,6 +13,7 @@ from typing import NoReturn
 from . import (
     errors,
     layouts,
+    replicas,
     report,  # noqa: F401 (plans learn from reports how they are shown)
     types,
 )
@@ -24,6 +25,8 @@ from .layers import checkpoint_policies
 from .layers.accumulate import accumulate_gradients, microbatches_for
 from .layers.attention import attention
 from .layers.loss import cross_entropy
+from .layers.loss_scale import LossScale, noise_scale
+from .layers.low_bits import low_bits
 from .layers.precision import Precision
 from .layout import Layout
 from .mesh import mesh, virtual_devices
@@ -41,6 +44,7 @@ __all__ = [
     "Checkpoints",
     "JoinWarning",
     "Layout",
+    "LossScale",
     "MeshparError",
     "Plan",
     "Precision",
@@ -64,12 +68,15 @@ __all__ = [
     "layouts",
     "load_exported",
     "local_sgd",
+    "low_bits",
     "mesh",
     "microbatches_for",
     "named",
+    "noise_scale",
     "plan",
     "put",
     "rename",
+    "replicas",
     "search",
     "shardings",
     "types",

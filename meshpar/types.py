@@ -7,6 +7,7 @@ from .exported import Exported, ExportedArray
 from .hardware.calibration import Calibration
 from .jitted import Jitted
 from .lab import Lab
+from .layers.loss_scale import NoiseScale
 from .layout import Rule
 from .measurement import CalibrationResult, CalibrationRow
 from .plan.collectives import Collective
@@ -32,6 +33,7 @@ __all__ = [
     "Lab",
     "LocalSgd",
     "Measured",
+    "NoiseScale",
     "PlanDiff",
     "PlanProfile",
     "Report",

@@ -52,7 +52,8 @@ def _kind_of_path(path: Iterable[str]) -> str | None:
 
 
 def _is_optax_state(x: Any) -> bool:
-    return isinstance(x, tuple) and hasattr(x, "_fields") and type(x).__module__.split(".")[0] == "optax"
+    """Whether ``x`` is the state of an optax transformation, of optax or of this package."""
+    return isinstance(x, tuple) and hasattr(x, "_fields") and type(x).__module__.split(".")[0] in ("optax", "meshpar")
 
 
 def _is_node_states(x: Any) -> bool:

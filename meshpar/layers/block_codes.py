@@ -1,0 +1,122 @@
+"""Floating-point arrays in 8 bits: a code per element and a power of two per block of the last dim.
+
+The format is that of Rouhani et al., *Microscaling Data Formats for Deep Learning* (2023): each block stores an exponent in 8
+bits, by which its elements are scaled. A scale is a power of two, so that scaling does not round: only codes are rounded, to the
+nearest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..errors import UnsupportedError
+
+DTYPES = ("int8", "float8_e4m3fn")
+
+_HEADROOM = {"int8": 6, "uint8": 7, "float8_e4m3fn": 7}
+"""For each dtype of codes h: a block is scaled so that its largest magnitude is in [2**h, 2**(h + 1))."""
+
+_NOT_FINITE = 255
+"""Biased exponent of float32's infinities and NaN."""
+
+
+class Coded(NamedTuple):
+    """An array in 8 bits.
+
+    Attributes:
+      codes: one per element, with the shape of the array.
+      exponents: uint8, biased exponent of each block's scale; the array's shape with the number of blocks as last dim.
+    """
+
+    codes: Any
+    exponents: Any
+
+
+@dataclass(frozen=True)
+class BlockCode:
+    """Encoder and decoder of float32 arrays in 8 bits per element.
+
+    Attributes:
+      dtype: ``"int8"`` or ``"float8_e4m3fn"``.
+      block: elements of the last dim with a common scale. A dim that it does not divide, and None, have one scale for the dim.
+      nonnegative: the elements are at least 0 and are stored as square roots. ``"int8"`` then uses codes of uint8. An element
+        above 0 has a code above 0.
+    """
+
+    dtype: str = "int8"
+    block: int | None = None
+    nonnegative: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise UnsupportedError if ``dtype`` is not a dtype of codes or ``block`` is below 1."""
+        if self.dtype not in DTYPES:
+            raise UnsupportedError(f"no 8-bit code has the dtype {self.dtype!r}", fixes=[" or ".join(DTYPES)])
+        if self.block is not None and self.block < 1:
+            raise UnsupportedError(f"block={self.block}, which must be at least 1", fixes=["block=32"])
+
+    @property
+    def code_dtype(self) -> str:
+        """The dtype of stored codes."""
+        return "uint8" if self.nonnegative and self.dtype == "int8" else self.dtype
+
+    def blocks(self, size: int) -> int:
+        """The number of blocks of a last dim of ``size`` elements."""
+        return size // self.block if self.block and size % self.block == 0 and size else 1
+
+    def zeros(self, shape: tuple[int, ...]) -> Coded:
+        """The code of an array of zeros."""
+        shape = tuple(shape)
+        return Coded(
+            jnp.zeros(shape, self.code_dtype), jnp.ones((*shape[:-1], self.blocks(shape[-1] if shape else 1)), jnp.uint8)
+        )
+
+    def encode(self, x: jax.Array) -> Coded:
+        """The code of an array [..., n]; a block with an infinity or NaN decodes to NaN."""
+        x = x.astype(jnp.float32)
+        if self.nonnegative:
+            x = jnp.sqrt(x)
+        blocks = self.blocks(x.shape[-1])
+        magnitude = jnp.abs(x)
+        if blocks == 1:
+            largest = magnitude.max(-1, keepdims=True)
+        else:
+            largest = magnitude.reshape(*x.shape[:-1], blocks, -1).max(-1)
+        highest = jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23
+        exponents = jnp.maximum(highest - _HEADROOM[self.code_dtype], 1)
+        inverse = jax.lax.bitcast_convert_type((254 - exponents) << 23, jnp.float32)
+        scaled = x * _per_element(inverse, x.shape)
+        exponents = jnp.where(highest == _NOT_FINITE, _NOT_FINITE, exponents)
+        return Coded(self._rounded(scaled), exponents.astype(jnp.uint8))
+
+    def _rounded(self, x: jax.Array) -> jax.Array:
+        """Scaled elements as codes."""
+        if self.dtype != "int8":
+            if self.nonnegative:
+                least = float(jnp.finfo(self.dtype).smallest_subnormal)
+                x = jnp.where(x > 0, jnp.maximum(x, least), x)
+            return x.astype(self.dtype)
+        low, high = (0.0, 255.0) if self.nonnegative else (-127.0, 127.0)
+        codes = jnp.clip(jnp.round(x), low, high)
+        if self.nonnegative:
+            codes = jnp.where(x > 0, jnp.maximum(codes, 1.0), codes)
+        return codes.astype(self.code_dtype)
+
+    def decode(self, coded: Coded) -> jax.Array:
+        """The float32 array of a code."""
+        exponents = coded.exponents.astype(jnp.int32)
+        scale = jax.lax.bitcast_convert_type(exponents << 23, jnp.float32)
+        scale = jnp.where(exponents == _NOT_FINITE, jnp.nan, scale)
+        x = coded.codes.astype(jnp.float32) * _per_element(scale, coded.codes.shape)
+        return x * x if self.nonnegative else x
+
+
+def _per_element(per_block: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """One value per block [..., blocks] as an array that broadcasts to ``shape`` [..., n]."""
+    blocks = per_block.shape[-1]
+    if blocks == 1:
+        return per_block
+    return jnp.broadcast_to(per_block[..., None], (*shape[:-1], blocks, shape[-1] // blocks)).reshape(shape)
