@@ -777,15 +777,25 @@ def _layout_text(layout: LayoutLike) -> str:
 
 def local_sgd(
     step: Callable[..., Any], *, over: str, every: int, outer: optax.GradientTransformation, mesh: Mesh, layout: LayoutLike,
-    dims: DimsPatterns = None, lowering: Lowering = "auto",
+    exchange: optax.GradientTransformation | None = None, fragments: int = 1, blend: float = 1.0, dims: DimsPatterns = None,
+    lowering: Lowering = "auto",
 ) -> LocalSgd:  # fmt: skip
     """Train one replica per index of a mesh axis independently, and average the replicas every ``every`` steps (DiLoCo).
+
+    The change of a replica is the last outer parameters minus its own; the outer optimizer takes the mean change as its gradient.
+    Streaming DiLoCo is ``exchange=mp.replicas.coded(...), fragments=8, blend=0.5``: the parameters are divided into fragments,
+    which have their outer steps at different times, so that the bytes of one exchange are fewer.
 
     Args:
       step: ``state, … → state, anything``: a train step of plain trees, its weights under ``params``.
       over: the mesh axis of the replicas, with the slow links: ``slice``. No rule of the layout may use it.
       every: number of inner steps between two outer steps (DiLoCo: 500).
       outer: the outer optimizer; DiLoCo's is ``optax.sgd(0.7, momentum=0.9, nesterov=True)``.
+      exchange: how the replicas' changes become one: a transformation of :mod:`meshpar.replicas`, such as
+        ``mp.replicas.coded("int8")``. None: their mean in float32.
+      fragments: number of parts of the parameters (groups of arrays of about the same size), each exchanged every ``every`` steps.
+      blend: weight of the outer parameters in those from which a replica continues: 1 replaces its own (DiLoCo), 0.5 is the mean of
+        both (Streaming DiLoCo).
       mesh, layout, dims, lowering: as in :func:`meshpar.jit`, for one replica; dims name the arguments of ``step``.
 
     Returns:
@@ -793,6 +803,7 @@ def local_sgd(
 
     Raises:
       MeshError, AxisConflictError: the mesh lacks the axis, or the layout uses it.
+      UnsupportedError: a value of ``every``, ``fragments`` or ``blend`` that makes no sense.
 
     Example:
       >>> import optax
@@ -804,8 +815,8 @@ def local_sgd(
       2
     """
     return LocalSgd(
-        step, over=over, every=every, outer=outer, mesh=mesh, layout=Layout(layout),
-        dims=path_dims(dims), lowering=lowering, jit=jit, init=init,
+        step, over=over, every=every, outer=outer, exchange=exchange, fragments=fragments, blend=blend, mesh=mesh,
+        layout=Layout(layout), dims=path_dims(dims), lowering=lowering, jit=jit, init=init,
     )  # fmt: skip
 
 

@@ -67,13 +67,6 @@ class BlockCode:
         """The number of blocks of a last dim of ``size`` elements."""
         return size // self.block if self.block and size % self.block == 0 and size else 1
 
-    def zeros(self, shape: tuple[int, ...]) -> Coded:
-        """The code of an array of zeros."""
-        shape = tuple(shape)
-        return Coded(
-            jnp.zeros(shape, self.code_dtype), jnp.ones((*shape[:-1], self.blocks(shape[-1] if shape else 1)), jnp.uint8)
-        )
-
     def encode(self, x: jax.Array) -> Coded:
         """The code of an array [..., n]; a block with an infinity or NaN decodes to NaN."""
         x = x.astype(jnp.float32)

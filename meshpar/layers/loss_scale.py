@@ -142,7 +142,8 @@ def noise_scale(small: Any, large: Any, *, batch: tuple[int, int]) -> NoiseScale
         )
     if jax.tree.structure(small) != jax.tree.structure(large):
         raise UnsupportedError(
-            "mp.noise_scale: the trees of gradients have different structures", fixes=["gradients of the same parameters"]
+            "mp.noise_scale: the trees of gradients have different structures",
+            fixes=["gradients of the same parameters"],
         )
 
     def squared(g: jax.Array, like: jax.Array) -> jax.Array:

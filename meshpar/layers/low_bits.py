@@ -68,8 +68,8 @@ def low_bits(
             return None
         return root if is_root(keys) else plain
 
-    def encode(state: Any, like: LowBitsState | None = None) -> LowBitsState:
-        """The 8-bit form of an inner state; of zeros for an initial state (``like`` is None)."""
+    def encode(state: Any) -> LowBitsState:
+        """The 8-bit form of an inner state."""
         leaves, structure = jax.tree_util.tree_flatten_with_path(state)
         pairs = []
         for keys, x in leaves:
@@ -80,7 +80,7 @@ def low_bits(
     def init(params: Any) -> LowBitsState:
         return encode(tx.init(params))
 
-    def update(updates: Any, state: LowBitsState, params: Any = None, **extra: Any) -> tuple[Any, LowBitsState]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, LowBitsState]:
         inner = decode(state)
         updates, inner = tx.update(updates, inner, params, **extra)
         return updates, encode(inner)
@@ -96,8 +96,6 @@ def low_bits(
             code = root if is_root(keys) else plain
             return code.decode(Coded(codes, exponents))
 
-        return jax.tree.unflatten(
-            structure, [one(keys, x, e) for (keys, x), e in zip(leaves, exponents, strict=True)]
-        )
+        return jax.tree.unflatten(structure, [one(keys, x, e) for (keys, x), e in zip(leaves, exponents, strict=True)])
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -3,13 +3,16 @@
 Every leaf of the state has a leading dim ``replica``, which is sharded over the slow axis, and the step is
 vmapped. So the inner step sends nothing over that axis, and a replica is sharded within its slice by the layout.
 Douillard et al., *DiLoCo* (2023): every H steps, the initial weights minus the mean of the replicas' weights
-are the gradient of an outer optimizer (SGD with Nesterov momentum).
+are the gradient of an outer optimizer (SGD with Nesterov momentum). Douillard et al., *Streaming DiLoCo* (2025):
+the weights are divided into fragments, each with its own outer step at another time; the changes are exchanged in few
+bits; replicas blend the outer weights into their own.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,7 +27,7 @@ from ..errors import AxisConflictError, DivisibilityError, MeshError, Unsupporte
 from ..flax import flatten_named
 from ..global_arrays import is_key
 from ..layout import Layout, Rule
-from .names import by_name, nested
+from .names import by_name, flat, nested
 
 REPLICA = "replica"
 
@@ -44,7 +47,8 @@ class LocalSgd:
 
     def __init__(
         self, step: Callable[..., Any], *, over: str, every: int, outer: optax.GradientTransformation, mesh: Mesh,
-        layout: Layout, dims: PathDims, lowering: str, jit: Jit, init: Jit,
+        exchange: optax.GradientTransformation | None, fragments: int, blend: float, layout: Layout, dims: PathDims,
+        lowering: str, jit: Jit, init: Jit,
     ):  # fmt: skip
         """Check the arguments, and add to the layout that the replica dim is sharded over the mesh axis ``over``;
         nothing is compiled yet.
@@ -54,12 +58,15 @@ class LocalSgd:
           over: the mesh axis with one replica per index.
           every: number of inner steps between two outer steps.
           outer: the outer optimizer, applied to the mean change of the parameters.
+          exchange: makes one change of the replicas' changes [replica, …]; None: the mean in float32.
+          fragments: the number of parts of the parameters, of which each has its own outer step.
+          blend: weight of the outer parameters in those from which replicas continue.
           jit, init: ``meshpar.jit`` and ``meshpar.init``, passed in because this module cannot import them.
 
         Raises:
           MeshError: the mesh has no such axis.
           AxisConflictError: a rule of the layout uses the axis.
-          UnsupportedError: ``every`` is below 1.
+          UnsupportedError: ``every`` is below 1, ``fragments`` is not in 1..``every``, or ``blend`` is not above 0 and at most 1.
         """
         if over not in mesh.shape:
             raise MeshError(
@@ -77,7 +84,21 @@ class LocalSgd:
             raise UnsupportedError(
                 f"local_sgd: every={every}, which must be at least 1", fixes=["every=500, as DiLoCo has it"]
             )
+        if not 1 <= fragments <= every:
+            raise UnsupportedError(
+                f"local_sgd: fragments={fragments} with every={every}: each fragment has one outer step in every {every} steps",
+                fixes=[f"fragments from 1 to {every}"],
+            )
+        if not 0 < blend <= 1:
+            raise UnsupportedError(
+                f"local_sgd: blend={blend}, which must be above 0 and at most 1",
+                fixes=[
+                    "blend=1.0: replicas continue from the outer parameters; blend=0.5: from the mean of these and their own"
+                ],
+            )
         self.step, self.every, self.tx, self.mesh, self.dims = step, every, outer, mesh, dims
+        self.exchange = None if exchange is None else optax.with_extra_args_support(exchange)
+        self.fragments, self.blend = fragments, blend
         self.replicas = mesh.shape[over]
         self.layout = Layout(layout, optional=True).with_first([Rule(REPLICA, (over,))])
         self._jit = functools.partial(jit, mesh=mesh, layout=self.layout, lowering=lowering)
@@ -96,7 +117,8 @@ class LocalSgd:
 
         Returns:
           A function with the arguments of ``create``. ``inner`` is the state with a first dim ``replica``; ``anchor`` the weights
-          that replicas last began with, ``outer`` the outer optimizer's state; neither has that dim.
+          after the last outer step, ``outer`` the outer optimizer's state; neither has that dim. With an exchange,
+          ``exchange`` is its state. With several fragments, ``outer`` and ``exchange`` are tuples of a state per fragment.
         """
 
         @functools.wraps(create)
@@ -104,7 +126,11 @@ class LocalSgd:
             state = create(*args)
             anchor = nested(self._params(state))
             inner = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.replicas, *x.shape)), state)
-            return {"inner": inner, "anchor": anchor, "outer": self.tx.init(anchor)}
+            made = {"inner": inner, "anchor": anchor, "outer": self._per_fragment(self.tx.init, flat(anchor))}
+            if self.exchange is not None:
+                stacked = {p: jnp.broadcast_to(x, (self.replicas, *x.shape)) for p, x in flat(anchor).items()}
+                made["exchange"] = self._per_fragment(self.exchange.init, stacked)
+            return made
 
         @functools.wraps(create)
         def made(*args: Any) -> Any:
@@ -113,9 +139,37 @@ class LocalSgd:
         made.abstract = lambda *args: self._init_of(create, make, args).abstract(*args)  # type: ignore[attr-defined]
         return made
 
+    def _per_fragment(self, init: Callable[[Any], Any], params: dict[str, Any]) -> Any:
+        """The state that ``init`` makes for parameters (path → value); with several fragments, a tuple of a state for each."""
+        states = [init(nested({p: params[p] for p in paths})) for paths in self._fragments(params)]
+        return states[0] if self.fragments == 1 else tuple(states)
+
+    def _fragments(self, params: Mapping[str, Any]) -> list[list[str]]:
+        """The paths of the parameters of each fragment: consecutive leaves, with about the same number of elements.
+
+        Raises:
+          UnsupportedError: there are fewer leaves than fragments.
+        """
+        if len(params) < self.fragments:
+            raise UnsupportedError(
+                f"local_sgd: {len(params)} arrays of parameters do not divide into fragments={self.fragments}",
+                fixes=[f"fragments={len(params)} or less"],
+            )
+        paths = sorted(params)
+        total, done, k = sum(math.prod(x.shape) for x in params.values()), 0, 0
+        found: list[list[str]] = [[] for _ in range(self.fragments)]
+        for i, path in enumerate(paths):
+            size = math.prod(params[path].shape)
+            is_full = done + size / 2 > (k + 1) * total / self.fragments
+            if found[k] and k + 1 < self.fragments and (is_full or len(paths) - i <= self.fragments - 1 - k):
+                k += 1
+            found[k].append(path)
+            done += size
+        return found
+
     def _init_of(self, create: Callable[..., Any], make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         leaves, _ = by_name(jax.eval_shape(create, *args))
-        return self._make_init(make, dims=self._state_dims(leaves, "inner/", "anchor/"))
+        return self._make_init(make, dims=self._state_dims(leaves, "inner/", "anchor/") | self._exchange_dims(leaves))
 
     def _params(self, state: Any) -> dict[str, Any]:
         """path → value of the leaves of a state that are parameters.
@@ -153,10 +207,30 @@ class LocalSgd:
                 out[f"{anchor}{path}"] = " ".join(dims)
         return out
 
+    def _exchange_dims(self, leaves: Mapping[str, Any]) -> dict[str, DimsLike]:
+        """Path → dims of the arrays of the exchange's state that have a row per replica for a parameter.
+
+        Args:
+          leaves: path → array of one replica's state.
+        """
+        if self.exchange is None:
+            return {}
+        params = self._params(nested(leaves))
+        stacked = {p: jax.ShapeDtypeStruct((self.replicas, *x.shape), x.dtype) for p, x in params.items()}
+        state, _ = by_name(
+            {"exchange": jax.eval_shape(functools.partial(self._per_fragment, self.exchange.init), stacked)}
+        )
+        out: dict[str, DimsLike] = {}
+        for path, x in state.items():
+            for p, like in stacked.items():
+                if path.endswith(f"/{p}") and x.shape == like.shape:
+                    out[path] = " ".join((REPLICA, *self._dims_of(p, len(like.shape) - 1)))
+        return out
+
     # -- steps
 
     def __call__(self, n: int, state: dict[str, Any], *batch: Any) -> tuple[dict[str, Any], Any]:
-        """One inner step of every replica; after every ``every`` of them, the outer step.
+        """One inner step of every replica; after every ``every`` of them, the outer step of each fragment, at different times.
 
         Args:
           n: the number of the batch, from 0.
@@ -173,8 +247,9 @@ class LocalSgd:
         assert self.inner is not None
         inner, rest = self.inner(state["inner"], *shares)
         state = {**state, "inner": inner}
-        if (n + 1) % self.every == 0:
-            state = self.outer(**{"inner": state["inner"], "anchor": state["anchor"], "outer": state["outer"]})
+        for fragment in range(self.fragments):
+            if (n + 1 + fragment * self.every // self.fragments) % self.every == 0:
+                state = self.outer(**state, fragment=fragment)
         return state, rest
 
     def _share(self, x: Any, name: str) -> Any:
@@ -220,30 +295,60 @@ class LocalSgd:
         inner = functools.wraps(self.step)(lambda *args: jax.vmap(self.step)(*args))
         self.inner = self._jit(inner, dims=dims, donate_argnums=0)
 
-        def outer_step(inner: Any, anchor: Any, outer: Any) -> dict[str, Any]:
-            """One outer step: the outer optimizer receives the anchor minus the replicas' mean, and every replica
-            restarts at the new anchor.
+        self.outer = self._jit(
+            self._outer_step(), dims=self._state_dims(one, "inner/", "anchor/") | self._exchange_dims(one),
+            donate_argnames=("inner", "anchor", "outer", *(["exchange"] if self.exchange else [])), static_argnames="fragment",
+        )  # fmt: skip
+
+    def _outer_step(self) -> Callable[..., dict[str, Any]]:
+        """The function that :attr:`outer` compiles."""
+
+        def outer_step(
+            inner: Any, anchor: Any, outer: Any, exchange: Any = None, fragment: int = 0
+        ) -> dict[str, Any]:  # fmt: skip
+            """One outer step of a fragment: the outer optimizer receives the anchor minus the replicas' mean, and every
+            replica continues from the new anchor, or from a mean of it and its own parameters.
 
             Args:
               inner: the state, every leaf [replica, …].
               anchor: the parameters after the previous outer step.
-              outer: the state of the outer optimizer.
+              outer, exchange: the states of the outer optimizer and of the exchange.
+              fragment: index of the fragment.
 
             Returns:
-              ``{"inner": …, "anchor": …, "outer": …}``, with the structure of the arguments.
+              ``{"inner": …, "anchor": …, "outer": …}`` (and ``exchange``), with the structure of the arguments.
             """
             replicas, back = by_name(inner)
-            began, _ = by_name(anchor)
-            moved = nested({p: began[p] - replicas[p].mean(0, dtype=jnp.float32).astype(began[p].dtype) for p in began})
-            updates, outer = self.tx.update(moved, outer, anchor)
-            anchor = optax.apply_updates(anchor, updates)
-            ends, _ = by_name(anchor)
-            inner = back({**replicas, **{p: jnp.broadcast_to(x, replicas[p].shape) for p, x in ends.items()}})
-            return {"inner": inner, "anchor": anchor, "outer": outer}
+            anchors, to_anchor = by_name(anchor)
+            began = {p: anchors[p] for p in self._fragments(anchors)[fragment]}
+            states = {"outer": outer} if self.exchange is None else {"outer": outer, "exchange": exchange}
+            own = {name: state if self.fragments == 1 else state[fragment] for name, state in states.items()}
+            if self.exchange is None:
+                moved = {p: x - replicas[p].mean(0, dtype=jnp.float32).astype(x.dtype) for p, x in began.items()}
+            else:
+                changes = nested({p: x - replicas[p] for p, x in began.items()})
+                mean: Any
+                mean, own["exchange"] = self.exchange.update(changes, own["exchange"], nested(began))
+                moved = flat(mean)
+            updates, own["outer"] = self.tx.update(nested(moved), own["outer"], nested(began))
+            ends: Any = optax.apply_updates(nested(began), updates)
+            ends = flat(ends)
+            for name, state in states.items():
+                states[name] = own[name] if self.fragments == 1 else _with(state, fragment, own[name])
+            new = {p: self._blended(replicas[p], x) for p, x in ends.items()}
+            return {"inner": back({**replicas, **new}), "anchor": to_anchor({**anchors, **ends}), **states}
 
-        self.outer = self._jit(
-            outer_step, dims=self._state_dims(one, "inner/", "anchor/"), donate_argnames=("inner", "anchor", "outer")
-        )
+        return outer_step
+
+    def _blended(self, own: jax.Array, outer: jax.Array) -> jax.Array:
+        """Parameters [replica, …] from which replicas continue: a mean of their own and the outer ones."""
+        outer = jnp.broadcast_to(outer, own.shape)
+        return outer if self.blend == 1 else (self.blend * outer + (1 - self.blend) * own).astype(own.dtype)
+
+
+def _with(states: tuple[Any, ...], i: int, state: Any) -> tuple[Any, ...]:
+    """The tuple with another state at index i."""
+    return (*states[:i], state, *states[i + 1 :])
 
 
 def _reshaped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

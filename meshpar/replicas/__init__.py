@@ -1,7 +1,7 @@
 """Exchange between replicas of a model, as optax transformations of updates with a leading dim ``replica``.
 
-The gradients of :func:`jax.vmap` over replicas have a dim ``replica``, which a layout shards over a slow axis (``replica: slice``). A
-transformation of this package combines them; it is the first of an ``optax.chain``.
+The gradients of :func:`jax.vmap` over replicas have a dim ``replica``, which a layout shards over a slow axis
+(``replica: slice``). A transformation of this package combines them; it is the first of an ``optax.chain``.
 """
 
 from .adasum import adasum

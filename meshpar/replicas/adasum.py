@@ -19,12 +19,12 @@ def adasum(
     """Combine the updates of replicas in pairs: ``(1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b``.
 
     Maleki et al., *Scaling Distributed Training with Adaptive Summation* (2021): orthogonal updates are added, equal ones averaged.
-    Pairs of neighbours are combined first, then pairs of pairs. Dot products are per update (per layer). The updates are
+    Pairs of neighbours are combined first, then pairs of pairs. ``a·b`` is computed per update (per layer). The updates are
     all-gathered: a device sends ``R - 1`` times its own, for R replicas. An update of zeros, or of a replica with a NaN or
     infinity, leaves the other of its pair unchanged.
 
     Args:
-      stacked: pattern of tree paths (``"*layers*"``) of updates [replica, layers, ...], which have a dot product per layer.
+      stacked: pattern of tree paths (``"*layers*"``) of updates [replica, layers, ...], for which ``a·b`` is computed per layer.
       replicas, dim: as for :func:`mean`.
 
     Returns:
@@ -66,7 +66,7 @@ def adasum(
 
 
 def _combined(a: jax.Array, b: jax.Array, layered: bool) -> jax.Array:
-    """The combination of two updates; ``layered``: with dot products per index of the first dim."""
+    """The combination of two updates; ``layered``: with ``a·b`` per index of the first dim."""
     dims = tuple(range(int(layered), a.ndim))
 
     def dot(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -28,8 +28,8 @@ def gossip(shift: int | str = 1, *, dim: str = "replica") -> optax.GradientTrans
 
     Decentralized SGD (Lian et al., *Can Decentralized Algorithms Outperform Centralized Algorithms?*, 2017) with one neighbour:
     ``s = r - shift`` modulo the number of replicas. With ``"exponential"`` the shift is 1, 2, 4, … in successive steps (GossipGraD,
-    Daily et al., 2018; Assran et al., *Stochastic Gradient Push*, 2019), so that after log2(R) steps every replica has received from
-    all. One collective-permute sends each device's parameters once. It is the last transformation of a chain.
+    Daily et al., 2018; Assran et al., *Stochastic Gradient Push*, 2019), so that each replica's parameters reach all R replicas
+    in log2(R) steps. One collective-permute sends each device's parameters once. It is the last transformation of a chain.
 
     Args:
       shift: distance of the neighbour, or ``"exponential"``.
@@ -53,7 +53,7 @@ def gossip(shift: int | str = 1, *, dim: str = "replica") -> optax.GradientTrans
             f"replicas.gossip: shift={shift!r}", fixes=["a number of replicas, such as 1", '"exponential"']
         )
 
-    def update(updates: Any, state: GossipState, params: Any = None, **_: Any) -> tuple[Any, GossipState]:
+    def update(updates: Any, state: Any, params: Any = None, **_: Any) -> tuple[Any, GossipState]:
         count = count_replicas(updates, "gossip", dim)
         if params is None:
             raise UnsupportedError(

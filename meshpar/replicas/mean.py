@@ -67,8 +67,7 @@ class CodedState(NamedTuple):
     """State of :func:`coded`.
 
     Attributes:
-      error: for each update [replica, ...], the difference between what a replica added up and what its codes were decoded to;
-        None without feedback.
+      error: for each update [replica, ...], the encoded array minus the decoded one; None without feedback.
     """
 
     error: Any
@@ -77,7 +76,7 @@ class CodedState(NamedTuple):
 def coded(
     code: str, *, feedback: bool = True, weight: Any = None, replicas: int | None = None, dim: str = "replica"
 ) -> optax.GradientTransformationExtraArgs:
-    """The mean of the updates over replicas, of which only codes are sent.
+    """The mean of the updates over replicas; only codes are sent.
 
     Each replica encodes its update, the codes are all-gathered, and every replica decodes and averages them: ``R - 1`` times the
     bytes of a code per device, for R replicas. With error feedback, ``a_r = g_r + e_r`` is encoded, and
@@ -119,9 +118,7 @@ def coded(
     def init(params: Any) -> CodedState:
         return CodedState(zeros_for(params, replicas, dim) if feedback else None)
 
-    def update(
-        updates: Any, state: CodedState, params: Any = None, *, weight: Any = None, **_: Any
-    ) -> tuple[Any, CodedState]:
+    def update(updates: Any, state: Any, params: Any = None, *, weight: Any = None, **_: Any) -> tuple[Any, CodedState]:
         count_replicas(updates, "coded", dim, replicas)
         weights = live_weights(updates, initial if weight is None else weight, "coded", dim)
         every_weight = gathered(weights, dim)
@@ -144,5 +141,3 @@ def coded(
         return means, CodedState(errors if feedback else None)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-

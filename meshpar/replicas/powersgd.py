@@ -52,8 +52,8 @@ def powersgd(
       weight, replicas, dim: as for :func:`mean`.
 
     Returns:
-      A transformation of updates [replica, ...]. The last dim of an update has the columns of its matrix, the dims before it the rows.
-      Vectors, and matrices for which two factors have no fewer elements, are averaged without a code.
+      A transformation of updates [replica, ...]. The last dim of an update has the columns of its matrix, the dims before it the
+      rows. Vectors, and matrices for which two factors have no fewer elements, are averaged without a code.
 
     Raises:
       UnsupportedError: ``rank`` below 1; (when updating) an update is not floating-point, or all weights are 0.
@@ -89,7 +89,7 @@ def powersgd(
         return PowerSGDState(jax.tree.unflatten(structure, rights), zeros_for(params, replicas, dim))
 
     def update(
-        updates: Any, state: PowerSGDState, params: Any = None, *, weight: Any = None, **_: Any
+        updates: Any, state: Any, params: Any = None, *, weight: Any = None, **_: Any
     ) -> tuple[Any, PowerSGDState]:
         count_replicas(updates, "powersgd", dim, replicas)
         weights = live_weights(updates, initial if weight is None else weight, "powersgd", dim)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..compat.jax import is_tracer
 from ..errors import DivisibilityError, RankError, UnsupportedError
 from ..program.primitives import named, reduce_in, rename
 
@@ -103,7 +104,7 @@ def check_weight(weight: Any, replicas: int, name: str) -> jax.Array:
             shape=np.shape(weight),
             fixes=[f"one weight for each of the {replicas} replicas"],
         )
-    if not isinstance(weight, jax.core.Tracer) and getattr(weight, "is_fully_addressable", True):
+    if not is_tracer(weight) and getattr(weight, "is_fully_addressable", True):
         values = np.asarray(weight, np.float64)
         if not np.isfinite(values).all() or (values < 0).any():
             raise UnsupportedError(

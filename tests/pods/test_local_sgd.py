@@ -1,10 +1,13 @@
 """Local SGD over slices: the results of replicas that train independently, and nothing sent between them."""
 
+import functools
+
 import jax
 import numpy as np
 import optax
 import pod_programs as programs
 import pytest
+import replica_simulations as simulations
 
 import meshpar as mp
 
@@ -62,6 +65,71 @@ def test_it_is_what_replicas_do_by_hand(lowering, rows):
     assert up.sharding.spec == jax.sharding.PartitionSpec("slice", "data", "model")
 
 
+def streaming_by_hand(steps, every, fragments, blend, code):
+    """Streaming DiLoCo on one device: fragments are the weights in alphabetical order, of which ``up`` and ``down`` are the
+    large ones."""
+    start = programs.create(jax.random.key(0))
+    states, anchor = [start, start], start["params"]
+    groups = [["bias", "down"], ["up"]] if fragments == 2 else [["bias", "down", "up"]]
+    outer = [OUTER.init({k: anchor[k] for k in group}) for group in groups]
+    errors = {k: [np.zeros(x.shape)] * 2 for k, x in anchor.items()}
+    for n in range(steps):
+        halves = np.split(programs.batch(n, 16), 2)
+        states = [programs.train_step(s, x)[0] for s, x in zip(states, halves, strict=True)]
+        for i, group in enumerate(groups):
+            if (n + 1 + i * every // fragments) % every:
+                continue
+            moved = {}
+            for k in group:
+                changes = [np.asarray(anchor[k]) - np.asarray(s["params"][k]) for s in states]
+                moved[k] = np.mean(changes, 0)
+                if code is not None:
+                    moved[k], errors[k] = simulations.coded_mean(changes, errors[k], code, [1, 1])
+            part = {k: anchor[k] for k in group}
+            updates, outer[i] = OUTER.update(jax.tree.map(np.float32, moved), outer[i], part)
+            part = optax.apply_updates(part, updates)
+            anchor = {**anchor, **part}
+            own = [{k: blend * part[k] + (1 - blend) * s["params"][k] for k in group} for s in states]
+            states = [{**s, "params": {**s["params"], **o}} for s, o in zip(states, own, strict=True)]
+    return states, anchor
+
+
+@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+@pytest.mark.parametrize(("fragments", "blend", "code"), [(2, 0.5, "int8"), (1, 1.0, "sign"), (2, 1.0, None)])
+@pytest.mark.fast_cases(2)
+def test_fragments_are_exchanged_in_codes_and_blended(lowering, fragments, blend, code):
+    run = mp.local_sgd(
+        train_step, over="slice", every=4, outer=OUTER, exchange=mp.replicas.coded(code) if code else None,
+        fragments=fragments, blend=blend, mesh=mp.mesh("slice=2, data=2, model=2"),
+        layout="batch: data; mlp: model; embed: data", dims=DIMS, lowering=lowering,
+    )  # fmt: skip
+    state = run.init(programs.create)(jax.random.key(0))
+    for n in range(9):
+        state, _ = run(n, state, programs.batch(n, 16))
+    states, anchor = streaming_by_hand(9, 4, fragments, blend, code)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    jax.tree.map(close, state["anchor"]["params"], anchor)
+    for k, replica in enumerate(states):
+        jax.tree.map(close, jax.tree.map(lambda x, k=k: x[k], state["inner"]["params"]), replica["params"])
+    if code == "int8":
+        error = state["exchange"][1].error["params"]["up"]
+        assert error.sharding.spec == jax.sharding.PartitionSpec("slice", "data", "model")
+
+
+def test_an_exchange_of_a_fragment_sends_only_its_codes():
+    """16 x 32 codes of `up`, a row of which has an exponent, on 2 x 2 devices of a slice."""
+    run = mp.local_sgd(
+        train_step, over="slice", every=4, outer=OUTER, exchange=mp.replicas.coded("int8"), fragments=2,
+        mesh=mp.mesh("slice=2, data=2, model=2"), layout="batch: data; mlp: model; embed: data", dims=DIMS,
+        lowering="shard_map",
+    )  # fmt: skip
+    state = run.init(programs.create)(jax.random.key(0))
+    state, _ = run(0, state, programs.batch(0, 16))
+    plan = run.outer.plan(**state, fragment=1)
+    sent = sum(c.total_bytes for c in plan.collectives if "slice" in c.axes and c.op == "all-gather")
+    assert 16 * 32 / 4 + 16 / 2 <= sent <= 16 * 32 / 4 + 16 / 2 + 8
+
+
 def test_the_inner_step_sends_nothing_over_slices():
     mesh = mp.mesh("slice=2, data=4")
     run = mp.local_sgd(
@@ -90,6 +158,13 @@ def test_bad_input():
         make(layout="batch: slice+data")
     with pytest.raises(mp.errors.UnsupportedError, match="every=0"):
         make(every=0)
+    with pytest.raises(mp.errors.UnsupportedError, match="fragments=3 with every=2"):
+        make(fragments=3)
+    with pytest.raises(mp.errors.UnsupportedError, match="blend=0"):
+        make(blend=0.0)
+    many = make(fragments=5, every=5)
+    with pytest.raises(mp.errors.UnsupportedError, match="3 arrays of parameters"):
+        many.init(programs.create)(jax.random.key(0))
     run = make()
     with pytest.raises(mp.errors.UnsupportedError, match="no leaf of the state is a parameter"):
         run.init(lambda key: {"w": jax.numpy.ones(3)})(jax.random.key(0))

@@ -1,0 +1,259 @@
+"""Exchanges between replicas equal NumPy simulations of the published algorithms, and send what they say."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import replica_simulations as simulations
+
+import meshpar as mp
+
+SHAPES = {"up": (16, 32), "down": (32, 16), "layers": (3, 16, 32), "scale": (16,), "odd": (5,)}
+DIMS = {"up": "embed mlp", "down": "mlp embed", "layers": "layers embed mlp", "scale": "embed", "odd": "_"}
+LAYOUTS = ["replica: slice; embed: data", "replica: slice; mlp: data"]
+RUNS = [("shard_map", LAYOUTS[0]), ("shard_map", LAYOUTS[1]), ("jit", LAYOUTS[0]), ("jit", LAYOUTS[1])]
+BOTH = pytest.mark.parametrize(("lowering", "layout"), RUNS)
+
+
+def gradients(n, replicas=2):
+    rng = np.random.default_rng(n)
+    return {k: rng.normal(size=(replicas, *s)).astype(np.float32) for k, s in SHAPES.items()}
+
+
+def zeros(replicas=None):
+    lead = () if replicas is None else (replicas,)
+    return {k: np.zeros((*lead, *s), np.float32) for k, s in SHAPES.items()}
+
+
+def compiled(tx, lowering, layout, mesh="slice=2, data=4"):
+    def update(gradients, state, params):
+        return tx.update(gradients, state, params)
+
+    dims = {f"gradients/{k}": f"replica {d}" for k, d in DIMS.items()} | {f"params/{k}": d for k, d in DIMS.items()}
+    return mp.jit(update, mesh=mp.mesh(mesh), layout=layout, dims=dims, lowering=lowering)
+
+
+def close(a, b, tolerance=1e-6):
+    np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+@BOTH
+@pytest.mark.parametrize("code", simulations.CODES)
+@pytest.mark.fast_cases(5)
+def test_means_of_codes_equal_the_simulation_over_three_steps(code, lowering, layout):
+    tx = mp.replicas.coded(code, replicas=2)
+    run, state = compiled(tx, lowering, layout), tx.init(zeros())
+    errors = {k: [np.zeros(s)] * 2 for k, s in SHAPES.items()}
+    for n in range(3):
+        g = gradients(n)
+        means, state = run(g, state, zeros())
+        for k in SHAPES:
+            want, errors[k] = simulations.coded_mean(g[k], errors[k], code, [1, 1])
+            close(means[k], want)
+            close(state.error[k], errors[k], 2e-6)
+
+
+@BOTH
+def test_a_mean_leaves_out_replicas_of_weight_zero_and_of_nan(lowering, layout):
+    tx = mp.replicas.mean(replicas=4)
+    mesh = mp.mesh("slice=4, data=2")
+    dims = {f"gradients/{k}": f"replica {d}" for k, d in DIMS.items()}
+
+    def update(gradients, weight):
+        return tx.update(gradients, optax.EmptyState(), weight=weight)[0]
+
+    run = mp.jit(update, mesh=mesh, layout=layout, dims=dims, lowering=lowering)
+    g = gradients(0, 4)
+    g["scale"][2, 3] = np.nan
+    weight = np.array([1, 0, 5, 3], np.float32)
+    got = run(g, weight)
+    for k in SHAPES:
+        close(got[k], (g[k][0] + 3.0 * g[k][3]) / 4)
+    assert all(np.isnan(x).all() for x in jax.tree.leaves(run(g, np.zeros(4, np.float32))))
+
+
+@BOTH
+@pytest.mark.fast_cases(1)
+def test_powersgd_equals_the_simulation_over_three_steps(lowering, layout):
+    tx = mp.replicas.powersgd(2, stacked="layers", replicas=2)
+    run, state = compiled(tx, lowering, layout), tx.init(zeros())
+    rights = {k: np.float64(state.right[k]) for k in SHAPES}
+    errors = {k: [np.zeros(s)] * 2 for k, s in SHAPES.items()}
+    for n in range(3):
+        g = gradients(n)
+        means, state = run(g, state, zeros())
+        for k in ("up", "down"):
+            want, errors[k], rights[k] = simulations.powersgd(g[k], errors[k], rights[k])
+            close(means[k], want, 5e-6)  # Gram-Schmidt in float32 and QR in float64
+            close(state.error[k], errors[k], 2e-5)
+        for layer in range(3):
+            error = [e[layer] for e in errors["layers"]]
+            want, error, right = simulations.powersgd(g["layers"][:, layer], error, rights["layers"][layer])
+            close(means["layers"][layer], want, 5e-6)
+            rights["layers"][layer] = right
+            for r in range(2):
+                errors["layers"][r][layer] = error[r]
+                errors["layers"] = [e.copy() for e in errors["layers"]]
+        close(means["scale"], g["scale"].mean(0))
+
+
+@BOTH
+def test_adasum_equals_the_simulation(lowering, layout):
+    tx = mp.replicas.adasum(stacked="layers", replicas=4)
+    g = gradients(0, 4)
+    means, _ = compiled(tx, lowering, layout, "slice=4, data=2")(g, tx.init(zeros()), zeros())
+    for k in SHAPES:
+        rows = np.float64(g[k])
+        if k == "layers":
+            close(means[k], np.stack([simulations.adasum(rows[:, n]) for n in range(3)]))
+        else:
+            close(means[k], simulations.adasum(rows))
+
+
+@BOTH
+@pytest.mark.parametrize("shift", [1, "exponential"])
+@pytest.mark.fast_cases(2)
+def test_gossip_is_decentralized_sgd(shift, lowering, layout):
+    tx = optax.chain(optax.sgd(0.1), mp.replicas.gossip(shift))
+    mesh = mp.mesh("slice=4, data=2")
+    dims = {f"*{k}": f"replica {d}" for k, d in DIMS.items()}
+
+    def step(params, gradients, state):
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    run = mp.jit(step, mesh=mesh, layout=layout, dims=dims, lowering=lowering)
+    params = gradients(9, 4)
+    want, state = {k: np.float64(x) for k, x in params.items()}, tx.init(params)
+    for n, s in enumerate([1, 2, 1] if shift == "exponential" else [1, 1, 1]):
+        g = gradients(n, 4)
+        params, state = run(params, g, state)
+        for k, x in want.items():
+            neighbours = np.stack([x[(r - s) % 4] for r in range(4)])
+            want[k] = (x + neighbours) / 2 - 0.1 * g[k]
+            close(params[k], want[k], 2e-6)
+
+
+def test_a_replica_that_is_left_out_retains_its_error():
+    tx = mp.replicas.coded("int8", replicas=2)
+    _, state = tx.update(gradients(0), tx.init(zeros()))
+    g = gradients(1)
+    g["up"][1, 0, 0] = np.inf
+    means, after = tx.update(g, state)
+    for k in SHAPES:
+        want, errors = simulations.coded_mean(g[k], np.asarray(state.error[k]), "int8", [1, 0])
+        close(means[k], want)
+        close(after.error[k], np.stack(errors))
+
+
+def test_without_feedback_the_state_is_empty():
+    tx = mp.replicas.coded("sign", feedback=False, replicas=2)
+    state = tx.init(zeros())
+    assert jax.tree.leaves(state) == []
+    g = gradients(0)
+    first, state = tx.update(g, state)
+    second, _ = tx.update(g, state)
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+def test_results_have_the_dims_of_the_parameters():
+    g = gradients(0)
+    tx = mp.replicas.coded("int8")
+    stacked, _ = tx.update(g, tx.init(g), g)
+    shared, _ = tx.update(g, tx.init(g), zeros())
+    for k in SHAPES:
+        assert stacked[k].shape == g[k].shape
+        np.testing.assert_array_equal(stacked[k], np.broadcast_to(shared[k], g[k].shape))
+    bf16 = {k: jnp.asarray(x, jnp.bfloat16) for k, x in g.items()}
+    assert {x.dtype for x in jax.tree.leaves(tx.update(bf16, tx.init(bf16), bf16)[0])} == {jnp.dtype("bfloat16")}
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_per_element"),
+    [("float32", 4), ("bfloat16", 2), ("int8", 1), ("float8_e4m3fn", 1), ("sign", 1 / 8),
+     ("threshold:0.5", 1 / 4), ("topk:0.01", 10 * 6 / 1024)],
+)  # fmt: skip
+def test_only_codes_are_sent_between_slices(name, bytes_per_element):
+    if name in ("float32", "bfloat16"):
+        tx = mp.replicas.mean(replicas=2, dtype=name)
+    else:
+        tx = mp.replicas.coded(name, replicas=2)
+    w = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    g = jax.ShapeDtypeStruct((2, 1024, 1024), jnp.float32)
+
+    def update(g, state):
+        return tx.update(g, state)
+
+    plan = mp.plan(
+        update, g, jax.eval_shape(tx.init, w), mesh=mp.mesh("slice=2, data=4"), layout=LAYOUTS[0],
+        dims={"g": "replica embed mlp"}, lowering="shard_map",
+    )  # fmt: skip
+    sent = sum(c.total_bytes for c in plan.collectives if "slice" in c.axes)
+    share = 1024 * 1024 / 4 * bytes_per_element
+    assert share <= sent <= 1.02 * share
+
+
+def test_one_bit_adam_from_two_transformations():
+    """Tang et al. 2021: after a warm-up with Adam, the variance is frozen, and replicas exchange signs of their momenta."""
+    rng = np.random.default_rng(0)
+    w = jnp.zeros((8, 8))
+    exchange = mp.replicas.coded("sign", replicas=2)
+    m, v, errors = jnp.zeros_like(w), jnp.full_like(w, 0.04), exchange.init(w)
+    m_, w_, errors_ = np.zeros((8, 8)), np.zeros((8, 8)), [np.zeros((8, 8))] * 2
+    for _ in range(4):
+        g = rng.normal(size=(2, 8, 8)).astype(np.float32)
+        m, errors = exchange.update(0.9 * m + 0.1 * g, errors)
+        w = w - 0.01 * m / (jnp.sqrt(v) + 1e-8)
+        m_, errors_ = simulations.coded_mean([0.9 * m_ + 0.1 * x for x in g], errors_, "sign", [1, 1])
+        w_ = w_ - 0.01 * m_ / (0.2 + 1e-8)
+        close(w, w_)
+
+
+ROWS = {"w": np.ones((2, 3), np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: mp.replicas.coded("int4"), mp.errors.UnsupportedError, "no code 'int4'"),
+        (lambda: mp.replicas.coded("topk:2"), mp.errors.UnsupportedError, "no code 'topk:2'"),
+        (lambda: mp.replicas.coded("threshold:x"), mp.errors.UnsupportedError, "threshold:x"),
+        (lambda: mp.replicas.powersgd(0), mp.errors.UnsupportedError, "rank=0"),
+        (lambda: mp.replicas.gossip("ring"), mp.errors.UnsupportedError, "shift='ring'"),
+        (lambda: update(mp.replicas.coded("int8"), {"ids": np.ones((2, 3), np.int32)}), mp.errors.UnsupportedError, "`ids`.*int32"),
+        (lambda: update(mp.replicas.mean(), {"s": np.float32(1)}), mp.errors.RankError, "`s` is a scalar.*`replica`"),
+        (lambda: update(mp.replicas.mean(replicas=3), ROWS), mp.errors.DivisibilityError, "2 elements, not 3"),
+        (lambda: update(mp.replicas.mean([0, 0]), ROWS), mp.errors.UnsupportedError, "leaves all 2 replicas out"),
+        (lambda: update(mp.replicas.coded("sign", weight=[0.0, 0.0]), ROWS), mp.errors.UnsupportedError, "all 2"),
+        (lambda: update(mp.replicas.mean([1, -1]), ROWS), mp.errors.UnsupportedError, "negative"),
+        (lambda: update(mp.replicas.mean([1, 1, 1]), ROWS), mp.errors.RankError, r"\[3\], not \[2\]"),
+        (lambda: update(mp.replicas.adasum(), {"w": np.ones((3, 3), np.float32)}), mp.errors.UnsupportedError, "3 replicas"),
+        (lambda: update(mp.replicas.gossip(2), ROWS), mp.errors.UnsupportedError, "its own neighbour"),
+    ],
+)  # fmt: skip
+def test_bad_input(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def update(tx, g):
+    return tx.update(g, tx.init(g), g)
+
+
+def test_gossip_needs_parameters_of_each_replica():
+    tx, g = mp.replicas.gossip(), np.ones((2, 3), np.float32)
+    with pytest.raises(mp.errors.UnsupportedError, match="there are none"):
+        tx.update(g, tx.init(g))
+    with pytest.raises(mp.errors.RankError, match="no dim `replica`"):
+        tx.update(g, tx.init(g), g[0])
+
+
+@pytest.mark.parametrize("tx", [mp.replicas.mean(), mp.replicas.coded("int8"), mp.replicas.gossip()])
+def test_a_missing_replica_dim_stops_the_plan(tx):
+    g = jax.ShapeDtypeStruct((2, 8), jnp.float32)
+    with pytest.raises(mp.errors.UnknownDimError, match="replica"):
+        mp.plan(
+            lambda g, s: tx.update(g, s, g), g, jax.eval_shape(tx.init, g), mesh=mp.mesh("data=8"),
+            layout="embed: data", dims={"g": "layers embed"},
+        )  # fmt: skip
