@@ -120,7 +120,7 @@ def check_weight(weight: Any, replicas: int, name: str) -> jax.Array:
 
 
 def live_weights(updates: Any, weight: Any, name: str, dim: str) -> jax.Array:
-    """The weights of the replicas [replica]: 0 for a replica of which any update is NaN or infinite."""
+    """The weights of the replicas [replica]: 0 for a replica with a NaN or infinity in any update."""
     leaves = jax.tree.leaves(updates)
     weight = check_weight(weight, leaves[0].shape[0], name)
     finite = jnp.stack([jnp.isfinite(x).all(tuple(range(1, x.ndim))) for x in leaves]).all(0)
