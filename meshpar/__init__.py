@@ -13,6 +13,7 @@ from typing import NoReturn
 from . import (
     errors,
     layouts,
+    nd,
     replicas,
     report,  # noqa: F401 (plans learn from reports how they are shown)
     types,
@@ -72,6 +73,7 @@ __all__ = [
     "mesh",
     "microbatches_for",
     "named",
+    "nd",
     "noise_scale",
     "plan",
     "put",

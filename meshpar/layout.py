@@ -25,6 +25,8 @@ _LEFT = re.compile(
     re.VERBOSE,
 )
 _AXIS = re.compile(r"[A-Za-z_][\w\-]*\Z")
+_PAIRS = re.compile(r"""[^",:]+:[^",:]+(,[^",:]+:[^",:]+)+\Z""")
+"""Rules of one dim each that commas separate, as in Mesh-TensorFlow: ``batch:rows,hidden:cols``."""
 SCOPES = ("params", "opt")
 
 _TENSOR = "batch: {data}; heads?, kv_heads?, mlp?, vocab?: {model}"
@@ -80,7 +82,8 @@ class Layout:
     among the factors of an op. A dim with several rules takes the first that can claim.
 
     Args:
-      rules: text (``"batch: data; heads, mlp: model"``; ``;`` or line ends separate, ``#`` comments,
+      rules: text (``"batch: data; heads, mlp: model"``; ``;`` or line ends separate, or commas if every rule has one dim,
+        ``"batch:data,mlp:model"``; ``#`` comments,
         ``batch: slice+data`` takes two axes, ``kv_heads?: model`` only where it divides,
         ``opt.embed: data`` for optimizer state only, ``"*/embedding".vocab: model`` for the paths that a
         pattern matches, ``seq: none`` for no axis), a Flax ``logical_axis_rules`` list of pairs, a mapping
@@ -426,7 +429,9 @@ def _parse(text: str) -> Iterable[Rule]:
       LayoutSyntaxError: text that is neither.
     """
     lines = [line.split("#", 1)[0] for line in (scheme_text(text) or text).splitlines()]
-    for statement in (s.strip() for line in lines for s in line.split(";")):
+    statements = [s for line in lines for s in line.split(";")]
+    parts = [s for rules in statements for s in (rules.split(",") if _PAIRS.match(rules) else [rules])]
+    for statement in map(str.strip, parts):
         if not statement:
             continue
         left, colon, right = statement.rpartition(":")
@@ -508,7 +513,7 @@ def _rule(left: str, axes: tuple[str, ...], statement: str) -> Rule:
     """
     m = _LEFT.match(left)
     if m is None and ":" in left and "," in statement:
-        rules = "; ".join(part.strip() for part in statement.split(","))
+        rules = re.sub(r"(:[^,:]*),", r"\1;", statement)
         raise LayoutSyntaxError(
             f"layout rule {statement!r} has several `:`", rule=statement, fixes=[f"separate rules by `;`: `{rules}`"]
         )

@@ -20,11 +20,12 @@ from .layout import AnyMesh
 from .units import mesh_text
 
 _NAME = re.compile(r"[A-Za-z_][\w\-]*\Z")
-_AXIS = re.compile(r"\s*([^=]*?)\s*=\s*(-?\d+)\s*\Z")
+_AXIS = re.compile(r"\s*([^=:]*?)\s*[=:]\s*(-?\d+)\s*\Z")
 
 
 MeshSizes = str | Mapping[str, int]
-"""Axes and sizes of a mesh: ``"data=4, model=2"`` or ``{"data": 4, "model": 2}``. One size may be -1."""
+"""Axes and sizes of a mesh: ``"data=4, model=2"``, as in Mesh-TensorFlow ``"data:4;model:2"``, or ``{"data": 4, "model": 2}``. One
+size may be -1."""
 
 MeshLike = AnyMesh | MeshSizes
 
@@ -61,7 +62,7 @@ def _axes_and_sizes(spec: Any, names: Sequence[str] | None) -> Iterator[tuple[An
       LayoutSyntaxError: a value of another type, or another number of sizes than of axes.
     """
     if isinstance(spec, str) and names is None:
-        for part in spec.split(","):
+        for part in re.split("[,;]", spec):
             m = _AXIS.match(part)
             yield (part.strip(), "") if m is None else (m[1], int(m[2]))
     elif isinstance(spec, Mapping) and names is None:
@@ -116,8 +117,8 @@ def mesh(
     """A ``jax.sharding.Mesh`` with Auto axes: ``mp.mesh("data=4, model=2")``.
 
     Args:
-      spec: axes and sizes, as text, ``"data=4, model=2"``, or as a mapping, ``{"data": 4, "model": 2}``; or the sizes alone,
-        ``(4, 2)``. One size may be -1: the rest of the devices.
+      spec: axes and sizes, as text, ``"data=4, model=2"`` or ``"data:4;model:2"``, or as a mapping, ``{"data": 4, "model": 2}``; or
+        the sizes alone, ``(4, 2)``. One size may be -1: the rest of the devices.
       names: the axes, if ``spec`` has the sizes alone: ``("data", "model")``.
       topology: devices that are not here: a TPU slice, ``"v5e:16x16"``, or several, ``"2x v5e:16x16"`` (joined by DCN: the first
         axes), or GPUs, ``"h200:8"``; clouds' names too, ``"v5litepod-8"``, ``"v5p-128"`` (TensorCores). It needs the compiler's

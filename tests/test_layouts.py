@@ -110,8 +110,18 @@ def test_a_misspelled_scheme_suggests_the_similar_one():
 
 
 def test_rules_separated_by_commas_are_corrected():
-    with pytest.raises(mp.errors.LayoutSyntaxError, match="separate rules by `;`: `batch: data; mlp: model`"):
-        mp.Layout("batch: data, mlp: model")
+    with pytest.raises(mp.errors.LayoutSyntaxError, match="separate rules by `;`: `batch, seq: data; mlp: model`"):
+        mp.Layout("batch, seq: data, mlp: model")
+
+
+def test_commas_and_colons_as_in_mesh_tensorflow():
+    assert (
+        mp.Layout("batch:rows,hidden:cols")
+        == mp.Layout("batch:rows;hidden:cols")
+        == mp.Layout("batch: rows; hidden: cols")
+    )
+    assert mp.Layout("batch:rows, hidden:cols; heads, mlp: cols") == mp.Layout("batch: rows; hidden, heads, mlp: cols")
+    assert mp.Layout([("batch", "rows"), ("hidden", "cols")]).rules == mp.Layout("batch:rows,hidden:cols").rules
 
 
 def test_a_rule_with_dim_and_axis_swapped_is_corrected():

@@ -20,6 +20,7 @@ def test_parse():
     assert parse_mesh("data=4, model=2") == {"data": 4, "model": 2}
     assert parse_mesh("data=-1,model=2") == {"data": -1, "model": 2}
     assert parse_mesh(" a = 1 ") == {"a": 1}
+    assert parse_mesh("x:4;y:8") == parse_mesh("x:4, y:8") == {"x": 4, "y": 8}  # as in Mesh-TensorFlow
 
 
 @pytest.mark.parametrize(

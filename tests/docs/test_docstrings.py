@@ -22,6 +22,7 @@ def public_objects():
             name: x for name, x in vars(module).items()
             if inspect.isfunction(x) and x.__module__.startswith(module.__name__) and not name.startswith("_")
         }  # fmt: skip
+    found |= {f"nd.{name}": x for name, x in vars(mp.nd).items() if inspect.isfunction(x) and not name.startswith("_")}
     return found
 
 

@@ -1,0 +1,31 @@
+"""Comparison of a step of named arrays under layouts with a reference."""
+
+import jax
+import numpy as np
+
+import meshpar as mp
+
+TOLERANCE = 3e-7
+
+
+def largest_difference(got, expected):
+    """The largest difference of two trees of arrays, relative to the largest element of each array (at least 1)."""
+    pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True))
+    assert pairs
+    for a, b in pairs:
+        assert np.shape(a) == np.shape(b)
+    return max(
+        float(np.max(np.abs(np.float64(a) - np.float64(b)))) / max(1.0, float(np.max(np.abs(b)))) for a, b in pairs
+    )
+
+
+def assert_same_under(layouts, fn, *args, expected, tolerance=TOLERANCE):
+    """``fn`` has the expected results under each (mesh, layout) with both lowerings, and on one device.
+
+    One device adds more numbers sequentially, so that its rounding errors may be twice as large.
+    """
+    assert largest_difference(jax.jit(fn)(*args), expected) <= 2 * tolerance
+    for mesh, layout in layouts:
+        for lowering in ("shard_map", "jit"):
+            got = mp.jit(fn, mesh=mesh, layout=layout, lowering=lowering)(*args)
+            assert largest_difference(got, expected) <= tolerance, (mesh, layout, lowering)
