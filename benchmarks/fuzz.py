@@ -2,6 +2,7 @@
 
     python benchmarks/fuzz.py --cases 5000 [--seed 0] [--lowering auto jit] [--log fuzz.jsonl] [--workers 1] [--outside 4]
                               [--control 4 --calls 64] [--only gathered scattered] [--coverage] [--plan v5e:4x4]
+                              [--stages]
 
     python benchmarks/fuzz.py --seed date --minutes 60 --cases 100000 --log fuzz.jsonl     # each night: a new seed each day
 
@@ -16,9 +17,10 @@ that differs the smallest one found that still does.
 yyyymmdd, so that a seed that found something can be given again. ``--coverage`` measures which branches of ``meshpar/rules`` and
 ``program/divisible_rewrite`` the cases take, and prints those that none did. ``--plan`` plans each case, also, for TPU slices: the
 plan, its seconds and its memory, without a run. ``--control`` adds loops and conditionals, and ``--calls`` makes so many calls
-before it waits for the last: collectives inside and outside of bodies, many calls in flight. A process that is silent for
-``--patience`` seconds is ended, and its case noted as hung. With ``--log`` the outcome of each case is appended to a file, and
-cases that are in it are not run again.
+before it waits for the last: collectives inside and outside of bodies, many calls in flight.
+``--stages`` draws loops over stacked layers inside of loops over microbatches, under layouts with stages; other options for
+programs do not apply to them. A process that is silent for ``--patience`` seconds is ended, and its case noted as hung. With
+``--log`` the outcome of each case is appended to a file, and cases that are in it are not run again.
 """
 
 import argparse
@@ -94,6 +96,7 @@ def worker(args, indices):
 
     jax.config.update("jax_num_cpu_devices", 8)
     sys.path.insert(0, str(TESTS))
+    import pipelines
     import programs
     import run
     import shrink
@@ -103,7 +106,10 @@ def worker(args, indices):
     for n, index in enumerate(indices):
         print(json.dumps({"begun": index}), flush=True)
         rng = random.Random(f"{seed}/{index}")
-        case = programs.make_case(rng, args.statements, every=every, control=control, among=among)
+        if args.stages:
+            case = pipelines.make_staged_case(rng)
+        else:
+            case = programs.make_case(rng, args.statements, every=every, control=control, among=among)
         line = {"case": index, "mesh": case.mesh, "outside": case.outside, "failed": {}}
         try:
             reference = run.unsharded(case)
@@ -144,6 +150,7 @@ def run_chunk(args, indices, note):
         command = [sys.executable, __file__, "--seed", str(args.seed), "--tries", str(args.tries),
                    "--outside", str(args.outside), "--control", str(args.control), "--calls", str(args.calls),
                    "--statements", str(args.statements), "--coverage-into", args.coverage_into, "--only", *args.only,
+                   *["--stages"] * args.stages,
                    "--plan", *args.plan, "--lowering", *args.lowering, "--worker", *map(str, todo)]  # fmt: skip
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
         assert process.stdout is not None
@@ -212,6 +219,7 @@ def main():
     parser.add_argument("--statements", type=int, default=7, metavar="N", help="statements of a program")
     parser.add_argument("--coverage", action="store_true", help="measure and print the branches taken")
     parser.add_argument("--plan", nargs="*", default=[], metavar="TOPOLOGY", help="plan each case for these slices too")
+    parser.add_argument("--stages", action="store_true", help="draw pipelines: layouts with stages")
     parser.add_argument("--coverage-into", default="", help=argparse.SUPPRESS)
     parser.add_argument("--worker", nargs="+", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -221,7 +229,7 @@ def main():
     if args.only:
         statements_of(args.only)  # a name that is wrong stops here
     key = {"seed": args.seed, "every": args.outside, "control": args.control, "calls": args.calls, "only": args.only,
-           "statements": args.statements}  # fmt: skip
+           "statements": args.statements, "stages": args.stages}  # fmt: skip
     want = {*args.lowering, *(f"plan {target}" for target in args.plan)}
     lines = [json.loads(text) for text in args.log.read_text().splitlines()] if args.log and args.log.exists() else []
     lines = [line for line in lines if set(line["lowerings"]) >= want and all(line.get(k) == v for k, v in key.items())]

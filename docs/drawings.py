@@ -1,4 +1,4 @@
-"""The drawings of the page on meshes, dims and layouts: SVG files in docs/static, computed from real shardings.
+"""Drawings of shardings and of pipeline schedules: SVG files in docs/static, computed from real shardings and schedules.
 
 python docs/drawings.py            # write them
 python docs/drawings.py --check    # exit status 1 if a file differs from what this command would write
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from jax.sharding import NamedSharding
 
 import meshpar as mp
+from meshpar.program.pipeline import Schedule
 
 FOLDER = Path(__file__).parent / "static"
 COLORS = ["#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#8f8f00"]
@@ -137,7 +139,38 @@ def matmul_drawing() -> str:
     return svg(950, 214, body, "x of batch by embed times w of embed by mlp under FSDP")
 
 
-DRAWINGS = {"mesh.svg": mesh_drawing, "shards.svg": shards_drawing, "matmul.svg": matmul_drawing}
+def schedule_drawing(name: str) -> str:
+    """The slots of four stages for six microbatches: a row per stage, forward slots above backward slots, a column per tick."""
+    schedule, side, height = Schedule(name, 4, 6), 26, 20
+    left, top = 78, 34
+    body = [label(left, 22, "tick", "end", ' font-weight="600"')]
+    body += [label(left + 8 + side * (t + 0.5), 22, str(t)) for t in range(schedule.ticks)]
+    for stage in range(schedule.stages):
+        y = top + stage * (2 * height + 6)
+        body.append(label(left, y + height + 5, f"stage {stage}", "end"))
+        for loop, color in enumerate((COLORS[0], COLORS[1])):
+            for tick in range(schedule.starts[loop], schedule.starts[loop] + schedule.slots):
+                x, row = left + 8 + side * tick, y + height * loop
+                slot = schedule.slot(loop, stage, tick)
+                if slot is None:
+                    body.append(
+                        f'<rect x="{x}" y="{row}" width="{side}" height="{height}" fill="#eeeeee" stroke="#ffffff" stroke-width="1.5"/>'
+                    )
+                else:
+                    body += box(x, row, side, height, color, str(slot[0]))
+    width, tall = left + 16 + side * schedule.ticks, top + schedule.stages * (2 * height + 6) + 26
+    legend = ((COLORS[0], "forward"), (COLORS[1], "backward"), ("#eeeeee", "idle"))
+    for k, (color, text) in enumerate(legend):
+        x = left + 8 + 100 * k
+        body.append(f'<rect x="{x}" y="{tall - 22}" width="12" height="12" fill="{color}"/>')
+        body.append(label(x + 18, tall - 12, text, "start"))
+    return svg(width, tall, body, f"schedule {name}: four stages, six microbatches, {schedule.ticks} ticks")
+
+
+DRAWINGS: dict[str, Callable[[], str]] = {
+    "mesh.svg": mesh_drawing, "shards.svg": shards_drawing, "matmul.svg": matmul_drawing,
+    "schedule-1f1b.svg": partial(schedule_drawing, "1f1b"), "schedule-gpipe.svg": partial(schedule_drawing, "gpipe"),
+}  # fmt: skip
 
 
 def main() -> int:

@@ -50,6 +50,7 @@ class Case:
       calls: the calls that are made of one lowered function, each of which is compared.
       overlap: the option of that name of `meshpar.jit`, where the lowering has it.
       placed: whether the arguments are on devices already, sharded over another mesh.
+      schedule: of pipelines.
     """
 
     program: Program
@@ -59,6 +60,7 @@ class Case:
     calls: tuple[Call, ...] = (Call(),)
     overlap: str = "off"
     placed: bool = False
+    schedule: str = "1f1b"
 
     def __str__(self) -> str:
         """A script's worth of it: the program, its dims and shapes, mesh and layout."""
@@ -67,6 +69,7 @@ class Case:
         where = f"# mesh {self.mesh!r}, {self.layout!r}, resolve={self.layout.resolve!r}"
         how = [f"# jax.{self.outside} of the lowered `forward` by {', '.join(p.grads)}"] if self.outside else []
         how += [f"# {call}" for call in self.calls if call != Call()]
+        how += [f"# schedule={self.schedule!r}"] if self.schedule != "1f1b" else []
         how += [f"# overlap={self.overlap!r}"] if self.overlap != "off" else []
         how += ["# arguments placed on another mesh"] if self.placed else []
         return "\n".join([p.text, f"# inputs (seed {p.seed})", *inputs, where, *how])

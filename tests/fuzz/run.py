@@ -185,7 +185,8 @@ def sharded(case: Case, lowering: str, options: dict[str, Any], repeat: int = 1)
     within = bool(case.outside or case.calls[0].axis)  # another function's options count
     statics = [i.name for i in program.statics]
     run = mp.jit(lowered(case), mesh=mp.mesh(case.mesh), layout=case.layout, dims=program.dims, lowering=lowering,
-                 compiler_options=None if within else options, static_argnames=statics, **overlap)  # fmt: skip
+                 compiler_options=None if within else options, static_argnames=statics, schedule=case.schedule,
+                 **overlap)  # fmt: skip
     results: list[Any] = []
     with warnings.catch_warnings():
         ignored()
@@ -216,7 +217,7 @@ def planned(case: Case, topology: str | None = None, **options: Any) -> mp.Plan 
     with warnings.catch_warnings(), CONTEXTS[call.context]():
         ignored()
         plan = mp.plan(lowered(case), *args, mesh=mesh, layout=case.layout, dims=program.dims,
-                       static_argnames=[i.name for i in program.statics], **options)  # fmt: skip
+                       static_argnames=[i.name for i in program.statics], schedule=case.schedule, **options)  # fmt: skip
     if topology and not (plan.seconds is not None and 0 <= plan.seconds < math.inf and plan.memory.peak >= 0):
         raise ValueError(f"the plan takes {plan.seconds} s and {plan.memory.peak} bytes")
     return plan

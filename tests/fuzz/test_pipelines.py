@@ -1,0 +1,30 @@
+"""Random pipelines equal the unsharded run, under both lowerings and both schedules."""
+
+import random
+
+import pipelines
+import pytest
+import run
+from well_formed import assert_well_formed
+
+CASES = 24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(CASES))
+def test_sharded_is_unsharded(seed):
+    case = pipelines.make_staged_case(random.Random(seed))
+    reference = run.unsharded(case)
+    for lowering in ("shard_map", "jit"):
+        found = run.differences(case, lowering, reference)
+        assert not found, f"\n{case}\n" + "\n".join(map(str, found))
+
+
+def test_every_layout_makes_a_pipeline_and_a_well_formed_plan():
+    cases = [pipelines.make_staged_case(random.Random(seed)) for seed in range(8)]
+    for case in cases:
+        plan = run.planned(case)
+        assert plan.pipeline is not None, case
+        assert plan.pipeline.schedule.name == case.schedule
+        assert_well_formed(plan)
+    assert {case.schedule for case in cases} == {"1f1b", "gpipe"}, "both schedules are drawn"
