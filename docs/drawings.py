@@ -152,12 +152,8 @@ def schedule_drawing(name: str) -> str:
             for tick in range(schedule.starts[loop], schedule.starts[loop] + schedule.slots):
                 x, row = left + 8 + side * tick, y + height * loop
                 slot = schedule.slot(loop, stage, tick)
-                if slot is None:
-                    body.append(
-                        f'<rect x="{x}" y="{row}" width="{side}" height="{height}" fill="#eeeeee" stroke="#ffffff" stroke-width="1.5"/>'
-                    )
-                else:
-                    body += box(x, row, side, height, color, str(slot[0]))
+                fill, text = ("#eeeeee", "") if slot is None else (color, str(slot[0]))
+                body += box(x, row, side, height, fill, text)
     width, tall = left + 16 + side * schedule.ticks, top + schedule.stages * (2 * height + 6) + 26
     legend = ((COLORS[0], "forward"), (COLORS[1], "backward"), ("#eeeeee", "idle"))
     for k, (color, text) in enumerate(legend):
