@@ -289,19 +289,25 @@ def _name_optimizer_state(leaves: list[Leaf], annotations: list[Dims | None]) ->
         if leaf.kind != "opt" or annotations[k] is not None:
             continue
         end = leaf.path.split("/")[::-1]
-        best, length = None, 0
-        for param, dims in by_end.get(end[0], ()):
-            param_end = param.path.split("/")[::-1]
-            pairs = zip(end, param_end, strict=False)
-            same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(end), len(param_end)))
-            if same > length:
-                best, length = (param, dims), same
+        best = max(by_end.get(end[0], ()), key=lambda match: _common_end(end, match[0].path), default=None)
         if best is not None:
-            annotations[k] = _dims_like(leaf.value.shape, best[0].value.shape, best[1])
+            annotations[k] = _dims_like(leaf.value.shape, best[0].value.shape, best[1], leaf.path)
 
 
-def _dims_like(shape: Sequence[int], param_shape: Sequence[int], dims: Dims) -> Dims | None:
-    """The dims of an array whose dims are a subset of a parameter's; None if the sizes fit several subsets or none."""
+def _common_end(end: Sequence[str], path: str) -> int:
+    """The number of last components that a path shares with another one; ``end``: its components, the last one first."""
+    pairs = zip(end, path.split("/")[::-1], strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _dims_like(shape: Sequence[int], param_shape: Sequence[int], dims: Dims, path: str = "") -> Dims | None:
+    """The dims of an array whose dims are a subset of a parameter's; None if the sizes fit several subsets or none.
+
+    Of optax's Adafactor, ``v_row`` lacks the largest dim, and ``v_col`` the second largest: this decides for square parameters.
+
+    Args:
+      path: of the array.
+    """
     if len(shape) == len(param_shape) and all(n in (1, m) for n, m in zip(shape, param_shape, strict=True)):
         return tuple(None if n == 1 else d for n, d in zip(shape, dims, strict=True))
     subsets = {
@@ -309,13 +315,24 @@ def _dims_like(shape: Sequence[int], param_shape: Sequence[int], dims: Dims) -> 
         for picks in itertools.combinations(range(len(param_shape)), len(shape))
         if tuple(param_shape[i] for i in picks) == tuple(shape)
     }
+    factored = _ADAFACTOR_DROPS.keys() & set(path.split("/"))
+    if len(subsets) > 1 and len(factored) == 1 and len(shape) == len(param_shape) - 1:
+        dropped = int(np.argsort(param_shape)[_ADAFACTOR_DROPS[factored.pop()]])
+        subsets &= {tuple(i for i in range(len(param_shape)) if i != dropped)}
     if len(subsets) == 1 and shape:
         return tuple(dims[i] for i in subsets.pop())
     return None
 
 
+_ADAFACTOR_DROPS = {"v_row": -1, "v_col": -2}
+"""Factored moment of ``optax.scale_by_factored_rms`` → the dim that it lacks, as an index into the parameter's dims by size."""
+
+
 def annotation_of(leaf: Leaf, patterns: PathDims, used: set[str], leaves: Sequence[Leaf] = ()) -> Dims | None:
     """The dims that the first matching pattern gives a leaf, else the dims of its metadata.
+
+    A pattern that matches a parameter and its optimizer state names the dims of the parameter. State of another shape (the factored
+    moments of Adafactor and SM3) has those of its dims that the sizes identify; None, for the inference, if they identify none.
 
     Args:
       used: the pattern is added to it.
@@ -330,9 +347,29 @@ def annotation_of(leaf: Leaf, patterns: PathDims, used: set[str], leaves: Sequen
     pattern, dims = match
     used.add(pattern)
     shape, fixes = np.shape(leaf.value), []
+    if leaf.kind == "opt" and ... not in dims and (len(shape) != len(dims) or 1 in shape):
+        param = _parameter_of(leaf, pattern, len(dims), leaves)
+        if param is not None:
+            return _dims_like(shape, np.shape(param.value), cast(Dims, tuple(dims)), leaf.path)
     if len(shape) != len(dims) and (narrower := _narrower(pattern, dims, leaves)) is not None:
         fixes.append(f'match only arrays with {len(dims)} dims: {{"{narrower}": "{format_dims(dims)}"}}')
     return fit_dims(dims, shape, path=leaf.path, origin=f"the pattern {pattern!r}", fixes=fixes)
+
+
+def _parameter_of(state: Leaf, pattern: str, rank: int, leaves: Sequence[Leaf]) -> Leaf | None:
+    """The parameter of an array of optimizer state: of those of a rank that a pattern matches, the one with the longest common end
+    of the path. SM3 has ``kernel/0`` and ``kernel/1`` for ``kernel``. None: the pattern matches no such parameter."""
+    end = state.path.split("/")[::-1]
+    for last in (end, end[1:]) if end[0].isdigit() else (end,):
+        params = [
+            x
+            for x in leaves
+            if x.kind != "opt" and np.ndim(x.value) == rank and x.path.rpartition("/")[2] == last[0]
+            and path_matches(pattern, x.path)
+        ]  # fmt: skip
+        if params:
+            return max(params, key=lambda x: _common_end(last, x.path))
+    return None
 
 
 def _narrower(pattern: str, dims: Sequence[Any], leaves: Sequence[Leaf]) -> str | None:

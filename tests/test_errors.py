@@ -334,20 +334,6 @@ def test_rank_of_a_pattern_that_matches_more_than_parameters(paths, pattern, fou
         assert any(annotation_of(x, PathDims({found: "mlp embed"}), set()) for x in leaves)
 
 
-def test_rank_of_a_pattern_that_matches_factored_moments():
-    optimizer = optax.adafactor(1e-3)
-
-    def step(params, state, x):
-        updates, state = optimizer.update(jax.grad(loss)(params, x), state, params)
-        return optax.apply_updates(params, updates), state
-
-    params, x = arguments(256, 512)
-    options = {"fn": step, "args": (params, jax.eval_shape(optimizer.init, params), x)}
-    error = text(mp.errors.RankError, plan, "embed: data", dims={"*/down": "mlp embed"}, **options)
-    assert 'match only arrays with 2 dims: {"*params/down": "mlp embed"}' in error
-    plan("embed: data", dims={"*params/down": "mlp embed"}, **options)
-
-
 def test_rank_of_flax_metadata():
     class Model(nn.Module):
         @nn.compact

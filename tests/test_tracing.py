@@ -1,5 +1,8 @@
 """Names of traced programs: the dims of optimizer state that is smaller than its parameter, suggestions for patterns."""
 
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
 from meshpar.tracing import _dims_like, _similar_pattern
@@ -28,6 +31,23 @@ NAMES = ("a", "b", "c")
 )
 def test_dims_of_optimizer_state_by_the_sizes_of_its_parameter(shape, param_shape, dims):
     assert _dims_like(shape, param_shape, NAMES[: len(param_shape)]) == dims
+
+
+@pytest.mark.parametrize("shape", [(8, 16), (16, 8), (8, 8), (4, 8, 8), (8, 4, 8), (16, 4, 8)])
+def test_dims_of_the_factored_moments_of_optax(shape):
+    """By optax itself: a gradient whose rows are zero but for one has that pattern in one of the two moments."""
+    optimizer = optax.adafactor(1e-3, min_dim_size_to_factor=2)
+    for k, name in enumerate(NAMES[: len(shape)]):
+        along = [1] * len(shape)
+        along[k] = shape[k]
+        gradient = jnp.broadcast_to((jnp.arange(shape[k]) + 1.0).reshape(along), shape)
+        params = {"w": jnp.ones(shape)}
+        state = optimizer.update({"w": gradient}, optimizer.init(params), params)[1][0]
+        for moment in ("v_row", "v_col"):
+            array = getattr(state, moment)["w"]
+            dims = _dims_like(array.shape, shape, NAMES[: len(shape)], f"opt/0/{moment}/w")
+            varies = [bool(np.ptp(array, axis=i).any()) for i in range(array.ndim)]
+            assert varies == [d == name for d in dims]
 
 
 @pytest.mark.parametrize(

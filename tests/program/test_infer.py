@@ -698,8 +698,10 @@ def fitting(shape: tuple[int, ...], dims: str) -> set[str]:
     return {" ".join(names[i] for i in pick) for pick in picks if tuple(sizes[i] for i in pick) == shape}
 
 
+@pytest.mark.parametrize("prefix", ["params/", "*/"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizer_state_is_named_by_inference(name):
+def test_optimizer_state_is_named_by_inference(name, prefix):
+    """Also where the patterns match the optimizer state of the parameters, of any shape."""
     opt = OPTIMIZERS[name]()
     params = {k: f32(*(OPT_SIZES[d] for d in dims.split())) for k, dims in PARAMS.items()}
 
@@ -709,7 +711,7 @@ def test_optimizer_state_is_named_by_inference(name):
         return optax.apply_updates(params, updates), state, loss
 
     state = jax.eval_shape(opt.init, params)
-    dims = {f"params/{k}": v for k, v in PARAMS.items()} | {"tokens": "batch seq"}
+    dims = {f"{prefix}{k}": v for k, v in PARAMS.items()} | {"tokens": "batch seq"}
     p = plan(step, params, state, i32(2, 6), dims=dims, strict=True)
     seen = 0
     for held in (*p.inputs, *p.outputs):
