@@ -31,6 +31,7 @@ from .layers.low_bits import low_bits
 from .layers.precision import Precision
 from .layout import Layout
 from .mesh import mesh, virtual_devices
+from .meter import Meter, MlLog
 from .plan_api import Plan
 from .pods.checkpoint import Checkpoints
 from .pods.data import batches, put
@@ -47,6 +48,8 @@ __all__ = [
     "Layout",
     "LossScale",
     "MeshparError",
+    "Meter",
+    "MlLog",
     "Plan",
     "Precision",
     "accumulate_gradients",

@@ -1,0 +1,176 @@
+"""Measurements of a training loop, with a clock that the test controls; the writers of logging libraries; MLPerf's log lines."""
+
+import io
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import meshpar as mp
+from meshpar import meter as module
+from meshpar.errors import UnsupportedError
+
+DIMS = {"params/up": "embed mlp", "params/down": "mlp embed", "x": "batch embed"}
+PARAMS = {"up": jnp.ones((16, 32)), "down": jnp.ones((32, 16))}
+X = jnp.ones((8, 16))
+
+
+def forward(params, x):
+    return jnp.mean((x @ params["up"] @ params["down"]) ** 2)
+
+
+def plan_of(**options):
+    return mp.plan(forward, PARAMS, X, mesh="data=4, model=2", layout="batch: data; mlp: model", dims=DIMS, **options)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that pass at each wait for a step."""
+    now = [100.0]
+
+    def wait(x):
+        now[0] += 0.25
+        return x
+
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(module.jax, "block_until_ready", wait)
+    return now
+
+
+def test_mean_of_several_steps(clock):
+    seen = []
+    meter = mp.Meter(
+        plan_of(topology="v5e:2x4"), tokens=1000, every=4, writers=[lambda n, values: seen.append((n, values))]
+    )
+    returned = [meter.step({"loss": jnp.float32(n)}) for n in range(12)]
+    assert [n for n, _ in seen] == [4, 8]  # the first step is not measured
+    assert [n for n, values in enumerate(returned) if values is not None] == [5, 9]  # one call after the step
+    values = seen[0][1]
+    assert values["step_seconds"] == 0.25
+    assert values["loss"] == 4
+    assert values["tokens_per_second"] == 4000
+    assert values["tokens_per_second_per_device"] == 500
+    plan = plan_of(topology="v5e:2x4")
+    flops = 2 * 8 * 16 * 32 * 2
+    np.testing.assert_allclose(values["mfu"], flops / 0.25 / (8 * 197e12), rtol=1e-6)
+    assert values["planned_seconds"] == plan.seconds
+    assert values["bytes_sent"] == plan.bytes_sent
+
+
+def test_values_without_chip_and_tokens(clock):
+    meter = mp.Meter(plan_of(), every=1, writers=[])
+    for _ in range(2):
+        meter.step(jnp.float32(7))
+    values = meter.step(jnp.float32(7))
+    assert set(values) == {"step_seconds", "bytes_sent", "loss"}
+    assert values["loss"] == 7
+
+
+def test_metrics_that_are_no_scalars_are_not_written(clock):
+    meter = mp.Meter(plan_of(), every=1, writers=[])
+    tree = {"loss": jnp.float32(1), "norms": {"up": jnp.float32(2), "all": jnp.ones(3)}}
+    values = [meter.step(tree) for _ in range(3)][-1]
+    assert values["loss"] == 1
+    assert values["norms/up"] == 2
+    assert "norms/all" not in values
+
+
+def test_lines_of_text(clock, capsys):
+    stream = io.StringIO()
+    for writers in (None, [stream]):
+        meter = mp.Meter(plan_of(topology="v5e:2x4"), tokens=1000, every=1, writers=writers)
+        for _ in range(3):
+            meter.step({"loss": jnp.float32(0.5)})
+    line = stream.getvalue()
+    assert line == capsys.readouterr().out
+    assert line.startswith("step 1   loss 0.5   a step 250 ms   planned ")
+    assert "tokens/s 4,000   tokens/s/device 500   MFU 0.0%   sent " in line
+
+
+class Board:
+    def __init__(self):
+        self.scalars = []
+
+    def add_scalar(self, name, value, step):
+        self.scalars.append((name, value, step))
+
+
+class Clu:
+    def __init__(self):
+        self.scalars = []
+
+    def write_scalars(self, step, scalars):
+        self.scalars += [(name, value, step) for name, value in scalars.items()]
+
+
+@pytest.mark.parametrize("kind", [Board, Clu])
+def test_writers_of_libraries(clock, kind):
+    writer = kind()
+    meter = mp.Meter(plan_of(), every=1, writers=[writer])
+    for _ in range(3):
+        meter.step({"loss": jnp.float32(0.5)})
+    assert ("loss", 0.5, 1) in writer.scalars
+    assert ("step_seconds", 0.25, 1) in writer.scalars
+
+
+def test_mlperf_log(clock, tmp_path):
+    path = tmp_path / "log.txt"
+    log = mp.MlLog(path, submission_benchmark="bert", global_batch_size=8)
+    with mp.Meter(plan_of(), tokens=8, every=1, writers=[log]) as meter:
+        for _ in range(4):
+            meter.step({"loss": jnp.float32(0.5)})
+    events = [json.loads(line.removeprefix(":::MLLOG ")) for line in path.read_text().splitlines()]
+    assert [e["key"] for e in events] == [
+        "submission_benchmark", "global_batch_size", "run_start", "tracked_stats", "tracked_stats", "run_stop",
+    ]  # fmt: skip
+    assert [e["event_type"] for e in events[2:]] == ["INTERVAL_START", "POINT_IN_TIME", "POINT_IN_TIME", "INTERVAL_END"]
+    assert events[0]["value"] == "bert"
+    assert events[3]["value"]["loss"] == 0.5
+    assert events[3]["metadata"]["step"] == 1
+    assert events[-1]["metadata"]["status"] == "success"
+    for e in events:
+        assert set(e) == {"namespace", "time_ms", "event_type", "key", "value", "metadata"}
+        assert e["metadata"]["file"].endswith(".py")
+        assert e["metadata"]["lineno"] > 0
+
+
+def test_mlperf_log_is_read_by_its_checker(clock, tmp_path):
+    parser = pytest.importorskip("mlperf_logging.compliance_checker.mlp_parser")
+    path = tmp_path / "log.txt"
+    with mp.Meter(plan_of(), every=1, writers=[mp.MlLog(path, seed=1)]) as meter:
+        for _ in range(3):
+            meter.step({"loss": jnp.float32(0.5)})
+    lines, errors = parser.parse_file(str(path), ruleset="5.1.0")
+    assert not errors
+    assert [line.key for line in lines] == ["seed", "run_start", "tracked_stats", "run_stop"]
+
+
+def test_log_of_a_loop_that_fails(clock, tmp_path):
+    def loop():
+        with mp.Meter(plan_of(), every=1, writers=[mp.MlLog(tmp_path / "log.txt")]) as meter:
+            for _ in range(3):
+                meter.step({"loss": jnp.float32(0.5)})
+            raise ValueError("a loss of NaN")
+
+    with pytest.raises(ValueError, match="NaN"):
+        loop()
+    last = json.loads((tmp_path / "log.txt").read_text().splitlines()[-1].removeprefix(":::MLLOG "))
+    assert last["key"] == "run_stop"
+    assert last["metadata"]["status"] == "aborted"
+
+
+def test_bad_input():
+    with pytest.raises(UnsupportedError, match="every=0"):
+        mp.Meter(plan_of(), every=0)
+    with pytest.raises(UnsupportedError, match="no int"):
+        mp.Meter(plan_of(), writers=[3])
+
+
+def test_a_real_loop(mesh):
+    step = mp.jit(forward, mesh=mesh, layout="batch: data; mlp: model", dims=DIMS)
+    meter = mp.Meter(step.plan(PARAMS, X), tokens=8, every=2, writers=[])
+    values = [meter.step(step(PARAMS, X)) for _ in range(6)]
+    assert [v is not None for v in values] == [False, False, False, True, False, True]
+    assert values[3]["step_seconds"] > 0
+    assert values[3]["loss"] == float(forward(PARAMS, X))
