@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -37,6 +37,7 @@ class Meter:
     - every scalar of the metrics.
 
     Example:
+      >>> step = mp.jit(train_step, mesh=mesh, layout="batch: data; mlp: model", dims=dims)
       >>> meter = mp.Meter(step.plan(params, x), tokens=x.shape[0], every=2, writers=[])
       >>> for _ in range(4):
       ...     params, loss = step(params, x)
@@ -59,7 +60,7 @@ class Meter:
             the first process of a job writes.
 
         Raises:
-          UnsupportedError: ``every`` below 1, or a writer that is none of these.
+          UnsupportedError: ``every`` below 1, or a writer of another kind.
         """
         if every < 1:
             raise UnsupportedError(f"every={every}: a number of steps is at least 1")
@@ -133,7 +134,8 @@ class MlLog:
 
     Example:
       >>> log = mp.MlLog("log.txt", submission_benchmark="llama31_8b", global_batch_size=32)
-      >>> meter = mp.Meter(step.plan(params, x), tokens=x.shape[0], writers=[log])
+      >>> plan = mp.plan(train_step, params, x, mesh=mesh, layout="batch: data", dims=dims)
+      >>> meter = mp.Meter(plan, tokens=x.shape[0], writers=[log])
     """
 
     def __init__(self, path: str | Path, **facts: Any):
@@ -225,11 +227,16 @@ def _writer(writer: Any) -> Writer:
     if hasattr(writer, "write_scalars"):
         return lambda step, values: writer.write_scalars(step, dict(values))
     if hasattr(writer, "add_scalar"):
-        return lambda step, values: [writer.add_scalar(name, x, step) for name, x in values.items()] and None
+
+        def add(step: int, values: Mapping[str, float]) -> None:
+            for name, x in values.items():
+                writer.add_scalar(name, x, step)
+
+        return add
     if callable(writer):
-        return writer
+        return cast(Writer, writer)
     if hasattr(writer, "write"):
-        return lambda step, values: writer.write(f"{_line(step, values)}\n") and None
+        return lambda step, values: print(_line(step, values), file=writer)
     raise UnsupportedError(
         f"a writer of a Meter is no {type(writer).__name__}",
         fixes=[
