@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 INK, GREY, RULE, LINE, MARK = "#1f2933", "#66727f", "#e4e7eb", "#2563eb", "#dc2626"
+CURVES = (LINE, MARK, "#059669", "#d97706")
 
 
 def draw_losses(
@@ -75,6 +76,29 @@ def draw_losses(
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y", color=RULE, linewidth=0.8)
     axes.set_axisbelow(True)
+    axes.tick_params(colors=GREY, length=0, pad=6)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(GREY)
+    figure.savefig(path)
+
+
+def draw_curves(losses: Mapping[str, Sequence[float]], *, bytes_per_step: int, path: str) -> None:
+    """Draw smoothed training losses of several runs in bits per byte, with a legend.
+
+    losses: label → nats per byte, one a step.
+    """
+    figure = Figure(figsize=(8, 4.6), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for color, (label, values) in zip(CURVES, losses.items(), strict=False):
+        seen = np.arange(1, len(values) + 1) * bytes_per_step
+        axes.plot(seen, smooth(np.asarray(values) / math.log(2)), color=color, linewidth=2, label=label)
+    axes.legend(title="bytes sent between slices by a device", frameon=False, title_fontsize=9, fontsize=10)
+    axes.set_xlim(0)
+    axes.set_xlabel("training text seen", color=GREY)
+    axes.set_ylabel("bits per byte", color=GREY)
+    axes.xaxis.set_major_formatter(EngFormatter("B"))
+    axes.grid(axis="y", color=RULE, linewidth=0.8)
     axes.tick_params(colors=GREY, length=0, pad=6)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(GREY)
