@@ -47,9 +47,11 @@ def test_no_page_takes_the_place_of_one_that_sphinx_makes():
 def test_the_reference_has_every_public_name():
     reference = "".join(page.read_text() for page in blocks.PAGES if page.stem.startswith("api-"))
     listed = set(re.findall(r":: (?:meshpar\.)?(?:\w+\.)*(\w+)", reference))
-    modules = {"types", "errors", "layouts", "checkpoint_policies"}
+    modules = {"types", "errors", "layouts", "checkpoint_policies", "nd"}
     functions = {*mp.layouts.PRESETS, *mp.checkpoint_policies.__all__}
     assert {*mp.__all__, *mp.types.__all__, *functions} - {*modules, *mp.errors.__all__} - listed == set()
+    named_arrays = (blocks.ROOT / "docs" / "api-nd.md").read_text()
+    assert set(mp.nd.__all__) - set(re.findall(r"(?:nd\.|`)(\w+)(?=`|$)", named_arrays, re.MULTILINE)) == set()
 
 
 def test_every_error_has_a_section():

@@ -25,7 +25,8 @@ class MoE(nn.Module):
       mlp: hidden width of one expert.
       experts: E.
       k: experts a token goes to.
-      router: "deepseek_v3", "top_k", "switch", "gshard", "noisy_top_k", "expert_choice".
+      router: "deepseek_v3", "top_k", "switch", "switch_max", "ntlb", "gshard", "noisy_top_k",
+        "expert_choice".
       shared: number of experts that every token goes to.
       capacity, groups, strategy, slack, exchange: as in :func:`meshpar.layers.moe.moe`.
       router_options: further arguments of the router.

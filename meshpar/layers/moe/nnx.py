@@ -30,7 +30,8 @@ class MoE(nnx.Module):
       mlp: hidden width of one expert.
       experts: E.
       k: experts a token goes to.
-      router: "deepseek_v3" (with a balancing bias), "top_k", "switch", "gshard", "noisy_top_k", "expert_choice".
+      router: "deepseek_v3" (with a balancing bias), "top_k", "switch", "switch_max", "ntlb", "gshard", "noisy_top_k",
+        "expert_choice".
       shared: number of experts that every token goes to (one MLP of so many times the width).
       capacity, groups, strategy, slack, exchange: as in :func:`meshpar.layers.moe.moe`.
       router_options: further arguments of the router, e.g. ``{"expert_groups": 8, "top_groups": 4, "scale": 2.5}``.

@@ -16,6 +16,7 @@ Raises (all): MeshparError for arguments out of range.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -47,8 +48,8 @@ from .routing import (
 
 __all__ = [
     "ROUTED_BY_KERNELS", "ROUTERS",
-    "deepseek_v3", "expert_choice", "gshard", "hash_router", "noisy_top_k", "switch", "top_k", "two_level",
-    "update_bias",
+    "deepseek_v3", "expert_choice", "gshard", "hash_router", "noisy_top_k", "ntlb", "switch", "switch_max", "top_k",
+    "two_level", "update_bias",
 ]  # fmt: skip
 
 
@@ -228,12 +229,73 @@ def noisy_top_k(
 
 
 @default_promotion()
+def switch_max(logits, *, k=1, capacity=None, groups=1, mask=None) -> Routing:
+    """The best expert, as ``switch``; an expert at its capacity takes the tokens with the largest probabilities, not the first
+    ones (batch prioritized routing of Riquelme et al. 2021). It is not causal.
+    """
+    if k != 1:
+        raise MeshparError(f"switch_max: a token goes to one expert, not k={k}", fixes=['router="top_k" takes any k'])
+    routing = switch(logits, groups=groups, mask=mask)
+    if capacity is None:
+        return routing
+    experts, tokens = logits.shape[-1], logits.shape[:-1]
+    (chosen,) = one_hots(routing.expert, experts)
+    shape = in_groups(tokens, groups)
+    scores = jnp.where(chosen, lax.stop_gradient(routing.weight), -1.0).reshape(*shape, experts)
+    most = capacity_of(math.prod(tokens) // groups, experts, 1, capacity)
+    taken = _largest(scores, most).reshape(chosen.shape).any(-1, keepdims=True)
+    expert, weight = jnp.where(taken, routing.expert, experts), jnp.where(taken, routing.weight, 0.0)
+    dropped = routing.dropped + (chosen.any(-1, keepdims=True) & ~taken).sum(dtype=jnp.int32)
+    return dataclasses.replace(routing, expert=expert, weight=weight, dropped=dropped)
+
+
+@default_promotion()
+def ntlb(logits, *, k=1, capacity=None, groups=1, mask=None, stages: int = 2) -> Routing:
+    """Switch with "no token left behind" (Fedus et al. 2021, appendix B): a token whose expert is at its capacity goes to its
+    next best expert, if that has a free position, weighted by its probability.
+
+    Args:
+      stages: experts that a token tries, at most E; the tokens without an expert after that are dropped. 1: as ``switch``.
+    """
+    logits, real, which = _read(logits, 1, mask)
+    experts, tokens = logits.shape[-1], logits.shape[:-1]
+    if k != 1 or not 1 <= stages <= experts:
+        raise MeshparError(
+            f"ntlb: a token goes to one expert after 1 to E={experts} stages, not k={k} after stages={stages}",
+            fixes=["k=1, and stages from 1 to the number of experts"],
+        )
+    probability = jax.nn.softmax(logits, -1)
+    ranked = one_hots(_best(logits, stages, which), experts)
+    shape = in_groups(tokens, groups)
+    over = tuple(range(1, len(shape)))
+    group_size = math.prod(tokens) // groups
+    most = group_size if capacity is None else capacity_of(group_size, experts, 1, capacity)
+    taken = jnp.zeros((*shape, experts), bool)
+    for wanted in ranked:
+        asked = wanted.reshape(taken.shape) & ~taken.any(-1, keepdims=True)
+        place = before(asked.astype(jnp.int32), len(over)) + taken.sum(over, keepdims=True, dtype=jnp.int32)
+        taken |= asked & (place < most)
+    taken = taken.reshape(logits.shape)
+    found = taken.any(-1, keepdims=True)
+    every = jnp.arange(experts, dtype=jnp.int32)
+    first = ranked[0]
+    best = jnp.where(first, every, 0).sum(-1, keepdims=True)
+    losses = {"balance": balance_loss(probability, best, which), "z": z_loss(logits, which)}
+    return Routing(
+        expert=jnp.where(found, jnp.where(taken, every, 0).sum(-1, keepdims=True, dtype=jnp.int32), experts),
+        weight=jnp.where(taken, probability, 0.0).sum(-1, keepdims=True),
+        losses=losses,
+        load=first.sum(tuple(range(len(tokens))), dtype=jnp.int32),
+        dropped=(real & ~found[..., 0]).sum(dtype=jnp.int32),
+    )
+
+
+@default_promotion()
 def expert_choice(logits, *, capacity: float = 2.0, groups=1, mask=None, k=1) -> Routing:
     """Each expert selects its best tokens (Zhou et al. 2022): ceil(group size · capacity / E) of a group; no imbalance.
 
     Any number of experts may select a token; the result has E entries per token. It is not causal: the selection of a token
-    depends on later ones. The C-th largest score of an expert is determined bit by bit, two at a time, so that devices
-    all-reduce counts and not scores; of equal scores the first tokens win.
+    depends on later ones. Of equal scores the first tokens win.
 
     Args:
       k: multiplies the capacity, as in the other routers.
@@ -244,23 +306,7 @@ def expert_choice(logits, *, capacity: float = 2.0, groups=1, mask=None, k=1) ->
     most = capacity_of(math.prod(tokens) // groups, experts, k, capacity)
     probability = jax.nn.softmax(logits, -1)
     grouped = lax.stop_gradient(jnp.where(which[..., None] & (logits > -jnp.inf), probability, -1.0))
-    # nonnegative floats have the same order as their bits
-    bits = lax.bitcast_convert_type(jnp.maximum(grouped, 0.0), jnp.int32) + 1
-    bits = jnp.where(grouped >= 0, bits, 0).reshape(*shape, experts)
-    over = tuple(range(1, len(shape)))
-
-    def count(which_ones: jax.Array) -> jax.Array:
-        return which_ones.sum(over, keepdims=True, dtype=jnp.int32)
-
-    def refine(bound: jax.Array, shift: jax.Array) -> tuple[jax.Array, None]:
-        steps = [count(bits >= bound + (d << shift)) >= most for d in (1, 2, 3)]
-        return bound + (sum(s.astype(jnp.int32) for s in steps) << shift), None
-
-    start = jnp.zeros((groups, *(1,) * len(over), experts), jnp.int32)
-    bound, _ = lax.scan(refine, start, jnp.arange(28, -1, -2, dtype=jnp.int32))
-    above, level = bits > bound, (bits == bound) & (bits > 0)
-    left = most - count(above)
-    taken = (above | (level & (before(level.astype(jnp.int32), len(over)) < left))).reshape(logits.shape)
+    taken = _largest(grouped.reshape(*shape, experts), most).reshape(logits.shape)
     expert = jnp.where(taken, jnp.arange(experts, dtype=jnp.int32), experts)
     nobody = real & ~taken.any(-1)
     return Routing(
@@ -270,6 +316,36 @@ def expert_choice(logits, *, capacity: float = 2.0, groups=1, mask=None, k=1) ->
         load=taken.sum(tuple(range(len(tokens))), dtype=jnp.int32),
         dropped=nobody.sum(dtype=jnp.int32),
     )
+
+
+def _largest(scores: jax.Array, most: int) -> jax.Array:
+    """The ``most`` largest nonnegative scores of each expert in each group; of equal scores the first tokens win.
+
+    The smallest score that is taken is determined bit by bit, two at a time, so that devices all-reduce counts and not scores.
+
+    Args:
+      scores: float32 [G, *tokens, E] in 0…1; a negative one is never taken.
+
+    Returns:
+      bool, of the same shape.
+    """
+    bits = (
+        lax.bitcast_convert_type(jnp.maximum(scores, 0.0), jnp.int32) + 1
+    )  # nonnegative floats have the order of their bits
+    bits = jnp.where(scores >= 0, bits, 0)
+    over = tuple(range(1, scores.ndim - 1))
+
+    def count(which_ones: jax.Array) -> jax.Array:
+        return which_ones.sum(over, keepdims=True, dtype=jnp.int32)
+
+    def refine(bound: jax.Array, shift: jax.Array) -> tuple[jax.Array, None]:
+        steps = [count(bits >= bound + (d << shift)) >= most for d in (1, 2, 3)]
+        return bound + (sum(s.astype(jnp.int32) for s in steps) << shift), None
+
+    start = jnp.zeros((scores.shape[0], *(1,) * len(over), scores.shape[-1]), jnp.int32)
+    bound, _ = lax.scan(refine, start, jnp.arange(28, -1, -2, dtype=jnp.int32))
+    above, level = bits > bound, (bits == bound) & (bits > 0)
+    return above | (level & (before(level.astype(jnp.int32), len(over)) < most - count(above)))
 
 
 @default_promotion()
@@ -440,6 +516,8 @@ ROUTERS = {
     "noisy_top_k": noisy_top_k,
     "gshard": gshard,
     "switch": switch,
+    "switch_max": switch_max,
+    "ntlb": ntlb,
     "expert_choice": expert_choice,
     "deepseek_v3": deepseek_v3,
     "hash": hash_router,

@@ -107,6 +107,44 @@ def switch(logits, real, **kw):
     return top_k(logits, real, k=1, renormalize=False, **kw)
 
 
+def switch_max(logits, real, *, capacity=None, groups=1):
+    """Each expert takes the tokens with the largest probabilities that chose it, up to its capacity in a group."""
+    out = switch(logits, real, groups=groups)
+    if capacity is None:
+        return out
+    tokens, experts = out.kept.shape
+    size, most = tokens // groups, limit(tokens, groups, experts, 1, capacity)
+    for g in range(groups):
+        for e in range(experts):
+            took = [t for t in range(g * size, (g + 1) * size) if out.kept[t, e]]
+            for t in sorted(took, key=lambda t: (-out.weight[t, e], t))[most:]:
+                out.kept[t, e], out.weight[t, e] = False, 0.0
+                out.dropped += 1
+    return out
+
+
+def ntlb(logits, real, *, capacity=None, groups=1, stages=2):
+    """Stage by stage, the tokens that have no expert yet ask their next best one."""
+    out = switch(logits, real, groups=groups)
+    out.weight[:], out.kept[:] = 0.0, False
+    tokens, experts = out.kept.shape
+    which = real & np.array([routable(row) for row in logits])
+    p = softmax(np.where(which[:, None], logits, 0.0))
+    size = tokens // groups
+    most = size if capacity is None else limit(tokens, groups, experts, 1, capacity)
+    for g in range(groups):
+        full = np.zeros(experts, int)
+        for stage in range(stages):
+            for t in range(g * size, (g + 1) * size):
+                ranked = best(logits[t], stages) if which[t] and not out.kept[t].any() else []
+                if stage < len(ranked) and full[ranked[stage]] < most:
+                    e = ranked[stage]
+                    full[e] += 1
+                    out.kept[t, e], out.weight[t, e] = True, p[t, e]
+    out.dropped = int(real.sum()) - int(out.kept.sum())
+    return out
+
+
 def gshard(logits, real, **kw):
     return top_k(logits, real, k=2, first_only=True, choice_major=True, **kw)
 

@@ -65,6 +65,8 @@ def routed(p, x, mask, ids, key):
         "noisy_top_k": ROUTERS["noisy_top_k"](every, **one(k=2, noise=logits["noise"], key=key, capacity=1.0)),
         "gshard": ROUTERS["gshard"](every, **one(capacity=0.8, groups=2)),
         "switch": ROUTERS["switch"](every, **one(capacity=1.0, groups=4)),
+        "switch_max": ROUTERS["switch_max"](every, **one(capacity=1.0, groups=2)),
+        "ntlb": ROUTERS["ntlb"](every, **one(capacity=0.8, groups=4, stages=3)),
         "expert_choice": ROUTERS["expert_choice"](every, **one(capacity=1.5)),
         "deepseek_v3": ROUTERS["deepseek_v3"](every, **one(k=3, bias=bias, expert_groups=4, top_groups=2)),
         "hash": ROUTERS["hash"](ids, **one(experts=E, k=2, capacity=1.0)),
@@ -126,7 +128,7 @@ def test_what_the_unsharded_run_does(unsharded):
     assert all(np.isfinite(v) for v in jax.tree.leaves(losses))
     dropped = {n: int(d) for n, (_, d) in counts.items()}
     assert dropped["deepseek_v3"] == dropped["single"] == 0
-    assert all(dropped[n] > 0 for n in ("noisy_top_k", "gshard", "switch", "hash", "two_level"))
+    assert all(dropped[n] > 0 for n in ("noisy_top_k", "gshard", "switch", "switch_max", "ntlb", "hash", "two_level"))
     assert (np.asarray(counts["single"][0]) == [MASK.sum()] * 2 + [0] * 6).all()
 
 

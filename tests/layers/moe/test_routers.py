@@ -34,6 +34,9 @@ def flat(x):
 CASES = {  # name → (router, its arguments, the oracle's further arguments)
     "top_k": ("top_k", {"k": 3}, {}),
     "switch": ("switch", {}, {}),
+    "switch_max": ("switch_max", {}, {}),
+    "ntlb": ("ntlb", {}, {}),
+    "ntlb of four stages": ("ntlb", {"stages": 4}, {}),
     "gshard": ("gshard", {}, {}),
     "noisy_top_k": ("noisy_top_k", {"k": 2, "noise": NOISE.astype("f")}, {"noise": flat(NOISE)}),
     "deepseek_v3": (
@@ -97,8 +100,14 @@ def test_against_the_oracle(case, setting):
     agree(routing, want)
     if setting["mask"]:  # padding goes nowhere
         assert (np.asarray(routing.expert)[~MASK] == E).all()
-    if setting.get("capacity") and case != "expert_choice":
+    if setting.get("capacity") and case not in ("expert_choice", "ntlb of four stages"):
         assert want.dropped > 0
+
+
+def test_stages_reduce_what_ntlb_drops():
+    drops = [int(ROUTERS["ntlb"](LOGITS.astype("f"), capacity=1.0, stages=n).dropped) for n in (1, 2, 4)]
+    assert drops[0] == int(ROUTERS["switch"](LOGITS.astype("f"), capacity=1.0).dropped)
+    assert drops[0] > drops[1] > drops[2]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -215,6 +224,9 @@ def test_capacity_and_groups():
         (lambda x: ROUTERS["top_k"](x.reshape(8, 4, E), k=1, groups=16, mask=MASK), "mask must be"),
         (lambda x: ROUTERS["top_k"](x[:3, :4], k=1, groups=2), "does not cut tokens of shape"),
         (lambda x: ROUTERS["switch"](x, k=2), "one expert, not k=2"),
+        (lambda x: ROUTERS["switch_max"](x, k=2), "switch_max: a token goes to one expert, not k=2"),
+        (lambda x: ROUTERS["ntlb"](x, k=2), "not k=2 after stages=2"),
+        (lambda x: ROUTERS["ntlb"](x, stages=9), "1 to E=8 stages, not k=1 after stages=9"),
         (lambda x: ROUTERS["gshard"](x, k=1), "two experts, not k=1"),
         (lambda x: ROUTERS["deepseek_v3"](x, k=1, expert_groups=3), "of 3 groups of 8"),
         (lambda x: ROUTERS["deepseek_v3"](x, k=3, expert_groups=4, top_groups=1), "hold fewer than k=3"),
