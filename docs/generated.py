@@ -33,11 +33,22 @@ def table(heads: list[str], rows: list[list[str]]) -> str:
 
 def chips() -> str:
     """Peak rates, memory and links of every chip."""
-    heads = ["chip", "bf16", "8 bit", "memory", "memory traffic", "links", "between slices or nodes", "JAX devices"]
+    heads = [
+        "chip",
+        "bf16",
+        "8 bit",
+        "memory",
+        "memory traffic",
+        "links",
+        "between slices or nodes",
+        "link to the host",
+        "JAX devices",
+    ]
     rows = [
         [
             f"`{c.name}`", f"{c.flops / 1e12:.0f} TFLOP/s", "–" if c.flops_8bit is None else f"{c.flops_8bit / 1e12:.0f} TFLOP/s",
-            format_memory(c.hbm), f"{c.hbm_bandwidth / 1e12:.2f} TB/s", _links(c), f"{c.dcn / 1e9:.3g} GB/s", str(c.devices),
+            format_memory(c.hbm), f"{c.hbm_bandwidth / 1e12:.2f} TB/s", _links(c), f"{c.dcn / 1e9:.3g} GB/s",
+            f"{c.host_link / 1e9:.3g} GB/s", str(c.devices),
         ]
         for c in CHIPS.values()
     ]  # fmt: skip

@@ -72,7 +72,7 @@ def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
             device.vmem - chip.compiler.vmem_reserved_bytes,
         )
     for kernel, _, count in kernels:
-        if kernel.bodies:
+        if kernel.bodies or kernel.name == "transfer!":  # copies to and from the host run concurrently with kernels
             continue
         flops = sum(map(flops_of, kernel.matmuls))
         if isinstance(kernel.step, Run) and kernel.name == kernel.step.op.name:

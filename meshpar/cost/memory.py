@@ -88,7 +88,7 @@ class _Live:
 
     Attributes:
       points: as in :class:`Memory`.
-      live: ``id`` of a buffer → the buffer and its allocated bytes; total: of all of them; on_host: bytes in host memory.
+      live: ``id`` of a buffer → the buffer, its allocated bytes, and those in host memory; total, on_host: of all of them.
       peak, at: the largest total, and its kernel.
       events: allocations with their bytes, and frees (None); before_peak: the number of events before the peak.
       more: the buffers of collectives in flight at the peak.
@@ -105,7 +105,7 @@ class _Live:
         self.postpones = self.tpu and plan.is_async("all-gather")
         self.schedules = schedules(plan)
         self.points: list[tuple[int, float, Kernel]] = []
-        self.live: dict[int, tuple[Buffer, float]] = {}
+        self.live: dict[int, tuple[Buffer, float, float]] = {}
         self.total = 0.0
         self.on_host = self.host = 0.0
         self.peak = -1.0
@@ -124,13 +124,13 @@ class _Live:
                     self.in_chunks.update([*made, *([step.result.value] if step.ring.keep_gathered else [])])
 
     def add(self, item: Buffer, size: float | None = None) -> None:
-        """Allocate a buffer, if it is not live yet; ``size``: bytes, other than its own."""
+        """Allocate a buffer, if it is not live yet; ``size``: bytes of the device, other than its own, with none on the host."""
         if id(item) not in self.live:
-            n = item.live_bytes if size is None else size
-            self.live[id(item)] = (item, n)
+            n, host = (item.live_bytes, item.host_bytes) if size is None else (size, 0.0)
+            self.live[id(item)] = (item, n, host)
             self.events.append((item, n))
             self.total += n
-            self.on_host += item.host_bytes
+            self.on_host += host
             self.host = max(self.host, self.on_host)
 
     def drop(self, item: Buffer) -> None:
@@ -139,7 +139,7 @@ class _Live:
         if entry is not None:
             self.events.append((item, None))
             self.total -= entry[1]
-            self.on_host -= item.host_bytes
+            self.on_host -= entry[2]
 
     def sample(self, node: Kernel, in_flight: Sequence[Buffer] = ()) -> None:
         """Record the live bytes after a kernel, with the buffers of collectives in flight."""
@@ -181,13 +181,15 @@ class _Live:
             else:
                 # elementwise kernels and collectives overwrite an operand that ends with them
                 free = list(ends) if node.name in FUSIBLE or node.name == "move!" else []
+                if self.tpu:  # but not one that was copied from the host (libtpu 0.0.42)
+                    free = [i for i in free if i.made_by is None or i.made_by.name != "transfer!"]
                 array = array_written(node)
                 if array in carried:
                     self.add(node.outs[0], 0.0)  # in the memory of the loop's result
                 elif array in ends:
                     free.append(array)
                 for out in node.writes:
-                    over = next((i for i in free if i.bytes == out.bytes), None)
+                    over = next((i for i in free if (i.bytes, i.host_bytes) == (out.bytes, out.host_bytes)), None)
                     if over is not None:
                         free.remove(over)
                         self.drop(over)
@@ -276,10 +278,14 @@ class _Live:
         """
         ended = {id(i) for i in ends}
         for first, out in node.carries:  # the carry overwrites its first value
-            if first is not None and id(first) in ended and first.bytes == out.bytes:
+            if (
+                first is not None
+                and id(first) in ended
+                and (first.bytes, first.host_bytes) == (out.bytes, out.host_bytes)
+            ):
                 ended.discard(id(first))
                 self.drop(first)
-            elif first in carried_outside and first.bytes == out.bytes:
+            elif first in carried_outside and (first.bytes, first.host_bytes) == (out.bytes, out.host_bytes):
                 self.add(out, 0.0)  # in the memory of the outer loop's result
         carried = {id(out) for _, out in node.carries}
         for out in node.writes:
@@ -290,9 +296,7 @@ class _Live:
             inside = {id(i) for k in region.kernels if k.name == "leave!" for i in k.reads}
             before = self.total
             for item in region.inputs:  # they share the memory of the loop's results
-                self.live[id(item)] = (item, 0.0)
-                self.events.append((item, 0.0))
-                self.on_host += item.host_bytes
+                self.add(item, 0.0)
             for item in self.from_the_start(region):
                 self.add(item)
             outer = {id(i) for i in region.inputs}

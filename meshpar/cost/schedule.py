@@ -1,6 +1,7 @@
-"""The schedule of each computation: its kernels and its collectives, with start and end, on two resources, compute and links.
+"""The schedule of each computation: its kernels, collectives and copies to and from the host, with start and end.
 
-A list schedule of one run of a computation (the program, or the body of a loop). Time, memory and the report read it:
+A list schedule of one run of a computation (the program, or the body of a loop) on these resources: the compute units, the links
+between chips, and each direction of the link to the host. Time, memory and the report read it:
 
 - :func:`async_collectives` lists the collectives of weights and gradients that no kernel of the computation has to wait for;
 - :func:`concurrent_matmuls` finds, for each other asynchronous collective, the matmuls that can run meanwhile;
@@ -23,7 +24,7 @@ from typing import TypeVar
 from ..hardware.collective_ops import CollectiveOp
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
-from ..plan.steps import Reduce, Reshard, Step
+from ..plan.steps import Reduce, Reshard, Run, Step
 from .buffer_roles import buffer_roles
 from .caching import cached_on_plan
 from .fusion import FUSIBLE, USER_KERNELS, VIEWS, Buffer, Computation, Kernel
@@ -201,6 +202,23 @@ class Transfer:
     is_async: bool
 
 
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """One copy between device and host memory, in seconds from the start of a run of its computation.
+
+    Attributes:
+      kernel: the ``transfer!`` kernel.
+      to_host: its direction.
+      bytes: of one device.
+    """
+
+    kernel: Kernel
+    to_host: bool
+    bytes: float
+    start: float
+    end: float
+
+
 @dataclass(slots=True)
 class Schedule:
     """One run of a computation on one device.
@@ -209,6 +227,7 @@ class Schedule:
       kernels: in the order in which they run.
       starts: of each kernel, in seconds from the start of the run.
       transfers: the collectives, in the order in which they are sent; of a ring (collective matmul), the first step of each kind.
+      host_copies: the copies between device and host memory, in the order in which they start.
       seconds: of the run, loops inside it with all their iterations.
       last_read: buffer → index of the last kernel that reads it.
       in_flight: index of a kernel → the buffers that stay live during it because a collective in flight reads or writes them.
@@ -217,6 +236,7 @@ class Schedule:
     kernels: list[Kernel]
     starts: list[float] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
+    host_copies: list[HostCopy] = field(default_factory=list)
     seconds: float = 0.0
     last_read: dict[Buffer, int] = field(default_factory=dict)
     in_flight: dict[int, list[Buffer]] = field(default_factory=dict)
@@ -236,6 +256,9 @@ def schedules(plan: Plan) -> dict[Computation, Schedule]:
     matmul after that waits for it, and so does the end of the computation. Large gradients next to short matmuls are therefore
     exposed, however long the loop is.
 
+    A copy to or from the host starts when its operand exists and the link is free in its direction; kernels that read its result
+    wait for it, and so does the end of the computation. XLA starts these copies as early (libtpu 0.0.42).
+
     A prefetched weight is live from the matmul before its reader, the operand of a gradient's reduction until the next matmul ends:
     the TPU compiler (libtpu 0.0.42, default effort) was observed to schedule about one collective before and one after. The operand
     of another collective is live until its concurrent matmuls end.
@@ -253,7 +276,7 @@ def schedules(plan: Plan) -> dict[Computation, Schedule]:
 
 
 class _Clock:
-    """The two resources, compute and links, while the kernels of a computation run.
+    """The compute units, the links and the link to the host while the kernels of a computation run.
 
     Args:
       bodies: the schedules of the computation's loops.
@@ -262,6 +285,8 @@ class _Clock:
     Attributes:
       now: seconds at which the last kernel ended.
       links_free: ... at which the last collective of :func:`async_collectives` ends.
+      host_free: ... at which the last copy to the host (True) and to the device (False) ends.
+      made: buffer → seconds at which its kernel or copy ended.
       starts: of the last two matmuls.
       sent: the ends of the gradients' collectives that started since the last matmul; awaited: of those before, for which the next
         matmul waits.
@@ -278,13 +303,22 @@ class _Clock:
         self.plan, self.bodies, self.concurrent = plan, bodies, concurrent
         self.times, self.overlapped = kernel_times(plan), async_collectives(plan)[computation]
         self.now = self.links_free = 0.0
+        self.host_free = {True: 0.0, False: 0.0}
+        self.made: dict[Buffer, float] = {}
         self.starts = (0.0, 0.0)
         self.sent: list[float] = []
         self.awaited: list[float] = []
 
     def run(self, schedule: Schedule) -> None:
         """Run the kernels of a schedule in their order, and set all of its seconds."""
+        copies = any(kernel.name == "transfer!" for kernel in schedule.kernels)
         for kernel in schedule.kernels:
+            if kernel.name == "transfer!":
+                schedule.starts.append(self.now)
+                schedule.host_copies.append(self.copy(kernel))
+                continue
+            if copies:
+                self.now = max([self.now, *(self.made.get(buffer, 0.0) for buffer in kernel.reads)])
             if kernel.matmuls and kernel in self.times:
                 self.now = max([self.now, *self.awaited])
                 self.awaited, self.sent = self.sent, []
@@ -296,7 +330,18 @@ class _Clock:
                 schedule.transfers += self.send(kernel, kernel.step)
             if kernel in self.times:
                 self.now += self.times[kernel].seconds
-        schedule.seconds = max(self.now, self.links_free)
+            if copies:
+                self.made.update(dict.fromkeys(kernel.writes, self.now))
+        schedule.seconds = max(self.now, self.links_free, *self.host_free.values())
+
+    def copy(self, kernel: Kernel) -> HostCopy:
+        """Start the copy of a ``transfer!`` kernel; it ends after its bytes over the link to the host."""
+        to_host, size = host_copy(self.plan, kernel)
+        start = max([self.host_free[to_host], *(self.made.get(buffer, 0.0) for buffer in kernel.reads)])
+        end = start + host_seconds(self.plan, size)
+        self.host_free[to_host] = end
+        self.made.update(dict.fromkeys(kernel.writes, end))
+        return HostCopy(kernel, to_host, size, start, end)
 
     def send(self, kernel: Kernel, step: Step) -> Iterator[Transfer]:
         """Send the collectives of a kernel, one after the other."""
@@ -324,6 +369,19 @@ class _Clock:
                 self.sent.append(self.links_free)
             yield Transfer(c, kernel, start, start + seconds, is_async)
             start += seconds
+
+
+def host_copy(plan: Plan, kernel: Kernel) -> tuple[bool, float]:
+    """Whether a ``transfer!`` kernel copies to the host, and its bytes on one device."""
+    assert isinstance(kernel.step, Run)
+    results = kernel.step.results
+    return results[0].on_host, sum(map(plan.shard_bytes, results))
+
+
+def host_seconds(plan: Plan, size: float) -> float:
+    """Seconds of a copy of ``size`` bytes between a device and its host; 0 if the rate of the chip's link is not known."""
+    rate = 0.0 if plan.chip is None else plan.chip.per_device().host_link
+    return size / rate if rate else 0.0
 
 
 def _add_in_flight(

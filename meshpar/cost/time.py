@@ -6,7 +6,7 @@ The estimate is the length of the schedule of kernels and collectives (:mod:`mes
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from .flops import model_flops
 from .fusion import line_of
 from .kernel_time import kernel_times
 from .kernels import computation_of
-from .schedule import schedules, separate_collectives
+from .schedule import host_seconds, schedules, separate_collectives
 
 
 @dataclass(slots=True)
@@ -61,6 +61,8 @@ class Time:
       memory: of all traffic, at HBM's rate.
       vector: of the vector units, in all kernels (elementwise ops, reductions, conversions).
       communication: of all collectives, sequentially.
+      to_host, to_device: of the copies to the host, and of those to the device, over the link between them (0.0 if its rate is not
+        known). The link carries both directions concurrently.
       busiest_axis: of the collectives over one mesh axis, sequentially, for the axis with the most. They share links, so no
         schedule of a step is shorter.
       seconds: the estimate of the step: the length of its schedule (:func:`meshpar.cost.schedule.schedules`), and the exposed
@@ -81,16 +83,19 @@ class Time:
     peak_flops: float
     ops: list[OpTime] = field(default_factory=list, repr=False)
     bottleneck: str = ""
+    to_host: float = 0.0
+    to_device: float = 0.0
 
     @property
     def overlapped(self) -> float:
-        """The lower bound: the longest of compute, memory traffic and the collectives over one mesh axis; the others are hidden."""
-        return max(self.compute, self.memory, self.busiest_axis)
+        """The lower bound: the longest of compute, memory traffic, the collectives over one mesh axis, and the copies to the host
+        or to the device; the others are hidden."""
+        return max(self.compute, self.memory, self.busiest_axis, self.to_host, self.to_device)
 
     @property
     def serial(self) -> float:
-        """The upper bound: nothing overlaps, neither kernels and collectives nor the units of a kernel."""
-        return self.compute + self.memory + self.vector + self.communication
+        """The upper bound: nothing overlaps, neither kernels, collectives and copies nor the units of a kernel."""
+        return self.compute + self.memory + self.vector + self.communication + self.to_host + self.to_device
 
     @property
     def mfu(self) -> float:
@@ -102,6 +107,7 @@ class Time:
         top = sorted(self.ops, key=lambda o: -o.seconds * o.count)[:10]
         return {
             "compute": self.compute, "memory": self.memory, "vector": self.vector, "communication": self.communication,
+            "to_host": self.to_host, "to_device": self.to_device,
             "overlapped": self.overlapped, "serial": self.serial, "seconds": self.seconds, "mfu": self.mfu,
             "model_flops": self.model_flops, "bottleneck": self.bottleneck, "ops": [o.to_dict() for o in top],
         }  # fmt: skip
@@ -124,8 +130,12 @@ def time_of(plan: Plan) -> Time | None:
     busiest_axis = _busiest_axis(plan.collectives)
     seconds = max(_estimate(plan), busiest_axis)
     peak_flops = plan.chip.per_device().flops * math.prod(plan.sizes.values())
+    to_host, to_device = (
+        host_seconds(plan, sum(t.total_bytes for t in plan.transfers if t.to == to)) for to in ("host", "device")
+    )
     out = Time(compute, memory, vector, communication, busiest_axis, seconds, model, peak_flops, ops)
-    out.bottleneck = _bottleneck(out, plan.collectives)
+    out.to_host, out.to_device = to_host, to_device
+    out.bottleneck = _bottleneck(plan, out)
     return out
 
 
@@ -150,9 +160,13 @@ def _estimate(plan: Plan) -> float:
     return math.fsum(exposed) + schedule[computation_of(plan)].seconds
 
 
-def _bottleneck(time: Time, collectives: Sequence[Collective]) -> str:
-    """A sentence: the largest of compute, HBM traffic and communication, with its largest collective and cause, or kernel."""
+def _bottleneck(plan: Plan, time: Time) -> str:
+    """A sentence: the largest of compute, HBM traffic, communication and copies to or from the host, with its largest collective
+    and cause, kernel, or array."""
+    host = max(time.to_host, time.to_device)
     totals = {"communication": time.communication, "compute": time.compute, "memory traffic": time.memory}
+    if host:
+        totals["host link"] = host
     name, most = max(totals.items(), key=lambda x: x[1])
     if most == 0:
         return "nothing to do"
@@ -161,13 +175,18 @@ def _bottleneck(time: Time, collectives: Sequence[Collective]) -> str:
     )
     if name == "communication":
         groups: dict[Any, float] = {}
-        for c in collectives:
+        for c in plan.collectives:
             key = (c.op, c.axes, c.explanation)
             groups[key] = groups.get(key, 0.0) + c.total_seconds
         (op, axes, cause), seconds = max(groups.items(), key=lambda x: x[1])
         return (f"communication: {format_seconds(most)} of collectives ({others}); most of it, "
                 f"{format_seconds(seconds)}, is {op} over "
                 f"{'+'.join(axes)}: {cause}")  # fmt: skip
+    if name == "host link":
+        to = "host" if host == time.to_host else "device"
+        copy = max((t for t in plan.transfers if t.to == to), key=lambda t: t.total_bytes)
+        return (f"host link: {format_seconds(most)} of copies to the {to} ({others}); most of it, "
+                f"{format_bytes(copy.total_bytes)}, is {copy.tensor} at {copy.source}")  # fmt: skip
     if name == "compute":
         top = max(time.ops, key=lambda o: o.flops * o.count)
         return f"compute: {format_seconds(most)} of matmuls ({others}); the largest is {top.name} at {top.source}"

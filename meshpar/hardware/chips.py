@@ -29,6 +29,7 @@ class Chip:
       link, links: bytes/s in one direction of one ICI link, and the number of links; for a GPU, of all its NVLinks together.
       torus: sides of the largest torus; ``()``: chips are connected by a switch.
       dcn: bytes/s of one chip to other slices or nodes.
+      host_link: bytes/s in one direction between one chip and the memory of its host (0: not known).
       vmem: bytes of on-chip memory (None: caches).
       devices: JAX devices of one chip. JAX maps a mesh to chips of several devices only for kinds that it knows
         (``jax.experimental.mesh_utils``).
@@ -71,6 +72,7 @@ class Chip:
     target: str = ""
     target_config: str = ""
     core_link: float = 0.0
+    host_link: float = 0.0
     latency: float = 1e-6
     cores: int = 1
     source: str = ""
@@ -85,7 +87,7 @@ class Chip:
         return replace(
             self, flops=self.flops / n, flops_8bit=None if self.flops_8bit is None else self.flops_8bit / n,
             hbm=self.hbm / n, hbm_bandwidth=self.hbm_bandwidth / n, link=self.link / n, dcn=self.dcn / n,
-            vmem=None if self.vmem is None else self.vmem / n, devices=1,
+            host_link=self.host_link / n, vmem=None if self.vmem is None else self.vmem / n, devices=1,
         )  # fmt: skip
 
     def ideal(self) -> Chip:
@@ -157,34 +159,38 @@ _BOOK = "JAX scaling book (tpus.md)"
 _USABLE = "hbm as libtpu 0.0.42 reports it for a device"
 _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _SMALL = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
-# Less certain: DCN of all TPUs, ICI and the die-to-die link (six ICI links, says the vendor) of tpu7x.
+_PCIE = 1.5e10
+"""Bytes/s of a TPU's PCIe link: "typically around 1.5e10 per chip" in the JAX scaling book, which has twice that for v6e."""
+_PCIE4, _PCIE5 = 3.2e10, 6.4e10
+"""Bytes/s in one direction of 16 lanes of PCIe 4 and 5: half of the 64 and 128 GB/s of both directions in NVIDIA's datasheets."""
+# Less certain: DCN of all TPUs, ICI, host link and the die-to-die link (six ICI links, says the vendor) of tpu7x.
 _TABLE = (
     Chip("v4", ("TPU v4",), 2.75e14, None, 30.75 * GIB, 1.23e12, 4.5e10, 6, (16, 16, 16), 6.2e9, 128 * 2**20,
          slices=_SMALL, cube=4, accelerators=("v4",), counted=2, target="v4", target_config="megacore",
-         cores=2, source=f"{_BOOK}; {_USABLE}; ~dcn"),
+         cores=2, host_link=_PCIE, source=f"{_BOOK}; {_USABLE}; ~dcn"),
     Chip("v5e", ("TPU v5 lite", "TPU v5e"), 1.97e14, 3.94e14, 15.75 * GIB, 8.1e11, 4.5e10, 4, (16, 16), 3.1e9, 128 * 2**20,
          slices=_FLAT, accelerators=("v5litepod", "v5e"), target="v5e",
-         source=f"{_BOOK}; {_USABLE}; ~dcn"),
+         host_link=_PCIE, source=f"{_BOOK}; {_USABLE}; ~dcn"),
     Chip("v5p", ("TPU v5", "TPU v5p"), 4.59e14, 9.18e14, 95.74 * GIB, 2.77e12, 9e10, 6, (16, 20, 28), 6.2e9, 64 * 2**20,
          slices=_SMALL, cube=4, accelerators=("v5p",), counted=2, target="v5p",
-         cores=2, source=f"{_BOOK}; {_USABLE}; ~dcn"),
+         cores=2, host_link=_PCIE, source=f"{_BOOK}; {_USABLE}; ~dcn"),
     Chip("v6e", ("TPU v6 lite", "TPU v6e"), 9.18e14, 1.84e15, 31.25 * GIB, 1.64e12, 9e10, 4, (16, 16), 1.25e10, 128 * 2**20,
          lanes=256, slices=_FLAT, accelerators=("v6e",), target="v6e",
-         source=f"vendor page; {_USABLE}; ~dcn"),
+         host_link=3.2e10, source=f"vendor page; {_USABLE}; ~dcn"),
     Chip("tpu7x", ("TPU7x",), 2.31e15, 4.61e15, 2 * 94.75 * GIB, 7.38e12, 9.5e10, 6, (16, 16, 36), 1.25e10, 64 * 2**20,
          devices=2, lanes=256, slices=_SMALL, cube=4, accelerators=("tpu7x",), counted=2, target="tpu7x",
-         core_link=6 * 9.5e10, source=f"vendor page; {_USABLE}; ~link, ~core_link, ~dcn, ~torus"),
+         core_link=6 * 9.5e10, host_link=3.2e10, source=f"vendor page; {_USABLE}; ~link, ~core_link, ~host_link, ~dcn, ~torus"),
     Chip("a100", ("NVIDIA A100-SXM4-80GB",), 3.12e14, 6.24e14, 85100068864, 2.039e12, 3e11, 1, (), 2.5e10, None, switch=8,
-         target="a100", source="datasheet (SXM, 80 GB); 8-bit: int8 alone; hbm as CUDA reports it; "
+         target="a100", host_link=_PCIE4, source="datasheet (SXM, 80 GB); 8-bit: int8 alone; hbm as CUDA reports it; "
          "dcn of a DGX A100 (200 Gb/s); link efficiency as of an H200"),
     Chip("h100", ("NVIDIA H100", "NVIDIA H100 80GB HBM3"), 9.89e14, 1.98e15, 84942979072, 3.35e12, 4.5e11, 1, (), 5e10,
          None, switch=8, target="h100",
-         source="datasheet (SXM); hbm as CUDA reports it; efficiencies as measured on an H200"),
+         host_link=_PCIE5, source="datasheet (SXM); hbm as CUDA reports it; efficiencies as measured on an H200"),
     Chip("h200", ("NVIDIA H200",), 9.89e14, 1.98e15, 151397597184, 4.8e12, 4.5e11, 1, (), 5e10, None, switch=8,
          target="h200",
-         source="datasheet; hbm as CUDA reports it; efficiencies measured (8192³ bf16, copies)"),
+         host_link=_PCIE5, source="datasheet; hbm as CUDA reports it; efficiencies measured (8192³ bf16, copies)"),
     Chip("b200", ("NVIDIA B200",), 2.25e15, 4.5e15, 191514411008, 8e12, 9e11, 1, (), 5e10, None, switch=8, target="b200",
-         source="datasheet; hbm as CUDA reports it; ~dcn (5e10 to 1e11), switch of 72 in an NVL72"),
+         host_link=_PCIE5, source="datasheet; hbm as CUDA reports it; ~dcn (5e10 to 1e11), switch of 72 in an NVL72"),
 )  # fmt: skip
 CHIPS: dict[str, Chip] = {
     chip.name: replace(chip, compiler=compiler_model(chip.name, "jaxlib" if chip.switch else "libtpu"))

@@ -16,7 +16,7 @@ from ..cost.kernel_time import kernel_times
 from ..cost.kernels import computation_of
 from ..cost.memory import memory_of
 from ..cost.schedule import schedules
-from ..cost.time import Time
+from ..cost.time import Time, time_of
 from ..dims import format_dims, path_matches
 from ..hardware.calibration import EFFICIENCIES
 from ..layout import SCOPES, Rule, Spec
@@ -64,6 +64,22 @@ def time_bounds(time: Time) -> str:
     return (
         f"{format_seconds(time.overlapped)} if everything overlaps, {format_seconds(time.serial)} if nothing overlaps"
     )
+
+
+def host_text(plan: Plan) -> str:
+    """What a device stores in the memory of its host, and the copies of a step with their seconds and lines; "" without any."""
+    stored, transfers, time = memory_of(plan).host, plan.transfers, time_of(plan)
+    if not stored and not transfers:
+        return ""
+    copies = []
+    for to, seconds in (("host", time.to_host if time else 0.0), ("device", time.to_device if time else 0.0)):
+        size = sum(t.total_bytes for t in transfers if t.to == to)
+        if size:
+            copies.append(f"{format_bytes(size)} to the {to}" + (f" ({format_seconds(seconds)})" if seconds else ""))
+    lines = list(dict.fromkeys(t.source for t in transfers))
+    where = f", at {', '.join(lines[:3])}{', …' if len(lines) > 3 else ''}" if lines else ""
+    copied = f"a step copies {' and '.join(copies)}{where}" if copies else "a step copies nothing to or from it"
+    return f"{format_memory(stored)} in the host's memory for each device; {copied}"
 
 
 def blocking_collectives(plan: Plan) -> str:
@@ -407,11 +423,11 @@ class Span:
     """A bar of a loop's timeline: one run of a kernel or a collective in an iteration of the loop.
 
     Attributes:
-      lane: ``compute`` or ``links``.
+      lane: ``compute``, ``links``, or ``host`` (copies between device and host memory).
       start, seconds: from the start of the iteration.
       detail: dims of its results, or of the tensor that it sends.
       exposed: a collective that kernels wait for.
-      bytes: a kernel's traffic to and from HBM, or the bytes that a device sends in one call.
+      bytes: a kernel's traffic to and from HBM, or the bytes that a device sends or copies in one call.
       cause: why it is sent.
     """
 
@@ -479,4 +495,9 @@ def _timeline(plan: Plan, loop: Kernel, body: Computation) -> LoopTimeline:
         out.spans.append(
             Span("links", c.op, t.start, t.end - t.start, c.axes, c.dims, c.source, exposed, c.bytes, cause)
         )
+    for copy in schedule.host_copies:
+        name = "copy to the host" if copy.to_host else "copy to the device"
+        dims = " | ".join(dict.fromkeys(format_dims(plan.program.dims(b.value)) for b in copy.kernel.writes))
+        source = line_of(copy.kernel.origin)
+        out.spans.append(Span("host", name, copy.start, copy.end - copy.start, (), dims, source, bytes=copy.bytes))
     return out

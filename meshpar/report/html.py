@@ -34,6 +34,7 @@ from .facts import (
     collective_groups,
     fits,
     grouped,
+    host_text,
     kernel_seconds,
     largest_values,
     layout_text,
@@ -223,6 +224,9 @@ def cards(plan: Plan) -> str:
         of = f"of {format_memory(capacity)} of {with_article(chip.name)}, estimated"
         of = f'<span class="up">does not fit</span>: {of}' if over else of
     shown = [("peak memory per device", format_memory(memory.peak), memory.peak, meter, of)]
+    if host := host_text(plan):
+        copies = escape(host.split("; ", 1)[1])
+        shown.append(("in the host's memory per device", format_memory(memory.host), memory.host, "", copies))
     if time is not None:
         below = "; ".join(filter(None, (time_bounds(time), blocking_collectives(plan), calibration_text(plan))))
         shown.append(("step time, estimated", format_seconds(time.seconds), time.seconds, "", escape(below)))
@@ -252,13 +256,16 @@ def step_parts(plan: Plan, colours: AxisColours) -> str:
     for c in plan.collectives:
         kind = colours.first(c.axes)
         by_colour[kind] = by_colour.get(kind, 0.0) + c.total_seconds
+    waiting = "exposed communication" + " and copies to and from the host" * bool(time.to_host or time.to_device)
     rows = [
-        ("step, estimated", time.seconds, [("ink", kernels, "kernels"), ("wait", exposed, "exposed communication")]),
+        ("step, estimated", time.seconds, [("ink", kernels, "kernels"), ("wait", exposed, waiting)]),
         ("matmuls alone", time.compute, [("ink", time.compute, "matmuls")]),
         ("memory traffic alone", time.memory, [("ink", time.memory, "memory traffic")]),
         ("vector units alone", time.vector, [("ink", time.vector, "elementwise ops, reductions and conversions")]),
         ("collectives alone", time.communication, [(kind, n, "collectives") for kind, n in by_colour.items()]),
     ]
+    copies = (("copies to the host alone", time.to_host), ("copies to the device alone", time.to_device))
+    rows += [(label, n, [("ink", n, "copies over the link to the host")]) for label, n in copies if n]
     longest = max(value for _, value, _ in rows) or 1.0
     out = ""
     for label, value, segments in rows:
@@ -411,14 +418,14 @@ def layers(plan: Plan, colours: AxisColours) -> str:
 
 
 def _layer(timeline: LoopTimeline, colours: AxisColours) -> str:
-    """One loop timeline: a lane of kernels and a lane of collectives."""
+    """One loop timeline: a lane of kernels, a lane of collectives, and one of copies to and from the host if there are any."""
     total = timeline.seconds
-    lanes = {"compute": "", "links": ""}
+    lanes = dict.fromkeys(("compute", "links", *(s.lane for s in timeline.spans)), "")
     for s in timeline.spans:
         if s.seconds < 4e-4 * total:
             continue
         where = f"left:{100 * s.start / total:.2f}%;width:{100 * s.seconds / total:.2f}%"
-        hidden = " hidden" if s.lane == "links" and not s.exposed else ""
+        hidden = " hidden" if s.lane != "compute" and not s.exposed else ""
         label = escape(f"{s.name} {s.detail}") if s.seconds > 0.03 * total else ""
         kind = colours.first(s.axes) if s.axes else "ink"
         lanes[s.lane] += (
@@ -426,10 +433,14 @@ def _layer(timeline: LoopTimeline, colours: AxisColours) -> str:
         )
     busy = {lane: sum(s.seconds for s in timeline.spans if s.lane == lane) for lane in lanes}
     title = f"{format_seconds(total)} × {timeline.trips}" + (f", {timeline.source}" if timeline.source else "")
+    host = copies = ""
+    if "host" in lanes:
+        host = f'<div class="lane" aria-label="copies to and from the host">{lanes["host"]}</div>'
+        copies = f", copies to and from the host {format_seconds(busy['host'])}"
     return (
-        f"<h3>{escape(title)}: kernels {format_seconds(busy['compute'])}, collectives {format_seconds(busy['links'])}</h3>"
+        f"<h3>{escape(title)}: kernels {format_seconds(busy['compute'])}, collectives {format_seconds(busy['links'])}{copies}</h3>"
         f'<div class="wide"><div class="time"><div class="lane" aria-label="kernels">{lanes["compute"]}</div>'
-        f'<div class="lane" aria-label="collectives">{lanes["links"]}</div></div>'
+        f'<div class="lane" aria-label="collectives">{lanes["links"]}</div>{host}</div>'
         f'<div class="axis"><span>0</span><span>{format_seconds(total / 2)}</span><span>{format_seconds(total)}</span></div></div>'
     )
 
@@ -437,8 +448,9 @@ def _layer(timeline: LoopTimeline, colours: AxisColours) -> str:
 def _tip(s: Span) -> str:
     """The lines of the tooltip of a timeline's box: name, seconds, dims and bytes, cause with its rule, source line."""
     over = f" over {'+'.join(s.axes)}" if s.axes else ""
-    kind = "" if s.lane == "compute" else ", exposed" if s.exposed else ", hidden"
-    traffic = f"{format_bytes(s.bytes)} {'of HBM traffic' if s.lane == 'compute' else 'sent per device'}"
+    kind = "" if s.lane != "links" else ", exposed" if s.exposed else ", hidden"
+    of = {"compute": "of HBM traffic", "links": "sent per device", "host": "per device"}
+    traffic = f"{format_bytes(s.bytes)} {of[s.lane]}"
     lines = (f"{s.name}{over}: {format_seconds(s.seconds)}{kind}", s.detail or "(scalar)", traffic, s.cause, s.source)
     return "\n".join(filter(None, lines))
 

@@ -30,6 +30,7 @@ from .facts import (
     dims_text,
     fits,
     grouped,
+    host_text,
     layout_text,
     lowering_text,
     time_bounds,
@@ -154,6 +155,8 @@ def _costs(plan: Plan) -> list[Text]:
     out = [Text.assemble(("each device needs ", "bold"), (format_memory(memory.peak), "bold"), f"{of} at the peak{at}")]
     bar = Text.assemble(memory_bar(memory.peak, capacity), "  ") if math.isfinite(capacity) else Text()
     out.append(Text.assemble("    ", bar, (kinds, "dim")))
+    if host := host_text(plan):
+        out.append(Text(f"    host: {host}"))
     if time is not None and chip is not None:
         out.append(Text.assemble(
             ("a step takes ", "bold"), (f"about {format_seconds(time.seconds)}", "bold"),
@@ -247,15 +250,8 @@ def options(plan: Plan) -> list[Text]:
 
 
 def notes(plan: Plan) -> list[Text]:
-    """Dims that could not be sharded, transfers to the host, hints, joined names, rules and axes without effect, unnamed dims."""
+    """Dims that could not be sharded, hints, joined names, rules and axes without effect, unnamed dims."""
     out = [Text(f"note  {n}") for n in plan.notes]
-    if memory_of(plan).host or plan.transfers:
-        to_host, to_device = (sum(t.total_bytes for t in plan.transfers if t.to == to) for to in ("host", "device"))
-        lines = list(dict.fromkeys(t.source for t in plan.transfers))
-        where = f" ({', '.join(lines[:3])}{', …' if len(lines) > 3 else ''})" if lines else ""
-        out.append(Text(
-            f"host  each device stores {format_memory(memory_of(plan).host)} in the host's memory; a step copies "
-            f"{format_bytes(to_host)} to the host and {format_bytes(to_device)} to the device{where}"))  # fmt: skip
     out += [Text(f"hint  {hint.text(plan)}", style="green") for hint in exchange_hints(plan)]
     out += [Text(f"join  {j}", style="yellow") for j in plan.joins]
     named, total, _ = plan.program.coverage()

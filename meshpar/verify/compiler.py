@@ -16,6 +16,9 @@ from typing import Any
 MODULE, JOB, RESULT = "module.mlir", "job.json", "result.zip"
 PARTITIONED, FINAL, FACTS = "partitioned.txt", "final.txt", "facts.json"
 _PARTITIONED = re.compile(r"after_(tpu-)?spmd-partitioning\.before_.*\.txt\Z")
+_ALLOCATIONS = "*after_optimizations-buffer-assignment.txt"
+_TEMPORARIES = re.compile(r"^allocation \d+: size (\d+), preallocated-temp:", re.MULTILINE)
+"""The allocations of temporaries in the default memory; those in other memories have a ``color`` after the size."""
 MEMORY = {
     "peak": "peak_memory_in_bytes",
     "arguments": "argument_size_in_bytes",
@@ -63,7 +66,9 @@ def compile_job(module: bytes, job: dict[str, Any], dump: Path) -> tuple[dict[st
     except jax.errors.JaxRuntimeError as error:
         return {"error": str(error), "compile_seconds": time.perf_counter() - began}, {}
     facts = {
-        "memory": memory_of(executable.get_compiled_memory_stats(), job["topology"].startswith("cpu:")),
+        "memory": memory_of(
+            executable.get_compiled_memory_stats(), job["topology"].startswith("cpu:"), _allocations(dump)
+        ),
         "compile_seconds": time.perf_counter() - began,
     }
     texts = {FINAL: "\n\n".join(m.to_string() for m in executable.hlo_modules())}
@@ -73,19 +78,34 @@ def compile_job(module: bytes, job: dict[str, Any], dump: Path) -> tuple[dict[st
     return facts, texts
 
 
-def memory_of(stats: Any, cpu: bool) -> dict[str, int]:
+def _allocations(dump: Path) -> str:
+    """XLA's dump of the buffer assignment of the largest module; "" if there is none."""
+    files = sorted(dump.glob(_ALLOCATIONS), key=lambda p: p.stat().st_size)
+    return files[-1].read_text() if files else ""
+
+
+def memory_of(stats: Any, cpu: bool, allocations: str = "") -> dict[str, int]:
     """The attributes of :class:`meshpar.verify.aot.Memory`, in bytes, from XLA's ``CompiledMemoryStats``.
 
-    XLA's peak includes buffers in the host's memory, its temporaries more than once (libtpu 0.0.42); for CPUs it lacks
-    temporaries. The peak of a device is at most the sum of its arguments, results and temporaries.
+    For CPUs XLA's peak lacks temporaries. For TPUs (libtpu 0.0.42) it is the sum of the arguments and results, in the host's memory
+    too, and of the largest of the peaks of temporaries in each memory. Where that may be the host's, the temporaries of the device
+    are the ones that the compiler allocates.
+
+    Args:
+      stats: of the executable.
+      cpu: it is for CPUs.
+      allocations: XLA's dump of the buffer assignment; "": there is none.
     """
     memory = {name: getattr(stats, attribute) for name, attribute in MEMORY.items()}
     host = {name: getattr(stats, f"host_{attribute}", 0) for name, attribute in MEMORY.items() if name != "peak"}
-    most, memory["host"] = (m["arguments"] + m["outputs"] - m["aliased"] + m["temporaries"] for m in (memory, host))
+    fixed, fixed_on_host = (m["arguments"] + m["outputs"] - m["aliased"] for m in (memory, host))
+    memory["host"] = fixed_on_host + host["temporaries"]
     if cpu:
-        memory["peak"] = most
+        memory["peak"] = fixed + memory["temporaries"]
     elif memory["host"]:
-        memory["peak"] = min(memory["peak"] - memory["host"], most)
+        allocated = [int(n) for n in _TEMPORARIES.findall(allocations)]
+        most = sum(allocated) if allocated else memory["temporaries"]
+        memory["peak"] = fixed + min(memory["peak"] - fixed - fixed_on_host, most)
     return memory
 
 

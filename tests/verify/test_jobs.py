@@ -235,6 +235,15 @@ def test_programs_with_the_same_kernels_at_other_lines_are_the_same():
 MIB = 2**20
 
 
+def stats_of(device, host, peak):
+    """XLA's statistics for (arguments, outputs, aliased, temporaries) in MiB of a device and its host."""
+    names = ("argument", "output", "alias", "temp")
+    stats = {f"{n}_size_in_bytes": v * MIB for n, v in zip(names, device, strict=True)}
+    stats |= {f"host_{n}_size_in_bytes": v * MIB for n, v in zip(names, host, strict=True)}
+    stats |= dict.fromkeys(("generated_code_size_in_bytes", "host_generated_code_size_in_bytes"), 5)
+    return SimpleNamespace(**stats, peak_memory_in_bytes=peak * MIB)
+
+
 @pytest.mark.parametrize(
     ("device", "host", "peak", "expected"),
     [  # (arguments, outputs, aliased, temporaries), in MiB, the peak that libtpu 0.0.42 reports, and that of the device
@@ -246,13 +255,25 @@ MIB = 2**20
     ],
 )
 def test_a_devices_peak_has_nothing_of_the_hosts_memory(device, host, peak, expected):
-    names = ("argument", "output", "alias", "temp")
-    stats = {f"{n}_size_in_bytes": v * MIB for n, v in zip(names, device, strict=True)}
-    stats |= {f"host_{n}_size_in_bytes": v * MIB for n, v in zip(names, host, strict=True)}
-    stats |= dict.fromkeys(("generated_code_size_in_bytes", "host_generated_code_size_in_bytes"), 5)
-    found = memory_of(SimpleNamespace(**stats, peak_memory_in_bytes=peak * MIB), cpu=False)
+    found = memory_of(stats_of(device, host, peak), cpu=False)
     assert found["peak"] == expected * MIB
     assert found["host"] == (host[0] + host[1] - host[2] + host[3]) * MIB
     assert found["temporaries"] == device[3] * MIB
-    on_cpus = memory_of(SimpleNamespace(**stats, peak_memory_in_bytes=7), cpu=True)
+    on_cpus = memory_of(stats_of(device, host, 7), cpu=True)
     assert on_cpus["peak"] == (device[0] + device[1] - device[2] + device[3]) * MIB
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "peak", "allocated", "expected"),
+    [  # in MiB, of programs for v5e: activations that a policy offloads; moments in a loop over layers, two forms
+        ((768, 512, 0, 1152), (0, 0, 0, 2048), 3328, 1024, 2304),
+        ((528, 512, 512, 2177), (1024, 1024, 1024, 1024), 2896, 1600, 1872),
+        ((528, 512, 512, 1024), (1024, 1024, 1024, 0), 2448, 896, 1424),
+    ],
+)
+def test_temporaries_of_the_host_do_not_replace_those_of_the_device(device, host, peak, allocated, expected):
+    text = f"allocation 0: size {allocated * MIB}, preallocated-temp:\n value\n"
+    text += f"allocation 1: size {64 * MIB}, color 1, preallocated-temp:\nallocation 2: size {MIB}, thread-local:\n"
+    found = memory_of(stats_of(device, host, peak), cpu=False, allocations=text)
+    assert found["peak"] == expected * MIB
+    assert found["host"] == (host[0] + host[1] - host[2] + host[3]) * MIB
