@@ -59,20 +59,23 @@ class Rule:
       axes: mesh axes, major to minor; empty: the dim is replicated, whatever later rules say.
       optional: ``dim?``: a size that does not divide is left unsharded, and a program need not have the dim.
       scope: None, ``params``, ``opt`` or a path pattern.
+      rounds: ``layers: stage*2``: a pipeline over the axes in which each microbatch passes all stages twice.
     """
 
     dim: str
     axes: tuple[str, ...]
     optional: bool = False
     scope: str | None = None
+    rounds: int = 1
 
     def __str__(self) -> str:
-        """The rule as in the text of a layout: ``opt.embed?: data+model``, ``seq: none``."""
+        """The rule as in the text of a layout: ``opt.embed?: data+model``, ``seq: none``, ``layers: stage*2``."""
         scope = self.scope
         if scope is not None:
             scope = scope if scope in SCOPES else f'"{scope}"'
         left = f"{scope}.{self.dim}" if scope else self.dim
-        return f"{left}{'?' * self.optional}: {'+'.join(self.axes) or 'none'}"
+        rounds = f"*{self.rounds}" if self.rounds > 1 else ""
+        return f"{left}{'?' * self.optional}: {'+'.join(self.axes) or 'none'}{rounds}"
 
 
 class Layout:
@@ -86,7 +89,8 @@ class Layout:
         ``"batch:data,mlp:model"``; ``#`` comments,
         ``batch: slice+data`` takes two axes, ``kv_heads?: model`` only where it divides,
         ``opt.embed: data`` for optimizer state only, ``"*/embedding".vocab: model`` for the paths that a
-        pattern matches, ``seq: none`` for no axis), a Flax ``logical_axis_rules`` list of pairs, a mapping
+        pattern matches, ``seq: none`` for no axis, ``layers: stage*2`` for a pipeline of two
+        rounds), a Flax ``logical_axis_rules`` list of pairs, a mapping
         with the same left sides, another layout, or the name of a scheme of :mod:`meshpar.layouts`, ``"fsdp"``. A list or
         mapping may have rules for dims that a program does not
         have, unless one is spelt nearly as a dim that is there.
@@ -448,6 +452,7 @@ def _parse(text: str) -> Iterable[Rule]:
                     "write `dim: axis`, e.g. `batch: data`",
                 ],
             )
+        right, rounds = _rounds(right, statement)
         axes = _axes(right)
         for axis in axes:
             if not _AXIS.match(axis):
@@ -457,7 +462,7 @@ def _parse(text: str) -> Iterable[Rule]:
                     fixes=["one axis, or several joined by `+`: `batch: slice+data`"],
                 )
         for item in (d.strip() for d in left.split(",")):
-            yield _rule(item, axes, statement)
+            yield _rule(item, axes, statement, rounds)
 
 
 def scheme_name(text: str) -> str:
@@ -502,14 +507,33 @@ def _axes(text: str) -> tuple[str, ...]:
     return () if axes in (("none",), ("None",)) else axes
 
 
-def _rule(left: str, axes: tuple[str, ...], statement: str) -> Rule:
+def _rounds(text: str, statement: str) -> tuple[str, int]:
+    """``"stage*2"`` → (``"stage"``, 2), the axes and the rounds of a pipeline; one round without ``*``.
+
+    Raises:
+      LayoutSyntaxError: the rounds are no positive number.
+    """
+    axes, star, count = (part.strip() for part in text.partition("*"))
+    if not star:
+        return axes, 1
+    if not count.isdecimal() or not int(count) or axes.lower() == "none":
+        raise LayoutSyntaxError(
+            f"layout rule {statement!r}: `*` is followed by the number of rounds of a pipeline",
+            rule=statement,
+            fixes=["after all axes, a number of at least 1: `layers: stage*2`"],
+        )
+    return axes, int(count)
+
+
+def _rule(left: str, axes: tuple[str, ...], statement: str, rounds: int = 1) -> Rule:
     """The Rule with the axes ``axes`` for one left side: ``dim``, ``dim?``, ``opt.dim`` or ``"*/path".dim``.
 
     Args:
       statement: how errors call the rule.
+      rounds: of the pipeline that the rule makes.
 
     Raises:
-      LayoutSyntaxError: no dim, or a scope that does not exist.
+      LayoutSyntaxError: no dim, a scope that does not exist, or rounds in a scope.
     """
     m = _LEFT.match(left)
     if m is None and ":" in left and "," in statement:
@@ -534,7 +558,13 @@ def _rule(left: str, axes: tuple[str, ...], statement: str) -> Rule:
             rule=statement,
             fixes=[f'scopes are {", ".join(SCOPES)} or a quoted path pattern: "*/{scope}/*".{m["dim"]}'],
         )
-    return Rule(m["dim"], axes, bool(m["optional"]), scope)
+    if scope is not None and rounds > 1:
+        raise LayoutSyntaxError(
+            f"layout rule {statement!r}: a rule for {scope} alone makes no pipeline, and so has no rounds",
+            rule=statement,
+            fixes=[f"write `{m['dim']}: {'+'.join(axes)}*{rounds}`"],
+        )
+    return Rule(m["dim"], axes, bool(m["optional"]), scope, rounds)
 
 
 def _rule_of_pair(pair: object) -> Rule:
@@ -543,10 +573,13 @@ def _rule_of_pair(pair: object) -> Rule:
     Raises:
       LayoutSyntaxError: it is not such a pair.
     """
+    rounds = 1
     try:
         dim, axes = pair  # type: ignore[misc]
         if not isinstance(dim, str):
             raise TypeError
+        if isinstance(axes, str):
+            axes, rounds = _rounds(axes, f"{dim}: {axes}")
         axes = () if axes is None else _axes(axes) if isinstance(axes, str) else tuple(axes)
         if not all(isinstance(a, str) and _AXIS.match(a) for a in axes):
             raise TypeError
@@ -555,4 +588,4 @@ def _rule_of_pair(pair: object) -> Rule:
             f"logical axis rule {pair!r} is not a pair (name, axis), (name, (axis, …)) or (name, None)",
             fixes=['an axis of the mesh, a tuple of axes, or None: ("embed", "data"), ("batch", ("slice", "data"))'],
         ) from None
-    return _rule(dim, axes, f"{dim}: {'+'.join(axes) or 'none'}")
+    return _rule(dim, axes, f"{dim}: {'+'.join(axes) or 'none'}", rounds)

@@ -296,7 +296,8 @@ rules_st = st.lists(
         st.lists(st.sampled_from(AXES), unique=True, max_size=3).map(tuple),
         st.booleans(),
         st.sampled_from([None, None, "opt", "params", "*/kernel"]),
-    ),
+    )
+    | st.builds(Rule, st.sampled_from(NAMES), st.just(("slice", "data")), rounds=st.sampled_from([1, 2, 8])),
     max_size=8,
 )
 sizes_st = st.fixed_dictionaries({a: st.sampled_from([1, 2, 3, 4]) for a in AXES})

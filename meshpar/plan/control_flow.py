@@ -188,6 +188,12 @@ class ControlFlow:
             }  # they are reduced after this loop, or after the one around it
             needs: list[Spec | None] = [s.spec for s in carried]
             outputs = self._leaves(op, frame, needs + [None] * (len(frame.jaxpr.outvars) - nk), partial)
+            for k in accumulations:
+                if carried[k].partial and (carried[k].spec, carried[k].partial) != (
+                    outputs[k].spec,
+                    outputs[k].partial,
+                ):
+                    raise AssertionError(f"carry {k} of the loop at {op.source} is partial in another way than its sum")
         self.depth -= 1
         for k in accumulations:
             start = op.ins[nc + k]
@@ -392,22 +398,32 @@ _PLAN: Mapping[str, Callable[[ControlFlow, Op], MakeStep]] = {
 
 def _addition(frame: Frame, k: int, carry: Value) -> tuple[Op, Value, tuple[Value, ...]] | None:
     """How the body of a scan only adds to carry k: (the addition, the addend, the carry as an input of this body and of the scans
-    inside that add to it); None: it does not only add to it."""
+    inside that add to it); None: it does not only add to it.
+
+    Several scans of the body may add to it, one after another; the result is about the first one. The others start from a partial
+    sum, as a scan after a scan does.
+    """
     outs, uses = _outputs(frame), dict[Value, int]()
     for v in (*(v for o in frame.ops for v in o.ins), *outs):
         if v is not None:
             uses[v] = uses.get(v, 0) + 1
     total = outs[k]
-    op = None if total is None else total.op
-    if total is None or op is None or op.frame is not frame or uses[total] != 1 or uses.get(carry) != 1:
-        return None
-    if op.primitive.scan:
+    while True:
+        op = None if total is None else total.op
+        if total is None or op is None or op.frame is not frame or uses[total] != 1:
+            return None
+        if not op.primitive.scan:
+            break
         nc, nk = scan_counts(op.eqn.params)
         j, (inner,) = op.outs.index(total), op.frames
-        if j >= nk or op.ins[nc + j] is not carry:
+        found = _addition(inner, j, inner.ins()[nc + j]) if j < nk else None
+        if found is None:
             return None
-        found = _addition(inner, j, inner.ins()[nc + j])
-        return None if found is None else (*found[:2], (carry, *found[2]))
+        total = op.ins[nc + j]
+        if total is carry:
+            return (*found[:2], (carry, *found[2])) if uses[carry] == 1 else None
+    if total is not outs[k] or uses.get(carry) != 1:
+        return None
     a, b = op.ins[:2] if len(op.ins) > 1 else (None, None)
     if op.eqn.primitive is add_row_p:
         addend = b if a is carry else None

@@ -78,12 +78,17 @@ def planned(
     )  # models that name axes in their metadata, as Flax allows
     notes = [f"`{a}` is called after an axis of the mesh and has no rule: it is treated as `{a}: {a}`" for a in axes]
     assignment = AxisAssignment(program, complete, dict(mesh.shape))
-    unscoped = {rule.dim for rule in complete.rules if rule.scope is None}
+    unscoped: dict[str, int] = {}
+    for rule in complete.rules:
+        if rule.scope is None:
+            unscoped.setdefault(rule.dim, rule.rounds)
     notes += stack_notes(program, assignment.value_spec, unscoped, assignment.sizes)
     pipelined = rewrite_pipelines(program, assignment.value_spec, unscoped, assignment.sizes, schedule)
     if pipelined is not None:
         program, assignment = pipelined, AxisAssignment(pipelined, complete, dict(mesh.shape))
         notes += [p.note for p in pipelined.pipelines if p.note]
+    if not init:
+        notes += _rounds_without_effect(layout, program)
 
     def parts(value: Value, dim: int) -> int:
         return math.prod(assignment.sizes[a] for a in assignment.value_spec(value)[dim])
@@ -120,6 +125,16 @@ def planned(
     if best.comm_seconds > max_seconds:
         raise TooLong
     return best
+
+
+def _rounds_without_effect(layout: Layout, program: Program) -> list[str]:
+    """Notes about rules with rounds of which no loop of a program makes a pipeline."""
+    used = {p.dim for p in program.pipelines}
+    return [
+        f"rule `{rule}`: no loop over `{rule.dim}` is a pipeline, so its {rule.rounds} rounds have no effect"
+        for rule in layout.rules
+        if rule.rounds > 1 and rule.dim not in used
+    ]
 
 
 class _Planner:

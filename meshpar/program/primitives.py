@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
@@ -46,12 +47,16 @@ def reduce_in(x: Any, dtype: Any) -> Any:
 
 
 def _add_row(total: Any, row: Any, index: Any) -> Any:
+    if jnp.ndim(index):
+        return jax.vmap(_add_row, (1, 0, 0), 1)(total, row, index)
     old = lax.dynamic_index_in_dim(total, index, 0, keepdims=False)
     return lax.dynamic_update_index_in_dim(total, old + row, index, 0)
 
 
 add_row_p = Primitive("add_row")
 """``[n, …], […], int32 index → [n, …]``: the second array is added to one row of the first.
+
+``[n, K, …], [K, …], int32 [K] → [n, K, …]``: each of K parts is added to a row of its own.
 
 A loop that carries the first array adds to it in place.
 """

@@ -8,6 +8,7 @@ name it has. The rewritten program is planned like any other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from ...compat.jax import make_generated_jaxpr, new_var, replace_body
 from ...errors import UnsupportedError
 from ..infer import infer_like
 from ..ir import Frame, Op, Program, Value
-from .find import LayerLoop, indexed_stacks, layer_loops, microbatch_loop
+from .find import LayerLoop, direction, indexed_stacks, layer_loops, microbatch_loop
 from .narrow import cast_stacks
 from .rewrite import TickLoops, one_microbatch
 from .schedule import SCHEDULES, Schedule, ScheduleName
@@ -67,6 +68,11 @@ class Pipeline:
         return self.schedule.stages
 
     @property
+    def rounds(self) -> int:
+        """The groups of layers of a stage; each microbatch passes all stages once for each of them."""
+        return self.schedule.rounds
+
+    @property
     def microbatches(self) -> int:
         """The number of microbatches; 1 without a loop over them."""
         return self.schedule.microbatches
@@ -98,8 +104,25 @@ class Pipeline:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """A layer loop, by its index in :func:`layer_loops`, and the split of its stacked dim.
+
+    Attributes:
+      index: of the loop.
+      axes: the axes that split it.
+      stages: the number of devices along them.
+      rounds: of the pipeline.
+    """
+
+    index: int
+    axes: tuple[str, ...]
+    stages: int
+    rounds: int
+
+
 def rewrite_pipelines(
-    program: Program, axes: ValueAxes, dims: Collection[str], sizes: Mapping[str, int], schedule: str
+    program: Program, axes: ValueAxes, dims: Mapping[str, int], sizes: Mapping[str, int], schedule: str
 ) -> Program | None:
     """The program with its pipelines; None: no stacked dim of a layer loop is split. Results are cached by the axes of the loops.
 
@@ -107,7 +130,8 @@ def rewrite_pipelines(
 
     Args:
       axes: the axes that the layout assigns to a value.
-      dims: the dims with a rule that has no scope: rules for parameters or optimizer state alone say where these are stored.
+      dims: the dims with a rule that has no scope, and the rounds of the rule: rules for parameters or optimizer state alone say
+        where these are stored.
       sizes: of the mesh.
       schedule: one of :data:`SCHEDULES`.
 
@@ -119,7 +143,7 @@ def rewrite_pipelines(
     for i, loop in enumerate(loops):
         over = tuple(a for a in axes(loop.weight)[0] if sizes[a] > 1)
         if over and loop.dim in dims and not any(a in over for v in loop.carries for entry in axes(v) for a in entry):
-            found.append((i, over, tuple(sizes[a] for a in over)))
+            found.append(_Split(i, over, math.prod(sizes[a] for a in over), dims[loop.dim]))
     return program.cached(_rewritten, schedule, tuple(found)) if found else None
 
 
@@ -137,24 +161,21 @@ def stack_notes(program: Program, axes: ValueAxes, dims: Collection[str], sizes:
     return notes
 
 
-def _rewritten(
-    program: Program, schedule: str, found: Sequence[tuple[int, tuple[str, ...], tuple[int, ...]]]
-) -> Program:
-    """The program with some of its layer loops as pipelines: (index of the loop, its axes, their sizes)."""
+def _rewritten(program: Program, schedule: str, found: Sequence[_Split]) -> Program:
+    """The program with some of its layer loops as pipelines."""
     loops = program.cached(layer_loops)
-    groups: dict[Op, list[tuple[LayerLoop, tuple[str, ...], int]]] = {}
-    for i, over, sizes in found:
-        count = 1
-        for n in sizes:
-            count *= n
-        around = microbatch_loop(loops[i].op)
-        groups.setdefault(loops[i].op if around is None else around, []).append((loops[i], over, count))
+    groups: dict[Op, list[_Split]] = {}
+    for split in found:
+        op = loops[split.index].op
+        around = microbatch_loop(op)
+        groups.setdefault(op if around is None else around, []).append(split)
     replacements: dict[Op, Any] = {}
     pipelines = []
-    for op, members in groups.items():
-        jaxpr, pipeline = _replacement(op, members, schedule)
+    for op, splits in groups.items():
+        members = [loops[split.index] for split in splits]
+        jaxpr, pipeline = _replacement(op, members, splits, schedule)
         replacements[op] = jaxpr
-        pipelines += [] if op is members[0][0].op and not members[0][0].carries else [pipeline]
+        pipelines += [] if op is members[0].op and not members[0].carries else [pipeline]
     closed = ClosedJaxpr(_with_replacements(program.root, replacements), program.closed.consts)
     rewritten = infer_like(program, closed)
     rewritten.original = program
@@ -162,39 +183,33 @@ def _rewritten(
     return rewritten
 
 
-def _replacement(
-    op: Op, members: Sequence[tuple[LayerLoop, tuple[str, ...], int]], schedule: str
-) -> tuple[Any, Pipeline]:
+def _replacement(op: Op, loops: Sequence[LayerLoop], splits: Sequence[_Split], schedule: str) -> tuple[Any, Pipeline]:
     """(the closed jaxpr that computes a loop as a pipeline, its record).
 
+    Args:
+      op: the loop over microbatches, or a layer loop without one.
+      loops: the layer loops in it.
+      splits: of these.
+      schedule: one of :data:`SCHEDULES`.
+
     Raises:
-      UnsupportedError: more than two layer loops, or of different stages; layers with side effects.
+      UnsupportedError: loops of different stages; layers with side effects, or of a number that cannot be divided.
     """
-    loop, axes, count = members[0]
-    for member in members:
-        _check(member[0], member[2])
+    loop, axes, count = loops[0], splits[0].axes, splits[0].stages
+    rounds = splits[0].rounds if op is not loop.op else 1  # one microbatch has the same bubble in any number of rounds
+    if any((s.axes, s.rounds) != (axes, splits[0].rounds) for s in splits):
+        raise _different_stages(loops, splits)
+    for member in loops:
+        _check(member, count, rounds)
     if op is loop.op:
-        plan = Schedule(schedule, count, 1, loops=1)
+        plan = Schedule(schedule, count, 1, order="B" if op.eqn.params["reverse"] else "F")
         run: Callable[..., Any] = one_microbatch(op.eqn, Stages(count, loop.dim))
     else:
-        if (
-            any((m[1], m[0].op.eqn.params["length"]) != (axes, loop.op.eqn.params["length"]) for m in members)
-            or len(members) > 2
-        ):
-            raise UnsupportedError(
-                f"a microbatch has {len(members)} loops over stacked layers: a pipeline of one forward loop, or of one forward and "
-                "one backward loop over the same layers, is supported",
-                dim=loop.dim,
-                source=loop.op.source,
-                fixes=[
-                    f"do not shard `{loop.dim}`",
-                    "put all layers into one scan, and jax.checkpoint around a layer rather than around the scan",
-                ],
-            )
-        plan = Schedule(schedule, count, op.eqn.params["length"], loops=len(members))
-        body = divide(op, [m[0] for m in members])
-        cast_stacks(body, [m[0] for m in members])
-        run = TickLoops(op.eqn, body, plan, loop.dim)
+        plan = Schedule(schedule, count, op.eqn.params["length"], rounds, "".join(map(direction, loops)))
+        _check_microbatches(op, loop, plan)
+        body = divide(op, loops)
+        cast_stacks(body, loops)
+        run = TickLoops(op.eqn, body, plan, [member.dim for member in loops])
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in op.eqn.invars]
     try:
         jaxpr = make_generated_jaxpr(run, *avals)
@@ -211,7 +226,24 @@ def _replacement(
     return jaxpr, Pipeline(loop.dim, axes, loop.op.eqn.params["length"], plan, loop.op.source)
 
 
-def _check(loop: LayerLoop, stages: int) -> None:
+def _different_stages(loops: Sequence[LayerLoop], splits: Sequence[_Split]) -> UnsupportedError:
+    """The error for layer loops of one microbatch that are split differently."""
+    text = [
+        f"`{loop.dim}: {'+'.join(s.axes)}{f'*{s.rounds}' if s.rounds > 1 else ''}`"
+        for loop, s in zip(loops, splits, strict=True)
+    ]
+    return UnsupportedError(
+        f"a microbatch has loops over stacked layers with different stages: {', '.join(dict.fromkeys(text))}",
+        dim=loops[0].dim,
+        source=loops[0].op.source,
+        fixes=[
+            "split all stacks of a microbatch over the same axes, in the same number of rounds",
+            "or shard one of them only",
+        ],
+    )
+
+
+def _check(loop: LayerLoop, stages: int, rounds: int) -> None:
     """Raise UnsupportedError for layers with side effects, or whose number the stages do not divide."""
     length = loop.op.eqn.params["length"]
     if loop.op.eqn.effects:
@@ -221,13 +253,45 @@ def _check(loop: LayerLoop, stages: int) -> None:
             source=loop.op.source,
             fixes=["remove jax.debug.print, io_callback, … from the layers", f"or do not shard `{loop.dim}`"],
         )
-    if length % stages:
+    parts = stages * rounds
+    if length % parts:
+        text = f"{stages} stages" if rounds == 1 else f"{stages} stages of {rounds} rounds"
+        fits = [v for v in range(1, length // stages + 1) if length % (stages * v) == 0]
         raise UnsupportedError(
-            f"{length} layers cannot be divided into {stages} stages",
+            f"the {length} layers of `{loop.dim}` cannot be divided into {text}: {parts} does not divide {length}",
             dim=loop.dim,
             source=loop.op.source,
-            fixes=[f"make the number of layers a multiple of {stages}, or the number of stages a divisor of {length}"],
+            fixes=[
+                *([f"{length} layers in {stages} stages allow {_numbers(fits)} rounds"] if fits and rounds > 1 else []),
+                f"make the number of layers a multiple of {parts}: {_multiples(length, parts)}",
+            ],
         )
+
+
+def _check_microbatches(op: Op, loop: LayerLoop, schedule: Schedule) -> None:
+    """Raise UnsupportedError if several rounds have a number of microbatches that the stages do not divide."""
+    m, k = schedule.microbatches, schedule.stages
+    if schedule.rounds > 1 and m % k:
+        raise UnsupportedError(
+            f"{m} microbatches cannot pass {k} stages in {schedule.rounds} rounds: they enter in groups of {k}",
+            dim=loop.dim,
+            source=op.source,
+            fixes=[
+                f"make the number of microbatches a multiple of {k}: {_multiples(m, k)}",
+                f"or one round: `{loop.dim}` without `*{schedule.rounds}`",
+            ],
+        )
+
+
+def _multiples(n: int, of: int) -> str:
+    """The multiples of a number around another one: ``_multiples(10, 4)`` is ``"8 or 12"``."""
+    return _numbers([x for x in (n // of * of, -(-n // of) * of) if x])
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """``[1, 2, 4]`` → ``"1, 2 or 4"``."""
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def _with_replacements(frame: Frame, replacements: Mapping[Op, Any]) -> Any:

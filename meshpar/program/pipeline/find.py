@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...compat.jax import scan_counts
-from ..ir import Op, Program, Value
+from ..ir import Frame, Op, Program, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +91,15 @@ def microbatch_loop(op: Op) -> Op | None:
     """The innermost loop around an op, if it is a scan of several iterations; else None."""
     loop = op.frame.home.parent
     return loop if loop is not None and loop.primitive.scan and loop.eqn.params["length"] > 1 else None
+
+
+def direction(loop: LayerLoop) -> str:
+    """``B``: a backward loop; ``R``: a forward loop that is recomputed for one; ``F``: another forward loop."""
+    if loop.op.eqn.params["reverse"]:
+        return "B"
+    frame: Frame | None = loop.op.frame
+    while frame is not None and frame.parent is not None and frame.is_call:
+        if frame.parent.eqn.params.get("differentiated"):
+            return "R"
+        frame = frame.parent.frame
+    return "F"

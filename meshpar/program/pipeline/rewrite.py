@@ -5,7 +5,8 @@ In every tick, all stages run a slot of each layer loop. The values between two 
 ticks. Idle slots compute values as well; nothing that they compute is added to a result.
 
 The ticks are divided into phases, in which the same loops are active, and each phase is one scan: for 1F1B, forward slots alone,
-forward and backward slots, and backward slots alone.
+forward and backward slots, and backward slots alone. With several rounds, microbatches enter and leave in K of every v·K ticks;
+the ticks with and without segments alternate, as scans inside of a scan over periods.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ from jax import lax
 from jax.extend.core import Literal
 
 from ...compat.jax import at_line_of, bind, scan_counts, with_weak_type
-from .schedule import Schedule
-from .segments import CONSTANT, INVARIANT, Body, Stack
+from .schedule import Schedule, interval_rows
+from .segments import CONSTANT, INVARIANT, Body, Place, Stack
 from .slots import Stages, Time, run_slot, zeros
+
+State = dict[str, dict[int, Any]]
+"""The state of the loops over ticks: ``carries`` by position, ``rings`` by :meth:`TickLoops.ring_key`, and by loop the results of
+its last slot, which are ``sent`` to the next stages."""
 
 
 @dataclass(eq=False, slots=True)
@@ -34,13 +39,41 @@ class _Needs:
       eqns: by place (a segment, ``INVARIANT``), its equations and the constants' equations, without dead ones.
       stack_eqns: by loop, the elementwise equations of its stacks.
       wanted: by place, the variables that other places read.
-      lags: variable → the most ticks between its making and a reading; absent: it is read in its own tick only.
+      reads: variable → the times at which it is read, if any is in a later tick than it is made, or of another stage.
     """
 
     eqns: dict[int, list[Any]] = field(default_factory=dict)
     stack_eqns: dict[int, list[Any]] = field(default_factory=dict)
     wanted: dict[Any, set[Any]] = field(default_factory=dict)
-    lags: dict[Any, int] = field(default_factory=dict)
+    reads: dict[Any, set[Time]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Consecutive ticks.
+
+    Attributes:
+      parts: ranges of ticks; in each, the same segments and loops run.
+      repeats: how often the parts are repeated, one period of the schedule after another.
+    """
+
+    parts: tuple[range, ...]
+    repeats: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The rows in which a variable is stored.
+
+    Attributes:
+      rows: their number.
+      start: the first tick in which the variable is made.
+      table: several rounds and a part per stage: by the number of a slot of its stage, the row; else rows are used cyclically.
+    """
+
+    rows: int
+    start: int
+    table: tuple[int, ...] | None = None
 
 
 class TickLoops:
@@ -49,25 +82,47 @@ class TickLoops:
     Attributes:
       eqn: the microbatch loop.
       body: its body, in segments.
-      schedule, stages: of the pipeline.
+      schedule: of the pipeline.
+      stages: of each loop.
       offsets: the tick at which each segment runs for microbatch 0.
       slot_times: the times of the slots of each loop.
+      phases: all ticks.
+      rings: by variable.
     """
 
-    def __init__(self, eqn: Any, body: Body, schedule: Schedule, dim: str):
-        """Loops for a schedule; ``dim``: the name of the stacked dim."""
+    def __init__(self, eqn: Any, body: Body, schedule: Schedule, dims: Sequence[str]):
+        """Loops for a schedule; ``dims``: the names of the stacked dims of the loops."""
         self.eqn, self.body, self.schedule = eqn, body, schedule
-        self.stages = Stages(schedule.stages, dim)
-        k = schedule.stages
-        self.offsets = (0, *(start + k - 1 for start in schedule.starts))
+        k, rounds = schedule.stages, schedule.rounds
+        self.stages = [Stages(k, dim, rounds) for dim in dims]
+        turn = k if rounds > 1 else 0
+        last = (rounds - 1) * turn
         self.slot_times = [
-            Time(start + k - 1, -1) if loop.params["reverse"] else Time(start, 1)
+            Time(start + k - 1 + last, -1, -turn) if loop.params["reverse"] else Time(start, 1, turn)
             for start, loop in zip(schedule.starts, body.loops, strict=True)
         ]
+        self.offsets = self._offsets()
+        self.phases = self._phases()
         self.needs = self._needs()
-        self.spans = {v: self._span(v) for v in self.needs.lags}
+        self.rings = {v: self._ring(v) for v in self.needs.reads}
 
     # -- when
+
+    def leaves(self, i: int) -> int:
+        """The tick in which microbatch 0 leaves loop i."""
+        return self.schedule.starts[i] + self.schedule.passage
+
+    def _offsets(self) -> tuple[int, ...]:
+        """The tick at which each segment runs for microbatch 0.
+
+        With several rounds, segments of a training step run in the same ticks of each period: the first one a tick earlier than
+        its results are read, and the last one a tick later than it could.
+        """
+        offsets = [0, *(self.leaves(i) for i in range(len(self.body.loops)))]
+        if self.schedule.rounds > 1:
+            offsets[0] = -1
+            offsets[-1] += len(offsets) == 3
+        return tuple(offsets)
 
     def _segment_time(self, j: int) -> Time:
         return Time(self.offsets[j])
@@ -77,33 +132,92 @@ class TickLoops:
         place = self.body.place(var)
         return self.slot_times[place.loop] if isinstance(place, Stack) else self._segment_time(max(place, 0))
 
-    def phases(self) -> list[range]:
-        """The ticks of each phase."""
+    def _phases(self) -> list[Phase]:
+        """The phases, in order."""
+        if self.schedule.rounds > 1:
+            return self._phases_of_rounds()
         n, m, slots = len(self.body.loops), self.schedule.microbatches, self.schedule.slots
         cuts = {c for start in self.schedule.starts for c in (start, start + slots)}
         for j in range(1, max(n, 2)):  # the last segment of a training step is small: it runs in idle ticks as well
             cuts |= {self.offsets[j], self.offsets[j] + m}
         ordered = sorted(cuts)
-        return [range(a, b) for a, b in itertools.pairwise(ordered)]
+        return [Phase((range(a, b),)) for a, b in itertools.pairwise(ordered)]
 
-    def runs(self, place: Any, phase: range) -> bool:
-        """Whether a segment or slot runs in a phase."""
+    def _phases_of_rounds(self) -> list[Phase]:
+        """The phases, with several rounds: equal periods are repeated."""
+        period, n = self.schedule.period, len(self.body.loops)
+        places = [*range(n + 1), *map(Stack, range(n))]
+        end = max(self.schedule.ticks, self.offsets[-1] + self.schedule.entry(self.schedule.microbatches - 1) + 1)
+        first = self.offsets[0]
+        active = [tuple(self._is_active(p, t) for p in places) for t in range(first, end)]
+        edges = [0, *(i for i in range(1, len(active)) if active[i] != active[i - 1]), len(active)]
+        phases: list[Phase] = []
+        done = 0
+        while done < len(active):
+            ahead = active[done : done + period]
+            repeats = 1
+            while len(ahead) == period and active[done + repeats * period :][:period] == ahead:
+                repeats += 1
+            stop = done + period if repeats > 1 else next(e for e in edges if e > done)
+            inner = [done, *(e for e in edges if done < e < stop), stop]
+            phases.append(Phase(tuple(range(first + a, first + b) for a, b in itertools.pairwise(inner)), repeats))
+            done += (stop - done) * repeats
+        return phases
+
+    def _is_active(self, place: Place, tick: int) -> bool:
+        """Whether a segment or the slots of a loop run in a tick, with several rounds.
+
+        The first and the last segment of a training step run in some idle ticks as well, so that more periods are equal.
+        """
+        s, period = self.schedule, self.schedule.period
+        if isinstance(place, Stack):
+            return 0 <= tick - s.starts[place.loop] < s.slots
+        group, within = divmod(tick - self.offsets[place], period)
+        groups, idle = s.microbatches // s.stages, s.name == "1f1b" and len(self.body.loops) == 2
+        before, after = idle and place == 2, idle and place == 0
+        return within < s.stages and -before <= group < groups + after
+
+    def runs(self, place: Place, ticks: range) -> bool:
+        """Whether a segment or the slots of a loop run in a part of a phase."""
+        if self.schedule.rounds > 1:
+            return self._is_active(place, ticks.start)
         if isinstance(place, Stack):
             start, length = self.schedule.starts[place.loop], self.schedule.slots
         else:
             start, length = self.offsets[place], self.schedule.microbatches
-        return phase.start < start + length and phase.stop > start
+        return ticks.start < start + length and ticks.stop > start
 
-    def enters(self, i: int, phase: range) -> bool:
-        """Whether microbatches enter loop i in a phase; else the last ones leave it."""
-        start = self.schedule.starts[i]
-        return phase.start < start + self.schedule.microbatches and phase.stop > start
+    def enters(self, i: int, ticks: range) -> bool:
+        """Whether microbatches enter loop i in a part of a phase; else all stages continue with those that have entered."""
+        start, s = self.schedule.starts[i], self.schedule
+        if s.rounds > 1:
+            last = start + s.entry(s.microbatches - 1)
+            return any((t - start) % s.period < s.stages and start <= t <= last for t in ticks)
+        return ticks.start < start + s.microbatches and ticks.stop > start
 
-    def _span(self, var: Any) -> range:
-        """The ticks in which a variable is made."""
-        place = self.body.place(var)
-        phases = [p for p in self.phases() if self.runs(place if isinstance(place, Stack) else max(place, 0), p)]
-        return range(phases[0].start, phases[-1].stop)
+    # -- rings
+
+    def _ring(self, var: Any) -> Ring:
+        """The ring of a variable, with a row for each value that is still to be read."""
+        s, place, made = self.schedule, self.body.place(var), self.made_at(var)
+        runs = [
+            part
+            for p in self.phases
+            for part in p.parts
+            if self.runs(place if isinstance(place, Stack) else max(place, 0), part)
+        ]
+        start = runs[0].start
+        lives = [max(t.since(made, s.stages, r) for t in self.needs.reads[var]) for r in range(s.rounds)]
+        if s.rounds == 1:
+            return Ring(min(lives[0] + 1, runs[-1].stop - start), start)
+        if not isinstance(place, Stack):
+            entries = [s.entry(m) for m in range(s.microbatches + s.stages)]  # an idle group may follow
+            return Ring(max(sum(a <= b <= a + max(lives) for b in entries) for a in entries[: s.stages]), start)
+        lives = lives[::-1] if made.turn < 0 else lives
+        rows = interval_rows(
+            [lives[n // s.stages % s.rounds] if n < s.rounds * s.microbatches else 0 for n in range(s.slots)]
+        )
+        return Ring(max(rows) + 1, start, tuple(rows))
 
     # -- needed equations
 
@@ -149,9 +263,8 @@ class TickLoops:
         needs.wanted.setdefault(made, set()).add(var)
         if made == INVARIANT or var in self._xs:
             return
-        lag = time.after(self.made_at(var), self.stages.count)
-        if lag or isinstance(made, Stack) or time.step:
-            needs.lags[var] = max(lag, needs.lags.get(var, 0))
+        if isinstance(made, Stack) or time.step or time != self.made_at(var):
+            needs.reads.setdefault(var, set()).add(time)
 
     @property
     def _xs(self) -> Mapping[Any, int]:
@@ -195,49 +308,111 @@ class TickLoops:
         known: dict[Any, Any] = dict(zip(body.consts, args[:nc], strict=True))
         known.update((c, x) for c, x, out in zip(body.carries, args[nc : nc + nk], body.outs, strict=False) if out is c)
         evaluate(needs.eqns[INVARIANT], known, known.__getitem__)
-        divided = {
-            v: self.stages.divided(known[v])
-            for eqn in body.loops
-            for v in eqn.invars[sum(scan_counts(eqn.params)) :]
-            if v in known
-        }
+        # the copy is a loop over the microbatches: inference then gives the name of the batch to the rows of a microbatch
+        copied = lax.scan(lambda _, x: (None, x), None, list(args[nc + nk :]), length=self.schedule.microbatches)[1]
+        xs = dict(zip(body.xs, copied, strict=True))
+        divided = {}
+        for stages, eqn in zip(self.stages, body.loops, strict=True):
+            for v in eqn.invars[sum(scan_counts(eqn.params)) :]:
+                if v in known and v not in divided:
+                    divided[v] = stages.divided(known[v])
+                elif v in xs and v not in divided:
+                    divided[v] = stages.divided(xs[v], 1)
         state = self._first_state(args[nc : nc + nk])
         results: dict[int, list[Any]] = {}
-        # the copy is a loop over the microbatches: inference then gives the name of the batch to the rows of a microbatch
-        xs = lax.scan(lambda _, x: (None, x), None, list(args[nc + nk :]), length=self.schedule.microbatches)[1]
-        for phase in self.phases():
-            tick = _Tick(self, phase, known, divided, dict(zip(body.xs, xs, strict=True)))
-            state, outs = lax.scan(tick, state, jnp.arange(phase.start, phase.stop, dtype=np.int32))
+        for phase in self.phases:
+            state, outs = self._run(phase, state, known, divided, xs)
             for k, out in outs.items():
                 results.setdefault(k, []).append(out)
         return [self._result(k, out, args, known, state, results) for k, out in enumerate(body.outs)]
 
-    def _first_state(self, carries: Sequence[Any]) -> dict[str, dict[Any, Any]]:
+    def _run(self, phase: Phase, state: Any, known: Any, divided: Any, xs: Any) -> tuple[Any, dict[int, Any]]:
+        """Run a phase: (the state after it, results that segments make, stacked over ticks)."""
+
+        def run(state: Any, start: Any) -> tuple[Any, dict[int, Any]]:
+            """Run the parts once."""
+            made: dict[int, list[Any]] = {}
+            for part in phase.parts:
+                ticks = jnp.arange(part.start, part.stop, dtype=np.int32) + start
+                changed, rest = self._changed(state, [part])
+                tick = _Tick(self, part, known, divided, xs, rest)
+                changed, outs = lax.scan(tick, changed, ticks)
+                state = _merged(changed, rest)
+                for k, out in outs.items():
+                    made.setdefault(k, []).append(out)
+            return state, {k: jnp.concatenate(parts) if len(parts) > 1 else parts[0] for k, parts in made.items()}
+
+        if phase.repeats == 1:
+            return run(state, np.int32(0))
+        changed, rest = self._changed(state, phase.parts)
+
+        def period(changed: Any, start: Any) -> tuple[Any, dict[int, Any]]:
+            """Run the parts for a period that starts at a tick."""
+            state, outs = run(_merged(changed, rest), start)
+            return self._changed(state, phase.parts)[0], outs
+
+        starts = self.schedule.period * np.arange(phase.repeats, dtype=np.int32)
+        changed, outs = lax.scan(period, changed, jnp.asarray(starts))
+        return _merged(changed, rest), {k: jnp.reshape(x, (-1, *x.shape[2:])) for k, x in outs.items()}
+
+    def _changed(self, state: State, parts: Sequence[range]) -> tuple[State, State]:
+        """The state that parts of a phase change, and the rest: what a scan does not change, it does not carry."""
+        body, variables = self.body, list(self.rings)
+        active = {
+            p
+            for p in (*range(len(body.loops) + 1), *map(Stack, range(len(body.loops))))
+            for part in parts
+            if self.runs(p, part)
+        }
+
+        def changes(name: str, key: int) -> bool:
+            """Whether a segment or slot that runs writes an entry of the state."""
+            if name == "sent":
+                return Stack(key) in active
+            if name == "rings":
+                return body.place(variables[key]) in active
+            addend = body.accumulators[key].addend if key in body.accumulators else None
+            place = body.segment(body.outs[key]) if addend is None else body.place(addend)
+            return (place if isinstance(place, Stack) else max(place, 0)) in active
+
+        split = ({}, {})
+        for name, values in state.items():
+            for part, wanted in zip(split, (True, False), strict=True):
+                part[name] = {key: value for key, value in values.items() if changes(name, key) == wanted}
+        return split
+
+    def _first_state(self, carries: Sequence[Any]) -> State:
         """The state before the first tick: carries and accumulators, rings, and the results of the slots before."""
         body, rings = self.body, {}
         first: dict[Any, Any] = {}
         for k, (init, out) in enumerate(zip(carries, body.outs, strict=False)):
-            if k in body.accumulators and isinstance(body.place(body.accumulators[k].addend), Stack):
-                first[k] = self.stages.divided(init)
+            place = body.place(body.accumulators[k].addend) if k in body.accumulators else None
+            if isinstance(place, Stack):
+                stages = self.stages[place.loop]
+                if stages.rounds == 1:
+                    first[k] = stages.divided(init)
+                else:  # the initial value is added at the end: it is zero, and would move to other stages
+                    parts = (init.shape[0] // stages.count, stages.count, *init.shape[1:])
+                    first[k] = stages.named(zeros(parts, init.dtype), 1)
             elif out is not body.carries[k]:
                 first[k] = init
-        for var, span in self.spans.items():
-            size = min(self.needs.lags[var] + 1, len(span))
-            aval = var.aval
-            if isinstance(body.place(var), Stack):
-                parts = (size, aval.shape[0] // self.stages.count, self.stages.count, *aval.shape[1:])
-                rings[var] = self.stages.named(zeros(parts, aval.dtype), 2)
+        for i, (var, ring) in enumerate(self.rings.items()):
+            aval, place = var.aval, body.place(var)
+            if isinstance(place, Stack):
+                stages = self.stages[place.loop]
+                layers = aval.shape[0] // (stages.count * stages.rounds)
+                rings[i] = stages.named(zeros((ring.rows, layers, stages.count, *aval.shape[1:]), aval.dtype), 2)
             else:
-                rings[var] = zeros((size, *aval.shape), aval.dtype)
+                rings[i] = zeros((ring.rows, *aval.shape), aval.dtype)
         sent = {}
-        for i, eqn in enumerate(body.loops):
+        for i, (stages, eqn) in enumerate(zip(self.stages, body.loops, strict=True)):
             consts, count = scan_counts(eqn.params)
-            sent[i] = [self.stages.zeros(v.aval) for v in eqn.invars[consts : consts + count]]
-        return {"carries": first, "rings": {self.ring_key(v): r for v, r in rings.items()}, "sent": sent}
+            sent[i] = [stages.zeros(v.aval) for v in eqn.invars[consts : consts + count]]
+        return {"carries": first, "rings": rings, "sent": sent}
 
     def ring_key(self, var: Any) -> int:
         """The position of a ring in the state."""
-        return list(self.spans).index(var)
+        return list(self.rings).index(var)
 
     def _result(self, k: int, out: Any, args: Sequence[Any], known: Mapping[Any, Any], state: Any, results: Any) -> Any:
         """Result k of the microbatch loop."""
@@ -248,28 +423,38 @@ class TickLoops:
             if out is body.carries[k]:
                 return args[nc + k]
             value = state["carries"][k]
-            if k in body.accumulators and isinstance(body.place(body.accumulators[k].addend), Stack):
-                value = self.stages.joined(value)
+            place = body.place(body.accumulators[k].addend) if k in body.accumulators else None
+            if isinstance(place, Stack):
+                value = self.stages[place.loop].joined(value)
+                value = value if self.schedule.rounds == 1 else args[nc + k] + value
         elif isinstance(out, Literal) or body.place(out) == INVARIANT:
             one = out.val if isinstance(out, Literal) else known[out]
             value = jnp.broadcast_to(jnp.asarray(one, aval.dtype), aval.shape)
         else:
             j = body.segment(out)
-            first = next(p.start for p in self.phases() if self.runs(j, p))
-            value = jnp.concatenate(results[k])[self.offsets[j] - first :][:m]
+            ticks = [
+                t + n * self.schedule.period
+                for phase in self.phases
+                for n in range(phase.repeats)
+                for part in phase.parts
+                if self.runs(j, part)
+                for t in part
+            ]
+            value = jnp.concatenate(results[k])[ticks.index(self.offsets[j]) :][:m]
             value = value[::-1] if self.eqn.params["reverse"] else value
         return with_weak_type(jnp.asarray(value), aval.weak_type)
 
 
 class _Tick:
-    """One tick of a phase, as the body of a scan: (state, tick) → (state, stacked results).
+    """One tick of a part of a phase, as the body of a scan: (state, tick) → (state, stacked results).
 
     Attributes:
       loops: the loops over ticks.
-      phase: the ticks of the phase.
+      ticks: the first of the ticks that the body is for.
       known: the values that all microbatches have.
-      divided: the stacked values among them, divided into stages.
+      divided: the stacked operands of layer loops, divided into stages, of all layers or of all microbatches.
       xs: the stacked operands of the microbatch loop.
+      rest: the state that the ticks do not change.
       state, tick: of the present call.
       env: the values that this tick has made.
     """
@@ -277,28 +462,47 @@ class _Tick:
     def __init__(
         self,
         loops: TickLoops,
-        phase: range,
+        ticks: range,
         known: Mapping[Any, Any],
         divided: Mapping[Any, Any],
         xs: Mapping[Any, Any],
+        rest: State,
     ):
-        """A tick of a phase; the arguments are attributes of the class."""
-        self.loops, self.phase, self.known, self.divided, self.xs = loops, phase, known, divided, xs
-        self.body, self.stages, self.schedule = loops.body, loops.stages, loops.schedule
+        """A tick; the arguments are attributes of the class."""
+        self.loops, self.ticks, self.known, self.divided, self.xs, self.rest = loops, ticks, known, divided, xs, rest
+        self.body, self.schedule = loops.body, loops.schedule
         self.state: Any = None
         self.tick: Any = None
         self.env: dict[Any, Any] = {}
 
     def __call__(self, state: Any, tick: Any) -> tuple[Any, dict[int, Any]]:
         """The state after a tick, and the results that are stacked."""
-        self.state = {name: dict(values) for name, values in state.items()}
+        self.state = _merged(state, self.rest)
         self.tick, self.env, outs = tick, {}, {}
+        for i in range(len(self.body.loops)):
+            if self.loops.offsets[i + 1] > self.loops.leaves(i) and self.loops.runs(i + 1, self.ticks):
+                self.leave(i)
         for j in range(len(self.body.loops) + 1):
-            if self.loops.runs(j, self.phase):
+            if self.loops.runs(j, self.ticks):
                 outs.update(self.segment(j))
-            if j < len(self.body.loops) and self.loops.runs(Stack(j), self.phase):
+            if j < len(self.body.loops) and self.loops.runs(Stack(j), self.ticks):
                 self.slot(j)
-        return self.state, outs
+        return {name: {key: self.state[name][key] for key in values} for name, values in state.items()}, outs
+
+    def of(self, time: Time) -> tuple[Any, Any, Any]:
+        """(microbatch, round, whether there is one) that is at a time; [K] if the time differs between stages."""
+        s = self.schedule
+        step = self.tick - (time.start + min(time.turn, 0) * (s.rounds - 1))
+        if time.step:
+            step = step - time.step * self.loops.stages[0].index()
+        if s.rounds == 1:
+            return step, 0, (step >= 0) & (step < s.microbatches)
+        valid = (step >= 0) & (step < s.rounds * s.microbatches)
+        step = jnp.maximum(step, 0)
+        group, within = lax.div(step, np.int32(s.period)), lax.rem(step, np.int32(s.period))
+        r, first = lax.div(within, np.int32(s.stages)), lax.rem(within, np.int32(s.stages))
+        valid &= r == 0 if not time.turn else True
+        return group * s.stages + first, s.rounds - 1 - r if time.turn < 0 else r, valid
 
     # -- segments
 
@@ -315,8 +519,7 @@ class _Tick:
         evaluate(needs.eqns.get(j, []), local, lookup)
         self.env.update((v, x) for v, x in local.items() if body.place(v) == j)
         value = lambda v: v.val if isinstance(v, Literal) else local[v] if v in local else lookup(v)  # noqa: E731
-        microbatch = self.tick - time.start
-        valid = (microbatch >= 0) & (microbatch < self.schedule.microbatches)
+        _, _, valid = self.of(time)
         outs: dict[int, Any] = {}
         for k, out in enumerate(body.outs):
             accumulator = body.accumulators.get(k)
@@ -331,7 +534,7 @@ class _Tick:
                 self.state["carries"][k] = lax.select(valid, jnp.asarray(value(out)), before[k])
             elif not isinstance(out, Literal) and body.place(out) != INVARIANT:
                 outs[k] = value(out)
-        for var in loops.spans:
+        for var in loops.rings:
             if body.place(var) == j:
                 self.store(var, self.env[var])
         return outs
@@ -340,49 +543,63 @@ class _Tick:
 
     def slot(self, i: int) -> None:
         """Run a slot of loop i on all stages."""
-        body, stages, eqn = self.body, self.stages, self.body.loops[i]
+        body, stages, eqn = self.body, self.loops.stages[i], self.body.loops[i]
         nc, nk = scan_counts(eqn.params)
-        time = self.loops.slot_times[i]
-        first, last = (stages.count - 1, 0) if time.step < 0 else (0, stages.count - 1)
+        time, start = self.loops.slot_times[i], Time(self.schedule.starts[i])
+        first = stages.count - 1 if time.step < 0 else 0
         consts, per_stage = [], []
         for v in eqn.invars[:nc]:
             own = not isinstance(v, Literal) and v not in self.known
-            consts.append(self.rows(v, time) if own else v.val if isinstance(v, Literal) else self.known[v])
+            consts.append(self.rows(v, time, stages) if own else v.val if isinstance(v, Literal) else self.known[v])
             per_stage.append(own)
-        start = Time(self.schedule.starts[i])
+        _, r, valid = self.of(time)
         with at_line_of(eqn):
             carries = self.state["sent"][i]
-            if self.loops.enters(i, self.phase):
+            if self.loops.enters(i, self.ticks):
                 inits = [self.read(v, start) for v in eqn.invars[nc : nc + nk]]
-                carries = [stages.entering(x, y, first) for x, y in zip(inits, carries, strict=True)]
+                when = self.of(start)[2] if stages.rounds > 1 else True
+                carries = [stages.entering(x, y, first, when) for x, y in zip(inits, carries, strict=True)]
             else:
                 carries = [stages.moved(x, first) for x in carries]
-            stacks = [self.divided[v] if v in self.divided else self.stack_rows(v, time) for v in eqn.invars[nc + nk :]]
+            stacks = [self.stack(v, time, stages, r) for v in eqn.invars[nc + nk :]]
             added = [k for k, a in body.accumulators.items() if body.place(a.addend) == Stack(i)]
-            stored = [var for var in self.loops.spans if body.place(var) == Stack(i)]
-            totals, split = [self.state["carries"][k] for k in added], self.of_layer(i, added, stored)
-            done, made, totals = run_slot(eqn, stages.count, consts, per_stage, carries, stacks, totals, split)
-        self.state["sent"][i] = done = [stages.named(x) for x in done]
+            stored = [var for var in self.loops.rings if body.place(var) == Stack(i)]
+            totals = [self.state["carries"][k] for k in added]
+            length = eqn.params["length"] // (stages.count * stages.rounds)
+            first_rows = r * length if stages.rounds > 1 else None
+            split = self.of_layer(i, added, stored, valid)
+            done, made, totals = run_slot(eqn, length, consts, per_stage, carries, stacks, totals, split, first_rows)
+        self.state["sent"][i] = [stages.named(x) for x in done]
         self.state["carries"].update(zip(added, totals, strict=True))
         for var, x in zip(stored, made, strict=True):
             self.store(var, stages.named(x, 1))
-        if self.loops.runs(i + 1, self.phase):
-            for var, x in zip(eqn.outvars[:nk], done, strict=True):
-                if var in self.loops.needs.wanted.get(i + 1, ()):
-                    self.env[var] = stages.of_stage(x, last)
+        if self.loops.offsets[i + 1] == self.loops.leaves(i) and self.loops.runs(i + 1, self.ticks):
+            self.leave(i)
+
+    def leave(self, i: int) -> None:
+        """Take the results of loop i from its last stage, for the segment that follows."""
+        eqn, stages = self.body.loops[i], self.loops.stages[i]
+        last = 0 if eqn.params["reverse"] else stages.count - 1
+        for var, x in zip(eqn.outvars, self.state["sent"][i], strict=False):
+            if var in self.loops.needs.wanted.get(i + 1, ()):
+                self.env[var] = stages.of_stage(x, last)
 
     def of_layer(
-        self, i: int, added: Sequence[int], stored: Sequence[Any]
+        self, i: int, added: Sequence[int], stored: Sequence[Any], valid: Any
     ) -> Callable[[list[Any]], tuple[list[Any], list[Any]]]:
         """The function by which one layer of loop i divides its stacked results, each [K, …].
+
+        Args:
+          i: of the loop.
+          added: the accumulators to which it adds.
+          stored: the variables that are stored.
+          valid: [K], whether a stage is not idle.
 
         Returns:
           Results → (the values of the variables ``stored``, the addends of the accumulators ``added``: zeros for idle stages).
         """
-        body, stages, time = self.body, self.stages, self.loops.slot_times[i]
+        body, stages = self.body, self.loops.stages[i]
         eqn, eqns = body.loops[i], self.loops.needs.stack_eqns[i]
-        microbatch = self.tick - (time.start + time.step * stages.index())
-        valid = (microbatch >= 0) & (microbatch < self.schedule.microbatches)
 
         def split(made: list[Any]) -> tuple[list[Any], list[Any]]:
             """The results of one layer that are stored, and those that are added."""
@@ -399,15 +616,47 @@ class _Tick:
 
     def store(self, var: Any, x: Any) -> None:
         """Write a value into the row of this tick of its ring."""
-        key = self.loops.ring_key(var)
-        ring = self.state["rings"][key]
-        row = lax.rem(self.tick - self.loops.spans[var].start, np.int32(ring.shape[0]))
-        self.state["rings"][key] = lax.dynamic_update_index_in_dim(ring, x, row, 0)
+        loops, key, made = self.loops, self.loops.ring_key(var), self.loops.made_at(var)
+        values, ring, place = self.state["rings"][key], self.loops.rings[var], self.body.place(var)
+        if isinstance(place, Stack) and ring.table is not None:
+            row = self.table_row(ring, self.tick - self.schedule.starts[place.loop], made)
+            self.state["rings"][key] = loops.stages[place.loop].with_rows(values, x, row)
+            return
+        if self.schedule.rounds == 1:
+            row = lax.rem(self.tick - ring.start, np.int32(ring.rows))
+        else:
+            row = lax.rem(self.of(made)[0], np.int32(ring.rows))
+        self.state["rings"][key] = lax.dynamic_update_index_in_dim(values, x, row, 0)
 
-    def row(self, var: Any, ticks_ago: Any) -> Any:
-        """The row of a variable's ring that was written so many ticks ago: a scalar, or [K]."""
-        size = self.state["rings"][self.loops.ring_key(var)].shape[0]
-        return jnp.mod(self.tick - ticks_ago - self.loops.spans[var].start, np.int32(size))
+    def table_row(self, ring: Ring, step: Any, made: Time) -> Any:
+        """[K]: for each stage, the row in which a ring with a table has the value of a slot.
+
+        Args:
+          step: the tick of the slot on the first stage that runs it, counted from the first tick of the loop.
+          made: the time of the slots.
+        """
+        index, count = self.loops.stages[0].index(), self.schedule.stages
+        own = step - (index if made.step > 0 else count - 1 - index)
+        return jnp.asarray(ring.table, np.int32)[jnp.clip(own, 0, len(ring.table or ()) - 1)]
+
+    def row(self, var: Any, time: Time) -> Any:
+        """The row of a ring in which the value is that is read at a time: a scalar, or [K]."""
+        ring, made, s = self.loops.rings[var], self.loops.made_at(var), self.schedule
+        if s.rounds == 1:
+            ago = time.start - made.start
+            if time.step or made.step:
+                ago = ago + (time.step - made.step) * self.loops.stages[0].index()
+            return jnp.mod(self.tick - ago - ring.start, np.int32(ring.rows))
+        microbatch, r, _ = self.of(time)
+        return lax.rem(microbatch, np.int32(ring.rows)) if ring.table is None else self.row_of(var, microbatch, r)
+
+    def row_of(self, var: Any, microbatch: Any, r: Any) -> Any:
+        """[K]: for each stage, the row in which a ring with a table has the value of a microbatch and round."""
+        ring, s = self.loops.rings[var], self.schedule
+        q = s.rounds - 1 - r if self.loops.made_at(var).turn < 0 else r
+        group, within = lax.div(microbatch, np.int32(s.stages)), lax.rem(microbatch, np.int32(s.stages))
+        step = group * s.period + q * s.stages + within
+        return jnp.asarray(ring.table, np.int32)[jnp.clip(step, 0, len(ring.table or ()) - 1)]
 
     def read(self, var: Any, time: Time) -> Any:
         """The value that a segment reads, of the microbatch that it runs for."""
@@ -416,47 +665,51 @@ class _Tick:
         if var in self.known:
             return self.known[var]
         if var in self.xs:
-            return lax.dynamic_index_in_dim(self.xs[var], self.position(self.tick - time.start), 0, keepdims=False)
-        if isinstance(self.body.place(var), Stack):
-            return self.stages.joined(self.stack_rows(var, time))
-        lag = time.start - self.loops.made_at(var).start
-        if lag == 0:
+            return lax.dynamic_index_in_dim(self.xs[var], self.position(time), 0, keepdims=False)
+        place = self.body.place(var)
+        if isinstance(place, Stack):
+            stages, ring = self.loops.stages[place.loop], self.state["rings"][self.loops.ring_key(var)]
+            if stages.rounds == 1:
+                parts = [stages.rows(ring, self.row(var, time), 1)]
+            else:
+                microbatch = jnp.broadcast_to(self.of(time)[0], (stages.count,))
+                parts = [stages.rows(ring, self.row_of(var, microbatch, r), 1) for r in range(stages.rounds)]
+            return stages.joined(jnp.swapaxes(jnp.concatenate(parts, 1), 0, 1))
+        if time.start == self.loops.made_at(var).start:
             return self.env[var]
         ring = self.state["rings"][self.loops.ring_key(var)]
-        return lax.dynamic_index_in_dim(ring, self.row(var, lag), 0, keepdims=False)
+        return lax.dynamic_index_in_dim(ring, self.row(var, time), 0, keepdims=False)
 
-    def position(self, microbatch: Any) -> Any:
-        """The index of a microbatch in the stacked operands of the microbatch loop."""
+    def position(self, time: Time) -> Any:
+        """The index of the microbatch of a time in the stacked operands of the microbatch loop."""
         m = self.schedule.microbatches
-        at = jnp.clip(microbatch, 0, m - 1)
+        at = jnp.clip(self.of(time)[0], 0, m - 1)
         return m - 1 - at if self.loops.eqn.params["reverse"] else at
 
-    def ticks_ago(self, made: Time, time: Time) -> Any:
-        """[K]: for each stage, how many ticks before a time a value was made."""
-        return (time.start - made.start) + (time.step - made.step) * self.stages.index()
-
-    def rows(self, var: Any, time: Time) -> Any:
+    def rows(self, var: Any, time: Time, stages: Stages) -> Any:
         """[K, …]: for each stage, the value of its microbatch."""
         if var in self.xs:
-            at = self.position(self.tick - (time.start + time.step * self.stages.index()))
-            return self.stages.rows(self.xs[var], at, -1)
-        ring = self.state["rings"][self.loops.ring_key(var)]
-        return self.stages.rows(ring, self.row(var, self.ticks_ago(self.loops.made_at(var), time)), -1)
+            return stages.rows(self.xs[var], self.position(time), -1)
+        return stages.rows(self.state["rings"][self.loops.ring_key(var)], self.row(var, time), -1)
 
-    def stack_rows(self, var: Any, time: Time) -> Any:
-        """[L / K, K, …]: for each stage, its part of a stack, of its microbatch."""
-        stages = self.stages
+    def stack(self, var: Any, time: Time, stages: Stages, r: Any) -> Any:
+        """[l, K, …]: for each stage, its part of a stacked operand of a slot, of its microbatch and round ``r``."""
+        if var in self.known:
+            return stages.of_round(self.divided[var], r)
         if var in self.xs:
-            at = self.position(self.tick - (time.start + time.step * stages.index()))
-            ring = self.xs[var]
+            parts = stages.rows(self.divided[var], self.position(time), 1)
+        elif isinstance(self.body.place(var), Stack):
+            ring = self.state["rings"][self.loops.ring_key(var)]
+            return jnp.swapaxes(stages.rows(ring, self.row(var, time), 1), 0, 1)
         else:
             ring = self.state["rings"][self.loops.ring_key(var)]
-            at = self.row(var, self.ticks_ago(self.loops.made_at(var), time))
-        if not isinstance(self.body.place(var), Stack):  # [R, L, …]
-            size, layers = ring.shape[:2]
-            ring = stages.named(jnp.reshape(ring, (size, stages.count, layers // stages.count, *ring.shape[2:])), 1)
-            return jnp.swapaxes(stages.rows(ring, at, 0), 0, 1)
-        return jnp.swapaxes(stages.rows(ring, at, 1), 0, 1)
+            parts = stages.rows(stages.divided(ring, 1), self.row(var, time), 1)
+        return stages.of_round(jnp.swapaxes(parts, 0, 1), r)
+
+
+def _merged(first: State, second: State) -> State:
+    """The entries of two parts of a state."""
+    return {name: {**values, **second[name]} for name, values in first.items()}
 
 
 def evaluate(eqns: Iterable[Any], env: dict[Any, Any], lookup: Callable[[Any], Any]) -> None:
@@ -477,6 +730,7 @@ def one_microbatch(eqn: Any, stages: Stages) -> Callable[..., list[Any]]:
     nc, nk = scan_counts(eqn.params)
     time = Time(stages.count - 1, -1) if eqn.params["reverse"] else Time(0, 1)
     first, last = (stages.count - 1, 0) if time.step < 0 else (0, stages.count - 1)
+    length = eqn.params["length"] // stages.count
 
     def run(*args: Any) -> list[Any]:
         """The results of the loop."""
@@ -493,7 +747,7 @@ def one_microbatch(eqn: Any, stages: Stages) -> Callable[..., list[Any]]:
             """Run one slot on all stages, and store the stacks of the active one."""
             sent, stored = state
             carries = [stages.entering(x, y, first) for x, y in zip(inits, sent, strict=True)]
-            done, made, _ = run_slot(eqn, stages.count, consts, (False,) * nc, carries, stacks)
+            done, made, _ = run_slot(eqn, length, consts, (False,) * nc, carries, stacks)
             active = time.start + time.step * stages.index() == tick
             stored = [stages.merged(active, new, old) for new, old in zip(made, stored, strict=True)]
             return ([stages.named(x) for x in done], stored), None

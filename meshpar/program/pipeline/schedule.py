@@ -4,6 +4,10 @@ All stages run in lockstep. In a *tick* each stage runs at most one *slot* of ea
 The slots of a stage in one tick may be of different microbatches, and a slot of no microbatch is idle: it computes values that are
 discarded. With K stages, M microbatches and one forward and one backward loop, the first microbatch enters stage 0 at tick 0.
 
+With v *rounds*, each stage has v groups of layers, and a microbatch passes all stages v times (the interleaved, or circular,
+schedule). Microbatches enter in groups of K: while a group is in its later rounds, none enters. A group takes a *period* of v·K
+ticks. The bubble is (K − 1) slots of a v-th of a stage's layers.
+
 Example: 1F1B, K = 3, M = 4. ``F2``: the forward slot of microbatch 2, ``B0``: the backward slot of microbatch 0.
 
 =====  ====  ====  =====  =====  =====  =====  ====  ====
@@ -17,6 +21,8 @@ tick   0     1     2      3      4      5      6     7
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, get_args
@@ -29,21 +35,47 @@ SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A lockstep schedule of layer loops that run one after the other: one forward, or one forward and one backward loop.
+    """A lockstep schedule of layer loops that run one after the other.
 
     Attributes:
       name: ``"1f1b"`` or ``"gpipe"``.
       stages: number of stages, K.
       microbatches: their number, M.
       rounds: groups of layers of a stage, v; each microbatch passes all stages once per round. More than one: M is a multiple of K.
-      loops: 1 (forward) or 2 (forward and backward).
+      order: the loops of a microbatch: ``F`` forward, ``B`` backward, ``R`` forward, but recomputed for the backward pass.
+        ``"FB"``: a stack of layers and its gradient; ``"FFBB"``: an encoder and a decoder; ``"FRB"``: a rematerialized loop.
     """
 
     name: str
     stages: int
     microbatches: int
     rounds: int = 1
-    loops: int = 2
+    order: str = "FB"
+
+    @property
+    def loops(self) -> int:
+        """Number of layer loops of a microbatch."""
+        return len(self.order)
+
+    @property
+    def period(self) -> int:
+        """Ticks from a group of K microbatches to the next one: v·K. With one round, microbatches need no groups: 1."""
+        return self.rounds * self.stages if self.rounds > 1 else 1
+
+    @property
+    def group(self) -> int:
+        """Microbatches that enter in a period: K, and 1 with one round."""
+        return self.stages if self.rounds > 1 else 1
+
+    def entry(self, microbatch: int) -> int:
+        """The tick at which a microbatch enters its first loop."""
+        group, within = divmod(microbatch, self.group)
+        return group * self.period + within
+
+    @property
+    def passage(self) -> int:
+        """Ticks from the first to the last slot of a microbatch in a loop: v·K − 1."""
+        return self.rounds * self.stages - 1
 
     @property
     def slots(self) -> int:
@@ -52,13 +84,20 @@ class Schedule:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """The tick of the first slot of each loop."""
-        last = self.rounds * self.stages - 1 if self.name == "1f1b" else self.slots - 1
-        return (0, last)[: self.loops]
+        """The tick of the first slot of each loop.
+
+        Each loop starts when the first microbatch has left the one before; under ``gpipe``, the first one of the backward pass
+        when all microbatches have.
+        """
+        starts = [0]
+        for i in range(1, self.loops):
+            flush = self.name == "gpipe" and self.order[i] != "F" and self.order[i - 1] == "F"
+            starts.append(starts[-1] + (self.slots - 1 if flush else self.passage))
+        return tuple(starts)
 
     @property
     def ticks(self) -> int:
-        """Number of ticks: v·M + (v + 1)·K − 2 for 1F1B, 2·v·M + 2·K − 3 for GPipe."""
+        """Number of ticks: v·M + (v + 1)·K − 2 for 1F1B, 2·v·M + 2·K − 3 for GPipe, with one forward and one backward loop."""
         return self.starts[-1] + self.slots
 
     @property
@@ -70,23 +109,57 @@ class Schedule:
     def in_flight(self) -> Fraction:
         """Most microbatches whose activations a stage stores at once, in units of all layers of a stage.
 
-        ((v + 1)·K − 1) / v for 1F1B, but at most M; M for GPipe; 1 without a backward loop.
+        ((v + 1)·K − 1) / v for 1F1B, but at most M; M for GPipe; 1 without a backward loop. Of several stacks, the one whose
+        activations are stored for the longest time: the first one.
         """
-        if self.loops == 1:
+        if "B" not in self.order:
             return Fraction(1)
-        bound = Fraction((self.rounds + 1) * self.stages - 1, self.rounds)
-        most = Fraction(self.microbatches)
-        return min(bound, most) if self.name == "1f1b" else most
+        if self.name == "gpipe" and "R" not in self.order:
+            return Fraction(self.microbatches)
+        first = (
+            self.order.rindex("F") if "R" in self.order else 0
+        )  # of remat, activations are those of the recomputation
+        distance = self.starts[-1] - self.starts[first + ("R" in self.order)]
+        # a slot of stage 0 in round r is stored for distance + (v·K − 1) − 2·r·K ticks after its own
+        lives = [distance + self.passage - 2 * r * self.stages for r in range(self.rounds)]
+        groups = range(self.period * 3) if self.rounds > 1 else range(1)
+        return min(Fraction(self.microbatches), max(self._stored(lives, tick) for tick in groups))
+
+    def _stored(self, lives: Sequence[int], tick: int) -> Fraction:
+        """The microbatches stored at a tick of a long steady phase, by the ticks for which slots of each round are stored."""
+        if self.rounds == 1:
+            return Fraction(lives[0] + 1)
+        count = sum(
+            lives[step // self.stages % self.rounds] >= tick - step for step in range(tick - 2 * max(lives), tick + 1)
+        )
+        return Fraction(count, self.rounds)
 
     def slot(self, loop: int, stage: int, tick: int) -> tuple[int, int] | None:
         """(microbatch, round) that a stage processes for a loop at a tick; None: it is idle."""
         stages, rounds = self.stages, self.rounds
-        position = stage if loop == 0 else stages - 1 - stage
-        step = tick - self.starts[loop] - position
+        backward = self.order[loop] == "B"
+        step = tick - self.starts[loop] - (stages - 1 - stage if backward else stage)
         if not 0 <= step < rounds * self.microbatches:
             return None
         if rounds == 1:
             return step, 0
-        group, within = divmod(step, stages * rounds)
+        group, within = divmod(step, self.period)
         r, first = divmod(within, stages)
-        return group * stages + first, r if loop == 0 else rounds - 1 - r
+        return group * stages + first, rounds - 1 - r if backward else r
+
+
+def interval_rows(lives: Sequence[int]) -> list[int]:
+    """The row of each of some values, the n-th of which is made at time n and read last at time ``n + lives[n]``.
+
+    The fewest rows such that no row has two values at once: given ``[2, 0, 2, 0]``, returns ``[0, 1, 1, 0]``.
+    """
+    free: list[int] = []
+    used: list[tuple[int, int]] = []  # (time after which the row is free, row)
+    rows = []
+    for n, life in enumerate(lives):
+        while used and used[0][0] < n:
+            heapq.heappush(free, heapq.heappop(used)[1])
+        row = heapq.heappop(free) if free else len(used)
+        heapq.heappush(used, (n + life, row))
+        rows.append(row)
+    return rows

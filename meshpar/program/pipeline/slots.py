@@ -1,7 +1,7 @@
 """Arrays with one part per stage, and the slot of a layer loop: all stages run their own layers at once, each on its own input.
 
 A *stack* ``[L, …]`` of L layers is divided into K stages as ``[L / K, K, …]``. The dim of size K has the name of the stacked dim,
-so the rule of the layout that splits the stack splits it as well.
+so the rule of the layout that splits the stack splits it as well. With v rounds, dim 0 has the layers of one round after another.
 """
 
 from __future__ import annotations
@@ -17,19 +17,24 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from ...compat.jax import closed_parts, key_impl, scan_counts
+from ...rules.rearrange import rearrange
 from ..primitives import add_row_p, name_dims_p
 
 
 @dataclass(frozen=True, slots=True)
 class Time:
-    """Tick at which stage k does something for microbatch 0: ``start + step · k``; for microbatch m it is m ticks later."""
+    """Tick at which stage k does something in round r for microbatch 0: ``start + step·k + turn·r``.
+
+    For another microbatch it is later by the ticks after which the microbatch enters the pipeline.
+    """
 
     start: int
     step: int = 0
+    turn: int = 0
 
-    def after(self, other: Time, stages: int) -> int:
-        """The most ticks that lie between another time and this one, over all stages."""
-        first = self.start - other.start
+    def since(self, other: Time, stages: int, r: int) -> int:
+        """The most ticks from another time to this one in a round, over all stages."""
+        first = self.start - other.start + (self.turn - other.turn) * r
         return max(first, first + (self.step - other.step) * (stages - 1))
 
 
@@ -40,10 +45,12 @@ class Stages:
     Attributes:
       count: their number, K.
       dim: the name of the stacked dim.
+      rounds: groups of layers of a stage, v. Stage k has the layers of the groups k, K + k, …, (v − 1)·K + k.
     """
 
     count: int
     dim: str
+    rounds: int = 1
 
     def named(self, x: Any, axis: int = 0) -> Any:
         """The array, with the name of the stacked dim for the dim of stages."""
@@ -57,26 +64,46 @@ class Stages:
         """[K, …] of zeros for a value of one stage."""
         return self.named(zeros((self.count, *aval.shape), aval.dtype))
 
-    def divided(self, stack: Any) -> Any:
-        """[L, …] as [L / K, K, …]."""
-        parts = self.named(jnp.reshape(stack, (self.count, stack.shape[0] // self.count, *stack.shape[1:])))
-        return jnp.swapaxes(parts, 0, 1)
+    def divided(self, stack: Any, axis: int = 0) -> Any:
+        """[L, …] as [L / K, K, …]: for every stage its layers, in the order of rounds. ``axis``: the position of the dim L.
+
+        With several rounds, layers move to other stages, by collective permutes.
+        """
+        layers = stack.shape[axis]
+        if self.rounds > 1:
+            order = np.arange(layers).reshape(self.rounds, self.count, -1).swapaxes(0, 1)
+            stack = rearrange(stack, axis, order.ravel())
+        shape = (*stack.shape[:axis], self.count, layers // self.count, *stack.shape[axis + 1 :])
+        return jnp.swapaxes(self.named(jnp.reshape(stack, shape), axis), axis, axis + 1)
 
     def joined(self, parts: Any) -> Any:
-        """[L / K, K, …] as [L, …]."""
+        """[L / K, K, …] as [L, …]: the inverse of :meth:`divided`."""
         x = jnp.swapaxes(parts, 0, 1)
-        return jnp.reshape(x, (x.shape[0] * x.shape[1], *x.shape[2:]))
+        x = jnp.reshape(x, (x.shape[0] * x.shape[1], *x.shape[2:]))
+        if self.rounds > 1:
+            order = np.arange(x.shape[0]).reshape(self.count, self.rounds, -1).swapaxes(0, 1)
+            x = rearrange(x, 0, order.ravel())
+        return x
 
-    def entering(self, value: Any, sent: Any, stage: int) -> Any:
+    def of_round(self, parts: Any, r: Any) -> Any:
+        """[L / (v·K), K, …]: of [L / K, K, …], the layers of round ``r`` (an int32 [K]) of each stage."""
+        if self.rounds == 1:
+            return parts
+        layers = parts.shape[0] // self.rounds
+        groups = jnp.reshape(parts, (self.rounds, layers, *parts.shape[1:]))
+        return jnp.swapaxes(self.rows(groups, r, 1), 0, 1)
+
+    def entering(self, value: Any, sent: Any, stage: int, when: Any = True) -> Any:
         """[K, …]: the results of the stage before, and for the first ``stage`` a new value.
 
         Args:
           value: of the microbatch that enters.
           sent: [K, …], the results of the slot before.
           stage: the first stage: 0, or K − 1 of a backward loop.
+          when: whether a microbatch enters; else the first stage continues with the results of the last one.
         """
         moved = self.moved(sent, stage)
-        return self.select(self.index() == stage, jnp.broadcast_to(value, moved.shape), moved)
+        return self.select((self.index() == stage) & when, jnp.broadcast_to(value, moved.shape), moved)
 
     def moved(self, sent: Any, stage: int) -> Any:
         """[K, …]: the results of the stage before; for the first ``stage``, the results of the last one."""
@@ -110,6 +137,11 @@ class Stages:
         one = lambda rows, i: lax.dynamic_index_in_dim(rows, i, 0, keepdims=False)  # noqa: E731
         return self.named(jax.vmap(one, (None if axis < 0 else axis + 1, 0))(ring, index))
 
+    def with_rows(self, ring: Any, x: Any, index: Any) -> Any:
+        """A ring [R, l, K, …] with ``x`` [l, K, …] in the row at ``index`` (an int32 [K]) of each stage."""
+        one = lambda rows, row, i: lax.dynamic_update_index_in_dim(rows, row, i, 0)  # noqa: E731
+        return self.named(jax.vmap(one, (2, 1, 0), 2)(ring, x, index), 2)
+
 
 def zeros(shape: Sequence[int], dtype: Any) -> Any:
     """An array of zeros; of PRNG keys, the keys of zero words."""
@@ -121,28 +153,30 @@ def zeros(shape: Sequence[int], dtype: Any) -> Any:
 
 def run_slot(
     eqn: Any,
-    stages: int,
+    length: int,
     consts: Sequence[Any],
     per_stage: Sequence[bool],
     carries: Sequence[Any],
     stacks: Sequence[Any],
     totals: Sequence[Any] = (),
     split: Callable[[list[Any]], tuple[list[Any], list[Any]]] | None = None,
+    first_rows: Any = None,
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """Run the layers of all stages at once: a scan over the L / K layers of a stage, of the loop's body with a dim of stages.
+    """Run the layers of all stages at once: a scan over the layers of a stage and round, of the loop's body with a dim of stages.
 
     Args:
       eqn: the scan over L layers.
-      stages: their number, K.
+      length: the layers of a stage and round, l = L / (v·K).
       consts: its constants; with ``per_stage``, [K, …].
       carries: [K, …].
-      stacks: [L / K, K, …].
+      stacks: [l, K, …].
       totals: [L / K, K, …] arrays to which the layers add; each layer adds to its own part, in place.
       split: from the stacked results of one layer, each [K, …], to (the results to stack, the addend of each total). None: all
         results are stacked.
+      first_rows: several rounds: of each stage, the row of the totals for its first layer (an int32 [K]); None: 0.
 
     Returns:
-      (carries [K, …], stacks [L / K, K, …], totals).
+      (carries [K, …], stacks [l, K, …], totals).
     """
     params = eqn.params
     jaxpr, values = closed_parts(params["jaxpr"])
@@ -157,10 +191,11 @@ def run_slot(
         (carry, new_totals), (index, xs) = state, inputs
         outs = layer(*consts, *carry, *xs)
         made, rows = (outs[count:], []) if split is None else split(outs[count:])
-        new_totals = [add_row_p.bind(total, row, index) for total, row in zip(new_totals, rows, strict=True)]
+        if rows:
+            at = index if first_rows is None else first_rows + index
+            new_totals = [add_row_p.bind(total, row, at) for total, row in zip(new_totals, rows, strict=True)]
         return (outs[:count], new_totals), made
 
-    length = params["length"] // stages
     indices = jnp.arange(length, dtype=np.int32) if totals else None
     start, xs = (list(carries), list(totals)), (indices, list(stacks))
     (done, new_totals), made = lax.scan(body, start, xs, length=length, reverse=params["reverse"], unroll=1)

@@ -12,7 +12,7 @@ from meshpar.errors import MeshparError, UnsupportedError
 LAYERS, EMBED, MLP, VOCAB, MICRO = 8, 16, 32, 64, 4
 DIMS = {
     "*embed": "vocab embed", "*up": "layers embed mlp", "*down": "layers mlp embed", "*head": "embed vocab",
-    "*shared": "embed _", "batch/*": "batch seq",
+    "*shared": "embed _", "batch/*": "batch seq", "*cross": "decoder_layers embed _",
 }  # fmt: skip
 MESH, LAYOUT = "stage=4, data=2", "batch: data; layers: stage"
 
@@ -28,7 +28,7 @@ def arguments():
     params = {
         "embed": r.normal(size=(VOCAB, EMBED)), "up": r.normal(size=(LAYERS, EMBED, MLP)) / 4,
         "down": r.normal(size=(LAYERS, MLP, EMBED)) / 6, "head": r.normal(size=(EMBED, VOCAB)) / 4,
-        "shared": r.normal(size=(EMBED, EMBED)) / 4,
+        "shared": r.normal(size=(EMBED, EMBED)) / 4, "cross": r.normal(size=(LAYERS // 2, EMBED, EMBED)) / 4,
     }  # fmt: skip
     return params, {name: r.integers(0, VOCAB, (16, 8)) for name in ("x", "y")}
 
@@ -67,13 +67,40 @@ def full_loss(p, batch):
     return cross_entropy(h @ p["embed"].T, batch["y"]) + 0.1 * aux
 
 
+def rematerialized_loss(p, batch):
+    """``jax.checkpoint`` around the loop over layers, as well as around each layer."""
+    layers = jax.checkpoint(lambda h, w: jax.lax.scan(jax.checkpoint(layer), h, w)[0])
+    return cross_entropy(layers(p["embed"][batch["x"]], (p["up"], p["down"])) @ p["head"], batch["y"])
+
+
+def twice_loss(p, batch):
+    """One stack of layers, run twice."""
+    h = p["embed"][batch["x"]]
+    for _ in range(2):
+        h, _ = jax.lax.scan(layer, h, (p["up"], p["down"]))
+    return cross_entropy(h @ p["head"], batch["y"])
+
+
+def encoder_decoder_loss(p, batch):
+    """All layers of a decoder of four layers read the result of an encoder of eight; tied embeddings; a loss of each layer."""
+    encoded, _ = jax.lax.scan(layer, p["embed"][batch["x"]], (p["up"], p["down"]))
+
+    def decoder_layer(h, w):
+        scores = jax.nn.softmax(jnp.einsum("bse,bte->bst", normalized(h) @ w, encoded), -1)
+        h = h + scores @ encoded
+        return h, jnp.mean(h**2)
+
+    h, aux = jax.lax.scan(decoder_layer, p["embed"][batch["y"]], p["cross"])
+    return cross_entropy(h @ p["embed"].T, batch["y"]) + 0.1 * jnp.mean(jnp.sqrt(aux))
+
+
 def updated(params, gradients):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
 
 
-def accumulating(loss):
+def accumulating(loss, microbatches=MICRO):
     def step(params, batch):
-        value, gradients = mp.accumulate_gradients(jax.value_and_grad(loss), MICRO)(params, batch)
+        value, gradients = mp.accumulate_gradients(jax.value_and_grad(loss), microbatches)(params, batch)
         return updated(params, gradients), value
 
     return step
@@ -128,7 +155,9 @@ def unaccumulated(params, batch):
 
 STEPS = {
     "accumulated": accumulating(loss), "full": accumulating(full_loss), "own loop": own_loop, "clipped": clipped,
-    "evaluated": evaluated, "unaccumulated": unaccumulated,
+    "evaluated": evaluated, "unaccumulated": unaccumulated, "eight": accumulating(loss, 8),
+    "rematerialized": accumulating(rematerialized_loss), "twice": accumulating(twice_loss),
+    "encoder-decoder": accumulating(encoder_decoder_loss),
 }  # fmt: skip
 
 
@@ -140,14 +169,20 @@ def plan_of(step, **options):
     return mp.plan(step, *arguments(), **{"mesh": MESH, "layout": LAYOUT, "dims": DIMS, **options})
 
 
+ROUNDS = [("stage=4, data=2", 1), ("stage=4, data=2", 2), ("stage=2, data=4", 4)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("mesh", "rounds"), ROUNDS)
 @pytest.mark.parametrize("name", STEPS)
-def test_on_one_device(name, schedule):
+def test_on_one_device(name, mesh, rounds, schedule):
     """The rewritten program, which is one of global arrays, as it is."""
     step, args = STEPS[name], arguments()
-    program = plan_of(step, schedule=schedule).program
-    assert program.pipelines
+    program = plan_of(
+        step, schedule=schedule, mesh=mesh, layout=f"batch: data; layers, decoder_layers: stage*{rounds}"
+    ).program
+    assert [p.rounds for p in program.pipelines] == [rounds if name != "unaccumulated" else 1] * len(program.pipelines)
     out = jax.jit(jaxpr_as_fun(program.closed))(*jax.tree.leaves(args))
     assert largest_difference(list(out), jax.tree.leaves(jax.jit(step)(*args))) <= 1e-12
 
@@ -162,6 +197,13 @@ def test_on_one_device(name, schedule):
         ("full", "1f1b", "stage=2, data=2, model=2", "batch: data; embed: data; mlp: model; vocab: stage+model; layers: stage"),
         ("own loop", "1f1b", "stage=2, data=2, model=2", "batch: data; mlp, vocab: model; layers: stage"),
         ("evaluated", "1f1b", MESH, LAYOUT),
+        ("eight", "1f1b", "stage=2, data=2, model=2", "batch, embed: data; mlp: model; vocab: stage+model; layers: stage*2"),
+        ("eight", "gpipe", "stage=2, data=2, idle=2", "batch: data; layers: stage*2"),
+        ("full", "1f1b", "stage=4, data=2", "batch: data; layers: stage*2"),
+        ("rematerialized", "1f1b", "stage=2, data=2, model=2", "batch, embed: data; mlp: model; layers: stage*2"),
+        ("twice", "gpipe", "stage=2, data=2, model=2", "batch: data; mlp: model; layers: stage"),
+        ("encoder-decoder", "1f1b", MESH, "batch: data; vocab: stage; layers, decoder_layers: stage"),
+        ("own loop", "1f1b", "stage=2, data=2, model=2", "batch: data; mlp, vocab: model; layers: stage*4"),
         ("unaccumulated", "1f1b", "stage=2, data=2, model=2", "batch: data; mlp: model; layers: stage"),
     ],
 )  # fmt: skip
@@ -190,6 +232,53 @@ def test_the_plan(schedule, ticks, in_flight):
     assert [c.count for c in gradients] == [1] * len(gradients)
     assert plan.replan(layout="batch: data").pipeline is None
     assert plan.replan(layout="batch: data").replan(layout=LAYOUT).pipeline == pipeline
+
+
+def test_rounds_in_the_plan():
+    """Layers are put in the order of rounds once a step, and gradients back; a ring has the rows that the schedule needs."""
+    plan = plan_of(accumulating(loss, 16), layout="layers: stage*2")
+    pipeline = plan.pipeline
+    assert (pipeline.rounds, pipeline.ticks, pipeline.bubble, pipeline.in_flight) == (2, 42, pytest.approx(3 / 35), 5.5)
+    moved = [
+        c
+        for c in plan.collectives
+        if c.op == "collective-permute" and c.axes == ("stage",) and c.bytes == 8 * EMBED * MLP
+    ]
+    assert [c.count for c in moved] == [1] * 8  # two permutes of two weights, and two of their gradients
+    rows = {
+        v.aval.shape[0]
+        for op, _ in plan.program.root.walk_counted()
+        for v in op.eqn.outvars
+        if v.aval.shape[1:] == (1, 4, 1, 8, MLP)
+    }
+    assert rows == {11}
+
+
+@pytest.mark.parametrize("name", ["accumulated", "eight"])
+def test_gradients_of_rounds_are_reduced_once(name):
+    plan = plan_of(STEPS[name], layout="batch: data; mlp: model; layers: stage*2", mesh="stage=2, data=2, model=2")
+    gradients = [c for c in plan.collectives if c.op == "all-reduce" and c.axes == ("data",)]
+    assert gradients
+    assert {c.count for c in gradients} == {1}
+
+
+def test_rounds_that_do_not_fit():
+    with pytest.raises(
+        UnsupportedError, match="8 layers of `layers` cannot be divided into 4 stages of 4 rounds"
+    ) as error:
+        plan_of(accumulating(loss), layout="batch: data; layers: stage*4")
+    assert error.value.fixes == (
+        "8 layers in 4 stages allow 1 or 2 rounds",
+        "make the number of layers a multiple of 16: 16",
+    )
+    with pytest.raises(UnsupportedError, match="2 microbatches cannot pass 4 stages in 2 rounds") as error:
+        plan_of(accumulating(loss, 2), layout="batch: data; layers: stage*2")
+    assert "a multiple of 4: 4" in error.value.fixes[0]
+
+
+def test_rounds_of_a_rule_that_makes_no_pipeline():
+    assert any("2 rounds" in note for note in plan_of(accumulating(loss), layout="batch: data*2").notes)
+    assert not any("rounds" in note for note in plan_of(accumulating(loss), layout="layers: stage*2").notes)
 
 
 def test_without_microbatches_a_note_names_the_bubble():
@@ -230,14 +319,18 @@ def test_side_effects_of_the_layers():
         plan_of(accumulating(loss))
 
 
-def test_more_loops_than_one_pass_each_way():
-    def twice(p, batch):
-        h, _ = jax.lax.scan(layer, p["embed"][batch["x"]], (p["up"], p["down"]))
-        h, _ = jax.lax.scan(layer, h, (p["up"], p["down"]))
-        return cross_entropy(h @ p["head"], batch["y"])
+@pytest.mark.parametrize(
+    ("loss", "order", "ticks"),
+    [(rematerialized_loss, "FRB", 13), (twice_loss, "FFBB", 16), (encoder_decoder_loss, "FFBB", 16)],
+)
+def test_several_loops(loss, order, ticks):
+    pipeline = plan_of(accumulating(loss), layout="batch: data; layers, decoder_layers: stage").pipeline
+    assert (pipeline.schedule.order, pipeline.ticks, pipeline.bubble) == (order, ticks, pytest.approx(3 / 7))
 
-    with pytest.raises(UnsupportedError, match="4 loops"):
-        plan_of(accumulating(twice))
+
+def test_stacks_with_different_stages():
+    with pytest.raises(UnsupportedError, match=r"`layers: stage`, `decoder_layers: data`"):
+        plan_of(accumulating(encoder_decoder_loss), layout="layers: stage; decoder_layers: data")
 
 
 def test_layers_that_the_stages_do_not_divide():

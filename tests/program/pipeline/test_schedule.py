@@ -71,5 +71,5 @@ def test_a_simulation_agrees(name, stages, microbatches, rounds):
 
 
 def test_without_a_backward_loop():
-    schedule = Schedule("1f1b", 4, 16, loops=1)
+    schedule = Schedule("1f1b", 4, 16, order="F")
     assert (schedule.ticks, schedule.bubble, schedule.in_flight) == (19, Fraction(3, 19), 1)
