@@ -43,7 +43,7 @@ class BlockCode:
     Attributes:
       dtype: ``"int8"`` or ``"float8_e4m3fn"``.
       block: elements of the last dim with a common scale. A dim that it does not divide, and None, have one scale for the dim.
-      nonnegative: the elements are at least 0 and are stored as square roots. ``"int8"`` then uses codes of uint8. An element
+      nonnegative: the elements are at least 0 and are stored as square roots, in codes of uint8 whatever ``dtype`` is. An element
         above 0 has a code above 0.
     """
 
@@ -61,7 +61,7 @@ class BlockCode:
     @property
     def code_dtype(self) -> str:
         """The dtype of stored codes."""
-        return "uint8" if self.nonnegative and self.dtype == "int8" else self.dtype
+        return "uint8" if self.nonnegative else self.dtype
 
     def blocks(self, size: int) -> int:
         """The number of blocks of a last dim of ``size`` elements."""
@@ -87,16 +87,10 @@ class BlockCode:
 
     def _rounded(self, x: jax.Array) -> jax.Array:
         """Scaled elements as codes."""
-        if self.dtype != "int8":
-            if self.nonnegative:
-                least = float(jnp.finfo(self.dtype).smallest_subnormal)
-                x = jnp.where(x > 0, jnp.maximum(x, least), x)
-            return x.astype(self.dtype)
-        low, high = (0.0, 255.0) if self.nonnegative else (-127.0, 127.0)
-        codes = jnp.clip(jnp.round(x), low, high)
         if self.nonnegative:
-            codes = jnp.where(x > 0, jnp.maximum(codes, 1.0), codes)
-        return codes.astype(self.code_dtype)
+            codes = jnp.clip(jnp.round(x), 0.0, 255.0)
+            return jnp.where(x > 0, jnp.maximum(codes, 1.0), codes).astype(jnp.uint8)
+        return jnp.clip(jnp.round(x), -127.0, 127.0).astype(jnp.int8) if self.dtype == "int8" else x.astype(self.dtype)
 
     def decode(self, coded: Coded) -> jax.Array:
         """The float32 array of a code."""

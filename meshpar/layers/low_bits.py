@@ -34,14 +34,14 @@ def low_bits(
     """Store the state of an optax transformation in 8 bits per element.
 
     A state array is decoded to float32 before each update and encoded after it: blocks of ``block`` elements of its last dim have a
-    common power of two (Rouhani et al., *Microscaling Data Formats*, 2023). Second moments are stored as square roots, and are not
-    rounded to zero. Codes have the shape of the weight, exponents its shape with the last dim divided by ``block``, so the rules of
-    a layout shard both. Adam then takes 6.1 bytes per float32 weight instead of 12, the weight included (Dettmers et al., *8-bit
-    Optimizers via Block-wise Quantization*, 2022, use another code).
+    common power of two (Rouhani et al., *Microscaling Data Formats*, 2023). Second moments are stored as square roots in uint8, and
+    are not rounded to zero. Codes have the shape of the weight, exponents its shape with the last dim divided by ``block``, so the
+    rules of a layout shard both. Adam then takes 6.1 bytes per float32 weight instead of 12, the weight included (Dettmers et al.,
+    *8-bit Optimizers via Block-wise Quantization*, 2022, use another code).
 
     Args:
       tx: any transformation; the state may contain other arrays, which are stored as they are.
-      dtype: ``"int8"``, or ``"float8_e4m3fn"``, which has a wider range and a larger rounding error.
+      dtype: ``"int8"``, or ``"float8_e4m3fn"``, which has a wider range and a larger rounding error; not of second moments.
       block: elements with a common exponent. A last dim that it does not divide has one exponent.
       min_size: arrays with fewer elements are stored as they are.
       nonnegative: names of state fields that are stored as square roots.

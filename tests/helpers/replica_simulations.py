@@ -13,15 +13,14 @@ def eight_bits(x, dtype, block=None, root=False):
     blocks = x.reshape(*x.shape[:-1], -1, size)
     largest = np.abs(blocks).max(-1, keepdims=True)
     _, e = np.frexp(largest)  # largest = m 2^e with 0.5 <= m < 1
-    unsigned = root and dtype == "int8"
-    headroom = 7 if unsigned or dtype != "int8" else 6
+    headroom = 7 if root or dtype != "int8" else 6
     scale = np.where(largest > 0, np.ldexp(1.0, e - 1 - headroom), 1.0)
     y = blocks / scale
-    if dtype == "int8":
-        y = np.clip(np.rint(y), 0 if unsigned else -127, 255 if unsigned else 127)
-        y = np.where((blocks > 0) & (y < 1), 1, y) if unsigned else y
+    if root:
+        y = np.clip(np.rint(y), np.where(blocks > 0, 1, 0), 255)
+    elif dtype == "int8":
+        y = np.clip(np.rint(y), -127, 127)
     else:
-        y = np.maximum(y, np.where(blocks > 0, 2.0**-9, 0)) if root else y
         y = np.float32(y).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
     y = (y * scale).reshape(x.shape)
     return y * y if root else y

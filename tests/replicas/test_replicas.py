@@ -194,6 +194,21 @@ def test_only_codes_are_sent_between_slices(name, bytes_per_element):
     assert share <= sent <= 1.02 * share
 
 
+@pytest.mark.parametrize("form", ["sum", "mean", "einsum", "vmap"])
+def test_a_projection_of_a_sum_over_replicas_is_reduced_after_it(form):
+    """896 bytes: all-reduce of 32 x 4 floats over 8 devices; 7,168 for 32 x 32."""
+    functions = {
+        "sum": lambda g, q: g.sum(0) @ q,
+        "mean": lambda g, q: g.mean(0) @ q,
+        "einsum": lambda g, q: jnp.einsum("rij,jk->ik", g, q),
+        "vmap": lambda g, q: jax.vmap(lambda h: h @ q)(g).mean(0),
+    }
+    g, q = jax.ShapeDtypeStruct((8, 32, 32), jnp.float32), jax.ShapeDtypeStruct((32, 4), jnp.float32)
+    dims = {"g": "replica rows columns", "q": "columns rank"}
+    plan = mp.plan(functions[form], g, q, mesh=mp.mesh("slice=8"), layout="replica: slice", dims=dims)
+    assert [(c.op, c.total_bytes) for c in plan.collectives] == [("all-reduce", 896)]
+
+
 def test_one_bit_adam_from_two_transformations():
     """Tang et al. 2021: after a warm-up with Adam, the variance is frozen, and replicas exchange signs of their momenta."""
     rng = np.random.default_rng(0)
