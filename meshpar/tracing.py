@@ -23,7 +23,7 @@ from .arguments import (
     with_statics,
 )
 from .compat import nnx
-from .compat.jax import abstract_array, is_graph_node, is_ref, traced_as, user_line
+from .compat.jax import abstract_array, is_graph_node, is_ref, traced_as, user_line, without_dead_code
 from .dims import Dims, PathDims, alternatives, fit_dims, format_dims, near, path_matches
 from .errors import PatternError, UnsupportedError
 from .flax import Leaf, capture_names, flatten_named, with_states
@@ -143,15 +143,34 @@ def trace_call(
         raise AssertionError("paths and results do not match")
     out_annotations = _result_dims(results, named, annotations, patterns if init else None, used)
     _check_patterns(patterns, used, [leaf.path for leaf in (*named, *(results if init else ()))], init)
-    program = infer(
-        closed, annotations, [leaf.path for leaf in named], out_annotations, [leaf.path for leaf in results]
-    )
+    program = _infer_live(closed, annotations, named, out_annotations, results)
     for value, leaf in zip(program.inputs, named, strict=True):
         value.kind = leaf.kind
     for value, leaf in zip(program.outputs, results, strict=True):
         value.kind = value.kind or leaf.kind
     program.joins = [_with_parameters(join, program, patterns) for join in program.joins]
     return TracedStep(program, flat.out_tree, flat.fixed, tuple(closed.in_avals))
+
+
+def _infer_live(
+    closed: Any, annotations: Sequence[Any], named: Sequence[Leaf], out_annotations: Sequence[Any], results: Sequence[Leaf]
+) -> Program:  # fmt: skip
+    """The program without equations whose results are not read, with the dims of every value.
+
+    A dim of a result that has no name then takes its name from the complete program: the forward pass, for a gradient that does not
+    depend on it.
+    """
+    paths = [leaf.path for leaf in named], [leaf.path for leaf in results]
+    live = without_dead_code(closed)
+    program = infer(live, annotations, paths[0], out_annotations, paths[1])
+    if live is closed or all(None not in program.dims(v) for v in program.outputs):
+        return program
+    complete = infer(closed, annotations, paths[0], out_annotations, paths[1])
+    names = [tuple(d if d and d.isidentifier() else None for d in complete.dims(v)) for v in complete.outputs]
+    if all(program.dims(v) == dims for v, dims in zip(program.outputs, names, strict=True)):
+        return program
+    merged = [a or (dims if any(dims) else None) for a, dims in zip(out_annotations, names, strict=True)]
+    return infer(live, annotations, paths[0], merged, paths[1])
 
 
 def _with_parameters(join: Join, program: Program, patterns: PathDims) -> Join:

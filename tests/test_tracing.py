@@ -1,10 +1,13 @@
 """Names of traced programs: the dims of optimizer state that is smaller than its parameter, suggestions for patterns."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+import meshpar as mp
+from meshpar.cost.flops import model_flops
 from meshpar.tracing import _dims_like, _similar_pattern
 
 NAMES = ("a", "b", "c")
@@ -67,3 +70,59 @@ def test_a_pattern_is_suggested_for_one_that_matches_nothing(pattern, suggested)
     else:
         assert len(found) == 1
         assert found[0].startswith(f"did you mean {suggested!r}")
+
+
+# -- computations whose results are not read
+
+SHAPES = {"x": (8, 16), "w": (16, 32), "v": (16, 32)}
+PATTERNS = {"x": "batch embed", "w": "embed mlp", "v": "embed mlp"}
+
+
+def plan_of(fn, *names, **options):
+    args = [jnp.ones(SHAPES[n]) for n in names]
+    dims = {n: PATTERNS[n] for n in names}
+    return mp.plan(fn, *args, mesh="data=4, model=2", layout="batch: data; embed: model", dims=dims, **options)
+
+
+def test_results_that_nothing_reads_are_neither_computed_nor_sent():
+    def with_unread(x, w, v):
+        norm = jnp.sum((x @ v) ** 2)  # a matmul and two all-reduces
+        del norm
+        return x @ w, x
+
+    def without(x, w, v):
+        return x @ w, x
+
+    def work(plan):
+        return [(c.op, c.axes, c.bytes) for c in plan.collectives], model_flops(plan), plan.memory.peak
+
+    assert work(plan_of(with_unread, "x", "w", "v")) == work(plan_of(without, "x", "w", "v"))
+
+
+def test_unread_results_of_a_loop():
+    def loop(x, w, v):
+        def body(carry, _):
+            h, unread = carry
+            return (jnp.tanh(h @ w @ w.T), unread + h @ v), jnp.sum(h @ v)
+
+        (h, _), _ = jax.lax.scan(body, (x, jnp.zeros((8, 32))), None, length=3)
+        return h
+
+    plan = plan_of(loop, "x", "w", "v")
+    assert model_flops(plan) == 3 * 2 * (2 * 8 * 16 * 32)
+    assert all("v" not in c.tensor for c in plan.collectives)
+    out = mp.jit(loop, mesh="data=4, model=2", layout="batch: data; embed: model", dims=PATTERNS)(
+        *(jnp.full(s, 0.1) for s in SHAPES.values())
+    )
+    np.testing.assert_allclose(out, loop(*(jnp.full(s, 0.1) for s in SHAPES.values())), rtol=1e-5)
+
+
+def test_effects_are_not_removed(capfd):
+    def step(x):
+        jax.debug.print("sum {}", jnp.sum(x))
+        return x
+
+    out = mp.jit(step, mesh="data=8", layout="batch: data", dims={"x": "batch embed"})(jnp.ones((8, 16)))
+    jax.block_until_ready(out)
+    jax.effects_barrier()
+    assert "sum 128.0" in capfd.readouterr().out

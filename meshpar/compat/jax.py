@@ -467,6 +467,18 @@ def _no_debug(jaxpr: Any) -> Any:
     return info if names is None else info._replace(arg_names=("",) * len(jaxpr.constvars) + tuple(names))
 
 
+def without_dead_code(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The jaxpr without equations, also in loops and calls, whose results are not read; the same object if there are none.
+
+    XLA removes them as well. Arguments and results do not change; equations with effects stay.
+    """
+    from jax._src.interpreters.partial_eval import dce_jaxpr
+
+    jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    live = ClosedJaxpr(jaxpr, closed.consts)
+    return closed if sum(1 for _ in equations(live)) == sum(1 for _ in equations(closed)) else live
+
+
 def is_graph_node(x: Any) -> bool:
     """Whether flax.nnx treats a value as an object with identity (a module, an optimizer, a variable)."""
     from flax import nnx

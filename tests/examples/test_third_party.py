@@ -1,6 +1,7 @@
 """Models from packages, unedited: the same state as the unsharded run, from path patterns alone."""
 
 import jax
+import numpy as np
 import pytest
 
 import meshpar as mp
@@ -24,6 +25,33 @@ def test_same_state(name, layouts):
         case.step, state, case.batch, layouts=layouts, meshes=["data=4, model=2", "data=2, model=2, idle=2"], dims=dims
     )
     assert report.ok
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TensorFlow and JAX classes are deprecated")
+@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
+def test_generation_of_tokens(lowering):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=256, n_positions=64, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=255
+    )
+    model = transformers.FlaxGPT2LMHeadModel(config, seed=0)
+
+    def generate(params, ids):
+        options = {"max_length": 24, "do_sample": False, "pad_token_id": 0, "eos_token_id": 255}
+        return model.generate(ids, params=params, **options).sequences
+
+    ids = np.random.default_rng(0).integers(1, 250, (8, 6))
+    dims = {
+        "*/c_fc/kernel": "mlp embed",
+        "*/mlp/c_proj/kernel": "embed mlp",
+        "*/wte/embedding": "vocab embed",
+        "ids": "batch seq",
+    }
+    step = mp.jit(
+        generate, mesh="data=4, model=2", layout="batch: data; mlp, vocab: model", dims=dims, lowering=lowering
+    )
+    np.testing.assert_array_equal(step(model.params, ids), generate(model.params, ids))
 
 
 def test_weights_are_split(capsys):
