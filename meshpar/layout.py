@@ -482,12 +482,12 @@ def scheme_text(text: str) -> str | None:
     return rules if base == name else str(with_stages(Layout(rules), "stage", "layers"))
 
 
-def with_stages(layout: Layout, stage: str, layers: str) -> Layout:
+def with_stages(layout: Layout, stage: str, layers: str, rounds: int = 1) -> Layout:
     """A layout with the dim of stacked layers over an axis of stages, and the vocabulary over this axis as well.
 
     Given ``"batch: data; vocab?: model"``, returns ``"layers: stage; batch: data; vocab?: stage+model"``.
     """
-    rules = [Rule(layers, (stage,)), *(r for r in layout.rules if (r.dim, r.scope) != (layers, None))]
+    rules = [Rule(layers, (stage,), rounds=rounds), *(r for r in layout.rules if (r.dim, r.scope) != (layers, None))]
     if not any(r.dim == "vocab" and r.scope is None for r in rules):
         rules.append(Rule("vocab", (), optional=True))
     over = lambda r: (stage, *(a for a in r.axes if a != stage))  # noqa: E731

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from .errors import UnsupportedError
 from .layout import PIPELINE, SCHEMES, Layout, with_stages
 
 
@@ -131,7 +132,9 @@ def expert_parallel(data: str = "data", expert: str = "expert") -> Layout:
     return _scheme("expert_parallel", data=data, expert=expert)
 
 
-def pipeline(layout: str | Layout = "data_parallel", stage: str = "stage", layers: str = "layers") -> Layout:
+def pipeline(
+    layout: str | Layout = "data_parallel", stage: str = "stage", layers: str = "layers", rounds: int = 1
+) -> Layout:
     """Another layout inside of the stages of a pipeline: the dim of stacked layers is split over an axis of stages.
 
     Embedding and head, which have no layers, are split by their vocabulary over the same axis. With the default names, the names
@@ -142,6 +145,10 @@ def pipeline(layout: str | Layout = "data_parallel", stage: str = "stage", layer
       layout: the name of a scheme, rules, or a layout.
       stage: the axis of stages.
       layers: the dim of stacked layers.
+      rounds: how often each microbatch passes all stages.
+
+    Raises:
+      UnsupportedError: less than one round.
 
     Example:
       >>> print(mp.layouts.pipeline())
@@ -149,9 +156,11 @@ def pipeline(layout: str | Layout = "data_parallel", stage: str = "stage", layer
       >>> print(mp.layouts.pipeline("fsdp_megatron"))
       layers: stage; batch: data; heads?, kv_heads?, mlp?: model; vocab?: stage+model; embed?: data
     """
+    if rounds < 1:
+        raise UnsupportedError(f"rounds={rounds!r}: a pipeline has at least one", fixes=["rounds=1, or leave it out"])
     inner = Layout(layout)
     scheme = PIPELINE if inner.scheme == "data_parallel" else f"{inner.scheme}_{PIPELINE}" if inner.scheme else ""
-    return Layout(with_stages(inner, stage, layers), scheme=scheme)
+    return Layout(with_stages(inner, stage, layers, rounds), scheme=scheme)
 
 
 PRESETS: dict[str, Callable[..., Layout]] = {name: globals()[name] for name in SCHEMES}

@@ -178,6 +178,9 @@ def test_stages_around_a_layout_of_ones_own():
     layout = mp.layouts.pipeline("batch: x; vocab: x; depth: none", stage="s", layers="depth")
     assert str(layout) == "depth: s; batch: x; vocab: s+x"
     assert mp.layouts.pipeline(layout, stage="s", layers="depth") == layout
+    assert str(mp.layouts.pipeline(rounds=2)) == "layers: stage*2; batch: data; vocab?: stage"
+    with pytest.raises(mp.errors.UnsupportedError, match="rounds=0"):
+        mp.layouts.pipeline(rounds=0)
     with pytest.raises(mp.errors.LayoutSyntaxError, match="pipelin"):
         mp.Layout("fsdp+pipelin")
 

@@ -33,8 +33,9 @@ def pipeline_section(plan: Plan) -> list[Text]:
 
 def _facts(p: Pipeline) -> tuple[str, str]:
     """(layers, stages, microbatches and schedule; ticks, bubble, microbatches in flight and bytes) of a pipeline, as text."""
+    rounds = f"{p.schedule.rounds} rounds, " if p.schedule.rounds > 1 else ""
     return (
-        f"{p.layers} {p.dim} over {'+'.join(p.axes)}: {p.stages} stages, {p.microbatches} microbatches, {p.schedule.name}",
+        f"{p.layers} {p.dim} over {'+'.join(p.axes)}: {p.stages} stages, {rounds}{p.microbatches} microbatches, {p.schedule.name}",
         f"{p.ticks} ticks, bubble {100 * p.bubble:.1f} %, {p.in_flight:g} microbatches in flight, "
         f"{format_bytes(p.bytes_between_stages)} between stages",
     )
@@ -52,15 +53,15 @@ def pipelines_html(plan: Plan) -> str:
 
 
 def picture_html(p: Pipeline) -> str:
-    """A row per stage and a column per tick, as SVG: forward slots above backward slots; an empty place is an idle slot."""
-    schedule, height = p.schedule, 2 * CELL_HEIGHT + ROW_GAP
+    """A row per stage with a line for each of its loops, and a column per tick, as SVG; an empty place is an idle slot."""
+    schedule, height = p.schedule, p.schedule.loops * CELL_HEIGHT + ROW_GAP
     numbered = schedule.ticks <= MAX_NUMBERED_TICKS
     rows, labels = "", ""
     for k in range(schedule.stages):
         top = k * height
         labels += f'<span style="height:{height}px">stage {k}</span>'
         for i in range(schedule.loops):
-            start, y = schedule.starts[i], top + CELL_HEIGHT * (i >= (schedule.loops + 1) // 2)
+            start, y = schedule.starts[i], top + CELL_HEIGHT * i
             x, width = start * CELL_WIDTH, schedule.slots * CELL_WIDTH
             rows += f'<rect class="idle" x="{x}" y="{y}" width="{width}" height="{CELL_HEIGHT - 1}"/>'
             slots = [
@@ -82,11 +83,11 @@ def _cells(
     schedule: Schedule, stage: int, loop: int, slots: list[tuple[int, tuple[int, int]]], y: int
 ) -> Iterator[str]:
     """The cells of slots, each with the number of its microbatch and a tooltip."""
-    of = "backward" if loop >= (schedule.loops + 1) // 2 else "forward"
+    of = {"F": "forward", "B": "backward", "R": "recomputed forward"}[schedule.order[loop]]
     for tick, (microbatch, group) in slots:
         text = f"stage {stage}, tick {tick}: {of} slot of microbatch {microbatch}"
         text += f", round {group}" if schedule.rounds > 1 else ""
-        x, late = tick * CELL_WIDTH, " late" if group % 2 else ""
+        x, late = tick * CELL_WIDTH, " late" if group % 2 else ""  # a darker color in every second round
         yield (
             f'<g class="c{int(of == "backward")}{late}"><title>{text}</title>'
             f'<rect x="{x}" y="{y}" width="{CELL_WIDTH - 1}" height="{CELL_HEIGHT - 1}"/>'
@@ -99,7 +100,7 @@ def _bars(schedule: Schedule, loop: int, slots: list[tuple[int, tuple[int, int]]
     for _, run in itertools.groupby(enumerate(slots), lambda item: item[1][0] - item[0]):
         ticks = [tick for _, (tick, _) in run]
         x, width = ticks[0] * CELL_WIDTH, len(ticks) * CELL_WIDTH
-        kind = int(loop >= (schedule.loops + 1) // 2)
+        kind = int(schedule.order[loop] == "B")
         yield f'<g class="c{kind}"><rect x="{x}" y="{y}" width="{width}" height="{CELL_HEIGHT - 1}"/></g>'
 
 
@@ -109,7 +110,7 @@ def picture(schedule: Schedule) -> str:
     cut = "…" if schedule.ticks > MAX_TICKS else ""
     lines = []
     for k in range(schedule.stages):
-        active = [tuple(schedule.slot(i, k, t) is not None for i in range(schedule.loops)) for t in ticks]
-        marks = {(True,): "F", (False,): "·", (True, False): "F", (False, True): "B", (True, True): "X"}
-        lines.append(f"    stage {k:<3} " + "".join(marks.get(slots, "·") for slots in active) + cut)
+        active = ({schedule.order[i] == "B" for i in range(schedule.loops) if schedule.slot(i, k, t)} for t in ticks)
+        marks = ["·" if not slots else "X" if len(slots) > 1 else "B" if True in slots else "F" for slots in active]
+        lines.append(f"    stage {k:<3} " + "".join(marks) + cut)
     return "\n".join([*lines, "    one column per tick: F forward, B backward, X both, · idle"])

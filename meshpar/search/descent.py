@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..compat.jax import without_gc
@@ -106,7 +106,7 @@ def search(
                 ended = "interrupted"
             text = _verdict(searched, staged)
         return search_result(
-            [*searched, *staged],
+            [*searched, *(pair for pair in staged if pair[0].rows)],
             ended,
             memory_fraction,
             verify,
@@ -165,11 +165,7 @@ def _search_stages(
         )
         if of is None:
             continue
-        other = Evaluation(
-            evaluation.variant, evaluation.base, evaluation.topology, evaluation.objective, evaluation.memory_fraction,
-            left - sum(e.planned for e, _ in own), evaluation.deadline,
-            evaluation.progress, keep_axes, of.program, best,
-        )  # fmt: skip
+        other = _staged_evaluation(evaluation, of, left - sum(e.planned for e, _ in own), keep_axes, best)
         try:
             schemes = {point: other.lower_bound(point) for point in of.schemes()}
             for point in sorted(schemes, key=lambda p: other.rank(schemes[p])):
@@ -178,22 +174,46 @@ def _search_stages(
             if other.rows:
                 own.append((other, of))
                 staged.append((other, of.space))
-                best = min(best, *other.rows.values(), key=other.rank)
+                best = min(best, other.best, key=other.rank)
     if not own:
         return
     other, of = min(own, key=lambda pair: min(map(pair[0].rank, pair[0].rows.values())))
-    start = min(other.rows, key=lambda p: (other.rank(other.rows[p]), p.layout))
-    row = other.rows[start]
-    if row.fits > best.fits or (row.fits == best.fits and row.seconds <= POLICY.max_stage_ratio * best.seconds):
-        other.patience = POLICY.stage_patience
-        with contextlib.suppress(OutOfPatience):
-            shared = [dim for dim in of.space.dims if dim[1] is None]
-            _descend_from(other, of.space, of.meshes, start, shared, set())
+    row = other.best
+    if row.fits < best.fits or (row.fits == best.fits and row.seconds > POLICY.max_stage_ratio * best.seconds):
+        return
+    other.patience = POLICY.stage_patience
+    with contextlib.suppress(OutOfPatience):
+        shared = [dim for dim in of.space.dims if dim[1] is None]
+        _descend_from(other, of.space, of.meshes, other.best_point, shared, set())
+    for rounds in stack.rounds(dict(other.best_point.sizes)[STAGE]):
+        start, left = other.best_point, evaluation.max_plans - evaluation.planned - sum(e.planned for e, _ in own)
+        more = StagedSpace.of(
+            evaluation.base, stack, evaluation.topology, options.fixed, options.forbid, [start.sizes], rounds
+        )
+        if more is None:
+            break
+        again = _staged_evaluation(evaluation, more, left, keep_axes, best)
+        own.append((again, more))
+        staged.append((again, more.space))
+        again.plan(replace(start, rules=(*more.space.fixed, *start.rules[len(more.space.fixed) :])))
+        if not again.rows or not other.is_gain(again.best, other.best):
+            break
+        other = again
+
+
+def _staged_evaluation(
+    evaluation: Evaluation, of: StagedSpace, max_plans: int, keep_axes: set[str], best: Row
+) -> Evaluation:
+    """The evaluation of layouts with stages of a program, without candidates."""
+    return Evaluation(
+        evaluation.variant, evaluation.base, evaluation.topology, evaluation.objective, evaluation.memory_fraction,
+        max_plans, evaluation.deadline, evaluation.progress, keep_axes, of.program, best,
+    )  # fmt: skip
 
 
 def _verdict(searched: Sequence[tuple[Evaluation, Space]], staged: Sequence[tuple[Evaluation, Space]]) -> str:
     """Whether stages pay, as text; "" if none were searched."""
-    if not staged:
+    if not any(e.rows for e, _ in staged):
         return ""
     rank = searched[0][0].rank
     without, best = (min((row for e, _ in of for row in e.rows.values()), key=rank) for of in (searched, staged))

@@ -108,7 +108,12 @@ class Evaluation:
     @property
     def best(self) -> Row:
         """The best candidate that was planned."""
-        return min(self.rows.values(), key=self.rank)
+        return self.rows[self.best_point]
+
+    @property
+    def best_point(self) -> Point:
+        """The best candidate that was planned, as a point of the search."""
+        return min(self.rows, key=lambda p: (self.rank(self.rows[p]), p.layout))
 
     def rank(self, row: Row) -> tuple[Any, ...]:
         """Sort key of a candidate, best first: candidates that fit, by the objective; then the others, by their peak."""

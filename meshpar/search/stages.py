@@ -68,6 +68,11 @@ class LayerStack:
         most = min(self.layers, self.microbatches, devices // 2)
         return [k for k in range(2, most + 1) if self.layers % k == 0 and devices % k == 0]
 
+    def rounds(self, stages: int) -> list[int]:
+        """The numbers of rounds above 1 that so many stages may have, powers of two."""
+        counts = (2**i for i in range(1, self.layers.bit_length()))
+        return [v for v in counts if self.layers % (stages * v) == 0 and self.microbatches % stages == 0]
+
 
 @dataclass(frozen=True)
 class StagedSpace:
@@ -85,18 +90,20 @@ class StagedSpace:
 
     @classmethod
     def of(
-        cls, base: Plan, stack: LayerStack, topology: str, fixed: Layout, forbid: Sequence[str], among: Sequence[Sizes]
-    ) -> StagedSpace | None:
+        cls, base: Plan, stack: LayerStack, topology: str, fixed: Layout, forbid: Sequence[str], among: Sequence[Sizes],
+        rounds: int = 1,
+    ) -> StagedSpace | None:  # fmt: skip
         """The candidates of a program; None: its layers cannot be stages.
 
         Args:
           among: meshes with an axis of stages, of equal size.
+          rounds: how often a microbatch passes all stages.
         """
-        rules = Layout("; ".join([str(fixed), *(f"{dim}: {STAGE}" for dim in stack.dims)]))
+        rules = Layout("; ".join([str(fixed), *(f"{dim}: {STAGE}*{rounds}" for dim in stack.dims)]))
         traced = base.program.traced
         try:
             assignment = AxisAssignment(traced, rules, dict(among[0]))
-            unscoped = {rule.dim for rule in rules.rules if rule.scope is None}
+            unscoped = {rule.dim: rule.rounds for rule in rules.rules if rule.scope is None}
             program = rewrite_pipelines(traced, assignment.value_spec, unscoped, assignment.sizes, base.schedule)
             if program is None:
                 return None

@@ -74,10 +74,12 @@ def make_staged_case(rng: random.Random) -> Case:
     """A random case whose layout has ``layers: stage``."""
     mesh = rng.choice(MESHES)
     stages = int(mesh.split("stage=")[1][0])
-    sizes = _Sizes(stages * rng.choice((1, 1, 2)), rng.choice((2, 3, 4, 5)), rng.choice((2, 4)), rng.choice((0, 0, 4)),
+    rounds = rng.choice((1, 1, 2, 3))
+    microbatches = rng.choice((2, 3, 4, 5)) if rounds == 1 else stages * rng.choice((1, 2))
+    sizes = _Sizes(stages * rounds * rng.choice((1, 1, 2)), microbatches, rng.choice((2, 4)), rng.choice((0, 0, 4)),
                    rng.choice((4, 8)), rng.choice((4, 16)))  # fmt: skip
     program = _program(rng, sizes, rng.choice(AROUND))
-    layout = _layout(rng, mesh)
+    layout = _layout(rng, mesh, rounds)
     return Case(program, mesh, layout, schedule=rng.choice(("1f1b", "gpipe")))
 
 
@@ -176,11 +178,11 @@ def _around(rng: random.Random, sizes: _Sizes, around: str) -> list[str]:
     ]
 
 
-def _layout(rng: random.Random, mesh: str) -> mp.Layout:
-    """``layers: stage``, and rules for some of the other dims over the other axes, ``?`` wherever a size may not divide."""
+def _layout(rng: random.Random, mesh: str, rounds: int) -> mp.Layout:
+    """``layers: stage`` with rounds, and optional rules for some of the other dims over the other axes."""
     axes = [part.split("=")[0].strip() for part in mesh.split(",")]
     axes = [a for a in axes if a not in ("stage", "idle")]
-    rules = ["layers: stage"]
+    rules = [f"layers: stage*{rounds}"]
     for dim in rng.sample(("batch", "embed", "mlp", "vocab", "seq"), rng.randrange(1, 5)):
         over = rng.sample(axes, rng.randrange(1, len(axes) + 1)) if axes else []
         if dim == "vocab" and rng.random() < 0.5:

@@ -65,12 +65,15 @@ def experts():
 
 
 def check(training, mesh, layout, schedule):
-    """Both lowerings, each as a pipeline, against the unsharded run."""
+    """Both lowerings, each as a pipeline, against the unsharded run; ``two rounds``: of 1F1B."""
     step, args = training
+    if schedule == "two rounds":
+        schedule, layout = "1f1b", layout.replace("layers: stage", "layers: stage*2")
     run = mp.jit(step, mesh=mesh, layout=layout, dims=llama.DIMS, schedule=schedule)
     pipeline = run.plan(*args).pipeline
     assert pipeline is not None
     assert (pipeline.layers, pipeline.microbatches) == (4, MICROBATCHES)
+    assert pipeline.schedule.rounds == (2 if "*2" in layout else 1)
     report = mp.check(run, *args, layouts=layout, mesh=mesh, lowerings=["shard_map", "jit"], tolerance=1e-5)
     assert report.ok
     assert not [path for row in report.rows for path in row.explained], (
@@ -79,14 +82,16 @@ def check(training, mesh, layout, schedule):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [(n, s) for n in CASES for s in ("1f1b", "two rounds", "gpipe") if (n, s) != ("four stages", "two rounds")],
+)
 def test_a_llama_under_a_scheme_and_stages(dense, name, schedule):
     check(dense, *CASES[name], schedule)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", "two rounds", "gpipe"])
 @pytest.mark.parametrize("name", EXPERTS)
 def test_a_mixtral_with_experts_inside_of_stages(experts, name, schedule):
     check(experts, *EXPERTS[name], schedule)
@@ -121,9 +126,11 @@ def test_float64(layout, lowering):
             np.testing.assert_allclose(x, y, rtol=0, atol=1e-12 * float(np.abs(y).max()))
 
 
-@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 4), ("gpipe", 4), ("1f1b", 2)])
-def test_the_compiled_step_runs_as_many_layers_as_the_schedule_has_slots(schedule, stages):
-    """(M + K − 1) · L / K forward layers on a device, counted by the only tanh of a layer in the compiled program."""
+@pytest.mark.parametrize(
+    ("schedule", "stages", "rounds"), [("1f1b", 4, 1), ("gpipe", 4, 1), ("1f1b", 2, 1), ("1f1b", 4, 2), ("1f1b", 2, 4)]
+)
+def test_the_compiled_step_runs_as_many_layers_as_the_schedule_has_slots(schedule, stages, rounds):
+    """(v · M + K − 1) · L / (v · K) forward layers on a device, counted by the only tanh of a layer in the compiled program."""
     layers, microbatches = 8, 4
 
     def loss_of(params, x):
@@ -136,9 +143,9 @@ def test_the_compiled_step_runs_as_many_layers_as_the_schedule_has_slots(schedul
 
     args = {"w": np.ones((layers, 16, 16), np.float32)}, np.ones((16, 16), np.float32)
     run = mp.jit(
-        step, mesh=f"stage={stages}, data=2, idle={4 // stages}", layout="batch: data; layers: stage",
+        step, mesh=f"stage={stages}, data=2, idle={4 // stages}", layout=f"batch: data; layers: stage*{rounds}",
         dims={"params/w": "layers _ embed", "x": "batch embed"}, schedule=schedule,
     )  # fmt: skip
     module = parse(run.lower(*args).compile().as_text())
     counts = [r.count for r in walk(module, len) if r.instruction.opcode == "tanh"]
-    assert sum(counts) == (microbatches + stages - 1) * layers // stages
+    assert sum(counts) == (rounds * microbatches + stages - 1) * layers // (rounds * stages)
