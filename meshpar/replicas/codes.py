@@ -97,18 +97,18 @@ def code_of(text: str) -> Code:
     Raises:
       UnsupportedError: there is no such code.
     """
-    name, _, number = text.partition(":")
+    kind, _, number = text.partition(":")
     try:
         size = float(number) if number else None
     except ValueError:
         size = math.nan
-    if size is None and name in DTYPES:
-        return EightBits(name)
-    if size is None and name == "sign":
+    if size is None and kind in DTYPES:
+        return EightBits(kind)
+    if size is None and kind == "sign":
         return Sign()
-    if name == "topk" and size is not None and 0 < size <= 1:
+    if kind == "topk" and size is not None and 0 < size <= 1:
         return TopK(size)
-    if name == "threshold" and size is not None and 0 < size < math.inf:
+    if kind == "threshold" and size is not None and 0 < size < math.inf:
         return Threshold(size)
     raise UnsupportedError(
         f"replicas.coded: there is no code {text!r}",

@@ -21,6 +21,7 @@ from jax.experimental import io_callback
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 import meshpar as mp
+from meshpar.program.primitives import add_row_p
 from meshpar.rules import ELEMENTWISE, having, no_rule, primitive, separated
 from meshpar.rules.mapped import same_dims
 from meshpar.rules.rearrange import rearrange
@@ -276,6 +277,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "strided slice": (lambda x: x[:, ::2], X),
     "dynamic slice": (lambda x, i: lax.dynamic_slice(x, (np.int32(0), i), (4, 2)), X, jnp.int32(1)),
     "dynamic update slice": (lambda x, u: lax.dynamic_update_slice(x, u, (0, 1)), X, numbers(4, 2)),
+    "add row": (add_row_p.bind, numbers(3, 4, 6), numbers(4, 6), jnp.int32(1)),
+    "add rows": (add_row_p.bind, numbers(3, 4, 6), numbers(4, 6), jnp.array([2, 0, 1, 2], jnp.int32)),
     "pad": (lambda x: jnp.pad(x, ((0, 0), (1, 2))), X),
     "pad to the same size": (lambda x: lax.pad(x, np.float32(0), ((0, 0, 0), (1, -1, 0))), X),
     "concatenate": (lambda x, y: jnp.concatenate([x, y], 1), X, numbers(4, 2)),

@@ -76,7 +76,7 @@ def indexed_stacks(program: Program) -> dict[str, str]:
     indexed: dict[str, str] = {}
     for op in program.root.ops if stacks else ():
         dim = next((stacks.get(v) for v in op.ins[:1] if v is not None), None)
-        if dim is not None and op.primitive.name in ("slice", "dynamic_slice") and op.outs[0].shape[0] == 1:
+        if dim is not None and op.primitive.contiguous_slice and op.outs[0].shape[0] == 1:
             indexed.setdefault(dim, op.source)
     return indexed
 
