@@ -173,7 +173,10 @@ def _rewritten(program: Program, schedule: str, found: Sequence[_Split]) -> Prog
     pipelines = []
     for op, splits in groups.items():
         members = [loops[split.index] for split in splits]
-        jaxpr, pipeline = _replacement(op, members, splits, schedule)
+        try:
+            jaxpr, pipeline = _replacement(op, members, splits, schedule)
+        except UnsupportedError as e:
+            raise _with_facts(e, program, members[0].dim, splits[0]) from e.__cause__
         replacements[op] = jaxpr
         pipelines += [] if op is members[0].op and not members[0].carries else [pipeline]
     closed = ClosedJaxpr(_with_replacements(program.root, replacements), program.closed.consts)
@@ -181,6 +184,20 @@ def _rewritten(program: Program, schedule: str, found: Sequence[_Split]) -> Prog
     rewritten.original = program
     rewritten.pipelines = tuple(pipelines)
     return rewritten
+
+
+def _with_facts(error: UnsupportedError, program: Program, dim: str, split: _Split) -> UnsupportedError:
+    """The error with the first tensor that has the stacked dim, its dims, and the rule that splits it."""
+    weight = next((v for v in program.inputs if v.shape and program.dim_name(v, 0) == dim), None)
+    tensor: dict[str, Any] = {}
+    if weight is not None:
+        dims = " ".join(name or "_" for name in program.dims(weight))
+        tensor = {"path": weight.path, "shape": weight.shape, "dtype": weight.aval.dtype, "dims": dims}
+    axes = "+".join(split.axes)
+    rule = f"{dim}: {axes}{f'*{split.rounds}' if split.rounds > 1 else ''}"
+    return UnsupportedError(
+        error.headline, dim=dim, axis=axes, rule=rule, source=error.source, fixes=error.fixes, **tensor
+    )
 
 
 def _replacement(op: Op, loops: Sequence[LayerLoop], splits: Sequence[_Split], schedule: str) -> tuple[Any, Pipeline]:

@@ -1,0 +1,62 @@
+"""Layers that cannot be a pipeline: every error names the tensor, the dim, the axis, the rule, the line and the fix."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import meshpar as mp
+from meshpar.errors import MeshparError
+
+LAYERS, EMBED = 8, 8
+DIMS = {"params/w": "layers embed _", "x": "batch _"}
+
+
+def layer(h, w):
+    return jnp.tanh(h @ w), None
+
+
+def printing(h, w):
+    jax.debug.print("{}", h.sum())
+    return layer(h, w)
+
+
+def loss_of(body):
+    return lambda params, x: jnp.mean(jax.lax.scan(body, x, params["w"])[0] ** 2)
+
+
+def accumulating(body, microbatches=4):
+    return mp.accumulate_gradients(jax.grad(loss_of(body)), microbatches)
+
+
+def chained(params, x):
+    """Each microbatch begins with the weights that the one before has updated."""
+
+    def one(params, x):
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss_of(layer))(params, x)), None
+
+    return jax.lax.scan(one, params, x.reshape(4, -1, EMBED))[0]
+
+
+CASES = {
+    "layers that the stages do not divide": (accumulating(layer), "stage=3", "layers: stage", ["of size 8", "stage=3"], "6 or 9"),
+    "rounds that do not divide": (accumulating(layer), "stage=2", "layers: stage*3", ["8 layers", "2 stages of 3"], "1, 2 or 4"),
+    "microbatches in rounds": (accumulating(layer, 2), "stage=4", "layers: stage*2", ["2 microbatches"], "multiple of 4"),
+    "a chain of microbatches": (chained, "stage=2", "layers: stage", ["iteration before"], "accumulate_gradients"),
+    "side effects": (accumulating(printing), "stage=2", "layers: stage", ["side effects"], "jax.debug.print"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_facts_and_the_fix(name):
+    step, mesh, layout, texts, fix = CASES[name]
+    params, x = {"w": np.ones((LAYERS, EMBED, EMBED), np.float32)}, np.ones((16, EMBED), np.float32)
+    with pytest.raises(MeshparError) as caught:
+        mp.plan(lambda params, x: step(params, x), params, x, mesh=mesh, layout=layout, dims=DIMS)
+    error = caught.value
+    assert (error.path, error.dim, error.axis, error.rule) == ("params/w", "layers", "stage", layout)
+    assert error.shape == (LAYERS, EMBED, EMBED)
+    assert (error.dims or "").startswith("layers embed")
+    assert "test_errors.py" in (error.source or "") or "stages do not divide" in name  # an error about the argument
+    assert all(text in error.headline for text in texts)
+    assert any(fix in text for text in error.fixes)
