@@ -95,6 +95,10 @@ def jit(
       schedule: order of the work of a pipeline (a rule for the stacked dim of layers): ``"1f1b"``: the backward pass of a
         microbatch begins as soon as its loss is known; ``"gpipe"``: after the forward passes of all microbatches, whose activations
         are then all stored.
+      gather: when a pipeline all-gathers weights that are sharded along a dim that the activations have too (FSDP):
+        ``"microbatch"``: where layers use them, for each microbatch; the gradients of each microbatch are reduce-scattered.
+        ``"step"``: once, before the first microbatch; the gradients are reduced once, after the last one. It sends less, and a
+        device needs memory for the unsharded weights of its stage, in the dtype in which they are used, and for their gradients.
       strict: two names for one dim of the program are an error instead of a warning.
       static_argnums, static_argnames, donate_argnums, donate_argnames, keep_unused: as in ``jax.jit``.
       options: ``"auto"``: for TPUs, the compiler options of :mod:`meshpar.hardware.options` for the chip and the collectives of the

@@ -447,6 +447,7 @@ class Jitted(Generic[P, R]):
                     program, self.layout, self.mesh, strict=step.strict, init=self._init, topology=self.topology,
                     donated=self._roles.donated_arrays(call), lowering=step.lowering, overlap=step.overlap, options=step.options,
                     compiler_options=step.compiler_options, calibrations=step.calibration, schedule=step.schedule,
+                    gather=step.gather,
                     plan_type=Plan,
                 )  # fmt: skip
             self._caches.plans.put(call.key, plan)

@@ -20,7 +20,7 @@ from .hardware.calibration import CalibrationLike, Calibrations, calibrations
 from .hardware.options import OptionsMode, check_options
 from .lower import LOWERINGS
 from .passes.collective_matmul import MODES
-from .program.pipeline import SCHEDULES, ScheduleName
+from .program.pipeline import GATHERS, SCHEDULES, GatherName, ScheduleName
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -36,6 +36,7 @@ class StepKeywords(TypedDict, total=False):
     lowering: Lowering
     overlap: Mode | None
     schedule: ScheduleName
+    gather: GatherName
     strict: bool
     static_argnums: int | Sequence[int] | None
     static_argnames: str | Iterable[str] | None
@@ -91,6 +92,10 @@ class StepOptions:
         default="1f1b",
         metadata=_flag("--schedule", "order of the slots of a pipeline (%(default)s)", choices=SCHEDULES),
     )
+    gather: GatherName = field(
+        default="microbatch",
+        metadata=_flag("--gather", "when a pipeline all-gathers weights (FSDP): %(default)s", choices=GATHERS),
+    )
     strict: bool = field(
         default=False, metadata=_flag("--strict", "two names for one dim are an error", action="store_true")
     )
@@ -127,6 +132,7 @@ class StepOptions:
         """Check the options, and replace each by its normal form (parsed dims, a dict of compiler options, …)."""
         check_lowering(self.lowering, self.overlap)
         check_schedule(self.schedule)
+        check_gather(self.gather)
         normalized = {
             "dims": path_dims(self.dims),
             "overlap": None if self.lowering == "jit" else self.overlap,
@@ -305,6 +311,14 @@ def check_schedule(schedule: Any) -> None:
     if schedule not in SCHEDULES:
         raise UnsupportedError(
             f"there is no schedule {schedule!r}", fixes=did_you_mean(str(schedule), SCHEDULES, "schedules")
+        )
+
+
+def check_gather(gather: Any) -> None:
+    """Raise UnsupportedError for an unknown ``gather``."""
+    if gather not in GATHERS:
+        raise UnsupportedError(
+            f"there is no gather {gather!r}", fixes=did_you_mean(str(gather), GATHERS, "values of gather")
         )
 
 

@@ -92,15 +92,17 @@ def test_check_and_calibrate_keep_the_options_of_a_step():
 def test_flags_are_those_of_the_fields():
     parser = argparse.ArgumentParser()
     add_flags(parser.add_argument)
-    words = "--lowering jit --schedule gpipe --donate state --donate batch --strict --options off --calibration here.json".split()
+    words = "--lowering jit --schedule gpipe --gather step --donate state --donate batch --strict --options off".split()
+    words += ["--calibration", "here.json"]
     assert given_flags(parser.parse_args(words)) == {
-        "lowering": "jit", "overlap": None, "schedule": "gpipe", "strict": True, "donate_argnames": ["state", "batch"],
+        "lowering": "jit", "overlap": None, "schedule": "gpipe", "gather": "step", "strict": True,
+        "donate_argnames": ["state", "batch"],
         "options": "off", "calibration": "here.json",
     }  # fmt: skip
     fewer = argparse.ArgumentParser()
     add_flags(fewer.add_argument, without=["calibration", "overlap"])
     assert given_flags(fewer.parse_args([])) == {
-        "lowering": "auto", "schedule": "1f1b", "strict": False, "donate_argnames": None, "options": "auto",
+        "lowering": "auto", "schedule": "1f1b", "gather": "microbatch", "strict": False, "donate_argnames": None, "options": "auto",
     }  # fmt: skip
 
 

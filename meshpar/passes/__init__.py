@@ -68,7 +68,7 @@ def make_plan(
     program: Program, layout: Layout, mesh: AnyMesh, *, strict: bool = False, init: bool = False,
     topology: str | None = None, donated: Iterable[int] = (), lowering: str = AUTO, overlap: str | None = "off",
     options: OptionsMode = "off", compiler_options: Mapping[str, Any] | None = None, calibrations: Calibrations = (),
-    schedule: str = "1f1b", plan_type: type[P] = Plan,
+    schedule: str = "1f1b", gather: str = "microbatch", plan_type: type[P] = Plan,
 ) -> P:  # fmt: skip
     """The plan of a program under a layout on a mesh, after all passes.
 
@@ -85,6 +85,7 @@ def make_plan(
       compiler_options: the user's own compiler options.
       calibrations: measured efficiencies of devices.
       schedule: of pipelines, one of :data:`meshpar.program.pipeline.SCHEDULES`.
+      gather: of pipelines, one of :data:`meshpar.program.pipeline.GATHERS`.
       plan_type: the class of the plan.
 
     Raises:
@@ -93,7 +94,7 @@ def make_plan(
     """
     with without_gc():
         plan = planned(program, layout, mesh, strict=strict, init=init, topology=topology, donated=frozenset(donated),
-                       calibrations=calibrations, rank=_rank, schedule=schedule,
+                       calibrations=calibrations, rank=_rank, schedule=schedule, gather=gather,
                        plan_type=plan_type)  # fmt: skip
     requested = Options(options, tuple((compiler_options or {}).items()))
     plan = replace(plan, requested_lowering=lowering, requested_overlap=overlap, options=requested)
@@ -260,6 +261,7 @@ def plan_without_passes(
             rank=_rank,
             plan_type=type(plan),
             schedule=plan.schedule,
+            gather=plan.gather,
         )
     requested = Options(plan.options.mode, plan.options.given)
     return replace(

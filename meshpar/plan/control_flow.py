@@ -84,7 +84,7 @@ class ControlFlow:
         assert addend is not None
         decision = add_to_carry(op, addend)
         start = acc.start
-        if op.eqn.primitive is add_row_p and decision is not None and self._scatters(acc.addend):
+        if decision is not None and _is_row(op) and self._scatters(acc.addend):
             decision = None  # no device has room for the unsharded gradients of all layers
         if decision is not None and start is not None:
             (result,) = decision.results
@@ -376,7 +376,7 @@ class ControlFlow:
             add, addend, carries = found
             self.outer.update(carries[:-1])
             self.accumulations[add] = Accumulation(carries, addend, add, first)
-            self._note_accumulated(addend, row=add.eqn.primitive is add_row_p)
+            self._note_accumulated(addend, row=_is_row(add))
         return positions
 
     def _note_accumulated(self, addend: Value, row: bool) -> None:
@@ -394,6 +394,11 @@ _PLAN: Mapping[str, Callable[[ControlFlow, Op], MakeStep]] = {
     "cond": ControlFlow.cond,
 }
 """By primitive; all others are calls, whose bodies are planned in place."""
+
+
+def _is_row(op: Op) -> bool:
+    """Whether an op adds to one row of a carry, and the row is not ``late``: as an inner loop that stacks rows."""
+    return op.eqn.primitive is add_row_p and not op.eqn.params["late"]
 
 
 def _addition(frame: Frame, k: int, carry: Value) -> tuple[Op, Value, tuple[Value, ...]] | None:

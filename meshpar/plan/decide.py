@@ -213,9 +213,8 @@ def add_to_carry(op: Op, addend: Operand) -> OpDecision | None:
     axes: Axes = [()] * len(op.rule.sizes)
     for entry, factors in zip(spec, op.rule.ins[0], strict=True):
         axes[factors[0]] = entry
-    operands = (spec, addend.spec, *(None if v is None else addend.spec[: len(v.shape)] for v in op.ins[2:]))
     result = ShardType(spec, addend.partial, kind)
-    return OpDecision(operands, (result,), (None,), axes=tuple(axes), inherits=(position,))
+    return OpDecision(tuple(needed_specs(op, axes)), (result,), (None,), axes=tuple(axes), inherits=(position,))
 
 
 def is_input_independent(op: Op, operands: Sequence[Operand | None]) -> bool:

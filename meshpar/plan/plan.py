@@ -191,6 +191,7 @@ class Plan:
       overlap: how all-gathers before matmuls and reduce-scatters after them are lowered; ``overlaps``: each decision.
       requested_lowering, requested_overlap: as the user gave them: ``"auto"``, …; None: the default of the lowering.
       schedule: the schedule of pipelines, as requested.
+      gather: when pipelines all-gather weights, as requested.
       options: the compiler options.
       calibrations: measurements of devices; ``chip`` includes the measurements of its kind.
     """
@@ -214,6 +215,7 @@ class Plan:
     requested_lowering: str = "auto"
     requested_overlap: str | None = "off"
     schedule: str = "1f1b"
+    gather: str = "microbatch"
     options: Options = field(default_factory=Options)
     overlaps: tuple[Overlap, ...] = ()
     calibrations: Calibrations = ()

@@ -44,7 +44,8 @@ def bytes_sent(plan: Plan) -> float:
 def planned(
     program: Program, layout: Layout, mesh: AnyMesh, *, strict: bool = False, init: bool = False,
     topology: str | None = None, donated: frozenset[int] = frozenset(), calibrations: Calibrations = (),
-    max_seconds: float = math.inf, rank: Rank = bytes_sent, schedule: str = "1f1b", plan_type: type[P] = Plan,
+    max_seconds: float = math.inf, rank: Rank = bytes_sent, schedule: str = "1f1b", gather: str = "microbatch",
+    plan_type: type[P] = Plan,
 ) -> P:  # fmt: skip
     """Plan a program under a layout on a mesh, before any pass.
 
@@ -61,6 +62,7 @@ def planned(
       max_seconds: limit of the seconds of the plan's collectives, run one after the other.
       rank: chooses between the plans of the program with and without rewritten slices.
       schedule: of pipelines, one of :data:`meshpar.program.pipeline.SCHEDULES`.
+      gather: of pipelines, one of :data:`meshpar.program.pipeline.GATHERS`.
       plan_type: the class of the plan.
 
     Raises:
@@ -83,7 +85,7 @@ def planned(
         if rule.scope is None:
             unscoped.setdefault(rule.dim, rule.rounds)
     notes += stack_notes(program, assignment.value_spec, unscoped, assignment.sizes)
-    pipelined = rewrite_pipelines(program, assignment.value_spec, unscoped, assignment.sizes, schedule)
+    pipelined = rewrite_pipelines(program, assignment.value_spec, unscoped, assignment.sizes, schedule, gather)
     if pipelined is not None:
         program, assignment = pipelined, AxisAssignment(pipelined, complete, dict(mesh.shape))
         notes += [p.note for p in pipelined.pipelines if p.note]
@@ -103,7 +105,7 @@ def planned(
             program, layout, complete, mesh, topology, donated, notes, calibrations, max_seconds, max_bytes
         )
         try:
-            return replace(planner.plan(plan_type), schedule=schedule)
+            return replace(planner.plan(plan_type), schedule=schedule, gather=gather)
         finally:
             del planner.control  # refers to a method of the planner: without the cycle its arrays are freed at once
 

@@ -46,22 +46,30 @@ def reduce_in(x: Any, dtype: Any) -> Any:
     return reduce_in_p.bind(x, dtype=jnp.dtype(dtype))
 
 
-def _add_row(total: Any, row: Any, index: Any) -> Any:
+def _add_row(total: Any, row: Any, index: Any, where: Any, *, late: bool) -> Any:
+    row = lax.select(lax.broadcast_in_dim(where, row.shape, (0,)), row, jnp.zeros_like(row))
+    return _added(total, row, index)
+
+
+def _added(total: Any, row: Any, index: Any) -> Any:
+    if jnp.ndim(index) and index.shape[0] == 1:
+        index = index[0]
     if jnp.ndim(index):
-        return jax.vmap(_add_row, (1, 0, 0), 1)(total, row, index)
+        return jax.vmap(_added, (1, 0, 0), 1)(total, row, index)
     old = lax.dynamic_index_in_dim(total, index, 0, keepdims=False)
     return lax.dynamic_update_index_in_dim(total, old + row, index, 0)
 
 
 add_row_p = Primitive("add_row")
-"""``[n, …], […], int32 index → [n, …]``: the second array is added to one row of the first.
+"""``[n, k, …], [k, …], int32 index, bool [k] → [n, k, …]``: the second array is added to a row of the first where the last is true.
 
-``[n, K, …], [K, …], int32 [K] → [n, K, …]``: each of K parts is added to a row of its own.
+With an int32 [k] index, each of k parts is added to a row of its own.
 
-A loop that carries the first array adds to it in place.
+A loop that carries the first array adds to it in place. ``late``: a partial row is added before it is reduced, also where the
+layout shards the row further than it is then sharded.
 """
 add_row_p.def_impl(_add_row)
-add_row_p.def_abstract_eval(lambda total, row, index: total.update(weak_type=False))
+add_row_p.def_abstract_eval(lambda total, row, index, where, *, late: total.update(weak_type=False))
 mlir.register_lowering(add_row_p, mlir.lower_fun(_add_row, multiple_results=False))
 
 

@@ -458,7 +458,7 @@ def add_row(eqn, ins, outs) -> OpRule:
     """The rule of ``add_row``: the dims of the row pass through; the dim of the rows is unsharded."""
     rows = OpRule([], [])
     total = rows.factors(ins[0], "need_replication", [0])
-    rows.ins, rows.outs = [total, total[1:], total[1 : 1 + len(ins[2])]], [total]
+    rows.ins, rows.outs = [total, total[1:], total[1 : 1 + len(ins[2])], total[1:2]], [total]
     return rows
 
 

@@ -104,7 +104,9 @@ class StagedSpace:
         try:
             assignment = AxisAssignment(traced, rules, dict(among[0]))
             unscoped = {rule.dim: rule.rounds for rule in rules.rules if rule.scope is None}
-            program = rewrite_pipelines(traced, assignment.value_spec, unscoped, assignment.sizes, base.schedule)
+            program = rewrite_pipelines(
+                traced, assignment.value_spec, unscoped, assignment.sizes, base.schedule, base.gather
+            )
             if program is None:
                 return None
             of = cls(program, Space.of(program, rules, forbid), tuple(among))

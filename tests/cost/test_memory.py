@@ -359,7 +359,7 @@ def test_a_loop_writes_into_its_carry_in_place():
 
     def added(total, x):
         def row(total, i):
-            return add_row_p.bind(total, jnp.tanh(x * i), i), None
+            return add_row_p.bind(total, jnp.tanh(x * i), i, jnp.ones(64, bool), late=False), None
 
         def add(total, _):
             return jax.lax.scan(row, total, jnp.arange(8, dtype=jnp.int32))[0], None

@@ -57,7 +57,7 @@ def test_rows_that_an_inner_loop_adds_to_a_carry_are_reduced_after_the_outer_loo
         xs, w = operands
 
         def row(total, operands):
-            return add_row_p.bind(total, operands[0] @ w, operands[1]), None
+            return add_row_p.bind(total, operands[0] @ w, operands[1], jnp.ones(8, bool), late=False), None
 
         return lax.scan(row, total, (xs, jnp.arange(3, dtype=np.int32)))[0], None
 

@@ -91,6 +91,7 @@ def tridiagonal_solve(x):
     return lax.linalg.tridiagonal_solve(x, x + 4, x, x[..., None])
 
 
+add_row = functools.partial(add_row_p.bind, late=False)
 CASES: dict[str, tuple[Any, ...]] = {
     # name: (function, *arguments)
     "matmul": (jnp.matmul, numbers(4, 6), numbers(6, 8)),
@@ -277,8 +278,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "strided slice": (lambda x: x[:, ::2], X),
     "dynamic slice": (lambda x, i: lax.dynamic_slice(x, (np.int32(0), i), (4, 2)), X, jnp.int32(1)),
     "dynamic update slice": (lambda x, u: lax.dynamic_update_slice(x, u, (0, 1)), X, numbers(4, 2)),
-    "add row": (add_row_p.bind, numbers(3, 4, 6), numbers(4, 6), jnp.int32(1)),
-    "add rows": (add_row_p.bind, numbers(3, 4, 6), numbers(4, 6), jnp.array([2, 0, 1, 2], jnp.int32)),
+    "add row": (add_row, numbers(3, 4, 6), numbers(4, 6), jnp.int32(1), jnp.array([True, False, True, True])),
+    "add rows": (add_row, numbers(3, 4, 6), numbers(4, 6), jnp.array([2, 0, 1, 2], jnp.int32), jnp.ones(4, bool)),
     "pad": (lambda x: jnp.pad(x, ((0, 0), (1, 2))), X),
     "pad to the same size": (lambda x: lax.pad(x, np.float32(0), ((0, 0, 0), (1, -1, 0))), X),
     "concatenate": (lambda x, y: jnp.concatenate([x, y], 1), X, numbers(4, 2)),

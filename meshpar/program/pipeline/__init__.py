@@ -19,16 +19,18 @@ from jax.extend.core import ClosedJaxpr, Literal
 from ...compat.jax import make_generated_jaxpr, new_var, replace_body
 from ...errors import UnsupportedError
 from ..infer import infer_like
-from ..ir import Frame, Op, Program, Value
+from ..ir import Frame, Op, Program
 from .find import LayerLoop, direction, indexed_stacks, layer_loops, microbatch_loop
-from .narrow import cast_stacks
+from .narrow import Gathered, ValueAxes, cast_stacks, gather_stacks, gathered_dims
 from .rewrite import TickLoops, one_microbatch
-from .schedule import SCHEDULES, Schedule, ScheduleName
+from .schedule import GATHERS, SCHEDULES, GatherName, Schedule, ScheduleName
 from .segments import divide
 from .slots import Stages
 
 __all__ = [
+    "GATHERS",
     "SCHEDULES",
+    "GatherName",
     "Pipeline",
     "Schedule",
     "ScheduleName",
@@ -37,9 +39,6 @@ __all__ = [
     "rewrite_pipelines",
     "stack_notes",
 ]
-
-ValueAxes = Callable[[Value], Sequence[Sequence[str]]]
-"""Value → the axes that the layout assigns to each of its dims."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,17 +112,20 @@ class _Split:
       axes: the axes that split it.
       stages: the number of devices along them.
       rounds: of the pipeline.
+      gathered: dims of stacked operands that are all-gathered before the loop over microbatches.
     """
 
     index: int
     axes: tuple[str, ...]
     stages: int
     rounds: int
+    gathered: Gathered = ()
 
 
 def rewrite_pipelines(
-    program: Program, axes: ValueAxes, dims: Mapping[str, int], sizes: Mapping[str, int], schedule: str
-) -> Program | None:
+    program: Program, axes: ValueAxes, dims: Mapping[str, int], sizes: Mapping[str, int], schedule: str,
+    gather: str = "microbatch",
+) -> Program | None:  # fmt: skip
     """The program with its pipelines; None: no stacked dim of a layer loop is split. Results are cached by the axes of the loops.
 
     A loop whose carries are split over the same axes (``batch: data; layers: data``) is not a pipeline: its weights are gathered.
@@ -134,6 +136,7 @@ def rewrite_pipelines(
         where these are stored.
       sizes: of the mesh.
       schedule: one of :data:`SCHEDULES`.
+      gather: one of :data:`GATHERS`.
 
     Raises:
       UnsupportedError: layers that cannot be a pipeline.
@@ -143,8 +146,21 @@ def rewrite_pipelines(
     for i, loop in enumerate(loops):
         over = tuple(a for a in axes(loop.weight)[0] if sizes[a] > 1)
         if over and loop.dim in dims and not any(a in over for v in loop.carries for entry in axes(v) for a in entry):
-            found.append(_Split(i, over, math.prod(sizes[a] for a in over), dims[loop.dim]))
+            gathered = gathered_dims(loop, program.dims, axes) if gather == "step" else ()
+            if gathered and dims[loop.dim] > 1:
+                raise _gathered_rounds(loop, dims[loop.dim])
+            found.append(_Split(i, over, math.prod(sizes[a] for a in over), dims[loop.dim], gathered))
     return program.cached(_rewritten, schedule, tuple(found)) if found else None
+
+
+def _gathered_rounds(loop: LayerLoop, rounds: int) -> UnsupportedError:
+    """The error for weights of several rounds that are to be all-gathered once a step."""
+    return UnsupportedError(
+        f'gather="step" is supported for one round, and `{loop.dim}` has {rounds}',
+        dim=loop.dim,
+        source=loop.op.source,
+        fixes=[f"remove `*{rounds}` from the rule of `{loop.dim}`", 'or gather="microbatch"'],
+    )
 
 
 def stack_notes(program: Program, axes: ValueAxes, dims: Collection[str], sizes: Mapping[str, int]) -> list[str]:
@@ -182,6 +198,7 @@ def _rewritten(program: Program, schedule: str, found: Sequence[_Split]) -> Prog
     closed = ClosedJaxpr(_with_replacements(program.root, replacements), program.closed.consts)
     rewritten = infer_like(program, closed)
     rewritten.original = program
+    rewritten.joins[:] = program.joins  # gather_stacks joins further names
     rewritten.pipelines = tuple(pipelines)
     return rewritten
 
@@ -226,6 +243,8 @@ def _replacement(op: Op, loops: Sequence[LayerLoop], splits: Sequence[_Split], s
         _check_microbatches(op, loop, plan)
         body = divide(op, loops)
         cast_stacks(body, loops)
+        if any(s.gathered for s in splits):
+            gather_stacks(body, [s.gathered for s in splits])
         run = TickLoops(op.eqn, body, plan, [member.dim for member in loops])
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in op.eqn.invars]
     try:

@@ -1,8 +1,8 @@
-"""Casts stacked weights once before a loop over microbatches, if the layers compute in a narrower dtype than the weights have."""
+"""Casts and all-gathers stacked weights once, before a loop over microbatches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,9 +11,83 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from ...compat.jax import closed_parts, make_generated_jaxpr, new_var, scan_counts
-from ..ir import Op
+from ..ir import Op, Value
+from ..primitives import rename_dims_p
 from .find import LayerLoop
 from .segments import INVARIANT, Body
+
+DimsOf = Callable[[Value], Sequence[str | None]]
+"""Value → the names of its dims."""
+
+ValueAxes = Callable[[Value], Sequence[Sequence[str]]]
+"""Value → the axes that the layout assigns to each of its dims."""
+
+Gathered = tuple[tuple[int, tuple[str, ...]], ...]
+"""(position of a stacked operand of a layer loop, the names of its dims that are all-gathered first), for some operands."""
+
+
+def gathered_dims(loop: LayerLoop, dims: DimsOf, axes: ValueAxes) -> Gathered:
+    """The dims of stacked operands that each layer would all-gather (FSDP).
+
+    Such a dim is split over an axis that splits another dim of the activations. The activations have the dim as well, where it is
+    not split over that axis.
+
+    Args:
+      dims: value → the names of its dims.
+      axes: value → the axes of its dims.
+    """
+    found = []
+    activations = [dict(zip(dims(v), axes(v), strict=True)) for v in loop.carries]
+    for p in range(sum(scan_counts(loop.op.eqn.params)), len(loop.op.ins)):
+        v = loop.op.ins[p]
+        if v is None:
+            continue
+        names = [
+            name
+            for name, over in zip(dims(v)[1:], axes(v)[1:], strict=True)
+            if name is not None
+            and any(
+                name in x and axis not in x[name] and any(axis in split for split in x.values())
+                for axis in over
+                for x in activations
+            )
+        ]
+        if names:
+            found.append((p, tuple(names)))
+    return tuple(found)
+
+
+def gather_stacks(body: Body, gathered: Sequence[Gathered]) -> None:
+    """Let the layer loops of a microbatch read copies of their stacked weights in which some dims have other names.
+
+    No rule of the layout shards these names, so that the copies are all-gathered before the loop over microbatches. The gradients
+    of the layers stay partial until after this loop.
+
+    Args:
+      gathered: the dims, for each layer loop.
+    """
+    body.gathered = True
+    copies: dict[Any, Any] = {}
+    for i, (eqn, operands) in enumerate(zip(body.loops, gathered, strict=True)):
+        invars = list(eqn.invars)
+        for p, names in operands:
+            v = invars[p]
+            if body.place(v) != INVARIANT:
+                continue
+            if v not in copies:
+                copies[v] = copy = new_var(v.aval)
+                body.eqns.append(_renamed(v, copy, names))
+                body.places[copy] = INVARIANT
+            invars[p] = copies[v]
+        body.loops[i] = eqn.replace(invars=invars)
+
+
+def _renamed(v: Any, copy: Any, names: Sequence[str]) -> Any:
+    """The equation that renames dims of a variable."""
+    pairs = tuple(sorted((name, f"gathered_{name}") for name in names))
+    aval = jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
+    closed = make_generated_jaxpr(lambda x: rename_dims_p.bind(x, pairs=pairs, back=False), aval)
+    return closed.jaxpr.eqns[0].replace(invars=[v], outvars=[copy])
 
 
 def cast_stacks(body: Body, loops: Sequence[LayerLoop]) -> None:

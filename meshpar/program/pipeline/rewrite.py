@@ -24,7 +24,7 @@ from jax.extend.core import Literal
 from ...compat.jax import at_line_of, bind, scan_counts, with_weak_type
 from .schedule import Schedule, interval_rows
 from .segments import CONSTANT, INVARIANT, Body, Place, Stack
-from .slots import Stages, Time, run_slot, zeros
+from .slots import Rows, Stages, Time, run_slot, zeros
 
 State = dict[str, dict[int, Any]]
 """The state of the loops over ticks: ``carries`` by position, ``rings`` by :meth:`TickLoops.ring_key`, and by loop the results of
@@ -567,8 +567,9 @@ class _Tick:
             totals = [self.state["carries"][k] for k in added]
             length = eqn.params["length"] // (stages.count * stages.rounds)
             first_rows = r * length if stages.rounds > 1 else None
-            split = self.of_layer(i, added, stored, valid)
-            done, made, totals = run_slot(eqn, length, consts, per_stage, carries, stacks, totals, split, first_rows)
+            where = Rows(first_rows, valid, body.gathered)
+            split = self.of_layer(i, added, stored)
+            done, made, totals = run_slot(eqn, length, consts, per_stage, carries, stacks, totals, split, where)
         self.state["sent"][i] = [stages.named(x) for x in done]
         self.state["carries"].update(zip(added, totals, strict=True))
         for var, x in zip(stored, made, strict=True):
@@ -585,7 +586,7 @@ class _Tick:
                 self.env[var] = stages.of_stage(x, last)
 
     def of_layer(
-        self, i: int, added: Sequence[int], stored: Sequence[Any], valid: Any
+        self, i: int, added: Sequence[int], stored: Sequence[Any]
     ) -> Callable[[list[Any]], tuple[list[Any], list[Any]]]:
         """The function by which one layer of loop i divides its stacked results, each [K, …].
 
@@ -593,10 +594,9 @@ class _Tick:
           i: of the loop.
           added: the accumulators to which it adds.
           stored: the variables that are stored.
-          valid: [K], whether a stage is not idle.
 
         Returns:
-          Results → (the values of the variables ``stored``, the addends of the accumulators ``added``: zeros for idle stages).
+          Results → (the values of the variables ``stored``, the addends of the accumulators ``added``).
         """
         body, stages = self.body, self.loops.stages[i]
         eqn, eqns = body.loops[i], self.loops.needs.stack_eqns[i]
@@ -606,9 +606,7 @@ class _Tick:
             outs = eqn.outvars[scan_counts(eqn.params)[1] :]
             local = dict(zip(outs, map(stages.named, made), strict=True))
             evaluate(eqns, local, local.__getitem__)
-            addends = [local[body.accumulators[k].addend] for k in added]
-            rows = [stages.select(valid, x, jnp.zeros(x.shape, x.dtype)) for x in addends]
-            return [local[var] for var in stored], rows
+            return [local[var] for var in stored], [local[body.accumulators[k].addend] for k in added]
 
         return split
 

@@ -32,6 +32,11 @@ ScheduleName = Literal["1f1b", "gpipe"]
 
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 
+GatherName = Literal["microbatch", "step"]
+"""When weights that each layer would all-gather are gathered: where they are used, or once a step, before the first microbatch."""
+
+GATHERS: tuple[str, ...] = get_args(GatherName)
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:

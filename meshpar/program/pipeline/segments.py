@@ -54,6 +54,7 @@ class Body:
       loops: the equations of the layer loops, in order.
       places: the place of each variable.
       accumulators: by position of the carry.
+      gathered: the stacked weights are all-gathered before the loop, and their gradients are reduced after it.
     """
 
     consts: Sequence[Any]
@@ -64,6 +65,7 @@ class Body:
     loops: list[Any]
     places: dict[Any, Place]
     accumulators: dict[int, Accumulator]
+    gathered: bool = False
 
     def place(self, atom: Any) -> Place:
         """The place of a variable or literal."""

@@ -151,6 +151,21 @@ def zeros(shape: Sequence[int], dtype: Any) -> Any:
     return jax.random.wrap_key_data(jnp.zeros((*shape, *key.shape), key.dtype), impl=key_impl(dtype))
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of accumulators to which the layers of a slot add.
+
+    Attributes:
+      first: several rounds: of each stage, the row for its first layer (an int32 [K]); None: 0.
+      valid: [K], whether a stage is not idle.
+      late: the addends are reduced over devices after the loop over microbatches.
+    """
+
+    first: Any
+    valid: Any
+    late: bool
+
+
 def run_slot(
     eqn: Any,
     length: int,
@@ -160,7 +175,7 @@ def run_slot(
     stacks: Sequence[Any],
     totals: Sequence[Any] = (),
     split: Callable[[list[Any]], tuple[list[Any], list[Any]]] | None = None,
-    first_rows: Any = None,
+    where: Rows | None = None,
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """Run the layers of all stages at once: a scan over the layers of a stage and round, of the loop's body with a dim of stages.
 
@@ -173,7 +188,7 @@ def run_slot(
       totals: [L / K, K, …] arrays to which the layers add; each layer adds to its own part, in place.
       split: from the stacked results of one layer, each [K, …], to (the results to stack, the addend of each total). None: all
         results are stacked.
-      first_rows: several rounds: of each stage, the row of the totals for its first layer (an int32 [K]); None: 0.
+      where: the rows of the totals to which the layers add.
 
     Returns:
       (carries [K, …], stacks [l, K, …], totals).
@@ -191,9 +206,10 @@ def run_slot(
         (carry, new_totals), (index, xs) = state, inputs
         outs = layer(*consts, *carry, *xs)
         made, rows = (outs[count:], []) if split is None else split(outs[count:])
-        if rows:
-            at = index if first_rows is None else first_rows + index
-            new_totals = [add_row_p.bind(total, row, at) for total, row in zip(new_totals, rows, strict=True)]
+        if where is not None and new_totals:
+            at = index if where.first is None else where.first + index
+            rows = zip(new_totals, rows, strict=True)
+            new_totals = [add_row_p.bind(total, row, at, where.valid, late=where.late) for total, row in rows]
         return (outs[:count], new_totals), made
 
     indices = jnp.arange(length, dtype=np.int32) if totals else None

@@ -7,6 +7,7 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 
 import meshpar as mp
+from meshpar.errors import UnsupportedError
 from meshpar.program import pipeline
 
 LAYERS, EMBED, MICRO = 4, 16, 4
@@ -27,6 +28,26 @@ def step(params, x):
 
     value, gradients = mp.accumulate_gradients(jax.value_and_grad(loss), MICRO)(params, x)
     return jax.tree.map(lambda p, g: p - g, params, gradients), value
+
+
+def plain(params, x):
+    """One step of layers in the dtype of their weights."""
+
+    def loss(params, x):
+        h, _ = jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w["up"]) @ w["down"], None), x, params)
+        return jnp.mean(h**2)
+
+    value, gradients = mp.accumulate_gradients(jax.value_and_grad(loss), MICRO)(params, x)
+    return jax.tree.map(lambda p, g: p - g, params, gradients), value
+
+
+PLAIN_DIMS = {"params/up": "layers embed mlp", "params/down": "layers mlp embed", "x": "batch embed"}
+
+
+def plain_arguments():
+    r = np.random.default_rng(0)
+    params = {"up": r.normal(size=(LAYERS, EMBED, 8)) / 4, "down": r.normal(size=(LAYERS, 8, EMBED)) / 4}
+    return params, r.normal(size=(16, EMBED))
 
 
 def arguments():
@@ -60,3 +81,43 @@ def test_on_devices(lowering):
     sharded = mp.jit(step, mesh=mesh, layout="batch: data; layers: stage", dims=DIMS, lowering=lowering)
     for a, b in zip(jax.tree.leaves(sharded(*args)), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-2)
+
+
+FSDP = {"mesh": "stage=2, data=2, idle=2", "layout": "batch: data; embed: data; layers: stage", "dims": PLAIN_DIMS}
+
+
+def test_gathered_once_a_step():
+    """FSDP: the weights of the layers are all-gathered once, and their gradients reduce-scattered once."""
+    moves = {}
+    for gather in ("microbatch", "step"):
+        plan = mp.plan(plain, *plain_arguments(), **FSDP, gather=gather)
+        assert plan.replan().gather == gather
+        moves[gather] = [
+            c for c in plan.collectives if c.axes == ("data",) and c.op in ("all-gather", "reduce-scatter")
+        ]
+    assert {c.count for c in moves["step"]} == {1}
+    assert {c.op for c in moves["step"]} == {"all-gather", "reduce-scatter"}
+    assert min(c.count for c in moves["microbatch"]) > 1
+    bytes_sent = {gather: sum(c.bytes * c.count for c in of) for gather, of in moves.items()}
+    assert bytes_sent["step"] * MICRO <= bytes_sent["microbatch"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
+def test_gathering_once_changes_no_result(lowering):
+    with jax.enable_x64(True):
+        args = plain_arguments()
+        mesh, layout = mp.mesh(FSDP["mesh"]), FSDP["layout"]
+        sharded = mp.jit(plain, mesh=mesh, layout=layout, dims=PLAIN_DIMS, lowering=lowering, gather="step")
+        for a, b in zip(jax.tree.leaves(sharded(*args)), jax.tree.leaves(jax.jit(plain)(*args)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
+
+
+def test_several_rounds_are_refused():
+    with pytest.raises(UnsupportedError, match="one round"):
+        mp.plan(plain, *plain_arguments(), **{**FSDP, "layout": f"{FSDP['layout']}*2"}, gather="step")
+
+
+def test_an_unknown_gather():
+    with pytest.raises(UnsupportedError, match="gather"):
+        mp.plan(plain, *plain_arguments(), **FSDP, gather="once")
