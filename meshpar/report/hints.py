@@ -1,20 +1,51 @@
-"""Hints of a plan: edits of the program that would send fewer bytes."""
+"""Hints of a plan: edits of the program that would send fewer bytes, or that need less memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..cost.memory import memory_of
 from ..dims import format_dims
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..plan.spec import shard_count, value_bytes
 from ..plan.steps import Run, Step
 from ..program.ir import Op, Value
-from ..units import format_bytes
-from .facts import grouped
+from ..units import format_bytes, format_memory, with_article
+from .facts import fits, grouped
 
 MAX_HINTS = 3
+MAX_MICROBATCHES = 64
+"""The largest number of microbatches that a hint suggests."""
+
+
+def memory_hint(plan: Plan) -> str | None:
+    """The edits that save memory, where a plan does not fit and most of its peak is saved activations; None elsewhere.
+
+    Saved activations of one microbatch of M take 1/M of their bytes. A rematerialized layer saves its inputs alone, whose bytes
+    depend on the layer.
+    """
+    memory = memory_of(plan)
+    if fits(plan) is not False or plan.chip is None or not memory.by_kind:
+        return None
+    saved = memory.by_kind.get("saved activations", 0.0)
+    if saved < max(memory.by_kind.values()):
+        return None
+    capacity = plan.chip.per_device().hbm
+    head = (
+        f"{format_memory(saved)} of the peak of {format_memory(memory.peak)} are saved activations, and "
+        f"{with_article(plan.chip.name)} has {format_memory(capacity)}: jax.checkpoint (Flax: nn.remat) around each layer saves "
+        "only the inputs of the layer"
+    )
+    counts = (2**k for k in range(1, MAX_MICROBATCHES.bit_length()))
+    count = next((m for m in counts if memory.peak - saved * (1 - 1 / m) <= capacity), None)
+    m = count or MAX_MICROBATCHES
+    enough = "" if count else ", which is not enough by itself"
+    return (
+        f"{head}; mp.accumulate_gradients(…, {m}) saves those of one of {m} microbatches, about "
+        f"{format_memory(saved * (1 - 1 / m))} less{enough}"
+    )
 
 
 @dataclass(frozen=True, slots=True)

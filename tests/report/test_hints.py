@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
-from meshpar.report.hints import exchange_hints
+from meshpar.report.hints import exchange_hints, memory_hint
 
 GROUPS, TOKENS, EMBED, MLP, EXPERTS, CAPACITY = 8, 64, 32, 64, 4, 16
 LAYOUT = "expert: expert; batch: data+expert"
@@ -72,3 +72,40 @@ def test_weights_that_are_gathered_get_no_hint(layout):
     plan = planned(dense, layout=layout)
     assert any(c.op == "all-gather" for c in plan.collectives)
     assert exchange_hints(plan) == []
+
+
+def deep(batch, wrap=lambda layer: layer, microbatches=1):
+    """The plan of a train step of 32 layers on v5e, which has 15.75 GiB; each saves one or two activations of the batch."""
+
+    def loss(ws, x):
+        layer = wrap(lambda x, w: jnp.tanh(jnp.sin(x @ w) * x))
+        for w in ws:
+            x = layer(x, w)
+        return (x**2).mean()
+
+    def step(ws, x):
+        gradients = mp.accumulate_gradients(jax.value_and_grad(loss), microbatches) if microbatches > 1 else None
+        return (gradients or jax.value_and_grad(loss))(ws, x)
+
+    where = {"mesh": "data=4", "topology": "v5e:2x2", "layout": "batch: data"}
+    return mp.plan(step, [f32(1024, 1024)] * 32, f32(batch, 1024), dims={"x": "batch _"}, **where)
+
+
+def test_activations_that_do_not_fit_get_a_hint_that_makes_the_plan_fit():
+    capacity = 15.75 * 2**30
+    plan = deep(2**20)
+    assert plan.memory.peak > capacity
+    hint = memory_hint(plan)
+    assert hint in " ".join(str(plan).split()).replace("hint ", "")
+    assert "jax.checkpoint" in hint
+    count = int(hint.partition("mp.accumulate_gradients(…, ")[2].partition(")")[0])
+    assert deep(2**20, microbatches=count).memory.peak <= capacity
+    assert deep(2**20, jax.checkpoint).memory.peak < plan.memory.peak
+
+
+def test_plans_that_fit_and_large_weights_get_no_such_hint():
+    assert memory_hint(deep(2**12)) is None
+    where = {"mesh": "data=4", "topology": "v5e:2x2", "layout": "batch: data"}
+    large = mp.plan(lambda w, x: x @ w, f32(2**17, 2**17), f32(64, 2**17), dims={"x": "batch _"}, **where)
+    assert large.memory.peak > 15.75 * 2**30
+    assert memory_hint(large) is None
