@@ -39,6 +39,11 @@ USER_KERNELS = having(lambda p: p.kernel)
 MATMULS = having(lambda p: p.matmul)
 REDUCTIONS = having(lambda p: p.reduction)
 IN_PLACE = having(lambda p: p.in_place)
+MAX_RECOMPUTED_OPS = 16
+"""Fusible ops one after the other that every reader of an array recomputes; longer chains are stored in between.
+
+In chains of 24 to 192 such ops and their gradients, the TPU compiler (libtpu 0.0.42) stores an array every 6 to 48 ops.
+"""
 _TAKES = REDUCTIONS | MATMULS | IN_PLACE | {"stack!", "copy!"}  # kernels that fuse the producers of their operands
 
 
@@ -107,11 +112,13 @@ class Kernel:
       matmuls: the steps of the matmuls that the kernel computes.
       random_elements: the number of threefry bit patterns that the kernel computes on a device.
       from_several: it depends on more than one array (rows and scalars do not count).
+      ends_chain: several kernels do not recompute it, since that takes a chain of :data:`MAX_RECOMPUTED_OPS` ops.
     """
 
     __slots__ = (
         "bodies",
         "carries",
+        "ends_chain",
         "from_several",
         "ins",
         "is_root",
@@ -131,7 +138,7 @@ class Kernel:
         self.name, self.step, self.op, self.ins, self.position = name, step, op, ins, position
         self.outs: list[Buffer] = []
         self.is_root = False
-        self.from_several = False
+        self.from_several = self.ends_chain = False
         self.random_elements = 0.0
         self.reads: Sequence[Buffer] = ()
         self.writes: Sequence[Buffer] = ()
@@ -227,6 +234,8 @@ def fuse(computation: Computation, row_ratio: int) -> None:
         if not readers:
             continue  # dead code
         twice = not node.from_several
+        if node.ends_chain and len(readers) > 1:
+            must, twice = True, False
         if must or (len(readers) > 1 and not twice and not all(r.name in REDUCTIONS for r in readers)):
             node.is_root = True
             recompute = twice and not any(out.concatenated for out in node.outs)

@@ -16,7 +16,7 @@ from ..plan.steps import Barrier, Body, Branch, Call, Loop, Order, Reduce, Resha
 from ..program.ir import Op, Program, Value
 from ..rules.random import drawn_by_index
 from .caching import cached_on_plan
-from .fusion import FUSIBLE, SLICES, VIEWS, Buffer, Computation, Kernel, fuse
+from .fusion import FUSIBLE, MAX_RECOMPUTED_OPS, SLICES, VIEWS, Buffer, Computation, Kernel, fuse
 from .tiles import Tiles
 
 REDUCE_RING_BUFFERS = 4
@@ -52,6 +52,7 @@ class _Reader:
       tiles: the images of the program; None: it has none, or the chip stores them unpadded.
       items: shard → its buffer.
       bases: buffer → the one large array that it depends on, if it is another one; None: it depends on none.
+      chains: buffer → the smallest number of fusible ops, one after the other, that compute it from an array in memory.
       region: the computation to which ops are added.
       position: the index of the current step.
       parts: :func:`ring_block_counts`.
@@ -64,6 +65,7 @@ class _Reader:
         self.tiles = tiles if tiles is not None and tiles.images else None
         self.items: dict[Shard, Buffer] = {}
         self.bases: dict[Buffer, Buffer | None] = {}
+        self.chains: dict[Buffer, int] = {}
         self.region = Computation(1)
         self.position = 0
         self.alike = plan.program.cached(_equal_avals)
@@ -142,6 +144,10 @@ class _Reader:
                     base = base or other
             else:
                 bases[item] = base
+            large = [i for i in node.ins if i.bytes * 8 > size and bases.get(i, i) is not None]
+            chain = 0 if node.from_several else 1 + min([self.chains.get(i, 0) for i in large], default=0)
+            node.ends_chain = chain >= MAX_RECOMPUTED_OPS
+            self.chains[item] = 0 if node.ends_chain else chain
         return item
 
     # -- steps

@@ -50,3 +50,23 @@ def test_maxima_of_weights_under_remat(layout):
     found = reductions(jax.grad(quantized), f32(LENGTH, SIDE, SIDE), f32(SIDE, SIDE), layout=layout)
     assert found
     assert {count for count, _ in found} == {LENGTH}
+
+
+def test_long_chains_are_stored_in_between():
+    """libtpu 0.0.42 on v5e: a peak of 5 to 14 times the activation for 64 layers of tanh or gelu, 1 to 5 for 8."""
+
+    def peak(layers):
+        def loss(ws, x):
+            for w in ws:
+                x = jax.nn.gelu(x * w)
+            return (x**2).mean()
+
+        ws = [jax.ShapeDtypeStruct((256,), jnp.float32)] * layers
+        x = jax.ShapeDtypeStruct((16384, 4, 256), jnp.float32)
+        where = {"mesh": "data=4", "topology": "v5e:2x2", "layout": "batch: data"}
+        p = mp.plan(jax.grad(loss), ws, x, dims={"ws/*": "mlp", "x": "batch embed mlp"}, **where)
+        return p.memory.peak / (x.size * 4 / 4)
+
+    assert peak(1) < 1.1
+    assert 1 <= peak(8) <= 6
+    assert 8 <= peak(64) <= 24
