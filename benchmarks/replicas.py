@@ -70,7 +70,7 @@ def one_bit_adam(steps: int, warmup: int) -> tuple[optax.GradientTransformation,
       The transformation, and a function from the state after the warm-up and the parameters to its first state.
     """
     exchange = mp.replicas.coded("sign", replicas=SLICES)
-    rate = optax.warmup_cosine_decay_schedule(
+    rate: Callable[[Any], Any] = optax.warmup_cosine_decay_schedule(
         PEAK_RATE / 10, PEAK_RATE, min(20, steps // 5), steps, end_value=PEAK_RATE / 20
     )
 
@@ -78,8 +78,8 @@ def one_bit_adam(steps: int, warmup: int) -> tuple[optax.GradientTransformation,
         adam = next(x for x in jax.tree.leaves(state, is_leaf=_is_adam) if _is_adam(x))
         return OneBitAdamState(adam.count, adam.mu, adam.nu, exchange.init(params))
 
-    def update(gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        momenta = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state.mu, gradients)  # one per replica
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        momenta = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state.mu, updates)  # one per replica
         mu, exchanged = exchange.update(momenta, state.exchange)
         count = state.count + 1
 

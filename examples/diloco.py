@@ -11,6 +11,7 @@ fragments, in 8 bits, blended in). The picture has the training losses, and the 
 import argparse
 import math
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -108,7 +109,7 @@ def synchronous(task: Task) -> Run:
     )
     step = mp.jit(task.step, mesh=mp.mesh(MESH), layout=layout, dims=task.dims, donate_argnames="state")
     sent, losses = sent_between_slices(step.plan(state, *task.batches[0])), []
-    for batch in track(task.batches, "every step"):
+    for batch in track(task.batches, "every step", disable=not sys.stdout.isatty()):
         state, loss = step(state, *batch)
         losses.append(float(loss))
     return task.result(losses, sent * len(losses), state["params"])
@@ -122,7 +123,7 @@ def local(task: Task, every: int, **options: Any) -> Run:
         dims=task.dims, **options,
     )  # fmt: skip
     state, losses = run.init(task.create)(jax.random.key(0)), []
-    for n, batch in enumerate(track(task.batches, f"every {every} steps")):
+    for n, batch in enumerate(track(task.batches, f"every {every} steps", disable=not sys.stdout.isatty())):
         state, loss = run(n, state, *batch)
         losses.append(np.asarray(loss))
     sent = sum(sent_between_slices(run.outer.plan(**state, fragment=k)) for k in range(options.get("fragments", 1)))
