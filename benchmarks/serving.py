@@ -1,0 +1,154 @@
+"""Bytes that a device sends for one step of decoding, compared with `jax.jit` under hand-written PartitionSpecs.
+
+    python benchmarks/serving.py                        # compiled for 8 virtual CPU devices
+    pip install -e . "jax[tpu]"
+    python benchmarks/serving.py --topology v5e:2x4     # by the TPU compiler, ahead of time
+
+The step is the one of `examples/generate.py`: a token of each sequence, with a cache of keys and values. "By hand" is the
+same function under ``jax.jit`` with PartitionSpecs for weights, cache and rows, which XLA partitions. Bytes are read from the
+final programs, with trip counts. Nothing is run.
+"""
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import meshpar as mp
+from meshpar.verify.hlo import HloCollective, collectives
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+import generate
+from tables import Table
+
+import llama
+
+TENSOR = "heads, kv_heads?, mlp, vocab: model"
+
+
+class Case(NamedTuple):
+    """A layout, and the PartitionSpecs that a user would write for it.
+
+    Attributes:
+      tensor: whether weights are sharded by heads, mlp and vocabulary over `model`.
+      cache: of keys and values [layers, batch, cache, kv_heads, head_dim].
+      rows: of arrays [batch].
+    """
+
+    name: str
+    layout: str
+    tensor: bool
+    cache: P
+    rows: P
+
+
+CASES = (
+    Case("batch", "batch: data", False, P(None, "data"), P("data")),
+    Case("Megatron", f"batch: data; {TENSOR}", True, P(None, "data", None, "model"), P("data")),
+    Case("flash decoding", "batch: data; cache: model", False, P(None, "data", "model"), P("data")),
+    Case("flash decoding, all devices", "cache: data+model", False, P(None, None, ("data", "model")), P()),
+    Case("flash decoding, Megatron", f"batch: data; cache: model; {TENSOR}", True, P(None, "data", "model"), P("data")),
+)
+MODELS = {"8 kv_heads": 8, "1 kv_head": 1}
+_TENSOR = {
+    "query": P(None, None, "model"), "key": P(None, None, "model"), "value": P(None, None, "model"), "out": P(None, "model"),
+    "gate": P(None, None, "model"), "up": P(None, None, "model"), "down": P(None, "model"), "embedding": P("model"),
+    "head": P(None, "model"),
+}  # fmt: skip
+
+
+def weight_spec(case: Case, path: Any, weight: Any, model: int) -> P:
+    """The hand-written PartitionSpec of a weight; heads of keys that do not divide over ``model`` devices are replicated."""
+    words = [getattr(k, "key", "") for k in path]
+    spec = next((spec for name, spec in _TENSOR.items() if name in words), P()) if case.tensor else P()
+    sharded = [weight.shape[d] for d, axis in enumerate(spec) if axis]
+    return spec if all(n % model == 0 for n in sharded) else P()
+
+
+def programs(
+    case: Case, config: llama.Config, batch: int, length: int, topology: str | None
+) -> dict[str, list[HloCollective]]:
+    """The collectives of the compiled step, by meshpar and by hand."""
+    step, (params, state), dims = generate.decode_target(llama.Llama, config, batch, length)
+    if topology is None:  # CPUs add in float32
+        params, state = jax.tree.map(_float32, (params, state))
+    mesh = mp.mesh("data=2, model=4", topology=topology)
+    plain = generate.weights_of(params)
+    cache = jax.tree.map(lambda x: _divisible(case.cache, x, mesh), state["cache"])
+    names = {"cache": cache, "key": NamedSharding(mesh, P())}
+    shardings = {k: names.get(k, NamedSharding(mesh, case.rows)) for k in state}
+    weights = jax.tree_util.tree_map_with_path(
+        lambda path, w: NamedSharding(mesh, weight_spec(case, path, w, mesh.shape["model"])), plain
+    )
+    hand = jax.jit(
+        step,
+        in_shardings=(weights, shardings),
+        out_shardings=(shardings, NamedSharding(mesh, case.rows)),
+        donate_argnums=1,
+    )
+    how: Any = {"mesh": mesh, "layout": case.layout, "dims": dims, "donate_argnames": "state"}
+    if topology is None:
+        ours = mp.jit(step, **how).lower(params, state).compile().as_text()
+        return {"meshpar": collectives(ours), "by hand": collectives(hand.lower(plain, state).compile().as_text())}
+    compiled = {
+        "meshpar": mp.compile(step, params, state, **how, effort="fast"),
+        "by hand": mp.compile_lowered(hand, plain, state, mesh=mesh, effort="fast", name="by hand"),
+    }
+    return {name: c.final_collectives for name, c in compiled.items()}
+
+
+def _float32(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, jnp.float32) if x.dtype == jnp.bfloat16 else x
+
+
+def _divisible(spec: P, x: Any, mesh: jax.sharding.Mesh) -> NamedSharding:
+    """The sharding of a cache without axes of dims that do not divide."""
+    parts = [axes if axes is None or x.shape[d] % _size(axes, mesh) == 0 else None for d, axes in enumerate(spec)]
+    return NamedSharding(mesh, P(*parts))
+
+
+def _size(axes: Any, mesh: jax.sharding.Mesh) -> int:
+    names = (axes,) if isinstance(axes, str) else axes
+    size = 1
+    for axis in names:
+        size *= mesh.shape[axis]
+    return size
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--topology", help="compile for a TPU slice instead of virtual CPUs, with Llama 3 8B's widths")
+    args = parser.parse_args()
+    if args.topology is None:
+        mp.virtual_devices(8)
+        base = dataclasses.replace(llama.TINY, embed=256, heads=16, kv_heads=8, head_dim=16, mlp=512, vocab=1024)
+        batch, length = 8, 256
+    else:
+        base, batch, length = dataclasses.replace(llama.LLAMA3_8B, layers=2), 16, 8192
+    table = Table("layout", "keys", "meshpar", "by hand", "ratio", "meshpar sends", "by hand sends",
+                  title=f"data=2, model=4 of {args.topology or '8 CPU devices'}; bytes of a step and device")  # fmt: skip
+    for name, kv_heads in MODELS.items():
+        for case in CASES:
+            sent = programs(case, dataclasses.replace(base, kv_heads=kv_heads), batch, length, args.topology)
+            total = {k: sum(c.total_bytes for c in cs) for k, cs in sent.items()}
+            ratio = total["meshpar"] / total["by hand"] if total["by hand"] else float(total["meshpar"] > 0) + 1
+            table.add_row(
+                case.name, name, f"{total['meshpar'] / 1e3:.1f} kB", f"{total['by hand'] / 1e3:.1f} kB", f"{ratio:.3f}",
+                *(_kinds(cs) for cs in sent.values()),
+            )  # fmt: skip
+
+
+def _kinds(sent: list[HloCollective]) -> str:
+    """Kilobytes by kind of collective."""
+    kinds = {op: sum(c.total_bytes for c in sent if c.op == op) / 1e3 for op in sorted({c.op for c in sent})}
+    return ", ".join(f"{op} {n:.1f}" for op, n in kinds.items() if n)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,521 @@
+"""Text generation with a cache of keys and values, for the models of llama.py, mixtral.py, deepseek.py and train_lm.py.
+
+    meshpar plan examples/generate.py:llama3_70b_decode --topology v6e:2x4 --mesh "data=1, model=8" --layout heads
+    python examples/train_lm.py --checkpoint runs/a && python examples/generate.py --checkpoint runs/a --prompt "def "
+
+Ordinary JAX on the weights of a trained model. Nothing here knows a mesh: layouts (:data:`LAYOUTS`) shard the functions. Each row
+of a batch is at a position of its own, so that a server can replace finished sequences by new ones (:class:`Server`). A cache may
+be sharded by heads, or by its length (`cache: model`): each device then attends to its part, and all-reduces of the softmax
+statistics combine the results (flash decoding).
+"""
+
+import argparse
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import train_lm
+from flax import linen as nn
+from flax import nnx
+
+import deepseek
+import llama
+import meshpar as mp
+import mixtral
+from meshpar.layers.moe import moe
+
+LAYOUTS = {
+    "data": "batch: data",
+    "heads": "batch?: data; heads, kv_heads?, mlp, vocab: model",
+    "cache": "cache: model",
+    "cache+batch": "batch: data; cache: model",
+    "cache-all": "cache: data+model",
+    "cache+tensor": "batch?: data; cache: model; heads, kv_heads?, mlp, vocab: model",
+    "expert": "batch?: data; cache: model; heads, kv_heads?, mlp, vocab, expert: model",
+}
+STATE = {"state/cache/*/*": "layers batch cache kv_heads _", "state/{token,position,end,active}": "batch"}
+PROMPT = {
+    "prompt/cache/*/*": "layers prompt seq kv_heads _",
+    "prompt/{token,position}": "prompt",
+    "{rows,end}": "prompt",
+}
+DIMS = {"prefill": {"tokens": "prompt seq", "lengths": "prompt"}, "insert": STATE | PROMPT, "decode": STATE}
+STACKS = ("dense_layers", "layers")
+
+State = dict[str, Any]
+"""``cache``; of each row [batch]: ``token`` (the last one), its ``position``, ``end``, ``active``; ``key``: for sampling."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the weights do not say.
+
+    Attributes:
+      rope_base: of the rotary position embeddings.
+      epsilon: of the norms.
+      window: a token attends to itself and the window - 1 tokens before it; None: to all.
+      chosen, groups, top_groups: of a mixture of experts, see ``deepseek.Config``.
+    """
+
+    rope_base: float = 500_000.0
+    epsilon: float = 1e-5
+    window: int | None = None
+    chosen: int = 2
+    groups: int = 1
+    top_groups: int = 1
+
+    @classmethod
+    def of(cls, config: Any, **changes: Any) -> "Options":
+        """The options of the config of a model in these examples."""
+        known = {name: getattr(config, name) for name in cls.__annotations__ if hasattr(config, name)}
+        return cls(**known | changes)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn: the most likely one at ``temperature`` 0; else of the ``top_k`` most likely (None: all), of which the
+    first ones with a total probability of ``top_p`` are candidates."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+
+
+# -- the model
+
+
+def weights_of(model: Any) -> Any:
+    """The weights as a tree of arrays, of an NNX model or of boxed Linen params."""
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param)) if isinstance(model, nnx.Module) else nn.unbox(model)
+
+
+def forward(
+    options: Options,
+    model: Any,
+    tokens: jax.Array,
+    position: jax.Array,
+    cache: Any = None,
+    last: jax.Array | None = None,
+) -> tuple[jax.Array, Any]:
+    """Logits of the token after the last one, and the keys and values of `tokens`.
+
+    Args:
+      tokens: [batch, seq].
+      position: of the first of them, [batch].
+      cache: keys and values of the tokens before; None: there are none.
+      last: index of the last token of each row, [batch]; None: of the sequence.
+
+    Returns:
+      (float32 [batch, vocab], a tree like the cache with seq in place of its length).
+    """
+    params = weights_of(model)
+    x = params["embedding"]["embedding"][tokens]
+    new = {}
+    for stack in (s for s in STACKS if s in params):
+        old = None if cache is None else cache[stack]
+        x, new[stack] = jax.lax.scan(functools.partial(layer, options, position), x, (params[stack], old))
+    x = x[:, -1] if last is None else jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+    x = norm(options, x, params["norm"])
+    return jnp.einsum("be,ev->bv", x, params["head"]["kernel"], preferred_element_type=jnp.float32), new
+
+
+def layer(options: Options, position: jax.Array, x: jax.Array, weights_and_cache: Any) -> tuple[jax.Array, Any]:
+    """One layer for `x` [batch, seq, embed]: (the same shape, its new keys and values)."""
+    w, old = weights_and_cache
+    attend = latent_attention if "kv_down" in w["attention"] else attention
+    y, new = attend(options, w["attention"], norm(options, x, w["attention_norm"]), position, old)
+    x += y
+    if "mlp" in w:
+        return x + mlp(w["mlp"], norm(options, x, w["mlp_norm"])), new
+    return x + experts(options, w["experts"], norm(options, x, w["experts_norm"])), new
+
+
+def attention(options: Options, w: Any, x: jax.Array, position: jax.Array, old: Any) -> tuple[jax.Array, Any]:
+    """Attention of `x` [batch, seq, embed] over itself and the cache of its layer (None: empty)."""
+    q, k, v = (jnp.einsum("bse,ehd->bshd", x, w[name]["kernel"]) for name in ("query", "key", "value"))
+    q, k = rotate(q, position, options.rope_base), rotate(k, position, options.rope_base)
+    if old is None:
+        y = mp.attention(q, k, v, causal=True, window=options.window)
+    else:
+        q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3]) * q.shape[3] ** -0.5
+        y = attend([q], [k], v, [old["key"]], old["value"], position, options.window)
+    return jnp.einsum("bshd,hde->bse", y, w["out"]["kernel"]), {"key": k, "value": v}
+
+
+def latent_attention(options: Options, w: Any, x: jax.Array, position: jax.Array, old: Any) -> tuple[jax.Array, Any]:
+    """Attention with one latent vector a token as key and value of all heads (DeepSeek-V2, 2024), which is all that is cached.
+
+    The matmuls from latent vectors to keys and values are applied to queries and outputs instead.
+    """
+    if "query_down" in w:
+        q = norm(options, jnp.einsum("bse,er->bsr", x, w["query_down"]["kernel"]), w["query_norm"], 1e-6)
+        q = jnp.einsum("bsr,rhd->bshd", q, w["query"]["kernel"])
+    else:
+        q = jnp.einsum("bse,ehd->bshd", x, w["query"]["kernel"])
+    latent = norm(options, jnp.einsum("bse,er->bsr", x, w["kv_down"]["kernel"]), w["kv_norm"], 1e-6)
+    turned = rotate(jnp.einsum("bse,ehd->bshd", x, w["key_rotated"]["kernel"]), position, options.rope_base)
+    latent = latent[:, :, None]  # one head of keys and values
+    size = w["key"]["kernel"].shape[-1]
+    scale = q.shape[-1] ** -0.5
+    queries = [jnp.einsum("bshd,rhd->bshr", q[..., :size], w["key"]["kernel"]) * scale,
+               rotate(q[..., size:], position, options.rope_base) * scale]  # fmt: skip
+    if old is None:
+        q, k = jnp.concatenate(queries, -1), jnp.concatenate([latent, turned], -1)
+        v = jnp.pad(latent, [(0, 0)] * 3 + [(0, turned.shape[-1])])  # as wide as the keys
+        y = mp.attention(q, k, v, causal=True, window=options.window, scale=1.0)[..., : latent.shape[-1]]
+    else:
+        queries, keys = [u[:, :, None] for u in queries], [old["latent"], old["rotated"]]
+        y = attend(queries, [latent, turned], latent, keys, old["latent"], position, options.window)
+    y = jnp.einsum("bshr,rhd->bshd", y, w["value"]["kernel"])
+    return jnp.einsum("bshd,hde->bse", y, w["out"]["kernel"]), {"latent": latent, "rotated": turned}
+
+
+def attend(
+    q: Sequence[jax.Array], k: Sequence[jax.Array], v: jax.Array, old_k: Sequence[jax.Array], old_v: jax.Array,
+    position: jax.Array, window: int | None,
+) -> jax.Array:  # fmt: skip
+    """Attention of new tokens over the cache and each other: softmax over the scores of both, without joining the two arrays.
+
+    Args:
+      q: scaled queries [batch, seq, kv_heads, group, size]; scores are the sum over the arrays in `q` and `k`.
+      k, v: of the new tokens, [batch, seq, kv_heads, size].
+      old_k, old_v: the cache [batch, cache, kv_heads, size].
+      position: of the first new token, [batch].
+
+    Returns:
+      [batch, seq, heads, size of v].
+    """
+    seq, length = v.shape[1], old_v.shape[1]
+    own = position[:, None] + jnp.arange(seq)
+    far = own[:, :, None] - slot_positions(position, length)[:, None]  # [batch, seq, cache]
+    seen = (far <= own[:, :, None]) & ((far < window) if window else True)
+    causal = jnp.arange(seq)[:, None] - jnp.arange(seq)
+    past = sum(
+        jnp.einsum("bskgd,bckd->bkgsc", *pair, preferred_element_type=jnp.float32)
+        for pair in zip(q, old_k, strict=True)
+    )
+    now = sum(
+        jnp.einsum("bskgd,btkd->bkgst", *pair, preferred_element_type=jnp.float32) for pair in zip(q, k, strict=True)
+    )
+    past = jnp.where(seen[:, None, None], past, -jnp.inf)
+    now = jnp.where((causal >= 0) & ((causal < window) if window else True), now, -jnp.inf)
+    top = jnp.maximum(past.max(-1), now.max(-1))[..., None]
+    past, now = jnp.exp(past - top), jnp.exp(now - top)
+    total = past.sum(-1) + now.sum(-1)
+    y = jnp.einsum("bkgsc,bckd->bskgd", past.astype(old_v.dtype), old_v, preferred_element_type=jnp.float32)
+    y += jnp.einsum("bkgst,btkd->bskgd", now.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    y = y / jnp.moveaxis(total, 3, 1)[..., None]
+    return y.reshape(*y.shape[:2], -1, y.shape[-1]).astype(v.dtype)
+
+
+def slot_positions(position: jax.Array, length: int) -> jax.Array:
+    """The position of the token in each slot of a cache, [batch, length]; negative: the slot is empty.
+
+    Token t is in slot t % length, so a cache of a sliding window needs no more slots than the window.
+    """
+    before = position[:, None] - 1
+    return before - (before - jnp.arange(length)) % length
+
+
+def mlp(w: Any, x: jax.Array) -> jax.Array:
+    gate, up = (jnp.einsum("bse,em->bsm", x, w[name]["kernel"]) for name in ("gate", "up"))
+    return jnp.einsum("bsm,me->bse", jax.nn.silu(gate) * up, w["down"]["kernel"])
+
+
+def experts(options: Options, w: Any, x: jax.Array) -> jax.Array:
+    """The mixtures of experts of mixtral.py (in which no token is dropped here) and of deepseek.py."""
+    each = {name: w[name] for name in ("gate", "up", "down")}
+    if "bias" not in w:
+        return moe(x, w["router"], each, router="top_k", k=options.chosen)[0]
+    shared = {name: w[f"shared_{name}"] for name in each}
+    return moe(
+        x, w["router"], each, router="deepseek_v3", k=options.chosen, shared=shared, bias=w["bias"], scale=2.5,
+        expert_groups=options.groups, top_groups=options.top_groups,
+    )[0]  # fmt: skip
+
+
+def norm(options: Options, x: jax.Array, w: Any, epsilon: float | None = None) -> jax.Array:
+    y = x.astype(jnp.float32)
+    y *= jax.lax.rsqrt((y**2).mean(-1, keepdims=True) + (epsilon or options.epsilon))
+    return (y * w["scale"]).astype(x.dtype)
+
+
+def rotate(x: jax.Array, position: jax.Array, base: float) -> jax.Array:
+    """Rotary position embedding of `x` [batch, seq, heads, size], whose first token is at `position` [batch]."""
+    half = x.shape[-1] // 2
+    angle = (position[:, None] + jnp.arange(x.shape[1]))[..., None, None] * base ** (-jnp.arange(half) / half)
+    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x.dtype)
+
+
+def sample(logits: jax.Array, key: jax.Array, how: Sampling) -> jax.Array:
+    """A token of each row of `logits` [batch, vocab], int32 [batch]."""
+    if how.temperature == 0:
+        return jnp.argmax(logits, -1).astype(jnp.int32)
+    logits, tokens = jax.lax.top_k(logits / how.temperature, how.top_k or logits.shape[-1])
+    chances = jax.nn.softmax(logits)
+    logits = jnp.where(jnp.cumsum(chances, -1) - chances < how.top_p, logits, -jnp.inf)
+    drawn = jax.random.categorical(key, logits)
+    return jnp.take_along_axis(tokens, drawn[:, None], axis=1)[:, 0].astype(jnp.int32)
+
+
+# -- the steps of a server
+
+
+def empty_state(prompt: Any, batch: int, length: int, seed: int = 0) -> State:
+    """The state of a server without sequences.
+
+    Args:
+      prompt: the cache of a prefill, or its shapes.
+      batch: number of sequences at the same time.
+      length: slots of the cache, at least the window's or the longest sequence's.
+    """
+    rows = {
+        name: jnp.zeros((batch,), jnp.int32) for name in ("token", "position", "end")
+    }  # separate arrays: they are donated
+    cache = jax.tree.map(lambda x: jnp.zeros((x.shape[0], batch, length, *x.shape[3:]), x.dtype), prompt)
+    return {"cache": cache, **rows, "active": jnp.zeros((batch,), bool), "key": jax.random.key(seed)}
+
+
+def prefill_step(options: Options, how: Sampling = Sampling()) -> Callable[..., Any]:
+    def prefill(params: Any, tokens: jax.Array, lengths: jax.Array, key: jax.Array) -> dict[str, Any]:
+        """Keys and values of prompts `tokens` [prompt, seq], of which `lengths` [prompt] are used, and their next tokens."""
+        logits, new = forward(options, params, tokens, jnp.zeros_like(lengths), last=lengths - 1)
+        return {"cache": new, "token": sample(logits, key, how), "position": lengths}
+
+    return prefill
+
+
+def insert_prompts(state: State, prompt: dict[str, Any], rows: jax.Array, end: jax.Array) -> State:
+    """Put prefilled prompts into `rows` [prompt] of the state; they stop at positions `end` [prompt].
+
+    The dims of a prompt have other names than those of the state, so a layout may shard both differently: the plan of this
+    step shows how keys and values are resharded.
+    """
+
+    def put(cache: jax.Array, new: jax.Array) -> jax.Array:
+        length, seq = cache.shape[2], new.shape[2]
+        if seq > length:  # a sliding window: its last tokens, each in its slot
+            slots = slot_positions(prompt["position"], length).clip(0)
+            new = jnp.take_along_axis(new, slots.reshape(1, *slots.shape, *[1] * (new.ndim - 3)), axis=2)
+        else:
+            new = jnp.pad(new, [(0, length - seq) if d == 2 else (0, 0) for d in range(new.ndim)])
+            new = mp.rename(new, seq="cache")
+        return cache.at[:, rows].set(new)
+
+    values = {"token": prompt["token"], "position": prompt["position"], "end": end, "active": end > prompt["position"]}
+    return {
+        **state,
+        "cache": jax.tree.map(put, state["cache"], prompt["cache"]),
+        **{name: state[name].at[rows].set(x) for name, x in values.items()},
+    }
+
+
+def decode_step(options: Options, how: Sampling = Sampling(), stop: Sequence[int] = ()) -> Callable[..., Any]:
+    """The step of a server: the next token of every active row."""
+
+    def decode(params: Any, state: State) -> tuple[State, jax.Array]:
+        """(the new state, int32 [batch]: the tokens; -1 for rows that are not active)."""
+        position, active = state["position"], state["active"]
+        logits, new = forward(options, params, state["token"][:, None], position, state["cache"])
+        key, draw = jax.random.split(state["key"])
+        token = sample(logits, draw, how)
+        stopped = functools.reduce(jnp.logical_or, [token == s for s in stop], position + 1 >= state["end"])
+        return {
+            "cache": jax.tree.map(functools.partial(write, position, active), state["cache"], new),
+            "token": jnp.where(active, token, state["token"]),
+            "position": jnp.where(active, position + 1, position),
+            "end": state["end"],
+            "active": active & ~stopped,
+            "key": key,
+        }, jnp.where(active, token, -1)
+
+    return decode
+
+
+def write(position: jax.Array, active: jax.Array, cache: jax.Array, new: jax.Array) -> jax.Array:
+    """`cache` [layers, batch, cache, ...] with `new` [layers, batch, 1, ...] in the slots of the positions of active rows.
+
+    All leading dims are indexed: TPU compilers write such a scatter in place, without a transposed copy of the cache.
+    """
+    layers, rows = jnp.arange(cache.shape[0])[:, None], jnp.arange(cache.shape[1])
+    slot = jnp.where(active, position % cache.shape[2], cache.shape[2])  # beyond the cache: not written
+    return cache.at[layers, rows, slot].set(new[:, :, 0], mode="drop")
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The three steps of a server, compiled, each under its own layout."""
+
+    prefill: Callable[..., Any]
+    insert: Callable[..., Any]
+    decode: Callable[..., Any]
+
+    @classmethod
+    def of(
+        cls, options: Options, mesh: Any, *, prefill: str, insert: str, decode: str, how: Sampling = Sampling(),
+        stop: Sequence[int] = (), lowering: str = "auto",
+    ) -> "Steps":  # fmt: skip
+        """The steps under the layouts ``prefill``, ``insert`` and ``decode``."""
+        jit: Any = functools.partial(mp.jit, mesh=mesh, lowering=lowering)
+        return cls(
+            jit(prefill_step(options, how), layout=prefill, dims=DIMS["prefill"]),
+            jit(insert_prompts, layout=insert, dims=DIMS["insert"], donate_argnames="state"),
+            jit(decode_step(options, how, stop), layout=decode, dims=DIMS["decode"], donate_argnames="state"),
+        )
+
+
+def serve(
+    steps: Steps, params: Any, prompts: Sequence[Sequence[int]], *, batch: int, length: int, new: int, pad: int,
+    stop: Sequence[int] = (), seed: int = 0,
+) -> list[list[int]]:  # fmt: skip
+    """Continuous batching: whenever a sequence ends, the next prompt takes its row.
+
+    Args:
+      prompts: token numbers; each is padded to a multiple of ``pad``, so that few shapes are compiled.
+      batch, length: rows and slots of the cache.
+      new: largest number of tokens to generate for a prompt; ``stop``: tokens after which to end earlier.
+
+    Returns:
+      The new tokens of each prompt, the stop token included.
+    """
+    waiting = list(enumerate(prompts))[::-1]
+    results: list[list[int]] = [[] for _ in prompts]
+    rows: list[int | None] = [None] * batch
+    key, state = jax.random.key(seed), None
+
+    def finished(n: int) -> bool:
+        return len(results[n]) >= new or results[n][-1] in stop
+
+    while waiting or any(n is not None for n in rows):
+        for row in (r for r, n in enumerate(rows) if n is None):
+            while waiting and rows[row] is None:
+                n, tokens = waiting.pop()
+                key, draw = jax.random.split(key)
+                padded = np.zeros((1, -(-len(tokens) // pad) * pad), np.int32)
+                padded[0, : len(tokens)] = tokens
+                prompt = steps.prefill(params, padded, np.array([len(tokens)], np.int32), draw)
+                results[n].append(int(prompt["token"][0]))
+                if not finished(n):
+                    state = empty_state(prompt["cache"], batch, length, seed) if state is None else state
+                    end = np.array([len(tokens) + new - 1], np.int32)
+                    state, rows[row] = steps.insert(state, prompt, np.array([row], np.int32), end), n
+        if state is not None:
+            state, drawn = steps.decode(params, state)
+            for row, token in enumerate(np.asarray(drawn)):
+                n = rows[row]
+                if n is not None:
+                    results[n].append(int(token))
+                    rows[row] = None if finished(n) else n
+    return results
+
+
+# -- targets of the command line
+
+
+def llama3_8b_decode(batch: int = 32, length: int = 8192) -> llama.Target:
+    """Llama 3 8B in bfloat16: a token of each of ``batch`` sequences, with ``length`` slots of cache."""
+    return decode_target(llama.Llama, llama.LLAMA3_8B, batch, length)
+
+
+def llama3_70b_decode(batch: int = 32, length: int = 8192) -> llama.Target:
+    """Llama 3 70B, as above."""
+    return decode_target(llama.Llama, llama.LLAMA3_70B, batch, length)
+
+
+def llama31_405b_decode(batch: int = 32, length: int = 8192) -> llama.Target:
+    """Llama 3.1 405B, as above."""
+    return decode_target(llama.Llama, llama.LLAMA31_405B, batch, length)
+
+
+def mixtral_8x7b_decode(batch: int = 32, length: int = 8192) -> llama.Target:
+    """Mixtral 8x7B, as above."""
+    return decode_target(mixtral.Mixtral, mixtral.MIXTRAL_8X7B, batch, length)
+
+
+def deepseek_671b_decode(batch: int = 32, length: int = 8192) -> llama.Target:
+    """The sizes of DeepSeek-V3, as above; the cache has 576 numbers a token and layer."""
+    return decode_target(deepseek.DeepSeek, deepseek.DEEPSEEK_671B, batch, length)
+
+
+def llama3_70b_prefill(batch: int = 1, seq: int = 8192) -> llama.Target:
+    """Llama 3 70B in bfloat16: prompts of ``seq`` tokens."""
+    params, options = bfloat16_weights(llama.Llama, llama.LLAMA3_70B), Options.of(llama.LLAMA3_70B)
+    tokens, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, seq), (batch,)))
+    return prefill_step(options), (params, tokens, lengths, jax.eval_shape(jax.random.key, 0)), DIMS["prefill"]
+
+
+def decode_target(model: Any, config: Any, batch: int, length: int) -> llama.Target:
+    """(the step of :func:`decode_step`, (weights, state), dims) as shapes."""
+    params, options = bfloat16_weights(model, config), Options.of(config)
+    tokens, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 128), (1,)))
+    prompt = jax.eval_shape(prefill_step(options), params, tokens, lengths, jax.eval_shape(jax.random.key, 0))
+    state = jax.eval_shape(lambda: empty_state(prompt["cache"], batch, length))
+    return decode_step(options), (params, state), DIMS["decode"]
+
+
+def bfloat16_weights(model: Any, config: Any) -> Any:
+    params = jax.eval_shape(lambda: llama.state_of(model, config, jax.random.key(0))["params"])
+    return jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.bfloat16), params)
+
+
+# -- generation with the model of train_lm.py
+
+
+def main(argv: Sequence[str] | None = None) -> list[str]:
+    """Print and return the text that the model of a checkpoint of train_lm.py writes after each prompt."""
+    args = parse(argv)
+    mp.virtual_devices(8)
+    config = train_lm.Config(layers=args.layers, embed=args.embed, mlp=3 * args.embed)
+    mesh = mp.mesh(args.mesh)
+
+    def create(key: jax.Array) -> Any:
+        model = train_lm.Transformer(config, nnx.Rngs(key))
+        return model, nnx.Optimizer(model, train_lm.adamw(1e-3, 1), wrt=nnx.Param)
+
+    init = mp.init(create, mesh=mesh, layout=mp.Layout(args.decode, optional=True))
+    (model, _), step = mp.Checkpoints(args.checkpoint).restore_or(init, jax.random.key(0))
+    print(f"weights of step {step}, on {train_lm.axes_of(mesh)}; decoding under {args.decode}")
+    how = Sampling(args.temperature, args.top_k, args.top_p)
+    steps = Steps.of(
+        Options.of(config, epsilon=1e-6), mesh, how=how, stop=[0],
+        prefill=args.prefill, insert=args.insert, decode=args.decode,
+    )  # fmt: skip
+    prompts = [list(text.encode()) for text in args.prompt]
+    length = -(-(max(map(len, prompts)) + args.new) // 64) * 64
+    tokens = serve(
+        steps, model, prompts, batch=args.batch, length=length, new=args.new, pad=16, stop=[0], seed=args.seed
+    )
+    texts = [bytes(t).decode(errors="replace") for t in tokens]
+    for prompt, text in zip(args.prompt, texts, strict=True):
+        print(f"\n{prompt}{text}")
+    return texts
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--checkpoint", required=True, metavar="DIR", help="a folder that train_lm.py --checkpoint wrote")
+    add("--prompt", action="append", required=True, help="text to continue; several are decoded at the same time")
+    add("--mesh", default="data=2, model=4")
+    add("--prefill", default="heads, mlp, vocab: model", metavar="LAYOUT", help="(%(default)s)")
+    add("--insert", default="batch: data; kv_heads?: model", metavar="LAYOUT", help="(%(default)s)")
+    add("--decode", default="batch: data; heads, kv_heads?, mlp, vocab: model", metavar="LAYOUT", help="(%(default)s)")
+    add("--new", type=train_lm.positive, default=128, help="bytes to generate (%(default)s)")
+    add("--batch", type=train_lm.positive, default=8, help="sequences that are decoded at the same time (%(default)s)")
+    add("--temperature", type=float, default=0.8, help="0: the most likely byte (%(default)s)")
+    add("--top-k", type=train_lm.positive, help="draw from the K most likely bytes")
+    add("--top-p", type=float, default=0.95, help="draw from bytes with this total probability (%(default)s)")
+    add("--layers", type=train_lm.positive, default=4)
+    add("--embed", type=train_lm.positive, default=128)
+    add("--seed", type=int, default=0)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""Text generation of the examples: the tokens of the models without a cache, under every layout and both lowerings."""
+
+import dataclasses
+import functools
+from unittest import mock
+
+import generate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import train_lm
+from flax import nnx
+from generate import Options, Sampling, Steps
+
+import deepseek
+import llama
+import meshpar as mp
+import mixtral
+
+NEW, LENGTH = 8, 16
+PROMPTS = [[5, 3, 8, 13, 2], [7], [11, 40, 1], [9, 9, 9, 9], [30, 2], [17, 4, 4], [1], [25, 33, 12, 6, 10, 3]]
+MODELS = {
+    "llama": (llama, llama.Llama),
+    "mixtral": (mixtral, mixtral.Mixtral),
+    "deepseek": (deepseek, deepseek.DeepSeek),
+}
+MANY_QUERIES = dataclasses.replace(llama.TINY, kv_heads=1)
+UNSHARDED = {"prefill": "", "insert": "", "decode": ""}
+
+
+@functools.cache
+def weights(model: str, config: llama.Config | None = None):
+    module, cls = MODELS[model]
+    return jax.jit(lambda key: llama.state_of(cls, config or module.TINY, key)["params"])(jax.random.key(0))
+
+
+def logits_without_a_cache(model: str, params, tokens: np.ndarray, config: llama.Config | None = None):
+    """Logits [batch, seq, vocab] of the model's own modules."""
+    module = MODELS[model][0]
+    c, p = config or module.TINY, generate.weights_of(params)
+    x = p["embedding"]["embedding"][tokens]
+    if model == "deepseek":
+        x, _ = llama.scanned(deepseek.DenseLayer, c, c.dense).apply({"params": p["dense_layers"]}, x, None)
+        x, _ = llama.scanned(deepseek.ExpertLayer, c, c.layers - c.dense).apply({"params": p["layers"]}, x, None)
+    elif model == "mixtral":
+        x, _ = llama.scanned(mixtral.Layer, c).apply({"params": p["layers"]}, x, None)
+    else:
+        (x,), _ = llama.scanned(llama.Layer, c).apply({"params": p["layers"]}, (x,), None)
+    return llama.norm(c, "norm").apply({"params": p["norm"]}, x) @ p["head"]["kernel"]
+
+
+@functools.cache
+def expected(model: str, config: llama.Config | None = None) -> list[list[int]]:
+    """The most likely tokens, from a forward pass over all tokens for each new one."""
+    tokens = np.zeros((len(PROMPTS), LENGTH), np.int32)
+    at = np.array([len(p) for p in PROMPTS])
+    for row, prompt in enumerate(PROMPTS):
+        tokens[row, : len(prompt)] = prompt
+    run = jax.jit(lambda params, tokens: logits_without_a_cache(model, params, tokens, config))
+    rows = np.arange(len(PROMPTS))
+    for n in range(NEW):
+        tokens[rows, at + n] = np.asarray(run(weights(model, config), tokens))[rows, at + n - 1].argmax(-1)
+    return [tokens[row, n : n + NEW].tolist() for row, n in enumerate(at)]
+
+
+def served(model: str, layouts: dict[str, str], *, mesh="data=2, model=4", config=None, batch=4, length=LENGTH, **how):
+    options = Options.of(config or MODELS[model][0].TINY, **how.pop("options", {}))
+    lowering, stop = how.pop("lowering", "auto"), how.get("stop", ())
+    steps = Steps.of(
+        options, mp.mesh(mesh), lowering=lowering, stop=stop, how=how.pop("sampling", Sampling()), **layouts
+    )
+    return generate.serve(steps, weights(model, config), PROMPTS, batch=batch, length=length, new=NEW, pad=4, **how)
+
+
+@pytest.mark.parametrize("model", ["llama", pytest.param("deepseek", marks=pytest.mark.slow)])
+def test_a_cache_and_continuous_batching_change_no_token(model):
+    assert served(model, UNSHARDED) == expected(model)
+
+
+MEGATRON = {
+    "prefill": "heads, mlp, vocab: model",
+    "insert": "batch: data",
+    "decode": "batch: data; heads, mlp, vocab: model",
+}
+FLASH = {
+    "prefill": "seq: model; heads, mlp, vocab: data",
+    "insert": "batch: data; cache: model; seq: model",
+    "decode": "batch: data; cache: model; heads, mlp, vocab: model",
+}
+LONG = {"prefill": "seq: model", "insert": "cache: data+model; seq: model", "decode": "cache: data+model"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
+@pytest.mark.parametrize("layouts", [MEGATRON, FLASH, LONG], ids=["heads", "cache", "cache over all"])
+def test_layouts_generate_the_same_tokens(layouts, lowering):
+    assert served("llama", layouts, lowering=lowering) == expected("llama")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
+@pytest.mark.parametrize("layouts", [MEGATRON, FLASH, LONG], ids=["heads", "cache", "cache over all"])
+def test_latent_attention_under_layouts(layouts, lowering):
+    assert served("deepseek", layouts, lowering=lowering) == expected("deepseek")
+
+
+@pytest.mark.slow
+def test_one_head_of_keys_and_values_may_be_sharded_by_length():
+    assert served("llama", FLASH, config=MANY_QUERIES) == expected("llama", MANY_QUERIES)
+
+
+def test_a_length_that_does_not_divide_is_not_sharded():
+    layouts = {"prefill": "", "insert": "cache?: model", "decode": "cache?: model; mlp: model"}
+    assert served("llama", layouts, length=13 + 6) == expected("llama")
+
+
+@pytest.mark.slow
+def test_mixtral_drops_no_token():
+    layouts = {**UNSHARDED, "decode": "batch: data; cache, expert: model", "insert": "batch: data; cache: model"}
+    roomy = dataclasses.replace(mixtral.TINY, capacity=float(mixtral.TINY.experts))
+    assert served("mixtral", layouts, config=roomy) == expected("mixtral", roomy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layouts", [UNSHARDED, {**LONG, "insert": "cache: data", "decode": "cache: data", "prefill": ""}]
+)
+def test_a_sliding_window_needs_no_more_slots_than_the_window(layouts):
+    window = 4
+    everything = expected("llama")
+
+    def windowed(q, k, v, _):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=(window - 1, 0))
+
+    with mock.patch.object(llama, "attention", windowed):
+        reference = expected.__wrapped__("llama")
+    assert reference != everything
+    assert served("llama", layouts, length=window, options={"window": window}) == reference
+
+
+def test_a_stop_token_ends_a_sequence():
+    stop = expected("llama")[0][3]
+    cut = [row[: row.index(stop) + 1] if stop in row else row for row in expected("llama")]
+    assert served("llama", UNSHARDED, stop=[stop]) == cut
+
+
+def test_sampling_draws_from_the_most_likely_tokens():
+    chances = np.array([0.02, 0.5, 0.08, 0.3, 0.1])
+    logits = jnp.log(jnp.tile(chances, (4000, 1))).astype(jnp.float32)
+    key = jax.random.key(0)
+
+    def frequencies(**how) -> np.ndarray:
+        return np.bincount(generate.sample(logits, key, Sampling(**how)), minlength=5) / len(logits)
+
+    np.testing.assert_array_equal(frequencies(), [0, 1, 0, 0, 0])
+    np.testing.assert_allclose(frequencies(temperature=1.0), chances, atol=0.03)
+    np.testing.assert_allclose(frequencies(temperature=1.0, top_k=2), [0, 5 / 8, 0, 3 / 8, 0], atol=0.03)
+    np.testing.assert_allclose(frequencies(temperature=1.0, top_p=0.6), [0, 5 / 8, 0, 3 / 8, 0], atol=0.03)
+    hot = chances**0.5 / (chances**0.5).sum()
+    np.testing.assert_allclose(frequencies(temperature=2.0), hot, atol=0.03)
+
+
+@pytest.mark.slow
+def test_layouts_draw_the_same_tokens():
+    how = Sampling(temperature=1.0, top_k=12, top_p=0.9)
+    drawn = served("llama", UNSHARDED, sampling=how, seed=3)
+    assert drawn != expected("llama")
+    assert served("llama", MEGATRON, sampling=how, seed=3) == drawn
+    assert served("llama", FLASH, sampling=how, seed=3) == drawn
+
+
+def test_prompts_are_resharded_from_heads_to_the_length_of_the_cache():
+    options = Options.of(llama.TINY)
+    tokens, lengths = jnp.zeros((2, 8), jnp.int32), jnp.full(2, 8)
+    prompt = jax.eval_shape(generate.prefill_step(options), weights("llama"), tokens, lengths, jax.random.key(0))
+    state = jax.eval_shape(lambda: generate.empty_state(prompt["cache"], 4, LENGTH))
+    plan = mp.plan(
+        generate.insert_prompts, state, prompt, lengths, lengths, mesh="model=2",
+        layout="cache: model; kv_heads: model", dims=generate.DIMS["insert"],
+    )  # fmt: skip
+    assert [c.op for c in plan.collectives] == ["all-to-all"] * 2
+    one = 2 * 2 * LENGTH * 2 * 8 * 4  # layers, prompts, slots, heads, head_dim, float32
+    assert plan.bytes_sent == 2 * (one / 2) / 2  # a device sends half of its half of the keys, and of the values
+
+
+@pytest.mark.slow
+def test_the_trained_model_continues_text(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    train_lm.main("--steps 4 --layers 2 --embed 32 --seq 32 --eval-batches 1 --checkpoint run".split())
+    argv = "--checkpoint run --layers 2 --embed 32 --new 12 --temperature 0 --prompt".split()
+    (text,) = generate.main([*argv, "import nu"])
+    assert "weights of step 4" in capsys.readouterr().out
+
+    def create(key):
+        config = train_lm.Config(layers=2, embed=32, mlp=96)
+        model = train_lm.Transformer(config, nnx.Rngs(key))
+        return model, nnx.Optimizer(model, train_lm.adamw(1e-3, 1), wrt=nnx.Param)
+
+    (model, _), _ = mp.Checkpoints("run").restore_or(mp.init(create, mesh="data=8", layout=""), jax.random.key(0))
+    tokens = list(b"import nu")
+    for _ in range(12):
+        tokens.append(int(model(jnp.asarray([tokens]))[0, -1].argmax()))
+        if tokens[-1] == 0:
+            break
+    assert text == bytes(tokens[9:]).decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("target", "topology", "mesh", "layout"),
+    [
+        (generate.llama3_70b_decode, "v6e:2x4", "data=1, model=8", "heads"),
+        (generate.llama31_405b_decode, "v5p:2x2x4", "data=2, model=8", "cache+tensor"),
+        (generate.mixtral_8x7b_decode, "v5e:2x4", "data=1, model=8", "expert"),
+        (generate.deepseek_671b_decode, "v5p:4x4x4", "data=8, model=8", "expert"),
+    ],
+)
+@pytest.mark.slow
+def test_the_targets_can_be_planned(target, topology, mesh, layout):
+    step, args, dims = target(batch=8, length=131072)
+    plan = mp.plan(
+        step, *args, mesh=mesh, topology=topology, layout=generate.LAYOUTS[layout], dims=dims, donate_argnames="state"
+    )
+    needed = sum(x.bytes for x in plan.inputs) / plan.chip.hbm_bandwidth
+    assert plan.seconds > needed
