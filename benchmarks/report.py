@@ -127,6 +127,12 @@ SECTIONS = (
         "meshpar",
     ),
     Section(
+        "Pipelines",
+        "Llama with `layers: stage`, compared with MaxText's pipelines, with idle stages and no stages: step time by the final "
+        "schedule, bytes and memory.",
+        ("pipeline",),
+    ),
+    Section(
         "Search",
         "The layout that `mp.search` returns, compared with the best preset, both compiled.",
         ("search-compiled",),

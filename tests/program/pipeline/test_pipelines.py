@@ -346,3 +346,16 @@ def test_a_loop_over_split_time_is_no_pipeline():
         step, {"w": np.eye(6)}, np.zeros((8, 4, 6)), mesh=MESH, layout="time: stage", dims={"x": "time batch embed"}
     )
     assert plan.pipeline is None
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_the_program_does_not_grow_with_the_microbatches(schedule):
+    def equations(microbatches):
+        step = lambda params, batch: mp.accumulate_gradients(jax.value_and_grad(loss), microbatches)(params, batch)  # noqa: E731
+        params, _ = arguments()
+        batch = {name: np.zeros((2 * microbatches, 8), np.int32) for name in ("x", "y")}
+        plan = mp.plan(step, params, batch, mesh=MESH, layout=LAYOUT, dims=DIMS, schedule=schedule)
+        assert plan.pipeline.microbatches == microbatches
+        return sum(1 for _ in plan.program.root.walk())
+
+    assert equations(8) == equations(64)
