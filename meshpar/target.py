@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import importlib
 import importlib.util
 import inspect
 import math
+import re
 import sys
 import sysconfig
 import traceback
@@ -22,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .compat.jax import without_gc
+from .dims import did_you_mean
 from .errors import MeshparError, TargetError
 from .flax import flatten_named
 from .units import format_memory
@@ -84,12 +87,15 @@ def load_target(text: str, options: Mapping[str, Any] | None = None) -> Target:
         signature.bind(**(options or {}))
     except TypeError as e:
         raise TargetError(
-            f"{text} cannot be called without arguments, or with those of --set: {e}", fixes=[_SHAPE]
+            f"{text} cannot be called without arguments, or with those of --set: {e}",
+            fixes=[*_similar_options(e, defaults, module), _SHAPE],
         ) from None
     except ValueError:
         pass  # a builtin without a signature
     with without_gc():
-        found = failing_as_target(text, lambda: function(**(options or {})))
+        found = failing_as_target(
+            text, lambda: function(**(options or {})), lambda e: _similar_options(e, defaults, module)
+        )
     if (
         not isinstance(found, tuple)
         or len(found) != 3
@@ -102,8 +108,25 @@ def load_target(text: str, options: Mapping[str, Any] | None = None) -> Target:
     return Target(text, found[0], tuple(found[1]), found[2], offered, {**defaults, **(options or {})})
 
 
-def failing_as_target(name: str, run: Callable[[], Any]) -> Any:
-    """What ``run`` returns; an exception of the user's own code becomes a :class:`TargetError` that names its line."""
+def _similar_options(error: Exception, defaults: Mapping[str, Any], module: ModuleType) -> list[str]:
+    """The fix for an unknown name in ``--set``: similar options of the target, or of the class of its module that refused it."""
+    refused = re.search(r"(?:(\w+)\.__init__\(\) )?got an unexpected keyword argument '(\w+)'", str(error))
+    if not isinstance(error, TypeError) or refused is None:
+        return []
+    known = set(defaults)
+    with contextlib.suppress(TypeError, ValueError):
+        known |= set(inspect.signature(getattr(module, refused[1] or "", None)).parameters)  # type: ignore[arg-type]
+    return did_you_mean(refused[2], known, "options")
+
+
+def failing_as_target(
+    name: str, run: Callable[[], Any], fixes_of: Callable[[Exception], list[str]] = lambda e: []
+) -> Any:
+    """The result of ``run``; an exception of the user's own code becomes a :class:`TargetError` that names its line.
+
+    Args:
+      fixes_of: exception → fixes for its error, before the general one.
+    """
     try:
         return run()
     except MeshparError:
@@ -113,7 +136,7 @@ def failing_as_target(name: str, run: Callable[[], Any]) -> Any:
         own = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith(not_the_users)]
         line = f"{own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else None
         raise TargetError(f"{name} fails: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}",
-                          source=line, fixes=["--debug shows the traceback"]) from e  # fmt: skip
+                          source=line, fixes=[*fixes_of(e), "--debug shows the traceback"]) from e  # fmt: skip
 
 
 def _kind(x: Any) -> str:

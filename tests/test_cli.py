@@ -73,6 +73,15 @@ def broken_step():
     return (lambda x: x @ x), (jax.ShapeDtypeStruct((2, 3), jnp.float32),), {"x": "a b"}
 
 
+class Config:
+    def __init__(self, layers=2):
+        self.layers = layers
+
+
+def configured(batch=8, **changes):
+    return small(batch + Config(**changes).layers)
+
+
 def every_kind():
     s = jax.ShapeDtypeStruct
     args = {"params": {"w": s((4, 6), jnp.bfloat16), "scale": s((6,), jnp.float32)}, "opt": {"nu": s((4, 6), jnp.float32)},
@@ -321,7 +330,11 @@ def test_what_the_compiler_refuses_has_status_one(run, target, monkeypatch):
         (["{}:small", "--mesh", "data=4", "--layout", "fspd"], "the target's LAYOUTS are: fsdp, dp"),
         (["{}:small", "--mesh", "data=4", "--layout", "embd: data"], "did you mean `embed`?"),
         (["{}:small", "--mesh", "data=3", "--layout", "fsdp"], "does not divide over data=3"),
-        (["{}:small", "--mesh", "data=4", "--set", "mpl=3"], "unexpected keyword argument 'mpl'"),
+        (
+            ["{}:small", "--mesh", "data=4", "--set", "mpl=3"],
+            "unexpected keyword argument 'mpl'\n  fix     did you mean `mlp`?",
+        ),
+        (["{}:configured", "--mesh", "data=4", "--set", "layer=1"], "  fix     did you mean `layers`?"),
         (["{}:small", "--mesh", "data=4", "--set", "mlp"], "'mlp' is not `name=value`"),
         (["{}:nameless", "--mesh", "data=4"], "neither a dim `batch` nor a dim `embed`"),
         (["{}:small", "--mesh", "data=4", "--html", "/no/such/folder/plan.html"], "there is no folder /no/such/folder"),

@@ -94,7 +94,7 @@ class Report:
 
     def __str__(self) -> str:
         """The report as a table with one line per run, followed by the errors in full."""
-        cells = [("layout", "mesh", "lowering", "leaves", "rounding", "largest", "of", "")]
+        cells = [("layout", "mesh", "lowering", "leaves", "rounding", "largest difference", "in leaf", "result")]
         for r in self.rows:
             verdict = "equal" if r.error is None else "DIFFERS"
             counts = str(r.leaves), f"{len(r.explained)} ({r.rounding:.1e})" if r.explained else ""
