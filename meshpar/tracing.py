@@ -406,10 +406,21 @@ def _narrower(pattern: str, dims: Sequence[Any], leaves: Sequence[Leaf]) -> str 
 
 
 def _similar_pattern(pattern: str, paths: Sequence[str]) -> list[str]:
-    """The fix for a pattern that matches no path: with ``*/`` in front, or spelled as a similar path; else empty."""
+    """The fix for a pattern that matches no path: with ``*/`` in front, with one component spelled otherwise, or spelled as
+    a similar path; else empty."""
     if any(path_matches(f"*/{pattern}", path) for path in paths):
         return [f"did you mean {f'*/{pattern}'!r}?"]
-    similar = near(pattern, [*paths, *({f"*/{path.rpartition('/')[2]}" for path in paths} if "*" in pattern else ())])
+    components, parts = {part for path in paths for part in path.split("/")}, pattern.split("/")
+    respelled = (
+        "/".join([*parts[:i], other, *parts[i + 1 :]])
+        for i, part in enumerate(parts)
+        if not set(part) & set("*[]{}")
+        for other in near(part, components)
+    )
+    fits = [text for text in respelled if any(path_matches(text, path) for path in paths)]
+    similar = fits[:3] or near(
+        pattern, [*paths, *({f"*/{path.rpartition('/')[2]}" for path in paths} if "*" in pattern else ())]
+    )
     return [f"did you mean {' or '.join(map(repr, similar))}?"] if similar else []
 
 

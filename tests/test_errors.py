@@ -253,7 +253,7 @@ def test_a_pattern_that_matches_nothing():
     assert error == textwrap.dedent("""\
         the dims= pattern 'params/upp' matches no tensor; a pattern matches a complete path
           pattern params/upp
-          fix     did you mean 'params/up' or 'params/down'?
+          fix     did you mean 'params/up'?
                   paths are: params/up, params/down, x""")
 
 

@@ -59,6 +59,8 @@ def test_dims_of_the_factored_moments_of_optax(shape):
         ("kernel", "*/kernel"),  # a pattern matches a complete path
         ("mlp/*", "*/mlp/*"),
         ("*/kernal", "*/kernel"),
+        ("*state*/mlp/kernal", "*state*/mlp/kernel"),
+        ("*/mpl/kernel", "*/mlp/kernel"),
         ("state/mlp/kernels", "state/mlp/kernel"),
         ("x/y/z/unrelated", None),
     ],
