@@ -269,7 +269,7 @@ def test_a_text_in_braces_that_matches_nothing():
     assert error == textwrap.dedent("""\
         the dims= pattern 'params/{up,dwn}' matches no tensor by its 'dwn'
           pattern params/{up,dwn}
-          fix     did you mean 'params/down' or 'params/up'?
+          fix     did you mean 'params/down'?
                   leave 'dwn' out""")
     both = {"params/{up,down}": "_ _", "x": "batch _"}
     assert plan("batch: data", dims=both).joins == []
