@@ -28,6 +28,7 @@ from .layers.attention import attention
 from .layers.loss import cross_entropy
 from .layers.loss_scale import LossScale, noise_scale
 from .layers.low_bits import low_bits
+from .layers.offload import offload
 from .layers.precision import Precision
 from .layout import Layout
 from .mesh import mesh, virtual_devices
@@ -78,6 +79,7 @@ __all__ = [
     "named",
     "nd",
     "noise_scale",
+    "offload",
     "plan",
     "put",
     "rename",
