@@ -121,6 +121,8 @@ class Layout:
     from_pairs: bool
     optional: frozenset[str]
     scheme: str
+    given: str
+    """The text that the layout was made from, on one line, without comments; empty: it has no text, or is a scheme."""
 
     def __init__(
         self,
@@ -178,6 +180,11 @@ class Layout:
             )
         self.optional = before | absent
         self._set(self.rules)
+        if isinstance(rules, Layout):
+            self.given = rules.given
+        elif isinstance(rules, str) and not named_scheme:
+            lines = (line.partition("#")[0] for line in rules.split("\n"))
+            self.given = "; ".join(" ".join(part.split()) for line in lines for part in line.split(";") if part.strip())
 
     def _set(self, rules: tuple[Rule, ...]) -> None:
         """Set the rules, the index from dims to rules, and the key by which layouts are compared and hashed."""
@@ -186,6 +193,7 @@ class Layout:
         for i, rule in enumerate(rules):
             self._by_dim.setdefault(rule.dim, []).append(i)
         self._key = (rules, self.resolve, self.from_pairs, self.optional)
+        self.given = ""
 
     def __str__(self) -> str:
         """The rules as text, from which ``Layout(text)`` makes the same rules; consecutive rules with the same axes are
