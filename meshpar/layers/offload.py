@@ -24,12 +24,12 @@ _CALLS = frozenset(
 def offload(tx: optax.GradientTransformation, *, layers: int | None = None) -> optax.GradientTransformation:
     """An optax transformation with the moments of ``tx`` in host memory; a step copies a few at a time to the device.
 
-    ``opt = mp.offload(optax.adamw(1e-3), layers=32)``: the updates and the state are those of ``tx``, up to the rounding of
-    another program. Parameters with a leading dim of ``layers`` (stacked, for ``jax.lax.scan``) are
-    updated in a loop over it: the moments of the next layer are copied to the device while the new moments of this one are copied
-    back, so that a device needs memory for those of two layers. The other parameters are updated one after the other, each while
-    the moments of the next one are copied. ``plan.transfers`` has the copies, and ``plan.time.to_host`` and ``to_device`` their
-    seconds. Create the state with :func:`meshpar.init`, which leaves the moments in host memory.
+    ``opt = mp.offload(optax.adamw(1e-3), layers=32)``: updates and state equal the ones of ``tx``, up to the rounding of
+    another program. Parameters with a leading dim of ``layers`` (stacked, for ``jax.lax.scan``) are updated in a loop over it: the
+    moments of the next layer are copied to the device while the new moments of this one are copied back, so that a device needs
+    memory for the moments of two layers. The other parameters are updated one after the other, each while the moments of the next
+    one are copied. ``plan.transfers`` has the copies, and ``plan.time.to_host`` and ``to_device`` their seconds. Create the state
+    with :func:`meshpar.init`, which leaves the moments in host memory.
 
     Args:
       tx: updates every parameter independently of the others, with ``layers`` also every element (``optax.adamw``,
@@ -39,7 +39,7 @@ def offload(tx: optax.GradientTransformation, *, layers: int | None = None) -> o
         the stacked dim (a pipeline), and where it shards the moments otherwise than the gradients (``opt.embed: data``).
 
     Returns:
-      A transformation whose state has the structure of the state of ``tx``. Scalars and what does not belong to one parameter (step
+      A transformation whose state has the structure of the state of ``tx``. Scalars, and leaves that belong to no parameter (step
       counts) are in device memory.
 
     Raises:
@@ -104,7 +104,7 @@ class _Leaves(NamedTuple):
 
 
 class _Step:
-    """One update of an offloaded transformation, in parts.
+    """One update of an offloaded transformation, a few parameters at a time.
 
     Attributes:
       owners: as :func:`_owners`.
@@ -113,7 +113,7 @@ class _Step:
     """
 
     def __init__(self, tx: optax.GradientTransformation, owners: list[int], updates: Any, state: Any, params: Any):
-        """An update of which no part is computed yet."""
+        """An update without computed parts."""
         self.tx, self.owners = tx, owners
         self.updates, self.tree = jax.tree.flatten(updates)
         self.params = [] if params is None else self.tree.flatten_up_to(params)
@@ -194,11 +194,11 @@ class _Step:
         last: tuple[Any, ...] = ()
         for k in some:
             arrays = self.leaves([k])
-            held = [x if jnp.ndim(x) else None for x in arrays.state]
-            if before and any(x is not None for x in held):
-                held, _ = lax.optimization_barrier((held, before))
+            stored = [x if jnp.ndim(x) else None for x in arrays.state]
+            if before and any(x is not None for x in stored):
+                stored, _ = lax.optimization_barrier((stored, before))
             moments = tuple(
-                x if y is None else jax.device_put(y, _DEVICE) for x, y in zip(arrays.state, held, strict=True)
+                x if y is None else jax.device_put(y, _DEVICE) for x, y in zip(arrays.state, stored, strict=True)
             )
             new, state, shared = self.part([k], arrays._replace(state=moments))
             before, last = last, new
@@ -251,7 +251,7 @@ class _Mark(NamedTuple):
 
 
 def _marks(jaxpr: Any, marks: Sequence[_Mark]) -> list[_Mark]:
-    """The marks of the results of a jaxpr, from those of its operands; results of control flow depend on all operands."""
+    """The marks of the results of a jaxpr, from the marks of its operands; results of control flow depend on all operands."""
     known = dict(zip(jaxpr.invars, marks, strict=True))
 
     def of(var: Any) -> _Mark:
