@@ -9,9 +9,9 @@ MaxText's programs are from its ``train_compile`` (e591f30; jax 0.10.2, libtpu 0
 is computation by libtpu's cycles plus exposed communication (:mod:`meshpar.verify.exposed`). Splash attention has no cycles in
 either. Nothing is run. Of MaxText's programs on a pod the table has the fastest pipeline, and the fastest without stages.
 
-Columns. `to MaxText`: our step time over that of its fastest pipeline. `planned`: step time, bytes and peak memory of the plan.
+Columns. `to MaxText`: our step time over its fastest pipeline's. `planned`: step time, bytes and peak memory of the plan.
 `bodies`: layers that a device computes forward in a step. `plan, s`: seconds of ``mp.plan``. Bytes are decimal, of a device.
-`cycles` of a pipeline compare with those of "idle": the same step in which no rule names `stage`, so that each stage computes all
+`cycles` of a pipeline compare with "idle": the same step in which no rule names `stage`, so that each stage computes all
 layers.
 
 With ``--results``, rows that a file has are not measured again.

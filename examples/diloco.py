@@ -3,7 +3,7 @@
     python examples/diloco.py                     # a few minutes on 8 virtual CPU devices as two slices of four
     python examples/diloco.py --every 20 --steps 400
 
-The model and the data are those of train_lm.py. It is trained three times on the same batches: with an all-reduce of the
+It has the model and the data of train_lm.py. It is trained three times on the same batches: with an all-reduce of the
 gradients between slices in every step, with DiLoCo (arXiv:2311.08105), and with Streaming DiLoCo (arXiv:2501.18512: in
 fragments, in 8 bits, blended in). The picture has the training losses, and the bytes that a device sends between slices.
 """

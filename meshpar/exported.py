@@ -171,7 +171,8 @@ class Exported:
         """
         if len(args) > len(self.arguments):
             raise UnsupportedError(
-                f"{self.name} takes {len(self.arguments)} positional arguments, and {len(args)} were given"
+                f"{self.name} takes {len(self.arguments)} positional arguments, and {len(args)} were given",
+                fixes=[f"its arguments are {', '.join(self.arguments)}"],
             )
         named = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
         leaves = {
@@ -333,13 +334,13 @@ def _nested(leaves: Mapping[str, Any]) -> Any:
     """The tree with these leaves: dicts by the components of the paths, tuples where the components are 0, 1, …"""
     if set(leaves) == {""}:
         return leaves[""]
-    parts: dict[str, dict[str, Any]] = {}
+    groups: dict[str, dict[str, Any]] = {}
     for path, x in leaves.items():
         first, _, rest = path.partition("/")
-        parts.setdefault(first, {})[rest] = x
-    if list(parts) == [str(i) for i in range(len(parts))]:
-        return tuple(map(_nested, parts.values()))
-    return {name: _nested(inner) for name, inner in parts.items()}
+        groups.setdefault(first, {})[rest] = x
+    if list(groups) == [str(i) for i in range(len(groups))]:
+        return tuple(map(_nested, groups.values()))
+    return {name: _nested(inner) for name, inner in groups.items()}
 
 
 @contextmanager

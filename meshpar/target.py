@@ -87,7 +87,7 @@ def load_target(text: str, options: Mapping[str, Any] | None = None) -> Target:
         signature.bind(**(options or {}))
     except TypeError as e:
         raise TargetError(
-            f"{text} cannot be called without arguments, or with those of --set: {e}",
+            f"{text} cannot be called without arguments, or with the ones from --set: {e}",
             fixes=[*_similar_options(e, defaults, module), _SHAPE],
         ) from None
     except ValueError:

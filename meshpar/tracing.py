@@ -351,7 +351,7 @@ def annotation_of(leaf: Leaf, patterns: PathDims, used: set[str], leaves: Sequen
     """The dims that the first matching pattern gives a leaf, else the dims of its metadata.
 
     A pattern that matches a parameter and its optimizer state names the dims of the parameter. State of another shape (the factored
-    moments of Adafactor and SM3) has those of its dims that the sizes identify; None, for the inference, if they identify none.
+    moments of Adafactor and SM3) has the dims that its sizes identify; None, for the inference, if they identify no dim.
 
     Args:
       used: the pattern is added to it.
@@ -376,7 +376,7 @@ def annotation_of(leaf: Leaf, patterns: PathDims, used: set[str], leaves: Sequen
 
 
 def _parameter_of(state: Leaf, pattern: str, rank: int, leaves: Sequence[Leaf]) -> Leaf | None:
-    """The parameter of an array of optimizer state: of those of a rank that a pattern matches, the one with the longest common end
+    """The parameter of an array of optimizer state: of the arrays of a rank that a pattern matches, the one with the longest common end
     of the path. SM3 has ``kernel/0`` and ``kernel/1`` for ``kernel``. None: the pattern matches no such parameter."""
     end = state.path.split("/")[::-1]
     for last in (end, end[1:]) if end[0].isdigit() else (end,):

@@ -468,7 +468,7 @@ def _no_debug(jaxpr: Any) -> Any:
 
 
 def without_dead_code(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The jaxpr without equations, also in loops and calls, whose results are not read; the same object if there are none.
+    """The jaxpr without equations, also in loops and calls, whose results are not read; without such equations the same object.
 
     XLA removes them as well. Arguments and results do not change; equations with effects stay.
     """

@@ -1,6 +1,6 @@
 """Floating-point arrays in 8 bits: a code per element and a power of two per block of the last dim.
 
-The format is that of Rouhani et al., *Microscaling Data Formats for Deep Learning* (2023): each block stores an exponent in 8
+The format follows Rouhani et al., *Microscaling Data Formats for Deep Learning* (2023): each block stores an exponent in 8
 bits, by which its elements are scaled. A scale is a power of two, so that scaling does not round: only codes are rounded, to the
 nearest.
 """

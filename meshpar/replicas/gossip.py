@@ -1,4 +1,4 @@
-"""Gossip: each replica averages its parameters with those of one other replica."""
+"""Gossip: each replica averages its parameters with one other replica's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GossipState(NamedTuple):
 
 
 def gossip(shift: int | str = 1, *, dim: str = "replica") -> optax.GradientTransformationExtraArgs:
-    """Average the parameters of each replica with those of another, and add the updates: ``p_r ← (p_r + p_s) / 2 + u_r``.
+    """Average the parameters of each replica with another's, and add the updates: ``p_r ← (p_r + p_s) / 2 + u_r``.
 
     Decentralized SGD (Lian et al., *Can Decentralized Algorithms Outperform Centralized Algorithms?*, 2017) with one neighbour:
     ``s = r - shift`` modulo the number of replicas. With ``"exponential"`` the shift is 1, 2, 4, … in successive steps (GossipGraD,
@@ -57,7 +57,8 @@ def gossip(shift: int | str = 1, *, dim: str = "replica") -> optax.GradientTrans
         count = count_replicas(updates, "gossip", dim)
         if params is None:
             raise UnsupportedError(
-                "replicas.gossip averages parameters, and there are none", fixes=["tx.update(updates, state, params)"]
+                "replicas.gossip averages parameters, which `update` was not given",
+                fixes=["tx.update(updates, state, params)"],
             )
         if are_shared(updates, params, None):
             raise RankError(

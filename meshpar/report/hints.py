@@ -43,7 +43,7 @@ def memory_hint(plan: Plan) -> str | None:
     m = count or MAX_MICROBATCHES
     enough = "" if count else ", which is not enough by itself"
     return (
-        f"{head}; mp.accumulate_gradients(…, {m}) saves those of one of {m} microbatches, about "
+        f"{head}; mp.accumulate_gradients(…, {m}) stores the activations of one of {m} microbatches at a time, about "
         f"{format_memory(saved * (1 - 1 / m))} less{enough}"
     )
 

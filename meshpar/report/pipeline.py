@@ -15,7 +15,7 @@ from ..units import format_bytes
 MAX_TICKS = 96
 """Ticks that a picture in the terminal shows."""
 MAX_NUMBERED_TICKS = 64
-"""Ticks of a picture in a page whose slots have the numbers of their microbatches; those of longer ones are drawn as bars."""
+"""Ticks of a picture in a page whose slots have the numbers of their microbatches; longer ones are drawn as bars."""
 CELL_WIDTH, CELL_HEIGHT, ROW_GAP = 20, 13, 4
 """Of a slot in a page's picture, and between the rows of two stages, in pixels."""
 

@@ -79,7 +79,7 @@ def compile_job(module: bytes, job: dict[str, Any], dump: Path) -> tuple[dict[st
 
 
 def _allocations(dump: Path) -> str:
-    """XLA's dump of the buffer assignment of the largest module; "" if there is none."""
+    """XLA's dump of the buffer assignment of the largest module; "" without a dump."""
     files = sorted(dump.glob(_ALLOCATIONS), key=lambda p: p.stat().st_size)
     return files[-1].read_text() if files else ""
 
@@ -94,7 +94,7 @@ def memory_of(stats: Any, cpu: bool, allocations: str = "") -> dict[str, int]:
     Args:
       stats: of the executable.
       cpu: it is for CPUs.
-      allocations: XLA's dump of the buffer assignment; "": there is none.
+      allocations: XLA's dump of the buffer assignment; "": no dump.
     """
     memory = {name: getattr(stats, attribute) for name, attribute in MEMORY.items()}
     host = {name: getattr(stats, f"host_{attribute}", 0) for name, attribute in MEMORY.items() if name != "peak"}

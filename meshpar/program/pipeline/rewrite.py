@@ -356,7 +356,7 @@ class TickLoops:
         return _merged(changed, rest), {k: jnp.reshape(x, (-1, *x.shape[2:])) for k, x in outs.items()}
 
     def _changed(self, state: State, parts: Sequence[range]) -> tuple[State, State]:
-        """The state that parts of a phase change, and the rest: what a scan does not change, it does not carry."""
+        """The state that parts of a phase change, and the rest: a scan carries only values that it changes."""
         body, variables = self.body, list(self.rings)
         active = {
             p

@@ -121,9 +121,7 @@ class Schedule:
             return Fraction(1)
         if self.name == "gpipe" and "R" not in self.order:
             return Fraction(self.microbatches)
-        first = (
-            self.order.rindex("F") if "R" in self.order else 0
-        )  # of remat, activations are those of the recomputation
+        first = self.order.rindex("F") if "R" in self.order else 0  # of remat: the recomputed activations
         distance = self.starts[-1] - self.starts[first + ("R" in self.order)]
         # a slot of stage 0 in round r is stored for distance + (v·K − 1) − 2·r·K ticks after its own
         lives = [distance + self.passage - 2 * r * self.stages for r in range(self.rounds)]
