@@ -63,7 +63,7 @@ class Meter:
           UnsupportedError: ``every`` below 1, or a writer of another kind.
         """
         if every < 1:
-            raise UnsupportedError(f"every={every}: a number of steps is at least 1")
+            raise UnsupportedError(f"every={every}: a number of steps is at least 1", fixes=["every=10"])
         self.plan, self.tokens, self.every = plan, tokens, every
         self._all = [_print] if writers is None else list(writers)
         self._writers = [_writer(w) for w in self._all] if jax.process_index() == 0 else []

@@ -376,8 +376,8 @@ def annotation_of(leaf: Leaf, patterns: PathDims, used: set[str], leaves: Sequen
 
 
 def _parameter_of(state: Leaf, pattern: str, rank: int, leaves: Sequence[Leaf]) -> Leaf | None:
-    """The parameter of an array of optimizer state: of the arrays of a rank that a pattern matches, the one with the longest common end
-    of the path. SM3 has ``kernel/0`` and ``kernel/1`` for ``kernel``. None: the pattern matches no such parameter."""
+    """The parameter of an array of optimizer state: of the arrays of a rank that a pattern matches, the one with the longest common
+    end of the path. SM3 has ``kernel/0`` and ``kernel/1`` for ``kernel``. None: the pattern matches no such parameter."""
     end = state.path.split("/")[::-1]
     for last in (end, end[1:]) if end[0].isdigit() else (end,):
         params = [

@@ -69,7 +69,7 @@ def time_bounds(time: Time) -> str:
 
 
 def host_text(plan: Plan) -> str:
-    """Bytes that a device stores in the memory of its host, and the copies of a step with their seconds and lines; "" without any."""
+    """Bytes that a device stores in its host's memory, and the copies of a step with their seconds and lines; "" without any."""
     stored, transfers, time = memory_of(plan).host, plan.transfers, time_of(plan)
     if not stored and not transfers:
         return ""
