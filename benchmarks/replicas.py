@@ -6,8 +6,8 @@
     python benchmarks/replicas.py --llama --compile          # the TPU compiler's program
 
 The language model of examples/diloco.py is trained on 8 virtual CPU devices as two slices of four, on the same batches in every
-case. `loss` is the mean of the last 20 steps, `held out` that of the final weights, both in nats per byte. `bytes` is how many a
-device sends over the axis `slice` in an exchange.
+case. `loss` is the mean of the last 20 steps, `held out` the loss of the final weights, both in nats per byte. `bytes`: sent by a
+device over the axis `slice` in an exchange.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PEAK_RATE = 6e-3
 
 
 class OneBitAdamState(NamedTuple):
-    """State of :func:`one_bit_adam`: ``nu`` is that of the warm-up and does not change."""
+    """State of :func:`one_bit_adam`: ``nu`` comes from the warm-up and does not change."""
 
     count: Any
     mu: Any
@@ -63,7 +63,7 @@ class OneBitAdamState(NamedTuple):
 
 
 def one_bit_adam(steps: int, warmup: int) -> tuple[optax.GradientTransformation, Callable[[Any, Any], Any]]:
-    """The second phase of 1-bit Adam (Tang et al., 2021) with the rates of :func:`train_lm.adamw`: the variance is that of the
+    """The second phase of 1-bit Adam (Tang et al., 2021) with the rates of :func:`train_lm.adamw`: the variance comes from the
     warm-up, and replicas exchange the signs of their momenta.
 
     Returns:
@@ -152,7 +152,7 @@ def run_case(task: diloco.Task, case: str, every: int) -> tuple[diloco.Run, int]
 
 
 def report_training(args: argparse.Namespace) -> None:
-    """Train every case, and print its losses relative to those of the first one."""
+    """Train every case, and print its losses relative to the first one."""
     task = diloco.Task(args)
     table = Table("exchange", "loss", "relative", "held out", "relative", "bytes", "exchanges")
     first: tuple[float, float] | None = None

@@ -52,7 +52,7 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Options:
-    """What the weights do not say.
+    """Facts of a model that its weights do not state.
 
     Attributes:
       rope_base: of the rotary position embeddings.
@@ -106,7 +106,7 @@ def forward(
     Args:
       tokens: [batch, seq].
       position: of the first of them, [batch].
-      cache: keys and values of the tokens before; None: there are none.
+      cache: keys and values of the tokens before; None: the first token.
       last: index of the last token of each row, [batch]; None: of the sequence.
 
     Returns:
@@ -294,7 +294,7 @@ def prefill_step(options: Options, how: Sampling = Sampling()) -> Callable[..., 
 def insert_prompts(state: State, prompt: dict[str, Any], rows: jax.Array, end: jax.Array) -> State:
     """Put prefilled prompts into `rows` [prompt] of the state; they stop at positions `end` [prompt].
 
-    The dims of a prompt have other names than those of the state, so a layout may shard both differently: the plan of this
+    The dims of a prompt and of the state have different names, so a layout may shard both differently: the plan of this
     step shows how keys and values are resharded.
     """
 
@@ -362,7 +362,8 @@ class Steps:
         stop: Sequence[int] = (), lowering: str = "auto",
     ) -> "Steps":  # fmt: skip
         """The steps under the layouts ``prefill``, ``insert`` and ``decode``."""
-        jit: Any = functools.partial(mp.jit, mesh=mesh, lowering=lowering)
+        make: Any = mp.jit
+        jit = functools.partial(make, mesh=mesh, lowering=lowering)
         return cls(
             jit(prefill_step(options, how), layout=prefill, dims=DIMS["prefill"]),
             jit(insert_prompts, layout=insert, dims=DIMS["insert"], donate_argnames="state"),

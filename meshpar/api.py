@@ -780,7 +780,7 @@ def _layout_text(layout: LayoutLike) -> str:
 
 
 def local_sgd(
-    step: Callable[..., Any], *, over: str, every: int, outer: optax.GradientTransformation, mesh: Mesh, layout: LayoutLike,
+    step: Callable[..., Any], *, over: str, every: int, outer: optax.GradientTransformation, mesh: MeshLike, layout: LayoutLike,
     exchange: optax.GradientTransformation | None = None, fragments: int = 1, blend: float = 1.0, dims: DimsPatterns = None,
     lowering: Lowering = "auto",
 ) -> LocalSgd:  # fmt: skip
@@ -806,7 +806,7 @@ def local_sgd(
       :class:`LocalSgd`: ``state = run.init(create)(key)``; ``state, loss = run(n, state, batch)``.
 
     Raises:
-      MeshError, AxisConflictError: the mesh lacks the axis, or the layout uses it.
+      MeshError, AxisConflictError: the mesh lacks the axis or devices, or the layout uses the axis.
       UnsupportedError: a value of ``every``, ``fragments`` or ``blend`` that makes no sense.
 
     Example:
@@ -818,9 +818,12 @@ def local_sgd(
       >>> run.replicas
       2
     """
+    where = device_mesh(mesh)
+    if not isinstance(where, Mesh):
+        raise MeshError("local_sgd trains on devices, and an abstract mesh has none", fixes=['mesh="slice=2, data=4"'])
     return LocalSgd(
-        step, over=over, every=every, outer=outer, exchange=exchange, fragments=fragments, blend=blend, mesh=mesh,
-        layout=Layout(layout), dims=path_dims(dims), lowering=lowering, jit=jit, init=init,
+        step, over=over, every=every, outer=outer, exchange=exchange, fragments=fragments, blend=blend,
+        mesh=where, layout=Layout(layout), dims=path_dims(dims), lowering=lowering, jit=jit, init=init,
     )  # fmt: skip
 
 

@@ -244,7 +244,7 @@ class _Step:
 
 
 class _Mark(NamedTuple):
-    """What a value depends on: indices of parameters, and an op that is not elementwise, if one is on the way."""
+    """The dependencies of a value: indices of parameters, and an op that is not elementwise, if one is on the way."""
 
     owners: frozenset[int] = frozenset()
     mixed: Any = None

@@ -119,7 +119,7 @@ def attention(
     q: Any, k: Any, v: Any, *, key: str, memory: str, mask: Any = None, scale: float | None = None,
     dropout: Callable[[Named], Named] | None = None,
 ) -> Named:  # fmt: skip
-    """Dot-product attention: queries times keys, a softmax over ``memory``, times values.
+    """Attention: scaled scores of queries and keys, a softmax over ``memory``, times values.
 
     Dims that the queries and the keys share, such as batch and heads, are matched. In self-attention the memory is
     ``nd.rename(k, length="memory")``. It computes all scores; :func:`meshpar.attention` uses kernels.

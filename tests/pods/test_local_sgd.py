@@ -154,6 +154,9 @@ def test_bad_input():
     )
     with pytest.raises(mp.errors.MeshError, match="no axis `pod`"):
         make(over="pod")
+    assert make(mesh="slice=2, data=4").replicas == 2
+    with pytest.raises(mp.errors.MeshError, match="an abstract mesh has none"):
+        make(mesh=jax.sharding.AbstractMesh((2, 4), ("slice", "data")))
     with pytest.raises(mp.errors.AxisConflictError, match="`batch: slice\\+data` asks for it as well"):
         make(layout="batch: slice+data")
     with pytest.raises(mp.errors.UnsupportedError, match="every=0"):

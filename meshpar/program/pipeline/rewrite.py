@@ -361,8 +361,8 @@ class TickLoops:
         active = {
             p
             for p in (*range(len(body.loops) + 1), *map(Stack, range(len(body.loops))))
-            for part in parts
-            if self.runs(p, part)
+            for k in parts
+            if self.runs(p, k)
         }
 
         def changes(name: str, key: int) -> bool:
