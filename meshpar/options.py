@@ -65,7 +65,7 @@ def _flag(name: str, about: str, **more: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How a function is traced, planned and compiled, apart from its mesh and its layout. :func:`meshpar.jit` describes each.
+    """How a function is traced, planned and compiled, without its mesh and its layout. :func:`meshpar.jit` describes each.
 
     Options are normalized when one is made: ``dims`` becomes a :class:`~meshpar.dims.PathDims`, ``calibration`` a tuple of
     calibrations (read from its file), ``options=None`` becomes ``"off"``, and ``lowering="jit"`` has no ``overlap``.

@@ -175,7 +175,8 @@ def _module(where: str) -> ModuleType:
     except ModuleNotFoundError as e:
         if e.name is None or not where.startswith(e.name):
             raise TargetError(
-                f"{where} fails: {e}", fixes=["install what the module imports, or run with --debug for the traceback"]
+                f"{where} fails: {e}",
+                fixes=["install the packages that the module imports, or run with --debug for the traceback"],
             ) from e
         raise TargetError(
             f"there is no module {where}", fixes=["a file is written with its suffix: file.py:function"]

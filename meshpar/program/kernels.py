@@ -141,7 +141,7 @@ def parse_rule(text: str) -> Notation:
             rule=text,
             fixes=[
                 'write the dims of every operand and result: "tokens embed, embed mlp -> tokens mlp"',
-                "`dim!` is replicated; `dim~` may be sharded, and the local function exchanges what it needs; "
+                "`dim!` is replicated; `dim~` may be sharded, and the local function exchanges the parts that it needs; "
                 "`(a b)` is one dim with two factors",
             ],
         )
