@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..compat.jax import literal_array
+from ..compat.jax import literal_array, on_host
 from .local import LocalOp, on_shards
 from .owned import is_positive_zero, neutral, only_where
-from .registry import SplitOp, always, register
+from .registry import Refusal, SplitOp, always, register
 from .rule import Kind, NameLink, OpRule, indexed_kind
 from .spmd import Factors, axis_index
 
@@ -448,9 +448,28 @@ def _shifted(x: Any, d: int, shift: Any, size: int) -> Any:
     return lax.dynamic_slice_in_dim(x, jnp.where(start < 0, start + n, start), size, d)
 
 
-register("dynamic_slice", rule=dynamic_slice, local=_local_dynamic_slice, fusible=True, manual=always, slice=True)
+def _masks_on_host(op: SplitOp) -> Refusal | None:
+    """The :class:`Refusal` of an op that indexes a split dim of an array in host memory at run time; else None."""
+    factors = {f for dim in op.rule.ins[0] for f in dim}
+    if not on_host(op.eqn.invars[0]) or not any(op.rule.kinds[f] == "indexed" and op.axes[f] for f in factors):
+        return None
+    return Refusal(
+        "indexes a sharded dim of an array in host memory at run time, and its local form has a mask in device memory",
+        ("or copy the array to the device before: jax.device_put(x, jax.memory.Space.Device)",),
+    )
+
+
 register(
-    "dynamic_update_slice", rule=dynamic_update_slice, local=_local_dynamic_update_slice, pinned=True, in_place=True
+    "dynamic_slice", rule=dynamic_slice, local=_local_dynamic_slice, refuses=_masks_on_host, fusible=True, manual=always,
+    slice=True,
+)  # fmt: skip
+register(
+    "dynamic_update_slice",
+    rule=dynamic_update_slice,
+    local=_local_dynamic_update_slice,
+    refuses=_masks_on_host,
+    pinned=True,
+    in_place=True,
 )
 
 

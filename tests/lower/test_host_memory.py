@@ -196,3 +196,30 @@ def test_a_check_of_arguments_on_the_host(lowering):
 
     report = mp.check(fn, on_host(X), layouts=["batch: data"], meshes=[MESH], dims=ROWS["dims"], lowerings=(lowering,))
     assert report.ok
+
+
+def reads_row(x, i):
+    return jax.lax.dynamic_slice(x, (i, 0), (1, x.shape[1]))
+
+
+def writes_row(x, i):
+    return jax.lax.dynamic_update_slice(x, jax.device_put(jnp.full((1, 16), -1.0), HOST), (i, 0))
+
+
+@pytest.mark.parametrize("fn", [reads_row, writes_row])
+@pytest.mark.parametrize("layout", ["batch: data", "embed: data"])
+def test_a_run_time_index_of_an_array_on_the_host(fn, layout):
+    """Along a sharded dim it has no local form, since masks are in device memory."""
+
+    def step(x, i):
+        return jax.device_put(fn(jax.device_put(x, HOST), i), DEVICE) * 2
+
+    x = jnp.arange(128.0).reshape(8, 16)
+    options = {"mesh": "data=8", "layout": layout, "dims": {"x": "batch embed"}}
+    lowering = "jit" if layout == "batch: data" else "shard_map"
+    np.testing.assert_array_equal(mp.jit(step, lowering=lowering, **options)(x, 3), step(x, 3))
+    if lowering == "jit":
+        with pytest.warns(mp.errors.LoweringWarning, match="an array in host memory at run time"):
+            assert mp.jit(step, **options).plan(x, 3).lowering == "jit"
+        with pytest.raises(mp.errors.UnsupportedError, match="an array in host memory at run time"):
+            mp.jit(step, lowering="shard_map", **options)(x, 3)
