@@ -40,7 +40,7 @@ from ..plan.plan import Plan
 from ..plan.spec import replicated_spec, shard_count
 from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Order, Reduce, Reshard, Run, Shard, Step
 from ..program.ir import Value
-from ..rules import refusal, run_elementwise, run_local
+from ..rules import check_local, refusal, run_elementwise, run_local
 from ..rules.local import on_shards, plain_params
 from ..rules.spmd import Grid, axis_index, fine_names, slice_to_spec
 from .collectives import follow, reduced
@@ -234,7 +234,9 @@ class _Device:
         elif op.rule is None:
             results = run_elementwise(op, xs)
         elif op.rule.known:
-            results = run_local(op, list(step.axes or ()), xs, self.sizes)
+            axes = list(step.axes or ())
+            check_local(op, axes, self.sizes)
+            results = run_local(op, axes, xs, self.sizes)
             if not self.sizes.cpu:
                 results = [
                     constrain_local(x) if is_constrained(step, s) else x

@@ -17,7 +17,7 @@ from . import (  # noqa: F401
     sort,
     window,
 )
-from .local import refusal, run_elementwise, run_local
+from .local import check_local, refusal, run_elementwise, run_local
 from .registry import PRIMITIVES, Primitive, having, primitive, separated
 from .rule import OpRule, no_rule
 
@@ -28,6 +28,7 @@ __all__ = [
     "PRIMITIVES",
     "OpRule",
     "Primitive",
+    "check_local",
     "having",
     "no_rule",
     "primitive",

@@ -64,6 +64,15 @@ def run_local(op: AnyOp, axes: Axes, xs: Sequence[Any], sizes: Sizes) -> list[An
     Raises:
       UnsupportedError: the primitive has no local form, and some factor is split.
     """
+    form = primitive(op.name).local
+    if form is not None:
+        return form(LocalOp(op, axes, sizes), *xs)
+    check_local(op, axes, sizes)
+    return bind(op.eqn, xs, plain_params(op.eqn.params))
+
+
+def check_local(op: AnyOp, axes: Axes, sizes: Mapping[str, int]) -> None:
+    """Raise an UnsupportedError for an op that cannot run on shards inside a ``shard_map`` around the program (:func:`refusal`)."""
     refused = refusal(op, axes, sizes)
     if refused is not None:
         raise UnsupportedError(
@@ -72,10 +81,6 @@ def run_local(op: AnyOp, axes: Axes, xs: Sequence[Any], sizes: Sizes) -> list[An
             source=source_line(op.eqn if refused.eqn is None else refused.eqn),
             fixes=['use lowering="jit"', *refused.fixes],
         )
-    form = primitive(op.name).local
-    if form is not None:
-        return form(LocalOp(op, axes, sizes), *xs)
-    return bind(op.eqn, xs, plain_params(op.eqn.params))
 
 
 def refusal(op: AnyOp, axes: Axes, sizes: Mapping[str, int]) -> Refusal | None:
