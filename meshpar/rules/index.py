@@ -19,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..compat.jax import literal_array, on_host
+from ..compat.jax import literal_array
+from .host import masks_on_host
 from .local import LocalOp, on_shards
 from .owned import is_positive_zero, neutral, only_where
-from .registry import Refusal, SplitOp, always, register
+from .registry import SplitOp, always, register
 from .rule import Kind, NameLink, OpRule, indexed_kind
 from .spmd import Factors, axis_index
 
@@ -163,7 +164,14 @@ def _local_gather(op: LocalOp, operand: Any, indices: Any) -> list[Any]:
 
 
 register(
-    "gather", rule=gather, local=_local_gather, pinned=True, manual=_one_index_of_a_split_array, slice=True, lookup=True
+    "gather",
+    rule=gather,
+    local=_local_gather,
+    refuses=masks_on_host,
+    pinned=True,
+    manual=_one_index_of_a_split_array,
+    slice=True,
+    lookup=True,
 )
 
 
@@ -238,6 +246,7 @@ for _name in _SCATTER_KINDS:
         _name,
         rule=scatter,
         local=_local_scatter,
+        refuses=masks_on_host,
         pinned=True,
         manual=_one_index_of_a_split_array,
         lookup=True,
@@ -448,26 +457,15 @@ def _shifted(x: Any, d: int, shift: Any, size: int) -> Any:
     return lax.dynamic_slice_in_dim(x, jnp.where(start < 0, start + n, start), size, d)
 
 
-def _masks_on_host(op: SplitOp) -> Refusal | None:
-    """The :class:`Refusal` of an op that indexes a split dim of an array in host memory at run time; else None."""
-    factors = {f for dim in op.rule.ins[0] for f in dim}
-    if not on_host(op.eqn.invars[0]) or not any(op.rule.kinds[f] == "indexed" and op.axes[f] for f in factors):
-        return None
-    return Refusal(
-        "indexes a sharded dim of an array in host memory at run time, and its local form has a mask in device memory",
-        ("or copy the array to the device before: jax.device_put(x, jax.memory.Space.Device)",),
-    )
-
-
 register(
-    "dynamic_slice", rule=dynamic_slice, local=_local_dynamic_slice, refuses=_masks_on_host, fusible=True, manual=always,
+    "dynamic_slice", rule=dynamic_slice, local=_local_dynamic_slice, refuses=masks_on_host, fusible=True, manual=always,
     slice=True,
 )  # fmt: skip
 register(
     "dynamic_update_slice",
     rule=dynamic_update_slice,
     local=_local_dynamic_update_slice,
-    refuses=_masks_on_host,
+    refuses=masks_on_host,
     pinned=True,
     in_place=True,
 )

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from .halo import ShardWindow, fetch_window, halo_exchange, shard_window
+from .host import masks_on_host
 from .local import LocalOp, on_shards
 from .owned import only_where
 from .partial import MOVES
@@ -189,7 +190,16 @@ def _local_slice(op: LocalOp, x: Any) -> list[Any]:
     return [out if is_owner is None else only_where(is_owner, out)]
 
 
-register("slice", rule=slice_, local=_local_slice, fusible=True, pinned=True, slice=True, static_slice=True)
+register(
+    "slice",
+    rule=slice_,
+    local=_local_slice,
+    refuses=masks_on_host,
+    fusible=True,
+    pinned=True,
+    slice=True,
+    static_slice=True,
+)
 
 
 def _resizing_rule(operand, result, kind: Kind, elements: Sequence[range], moved: Sequence[bool] = ()) -> OpRule:

@@ -10,6 +10,7 @@ import calling
 import data
 import indexing  # noqa: F401  (their statements)
 import lookups  # noqa: F401
+import memories  # noqa: F401
 import operands  # noqa: F401
 import partials  # noqa: F401
 from statements import STATEMENTS, statement

@@ -157,6 +157,16 @@ def elsewhere(x: Any) -> Any:
     return jax.device_put(x, jax.NamedSharding(mesh, jax.P(*spec)))
 
 
+def in_memories(case: Case, args: Sequence[Any]) -> list[Any]:
+    """The arguments, those in host memory that the program expects there."""
+    names = [i.name for i in case.program.inputs if i.kind != "t"]
+    sharding = jax.NamedSharding(mp.mesh(case.mesh), jax.P(), memory_kind="pinned_host")
+    return [
+        jax.device_put(x, sharding) if f"host {name}" in case.program.needs else x
+        for name, x in zip(names, args, strict=True)
+    ]
+
+
 def direction(x: Any, *seed: int) -> Any:
     """A random cotangent or tangent of an array."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -195,6 +205,7 @@ def sharded(case: Case, lowering: str, options: dict[str, Any], repeat: int = 1)
                 args = arguments(case, call)
                 if case.placed:
                     args = [elsewhere(x) for x in args]
+                args = in_memories(case, args)
                 fn = compared(case, run, call)
                 fn = jax.jit(fn, compiler_options=options) if within else fn
                 results += [fn(*args) for _ in range(repeat)][-1]

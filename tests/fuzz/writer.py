@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.random import threefry2x32_p
@@ -116,7 +117,7 @@ class Program:
     grads: list[str]
     seed: int
     vars: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)  # shape and kind of what statements make
-    needs: tuple[str, ...] = ()  # how the statements ask to be called: contexts, "axis", "placed", "ring"
+    needs: tuple[str, ...] = ()  # how the statements ask to be called: contexts, "axis", "placed", "ring", "host NAME"
 
     @property
     def text(self) -> str:
@@ -183,6 +184,7 @@ def namespace(real: Any) -> dict[str, Any]:
         "HOST": jax.memory.Space.Host,
         "DEVICE": jax.memory.Space.Device,
         "OFFLOAD": OFFLOAD,
+        "optax": optax,
         "offloaded": functools.partial(checkpoint_name, name="offloaded"),
         "N": np.dtype(real).type,
         "weights": weights,
