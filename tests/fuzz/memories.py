@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from statements import statement
 from writer import Writer
 
@@ -56,7 +58,10 @@ def host_argument(w: Writer) -> None:
     """An argument in host memory, which the program copies to the device, or loops over."""
     shape = w.of([(w.split_size(), w.of([2, 4])), (w.of([2, 3]), w.split_size(), 4)])
     v = w.fresh(shape)
-    w.vars.remove(v)  # other statements compute on the device
+    writer: Writer | None = w
+    while writer is not None:  # other statements, which compute on the device, do not pick it
+        writer.vars[:] = [replace(u, kind="h") if u is v else u for u in writer.vars]
+        writer = writer.parent
     w.needs.add(f"host {v.name}")
     w.emit(w.of([
         f"jax.device_put({v.name}, DEVICE)",

@@ -47,8 +47,8 @@ class Var:
     """A variable: its kind, |values| <= ``top``, and multiples of 2**-``bits``, if not None.
 
     ``kind`` is ``f`` (f32), ``i`` (int32), ``b`` (bool), ``k`` (typed keys), ``s`` (f32 with NaN, infinities and signed zeros),
-    ``t`` (a static argument) or ``o`` (a result of any dtype). Statements pick operands of the kinds that they name, so
-    ``s``, ``t`` and ``o`` reach only the statements that are written for them.
+    ``t`` (a static argument), ``h`` (f32 in host memory) or ``o`` (a result of any dtype). Statements pick operands of the kinds
+    that they name, so ``s``, ``t``, ``h`` and ``o`` reach only the statements that are written for them.
     """
 
     name: str
