@@ -447,8 +447,8 @@ def _choices(text: str) -> tuple[str, list[Any]]:
 def _calibrate(args: argparse.Namespace) -> int:
     """``meshpar calibrate``: run and time the step on this machine's devices, and print or save the calibration; exit
     status 0."""
+    mp.virtual_devices(args.devices)  # before the target, which may use a device
     target = load_target(args.target, parse_options(args.set))
-    mp.virtual_devices(args.devices)
     if args.calibration and Path(args.calibration).exists():
         read_calibrations(args.calibration)  # before minutes are spent
     mesh = _data_mesh(args.mesh, len(jax.devices()))
@@ -470,8 +470,8 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> int:
     """``meshpar check``: compare sharded runs with one device; exit status 1 if a result differs."""
+    mp.virtual_devices(args.devices)  # before the target, which may use a device
     target = load_target(args.target, parse_options(args.set))
-    mp.virtual_devices(args.devices)
     values = failing_as_target(target.name, lambda: concrete(target, args.ints))
     layouts = args.layout or [None]
     meshes = args.mesh

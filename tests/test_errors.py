@@ -66,6 +66,18 @@ def test_unknown_dim_with_a_near_name():
                   or remove the rule, or name the dim (dims=…, Flax metadata, mp.named)""")
 
 
+@pytest.mark.parametrize("name", ["mpl", "ml", "mlpp", "mlb", "embde"])
+def test_optional_dim_that_is_misspelled(name):
+    error = text(mp.errors.UnknownDimError, plan, f"batch: data; {name}?: model")
+    assert f"names dim `{name}`" in error
+    assert f"did you mean `{'embed' if name == 'embde' else 'mlp'}`?" in error
+
+
+@pytest.mark.parametrize("name", ["heads", "kv_heads", "vocab", "seq", "q"])
+def test_optional_dim_that_the_program_lacks(name):
+    plan(f"batch: data; {name}?: model")
+
+
 def test_unknown_dim_without_a_near_name():
     error = text(mp.errors.UnknownDimError, plan, "batch: data; zzz: model")
     assert "dims there are: batch, embed, mlp" in error

@@ -17,8 +17,9 @@ from ..layout import AnyMesh, Layout
 
 
 def accumulate_gradients(
-    fn: Callable[..., Any], microbatches: int, *, argnums: int | Sequence[int] | None = None
-) -> Callable[..., Any]:
+    fn: Callable[..., Any], microbatches: int, *, argnums: int | Sequence[int] | None = None,
+    key_argnums: int | Sequence[int] = (),
+) -> Callable[..., Any]:  # fmt: skip
     """A function that runs ``fn`` on microbatches of its batch, one after the other, and averages the results.
 
     ``mp.accumulate_gradients(jax.value_and_grad(loss), 8)`` needs the memory for the activations of an eighth of the batch. Under
@@ -31,6 +32,8 @@ def accumulate_gradients(
       microbatches: their number; it must divide the leading dim of every array of the batch.
       argnums: positions of the arguments that are batches. None: all positional arguments after the first, except scalars and PRNG
         keys. The other arguments are passed to every microbatch unchanged.
+      key_argnums: positions of the arguments that are PRNG keys (or trees of them): microbatch i gets
+        ``jax.random.fold_in(key, i)``. Otherwise all microbatches have the same key, and the same dropout masks.
 
     Returns:
       A function with the arguments and results of ``fn``. Floating-point results are averaged over the microbatches (in float32 if
@@ -53,6 +56,13 @@ def accumulate_gradients(
             fixes=["microbatches=1 computes the gradient of the full batch at once"],
         )
     given = (argnums,) if isinstance(argnums, int) else argnums
+    keys = (key_argnums,) if isinstance(key_argnums, int) else tuple(key_argnums)
+    if given is not None and set(given) & set(keys):
+        both = ", ".join(map(str, sorted(set(given) & set(keys))))
+        raise LayoutSyntaxError(
+            f"mp.accumulate_gradients: argument {both} is both in argnums and in key_argnums",
+            fixes=["argnums has batches, which are divided; key_argnums has keys, which are not"],
+        )
 
     def microbatched(x: Any) -> Any:
         """An array [batch, …] as [microbatches, batch / microbatches, …]; microbatch i has the rows i, i +
@@ -75,15 +85,21 @@ def accumulate_gradients(
         """``fn(*args, **kwargs)`` in microbatches: floating-point results are averaged over them, integer results are
         added."""
         if microbatches == 1:
-            return fn(*args, **kwargs)
-        where = [i for i, x in enumerate(args) if i and _has_rows(x)] if given is None else list(given)
+            return fn(*(_folded(x, 0) if i in keys else x for i, x in enumerate(args)), **kwargs)
+        where = (
+            [i for i, x in enumerate(args) if i and i not in keys and _has_rows(x)] if given is None else list(given)
+        )
         _check_rows({i: args[i] for i in where})
         xs = [jax.tree.map(microbatched, args[i]) for i in where]
+        if keys:
+            xs.append(jnp.arange(microbatches))
 
         def one(batches: Sequence[Any]) -> Any:
             full = list(args)
-            for i, b in zip(where, batches, strict=True):
+            for i, b in zip(where, batches, strict=False):
                 full[i] = b
+            for i in keys:
+                full[i] = _folded(args[i], batches[-1])
             return fn(*full, **kwargs)
 
         shapes = jax.eval_shape(one, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), xs))
@@ -132,6 +148,11 @@ def microbatches_for(batch: int, *, rows: int, mesh: AnyMesh, layout: Any, dim: 
     parts = math.prod(mesh.shape[a] for a in axes_of_spec(spec, 1)[0])
     each = batch // parts
     return next(n for n in range(1, each + 1) if each % n == 0 and each // n <= rows)
+
+
+def _folded(keys: Any, microbatch: Any) -> Any:
+    """The keys of a microbatch."""
+    return jax.tree.map(lambda key: jax.random.fold_in(key, microbatch), keys)
 
 
 def _has_rows(argument: Any) -> bool:

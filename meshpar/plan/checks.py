@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..compat.jax import user_stacklevel
 from ..dims import did_you_mean, format_dims, near
@@ -15,6 +15,9 @@ from .spec import format_axes
 
 SPELLING_SIMILARITY = 0.8
 """Similarity above which an unknown optional dim is reported as a misspelling: `heads?` is no misspelled `head_dim`."""
+
+MIN_MISSPELLED = 3
+"""Characters of the shortest name of which one changed character, or two exchanged ones, is a misspelling."""
 
 REPORTED_JOINS: set[frozenset[tuple[str, str]]] = set()
 """The joined names that this process has warned about: (name, its pattern or the end of its path) of both."""
@@ -31,7 +34,7 @@ def check_dims(program: Program, layout: Layout, init: bool) -> None:
     for rule in layout.rules:
         if rule.dim in names:
             continue
-        similar = [d for d in near(rule.dim, names, cutoff=SPELLING_SIMILARITY) if d not in layout.dims]
+        similar = [d for d in misspelled(rule.dim, names) if d not in layout.dims]
         if (shared or rule.optional or rule.dim in layout.optional) and not similar:
             continue
         raise UnknownDimError(
@@ -51,6 +54,29 @@ def check_dims(program: Program, layout: Layout, init: bool) -> None:
                 ),
             ],
         )
+
+
+def misspelled(name: str, candidates: Iterable[str]) -> list[str]:
+    """The names that ``name`` is probably a misspelling of.
+
+    They are similar (:data:`SPELLING_SIMILARITY`), or differ by one character that is missing, added or replaced, or by two
+    exchanged neighbours: ``mpl`` for ``mlp``.
+    """
+    candidates = sorted(set(candidates))
+    close = near(name, candidates, cutoff=SPELLING_SIMILARITY)
+    return [
+        *close,
+        *(c for c in candidates if c not in close and len(name) >= MIN_MISSPELLED and _differ_by_one(name, c)),
+    ]
+
+
+def _differ_by_one(a: str, b: str) -> bool:
+    """Whether one edit, or the exchange of two neighbours, changes one name into the other."""
+    if abs(len(a) - len(b)) > 1 or a == b:
+        return False
+    start = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    a, b = a[start:], b[start:]
+    return a[1:] == b[1:] or a[1:] == b or a == b[1:] or (a[:2] == b[:2][::-1] and a[2:] == b[2:])
 
 
 def _template(program: Program) -> list[str]:

@@ -114,7 +114,7 @@ def test_bad_flags_are_explained(flags, words, capsys):
     ("flags", "error", "words"),
     [
         (["--mesh", "data=64"], mp.errors.MeshError, "needs 64 devices, but there are 8"),
-        (["--mesh", "data:8"], mp.errors.LayoutSyntaxError, "data:8"),
+        (["--mesh", "data 8"], mp.errors.LayoutSyntaxError, "data 8"),
         (["--layout", "batch: dta"], mp.errors.UnknownAxisError, "data"),
         (["--layout", "bath: data"], mp.errors.UnknownDimError, "batch"),
         (["--batch", "6"], mp.errors.DivisibilityError, "batch"),

@@ -203,6 +203,29 @@ def test_keys_and_scalars_are_no_batches(key):
     assert set(seen) == {((4,), key.shape, ())}
 
 
+@pytest.mark.parametrize("key", [jax.random.key(3), jax.random.PRNGKey(3)], ids=["typed", "raw"])
+@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
+def test_every_microbatch_has_a_key_of_its_own(key, lowering):
+    def dropped(p, x, key):
+        return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x * p, 0.0).sum(0)
+
+    def step(p, x, key):
+        return mp.accumulate_gradients(dropped, MICRO, key_argnums=2)(p, x, key)
+
+    x = np.random.default_rng(2).normal(size=(16, 8)).astype(np.float32)
+    keys = [jax.random.fold_in(key, i) for i in range(MICRO)]
+    expected = np.mean([dropped(2.0, x[i::MICRO], k) for i, k in enumerate(keys)], 0)
+    run = mp.jit(step, mesh="data=4, model=2", layout="batch: data", dims={"x": "batch embed"}, lowering=lowering)
+    np.testing.assert_allclose(run(2.0, x, key), expected, rtol=1e-5, atol=1e-6)
+    once = mp.accumulate_gradients(dropped, 1, key_argnums=(2,))(2.0, x, key)
+    np.testing.assert_allclose(once, dropped(2.0, x, keys[0]), rtol=1e-6)
+
+
+def test_an_argument_that_is_batch_and_key():
+    with pytest.raises(LayoutSyntaxError, match="argument 2 is both in argnums and in key_argnums"):
+        mp.accumulate_gradients(regression, 4, argnums=(1, 2), key_argnums=2)
+
+
 def test_batches_of_different_sizes_name_argnums():
     with pytest.raises(DivisibilityError, match=r"argument 1: 16, argument 2: 4\)[^$]*argnums=1"):
         mp.accumulate_gradients(regression, 4)(jnp.ones((8, 3)), jnp.ones((16, 8)), jnp.ones((4, 3)))

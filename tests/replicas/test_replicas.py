@@ -258,7 +258,7 @@ def update(tx, g):
 
 def test_gossip_needs_parameters_of_each_replica():
     tx, g = mp.replicas.gossip(), np.ones((2, 3), np.float32)
-    with pytest.raises(mp.errors.UnsupportedError, match="there are none"):
+    with pytest.raises(mp.errors.UnsupportedError, match="`update` was not given"):
         tx.update(g, tx.init(g))
     with pytest.raises(mp.errors.RankError, match="no dim `replica`"):
         tx.update(g, tx.init(g), g[0])
