@@ -248,9 +248,10 @@ class CollectiveGroup:
 def collective_groups(
     collectives: Iterable[Collective], key: Callable[[Collective], Hashable] = lambda c: (c.op, c.axes, c.explanation)
 ) -> list[CollectiveGroup]:
-    """Collectives with equal keys (by default kind, axes and cause) as groups, those that send most first."""
-    groups = [tuple(sorted(g, key=lambda c: -c.total_bytes)) for g in grouped(collectives, key)]
-    return sorted(map(CollectiveGroup, groups), key=lambda g: -g.bytes)
+    """Collectives with equal keys (by default kind, axes and cause) as groups, those that take longest first; where no time is
+    estimated, those that send most first."""
+    groups = [tuple(sorted(g, key=lambda c: (-c.total_seconds, -c.total_bytes))) for g in grouped(collectives, key)]
+    return sorted(map(CollectiveGroup, groups), key=lambda g: (-g.seconds, -g.bytes))
 
 
 # -- rules

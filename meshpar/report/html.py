@@ -484,7 +484,7 @@ def collectives_by_rule(plan: Plan, effects: list[RuleEffect], colours: AxisColo
 def collectives_table(
     plan: Plan, colours: AxisColours, most: int | None = None, of: Iterable[Collective] | None = None, sortable: bool = False
 ) -> str:  # fmt: skip
-    """The collectives, those that send most first; collectives that are alike in everything shown are one row.
+    """The collectives, in the order of :func:`collective_groups`; collectives that are alike in everything shown are one row.
 
     Args:
       most: number of rows; None: all.

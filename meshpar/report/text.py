@@ -6,6 +6,7 @@ import io
 import math
 import re
 from collections import Counter
+from operator import attrgetter
 from typing import Any
 
 from rich.console import Console, Group
@@ -45,7 +46,7 @@ MAX_ARGUMENT_ROWS = 7
 BAR_CELLS = 20
 """Columns of the bar of a device's memory."""
 MIN_COLLECTIVE_SHARE = 0.01
-"""Fraction of the bytes sent from which on a collective has a row of its own."""
+"""Fraction of the time of all collectives, or of their bytes where no time is estimated, from which on a collective has a row."""
 MIN_REDUNDANT_SHARE = 0.05
 """Fraction of the matmuls' FLOPs from which on redundant matmuls are reported."""
 
@@ -176,19 +177,21 @@ def memory_bar(peak: float, capacity: float) -> Text:
 
 
 def _collectives(plan: Plan, styles: AxisStyles) -> Any:
-    """The collectives, largest first, each with its cause on the lines below."""
+    """The collectives, in the order of :func:`collective_groups`, each with its cause on the lines below."""
     groups = collective_groups(plan.collectives)
     if not groups:
         return Text("each device sends nothing", style="bold")
     timed = plan.chip is not None
     every = CollectiveGroup(tuple(c for g in groups for c in g.members))
-    shown = [g for g in groups if g.bytes >= MIN_COLLECTIVE_SHARE * every.bytes][:MAX_COLLECTIVE_ROWS]
+    cost = attrgetter("seconds" if timed else "bytes")
+    shown = [g for g in groups if cost(g) >= MIN_COLLECTIVE_SHARE * cost(every)][:MAX_COLLECTIVE_ROWS]
     table = [("", "", "total", "calls", "per call", "time", "dims, and why")]
     table += [(g.first.op, "+".join(g.first.axes), *g.cells(), g.dims) for g in shown]
     if len(shown) < len(groups):
         small = CollectiveGroup(tuple(c for g in groups[len(shown) :] for c in g.members))
         total, calls, _, seconds = small.cells()
-        table.append(("smaller ones", "", total, calls, "", seconds, ""))
+        rest = "shorter ones" if timed else "smaller ones"
+        table.append((rest, "", total, calls, "", seconds, 'plan.save("plan.html") lists them'))
     widths = [max(len(row[i]) for row in table) for i in range(6)]
     took = f", in {format_seconds(every.seconds)}" if timed else ""
     lines: list[Any] = [Text(f"each device sends {format_bytes(every.bytes)} a step{took}", style="bold")]

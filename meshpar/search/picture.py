@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -121,7 +121,10 @@ class Picture:
         return "".join(out) + "</svg>"
 
     def terminal(self) -> Text:
-        """The plot as text: ``★`` the best, letters the Pareto front, ``·`` other candidates, ``─`` the usable memory."""
+        """The plot as text: ``★`` the best, letters the Pareto front, ``·`` other candidates, ``─`` the usable memory.
+
+        A letter whose cell has another label is drawn in the nearest cell without one.
+        """
         rows = self.shown
         columns, lines = CELLS
         x = Scale([r.seconds for r in rows], 0, columns - 1)
@@ -130,12 +133,16 @@ class Picture:
         at = round(y(self.usable))
         grid[at] = [("─", "red")] * columns
         letters = self.letters
-        for row in sorted(rows, key=lambda r: (r == self.best, r in letters)):
-            style = "bold" if row == self.best else "blue" if row in letters else "dim"
-            grid[round(y(row.peak))][round(x(row.seconds))] = (
-                "★" if row == self.best else letters.get(row, "·"),
-                style,
-            )
+        labelled: set[tuple[int, int]] = set()
+        for row in sorted(rows, key=lambda r: (r != self.best, r not in letters)):
+            cell = round(y(row.peak)), round(x(row.seconds))
+            label = "★" if row == self.best else letters.get(row)
+            if label is not None:
+                line, column = cell = _nearest_free(cell, labelled)
+                labelled.add(cell)
+                grid[line][column] = (label, "bold" if row == self.best else "blue")
+            elif cell not in labelled:
+                grid[cell[0]][cell[1]] = ("·", "dim")
         left = {round(y(v)): format_memory(v) for v in y.ticks(4)} | {at: format_memory(self.usable)}
         text = Text(no_wrap=True)
         for k, cells in enumerate(grid):
@@ -146,13 +153,25 @@ class Picture:
         text.append(f"{'':>9} └{'─' * columns}\n", "dim")
         text.append(f"{'':>11}{_tick_labels(x.ticks(5), x, format_seconds, columns)}  step time\n", "dim")
         front = [("A", "blue"), (" Pareto front  ", "dim")] if letters else []
+        chosen = [
+            ("★", "bold"),
+            (f" {letters[self.best]}" if self.best in letters else "", "blue"),
+            (" chosen  ", "dim"),
+        ]
         return text.append_text(Text.assemble(
-            " " * 11, ("★", "bold"), (" chosen  ", "dim"), *front, ("· others  ", "dim"), ("─", "red"), (" usable memory", "dim"),
+            " " * 11, *chosen, *front, ("· others  ", "dim"), ("─", "red"), (" usable memory", "dim"),
         ))  # fmt: skip
 
 
 def _text(x: float, y: float, text: str, anchor: str, colour: str = "var(--dim)") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{escape(text)}</text>'
+
+
+def _nearest_free(cell: tuple[int, int], labelled: Collection[tuple[int, int]]) -> tuple[int, int]:
+    """The (line, column) of the terminal plot nearest to a cell, of those not in ``labelled``; on the same line where possible."""
+    columns, lines = CELLS
+    free = (c for c in itertools.product(range(lines), range(columns)) if c not in labelled)
+    return min(free, key=lambda c: (columns * abs(c[0] - cell[0]) + abs(c[1] - cell[1]), -c[1]))
 
 
 def _tooltip(row: Row) -> str:

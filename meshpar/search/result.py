@@ -34,7 +34,7 @@ from .row import Row
 
 Objective = Literal["time", "memory"]
 MAX_TERMINAL_ROWS = 8
-"""Candidates that the terminal lists, besides the known schemes."""
+"""Candidates that the terminal lists, besides the known schemes and those with a letter in the plot."""
 MAX_PAGE_ROWS = 40
 CONVERGED = "no candidate near the best is better"
 """Why a search ended that no limit ended."""
@@ -164,6 +164,12 @@ class Search:
         """The colours of the axes in the terminal, the axes of the best candidate first."""
         return AxisStyles(*(dict(parse_mesh(row.mesh)) for row in (self.best, *self.rows)))
 
+    def _listed(self, most: int) -> list[Row]:
+        """The first ``most`` candidates; of the others, each known scheme on its best mesh, and those with a letter in the plot."""
+        named = {r.name: r for r in reversed(self.rows) if r.name}
+        letters = self._picture.letters
+        return [r for k, r in enumerate(self.rows) if k < most or named.get(r.name) is r or r in letters]
+
     def _table(self, rows: Iterable[Row]) -> tuple[list[tuple[str, str]], list[list[Cell]]]:
         """Columns and cells of candidates: time, peak memory, bytes sent, mesh and layout."""
         cells, styles = [], self._styles
@@ -194,7 +200,7 @@ class Search:
             f"{f' {escape(self.stages[:1].upper() + self.stages[1:])}.' if self.stages else ''}</p>"
             f"<p>{codes}<br>{format_seconds(best.seconds)} a step, {format_memory(best.peak)} at the peak, "
             f"sends {format_bytes(best.sent)}</p>{self._picture.drawing()}"
-            + html_table(*self._table(self.rows[:MAX_PAGE_ROWS]), sortable=True)
+            + html_table(*self._table(self._listed(MAX_PAGE_ROWS)), sortable=True)
         )
 
     def __rich__(self) -> Any:
@@ -210,12 +216,10 @@ class Search:
             ("with", Text(best.variant)),
         ]  # fmt: skip
         choice = Text("\n").join(Text.assemble((f"{name:<6}", "bold"), "  ", text) for name, text in lines if text)
-        named = {r.name: r for r in reversed(self.rows) if r.name}  # each scheme on its best mesh
-        more = [r for r in self.rows[MAX_TERMINAL_ROWS:] if named.get(r.name) is r]
         if self.stages:
             choice = Text("\n").join([choice, Text(self.stages, "dim")])
         plot = [Text(), self._picture.terminal()] if len(self.rows) > 2 else []
-        table = rich_table(*self._table([*self.rows[:MAX_TERMINAL_ROWS], *more]))
+        table = rich_table(*self._table(self._listed(MAX_TERMINAL_ROWS)))
         refused = [Text(), *map(Text, self.refused)] if self.refused else []
         return Group(head, Text(), choice, *plot, Text(), table, *refused)
 

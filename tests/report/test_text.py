@@ -10,6 +10,7 @@ from rich.console import Console
 import meshpar as mp
 from meshpar.hardware.chips import GIB
 from meshpar.report.colours import PALETTE, AxisStyles
+from meshpar.report.facts import collective_groups
 from meshpar.report.text import BAR_CELLS, memory_bar
 
 DIMS = {"w": "embed mlp", "x": "batch embed"}
@@ -65,3 +66,22 @@ def test_a_plan_with_colours_has_the_same_text():
     decoded = "\n".join(line.plain.rstrip() for line in AnsiDecoder().decode(out.getvalue())).strip()
     assert decoded == str(plan).strip()
     assert "░] 0 %  " in str(plan)
+
+
+def test_collectives_of_a_known_chip_are_ordered_by_time():
+    """Many short all-reduces of scalars send less than one of a weight's gradient, and take longer."""
+
+    def fn(w, x):
+        sums = sum((x * k).sum() for k in range(40))
+        return x.T @ (x @ w), sums
+
+    def plan(topology):
+        return mp.plan(fn, *ARGS, mesh="data=8", topology=topology, layout="batch: data", dims=DIMS)
+
+    timed, untimed = plan("v5e:2x4"), plan(None)
+    for each, cost in ((timed, "seconds"), (untimed, "bytes")):
+        costs = [getattr(g, cost) for g in collective_groups(each.collectives)]
+        assert costs == sorted(costs, reverse=True)
+    first = [collective_groups(p.collectives)[0] for p in (timed, untimed)]
+    assert first[0].bytes < first[1].bytes
+    assert 'plan.save("plan.html")' in str(untimed)  # the scalars are less than 1 % of the bytes

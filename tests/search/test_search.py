@@ -332,6 +332,18 @@ def test_the_chosen_one_is_seen_where_one_on_the_front_lies_in_the_same_cell():
     assert "".join(drawn[:9]).count("★") == 1
 
 
+def test_every_letter_of_the_plot_is_drawn_and_has_a_row():
+    best = Row("data=8", "batch: data", 1.0, 100.0, 0.0, True)
+    front = [Row("data=8", f"d{k}: data", 1.0 + k / 1e4, 100.0 - k / 1e4, 0.0, True, front=True) for k in range(1, 7)]
+    far = Row("data=8", "embed: data", 2.0, 50.0, 0.0, True)
+    plot = "".join(line[11:] for line in str(Picture([best, *front, far], best, 200.0).terminal()).splitlines()[:9])
+    assert sorted(c for c in plot if c in "★ABCDEFG") == sorted("★ABCDEF")
+    result = found()
+    letters = result._picture.letters
+    assert letters
+    assert set(letters) <= set(result._listed(1))
+
+
 def test_of_ties_one_that_leaves_memory_free_is_chosen():
     """Also where one of fewer rules fills more than half of it."""
     got = found(batch=4096)
