@@ -24,6 +24,12 @@ def _name(op: Op) -> str:
     return op.label if op.primitive.kernel else PUBLIC_NAMES.get(op.name, op.name)
 
 
+def _is_indexed(op: Op, value: Value, i: int) -> bool:
+    """Whether an op reads dim i of an operand at some indices; the operand may be ``value`` inside of a loop."""
+    operands = [k for k, v in enumerate(op.ins) if v is not None and v.nodes == value.nodes]
+    return op.rule is not None and any(op.rule.kinds[f] == "indexed" for k in operands for f in op.rule.ins[k][i])
+
+
 class Causes:
     """The wording of causes in the plan of a program under a layout."""
 
@@ -86,6 +92,11 @@ class Causes:
                     reasons.append(f"this {name} needs `{a}` on `{other}` instead of `{dim}`")
                 elif op.rule is not None and not op.rule.known:
                     reasons.append(f"{name} has no factor rule, {so}")
+                elif _is_indexed(op, value, i):
+                    reasons.append(
+                        f"`{rule}` splits `{dim}`, which {name} indexes; gathering `{dim}` once for all reads sends less than "
+                        "combining the rows of each read"
+                    )
                 else:
                     reasons.append(f"{name} needs all of `{dim}`, which `{rule}` splits")
         return "; ".join(dict.fromkeys(reasons)) or f"this {name} needs the axes of an operand in another order"

@@ -94,3 +94,26 @@ def test_a_reduction():
     (cause,) = {cause for _, cause, _ in causes(*CASES[7])}
     assert cause.endswith("which reduce_sum reduces; no dim of the result is split over `data`+`model`")
     assert "`batch: data` splits `batch` and `seq: model` splits `seq`" in cause
+
+
+def test_a_table_that_is_gathered_for_the_reads_of_a_loop():
+    def loss_of(params, tokens):
+        return jnp.mean((params["embedding"][tokens] @ params["out"]) ** 2)
+
+    params = {"embedding": jnp.ones((64, 16)), "out": jnp.ones((16, 16))}
+    dims = {"*/embedding": "vocab embed", "*/out": "embed out", "tokens": "batch seq"}
+
+    def causes(fn):
+        plan = mp.plan(
+            fn, params, jnp.zeros((32, 16), int), mesh="data=4, model=2", layout="batch: data; vocab: model", dims=dims
+        )
+        return {c.op: c.cause for c in plan.collectives if "`vocab: model`" in c.cause}
+
+    def accumulated(params, tokens):
+        return mp.accumulate_gradients(jax.value_and_grad(loss_of), 4)(params, tokens)
+
+    assert causes(accumulated) == {
+        "all-gather": "`vocab: model` splits `vocab`, which gather indexes; gathering `vocab` once for all reads sends less than "
+        "combining the rows of each read"
+    }
+    assert "all-reduce" in causes(lambda params, tokens: loss_of(params, tokens))
