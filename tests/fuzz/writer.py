@@ -345,7 +345,7 @@ class Writer:
         return Var(self.name(), tuple(shape), kind, top, bits)
 
 
-_DTYPES = types.MappingProxyType({"f": jnp.float32, "i": jnp.int32, "b": jnp.bool_, "s": jnp.float32})
+_DTYPES = types.MappingProxyType({"f": jnp.float32, "i": jnp.int32, "b": jnp.bool_, "s": jnp.float32, "h": jnp.float32})
 
 
 def _kind(dtype: Any) -> str:
