@@ -14,6 +14,7 @@ __all__ = [
     "DataPositionError",
     "DigestError",
     "DivisibilityError",
+    "IndivisibleWarning",
     "JoinError",
     "JoinWarning",
     "LayoutSyntaxError",
@@ -187,6 +188,10 @@ class CheckpointWarning(UserWarning):
 
 class JoinWarning(UserWarning):
     """Two names turned out to be the same dim of the program; listed once per plan."""
+
+
+class IndivisibleWarning(UserWarning):
+    """Axes do not divide a dim of intermediate values that a rule shards, which costs communication; once per plan that is made."""
 
 
 class RepeatedWarning(UserWarning):

@@ -4,6 +4,7 @@ The first, :func:`meshpar.passes.collective_matmul.overlap_collectives`, compare
 runs the other passes (:data:`PASSES`, in that order) on each of them.
 """
 
+import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from ..compat.jax import user_stacklevel, without_gc
 from ..cost.memory import memory_of
 from ..cost.time import time_of
-from ..errors import JoinWarning, LoweringWarning, ReplicatedWarning
+from ..errors import IndivisibleWarning, JoinWarning, LoweringWarning, MeshparError, ReplicatedWarning
 from ..hardware.calibration import Calibrations
 from ..hardware.collective_ops import CollectiveOp
 from ..hardware.options import Options, OptionsMode, choose_options
@@ -25,6 +26,7 @@ from ..program.ir import Program
 from .all_reduce_choice import choose_all_reduce
 from .barriers import order_stacks, separate_matmuls, separate_slices, serialize_loops, serialize_results
 from .collective_matmul import overlap_collectives
+from .indivisible import MIN_EXCESS_BYTES, abstract_mesh, bytes_caused, dividing_meshes, excess_text, indivisible_dims
 from .lowering import AUTO, resolve_lowering
 from .schedule import schedule
 from .slice_traffic import note_slice_traffic
@@ -102,6 +104,7 @@ def make_plan(
     if not init:
         _warn_of_replication(plan)
         _warn_of_scheme(plan)
+        _warn_of_indivisible(plan)
     if plan.lowering_reason is not None:
         text = f'lowering="auto" is "jit" for this program, whose plan is an estimate: {plan.lowering_reason}'
         warnings.warn(text, LoweringWarning, stacklevel=user_stacklevel())
@@ -174,6 +177,26 @@ def _warn_of_scheme(plan: Plan) -> None:
                 f'layout | "{min(names, default="dim")}: {over}"'
             )
             warnings.warn(text, ReplicatedWarning, stacklevel=user_stacklevel())
+
+
+def _warn_of_indivisible(plan: Plan) -> None:
+    """Warn (``IndivisibleWarning``) of dims of intermediate values that a rule does not divide, if that costs communication.
+
+    Programs with a ``shard_map`` of the user's own are planned for its mesh only, and are left out.
+    """
+    if any(op.primitive.shard_map for op in plan.program.root.walk()):
+        return
+    for dim in indivisible_dims(plan):
+        if bytes_caused(plan, dim.rule) < MIN_EXCESS_BYTES:
+            continue
+        others = []
+        for sizes in dividing_meshes(plan, dim):
+            if others and math.prod(sizes.values()) < plan.mesh.size:
+                break
+            with contextlib.suppress(MeshparError):  # a mesh that another dim does not allow is not proposed
+                others.append(plan_without_passes(plan, mesh=abstract_mesh(sizes)))
+        if text := excess_text(plan, dim, others):
+            warnings.warn(text, IndivisibleWarning, stacklevel=user_stacklevel())
 
 
 def with_passes(plan: P) -> P:

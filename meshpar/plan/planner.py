@@ -27,7 +27,7 @@ from .emit import Emitter
 from .memo import Interned, KeyMaker, MeshCache, PlanCache
 from .partial import read_counts, reduce_in_values
 from .plan import Plan, ShardedArray
-from .spec import replicated_spec
+from .spec import replicated_spec, shard_count
 from .steps import Shard
 
 P = TypeVar("P", bound=Plan)
@@ -301,9 +301,17 @@ class _Planner:
                 note = f"`{rule}` does not divide `{program.dims(value)[i]}` of {value.shape[i]}, which is left unsharded in "
                 notes.setdefault(note, []).append(str(value.path))
         out = [f"{n}{paths[0]}" + (f" and {len(paths) - 1} more" if paths[1:] else "") for n, paths in notes.items()]
+        values: dict[tuple[int, str, int], list[Value]] = {}
         for value, i, rule in assignment.all_indivisible():
-            dims = format_dims(program.dims(value))
+            dim = program.dim_name(value, i)
+            values.setdefault((rule, f"`{dim}`" if dim else f"dim {i}", value.shape[i]), []).append(value)
+        for (k, dim, size), same in values.items():
+            rule, first = self.layout.rules[k], same[0]
+            more = f" and {len(same) - 1} more" if same[1:] else ""
+            parts = [n for n in range(1, shard_count(rule.axes, self.sizes)) if size % n == 0]
+            sizes = " or ".join(filter(None, [", ".join(map(str, parts[-4:-1])), str(parts[-1])]))
             out.append(
-                f"`{self.layout.rules[rule]}` does not divide dim {i} of {list(value.shape)} ({dims}), which is left unsharded"
+                f"`{rule}` does not divide {dim} of {size}, which is left unsharded in {list(first.shape)} "
+                f"({format_dims(program.dims(first))}){more}; {' × '.join(rule.axes)} of {sizes} divides it"
             )
         return [*out, *assignment.notes]

@@ -1,0 +1,106 @@
+"""Dims of intermediate values that a rule shards and the mesh does not divide: their cost, and a mesh that divides them.
+
+A fused kernel ``[embed, heads * head_dim]`` may be sharded over more devices than there are heads. After the reshape to
+``[batch, seq, heads, head_dim]`` the number of heads does not divide, so that ``head_dim`` is sharded instead: every attention
+matmul then contracts a sharded dim, and its result is all-reduced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from jax.sharding import AbstractMesh, AxisType
+
+from ..dims import format_dims
+from ..layout import Rule
+from ..plan.assignment import AxisAssignment
+from ..plan.plan import Plan
+from ..units import format_bytes, mesh_text
+
+MIN_EXCESS_BYTES = 1e6
+"""Bytes that a device sends in a step because of an indivisible dim, from which on there is a warning."""
+MIN_EXCESS_SHARE = 0.1
+"""The same as a fraction of all bytes that it sends in a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndivisibleDim:
+    """A dim of intermediate values that a rule does not divide.
+
+    Attributes:
+      rule: the rule, whose axes also shard a dim of an argument.
+      size: of the dim.
+      shape, dims: of one of the values.
+    """
+
+    rule: Rule
+    size: int
+    shape: tuple[int, ...]
+    dims: str
+
+
+def indivisible_dims(plan: Plan) -> Iterator[IndivisibleDim]:
+    """Yields a dim for each rule that shards some argument, and does not divide a dim of the same name elsewhere."""
+    sharding = {
+        r for h in plan.inputs for name, axes in h.split for r in plan.layout.rules if r.dim == name and axes == r.axes
+    }
+    seen = set()
+    assignment = AxisAssignment(plan.program, plan.layout, plan.sizes)
+    for value, i, index in assignment.all_indivisible():
+        rule = plan.layout.rules[index]
+        if rule in sharding and rule not in seen:
+            seen.add(rule)
+            size = list(assignment.value_items(value))[i][1]
+            yield IndivisibleDim(rule, size, value.shape, format_dims(plan.program.dims(value)))
+
+
+def dividing_meshes(plan: Plan, dim: IndivisibleDim) -> Iterator[dict[str, int]]:
+    """Yields meshes (axis → size) whose axes divide a dim: the rule's last axis is smaller, and another axis larger by the same
+    factor. The last mesh has fewer devices: no other axis is larger.
+
+    For 4 heads and ``heads: model``, data=1, model=8 gives data=2, model=4, then data=1, model=4.
+    """
+    *major, axis = dim.rule.axes
+    size = plan.sizes[axis]
+    most = dim.size // math.gcd(dim.size, math.prod(plan.sizes[a] for a in major))
+    smaller = {**plan.sizes, axis: math.gcd(most, size)}
+    if smaller[axis] == size or dim.size % math.prod(smaller[a] for a in dim.rule.axes):
+        return
+    for other in plan.sizes:
+        if other not in dim.rule.axes:
+            yield {**smaller, other: plan.sizes[other] * size // smaller[axis]}
+    yield smaller
+
+
+def bytes_caused(plan: Plan, rule: Rule) -> float:
+    """The bytes that a device sends in a step in the collectives that a rule causes."""
+    return sum(c.total_bytes for c in plan.collectives if str(plan.rule_of(c)) == str(rule))
+
+
+def excess_text(plan: Plan, dim: IndivisibleDim, others: Iterable[Plan]) -> str | None:
+    """A sentence: the bytes that an indivisible dim costs, and the mesh with which a device sends fewest; None: it costs little.
+
+    Args:
+      others: plans of the same program and layout on :func:`dividing_meshes`.
+    """
+    best = min(others, key=lambda p: p.bytes_sent, default=None)
+    if best is None:
+        return None
+    caused, sent = bytes_caused(plan, dim.rule), plan.bytes_sent
+    excess = min(caused - bytes_caused(best, dim.rule), sent - best.bytes_sent)
+    if excess < max(MIN_EXCESS_BYTES, MIN_EXCESS_SHARE * sent):
+        return None
+    sizes = {a: plan.sizes[a] for a in dim.rule.axes}
+    return (
+        f"`{dim.rule.dim}` of size {dim.size} does not divide over {mesh_text(sizes)} in {list(dim.shape)} ({dim.dims}): "
+        f"collectives caused by `{dim.rule}` send {format_bytes(caused)} of the {format_bytes(sent)} that a device sends a step. "
+        f'With mesh="{mesh_text(best.sizes)}", which divides it, a device sends {format_bytes(best.bytes_sent)}; '
+        f"or make `{dim.rule.dim}` a multiple of {math.prod(sizes.values())}"
+    )
+
+
+def abstract_mesh(sizes: dict[str, int]) -> AbstractMesh:
+    """A mesh without devices, with Auto axes of these sizes."""
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))

@@ -1,0 +1,71 @@
+"""Rules whose axes do not divide a dim of intermediate values: the warning, its bytes and the mesh that it proposes."""
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import meshpar as mp
+
+HEADS, HEAD_DIM, EMBED = 4, 32, 128
+DIMS = {"w/*": "embed heads", "x": "batch seq embed"}
+LAYOUT = "batch: data; heads: model"
+
+
+def attention(w, x):
+    """Scores of attention with fused kernels ``[embed, heads * head_dim]``."""
+    q, k = ((x @ w[name]).reshape(*x.shape[:2], HEADS, HEAD_DIM) for name in "qk")
+    return jax.nn.softmax(jnp.einsum("bshd,bthd->bhst", q, k))
+
+
+def arguments(batch=8, seq=128):
+    kernel = jax.ShapeDtypeStruct((EMBED, HEADS * HEAD_DIM), jnp.float32)
+    return {"q": kernel, "k": kernel}, jax.ShapeDtypeStruct((batch, seq, EMBED), jnp.float32)
+
+
+def warnings_of(mesh, layout=LAYOUT, **sizes):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        plan = mp.plan(attention, *arguments(**sizes), mesh=mesh, layout=layout, dims=DIMS)
+    return plan, [str(w.message) for w in said if w.category is mp.errors.IndivisibleWarning]
+
+
+@pytest.mark.parametrize(("mesh", "proposed"), [("data=1, model=8", "data=2, model=4"), ("model=8", "model=4")])
+def test_more_shards_than_heads_warn_with_the_bytes_and_a_mesh_that_divides(mesh, proposed):
+    layout = LAYOUT if "data" in mesh else "heads: model"
+    plan, (said,) = warnings_of(mesh, layout)
+    scores = 2 * 8 * HEADS * 128 * 128 * 4 * 7 / 8  # an all-reduce of the scores: they contract the sharded head_dim
+    assert plan.bytes_sent >= scores
+    assert f'mesh="{proposed}"' in said
+    assert f"`heads` of size {HEADS} does not divide over model=8" in said
+    assert f"`heads` a multiple of {8}" in said
+    better, none = warnings_of(proposed, layout)
+    assert none == []
+    assert better.bytes_sent < plan.bytes_sent / 2
+    (note,) = (n for n in plan.notes if "does not divide" in n)
+    assert re.search(r"`heads: model` does not divide `heads` of 4, .*; model of 1, 2 or 4 divides it", note)
+
+
+def test_no_warning_where_little_is_sent():
+    plan, said = warnings_of("data=1, model=8", batch=2, seq=16)
+    assert said == []
+    assert any("does not divide" in n for n in plan.notes)
+
+
+def test_a_mesh_that_another_dim_does_not_allow_is_not_proposed():
+    """A batch of 5 is divided by data=1 only, so that the mesh has fewer devices."""
+    _, (said,) = warnings_of("data=1, model=8", batch=5)
+    assert 'mesh="data=1, model=4"' in said
+
+
+def test_a_step_warns_once():
+    step = mp.jit(attention, mesh="data=1, model=8", layout=LAYOUT, dims=DIMS)
+    w, x = (jax.tree.map(lambda a: jnp.ones(a.shape, a.dtype), a) for a in arguments())
+    with pytest.warns(mp.errors.IndivisibleWarning) as said:
+        step(w, x)
+    assert len(said) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(w, x)
