@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from ..compat.jax import closed_parts, equations, make_jaxpr, without_refs
 from .casts import with_merged_casts
 from .sink import with_sunk_reductions
+from .sums import with_matmuls_added_first
 
 
 def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
@@ -28,7 +29,7 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> tuple[Any, Any, list
     closed = without_refs(closed)
     if any(map(_is_batched, equations(closed))):
         closed = ClosedJaxpr(_scalar_conditions(closed.jaxpr, {}), closed.consts)
-    closed = with_merged_casts(with_sunk_reductions(closed))
+    closed = with_matmuls_added_first(with_merged_casts(with_sunk_reductions(closed)))
     return closed, shapes, jax.tree.leaves(shapes)
 
 

@@ -1,0 +1,158 @@
+"""Reorders the additions of cotangents, so that results of matmuls are added to each other first.
+
+The backward pass of an attention block with a residual computes ``add_any(add_any(add_any(dy, dq), dk), dv)``. If heads are
+sharded, each of dq, dk and dv is a partial sum, and dy is not: each of them would be reduced before it is added to dy. In
+``add_any(dy, add_any(add_any(dq, dk), dv))`` one reduction is enough.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Literal
+
+from ..compat.jax import body_of, closed_parts, new_var, replace_body
+from ..rules import primitive
+from .sink import CALLS
+
+Source = bool | int
+"""How a variable is computed.
+
+True: by a matmul, or as a sum of such terms, and then only reshaped, transposed or cast. An index: by reshapes, transposes or casts
+of this argument of the jaxpr. False: otherwise. To be compared with ``is``, since 1 equals True.
+"""
+
+
+def with_matmuls_added_first(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A closed jaxpr in which a sum that JAX's differentiation makes (``add_any``) adds the results of matmuls to each other first.
+
+    An intermediate sum that another op reads is not reordered, and neither is an ``add`` in the user's function. Each body of a
+    loop, branch or call is rewritten by itself. The closed jaxpr itself is returned if nothing changes.
+    """
+    jaxpr, _ = _reordered(closed.jaxpr, {})
+    return closed if jaxpr is closed.jaxpr else ClosedJaxpr(jaxpr, closed.consts)
+
+
+def _reordered(jaxpr: Any, done: dict[int, Any]) -> tuple[Any, list[Source]]:
+    """(the jaxpr with reordered additions, the source of each result); the jaxpr itself if nothing changes.
+
+    ``done``: ``id`` of a jaxpr → its result.
+    """
+    if id(jaxpr) in done:
+        return done[id(jaxpr)]
+    sources: dict[Any, Source] = {v: i for i, v in enumerate(jaxpr.invars)}
+    eqns = []
+    for eqn in jaxpr.eqns:
+        bodies = [_reordered(body, done) for body in _bodies(eqn)]
+        if any(new is not old for (new, _), old in zip(bodies, _bodies(eqn), strict=True)):
+            eqn = replace_body(eqn, [new for new, _ in bodies])
+        eqns.append(eqn)
+        operands = [_source(v, sources) for v in eqn.invars]
+        sources.update(zip(eqn.outvars, _sources_of_results(eqn, operands, bodies), strict=True))
+    changed = _with_reordered_additions(jaxpr, eqns, {v for v, source in sources.items() if source is True})
+    result = jaxpr
+    if len(changed) != len(jaxpr.eqns) or any(a is not b for a, b in zip(changed, jaxpr.eqns, strict=True)):
+        result = jaxpr.replace(eqns=changed)
+    done[id(jaxpr)] = result, [_source(v, sources) for v in jaxpr.outvars]
+    return done[id(jaxpr)]
+
+
+def _source(v: Any, sources: dict[Any, Source]) -> Source:
+    return False if isinstance(v, Literal) else sources.get(v, False)
+
+
+def _bodies(eqn: Any) -> list[Any]:
+    """The jaxprs of a loop, branch or call whose additions are reordered, in the order of ``Op.frames``."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "cond":
+        bodies = params["branches"]
+    elif name == "while":
+        bodies = params["cond_jaxpr"], params["body_jaxpr"]
+    else:
+        bodies = [body_of(eqn)] if name in CALLS or primitive(name).scan else []
+    return [closed_parts(body)[0] for body in bodies]
+
+
+def _sources_of_results(
+    eqn: Any, operands: Sequence[Source], bodies: Sequence[tuple[Any, list[Source]]]
+) -> list[Source]:
+    """The sources of an equation's results, given the sources of its operands and of its body's results."""
+    entry = primitive(eqn.primitive.name)
+    if eqn.primitive.name in CALLS:
+        ((_, results),) = bodies
+        return [source if isinstance(source, bool) else operands[source] for source in results]
+    if entry.matmul:
+        return [True] * len(eqn.outvars)
+    if (entry.view or entry.cast) and len(eqn.invars) == 1:
+        return [operands[0]]
+    return [eqn.primitive.name == "add_any" and all(x is True for x in operands)] * len(eqn.outvars)
+
+
+def _with_reordered_additions(jaxpr: Any, eqns: list[Any], matmuls: set[Any]) -> list[Any]:
+    """The equations of a jaxpr with reordered additions; ``matmuls``: the variables whose source is a matmul."""
+    made_at = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+    readers: dict[Any, list[Any]] = {}
+    for reader, operands in [*((i, eqn.invars) for i, eqn in enumerate(eqns)), (None, jaxpr.outvars)]:
+        for v in operands:
+            if not isinstance(v, Literal):
+                readers.setdefault(v, []).append(reader)
+    adds = {i for i, eqn in enumerate(eqns) if eqn.primitive.name == "add_any" and eqn.outvars[0] not in matmuls}
+    inner = {i for i in adds if len(found := readers.get(eqns[i].outvars[0], [])) == 1 and found[0] in adds}
+    replaced: dict[int, list[Any]] = {}
+    for root in adds - inner:
+        terms, slots = _terms(root, eqns, inner, made_at)
+        chosen = [k for k, v in enumerate(terms) if not isinstance(v, Literal) and v in matmuls]
+        if len(chosen) > 1 and chosen[-1] >= len(chosen):
+            replaced.update(_additions(terms, chosen, slots, eqns, made_at))
+    return [new for i, eqn in enumerate(eqns) for new in replaced.get(i, [eqn])]
+
+
+def _terms(root: int, eqns: Sequence[Any], inner: set[int], made_at: dict[Any, int]) -> tuple[list[Any], list[int]]:
+    """(terms of a sum in order, sorted indices of the equations that add them); ``root``: the index of the last one."""
+    terms, slots = [], [root]
+    stack = list(reversed(eqns[root].invars))
+    while stack:
+        v = stack.pop()
+        i = -1 if isinstance(v, Literal) else made_at.get(v, -1)
+        if i in inner:
+            slots.append(i)
+            stack.extend(reversed(eqns[i].invars))
+        else:
+            terms.append(v)
+    return terms, sorted(slots)
+
+
+def _additions(
+    terms: Sequence[Any], matmuls: Sequence[int], slots: Sequence[int], eqns: Sequence[Any], made_at: dict[Any, int]
+) -> dict[int, list[Any]]:
+    """The additions of ``((other terms) + (matmuls)) + terms after the last matmul``, as slot → new equations.
+
+    Other terms and matmuls are added separately, in order, as soon as they are computed: two intermediate arrays are live. Each
+    new addition takes the place of the first old one at which its operands are available.
+
+    Args:
+      terms: the terms of the sum.
+      matmuls: the indices of the terms that matmuls compute, sorted.
+      slots: the indices of the old additions, sorted.
+      eqns: the equations of the jaxpr.
+      made_at: variable → the index of the equation that computes it.
+    """
+    new: dict[int, list[Any]] = {slot: [] for slot in slots}
+    available = {v: made_at.get(v, -1) + 1 for v in terms if not isinstance(v, Literal)}
+
+    def chain(x: Any, *others: Any, out: Any = None) -> Any:
+        for k, y in enumerate(others):
+            ready = max(0 if isinstance(v, Literal) else available[v] for v in (x, y))
+            slot = slots[bisect_left(slots, ready)]
+            total = out if out is not None and k == len(others) - 1 else new_var(eqns[slot].outvars[0].aval)
+            new[slot].append(eqns[slot].replace(invars=[x, y], outvars=[total]))
+            available[total] = slot
+            x = total
+        return x
+
+    last, chosen = matmuls[-1] + 1, set(matmuls)
+    others = chain(*[v for k, v in enumerate(terms[:last]) if k not in chosen])
+    chain(others, chain(*[terms[k] for k in matmuls]), *terms[last:], out=eqns[slots[-1]].outvars[0])
+    return new
