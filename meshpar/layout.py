@@ -417,6 +417,10 @@ def divisibility_error(
     axes = " × ".join(f"{a}={sizes.get(a, 1)}" for a in rule.axes)
     below, above = size // parts * parts, -(-size // parts) * parts
     legal = " or ".join(str(n) for n in (below, above) if n > 0)
+    divisors = [n for n in range(2, 2 * parts + 1) if size % n == 0]
+    nearest = [*[n for n in divisors if n < parts][-1:], *[n for n in divisors if n > parts][:1]]
+    product = " × ".join(f"`{a}`" for a in rule.axes)
+    other = [f"or use a mesh with {product} of {' or '.join(map(str, nearest))}"] if nearest else []
     return DivisibilityError(
         f"{path}: dim `{dim}` of size {size} does not divide over {axes} (it leaves {size % parts})",
         path=path,
@@ -429,6 +433,7 @@ def divisibility_error(
         source=source,
         fixes=[
             f"make `{dim}` {legal}: the nearest multiple{'s' * (below > 0)} of {parts}",
+            *other,
             f"write `{dim}?: {'+'.join(rule.axes)}` to split it only where it divides",
         ],
     )

@@ -54,7 +54,7 @@ class Row:
       difference: of that leaf, relative to its largest value.
       leaves: number of leaves that were compared.
       explained: paths of the leaves that differ by more than the tolerance, but only by rounding.
-      rounding: the largest difference of these leaves, relative to the leaf's largest value.
+      rounding: the largest difference of these leaves, relative to the leaf's largest value; ``rounding_path``: its leaf.
       error: the error if the layout changes a result; None.
     """
 
@@ -67,6 +67,7 @@ class Row:
     explained: tuple[str, ...] = ()
     error: CheckError | None = None
     rounding: float = 0.0
+    rounding_path: str = ""
 
 
 MAX_ROUNDING_PATHS = 8
@@ -113,10 +114,12 @@ class Report:
             shown = ", ".join(paths[:MAX_ROUNDING_PATHS]) + f" and {len(paths) - MAX_ROUNDING_PATHS} more" * (
                 len(paths) > MAX_ROUNDING_PATHS
             )
+            largest = max((r for r in self.rows if r.explained), key=lambda r: r.rounding)
             lines.append(
                 "rounding: number of leaves that differ by more, but only by rounding, and their largest difference: every op "
                 "that they depend on gives the same on one device with the sharded run's operands, or is as accurate, "
-                f"compared with a wider dtype. They are {shown}"
+                "compared with a wider dtype. A leaf that is zero but for rounding (a gradient whose terms cancel) may differ "
+                f"by its largest value or more. Largest: {largest.rounding:.1e}, of {largest.rounding_path}. They are {shown}"
             )
         notes = [f"skipped {mesh}: {reason}" for mesh, _, reason in self.skipped]
         errors = [str(r.error) for r in self.rows if r.error is not None]
@@ -285,10 +288,11 @@ class _Case:
         paths = [h.path for h in plan.outputs]
         others = [k for k in range(len(differences)) if k not in explained]
         worst = failed[0] if failed else max(others, key=lambda k: differences[k].relative, default=None)
+        largest = max(explained, key=lambda k: differences[k].relative, default=None)
         return Row(
             mesh_text(plan.sizes), str(plan.layout), lowering, "" if worst is None else paths[worst],
             0.0 if worst is None else differences[worst].relative, len(differences), tuple(paths[k] for k in explained), error,
-            max((differences[k].relative for k in explained), default=0.0),
+            *((0.0, "") if largest is None else (differences[largest].relative, paths[largest])),
         )  # fmt: skip
 
     def unsharded(self, subject: Subject) -> _Reference:

@@ -110,7 +110,8 @@ class PlanProfile:
 
     def _title(self) -> str:
         devices = f"{self.devices} device{'s' * (self.devices != 1)}"
-        return f"{self.runs} run{'s' * (self.runs != 1)} of the step on {devices}; seconds of a device per step"
+        hint = "" if self.plan.chip else "; planned times need a known chip: use mp.calibrate, or plan with topology="
+        return f"{self.runs} run{'s' * (self.runs != 1)} of the step on {devices}; seconds of a device per step{hint}"
 
 
 def profile(plan: Plan, trace: str | Path) -> PlanProfile:
@@ -274,7 +275,7 @@ def _tables(p: PlanProfile) -> list[tuple[str, list[tuple[str, str]], list[list[
         name = Cell(m.name, markup=f"<code>{escape(m.name)}</code>")
         return [name, calls, seconds(m.planned), seconds(m.measured), number(ratio, m.ratio or 0.0)]
 
-    columns = [("", ""), ("runs", "n"), ("planned", "n"), ("measured", "n"), ("ratio", "n")]
+    columns = [("", ""), ("calls a step", "n"), ("planned", "n"), ("measured", "n"), ("ratio", "n")]
     out = [
         ("Step and loops", columns, [row(p.step), *map(row, p.loops)]),
         ("Collectives", columns, list(map(row, p.collectives))),

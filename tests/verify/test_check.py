@@ -274,6 +274,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_explained(monkeypatch: pyte
     assert report.rows[0].rounding > 1e-5
     assert f"{len(explained)} ({report.rows[0].rounding:.1e})" in str(report)
     assert all(path.endswith("key_bias") for path in explained)
+    assert report.rows[0].rounding_path in explained
 
     def wrong_update(eqn: Any, outs: list[Any]) -> list[Any]:
         """Adam's square root is off for the bias: that its gradient is rounding is no excuse."""

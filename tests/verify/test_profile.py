@@ -118,6 +118,7 @@ def test_reports(trace, tmp_path):
     assert text.startswith("3 runs of the step on 8 devices")
     assert "all-gather embed mlp | embed: data" in text
     assert "loop over layers, backward pass" in text
+    assert "mp.calibrate" in text  # which gives the planned times that this plan lacks
     for suffix in ("html", "json", "txt"):
         report.save(tmp_path / f"profile.{suffix}")
     data = json.loads((tmp_path / "profile.json").read_text())
