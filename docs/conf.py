@@ -72,6 +72,14 @@ def whole_docstring(app: Any, what: str, name: str, obj: Any, options: Any, line
         lines[:] = inspect.cleandoc(obj.__doc__).splitlines()
 
 
+def heading_levels(app: Any, pagename: str, templatename: str, context: dict[str, Any], doctree: Any) -> None:
+    """Give the captions of the sidebar, which are headings, the level that WAI-ARIA requires."""
+    if "furo_navigation_tree" in context:
+        tree = context["furo_navigation_tree"]
+        context["furo_navigation_tree"] = tree.replace('role="heading"', 'role="heading" aria-level="2"')
+
+
 def setup(app: Any) -> None:
     app.connect("source-read", run_blocks)
+    app.connect("html-page-context", heading_levels, priority=900)  # after the theme's
     app.connect("autodoc-process-docstring", whole_docstring, priority=600)  # napoleon's is 500
