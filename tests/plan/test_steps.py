@@ -58,6 +58,7 @@ EXAMPLES = {t.model.split("_")[0] + " " + t.layout: t for t in TRIPLES}
 QUICK = ["llama3 fsdp+tensor+sequence", "mixtral fsdp+expert"]
 
 
+@pytest.mark.filterwarnings("ignore::meshpar.errors.IndivisibleWarning")  # the height of ResNet-50
 @pytest.mark.parametrize(
     "name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in EXAMPLES if n not in QUICK)]
 )
