@@ -8,6 +8,7 @@ of fields in XLA's ``hlo.proto`` and in the profiler's ``xplane.proto``.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,7 +82,9 @@ def read_trace(path: str | Path) -> list[ProgramTrace]:
         raise UnsupportedError(
             f"{path}: there is no trace", fixes=["trace some steps with `with jax.profiler.trace(folder):`"]
         )
-    programs = [p for file in files for p in _programs(file)]
+    with warnings.catch_warnings():  # jaxlib 0.12: a type without __module__, and it aborts if this is an error
+        warnings.simplefilter("ignore", DeprecationWarning)
+        programs = [p for file in files for p in _programs(file)]
     if not programs:
         raise UnsupportedError(
             f"{path}: the trace has no runs of compiled programs",
@@ -95,7 +98,8 @@ def _programs(file: Path) -> Iterator[ProgramTrace]:
     data = file.read_bytes()
     programs = {name: ProgramTrace(name.partition("(")[0], body) for name, body in _modules(data)}
     runs: dict[str, dict[str, set[Any]]] = {name: {} for name in programs}  # program → device → runs
-    for plane in jax.profiler.ProfileData.from_serialized_xspace(data).planes:
+    profile = jax.profiler.ProfileData.from_serialized_xspace(data)  # its planes do not keep it alive
+    for plane in profile.planes:
         lines = {line.name: line for line in plane.lines} if plane.name.startswith("/device:") else {}
         spans = [(e.start_ns, e.end_ns, e.name) for e in lines[_MODULE_LINE].events] if _MODULE_LINE in lines else []
         for start, _, name in spans:
