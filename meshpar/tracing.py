@@ -170,7 +170,11 @@ def _infer_live(
     if all(program.dims(v) == dims for v, dims in zip(program.outputs, names, strict=True)):
         return program
     merged = [a or (dims if any(dims) else None) for a, dims in zip(out_annotations, names, strict=True)]
-    return infer(live, annotations, paths[0], merged, paths[1])
+    program = infer(live, annotations, paths[0], merged, paths[1])
+    for value, own, dims in zip(program.outputs, out_annotations, merged, strict=True):
+        if own is None and value.annotation == dims and value not in program.inputs:
+            value.annotation = None  # inferred: its size need not divide
+    return program
 
 
 def _with_parameters(join: Join, program: Program, patterns: PathDims) -> Join:

@@ -73,7 +73,7 @@ def test_optional_dim_that_is_misspelled(name):
     assert f"did you mean `{'embed' if name == 'embde' else 'mlp'}`?" in error
 
 
-@pytest.mark.parametrize("name", ["heads", "kv_heads", "vocab", "seq", "q"])
+@pytest.mark.parametrize("name", ["heads", "kv_heads", "vocab", "seq", "q", "ml2"])
 def test_optional_dim_that_the_program_lacks(name):
     plan(f"batch: data; {name}?: model")
 

@@ -128,3 +128,22 @@ def test_effects_are_not_removed(capfd):
     jax.block_until_ready(out)
     jax.effects_barrier()
     assert "sum 128.0" in capfd.readouterr().out
+
+
+def test_names_from_computations_that_nothing_reads_are_inferred():
+    """A result of a size that does not divide is no error, as its name was not given."""
+
+    def step(x, w):
+        del w
+        unread = jnp.sum(x[1:])
+        del unread
+        return jnp.ones((7, 16)) + x[1:]
+
+    plan = plan_of(step, "x", "w")
+    assert plan.program.outputs[0].annotation is None
+    np.testing.assert_array_equal(
+        mp.jit(step, mesh="data=4, model=2", layout="batch: data", dims={"x": "batch embed", "w": "embed mlp"})(
+            jnp.ones((8, 16)), jnp.ones((16, 32))
+        ),
+        2.0,
+    )

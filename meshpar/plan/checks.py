@@ -74,6 +74,8 @@ def _differ_by_one(a: str, b: str) -> bool:
     """Whether one edit, or the exchange of two neighbours, changes one name into the other."""
     if abs(len(a) - len(b)) > 1 or a == b:
         return False
+    if [c for c in a if c.isdigit()] != [c for c in b if c.isdigit()]:  # layer1 and layer2 are two names
+        return False
     start = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     a, b = a[start:], b[start:]
     return a[1:] == b[1:] or a[1:] == b or a == b[1:] or (a[:2] == b[:2][::-1] and a[2:] == b[2:])
