@@ -419,8 +419,8 @@ def divisibility_error(
     legal = " or ".join(str(n) for n in (below, above) if n > 0)
     divisors = [n for n in range(2, 2 * parts + 1) if size % n == 0]
     nearest = [*[n for n in divisors if n < parts][-1:], *[n for n in divisors if n > parts][:1]]
-    product = " × ".join(f"`{a}`" for a in rule.axes)
-    other = [f"or use a mesh with {product} of {' or '.join(map(str, nearest))}"] if nearest else []
+    names = " × ".join(f"`{a}`" for a in rule.axes)
+    other = [f"or use a mesh with {names} of {' or '.join(map(str, nearest))}"] if nearest else []
     return DivisibilityError(
         f"{path}: dim `{dim}` of size {size} does not divide over {axes} (it leaves {size % parts})",
         path=path,

@@ -7,6 +7,7 @@ import functools
 import gc
 import math
 import os
+import re
 import sys
 import sysconfig
 import threading
@@ -572,6 +573,15 @@ def with_weak_type(x: Any, weak: bool) -> Any:
 @functools.lru_cache(2**12)
 def _text(name_stack: Any) -> str:
     return str(name_stack)
+
+
+def module_of(eqn: Any) -> str:
+    """The path of the Flax modules and named scopes that made an equation: ``ViT/encoder/layer_0/attention``."""
+    scopes = (re.sub(r"^(?:\w+\()+|\)+$", "", scope) for scope in _text(eqn.source_info.name_stack).split("/"))
+    return "/".join(s for s in scopes if s and s not in _CONTROL_FLOW_SCOPES)
+
+
+_CONTROL_FLOW_SCOPES = frozenset({"while", "body", "cond", "closed_call", "checkpoint", "rematted_computation"})
 
 
 def pass_of(eqn: Any) -> str | None:

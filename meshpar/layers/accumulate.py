@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..compat.jax import axes_of_spec
-from ..errors import DivisibilityError, LayoutSyntaxError
+from ..errors import DivisibilityError, LayoutSyntaxError, UnsupportedError
 from ..layout import AnyMesh, Layout
 
 
@@ -151,7 +151,19 @@ def microbatches_for(batch: int, *, rows: int, mesh: AnyMesh, layout: Any, dim: 
 
 
 def _folded(keys: Any, microbatch: Any) -> Any:
-    """The keys of a microbatch."""
+    """The keys of a microbatch.
+
+    Raises:
+      UnsupportedError: an array of another dtype than keys have.
+    """
+    for key in jax.tree.leaves(keys):
+        dtype = jnp.result_type(key)
+        if not jnp.issubdtype(dtype, jax.dtypes.prng_key) and dtype != jnp.uint32:
+            raise UnsupportedError(
+                f"mp.accumulate_gradients: an argument in key_argnums is an array of {dtype}{list(np.shape(key))}, and no PRNG key",
+                shape=np.shape(key),
+                fixes=["key_argnums= has the positions of keys, counted from 0: jax.random.key(0)"],
+            )
     return jax.tree.map(lambda key: jax.random.fold_in(key, microbatch), keys)
 
 

@@ -81,7 +81,7 @@ class Causes:
                 dim_names = [x for ns, _ in self.program.sub_dims(value, i) for x in ns]
                 rule = self.assignment.rule_text(dim_names, a) or f"{dim}: {a}"
                 owners = (names[f][0] for f, split_over in enumerate(factor_axes) if a in split_over and names[f])
-                owner = next(owners, None)
+                owner = next(owners, None) or self._owner(op, dim_names, a)
                 other = next((self.dim(value, j) for j, entry in enumerate(need) if a in entry), None)
                 so = f"so `{dim}` is gathered" if other is None else f"so `{a}` moves from `{dim}` to `{other}`"
                 if owner == dim:
@@ -100,6 +100,17 @@ class Causes:
                 else:
                     reasons.append(f"{name} needs all of `{dim}`, which `{rule}` splits")
         return "; ".join(dict.fromkeys(reasons)) or f"this {name} needs the axes of an operand in another order"
+
+    def _owner(self, op: Op, dim_names: Sequence[str], axis: str) -> str | None:
+        """The dim of an elementwise op's result that has the axis by a rule, in place of a dim with the names ``dim_names``."""
+        if op.rule is not None or not op.outs:
+            return None
+        out = op.outs[0]
+        for i in range(len(out.shape)):
+            names = [x for ns, _ in self.program.sub_dims(out, i) for x in ns]
+            if not set(names) & set(dim_names) and self.assignment.rule_text(names, axis):
+                return self.dim(out, i)
+        return None
 
     def stored(self, op: Op | None, value: Value, have: Spec, need: Spec) -> str:
         """Why the result ``value`` of an op is resharded: how the layout stores it, ``need``, and how it is computed,

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ..compat.jax import module_of
 from ..hardware.algorithms import ALGORITHMS, Algorithm, AlgorithmName
 from ..hardware.collective_ops import CollectiveOp
 from ..hardware.topology import Torus
@@ -98,6 +99,14 @@ class Collective:
     def source(self) -> str:
         """The user's line, ``file.py:12 (function)``; computed on access, because the lookup takes longer than planning."""
         return self.origin.source if self.origin is not None else ""
+
+    @property
+    def module(self) -> str:
+        """The path of the Flax modules and named scopes that need it, ``ViT/encoder/layer_0/attention``; "" without any.
+
+        ``source`` is a line of the user's own, so it is the same for all layers of a model from a package.
+        """
+        return module_of(self.origin.eqn) if self.origin is not None else ""
 
     def to_dict(self) -> dict[str, Any]:
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("origin", "first")}

@@ -203,7 +203,7 @@ def sliding_window(
 ) -> ShardWindow:
     """The window in which a device reads the positions of ``count`` sliding windows, one every ``stride`` positions.
 
-    Each has ``taps`` elements, ``tap_dilation`` positions apart. A convolution with 3 taps over 4 rows per shard, and one row of
+    Each has ``taps`` elements, at distances of ``tap_dilation``. A convolution with 3 taps over 4 rows per shard, and one row of
     padding (``sliding_window(4, 4, 4, 1, 3, 1, 1)``), reads 6 positions from ``4p - 1``. The other arguments are as in
     :func:`shard_window`.
     """

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import meshpar as mp
-from meshpar.errors import DivisibilityError, LayoutSyntaxError
+from meshpar.errors import DivisibilityError, LayoutSyntaxError, UnsupportedError
 
 LAYERS, MICRO = 3, 4
 DIMS = {"p/*/a": "layers embed mlp", "p/*/b": "layers mlp embed", "p/head": "embed vocab", "x": "batch embed"}
@@ -219,6 +219,11 @@ def test_every_microbatch_has_a_key_of_its_own(key, lowering):
     np.testing.assert_allclose(run(2.0, x, key), expected, rtol=1e-5, atol=1e-6)
     once = mp.accumulate_gradients(dropped, 1, key_argnums=(2,))(2.0, x, key)
     np.testing.assert_allclose(once, dropped(2.0, x, keys[0]), rtol=1e-6)
+
+
+def test_an_argument_in_key_argnums_that_is_no_key():
+    with pytest.raises(UnsupportedError, match=r"key_argnums is an array of float32\[16, 3\], and no PRNG key"):
+        mp.accumulate_gradients(regression, 4, key_argnums=2)(jnp.ones((8, 3)), jnp.ones((16, 8)), jnp.ones((16, 3)))
 
 
 def test_an_argument_that_is_batch_and_key():

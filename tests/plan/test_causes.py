@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import linen as nn
 from jax import lax
 
 import meshpar as mp
@@ -117,3 +118,28 @@ def test_a_table_that_is_gathered_for_the_reads_of_a_loop():
         "combining the rows of each read"
     }
     assert "all-reduce" in causes(lambda params, tokens: loss_of(params, tokens))
+
+
+def test_a_vector_that_an_elementwise_op_needs_in_full():
+    plan = mp.plan(
+        lambda x, s: x * s, jnp.ones((32, 16, 128)), jnp.ones(128), mesh="data=4", layout="batch: data; embed: data",
+        dims={"x": "batch seq embed", "s": "embed"},
+    )  # fmt: skip
+    (gather,) = plan.collectives
+    assert gather.cause == "`embed: data` lost `data` to `batch` in this mul, so `embed` is gathered"
+
+
+def test_the_module_of_a_collective():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(16, name="out")(nn.Dense(32, name="up")(x))
+
+    model = Block()
+    x = jnp.ones((8, 16))
+    params = model.init(jax.random.key(0), x)
+    plan = mp.plan(
+        jax.grad(lambda p, x: model.apply(p, x).mean()), params, x, mesh="data=4, model=2", layout="batch: data; mlp: model",
+        dims={"*/up/kernel": "embed mlp", "*/out/kernel": "mlp out", "x": "batch embed"},
+    )  # fmt: skip
+    assert "Block/up" in {c.module for c in plan.collectives}
