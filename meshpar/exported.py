@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -246,10 +247,11 @@ def export_step(
             fixes=["leave callbacks (jax.pure_callback, jax.debug.print) out of the step"],
         ) from error
     except ValueError as error:
-        if "custom call" not in str(error):
+        targets = sorted(set(re.findall(r'custom_call @?"?([\w.$-]+)', str(error))))
+        if not targets:
             raise
         raise UnsupportedError(
-            f"{name} cannot be exported: {str(error).splitlines()[-1] or error}",
+            f"{name} cannot be exported: JAX guarantees no compatibility of its custom calls {', '.join(targets)}",
             fixes=[
                 'another implementation of the kernel that makes this custom call, such as implementation="xla"',
                 "or disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name)], if the same version loads it",

@@ -325,7 +325,9 @@ def moe_weights():
 def test_the_two_level_mixture_of_experts_under_its_layout():
     w, inputs = moe_weights(), nd.normal(KEYS[14], outer_batch=A, batch=B, length=L, model=M)
     layout = "outer_batch:mesh0;batch:mesh1;expert_x:mesh1;expert_y:mesh0"
-    assert_same_under([("mesh0:2;mesh1:4", layout)], moe_layer, w, inputs, expected=expected_moe(*plain((w, inputs))))
+    assert_same_under(  # matmuls of JAX 0.12 on CPUs round differently: above 3e-7
+        [("mesh0:2;mesh1:4", layout)], moe_layer, w, inputs, expected=expected_moe(*plain((w, inputs))), tolerance=6e-7
+    )
     ops = {c.op for c in mp.plan(moe_layer, w, inputs, mesh="mesh0:2;mesh1:4", layout=layout).collectives}
     assert "all-to-all" in ops
     assert "all-gather" not in ops
