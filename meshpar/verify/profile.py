@@ -144,6 +144,14 @@ def profile(plan: Plan, trace: str | Path) -> PlanProfile:
     return _compared(plan, program, names, loops)
 
 
+def planned_name(op_name: str, names: Sequence[str]) -> str | None:
+    """The name scope of an instruction's op; None: it has none of these.
+
+    The longest one: ``… | batch: data`` is also a part of ``… | batch: data+model``.
+    """
+    return max((n for n in names if n in op_name), key=len, default=None)
+
+
 def _compared(plan: Plan, program: ProgramTrace, names: Sequence[str], loops: Sequence[_PlannedLoop]) -> PlanProfile:
     """The comparison of a plan with the program of its step; ``names``: of its collectives."""
     per_step = 1 / (program.runs * len(program.devices))
@@ -155,7 +163,7 @@ def _compared(plan: Plan, program: ProgramTrace, names: Sequence[str], loops: Se
     for name, seconds in _durations(program).items():
         opcode, op_name = program.instructions[name]
         kind = next((k for k in KINDS if opcode.startswith(k)), None)
-        scope = next((n for n in names if n in op_name and (kind is None or n.startswith(kind))), None)
+        scope = planned_name(op_name, [n for n in names if kind is None or n.startswith(kind)])
         if scope is not None and (kind or (opcode == "fusion" and scope.split()[0] in name.replace("_", "-"))):
             sending[scope] += seconds * per_step
             seen.add(scope)

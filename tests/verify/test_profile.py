@@ -10,6 +10,7 @@ import pytest
 import meshpar as mp
 from meshpar.errors import UnsupportedError
 from meshpar.verify.hlo import collectives
+from meshpar.verify.profile import planned_name
 from meshpar.verify.trace import read_trace
 
 LAYERS = 3
@@ -231,3 +232,10 @@ def test_asynchronous_collectives_of_a_tpu(tmp_path):
     assert 0 < forward.planned < plan.seconds
     ratio = next(m.ratio for m in report.collectives if m.name == gather)
     assert ratio == pytest.approx(measured[gather] / planned[gather])
+
+
+def test_a_name_that_begins_as_another():
+    names = ["all-reduce | batch: data", "all-reduce | batch: data+model", "all-gather embed | embed: data"]
+    assert planned_name("jit(f)/jvp(all-reduce | batch: data+model)/psum", names) == names[1]
+    assert planned_name("jit(f)/jvp(all-reduce | batch: data)/psum", names) == names[0]
+    assert planned_name("jit(f)/dot_general", names) is None
