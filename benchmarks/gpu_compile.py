@@ -94,7 +94,7 @@ def ptxas_facts(text: str) -> dict[str, int]:
         wanted = re.search(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32\s+(\d+)", line)
         if wanted:
             asked[wanted[1]] = max(asked[wanted[1]], int(wanted[2]))
-        launch = re.search(r"call void @mosaic_gpu_launch_kernel\(ptr [^,]+, ((?:i32 \d+, ){10})", line)
+        launch = re.search(r"call \w+ @mosaic_gpu_launch_kernel\(ptr [^,]+, ((?:i32 \d+, ){10})", line)
         if launch:
             *sizes, shared = (int(n) for n in re.findall(r"i32 (\d+)", launch[1]))
             grid, threads = math.prod(sizes[:3]), math.prod(sizes[6:])
