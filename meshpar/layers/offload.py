@@ -29,7 +29,8 @@ def offload(tx: optax.GradientTransformation, *, layers: int | None = None) -> o
     moments of the next layer are copied to the device while the new moments of this one are copied back, so that a device needs
     memory for the moments of two layers. The other parameters are updated one after the other, each while the moments of the next
     one are copied. ``plan.transfers`` has the copies, and ``plan.time.to_host`` and ``to_device`` their seconds. Create the state
-    with :func:`meshpar.init`, which leaves the moments in host memory.
+    with :func:`meshpar.init`, which leaves the moments in host memory. Under ``jax.vmap``, leave ``layers`` out: JAX cannot select
+    layers of batched arrays in host memory.
 
     Args:
       tx: updates every parameter independently of the others, with ``layers`` also every element (``optax.adamw``,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from statements import statement
-from writer import OUTER, Writer
+from writer import OUTER, Skip, Writer
 
 STATICS = (
     (1, 1.0, True), (0, False, 0.0), (2, 2.0), (3, True, 3.0), ((1, 2), (1.0, 2.0), (True, 2)), ("sum", "max"), (None, 0, False), (1.5, 2.5),
@@ -63,6 +63,8 @@ def under_an_axis(w: Writer) -> None:
     if w.depth:
         return
     x = w.pick(ranks=(1, 2))
+    if "no axis" in w.needs:
+        raise Skip
     w.needs.add("axis")
     w.forward_only = True  # a gradient would be summed over the axis
     w.emit(w.of([

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from statements import statement
-from writer import Writer
+from writer import Skip, Writer
 
 
 def stack_on_host(w: Writer) -> tuple[str, str, float, int]:
@@ -21,9 +21,17 @@ def stack_on_host(w: Writer) -> tuple[str, str, float, int]:
     return host, f"jnp.zeros_like({x.name}[0])", x.top * max(2, n), n
 
 
+def select_rows(w: Writer) -> None:
+    """Note that a program selects rows of a host array at run-time indices: under ``vmap`` a gather, which JAX does not permit."""
+    if "axis" in w.needs:
+        raise Skip
+    w.needs.add("no axis")
+
+
 @statement(0.5)
 def host_stack(w: Writer) -> None:
     """Loops over a stack in host memory, which read it a row at a time, write it, or do both."""
+    select_rows(w)
     host, zeros, top, n = stack_on_host(w)
     name = f"f{w.name()[1:]}"
     row = "jax.device_put(lax.dynamic_index_in_dim(h, i, 0, False), DEVICE)"
@@ -43,6 +51,7 @@ def host_stack(w: Writer) -> None:
 @statement(0.4)
 def host_rows(w: Writer) -> None:
     """Slices of an array in host memory, and several arrays at once behind a barrier."""
+    select_rows(w)
     host, _, top, n = stack_on_host(w)
     y = w.pick(ranks=(1, 2))
     w.emit(w.of([
@@ -72,6 +81,7 @@ def host_argument(w: Writer) -> None:
 @statement(0.4)
 def offloaded_moments(w: Writer) -> None:
     """Updates of ``mp.offload``: two parameters in sequence, or a stacked one in a loop over its layers."""
+    select_rows(w)
     x, y = w.pick(ranks=(2, 3)), w.pick(ranks=(1, 2))
     name = f"f{w.name()[1:]}"
     layers = w.of(["", f", layers={x.shape[0]}"]) if x.shape[0] > 1 else ""

@@ -175,7 +175,7 @@ def make_calls(rng: random.Random, program: Program, mesh: str) -> tuple[Call, .
         calls = [Call(c.statics, c.keywords, "x64") for c in calls]
     if "axis" in needs:
         calls = [Call(c.statics, c.keywords, c.context, OUTER, n) for c in calls[:1] for n in (2, 3)]
-    elif rng.random() < 0.04:  # an axis that is named as one of the mesh
+    elif rng.random() < 0.04 and "no axis" not in needs:  # an axis that is named as one of the mesh
         calls = [Call(c.statics, c.keywords, c.context, rng.choice(sorted(axes_of(mesh))), 2) for c in calls[:1]]
     return tuple(calls)
 

@@ -117,7 +117,9 @@ class Program:
     grads: list[str]
     seed: int
     vars: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)  # shape and kind of what statements make
-    needs: tuple[str, ...] = ()  # how the statements ask to be called: contexts, "axis", "placed", "ring", "host NAME"
+    needs: tuple[
+        str, ...
+    ] = ()  # how the statements ask to be called: contexts, "axis", "no axis", "placed", "ring", "host NAME"
 
     @property
     def text(self) -> str:

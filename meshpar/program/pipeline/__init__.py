@@ -13,10 +13,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from jax.extend.core import ClosedJaxpr, Literal
 
-from ...compat.jax import make_generated_jaxpr, new_var, replace_body
+from ...compat.jax import abstract_array, make_generated_jaxpr, new_var, on_host, replace_body
 from ...errors import UnsupportedError
 from ..infer import infer_like
 from ..ir import Frame, Op, Program
@@ -246,7 +245,7 @@ def _replacement(op: Op, loops: Sequence[LayerLoop], splits: Sequence[_Split], s
         if any(s.gathered for s in splits):
             gather_stacks(body, [s.gathered for s in splits])
         run = TickLoops(op.eqn, body, plan, [member.dim for member in loops])
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in op.eqn.invars]
+    avals = [abstract_array(v.aval.shape, v.aval.dtype, v.aval.weak_type, on_host(v.aval)) for v in op.eqn.invars]
     try:
         jaxpr = make_generated_jaxpr(run, *avals)
     except NotImplementedError as e:

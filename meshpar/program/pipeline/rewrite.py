@@ -16,15 +16,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from ...compat.jax import at_line_of, bind, scan_counts, with_weak_type
+from ...compat.jax import at_line_of, bind, on_host, scan_counts, source_line, with_weak_type
+from ...errors import UnsupportedError
 from .schedule import Schedule, interval_rows
 from .segments import CONSTANT, INVARIANT, Body, Place, Stack
 from .slots import Rows, Stages, Time, run_slot, zeros
+
+_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 State = dict[str, dict[int, Any]]
 """The state of the loops over ticks: ``carries`` by position, ``rings`` by :meth:`TickLoops.ring_key`, and by loop the results of
@@ -104,6 +108,9 @@ class TickLoops:
         self.offsets = self._offsets()
         self.phases = self._phases()
         self.needs = self._needs()
+        hosted = next((v for v in self.needs.reads if on_host(v)), None)
+        if hosted is not None:
+            raise _on_host(hosted, dims[0], source_line(body.loops[0]))
         self.rings = {v: self._ring(v) for v in self.needs.reads}
 
     # -- when
@@ -705,6 +712,20 @@ class _Tick:
         return stages.of_round(jnp.swapaxes(parts, 0, 1), r)
 
 
+def _on_host(var: Any, dim: str, source: str) -> UnsupportedError:
+    """The error for a value in host memory that a later tick reads, such as an offloaded residual of a layer."""
+    return UnsupportedError(
+        f"a residual {var.aval.str_short()} of layers whose stacked dim `{dim}` is sharded is in host memory: each stage reads "
+        "another row of the residuals in a tick, and JAX cannot select rows of an array in host memory at different indices",
+        dim=dim,
+        source=source,
+        fixes=[
+            "use a policy of jax.checkpoint that saves in device memory, or none, which recomputes the layer",
+            f"or do not shard `{dim}`",
+        ],
+    )
+
+
 def _merged(first: State, second: State) -> State:
     """The entries of two parts of a state."""
     return {name: {**values, **second[name]} for name, values in first.items()}
@@ -736,8 +757,7 @@ def one_microbatch(eqn: Any, stages: Stages) -> Callable[..., list[Any]]:
         stacks = [stages.divided(x) for x in args[nc + nk :]]
         if not nk:  # no layer needs another one: all stages are active at once
             made = [
-                stages.joined(stages.named(x, 1))
-                for x in run_slot(eqn, stages.count, consts, (False,) * nc, [], stacks)[1]
+                stages.joined(stages.named(x, 1)) for x in run_slot(eqn, length, consts, (False,) * nc, [], stacks)[1]
             ]
             return [with_weak_type(x, v.aval.weak_type) for x, v in zip(made, eqn.outvars, strict=True)]
 
@@ -747,7 +767,8 @@ def one_microbatch(eqn: Any, stages: Stages) -> Callable[..., list[Any]]:
             carries = [stages.entering(x, y, first) for x, y in zip(inits, sent, strict=True)]
             done, made, _ = run_slot(eqn, length, consts, (False,) * nc, carries, stacks)
             active = time.start + time.step * stages.index() == tick
-            stored = [stages.merged(active, new, old) for new, old in zip(made, stored, strict=True)]
+            new = [jax.device_put(x, _DEVICE) if on_host(x) else x for x in made]  # conditions are in device memory
+            stored = [stages.merged(active, x, old) for x, old in zip(new, stored, strict=True)]
             return ([stages.named(x) for x in done], stored), None
 
         made = [v.aval for v in eqn.outvars[nk:]]
@@ -756,6 +777,7 @@ def one_microbatch(eqn: Any, stages: Stages) -> Callable[..., list[Any]]:
         sent = [stages.zeros(v.aval) for v in eqn.invars[nc : nc + nk]]
         (sent, stored), _ = lax.scan(tick, (sent, empty), jnp.arange(stages.count, dtype=np.int32))
         outs = [*(stages.of_stage(x, last) for x in sent), *map(stages.joined, stored)]
+        outs = [jax.device_put(x, _HOST) if on_host(v) else x for x, v in zip(outs, eqn.outvars, strict=True)]
         return [with_weak_type(x, v.aval.weak_type) for x, v in zip(outs, eqn.outvars, strict=True)]
 
     return run

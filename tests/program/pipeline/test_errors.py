@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import meshpar as mp
 from meshpar.errors import MeshparError
@@ -38,11 +39,21 @@ def chained(params, x):
     return jax.lax.scan(one, params, x.reshape(4, -1, EMBED))[0]
 
 
+def offloading(h, w):
+    """A layer whose residual is in host memory."""
+    names = {"names_which_can_be_saved": [], "names_which_can_be_offloaded": ["h"]}
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        **names, offload_src="device", offload_dst="pinned_host"
+    )
+    return jax.checkpoint(lambda h, w: layer(checkpoint_name(jnp.sin(h), "h"), w), policy=policy)(h, w)
+
+
 CASES = {
     "layers that the stages do not divide": (accumulating(layer), "stage=3", "layers: stage", ["of size 8", "stage=3"], "6 or 9"),
     "rounds that do not divide": (accumulating(layer), "stage=2", "layers: stage*3", ["8 layers", "2 stages of 3"], "1, 2 or 4"),
     "microbatches in rounds": (accumulating(layer, 2), "stage=4", "layers: stage*2", ["2 microbatches"], "multiple of 4"),
     "a chain of microbatches": (chained, "stage=2", "layers: stage", ["iteration before"], "accumulate_gradients"),
+    "residuals in host memory": (accumulating(offloading), "stage=2", "layers: stage", ["float32<host>"], "saves in device memory"),
     "side effects": (accumulating(printing), "stage=2", "layers: stage", ["side effects"], "jax.debug.print"),
 }  # fmt: skip
 

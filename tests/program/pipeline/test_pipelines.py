@@ -365,3 +365,34 @@ def test_the_program_does_not_grow_with_the_microbatches(schedule):
         return sum(1 for _ in plan.program.root.walk())
 
     assert equations(8) == equations(64)
+
+
+def norms(w):
+    """A loop over the layers in which no layer needs another one."""
+    return jax.lax.scan(lambda _, a: (None, jnp.sqrt((a * a).sum())), None, w)[1]
+
+
+def host_norms(w):
+    """The same loop over a stack in host memory, with results in host memory."""
+    host, device = jax.memory.Space.Host, jax.memory.Space.Device
+    norm = lambda _, a: (None, jax.device_put(jnp.sqrt((jax.device_put(a, device) ** 2).sum(-1)), host))  # noqa: E731
+    return jax.device_put(jax.lax.scan(norm, None, jax.device_put(w * 1, host))[1], device)
+
+
+def host_carries(w):
+    """Carries between layers; the stack and the stacked results are in host memory."""
+    host, device = jax.memory.Space.Host, jax.memory.Space.Device
+    body = lambda c, a: (jnp.sin(c) + jax.device_put(a, device), jax.device_put(c, host))  # noqa: E731
+    return jax.device_put(jax.lax.scan(body, jnp.zeros_like(w[0]), jax.device_put(w * 1, host))[1], device)
+
+
+@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
+@pytest.mark.parametrize("mesh", ["stage=2", "stage=4"])
+@pytest.mark.parametrize("step", [norms, host_norms, host_carries])
+def test_loops_without_carries_and_in_host_memory(step, mesh, lowering):
+    """The numbers of layers and of stages differ, and so do the lengths of the loops over layers and ticks."""
+    w = arguments()[0]["up"]
+    sharded = mp.jit(
+        step, mesh=f"{mesh}, data=2", layout="layers: stage", dims={"w": "layers embed mlp"}, lowering=lowering
+    )
+    assert largest_difference(sharded(w), step(w)) <= 1e-12
