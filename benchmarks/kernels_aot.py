@@ -12,7 +12,8 @@ for a kernel, the count that the kernel declares. `rows`: rows that pass through
 for equal groups and for a multinomial load. With `--bundles`, `matrix unit`: cycles of the unit for the matmuls of the main inner
 loop over the instruction bundles of that loop. The cycles are assumed (see `matrix_unit_share`), not measured: above 100 % either
 the unit is the limit or the assumption is too high. `sent`: bytes of a device for each kind of collective (on tpu7x the kinds
-only); `hidden` means that every permute of a loop starts before the attention and ends after it.
+only); `hidden` means that every permute of a loop starts before the attention and ends after it. For a dense exchange: the
+compiler's estimate of the cycles of the fusions around it.
 
 Kernels. `ragged_dot` is XLA's op. `permute` and `combine` are given the row indices; `by plan` computes them too. `route` is
 given the logits, or computes them in the same program (`route with logits`). `gathered rows` is the forward matmul of M/8 tokens'
@@ -39,6 +40,9 @@ CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x
 EIGHT = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4", "tpu7x": "tpu7x:2x2x1"}
 ONE_CORE = ("v5p",)
 """Chips with two TensorCores, on which the fused matmuls, which multiply on one, do not run."""
+
+DENSE = ("all_to_all", "collective_permute")
+"""Kernels that are compared with XLA's collective ("native")."""
 
 TOKENS = 8192
 ENVIRONMENT = {
@@ -70,6 +74,7 @@ def cases() -> list[tuple[str, str]]:
         for kernel in ("ragged_all_to_all", "dispatch, combine", "dispatch, combine, padded")
     ]
     rows += [(kernel, "16MiB") for kernel in ("all_gather", "reduce_scatter")] + [("all_reduce_small", "1MiB")]
+    rows += [(f"{kernel}{form}", "16MiB") for kernel in DENSE for form in ("", " native")]
     strategies = ["ring", "ulysses", "gathered"]
     return rows + [(f"{s}{way}", shape) for shape in ATTENTION for s in strategies for way in ("", " backward")]
 
@@ -189,7 +194,7 @@ def build_shared(kernel: str, shape: str):
     """(function of one of 8 devices on axis "a", arguments with their sharded dims, sharded dim of the result, FLOPs)."""
     import jax.numpy as jnp
 
-    from meshpar_kernels import collective_matmul, collectives
+    from meshpar_kernels import collective_matmul, collectives, exchange
     from meshpar_kernels.shapes import FUSED, MODELS
 
     bf16, f32 = jnp.bfloat16, jnp.float32
@@ -222,6 +227,15 @@ def build_shared(kernel: str, shape: str):
             0,
             None,
         )
+    name, _, form = kernel.partition(" ")
+    if name in DENSE:
+        how = {"implementation": form or "pallas"}
+        ring = [(i, (i + 1) % 8) for i in range(8)]
+        functions = {
+            "all_to_all": lambda x: exchange.all_to_all(x, "a", **how),
+            "collective_permute": lambda x: exchange.collective_permute(x, "a", ring, **how),
+        }
+        return functions[name], [((8 * rows, 1024), f32, 0)], 0, None
     small = [((rows, 1024), f32, None)]
     return (lambda x: collectives.all_reduce_small(x, "a", implementation="pallas")), small, None, None
 
@@ -256,6 +270,7 @@ def build_exchange(kernel: str, model: str):
 def shared_kernels() -> set[str]:
     """The kernels that communicate with other devices."""
     fused = {"all_gather_matmul", "matmul_reduce_scatter", "all_gather", "reduce_scatter", "all_reduce_small"}
+    fused |= {f"{kernel}{form}" for kernel in DENSE for form in ("", " native")}
     return fused | {"ragged_all_to_all", "dispatch, combine", "dispatch, combine, padded"}
 
 
@@ -285,9 +300,15 @@ def compile_shared(kernel: str, shape: str, chip: str) -> dict:
     return {
         "temp": compiled.memory_analysis().temp_size_in_bytes,
         "flops": counted / flops if counted and flops else None,
+        "cycles": estimated_cycles(text),
         "exchanged": re.findall(r"= \(?(\w+)\[[^=]* all-to-all(?:-start)?\(", text),
         "copied": re.findall(r"= (\w+\[[\d,]*\])\S* copy\(", text),
     }
+
+
+def estimated_cycles(text: str) -> int:
+    """The compiler's estimate of the cycles of a program's fusions; it has none for collectives and Pallas kernels."""
+    return sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', text)))
 
 
 def compile_one(kernel: str, shape: str, chip: str) -> dict:
@@ -445,6 +466,7 @@ def main() -> None:
             flops = "" if facts["flops"] is None else f"{facts['flops']:.2f}"
             rows = executed(shape) if shape in MATMULS and "ragged" not in kernel else ""
             sent = ", ".join(f"{op} {facts['sent'][op] / 1e9:.2f} GB" for op in facts.get("ops", []))
+            sent += f"{facts['cycles']} cycles around it" if kernel.split()[0] in DENSE else ""
             sent += "; hidden" if facts.get("hidden") and all(facts["hidden"]) else ""
             loops = []
             for loop in facts.get("loops", []):

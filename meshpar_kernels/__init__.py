@@ -19,6 +19,8 @@ from meshpar_kernels.dispatch import Dispatch as Dispatch
 from meshpar_kernels.dispatch import expert_combine as expert_combine
 from meshpar_kernels.dispatch import expert_dispatch as expert_dispatch
 from meshpar_kernels.dispatch import ragged_all_to_all as ragged_all_to_all
+from meshpar_kernels.exchange import all_to_all as all_to_all
+from meshpar_kernels.exchange import collective_permute as collective_permute
 from meshpar_kernels.grouped_matmul import grouped_matmul as grouped_matmul
 from meshpar_kernels.grouped_matmul import grouped_matmul_transpose as grouped_matmul_transpose
 from meshpar_kernels.routing import RoutePlan as RoutePlan

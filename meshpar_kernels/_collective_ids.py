@@ -20,6 +20,8 @@ _KERNELS = (
     "all_gather_matmul",
     "matmul_reduce_scatter",
     "ragged_all_to_all",
+    "all_to_all",
+    "collective_permute",
 )
 
 MESH_AXES = 6

@@ -17,7 +17,7 @@ from jax import lax
 from meshpar_kernels import _compat
 from meshpar_kernels.collectives.table import Table, Transfer
 
-__all__ = ["Window", "rank_of", "run", "window"]
+__all__ = ["Window", "in_mesh_order", "rank_of", "run", "window"]
 
 
 def rank_of(axes: Sequence[str]) -> jax.Array:
@@ -28,7 +28,7 @@ def rank_of(axes: Sequence[str]) -> jax.Array:
     return rank
 
 
-def _in_mesh_order(axes: Sequence[str]) -> tuple[tuple[str, ...], list[int]]:
+def in_mesh_order(axes: Sequence[str]) -> tuple[tuple[str, ...], list[int]]:
     """(the axes in the order of the mesh, each rank's index in that order). JAX numbers the ends of a `ppermute` in
     mesh order, whatever the order of the names."""
     names = tuple(a for a in jax.sharding.get_abstract_mesh().axis_names if a in axes)
@@ -152,7 +152,7 @@ def run(table: Table, buffer: jax.Array, axes: Sequence[str]) -> jax.Array:
     dims = len(shape)
     rest = buffer.shape[1:]
     rank = rank_of(axes)
-    names, number = _in_mesh_order(axes)
+    names, number = in_mesh_order(axes)
     (buffer,) = _compat.varying_over(axes, buffer.reshape(*shape, *rest))
     passed_on = _passed_on(table)
     saved: dict[tuple[int, int], jax.Array] = {}

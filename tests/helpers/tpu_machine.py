@@ -29,10 +29,11 @@ from meshpar_kernels.collective_matmul import tpu_gather, tpu_scatter
 from meshpar_kernels.collectives import ppermute, ring_tpu
 from meshpar_kernels.collectives import tpu as small
 from meshpar_kernels.dispatch import tpu as exchange
+from meshpar_kernels.exchange import tpu as dense
 
 __all__ = ["Tpus"]
 
-KERNEL_MODULES = [small, ring_tpu, exchange, fused, tpu_gather, tpu_scatter, ppermute]
+KERNEL_MODULES = [small, ring_tpu, exchange, dense, fused, tpu_gather, tpu_scatter, ppermute]
 
 
 class _Semaphores:

@@ -19,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 from meshpar_kernels import (
     all_gather_matmul,
     all_reduce_small,
+    all_to_all,
+    collective_permute,
     grouped_matmul,
     grouped_matmul_transpose,
     reduce_scatter,
@@ -109,6 +111,16 @@ def collectives(mesh):
         call = jax.shard_map(lambda x: reduce_scatter(x, "a", implementation="pallas"), mesh=mesh, **specs)
         x = jax.ShapeDtypeStruct((8192, 8192), dtype, sharding=replicated)
         yield f"reduce_scatter {dtype.__name__}", call, (x,)
+    shift = [(i, i + 1) for i in range(len(mesh.devices) - 1)]
+    for shape in [(len(mesh.devices), 3), (4 * len(mesh.devices), 5, 256), (8 * len(mesh.devices), 1)]:
+        for dtype in (F32, BF16, jnp.int8, jnp.uint32, jnp.float8_e4m3fn):
+            x = jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)
+            call = jax.shard_map(lambda x: all_to_all(x, "a", implementation="pallas"), mesh=mesh, **specs)
+            yield f"all_to_all {shape} {x.dtype}", call, (x,)
+            call = jax.shard_map(
+                lambda x: collective_permute(x, "a", shift, implementation="pallas"), mesh=mesh, **specs
+            )
+            yield f"collective_permute {shape} {x.dtype}", call, (x,)
     call = jax.shard_map(lambda x: all_gather_matmul(x, x.T, "a", implementation="pallas_tpu"), mesh=mesh, **specs)
     yield "all_gather_matmul", call, (jax.ShapeDtypeStruct((1024, 1024), BF16, sharding=replicated),)
 

@@ -171,6 +171,24 @@ def test_rings_and_the_small_all_reduce_compile(chip):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+def test_dense_exchanges_copy_from_hbm_to_hbm(chip):
+    """Memory and copies as with XLA's collective: of the program's result alone; next to no work around the kernel."""
+    for kernel in ("all_to_all", "collective_permute"):
+        facts, native = compiled(chip, "16MiB", kernel, f"{kernel} native")
+        assert facts["temp"] == native["temp"] <= 16 << 20
+        assert facts["copied"] == native["copied"] == ["f32[4096,1024]"]
+        assert facts["cycles"] < 5000  # a permute looks up its target
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+def test_dense_all_to_all_starts_all_sends_before_the_first_wait(chip):
+    _, order = scheduled(chip, "16MiB", "all_to_all")
+    assert order == ["send", "wait"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("chip", [*CHIPS, "v5e:16x16"])
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "deepseek-v3"])
 def test_rows_go_straight_to_their_experts(model, chip):

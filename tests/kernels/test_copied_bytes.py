@@ -126,6 +126,8 @@ REMOTE = {
     "all_gather": lambda: tpu_runs.ring("all_gather", sizes=(2, 3)),
     "reduce_scatter": lambda: tpu_runs.ring("reduce_scatter", sizes=(4,)),
     "all_reduce_small": lambda: tpu_runs.all_reduce(sizes=(3,)),
+    "all_to_all": lambda: tpu_runs.all_to_all(sizes=(2, 3)),
+    "collective_permute": lambda: tpu_runs.permute(pairs=[(0, 1), (1, 2), (2, 0)]),
     "all_gather_matmul": lambda: tpu_runs.gather(sizes=(4,)),
     "matmul_reduce_scatter": lambda: tpu_runs.scatter(sizes=(4,)),
 }

@@ -29,7 +29,7 @@ import json, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from meshpar_kernels import expert_combine, expert_dispatch, ragged_all_to_all
+from meshpar_kernels import all_to_all, collective_permute, expert_combine, expert_dispatch, ragged_all_to_all
 
 config, what = open(sys.argv[1]).read(), sys.argv[2]
 devices = topologies.get_topology_desc("", platform="cuda", target_config=config, topology="1x1x8").devices
@@ -44,6 +44,12 @@ def experts(x, expert):
     buffer, d = expert_dispatch(x, expert, experts=64, axis_name=axes, rows=512, exchange="pallas")
     return expert_combine(buffer * 2, d)
 
+def blocks(x):
+    return all_to_all(x, axes, split_axis=1, concat_axis=0, implementation="pallas")
+
+def shift(x):
+    return collective_permute(x, axes, [(i, i + 1) for i in range(7)], implementation="pallas")
+
 def struct(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=split)
 
@@ -51,6 +57,8 @@ i32 = jnp.int32
 function, structs = {
     "rows": (rows, [struct(8 * 2048, 7168), struct(8 * 4096, 7168), *[struct(64, dtype=i32)] * 4]),
     "experts": (experts, [struct(8 * 1024, 4096), struct(8 * 1024, 4, dtype=i32)]),
+    "blocks": (blocks, [struct(8 * 1024, 8 * 1000)]),
+    "shift": (shift, [struct(8 * 1024, 1000, dtype=jnp.int8)]),
 }[what]
 with jax.default_device(devices[0]):
     mapped = jax.shard_map(function, mesh=mesh, in_specs=P(axes), out_specs=P(axes))
@@ -60,10 +68,12 @@ print(json.dumps({"calls": compiled.as_text().count("mosaic_gpu")}))
 
 
 @needs_cuda
-@pytest.mark.parametrize("what", ["rows", pytest.param("experts", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "what", ["rows", *(pytest.param(w, marks=pytest.mark.slow) for w in ("experts", "blocks", "shift"))]
+)
 @pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
 def test_it_compiles_for_8_gpus_and_spills_nothing(gpu, target, what):
-    """DeepSeek-V3's rows to 8 devices; there and back over two mesh axes."""
+    """DeepSeek-V3's rows to 8 devices; over two mesh axes: experts' rows there and back, and the dense exchanges."""
     config = ROOT / "meshpar" / "hardware" / "targets" / f"{gpu.TARGETS[target]}.txtpb"
     environment = gpu.compile_environment() | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     command = [sys.executable, "-c", PROGRAM, str(config), what]

@@ -44,6 +44,22 @@ TABLES = {
         "_kernel: copy_rows(total(1), lambda ahead, length: like(ahead, length).wait_send())": (EARLY, "all rows have left"),
         "_kernel: pltpu.make_async_copy(chunk, chunk, copy_sem).wait()": (EARLY, "the rows that stay are there"),
     },
+    "exchange.tpu": {
+        "_group_barrier: pl.semaphore_signal(barrier, 1, device_id=coordinates(peer, axes, sizes))":
+            ("hang", "to all devices: this device is in the kernel"),
+        "_group_barrier: pl.semaphore_wait(barrier, devices - 1)": (EARLY, "all devices are in the kernel"),
+        "_all_to_all_kernel: own.start()": ("hang", "the block that remains"),
+        "_all_to_all_kernel: own.wait()": (EARLY, "it is in the result"),
+        "_all_to_all_kernel: send(k).start()": ("hang", "sends a block to a peer"),
+        "_all_to_all_kernel: send(k).wait_recv()": (EARLY, "a peer's block was received"),
+        "_all_to_all_kernel: send(k).wait_send()": (EARLY, "a peer has its block"),
+        "_permute_kernel: pl.when(target == rank)(lambda: own.start())": ("hang", "the array that remains"),
+        "_permute_kernel: pl.when(target == rank)(lambda: own.wait())": (EARLY, "it is in the result"),
+        "_permute_kernel: pl.when(sends)(lambda: copy(target).start())": ("hang", "sends the array to its target"),
+        "_permute_kernel: pl.when((source >= 0) & (source != rank))(lambda: copy(source).wait_recv())":
+            (EARLY, "the source's array was received"),
+        "_permute_kernel: pl.when(sends)(lambda: copy(target).wait_send())": (EARLY, "the target has the array"),
+    },
     "collective_matmul.tpu": {
         "Ring: pl.semaphore_signal(": ("hang", "to a channel's sender: this buffer of the channel is free"),
     },
@@ -114,6 +130,13 @@ def test_in_every_order_of_events_the_result_is_right(name):
 def test_rings_over_other_meshes(kind, sizes):
     for order in SCHEDULES[::20]:
         tpu_runs.ring(kind, order, sizes=sizes)
+
+
+@pytest.mark.parametrize("pairs", [[(0, 1), (1, 2), (2, 0)], [(2, 0)], [(1, 1)], []])
+def test_permutes_with_other_pairs(pairs):
+    for order in SCHEDULES[::20]:
+        tpu_runs.permute(order, pairs=pairs)
+        tpu_runs.all_to_all(order, sizes=(2, 2))
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4, 5])

@@ -19,6 +19,7 @@ from meshpar_kernels.collectives import tpu as small
 from meshpar_kernels.collectives.table import table_of
 from meshpar_kernels.dispatch import tpu as exchange
 from meshpar_kernels.dispatch.runs import Runs
+from meshpar_kernels.exchange import tpu as dense
 
 AXES = "abc"
 
@@ -88,6 +89,31 @@ def ragged(
     return tpus.machine
 
 
+def all_to_all(schedule: Schedule = PLAIN, dropped: str | None = None, *, sizes: tuple[int, ...] = (3,)) -> Machine:
+    """The dense `all_to_all`."""
+    axes, devices = tuple(AXES[: len(sizes)]), math.prod(sizes)
+    x = draw(0, devices, devices, 4, 128, dtype=F32)
+    tpus = Tpus(sizes, axes, schedule, dropped)
+    found = tpus.run(lambda r: dense.all_to_all(x[r], axes, sizes))
+    for rank, (out, *_) in enumerate(found):
+        same(out, x[:, rank], f"all_to_all on device {rank}")
+    return tpus.machine
+
+
+def permute(
+    schedule: Schedule = PLAIN, dropped: str | None = None, *, pairs: Any = ((0, 1), (1, 0), (2, 2))
+) -> Machine:  # fmt: skip
+    """`collective_permute` of three devices."""
+    x = draw(0, 3, 4, 128, dtype=F32)
+    tpus = Tpus((3,), "a", schedule, dropped)
+    found = tpus.run(lambda r: dense.collective_permute(x[r], ("a",), (3,), pairs))
+    source = {t: s for s, t in pairs}
+    for rank, (out, *_) in enumerate(found):
+        want = x[source[rank]] if rank in source else np.zeros_like(x[0])
+        same(out, want, f"collective_permute on device {rank}")
+    return tpus.machine
+
+
 def gather(
     schedule: Schedule = PLAIN, dropped: str | None = None, *, sizes: tuple[int, ...] = (6,), keep: bool = False
 ) -> Machine:
@@ -129,9 +155,11 @@ def kernels() -> dict[str, Callable[..., Machine]]:
         "reduce_scatter": functools.partial(ring, "reduce_scatter", sizes=(8,)),
         "all_reduce_small": all_reduce,
         "ragged_all_to_all": ragged,
+        "all_to_all": all_to_all,
+        "collective_permute": permute,
         "all_gather_matmul": gather,
         "matmul_reduce_scatter": scatter,
     }
 
 
-__all__ = ["F16", "F32", "all_reduce", "gather", "kernels", "ragged", "ring", "scatter"]
+__all__ = ["F16", "F32", "all_reduce", "all_to_all", "gather", "kernels", "permute", "ragged", "ring", "scatter"]

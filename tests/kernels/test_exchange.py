@@ -1,0 +1,153 @@
+"""Dense all-to-all and collective-permute on CPU devices, against NumPy: values, gradients, and invalid arguments."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from meshpar_kernels import _compat, all_to_all, collective_permute, ragged_all_to_all
+from meshpar_kernels.exchange import gpu
+from meshpar_kernels.exchange.tpu import unsupported
+
+RNG = np.random.default_rng(3)
+PAIRS = [(0, 3), (3, 1), (5, 5), (7, 0)]
+
+
+def mesh_of(*sizes):
+    names = tuple("abc"[: len(sizes)])
+    return jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
+
+
+def on_devices(function, mesh, x, order=None):
+    """`function` of x[rank] on every device; ranks are row-major in `order`."""
+    spec = P(order or mesh.axis_names)
+    mapped = jax.shard_map(lambda v: function(v[0])[None], mesh=mesh, in_specs=spec, out_specs=spec)
+    return np.asarray(jax.jit(mapped)(jnp.asarray(x)))
+
+
+def exchanged(x, split, concat):
+    """`all_to_all` of x [devices, …] in NumPy."""
+    blocks = [np.array_split(v, len(x), split) for v in x]
+    return np.stack([np.concatenate([b[r] for b in blocks], concat) for r in range(len(x))])
+
+
+@pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
+@pytest.mark.parametrize(("split", "concat"), [(0, 0), (1, 0), (0, 2), (-1, 1)])
+def test_all_to_all_sends_block_i_to_device_i(split, concat, order):
+    x = RNG.normal(size=(8, 16, 8, 24)).astype(np.float32)
+    got = on_devices(lambda v: all_to_all(v, order, split_axis=split, concat_axis=concat), mesh_of(4, 2), x, order)
+    np.testing.assert_array_equal(got, exchanged(x, split, concat))
+
+
+@pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
+def test_collective_permute_sends_to_targets_and_gives_zeros_elsewhere(order):
+    x = RNG.normal(size=(8, 3, 5)).astype(np.float32)
+    want = np.zeros_like(x)
+    for s, t in PAIRS:
+        want[t] = x[s]
+    got = on_devices(lambda v: collective_permute(v, order, PAIRS), mesh_of(4, 2), x, order)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_gradients_are_the_reverse_exchanges():
+    x, c = RNG.normal(size=(2, 8, 16, 3)).astype(np.float32)
+    mesh, spec = mesh_of(8), P("a")
+
+    def pull(function):
+        def one(v, c):
+            return jax.vjp(function, v[0])[1](c[0])[0][None]
+
+        return np.asarray(jax.shard_map(one, mesh=mesh, in_specs=(spec, spec), out_specs=spec)(x, c))
+
+    def swapped(v):
+        return all_to_all(v.reshape(8, 2, 3), "a", split_axis=0, concat_axis=1).reshape(16, 3)
+
+    def blocks(of):  # [device, block, 2, 3] → [device, 1, 16, 3] by concatenation along the second dim
+        return of.reshape(8, 16, 3)
+
+    cotangent = blocks(np.moveaxis(c.reshape(8, 8, 2, 3), 0, 1))  # of the receiver's block, at its sender
+    np.testing.assert_array_equal(pull(swapped), cotangent)
+    want = np.zeros_like(c)
+    for s, t in PAIRS:
+        want[s] = c[t]
+    np.testing.assert_array_equal(pull(lambda v: collective_permute(v, "a", PAIRS)), want)
+
+
+def test_one_device_keeps_its_array():
+    x = RNG.normal(size=(1, 4, 6)).astype(np.float32)
+    got = on_devices(lambda v: all_to_all(v, "a", split_axis=1, concat_axis=0), mesh_of(1), x)
+    np.testing.assert_array_equal(got, x)
+    for pairs, want in (([(0, 0)], x), ([], 0 * x)):
+        got = on_devices(lambda v, p=pairs: collective_permute(v, "a", p), mesh_of(1), x)
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda v: all_to_all(v, "a", split_axis=2), "split_axis=2, and x.* has no such dimension"),
+        (lambda v: all_to_all(v, "a", split_axis=1), "dimension 1 of x.* is no multiple of the 8 devices of a; pad it"),
+        (lambda v: all_to_all(v, ("a", "a")), "one mesh axis or several different ones"),
+        (lambda v: all_to_all(v, "a", implementation="ring"), "no implementation 'ring'"),
+        (lambda v: collective_permute(v, "a", [(0, 8)]), "target 8 is no rank of 8 devices; ranks are 0 to 7"),
+        (lambda v: collective_permute(v, "a", [(0, 1), (0, 2)]), "rank 0 is a source 2 times; each rank may be a source once"),
+        (lambda v: collective_permute(v, "a", [(0, 1), (2, 1)]), "rank 1 is a target 2 times"),
+    ],
+)  # fmt: skip
+def test_invalid_arguments_are_errors(call, says):
+    with pytest.raises(ValueError, match=says):
+        on_devices(call, mesh_of(8), np.zeros((8, 8, 5), np.float32))
+
+
+def test_sharded_operands_outside_of_shard_map_are_refused():
+    x = jax.device_put(jnp.zeros((8, 8)), jax.NamedSharding(mesh_of(8), P("a")))
+    with pytest.raises(ValueError, match=r"all_to_all: x\[8, 8\] is sharded"):
+        all_to_all(x, "a")
+
+
+def test_kernels_refuse_booleans():
+    mesh = jax.sharding.AbstractMesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert "x is bool; the kernel takes dtypes of 1, 2 and 4 bytes" in unsupported(np.bool_, ("a",), (8,))[0]
+        assert unsupported(jnp.int8, ("a",), (8,)) == ()
+        assert "x is float16" in unsupported(jnp.float16, ("a",), (8,))[0]
+    pytest.importorskip("absl")
+    assert "x is float64" in gpu.unsupported(np.float64, ("a",), (8,))[0]
+    assert "16 devices: NVLink joins at most 8" in gpu.unsupported(np.float32, ("a",), (16,))[0]
+
+
+def test_runs_of_the_gpu_kernel(monkeypatch):
+    """The kernel replaced by the padded exchange, which sends the same runs."""
+
+    def send(operand, units, rows, runs, axes, sizes):
+        flat = operand.reshape(len(operand), -1)
+        zeros = _compat.same_varying(jnp.zeros((units, flat.shape[1]), flat.dtype), flat)[0]
+        out, dropped = ragged_all_to_all(
+            flat, zeros, runs.start, runs.size, runs.target, runs.recv_size * 0, axis_name=axes, rows=units
+        )
+        del dropped
+        return out.reshape(units, *operand.shape[1:])
+
+    monkeypatch.setattr(gpu.gpu, "send", send)
+    x = RNG.integers(-99, 99, (8, 16, 5)).astype(np.int8)
+    mesh, order = mesh_of(4, 2), ("b", "a")
+    got = on_devices(lambda v: gpu.all_to_all(v.reshape(8, 2, 5), order, (2, 4)).reshape(16, 5), mesh, x, order)
+    np.testing.assert_array_equal(got, exchanged(x, 0, 0))
+    got = on_devices(lambda v: gpu.collective_permute(v, order, (2, 4), PAIRS), mesh, x, order)
+    want = np.zeros_like(x)
+    for s, t in PAIRS:
+        want[t] = x[s]
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32", "float8_e4m3fn"])
+@pytest.mark.parametrize("elements", [5, 128, 640, 70_000])
+def test_bytes_in_rows_for_the_copy_engine_are_restored(dtype, elements):
+    """Rows of at most 16 KiB, padded by at most a sixteenth and the last row of a block."""
+    x = jnp.asarray(RNG.integers(-99, 99, (3, elements)), dtype)
+    rows = gpu._as_rows(x)
+    np.testing.assert_array_equal(gpu._as_blocks(rows, x.shape, x.dtype).astype(np.float32), x.astype(np.float32))
+    assert rows.shape[2] % 128 == 0
+    assert rows.shape[2] * 4 <= gpu.ROW_BYTES
+    assert rows.nbytes <= x.nbytes * 17 / 16 + 3 * 512
