@@ -45,6 +45,13 @@ def mesh() -> jax.sharding.Mesh:
     return mp.mesh("data=4, model=2")
 
 
+@pytest.fixture
+def x64():
+    """A test in float64."""
+    with jax.enable_x64(True):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def same_draws(request):
     """A test draws the same numbers whichever tests ran before it."""

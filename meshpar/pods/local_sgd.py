@@ -27,6 +27,7 @@ from ..errors import AxisConflictError, DivisibilityError, MeshError, Unsupporte
 from ..flax import flatten_named
 from ..global_arrays import is_key
 from ..layout import Layout, Rule
+from ..replicas.trees import wide
 from .names import by_name, flat, nested
 
 REPLICA = "replica"
@@ -58,7 +59,7 @@ class LocalSgd:
           over: the mesh axis with one replica per index.
           every: number of inner steps between two outer steps.
           outer: the outer optimizer, applied to the mean change of the parameters.
-          exchange: makes one change of the replicas' changes [replica, …]; None: the mean in float32.
+          exchange: makes one change of the replicas' changes [replica, …]; None: the mean.
           fragments: the number of parts of the parameters, of which each has its own outer step.
           blend: weight of the outer parameters in those from which replicas continue.
           jit, init: ``meshpar.jit`` and ``meshpar.init``, passed in because this module cannot import them.
@@ -324,7 +325,7 @@ class LocalSgd:
             states = {"outer": outer} if self.exchange is None else {"outer": outer, "exchange": exchange}
             own = {name: state if self.fragments == 1 else state[fragment] for name, state in states.items()}
             if self.exchange is None:
-                moved = {p: x - replicas[p].mean(0, dtype=jnp.float32).astype(x.dtype) for p, x in began.items()}
+                moved = {p: x - wide(replicas[p]).mean(0).astype(x.dtype) for p, x in began.items()}
             else:
                 changes = nested({p: x - replicas[p] for p, x in began.items()})
                 mean: Any

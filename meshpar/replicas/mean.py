@@ -18,6 +18,7 @@ from .trees import (
     live_weights,
     per_replica,
     weighted_mean,
+    wide,
     zeros_for,
 )
 
@@ -33,7 +34,7 @@ def mean(
     Args:
       weight: one weight per replica, at least 0; None: all 1. ``update(..., weight=)`` overrides it. If all are 0, a concrete
         array raises an error, and the updates of a traced one are NaN.
-      dtype: floating-point type in which the sum is sent; None: float32.
+      dtype: floating-point type in which the sum is sent; None: float32, or float64 for updates in it.
       replicas: number of replicas, if their parameters are shared and have no replica dim; None: parameters have it first.
       dim: name of the replica dim.
 
@@ -126,7 +127,7 @@ def coded(
 
         def one(x: jax.Array, error: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
             """An update and its error → the decoded mean, the next error."""
-            total = x.astype(jnp.float32) if error is None else x.astype(jnp.float32) + error
+            total = wide(x) if error is None else wide(x) + error
             codes = codec.encode(total)
             mean = weighted_mean(codec.decode(gathered(codes, dim), x.shape), every_weight)
             if error is not None:

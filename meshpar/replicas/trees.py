@@ -132,16 +132,21 @@ def per_replica(weights: jax.Array, x: jax.Array) -> jax.Array:
     return weights.reshape(-1, *(1,) * (x.ndim - 1))
 
 
+def wide(x: jax.Array) -> jax.Array:
+    """``x`` in float32, or in float64 if it is."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 def live_only(x: jax.Array, weights: jax.Array) -> jax.Array:
-    """``x`` [replica, ...] in float32, with zeros in replicas of weight 0."""
-    return jnp.where(per_replica(weights, x) > 0, x.astype(jnp.float32), 0.0)
+    """``x`` [replica, ...] as :func:`wide`, with zeros in replicas of weight 0."""
+    return jnp.where(per_replica(weights, x) > 0, wide(x), 0.0)
 
 
 def weighted_mean(x: jax.Array, weights: jax.Array, dtype: Any = None) -> jax.Array:
-    """``Σ_r w_r x_r / Σ_r w_r`` in float32, for ``x`` [replica, ...]; the sum over devices is in ``dtype``."""
+    """``Σ_r w_r x_r / Σ_r w_r`` as :func:`wide`, for ``x`` [replica, ...]; the sum over devices is in ``dtype``."""
     total = (live_only(x, weights) * per_replica(weights, x)).sum(0)
     if dtype is not None:
-        total = reduce_in(total, dtype).astype(jnp.float32)
+        total = wide(reduce_in(total, dtype))
     return total / weights.sum()
 
 

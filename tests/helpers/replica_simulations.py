@@ -61,7 +61,7 @@ def coded_mean(gradients, errors, code, weights, feedback=True):
         if w == 0:
             next_errors.append(e)
             continue
-        a = np.float32(g) + np.float32(e) if feedback else np.float32(g)
+        a = g + e if feedback else g
         sent = CODES[code](a)
         total = total + w * sent
         next_errors.append(a - sent)

@@ -13,7 +13,10 @@ W = (64, 128)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
-@pytest.mark.parametrize(("lowering", "layout"), [("shard_map", "embed: data"), ("jit", "mlp: data")])
+@pytest.mark.parametrize("layout", ["embed: data", "mlp: data"])
+@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
+@pytest.mark.usefixtures("x64")
+@pytest.mark.fast_cases(4)
 def test_adam_with_rounded_moments_equals_the_simulation(dtype, lowering, layout):
     tx = mp.low_bits(optax.adam(1e-2, b1=0.9, b2=0.99), dtype)
 
@@ -24,16 +27,13 @@ def test_adam_with_rounded_moments_equals_the_simulation(dtype, lowering, layout
     run = mp.jit(step, mesh=mp.mesh("data=4, model=2"), layout=layout, dims={"[wg]": "embed mlp"}, lowering=lowering)
     rng = np.random.default_rng(0)
     w = jnp.zeros(W)
-    state, m, v = tx.init(w), np.zeros(W), np.zeros(W)
+    state, want, m, v = tx.init(w), np.zeros(W), np.zeros(W), np.zeros(W)
     for n in range(1, 4):
-        g = (rng.normal(size=W) * np.exp(rng.normal(size=W))).astype(np.float32)
-        before, (w, state) = np.asarray(w), run(w, g, state)
-        m, v = (
-            np.float32(0.9) * np.float32(m) + np.float32(0.1) * g,
-            np.float32(0.99) * np.float32(v) + np.float32(0.01) * g * g,
-        )
-        want = before - 1e-2 * (m / (1 - 0.9**n)) / (np.sqrt(v / (1 - 0.99**n)) + 1e-8)
-        np.testing.assert_allclose(w, want, rtol=1e-5, atol=1e-6)
+        g = rng.normal(size=W) * np.exp(rng.normal(size=W))
+        w, state = run(w, g, state)
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+        want = want - 1e-2 * (m / (1 - 0.9**n)) / (np.sqrt(v / (1 - 0.99**n)) + 1e-8)
+        np.testing.assert_allclose(w, want, rtol=1e-6, atol=1e-6)
         m, v = simulations.eight_bits(m, dtype, 32), simulations.eight_bits(v, dtype, 32, root=True)
 
 
