@@ -101,6 +101,8 @@ def one_trace_context() -> AbstractContextManager[Any]:
 
 
 PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+FRAMEWORKS = tuple(f"{name}{os.sep}" for name in ("flax", "equinox", "haiku"))
+"""Packages of layers, whose lines do not tell one use of a layer from another."""
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 OURS = tuple(_PACKAGE + end for end in (os.sep, f"_kernels{os.sep}"))
 
@@ -117,6 +119,26 @@ def source_line(eqn: Any, libraries: bool = True) -> str:
     file, line, function = frame
     name = os.path.relpath(file) if file.startswith(os.getcwd()) else file
     return f"{name}:{line} ({function})"
+
+
+def package_line(eqn: Any) -> str:
+    """``transformers/models/vit/modeling_flax_vit.py:192 (__call__)`` of the line of an installed package that made an equation.
+
+    It is the innermost line outside JAX, :data:`FRAMEWORKS` and meshpar. "" if that is the user's own line.
+    """
+    return _package_line(eqn.source_info.traceback)
+
+
+@functools.lru_cache(2**13)
+def _package_line(traceback: Any) -> str:
+    for f in source_info_util.user_frames(traceback):
+        package = next((f.file_name.rpartition(p)[2] for p in PACKAGES if p in f.file_name), None)
+        if package is None:
+            if not f.file_name.startswith((*OURS, sysconfig.get_path("stdlib"))):
+                return ""
+        elif not package.startswith(FRAMEWORKS):
+            return f"{package}:{f.start_line} ({f.function_name.rsplit('.', 1)[-1]})"
+    return ""
 
 
 def has_user_line(eqn: Any) -> bool:

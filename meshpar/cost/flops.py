@@ -149,7 +149,7 @@ def _model_flops(program: Program) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RedundantMatmul:
-    """The matmuls of one source line that several devices compute redundantly.
+    """The matmuls of one source line, or of one part of all layers, that several devices compute redundantly.
 
     Attributes:
       name: the primitive.
@@ -158,7 +158,7 @@ class RedundantMatmul:
       dims: names of the operands' dims.
       flops: of these matmuls, of one device in a step.
       share: the redundant part of the FLOPs of all matmuls, in [0, 1].
-      source: the user's line.
+      source: the user's line, and the part of the model.
       fix: a change of the layout that splits them.
     """
 
@@ -189,7 +189,7 @@ def redundant_matmuls_despite_layout(plan: Plan) -> list[RedundantMatmul]:
 
 @cached_on_plan
 def redundant_matmuls(plan: Plan) -> list[RedundantMatmul]:
-    """The matmuls that are replicated over some mesh axis, one entry for each line and set of axes, largest share first."""
+    """The matmuls that are replicated over some mesh axis, one entry for each line, part of all layers, and set of axes, largest share first."""
     total = 0.0
     found: dict[tuple[str, tuple[str, ...], str], list[Any]] = {}
     for step, count in plan.body.walk():
@@ -205,7 +205,7 @@ def redundant_matmuls(plan: Plan) -> list[RedundantMatmul]:
         used = {a for got in step.axes for a in got}
         idle = tuple(a for a, n in plan.sizes.items() if n > 1 and a not in used)
         if idle:
-            entry = found.setdefault((step.op.name, idle, step.op.source), [0.0, {}])
+            entry = found.setdefault((step.op.name, idle, step.op.location_of_layers), [0.0, {}])
             entry[0] += flops
             for v in step.op.ins:
                 for i, dim in enumerate(() if v is None else plan.program.dims(v)):

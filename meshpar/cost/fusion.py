@@ -148,7 +148,7 @@ class Kernel:
 
     @property
     def source(self) -> str:
-        """The user's line, ``file.py:12 (function)``."""
+        """The user's line, and the part of the model (:attr:`Op.location`)."""
         return line_of(self.op)
 
     @property
@@ -340,5 +340,5 @@ def window_bytes(node: Kernel) -> float:
 
 
 def line_of(op: Op | None) -> str:
-    """The user's line of an op, if there is one."""
-    return "" if op is None else op.source
+    """The user's line of an op and the part of the model (:attr:`Op.location`), if there is one."""
+    return "" if op is None else op.location

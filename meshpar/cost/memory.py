@@ -55,7 +55,7 @@ class Memory:
 
     @property
     def peak_source(self) -> str:
-        """The user's line of the kernel at the peak, ``file.py:12 (function)``."""
+        """The user's line of the kernel at the peak, and the part of the model (:attr:`Op.location`)."""
         return "" if self.at is None else self.at.source
 
     @property

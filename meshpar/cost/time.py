@@ -44,7 +44,7 @@ class OpTime:
 
     @property
     def source(self) -> str:
-        """The user's line, ``file.py:12 (function)``."""
+        """The user's line, and the part of the model (:attr:`Op.location`)."""
         return line_of(self.origin)
 
     def to_dict(self) -> dict[str, Any]:

@@ -436,7 +436,7 @@ class AxisAssignment:
             choices = (
                 (*start[:k], i, *start[k + 1 :]) for k, who in enumerate(contested.values()) for i in (*who, None)
             )
-            note = f"{op.name} at {op.source}: of {every} ways to split it, only those that differ in one axis were compared"
+            note = f"{op.name} at {op.location_of_layers}: of {every} ways to split it, only those that differ in one axis were compared"
             if note not in self.notes:
                 self.notes.append(note)
         best, least = first, cost(first)

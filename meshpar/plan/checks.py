@@ -174,7 +174,7 @@ def check_opaque(op: Op, specs: Sequence[Spec | None], program: Program, assignm
                 dim=dim,
                 axis="+".join(axes),
                 rule=assignment.rule_text(names, axes[0]),
-                source=op.source,
+                source=op.location,
                 fixes=[
                     "declare which dims may be split, on the function around it: "
                     '@mp.kernel_rule("tokens embed, embed mlp -> tokens mlp")',
@@ -191,7 +191,7 @@ def check_manual_axes(op: Op, sizes: Mapping[str, int]) -> None:
             raise UnknownAxisError(
                 f"this shard_map runs over axis `{axis}`, which the mesh does not have",
                 axis=axis,
-                source=op.source,
+                source=op.location,
                 fixes=[
                     *did_you_mean(axis, sizes, "axes"),
                     f"plan on a mesh with `{axis}={mesh.shape[axis]}`",
@@ -201,13 +201,13 @@ def check_manual_axes(op: Op, sizes: Mapping[str, int]) -> None:
             raise MeshError(
                 f"this shard_map runs over `{axis}={mesh.shape[axis]}`, and the mesh has `{axis}={sizes[axis]}`",
                 axis=axis,
-                source=op.source,
+                source=op.location,
                 fixes=["make both from one mesh"],
             )
     if [a for a in mesh.axis_names if a in sizes] != [a for a in sizes if a in mesh.axis_names]:
         raise MeshError(
             f"this shard_map has the axes in the order {', '.join(mesh.axis_names)}, and the mesh {', '.join(sizes)}: "
             "they would number the devices differently",
-            source=op.source,
+            source=op.location,
             fixes=["make both from one mesh"],
         )

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..compat.jax import module_of
 from ..hardware.algorithms import ALGORITHMS, Algorithm, AlgorithmName
 from ..hardware.collective_ops import CollectiveOp
 from ..hardware.topology import Torus
@@ -106,11 +105,22 @@ class Collective:
 
         ``source`` is a line of the user's own, so it is the same for all layers of a model from a package.
         """
-        return module_of(self.origin.eqn) if self.origin is not None else ""
+        return self.origin.module if self.origin is not None else ""
+
+    @property
+    def package_line(self) -> str:
+        """The line of an installed package that needs it, ``transformers/…/modeling_flax_vit.py:192 (__call__)``; "" if that is the
+        user's own."""
+        return self.origin.package_line if self.origin is not None else ""
+
+    @property
+    def location(self) -> str:
+        """``source``, and ``module`` or else ``package_line``, as reports show them."""
+        return self.origin.location if self.origin is not None else ""
 
     def to_dict(self) -> dict[str, Any]:
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("origin", "first")}
-        return {**values, "source": self.source}
+        return {**values, "source": self.source, "module": self.module, "package_line": self.package_line}
 
 
 def dcn_bytes_sent(collective: Collective, torus: Torus) -> float:

@@ -125,11 +125,13 @@ class Overlap:
         return (self.exposed["xla"] - self.exposed[self.choice]) * (1 if self.count is None else self.count)
 
     def to_dict(self) -> dict[str, Any]:
-        """The decision as JSON data: its attributes and ``gain``; ``source`` is the line of the first matmul, or ""."""
+        """The decision as JSON data: its attributes and ``gain``; ``source`` is the line of the first matmul, ``module`` its path of
+        modules, or ""."""
         return {
             "kind": self.kind, "choice": self.choice, "reason": self.reason, "gain": self.gain, "tensor": self.tensor,
             "axes": list(self.axes), "matmuls": self.matmuls, "count": self.count, "exposed": self.exposed,
             "source": self.origin.source if self.origin is not None else "",
+            "module": self.origin.module if self.origin is not None else "",
         }  # fmt: skip
 
 
@@ -142,7 +144,7 @@ class Transfer:
       tensor, dims, shape, dtype: of the array.
       bytes: of one device in one run.
       count: runs per step; None: not known.
-      source: the user's line.
+      source: the user's line, and the part of the model (:attr:`Op.location`).
     """
 
     to: Literal["host", "device"]
@@ -295,7 +297,7 @@ class Plan:
                 yield Transfer(
                     "host" if out.on_host else "device", value.path or (source and source.value.path) or step.op.name,
                     format_dims(self.program.dims(value)), value.shape, str(value.aval.dtype),
-                    self.shard_bytes(out), count, step.op.source,
+                    self.shard_bytes(out), count, step.op.location,
                 )  # fmt: skip
 
     @property
@@ -345,4 +347,4 @@ class Plan:
     def unnamed(self) -> list[str]:
         """The dims larger than 1 that have no name: op, shape, dim and source line."""
         _, _, missing = self.program.coverage()
-        return [f"{op.name} {list(v.shape)} dim {i} at {op.source}" for op, v, i in missing]
+        return [f"{op.name} {list(v.shape)} dim {i} at {op.location}" for op, v, i in missing]

@@ -63,7 +63,7 @@ def infer(
     builder.finish()
     program = Program(closed, root, inputs, outputs, builder.unifier)
     for a, b, origin_a, origin_b, op in joined_names(builder.unifier):
-        program.joins.append(Join(a, b, origin_a, origin_b, op.source if isinstance(op, Op) else None))
+        program.joins.append(Join(a, b, origin_a, origin_b, op.location if isinstance(op, Op) else None))
     return program
 
 
@@ -386,7 +386,7 @@ class Builder:
                 f"mp.rename: the value has no dim `{missing[0]}`",
                 shape=value.shape,
                 dim=missing[0],
-                source=op.source,
+                source=op.location,
                 fixes=did_you_mean(missing[0], set().union(*names), "its dims"),
             )
         # the cotangent of a rename may have an unnamed dim (from a sum): if one is unnamed, it is the renamed one

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import math
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ..caches import LRUCache
-from ..compat.jax import has_user_line, on_host, source_line
+from ..compat.jax import has_user_line, module_of, on_host, package_line, source_line
 from ..dims import Dims
 from ..rules import primitive
 from ..rules.rule import OpRule
@@ -112,6 +113,34 @@ class Op:
         """
         eqn, calls = self._where()
         return source_line(eqn, libraries=False) or next(filter(None, map(source_line, calls)), "")
+
+    @property
+    def module(self) -> str:
+        """The path of the Flax modules and named scopes that the op is in, ``ViT/encoder/layer_0/attention``; "" without any."""
+        parent = self.frame.parent
+        return "/".join(filter(None, ("" if parent is None else parent.module, module_of(self.eqn))))
+
+    @property
+    def package_line(self) -> str:
+        """The line of an installed package that made the op, for a model that is not the user's own; else ""."""
+        return next(filter(None, map(package_line, self._where()[1])), "")
+
+    @property
+    def location(self) -> str:
+        """Where the op is, for reports: the user's line, and the part of the model that the line may call.
+
+        That is the path of the modules; without one, the line of the package that has the model.
+        """
+        return self._location(self.module)
+
+    @property
+    def location_of_layers(self) -> str:
+        """:attr:`location` with ``*`` for the numbers in the path of modules: it is the same for all layers of a model."""
+        return self._location(re.sub(r"\d+", "*", self.module))
+
+    def _location(self, module: str) -> str:
+        source, part = self.source, module or self.package_line
+        return source if source.endswith(part) else ", in ".join(filter(None, (source, part)))
 
     @property
     def where(self) -> Any:

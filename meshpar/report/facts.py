@@ -232,6 +232,12 @@ class CollectiveGroup:
         dims = list(dict.fromkeys(c.dims or "(scalar)" for c in self.members))
         return " | ".join(dims[:3]) + (f" | {len(dims) - 3} more" if len(dims) > 3 else "")
 
+    @property
+    def location(self) -> str:
+        """The user's line and the part of the model that need them, with ``*`` for numbers of layers that differ."""
+        locations = dict.fromkeys(c.location for c in self.members)
+        return next(iter(locations)) if len(locations) == 1 else location_of_layers(self.first)
+
     def cells(self) -> tuple[str, str, str, str]:
         """Texts of total bytes, calls, bytes per call (``~``: the mean of calls that differ) and seconds."""
         calls = self.calls
@@ -243,6 +249,11 @@ class CollectiveGroup:
             about + each,
             format_seconds(self.seconds),
         )
+
+
+def location_of_layers(c: Collective) -> str:
+    """The location of a collective, with ``*`` for numbers of layers; "" without one."""
+    return "" if c.origin is None else c.origin.location_of_layers
 
 
 def collective_groups(
@@ -496,7 +507,7 @@ def _timeline(plan: Plan, loop: Kernel, body: Computation) -> LoopTimeline:
         c = t.collective
         cause, exposed = c.explanation, not t.is_async
         out.spans.append(
-            Span("links", c.op, t.start, t.end - t.start, c.axes, c.dims, c.source, exposed, c.bytes, cause)
+            Span("links", c.op, t.start, t.end - t.start, c.axes, c.dims, c.location, exposed, c.bytes, cause)
         )
     for copy in schedule.host_copies:
         name = "copy to the host" if copy.to_host else "copy to the device"

@@ -77,7 +77,7 @@ class ExchangeHint:
         """The edit, with the bytes of both."""
         dims = format_dims(plan.program.dims(self.array))
         head = (
-            f"{self.op.name} at {self.op.source or '?'}: {format_bytes(self.sent)} of all-gathers of `{self.gathered}`, since "
+            f"{self.op.name} at {self.op.location or '?'}: {format_bytes(self.sent)} of all-gathers of `{self.gathered}`, since "
             f"`{self.owner}` has `{self.axis}`. "
         )
         if self.is_result:
@@ -112,7 +112,7 @@ def exchange_hints(plan: Plan) -> list[ExchangeHint]:
             hints[key] = ExchangeHint(
                 hint.op, hint.axis, hint.gathered, hint.owner, hint.array, hint.is_result, sent, hint.exchanged
             )
-    by_line = grouped(sorted(hints.values(), key=lambda h: h.exchanged - h.sent), lambda h: h.op.source)
+    by_line = grouped(sorted(hints.values(), key=lambda h: h.exchanged - h.sent), lambda h: h.op.location_of_layers)
     return [same[0] for same in by_line][:MAX_HINTS]
 
 

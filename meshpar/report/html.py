@@ -38,6 +38,7 @@ from .facts import (
     kernel_seconds,
     largest_values,
     layout_text,
+    location_of_layers,
     loop_timelines,
     lowering_text,
     rule_effects,
@@ -492,7 +493,9 @@ def collectives_table(
       sortable: headings sort the rows.
     """
     every = plan.collectives if of is None else of
-    groups = collective_groups(every, lambda c: (c.op, c.axes, c.dims, c.dtype, c.bytes, c.explanation, c.source))
+    groups = collective_groups(
+        every, lambda c: (c.op, c.axes, c.dims, c.dtype, c.bytes, c.explanation, location_of_layers(c))
+    )
     if not groups:
         return "<p>Each device sends nothing.</p>"
     timed = plan.chip is not None
@@ -507,7 +510,7 @@ def collectives_table(
             number(each, c.bytes, css="more"),
         ]
         row += [number(seconds, group.seconds)] * timed
-        dims, cause = escape(c.dims or "(scalar)"), f"{escape(c.explanation)}<br><code>{escape(c.source)}</code>"
+        dims, cause = escape(c.dims or "(scalar)"), f"{escape(c.explanation)}<br><code>{escape(group.location)}</code>"
         row.append(Cell("", markup=f'<code>{dims}</code><br><span class="dim">{escape(c.dtype)}</span>'))
         rows.append([*row, Cell("", markup=cause, css="why")])
     columns = [("collective", ""), ("total", "n"), ("calls", "n"), ("per call", "n more"), *[("time", "n")] * timed,

@@ -65,7 +65,7 @@ class _Printer:
     def step(self, step: Step, depth: int) -> Iterator[str]:
         """The lines of one step: the operation, its collectives, its bodies."""
         pad = "  " * depth
-        source = "" if step.op is None or isinstance(step, Constant | Barrier | Order) else step.op.source
+        source = "" if step.op is None or isinstance(step, Constant | Barrier | Order) else step.op.location
         made = f"{self.list(step.makes)} = " if step.makes and not isinstance(step, Call) else ""
         text, result = self.description(step)
         end = f": {result}" if result else ""

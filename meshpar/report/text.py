@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import re
 from collections import Counter
 from operator import attrgetter
 from typing import Any
@@ -96,7 +95,16 @@ def plan_renderable(plan: Plan) -> Any:
     ]
     for section in (pipeline_section(plan), overlaps(plan) if plan.overlaps else [], options(plan), notes(plan)):
         parts += [Text(), *section] if section else []
-    return Group(*parts)
+    return Group(*(_indented(part) if isinstance(part, Text) else part for part in parts))
+
+
+def _indented(text: Text) -> Group:
+    """The lines of a text; those that wrap continue at the indentation of their line."""
+    lines = []
+    for line in text.split("\n", allow_blank=True):
+        indent = len(line.plain) - len(line.plain.lstrip(" "))
+        lines.append(Padding(line[indent:], (0, 0, 0, indent)) if indent else line)
+    return Group(*lines)
 
 
 def _arguments(plan: Plan, styles: AxisStyles) -> Table:
@@ -258,10 +266,10 @@ def notes(plan: Plan) -> list[Text]:
     hints = [*filter(None, [memory_hint(plan)]), *(hint.text(plan) for hint in exchange_hints(plan))]
     out += [Text(f"hint  {hint}", style="green") for hint in hints]
     out += [Text(f"join  {j}", style="yellow") for j in plan.joins]
-    named, total, _ = plan.program.coverage()
+    named, total, missing = plan.program.coverage()
     if total:
         text = f"dims  {named} of {total} named ({100 * named / total:.1f} %)"
-        unnamed = Counter(re.sub(r" dim \d+ at ", " ", line) for line in plan.unnamed)
+        unnamed = Counter(f"{op.name} {list(v.shape)} at {op.location_of_layers}" for op, v, _ in missing)
         text += "".join(f"\n      {n} × unnamed in {line}" for line, n in unnamed.most_common(4))
         out.append(Text(text, style="dim"))
     return out

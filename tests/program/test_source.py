@@ -2,12 +2,16 @@
 
 import importlib.util
 import inspect
+import json
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
+from meshpar.report.html import AxisColours, collectives_table
+from meshpar.report.steps import plan_steps
+from meshpar.report.text import plan_text
 
 X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
 
@@ -25,6 +29,19 @@ def package(tmp_path):
         "    return jnp.exp(x).sum()\n"
         "def mean(x):\n"
         "    return jax.lax.reduce_sum(x, (0, 1)) / x.size\n"
+        "import flax.linen as nn\n"
+        "class Net(nn.Module):\n"
+        "    @nn.compact\n"
+        "    def __call__(self, x):\n"
+        "        for k in range(3):\n"
+        "            x = nn.Dense(16, name=f'layer_{k}')(x)\n"
+        "        return nn.Dense(4, name='head')(x)\n"
+        "class Scanned(nn.Module):\n"
+        "    @nn.compact\n"
+        "    def __call__(self, x):\n"
+        "        layers = nn.scan(lambda m, x, _: (nn.Dense(16, name='up')(x), None), variable_axes={'params': 0},\n"
+        "                         split_rngs={'params': True}, length=3)\n"
+        "        return layers(self, x, None)[0].sum()\n"
     )
     spec = importlib.util.spec_from_file_location("package", path)
     module = importlib.util.module_from_spec(spec)
@@ -84,3 +101,52 @@ def test_without_a_line_of_the_user_it_is_the_packages(package, how, number):
     plan = mp.plan(getattr(package, how), X, mesh="data=2", layout="batch: data", dims={"x": "batch embed"})
     (found,) = {c.source for c in plan.collectives}
     assert found.endswith(f"package.py:{number} ({how})")
+    (found,) = {c.location for c in plan.collectives}
+    assert found.endswith(f"package.py:{number} ({how})")
+    assert ", in " not in found
+
+
+@pytest.mark.parametrize(("how", "number"), [("total", 5), ("mean", 7)])
+def test_the_line_of_a_package_is_shown_next_to_the_users(package, how, number):
+    def step(x):
+        return getattr(package, how)(x)  # here
+
+    plan = mp.plan(step, X, mesh="data=2", layout="batch: data", dims={"x": "batch embed"})
+    (found,) = plan.collectives
+    assert found.package_line == f"package.py:{number} ({how})"
+    assert found.location == f"{found.source}, in package.py:{number} ({how})"
+    assert json.loads(plan.to_json())["collectives"][0]["package_line"] == found.package_line
+
+
+def test_a_users_own_line_has_no_line_of_a_package():
+    plan = mp.plan(lambda x: x.sum(), X, mesh="data=2", layout="batch: data", dims={"x": "batch embed"})
+    (found,) = plan.collectives
+    assert (found.module, found.package_line, found.location) == ("", "", found.source)
+
+
+def gradients_of(model, layout):
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.ones((8, 16))))
+
+    def loss(params, x):
+        return model.apply(params, x).mean()  # the only line of the user
+
+    return mp.plan(jax.grad(loss), params, X, mesh="data=2, model=4", layout=layout, dims={"x": "batch _"})
+
+
+def test_the_modules_of_a_model_from_a_package(package):
+    plan = gradients_of(package.Net(), "batch: data")
+    assert len({c.source for c in plan.collectives}) == 1
+    assert {c.module for c in plan.collectives} >= {f"Net/{m}" for m in ("layer_0", "layer_1", "layer_2", "head")}
+    assert all(c.location == f"{c.source}, in {c.module}" for c in plan.collectives)
+    steps = plan_steps(plan)
+    text = "\n".join((plan_text(plan), collectives_table(plan, AxisColours(plan))))
+    assert "Net/layer_1" in steps
+    assert "Net/layer_*" in text  # the rows of equal layers are one
+    assert "Net/layer_1" not in text
+    assert {c["module"] for c in json.loads(plan.to_json())["collectives"]} == {c.module for c in plan.collectives}
+
+
+def test_the_modules_inside_a_loop_over_layers(package):
+    plan = gradients_of(package.Scanned(), "batch: data")
+    assert any(c.module.startswith("Scanned/") and c.module.endswith("/up") for c in plan.collectives)
+    assert any(", in Scanned/" in line and line.endswith("/up") for line in plan.unnamed)
