@@ -336,13 +336,14 @@ def _save_csv(plan: Plan, path: str) -> None:
     with open(path, "w", newline="", encoding="utf8") as file:
         writer = csv.writer(file)
         writer.writerow(
-            ["op", "axes", "tensor", "dims", "dtype", "bytes", "calls", "total_bytes", "seconds", "algorithm", "cause"]
-        )
+            ["op", "axes", "tensor", "dims", "dtype", "bytes", "calls", "total_bytes", "seconds", "algorithm", "cause",
+             "source", "module", "package_line"]
+        )  # fmt: skip
         for c in plan.collectives:
             axes, calls = "+".join(c.axes), "" if c.count is None else c.count
             seconds = "" if c.seconds is None else c.seconds
             row = [c.op, axes, c.tensor, c.dims, c.dtype, c.bytes, calls, c.total_bytes, seconds, c.algorithm]
-            writer.writerow([*row, c.explanation])
+            writer.writerow([*row, c.explanation, c.source, c.module, c.package_line])
 
 
 def _lab(args: argparse.Namespace) -> int:

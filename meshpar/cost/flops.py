@@ -189,7 +189,7 @@ def redundant_matmuls_despite_layout(plan: Plan) -> list[RedundantMatmul]:
 
 @cached_on_plan
 def redundant_matmuls(plan: Plan) -> list[RedundantMatmul]:
-    """The matmuls that are replicated over some mesh axis, one entry for each line, part of all layers, and set of axes, largest share first."""
+    """The matmuls that are replicated over some mesh axis, one entry for each line or part of all layers and set of axes."""
     total = 0.0
     found: dict[tuple[str, tuple[str, ...], str], list[Any]] = {}
     for step, count in plan.body.walk():

@@ -54,6 +54,7 @@ class Buffer:
       bytes: on a device; 0 for a value in host memory.
       live_bytes: of these, bytes allocated at once: fewer if a ring computes and sends it in chunks.
       host_bytes: its bytes in host memory.
+      padding: the fraction of its bytes that are padding to the tiles of the chip's memory, in [0, 1).
       value, elements: the value, and its number of elements on all devices.
       made_by: the kernel that computes it; None for inputs of the computation.
       must_store: some reader needs it in memory.
@@ -74,6 +75,7 @@ class Buffer:
         "live_bytes",
         "made_by",
         "must_store",
+        "padding",
         "readers",
         "recomputed",
         "sliced",
@@ -87,7 +89,7 @@ class Buffer:
         self.bytes, self.value, self.made_by = bytes_, value, node
         self.elements = value.elements
         self.live_bytes = bytes_
-        self.host_bytes = 0.0
+        self.host_bytes = self.padding = 0.0
         self.must_store = False
         self.concatenated = False
         self.stored = node is None

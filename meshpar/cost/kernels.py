@@ -98,6 +98,8 @@ class _Reader:
         item = self.items[shard] = Buffer(0.0 if value.on_host else size, value, node)
         if value.on_host:
             item.host_bytes = size
+        elif self.tiles is not None:
+            item.padding = 1.0 - 1.0 / self.tiles.padding(value, shard.spec, self.sizes)
         return item
 
     def bytes(self, value: Value, spec: Spec) -> float:

@@ -38,9 +38,10 @@ class Memory:
       peak: the largest sum of live bytes.
       by_kind: the bytes at the peak by role: parameters, optimizer state, gradients, saved activations, temporaries, other inputs,
         constants (arrays that the function closes over); without those that are zero.
+      padding: bytes of ``by_kind`` that are padding of arrays to the tiles of the chip's memory, by role; without zeros.
       host: the largest sum of bytes in host memory, for each device.
       points: (index of the op in program order, live bytes, kernel) after every kernel; loop bodies once.
-      largest: (name, bytes, role) of the twelve largest buffers at the peak.
+      largest: (name, bytes, role, bytes that are padding) of the twelve largest buffers at the peak.
       at: the kernel of the peak.
       live: (buffer, bytes) of all buffers at the peak.
     """
@@ -48,8 +49,9 @@ class Memory:
     peak: float = 0.0
     host: float = 0.0
     by_kind: dict[str, float] = field(default_factory=dict)
+    padding: dict[str, float] = field(default_factory=dict)
     points: list[tuple[int, float, Kernel]] = field(default_factory=list, repr=False)
-    largest: list[tuple[str, float, str]] = field(default_factory=list, repr=False)
+    largest: list[tuple[str, float, str, float]] = field(default_factory=list, repr=False)
     at: Kernel | None = field(default=None, repr=False)
     live: list[tuple[Buffer, float]] = field(default_factory=list, repr=False)
 
@@ -64,12 +66,13 @@ class Memory:
         return [(i, n, node.name.rstrip("!")) for i, n, node in self.points]
 
     def to_dict(self) -> dict[str, Any]:
-        """All of this as JSON: peak, host bytes, line and buffers of the peak, bytes by role, curve."""
+        """All of this as JSON: peak, host bytes, line and buffers of the peak, bytes and padding by role, curve."""
         return {
             "peak": self.peak,
             "host": self.host,
             "peak_source": self.peak_source,
             "by_kind": self.by_kind,
+            "padding": self.padding,
             "largest": [list(x) for x in self.largest],
             "curve": [list(x) for x in self.curve],
         }
@@ -316,16 +319,18 @@ class _Live:
                 live[id(item)] = (item, size)
         best = [*live.values(), *self.more]
         kinds: dict[str, float] = dict.fromkeys(ROLES, 0.0)
+        padding: dict[str, float] = dict.fromkeys(ROLES, 0.0)
         largest = []
         for item, size in best:
             if size:
                 kind = self.kind_of(item)
                 kinds[kind] += size
+                padding[kind] += size * item.padding
                 largest.append((size, kind, item))
         largest.sort(key=lambda x: -x[0])
-        top = [(_name(self.plan, item), size, kind) for size, kind, item in largest[:12]]
-        by_kind = {k: v for k, v in kinds.items() if v}
-        return Memory(max(self.peak, 0.0), self.host, by_kind, self.points, top, self.at, best)
+        top = [(_name(self.plan, item), size, kind, size * item.padding) for size, kind, item in largest[:12]]
+        by_kind, padded = ({k: v for k, v in of.items() if v} for of in (kinds, padding))
+        return Memory(max(self.peak, 0.0), self.host, by_kind, padded, self.points, top, self.at, best)
 
 
 def ring_buffer_bytes(ring: GatherRing | ReduceRing, block: float, devices: int) -> float:

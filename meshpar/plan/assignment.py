@@ -436,7 +436,8 @@ class AxisAssignment:
             choices = (
                 (*start[:k], i, *start[k + 1 :]) for k, who in enumerate(contested.values()) for i in (*who, None)
             )
-            note = f"{op.name} at {op.location_of_layers}: of {every} ways to split it, only those that differ in one axis were compared"
+            ways = f"of {every} ways to split it, only those that differ in one axis were compared"
+            note = f"{op.name} at {op.location_of_layers}: {ways}"
             if note not in self.notes:
                 self.notes.append(note)
         best, least = first, cost(first)

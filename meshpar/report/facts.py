@@ -16,6 +16,7 @@ from ..cost.kernel_time import kernel_times
 from ..cost.kernels import computation_of
 from ..cost.memory import memory_of
 from ..cost.schedule import schedules
+from ..cost.tiles import LANES, SUBLANES
 from ..cost.time import Time, time_of
 from ..dims import format_dims, path_matches
 from ..hardware.calibration import EFFICIENCIES
@@ -29,6 +30,8 @@ from ..units import format_bytes, format_memory, format_seconds
 DimAxes = tuple[str, tuple[str, ...]]
 """A dim of an array: its name, and the mesh axes that shard it."""
 
+MIN_PADDING_SHARE = 0.01
+"""Fraction of the peak memory from which on padding is reported."""
 KINDS = {"params": "parameters", "opt": "optimizer state", None: "other inputs", "constant": "constants"}
 """Label of each kind of argument, in the order of reports."""
 
@@ -65,6 +68,20 @@ def time_bounds(time: Time) -> str:
     """The two bounds of a step's estimate, as text."""
     return (
         f"{format_seconds(time.overlapped)} if everything overlaps, {format_seconds(time.serial)} if nothing overlaps"
+    )
+
+
+def padding_text(plan: Plan) -> str:
+    """The part of the peak memory that is padding to tiles, and its largest roles; "" where it is a small part."""
+    memory = memory_of(plan)
+    total = sum(memory.padding.values())
+    if total < MIN_PADDING_SHARE * memory.peak:
+        return ""
+    ranked = sorted(memory.padding.items(), key=lambda x: -x[1])
+    kinds = ", ".join(f"{kind} {format_memory(n)}" for kind, n in ranked if n >= MIN_PADDING_SHARE * memory.peak)
+    return (
+        f"{format_memory(total)} of the peak are padding: a TPU stores images in tiles of {SUBLANES} × {LANES} elements of batch "
+        f"and channels ({kinds})"
     )
 
 

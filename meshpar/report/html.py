@@ -17,7 +17,7 @@ from ..cost.time import time_of
 from ..hardware.topology import Stage
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
-from ..units import format_bytes, format_memory, format_seconds, with_article
+from ..units import format_bytes, format_memory, format_seconds, memory_ticks, with_article
 from .data import plan_json
 from .facts import (
     ArgumentGroup,
@@ -41,6 +41,7 @@ from .facts import (
     location_of_layers,
     loop_timelines,
     lowering_text,
+    padding_text,
     rule_effects,
     rules_of,
     shape_text,
@@ -224,6 +225,8 @@ def cards(plan: Plan) -> str:
         meter = f'<div class="meter{" over" * over}"><i style="width:{width:.1f}%"></i></div>'
         of = f"of {format_memory(capacity)} of {with_article(chip.name)}, estimated"
         of = f'<span class="up">does not fit</span>: {of}' if over else of
+        if padding_text(plan):
+            of += f"; {format_memory(sum(memory.padding.values()))} of it are padding to tiles"
     shown = [("peak memory per device", format_memory(memory.peak), memory.peak, meter, of)]
     if host := host_text(plan):
         copies = escape(host.split("; ", 1)[1])
@@ -369,8 +372,8 @@ def memory_curve(plan: Plan) -> str:
         limit = (f'<line x1="0" x2="1000" y1="{2 * y:.1f}" y2="{2 * y:.1f}" stroke="var(--bad)" stroke-dasharray="6 5" '
                  f'vector-effect="non-scaling-stroke"/>')  # fmt: skip
     ticks = "".join(
-        f'<span class="tick" style="top:{100 - 100 * share:.0f}%">{format_memory(top * share)}</span>'
-        for share in (0, 0.25, 0.5, 0.75, 1)
+        f'<span class="tick" style="top:{100 - 100 * size / top:.1f}%">{text}</span>'
+        for size, text in memory_ticks(top)
     )
     left = 100 * at / n
     side = f"right:{100 - left:.1f}%" if left > 50 else f"left:{left:.1f}%"
@@ -390,14 +393,18 @@ def memory_curve(plan: Plan) -> str:
         f'<span class="{c}"><i></i>{escape(k)} {format_memory(v)}</span>'
         for (k, v), c in zip(kinds, KIND_COLOURS, strict=False)
     )
+    padding = padding_text(plan)
     arrays = [
         [Cell(name, css="mono"), Cell(kind), number(format_memory(size), size)]
-        for name, size, kind in memory.largest[:8]
+        + [number(format_memory(padded) if padded else "", padded)] * bool(padding)
+        for name, size, kind, padded in memory.largest[:8]
     ]
-    table = html_table([("array", ""), ("kind", ""), ("per device", "n")], arrays)
+    columns = [("array", ""), ("kind", ""), ("per device", "n"), *[("padding", "n")] * bool(padding)]
+    table = html_table(columns, arrays)
+    about = f'<p class="dim">{escape(padding)}</p>' if padding else ""
     return (
         f'<div class="plot">{ticks}{svg}{mark}</div><h3>the peak{escape(source)}</h3>'
-        f'<div class="stack">{bars}</div><div class="key">{key}</div>'
+        f'<div class="stack">{bars}</div><div class="key">{key}</div>{about}'
         + (f"<h3>its largest arrays</h3>{table}" if arrays else "")
     )
 

@@ -264,7 +264,7 @@ function downloads(json) {
 
 /** Collectives as CSV, with the columns of `meshpar plan --csv`. */
 function collectivesCsv(collectives) {
-  const columns = ["op", "axes", "tensor", "dims", "dtype", "bytes", "calls", "total_bytes", "seconds", "algorithm", "cause"];
+  const columns = ["op", "axes", "tensor", "dims", "dtype", "bytes", "calls", "total_bytes", "seconds", "algorithm", "cause", "source", "module", "package_line"];
   const rows = collectives.map((c) => ({ ...c, axes: c.axes.join("+"), calls: c.count, total_bytes: c.bytes * (c.count ?? 1) }));
   const quoted = (value) => (/[",\r\n]/.test(value) ? `"${value.replaceAll('"', '""')}"` : value);
   return [columns, ...rows.map((row) => columns.map((column) => `${row[column] ?? ""}`))].map((row) => `${row.map(quoted).join(",")}\r\n`).join("");

@@ -33,6 +33,7 @@ from .facts import (
     host_text,
     layout_text,
     lowering_text,
+    padding_text,
     time_bounds,
 )
 from .hints import exchange_hints, memory_hint
@@ -164,6 +165,8 @@ def _costs(plan: Plan) -> list[Text]:
     out = [Text.assemble(("each device needs ", "bold"), (format_memory(memory.peak), "bold"), f"{of} at the peak{at}")]
     bar = Text.assemble(memory_bar(memory.peak, capacity), "  ") if math.isfinite(capacity) else Text()
     out.append(Text.assemble("    ", bar, (kinds, "dim")))
+    if padding := padding_text(plan):
+        out.append(Text(f"    {padding}"))
     if host := host_text(plan):
         out.append(Text(f"    host: {host}"))
     if time is not None and chip is not None:

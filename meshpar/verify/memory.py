@@ -11,7 +11,7 @@ from ..hardware.topology import parse_topology
 from ..layout import Layout
 from ..passes import replan
 from ..plan.plan import Plan
-from ..report.facts import argument_dims, dims_text, shape_text
+from ..report.facts import argument_dims, dims_text, padding_text, shape_text
 from ..units import format_memory
 
 MAX_ARGUMENTS, MAX_INTERMEDIATES, MAX_TRIED_RULES, MAX_RULES = 6, 4, 8, 4
@@ -72,12 +72,14 @@ def _table(plan: Plan) -> list[str]:
         f"  by meshpar's estimate a device needs {format_memory(memory.peak)} at the peak{_at(memory.peak_source)}: "
         + ", ".join(f"{kind} {format_memory(n)}" for kind, n in kinds)
     ]
+    padding = padding_text(plan)
+    lines += [f"    {padding}"] * bool(padding)
     arguments = sorted(plan.inputs, key=lambda h: -h.bytes)[:MAX_ARGUMENTS]
     rows = [
         (format_memory(h.bytes), h.path, shape_text(h.dtype, h.shape), dims_text(argument_dims(h))) for h in arguments
     ]
     paths = {h.path for h in plan.inputs}
-    others = [(name, n, kind) for name, n, kind in memory.largest if name.split(" ")[0] not in paths]
+    others = [(name, n, kind) for name, n, kind, _ in memory.largest if name.split(" ")[0] not in paths]
     rows += [(format_memory(n), "", name, kind) for name, n, kind in others[:MAX_INTERMEDIATES]]
     wide = [max((len(r[i]) for r in rows), default=0) for i in range(3)]
     return lines + [f"    {a:>{wide[0]}}  {b:<{wide[1]}}  {c:<{wide[2]}}  {d}".rstrip() for a, b, c, d in rows]
@@ -99,7 +101,7 @@ def _candidates(plan: Plan) -> list[tuple[str, str]]:
 
     for h in plan.inputs:
         count([d for d, axes in h.split if d and not axes], {a for _, axes in h.split for a in axes}, h.bytes)
-    for name, size, _ in memory_of(plan).largest:
+    for name, size, *_ in memory_of(plan).largest:
         m = re.search(r"\[([^\]]*)\]\Z", name)
         count(m[1].split() if m else [], set(), size)
     return sorted(gains, key=lambda k: -gains[k])

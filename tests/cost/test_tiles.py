@@ -1,5 +1,7 @@
 """Images in a TPU's memory: by hand, what tiles add to a few channels or images, and where they add nothing."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,6 +10,9 @@ from arrays import bf16
 import meshpar as mp
 from meshpar.cost.kernels import computation_of
 from meshpar.cost.tiles import tiled
+from meshpar.report.html import cards, memory_curve
+from meshpar.report.text import plan_text
+from meshpar.units import format_memory
 
 
 def fn(x, w):
@@ -52,3 +57,39 @@ def test_a_program_without_convolutions_has_the_bytes_of_its_elements():
     plan = mp.plan(lambda x: jnp.tanh(x), bf16(64, 7, 7, 3), mesh="data=16", topology="v5e:4x4", layout="batch: data",
                    dims={"x": "batch _ _ channels"})  # fmt: skip
     assert computation_of(plan).outputs[0].bytes == 2 * 4 * 7 * 7 * 3
+
+
+def padded_plan(topology):
+    """Images of 3 channels: 2 × 16 images a device, whose tiles of 128 channels and 16 images have 128/3 of their elements."""
+    return mp.plan(
+        fn, bf16(16 * 32, 16, 16, 3), bf16(3, 3, 3, 256), mesh="data=16", topology=topology, layout="batch: data",
+        dims={"x": "batch height width inner", "w": "_ _ inner features"},
+    )  # fmt: skip
+
+
+def test_padding_is_a_part_of_the_memory():
+    memory = padded_plan("v5e:4x4").memory
+    elements = 32 * 16 * 16 * 3
+    stored = 2 * 16 * 16 * tiled(3, 32)  # the channels in rows of 128 images
+    assert memory.by_kind["other inputs"] - 2 * 3 * 3 * 3 * 256 == stored
+    assert memory.padding["other inputs"] == pytest.approx(stored - 2 * elements)
+    assert sum(memory.padding.values()) < memory.peak == pytest.approx(sum(memory.by_kind.values()))
+    assert {name: padding for name, _, _, padding in memory.largest}[
+        "x bfloat16[batch height width inner]"
+    ] == pytest.approx(stored - 2 * elements)
+
+
+def test_reports_name_the_padding():
+    plan = padded_plan("v5e:4x4")
+    amount = format_memory(sum(plan.memory.padding.values()))
+    assert f"{amount} of the peak are padding" in plan_text(plan, 400)
+    assert f"{amount} of it are padding to tiles" in cards(plan)
+    assert f"{amount} of the peak are padding" in memory_curve(plan)
+    assert json.loads(plan.to_json())["memory"]["padding"] == plan.memory.padding
+
+
+@pytest.mark.parametrize("topology", ["2x h100:8", None])
+def test_elsewhere_there_is_no_padding(topology):
+    plan = padded_plan(topology)
+    assert plan.memory.padding == {}
+    assert not any("padding" in text for text in (plan_text(plan), cards(plan), memory_curve(plan)))
