@@ -125,7 +125,7 @@ class Overlap:
         return (self.exposed["xla"] - self.exposed[self.choice]) * (1 if self.count is None else self.count)
 
     def to_dict(self) -> dict[str, Any]:
-        """The decision as JSON data: its attributes and ``gain``; ``source`` and ``module`` are those of the first matmul, or ""."""
+        """The decision as JSON data: its attributes and ``gain``; ``source`` and ``module`` are the first matmul's, or ""."""
         return {
             "kind": self.kind, "choice": self.choice, "reason": self.reason, "gain": self.gain, "tensor": self.tensor,
             "axes": list(self.axes), "matmuls": self.matmuls, "count": self.count, "exposed": self.exposed,
