@@ -36,7 +36,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +44,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import device_cases
 import nvlink_cases
+import tasks
+from tasks import PATHS, Outcome, Outcomes, Task, read
 
 from meshpar_kernels import tuning
-from meshpar_kernels.isolation import Worker, WorkerError
+from meshpar_kernels.isolation import WorkerError
 from meshpar_kernels.tuner import MARGIN
 from meshpar_kernels.tuning import Config, MatmulKey
 
-ROOT = Path(__file__).resolve().parents[1]
 OURS = "meshpar"
 TARGET = "device_tasks:run"
-PATHS = [str(ROOT), str(ROOT / "benchmarks")]
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 START_LIMIT = 120.0
@@ -73,58 +73,6 @@ VALUES_OF = {
     "combine": ("permute and combine",),
 }
 """Kernel that is timed → the kernels of the value cases (what stands before the colon of their names) that it depends on."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """One request to a worker.
-
-    Attributes:
-      id: names it in the record.
-      request: the keyword arguments of `device_tasks.run`.
-      group: tasks of one group follow each other in one process.
-      limit: seconds.
-      checked_by: value-case kernels that must not have a wrong value.
-    """
-
-    id: str
-    request: Mapping[str, Any]
-    group: str
-    limit: float = 60.0
-    checked_by: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What became of a task.
-
-    Attributes:
-      status: "ok"; "wrong": its error exceeds the limit; or as in `meshpar_kernels.isolation.Status`.
-      result: the worker's result.
-      message: of what went wrong.
-      seconds: wall time.
-    """
-
-    id: str
-    status: str
-    result: Any = None
-    message: str = ""
-    seconds: float = 0.0
-
-
-Outcomes = dict[str, Outcome]
-
-
-def read(file: Path) -> Outcomes:
-    """The outcomes in a record; a last line that was cut off is ignored."""
-    found: Outcomes = {}
-    for line in file.read_text().splitlines():
-        try:
-            outcome = Outcome(**json.loads(line))
-        except (json.JSONDecodeError, TypeError):
-            continue
-        found[outcome.id] = outcome
-    return found
 
 
 # -- the tasks
@@ -206,57 +154,11 @@ def spread(items: Sequence[Any], count: int) -> list[Any]:
 
 
 @dataclasses.dataclass
-class Runner:
-    """Runs tasks in worker processes and records their outcomes.
+class Runner(tasks.Runner):
+    """Runs tasks on the device; no kernel runs after a wrong value of it."""
 
-    Args:
-      record: the file to append to.
-      deadline: on `time.monotonic`'s clock; no task starts after it, and one in flight is stopped without an outcome.
-      target, environment: of the worker.
-      only: a part of the id of the tasks to run.
-    """
-
-    record: Path
-    deadline: float
-    outcomes: Outcomes
-    target: str = TARGET
-    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    only: str = ""
-    say: Callable[[str], None] = print
-
-    def run(self, tasks: Iterable[Task], always: bool = False) -> None:
-        """Run the tasks that have no outcome yet.
-
-        Args:
-          always: whatever `only` says.
-        """
-        worker, group = None, None
-        try:
-            for task in tasks:
-                if task.id in self.outcomes or (self.only not in task.id and not always):
-                    continue
-                if self.wrong(task.checked_by) is not None:
-                    continue
-                left = self.deadline - time.monotonic()
-                if left <= 0:
-                    return
-                if worker is None or task.group != group:
-                    if worker is not None:
-                        worker.close()
-                    worker, group = self.worker(), task.group
-                limit = task.limit if worker.alive else max(task.limit, START_LIMIT)
-                outcome = self.outcome(worker, task, min(limit, left))
-                if outcome.status == "timeout" and left <= limit:
-                    return  # the budget ended it, not its own limit
-                self.write(outcome)
-                if outcome.status in ("failed", "wrong"):  # an error of the device may break later calls of its process
-                    worker.close()
-        finally:
-            if worker is not None:
-                worker.close()
-
-    def worker(self) -> Worker:
-        return Worker(self.target, paths=PATHS, environment=self.environment)
+    def excluded(self, task: Task) -> bool:
+        return self.wrong(task.checked_by) is not None
 
     def wrong(self, kernels: Sequence[str]) -> Outcome | None:
         """A wrong, failed, crashed or hung value of one of these kernels."""
@@ -266,28 +168,13 @@ class Runner:
                 return outcome
         return None
 
-    @staticmethod
-    def outcome(worker: Worker, task: Task, limit: float) -> Outcome:
-        began = time.monotonic()
-        try:
-            result = worker.call(task.request, limit)
-        except WorkerError as error:
-            return Outcome(task.id, error.status, None, str(error), time.monotonic() - began)
+    def judged(self, task: Task, result: Any) -> str:
         found = result.get("error") if isinstance(result, dict) else None
         allowed = result.get("limit", WRONG) if isinstance(result, dict) else WRONG
-        right = found is None or found <= allowed
-        message = "" if right else f"error {found:.2g}, allowed {allowed:.2g}"
-        return Outcome(task.id, "ok" if right else "wrong", result, message, time.monotonic() - began)
+        return "" if found is None or found <= allowed else f"error {found:.2g}, allowed {allowed:.2g}"
 
-    def write(self, outcome: Outcome) -> None:
-        """Append an outcome to the record and to `outcomes`."""
-        with self.record.open("a") as file:
-            file.write(json.dumps(dataclasses.asdict(outcome)) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        self.outcomes[outcome.id] = outcome
-        shown = outcome.message or (f"{1e3 * outcome.result['seconds']:.3f} ms" if _seconds(outcome) else "")
-        self.say(f"{outcome.status:<8} {outcome.seconds:5.1f} s  {outcome.id}  {shown}"[:200])
+    def shown(self, outcome: Outcome) -> str:
+        return outcome.message or (f"{1e3 * outcome.result['seconds']:.3f} ms" if _seconds(outcome) else "")
 
     def compile(self, tasks: Iterable[Task], processes: int) -> None:
         """Fill the persistent compilation cache with the programs of timings, in several processes at a time."""
@@ -488,7 +375,9 @@ def run_all(options: argparse.Namespace) -> int:
         "JAX_COMPILATION_CACHE_DIR": str(options.cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    runner = Runner(record, deadline, dict(outcomes), options.target, environment, options.only)
+    runner = Runner(
+        record, deadline, dict(outcomes), options.target, environment, PATHS, options.only, start_limit=START_LIMIT
+    )
     record.write_text("".join(json.dumps(dataclasses.asdict(o)) + "\n" for o in outcomes.values()))
 
     runner.run([Task("machine", {"kind": "machine"}, "machine", START_LIMIT)], always=True)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import device
 import pytest
+import tasks
 
 from meshpar_kernels import tuning
 
@@ -88,7 +89,8 @@ def test_the_budget_ends_it_and_it_can_be_resumed(command, tmp_path, monkeypatch
         write(self, outcome)
         clock[0] += 10
 
-    monkeypatch.setattr(device, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    for module in (device, tasks):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(device.Runner, "write", advancing)
     only = "forward/g64/random"
     _, first, _ = command("--only", only, "--budget", "55")
