@@ -40,6 +40,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from tables import Table
+
 TESTS = Path(__file__).parent.parent / "tests" / "fuzz"
 PACKAGE = Path(__file__).parent.parent / "meshpar"
 COVERED = ("rules/*.py", "program/divisible_rewrite/*.py")
@@ -279,17 +281,17 @@ def report(lines, lowerings, seconds):
     crashed = [x for x in lines if "process" in x["failed"]]
     alone = sum("unsharded" in x["failed"] for x in lines)
     ways = Counter(x.get("outside") for x in lines)
-    print(f"{len(lines)} cases, each under {' and '.join(lowerings)}; {seconds:.0f} s")
-    print(f"  {ways['vjp'] + ways['jvp']} differentiated from outside (vjp {ways['vjp']}, jvp {ways['jvp']})")
-    if alone:
-        print(f"  {alone} that JAX could not run unsharded, so that there is nothing to compare with")
+    print(
+        f"{len(lines)} cases, {seconds:.0f} s; {alone} that JAX could not run unsharded, with nothing to compare with\n"
+    )
+    covered = Counter(p for x in lines for p in x["primitives"])
+    table = Table("cases", "lowering", "differed", "could not run", "differentiated from outside", "primitives")
     for lowering in lowerings:
         kinds = Counter(x["failed"][lowering]["kind"] for x in lines if lowering in x["failed"])
         differ = kinds.pop("differs", 0)
-        print(
-            f"  {lowering}: {differ} differed from the unsharded run, {sum(kinds.values()) + len(crashed)} could not run"
-        )
-    covered = Counter(p for x in lines for p in x["primitives"])
+        counts = (differ, sum(kinds.values()) + len(crashed), ways["vjp"] + ways["jvp"], len(covered))
+        table.add_row(str(len(lines)), lowering, *map(str, counts))
+    print()
     print(f"{len(covered)} primitives (in how many cases):")
     print("  " + ", ".join(f"{p} {n}" for p, n in covered.most_common()))
     for x in lines:

@@ -1,4 +1,4 @@
-"""Markdown tables, the format in which the commands of this folder print their results and `report.py` collects them."""
+"""Markdown tables, the format in which the commands of this folder print their results and `suite.py` collects them."""
 
 from __future__ import annotations
 

@@ -73,9 +73,10 @@ def read(file: Path) -> Outcomes:
 
 
 def append(file: Path, line: Mapping[str, Any]) -> None:
-    """Append a line of JSON to a record, and flush it to disk."""
+    """Append a line of JSON to a record, after a last line that was cut off on a line of its own, and flush it to disk."""
+    cut_off = file.exists() and not file.read_bytes().endswith(b"\n")
     with file.open("a") as stream:
-        stream.write(json.dumps(line) + "\n")
+        stream.write("\n" * cut_off + json.dumps(line) + "\n")
         stream.flush()
         os.fsync(stream.fileno())
 

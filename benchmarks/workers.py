@@ -1,14 +1,17 @@
-"""Worker processes on virtual CPU devices, and logs of JSON lines, for `harnesses.py` and `primitives.py`."""
+"""Worker processes: on virtual CPU devices, with logs of JSON lines, for `harnesses.py` and `primitives.py`; for `suite.py`."""
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from tables import tables_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -61,3 +64,23 @@ class Worker:
                 if text.startswith("{"):
                     yield json.loads(text)
         self.status = process.returncode
+
+
+def tables_printed(command: Sequence[str]) -> dict[str, Any]:
+    """Run a command in the root of the repository; the function of the suite's workers.
+
+    Returns:
+      ``tables``: the Markdown tables that it prints, each as its lines; ``cpu_seconds``: of its processes.
+
+    Raises:
+      RuntimeError: its exit status is not 0.
+    """
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, **pipes)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if done.returncode:
+        raise RuntimeError(f"exit status {done.returncode}: {done.stderr.strip()[-300:]}")
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"tables": tables_of(done.stdout), "cpu_seconds": round(seconds, 1)}
