@@ -183,8 +183,8 @@ def fitted(sweeps: list[Sweep]) -> tuple[float, float]:
     """(S, B) of the curve ``steps = S (1 + B / size)``: least squares of the relative errors."""
     sizes, steps = (np.array(x) for x in zip(*((s.size, s.steps) for s in sweeps), strict=True))
     columns = np.stack([1 / steps, 1 / (sizes * steps)], 1)
-    least, product = np.linalg.lstsq(columns, np.ones(len(steps)), rcond=None)[0]
-    return float(least), float(product / least)
+    least, slope = np.linalg.lstsq(columns, np.ones(len(steps)), rcond=None)[0]
+    return float(least), float(slope / least)
 
 
 def draw(sweeps: list[Sweep], curve: tuple[float, float], noise: float, file: Path) -> None:

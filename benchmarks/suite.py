@@ -74,7 +74,7 @@ class Benchmark:
       command: prints the tables.
       minutes: time limit.
       quick: its short form, if it has one.
-      title, measured: heading on the page, and what the tables contain; without a title the page only links to the tables.
+      title, measured: heading on the page, and the contents of the tables; without a title the page only links to the tables.
       rows: pattern of the rows that the page shows; the file has all of them.
       needs: modules and programs that the command needs besides the package.
     """
@@ -129,7 +129,7 @@ BENCHMARKS = (
     Benchmark(
         "agreement", "step", "python benchmarks/agreement.py --standard --results FILE", 240, "",
         "Planned and compiled steps",
-        'Whole train steps under `lowering="shard_map"`: step time, kernels, exposed communication and peak memory of the plan, '
+        'Train steps under `lowering="shard_map"`: step time, kernels, exposed communication and peak memory of the plan, '
         "compared with the final schedule and buffer assignment of the TPU compiler. Schedules have no cycles of Pallas kernels.",
         needs=("libtpu",),
     ),
@@ -357,7 +357,7 @@ class Runner(tasks.Runner):
 
 
 def missing(b: Benchmark) -> str:
-    """The first module that a benchmark needs and that is not installed; empty if there is none."""
+    """The first module that a benchmark needs and that is not installed; otherwise empty."""
     return next((name for name in b.needs if importlib.util.find_spec(name) is None), "")
 
 

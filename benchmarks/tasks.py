@@ -41,12 +41,12 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a task.
+    """The outcome of a task.
 
     Attributes:
       status: "ok"; "wrong": its error exceeds the limit; or as in `meshpar_kernels.isolation.Status`.
       result: the worker's result.
-      message: of what went wrong.
+      message: of the failure.
       seconds: wall time.
     """
 
@@ -141,7 +141,7 @@ class Runner:
         return False
 
     def judged(self, task: Task, result: Any) -> str:
-        """What is wrong with a result; empty if nothing is."""
+        """The error of a result; empty if it is right."""
         return ""
 
     def shown(self, outcome: Outcome) -> str:
