@@ -6,13 +6,14 @@
 Ordinary JAX on the weights of a trained model. Nothing here knows a mesh: layouts (:data:`LAYOUTS`) shard the functions. Each row
 of a batch is at a position of its own, so that a server can replace finished sequences by new ones (:class:`Server`). A cache may
 be sharded by heads, or by its length (`cache: model`): each device then attends to its part, and all-reduces of the softmax
-statistics combine the results (flash decoding).
+statistics combine the results (flash decoding). Options: keys and values in 8 bits, and a cache in pages, of which sequences take
+as many as they need.
 """
 
 import argparse
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -44,10 +45,24 @@ PROMPT = {
     "{rows,end}": "prompt",
 }
 DIMS = {"prefill": {"tokens": "prompt seq", "lengths": "prompt"}, "insert": STATE | PROMPT, "decode": STATE}
+PAGES = {"state/cache/*/*": "layers pages cache kv_heads _", "state/table": "batch blocks"}
+PAGED_DIMS = {
+    "prefill": DIMS["prefill"],
+    "insert": DIMS["insert"] | PAGES | {"prompt/table": "prompt blocks"},
+    "decode": DIMS["decode"] | PAGES,
+}
+"""With a cache in pages; `cache` is the dim of the slots of a page."""
 STACKS = ("dense_layers", "layers")
+CONTRACT = {
+    "*/{query,key,value,gate,up}/kernel": "embed", "*/out/kernel": "heads head_dim", "*/down/kernel": "mlp", "head/kernel": "embed"
+}  # fmt: skip
+"""Contracted dims of the weights of llama.py, for ``mp.quantize``."""
 
 State = dict[str, Any]
-"""``cache``; of each row [batch]: ``token`` (the last one), its ``position``, ``end``, ``active``; ``key``: for sampling."""
+"""``cache``; of each row [batch]: ``token`` (the last one), its ``position``, ``end``, ``active``; ``key``: for sampling.
+
+``table`` [batch, blocks], of a cache in pages: the page of each block of slots of a row; the number of pages: it has none.
+"""
 
 
 @dataclass(frozen=True)
@@ -59,6 +74,8 @@ class Options:
       epsilon: of the norms.
       window: a token attends to itself and the window - 1 tokens before it; None: to all.
       chosen, groups, top_groups: of a mixture of experts, see ``deepseek.Config``.
+      cache: dtype of cached keys and values in 8 bits, ``"int8"`` or ``"float8_e4m3fn"``, with a scale for each head and position;
+        None: the dtype in which they are computed.
     """
 
     rope_base: float = 500_000.0
@@ -67,6 +84,7 @@ class Options:
     chosen: int = 2
     groups: int = 1
     top_groups: int = 1
+    cache: str | None = None
 
     @classmethod
     def of(cls, config: Any, **changes: Any) -> "Options":
@@ -100,6 +118,7 @@ def forward(
     position: jax.Array,
     cache: Any = None,
     last: jax.Array | None = None,
+    table: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
     """Logits of the token after the last one, and the keys and values of `tokens`.
 
@@ -108,6 +127,7 @@ def forward(
       position: of the first of them, [batch].
       cache: keys and values of the tokens before; None: the first token.
       last: index of the last token of each row, [batch]; None: of the sequence.
+      table: of a cache in pages, see :data:`State`.
 
     Returns:
       (float32 [batch, vocab], a tree like the cache with seq in place of its length).
@@ -117,24 +137,30 @@ def forward(
     new = {}
     for stack in (s for s in STACKS if s in params):
         old = None if cache is None else cache[stack]
-        x, new[stack] = jax.lax.scan(functools.partial(layer, options, position), x, (params[stack], old))
+        x, new[stack] = jax.lax.scan(functools.partial(layer, options, position, table), x, (params[stack], old))
     x = x[:, -1] if last is None else jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
     x = norm(options, x, params["norm"])
     return jnp.einsum("be,ev->bv", x, params["head"]["kernel"], preferred_element_type=jnp.float32), new
 
 
-def layer(options: Options, position: jax.Array, x: jax.Array, weights_and_cache: Any) -> tuple[jax.Array, Any]:
+def layer(
+    options: Options, position: jax.Array, table: jax.Array | None, x: jax.Array, weights_and_cache: Any
+) -> tuple[jax.Array, Any]:
     """One layer for `x` [batch, seq, embed]: (the same shape, its new keys and values)."""
     w, old = weights_and_cache
+    if table is not None:
+        old = jax.tree.map(functools.partial(from_pages, table), old)
     attend = latent_attention if "kv_down" in w["attention"] else attention
-    y, new = attend(options, w["attention"], norm(options, x, w["attention_norm"]), position, old)
+    y, new = attend(options, w["attention"], norm(options, x, w["attention_norm"]), position, old, table)
     x += y
     if "mlp" in w:
         return x + mlp(w["mlp"], norm(options, x, w["mlp_norm"])), new
     return x + experts(options, w["experts"], norm(options, x, w["experts_norm"])), new
 
 
-def attention(options: Options, w: Any, x: jax.Array, position: jax.Array, old: Any) -> tuple[jax.Array, Any]:
+def attention(
+    options: Options, w: Any, x: jax.Array, position: jax.Array, old: Any, table: jax.Array | None = None
+) -> tuple[jax.Array, Any]:
     """Attention of `x` [batch, seq, embed] over itself and the cache of its layer (None: empty)."""
     q, k, v = (jnp.einsum("bse,ehd->bshd", x, w[name]["kernel"]) for name in ("query", "key", "value"))
     q, k = rotate(q, position, options.rope_base), rotate(k, position, options.rope_base)
@@ -142,11 +168,14 @@ def attention(options: Options, w: Any, x: jax.Array, position: jax.Array, old: 
         y = mp.attention(q, k, v, causal=True, window=options.window)
     else:
         q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3]) * q.shape[3] ** -0.5
-        y = attend([q], [k], v, [old["key"]], old["value"], position, options.window)
+        held = slot_positions(position, old["value"].shape[1], table)
+        y = attend([q], [k], v, [old["key"]], old["value"], position, held, options.window)
     return jnp.einsum("bshd,hde->bse", y, w["out"]["kernel"]), {"key": k, "value": v}
 
 
-def latent_attention(options: Options, w: Any, x: jax.Array, position: jax.Array, old: Any) -> tuple[jax.Array, Any]:
+def latent_attention(
+    options: Options, w: Any, x: jax.Array, position: jax.Array, old: Any, table: jax.Array | None = None
+) -> tuple[jax.Array, Any]:
     """Attention with one latent vector a token as key and value of all heads (DeepSeek-V2, 2024), which is all that is cached.
 
     The matmuls from latent vectors to keys and values are applied to queries and outputs instead.
@@ -169,14 +198,15 @@ def latent_attention(options: Options, w: Any, x: jax.Array, position: jax.Array
         y = mp.attention(q, k, v, causal=True, window=options.window, scale=1.0)[..., : latent.shape[-1]]
     else:
         queries, keys = [u[:, :, None] for u in queries], [old["latent"], old["rotated"]]
-        y = attend(queries, [latent, turned], latent, keys, old["latent"], position, options.window)
+        held = slot_positions(position, old["latent"].shape[1], table)
+        y = attend(queries, [latent, turned], latent, keys, old["latent"], position, held, options.window)
     y = jnp.einsum("bshr,rhd->bshd", y, w["value"]["kernel"])
     return jnp.einsum("bshd,hde->bse", y, w["out"]["kernel"]), {"latent": latent, "rotated": turned}
 
 
 def attend(
     q: Sequence[jax.Array], k: Sequence[jax.Array], v: jax.Array, old_k: Sequence[jax.Array], old_v: jax.Array,
-    position: jax.Array, window: int | None,
+    position: jax.Array, held: jax.Array, window: int | None,
 ) -> jax.Array:  # fmt: skip
     """Attention of new tokens over the cache and each other: softmax over the scores of both, without joining the two arrays.
 
@@ -185,13 +215,14 @@ def attend(
       k, v: of the new tokens, [batch, seq, kv_heads, size].
       old_k, old_v: the cache [batch, cache, kv_heads, size].
       position: of the first new token, [batch].
+      held: position of the token in each slot of the cache, [batch, cache]; negative: the slot is empty.
 
     Returns:
       [batch, seq, heads, size of v].
     """
-    seq, length = v.shape[1], old_v.shape[1]
+    seq = v.shape[1]
     own = position[:, None] + jnp.arange(seq)
-    far = own[:, :, None] - slot_positions(position, length)[:, None]  # [batch, seq, cache]
+    far = own[:, :, None] - held[:, None]  # [batch, seq, cache]
     seen = (far <= own[:, :, None]) & ((far < window) if window else True)
     causal = jnp.arange(seq)[:, None] - jnp.arange(seq)
     past = sum(
@@ -212,13 +243,31 @@ def attend(
     return y.reshape(*y.shape[:2], -1, y.shape[-1]).astype(v.dtype)
 
 
-def slot_positions(position: jax.Array, length: int) -> jax.Array:
+def slot_positions(position: jax.Array, length: int, table: jax.Array | None = None) -> jax.Array:
     """The position of the token in each slot of a cache, [batch, length]; negative: the slot is empty.
 
-    Token t is in slot t % length, so a cache of a sliding window needs no more slots than the window.
+    Token t is in slot t % length, so a cache of a sliding window needs no more slots than the window. With a ``table`` the slots
+    are in the order of :func:`from_pages`.
     """
-    before = position[:, None] - 1
-    return before - (before - jnp.arange(length)) % length
+    before, slot = position[:, None] - 1, jnp.arange(length)
+    if table is not None:
+        blocks = table.shape[1]
+        slot = slot % blocks * (length // blocks) + slot // blocks
+    return before - (before - slot) % length
+
+
+def from_pages(table: jax.Array, pages: jax.Array) -> jax.Array:
+    """The cache [batch, cache, ...] of each row from `pages` [pages, page, ...].
+
+    Slots with the same index in their page are next to each other, so that the dim of a page may be sharded.
+    """
+    blocks = pages[table.clip(0, pages.shape[0] - 1)].swapaxes(1, 2)  # [batch, page, blocks, ...]
+    return blocks.reshape(blocks.shape[0], -1, *blocks.shape[3:])
+
+
+def cached(options: Options, new: Any) -> Any:
+    """Keys and values [..., size] as they are in the cache."""
+    return new if options.cache is None else mp.quantize(new, options.cache, contract={"*": -1})
 
 
 def mlp(w: Any, x: jax.Array) -> jax.Array:
@@ -267,18 +316,23 @@ def sample(logits: jax.Array, key: jax.Array, how: Sampling) -> jax.Array:
 # -- the steps of a server
 
 
-def empty_state(prompt: Any, batch: int, length: int, seed: int = 0) -> State:
+def empty_state(prompt: Any, batch: int, length: int, seed: int = 0, *, page: int = 0, pages: int = 0) -> State:
     """The state of a server without sequences.
 
     Args:
       prompt: the cache of a prefill, or its shapes.
       batch: number of sequences at the same time.
-      length: slots of the cache, at least the window's or the longest sequence's.
+      length: slots of a row, at least the window's or the longest sequence's.
+      page, pages: of a cache in pages, the slots of a page, which divide ``length``, and the number of pages. Without, each row has
+        slots of its own.
     """
     rows = {
         name: jnp.zeros((batch,), jnp.int32) for name in ("token", "position", "end")
     }  # separate arrays: they are donated
-    cache = jax.tree.map(lambda x: jnp.zeros((x.shape[0], batch, length, *x.shape[3:]), x.dtype), prompt)
+    slots = (pages, page) if page else (batch, length)
+    cache = jax.tree.map(lambda x: jnp.zeros((x.shape[0], *slots, *x.shape[3:]), x.dtype), prompt)
+    if page:
+        rows["table"] = jnp.full((batch, length // page), pages, jnp.int32)
     return {"cache": cache, **rows, "active": jnp.zeros((batch,), bool), "key": jax.random.key(seed)}
 
 
@@ -286,7 +340,7 @@ def prefill_step(options: Options, how: Sampling = Sampling()) -> Callable[..., 
     def prefill(params: Any, tokens: jax.Array, lengths: jax.Array, key: jax.Array) -> dict[str, Any]:
         """Keys and values of prompts `tokens` [prompt, seq], of which `lengths` [prompt] are used, and their next tokens."""
         logits, new = forward(options, params, tokens, jnp.zeros_like(lengths), last=lengths - 1)
-        return {"cache": new, "token": sample(logits, key, how), "position": lengths}
+        return {"cache": cached(options, new), "token": sample(logits, key, how), "position": lengths}
 
     return prefill
 
@@ -294,21 +348,29 @@ def prefill_step(options: Options, how: Sampling = Sampling()) -> Callable[..., 
 def insert_prompts(state: State, prompt: dict[str, Any], rows: jax.Array, end: jax.Array) -> State:
     """Put prefilled prompts into `rows` [prompt] of the state; they stop at positions `end` [prompt].
 
+    With a cache in pages, `prompt["table"]` has the pages of each row.
+
     The dims of a prompt and of the state have different names, so a layout may shard both differently: the plan of this
     step shows how keys and values are resharded.
     """
 
     def put(cache: jax.Array, new: jax.Array) -> jax.Array:
-        length, seq = cache.shape[2], new.shape[2]
+        table, seq = prompt.get("table"), new.shape[2]
+        length = cache.shape[2] * (1 if table is None else table.shape[1])
         if seq > length:  # a sliding window: its last tokens, each in its slot
             slots = slot_positions(prompt["position"], length).clip(0)
             new = jnp.take_along_axis(new, slots.reshape(1, *slots.shape, *[1] * (new.ndim - 3)), axis=2)
         else:
             new = jnp.pad(new, [(0, length - seq) if d == 2 else (0, 0) for d in range(new.ndim)])
-            new = mp.rename(new, seq="cache")
-        return cache.at[:, rows].set(new)
+            new = new if table is not None else mp.rename(new, seq="cache")
+        if table is None:
+            return cache.at[:, rows].set(new)
+        blocks = new.reshape(*new.shape[:2], table.shape[1], cache.shape[2], *new.shape[3:])
+        return cache.at[:, table].set(blocks, mode="drop")
 
     values = {"token": prompt["token"], "position": prompt["position"], "end": end, "active": end > prompt["position"]}
+    if "table" in prompt:
+        values["table"] = prompt["table"]
     return {
         **state,
         "cache": jax.tree.map(put, state["cache"], prompt["cache"]),
@@ -322,15 +384,18 @@ def decode_step(options: Options, how: Sampling = Sampling(), stop: Sequence[int
     def decode(params: Any, state: State) -> tuple[State, jax.Array]:
         """(the new state, int32 [batch]: the tokens; -1 for rows that are not active)."""
         position, active = state["position"], state["active"]
-        logits, new = forward(options, params, state["token"][:, None], position, state["cache"])
+        table = state.get("table")
+        logits, new = forward(options, params, state["token"][:, None], position, state["cache"], table=table)
         key, draw = jax.random.split(state["key"])
         token = sample(logits, draw, how)
         stopped = functools.reduce(jnp.logical_or, [token == s for s in stop], position + 1 >= state["end"])
         return {
-            "cache": jax.tree.map(functools.partial(write, position, active), state["cache"], new),
+            **state,
+            "cache": jax.tree.map(
+                functools.partial(write, position, active, table), state["cache"], cached(options, new)
+            ),
             "token": jnp.where(active, token, state["token"]),
             "position": jnp.where(active, position + 1, position),
-            "end": state["end"],
             "active": active & ~stopped,
             "key": key,
         }, jnp.where(active, token, -1)
@@ -338,12 +403,18 @@ def decode_step(options: Options, how: Sampling = Sampling(), stop: Sequence[int
     return decode
 
 
-def write(position: jax.Array, active: jax.Array, cache: jax.Array, new: jax.Array) -> jax.Array:
+def write(
+    position: jax.Array, active: jax.Array, table: jax.Array | None, cache: jax.Array, new: jax.Array
+) -> jax.Array:
     """`cache` [layers, batch, cache, ...] with `new` [layers, batch, 1, ...] in the slots of the positions of active rows.
 
     All leading dims are indexed: TPU compilers write such a scatter in place, without a transposed copy of the cache.
     """
-    layers, rows = jnp.arange(cache.shape[0])[:, None], jnp.arange(cache.shape[1])
+    layers, rows = jnp.arange(cache.shape[0])[:, None], jnp.arange(position.shape[0])
+    if table is not None:  # [layers, pages, page, ...]
+        block, slot = jnp.divmod(position % (table.shape[1] * cache.shape[2]), cache.shape[2])
+        page = jnp.where(active, table[rows, block], cache.shape[1])
+        return cache.at[layers, page, slot].set(new[:, :, 0], mode="drop")
     slot = jnp.where(active, position % cache.shape[2], cache.shape[2])  # beyond the cache: not written
     return cache.at[layers, rows, slot].set(new[:, :, 0], mode="drop")
 
@@ -359,27 +430,29 @@ class Steps:
     @classmethod
     def of(
         cls, options: Options, mesh: Any, *, prefill: str, insert: str, decode: str, how: Sampling = Sampling(),
-        stop: Sequence[int] = (), lowering: str = "auto",
+        stop: Sequence[int] = (), lowering: str = "auto", paged: bool = False,
     ) -> "Steps":  # fmt: skip
-        """The steps under the layouts ``prefill``, ``insert`` and ``decode``."""
+        """The steps under the layouts ``prefill``, ``insert`` and ``decode``; ``paged``: for a cache in pages."""
         make: Any = mp.jit
+        dims = PAGED_DIMS if paged else DIMS
         jit = functools.partial(make, mesh=mesh, lowering=lowering)
         return cls(
-            jit(prefill_step(options, how), layout=prefill, dims=DIMS["prefill"]),
-            jit(insert_prompts, layout=insert, dims=DIMS["insert"], donate_argnames="state"),
-            jit(decode_step(options, how, stop), layout=decode, dims=DIMS["decode"], donate_argnames="state"),
+            jit(prefill_step(options, how), layout=prefill, dims=dims["prefill"]),
+            jit(insert_prompts, layout=insert, dims=dims["insert"], donate_argnames="state"),
+            jit(decode_step(options, how, stop), layout=decode, dims=dims["decode"], donate_argnames="state"),
         )
 
 
 def serve(
     steps: Steps, params: Any, prompts: Sequence[Sequence[int]], *, batch: int, length: int, new: int, pad: int,
-    stop: Sequence[int] = (), seed: int = 0,
+    stop: Sequence[int] = (), seed: int = 0, page: int = 0, pages: int = 0,
 ) -> list[list[int]]:  # fmt: skip
     """Continuous batching: whenever a sequence ends, the next prompt takes its row.
 
     Args:
       prompts: token numbers; each is padded to a multiple of ``pad``, so that few shapes are compiled.
       batch, length: rows and slots of the cache.
+      page, pages: of a cache in pages, as in :func:`empty_state`. A prompt waits until there are enough free pages for it.
       new: largest number of tokens to generate for a prompt; ``stop``: tokens after which to end earlier.
 
     Returns:
@@ -389,13 +462,24 @@ def serve(
     results: list[list[int]] = [[] for _ in prompts]
     rows: list[int | None] = [None] * batch
     key, state = jax.random.key(seed), None
+    free = list(range(pages))
+    taken: dict[int, list[int]] = {}
+
+    def pages_for(n: int) -> int:
+        """The number of pages of a prompt and its new tokens."""
+        return -(-min(len(prompts[n]) + new, length) // page) if page else 0
+
+    def page_table(row: int, n: int) -> np.ndarray:
+        """The pages of a row, taken from the free ones, [1, blocks]."""
+        taken[row] = [free.pop() for _ in range(pages_for(n))]
+        return np.array([taken[row] + [pages] * (length // page - len(taken[row]))], np.int32)
 
     def finished(n: int) -> bool:
         return len(results[n]) >= new or results[n][-1] in stop
 
     while waiting or any(n is not None for n in rows):
         for row in (r for r, n in enumerate(rows) if n is None):
-            while waiting and rows[row] is None:
+            while waiting and rows[row] is None and pages_for(waiting[-1][0]) <= len(free):
                 n, tokens = waiting.pop()
                 key, draw = jax.random.split(key)
                 padded = np.zeros((1, -(-len(tokens) // pad) * pad), np.int32)
@@ -403,35 +487,51 @@ def serve(
                 prompt = steps.prefill(params, padded, np.array([len(tokens)], np.int32), draw)
                 results[n].append(int(prompt["token"][0]))
                 if not finished(n):
-                    state = empty_state(prompt["cache"], batch, length, seed) if state is None else state
+                    if state is None:
+                        state = empty_state(prompt["cache"], batch, length, seed, page=page, pages=pages)
+                    if page:
+                        prompt["table"] = page_table(row, n)
                     end = np.array([len(tokens) + new - 1], np.int32)
                     state, rows[row] = steps.insert(state, prompt, np.array([row], np.int32), end), n
+        if waiting and not any(n is not None for n in rows) and pages_for(waiting[-1][0]) > pages:
+            raise ValueError(f"a prompt needs {pages_for(waiting[-1][0])} pages, and there are {pages}")
         if state is not None:
             state, drawn = steps.decode(params, state)
             for row, token in enumerate(np.asarray(drawn)):
                 n = rows[row]
                 if n is not None:
                     results[n].append(int(token))
-                    rows[row] = None if finished(n) else n
+                    if finished(n):
+                        rows[row] = None
+                        free += taken.pop(row, [])
     return results
 
 
 # -- targets of the command line
 
 
-def llama3_8b_decode(batch: int = 32, length: int = 8192) -> llama.Target:
-    """Llama 3 8B in bfloat16: a token of each of ``batch`` sequences, with ``length`` slots of cache."""
-    return decode_target(llama.Llama, llama.LLAMA3_8B, batch, length)
+def llama3_8b_decode(
+    batch: int = 32, length: int = 8192, weights: str = "bfloat16", cache: str = "bfloat16", layers: int = 0
+) -> llama.Target:
+    """Llama 3 8B: a token of each of ``batch`` sequences, with ``length`` slots of cache.
+
+    ``weights``, ``cache``: their dtypes, bfloat16, int8 or float8_e4m3fn; ``layers``: fewer layers than the model has.
+    """
+    return decode_target(llama.Llama, llama.LLAMA3_8B, batch, length, weights, cache, layers)
 
 
-def llama3_70b_decode(batch: int = 32, length: int = 8192) -> llama.Target:
+def llama3_70b_decode(
+    batch: int = 32, length: int = 8192, weights: str = "bfloat16", cache: str = "bfloat16", layers: int = 0
+) -> llama.Target:
     """Llama 3 70B, as above."""
-    return decode_target(llama.Llama, llama.LLAMA3_70B, batch, length)
+    return decode_target(llama.Llama, llama.LLAMA3_70B, batch, length, weights, cache, layers)
 
 
-def llama31_405b_decode(batch: int = 32, length: int = 8192) -> llama.Target:
+def llama31_405b_decode(
+    batch: int = 32, length: int = 8192, weights: str = "bfloat16", cache: str = "bfloat16", layers: int = 0
+) -> llama.Target:
     """Llama 3.1 405B, as above."""
-    return decode_target(llama.Llama, llama.LLAMA31_405B, batch, length)
+    return decode_target(llama.Llama, llama.LLAMA31_405B, batch, length, weights, cache, layers)
 
 
 def mixtral_8x7b_decode(batch: int = 32, length: int = 8192) -> llama.Target:
@@ -444,25 +544,42 @@ def deepseek_671b_decode(batch: int = 32, length: int = 8192) -> llama.Target:
     return decode_target(deepseek.DeepSeek, deepseek.DEEPSEEK_671B, batch, length)
 
 
-def llama3_70b_prefill(batch: int = 1, seq: int = 8192) -> llama.Target:
-    """Llama 3 70B in bfloat16: prompts of ``seq`` tokens."""
-    params, options = bfloat16_weights(llama.Llama, llama.LLAMA3_70B), Options.of(llama.LLAMA3_70B)
+def llama3_70b_prefill(
+    batch: int = 1, seq: int = 8192, weights: str = "bfloat16", cache: str = "bfloat16", layers: int = 0
+) -> llama.Target:
+    """Llama 3 70B: prompts of ``seq`` tokens; the other options as above."""
+    params, options = weights_and_options(llama.Llama, llama.LLAMA3_70B, weights, cache, layers)
     tokens, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, seq), (batch,)))
     return prefill_step(options), (params, tokens, lengths, jax.eval_shape(jax.random.key, 0)), DIMS["prefill"]
 
 
-def decode_target(model: Any, config: Any, batch: int, length: int) -> llama.Target:
+def decode_target(
+    model: Any,
+    config: Any,
+    batch: int,
+    length: int,
+    weights: str = "bfloat16",
+    cache: str = "bfloat16",
+    layers: int = 0,
+) -> llama.Target:
     """(the step of :func:`decode_step`, (weights, state), dims) as shapes."""
-    params, options = bfloat16_weights(model, config), Options.of(config)
+    params, options = weights_and_options(model, config, weights, cache, layers)
     tokens, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 128), (1,)))
     prompt = jax.eval_shape(prefill_step(options), params, tokens, lengths, jax.eval_shape(jax.random.key, 0))
     state = jax.eval_shape(lambda: empty_state(prompt["cache"], batch, length))
     return decode_step(options), (params, state), DIMS["decode"]
 
 
-def bfloat16_weights(model: Any, config: Any) -> Any:
+def weights_and_options(
+    model: Any, config: Any, weights: str = "bfloat16", cache: str = "bfloat16", layers: int = 0
+) -> tuple[Any, Options]:
+    """The shapes of the weights, of which matmuls of Llama read codes if ``weights`` is a dtype of 8 bits, and the options."""
+    config = replace(config, layers=layers) if layers else config
     params = jax.eval_shape(lambda: llama.state_of(model, config, jax.random.key(0))["params"])
-    return jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.bfloat16), params)
+    params = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.bfloat16), params)
+    if weights != "bfloat16":
+        params = jax.eval_shape(lambda params: mp.quantize(params, weights, contract=CONTRACT), params)
+    return params, Options.of(config, cache=None if cache == "bfloat16" else cache)
 
 
 # -- generation with the model of train_lm.py

@@ -39,6 +39,7 @@ from .pods.data import batches, put
 from .pods.start import distributed
 from .program.declare import kernel_rule
 from .program.primitives import named, rename
+from .quantization import dequantize, quantize
 from .verify.aot import compile_lowered
 
 __version__ = "0.1.0"
@@ -62,6 +63,7 @@ __all__ = [
     "compile",
     "compile_lowered",
     "cross_entropy",
+    "dequantize",
     "distributed",
     "errors",
     "export",
@@ -82,6 +84,7 @@ __all__ = [
     "offload",
     "plan",
     "put",
+    "quantize",
     "rename",
     "replicas",
     "search",

@@ -233,6 +233,9 @@ def _plan_arguments(add: Add) -> None:
     add_flags(add)
     add("--html", metavar="FILE", help="write the plan as an HTML page")
     add("--open", action="store_true", help="open the page in the browser (with --html)")
+    add(
+        "--tokens", metavar="DIM", help="the step generates a token of each sequence of this dim (batch): add its rates"
+    )
     add("--csv", metavar="FILE", help="write the table of collectives as CSV")
     add("--steps", action="store_true", help="print what every device runs, one line a step, instead of tables")
 
@@ -316,6 +319,8 @@ def _plan(args: argparse.Namespace) -> int:
     """``meshpar plan``: print or save a plan; exit status 1 if it exceeds the memory of the device."""
     target = load_target(args.target, parse_options(args.set))
     plan = _planned(args, target, args.mesh, args.topology, args.layout)
+    if args.tokens:
+        plan = plan.with_tokens(args.tokens)
     if args.html:
         _save(plan, args.html)
     if args.open:

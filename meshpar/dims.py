@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from types import EllipsisType
 
@@ -145,9 +146,28 @@ def path_matches(pattern: str, path: str) -> bool:
 
     ``*`` matches any text, ``/`` included; a leading ``*/`` also matches no text. ``[qkv]`` matches one of the characters,
     ``[a-c]`` one of a range, and ``{up,down}`` one of the texts. A pattern without its special meaning matches too: a path that
-    contains brackets matches itself.
+    contains brackets matches itself. A pattern for a quantized array matches its codes and scales.
     """
-    return path == pattern or bool(_pattern(pattern).match(path) or _pattern(pattern).match("/" + path))
+    paths = [path, "/" + path]
+    owner = path.removesuffix(".codes").removesuffix(".scales")
+    if owner != path:  # a part of a quantized array
+        paths += [owner, "/" + owner]
+    return pattern in paths or any(map(_pattern(pattern).match, paths))
+
+
+@dataclass(frozen=True, slots=True)
+class PartKey:
+    """The key of an array that is a part of a value with the dims of that value: codes or scales of a quantized array."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return "." + self.name
+
+
+def join_path(components: Iterable[str]) -> str:
+    """``("up", "kernel", ".codes")`` → ``"up/kernel.codes"``."""
+    return "/".join(components).replace("/.codes", ".codes").replace("/.scales", ".scales")
 
 
 class PathDims:

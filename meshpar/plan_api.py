@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import report
+from .cost.caching import with_reasons
+from .cost.decoding import Decoding, decoding_of
 from .cost.memory import Memory, memory_of
 from .cost.time import Time, time_of
 from .hardware.calibration import CalibrationLike, calibrations
@@ -51,6 +53,33 @@ class Plan(record.Plan):
         """The estimate of a step's seconds (:attr:`meshpar.cost.time.Time.seconds` says how); None: chip not known."""
         return None if self.time is None else self.time.seconds
 
+    @property
+    def decoding(self) -> Decoding | None:
+        """Tokens per second, the limit of HBM and the largest batch, of a plan :meth:`with_tokens`; None for others."""
+        return decoding_of(self)
+
+    def with_tokens(self, dim: str) -> Plan:
+        """This plan as the one of a step that generates one token of each sequence, such as a step of decoding.
+
+        Reports and :attr:`decoding` then have the time per token compared with the limit of HBM, tokens per second, and the largest
+        batch that fits.
+
+        Args:
+          dim: the dim of the sequences, ``"batch"``.
+
+        Raises:
+          UnknownDimError: no argument has the dim.
+
+        Example:
+          >>> step = lambda weights, x: x @ weights["up"]
+          >>> plan = mp.plan(step, params, x, mesh="model=8", topology="v5e:2x4", layout="mlp: model", dims=dims)
+          >>> plan.with_tokens("batch").decoding.sequences
+          32
+        """
+        out = with_reasons(self, tokens=dim)
+        decoding_of(out)
+        return out
+
     def replan(
         self, *, layout: Any = None, mesh: MeshLike | None = None, topology: str | None = None, strict: bool = False,
         lowering: str | None = None, overlap: str | None = None, options: OptionsMode | None = None,
@@ -77,7 +106,7 @@ class Plan(record.Plan):
 
     def to_json(self) -> str:
         """The plan as JSON: mesh, chip, calibration, layout, lowering, inputs, outputs, constants, collectives, transfers, memory,
-        time, options, joins, notes, unnamed dims."""
+        time, decoding, options, joins, notes, unnamed dims."""
         return report.plan_json(self)
 
     @property

@@ -376,7 +376,10 @@ def annotation_of(leaf: Leaf, patterns: PathDims, used: set[str], leaves: Sequen
             return _dims_like(shape, np.shape(param.value), cast(Dims, tuple(dims)), leaf.path)
     if len(shape) != len(dims) and (narrower := _narrower(pattern, dims, leaves)) is not None:
         fixes.append(f'match only arrays with {len(dims)} dims: {{"{narrower}": "{format_dims(dims)}"}}')
-    return fit_dims(dims, shape, path=leaf.path, origin=f"the pattern {pattern!r}", fixes=fixes)
+    fitted = fit_dims(dims, shape, path=leaf.path, origin=f"the pattern {pattern!r}", fixes=fixes)
+    if leaf.path.endswith(".scales"):  # of a quantized array: size 1 where elements have a common scale
+        return tuple(None if n == 1 else d for n, d in zip(shape, fitted, strict=True))
+    return fitted
 
 
 def _parameter_of(state: Leaf, pattern: str, rank: int, leaves: Sequence[Leaf]) -> Leaf | None:

@@ -3,6 +3,7 @@
 ``mp.Layout``, ``mp.Plan``, ``mp.Precision`` and ``mp.Checkpoints`` are at the top level.
 """
 
+from .cost.decoding import Decoding
 from .exported import Exported, ExportedArray
 from .hardware.calibration import Calibration
 from .jitted import Jitted
@@ -13,6 +14,7 @@ from .measurement import CalibrationResult, CalibrationRow
 from .plan.collectives import Collective
 from .pods.local_sgd import LocalSgd
 from .program.kernels import KernelSend, KernelWork
+from .quantization import Quantized
 from .report import PlanDiff
 from .search import Row, Search
 from .verify.aot import Compiled
@@ -25,6 +27,7 @@ __all__ = [
     "CalibrationRow",
     "Collective",
     "Compiled",
+    "Decoding",
     "Exported",
     "ExportedArray",
     "Jitted",
@@ -36,6 +39,7 @@ __all__ = [
     "NoiseScale",
     "PlanDiff",
     "PlanProfile",
+    "Quantized",
     "Report",
     "Row",
     "Rule",

@@ -11,6 +11,7 @@ from ..compat.jax import without_gc
 from ..plan.plan import Plan
 
 T = TypeVar("T")
+P = TypeVar("P", bound=Plan)
 
 
 def cached_on_plan(fn: Callable[[Plan], T]) -> Callable[[Plan], T]:
@@ -29,7 +30,7 @@ def cached_on_plan(fn: Callable[[Plan], T]) -> Callable[[Plan], T]:
     return once
 
 
-def with_reasons(plan: Plan, **reasons: Any) -> Plan:
+def with_reasons(plan: P, **reasons: Any) -> P:
     """A copy of a plan with other values of fields that are prose (reasons of decisions); it shares all cached results."""
     new = replace(plan, **reasons)
     for name, result in vars(plan).items():

@@ -16,7 +16,7 @@ from ..plan.steps import Run
 from .caching import cached_on_plan
 from .collective_matmul import kernel_seconds, vector_seconds
 from .donation import aliased_inputs, gathered_then_copied
-from .flops import flops_on, local_opaque_flops, reread_bytes_on
+from .flops import flops_on, local_opaque_flops, reread_bytes_on, single_row_elements
 from .fusion import CONTIGUOUS_SLICES, SLICES, USER_KERNELS, Buffer, Computation, Kernel, array_written, window_bytes
 from .kernels import computation_of
 from .tiles import Tiles
@@ -104,6 +104,8 @@ def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
         if matmul_seconds or traffic_seconds:
             convolves = any(run.op.primitive.convolution for run in kernel.matmuls)
             elements = _elements(kernel) if traffic_seconds else 0.0
+            if chip.torus:
+                elements += sum(single_row_elements(run, plan.sizes) for run in kernel.matmuls)
             seconds = kernel_seconds(chip, matmul_seconds, traffic_seconds, elements, convolves)
             vector = 0.0 if chip.switch else vector_seconds(chip, elements)
             out[kernel] = KernelTime(flops, traffic, matmul_seconds, traffic_seconds, vector, seconds, count)

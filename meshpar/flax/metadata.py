@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..compat import nnx
 from ..compat.jax import axes_of_spec, is_graph_node, patched_constraints
-from ..dims import Dims, fit_dims, format_dims, parse_dims
+from ..dims import Dims, PartKey, fit_dims, format_dims, join_path, parse_dims
 from ..errors import RankError
 from ..program.primitives import name_dims_p, place_p
 
@@ -132,7 +132,7 @@ def _walk(tree: Any, path: tuple[str, ...], kind: str | None, out: list[Leaf]) -
         if x is not tree and _special(x):
             _walk(x, here, found, out)
         else:
-            out.append(Leaf("/".join(here), x, None, found))
+            out.append(Leaf(join_path(here), x, None, found))
 
 
 def _open(box: Any, path: tuple[str, ...], kind: str | None, out: list[Leaf]) -> None:
@@ -169,7 +169,7 @@ def _open(box: Any, path: tuple[str, ...], kind: str | None, out: list[Leaf]) ->
                     dims=format_dims(names),
                     fixes=["name every dimension in the metadata, None for one without a name"],
                 )
-        out.append(Leaf("/".join(path + extra), value, dims, kind))
+        out.append(Leaf(join_path(path + extra), value, dims, kind))
 
 
 def _as_names(names: Any) -> Dims | None:
@@ -183,6 +183,8 @@ def _as_names(names: Any) -> Dims | None:
 
 def key_text(key: Any) -> str:
     """A component of a tree path as text."""
+    if isinstance(key, PartKey):
+        return str(key)
     for attribute in ("key", "name", "idx"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))

@@ -81,29 +81,41 @@ class BlockCode:
         highest = jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23
         exponents = jnp.maximum(highest - _HEADROOM[self.code_dtype], 1)
         inverse = jax.lax.bitcast_convert_type((254 - exponents) << 23, jnp.float32)
-        scaled = x * _per_element(inverse, x.shape)
+        scaled = x * per_element(inverse, x.shape)
         exponents = jnp.where(highest == _NOT_FINITE, _NOT_FINITE, exponents)
-        return Coded(self._rounded(scaled), exponents.astype(jnp.uint8))
-
-    def _rounded(self, x: jax.Array) -> jax.Array:
-        """Scaled elements as codes."""
-        if self.nonnegative:
-            codes = jnp.clip(jnp.round(x), 0.0, 255.0)
-            return jnp.where(x > 0, jnp.maximum(codes, 1.0), codes).astype(jnp.uint8)
-        return jnp.clip(jnp.round(x), -127.0, 127.0).astype(jnp.int8) if self.dtype == "int8" else x.astype(self.dtype)
+        return Coded(rounded(scaled, self.code_dtype), exponents.astype(jnp.uint8))
 
     def decode(self, coded: Coded) -> jax.Array:
         """The float32 array of a code."""
         exponents = coded.exponents.astype(jnp.int32)
         scale = jax.lax.bitcast_convert_type(exponents << 23, jnp.float32)
         scale = jnp.where(exponents == _NOT_FINITE, jnp.nan, scale)
-        x = coded.codes.astype(jnp.float32) * _per_element(scale, coded.codes.shape)
+        x = coded.codes.astype(jnp.float32) * per_element(scale, coded.codes.shape)
         return x * x if self.nonnegative else x
 
 
-def _per_element(per_block: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """One value per block [..., blocks] as an array that broadcasts to ``shape`` [..., n]."""
-    blocks = per_block.shape[-1]
-    if blocks == 1:
+def rounded(x: jax.Array, dtype: str) -> jax.Array:
+    """Scaled elements as codes: to the nearest; in uint8, an element above 0 has a code above 0."""
+    if dtype == "uint8":
+        codes = jnp.clip(jnp.round(x), 0.0, 255.0)
+        return jnp.where(x > 0, jnp.maximum(codes, 1.0), codes).astype(jnp.uint8)
+    return jnp.clip(jnp.round(x), -127.0, 127.0).astype(jnp.int8) if dtype == "int8" else x.astype(dtype)
+
+
+def per_element(per_block: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """One value per block as an array that broadcasts to ``shape``.
+
+    Args:
+      per_block: of the rank of ``shape``; a dim with n blocks is repeated for their elements, one of size 1 is not.
+    """
+    split: list[int] = []
+    wide: list[int] = []
+    merged: list[int] = []
+    for blocks, size in zip(per_block.shape, shape, strict=True):
+        parted = 1 < blocks < size
+        split += [blocks, 1] if parted else [blocks]
+        wide += [blocks, size // blocks] if parted else [blocks]
+        merged.append(size if parted else blocks)
+    if len(split) == len(merged):
         return per_block
-    return jnp.broadcast_to(per_block[..., None], (*shape[:-1], blocks, shape[-1] // blocks)).reshape(shape)
+    return jnp.broadcast_to(per_block.reshape(split), wide).reshape(merged)

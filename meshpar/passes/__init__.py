@@ -253,6 +253,7 @@ def replan(
                 requested_lowering=lowering,
                 requested_overlap=plan.requested_overlap if overlap is None else overlap,
                 options=Options(plan.options.mode if options is None else options, plan.options.given),
+                tokens=plan.tokens,
             )
         )
     )

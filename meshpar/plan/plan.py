@@ -195,6 +195,7 @@ class Plan:
       gather: when pipelines all-gather weights, as requested.
       options: the compiler options.
       calibrations: measurements of devices; ``chip`` includes the measurements of its kind.
+      tokens: of a step that generates one token of each sequence, the dim of the sequences; None: another step.
     """
 
     program: Program
@@ -220,6 +221,7 @@ class Plan:
     options: Options = field(default_factory=Options)
     overlaps: tuple[Overlap, ...] = ()
     calibrations: Calibrations = ()
+    tokens: str | None = None
 
     @cached_property
     def sizes(self) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from ..cost.decoding import decoding_of
 from ..cost.memory import memory_of
 from ..cost.time import time_of
 from ..hardware.calibration import EFFICIENCIES
@@ -35,6 +36,7 @@ def plan_json(plan: Plan) -> str:
             "transfers": [t.to_dict() for t in plan.transfers],
             "memory": memory_of(plan).to_dict(),
             "time": None if time is None else time.to_dict(),
+            "decoding": None if (decoding := decoding_of(plan)) is None else decoding.to_dict(),
             "overlap": [o.to_dict() for o in plan.overlaps],
             "options": plan.options.to_dict(),
             "joins": [str(j) for j in plan.joins],

@@ -12,6 +12,7 @@ from importlib import resources
 import jax
 from rich.text import Text
 
+from ..cost.decoding import decoding_of
 from ..cost.memory import memory_of
 from ..cost.time import time_of
 from ..hardware.topology import Stage
@@ -238,6 +239,9 @@ def cards(plan: Plan) -> str:
         shown.append(("of the peak FLOP/s", f"{100 * time.mfu:.0f} %", time.mfu, "", bottleneck))
     else:
         shown.append(("step time", "–", 0.0, "", NOT_ESTIMATED))
+    if decoding := decoding_of(plan):
+        rate = decoding.tokens_per_second or 0.0
+        shown.append(("tokens a second, estimated", f"{rate:,.0f}" if rate else "–", rate, "", escape(str(decoding))))
     took = f"in {format_seconds(plan.comm_seconds)}: " if chip is not None else ""
     kinds = collective_groups(plan.collectives, lambda c: c.op)[:3]
     by_kind = ", ".join(f"{g.first.op} {format_bytes(g.bytes)}" for g in kinds)

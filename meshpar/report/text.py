@@ -13,6 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..cost.decoding import decoding_of
 from ..cost.flops import redundant_matmuls
 from ..cost.memory import memory_of
 from ..cost.time import time_of
@@ -176,6 +177,8 @@ def _costs(plan: Plan) -> list[Text]:
         ))  # fmt: skip
         details = (time.bottleneck, blocking_collectives(plan), calibration_text(plan))
         out += [Text(f"    {line}", style="dim") for line in details if line]
+    if decoding := decoding_of(plan):
+        out.append(Text.assemble(("decoding ", "bold"), str(decoding)))
     return out
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
@@ -19,6 +20,7 @@ from ..cost.kernels import Computation, computation_of
 from ..cost.schedule import schedules
 from ..cost.time import time_of
 from ..errors import UnsupportedError
+from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..plan.steps import Loop
 from ..report.html import page, style
@@ -27,7 +29,7 @@ from ..report.tables import Cell, html_table, number, rich_table
 from ..report.text import plain
 from ..units import format_seconds
 from .hlo import KINDS
-from .trace import Event, ProgramTrace, read_trace
+from .trace import Event, Instruction, ProgramTrace, read_trace
 
 MAX_ROWS = 24
 """Collectives that the terminal lists; pages list all."""
@@ -67,8 +69,7 @@ class PlanProfile:
       step: the complete step.
       collectives: the planned collectives, those with the longest measured time first.
       loops: the loops, in program order.
-      other: (instruction, seconds per step) of collectives in the trace that have none of the planned names: XLA combined several,
-        or added them.
+      other: (instruction, seconds per step) of collectives in the trace that have none of the planned names: XLA added them.
     """
 
     plan: Plan
@@ -152,22 +153,68 @@ def planned_name(op_name: str, names: Sequence[str]) -> str | None:
     return max((n for n in names if n in op_name), key=len, default=None)
 
 
+def names_of(plan: Plan, instructions: Mapping[str, Instruction]) -> dict[str, dict[str, float]]:
+    """The planned collectives that instructions of the compiled program send.
+
+    XLA combines small collectives of one kind over the same axes: one instruction has several arrays, and the name of one of them.
+    The others are identified by their bytes.
+
+    Args:
+      instructions: name → instruction.
+
+    Returns:
+      Name of an instruction → name scope of a collective (:meth:`meshpar.plan.plan.Plan.scope_name`) → its share of the bytes.
+    """
+    planned: dict[str, list[Collective]] = {}
+    for c in plan.collectives:
+        planned.setdefault(plan.scope_name(c), []).append(c)
+    out: dict[str, dict[str, float]] = {}
+    for name, i in instructions.items():
+        kind = _kind(i.opcode)
+        scope = planned_name(i.op_name, [n for n in planned if kind is None or n.startswith(kind)])
+        if scope is not None and (kind or (i.opcode == "fusion" and scope.split()[0] in name.replace("_", "-"))):
+            out[name] = {scope: 1.0}
+    found = {scope for shares in out.values() for scope in shares}
+    combined = [(name, scope) for name, shares in out.items() for scope in shares if len(instructions[name].sizes) > 1]
+    for scope, c in ((scope, c) for scope, cs in planned.items() if scope not in found for c in cs):
+        size = _result_bytes(plan, c)
+        for name, own in combined:
+            i, shares = instructions[name], out[name]
+            alike = i.opcode.startswith(c.op) and any(c.axes == other.axes for other in planned[own])
+            if alike and scope not in shares and any(abs(size - n) < 1 for n in i.sizes):
+                shares[scope] = size / sum(i.sizes)
+                shares[own] -= shares[scope]
+    return out
+
+
+def _result_bytes(plan: Plan, c: Collective) -> float:
+    """Bytes of a device's result of a collective."""
+    g = math.prod(plan.sizes[a] for a in c.axes)
+    factors = (
+        {"all-reduce": g / (2 * (g - 1)), "all-gather": g / (g - 1), "reduce-scatter": 1 / (g - 1)} if g > 1 else {}
+    )
+    return c.bytes * factors.get(c.op, 1.0)
+
+
+def _kind(opcode: str) -> str | None:
+    """The kind of collective that an opcode is or starts."""
+    return next((k for k in KINDS if opcode.startswith(k)), None)
+
+
 def _compared(plan: Plan, program: ProgramTrace, names: Sequence[str], loops: Sequence[_PlannedLoop]) -> PlanProfile:
     """The comparison of a plan with the program of its step; ``names``: of its collectives."""
     per_step = 1 / (program.runs * len(program.devices))
     sending: dict[str, float] = dict.fromkeys(names, 0.0)
-    seen: set[str] = set()
+    sent = names_of(plan, program.instructions)
+    seen = {scope for shares in sent.values() for scope in shares}
     other: dict[str, float] = {}
     in_loops = [0.0] * len(loops)
     loop_seen = [False] * len(loops)
     for name, seconds in _durations(program).items():
-        opcode, op_name = program.instructions[name]
-        kind = next((k for k in KINDS if opcode.startswith(k)), None)
-        scope = planned_name(op_name, [n for n in names if kind is None or n.startswith(kind)])
-        if scope is not None and (kind or (opcode == "fusion" and scope.split()[0] in name.replace("_", "-"))):
-            sending[scope] += seconds * per_step
-            seen.add(scope)
-        elif kind is not None:
+        opcode, op_name, _ = program.instructions[name]
+        for scope, share in sent.get(name, {}).items():
+            sending[scope] += seconds * per_step * share
+        if name not in sent and _kind(opcode):
             other[name] = other.get(name, 0.0) + seconds * per_step
         for k, (loop, backward, _, _) in enumerate(loops):
             if opcode == "while" and _innermost(op_name) == loop and ("transpose(" in op_name) == backward:
@@ -289,7 +336,7 @@ def _tables(p: PlanProfile) -> list[tuple[str, list[tuple[str, str]], list[list[
         ("Collectives", columns, list(map(row, p.collectives))),
     ]
     other = [[Cell(name, markup=f"<code>{escape(name)}</code>"), seconds(x)] for name, x in p.other]
-    out.append(("Collectives without a planned name: combined or added by XLA", [("", ""), ("measured", "n")], other))
+    out.append(("Collectives without a planned name: added by XLA", [("", ""), ("measured", "n")], other))
     return [table for table in out if table[2]]
 
 

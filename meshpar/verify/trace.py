@@ -7,6 +7,7 @@ of fields in XLA's ``hlo.proto`` and in the profiler's ``xplane.proto``.
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Iterator
@@ -23,10 +24,17 @@ _MODULE_LINE = "XLA Modules"
 
 
 class Instruction(NamedTuple):
-    """An instruction of a compiled program: its opcode and JAX's name of its op."""
+    """An instruction of a compiled program.
+
+    Attributes:
+      opcode: as in HLO.
+      op_name: JAX's name of its op.
+      sizes: bytes of the arrays of its result, one for each element of a tuple.
+    """
 
     opcode: str
     op_name: str
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +162,74 @@ def _instructions(module: bytes) -> Iterator[tuple[str, Instruction]]:
         for instruction in _messages(computation, 2):
             (name,), (opcode,) = _messages(instruction, 1), _messages(instruction, 2)
             op_names = [text.decode() for metadata in _messages(instruction, 7) for text in _messages(metadata, 2)]
-            yield name.decode(), Instruction(opcode.decode(), op_names[0] if op_names else "")
+            sizes = tuple(size for shape in _messages(instruction, 3) for size in _array_sizes(shape))
+            yield name.decode(), Instruction(opcode.decode(), op_names[0] if op_names else "", sizes)
+
+
+_ELEMENT_BYTES = {
+    1: 1,
+    2: 1,
+    3: 2,
+    4: 4,
+    5: 8,
+    6: 1,
+    7: 2,
+    8: 4,
+    9: 8,
+    10: 2,
+    11: 4,
+    12: 8,
+    15: 8,
+    16: 2,
+    18: 16,
+    19: 1,
+    20: 1,
+}
+"""XLA's ``PrimitiveType`` (booleans, integers, floating-point and complex numbers) → bytes of an element."""
+
+
+def _array_sizes(shape: bytes) -> Iterator[int]:
+    """Bytes of the arrays of a serialized ``ShapeProto``; of an element type that is not known, 0."""
+    elements = _messages(shape, 4)
+    if elements:
+        for element in elements:
+            yield from _array_sizes(element)
+        return
+    (dtype,) = _numbers(shape, 2) or [0]
+    yield math.prod(_numbers(shape, 3)) * _ELEMENT_BYTES.get(dtype, 0)
+
+
+def _numbers(data: bytes, number: int) -> list[int]:
+    """The integers with a number of a serialized protocol buffer message, packed or not."""
+    out: list[int] = []
+    for value in _fields(data, number):
+        if isinstance(value, int):
+            out.append(value)
+        else:
+            out += _varints(value)
+    return out
+
+
+def _varints(data: bytes) -> Iterator[int]:
+    """The integers of a packed field."""
+    result = shift = 0
+    for byte in data:
+        result |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            yield result
+            result = shift = 0
 
 
 def _messages(data: bytes, number: int) -> list[bytes]:
     """The fields with a number of a serialized protocol buffer message that are messages, texts or bytes."""
-    out, at = [], 0
+    return [value for value in _fields(data, number) if isinstance(value, bytes)]
+
+
+def _fields(data: bytes, number: int) -> list[bytes | int]:
+    """The fields with a number of a serialized protocol buffer message that are integers, messages, texts or bytes."""
+    out: list[bytes | int] = []
+    at = 0
 
     def varint() -> int:
         nonlocal at
@@ -177,7 +247,9 @@ def _messages(data: bytes, number: int) -> list[bytes]:
         wire = key & 7
         size = {0: 0, 1: 8, 5: 4}.get(wire)
         if wire == 0:
-            varint()
+            value = varint()
+            if key >> 3 == number:
+                out.append(value)
         elif size is None:
             size = varint()
             if key >> 3 == number:

@@ -65,10 +65,17 @@ def expected(model: str, config: llama.Config | None = None) -> list[list[int]]:
 
 
 def served(model: str, layouts: dict[str, str], *, mesh="data=2, model=4", config=None, batch=4, length=LENGTH, **how):
+    """The tokens of the prompts from a server under layouts."""
     options = Options.of(config or MODELS[model][0].TINY, **how.pop("options", {}))
     lowering, stop = how.pop("lowering", "auto"), how.get("stop", ())
     steps = Steps.of(
-        options, mp.mesh(mesh), lowering=lowering, stop=stop, how=how.pop("sampling", Sampling()), **layouts
+        options,
+        mp.mesh(mesh),
+        lowering=lowering,
+        stop=stop,
+        how=how.pop("sampling", Sampling()),
+        paged="page" in how,
+        **layouts,
     )
     return generate.serve(steps, weights(model, config), PROMPTS, batch=batch, length=length, new=NEW, pad=4, **how)
 
@@ -103,6 +110,77 @@ def test_layouts_generate_the_same_tokens(layouts, lowering):
 @pytest.mark.parametrize("layouts", [MEGATRON, FLASH, LONG], ids=["heads", "cache", "cache over all"])
 def test_latent_attention_under_layouts(layouts, lowering):
     assert served("deepseek", layouts, lowering=lowering) == expected("deepseek")
+
+
+PAGED = {"page": 4, "pages": 9}  # for less than three of the longest sequences
+
+
+def test_a_cache_in_pages_changes_no_token():
+    assert served("llama", UNSHARDED, **PAGED) == expected("llama")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
+@pytest.mark.parametrize("layouts", [MEGATRON, FLASH, LONG], ids=["heads", "cache", "cache over all"])
+def test_pages_under_layouts(layouts, lowering):
+    page = 8 if layouts is LONG else 4
+    assert served("llama", layouts, lowering=lowering, page=page, pages=7) == expected("llama")
+
+
+def test_a_prompt_that_needs_more_pages_than_there_are_is_an_error():
+    with pytest.raises(ValueError, match="needs 4 pages"):
+        served("llama", UNSHARDED, page=4, pages=2)
+
+
+@pytest.mark.slow
+def test_latent_vectors_in_pages():
+    assert served("deepseek", FLASH, **PAGED) == expected("deepseek")
+
+
+@functools.cache
+def in_eight_bits() -> list[list[int]]:
+    """Tokens of one device with keys and values rounded to int8 per head and position, by NumPy's formula, in no cache of codes."""
+
+    def round_trip(options, new):
+        def one(x):
+            scale = jnp.abs(x).max(-1, keepdims=True) / 127
+            return jnp.round(x / jnp.where(scale == 0, 1, scale)) * scale
+
+        return jax.tree.map(one, new)
+
+    with mock.patch.object(generate, "cached", round_trip):
+        return served("llama", UNSHARDED, mesh="data=1")
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [UNSHARDED, *(pytest.param(x, marks=pytest.mark.slow) for x in (MEGATRON, FLASH, LONG))],
+    ids=["one device", "heads", "cache", "cache over all"],
+)
+def test_keys_and_values_in_eight_bits(layouts):
+    assert served("llama", layouts, options={"cache": "int8"}) == in_eight_bits()
+
+
+@pytest.mark.slow
+def test_keys_and_values_in_eight_bits_in_pages():
+    assert served("llama", FLASH, options={"cache": "int8"}, **PAGED) == in_eight_bits()
+
+
+def test_a_cache_in_eight_bits_takes_a_byte_and_a_scale_per_head():
+    def bytes_of(cache: str | None) -> float:
+        options = Options.of(llama.TINY, cache=cache)
+        tokens, lengths = jnp.zeros((2, 8), jnp.int32), jnp.full(2, 8)
+        prompt = jax.eval_shape(generate.prefill_step(options), weights("llama"), tokens, lengths, jax.random.key(0))
+        state = jax.eval_shape(lambda: generate.empty_state(prompt["cache"], 4, LENGTH))
+        plan = mp.plan(
+            generate.decode_step(options), weights("llama"), state, mesh="data=2, model=2",
+            layout="batch: data; cache: model", dims=generate.DIMS["decode"],
+        )  # fmt: skip
+        assert {c.op for c in plan.collectives} <= {"all-reduce"}
+        return sum(h.bytes for h in plan.inputs if "cache" in h.path)
+
+    head_dim = 8
+    assert bytes_of("int8") / bytes_of(None) == (head_dim + 4) / (head_dim * 4)
 
 
 @pytest.mark.slow
@@ -223,3 +301,20 @@ def test_the_targets_can_be_planned(target, topology, mesh, layout):
     )
     needed = sum(x.bytes for x in plan.inputs) / plan.chip.hbm_bandwidth
     assert plan.seconds > needed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "batch"), [(generate.llama3_70b_decode, 32), (generate.llama3_70b_prefill, 1)], ids=["decode", "prefill"]
+)
+def test_search_finds_tensor_parallelism_for_a_server(target, batch):
+    step, args, dims = target(batch=batch, weights="int8", layers=2)
+    how = {"dims": dims, "donate_argnames": ["state"] if target is generate.llama3_70b_decode else []}
+    found = mp.search(step, *args, topology="v6e:2x4", max_axes=2, max_plans=60, **how)
+    best = found.plan()
+    heads = mp.plan(step, *args, mesh="data=1, model=8", topology="v6e:2x4", layout=generate.LAYOUTS["heads"], **how)
+    assert found.fits
+    assert best.seconds <= 1.001 * heads.seconds
+    weights = sum(h.bytes for h in best.inputs if "kernel" in h.path)
+    assert weights < 1.01 * sum(h.bytes for h in heads.inputs if "kernel" in h.path)  # sharded over all devices
+    assert best.bytes_sent < weights / 4  # activations, and no weights

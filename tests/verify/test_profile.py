@@ -149,12 +149,12 @@ def test_other_traces(trace, tmp_path):
 # -- a trace with the events of a TPU
 
 
+def varint(n):
+    return bytes([n & 127 | 128]) + varint(n >> 7) if n > 127 else bytes([n])
+
+
 def encoded(number, content):
     """A field of a protocol buffer message: a number, or text, bytes or a message."""
-
-    def varint(n):
-        return bytes([n & 127 | 128]) + varint(n >> 7) if n > 127 else bytes([n])
-
     if isinstance(content, int):
         return varint(number << 3) + varint(content)
     content = content.encode() if isinstance(content, str) else content
@@ -162,10 +162,18 @@ def encoded(number, content):
 
 
 def tpu_trace(path, instructions, events, module):
-    """Write a trace of one TPU: ``instructions`` (name, opcode, op_name), ``events`` (name, start, end in ns), run ``module``."""
+    """Write a trace of one TPU: ``instructions`` (name, opcode, op_name, and shapes of float32 arrays if the result is a tuple),
+    ``events`` (name, start, end in ns), run ``module``."""
+
+    def shape(sizes):
+        arrays = (encoded(2, 11) + encoded(3, b"".join(map(varint, size))) for size in sizes)
+        return encoded(3, encoded(2, 13) + b"".join(encoded(4, array) for array in arrays))
+
     computation = b"".join(
-        encoded(2, encoded(1, name) + encoded(2, opcode) + encoded(7, encoded(2, op_name)))
-        for name, opcode, op_name in instructions
+        encoded(
+            2, encoded(1, name) + encoded(2, opcode) + b"".join(map(shape, sizes)) + encoded(7, encoded(2, op_name))
+        )
+        for name, opcode, op_name, *sizes in instructions
     )
     hlo = encoded(1, encoded(1, "jit_train_step") + encoded(3, computation))
     stat = encoded(5, encoded(1, 1) + encoded(6, hlo))
@@ -232,6 +240,33 @@ def test_asynchronous_collectives_of_a_tpu(tmp_path):
     assert 0 < forward.planned < plan.seconds
     ratio = next(m.ratio for m in report.collectives if m.name == gather)
     assert ratio == pytest.approx(measured[gather] / planned[gather])
+
+
+def test_a_combined_collective_is_the_planned_ones_by_their_bytes(tmp_path):
+    plan = mp.plan(
+        train_step, PARAMS, X, mesh="data=4, model=2", topology="v5e:2x4", layout="batch: data; mlp: model", dims=DIMS
+    )
+    up, down, loss = (
+        "all-reduce embed mlp | batch: data",
+        "all-reduce mlp embed | batch: data",
+        "all-reduce | batch: data",
+    )
+    activations = "all-reduce batch embed | mlp: model"
+    assert {up, down, loss, activations} <= set(map(plan.scope_name, plan.collectives))
+    path = "jit(train_step)/shard_map/transpose(jvp(loop over layers))/while/body"
+    instructions = [
+        ("all-reduce.1", "all-reduce", f"{path}/{up}/psum", [(32, 32), (32, 32), ()]),
+        ("all-reduce.2", "all-reduce", f"{path}/{activations}/psum", [(4, 32), (4, 32)]),
+    ]
+    events = [("%all-reduce.1 = (f32[]) all-reduce(%a)", 1000, 9196), ("%all-reduce.2 = () all-reduce(%b)", 9200, 9300)]
+    tpu_trace(tmp_path / "vm.xplane.pb", instructions, events, ("jit_train_step(7)", 500, 10000))
+    report = plan.compare(tmp_path)
+    measured = {m.name: m.measured for m in report.collectives}
+    np.testing.assert_allclose(measured[up], 8196e-9 * 4096 / 8196)
+    np.testing.assert_allclose(measured[down], 8196e-9 * 4096 / 8196)
+    np.testing.assert_allclose(measured[loss], 8196e-9 * 4 / 8196)
+    np.testing.assert_allclose(measured[activations], 100e-9)  # over another axis
+    assert not report.other
 
 
 def test_a_name_that_begins_as_another():
