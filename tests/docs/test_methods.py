@@ -21,7 +21,7 @@ def shown():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(9))
+@pytest.mark.parametrize("number", range(11))
 def test_the_results_are_those_of_one_device(shown, number):
     fn, args, layouts, dims = shown[number]
     assert len(layouts) == 2
@@ -33,4 +33,4 @@ def test_the_results_are_those_of_one_device(shown, number):
 
 
 def test_every_function_is_checked(shown):
-    assert len(shown) == 9
+    assert len(shown) == 11

@@ -1,4 +1,4 @@
-"""Comparison of a step of named arrays under layouts with a reference."""
+"""Comparison of a step under layouts with a reference."""
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ def largest_difference(got, expected):
     )
 
 
-def assert_same_under(layouts, fn, *args, expected, tolerance=TOLERANCE):
+def assert_same_under(layouts, fn, *args, expected, tolerance=TOLERANCE, dims=None):
     """``fn`` has the expected results under each (mesh, layout) with both lowerings, and on one device.
 
     One device adds more numbers sequentially, so that its rounding errors may be twice as large.
@@ -27,5 +27,5 @@ def assert_same_under(layouts, fn, *args, expected, tolerance=TOLERANCE):
     assert largest_difference(jax.jit(fn)(*args), expected) <= 2 * tolerance
     for mesh, layout in layouts:
         for lowering in ("shard_map", "jit"):
-            got = mp.jit(fn, mesh=mesh, layout=layout, lowering=lowering)(*args)
+            got = mp.jit(fn, mesh=mesh, layout=layout, lowering=lowering, dims=dims)(*args)
             assert largest_difference(got, expected) <= tolerance, (mesh, layout, lowering)
