@@ -192,7 +192,7 @@ def draw(sweeps: list[Sweep], curve: tuple[float, float], noise: float, file: Pa
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     sizes = np.geomspace(sweeps[0].size, sweeps[-1].size, 100)
     least, critical = curve
@@ -204,6 +204,10 @@ def draw(sweeps: list[Sweep], curve: tuple[float, float], noise: float, file: Pa
     axes.loglog([s.size for s in sweeps], [s.steps for s in sweeps], "o", color="tab:blue", label="measured")
     axes.axvline(noise, color="tab:orange", linestyle="--", label=f"mp.noise_scale: {noise:.0f}")
     axes.set(xlabel="batch size", ylabel=f"steps to a loss of {TARGET}")
+    axes.set_xticks([s.size for s in sweeps], [str(s.size) for s in sweeps])
+    axes.yaxis.set_major_formatter("{x:g}")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_formatter(ticker.NullFormatter())
     axes.legend()
     figure.savefig(file, dpi=120, metadata={"Software": None})
 

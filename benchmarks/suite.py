@@ -187,7 +187,10 @@ BENCHMARKS = (
         "under `jax.jit` with hand-written PartitionSpecs; ratio 0: nothing is sent.",
     ),
     Benchmark("serving-v5e", "step", "python benchmarks/serving.py --topology v5e:2x4", 60, needs=("libtpu",)),
-    Benchmark("replicas", "step", "python benchmarks/replicas.py", 60, "python benchmarks/replicas.py --llama float32 bfloat16 int8 sign"),
+    Benchmark(
+        "replicas", "step", "python benchmarks/replicas.py", 60,
+        "python benchmarks/replicas.py --llama float32 bfloat16 int8 sign",
+    ),
     Benchmark("plan_memory", "step", "python benchmarks/plan_memory.py", 120, needs=("libtpu",)),
     Benchmark("long_context", "step", "python examples/long_context.py", 30),
     Benchmark("lab", "step", "python benchmarks/lab.py", 30, needs=("playwright",)),
