@@ -17,9 +17,9 @@ A plan may replace reduce-scatters of gradients by all-reduces, for twice the by
 the limits of bytes are for ``--overlap xla``, which sends the fewest.
 
 ``--schedule`` prints step times: computation by libtpu's cycles, plus communication that no kernel overlaps
-(:mod:`meshpar.verify.exposed`). MaxText's final programs of rows 1 to 6 and 9 were read by the same function (:data:`SCHEDULES`; of the
-others only memory and bytes are known, and its row 8 does not compile); ours are compiled
-with the compiler options of the plan and the form of rotary embeddings whose plan is faster. "meshpar" is at full remat. "Best
+(:mod:`meshpar.verify.exposed`). MaxText's final programs of rows 1 to 6 and 9 were read by the same function (:data:`SCHEDULES`).
+Of the others only memory and bytes are known, and its row 8 does not compile. Ours are compiled with the compiler options of the
+plan and the form of rotary embeddings whose plan is faster. "meshpar" is at full remat. "Best
 that fits" has the policy of ``llama.REMAT``, and one, two or four interleaved microbatches, whose plan is fastest among those
 that need at most :data:`MEMORY_FRACTION` of the memory. Splash attention has no cycles in either. Nothing is run. "To MaxText's
 best": at full remat, the ratio to its best program at full remat; otherwise to the best of all its policies that fit. "To
