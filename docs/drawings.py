@@ -149,7 +149,7 @@ def schedule_drawing(name: str) -> str:
         y = top + stage * (2 * height + 6)
         body.append(label(left, y + height + 5, f"stage {stage}", "end"))
         for loop, color in enumerate((COLORS[0], COLORS[1])):
-            for tick in range(schedule.starts[loop], schedule.starts[loop] + schedule.slots):
+            for tick in range(schedule.starts[loop], schedule.starts[loop] + schedule.slots(loop)):
                 x, row = left + 8 + side * tick, y + height * loop
                 slot = schedule.slot(loop, stage, tick)
                 fill, text = ("#eeeeee", "") if slot is None else (color, str(slot[0]))

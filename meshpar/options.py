@@ -303,11 +303,6 @@ def check_lowering(lowering: Any, overlap: Any) -> None:
 
 def check_schedule(schedule: Any) -> None:
     """Raise UnsupportedError for an unknown ``schedule``."""
-    if schedule == "zb":
-        raise UnsupportedError(
-            'schedule="zb" (zero bubble) is not supported yet',
-            fixes=["use 1f1b, with more microbatches for a smaller bubble"],
-        )
     if schedule not in SCHEDULES:
         raise UnsupportedError(
             f"there is no schedule {schedule!r}", fixes=did_you_mean(str(schedule), SCHEDULES, "schedules")

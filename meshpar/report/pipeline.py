@@ -62,10 +62,11 @@ def picture_html(p: Pipeline) -> str:
         labels += f'<span style="height:{height}px">stage {k}</span>'
         for i in range(schedule.loops):
             start, y = schedule.starts[i], top + CELL_HEIGHT * i
-            x, width = start * CELL_WIDTH, schedule.slots * CELL_WIDTH
+            count = schedule.slots(i)
+            x, width = start * CELL_WIDTH, count * CELL_WIDTH
             rows += f'<rect class="idle" x="{x}" y="{y}" width="{width}" height="{CELL_HEIGHT - 1}"/>'
             slots = [
-                (t, slot) for t in range(start, start + schedule.slots) if (slot := schedule.slot(i, k, t)) is not None
+                (t, slot) for t in range(start, start + count) if (slot := schedule.slot(i, k, t)) is not None
             ]
             rows += "".join(_cells(schedule, k, i, slots, y) if numbered else _bars(schedule, i, slots, y))
     width, tall = schedule.ticks * CELL_WIDTH, schedule.stages * height

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, primitives
 from jax.sharding import Mesh
 
-from ..compat.jax import body_of, closed_parts, new_var, sharding_constraint_p, source_line
+from ..compat.jax import new_var, sharding_constraint_p, source_line
 from ..dims import format_dims
 from ..errors import CheckError, JoinWarning
 from ..global_arrays import place
@@ -19,7 +19,8 @@ from ..lower import LOWERINGS
 from ..passes import make_plan
 from ..plan.plan import Plan
 from ..program import Program, infer
-from ..rules import ELEMENTWISE, having
+from ..program.flat import flatten
+from ..rules import ELEMENTWISE
 from ..units import mesh_text
 from .numbers import Difference, compare, compiled, copies, host, on_device, spread_of, worst_of
 from .wide import Verdict, in_wider, judge, narrowest, wider
@@ -28,55 +29,6 @@ SLACK = 8.0
 """A difference is rounding if it is at most this many times the one that perturbed operands cause."""
 OPS_PER_COMPILATION = 256
 """Ops that are replayed in one compilation."""
-
-INLINED = having(lambda p: p.call)
-
-
-def flatten(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The program with calls inlined and dead ops removed; loops and conditionals remain single ops."""
-    eqns: list[Any] = []
-    constvars: list[Any] = []
-    consts: list[Any] = []
-
-    def bind(jaxpr: Any, values: Sequence[Any]) -> dict[Any, Any]:
-        env = {v: new_var(v.aval) for v in jaxpr.constvars}
-        constvars.extend(env.values())
-        consts.extend(values)
-        return env
-
-    def inline(jaxpr: Any, env: dict[Any, Any]) -> list[Any]:
-        """Append the equations of ``jaxpr``, with calls inlined, to ``eqns``; returns the atoms of its results.
-
-        Args:
-          env: variable of ``jaxpr`` → variable of the flat program; variables that equations define are added.
-        """
-
-        def read(v: Any) -> Any:
-            return v if isinstance(v, Literal) else env[v]
-
-        for eqn in jaxpr.eqns:
-            ins = [read(v) for v in eqn.invars]
-            if eqn.primitive.name in INLINED:
-                body, values = closed_parts(body_of(eqn))
-                scope = bind(body, values)
-                scope.update(zip(body.invars, ins[len(ins) - len(body.invars) :], strict=True))
-                outs = inline(body, scope)
-            else:
-                outs = [new_var(v.aval) for v in eqn.outvars]
-                eqns.append(eqn.replace(invars=ins, outvars=outs))
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(v) for v in jaxpr.outvars]
-
-    root = closed.jaxpr
-    outs = inline(root, {**bind(root, closed.consts), **{v: v for v in root.invars}})
-    needed = {v for v in outs if not isinstance(v, Literal)}
-    live = []
-    for eqn in reversed(eqns):
-        if eqn.effects or not needed.isdisjoint(eqn.outvars):
-            live.append(eqn)
-            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
-    live.reverse()
-    return ClosedJaxpr(root.replace(constvars=constvars, eqns=live, outvars=outs), consts)
 
 
 def with_all_values(flat: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Literal
@@ -25,6 +25,7 @@ from .rewrite import TickLoops, one_microbatch
 from .schedule import GATHERS, SCHEDULES, GatherName, Schedule, ScheduleName
 from .segments import divide
 from .slots import Stages
+from .split import split_backward
 
 __all__ = [
     "GATHERS",
@@ -244,7 +245,13 @@ def _replacement(op: Op, loops: Sequence[LayerLoop], splits: Sequence[_Split], s
         cast_stacks(body, loops)
         if any(s.gathered for s in splits):
             gather_stacks(body, [s.gathered for s in splits])
-        run = TickLoops(op.eqn, body, plan, [member.dim for member in loops])
+        parts = loops
+        if schedule == "zb" and "B" in plan.order:
+            parts, order = split_backward(body, op, loops, plan.order)
+            plan = replace(plan, order=order)
+            if "W" not in order:
+                raise _inseparable(loop)
+        run = TickLoops(op.eqn, body, plan, [part.dim for part in parts])
     avals = [abstract_array(v.aval.shape, v.aval.dtype, v.aval.weak_type, on_host(v.aval)) for v in op.eqn.invars]
     try:
         jaxpr = make_generated_jaxpr(run, *avals)
@@ -316,6 +323,16 @@ def _check_microbatches(op: Op, loop: LayerLoop, schedule: Schedule) -> None:
                 f"or one round: `{loop.dim}` without `*{schedule.rounds}`",
             ],
         )
+
+
+def _inseparable(loop: LayerLoop) -> UnsupportedError:
+    """The error for a backward pass in which no gradient of a weight can be computed later."""
+    return UnsupportedError(
+        f'schedule="zb": the backward pass of `{loop.dim}` has no gradients of stacked weights that could be computed later',
+        dim=loop.dim,
+        source=loop.op.source,
+        fixes=['schedule="1f1b"'],
+    )
 
 
 def _multiples(n: int, of: int) -> str:

@@ -102,8 +102,10 @@ class TickLoops:
         turn = k if rounds > 1 else 0
         last = (rounds - 1) * turn
         self.slot_times = [
-            Time(start + k - 1 + last, -1, -turn) if loop.params["reverse"] else Time(start, 1, turn)
-            for start, loop in zip(schedule.starts, body.loops, strict=True)
+            {"B": Time(start + k - 1 + last, -1, -turn, True), "W": Time(start + last, 0, -turn, True)}.get(
+                letter, Time(start, 1, turn, True)
+            )
+            for start, letter in zip(schedule.starts, schedule.order, strict=True)
         ]
         self.offsets = self._offsets()
         self.phases = self._phases()
@@ -117,7 +119,7 @@ class TickLoops:
 
     def leaves(self, i: int) -> int:
         """The tick in which microbatch 0 leaves loop i."""
-        return self.schedule.starts[i] + self.schedule.passage
+        return self.schedule.starts[i] + self.schedule.passage(i)
 
     def _offsets(self) -> tuple[int, ...]:
         """The tick at which each segment runs for microbatch 0.
@@ -143,8 +145,8 @@ class TickLoops:
         """The phases, in order."""
         if self.schedule.rounds > 1:
             return self._phases_of_rounds()
-        n, m, slots = len(self.body.loops), self.schedule.microbatches, self.schedule.slots
-        cuts = {c for start in self.schedule.starts for c in (start, start + slots)}
+        n, m = len(self.body.loops), self.schedule.microbatches
+        cuts = {c for i, start in enumerate(self.schedule.starts) for c in (start, start + self.schedule.slots(i))}
         for j in range(1, max(n, 2)):  # the last segment of a training step is small: it runs in idle ticks as well
             cuts |= {self.offsets[j], self.offsets[j] + m}
         ordered = sorted(cuts)
@@ -178,7 +180,7 @@ class TickLoops:
         """
         s, period = self.schedule, self.schedule.period
         if isinstance(place, Stack):
-            return 0 <= tick - s.starts[place.loop] < s.slots
+            return 0 <= tick - s.starts[place.loop] < s.slots(place.loop)
         group, within = divmod(tick - self.offsets[place], period)
         groups, idle = s.microbatches // s.stages, s.name == "1f1b" and len(self.body.loops) == 2
         before, after = idle and place == 2, idle and place == 0
@@ -189,7 +191,7 @@ class TickLoops:
         if self.schedule.rounds > 1:
             return self._is_active(place, ticks.start)
         if isinstance(place, Stack):
-            start, length = self.schedule.starts[place.loop], self.schedule.slots
+            start, length = self.schedule.starts[place.loop], self.schedule.slots(place.loop)
         else:
             start, length = self.offsets[place], self.schedule.microbatches
         return ticks.start < start + length and ticks.stop > start
@@ -222,7 +224,7 @@ class TickLoops:
             return Ring(max(sum(a <= b <= a + max(lives) for b in entries) for a in entries[: s.stages]), start)
         lives = lives[::-1] if made.turn < 0 else lives
         rows = interval_rows(
-            [lives[n // s.stages % s.rounds] if n < s.rounds * s.microbatches else 0 for n in range(s.slots)]
+            [lives[n // s.stages % s.rounds] if n < s.rounds * s.microbatches else 0 for n in range(s.slots(place.loop))]
         )
         return Ring(max(rows) + 1, start, tuple(rows))
 
@@ -270,7 +272,7 @@ class TickLoops:
         needs.wanted.setdefault(made, set()).add(var)
         if made == INVARIANT or var in self._xs:
             return
-        if isinstance(made, Stack) or time.step or time != self.made_at(var):
+        if isinstance(made, Stack) or time.slot or time != self.made_at(var):
             needs.reads.setdefault(var, set()).add(time)
 
     @property
@@ -497,10 +499,10 @@ class _Tick:
         return {name: {key: self.state[name][key] for key in values} for name, values in state.items()}, outs
 
     def of(self, time: Time) -> tuple[Any, Any, Any]:
-        """(microbatch, round, whether there is one) that is at a time; [K] if the time differs between stages."""
+        """(microbatch, round, whether there is one) that is at a time; [K] if it is the time of a slot."""
         s = self.schedule
         step = self.tick - (time.start + min(time.turn, 0) * (s.rounds - 1))
-        if time.step:
+        if time.slot:
             step = step - time.step * self.loops.stages[0].index()
         if s.rounds == 1:
             return step, 0, (step >= 0) & (step < s.microbatches)
@@ -641,7 +643,7 @@ class _Tick:
           made: the time of the slots.
         """
         index, count = self.loops.stages[0].index(), self.schedule.stages
-        own = step - (index if made.step > 0 else count - 1 - index)
+        own = step - made.step * index - (count - 1 if made.step < 0 else 0)
         return jnp.asarray(ring.table, np.int32)[jnp.clip(own, 0, len(ring.table or ()) - 1)]
 
     def row(self, var: Any, time: Time) -> Any:
@@ -649,7 +651,7 @@ class _Tick:
         ring, made, s = self.loops.rings[var], self.loops.made_at(var), self.schedule
         if s.rounds == 1:
             ago = time.start - made.start
-            if time.step or made.step:
+            if time.slot or made.slot:
                 ago = ago + (time.step - made.step) * self.loops.stages[0].index()
             return jnp.mod(self.tick - ago - ring.start, np.int32(ring.rows))
         microbatch, r, _ = self.of(time)

@@ -27,8 +27,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, get_args
 
-ScheduleName = Literal["1f1b", "gpipe"]
-"""``1f1b``: the backward slot of a microbatch runs as soon as its gradient is there; ``gpipe``: after all forward slots."""
+ScheduleName = Literal["1f1b", "gpipe", "zb"]
+"""``1f1b``: the backward slot of a microbatch runs as soon as its gradient is there; ``gpipe``: after all forward slots; ``zb``: as
+``1f1b``, with the gradients of weights in slots of their own."""
 
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 
@@ -43,12 +44,13 @@ class Schedule:
     """A lockstep schedule of layer loops that run one after the other.
 
     Attributes:
-      name: ``"1f1b"`` or ``"gpipe"``.
+      name: one of :data:`SCHEDULES`.
       stages: number of stages, K.
       microbatches: their number, M.
       rounds: groups of layers of a stage, v; each microbatch passes all stages once per round. More than one: M is a multiple of K.
       order: the loops of a microbatch: ``F`` forward, ``B`` backward, ``R`` forward, but recomputed for the backward pass.
         ``"FB"``: a stack of layers and its gradient; ``"FFBB"``: an encoder and a decoder; ``"FRB"``: a rematerialized loop.
+        ``W``: the gradients of the weights, without those of the inputs, for the ``B`` before it: ``"FBW"``.
     """
 
     name: str
@@ -77,38 +79,44 @@ class Schedule:
         group, within = divmod(microbatch, self.group)
         return group * self.period + within
 
-    @property
-    def passage(self) -> int:
-        """Ticks from the first to the last slot of a microbatch in a loop: v·K − 1."""
-        return self.rounds * self.stages - 1
+    def passage(self, loop: int) -> int:
+        """Ticks from the first to the last slot of a microbatch in a loop: v·K − 1, and (v − 1)·K for weight gradients."""
+        return self.rounds * self.stages - (self.stages if self.order[loop] == "W" else 1)
 
-    @property
-    def slots(self) -> int:
-        """Slots of one loop on a stage from its first to its last tick, idle ones included: v·M + K − 1."""
-        return self.rounds * self.microbatches + self.stages - 1
+    def slots(self, loop: int) -> int:
+        """Slots of a loop on a stage from its first to its last tick, idle ones included: v·M + K − 1, and v·M for weight gradients.
+
+        The slots of weight gradients of all stages are for the same microbatch, so that none is idle.
+        """
+        return self.rounds * self.microbatches + (0 if self.order[loop] == "W" else self.stages - 1)
 
     @property
     def starts(self) -> tuple[int, ...]:
         """The tick of the first slot of each loop.
 
         Each loop starts when the first microbatch has left the one before; under ``gpipe``, the first one of the backward pass
-        when all microbatches have.
+        when all microbatches have; weight gradients when the first stage has run its first backward slot.
         """
         starts = [0]
         for i in range(1, self.loops):
             flush = self.name == "gpipe" and self.order[i] != "F" and self.order[i - 1] == "F"
-            starts.append(starts[-1] + (self.slots - 1 if flush else self.passage))
+            after = self.slots(i - 1) - 1 if flush else self.passage(i - 1)
+            starts.append(starts[-1] + (self.stages - 1 if self.order[i] == "W" else after))
         return tuple(starts)
 
     @property
     def ticks(self) -> int:
         """Number of ticks: v·M + (v + 1)·K − 2 for 1F1B, 2·v·M + 2·K − 3 for GPipe, with one forward and one backward loop."""
-        return self.starts[-1] + self.slots
+        return self.starts[-1] + self.slots(self.loops - 1)
 
     @property
     def bubble(self) -> Fraction:
-        """Fraction of the slots of a stage that are idle: (K − 1) / (v·M + K − 1)."""
-        return Fraction(self.stages - 1, self.slots)
+        """Fraction of the slots of a stage that are idle: (K − 1) / (v·M + K − 1).
+
+        With one forward loop, one for the gradients of inputs and one for those of weights: 2·(K − 1) / (3·v·M + 2·(K − 1)).
+        """
+        slots = [self.slots(i) for i in range(self.loops)]
+        return Fraction(sum(slots) - self.loops * self.rounds * self.microbatches, sum(slots))
 
     @property
     def in_flight(self) -> Fraction:
@@ -122,9 +130,9 @@ class Schedule:
         if self.name == "gpipe" and "R" not in self.order:
             return Fraction(self.microbatches)
         first = self.order.rindex("F") if "R" in self.order else 0  # of remat: the recomputed activations
-        distance = self.starts[-1] - self.starts[first + ("R" in self.order)]
+        distance = self.starts[self.order.rindex("B")] - self.starts[first + ("R" in self.order)]
         # a slot of stage 0 in round r is stored for distance + (v·K − 1) − 2·r·K ticks after its own
-        lives = [distance + self.passage - 2 * r * self.stages for r in range(self.rounds)]
+        lives = [distance + self.passage(0) - 2 * r * self.stages for r in range(self.rounds)]
         groups = range(self.period * 3) if self.rounds > 1 else range(1)
         return min(Fraction(self.microbatches), max(self._stored(lives, tick) for tick in groups))
 
@@ -140,8 +148,9 @@ class Schedule:
     def slot(self, loop: int, stage: int, tick: int) -> tuple[int, int] | None:
         """(microbatch, round) that a stage processes for a loop at a tick; None: it is idle."""
         stages, rounds = self.stages, self.rounds
-        backward = self.order[loop] == "B"
-        step = tick - self.starts[loop] - (stages - 1 - stage if backward else stage)
+        letter = self.order[loop]
+        backward = letter in "BW"
+        step = tick - self.starts[loop] - {"B": stages - 1 - stage, "W": 0}.get(letter, stage)
         if not 0 <= step < rounds * self.microbatches:
             return None
         if rounds == 1:

@@ -106,6 +106,25 @@ def divide(op: Op, loops: Sequence[LayerLoop]) -> Body:
     return body
 
 
+def replaced(body: Body, loops: Sequence[Sequence[Any]], op: Op, sources: Sequence[LayerLoop]) -> None:
+    """Replace each layer loop of a body by one or more loops, and divide the body at these.
+
+    Args:
+      body: it is changed.
+      loops: for each layer loop, the equations that compute its results.
+      op: the loop over microbatches.
+      sources: for each of these equations, the layer loop that it is from.
+    """
+    at: dict[Place, list[Any]] = {}
+    for eqn in body.eqns:
+        at.setdefault(body.place(eqn.outvars[0]), []).append(eqn)
+    eqns = [*at.get(CONSTANT, ()), *at.get(INVARIANT, ())]
+    for j in range(len(body.loops) + 1):
+        eqns += [*at.get(j, ()), *(loops[j] if j < len(loops) else ()), *at.get(Stack(j), ())]
+    body.loops = [eqn for part in loops for eqn in part]
+    _place(body, eqns, op, sources)
+
+
 def _renamed(atom: Any, names: Mapping[Any, Any]) -> Any:
     return atom if isinstance(atom, Literal) else names.get(atom, atom)
 

@@ -26,11 +26,15 @@ class Time:
     """Tick at which stage k does something in round r for microbatch 0: ``start + step·k + turn·r``.
 
     For another microbatch it is later by the ticks after which the microbatch enters the pipeline.
+
+    Attributes:
+      slot: it is the time of a slot: of all stages, also where ``step`` is 0.
     """
 
     start: int
     step: int = 0
     turn: int = 0
+    slot: bool = False
 
     def since(self, other: Time, stages: int, r: int) -> int:
         """The most ticks from another time to this one in a round, over all stages."""

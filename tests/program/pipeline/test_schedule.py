@@ -45,7 +45,7 @@ def test_a_simulation_agrees(name, stages, microbatches, rounds):
     most = idle = 0
     for tick in range(schedule.ticks):
         for done, loop in ((forward, 0), (backward, 1)):
-            active = schedule.starts[loop] <= tick < schedule.starts[loop] + schedule.slots
+            active = schedule.starts[loop] <= tick < schedule.starts[loop] + schedule.slots(loop)
             for k in range(stages):
                 slot = schedule.slot(loop, k, tick)
                 if slot is None:
@@ -66,7 +66,7 @@ def test_a_simulation_agrees(name, stages, microbatches, rounds):
                     stored[k].remove((microbatch, layers))
     assert len(forward) == len(backward) == microbatches * stages * rounds
     assert not any(stored)
-    assert Fraction(idle, 2 * stages * schedule.slots) == schedule.bubble
+    assert Fraction(idle, 2 * stages * schedule.slots(0)) == schedule.bubble
     assert Fraction(most, rounds) == schedule.in_flight
 
 

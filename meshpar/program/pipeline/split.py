@@ -1,0 +1,138 @@
+"""Splits the backward loops of a microbatch into input gradients and weight gradients (zero bubble).
+
+A layer's backward pass computes the cotangent of its input, which the stage before needs, and the gradients of its weights, which
+no stage needs. In a loop of its own, a *weight loop*, the latter run in other ticks, in which the stage would be idle (Qi et al.,
+"Zero Bubble Pipeline Parallelism", 2023, ZB-H1). The values of the backward loop that the weight loop reads are stacked, so that
+they are stored in rings like activations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Literal
+
+from ...compat.jax import closed_parts, new_var, scan_counts
+from ...rules import ELEMENTWISE, primitive
+from ..flat import flatten
+from ..ir import Op
+from .find import LayerLoop
+from .segments import Body, replaced
+
+
+def split_backward(body: Body, op: Op, loops: Sequence[LayerLoop], order: str) -> tuple[list[LayerLoop], str]:
+    """Split the backward loops of a body, where the gradients of weights can be separated.
+
+    Args:
+      body: it is changed.
+      op: the loop over microbatches.
+      loops: its layer loops.
+      order: of them, see :class:`.schedule.Schedule`.
+
+    Returns:
+      (the layer loop that each loop of the body is from, their order with ``W`` for each weight loop).
+    """
+    equations, sources, letters = list[list[Any]](), list[LayerLoop](), ""
+    for eqn, loop, letter in zip(body.loops, loops, order, strict=True):
+        parts = _parts(eqn) if letter == "B" else None
+        equations.append([eqn] if parts is None else [*parts])
+        sources += [loop] * len(equations[-1])
+        letters += letter if parts is None else f"{letter}W"
+    replaced(body, equations, op, sources)
+    return sources, letters
+
+
+def _parts(eqn: Any) -> tuple[Any, Any] | None:
+    """(the scan of the carries, the scan of the other stacked results) of a scan; None: the carries need all of its equations."""
+    jaxpr, values = closed_parts(eqn.params["jaxpr"])
+    flat = flatten(ClosedJaxpr(jaxpr, values))
+    inner, (consts, carries) = flat.jaxpr, scan_counts(eqn.params)
+    first = _needed(inner.eqns, inner.outvars[:carries])
+    if len(first) == len(inner.eqns):
+        return None
+    early = {v for e in first for v in e.outvars}
+    rest = [e for e in inner.eqns if e not in first]
+    late = {v for e in rest for v in e.outvars}
+    second = [k for k, v in enumerate(inner.outvars) if k >= carries and not isinstance(v, Literal) and v in late]
+    carried = set(inner.invars[consts : consts + carries])
+    rest, cut = _cut(first, rest, early, carried)
+
+    count = len(inner.outvars)
+    kept = [k for k in range(count) if k not in second]
+    stacked = [new_var(_stacked(v.aval, eqn.params["length"])) for v in cut]
+    one = _scan(
+        eqn, ClosedJaxpr(inner.replace(eqns=first, outvars=[*(inner.outvars[k] for k in kept), *cut]), flat.consts),
+        eqn.invars, [*(eqn.outvars[k] for k in kept), *stacked], consts, carries,
+    )  # fmt: skip
+    read = _read(rest)
+    held = [p for p, v in enumerate(inner.invars) if v in read and v not in carried]
+    own = [p for p in held if p < consts]
+    other = ClosedJaxpr(
+        inner.replace(eqns=rest, invars=[*(inner.invars[p] for p in held), *cut], outvars=[inner.outvars[k] for k in second]),
+        flat.consts,
+    )  # fmt: skip
+    two = _scan(
+        eqn, other, [*(eqn.invars[p] for p in held), *stacked], [eqn.outvars[k] for k in second], len(own), 0
+    )  # fmt: skip
+    return one, two
+
+
+def _needed(eqns: Sequence[Any], outs: Iterable[Any]) -> list[Any]:
+    """The equations that compute some variables, in order."""
+    wanted, live = {v for v in outs if not isinstance(v, Literal)}, []
+    for eqn in reversed(eqns):
+        if not wanted.isdisjoint(eqn.outvars):
+            live.append(eqn)
+            wanted.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return live[::-1]
+
+
+def _read(eqns: Sequence[Any]) -> set[Any]:
+    """The variables that equations read."""
+    return {v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)}
+
+
+def _cut(first: Sequence[Any], rest: Sequence[Any], early: set[Any], carried: set[Any]) -> tuple[list[Any], list[Any]]:
+    """(the equations of the weight loop, the values that it reads of the backward loop).
+
+    An elementwise op or a change of shape is computed in both loops if its operands are no larger than its results: a cast, or the
+    activation function of an array that is stored in any case.
+    """
+    rest, made = list(rest), {v: eqn for eqn in first for v in eqn.outvars}
+    while True:
+        cut = [v for v in dict.fromkeys(v for e in rest for v in e.invars if not isinstance(v, Literal)) if v in early | carried]
+        stored = set(cut)
+        for v in cut:
+            eqn = made.get(v)
+            if eqn is None or not _cheap(eqn):
+                continue
+            operands = {x for x in eqn.invars if not isinstance(x, Literal) and x in early | carried}
+            if sum(_bytes(x) for x in operands - stored) <= sum(_bytes(x) for x in eqn.outvars if x in stored):
+                rest.insert(0, eqn)
+                break
+        else:
+            return rest, cut
+        early = early - set(eqn.outvars)
+
+
+def _cheap(eqn: Any) -> bool:
+    """Whether an op takes little time to compute twice."""
+    p = primitive(eqn.primitive.name)
+    return len(eqn.outvars) == 1 and (eqn.primitive.name in ELEMENTWISE or p.view or p.random)
+
+
+def _bytes(v: Any) -> int:
+    return math.prod(v.aval.shape) * v.aval.dtype.itemsize
+
+
+def _stacked(aval: Any, length: int) -> Any:
+    return aval.update(shape=(length, *aval.shape), weak_type=False)
+
+
+def _scan(eqn: Any, body: ClosedJaxpr, invars: Sequence[Any], outvars: Sequence[Any], consts: int, carries: int) -> Any:
+    """A layer loop with another body, in the direction of ``eqn``. It is never bound: its slots run the body."""
+    params = {"jaxpr": body, "num_consts": consts, "num_carry": carries}
+    params |= {name: eqn.params[name] for name in ("length", "reverse")}
+    return eqn.replace(invars=list(invars), outvars=list(outvars), params=params)
