@@ -140,32 +140,35 @@ def matmul_drawing() -> str:
 
 
 def schedule_drawing(name: str) -> str:
-    """The slots of four stages for six microbatches: a row per stage, forward slots above backward slots, a column per tick."""
-    schedule, side, height = Schedule(name, 4, 6), 26, 20
+    """The slots of four stages for six microbatches: a row per stage with a line per loop, a column per tick."""
+    schedule, side, height = Schedule(name, 4, 6, order="FBW" if name == "zb" else "FB"), 26, 20
+    tall = schedule.loops * height
     left, top = 78, 34
     body = [label(left, 22, "tick", "end", ' font-weight="600"')]
     body += [label(left + 8 + side * (t + 0.5), 22, str(t)) for t in range(schedule.ticks)]
     for stage in range(schedule.stages):
-        y = top + stage * (2 * height + 6)
-        body.append(label(left, y + height + 5, f"stage {stage}", "end"))
-        for loop, color in enumerate((COLORS[0], COLORS[1])):
+        y = top + stage * (tall + 6)
+        body.append(label(left, y + tall // 2 + 5, f"stage {stage}", "end"))
+        for loop, color in enumerate(COLORS[: schedule.loops]):
             for tick in range(schedule.starts[loop], schedule.starts[loop] + schedule.slots(loop)):
                 x, row = left + 8 + side * tick, y + height * loop
                 slot = schedule.slot(loop, stage, tick)
                 fill, text = ("#eeeeee", "") if slot is None else (color, str(slot[0]))
                 body += box(x, row, side, height, fill, text)
-    width, tall = left + 16 + side * schedule.ticks, top + schedule.stages * (2 * height + 6) + 26
-    legend = ((COLORS[0], "forward"), (COLORS[1], "backward"), ("#eeeeee", "idle"))
-    for k, (color, text) in enumerate(legend):
-        x = left + 8 + 100 * k
-        body.append(f'<rect x="{x}" y="{tall - 22}" width="12" height="12" fill="{color}"/>')
-        body.append(label(x + 18, tall - 12, text, "start"))
-    return svg(width, tall, body, f"schedule {name}: four stages, six microbatches, {schedule.ticks} ticks")
+    width, bottom = left + 16 + side * schedule.ticks, top + schedule.stages * (tall + 6) + 26
+    names = ("forward", "backward", "weight gradients")[: schedule.loops]
+    x = left + 8
+    for color, text in (*zip(COLORS, names, strict=False), ("#eeeeee", "idle")):
+        body.append(f'<rect x="{x}" y="{bottom - 22}" width="12" height="12" fill="{color}"/>')
+        body.append(label(x + 18, bottom - 12, text, "start"))
+        x += 100 if len(text) < 10 else 150
+    return svg(width, bottom, body, f"schedule {name}: four stages, six microbatches, {schedule.ticks} ticks")
 
 
 DRAWINGS: dict[str, Callable[[], str]] = {
     "mesh.svg": mesh_drawing, "shards.svg": shards_drawing, "matmul.svg": matmul_drawing,
     "schedule-1f1b.svg": partial(schedule_drawing, "1f1b"), "schedule-gpipe.svg": partial(schedule_drawing, "gpipe"),
+    "schedule-zb.svg": partial(schedule_drawing, "zb"),
 }  # fmt: skip
 
 

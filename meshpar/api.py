@@ -94,7 +94,8 @@ def jit(
         where that is faster (``algorithm="all_reduce"`` of the collective, with the reason in ``why``).
       schedule: order of the work of a pipeline (a rule for the stacked dim of layers): ``"1f1b"``: the backward pass of a
         microbatch begins as soon as its loss is known; ``"gpipe"``: after the forward passes of all microbatches, whose activations
-        are then all stored.
+        are then all stored. ``"zb"`` (zero bubble): as ``"1f1b"``, with the gradients of the layers' weights in slots of their own,
+        in which no stage is idle; a device needs memory for what they read of the backward pass.
       gather: when a pipeline all-gathers weights that are sharded along a dim that the activations have too (FSDP):
         ``"microbatch"``: where layers use them, for each microbatch; the gradients of each microbatch are reduce-scattered.
         ``"step"``: once, before the first microbatch; the gradients are reduced once, after the last one. It sends less, and a

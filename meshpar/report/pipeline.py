@@ -16,6 +16,11 @@ MAX_TICKS = 96
 """Ticks that a picture in the terminal shows."""
 MAX_NUMBERED_TICKS = 64
 """Ticks of a picture in a page whose slots have the numbers of their microbatches; longer ones are drawn as bars."""
+KINDS = {"F": "forward", "R": "recomputed forward", "B": "backward", "W": "weight gradients"}
+"""Names of the slots of a loop, by its letter in the order of a schedule."""
+MARKS = {"F": "F", "R": "F", "B": "B", "W": "W"}
+COLORS = {"F": 0, "R": 0, "B": 1, "W": 2}
+"""Their characters in the terminal, and their colors in a page."""
 CELL_WIDTH, CELL_HEIGHT, ROW_GAP = 20, 13, 4
 """Of a slot in a page's picture, and between the rows of two stages, in pixels."""
 
@@ -47,8 +52,10 @@ def pipelines_html(plan: Plan) -> str:
     for p in plan.pipelines:
         first, second = _facts(p)
         out += f"<p><b>{escape(first)}</b><br>{escape(second)}</p>" + (picture_html(p) if p.microbatches > 1 else "")
-    key = '<div class="key"><span class="c0"><i></i>forward</span><span class="c1"><i></i>backward</span>'
-    key += '<span class="idle"><i></i>idle</span>' + "<span>numbers: microbatches</span>" * ("<text" in out) + "</div>"
+    shown = "FBW" if any("W" in p.schedule.order for p in plan.pipelines) else "FB"
+    kinds = "".join(f'<span class="c{COLORS[letter]}"><i></i>{KINDS[letter]}</span>' for letter in shown)
+    key = f'<div class="key">{kinds}<span class="idle"><i></i>idle</span>'
+    key += "<span>numbers: microbatches</span>" * ("<text" in out) + "</div>"
     return out + key if "<svg" in out else out
 
 
@@ -84,13 +91,13 @@ def _cells(
     schedule: Schedule, stage: int, loop: int, slots: list[tuple[int, tuple[int, int]]], y: int
 ) -> Iterator[str]:
     """The cells of slots, each with the number of its microbatch and a tooltip."""
-    of = {"F": "forward", "B": "backward", "R": "recomputed forward"}[schedule.order[loop]]
+    of, color = KINDS[schedule.order[loop]], COLORS[schedule.order[loop]]
     for tick, (microbatch, group) in slots:
         text = f"stage {stage}, tick {tick}: {of} slot of microbatch {microbatch}"
         text += f", round {group}" if schedule.rounds > 1 else ""
         x, late = tick * CELL_WIDTH, " late" if group % 2 else ""  # a darker color in every second round
         yield (
-            f'<g class="c{int(of == "backward")}{late}"><title>{text}</title>'
+            f'<g class="c{color}{late}"><title>{text}</title>'
             f'<rect x="{x}" y="{y}" width="{CELL_WIDTH - 1}" height="{CELL_HEIGHT - 1}"/>'
             f'<text x="{x + CELL_WIDTH / 2 - 0.5}" y="{y + CELL_HEIGHT - 4}">{microbatch}</text></g>'
         )
@@ -101,17 +108,17 @@ def _bars(schedule: Schedule, loop: int, slots: list[tuple[int, tuple[int, int]]
     for _, run in itertools.groupby(enumerate(slots), lambda item: item[1][0] - item[0]):
         ticks = [tick for _, (tick, _) in run]
         x, width = ticks[0] * CELL_WIDTH, len(ticks) * CELL_WIDTH
-        kind = int(schedule.order[loop] == "B")
-        yield f'<g class="c{kind}"><rect x="{x}" y="{y}" width="{width}" height="{CELL_HEIGHT - 1}"/></g>'
+        yield f'<g class="c{COLORS[schedule.order[loop]]}"><rect x="{x}" y="{y}" width="{width}" height="{CELL_HEIGHT - 1}"/></g>'
 
 
 def picture(schedule: Schedule) -> str:
-    """A line per stage with a character per tick: F a forward slot, B a backward slot, X both, · neither."""
+    """A line per stage with a character per tick: F a forward slot, B a backward slot, W one of weight gradients, X several, · none."""
     ticks = range(min(schedule.ticks, MAX_TICKS))
     cut = "…" if schedule.ticks > MAX_TICKS else ""
     lines = []
     for k in range(schedule.stages):
-        active = ({schedule.order[i] == "B" for i in range(schedule.loops) if schedule.slot(i, k, t)} for t in ticks)
-        marks = ["·" if not slots else "X" if len(slots) > 1 else "B" if True in slots else "F" for slots in active]
+        active = ({MARKS[schedule.order[i]] for i in range(schedule.loops) if schedule.slot(i, k, t)} for t in ticks)
+        marks = ["·" if not kinds else "X" if len(kinds) > 1 else kinds.pop() for kinds in active]
         lines.append(f"    stage {k:<3} " + "".join(marks) + cut)
-    return "\n".join([*lines, "    one column per tick: F forward, B backward, X both, · idle"])
+    weights = ", W weight gradients, X several" if "W" in schedule.order else ", X both"
+    return "\n".join([*lines, f"    one column per tick: F forward, B backward{weights}, · idle"])

@@ -80,7 +80,7 @@ def make_staged_case(rng: random.Random) -> Case:
                    rng.choice((4, 8)), rng.choice((4, 16)))  # fmt: skip
     program = _program(rng, sizes, rng.choice(AROUND))
     layout = _layout(rng, mesh, rounds)
-    return Case(program, mesh, layout, schedule=rng.choice(("1f1b", "gpipe")))
+    return Case(program, mesh, layout, schedule=rng.choice(("1f1b", "gpipe", "zb")))
 
 
 def _layer(rng: random.Random, sizes: _Sizes) -> _Layer:

@@ -27,4 +27,4 @@ def test_every_layout_makes_a_pipeline_and_a_well_formed_plan():
         assert plan.pipeline is not None, case
         assert plan.pipeline.schedule.name == case.schedule
         assert_well_formed(plan)
-    assert {case.schedule for case in cases} == {"1f1b", "gpipe"}, "both schedules are drawn"
+    assert {case.schedule for case in cases} == {"1f1b", "gpipe", "zb"}, "all schedules are drawn"

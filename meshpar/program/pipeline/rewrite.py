@@ -26,7 +26,7 @@ from ...compat.jax import at_line_of, bind, on_host, scan_counts, source_line, w
 from ...errors import UnsupportedError
 from .schedule import Schedule, interval_rows
 from .segments import CONSTANT, INVARIANT, Body, Place, Stack
-from .slots import Rows, Stages, Time, run_slot, zeros
+from .slots import Rows, Slot, Stages, Time, run_slots, zeros
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
@@ -127,7 +127,8 @@ class TickLoops:
         With several rounds, segments of a training step run in the same ticks of each period: the first one a tick earlier than
         its results are read, and the last one a tick later than it could.
         """
-        offsets = [0, *(self.leaves(i) for i in range(len(self.body.loops)))]
+        last = len(self.body.loops) - 1
+        offsets = [0, *(self.leaves(i) + (self.schedule.joint and i < last) for i in range(last + 1))]
         if self.schedule.rounds > 1:
             offsets[0] = -1
             offsets[-1] += len(offsets) == 3
@@ -491,11 +492,17 @@ class _Tick:
         for i in range(len(self.body.loops)):
             if self.loops.offsets[i + 1] > self.loops.leaves(i) and self.loops.runs(i + 1, self.ticks):
                 self.leave(i)
-        for j in range(len(self.body.loops) + 1):
+        count = len(self.body.loops)
+        for j in range(count):
             if self.loops.runs(j, self.ticks):
                 outs.update(self.segment(j))
-            if j < len(self.body.loops) and self.loops.runs(Stack(j), self.ticks):
-                self.slot(j)
+            if self.loops.runs(Stack(j), self.ticks) and not self.schedule.joint:
+                self.run([j])
+        active = [j for j in range(count) if self.loops.runs(Stack(j), self.ticks)] if self.schedule.joint else []
+        for _, equal in itertools.groupby(active, lambda j: self.body.loops[j].params["length"]):
+            self.run(list(equal))
+        if self.loops.runs(count, self.ticks):
+            outs.update(self.segment(count))
         return {name: {key: self.state[name][key] for key in values} for name, values in state.items()}, outs
 
     def of(self, time: Time) -> tuple[Any, Any, Any]:
@@ -550,8 +557,30 @@ class _Tick:
 
     # -- slots
 
-    def slot(self, i: int) -> None:
-        """Run a slot of loop i on all stages."""
+    def run(self, loops: Sequence[int]) -> None:
+        """Run a slot of each of some loops on all stages, in one scan."""
+        body, eqns = self.body, self.body.loops
+        with at_line_of(eqns[loops[0]]):
+            results = run_slots([self.slot(i) for i in loops])
+        for i, (done, made, totals) in zip(loops, results, strict=True):
+            stages = self.loops.stages[i]
+            self.state["sent"][i] = [stages.named(x) for x in done]
+            self.state["carries"].update(zip(self.added(i), totals, strict=True))
+            for var, x in zip(self.stored(i), made, strict=True):
+                self.store(var, stages.named(x, 1))
+            if self.loops.offsets[i + 1] == self.loops.leaves(i) and self.loops.runs(i + 1, self.ticks):
+                self.leave(i)
+
+    def added(self, i: int) -> list[int]:
+        """The accumulators to which loop i adds."""
+        return [k for k, a in self.body.accumulators.items() if self.body.place(a.addend) == Stack(i)]
+
+    def stored(self, i: int) -> list[Any]:
+        """The results of the layers of loop i that are stored."""
+        return [var for var in self.loops.rings if self.body.place(var) == Stack(i)]
+
+    def slot(self, i: int) -> Slot:
+        """The slot of loop i."""
         body, stages, eqn = self.body, self.loops.stages[i], self.body.loops[i]
         nc, nk = scan_counts(eqn.params)
         time, start = self.loops.slot_times[i], Time(self.schedule.starts[i])
@@ -562,29 +591,20 @@ class _Tick:
             consts.append(self.rows(v, time, stages) if own else v.val if isinstance(v, Literal) else self.known[v])
             per_stage.append(own)
         _, r, valid = self.of(time)
-        with at_line_of(eqn):
-            carries = self.state["sent"][i]
-            if self.loops.enters(i, self.ticks):
-                inits = [self.read(v, start) for v in eqn.invars[nc : nc + nk]]
-                when = self.of(start)[2] if stages.rounds > 1 else True
-                carries = [stages.entering(x, y, first, when) for x, y in zip(inits, carries, strict=True)]
-            else:
-                carries = [stages.moved(x, first) for x in carries]
-            stacks = [self.stack(v, time, stages, r) for v in eqn.invars[nc + nk :]]
-            added = [k for k, a in body.accumulators.items() if body.place(a.addend) == Stack(i)]
-            stored = [var for var in self.loops.rings if body.place(var) == Stack(i)]
-            totals = [self.state["carries"][k] for k in added]
-            length = eqn.params["length"] // (stages.count * stages.rounds)
-            first_rows = r * length if stages.rounds > 1 else None
-            where = Rows(first_rows, valid, body.gathered)
-            split = self.of_layer(i, added, stored)
-            done, made, totals = run_slot(eqn, length, consts, per_stage, carries, stacks, totals, split, where)
-        self.state["sent"][i] = [stages.named(x) for x in done]
-        self.state["carries"].update(zip(added, totals, strict=True))
-        for var, x in zip(stored, made, strict=True):
-            self.store(var, stages.named(x, 1))
-        if self.loops.offsets[i + 1] == self.loops.leaves(i) and self.loops.runs(i + 1, self.ticks):
-            self.leave(i)
+        carries = self.state["sent"][i]
+        if self.loops.enters(i, self.ticks):
+            inits = [self.read(v, start) for v in eqn.invars[nc : nc + nk]]
+            when = self.of(start)[2] if stages.rounds > 1 else True
+            carries = [stages.entering(x, y, first, when) for x, y in zip(inits, carries, strict=True)]
+        else:
+            carries = [stages.moved(x, first) for x in carries]
+        stacks = [self.stack(v, time, stages, r) for v in eqn.invars[nc + nk :]]
+        added, stored = self.added(i), self.stored(i)
+        totals = [self.state["carries"][k] for k in added]
+        length = eqn.params["length"] // (stages.count * stages.rounds)
+        where = Rows(r * length if stages.rounds > 1 else None, valid, body.gathered)
+        split = self.of_layer(i, added, stored)
+        return Slot(eqn, length, consts, per_stage, carries, stacks, totals, split, where)
 
     def leave(self, i: int) -> None:
         """Take the results of loop i from its last stage, for the segment that follows."""
@@ -759,7 +779,8 @@ def one_microbatch(eqn: Any, stages: Stages) -> Callable[..., list[Any]]:
         stacks = [stages.divided(x) for x in args[nc + nk :]]
         if not nk:  # no layer needs another one: all stages are active at once
             made = [
-                stages.joined(stages.named(x, 1)) for x in run_slot(eqn, length, consts, (False,) * nc, [], stacks)[1]
+                stages.joined(stages.named(x, 1))
+                for x in run_slots([Slot(eqn, length, consts, (False,) * nc, [], stacks)])[0][1]
             ]
             return [with_weak_type(x, v.aval.weak_type) for x, v in zip(made, eqn.outvars, strict=True)]
 
@@ -767,7 +788,7 @@ def one_microbatch(eqn: Any, stages: Stages) -> Callable[..., list[Any]]:
             """Run one slot on all stages, and store the stacks of the active one."""
             sent, stored = state
             carries = [stages.entering(x, y, first) for x, y in zip(inits, sent, strict=True)]
-            done, made, _ = run_slot(eqn, length, consts, (False,) * nc, carries, stacks)
+            ((done, made, _),) = run_slots([Slot(eqn, length, consts, (False,) * nc, carries, stacks)])
             active = time.start + time.step * stages.index() == tick
             new = [jax.device_put(x, _DEVICE) if on_host(x) else x for x in made]  # conditions are in device memory
             stored = [stages.merged(active, x, old) for x, old in zip(new, stored, strict=True)]

@@ -58,6 +58,7 @@ class Schedule:
     microbatches: int
     rounds: int = 1
     order: str = "FB"
+    joint: bool = bool(__import__("os").environ.get("JOINT"))
 
     @property
     def loops(self) -> int:
@@ -101,7 +102,7 @@ class Schedule:
         for i in range(1, self.loops):
             flush = self.name == "gpipe" and self.order[i] != "F" and self.order[i - 1] == "F"
             after = self.slots(i - 1) - 1 if flush else self.passage(i - 1)
-            starts.append(starts[-1] + (self.stages - 1 if self.order[i] == "W" else after))
+            starts.append(starts[-1] + (self.stages - 1 if self.order[i] == "W" else after) + self.joint)
         return tuple(starts)
 
     @property

@@ -170,20 +170,11 @@ class Rows:
     late: bool
 
 
-def run_slot(
-    eqn: Any,
-    length: int,
-    consts: Sequence[Any],
-    per_stage: Sequence[bool],
-    carries: Sequence[Any],
-    stacks: Sequence[Any],
-    totals: Sequence[Any] = (),
-    split: Callable[[list[Any]], tuple[list[Any], list[Any]]] | None = None,
-    where: Rows | None = None,
-) -> tuple[list[Any], list[Any], list[Any]]:
-    """Run the layers of all stages at once: a scan over the layers of a stage and round, of the loop's body with a dim of stages.
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A slot of a layer loop, on all stages.
 
-    Args:
+    Attributes:
       eqn: the scan over L layers.
       length: the layers of a stage and round, l = L / (v·K).
       consts: its constants; with ``per_stage``, [K, …].
@@ -193,30 +184,80 @@ def run_slot(
       split: from the stacked results of one layer, each [K, …], to (the results to stack, the addend of each total). None: all
         results are stacked.
       where: the rows of the totals to which the layers add.
+    """
+
+    eqn: Any
+    length: int
+    consts: Sequence[Any]
+    per_stage: Sequence[bool]
+    carries: Sequence[Any]
+    stacks: Sequence[Any]
+    totals: Sequence[Any] = ()
+    split: Callable[[list[Any]], tuple[list[Any], list[Any]]] | None = None
+    where: Rows | None = None
+
+    @property
+    def reverse(self) -> bool:
+        """Whether the layers run from the last to the first."""
+        return self.eqn.params["reverse"]
+
+    def layer(self, index: Any, carry: Any, totals: Any, xs: Any) -> tuple[list[Any], list[Any], list[Any]]:
+        """One layer of all stages: (carries, stacked results, totals), given its index and slices of the stacks."""
+        jaxpr, values = closed_parts(self.eqn.params["jaxpr"])
+        count = scan_counts(self.eqn.params)[1]
+        run = jax.vmap(
+            jaxpr_as_fun(ClosedJaxpr(jaxpr, values)),
+            in_axes=(*(0 if own else None for own in self.per_stage), *(0,) * (count + len(xs))),
+        )
+        outs = run(*self.consts, *carry, *xs)
+        made, rows = (outs[count:], []) if self.split is None else self.split(outs[count:])
+        if self.where is not None and totals:
+            at, where = index if self.where.first is None else self.where.first + index, self.where
+            rows = zip(totals, rows, strict=True)
+            totals = [add_row_p.bind(total, row, at, where.valid, late=where.late) for total, row in rows]
+        return outs[:count], made, totals
+
+
+def run_slots(slots: Sequence[Slot]) -> list[tuple[list[Any], list[Any], list[Any]]]:
+    """Run slots of the same number of layers in one scan, whose body has a layer of each: all stages at once.
+
+    The layers of different slots are independent, so that the collectives of one may overlap with the matmuls of another. If their
+    directions differ, the scan runs forward: a backward slot reads its stacks, and writes its results, at the last index first.
 
     Returns:
-      (carries [K, …], stacks [l, K, …], totals).
+      For each slot, (carries [K, …], stacks [l, K, …], totals).
     """
-    params = eqn.params
-    jaxpr, values = closed_parts(params["jaxpr"])
-    count = scan_counts(params)[1]
-    layer = jax.vmap(
-        jaxpr_as_fun(ClosedJaxpr(jaxpr, values)),
-        in_axes=(*(0 if own else None for own in per_stage), *(0,) * (count + len(stacks))),
-    )
+    length, reverse = slots[0].length, all(slot.reverse for slot in slots)
+    turned = [slot.reverse != reverse for slot in slots]
+
+    def slices(slot: Slot, at: Any) -> list[Any]:
+        return [lax.dynamic_index_in_dim(stack, at, 0, keepdims=False) for stack in slot.stacks]
+
+    def buffers(slot: Slot) -> list[Any]:
+        """Zeros for the stacked results of a slot."""
+        one = lambda: slot.layer(np.int32(0), slot.carries, slot.totals, slices(slot, 0))[1]  # noqa: E731
+        return [zeros((length, *x.shape), x.dtype) for x in jax.eval_shape(one)]
 
     def body(state: Any, inputs: Any) -> tuple[Any, list[Any]]:
-        """One layer of all stages: (carries and totals, its index and slices of the stacks) → (new state, stacked results)."""
-        (carry, new_totals), (index, xs) = state, inputs
-        outs = layer(*consts, *carry, *xs)
-        made, rows = (outs[count:], []) if split is None else split(outs[count:])
-        if where is not None and new_totals:
-            at = index if where.first is None else where.first + index
-            rows = zip(new_totals, rows, strict=True)
-            new_totals = [add_row_p.bind(total, row, at, where.valid, late=where.late) for total, row in rows]
-        return (outs[:count], new_totals), made
+        """One layer of each slot: (carries, totals and buffers, index and slices of the stacks) → (new state, stacked results)."""
+        index, rows = inputs
+        after, stacked = [], []
+        for slot, back, (carry, totals, buffer), xs in zip(slots, turned, state, rows, strict=True):
+            at = length - 1 - index if back else index
+            carry, made, totals = slot.layer(at, carry, totals, slices(slot, at) if back else xs)
+            if back:
+                pairs = zip(buffer, made, strict=True)
+                buffer, made = [lax.dynamic_update_index_in_dim(old, x, at, 0) for old, x in pairs], []
+            after.append((carry, totals, buffer))
+            stacked.append(made)
+        return after, stacked
 
-    indices = jnp.arange(length, dtype=np.int32) if totals else None
-    start, xs = (list(carries), list(totals)), (indices, list(stacks))
-    (done, new_totals), made = lax.scan(body, start, xs, length=length, reverse=params["reverse"], unroll=1)
-    return done, made, new_totals
+    indexed = any(turned) or any(slot.totals for slot in slots)
+    start = [(list(s.carries), list(s.totals), buffers(s) if back else []) for s, back in zip(slots, turned, strict=True)]
+    xs = [[] if back else list(slot.stacks) for slot, back in zip(slots, turned, strict=True)]
+    indices = jnp.arange(length, dtype=np.int32) if indexed else None
+    done, stacked = lax.scan(body, start, (indices, xs), length=length, reverse=reverse, unroll=1)
+    return [
+        (carry, buffer if back else made, totals)
+        for (carry, totals, buffer), made, back in zip(done, stacked, turned, strict=True)
+    ]

@@ -84,14 +84,14 @@ def check(training, mesh, layout, schedule):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    [(n, s) for n in CASES for s in ("1f1b", "two rounds", "gpipe") if (n, s) != ("four stages", "two rounds")],
+    [(n, s) for n in CASES for s in ("1f1b", "two rounds", "gpipe", "zb") if (n, s) != ("four stages", "two rounds")],
 )
 def test_a_llama_under_a_scheme_and_stages(dense, name, schedule):
     check(dense, *CASES[name], schedule)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "two rounds", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", "two rounds", "gpipe", "zb"])
 @pytest.mark.parametrize("name", EXPERTS)
 def test_a_mixtral_with_experts_inside_of_stages(experts, name, schedule):
     check(experts, *EXPERTS[name], schedule)
@@ -127,7 +127,7 @@ def test_float64(layout, lowering):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stages", "rounds"), [("1f1b", 4, 1), ("gpipe", 4, 1), ("1f1b", 2, 1), ("1f1b", 4, 2), ("1f1b", 2, 4)]
+    ("schedule", "stages", "rounds"), [("1f1b", 4, 1), ("gpipe", 4, 1), ("zb", 4, 1), ("1f1b", 2, 1), ("1f1b", 4, 2), ("1f1b", 2, 4)]
 )
 def test_the_compiled_step_runs_as_many_layers_as_the_schedule_has_slots(schedule, stages, rounds):
     """(v · M + K − 1) · L / (v · K) forward layers on a device, counted by the only tanh of a layer in the compiled program."""

@@ -174,7 +174,7 @@ DECODER_ROUNDS = [("stage=4, data=2", 1), ("stage=2, data=4", 2)]  # its four la
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb"])
 @pytest.mark.parametrize(
     ("name", "mesh", "rounds"),
     [(name, *how) for name in STEPS for how in (DECODER_ROUNDS if name == "encoder-decoder" else ROUNDS)],
@@ -208,6 +208,11 @@ def test_on_one_device(name, mesh, rounds, schedule):
         ("encoder-decoder", "1f1b", MESH, "batch: data; vocab: stage; layers, decoder_layers: stage"),
         ("own loop", "1f1b", "stage=2, data=2, model=2", "batch: data; mlp, vocab: model; layers: stage*4"),
         ("unaccumulated", "1f1b", "stage=2, data=2, model=2", "batch: data; mlp: model; layers: stage"),
+        ("accumulated", "zb", MESH, "batch, embed: data; vocab: stage; layers: stage"),
+        ("full", "zb", "stage=2, data=2, model=2", "batch: data; embed: data; mlp: model; vocab: stage+model; layers: stage"),
+        ("eight", "zb", "stage=2, data=2, model=2", "batch: data; mlp: model; layers: stage*2"),
+        ("own loop", "zb", "stage=2, data=2, model=2", "batch: data; mlp, vocab: model; layers: stage"),
+        ("encoder-decoder", "zb", MESH, "batch: data; vocab: stage; layers, decoder_layers: stage"),
     ],
 )  # fmt: skip
 def test_sharded(name, schedule, mesh, layout, lowering):
@@ -235,6 +240,31 @@ def test_the_plan(schedule, ticks, in_flight):
     assert [c.count for c in gradients] == [1] * len(gradients)
     assert plan.replan(layout="batch: data").pipeline is None
     assert plan.replan(layout="batch: data").replan(layout=LAYOUT).pipeline == pipeline
+
+
+def test_weight_gradients_in_slots_of_their_own():
+    """The matmuls of a layer are in a forward, a backward and a weight loop; only the first two have idle slots."""
+    plain, split = (plan_of(STEPS["accumulated"], schedule=schedule) for schedule in ("1f1b", "zb"))
+    assert split.pipeline is not None
+    assert split.pipeline.schedule.order == "FBW"
+    matmuls = lambda plan: sum(count for op, count in plan.program.root.walk_counted() if op.primitive.dot)  # noqa: E731
+    idle, layers = 3, LAYERS // 4  # of a loop, and in a slot
+    assert matmuls(plain) - matmuls(split) == idle * layers * 2  # two matmuls of a layer for gradients of weights
+    gradients = [c for c in split.collectives if c.op == "all-reduce" and c.axes == ("data",)]
+    assert [c.count for c in gradients] == [1] * len(gradients)
+
+
+def test_zero_bubble_without_gradients_of_stacked_weights():
+    """All layers share their weight, whose gradient each layer adds to the carry; the stacked weight is a constant."""
+
+    def loss(p, batch):
+        layer = lambda h, w: (h + jnp.tanh(h @ p["shared"]) * jax.lax.stop_gradient(w).mean(), None)  # noqa: E731
+        return cross_entropy(jax.lax.scan(layer, p["embed"][batch["x"]], p["up"])[0] @ p["head"], batch["y"])
+
+    assert plan_of(accumulating(loss)).pipeline is not None
+    with pytest.raises(UnsupportedError, match="no gradients of stacked weights") as error:
+        plan_of(accumulating(loss), schedule="zb")
+    assert error.value.fixes == ('schedule="1f1b"',)
 
 
 def test_rounds_in_the_plan():

@@ -31,20 +31,30 @@ def test_numbers_of_gpipe(stages, microbatches):
     assert schedule.ticks == 2 * microbatches + 2 * stages - 3
 
 
-@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("stages", "microbatches", "rounds"), [(2, 2, 1), (4, 16, 1), (8, 32, 1), (4, 16, 2), (8, 32, 4)])
+def test_numbers_of_zero_bubble(stages, microbatches, rounds):
+    """The slots of weight gradients fill their part of the bubble; activations are stored for as long as under 1F1B."""
+    schedule, plain = (Schedule(name, stages, microbatches, rounds, order) for name, order in (("zb", "FBW"), ("1f1b", "FB")))
+    assert (schedule.ticks, schedule.in_flight) == (plain.ticks, plain.in_flight)
+    assert schedule.bubble == Fraction(2 * (stages - 1), 3 * rounds * microbatches + 2 * (stages - 1))
+
+
+@pytest.mark.parametrize(("name", "order"), [("1f1b", "FB"), ("gpipe", "FB"), ("zb", "FBW")])
 @pytest.mark.parametrize(
     ("stages", "microbatches", "rounds"),
     [(1, 1, 1), (2, 1, 1), (2, 4, 1), (3, 5, 1), (4, 16, 1), (8, 32, 1), (5, 2, 1), (2, 4, 3), (4, 16, 2), (4, 16, 4), (8, 32, 4)],
 )  # fmt: skip
-def test_a_simulation_agrees(name, stages, microbatches, rounds):
+def test_a_simulation_agrees(name, order, stages, microbatches, rounds):
     """A slot runs after the slots that it needs; the idle slots and the stored activations are counted."""
-    schedule = Schedule(name, stages, microbatches, rounds)
+    schedule = Schedule(name, stages, microbatches, rounds, order)
     forward: dict[tuple[int, int], int] = {}  # (microbatch, layers) → tick
     backward: dict[tuple[int, int], int] = {}
+    weights: dict[tuple[int, int], int] = {}
+    loops = (forward, backward, weights)[: len(order)]
     stored: list[set[tuple[int, int]]] = [set() for _ in range(stages)]
     most = idle = 0
     for tick in range(schedule.ticks):
-        for done, loop in ((forward, 0), (backward, 1)):
+        for loop, done in enumerate(loops):
             active = schedule.starts[loop] <= tick < schedule.starts[loop] + schedule.slots(loop)
             for k in range(stages):
                 slot = schedule.slot(loop, k, tick)
@@ -59,14 +69,17 @@ def test_a_simulation_agrees(name, stages, microbatches, rounds):
                     assert layers == 0 or forward[microbatch, layers - 1] == tick - 1
                     stored[k].add((microbatch, layers))
                     most = max(most, len(stored[k]))
-                else:
+                elif loop == 1:
                     last = layers == stages * rounds - 1
                     assert forward[microbatch, layers] <= tick
                     assert last or backward[microbatch, layers + 1] == tick - 1
+                else:
+                    assert backward[microbatch, layers] <= tick
+                if loop == len(order) - 1:  # the last loop that reads the activations
                     stored[k].remove((microbatch, layers))
-    assert len(forward) == len(backward) == microbatches * stages * rounds
+    assert {len(done) for done in loops} == {microbatches * stages * rounds}
     assert not any(stored)
-    assert Fraction(idle, 2 * stages * schedule.slots(0)) == schedule.bubble
+    assert Fraction(idle, stages * sum(map(schedule.slots, range(len(loops))))) == schedule.bubble
     assert Fraction(most, rounds) == schedule.in_flight
 
 
