@@ -105,15 +105,18 @@ M16, M64 = {"microbatches": 16}, {"microbatches": 64}
 CHUNKS = {"loss": "tokens", "loss_chunks": 8}
 EIGHT, SEVENTY, FOUR = "stage=4, data=4, model=4", "stage=8, data=8, model=8", "stage=2, data=64, model=8"
 FULL = f"{TENSOR}; vocab: model; seq: model"
-ONCE = {"gather": "step"}
+ONCE, OVERLAP = {"gather": "step"}, {"schedule": "1f1b-overlap"}
 PROGRAMS = (
     Program("stages, ZeRO-1", "8b", EIGHT, f"{STAGES}; opt.embed: data", M16),
     Program("stages, FSDP, gathered once", "8b", EIGHT, f"{STAGES}; embed: data", M16, ONCE),
+    Program("stages, FSDP, gathered once, 1f1b-overlap", "8b", EIGHT, f"{STAGES}; embed: data", M16, {**ONCE, **OVERLAP}),
     Program("two rounds, ZeRO-1", "8b", EIGHT, f"{STAGES.replace('layers: stage', 'layers: stage*2')}; opt.embed: data", M16),
     Program("idle, ZeRO-1", "8b", EIGHT, f"{FULL}; opt.embed: data", M16),
     Program("no stages, FSDP and tensor", "8b", "data=16, model=4", llama.FSDP_TENSOR_SEQUENCE, CHUNKS),
     Program("stages, ZeRO-1", "70b", SEVENTY, f"{STAGES}; opt.embed: data", M64),
     Program("stages, FSDP, gathered once, no rings", "70b", SEVENTY, f"{STAGES}; embed: data", M64, {**ONCE, "overlap": "xla"}),
+    Program("stages, FSDP, gathered once, no rings, 1f1b-overlap", "70b", SEVENTY, f"{STAGES}; embed: data", M64,
+            {**ONCE, **OVERLAP, "overlap": "xla"}),
     Program("no stages, FSDP and tensor", "70b", "data=64, model=8", llama.FSDP_TENSOR_SEQUENCE, CHUNKS),
     Program("stages over DCN, FSDP", "405b", FOUR, f"{FULL}; layers: stage; embed: data", M16),
     Program("no stages, data over DCN, FSDP and tensor", "405b", "slice=2, data=64, model=8",

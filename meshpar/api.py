@@ -94,7 +94,9 @@ def jit(
         where that is faster (``algorithm="all_reduce"`` of the collective, with the reason in ``why``).
       schedule: order of the work of a pipeline (a rule for the stacked dim of layers): ``"1f1b"``: the backward pass of a
         microbatch begins as soon as its loss is known; ``"gpipe"``: after the forward passes of all microbatches, whose activations
-        are then all stored. ``"zb"`` (zero bubble): as ``"1f1b"``, with the gradients of the layers' weights in slots of their own,
+        are then all stored. ``"1f1b-overlap"``: the backward pass begins a tick later, and one loop runs a layer of it with a layer
+        of the forward pass of another microbatch, so that the collectives of one overlap with the matmuls of the other.
+        ``"zb"`` (zero bubble): as ``"1f1b"``, with the gradients of the layers' weights in slots of their own,
         in which no stage is idle; a device needs memory for what they read of the backward pass.
       gather: when a pipeline all-gathers weights that are sharded along a dim that the activations have too (FSDP):
         ``"microbatch"``: where layers use them, for each microbatch; the gradients of each microbatch are reduce-scattered.

@@ -72,9 +72,7 @@ def picture_html(p: Pipeline) -> str:
             count = schedule.slots(i)
             x, width = start * CELL_WIDTH, count * CELL_WIDTH
             rows += f'<rect class="idle" x="{x}" y="{y}" width="{width}" height="{CELL_HEIGHT - 1}"/>'
-            slots = [
-                (t, slot) for t in range(start, start + count) if (slot := schedule.slot(i, k, t)) is not None
-            ]
+            slots = [(t, slot) for t in range(start, start + count) if (slot := schedule.slot(i, k, t)) is not None]
             rows += "".join(_cells(schedule, k, i, slots, y) if numbered else _bars(schedule, i, slots, y))
     width, tall = schedule.ticks * CELL_WIDTH, schedule.stages * height
     about = f"{p.stages} stages by {p.ticks} ticks of {p.schedule.name}, bubble {100 * p.bubble:.1f} %"
@@ -112,7 +110,7 @@ def _bars(schedule: Schedule, loop: int, slots: list[tuple[int, tuple[int, int]]
 
 
 def picture(schedule: Schedule) -> str:
-    """A line per stage with a character per tick: F a forward slot, B a backward slot, W one of weight gradients, X several, · none."""
+    """A line per stage with a character per tick: F forward, B backward, W weight gradients, X slots of several kinds, · no slot."""
     ticks = range(min(schedule.ticks, MAX_TICKS))
     cut = "…" if schedule.ticks > MAX_TICKS else ""
     lines = []

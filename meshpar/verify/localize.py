@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, primitives
 from jax.sharding import Mesh
 
-from ..compat.jax import new_var, sharding_constraint_p, source_line
+from ..compat.jax import sharding_constraint_p, source_line
 from ..dims import format_dims
 from ..errors import CheckError, JoinWarning
 from ..global_arrays import place

@@ -9,6 +9,7 @@ from programs import Case
 from writer import Input, Program
 
 import meshpar as mp
+from meshpar.program.pipeline import SCHEDULES
 
 MESHES = (
     "stage=4, x=2",
@@ -80,7 +81,7 @@ def make_staged_case(rng: random.Random) -> Case:
                    rng.choice((4, 8)), rng.choice((4, 16)))  # fmt: skip
     program = _program(rng, sizes, rng.choice(AROUND))
     layout = _layout(rng, mesh, rounds)
-    return Case(program, mesh, layout, schedule=rng.choice(("1f1b", "gpipe", "zb")))
+    return Case(program, mesh, layout, schedule=rng.choice(SCHEDULES))
 
 
 def _layer(rng: random.Random, sizes: _Sizes) -> _Layer:

@@ -7,6 +7,9 @@ ticks. Idle slots compute values as well; nothing that they compute is added to 
 The ticks are divided into phases, in which the same loops are active, and each phase is one scan: for 1F1B, forward slots alone,
 forward and backward slots, and backward slots alone. With several rounds, microbatches enter and leave in K of every v·K ticks;
 the ticks with and without segments alternate, as scans inside of a scan over periods.
+
+If the slots of a tick are independent (:attr:`.Schedule.joint`), one scan over layers runs them: its body has a layer of each slot,
+so that a compiler overlaps the collectives of one with the matmuls of another.
 """
 
 from __future__ import annotations
@@ -183,7 +186,7 @@ class TickLoops:
         if isinstance(place, Stack):
             return 0 <= tick - s.starts[place.loop] < s.slots(place.loop)
         group, within = divmod(tick - self.offsets[place], period)
-        groups, idle = s.microbatches // s.stages, s.name == "1f1b" and len(self.body.loops) == 2
+        groups, idle = s.microbatches // s.stages, s.name != "gpipe" and len(self.body.loops) == 2
         before, after = idle and place == 2, idle and place == 0
         return within < s.stages and -before <= group < groups + after
 
@@ -225,7 +228,10 @@ class TickLoops:
             return Ring(max(sum(a <= b <= a + max(lives) for b in entries) for a in entries[: s.stages]), start)
         lives = lives[::-1] if made.turn < 0 else lives
         rows = interval_rows(
-            [lives[n // s.stages % s.rounds] if n < s.rounds * s.microbatches else 0 for n in range(s.slots(place.loop))]
+            [
+                lives[n // s.stages % s.rounds] if n < s.rounds * s.microbatches else 0
+                for n in range(s.slots(place.loop))
+            ]
         )
         return Ring(max(rows) + 1, start, tuple(rows))
 
@@ -559,8 +565,7 @@ class _Tick:
 
     def run(self, loops: Sequence[int]) -> None:
         """Run a slot of each of some loops on all stages, in one scan."""
-        body, eqns = self.body, self.body.loops
-        with at_line_of(eqns[loops[0]]):
+        with at_line_of(self.body.loops[loops[0]]):
             results = run_slots([self.slot(i) for i in loops])
         for i, (done, made, totals) in zip(loops, results, strict=True):
             stages = self.loops.stages[i]

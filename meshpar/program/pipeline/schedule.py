@@ -27,9 +27,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, get_args
 
-ScheduleName = Literal["1f1b", "gpipe", "zb"]
-"""``1f1b``: the backward slot of a microbatch runs as soon as its gradient is there; ``gpipe``: after all forward slots; ``zb``: as
-``1f1b``, with the gradients of weights in slots of their own."""
+ScheduleName = Literal["1f1b", "1f1b-overlap", "gpipe", "zb"]
+"""``1f1b``: the backward slot of a microbatch runs as soon as its gradient is there; ``1f1b-overlap``: a tick later, so that the
+slots of a tick are independent; ``gpipe``: after all forward slots; ``zb``: as ``1f1b``, with the gradients of weights in slots of
+their own."""
 
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 
@@ -58,7 +59,11 @@ class Schedule:
     microbatches: int
     rounds: int = 1
     order: str = "FB"
-    joint: bool = bool(__import__("os").environ.get("JOINT"))
+
+    @property
+    def joint(self) -> bool:
+        """Whether the slots of a tick are independent, and run layer by layer in one loop."""
+        return self.name == "1f1b-overlap"
 
     @property
     def loops(self) -> int:
@@ -85,7 +90,7 @@ class Schedule:
         return self.rounds * self.stages - (self.stages if self.order[loop] == "W" else 1)
 
     def slots(self, loop: int) -> int:
-        """Slots of a loop on a stage from its first to its last tick, idle ones included: v·M + K − 1, and v·M for weight gradients.
+        """Slots of a loop on a stage from its first to its last tick, idle ones included: v·M + K − 1; v·M for weight gradients.
 
         The slots of weight gradients of all stages are for the same microbatch, so that none is idle.
         """
@@ -96,7 +101,8 @@ class Schedule:
         """The tick of the first slot of each loop.
 
         Each loop starts when the first microbatch has left the one before; under ``gpipe``, the first one of the backward pass
-        when all microbatches have; weight gradients when the first stage has run its first backward slot.
+        when all microbatches have; weight gradients when the first stage has run its first backward slot; if the slots of a tick
+        are independent, a tick later.
         """
         starts = [0]
         for i in range(1, self.loops):
@@ -107,7 +113,8 @@ class Schedule:
 
     @property
     def ticks(self) -> int:
-        """Number of ticks: v·M + (v + 1)·K − 2 for 1F1B, 2·v·M + 2·K − 3 for GPipe, with one forward and one backward loop."""
+        """Number of ticks: v·M + (v + 1)·K − 2 for 1F1B, 2·v·M + 2·K − 3 for GPipe, with one forward and one backward loop; one more
+        if the slots of a tick are independent."""
         return self.starts[-1] + self.slots(self.loops - 1)
 
     @property
@@ -124,7 +131,8 @@ class Schedule:
         """Most microbatches whose activations a stage stores at once, in units of all layers of a stage.
 
         ((v + 1)·K − 1) / v for 1F1B, but at most M; M for GPipe; 1 without a backward loop. Of several stacks, the one whose
-        activations are stored for the longest time: the first one.
+        activations are stored for the longest time: the first one. If the slots of a tick are independent, they are stored for a
+        tick more: 2·K with one round.
         """
         if "B" not in self.order:
             return Fraction(1)

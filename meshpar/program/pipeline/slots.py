@@ -253,7 +253,9 @@ def run_slots(slots: Sequence[Slot]) -> list[tuple[list[Any], list[Any], list[An
         return after, stacked
 
     indexed = any(turned) or any(slot.totals for slot in slots)
-    start = [(list(s.carries), list(s.totals), buffers(s) if back else []) for s, back in zip(slots, turned, strict=True)]
+    start = [
+        (list(s.carries), list(s.totals), buffers(s) if back else []) for s, back in zip(slots, turned, strict=True)
+    ]
     xs = [[] if back else list(slot.stacks) for slot, back in zip(slots, turned, strict=True)]
     indices = jnp.arange(length, dtype=np.int32) if indexed else None
     done, stacked = lax.scan(body, start, (indices, xs), length=length, reverse=reverse, unroll=1)

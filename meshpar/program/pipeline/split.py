@@ -102,7 +102,11 @@ def _cut(first: Sequence[Any], rest: Sequence[Any], early: set[Any], carried: se
     """
     rest, made = list(rest), {v: eqn for eqn in first for v in eqn.outvars}
     while True:
-        cut = [v for v in dict.fromkeys(v for e in rest for v in e.invars if not isinstance(v, Literal)) if v in early | carried]
+        cut = [
+            v
+            for v in dict.fromkeys(v for e in rest for v in e.invars if not isinstance(v, Literal))
+            if v in early | carried
+        ]
         stored = set(cut)
         for v in cut:
             eqn = made.get(v)

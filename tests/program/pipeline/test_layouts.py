@@ -16,6 +16,7 @@ from meshpar.verify.hlo import walk
 from meshpar.verify.hlo_text import parse
 
 MICROBATCHES = 4
+SCHEDULES = ("1f1b", "two rounds", "1f1b-overlap", "gpipe", "zb")
 TENSOR = "batch: data; heads, kv_heads, mlp: model; vocab: stage+model"
 CASES = {
     "data": ("stage=2, data=2, idle=2", "batch: data; layers: stage"),
@@ -84,14 +85,19 @@ def check(training, mesh, layout, schedule):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    [(n, s) for n in CASES for s in ("1f1b", "two rounds", "gpipe", "zb") if (n, s) != ("four stages", "two rounds")],
+    [
+        (n, s)
+        for n in CASES
+        for s in ("1f1b", "two rounds", "1f1b-overlap", "gpipe", "zb")
+        if (n, s) != ("four stages", "two rounds")
+    ],
 )
 def test_a_llama_under_a_scheme_and_stages(dense, name, schedule):
     check(dense, *CASES[name], schedule)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "two rounds", "gpipe", "zb"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", EXPERTS)
 def test_a_mixtral_with_experts_inside_of_stages(experts, name, schedule):
     check(experts, *EXPERTS[name], schedule)
@@ -127,7 +133,8 @@ def test_float64(layout, lowering):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stages", "rounds"), [("1f1b", 4, 1), ("gpipe", 4, 1), ("zb", 4, 1), ("1f1b", 2, 1), ("1f1b", 4, 2), ("1f1b", 2, 4)]
+    ("schedule", "stages", "rounds"),
+    [("1f1b", 4, 1), ("gpipe", 4, 1), ("zb", 4, 1), ("1f1b", 2, 1), ("1f1b", 4, 2), ("1f1b", 2, 4)],
 )
 def test_the_compiled_step_runs_as_many_layers_as_the_schedule_has_slots(schedule, stages, rounds):
     """(v · M + K − 1) · L / (v · K) forward layers on a device, counted by the only tanh of a layer in the compiled program."""

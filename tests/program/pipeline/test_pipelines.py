@@ -174,7 +174,7 @@ DECODER_ROUNDS = [("stage=4, data=2", 1), ("stage=2, data=4", 2)]  # its four la
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb"])
+@pytest.mark.parametrize("schedule", ["1f1b", "1f1b-overlap", "gpipe", "zb"])
 @pytest.mark.parametrize(
     ("name", "mesh", "rounds"),
     [(name, *how) for name in STEPS for how in (DECODER_ROUNDS if name == "encoder-decoder" else ROUNDS)],
@@ -208,6 +208,12 @@ def test_on_one_device(name, mesh, rounds, schedule):
         ("encoder-decoder", "1f1b", MESH, "batch: data; vocab: stage; layers, decoder_layers: stage"),
         ("own loop", "1f1b", "stage=2, data=2, model=2", "batch: data; mlp, vocab: model; layers: stage*4"),
         ("unaccumulated", "1f1b", "stage=2, data=2, model=2", "batch: data; mlp: model; layers: stage"),
+        ("accumulated", "1f1b-overlap", MESH, "batch, embed: data; vocab: stage; layers: stage"),
+        ("full", "1f1b-overlap", "stage=2, data=2, model=2",
+         "batch: data; embed: data; mlp: model; vocab: stage+model; layers: stage"),
+        ("eight", "1f1b-overlap", "stage=2, data=2, model=2", "batch: data; mlp: model; layers: stage*2"),
+        ("rematerialized", "1f1b-overlap", MESH, LAYOUT),
+        ("encoder-decoder", "1f1b-overlap", MESH, "batch: data; vocab: stage; layers, decoder_layers: stage"),
         ("accumulated", "zb", MESH, "batch, embed: data; vocab: stage; layers: stage"),
         ("full", "zb", "stage=2, data=2, model=2", "batch: data; embed: data; mlp: model; vocab: stage+model; layers: stage"),
         ("eight", "zb", "stage=2, data=2, model=2", "batch: data; mlp: model; layers: stage*2"),
@@ -222,7 +228,9 @@ def test_sharded(name, schedule, mesh, layout, lowering):
     assert largest_difference(sharded(*args), jax.jit(step)(*args)) <= 1e-12
 
 
-@pytest.mark.parametrize(("schedule", "ticks", "in_flight"), [("1f1b", 10, 4), ("gpipe", 13, 4)])
+@pytest.mark.parametrize(
+    ("schedule", "ticks", "in_flight"), [("1f1b", 10, 4), ("1f1b-overlap", 11, 4), ("gpipe", 13, 4)]
+)
 def test_the_plan(schedule, ticks, in_flight):
     """Weights stay, activations move, and gradients are reduced once."""
     plan = plan_of(STEPS["accumulated"], schedule=schedule)
@@ -240,6 +248,24 @@ def test_the_plan(schedule, ticks, in_flight):
     assert [c.count for c in gradients] == [1] * len(gradients)
     assert plan.replan(layout="batch: data").pipeline is None
     assert plan.replan(layout="batch: data").replan(layout=LAYOUT).pipeline == pipeline
+
+
+def test_a_forward_and_a_backward_layer_in_one_loop():
+    """In the ticks with slots of both, one loop over layers has the matmuls of a forward and of a backward layer."""
+    plain, joint = (plan_of(STEPS["eight"], schedule=schedule) for schedule in ("1f1b", "1f1b-overlap"))
+
+    def counts(plan):
+        """How often the loops over the two layers of a stage run, by the number of their matmuls."""
+        found = {}
+        for op, count in plan.program.root.walk_counted():
+            if op.primitive.scan and op.eqn.params["length"] == LAYERS // 4:
+                matmuls = sum(inner.primitive.dot for inner in op.frames[0].walk())
+                found[matmuls] = found.get(matmuls, 0) + count
+        return found
+
+    forward, backward, fill = 2, 4, 4  # matmuls of a layer, and the ticks before the first backward slot
+    assert counts(plain) == {forward: 8 + 3, backward: 8 + 3}
+    assert counts(joint) == {forward: fill, forward + backward: 8 + 3 - fill, backward: fill}
 
 
 def test_weight_gradients_in_slots_of_their_own():
