@@ -110,7 +110,7 @@ def _bars(schedule: Schedule, loop: int, slots: list[tuple[int, tuple[int, int]]
 
 
 def picture(schedule: Schedule) -> str:
-    """A line per stage with a character per tick: F forward, B backward, W weight gradients, X slots of several kinds, · no slot."""
+    """A line per stage with a character per tick: F forward, B backward, W weight gradients, X several of these, · no slot."""
     ticks = range(min(schedule.ticks, MAX_TICKS))
     cut = "…" if schedule.ticks > MAX_TICKS else ""
     lines = []

@@ -113,8 +113,8 @@ class Schedule:
 
     @property
     def ticks(self) -> int:
-        """Number of ticks: v·M + (v + 1)·K − 2 for 1F1B, 2·v·M + 2·K − 3 for GPipe, with one forward and one backward loop; one more
-        if the slots of a tick are independent."""
+        """Number of ticks: v·M + (v + 1)·K − 2 for 1F1B, 2·v·M + 2·K − 3 for GPipe, with a forward and a backward loop; one more if
+        the slots of a tick are independent."""
         return self.starts[-1] + self.slots(self.loops - 1)
 
     @property
