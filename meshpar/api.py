@@ -97,7 +97,7 @@ def jit(
         are then all stored. ``"1f1b-overlap"``: the backward pass begins a tick later, and one loop runs a layer of it with a layer
         of the forward pass of another microbatch, so that the collectives of one overlap with the matmuls of the other.
         ``"zb"`` (zero bubble): as ``"1f1b"``, with the gradients of the layers' weights in slots of their own,
-        in which no stage is idle; a device needs memory for what they read of the backward pass.
+        in which no stage is idle; a device needs memory for the values of the backward pass that they read.
       gather: when a pipeline all-gathers weights that are sharded along a dim that the activations have too (FSDP):
         ``"microbatch"``: where layers use them, for each microbatch; the gradients of each microbatch are reduce-scattered.
         ``"step"``: once, before the first microbatch; the gradients are reduced once, after the last one. It sends less, and a

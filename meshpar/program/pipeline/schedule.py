@@ -51,7 +51,7 @@ class Schedule:
       rounds: groups of layers of a stage, v; each microbatch passes all stages once per round. More than one: M is a multiple of K.
       order: the loops of a microbatch: ``F`` forward, ``B`` backward, ``R`` forward, but recomputed for the backward pass.
         ``"FB"``: a stack of layers and its gradient; ``"FFBB"``: an encoder and a decoder; ``"FRB"``: a rematerialized loop.
-        ``W``: the gradients of the weights, without those of the inputs, for the ``B`` before it: ``"FBW"``.
+        ``W``: the weight gradients of the ``B`` before it, which has the input gradients: ``"FBW"``.
     """
 
     name: str
@@ -121,7 +121,7 @@ class Schedule:
     def bubble(self) -> Fraction:
         """Fraction of the slots of a stage that are idle: (K − 1) / (v·M + K − 1).
 
-        With one forward loop, one for the gradients of inputs and one for those of weights: 2·(K − 1) / (3·v·M + 2·(K − 1)).
+        With loops for the forward pass, input gradients and weight gradients: 2·(K − 1) / (3·v·M + 2·(K − 1)).
         """
         slots = [self.slots(i) for i in range(self.loops)]
         return Fraction(sum(slots) - self.loops * self.rounds * self.microbatches, sum(slots))
