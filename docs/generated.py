@@ -210,7 +210,16 @@ GALLERY = (
     Entry("mixtral:mixtral_8x7b", "v5p:4x4x8", "data=16, model=8", "fsdp+expert"),
     Entry("deepseek:deepseek_16b", "v5p:4x4x8", "data=16, model=8", "fsdp+expert"),
     Entry("deepseek:deepseek_671b", "tpu7x:4x8x8", "data=64, model=8", "fsdp+expert"),
-    Entry("resnet:resnet50", "v5e:4x4", "data=16", "data"),
+    Entry("gpt3_bert_vit:gpt3_175b", "v5p:8x8x16", "data=512, model=2", "fsdp+tensor+sequence"),
+    Entry("gpt3_bert_vit:bert_base", "v5e:4x4", "data=16", "fsdp"),
+    Entry("gpt3_bert_vit:bert_large", "v5e:4x4", "data=16", "fsdp"),
+    Entry("gpt3_bert_vit:vit_22b", "v5p:8x8x16", "data=512, model=2", "fsdp+tensor+sequence"),
+    Entry("resnet:resnet50", "v5e:4x4", "data=16", "fsdp"),
+    Entry("simclr:simclr", "v5e:8x8", "data=64", "data"),
+    Entry("convnets:efficientnet_b7", "v5e:8x8", "data=64", "data"),
+    Entry("convnets:amoebanet_d", "v5e:8x8", "model=8, data=8", "data+features"),
+    Entry("segmentation:cityscapes", "v5e:8x8", "data=16, model=4", "data+height"),
+    Entry("dlrm:dlrm", "v5e:4x4", "data=16", "features"),
 )
 """Every target of the examples, but the small ones for tests."""
 

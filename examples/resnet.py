@@ -7,6 +7,8 @@ exchange halos.
 """
 
 import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -43,33 +45,51 @@ def resnet50(
       width: channels of the first stage.
       dtype: the compute dtype, also of the images.
     """
-    model = ResNet(width, classes, dtype)
-    image = jnp.zeros((1, 32, 32, 3), jnp.float32)
-    variables = jax.eval_shape(lambda: model.init(jax.random.key(0), image))
-    optimizer = optax.sgd(0.1, momentum=0.9)
+    images = jax.ShapeDtypeStruct((batch, size, size, 3), dtype)
+    return target(ResNet(width, classes, dtype), cross_entropy, optax.sgd(0.1, momentum=0.9), images)
+
+
+def target(
+    model: nn.Module,
+    loss_of: Callable[[Any, jax.Array], jax.Array],
+    optimizer: optax.GradientTransformation,
+    images: jax.ShapeDtypeStruct,
+    labels: tuple[int, ...] = (),
+    dims: Mapping[str, str] = MappingProxyType(DIMS),
+) -> Target:
+    """The train step of a model with batch norms, with its arguments: (step, (state, batch), dims).
+
+    Args:
+      model: from images [batch, height, width, 3] to its outputs.
+      loss_of: outputs and labels → mean loss in nats.
+      images, labels: shape of the images, and shape of the labels of one image.
+    """
+    variables = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, *images.shape[1:]), images.dtype)))
     state = {
         "params": variables["params"],
         "stats": variables["batch_stats"],
         "opt": jax.eval_shape(optimizer.init, variables["params"]),
     }
-    data = {
-        "images": jax.ShapeDtypeStruct((batch, size, size, 3), dtype),
-        "labels": jax.ShapeDtypeStruct((batch,), jnp.int32),
-    }
+    data = {"images": images, "labels": jax.ShapeDtypeStruct((images.shape[0], *labels), jnp.int32)}
 
     def step(state: dict[str, Any], batch: dict[str, jax.Array]) -> tuple[dict[str, Any], jax.Array]:
         """One update; returns the new state and the mean loss in nats."""
 
-        def loss_of(params: Any) -> tuple[jax.Array, Any]:
+        def loss(params: Any) -> tuple[jax.Array, Any]:
             variables = {"params": params, "batch_stats": state["stats"]}
-            logits, new = model.apply(variables, batch["images"], mutable=["batch_stats"])
-            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean(), new["batch_stats"]
+            outputs, new = model.apply(variables, batch["images"], mutable=["batch_stats"])
+            return loss_of(outputs, batch["labels"]), new["batch_stats"]
 
-        (loss, stats), gradients = jax.value_and_grad(loss_of, has_aux=True)(state["params"])
-        updates, opt = optimizer.update(gradients, state["opt"])
-        return {"params": optax.apply_updates(state["params"], updates), "stats": stats, "opt": opt}, loss
+        (value, stats), gradients = jax.value_and_grad(loss, has_aux=True)(state["params"])
+        updates, opt = optimizer.update(gradients, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "stats": stats, "opt": opt}, value
 
-    return step, (state, data), DIMS
+    return step, (state, data), dict(dims)
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """The mean loss of `labels` [...] by `logits` [..., classes]."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 class ResNet(nn.Module):
@@ -80,38 +100,62 @@ class ResNet(nn.Module):
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
         """Logits [batch, classes], float32, of images [batch, height, width, 3]."""
-        d = self.dtype
-        x = conv(d, self.width, 7, 2, name="stem")(images)
-        x = nn.relu(norm(d, name="stem_norm")(x))
-        x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
-        for i, blocks in enumerate(STAGES):
-            for j in range(blocks):
-                x = Bottleneck(self.width * 2**i, 2 if i > 0 and j == 0 else 1, d, name=f"stage{i}_block{j}")(x)
-        x = x.mean((1, 2)).astype(jnp.float32)
-        init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("features", "classes"))
-        bias = nn.with_logical_partitioning(nn.initializers.zeros, ("classes",))
-        return nn.Dense(self.classes, kernel_init=init, bias_init=bias, name="head")(x)
+        return classifier(self.classes)(features(self.dtype, self.width, images).mean((1, 2)).astype(jnp.float32))
+
+
+def features(dtype: Any, width: int, images: jax.Array) -> jax.Array:
+    """The output of the last stage, in the module that calls it: [batch, height / 32, width / 32, features]."""
+    x = stem(dtype, width, images)
+    for i, blocks in enumerate(STAGES):
+        for j in range(blocks):
+            x = Bottleneck(width * 2**i, 2 if i > 0 and j == 0 else 1, dtype, name=f"stage{i}_block{j}")(x)
+    return x
+
+
+def stem(dtype: Any, width: int, images: jax.Array) -> jax.Array:
+    """The layers before the first stage, in the module that calls it: a quarter of the rows and columns of the images."""
+    x = nn.relu(norm(dtype, name="stem_norm")(conv(dtype, width, 7, 2, name="stem")(images)))
+    return nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
+
+
+def classifier(classes: int) -> nn.Dense:
+    init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("features", "classes"))
+    bias = nn.with_logical_partitioning(nn.initializers.zeros, ("classes",))
+    return nn.Dense(classes, kernel_init=init, bias_init=bias, name="head")
 
 
 class Bottleneck(nn.Module):
     width: int
     stride: int
     dtype: Any
+    dilation: int = 1
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         d = self.dtype
         y = nn.relu(norm(d, name="norm1")(conv(d, self.width, 1, name="conv1")(x)))
-        y = nn.relu(norm(d, name="norm2")(conv(d, self.width, 3, self.stride, name="conv2")(y)))
+        y = nn.relu(norm(d, name="norm2")(conv(d, self.width, 3, self.stride, name="conv2", dilation=self.dilation)(y)))
         y = norm(d, name="norm3", scale=nn.initializers.zeros)(conv(d, 4 * self.width, 1, name="conv3")(y))
         if x.shape != y.shape:
             x = norm(d, name="shortcut_norm")(conv(d, 4 * self.width, 1, self.stride, name="shortcut")(x))
         return nn.relu(x + y)
 
 
-def conv(dtype: Any, features: int, size: int, stride: int = 1, *, name: str) -> nn.Conv:
+def conv(
+    dtype: Any,
+    features: int,
+    size: int | tuple[int, int],
+    stride: int = 1,
+    *,
+    name: str,
+    groups: int = 1,
+    dilation: int = 1,
+) -> nn.Conv:
     init = nn.with_logical_partitioning(nn.initializers.he_normal(), (None, None, None, "features"))
-    return nn.Conv(features, (size, size), (stride, stride), use_bias=False, dtype=dtype, kernel_init=init, name=name)
+    return nn.Conv(
+        features, (size, size) if isinstance(size, int) else size, (stride, stride), kernel_dilation=dilation,
+        feature_group_count=groups, use_bias=False, dtype=dtype, kernel_init=init, name=name,
+    )  # fmt: skip
 
 
 def norm(dtype: Any, *, name: str, scale: Any = nn.initializers.ones) -> nn.BatchNorm:

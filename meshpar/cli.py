@@ -1,5 +1,5 @@
-"""The command line: ``meshpar plan|lab|compile|search|calibrate|check|diff TARGET``, and ``launch``, ``checkpoint``,
-``tune-kernels``, ``doctor``."""
+"""The command line: ``meshpar plan|lab|compile|search|calibrate|check|diff TARGET``, and ``launch``, ``manifest``,
+``checkpoint``, ``tune-kernels``, ``doctor``."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ COMMANDS = {
     "Inspect layouts": ("plan", "diff", "search", "lab"),
     "Verify": ("check", "compile"),
     "Measure on devices": ("calibrate", "tune-kernels"),
-    "Run": ("launch", "checkpoint"),
+    "Run": ("launch", "manifest", "checkpoint"),
     "Environment": ("doctor",),
 }
 """Group of commands → their names, in the order of the help."""

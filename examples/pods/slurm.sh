@@ -6,15 +6,15 @@
 #SBATCH --time=12:00:00
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --signal=TERM@120 # to the processes, two minutes before the end: they save
-# A process for each GPU. A lost node, or the end of the time, puts the job back into the queue; it goes on from its checkpoint.
+#SBATCH --signal=TERM@120
+# One process for each GPU of 4x h100:8. Two minutes before the time limit the processes receive SIGTERM, and save. After a lost
+# node or the end of the time the job is queued again, and continues from its checkpoint.
 
-srun --kill-on-bad-exit=0 \
-    python examples/train_lm.py --checkpoint "$SLURM_SUBMIT_DIR/runs/a" --layout fsdp --batch 256
+srun --kill-on-bad-exit=0 python examples/train_lm.py --checkpoint runs/a --layout fsdp --batch 256
 status=$?
 
 case $status in
     0) ;;
-    1 | 2) exit "$status" ;;               # the script failed; its mesh or layout cannot be
-    *) scontrol requeue "$SLURM_JOB_ID" ;; # 75: a process was lost, or all saved because the time is over; 137: one was killed
+    1 | 2) exit "$status" ;;               # the script failed, or its mesh or layout is invalid
+    *) scontrol requeue "$SLURM_JOB_ID" ;; # 75: a process was lost, or all have saved; 137: one was killed
 esac

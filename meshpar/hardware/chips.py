@@ -35,6 +35,8 @@ class Chip:
         (``jax.experimental.mesh_utils``).
       lanes: side of the matrix unit: dims of matmuls are rounded up to it.
       switch: GPUs of one host, on one NVSwitch (0: a torus).
+      host, single_host: TPU chips of each host of a slice, and the largest slice of a single host.
+      gke: the chip in GKE's node label ``cloud.google.com/gke-tpu-accelerator``; empty: GKE has no such nodes.
       slices: shapes of the slices smaller than a cube, or of all slices if there are no cubes.
       cube: side of the cubes that larger slices are built of (0: none). Optical switches connect the ends of a slice of full
         cubes, so that all its dimensions are rings. Without cubes a dimension is a ring if it has the length of the torus.
@@ -65,6 +67,9 @@ class Chip:
     devices: int = 1
     lanes: int = 128
     switch: int = 0
+    host: int = 4
+    single_host: int = 4
+    gke: str = ""
     slices: tuple[tuple[int, ...], ...] = ()
     cube: int = 0
     accelerators: tuple[str, ...] = ()
@@ -166,19 +171,19 @@ _PCIE4, _PCIE5 = 3.2e10, 6.4e10
 # Less certain: DCN of all TPUs, ICI, host link and the die-to-die link (six ICI links, says the vendor) of tpu7x.
 _TABLE = (
     Chip("v4", ("TPU v4",), 2.75e14, None, 30.75 * GIB, 1.23e12, 4.5e10, 6, (16, 16, 16), 6.2e9, 128 * 2**20,
-         slices=_SMALL, cube=4, accelerators=("v4",), counted=2, target="v4", target_config="megacore",
+         slices=_SMALL, cube=4, accelerators=("v4",), counted=2, gke="tpu-v4-podslice", target="v4", target_config="megacore",
          cores=2, host_link=_PCIE, source=f"{_BOOK}; {_USABLE}; ~dcn"),
     Chip("v5e", ("TPU v5 lite", "TPU v5e"), 1.97e14, 3.94e14, 15.75 * GIB, 8.1e11, 4.5e10, 4, (16, 16), 3.1e9, 128 * 2**20,
-         slices=_FLAT, accelerators=("v5litepod", "v5e"), target="v5e",
+         slices=_FLAT, accelerators=("v5litepod", "v5e"), gke="tpu-v5-lite-podslice", single_host=8, target="v5e",
          host_link=_PCIE, source=f"{_BOOK}; {_USABLE}; ~dcn"),
     Chip("v5p", ("TPU v5", "TPU v5p"), 4.59e14, 9.18e14, 95.74 * GIB, 2.77e12, 9e10, 6, (16, 20, 28), 6.2e9, 64 * 2**20,
-         slices=_SMALL, cube=4, accelerators=("v5p",), counted=2, target="v5p",
+         slices=_SMALL, cube=4, accelerators=("v5p",), counted=2, gke="tpu-v5p-slice", target="v5p",
          cores=2, host_link=_PCIE, source=f"{_BOOK}; {_USABLE}; ~dcn"),
     Chip("v6e", ("TPU v6 lite", "TPU v6e"), 9.18e14, 1.84e15, 31.25 * GIB, 1.64e12, 9e10, 4, (16, 16), 1.25e10, 128 * 2**20,
-         lanes=256, slices=_FLAT, accelerators=("v6e",), target="v6e",
+         lanes=256, slices=_FLAT, accelerators=("v6e",), gke="tpu-v6e-slice", single_host=8, target="v6e",
          host_link=3.2e10, source=f"vendor page; {_USABLE}; ~dcn"),
     Chip("tpu7x", ("TPU7x",), 2.31e15, 4.61e15, 2 * 94.75 * GIB, 7.38e12, 9.5e10, 6, (16, 16, 36), 1.25e10, 64 * 2**20,
-         devices=2, lanes=256, slices=_SMALL, cube=4, accelerators=("tpu7x",), counted=2, target="tpu7x",
+         devices=2, lanes=256, slices=_SMALL, cube=4, accelerators=("tpu7x",), counted=2, gke="tpu7x", target="tpu7x",
          core_link=6 * 9.5e10, host_link=3.2e10, source=f"vendor page; {_USABLE}; ~link, ~core_link, ~host_link, ~dcn, ~torus"),
     Chip("a100", ("NVIDIA A100-SXM4-80GB",), 3.12e14, 6.24e14, 85100068864, 2.039e12, 3e11, 1, (), 2.5e10, None, switch=8,
          target="a100", host_link=_PCIE4, source="datasheet (SXM, 80 GB); 8-bit: int8 alone; hbm as CUDA reports it; "

@@ -1,4 +1,4 @@
-"""The commands of the command line about processes and checkpoints: ``launch``, ``checkpoint``."""
+"""The commands of the command line about processes and checkpoints: ``launch``, ``manifest``, ``checkpoint``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ..units import mesh_text
 from .checkpoint import facts_of, steps_of, verify
 from .foreign import to_safetensors
 from .launch import Job, launch
+from .manifest import Manifest, job_name, manifest
 
 LAUNCH = """\
 Start a script in several processes on this machine, each with its part of the devices, and watch them.
@@ -33,6 +34,14 @@ List, show, verify and convert the checkpoints that mp.Checkpoints wrote.
   meshpar checkpoint show runs/a --step 500
   meshpar checkpoint verify runs/a
   meshpar checkpoint convert runs/a weights.safetensors --only "params/*"
+"""
+MANIFEST = """\
+Write the manifest of a job on a cluster: a JobSet for TPU slices on GKE, or a script for Slurm with GPU nodes.
+
+The script calls mp.distributed() first, as for meshpar launch. Hosts, chips and node labels follow from the topology.
+
+  meshpar manifest --topology "2x v5e:16x16" --to jobset train.py --steps 500 > jobset.yaml && kubectl apply -f jobset.yaml
+  meshpar manifest --topology "4x h100:8" --to slurm train.py --steps 500 > job.sh && sbatch job.sh
 """
 CHECKPOINT_EXIT = "exit status: 0: success; 1: damaged; 2: bad input: no such checkpoint."
 LAUNCH_EXIT = """\
@@ -73,9 +82,42 @@ def add_commands(commands: Any) -> None:
         metavar="SLICE@CALL",
         help="kill a slice at the n-th call of a function, to rehearse it",
     )
+    _add_script(add)
+
+    sub = commands.add_parser(
+        "manifest", help="write the manifest of a job for GKE or Slurm", description=MANIFEST, formatter_class=raw
+    )
+    sub.set_defaults(run=_manifest, debug=False)
+    add = sub.add_argument
+    add("--topology", required=True, help='the devices: "v5p:8x8x8", "2x v5e:16x16", "4x h100:8"')
+    add("--to", choices=("jobset", "slurm"), help="the scheduler (default: jobset for TPUs, slurm for GPUs)")
+    add("--name", help="of the job (default: the name of the script)")
+    add(
+        "--image",
+        default=Manifest.image,
+        help="container image of a JobSet, with Python, jax, meshpar and the script (%(default)s)",
+    )
+    add("--restarts", type=int, default=Manifest.restarts, help="of a JobSet after a loss (%(default)s)")
+    add("--time", default=Manifest.time, help="limit of a Slurm job (%(default)s)")
+    _add_script(add)
+
+
+def _add_script(add: Any) -> None:
+    """Add the arguments that name a script, and the arguments of the script, which are all that follow."""
     add("-m", "--module", action="store_true", help="the script is a module, as with python -m")
     add("script", metavar="SCRIPT")
     add("arguments", nargs=argparse.REMAINDER, metavar="…", help="of the script")
+
+
+def _script(args: argparse.Namespace) -> tuple[str, ...]:
+    """The words after the interpreter: ``-m`` of a module, the script, and its arguments.
+
+    Raises:
+      TargetError: there is no such file.
+    """
+    if not args.module and not Path(args.script).is_file():
+        raise TargetError(f"there is no file {args.script}", fixes=["-m starts a module"])
+    return (*(["-m"] if args.module else []), args.script, *args.arguments)
 
 
 def _add_checkpoint(commands: Any) -> None:
@@ -212,10 +254,16 @@ def _lost_slice(text: str) -> tuple[int, int]:
 
 def _launch(args: argparse.Namespace) -> int:
     """``meshpar launch``: run the job of the command line; returns the exit status of :func:`launch`."""
-    if not args.module and not Path(args.script).is_file():
-        raise TargetError(f"there is no file {args.script}", fixes=["-m starts a module"])
-    command = (sys.executable, *(["-m"] if args.module else []), args.script, *args.arguments)
+    command = (sys.executable, *_script(args))
     return launch(
         Job(command, args.processes, args.devices, args.restarts, args.least, args.slices, args.lose, args.timeout,
             args.stuck, args.grace, args.logs)
     )  # fmt: skip
+
+
+def _manifest(args: argparse.Namespace) -> int:
+    """``meshpar manifest``: print the manifest of the command line's job; exit status 0."""
+    name = args.name or job_name(args.script)
+    job = Manifest(args.topology, _script(args), name, args.image, args.restarts, args.time)
+    print(manifest(job, args.to), end="")
+    return 0

@@ -23,3 +23,22 @@ def normal(rng, *shape):
 def weights(rng, *shape):
     """Normal, float32, divided by the root of the first dim: so that matmuls keep the magnitude."""
     return (rng.normal(size=shape) / np.sqrt(shape[0])).astype(np.float32)
+
+
+def drawn(shapes, rest, **below):
+    """Arrays for the shapes (state, batch) of a target: zeros for the optimizer, normal floats, integers.
+
+    Args:
+      below: name of a leaf of the batch → exclusive bound of its integers; ``rest``: of the others.
+    """
+    rng = np.random.default_rng(0)
+
+    def array(path, x):
+        keys = [getattr(key, "key", None) for key in path]
+        if "opt" in keys:
+            return np.zeros(x.shape, x.dtype)
+        if jnp.issubdtype(x.dtype, jnp.integer):
+            return rng.integers(0, below.get(keys[-1], rest), x.shape, dtype=x.dtype)
+        return (rng.normal(size=x.shape) / np.sqrt(x.shape[-2] if x.ndim > 1 else 1)).astype(x.dtype)
+
+    return jax.tree_util.tree_map_with_path(array, shapes)

@@ -1,0 +1,73 @@
+"""EfficientNet-B7 and AmoebaNet-D of the examples: published sizes, an operation against NumPy, equal runs under two layouts."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from arrays import drawn
+from flax import linen as nn
+
+import convnets
+import meshpar as mp
+
+
+def count(target):
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(target[1][0]["params"]))
+
+
+def test_efficientnet_b7_has_the_published_size():
+    total = 3 * 3 * 3 * 64 + 2 * 64  # stem
+    before = 64
+    widths, layers = (32, 48, 80, 160, 224, 384, 640), (4, 7, 7, 10, 10, 13, 4)
+    for (expansion, _, _, _, size), features, repeats in zip(convnets.BLOCKS, widths, layers, strict=True):
+        for _ in range(repeats):
+            wide = before * expansion
+            total += (before * wide + 2 * wide) * (expansion > 1) + size * size * wide + 2 * wide
+            squeezed = before // 4
+            total += (wide + 1) * squeezed + (squeezed + 1) * wide + wide * features + 2 * features
+            before = features
+    total += before * 2560 + 2 * 2560 + 2561 * 1000
+    assert count(convnets.efficientnet_b7()) == total == 66_347_960
+    assert round(total / 1e6) == 66  # table 2 of the paper
+
+
+@pytest.mark.parametrize(
+    ("layers", "filters", "published"),
+    [
+        (18, 208, 82e6),
+        pytest.param(18, 544, 542e6, marks=pytest.mark.slow),
+        pytest.param(72, 512, 1.8e9, marks=pytest.mark.slow),
+    ],
+)  # table 1 of GPipe's paper
+def test_amoebanet_has_the_published_size(layers, filters, published):
+    assert count(convnets.amoebanet_d(layers=layers, filters=filters)) == pytest.approx(published, rel=0.025)
+
+
+def test_the_odd_pixels_are_those_that_the_even_ones_leave_out():
+    x = np.random.default_rng(0).normal(size=(2, 6, 6, 3)).astype(np.float32)
+    layer = convnets.Halved(4, jnp.float32)
+    variables = layer.init(jax.random.key(0), x)
+    got, _ = layer.apply(variables, x, mutable=["batch_stats"])
+    kernels = nn.meta.unbox(variables["params"])
+    even, odd = (
+        np.maximum(x[:, i::2, i::2], 0) @ np.float64(kernels[n]["kernel"][0, 0]) for i, n in ((0, "even"), (1, "odd"))
+    )
+    y = np.concatenate([even, odd], -1)
+    expected = (y - y.mean((0, 1, 2))) / np.sqrt(y.var((0, 1, 2)) + 1e-5)
+    np.testing.assert_allclose(got, expected, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["efficientnet_b7", "amoebanet_d"])
+def test_no_layout_changes_a_number(name, monkeypatch):
+    monkeypatch.setattr(convnets, "BLOCKS", ((1, 8, 2, 1, 3), (2, 16, 2, 2, 5)))
+    sizes = {"efficientnet_b7": {"width": 0.5, "depth": 1.0}, "amoebanet_d": {"layers": 3, "filters": 16}}[name]
+    step, shapes, dims = getattr(convnets, name)(8, 32, classes=8, dtype=jnp.float32, **sizes)
+    report = mp.check(
+        step, *drawn(shapes, 8), dims=dims, meshes=["data=4, model=2"], lowerings=("jit", "shard_map"), tolerance=1e-3,
+        layouts=[convnets.LAYOUTS["data"], convnets.LAYOUTS["data+height"]],
+    )  # fmt: skip
+    assert report.ok
+    assert len(report.rows) == 4

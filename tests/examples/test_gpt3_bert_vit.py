@@ -1,0 +1,84 @@
+"""GPT-3, BERT and ViT-22B of the examples: published sizes, equal runs under two layouts and both lowerings."""
+
+import math
+
+import jax
+import pytest
+from arrays import drawn
+
+import gpt3_bert_vit as models
+import meshpar as mp
+
+
+def count(tree):
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
+
+
+def layer(d, mlp):
+    """Weights of a layer with biases and two norms."""
+    return 4 * d * d + 4 * d + 2 * d * mlp + mlp + d + 4 * d
+
+
+def test_gpt3_has_the_published_size():
+    _, (state, _), _ = models.gpt3_175b()
+    d = 12288
+    assert count(state["params"]) == 96 * layer(d, 4 * d) + (50257 + 2048) * d + 2 * d
+    assert round(count(state["params"]) / 1e6, -2) == 174_600  # millions, table D.1
+
+
+@pytest.mark.parametrize(
+    ("make", "layers", "d", "published"), [(models.bert_base, 12, 768, 110e6), (models.bert_large, 24, 1024, 340e6)]
+)
+def test_bert_has_the_published_size(make, layers, d, published):
+    _, (state, _), _ = make()
+    embedding = (30522 + 512 + 2) * d + 2 * d
+    heads = 2 * (d * d + d) + 2 * d + 30522 + 2 * d + 2
+    assert count(state["params"]) == layers * layer(d, 4 * d) + embedding + heads
+    assert count(state["params"]) == pytest.approx(published, rel=0.012)
+
+
+def test_vit_has_the_published_size():
+    _, (state, _), _ = models.vit_22b()
+    d = 6144
+    layers = count(state["params"]["layers"])
+    assert layers == 48 * (
+        12 * d * d + d + 4 * d + d + d + 2 * 128
+    )  # of out, up and down biases; norms of inputs, queries, keys
+    assert layers == pytest.approx(21_743e6, rel=2e-4)  # millions, table 1
+    rest = (14 * 14 * 3 + 1) * d + 256 * d + d + d  # patches, positions, probe, norm
+    pool = 12 * d * d + d + 4 * d + d + d + 2 * 128
+    assert count(state["params"]) == layers + rest + pool + (d + 1) * 29593
+
+
+def small(name):
+    """(step, arguments with values, dims) of a small model."""
+    sizes = {**models.TINY, "tokens": 16, "vocab": 48}
+    make, sizes = {
+        "gpt3": (models.gpt3_175b, sizes),
+        "bert": (models.bert_base, {**sizes, "masked": 4}),
+        "vit": (models.vit_22b, {**sizes, "patch": 2}),
+    }[name]
+    step, shapes, dims = make(batch=8, **sizes)
+    return step, drawn(shapes, 48, segments=2, next=2, masked=16), dims
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt3", "bert", "vit"])
+def test_no_layout_changes_a_number(name):
+    step, args, dims = small(name)
+    report = mp.check(
+        step, *args, dims=dims, meshes=["data=4, model=2"], lowerings=("jit", "shard_map"), tolerance=1e-4,
+        layouts=[models.LAYOUTS["fsdp"], models.LAYOUTS["fsdp+tensor+sequence"]],
+    )  # fmt: skip
+    assert report.ok
+    assert len(report.rows) == 4
+
+
+def test_vit_splits_attention_and_mlp_of_a_layer_with_one_all_reduce_each_way():
+    step, args, dims = models.vit_22b(batch=1024)
+    plan = mp.plan(
+        step, *args, dims=dims, mesh="data=8, model=8", topology="v5p:4x4x4", layout="batch: data; heads, mlp: model"
+    )
+    layers = [c for c in plan.collectives if c.axes == ("model",) and (c.count or 0) >= 48]
+    assert {c.op for c in layers} == {"all-reduce"}
+    assert sum(c.count for c in layers if "seq" in c.dims.split()) == 3 * 48  # forward, recomputed, backward

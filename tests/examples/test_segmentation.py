@@ -1,0 +1,55 @@
+"""The segmentation network of the examples: its size, upsampling against NumPy, halos in its plan, equal runs under two layouts."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from arrays import drawn
+
+import meshpar as mp
+import resnet
+import segmentation
+
+
+def test_the_size_is_the_published_one():
+    _, (state, _), _ = segmentation.cityscapes(classes=21)
+    encoder = 25_557_032 - 2049 * 1000  # a ResNet-50 without its classifier
+    heads = 2048 * 512 * 9 + 2 * 512 + 513 * 21 + 1024 * 256 * 9 + 2 * 256 + 257 * 21
+    total = sum(math.prod(x.shape) for x in jax.tree.leaves(state["params"]))
+    assert total == encoder + heads == 35_322_218  # of torchvision's fcn_resnet50, with 21 classes
+
+
+def test_upsampling_is_bilinear_interpolation_of_pixel_centres():
+    x = np.random.default_rng(0).normal(size=(2, 3, 5, 2)).astype(np.float32)
+    got = np.asarray(segmentation.upsampled(x))
+    assert got.shape == (2, 24, 40, 2)
+    rows, columns = ((np.arange(8 * n) + 0.5) / 8 - 0.5 for n in (3, 5))
+    inside = slice(4, -4)  # elsewhere an image ends
+    for c in range(2):
+        along = np.stack([np.interp(columns, np.arange(5), row) for row in x[0, :, :, c]])
+        expected = np.stack([np.interp(rows, np.arange(3), column) for column in along.T]).T
+        np.testing.assert_allclose(got[0, inside, inside, c], expected[inside, inside], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_sharded_height_exchanges_halos_and_gathers_no_features():
+    step, args, dims = segmentation.cityscapes()
+    layout = segmentation.LAYOUTS["data+height"]
+    plan = mp.plan(step, *args, dims=dims, mesh="data=4, model=4", topology="v5e:4x4", layout=layout)
+    assert {c.op for c in plan.collectives if c.total_bytes > 1e5} == {"collective-permute", "all-reduce"}
+    stem = next(c for c in plan.collectives if c.op == "collective-permute")
+    assert stem.bytes <= 4 * 3 * 2048 * 3 * 2  # at most three rows of four images, bfloat16
+
+
+@pytest.mark.slow
+def test_no_layout_changes_a_number(monkeypatch):
+    monkeypatch.setattr(resnet, "STAGES", (1, 1, 1, 1))
+    step, shapes, dims = segmentation.cityscapes(4, 64, 32, features=4, classes=5, dtype=jnp.float32)
+    report = mp.check(
+        step, *drawn(shapes, 5), dims=dims, meshes=["data=4, model=2"], lowerings=("jit", "shard_map"), tolerance=1e-3,
+        layouts=[segmentation.LAYOUTS["height"], segmentation.LAYOUTS["data+height"]],
+    )  # fmt: skip
+    assert report.ok
+    assert len(report.rows) == 4

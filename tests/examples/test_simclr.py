@@ -1,0 +1,56 @@
+"""SimCLR of the examples: its size, its loss against a loop over views, and equal runs under two layouts."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from arrays import drawn
+
+import meshpar as mp
+import resnet
+import simclr
+
+
+def test_the_encoder_has_the_published_size():
+    _, (state, _), _ = simclr.simclr()
+    total = sum(math.prod(x.shape) for x in jax.tree.leaves(state["params"]))
+    assert total - 2048 * 2048 - 2048 * 128 == 25_557_032 - 2049 * 1000  # a ResNet-50 without its classifier
+    assert round((total - 2048 * 2048 - 2048 * 128) / 1e6) == 24
+
+
+def test_the_loss_is_that_of_a_loop_over_views():
+    z = np.random.default_rng(0).normal(size=(8, 5))
+    labels = np.arange(8) // 2
+    got = simclr.nt_xent(jnp.asarray(z, jnp.float32), jnp.asarray(labels))
+    losses = []
+    for i, a in enumerate(z):
+        similar = [a @ b / np.linalg.norm(a) / np.linalg.norm(b) / 0.1 for b in z]
+        partner = similar[i ^ 1]
+        losses.append(np.log(sum(np.exp(s) for k, s in enumerate(similar) if k != i)) - partner)
+    assert float(got) == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_sharded_batch_gathers_projections_not_images():
+    step, args, dims = simclr.simclr()
+    plan = mp.plan(step, *args, dims=dims, mesh="data=64", topology="v5e:8x8", layout="batch: data")
+    gathered = [c for c in plan.collectives if c.op == "all-gather"]
+    views = 8192 * 128 * 4 * 63 / 64
+    assert sum(c.total_bytes for c in gathered) < 3 * views
+    assert max(c.bytes for c in gathered) == pytest.approx(views)
+
+
+@pytest.mark.slow
+def test_no_layout_changes_a_number(monkeypatch):
+    monkeypatch.setattr(resnet, "STAGES", (1, 1))
+    step, shapes, dims = simclr.simclr(8, 32, width=4, projection=6, dtype=jnp.float32)
+    state, batch = drawn(shapes, 8)
+    batch["labels"] = np.arange(8, dtype=np.int32) // 2
+    report = mp.check(
+        step, state, batch, dims=dims, meshes=["data=4, model=2"], lowerings=("jit", "shard_map"), tolerance=1e-3,
+        layouts=[simclr.LAYOUTS["data"], simclr.LAYOUTS["data+height"]],
+    )  # fmt: skip
+    assert report.ok
+    assert len(report.rows) == 4
