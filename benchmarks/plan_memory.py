@@ -1,6 +1,7 @@
 """Planned peak memory compared with the TPU compiler's at its default effort. Needs libtpu, but no TPU.
 
-    python benchmarks/plan_memory.py [--cases fsdp,tensor] [--lowering shard_map]
+    python benchmarks/plan_memory.py [--cases "fsdp;fsdp+tensor"] [--lowering shard_map]
+    python benchmarks/plan_memory.py --moments               # AdamW's moments in host memory, on v5e and v5p
 
 The step is a scanned Llama (grouped queries, SwiGLU, materialized scores, float32 weights cast to bfloat16 in the layer) with AdamW
 and donated state. A compilation takes half a minute to two minutes of CPU.
@@ -8,6 +9,7 @@ and donated state. A compilation takes half a minute to two minutes of CPU.
 
 import argparse
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,24 +107,76 @@ def loss_of(params: dict[str, jax.Array], tokens: jax.Array, remat: bool) -> jax
     return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.roll(tokens, -1, 1)).mean()
 
 
-def step_of(c: Config) -> tuple[Any, dict[str, Any], jax.ShapeDtypeStruct]:
-    """(train step, its state, its tokens)."""
-    optimizer, params = optax.adamw(3e-4, weight_decay=0.1), shapes(c)
+def at_once(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The transformation with its moments in host memory, which are copied before and after the update."""
+
+    def put(state: Any, space: Any) -> Any:
+        return jax.tree.map(lambda x: jax.device_put(x, space) if x.ndim else x, state)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, new = tx.update(updates, put(state, jax.memory.Space.Device), params)
+        return updates, put(new, jax.memory.Space.Host)
+
+    return optax.GradientTransformation(tx.init, update)
+
+
+MOMENTS: dict[str, Callable[[optax.GradientTransformation], optax.GradientTransformation]] = {
+    "jax.device_put": at_once,
+    "mp.offload": mp.offload,
+    "mp.offload, layers=8": lambda tx: mp.offload(tx, layers=SMALL["layers"]),
+}
+
+
+def step_of(
+    c: Config, wrap: Callable[[optax.GradientTransformation], optax.GradientTransformation] | None = None
+) -> tuple[Any, dict[str, Any], jax.ShapeDtypeStruct]:
+    """(train step, its state, its tokens); ``wrap``: of :data:`MOMENTS`, None: moments on the device."""
+    alone, params = optax.adamw(3e-4, weight_decay=0.1), shapes(c)
+    optimizer = alone if wrap is None else wrap(alone)
 
     def step(state: dict[str, Any], tokens: jax.Array) -> tuple[dict[str, Any], jax.Array]:
         loss, gradients = jax.value_and_grad(loss_of)(state["params"], tokens, c.remat)
         updates, opt = optimizer.update(gradients, state["opt_state"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt}, loss
 
-    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
-    return step, state, jax.ShapeDtypeStruct((c.batch, c.seq), jnp.int32)
+    moments = jax.eval_shape(alone.init, params)
+    if wrap is not None:
+        mesh = jax.sharding.AbstractMesh((1,), ("data",))
+        host = jax.NamedSharding(mesh, jax.P(), memory_kind="pinned_host")
+        moments = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=host) if x.ndim else x, moments
+        )
+    return step, {"params": params, "opt_state": moments}, jax.ShapeDtypeStruct((c.batch, c.seq), jnp.int32)
+
+
+def report_moments(lowering: str) -> None:
+    """Device and host memory with the moments in host memory, of plans and of compiled programs."""
+    heads = "planned device, GB", "device, GB", "error", "planned host, GB", "host, GB"
+    table = Table("moments", "slice", *heads)
+    for name, wrap in MOMENTS.items():
+        for topology in ("v5e:2x2", "v5p:2x2x1"):
+            step, state, tokens = step_of(Config(**SMALL, batch=4, seq=1024), wrap)
+            how: dict[str, Any] = {"mesh": "data=4", "topology": topology, "layout": "batch: data; embed: data"}
+            how |= {"dims": DIMS, "donate_argnums": 0, "lowering": lowering}
+            planned = mp.plan(step, state, tokens, **how).memory
+            real = mp.compile(step, state, tokens, effort="full", **how).memory
+            cells = (
+                f"{planned.peak / 1e9:.2f}",
+                f"{real.peak / 1e9:.2f}",
+                f"{100 * (planned.peak / real.peak - 1):+.1f} %",
+            )
+            table.add_row(name, topology, *cells, f"{planned.host / 1e9:.2f}", f"{real.host / 1e9:.2f}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=";".join(CASES), help="names, separated by semicolons")
     parser.add_argument("--lowering", default="shard_map", choices=["shard_map", "jit"])
+    parser.add_argument("--moments", action="store_true", help="AdamW's moments in host memory instead")
     args = parser.parse_args()
+    if args.moments:
+        report_moments(args.lowering)
+        return
     table = Table("layout", "slice", "mesh", "planned peak, GB", "peak, GB", "error")
     errors = []
     for name in args.cases.split(";"):

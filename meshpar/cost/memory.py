@@ -165,6 +165,12 @@ class _Live:
             for item in (out for node in loops for out in node.writes if id(out) not in carried):
                 if self.kind_of(item) == "saved activations":
                     self.add(item)
+            # it starts copies of arguments from the host before the loops of the forward or backward pass
+            inputs = {id(item) for item in region.inputs if item.host_bytes}
+            for node in region.kernels:
+                if node.name == "transfer!" and inputs.intersection(map(id, node.reads)):
+                    for out in node.writes:
+                        self.add(out)
         retained = {id(item) for item in region.inputs} - donated
         retained |= {id(item) for item in region.outputs}
         self.region(region, retained)

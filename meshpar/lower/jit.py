@@ -16,12 +16,14 @@ from jax.sharding import Mesh, NamedSharding
 
 from ..compat.jax import (
     HOST_MEMORY,
+    abstract_array,
     bind,
     close_over,
     constraint_params,
     literal_array,
     make_generated_jaxpr,
     new_var,
+    on_host,
     replace_body,
     scan_counts,
     sharding_constraint_p,
@@ -43,6 +45,7 @@ from .collectives import combined
 
 PINNED = having(lambda p: p.pinned)
 FREE = having(lambda p: p.free)
+_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 def lower_to_jit(
@@ -223,7 +226,17 @@ class _Lowering:
         )
         if self.manual_ops.is_extremum(run):
             mapped = _with_derivative_of(op, invars, mapped)
-        traced = make_generated_jaxpr(mapped, *[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for _, v in arrays])
+
+        def on_device(*xs: Any) -> list[Any]:
+            """The op on arrays in device memory, in which masks of local forms are."""
+            given = (
+                jax.device_put(x, _DEVICE, src=_HOST) if on_host(v) else x for x, (_, v) in zip(xs, arrays, strict=True)
+            )
+            outs = zip(mapped(*given), run.results, strict=True)
+            return [jax.device_put(y, _HOST, src=_DEVICE) if shard.on_host else y for y, shard in outs]
+
+        like = [abstract_array(v.aval.shape, v.aval.dtype, False, on_host(v.aval)) for _, v in arrays]
+        traced = make_generated_jaxpr(on_device, *like)
         inner: dict[Any, Any] = dict(zip(traced.jaxpr.invars, (v for _, v in arrays), strict=True))
         for var, const in zip(traced.jaxpr.constvars, traced.consts, strict=True):  # tables that a kernel is made with
             inner[var] = Literal(const, var.aval)

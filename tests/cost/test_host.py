@@ -142,3 +142,21 @@ def test_a_loop_updates_its_carry_in_place():
     timed = mp.plan(fn, array(64, 1024), mesh="data=1", topology="v5e:1x1", layout="", donate_argnums=0)
     moved = sum(op.bytes * op.count for op in timed.time.ops)
     assert moved <= 6 * carry
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "h100:4"])
+def test_copies_of_arguments_are_live_during_the_loops_before_their_readers(topology):
+    """As the TPU compiler schedules them; for GPUs, kernels run in program order."""
+    x, moments = array(4096, 1024), array(1024, 1024)
+    host = jax.ShapeDtypeStruct(
+        moments.shape, moments.dtype,
+        sharding=jax.NamedSharding(AbstractMesh((1,), ("data",)), jax.P(), memory_kind="pinned_host"),
+    )  # fmt: skip
+
+    def step(x, m):
+        x = jax.lax.fori_loop(0, 4, lambda i, x: jnp.tanh(x @ x.T @ x), x)
+        return x.sum() + jnp.abs(back(m)).sum()
+
+    peaks = [plan(step, x, m, topology=topology).memory.peak for m in (host, array(1))]
+    copied = 1024 * 1024 * F32 if topology == "v5e:2x2" else 0
+    assert peaks[0] - peaks[1] == pytest.approx(copied, abs=1024)

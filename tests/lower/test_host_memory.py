@@ -227,3 +227,21 @@ def test_rows_of_an_array_on_the_host(fn, layout):
             assert mp.jit(step, **options).plan(x, 3).lowering == "jit"
         with pytest.raises(mp.errors.UnsupportedError, match="an array in host memory, and its local form"):
             mp.jit(step, lowering="shard_map", **options)(x, 3)
+
+
+@pytest.mark.parametrize("fn", [lambda x: x[5], lambda x: x[2:5]])
+def test_derivatives_of_selections_along_a_sharded_dim_of_an_array_on_the_host(fn):
+    def step(x):
+        return jnp.sin(jax.device_put(fn(x), DEVICE))
+
+    def derivative(fn):
+        def run(x):
+            y, back = jax.vjp(fn, x)
+            (gradient,) = back(jnp.ones_like(y))
+            return gradient
+
+        return jax.jit(run)
+
+    lowered = mp.jit(step, mesh=MESH, layout="batch: data", dims=ROWS["dims"], lowering="jit")
+    expected = jax.grad(lambda x: jnp.sin(fn(x)).sum())(jnp.asarray(X))
+    np.testing.assert_allclose(derivative(lowered)(on_host(X)), expected, rtol=1e-6)
