@@ -28,8 +28,8 @@ def offload(tx: optax.GradientTransformation, *, layers: int | None = None) -> o
     another program. Parameters with a leading dim of ``layers`` (stacked, for ``jax.lax.scan``) are updated in a loop over it: the
     moments of the next layer are copied to the device while the new moments of this one are copied back, so that a device needs
     memory for the moments of two layers. The other parameters are updated one after the other, each while the moments of the next
-    one are copied. The TPU compiler (libtpu 0.0.42) starts these copies before the backward pass: all their moments are on the device
-    then. ``plan.transfers`` has the copies, and ``plan.time.to_host`` and ``to_device`` their seconds. Create the state
+    one are copied. The TPU compiler (libtpu 0.0.42) starts these copies before the backward pass: all their moments are on the
+    device then. ``plan.transfers`` has the copies, and ``plan.time.to_host`` and ``to_device`` their seconds. Create the state
     with :func:`meshpar.init`, which leaves the moments in host memory. Under ``jax.vmap``, leave ``layers`` out: JAX cannot select
     layers of batched arrays in host memory.
 
