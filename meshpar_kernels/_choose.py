@@ -13,7 +13,17 @@ from jax import lax
 
 from meshpar_kernels import _compat
 
-__all__ = ["DEFAULT_KERNELS", "OUTLINE", "VARIABLE", "Unsupported", "body", "by_default", "dispatch", "refuse_sharded"]
+__all__ = [
+    "DEFAULT_KERNELS",
+    "OUTLINE",
+    "VARIABLE",
+    "Unsupported",
+    "body",
+    "by_default",
+    "devices_on",
+    "dispatch",
+    "refuse_sharded",
+]
 
 VARIABLE = "MESHPAR_KERNELS"
 """Environment variable: "pallas" or "reference", see `dispatch`. It is read when a program is traced."""
@@ -28,8 +38,9 @@ faster, or if the alternative is clearly broken; no such table exists yet."""
 
 PLATFORM_OF = {"pallas_tpu": "tpu", "pallas_gpu": "cuda"}
 
-VENDORS = {"cudnn": "cuda"}
-"""Vendor libraries → their platform. They are widely measured, so None selects them on their platform where they can run."""
+VENDORS = {"cudnn": "cuda", "splash": "tpu"}
+"""Libraries of the vendors → their platform. None selects them on their platform where they can run: cuDNN is widely measured;
+the TPU compiler schedules splash attention in less than half the cycles of XLA's loop (`benchmarks/attention_cycles.py`)."""
 
 
 OUTLINE = jax.make_user_context(False)
@@ -67,20 +78,25 @@ def dispatch(
 
     Raises:
       ValueError: no implementation has this name, or the variable has an unknown value.
-      NotImplementedError: the requested implementation cannot take these arguments; the message has every reason.
+      NotImplementedError: the requested implementation cannot take these arguments; the message has every reason. Lowering
+        raises it for a platform without the requested implementation.
     """
     usable = {
-        name: _in_32_bits(f) if name in PLATFORM_OF else f
+        name: _in_32_bits(f) if name in PLATFORM_OF or VENDORS.get(name) == "tpu" else f
         for name, f in functions.items()
         if not isinstance(f, Unsupported)
     }
     if implementation is not None and implementation in functions:
         if implementation not in usable:
             raise NotImplementedError(_refusal(op, functions, [implementation]))
-        return usable[implementation](*args)
+        function, platform = usable[implementation], (PLATFORM_OF | VENDORS).get(implementation)
+        if platform is None or _compat.interpreting() or _compat.interpreting_gpu():
+            return function(*args)
+        return _by_platform(args, {platform: function}, _elsewhere(op, implementation, {platform: function}, fallback))
     kernels = {PLATFORM_OF[name]: f for name, f in usable.items() if name in PLATFORM_OF}
     if implementation is None:
-        taken = {VENDORS[name]: f for name, f in usable.items() if name in VENDORS and not _reference_wanted()}
+        vendors = {} if _reference_wanted() or OUTLINE.value else VENDORS  # their FLOPs are not declared
+        taken = {vendors[name]: f for name, f in usable.items() if name in vendors}
         if by_default(op):
             taken |= kernels
             own = f"pallas_{'tpu' if (platform := _compat.backend_platform()) == 'tpu' else 'gpu'}"
@@ -95,9 +111,38 @@ def dispatch(
         if not kernels:
             names = [name for name in functions if name in PLATFORM_OF]
             raise NotImplementedError(_refusal(op, functions, names))
-        return _by_platform(args, kernels)
+        reasons = [
+            f"{n}: {r}" for n, f in functions.items() if n in PLATFORM_OF and isinstance(f, Unsupported) for r in f
+        ]
+        return _by_platform(args, kernels, _elsewhere(op, implementation, kernels, fallback, reasons))
     names = ", ".join(repr(n) for n in (None, "pallas", *functions))
     raise ValueError(f"{op}: no implementation {implementation!r}; there are {names}")
+
+
+def _elsewhere(
+    op: str,
+    implementation: str,
+    functions: Mapping[str, Callable[..., Any]],
+    fallback: str,
+    reasons: Sequence[str] = (),
+) -> Callable[..., Any]:
+    """The function for the platforms without a kernel: lowering it raises NotImplementedError, which names the fix.
+
+    Args:
+      functions: platform → its kernel.
+      reasons: why other platforms' kernels cannot run.
+    """
+    platforms = " and ".join(functions)
+    message = (
+        f"implementation={implementation!r} runs on {platforms}, and the program is lowered for PLATFORMS. Leave it out"
+    )
+    if fallback not in PLATFORM_OF:
+        message += f", or pass {fallback!r}"
+    if "tpu" in functions:
+        message += "; jax.experimental.pallas.tpu.force_tpu_interpret_mode() runs the kernels of TPUs without a TPU"
+    message += "".join(f"\n  - {reason}" for reason in reasons)
+    first = next(iter(functions.values()))
+    return functools.partial(_compat.refused, op, message, first)
 
 
 def _in_32_bits(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,6 +216,22 @@ def _refusal(op: str, functions: Mapping[str, Callable[..., Any] | Unsupported],
     usable = [n for n, f in functions.items() if not isinstance(f, Unsupported)]
     lines.append(f"  These can: {', '.join(usable)} (implementation=...).")
     return "\n".join(lines)
+
+
+def devices_on(op: str, operands: str, axes: str | Sequence[str]) -> int:
+    """Number of devices on these mesh axes of the surrounding `shard_map`.
+
+    Raises:
+      ValueError: an axis is not bound; with the `shard_map` to write, a function of these operands.
+    """
+    name = axes if isinstance(axes, str) else tuple(axes)
+    try:
+        return lax.axis_size(name)
+    except NameError as e:
+        raise ValueError(
+            f"{op}: no mesh axis {name!r} is bound: the function works on the arrays of one device. Call it inside shard_map:\n"
+            f"  jax.shard_map(lambda {operands}: {op}({operands}, axis_name={name!r}), mesh=mesh, in_specs=..., out_specs=...)"
+        ) from e
 
 
 def refuse_sharded(op: str, **operands: Any) -> None:

@@ -48,6 +48,7 @@ __all__ = [
     "out_struct",
     "pallas_triton",
     "race_detection",
+    "refused",
     "same_varying",
     "sharded_axes",
     "splash_backward",
@@ -421,6 +422,28 @@ def one_slice(op: str, axes: Sequence[str], x: jax.Array) -> jax.Array:
     """x, an operand of a kernel with remote DMA along these mesh axes. Lowering raises NotImplementedError if they join
     several slices: devices of a mesh that is an argument of `shard_map` are not known before."""
     return _one_slice_p.bind(x, op=op, axes=tuple(axes))
+
+
+_refused_p = Primitive("meshpar_refused")
+_refused_p.multiple_results = True
+_refused_p.def_abstract_eval(lambda *, op, message, avals: avals)
+
+
+def _lower_refused(ctx: Any, *, op: str, message: str, avals: Any) -> Sequence[Any]:
+    """Lowering rule of `refused`: raises NotImplementedError."""
+    platforms = " and ".join(ctx.module_context.platforms)
+    raise NotImplementedError(f"{op}: {message.replace('PLATFORMS', platforms)}")
+
+
+mlir.register_lowering(_refused_p, _lower_refused)
+
+
+def refused(op: str, message: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Results of the shapes and types of `function(*args)`. Lowering raises NotImplementedError with this message, in which
+    `PLATFORMS` is replaced by the platforms that the program is lowered for."""
+    jaxpr, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+    results = _refused_p.bind(op=op, message=message, avals=tuple(jaxpr.out_avals))
+    return jax.tree.unflatten(jax.tree.structure(shape), results)
 
 
 def tpu_vmem() -> int:

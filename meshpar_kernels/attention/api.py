@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from meshpar_kernels import _compat
-from meshpar_kernels._choose import refuse_sharded
+from meshpar_kernels._choose import devices_on, refuse_sharded
 from meshpar_kernels.attention import gathered, ring, ulysses
 from meshpar_kernels.attention.context import Context
 from meshpar_kernels.attention.costs import AttentionCosts, Machine, costs
@@ -49,14 +49,14 @@ def ring_attention(
     """Attention over a sequence that is sharded over devices (context parallelism). Call it inside `jax.shard_map`.
 
     - "ring": K and V circulate by `ppermute`, overlapped with the attention to the blocks that have arrived. Fully
-    masked blocks are skipped; with a window, K and V are sent only to devices that use them. Memory: a few K/V blocks
-    of one device. Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers".
+      masked blocks are skipped; with a window, K and V are sent only to devices that use them. Memory: a few K/V blocks
+      of one device. Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers".
     - "ulysses": all-to-alls reshard from the sequence to the heads. H must divide over the A devices, and so must Hkv,
-    or A over Hkv: then each K/V head is copied to the A/Hkv devices that use it. Source: Jacobs et al. 2023.
+      or A over Hkv: then each K/V head is copied to the A/Hkv devices that use it. Source: Jacobs et al. 2023.
     - "gathered": K and V are all-gathered, in the backward pass as well; their gradients are reduce-scattered in
-    float32.
+      float32.
     - None: the strategy with the least time by `attention_costs`, if its heads divide and it needs at most 2 GiB in
-    addition to operands and results; ring only from 256K tokens on, if another fits.
+      addition to operands and results; ring only from 256K tokens on, if another fits.
 
     Scores are computed in chunks, forward and backward: no S×S scores in memory. Saved for the backward pass are q, k, v,
     the result, and one float32 log-sum-exp for each row and head. Softmax and accumulators are in float32; float32
@@ -82,9 +82,9 @@ def ring_attention(
       implementation: of the attention on a device. "pallas" and "pallas_tpu": kernels, for D and Dv that are multiples
         of 64 and lengths on a device that are multiples of 128. "cudnn": NVIDIA's library, for bfloat16 and float16,
         without segment ids and softcap, and causal masks only of tokens in order (with a window only a device's own
-        block). "splash": JAX's splash attention for TPUs, for bfloat16, without
-        masks of tokens that are not in order. "xla": in chunks. "reference": with all scores of the
-        device in memory. None: on GPUs "cudnn" for each block that it can take, else "xla", unless
+        block). "splash": JAX's splash attention for TPUs, for bfloat16, at most 32768 queries and keys in one call, and the
+        masks of "cudnn" and segment ids of aligned tokens. "xla": in chunks. "reference": with all scores of the
+        device in memory. None: on GPUs "cudnn", on TPUs "splash", for each block that they can take, else "xla", unless
         `MESHPAR_KERNELS=pallas`; with `MESHPAR_KERNELS=reference` always "xla".
       chunks: queries and keys in one block of scores of "xla".
       scatter: how "gathered" reduces the gradients of keys and values, over one axis after another: "xla" by XLA's
@@ -93,7 +93,7 @@ def ring_attention(
 
     Returns:
       [B, Sq/A, H, Dv], q's dtype. The result of a query that sees no key is 0, and its gradients are 0. Differentiable
-        in q, k and v.
+      in q, k and v.
 
     Raises:
       ValueError: shapes, dtypes or options that do not fit, or operands sharded outside of `shard_map`.
@@ -103,7 +103,7 @@ def ring_attention(
     if order not in ORDERS:
         raise ValueError(f"{OP}: order must be one of {ORDERS}, got {order!r}")
     axes = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    sizes = {a: lax.axis_size(a) for a in axes}
+    sizes = {a: devices_on(OP, "q, k, v", a) for a in axes}
     options = Options(
         causal=causal, window=window, scale=scale, softcap=softcap, strategy=strategy,
         zigzag=math.prod(sizes.values()) if order == "zigzag" else 1, both_ways=both_ways,

@@ -1,8 +1,8 @@
 """Attention of the queries and keys on one device by JAX's splash attention, Pallas kernels for TPUs, forward and
 backward.
 
-It takes the masks that cuDNN takes (`blocks.Layout`), softcaps, and segment ids of aligned queries and keys. It is
-opt-in: no device has timed it here.
+It takes the masks that cuDNN takes (`blocks.Layout`), softcaps, and segment ids of aligned queries and keys. It is the
+default on TPUs where it can run, by the compiler's cycles; no device has timed it for this package.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ LANES = 128
 WIDTH = 64
 """The width of a head must be a multiple of this."""
 
+MAX_TOKENS = 32768
+"""Queries or keys of one call. The mask is cut to blocks in Python while JAX traces, which takes seconds for this many."""
+
 
 def unsupported(s: Softmax, q: Queries, k: Keys, layout: Layout) -> Unsupported:
     """Reasons why splash attention cannot take these operands; empty if it can."""
@@ -38,6 +41,8 @@ def unsupported(s: Softmax, q: Queries, k: Keys, layout: Layout) -> Unsupported:
     lengths = q.x.shape[1], k.k.shape[1]
     if any(n % LANES or n == 0 for n in lengths) or 0 in q.x.shape:
         reasons.append(f"{lengths[0]} queries and {lengths[1]} keys on a device are no multiples of {LANES}")
+    if max(lengths) > MAX_TOKENS:
+        reasons.append(f"{max(lengths)} queries or keys in one call are more than {MAX_TOKENS}")
     if (q.seg is not None or k.seg is not None) and not (layout.aligned and lengths[0] == lengths[1]):
         reasons.append("segment ids of queries and keys that are not aligned: a query may see no key")
     if s.mask.window is not None and not (s.mask.causal or (layout.aligned and lengths[0] == lengths[1])):

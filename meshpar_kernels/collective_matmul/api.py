@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar_kernels import _compat
-from meshpar_kernels._choose import Unsupported, dispatch, refuse_sharded
+from meshpar_kernels._choose import Unsupported, devices_on, dispatch, refuse_sharded
 from meshpar_kernels.collective_matmul import gpu, reference, ring, tpu, tpu_gather, tpu_scatter, xla
 from meshpar_kernels.collective_matmul.dots import Axes, Dot
 
@@ -67,7 +67,7 @@ def all_gather_matmul(
 
     Returns:
       [m·A, n]: the rows of device 0 first. Differentiable: the gradient of x is a `matmul_reduce_scatter` (accumulated
-        in float32); the gradient of
+      in float32); the gradient of
       w gathers x again, block by block.
 
     Raises:
@@ -108,7 +108,7 @@ def matmul_reduce_scatter(
 
     Returns:
       [M/A, N]: the rows of this device. Differentiable: the gradient of x is an `all_gather_matmul`, and the gradient
-        of w uses the same
+      of w uses the same
       blocks as they arrive.
 
     Raises:
@@ -140,13 +140,7 @@ def _check(op: str, x: jax.Array, w: jax.Array, axis_name: Axes, tile: int, num_
     if not isinstance(axis_name, str) and not axis_name:
         raise ValueError(f"{op}: axis_name has no axis")
     refuse_sharded(op, x=x, w=w)
-    try:
-        return lax.axis_size(_plain(axis_name))
-    except NameError as e:
-        raise ValueError(
-            f"{op}: no mesh axis {axis_name!r} is bound here: it works on the arrays of one device. Say what each device does:\n"
-            f"  jax.shard_map(lambda x, w: {op}(x, w, {axis_name!r}), mesh=mesh, in_specs=..., out_specs=...)"
-        ) from e
+    return devices_on(op, "x, w", _plain(axis_name))
 
 
 # -- the two fused matmuls and their gradients

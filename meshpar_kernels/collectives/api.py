@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar_kernels import _compat
-from meshpar_kernels._choose import Unsupported, dispatch, refuse_sharded
+from meshpar_kernels._choose import Unsupported, devices_on, dispatch, refuse_sharded
 from meshpar_kernels.collectives import gpu, native, ppermute, ring_tpu, tpu
 from meshpar_kernels.collectives.table import Table, table_of
 
@@ -42,8 +42,8 @@ def all_gather(
     - "coloured": each block in as many shares as there are axes, each "staged" in a rotated order.
     - "hierarchical": as "staged", but the axes of `outer` (between slices) carry as few bytes as possible.
     - "ring": bidirectional rings of `ppermute` along each axis. With n axes the block is cut into n chunks ("colours"),
-    which use the axes in rotated orders, so that the links of all axes are busy (Mikami et al. 2018, for two dims). An
-    axis that does not wrap around is run as a line.
+      which use the axes in rotated orders, so that the links of all axes are busy (Mikami et al. 2018, for two dims). An
+      axis that does not wrap around is run as a line.
     - "pallas": the same rings in one TPU kernel, by remote DMA. XLA overlaps the kernel with nothing else.
 
     `choose` estimates which one is the fastest.
@@ -58,7 +58,7 @@ def all_gather(
 
     Returns:
       [..., A·m, ...], blocks in the order of the devices. Differentiable: the transpose is a `reduce_scatter` by the
-        same implementation.
+      same implementation.
 
     Raises:
       ValueError: unknown implementation, axes or options that do not fit, or x sharded outside of `shard_map`.
@@ -206,7 +206,7 @@ def _check(
             f"takes it; got outer={list(outer)}, implementation={implementation!r}"
         )
     refuse_sharded(op, x=x)
-    sizes = [lax.axis_size(a) for a in axes]
+    sizes = [devices_on(op, "x", a) for a in axes]
     wraps = [True] * len(axes) if rings is None else [bool(r) for r in rings]
     saved = [k for k, n in enumerate(sizes) if n > 1]
     return tuple(axes[k] for k in saved), tuple(sizes[k] for k in saved), tuple(wraps[k] for k in saved)

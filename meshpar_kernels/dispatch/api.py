@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar_kernels._choose import devices_on
 from meshpar_kernels.dispatch import reference
 from meshpar_kernels.dispatch.exchange import KERNELS, exchange_slots, move_rows
 from meshpar_kernels.dispatch.plan import Dispatch, Sorted, merge, window
@@ -21,8 +22,8 @@ STRATEGIES = ("a2a", "ring")
 EXCHANGES = (None, "padded", *KERNELS)
 
 
-def _size(axis_name: Axes | None) -> int:
-    return 1 if axis_name is None or axis_name == () else lax.axis_size(axis_name)
+def _size(op: str, operands: str, axis_name: Axes | None) -> int:
+    return 1 if axis_name is None or axis_name == () else devices_on(op, operands, axis_name)
 
 
 def ragged_all_to_all(
@@ -44,10 +45,10 @@ def ragged_all_to_all(
     the run that arrives last wins.
 
     - "padded" pads every run to `rows` and uses a plain all-to-all. It sends devices·rows rows, however few are valid,
-    and needs no support for ragged collectives, which CPUs and TPU slices with limited routing (v5e) do not have.
+      and needs no support for ragged collectives, which CPUs and TPU slices with limited routing (v5e) do not have.
     - "pallas" is a kernel that copies each run from the operand to its final rows at the receiver, by remote DMA. It
-    sends only valid rows, and needs no buffers and no support by XLA. The length of a row is a multiple of 128
-    elements.
+      sends only valid rows, and needs no buffers and no support by XLA. The length of a row is a multiple of 128
+      elements.
 
     Args:
       operand: [N, …].
@@ -61,9 +62,9 @@ def ragged_all_to_all(
 
     Returns:
       (output, int32 [] rows of this device that were not sent: beyond `rows`, beyond the end of the operand or of the
-        receiver's output, or all of a run
+      receiver's output, or all of a run
       with a negative offset). Nothing is read or written out of bounds. Differentiable in operand and output. With
-        "pallas", the gradient of
+      "pallas", the gradient of
       an operand of which a row is sent twice is NaN, since it would be a sum (with "xla" it is wrong).
 
     Raises:
@@ -74,7 +75,7 @@ def ragged_all_to_all(
     if operand.dtype != output.dtype or operand.shape[1:] != output.shape[1:]:
         raise ValueError(f"{op}: operand {operand.dtype}{list(operand.shape)} and output "
                          f"{output.dtype}{list(output.shape)} must have one dtype and the same trailing dims")  # fmt: skip
-    devices = _size(axis_name)
+    devices = _size(op, "operand, output, *runs", axis_name)
     for name, x in {"input_offsets": input_offsets, "send_sizes": send_sizes, "output_offsets": output_offsets,
                     "recv_sizes": recv_sizes}.items():  # fmt: skip
         if x.shape != (devices,) or not jnp.issubdtype(x.dtype, jnp.integer):
@@ -127,9 +128,9 @@ def expert_dispatch(
     at a time.
 
     - "a2a": each device sends at most `rows` rows to each other one (an all-to-all of devices·rows rows in each
-    direction; with the exchange "pallas" only the valid ones).
+      direction; with the exchange "pallas" only the valid ones).
     - "ring": all tokens are sent to all devices, each of which selects at most `rows` (an all-gather, and in the
-    reverse direction a reduce-scatter, which XLA runs as rings). It sends fewer bytes if devices ≤ about k.
+      reverse direction a reduce-scatter, which XLA runs as rings). It sends fewer bytes if devices ≤ about k.
 
     Without an axis, or with one device, nothing is sent, and `rows` bounds the one buffer.
 
@@ -154,9 +155,9 @@ def expert_dispatch(
 
     Returns:
       (buffer [R, H], `Dispatch`): R = devices·rows (a2a) or rows. The rows of the buffer are grouped by expert, in the
-        order of this device's experts,
+      order of this device's experts,
       `Dispatch.group_sizes` rows each; unused rows are 0. Without `copy` the received tokens: [T, H] (local),
-        [devices·T, H] (ring) or [R, H] (a2a;
+      [devices·T, H] (ring) or [R, H] (a2a;
       unused rows are undefined). Differentiable in x and weight.
 
     Raises:
@@ -172,7 +173,7 @@ def expert_dispatch(
         experts = plan.counts.shape[0]
     elif experts is None:
         raise ValueError(f"{op}: experts=, the number of experts, is required with an array of experts")
-    devices = _size(axis_name)
+    devices = _size(op, "x, expert", axis_name)
     _check_dispatch(x, expert, experts, weight, rows, devices, strategy, exchange)
     tokens, each = x.shape[0], experts // devices
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar_kernels import _compat
-from meshpar_kernels._choose import dispatch, refuse_sharded
+from meshpar_kernels._choose import devices_on, dispatch, refuse_sharded
 from meshpar_kernels.collectives.ppermute import in_mesh_order
 from meshpar_kernels.exchange import gpu, tpu
 
@@ -45,7 +45,7 @@ def all_to_all(
     line V·A/(4·W); GPUs in an NVLink domain V·(A - 1)/(A·W), with W of the GPU. Blocks are copied from HBM to HBM. The
     kernels have not been timed on a device.
 
-    Example, tokens from a sharded sequence to sharded heads (Ulysses):
+    Example, tokens from a sharded sequence to sharded heads (Ulysses)::
 
         heads = jax.shard_map(
             lambda x: all_to_all(x, "context", split_axis=1, concat_axis=0),
@@ -108,7 +108,7 @@ def collective_permute(
     busiest link; 1 for a shift by one along a ring. The array is copied from HBM to HBM. XLA overlaps "native" with other
     work and "pallas" with none. The kernels have not been timed on a device.
 
-    Example, a shift by one along a ring of 8 devices:
+    Example, a shift by one along a ring of 8 devices::
 
         shifted = jax.shard_map(
             lambda x: collective_permute(x, "x", [(i, (i + 1) % 8) for i in range(8)]),
@@ -156,7 +156,7 @@ def _group(op: str, x: Any, axis_name: str | Sequence[str]) -> tuple[tuple[str, 
     if not axes or len(set(axes)) < len(axes):
         raise ValueError(f"{op}: axis_name must be one mesh axis or several different ones, got {axis_name!r}")
     refuse_sharded(op, x=x)
-    sizes = [lax.axis_size(a) for a in axes]
+    sizes = [devices_on(op, "x", a) for a in axes]
     saved = [k for k, n in enumerate(sizes) if n > 1]
     return tuple(axes[k] for k in saved), tuple(sizes[k] for k in saved)
 

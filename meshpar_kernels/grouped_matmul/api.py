@@ -84,7 +84,7 @@ def grouped_matmul(
 
     Returns:
       [M, N]. Differentiable with respect to lhs, rhs (if it has no scales) and row_scale; both gradients use the same
-        implementation. The gradient of an
+      implementation. The gradient of an
       empty group is zero. With an activation, or a pair, differentiation saves the matmuls, [M, N] each in lhs's dtype.
 
     Raises:

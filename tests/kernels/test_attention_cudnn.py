@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from meshpar_kernels import _compat, ring_attention
+from meshpar_kernels import _choose, _compat, ring_attention
 from meshpar_kernels.attention import reference
 from meshpar_kernels.attention.flash import Keys, Queries, Softmax, row_dots
 from meshpar_kernels.attention.masks import Mask
@@ -42,6 +42,7 @@ def by_definition(monkeypatch):
         )
         return tuple(g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
 
+    monkeypatch.setattr(_choose, "VENDORS", {})  # on any platform
     monkeypatch.setattr(_compat, "cudnn_forward", forward)
     monkeypatch.setattr(_compat, "cudnn_backward", backward)
     return asked
@@ -159,5 +160,6 @@ def test_refusals_carry_every_reason(monkeypatch):
     refuses(r"float32(.|\n)*softcap(.|\n)*a window to both sides", dtype=jnp.float32, softcap=1.0, window=3)
     refuses("head_dim is 264 and 264; cuDNN takes one for both, a multiple of 8 up to 256", width=264)
     refuses("segment ids", segment_ids=jnp.zeros((2, 16), int))
+    jax.clear_caches()
     monkeypatch.setattr(_compat, "gpu_architecture", lambda: (7, 0))
     refuses("the GPU is sm_70")

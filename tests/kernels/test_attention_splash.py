@@ -1,6 +1,7 @@
 """Attention by JAX's splash attention, in the TPU interpreter: against all scores in memory, on one device and sharded."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -80,3 +81,53 @@ def test_it_is_lowered_for_tpus():
 def test_refusals_carry_every_reason():
     with pytest.raises(NotImplementedError, match=r"multiplies in bfloat16(.|\n)*96, no multiple of 64(.|\n)*of 128"):
         ring_attention(*draw(100, width=96, dtype=jnp.float32), None, implementation="splash")
+
+
+# -- the default
+
+
+def kernels(platform, length=256, dtype=BF16, width=64, **options):
+    """How many TPU kernels a step lowered for this platform calls."""
+    args = [jax.ShapeDtypeStruct(x.shape, dtype) for x in draw(128, width=width)]
+    args = [jax.ShapeDtypeStruct((2, length, *a.shape[2:]), dtype) for a in args]
+    if "segment_ids" in options:
+        options["segment_ids"] = jnp.zeros((2, length), jnp.int32)
+    jax.clear_caches()
+    step = jax.grad(lambda *a: ring_attention(*a, None, **options).astype(jnp.float32).sum(), (0, 1, 2))
+    return jax.jit(step).trace(*args).lower(lowering_platforms=(platform,)).as_text().count("tpu_custom_call")
+
+
+def test_on_tpus_it_is_the_default_where_it_can_run(monkeypatch):
+    """The forward kernel and two of the backward pass; else the loop of XLA."""
+    for options in ({"causal": True, "window": 100}, {"causal": True, "segment_ids": True}):
+        assert kernels("tpu", **options) == 3, options
+    for options in ({"dtype": jnp.float32}, {"length": 100}, {"implementation": "xla"}):
+        assert kernels("tpu", causal=True, **options) == 0, options
+    for platform in ("cpu", "cuda"):
+        assert kernels(platform, causal=True) == 0
+    monkeypatch.setenv("MESHPAR_KERNELS", "reference")
+    assert kernels("tpu", causal=True) == 0
+
+
+def test_a_call_of_many_blocks_is_refused():
+    q, k = (jax.ShapeDtypeStruct((1, 65536, heads, 64), BF16) for heads in (2, 1))
+    with pytest.raises(NotImplementedError, match="65536 queries or keys in one call are more than 32768"):
+        jax.eval_shape(functools.partial(ring_attention, axis_name=None, implementation="splash"), q, k, k)
+
+
+@pytest.mark.parametrize("strategy", ["gathered", "ring", "ulysses"])
+@pytest.mark.fast_cases(1)
+def test_every_strategy_of_a_causal_sequence_takes_it_on_tpus(strategy):
+    """Forward and backward, and no loop over chunks of scores is left."""
+    mesh = jax.sharding.Mesh(jax.devices()[:4], ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    args = [jax.ShapeDtypeStruct((1, 1024, heads, 64), BF16) for heads in (8, 4, 4)]
+    local = functools.partial(ring_attention, axis_name="a", strategy=strategy, causal=True)
+    full = jax.shard_map(local, mesh=mesh, in_specs=(P(None, "a"),) * 3, out_specs=P(None, "a"))
+    jax.clear_caches()
+    step = jax.jit(jax.grad(lambda *a: full(*a).astype(jnp.float32).sum(), (0, 1, 2)))
+    text = step.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") >= 3
+    dots = re.findall(
+        r"dot_general .*", text
+    )  # left: the sum over a head's width of gradient times result, for each row
+    assert all("batching_dims = [0, 1, 2]" in dot for dot in dots), dots
