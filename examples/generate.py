@@ -28,6 +28,7 @@ import llama
 import meshpar as mp
 import mixtral
 from meshpar.layers.moe import moe
+from meshpar.types import Quantized
 
 LAYOUTS = {
     "data": "batch: data",
@@ -225,10 +226,7 @@ def attend(
     far = own[:, :, None] - held[:, None]  # [batch, seq, cache]
     seen = (far <= own[:, :, None]) & ((far < window) if window else True)
     causal = jnp.arange(seq)[:, None] - jnp.arange(seq)
-    past = sum(
-        jnp.einsum("bskgd,bckd->bkgsc", *pair, preferred_element_type=jnp.float32)
-        for pair in zip(q, old_k, strict=True)
-    )
+    past = sum(map(past_scores, q, old_k))
     now = sum(
         jnp.einsum("bskgd,btkd->bkgst", *pair, preferred_element_type=jnp.float32) for pair in zip(q, k, strict=True)
     )
@@ -237,10 +235,25 @@ def attend(
     top = jnp.maximum(past.max(-1), now.max(-1))[..., None]
     past, now = jnp.exp(past - top), jnp.exp(now - top)
     total = past.sum(-1) + now.sum(-1)
-    y = jnp.einsum("bkgsc,bckd->bskgd", past.astype(old_v.dtype), old_v, preferred_element_type=jnp.float32)
+    if isinstance(old_v, Quantized):
+        past *= old_v.scales[..., 0].swapaxes(1, 2)[:, :, None, None]
+        old_v = old_v.codes
+    y = jnp.einsum("bkgsc,bckd->bskgd", past.astype(v.dtype), old_v.astype(v.dtype), preferred_element_type=jnp.float32)
     y += jnp.einsum("bkgst,btkd->bskgd", now.astype(v.dtype), v, preferred_element_type=jnp.float32)
     y = y / jnp.moveaxis(total, 3, 1)[..., None]
     return y.reshape(*y.shape[:2], -1, y.shape[-1]).astype(v.dtype)
+
+
+def past_scores(q: jax.Array, old_k: jax.Array | Quantized) -> jax.Array:
+    """Scores of queries [batch, seq, kv_heads, group, size] and cached keys, float32 [batch, kv_heads, group, seq, cache].
+
+    Codes are multiplied by scales after the matmul, which has more to add up than results.
+    """
+    codes = old_k.codes if isinstance(old_k, Quantized) else old_k
+    scores = jnp.einsum("bskgd,bckd->bkgsc", q, codes.astype(q.dtype), preferred_element_type=jnp.float32)
+    if isinstance(old_k, Quantized):
+        scores *= old_k.scales[..., 0].swapaxes(1, 2)[:, :, None, None]
+    return scores
 
 
 def slot_positions(position: jax.Array, length: int, table: jax.Array | None = None) -> jax.Array:

@@ -165,6 +165,17 @@ PERMUTED_AXES = Quirk(
     remove="when the plain matmul of that test is right",
 )
 
+SINGLE_ROW = Quirk(
+    compiler="libtpu 0.0.42",
+    wrong="A matmul with one row is computed by the vector units, which process 160 weights in a cycle on v6e: a token of one "
+    "sequence takes 7 times as long as reading its weights. With 8 rows the matrix units compute it in less than a quarter of "
+    "that time.",
+    test="tests/lower/test_quirks.py::test_a_matmul_of_one_row_is_computed_with_eight",
+    remove="when the compiler computes such a matmul by the matrix units",
+)
+MATMUL_ROWS = 8
+"""Rows with which a matmul of one row is computed (:data:`SINGLE_ROW`)."""
+
 QUIRKS: dict[str, Quirk] = {name: quirk for name, quirk in globals().items() if isinstance(quirk, Quirk)}
 """Name → every workaround of passes and lowerings. Defects of XLA's partitioner for single primitives are in :mod:`meshpar.rules`.
 
@@ -204,6 +215,23 @@ def reduce_scatter_shape(shape: tuple[int, ...], dim: int, parts: int, itemsize:
     if dim and not after and itemsize == 2 and n % (parts * 128) == 0 and n // (parts * 128) % 2:
         return (math.prod(shape[:dim]), parts, n // parts), 1
     return shape, dim
+
+
+def with_rows(matmul: Callable[..., Any], xs: Sequence[Any], dimension_numbers: Any, rows: int) -> Any:
+    """``matmul(*xs)``, a ``dot_general`` one of whose operands is one row, computed with ``rows`` of which one is not zero.
+
+    See :data:`SINGLE_ROW`.
+
+    Args:
+      matmul: the function of both operands.
+      dimension_numbers: as in ``lax.dot_general``.
+    """
+    contracted, batch = dimension_numbers
+    free = [[d for d in range(x.ndim) if d not in (*c, *b)] for x, c, b in zip(xs, contracted, batch, strict=True)]
+    side = next(k for k in range(2) if free[k] and all(xs[k].shape[d] == 1 for d in free[k]))
+    padding = [(0, rows - 1 if d == free[side][0] else 0) for d in range(xs[side].ndim)]
+    padded = [jnp.pad(x, padding) if k == side else x for k, x in enumerate(xs)]
+    return lax.slice_in_dim(matmul(*padded), 0, 1, axis=len(batch[0]) + (len(free[0]) if side else 0))
 
 
 def opaque(x: Any) -> Any:

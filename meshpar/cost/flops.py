@@ -24,6 +24,8 @@ MIN_REDUNDANT_SHARE = 0.5
 """Part of a step's FLOPs that must be redundant for a call to warn."""
 MIN_REDUNDANT_FLOPS = 1e9
 """FLOPs of a device in a step that must be redundant for a call to warn."""
+MAX_FEW_ROWS = 32
+"""Rows up to which a matmul takes as long as reading its larger operand: 8 and 32 were measured."""
 
 
 def padded_flops(run: Run, sizes: Mapping[str, int], lanes: int = 1) -> float:
@@ -88,13 +90,21 @@ def smaller_operand_bytes(run: Run, sizes: Mapping[str, int]) -> float:
     return min(k * size * itemsize(v.aval) for size, v in zip((m, n), run.op.eqn.invars, strict=False))
 
 
+def few_rows(run: Run, sizes: Mapping[str, int]) -> bool:
+    """Whether one operand of a device's share of a matmul has at most :data:`MAX_FEW_ROWS` rows, and the other one more."""
+    if not run.op.primitive.dot:
+        return False
+    _, m, n, _ = _local_matmul_dims(run, sizes)
+    return min(m, n) <= MAX_FEW_ROWS < max(m, n)
+
+
 def single_row_elements(run: Run, sizes: Mapping[str, int]) -> float:
     """Elements of the larger operand of one device's share of a matmul whose other operand is one row; 0 for other matmuls.
 
     The TPU compiler (libtpu 0.0.42) computes such a matmul on the vector units, as multiplications and a reduction: on v6e it takes
     361,500 cycles for the 58.7 million weights of two projections, 162 elements per cycle. With 8 rows it uses the matrix units.
     """
-    if not run.op.primitive.dot:
+    if not run.op.primitive.dot or run.rows > 1:
         return 0.0
     batch, m, n, k = _local_matmul_dims(run, sizes)
     return float(batch * max(m, n) * k) if min(m, n) == 1 and k > 1 else 0.0

@@ -333,6 +333,13 @@ def array_written(node: Kernel) -> Buffer | None:
     return node.ins[0]
 
 
+def array_scattered_into(node: Kernel) -> Buffer | None:
+    """The array into which a scatter writes rows; None: it is no scatter, or the array is a constant."""
+    if node.op is None or not node.op.primitive.scatter or node.name != node.op.name or not node.ins:
+        return None
+    return node.ins[0] if node.ins[0].value is node.op.ins[0] else None
+
+
 def window_bytes(node: Kernel) -> float:
     """Bytes of the window that a kernel of :data:`IN_PLACE` writes, and if it adds, also of the window that it reads."""
     assert node.op is not None

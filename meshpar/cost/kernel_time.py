@@ -16,8 +16,19 @@ from ..plan.steps import Run
 from .caching import cached_on_plan
 from .collective_matmul import kernel_seconds, vector_seconds
 from .donation import aliased_inputs, gathered_then_copied
-from .flops import flops_on, local_opaque_flops, reread_bytes_on, single_row_elements
-from .fusion import CONTIGUOUS_SLICES, SLICES, USER_KERNELS, Buffer, Computation, Kernel, array_written, window_bytes
+from .flops import few_rows, flops_on, local_opaque_flops, reread_bytes_on, single_row_elements
+from .fusion import (
+    CONTIGUOUS_SLICES,
+    GATHERS,
+    SLICES,
+    USER_KERNELS,
+    Buffer,
+    Computation,
+    Kernel,
+    array_scattered_into,
+    array_written,
+    window_bytes,
+)
 from .kernels import computation_of
 from .tiles import Tiles
 from .vmem import buffers_in_vmem
@@ -64,6 +75,8 @@ def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
     flops_of, reread = flops_on(plan, chip.lanes), reread_bytes_on(plan, chip)
     results = {id(computation.outputs[k]) for k in aliased_inputs(plan)} if chip.torus else set()
     kernels = list(kernels_with_counts(computation))
+    overwritten = {id(computation.inputs[k]) for k in aliased_inputs(plan).values()}
+    in_place: set[Kernel] = set()
     in_vmem: dict[Kernel, set[Buffer]] = {}
     if chip.torus and device.vmem is not None and chip.cores == 1:  # buffers that two cores share are in HBM
         in_vmem = buffers_in_vmem(
@@ -85,6 +98,13 @@ def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
                 traffic = sum(buffer.bytes for buffer in kernel.writes if buffer not in resident)
             else:  # the rest of the array is not touched
                 traffic, reads = window_bytes(kernel), [i for i in reads if i is not array]
+            rows = array_scattered_into(kernel)
+            if rows is not None and (
+                rows.carried or id(rows) in overwritten
+            ):  # written in place, as the updates are read
+                reads = [i for i in reads if i is not rows]
+                traffic = sum(read_bytes(kernel, i) for i in reads)
+                in_place.add(kernel)
             traffic += sum(read_bytes(kernel, i) for i in reads)
             traffic += sum(i.bytes for i in kernel.ins) if kernel.name == "stack!" else 0.0
             for run in kernel.matmuls:
@@ -103,7 +123,10 @@ def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
         )
         if matmul_seconds or traffic_seconds:
             convolves = any(run.op.primitive.convolution for run in kernel.matmuls)
-            elements = _elements(kernel) if traffic_seconds else 0.0
+            elements = _elements(kernel, kernel in in_place) if traffic_seconds else 0.0
+            if any(few_rows(run, plan.sizes) for run in kernel.matmuls):
+                first = min(traffic, chip.compiler.first_tile_bytes) / device.hbm_bandwidth
+                traffic_seconds = (traffic_seconds + first) / chip.compiler.row_hbm_efficiency
             if chip.torus:
                 elements += sum(single_row_elements(run, plan.sizes) for run in kernel.matmuls)
             seconds = kernel_seconds(chip, matmul_seconds, traffic_seconds, elements, convolves)
@@ -124,9 +147,11 @@ def kernels_with_counts(computation: Computation, count: int = 1, loop: int = 0)
             yield from kernels_with_counts(body, count * (1 if body.trip_count is None else body.trip_count))
 
 
-def _elements(kernel: Kernel) -> float:
+def _elements(kernel: Kernel, in_place: bool = False) -> float:
     """The number of elements that a kernel's vector units process: those written, or those read if it reduces more, and
-    :data:`THREEFRY_ELEMENTS` for each that it draws."""
+    :data:`THREEFRY_ELEMENTS` for each that it draws; ``in_place``: of a scatter that overwrites rows, the updates."""
+    if in_place:
+        return sum(read_bytes(kernel, b) / itemsize(b.value.aval) for b in kernel.reads if b is not kernel.ins[0])
     if array_written(kernel) is not None:
         return window_bytes(kernel) / itemsize(kernel.outs[0].value.aval)
     written = sum(buffer.bytes / itemsize(buffer.value.aval) for buffer in kernel.writes)
@@ -148,8 +173,10 @@ def _other_result_sized_buffers(kernel: Kernel, run: Run) -> int:
 
 
 def read_bytes(kernel: Kernel, buffer: Buffer) -> float:
-    """The bytes of a buffer that a kernel reads: all, or only the bytes of the slices that it takes of it (of a loop's stack)."""
-    if kernel.name in CONTIGUOUS_SLICES and buffer in kernel.ins:
+    """The bytes of a buffer that a kernel reads: all, or only the bytes of the slices that it takes of it (of a loop's stack), or
+    of the rows that it looks up."""
+    looked_up = kernel.name in GATHERS and buffer is kernel.ins[0] and not kernel.matmuls
+    if looked_up or (kernel.name in CONTIGUOUS_SLICES and buffer in kernel.ins):
         return min(buffer.bytes, sum(out.bytes for out in kernel.outs))
     if not buffer.sliced or any(buffer is i for i in kernel.ins):
         return buffer.bytes

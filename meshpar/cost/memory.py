@@ -22,7 +22,7 @@ from .buffer_roles import ROLES, buffer_roles
 from .caching import cached_on_plan
 from .donation import aliased_inputs, gathered_then_copied
 from .flops import local_work
-from .fusion import FUSIBLE, GATHERS, USER_KERNELS, Buffer, Computation, Kernel, array_written
+from .fusion import FUSIBLE, GATHERS, USER_KERNELS, Buffer, Computation, Kernel, array_scattered_into, array_written
 from .kernels import REDUCE_RING_BUFFERS, computation_of
 from .schedule import schedules
 
@@ -192,7 +192,7 @@ class _Live:
                 free = list(ends) if node.name in FUSIBLE or node.name == "move!" else []
                 if self.tpu:  # but not one that was copied from the host (libtpu 0.0.42)
                     free = [i for i in free if i.made_by is None or i.made_by.name != "transfer!"]
-                array = array_written(node)
+                array = array_written(node) or array_scattered_into(node)
                 if array in carried:
                     self.add(node.outs[0], 0.0)  # in the memory of the loop's result
                 elif array in ends:

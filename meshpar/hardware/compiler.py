@@ -57,6 +57,9 @@ class CompilerModel:
         matmuls become separate kernels.
       epilogue_operand_bytes: bytes of the largest operand that stays in VMEM during a matmul. If both are larger, the matmul is
         always a separate kernel.
+      row_hbm_efficiency: fraction of HBM's bandwidth at which a matmul reads its larger operand, relative to ``hbm_efficiency``, if
+        the other one has few rows (:data:`meshpar.cost.flops.MAX_FEW_ROWS`).
+      first_tile_bytes: bytes of the operand's first tile, which such a matmul reads before it computes.
       option_groups: names of the :data:`meshpar.hardware.options.GROUPS` that plans for this chip may use.
       quirks: names of the entries of :mod:`meshpar.compat.quirks` whose workarounds this version needs on this chip.
     """
@@ -91,6 +94,8 @@ class CompilerModel:
     slice_barrier_bytes: int
     epilogue_max_matmuls: int
     epilogue_operand_bytes: int
+    row_hbm_efficiency: float = 1.0
+    first_tile_bytes: int = 0
     option_groups: tuple[str, ...] = ()
     quirks: frozenset[str] = frozenset()
 

@@ -33,7 +33,7 @@ from ..compat.jax import (
     used_inputs,
     with_weak_type,
 )
-from ..compat.quirks import opaque
+from ..compat.quirks import opaque, with_rows
 from ..errors import UnsupportedError
 from ..layout import AnyMesh, Spec, to_partition_spec
 from ..plan.plan import Plan
@@ -236,7 +236,11 @@ class _Device:
         elif op.rule.known:
             axes = list(step.axes or ())
             check_local(op, axes, self.sizes)
-            results = run_local(op, axes, xs, self.sizes)
+            if step.rows > 1:
+                matmul = lambda *xs: run_local(op, axes, xs, self.sizes)[0]  # noqa: E731
+                results = [with_rows(matmul, xs, op.eqn.params["dimension_numbers"], step.rows)]
+            else:
+                results = run_local(op, axes, xs, self.sizes)
             if not self.sizes.cpu:
                 results = [
                     constrain_local(x) if is_constrained(step, s) else x
@@ -335,7 +339,7 @@ _RUN: dict[type[Step], Callable[[_Device, Any], None]] = {
 def _is_primitive_on_shards(step: Run) -> bool:
     """Whether an op with one result is computed by its primitive with its own parameters, on shards."""
     op, primitive = step.op, step.op.primitive
-    if step.in_ring or len(step.results) != 1:
+    if step.in_ring or step.rows > 1 or len(step.results) != 1:
         return False
     if op.rule is None:
         return primitive.elementwise and primitive.local is None

@@ -24,7 +24,7 @@ from ..plan.plan import Plan
 from ..plan.planner import planned
 from ..program.ir import Program
 from .all_reduce_choice import choose_all_reduce
-from .barriers import order_stacks, separate_matmuls, separate_slices, serialize_loops, serialize_results
+from .barriers import order_stacks, pad_rows, separate_matmuls, separate_slices, serialize_loops, serialize_results
 from .collective_matmul import overlap_collectives
 from .indivisible import MIN_EXCESS_BYTES, abstract_mesh, bytes_caused, dividing_meshes, excess_text, indivisible_dims
 from .lowering import AUTO, resolve_lowering
@@ -62,6 +62,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(serialize_loops, quirk="LOOPS_BEFORE_REDUCTIONS"),
     Pass(serialize_results, quirk="GATHER_NOT_IN_PLACE"),
     Pass(separate_slices, quirk="STACK_CAST_BEFORE_LOOP"),
+    Pass(pad_rows, quirk="SINGLE_ROW"),
     Pass(note_slice_traffic, ("shard_map", "jit")),
 )
 

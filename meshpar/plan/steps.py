@@ -347,6 +347,7 @@ class Run(Step):
       collectives: sent by its local form (halo exchanges, all-to-alls).
       in_ring: ``"gather"``: the ring that gathers one of its operands computes it; ``"reduce"``: the ring that reduces its result
         computes it; None: it is computed by itself.
+      rows: of a matmul with one row, the number of rows with which it is computed; 1: as it is.
     """
 
     op: Op
@@ -355,6 +356,7 @@ class Run(Step):
     axes: tuple[tuple[str, ...], ...] | None = None
     collectives: tuple[Collective, ...] = ()
     in_ring: str | None = None
+    rows: int = 1
 
     @property
     def reads(self) -> tuple[Shard, ...]:

@@ -18,9 +18,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
+from meshpar import passes
 from meshpar.compat.quirks import QUIRKS
 from meshpar.lower import shard_map
 from meshpar.lower.collectives import scattered
+from meshpar.passes import barriers
+from meshpar.plan.steps import Run
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler")
 
@@ -231,3 +234,36 @@ def test_many_calls_in_flight():
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), env.get("PYTHONPATH", "")])
     done = subprocess.run([sys.executable, "-c", MANY_CALLS], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@needs_libtpu
+def test_a_matmul_of_one_row_is_computed_with_eight():
+    shapes = jax.ShapeDtypeStruct((1, 2048), jnp.bfloat16), jax.ShapeDtypeStruct((2048, 1024), jnp.int8)
+
+    def project(x, w):
+        return x @ w.astype(jnp.bfloat16)
+
+    mesh = mp.mesh("model=8", topology="v6e:2x4")
+    args = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, P())) for s in shapes]
+    plain = mp.compile_lowered(jax.jit(project), *args, mesh=mesh, effort="fast").as_text()
+    assert "convolution(" not in plain, "the compiler is mended: meshpar.compat.quirks says what can go"
+    ours = mp.compile(project, *shapes, mesh=mesh, layout="", dims={}, effort="fast").as_text()
+    assert "convolution(" in ours
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes"),
+    [
+        ("bse,ehd->bshd", ((1, 1, 64), (64, 4, 32))),
+        ("em,be->mb", ((64, 96), (1, 64))),
+        ("kbe,kem->kbm", ((3, 1, 64), (3, 64, 32))),
+    ],
+)
+def test_rows_that_are_added_change_no_result(spec, shapes, monkeypatch):
+    monkeypatch.setattr(passes, "PASSES", (passes.Pass(barriers.pad_rows),))
+    monkeypatch.setattr(barriers, "MIN_SINGLE_ROW_ELEMENTS", 1)
+    left, right = (np.random.default_rng(n).normal(size=s).astype(np.float32) for n, s in enumerate(shapes))
+    step = mp.jit(lambda x, y: jnp.einsum(spec, x, y), mesh="data=2, model=4", layout="", dims={}, lowering="shard_map")
+    matmuls = [s for s in step.plan(left, right).body.all_steps if isinstance(s, Run) and s.op.primitive.dot]
+    assert [s.rows for s in matmuls] == [8]
+    np.testing.assert_allclose(step(left, right), np.einsum(spec, left, right), atol=1e-4)
