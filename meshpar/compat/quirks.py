@@ -166,7 +166,7 @@ PERMUTED_AXES = Quirk(
 )
 
 SINGLE_ROW = Quirk(
-    compiler="libtpu 0.0.42",
+    compiler="libtpu 0.0.42, fast effort",
     wrong="A matmul with one row is computed by the vector units, which process 160 weights in a cycle on v6e: a token of one "
     "sequence takes 7 times as long as reading its weights. With 8 rows the matrix units compute it in less than a quarter of "
     "that time.",
