@@ -60,7 +60,9 @@ LEVELS = {
     "collective": "Collectives over several torus dimensions, and their overlap with matmuls.",
     "op": "Single operations: dispatch of a call, kernels, layers, and JAX's primitives compared with the unsharded run.",
     "step": "Steps of training and decoding: plans compared with compiled programs, with other partitioners and libraries.",
-    "growth": "Time to plan, planned steps and processes, from 8 to 4,096 chips.",
+    "growth": "Time to plan, planned steps and processes, from 8 to 4,096 chips. Scaling of planned steps on slices of v5p: weak, "
+    "with 2 sequences of 4,096 tokens a chip, and strong, with 4,096 sequences in all. Efficiency: tokens per second and chip, "
+    "relative to the smallest slice that the step fits.",
 }
 
 
@@ -206,9 +208,6 @@ BENCHMARKS = (
     ),
     Benchmark(
         "growth", "growth", "python benchmarks/growth.py", 30, "python benchmarks/growth.py --chips 8 64 512 4096",
-        "Weak and strong scaling",
-        "Planned steps on slices of v5p: 2 sequences of 4,096 tokens a chip (weak), and 4,096 sequences in all (strong). "
-        "Efficiency: tokens per second and chip, relative to the smallest slice that the step fits.",
     ),
     Benchmark("partition-growth", "growth", "python benchmarks/partition.py --growth", 30),
     Benchmark(

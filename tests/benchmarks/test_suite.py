@@ -55,6 +55,13 @@ def test_rows_of_a_table_are_as_wide_as_its_head():
         assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table}) == 1, table[0]
 
 
+def test_the_quick_tables_are_of_one_version():
+    header, outcomes = suite.read_record(suite.RESULTS / "quick.jsonl")
+    assert re.fullmatch(r"[0-9a-f]{9}", header["commit"])
+    assert set(outcomes) == {b.name for b in suite.BENCHMARKS if b.quick}
+    assert {b.level for b in suite.BENCHMARKS if b.quick} == set(suite.LEVELS)
+
+
 def test_benchmarks_have_levels_and_commands_of_scripts_that_exist():
     assert len({b.name for b in suite.BENCHMARKS}) == len(suite.BENCHMARKS)
     for b in suite.BENCHMARKS:
