@@ -57,7 +57,7 @@ def _parts(eqn: Any) -> tuple[Any, Any] | None:
     late = {v for e in rest for v in e.outvars}
     second = [k for k, v in enumerate(inner.outvars) if k >= carries and not isinstance(v, Literal) and v in late]
     carried = set(inner.invars[consts : consts + carries])
-    rest, cut = _cut(first, rest, early, carried)
+    rest, cut = _cut(inner.eqns, first, rest, early, carried)
 
     count = len(inner.outvars)
     kept = [k for k in range(count) if k not in second]
@@ -94,7 +94,9 @@ def _read(eqns: Sequence[Any]) -> set[Any]:
     return {v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)}
 
 
-def _cut(first: Sequence[Any], rest: Sequence[Any], early: set[Any], carried: set[Any]) -> tuple[list[Any], list[Any]]:
+def _cut(
+    eqns: Sequence[Any], first: Sequence[Any], rest: Sequence[Any], early: set[Any], carried: set[Any]
+) -> tuple[list[Any], list[Any]]:
     """(the equations of the weight loop, the values that it reads of the backward loop).
 
     An elementwise op or a change of shape is computed in both loops if its operands are no larger than its results: a cast, or the
@@ -114,7 +116,8 @@ def _cut(first: Sequence[Any], rest: Sequence[Any], early: set[Any], carried: se
                 continue
             operands = {x for x in eqn.invars if not isinstance(x, Literal) and x in early | carried}
             if sum(_bytes(x) for x in operands - stored) <= sum(_bytes(x) for x in eqn.outvars if x in stored):
-                rest.insert(0, eqn)
+                chosen = {id(e) for e in (*rest, eqn)}
+                rest = [e for e in eqns if id(e) in chosen]  # in the order of the layer
                 break
         else:
             return rest, cut

@@ -73,6 +73,19 @@ def rematerialized_loss(p, batch):
     return cross_entropy(layers(p["embed"][batch["x"]], (p["up"], p["down"])) @ p["head"], batch["y"])
 
 
+def gated_loss(p, batch):
+    """Layers of gated units that save the results of matmuls: the weight loop recomputes a chain of elementwise ops."""
+
+    def layer(h, w):
+        up, down = w
+        gate, value = normalized(h) @ up, h @ (up * 0.5)
+        return h + (gate * jax.nn.sigmoid(gate) * value) @ down, None
+
+    policy = jax.checkpoint_policies.dots_saveable
+    h, _ = jax.lax.scan(jax.checkpoint(layer, policy=policy), p["embed"][batch["x"]], (p["up"], p["down"]))
+    return cross_entropy(h @ p["head"], batch["y"])
+
+
 def twice_loss(p, batch):
     """One stack of layers, run twice."""
     h = p["embed"][batch["x"]]
@@ -157,7 +170,7 @@ STEPS = {
     "accumulated": accumulating(loss), "full": accumulating(full_loss), "own loop": own_loop, "clipped": clipped,
     "evaluated": evaluated, "unaccumulated": unaccumulated, "eight": accumulating(loss, 8),
     "rematerialized": accumulating(rematerialized_loss), "twice": accumulating(twice_loss),
-    "encoder-decoder": accumulating(encoder_decoder_loss),
+    "encoder-decoder": accumulating(encoder_decoder_loss), "gated": accumulating(gated_loss),
 }  # fmt: skip
 
 
@@ -278,6 +291,14 @@ def test_weight_gradients_in_slots_of_their_own():
     assert matmuls(plain) - matmuls(split) == idle * layers * 2  # two matmuls of a layer for gradients of weights
     gradients = [c for c in split.collectives if c.op == "all-reduce" and c.axes == ("data",)]
     assert [c.count for c in gradients] == [1] * len(gradients)
+
+
+def test_weight_gradients_that_recompute_elementwise_ops():
+    """Ops that the weight loop recomputes run in the order of the layer."""
+    step, args = STEPS["gated"], arguments()
+    program = plan_of(step, schedule="zb").program
+    out = jax.jit(jaxpr_as_fun(program.closed))(*jax.tree.leaves(args))
+    assert largest_difference(list(out), jax.tree.leaves(jax.jit(step)(*args))) <= 1e-12
 
 
 def test_zero_bubble_without_gradients_of_stacked_weights():
