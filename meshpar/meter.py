@@ -25,7 +25,8 @@ class Meter:
     """Measures the steps of a training loop, and writes the measurements together with the step's metrics.
 
     A step runs asynchronously, so the meter waits for the metrics of the step before the last one: the devices stay busy, and the
-    time between two such waits is the time of a step. The first step, which compiles, is not measured.
+    time between two such waits is the time of a step. Steps are numbered from 0. Step 0, which compiles, is not measured.
+    With ``every=10`` the means of steps 1 to 10, 11 to 20, … are written as steps 10, 20, …; :meth:`close` writes the rest.
 
     Values that it writes:
 
@@ -42,6 +43,7 @@ class Meter:
       >>> for _ in range(4):
       ...     params, loss = step(params, x)
       ...     values = meter.step({"loss": loss})
+      >>> meter.close()
       >>> sorted(values)[:2]
       ['bytes_sent', 'loss']
     """
@@ -67,7 +69,7 @@ class Meter:
         self.plan, self.tokens, self.every = plan, tokens, every
         self._all = [_print] if writers is None else list(writers)
         self._writers = [_writer(w) for w in self._all] if jax.process_index() == 0 else []
-        self._steps, self._pending, self._begin = 0, None, 0.0
+        self._steps, self._written, self._pending, self._begin = 0, 0, None, 0.0
         self._values = _facts(plan)
 
     def step(self, metrics: Any) -> dict[str, float] | None:
@@ -84,17 +86,26 @@ class Meter:
         self._steps += 1
         if before is None:
             return None
-        jax.block_until_ready(before)
         done = self._steps - 2  # number of the step that has just ended
+        return self._ended(done, before, write=done % self.every == 0)
+
+    def _ended(self, done: int, metrics: Any, write: bool) -> dict[str, float] | None:
+        """Wait for a step, and write the mean of the steps since the last that were written; returns the values that it wrote.
+
+        Args:
+          done, metrics: number and metrics of the step.
+          write: whether to write.
+        """
+        jax.block_until_ready(metrics)
         now = time.perf_counter()
         if done == 0:
             self._begin = now
-        if done == 0 or done % self.every:
+        if done == self._written or not write:
             return None
-        values = self._measured((now - self._begin) / self.every, before)
-        self._begin = now
-        for write in self._writers:
-            write(done, values)
+        values = self._measured((now - self._begin) / (done - self._written), metrics)
+        self._begin, self._written = now, done
+        for writer in self._writers:
+            writer(done, values)
         return values
 
     def _measured(self, seconds: float, metrics: Any) -> dict[str, float]:
@@ -111,7 +122,14 @@ class Meter:
         return {**values, **self._values, **_scalars(metrics)}
 
     def close(self, status: str = "success") -> None:
-        """End the measurement: writers with a ``close`` method that were made by this module are closed."""
+        """End the measurement: write the mean of the steps that are not written yet, and ``run_stop`` to an :class:`MlLog`.
+
+        Args:
+          status: ``"success"`` or ``"aborted"``, for the log. After ``"aborted"`` it waits for no step and writes no mean.
+        """
+        last, self._pending = self._pending, None
+        if last is not None and status == "success":
+            self._ended(self._steps - 1, last, write=True)
         for writer in self._all:
             if isinstance(writer, MlLog) and self._writers:
                 writer.close(status)

@@ -456,7 +456,7 @@ def _check_patterns(patterns: PathDims, used: set[str], paths: list[str], init: 
                 path=shadowed,
                 fixes=["the first pattern that matches wins: put the narrower one first"],
             )
-        listed = sorted(paths, key=lambda path: -difflib.SequenceMatcher(None, pattern, path).ratio())
+        listed = sorted(dict.fromkeys(paths), key=lambda path: -difflib.SequenceMatcher(None, pattern, path).ratio())
         raise PatternError(
             f"the dims= pattern {pattern!r} matches no tensor; a pattern matches a complete path",
             pattern=pattern,
@@ -466,6 +466,6 @@ def _check_patterns(patterns: PathDims, used: set[str], paths: list[str], init: 
                     ["mp.init names the arguments and results of the initializer: leave out patterns for the batch"]
                     * init
                 ),
-                f"paths are: {', '.join(listed[:8])}{', …' if len(paths) > 8 else ''}",
+                f"paths are: {', '.join(listed[:8])}{', …' if len(listed) > 8 else ''}",
             ],
         )

@@ -208,6 +208,18 @@ def test_a_join_is_one_warning_otherwise():
     assert caught[0].filename == __file__
 
 
+def test_a_join_of_swapped_names_suggests_to_swap_them():
+    dims = {"*/up": "embed mlp", "*/down": "embed mlp", "x": "batch embed"}  # the second is the wrong way round
+    args = ({"up": shape(16, 16), "down": shape(16, 16)}, shape(8, 16))
+    with pytest.warns(mp.JoinWarning) as caught:
+        plan("batch: data", dims=dims, args=args)
+    message = str(caught[0].message)
+    assert "are the names of one array swapped? " in message
+    assert '"*/down": "mlp embed"' in message
+    error = text(mp.errors.JoinError, plan, "batch: data", dims=dims, args=args, strict=True)
+    assert 'swap the names of one array: "*/up": "mlp embed"' in error
+
+
 def test_a_join_is_reported_once_for_all_programs_of_a_model():
     """An initializer, a plan, a check, and an evaluation of the same weights; another model has a warning of its own."""
     optimizer = optax.sgd(0.1, momentum=0.9)

@@ -58,6 +58,23 @@ def test_mean_of_several_steps(clock):
     assert values["bytes_sent"] == plan.bytes_sent
 
 
+def test_close_writes_the_last_steps(clock):
+    seen = []
+    with mp.Meter(plan_of(), every=4, writers=[lambda n, values: seen.append((n, values["step_seconds"]))]) as meter:
+        for _ in range(8):
+            meter.step(jnp.float32(1))
+    assert seen == [(4, 0.25), (7, 0.25)]
+    meter.close()
+    assert len(seen) == 2
+    with mp.Meter(plan_of(), writers=[lambda *_: seen.append(_)]) as meter:  # one step, which compiles
+        meter.step(jnp.float32(1))
+    meter = mp.Meter(plan_of(), writers=[lambda *_: seen.append(_)])
+    for _ in range(3):
+        meter.step(jnp.float32(1))
+    meter.close("aborted")
+    assert len(seen) == 2
+
+
 def test_values_without_chip_and_tokens(clock):
     meter = mp.Meter(plan_of(), every=1, writers=[])
     for _ in range(2):
@@ -122,9 +139,9 @@ def test_mlperf_log(clock, tmp_path):
             meter.step({"loss": jnp.float32(0.5)})
     events = [json.loads(line.removeprefix(":::MLLOG ")) for line in path.read_text().splitlines()]
     assert [e["key"] for e in events] == [
-        "submission_benchmark", "global_batch_size", "run_start", "tracked_stats", "tracked_stats", "run_stop",
+        "submission_benchmark", "global_batch_size", "run_start", "tracked_stats", "tracked_stats", "tracked_stats", "run_stop",
     ]  # fmt: skip
-    assert [e["event_type"] for e in events[2:]] == ["INTERVAL_START", "POINT_IN_TIME", "POINT_IN_TIME", "INTERVAL_END"]
+    assert [e["event_type"] for e in events[2:]] == ["INTERVAL_START", *["POINT_IN_TIME"] * 3, "INTERVAL_END"]
     assert events[0]["value"] == "bert"
     assert events[3]["value"]["loss"] == 0.5
     assert events[3]["metadata"]["step"] == 1
@@ -143,7 +160,7 @@ def test_mlperf_log_is_read_by_its_checker(clock, tmp_path):
             meter.step({"loss": jnp.float32(0.5)})
     lines, errors = parser.parse_file(str(path), ruleset="5.1.0")
     assert not errors
-    assert [line.key for line in lines] == ["seed", "run_start", "tracked_stats", "run_stop"]
+    assert [line.key for line in lines] == ["seed", "run_start", "tracked_stats", "tracked_stats", "run_stop"]
 
 
 def test_log_of_a_loop_that_fails(clock, tmp_path):

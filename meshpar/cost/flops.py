@@ -250,7 +250,7 @@ def _suggested_fix(plan: Plan, idle: Sequence[str], dims: Mapping[str, SubDim]) 
             if size % parts and set(idle) & set(rule.axes):
                 return f"`{rule}` does not divide `{names[0]}` of {size}: make it a multiple of {parts}"
     names = " ".join(dims) or "that have names"
-    return f"a rule `dim: {idle[0]}` for one of its dims ({names}) splits it"
+    return f"a rule `dim: {idle[0]}` for one of its dims ({names}) splits it, but may add collectives"
 
 
 def local_opaque_flops(run: Run, sizes: Mapping[str, int]) -> float:

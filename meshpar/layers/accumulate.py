@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..compat.jax import axes_of_spec
+from ..compat.jax import axes_of_spec, user_stacklevel
 from ..errors import DivisibilityError, LayoutSyntaxError, UnsupportedError
 from ..layout import AnyMesh, Layout
 
@@ -33,7 +34,8 @@ def accumulate_gradients(
       argnums: positions of the arguments that are batches. None: all positional arguments after the first, except scalars and PRNG
         keys. The other arguments are passed to every microbatch unchanged.
       key_argnums: positions of the arguments that are PRNG keys (or trees of them): microbatch i gets
-        ``jax.random.fold_in(key, i)``. Otherwise all microbatches have the same key, and the same dropout masks.
+        ``jax.random.fold_in(key, i)``. Otherwise all microbatches have the same key, and the same dropout masks; for typed keys
+        there is a warning.
 
     Returns:
       A function with the arguments and results of ``fn``. Floating-point results are averaged over the microbatches (in float32 if
@@ -86,6 +88,7 @@ def accumulate_gradients(
         added."""
         if microbatches == 1:
             return fn(*(_folded(x, 0) if i in keys else x for i, x in enumerate(args)), **kwargs)
+        _warn_of_keys(args, {*keys, *(given or ())})
         where = (
             [i for i, x in enumerate(args) if i and i not in keys and _has_rows(x)] if given is None else list(given)
         )
@@ -165,6 +168,22 @@ def _folded(keys: Any, microbatch: Any) -> Any:
                 fixes=["key_argnums= has the positions of keys, counted from 0: jax.random.key(0)"],
             )
     return jax.tree.map(lambda key: jax.random.fold_in(key, microbatch), keys)
+
+
+def _warn_of_keys(args: Sequence[Any], known: Collection[int]) -> None:
+    """Warn of arguments that are typed PRNG keys (or trees of them), at positions other than the ``known`` ones."""
+    for i, argument in enumerate(args):
+        leaves = jax.tree.leaves(argument)
+        if (
+            i not in known
+            and leaves
+            and all(jax.dtypes.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) for x in leaves)
+        ):
+            warnings.warn(
+                f"mp.accumulate_gradients: argument {i} is a PRNG key; all microbatches share it and have the same dropout masks. "
+                f"key_argnums={i} gives each microbatch a key of its own",
+                stacklevel=user_stacklevel(),
+            )
 
 
 def _has_rows(argument: Any) -> bool:

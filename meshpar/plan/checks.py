@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -104,6 +105,7 @@ def check_joins(program: Program, strict: bool) -> None:
             source=j.source,
             dims="; ".join(map(str, program.joins)),
             fixes=[
+                *(f"swap the names of one array: {entry}" for entry in _swaps(j)),
                 f'give both the same name, or make clear where they part: mp.rename(x, {j.first}="{j.second}")',
                 "or plan without strict=True",
             ],
@@ -129,12 +131,25 @@ def _join_text(joins: Sequence[Join]) -> str:
     where = f" (joined at {j.source})" if j.source else ""
     (pattern, _, first), (other, _, second) = (x.partition(" names it ") for x in (j.first_origin, j.second_origin))
     same = pattern == other and second
+    swaps = [] if misspelled or same else _swaps(j)
+    swap = f"  are the names of one array swapped? {' or '.join(swaps)}\n" if swaps else ""
     origins = f"{pattern} names it {first} and {second}" if same else f"{j.first_origin}; {j.second_origin}"
     return (
-        f"{head}\n  {origins}{where}\n"
+        f"{head}\n  {origins}{where}\n{swap}"
         f'  use one name for both, or mp.rename(x, {j.first}="{j.second}") where they differ; '
         'to silence this: warnings.simplefilter("ignore", mp.JoinWarning)'
     )
+
+
+def _swaps(join: Join) -> list[str]:
+    """The entries of ``dims=`` that have both names of a join, with the two exchanged: ``"*/down": "mlp embed"``."""
+    other, entries = {join.first: join.second, join.second: join.first}, []
+    for origin in dict.fromkeys((join.first_origin, join.second_origin)):
+        match = re.match(r'(".*": )"(.*)" names it ', origin)
+        names = match[2].split() if match else []
+        if match and {*other} <= {*names}:
+            entries.append(f'{match[1]}"{" ".join(other.get(name, name) for name in names)}"')
+    return entries
 
 
 def check_divides(value: Value, assignment: AxisAssignment) -> None:

@@ -135,8 +135,12 @@ class Op:
 
     @property
     def location_of_layers(self) -> str:
-        """:attr:`location` with ``*`` for the numbers in the path of modules: it is the same for all layers of a model."""
-        return self._location(re.sub(r"\d+", "*", self.module))
+        """:attr:`location` with ``*`` for the numbers in the path of modules: it is the same for all layers of a model.
+
+        ``GPT2/h/3/mlp`` becomes ``GPT2/h/*/mlp``: a number after a letter of the first part belongs to the name of the model.
+        """
+        first, slash, others = self.module.partition("/")
+        return self._location(re.sub(r"(?<![A-Za-z])\d+", "*", first) + slash + re.sub(r"\d+", "*", others))
 
     def _location(self, module: str) -> str:
         source, part = self.source, module or self.package_line

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -187,6 +188,11 @@ class Search:
             ])  # fmt: skip
         return [("", ""), ("step", "n"), ("peak", "n"), ("sends", "n more"), ("mesh, layout", "")], cells
 
+    def _idle(self, rows: Iterable[Row]) -> str:
+        """What an axis called ``idle`` is, if some of these candidates have one, else ""."""
+        idle = any(re.match(r"idle\d*$", axis) for row in rows for axis, _ in parse_mesh(row.mesh))
+        return "idle: an axis that shards nothing; the devices along it all compute the same" if idle else ""
+
     def _html(self) -> str:
         """The best candidate, the plot of time against memory, and the candidates as a table."""
         best = self.best
@@ -201,6 +207,7 @@ class Search:
             f"<p>{codes}<br>{format_seconds(best.seconds)} a step, {format_memory(best.peak)} at the peak, "
             f"sends {format_bytes(best.sent)}</p>{self._picture.drawing()}"
             + html_table(*self._table(self._listed(MAX_PAGE_ROWS)), sortable=True)
+            + f'<p class="dim">{self._idle(self._listed(MAX_PAGE_ROWS))}</p>'
         )
 
     def __rich__(self) -> Any:
@@ -221,7 +228,8 @@ class Search:
         plot = [Text(), self._picture.terminal()] if len(self.rows) > 2 else []
         table = rich_table(*self._table(self._listed(MAX_TERMINAL_ROWS)))
         refused = [Text(), *map(Text, self.refused)] if self.refused else []
-        return Group(head, Text(), choice, *plot, Text(), table, *refused)
+        idle = self._idle(self._listed(MAX_TERMINAL_ROWS))
+        return Group(head, Text(), choice, *plot, Text(), table, *[Text(idle, "dim")] * bool(idle), *refused)
 
     @functools.cached_property
     def larger(self) -> tuple[str, str] | None:

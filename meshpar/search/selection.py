@@ -106,7 +106,7 @@ def _with_front(rows: Sequence[Row]) -> list[Row]:
 
 
 def _simplified(candidate: Candidate) -> Candidate:
-    """The candidate without the rules that do not change its cost."""
+    """The candidate without the rules that do not change its cost; without the name of a scheme if an axis of it is then unused."""
     evaluation, point = candidate.evaluation, candidate.point
     rules = list(point.rules)
     for rule in rules[len(candidate.space.fixed) :][::-1]:
@@ -114,7 +114,10 @@ def _simplified(candidate: Candidate) -> Candidate:
         if evaluation.equal_cost(point, replace(point, rules=tuple(fewer))):
             rules = fewer
     point = replace(point, rules=tuple(rules))
-    return replace(candidate, point=point, row=replace(candidate.row, layout=point.layout))
+    used = {a for r in rules for a in r.axes}
+    is_scheme = candidate.row.name == "yours" or all(a in used for a, n in point.sizes if n > 1)
+    name = candidate.row.name if is_scheme else ""
+    return replace(candidate, point=point, row=replace(candidate.row, layout=point.layout, name=name))
 
 
 def _compiled(rows: list[Row], verify: int, compiled: Compile) -> tuple[list[Row], Row]:

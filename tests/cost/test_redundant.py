@@ -77,7 +77,7 @@ def test_the_first_call_warns_of_products_that_every_device_does():
     assert "every device along data computes all of dot_general at" in text
     assert "test_redundant.py" in text
     assert "2 × the FLOPs needed" in text
-    assert "a rule `dim: data` for one of its dims (rows embed mlp) splits it" in text
+    assert "a rule `dim: data` for one of its dims (rows embed mlp) splits it, but may add collectives" in text
 
 
 def test_a_batch_smaller_than_its_axis_is_said_with_its_size():
