@@ -190,7 +190,7 @@ class Search:
 
     def _idle(self, rows: Iterable[Row]) -> str:
         """What an axis called ``idle`` is, if some of these candidates have one, else ""."""
-        idle = any(re.match(r"idle\d*$", axis) for row in rows for axis, _ in parse_mesh(row.mesh))
+        idle = any(re.match(r"idle\d*$", axis) for row in rows for axis in dict(parse_mesh(row.mesh)))
         return "idle: an axis that shards nothing; the devices along it all compute the same" if idle else ""
 
     def _html(self) -> str:
