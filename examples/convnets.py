@@ -108,7 +108,7 @@ class EfficientNet(nn.Module):
 
 def stack(layer: type[nn.Module], length: int) -> Callable[..., nn.Module]:
     """Equal layers as one scan, with their weights and statistics stacked along a dim `layers`."""
-    axes = {"params": 0, "batch_stats": 0}
+    axes: Any = {"params": 0, "batch_stats": 0}
     return nn.scan(
         layer, variable_axes=axes, split_rngs={"params": True}, length=length, metadata_params={nn.PARTITION_NAME: "layers"}
     )  # fmt: skip

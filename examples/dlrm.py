@@ -19,6 +19,8 @@ import numpy as np
 import optax
 from flax import linen as nn
 
+import meshpar as mp
+
 ROWS = (
     39884406, 39043, 17289, 7420, 20263, 3, 7120, 1543, 63, 38532951, 2953546, 403346, 10, 2208, 11938, 155, 4, 976, 14,
     39979771, 25641295, 39664984, 585935, 12972, 108, 36,
@@ -95,6 +97,7 @@ class Dlrm(nn.Module):
         vectors = jnp.concatenate([x[:, None], rows.astype(self.dtype)], axis=1)
         dots = jnp.einsum("bie,bje->bij", vectors, vectors)
         i, j = np.tril_indices(vectors.shape[1], -1)
+        x = mp.rename(x, embed="interaction")  # its size, 479, does not divide
         y = Mlp(self.top, self.dtype, name="top")(jnp.concatenate([x, dots[:, i, j]], axis=1))
         return nn.Dense(1, dtype=self.dtype, name="click")(y)[:, 0].astype(jnp.float32)
 
