@@ -573,8 +573,8 @@ def bind(eqn: Any, args: Sequence[Any], params: Any) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def body_consts(eqn: Any) -> list[Sequence[Any]]:
-    """The constants of an equation's bodies, in the order of ``Op.frames``."""
+def bodies_of(eqn: Any) -> list[tuple[Any, Sequence[Any]]]:
+    """(jaxpr, consts) of each body of a loop, branch or call, in the order of ``Op.frames``."""
     p = eqn.params
     if eqn.primitive.name == "cond":
         bodies = p["branches"]
@@ -582,7 +582,12 @@ def body_consts(eqn: Any) -> list[Sequence[Any]]:
         bodies = (p["cond_jaxpr"], p["body_jaxpr"])
     else:
         bodies = (body_of(eqn),)
-    return [closed_parts(b)[1] for b in bodies]
+    return [closed_parts(b) for b in bodies]
+
+
+def body_consts(eqn: Any) -> list[Sequence[Any]]:
+    """The constants of an equation's bodies, in the order of ``Op.frames``."""
+    return [consts for _, consts in bodies_of(eqn)]
 
 
 def with_weak_type(x: Any, weak: bool) -> Any:

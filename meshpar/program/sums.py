@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Literal
 
-from ..compat.jax import body_of, closed_parts, new_var, replace_body
+from ..compat.jax import bodies_of, new_var, replace_body
 from ..rules import primitive
 from .sink import CALLS
 
@@ -65,14 +65,10 @@ def _source(v: Any, sources: dict[Any, Source]) -> Source:
 
 def _bodies(eqn: Any) -> list[Any]:
     """The jaxprs of a loop, branch or call whose additions are reordered, in the order of ``Op.frames``."""
-    name, params = eqn.primitive.name, eqn.params
-    if name == "cond":
-        bodies = params["branches"]
-    elif name == "while":
-        bodies = params["cond_jaxpr"], params["body_jaxpr"]
-    else:
-        bodies = [body_of(eqn)] if name in CALLS or primitive(name).scan else []
-    return [closed_parts(body)[0] for body in bodies]
+    name = eqn.primitive.name
+    entry = primitive(name)
+    has_bodies = name in CALLS or entry.scan or entry.loop or entry.branch
+    return [jaxpr for jaxpr, _ in bodies_of(eqn)] if has_bodies else []
 
 
 def _sources_of_results(
