@@ -40,7 +40,7 @@ PLATFORM_OF = {"pallas_tpu": "tpu", "pallas_gpu": "cuda"}
 
 VENDORS = {"cudnn": "cuda", "splash": "tpu"}
 """Libraries of the vendors → their platform. None selects them on their platform where they can run: cuDNN is widely measured;
-the TPU compiler schedules splash attention in less than half the cycles of XLA's loop (`benchmarks/attention_cycles.py`)."""
+splash attention has less than half the cycles of XLA's loop in the compiler's schedules for v5e (`benchmarks/attention_cycles.py`)."""
 
 
 OUTLINE = jax.make_user_context(False)
