@@ -44,6 +44,9 @@ ONE_CORE = ("v5p",)
 DENSE = ("all_to_all", "collective_permute")
 """Kernels that are compared with XLA's collective ("native")."""
 
+QUANTIZED = ("quantized_all_gather", "quantized_reduce_scatter")
+CODES = ("int8", "float8_e4m3fn")
+
 TOKENS = 8192
 ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -75,6 +78,7 @@ def cases() -> list[tuple[str, str]]:
     ]
     rows += [(kernel, "16MiB") for kernel in ("all_gather", "reduce_scatter")] + [("all_reduce_small", "1MiB")]
     rows += [(f"{kernel}{form}", "16MiB") for kernel in DENSE for form in ("", " native")]
+    rows += [(f"{kernel} {dtype}", "16MiB") for kernel in QUANTIZED for dtype in CODES]
     strategies = ["ring", "ulysses", "gathered"]
     return rows + [(f"{s}{way}", shape) for shape in ATTENTION for s in strategies for way in ("", " backward")]
 
@@ -228,6 +232,13 @@ def build_shared(kernel: str, shape: str):
             None,
         )
     name, _, form = kernel.partition(" ")
+    if name in QUANTIZED:
+        gathers = name == "quantized_all_gather"
+
+        def quantized(x):
+            return getattr(exchange, name)(x, "a", dtype=form, implementation="native")
+
+        return quantized, [((rows, 1024), bf16, 0 if gathers else None)], None if gathers else 0, None
     if name in DENSE:
         how = {"implementation": form or "pallas"}
         ring = [(i, (i + 1) % 8) for i in range(8)]
@@ -270,6 +281,7 @@ def build_exchange(kernel: str, model: str):
 def shared_kernels() -> set[str]:
     """The kernels that communicate with other devices."""
     fused = {"all_gather_matmul", "matmul_reduce_scatter", "all_gather", "reduce_scatter", "all_reduce_small"}
+    fused |= {f"{kernel} {dtype}" for kernel in QUANTIZED for dtype in CODES}
     fused |= {f"{kernel}{form}" for kernel in DENSE for form in ("", " native")}
     return fused | {"ragged_all_to_all", "dispatch, combine", "dispatch, combine, padded"}
 
@@ -301,6 +313,7 @@ def compile_shared(kernel: str, shape: str, chip: str) -> dict:
         "temp": compiled.memory_analysis().temp_size_in_bytes,
         "flops": counted / flops if counted and flops else None,
         "cycles": estimated_cycles(text),
+        "gathered": re.findall(r"= \(?(\w+)\[[^=]* all-gather(?:-start)?\(", text),
         "exchanged": re.findall(r"= \(?(\w+)\[[^=]* all-to-all(?:-start)?\(", text),
         "copied": re.findall(r"= (\w+\[[\d,]*\])\S* copy\(", text),
     }

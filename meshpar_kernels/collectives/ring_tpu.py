@@ -51,8 +51,10 @@ def unsupported(table: Table, part: tuple[int, ...], dtype: jnp.dtype, axes: tup
         reasons.append("a device could send more than its receiver has room for")
     if 2 * DEPTH * table.channels > SEMAPHORES:
         reasons.append(f"{table.channels} lanes need more than {SEMAPHORES} semaphores")
-    if dtype not in (jnp.float32, jnp.bfloat16):
-        reasons.append(f"x is {dtype}; the kernel takes float32 and bfloat16")
+    summed = (jnp.float32, jnp.bfloat16)
+    if dtype not in (summed if table.kind != "all_gather" else (*summed, jnp.int8)):
+        also = "" if table.kind != "all_gather" else ", and int8"
+        reasons.append(f"x is {dtype}; the kernel takes float32 and bfloat16{also}")
     pack = 32 // jnp.dtype(dtype).itemsize
     if len(part) != 2 or part[0] % pack or part[1] % 128:
         reasons.append(f"a slot is {list(part)}, and must be [rows, columns] in multiples of {pack} and 128")

@@ -16,7 +16,7 @@ from meshpar_kernels._choose import devices_on, dispatch, refuse_sharded
 from meshpar_kernels.collectives.ppermute import in_mesh_order
 from meshpar_kernels.exchange import gpu, tpu
 
-__all__ = ["all_to_all", "collective_permute"]
+__all__ = ["all_to_all", "collective_permute", "group"]
 
 
 class _How(NamedTuple):
@@ -70,7 +70,7 @@ def all_to_all(
       NotImplementedError: the requested kernel cannot take x; with every reason.
     """
     op = "all_to_all"
-    axes, sizes = _group(op, x, axis_name)
+    axes, sizes = group(op, x, axis_name)
     for name, d in (("split_axis", split_axis), ("concat_axis", concat_axis)):
         if not -x.ndim <= d < x.ndim:
             raise ValueError(f"{op}: {name}={d}, and x{list(x.shape)} has no such dimension")
@@ -132,7 +132,7 @@ def collective_permute(
       NotImplementedError: the requested kernel cannot take x; with every reason.
     """
     op = "collective_permute"
-    axes, sizes = _group(op, x, axis_name)
+    axes, sizes = group(op, x, axis_name)
     devices = math.prod(sizes)
     ends = tuple((int(s), int(t)) for s, t in pairs)
     for name, ranks in (("source", [s for s, _ in ends]), ("target", [t for _, t in ends])):
@@ -150,7 +150,7 @@ def collective_permute(
     return received
 
 
-def _group(op: str, x: Any, axis_name: str | Sequence[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def group(op: str, x: Any, axis_name: str | Sequence[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """(axes, sizes) of the mesh axes with more than one device. Raises ValueError for invalid axes."""
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     if not axes or len(set(axes)) < len(axes):

@@ -118,7 +118,7 @@ def test_what_the_kernels_refuse():
     assert "does not wrap around" in lines[0]
     odd = ring_tpu.unsupported(table_of("all_gather", (4,), (True,)), (8, 100), np.dtype(np.float16))
     assert [*map(str, odd)] == [
-        "x is float16; the kernel takes float32 and bfloat16",
+        "x is float16; the kernel takes float32 and bfloat16, and int8",
         "a slot is [8, 100], and must be [rows, columns] in multiples of 16 and 128",
     ]
     mesh = Mesh(np.array(jax.devices()), ("a",))
