@@ -21,8 +21,12 @@ from meshpar_kernels.dispatch import expert_dispatch as expert_dispatch
 from meshpar_kernels.dispatch import ragged_all_to_all as ragged_all_to_all
 from meshpar_kernels.exchange import all_to_all as all_to_all
 from meshpar_kernels.exchange import collective_permute as collective_permute
+from meshpar_kernels.exchange import quantized_all_gather as quantized_all_gather
+from meshpar_kernels.exchange import quantized_reduce_scatter as quantized_reduce_scatter
 from meshpar_kernels.grouped_matmul import grouped_matmul as grouped_matmul
 from meshpar_kernels.grouped_matmul import grouped_matmul_transpose as grouped_matmul_transpose
+from meshpar_kernels.grouped_matmul import quantized_grouped_matmul as quantized_grouped_matmul
+from meshpar_kernels.grouped_matmul import scaled_grouped_matmul as scaled_grouped_matmul
 from meshpar_kernels.routing import RoutePlan as RoutePlan
 from meshpar_kernels.routing import combine as combine
 from meshpar_kernels.routing import permute as permute

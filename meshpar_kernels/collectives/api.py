@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar_kernels import _compat
-from meshpar_kernels._choose import Unsupported, devices_on, dispatch, refuse_sharded
-from meshpar_kernels.collectives import gpu, native, ppermute, ring_tpu, tpu
-from meshpar_kernels.collectives.table import Table, table_of
+from meshpar_kernels._choose import devices_on, dispatch, refuse_sharded
+from meshpar_kernels.collectives import gpu, native, nvls, ppermute, ring_tpu, tpu
+from meshpar_kernels.collectives.table import table_of
 
 __all__ = ["ALGORITHMS", "Algorithm", "all_gather", "all_reduce", "all_reduce_small", "reduce_scatter"]
 
@@ -44,7 +44,10 @@ def all_gather(
     - "ring": bidirectional rings of `ppermute` along each axis. With n axes the block is cut into n chunks ("colours"),
       which use the axes in rotated orders, so that the links of all axes are busy (Mikami et al. 2018, for two dims). An
       axis that does not wrap around is run as a line.
-    - "pallas": the same rings in one TPU kernel, by remote DMA. XLA overlaps the kernel with nothing else.
+    - "pallas": on TPUs, the same rings in one kernel, by remote DMA, which XLA overlaps with nothing else. On GPUs
+      (sm_90a, sm_100a), multicast stores by the NVLink switch (NVLS): each GPU sends its block once, to the switch. The
+      axes are all of the mesh, of at most 8 GPUs. Limit: (A - 1)/A of the result over the rate at which a GPU receives.
+      No device has timed it.
 
     `choose` estimates which one is the fastest.
 
@@ -88,7 +91,9 @@ def reduce_scatter(
 
     Args:
       x: [..., A·m, ...]. Sums of bfloat16 and float16 are computed in float32 and rounded once at every hop, except in
-        XLA's own collectives.
+        XLA's own collectives. With "pallas" on GPUs the NVLink switch adds them up in float32, in an unspecified order,
+        and rounds once; each GPU receives its block only. Limit: 1/A of x over that rate, or all of x over the rate at
+        which a GPU sends.
       axis_name, axis, implementation, rings, outer: as in `all_gather`.
 
     Returns:
@@ -232,10 +237,17 @@ def _gather_now(algorithm, axes, sizes, rings, outer, x):
     """The all-gather of x [n, …] → [A·n, …], by a table (ring, kernel) or by XLA's operations."""
     if algorithm not in TABLES:
         return _by_xla("all_gather", algorithm, x, axes, outer)
+    if algorithm == "pallas":
+        return _by_kernel("all_gather", axes, sizes, rings, x)
+    return _gather_by_table(algorithm, axes, sizes, rings, x)
+
+
+def _gather_by_table(algorithm, axes, sizes, rings, x):
+    """The all-gather by "ring", or by the TPU kernel ("pallas")."""
     table = table_of("all_gather", sizes, rings)
     own = _cut(x[None], table.chunks, algorithm)[0]
     if algorithm == "pallas":
-        every = _by_kernel("all_gather", table, own, axes)
+        every = ring_tpu.all_gather(table, own, axes)
     else:
         # every slot is written before it is read
         (buffer,) = _compat.varying_over(axes, lax.empty((table.ranks, *own.shape), x.dtype))
@@ -250,12 +262,19 @@ def _scatter_now(algorithm, axes, sizes, rings, outer, x):
     """The reduce-scatter of x [A·n, …] → [n, …], by a table (ring, kernel) or by XLA's operations."""
     if algorithm not in TABLES:
         return _by_xla("reduce_scatter", algorithm, x, axes, outer)
+    if algorithm == "pallas":
+        return _by_kernel("reduce_scatter", axes, sizes, rings, x)
+    return _scatter_by_table(algorithm, axes, sizes, rings, x)
+
+
+def _scatter_by_table(algorithm, axes, sizes, rings, x):
+    """The reduce-scatter by "ring", or by the TPU kernel ("pallas")."""
     table = table_of("reduce_scatter", sizes, rings)
     block = (x.shape[0] // table.ranks, *x.shape[1:])
     blocks = _cut(x.reshape(table.ranks, *block), table.chunks, algorithm)
     slots = blocks.reshape(table.slots, *blocks.shape[2:])
-    run = _by_kernel if algorithm == "pallas" else _by_table
-    summed = run("reduce_scatter", table, slots, axes).reshape(blocks.shape)
+    run = ring_tpu.reduce_scatter if algorithm == "pallas" else ppermute.run
+    summed = run(table, slots, axes).reshape(blocks.shape)
     own = lax.dynamic_index_in_dim(summed, ppermute.rank_of(axes), keepdims=False)
     return _joined(own, table.chunks, block)[0]
 
@@ -277,19 +296,20 @@ def _reduce_now(algorithm, axes, sizes, rings, outer, x):
     return _compat.invariant_over(axes, summed[: x.size].reshape(x.shape))
 
 
-def _by_table(kind: str, table: Table, slots: jax.Array, axes) -> jax.Array:
-    return ppermute.run(table, slots, axes)
-
-
-def _by_kernel(kind: str, table: Table, slots: jax.Array, axes) -> jax.Array:
-    """The collective of a table by the Pallas kernel; slots [slots, rows, columns]. Raises where the kernel cannot run."""
-    run = ring_tpu.all_gather if kind == "all_gather" else ring_tpu.reduce_scatter
+def _by_kernel(kind: str, axes, sizes, rings, x: jax.Array) -> jax.Array:
+    """The all-gather or reduce-scatter of x by the Pallas kernel of the platform. Raises where it cannot run."""
+    gathers = kind == "all_gather"
+    table = table_of(kind, sizes, rings)
+    blocks = x[None] if gathers else x.reshape(table.ranks, x.shape[0] // table.ranks, *x.shape[1:])
+    part = jax.eval_shape(lambda b: _cut(b, table.chunks, "pallas"), blocks).shape[2:]
+    by_table = _gather_by_table if gathers else _scatter_by_table
+    by_switch = nvls.all_gather if gathers else nvls.reduce_scatter
     functions = {
-        "pallas_tpu": ring_tpu.unsupported(table, slots.shape[1:], slots.dtype, axes)
-        or (lambda x: run(table, x, axes)),
-        "pallas_gpu": Unsupported(("there is no GPU kernel for this op",)),
+        "pallas_tpu": ring_tpu.unsupported(table, part, x.dtype, axes)
+        or functools.partial(by_table, "pallas", axes, sizes, rings),
+        "pallas_gpu": nvls.unsupported(kind, x.dtype, axes, table.ranks) or (lambda x: by_switch(x, axes, sizes)),
     }
-    return dispatch(kind, "pallas", functions, "pallas_tpu", slots)
+    return dispatch(kind, "pallas", functions, "pallas_tpu", x)
 
 
 def _cut(blocks: jax.Array, chunks: int, algorithm: str) -> jax.Array:

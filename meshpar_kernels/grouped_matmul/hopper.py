@@ -66,6 +66,8 @@ __all__ = [
     "grouped_matmul_transpose",
     "load_stages",
     "multiply_stages",
+    "skip",
+    "store",
 ]
 
 CONSUMERS = 2
@@ -150,7 +152,7 @@ def multiply_stages(gpu: Any, step, steps, stages: int, full, empty, matmuls, ba
     return step
 
 
-def _skip(gpu: Any, step, steps, stages: int, full, empty, cluster: int) -> jax.Array:
+def skip(gpu: Any, step, steps, stages: int, full, empty, cluster: int) -> jax.Array:
     """Release the stages of a tile without multiplying them: this warpgroup's half of the tile has no row of the group."""
 
     def one(_, step):
@@ -273,7 +275,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
 
                     @pl.when(warpgroup == w)
                     def _(swizzled=swizzled, plain=plain):
-                        _store(gpu, value, out, row, column, begin, end, swizzled, plain)
+                        store(gpu, value, out, row, column, begin, end, swizzled, plain)
 
             @pl.when(end > begin)
             def _():
@@ -281,7 +283,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
 
             @pl.when(end <= begin)
             def _():
-                _skip(gpu, step, steps, tile.stages, full, empty, tile.cluster)
+                skip(gpu, step, steps, tile.stages, full, empty, tile.cluster)
 
             return step + steps
 
@@ -310,7 +312,7 @@ def _store_whole(gpu: Any, value: jax.Array, target: Any, column: jax.Array, sta
         gpu.copy_smem_to_gmem(staging.at[c % slots], target.at[:, dst])
 
 
-def _store(gpu: Any, value, out, row, column, begin, end, whole_staging, staging) -> None:
+def store(gpu: Any, value, out, row, column, begin, end, whole_staging, staging) -> None:
     """Write the rows [begin, end) of a warpgroup's part of a tile, in the dtype of `out`.
 
     Args:

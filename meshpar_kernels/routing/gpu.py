@@ -1,10 +1,8 @@
-"""Routing on NVIDIA GPUs (Pallas-Triton): a kernel that chooses experts, and a kernel that gathers and adds up rows.
+"""Routing on NVIDIA GPUs (Pallas-Triton): a kernel that chooses experts, and a kernel that gathers and adds up rows where the
+Mosaic GPU kernel of `gpu_rows` cannot (GPUs before Hopper, columns that are no multiple of 128).
 
-They are Triton kernels, not Mosaic GPU ones: rows at arbitrary indices cannot be fetched by one TMA copy, so both ops
-use ordinary loads, 16 bytes a thread, which Triton coalesces. Triton also has reductions and scans over either dim of a
-block, and runs on older GPUs. There are no barriers: programs do not communicate.
-
-jax 0.12 deprecates Pallas-Triton, and warns once for each kernel that it lowers. These kernels have to move to Mosaic
+Triton has reductions and scans over either dim of a block, and runs on older GPUs. There are no barriers: programs do not
+communicate. jax 0.12 deprecates Pallas-Triton, and warns once for each kernel that it lowers. `route` has to move to Mosaic
 GPU when the package supports a version of JAX without Pallas-Triton.
 """
 
@@ -19,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
-from meshpar_kernels.routing import reference
+from meshpar_kernels.routing import gpu_rows, reference
 
 __all__ = ["gather_sum", "gather_sum_unsupported", "route", "route_unsupported"]
 
@@ -250,7 +248,9 @@ def route(
 
 
 def gather_sum_unsupported(x: jax.Array, index: jax.Array) -> Unsupported:
-    """Reasons why the GPU kernel cannot gather these rows; empty if it can."""
+    """Reasons why neither GPU kernel can gather these rows; empty if one can."""
+    if not gpu_rows.unsupported(x, index):
+        return Unsupported()
     reasons = _no_triton()
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         reasons.append(f"rows are {x.dtype}; the kernel takes float32, bfloat16 and float16")
@@ -286,7 +286,10 @@ def _gather_sum_kernel(index_ref, *refs, shape: tuple[int, int, int], k: int, ro
 
 
 def gather_sum(x: jax.Array, index: jax.Array, weight: jax.Array | None, *, interpret: bool = False) -> jax.Array:
-    """As `reference.gather_sum`: rows are read once, summed in float32 registers, and written once."""
+    """As `reference.gather_sum`: rows are read once, summed in float32 registers, and written once. By the Mosaic GPU kernel
+    of `gpu_rows` if it can take the operands, else by a Triton kernel (also with `interpret`, which runs on the CPU)."""
+    if not interpret and not gpu_rows.unsupported(x, index):
+        return gpu_rows.gather_sum(x, index, weight)
     triton = _compat.pallas_triton()
     total_rows, k = index.shape
     limit, columns = x.shape

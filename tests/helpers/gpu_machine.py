@@ -32,13 +32,16 @@ from kernel_machine import PLAIN, Buffer, Fault, Machine, Op, Ref, Schedule, Tas
 from meshpar_kernels import _compat, _nvlink
 from meshpar_kernels.collective_matmul import gpu_blackwell, gpu_hopper, gpu_order, gpu_peers
 from meshpar_kernels.collectives import gpu as small
+from meshpar_kernels.collectives import nvls
 from meshpar_kernels.dispatch import gpu as exchange
-from meshpar_kernels.grouped_matmul import blackwell, gpu_parts, hopper
+from meshpar_kernels.grouped_matmul import blackwell, gpu_parts, hopper, hopper_scaled
+from meshpar_kernels.routing import gpu_rows
 
 __all__ = ["Gpus", "copy_map"]
 
 KERNEL_MODULES = [
     hopper,
+    hopper_scaled,
     blackwell,
     gpu_parts,
     gpu_hopper,
@@ -46,6 +49,8 @@ KERNEL_MODULES = [
     gpu_order,
     gpu_peers,
     small,
+    nvls,
+    gpu_rows,
     exchange,
     _nvlink,
 ]
@@ -495,7 +500,7 @@ class Gpus:
             if rows % tile or target.shape[0] % len(blocks):
                 raise Fault("value", f"{target} cannot be loaded in {len(blocks)} parts, in tiles of {tile}")
             source, target = (self._part(ref, rows, me) for ref in (source, target))
-        poison = np.nan if target.dtype.kind == "f" else np.iinfo(target.dtype).min
+        poison = np.iinfo(target.dtype).min if target.dtype.kind in "iu" else np.nan
         self.machine.copied[source.buffer.name] += source.nbytes()
         targets = [Ref(self.machine, target.buffer.twins[i], target.index) for i in blocks]
         for there in targets:
@@ -642,6 +647,37 @@ class Gpus:
         at = next(i for i, r in enumerate(mine) if r.buffer is ref.buffer)
         there = self.launched[int(device.get("a", 0))]["results"][at]
         return Ref(self.machine, there.buffer, ref.index)
+
+    def multimem_store(self, value: np.ndarray, ref: Ref, collective_axes: Any) -> None:
+        del collective_axes
+        if self.machine.site():
+            return
+        for rank in range(self.devices):
+            there = self.remote_ref(ref, {"a": rank})
+            self._here_to_stay(there, self.machine.current)
+            there[...] = value
+
+    def multimem_load_reduce(self, ref: Ref, *, collective_axes: Any, reduction_op: str) -> np.ndarray:
+        assert reduction_op == "add"
+        del collective_axes
+        at = next(i for i, r in enumerate(self.launched[ref.buffer.device]["inputs"]) if r.buffer is ref.buffer)
+        total = np.float32(0)
+        for rank, launch in enumerate(self.launched):
+            if not self.left[rank]:
+                raise Fault(
+                    "late", f"{self.machine.current.name} reads the operand of device {rank}, which has left the kernel"
+                )
+            total = total + Ref(self.machine, launch["inputs"][at].buffer, ref.index)[...].astype(np.float32)
+        self.machine.pause()
+        return np.asarray(total).astype(ref.dtype)
+
+    def semaphore_signal_multicast(self, count: _Count, *, collective_axes: Any) -> None:
+        del collective_axes
+        if self.machine.site():
+            return
+        for rank in range(self.devices):
+            count.counts.value[(rank, *count.index)] += 1
+        self.machine.pause()
 
     def get_global(self, shape: Any) -> Any:
         shape = shape() if callable(shape) else shape

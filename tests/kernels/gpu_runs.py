@@ -15,9 +15,10 @@ from kernel_machine import PLAIN, Fault, Machine, Schedule
 from meshpar_kernels.collective_matmul import gpu as fused
 from meshpar_kernels.collective_matmul import gpu_blackwell, gpu_hopper
 from meshpar_kernels.collectives import gpu as small
+from meshpar_kernels.collectives import nvls
 from meshpar_kernels.dispatch import gpu as exchange
 from meshpar_kernels.dispatch.runs import Runs
-from meshpar_kernels.grouped_matmul import blackwell, hopper
+from meshpar_kernels.grouped_matmul import blackwell, hopper, hopper_scaled
 from meshpar_kernels.grouped_matmul.gpu_parts import Tile
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
@@ -61,6 +62,42 @@ def matmul(
     del options["out_dtype"]
     want = oracle.grouped_matmul(lhs, rhs, sizes, **options, row_scale=scale, group_offset=group_offset or 0)
     same(found, want.astype(out), "grouped_matmul")
+    return gpus.machine
+
+
+def scaled(
+    sizes: list[int], schedule: Schedule = PLAIN, dropped: str | None = None, *,
+    rows: int = 256, k: int = 384, n: int = 256, num_sms: int = 2, dtype: Any = "int8",
+) -> Machine:  # fmt: skip
+    """`scaled_grouped_matmul` with two stages, scales that are powers of two, and NaN as the scale of rows of no group."""
+    groups, used = len(sizes), min(sum(np.maximum(sizes, 0)), rows)
+    lhs, rhs = draw(0, rows, k, dtype=F32), draw(1, groups, n, k, dtype=F32)
+    lhs_scale = 2.0 ** draw(2, rows, k // 128, dtype=F32)
+    rhs_scale = 2.0 ** draw(3, groups, n // 128, k // 128, dtype=F32)
+    wide = rhs * np.repeat(np.repeat(rhs_scale, 128, 1), 128, 2)
+    want = oracle.grouped_matmul(
+        lhs * np.repeat(lhs_scale, 128, 1),
+        wide,
+        sizes,
+        transpose_rhs=True,
+        activation=None,
+        row_scale=None,
+        group_offset=0,
+    )
+    lhs_scale[used:] = np.nan
+    gpus = Gpus(1, schedule, dropped)
+    before, hopper_scaled.TILE = hopper_scaled.TILE, hopper_scaled.TILE._replace(stages=2)
+    codes = jnp.dtype(dtype)
+    try:
+        ((found,),) = gpus.run(
+            lambda _: hopper_scaled.grouped_matmul(
+                lhs.astype(codes), lhs_scale, rhs.astype(codes), rhs_scale, jnp.asarray(sizes), None, out_dtype=F32,
+                num_sms=num_sms,
+            )
+        )  # fmt: skip
+    finally:
+        hopper_scaled.TILE = before
+    same(found[:rows], want, "scaled_grouped_matmul")
     return gpus.machine
 
 
@@ -141,6 +178,28 @@ def all_reduce(
     return gpus.machine
 
 
+def switch(
+    kind: str, schedule: Schedule = PLAIN, dropped: str | None = None, *, devices: int = 3, blocks: int = 2
+) -> Machine:  # fmt: skip
+    """`all_gather` or `reduce_scatter` by the NVLink switch: three chunks for two blocks."""
+    elements = 3 * nvls.THREADS * nvls.VECTORS * 4
+    gpus = Gpus(devices, schedule, dropped)
+    before, nvls.BLOCKS = nvls.BLOCKS, blocks
+    try:
+        if kind == "all_gather":
+            x = draw(0, devices, elements, dtype=np.dtype(np.int32))
+            how = nvls._gather_kernel, "nvls", (devices, elements)
+            found = gpus.run(lambda r: nvls._call(how[0], how[1], x[r], how[2], ("a",), (devices,)))
+        else:
+            x = draw(0, devices, devices, elements, dtype=F32)
+            found = gpus.run(lambda r: nvls._call(nvls._scatter_kernel, "nvls", x[r], (elements,), ("a",), (devices,)))
+    finally:
+        nvls.BLOCKS = before
+    for rank, (out, *_) in enumerate(found):
+        same(out, x if kind == "all_gather" else x[:, rank].sum(0), f"{kind} on device {rank}")
+    return gpus.machine
+
+
 def ragged(
     schedule: Schedule = PLAIN, dropped: str | None = None, *, devices: int = 3, blocks: int = 2, seed: int = 0,
     most: int = 15,
@@ -188,10 +247,12 @@ def kernels() -> dict[str, Callable[..., Machine]]:
         options = {"k": 256, "tile": Tile(128, 128, 64, 4, cluster, pingpong=True)}
         run = functools.partial(transpose, hopper, [70, 0, 60, 77], **options)
         found[f"grouped_matmul_transpose, hopper {name}"] = run
+    found["scaled_grouped_matmul"] = functools.partial(scaled, [128, 9, 0, 100])
     for name, module in FUSED.items():
         options = {"k": 192, "n": 384, "tile": tile}
         if name == "blackwell":  # whose warps are threads of their own
             options |= {"devices": 2, "num_sms": 1}
         found[f"all_gather_matmul, {name}"] = functools.partial(gather, module, **options)
         found[f"matmul_reduce_scatter, {name}"] = functools.partial(scatter, module, **options)
+    found |= {kind: functools.partial(switch, kind) for kind in ("all_gather", "reduce_scatter")}
     return found | {"all_reduce_small": all_reduce, "ragged_all_to_all": ragged}

@@ -29,7 +29,8 @@ import json, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from meshpar_kernels import all_to_all, collective_permute, expert_combine, expert_dispatch, ragged_all_to_all
+from meshpar_kernels import all_gather, all_reduce, all_to_all, collective_permute
+from meshpar_kernels import expert_combine, expert_dispatch, ragged_all_to_all
 
 config, what = open(sys.argv[1]).read(), sys.argv[2]
 devices = topologies.get_topology_desc("", platform="cuda", target_config=config, topology="1x1x8").devices
@@ -50,6 +51,10 @@ def blocks(x):
 def shift(x):
     return collective_permute(x, axes, [(i, i + 1) for i in range(7)], implementation="pallas")
 
+def switch(x, y):
+    every = all_gather(x, axes, implementation="pallas")
+    return all_reduce(every * 2, axes, implementation="pallas")[:8], all_gather(y, axes, implementation="pallas")[:8]
+
 def struct(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=split)
 
@@ -57,11 +62,12 @@ i32 = jnp.int32
 function, structs = {
     "rows": (rows, [struct(8 * 2048, 7168), struct(8 * 4096, 7168), *[struct(64, dtype=i32)] * 4]),
     "experts": (experts, [struct(8 * 1024, 4096), struct(8 * 1024, 4, dtype=i32)]),
+    "switch": (switch, [struct(8 * 1000, 1000), struct(8 * 64, 999, dtype=jnp.int8)]),
     "blocks": (blocks, [struct(8 * 1024, 8 * 1000)]),
     "shift": (shift, [struct(8 * 1024, 1000, dtype=jnp.int8)]),
 }[what]
 with jax.default_device(devices[0]):
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=P(axes), out_specs=P(axes))
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=P(axes), out_specs=P(axes), check_vma=what != "switch")
     compiled = jax.jit(mapped).trace(*structs).lower(lowering_platforms=("cuda",)).compile()
 print(json.dumps({"calls": compiled.as_text().count("mosaic_gpu")}))
 """
@@ -69,7 +75,7 @@ print(json.dumps({"calls": compiled.as_text().count("mosaic_gpu")}))
 
 @needs_cuda
 @pytest.mark.parametrize(
-    "what", ["rows", *(pytest.param(w, marks=pytest.mark.slow) for w in ("experts", "blocks", "shift"))]
+    "what", ["rows", *(pytest.param(w, marks=pytest.mark.slow) for w in ("experts", "blocks", "shift", "switch"))]
 )
 @pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
 def test_it_compiles_for_8_gpus_and_spills_nothing(gpu, target, what):

@@ -18,11 +18,11 @@ TABLES = {
         "multiply_stages: gpu.wgmma_wait(1)": (EARLY, "the matmuls of the step before have read their stage"),
         "multiply_stages: gpu.barrier_arrive(empty.at[base + ring(stages, step - 1)])": ("hang", "a stage is free"),
         "multiply_stages: gpu.wgmma_wait(0)": (EARLY, "the sums of a tile are complete"),
-        "_skip: gpu.barrier_wait(full.at[slot])": (EARLY, "a stage that this warpgroup has no rows in is there"),
-        "_skip: gpu.commit_smem()": ("race", "all warps have seen it, for whom one thread arrives in both blocks"),
-        "_skip: gpu.barrier_arrive(empty.at[slot])": ("hang", "and is free"),
-        "_store: gpu.wait_smem_to_gmem(0, wait_read_only=True)": (EARLY, "the staging memory was read"),
-        "_store: gpu.commit_smem()": (EARLY, "the copy engine sees the staged rows"),
+        "skip: gpu.barrier_wait(full.at[slot])": (EARLY, "a stage that this warpgroup has no rows in is there"),
+        "skip: gpu.commit_smem()": ("race", "all warps have seen it, for whom one thread arrives in both blocks"),
+        "skip: gpu.barrier_arrive(empty.at[slot])": ("hang", "and is free"),
+        "store: gpu.wait_smem_to_gmem(0, wait_read_only=True)": (EARLY, "the staging memory was read"),
+        "store: gpu.commit_smem()": (EARLY, "the copy engine sees the staged rows"),
         "_store_whole: gpu.wait_smem_to_gmem(0 if c == 0 and len(parts) % slots else slots - 1, wait_read_only=True)":
             (EARLY, "this slot of the staging memory was read"),
         "_store_whole: gpu.commit_smem()": (EARLY, "the copy engine sees the staged columns"),
@@ -31,6 +31,12 @@ TABLES = {
         "_transpose_kernel: gpu.barrier_arrive(masked)": ("hang", "this warpgroup has zeroed its columns"),
         "_transpose_kernel: gpu.barrier_wait(masked)": (EARLY, "both have"),
         "_transpose_kernel: gpu.wait_smem_to_gmem(0)": ("late", "shared memory was read when the block ends"),
+    },
+    "grouped_matmul.hopper_scaled": {
+        "_kernel: gpu.barrier_wait(full.at[slot])": (EARLY, "a stage is multiplied when both operands are there"),
+        "_kernel: gpu.wgmma_wait(0)": (EARLY, "the sums of a stage are complete, and it has been read"),
+        "_kernel: gpu.barrier_arrive(empty.at[slot])": ("hang", "a stage is free"),
+        "_kernel: gpu.wait_smem_to_gmem(0)": ("late", "shared memory was read when the block ends"),
     },
     "grouped_matmul.blackwell": {
         "multiply_tiles: gpu.barrier_wait(empty.at[stage])": (EARLY, "a stage is loaded when its matmuls are done"),
@@ -96,6 +102,14 @@ TABLES = {
     "collectives.gpu": {
         "_kernel: pl.semaphore_signal(arrived.at[block], 1, device_id=peers.device(r))": ("hang", "this block's chunks written"),
         "_kernel: pl.semaphore_wait(arrived.at[block], devices, decrement=False)": (EARLY, "the chunks of all devices are"),
+    },
+    "collectives.nvls": {
+        "_gather_kernel: gpu.multimem_store(_compat.load_gmem(x, elements, layout), out.at[peers.rank, elements], every)":
+            ("value", "stores a chunk on all devices"),
+        "_each_chunk: gpu.semaphore_signal_multicast(arrived.at[block], collective_axes=axes)":
+            ("hang", "to all devices: this block has stored its chunks, or read theirs"),
+        "_each_chunk: pl.semaphore_wait(arrived.at[block], devices, decrement=False)":
+            (EARLY, "all devices have stored, or read this device's operand"),
     },
     "dispatch.gpu": {
         "_kernel: gpu.barrier_wait(loaded.at[slot])": (EARLY, "a row is sent when it is in its slot"),

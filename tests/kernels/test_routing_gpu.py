@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import kernel_oracle as oracle
 import numpy as np
 import pytest
+from gpu_machine import Gpus
 from kernel_cases import ROUTERS, odd_logits
 
 from meshpar_kernels import combine, permute, route
-from meshpar_kernels.routing import gpu
+from meshpar_kernels.routing import gpu, gpu_rows
 
 RNG = np.random.default_rng(5)
 
@@ -89,3 +90,35 @@ def test_refusals():
     plan = route(jnp.zeros((3, 64)), 40)
     with pytest.raises(NotImplementedError, match="k=40 rows to sum are more than 32"):
         combine(jnp.zeros((120, 8)), plan, implementation="pallas_gpu")
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("dtype", "k", "columns"), [("float32", 1, 384), ("float16", 3, 2048), ("float32", 2, 5120)])
+def test_rows_are_gathered_by_the_mosaic_kernel(dtype, k, columns, weighted, monkeypatch):
+    """On the model of the machine: rows in any order, none where an index is out of range, not even NaN."""
+    monkeypatch.setattr(gpu_rows, "BLOCKS", 1)
+    monkeypatch.setattr(gpu_rows._compat, "multiprocessors", lambda: 3)
+    x = RNG.integers(-3, 4, (9, columns)).astype(dtype)
+    x[0] = np.nan
+    index = RNG.integers(1, 9, (10, k)).astype(np.int32)
+    index[3, 0], index[4, -1] = -1, 9
+    weight = 2.0 ** RNG.integers(-2, 3, (10, k)).astype(np.float32) if weighted else None
+    ((got,),) = Gpus(1).run(lambda _: gpu_rows.gather_sum(x, index, weight))
+    valid = ((index >= 0) & (index < 9))[..., None]
+    rows = np.where(valid, x[np.where(valid[..., 0], index, 1)].astype(np.float64), 0)
+    want = (rows if weight is None else rows * weight[..., None]).sum(1)
+    np.testing.assert_array_equal(got, want.astype(dtype))
+
+
+def test_what_the_mosaic_kernel_refuses(monkeypatch):
+    pytest.importorskip("absl")
+    monkeypatch.setattr(gpu_rows._compat, "gpu_architecture", lambda: (9, 0))
+    index = jnp.zeros((4, 2), jnp.int32)
+    assert gpu_rows.unsupported(jnp.zeros((4, 7168), jnp.bfloat16), index) == ()
+    assert "multiples of 128 columns" in gpu_rows.unsupported(jnp.zeros((4, 100)), index)[0]
+    assert "rows are int32" in gpu_rows.unsupported(jnp.zeros((4, 128), jnp.int32), index)[0]
+    assert "more than 32" in gpu_rows.unsupported(jnp.zeros((4, 128)), jnp.zeros((4, 33), jnp.int32))[0]
+    monkeypatch.setattr(gpu_rows._compat, "gpu_architecture", lambda: (8, 0))
+    assert gpu_rows.unsupported(jnp.zeros((4, 128)), index) == (
+        "the GPU is sm_80; there is a kernel for sm_90a and sm_100a",
+    )
