@@ -105,7 +105,7 @@ TABLES = {
     },
     "collectives.nvls": {
         "_gather_kernel: gpu.multimem_store(_compat.load_gmem(x, elements, layout), out.at[peers.rank, elements], every)":
-            ("value", "stores a chunk on all devices"),
+            ("written", "stores a chunk on all devices"),
         "_each_chunk: gpu.semaphore_signal_multicast(arrived.at[block], collective_axes=axes)":
             ("hang", "to all devices: this block has stored its chunks, or read theirs"),
         "_each_chunk: pl.semaphore_wait(arrived.at[block], devices, decrement=False)":
