@@ -106,6 +106,11 @@ def test_sharded_operands_outside_of_shard_map_are_refused():
         all_to_all(x, "a")
 
 
+def test_outside_of_shard_map_the_error_has_the_shard_map_to_write():
+    with pytest.raises(ValueError, match=r"all_to_all: no mesh axis 'a' is bound.*\n.*jax.shard_map"):
+        all_to_all(jnp.zeros((8, 8)), "a")
+
+
 def test_kernels_refuse_booleans():
     mesh = jax.sharding.AbstractMesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.sharding.use_abstract_mesh(mesh):
