@@ -39,8 +39,9 @@ faster, or if the alternative is clearly broken; no such table exists yet."""
 PLATFORM_OF = {"pallas_tpu": "tpu", "pallas_gpu": "cuda"}
 
 VENDORS = {"cudnn": "cuda", "splash": "tpu"}
-"""Libraries of the vendors → their platform. None selects them on their platform where they can run: cuDNN is widely measured;
-splash attention has less than half the cycles of XLA's loop in the compiler's schedules for v5e (`benchmarks/attention_cycles.py`)."""
+"""Libraries of the vendors → their platform. None selects them on their platform where they can run. cuDNN is widely measured;
+splash attention has less than half the cycles of XLA's loop by the compiler's schedules for v5e
+(`benchmarks/attention_cycles.py`)."""
 
 
 OUTLINE = jax.make_user_context(False)
