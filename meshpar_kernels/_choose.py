@@ -40,7 +40,7 @@ PLATFORM_OF = {"pallas_tpu": "tpu", "pallas_gpu": "cuda"}
 
 VENDORS = {"cudnn": "cuda", "splash": "tpu"}
 """Libraries of the vendors → their platform. None selects them on their platform where they can run. cuDNN is widely measured;
-splash attention has less than half the cycles of XLA's loop by the compiler's schedules for v5e
+splash attention has about half the cycles of XLA's loop by the compiler's schedules for v5e, v5p and v6e
 (`benchmarks/attention_cycles.py`)."""
 
 
