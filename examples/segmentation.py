@@ -70,7 +70,7 @@ class Segmentation(nn.Module):
             for j in range(blocks):
                 stride = 2 if i == 1 and j == 0 else 1
                 x = resnet.Bottleneck(self.features * 2**i, stride, d, dilation, name=f"stage{i}_block{j}")(x)
-                dilation = max(1, 2 ** (i - 1))  # the first block of a stage has that of the stage before
+                dilation = max(1, 2 ** (i - 1))  # the first block of a stage has the dilation of the stage before
             outputs.append(x)
         return Head(self.classes, d, name="head")(outputs[-1]), Head(self.classes, d, name="auxiliary")(outputs[-2])
 

@@ -116,8 +116,8 @@ def quantize(
     the largest code: one scale per output channel, or one per ``block`` of contracted elements (Jacob et al., *Quantization and
     Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference*, 2018). Codes are rounded to the nearest, so an
     element w of a block with the largest magnitude m has an error of at most m / 254 in int8, and in float8_e4m3fn
-    (Micikevicius et al., *FP8 Formats for Deep Learning*, 2022) of at most max(|w| / 16, m / 458752), besides the rounding to
-    the weight's dtype. A block with an infinity or NaN becomes NaN.
+    (Micikevicius et al., *FP8 Formats for Deep Learning*, 2022) of at most the larger of ``abs(w) / 16`` and
+    ``m / 458752``, besides the rounding to the weight's dtype. A block with an infinity or NaN becomes NaN.
 
     The weights are used like arrays. Flax modules take them as parameters. A ``dims=`` pattern or a rule for the path of a weight
     holds for its codes and scales (paths ``…/kernel.codes``, ``…/kernel.scales``).

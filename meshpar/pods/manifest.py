@@ -16,7 +16,7 @@ from ..hardware.topology import Topology, parse_topology
 from .watch import PROGRAM, USAGE
 
 MAX_NAME = 63 - len("-slice-000-0000-xxxxx")
-"""Characters of a job's name: a pod's name has those of the job, the slice and the host, and at most 63 characters."""
+"""Characters of a job's name: a pod's name contains the names of the job, the slice and the host, and at most 63 characters."""
 COORDINATOR_PORT = 8476
 
 

@@ -189,7 +189,7 @@ class Search:
         return [("", ""), ("step", "n"), ("peak", "n"), ("sends", "n more"), ("mesh, layout", "")], cells
 
     def _idle(self, rows: Iterable[Row]) -> str:
-        """What an axis called ``idle`` is, if some of these candidates have one, else ""."""
+        """The explanation of an axis called ``idle``, if some of these candidates have one, else ""."""
         idle = any(re.match(r"idle\d*$", axis) for row in rows for axis in dict(parse_mesh(row.mesh)))
         return "idle: an axis that shards nothing; the devices along it all compute the same" if idle else ""
 

@@ -42,7 +42,7 @@ def _width(words: int) -> int:
 
 
 def _as_rows(blocks: jax.Array) -> jax.Array:
-    """[n, …] → int32 [n · rows, 1, words]: the bytes of each block in rows of at most `ROW_BYTES`, padded to whole rows."""
+    """[n, …] → int32 [n · rows, 1, words]: the bytes of each block in rows of at most `ROW_BYTES`, padded to full rows."""
     n, packed = len(blocks), 4 // blocks.dtype.itemsize
     flat = blocks.reshape(n, -1)
     width = _width(-(-flat.shape[1] // packed))

@@ -1,8 +1,8 @@
 """Grouped matmul of 8-bit operands with block scales for Hopper GPUs (sm_90a, Mosaic GPU).
 
-The schedule is that of `hopper`: one loading and two multiplying warpgroups, a ring of shared-memory stages, tiles of one
+The schedule of `hopper`: one loading and two multiplying warpgroups, a ring of shared-memory stages, tiles of one
 group each. A stage has `BLOCK` contracted elements, which share a scale in each row of lhs and in each block of rhs. Its
-matmul starts from zero accumulators, which are multiplied by the two scales and added to float32 sums in registers
+matmul starts from zero accumulators, which are multiplied by the two scales and added to float32 totals in registers
 (DeepGEMM's promotion). While one warpgroup does that, the other multiplies.
 """
 
@@ -30,7 +30,7 @@ BLOCK = 128
 """Contracted elements, and columns of rhs, of a scale."""
 
 TILE = Tile(CONSUMERS * ROWS, BLOCK, BLOCK, 6)
-"""One scale of rhs for a stage, and 64 accumulators and 64 sums in the registers of a thread."""
+"""One scale of rhs for a stage, and 64 accumulators and 64 totals in the registers of a thread."""
 
 
 def unsupported(lhs: jax.Array, out_dtype: Any) -> Unsupported:
@@ -50,7 +50,7 @@ def unsupported(lhs: jax.Array, out_dtype: Any) -> Unsupported:
     return Unsupported(reasons)
 
 
-def _kernel(*refs, gpu: Any, shape: tuple[int, int], tile: Tile, num_sms: int, sums: Any):
+def _kernel(*refs, gpu: Any, shape: tuple[int, int], tile: Tile, num_sms: int, acc_dtype: Any):
     """The grouped matmul, for one thread block.
 
     Args:
@@ -59,7 +59,7 @@ def _kernel(*refs, gpu: Any, shape: tuple[int, int], tile: Tile, num_sms: int, s
         [M, N]; scratch: lhs stages [stages, m, k], rhs stages [stages, n, k], (swizzled, plain) staging buffers of each
         multiplying warpgroup, barriers `full` and `empty`.
       shape: (K, N).
-      sums: dtype of the accumulators of the tensor cores.
+      acc_dtype: of the accumulators of the tensor cores.
       gpu, tile, num_sms: as in `hopper`.
     """
     k, n = shape
@@ -123,7 +123,7 @@ def _kernel(*refs, gpu: Any, shape: tuple[int, int], tile: Tile, num_sms: int, s
                     gpu.wgmma_wait(0)
                     return acc[...]
 
-                matmul = pl.run_scoped(accumulate, gpu.ACC((ROWS, tile.n), sums))
+                matmul = pl.run_scoped(accumulate, gpu.ACC((ROWS, tile.n), acc_dtype))
                 gpu.barrier_arrive(empty.at[slot])
                 return total + matmul.astype(jnp.float32) * lax.broadcast_in_dim(factor, total.shape, [0])
 
@@ -166,11 +166,11 @@ def grouped_matmul(
     rows, k, n, _, bounds = matmul_problem(lhs.shape[0], rhs, group_sizes, group_offset, transpose_rhs=True)
     scale = jnp.pad(lhs_scale.T, ((0, 0), (0, -(-rows // tile.m) * tile.m - num_rows)))
     out_dtype = jnp.dtype(out_dtype)
-    sums = jnp.int32 if lhs.dtype == jnp.int8 else jnp.float32
+    acc_dtype = jnp.int32 if lhs.dtype == jnp.int8 else jnp.float32
     width = 128 // out_dtype.itemsize
     num_sms = _compat.multiprocessors() if num_sms is None else num_sms
     out = gpu.kernel(
-        functools.partial(_kernel, gpu=gpu, shape=(k, n), tile=tile, num_sms=num_sms, sums=sums),
+        functools.partial(_kernel, gpu=gpu, shape=(k, n), tile=tile, num_sms=num_sms, acc_dtype=acc_dtype),
         out_type=_compat.out_struct((rows, n), out_dtype, lhs, rhs),
         scratch_types=[
             smem(gpu, (tile.stages, tile.m, tile.k), lhs.dtype),
