@@ -589,6 +589,7 @@ ELSEWHERE = {
     "--no-browser",
     "--devices",
     "--ints",
+    "--tokens",
 }
 """Options that no call of the API takes; they have tests of their own."""
 
@@ -663,6 +664,10 @@ def test_options_that_the_command_line_uses_itself(run, target, monkeypatch, tmp
     lab = "lab", f"{target}:small", "--mesh", "data=4", "--layout", "dp"
     assert [run(*lab, "--port", "81", "--no-browser")[0], run(*lab)[0]] == [0, 0]
     assert served == [(81, False), (0, True)]
+    plan = "plan", f"{target}:small", "--mesh", "data=4", "--layout", "dp", "--topology", "v5e:2x2"
+    status, text, _ = run(*plan, "--tokens", "batch")
+    assert (status, "tokens a step" in " ".join(text.split())) == (0, True), text
+    assert "tokens a step" not in " ".join(run(*plan)[1].split())
 
 
 # -- help, suggestions, files
