@@ -60,17 +60,34 @@ def test_the_odd_pixels_are_those_that_the_even_ones_leave_out():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "lowerings"), [("efficientnet_b7", ("jit", "shard_map")), ("amoebanet_d", ("shard_map",))]
-)
-def test_no_layout_changes_a_number(name, lowerings, monkeypatch):
-    """AmoebaNet is not compiled under ``jit``: XLA takes minutes for the partitioned program."""
+def test_no_layout_changes_a_number(monkeypatch):
     monkeypatch.setattr(convnets, "BLOCKS", ((1, 8, 2, 1, 3), (2, 16, 2, 2, 5)))
-    sizes = {"efficientnet_b7": {"width": 0.5, "depth": 1.0}, "amoebanet_d": {"layers": 3, "filters": 16}}[name]
-    step, shapes, dims = getattr(convnets, name)(8, 32, classes=8, dtype=jnp.float32, **sizes)
+    step, shapes, dims = convnets.efficientnet_b7(8, 32, classes=8, dtype=jnp.float32, width=0.5, depth=1.0)
+    check(step, drawn(shapes, 8), dims)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", [True, False])
+def test_no_layout_changes_a_number_of_a_cell(reduction):
+    """A cell of AmoebaNet-D after another one, with its gradients: XLA takes minutes for the network."""
+    cell = convnets.Cell(8, reduction, False, jnp.float32)
+    images = np.random.default_rng(0).normal(size=(2, 8, 16, 16, 8)).astype(np.float32)
+    variables = cell.init(jax.random.key(0), tuple(images))
+
+    def step(params, images):
+        def loss(params):
+            (_, out), _ = cell.apply({**variables, "params": params}, tuple(images), mutable=["batch_stats"])[0]
+            return (jnp.sin(out) ** 2).mean()
+
+        return jax.value_and_grad(loss)(params)
+
+    check(step, (variables["params"], images), {"images": "_ batch height width _"})
+
+
+def check(step, args, dims):
     report = mp.check(
-        step, *drawn(shapes, 8), dims=dims, meshes=["data=4, model=2"], lowerings=lowerings, tolerance=1e-3,
+        step, *args, dims=dims, meshes=["data=4, model=2"], lowerings=("jit", "shard_map"), tolerance=1e-3,
         layouts=[convnets.LAYOUTS["data"], convnets.LAYOUTS["data+height"]],
     )  # fmt: skip
     assert report.ok
-    assert len(report.rows) == 2 * len(lowerings)
+    assert len(report.rows) == 4
