@@ -356,8 +356,9 @@ class Evaluation:
         return self._breakdowns[point]
 
     def _has_breakdown(self, plan: Plan) -> bool:
-        """Whether bounds can be derived from a plan: it is a plan of the program as it is rewritten for its stages."""
-        return not (plan.program.pipelines or self.program.pipelines) or plan.program is self.program
+        """Whether bounds can be derived from a plan: it is a plan of the program of the candidates, not of a rewritten one, such
+        as for a split that does not divide."""
+        return plan.program is self.program
 
     def _rival(self, point: Point) -> Point | None:
         """The best candidate of the same name; of all if the candidate has no name."""

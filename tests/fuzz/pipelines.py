@@ -82,8 +82,8 @@ def make_staged_case(rng: random.Random) -> Case:
     program = _program(rng, sizes, rng.choice(AROUND))
     layout = _layout(rng, mesh, rounds)
     schedule = rng.choice(SCHEDULES)
-    if schedule == "zb" and "reverse=True" in program.text:  # such a loop has no gradients to compute later, which is an error
-        schedule = "1f1b"
+    if schedule == "zb" and "reverse=True" in program.text:
+        schedule = "1f1b"  # such a loop has no gradients to compute later, which is an error
     return Case(program, mesh, layout, schedule=schedule)
 
 
