@@ -173,7 +173,8 @@ def test_the_kernel_uses_the_table_unless_the_caller_gives_a_tile(monkeypatch, t
     def taken(config=None, **options):
         tuning.write(tmp_path / "table.json", {"NVIDIA H200": {shape: {"bfloat16": entry(config)}}} if config else {})
         jax.clear_caches()
-        grouped_matmul(lhs, rhs, sizes, implementation="pallas_gpu", **options)
+        run = jax.jit(lambda *args: grouped_matmul(*args, implementation="pallas_gpu", **options))
+        run.trace(lhs, rhs, sizes).lower(lowering_platforms=("cuda",))
         return seen[-1]
 
     analytic = taken()
