@@ -53,12 +53,12 @@ def quantized_all_gather(
     device.
 
     Error: of an element x whose block has the largest absolute value m, at most m / 254 with int8, and at most
-    max(|x| / 16, m / 458752) with float8_e4m3fn, besides one rounding to x's dtype. A block with a NaN or an infinity
+    max(abs(x) / 16, m / 458752) with float8_e4m3fn, besides one rounding to x's dtype. A block with a NaN or an infinity
     becomes NaN.
 
     Source: quantized weight gathering of ZeRO++ (Wang et al. 2023).
 
-    Example, weights sharded over slices:
+    Example, weights sharded over slices::
 
         full = jax.shard_map(
             lambda w: quantized_all_gather(w, "dcn"), mesh=mesh, in_specs=P("dcn"), out_specs=P(), check_vma=False
@@ -118,7 +118,7 @@ def quantized_reduce_scatter(
 
     Source: quantized gradient communication of ZeRO++ (Wang et al. 2023).
 
-    Example, gradients over slices after an exact reduction inside of each:
+    Example, gradients over slices after an exact reduction inside of each::
 
         def reduced(g):
             return quantized_reduce_scatter(reduce_scatter(g, "ici"), "dcn")

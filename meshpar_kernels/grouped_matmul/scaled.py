@@ -103,9 +103,9 @@ def quantized_grouped_matmul(
     """`grouped_matmul` in 8 bits: quantizes lhs by rows and 128 elements of K, rhs by blocks of 128 × 128, and multiplies
     the codes (`scaled_grouped_matmul`).
 
-    Error: with e(x) the error of a quantized element, a result has an error of at most Σ_k e(lhs)·|rhs| + (|lhs| +
-    e(lhs))·e(rhs), besides the rounding of float32 and of the result. e(x) is 1/254 of the largest of its block for int8,
-    and max(|x| / 16, largest / 458752) for float8_e4m3fn.
+    Error: with e(x) the error of a quantized element, a result has an error of at most Σ_k e(lhs)·abs(rhs) +
+    (abs(lhs) + e(lhs))·e(rhs), besides the rounding of float32 and of the result. e(x) is 1/254 of the largest of its
+    block for int8, and max(abs(x) / 16, largest / 458752) for float8_e4m3fn.
 
     The gradient of lhs is a `scaled_grouped_matmul` too: the cotangent is quantized by rows and 128 elements of N, and the
     weights' codes are transposed, which copies them (a byte each). The gradient of rhs is a
