@@ -12,7 +12,16 @@ import jax
 from jax import lax
 from jax.extend.core import Literal
 
-from ..compat.jax import at_line_of, axes_of_spec, bind, body_consts, body_of, closed_parts, literal_array, scan_counts
+from ..compat.jax import (
+    at_line_of,
+    axes_of_spec,
+    bind,
+    bodies_of,
+    body_consts,
+    closed_parts,
+    literal_array,
+    scan_counts,
+)
 from .flops import shard_map_flops
 from .local import LocalOp, plain_params
 from .registry import Refusal, SplitOp, primitive, register
@@ -86,12 +95,9 @@ def _collectives(jaxpr: Any, times: int | None) -> Iterator[tuple[Send, tuple[st
 
 def _bodies(eqn: Any) -> list[Any]:
     """The jaxprs of a loop, branch or call; none for other equations."""
-    name, p = eqn.primitive.name, eqn.params
-    if name == "cond":
-        return [closed_parts(b)[0] for b in p["branches"]]
-    if name == "while":
-        return [closed_parts(p[k])[0] for k in ("cond_jaxpr", "body_jaxpr")]
-    return [closed_parts(body_of(eqn))[0]] if name == "scan" or _is_call(name) else []
+    name = eqn.primitive.name
+    has_bodies = name in ("cond", "while", "scan") or _is_call(name)
+    return [jaxpr for jaxpr, _ in bodies_of(eqn)] if has_bodies else []
 
 
 def _is_call(name: str) -> bool:

@@ -12,7 +12,17 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from ...compat.jax import bind, body_consts, literal_array, make_generated_jaxpr, new_var, replace_body, scan_counts
+from ...compat.jax import (
+    abstract_array,
+    bind,
+    body_consts,
+    literal_array,
+    make_generated_jaxpr,
+    new_var,
+    on_host,
+    replace_body,
+    scan_counts,
+)
 from ...rules.rearrange import ANY, rearrange
 from ...rules.shape import reshape_order
 from ..ir import Frame, Op, Value
@@ -141,7 +151,7 @@ class JaxprRewriter:
             return fn(*(literal_array(a) if isinstance(a, Literal) else next(remaining) for a in atoms))
 
         traced = make_generated_jaxpr(
-            of_arrays, *[jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in arrays]
+            of_arrays, *[abstract_array(a.aval.shape, a.aval.dtype, a.aval.weak_type, on_host(a.aval)) for a in arrays]
         )
         names: dict[Any, Any] = dict(zip(traced.jaxpr.invars, arrays, strict=True))
         names.update((v, Literal(c, v.aval)) for v, c in zip(traced.jaxpr.constvars, traced.consts, strict=True))
