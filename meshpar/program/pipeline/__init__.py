@@ -19,11 +19,11 @@ from ...compat.jax import abstract_array, make_generated_jaxpr, new_var, on_host
 from ...errors import UnsupportedError
 from ..infer import infer_like
 from ..ir import Frame, Op, Program
-from .find import LayerLoop, direction, indexed_stacks, layer_loops, microbatch_loop
+from .find import LayerLoop, in_backward_pass, indexed_stacks, layer_loops, microbatch_loop
 from .narrow import Gathered, ValueAxes, cast_stacks, gather_stacks, gathered_dims
 from .rewrite import TickLoops, one_microbatch
 from .schedule import GATHERS, SCHEDULES, GatherName, Schedule, ScheduleName
-from .segments import divide
+from .segments import divide, order_of
 from .slots import Stages
 from .split import split_backward
 
@@ -236,21 +236,24 @@ def _replacement(op: Op, loops: Sequence[LayerLoop], splits: Sequence[_Split], s
     for member in loops:
         _check(member, count, rounds)
     if op is loop.op:
-        plan = Schedule(schedule, count, 1, order="B" if op.eqn.params["reverse"] else "F")
+        plan = Schedule(
+            schedule, count, 1, order="B" if in_backward_pass(op) else "F", reverse=(op.eqn.params["reverse"],)
+        )
         run: Callable[..., Any] = one_microbatch(op.eqn, Stages(count, loop.dim))
     else:
-        plan = Schedule(schedule, count, op.eqn.params["length"], rounds, "".join(map(direction, loops)))
-        _check_microbatches(op, loop, plan)
         body = divide(op, loops)
+        plan = Schedule(schedule, count, op.eqn.params["length"], rounds, order_of(body, loops))
+        _check_microbatches(op, loop, plan)
         cast_stacks(body, loops)
         if any(s.gathered for s in splits):
             gather_stacks(body, [s.gathered for s in splits])
         parts = loops
         if schedule == "zb" and "B" in plan.order:
             parts, order = split_backward(body, op, loops, plan.order)
-            plan = replace(plan, order=order)
             if "W" not in order:
                 raise _inseparable(loop)
+            plan = replace(plan, order=order)
+        plan = replace(plan, reverse=tuple(eqn.params["reverse"] for eqn in body.loops))
         run = TickLoops(op.eqn, body, plan, [part.dim for part in parts])
     avals = [abstract_array(v.aval.shape, v.aval.dtype, v.aval.weak_type, on_host(v.aval)) for v in op.eqn.invars]
     try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...compat.jax import scan_counts
-from ..ir import Frame, Op, Program, Value
+from ...compat.jax import pass_of, scan_counts
+from ..ir import Op, Program, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +93,12 @@ def microbatch_loop(op: Op) -> Op | None:
     return loop if loop is not None and loop.primitive.scan and loop.eqn.params["length"] > 1 else None
 
 
-def direction(loop: LayerLoop) -> str:
-    """``B``: a backward loop; ``R``: a forward loop that is recomputed for one; ``F``: another forward loop."""
-    if loop.op.eqn.params["reverse"]:
-        return "B"
-    frame: Frame | None = loop.op.frame
-    while frame is not None and frame.parent is not None and frame.is_call:
-        if frame.parent.eqn.params.get("differentiated"):
-            return "R"
-        frame = frame.parent.frame
-    return "F"
+def in_backward_pass(op: Op) -> bool | None:
+    """Whether JAX made an op, or a loop or call around it, by transposing a differentiated function; None: nothing of it is
+    differentiated."""
+    passes = set()
+    while True:
+        passes.add(pass_of(op.eqn))
+        if op.frame.parent is None:
+            return "backward" in passes if passes != {None} else None
+        op = op.frame.parent

@@ -100,25 +100,33 @@ class TickLoops:
     def __init__(self, eqn: Any, body: Body, schedule: Schedule, dims: Sequence[str]):
         """Loops for a schedule; ``dims``: the names of the stacked dims of the loops."""
         self.eqn, self.body, self.schedule = eqn, body, schedule
-        k, rounds = schedule.stages, schedule.rounds
-        self.stages = [Stages(k, dim, rounds) for dim in dims]
-        turn = k if rounds > 1 else 0
-        last = (rounds - 1) * turn
-        self.slot_times = [
-            {"B": Time(start + k - 1 + last, -1, -turn, True), "W": Time(start + last, 0, -turn, True)}.get(
-                letter, Time(start, 1, turn, True)
-            )
-            for start, letter in zip(schedule.starts, schedule.order, strict=True)
-        ]
+        self.stages = [Stages(schedule.stages, dim, schedule.rounds) for dim in dims]
+        self.slot_times = [self._slot_time(i) for i in range(schedule.loops)]
         self.offsets = self._offsets()
         self.phases = self._phases()
         self.needs = self._needs()
-        hosted = next((v for v in self.needs.reads if on_host(v)), None)
+        hosted = next((v for v in (*self.needs.reads, *self._selected()) if on_host(v)), None)
         if hosted is not None:
-            raise _on_host(hosted, dims[0], source_line(body.loops[0]))
+            raise _on_host(hosted, dims[0], source_line(body.loops[0]), hosted in self.needs.reads)
         self.rings = {v: self._ring(v) for v in self.needs.reads}
 
     # -- when
+
+    def _selected(self) -> Iterable[Any]:
+        """The operands of layer loops of which each stage reads another round or microbatch in a tick."""
+        for eqn in self.body.loops:
+            consts = sum(scan_counts(eqn.params))
+            for p, v in enumerate(eqn.invars):
+                if not isinstance(v, Literal) and (v in self._xs or (p >= consts and self.schedule.rounds > 1)):
+                    yield v
+
+    def _slot_time(self, i: int) -> Time:
+        """The times of the slots of loop i."""
+        s = self.schedule
+        turn, step = (s.stages if s.rounds > 1 else 0), (0 if s.order[i] == "W" else 1)
+        if not s.is_reverse(i):
+            return Time(s.starts[i], step, turn, True)
+        return Time(s.starts[i] + step * (s.stages - 1) + (s.rounds - 1) * turn, -step, -turn, True)
 
     def leaves(self, i: int) -> int:
         """The tick in which microbatch 0 leaves loop i."""
@@ -739,17 +747,21 @@ class _Tick:
         return stages.of_round(jnp.swapaxes(parts, 0, 1), r)
 
 
-def _on_host(var: Any, dim: str, source: str) -> UnsupportedError:
-    """The error for a value in host memory that a later tick reads, such as an offloaded residual of a layer."""
+def _on_host(var: Any, dim: str, source: str, residual: bool) -> UnsupportedError:
+    """The error for a value in host memory of which each stage reads another part in a tick: a residual of a layer, such as an
+    offloaded one, or weights of several rounds."""
+    what, part = ("a residual", "row of the residuals") if residual else ("an operand", "part of it")
+    fix = (
+        "use a policy of jax.checkpoint that saves in device memory, or none, which recomputes the layer"
+        if residual
+        else f"put it in device memory before the loop over microbatches, or use one round: `{dim}` without `*`"
+    )
     return UnsupportedError(
-        f"a residual {var.aval.str_short()} of layers whose stacked dim `{dim}` is sharded is in host memory: each stage reads "
-        "another row of the residuals in a tick, and JAX cannot select rows of an array in host memory at different indices",
+        f"{what} {var.aval.str_short()} of layers whose stacked dim `{dim}` is sharded is in host memory: each stage reads "
+        f"another {part} in a tick, and JAX cannot select rows of an array in host memory at different indices",
         dim=dim,
         source=source,
-        fixes=[
-            "use a policy of jax.checkpoint that saves in device memory, or none, which recomputes the layer",
-            f"or do not shard `{dim}`",
-        ],
+        fixes=[fix, f"or do not shard `{dim}`"],
     )
 
 

@@ -52,6 +52,7 @@ class Schedule:
       order: the loops of a microbatch: ``F`` forward, ``B`` backward, ``R`` forward, but recomputed for the backward pass.
         ``"FB"``: a stack of layers and its gradient; ``"FFBB"``: an encoder and a decoder; ``"FRB"``: a rematerialized loop.
         ``W``: the weight gradients of the ``B`` before it, which has the input gradients: ``"FBW"``.
+      reverse: for each loop, whether it runs from the last layer to the first; None: backward loops do.
     """
 
     name: str
@@ -59,6 +60,11 @@ class Schedule:
     microbatches: int
     rounds: int = 1
     order: str = "FB"
+    reverse: tuple[bool, ...] | None = None
+
+    def is_reverse(self, loop: int) -> bool:
+        """Whether a loop runs from the last layer, and from the last stage, to the first."""
+        return self.order[loop] in "BW" if self.reverse is None else self.reverse[loop]
 
     @property
     def joint(self) -> bool:
@@ -157,16 +163,16 @@ class Schedule:
     def slot(self, loop: int, stage: int, tick: int) -> tuple[int, int] | None:
         """(microbatch, round) that a stage processes for a loop at a tick; None: it is idle."""
         stages, rounds = self.stages, self.rounds
-        letter = self.order[loop]
-        backward = letter in "BW"
-        step = tick - self.starts[loop] - {"B": stages - 1 - stage, "W": 0}.get(letter, stage)
+        reverse = self.is_reverse(loop)
+        passed = 0 if self.order[loop] == "W" else stages - 1 - stage if reverse else stage
+        step = tick - self.starts[loop] - passed
         if not 0 <= step < rounds * self.microbatches:
             return None
         if rounds == 1:
             return step, 0
         group, within = divmod(step, self.period)
         r, first = divmod(within, stages)
-        return group * stages + first, rounds - 1 - r if backward else r
+        return group * stages + first, rounds - 1 - r if reverse else r
 
 
 def interval_rows(lives: Sequence[int]) -> list[int]:

@@ -18,7 +18,7 @@ from ...compat.jax import body_consts, new_var, scan_counts
 from ...errors import UnsupportedError
 from ...rules import ELEMENTWISE, primitive
 from ..ir import Frame, Op
-from .find import LayerLoop
+from .find import LayerLoop, in_backward_pass
 
 CONSTANT, INVARIANT = -2, -1
 """Places of values that depend on literals alone, and of those that are equal in all microbatches."""
@@ -104,6 +104,21 @@ def divide(op: Op, loops: Sequence[LayerLoop]) -> Body:
     )  # fmt: skip
     _place(body, [eqn for _, eqn in flat if eqn.outvars], op, loops)
     return body
+
+
+def order_of(body: Body, loops: Sequence[LayerLoop]) -> str:
+    """A letter for each layer loop: ``F`` forward, ``B`` backward, ``R`` forward, but recomputed for a backward loop.
+
+    The direction of a scan does not tell: a model may run its layers from the last to the first. A loop of the backward pass is a
+    backward loop, unless a later one reads its stacked results. If no loop is differentiated by JAX, a backward loop is one that
+    reads the stacked results of a loop of the other direction.
+    """
+    reads = [{place.loop for v in eqn.invars if isinstance(place := body.place(v), Stack)} for eqn in body.loops]
+    reverse = [eqn.params["reverse"] for eqn in body.loops]
+    marks = [in_backward_pass(loop.op) for loop in loops]
+    back = [any(reverse[j] != reverse[i] for j in reads[i]) if mark is None else mark for i, mark in enumerate(marks)]
+    later = [any(i in reads[j] and back[j] for j in range(i + 1, len(reads))) for i in range(len(reads))]
+    return "".join("F" if not b else "R" if r else "B" for b, r in zip(back, later, strict=True))
 
 
 def replaced(body: Body, loops: Sequence[Sequence[Any]], op: Op, sources: Sequence[LayerLoop]) -> None:

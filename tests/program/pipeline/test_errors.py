@@ -8,6 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import meshpar as mp
 from meshpar.errors import MeshparError
+from meshpar.program.pipeline import SCHEDULES
 
 LAYERS, EMBED = 8, 8
 DIMS = {"params/w": "layers embed _", "x": "batch _"}
@@ -48,12 +49,25 @@ def offloading(h, w):
     return jax.checkpoint(lambda h, w: layer(checkpoint_name(jnp.sin(h), "h"), w), policy=policy)(h, w)
 
 
+def hosted(params, x):
+    """Layers that read a stack in host memory."""
+    mask = jax.device_put(params["w"] * 0.5, jax.memory.Space.Host)
+
+    def masked(h, ws):
+        w, m = ws
+        return layer(h, w * jax.device_put(m, jax.memory.Space.Device))
+
+    loss = lambda params, x: jnp.mean(jax.lax.scan(masked, x, (params["w"], mask))[0] ** 2)  # noqa: E731
+    return mp.accumulate_gradients(jax.grad(loss), 4)(params, x)
+
+
 CASES = {
     "layers that the stages do not divide": (accumulating(layer), "stage=3", "layers: stage", ["of size 8", "stage=3"], "6 or 9"),
     "rounds that do not divide": (accumulating(layer), "stage=2", "layers: stage*3", ["8 layers", "2 stages of 3"], "1, 2 or 4"),
     "microbatches in rounds": (accumulating(layer, 2), "stage=4", "layers: stage*2", ["2 microbatches"], "multiple of 4"),
     "a chain of microbatches": (chained, "stage=2", "layers: stage", ["iteration before"], "accumulate_gradients"),
     "residuals in host memory": (accumulating(offloading), "stage=2", "layers: stage", ["float32<host>"], "saves in device memory"),
+    "rounds of a stack in host memory": (hosted, "stage=2", "layers: stage*2", ["an operand float32<host>[8,8,8]"], "one round"),
     "side effects": (accumulating(printing), "stage=2", "layers: stage", ["side effects"], "jax.debug.print"),
 }  # fmt: skip
 
@@ -71,3 +85,15 @@ def test_the_facts_and_the_fix(name):
     assert "test_errors.py" in (error.source or "") or "stages do not divide" in name  # an error about the argument
     assert all(text in error.headline for text in texts)
     assert any(fix in text for text in error.fixes)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_stack_in_host_memory(schedule):
+    """With one round, each stage reads its own slice of it."""
+    args = (
+        {"w": np.eye(LAYERS, EMBED * EMBED, dtype=np.float32).reshape(LAYERS, EMBED, EMBED)},
+        np.ones((16, EMBED), np.float32),
+    )
+    step = mp.jit(hosted, mesh="stage=2, data=2", layout="batch: data; layers: stage", dims=DIMS, schedule=schedule)
+    assert step.plan(*args).pipeline is not None
+    np.testing.assert_allclose(step(*args)["w"], jax.jit(hosted)(*args)["w"], rtol=1e-5, atol=1e-7)

@@ -86,6 +86,28 @@ def gated_loss(p, batch):
     return cross_entropy(h @ p["head"], batch["y"])
 
 
+def reversed_loss(p, batch):
+    """Layers that run from the last to the first."""
+    h, _ = jax.lax.scan(layer, p["embed"][batch["x"]], (p["up"], p["down"]), reverse=True)
+    return cross_entropy(h @ p["head"], batch["y"])
+
+
+@jax.custom_vjp
+def recomputing(x, weights):
+    """The layers, whose backward pass is the user's: it runs them again."""
+    return jax.lax.scan(layer, x, weights)[0]
+
+
+recomputing.defvjp(
+    lambda x, weights: (recomputing(x, weights), (x, weights)),
+    lambda saved, g: jax.vjp(lambda x, weights: jax.lax.scan(layer, x, weights)[0], *saved)[1](g),
+)
+
+
+def recomputing_loss(p, batch):
+    return cross_entropy(recomputing(p["embed"][batch["x"]], (p["up"], p["down"])) @ p["head"], batch["y"])
+
+
 def twice_loss(p, batch):
     """One stack of layers, run twice."""
     h = p["embed"][batch["x"]]
@@ -171,6 +193,7 @@ STEPS = {
     "evaluated": evaluated, "unaccumulated": unaccumulated, "eight": accumulating(loss, 8),
     "rematerialized": accumulating(rematerialized_loss), "twice": accumulating(twice_loss),
     "encoder-decoder": accumulating(encoder_decoder_loss), "gated": accumulating(gated_loss),
+    "reversed": accumulating(reversed_loss),
 }  # fmt: skip
 
 
@@ -183,14 +206,17 @@ def plan_of(step, **options):
 
 
 ROUNDS = [("stage=4, data=2", 1), ("stage=4, data=2", 2), ("stage=2, data=4", 4)]
-DECODER_ROUNDS = [("stage=4, data=2", 1), ("stage=2, data=4", 2)]  # its four layers
+FEWER = {
+    "encoder-decoder": [("stage=4, data=2", 1), ("stage=2, data=4", 2)],  # its four layers
+    "reversed": [("stage=4, data=2", 2)],
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "1f1b-overlap", "gpipe", "zb"])
 @pytest.mark.parametrize(
     ("name", "mesh", "rounds"),
-    [(name, *how) for name in STEPS for how in (DECODER_ROUNDS if name == "encoder-decoder" else ROUNDS)],
+    [(name, *how) for name in STEPS for how in FEWER.get(name, ROUNDS)],
 )
 def test_on_one_device(name, mesh, rounds, schedule):
     """The rewritten program, which is one of global arrays, as it is."""
@@ -401,7 +427,12 @@ def test_side_effects_of_the_layers():
 
 @pytest.mark.parametrize(
     ("loss", "order", "ticks"),
-    [(rematerialized_loss, "FRB", 13), (twice_loss, "FFBB", 16), (encoder_decoder_loss, "FFBB", 16)],
+    [
+        (rematerialized_loss, "FRB", 13),
+        (twice_loss, "FFBB", 16),
+        (encoder_decoder_loss, "FFBB", 16),
+        (recomputing_loss, "FRB", 13),
+    ],
 )
 def test_several_loops(loss, order, ticks):
     pipeline = plan_of(accumulating(loss), layout="batch: data; layers, decoder_layers: stage").pipeline
@@ -409,6 +440,20 @@ def test_several_loops(loss, order, ticks):
         assert loss is rematerialized_loss
         order, ticks = "RB", 10
     assert (pipeline.schedule.order, pipeline.ticks, pipeline.bubble) == (order, ticks, pytest.approx(3 / 7))
+
+
+@pytest.mark.parametrize(("schedule", "order", "ticks"), [("1f1b", "FB", 10), ("gpipe", "FB", 13), ("zb", "FBW", 10)])
+def test_layers_from_the_last_to_the_first(schedule, order, ticks):
+    """A forward loop may have the direction of a backward loop: the schedule is as for the other direction."""
+    other, pipeline = (plan_of(accumulating(f), schedule=schedule).pipeline for f in (loss, reversed_loss))
+    assert (pipeline.schedule.order, pipeline.ticks) == (order, ticks)
+    assert (pipeline.bubble, pipeline.in_flight) == (other.bubble, other.in_flight)
+    outside = plan_of(
+        jax.grad(lambda p, batch: jnp.mean(jax.lax.map(lambda b: reversed_loss(p, b), microbatches(batch))))
+    )
+    assert [p.schedule.order for p in outside.pipelines] == ["F", "B"]
+    slots = [outside.pipelines[1].schedule.slot(0, stage, 0) for stage in range(4)]
+    assert slots == [(0, 0), None, None, None]  # its backward pass begins with the first layers
 
 
 def test_stacks_with_different_stages():
