@@ -10,9 +10,10 @@ Every check, timing and tuned configuration is a task of its own, run in a worke
 not timed after a wrong value of it, the baselines are. One JSON line is appended to `results.jsonl` after each task and flushed to
 disk, so that a command that is killed loses nothing; `--resume` takes such a file and runs only what has no outcome yet.
 
-Order: the device's copy bandwidth and matmul rate; values of all kernels and forms against NumPy in float64; times of the matmuls
-and of the baselines, random loads first; routing; opt-in forms; NVLink kernels where there are two GPUs or more; tiles of the
-matmuls. No task starts after `--budget` seconds.
+Order: the device's copy bandwidth and matmul rate; values of all kernels and forms against NumPy in float64, several processes at
+a time; whole steps (`device_steps.py`); times of the matmuls and of the baselines, random loads first; routing, attention and 8-bit
+matmuls; opt-in forms; NVLink kernels where there are two GPUs or more; tiles of the matmuls. No task starts after `--budget`
+seconds.
 
 At the end, also when the budget is spent:
 
@@ -71,6 +72,9 @@ VALUES_OF = {
     "route": ("route",),
     "permute": ("permute and combine",),
     "combine": ("permute and combine",),
+    "scaled": ("scaled_grouped_matmul",),
+    "attention": ("attention cudnn",),
+    "d attention": ("attention cudnn",),
 }
 """Kernel that is timed → the kernels of the value cases (what stands before the colon of their names) that it depends on."""
 
@@ -98,8 +102,8 @@ def _timing(kernel: str, shape: str, load: str, name: str) -> Task:
 def timings(platform: str) -> Iterator[Task]:
     """Every case by every implementation: random loads first, then routing, even loads, and the opt-in forms."""
     matmuls = [(k, s) for k, s in device_cases.names() if k in device_cases.MATMUL_KERNELS]
-    routing = [(k, s) for k, s in device_cases.names() if k in device_cases.ROUTING_KERNELS]
-    for load, cases in (("random", [*matmuls, *routing]), ("even", matmuls)):
+    others = [case for case in device_cases.names() if case not in matmuls]
+    for load, cases in (("random", [*matmuls, *others]), ("even", matmuls)):
         for kernel, shape in cases:
             for name in (OURS, *device_cases.implementations(kernel, platform)):
                 yield _timing(kernel, shape, load, name)
@@ -107,6 +111,16 @@ def timings(platform: str) -> Iterator[Task]:
         for kernel, shape in matmuls:
             for form in filter(None, device_cases.forms(kernel, "sm_90a")):
                 yield _timing(kernel, shape, "random", f"{OURS}, {form}")
+
+
+def steps() -> Iterator[Task]:
+    """Whole steps (`device_steps.py`), each in a process of its own, whose peak of memory is that of the step."""
+    from device_steps import names
+
+    for name, variant in names():
+        yield Task(
+            f"step/{name}/{variant}", {"kind": "step", "name": name, "variant": variant}, f"{name}/{variant}", 90.0
+        )
 
 
 def nvlink_timings(devices: int) -> Iterator[Task]:
@@ -162,7 +176,7 @@ class Runner(tasks.Runner):
 
     def wrong(self, kernels: Sequence[str]) -> Outcome | None:
         """A wrong, failed, crashed or hung value of one of these kernels."""
-        for outcome in self.outcomes.values():
+        for outcome in list(self.outcomes.values()):
             kernel = outcome.id.removeprefix("value/").partition(":")[0]
             if outcome.id.startswith("value/") and kernel in kernels and outcome.status not in ("ok", "refused"):
                 return outcome
@@ -263,6 +277,7 @@ def report(machine: Mapping[str, Any], outcomes: Outcomes) -> str:
         for name, outcome in sorted(rows.items(), key=lambda item: _seconds(item[1]) or math.inf):
             lines.append(_row(kernel, shape, load, name, outcome, machine, ours))
         lost += _lost(f"{kernel} {shape} {load}", rows, ours)
+    lines += _step_rows(outcomes)
     lines += ["", "## Slower than a baseline, or than the default form", ""]
     lines += [f"- {text}" for text in lost] or ["None."]
     tuned = tuned_table(machine, outcomes)
@@ -315,6 +330,46 @@ def _row(
         f"{head} {1e3 * seconds:.3f} | {rate} | {moved:.0f} | {100 * moved / machine['copy']:.0f} | {ratio} | {error} | "
         f"{r['method']} |"
     )
+
+
+def _step_rows(outcomes: Outcomes) -> list[str]:
+    """The table of whole steps; the difference of results is against plain `jax.jit`, over its largest value."""
+    lines = [
+        "",
+        "## Whole steps on one device",
+        "",
+        "| step | variant | ms | x jax.jit | planned, ms | peak, GB | planned, GB | largest difference of 4 results |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for outcome in outcomes.values():
+        if not outcome.id.startswith("step/"):
+            continue
+        _, name, variant = outcome.id.split("/")
+        if outcome.status != "ok":
+            lines.append(f"| {name} | {variant} | {outcome.status}: {_cell(outcome.message)} | | | | | |")
+            continue
+        r = outcome.result
+        plain = outcomes.get(f"step/{name.partition(',')[0]}/jax.jit")
+        base = plain.result if plain is not None and plain.status == "ok" else None
+        seconds = r.get("seconds")
+        cells = [
+            f"{1e3 * seconds:.2f}" if seconds else "",
+            f"{seconds / base['seconds']:.3f}" if seconds and base else "",
+            f"{1e3 * r['planned_seconds']:.2f}" if r.get("planned_seconds") else "",
+            f"{r['peak'] / 1e9:.2f}" if r.get("peak") else "",
+            f"{r['planned_peak'] / 1e9:.2f}" if r.get("planned_peak") else "",
+            f"{_difference(r['values'], base['values']):.1e}" if base and base is not r else "",
+        ]
+        lines.append(f"| {name} | {variant} | {' | '.join(cells)} |")
+    for outcome in outcomes.values():
+        if outcome.id.startswith("step/") and outcome.status == "ok" and "report" in outcome.result:
+            lines += ["", "```", outcome.result["report"], "```"]
+    return lines
+
+
+def _difference(got: Sequence[float], want: Sequence[float]) -> float:
+    largest = max(abs(w) for w in want) or 1.0
+    return max(abs(g - w) for g, w in zip(got, want, strict=True)) / largest
 
 
 def _cell(text: str) -> str:
@@ -394,7 +449,8 @@ def run_all(options: argparse.Namespace) -> int:
         return 2
     runner.run([Task("value names", {"kind": "value_names"}, "values", START_LIMIT)], always=True)
     names = runner.outcomes["value names"].result if "value names" in runner.outcomes else []
-    runner.run(values(names or []))
+    runner.run(values(names or []), processes=max(1, min(8, (os.cpu_count() or 2) // 2)))
+    runner.run(steps())
     timed = list(timings(platform))
     if options.compile_processes:
         runner.compile(timed, options.compile_processes)
@@ -405,7 +461,7 @@ def run_all(options: argparse.Namespace) -> int:
     runner.run(tunings(runner.outcomes))
     (options.out / "results.md").write_text(report(machine, runner.outcomes))
     tuning.write(options.out / "tuned.json", tuned_table(machine, runner.outcomes))
-    planned = [*values(names or []), *timed, *config_lists(), *tunings(runner.outcomes)]
+    planned = [*values(names or []), *steps(), *timed, *config_lists(), *tunings(runner.outcomes)]
     missing = sum(task.id not in runner.outcomes and options.only in task.id for task in planned)
     wrong = [o.id for o in runner.outcomes.values() if o.id.startswith("value/") and o.status not in ("ok", "refused")]
     print(f"{len(runner.outcomes)} outcomes, {missing} tasks without one, {len(wrong)} wrong values")

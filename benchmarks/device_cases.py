@@ -10,17 +10,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshpar_kernels import grouped_matmul, grouped_matmul_transpose
+from meshpar_kernels import grouped_matmul, grouped_matmul_transpose, ring_attention, scaled_grouped_matmul
 from meshpar_kernels.routing import gpu as routing_gpu
 from meshpar_kernels.routing import reference, tpu_gather
 from meshpar_kernels.routing import tpu as routing_tpu
-from meshpar_kernels.shapes import MATMULS, MODELS
+from meshpar_kernels.shapes import MATMULS, MODELS, AttentionShape
 from meshpar_kernels.tuning import MatmulKey
 
 TOKENS = 8192
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 MATMUL_KERNELS = ("forward", "d lhs", "d rhs", "swiglu")
 ROUTING_KERNELS = ("route", "permute", "combine")
+ATTENTION_KERNELS = ("attention", "d attention")
+SCALED = ("g64", "deepseek-v3-up", "deepseek-v3-down")
+"""Shapes of the grouped matmul of 8-bit operands with block scales."""
+ATTENTION = {"llama3-8b-8k": AttentionShape(tokens=8192, heads=32, kv_heads=8, head_dim=128)}
 FORMS: dict[str, dict[str, Any]] = {
     "": {},
     "cluster": {"cluster": 2},
@@ -55,7 +59,8 @@ def names() -> list[tuple[str, str]]:
     rows += [("swiglu", shape) for shape in MATMULS if shape.endswith("-up")]
     rows += [(kernel, model) for model in ("mixtral-8x7b", "deepseek-v3") for kernel in ROUTING_KERNELS]
     first = [r for r in rows if r[1] == "g64"]
-    return first + [r for r in rows if r not in first]
+    rest = [r for r in rows if r not in first]
+    return first + rest + [(k, a) for a in ATTENTION for k in ATTENTION_KERNELS] + [("scaled", s) for s in SCALED]
 
 
 def forms(kernel: str, target: str) -> list[str]:
@@ -67,6 +72,10 @@ def forms(kernel: str, target: str) -> list[str]:
 
 def make(kernel: str, shape: str) -> Case:
     """The case of this name."""
+    if kernel == "scaled":
+        return _scaled(shape)
+    if kernel in ATTENTION_KERNELS:
+        return _attention(kernel, shape)
     return _matmul(kernel, shape) if shape in MATMULS else _routing(kernel, shape)
 
 
@@ -157,6 +166,48 @@ def _matmul(kernel: str, shape: str) -> Case:
     return Case([lhs, out, sizes], d_rhs("pallas"), others, s.flops, total)
 
 
+def _scaled(shape: str) -> Case:
+    """float8_e4m3fn codes with the block scales of DeepSeek-V3."""
+    s = MATMULS[shape]
+    f8 = jnp.float8_e4m3fn
+    arguments = [
+        ((s.m, s.k), f8), ((s.m, s.k // 128), F32), ((s.groups, s.n, s.k), f8), ((s.groups, s.n // 128, s.k // 128), F32),
+        ((s.groups,), I32),
+    ]  # fmt: skip
+
+    def by(implementation):
+        return lambda *operands: scaled_grouped_matmul(*operands, implementation=implementation)
+
+    moved = _nbytes(arguments) + _nbytes([((s.m, s.n), BF16)])
+    return Case(arguments, by("pallas"), {"reference": by("xla"), "xla loop": by("xla")}, s.flops, moved)
+
+
+def _attention(kernel: str, shape: str) -> Case:
+    """Causal attention on one device, bfloat16; "d attention": its gradients alone, as far as XLA can omit the result."""
+    s = ATTENTION[shape]
+    q, kv = ((1, s.tokens, s.heads, s.head_dim), BF16), ((1, s.tokens, s.kv_heads, s.head_dim), BF16)
+
+    def own(implementation):
+        return lambda q, k, v: ring_attention(q, k, v, None, causal=True, implementation=implementation)
+
+    def jax_cudnn(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+    functions = {"": own(None), "reference": own("xla"), "xla loop": own("xla"), "jax.nn, cudnn": jax_cudnn}
+    flops = 2 * s.tokens**2 * s.heads * s.head_dim  # two matmuls over half the scores
+    if kernel == "attention":
+        ours, arguments = functions.pop(""), [q, kv, kv]
+        return Case(arguments, ours, functions, flops, _nbytes([q, kv, kv, q]))
+
+    def gradients(function):
+        return lambda q, k, v, g: jax.vjp(function, q, k, v)[1](g)
+
+    differentiated = {name: gradients(function) for name, function in functions.items()}
+    ours, arguments = differentiated.pop(""), [q, kv, kv, q]
+    # the forward pass runs for its residuals: 2 matmuls, and 5 in the backward pass
+    return Case(arguments, ours, differentiated, flops * 7 // 2, _nbytes([*arguments, q, kv, kv]))
+
+
 def _swapped(function):
     return lambda rhs, grad, sizes: function(grad, rhs, sizes)
 
@@ -180,9 +231,15 @@ BASELINES = {
 
 def implementations(kernel: str, platform: str) -> list[str]:
     """The baselines that may have a kernel, whether installed or not."""
+    if kernel in ATTENTION_KERNELS:
+        return ["jax.nn, cudnn", "xla loop", "torch"] if platform == "gpu" else ["xla loop"]
+    if kernel == "scaled":
+        return ["xla loop", "torch"] if platform == "gpu" else []
     if kernel in ROUTING_KERNELS:
         names = ["reference"] + ["take"] * (kernel == "permute")
-        return names + ["torch"] * (platform == "gpu" and kernel != "route")
+        if platform == "gpu" and kernel != "route":
+            names += ["triton", "torch"]
+        return names
     dropped = {
         "forward": (),
         "d lhs": ("tokamax", "deep_gemm", "dense matmul"),
@@ -259,18 +316,20 @@ def _routing(kernel: str, model: str) -> Case:
             moved,
         )
     row_bytes = 2 * m.embed
+    triton = {} if on_tpu else {"triton": routing_gpu.triton_gather_sum}
     if kernel == "permute":
         return Case(
             [((TOKENS, m.embed), BF16), ((rows,), I32)],
             lambda x, token: gather_sum(x, token[:, None], None),
-            {"reference": lambda x, token: reference.gather_sum(x, token[:, None], None), "take": lambda x, t: x[t]},
+            {"reference": lambda x, token: reference.gather_sum(x, token[:, None], None), "take": lambda x, t: x[t]}
+            | {name: (lambda x, token, f=f: f(x, token[:, None], None)) for name, f in triton.items()},
             None,
             (TOKENS + rows) * row_bytes,
         )
     return Case(
         [((rows, m.embed), BF16), ((TOKENS, m.k), I32), ((TOKENS, m.k), F32)],
         gather_sum,
-        {"reference": reference.gather_sum},
+        {"reference": reference.gather_sum} | triton,
         None,
         (TOKENS + rows) * row_bytes,
     )
@@ -289,6 +348,8 @@ def draw(case: Case, kernel: str, shape: str, load: str) -> list[jax.Array]:
     for number, (size, dtype) in enumerate(case.arguments):
         if dtype == I32 and shape in MATMULS:
             values = jnp.asarray(group_sizes(MATMULS[shape].m, MATMULS[shape].groups, load))
+        elif kernel == "scaled" and dtype == F32:
+            values = jax.random.uniform(jax.random.key(number), size, F32, 0.01, 0.1)
         elif dtype == I32:
             rows = case.arguments[0][0][0]
             order = np.random.default_rng(1).permutation(int(np.prod(size))) % rows

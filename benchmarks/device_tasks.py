@@ -5,6 +5,7 @@ A request names its `kind`:
 - `machine`: the name of the device, its copy bandwidth and its dense bfloat16 matmul rate, which the tables compare with.
 - `value_names`, `value`: the cases of `device_values.py`, and the error of one.
 - `compile`, `time`: compile, or compile and time, one implementation of one case of `device_cases.py`.
+- `step`: run one variant of a whole step of `device_steps.py`.
 - `time_nvlink`: the same for a case of `nvlink_cases.py`.
 - `configs`, `tune`: the configurations of one matmul (`meshpar_kernels.tuner`), and error and time of one of them.
 """
@@ -119,6 +120,13 @@ def time(kernel: str, shape: str, load: str, name: str) -> dict[str, Any]:
     return {"seconds": seconds, "method": method, "error": found, "flops": case.flops, "bytes": case.bytes}
 
 
+def step(name: str, variant: str) -> dict[str, Any]:
+    """One variant of a step of `device_steps.py`."""
+    import device_steps
+
+    return device_steps.run(name, variant)
+
+
 def time_nvlink(shape: str, name: str) -> dict[str, Any]:
     """As `time`, of a kernel over NVLink on at most 8 GPUs; `bytes` are those that a device sends."""
     import nvlink_cases
@@ -157,6 +165,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     "compile": compile_only,
     "time": time,
     "time_nvlink": time_nvlink,
+    "step": step,
     "configs": configs,
     "tune": tuner.measure,
 }

@@ -20,7 +20,16 @@ from device_cases import FORMS, forms
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from meshpar_kernels import combine, grouped_matmul, grouped_matmul_transpose, permute, ring_attention, route
+from meshpar_kernels import (
+    combine,
+    grouped_matmul,
+    grouped_matmul_transpose,
+    permute,
+    quantized_grouped_matmul,
+    ring_attention,
+    route,
+    scaled_grouped_matmul,
+)
 from meshpar_kernels.collective_matmul import gpu as collective_matmul_gpu
 
 RNG = np.random.default_rng(7)
@@ -121,8 +130,47 @@ def gpu_cases() -> Iterator[tuple[str, Callable[[], float]]]:
         name = "all_gather_matmul" if gathers else "matmul_reduce_scatter"
         for size in ((1000, 1024, 512), (128, 64, 64)):
             yield f"{name}: one device, {size}", functools.partial(own_block, gathers, *size)
+    for columns, dtype in ((2048, jnp.bfloat16), (7168, jnp.bfloat16), (1152, jnp.float32), (200, jnp.bfloat16)):
+        name = f"permute and combine: {jnp.dtype(dtype).name} [3000, {columns}]"
+        yield name, functools.partial(moved, 3000, columns, dtype)
+    if target == "sm_90a":
+        for dtype in ("float8_e4m3fn", "int8"):
+            for sizes in ([128, 9, 0, 100], [70, 0, 60, 77], [0, 256, 0, 0], [3, 5, 2, 300]):
+                yield f"scaled_grouped_matmul: {dtype}, {sizes}", functools.partial(scaled, sizes, dtype)
+            yield (
+                f"scaled_grouped_matmul: {dtype}, large",
+                functools.partial(scaled, [700, 0, 1000, 348], dtype, 1024, 768),
+            )
+            yield f"scaled_grouped_matmul: {dtype}, gradients", functools.partial(quantized, [129, 0, 100, 41], dtype)
     if jax.device_count() > 1:
         yield from nvlink_cases.value_cases()
+
+
+def scaled(sizes: list[int], dtype: str, k: int = 256, n: int = 384) -> float:
+    """Error of `scaled_grouped_matmul` on codes and scales that are given."""
+    rows, groups = sum(sizes) + 3, len(sizes)
+    lhs, rhs = (jnp.asarray(RNG.integers(-100, 100, shape), dtype) for shape in ((rows, k), (groups, n, k)))
+    lhs_scale = RNG.uniform(0.1, 3, (rows, k // 128)).astype(np.float32)
+    rhs_scale = RNG.uniform(0.1, 3, (groups, n // 128, k // 128)).astype(np.float32)
+    got = scaled_grouped_matmul(lhs, lhs_scale, rhs, rhs_scale, jnp.asarray(sizes), implementation="pallas")
+    wide = np.asarray(lhs, np.float64) * np.repeat(lhs_scale, 128, 1)
+    weights = np.asarray(rhs, np.float64) * np.repeat(np.repeat(rhs_scale, 128, 1), 128, 2)
+    return error(got, oracle.grouped_matmul(wide, weights, sizes, transpose_rhs=True))
+
+
+def quantized(sizes: list[int], dtype: str) -> float:
+    """Largest error of `quantized_grouped_matmul` and its gradients by the kernel, against the same by XLA."""
+    rows, k, n = sum(sizes), 256, 384
+    lhs, rhs, grad = normal(rows, k), normal(len(sizes), k, n), normal(rows, n)
+
+    def run(implementation: str) -> list[jax.Array]:
+        def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+            return quantized_grouped_matmul(x, w, jnp.asarray(sizes), dtype=dtype, implementation=implementation)
+
+        out, pull = jax.vjp(matmul, lhs, rhs)
+        return [out, *pull(grad)]
+
+    return max(error(a, np.asarray(b, np.float64)) for a, b in zip(run("pallas"), run("xla"), strict=True))
 
 
 def attention(heads: int, causal: bool) -> float:
@@ -197,11 +245,11 @@ def routed(tokens, experts, k, *, bias=False, **options) -> float:
     return error(plan.weight, want[1]) if same else float("inf")
 
 
-def moved() -> float:
+def moved(tokens: int = 100, columns: int = 1152, dtype=jnp.bfloat16) -> float:
     """Largest error of `permute` and `combine`, with a capacity that drops tokens."""
-    plan = route(normal(100, 8, dtype=jnp.float32), 2, capacity=20, implementation=kernel())
+    plan = route(normal(tokens, 8, dtype=jnp.float32), 2, capacity=tokens // 5, implementation=kernel())
     rows = oracle.buffer_rows(*(np.asarray(x) for x in (plan.expert, plan.rank, plan.offsets)))
-    x, y = normal(100, 1152), normal(plan.buffer_rows, 1152)
+    x, y = normal(tokens, columns, dtype=dtype), normal(plan.buffer_rows, columns, dtype=dtype)
     permuted = permute(x, plan, weight=plan.weight, implementation=kernel())
     combined = combine(y, plan, weight=plan.weight, implementation=kernel())
     return max(

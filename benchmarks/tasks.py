@@ -6,9 +6,11 @@ is appended to the record after each task and flushed to disk, so that a command
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -103,13 +105,20 @@ class Runner:
     only: str = ""
     start_limit: float = 0.0
     say: Callable[[str], None] = print
+    lock: Any = dataclasses.field(default_factory=threading.Lock, repr=False)
 
-    def run(self, tasks: Iterable[Task], always: bool = False) -> None:
+    def run(self, tasks: Iterable[Task], always: bool = False, processes: int = 1) -> None:
         """Run the tasks that have no outcome yet.
 
         Args:
           always: whatever `only` says.
+          processes: workers at a time. With several, their order is not kept.
         """
+        if processes > 1:
+            listed = list(tasks)
+            with concurrent.futures.ThreadPoolExecutor(processes) as pool:
+                list(pool.map(lambda n: self.run(listed[n::processes], always), range(processes)))
+            return
         worker, group = None, None
         try:
             for task in tasks:
@@ -160,7 +169,8 @@ class Runner:
 
     def write(self, outcome: Outcome) -> None:
         """Append an outcome to the record and to `outcomes`."""
-        append(self.record, dataclasses.asdict(outcome))
-        self.outcomes[outcome.id] = outcome
+        with self.lock:
+            append(self.record, dataclasses.asdict(outcome))
+            self.outcomes[outcome.id] = outcome
         text = f"{outcome.status:<8} {outcome.seconds:5.1f} s  {outcome.id}  {' '.join(self.shown(outcome).split())}"
         self.say(text[:200])

