@@ -262,7 +262,7 @@ def limit_of(name: str) -> float:
     """The largest error that a case may have."""
     if name.startswith("route") or "float32" in name:
         return LIMITS["float32"]
-    return LIMITS["float16"] if "float16" in name else LIMITS["bfloat16"]
+    return LIMITS["float16"] if ": float16" in name else LIMITS["bfloat16"]
 
 
 @functools.cache

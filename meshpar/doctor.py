@@ -52,8 +52,14 @@ def diagnose(requirements: Iterable[str] | None = None) -> list[Finding]:
     Args:
       requirements: of meshpar, as ``importlib.metadata.requires`` returns them (None: of the installed distribution).
     """
-    needed = list(metadata.requires("meshpar") or []) if requirements is None else list(requirements)
     findings = [Finding("python", "ok", platform.python_version())]
+    try:
+        needed = list(metadata.requires("meshpar") or []) if requirements is None else list(requirements)
+    except metadata.PackageNotFoundError:
+        needed = []
+        findings.append(
+            Finding("meshpar", "missing", "importable, not installed: requirements unknown; pip install -e .")
+        )
     findings += [_package(*_split(text)) for text in needed if "extra ==" not in text]
     findings.append(_devices())
     for feature, (extra, packages) in FEATURES.items():

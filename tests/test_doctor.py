@@ -68,3 +68,13 @@ def test_names_of_extras_are_printed(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "diagnose", lambda: [doctor.Finding("teleport", "missing", "the extra meshpar[aot]")])
     assert main(["doctor"]) == 0
     assert "meshpar[aot]" in capsys.readouterr().out
+
+
+def test_a_package_that_is_importable_but_not_installed(monkeypatch):
+    def missing(name):
+        raise doctor.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor.metadata, "requires", missing)
+    found = doctor.diagnose()
+    assert "pip install -e ." in finding(found, "meshpar").detail
+    assert finding(found, "devices").status == "ok"

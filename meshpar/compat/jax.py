@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import config, core, source_info_util
+from jax._src import config, core, dispatch, source_info_util
 from jax._src.array import ArrayImpl
 from jax._src.interpreters import partial_eval
 from jax._src.random.prng import PRNGKeyArray
@@ -405,6 +405,14 @@ def new_var(aval: Any) -> Any:
     from jax.extend.core import Var
 
     return Var(aval)
+
+
+def requires_devices(primitive: Any) -> None:
+    """Let ``jax.jit`` lower a primitive with known devices, as ops with custom partitioning need (cuDNN's attention).
+
+    JAX looks for such ops in jaxprs; it cannot see those inside a primitive whose lowering traces a function.
+    """
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 def _primitive(name: str) -> Any:

@@ -20,7 +20,7 @@ from jax.interpreters import batching, mlir
 
 from meshpar_kernels._choose import OUTLINE
 
-from ..compat.jax import one_trace_context
+from ..compat.jax import one_trace_context, requires_devices
 from ..errors import LayoutSyntaxError, RankError, UnsupportedError
 from ..rules.rule import Kind, OpRule
 from ..rules.spmd import Factors, Send
@@ -378,4 +378,5 @@ kernel_p.def_abstract_eval(
     lambda *avals, kernel: [ShapedArray(o.shape, o.dtype) for o in jax.tree.leaves(kernel.shapes(*avals))]
 )
 mlir.register_lowering(kernel_p, mlir.lower_fun(_flat, multiple_results=True))
+requires_devices(kernel_p)
 batching.primitive_batchers[kernel_p] = _batch

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
 
 import meshpar as mp
 from meshpar.cost.flops import local_opaque_flops
@@ -254,3 +255,27 @@ def test_what_a_plan_reads_of_a_kernel_for_several_platforms_is_not_what_runs():
         assert flops == 128 * 64 * 256 or (step is gradient and flops > 128 * 64 * 256)
         got = jitted(x, w, sizes)
         np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(expected, np.float32), rtol=1e-2)
+
+
+@mp.kernel_rule("a b -> a b")
+def _doubled(x):
+    """An op with custom partitioning inside, as cuDNN's attention is."""
+
+    @custom_partitioning
+    def double(x):
+        return 2 * x
+
+    double.def_partition(
+        partition=lambda mesh, args, result: (mesh, lambda x: 2 * x, result.sharding, (args[0].sharding,)),
+        infer_sharding_from_operands=lambda mesh, args, result: args[0].sharding,
+        sharding_rule="a b -> a b",
+    )
+    return double(x)
+
+
+def test_a_kernel_with_custom_partitioning_runs_under_plain_jit():
+    x = jnp.arange(6.0).reshape(2, 3)
+    np.testing.assert_array_equal(jax.jit(_doubled)(x), 2 * np.asarray(x))
+    np.testing.assert_array_equal(
+        jax.jit(lambda x: jax.lax.fori_loop(0, 2, lambda _, x: _doubled(x), x))(x), 4 * np.asarray(x)
+    )
