@@ -100,17 +100,22 @@ def _timing(kernel: str, shape: str, load: str, name: str) -> Task:
 
 
 def timings(platform: str) -> Iterator[Task]:
-    """Every case by every implementation: random loads first, then routing, even loads, and the opt-in forms."""
+    """Every case by every implementation: random loads, opt-in forms, then even loads; tasks of one library follow each other."""
     matmuls = [(k, s) for k, s in device_cases.names() if k in device_cases.MATMUL_KERNELS]
     others = [case for case in device_cases.names() if case not in matmuls]
     for load, cases in (("random", [*matmuls, *others]), ("even", matmuls)):
-        for kernel, shape in cases:
-            for name in (OURS, *device_cases.implementations(kernel, platform)):
-                yield _timing(kernel, shape, load, name)
-    if platform == "gpu":
-        for kernel, shape in matmuls:
-            for form in filter(None, device_cases.forms(kernel, "sm_90a")):
-                yield _timing(kernel, shape, "random", f"{OURS}, {form}")
+        tasks = [
+            _timing(kernel, shape, load, name)
+            for kernel, shape in cases
+            for name in (OURS, *device_cases.implementations(kernel, platform))
+        ]
+        if platform == "gpu" and load == "random":
+            tasks += [
+                _timing(kernel, shape, load, f"{OURS}, {form}")
+                for kernel, shape in matmuls
+                for form in filter(None, device_cases.forms(kernel, "sm_90a"))
+            ]
+        yield from sorted(tasks, key=lambda task: task.group)
 
 
 def steps() -> Iterator[Task]:
