@@ -262,6 +262,11 @@ class Layout:
         """The dims that the rules name, in order."""
         return tuple(self._by_dim)
 
+    @property
+    def unscoped(self) -> dict[str, Rule]:
+        """For each dim, its first rule without a scope; a rule for parameters or optimizer state alone says where these are stored."""
+        return {rule.dim: rule for rule in reversed(self.rules) if rule.scope is None}
+
     def rules_of(self, names: Iterable[str], scopes: Iterable[str] = ()) -> list[int]:
         """Indices of the rules for any of these names that hold in these scopes, in layout order."""
         scopes = tuple(scopes)

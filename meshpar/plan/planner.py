@@ -80,12 +80,9 @@ def planned(
     )  # models that name axes in their metadata, as Flax allows
     notes = [f"`{a}` is called after an axis of the mesh and has no rule: it is treated as `{a}: {a}`" for a in axes]
     assignment = AxisAssignment(program, complete, dict(mesh.shape))
-    unscoped: dict[str, int] = {}
-    for rule in complete.rules:
-        if rule.scope is None:
-            unscoped.setdefault(rule.dim, rule.rounds)
-    notes += stack_notes(program, assignment.value_spec, unscoped, assignment.sizes)
-    pipelined = rewrite_pipelines(program, assignment.value_spec, unscoped, assignment.sizes, schedule, gather)
+    rules = complete.unscoped
+    notes += stack_notes(program, assignment.value_spec, rules, assignment.sizes)
+    pipelined = rewrite_pipelines(program, assignment.value_spec, rules, assignment.sizes, schedule, gather)
     if pipelined is not None:
         program, assignment = pipelined, AxisAssignment(pipelined, complete, dict(mesh.shape))
         notes += [p.note for p in pipelined.pipelines if p.note]

@@ -17,6 +17,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from ...compat.jax import abstract_array, make_generated_jaxpr, new_var, on_host, replace_body
 from ...errors import UnsupportedError
+from ...layout import Rule
 from ..infer import infer_like
 from ..ir import Frame, Op, Program
 from .find import LayerLoop, in_backward_pass, indexed_stacks, layer_loops, microbatch_loop
@@ -92,9 +93,22 @@ class Pipeline:
         return float(self.schedule.in_flight)
 
     @property
+    def masked(self) -> int:
+        """The layers that are computed but change nothing, because the stages do not divide the layers."""
+        return Stages(self.stages, self.dim, self.rounds, self.layers).masked
+
+    @property
     def note(self) -> str | None:
-        """What to do if all but one stage are idle at any time; None: there are microbatches."""
+        """What to do if all but one stage are idle at any time, or if layers are masked; else None."""
         k = self.schedule.stages
+        if self.masked:
+            parts = [n for n in range(2, 2 * k) if self.layers % n == 0]
+            nearest = [*[n for n in parts if n < k][-1:], *[n for n in parts if n > k][:1]]
+            others = f"; {_numbers(nearest)} stages divide {self.layers}" if nearest else ""
+            return (
+                f"the {self.layers} `{self.dim}` at {self.source} are padded with {self.masked} masked ones for {k} stages, which "
+                f"lengthens the time of the layers by {self.masked / self.layers:.1%}{others}"
+            )
         if self.schedule.microbatches > 1:
             return None
         return (
@@ -123,7 +137,7 @@ class _Split:
 
 
 def rewrite_pipelines(
-    program: Program, axes: ValueAxes, dims: Mapping[str, int], sizes: Mapping[str, int], schedule: str,
+    program: Program, axes: ValueAxes, rules: Mapping[str, Rule], sizes: Mapping[str, int], schedule: str,
     gather: str = "microbatch",
 ) -> Program | None:  # fmt: skip
     """The program with its pipelines; None: no stacked dim of a layer loop is split. Results are cached by the axes of the loops.
@@ -132,8 +146,7 @@ def rewrite_pipelines(
 
     Args:
       axes: the axes that the layout assigns to a value.
-      dims: the dims with a rule that has no scope, and the rounds of the rule: rules for parameters or optimizer state alone say
-        where these are stored.
+      rules: dim → its rule without a scope: rules for parameters or optimizer state alone say where these are stored.
       sizes: of the mesh.
       schedule: one of :data:`SCHEDULES`.
       gather: one of :data:`GATHERS`.
@@ -144,13 +157,27 @@ def rewrite_pipelines(
     loops = program.cached(layer_loops)
     found = []
     for i, loop in enumerate(loops):
-        over = tuple(a for a in axes(loop.weight)[0] if sizes[a] > 1)
-        if over and loop.dim in dims and not any(a in over for v in loop.carries for entry in axes(v) for a in entry):
-            gathered = gathered_dims(loop, program.dims, axes) if gather == "step" else ()
-            if gathered and dims[loop.dim] > 1:
-                raise _gathered_rounds(loop, dims[loop.dim])
-            found.append(_Split(i, over, math.prod(sizes[a] for a in over), dims[loop.dim], gathered))
+        rule = rules.get(loop.dim)
+        over = () if rule is None else tuple(a for a in axes(loop.weight)[0] or _masking(loop, rule, sizes) if sizes[a] > 1)
+        if rule is None or not over or any(a in over for v in loop.carries for entry in axes(v) for a in entry):
+            continue
+        gathered = gathered_dims(loop, program.dims, axes) if gather == "step" else ()
+        if gathered and rule.rounds > 1:
+            raise _gathered_rounds(loop, rule.rounds)
+        found.append(_Split(i, over, math.prod(sizes[a] for a in over), rule.rounds, gathered))
     return program.cached(_rewritten, schedule, tuple(found)) if found else None
+
+
+def _masking(loop: LayerLoop, rule: Rule, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of an optional rule that does not divide the layers, if the time of the layers is shorter with stages some of whose
+    layers are masked than with all layers on all devices; else ()."""
+    stages, layers = math.prod(sizes[a] for a in rule.axes), loop.op.eqn.params["length"]
+    around = microbatch_loop(loop.op)
+    if not rule.optional or around is None or layers % stages == 0:
+        return ()
+    microbatches = around.eqn.params["length"]
+    slots = rule.rounds * microbatches + stages - 1
+    return rule.axes if slots * Stages(stages, loop.dim, rule.rounds, layers).length < microbatches * layers else ()
 
 
 def _gathered_rounds(loop: LayerLoop, rounds: int) -> UnsupportedError:
@@ -239,7 +266,7 @@ def _replacement(op: Op, loops: Sequence[LayerLoop], splits: Sequence[_Split], s
         plan = Schedule(
             schedule, count, 1, order="B" if in_backward_pass(op) else "F", reverse=(op.eqn.params["reverse"],)
         )
-        run: Callable[..., Any] = one_microbatch(op.eqn, Stages(count, loop.dim))
+        run: Callable[..., Any] = one_microbatch(op.eqn, Stages(count, loop.dim, 1, loop.op.eqn.params["length"]))
     else:
         body = divide(op, loops)
         plan = Schedule(schedule, count, op.eqn.params["length"], rounds, order_of(body, loops))
@@ -289,7 +316,7 @@ def _different_stages(loops: Sequence[LayerLoop], splits: Sequence[_Split]) -> U
 
 
 def _check(loop: LayerLoop, stages: int, rounds: int) -> None:
-    """Raise UnsupportedError for layers with side effects, or whose number the stages do not divide."""
+    """Raise UnsupportedError for layers with side effects, or of a number per stage that the rounds do not divide."""
     length = loop.op.eqn.params["length"]
     if loop.op.eqn.effects:
         raise UnsupportedError(
@@ -299,15 +326,15 @@ def _check(loop: LayerLoop, stages: int, rounds: int) -> None:
             fixes=["remove jax.debug.print, io_callback, … from the layers", f"or do not shard `{loop.dim}`"],
         )
     parts = stages * rounds
-    if length % parts:
-        text = f"{stages} stages" if rounds == 1 else f"{stages} stages of {rounds} rounds"
+    if length % stages == 0 and length % parts:
         fits = [v for v in range(1, length // stages + 1) if length % (stages * v) == 0]
         raise UnsupportedError(
-            f"the {length} layers of `{loop.dim}` cannot be divided into {text}: {parts} does not divide {length}",
+            f"the {length} layers of `{loop.dim}` cannot be divided into {stages} stages of {rounds} rounds: {parts} does not "
+            f"divide {length}",
             dim=loop.dim,
             source=loop.op.source,
             fixes=[
-                *([f"{length} layers in {stages} stages allow {_numbers(fits)} rounds"] if fits and rounds > 1 else []),
+                f"{length} layers in {stages} stages allow {_numbers(fits)} rounds",
                 f"make the number of layers a multiple of {parts}: {_multiples(length, parts)}",
             ],
         )
