@@ -36,6 +36,7 @@ __all__ = [
     "Schedule",
     "ScheduleName",
     "layer_loops",
+    "masking_text",
     "microbatch_loop",
     "rewrite_pipelines",
     "stack_notes",
@@ -106,8 +107,8 @@ class Pipeline:
             nearest = [*[n for n in parts if n < k][-1:], *[n for n in parts if n > k][:1]]
             others = f"; {_numbers(nearest)} stages divide {self.layers}" if nearest else ""
             return (
-                f"the {self.layers} `{self.dim}` at {self.source} are padded with {self.masked} masked ones for {k} stages, which "
-                f"lengthens the time of the layers by {self.masked / self.layers:.1%}{others}"
+                f"the {self.layers} `{self.dim}` at {self.source} are padded with {_masked_text(self.masked)} for {k} stages, "
+                f"which lengthens the time of the layers by {self.masked / self.layers:.1%}{others}"
             )
         if self.schedule.microbatches > 1:
             return None
@@ -158,36 +159,53 @@ def rewrite_pipelines(
     found = []
     for i, loop in enumerate(loops):
         rule = rules.get(loop.dim)
-        over = () if rule is None else tuple(a for a in axes(loop.weight)[0] or _masking(loop, rule, sizes) if sizes[a] > 1)
+        over = (
+            ()
+            if rule is None
+            else tuple(a for a in axes(loop.weight)[0] or _masking(loop, rule, sizes) if sizes[a] > 1)
+        )
         if rule is None or not over or any(a in over for v in loop.carries for entry in axes(v) for a in entry):
             continue
         gathered = gathered_dims(loop, program.dims, axes) if gather == "step" else ()
-        if gathered and rule.rounds > 1:
-            raise _gathered_rounds(loop, rule.rounds)
         found.append(_Split(i, over, math.prod(sizes[a] for a in over), rule.rounds, gathered))
     return program.cached(_rewritten, schedule, tuple(found)) if found else None
 
 
 def _masking(loop: LayerLoop, rule: Rule, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of an optional rule that does not divide the layers, if the time of the layers is shorter with stages some of whose
-    layers are masked than with all layers on all devices; else ()."""
-    stages, layers = math.prod(sizes[a] for a in rule.axes), loop.op.eqn.params["length"]
-    around = microbatch_loop(loop.op)
-    if not rule.optional or around is None or layers % stages == 0:
-        return ()
+    """The axes of an optional rule that does not divide the layers, if some of them are masked; else ()."""
+    stages = _masked_stages(loop, rule, sizes) if rule.optional else None
+    return () if stages is None else rule.axes
+
+
+def _masked_stages(loop: LayerLoop, rule: Rule, sizes: Mapping[str, int]) -> Stages | None:
+    """The stages of layers that a rule does not divide; None: it divides them, or the time of the layers is shorter if all devices
+    run all layers than with stages and masked layers."""
+    around, layers = microbatch_loop(loop.op), loop.op.eqn.params["length"]
+    stages = Stages(math.prod(sizes[a] for a in rule.axes), loop.dim, rule.rounds, layers)
+    if around is None or layers % stages.count == 0 or stages.masked > layers:
+        return None
     microbatches = around.eqn.params["length"]
-    slots = rule.rounds * microbatches + stages - 1
-    return rule.axes if slots * Stages(stages, loop.dim, rule.rounds, layers).length < microbatches * layers else ()
+    slots = rule.rounds * microbatches + stages.count - 1
+    return stages if slots * stages.length < microbatches * layers else None
 
 
-def _gathered_rounds(loop: LayerLoop, rounds: int) -> UnsupportedError:
-    """The error for weights of several rounds that are to be all-gathered once a step."""
-    return UnsupportedError(
-        f'gather="step" is supported for one round, and `{loop.dim}` has {rounds}',
-        dim=loop.dim,
-        source=loop.op.source,
-        fixes=[f"remove `*{rounds}` from the rule of `{loop.dim}`", 'or gather="microbatch"'],
-    )
+def masking_text(program: Program, rule: Rule, sizes: Mapping[str, int]) -> str | None:
+    """What an optional rule for stacked layers does that its axes do not divide; None: these would not be a pipeline.
+
+    For 126 layers over 8 stages it begins with "for a pipeline with 2 masked layers".
+    """
+    for loop in program.traced.cached(layer_loops):
+        if loop.dim == rule.dim and rule.scope is None and (stages := _masked_stages(loop, rule, sizes)) is not None:
+            return (
+                f"for a pipeline with {_masked_text(stages.masked)}, which lengthens the time of the layers by "
+                f"{stages.masked / stages.layers:.1%}; the weights are stored unsharded over {'+'.join(rule.axes)}, "
+                "unless the rule of another dim has it as well"
+            )
+    return None
+
+
+def _masked_text(count: int) -> str:
+    return f"{count} masked layer{'s' * (count > 1)}"
 
 
 def stack_notes(program: Program, axes: ValueAxes, dims: Collection[str], sizes: Mapping[str, int]) -> list[str]:

@@ -27,6 +27,7 @@ from jax.extend.core import Literal
 
 from ...compat.jax import at_line_of, bind, on_host, scan_counts, source_line, with_weak_type
 from ...errors import UnsupportedError
+from ..primitives import rename_dims_p
 from .schedule import Schedule, interval_rows
 from .segments import CONSTANT, INVARIANT, Body, Place, Stack
 from .slots import Rows, Slot, Stages, Time, run_slots, zeros
@@ -342,7 +343,9 @@ class TickLoops:
         for stages, eqn in zip(self.stages, body.loops, strict=True):
             for v in eqn.invars[sum(scan_counts(eqn.params)) :]:
                 if v in known and v not in divided:
-                    divided[v] = stages.divided(known[v])
+                    divided[v] = parts = stages.divided(known[v])
+                    if v in body.gathered:
+                        divided[v] = rename_dims_p.bind(parts, pairs=body.gathered[v], back=False)
                 elif v in xs and v not in divided:
                     divided[v] = stages.divided(xs[v], 1)
         state = self._first_state(args[nc : nc + nk])
@@ -616,7 +619,7 @@ class _Tick:
         stacks = [self.stack(v, time, stages, r) for v in eqn.invars[nc + nk :]]
         added, stored = self.added(i), self.stored(i)
         totals = [self.state["carries"][k] for k in added]
-        where = Rows(r * stages.length if stages.rounds > 1 else None, valid, body.gathered)
+        where = Rows(r * stages.length if stages.rounds > 1 else None, valid, bool(body.gathered))
         split = self.of_layer(i, added, stored)
         return Slot(eqn, stages, consts, per_stage, carries, stacks, totals, split, where, r)
 
@@ -736,7 +739,11 @@ class _Tick:
     def stack(self, var: Any, time: Time, stages: Stages, r: Any) -> Any:
         """[l, K, …]: for each stage, its part of a stacked operand of a slot, of its microbatch and round ``r``."""
         if var in self.known:
-            return stages.of_round(self.divided[var], r)
+            part, names = stages.of_round(self.divided[var], r), self.body.gathered.get(var, ())
+            if stages.rounds == 1 or not names:
+                return part
+            # the part has dims of its own: those of the layers have the rules of the old names as well
+            return rename_dims_p.bind(part, pairs=tuple((new, f"{new}_part") for _, new in names), back=False)
         if var in self.xs:
             parts = stages.rows(self.divided[var], self.position(time), 1)
         elif isinstance(self.body.place(var), Stack):
