@@ -53,6 +53,7 @@ class Pipeline:
       layers: its size.
       schedule: with the number of stages and microbatches.
       source: the user's line.
+      gather: ``"step"``: weights are all-gathered once a step; ``"microbatch"``: where they are used, or no weight is.
       bytes_between_stages: bytes that a device sends to other stages in a step, as planned.
     """
 
@@ -61,6 +62,7 @@ class Pipeline:
     layers: int
     schedule: Schedule
     source: str
+    gather: str = "microbatch"
     bytes_between_stages: float = 0.0
 
     @property
@@ -150,7 +152,7 @@ def rewrite_pipelines(
       rules: dim → its rule without a scope: rules for parameters or optimizer state alone say where these are stored.
       sizes: of the mesh.
       schedule: one of :data:`SCHEDULES`.
-      gather: one of :data:`GATHERS`.
+      gather: one of :data:`GATHERS`; ``auto`` is ``microbatch``.
 
     Raises:
       UnsupportedError: layers that cannot be a pipeline.
@@ -274,7 +276,7 @@ def _replacement(op: Op, loops: Sequence[LayerLoop], splits: Sequence[_Split], s
     Raises:
       UnsupportedError: loops of different stages; layers with side effects, or of a number that cannot be divided.
     """
-    loop, axes, count = loops[0], splits[0].axes, splits[0].stages
+    loop, axes, count, gather = loops[0], splits[0].axes, splits[0].stages, "microbatch"
     rounds = splits[0].rounds if op is not loop.op else 1  # one microbatch has the same bubble in any number of rounds
     if any((s.axes, s.rounds) != (axes, splits[0].rounds) for s in splits):
         raise _different_stages(loops, splits)
@@ -290,8 +292,8 @@ def _replacement(op: Op, loops: Sequence[LayerLoop], splits: Sequence[_Split], s
         plan = Schedule(schedule, count, op.eqn.params["length"], rounds, order_of(body, loops))
         _check_microbatches(op, loop, plan)
         cast_stacks(body, loops)
-        if any(s.gathered for s in splits):
-            gather_stacks(body, [s.gathered for s in splits])
+        gather_stacks(body, [s.gathered for s in splits])
+        gather = "step" if body.gathered else gather
         parts = loops
         if schedule == "zb" and "B" in plan.order:
             parts, order = split_backward(body, op, loops, plan.order)
@@ -313,7 +315,7 @@ def _replacement(op: Op, loops: Sequence[LayerLoop], splits: Sequence[_Split], s
                 f"or do not shard `{loop.dim}`",
             ],
         ) from e
-    return jaxpr, Pipeline(loop.dim, axes, loop.op.eqn.params["length"], plan, loop.op.source)
+    return jaxpr, Pipeline(loop.dim, axes, loop.op.eqn.params["length"], plan, loop.op.source, gather)
 
 
 def _different_stages(loops: Sequence[LayerLoop], splits: Sequence[_Split]) -> UnsupportedError:

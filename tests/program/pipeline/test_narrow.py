@@ -102,6 +102,31 @@ def test_gathered_once_a_step(rounds):
     assert bytes_sent["step"] * MICRO <= bytes_sent["microbatch"]
 
 
+@pytest.mark.parametrize(
+    ("embed", "topology", "gather"), [(1024, "v5e:4x2", "step"), (12288, "v5e:4x2", "microbatch"), (1024, None, "step")]
+)
+def test_gathered_by_time_and_memory(embed, topology, gather):
+    """Once a step takes less time, and does not fit if the weights of a stage are as large as the memory of the chip."""
+    shapes = {"up": (LAYERS, embed, 4 * embed), "down": (LAYERS, 4 * embed, embed)}
+    params = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
+    args = params, jax.ShapeDtypeStruct((64, embed), np.float32)
+    how = {
+        "mesh": "stage=2, data=4",
+        "layout": FSDP["layout"],
+        "dims": PLAIN_DIMS,
+        "topology": topology,
+        "donate_argnums": 0,
+    }
+    auto, once, each = (mp.plan(plain, *args, **how, gather=choice) for choice in ("auto", "step", "microbatch"))
+    assert auto.pipeline.gather == gather
+    chosen, other = (once, each) if gather == "step" else (each, once)
+    assert auto.bytes_sent == chosen.bytes_sent != other.bytes_sent
+    if topology is not None:
+        assert (once.memory.peak <= once.chip.per_device().hbm) == (gather == "step")
+        assert once.seconds < each.seconds
+    assert auto.replan().gather == "auto"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("lowering", "rounds"), [("shard_map", 1), ("jit", 1), ("shard_map", 2)])
 def test_gathering_once_changes_no_result(lowering, rounds):
