@@ -66,6 +66,7 @@ def names() -> list[tuple[str, str]]:
     variants = (PLAIN, *LOWERINGS)
     rows = [(name, variant) for name in ("llama", "moe") for variant in variants]
     rows += [("moe", "ragged_dot"), ("decode", PLAIN), ("decode", "shard_map"), ("decode, int8", "shard_map")]
+    rows += [("decode, a loop over layers", "shard_map")]
     rows += [("llama, moments on the host", "shard_map"), ("llama, 8-bit moments", "shard_map"), ("llama", TRACED)]
     rows += [(name, variant) for name in ("mixtral", "resnet") for variant in (PLAIN, "shard_map")]
     return rows
@@ -197,11 +198,11 @@ def _moe(tiny: bool) -> Program:
     return Program(sgd(ours), create, data, dims, others={"ragged_dot": sgd(by_ragged_dot)})
 
 
-def _decode(tiny: bool, weights: str = "bfloat16") -> Program:
+def _decode(tiny: bool, weights: str = "bfloat16", unroll: bool = True) -> Program:
     """A token of each of 32 sequences of Llama 3 8B, half of whose 2048 slots of cache are filled."""
     config = llama.TINY if tiny else replace(llama.LLAMA3_8B, layers=16)
     batch, length = (4, 16) if tiny else (32, 2048)
-    decode, (params, state), dims = generate.decode_target(llama.Llama, config, batch, length, weights)
+    decode, (params, state), dims = generate.decode_target(llama.Llama, config, batch, length, weights, unroll=unroll)
 
     def create() -> Any:
         values = jax.tree.map(functools.partial(_filled, scale=0.02), state)
@@ -231,6 +232,7 @@ PROGRAMS: dict[str, Callable[[bool], Program]] = {
     "moe": _moe,
     "decode": _decode,
     "decode, int8": lambda tiny: _decode(tiny, "int8"),
+    "decode, a loop over layers": lambda tiny: _decode(tiny, unroll=False),
     "resnet": _resnet,
 }
 """Name of a step → the program; with one layer or a few, at the widths of the model."""

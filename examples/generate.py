@@ -39,14 +39,14 @@ LAYOUTS = {
     "cache+tensor": "batch?: data; cache: model; heads, kv_heads?, mlp, vocab: model",
     "expert": "batch?: data; cache: model; heads, kv_heads?, mlp, vocab, expert: model",
 }
-STATE = {"state/cache/*/*": "layers batch cache kv_heads _", "state/{token,position,end,active}": "batch"}
+STATE = {"state/cache/*/*": "layers batch kv_heads cache _", "state/{token,position,end,active}": "batch"}
 PROMPT = {
-    "prompt/cache/*/*": "layers prompt seq kv_heads _",
+    "prompt/cache/*/*": "layers prompt kv_heads seq _",
     "prompt/{token,position}": "prompt",
     "{rows,end}": "prompt",
 }
 DIMS = {"prefill": {"tokens": "prompt seq", "lengths": "prompt"}, "insert": STATE | PROMPT, "decode": STATE}
-PAGES = {"state/cache/*/*": "layers pages cache kv_heads _", "state/table": "batch blocks"}
+PAGES = {"state/cache/*/*": "layers pages kv_heads cache _", "state/table": "batch blocks"}
 PAGED_DIMS = {
     "prefill": DIMS["prefill"],
     "insert": DIMS["insert"] | PAGES | {"prompt/table": "prompt blocks"},
@@ -77,6 +77,8 @@ class Options:
       chosen, groups, top_groups: of a mixture of experts, see ``deepseek.Config``.
       cache: dtype of cached keys and values in 8 bits, ``"int8"`` or ``"float8_e4m3fn"``, with a scale for each head and position;
         None: the dtype in which they are computed.
+      unroll: whether layers are written one after another in place of a loop. On GPUs a loop copies the weights and the cache of
+        each layer, and matmuls then read the copies; without a loop they read slices of the stacked arrays.
     """
 
     rope_base: float = 500_000.0
@@ -86,6 +88,7 @@ class Options:
     groups: int = 1
     top_groups: int = 1
     cache: str | None = None
+    unroll: bool = False
 
     @classmethod
     def of(cls, config: Any, **changes: Any) -> "Options":
@@ -131,14 +134,16 @@ def forward(
       table: of a cache in pages, see :data:`State`.
 
     Returns:
-      (float32 [batch, vocab], a tree like the cache with seq in place of its length).
+      (float32 [batch, vocab], a tree like the cache with seq in place of its length). Arrays of the cache are
+      [layers, batch, kv_heads, cache, size]: matmuls over each head's slots read it as it is.
     """
     params = weights_of(model)
     x = params["embedding"]["embedding"][tokens]
     new = {}
     for stack in (s for s in STACKS if s in params):
         old = None if cache is None else cache[stack]
-        x, new[stack] = jax.lax.scan(functools.partial(layer, options, position, table), x, (params[stack], old))
+        one = functools.partial(layer, options, position, table)
+        x, new[stack] = jax.lax.scan(one, x, (params[stack], old), unroll=options.unroll)
     x = x[:, -1] if last is None else jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
     x = norm(options, x, params["norm"])
     return jnp.einsum("be,ev->bv", x, params["head"]["kernel"], preferred_element_type=jnp.float32), new
@@ -169,9 +174,10 @@ def attention(
         y = mp.attention(q, k, v, causal=True, window=options.window)
     else:
         q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3]) * q.shape[3] ** -0.5
-        held = slot_positions(position, old["value"].shape[1], table)
+        held = slot_positions(position, old["value"].shape[2], table)
         y = attend([q], [k], v, [old["key"]], old["value"], position, held, options.window)
-    return jnp.einsum("bshd,hde->bse", y, w["out"]["kernel"]), {"key": k, "value": v}
+    new = {"key": k.swapaxes(1, 2), "value": v.swapaxes(1, 2)}
+    return jnp.einsum("bshd,hde->bse", y, w["out"]["kernel"]), new
 
 
 def latent_attention(
@@ -199,10 +205,11 @@ def latent_attention(
         y = mp.attention(q, k, v, causal=True, window=options.window, scale=1.0)[..., : latent.shape[-1]]
     else:
         queries, keys = [u[:, :, None] for u in queries], [old["latent"], old["rotated"]]
-        held = slot_positions(position, old["latent"].shape[1], table)
+        held = slot_positions(position, old["latent"].shape[2], table)
         y = attend(queries, [latent, turned], latent, keys, old["latent"], position, held, options.window)
     y = jnp.einsum("bshr,rhd->bshd", y, w["value"]["kernel"])
-    return jnp.einsum("bshd,hde->bse", y, w["out"]["kernel"]), {"latent": latent, "rotated": turned}
+    new = {"latent": latent.swapaxes(1, 2), "rotated": turned.swapaxes(1, 2)}
+    return jnp.einsum("bshd,hde->bse", y, w["out"]["kernel"]), new
 
 
 def attend(
@@ -214,7 +221,7 @@ def attend(
     Args:
       q: scaled queries [batch, seq, kv_heads, group, size]; scores are the sum over the arrays in `q` and `k`.
       k, v: of the new tokens, [batch, seq, kv_heads, size].
-      old_k, old_v: the cache [batch, cache, kv_heads, size].
+      old_k, old_v: the cache [batch, kv_heads, cache, size].
       position: of the first new token, [batch].
       held: position of the token in each slot of the cache, [batch, cache]; negative: the slot is empty.
 
@@ -236,9 +243,9 @@ def attend(
     past, now = jnp.exp(past - top), jnp.exp(now - top)
     total = past.sum(-1) + now.sum(-1)
     if isinstance(old_v, Quantized):
-        past *= old_v.scales[..., 0].swapaxes(1, 2)[:, :, None, None]
+        past *= old_v.scales[:, :, None, None, :, 0]
         old_v = old_v.codes
-    y = jnp.einsum("bkgsc,bckd->bskgd", past.astype(v.dtype), old_v.astype(v.dtype), preferred_element_type=jnp.float32)
+    y = jnp.einsum("bkgsc,bkcd->bskgd", past.astype(v.dtype), old_v.astype(v.dtype), preferred_element_type=jnp.float32)
     y += jnp.einsum("bkgst,btkd->bskgd", now.astype(v.dtype), v, preferred_element_type=jnp.float32)
     y = y / jnp.moveaxis(total, 3, 1)[..., None]
     return y.reshape(*y.shape[:2], -1, y.shape[-1]).astype(v.dtype)
@@ -250,9 +257,9 @@ def past_scores(q: jax.Array, old_k: jax.Array | Quantized) -> jax.Array:
     Codes are multiplied by scales after the matmul, which has more to add up than results.
     """
     codes = old_k.codes if isinstance(old_k, Quantized) else old_k
-    scores = jnp.einsum("bskgd,bckd->bkgsc", q, codes.astype(q.dtype), preferred_element_type=jnp.float32)
+    scores = jnp.einsum("bskgd,bkcd->bkgsc", q, codes.astype(q.dtype), preferred_element_type=jnp.float32)
     if isinstance(old_k, Quantized):
-        scores *= old_k.scales[..., 0].swapaxes(1, 2)[:, :, None, None]
+        scores *= old_k.scales[:, :, None, None, :, 0]
     return scores
 
 
@@ -270,12 +277,12 @@ def slot_positions(position: jax.Array, length: int, table: jax.Array | None = N
 
 
 def from_pages(table: jax.Array, pages: jax.Array) -> jax.Array:
-    """The cache [batch, cache, ...] of each row from `pages` [pages, page, ...].
+    """The cache [batch, kv_heads, cache, size] of each row from `pages` [pages, kv_heads, page, size].
 
     Slots with the same index in their page are next to each other, so that the dim of a page may be sharded.
     """
-    blocks = pages[table.clip(0, pages.shape[0] - 1)].swapaxes(1, 2)  # [batch, page, blocks, ...]
-    return blocks.reshape(blocks.shape[0], -1, *blocks.shape[3:])
+    blocks = jnp.moveaxis(pages[table.clip(0, pages.shape[0] - 1)], 1, 3)  # [batch, kv_heads, page, blocks, size]
+    return blocks.reshape(*blocks.shape[:2], -1, blocks.shape[-1])
 
 
 def cached(options: Options, new: Any) -> Any:
@@ -342,8 +349,10 @@ def empty_state(prompt: Any, batch: int, length: int, seed: int = 0, *, page: in
     rows = {
         name: jnp.zeros((batch,), jnp.int32) for name in ("token", "position", "end")
     }  # separate arrays: they are donated
-    slots = (pages, page) if page else (batch, length)
-    cache = jax.tree.map(lambda x: jnp.zeros((x.shape[0], *slots, *x.shape[3:]), x.dtype), prompt)
+    rows_of_cache, slots = (pages, page) if page else (batch, length)
+    cache = jax.tree.map(
+        lambda x: jnp.zeros((x.shape[0], rows_of_cache, x.shape[2], slots, x.shape[4]), x.dtype), prompt
+    )
     if page:
         rows["table"] = jnp.full((batch, length // page), pages, jnp.int32)
     return {"cache": cache, **rows, "active": jnp.zeros((batch,), bool), "key": jax.random.key(seed)}
@@ -368,18 +377,18 @@ def insert_prompts(state: State, prompt: dict[str, Any], rows: jax.Array, end: j
     """
 
     def put(cache: jax.Array, new: jax.Array) -> jax.Array:
-        table, seq = prompt.get("table"), new.shape[2]
-        length = cache.shape[2] * (1 if table is None else table.shape[1])
+        table, seq = prompt.get("table"), new.shape[3]
+        length = cache.shape[3] * (1 if table is None else table.shape[1])
         if seq > length:  # a sliding window: its last tokens, each in its slot
             slots = slot_positions(prompt["position"], length).clip(0)
-            new = jnp.take_along_axis(new, slots.reshape(1, *slots.shape, *[1] * (new.ndim - 3)), axis=2)
+            new = jnp.take_along_axis(new, slots[None, :, None, :, None], axis=3)
         else:
-            new = jnp.pad(new, [(0, length - seq) if d == 2 else (0, 0) for d in range(new.ndim)])
+            new = jnp.pad(new, [(0, length - seq) if d == 3 else (0, 0) for d in range(new.ndim)])
             new = new if table is not None else mp.rename(new, seq="cache")
         if table is None:
             return cache.at[:, rows].set(new)
-        blocks = new.reshape(*new.shape[:2], table.shape[1], cache.shape[2], *new.shape[3:])
-        return cache.at[:, table].set(blocks, mode="drop")
+        blocks = new.reshape(*new.shape[:3], table.shape[1], cache.shape[3], new.shape[4])
+        return cache.at[:, table].set(jnp.moveaxis(blocks, 3, 2), mode="drop")
 
     values = {"token": prompt["token"], "position": prompt["position"], "end": end, "active": end > prompt["position"]}
     if "table" in prompt:
@@ -419,17 +428,19 @@ def decode_step(options: Options, how: Sampling = Sampling(), stop: Sequence[int
 def write(
     position: jax.Array, active: jax.Array, table: jax.Array | None, cache: jax.Array, new: jax.Array
 ) -> jax.Array:
-    """`cache` [layers, batch, cache, ...] with `new` [layers, batch, 1, ...] in the slots of the positions of active rows.
+    """`cache` [layers, batch, kv_heads, cache, size] with `new` [layers, batch, kv_heads, 1, size] in the slots of the positions
+    of active rows.
 
-    All leading dims are indexed: TPU compilers write such a scatter in place, without a transposed copy of the cache.
+    All leading dims are indexed: compilers write such a scatter in place, without a transposed copy of the cache.
     """
-    layers, rows = jnp.arange(cache.shape[0])[:, None], jnp.arange(position.shape[0])
-    if table is not None:  # [layers, pages, page, ...]
-        block, slot = jnp.divmod(position % (table.shape[1] * cache.shape[2]), cache.shape[2])
-        page = jnp.where(active, table[rows, block], cache.shape[1])
-        return cache.at[layers, page, slot].set(new[:, :, 0], mode="drop")
-    slot = jnp.where(active, position % cache.shape[2], cache.shape[2])  # beyond the cache: not written
-    return cache.at[layers, rows, slot].set(new[:, :, 0], mode="drop")
+    layers, heads = jnp.arange(cache.shape[0])[:, None, None], jnp.arange(cache.shape[2])
+    rows = jnp.arange(position.shape[0])[:, None]
+    if table is not None:  # [layers, pages, kv_heads, page, size]
+        block, slot = jnp.divmod(position % (table.shape[1] * cache.shape[3]), cache.shape[3])
+        page = jnp.where(active, table[rows[:, 0], block], cache.shape[1])
+        return cache.at[layers, page[:, None], heads, slot[:, None]].set(new[:, :, :, 0], mode="drop")
+    slot = jnp.where(active, position % cache.shape[3], cache.shape[3])  # beyond the cache: not written
+    return cache.at[layers, rows, heads, slot[:, None]].set(new[:, :, :, 0], mode="drop")
 
 
 @dataclass(frozen=True)
@@ -524,27 +535,43 @@ def serve(
 
 
 def llama3_8b_decode(
-    batch: int = 32, length: int = 8192, weights: str = "bfloat16", cache: str = "bfloat16", layers: int = 0
+    batch: int = 32,
+    length: int = 8192,
+    weights: str = "bfloat16",
+    cache: str = "bfloat16",
+    layers: int = 0,
+    unroll: bool = False,
 ) -> llama.Target:
     """Llama 3 8B: a token of each of ``batch`` sequences, with ``length`` slots of cache.
 
-    ``weights``, ``cache``: their dtypes, bfloat16, int8 or float8_e4m3fn; ``layers``: fewer layers than the model has.
+    ``weights``, ``cache``: their dtypes, bfloat16, int8 or float8_e4m3fn; ``layers``: fewer layers than the model has;
+    ``unroll``: see :class:`Options`.
     """
-    return decode_target(llama.Llama, llama.LLAMA3_8B, batch, length, weights, cache, layers)
+    return decode_target(llama.Llama, llama.LLAMA3_8B, batch, length, weights, cache, layers, unroll)
 
 
 def llama3_70b_decode(
-    batch: int = 32, length: int = 8192, weights: str = "bfloat16", cache: str = "bfloat16", layers: int = 0
+    batch: int = 32,
+    length: int = 8192,
+    weights: str = "bfloat16",
+    cache: str = "bfloat16",
+    layers: int = 0,
+    unroll: bool = False,
 ) -> llama.Target:
     """Llama 3 70B, as above."""
-    return decode_target(llama.Llama, llama.LLAMA3_70B, batch, length, weights, cache, layers)
+    return decode_target(llama.Llama, llama.LLAMA3_70B, batch, length, weights, cache, layers, unroll)
 
 
 def llama31_405b_decode(
-    batch: int = 32, length: int = 8192, weights: str = "bfloat16", cache: str = "bfloat16", layers: int = 0
+    batch: int = 32,
+    length: int = 8192,
+    weights: str = "bfloat16",
+    cache: str = "bfloat16",
+    layers: int = 0,
+    unroll: bool = False,
 ) -> llama.Target:
     """Llama 3.1 405B, as above."""
-    return decode_target(llama.Llama, llama.LLAMA31_405B, batch, length, weights, cache, layers)
+    return decode_target(llama.Llama, llama.LLAMA31_405B, batch, length, weights, cache, layers, unroll)
 
 
 def mixtral_8x7b_decode(batch: int = 32, length: int = 8192) -> llama.Target:
@@ -558,10 +585,15 @@ def deepseek_671b_decode(batch: int = 32, length: int = 8192) -> llama.Target:
 
 
 def llama3_70b_prefill(
-    batch: int = 1, seq: int = 8192, weights: str = "bfloat16", cache: str = "bfloat16", layers: int = 0
+    batch: int = 1,
+    seq: int = 8192,
+    weights: str = "bfloat16",
+    cache: str = "bfloat16",
+    layers: int = 0,
+    unroll: bool = False,
 ) -> llama.Target:
     """Llama 3 70B: prompts of ``seq`` tokens; the other options as above."""
-    params, options = weights_and_options(llama.Llama, llama.LLAMA3_70B, weights, cache, layers)
+    params, options = weights_and_options(llama.Llama, llama.LLAMA3_70B, weights, cache, layers, unroll)
     tokens, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, seq), (batch,)))
     return prefill_step(options), (params, tokens, lengths, jax.eval_shape(jax.random.key, 0)), DIMS["prefill"]
 
@@ -574,9 +606,10 @@ def decode_target(
     weights: str = "bfloat16",
     cache: str = "bfloat16",
     layers: int = 0,
+    unroll: bool = False,
 ) -> llama.Target:
     """(the step of :func:`decode_step`, (weights, state), dims) as shapes."""
-    params, options = weights_and_options(model, config, weights, cache, layers)
+    params, options = weights_and_options(model, config, weights, cache, layers, unroll)
     tokens, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 128), (1,)))
     prompt = jax.eval_shape(prefill_step(options), params, tokens, lengths, jax.eval_shape(jax.random.key, 0))
     state = jax.eval_shape(lambda: empty_state(prompt["cache"], batch, length))
@@ -584,7 +617,7 @@ def decode_target(
 
 
 def weights_and_options(
-    model: Any, config: Any, weights: str = "bfloat16", cache: str = "bfloat16", layers: int = 0
+    model: Any, config: Any, weights: str = "bfloat16", cache: str = "bfloat16", layers: int = 0, unroll: bool = False
 ) -> tuple[Any, Options]:
     """The shapes of the weights, of which matmuls of Llama read codes if ``weights`` is a dtype of 8 bits, and the options."""
     config = replace(config, layers=layers) if layers else config
@@ -592,7 +625,7 @@ def weights_and_options(
     params = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.bfloat16), params)
     if weights != "bfloat16":
         params = jax.eval_shape(lambda params: mp.quantize(params, weights, contract=CONTRACT), params)
-    return params, Options.of(config, cache=None if cache == "bfloat16" else cache)
+    return params, Options.of(config, cache=None if cache == "bfloat16" else cache, unroll=unroll)
 
 
 # -- generation with the model of train_lm.py

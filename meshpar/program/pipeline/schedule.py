@@ -34,9 +34,8 @@ their own."""
 
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 
-GatherName = Literal["microbatch", "step", "auto"]
-"""When weights that each layer would all-gather are gathered: where they are used, or once a step, before the first microbatch;
-``auto``: whichever takes less time, of those that fit into the memory of the chip."""
+GatherName = Literal["microbatch", "step"]
+"""When weights that each layer would all-gather are gathered: where they are used, or once a step, before the first microbatch."""
 
 GATHERS: tuple[str, ...] = get_args(GatherName)
 

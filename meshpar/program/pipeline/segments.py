@@ -8,7 +8,7 @@ the loss and their gradients, loop 1 is the backward pass of the layers, and seg
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -54,8 +54,7 @@ class Body:
       loops: the equations of the layer loops, in order.
       places: the place of each variable.
       accumulators: by position of the carry.
-      gathered: stacked weights that are all-gathered before the loop, with (old name, new name) of their dims that are; gradients
-        are then reduced after the loop.
+      gathered: the stacked weights are all-gathered before the loop, and their gradients are reduced after it.
     """
 
     consts: Sequence[Any]
@@ -66,7 +65,7 @@ class Body:
     loops: list[Any]
     places: dict[Any, Place]
     accumulators: dict[int, Accumulator]
-    gathered: dict[Any, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    gathered: bool = False
 
     def place(self, atom: Any) -> Place:
         """The place of a variable or literal."""
