@@ -468,7 +468,9 @@ def search(
     result is deterministic. The seconds are estimates of plans, not measurements.
 
     For a step with a loop over layers inside of a loop over microbatches, layouts with stages are searched after the others, on
-    meshes with a further axis ``stage``; ``stages`` of the result says whether they pay. ``forbid="layers"`` leaves them out.
+    meshes with a further axis ``stage``; ``stages`` of the result says whether they pay. For the best of them, every schedule,
+    ``gather="step"`` and several rounds are planned as well: ``best.schedule`` and ``best.gather`` are the choice, text for
+    :func:`meshpar.jit`. ``forbid="layers"`` leaves stages out.
 
     Args:
       fn: a function, e.g. a train step; or name → function, several with the same arguments, of which one is selected as well.
@@ -526,9 +528,10 @@ def search(
             """Compile a candidate, and return one line with its memory, bytes sent and, at full effort, seconds of the
             schedule."""
             program = programs[row.variant]
+            options = program.options.changed(**row.stages)
             result = compile(
                 program.fn, *args, mesh=row.mesh, topology=topology, layout=row.layout, effort="full" if full_effort else "fast",
-                progress=report_progress, kwargs={**call, **program.keywords}, **vars(program.options),
+                progress=report_progress, kwargs={**call, **program.keywords}, **vars(options),
             )  # fmt: skip
             seconds = result.exposed.schedule if result.exposed is not None and full_effort else None
             schedule = "" if seconds is None else f", {format_seconds(seconds)} by its schedule"

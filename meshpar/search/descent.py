@@ -25,6 +25,7 @@ from ..hardware.topology import Topology, parse_topology
 from ..layout import Layout
 from ..mesh import planned_mesh
 from ..plan_api import Plan
+from ..program.pipeline import SCHEDULES
 from .bounds import matmul_seconds
 from .evaluation import Evaluation, LimitReached, OutOfPatience
 from .policy import POLICY
@@ -141,7 +142,8 @@ def _search_stages(
     """Search the layouts of a program with stages, after those without; evaluations with rows are appended to ``staged``.
 
     Numbers of stages are tried in the order of the lower bounds of their steps, until none may be better than the best candidate;
-    the first one is always tried, so that the result can compare the two.
+    the first one is always tried, so that the result can compare the two. Of the best candidate, the other schedules, weights that
+    are gathered once a step, and several rounds are planned as well.
 
     Raises:
       LimitReached: the limit of plans or of time is reached.
@@ -185,28 +187,35 @@ def _search_stages(
     with contextlib.suppress(OutOfPatience):
         shared = [dim for dim in of.space.dims if dim[1] is None]
         _descend_from(other, of.space, of.meshes, other.best_point, shared, set())
-    for rounds in stack.rounds(dict(other.best_point.sizes)[STAGE]):
+
+    def better(base: Plan, rounds: int) -> Evaluation | None:
+        """The evaluation of the best candidate in so many rounds, with the options of ``base``; None: it is no better."""
         start, left = other.best_point, evaluation.max_plans - evaluation.planned - sum(e.planned for e, _ in own)
-        more = StagedSpace.of(
-            evaluation.base, stack, evaluation.topology, options.fixed, options.forbid, [start.sizes], rounds
-        )
+        more = StagedSpace.of(base, stack, evaluation.topology, options.fixed, options.forbid, [start.sizes], rounds)
         if more is None:
-            break
-        again = _staged_evaluation(evaluation, more, left, keep_axes, best)
+            return None
+        again = _staged_evaluation(evaluation, more, left, keep_axes, best, base)
         own.append((again, more))
         staged.append((again, more.space))
         again.plan(replace(start, rules=(*more.space.fixed, *start.rules[len(more.space.fixed) :])))
-        if not again.rows or not other.is_gain(again.best, other.best):
+        return again if again.rows and other.is_gain(again.best, other.best) else None
+
+    for changes in [{"gather": "step"}, *({"schedule": name} for name in SCHEDULES)]:
+        if any(getattr(other.base, name) != value for name, value in changes.items()):
+            other = better(replace(other.base, **changes), 1) or other
+    for rounds in stack.rounds(dict(other.best_point.sizes)[STAGE]):
+        again = better(other.base, rounds)
+        if again is None:
             break
         other = again
 
 
 def _staged_evaluation(
-    evaluation: Evaluation, of: StagedSpace, max_plans: int, keep_axes: set[str], best: Row
+    evaluation: Evaluation, of: StagedSpace, max_plans: int, keep_axes: set[str], best: Row, base: Plan | None = None
 ) -> Evaluation:
-    """The evaluation of layouts with stages of a program, without candidates."""
+    """The evaluation of layouts with stages of a program, without candidates; ``base``: with other options of pipelines."""
     return Evaluation(
-        evaluation.variant, evaluation.base, evaluation.topology, evaluation.objective, evaluation.memory_fraction,
+        evaluation.variant, base or evaluation.base, evaluation.topology, evaluation.objective, evaluation.memory_fraction,
         max_plans, evaluation.deadline, evaluation.progress, keep_axes, of.program, best,
     )  # fmt: skip
 

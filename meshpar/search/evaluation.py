@@ -262,7 +262,8 @@ class Evaluation:
         peak = plan.memory.peak
         return Row(
             point.mesh, point.layout, plan.seconds, peak, float(plan.bytes_sent), peak <= self.usable,
-            variant=self.variant, lowering=plan.lowering,
+            variant=self.variant, lowering=plan.lowering, schedule=plan.schedule if plan.pipelines else "",
+            gather=plan.pipelines[0].gather if plan.pipelines else "",
         )  # fmt: skip
 
     def _report_progress(self) -> None:

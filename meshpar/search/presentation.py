@@ -34,7 +34,7 @@ class Candidate:
         sizes and the number of the axes are. Scoped rules do not count."""
         names = axis_names(self.point.sizes, self.point.rules)
         first = {(r.dim, names[r.axes[0]].rstrip("0123456789")) for r in self.point.rules if r.axes and r.scope is None}
-        return self.row.variant, frozenset(first)
+        return self.row.variant, self.row.schedule, self.row.gather, frozenset(first)
 
 
 def one_per_kind(candidates: Sequence[Candidate]) -> list[Candidate]:

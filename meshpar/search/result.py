@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from pathlib import Path
 from typing import Any, Literal
@@ -82,7 +82,11 @@ class Search:
     def plan(self, row: Row | None = None) -> Plan:
         """The plan of a candidate; by default of the best one."""
         row = row or self.best
-        return self._bases[row.variant].replan(layout=row.layout, mesh=row.mesh, topology=self.topology)
+        return self._base_of(row).replan(layout=row.layout, mesh=row.mesh, topology=self.topology)
+
+    def _base_of(self, row: Row) -> Plan:
+        """The plan of the program of a candidate, with the options of its pipelines."""
+        return replace(self._bases[row.variant], **row.stages)
 
     def why(self, layout: Any, mesh: str | None = None, variant: str | None = None) -> str:
         """Why a layout is not the best, as text: it is illegal, does not fit, or takes longer, and the largest causes.
@@ -175,7 +179,9 @@ class Search:
         """Columns and cells of candidates: time, peak memory, bytes sent, mesh and layout."""
         cells, styles = [], self._styles
         for row in rows:
-            marks = ", ".join(filter(None, [row.variant, row.name, row.compiled, "" if row.fits else "does not fit"]))
+            marks = ", ".join(
+                filter(None, [row.variant, row.name, _pipeline(row), row.compiled, "" if row.fits else "does not fit"])
+            )
             layout = row.layout or "(nothing sharded)"
             where = f"<code>{escape(row.mesh)}</code> {escape(marks)}<br><code>{escape(layout)}</code>"
             shown = Text.assemble(styles.mesh(row.mesh), f"  {marks}\n", styles.layout(layout))
@@ -198,7 +204,9 @@ class Search:
         best = self.best
         verdict = "" if self.fits else ' <span class="chip on c1">nothing fits</span>'
         codes = "<br>".join(
-            f"<code>{escape(x)}</code>" for x in (best.mesh, best.layout, best.lowering, best.variant) if x
+            f"<code>{escape(x)}</code>"
+            for x in (best.mesh, best.layout, best.lowering, best.variant, _pipeline(best))
+            if x
         )
         return (
             f"<h1>search on {escape(self.topology)}{verdict}</h1>"
@@ -220,7 +228,7 @@ class Search:
         styles = self._styles
         lines = [
             ("mesh", styles.mesh(best.mesh)), ("layout", styles.layout(best.layout)), ("lowering", Text(best.lowering)),
-            ("with", Text(best.variant)),
+            ("with", Text(", ".join(filter(None, [best.variant, _pipeline(best)])))),
         ]  # fmt: skip
         choice = Text("\n").join(Text.assemble((f"{name:<6}", "bold"), "  ", text) for name, text in lines if text)
         if self.stages:
@@ -249,9 +257,7 @@ class Search:
                 mesh = ", ".join(f"{a}={n * times if a == axis else n}" for a, n in sizes.items())
                 try:
                     with quiet():
-                        plan = self._bases[self.best.variant].replan(
-                            layout=self.best.layout, mesh=mesh, topology=topology
-                        )
+                        plan = self._base_of(self.best).replan(layout=self.best.layout, mesh=mesh, topology=topology)
                 except MeshparError:
                     continue
                 if topology is not None and plan.memory.peak <= self.usable:
@@ -296,6 +302,11 @@ class Search:
 
     def __repr__(self) -> str:
         return f"<Search on {self.topology}: {self.best.mesh}: {self.best.layout}; {format_seconds(self.best.seconds)} a step>"
+
+
+def _pipeline(row: Row) -> str:
+    """The options of the pipelines of a candidate as text; "" without stages."""
+    return ", ".join(f"{name}={value}" for name, value in row.stages.items())
 
 
 @contextmanager

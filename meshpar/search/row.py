@@ -20,6 +20,7 @@ class Row:
       name: name of the known scheme, or ``"yours"`` for a layout of the user's; "" for other candidates.
       front: whether it is on the Pareto front of step time and peak.
       variant: name of the program, ``"remat=full, overlap=xla"``; "" if there is only one program.
+      schedule, gather: of its pipelines, text for :func:`meshpar.jit`; "" for a candidate without stages.
       compiled: summary of the compiled program; "" if it was not compiled.
     """
 
@@ -34,6 +35,13 @@ class Row:
     compiled: str = ""
     variant: str = ""
     lowering: str = "shard_map"
+    schedule: str = ""
+    gather: str = ""
+
+    @property
+    def stages(self) -> dict[str, str]:
+        """The options of its pipelines; empty without stages."""
+        return {"schedule": self.schedule, "gather": self.gather} if self.schedule else {}
 
     @property
     def rules(self) -> int:

@@ -50,7 +50,7 @@ def search_result(
         ended,
         tuple(refused),
         first.usable,
-        {evaluation.variant: evaluation.base for evaluation, _ in searched},
+        {evaluation.variant: evaluation.base for evaluation, _ in reversed(searched)},
         stages,
     )
 
@@ -100,9 +100,9 @@ def _with_front(rows: Sequence[Row]) -> list[Row]:
     smallest, front = float("inf"), set()
     for row in sorted(rows, key=lambda r: (r.seconds, r.peak)):
         if row.peak < smallest:
-            front.add((row.variant, row.mesh, row.layout))
+            front.add((row.variant, row.mesh, row.layout, *row.stages.values()))
             smallest = row.peak
-    return [replace(r, front=(r.variant, r.mesh, r.layout) in front) for r in rows]
+    return [replace(r, front=(r.variant, r.mesh, r.layout, *r.stages.values()) in front) for r in rows]
 
 
 def _simplified(candidate: Candidate) -> Candidate:

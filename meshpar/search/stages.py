@@ -146,11 +146,10 @@ def staged_meshes(stages: int, devices: int, slices: int, axes: int) -> list[Siz
 
 def verdict(without: Row, staged: Row) -> str:
     """Whether stages pay, as text: the best candidate without stages compared with the best one that has some."""
-    times = (
-        f"best without {format_seconds(without.seconds)}, best with {format_seconds(staged.seconds)} ({staged.mesh})"
-    )
+    best = f"best with {format_seconds(staged.seconds)} ({staged.mesh}; {staged.schedule})"
+    times = f"best without {format_seconds(without.seconds)}, {best}"
     if staged.fits and not without.fits:
-        return f"stages pay here: without them nothing fits; best with {format_seconds(staged.seconds)} ({staged.mesh})"
+        return f"stages pay here: without them nothing fits; {best}"
     if without.fits and not staged.fits:
         return f"stages do not pay here: nothing fits with them; best without {format_seconds(without.seconds)}"
     if staged.seconds < without.seconds:

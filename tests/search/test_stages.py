@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
+from meshpar.program.pipeline import SCHEDULES
 from meshpar.search.stages import LayerStack, staged_meshes
 
 LAYERS = 8
@@ -62,7 +63,7 @@ def test_stages_pay_where_a_microbatch_cannot_be_divided_otherwise(many_small_mi
     assert found.best.seconds <= min(row.seconds for row in found.rows if "stage" not in row.mesh and row.fits)
     plan = mp.plan(
         step_of(64), *arguments(64, **SMALL), mesh=found.best.mesh, layout=found.best.layout, topology="v5e:4x4", dims=DIMS,
-        donate_argnames="params",
+        donate_argnames="params", **found.best.stages,
     )  # fmt: skip
     assert plan.pipeline is not None
     assert plan.pipeline.microbatches == 64
@@ -78,6 +79,26 @@ def test_every_row_is_the_plan_of_its_text(many_small_microbatches):
         plan = found.plan(row)
         assert (plan.seconds, plan.memory.peak) == (row.seconds, row.peak)
         assert plan.pipeline is not None
+        assert (plan.schedule, plan.pipeline.gather) == (row.schedule, row.gather)
+
+
+def test_all_schedules_are_tried_for_the_best_candidate(many_small_microbatches):
+    found = many_small_microbatches
+    best = {row.schedule: row for row in reversed(found.rows) if row.schedule and row.mesh == found.best.mesh}
+    assert set(best) == set(SCHEDULES)
+    assert best["gpipe"].peak > best["1f1b"].peak
+    assert min(row.seconds for row in best.values()) == min(row.seconds for row in found.rows if row.fits)
+    assert f"schedule={found.best.schedule}" in str(found)
+    assert json.loads(found.to_json())["best"]["schedule"] == found.best.schedule
+    assert not [row for row in found.rows if row.schedule and "stage" not in row.mesh]
+
+
+@pytest.mark.slow
+def test_weights_gathered_once_a_step():
+    """FSDP inside of stages: the search finds that gathering weights in every tick takes longer."""
+    found = search(16, 64, fixed="batch, embed: data", mesh="stage=4, data=4", max_plans=40)
+    assert found.best.gather == "step"
+    assert found.plan().pipeline.gather == "step"
 
 
 def test_the_result_says_so_everywhere(many_small_microbatches, tmp_path):
