@@ -200,7 +200,7 @@ class Runner(tasks.Runner):
         wanted: dict[tuple[str, str], list[str]] = {}
         for task in tasks:
             r = task.request
-            if task.group == "jax" and task.id not in self.outcomes and self.only in task.id:
+            if task.group == "jax" and task.id not in self.outcomes and self.wanted(task):
                 names = wanted.setdefault((r["kernel"], r["shape"]), [])
                 if r["name"] not in names:
                     names.append(r["name"])
@@ -405,7 +405,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder for results.jsonl, results.md and tuned.json")
     parser.add_argument("--resume", type=Path, help="the results.jsonl of an earlier command")
     parser.add_argument("--budget", type=float, default=570, help="seconds in all (%(default)s)")
-    parser.add_argument("--only", default="", help="part of the tasks' names")
+    parser.add_argument("--only", action="append", default=[], help="part of the tasks' names; may be repeated")
     parser.add_argument("--compile-processes", type=int, default=min(8, (os.cpu_count() or 2) // 2),
                         help="programs compiled at a time before they are timed; 0: none (%(default)s)")  # fmt: skip
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "meshpar-device-cache",
@@ -467,7 +467,7 @@ def run_all(options: argparse.Namespace) -> int:
     (options.out / "results.md").write_text(report(machine, runner.outcomes))
     tuning.write(options.out / "tuned.json", tuned_table(machine, runner.outcomes))
     planned = [*values(names or []), *steps(), *timed, *config_lists(), *tunings(runner.outcomes)]
-    missing = sum(task.id not in runner.outcomes and options.only in task.id for task in planned)
+    missing = sum(task.id not in runner.outcomes and runner.wanted(task) for task in planned)
     wrong = [o.id for o in runner.outcomes.values() if o.id.startswith("value/") and o.status not in ("ok", "refused")]
     print(f"{len(runner.outcomes)} outcomes, {missing} tasks without one, {len(wrong)} wrong values")
     print(f"see {options.out / 'results.md'}")

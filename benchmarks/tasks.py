@@ -12,7 +12,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ class Runner:
       deadline: on `time.monotonic`'s clock; no task starts after it, and one in flight is stopped without an outcome.
       outcomes: of the tasks that are not run again.
       target, environment, paths: of the worker.
-      only: a part of the id of the tasks to run.
+      only: parts of ids: tasks run whose id contains one of them; empty: all.
       start_limit: least seconds for a task whose worker has to start first.
     """
 
@@ -102,7 +102,7 @@ class Runner:
     target: str
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     paths: list[str] = dataclasses.field(default_factory=lambda: PATHS)
-    only: str = ""
+    only: Sequence[str] = ()
     start_limit: float = 0.0
     say: Callable[[str], None] = print
     lock: Any = dataclasses.field(default_factory=threading.Lock, repr=False)
@@ -122,7 +122,7 @@ class Runner:
         worker, group = None, None
         try:
             for task in tasks:
-                if task.id in self.outcomes or (self.only not in task.id and not always) or self.excluded(task):
+                if task.id in self.outcomes or not (always or self.wanted(task)) or self.excluded(task):
                     continue
                 left = self.deadline - time.monotonic()
                 if left <= 0:
@@ -144,6 +144,10 @@ class Runner:
 
     def worker(self) -> Worker:
         return Worker(self.target, paths=self.paths, environment=self.environment)
+
+    def wanted(self, task: Task) -> bool:
+        """Whether `only` names the task."""
+        return not self.only or any(text in task.id for text in self.only)
 
     def excluded(self, task: Task) -> bool:
         """Whether a task does not run, for the outcome of another."""
