@@ -65,9 +65,10 @@ def names() -> list[tuple[str, str]]:
     """(step, variant) of every task, the more telling ones first."""
     variants = (PLAIN, *LOWERINGS)
     rows = [(name, variant) for name in ("llama", "moe") for variant in variants]
-    rows += [("moe", "ragged_dot"), ("decode", PLAIN), ("decode", "shard_map"), ("decode, int8", "shard_map")]
-    rows += [("decode, a loop over layers", "shard_map")]
-    rows += [("llama, moments on the host", "shard_map"), ("llama, 8-bit moments", "shard_map"), ("llama", TRACED)]
+    rows += [("moe", variant) for variant in ("all kernels", "xla loop", "ragged_dot")]
+    rows += [("decode", PLAIN), ("decode", "shard_map"), ("decode, a loop over layers", "shard_map")]
+    rows += [("decode, int8", "shard_map"), ("llama", TRACED)]
+    rows += [("llama, moments on the host", "shard_map"), ("llama, 8-bit moments", "shard_map")]
     rows += [(name, variant) for name in ("mixtral", "resnet") for variant in (PLAIN, "shard_map")]
     return rows
 
@@ -169,8 +170,9 @@ def _moe(tiny: bool) -> Program:
 
         return step
 
-    def ours(p: Any, x: jax.Array) -> jax.Array:
-        return moe(x, p["router"], {n: p[n] for n in ("gate", "up", "down")}, router="top_k", k=k)[0]
+    def ours(p: Any, x: jax.Array, implementation: str | None = None) -> jax.Array:
+        experts = {n: p[n] for n in ("gate", "up", "down")}
+        return moe(x, p["router"], experts, router="top_k", k=k, implementation=implementation)[0]
 
     def by_ragged_dot(p: Any, x: jax.Array) -> jax.Array:
         """Tokens sorted by expert, `ragged_dot`, as written by hand."""
@@ -189,13 +191,16 @@ def _moe(tiny: bool) -> Program:
     def data() -> jax.Array:
         return jax.random.normal(jax.random.key(9), (4, tokens // 4, embed), dtype)
 
+    others = {"ragged_dot": sgd(by_ragged_dot), "xla loop": sgd(functools.partial(ours, implementation="xla"))}
+    if not tiny:
+        others["all kernels"] = sgd(functools.partial(ours, implementation="pallas"))
     dims = {
         "p/router": "embed router",
         "p/{gate,up}": "expert embed mlp",
         "p/down": "expert mlp embed",
         "x": "batch seq embed",
     }
-    return Program(sgd(ours), create, data, dims, others={"ragged_dot": sgd(by_ragged_dot)})
+    return Program(sgd(ours), create, data, dims, others=others)
 
 
 def _decode(tiny: bool, weights: str = "bfloat16", unroll: bool = True) -> Program:

@@ -12,6 +12,8 @@ def test_variants_agree(name):
     variants = [variant for other, variant in device_steps.names() if other == name]
     want = device_steps.run(name.partition(",")[0], device_steps.PLAIN, tiny=True)["values"]
     for variant in variants:
+        if variant == "all kernels":
+            continue  # there are none for a CPU
         got = device_steps.run(name, variant, tiny=True)
         if "int8" not in name:
             np.testing.assert_allclose(got["values"], want, rtol=1e-4)
