@@ -464,11 +464,13 @@ def run_all(options: argparse.Namespace) -> int:
         runner.run(nvlink_timings(min(8, machine["devices"])))
     runner.run(config_lists())
     runner.run(tunings(runner.outcomes))
-    (options.out / "results.md").write_text(report(machine, runner.outcomes))
+    text = report(machine, runner.outcomes)
+    (options.out / "results.md").write_text(text)
     tuning.write(options.out / "tuned.json", tuned_table(machine, runner.outcomes))
     planned = [*values(names or []), *steps(), *timed, *config_lists(), *tunings(runner.outcomes)]
     missing = sum(task.id not in runner.outcomes and runner.wanted(task) for task in planned)
     wrong = [o.id for o in runner.outcomes.values() if o.id.startswith("value/") and o.status not in ("ok", "refused")]
+    print(text)
     print(f"{len(runner.outcomes)} outcomes, {missing} tasks without one, {len(wrong)} wrong values")
     print(f"see {options.out / 'results.md'}")
     return 1 if wrong else 0

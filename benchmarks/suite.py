@@ -33,6 +33,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -121,6 +122,13 @@ BENCHMARKS = (
     ),
     Benchmark("kernel_row_chunks", "op", "python benchmarks/kernel_row_chunks.py", 60, needs=("libtpu",)),
     Benchmark("gpu_compile", "op", "python benchmarks/gpu_compile.py", 120, needs=("jax_cuda12_plugin",)),
+    Benchmark(
+        "device", "op", "python benchmarks/device.py --out LOGS", 60, "", "Kernels and steps on one H200",
+        "Values of all kernels against NumPy in float64, times of calls by CUPTI, and whole steps. `ms`: of one call. `TFLOP/s`: of "
+        "the operations that the result needs. `% peak`: of the largest dense bfloat16 matmul. `GB/s`, `% copy`: of the bytes that "
+        "must be moved once, and of a copy. `x ours`: how much longer than our kernel.",
+        r"meshpar|torch|jax|^\| (step|llama|moe|decode|mixtral|resnet)", ("nvidia-smi",),
+    ),
     Benchmark("moe", "op", "python benchmarks/moe.py", 30),
     Benchmark("moe-aot", "op", "python benchmarks/moe.py --aot", 120, needs=("libtpu",)),
     Benchmark(
@@ -288,8 +296,8 @@ def page() -> str:
     lines = [
         "# Results",
         "",
-        "Printed by `python benchmarks/suite.py`. Each table is the output of the command above it. Nothing was run on a TPU or a "
-        "GPU: where a row names one, the program was planned or compiled ahead of time. Tables without a commit are of earlier "
+        "Printed by `python benchmarks/suite.py`. Each table is the output of the command above it. Nothing was run on a TPU, and "
+        "on a GPU only the tables that say so: where another row names one, the program was planned or compiled ahead of time. Tables without a commit are of earlier "
         "versions of the code than tables with one; notes below a table say which of its rows are of another version.",
     ]
     short = [b for b in BENCHMARKS if b.name in outcomes]
@@ -359,8 +367,8 @@ class Runner(tasks.Runner):
 
 
 def missing(b: Benchmark) -> str:
-    """The first module that a benchmark needs and that is not installed; otherwise empty."""
-    return next((name for name in b.needs if importlib.util.find_spec(name) is None), "")
+    """The first module or program that a benchmark needs and that is not installed; otherwise empty."""
+    return next((n for n in b.needs if importlib.util.find_spec(n) is None and shutil.which(n) is None), "")
 
 
 def words_of(command: str, folder: Path) -> list[str]:
