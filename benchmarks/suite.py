@@ -124,7 +124,7 @@ BENCHMARKS = (
     Benchmark("gpu_compile", "op", "python benchmarks/gpu_compile.py", 120, needs=("jax_cuda12_plugin",)),
     Benchmark(
         "device", "op", "python benchmarks/device.py --out LOGS", 60, "", "Kernels and steps on one H200",
-        "Values of all kernels against NumPy in float64, times of calls by CUPTI, and whole steps. `ms`: of one call. `TFLOP/s`: of "
+        "Values of all kernels against NumPy in float64, times of calls by CUPTI, whole steps. `ms`: of one call. `TFLOP/s`: of "
         "the operations that the result needs. `% peak`: of the largest dense bfloat16 matmul. `GB/s`, `% copy`: of the bytes that "
         "must be moved once, and of a copy. `x ours`: how much longer than our kernel.",
         r"meshpar|torch|jax|^\| (step|llama|moe|decode|mixtral|resnet)", ("nvidia-smi",),
@@ -297,8 +297,9 @@ def page() -> str:
         "# Results",
         "",
         "Printed by `python benchmarks/suite.py`. Each table is the output of the command above it. Nothing was run on a TPU, and "
-        "on a GPU only the tables that say so: where another row names one, the program was planned or compiled ahead of time. Tables without a commit are of earlier "
-        "versions of the code than tables with one; notes below a table say which of its rows are of another version.",
+        "on a GPU only the tables that say so: where another row names one, the program was planned or compiled ahead of time. "
+        "Tables without a commit are of earlier versions of the code than tables with one; notes below a table say which of its "
+        "rows are of another version.",
     ]
     short = [b for b in BENCHMARKS if b.name in outcomes]
     if short:
