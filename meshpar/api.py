@@ -102,6 +102,8 @@ def jit(
         ``"microbatch"``: where layers use them, for each microbatch; the gradients of each microbatch are reduce-scattered.
         ``"step"``: once, before the first microbatch; the gradients are reduced once, after the last one. It sends less, and a
         device needs memory for the unsharded weights of its stage, in the dtype in which they are used, and for their gradients.
+        ``"auto"``: the step is planned both ways, and the one that takes less time is used, of those that fit into the memory of
+        the chip; where the chip is not known, the one that sends less. ``plan.pipeline.gather`` is the choice.
       strict: two names for one dim of the program are an error instead of a warning.
       static_argnums, static_argnames, donate_argnums, donate_argnames, keep_unused: as in ``jax.jit``.
       options: ``"auto"``: for TPUs, the compiler options of :mod:`meshpar.hardware.options` for the chip and the collectives of the

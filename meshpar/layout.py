@@ -262,6 +262,11 @@ class Layout:
         """The dims that the rules name, in order."""
         return tuple(self._by_dim)
 
+    @property
+    def unscoped(self) -> dict[str, Rule]:
+        """For each dim, its first rule without a scope."""
+        return {rule.dim: rule for rule in reversed(self.rules) if rule.scope is None}
+
     def rules_of(self, names: Iterable[str], scopes: Iterable[str] = ()) -> list[int]:
         """Indices of the rules for any of these names that hold in these scopes, in layout order."""
         scopes = tuple(scopes)
@@ -411,8 +416,13 @@ def divisibility_error(
     sizes: Mapping[str, int],
     source: str | None = None,
     dtype: object = None,
+    optional: str | None = None,
 ) -> DivisibilityError:
-    """The error for a named dim that its rule's axes do not divide, with the nearest legal sizes."""
+    """The error for a named dim that its rule's axes do not divide, with the nearest legal sizes.
+
+    Args:
+      optional: what an optional rule does; None: it splits the dim only where it divides.
+    """
     parts = math.prod(sizes.get(a, 1) for a in rule.axes)
     axes = " × ".join(f"{a}={sizes.get(a, 1)}" for a in rule.axes)
     below, above = size // parts * parts, -(-size // parts) * parts
@@ -434,7 +444,7 @@ def divisibility_error(
         fixes=[
             f"make `{dim}` {legal}: the nearest multiple{'s' * (below > 0)} of {parts}",
             *other,
-            f"write `{dim}?: {'+'.join(rule.axes)}` to split it only where it divides",
+            f"write `{dim}?: {'+'.join(rule.axes)}` {optional or 'to split it only where it divides'}",
         ],
     )
 

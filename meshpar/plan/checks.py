@@ -11,6 +11,7 @@ from ..dims import did_you_mean, format_dims, near
 from ..errors import JoinError, JoinWarning, MeshError, UnknownAxisError, UnknownDimError, UnsupportedError
 from ..layout import Layout, Spec, divisibility_error
 from ..program.ir import Join, Op, Program, Value
+from ..program.pipeline import masking_text
 from .assignment import AxisAssignment
 from .spec import format_axes
 
@@ -165,6 +166,7 @@ def check_divides(value: Value, assignment: AxisAssignment) -> None:
         path=value.path or "an input", shape=value.shape, dims=format_dims(value.annotation),
         dim=str(value.annotation[i]), size=value.shape[i], rule=assignment.layout.rules[rule], sizes=assignment.sizes,
         dtype=value.aval.dtype,
+        optional=masking_text(assignment.program, assignment.layout.rules[rule], assignment.sizes) if i == 0 else None,
     )  # fmt: skip
 
 

@@ -62,7 +62,7 @@ def planned(
       max_seconds: limit of the seconds of the plan's collectives, run one after the other.
       rank: chooses between the plans of the program with and without rewritten slices.
       schedule: of pipelines, one of :data:`meshpar.program.pipeline.SCHEDULES`.
-      gather: of pipelines, one of :data:`meshpar.program.pipeline.GATHERS`.
+      gather: of pipelines, one of :data:`meshpar.program.pipeline.GATHERS`; ``auto`` by ``rank``.
       plan_type: the class of the plan.
 
     Raises:
@@ -70,6 +70,15 @@ def planned(
       TooLong: the collectives take longer than ``max_seconds``.
       MeshError: all calibrations are of other devices.
     """
+    if gather == "auto":
+        return _gathered_for_less(
+            lambda gather: planned(
+                program, layout, mesh, strict=strict, init=init, topology=topology, donated=donated,
+                calibrations=calibrations, max_seconds=max_seconds, rank=rank, schedule=schedule, gather=gather,
+                plan_type=plan_type,
+            ),
+            rank,
+        )  # fmt: skip
     program = program.traced
     layout.check_axes(mesh)
     check_dims(program, layout, init)
@@ -80,12 +89,9 @@ def planned(
     )  # models that name axes in their metadata, as Flax allows
     notes = [f"`{a}` is called after an axis of the mesh and has no rule: it is treated as `{a}: {a}`" for a in axes]
     assignment = AxisAssignment(program, complete, dict(mesh.shape))
-    unscoped: dict[str, int] = {}
-    for rule in complete.rules:
-        if rule.scope is None:
-            unscoped.setdefault(rule.dim, rule.rounds)
-    notes += stack_notes(program, assignment.value_spec, unscoped, assignment.sizes)
-    pipelined = rewrite_pipelines(program, assignment.value_spec, unscoped, assignment.sizes, schedule, gather)
+    rules = complete.unscoped
+    notes += stack_notes(program, assignment.value_spec, rules, assignment.sizes)
+    pipelined = rewrite_pipelines(program, assignment.value_spec, rules, assignment.sizes, schedule, gather)
     if pipelined is not None:
         program, assignment = pipelined, AxisAssignment(pipelined, complete, dict(mesh.shape))
         notes += [p.note for p in pipelined.pipelines if p.note]
@@ -127,6 +133,29 @@ def planned(
     if best.comm_seconds > max_seconds:
         raise TooLong
     return best
+
+
+def _gathered_for_less(plan: Callable[[str], P], rank: Rank) -> P:
+    """The better one of the plans in which pipelines gather weights once a step and in every microbatch.
+
+    Args:
+      plan: the plan for one of :data:`meshpar.program.pipeline.GATHERS`.
+      rank: chooses between the plans.
+
+    Raises:
+      TooLong: the collectives of both take longer than the limit.
+    """
+    plans: list[P] = []
+    for gather in ("step", "microbatch"):
+        try:
+            plans.append(plan(gather))
+        except TooLong:
+            continue
+        if all(p.gather != gather for p in plans[-1].pipelines):
+            break  # no weight is gathered
+    if not plans:
+        raise TooLong
+    return replace(min(plans, key=rank), gather="auto")
 
 
 def _rounds_without_effect(layout: Layout, program: Program) -> list[str]:

@@ -39,10 +39,11 @@ def pipeline_section(plan: Plan) -> list[Text]:
 def _facts(p: Pipeline) -> tuple[str, str]:
     """(layers, stages, microbatches and schedule; ticks, bubble, microbatches in flight and bytes) of a pipeline, as text."""
     rounds = f"{p.schedule.rounds} rounds, " if p.schedule.rounds > 1 else ""
+    once = ", weights gathered once a step" if p.gather == "step" else ""
     return (
         f"{p.layers} {p.dim} over {'+'.join(p.axes)}: {p.stages} stages, {rounds}{p.microbatches} microbatches, {p.schedule.name}",
         f"{p.ticks} ticks, bubble {100 * p.bubble:.1f} %, {p.in_flight:g} microbatches in flight, "
-        f"{format_bytes(p.bytes_between_stages)} between stages",
+        f"{format_bytes(p.bytes_between_stages)} between stages{once}",
     )
 
 

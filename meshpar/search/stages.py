@@ -103,9 +103,8 @@ class StagedSpace:
         traced = base.program.traced
         try:
             assignment = AxisAssignment(traced, rules, dict(among[0]))
-            unscoped = {rule.dim: rule.rounds for rule in rules.rules if rule.scope is None}
             program = rewrite_pipelines(
-                traced, assignment.value_spec, unscoped, assignment.sizes, base.schedule, base.gather
+                traced, assignment.value_spec, rules.unscoped, assignment.sizes, base.schedule, base.gather
             )
             if program is None:
                 return None

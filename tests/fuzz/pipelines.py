@@ -77,10 +77,12 @@ def make_staged_case(rng: random.Random) -> Case:
     stages = int(mesh.split("stage=")[1][0])
     rounds = rng.choice((1, 1, 2, 3))
     microbatches = rng.choice((2, 3, 4, 5)) if rounds == 1 else stages * rng.choice((1, 2))
-    sizes = _Sizes(stages * rounds * rng.choice((1, 1, 2)), microbatches, rng.choice((2, 4)), rng.choice((0, 0, 4)),
+    around, layers = rng.choice(AROUND), stages * rounds * rng.choice((1, 1, 2))
+    masked = 1 if rng.random() < 0.3 and around != "one" and layers > 3 and microbatches > 2 else 0
+    sizes = _Sizes(layers - masked, microbatches, rng.choice((2, 4)), rng.choice((0, 0, 4)),
                    rng.choice((4, 8)), rng.choice((4, 16)))  # fmt: skip
-    program = _program(rng, sizes, rng.choice(AROUND))
-    layout = _layout(rng, mesh, rounds)
+    program = _program(rng, sizes, around)
+    layout = _layout(rng, mesh, f"layers{'?' * masked}: stage*{rounds}")
     return Case(program, mesh, layout, schedule=rng.choice(SCHEDULES))
 
 
@@ -179,11 +181,11 @@ def _around(rng: random.Random, sizes: _Sizes, around: str) -> list[str]:
     ]
 
 
-def _layout(rng: random.Random, mesh: str, rounds: int) -> mp.Layout:
-    """``layers: stage`` with rounds, and optional rules for some of the other dims over the other axes."""
+def _layout(rng: random.Random, mesh: str, stages: str) -> mp.Layout:
+    """The rule of the stages, and optional rules for some of the other dims over the other axes."""
     axes = [part.split("=")[0].strip() for part in mesh.split(",")]
     axes = [a for a in axes if a not in ("stage", "idle")]
-    rules = [f"layers: stage*{rounds}"]
+    rules = [stages]
     for dim in rng.sample(("batch", "embed", "mlp", "vocab", "seq"), rng.randrange(1, 5)):
         over = rng.sample(axes, rng.randrange(1, len(axes) + 1)) if axes else []
         if dim == "vocab" and rng.random() < 0.5:

@@ -17,6 +17,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from ...compat.jax import abstract_array, make_generated_jaxpr, new_var, on_host, replace_body
 from ...errors import UnsupportedError
+from ...layout import Rule
 from ..infer import infer_like
 from ..ir import Frame, Op, Program
 from .find import LayerLoop, in_backward_pass, indexed_stacks, layer_loops, microbatch_loop
@@ -35,6 +36,7 @@ __all__ = [
     "Schedule",
     "ScheduleName",
     "layer_loops",
+    "masking_text",
     "microbatch_loop",
     "rewrite_pipelines",
     "stack_notes",
@@ -51,6 +53,7 @@ class Pipeline:
       layers: its size.
       schedule: with the number of stages and microbatches.
       source: the user's line.
+      gather: ``"step"``: weights are all-gathered once a step; ``"microbatch"``: where they are used, or no weight is.
       bytes_between_stages: bytes that a device sends to other stages in a step, as planned.
     """
 
@@ -59,6 +62,7 @@ class Pipeline:
     layers: int
     schedule: Schedule
     source: str
+    gather: str = "microbatch"
     bytes_between_stages: float = 0.0
 
     @property
@@ -92,9 +96,22 @@ class Pipeline:
         return float(self.schedule.in_flight)
 
     @property
+    def masked(self) -> int:
+        """The layers that are computed but change nothing, because the stages do not divide the layers."""
+        return Stages(self.stages, self.dim, self.rounds, self.layers).masked
+
+    @property
     def note(self) -> str | None:
-        """What to do if all but one stage are idle at any time; None: there are microbatches."""
+        """What to do if all but one stage are idle at any time, or if layers are masked; else None."""
         k = self.schedule.stages
+        if self.masked:
+            parts = [n for n in range(2, 2 * k) if self.layers % n == 0]
+            nearest = [*[n for n in parts if n < k][-1:], *[n for n in parts if n > k][:1]]
+            others = f"; {_numbers(nearest)} stages divide {self.layers}" if nearest else ""
+            return (
+                f"the {self.layers} `{self.dim}` at {self.source} are padded with {_masked_text(self.masked)} for {k} stages, "
+                f"which lengthens the time of the layers by {self.masked / self.layers:.1%}{others}"
+            )
         if self.schedule.microbatches > 1:
             return None
         return (
@@ -123,7 +140,7 @@ class _Split:
 
 
 def rewrite_pipelines(
-    program: Program, axes: ValueAxes, dims: Mapping[str, int], sizes: Mapping[str, int], schedule: str,
+    program: Program, axes: ValueAxes, rules: Mapping[str, Rule], sizes: Mapping[str, int], schedule: str,
     gather: str = "microbatch",
 ) -> Program | None:  # fmt: skip
     """The program with its pipelines; None: no stacked dim of a layer loop is split. Results are cached by the axes of the loops.
@@ -132,11 +149,10 @@ def rewrite_pipelines(
 
     Args:
       axes: the axes that the layout assigns to a value.
-      dims: the dims with a rule that has no scope, and the rounds of the rule: rules for parameters or optimizer state alone say
-        where these are stored.
+      rules: dim → its rule without a scope: rules for parameters or optimizer state alone say where these are stored.
       sizes: of the mesh.
       schedule: one of :data:`SCHEDULES`.
-      gather: one of :data:`GATHERS`.
+      gather: one of :data:`GATHERS`; ``auto`` is ``microbatch``.
 
     Raises:
       UnsupportedError: layers that cannot be a pipeline.
@@ -144,23 +160,54 @@ def rewrite_pipelines(
     loops = program.cached(layer_loops)
     found = []
     for i, loop in enumerate(loops):
-        over = tuple(a for a in axes(loop.weight)[0] if sizes[a] > 1)
-        if over and loop.dim in dims and not any(a in over for v in loop.carries for entry in axes(v) for a in entry):
-            gathered = gathered_dims(loop, program.dims, axes) if gather == "step" else ()
-            if gathered and dims[loop.dim] > 1:
-                raise _gathered_rounds(loop, dims[loop.dim])
-            found.append(_Split(i, over, math.prod(sizes[a] for a in over), dims[loop.dim], gathered))
+        rule = rules.get(loop.dim)
+        over = (
+            ()
+            if rule is None
+            else tuple(a for a in axes(loop.weight)[0] or _masking(loop, rule, sizes) if sizes[a] > 1)
+        )
+        if rule is None or not over or any(a in over for v in loop.carries for entry in axes(v) for a in entry):
+            continue
+        gathered = gathered_dims(loop, program.dims, axes) if gather == "step" else ()
+        found.append(_Split(i, over, math.prod(sizes[a] for a in over), rule.rounds, gathered))
     return program.cached(_rewritten, schedule, tuple(found)) if found else None
 
 
-def _gathered_rounds(loop: LayerLoop, rounds: int) -> UnsupportedError:
-    """The error for weights of several rounds that are to be all-gathered once a step."""
-    return UnsupportedError(
-        f'gather="step" is supported for one round, and `{loop.dim}` has {rounds}',
-        dim=loop.dim,
-        source=loop.op.source,
-        fixes=[f"remove `*{rounds}` from the rule of `{loop.dim}`", 'or gather="microbatch"'],
-    )
+def _masking(loop: LayerLoop, rule: Rule, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of an optional rule that does not divide the layers, if some of them are masked; else ()."""
+    stages = _masked_stages(loop, rule, sizes) if rule.optional else None
+    return () if stages is None else rule.axes
+
+
+def _masked_stages(loop: LayerLoop, rule: Rule, sizes: Mapping[str, int]) -> Stages | None:
+    """The stages of layers that a rule does not divide; None: it divides them, or the time of the layers is shorter if all devices
+    run all layers than with stages and masked layers."""
+    around, layers = microbatch_loop(loop.op), loop.op.eqn.params["length"]
+    stages = Stages(math.prod(sizes[a] for a in rule.axes), loop.dim, rule.rounds, layers)
+    if around is None or layers % stages.count == 0 or stages.masked > layers:
+        return None
+    microbatches = around.eqn.params["length"]
+    slots = rule.rounds * microbatches + stages.count - 1
+    return stages if slots * stages.length < microbatches * layers else None
+
+
+def masking_text(program: Program, rule: Rule, sizes: Mapping[str, int]) -> str | None:
+    """What an optional rule for stacked layers does that its axes do not divide; None: these would not be a pipeline.
+
+    For 126 layers over 8 stages it begins with "for a pipeline with 2 masked layers".
+    """
+    for loop in program.traced.cached(layer_loops):
+        if loop.dim == rule.dim and rule.scope is None and (stages := _masked_stages(loop, rule, sizes)) is not None:
+            return (
+                f"for a pipeline with {_masked_text(stages.masked)}, which lengthens the time of the layers by "
+                f"{stages.masked / stages.layers:.1%}; the weights are stored unsharded over {'+'.join(rule.axes)}, "
+                "unless the rule of another dim has it as well"
+            )
+    return None
+
+
+def _masked_text(count: int) -> str:
+    return f"{count} masked layer{'s' * (count > 1)}"
 
 
 def stack_notes(program: Program, axes: ValueAxes, dims: Collection[str], sizes: Mapping[str, int]) -> list[str]:
@@ -229,7 +276,7 @@ def _replacement(op: Op, loops: Sequence[LayerLoop], splits: Sequence[_Split], s
     Raises:
       UnsupportedError: loops of different stages; layers with side effects, or of a number that cannot be divided.
     """
-    loop, axes, count = loops[0], splits[0].axes, splits[0].stages
+    loop, axes, count, gather = loops[0], splits[0].axes, splits[0].stages, "microbatch"
     rounds = splits[0].rounds if op is not loop.op else 1  # one microbatch has the same bubble in any number of rounds
     if any((s.axes, s.rounds) != (axes, splits[0].rounds) for s in splits):
         raise _different_stages(loops, splits)
@@ -239,14 +286,14 @@ def _replacement(op: Op, loops: Sequence[LayerLoop], splits: Sequence[_Split], s
         plan = Schedule(
             schedule, count, 1, order="B" if in_backward_pass(op) else "F", reverse=(op.eqn.params["reverse"],)
         )
-        run: Callable[..., Any] = one_microbatch(op.eqn, Stages(count, loop.dim))
+        run: Callable[..., Any] = one_microbatch(op.eqn, Stages(count, loop.dim, 1, loop.op.eqn.params["length"]))
     else:
         body = divide(op, loops)
         plan = Schedule(schedule, count, op.eqn.params["length"], rounds, order_of(body, loops))
         _check_microbatches(op, loop, plan)
         cast_stacks(body, loops)
-        if any(s.gathered for s in splits):
-            gather_stacks(body, [s.gathered for s in splits])
+        gather_stacks(body, [s.gathered for s in splits])
+        gather = "step" if body.gathered else gather
         parts = loops
         if schedule == "zb" and "B" in plan.order:
             parts, order = split_backward(body, op, loops, plan.order)
@@ -268,7 +315,7 @@ def _replacement(op: Op, loops: Sequence[LayerLoop], splits: Sequence[_Split], s
                 f"or do not shard `{loop.dim}`",
             ],
         ) from e
-    return jaxpr, Pipeline(loop.dim, axes, loop.op.eqn.params["length"], plan, loop.op.source)
+    return jaxpr, Pipeline(loop.dim, axes, loop.op.eqn.params["length"], plan, loop.op.source, gather)
 
 
 def _different_stages(loops: Sequence[LayerLoop], splits: Sequence[_Split]) -> UnsupportedError:
@@ -289,7 +336,7 @@ def _different_stages(loops: Sequence[LayerLoop], splits: Sequence[_Split]) -> U
 
 
 def _check(loop: LayerLoop, stages: int, rounds: int) -> None:
-    """Raise UnsupportedError for layers with side effects, or whose number the stages do not divide."""
+    """Raise UnsupportedError for layers with side effects, or of a number per stage that the rounds do not divide."""
     length = loop.op.eqn.params["length"]
     if loop.op.eqn.effects:
         raise UnsupportedError(
@@ -299,15 +346,15 @@ def _check(loop: LayerLoop, stages: int, rounds: int) -> None:
             fixes=["remove jax.debug.print, io_callback, … from the layers", f"or do not shard `{loop.dim}`"],
         )
     parts = stages * rounds
-    if length % parts:
-        text = f"{stages} stages" if rounds == 1 else f"{stages} stages of {rounds} rounds"
+    if length % stages == 0 and length % parts:
         fits = [v for v in range(1, length // stages + 1) if length % (stages * v) == 0]
         raise UnsupportedError(
-            f"the {length} layers of `{loop.dim}` cannot be divided into {text}: {parts} does not divide {length}",
+            f"the {length} layers of `{loop.dim}` cannot be divided into {stages} stages of {rounds} rounds: {parts} does not "
+            f"divide {length}",
             dim=loop.dim,
             source=loop.op.source,
             fixes=[
-                *([f"{length} layers in {stages} stages allow {_numbers(fits)} rounds"] if fits and rounds > 1 else []),
+                f"{length} layers in {stages} stages allow {_numbers(fits)} rounds",
                 f"make the number of layers a multiple of {parts}: {_multiples(length, parts)}",
             ],
         )

@@ -12,7 +12,6 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from ...compat.jax import closed_parts, make_generated_jaxpr, new_var, scan_counts
 from ..ir import Op, Value
-from ..primitives import rename_dims_p
 from .find import LayerLoop
 from .segments import INVARIANT, Body
 
@@ -58,36 +57,19 @@ def gathered_dims(loop: LayerLoop, dims: DimsOf, axes: ValueAxes) -> Gathered:
 
 
 def gather_stacks(body: Body, gathered: Sequence[Gathered]) -> None:
-    """Let the layer loops of a microbatch read copies of their stacked weights in which some dims have other names.
+    """Let the layer loops of a microbatch read stacked weights some of whose dims have other names, once these are divided into
+    stages.
 
-    No rule of the layout shards these names, so that the copies are all-gathered before the loop over microbatches. The gradients
-    of the layers stay partial until after this loop.
+    No rule of the layout shards these names, so that the parts of a stage are all-gathered before the loop over microbatches. The
+    gradients of the layers stay partial until after this loop.
 
     Args:
       gathered: the dims, for each layer loop.
     """
-    body.gathered = True
-    copies: dict[Any, Any] = {}
-    for i, (eqn, operands) in enumerate(zip(body.loops, gathered, strict=True)):
-        invars = list(eqn.invars)
+    for eqn, operands in zip(body.loops, gathered, strict=True):
         for p, names in operands:
-            v = invars[p]
-            if body.place(v) != INVARIANT:
-                continue
-            if v not in copies:
-                copies[v] = copy = new_var(v.aval)
-                body.eqns.append(_renamed(v, copy, names))
-                body.places[copy] = INVARIANT
-            invars[p] = copies[v]
-        body.loops[i] = eqn.replace(invars=invars)
-
-
-def _renamed(v: Any, copy: Any, names: Sequence[str]) -> Any:
-    """The equation that renames dims of a variable."""
-    pairs = tuple(sorted((name, f"gathered_{name}") for name in names))
-    aval = jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
-    closed = make_generated_jaxpr(lambda x: rename_dims_p.bind(x, pairs=pairs, back=False), aval)
-    return closed.jaxpr.eqns[0].replace(invars=[v], outvars=[copy])
+            if body.place(eqn.invars[p]) == INVARIANT:
+                body.gathered[eqn.invars[p]] = tuple(sorted((name, f"gathered_{name}") for name in names))
 
 
 def cast_stacks(body: Body, loops: Sequence[LayerLoop]) -> None:

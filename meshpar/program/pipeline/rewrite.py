@@ -27,6 +27,7 @@ from jax.extend.core import Literal
 
 from ...compat.jax import at_line_of, bind, on_host, scan_counts, source_line, with_weak_type
 from ...errors import UnsupportedError
+from ..primitives import rename_dims_p
 from .schedule import Schedule, interval_rows
 from .segments import CONSTANT, INVARIANT, Body, Place, Stack
 from .slots import Rows, Slot, Stages, Time, run_slots, zeros
@@ -100,7 +101,10 @@ class TickLoops:
     def __init__(self, eqn: Any, body: Body, schedule: Schedule, dims: Sequence[str]):
         """Loops for a schedule; ``dims``: the names of the stacked dims of the loops."""
         self.eqn, self.body, self.schedule = eqn, body, schedule
-        self.stages = [Stages(schedule.stages, dim, schedule.rounds) for dim in dims]
+        self.stages = [
+            Stages(schedule.stages, dim, schedule.rounds, eqn.params["length"])
+            for dim, eqn in zip(dims, body.loops, strict=True)
+        ]
         self.slot_times = [self._slot_time(i) for i in range(schedule.loops)]
         self.offsets = self._offsets()
         self.phases = self._phases()
@@ -339,7 +343,9 @@ class TickLoops:
         for stages, eqn in zip(self.stages, body.loops, strict=True):
             for v in eqn.invars[sum(scan_counts(eqn.params)) :]:
                 if v in known and v not in divided:
-                    divided[v] = stages.divided(known[v])
+                    divided[v] = parts = stages.divided(known[v])
+                    if v in body.gathered:
+                        divided[v] = rename_dims_p.bind(parts, pairs=body.gathered[v], back=False)
                 elif v in xs and v not in divided:
                     divided[v] = stages.divided(xs[v], 1)
         state = self._first_state(args[nc : nc + nk])
@@ -416,7 +422,7 @@ class TickLoops:
                 if stages.rounds == 1:
                     first[k] = stages.divided(init)
                 else:  # the initial value is added at the end: it is zero, and would move to other stages
-                    parts = (init.shape[0] // stages.count, stages.count, *init.shape[1:])
+                    parts = (stages.length * stages.rounds, stages.count, *init.shape[1:])
                     first[k] = stages.named(zeros(parts, init.dtype), 1)
             elif out is not body.carries[k]:
                 first[k] = init
@@ -424,8 +430,7 @@ class TickLoops:
             aval, place = var.aval, body.place(var)
             if isinstance(place, Stack):
                 stages = self.stages[place.loop]
-                layers = aval.shape[0] // (stages.count * stages.rounds)
-                rings[i] = stages.named(zeros((ring.rows, layers, stages.count, *aval.shape[1:]), aval.dtype), 2)
+                rings[i] = stages.named(zeros((ring.rows, stages.length, stages.count, *aval.shape[1:]), aval.dtype), 2)
             else:
                 rings[i] = zeros((ring.rows, *aval.shape), aval.dtype)
         sent = {}
@@ -614,10 +619,9 @@ class _Tick:
         stacks = [self.stack(v, time, stages, r) for v in eqn.invars[nc + nk :]]
         added, stored = self.added(i), self.stored(i)
         totals = [self.state["carries"][k] for k in added]
-        length = eqn.params["length"] // (stages.count * stages.rounds)
-        where = Rows(r * length if stages.rounds > 1 else None, valid, body.gathered)
+        where = Rows(r * stages.length if stages.rounds > 1 else None, valid, bool(body.gathered))
         split = self.of_layer(i, added, stored)
-        return Slot(eqn, length, consts, per_stage, carries, stacks, totals, split, where)
+        return Slot(eqn, stages, consts, per_stage, carries, stacks, totals, split, where, r)
 
     def leave(self, i: int) -> None:
         """Take the results of loop i from its last stage, for the segment that follows."""
@@ -735,7 +739,11 @@ class _Tick:
     def stack(self, var: Any, time: Time, stages: Stages, r: Any) -> Any:
         """[l, K, …]: for each stage, its part of a stacked operand of a slot, of its microbatch and round ``r``."""
         if var in self.known:
-            return stages.of_round(self.divided[var], r)
+            part, names = stages.of_round(self.divided[var], r), self.body.gathered.get(var, ())
+            if stages.rounds == 1 or not names:
+                return part
+            # the part has dims of its own: those of the layers have the rules of the old names as well
+            return rename_dims_p.bind(part, pairs=tuple((new, f"{new}_part") for _, new in names), back=False)
         if var in self.xs:
             parts = stages.rows(self.divided[var], self.position(time), 1)
         elif isinstance(self.body.place(var), Stack):
@@ -788,7 +796,6 @@ def one_microbatch(eqn: Any, stages: Stages) -> Callable[..., list[Any]]:
     nc, nk = scan_counts(eqn.params)
     time = Time(stages.count - 1, -1) if eqn.params["reverse"] else Time(0, 1)
     first, last = (stages.count - 1, 0) if time.step < 0 else (0, stages.count - 1)
-    length = eqn.params["length"] // stages.count
 
     def run(*args: Any) -> list[Any]:
         """The results of the loop."""
@@ -797,7 +804,7 @@ def one_microbatch(eqn: Any, stages: Stages) -> Callable[..., list[Any]]:
         if not nk:  # no layer needs another one: all stages are active at once
             made = [
                 stages.joined(stages.named(x, 1))
-                for x in run_slots([Slot(eqn, length, consts, (False,) * nc, [], stacks)])[0][1]
+                for x in run_slots([Slot(eqn, stages, consts, (False,) * nc, [], stacks)])[0][1]
             ]
             return [with_weak_type(x, v.aval.weak_type) for x, v in zip(made, eqn.outvars, strict=True)]
 
@@ -805,14 +812,14 @@ def one_microbatch(eqn: Any, stages: Stages) -> Callable[..., list[Any]]:
             """Run one slot on all stages, and store the stacks of the active one."""
             sent, stored = state
             carries = [stages.entering(x, y, first) for x, y in zip(inits, sent, strict=True)]
-            ((done, made, _),) = run_slots([Slot(eqn, length, consts, (False,) * nc, carries, stacks)])
+            ((done, made, _),) = run_slots([Slot(eqn, stages, consts, (False,) * nc, carries, stacks)])
             active = time.start + time.step * stages.index() == tick
             new = [jax.device_put(x, _DEVICE) if on_host(x) else x for x in made]  # conditions are in device memory
             stored = [stages.merged(active, x, old) for x, old in zip(new, stored, strict=True)]
             return ([stages.named(x) for x in done], stored), None
 
         made = [v.aval for v in eqn.outvars[nk:]]
-        parts = [(x.shape[0] // stages.count, stages.count, *x.shape[1:]) for x in made]
+        parts = [(stages.length, stages.count, *x.shape[1:]) for x in made]
         empty = [stages.named(zeros(shape, x.dtype), 1) for shape, x in zip(parts, made, strict=True)]
         sent = [stages.zeros(v.aval) for v in eqn.invars[nc : nc + nk]]
         (sent, stored), _ = lax.scan(tick, (sent, empty), jnp.arange(stages.count, dtype=np.int32))

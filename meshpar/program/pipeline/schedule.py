@@ -34,8 +34,9 @@ their own."""
 
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 
-GatherName = Literal["microbatch", "step"]
-"""When weights that each layer would all-gather are gathered: where they are used, or once a step, before the first microbatch."""
+GatherName = Literal["microbatch", "step", "auto"]
+"""When weights that each layer would all-gather are gathered: where they are used, or once a step, before the first microbatch;
+``auto``: whichever takes less time, of those that fit into the memory of the chip."""
 
 GATHERS: tuple[str, ...] = get_args(GatherName)
 

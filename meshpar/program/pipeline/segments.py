@@ -8,7 +8,7 @@ the loss and their gradients, loop 1 is the backward pass of the layers, and seg
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,8 @@ class Body:
       loops: the equations of the layer loops, in order.
       places: the place of each variable.
       accumulators: by position of the carry.
-      gathered: the stacked weights are all-gathered before the loop, and their gradients are reduced after it.
+      gathered: stacked weights that are all-gathered before the loop, with (old name, new name) of their dims that are; gradients
+        are then reduced after the loop.
     """
 
     consts: Sequence[Any]
@@ -65,7 +66,7 @@ class Body:
     loops: list[Any]
     places: dict[Any, Place]
     accumulators: dict[int, Accumulator]
-    gathered: bool = False
+    gathered: dict[Any, tuple[tuple[str, str], ...]] = field(default_factory=dict)
 
     def place(self, atom: Any) -> Place:
         """The place of a variable or literal."""

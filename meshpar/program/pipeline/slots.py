@@ -2,6 +2,8 @@
 
 A *stack* ``[L, …]`` of L layers is divided into K stages as ``[L / K, K, …]``. The dim of size K has the name of the stacked dim,
 so the rule of the layout that splits the stack splits it as well. With v rounds, dim 0 has the layers of one round after another.
+If K does not divide L, layers are added at the end, as copies of the first ones. They are *masked*: they return the carries that
+they take, and their other results are discarded.
 """
 
 from __future__ import annotations
@@ -50,11 +52,23 @@ class Stages:
       count: their number, K.
       dim: the name of the stacked dim.
       rounds: groups of layers of a stage, v. Stage k has the layers of the groups k, K + k, …, (v − 1)·K + k.
+      layers: the number of layers, L.
     """
 
     count: int
     dim: str
-    rounds: int = 1
+    rounds: int
+    layers: int
+
+    @property
+    def length(self) -> int:
+        """The layers of a stage and round, l = L / (v·K), rounded up."""
+        return -(-self.layers // (self.count * self.rounds))
+
+    @property
+    def masked(self) -> int:
+        """The layers that are added so that all stages have as many."""
+        return self.length * self.count * self.rounds - self.layers
 
     def named(self, x: Any, axis: int = 0) -> Any:
         """The array, with the name of the stacked dim for the dim of stages."""
@@ -73,6 +87,8 @@ class Stages:
 
         With several rounds, layers move to other stages, by collective permutes.
         """
+        if self.masked:
+            stack = jnp.concatenate([stack, lax.slice_in_dim(stack, 0, self.masked, axis=axis)], axis)
         layers = stack.shape[axis]
         if self.rounds > 1:
             order = np.arange(layers).reshape(self.rounds, self.count, -1).swapaxes(0, 1)
@@ -87,7 +103,11 @@ class Stages:
         if self.rounds > 1:
             order = np.arange(x.shape[0]).reshape(self.count, self.rounds, -1).swapaxes(0, 1)
             x = rearrange(x, 0, order.ravel())
-        return x
+        return x[: self.layers] if self.masked else x
+
+    def real(self, r: Any, index: Any) -> Any:
+        """[K]: for each stage, whether a layer of round ``r`` is one of the L layers."""
+        return (r * self.count + self.index()) * self.length + index < self.layers
 
     def of_round(self, parts: Any, r: Any) -> Any:
         """[L / (v·K), K, …]: of [L / K, K, …], the layers of round ``r`` (an int32 [K]) of each stage."""
@@ -176,7 +196,7 @@ class Slot:
 
     Attributes:
       eqn: the scan over L layers.
-      length: the layers of a stage and round, l = L / (v·K).
+      stages: of the loop.
       consts: its constants; with ``per_stage``, [K, …].
       carries: [K, …].
       stacks: [l, K, …].
@@ -184,10 +204,11 @@ class Slot:
       split: from the stacked results of one layer, each [K, …], to (the results to stack, the addend of each total). None: all
         results are stacked.
       where: the rows of the totals to which the layers add.
+      round: the round of each stage (an int32 [K] or 0).
     """
 
     eqn: Any
-    length: int
+    stages: Stages
     consts: Sequence[Any]
     per_stage: Sequence[bool]
     carries: Sequence[Any]
@@ -195,6 +216,7 @@ class Slot:
     totals: Sequence[Any] = ()
     split: Callable[[list[Any]], tuple[list[Any], list[Any]]] | None = None
     where: Rows | None = None
+    round: Any = 0
 
     @property
     def reverse(self) -> bool:
@@ -210,6 +232,9 @@ class Slot:
             in_axes=(*(0 if own else None for own in self.per_stage), *(0,) * (count + len(xs))),
         )
         outs = run(*self.consts, *carry, *xs)
+        if self.stages.masked:
+            real = self.stages.real(self.round, index)
+            outs[:count] = [self.stages.select(real, new, old) for new, old in zip(outs, carry, strict=False)]
         made, rows = (outs[count:], []) if self.split is None else self.split(outs[count:])
         if self.where is not None and totals:
             at, where = index if self.where.first is None else self.where.first + index, self.where
@@ -227,7 +252,7 @@ def run_slots(slots: Sequence[Slot]) -> list[tuple[list[Any], list[Any], list[An
     Returns:
       For each slot, (carries [K, …], stacks [l, K, …], totals).
     """
-    length, reverse = slots[0].length, all(slot.reverse for slot in slots)
+    length, reverse = slots[0].stages.length, all(slot.reverse for slot in slots)
     turned = [slot.reverse != reverse for slot in slots]
 
     def slices(slot: Slot, at: Any) -> list[Any]:
@@ -252,7 +277,7 @@ def run_slots(slots: Sequence[Slot]) -> list[tuple[list[Any], list[Any], list[An
             stacked.append(made)
         return after, stacked
 
-    indexed = any(turned) or any(slot.totals for slot in slots)
+    indexed = any(turned) or any(slot.totals or slot.stages.masked for slot in slots)
     start = [
         (list(s.carries), list(s.totals), buffers(s) if back else []) for s, back in zip(slots, turned, strict=True)
     ]
