@@ -76,7 +76,8 @@ class Pod:
     """A pod, a model and a batch.
 
     Attributes:
-      theirs: MaxText's programs, as (name, seconds of a step, GB sent, peak GB, layer bodies); the first one is a pipeline.
+      theirs: MaxText's programs, as (name, seconds of a step, GB sent, peak GB, layer bodies); the first one is a pipeline. There
+        are none for the model with few layers, which compares schedules.
     """
 
     topology: str
@@ -91,6 +92,7 @@ PODS = {
         "v5p:4x4x4", "llama3_8b", 64, 2048,
         (("MaxText, stages, ag_once, tuned", 0.546, 38.5, 6.07, 152), ("MaxText, no stages, fsdp64, tuned", 0.354, 58.1, 4.91, 32)),
     ),
+    "8b, 8 layers": Pod("v5p:4x4x4", "llama3_8b", 64, 2048, ()),
     "70b": Pod(
         "v5p:8x8x8", "llama3_70b", 512, 4096,
         (("MaxText, stages, ag_once, tuned", 9.979, 749.1, 15.03, 710),
@@ -102,17 +104,24 @@ PODS = {
     ),
 }  # fmt: skip
 M16, M64 = {"microbatches": 16}, {"microbatches": 64}
+FEW = {**M16, "layers": 8}
 CHUNKS = {"loss": "tokens", "loss_chunks": 8}
 EIGHT, SEVENTY, FOUR = "stage=4, data=4, model=4", "stage=8, data=8, model=8", "stage=2, data=64, model=8"
 FULL = f"{TENSOR}; vocab: model; seq: model"
-ONCE, OVERLAP = {"gather": "step"}, {"schedule": "1f1b-overlap"}
+TWO = STAGES.replace("layers: stage", "layers: stage*2")
+ONCE, OVERLAP, ZERO = {"gather": "step"}, {"schedule": "1f1b-overlap"}, {"schedule": "zb"}
 PROGRAMS = (
     Program("stages, ZeRO-1", "8b", EIGHT, f"{STAGES}; opt.embed: data", M16),
     Program("stages, FSDP, gathered once", "8b", EIGHT, f"{STAGES}; embed: data", M16, ONCE),
     Program("stages, FSDP, gathered once, 1f1b-overlap", "8b", EIGHT, f"{STAGES}; embed: data", M16, {**ONCE, **OVERLAP}),
-    Program("two rounds, ZeRO-1", "8b", EIGHT, f"{STAGES.replace('layers: stage', 'layers: stage*2')}; opt.embed: data", M16),
+    Program("two rounds, FSDP, gathered once, 1f1b-overlap", "8b", EIGHT, f"{TWO}; embed: data", M16, {**ONCE, **OVERLAP}),
     Program("idle, ZeRO-1", "8b", EIGHT, f"{FULL}; opt.embed: data", M16),
     Program("no stages, FSDP and tensor", "8b", "data=16, model=4", llama.FSDP_TENSOR_SEQUENCE, CHUNKS),
+    Program("stages, FSDP, gathered once", "8b, 8 layers", EIGHT, f"{STAGES}; embed: data", FEW, ONCE),
+    Program("two rounds, FSDP, gathered once", "8b, 8 layers", EIGHT, f"{TWO}; embed: data", FEW, ONCE),
+    Program("two rounds, FSDP, gathered once, 1f1b-overlap", "8b, 8 layers", EIGHT, f"{TWO}; embed: data", FEW,
+            {**ONCE, **OVERLAP}),
+    Program("stages, FSDP, gathered once, zb", "8b, 8 layers", EIGHT, f"{STAGES}; embed: data", FEW, {**ONCE, **ZERO}),
     Program("stages, ZeRO-1", "70b", SEVENTY, f"{STAGES}; opt.embed: data", M64),
     Program("stages, FSDP, gathered once, no rings", "70b", SEVENTY, f"{STAGES}; embed: data", M64, {**ONCE, "overlap": "xla"}),
     Program("stages, FSDP, gathered once, no rings, 1f1b-overlap", "70b", SEVENTY, f"{STAGES}; embed: data", M64,
@@ -174,7 +183,8 @@ def cells(row: dict[str, Any]) -> list[str]:
                 f"{row['planned_peak'] / 1e9:.2f}"]  # fmt: skip
     return [
         *head, f"{row['step']:.3f}", f"{row['planned_step']:.3f}", f"{row['compute']:.3f}", f"{row['exposed']:.3f}",
-        f"{row['step'] / pod.theirs[0][1]:.2f}", f"{row['sent'] / 1e9:.1f}", f"{row['planned_sent'] / 1e9:.1f}",
+        f"{row['step'] / pod.theirs[0][1]:.2f}" if pod.theirs else "",
+        f"{row['sent'] / 1e9:.1f}", f"{row['planned_sent'] / 1e9:.1f}",
         f"{row['peak'] / 1e9:.2f}", f"{row['planned_peak'] / 1e9:.2f}", str(row["bodies"]), f"{row['cycles']:.3g}",
         f"{row['plan_seconds']:.2f}",
     ]  # fmt: skip

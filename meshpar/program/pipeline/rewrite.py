@@ -30,7 +30,7 @@ from ...errors import UnsupportedError
 from ..primitives import rename_dims_p
 from .schedule import Schedule, interval_rows
 from .segments import CONSTANT, INVARIANT, Body, Place, Stack
-from .slots import Rows, Slot, Stages, Time, run_slots, zeros
+from .slots import RoundOfStack, Rows, Slot, Stages, Time, run_slots, zeros
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
@@ -737,13 +737,14 @@ class _Tick:
         return stages.rows(self.state["rings"][self.loops.ring_key(var)], self.row(var, time), -1)
 
     def stack(self, var: Any, time: Time, stages: Stages, r: Any) -> Any:
-        """[l, K, …]: for each stage, its part of a stacked operand of a slot, of its microbatch and round ``r``."""
+        """[l, K, …], or an equivalent :class:`RoundOfStack`: for each stage, its part of a stacked operand of a slot, of its
+        microbatch and round ``r``."""
         if var in self.known:
-            part, names = stages.of_round(self.divided[var], r), self.body.gathered.get(var, ())
-            if stages.rounds == 1 or not names:
-                return part
-            # the part has dims of its own: those of the layers have the rules of the old names as well
-            return rename_dims_p.bind(part, pairs=tuple((new, f"{new}_part") for _, new in names), back=False)
+            if stages.rounds == 1:
+                return self.divided[var]
+            # a layer has dims of its own: those of the layers' body have the rules of the old names as well
+            renamed = tuple((new, f"{new}_layer") for _, new in self.body.gathered.get(var, ()))
+            return RoundOfStack(self.divided[var], r * np.int32(stages.length), renamed)
         if var in self.xs:
             parts = stages.rows(self.divided[var], self.position(time), 1)
         elif isinstance(self.body.place(var), Stack):

@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from ...compat.jax import closed_parts, key_impl, scan_counts
 from ...rules.rearrange import rearrange
-from ..primitives import add_row_p, name_dims_p
+from ..primitives import add_row_p, name_dims_p, rename_dims_p
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +176,27 @@ def zeros(shape: Sequence[int], dtype: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundOfStack:
+    """The layers of one round, of a stack with the layers of all rounds: each layer is read from the stack, without a copy of the
+    round.
+
+    Attributes:
+      stack: [L / K, K, …].
+      first: for each stage, the position of its first layer in the stack (an int32 [K]).
+      renamed: (old name, new name) of dims of a layer.
+    """
+
+    stack: Any
+    first: Any
+    renamed: tuple[tuple[str, str], ...] = ()
+
+    def layer(self, stages: Stages, index: Any) -> Any:
+        """[K, …]: for each stage, a layer of its round."""
+        x = stages.rows(self.stack, self.first + index, 0)
+        return rename_dims_p.bind(x, pairs=self.renamed, back=False) if self.renamed else x
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """The rows of accumulators to which the layers of a slot add.
 
@@ -199,7 +220,7 @@ class Slot:
       stages: of the loop.
       consts: its constants; with ``per_stage``, [K, …].
       carries: [K, …].
-      stacks: [l, K, …].
+      stacks: [l, K, …], or parts of the stacks of all rounds.
       totals: [L / K, K, …] arrays to which the layers add; each layer adds to its own part, in place.
       split: from the stacked results of one layer, each [K, …], to (the results to stack, the addend of each total). None: all
         results are stacked.
@@ -255,8 +276,15 @@ def run_slots(slots: Sequence[Slot]) -> list[tuple[list[Any], list[Any], list[An
     length, reverse = slots[0].stages.length, all(slot.reverse for slot in slots)
     turned = [slot.reverse != reverse for slot in slots]
 
-    def slices(slot: Slot, at: Any) -> list[Any]:
-        return [lax.dynamic_index_in_dim(stack, at, 0, keepdims=False) for stack in slot.stacks]
+    def slices(slot: Slot, at: Any, given: Sequence[Any] | None = None) -> list[Any]:
+        """Slices of the stacks of a slot; ``given``: those of its arrays, if the scan makes them."""
+        made = iter(
+            [lax.dynamic_index_in_dim(x, at, 0, keepdims=False) for x in arrays(slot)] if given is None else given
+        )
+        return [x.layer(slot.stages, at) if isinstance(x, RoundOfStack) else next(made) for x in slot.stacks]
+
+    def arrays(slot: Slot) -> list[Any]:
+        return [stack for stack in slot.stacks if not isinstance(stack, RoundOfStack)]
 
     def buffers(slot: Slot) -> list[Any]:
         """Zeros for the stacked results of a slot."""
@@ -269,7 +297,7 @@ def run_slots(slots: Sequence[Slot]) -> list[tuple[list[Any], list[Any], list[An
         after, stacked = [], []
         for slot, back, (carry, totals, buffer), xs in zip(slots, turned, state, rows, strict=True):
             at = length - 1 - index if back else index
-            carry, made, totals = slot.layer(at, carry, totals, slices(slot, at) if back else xs)
+            carry, made, totals = slot.layer(at, carry, totals, slices(slot, at, None if back else xs))
             if back:
                 pairs = zip(buffer, made, strict=True)
                 buffer, made = [lax.dynamic_update_index_in_dim(old, x, at, 0) for old, x in pairs], []
@@ -277,11 +305,11 @@ def run_slots(slots: Sequence[Slot]) -> list[tuple[list[Any], list[Any], list[An
             stacked.append(made)
         return after, stacked
 
-    indexed = any(turned) or any(slot.totals or slot.stages.masked for slot in slots)
+    indexed = any(turned) or any(s.totals or s.stages.masked or len(arrays(s)) < len(s.stacks) for s in slots)
     start = [
         (list(s.carries), list(s.totals), buffers(s) if back else []) for s, back in zip(slots, turned, strict=True)
     ]
-    xs = [[] if back else list(slot.stacks) for slot, back in zip(slots, turned, strict=True)]
+    xs = [[] if back else arrays(slot) for slot, back in zip(slots, turned, strict=True)]
     indices = jnp.arange(length, dtype=np.int32) if indexed else None
     done, stacked = lax.scan(body, start, (indices, xs), length=length, reverse=reverse, unroll=1)
     return [
