@@ -271,6 +271,10 @@ def report(machine: Mapping[str, Any], outcomes: Outcomes) -> str:
         "|---|---|---|",
         *(f"| {o.id.removeprefix('value/')} | {o.status} | {_cell(o.message)} |" for o in done if o.status != "ok"),
         "",
+        "## Our kernels beside others",
+        "",
+        *_compared(machine, outcomes),
+        "",
         "## Times",
         "",
         "| kernel | shape | load | by | ms | TFLOP/s | % peak | GB/s | % copy | x ours | error | timed by |",
@@ -335,6 +339,35 @@ def _row(
         f"{head} {1e3 * seconds:.3f} | {rate} | {moved:.0f} | {100 * moved / machine['copy']:.0f} | {ratio} | {error} | "
         f"{r['method']} |"
     )
+
+
+OTHERS = {
+    "torch": ("torch",),
+    "JAX's kernel": ("jax's mgpu", "jax's megablox", "triton", "jax.nn, cudnn"),
+    "tokamax": ("tokamax",),
+    "XLA's op": ("ragged_dot", "take"),
+    "XLA's loop": ("xla loop", "reference"),
+}
+"""Column → the baselines it is of; a case has one of them."""
+
+
+def _compared(machine: Mapping[str, Any], outcomes: Outcomes) -> Iterator[str]:
+    """A row for each case that our kernel was timed on: its time, and how much longer each of the others takes."""
+    columns = ["kernel", "shape", "load", "ours, ms", "% peak", *(f"{name}, x" for name in OTHERS)]
+    yield f"| {' | '.join(columns)} |"
+    yield "|---" * len(columns) + "|"
+    for (kernel, shape, load), rows in _cases(outcomes).items():
+        ours = rows.get(OURS)
+        seconds = _seconds(ours)
+        if ours is None or seconds is None or ours.status != "ok":
+            continue
+        flops = ours.result["flops"]
+        cells = [kernel, shape, load, f"{1e3 * seconds:.3f}"]
+        cells.append(f"{100 * flops / seconds / 1e12 / machine['peak']:.0f}" if flops else "")
+        for names in OTHERS.values():
+            found = [x for name in names if name in rows and (x := _seconds(rows[name])) is not None]
+            cells.append(f"{found[0] / seconds:.2f}" if found else "")
+        yield f"| {' | '.join(cells)} |"
 
 
 def _step_rows(outcomes: Outcomes) -> list[str]:

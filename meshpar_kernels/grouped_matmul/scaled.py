@@ -35,7 +35,8 @@ def scaled_grouped_matmul(
 
     The codes of 128 contracted elements are multiplied and accumulated by the tensor cores (int8 exactly in int32), the
     sums multiplied by the two scales and added up in float32. Limit: the rate of 8-bit matmuls (1979 TFLOP/s on an H100 or
-    H200, NVIDIA's datasheet) or one read of the weights, 1 byte each. The kernel has not been timed on a device.
+    H200, NVIDIA's datasheet) or one read of the weights, 1 byte each. On an H200 it reaches 605 and 680 TFLOP/s with
+    DeepSeek-V3's shapes (`benchmarks/results/device.md`).
 
     Sources: DeepSeek-V3 Technical Report (2024), section 3.3; DeepGEMM (DeepSeek 2025).
 
@@ -52,7 +53,7 @@ def scaled_grouped_matmul(
       group_sizes, group_offset: as in `grouped_matmul`.
       out_dtype: bfloat16, float16 or float32 in the kernel.
       implementation: "pallas_gpu": the kernel of Hopper GPUs (sm_90a). "xla": dequantizes lhs, and the weights of one group
-        at a time, in float32. None: "xla", unless `MESHPAR_KERNELS=pallas`.
+        at a time, in float32. None: the kernel on Hopper GPUs, else "xla".
       num_sms: thread blocks of the GPU kernel's grid; None: the number of multiprocessors.
 
     Returns:

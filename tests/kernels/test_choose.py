@@ -79,15 +79,26 @@ def test_another_value_is_an_error(monkeypatch):
         grouped_matmul(jnp.zeros((8, 64)), jnp.zeros((2, 64, 64)), jnp.asarray([3, 5]))
 
 
-def test_on_a_device_with_kernels_it_is_said_once(monkeypatch, caplog):
+@pytest.mark.parametrize(("platform", "count"), [("tpu", 1), ("cuda", 0)])
+def test_a_default_that_no_device_has_timed_is_logged_once(monkeypatch, caplog, platform, count):
     monkeypatch.delenv(_choose.VARIABLE, raising=False)
-    monkeypatch.setattr(_compat, "backend_platform", lambda: "cuda")
+    monkeypatch.setattr(_compat, "backend_platform", lambda: platform)
     _choose._say_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             jax.eval_shape(matmuls, *(jax.ShapeDtypeStruct(s, d) for s, d in MATMUL_CASE[1:]))
-    (record,) = caplog.records
-    assert record.getMessage().startswith("grouped_matmul: the Pallas kernel is the default, since lax.ragged_dot")
+    messages = [r.getMessage() for r in caplog.records if "is the default" in r.getMessage()]
+    assert len(messages) == count
+    assert all(m.startswith("grouped_matmul: the Pallas kernel is the default, since lax.ragged_dot") for m in messages)
+
+
+def test_a_kernel_is_the_default_on_its_platforms_alone(monkeypatch):
+    monkeypatch.delenv(_choose.VARIABLE, raising=False)
+    assert set(_choose.by_default("grouped_matmul")) == {"cuda", "tpu"}
+    assert set(_choose.by_default("scaled_grouped_matmul")) == {"cuda"}
+    assert set(_choose.by_default("route")) == set()
+    monkeypatch.setenv(_choose.VARIABLE, "pallas")
+    assert set(_choose.by_default("route")) == {"cuda", "tpu"}
 
 
 def test_how_many_multiprocessors():

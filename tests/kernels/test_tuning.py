@@ -144,11 +144,21 @@ def test_a_file_that_is_no_table_is_said(text, tmp_path):
         tuning.read(file)
 
 
-def test_what_is_shipped_has_only_entries_that_were_measured():
-    """None yet: no device was there to measure on."""
-    assert tuning.SHIPPED.is_file()
-    assert tuning.read(tuning.SHIPPED) == {}
-    assert json.loads(tuning.SHIPPED.read_text())["format"] == tuning.FORMAT
+def test_kernels_can_take_what_is_shipped(monkeypatch):
+    """Every entry is faster than the analytic choice, and names a tile that the kernel accepts."""
+    monkeypatch.setattr(_compat, "gpu_architecture", lambda: (9, 0))
+    table = tuning.read(tuning.SHIPPED)
+    assert set(table) == {"NVIDIA H200"}
+    for shape, dtypes in table["NVIDIA H200"].items():
+        sizes = {name: int(size) for name, _, size in (word.partition("=") for word in shape.split()) if size}
+        k, n = sizes["K"], sizes["N"]
+        for dtype, entry in dtypes.items():
+            assert entry.seconds < tuner.MARGIN * entry.analytic_seconds
+            assert shape.startswith("grouped_matmul_transpose ")
+            how = {name: getattr(entry.config, name) for name in ("stages", "cluster", "pingpong")}
+            tile = gpu.make_transpose_tile(entry.config.tile, jnp.dtype(dtype).itemsize, **how)
+            lhs = jnp.zeros((8, k), dtype)
+            assert not [r for r in gpu.transpose_unsupported(lhs, lhs.dtype, tile, k=k, n=n) if "imported" not in r]
 
 
 @pytest.mark.slow
@@ -231,8 +241,11 @@ def test_without_an_accelerator_the_command_says_so(capsys):
     assert "JAX finds no TPU and no NVIDIA GPU here" in capsys.readouterr().err
 
 
-def test_the_command_lists_what_there_is(tmp_path, capsys):
+def test_the_command_lists_what_there_is(tmp_path, capsys, monkeypatch):
     file = tmp_path / "t.json"
+    assert cli.main(["tune-kernels", "--list", "--table", str(file)]) == 0
+    assert "H200" in capsys.readouterr().out  # what is shipped
+    monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "none.json")
     assert cli.main(["tune-kernels", "--list", "--table", str(file)]) == 0
     assert "No tile was measured yet" in capsys.readouterr().out
     tuning.write(file, {"NVIDIA H200": {PRODUCT.shape_class: {"bfloat16": entry(FAST)}}})
