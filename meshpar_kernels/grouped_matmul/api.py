@@ -71,6 +71,9 @@ def grouped_matmul(
         if the kernel can take these arguments; else "xla", a loop over tiles (and always with
         `MESHPAR_KERNELS=reference`). "reference" multiplies all rows by all groups. "pallas" is the kernel of the
         platform, or an error that lists the arguments that it does not support (float32 on a GPU, a GPU before Hopper).
+        "tokamax": tokamax's `ragged_dot`, forward and backward, by the kernel that tokamax picks for the device of the
+        process; it takes no `group_offset` and no `rhs_scale`, copies weights with `transpose_rhs` (as for lhs's gradient),
+        and needs the extra `tokamax`.
       tile: (rows, K, N) of one step of the Pallas kernel; None: the tuning table's entry for this matmul on this
         device, else the tile that moves the fewest bytes (see `meshpar_kernels.tuning`).
       stages: of the GPU kernel's shared memory; None: from the table, else as many as fit, at most 6.

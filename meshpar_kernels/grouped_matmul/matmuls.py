@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from meshpar_kernels._choose import Unsupported, dispatch
-from meshpar_kernels.grouped_matmul import gpu, reference, tpu, tpu_tiles, tpu_transpose, xla
+from meshpar_kernels.grouped_matmul import gpu, reference, tokamax_dot, tpu, tpu_tiles, tpu_transpose, xla
 from meshpar_kernels.routing import gpu as routing_gpu
 from meshpar_kernels.routing import reference as routing_reference
 from meshpar_kernels.routing import tpu_gather
@@ -64,6 +64,7 @@ def gather(options: Options, lhs: jax.Array, indices: jax.Array | None) -> jax.A
         "pallas_gpu": routing_gpu.gather_sum_unsupported(lhs, index) or kernel(routing_gpu.gather_sum),
         "xla": plain,
         "reference": plain,
+        "tokamax": plain,
     }
     return _dispatch(options, GATHER, functions, lhs, index)
 
@@ -117,6 +118,8 @@ def matmul(
         "pallas_gpu": refuses(gpu_tile) or by_gpu,
         "xla": plain(xla.grouped_matmul),
         "reference": plain(reference.grouped_matmul),
+        "tokamax": tokamax_dot.unsupported(group_offset, rhs_scale)
+        or functools.partial(tokamax_dot.grouped_matmul, **kwargs),
     }
     operands = (lhs, rhs, group_sizes, group_offset, row_scale, rhs_scale)
     return _dispatch(options, "grouped_matmul", functions, *operands)
@@ -192,5 +195,7 @@ def transpose_matmul(options: Options, groups: int, lhs, rhs, group_sizes, group
         or functools.partial(gpu.grouped_matmul_transpose, tile=gpu_tile, num_sms=num_sms, **kwargs),
         "xla": functools.partial(xla.grouped_matmul_transpose, **kwargs),
         "reference": functools.partial(reference.grouped_matmul_transpose, **kwargs),
+        "tokamax": tokamax_dot.unsupported(group_offset)
+        or functools.partial(tokamax_dot.grouped_matmul_transpose, **kwargs),
     }
     return _dispatch(options, "grouped_matmul_transpose", functions, lhs, rhs, group_sizes, group_offset, row_scale)
