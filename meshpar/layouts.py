@@ -132,6 +132,19 @@ def expert_parallel(data: str = "data", expert: str = "expert") -> Layout:
     return _scheme("expert_parallel", data=data, expert=expert)
 
 
+def expert_tensor(data: str = "data", expert: str = "expert", model: str = "model") -> Layout:
+    """FSDP, with experts and heads over ``expert``, and the MLP of each expert over ``model`` (expert tensor parallelism).
+
+    Experts are sharded twice, so that a device gathers and reduces less of them: for small batches on many devices. Tokens are
+    replicated over ``expert``; no all-to-all sends them. Source: Megatron Core's "expert tensor parallelism".
+
+    Example:
+      >>> print(mp.layouts.expert_tensor())
+      mlp?, expert_mlp?: model; batch: data+model; expert?, experts?, heads?, kv_heads?, vocab?: expert; embed?: data+expert+model
+    """
+    return _scheme("expert_tensor", data=data, expert=expert, model=model)
+
+
 def pipeline(
     layout: str | Layout = "data_parallel", stage: str = "stage", layers: str = "layers", rounds: int = 1
 ) -> Layout:

@@ -295,13 +295,15 @@ def _descend(evaluation: Evaluation, space: Space, candidates: Sequence[Sizes]) 
     """
     rows = evaluation.rows
     shared = [dim for dim in space.dims if dim[1] is None]
-    started, visited = set[Cost](), set[Cost]()
+    started, visited, starts = set[Cost](), set[Cost](), list[Point]()
     for start in _starts(evaluation):
         row, best = rows[start], min(rows.values(), key=evaluation.rank)
         if evaluation.is_near_best(row) and (row.fits or not best.fits or row.seconds < best.seconds):
             started.add((row.seconds, row.peak))
+            starts.append(start)
             with contextlib.suppress(OutOfPatience):
                 _descend_from(evaluation, space, candidates, start, shared, visited)
+    _descend_from_ties(evaluation, space, candidates, shared, starts)
     for dims in (shared, [*(dim for dim in space.dims if dim[1] is not None), *shared]):
         fits, metric, _ = min(map(evaluation.rank, rows.values()))
         best = [p for p in rows if evaluation.rank(rows[p])[:2] <= (fits, (1 + POLICY.min_gain_fraction) * metric)]
@@ -319,6 +321,36 @@ def _descend(evaluation: Evaluation, space: Space, candidates: Sequence[Sizes]) 
     if (rows[start].seconds, rows[start].peak) not in started:
         with contextlib.suppress(OutOfPatience):
             _descend_from(evaluation, space, candidates, start, shared, set())
+
+
+def _descend_from_ties(
+    evaluation: Evaluation, space: Space, candidates: Sequence[Sizes], dims: Sequence[Dim], starts: Sequence[Point]
+) -> None:
+    """Descend from candidates that are as good as the best, and shard other dims or have more axes.
+
+    A descent takes gains only. It cannot pass through a candidate that is no better, from which others are: with `expert` sharded
+    in place of `mlp`, or with the same shards by three axes in place of two, of which a rule may then have one.
+    """
+    rows = evaluation.rows
+
+    def same_plan(point: Point) -> tuple[Any, ...]:
+        return rows[point].seconds, rows[point].peak, len(point.sizes)
+
+    def dims_of(point: Point) -> frozenset[str]:
+        return frozenset(rule.dim for rule in point.rules)
+
+    plans, kinds = {same_plan(p) for p in starts}, {dims_of(p) for p in starts}
+    for _ in range(POLICY.max_ties):
+        fits, metric, _ = evaluation.rank(evaluation.best)
+        ties = [p for p in rows if evaluation.rank(rows[p])[:2] <= (fits, (1 + POLICY.tie_fraction) * metric)]
+        others = [p for p in ties if same_plan(p) not in plans and (dims_of(p) not in kinds or len(p.sizes) > 2)]
+        if not others:
+            return
+        start = min(others, key=lambda p: (dims_of(p) in kinds, evaluation.rank(rows[p]), p.layout))
+        plans.add(same_plan(start))
+        kinds.add(dims_of(start))
+        with contextlib.suppress(OutOfPatience), evaluation.with_patience(POLICY.tie_patience):
+            _descend_from(evaluation, space, candidates, start, dims, set())
 
 
 def _starts(evaluation: Evaluation) -> list[Point]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -390,6 +391,15 @@ class Evaluation:
             self.plan(point)
 
     # -- descent
+
+    @contextlib.contextmanager
+    def with_patience(self, plans: int) -> Iterator[None]:
+        """Within it, a descent ends after at most so many plans without a gain."""
+        before, self.patience = self.patience, min(self.patience, plans)
+        try:
+            yield
+        finally:
+            self.patience = before
 
     def start_descent(self, at: Point) -> None:
         """Start counting candidates without a gain."""

@@ -21,6 +21,9 @@ class SearchPolicy:
       max_time_ratio: schemes that take more than this many times the best step time are not descended from, and a candidate whose
         communication alone takes longer is planned no further. Of 800 candidates the passes hid or saved at most 0.27 of it.
       max_starts: number of candidates that fit, and of shorter ones that do not fit, from which the search descends.
+      max_ties: number of candidates from which the search descends that are as good as the best, and shard other dims or
+        have more axes.
+      tie_patience: such a descent ends after this many plans, if none of them is better than the best.
       patience_candidates: a descent ends after this many candidates without a gain.
       patience_ops: ops of the largest program for which all of ``patience_candidates`` are planned; larger programs, whose
         plans take longer, get proportionally fewer.
@@ -38,6 +41,8 @@ class SearchPolicy:
     other_mesh_error_fraction: float = 0.08
     max_time_ratio: float = 1.5
     max_starts: int = 3
+    max_ties: int = 2
+    tie_patience: int = 15
     patience_candidates: int = 40
     patience_ops: int = 2000
     max_stage_counts: int = 2
