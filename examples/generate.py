@@ -431,16 +431,15 @@ def write(
     """`cache` [layers, batch, kv_heads, cache, size] with `new` [layers, batch, kv_heads, 1, size] in the slots of the positions
     of active rows.
 
-    All leading dims are indexed: compilers write such a scatter in place, without a transposed copy of the cache.
+    Layers and rows are indexed too: compilers write such a scatter in place, without a transposed copy of the cache.
     """
-    layers, heads = jnp.arange(cache.shape[0])[:, None, None], jnp.arange(cache.shape[2])
-    rows = jnp.arange(position.shape[0])[:, None]
+    layers, rows = jnp.arange(cache.shape[0])[:, None], jnp.arange(position.shape[0])
     if table is not None:  # [layers, pages, kv_heads, page, size]
         block, slot = jnp.divmod(position % (table.shape[1] * cache.shape[3]), cache.shape[3])
-        page = jnp.where(active, table[rows[:, 0], block], cache.shape[1])
-        return cache.at[layers, page[:, None], heads, slot[:, None]].set(new[:, :, :, 0], mode="drop")
+        page = jnp.where(active, table[rows, block], cache.shape[1])
+        return cache.at[layers, page, :, slot].set(new[:, :, :, 0], mode="drop")
     slot = jnp.where(active, position % cache.shape[3], cache.shape[3])  # beyond the cache: not written
-    return cache.at[layers, rows, heads, slot[:, None]].set(new[:, :, :, 0], mode="drop")
+    return cache.at[layers, rows, :, slot].set(new[:, :, :, 0], mode="drop")
 
 
 @dataclass(frozen=True)
