@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..compat.jax import axes_of_spec, user_stacklevel
+from ..compat import nnx
+from ..compat.jax import axes_of_spec, is_graph_node, user_stacklevel
 from ..errors import DivisibilityError, LayoutSyntaxError, UnsupportedError
 from ..layout import AnyMesh, Layout
 
@@ -27,6 +29,10 @@ def accumulate_gradients(
     a layout the gradients stay partial until the last microbatch (in float32, if the model computes in bfloat16) and are then
     reduced once. Only gradients that a loop over layers stacks and that the layout shards (FSDP) are reduce-scattered layer by
     layer in every microbatch, since no device has room for them unsharded.
+
+    Arguments may be NNX modules: ``mp.accumulate_gradients(nnx.value_and_grad(loss), 8)(model, x)``. Variables other than
+    parameters (batch statistics, the counts of dropout's keys) go from one microbatch to the next, so that each has masks of its
+    own, and are updated in place at the end.
 
     Args:
       fn: returns means over its batch (a loss and its gradients): any tree of arrays.
@@ -92,26 +98,38 @@ def accumulate_gradients(
         where = (
             [i for i, x in enumerate(args) if i and i not in keys and _has_rows(x)] if given is None else list(given)
         )
+        nodes = {i: x for i, x in enumerate(args) if i not in where and _has_graph_nodes(x)}
+        graph, params, variables = nnx.split(nodes, nnx.Param, ...) if nodes else (None, None, None)
         _check_rows({i: args[i] for i in where})
         xs = [jax.tree.map(microbatched, args[i]) for i in where]
         if keys:
             xs.append(jnp.arange(microbatches))
 
-        def one(batches: Sequence[Any]) -> Any:
+        def one(batches: Sequence[Any], variables: Any) -> tuple[Any, Any]:
+            """(the results of a microbatch, the variables of the modules after it)."""
             full = list(args)
+            merged = nnx.merge(graph, params, variables, copy=True) if nodes else {}
+            for i, module in merged.items():
+                full[i] = module
             for i, b in zip(where, batches, strict=False):
                 full[i] = b
             for i in keys:
                 full[i] = _folded(args[i], batches[-1])
-            return fn(*full, **kwargs)
+            out = fn(*full, **kwargs)
+            return out, nnx.split(merged, nnx.Param, ...)[2] if nodes else None
 
-        shapes = jax.eval_shape(one, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), xs))
+        first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), xs)
+        shapes, _ = jax.eval_shape(one, first, variables)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, _sum_dtype(s.dtype)), shapes)
 
-        def add(total: Any, batches: Any) -> tuple[Any, None]:
-            return jax.tree.map(lambda t, y: t + y.astype(t.dtype), total, one(batches)), None
+        def add(carry: Any, batches: Any) -> tuple[Any, None]:
+            total, variables = carry
+            out, variables = one(batches, variables)
+            return (jax.tree.map(lambda t, y: t + y.astype(t.dtype), total, out), variables), None
 
-        total, _ = jax.lax.scan(add, zeros, xs)
+        (total, variables), _ = jax.lax.scan(add, (zeros, variables), xs)
+        if nodes:
+            nnx.update(nodes, variables)
         return jax.tree.map(
             lambda t, s: (t / microbatches).astype(s.dtype) if jnp.issubdtype(s.dtype, jnp.inexact) else t,
             total,
@@ -171,19 +189,34 @@ def _folded(keys: Any, microbatch: Any) -> Any:
 
 
 def _warn_of_keys(args: Sequence[Any], known: Collection[int]) -> None:
-    """Warn of arguments that are typed PRNG keys (or trees of them), at positions other than the ``known`` ones."""
+    """Warn of typed PRNG keys in arguments at positions other than the ``known`` ones.
+
+    The keys of NNX modules are left out: with their counts they make a new key for every microbatch.
+    """
     for i, argument in enumerate(args):
-        leaves = jax.tree.leaves(argument)
-        if (
-            i not in known
-            and leaves
-            and all(jax.dtypes.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) for x in leaves)
-        ):
+        if i in known or _has_graph_nodes(argument):
+            continue
+        leaves = jax.tree_util.tree_leaves_with_path(argument)
+        keys = [
+            path for path, x in leaves if jax.dtypes.issubdtype(getattr(x, "dtype", None) or bool, jax.dtypes.prng_key)
+        ]
+        if keys:
+            whole = len(keys) == len(leaves)
+            what = "is a PRNG key" if whole else f"has a PRNG key at {jax.tree_util.keystr(keys[0])}"
+            fix = f"key_argnums={i} gives" if whole else "Pass it as an argument of its own: key_argnums= gives"
             warnings.warn(
-                f"mp.accumulate_gradients: argument {i} is a PRNG key; all microbatches share it and have the same dropout masks. "
-                f"key_argnums={i} gives each microbatch a key of its own",
+                f"mp.accumulate_gradients: argument {i} {what}; all microbatches share it and have the same dropout masks. "
+                f"{fix} each microbatch a key of its own",
                 stacklevel=user_stacklevel(),
             )
+
+
+def _has_graph_nodes(argument: Any) -> bool:
+    """Whether a tree has NNX modules or optimizers; an ``nnx.State`` is a tree of arrays."""
+    if "flax.nnx" not in sys.modules:
+        return False
+    stops = lambda x: is_graph_node(x) or isinstance(x, nnx.State)  # noqa: E731
+    return any(map(is_graph_node, jax.tree.leaves(argument, is_leaf=stops)))
 
 
 def _has_rows(argument: Any) -> bool:

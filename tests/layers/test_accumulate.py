@@ -1,11 +1,14 @@
 """Gradient accumulation: the same means, reduced once."""
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 import meshpar as mp
 from meshpar.errors import DivisibilityError, LayoutSyntaxError, UnsupportedError
@@ -239,3 +242,79 @@ def test_an_argument_that_is_batch_and_key():
 def test_batches_of_different_sizes_name_argnums():
     with pytest.raises(DivisibilityError, match=r"argument 1: 16, argument 2: 4\)[^$]*argnums=1"):
         mp.accumulate_gradients(regression, 4)(jnp.ones((8, 3)), jnp.ones((16, 8)), jnp.ones((4, 3)))
+
+
+class Net(nnx.Module):
+    """A model with batch statistics and dropout."""
+
+    def __init__(self, rngs, rate=0.5):
+        self.up, self.norm = nnx.Linear(16, 32, rngs=rngs), nnx.BatchNorm(32, rngs=rngs)
+        self.dropout, self.down = nnx.Dropout(rate, rngs=rngs), nnx.Linear(32, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.dropout(jax.nn.relu(self.norm(self.up(x)))))
+
+
+def net_loss(model, x):
+    return jnp.square(model(x)).mean()
+
+
+def in_a_loop(model, x):
+    """The reference: the mean over microbatches, one after the other, and the model after them."""
+    parts = [nnx.value_and_grad(net_loss)(model, x[i::MICRO]) for i in range(MICRO)]
+    return jax.tree.map(lambda *leaves: sum(leaves) / MICRO, *parts)
+
+
+@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
+def test_modules_of_nnx(case, lowering):
+    """Each microbatch has a dropout mask of its own; batch statistics and counts of keys are updated in place."""
+    x = case[1]
+    accumulated = mp.accumulate_gradients(nnx.value_and_grad(net_loss), MICRO)
+    want_model = Net(nnx.Rngs(0))
+    want = in_a_loop(want_model, x)
+
+    plain = Net(nnx.Rngs(0))
+    got = nnx.jit(accumulated)(plain, x)
+    dims = {"model/up/kernel": "embed mlp", "model/down/kernel": "mlp vocab", "x": "batch embed"}
+    step = mp.jit(lambda model, x: accumulated(model, x), mesh="data=4, model=2", layout="batch: data; mlp: model", dims=dims,
+                  lowering=lowering)  # fmt: skip
+    sharded = Net(nnx.Rngs(0))
+    for model, (value, grads) in ((plain, got), (sharded, step(sharded, x))):
+        np.testing.assert_allclose(value, want[0], rtol=1e-5)
+        for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(want[1]), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+        assert int(model.dropout.rngs.count[...]) == MICRO
+        np.testing.assert_allclose(model.norm.mean[...], want_model.norm.mean[...], rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_with_a_module_and_its_optimizer(case):
+    """The optimizer's update outside of the microbatches; without dropout it is the step of the whole batch."""
+    x = case[1]
+
+    def create():
+        model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    def step(model, optimizer, x, microbatches):
+        loss, grads = mp.accumulate_gradients(nnx.value_and_grad(net_loss), microbatches)(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    results = []
+    for microbatches in (1, MICRO):
+        model, optimizer = create()
+        run = mp.jit(functools.partial(step, microbatches=microbatches), mesh="data=4", layout="batch: data",
+                     dims={"x": "batch embed"})  # fmt: skip
+        results.append((float(run(model, optimizer, x)), np.asarray(model.kernel[...])))
+    np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-5)
+    np.testing.assert_allclose(results[0][1], results[1][1], rtol=1e-4, atol=1e-6)
+
+
+def test_a_key_within_an_argument_is_named(case):
+    p, x = case
+    state = {"params": p, "key": jax.random.key(0)}
+    with pytest.warns(UserWarning, match=r"argument 0 has a PRNG key at \['key'\]; all microbatches share it"):
+        mp.accumulate_gradients(lambda s, x: loss(s["params"], x), MICRO)(state, x)
+    graph, state = nnx.split(Net(nnx.Rngs(0)))
+    with pytest.warns(UserWarning, match=r"argument 0 has a PRNG key at .*rngs.*key"):
+        mp.accumulate_gradients(lambda s, x: net_loss(nnx.merge(graph, s, copy=True), x), MICRO)(state, x)
