@@ -236,7 +236,7 @@ PROGRAMS: dict[str, Callable[[bool], Program]] = {
     "mixtral": _mixtral,
     "moe": _moe,
     "decode": _decode,
-    "decode, int8": lambda tiny: _decode(tiny, "int8"),
+    "decode, int8": lambda tiny: _decode(tiny, "int8", unroll=False),  # unrolled, XLA dequantizes all layers at once
     "decode, a loop over layers": lambda tiny: _decode(tiny, unroll=False),
     "resnet": _resnet,
 }

@@ -28,14 +28,14 @@ from .doctor import add_command as add_doctor
 from .errors import CheckError, CompilerError, JoinWarning, MeshparError, TargetError
 from .hardware.calibration import read_calibrations
 from .hardware.topology import device_count
-from .layout import scheme_text
+from .layout import scheme_text, similar_schemes
 from .layouts import PRESETS
 from .options import Lowering, add_flags, given_flags
 from .plan_api import Plan
 from .pods.cli import add_commands
 from .report import plan_steps
 from .report.facts import fits
-from .target import Target, concrete, failing_as_target, load_target, parse_options
+from .target import Target, concrete, failing_as_target, has_drawn_integers, load_target, parse_options
 from .tune_kernels import add_command as add_tuning
 from .units import mesh_text
 
@@ -490,7 +490,12 @@ def _check(args: argparse.Namespace) -> int:
         lowerings=lowerings, **_options(args, target),
     )  # fmt: skip
     rows = [{**dataclasses.asdict(r), "error": None if r.error is None else str(r.error)} for r in report.rows]
-    _show(args, str(report), lambda: json.dumps({"ok": report.ok, "rows": rows, "skipped": report.skipped}))
+    text = str(report)
+    if has_drawn_integers(target):
+        text += (
+            f"\nIntegers were drawn below {args.ints}: --ints=N draws them below N, such as the size of a vocabulary"
+        )
+    _show(args, text, lambda: json.dumps({"ok": report.ok, "rows": rows, "skipped": report.skipped}))
     return 0 if report.ok else 1
 
 
@@ -579,7 +584,7 @@ def _layout(args: argparse.Namespace, target: Target, text: str | None, mesh: st
         raise TargetError(
             f"there is no layout {text!r}: it has no rule `dim: axis`, and the target's LAYOUTS are: {known}",
             fixes=[
-                *(f"did you mean {name}?" for name in near(text, [*target.layouts, *PRESETS])[:1]),
+                *(f"did you mean {name}?" for name in (near(text, target.layouts) or similar_schemes(text))[:1]),
                 f"those for every model are {', '.join(PRESETS)}; each of them also inside of stages, `fsdp+pipeline`",
             ],
         )

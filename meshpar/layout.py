@@ -47,6 +47,17 @@ SCHEMES = {
     "embed?: {data}+{expert}+{model}",
 }
 """Name of a scheme → its layout, a format string with one field for each mesh axis. See :mod:`meshpar.layouts`."""
+OTHER_NAMES = {
+    "zero2": "zero1",
+    "zero3": "fsdp",
+    "ddp": "data_parallel",
+    "dp": "data_parallel",
+    "tp": "tensor_parallel",
+    "sp": "sequence_parallel",
+    "cp": "context_parallel",
+    "ep": "expert_parallel",
+}
+"""Name of a scheme in other libraries → its name here, for suggestions."""
 PIPELINE = "pipeline"
 """Name of the scheme that is combined with the others: ``"fsdp+pipeline"``."""
 _DEFAULT_AXES = {axis: axis for axis in ("data", "model", "replica", "context", "expert")}
@@ -429,7 +440,8 @@ def divisibility_error(
     axes = " × ".join(f"{a}={sizes.get(a, 1)}" for a in rule.axes)
     below, above = size // parts * parts, -(-size // parts) * parts
     legal = " or ".join(str(n) for n in (below, above) if n > 0)
-    divisors = [n for n in range(2, 2 * parts + 1) if size % n == 0]
+    devices = math.prod(sizes.values())
+    divisors = [n for n in range(2, 2 * parts + 1) if size % n == 0 and devices % n == 0]
     nearest = [*[n for n in divisors if n < parts][-1:], *[n for n in divisors if n > parts][:1]]
     names = " × ".join(f"`{a}`" for a in rule.axes)
     other = [f"or use a mesh with {names} of {' or '.join(map(str, nearest))}"] if nearest else []
@@ -520,10 +532,18 @@ def with_stages(layout: Layout, stage: str, layers: str, rounds: int = 1) -> Lay
     return Layout("; ".join(map(str, rules)), resolve=layout.resolve, optional=layout.optional)
 
 
+def similar_schemes(text: str) -> list[str]:
+    """The schemes that an unknown name may mean: by its use elsewhere (``zero3``), or by its spelling."""
+    name = scheme_name(text).lower()
+    return [OTHER_NAMES[name]] if name in OTHER_NAMES else near(name, SCHEMES)
+
+
 def _similar_schemes(text: str) -> list[str]:
-    """The fix for a misspelled name of a scheme; empty if none is similar."""
-    similar = near(scheme_name(text), SCHEMES)
-    return [f"did you mean the scheme {' or '.join(f'`{name}`' for name in similar)}?"] if similar else []
+    """The fixes for an unknown name of a scheme; empty for a text that is no name."""
+    similar = similar_schemes(text)
+    if similar:
+        return [f"did you mean the scheme {' or '.join(f'`{name}`' for name in similar)}?"]
+    return [f"schemes are {', '.join(SCHEMES)}"] if re.fullmatch(r"[\w+-]+", text) else []
 
 
 def _axes(text: str) -> tuple[str, ...]:
@@ -563,6 +583,11 @@ def _rule(left: str, axes: tuple[str, ...], statement: str, rounds: int = 1) -> 
     m = _LEFT.match(left)
     if m is None and ":" in left and "," in statement:
         rules = re.sub(r"(:[^,:]*),", r"\1;", statement)
+        raise LayoutSyntaxError(
+            f"layout rule {statement!r} has several `:`", rule=statement, fixes=[f"separate rules by `;`: `{rules}`"]
+        )
+    if m is None and ":" in left:
+        rules = re.sub(r"\s+(\S+)$", r"; \1", statement[: statement.rindex(":")]) + statement[statement.rindex(":") :]
         raise LayoutSyntaxError(
             f"layout rule {statement!r} has several `:`", rule=statement, fixes=[f"separate rules by `;`: `{rules}`"]
         )

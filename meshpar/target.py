@@ -222,6 +222,16 @@ def concrete(target: Target, ints: int = 8) -> tuple[Any, ...]:
     return jax.tree.unflatten(tree, [_filled(x, kind, rng, ints) for x, kind in zip(leaves, kinds, strict=True)])
 
 
+def has_drawn_integers(target: Target) -> bool:
+    """Whether :func:`concrete` draws integers: the target has arrays of them as shapes."""
+    kinds = (leaf.kind for leaf in flatten_named(target.args))
+    leaves = zip(jax.tree.leaves(target.args), kinds, strict=True)
+    return any(
+        isinstance(x, jax.ShapeDtypeStruct) and x.shape and kind != "opt" and jnp.issubdtype(x.dtype, jnp.integer)
+        for x, kind in leaves
+    )
+
+
 def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 

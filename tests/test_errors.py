@@ -140,7 +140,7 @@ def test_a_size_that_does_not_divide():
           dims    mlp embed
           rule    mlp: data
           fix     make `mlp` 28 or 32: the nearest multiples of 4
-                  or use a mesh with `data` of 3 or 5
+                  or use a mesh with `data` of 2
                   write `mlp?: data` to split it only where it divides""")
 
 

@@ -109,6 +109,37 @@ def test_a_misspelled_scheme_suggests_the_similar_one():
         mp.Layout("tensor-paralel")
 
 
+@pytest.mark.parametrize(
+    ("name", "scheme"), [("zero3", "fsdp"), ("zero2", "zero1"), ("ddp", "data_parallel"), ("tp", "tensor_parallel")]
+)
+def test_names_of_other_libraries_suggest_the_scheme(name, scheme):
+    with pytest.raises(mp.errors.LayoutSyntaxError, match=f"did you mean the scheme `{scheme}`"):
+        mp.Layout(name)
+
+
+def test_an_unknown_scheme_lists_the_schemes():
+    with pytest.raises(mp.errors.LayoutSyntaxError, match=r"schemes are data_parallel, zero1, fsdp"):
+        mp.Layout("alpa")
+
+
+def test_a_missing_semicolon_is_corrected():
+    with pytest.raises(mp.errors.LayoutSyntaxError, match="separate rules by `;`: `batch: data; mlp: model`"):
+        mp.Layout("batch: data mlp: model")
+    with pytest.raises(mp.errors.LayoutSyntaxError, match=r"separate rules by `;`: `batch: data; opt\.mlp: model`"):
+        mp.Layout("batch: data opt.mlp: model")
+
+
+def test_a_scheme_for_weights_without_names_gives_the_dims_to_fill_in():
+    def loss(p, x):
+        return jnp.square(x @ p["w"]).mean()
+
+    shapes = {"w": jax.ShapeDtypeStruct((16, 8), jnp.float32)}, jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    with pytest.warns(
+        mp.errors.ReplicatedWarning, match=r'The weights have no names.*\n.*\n  "p/w": "_ _",  # \[16, 8\]'
+    ):
+        mp.plan(loss, *shapes, mesh="data=4", layout="fsdp", dims={"x": "batch _"})
+
+
 def test_rules_separated_by_commas_are_corrected():
     with pytest.raises(mp.errors.LayoutSyntaxError, match="separate rules by `;`: `batch, seq: data; mlp: model`"):
         mp.Layout("batch, seq: data, mlp: model")

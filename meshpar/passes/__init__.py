@@ -20,6 +20,7 @@ from ..hardware.collective_ops import CollectiveOp
 from ..hardware.options import Options, OptionsMode, choose_options
 from ..hardware.topology import refused_options
 from ..layout import AnyMesh, Layout
+from ..plan.checks import unnamed_weights
 from ..plan.plan import Plan
 from ..plan.planner import planned
 from ..program.ir import Program
@@ -172,8 +173,13 @@ def _warn_of_scheme(plan: Plan) -> None:
     for axes, dims in groups.items():
         if not names.intersection(dims):
             over, missing = "+".join(axes), " and ".join(f"`{d}`" for d in dims)
-            text = (
-                f"the scheme `{layout.scheme}` shards {missing} over `{over}`, but no dim of the program has such a name. "
+            text = f"the scheme `{layout.scheme}` shards {missing} over `{over}`, but no dim of the program has such a name. "
+            template = unnamed_weights(plan.program)
+            if template:
+                text += "The weights have no names, so they are replicated. Name their dims:\n" + "\n".join(template)
+                warnings.warn(text, ReplicatedWarning, stacklevel=user_stacklevel())
+                return
+            text += (
                 f"Its dims are {', '.join(sorted(names)) or 'unnamed'}: rename them in dims=, or add a rule for one: "
                 f'layout | "{min(names, default="dim")}: {over}"'
             )

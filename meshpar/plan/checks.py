@@ -83,12 +83,24 @@ def _differ_by_one(a: str, b: str) -> bool:
     return a[1:] == b[1:] or a[1:] == b or a == b[1:] or (a[:2] == b[:2][::-1] and a[2:] == b[2:])
 
 
+def unnamed_weights(program: Program) -> list[str]:
+    """The fix for a program whose batch alone has names: a ``dims=`` for its other matrices; empty if one of them has a name."""
+    names = program.all_names()
+    arrays = [v for v in program.inputs if len(v.shape) > 1 and "batch" not in program.dims(v) and v.kind != "opt"]
+    return [] if any(names.intersection(program.dims(v)) for v in arrays) else _lines(arrays)
+
+
 def _template(program: Program) -> list[str]:
     """The fixes for a program in which no dim has a name: a ``dims=`` to fill in, with the paths of at most eight arguments."""
-    arrays = [value for value in program.inputs if value.shape]
+    lines = _lines([value for value in program.inputs if value.shape])
+    return ["no tensor has names: fill in those of the weights and the batch", *lines]
+
+
+def _lines(arrays: Sequence[Value]) -> list[str]:
+    """A ``dims=`` to fill in for at most eight arrays; no lines without arrays."""
     lines = [f'  "{value.path}": "{" ".join("_" * len(value.shape))}",  # {list(value.shape)}' for value in arrays[:8]]
     more = [f"  # … and {len(arrays) - 8} more"] * (len(arrays) > 8)
-    return ["no tensor has names: fill in those of the weights and the batch", "dims={", *lines, *more, "}"]
+    return ["dims={", *lines, *more, "}"] if arrays else []
 
 
 def check_joins(program: Program, strict: bool) -> None:

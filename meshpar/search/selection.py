@@ -76,7 +76,9 @@ def _choice(evaluation: Evaluation, ranked: Sequence[Row]) -> Row:
     """The candidate with the fewest rules, then the fewest axes in them, among those that tie with the best one; of equal ones a
     known scheme.
 
-    Estimates may be wrong: of candidates that tie in time, one that uses at most half of the memory is preferred.
+    Estimates may be wrong: of candidates that tie in time, one that uses at most half of the memory is preferred. A candidate is
+    not chosen if another one is better by ``POLICY.min_gain_fraction`` in time and needs less than ``POLICY.max_peak_fraction``
+    of its memory.
     """
     best = ranked[0]
     known = [row for row in ranked if row.name and row.fits == best.fits]
@@ -89,8 +91,13 @@ def _choice(evaluation: Evaluation, ranked: Sequence[Row]) -> Row:
         limit = min([tie * best.seconds, *(slack * row.seconds for row in known)])
         ties = [row for row in ties if row.seconds <= limit]
         ties = [row for row in ties if row.peak <= evaluation.usable / 2] or ties
+
+    def is_dominated(row: Row) -> bool:
+        faster = [other for other in ties if other.seconds < (1 - POLICY.min_gain_fraction) * row.seconds]
+        return any(other.peak < POLICY.max_peak_fraction * row.peak for other in faster)
+
     return min(
-        ties,
+        (row for row in ties if not is_dominated(row)),
         key=lambda row: (row.rules, row.uses, not row.name, row.peak if best.fits else 0.0, row.seconds, row.layout),
     )
 
