@@ -245,9 +245,9 @@ def attend(
     if isinstance(old_v, Quantized):
         past *= old_v.scales[:, :, None, None, :, 0]
         old_v = old_v.codes
-    y = jnp.einsum("bkgsc,bkcd->bskgd", past.astype(v.dtype), old_v.astype(v.dtype), preferred_element_type=jnp.float32)
-    y += jnp.einsum("bkgst,btkd->bskgd", now.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    y = y / jnp.moveaxis(total, 3, 1)[..., None]
+    y = jnp.einsum("bkgsc,bkcd->bkgsd", past.astype(v.dtype), old_v.astype(v.dtype), preferred_element_type=jnp.float32)
+    y += jnp.einsum("bkgst,btkd->bkgsd", now.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    y = jnp.moveaxis(y / total[..., None], 3, 1)
     return y.reshape(*y.shape[:2], -1, y.shape[-1]).astype(v.dtype)
 
 

@@ -8,7 +8,7 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.parametrize("name", dict.fromkeys(name for name, _ in device_steps.names()))
 def test_variants_agree(name):
-    """Every variant gives the values of plain `jax.jit`; 8-bit moments approximately."""
+    """Every variant gives the values of plain `jax.jit`, but decoding by random codes of weights."""
     variants = [variant for other, variant in device_steps.names() if other == name]
     want = device_steps.run(name.partition(",")[0], device_steps.PLAIN, tiny=True)["values"]
     for variant in variants:
