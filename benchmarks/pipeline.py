@@ -108,13 +108,14 @@ FEW = {**M16, "layers": 8}
 CHUNKS = {"loss": "tokens", "loss_chunks": 8}
 EIGHT, SEVENTY, FOUR = "stage=4, data=4, model=4", "stage=8, data=8, model=8", "stage=2, data=64, model=8"
 FULL = f"{TENSOR}; vocab: model; seq: model"
-TWO = STAGES.replace("layers: stage", "layers: stage*2")
+TWO, FOUR_ROUNDS = (STAGES.replace("layers: stage", f"layers: stage*{rounds}") for rounds in (2, 4))
 ONCE, OVERLAP, ZERO = {"gather": "step"}, {"schedule": "1f1b-overlap"}, {"schedule": "zb"}
 PROGRAMS = (
     Program("stages, ZeRO-1", "8b", EIGHT, f"{STAGES}; opt.embed: data", M16),
     Program("stages, FSDP, gathered once", "8b", EIGHT, f"{STAGES}; embed: data", M16, ONCE),
     Program("stages, FSDP, gathered once, 1f1b-overlap", "8b", EIGHT, f"{STAGES}; embed: data", M16, {**ONCE, **OVERLAP}),
     Program("two rounds, FSDP, gathered once, 1f1b-overlap", "8b", EIGHT, f"{TWO}; embed: data", M16, {**ONCE, **OVERLAP}),
+    Program("four rounds, FSDP, gathered once, 1f1b-overlap", "8b", EIGHT, f"{FOUR_ROUNDS}; embed: data", M16, {**ONCE, **OVERLAP}),
     Program("idle, ZeRO-1", "8b", EIGHT, f"{FULL}; opt.embed: data", M16),
     Program("no stages, FSDP and tensor", "8b", "data=16, model=4", llama.FSDP_TENSOR_SEQUENCE, CHUNKS),
     Program("stages, FSDP, gathered once", "8b, 8 layers", EIGHT, f"{STAGES}; embed: data", FEW, ONCE),
