@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 
 from meshpar_kernels import _compat
 
-__all__ = ["ARCHITECTURES", "MOST_DEVICES", "Peers", "machine_reasons"]
+__all__ = ["ARCHITECTURES", "MOST_DEVICES", "DeviceGroup", "machine_reasons"]
 
 MOST_DEVICES = 8
 """Largest number of GPUs of an NVLink domain in one machine. Kernels have one copy instruction for each."""
@@ -22,7 +22,7 @@ ARCHITECTURES = (9, 10)
 """Major numbers of the compute capabilities that have kernels."""
 
 
-class Peers(NamedTuple):
+class DeviceGroup(NamedTuple):
     """The devices of one mesh axis, or of several axes as one (the first major), from the view of one of them.
 
     Attributes:
@@ -38,7 +38,7 @@ class Peers(NamedTuple):
     coords: dict[str, Any]
 
     @classmethod
-    def of(cls, axes: Sequence[str], sizes: Sequence[int]) -> Peers:
+    def of(cls, axes: Sequence[str], sizes: Sequence[int]) -> DeviceGroup:
         """The devices of these mesh axes; called inside a kernel. One device needs no mesh."""
         if all(n == 1 for n in sizes):
             return cls(tuple(axes), tuple(sizes), jnp.int32(0), {})

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
-from meshpar_kernels._nvlink import Peers
+from meshpar_kernels._nvlink import DeviceGroup
 from meshpar_kernels.collective_matmul import gpu_peers
 from meshpar_kernels.collective_matmul.gpu_order import Order, share
 from meshpar_kernels.grouped_matmul.blackwell import multiply_tiles
@@ -130,7 +130,7 @@ def _gather_kernel(
       num_sms: thread blocks of the grid.
     """
     tile, alone = order.tile, order.devices == 1
-    peers = Peers.of((axis,), (order.devices,))
+    nvlink = DeviceGroup.of((axis,), (order.devices,))
     arrived: Any = None if alone else gpu_peers.counts(gpu, (order.devices - 1, order.row_tiles))
 
     def copy_rows(step_index, row, i, dst, barrier):
@@ -155,7 +155,7 @@ def _gather_kernel(
                 gpu.copy_gmem_to_smem(recv_buffer.at[step_index - 1, *src_slice], dst, barrier)
 
     def store(_, step_index, row, column, columns):
-        target = out.at[order.block(step_index, peers.rank), pl.ds(row * tile.m, tile.m)]
+        target = out.at[order.block(step_index, nvlink.rank), pl.ds(row * tile.m, tile.m)]
         width = staging.shape[-1]
         gpu_peers.write(gpu, target, column, tile.n, lambda left: columns(left, width).astype(out.dtype), staging)
 
@@ -172,7 +172,7 @@ def _gather_kernel(
         def _():
             slots, loaded = sending
             multiprocessor = lax.axis_index("multiprocessor")
-            gpu_peers.push(gpu, order, peers, x, recv_buffer, slots, loaded, arrived, multiprocessor, num_sms)
+            gpu_peers.push(gpu, order, nvlink, x, recv_buffer, slots, loaded, arrived, multiprocessor, num_sms)
 
 
 def _scatter_kernel(
@@ -209,11 +209,11 @@ def _scatter_kernel(
       num_sms: thread blocks of the grid.
     """
     tile, alone = order.tile, order.devices == 1
-    peers = Peers.of((axis,), (order.devices,))
+    nvlink = DeviceGroup.of((axis,), (order.devices,))
     summed: Any = None if alone else gpu_peers.counts(gpu, (order.row_tiles, order.column_tiles))
 
     def copy_rows(step_index, row, i, dst, barrier):
-        src_slice = order.block(step_index, peers.rank), pl.ds(row * tile.m, tile.m), pl.ds(i * tile.k, tile.k)
+        src_slice = order.block(step_index, nvlink.rank), pl.ds(row * tile.m, tile.m), pl.ds(i * tile.k, tile.k)
         gpu.copy_gmem_to_smem(x.at[src_slice], dst, barrier)
 
     def store(number, step_index, row, column, columns):
@@ -228,12 +228,12 @@ def _scatter_kernel(
             gpu_peers.write(gpu, target, column, tile.n, lambda left: columns(left, width).astype(out.dtype), staging)
             return
         travelling, landed = moving
-        gpu_peers.signal_tile(gpu, order, peers, summed, number - num_sms, 0)
+        gpu_peers.signal_tile(gpu, order, nvlink, summed, number - num_sms, 0)
 
         @pl.when(step_index < order.devices - 1)
         def _():
             gpu_peers.send(
-                gpu, order, peers, recv_buffer, step_index, first, column, lambda left: columns(left, width), travelling
+                gpu, order, nvlink, recv_buffer, step_index, first, column, lambda left: columns(left, width), travelling
             )  # fmt: skip
 
         @pl.when(step_index == order.devices - 1)
@@ -251,7 +251,7 @@ def _scatter_kernel(
     def _():
         if summed is not None:
             last = multiprocessor + (share(order.tiles, multiprocessor, num_sms) - 1) * num_sms
-            gpu_peers.signal_tile(gpu, order, peers, summed, last, 0)
+            gpu_peers.signal_tile(gpu, order, nvlink, summed, last, 0)
         gpu.wait_smem_to_gmem(0)
 
 

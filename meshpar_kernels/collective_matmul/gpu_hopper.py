@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
-from meshpar_kernels._nvlink import Peers
+from meshpar_kernels._nvlink import DeviceGroup
 from meshpar_kernels.collective_matmul import gpu_peers
 from meshpar_kernels.collective_matmul.gpu_order import Order, share
 from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, smem
@@ -167,7 +167,7 @@ def _gather_kernel(
     """
     tile, alone = order.tile, order.devices == 1
     x_smem, w_smem, full, empty = memory
-    peers = Peers.of((axis,), (order.devices,))
+    nvlink = DeviceGroup.of((axis,), (order.devices,))
     arrived: Any = None if alone else gpu_peers.counts(gpu, (order.devices - 1, order.row_tiles))
 
     def load(step_index, row, column):
@@ -203,7 +203,7 @@ def _gather_kernel(
         """Write the warpgroup's `ROWS` rows of a tile, acc float32 [ROWS, tile.n], in the dtype of `out`."""
         value = acc.astype(out.dtype)
         step = staging.shape[-1]
-        target = out.at[order.block(step_index, peers.rank), pl.ds(row * tile.m + warpgroup * ROWS, ROWS)]
+        target = out.at[order.block(step_index, nvlink.rank), pl.ds(row * tile.m + warpgroup * ROWS, ROWS)]
         gpu_peers.write(
             gpu, target, column, tile.n, lambda left: value[:, left : left + step], staging.at[warpgroup]
         )  # fmt: skip
@@ -213,7 +213,7 @@ def _gather_kernel(
 
     def push():
         slots, loaded = sending
-        gpu_peers.push(gpu, order, peers, x, recv_buffer, slots, loaded, arrived, multiprocessor, num_sms)
+        gpu_peers.push(gpu, order, nvlink, x, recv_buffer, slots, loaded, arrived, multiprocessor, num_sms)
 
     _walk(gpu, order, num_sms, (full, empty), load, multiply, store, None if alone else push)
 
@@ -258,12 +258,12 @@ def _scatter_kernel(
     """
     tile, alone = order.tile, order.devices == 1
     x_smem, w_smem, full, empty = memory
-    peers = Peers.of((axis,), (order.devices,))
+    nvlink = DeviceGroup.of((axis,), (order.devices,))
     summed: Any = None if alone else gpu_peers.counts(gpu, (order.parts, order.column_tiles))
 
     def load(step_index, row, column):
         """The function that starts the TMA copies of the stages of a tile of x[block] · w."""
-        block = order.block(step_index, peers.rank)
+        block = order.block(step_index, nvlink.rank)
 
         def copies(i, slot, barrier):
             src_slice = pl.ds(row * tile.m, tile.m), pl.ds(i * tile.k, tile.k)
@@ -290,11 +290,11 @@ def _scatter_kernel(
             gpu_peers.write(gpu, target, column, tile.n, lambda left: columns(left).astype(out.dtype), full_tile)
             return
         travelling, landed = moving[0].at[warpgroup], moving[1]
-        gpu_peers.signal_tile(gpu, order, peers, summed, number - num_sms, warpgroup)
+        gpu_peers.signal_tile(gpu, order, nvlink, summed, number - num_sms, warpgroup)
 
         @pl.when(step_index < order.devices - 1)
         def _():
-            gpu_peers.send(gpu, order, peers, recv_buffer, step_index, first, column, columns, travelling)
+            gpu_peers.send(gpu, order, nvlink, recv_buffer, step_index, first, column, columns, travelling)
 
         @pl.when(step_index == order.devices - 1)
         def _():
@@ -314,7 +314,7 @@ def _scatter_kernel(
     def _():
         if summed is not None:
             last = multiprocessor + (share(order.tiles, multiprocessor, num_sms) - 1) * num_sms
-            gpu_peers.signal_tile(gpu, order, peers, summed, last, warpgroup)
+            gpu_peers.signal_tile(gpu, order, nvlink, summed, last, warpgroup)
         gpu.wait_smem_to_gmem(0)
 
 

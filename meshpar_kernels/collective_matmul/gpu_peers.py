@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
-from meshpar_kernels._nvlink import Peers
+from meshpar_kernels._nvlink import DeviceGroup
 from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order, share
 from meshpar_kernels.grouped_matmul.gpu_parts import ring, smem
 
@@ -64,7 +64,7 @@ def counts(gpu: Any, shape: tuple[int, ...]) -> Any:
 
 
 def push(
-    gpu: Any, order: Order, peers: Peers, x: Any, recv_buffer: Any, slots: Any, loaded: Any, arrived: Any,
+    gpu: Any, order: Order, nvlink: DeviceGroup, x: Any, recv_buffer: Any, slots: Any, loaded: Any, arrived: Any,
     multiprocessor: Any, multiprocessors: int,
 ) -> None:  # fmt: skip
     """Send this device's rows to all other devices; one warp or warpgroup of each multiprocessor calls it.
@@ -108,7 +108,7 @@ def push(
 
                 @pl.when(hop == h)
                 def _(h=h):
-                    dst = gpu.remote_ref(recv_buffer, peers.device(order.receiver(h, peers.rank)))
+                    dst = gpu.remote_ref(recv_buffer, nvlink.device(order.receiver(h, nvlink.rank)))
                     gpu.copy_smem_to_gmem(slots.at[slot], dst.at[h, rows, columns])
 
             gpu.wait_smem_to_gmem(LAG)
@@ -123,7 +123,7 @@ def push(
         def _():
             hop, row, _, _ = part(done)
             count = arrived.at[hop, lax.div(row, jnp.int32(order.tile.m // PIECE))]
-            pl.semaphore_signal(count, 1, device_id=peers.device(order.receiver(hop, peers.rank)))
+            pl.semaphore_signal(count, 1, device_id=nvlink.device(order.receiver(hop, nvlink.rank)))
 
     lax.fori_loop(0, num_own + AHEAD + LAG, one, None)
 
@@ -150,7 +150,7 @@ def write(gpu: Any, target: Any, column: Any, width: int, columns: Callable[[int
 
 
 def send(
-    gpu: Any, order: Order, peers: Peers, recv_buffer: Any, step_index: Any, row: Any, column: Any,
+    gpu: Any, order: Order, nvlink: DeviceGroup, recv_buffer: Any, step_index: Any, row: Any, column: Any,
     columns: Callable[[int], jax.Array], staging: Any,
 ) -> None:  # fmt: skip
     """Send the partial sums of a tile to the device that owns its rows. The copies are asynchronous; `signal_tile`
@@ -176,11 +176,11 @@ def send(
 
             @pl.when(step_index == t)
             def _(t=t, c=c, dst=dst):
-                peer = gpu.remote_ref(recv_buffer, peers.device(order.block(t, peers.rank)))
-                gpu.copy_smem_to_gmem(staging.at[c % 2], peer.at[t, *dst])
+                receiver = gpu.remote_ref(recv_buffer, nvlink.device(order.block(t, nvlink.rank)))
+                gpu.copy_smem_to_gmem(staging.at[c % 2], receiver.at[t, *dst])
 
 
-def signal_tile(gpu: Any, order: Order, peers: Peers, summed: Any, number: Any, part: Any) -> None:
+def signal_tile(gpu: Any, order: Order, nvlink: DeviceGroup, summed: Any, number: Any, part: Any) -> None:
     """Signal the receiver of tile `number` that the tile has arrived, if there is such a tile and it was sent.
 
     Waits until all copies of this warpgroup are complete. Does nothing for a negative `number` and for tiles of this
@@ -196,8 +196,8 @@ def signal_tile(gpu: Any, order: Order, peers: Peers, summed: Any, number: Any, 
     def _():
         gpu.wait_smem_to_gmem(0)
         high = summed.shape[0] // order.row_tiles
-        receiver = order.block(step_index, peers.rank)
-        pl.semaphore_signal(summed.at[row * high + part, column], 1, device_id=peers.device(receiver))
+        receiver = order.block(step_index, nvlink.rank)
+        pl.semaphore_signal(summed.at[row * high + part, column], 1, device_id=nvlink.device(receiver))
 
 
 def add_up(

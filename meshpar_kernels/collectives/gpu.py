@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
-from meshpar_kernels._nvlink import Peers, machine_reasons
+from meshpar_kernels._nvlink import DeviceGroup, machine_reasons
 from meshpar_kernels.collectives.choose import SMALL_BYTES
 
 __all__ = ["all_reduce_small", "small_unsupported"]
@@ -57,7 +57,7 @@ def _kernel(x, out, recv_buffer, *, gpu: Any, axes, sizes, chunk: int, vector: i
       vector: elements of one 16-byte load of a thread.
       blocks: thread blocks of the grid. Each has an arrival semaphore, which counts the devices and is not reset.
     """
-    peers = Peers.of(axes, sizes)
+    nvlink = DeviceGroup.of(axes, sizes)
     devices = math.prod(sizes)
     arrived = pl.get_global(gpu.SemaphoreType.REGULAR((blocks,)))
     block = lax.axis_index("block")
@@ -74,12 +74,12 @@ def _kernel(x, out, recv_buffer, *, gpu: Any, axes, sizes, chunk: int, vector: i
         value = _compat.load_gmem(x, chunk_slice(i), layout)
 
         def to(r: Any, _: None) -> None:
-            gpu.remote_ref(recv_buffer, peers.device(r))[peers.rank, chunk_slice(i)] = value
+            gpu.remote_ref(recv_buffer, nvlink.device(r))[nvlink.rank, chunk_slice(i)] = value
 
         lax.fori_loop(0, devices, to, None)
 
     def signal(r: Any, _: None) -> None:
-        pl.semaphore_signal(arrived.at[block], 1, device_id=peers.device(r))
+        pl.semaphore_signal(arrived.at[block], 1, device_id=nvlink.device(r))
 
     def add_up(i: Any, _: None) -> None:
         """out[chunk i] = the sum of the rows of the receive buffer, in the order of the ranks."""

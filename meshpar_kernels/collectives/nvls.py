@@ -21,7 +21,7 @@ from jax.sharding import AxisType
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
-from meshpar_kernels._nvlink import Peers, machine_reasons
+from meshpar_kernels._nvlink import DeviceGroup, machine_reasons
 
 __all__ = ["all_gather", "reduce_scatter", "unsupported"]
 
@@ -73,13 +73,13 @@ def _gather_kernel(x, out, *, gpu: Any, axes, sizes, every, chunk: int, vector: 
       chunk, vector: elements that a block stores at once, and that a thread does.
       blocks: thread blocks of the grid.
     """
-    peers = Peers.of(axes, sizes)
+    nvlink = DeviceGroup.of(axes, sizes)
     layout = gpu.Layout.WG_STRIDED((chunk,), vector)
     arrived = pl.get_global(gpu.SemaphoreType.REGULAR((blocks,)))
 
     def store(number: Any) -> None:
         elements = pl.ds(number * chunk, chunk)
-        gpu.multimem_store(_compat.load_gmem(x, elements, layout), out.at[peers.rank, elements], every)
+        gpu.multimem_store(_compat.load_gmem(x, elements, layout), out.at[nvlink.rank, elements], every)
 
     how = {"axes": every, "devices": math.prod(sizes), "chunks": x.shape[0] // chunk, "blocks": blocks}
     _each_chunk(gpu, store, arrived, **how)
@@ -92,13 +92,13 @@ def _scatter_kernel(x, out, *, gpu: Any, axes, sizes, every, chunk: int, vector:
       x: GMEM input [devices, elements]; row r is reduced by the device of rank r.
       out: GMEM output [elements].
     """
-    peers = Peers.of(axes, sizes)
+    nvlink = DeviceGroup.of(axes, sizes)
     layout = gpu.Layout.WG_STRIDED((chunk,), vector)
     arrived = pl.get_global(gpu.SemaphoreType.REGULAR((blocks,)))
 
     def reduce(number: Any) -> None:
         elements = pl.ds(number * chunk, chunk)
-        total = gpu.multimem_load_reduce(x.at[peers.rank, elements], collective_axes=every, reduction_op="add")
+        total = gpu.multimem_load_reduce(x.at[nvlink.rank, elements], collective_axes=every, reduction_op="add")
         out[elements] = gpu.layout_cast(total, layout)
 
     how = {"axes": every, "devices": math.prod(sizes), "chunks": out.shape[0] // chunk, "blocks": blocks}

@@ -78,10 +78,11 @@ def _small_kernel(x_ref, out_ref, recv_buffer, sent_sem, recv_sem, *, axes, size
     """
     group = math.prod(sizes)
     rank = rank_of(axes)
-    peers = [coordinates(lax.rem(rank + k, jnp.int32(group)), axes, sizes) for k in range(1, group)]
-    entry_barrier(peers)
+    others = [coordinates(lax.rem(rank + k, jnp.int32(group)), axes, sizes) for k in range(1, group)]
+    entry_barrier(others)
     copies = [
-        pltpu.make_async_remote_copy(x_ref, recv_buffer.at[rank], sent_sem, recv_sem, device_id=peer) for peer in peers
+        pltpu.make_async_remote_copy(x_ref, recv_buffer.at[rank], sent_sem, recv_sem, device_id=other)
+        for other in others
     ]
     for copy in copies:
         copy.start()

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
-from meshpar_kernels._nvlink import Peers, machine_reasons
+from meshpar_kernels._nvlink import DeviceGroup, machine_reasons
 from meshpar_kernels.dispatch.runs import Runs
 
 __all__ = ["BLOCKS", "send", "unsupported"]
@@ -71,13 +71,13 @@ def _kernel(
     """
     devices = math.prod(sizes)
     block = lax.axis_index("block")
-    peers = Peers.of(axes, sizes)
+    nvlink = DeviceGroup.of(axes, sizes)
     arrived = pl.get_global(gpu.SemaphoreType.REGULAR)
 
     for hop in range(devices):
-        receiver = lax.rem(peers.rank + hop, jnp.int32(devices))
+        receiver = lax.rem(nvlink.rank + hop, jnp.int32(devices))
         start, size, target = (runs[field * devices + receiver] for field in range(3))
-        device = peers.device(receiver)
+        device = nvlink.device(receiver)
         dst = gpu.remote_ref(result, device) if hop else result
         own = lax.div(jnp.maximum(size - block, 0) + (blocks - 1), jnp.int32(blocks))
 

@@ -77,7 +77,7 @@ def _kernel(runs_ref, operand, *rest, axes: tuple[str, ...], sizes: tuple[int, .
         everything = lax.fori_loop(0, devices, lambda i, n: n + number(field, i), jnp.int32(0))
         return everything - number(field, rank)
 
-    def peer(k: Any) -> jax.Array:
+    def receiver(k: Any) -> jax.Array:
         return lax.rem(rank + k, jnp.int32(devices))
 
     def part(device: Any, ahead: Any, length: int) -> tuple[Any, Any]:
@@ -106,28 +106,28 @@ def _kernel(runs_ref, operand, *rest, axes: tuple[str, ...], sizes: tuple[int, .
 
     @pl.loop(1, devices)
     def _(k):
-        pl.semaphore_signal(barrier, 1, device_id=coordinates(peer(k), axes, sizes))
+        pl.semaphore_signal(barrier, 1, device_id=coordinates(receiver(k), axes, sizes))
 
     copy_rows(number(1, rank), keep)  # its own rows, before the other devices have entered
     pl.semaphore_wait(barrier, devices - 1)
-    longest = lax.fori_loop(1, devices, lambda k, most: jnp.maximum(most, number(1, peer(k))), jnp.int32(0))
+    longest = lax.fori_loop(1, devices, lambda k, most: jnp.maximum(most, number(1, receiver(k))), jnp.int32(0))
 
     @pl.loop(0, lax.div(longest, jnp.int32(block)))
     def _(b):
         @pl.loop(1, devices)
         def _(k):
-            size = number(1, peer(k))
-            pl.when(b < lax.div(size, jnp.int32(block)))(lambda: send(peer(k), b * block, block))
+            size = number(1, receiver(k))
+            pl.when(b < lax.div(size, jnp.int32(block)))(lambda: send(receiver(k), b * block, block))
 
     @pl.loop(1, devices)
     def _(k):
-        rest_of(number(1, peer(k)), functools.partial(send, peer(k)))
+        rest_of(number(1, receiver(k)), functools.partial(send, receiver(k)))
 
     # DMA semaphores count bytes, so waits need not match the copies one by one
     def like(ahead: Any, length: int):
         del ahead
         chunk = result.at[pl.ds(0, length)]
-        neighbour = coordinates(peer(1), axes, sizes)
+        neighbour = coordinates(receiver(1), axes, sizes)
         return pltpu.make_async_remote_copy(chunk, chunk, sent_sem, recv_sem, device_id=neighbour)
 
     def own(ahead: Any, length: int) -> None:

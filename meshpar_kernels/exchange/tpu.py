@@ -50,8 +50,8 @@ def _group_barrier(axes: Sequence[str], sizes: Sequence[int]) -> None:
 
     @pl.loop(1, devices)
     def _(k):
-        peer = lax.rem(rank + k, jnp.int32(devices))
-        pl.semaphore_signal(barrier, 1, device_id=coordinates(peer, axes, sizes))
+        device = lax.rem(rank + k, jnp.int32(devices))
+        pl.semaphore_signal(barrier, 1, device_id=coordinates(device, axes, sizes))
 
     pl.semaphore_wait(barrier, devices - 1)
 
@@ -69,9 +69,9 @@ def _all_to_all_kernel(x_ref, out_ref, sent_sem, recv_sem, copy_sem, *, axes, si
 
     def send(k: Any) -> Any:
         """The copy of a block to the device of rank `rank + k`; the block of any other device has as many bytes."""
-        peer = lax.rem(rank + k, jnp.int32(devices))
+        device = lax.rem(rank + k, jnp.int32(devices))
         return pltpu.make_async_remote_copy(
-            x_ref.at[peer], out_ref.at[rank], sent_sem, recv_sem, device_id=coordinates(peer, axes, sizes)
+            x_ref.at[device], out_ref.at[rank], sent_sem, recv_sem, device_id=coordinates(device, axes, sizes)
         )
 
     own = pltpu.make_async_copy(x_ref.at[rank], out_ref.at[rank], copy_sem)
@@ -107,9 +107,9 @@ def _permute_kernel(ends_ref, x_ref, *rest, axes, sizes):
     pl.when(target == rank)(lambda: own.start())
     _group_barrier(axes, sizes)
 
-    def copy(peer: Any) -> Any:
+    def copy(device: Any) -> Any:
         return pltpu.make_async_remote_copy(
-            x_ref, out_ref, sent_sem, recv_sem, device_id=coordinates(jnp.maximum(peer, 0), axes, sizes)
+            x_ref, out_ref, sent_sem, recv_sem, device_id=coordinates(jnp.maximum(device, 0), axes, sizes)
         )
 
     sends = (target >= 0) & (target != rank)

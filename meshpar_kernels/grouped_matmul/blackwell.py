@@ -42,7 +42,7 @@ from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
 from meshpar_kernels.grouped_matmul.gpu_parts import (
-    PEER,
+    CLUSTER,
     GroupRows,
     Tile,
     activate,
@@ -50,8 +50,8 @@ from meshpar_kernels.grouped_matmul.gpu_parts import (
     cluster_count,
     cluster_grid,
     copy_rows,
+    index_in_cluster,
     mask_rows,
-    peer_index,
     rasterize,
     ring,
     smem,
@@ -123,7 +123,7 @@ def multiply_tiles(gpu, stages, slot_of, barriers, each_tile, copies, matmuls, *
         def _():
             gpu.tcgen05_commit_arrive(done.at[slot], **pair)
 
-    peer = peer_index(cluster)
+    member = index_in_cluster(cluster)
 
     def load_tiles():
         step, _ = each_tile(load_tile)
@@ -139,13 +139,13 @@ def multiply_tiles(gpu, stages, slot_of, barriers, each_tile, copies, matmuls, *
     def _(warp):
         pl.when(warp == LOADER)(load_tiles)
         multiplies = warp == MULTIPLIER
-        pl.when(multiplies if cluster == 1 else multiplies & (peer == 0))(multiply_all)
+        pl.when(multiplies if cluster == 1 else multiplies & (member == 0))(multiply_all)
 
 
 def _pair(cluster: int) -> dict[str, str]:
     """Keyword arguments of a matmul that both blocks of a cluster compute together, and of its reports; {} without
     clusters."""
-    return {"collective_axis": PEER} if cluster > 1 else {}
+    return {"collective_axis": CLUSTER} if cluster > 1 else {}
 
 
 def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, scaled, num_sms):
@@ -175,7 +175,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
     out, lhs_smem, rhs_smem, (swizzled, plain), acc, full, empty, done, read = refs
     columns, stages = pl.cdiv(n, tile.n), tile.stages
     warpgroup = lax.axis_index("warpgroup")
-    multiprocessor, peer = lax.axis_index("multiprocessor"), peer_index(tile.cluster)
+    multiprocessor, member = lax.axis_index("multiprocessor"), index_in_cluster(tile.cluster)
     clusters = cluster_count(num_sms, tile.cluster)
     tile_steps = number[0]
     num_own = lax.div(tile_steps * columns - multiprocessor + (clusters - 1), jnp.int32(clusters))
@@ -218,7 +218,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
         barrier."""
         if tile.cluster == 1:
             return {}
-        return {"collective_axes": PEER, "leader_tracked": gpu.CopyPartition.PARTITIONED(dim)}
+        return {"collective_axes": CLUSTER, "leader_tracked": gpu.CopyPartition.PARTITIONED(dim)}
 
     def matmuls(_, i, stage, total):
         """Issue total += lhs · rhs of one stage, for each rhs; K step 0 overwrites the accumulator."""
@@ -286,7 +286,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
         tile_step, column = tile_at
         row, alive, begin, end = first[tile_step], live[tile_step] > 0, low[tile_step], high[tile_step]
         if tile.cluster > 1:
-            above = peer * tile.m
+            above = member * tile.m
             row, begin, end = row + above, jnp.clip(begin - above, 0, tile.m), jnp.clip(end - above, 0, tile.m)
 
         @pl.when(alive)
@@ -383,7 +383,7 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
     bounds, lhs, rhs, out, lhs_smem, rhs_smem, staging, acc, full, empty, done, read, masked = refs
     high, wide, stages = pl.cdiv(k, tile.cluster * tile.m), pl.cdiv(n, tile.n), tile.stages
     warpgroup, pair = lax.axis_index("warpgroup"), _pair(tile.cluster)
-    multiprocessor, peer = lax.axis_index("multiprocessor"), peer_index(tile.cluster)
+    multiprocessor, member = lax.axis_index("multiprocessor"), index_in_cluster(tile.cluster)
     clusters = cluster_count(num_sms, tile.cluster)
     num_own = lax.div(groups * high * wide - multiprocessor + (clusters - 1), jnp.int32(clusters))
 
@@ -402,7 +402,7 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
             group = lax.div(number, jnp.int32(high * wide))
             strip, column = rasterize(number - group * (high * wide), jnp.int32(high), wide)
             rows = GroupRows.of(bounds, group, tile.k)
-            work((group, strip * tile.cluster + peer, column, rows), rows.steps, step, used)
+            work((group, strip * tile.cluster + member, column, rows), rows.steps, step, used)
             return step + rows.steps, used + (rows.steps > 0).astype(jnp.int32)
 
         return lax.fori_loop(0, num_own, one, (jnp.int32(0), jnp.int32(0)))
@@ -413,7 +413,7 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
         src_slice = pl.ds(rows.first + i * tile.k, tile.k)
         gpu.copy_gmem_to_smem(lhs.at[src_slice, pl.ds(strip * tile.m, tile.m)], lhs_smem.at[stage], barrier)
         own = tile.n // tile.cluster
-        right = rhs.at[src_slice, pl.ds((column * tile.cluster + peer) * own, own)]
+        right = rhs.at[src_slice, pl.ds((column * tile.cluster + member) * own, own)]
         gpu.copy_gmem_to_smem(right, rhs_smem.at[stage], barrier)
 
     def matmuls(tile_at, i, stage, total):

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from meshpar_kernels.grouped_matmul.schedule import ALIGNMENT
 
 __all__ = [
-    "PEER",
+    "CLUSTER",
     "RASTER_GROUP",
     "ROWS",
     "GroupRows",
@@ -25,9 +25,9 @@ __all__ = [
     "cluster_count",
     "cluster_grid",
     "copy_rows",
+    "index_in_cluster",
     "mask_rows",
     "misaligned",
-    "peer_index",
     "rasterize",
     "ring",
     "smem",
@@ -40,7 +40,7 @@ ROWS = 64
 RASTER_GROUP = 16
 """Row tiles that are computed for all columns before the next row tiles, so that operands stay in the L2 cache."""
 
-PEER = "peer"
+CLUSTER = "cluster"
 """Axis of the blocks of a cluster."""
 
 GELU = 2 * math.sqrt(2 / math.pi)
@@ -75,17 +75,17 @@ def cluster_count(num_sms: int, cluster: int) -> int:
 def cluster_grid(num_sms: int, cluster: int) -> dict[str, Any]:
     """Grid and cluster arguments of `gpu.kernel`; the grid axis "multiprocessor" is the index of the cluster."""
     grid = {"grid": (cluster_count(num_sms, cluster),), "grid_names": ("multiprocessor",)}
-    return grid | ({"cluster": (cluster,), "cluster_names": (PEER,)} if cluster > 1 else {})
+    return grid | ({"cluster": (cluster,), "cluster_names": (CLUSTER,)} if cluster > 1 else {})
 
 
 def cluster_barrier(gpu: Any, cluster: int, **options: Any) -> Any:
     """A barrier at which each arrival counts in every block of the cluster."""
-    return gpu.Barrier(**options) if cluster == 1 else gpu.ClusterBarrier(collective_axes=(PEER,), **options)
+    return gpu.Barrier(**options) if cluster == 1 else gpu.ClusterBarrier(collective_axes=(CLUSTER,), **options)
 
 
-def peer_index(cluster: int) -> Any:
-    """Index of this thread block in its cluster: int32 on the axis `PEER`; 0 without clusters."""
-    return lax.axis_index(PEER) if cluster > 1 else 0
+def index_in_cluster(cluster: int) -> Any:
+    """Index of this thread block in its cluster: int32 on the axis `CLUSTER`; 0 without clusters."""
+    return lax.axis_index(CLUSTER) if cluster > 1 else 0
 
 
 def activate(matmuls: Sequence[jax.Array], activation: str | None) -> jax.Array:

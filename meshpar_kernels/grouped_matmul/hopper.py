@@ -39,7 +39,7 @@ from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
 from meshpar_kernels.grouped_matmul.gpu_parts import (
-    PEER,
+    CLUSTER,
     ROWS,
     GroupRows,
     Tile,
@@ -49,8 +49,8 @@ from meshpar_kernels.grouped_matmul.gpu_parts import (
     cluster_count,
     cluster_grid,
     copy_rows,
+    index_in_cluster,
     mask_rows,
-    peer_index,
     rasterize,
     ring,
     smem,
@@ -169,7 +169,7 @@ def skip(gpu: Any, step, steps, stages: int, full, empty, cluster: int) -> jax.A
 
 def _shared(tile: Tile) -> dict[str, Any]:
     """Arguments of a multicast copy of a tile that the blocks of a cluster share: each block loads one part for all."""
-    return {"collective_axes": PEER} if tile.cluster > 1 else {}
+    return {"collective_axes": CLUSTER} if tile.cluster > 1 else {}
 
 
 def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, scaled, num_sms):
@@ -199,7 +199,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
     out, lhs_smem, rhs_smem, staging, full, empty = refs
     columns = pl.cdiv(pl.cdiv(n, tile.n), tile.cluster)  # of clusters
     warpgroup = lax.axis_index("warpgroup")
-    multiprocessor, peer = lax.axis_index("multiprocessor"), peer_index(tile.cluster)
+    multiprocessor, member = lax.axis_index("multiprocessor"), index_in_cluster(tile.cluster)
     clusters = cluster_count(num_sms, tile.cluster)
     tile_steps = number[0]
     num_own = lax.div(tile_steps * columns - multiprocessor + (clusters - 1), jnp.int32(clusters))
@@ -213,7 +213,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
 
         def one(i, step):
             tile_step, column = rasterize(multiprocessor + i * clusters, tile_steps, columns)
-            return work(tile_step, column * tile.cluster + peer, live[tile_step] * pl.cdiv(k, tile.k), step)
+            return work(tile_step, column * tile.cluster + member, live[tile_step] * pl.cdiv(k, tile.k), step)
 
         return lax.fori_loop(0, num_own, one, jnp.int32(0))
 
@@ -421,7 +421,7 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
     stages, together = tile.stages // rings, CONSUMERS // rings
     high, wide = pl.cdiv(pl.cdiv(k, tile.m), tile.cluster), pl.cdiv(n, tile.n)  # of clusters
     warpgroup = lax.axis_index("warpgroup")
-    multiprocessor, peer = lax.axis_index("multiprocessor"), peer_index(tile.cluster)
+    multiprocessor, member = lax.axis_index("multiprocessor"), index_in_cluster(tile.cluster)
     clusters = cluster_count(num_sms, tile.cluster)
     tiles = groups * high * wide
     num_own = lax.div(tiles - multiprocessor + (clusters - 1), jnp.int32(clusters))
@@ -434,7 +434,7 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
         strip, column = rasterize(number - group * (high * wide), jnp.int32(high), wide)
         rows = GroupRows.of(bounds, group, tile.k)
         rows = rows._replace(steps=jnp.where(i < num_own, rows.steps, 0))
-        return group, (strip * tile.cluster + peer) * tile.m, column, rows
+        return group, (strip * tile.cluster + member) * tile.m, column, rows
 
     @pl.when(warpgroup == CONSUMERS)
     def _():

@@ -757,7 +757,7 @@ class Gpus:
             (_compat, "load_gmem", lambda ref, index, layout: ref[index]),
             (_compat, "store_smem", store_smem),
             (_compat, "transpose_ref", lambda ref: ref.T),
-            (_nvlink.Peers, "of", lambda axes, sizes: _nvlink.Peers(
+            (_nvlink.DeviceGroup, "of", lambda axes, sizes: _nvlink.DeviceGroup(
                 tuple(axes), tuple(sizes), self.axis_index("device"), {"a": self.axis_index("device")})),
         ]  # fmt: skip
         with patched(pairs):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from meshpar_kernels import _compat
-from meshpar_kernels._nvlink import Peers
+from meshpar_kernels._nvlink import DeviceGroup
 
 __all__ = ["run"]
 
@@ -65,7 +65,7 @@ def run(monkeypatch: Any, rank: int, devices: int, came: jax.Array, function: An
     virtual = OneOfSeveral(devices, came)
     with _compat.gpu_race_detection(), monkeypatch.context() as patch:
         patch.setattr(_compat, "mosaic_gpu", lambda: virtual)
-        patch.setattr(Peers, "of", lambda axes, sizes: Peers(axes, sizes, jnp.int32(rank), {}))
+        patch.setattr(DeviceGroup, "of", lambda axes, sizes: DeviceGroup(axes, sizes, jnp.int32(rank), {}))
         patch.setattr(pl, "get_global", lambda counts: Uncounted(counts.shape))
         for name in ("semaphore_wait", "semaphore_signal"):
             patch.setattr(pl, name, lambda *_, **__: None)

@@ -86,25 +86,25 @@ TABLES = {
         "push: gpu.barrier_wait(loaded.at[slot])": (EARLY, "a chunk is sent when it is in its slot"),
         "push: gpu.wait_smem_to_gmem(LAG)": (EARLY, "the chunk that is signalled to the peer has been written"),
         "push: gpu.wait_smem_to_gmem(0)": (EARLY, "and so the last ones"),
-        "push: pl.semaphore_signal(count, 1, device_id=peers.device(order.receiver(hop, peers.rank)))":
+        "push: pl.semaphore_signal(count, 1, device_id=nvlink.device(order.receiver(hop, nvlink.rank)))":
             ("hang", "one more chunk is in the peer's memory"),
         "write: gpu.wait_smem_to_gmem(0 if fresh else 1, wait_read_only=True)": (EARLY, "this slot of the staging was read"),
         "write: gpu.commit_smem()": (EARLY, "the copy engine sees the staged values"),
         "send: gpu.wait_smem_to_gmem(1, wait_read_only=True)": (EARLY, "this slot of partial sums was read"),
         "send: gpu.commit_smem()": (EARLY, "the copy engine sees the partial sums"),
         "signal_tile: gpu.wait_smem_to_gmem(0)": (EARLY, "the partial sums that are signalled to the peer have been written"),
-        "signal_tile: pl.semaphore_signal(summed.at[row * high + part, column], 1, device_id=peers.device(receiver))":
+        "signal_tile: pl.semaphore_signal(summed.at[row * high + part, column], 1, device_id=nvlink.device(receiver))":
             ("hang", "one more sender's partial sums are in the peer's memory"),
         "add_up: gpu.commit_smem()": (EARLY, "the copy engine sees the result; all threads have read what came"),
         "add_up: gpu.barrier_wait(landed(slot))": (EARLY, "a peer's partial sums are in their slot"),
         "add_up: gpu.wait_smem_to_gmem(0, wait_read_only=True)": (EARLY, "the staging memory was read"),
     },
     "collectives.gpu": {
-        "_kernel: pl.semaphore_signal(arrived.at[block], 1, device_id=peers.device(r))": ("hang", "this block's chunks written"),
+        "_kernel: pl.semaphore_signal(arrived.at[block], 1, device_id=nvlink.device(r))": ("hang", "this block's chunks written"),
         "_kernel: pl.semaphore_wait(arrived.at[block], devices, decrement=False)": (EARLY, "the chunks of all devices are"),
     },
     "collectives.nvls": {
-        "_gather_kernel: gpu.multimem_store(_compat.load_gmem(x, elements, layout), out.at[peers.rank, elements], every)":
+        "_gather_kernel: gpu.multimem_store(_compat.load_gmem(x, elements, layout), out.at[nvlink.rank, elements], every)":
             ("written", "stores a chunk on all devices"),
         "_each_chunk: gpu.semaphore_signal_multicast(arrived.at[block], collective_axes=axes)":
             ("hang", "to all devices: this block has stored its chunks, or read theirs"),

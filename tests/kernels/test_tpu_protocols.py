@@ -35,7 +35,7 @@ TABLES = {
         "_add: write(jnp.int32(i)).wait()": (EARLY, "the last two have left, and may be sent"),
     },
     "dispatch.tpu": {
-        "_kernel: pl.semaphore_signal(barrier, 1, device_id=coordinates(peer(k), axes, sizes))":
+        "_kernel: pl.semaphore_signal(barrier, 1, device_id=coordinates(receiver(k), axes, sizes))":
             ("hang", "tells all peers that this device is in the kernel"),
         "_kernel: pl.semaphore_wait(barrier, devices - 1)": (EARLY, "all peers are in the kernel"),
         "_kernel: ).start()  # fmt: skip": ("hang", "sends a block of rows to a peer"),
@@ -45,7 +45,7 @@ TABLES = {
         "_kernel: pltpu.make_async_copy(chunk, chunk, copy_sem).wait()": (EARLY, "the rows that stay are there"),
     },
     "exchange.tpu": {
-        "_group_barrier: pl.semaphore_signal(barrier, 1, device_id=coordinates(peer, axes, sizes))":
+        "_group_barrier: pl.semaphore_signal(barrier, 1, device_id=coordinates(device, axes, sizes))":
             ("hang", "to all devices: this device is in the kernel"),
         "_group_barrier: pl.semaphore_wait(barrier, devices - 1)": (EARLY, "all devices are in the kernel"),
         "_all_to_all_kernel: own.start()": ("hang", "the block that remains"),
