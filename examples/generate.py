@@ -349,10 +349,8 @@ def empty_state(prompt: Any, batch: int, length: int, seed: int = 0, *, page: in
     rows = {
         name: jnp.zeros((batch,), jnp.int32) for name in ("token", "position", "end")
     }  # separate arrays: they are donated
-    rows_of_cache, slots = (pages, page) if page else (batch, length)
-    cache = jax.tree.map(
-        lambda x: jnp.zeros((x.shape[0], rows_of_cache, x.shape[2], slots, x.shape[4]), x.dtype), prompt
-    )
+    entries, slots = (pages, page) if page else (batch, length)
+    cache = jax.tree.map(lambda x: jnp.zeros((x.shape[0], entries, x.shape[2], slots, x.shape[4]), x.dtype), prompt)
     if page:
         rows["table"] = jnp.full((batch, length // page), pages, jnp.int32)
     return {"cache": cache, **rows, "active": jnp.zeros((batch,), bool), "key": jax.random.key(seed)}
@@ -533,44 +531,22 @@ def serve(
 # -- targets of the command line
 
 
-def llama3_8b_decode(
-    batch: int = 32,
-    length: int = 8192,
-    weights: str = "bfloat16",
-    cache: str = "bfloat16",
-    layers: int = 0,
-    unroll: bool = False,
-) -> llama.Target:
+def llama3_8b_decode(batch: int = 32, length: int = 8192, **changes: Any) -> llama.Target:
     """Llama 3 8B: a token of each of ``batch`` sequences, with ``length`` slots of cache.
 
-    ``weights``, ``cache``: their dtypes, bfloat16, int8 or float8_e4m3fn; ``layers``: fewer layers than the model has;
-    ``unroll``: see :class:`Options`.
+    ``changes``: options of :func:`weights_and_options`.
     """
-    return decode_target(llama.Llama, llama.LLAMA3_8B, batch, length, weights, cache, layers, unroll)
+    return decode_target(llama.Llama, llama.LLAMA3_8B, batch, length, **changes)
 
 
-def llama3_70b_decode(
-    batch: int = 32,
-    length: int = 8192,
-    weights: str = "bfloat16",
-    cache: str = "bfloat16",
-    layers: int = 0,
-    unroll: bool = False,
-) -> llama.Target:
+def llama3_70b_decode(batch: int = 32, length: int = 8192, **changes: Any) -> llama.Target:
     """Llama 3 70B, as above."""
-    return decode_target(llama.Llama, llama.LLAMA3_70B, batch, length, weights, cache, layers, unroll)
+    return decode_target(llama.Llama, llama.LLAMA3_70B, batch, length, **changes)
 
 
-def llama31_405b_decode(
-    batch: int = 32,
-    length: int = 8192,
-    weights: str = "bfloat16",
-    cache: str = "bfloat16",
-    layers: int = 0,
-    unroll: bool = False,
-) -> llama.Target:
+def llama31_405b_decode(batch: int = 32, length: int = 8192, **changes: Any) -> llama.Target:
     """Llama 3.1 405B, as above."""
-    return decode_target(llama.Llama, llama.LLAMA31_405B, batch, length, weights, cache, layers, unroll)
+    return decode_target(llama.Llama, llama.LLAMA31_405B, batch, length, **changes)
 
 
 def mixtral_8x7b_decode(batch: int = 32, length: int = 8192) -> llama.Target:
@@ -583,32 +559,16 @@ def deepseek_671b_decode(batch: int = 32, length: int = 8192) -> llama.Target:
     return decode_target(deepseek.DeepSeek, deepseek.DEEPSEEK_671B, batch, length)
 
 
-def llama3_70b_prefill(
-    batch: int = 1,
-    seq: int = 8192,
-    weights: str = "bfloat16",
-    cache: str = "bfloat16",
-    layers: int = 0,
-    unroll: bool = False,
-) -> llama.Target:
-    """Llama 3 70B: prompts of ``seq`` tokens; the other options as above."""
-    params, options = weights_and_options(llama.Llama, llama.LLAMA3_70B, weights, cache, layers, unroll)
+def llama3_70b_prefill(batch: int = 1, seq: int = 8192, **changes: Any) -> llama.Target:
+    """Llama 3 70B: prompts of ``seq`` tokens."""
+    params, options = weights_and_options(llama.Llama, llama.LLAMA3_70B, **changes)
     tokens, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, seq), (batch,)))
     return prefill_step(options), (params, tokens, lengths, jax.eval_shape(jax.random.key, 0)), DIMS["prefill"]
 
 
-def decode_target(
-    model: Any,
-    config: Any,
-    batch: int,
-    length: int,
-    weights: str = "bfloat16",
-    cache: str = "bfloat16",
-    layers: int = 0,
-    unroll: bool = False,
-) -> llama.Target:
+def decode_target(model: Any, config: Any, batch: int, length: int, **changes: Any) -> llama.Target:
     """(the step of :func:`decode_step`, (weights, state), dims) as shapes."""
-    params, options = weights_and_options(model, config, weights, cache, layers, unroll)
+    params, options = weights_and_options(model, config, **changes)
     tokens, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 128), (1,)))
     prompt = jax.eval_shape(prefill_step(options), params, tokens, lengths, jax.eval_shape(jax.random.key, 0))
     state = jax.eval_shape(lambda: empty_state(prompt["cache"], batch, length))
@@ -618,7 +578,13 @@ def decode_target(
 def weights_and_options(
     model: Any, config: Any, weights: str = "bfloat16", cache: str = "bfloat16", layers: int = 0, unroll: bool = False
 ) -> tuple[Any, Options]:
-    """The shapes of the weights, of which matmuls of Llama read codes if ``weights`` is a dtype of 8 bits, and the options."""
+    """The shapes of the weights, and the options.
+
+    Args:
+      weights, cache: their dtypes: bfloat16, int8 or float8_e4m3fn. Matmuls of Llama read weights in 8 bits as codes.
+      layers: fewer layers than the model has; 0: all.
+      unroll: see :class:`Options`.
+    """
     config = replace(config, layers=layers) if layers else config
     params = jax.eval_shape(lambda: llama.state_of(model, config, jax.random.key(0))["params"])
     params = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.bfloat16), params)

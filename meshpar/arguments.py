@@ -10,8 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .compat import nnx
-from .compat.jax import is_graph_node, on_host, trace_context
+from .compat.jax import on_host, trace_context
 from .errors import UnsupportedError
 from .flax import Leaf, flatten_named, key_text
 from .options import OPTIONS, StepOptions, selected_arguments
@@ -217,12 +216,6 @@ def leaf_key(x: Any) -> Hashable:
 def is_static(x: Any) -> bool:
     """Whether a leaf is neither array nor number: text, a function, a NumPy array of objects."""
     return isinstance(leaf_key(x), Fixed)
-
-
-def has_graph_nodes(tree: Any) -> bool:
-    """Whether a tree contains nnx objects with identity, modules or optimizers; an ``nnx.State`` is a tree of arrays."""
-    stop = lambda x: is_graph_node(x) or isinstance(x, nnx.State)  # noqa: E731
-    return any(map(is_graph_node, jax.tree.leaves(tree, is_leaf=stop)))
 
 
 def named_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], argument_path: ArgumentPath) -> list[Leaf]:

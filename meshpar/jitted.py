@@ -15,10 +15,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from .arguments import ArgumentRoles, Call, fully_donated, has_graph_nodes, is_static, unhashable, with_statics
+from .arguments import ArgumentRoles, Call, fully_donated, is_static, unhashable, with_statics
 from .caches import LRUCache
 from .compat import nnx
-from .compat.jax import in_explicit_mesh, is_graph_node, jit_disabled, without_gc
+from .compat.jax import has_graph_nodes, in_explicit_mesh, is_graph_node, jit_disabled, without_gc
 from .compiled import CompiledStep, lower_step
 from .errors import MeshError, UnsupportedError
 from .exported import Exported, export_step

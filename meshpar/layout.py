@@ -581,13 +581,9 @@ def _rule(left: str, axes: tuple[str, ...], statement: str, rounds: int = 1) -> 
       LayoutSyntaxError: no dim, a scope that does not exist, or rounds in a scope.
     """
     m = _LEFT.match(left)
-    if m is None and ":" in left and "," in statement:
-        rules = re.sub(r"(:[^,:]*),", r"\1;", statement)
-        raise LayoutSyntaxError(
-            f"layout rule {statement!r} has several `:`", rule=statement, fixes=[f"separate rules by `;`: `{rules}`"]
-        )
     if m is None and ":" in left:
-        rules = re.sub(r"\s+(\S+)$", r"; \1", statement[: statement.rindex(":")]) + statement[statement.rindex(":") :]
+        separator = r"(:[^,:]*)," if "," in statement else r"(:[^:]*\S)(?=\s+\S+\s*:)"
+        rules = re.sub(separator, r"\1;", statement)
         raise LayoutSyntaxError(
             f"layout rule {statement!r} has several `:`", rule=statement, fixes=[f"separate rules by `;`: `{rules}`"]
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..compat import nnx
-from ..compat.jax import axes_of_spec, is_graph_node, user_stacklevel
+from ..compat.jax import axes_of_spec, flatten_to_nodes, has_graph_nodes, is_graph_node, user_stacklevel
 from ..errors import DivisibilityError, LayoutSyntaxError, UnsupportedError
 from ..layout import AnyMesh, Layout
 
@@ -37,8 +36,8 @@ def accumulate_gradients(
     Args:
       fn: returns means over its batch (a loss and its gradients): any tree of arrays.
       microbatches: their number; it must divide the leading dim of every array of the batch.
-      argnums: positions of the arguments that are batches. None: all positional arguments after the first, except scalars and PRNG
-        keys. The other arguments are passed to every microbatch unchanged.
+      argnums: positions of the arguments that are batches. None: all positional arguments after the first, except scalars, PRNG
+        keys and NNX modules. The other arguments are passed to every microbatch unchanged.
       key_argnums: positions of the arguments that are PRNG keys (or trees of them): microbatch i gets
         ``jax.random.fold_in(key, i)``. Otherwise all microbatches have the same key, and the same dropout masks; for typed keys
         there is a warning.
@@ -94,12 +93,13 @@ def accumulate_gradients(
         added."""
         if microbatches == 1:
             return fn(*(_folded(x, 0) if i in keys else x for i, x in enumerate(args)), **kwargs)
-        _warn_of_keys(args, {*keys, *(given or ())})
+        _warn_of_keys({**dict(enumerate(args)), **kwargs}, {*keys, *(given or ())})
         where = (
             [i for i, x in enumerate(args) if i and i not in keys and _has_rows(x)] if given is None else list(given)
         )
-        nodes = {i: x for i, x in enumerate(args) if i not in where and _has_graph_nodes(x)}
-        graph, params, variables = nnx.split(nodes, nnx.Param, ...) if nodes else (None, None, None)
+        leaves, structure = flatten_to_nodes((args, kwargs))
+        nodes = {n: x for n, x in enumerate(leaves) if is_graph_node(x)}
+        graph, params, variables = nnx.split([*nodes.values()], nnx.Param, ...) if nodes else (None, None, None)
         _check_rows({i: args[i] for i in where})
         xs = [jax.tree.map(microbatched, args[i]) for i in where]
         if keys:
@@ -107,15 +107,12 @@ def accumulate_gradients(
 
         def one(batches: Sequence[Any], variables: Any) -> tuple[Any, Any]:
             """(the results of a microbatch, the variables of the modules after it)."""
-            full = list(args)
-            merged = nnx.merge(graph, params, variables, copy=True) if nodes else {}
-            for i, module in merged.items():
-                full[i] = module
-            for i, b in zip(where, batches, strict=False):
-                full[i] = b
-            for i in keys:
-                full[i] = _folded(args[i], batches[-1])
-            out = fn(*full, **kwargs)
+            merged = nnx.merge(graph, params, variables, copy=True) if nodes else []
+            replaced = dict(enumerate(leaves)) | dict(zip(nodes, merged, strict=True))
+            positional, named = structure.unflatten(replaced.values())
+            full = dict(enumerate(positional)) | dict(zip(where, batches, strict=False))
+            full |= {i: _folded(args[i], batches[-1]) for i in keys}
+            out = fn(*full.values(), **named)
             return out, nnx.split(merged, nnx.Param, ...)[2] if nodes else None
 
         first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), xs)
@@ -129,7 +126,7 @@ def accumulate_gradients(
 
         (total, variables), _ = jax.lax.scan(add, (zeros, variables), xs)
         if nodes:
-            nnx.update(nodes, variables)
+            nnx.update([*nodes.values()], variables)
         return jax.tree.map(
             lambda t, s: (t / microbatches).astype(s.dtype) if jnp.issubdtype(s.dtype, jnp.inexact) else t,
             total,
@@ -188,22 +185,25 @@ def _folded(keys: Any, microbatch: Any) -> Any:
     return jax.tree.map(lambda key: jax.random.fold_in(key, microbatch), keys)
 
 
-def _warn_of_keys(args: Sequence[Any], known: Collection[int]) -> None:
-    """Warn of typed PRNG keys in arguments at positions other than the ``known`` ones.
+def _warn_of_keys(arguments: Mapping[Any, Any], known: Collection[int]) -> None:
+    """Warn of typed PRNG keys in arguments other than the ``known`` ones.
 
     The keys of NNX modules are left out: with their counts they make a new key for every microbatch.
+
+    Args:
+      arguments: position or name → the argument.
     """
-    for i, argument in enumerate(args):
-        if i in known or _has_graph_nodes(argument):
+    for i, argument in arguments.items():
+        if i in known:
             continue
-        leaves = jax.tree_util.tree_leaves_with_path(argument)
-        keys = [
-            path for path, x in leaves if jax.dtypes.issubdtype(getattr(x, "dtype", None) or bool, jax.dtypes.prng_key)
-        ]
+        leaves = jax.tree_util.tree_leaves_with_path(argument, is_leaf=_is_module)
+        keys = [path for path, x in leaves if not _is_module(x) and _is_typed_key(x)]
         if keys:
-            whole = len(keys) == len(leaves)
-            what = "is a PRNG key" if whole else f"has a PRNG key at {jax.tree_util.keystr(keys[0])}"
-            fix = f"key_argnums={i} gives" if whole else "Pass it as an argument of its own: key_argnums= gives"
+            is_key = len(keys) == len(leaves)
+            what = "is a PRNG key" if is_key else f"has a PRNG key at {jax.tree_util.keystr(keys[0])}"
+            fix = (
+                f"key_argnums={i} gives" if is_key and isinstance(i, int) else "Pass it by position: key_argnums= gives"
+            )
             warnings.warn(
                 f"mp.accumulate_gradients: argument {i} {what}; all microbatches share it and have the same dropout masks. "
                 f"{fix} each microbatch a key of its own",
@@ -211,20 +211,20 @@ def _warn_of_keys(args: Sequence[Any], known: Collection[int]) -> None:
             )
 
 
-def _has_graph_nodes(argument: Any) -> bool:
-    """Whether a tree has NNX modules or optimizers; an ``nnx.State`` is a tree of arrays."""
-    if "flax.nnx" not in sys.modules:
-        return False
-    stops = lambda x: is_graph_node(x) or isinstance(x, nnx.State)  # noqa: E731
-    return any(map(is_graph_node, jax.tree.leaves(argument, is_leaf=stops)))
+def _is_module(x: Any) -> bool:
+    return is_graph_node(x) and not isinstance(x, nnx.Variable)
+
+
+def _is_typed_key(x: Any) -> bool:
+    return jnp.issubdtype(getattr(x, "dtype", None) or bool, jax.dtypes.prng_key)
 
 
 def _has_rows(argument: Any) -> bool:
     """Whether a tree has an array with a leading dim, which can be split into microbatches.
 
-    Scalars, typed PRNG keys and raw keys (two 32-bit words) have none.
+    Scalars, typed PRNG keys and raw keys (two 32-bit words) have none, and NNX modules are no batches.
     """
-    return any(
+    return not has_graph_nodes(argument) and any(
         np.ndim(x) > 0 and not (np.shape(x) == (2,) and getattr(x, "dtype", None) == np.uint32)
         for x in jax.tree.leaves(argument)
     )

@@ -170,20 +170,22 @@ def _warn_of_scheme(plan: Plan) -> None:
     for rule in layout.rules if layout.scheme else ():
         if rule.optional and any(plan.sizes[a] > 1 for a in rule.axes):
             groups.setdefault(rule.axes, []).append(rule.dim)
+    template = unnamed_weights(plan.program)
     for axes, dims in groups.items():
-        if not names.intersection(dims):
-            over, missing = "+".join(axes), " and ".join(f"`{d}`" for d in dims)
-            text = f"the scheme `{layout.scheme}` shards {missing} over `{over}`, but no dim of the program has such a name. "
-            template = unnamed_weights(plan.program)
-            if template:
-                text += "The weights have no names, so they are replicated. Name their dims:\n" + "\n".join(template)
-                warnings.warn(text, ReplicatedWarning, stacklevel=user_stacklevel())
-                return
-            text += (
+        if names.intersection(dims):
+            continue
+        over, missing = "+".join(axes), " and ".join(f"`{d}`" for d in dims)
+        if template:
+            fix = "The weights have no names, so they are replicated. Name their dims:\n" + "\n".join(template)
+        else:
+            fix = (
                 f"Its dims are {', '.join(sorted(names)) or 'unnamed'}: rename them in dims=, or add a rule for one: "
                 f'layout | "{min(names, default="dim")}: {over}"'
             )
-            warnings.warn(text, ReplicatedWarning, stacklevel=user_stacklevel())
+        text = f"the scheme `{layout.scheme}` shards {missing} over `{over}`, but no dim of the program has such a name. {fix}"
+        warnings.warn(text, ReplicatedWarning, stacklevel=user_stacklevel())
+        if template:
+            return  # it is the same for every axis
 
 
 def _warn_of_indivisible(plan: Plan) -> None:

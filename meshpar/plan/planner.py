@@ -71,7 +71,7 @@ def planned(
       MeshError: all calibrations are of other devices.
     """
     if gather == "auto":
-        return _gathered_for_less(
+        return _with_better_gather(
             lambda gather: planned(
                 program, layout, mesh, strict=strict, init=init, topology=topology, donated=donated,
                 calibrations=calibrations, max_seconds=max_seconds, rank=rank, schedule=schedule, gather=gather,
@@ -135,7 +135,7 @@ def planned(
     return best
 
 
-def _gathered_for_less(plan: Callable[[str], P], rank: Rank) -> P:
+def _with_better_gather(plan: Callable[[str], P], rank: Rank) -> P:
     """The better one of the plans in which pipelines gather weights once a step and in every microbatch.
 
     Args:

@@ -310,11 +310,37 @@ def test_a_step_with_a_module_and_its_optimizer(case):
     np.testing.assert_allclose(results[0][1], results[1][1], rtol=1e-4, atol=1e-6)
 
 
+def test_a_second_module_is_no_batch(case):
+    x = case[1]
+
+    def distance(model, teacher, x):
+        return jnp.square(model(x) - teacher(x)).mean()
+
+    model, teacher = (nnx.Linear(16, 8, rngs=nnx.Rngs(n)) for n in range(2))
+    got = nnx.jit(mp.accumulate_gradients(distance, MICRO))(model, teacher, x)
+    np.testing.assert_allclose(got, distance(model, teacher, x), rtol=1e-5)
+
+
+def test_a_module_passed_by_keyword(case):
+    x, models = case[1], [Net(nnx.Rngs(0)), Net(nnx.Rngs(0))]
+    want = in_a_loop(models[0], x)
+    gradient = nnx.value_and_grad(net_loss)
+    got = nnx.jit(mp.accumulate_gradients(lambda scale, x, *, model: gradient(model, x), MICRO))(
+        1.0, x, model=models[1]
+    )
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    assert int(models[1].dropout.rngs.count[...]) == MICRO
+
+
 def test_a_key_within_an_argument_is_named(case):
     p, x = case
     state = {"params": p, "key": jax.random.key(0)}
     with pytest.warns(UserWarning, match=r"argument 0 has a PRNG key at \['key'\]; all microbatches share it"):
         mp.accumulate_gradients(lambda s, x: loss(s["params"], x), MICRO)(state, x)
+    with pytest.warns(UserWarning, match=r"argument 0 has a PRNG key at \[1\]; all microbatches share it"):
+        mp.accumulate_gradients(lambda pair, x: net_loss(pair[0], x), MICRO)((Net(nnx.Rngs(0)), jax.random.key(0)), x)
+    with pytest.warns(UserWarning, match=r"argument key is a PRNG key; .* Pass it by position"):
+        mp.accumulate_gradients(lambda p, x, key: loss(p, x), MICRO)(p, x, key=jax.random.key(0))
     graph, state = nnx.split(Net(nnx.Rngs(0)))
     with pytest.warns(UserWarning, match=r"argument 0 has a PRNG key at .*rngs.*key"):
         mp.accumulate_gradients(lambda s, x: net_loss(nnx.merge(graph, s, copy=True), x), MICRO)(state, x)

@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from meshpar.hardware.topology import parse_topology
 from meshpar.plan.assignment import AxisAssignment
 from meshpar.search.picture import Picture
 from meshpar.search.row import Row
+from meshpar.search.selection import _choice
 from meshpar.search.space import Space, meshes
 from meshpar.target import load_target
 
@@ -651,6 +653,18 @@ def test_choices_that_are_no_list_are_refused(values):
     bad: Any = {"remat": values}
     with pytest.raises(mp.errors.UnsupportedError, match="it is a list of values"):
         mp.search(lambda x, remat: x, jnp.ones(8), choices=bad, topology="v5e:2x2")
+
+
+def test_a_choice_is_not_dominated_by_a_faster_and_smaller_candidate():
+    """Of candidates within 3 % the simplest one, unless another one is faster and needs much less memory."""
+    evaluation: Any = SimpleNamespace(objective="time", usable=1e9)
+
+    def choice(peak):
+        simple = Row("data=8", "batch: data", 1.02, 100.0, 0.0, True)
+        return _choice(evaluation, [Row("data=8", "batch: data; embed: data", 1.0, peak, 0.0, True), simple]).rules
+
+    assert choice(peak=95.0) == 1
+    assert choice(peak=80.0) == 2
 
 
 @pytest.mark.slow
