@@ -43,8 +43,9 @@ SCHEMES = {
     "sequence_parallel": _FSDP_TENSOR + "; seq?: {model}",
     "context_parallel": "batch: {data}; seq?: {context}",
     "expert_parallel": "expert?, experts?: {expert}; batch: {data}+{expert}; embed?: {data}",
-    "expert_tensor": "mlp?, expert_mlp?: {model}; batch: {data}+{model}; expert?, experts?, heads?, kv_heads?, vocab?: {expert}; "
-    "embed?: {data}+{expert}+{model}",
+    "expert_megatron": "expert?, experts?, batch: {data}; heads?, kv_heads?, mlp?, vocab?, seq?: {model}; embed?: {data}+{model}",
+    "expert_tensor": "expert?, experts?: {expert}; mlp?, expert_mlp?: {model}; batch: {data}+{model}; "
+    "heads?, kv_heads?, vocab?: {expert}; embed?: {data}+{expert}+{model}",
 }
 """Name of a scheme → its layout, a format string with one field for each mesh axis. See :mod:`meshpar.layouts`."""
 OTHER_NAMES = {

@@ -132,6 +132,19 @@ def expert_parallel(data: str = "data", expert: str = "expert") -> Layout:
     return _scheme("expert_parallel", data=data, expert=expert)
 
 
+def expert_megatron(data: str = "data", model: str = "model") -> Layout:
+    """:func:`sequence_parallel`, with the experts of a mixture over ``data``: tokens travel to their experts.
+
+    The weights of an expert are split by ``embed`` over ``model``, its MLP is not (if its dim is called ``expert_mlp``): for small
+    batches of models with many experts. Source: Megatron Core's expert parallelism within the data parallel group.
+
+    Example:
+      >>> print(mp.layouts.expert_megatron())
+      expert?, experts?, batch: data; heads?, kv_heads?, mlp?, vocab?, seq?: model; embed?: data+model
+    """
+    return _scheme("expert_megatron", data=data, model=model)
+
+
 def expert_tensor(data: str = "data", expert: str = "expert", model: str = "model") -> Layout:
     """FSDP, with experts and heads over ``expert``, and the MLP of each expert over ``model`` (expert tensor parallelism).
 
@@ -139,8 +152,8 @@ def expert_tensor(data: str = "data", expert: str = "expert", model: str = "mode
     replicated over ``expert``; no all-to-all sends them. Source: Megatron Core's "expert tensor parallelism".
 
     Example:
-      >>> print(mp.layouts.expert_tensor())
-      mlp?, expert_mlp?: model; batch: data+model; expert?, experts?, heads?, kv_heads?, vocab?: expert; embed?: data+expert+model
+      >>> print(mp.layouts.expert_tensor("d", "e", "m"))
+      expert?, experts?: e; mlp?, expert_mlp?: m; batch: d+m; heads?, kv_heads?, vocab?: e; embed?: d+e+m
     """
     return _scheme("expert_tensor", data=data, expert=expert, model=model)
 

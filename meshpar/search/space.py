@@ -134,14 +134,19 @@ class Space:
         return Point(sizes, (*self.fixed, *searched))
 
     def presets(self, sizes: Sizes) -> Iterator[tuple[str, Point]]:
-        """(name, candidate) of every known scheme with as many axes as the mesh, without those whose dims the program lacks."""
+        """(name, candidate) of every known scheme with as many axes as the mesh.
+
+        Schemes are left out if the program has none of the dims of their first rules: those before a rule with other axes or for
+        the batch.
+        """
         names = [a for a, _ in sizes]
         known = {"batch", *(d for d, _ in self.dims), *(r.dim for r in self.fixed)}
         for name, preset in PRESETS.items():
             if preset.__code__.co_argcount != len(names):
                 continue
-            rules = preset(*names).rules
-            if any(r.dim in known for r in rules if r.axes == rules[0].axes):
+            first, *others = rules = preset(*names).rules
+            alike = itertools.takewhile(lambda r, axes=first.axes: r.axes == axes and r.dim != "batch", others)
+            if any(r.dim in known for r in (first, *alike)):
                 yield name, self.point(sizes, rules)
 
     def swapped(self, point: Point) -> Iterator[tuple[Point, Point]]:

@@ -266,6 +266,22 @@ def test_weights_and_optimizer_state_have_rules_of_their_own():
     assert scopes == {None: {"batch", "seq", "embed", "mlp"}, "opt": {"embed", "mlp"}, "params": {"embed"}}
 
 
+def test_schemes_for_experts_are_tried_for_programs_with_experts():
+    def schemes(dims):
+        plan = mp.plan(lambda x, w: x @ w, weight(64, 32), weight(32, 64), mesh="data=8", layout="", dims=dims)
+        space = Space.of(plan.program, mp.Layout(""), ())
+        return {
+            name for sizes in ([4, 2], [2, 2, 2]) for name, _ in space.presets(tuple(zip("dmt", sizes, strict=False)))
+        }
+
+    dense = schemes({"x": "batch embed", "w": "embed mlp"})
+    assert {"sequence_parallel", "fsdp_megatron"} <= dense
+    assert not any(name.startswith("expert") for name in dense)
+    for dim in ("expert", "experts"):
+        of_experts = schemes({"x": "batch embed", "w": f"embed {dim}"})
+        assert of_experts - dense == {"expert_parallel", "expert_megatron", "expert_tensor"}
+
+
 def test_axes_take_each_others_place():
     base = mp.plan(train_step, *model(64), mesh="data=16", layout="", dims=DIMS)
     space = Space.of(base.program, mp.Layout(""), ())
@@ -668,17 +684,31 @@ def test_a_choice_is_not_dominated_by_a_faster_and_smaller_candidate():
 
 
 @pytest.mark.slow
-def test_a_small_batch_of_mixtral_shards_experts_twice():
-    """The best known layout, which a descent from the schemes with two axes does not find."""
+@pytest.mark.parametrize(
+    ("model", "mesh", "layout"),
+    [
+        ("mixtral.py:mixtral_8x7b", "data=8, expert=8, model=8", "expert_tensor"),
+        ("deepseek.py:deepseek_671b", "data=64, model=8", "expert_megatron"),
+        ("deepseek.py:deepseek_671b", "data=64, model=8",
+         "batch: data; heads, mlp, vocab: model; expert: data; seq: model; embed: data+model"),
+    ],
+)  # fmt: skip
+def test_a_search_finds_no_worse_layout_than_a_known_one(model, mesh, layout):
+    """Layouts that descents from schemes for dense models do not find, or from a scheme that fits but takes longer."""
     examples = Path(__file__).parents[2] / "examples"
-    target = load_target(f"{examples / 'mixtral.py'}:mixtral_8x7b", {"batch": 64, "layers": 2})
+    target = load_target(f"{examples / model}", {"batch": 64})
     step, args, dims = target.step, target.args, target.dims
-    layout = mp.layouts.expert_tensor()
-    mesh = "data=8, expert=8, model=8"
     plan = mp.plan(step, *args, mesh=mesh, topology="v5p:8x8x8", layout=layout, dims=dims)
     found = mp.search(step, *args, topology="v5p:8x8x8", dims=dims)
     assert found.best.seconds <= 1.001 * plan.time.seconds
-    # with two axes, through a candidate that is no better: `expert` in place of `mlp`
+
+
+@pytest.mark.slow
+def test_a_descent_passes_a_candidate_that_is_no_better():
+    """`expert` in place of `mlp`, for a small batch of Mixtral on meshes with at most two axes."""
+    examples = Path(__file__).parents[2] / "examples"
+    target = load_target(f"{examples / 'mixtral.py'}:mixtral_8x7b", {"batch": 64, "layers": 2})
+    step, args, dims = target.step, target.args, target.dims
     found = mp.search(step, *args, topology="v5p:8x8x8", dims=dims, max_axes=2)
     (scheme,) = [row for row in found.rows if row.name == "fsdp tensor"]
     assert found.best.seconds < 0.97 * scheme.seconds
