@@ -199,7 +199,7 @@ BENCHMARKS = (
     Benchmark("serving-v5e", "step", "python benchmarks/serving.py --topology v5e:2x4", 60, needs=("libtpu",)),
     Benchmark(
         "replicas", "step", "python benchmarks/replicas.py", 60,
-        "python benchmarks/replicas.py --llama float32 bfloat16 int8 sign",
+        "python benchmarks/replicas.py --llama",
     ),
     Benchmark("plan_memory", "step", "python benchmarks/plan_memory.py", 120, needs=("libtpu",)),
     Benchmark("long_context", "step", "python examples/long_context.py", 30),

@@ -119,7 +119,7 @@ def trace_call(
     ]
     named = [leaf for _, leaf in arrays]
     used: set[str] = set()
-    annotations = [annotation_of(leaf, patterns, used, named) for leaf in named]
+    annotations = annotations_of(named, patterns, used)
 
     if call.fixed:
         check_fixed(call.dynamic, argument_path)
@@ -251,7 +251,7 @@ def named_tree(tree: Any, patterns: PathDims) -> list[tuple[Leaf, Dims | None]]:
     """
     leaves = flatten_named(tree)
     used: set[str] = set()
-    dims = [annotation_of(leaf, patterns, used, leaves) for leaf in leaves]
+    dims = annotations_of(leaves, patterns, used)
     _name_optimizer_state(leaves, dims)
     _check_patterns(patterns, used, [leaf.path for leaf in leaves])
     return list(zip(leaves, dims, strict=True))
@@ -268,8 +268,7 @@ def _result_dims(
     """
     input_of = _input_finder(inputs, input_dims)
     out: list[Dims | None] = []
-    for leaf in results:
-        dims = leaf.dims if patterns is None else annotation_of(leaf, patterns, used, results)
+    for leaf, dims in zip(results, annotations_of(results, patterns, used), strict=True):
         match = input_of(leaf)
         if match is not None:
             dims = dims or match[1]
@@ -299,22 +298,57 @@ def _input_finder(inputs: list[Leaf], dims: list[Dims | None]) -> Callable[[Leaf
     return find
 
 
+def annotations_of(leaves: list[Leaf], patterns: PathDims | None, used: set[str]) -> list[Dims | None]:
+    """The dims of each leaf: of the first pattern that matches, else of its metadata; None without either.
+
+    Optimizer state can be in the Flax box of its parameter, or match its pattern, and have as many dims but another shape:
+    PowerSGD's factor [columns, rank] of a matrix [rows, columns]. It has the dims that its sizes identify, else None.
+
+    Args:
+      patterns: None: metadata only.
+      used: the patterns that match are added to it.
+
+    Raises:
+      RankError: a pattern names more or fewer dims than an array has.
+    """
+    out = [leaf.dims if patterns is None else annotation_of(leaf, patterns, used, leaves) for leaf in leaves]
+    parameter_of = _parameter_finder((leaf, dims) for leaf, dims in zip(leaves, out, strict=True) if leaf.kind != "opt")
+    for k, (leaf, dims) in enumerate(zip(leaves, out, strict=True)):
+        if leaf.kind == "opt" and dims and (match := parameter_of(leaf)) is not None:
+            param, names = match
+            shape, param_shape = np.shape(leaf.value), np.shape(param.value)
+            if shape != param_shape and dims == tuple(
+                None if n == 1 else d for d, n in zip(names, shape, strict=False)
+            ):
+                out[k] = _dims_like(shape, param_shape, names, leaf.path)
+    return out
+
+
 def _name_optimizer_state(leaves: list[Leaf], annotations: list[Dims | None]) -> None:
-    """Set the missing annotations of optimizer state to the dims of its parameter: the one with the longest common end of the path.
+    """Set the missing annotations of optimizer state to the dims of its parameter.
 
     A moment has the parameter's shape; factored ones (Adafactor, SM3) have some of its dims, where the sizes identify them.
     """
-    by_end: dict[str, list[tuple[Leaf, Dims]]] = {}
-    for leaf, dims in zip(leaves, annotations, strict=True):
-        if leaf.kind == "params" and dims:
-            by_end.setdefault(leaf.path.rsplit("/", 1)[-1], []).append((leaf, dims))
+    pairs = zip(leaves, annotations, strict=True)
+    parameter_of = _parameter_finder((leaf, dims) for leaf, dims in pairs if leaf.kind == "params")
     for k, leaf in enumerate(leaves):
-        if leaf.kind != "opt" or annotations[k] is not None:
-            continue
-        end = leaf.path.split("/")[::-1]
-        best = max(by_end.get(end[0], ()), key=lambda match: _common_end(end, match[0].path), default=None)
-        if best is not None:
-            annotations[k] = _dims_like(leaf.value.shape, best[0].value.shape, best[1], leaf.path)
+        if leaf.kind == "opt" and annotations[k] is None and (match := parameter_of(leaf)) is not None:
+            annotations[k] = _dims_like(leaf.value.shape, match[0].value.shape, match[1], leaf.path)
+
+
+def _parameter_finder(pairs: Iterable[tuple[Leaf, Dims | None]]) -> Callable[[Leaf], tuple[Leaf, Dims] | None]:
+    """A function from an array of optimizer state to (its parameter, the parameter's dims): of ``pairs``, the one with dims and the
+    longest common end of the path. None: none has the array's last path component."""
+    by_end: dict[str, list[tuple[Leaf, Dims]]] = {}
+    for leaf, dims in pairs:
+        if dims:
+            by_end.setdefault(leaf.path.rsplit("/", 1)[-1], []).append((leaf, dims))
+
+    def find(state: Leaf) -> tuple[Leaf, Dims] | None:
+        end = state.path.split("/")[::-1]
+        return max(by_end.get(end[0], ()), key=lambda match: _common_end(end, match[0].path), default=None)
+
+    return find
 
 
 def _common_end(end: Sequence[str], path: str) -> int:

@@ -332,6 +332,35 @@ def test_nnx_optimizer(mesh, optimizer):
     assert {h.path for h in plan.outputs} >= set(state)
 
 
+@pytest.mark.parametrize("dims", [None, {"*/w": "embed mlp"}, {"*/right/w": "mlp rank", "*/w": "embed mlp"}])
+def test_factors_of_powersgd_do_not_have_the_dims_of_their_parameter(dims):
+    """The right factor of a matrix [embed, mlp] = [16, 32] is [mlp, rank] = [32, 2]: it has as many dims as the matrix, and a last
+    dim that does not divide over the axis of `mlp`. ``dims=None``: the matrix is in a Flax box, and so is the factor."""
+    tx = mp.replicas.powersgd(2, replicas=2)
+
+    def named(w):
+        return nn.LogicallyPartitioned(w, ("embed", "mlp")) if dims is None else w
+
+    def create(key):
+        params = {"w": named(jax.random.normal(key, (16, 32)))}
+        return {"params": params, "opt": tx.init(params)}
+
+    def step(state, gradients):
+        updates, opt = tx.update({"w": named(gradients)}, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}
+
+    options = {"mesh": mp.mesh("slice=2, data=4"), "layout": "replica: slice; mlp: data"}
+    state = mp.init(create, dims=dims or {}, **options)(jax.random.key(0))
+    run = mp.jit(step, dims=(dims or {}) | {"gradients": "replica embed mlp"}, **options)
+    g = np.random.default_rng(0).normal(size=(2, 16, 32)).astype(np.float32)
+    plan = run.plan(state, g)
+    for arrays in (plan.inputs, plan.outputs):
+        right = next(h for h in arrays if "right/w" in h.path)
+        assert (right.dims[0], right.spec) == ("mlp", P("data"))
+    got, want = run(state, g), step(create(jax.random.key(0)), g)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
+
+
 def test_nnx_scan_over_layers(mesh):
     class Layer(nnx.Module):
         def __init__(self, rngs):
