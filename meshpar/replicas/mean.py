@@ -82,7 +82,8 @@ def coded(
     Each replica encodes its update, the codes are all-gathered, and every replica decodes and averages them: ``R - 1`` times the
     bytes of a code per device, for R replicas. With error feedback, ``a_r = g_r + e_r`` is encoded, and
     ``e_r = a_r - decode(encode(a_r))`` is added to the next update (Seide et al., *1-Bit Stochastic Gradient Descent*, 2014;
-    Karimireddy et al., *Error Feedback Fixes SignSGD*, 2019).
+    Strom, *Scalable Distributed DNN Training Using Commodity GPU Cloud Computing*, 2015; Karimireddy et al., *Error Feedback Fixes
+    SignSGD*, 2019).
 
     ========================== ============================ ===================================================================
     code                       bits per element             decoded

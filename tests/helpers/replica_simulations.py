@@ -33,6 +33,8 @@ def sign(x):
 
 
 def threshold(x, size):
+    """Strom 2015, Scalable Distributed DNN Training Using Commodity GPU Cloud Computing, algorithm 1: ``±size`` is sent for an
+    element of the residual that has at least this size, and subtracted from it."""
     return np.where(x >= size, size, np.where(x <= -size, -size, 0.0))
 
 
@@ -85,3 +87,16 @@ def adasum(gradients):
     a, b = adasum(gradients[:half]), adasum(gradients[half:])
     dot = (a * b).sum()
     return (1 - dot / (2 * (a * a).sum())) * a + (1 - dot / (2 * (b * b).sum())) * b
+
+
+def gaia(params, updates, waiting, threshold):
+    """Hsieh et al. 2017, Gaia, section 4: a data center accumulates its updates of an element, and sends the sum when it is above
+    a share of the weight. Of one array: lists over data centers → (the next parameters, what is still accumulated)."""
+    sent, rest = [], []
+    for p, u, w in zip(params, updates, waiting, strict=True):
+        total = w + u
+        significant = np.abs(total / p) > threshold
+        sent.append(np.where(significant, total, 0.0))
+        rest.append(np.where(significant, 0.0, total))
+    others = [[x for s, x in enumerate(sent) if s != r] for r in range(len(params))]
+    return [p + u + sum(x) for p, u, x in zip(params, updates, others, strict=True)], rest

@@ -1,5 +1,6 @@
 """Exchanges between replicas equal NumPy simulations of the published algorithms, and send what they say."""
 
+import blocks
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -237,6 +238,44 @@ def test_one_bit_adam_from_two_transformations():
         m_, errors_ = simulations.coded_mean([0.9 * m_ + 0.1 * x for x in g], errors_, "sign", [1, 1])
         w_ = w_ - 0.01 * m_ / (0.2 + 1e-8)
         close(w, w_)
+
+
+@pytest.fixture(scope="module")
+def recipe_of_gaia():
+    names = {"jax": jax, "jnp": jnp, "optax": optax}
+    page = (blocks.ROOT / "docs" / "replicas.md").read_text()
+    (block,) = (b for b in blocks.blocks_of(page) if "def gaia(" in b.code)
+    exec(compile(block.code, "replicas.md", "exec"), names)
+    return names["gaia"]
+
+
+@BOTH
+@pytest.mark.fast_cases(2)
+@pytest.mark.usefixtures("x64")
+def test_the_recipe_of_gaia_equals_the_simulation(recipe_of_gaia, lowering, layout):
+    tx = recipe_of_gaia(optax.sgd(0.1), 0.2)
+    params = gradients(9, dtype=np.float64)
+    want, waiting = {k: list(x) for k, x in params.items()}, {k: [np.zeros(s)] * 2 for k, s in SHAPES.items()}
+    dims = {f"gradients/{k}": f"replica {d}" for k, d in DIMS.items()}
+    dims |= {f"params/{k}": f"replica {d}" for k, d in DIMS.items()}
+
+    def step(gradients, state, params):
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    run, state = (
+        mp.jit(step, mesh=mp.mesh("slice=2, data=4"), layout=layout, dims=dims, lowering=lowering),
+        tx.init(params),
+    )
+    for n in range(3):
+        g = gradients(n, dtype=np.float64)
+        params, state = run(g, state, params)
+        for k in SHAPES:
+            want[k], waiting[k] = simulations.gaia(want[k], list(-0.1 * g[k]), waiting[k], 0.2 / np.sqrt(n + 1))
+            close(params[k], want[k])
+            close(state["waiting"][k], waiting[k])
+        share = np.mean([np.not_equal(x, 0).mean() for x in waiting["up"]])
+        assert 0.1 < share < 0.9, "some updates are exchanged, and some are not"
 
 
 ROWS = {"w": np.ones((2, 3), np.float32)}
