@@ -64,8 +64,7 @@ LEVELS = {
     "growth": "Time to plan, planned steps and processes, from 8 to 4,096 chips. Scaling of planned steps on slices of v5p: weak, "
     "with 2 sequences of 4,096 tokens a chip, and strong, with 4,096 sequences in all. Efficiency: tokens per second and chip, "
     "relative to the smallest slice that the step fits. DeepSeek-V3 takes longer on 2,048 chips and more, since no 64 chips of "
-    "these slices are an 8x8 torus: all-to-alls over a ring of 16, or over 8 chips in a line, take twice as long as over a ring of "
-    "8.",
+    "these slices are an 8x8 torus: all-to-alls over a ring of 16, or 8 chips in a line, take twice as long as over a ring of 8.",
 }
 
 

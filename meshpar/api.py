@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from .arguments import is_static
 from .compat import nnx
 from .compat.jax import is_graph_node
-from .dims import Dims
+from .dims import Dims, near
 from .errors import MeshError, UnknownDimError, UnsupportedError
 from .exported import Exported
 from .flax import Leaf
@@ -80,7 +80,7 @@ def jit(
       mesh: from :func:`meshpar.mesh`, its axes and sizes (``"data=4, model=2"``, ``{"data": 4, "model": 2}``), or any
         ``jax.sharding.Mesh`` (Explicit axes are treated as Auto). Left out: the mesh of ``jax.set_mesh`` when ``jit`` is called.
       layout: rules ``dim: axis``; a :class:`meshpar.Layout`, its text, or a Flax ``logical_axis_rules`` list.
-      dims: tree-path patterns → dims, for arrays without Flax metadata: ``{"batch/tokens": "batch seq"}``.
+      dims: tree-path patterns → dims, in place of Flax metadata: ``{"batch/tokens": "batch seq"}``.
       lowering: ``"shard_map"``: meshpar partitions the program, which sends exactly the collectives of the plan. ``"jit"``: XLA
         partitions it, guided by sharding constraints from the plan, whose numbers are then estimates. ``"auto"``, the default:
         ``"shard_map"``, or ``"jit"`` if an op of the program has no local form; a warning and the plan then name the op and its
@@ -456,7 +456,7 @@ def export(
 @refuse_ambiguous_options
 @takes_step_options
 def search(
-    fn: Callable[..., Any] | Mapping[str, Callable[..., Any]], *args: Any, topology: str, mesh: MeshSizes | None = None,
+    fn: Callable[..., Any] | Mapping[str, Callable[..., Any]], *args: Any, topology: str = "", mesh: MeshSizes | None = None,
     fixed: LayoutLike = "", forbid: str | Sequence[str] = (), objective: Objective = "time", memory_fraction: float = 0.85,
     max_axes: int = 3, max_plans: int = 400, time_limit: float | None = None, layouts: Iterable[LayoutLike] = (),
     verify: int = 0, choices: Mapping[str, Sequence[Any]] | None = None, progress: Progress = "auto",
@@ -505,7 +505,7 @@ def search(
       candidate fits, ``fits`` is False and ``best`` is the one that needs the least memory.
 
     Raises:
-      MeshError: an unknown topology; a mesh that does not fill it; ``fixed`` names an axis that no mesh has; a
+      MeshError: no topology, or an unknown one; a mesh that does not fill it; ``fixed`` names an axis that no mesh has; a
         calibration of other devices.
       UnknownDimError: ``fixed`` or ``forbid`` names a dim that the program does not have.
       UnsupportedError: options out of range; ``fixed`` splits a dim that ``forbid`` names.
@@ -519,6 +519,11 @@ def search(
         raise UnsupportedError(f"max_axes={max_axes!r}: a mesh has at least one", fixes=["max_axes=1, 2 or 3"])
     if time_limit is not None and not time_limit > 0:
         raise UnsupportedError(f"time_limit={time_limit!r}: a time limit is above 0", fixes=["leave it out for none"])
+    if not topology:
+        raise MeshError(
+            "a search compares step times, so it needs a chip: topology=… is missing",
+            fixes=['topology="v5e:2x4": 8 chips (meshpar search --topology v5e:2x4); nothing runs on them'],
+        )
     options, call = split_keywords(keywords, kwargs)
     programs = dict(_variants(fn, choices or {}, StepOptions(**options)))
     mesh = mesh_text(parse_mesh(mesh)) if isinstance(mesh, Mapping) else mesh
@@ -863,5 +868,7 @@ def _step_options(api: str, options: Mapping[str, Any]) -> StepOptions:
     """
     for name in options:
         if name not in OPTIONS:
-            raise TypeError(f"{api}() got an unexpected keyword argument {name!r}")
+            similar = near(name, OPTIONS)
+            did_you_mean = f"; did you mean {similar[0]!r}?" if similar else ""
+            raise TypeError(f"{api}() got an unexpected keyword argument {name!r}{did_you_mean}")
     return StepOptions(**options)

@@ -255,7 +255,7 @@ def _compile_arguments(add: Add) -> None:
 
 def _search_arguments(add: Add) -> None:
     """Add the arguments of ``meshpar search``."""
-    add("--topology", required=True, help=TOPOLOGY)
+    add("--topology", default="", help=TOPOLOGY)
     add("--mesh", help='the only mesh to try, "data=64, model=8" (default: all that the topology has)')
     add("--layout", action="append", default=[], help="a layout of your own to plan as well; several may be given")
     add("--fixed", default="", metavar="RULES", help='rules that every layout begins with: "batch: data"')
@@ -323,6 +323,7 @@ def _plan(args: argparse.Namespace) -> int:
         plan = plan.with_tokens(args.tokens)
     if args.html:
         _save(plan, args.html)
+        _say(args, f"wrote {args.html}")
     if args.open:
         if not args.html:
             raise TargetError("--open needs a page", fixes=["--html FILE writes one"])
@@ -436,6 +437,7 @@ def _search(args: argparse.Namespace) -> int:
     )  # fmt: skip
     if args.html:
         _save(found, args.html)
+        _say(args, f"wrote {args.html}")
     _show(args, found, found.to_json)
     return 0 if found.fits else 1
 
@@ -470,6 +472,7 @@ def _calibrate(args: argparse.Namespace) -> int:
         found.calibration.save(args.calibration)
     if args.html:
         _save(found, args.html)
+        _say(args, f"wrote {args.html}")
     _show(args, found, found.to_json)
     return 0
 
@@ -516,6 +519,7 @@ def _diff(args: argparse.Namespace) -> int:
     found = a.diff(b)
     if args.html:
         _save(found, args.html)
+        _say(args, f"wrote {args.html}")
     _show(args, found, found.to_json)
     return 0
 

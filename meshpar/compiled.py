@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -25,12 +26,18 @@ from .compat.jax import (
 from .compat.quirks import with_bounded_queue
 from .cost.flops import redundant_matmuls_despite_layout
 from .dims import PathDims
-from .errors import RepeatedWarning, UnsupportedError
+from .errors import RepeatedWarning, ReplicatedWarning, UnsupportedError
 from .global_arrays import global_array
 from .lower import LOWERINGS
+from .plan.checks import dims_template
 from .plan_api import Plan
 from .pods.agree import Sheet, before_call
+from .program.ir import Value
 from .tracing import FlatFunction, TracedStep
+from .units import format_memory
+
+MAX_HELD_RATIO = 1.25
+"""Bytes of the state on a device relative to the plan, above which the first call warns."""
 
 
 @dataclass(eq=False, slots=True)
@@ -59,10 +66,12 @@ class CompiledStep:
 
     def __call__(self, leaves: list[Any]) -> Any:
         """The function's result for the leaves of a call."""
+        arrays = leaves if self.arrays is None else [leaves[i] for i in self.arrays]
         if not self.called:
             self.called = True
             _warn_of_repeated(self.plan)
-        return self.traced.result(self.on_arrays(leaves if self.arrays is None else [leaves[i] for i in self.arrays]))
+            _warn_of_resharded(self.plan, arrays, self.in_shardings)
+        return self.traced.result(self.on_arrays(arrays))
 
     def on_arrays(self, arrays: list[Any]) -> list[Any]:
         """The flat results for flat arguments; arguments with another sharding are resharded first.
@@ -152,6 +161,31 @@ def _warn_of_repeated(plan: Plan) -> None:
         text = f"{100 * share:.0f} % of the matmul FLOPs of this step are repeated on several devices: {repeated[0]}"
         more = f"; {len(repeated) - 1} more such matmuls: print(step.plan(…)) lists them" if repeated[1:] else ""
         warnings.warn(text + more, RepeatedWarning, stacklevel=user_stacklevel())
+
+
+def _warn_of_resharded(plan: Plan, arrays: list[Any], shardings: list[NamedSharding]) -> None:
+    """Warn (ReplicatedWarning) if parameters and optimizer state arrive on the devices of a plan in larger parts than planned.
+
+    The call reshards them, but they did not fit if the plan only just does. :func:`meshpar.init` does not know the names that the
+    step infers.
+    """
+    excess, held, planned = list[tuple[int, Value]](), 0, 0
+    for x, s, value in zip(arrays, shardings, plan.program.inputs, strict=True):
+        if value.kind and type(x) in PLACED and x.committed and x.sharding.device_set == s.device_set:
+            now, then = (math.prod(of.shard_shape(x.shape)) * x.dtype.itemsize for of in (x.sharding, s))
+            held, planned = held + now, planned + then
+            if now > then and value.kind == "params":
+                excess.append((then - now, value))
+    if held <= MAX_HELD_RATIO * planned:
+        return
+    largest = [value for _, value in sorted(excess, key=lambda pair: pair[0])]
+    text = (
+        f"the state arrives with {format_memory(held)} on each device, and the plan has {format_memory(planned)}: it is resharded. "
+        "Give mp.init the names and the layout of the step"
+    )
+    if largest:
+        text += ":\n" + "\n".join(dims_template(plan.program, largest))
+    warnings.warn(text, ReplicatedWarning, stacklevel=user_stacklevel())
 
 
 def lower_step(

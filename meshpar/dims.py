@@ -117,14 +117,14 @@ def did_you_mean(name: str, candidates: Iterable[str], kind: str) -> list[str]:
 @lru_cache(maxsize=4096)
 def _pattern(pattern: str) -> re.Pattern[str]:
     """The regular expression of a path pattern; see :func:`path_matches`."""
-    tokens = re.findall(r"\*|\[[^\[\]/]+\]|\{[^{}]*\}|[^*\[{]+|[\[{]", pattern)
+    tokens = re.findall(r"[*?]|\[[^\[\]/]+\]|\{[^{}]*\}|[^*?\[{]+|[\[{]", pattern)
     return re.compile("".join(map(_token, tokens)) + r"\Z", re.DOTALL)
 
 
 def _token(token: str) -> str:
-    """The regular expression of one part of a path pattern: ``*``, ``[qkv]``, ``{up,down}`` or literal text."""
-    if token == "*":
-        return ".*"
+    """The regular expression of one part of a path pattern: ``*``, ``?``, ``[qkv]``, ``{up,down}`` or literal text."""
+    if token in ("*", "?"):
+        return ".*" if token == "*" else "[^/]"
     if token.startswith("[") and token.endswith("]"):
         return "[" + re.escape(token[1:-1]).replace(r"\-", "-") + "]"
     if token.startswith("{") and token.endswith("}"):
@@ -144,9 +144,9 @@ def alternatives(pattern: str) -> list[tuple[str, str]]:
 def path_matches(pattern: str, path: str) -> bool:
     """Whether a path pattern matches a path.
 
-    ``*`` matches any text, ``/`` included; a leading ``*/`` also matches no text. ``[qkv]`` matches one of the characters,
-    ``[a-c]`` one of a range, and ``{up,down}`` one of the texts. A pattern without its special meaning matches too: a path that
-    contains brackets matches itself. A pattern for a quantized array matches its codes and scales.
+    ``*`` matches any text, ``/`` included; a leading ``*/`` also matches no text. ``?`` matches one character, ``[qkv]`` one of
+    these, ``[a-c]`` one of a range, and ``{up,down}`` one of the texts. A pattern without its special meaning matches too: a path
+    that contains brackets matches itself. A pattern for a quantized array matches its codes and scales.
     """
     paths = [path, "/" + path]
     owner = path.removesuffix(".codes").removesuffix(".scales")

@@ -191,7 +191,8 @@ class JoinWarning(UserWarning):
 
 
 class IndivisibleWarning(UserWarning):
-    """Axes do not divide a dim of intermediate values that a rule shards, which costs communication; once per plan that is made."""
+    """Axes do not divide a dim of intermediate values that a rule shards, which costs communication or repeated FLOPs (microbatches
+    with fewer rows than devices); once per plan that is made."""
 
 
 class RepeatedWarning(UserWarning):
@@ -203,7 +204,11 @@ class LoweringWarning(UserWarning):
 
 
 class ReplicatedWarning(UserWarning):
-    """The layout has rules for an axis, and none of them takes effect on a program; once per plan that is made."""
+    """Values are replicated that the layout has rules for; once per plan, or per step.
+
+    None of the rules for an axis takes effect on a program; weights that :func:`meshpar.init` makes have no names; or state arrives
+    less sharded than the step needs it.
+    """
 
 
 class TorusWarning(UserWarning):

@@ -585,9 +585,9 @@ def _rule(left: str, axes: tuple[str, ...], statement: str, rounds: int = 1) -> 
     if m is None and ":" in left:
         separator = r"(:[^,:]*)," if "," in statement else r"(:[^:]*\S)(?=\s+\S+\s*:)"
         rules = re.sub(separator, r"\1;", statement)
-        raise LayoutSyntaxError(
-            f"layout rule {statement!r} has several `:`", rule=statement, fixes=[f"separate rules by `;`: `{rules}`"]
-        )
+        once = re.sub(r":[:\s]*:", ":", statement)
+        fix = f"write `{once}`" if once != statement else f"separate rules by `;`: `{rules}`"
+        raise LayoutSyntaxError(f"layout rule {statement!r} has several `:`", rule=statement, fixes=[fix])
     if m is None:
         fixes = ['write `dim: axis`, `dim?: axis`, `opt.dim: axis` or `"*/path".dim: axis`']
         if "/" in left or "*" in left:
@@ -620,6 +620,11 @@ def _rule_of_pair(pair: object) -> Rule:
     Raises:
       LayoutSyntaxError: it is not such a pair.
     """
+    if isinstance(pair, str):
+        raise LayoutSyntaxError(
+            f"logical axis rule {pair!r} is not a pair (name, axis)",
+            fixes=['give rules in one text, separated by `;`: "batch: data; mlp: model"'],
+        )
     rounds = 1
     try:
         dim, axes = pair  # type: ignore[misc]

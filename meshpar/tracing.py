@@ -142,7 +142,7 @@ def trace_call(
     if len(results) != len(out_leaves):
         raise AssertionError("paths and results do not match")
     out_annotations = _result_dims(results, named, annotations, patterns if init else None, used)
-    _check_patterns(patterns, used, [leaf.path for leaf in (*named, *(results if init else ()))], init)
+    _check_patterns(patterns, used, [*named, *(results if init else ())], init)
     program = _infer_live(closed, annotations, named, out_annotations, results)
     for value, leaf in zip(program.inputs, named, strict=True):
         value.kind = leaf.kind
@@ -253,7 +253,7 @@ def named_tree(tree: Any, patterns: PathDims) -> list[tuple[Leaf, Dims | None]]:
     used: set[str] = set()
     dims = annotations_of(leaves, patterns, used)
     _name_optimizer_state(leaves, dims)
-    _check_patterns(patterns, used, [leaf.path for leaf in leaves])
+    _check_patterns(patterns, used, leaves)
     return list(zip(leaves, dims, strict=True))
 
 
@@ -261,6 +261,8 @@ def _result_dims(
     results: list[Leaf], inputs: list[Leaf], input_dims: list[Dims | None], patterns: PathDims | None, used: set[str]
 ) -> list[Dims | None]:
     """The dims of the results: of a pattern or their metadata, else of the input with the same path. It sets their ``kind`` too.
+
+    A result with the metadata of that input has the dims of the input, which may be a pattern's.
 
     Args:
       patterns: for the results of :func:`meshpar.init`, whose optimizer state has the dims of its parameters.
@@ -271,6 +273,8 @@ def _result_dims(
     for leaf, dims in zip(results, annotations_of(results, patterns, used), strict=True):
         match = input_of(leaf)
         if match is not None:
+            if patterns is None and leaf.dims == match[0].dims:
+                dims = None  # metadata of the argument, which a pattern may replace
             dims = dims or match[1]
             leaf.kind = leaf.kind or match[0].kind
         out.append(dims)
@@ -311,7 +315,10 @@ def annotations_of(leaves: list[Leaf], patterns: PathDims | None, used: set[str]
     Raises:
       RankError: a pattern names more or fewer dims than an array has.
     """
-    out = [leaf.dims if patterns is None else annotation_of(leaf, patterns, used, leaves) for leaf in leaves]
+    out = [leaf.dims for leaf in leaves]
+    if patterns is not None:
+        for k in sorted(range(len(leaves)), key=lambda k: leaves[k].kind == "opt"):  # an error is about the parameter
+            out[k] = annotation_of(leaves[k], patterns, used, leaves)
     parameter_of = _parameter_finder((leaf, dims) for leaf, dims in zip(leaves, out, strict=True) if leaf.kind != "opt")
     for k, (leaf, dims) in enumerate(zip(leaves, out, strict=True)):
         if leaf.kind == "opt" and dims and (match := parameter_of(leaf)) is not None:
@@ -455,7 +462,7 @@ def _similar_pattern(pattern: str, paths: Sequence[str]) -> list[str]:
     respelled = (
         "/".join([*parts[:i], other, *parts[i + 1 :]])
         for i, part in enumerate(parts)
-        if not set(part) & set("*[]{}")
+        if not set(part) & set("*?[]{}")
         for other in near(part, components)
     )
     fits = [text for text in respelled if any(path_matches(text, path) for path in paths)]
@@ -465,12 +472,16 @@ def _similar_pattern(pattern: str, paths: Sequence[str]) -> list[str]:
     return [f"did you mean {' or '.join(map(repr, similar))}?"] if similar else []
 
 
-def _check_patterns(patterns: PathDims, used: set[str], paths: list[str], init: bool = False) -> None:
+def _check_patterns(patterns: PathDims, used: set[str], leaves: Sequence[Leaf], init: bool = False) -> None:
     """Check that every pattern is used.
+
+    Args:
+      leaves: all leaves that patterns may match; errors list the paths of optimizer state last.
 
     Raises:
       PatternError: one matches no path, or only paths that an earlier pattern matches, or no path by a text of ``{up,down}``.
     """
+    paths = list(dict.fromkeys(leaf.path for leaf in sorted(leaves, key=lambda leaf: leaf.kind == "opt")))
     for pattern, _ in patterns.items:
         if pattern in used:
             for text, alone in alternatives(pattern):
@@ -490,7 +501,9 @@ def _check_patterns(patterns: PathDims, used: set[str], paths: list[str], init: 
                 path=shadowed,
                 fixes=["the first pattern that matches wins: put the narrower one first"],
             )
-        listed = sorted(dict.fromkeys(paths), key=lambda path: -difflib.SequenceMatcher(None, pattern, path).ratio())
+        of_state = {leaf.path for leaf in leaves if leaf.kind == "opt"}
+        listed = sorted(paths, key=lambda p: (p in of_state, -difflib.SequenceMatcher(None, pattern, p).ratio()))
+        first, starts = pattern.partition("/")[0], sorted({path.partition("/")[0] for path in paths})
         raise PatternError(
             f"the dims= pattern {pattern!r} matches no tensor; a pattern matches a complete path",
             pattern=pattern,
@@ -500,6 +513,7 @@ def _check_patterns(patterns: PathDims, used: set[str], paths: list[str], init: 
                     ["mp.init names the arguments and results of the initializer: leave out patterns for the batch"]
                     * init
                 ),
+                *([f"paths begin with {', '.join(starts)}"] * (not set(first) & set("*?[{") and first not in starts)),
                 f"paths are: {', '.join(listed[:8])}{', …' if len(listed) > 8 else ''}",
             ],
         )

@@ -237,7 +237,7 @@ def test_tune_and_what_it_fitted(run, target, tmp_path):
     status, out, err = run(
         "calibrate", f"{target}:small", "--rounds", "1", "--calibration", str(kept), "--html", str(page)
     )
-    assert (status, err) == (0, "")
+    assert (status, err) == (0, f"wrote {page}\n")
     assert {"batch: data", "batch, embed: data"} <= {line.strip() for line in out.splitlines()}
     assert page.read_text().count("<tr>") == 3
     status, out, _ = run("plan", f"{target}:small", "--mesh", "data=8", "--calibration", str(kept))

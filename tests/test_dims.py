@@ -129,6 +129,7 @@ def test_near_names():
     [
         ("*/[qkv]/kernel", ["a/q/kernel", "a/v/kernel", "k/kernel"], ["a/o/kernel", "a/qk/kernel"]),
         ("*/layer_[0-2]/w", ["p/layer_0/w", "p/layer_2/w"], ["p/layer_3/w"]),
+        ("*/conv?/w", ["a/conv1/w", "conv_/w"], ["a/conv/w", "a/conv10/w", "a/conv//w"]),
         ("*/{up,gate}/kernel", ["mlp/up/kernel", "mlp/gate/kernel"], ["mlp/down/kernel", "mlp/up,gate/kernel"]),
         ("p/w[0]", ["p/w[0]", "p/w0"], ["p/w"]),  # brackets of a path, and as a pattern
         ("p/{", ["p/{"], ["p/"]),

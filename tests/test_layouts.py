@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import meshpar as mp
@@ -239,3 +240,104 @@ def test_fsdp_inside_of_stages_splits_the_layers_and_the_vocabulary():
     }  # fmt: skip
     assert plan.pipeline is not None
     assert (plan.pipeline.stages, plan.pipeline.microbatches) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "dims", "warns"),
+    [
+        ("batch: data; mlp: data", None, True),
+        ("fsdp", None, True),
+        ("batch: data", None, False),
+        ("context_parallel", None, False),
+        ("batch: data; mlp: data", {"*/w": "_ mlp"}, False),
+    ],
+)
+def test_init_of_weights_without_names_warns(layout, dims, warns):
+    def create():
+        return {"layers_0": {"w": jnp.ones((16, 8))}, "layers_1": {"w": jnp.ones((8, 8))}, "b": jnp.ones(8)}
+
+    mesh = "data=4, context=2" if layout == "context_parallel" else "data=4"
+    replicated = r'mp.init: the weights have no names.*\n.*\n  "layers_\*/w": "_ _",  # \[16, 8\] and 1 more\n}'
+    with pytest.warns(ReplicatedWarning, match=replicated) if warns else nullcontext():
+        mp.init(create, mesh=mesh, layout=layout, dims=dims)()
+
+
+def test_state_that_arrives_less_sharded_than_planned_warns_once():
+    def step(params, x):
+        return jax.tree.map(lambda w: w * 0.5, params), (x @ params["up"] @ params["down"]).sum()
+
+    layout, mesh = "batch: data; mlp: model", mp.mesh("data=2, model=4")
+    params = {"up": jnp.ones((16, 32)), "down": jnp.ones((32, 16))}
+    dims = {"*/up": "embed mlp", "x": "batch embed"}  # the step infers the dims of `down`
+    jitted, x = mp.jit(step, mesh=mesh, layout=layout, dims=dims), jnp.ones((4, 16))
+    made = mp.init(lambda: {"params": params}, mesh=mesh, layout=layout, dims={"*/up": "embed mlp"})()["params"]
+    sharded = mp.jit(step, mesh=mesh, layout=layout, dims=dims).shardings(params, x)[0]
+    with pytest.warns(ReplicatedWarning, match=r"arrives with 2.5 KiB.*the plan has 1.0 KiB") as said:
+        jitted(made, x)
+    assert '"params/down": "mlp _",  # [32, 16]' in str(said[0].message)
+    assert "params/up" not in str(said[0].message)
+    jitted(made, x)  # once
+    mp.jit(step, mesh=mesh, layout=layout, dims=dims)(jax.device_put(params, sharded), x)
+    mp.jit(step, mesh=mesh, layout=layout, dims=dims)(params, x)  # uncommitted arrays are on one device
+
+
+def test_the_template_has_the_batch_and_the_weights_but_not_their_optimizer_state():
+    params = {f"layers_{i}": {"up": {"kernel": jnp.ones((8, 8)), "bias": jnp.ones(8)}} for i in range(20)}
+    state = {"opt": optax.adam(1e-3).init(params), "params": params}
+
+    def loss(state, batch):
+        return sum((batch["x"] @ p["up"]["kernel"]).sum() for p in state["params"].values())
+
+    with pytest.raises(mp.errors.UnknownDimError) as e:
+        mp.plan(loss, state, {"x": jnp.ones((4, 8))}, mesh="data=4", layout="batch: data")
+    text = str(e.value)
+    assert text.index('"batch/x": "_ _",  # [4, 8]') < text.index(
+        '"state/params/layers_*/up/kernel": "_ _",  # [8, 8] and 19 more'
+    )
+    assert "opt" not in text
+    assert "more\n" not in text.partition("and 19 more")[2]
+
+
+def test_errors_of_patterns_are_about_parameters_and_name_the_arguments():
+    params = {f"layer{i}": {"kernel": jnp.ones((8, 8))} for i in range(12)}
+    state = {"opt": optax.adam(1e-3).init(params), "params": params}
+
+    def plan(dims):
+        mp.plan(lambda state, batch: batch * 2, state, jnp.ones((4, 8)), mesh="data=4", layout="batch: data", dims=dims)
+
+    with pytest.raises(mp.errors.PatternError, match="paths begin with batch, state") as e:
+        plan({"x": "batch seq"})
+    assert "opt" not in str(e.value)
+    with pytest.raises(mp.errors.RankError, match=r"state/params/layer0/kernel has 2"):
+        plan({"*/kernel": "embed"})
+
+
+def test_arguments_without_names_are_listed_for_a_dim_that_no_value_has():
+    params = {"params": {"w": jnp.ones((8, 8))}}
+
+    def plan(dims):
+        mp.plan(lambda state, batch: batch["x"] @ state["params"]["w"], params, {"x": jnp.ones((4, 8))}, mesh="data=4",
+                layout="batch: data; mlp: data", dims=dims)  # fmt: skip
+
+    with pytest.raises(
+        mp.errors.UnknownDimError, match=r'(?s)have no names: name their dims.*"batch/x": "_ _",  # \[4, 8\]'
+    ):
+        plan({"*/w": "_ mlp"})
+    with pytest.raises(mp.errors.UnknownDimError) as e:  # a misspelled name
+        plan({"*/w": "_ mlp", "*/x": "bacth _"})
+    assert "did you mean `bacth`" in str(e.value)
+    assert "have no names" not in str(e.value)
+
+
+def test_rules_as_a_list_of_texts_and_double_colons():
+    with pytest.raises(mp.errors.LayoutSyntaxError, match='in one text, separated by `;`: "batch: data; mlp: model"'):
+        mp.Layout(["batch: data", "mlp: model"])
+    with pytest.raises(mp.errors.LayoutSyntaxError, match="write `batch:data`"):
+        mp.Layout("batch::data")
+
+
+def test_misspelled_options_and_a_search_without_a_chip():
+    with pytest.raises(TypeError, match="'dim'; did you mean 'dims'"):
+        mp.jit(step, mesh="data=4", layout="fsdp", dim=DIMS)
+    with pytest.raises(mp.errors.MeshError, match=r'(?s)needs a chip.*topology="v5e:2x4"'):
+        mp.search(step, {}, jnp.ones(8))

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..layout import Spec
 from ..plan.plan import Plan
-from ..plan.spec import value_bytes
+from ..plan.spec import local_shape, value_bytes
 from ..plan.steps import Barrier, Body, Branch, Call, Loop, Order, Reduce, Reshard, Run, Shard, Step
 from ..program.ir import Op, Program, Value
 from ..rules.random import drawn_by_index
@@ -224,6 +224,8 @@ class _Reader:
             name = "one_hot!"
         elif op.primitive.random and drawn_by_index(op.eqn):
             name = "random_bits!"
+        elif op.primitive.gather and self.one_window(step):
+            name = "slice"
         node = self.node(name, step, op, some)
         for out in results:
             self.out(node, out)
@@ -256,6 +258,11 @@ class _Reader:
         written = set(dn.inserted_window_dims) | set(dn.operand_batching_dims)
         sizes = [n for i, n in enumerate(op.outs[0].shape) if i not in written]
         return len(dn.scatter_dims_to_operand_dims) == 1 and rank > 1 and math.prod(sizes) == 1
+
+    def one_window(self, step: Run) -> bool:
+        """Whether a gather reads one window on each device: a slice at a run-time index, as a layer of a local stage."""
+        indices = step.operands[1]
+        return indices is not None and math.prod(local_shape(indices.value.shape, indices.spec, self.sizes)[:-1]) == 1
 
     def branch(self, step: Branch) -> None:
         """Add a conditional: a kernel with its operands and results, and a computation for each branch."""

@@ -20,14 +20,22 @@ from ..hardware.collective_ops import CollectiveOp
 from ..hardware.options import Options, OptionsMode, choose_options
 from ..hardware.topology import refused_options
 from ..layout import AnyMesh, Layout
-from ..plan.checks import unnamed_weights
+from ..plan.checks import unnamed_results, unnamed_weights
 from ..plan.plan import Plan
 from ..plan.planner import planned
 from ..program.ir import Program
 from .all_reduce_choice import choose_all_reduce
 from .barriers import order_stacks, pad_rows, separate_matmuls, separate_slices, serialize_loops, serialize_results
 from .collective_matmul import overlap_collectives
-from .indivisible import MIN_EXCESS_BYTES, abstract_mesh, bytes_caused, dividing_meshes, excess_text, indivisible_dims
+from .indivisible import (
+    MIN_EXCESS_BYTES,
+    abstract_mesh,
+    bytes_caused,
+    dividing_meshes,
+    excess_text,
+    indivisible_dims,
+    split_text,
+)
 from .lowering import AUTO, resolve_lowering
 from .schedule import schedule
 from .slice_traffic import note_slice_traffic
@@ -103,7 +111,9 @@ def make_plan(
     requested = Options(options, tuple((compiler_options or {}).items()))
     plan = replace(plan, requested_lowering=lowering, requested_overlap=overlap, options=requested)
     plan = _with_notes(with_passes(plan))
-    if not init:
+    if init:
+        _warn_of_unnamed_results(plan)
+    else:
         _warn_of_replication(plan)
         _warn_of_scheme(plan)
         _warn_of_indivisible(plan)
@@ -159,6 +169,17 @@ def _warn_of_replication(plan: Plan) -> None:
             warnings.warn(text, ReplicatedWarning, stacklevel=user_stacklevel())
 
 
+def _warn_of_unnamed_results(plan: Plan) -> None:
+    """Warn (``ReplicatedWarning``) of an initializer whose weights are replicated, since they have no names."""
+    template = unnamed_results(plan.program, plan.requested_layout)
+    if template and plan.mesh.size > 1:
+        text = (
+            "mp.init: the weights have no names, so they are replicated: every device allocates all of them. Names that only the "
+            "step infers are not known here. Name their dims:\n"
+        )
+        warnings.warn(text + "\n".join(template), ReplicatedWarning, stacklevel=user_stacklevel())
+
+
 def _warn_of_scheme(plan: Plan) -> None:
     """Warn (``ReplicatedWarning``) of rules of a known scheme for whose dims the program has no name.
 
@@ -189,13 +210,16 @@ def _warn_of_scheme(plan: Plan) -> None:
 
 
 def _warn_of_indivisible(plan: Plan) -> None:
-    """Warn (``IndivisibleWarning``) of dims of intermediate values that a rule does not divide, if that costs communication.
+    """Warn (``IndivisibleWarning``) of dims of intermediate values that a rule does not divide, if that costs something.
 
     Programs with a ``shard_map`` of the user's own are planned for its mesh only, and are left out.
     """
     if any(op.primitive.shard_map for op in plan.program.root.walk()):
         return
     for dim in indivisible_dims(plan):
+        if text := split_text(plan, dim):
+            warnings.warn(text, IndivisibleWarning, stacklevel=user_stacklevel())
+            continue
         if bytes_caused(plan, dim.rule) < MIN_EXCESS_BYTES:
             continue
         others = []

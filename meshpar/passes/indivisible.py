@@ -13,10 +13,12 @@ from dataclasses import dataclass
 
 from jax.sharding import AbstractMesh, AxisType
 
+from ..cost.flops import redundant_matmuls
 from ..dims import format_dims
 from ..layout import Rule
 from ..plan.assignment import AxisAssignment
 from ..plan.plan import Plan
+from ..plan.steps import Loop
 from ..units import format_bytes, mesh_text
 
 MIN_EXCESS_BYTES = 1e6
@@ -99,6 +101,37 @@ def excess_text(plan: Plan, dim: IndivisibleDim, others: Iterable[Plan]) -> str 
         f'With mesh="{mesh_text(best.sizes)}", which divides it, a device sends {format_bytes(best.bytes_sent)}; '
         f"or make `{dim.rule.dim}` a multiple of {math.prod(sizes.values())}"
     )
+
+
+def split_text(plan: Plan, dim: IndivisibleDim) -> str | None:
+    """A sentence: the batch, which a rule shards, is cut into parts that it does not, such as microbatches.
+
+    None: no loop takes such parts of the first dim of an input other than parameters and optimizer state.
+    """
+    name, parts = dim.rule.dim, math.prod(plan.sizes[a] for a in dim.rule.axes)
+    inputs = [v for v in plan.program.inputs if v.kind is None and v.shape]
+    whole = max((v.shape[0] for v in inputs if plan.program.dims(v)[0] == name), default=0)
+    if whole % parts or whole % dim.size or whole <= dim.size or not _is_looped(plan, dim, whole // dim.size):
+        return None
+    share = sum(r.share for r in redundant_matmuls(plan) if name in r.dims and set(r.axes) & set(dim.rule.axes))
+    repeated = f", and devices repeat {100 * share:.0f} % of the matmul FLOPs of the step" * (share >= 0.01)
+    return (
+        f"`{name}` of {whole} is cut into {whole // dim.size} parts of {dim.size}, which `{dim.rule}` does not divide "
+        f"({mesh_text({a: plan.sizes[a] for a in dim.rule.axes})}): they are computed without this rule{repeated}. "
+        f"Cut it into at most {whole // parts} parts (microbatches), or make `{name}` a multiple of {whole // dim.size * parts}"
+    )
+
+
+def _is_looped(plan: Plan, dim: IndivisibleDim, count: int) -> bool:
+    """Whether a loop runs ``count`` times, each time for one part of the size of ``dim``."""
+    parts = [
+        shard.value
+        for step in plan.body.all_steps
+        if isinstance(step, Loop) and step.body.trip_count == count
+        for shard in step.body.inputs[len(step.inits) :]
+        if shard is not None and shard.value.shape
+    ]
+    return any(v.shape[0] == dim.size and plan.program.dims(v)[0] == dim.rule.dim for v in parts)
 
 
 def abstract_mesh(sizes: dict[str, int]) -> AbstractMesh:

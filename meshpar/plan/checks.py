@@ -21,6 +21,9 @@ SPELLING_SIMILARITY = 0.8
 MIN_MISSPELLED = 3
 """Characters of the shortest name of which one changed character, or two exchanged ones, is a misspelling."""
 
+ACTIVATION_DIMS = ("batch", "seq")
+"""Dims of the known schemes that weights do not have."""
+
 REPORTED_JOINS: set[frozenset[tuple[str, str]]] = set()
 """The joined names that this process has warned about: (name, its pattern or the end of its path) of both."""
 
@@ -46,6 +49,7 @@ def check_dims(program: Program, layout: Layout, init: bool) -> None:
             fixes=_template(program)
             if not names
             else [
+                *_unnamed_inputs(program, rule.dim),
                 *did_you_mean(rule.dim, names, "dims"),
                 *([f"or give `{similar[0]}` a rule of its own: `{similar[0]}: none`"] if shared else []),
                 "or remove the rule, or name the dim (dims=…, Flax metadata, mp.named)",
@@ -56,6 +60,16 @@ def check_dims(program: Program, layout: Layout, init: bool) -> None:
                 ),
             ],
         )
+
+
+def _unnamed_inputs(program: Program, dim: str) -> list[str]:
+    """The fix for an unknown dim if arguments other than parameters and optimizer state have no names: a ``dims=`` for these."""
+    inputs = [v for v in program.inputs if v.kind is None and v.shape]
+    arrays = [v for v in inputs if not any(program.dims(v))]
+    known = any(v.kind for v in program.inputs) or len(arrays) < len(inputs)
+    if not arrays or not known or near(dim, program.all_names()):
+        return []
+    return ["these arguments have no names: name their dims", *dims_template(program, arrays)]
 
 
 def misspelled(name: str, candidates: Iterable[str]) -> list[str]:
@@ -87,20 +101,47 @@ def unnamed_weights(program: Program) -> list[str]:
     """The fix for a program whose batch alone has names: a ``dims=`` for its other matrices; empty if one of them has a name."""
     names = program.all_names()
     arrays = [v for v in program.inputs if len(v.shape) > 1 and "batch" not in program.dims(v) and v.kind != "opt"]
-    return [] if any(names.intersection(program.dims(v)) for v in arrays) else _lines(arrays)
+    return [] if any(names.intersection(program.dims(v)) for v in arrays) else dims_template(program, arrays)
+
+
+def unnamed_results(program: Program, layout: Layout) -> list[str]:
+    """The fix for an initializer whose matrices have no names: a ``dims=`` for them.
+
+    Empty if one of them has a name, or the layout has rules for :data:`ACTIVATION_DIMS` only, so that weights are replicated.
+    """
+    if all(rule.dim in ACTIVATION_DIMS for rule in layout.rules):
+        return []
+    arrays = [v for v in program.outputs if len(v.shape) > 1 and v.kind != "opt"]
+    return [] if any(any(program.dims(v)) for v in arrays) else dims_template(program, arrays)
 
 
 def _template(program: Program) -> list[str]:
-    """The fixes for a program in which no dim has a name: a ``dims=`` to fill in, with the paths of at most eight arguments."""
-    lines = _lines([value for value in program.inputs if value.shape])
-    return ["no tensor has names: fill in those of the weights and the batch", *lines]
+    """The fixes for a program in which no dim has a name: a ``dims=`` to fill in for the batch and the weights."""
+    arrays = [v for v in program.inputs if v.shape and (v.kind is None or (v.kind == "params" and len(v.shape) > 1))]
+    arrays = arrays or [v for v in program.inputs if v.shape]
+    return [
+        "no tensor has names: fill in those of the weights and the batch",
+        *dims_template(program, sorted(arrays, key=lambda v: v.kind is not None)),
+    ]
 
 
-def _lines(arrays: Sequence[Value]) -> list[str]:
-    """A ``dims=`` to fill in for at most eight arrays; no lines without arrays."""
-    lines = [f'  "{value.path}": "{" ".join("_" * len(value.shape))}",  # {list(value.shape)}' for value in arrays[:8]]
-    more = [f"  # … and {len(arrays) - 8} more"] * (len(arrays) > 8)
-    return ["dims={", *lines, *more, "}"] if arrays else []
+def dims_template(program: Program, arrays: Sequence[Value], most: int = 8) -> list[str]:
+    """A ``dims=`` for arrays, with the names that the program has for them and ``_`` for others; no lines without arrays.
+
+    Arrays of equal rank whose paths differ in numbers only are one pattern: ``*/layers_*/up/kernel``.
+    """
+    groups: dict[tuple[str, int], list[Value]] = {}
+    for value in arrays:
+        groups.setdefault((re.sub(r"\d+(?=/|$)", "*", value.path or ""), len(value.shape)), []).append(value)
+    entries = []
+    for (general, _), values in groups.items():
+        value = values[0]
+        pattern = general if len(values) > 1 else value.path
+        dims = " ".join(d if d and d.isidentifier() else "_" for d in program.dims(value))
+        more = f" and {len(values) - 1} more" * (len(values) > 1)
+        entries.append(f'  "{pattern}": "{dims}",  # {list(value.shape)}{more}')
+    rest = [f"  # … and {len(entries) - most} more"] * (len(entries) > most)
+    return ["dims={", *entries[:most], *rest, "}"] if entries else []
 
 
 def check_joins(program: Program, strict: bool) -> None:

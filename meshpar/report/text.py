@@ -17,6 +17,7 @@ from ..cost.decoding import decoding_of
 from ..cost.flops import redundant_matmuls
 from ..cost.memory import memory_of
 from ..cost.time import time_of
+from ..dims import format_dims
 from ..plan.plan import Overlap, Plan
 from ..units import format_bytes, format_memory, format_seconds, mesh_text, with_article
 from .colours import PALETTE, AxisStyles
@@ -225,7 +226,7 @@ def _collectives(plan: Plan, styles: AxisStyles) -> Any:
 def overlaps(plan: Plan, every: bool = False) -> list[Text]:
     """How all-gathers before matmuls and reduce-scatters after them are lowered, and why.
 
-    If no pair is a ring or a fused kernel: one line with the most frequent reason, unless ``every``.
+    If no pair is a ring or a fused kernel: one line with the most frequent reason, unless ``every``; none if the chip is not known.
     """
     gains = [o.gain for o in plan.overlaps if o.gain is not None]
     rings, kernels = (sum(o.choice == c for o in plan.overlaps) for c in ("ring", "pallas"))
@@ -233,6 +234,8 @@ def overlaps(plan: Plan, every: bool = False) -> list[Text]:
     as_what = (
         f"{rings} rings, {kernels} fused kernels" if rings and kernels else "fused kernels" if kernels else "rings"
     )
+    if not chosen and not every and plan.chip is None:
+        return []  # nothing is timed, and no pair was asked to be a ring
     head = f"{chosen} of {len(plan.overlaps)} matmul–collective pairs are lowered as {as_what} (overlap={plan.overlap})"
     if not chosen and not every:
         reasons = Counter(o.reason.split(";")[0] for o in plan.overlaps)
@@ -275,7 +278,10 @@ def notes(plan: Plan) -> list[Text]:
     named, total, missing = plan.program.coverage()
     if total:
         text = f"dims  {named} of {total} named ({100 * named / total:.1f} %)"
-        unnamed = Counter(f"{op.name} {list(v.shape)} at {op.location_of_layers}" for op, v, _ in missing)
+        unnamed = Counter(
+            f"{op.name} {list(v.shape)} ({format_dims(plan.program.dims(v))}) at {op.location_of_layers}"
+            for op, v, _ in missing
+        )
         text += "".join(f"\n      {n} × unnamed in {line}" for line, n in unnamed.most_common(4))
         out.append(Text(text, style="dim"))
     return out

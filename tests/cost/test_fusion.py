@@ -70,3 +70,24 @@ def test_long_chains_are_stored_in_between():
     assert peak(1) < 1.1
     assert 1 <= peak(8) <= 6
     assert 8 <= peak(64) <= 24
+
+
+def test_a_layer_that_is_looked_up_by_one_index_is_a_slice_that_the_matmul_reads():
+    """Under ``stage: data`` each device reads one of its layers, as in a pipeline of several rounds; else it reads 8."""
+
+    def look_up(w, x, layer):
+        chosen = jax.vmap(lambda of_stage, i: of_stage[i])(w, layer)
+        return jnp.einsum("sij,sbj->sbi", chosen, x)
+
+    def kernels(layout):
+        plan = mp.plan(
+            look_up, f32(8, LENGTH, SIDE, SIDE), f32(8, 16, SIDE), jax.ShapeDtypeStruct((8,), "int32"), mesh="data=8",
+            topology="v5e:2x4", layout=layout, dims={"w": "stage layers _ _", "x": "stage batch _", "layer": "stage"},
+        )  # fmt: skip
+        return {node.primitive: k.bytes for node, k in kernel_times(plan).items()}
+
+    weights = 4 * SIDE * SIDE
+    split = kernels("stage: data")
+    assert "gather" not in split
+    assert weights <= sum(split.values()) < 1.2 * weights
+    assert "gather" in kernels("batch: data")

@@ -266,6 +266,32 @@ def test_nnx_metadata(mesh, make):
     assert [h.kind for h in plan.inputs] == ["params"] * 3 + [None]
 
 
+@pytest.mark.parametrize("update", ["nnx.update", "optimizer"])
+def test_patterns_replace_nnx_metadata_in_results_too(mesh, update):
+    """A library that writes mesh axes into its metadata: the new weights are stored as the old ones are."""
+    weights = {"*/up/kernel": "embed mlp", "*/down/kernel": "mlp embed"}
+
+    def step(model, optimizer, x):
+        gradients = nnx.grad(lambda model: (model(x) ** 2).mean())(model)
+        if update == "optimizer":
+            optimizer.update(model, gradients)
+        else:
+            params = nnx.state(model, nnx.Param)
+            nnx.update(model, jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients))
+
+    model = net(lambda *names: partitioned(*({"embed": "fsdp", "mlp": "tp"}[n] for n in names)))
+    with nnx.use_eager_sharding(False):
+        optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    plan = mp.plan(
+        step, model, optimizer, x(), mesh=mesh, layout="batch: data; mlp: model; embed: data", dims={**weights, **TOKENS},
+        strict=True,
+    )  # fmt: skip
+    kernels = {h.path: h.spec for h in plan.outputs if h.path.endswith("kernel")}
+    assert len(kernels) == 6
+    assert kernels == {h.path: h.spec for h in plan.inputs if h.path in kernels}
+    assert {spec for path, spec in kernels.items() if "up" in path} == {P("data", "model")}
+
+
 def test_nnx_metadata_of_one_variable(mesh):
     class One(nnx.Module):
         def __init__(self):

@@ -69,3 +69,26 @@ def test_a_step_warns_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(w, x)
+
+
+@pytest.mark.parametrize(("microbatches", "warns"), [(2, False), (4, True), (8, True)])
+def test_microbatches_with_fewer_rows_than_devices(microbatches, warns):
+    def loss(w, x):
+        return jnp.square(x @ w).mean()
+
+    def step(w, x):
+        value, gradient = mp.accumulate_gradients(jax.value_and_grad(loss), microbatches)(w, x)
+        return w - 0.1 * gradient, value
+
+    w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 16), (16, 16)))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        mp.plan(step, w, x, mesh="data=8", layout="batch: data; embed: data", dims={"x": "batch _", "w": "embed _"})
+    rows = 16 // microbatches
+    if warns:
+        (text,) = [str(w.message) for w in said if w.category is mp.errors.IndivisibleWarning]
+        assert f"`batch` of 16 is cut into {microbatches} parts of {rows}" in text
+        assert "at most 2 parts (microbatches)" in text
+        assert f"make `batch` a multiple of {microbatches * 8}" in text
+    else:
+        assert not said
