@@ -174,17 +174,19 @@ def _warn_of_resharded(plan: Plan, arrays: list[Any], shardings: list[NamedShard
         if value.kind and type(x) in PLACED and x.committed and x.sharding.device_set == s.device_set:
             now, then = (math.prod(of.shard_shape(x.shape)) * x.dtype.itemsize for of in (x.sharding, s))
             held, planned = held + now, planned + then
-            if now > then and value.kind == "params":
+            if now > then:
                 excess.append((then - now, value))
     if held <= MAX_HELD_RATIO * planned:
         return
     largest = [value for _, value in sorted(excess, key=lambda pair: pair[0])]
+    largest = [
+        value for value in largest if value.kind == "params"
+    ] or largest  # optimizer state takes names of parameters
     text = (
         f"the state arrives with {format_memory(held)} on each device, and the plan has {format_memory(planned)}: it is resharded. "
-        "Give mp.init the names and the layout of the step"
+        "Give mp.init the names and the layout of the step:\n"
     )
-    if largest:
-        text += ":\n" + "\n".join(dims_template(plan.program, largest))
+    text += "\n".join(dims_template(plan.program, largest))
     warnings.warn(text, ReplicatedWarning, stacklevel=user_stacklevel())
 
 

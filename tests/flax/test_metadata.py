@@ -358,6 +358,9 @@ def test_nnx_optimizer(mesh, optimizer):
     assert {h.path for h in plan.outputs} >= set(state)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:the state arrives:meshpar.errors.ReplicatedWarning"
+)  # mp.init has no name for residuals
 @pytest.mark.parametrize("dims", [None, {"*/w": "embed mlp"}, {"*/right/w": "mlp rank", "*/w": "embed mlp"}])
 def test_factors_of_powersgd_do_not_have_the_dims_of_their_parameter(dims):
     """The right factor of a matrix [embed, mlp] = [16, 32] is [mlp, rank] = [32, 2]: it has as many dims as the matrix, and a last
