@@ -29,6 +29,8 @@ from ..report.tables import Cell, html_table, number, rich_table
 from ..report.text import plain
 from ..units import format_seconds
 from .hlo import KINDS
+from .hlo_text import Instruction as HloInstruction
+from .hlo_text import arrays, byte_size, parse
 from .trace import Event, Instruction, ProgramTrace, read_trace
 
 MAX_ROWS = 24
@@ -153,11 +155,31 @@ def planned_name(op_name: str, names: Sequence[str]) -> str | None:
     return max((n for n in names if n in op_name), key=len, default=None)
 
 
+def instructions_of(text: str) -> dict[str, Instruction]:
+    """The instructions of a compiled program by name, from its HLO text.
+
+    Raises:
+      ValueError: the text is no HLO module.
+    """
+    module = parse(text)
+
+    def reduction(i: HloInstruction) -> str:
+        inner = module.computations.get(i.attribute("to_apply") or "") if _kind(i.opcode) else None
+        return next((x.op_name for x in inner or () if x.op_name), "")
+
+    return {
+        i.name: Instruction(i.opcode, i.op_name, tuple(int(byte_size([a])) for a in arrays(i.shape)), reduction(i))
+        for computation in module.computations.values()
+        for i in computation
+    }
+
+
 def names_of(plan: Plan, instructions: Mapping[str, Instruction]) -> dict[str, dict[str, float]]:
     """The planned collectives that instructions of the compiled program send.
 
-    XLA combines small collectives of one kind over the same axes: one instruction has several arrays, and the name of one of them.
-    The others are identified by their bytes.
+    The name is in the op of the instruction or of its reduction computation. XLA combines small collectives of one kind over the same
+    axes: one instruction has several arrays, and the name of one of them. The others are identified by their bytes, each of them
+    with an array of its own. A reduce-scatter may be an all-reduce, of which a slice is used.
 
     Args:
       instructions: name → instruction.
@@ -171,29 +193,45 @@ def names_of(plan: Plan, instructions: Mapping[str, Instruction]) -> dict[str, d
     out: dict[str, dict[str, float]] = {}
     for name, i in instructions.items():
         kind = _kind(i.opcode)
-        scope = planned_name(i.op_name, [n for n in planned if kind is None or n.startswith(kind)])
+        same = [n for n in planned if kind is None or n.startswith(kind)]
+        alike = [n for n in planned if kind is not None and _may_be(n.split()[0], kind)]
+        scope = planned_name(i.op_name, same) or planned_name(i.op_name, alike) or planned_name(i.reduction, alike)
         if scope is not None and (kind or (i.opcode == "fusion" and scope.split()[0] in name.replace("_", "-"))):
             out[name] = {scope: 1.0}
     found = {scope for shares in out.values() for scope in shares}
-    combined = [(name, scope) for name, shares in out.items() for scope in shares if len(instructions[name].sizes) > 1]
-    for scope, c in ((scope, c) for scope, cs in planned.items() if scope not in found for c in cs):
-        size = _result_bytes(plan, c)
-        for name, own in combined:
-            i, shares = instructions[name], out[name]
-            alike = i.opcode.startswith(c.op) and any(c.axes == other.axes for other in planned[own])
-            if alike and scope not in shares and any(abs(size - n) < 1 for n in i.sizes):
-                shares[scope] = size / sum(i.sizes)
-                shares[own] -= shares[scope]
+    missing = [(scope, c) for scope, cs in planned.items() if scope not in found for c in cs]
+    for name, shares in out.items():
+        (own,) = shares
+        i = instructions[name]
+        kind = _kind(i.opcode) or ""
+        free = list(i.sizes)  # arrays of the instruction that no collective has been found for
+        if len(free) < 2:
+            continue
+        for scope, c in ((own, planned[own][0]), *missing):
+            size = _result_bytes(plan, c, kind)
+            at = next((k for k, n in enumerate(free) if abs(size - n) < 1), None)
+            if at is None or not _may_be(c.op, kind) or not any(c.axes == other.axes for other in planned[own]):
+                continue
+            del free[at]
+            if scope != own:
+                shares[scope] = shares.get(scope, 0.0) + size / sum(i.sizes)
+                shares[own] -= size / sum(i.sizes)
     return out
 
 
-def _result_bytes(plan: Plan, c: Collective) -> float:
-    """Bytes of a device's result of a collective."""
+def _may_be(planned: str, kind: str) -> bool:
+    """Whether a planned collective may be an instruction of a kind."""
+    return planned == kind or (planned == "reduce-scatter" and kind == "all-reduce")
+
+
+def _result_bytes(plan: Plan, c: Collective, kind: str) -> float:
+    """Bytes of a device's result of a collective that is an instruction of ``kind``."""
     g = math.prod(plan.sizes[a] for a in c.axes)
     factors = (
         {"all-reduce": g / (2 * (g - 1)), "all-gather": g / (g - 1), "reduce-scatter": 1 / (g - 1)} if g > 1 else {}
     )
-    return c.bytes * factors.get(c.op, 1.0)
+    slices = g if c.op == "reduce-scatter" and kind == "all-reduce" else 1
+    return c.bytes * factors.get(c.op, 1.0) * slices
 
 
 def _kind(opcode: str) -> str | None:
@@ -211,7 +249,7 @@ def _compared(plan: Plan, program: ProgramTrace, names: Sequence[str], loops: Se
     in_loops = [0.0] * len(loops)
     loop_seen = [False] * len(loops)
     for name, seconds in _durations(program).items():
-        opcode, op_name, _ = program.instructions[name]
+        opcode, op_name, *_ = program.instructions[name]
         for scope, share in sent.get(name, {}).items():
             sending[scope] += seconds * per_step * share
         if name not in sent and _kind(opcode):

@@ -30,11 +30,14 @@ class Instruction(NamedTuple):
       opcode: as in HLO.
       op_name: JAX's name of its op.
       sizes: bytes of the arrays of its result, one for each element of a tuple.
+      reduction: JAX's name of the op that has the reduction computation of a collective; "" without one. The TPU compiler replaces
+        some reduce-scatters by an all-reduce without an ``op_name``, whose reduction still has the name.
     """
 
     opcode: str
     op_name: str
     sizes: tuple[int, ...] = ()
+    reduction: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +161,23 @@ def _modules(data: bytes) -> Iterator[tuple[str, dict[str, Instruction]]]:
 
 def _instructions(module: bytes) -> Iterator[tuple[str, Instruction]]:
     """(name, instruction) of a serialized ``HloModuleProto``."""
-    for computation in _messages(module, 3):
+    computations = _messages(module, 3)
+    reductions = {number: c for c in computations for number in _numbers(c, 5)}
+    for computation in computations:
         for instruction in _messages(computation, 2):
             (name,), (opcode,) = _messages(instruction, 1), _messages(instruction, 2)
-            op_names = [text.decode() for metadata in _messages(instruction, 7) for text in _messages(metadata, 2)]
             sizes = tuple(size for shape in _messages(instruction, 3) for size in _array_sizes(shape))
-            yield name.decode(), Instruction(opcode.decode(), op_names[0] if op_names else "", sizes)
+            reduction = ""
+            if opcode.decode().startswith(("all-reduce", "reduce-scatter")):
+                called = (reductions[n] for n in _numbers(instruction, 38) if n in reductions)
+                reduction = next((text for c in called for i in _messages(c, 2) if (text := _op_name(i))), "")
+            yield name.decode(), Instruction(opcode.decode(), _op_name(instruction), sizes, reduction)
+
+
+def _op_name(instruction: bytes) -> str:
+    """JAX's name of the op of a serialized ``HloInstructionProto``; "" without one."""
+    texts = (text for metadata in _messages(instruction, 7) for text in _messages(metadata, 2))
+    return next(texts, b"").decode()
 
 
 _ELEMENT_BYTES = {

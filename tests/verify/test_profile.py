@@ -163,19 +163,25 @@ def encoded(number, content):
 
 def tpu_trace(path, instructions, events, module):
     """Write a trace of one TPU: ``instructions`` (name, opcode, op_name, and shapes of float32 arrays if the result is a tuple),
-    ``events`` (name, start, end in ns), run ``module``."""
+    ``events`` (name, start, end in ns), run ``module``. An op_name that begins with ``reduction:`` is the reduction's alone."""
 
     def shape(sizes):
         arrays = (encoded(2, 11) + encoded(3, b"".join(map(varint, size))) for size in sizes)
         return encoded(3, encoded(2, 13) + b"".join(encoded(4, array) for array in arrays))
 
-    computation = b"".join(
-        encoded(
-            2, encoded(1, name) + encoded(2, opcode) + b"".join(map(shape, sizes)) + encoded(7, encoded(2, op_name))
-        )
-        for name, opcode, op_name, *sizes in instructions
-    )
-    hlo = encoded(1, encoded(1, "jit_train_step") + encoded(3, computation))
+    def instruction(name, opcode, op_name, sizes, called=b""):
+        metadata = encoded(7, encoded(2, op_name)) if op_name else b""
+        return encoded(2, encoded(1, name) + encoded(2, opcode) + b"".join(map(shape, sizes)) + metadata + called)
+
+    main, reductions = b"", b""
+    for number, (name, opcode, op_name, *sizes) in enumerate(instructions, 300):
+        _, of_reduction, inner = op_name.partition("reduction:")
+        if of_reduction:
+            reductions += encoded(3, encoded(1, "add") + instruction(f"add.{number}", "add", inner, []) + encoded(5, number))
+            main += instruction(name, opcode, "", sizes, encoded(38, varint(number)))
+        else:
+            main += instruction(name, opcode, op_name, sizes)
+    hlo = encoded(1, encoded(1, "jit_train_step") + reductions + encoded(3, main + encoded(5, 7)))
     stat = encoded(5, encoded(1, 1) + encoded(6, hlo))
     metadata = encoded(1, 1) + encoded(2, encoded(1, 1) + encoded(2, "jit_train_step(7)") + stat)
     host = encoded(2, "/host:metadata") + encoded(4, metadata)
@@ -266,6 +272,31 @@ def test_a_combined_collective_is_the_planned_ones_by_their_bytes(tmp_path):
     np.testing.assert_allclose(measured[down], 8196e-9 * 4096 / 8196)
     np.testing.assert_allclose(measured[loss], 8196e-9 * 4 / 8196)
     np.testing.assert_allclose(measured[activations], 100e-9)  # over another axis
+    assert not report.other
+
+
+def test_a_reduce_scatter_that_the_compiler_replaced_has_its_name_in_the_reduction(tmp_path):
+    layout = "batch: data; mlp: model; embed: data"
+    plan = mp.plan(train_step, PARAMS, X, mesh="data=4, model=2", topology="v5e:2x4", layout=layout, dims=DIMS)
+    up, down, loss = (
+        "reduce-scatter embed mlp | batch: data",
+        "reduce-scatter mlp embed | batch: data",
+        "all-reduce | batch: data",
+    )
+    assert {up, down, loss} <= set(map(plan.scope_name, plan.collectives))
+    path = "reduction:transpose(jvp(loop over layers))/while/body"
+    instructions = [("all-reduce.1", "all-reduce", f"{path}/{up}/reduce_scatter", [(32, 32), (32, 32), ()])]
+    tpu_trace(
+        tmp_path / "vm.xplane.pb", instructions, [("%all-reduce.1 = (f32[]) all-reduce(%a)", 1000, 9196)],
+        ("jit_train_step(7)", 500, 10000),
+    )  # fmt: skip
+    report = plan.compare(tmp_path)
+    measured = {m.name: m.measured for m in report.collectives if m.measured is not None}
+    assert measured == {
+        up: pytest.approx(8196e-9 * 4096 / 8196),
+        down: pytest.approx(8196e-9 * 4096 / 8196),  # its full size, of which a slice is used
+        loss: pytest.approx(8196e-9 * 4 / 8196),
+    }
     assert not report.other
 
 
