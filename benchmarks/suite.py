@@ -197,6 +197,7 @@ BENCHMARKS = (
         "under `jax.jit` with hand-written PartitionSpecs; ratio 0: nothing is sent.",
     ),
     Benchmark("serving-v5e", "step", "python benchmarks/serving.py --topology v5e:2x4", 60, needs=("libtpu",)),
+    Benchmark("profile_names", "step", "python benchmarks/profile_names.py", 60, needs=("libtpu",)),
     Benchmark(
         "replicas", "step", "python benchmarks/replicas.py", 60,
         "python benchmarks/replicas.py --llama",

@@ -5,7 +5,9 @@ import importlib.util
 import profile_names
 import pytest
 
-tpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install 'jax[tpu]'")
+tpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install 'jax[tpu]'"
+)
 
 
 @tpu

@@ -177,7 +177,9 @@ def tpu_trace(path, instructions, events, module):
     for number, (name, opcode, op_name, *sizes) in enumerate(instructions, 300):
         _, of_reduction, inner = op_name.partition("reduction:")
         if of_reduction:
-            reductions += encoded(3, encoded(1, "add") + instruction(f"add.{number}", "add", inner, []) + encoded(5, number))
+            reductions += encoded(
+                3, encoded(1, "add") + instruction(f"add.{number}", "add", inner, []) + encoded(5, number)
+            )
             main += instruction(name, opcode, "", sizes, encoded(38, varint(number)))
         else:
             main += instruction(name, opcode, op_name, sizes)
