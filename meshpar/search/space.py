@@ -148,6 +148,11 @@ class Space:
             alike = itertools.takewhile(lambda r, axes=first.axes: r.axes == axes and r.dim != "batch", others)
             if any(r.dim in known for r in (first, *alike)):
                 yield name, self.point(sizes, rules)
+        if len(names) == 1:  # tensor parallelism over all devices, as for decoding
+            rules = PRESETS["tensor_parallel"]("none", *names).rules
+            rules = [r for r in rules if r.axes == tuple(names)]
+            if any(r.dim in known for r in rules):
+                yield "tensor_parallel", self.point(sizes, rules)
 
     def swapped(self, point: Point) -> Iterator[tuple[Point, Point]]:
         """Yields pairs of candidates, made from ``point``, in which axes are permuted.

@@ -139,6 +139,21 @@ def test_few_tokens_split_the_weights_many_the_batch():
     assert any(r.dim == "batch" for r in mp.Layout(many.layout).rules)
 
 
+def test_weights_that_are_read_for_few_tokens_are_split_over_all_devices():
+    """Tensor parallelism without data parallelism is a known scheme on meshes of one axis."""
+
+    def decode(w, x):
+        return jax.lax.scan(lambda x, w: (x + jax.nn.relu(x @ w["up"]) @ w["down"], None), x, w)[0]
+
+    w, x = {"up": weight(8, 4096, 16384), "down": weight(8, 16384, 4096)}, weight(8, 4096)
+    dims = {"w/up": "layers embed mlp", "w/down": "layers mlp embed", "x": "batch embed"}
+    got = mp.search(decode, w, x, topology="v6e:2x4", dims=dims, max_plans=40)
+    (tensor,) = (r for r in got.rows if r.name == "tensor parallel" and r.mesh == "model=8")
+    assert str(tensor.layout) == "mlp: model"
+    assert tensor.fits
+    assert got.best.seconds <= 1.002 * tensor.seconds
+
+
 def test_a_huge_vocabulary_is_split():
     got = found(batch=16, embed=1024, mlp=1024, vocab=2**20)
     assert any(r.dim == "vocab" and r.axes for r in mp.Layout(got.best.layout).rules)
