@@ -130,6 +130,7 @@ def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
             if chip.torus:
                 elements += sum(single_row_elements(run, plan.sizes) for run in kernel.matmuls)
             seconds = kernel_seconds(chip, matmul_seconds, traffic_seconds, elements, convolves)
+            seconds = max(seconds, chip.compiler.min_kernel_seconds)
             vector = 0.0 if chip.switch else vector_seconds(chip, elements)
             out[kernel] = KernelTime(flops, traffic, matmul_seconds, traffic_seconds, vector, seconds, count)
     return out

@@ -60,6 +60,7 @@ class CompilerModel:
       row_hbm_efficiency: fraction of HBM's bandwidth at which a matmul reads its larger operand, relative to ``hbm_efficiency``, if
         the other one has few rows (:data:`meshpar.cost.flops.MAX_FEW_ROWS`).
       first_tile_bytes: bytes of the operand's first tile, which such a matmul reads before it computes.
+      min_kernel_seconds: seconds of the shortest kernel.
       option_groups: names of the :data:`meshpar.hardware.options.GROUPS` that plans for this chip may use.
       quirks: names of the entries of :mod:`meshpar.compat.quirks` whose workarounds this version needs on this chip.
     """
@@ -96,6 +97,7 @@ class CompilerModel:
     epilogue_operand_bytes: int
     row_hbm_efficiency: float = 1.0
     first_tile_bytes: int = 0
+    min_kernel_seconds: float = 0.0
     option_groups: tuple[str, ...] = ()
     quirks: frozenset[str] = frozenset()
 

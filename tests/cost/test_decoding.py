@@ -104,3 +104,18 @@ def test_a_matmul_of_one_row_is_computed_by_the_vector_units_or_padded(topology,
     shard, one, eight = 8192 * 28672 / 8, planned(1), planned(8)
     vector = 0 if padded else shard / (one.compiler.vector_elements_per_cycle * one.compiler.clock_hz)
     assert one.seconds == pytest.approx(eight.seconds + vector, rel=0.1)
+
+
+def test_a_small_kernel_takes_2100_cycles_on_v6e():
+    """The least of the TPU compiler's estimates; kernels that take longer are not changed."""
+
+    def seconds(elements: int) -> float:
+        x = jax.ShapeDtypeStruct((elements,), jnp.float32)
+        plan = mp.plan(lambda x: x + 1, x, mesh="data=8", topology="v6e:2x4", layout="", dims={"x": "batch"})
+        assert plan.seconds is not None
+        return plan.seconds
+
+    assert seconds(8) == seconds(1024) == pytest.approx(2100 / 1.75e9)
+    bytes_of_both = 2 * 4 * 2**26
+    assert seconds(2**26) > bytes_of_both / 1.64e12
+    assert seconds(2**27) == pytest.approx(2 * seconds(2**26))
