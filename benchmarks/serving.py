@@ -3,10 +3,14 @@
     python benchmarks/serving.py                        # compiled for 8 virtual CPU devices
     pip install -e . "jax[tpu]"
     python benchmarks/serving.py --topology v5e:2x4     # by the TPU compiler, ahead of time
+    python benchmarks/serving.py --times --topology v6e:2x4
 
 The step is the one of `examples/generate.py`: a token of each sequence, with a cache of keys and values. "By hand" is the
 same function under ``jax.jit`` with PartitionSpecs for weights, cache and rows, which XLA partitions. Bytes are read from the
 final programs, with trip counts. Nothing is run.
+
+``--times``: seconds of steps of Llama 3 70B with int8 weights and cache, by the plan and by the schedule of the TPU compiler (its
+estimates of kernels, and exposed communication) at full effort, and the seconds in which a device reads its weights and cache.
 """
 
 import argparse
@@ -21,6 +25,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
+from meshpar.hardware.topology import topology_devices
 from meshpar.verify.hlo import HloCollective, collectives
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -37,7 +42,7 @@ class Case(NamedTuple):
 
     Attributes:
       tensor: whether weights are sharded by heads, mlp and vocabulary over `model`.
-      cache: of keys and values [layers, batch, kv_heads, cache, head_dim].
+      cache: of keys and values [layers, kv_heads, batch, cache, head_dim].
       rows: of arrays [batch].
     """
 
@@ -49,15 +54,15 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("batch", "batch: data", False, P(None, "data"), P("data")),
-    Case("Megatron", f"batch: data; {TENSOR}", True, P(None, "data", "model"), P("data")),
-    Case("flash decoding", "batch: data; cache: model", False, P(None, "data", None, "model"), P("data")),
+    Case("batch", "batch: data", False, P(None, None, "data"), P("data")),
+    Case("Megatron", f"batch: data; {TENSOR}", True, P(None, "model", "data"), P("data")),
+    Case("flash decoding", "batch: data; cache: model", False, P(None, None, "data", "model"), P("data")),
     Case("flash decoding, all devices", "cache: data+model", False, P(None, None, None, ("data", "model")), P()),
     Case(
         "flash decoding, Megatron",
         f"batch: data; cache: model; {TENSOR}",
         True,
-        P(None, "data", None, "model"),
+        P(None, None, "data", "model"),
         P("data"),
     ),
 )
@@ -127,11 +132,51 @@ def _size(axes: Any, mesh: jax.sharding.Mesh) -> int:
     return size
 
 
+def times(topology: str, layers: int) -> None:
+    """Print planned and scheduled seconds of steps of Llama 3 70B, sharded by heads over all devices."""
+    devices = len(topology_devices(topology))
+    table = Table(
+        "step", "planned", "schedule", "planned / schedule", "HBM limit", "schedule / limit", "peak planned", "compiled",
+        title=f"{layers} layers of Llama 3 70B, int8 weights and cache, 8,192 tokens, model={devices} of {topology}",
+    )  # fmt: skip
+    for name, target, batch in (
+        ("decode, batch 1", generate.llama3_70b_decode, 1),
+        ("decode, batch 32", generate.llama3_70b_decode, 32),
+        ("prefill, 1 prompt", generate.llama3_70b_prefill, 1),
+    ):
+        step, args, dims = target(batch=batch, weights="int8", cache="int8", layers=layers)
+        decodes = target is generate.llama3_70b_decode
+        how: Any = {
+            "mesh": f"data=1, model={devices}", "topology": topology, "layout": generate.LAYOUTS["heads"], "dims": dims,
+            "donate_argnames": "state" if decodes else (),
+        }  # fmt: skip
+        plan = mp.plan(step, *args, **how)
+        compiled = mp.compile(step, *args, **how, effort="full")
+        exposed = compiled.exposed
+        assert plan.seconds is not None
+        assert exposed is not None
+        scheduled = exposed.compute + exposed.seconds
+        decoding = plan.with_tokens("batch").decoding if decodes else None
+        limit = None if decoding is None else decoding.limit
+        table.add_row(
+            name, f"{plan.seconds * 1e3:.3f} ms", f"{scheduled * 1e3:.3f} ms", f"{plan.seconds / scheduled:.2f}",
+            f"{limit * 1e3:.3f} ms" if limit else "", f"{scheduled / limit:.2f}" if limit else "",
+            f"{plan.memory.peak / 2**30:.2f} GiB", f"{compiled.memory.peak / 2**30:.2f} GiB",
+        )  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topology", help="compile for a TPU slice instead of virtual CPUs, with Llama 3 8B's widths")
     parser.add_argument("--rows", help="numbers of the rows to measure, from 0: 7,8,9 (default: all)")
+    parser.add_argument(
+        "--times", action="store_true", help="seconds of Llama 3 70B on the slice, by plan and compiler"
+    )
+    parser.add_argument("--layers", type=int, default=4, help="of --times (%(default)s)")
     args = parser.parse_args()
+    if args.times:
+        times(args.topology or "v6e:2x4", args.layers)
+        return
     chosen = [(name, heads, case) for name, heads in MODELS.items() for case in CASES]
     if args.rows:
         chosen = [chosen[int(n)] for n in args.rows.split(",")]

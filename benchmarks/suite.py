@@ -195,8 +195,13 @@ BENCHMARKS = (
         "serving", "step", "python benchmarks/serving.py", 30, "", "Decoding",
         "Bytes that a device sends for a token of each sequence, by the step of `examples/generate.py` and by the same function "
         "under `jax.jit` with hand-written PartitionSpecs; ratio 0: nothing is sent.",
+        rows="8 kv_heads",
     ),
     Benchmark("serving-v5e", "step", "python benchmarks/serving.py --topology v5e:2x4", 60, needs=("libtpu",)),
+    Benchmark(
+        "serving-70b", "step", "python benchmarks/serving.py --times", 30, "", "Time of serving Llama 3 70B",
+        "Seconds by the plan and by the schedule of the TPU compiler; HBM limit: of reading weights and cache.", needs=("libtpu",),
+    ),
     Benchmark("profile_names", "step", "python benchmarks/profile_names.py", 60, needs=("libtpu",)),
     Benchmark(
         "replicas", "step", "python benchmarks/replicas.py", 60,

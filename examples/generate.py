@@ -14,7 +14,7 @@ import argparse
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,6 @@ import llama
 import meshpar as mp
 import mixtral
 from meshpar.layers.moe import moe
-from meshpar.types import Quantized
 
 LAYOUTS = {
     "data": "batch: data",
@@ -39,14 +38,14 @@ LAYOUTS = {
     "cache+tensor": "batch?: data; cache: model; heads, kv_heads?, mlp, vocab: model",
     "expert": "batch?: data; cache: model; heads, kv_heads?, mlp, vocab, expert: model",
 }
-STATE = {"state/cache/*/*": "layers batch kv_heads cache _", "state/{token,position,end,active}": "batch"}
+STATE = {"state/cache/*/*": "layers kv_heads batch cache ...", "state/{token,position,end,active}": "batch"}
 PROMPT = {
-    "prompt/cache/*/*": "layers prompt kv_heads seq _",
+    "prompt/cache/*/*": "layers kv_heads prompt seq ...",
     "prompt/{token,position}": "prompt",
     "{rows,end}": "prompt",
 }
 DIMS = {"prefill": {"tokens": "prompt seq", "lengths": "prompt"}, "insert": STATE | PROMPT, "decode": STATE}
-PAGES = {"state/cache/*/*": "layers pages kv_heads cache _", "state/table": "batch blocks"}
+PAGES = {"state/cache/*/*": "layers kv_heads pages cache ...", "state/table": "batch blocks"}
 PAGED_DIMS = {
     "prefill": DIMS["prefill"],
     "insert": DIMS["insert"] | PAGES | {"prompt/table": "prompt blocks"},
@@ -59,11 +58,21 @@ CONTRACT = {
 }  # fmt: skip
 """Contracted dims of the weights of llama.py, for ``mp.quantize``."""
 
+MERGED = (("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim"))
+"""Dims of the kernels of queries, keys and values that :func:`merge_heads` changes; latent attention has others."""
+
 State = dict[str, Any]
 """``cache``; of each row [batch]: ``token`` (the last one), its ``position``, ``end``, ``active``; ``key``: for sampling.
 
 ``table`` [batch, blocks], of a cache in pages: the page of each block of slots of a row; the number of pages: it has none.
 """
+
+
+class Codes(NamedTuple):
+    """Keys or values in 8 bits: ``codes`` [..., cache, size], and float32 ``scales`` of each head and position, [..., cache]."""
+
+    codes: jax.Array
+    scales: jax.Array
 
 
 @dataclass(frozen=True)
@@ -135,7 +144,8 @@ def forward(
 
     Returns:
       (float32 [batch, vocab], a tree like the cache with seq in place of its length). Arrays of the cache are
-      [layers, batch, kv_heads, cache, size]: matmuls over each head's slots read it as it is.
+      [layers, kv_heads, batch, cache, size], and scales [layers, kv_heads, batch, cache]: the matmuls over the slots of each head
+      read them as they are, also in the TPU compiler's tiles of the last two dims.
     """
     params = weights_of(model)
     x = params["embedding"]["embedding"][tokens]
@@ -168,16 +178,50 @@ def attention(
     options: Options, w: Any, x: jax.Array, position: jax.Array, old: Any, table: jax.Array | None = None
 ) -> tuple[jax.Array, Any]:
     """Attention of `x` [batch, seq, embed] over itself and the cache of its layer (None: empty)."""
-    q, k, v = (jnp.einsum("bse,ehd->bshd", x, w[name]["kernel"]) for name in ("query", "key", "value"))
+    size = w["out"]["kernel"].shape[-2]
+    q, k, v = (heads_of(x, w[name]["kernel"], size) for name in ("query", "key", "value"))
     q, k = rotate(q, position, options.rope_base), rotate(k, position, options.rope_base)
     if old is None:
         y = mp.attention(q, k, v, causal=True, window=options.window)
     else:
         q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3]) * q.shape[3] ** -0.5
-        held = slot_positions(position, old["value"].shape[2], table)
+        held = slot_positions(position, length_of(old["value"]), table)
         y = attend([q], [k], v, [old["key"]], old["value"], position, held, options.window)
-    new = {"key": k.swapaxes(1, 2), "value": v.swapaxes(1, 2)}
+    new = {"key": jnp.moveaxis(k, 2, 0), "value": jnp.moveaxis(v, 2, 0)}
     return jnp.einsum("bshd,hde->bse", y, w["out"]["kernel"]), new
+
+
+def heads_of(x: jax.Array, kernel: Any, size: int) -> jax.Array:
+    """Queries, keys or values [batch, seq, heads, size] of `x` [batch, seq, embed].
+
+    Args:
+      kernel: [embed, heads, size], or of :func:`merge_heads` [embed, heads * size].
+    """
+    if kernel.ndim == 3:
+        return jnp.einsum("bse,ehd->bshd", x, kernel)
+    y = x @ kernel
+    return y.reshape(*y.shape[:2], -1, size)
+
+
+def merge_heads(params: Any) -> Any:
+    """Linen params with kernels of queries, keys and values [..., embed, heads * size] in place of [..., embed, heads, size].
+
+    A server does this once, when it loads the weights. The TPU compiler copies a kernel with three dims to another order of its
+    elements before the matmul of each layer, which takes several times as long as the matmul of a few tokens.
+    """
+
+    def merged(path: Any, kernel: Any) -> Any:
+        words = {getattr(k, "key", "") for k in path}
+        if (
+            not isinstance(kernel, nn.Partitioned)
+            or kernel.names[-3:] not in MERGED
+            or not words & {"query", "key", "value"}
+        ):
+            return kernel
+        value = kernel.value.reshape(*kernel.value.shape[:-2], -1)
+        return kernel.replace(value=value, names=(*kernel.names[:-2], None))
+
+    return jax.tree_util.tree_map_with_path(merged, params, is_leaf=lambda x: isinstance(x, nn.Partitioned))
 
 
 def latent_attention(
@@ -205,10 +249,10 @@ def latent_attention(
         y = mp.attention(q, k, v, causal=True, window=options.window, scale=1.0)[..., : latent.shape[-1]]
     else:
         queries, keys = [u[:, :, None] for u in queries], [old["latent"], old["rotated"]]
-        held = slot_positions(position, old["latent"].shape[2], table)
+        held = slot_positions(position, length_of(old["latent"]), table)
         y = attend(queries, [latent, turned], latent, keys, old["latent"], position, held, options.window)
     y = jnp.einsum("bshr,rhd->bshd", y, w["value"]["kernel"])
-    new = {"latent": latent.swapaxes(1, 2), "rotated": turned.swapaxes(1, 2)}
+    new = {"latent": jnp.moveaxis(latent, 2, 0), "rotated": jnp.moveaxis(turned, 2, 0)}
     return jnp.einsum("bshd,hde->bse", y, w["out"]["kernel"]), new
 
 
@@ -221,7 +265,7 @@ def attend(
     Args:
       q: scaled queries [batch, seq, kv_heads, group, size]; scores are the sum over the arrays in `q` and `k`.
       k, v: of the new tokens, [batch, seq, kv_heads, size].
-      old_k, old_v: the cache [batch, kv_heads, cache, size].
+      old_k, old_v: the cache [kv_heads, batch, cache, size].
       position: of the first new token, [batch].
       held: position of the token in each slot of the cache, [batch, cache]; negative: the slot is empty.
 
@@ -235,31 +279,36 @@ def attend(
     causal = jnp.arange(seq)[:, None] - jnp.arange(seq)
     past = sum(map(past_scores, q, old_k))
     now = sum(
-        jnp.einsum("bskgd,btkd->bkgst", *pair, preferred_element_type=jnp.float32) for pair in zip(q, k, strict=True)
+        jnp.einsum("bskgd,btkd->kbgst", *pair, preferred_element_type=jnp.float32) for pair in zip(q, k, strict=True)
     )
-    past = jnp.where(seen[:, None, None], past, -jnp.inf)
+    past = jnp.where(seen[None, :, None], past, -jnp.inf)
     now = jnp.where((causal >= 0) & ((causal < window) if window else True), now, -jnp.inf)
     top = jnp.maximum(past.max(-1), now.max(-1))[..., None]
     past, now = jnp.exp(past - top), jnp.exp(now - top)
     total = past.sum(-1) + now.sum(-1)
-    if isinstance(old_v, Quantized):
-        past *= old_v.scales[:, :, None, None, :, 0]
+    if isinstance(old_v, Codes):
+        past *= old_v.scales[:, :, None, None]
         old_v = old_v.codes
-    y = jnp.einsum("bkgsc,bkcd->bkgsd", past.astype(v.dtype), old_v.astype(v.dtype), preferred_element_type=jnp.float32)
-    y += jnp.einsum("bkgst,btkd->bkgsd", now.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    y = jnp.moveaxis(y / total[..., None], 3, 1)
+    y = jnp.einsum("kbgsc,kbcd->kbgsd", past.astype(v.dtype), old_v.astype(v.dtype), preferred_element_type=jnp.float32)
+    y += jnp.einsum("kbgst,btkd->kbgsd", now.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    y = (y / total[..., None]).transpose(1, 3, 0, 2, 4)
     return y.reshape(*y.shape[:2], -1, y.shape[-1]).astype(v.dtype)
 
 
-def past_scores(q: jax.Array, old_k: jax.Array | Quantized) -> jax.Array:
-    """Scores of queries [batch, seq, kv_heads, group, size] and cached keys, float32 [batch, kv_heads, group, seq, cache].
+def length_of(old: jax.Array | Codes) -> int:
+    """The number of slots of a cache [kv_heads, batch, cache, size]."""
+    return jax.tree.leaves(old)[0].shape[2]
+
+
+def past_scores(q: jax.Array, old_k: jax.Array | Codes) -> jax.Array:
+    """Scores of queries [batch, seq, kv_heads, group, size] and cached keys, float32 [kv_heads, batch, group, seq, cache].
 
     Codes are multiplied by scales after the matmul, which has more to add up than results.
     """
-    codes = old_k.codes if isinstance(old_k, Quantized) else old_k
-    scores = jnp.einsum("bskgd,bkcd->bkgsc", q, codes.astype(q.dtype), preferred_element_type=jnp.float32)
-    if isinstance(old_k, Quantized):
-        scores *= old_k.scales[:, :, None, None, :, 0]
+    codes = old_k.codes if isinstance(old_k, Codes) else old_k
+    scores = jnp.einsum("bskgd,kbcd->kbgsc", q, codes.astype(q.dtype), preferred_element_type=jnp.float32)
+    if isinstance(old_k, Codes):
+        scores *= old_k.scales[:, :, None, None]
     return scores
 
 
@@ -277,17 +326,20 @@ def slot_positions(position: jax.Array, length: int, table: jax.Array | None = N
 
 
 def from_pages(table: jax.Array, pages: jax.Array) -> jax.Array:
-    """The cache [batch, kv_heads, cache, size] of each row from `pages` [pages, kv_heads, page, size].
+    """The cache [kv_heads, batch, cache, ...] of each row from `pages` [kv_heads, pages, page, ...].
 
     Slots with the same index in their page are next to each other, so that the dim of a page may be sharded.
     """
-    blocks = jnp.moveaxis(pages[table.clip(0, pages.shape[0] - 1)], 1, 3)  # [batch, kv_heads, page, blocks, size]
-    return blocks.reshape(*blocks.shape[:2], -1, blocks.shape[-1])
+    blocks = pages[:, table.clip(0, pages.shape[1] - 1)].swapaxes(2, 3)  # [kv_heads, batch, page, blocks, ...]
+    return blocks.reshape(*blocks.shape[:2], -1, *blocks.shape[4:])
 
 
 def cached(options: Options, new: Any) -> Any:
     """Keys and values [..., size] as they are in the cache."""
-    return new if options.cache is None else mp.quantize(new, options.cache, contract={"*": -1})
+    if options.cache is None:
+        return new
+    small = (mp.quantize({"x": x}, options.cache, contract={"x": -1})["x"] for x in jax.tree.leaves(new))
+    return jax.tree.unflatten(jax.tree.structure(new), [Codes(x.codes, x.scales[..., 0]) for x in small])
 
 
 def mlp(w: Any, x: jax.Array) -> jax.Array:
@@ -350,7 +402,7 @@ def empty_state(prompt: Any, batch: int, length: int, seed: int = 0, *, page: in
         name: jnp.zeros((batch,), jnp.int32) for name in ("token", "position", "end")
     }  # separate arrays: they are donated
     entries, slots = (pages, page) if page else (batch, length)
-    cache = jax.tree.map(lambda x: jnp.zeros((x.shape[0], entries, x.shape[2], slots, x.shape[4]), x.dtype), prompt)
+    cache = jax.tree.map(lambda x: jnp.zeros((*x.shape[:2], entries, slots, *x.shape[4:]), x.dtype), prompt)
     if page:
         rows["table"] = jnp.full((batch, length // page), pages, jnp.int32)
     return {"cache": cache, **rows, "active": jnp.zeros((batch,), bool), "key": jax.random.key(seed)}
@@ -379,14 +431,14 @@ def insert_prompts(state: State, prompt: dict[str, Any], rows: jax.Array, end: j
         length = cache.shape[3] * (1 if table is None else table.shape[1])
         if seq > length:  # a sliding window: its last tokens, each in its slot
             slots = slot_positions(prompt["position"], length).clip(0)
-            new = jnp.take_along_axis(new, slots[None, :, None, :, None], axis=3)
+            new = jnp.take_along_axis(new, slots.reshape(1, 1, -1, length, *[1] * (new.ndim - 4)), axis=3)
         else:
             new = jnp.pad(new, [(0, length - seq) if d == 3 else (0, 0) for d in range(new.ndim)])
             new = new if table is not None else mp.rename(new, seq="cache")
         if table is None:
-            return cache.at[:, rows].set(new)
-        blocks = new.reshape(*new.shape[:3], table.shape[1], cache.shape[3], new.shape[4])
-        return cache.at[:, table].set(jnp.moveaxis(blocks, 3, 2), mode="drop")
+            return cache.at[:, :, rows].set(new)
+        blocks = new.reshape(*new.shape[:3], table.shape[1], cache.shape[3], *new.shape[4:])
+        return cache.at[:, :, table].set(blocks, mode="drop")
 
     values = {"token": prompt["token"], "position": prompt["position"], "end": end, "active": end > prompt["position"]}
     if "table" in prompt:
@@ -426,18 +478,18 @@ def decode_step(options: Options, how: Sampling = Sampling(), stop: Sequence[int
 def write(
     position: jax.Array, active: jax.Array, table: jax.Array | None, cache: jax.Array, new: jax.Array
 ) -> jax.Array:
-    """`cache` [layers, batch, kv_heads, cache, size] with `new` [layers, batch, kv_heads, 1, size] in the slots of the positions
+    """`cache` [layers, kv_heads, batch, cache, ...] with `new` [layers, kv_heads, batch, 1, ...] in the slots of the positions
     of active rows.
 
     Layers and rows are indexed too: compilers write such a scatter in place, without a transposed copy of the cache.
     """
-    layers, rows = jnp.arange(cache.shape[0])[:, None], jnp.arange(position.shape[0])
-    if table is not None:  # [layers, pages, kv_heads, page, size]
-        block, slot = jnp.divmod(position % (table.shape[1] * cache.shape[3]), cache.shape[3])
-        page = jnp.where(active, table[rows, block], cache.shape[1])
-        return cache.at[layers, page, :, slot].set(new[:, :, :, 0], mode="drop")
-    slot = jnp.where(active, position % cache.shape[3], cache.shape[3])  # beyond the cache: not written
-    return cache.at[layers, rows, :, slot].set(new[:, :, :, 0], mode="drop")
+    layers, rows, length = jnp.arange(cache.shape[0])[:, None], jnp.arange(position.shape[0]), cache.shape[3]
+    if table is None:
+        slot = jnp.where(active, position % length, length)  # beyond the cache: not written
+    else:  # [layers, kv_heads, pages, page, ...]
+        block, slot = jnp.divmod(position % (table.shape[1] * length), length)
+        rows = jnp.where(active, table[rows, block], cache.shape[2])
+    return cache.at[layers, :, rows, slot].set(new[:, :, :, 0].swapaxes(1, 2), mode="drop")
 
 
 @dataclass(frozen=True)
@@ -588,6 +640,7 @@ def weights_and_options(
     config = replace(config, layers=layers) if layers else config
     params = jax.eval_shape(lambda: llama.state_of(model, config, jax.random.key(0))["params"])
     params = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.bfloat16), params)
+    params = jax.eval_shape(merge_heads, params)
     if weights != "bfloat16":
         params = jax.eval_shape(lambda params: mp.quantize(params, weights, contract=CONTRACT), params)
     return params, Options.of(config, cache=None if cache == "bfloat16" else cache, unroll=unroll)

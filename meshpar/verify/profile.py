@@ -177,9 +177,9 @@ def instructions_of(text: str) -> dict[str, Instruction]:
 def names_of(plan: Plan, instructions: Mapping[str, Instruction]) -> dict[str, dict[str, float]]:
     """The planned collectives that instructions of the compiled program send.
 
-    The name is in the op of the instruction or of its reduction computation. XLA combines small collectives of one kind over the same
-    axes: one instruction has several arrays, and the name of one of them. The others are identified by their bytes, each of them
-    with an array of its own. A reduce-scatter may be an all-reduce, of which a slice is used.
+    The name is in the op of the instruction or of its reduction computation. XLA combines small collectives of one kind over the
+    same axes: one instruction has several arrays, and the name of one of them. The others are identified by their bytes, each with
+    an array of its own. A reduce-scatter may be an all-reduce, of which a slice is used.
 
     Args:
       instructions: name → instruction.
