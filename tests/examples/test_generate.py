@@ -64,7 +64,17 @@ def expected(model: str, config: llama.Config | None = None) -> list[list[int]]:
     return [tokens[row, n : n + NEW].tolist() for row, n in enumerate(at)]
 
 
-def served(model: str, layouts: dict[str, str], *, mesh="data=2, model=4", config=None, batch=4, length=LENGTH, **how):
+def served(
+    model: str,
+    layouts: dict[str, str],
+    *,
+    mesh="data=2, model=4",
+    config=None,
+    params=None,
+    batch=4,
+    length=LENGTH,
+    **how,
+):
     """The tokens of the prompts from a server under layouts."""
     options = Options.of(config or MODELS[model][0].TINY, **how.pop("options", {}))
     lowering, stop = how.pop("lowering", "auto"), how.get("stop", ())
@@ -77,7 +87,8 @@ def served(model: str, layouts: dict[str, str], *, mesh="data=2, model=4", confi
         paged="page" in how,
         **layouts,
     )
-    return generate.serve(steps, weights(model, config), PROMPTS, batch=batch, length=length, new=NEW, pad=4, **how)
+    params = weights(model, config) if params is None else params
+    return generate.serve(steps, params, PROMPTS, batch=batch, length=length, new=NEW, pad=4, **how)
 
 
 @pytest.mark.parametrize("model", ["llama", pytest.param("deepseek", marks=pytest.mark.slow)])
@@ -106,6 +117,28 @@ def test_layouts_generate_the_same_tokens(layouts, lowering):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layouts", [UNSHARDED, MEGATRON], ids=["one device", "heads"])
+def test_kernels_with_one_dim_for_heads_and_size_change_no_token(layouts):
+    params = generate.merge_heads(weights("llama"))
+    kernel = params["layers"]["attention"]["query"]["kernel"].value
+    assert kernel.shape == (llama.TINY.layers, llama.TINY.embed, llama.TINY.heads * llama.TINY.head_dim)
+    assert served("llama", layouts, params=params) == expected("llama")
+
+
+def test_a_rule_for_heads_shards_kernels_with_one_dim_for_heads_and_size():
+    step, args, dims = generate.decode_target(llama.Llama, llama.TINY, 4, LENGTH, weights="int8")
+    plan = mp.plan(step, *args, mesh="data=4, model=2", layout="heads, kv_heads: model", dims=dims)
+    specs = {h.path: tuple(h.spec) for h in plan.inputs}
+    for name in ("query", "key", "value"):
+        assert specs[f"params/layers/attention/{name}/kernel.codes"] == (None, None, "model")
+        assert specs[f"params/layers/attention/{name}/kernel.scales"] == (None, None, "model")
+
+
+def test_other_attention_has_no_kernels_with_one_dim_for_heads_and_size():
+    params = weights("deepseek")
+    assert jax.tree.map(jnp.shape, generate.merge_heads(params)) == jax.tree.map(jnp.shape, params)
+
+
 @pytest.mark.parametrize("lowering", ["shard_map", "jit"])
 @pytest.mark.parametrize("layouts", [MEGATRON, FLASH, LONG], ids=["heads", "cache", "cache over all"])
 def test_latent_attention_under_layouts(layouts, lowering):
