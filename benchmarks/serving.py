@@ -74,10 +74,14 @@ _TENSOR = {
 }  # fmt: skip
 
 
-def weight_spec(case: Case, path: Any, weight: Any, model: int) -> P:
+def weight_spec(case: Case, config: llama.Config, path: Any, weight: Any, model: int) -> P:
     """The hand-written PartitionSpec of a weight; heads of keys that do not divide over ``model`` devices are replicated."""
     words = [getattr(k, "key", "") for k in path]
     spec = next((spec for name, spec in _TENSOR.items() if name in words), P()) if case.tensor else P()
+    if {"key", "value"} & set(
+        words
+    ) and config.kv_heads % model:  # one dim for heads and their size may divide nevertheless
+        return P()
     sharded = [weight.shape[d] for d, axis in enumerate(spec) if axis]
     return spec if all(n % model == 0 for n in sharded) else P()
 
@@ -95,7 +99,7 @@ def programs(
     names = {"cache": cache, "key": NamedSharding(mesh, P())}
     shardings = {k: names.get(k, NamedSharding(mesh, case.rows)) for k in state}
     weights = jax.tree_util.tree_map_with_path(
-        lambda path, w: NamedSharding(mesh, weight_spec(case, path, w, mesh.shape["model"])), plain
+        lambda path, w: NamedSharding(mesh, weight_spec(case, config, path, w, mesh.shape["model"])), plain
     )
     hand = jax.jit(
         step,
