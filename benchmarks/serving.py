@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
     Attributes:
       tensor: whether weights are sharded by heads, mlp and vocabulary over `model`.
-      cache: of keys and values [layers, kv_heads, batch, cache, head_dim].
+      cache: of keys and values [layers, batch, kv_heads, cache, head_dim].
       rows: of arrays [batch].
     """
 
@@ -54,15 +54,15 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("batch", "batch: data", False, P(None, None, "data"), P("data")),
-    Case("Megatron", f"batch: data; {TENSOR}", True, P(None, "model", "data"), P("data")),
-    Case("flash decoding", "batch: data; cache: model", False, P(None, None, "data", "model"), P("data")),
+    Case("batch", "batch: data", False, P(None, "data"), P("data")),
+    Case("Megatron", f"batch: data; {TENSOR}", True, P(None, "data", "model"), P("data")),
+    Case("flash decoding", "batch: data; cache: model", False, P(None, "data", None, "model"), P("data")),
     Case("flash decoding, all devices", "cache: data+model", False, P(None, None, None, ("data", "model")), P()),
     Case(
         "flash decoding, Megatron",
         f"batch: data; cache: model; {TENSOR}",
         True,
-        P(None, None, "data", "model"),
+        P(None, "data", None, "model"),
         P("data"),
     ),
 )

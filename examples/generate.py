@@ -38,20 +38,30 @@ LAYOUTS = {
     "cache+tensor": "batch?: data; cache: model; heads, kv_heads?, mlp, vocab: model",
     "expert": "batch?: data; cache: model; heads, kv_heads?, mlp, vocab, expert: model",
 }
-STATE = {"state/cache/*/*": "layers kv_heads batch cache ...", "state/{token,position,end,active}": "batch"}
+STATE = {
+    "state/cache/*/*": "layers batch kv_heads cache _",
+    "state/{token,position,end,active}": "batch",
+}
 PROMPT = {
-    "prompt/cache/*/*": "layers kv_heads prompt seq ...",
+    "prompt/cache/*/*": "layers prompt kv_heads seq _",
     "prompt/{token,position}": "prompt",
     "{rows,end}": "prompt",
 }
 DIMS = {"prefill": {"tokens": "prompt seq", "lengths": "prompt"}, "insert": STATE | PROMPT, "decode": STATE}
-PAGES = {"state/cache/*/*": "layers kv_heads pages cache ...", "state/table": "batch blocks"}
+PAGES = {
+    "state/cache/*/*": "layers pages kv_heads cache _",
+    "state/table": "batch blocks",
+}
 PAGED_DIMS = {
     "prefill": DIMS["prefill"],
     "insert": DIMS["insert"] | PAGES | {"prompt/table": "prompt blocks"},
     "decode": DIMS["decode"] | PAGES,
 }
 """With a cache in pages; `cache` is the dim of the slots of a page."""
+PROMPT_SCALES = {"prompt/cache/*/scales": "layers kv_heads prompt seq"}
+SCALES = {"state/cache/*/scales": "layers kv_heads batch cache"}
+PAGE_SCALES = {"state/cache/*/scales": "layers kv_heads pages cache"}
+"""Of a cache in 8 bits, see :class:`Codes`."""
 STACKS = ("dense_layers", "layers")
 CONTRACT = {
     "*/{query,key,value,gate,up}/kernel": "embed", "*/out/kernel": "heads head_dim", "*/down/kernel": "mlp", "head/kernel": "embed"
@@ -68,8 +78,27 @@ State = dict[str, Any]
 """
 
 
+def dims_of(options: "Options", paged: bool = False) -> dict[str, dict[str, str]]:
+    """The dims of the steps of a server, by step."""
+    dims = PAGED_DIMS if paged else DIMS
+    if options.cache is None:
+        return dims
+    scales = PAGE_SCALES if paged else SCALES
+    return {
+        "prefill": dims["prefill"],
+        "insert": scales | PROMPT_SCALES | dims["insert"],
+        "decode": scales | dims["decode"],
+    }
+
+
 class Codes(NamedTuple):
-    """Keys or values in 8 bits: ``codes`` [..., cache, size], and float32 ``scales`` of each head and position, [..., cache]."""
+    """Keys or values in 8 bits.
+
+    Attributes:
+      codes: [layers, batch, kv_heads, cache, size].
+      scales: of each head and position, float32 [layers, kv_heads, batch, cache]. The TPU compiler stores the last two dims in
+        tiles, and reads the rows of a head without a copy in another order.
+    """
 
     codes: jax.Array
     scales: jax.Array
@@ -144,8 +173,7 @@ def forward(
 
     Returns:
       (float32 [batch, vocab], a tree like the cache with seq in place of its length). Arrays of the cache are
-      [layers, kv_heads, batch, cache, size], and scales [layers, kv_heads, batch, cache]: the matmuls over the slots of each head
-      read them as they are, also in the TPU compiler's tiles of the last two dims.
+      [layers, batch, kv_heads, cache, size]: matmuls over each head's slots read it as it is.
     """
     params = weights_of(model)
     x = params["embedding"]["embedding"][tokens]
@@ -187,7 +215,7 @@ def attention(
         q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3]) * q.shape[3] ** -0.5
         held = slot_positions(position, length_of(old["value"]), table)
         y = attend([q], [k], v, [old["key"]], old["value"], position, held, options.window)
-    new = {"key": jnp.moveaxis(k, 2, 0), "value": jnp.moveaxis(v, 2, 0)}
+    new = {"key": k.swapaxes(1, 2), "value": v.swapaxes(1, 2)}
     return jnp.einsum("bshd,hde->bse", y, w["out"]["kernel"]), new
 
 
@@ -252,7 +280,7 @@ def latent_attention(
         held = slot_positions(position, length_of(old["latent"]), table)
         y = attend(queries, [latent, turned], latent, keys, old["latent"], position, held, options.window)
     y = jnp.einsum("bshr,rhd->bshd", y, w["value"]["kernel"])
-    new = {"latent": jnp.moveaxis(latent, 2, 0), "rotated": jnp.moveaxis(turned, 2, 0)}
+    new = {"latent": latent.swapaxes(1, 2), "rotated": turned.swapaxes(1, 2)}
     return jnp.einsum("bshd,hde->bse", y, w["out"]["kernel"]), new
 
 
@@ -265,7 +293,7 @@ def attend(
     Args:
       q: scaled queries [batch, seq, kv_heads, group, size]; scores are the sum over the arrays in `q` and `k`.
       k, v: of the new tokens, [batch, seq, kv_heads, size].
-      old_k, old_v: the cache [kv_heads, batch, cache, size].
+      old_k, old_v: the cache [batch, kv_heads, cache, size].
       position: of the first new token, [batch].
       held: position of the token in each slot of the cache, [batch, cache]; negative: the slot is empty.
 
@@ -279,36 +307,36 @@ def attend(
     causal = jnp.arange(seq)[:, None] - jnp.arange(seq)
     past = sum(map(past_scores, q, old_k))
     now = sum(
-        jnp.einsum("bskgd,btkd->kbgst", *pair, preferred_element_type=jnp.float32) for pair in zip(q, k, strict=True)
+        jnp.einsum("bskgd,btkd->bkgst", *pair, preferred_element_type=jnp.float32) for pair in zip(q, k, strict=True)
     )
-    past = jnp.where(seen[None, :, None], past, -jnp.inf)
+    past = jnp.where(seen[:, None, None], past, -jnp.inf)
     now = jnp.where((causal >= 0) & ((causal < window) if window else True), now, -jnp.inf)
     top = jnp.maximum(past.max(-1), now.max(-1))[..., None]
     past, now = jnp.exp(past - top), jnp.exp(now - top)
     total = past.sum(-1) + now.sum(-1)
     if isinstance(old_v, Codes):
-        past *= old_v.scales[:, :, None, None]
+        past *= old_v.scales.swapaxes(0, 1)[:, :, None, None]
         old_v = old_v.codes
-    y = jnp.einsum("kbgsc,kbcd->kbgsd", past.astype(v.dtype), old_v.astype(v.dtype), preferred_element_type=jnp.float32)
-    y += jnp.einsum("kbgst,btkd->kbgsd", now.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    y = (y / total[..., None]).transpose(1, 3, 0, 2, 4)
+    y = jnp.einsum("bkgsc,bkcd->bkgsd", past.astype(v.dtype), old_v.astype(v.dtype), preferred_element_type=jnp.float32)
+    y += jnp.einsum("bkgst,btkd->bkgsd", now.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    y = jnp.moveaxis(y / total[..., None], 3, 1)
     return y.reshape(*y.shape[:2], -1, y.shape[-1]).astype(v.dtype)
 
 
 def length_of(old: jax.Array | Codes) -> int:
-    """The number of slots of a cache [kv_heads, batch, cache, size]."""
+    """The number of slots of a cache [batch, kv_heads, cache, size]."""
     return jax.tree.leaves(old)[0].shape[2]
 
 
 def past_scores(q: jax.Array, old_k: jax.Array | Codes) -> jax.Array:
-    """Scores of queries [batch, seq, kv_heads, group, size] and cached keys, float32 [kv_heads, batch, group, seq, cache].
+    """Scores of queries [batch, seq, kv_heads, group, size] and cached keys, float32 [batch, kv_heads, group, seq, cache].
 
     Codes are multiplied by scales after the matmul, which has more to add up than results.
     """
     codes = old_k.codes if isinstance(old_k, Codes) else old_k
-    scores = jnp.einsum("bskgd,kbcd->kbgsc", q, codes.astype(q.dtype), preferred_element_type=jnp.float32)
+    scores = jnp.einsum("bskgd,bkcd->bkgsc", q, codes.astype(q.dtype), preferred_element_type=jnp.float32)
     if isinstance(old_k, Codes):
-        scores *= old_k.scales[:, :, None, None]
+        scores *= old_k.scales.swapaxes(0, 1)[:, :, None, None]
     return scores
 
 
@@ -326,12 +354,15 @@ def slot_positions(position: jax.Array, length: int, table: jax.Array | None = N
 
 
 def from_pages(table: jax.Array, pages: jax.Array) -> jax.Array:
-    """The cache [kv_heads, batch, cache, ...] of each row from `pages` [kv_heads, pages, page, ...].
+    """The cache [batch, kv_heads, cache, size] of each row from `pages` [pages, kv_heads, page, size]; of scales
+    [kv_heads, batch, cache] from [kv_heads, pages, page].
 
     Slots with the same index in their page are next to each other, so that the dim of a page may be sharded.
     """
-    blocks = pages[:, table.clip(0, pages.shape[1] - 1)].swapaxes(2, 3)  # [kv_heads, batch, page, blocks, ...]
-    return blocks.reshape(*blocks.shape[:2], -1, *blocks.shape[4:])
+    if pages.ndim == 3:
+        return from_pages(table, pages.swapaxes(0, 1)[..., None])[..., 0].swapaxes(0, 1)
+    blocks = jnp.moveaxis(pages[table.clip(0, pages.shape[0] - 1)], 1, 3)  # [batch, kv_heads, page, blocks, size]
+    return blocks.reshape(*blocks.shape[:2], -1, blocks.shape[-1])
 
 
 def cached(options: Options, new: Any) -> Any:
@@ -339,7 +370,13 @@ def cached(options: Options, new: Any) -> Any:
     if options.cache is None:
         return new
     small = (mp.quantize({"x": x}, options.cache, contract={"x": -1})["x"] for x in jax.tree.leaves(new))
-    return jax.tree.unflatten(jax.tree.structure(new), [Codes(x.codes, x.scales[..., 0]) for x in small])
+    return jax.tree.unflatten(jax.tree.structure(new), [Codes(x.codes, by_rows(x.scales[..., 0])) for x in small])
+
+
+def by_rows(x: jax.Array) -> jax.Array:
+    """Scales [layers, kv_heads, batch, cache] with the dims of rows and heads in the order of codes, and the reverse; codes as they
+    are."""
+    return x.swapaxes(1, 2) if x.ndim == 4 else x
 
 
 def mlp(w: Any, x: jax.Array) -> jax.Array:
@@ -402,7 +439,12 @@ def empty_state(prompt: Any, batch: int, length: int, seed: int = 0, *, page: in
         name: jnp.zeros((batch,), jnp.int32) for name in ("token", "position", "end")
     }  # separate arrays: they are donated
     entries, slots = (pages, page) if page else (batch, length)
-    cache = jax.tree.map(lambda x: jnp.zeros((*x.shape[:2], entries, slots, *x.shape[4:]), x.dtype), prompt)
+
+    def empty(x: Any) -> jax.Array:
+        layers, _, heads, _, *size = jax.eval_shape(by_rows, x).shape
+        return by_rows(jnp.zeros((layers, entries, heads, slots, *size), x.dtype))
+
+    cache = jax.tree.map(empty, prompt)
     if page:
         rows["table"] = jnp.full((batch, length // page), pages, jnp.int32)
     return {"cache": cache, **rows, "active": jnp.zeros((batch,), bool), "key": jax.random.key(seed)}
@@ -427,18 +469,21 @@ def insert_prompts(state: State, prompt: dict[str, Any], rows: jax.Array, end: j
     """
 
     def put(cache: jax.Array, new: jax.Array) -> jax.Array:
+        return by_rows(put_rows(by_rows(cache), by_rows(new)))
+
+    def put_rows(cache: jax.Array, new: jax.Array) -> jax.Array:
         table, seq = prompt.get("table"), new.shape[3]
         length = cache.shape[3] * (1 if table is None else table.shape[1])
         if seq > length:  # a sliding window: its last tokens, each in its slot
             slots = slot_positions(prompt["position"], length).clip(0)
-            new = jnp.take_along_axis(new, slots.reshape(1, 1, -1, length, *[1] * (new.ndim - 4)), axis=3)
+            new = jnp.take_along_axis(new, slots.reshape(1, -1, 1, length, *[1] * (new.ndim - 4)), axis=3)
         else:
             new = jnp.pad(new, [(0, length - seq) if d == 3 else (0, 0) for d in range(new.ndim)])
             new = new if table is not None else mp.rename(new, seq="cache")
         if table is None:
-            return cache.at[:, :, rows].set(new)
+            return cache.at[:, rows].set(new)
         blocks = new.reshape(*new.shape[:3], table.shape[1], cache.shape[3], *new.shape[4:])
-        return cache.at[:, :, table].set(blocks, mode="drop")
+        return cache.at[:, table].set(jnp.moveaxis(blocks, 3, 2), mode="drop")
 
     values = {"token": prompt["token"], "position": prompt["position"], "end": end, "active": end > prompt["position"]}
     if "table" in prompt:
@@ -478,18 +523,20 @@ def decode_step(options: Options, how: Sampling = Sampling(), stop: Sequence[int
 def write(
     position: jax.Array, active: jax.Array, table: jax.Array | None, cache: jax.Array, new: jax.Array
 ) -> jax.Array:
-    """`cache` [layers, kv_heads, batch, cache, ...] with `new` [layers, kv_heads, batch, 1, ...] in the slots of the positions
-    of active rows.
+    """`cache` [layers, batch, kv_heads, cache, size] with `new` [layers, batch, kv_heads, 1, size] in the slots of the positions
+    of active rows; scales are [layers, kv_heads, batch, cache].
 
     Layers and rows are indexed too: compilers write such a scatter in place, without a transposed copy of the cache.
     """
     layers, rows, length = jnp.arange(cache.shape[0])[:, None], jnp.arange(position.shape[0]), cache.shape[3]
     if table is None:
         slot = jnp.where(active, position % length, length)  # beyond the cache: not written
-    else:  # [layers, kv_heads, pages, page, ...]
+    else:  # [layers, pages, kv_heads, page, size]
         block, slot = jnp.divmod(position % (table.shape[1] * length), length)
-        rows = jnp.where(active, table[rows, block], cache.shape[2])
-    return cache.at[layers, :, rows, slot].set(new[:, :, :, 0].swapaxes(1, 2), mode="drop")
+        rows = jnp.where(active, table[rows, block], by_rows(cache).shape[1])
+    if cache.ndim == 4:
+        return cache.at[layers, :, rows, slot].set(by_rows(new)[:, :, :, 0], mode="drop")
+    return cache.at[layers, rows, :, slot].set(new[:, :, :, 0], mode="drop")
 
 
 @dataclass(frozen=True)
@@ -507,7 +554,7 @@ class Steps:
     ) -> "Steps":  # fmt: skip
         """The steps under the layouts ``prefill``, ``insert`` and ``decode``; ``paged``: for a cache in pages."""
         make: Any = mp.jit
-        dims = PAGED_DIMS if paged else DIMS
+        dims = dims_of(options, paged)
         jit = functools.partial(make, mesh=mesh, lowering=lowering)
         return cls(
             jit(prefill_step(options, how), layout=prefill, dims=dims["prefill"]),
@@ -624,7 +671,7 @@ def decode_target(model: Any, config: Any, batch: int, length: int, **changes: A
     tokens, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 128), (1,)))
     prompt = jax.eval_shape(prefill_step(options), params, tokens, lengths, jax.eval_shape(jax.random.key, 0))
     state = jax.eval_shape(lambda: empty_state(prompt["cache"], batch, length))
-    return decode_step(options), (params, state), DIMS["decode"]
+    return decode_step(options), (params, state), dims_of(options)["decode"]
 
 
 def weights_and_options(

@@ -207,7 +207,7 @@ def test_a_cache_in_eight_bits_takes_a_byte_and_a_scale_per_head():
         state = jax.eval_shape(lambda: generate.empty_state(prompt["cache"], 4, LENGTH))
         plan = mp.plan(
             generate.decode_step(options), weights("llama"), state, mesh="data=2, model=2",
-            layout="batch: data; cache: model", dims=generate.DIMS["decode"],
+            layout="batch: data; cache: model", dims=generate.dims_of(options)["decode"],
         )  # fmt: skip
         assert {c.op for c in plan.collectives} <= {"all-reduce"}
         return sum(h.bytes for h in plan.inputs if "cache" in h.path)
