@@ -233,12 +233,12 @@ def _by_xla(kind: str, algorithm: str, x, axes, outer) -> jax.Array:
     return native.hierarchical(kind, x, axes, outer)
 
 
-def _gather_now(algorithm, axes, sizes, rings, outer, x):
-    """The all-gather of x [n, …] → [A·n, …], by a table (ring, kernel) or by XLA's operations."""
+def _gather_now(algorithm, axes, sizes, rings, outer, x, op="all_gather"):
+    """The all-gather of x [n, …] → [A·n, …], by a table (ring, kernel) or by XLA's operations; errors name `op`."""
     if algorithm not in TABLES:
         return _by_xla("all_gather", algorithm, x, axes, outer)
     if algorithm == "pallas":
-        return _by_kernel("all_gather", axes, sizes, rings, x)
+        return _by_kernel("all_gather", axes, sizes, rings, x, op)
     return _gather_by_table(algorithm, axes, sizes, rings, x)
 
 
@@ -258,12 +258,12 @@ def _gather_by_table(algorithm, axes, sizes, rings, x):
     return _joined(every, table.chunks, x.shape).reshape(-1, *x.shape[1:])
 
 
-def _scatter_now(algorithm, axes, sizes, rings, outer, x):
-    """The reduce-scatter of x [A·n, …] → [n, …], by a table (ring, kernel) or by XLA's operations."""
+def _scatter_now(algorithm, axes, sizes, rings, outer, x, op="reduce_scatter"):
+    """The reduce-scatter of x [A·n, …] → [n, …], by a table (ring, kernel) or by XLA's operations; errors name `op`."""
     if algorithm not in TABLES:
         return _by_xla("reduce_scatter", algorithm, x, axes, outer)
     if algorithm == "pallas":
-        return _by_kernel("reduce_scatter", axes, sizes, rings, x)
+        return _by_kernel("reduce_scatter", axes, sizes, rings, x, op)
     return _scatter_by_table(algorithm, axes, sizes, rings, x)
 
 
@@ -286,8 +286,8 @@ def _reduce_now(algorithm, axes, sizes, rings, outer, x):
     if algorithm == "pallas":
         flat = x.reshape(-1)
         flat = jnp.pad(flat, (0, -flat.size % math.prod(sizes)))
-        part = _scatter_now(algorithm, axes, sizes, rings, outer, flat)
-        summed = _gather_now(algorithm, axes, sizes, rings, outer, part)
+        part = _scatter_now(algorithm, axes, sizes, rings, outer, flat, "all_reduce")
+        summed = _gather_now(algorithm, axes, sizes, rings, outer, part, "all_reduce")
     else:
         table = table_of("all_reduce", sizes, rings)
         flat = x.reshape(-1)
@@ -296,8 +296,8 @@ def _reduce_now(algorithm, axes, sizes, rings, outer, x):
     return _compat.invariant_over(axes, summed[: x.size].reshape(x.shape))
 
 
-def _by_kernel(kind: str, axes, sizes, rings, x: jax.Array) -> jax.Array:
-    """The all-gather or reduce-scatter of x by the Pallas kernel of the platform. Raises where it cannot run."""
+def _by_kernel(kind: str, axes, sizes, rings, x: jax.Array, op: str) -> jax.Array:
+    """The all-gather or reduce-scatter of x by the Pallas kernel of the platform. Raises, naming `op`, where it cannot run."""
     gathers = kind == "all_gather"
     table = table_of(kind, sizes, rings)
     blocks = x[None] if gathers else x.reshape(table.ranks, x.shape[0] // table.ranks, *x.shape[1:])
@@ -309,7 +309,7 @@ def _by_kernel(kind: str, axes, sizes, rings, x: jax.Array) -> jax.Array:
         or functools.partial(by_table, "pallas", axes, sizes, rings),
         "pallas_gpu": nvls.unsupported(kind, x.dtype, axes, table.ranks) or (lambda x: by_switch(x, axes, sizes)),
     }
-    return dispatch(kind, "pallas", functions, "pallas_tpu", x)
+    return dispatch(op, "pallas", functions, "pallas_tpu", x)
 
 
 def _cut(blocks: jax.Array, chunks: int, algorithm: str) -> jax.Array:

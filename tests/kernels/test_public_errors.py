@@ -77,5 +77,5 @@ def test_a_kernel_of_another_platform_names_the_fix_in_shard_map(op):
     mapped = jax.shard_map(
         lambda: jax.tree.leaves(call())[0][None], mesh=mesh, in_specs=(), out_specs=P("x"), check_vma=False
     )
-    with pytest.raises(NotImplementedError, match=MISSING.format("pallas")):
+    with pytest.raises(NotImplementedError, match=f"{op}: {MISSING.format('pallas')}"):
         jax.jit(mapped)()
