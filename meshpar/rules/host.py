@@ -1,4 +1,4 @@
-"""The host: callbacks into Python get unsharded arrays; arrays in host memory are not masked."""
+"""The host: callbacks into Python get unsharded arrays."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 from jax import lax
 
-from ..compat.jax import on_host
 from .local import LocalOp, on_shards
 from .registry import Refusal, SplitOp, register
 from .rule import replicated
@@ -28,20 +27,6 @@ def _has_results(op: SplitOp) -> Refusal | None:
     return Refusal(
         "with results has no local form: every device would call it",
         ("or jax.pure_callback, which may be called by every device",),
-    )
-
-
-def masks_on_host(op: SplitOp) -> Refusal | None:
-    """The :class:`Refusal` of an op that selects elements along a split dim of an array in host memory; else None.
-
-    Their local forms have masks, which are computed in device memory.
-    """
-    factors = {f for dim in op.rule.ins[0] for f in dim}
-    if not on_host(op.eqn.invars[0]) or not any(op.rule.kinds[f] == "indexed" and op.axes[f] for f in factors):
-        return None
-    return Refusal(
-        "selects elements along a sharded dim of an array in host memory, and its local form has a mask in device memory",
-        ("or copy the array to the device before: jax.device_put(x, jax.memory.Space.Device)",),
     )
 
 

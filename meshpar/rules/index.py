@@ -20,7 +20,6 @@ import numpy as np
 from jax import lax
 
 from ..compat.jax import literal_array
-from .host import masks_on_host
 from .local import LocalOp, on_shards
 from .owned import is_positive_zero, neutral, only_where
 from .registry import SplitOp, always, register
@@ -167,7 +166,6 @@ register(
     "gather",
     rule=gather,
     local=_local_gather,
-    refuses=masks_on_host,
     pinned=True,
     manual=_one_index_of_a_split_array,
     slice=True,
@@ -246,7 +244,6 @@ for _name in _SCATTER_KINDS:
         _name,
         rule=scatter,
         local=_local_scatter,
-        refuses=masks_on_host,
         pinned=True,
         manual=_one_index_of_a_split_array,
         lookup=True,
@@ -458,14 +455,13 @@ def _shifted(x: Any, d: int, shift: Any, size: int) -> Any:
 
 
 register(
-    "dynamic_slice", rule=dynamic_slice, local=_local_dynamic_slice, refuses=masks_on_host, fusible=True, manual=always,
+    "dynamic_slice", rule=dynamic_slice, local=_local_dynamic_slice, fusible=True, manual=always,
     slice=True,
 )  # fmt: skip
 register(
     "dynamic_update_slice",
     rule=dynamic_update_slice,
     local=_local_dynamic_update_slice,
-    refuses=masks_on_host,
     pinned=True,
     in_place=True,
 )

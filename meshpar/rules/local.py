@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..compat.jax import bind, source_line
+from ..compat.jax import bind, on_host, source_line
 from ..errors import UnsupportedError
 from .halo import ShardWindow, dilate, fetch_window
 from .registry import Refusal, SplitOp, primitive
@@ -96,12 +96,32 @@ def refusal(op: AnyOp, axes: Axes, sizes: Mapping[str, int]) -> Refusal | None:
     if entry.refuses is not None:
         return entry.refuses(SplitOp(op.eqn, op.rule, axes, False))
     over = [a for factor_axes in axes for a in factor_axes if sizes[a] > 1]
-    if entry.local is not None or not over or not op.rule.known:
+    if not over or not op.rule.known:
         return None
+    if entry.local is not None:
+        return None if entry.local is on_shards else _selects_on_host(op, axes, sizes)
     return Refusal(
         f"has a factor rule but no local form, and {'+'.join(f'`{a}`' for a in over)} split it",
         ("or keep its dims replicated: `dim: none` before the other rules",),
     )
+
+
+def _selects_on_host(op: AnyOp, axes: Axes, sizes: Mapping[str, int]) -> Refusal | None:
+    """The :class:`Refusal` of an op that selects or moves elements along a split dim of an array in host memory; else None.
+
+    The local forms have masks, zeros and collectives, which are in device memory.
+    """
+    assert op.rule is not None
+    shaped = zip((*op.eqn.invars, *op.eqn.outvars), (*op.rule.ins, *op.rule.outs), strict=True)
+    for v, d, f in ((v, d, f) for v, dims in shaped if on_host(v) for d, factors in enumerate(dims) for f in factors):
+        over = [a for a in axes[f] if sizes[a] > 1]
+        if op.rule.kinds[f] in ("indexed", "permutation") and over:
+            return Refusal(
+                f"selects or moves elements along dim {d} of an array {list(v.aval.shape)} in host memory, which is sharded over "
+                f"{'+'.join(f'`{a}`' for a in over)}; its local form needs masks or collectives in device memory",
+                ("or copy the array to the device before: jax.device_put(x, jax.memory.Space.Device)",),
+            )
+    return None
 
 
 def on_shards(op: LocalOp, *xs: Any) -> list[Any]:

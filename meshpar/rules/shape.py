@@ -13,7 +13,6 @@ import numpy as np
 from jax import lax
 
 from .halo import ShardWindow, fetch_window, halo_exchange, shard_window
-from .host import masks_on_host
 from .local import LocalOp, on_shards
 from .owned import only_where
 from .partial import MOVES
@@ -194,7 +193,6 @@ register(
     "slice",
     rule=slice_,
     local=_local_slice,
-    refuses=masks_on_host,
     fusible=True,
     pinned=True,
     slice=True,

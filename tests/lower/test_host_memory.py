@@ -213,7 +213,7 @@ def reads_fixed_row(x, i):
 @pytest.mark.parametrize("fn", [reads_row, writes_row, reads_fixed_row])
 @pytest.mark.parametrize("layout", ["batch: data", "embed: data"])
 def test_rows_of_an_array_on_the_host(fn, layout):
-    """Along a sharded dim it has no local form, since masks are in device memory."""
+    """Along a sharded dim they have no local form, since masks and collectives are in device memory."""
 
     def step(x, i):
         return jax.device_put(fn(jax.device_put(x, HOST), i), DEVICE) * 2
@@ -223,10 +223,50 @@ def test_rows_of_an_array_on_the_host(fn, layout):
     lowering = "jit" if layout == "batch: data" else "shard_map"
     np.testing.assert_array_equal(mp.jit(step, lowering=lowering, **options)(x, 3), step(x, 3))
     if lowering == "jit":
-        with pytest.warns(mp.errors.LoweringWarning, match="an array in host memory, and its local form"):
+        with pytest.warns(
+            mp.errors.LoweringWarning, match=r"in host memory, which is sharded over `data`; its local form"
+        ):
             assert mp.jit(step, **options).plan(x, 3).lowering == "jit"
-        with pytest.raises(mp.errors.UnsupportedError, match="an array in host memory, and its local form"):
+        with pytest.raises(
+            mp.errors.UnsupportedError, match=r"in host memory, which is sharded over `data`; its local form"
+        ):
             mp.jit(step, lowering="shard_map", **options)(x, 3)
+
+
+MOVES = {
+    "half": lambda x: x[4:],
+    "strided": lambda x: x[::2],
+    "reversed": lambda x: x[::-1],
+    "two of an array": lambda x: jnp.concatenate([x, x]),
+    "rolled": lambda x: jnp.roll(x, 1, 0),
+    "sum of rows that do not divide": lambda x: x[1:].sum(0),
+}
+LOCAL_MOVES = {
+    "parts": lambda x: jnp.split(x, 2)[1],
+    "two arrays": lambda x: jnp.concatenate([x, jax.device_put(jnp.ones((8, 16)), HOST)]),
+    "rows of one device": lambda x: x[2:5],
+    "appended rows": lambda x: jnp.concatenate([x, x[:3]]),
+}
+
+
+def moved(fn):
+    return lambda x: jax.device_put(fn(jax.device_put(x, HOST)), DEVICE) * 2
+
+
+@pytest.mark.parametrize("fn", MOVES.values(), ids=MOVES)
+def test_rows_of_an_array_on_the_host_that_move_between_devices(fn):
+    options = {"mesh": MESH, **ROWS}
+    np.testing.assert_allclose(mp.jit(moved(fn), lowering="jit", **options)(X), moved(fn)(X), rtol=1e-6)
+    with pytest.warns(mp.errors.LoweringWarning, match=r"in host memory, which is sharded over `data`; its local form"):
+        assert mp.jit(moved(fn), **options).plan(X).lowering == "jit"
+    with pytest.raises(mp.errors.UnsupportedError, match=r"along dim 0 of an array \[.*`data`; its local form"):
+        mp.jit(moved(fn), lowering="shard_map", **options)(X)
+
+
+@LOWERINGS
+@pytest.mark.parametrize("fn", LOCAL_MOVES.values(), ids=LOCAL_MOVES)
+def test_rows_of_an_array_on_the_host_that_are_gathered(fn, lowering):
+    np.testing.assert_array_equal(mp.jit(moved(fn), lowering=lowering, mesh=MESH, **ROWS)(X), moved(fn)(X))
 
 
 @pytest.mark.parametrize("fn", [lambda x: x[5], lambda x: x[2:5]])

@@ -290,10 +290,11 @@ class Site:
         """Append equations that overwrite the padding of some dims with ``fill``, and return the atom of their result."""
 
         def masked(x: Any) -> Any:
+            x = jax.device_put(x, jax.memory.Space.Device) if on_host(atom) else x  # masks are in device memory
             for d, dim in dims.items():
                 if dim.is_padded:
                     x = jnp.where(lax.broadcasted_iota(np.int32, x.shape, d) < dim.size, x, jnp.asarray(fill, x.dtype))
-            return x
+            return jax.device_put(x, jax.memory.Space.Host) if on_host(atom) else x
 
         return self.emit(masked, atom) if any(dim.is_padded for dim in dims.values()) else atom
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ...compat.jax import on_host
 from ...rules.rearrange import ANY, ZERO
 from ..ir import Value
 from .constants import is_zero
@@ -137,6 +138,8 @@ def _selected(site: Site, d: int, views: Sequence[IndexedView]) -> bool:
     shards = max((v.indices[d].shards for v in views if d in v.indices), default=1)
     too_many = len(views) > MAX_CONCATENATED
     if shards == 1 or too_many or any(v.indices.keys() - {d} for v in views) or site.has_extended_dtype():
+        return False
+    if any(on_host(v.source) for v in views):  # masks are in device memory
         return False
     sizes = [v.shape[d] for v in views]
     dim, ends = PaddedDim.of(sum(sizes), shards), np.cumsum(sizes).tolist()
