@@ -2,6 +2,7 @@
 
     python examples/diloco.py                     # a few minutes on 8 virtual CPU devices as two slices of four
     python examples/diloco.py --every 20 --steps 400
+    python examples/diloco.py --synchronous 150 --outer-rate 0.9 --outer-momentum 0.5    # its first 150 steps as one replica
 
 It has the model and the data of train_lm.py. It is trained three times on the same batches: with an all-reduce of the
 gradients between slices in every step, with DiLoCo (arXiv:2311.08105), and with Streaming DiLoCo (arXiv:2501.18512: in
@@ -78,7 +79,9 @@ class Task:
 
     def __init__(self, args: argparse.Namespace):
         text = read_stdlib()
-        stream = training_batches(text.train, args.batch, args.seq, seed=0)
+        self.key = jax.random.key(args.seed)
+        self.outer = optax.sgd(args.outer_rate, momentum=args.outer_momentum, nesterov=True)
+        stream = training_batches(text.train, args.batch, args.seq, seed=args.seed)
         self.batches = [next(stream) for _ in range(args.steps)]
         self.held_out = held_out_batches(text.held_out, args.batch, args.seq, 16)
         self.model = Model(Config(layers=args.layers, embed=args.embed, mlp=3 * args.embed, dropout=0.0))
@@ -100,34 +103,50 @@ class Task:
         return Run([float(np.mean(x)) for x in losses], sent, held_out)
 
 
-def synchronous(task: Task) -> Run:
-    """Train with an all-reduce of the gradients between slices in every step."""
+def synchronous(task: Task, steps: int | None = None) -> tuple[Any, list[float], float]:
+    """Train with an all-reduce of the gradients between slices in every step.
+
+    Args:
+      steps: the number of batches; None: all.
+
+    Returns:
+      (state, losses, bytes that a device sent between slices).
+    """
     layout = mp.Layout("batch: slice+data; embed: data")
     dims = {p.replace("*params", "params"): d for p, d in task.model.dims.items()}
-    state = mp.init(task.create, mesh=mp.mesh(MESH), layout=mp.Layout(layout, optional=True), dims=dims)(
-        jax.random.key(0)
-    )
+    state = mp.init(task.create, mesh=mp.mesh(MESH), layout=mp.Layout(layout, optional=True), dims=dims)(task.key)
     step = mp.jit(task.step, mesh=mp.mesh(MESH), layout=layout, dims=task.dims, donate_argnames="state")
     sent, losses = sent_between_slices(step.plan(state, *task.batches[0])), []
-    for batch in track(task.batches, "every step", disable=not sys.stdout.isatty()):
+    for batch in track(task.batches[:steps], "every step", disable=not sys.stdout.isatty()):
         state, loss = step(state, *batch)
         losses.append(float(loss))
-    return task.result(losses, sent * len(losses), state["params"])
+    return state, losses, sent * len(losses)
 
 
-def local(task: Task, every: int, **options: Any) -> Run:
-    """Train with :func:`meshpar.local_sgd`: each slice separately, an exchange of each fragment every ``every`` steps."""
-    outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+def local(task: Task, every: int, first: int, **options: Any) -> Run:
+    """Train with :func:`meshpar.local_sgd`: each slice separately, an exchange of each fragment every ``every`` steps.
+
+    Args:
+      first: number of synchronous steps before.
+    """
     run = mp.local_sgd(
-        task.step, over="slice", every=every, outer=outer, mesh=mp.mesh(MESH), layout="batch: data; embed: data",
+        task.step, over="slice", every=every, outer=task.outer, mesh=mp.mesh(MESH), layout="batch: data; embed: data",
         dims=task.dims, **options,
     )  # fmt: skip
-    state, losses = run.init(task.create)(jax.random.key(0)), []
-    for n, batch in enumerate(track(task.batches, f"every {every} steps", disable=not sys.stdout.isatty())):
+    losses, before = list[Any](), 0.0
+    if first:
+        trained, losses, before = synchronous(task, first)
+        trained = jax.tree.map(np.asarray, trained)
+        state = run.init(lambda: trained)()
+    else:
+        state = run.init(task.create)(task.key)
+    batches = track(task.batches[first:], f"every {every} steps", disable=not sys.stdout.isatty())
+    for n, batch in enumerate(batches):
         state, loss = run(n, state, *batch)
         losses.append(np.asarray(loss))
     sent = sum(sent_between_slices(run.outer.plan(**state, fragment=k)) for k in range(options.get("fragments", 1)))
-    return task.result(losses, sent * len(losses) / every, state["anchor"]["params"])
+    sent = before + sent * (len(losses) - first) / every
+    return task.result(losses, sent, state["anchor"]["params"])
 
 
 def sent_between_slices(plan: mp.Plan) -> float:
@@ -144,20 +163,37 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Run]:
     add("--seq", type=positive, default=64, help="bytes a sequence (%(default)s)")
     add("--layers", type=positive, default=2)
     add("--embed", type=positive, default=128)
+    add(
+        "--synchronous",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="steps before the slices train separately (%(default)s)",
+    )
+    add("--outer-rate", type=float, default=0.7, help="of Nesterov momentum, for the exchanged changes (%(default)s)")
+    add("--outer-momentum", type=float, default=0.9, help="(%(default)s)")
+    add("--seed", type=int, default=0, help="of the weights and the batches (%(default)s)")
     add("--picture", type=writable, metavar="FILE", default="diloco.png", help="(%(default)s)")
     args = parser.parse_args(argv)
     mp.virtual_devices(8)
     task = Task(args)
+    state, losses, all_reduced = synchronous(task)
     runs = {
-        "every step": synchronous(task),
-        f"DiLoCo, every {args.every} steps": local(task, args.every),
-        "Streaming, int8": local(task, args.every, exchange=mp.replicas.coded("int8"), fragments=4, blend=0.5),
+        "every step": task.result(losses, all_reduced, state["params"]),
+        f"DiLoCo, every {args.every} steps": local(task, args.every, args.synchronous),
+        "Streaming, int8": local(
+            task, args.every, args.synchronous, exchange=mp.replicas.coded("int8"), fragments=4, blend=0.5
+        ),
     }
     console = Console(highlight=False)
     labels = {}
     for name, run in runs.items():
         bits, sent = run.held_out / math.log(2), run.sent / 1e6
-        console.print(f"{name:<22} {bits:.3f} bits per held-out byte, a device sends {sent:.2f} MB between slices")
+        last = statistics.fmean(run.losses[-20:])
+        console.print(
+            f"{name:<22} {bits:.3f} bits per held-out byte, {last:.4f} nats per byte in the last 20 steps, "
+            f"a device sends {sent:.2f} MB between slices"
+        )
         labels[f"{name}: {sent:.2f} MB"] = run.losses
     if args.picture:
         draw_curves(labels, bytes_per_step=args.batch * args.seq, path=args.picture)

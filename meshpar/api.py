@@ -48,7 +48,7 @@ from .pods.local_sgd import LocalSgd
 from .progress import Progress, progress_line
 from .search import Objective, Row, Search
 from .search import search as search_from
-from .tracing import named_tree
+from .tracing import named_tree, state_dims
 from .units import format_bytes, format_memory, format_seconds, mesh_text
 from .verify.aot import Compiled, Effort, mesh_to_compile_for
 from .verify.check import Report, check_layouts, each_layout
@@ -837,6 +837,7 @@ def local_sgd(
     return LocalSgd(
         step, over=over, every=every, outer=outer, exchange=exchange, fragments=fragments, blend=blend,
         mesh=where, layout=Layout(layout), dims=path_dims(dims), lowering=lowering, jit=jit, init=init,
+        state_names=state_dims,
     )  # fmt: skip
 
 

@@ -251,10 +251,16 @@ def named_tree(tree: Any, patterns: PathDims) -> list[tuple[Leaf, Dims | None]]:
     """
     leaves = flatten_named(tree)
     used: set[str] = set()
-    dims = annotations_of(leaves, patterns, used)
-    _name_optimizer_state(leaves, dims)
+    dims = state_dims(leaves, patterns, used)
     _check_patterns(patterns, used, leaves)
     return list(zip(leaves, dims, strict=True))
+
+
+def state_dims(leaves: list[Leaf], patterns: PathDims, used: set[str]) -> list[Dims | None]:
+    """:func:`annotations_of` the leaves of a state, in which optimizer state has the dims of its parameters."""
+    dims = annotations_of(leaves, patterns, used)
+    _name_optimizer_state(leaves, dims)
+    return dims
 
 
 def _result_dims(

@@ -49,7 +49,7 @@ class LocalSgd:
     def __init__(
         self, step: Callable[..., Any], *, over: str, every: int, outer: optax.GradientTransformation, mesh: Mesh,
         exchange: optax.GradientTransformation | None, fragments: int, blend: float, layout: Layout, dims: PathDims,
-        lowering: str, jit: Jit, init: Jit,
+        lowering: str, jit: Jit, init: Jit, state_names: Jit,
     ):  # fmt: skip
         """Check the arguments, and add to the layout that the replica dim is sharded over the mesh axis ``over``;
         nothing is compiled yet.
@@ -63,6 +63,7 @@ class LocalSgd:
           fragments: the number of parts of the parameters, of which each has its own outer step.
           blend: weight of the outer parameters in those from which replicas continue.
           jit, init: ``meshpar.jit`` and ``meshpar.init``, passed in because this module cannot import them.
+          state_names: :func:`meshpar.tracing.state_dims`, likewise.
 
         Raises:
           MeshError: the mesh has no such axis.
@@ -104,6 +105,7 @@ class LocalSgd:
         self.layout = Layout(layout, optional=True).with_first([Rule(REPLICA, (over,))])
         self._jit = functools.partial(jit, mesh=mesh, layout=self.layout, lowering=lowering)
         self._make_init = functools.partial(init, mesh=mesh, layout=self.layout)
+        self._state_names = state_names
         self._names = list(inspect.signature(step).parameters)
         self.inner: Any = None
         self.outer: Any = None
@@ -199,13 +201,14 @@ class LocalSgd:
           leaves: path → array of one replica.
           anchor: prefix of the parameters of the outer step, which have no replica dim; None: they are left out.
         """
-        kinds = {leaf.path: leaf.kind for leaf in flatten_named(nested(leaves))}
+        found = flatten_named({self._names[0]: nested(leaves)})
         out: dict[str, DimsLike] = {}
-        for path, x in leaves.items():
-            dims = self._dims_of(path, len(x.shape))
-            out[f"{inner}{path}"] = " ".join((REPLICA, *dims))
-            if anchor is not None and kinds[path] == "params":
-                out[f"{anchor}{path}"] = " ".join(dims)
+        for leaf, names in zip(found, self._state_names(found, self.dims, set()), strict=True):
+            path = leaf.path.partition("/")[2]
+            dims = format_dims(names or [...] * (len(leaf.value.shape) > 0))
+            out[f"{inner}{path}"] = f"{REPLICA} {dims}"
+            if anchor is not None and leaf.kind == "params":
+                out[f"{anchor}{path}"] = dims
         return out
 
     def _exchange_dims(self, leaves: Mapping[str, Any]) -> dict[str, DimsLike]:

@@ -9,6 +9,7 @@ import optax
 import pod_programs as programs
 import pytest
 import replica_simulations as simulations
+from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 
@@ -151,6 +152,36 @@ def test_the_inner_step_sends_nothing_over_slices():
     weights = sum(x.nbytes for x in jax.tree.leaves(state["anchor"]))
     sent = sum(c.total_bytes for c in outer.collectives if "slice" in c.axes)
     assert 0 < sent <= weights  # once in every `every` steps; an all-reduce of what a device has of them
+
+
+def test_moments_are_created_sharded_as_their_parameters():
+    """Under the patterns of the parameters alone: otherwise every device of a slice would allocate all of them."""
+    tx = optax.adam(1e-3)
+
+    def create(key):
+        params = {"up": jax.random.normal(key, (8, 16)), "down": jnp.ones((16, 8))}
+        return {"params": params, "opt": tx.init(params)}
+
+    def step(state, x):
+        loss, g = jax.value_and_grad(lambda p: jnp.square(x @ p["up"] @ p["down"]).mean())(state["params"])
+        updates, opt = tx.update(g, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+    run = mp.local_sgd(
+        step,
+        over="slice",
+        every=2,
+        outer=OUTER,
+        mesh=mp.mesh("slice=2, data=4"),
+        layout="batch: data; embed: data",
+        dims=DIMS,
+    )
+    state = run.init(create)(jax.random.key(0))
+    adam = state["inner"]["opt"][0]
+    for tree in (state["inner"]["params"], adam.mu, adam.nu):
+        assert tree["up"].sharding.spec == P("slice", "data")
+        assert tree["down"].sharding.spec == P("slice", None, "data")
+    run(0, state, np.ones((16, 8), np.float32))  # no warning of state that arrives less sharded than the step needs it
 
 
 def test_bad_input():
