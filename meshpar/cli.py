@@ -115,6 +115,8 @@ COMMANDS = {
     "Environment": ("doctor",),
 }
 """Group of commands → their names, in the order of the help."""
+INTS = 8
+"""Integers of arguments are drawn below this."""
 MESH = 'axes and sizes: "data=64, model=8" (default: one axis `data` over the full topology)'
 LAYOUT = (
     'rules, "batch: data; embed: data", or a name: of the target\'s LAYOUTS, or fsdp, megatron, … '
@@ -309,7 +311,7 @@ def _numbers(add: Add) -> None:
     add("--devices", type=int, default=8, help="number of virtual devices, where there are only CPUs (%(default)s)")
     add("--tolerance", type=float, default=1e-5,
         help="allowed difference, as a fraction of a leaf's largest value (%(default)s)")  # fmt: skip
-    add("--ints", type=int, default=8, help="integers of the arguments are drawn below this (%(default)s)")
+    add("--ints", type=int, help=f"integers of the arguments are drawn below this ({INTS})")
 
 
 # -- the commands
@@ -423,6 +425,11 @@ def _search(args: argparse.Namespace) -> int:
             f"--choices {' '.join(args.choices)} changes the arguments of the step; only the step itself may vary",
             fixes=["--set for what changes shapes, one search for each"],
         )
+    if not args.topology:
+        raise TargetError(
+            "no machine is given: a search compares step times",
+            fixes=["--topology v5e:2x4 has 8 chips; nothing runs on them"],
+        )
     mesh = args.mesh or f"data={device_count(args.topology)}"
     layouts = [_layout(args, target, text, mesh, args.topology) for text in args.layout]
     found = failing_as_target(
@@ -463,7 +470,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     axes = set(mp.mesh(mesh).axis_names)
     own = [text for text in target.layouts.values() if {a for r in mp.Layout(text).rules for a in r.axes} <= axes]
     chosen = [_layout(args, target, text, mesh, None) for text in args.layout or own or [None]]
-    values = failing_as_target(target.name, lambda: concrete(target, args.ints))
+    values = failing_as_target(target.name, lambda: concrete(target, args.ints or INTS))
     found = mp.calibrate(
         target.step, *values, layouts=chosen, meshes=args.mesh, rounds=args.rounds, tolerance=args.tolerance,
         **_options(args, target),
@@ -481,7 +488,7 @@ def _check(args: argparse.Namespace) -> int:
     """``meshpar check``: compare sharded runs with one device; exit status 1 if a result differs."""
     mp.virtual_devices(args.devices)  # before the target, which may use a device
     target = load_target(args.target, parse_options(args.set))
-    values = failing_as_target(target.name, lambda: concrete(target, args.ints))
+    values = failing_as_target(target.name, lambda: concrete(target, args.ints or INTS))
     layouts = args.layout or [None]
     meshes = args.mesh
     if meshes is None and args.layout is None:
@@ -494,10 +501,8 @@ def _check(args: argparse.Namespace) -> int:
     )  # fmt: skip
     rows = [{**dataclasses.asdict(r), "error": None if r.error is None else str(r.error)} for r in report.rows]
     text = str(report)
-    if has_drawn_integers(target):
-        text += (
-            f"\nIntegers were drawn below {args.ints}: --ints=N draws them below N, such as the size of a vocabulary"
-        )
+    if has_drawn_integers(target) and args.ints is None:
+        text += f"\nIntegers were drawn below {INTS}: --ints=N draws them below N, such as the size of a vocabulary"
     _show(args, text, lambda: json.dumps({"ok": report.ok, "rows": rows, "skipped": report.skipped}))
     return 0 if report.ok else 1
 

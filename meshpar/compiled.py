@@ -186,7 +186,7 @@ def _warn_of_resharded(plan: Plan, arrays: list[Any], shardings: list[NamedShard
         f"the state arrives with {format_memory(held)} on each device, and the plan has {format_memory(planned)}: it is resharded. "
         "Give mp.init the names and the layout of the step:\n"
     )
-    text += "\n".join(dims_template(plan.program, largest))
+    text += "\n".join(dims_template(plan.program, largest, any_root=True))
     warnings.warn(text, ReplicatedWarning, stacklevel=user_stacklevel())
 
 

@@ -462,6 +462,8 @@ def _narrower(pattern: str, dims: Sequence[Any], leaves: Sequence[Leaf]) -> str 
 def _similar_pattern(pattern: str, paths: Sequence[str]) -> list[str]:
     """The fix for a pattern that matches no path: with ``*/`` in front, with one component spelled otherwise, or spelled as
     a similar path; else empty."""
+    if (glob := pattern.replace(".*", "*")) != pattern and any(path_matches(glob, path) for path in paths):
+        return [f"patterns are not regular expressions: did you mean {glob!r}?"]
     if any(path_matches(f"*/{pattern}", path) for path in paths):
         return [f"did you mean {f'*/{pattern}'!r}?"]
     components, parts = {part for path in paths for part in path.split("/")}, pattern.split("/")

@@ -254,7 +254,7 @@ def test_fsdp_inside_of_stages_splits_the_layers_and_the_vocabulary():
 )
 def test_init_of_weights_without_names_warns(layout, dims, warns):
     def create():
-        return {"layers_0": {"w": jnp.ones((16, 8))}, "layers_1": {"w": jnp.ones((8, 8))}, "b": jnp.ones(8)}
+        return {"layers_0": {"w": jnp.ones((16, 8))}, "layers_1": {"w": jnp.ones((16, 8))}, "b": jnp.ones(8)}
 
     mesh = "data=4, context=2" if layout == "context_parallel" else "data=4"
     replicated = r'mp.init: the weights have no names.*\n.*\n  "layers_\*/w": "_ _",  # \[16, 8\] and 1 more\n}'
@@ -274,8 +274,7 @@ def test_state_that_arrives_less_sharded_than_planned_warns_once():
     sharded = mp.jit(step, mesh=mesh, layout=layout, dims=dims).shardings(params, x)[0]
     with pytest.warns(ReplicatedWarning, match=r"arrives with 2.5 KiB.*the plan has 1.0 KiB") as said:
         jitted(made, x)
-    assert '"params/down": "mlp _",  # [32, 16]' in str(said[0].message)
-    assert "params/up" not in str(said[0].message)
+    assert 'dims={\n  "*/down": "mlp _",  # [32, 16]\n}' in str(said[0].message)
     jitted(made, x)  # once
     mp.jit(step, mesh=mesh, layout=layout, dims=dims)(jax.device_put(params, sharded), x)
     mp.jit(step, mesh=mesh, layout=layout, dims=dims)(params, x)  # uncommitted arrays are on one device
@@ -296,6 +295,32 @@ def test_the_template_has_the_batch_and_the_weights_but_not_their_optimizer_stat
     )
     assert "opt" not in text
     assert "more\n" not in text.partition("and 19 more")[2]
+
+
+def test_a_template_has_one_pattern_for_equal_arrays_only():
+    """`fc1` and `fc2` are two names, and so are layers of other shapes: no filling would be right for both."""
+    layer = {"fc1": jnp.ones((8, 32)), "fc2": jnp.ones((32, 8))}
+    params = {"layers_0": layer, "layers_1": layer, "out": {"0": jnp.ones((8, 4)), "1": jnp.ones((4, 8))}}
+    with pytest.warns(ReplicatedWarning) as said:
+        mp.init(lambda: params, mesh="data=4", layout="mlp: data")()
+    lines = str(said[0].message).partition("dims={\n")[2].splitlines()
+    assert [line.partition(",")[0].strip() for line in lines[:-1]] == [
+        '"layers_*/fc1": "_ _"', '"layers_*/fc2": "_ _"', '"out/0": "_ _"', '"out/1": "_ _"',
+    ]  # fmt: skip
+
+
+def test_weights_without_names_are_listed_for_a_dim_that_no_value_has():
+    def plan(layout):
+        mp.plan(lambda state, x: x @ state["params"]["w"], {"params": {"w": jnp.ones((8, 8))}}, jnp.ones((4, 8)),
+                mesh="data=4", layout=layout, dims={"x": "batch _"})  # fmt: skip
+
+    with pytest.raises(mp.errors.UnknownDimError, match=r'(?s)have no names.*"state/params/w": "_ _",  # \[8, 8\]'):
+        plan("batch: data; heads: data")
+
+
+def test_regular_expressions_are_no_patterns():
+    with pytest.raises(mp.errors.PatternError, match=r"not regular expressions: did you mean '\*fc1\*kernel'"):
+        mp.shardings({"a": {"fc1": {"kernel": jnp.ones((4, 4))}}}, "x: data", "data=4", dims={".*fc1.*kernel": "x y"})
 
 
 def test_errors_of_patterns_are_about_parameters_and_name_the_arguments():

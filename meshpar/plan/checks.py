@@ -63,13 +63,16 @@ def check_dims(program: Program, layout: Layout, init: bool) -> None:
 
 
 def _unnamed_inputs(program: Program, dim: str) -> list[str]:
-    """The fix for an unknown dim if arguments other than parameters and optimizer state have no names: a ``dims=`` for these."""
-    inputs = [v for v in program.inputs if v.kind is None and v.shape]
-    arrays = [v for v in inputs if not any(program.dims(v))]
-    known = any(v.kind for v in program.inputs) or len(arrays) < len(inputs)
-    if not arrays or not known or near(dim, program.all_names()):
+    """The fix for an unknown dim if arguments or all weights have no names: a ``dims=`` for these."""
+    if near(dim, program.all_names()):
         return []
-    return ["these arguments have no names: name their dims", *dims_template(program, arrays)]
+    arrays = [v for v in program.inputs if v.shape and v.kind is None and not any(program.dims(v))]
+    weights = [v for v in program.inputs if v.kind == "params" and len(v.shape) > 1]
+    if not any(any(program.dims(v)) for v in weights):
+        arrays += weights
+    elif not weights and len(arrays) == sum(1 for v in program.inputs if v.shape):
+        return []
+    return ["these arguments have no names: name their dims", *dims_template(program, arrays)] if arrays else []
 
 
 def misspelled(name: str, candidates: Iterable[str]) -> list[str]:
@@ -125,21 +128,27 @@ def _template(program: Program) -> list[str]:
     ]
 
 
-def dims_template(program: Program, arrays: Sequence[Value], most: int = 8) -> list[str]:
+def dims_template(program: Program, arrays: Sequence[Value], most: int = 8, any_root: bool = False) -> list[str]:
     """A ``dims=`` for arrays, with the names that the program has for them and ``_`` for others; no lines without arrays.
 
-    Arrays of equal rank whose paths differ in numbers only are one pattern: ``*/layers_*/up/kernel``.
+    Arrays of equal shape and dims whose paths differ in indices only are one pattern: ``layers_*/up/kernel``.
+
+    Args:
+      most: number of lines.
+      any_root: ``*/`` in place of the first component of the paths, which differs between a step and its initializer.
     """
-    groups: dict[tuple[str, int], list[Value]] = {}
+    groups: dict[str, list[Value]] = {}
     for value in arrays:
-        groups.setdefault((re.sub(r"\d+(?=/|$)", "*", value.path or ""), len(value.shape)), []).append(value)
+        groups.setdefault(re.sub(r"(?<=[/_])\d+(?=/|$)", "*", value.path or ""), []).append(value)
     entries = []
-    for (general, _), values in groups.items():
-        value = values[0]
-        pattern = general if len(values) > 1 else value.path
-        dims = " ".join(d if d and d.isidentifier() else "_" for d in program.dims(value))
-        more = f" and {len(values) - 1} more" * (len(values) > 1)
-        entries.append(f'  "{pattern}": "{dims}",  # {list(value.shape)}{more}')
+    for general, values in groups.items():
+        alike = len({(v.shape, tuple(program.dims(v))) for v in values}) == 1
+        for value in values[:1] if alike else values:
+            pattern = general if alike and len(values) > 1 else value.path or ""
+            pattern = f"*/{pattern.partition('/')[2]}" if any_root and "/" in pattern else pattern
+            dims = " ".join(d if d and d.isidentifier() else "_" for d in program.dims(value))
+            more = f" and {len(values) - 1} more" * (alike and len(values) > 1)
+            entries.append(f'  "{pattern}": "{dims}",  # {list(value.shape)}{more}')
     rest = [f"  # … and {len(entries) - most} more"] * (len(entries) > most)
     return ["dims={", *entries[:most], *rest, "}"] if entries else []
 
