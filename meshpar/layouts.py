@@ -9,6 +9,7 @@ are called as they mostly are: ``batch``, ``seq``, ``embed``, ``heads``, ``kv_he
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 from .errors import UnsupportedError
@@ -187,6 +188,16 @@ def pipeline(
     inner = Layout(layout)
     scheme = PIPELINE if inner.scheme == "data_parallel" else f"{inner.scheme}_{PIPELINE}" if inner.scheme else ""
     return Layout(with_stages(inner, stage, layers, rounds), scheme=scheme)
+
+
+def characteristic_dims(scheme: Layout) -> set[str]:
+    """The dims of which a program has one if the scheme is for it: those of the first rules, before other axes or the batch.
+
+    ``expert`` and ``experts`` for the schemes of mixtures, ``batch`` for most others.
+    """
+    first, *others = scheme.rules
+    alike = itertools.takewhile(lambda r: r.axes == first.axes and r.dim != "batch", others)
+    return {first.dim, *(r.dim for r in alike)}
 
 
 PRESETS: dict[str, Callable[..., Layout]] = {name: globals()[name] for name in SCHEMES}

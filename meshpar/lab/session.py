@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import MeshError, MeshparError, TargetError
 from ..hardware.topology import device_count, parse_topology
 from ..layout import Layout
-from ..layouts import PRESETS
+from ..layouts import PRESETS, characteristic_dims
 from ..lower import LOWERINGS
 from ..mesh import parse_mesh, planned_mesh
 from ..plan_api import Plan
@@ -322,7 +322,7 @@ class Session:
             asks: dict[tuple[str, ...], list[str]] = {}
             for rule in layout.rules:
                 asks.setdefault(rule.axes, []).append(rule.dim)
-            if any(names.isdisjoint(dims) for dims in asks.values()):
+            if any(names.isdisjoint(dims) for dims in (*asks.values(), characteristic_dims(layout))):
                 continue  # a scheme whose dims the model lacks, such as experts
             if slices == 1:
                 axes.sort(key=lambda a: a != "data")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import UnknownDimError, UnsupportedError
 from ..layout import Layout, Rule
-from ..layouts import PRESETS
+from ..layouts import PRESETS, characteristic_dims
 from ..program.ir import Program
 from ..program.pipeline import layer_loops
 from ..units import mesh_text
@@ -134,20 +134,15 @@ class Space:
         return Point(sizes, (*self.fixed, *searched))
 
     def presets(self, sizes: Sizes) -> Iterator[tuple[str, Point]]:
-        """(name, candidate) of every known scheme with as many axes as the mesh.
-
-        Schemes are left out if the program has none of the dims of their first rules: those before a rule with other axes or for
-        the batch.
-        """
+        """(name, candidate) of every known scheme with as many axes as the mesh, without those for other models (experts)."""
         names = [a for a, _ in sizes]
         known = {"batch", *(d for d, _ in self.dims), *(r.dim for r in self.fixed)}
         for name, preset in PRESETS.items():
             if preset.__code__.co_argcount != len(names):
                 continue
-            first, *others = rules = preset(*names).rules
-            alike = itertools.takewhile(lambda r, axes=first.axes: r.axes == axes and r.dim != "batch", others)
-            if any(r.dim in known for r in (first, *alike)):
-                yield name, self.point(sizes, rules)
+            scheme = preset(*names)
+            if not known.isdisjoint(characteristic_dims(scheme)):
+                yield name, self.point(sizes, scheme.rules)
         if len(names) == 1:  # tensor parallelism over all devices, as for decoding
             rules = PRESETS["tensor_parallel"]("none", *names).rules
             rules = [r for r in rules if r.axes == tuple(names)]
