@@ -135,7 +135,8 @@ def local(task: Task, every: int, first: int, **options: Any) -> Run:
     )  # fmt: skip
     losses, before = list[Any](), 0.0
     if first:
-        trained, losses, before = synchronous(task, first)
+        trained, every_step, before = synchronous(task, first)
+        losses += every_step
         trained = jax.tree.map(np.asarray, trained)
         state = run.init(lambda: trained)()
     else:
