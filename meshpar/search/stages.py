@@ -144,13 +144,16 @@ def staged_meshes(stages: int, devices: int, slices: int, axes: int) -> list[Siz
 
 
 def verdict(without: Row, staged: Row) -> str:
-    """Whether stages pay, as text: the best candidate without stages compared with the best one that has some."""
+    """Whether stages pay, as text: the best candidate without stages compared with the best one that has some.
+
+    Both are layouts of the same program, with its microbatches; without stages fewer microbatches may be faster.
+    """
     best = f"best with {format_seconds(staged.seconds)} ({staged.mesh}; {staged.schedule})"
     times = f"best without {format_seconds(without.seconds)}, {best}"
     if staged.fits and not without.fits:
-        return f"stages pay here: without them nothing fits; {best}"
+        return f"stages pay for this program: without them nothing fits; {best}"
     if without.fits and not staged.fits:
-        return f"stages do not pay here: nothing fits with them; best without {format_seconds(without.seconds)}"
+        return f"stages do not pay for this program: nothing fits with them; best without {format_seconds(without.seconds)}"
     if staged.seconds < without.seconds:
-        return f"stages pay here: {times}"
-    return f"stages do not pay here: {times}"
+        return f"stages pay for this program: {times}. Without stages, fewer microbatches may be faster: search that program too"
+    return f"stages do not pay for this program: {times}"
