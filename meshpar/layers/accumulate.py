@@ -50,6 +50,7 @@ def accumulate_gradients(
     Raises:
       LayoutSyntaxError: ``microbatches`` below 1.
       DivisibilityError: (when called) a batch that does not divide, or batches of different leading sizes.
+      UnsupportedError: (when called) no argument is a batch.
 
     Example:
       >>> gradients_of = mp.accumulate_gradients(jax.value_and_grad(loss_of), 4)
@@ -101,6 +102,16 @@ def accumulate_gradients(
         nodes = {n: x for n, x in enumerate(leaves) if is_graph_node(x)}
         graph, params, variables = nnx.split([*nodes.values()], nnx.Param, ...) if nodes else (None, None, None)
         _check_rows({i: args[i] for i in where})
+        if not where and not keys:
+            raise UnsupportedError(
+                f"mp.accumulate_gradients: no argument of {getattr(fn, '__name__', 'the function')} is a batch to divide into "
+                f"{microbatches} microbatches",
+                fixes=[
+                    "give the batch as a positional argument after the first, and not in a closure or by keyword: "
+                    "jax.value_and_grad(lambda params, x: …)(params, x)",
+                    "or say in argnums= which arguments are batches",
+                ],
+            )
         xs = [jax.tree.map(microbatched, args[i]) for i in where]
         if keys:
             xs.append(jnp.arange(microbatches))

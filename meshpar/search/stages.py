@@ -151,9 +151,9 @@ def verdict(without: Row, staged: Row) -> str:
     best = f"best with {format_seconds(staged.seconds)} ({staged.mesh}; {staged.schedule})"
     times = f"best without {format_seconds(without.seconds)}, {best}"
     if staged.fits and not without.fits:
-        return f"stages pay for this program: without them nothing fits; {best}"
+        return f"stages pay with these microbatches: without them nothing fits; {best}"
     if without.fits and not staged.fits:
-        return f"stages do not pay for this program: nothing fits with them; best without {format_seconds(without.seconds)}"
+        return f"stages do not pay with these microbatches: nothing fits with them; best without {format_seconds(without.seconds)}"
     if staged.seconds < without.seconds:
-        return f"stages pay for this program: {times}. Without stages, fewer microbatches may be faster: search that program too"
-    return f"stages do not pay for this program: {times}"
+        return f"stages pay with these microbatches: {times}"
+    return f"stages do not pay with these microbatches: {times}"

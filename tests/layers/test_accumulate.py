@@ -344,3 +344,16 @@ def test_a_key_within_an_argument_is_named(case):
     graph, state = nnx.split(Net(nnx.Rngs(0)))
     with pytest.warns(UserWarning, match=r"argument 0 has a PRNG key at .*rngs.*key"):
         mp.accumulate_gradients(lambda s, x: net_loss(nnx.merge(graph, s, copy=True), x), MICRO)(state, x)
+
+
+@pytest.mark.parametrize("call", ["closure", "keyword"])
+def test_a_batch_in_a_closure_or_by_keyword_is_an_error(call):
+    w, x = jnp.ones(4), jnp.ones((8, 4))
+
+    def loss(w, x=x):
+        return (x @ w).sum()
+
+    with pytest.raises(
+        mp.errors.UnsupportedError, match=r"(?s)no argument of loss is a batch.*positional argument after the first"
+    ):
+        mp.accumulate_gradients(jax.grad(loss), 4)(w, **({"x": x} if call == "keyword" else {}))

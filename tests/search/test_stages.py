@@ -59,7 +59,7 @@ def many_small_microbatches():
 def test_stages_pay_where_a_microbatch_cannot_be_divided_otherwise(many_small_microbatches):
     found = many_small_microbatches
     assert "stage" in found.best.mesh
-    assert found.stages.startswith("stages pay for this program")
+    assert found.stages.startswith("stages pay with these microbatches")
     assert found.best.seconds <= min(row.seconds for row in found.rows if "stage" not in row.mesh and row.fits)
     plan = mp.plan(
         step_of(64), *arguments(64, **SMALL), mesh=found.best.mesh, layout=found.best.layout, topology="v5e:4x4", dims=DIMS,
@@ -112,7 +112,7 @@ def test_the_result_says_so_everywhere(many_small_microbatches, tmp_path):
 def test_stages_do_not_pay_where_the_batch_is_large():
     found = search(4, 256)
     assert "stage" not in found.best.mesh
-    assert found.stages.startswith("stages do not pay for this program")
+    assert found.stages.startswith("stages do not pay with these microbatches")
     staged = min((row for row in found.rows if "stage" in row.mesh), key=lambda row: row.seconds, default=None)
     assert staged is None or staged.seconds > found.best.seconds
 
