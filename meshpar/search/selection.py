@@ -12,7 +12,7 @@ from .policy import POLICY
 from .presentation import Candidate, as_shown, one_per_kind, with_merged_axes
 from .result import Search
 from .row import Row
-from .space import Space
+from .space import Point, Space
 
 Compile = Callable[[Row, bool], str]
 """Compiles a candidate, at full effort or not; returns a summary."""
@@ -64,7 +64,7 @@ def _distinct(searched: Sequence[tuple[Evaluation, Space]]) -> list[Candidate]:
     rows: dict[tuple[Any, ...], Candidate] = {}
     for evaluation, space in searched:
         for point, row in evaluation.rows.items():
-            row = replace(row, name=evaluation.names.get(point, ""))
+            row = replace(row, name=_scheme_name(evaluation.names.get(point, ""), point))
             key = (row.variant, row.mesh, row.seconds, row.peak, row.sent)
             if key not in rows or text_key(row) < text_key(rows[key].row):
                 rows[key] = Candidate(row, evaluation, space, point)
@@ -121,10 +121,17 @@ def _simplified(candidate: Candidate) -> Candidate:
         if evaluation.equal_cost(point, replace(point, rules=tuple(fewer))):
             rules = fewer
     point = replace(point, rules=tuple(rules))
-    used = {a for r in rules for a in r.axes}
-    is_scheme = candidate.row.name == "yours" or all(a in used for a, n in point.sizes if n > 1)
-    name = candidate.row.name if is_scheme else ""
-    return replace(candidate, point=point, row=replace(candidate.row, layout=point.layout, name=name))
+    row = replace(candidate.row, layout=point.layout, name=_scheme_name(candidate.row.name, point))
+    return replace(candidate, point=point, row=row)
+
+
+def _scheme_name(name: str, point: Point) -> str:
+    """The name of a candidate: of the user's layout, or of a scheme if its rules use all axes.
+
+    Without a dim ``seq`` no layout is context parallel.
+    """
+    used = {a for r in point.rules for a in r.axes}
+    return name if name == "yours" or all(a in used for a, n in point.sizes if n > 1) else ""
 
 
 def _compiled(rows: list[Row], verify: int, compiled: Compile) -> tuple[list[Row], Row]:

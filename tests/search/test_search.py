@@ -297,6 +297,21 @@ def test_schemes_for_experts_are_tried_for_programs_with_experts():
         assert of_experts - dense == {"expert_parallel", "expert_megatron", "expert_tensor"}
 
 
+def test_a_scheme_without_its_dims_has_no_name():
+    """A program without `seq` cannot be context parallel."""
+    found = mp.search(
+        lambda x, w: x @ w, weight(64, 4096), weight(4096, 4096), topology="v5e:2x4", dims={"x": "batch embed", "w": "embed mlp"},
+        max_axes=2, max_plans=60,
+    )  # fmt: skip
+    names = {row.name for row in found.rows} - {""}
+    assert "data parallel" in names
+    assert not names & {"context parallel", "expert parallel"}
+    for row in found.rows:
+        if row.name:
+            axes = {a for rule in mp.Layout(row.layout).rules for a in rule.axes}
+            assert axes == {a.split("=")[0] for a in row.mesh.split(", ")}
+
+
 def test_axes_take_each_others_place():
     base = mp.plan(train_step, *model(64), mesh="data=16", layout="", dims=DIMS)
     space = Space.of(base.program, mp.Layout(""), ())
