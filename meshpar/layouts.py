@@ -194,6 +194,10 @@ def characteristic_dims(scheme: Layout) -> set[str]:
     """The dims of which a program has one if the scheme is for it: those of the first rules, before other axes or the batch.
 
     ``expert`` and ``experts`` for the schemes of mixtures, ``batch`` for most others.
+
+    Example:
+      >>> sorted(mp.layouts.characteristic_dims(mp.layouts.expert_megatron()))
+      ['expert', 'experts']
     """
     first, *others = scheme.rules
     alike = itertools.takewhile(lambda r: r.axes == first.axes and r.dim != "batch", others)

@@ -21,7 +21,7 @@ from ..plan.plan import Plan
 from ..plan.steps import Loop
 from ..units import format_bytes, mesh_text
 
-MIN_EXCESS_BYTES = 1e5
+MIN_EXCESS_BYTES = 3e5
 """Bytes that a device sends in a step because of an indivisible dim, from which on there is a warning."""
 MIN_EXCESS_SHARE = 0.1
 """The same as a fraction of all bytes that it sends in a step."""
