@@ -207,7 +207,9 @@ def _decode(tiny: bool, weights: str = "bfloat16", unroll: bool = True) -> Progr
     """A token of each of 32 sequences of Llama 3 8B, half of whose 2048 slots of cache are filled."""
     config = llama.TINY if tiny else replace(llama.LLAMA3_8B, layers=16)
     batch, length = (4, 16) if tiny else (32, 2048)
-    decode, (params, state), dims = generate.decode_target(llama.Llama, config, batch, length, weights, unroll=unroll)
+    decode, (params, state), dims = generate.decode_target(
+        llama.Llama, config, batch, length, weights=weights, unroll=unroll
+    )
 
     def create() -> Any:
         values = jax.tree.map(functools.partial(_filled, scale=0.02), state)

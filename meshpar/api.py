@@ -456,11 +456,11 @@ def export(
 @refuse_ambiguous_options
 @takes_step_options
 def search(
-    fn: Callable[..., Any] | Mapping[str, Callable[..., Any]], *args: Any, topology: str = "", mesh: MeshSizes | None = None,
-    fixed: LayoutLike = "", forbid: str | Sequence[str] = (), objective: Objective = "time", memory_fraction: float = 0.85,
-    max_axes: int = 3, max_plans: int = 400, time_limit: float | None = None, layouts: Iterable[LayoutLike] = (),
-    verify: int = 0, choices: Mapping[str, Sequence[Any]] | None = None, progress: Progress = "auto",
-    kwargs: Mapping[str, Any] | None = None, **keywords: Unpack[CallKeywords],
+    fn: Callable[..., Any] | Mapping[str, Callable[..., Any]], *args: Any, topology: str | None = None,
+    mesh: MeshSizes | None = None, fixed: LayoutLike = "", forbid: str | Sequence[str] = (), objective: Objective = "time",
+    memory_fraction: float = 0.85, max_axes: int = 3, max_plans: int = 400, time_limit: float | None = None,
+    layouts: Iterable[LayoutLike] = (), verify: int = 0, choices: Mapping[str, Sequence[Any]] | None = None,
+    progress: Progress = "auto", kwargs: Mapping[str, Any] | None = None, **keywords: Unpack[CallKeywords],
 ) -> Search:  # fmt: skip
     """Search for the mesh and the layout with the shortest step on a topology, by the estimates of plans.
 
@@ -519,7 +519,7 @@ def search(
         raise UnsupportedError(f"max_axes={max_axes!r}: a mesh has at least one", fixes=["max_axes=1, 2 or 3"])
     if time_limit is not None and not time_limit > 0:
         raise UnsupportedError(f"time_limit={time_limit!r}: a time limit is above 0", fixes=["leave it out for none"])
-    if not topology:
+    if topology is None:
         raise MeshError(
             "a search compares step times, so it needs a chip: topology=… is missing",
             fixes=['topology="v5e:2x4": 8 chips (meshpar search --topology v5e:2x4); nothing runs on them'],

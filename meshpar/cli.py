@@ -257,7 +257,7 @@ def _compile_arguments(add: Add) -> None:
 
 def _search_arguments(add: Add) -> None:
     """Add the arguments of ``meshpar search``."""
-    add("--topology", default="", help=TOPOLOGY)
+    add("--topology", help=TOPOLOGY)
     add("--mesh", help='the only mesh to try, "data=64, model=8" (default: all that the topology has)')
     add("--layout", action="append", default=[], help="a layout of your own to plan as well; several may be given")
     add("--fixed", default="", metavar="RULES", help='rules that every layout begins with: "batch: data"')
@@ -324,8 +324,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.tokens:
         plan = plan.with_tokens(args.tokens)
     if args.html:
-        _save(plan, args.html)
-        _say(args, f"wrote {args.html}")
+        _save(args, plan, args.html)
     if args.open:
         if not args.html:
             raise TargetError("--open needs a page", fixes=["--html FILE writes one"])
@@ -425,7 +424,7 @@ def _search(args: argparse.Namespace) -> int:
             f"--choices {' '.join(args.choices)} changes the arguments of the step; only the step itself may vary",
             fixes=["--set for what changes shapes, one search for each"],
         )
-    if not args.topology:
+    if args.topology is None:
         raise TargetError(
             "no machine is given: a search compares step times",
             fixes=["--topology v5e:2x4 has 8 chips; nothing runs on them"],
@@ -443,8 +442,7 @@ def _search(args: argparse.Namespace) -> int:
         ),
     )  # fmt: skip
     if args.html:
-        _save(found, args.html)
-        _say(args, f"wrote {args.html}")
+        _save(args, found, args.html)
     _show(args, found, found.to_json)
     return 0 if found.fits else 1
 
@@ -470,7 +468,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     axes = set(mp.mesh(mesh).axis_names)
     own = [text for text in target.layouts.values() if {a for r in mp.Layout(text).rules for a in r.axes} <= axes]
     chosen = [_layout(args, target, text, mesh, None) for text in args.layout or own or [None]]
-    values = failing_as_target(target.name, lambda: concrete(target, args.ints or INTS))
+    values = failing_as_target(target.name, lambda: concrete(target, INTS if args.ints is None else args.ints))
     found = mp.calibrate(
         target.step, *values, layouts=chosen, meshes=args.mesh, rounds=args.rounds, tolerance=args.tolerance,
         **_options(args, target),
@@ -478,8 +476,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     if args.calibration:
         found.calibration.save(args.calibration)
     if args.html:
-        _save(found, args.html)
-        _say(args, f"wrote {args.html}")
+        _save(args, found, args.html)
     _show(args, found, found.to_json)
     return 0
 
@@ -488,7 +485,7 @@ def _check(args: argparse.Namespace) -> int:
     """``meshpar check``: compare sharded runs with one device; exit status 1 if a result differs."""
     mp.virtual_devices(args.devices)  # before the target, which may use a device
     target = load_target(args.target, parse_options(args.set))
-    values = failing_as_target(target.name, lambda: concrete(target, args.ints or INTS))
+    values = failing_as_target(target.name, lambda: concrete(target, INTS if args.ints is None else args.ints))
     layouts = args.layout or [None]
     meshes = args.mesh
     if meshes is None and args.layout is None:
@@ -523,8 +520,7 @@ def _diff(args: argparse.Namespace) -> int:
     b = _planned(args, target, mesh_b, where_b, layout_b)
     found = a.diff(b)
     if args.html:
-        _save(found, args.html)
-        _say(args, f"wrote {args.html}")
+        _save(args, found, args.html)
     _show(args, found, found.to_json)
     return 0
 
@@ -624,8 +620,8 @@ def _donated(args: argparse.Namespace, target: Target) -> list[str]:
     return ["state"] if "state" in names else []
 
 
-def _save(shown: Any, path: str) -> None:
-    """Save a plan or result at ``path`` as an HTML page.
+def _save(args: argparse.Namespace, shown: Any, path: str) -> None:
+    """Save a plan or result at ``path`` as an HTML page, and say so.
 
     Raises:
       TargetError: the parent folder does not exist.
@@ -636,6 +632,7 @@ def _save(shown: Any, path: str) -> None:
             fixes=[f"create {Path(path).parent} first, or give a path in an existing folder"],
         )
     shown.save(path)
+    _say(args, f"wrote {path}")
 
 
 def _say(args: argparse.Namespace, text: str) -> None:

@@ -71,7 +71,11 @@ class CompiledStep:
             self.called = True
             _warn_of_repeated(self.plan)
             _warn_of_resharded(self.plan, arrays, self.in_shardings)
-        return self.traced.result(self.on_arrays(arrays))
+        outs = self.on_arrays(arrays)
+        for o, i in self.traced.unchanged.items():
+            if i not in self.donated and _is_placed(arrays[i], self.in_shardings[i]):
+                outs[o] = arrays[i]  # an evaluation under another layout leaves a module as it is
+        return self.traced.result(outs)
 
     def on_arrays(self, arrays: list[Any]) -> list[Any]:
         """The flat results for flat arguments; arguments with another sharding are resharded first.
@@ -143,6 +147,11 @@ def _put(x: Any, sharding: NamedSharding) -> Any:
     return x if not x.committed or _same_place(x.sharding, sharding, x.ndim) else jax.device_put(x, sharding)
 
 
+def _is_placed(x: Any, sharding: NamedSharding) -> bool:
+    """Whether an argument is an array that its user placed on the devices of ``sharding``, under this or another sharding."""
+    return type(x) in PLACED and x.committed and x.sharding.device_set == sharding.device_set
+
+
 @functools.lru_cache(4096)
 def _same_place(current: Any, sharding: NamedSharding, ndim: int) -> bool:
     """Whether ``current`` is a sharding over the same mesh that places an array of rank ``ndim`` as ``sharding`` does."""
@@ -164,29 +173,27 @@ def _warn_of_repeated(plan: Plan) -> None:
 
 
 def _warn_of_resharded(plan: Plan, arrays: list[Any], shardings: list[NamedSharding]) -> None:
-    """Warn (ReplicatedWarning) if parameters and optimizer state arrive on the devices of a plan in larger parts than planned.
+    """Warn (ReplicatedWarning) if a device has more of the parameters and optimizer state than the plan stores on it.
 
-    The call reshards them, but they did not fit if the plan only just does. :func:`meshpar.init` does not know the names that the
-    step infers.
+    The call reshards them, but until then they take more memory than the plan says. A usual cause is an initializer without the
+    names of the step: :func:`meshpar.init` does not know names that the step infers.
     """
     excess, held, planned = list[tuple[int, Value]](), 0, 0
     for x, s, value in zip(arrays, shardings, plan.program.inputs, strict=True):
-        if value.kind and type(x) in PLACED and x.committed and x.sharding.device_set == s.device_set:
+        if value.kind and _is_placed(x, s):
             now, then = (math.prod(of.shard_shape(x.shape)) * x.dtype.itemsize for of in (x.sharding, s))
             held, planned = held + now, planned + then
             if now > then:
                 excess.append((then - now, value))
     if held <= MAX_HELD_RATIO * planned:
         return
-    largest = [value for _, value in sorted(excess, key=lambda pair: pair[0])]
-    largest = [
-        value for value in largest if value.kind == "params"
-    ] or largest  # optimizer state takes names of parameters
+    values = [value for _, value in sorted(excess, key=lambda pair: pair[0])]
+    params = [value for value in values if value.kind == "params"]  # optimizer state takes the names of parameters
     text = (
-        f"the state arrives with {format_memory(held)} on each device, and the plan has {format_memory(planned)}: it is resharded. "
-        "Give mp.init the names and the layout of the step:\n"
+        f"parameters and optimizer state take {format_memory(held)} of each device before this call, and {format_memory(planned)} "
+        "under the plan: the call reshards them. Give mp.init the layout and the names of the step:\n"
     )
-    text += "\n".join(dims_template(plan.program, largest, any_root=True))
+    text += "\n".join(dims_template(plan.program, params or values, any_root=True))
     warnings.warn(text, ReplicatedWarning, stacklevel=user_stacklevel())
 
 

@@ -191,8 +191,10 @@ class JoinWarning(UserWarning):
 
 
 class IndivisibleWarning(UserWarning):
-    """Axes do not divide a dim of intermediate values that a rule shards, which costs communication or repeated FLOPs (microbatches
-    with fewer rows than devices); once per plan that is made."""
+    """Axes do not divide a dim of intermediate values that a rule shards; once per plan that is made.
+
+    This costs communication, or repeated FLOPs: for example, microbatches that have fewer rows than there are devices.
+    """
 
 
 class RepeatedWarning(UserWarning):
@@ -204,10 +206,10 @@ class LoweringWarning(UserWarning):
 
 
 class ReplicatedWarning(UserWarning):
-    """Values are replicated that the layout has rules for; once per plan, or per step.
+    """Values are replicated although the layout has rules for them; once per plan, or per step.
 
-    None of the rules for an axis takes effect on a program; weights that :func:`meshpar.init` makes have no names; or state arrives
-    less sharded than the step needs it.
+    It has three causes: none of the rules for an axis takes effect on the program; the weights that :func:`meshpar.init` creates
+    have no names; the state of a call is sharded over fewer devices than the plan shards it over.
     """
 
 

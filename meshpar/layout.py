@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -518,6 +519,20 @@ def scheme_text(text: str) -> str | None:
         return None
     rules = SCHEMES[base].format_map(_DEFAULT_AXES)
     return rules if base == name else str(with_stages(Layout(rules), "stage", "layers"))
+
+
+def characteristic_dims(scheme: Layout) -> set[str]:
+    """The dims of which a program has one if the scheme is for it: those of the first rules, before other axes or the batch.
+
+    ``expert`` and ``experts`` for the schemes of mixtures, ``batch`` for most others.
+
+    Example:
+      >>> sorted(characteristic_dims(Layout("expert, experts: model; batch: data")))
+      ['expert', 'experts']
+    """
+    first, *others = scheme.rules
+    alike = itertools.takewhile(lambda r: r.axes == first.axes and r.dim != "batch", others)
+    return {first.dim, *(r.dim for r in alike)}
 
 
 def with_stages(layout: Layout, stage: str, layers: str, rounds: int = 1) -> Layout:

@@ -9,7 +9,6 @@ are called as they mostly are: ``batch``, ``seq``, ``embed``, ``heads``, ``kv_he
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 from .errors import UnsupportedError
@@ -134,10 +133,11 @@ def expert_parallel(data: str = "data", expert: str = "expert") -> Layout:
 
 
 def expert_megatron(data: str = "data", model: str = "model") -> Layout:
-    """:func:`sequence_parallel`, with the experts of a mixture over ``data``: tokens travel to their experts.
+    """:func:`sequence_parallel`, with the experts of a mixture over ``data``: an all-to-all sends tokens to their experts.
 
-    The weights of an expert are split by ``embed`` over ``model``, its MLP is not (if its dim is called ``expert_mlp``): for small
-    batches of models with many experts. Source: Megatron Core's expert parallelism within the data parallel group.
+    The weights of an expert are sharded by ``embed`` over ``model``. The dim of its MLP is replicated if it is called
+    ``expert_mlp``. It is meant for small batches of models with many experts. Source: Megatron Core's expert parallelism within the
+    data parallel group.
 
     Example:
       >>> print(mp.layouts.expert_megatron())
@@ -188,20 +188,6 @@ def pipeline(
     inner = Layout(layout)
     scheme = PIPELINE if inner.scheme == "data_parallel" else f"{inner.scheme}_{PIPELINE}" if inner.scheme else ""
     return Layout(with_stages(inner, stage, layers, rounds), scheme=scheme)
-
-
-def characteristic_dims(scheme: Layout) -> set[str]:
-    """The dims of which a program has one if the scheme is for it: those of the first rules, before other axes or the batch.
-
-    ``expert`` and ``experts`` for the schemes of mixtures, ``batch`` for most others.
-
-    Example:
-      >>> sorted(mp.layouts.characteristic_dims(mp.layouts.expert_megatron()))
-      ['expert', 'experts']
-    """
-    first, *others = scheme.rules
-    alike = itertools.takewhile(lambda r: r.axes == first.axes and r.dim != "batch", others)
-    return {first.dim, *(r.dim for r in alike)}
 
 
 PRESETS: dict[str, Callable[..., Layout]] = {name: globals()[name] for name in SCHEMES}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -39,12 +39,14 @@ class TracedStep:
       out_tree: structure of the results.
       fixed: position → leaf, of the results that are not arrays; the program computes the others.
       avals: abstract arrays of the program's arguments.
+      unchanged: position of a result → position of the argument that it is, for variables of nnx objects that no op changes.
     """
 
     program: Program
     out_tree: Any
     fixed: dict[int, Any]
     avals: tuple[Any, ...]
+    unchanged: Mapping[int, int]
 
     def result(self, outs: Sequence[Any]) -> Any:
         """The results as the function returns them, from the flat results of the program."""
@@ -134,11 +136,17 @@ def trace_call(
                 "or make it inside of the step: jax.new_ref(x)",
             ],
         )
+    unchanged: dict[int, int] = {}
     if flat.tag is None:
         results = flatten_named(shapes)
     else:  # updated objects have the paths of the arguments
         args, kwargs, out = shapes
-        results = [*named_arguments(args, kwargs, argument_path), *flatten_named(out)]
+        updated = named_arguments(args, kwargs, argument_path)
+        results = [*updated, *flatten_named(out)]
+        positions = {id(var): i for i, var in enumerate(closed.jaxpr.invars)}
+        unchanged = {
+            o: positions[id(var)] for o, var in enumerate(closed.jaxpr.outvars[: len(updated)]) if id(var) in positions
+        }
     if len(results) != len(out_leaves):
         raise AssertionError("paths and results do not match")
     out_annotations = _result_dims(results, named, annotations, patterns if init else None, used)
@@ -149,7 +157,7 @@ def trace_call(
     for value, leaf in zip(program.outputs, results, strict=True):
         value.kind = value.kind or leaf.kind
     program.joins = [_with_parameters(join, program, patterns) for join in program.joins]
-    return TracedStep(program, flat.out_tree, flat.fixed, tuple(closed.in_avals))
+    return TracedStep(program, flat.out_tree, flat.fixed, tuple(closed.in_avals), unchanged)
 
 
 def _infer_live(

@@ -556,6 +556,31 @@ def test_nnx_modules_are_updated_in_place(mesh):
     )
 
 
+@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+def test_an_evaluation_under_another_layout_leaves_an_nnx_module_as_it_is(mesh, lowering):
+    """Variables that the step changes have the shardings of its plan, others those that they had."""
+    with nnx.use_eager_sharding(False):
+        model = mp.init(lambda: Net(nnx.Rngs(0)), mesh=mesh, layout="embed: data; mlp: model")()
+        fresh = Net(nnx.Rngs(0))  # its arrays are not placed: the first call places them
+    before = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    x = jnp.ones((8, 16))
+
+    def evaluate(model, x):
+        model.calls[...] += 1
+        return jnp.mean((model(x) - x) ** 2)
+
+    step = mp.jit(evaluate, mesh=mesh, layout="batch: data", dims={"x": "batch embed"}, lowering=lowering)
+    for _ in range(2):
+        loss = step(model, x)
+    after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    assert all(a is b for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True))
+    assert int(model.calls[...]) == 4  # the model counts its calls as well
+    np.testing.assert_allclose(loss, evaluate(model, x), rtol=1e-5)
+
+    step(fresh, x)
+    assert fresh.up.kernel[...].sharding.device_set == set(mesh.devices.flat)
+
+
 def test_nnx_caches(mesh):
     traces = []
 
@@ -730,7 +755,7 @@ def test_a_mesh_of_jax_with_explicit_axes(jit, lowering):
     step = jit(train, mesh=explicit, lowering=lowering)
     placed = jax.device_put(params(), NamedSharding(explicit, P()))
     want = train(params(), batch())
-    held = "4.0 KiB on each device, and the plan has 512 B"
+    held = "take 4.0 KiB of each device before this call, and 512 B under the plan"
     with pytest.warns(mp.errors.ReplicatedWarning, match=held):
         close(step(placed, jax.device_put(batch(), NamedSharding(explicit, P("data")))), want)
     with jax.set_mesh(explicit):

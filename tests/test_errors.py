@@ -66,6 +66,14 @@ def test_unknown_dim_with_a_near_name():
                   or remove the rule, or name the dim (dims=…, Flax metadata, mp.named)""")
 
 
+def test_misspelled_name_of_an_argument():
+    """The layout has a name of the known schemes, so that the names of the argument may be wrong."""
+    x = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    with pytest.raises(mp.errors.UnknownDimError) as e:
+        mp.plan(jnp.sin, x, mesh="data=4", layout="batch: data", dims={"x": "bacth embed"})
+    assert "or, if `bacth` is misspelled, correct the names of x: bacth embed" in str(e.value)
+
+
 @pytest.mark.parametrize("name", ["mpl", "ml", "mlpp", "mlb", "embde"])
 def test_optional_dim_that_is_misspelled(name):
     error = text(mp.errors.UnknownDimError, plan, f"batch: data; {name}?: model")

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import NamedSharding
 
 import meshpar as mp
 from meshpar.errors import ReplicatedWarning
@@ -272,12 +273,30 @@ def test_state_that_arrives_less_sharded_than_planned_warns_once():
     jitted, x = mp.jit(step, mesh=mesh, layout=layout, dims=dims), jnp.ones((4, 16))
     made = mp.init(lambda: {"params": params}, mesh=mesh, layout=layout, dims={"*/up": "embed mlp"})()["params"]
     sharded = mp.jit(step, mesh=mesh, layout=layout, dims=dims).shardings(params, x)[0]
-    with pytest.warns(ReplicatedWarning, match=r"arrives with 2.5 KiB.*the plan has 1.0 KiB") as said:
+    with pytest.warns(
+        ReplicatedWarning, match=r"take 2.5 KiB of each device before this call, and 1.0 KiB under the plan"
+    ) as said:
         jitted(made, x)
     assert 'dims={\n  "*/down": "mlp _",  # [32, 16]\n}' in str(said[0].message)
     jitted(made, x)  # once
     mp.jit(step, mesh=mesh, layout=layout, dims=dims)(jax.device_put(params, sharded), x)
     mp.jit(step, mesh=mesh, layout=layout, dims=dims)(params, x)  # uncommitted arrays are on one device
+
+
+def test_state_with_a_key_of_a_generator_that_arrives_replicated():
+    def step(params, x):
+        draw = jax.random.uniform(params["key"], params["up"].shape)
+        return params | {"up": params["up"] + draw}, (x @ params["up"] @ params["down"]).sum()
+
+    layout, mesh = "batch: data; mlp: model", mp.mesh("data=2, model=4")
+    dims = {"*/up": "embed mlp", "x": "batch embed"}
+    params = {"up": jnp.ones((16, 32)), "down": jnp.ones((32, 16)), "key": jax.random.key(0)}
+    replicated = jax.device_put(params, NamedSharding(mesh, jax.P()))
+    jitted = mp.jit(step, mesh=mesh, layout=layout, dims=dims)
+    with pytest.warns(
+        ReplicatedWarning, match=r"take 4.0 KiB of each device before this call, and 1.0 KiB under the plan"
+    ):
+        jitted(replicated, jnp.ones((4, 16)))
 
 
 def test_the_template_has_the_batch_and_the_weights_but_not_their_optimizer_state():

@@ -14,8 +14,8 @@ from typing import Any
 
 from ..errors import MeshError, MeshparError, TargetError
 from ..hardware.topology import device_count, parse_topology
-from ..layout import Layout
-from ..layouts import PRESETS, characteristic_dims
+from ..layout import Layout, characteristic_dims
+from ..layouts import PRESETS
 from ..lower import LOWERINGS
 from ..mesh import parse_mesh, planned_mesh
 from ..plan_api import Plan

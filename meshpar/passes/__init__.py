@@ -34,7 +34,7 @@ from .indivisible import (
     dividing_meshes,
     excess_text,
     indivisible_dims,
-    split_text,
+    microbatch_text,
 )
 from .lowering import AUTO, resolve_lowering
 from .schedule import schedule
@@ -210,14 +210,14 @@ def _warn_of_scheme(plan: Plan) -> None:
 
 
 def _warn_of_indivisible(plan: Plan) -> None:
-    """Warn (``IndivisibleWarning``) of dims of intermediate values that a rule does not divide, if that costs something.
+    """Warn (``IndivisibleWarning``) of dims of intermediate values that a rule does not divide, where it costs bytes or FLOPs.
 
     Programs with a ``shard_map`` of the user's own are planned for its mesh only, and are left out.
     """
     if any(op.primitive.shard_map for op in plan.program.root.walk()):
         return
     for dim in indivisible_dims(plan):
-        if text := split_text(plan, dim):
+        if text := microbatch_text(plan, dim):
             warnings.warn(text, IndivisibleWarning, stacklevel=user_stacklevel())
             continue
         if bytes_caused(plan, dim.rule) < MIN_EXCESS_BYTES:

@@ -103,22 +103,22 @@ def excess_text(plan: Plan, dim: IndivisibleDim, others: Iterable[Plan]) -> str 
     )
 
 
-def split_text(plan: Plan, dim: IndivisibleDim) -> str | None:
-    """A sentence: the batch, which a rule shards, is cut into parts that it does not, such as microbatches.
+def microbatch_text(plan: Plan, dim: IndivisibleDim) -> str | None:
+    """A sentence: a rule shards the batch and does not divide its microbatches; None: no loop runs over microbatches.
 
-    None: no loop takes such parts of the first dim of an input other than parameters and optimizer state.
+    Microbatches are equal parts of the first dim of an input other than parameters and optimizer state, one per iteration.
     """
-    name, parts = dim.rule.dim, math.prod(plan.sizes[a] for a in dim.rule.axes)
+    name, shards = dim.rule.dim, math.prod(plan.sizes[a] for a in dim.rule.axes)
     inputs = [v for v in plan.program.inputs if v.kind is None and v.shape]
-    whole = max((v.shape[0] for v in inputs if plan.program.dims(v)[0] == name), default=0)
-    if whole % parts or whole % dim.size or whole <= dim.size or not _is_looped(plan, dim, whole // dim.size):
+    rows = max((v.shape[0] for v in inputs if plan.program.dims(v)[0] == name), default=0)
+    if rows % shards or rows % dim.size or rows <= dim.size or not _is_looped(plan, dim, rows // dim.size):
         return None
     share = sum(r.share for r in redundant_matmuls(plan) if name in r.dims and set(r.axes) & set(dim.rule.axes))
     repeated = f", and devices repeat {100 * share:.0f} % of the matmul FLOPs of the step" * (share >= 0.01)
     return (
-        f"`{name}` of {whole} is cut into {whole // dim.size} parts of {dim.size}, which `{dim.rule}` does not divide "
+        f"`{name}` of {rows} is divided into {rows // dim.size} microbatches of {dim.size}, which `{dim.rule}` does not divide "
         f"({mesh_text({a: plan.sizes[a] for a in dim.rule.axes})}): they are computed without this rule{repeated}. "
-        f"Cut it into at most {whole // parts} parts (microbatches), or make `{name}` a multiple of {whole // dim.size * parts}"
+        f"Use at most {rows // shards} microbatches, or make `{name}` a multiple of {rows // dim.size * shards}"
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ..compat.jax import user_stacklevel
 from ..dims import did_you_mean, format_dims, near
 from ..errors import JoinError, JoinWarning, MeshError, UnknownAxisError, UnknownDimError, UnsupportedError
-from ..layout import Layout, Spec, divisibility_error
+from ..layout import SCHEMES, Layout, Spec, divisibility_error
 from ..program.ir import Join, Op, Program, Value
 from ..program.pipeline import masking_text
 from .assignment import AxisAssignment
@@ -23,6 +23,9 @@ MIN_MISSPELLED = 3
 
 ACTIVATION_DIMS = ("batch", "seq")
 """Dims of the known schemes that weights do not have."""
+
+MAX_TEMPLATE_LINES = 8
+"""Entries of a ``dims=`` that an error or a warning proposes."""
 
 REPORTED_JOINS: set[frozenset[tuple[str, str]]] = set()
 """The joined names that this process has warned about: (name, its pattern or the end of its path) of both."""
@@ -51,12 +54,13 @@ def check_dims(program: Program, layout: Layout, init: bool) -> None:
             else [
                 *_unnamed_inputs(program, rule.dim),
                 *did_you_mean(rule.dim, names, "dims"),
+                *_misspelled_names(program, rule.dim),
                 *([f"or give `{similar[0]}` a rule of its own: `{similar[0]}: none`"] if shared else []),
                 "or remove the rule, or name the dim (dims=…, Flax metadata, mp.named)",
                 *(
                     []
                     if near(rule.dim, names)
-                    else [f'or share the layout with it: mp.Layout(…, optional="{rule.dim}")']
+                    else [f"or, if other programs with this layout have this dim, make it optional: `{rule.dim}?: …`"]
                 ),
             ],
         )
@@ -70,9 +74,18 @@ def _unnamed_inputs(program: Program, dim: str) -> list[str]:
     weights = [v for v in program.inputs if v.kind == "params" and len(v.shape) > 1]
     if not any(any(program.dims(v)) for v in weights):
         arrays += weights
-    elif not weights and len(arrays) == sum(1 for v in program.inputs if v.shape):
-        return []
     return ["these arguments have no names: name their dims", *dims_template(program, arrays)] if arrays else []
+
+
+def _misspelled_names(program: Program, dim: str) -> list[str]:
+    """The fixes for an unknown dim that the known schemes have, if a similar name of an input is not one of theirs."""
+    known = {rule.dim for scheme in SCHEMES for rule in Layout(scheme).rules}
+    return [
+        f"or, if `{name}` is misspelled, correct the names of {value.path}: {format_dims(program.dims(value))}"
+        for name in near(dim, program.all_names())
+        if dim in known and name not in known
+        for value in [v for v in program.inputs if name in program.dims(v)][:1]
+    ]
 
 
 def misspelled(name: str, candidates: Iterable[str]) -> list[str]:
@@ -128,13 +141,12 @@ def _template(program: Program) -> list[str]:
     ]
 
 
-def dims_template(program: Program, arrays: Sequence[Value], most: int = 8, any_root: bool = False) -> list[str]:
+def dims_template(program: Program, arrays: Sequence[Value], any_root: bool = False) -> list[str]:
     """A ``dims=`` for arrays, with the names that the program has for them and ``_`` for others; no lines without arrays.
 
     Arrays of equal shape and dims whose paths differ in indices only are one pattern: ``layers_*/up/kernel``.
 
     Args:
-      most: number of lines.
       any_root: ``*/`` in place of the first component of the paths, which differs between a step and its initializer.
     """
     groups: dict[str, list[Value]] = {}
@@ -149,8 +161,8 @@ def dims_template(program: Program, arrays: Sequence[Value], most: int = 8, any_
             dims = " ".join(d if d and d.isidentifier() else "_" for d in program.dims(value))
             more = f" and {len(values) - 1} more" * (alike and len(values) > 1)
             entries.append(f'  "{pattern}": "{dims}",  # {list(value.shape)}{more}')
-    rest = [f"  # … and {len(entries) - most} more"] * (len(entries) > most)
-    return ["dims={", *entries[:most], *rest, "}"] if entries else []
+    rest = [f"  # … and {len(entries) - MAX_TEMPLATE_LINES} more"] * (len(entries) > MAX_TEMPLATE_LINES)
+    return ["dims={", *entries[:MAX_TEMPLATE_LINES], *rest, "}"] if entries else []
 
 
 def check_joins(program: Program, strict: bool) -> None:

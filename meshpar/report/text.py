@@ -234,7 +234,7 @@ def overlaps(plan: Plan, every: bool = False) -> list[Text]:
     as_what = (
         f"{rings} rings, {kernels} fused kernels" if rings and kernels else "fused kernels" if kernels else "rings"
     )
-    if not chosen and not every and plan.chip is None:
+    if not chosen and not every and plan.chip is None and plan.overlap == "auto":
         return []  # nothing is timed, and no pair was asked to be a ring
     head = f"{chosen} of {len(plan.overlaps)} matmul–collective pairs are lowered as {as_what} (overlap={plan.overlap})"
     if not chosen and not every:

@@ -126,9 +126,9 @@ def _simplified(candidate: Candidate) -> Candidate:
 
 
 def _scheme_name(name: str, point: Point) -> str:
-    """The name of a candidate: of the user's layout, or of a scheme if its rules use all axes.
+    """The name of a candidate: ``"yours"`` for a layout of the user, or that of the scheme whose rules use all axes; else ``""``.
 
-    Without a dim ``seq`` no layout is context parallel.
+    A scheme does not use all axes if the program lacks a dim of it: without ``seq`` no candidate is context parallel.
     """
     used = {a for r in point.rules for a in r.axes}
     return name if name == "yours" or all(a in used for a, n in point.sizes if n > 1) else ""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import UnknownDimError, UnsupportedError
-from ..layout import Layout, Rule
-from ..layouts import PRESETS, characteristic_dims
+from ..layout import Layout, Rule, characteristic_dims
+from ..layouts import PRESETS
 from ..program.ir import Program
 from ..program.pipeline import layer_loops
 from ..units import mesh_text

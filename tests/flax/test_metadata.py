@@ -359,7 +359,7 @@ def test_nnx_optimizer(mesh, optimizer):
 
 
 @pytest.mark.filterwarnings(
-    "ignore:the state arrives:meshpar.errors.ReplicatedWarning"
+    "ignore:parameters and optimizer state take:meshpar.errors.ReplicatedWarning"
 )  # mp.init has no name for residuals
 @pytest.mark.parametrize("dims", [None, {"*/w": "embed mlp"}, {"*/right/w": "mlp rank", "*/w": "embed mlp"}])
 def test_factors_of_powersgd_do_not_have_the_dims_of_their_parameter(dims):

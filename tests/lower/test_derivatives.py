@@ -362,6 +362,7 @@ def at_zero(w, x):
         (at_zero, True),
     ],
 )
+@pytest.mark.filterwarnings("ignore:`batch` of 8 is divided into 4 microbatches:meshpar.errors.IndivisibleWarning")
 @pytest.mark.fast_cases(2)
 def test_a_function_with_its_own_derivative_keeps_it(fn, forward, layout):
     assert_derivatives(fn, W, X, layout=layout, dims={k: DIMS[k] for k in "wx"}, forward=forward)

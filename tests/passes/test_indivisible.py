@@ -87,8 +87,8 @@ def test_microbatches_with_fewer_rows_than_devices(microbatches, warns):
     rows = 16 // microbatches
     if warns:
         (text,) = [str(w.message) for w in said if w.category is mp.errors.IndivisibleWarning]
-        assert f"`batch` of 16 is cut into {microbatches} parts of {rows}" in text
-        assert "at most 2 parts (microbatches)" in text
+        assert f"`batch` of 16 is divided into {microbatches} microbatches of {rows}" in text
+        assert "at most 2 microbatches" in text
         assert f"make `batch` a multiple of {microbatches * 8}" in text
     else:
         assert not said

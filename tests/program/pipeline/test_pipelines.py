@@ -212,7 +212,9 @@ FEWER = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`batch` of 16 is cut into 8 parts of 2:meshpar.errors.IndivisibleWarning")
+@pytest.mark.filterwarnings(
+    "ignore:`batch` of 16 is divided into 8 microbatches of 2:meshpar.errors.IndivisibleWarning"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "1f1b-overlap", "gpipe", "zb"])
 @pytest.mark.parametrize(
