@@ -20,7 +20,7 @@ from ..layout import AnyMesh, Layout
 
 def accumulate_gradients(
     fn: Callable[..., Any], microbatches: int, *, argnums: int | Sequence[int] | None = None,
-    key_argnums: int | Sequence[int] = (),
+    argnames: str | Sequence[str] | None = None, key_argnums: int | Sequence[int] = (), key_argnames: str | Sequence[str] = (),
 ) -> Callable[..., Any]:  # fmt: skip
     """A function that runs ``fn`` on microbatches of its batch, one after the other, and averages the results.
 
@@ -36,9 +36,9 @@ def accumulate_gradients(
     Args:
       fn: returns means over its batch (a loss and its gradients): any tree of arrays.
       microbatches: their number; it must divide the leading dim of every array of the batch.
-      argnums: positions of the arguments that are batches. None: all positional arguments after the first, except scalars, PRNG
-        keys and NNX modules. The other arguments are passed to every microbatch unchanged.
-      key_argnums: positions of the arguments that are PRNG keys (or trees of them): microbatch i gets
+      argnums, argnames: positions, and names of keyword arguments, that are batches. With neither: all arguments after the first,
+        also by keyword, except scalars, PRNG keys and NNX modules. The other arguments are passed to every microbatch unchanged.
+      key_argnums, key_argnames: positions and names of the arguments that are PRNG keys (or trees of them): microbatch i gets
         ``jax.random.fold_in(key, i)``. Otherwise all microbatches have the same key, and the same dropout masks; for typed keys
         there is a warning.
 
@@ -63,13 +63,14 @@ def accumulate_gradients(
             f"mp.accumulate_gradients: microbatches={microbatches}, which must be at least 1",
             fixes=["microbatches=1 computes the gradient of the full batch at once"],
         )
-    given = (argnums,) if isinstance(argnums, int) else argnums
-    keys = (key_argnums,) if isinstance(key_argnums, int) else tuple(key_argnums)
-    if given is not None and set(given) & set(keys):
-        both = ", ".join(map(str, sorted(set(given) & set(keys))))
+    given = None if argnums is None and argnames is None else [*_listed(argnums), *_listed(argnames)]
+    keys = [*_listed(key_argnums), *_listed(key_argnames)]
+    if both := [str(a) for a in given or () if a in keys]:
         raise LayoutSyntaxError(
-            f"mp.accumulate_gradients: argument {both} is both in argnums and in key_argnums",
-            fixes=["argnums has batches, which are divided; key_argnums has keys, which are not"],
+            f"mp.accumulate_gradients: argument {', '.join(both)} is both a batch and a key",
+            fixes=[
+                "argnums and argnames have batches, which are divided; key_argnums and key_argnames keys, which are not"
+            ],
         )
 
     def microbatched(x: Any) -> Any:
@@ -84,7 +85,10 @@ def accumulate_gradients(
             raise DivisibilityError(
                 f"mp.accumulate_gradients: a batch of shape {list(shape)} does not divide into {microbatches} microbatches",
                 shape=shape,
-                fixes=[f"make its leading dim a multiple of {microbatches}", "or list the batches in argnums="],
+                fixes=[
+                    f"make its leading dim a multiple of {microbatches}",
+                    "or list the batches in argnums= or argnames=",
+                ],
             )
         return jnp.moveaxis(jnp.reshape(x, (shape[0] // microbatches, microbatches, *shape[1:])), 1, 0)
 
@@ -92,27 +96,34 @@ def accumulate_gradients(
     def run(*args: Any, **kwargs: Any) -> Any:
         """``fn(*args, **kwargs)`` in microbatches: floating-point results are averaged over them, integer results are
         added."""
+        arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        if missing := [str(a) for a in (*(given or ()), *keys) if a not in arguments]:
+            raise UnsupportedError(
+                f"mp.accumulate_gradients: the call has no argument {', '.join(missing)}",
+                fixes=[
+                    "argnums= and key_argnums= have positions, counted from 0; argnames= and key_argnames= names of keywords"
+                ],
+            )
         if microbatches == 1:
-            return fn(*(_folded(x, 0) if i in keys else x for i, x in enumerate(args)), **kwargs)
-        _warn_of_keys({**dict(enumerate(args)), **kwargs}, {*keys, *(given or ())})
-        where = (
-            [i for i, x in enumerate(args) if i and i not in keys and _has_rows(x)] if given is None else list(given)
-        )
+            return _called(fn, arguments | {a: _folded(arguments[a], 0) for a in keys})
+        _warn_of_keys(arguments, {*keys, *(given or ())})
+        others = [a for a, x in arguments.items() if a != 0 and a not in keys and _has_rows(x)] if args else []
+        where = others if given is None else given
         leaves, structure = flatten_to_nodes((args, kwargs))
         nodes = {n: x for n, x in enumerate(leaves) if is_graph_node(x)}
         graph, params, variables = nnx.split([*nodes.values()], nnx.Param, ...) if nodes else (None, None, None)
-        _check_rows({i: args[i] for i in where})
+        _check_rows({a: arguments[a] for a in where})
         if not where and not keys:
             raise UnsupportedError(
                 f"mp.accumulate_gradients: no argument of {getattr(fn, '__name__', 'the function')} is a batch to divide into "
                 f"{microbatches} microbatches",
                 fixes=[
-                    "give the batch as a positional argument after the first, and not in a closure or by keyword: "
+                    "give the batch as an argument after the first, and not in a closure: "
                     "jax.value_and_grad(lambda params, x: …)(params, x)",
-                    "or say in argnums= which arguments are batches",
+                    "or say in argnums= or argnames= which arguments are batches",
                 ],
             )
-        xs = [jax.tree.map(microbatched, args[i]) for i in where]
+        xs = [jax.tree.map(microbatched, arguments[a]) for a in where]
         if keys:
             xs.append(jnp.arange(microbatches))
 
@@ -121,9 +132,8 @@ def accumulate_gradients(
             merged = nnx.merge(graph, params, variables, copy=True) if nodes else []
             replaced = dict(enumerate(leaves)) | dict(zip(nodes, merged, strict=True))
             positional, named = structure.unflatten(replaced.values())
-            full = dict(enumerate(positional)) | dict(zip(where, batches, strict=False))
-            full |= {i: _folded(args[i], batches[-1]) for i in keys}
-            out = fn(*full.values(), **named)
+            full = {**dict(enumerate(positional)), **named} | dict(zip(where, batches, strict=False))
+            out = _called(fn, full | {a: _folded(arguments[a], batches[-1]) for a in keys})
             return out, nnx.split(merged, nnx.Param, ...)[2] if nodes else None
 
         first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), xs)
@@ -179,6 +189,17 @@ def microbatches_for(batch: int, *, rows: int, mesh: AnyMesh, layout: Any, dim: 
     return next(n for n in range(1, each + 1) if each % n == 0 and each // n <= rows)
 
 
+def _listed(arguments: int | str | Sequence[int] | Sequence[str] | None) -> Sequence[int | str]:
+    """Positions or names of arguments as a sequence."""
+    return () if arguments is None else (arguments,) if isinstance(arguments, int | str) else arguments
+
+
+def _called(fn: Callable[..., Any], arguments: Mapping[int | str, Any]) -> Any:
+    """``fn`` of arguments by position, in their order, and by name."""
+    positional = [x for a, x in arguments.items() if isinstance(a, int)]
+    return fn(*positional, **{a: x for a, x in arguments.items() if isinstance(a, str)})
+
+
 def _folded(keys: Any, microbatch: Any) -> Any:
     """The keys of a microbatch.
 
@@ -189,14 +210,15 @@ def _folded(keys: Any, microbatch: Any) -> Any:
         dtype = jnp.result_type(key)
         if not jnp.issubdtype(dtype, jax.dtypes.prng_key) and dtype != jnp.uint32:
             raise UnsupportedError(
-                f"mp.accumulate_gradients: an argument in key_argnums is an array of {dtype}{list(np.shape(key))}, and no PRNG key",
+                f"mp.accumulate_gradients: an argument in key_argnums or key_argnames is an array of "
+                f"{dtype}{list(np.shape(key))}, and no PRNG key",
                 shape=np.shape(key),
                 fixes=["key_argnums= has the positions of keys, counted from 0: jax.random.key(0)"],
             )
     return jax.tree.map(lambda key: jax.random.fold_in(key, microbatch), keys)
 
 
-def _warn_of_keys(arguments: Mapping[Any, Any], known: Collection[int]) -> None:
+def _warn_of_keys(arguments: Mapping[int | str, Any], known: Collection[int | str]) -> None:
     """Warn of typed PRNG keys in arguments other than the ``known`` ones.
 
     The keys of NNX modules are left out: with their counts they make a new key for every microbatch.
@@ -212,9 +234,8 @@ def _warn_of_keys(arguments: Mapping[Any, Any], known: Collection[int]) -> None:
         if keys:
             is_key = len(keys) == len(leaves)
             what = "is a PRNG key" if is_key else f"has a PRNG key at {jax.tree_util.keystr(keys[0])}"
-            fix = (
-                f"key_argnums={i} gives" if is_key and isinstance(i, int) else "Pass it by position: key_argnums= gives"
-            )
+            option = f"key_argnums={i}" if isinstance(i, int) else f'key_argnames="{i}"'
+            fix = f"{option} gives" if is_key else "Pass it as an argument of its own: key_argnums= gives"
             warnings.warn(
                 f"mp.accumulate_gradients: argument {i} {what}; all microbatches share it and have the same dropout masks. "
                 f"{fix} each microbatch a key of its own",
@@ -241,11 +262,11 @@ def _has_rows(argument: Any) -> bool:
     )
 
 
-def _check_rows(batches: Mapping[int, Any]) -> None:
+def _check_rows(batches: Mapping[int | str, Any]) -> None:
     """Check that all arrays of the batches have the same leading size.
 
     Args:
-      batches: position of an argument → the argument.
+      batches: position or name of an argument → the argument.
 
     Raises:
       DivisibilityError: they have not.

@@ -230,12 +230,12 @@ def test_every_microbatch_has_a_key_of_its_own(key, lowering):
 
 
 def test_an_argument_in_key_argnums_that_is_no_key():
-    with pytest.raises(UnsupportedError, match=r"key_argnums is an array of float32\[16, 3\], and no PRNG key"):
+    with pytest.raises(UnsupportedError, match=r"key_argnames is an array of float32\[16, 3\], and no PRNG key"):
         mp.accumulate_gradients(regression, 4, key_argnums=2)(jnp.ones((8, 3)), jnp.ones((16, 8)), jnp.ones((16, 3)))
 
 
 def test_an_argument_that_is_batch_and_key():
-    with pytest.raises(LayoutSyntaxError, match="argument 2 is both in argnums and in key_argnums"):
+    with pytest.raises(LayoutSyntaxError, match="argument 2 is both a batch and a key"):
         mp.accumulate_gradients(regression, 4, argnums=(1, 2), key_argnums=2)
 
 
@@ -339,21 +339,54 @@ def test_a_key_within_an_argument_is_named(case):
         mp.accumulate_gradients(lambda s, x: loss(s["params"], x), MICRO)(state, x)
     with pytest.warns(UserWarning, match=r"argument 0 has a PRNG key at \[1\]; all microbatches share it"):
         mp.accumulate_gradients(lambda pair, x: net_loss(pair[0], x), MICRO)((Net(nnx.Rngs(0)), jax.random.key(0)), x)
-    with pytest.warns(UserWarning, match=r"argument key is a PRNG key; .* Pass it by position"):
+    with pytest.warns(UserWarning, match=r"argument key is a PRNG key; .* key_argnames=\"key\" gives"):
         mp.accumulate_gradients(lambda p, x, key: loss(p, x), MICRO)(p, x, key=jax.random.key(0))
     graph, state = nnx.split(Net(nnx.Rngs(0)))
     with pytest.warns(UserWarning, match=r"argument 0 has a PRNG key at .*rngs.*key"):
         mp.accumulate_gradients(lambda s, x: net_loss(nnx.merge(graph, s, copy=True), x), MICRO)(state, x)
 
 
-@pytest.mark.parametrize("call", ["closure", "keyword"])
-def test_a_batch_in_a_closure_or_by_keyword_is_an_error(call):
+def test_a_batch_in_a_closure_is_an_error():
     w, x = jnp.ones(4), jnp.ones((8, 4))
 
     def loss(w, x=x):
         return (x @ w).sum()
 
     with pytest.raises(
-        mp.errors.UnsupportedError, match=r"(?s)no argument of loss is a batch.*positional argument after the first"
+        mp.errors.UnsupportedError, match=r"(?s)no argument of loss is a batch.*as an argument after the first"
     ):
-        mp.accumulate_gradients(jax.grad(loss), 4)(w, **({"x": x} if call == "keyword" else {}))
+        mp.accumulate_gradients(jax.grad(loss), 4)(w)
+
+
+def test_batches_and_keys_by_keyword():
+    """Keyword arguments are batches as positional ones are; ``argnames`` and ``key_argnames`` choose among them."""
+    r = np.random.default_rng(2)
+    p, x, y = r.normal(size=(8, 3)), r.normal(size=(16, 8)), r.normal(size=(16, 3))
+    want = jax.value_and_grad(regression)(p, x, y)
+    seen = []
+
+    def drawn(p, *, x, y, scale, key):
+        seen.append((x.shape, y.shape, np.shape(scale)))
+        return regression(p, x, y) + 0 * jax.random.normal(key) + 0 * jnp.sum(scale)
+
+    key = jax.random.key(0)
+    batch = {"x": x, "y": y, "scale": 2.0}
+    for options, call in [({}, batch), ({"argnames": ("x", "y")}, batch | {"scale": jnp.ones(3)})]:
+        fn = mp.accumulate_gradients(jax.value_and_grad(drawn), 4, key_argnames="key", **options)
+        got = fn(p, key=key, **call)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, want)
+    assert set(seen) == {((4, 8), (4, 3), ()), ((4, 8), (4, 3), (3,))}
+    with pytest.warns(UserWarning, match=r'key_argnames="key" gives'):
+        mp.accumulate_gradients(drawn, 2)(p, key=key, **batch)
+    with pytest.raises(UnsupportedError, match="the call has no argument z"):
+        mp.accumulate_gradients(drawn, 2, argnames="z")(p, key=key, **batch)
+
+
+def test_microbatches_have_keys_of_their_own_by_keyword():
+    def noise(p, x, *, key):
+        return x.mean() * 0 + jax.random.normal(key)
+
+    key = jax.random.key(1)
+    got = mp.accumulate_gradients(noise, 4, key_argnames="key")(0.0, jnp.ones(8), key=key)
+    want = np.mean([jax.random.normal(jax.random.fold_in(key, i)) for i in range(4)])
+    np.testing.assert_allclose(got, want, rtol=1e-6)
