@@ -66,6 +66,21 @@ def test_unknown_dim_with_a_near_name():
                   or remove the rule, or name the dim (dims=…, Flax metadata, mp.named)""")
 
 
+def test_an_indivisible_dim_is_reported_of_the_parameter():
+    """Not of the optimizer state, which comes first in the state and takes the names of its parameter."""
+    tx = optax.adam(1e-3)
+    w = {"up": jax.ShapeDtypeStruct((6, 8), jnp.float32)}
+    state = {"opt": jax.eval_shape(tx.init, w), "params": w}
+    x = jax.ShapeDtypeStruct((8, 6), jnp.float32)
+
+    def step(state, x):
+        updates, opt = tx.update(jax.grad(lambda p: (x @ p["up"]).sum())(state["params"]), state["opt"])
+        return {"opt": opt, "params": optax.apply_updates(state["params"], updates)}
+
+    with pytest.raises(mp.errors.DivisibilityError, match=r"^state/params/up: dim `embed` of size 6"):
+        mp.plan(step, state, x, mesh="data=4", layout="embed: data", dims={"*/up": "embed mlp", "x": "batch _"})
+
+
 def test_misspelled_name_of_an_argument():
     """The layout has a name of the known schemes, so that the names of the argument may be wrong."""
     x = jax.ShapeDtypeStruct((8, 4), jnp.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 from ..compat.jax import user_stacklevel
 from ..dims import did_you_mean, format_dims, near
@@ -227,18 +228,21 @@ def _swaps(join: Join) -> list[str]:
     return entries
 
 
-def check_divides(value: Value, assignment: AxisAssignment) -> None:
+def check_divides(values: Sequence[Value], assignment: AxisAssignment) -> None:
     """Raise DivisibilityError if a rule does not divide a dim of an input or output that the user named.
 
-    The value's stored spec must have been asked for before.
+    Optimizer state, which has the dims of its parameter, is reported last. The stored specs of the values must have been asked for
+    before.
     """
-    refused = assignment.indivisible.get(value)
-    if refused is None or value.annotation is None or value.annotation[refused[1]] is None:
+    refused = [assignment.indivisible[value] for value in values if value in assignment.indivisible]
+    named = [(v, i, rule) for v, i, rule in refused if v.annotation is not None and v.annotation[i] is not None]
+    if not named:
         return
-    _, i, rule = refused
+    value, i, rule = min(named, key=lambda r: r[0].kind == "opt")
+    annotation = cast(tuple, value.annotation)
     raise divisibility_error(
-        path=value.path or "an input", shape=value.shape, dims=format_dims(value.annotation),
-        dim=str(value.annotation[i]), size=value.shape[i], rule=assignment.layout.rules[rule], sizes=assignment.sizes,
+        path=value.path or "an input", shape=value.shape, dims=format_dims(annotation),
+        dim=str(annotation[i]), size=value.shape[i], rule=assignment.layout.rules[rule], sizes=assignment.sizes,
         dtype=value.aval.dtype,
         optional=masking_text(assignment.program, assignment.layout.rules[rule], assignment.sizes) if i == 0 else None,
     )  # fmt: skip

@@ -223,9 +223,9 @@ class _Planner:
         arguments, results = [], []
         for value in program.inputs:
             spec = emitter.stored(value)
-            check_divides(value, self.assignment)
             inputs.append(emitter.place(emitter.shard(value, spec)))
             arguments.append(self.held(value, spec))
+        check_divides(program.inputs, self.assignment)
         self.ops(program.root, ())
         outputs = []
         for var, value in zip(program.root.jaxpr.outvars, program.outputs, strict=True):
@@ -308,7 +308,7 @@ class _Planner:
             emitter.literal(value, var)
         emitter.reduce(value)
         spec = emitter.stored(value)
-        check_divides(value, self.assignment)
+        check_divides([value], self.assignment)
         if value in emitter.constants:
             return emitter.maker.part(value, spec, emitter.body)
         emitter.new_group()
