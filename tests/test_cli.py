@@ -128,7 +128,7 @@ def test_a_model_of_70_billion_weights_by_its_defaults_alone(run):
     lines = out.splitlines()
     assert any(line.startswith("each device needs") and "of the 95.74 GiB of a v5p" in line for line in lines)
     assert any(line.startswith("    compute: ") and "the largest is" in line for line in lines)
-    assert sum("lost `data` to `batch`" in line for line in lines) == 1
+    assert sum("`batch` uses `data`" in line for line in lines) == 1
     assert len(lines) <= 51, "one screen"
 
 

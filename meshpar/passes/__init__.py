@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar, cast
 
-from ..compat.jax import user_stacklevel, without_gc
+from ..compat.jax import source_line, user_stacklevel, without_gc
 from ..cost.memory import memory_of
 from ..cost.time import time_of
 from ..errors import IndivisibleWarning, JoinWarning, LoweringWarning, MeshparError, ReplicatedWarning
@@ -148,6 +148,12 @@ def _with_notes(plan: P) -> P:
     unused = sorted({r.dim for r in plan.layout.rules} - plan.program.all_names())
     if unused:
         notes.append(f"rules without effect, since the program has no such dim: {', '.join(unused)}")
+    if plan.uncounted_loops:
+        lines = ", ".join(dict.fromkeys(str(source_line(loop.op.eqn)) for loop in plan.uncounted_loops))
+        notes.append(
+            f"the number of iterations of a while loop is not known ({lines}): it is counted as one iteration, and the bytes, "
+            "FLOPs and seconds of the step are lower bounds"
+        )
     if plan.compiler.note is not None and plan.chip is not None:
         notes.append(plan.compiler.note)
     return replace(plan, notes=(*plan.notes, *notes)) if notes else plan

@@ -7,6 +7,7 @@ matmul then contracts a sharded dim, and its result is all-reduced.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -50,8 +51,9 @@ def indivisible_dims(plan: Plan) -> Iterator[IndivisibleDim]:
     }
     seen = set()
     assignment = AxisAssignment(plan.program, plan.layout, plan.sizes)
-    for value, i, index in assignment.all_indivisible():
-        rule = plan.layout.rules[index]
+    required = ((value, i, plan.layout.rules[index]) for value, i, index in assignment.all_indivisible())
+    optional = assignment.all_indivisible_optional([rule for rule in sharding if rule.optional])
+    for value, i, rule in itertools.chain(required, optional):
         if rule in sharding and rule not in seen:
             seen.add(rule)
             size = list(assignment.value_items(value))[i][1]

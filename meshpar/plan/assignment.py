@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -491,17 +491,33 @@ class AxisAssignment:
         if known and not any(group.indivisible for group in self.group_assignments()):
             return []
         in_order = AxisAssignment(self.program, self.layout, self.sizes)
+        for value in self._all_values():
+            in_order.value_spec(value)
+        return list(in_order.indivisible.values())
+
+    def all_indivisible_optional(self, rules: Collection[Rule]) -> Iterator[tuple[Value, int, Rule]]:
+        """Yields the first (value, dim) whose size each of these optional rules does not divide, in program order."""
+        missing = set(rules)
+        for value in self._all_values() if missing else ():
+            names = {name for names, _ in self.value_items(value) for name in names}
+            if any(rule.dim in names for rule in missing):
+                for rule, i in self.unused_optional_rules(value):
+                    if rule in missing:
+                        missing.remove(rule)
+                        yield value, i, rule
+            if not missing:
+                return
+
+    def _all_values(self) -> Iterator[Value]:
+        """Yields the values of the program: its inputs, then the results and inputs of each frame."""
+        yield from self.program.inputs
         frames = [self.program.root]
-        values = list(self.program.inputs)
         while frames:
             frame = frames.pop()
             for op in frame.ops:
                 frames += op.frames
-                values += op.outs
-            values += frame.ins()
-        for value in values:
-            in_order.value_spec(value)
-        return list(in_order.indivisible.values())
+                yield from op.outs
+            yield from frame.ins()
 
     def queries(self) -> Queries:
         """The distinct queries of the program, for layouts that name the scopes of this one."""

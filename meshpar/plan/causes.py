@@ -87,7 +87,7 @@ class Causes:
                 if owner == dim:
                     reasons.append(f"another `{dim}` of this {name} is split over `{a}`, {so}")
                 elif owner is not None:
-                    reasons.append(f"`{rule}` lost `{a}` to `{owner}` in this {name}, {so}")
+                    reasons.append(f"`{rule}` does not apply to this {name}, in which `{owner}` uses `{a}`, {so}")
                 elif other is not None:
                     reasons.append(f"this {name} needs `{a}` on `{other}` instead of `{dim}`")
                 elif op.rule is not None and not op.rule.known:

@@ -278,6 +278,19 @@ class Plan:
         return f"loop over {name}" if name else "loop"
 
     @cached_property
+    def uncounted_loops(self) -> tuple[Loop, ...]:
+        """The loops that send bytes or have matmuls, and whose number of iterations is not known (``jax.lax.while_loop``).
+
+        Bytes, FLOPs and times of a plan are those of one iteration of each.
+        """
+        return tuple(
+            loop
+            for loop in self.body.loops
+            if loop.body.trip_count is None
+            and (loop.body.sends or any(step.op.primitive.matmul_dims for step in loop.body.runs.values()))
+        )
+
+    @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
         """Every copy between device memory and host memory, in the order of the steps."""
         return tuple(self._transfers(self.body, 1))

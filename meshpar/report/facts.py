@@ -296,7 +296,7 @@ class RuleEffect:
       arguments: number of arguments that it shards.
       global_bytes, bytes: of these arguments: of the full arrays, and on a device.
       values: number of values of the program that it shards, arguments included.
-      sent: bytes that a device sends in a step because of the rule: it lost its axis to another rule, or a dim that it shards is
+      sent: bytes that a device sends in a step because of the rule: another rule uses its axis, or a dim that it shards is
         contracted.
       seconds: of these collectives; 0 where no time is estimated.
     """

@@ -172,8 +172,9 @@ def _costs(plan: Plan) -> list[Text]:
     if host := host_text(plan):
         out.append(Text(f"    host: {host}"))
     if time is not None and chip is not None:
+        bound = "at least" if plan.uncounted_loops else "about"
         out.append(Text.assemble(
-            ("a step takes ", "bold"), (f"about {format_seconds(time.seconds)}", "bold"),
+            ("a step takes ", "bold"), (f"{bound} {format_seconds(time.seconds)}", "bold"),
             f" on {chip.name}: {time_bounds(time)}; {100 * time.mfu:.0f} % of the peak FLOP/s",
         ))  # fmt: skip
         details = (time.bottleneck, blocking_collectives(plan), calibration_text(plan))
@@ -209,7 +210,8 @@ def _collectives(plan: Plan, styles: AxisStyles) -> Any:
         table.append((rest, "", total, calls, "", seconds, 'plan.save("plan.html") lists them'))
     widths = [max(len(row[i]) for row in table) for i in range(6)]
     took = f", in {format_seconds(every.seconds)}" if timed else ""
-    lines: list[Any] = [Text(f"each device sends {format_bytes(every.bytes)} a step{took}", style="bold")]
+    at_least = "at least " * bool(plan.uncounted_loops)
+    lines: list[Any] = [Text(f"each device sends {at_least}{format_bytes(every.bytes)} a step{took}", style="bold")]
     for i, (op, axes, total, calls, each, seconds, dims) in enumerate(table):
         numbers = [(total, 2), (calls, 3), (each, 4)] + [(seconds, 5)] * timed
         cells = "".join(f"  {text:>{widths[k]}}" for text, k in numbers)

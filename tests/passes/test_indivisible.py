@@ -48,6 +48,15 @@ def test_more_shards_than_heads_warn_with_the_bytes_and_a_mesh_that_divides(mesh
     assert re.search(r"`heads: model` does not divide `heads` of 4, .*; model of 1, 2 or 4 divides it", note)
 
 
+@pytest.mark.parametrize("layout", ["batch: data; heads?: model", "megatron"])
+def test_optional_rules_warn_as_well(layout):
+    """`heads?` leaves the number of heads unsharded, but not the fused kernels, so that head_dim is contracted."""
+    _, (said,) = warnings_of("data=1, model=8", layout)
+    assert "`heads` of size 4 does not divide over model=8" in said
+    assert "collectives caused by `heads?: model` send" in said
+    assert warnings_of("data=2, model=4", layout)[1] == []
+
+
 def test_no_warning_where_little_is_sent():
     plan, said = warnings_of("data=1, model=8", batch=2, seq=16)
     assert said == []

@@ -54,8 +54,8 @@ def test_causes_are_sentences(case):
     for _, cause, dims in causes(*case):
         clauses = re.split(r"; | and ", cause)
         assert len(clauses) == len(set(clauses)), cause
-        lost = re.search(r"`(\w+)\?*: \S+ lost `\w+` to `(\w+)`", cause)
-        assert lost is None or lost[1] != lost[2], cause
+        other = re.search(r"`(\w+)\?*: \S+ does not apply to this \w+, in which `(\w+)` uses", cause)
+        assert other is None or other[1] != other[2], cause
         assert not re.search(r" so$|keeps|works along|rename_dims", cause), cause
         assert "×" not in dims, dims
 
@@ -126,7 +126,9 @@ def test_a_vector_that_an_elementwise_op_needs_in_full():
         dims={"x": "batch seq embed", "s": "embed"},
     )  # fmt: skip
     (gather,) = plan.collectives
-    assert gather.cause == "`embed: data` lost `data` to `batch` in this mul, so `embed` is gathered"
+    assert (
+        gather.cause == "`embed: data` does not apply to this mul, in which `batch` uses `data`, so `embed` is gathered"
+    )
 
 
 def test_the_module_of_a_collective():

@@ -84,6 +84,25 @@ def test_one_that_it_runs_over_is_gathered_slice_by_slice():
     assert not loop.hoisted
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_a_note_on_loops_of_unknown_length(known):
+    """Of loops that send something or have a matmul, but not of others, such as those that draw random numbers."""
+
+    def step(x, w):
+        def body(i, y):
+            return jnp.tanh(y @ w @ w.T)
+
+        x = lax.while_loop(lambda s: s.sum() < 0, lambda s: s * 2, x)
+        return lax.fori_loop(0, 3, body, x) if known else lax.while_loop(lambda s: s.sum() > 9, lambda s: body(0, s), x)
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((16, 64), (64, 256))]
+    plan = mp.plan(step, *shapes, mesh="model=8", layout="mlp: model", dims={"w": "embed mlp"}, topology="v5e:2x4")
+    notes = [n for n in plan.notes if "number of iterations" in n]
+    assert len(plan.uncounted_loops) == len(notes) == (not known)
+    assert ("sends at least" in str(plan)) == ("takes at least" in str(plan)) == (not known)
+    assert all("test_planner.py" in n and "lower bounds" in n for n in notes)
+
+
 def test_a_while_loop_whose_length_nobody_knows_counts_as_one():
     def fn(x, w):
         return lax.while_loop(lambda s: s[0] < s[1].sum(), lambda s: (s[0] + 1, jnp.tanh(s[1] @ w)), (0.0, x))[1]

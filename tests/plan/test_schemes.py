@@ -131,7 +131,10 @@ def test_without_rename_the_query_side_keeps_the_axis_and_the_key_side_is_gather
 def test_causes_name_the_rules():
     plan = plan_of("batch: data; embed: data")
     gather = next(c for c in plan.collectives if c.op == "all-gather" and c.dims == "embed mlp")
-    assert gather.cause == "`embed: data` lost `data` to `batch` in this dot_general, so `embed` is gathered"
+    assert (
+        gather.cause
+        == "`embed: data` does not apply to this dot_general, in which `batch` uses `data`, so `embed` is gathered"
+    )
     scatter = next(c for c in plan.collectives if c.op == "reduce-scatter" and c.dims == "embed mlp")
     assert "`batch: data` splits `batch`, which dot_general contracts" in scatter.cause
     assert "planned_transformer.py" in gather.source
@@ -179,7 +182,7 @@ def test_json_and_text_tell_the_same():
     assert sum(c["bytes"] * c["count"] for c in data["collectives"]) == pytest.approx(plan.bytes_sent)
     text = str(plan)
     assert "embed:data mlp:model" in text
-    assert "lost `data` to `batch`" in text
+    assert "`batch` uses `data`" in text
     assert max(map(len, text.splitlines())) <= 120
 
 
