@@ -243,8 +243,8 @@ def tuned_table(machine: Mapping[str, Any], outcomes: Outcomes) -> tuning.Table:
             outcome = outcomes.get(f"tune/{name}/{label}")
             seconds = outcome.result["seconds"] if outcome is not None and outcome.status == "ok" else []
             if seconds:
-                found[Config(**{**config, "tile": tuple(config["tile"])})] = seconds[0]
-        first = Config(**{**listed.result[0], "tile": tuple(listed.result[0]["tile"])})
+                found[Config(**config)] = seconds[0]
+        first = Config(**listed.result[0])
         if first not in found:
             continue  # nothing to compare with
         best = min(found, key=lambda config: found[config])
@@ -300,7 +300,7 @@ def report(machine: Mapping[str, Any], outcomes: Outcomes) -> str:
     for classes in tuned.values():
         for shape, dtypes in classes.items():
             for entry in dtypes.values():
-                chosen = ", ".join(f"{k}={v}" for k, v in entry.config._asdict().items() if v is not None)
+                chosen = ", ".join(f"{k}={v}" for k, v in entry.config.given().items())
                 lines.append(f"| {shape} | {chosen} | {1e3 * entry.seconds:.3f} | {1e3 * entry.analytic_seconds:.3f} |")
     return "\n".join(lines) + "\n"
 

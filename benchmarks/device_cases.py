@@ -15,7 +15,7 @@ from meshpar_kernels.routing import gpu as routing_gpu
 from meshpar_kernels.routing import reference, tpu_gather
 from meshpar_kernels.routing import tpu as routing_tpu
 from meshpar_kernels.shapes import MATMULS, MODELS, AttentionShape
-from meshpar_kernels.tuning import MatmulKey
+from meshpar_kernels.tuning import Config, MatmulKey
 
 TOKENS = 8192
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
@@ -25,13 +25,13 @@ ATTENTION_KERNELS = ("attention", "d attention")
 SCALED = ("g64", "deepseek-v3-up", "deepseek-v3-down")
 """Shapes of the grouped matmul of 8-bit operands with block scales."""
 ATTENTION = {"llama3-8b-8k": AttentionShape(tokens=8192, heads=32, kv_heads=8, head_dim=128)}
-FORMS: dict[str, dict[str, Any]] = {
-    "": {},
-    "cluster": {"cluster": 2},
-    "ping-pong": {"pingpong": True},
-    "ping-pong, cluster": {"pingpong": True, "cluster": 2},
+FORMS = {
+    "": Config(),
+    "cluster": Config(cluster=2),
+    "ping-pong": Config(pingpong=True),
+    "ping-pong, cluster": Config(pingpong=True, cluster=2),
 }
-"""Name → options of a grouped matmul; "" is the default form."""
+"""Name → configuration of a grouped matmul; "" is the default form."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,9 +212,9 @@ def _swapped(function):
     return lambda rhs, grad, sizes: function(grad, rhs, sizes)
 
 
-def with_options(kernel: str, how: dict[str, Any]) -> Callable[..., Any]:
-    """The Pallas kernel of a grouped matmul with given options (tile, cluster, …) instead of the chosen ones."""
-    how = {"implementation": "pallas", **how}
+def with_config(kernel: str, config: Config) -> Callable[..., Any]:
+    """The Pallas kernel of a grouped matmul with a given configuration."""
+    how: dict[str, Any] = {"implementation": "pallas", "config": config}
     if kernel == "forward":
         return lambda lhs, rhs, sizes: grouped_matmul(lhs, rhs, sizes, **how)
     if kernel == "d lhs":

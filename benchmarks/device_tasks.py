@@ -12,6 +12,7 @@ A request names its `kind`:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable
@@ -90,7 +91,7 @@ def _implementation(case: device_cases.Case, kernel: str, name: str) -> Callable
         return case.ours
     form = name.removeprefix(f"{OURS}, ")
     if form in device_cases.FORMS:
-        return device_cases.with_options(kernel, device_cases.FORMS[form])
+        return device_cases.with_config(kernel, device_cases.FORMS[form])
     if name not in case.others:
         raise NotImplementedError(f"{name} is not installed, or has no such kernel")
     return case.others[name]
@@ -145,8 +146,8 @@ def configs(matmul: dict[str, Any], dtype: str) -> list[dict[str, Any]]:
     """The tuner's candidates, the analytic choice first; of several numbers of stages the largest alone."""
     candidates = tuner.candidates(MatmulKey(**matmul), dtype, tuner.platform())
     first, *rest = candidates
-    fewer = dict.fromkeys(config._replace(stages=None) for config in rest)
-    return [config._asdict() for config in (first, *fewer)]
+    fewer = dict.fromkeys(dataclasses.replace(config, stages=None) for config in rest)
+    return [vars(config) for config in (first, *fewer)]
 
 
 def difference(got: Any, want: list[np.ndarray]) -> float:

@@ -116,11 +116,11 @@ def gpu_cases() -> Iterator[tuple[str, Callable[[], float]]]:
     for number, sizes in enumerate(([129, 0, 100, 41, 0, 30], [700, 0, 1000, 348])):
         size = {"rows": sum(sizes), "k": 768, "n": 512}
         for form in filter(None, forms("forward", target)):
-            yield f"grouped_matmul {form}: load {number}", functools.partial(matmul, sizes, **size, **FORMS[form])
+            yield f"grouped_matmul {form}: load {number}", functools.partial(matmul, sizes, **size, config=FORMS[form])
         for form in filter(None, forms("d rhs", target)):
             yield (
                 f"grouped_matmul_transpose {form}: load {number}",
-                functools.partial(transpose, sizes, **size, **FORMS[form]),
+                functools.partial(transpose, sizes, **size, config=FORMS[form]),
             )
     for causal in (False, True):
         for heads in (4, 2):
@@ -217,7 +217,7 @@ def matmul(sizes, *, rows=ROWS, k=K, n=N, dtype=jnp.bfloat16, out_dtype=None, im
         rhs = (rhs, normal(*shape, dtype=dtype))
     implementation = implementation or kernel()
     got = grouped_matmul(lhs, rhs, jnp.asarray(sizes), implementation=implementation, out_dtype=out_dtype, **options)
-    how = {name: value for name, value in options.items() if name not in ("cluster", "pingpong")}
+    how = {name: value for name, value in options.items() if name != "config"}
     return error(got, oracle.grouped_matmul(lhs, rhs, sizes, **how))
 
 
@@ -227,7 +227,7 @@ def transpose(sizes, *, rows=ROWS, k=K, n=N, implementation=None, **options) -> 
     lhs, rhs = normal(rows, k).at[used:].set(jnp.nan), normal(rows, n).at[used:].set(jnp.nan)
     implementation = implementation or kernel()
     got = grouped_matmul_transpose(lhs, rhs, jnp.asarray(sizes), implementation=implementation, **options)
-    how = {name: value for name, value in options.items() if name not in ("cluster", "pingpong")}
+    how = {name: value for name, value in options.items() if name != "config"}
     return error(got, oracle.grouped_matmul_transpose(lhs, rhs, sizes, **how))
 
 

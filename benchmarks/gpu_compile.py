@@ -53,7 +53,7 @@ def compile_one(kernel: str, shape: str, target: str, form: str = "") -> dict[st
     case = device_cases.make(kernel, shape)
     structs = [jax.ShapeDtypeStruct(s, d, sharding=sharding) for s, d in case.arguments]
     with tempfile.TemporaryDirectory() as folder, jax.default_device(topology.devices[0]):
-        ours = device_cases.with_options(kernel, device_cases.FORMS[form]) if form else case.ours
+        ours = device_cases.with_config(kernel, device_cases.FORMS[form]) if form else case.ours
         lowered = jax.jit(ours).trace(*structs).lower(lowering_platforms=("cuda",))
         compiled = lowered.compile(compiler_options={"xla_dump_to": folder})
         assemble_triton(Path(folder), target)

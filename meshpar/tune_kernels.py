@@ -184,7 +184,8 @@ def _show(tables: tuning.Table, file: Path, console: Console) -> None:
         for shape, dtypes in classes.items():
             for dtype, entry in dtypes.items():
                 c = entry.config
-                table.add_row(kind, shape, dtype, str(c.tile), *(str(x or "") for x in c[1:]),
+                options = (str(x or "") for x in (c.stages, c.num_sms, c.cluster, c.pingpong))
+                table.add_row(kind, shape, dtype, str(c.tile), *options,
                               f"{1e3 * entry.seconds:.3f}", f"{1e3 * entry.analytic_seconds:.3f}")  # fmt: skip
     console.print(
         table if table.row_count else f"No tile was measured yet: neither the shipped table nor {file} has an entry."

@@ -31,3 +31,4 @@ from meshpar_kernels.routing import RoutePlan as RoutePlan
 from meshpar_kernels.routing import combine as combine
 from meshpar_kernels.routing import permute as permute
 from meshpar_kernels.routing import route as route
+from meshpar_kernels.tuning import Config as Config

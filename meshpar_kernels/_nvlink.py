@@ -80,7 +80,7 @@ def machine_reasons(devices: int, axes: Sequence[str] = (), blocks: int = 0) -> 
     if blocks > _compat.multiprocessors():
         reasons.append(
             f"{kind or 'the GPU'} has {_compat.multiprocessors()} multiprocessors, and {blocks} blocks wait for each other: those "
-            "that do not run would be waited for without end (num_sms= takes fewer)"
+            "that do not run would be waited for without end (config=Config(num_sms=...) takes fewer)"
         )
     try:
         _compat.mosaic_gpu()

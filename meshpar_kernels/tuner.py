@@ -134,25 +134,25 @@ def _for_gpu(p: MatmulKey, itemsize: int) -> list[Config]:
     """Configurations of the GPU kernels, the analytic choice first; may have repetitions."""
     back = p.op == "grouped_matmul_transpose"
 
-    def config(tile: gpu.Tile) -> Config:
-        shape = (tile.k, tile.m, tile.n) if back else (tile.m, tile.k, tile.n)
-        return Config(shape, tile.stages, None, tile.cluster if tile.cluster > 1 else None, tile.pingpong or None)
+    def most_stages(config: Config) -> int:
+        return gpu.make_tile(config, itemsize, p.matrices, transposes=back).stages
 
-    tiles = [gpu.pick_tile(p.n, itemsize, p.matrices)]
+    first = gpu.with_tile(Config(), p.n, p.matrices, transposes=back)
+    configs = [dataclasses.replace(first, stages=most_stages(first))]
     for inner in (64, 128):
         for width in (w for w in (64, 128, 192, 256) if w * p.matrices <= 256 and w < 2 * p.n):
-            tile = gpu.make_tile(gpu.ROWS, inner, width, itemsize, p.matrices)
-            tiles += [tile._replace(stages=s) for s in range(max(2, tile.stages - 2), tile.stages + 1)]
             if _compat.gpu_architecture()[0] == 10:
-                clusters, forms = [2] * (width % 128 == 0), [False]
+                clusters, forms = [2] * (width % 128 == 0), [None]
             else:  # two adjacent tiles
                 clusters = [2] * (-(-p.k // gpu.ROWS) % 2 == 0 if back else -(-p.n // width) % 2 == 0)
-                forms = [False, True] if back and width <= 128 else [False]
-            for pingpong, blocks in itertools.product(forms, [1, *clusters]):
-                how = {"cluster": blocks, "pingpong": pingpong}
-                tile = gpu.make_tile(gpu.ROWS, inner, width, itemsize, p.matrices, **how)
-                tiles += [tile] * (tile.stages >= (4 if pingpong else 2))
-    return [config(tile) for tile in tiles]
+                forms = [None, True] if back and width <= 128 else [None]
+            tile = (inner, gpu.ROWS, width) if back else (gpu.ROWS, inner, width)
+            for pingpong, cluster in itertools.product(forms, [None, *clusters]):
+                config = Config(tile, cluster=cluster, pingpong=pingpong)
+                most, fewest = most_stages(config), 4 if pingpong else 2
+                numbers = [most] if pingpong or cluster else range(most - 2, most + 1)
+                configs += [dataclasses.replace(config, stages=s) for s in numbers if s >= fewest]
+    return configs
 
 
 def _for_tpu(p: MatmulKey, itemsize: int) -> list[Config]:
@@ -208,8 +208,7 @@ class DeviceBench:
     def error(self, config: Config) -> float:
         """Largest difference from the reference, relative to the reference's largest value; infinite if it is not
         finite."""
-        requested = {name: value for name, value in config._asdict().items() if value is not None}
-        function = jax.jit(self._function(implementation="pallas", **requested))
+        function = jax.jit(self._function(implementation="pallas", config=config))
         got = np.asarray(function(*self.operands), np.float32)
         self.compiled[config] = function
         delta = float(np.abs(got - self.want).max()) / max(float(np.abs(self.want).max()), 1e-30)
@@ -241,7 +240,7 @@ class IsolatedBench:
         Raises:
           WorkerError: the configuration was refused, failed, crashed the process, or took longer than the limit.
         """
-        reply = self._worker.call({**self._fields, "config": config._asdict()}, self.limit)
+        reply = self._worker.call({**self._fields, "config": vars(config)}, self.limit)
         self._seconds[config] = reply["seconds"]
         return reply["error"]
 
@@ -260,7 +259,7 @@ def _bench(dtype: str, **matmul: Any) -> DeviceBench:
 def measure(matmul: dict[str, Any], dtype: str, config: dict[str, Any]) -> dict[str, Any]:
     """Error of one configuration, and its seconds where the error is within `limit_of`; called in a worker process."""
     bench = _bench(dtype, **matmul)
-    chosen = Config(**{**config, "tile": tuple(config["tile"])})
+    chosen = Config(**config)
     error = bench.error(chosen)
     right = error <= limit_of(dtype)
     return {"error": error, "limit": limit_of(dtype), "seconds": list(bench.seconds(chosen)) if right else []}

@@ -12,15 +12,29 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar, cast
 
 import jax.numpy as jnp
 
 from meshpar_kernels import _compat
 
-__all__ = ["VARIABLE", "Config", "Entry", "MatmulKey", "lookup", "merge", "path", "read", "write"]
+__all__ = [
+    "VARIABLE",
+    "Config",
+    "Entry",
+    "MatmulKey",
+    "keywords_in_config",
+    "lookup",
+    "merge",
+    "only_num_sms",
+    "path",
+    "read",
+    "write",
+]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 VARIABLE = "MESHPAR_KERNEL_TABLE"
 """Environment variable: path of the user's table."""
@@ -29,22 +43,95 @@ SHIPPED = Path(__file__).with_name("tuned.json")
 FORMAT = 1
 
 
-class Config(NamedTuple):
-    """Tuning options of a kernel.
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a kernel runs: its tiles, stages and blocks. No field changes the result, besides rounding.
+
+    A field that is None is chosen: by the tuning table's entry for the matmul on the device, else by a rule.
 
     Attributes:
-      tile: (rows, K, N) of a step.
-      stages: of the GPU kernel's shared memory; None: as many as fit.
-      num_sms: blocks of the GPU kernel's grid; None: one a multiprocessor.
-      cluster: blocks, 1 or 2, of the GPU kernel that share loads (Hopper) or matmuls (Blackwell); None: 1.
-      pingpong: whether the warpgroups of Hopper's transpose have a tile each; None: not.
+      tile: (rows, K, N) of a step. By rule: the tile that moves the fewest bytes.
+      stages: of the GPU kernel's shared memory. By rule: as many as fit, at most 6.
+      num_sms: thread blocks of the GPU kernel's grid, each of which has a multiprocessor for itself. By rule: the number of
+        multiprocessors (of a kernel over NVLink: 32 fewer).
+      cluster: 2: clusters of two thread blocks of the GPU kernel. On Hopper they compute adjacent tiles, and TMA multicast
+        loads their common operand once; if the number of column tiles is odd, the last one is paired with an empty tile. On
+        Blackwell their tensor cores compute a tile of 256 rows together ("2-CTA"), of a multiple of 128 columns. By rule:
+        1, no clusters.
+      pingpong: Hopper's `grouped_matmul_transpose` only: each of a block's two multiplying warpgroups computes a tile of its
+        own, at most 128 columns wide, and one multiplies while the other writes. It is for groups of few rows, for which a
+        tile is written after few matmuls. By rule: False.
+
+    Raises:
+      ValueError: a number that is no integer of at least 1, or a tile that is not three of them.
     """
 
-    tile: tuple[int, int, int]
+    tile: tuple[int, int, int] | None = None
     stages: int | None = None
     num_sms: int | None = None
     cluster: int | None = None
     pingpong: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields, and make a list of sizes a tuple."""
+        if self.tile is not None:
+            object.__setattr__(self, "tile", tuple(self.tile))
+            if len(self.tile) != 3 or not all(_is_count(size) for size in self.tile):
+                raise ValueError(f"tile={self.tile} must be (rows, K, N), integers of at least 1")
+        for name in ("stages", "num_sms", "cluster"):
+            value = getattr(self, name)
+            if value is not None and not _is_count(value):
+                raise ValueError(f"{name}={value!r} must be an integer of at least 1")
+        if not isinstance(self.pingpong, bool | None):
+            raise ValueError(f"pingpong={self.pingpong!r} must be True or False")
+
+    def given(self) -> dict[str, Any]:
+        """The fields that are not None, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def over(self, base: Config) -> Config:
+        """This configuration, with the fields of `base` where this one has None."""
+        return dataclasses.replace(base, **self.given())
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def keywords_in_config(*names: str) -> Callable[[Function], Function]:
+    """Decorator of a function with the keyword `config`: keywords with these names, which are fields of it, raise TypeError
+    with the `config=` to write."""
+
+    def decorate(function: Function) -> Function:
+        """The function, with the check."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            """Check the keywords, and call the function."""
+            found = [name for name in names if name in kwargs]
+            if found:
+                fields = ", ".join(f"{name}={kwargs[name]!r}" for name in found)
+                raise TypeError(
+                    f"{function.__name__}: {' and '.join(found)} {'are fields' if found[1:] else 'is a field'} of config: "
+                    f"config=Config({fields}), with meshpar_kernels.Config"
+                )
+            return function(*args, **kwargs)
+
+        return cast("Function", call)
+
+    return decorate
+
+
+def only_num_sms(op: str, config: Config | None) -> int | None:
+    """`config.num_sms`, for a function that chooses the other fields itself.
+
+    Raises:
+      ValueError: the config has other fields.
+    """
+    config = config or Config()
+    if others := config.given().keys() - {"num_sms"}:
+        raise ValueError(f"{op}: config has {', '.join(sorted(others))}; num_sms is the only field that can be set")
+    return config.num_sms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,29 +224,17 @@ def _read(file: Path, _: int) -> Table:
     return found
 
 
-def _whole(value: Any, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{what} must be a whole number above 0, got {value!r}")
-    return value
-
-
 def _entry(fields: Mapping[str, Any]) -> Entry:
     """A table entry from its JSON fields.
 
     Raises:
       KeyError, TypeError, ValueError: a field is missing or has a wrong value.
     """
-    m, k, n = (_whole(x, "tile") for x in fields["tile"])
-    stages, num_sms, cluster = (
-        None if fields.get(x) is None else _whole(fields[x], x) for x in ("stages", "num_sms", "cluster")
-    )
-    pingpong = fields.get("pingpong")
-    if pingpong not in (None, True, False):
-        raise ValueError(f"pingpong must be true or false, got {pingpong!r}")
+    config = Config(tuple(fields["tile"]), **{x: fields.get(x) for x in ("stages", "num_sms", "cluster", "pingpong")})
     seconds, analytic = float(fields["seconds"]), float(fields["analytic_seconds"])
     if not (0 < seconds < math.inf and 0 < analytic < math.inf):
         raise ValueError(f"seconds must be above 0, got {seconds} and {analytic}")
-    return Entry(Config((m, k, n), stages, num_sms, cluster, pingpong), seconds, analytic, str(fields["jax"]))
+    return Entry(config, seconds, analytic, str(fields["jax"]))
 
 
 def merge(*tables: Table) -> Table:
@@ -176,7 +251,7 @@ def write(file: Path, table: Table) -> None:
     """Replace the file atomically, so that no reader sees half of it."""
     devices = {
         kind: {
-            shape: {dtype: {**e.config._asdict(), "seconds": e.seconds, "analytic_seconds": e.analytic_seconds, "jax": e.jax}
+            shape: {dtype: {**vars(e.config), "seconds": e.seconds, "analytic_seconds": e.analytic_seconds, "jax": e.jax}
                     for dtype, e in dtypes.items()}
             for shape, dtypes in classes.items()
         }

@@ -15,6 +15,7 @@ from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported, devices_on, dispatch, refuse_sharded
 from meshpar_kernels.collective_matmul import gpu, reference, ring, tpu, tpu_gather, tpu_scatter, xla
 from meshpar_kernels.collective_matmul.dots import Axes, Dot
+from meshpar_kernels.tuning import Config, keywords_in_config, only_num_sms
 
 __all__ = ["all_gather_matmul", "matmul_reduce_scatter"]
 
@@ -35,6 +36,7 @@ class _How:
     num_sms: int | None = None
 
 
+@keywords_in_config("num_sms")
 def all_gather_matmul(
     x: jax.Array,
     w: jax.Array,
@@ -44,7 +46,7 @@ def all_gather_matmul(
     precision: Any = None,
     preferred_element_type: Any = None,
     tile: int = ring.TILE,
-    num_sms: int | None = None,
+    config: Config | None = None,
 ) -> jax.Array:
     """Gather the rows of x from all devices and multiply them by w: `lax.all_gather(x, axis_name, tiled=True) @ w`.
 
@@ -61,9 +63,9 @@ def all_gather_matmul(
       implementation: None, "xla", "ring", "pallas" or "reference".
       precision, preferred_element_type: as in `lax.dot_general`.
       tile: rows ("ring"): several blocks with fewer rows are multiplied together.
-      num_sms: multiprocessors that the GPU kernel uses exclusively until it ends. All of them, on every device, must
-        become free without waiting for this kernel. None: all but 32 of an H100, H200 or B200, which leaves
-        multiprocessors for a concurrent collective of NCCL.
+      config: `Config(num_sms=...)`: multiprocessors that the GPU kernel uses exclusively until it ends. All of them, on
+        every device, must become free without waiting for this kernel. None: all but 32 of an H100, H200 or B200, which
+        leaves multiprocessors for a concurrent collective of NCCL.
 
     Returns:
       [m·A, n]: the rows of device 0 first. Differentiable: the gradient of x is a `matmul_reduce_scatter` (accumulated
@@ -76,13 +78,15 @@ def all_gather_matmul(
       NotImplementedError: an implementation that cannot take these arguments.
     """
     op = "all_gather_matmul"
-    _check(op, x, w, axis_name, tile, num_sms)
+    _check(op, x, w, axis_name, tile)
     x, w = _compat.same_varying(x, w)
+    num_sms = only_num_sms(op, config)
     return _gather(
         x, w, _How(_plain(axis_name), implementation, precision, preferred_element_type, None, tile, num_sms)
     )
 
 
+@keywords_in_config("num_sms")
 def matmul_reduce_scatter(
     x: jax.Array,
     w: jax.Array,
@@ -93,7 +97,7 @@ def matmul_reduce_scatter(
     preferred_element_type: Any = None,
     comm_dtype: Any = None,
     tile: int = ring.TILE,
-    num_sms: int | None = None,
+    config: Config | None = None,
 ) -> jax.Array:
     """Multiply, and reduce-scatter the rows of the result: `lax.psum_scatter(x @ w, axis_name, tiled=True)`.
 
@@ -102,7 +106,7 @@ def matmul_reduce_scatter(
     Args:
       x: [M, k], M a multiple of the number A of devices of `axis_name`.
       w: [k, N].
-      axis_name, implementation, precision, preferred_element_type, tile, num_sms: as in `all_gather_matmul`.
+      axis_name, implementation, precision, preferred_element_type, tile, config: as in `all_gather_matmul`.
       comm_dtype: dtype in which partial results are sent. None: float32, twice the bytes of a bfloat16 matmul; bfloat16
         rounds at every hop, as a reduce-scatter of bfloat16 does.
 
@@ -115,11 +119,12 @@ def matmul_reduce_scatter(
       ValueError, NotImplementedError: as `all_gather_matmul`; ValueError also if M does not divide over the devices.
     """
     op = "matmul_reduce_scatter"
-    devices = _check(op, x, w, axis_name, tile, num_sms)
+    devices = _check(op, x, w, axis_name, tile)
     if x.shape[0] % devices:
         raise ValueError(f"{op}: the {x.shape[0]} rows of x{list(x.shape)} do not divide over {devices} devices")
     x, w = _compat.same_varying(x, w)
     wire = None if comm_dtype is None else jnp.dtype(comm_dtype)
+    num_sms = only_num_sms(op, config)
     return _scatter(
         x, w, _How(_plain(axis_name), implementation, precision, preferred_element_type, wire, tile, num_sms)
     )
@@ -129,14 +134,12 @@ def _plain(axis_name: Axes) -> Axes:
     return axis_name if isinstance(axis_name, str) else tuple(axis_name)
 
 
-def _check(op: str, x: jax.Array, w: jax.Array, axis_name: Axes, tile: int, num_sms: int | None) -> int:
+def _check(op: str, x: jax.Array, w: jax.Array, axis_name: Axes, tile: int) -> int:
     """The number of devices. Raises ValueError for shapes, axes or options that do not fit."""
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
         raise ValueError(f"{op}: x must be [rows, K] and w [K, columns], got {list(x.shape)} and {list(w.shape)}")
     if tile < 1:
         raise ValueError(f"{op}: tile={tile} must be at least 1")
-    if num_sms is not None and num_sms < 1:
-        raise ValueError(f"{op}: num_sms={num_sms} must be at least 1")
     if not isinstance(axis_name, str) and not axis_name:
         raise ValueError(f"{op}: axis_name has no axis")
     refuse_sharded(op, x=x, w=w)

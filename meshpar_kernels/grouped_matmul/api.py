@@ -13,10 +13,12 @@ from meshpar_kernels._choose import refuse_sharded
 from meshpar_kernels.grouped_matmul.gradients import matmul_with_gradient, transpose_with_gradient
 from meshpar_kernels.grouped_matmul.matmuls import Options
 from meshpar_kernels.grouped_matmul.reference import ACTIVATIONS, QUANTIZED
+from meshpar_kernels.tuning import Config, keywords_in_config
 
 __all__ = ["grouped_matmul", "grouped_matmul_transpose"]
 
 
+@keywords_in_config("tile", "stages", "num_sms", "cluster")
 def grouped_matmul(
     lhs: jax.Array,
     rhs: jax.Array | tuple[jax.Array, jax.Array],
@@ -31,10 +33,7 @@ def grouped_matmul(
     rhs_scale: jax.Array | tuple[jax.Array, jax.Array] | None = None,
     out_dtype: jnp.dtype | None = None,
     implementation: str | None = None,
-    tile: tuple[int, int, int] | None = None,
-    stages: int | None = None,
-    num_sms: int | None = None,
-    cluster: int | None = None,
+    config: Config | None = None,
     debug: bool = False,
 ) -> jax.Array:
     """Multiply the rows of each group by that group's matrix.
@@ -74,15 +73,9 @@ def grouped_matmul(
         "tokamax": tokamax's `ragged_dot`, forward and backward, by the kernel that tokamax picks for the device of the
         process; it takes no `group_offset` and no `rhs_scale`, copies weights with `transpose_rhs` (as for lhs's gradient),
         and needs the extra `tokamax`.
-      tile: (rows, K, N) of one step of the Pallas kernel; None: the tuning table's entry for this matmul on this
-        device, else the tile that moves the fewest bytes (see `meshpar_kernels.tuning`).
-      stages: of the GPU kernel's shared memory; None: from the table, else as many as fit, at most 6.
-      num_sms: thread blocks of the GPU kernel's grid, each of which has a multiprocessor for itself. None: from the
-        table, else the number of multiprocessors.
-      cluster: 2: clusters of two thread blocks of the GPU kernel. On Hopper they compute adjacent tiles, and TMA
-        multicast loads their common rows once; if the number of column tiles is odd, the last one is paired with an
-        empty tile. On Blackwell their tensor cores compute a tile of 256 rows together ("2-CTA"), of `tile` columns, a
-        multiple of 128. 1: no clusters. None: from the table, else 1.
+      config: tile, stages and blocks of the Pallas kernel. Each field that is None, and without a config each field, is
+        taken from the tuning table's entry for this matmul on this device, else chosen by rule (see `Config`). Gradients
+        use its `num_sms` alone.
       debug: warn at run time about group sizes that are negative or exceed M.
 
     Returns:
@@ -102,7 +95,6 @@ def grouped_matmul(
     _check_options(op, lhs, activation, lhs_indices, lhs_rows)
     rows = lhs.shape[0] if lhs_indices is None else lhs_indices.shape[0]
     _check_scale(op, row_scale, rows)
-    _check_blocks(op, num_sms)
     others = {"group_sizes": group_sizes, "lhs_indices": lhs_indices, "row_scale": row_scale}
     for i, matrix in enumerate(matrices):
         refuse_sharded(op, lhs=lhs, rhs=matrix, **({"rhs_scale": scales[i]} if scales else {}), **others)
@@ -113,10 +105,7 @@ def grouped_matmul(
         activation=activation,
         out_dtype=jnp.dtype(lhs.dtype if out_dtype is None else out_dtype),
         implementation=implementation,
-        tile=tile,
-        num_sms=num_sms,
-        stages=stages,
-        cluster=cluster,
+        config=config or Config(),
     )
     return matmul_with_gradient(
         options, lhs, matrices, scales, group_sizes, _as_offset(group_offset), lhs_indices, lhs_rows, row_scale
@@ -167,6 +156,7 @@ def _check_options(op: str, lhs: jax.Array, activation: str | None, lhs_indices,
         )
 
 
+@keywords_in_config("tile", "stages", "num_sms", "cluster", "pingpong")
 def grouped_matmul_transpose(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -177,11 +167,7 @@ def grouped_matmul_transpose(
     row_scale: jax.Array | None = None,
     out_dtype: jnp.dtype | None = None,
     implementation: str | None = None,
-    tile: tuple[int, int, int] | None = None,
-    stages: int | None = None,
-    num_sms: int | None = None,
-    cluster: int | None = None,
-    pingpong: bool | None = None,
+    config: Config | None = None,
     debug: bool = False,
 ) -> jax.Array:
     """Sum lhs[i]ᵀ · rhs[i] over the rows i of each group: the transpose of `grouped_matmul` with respect to its
@@ -195,12 +181,7 @@ def grouped_matmul_transpose(
       group_offset: first group.
       row_scale: [M], float32 factor on each row of lhs.
       out_dtype: dtype of the result; None: lhs's.
-      implementation, tile, stages, num_sms, debug: as in `grouped_matmul`.
-      cluster: as in `grouped_matmul`. On Hopper adjacent tiles have the same columns of rhs; on Blackwell a tile has
-        256 rows of K.
-      pingpong: on Hopper, each of a block's two multiplying warpgroups computes a tile of its own, at most 128 columns
-        wide, and one multiplies while the other writes. It is for groups of few rows, for which a tile is written after
-        few matmuls. None: from the table, else False.
+      implementation, config, debug: as in `grouped_matmul`.
 
     Returns:
       [G, K, N], accumulated in float32; zero for an empty group. Differentiable with respect to lhs, rhs and row_scale.
@@ -217,7 +198,6 @@ def grouped_matmul_transpose(
         raise ValueError(f"{op}: groups={groups} must be at least 1")
     _check_groups(op, lhs, rhs, group_sizes, groups, group_offset)
     _check_scale(op, row_scale, lhs.shape[0])
-    _check_blocks(op, num_sms)
     refuse_sharded(op, lhs=lhs, rhs=rhs, group_sizes=group_sizes, row_scale=row_scale)
     if debug:
         _check_sizes_at_run_time(group_sizes, lhs.shape[0])
@@ -226,11 +206,7 @@ def grouped_matmul_transpose(
         activation=None,
         out_dtype=jnp.dtype(lhs.dtype if out_dtype is None else out_dtype),
         implementation=implementation,
-        tile=tile,
-        num_sms=num_sms,
-        stages=stages,
-        cluster=cluster,
-        pingpong=pingpong,
+        config=config or Config(),
     )
     return transpose_with_gradient(options, groups, lhs, rhs, group_sizes, _as_offset(group_offset), row_scale)
 
@@ -290,11 +266,6 @@ def _check_groups(op, lhs, rhs, group_sizes, groups, group_offset, *, quantized:
 def _check_scale(op: str, row_scale: jax.Array | None, rows: int) -> None:
     if row_scale is not None and row_scale.shape != (rows,):
         raise ValueError(f"{op}: row_scale must be [M]=[{rows}], got shape {row_scale.shape}")
-
-
-def _check_blocks(op: str, num_sms: int | None) -> None:
-    if num_sms is not None and num_sms < 1:
-        raise ValueError(f"{op}: num_sms={num_sms} must be at least 1")
 
 
 def _check_sizes_at_run_time(group_sizes: jax.Array, rows: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,17 +15,17 @@ from meshpar_kernels.grouped_matmul import blackwell, hopper
 from meshpar_kernels.grouped_matmul.gpu_parts import ROWS as PART
 from meshpar_kernels.grouped_matmul.gpu_parts import Tile, misaligned, tile_columns
 from meshpar_kernels.grouped_matmul.schedule import ALIGNMENT
+from meshpar_kernels.tuning import Config
 
 __all__ = [
     "Tile",
     "grouped_matmul",
     "grouped_matmul_transpose",
     "make_tile",
-    "make_transpose_tile",
     "matmul_unsupported",
     "padded_sizes",
-    "pick_tile",
     "transpose_unsupported",
+    "with_tile",
 ]
 
 SMEM_BYTES = 232_448
@@ -141,20 +142,17 @@ def grouped_matmul_transpose(
     return out[:, :k, :n]
 
 
-def pick_tile(
-    n: int, itemsize: int, num_rhs: int = 1, *, cluster: int | None = None, pingpong: bool | None = None
-) -> Tile:
-    """The widest tile whose accumulators fit the registers and that leaves few columns empty.
+def with_tile(config: Config, n: int, num_rhs: int = 1, *, transposes: bool = False) -> Config:
+    """The configuration with the widest tile whose accumulators fit the registers and that leaves few columns empty.
 
     Args:
       n: columns of the result.
-      itemsize: bytes of an element of the operands.
       num_rhs: matrices of each group, 1 or 2.
-      cluster, pingpong: as in `Tile`.
+      transposes: it is of the transpose.
     """
-    widths = [w for w in (256, 128, 64) if w * num_rhs <= _most_columns(pingpong)]
+    widths = [w for w in (256, 128, 64) if w * num_rhs <= _most_columns(config.pingpong)]
     width = next((w for w in widths if -(-n // w) * w <= 1.1 * n), widths[-1])
-    return make_tile(ROWS, INNER, width, itemsize, num_rhs, cluster=cluster, pingpong=pingpong)
+    return dataclasses.replace(config, tile=(INNER, ROWS, width) if transposes else (ROWS, INNER, width))
 
 
 def _most_columns(pingpong: bool | None) -> int:
@@ -163,18 +161,23 @@ def _most_columns(pingpong: bool | None) -> int:
     return 256 // hopper.CONSUMERS if pingpong else 256
 
 
-def make_tile(
-    m: int, k: int, n: int, itemsize: int, num_rhs: int = 1, stages: int | None = None, cluster: int | None = None,
-    pingpong: bool | None = None,
-) -> Tile:  # fmt: skip
-    """A tile with this number of stages; None: with as many as fit in shared memory, at most `MOST_STAGES`.
+def make_tile(config: Config, itemsize: int, num_rhs: int = 1, *, transposes: bool = False) -> Tile:
+    """The kernel's tile of a configuration with a `tile`. If `stages` is None: as many as fit in shared memory, at most
+    `MOST_STAGES`.
 
-    Without `cluster` and `pingpong`, it has neither clusters nor ping-pong.
+    Args:
+      itemsize: bytes of an element of the operands.
+      num_rhs, transposes: as in `with_tile`. In the transpose a tile is of [K, N], and a stage has rows.
     """
-    fitting = min(MOST_STAGES, _stages(m, k, n, itemsize, num_rhs, cluster or 1))
-    if pingpong:
-        fitting -= fitting % hopper.CONSUMERS
-    return Tile(m, n, k, fitting if stages is None else stages, cluster or 1, bool(pingpong))
+    assert config.tile is not None
+    m, k, n = config.tile
+    if transposes:
+        m, k = k, m
+    cluster, stages = config.cluster or 1, config.stages
+    if stages is None:
+        stages = min(MOST_STAGES, _stages(m, k, n, itemsize, num_rhs, cluster))
+        stages -= stages % hopper.CONSUMERS if config.pingpong else 0
+    return Tile(m, n, k, stages, cluster, bool(config.pingpong))
 
 
 def _stages(m: int, k: int, n: int, itemsize: int, num_rhs: int, cluster: int) -> int:
@@ -182,12 +185,6 @@ def _stages(m: int, k: int, n: int, itemsize: int, num_rhs: int, cluster: int) -
     a tile."""
     columns = n // cluster if _compat.gpu_architecture()[0] == 10 else n
     return (SMEM_BYTES - STAGING_BYTES) // max((m + num_rhs * columns) * k * itemsize, 1)
-
-
-def make_transpose_tile(tile: tuple[int, int, int], itemsize: int, **options: Any) -> Tile:
-    """The tile `(rows, K, N)` of the transpose: a tile of [K, N] with stages of `rows` rows; options of `make_tile`."""
-    rows, k, n = tile
-    return make_tile(k, rows, n, itemsize, **options)
 
 
 def matmul_unsupported(
@@ -201,6 +198,8 @@ def matmul_unsupported(
       k, n: contracted elements, and columns of the result.
     """
     reasons = _cut_reasons(lhs.dtype.itemsize, out_dtype.itemsize, k, n, transpose_rhs, False)
+    if tile.pingpong:
+        reasons.append("pingpong: the kernel of grouped_matmul_transpose has it")
     return _unsupported(lhs, out_dtype, tile, num_rhs, reasons)
 
 

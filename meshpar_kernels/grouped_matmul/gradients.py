@@ -15,6 +15,7 @@ from meshpar_kernels import _compat
 from meshpar_kernels.grouped_matmul.matmuls import Options, gather, matmul, transpose_matmul
 from meshpar_kernels.grouped_matmul.reference import activate
 from meshpar_kernels.grouped_matmul.schedule import group_bounds
+from meshpar_kernels.tuning import Config
 
 __all__ = ["matmul_with_gradient", "transpose_with_gradient"]
 
@@ -101,8 +102,9 @@ _rows.defvjp(
 
 
 def _plain(options: Options, lhs: jax.Array) -> Options:
-    chosen = {"tile": None, "stages": None, "cluster": None, "pingpong": None}
-    return dataclasses.replace(options, activation=None, out_dtype=lhs.dtype, **chosen)
+    """The options of another matmul: without activation, with a result of lhs's dtype, and with its own tile."""
+    config = Config(num_sms=options.config.num_sms)
+    return dataclasses.replace(options, activation=None, out_dtype=lhs.dtype, config=config)
 
 
 def _activated(options: Options, matmuls: Sequence[jax.Array]):

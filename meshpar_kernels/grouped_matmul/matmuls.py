@@ -28,11 +28,7 @@ class Options:
     activation: str | None
     out_dtype: jnp.dtype
     implementation: str | None
-    tile: tuple[int, int, int] | None
-    num_sms: int | None = None
-    stages: int | None = None
-    cluster: int | None = None
-    pingpong: bool | None = None
+    config: Config
     transpose_scale: bool = False
 
 
@@ -83,7 +79,6 @@ def matmul(
     (rows, k), n = lhs.shape, rhs[0].shape[1] if options.transpose_rhs else rhs[0].shape[2]
     if 0 in (*lhs.shape, *rhs[0].shape):
         return jnp.zeros((rows, n), options.out_dtype)
-    itemsize = lhs.dtype.itemsize
     shape = MatmulKey("grouped_matmul", rows, k, n, rhs[0].shape[0], num_rhs, options.transpose_rhs)
     gpu_k, gpu_n = gpu.padded_sizes(lhs, options.out_dtype, k=k, n=n, transpose_rhs=options.transpose_rhs)
 
@@ -94,11 +89,7 @@ def matmul(
         scaled = (f"rhs is {rhs[0].dtype} with scales; the kernel takes weights of lhs's dtype",) if rhs_scale else ()
         return Unsupported((*scaled, *reasons))
 
-    def made(config: Config) -> gpu.Tile:
-        return gpu.make_tile(*config.tile, itemsize, num_rhs, config.stages, config.cluster)
-
-    analytic = gpu.pick_tile(gpu_n, itemsize, num_rhs, cluster=options.cluster)
-    gpu_tile, num_sms = _on_gpu(options, shape, lhs.dtype, analytic, made, refuses)
+    gpu_tile, num_sms = _on_gpu(options, shape, lhs.dtype, gpu_n, refuses)
     names = ("transpose_rhs", "activation", "out_dtype")
     kwargs: dict[str, Any] = {name: getattr(options, name) for name in names}
     scaled: dict[str, Any] = kwargs | {"transpose_scale": options.transpose_scale}
@@ -126,36 +117,44 @@ def matmul(
 
 
 def _on_gpu(
-    options: Options, shape: MatmulKey, dtype: Any, analytic: gpu.Tile, made: Callable[[Config], gpu.Tile],
-    refuses: Callable[[gpu.Tile], Unsupported],
-) -> tuple[gpu.Tile, int | None]:  # fmt: skip
-    """(tile, blocks of the grid): as requested, else from the tuning table if that fits, else the analytic choice."""
-    requested = {name: getattr(options, name) for name in ("stages", "num_sms", "cluster", "pingpong")}
-    requested = {name: value for name, value in requested.items() if value is not None}
-    if options.tile is not None:
-        return made(Config(options.tile, **requested)), options.num_sms
-    tuned = lookup("cuda", shape, dtype)
+    options: Options, shape: MatmulKey, dtype: Any, n: int, refuses: Callable[[gpu.Tile], Unsupported]
+) -> tuple[gpu.Tile, int | None]:
+    """(tile, blocks of the grid): as requested, else from the tuning table if that fits, else by rule.
+
+    Args:
+      n: columns of the result with which the kernel runs.
+      refuses: reasons why the kernel cannot run with a tile.
+    """
+    transposes, config = shape.op == "grouped_matmul_transpose", options.config
+    how = {"num_rhs": shape.matrices, "transposes": transposes}
+
+    def made(config: Config) -> gpu.Tile:
+        return gpu.make_tile(config, jnp.dtype(dtype).itemsize, **how)
+
+    tuned = lookup("cuda", shape, dtype) if config.tile is None else None
     if tuned is not None and not refuses(made(tuned)):
-        return made(tuned._replace(**requested)), requested.get("num_sms", tuned.num_sms)
-    requested.pop("num_sms", None)
-    return analytic._replace(**requested), options.num_sms
+        config = config.over(tuned)
+    if config.tile is None:
+        config = gpu.with_tile(config, n, **how)
+    return made(config), config.num_sms
 
 
 def _on_tpu(
     options: Options, shape: MatmulKey, lhs: jax.Array, rhs: Sequence[jax.Array], rhs_scale: Sequence[jax.Array]
 ) -> tuple[tpu_tiles.Tile | None, Unsupported]:
     """(tile of the TPU kernel, reasons why it cannot run): the tile as requested, else from the tuning table if that
-    fits, else the analytic choice; None if no tile fits."""
+    fits, else by rule; None if no tile fits."""
     _, rows, k, n, *_ = dataclasses.astuple(shape)
     scale, quantized = None, {}
     if rhs_scale:
         scale = rhs_scale[0]
         quantized = {"rhs_itemsize": rhs[0].dtype.itemsize, "scale_bytes": 4 * max(scale.shape[1], 8) * scale.shape[2]}
     tuned = None if rhs_scale else lookup("tpu", shape, lhs.dtype)
-    if options.tile is not None:
-        tile = tpu_tiles.Tile(*options.tile)
-    elif tuned is not None and tuned.tile[1] == k and n % tuned.tile[2] == 0:
-        tile = tpu_tiles.Tile(*tuned.tile)
+    measured = tuned.tile if tuned is not None else None
+    if options.config.tile is not None:
+        tile = tpu_tiles.Tile(*options.config.tile)
+    elif measured is not None and measured[1] == k and n % measured[2] == 0:
+        tile = tpu_tiles.Tile(*measured)
     else:
         tile = tpu_tiles.pick_tile(rows, k, n, rhs[0].shape[0], lhs.dtype.itemsize, len(rhs), **quantized)
     return tile, tpu_tiles.unsupported(
@@ -172,21 +171,17 @@ def transpose_matmul(options: Options, groups: int, lhs, rhs, group_sizes, group
     itemsize = lhs.dtype.itemsize
     shape = MatmulKey("grouped_matmul_transpose", lhs.shape[0], k, n, groups)
     tuned = lookup("tpu", shape, lhs.dtype)
-    if options.tile is not None:
-        tile = tpu_tiles.Tile(*options.tile)
-    elif tuned is not None and k % tuned.tile[1] == 0 and n % tuned.tile[2] == 0:
-        tile = tpu_tiles.Tile(*tuned.tile)
+    measured = tuned.tile if tuned is not None else None
+    if options.config.tile is not None:
+        tile = tpu_tiles.Tile(*options.config.tile)
+    elif measured is not None and k % measured[1] == 0 and n % measured[2] == 0:
+        tile = tpu_tiles.Tile(*measured)
     else:
         tile = tpu_tiles.pick_transpose_tile(lhs.shape[0], k, n, groups, itemsize)
     gpu_k, gpu_n = gpu.padded_sizes(lhs, options.out_dtype, k=k, n=n, transposes=True)
     refuses = functools.partial(gpu.transpose_unsupported, lhs, options.out_dtype, k=gpu_k, n=gpu_n)
 
-    def made(config: Config) -> gpu.Tile:
-        how = {"stages": config.stages, "cluster": config.cluster, "pingpong": config.pingpong}
-        return gpu.make_transpose_tile(config.tile, itemsize, **how)
-
-    analytic = gpu.pick_tile(gpu_n, itemsize, cluster=options.cluster, pingpong=options.pingpong)
-    gpu_tile, num_sms = _on_gpu(options, shape, lhs.dtype, analytic, made, refuses)
+    gpu_tile, num_sms = _on_gpu(options, shape, lhs.dtype, gpu_n, refuses)
     kwargs = {"groups": groups, "out_dtype": options.out_dtype}
     functions = {
         "pallas_tpu": tpu_tiles.unsupported(lhs, rhs, n, tile)

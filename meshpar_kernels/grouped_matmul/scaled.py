@@ -14,10 +14,12 @@ from meshpar_kernels._quantize import LARGEST, dequantize, quantize
 from meshpar_kernels.grouped_matmul import hopper_scaled
 from meshpar_kernels.grouped_matmul.api import grouped_matmul, grouped_matmul_transpose
 from meshpar_kernels.grouped_matmul.hopper_scaled import BLOCK
+from meshpar_kernels.tuning import Config, keywords_in_config, only_num_sms
 
 __all__ = ["quantized_grouped_matmul", "scaled_grouped_matmul"]
 
 
+@keywords_in_config("num_sms")
 def scaled_grouped_matmul(
     lhs: jax.Array,
     lhs_scale: jax.Array,
@@ -28,7 +30,7 @@ def scaled_grouped_matmul(
     group_offset: jax.Array | int | None = None,
     out_dtype: Any = jnp.bfloat16,
     implementation: str | None = None,
-    num_sms: int | None = None,
+    config: Config | None = None,
 ) -> jax.Array:
     """Multiply the rows of each group by that group's matrix, both of 8-bit codes with block scales: 1 × 128 of lhs and
     128 × 128 of rhs, as DeepSeek-V3 has them.
@@ -54,7 +56,7 @@ def scaled_grouped_matmul(
       out_dtype: bfloat16, float16 or float32 in the kernel.
       implementation: "pallas_gpu": the kernel of Hopper GPUs (sm_90a). "xla": dequantizes lhs, and the weights of one group
         at a time, in float32. None: the kernel on Hopper GPUs, else "xla".
-      num_sms: thread blocks of the GPU kernel's grid; None: the number of multiprocessors.
+      config: `Config(num_sms=...)`: thread blocks of the GPU kernel's grid; None: the number of multiprocessors.
 
     Returns:
       [M, N]; rows of no group are 0. It has no derivative: see `quantized_grouped_matmul`.
@@ -79,16 +81,15 @@ def scaled_grouped_matmul(
         if scale.shape != shape or scale.dtype != jnp.float32:
             raise ValueError(f"{op}: {name} must be float32 {list(shape)}, got {scale.dtype}{list(scale.shape)}")
     _check_groups(op, group_sizes, groups, group_offset)
-    if num_sms is not None and num_sms < 1:
-        raise ValueError(f"{op}: num_sms={num_sms} must be at least 1")
     refuse_sharded(op, lhs=lhs, lhs_scale=lhs_scale, rhs=rhs, rhs_scale=rhs_scale, group_sizes=group_sizes)
     offset = None if group_offset is None else jnp.asarray(group_offset, jnp.int32)
-    how = _How(jnp.dtype(out_dtype), implementation, num_sms, lhs.dtype)
+    how = _How(jnp.dtype(out_dtype), implementation, only_num_sms(op, config), lhs.dtype)
     operands = _compat.same_varying(lhs, lhs_scale, rhs, rhs_scale, group_sizes, offset)
     result: Any = _scaled(how, *operands)
     return result
 
 
+@keywords_in_config("num_sms")
 def quantized_grouped_matmul(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -99,7 +100,7 @@ def quantized_grouped_matmul(
     group_offset: jax.Array | int | None = None,
     out_dtype: Any = None,
     implementation: str | None = None,
-    num_sms: int | None = None,
+    config: Config | None = None,
 ) -> jax.Array:
     """`grouped_matmul` in 8 bits: quantizes lhs by rows and 128 elements of K, rhs by blocks of 128 × 128, and multiplies
     the codes (`scaled_grouped_matmul`).
@@ -124,7 +125,7 @@ def quantized_grouped_matmul(
       dtype: of the codes: float8_e4m3fn or int8.
       transpose_rhs: contract rhs's last dim. In this layout the codes of the forward pass need no transposition.
       out_dtype: dtype of the result; None: lhs's.
-      implementation, num_sms: as in `scaled_grouped_matmul`; the gradient of rhs uses the default of
+      implementation, config: as in `scaled_grouped_matmul`; the gradient of rhs uses the default of
         `grouped_matmul_transpose`, and "xla" with "xla".
 
     Returns:
@@ -147,7 +148,8 @@ def quantized_grouped_matmul(
     refuse_sharded(op, lhs=lhs, rhs=rhs, group_sizes=group_sizes)
     offset = None if group_offset is None else jnp.asarray(group_offset, jnp.int32)
     lhs, rhs, group_sizes, offset = _compat.same_varying(lhs, rhs, group_sizes, offset)
-    how = _How(jnp.dtype(lhs.dtype if out_dtype is None else out_dtype), implementation, num_sms, jnp.dtype(dtype))
+    out_dtype = jnp.dtype(lhs.dtype if out_dtype is None else out_dtype)
+    how = _How(out_dtype, implementation, only_num_sms(op, config), jnp.dtype(dtype))
     matmul: Any = _quantized(how, lhs, rhs if transpose_rhs else rhs.swapaxes(1, 2), group_sizes, offset)
     return matmul
 

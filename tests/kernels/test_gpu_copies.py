@@ -14,7 +14,7 @@ import pytest
 from gpu_machine import Gpus, copy_map
 from kernel_machine import SCHEDULES, Fault
 
-from meshpar_kernels import _compat
+from meshpar_kernels import Config, _compat
 from meshpar_kernels.collective_matmul import gpu as fused
 from meshpar_kernels.grouped_matmul import blackwell, gpu, hopper, schedule
 
@@ -132,7 +132,7 @@ def test_any_number_of_rows(rows, monkeypatch):
     monkeypatch.setattr(_compat, "multiprocessors", lambda: 2)
     sizes = [rows // 3, 0, rows - rows // 3 - 1]
     lhs, rhs, grad = gpu_runs.draw(0, rows, 64), gpu_runs.draw(1, 3, 64, 64), gpu_runs.draw(2, rows, 64)
-    tile = gpu.pick_tile(64, 2)
+    tile = gpu.make_tile(gpu.with_tile(Config(), 64), 2)
     options = {"transpose_rhs": False, "activation": None, "out_dtype": gpu_runs.F16, "tile": tile}
     found = []
     gpus = Gpus()
@@ -198,7 +198,7 @@ def test_grouped_matmul_accepts_shapes_that_compile(odd, major, monkeypatch):
     for transposed, out in itertools.product((False, True) if narrow else (False,), (BF16, F32) if narrow else (BF16,)):
         lhs, rhs, sizes = struct(m, k), struct(g, *((n, k) if transposed else (k, n))), struct(g, dtype=jnp.int32)
         padded_k, padded_n = gpu.padded_sizes(lhs, out, k=k, n=n, transpose_rhs=transposed)
-        tile = gpu.pick_tile(padded_n, 2)
+        tile = gpu.make_tile(gpu.with_tile(Config(), padded_n), 2)
         options = {"tile": tile, "out_dtype": out}
         said = gpu.matmul_unsupported(lhs, out, tile, 1, k=padded_k, n=padded_n, transpose_rhs=transposed)
         matmul = functools.partial(gpu.grouped_matmul, transpose_rhs=transposed, activation=None, **options)
@@ -225,11 +225,13 @@ def test_grouped_matmul_accepts_shapes_that_compile(odd, major, monkeypatch):
 def test_the_forms_take_what_compiles(major, how, monkeypatch):
     monkeypatch.setattr(gpu._compat, "gpu_architecture", lambda: (major, 0))
     how = {"n": 256, **how}
-    tile = gpu.make_tile(128, 64, itemsize=2, **how)
+    tile = gpu.make_tile(Config((128, 64, how.pop("n")), **how), 2)
     lhs, rhs, grad, sizes = struct(128, 256), struct(2, 256, 512), struct(128, 512), struct(2, dtype=jnp.int32)
     options = {"tile": tile, "out_dtype": BF16}
-    if not tile.pingpong:
-        said = gpu.matmul_unsupported(lhs, BF16, tile, 1, k=256, n=512, transpose_rhs=False)
+    said = gpu.matmul_unsupported(lhs, BF16, tile, 1, k=256, n=512, transpose_rhs=False)
+    if tile.pingpong:
+        assert "pingpong: the kernel of grouped_matmul_transpose has it" in said
+    else:
         matmul = functools.partial(gpu.grouped_matmul, transpose_rhs=False, activation=None, **options)
         check(said, lambda lhs, rhs, sizes: matmul(lhs, [rhs], sizes, None, None), lhs, rhs, sizes)
     said = gpu.transpose_unsupported(lhs, BF16, tile, k=256, n=512)
@@ -241,7 +243,7 @@ def test_the_forms_take_what_compiles(major, how, monkeypatch):
     ("n", "transposed", "right"), [(32, False, True), (96, False, False), (12, True, False), (64, True, True)]
 )
 def test_columns_of_gate_and_up_are_where_a_copy_may_begin(n, transposed, right):
-    tile = gpu.pick_tile(n, 2, 2)
+    tile = gpu.make_tile(gpu.with_tile(Config(), n, 2), 2, 2)
     assert bool(gpu.matmul_unsupported(struct(64, 64), F32, tile, 2, k=64, n=n, transpose_rhs=transposed)) != right
     for module in gpu_runs.GROUPED.values():
         with contextlib.nullcontext() if right else pytest.raises(Fault, match="no multiple of the tile"):

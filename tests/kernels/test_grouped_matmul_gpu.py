@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from kernel_cases import SIZES
 
-from meshpar_kernels import _compat, grouped_matmul, grouped_matmul_transpose
+from meshpar_kernels import Config, _compat, grouped_matmul, grouped_matmul_transpose
 from meshpar_kernels.grouped_matmul import gpu, schedule
 from meshpar_kernels.grouped_matmul.gpu_parts import Tile
 
@@ -94,7 +94,7 @@ def test_transpose(architecture, monkeypatch):
 def test_a_cluster_that_shares_loads():
     """Hopper's, of two column tiles, of which the second is not full."""
     lhs, rhs = normal(M, K).at[sum(UNEVEN) :].set(jnp.nan), normal(G, K, N)
-    got = run(grouped_matmul, lhs, rhs, jnp.asarray(UNEVEN), tile=(128, 64, 128), cluster=2)
+    got = run(grouped_matmul, lhs, rhs, jnp.asarray(UNEVEN), config=Config((128, 64, 128), cluster=2))
     close(got, oracle.grouped_matmul(lhs, rhs, UNEVEN))
 
 
@@ -102,7 +102,7 @@ def test_a_cluster_that_shares_loads():
 @pytest.mark.parametrize("cluster", [1, 2])
 def test_the_transpose_with_a_tile_for_each_warpgroup(cluster):
     lhs, rhs = (normal(M, width).at[sum(UNEVEN) :].set(jnp.nan) for width in (256, 64))
-    got = run(grouped_matmul_transpose, lhs, rhs, jnp.asarray(UNEVEN), pingpong=True, cluster=cluster)
+    got = run(grouped_matmul_transpose, lhs, rhs, jnp.asarray(UNEVEN), config=Config(pingpong=True, cluster=cluster))
     close(got, oracle.grouped_matmul_transpose(lhs, rhs, UNEVEN))
 
 
@@ -191,28 +191,30 @@ def test_misaligned_sizes_take_the_kernel(k, n):
 
 
 def test_tiles():
-    assert gpu.pick_tile(2048, 2) == Tile(128, 256, 64, 4)
-    assert gpu.pick_tile(1408, 2).n == 256  # 9 % of empty columns
-    assert gpu.pick_tile(384, 2).n == 128
-    assert gpu.pick_tile(2048, 2, num_rhs=2).n == 128
+    assert gpu.make_tile(gpu.with_tile(Config(), 2048), 2) == Tile(128, 256, 64, 4)
+    assert gpu.with_tile(Config(), 1408).tile == (128, 64, 256)  # 9 % of empty columns
+    assert gpu.with_tile(Config(), 384).tile == (128, 64, 128)
+    assert gpu.with_tile(Config(), 2048, num_rhs=2).tile == (128, 64, 128)
+    assert gpu.with_tile(Config(pingpong=True), 2048, transposes=True).tile == (64, 128, 128)
 
 
-def refuses(words, *, dtype=BF16, k=K, tile=None, **options):
+def refuses(words, *, dtype=BF16, k=K, out_dtype=None, **config):
     arguments = (jnp.zeros((8, k), dtype), jnp.zeros((G, k, 64), dtype), jnp.zeros(G, int))
     with pytest.raises(NotImplementedError, match=words):
-        grouped_matmul(*arguments, implementation="pallas_gpu", tile=tile, **options)
+        grouped_matmul(*arguments, implementation="pallas_gpu", out_dtype=out_dtype, config=Config(**config))
 
 
 def test_refusals_carry_the_reason(monkeypatch):
     refuses(r"float32; the tensor cores.*(.|\n)*These can: pallas_tpu, xla, reference", dtype=jnp.float32)
     refuses(r"tile \(64, 64, 64\): the kernel takes 128 rows", tile=(64, 64, 64))
     grad = jnp.zeros((8, 256), BF16)
-    with pytest.raises(NotImplementedError, match="5 stages: with pingpong each of two warpgroups has half of them"):
-        grouped_matmul_transpose(grad, grad, jnp.zeros(G, int), implementation="pallas_gpu", pingpong=True, stages=5)
-    with pytest.raises(NotImplementedError, match=r"tile \(128, 64, 256\): .* at most 128 with pingpong"):
-        grouped_matmul_transpose(
-            grad, grad, jnp.zeros(G, int), implementation="pallas_gpu", pingpong=True, tile=(64, 128, 256)
-        )
+    for config, words in (
+        (Config(pingpong=True, stages=5), "5 stages: with pingpong each of two warpgroups has half of them"),
+        (Config((64, 128, 256), pingpong=True), r"tile \(128, 64, 256\): .* at most 128 with pingpong"),
+    ):
+        with pytest.raises(NotImplementedError, match=words):
+            grouped_matmul_transpose(grad, grad, jnp.zeros(G, int), implementation="pallas_gpu", config=config)
+    refuses("pingpong: the kernel of grouped_matmul_transpose has it", pingpong=True)
     refuses("two stages of it do not fit", tile=(128, 512, 256))
     refuses("a cluster of 3 blocks: the kernel takes 1 or 2", cluster=3)
     refuses("the result is float64|the result is int32", out_dtype=jnp.int32)

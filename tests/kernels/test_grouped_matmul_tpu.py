@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from kernel_cases import SIZES, quantized
 
-from meshpar_kernels import _compat, grouped_matmul, grouped_matmul_transpose
+from meshpar_kernels import Config, _compat, grouped_matmul, grouped_matmul_transpose
 from meshpar_kernels.grouped_matmul import tpu_tiles
 from meshpar_kernels.shapes import MATMULS
 
@@ -32,9 +32,9 @@ def run(function, *args, **options):
 
 
 CASES = {
-    "plain": {"tile": (128, K, 128)},
+    "plain": {"config": Config((128, K, 128))},
     "transposed": {"transpose_rhs": True},
-    "swiglu": {"activation": "silu", "tile": (256, K, 128)},
+    "swiglu": {"activation": "silu", "config": Config((256, K, 128))},
     "everything": {
         "activation": "gelu",
         "transpose_rhs": True,
@@ -61,7 +61,7 @@ def test_grouped_matmul(name, dtype):
     rhs = (rhs, normal(*shape, dtype=dtype)) if "activation" in options else rhs
     got = run(grouped_matmul, lhs.at[sum(UNEVEN) :].set(jnp.nan), rhs, sizes, **options)
     assert got.dtype == dtype
-    options = {name: value for name, value in options.items() if name != "tile"}
+    options = {name: value for name, value in options.items() if name != "config"}
     close(got, oracle.grouped_matmul(lhs, rhs, UNEVEN, **options), dtype)
 
 
@@ -75,7 +75,7 @@ def test_transpose(dtype):
         dirty[1],
         jnp.asarray(UNEVEN),
         row_scale=dirty[2],
-        tile=(256, 128, 128),
+        config=Config((256, 128, 128)),
     )
     close(got, oracle.grouped_matmul_transpose(lhs, rhs, UNEVEN, row_scale=scale), dtype)
     np.testing.assert_array_equal(got[1], 0)
@@ -104,7 +104,7 @@ def test_inner_blocks(monkeypatch):
     monkeypatch.setattr(tpu_tiles, "BLOCK", (128, 128, 128))
     monkeypatch.setattr(tpu_tiles, "TRANSPOSE_BLOCK", (128, 128))
     lhs, rhs, grad = normal(256, 328), normal(2, 328, 200), normal(256, 200)
-    sizes, options = [256, 0], {"tile": (256, 328, 200)}
+    sizes, options = [256, 0], {"config": Config((256, 328, 200))}
     close(
         run(grouped_matmul, lhs, rhs, jnp.asarray(sizes), **options),
         oracle.grouped_matmul(lhs, rhs, sizes),
@@ -134,7 +134,7 @@ def test_gathered_rows(dtype, mode, options):
     indices = RNG.integers(-1, 19, rows)
     options = options | {"lhs_indices": jnp.asarray(np.where(indices == 5, 6, indices), jnp.int32)}
     with _compat.race_detection(dma_execution_mode=mode):
-        how = {"implementation": "pallas", "tile": (32, 128, 128)}
+        how = {"implementation": "pallas", "config": Config((32, 128, 128))}
         got = jax.block_until_ready(grouped_matmul(lhs, rhs, jnp.asarray(sizes), **how, **options))
     close(got, oracle.grouped_matmul(lhs.at[5].set(0), rhs, sizes, **options), dtype)
 
@@ -142,7 +142,7 @@ def test_gathered_rows(dtype, mode, options):
 @pytest.mark.parametrize(
     ("dtype", "blocks", "transposed", "more"),
     [
-        (jnp.int8, 2, False, {"tile": (64, K, 128), "activation": "silu"}),
+        (jnp.int8, 2, False, {"config": Config((64, K, 128)), "activation": "silu"}),
         (jnp.float8_e4m3fn, 2, True, {"row_scale": normal(100)}),
         (jnp.int8, 2, False, {}),
         (jnp.int8, None, False, {"lhs_indices": jnp.asarray(RNG.integers(-1, 101, 100), jnp.int32)}),
@@ -159,7 +159,7 @@ def test_quantized_weights(dtype, blocks, transposed, more, monkeypatch):
     if "activation" in more:
         rhs, how["rhs_scale"] = (rhs, rhs[::-1]), (scale, scale[::-1])
     got = run(grouped_matmul, lhs.at[sum(sizes) :].set(jnp.nan), rhs, jnp.asarray(sizes), **how, **more)
-    more = {name: value for name, value in more.items() if name != "tile"}
+    more = {name: value for name, value in more.items() if name != "config"}
     if "lhs_indices" in more:
         known = np.asarray(more["lhs_indices"]) < sum(sizes)  # the others hold NaN
         more["lhs_indices"], got = np.where(known, more["lhs_indices"], -1), jnp.where(known[:, None], got, 0)
@@ -190,9 +190,9 @@ def test_every_row_chunk_of_a_shared_tile(sizes):
     lhs, rhs = normal(rows, 128, dtype=jnp.bfloat16), normal(len(sizes), 128, 128, dtype=jnp.bfloat16)
     grad, scale = normal(rows, 128, dtype=jnp.bfloat16), normal(rows)
     sizes = [*sizes]
-    got = run(grouped_matmul, lhs, rhs, jnp.asarray(sizes), row_scale=scale, tile=(512, 128, 128))
+    got = run(grouped_matmul, lhs, rhs, jnp.asarray(sizes), row_scale=scale, config=Config((512, 128, 128)))
     close(got, oracle.grouped_matmul(lhs, rhs, sizes, row_scale=scale), jnp.bfloat16)
-    got = run(grouped_matmul_transpose, lhs, grad, jnp.asarray(sizes), tile=(512, 128, 128))
+    got = run(grouped_matmul_transpose, lhs, grad, jnp.asarray(sizes), config=Config((512, 128, 128)))
     close(got, oracle.grouped_matmul_transpose(lhs, grad, sizes), jnp.bfloat16)
 
 
@@ -203,7 +203,7 @@ def test_a_tile_that_is_no_multiple_of_16_rows_is_refused():
             normal(1, 128, 128),
             jnp.asarray([40]),
             implementation="pallas",
-            tile=(24, 128, 128),
+            config=Config((24, 128, 128)),
         )
 
 
@@ -272,9 +272,9 @@ def test_a_last_tile_of_columns_that_is_narrower():
     lhs, rhs, grad = normal(M, 192), normal(G, 192, 192), normal(M, 192)
     sizes = jnp.asarray(UNEVEN)
     for transposed in (False, True):
-        got = run(grouped_matmul, lhs, rhs, sizes, tile=(128, 192, 128), transpose_rhs=transposed)
+        got = run(grouped_matmul, lhs, rhs, sizes, config=Config((128, 192, 128)), transpose_rhs=transposed)
         close(got, oracle.grouped_matmul(lhs, rhs, UNEVEN, transpose_rhs=transposed))
-    got = run(grouped_matmul_transpose, lhs, grad, sizes, tile=(128, 128, 128))
+    got = run(grouped_matmul_transpose, lhs, grad, sizes, config=Config((128, 128, 128)))
     close(got, oracle.grouped_matmul_transpose(lhs, grad, UNEVEN))
 
 

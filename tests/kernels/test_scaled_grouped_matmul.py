@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from meshpar_kernels import quantized_grouped_matmul, scaled_grouped_matmul
+from meshpar_kernels import Config, quantized_grouped_matmul, scaled_grouped_matmul
 
 RNG = np.random.default_rng(7)
 CODES = ["int8", "float8_e4m3fn"]
@@ -133,7 +133,7 @@ SCALES = ((8, 2), F32), ((2, 1, 2), F32)
         ((LHS, SCALES[0], RHS, ((2, 2), F32), SIZE), {}, r"rhs_scale must be float32 \[2, 1, 2\]"),
         ((LHS, *SCALES[:1], RHS, SCALES[1], ((3,), I32)), {}, "3 group sizes for 2 groups"),
         ((LHS, SCALES[0], RHS, SCALES[1], ((2,), F32)), {}, r"group_sizes must be int \[G\]"),
-        ((LHS, SCALES[0], RHS, SCALES[1], SIZE), {"num_sms": 0}, "num_sms=0 must be at least 1"),
+        ((LHS, SCALES[0], RHS, SCALES[1], SIZE), {"config": Config(stages=3)}, "config has stages; num_sms is the only"),
         ((LHS, SCALES[0], RHS, SCALES[1], SIZE), {"implementation": "ring"}, "no implementation 'ring'"),
     ],
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """The tuning table and the tuner, with injected times: stored and rejected configurations, and their readers."""
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -12,7 +13,16 @@ from rich.console import Console
 from meshpar import cli
 from meshpar.errors import CheckError, TargetError
 from meshpar.tune_kernels import matmul_keys, tune_matmuls
-from meshpar_kernels import _compat, grouped_matmul, tuner, tuning
+from meshpar_kernels import (
+    _compat,
+    all_gather_matmul,
+    grouped_matmul,
+    grouped_matmul_transpose,
+    matmul_reduce_scatter,
+    scaled_grouped_matmul,
+    tuner,
+    tuning,
+)
 from meshpar_kernels.grouped_matmul import gpu, hopper
 from meshpar_kernels.isolation import Worker
 from meshpar_kernels.tuning import Config, MatmulKey
@@ -76,12 +86,10 @@ def test_candidates_begin_with_the_analytic_choice_and_fit(product, platform, ma
         if platform == "cuda":
             back = product.op == "grouped_matmul_transpose"
             lhs, sizes = jax.ShapeDtypeStruct((product.rows, product.k), jnp.bfloat16), {"k": product.k, "n": product.n}
-            how = {"stages": config.stages, "cluster": config.cluster}
+            tile = gpu.make_tile(config, 2, product.matrices, transposes=back)
             if back:
-                tile = gpu.make_transpose_tile(config.tile, 2, pingpong=config.pingpong, **how)
                 assert not gpu.transpose_unsupported(lhs, jnp.dtype(jnp.bfloat16), tile, **sizes)
             else:
-                tile = gpu.make_tile(*config.tile, 2, product.matrices, **how)
                 options = {"transpose_rhs": product.transposed, **sizes}
                 assert not gpu.matmul_unsupported(lhs, jnp.dtype(jnp.bfloat16), tile, product.matrices, **options)
             own = tile.n // tile.cluster if major == 10 else tile.n
@@ -113,6 +121,47 @@ def test_a_table_is_read_as_it_was_written_and_the_users_wins(tmp_path, monkeypa
     assert tuning.lookup("tpu", near, jnp.bfloat16) is None
     monkeypatch.setattr(_compat, "device_kind", lambda: "NVIDIA B200")
     assert tuning.lookup("cuda", near, jnp.bfloat16) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_sms": 0}, "num_sms=0 must be an integer of at least 1"),
+        ({"stages": True}, "stages=True must be"),
+        ({"tile": (128, 64)}, r"tile=\(128, 64\) must be \(rows, K, N\)"),
+        ({"tile": [128, 0, 64]}, r"tile=\(128, 0, 64\) must be"),
+        ({"pingpong": 1}, "pingpong=1 must be True or False"),
+    ],
+)
+def test_a_config_with_a_wrong_field(fields, words):
+    with pytest.raises(ValueError, match=words):
+        Config(**fields)
+
+
+def test_a_config_is_completed_field_by_field():
+    assert Config(stages=2).over(FAST) == Config(FAST.tile, 2)
+    assert Config([8, 8, 8], num_sms=3).given() == {"tile": (8, 8, 8), "num_sms": 3}
+    assert {Config([8, 8, 8]): 1}[Config((8, 8, 8))] == 1
+
+
+def test_keywords_that_are_fields_of_the_config_name_it():
+    x, sizes = jnp.ones((8, 8)), jnp.asarray([8])
+    for call, words in (
+        (lambda: grouped_matmul(x, x[None], sizes, num_sms=3, cluster=2),
+         r"grouped_matmul: num_sms and cluster are fields of config: config=Config\(num_sms=3, cluster=2\)"),
+        (lambda: grouped_matmul_transpose(x, x, sizes, pingpong=True), r"config=Config\(pingpong=True\)"),
+        (lambda: scaled_grouped_matmul(x, x, x, x, sizes, num_sms=3), r"config=Config\(num_sms=3\)"),
+        (lambda: all_gather_matmul(x, x, "a", num_sms=3), r"all_gather_matmul: num_sms is a field of config"),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=words):
+            call()
+    for op in (all_gather_matmul, matmul_reduce_scatter):
+        run = jax.shard_map(
+            functools.partial(op, axis_name="a", config=Config(stages=3)), mesh=jax.make_mesh((1,), ("a",)),
+            in_specs=jax.sharding.PartitionSpec(), out_specs=jax.sharding.PartitionSpec("a"),
+        )  # fmt: skip
+        with pytest.raises(ValueError, match="config has stages; num_sms is the only field"):
+            run(x, x)
 
 
 def test_path_of_the_users_table(monkeypatch, tmp_path):
@@ -155,8 +204,7 @@ def test_kernels_can_take_what_is_shipped(monkeypatch):
         for dtype, entry in dtypes.items():
             assert entry.seconds < tuner.MARGIN * entry.analytic_seconds
             assert shape.startswith("grouped_matmul_transpose ")
-            how = {name: getattr(entry.config, name) for name in ("stages", "cluster", "pingpong")}
-            tile = gpu.make_transpose_tile(entry.config.tile, jnp.dtype(dtype).itemsize, **how)
+            tile = gpu.make_tile(entry.config, jnp.dtype(dtype).itemsize, transposes=True)
             lhs = jnp.zeros((8, k), dtype)
             assert not [r for r in gpu.transpose_unsupported(lhs, lhs.dtype, tile, k=k, n=n) if "imported" not in r]
 
@@ -180,10 +228,10 @@ def test_the_kernel_uses_the_table_unless_the_caller_gives_a_tile(monkeypatch, t
     )
     shape = MatmulKey("grouped_matmul", 256, 128, 512, 2).shape_class
 
-    def taken(config=None, **options):
+    def taken(config=None, **requested):
         tuning.write(tmp_path / "table.json", {"NVIDIA H200": {shape: {"bfloat16": entry(config)}}} if config else {})
         jax.clear_caches()
-        run = jax.jit(lambda *args: grouped_matmul(*args, implementation="pallas_gpu", **options))
+        run = jax.jit(lambda *args: grouped_matmul(*args, implementation="pallas_gpu", config=Config(**requested)))
         run.trace(lhs, rhs, sizes).lower(lowering_platforms=("cuda",))
         return seen[-1]
 
@@ -191,7 +239,7 @@ def test_the_kernel_uses_the_table_unless_the_caller_gives_a_tile(monkeypatch, t
     assert analytic == (gpu.Tile(128, 256, 64, 4), 132)
     assert taken(Config((128, 128, 64), 3, 100)) == (gpu.Tile(128, 64, 128, 3), 100)
     assert taken(Config((128, 128, 64), 3, 100), num_sms=7) == (gpu.Tile(128, 64, 128, 3), 7)
-    assert taken(Config((128, 64, 64), 3), tile=(128, 64, 128))[0] == gpu.make_tile(128, 64, 128, 2)
+    assert taken(Config((128, 64, 64), 3), tile=(128, 64, 128))[0] == gpu.make_tile(Config((128, 64, 128)), 2)
     assert taken(Config((128, 64, 64), 3), stages=2)[0].stages == 2
     assert taken(Config((128, 64, 64), 3, cluster=2))[0] == gpu.Tile(128, 64, 64, 3, 2)
     assert taken(Config((128, 64, 64), 3, cluster=2), cluster=1)[0].cluster == 1
