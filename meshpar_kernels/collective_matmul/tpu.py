@@ -25,7 +25,8 @@ from meshpar_kernels._collective_ids import collective_id
 from meshpar_kernels.collective_matmul.dots import Axes
 from meshpar_kernels.collectives.ppermute import rank_of
 from meshpar_kernels.collectives.tpu import coordinates, entry_barrier
-from meshpar_kernels.grouped_matmul.tpu_tiles import vmem_to_plan_with
+from meshpar_kernels.grouped_matmul.tpu_blocks import in_blocks
+from meshpar_kernels.grouped_matmul.tpu_tiles import BLOCK, vmem_to_plan_with
 
 __all__ = [
     "DOWN",
@@ -33,7 +34,6 @@ __all__ = [
     "Ring",
     "Tile",
     "block_at",
-    "cdiv",
     "cost_of",
     "multiply",
     "pick_tile",
@@ -42,9 +42,6 @@ __all__ = [
     "unsupported",
     "weights_spec",
 ]
-
-BLOCK = (512, 2048, 512)
-"""Largest (M, K, N) of one `dot_general`, which the compiler schedules as one basic block."""
 
 TILES = 32
 """Largest number of row tiles of a block: each has semaphores of its own."""
@@ -57,10 +54,6 @@ class Tile(NamedTuple):
 
     m: int
     n: int
-
-
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def pick_tile(
@@ -144,22 +137,6 @@ def multiply(x_ref, w_ref, acc, transposed: bool, precision: Any) -> None:
     """acc = x · w in float32, for refs in VMEM, by `dot_general`s of at most `BLOCK`; w is [n, K] with `transposed`."""
     (rows, k), n = x_ref.shape, acc.shape[1]
 
-    def blocks(size: int, most: int, work: Callable[[Any, int], None]) -> None:
-        """Call `work(first, length)` on equal blocks of 0…size of at most `most`, and once for the remainder."""
-        number = cdiv(size, most)
-        length = size if number == 1 else cdiv(cdiv(size, number), 128) * 128
-        full = size // length
-        if full == 1:
-            work(0, length)
-        else:
-
-            @pl.loop(0, full)
-            def _(b):
-                work(pl.multiple_of(b * length, length), length)
-
-        if size % length:
-            work(full * length, size % length)
-
     def partial_product(row_slice: Any, inner: Any, columns: Any) -> jax.Array:
         """float32 x[row_slice, inner] · w[inner, columns]."""
         contract = ((1,), (1,)) if transposed else ((1,), (0,))
@@ -186,11 +163,11 @@ def multiply(x_ref, w_ref, acc, transposed: bool, precision: Any) -> None:
             def add(first: Any, length: int) -> None:
                 acc[row_slice, columns] += partial_product(row_slice, pl.ds(first, length), columns)
 
-            blocks(k, BLOCK[1], add)
+            in_blocks(k, BLOCK[1], add)
 
-        blocks(n, BLOCK[2], block)
+        in_blocks(n, BLOCK[2], block)
 
-    blocks(rows, BLOCK[0], strip)
+    in_blocks(rows, BLOCK[0], strip)
 
 
 def weights_spec(k: int, tn: int, transposed: bool) -> pl.BlockSpec:
@@ -223,9 +200,7 @@ class Ring:
 
     def release_slot(self, free_slots, channel: int) -> None:
         """Signal the sender of a channel that a receive slot is free."""
-        pl.semaphore_signal(
-            free_slots.at[channel], 1, device_id=self.sender[channel]
-        )  # fmt: skip
+        pl.semaphore_signal(free_slots.at[channel], 1, device_id=self.sender[channel])
 
 
 def ring_of(axis_name: Axes) -> tuple[tuple[str, ...], tuple[int, ...]]:

@@ -27,13 +27,13 @@ from meshpar_kernels.collective_matmul.tpu import (
     Ring,
     Tile,
     block_at,
-    cdiv,
     cost_of,
     multiply,
     ring_of,
     run,
     weights_spec,
 )
+from meshpar_kernels.grouped_matmul.tpu_tiles import cdiv
 
 __all__ = ["Gathering", "all_gather_matmul"]
 
@@ -74,6 +74,73 @@ class Gathering(NamedTuple):
         return block_at(rank, away, self.devices) * self.tiles + i
 
 
+class _Messages(NamedTuple):
+    """The copies to the neighbours: this device's block in the first ring step, then the blocks received in the step
+    before.
+
+    Attributes:
+      order, cut: as in `_gather_kernel`.
+      ring: the neighbours.
+      x_ref, recv_buffer, sent_sem, recv_sem: refs of `_gather_kernel`.
+    """
+
+    order: Gathering
+    cut: int
+    ring: Ring
+    x_ref: Any
+    recv_buffer: Any
+    sent_sem: Any
+    recv_sem: Any
+
+    def copy(self, direction: int, first: bool, half: bool, parity: Any) -> Any:
+        """The copy in one direction in a step of this parity; with `half` the part of the opposite device's block."""
+        source = self.x_ref if first else self.recv_buffer.at[direction, 1 - parity]
+        target = self.recv_buffer.at[direction, parity]
+        if half:
+            part = pl.ds(0, self.cut) if direction == UP else pl.ds(self.cut, self.x_ref.shape[0] - self.cut)
+            source, target = source.at[part], self.recv_buffer.at[UP, parity].at[part]
+        return pltpu.make_async_remote_copy(
+            source, target, self.sent_sem.at[direction], self.recv_sem.at[direction, parity],
+            device_id=self.ring.receiver[direction],
+        )  # fmt: skip
+
+    def each(self, step: Any, act: Callable[[Any], None]) -> None:
+        """`act` on the copies of a step."""
+        parity = lax.rem(step, 2)
+        full = full_hops(self.order.devices)
+
+        def both(first: bool, half: bool) -> None:
+            for direction in (UP, DOWN) if not half or self.cut < self.x_ref.shape[0] else (UP,):
+                act(self.copy(direction, first, half, parity))
+
+        for first in (True, False):
+            of_kind = (step == 0) if first else (step > 0)
+            if full and (first or full > 1):
+                pl.when(of_kind & (step < full))(functools.partial(both, first, False))
+            if self.order.steps > full and first == (full == 0):
+                pl.when(of_kind & (step == full))(functools.partial(both, first, True))
+
+
+def _load(x_ref, recv_buffer, tiles, tile_sem, at: tuple[Any, ...], slot: Any, act: Callable[[Any], None]) -> None:
+    """`act` on the copy of a row tile to `tiles[slot]`: of x in phase 0, else of the receive buffer.
+
+    Args:
+      at: phase, direction and row tile, as from `Gathering.at`.
+    """
+    phase, direction, i, _ = at
+    height = tiles.shape[1]
+    row_slice = pl.ds(pl.multiple_of(i * height, height), height)
+
+    @pl.when(phase == 0)
+    def _():
+        act(pltpu.make_async_copy(x_ref.at[row_slice], tiles.at[slot], tile_sem.at[slot]))
+
+    @pl.when(phase > 0)
+    def _():
+        source = recv_buffer.at[direction, lax.rem(phase + 1, 2), row_slice]
+        act(pltpu.make_async_copy(source, tiles.at[slot], tile_sem.at[slot]))
+
+
 def _gather_kernel(
     rank_ref, x_ref, w_ref, out_ref, recv_buffer, *rest,
     order: Gathering, axes, sizes, transposed: bool, precision: Any, cut: int, keep: bool,
@@ -100,54 +167,9 @@ def _gather_kernel(
     tiles, acc, tile_sem, sent_sem, recv_sem, free_slots = rest[keep:]
     v, j = pl.program_id(0), pl.program_id(1)
     ring = Ring(axes, sizes)
-    rows, height = x_ref.shape[0], tiles.shape[1]
-    full, steps = full_hops(order.devices), order.steps
-    phase, direction, i, q = order.at(v)
-
-    def message(direction: int, first: bool, half: bool, parity: Any):
-        """The copy sent in one direction in a step: this device's block first, then the block received in the step before."""
-        source = x_ref if first else recv_buffer.at[direction, 1 - parity]
-        target = recv_buffer.at[direction, parity]
-        if half:
-            part = pl.ds(0, cut) if direction == UP else pl.ds(cut, rows - cut)
-            source, target = source.at[part], recv_buffer.at[UP, parity].at[part]
-        return pltpu.make_async_remote_copy(
-            source, target, sent_sem.at[direction], recv_sem.at[direction, parity],
-            device_id=ring.receiver[direction],
-        )  # fmt: skip
-
-    def each_message(step: Any, act: Callable[[Any], None]) -> None:
-        """`act` on the messages of a step."""
-        parity = lax.rem(step, 2)
-
-        def some(first: bool, half: bool) -> None:
-            directions = (UP, DOWN) if not half or cut < rows else (UP,)
-            for one in directions:
-                act(message(one, first, half, parity))
-
-        for first in (True, False):
-            of_kind = (step == 0) if first else (step > 0)
-            if full and (first or full > 1):
-                pl.when(of_kind & (step < full))(functools.partial(some, first, False))
-            if steps > full and first == (full == 0):
-                pl.when(of_kind & (step == full))(functools.partial(some, first, True))
-
-    def load(direction: Any, i: Any, phase: Any, parity: Any, act: Callable[[Any], None]) -> None:
-        """`act` on the copy of row tile i to VMEM: of x in phase 0, else of the receive buffer."""
-        row_slice = pl.ds(pl.multiple_of(i * height, height), height)
-
-        @pl.when(phase == 0)
-        def _():
-            act(pltpu.make_async_copy(x_ref.at[row_slice], tiles.at[parity], tile_sem.at[parity]))
-
-        @pl.when(phase > 0)
-        def _():
-            source = recv_buffer.at[direction, lax.rem(phase + 1, 2), row_slice]
-            act(pltpu.make_async_copy(source, tiles.at[parity], tile_sem.at[parity]))
-
-    def start(copy) -> None:
-        copy.start()
-
+    messages = _Messages(order, cut, ring, x_ref, recv_buffer, sent_sem, recv_sem)
+    load = functools.partial(_load, x_ref, recv_buffer, tiles, tile_sem)
+    at = phase, _, _, q = order.at(v)
     parity = lax.rem(v, 2)
 
     @pl.when(j == 0)
@@ -162,24 +184,23 @@ def _gather_kernel(
         def _():
             @pl.when(phase > 0)
             def _():
-                each_message(phase - 1, lambda copy: copy.wait_recv())
+                messages.each(phase - 1, lambda copy: copy.wait_recv())
 
-            @pl.when((phase >= 2) & (phase < steps))
+            @pl.when((phase >= 2) & (phase < order.steps))
             def _():
                 for one in (UP, DOWN):
                     pl.semaphore_wait(free_slots.at[one], 1)
 
-            each_message(phase, start)
-            load(direction, i, phase, parity, start)
+            messages.each(phase, lambda copy: copy.start())
+            load(at, parity, lambda copy: copy.start())
 
-        load(direction, i, phase, parity, lambda copy: copy.wait())
+        load(at, parity, lambda copy: copy.wait())
         for rows_ref in saved:
             rows_ref[...] = tiles[parity]
 
         @pl.when(q + 1 < order.length(phase))
         def _():
-            _, next_direction, next_i, _ = order.at(v + 1)
-            load(next_direction, next_i, phase, 1 - parity, start)
+            load((phase, *order.at(v + 1)[1:]), 1 - parity, lambda copy: copy.start())
 
     multiply(tiles.at[parity], w_ref, acc, transposed, precision)
     out_ref[...] = acc[...].astype(out_ref.dtype)
@@ -187,9 +208,9 @@ def _gather_kernel(
     @pl.when((q + 1 == order.length(phase)) & (j == pl.num_programs(1) - 1))
     def after():
         """At the end of a phase: wait until its sends have read their sources, and release the receive buffers."""
-        each_message(phase, lambda copy: copy.wait_send())
+        messages.each(phase, lambda copy: copy.wait_send())
 
-        @pl.when((phase >= 1) & (phase + 1 < steps))
+        @pl.when((phase >= 1) & (phase + 1 < order.steps))
         def _():
             for one in (UP, DOWN):
                 ring.release_slot(free_slots, one)

@@ -29,13 +29,13 @@ from meshpar_kernels.collective_matmul.tpu import (
     Ring,
     Tile,
     block_at,
-    cdiv,
     cost_of,
     multiply,
     ring_of,
     run,
     weights_spec,
 )
+from meshpar_kernels.grouped_matmul.tpu_tiles import cdiv
 
 __all__ = ["Scattering", "matmul_reduce_scatter"]
 
@@ -98,6 +98,75 @@ class Scattering(NamedTuple):
         return some & ((number > 1) | mine)
 
 
+class _Tile(NamedTuple):
+    """The partial tile of one grid step, and its copies.
+
+    Attributes:
+      ring: the neighbours.
+      number, i: message and row tile.
+      parity: of the number of tiles sent before.
+      rows, columns: slices of the result.
+      recv_buffer, partials, leaving, partials_sem, sent_sem, recv_sem: refs of `_scatter_kernel`.
+    """
+
+    ring: Ring
+    number: Any
+    i: Any
+    parity: Any
+    rows: Any
+    columns: Any
+    recv_buffer: Any
+    partials: Any
+    leaving: Any
+    partials_sem: Any
+    sent_sem: Any
+    recv_sem: Any
+
+    def outgoing(self, channel: int, slot: Any) -> Any:
+        """The remote copy of the tile to the next device."""
+        return pltpu.make_async_remote_copy(
+            self.leaving.at[self.parity], self.recv_buffer.at[channel, slot, self.rows, self.columns],
+            self.sent_sem.at[self.parity], self.recv_sem.at[channel, slot, self.i],
+            device_id=self.ring.receiver[channel],
+        )  # fmt: skip
+
+    def wait_sent(self, parity: Any) -> None:
+        """Block until the last tile of this parity has left."""
+        self._replace(parity=parity).outgoing(UP, 0).wait_send()
+
+    def wait_received(self, channel: int) -> None:
+        """Block until all column tiles of the row tile have arrived, each of which was sent on its own."""
+        slot = lax.rem(self.number + 1, 2)
+        row = self.recv_buffer.at[channel, slot, self.rows]
+        pltpu.make_async_remote_copy(
+            row, row, self.sent_sem.at[0], self.recv_sem.at[channel, slot, self.i], device_id=self.ring.sender[channel]
+        ).wait_recv()
+
+    def incoming(self, channel: int) -> Any:
+        """The copy of the received partial tile from the receive buffer to VMEM."""
+        return pltpu.make_async_copy(
+            self.recv_buffer.at[channel, lax.rem(self.number + 1, 2), self.rows, self.columns],
+            self.partials.at[channel],
+            self.partials_sem.at[channel],
+        )
+
+    def send(self, channel: int, order: Scattering, free_slots, first: Any, last: Any) -> None:
+        """Send the tile, which is in `leaving`; wait for a free slot with the first tile of a message, and release the
+        received message after the last one."""
+        if order.messages > 2:
+
+            @pl.when((self.number >= 2) & first)
+            def _():
+                pl.semaphore_wait(free_slots.at[channel], 1)
+
+        self.outgoing(channel, lax.rem(self.number, 2)).start()
+        if order.messages > 2:
+
+            @pl.when(last & (self.number >= 1) & (self.number + 1 < order.messages))
+            def _():
+                self.ring.release_slot(free_slots, channel)
+
+
 def _scatter_kernel(
     rank_ref, x_ref, w_ref, out_ref, recv_buffer, acc, partials, leaving, partials_sem, sent_sem, recv_sem, free_slots,
     *, order: Scattering, axes, sizes, transposed: bool, precision: Any,
@@ -128,28 +197,12 @@ def _scatter_kernel(
     height, width = acc.shape
     number, direction, i = order.at(v)
     own = v >= order.own
-    row_slice = pl.ds(pl.multiple_of(i * height, height), height)
-    column_slice = pl.ds(pl.multiple_of(j * width, width), width)
+    rows, column_slice = (pl.ds(pl.multiple_of(at * size, size), size) for at, size in ((i, height), (j, width)))
     sent = v * columns + j
-    parity = lax.rem(sent, 2)
-
-    def out_copy(channel: int, slot: Any, parity: Any):
-        """The remote copy of a tile to the next device."""
-        return pltpu.make_async_remote_copy(
-            leaving.at[parity], recv_buffer.at[channel, slot, row_slice, column_slice],
-            sent_sem.at[parity], recv_sem.at[channel, slot, i], device_id=ring.receiver[channel],
-        )  # fmt: skip
-
-    def wait_sent(parity: Any) -> None:
-        out_copy(UP, 0, parity).wait_send()
-
-    def in_copy(channel: int):
-        """The copy of the received partial tile of this grid step from the receive buffer to VMEM."""
-        return pltpu.make_async_copy(
-            recv_buffer.at[channel, lax.rem(number + 1, 2), row_slice, column_slice],
-            partials.at[channel],
-            partials_sem.at[channel],
-        )
+    tile = _Tile(
+        ring, number, i, lax.rem(sent, 2), rows, column_slice, recv_buffer, partials, leaving, partials_sem, sent_sem,
+        recv_sem,
+    )  # fmt: skip
 
     @pl.when((v == 0) & (j == 0))
     def _():
@@ -160,23 +213,15 @@ def _scatter_kernel(
 
         @pl.when(expected[channel])
         def _(channel=channel):
-            @pl.when(j == 0)
-            def _():  # all column tiles of the row tile, each of which was sent on its own
-                slot = lax.rem(number + 1, 2)
-                row = recv_buffer.at[channel, slot, row_slice]
-                pltpu.make_async_remote_copy(
-                    row, row, sent_sem.at[0], recv_sem.at[channel, slot, i],
-                    device_id=ring.sender[channel],
-                ).wait_recv()  # fmt: skip
-
-            in_copy(channel).start()
+            pl.when(j == 0)(lambda: tile.wait_received(channel))
+            tile.incoming(channel).start()
 
     multiply(x_ref, w_ref, acc, transposed, precision)
     for channel in (UP, DOWN):
 
         @pl.when(expected[channel])
         def _(channel=channel):
-            in_copy(channel).wait()
+            tile.incoming(channel).wait()
             acc[...] += partials[channel].astype(jnp.float32)
 
     last = (i == order.tiles - 1) & (j == columns - 1)
@@ -187,32 +232,22 @@ def _scatter_kernel(
 
         @pl.when((v == order.own) & (j == 0))
         def _():
-            for k in range(min(2, order.own * (out_columns := recv_buffer.shape[3] // width))):
-                wait_sent(lax.rem(jnp.int32(order.own * out_columns - 1 - k), 2))
+            before = order.own * (recv_buffer.shape[3] // width)
+            for k in range(min(2, before)):
+                tile.wait_sent(lax.rem(jnp.int32(before - 1 - k), 2))
 
     @pl.when(~own)
     def _():
         @pl.when(sent >= 2)
         def _():
-            wait_sent(parity)
+            tile.wait_sent(tile.parity)
 
-        leaving[parity] = acc[...].astype(leaving.dtype)
+        leaving[tile.parity] = acc[...].astype(leaving.dtype)
         for channel in (UP, DOWN):
 
             @pl.when(direction == channel)
             def _(channel=channel):
-                if order.messages > 2:
-
-                    @pl.when((number >= 2) & (i == 0) & (j == 0))
-                    def _():
-                        pl.semaphore_wait(free_slots.at[channel], 1)
-
-                out_copy(channel, lax.rem(number, 2), parity).start()
-                if order.messages > 2:
-
-                    @pl.when(last & (number >= 1) & (number + 1 < order.messages))
-                    def _():
-                        ring.release_slot(free_slots, channel)
+                tile.send(channel, order, free_slots, (i == 0) & (j == 0), last)
 
 
 def matmul_reduce_scatter(

@@ -61,22 +61,26 @@ TABLES = {
         "_permute_kernel: pl.when(sends)(lambda: copy(target).wait_send())": (EARLY, "the target has the array"),
     },
     "collective_matmul.tpu": {
-        "Ring: pl.semaphore_signal(": ("hang", "to a channel's sender: this buffer of the channel is free"),
+        "Ring: pl.semaphore_signal(free_slots.at[channel], 1, device_id=self.sender[channel])":
+            ("hang", "to a channel's sender: this buffer of the channel is free"),
     },
     "collective_matmul.tpu_gather": {
-        "_gather_kernel: copy.start()": ("hang", "a message of this phase, or a row tile to chip memory"),
-        "_gather_kernel: load(direction, i, phase, parity, lambda copy: copy.wait())": (EARLY, "the row tile is there"),
-        "_gather_kernel: each_message(phase - 1, lambda copy: copy.wait_recv())": (EARLY, "the blocks of this phase came"),
-        "_gather_kernel: each_message(phase, lambda copy: copy.wait_send())": (EARLY, "they were sent on"),
+        "_gather_kernel: messages.each(phase, lambda copy: copy.start())": ("hang", "the messages of this phase"),
+        "_gather_kernel: load(at, parity, lambda copy: copy.start())": ("hang", "the first row tile, to chip memory"),
+        "_gather_kernel: load((phase, *order.at(v + 1)[1:]), 1 - parity, lambda copy: copy.start())":
+            ("hang", "the next row tile, to chip memory"),
+        "_gather_kernel: load(at, parity, lambda copy: copy.wait())": (EARLY, "the row tile is there"),
+        "_gather_kernel: messages.each(phase - 1, lambda copy: copy.wait_recv())": (EARLY, "the blocks of this phase came"),
+        "_gather_kernel: messages.each(phase, lambda copy: copy.wait_send())": (EARLY, "they were sent on"),
         "_gather_kernel: pl.semaphore_wait(free_slots.at[one], 1)": (EARLY, "the receiver's buffer is free"),
     },
     "collective_matmul.tpu_scatter": {
-        "_scatter_kernel: out_copy(channel, lax.rem(number, 2), parity).start()": ("hang", "sends a tile to the neighbour"),
-        "_scatter_kernel: out_copy(UP, 0, parity).wait_send()": (EARLY, "the tile before last has left its slot"),
-        "_scatter_kernel: ).wait_recv()  # fmt: skip": (EARLY, "the partial sums of a row tile were received"),
-        "_scatter_kernel: in_copy(channel).start()": ("hang", "a tile of them, to chip memory"),
-        "_scatter_kernel: in_copy(channel).wait()": (EARLY, "it is there"),
-        "_scatter_kernel: pl.semaphore_wait(free_slots.at[channel], 1)": (EARLY, "the receiver's buffer is free"),
+        "_Tile: self.outgoing(channel, lax.rem(self.number, 2)).start()": ("hang", "sends a tile to the neighbour"),
+        "_Tile: self._replace(parity=parity).outgoing(UP, 0).wait_send()": (EARLY, "the tile before last has left its slot"),
+        "_Tile: ).wait_recv()": (EARLY, "the partial sums of a row tile were received"),
+        "_scatter_kernel: tile.incoming(channel).start()": ("hang", "a tile of them, to chip memory"),
+        "_scatter_kernel: tile.incoming(channel).wait()": (EARLY, "it is there"),
+        "_Tile: pl.semaphore_wait(free_slots.at[channel], 1)": (EARLY, "the receiver's buffer is free"),
     },
 }  # fmt: skip
 """Module → call in the kernel → (kind of fault without it, the fact that it signals or waits for)."""
