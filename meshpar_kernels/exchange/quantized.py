@@ -52,6 +52,8 @@ def quantized_all_gather(
     memory for each of the codes and the results. It pays over slow links (DCN between slices); it has not been timed on a
     device.
 
+    Memory in addition to x and the result: the received codes, a byte for each element of the result.
+
     Error: of an element x whose block has the largest absolute value m, at most m / 254 with int8, and at most
     max(abs(x) / 16, m / 458752) with float8_e4m3fn, besides one rounding to x's dtype. A block with a NaN or an infinity
     becomes NaN.
@@ -185,23 +187,43 @@ def _as_bytes(codes: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(codes, jnp.int8)
 
 
+def _tile_dims(shape: tuple[int, ...], block: int) -> tuple[int, ...] | None:
+    """(rows / 8, 8, columns / block, block) of an array [rows, columns] of this shape; None if they do not divide."""
+    rows, columns = math.prod(shape[:-1]), shape[-1] if shape else 0
+    return None if len(shape) < 2 or rows % 8 or columns % block else (rows // 8, 8, columns // block, block)
+
+
+def _to_tiles(x: jax.Array, shape: tuple[int, ...], block: int) -> jax.Array:
+    """[*leading dims, *shape] → [*leading dims, rows / 8, columns / block, 8, block]: with blocks of 128 the order in which
+    TPUs store it, so that quantization copies nothing. x itself if the numbers do not divide."""
+    dims = _tile_dims(shape, block)
+    return x if dims is None else jnp.swapaxes(x.reshape(*x.shape[: x.ndim - len(shape)], *dims), -2, -3)
+
+
+def _from_tiles(x: jax.Array, shape: tuple[int, ...], block: int) -> jax.Array:
+    """The inverse of `_to_tiles`."""
+    return x if _tile_dims(shape, block) is None else jnp.swapaxes(x, -2, -3).reshape(*x.shape[:-4], *shape)
+
+
 def _gather_now(how: _How, x: jax.Array) -> jax.Array:
-    """[m, …] → [A·m, …]"""
-    codes, scale = quantize(x, how.dtype, how.block)
+    """[m, …] → [A·m, …]. Scales are sent as one row, since a last dim of few scales would be padded to 128."""
+    tiles = _to_tiles(x, x.shape, how.block)
+    codes, scale = quantize(tiles, how.dtype, how.block)
     send = functools.partial(all_gather, axis_name=how.axes, implementation=how.implementation)
-    codes, scale = send(_as_bytes(codes)[None]), send(scale[None])
-    full = dequantize(lax.bitcast_convert_type(codes, how.dtype), scale, x.shape, 1)
-    return full.reshape(-1, *x.shape[1:]).astype(x.dtype)
+    codes, scale = send(_as_bytes(codes)[None]), send(scale.reshape(1, -1)).reshape(-1, *scale.shape)
+    full = dequantize(lax.bitcast_convert_type(codes, how.dtype), scale, tiles.shape, 1)
+    return _from_tiles(full, x.shape, how.block).reshape(-1, *x.shape[1:]).astype(x.dtype)
 
 
 def _scatter_now(how: _How, x: jax.Array) -> jax.Array:
     """[A·m, …] → [m, …]"""
     shape = (x.shape[0] // how.devices, *x.shape[1:])
-    codes, scale = quantize(x.reshape(how.devices, *shape), how.dtype, how.block, 1)
+    tiles = _to_tiles(x.reshape(how.devices, *shape), shape, how.block)
+    codes, scale = quantize(tiles, how.dtype, how.block, 1)
     send = functools.partial(all_to_all, axis_name=how.axes, implementation=how.implementation)
-    codes, scale = send(_as_bytes(codes)), send(scale)
-    addends = dequantize(lax.bitcast_convert_type(codes, how.dtype), scale, shape, 1)
-    return addends.sum(0).astype(x.dtype)
+    codes, scale = send(_as_bytes(codes)), send(scale.reshape(how.devices, -1)).reshape(scale.shape)
+    addends = dequantize(lax.bitcast_convert_type(codes, how.dtype), scale, tiles.shape[1:], 1)
+    return _from_tiles(addends.sum(0), shape, how.block).astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -184,13 +184,15 @@ def test_dense_exchanges_copy_from_hbm_to_hbm(chip):
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS)
 def test_quantized_collectives_send_bytes(chip):
-    """int8 and the scales, also on chips without float8; temporaries are what is sent and received, and the result."""
+    """int8 and the scales, also on chips without float8. Temporaries: the received codes of a gather; on v5p XLA converts to
+    float32 in HBM."""
     rows, columns = 4096, 1024
     for codes in ("int8", "float8_e4m3fn"):
         gather, scatter = compiled(chip, "16MiB", f"quantized_all_gather {codes}", f"quantized_reduce_scatter {codes}")
         assert sorted(gather["gathered"]) == sorted(scatter["exchanged"]) == ["f32", "s8"]
-        for facts in (gather, scatter):
-            assert facts["temp"] < 3 * rows * columns * 2
+        received, float32 = rows * columns, rows * columns * 4 if chip == "v5p" else 0
+        assert gather["temp"] < received + 1.25 * float32 + (1 << 20)
+        assert scatter["temp"] < float32 + (1 << 20)
 
 
 @pytest.mark.slow
