@@ -521,7 +521,7 @@ def search(
         raise UnsupportedError(f"time_limit={time_limit!r}: a time limit is above 0", fixes=["leave it out for none"])
     if topology is None:
         raise MeshError(
-            "a search compares step times, so it needs a chip: topology=… is missing",
+            "a search needs a chip, for its memory and for times: topology=… is missing",
             fixes=['topology="v5e:2x4": 8 chips (meshpar search --topology v5e:2x4); nothing runs on them'],
         )
     options, call = split_keywords(keywords, kwargs)

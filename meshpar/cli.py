@@ -92,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not os.environ.get("JAX_PLATFORMS") and not (args.run is _calibrate or getattr(args, "accelerator", False)):
         jax.config.update("jax_platforms", "cpu")  # nothing else needs the accelerators, which others may be using
     warnings.simplefilter("ignore", JoinWarning)  # plans list their joins
+    shown, warnings.showwarning = warnings.showwarning, _show_warning
     try:
         return args.run(args)
     except KeyboardInterrupt:
@@ -105,6 +106,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"{type(e).__name__}: {e}", file=sys.stderr)
         return 1 if isinstance(e, CheckError | CompilerError) else 2
+    finally:
+        warnings.showwarning = shown
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:
+    """Print a warning without the line that caused it, which is a line of this module."""
+    print(f"{category.__name__}: {message}", file=sys.stderr)
 
 
 COMMANDS = {
@@ -426,7 +434,7 @@ def _search(args: argparse.Namespace) -> int:
         )
     if args.topology is None:
         raise TargetError(
-            "no machine is given: a search compares step times",
+            "no machine is given: a search needs a chip, for its memory and for times",
             fixes=["--topology v5e:2x4 has 8 chips; nothing runs on them"],
         )
     mesh = args.mesh or f"data={device_count(args.topology)}"

@@ -16,6 +16,10 @@ Dims = tuple[str | None, ...]
 
 DimsLike = str | Sequence[str | None]
 
+SPELLING_SIMILARITY = 0.8
+"""Similarity above which two names are one name, misspelled: `heads` is no misspelled `head_dim`."""
+MAX_LISTED = 12
+"""Names that an error lists if none is similar."""
 _NAME = re.compile(r"[A-Za-z_][\w\-]*\Z")  # a prime marks the second of two dims of one value: seq'
 
 
@@ -106,12 +110,13 @@ def near(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> list[str]
 
 
 def did_you_mean(name: str, candidates: Iterable[str], kind: str) -> list[str]:
-    """Fix lines for an unknown name: the near ones, else all there are."""
+    """Fix lines for an unknown name: the near ones, else those that there are, at most :data:`MAX_LISTED`."""
     candidates = sorted(set(candidates))
     close = near(name, candidates)
     if close:
         return [f"did you mean {' or '.join(f'`{c}`' for c in close)}?"]
-    return [f"{kind} there are: {', '.join(candidates) if candidates else 'none'}"]
+    more = f" and {len(candidates) - MAX_LISTED} more" if len(candidates) > MAX_LISTED else ""
+    return [f"{kind} there are: {', '.join(candidates[:MAX_LISTED]) or 'none'}{more}"]
 
 
 @lru_cache(maxsize=4096)

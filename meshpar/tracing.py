@@ -467,9 +467,13 @@ def _narrower(pattern: str, dims: Sequence[Any], leaves: Sequence[Leaf]) -> str 
     return max((p for p, ok in matched.items() if ok and all(ok)), key=lambda p: len(matched[p]), default=None)
 
 
-def _similar_pattern(pattern: str, paths: Sequence[str]) -> list[str]:
+def _similar_pattern(pattern: str, paths: Sequence[str], unnamed: Sequence[str]) -> list[str]:
     """The fix for a pattern that matches no path: with ``*/`` in front, with one component spelled otherwise, or spelled as
-    a similar path; else empty."""
+    a similar path; else empty.
+
+    Args:
+      unnamed: the paths that no pattern matches, which a similar pattern is for, if there are any.
+    """
     if (glob := pattern.replace(".*", "*")) != pattern and any(path_matches(glob, path) for path in paths):
         return [f"patterns are not regular expressions: did you mean {glob!r}?"]
     if any(path_matches(f"*/{pattern}", path) for path in paths):
@@ -482,9 +486,8 @@ def _similar_pattern(pattern: str, paths: Sequence[str]) -> list[str]:
         for other in near(part, components)
     )
     fits = [text for text in respelled if any(path_matches(text, path) for path in paths)]
-    similar = fits[:3] or near(
-        pattern, [*paths, *({f"*/{path.rpartition('/')[2]}" for path in paths} if "*" in pattern else ())]
-    )
+    ends = {"/".join(path.split("/")[-n:]) for path in unnamed or paths for n in (1, 2)} if "*" in pattern else ()
+    similar = fits[:3] or near(pattern, [*paths, *(f"*/{end}" for end in ends)])
     return [f"did you mean {' or '.join(map(repr, similar))}?"] if similar else []
 
 
@@ -498,6 +501,9 @@ def _check_patterns(patterns: PathDims, used: set[str], leaves: Sequence[Leaf], 
       PatternError: one matches no path, or only paths that an earlier pattern matches, or no path by a text of ``{up,down}``.
     """
     paths = list(dict.fromkeys(leaf.path for leaf in sorted(leaves, key=lambda leaf: leaf.kind == "opt")))
+    unnamed = [
+        leaf.path for leaf in leaves if leaf.kind != "opt" and np.ndim(leaf.value) and not patterns.match(leaf.path)
+    ]
     for pattern, _ in patterns.items:
         if pattern in used:
             for text, alone in alternatives(pattern):
@@ -505,7 +511,7 @@ def _check_patterns(patterns: PathDims, used: set[str], leaves: Sequence[Leaf], 
                     raise PatternError(
                         f"the dims= pattern {pattern!r} matches no tensor by its {text!r}",
                         pattern=pattern,
-                        fixes=[*_similar_pattern(alone, paths), f"leave {text!r} out"],
+                        fixes=[*_similar_pattern(alone, paths, unnamed), f"leave {text!r} out"],
                     )
             continue
         shadowed = next((p for p in paths if path_matches(pattern, p)), None)
@@ -518,13 +524,15 @@ def _check_patterns(patterns: PathDims, used: set[str], leaves: Sequence[Leaf], 
                 fixes=["the first pattern that matches wins: put the narrower one first"],
             )
         of_state = {leaf.path for leaf in leaves if leaf.kind == "opt"}
-        listed = sorted(paths, key=lambda p: (p in of_state, -difflib.SequenceMatcher(None, pattern, p).ratio()))
+        listed = sorted(
+            paths, key=lambda p: (p in of_state, p not in unnamed, -difflib.SequenceMatcher(None, pattern, p).ratio())
+        )
         first, starts = pattern.partition("/")[0], sorted({path.partition("/")[0] for path in paths})
         raise PatternError(
             f"the dims= pattern {pattern!r} matches no tensor; a pattern matches a complete path",
             pattern=pattern,
             fixes=[
-                *_similar_pattern(pattern, paths),
+                *_similar_pattern(pattern, paths, unnamed),
                 *(
                     ["mp.init names the arguments and results of the initializer: leave out patterns for the batch"]
                     * init

@@ -627,9 +627,16 @@ def _text(name_stack: Any) -> str:
 
 
 def module_of(eqn: Any) -> str:
-    """The path of the Flax modules and named scopes that made an equation: ``ViT/encoder/layer_0/attention``."""
+    """The path of the Flax modules and named scopes that made an equation: ``ViT/encoder/layer_0/attention``.
+
+    A rematerialized module of Flax has its complete path after that of the module that calls it, which is left out.
+    """
     scopes = (re.sub(r"^(?:\w+\()+|\)+$", "", scope) for scope in _text(eqn.source_info.name_stack).split("/"))
-    return "/".join(s for s in scopes if s and s not in _CONTROL_FLOW_SCOPES)
+    path = [s for s in scopes if s and s not in _CONTROL_FLOW_SCOPES]
+    for i in range(len(path) - 1, 0, -1):
+        if path[:i] == path[i : 2 * i]:
+            return "/".join(path[i:])
+    return "/".join(path)
 
 
 _CONTROL_FLOW_SCOPES = frozenset({"while", "body", "cond", "closed_call", "checkpoint", "rematted_computation"})

@@ -8,16 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 from ..compat.jax import user_stacklevel
-from ..dims import did_you_mean, format_dims, near
+from ..dims import SPELLING_SIMILARITY, did_you_mean, format_dims, near
 from ..errors import JoinError, JoinWarning, MeshError, UnknownAxisError, UnknownDimError, UnsupportedError
 from ..layout import SCHEMES, Layout, Spec, divisibility_error
 from ..program.ir import Join, Op, Program, Value
 from ..program.pipeline import masking_text
 from .assignment import AxisAssignment
 from .spec import format_axes
-
-SPELLING_SIMILARITY = 0.8
-"""Similarity above which an unknown optional dim is reported as a misspelling: `heads?` is no misspelled `head_dim`."""
 
 MIN_MISSPELLED = 3
 """Characters of the shortest name of which one changed character, or two exchanged ones, is a misspelling."""
@@ -199,7 +196,7 @@ def _join_key(join: Join) -> frozenset[tuple[str, str]]:
 
 def _join_text(joins: Sequence[Join]) -> str:
     """The warning for pairs of names, in three lines: the pairs, the origins of the names of the first pair, and what to do."""
-    misspelled = [j for j in joins if near(j.first, [j.second], cutoff=SPELLING_SIMILARITY)]
+    misspelled = [j for j in joins if j.is_misspelled]
     j = next(iter(misspelled or joins))
     more = ", ".join(f"{k.first} = {k.second}" for k in joins if k is not j)
     head = f"two names of one dim of the program: {j.first} = {j.second}" + (f" (and {more})" if more else "")

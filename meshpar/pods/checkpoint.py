@@ -503,12 +503,15 @@ def _compare(path: str, step: int, wanted: Mapping[str, Any], saved: Mapping[str
     Raises:
       CheckpointError: one is missing or differs.
     """
+    missing = [p for p in wanted if p not in saved]
+    if missing:
+        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        p = missing[0]
+        raise CheckpointError(
+            f"checkpoint {step} in {path} has no `{p}`{others}", path=p, shape=np.shape(wanted[p]),
+            fixes=did_you_mean(p, saved, "paths"),
+        )  # fmt: skip
     for p, x in wanted.items():
-        if p not in saved:
-            raise CheckpointError(
-                f"checkpoint {step} in {path} has no `{p}`", path=p, shape=np.shape(x),
-                fixes=did_you_mean(p, saved, "paths"),
-            )  # fmt: skip
         shape, dtype = saved[p]["shape"], saved[p]["dtype"]
         mine = str(x.dtype if hasattr(x, "dtype") else jnp.result_type(x))
         if list(np.shape(x)) != shape or mine != dtype:

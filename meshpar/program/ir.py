@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from ..caches import LRUCache
 from ..compat.jax import has_user_line, module_of, on_host, package_line, source_line
-from ..dims import Dims
+from ..dims import SPELLING_SIMILARITY, Dims, near
 from ..rules import primitive
 from ..rules.rule import OpRule
 from .names import Nodes, SubDim, Unifier
@@ -230,7 +230,13 @@ class Join:
 
     def __str__(self) -> str:
         where = f" at {self.source}" if self.source else ""
-        return f"{self.first} = {self.second} ({self.first_origin}; {self.second_origin}){where}"
+        question = ": is one of them misspelled?" * self.is_misspelled
+        return f"{self.first} = {self.second} ({self.first_origin}; {self.second_origin}){where}{question}"
+
+    @property
+    def is_misspelled(self) -> bool:
+        """Whether the names are so similar that one is probably a misspelling of the other."""
+        return bool(near(self.first, [self.second], cutoff=SPELLING_SIMILARITY))
 
 
 @dataclass(eq=False, slots=True)

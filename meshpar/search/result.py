@@ -25,6 +25,7 @@ from ..plan_api import Plan
 from ..report.colours import AxisStyles
 from ..report.diff import longer_parts
 from ..report.facts import calibration_text
+from ..report.hints import memory_hint
 from ..report.html import page, style
 from ..report.save import save
 from ..report.tables import Cell, html_table, number, rich_table
@@ -276,6 +277,8 @@ class Search:
         )
         if self.larger is not None:
             text += f"; this layout fits on {self.larger[0]} with the mesh {self.larger[1]}"
+        if hint := memory_hint(plan):
+            text += f"\nhint  {hint}"
         if self.early:
             text += f"\nthe search ended early ({self.ended}): other layouts may fit"
         return text
