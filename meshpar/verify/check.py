@@ -19,6 +19,7 @@ Otherwise the op is wrong, and the error names its source line.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -109,18 +110,20 @@ class Report:
             f"to {self.tolerance:g} of each leaf's largest value"
         )
         if any(r.explained for r in self.rows):
-            head += ", or but for rounding"
+            head += ", or up to rounding"
             paths = list(dict.fromkeys(path for r in self.rows for path in r.explained))
             shown = ", ".join(paths[:MAX_ROUNDING_PATHS]) + f" and {len(paths) - MAX_ROUNDING_PATHS} more" * (
                 len(paths) > MAX_ROUNDING_PATHS
             )
             largest = max((r for r in self.rows if r.explained), key=lambda r: r.rounding)
-            lines.append(
-                "rounding: number of leaves that differ by more, but only by rounding, and their largest difference: every op "
-                "that they depend on gives the same on one device with the sharded run's operands, or is as accurate, "
-                "compared with a wider dtype. A leaf that is zero but for rounding (a gradient whose terms cancel) may differ "
-                f"by its largest value or more. Largest: {largest.rounding:.1e}, of {largest.rounding_path}. They are {shown}"
-            )
+            for text in (
+                "rounding: leaves that differ by more than the tolerance, but only by rounding, and their largest difference",
+                f"  {shown}; the largest difference is {largest.rounding:.1e}, of {largest.rounding_path}",
+                "  Each op that these leaves depend on was run on one device with the operands of the sharded run: its result is the "
+                "same, or has an error as small as that of the sharded run, compared with a wider dtype.",
+                "  A leaf that is zero up to rounding, as a gradient whose terms cancel, may differ by its largest value or more.",
+            ):
+                lines += textwrap.wrap(text, 110, subsequent_indent="  ")
         notes = [f"skipped {mesh}: {reason}" for mesh, _, reason in self.skipped]
         errors = [str(r.error) for r in self.rows if r.error is not None]
         return "\n".join([head, *lines, *notes, *errors])
