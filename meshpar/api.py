@@ -98,12 +98,14 @@ def jit(
         of the forward pass of another microbatch, so that the collectives of one overlap with the matmuls of the other.
         ``"zb"`` (zero bubble): as ``"1f1b"``, with the gradients of the layers' weights in slots of their own,
         in which no stage is idle; a device needs memory for the values of the backward pass that they read.
-      gather: when a pipeline all-gathers weights that are sharded along a dim that the activations have too (FSDP):
-        ``"microbatch"``: where layers use them, for each microbatch; the gradients of each microbatch are reduce-scattered.
-        ``"step"``: once, before the first microbatch; the gradients are reduced once, after the last one. It sends less, and a
-        device needs memory for the unsharded weights of its stage, in the dtype in which they are used, and for their gradients.
-        ``"auto"``: the step is planned both ways, and the one that takes less time is used, of those that fit into the memory of
-        the chip; where the chip is not known, the one that sends less. ``plan.pipeline.gather`` is the choice.
+      gather: when a pipeline or another loop over microbatches (:func:`meshpar.accumulate_gradients`) all-gathers weights that are
+        sharded along a dim that the activations have too (FSDP): ``"microbatch"``: where they are used, for each microbatch; the
+        gradients of each microbatch are reduce-scattered. ``"step"``: once, before the first microbatch; the gradients are reduced
+        once, after the last one. It sends less, and a device needs memory for the unsharded weights (of a pipeline: of its stage),
+        in the dtype in which they are used, and for their gradients. ``"auto"``: the step is planned both ways, and the one that
+        takes less time is used, of those that fit into the memory of the chip; where the chip is not known, the one that sends
+        less. The default is ``"microbatch"`` in pipelines and ``"auto"`` elsewhere. Weights that a loop over layers slices are
+        gathered in each microbatch. ``plan.pipeline.gather`` is the choice for a pipeline.
       strict: two names for one dim of the program are an error instead of a warning.
       static_argnums, static_argnames, donate_argnums, donate_argnames, keep_unused: as in ``jax.jit``.
       options: ``"auto"``: for TPUs, the compiler options of :mod:`meshpar.hardware.options` for the chip and the collectives of the

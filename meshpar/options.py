@@ -92,9 +92,9 @@ class StepOptions:
         default="1f1b",
         metadata=_flag("--schedule", "order of the slots of a pipeline (%(default)s)", choices=SCHEDULES),
     )
-    gather: GatherName = field(
-        default="microbatch",
-        metadata=_flag("--gather", "when a pipeline all-gathers weights (FSDP): %(default)s", choices=GATHERS),
+    gather: GatherName | None = field(
+        default=None,
+        metadata=_flag("--gather", "when a loop over microbatches all-gathers weights (FSDP)", choices=GATHERS),
     )
     strict: bool = field(
         default=False, metadata=_flag("--strict", "two names for one dim are an error", action="store_true")
@@ -311,7 +311,7 @@ def check_schedule(schedule: Any) -> None:
 
 def check_gather(gather: Any) -> None:
     """Raise UnsupportedError for an unknown ``gather``."""
-    if gather not in GATHERS:
+    if gather is not None and gather not in GATHERS:
         raise UnsupportedError(
             f"there is no gather {gather!r}", fixes=did_you_mean(str(gather), GATHERS, "values of gather")
         )

@@ -80,7 +80,7 @@ def make_plan(
     program: Program, layout: Layout, mesh: AnyMesh, *, strict: bool = False, init: bool = False,
     topology: str | None = None, donated: Iterable[int] = (), lowering: str = AUTO, overlap: str | None = "off",
     options: OptionsMode = "off", compiler_options: Mapping[str, Any] | None = None, calibrations: Calibrations = (),
-    schedule: str = "1f1b", gather: str = "microbatch", plan_type: type[P] = Plan,
+    schedule: str = "1f1b", gather: str | None = None, plan_type: type[P] = Plan,
 ) -> P:  # fmt: skip
     """The plan of a program under a layout on a mesh, after all passes.
 
@@ -97,7 +97,7 @@ def make_plan(
       compiler_options: the user's own compiler options.
       calibrations: measured efficiencies of devices.
       schedule: of pipelines, one of :data:`meshpar.program.pipeline.SCHEDULES`.
-      gather: of pipelines, one of :data:`meshpar.program.pipeline.GATHERS`.
+      gather: of loops over microbatches, one of :data:`meshpar.program.pipeline.GATHERS`; None: the default.
       plan_type: the class of the plan.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from .decide import Facts, add_to_carry
 from .emit import Emitter, LoopConst
 from .partial import addends
 from .plan import Placement
-from .spec import replicated_spec
+from .spec import replicated_spec, value_bytes
 from .steps import Barrier, Branch, Call, Constant, Loop, Shard, Step
 
 MakeStep = Callable[[], Step]
@@ -29,6 +30,10 @@ MakeStep = Callable[[], Step]
 
 It is called after the whole program is planned, since steps may be added to the bodies until then.
 """
+
+
+MIN_SCATTERED_ELEMENTS = 2**18
+"""Elements (1 MiB in float32) of the smallest gradient that is reduced in each microbatch to save memory."""
 
 
 @dataclass(slots=True)
@@ -57,11 +62,14 @@ class ControlFlow:
       outer: carries of a scan to which a scan inside of it adds.
       conversions: ops whose decisions depend on ``accumulated``.
       depth: the number of scans around the present op.
+      in_each_microbatch: loops whose carries add up gradients gather weights, and reduce gradients, in each iteration.
+      unsharded: bytes of the gradients that loops add up on a device, and that are not sharded as they are stored: with
+        ``in_each_microbatch`` it has shards of them.
     """
 
     def __init__(
         self, emitter: Emitter, facts: Facts, accumulated: dict[Value, bool],
-        plan_ops: Callable[[Frame, Sequence[Any]], None],
+        plan_ops: Callable[[Frame, Sequence[Any]], None], in_each_microbatch: bool = False,
     ):  # fmt: skip
         """Control flow of one plan; ``plan_ops(frame, constants)`` plans the ops of a body, and is a method of the
         planner."""
@@ -70,6 +78,7 @@ class ControlFlow:
         self.outer: set[Value] = set()
         self.conversions: set[Op] = set()
         self.depth = 0
+        self.in_each_microbatch, self.unsharded = in_each_microbatch, 0.0
 
     def plan(self, op: Op) -> MakeStep:
         """Plan an op with bodies, and the ops in these; returns a :data:`MakeStep`, which makes the op's step."""
@@ -84,8 +93,12 @@ class ControlFlow:
         assert addend is not None
         decision = add_to_carry(op, addend)
         start = acc.start
-        if decision is not None and _is_row(op) and self._scatters(acc.addend):
-            decision = None  # no device has room for the unsharded gradients of all layers
+        if decision is not None and self._scatters(acc.addend):
+            if _is_row(op) or self._is_reduced_in_each(acc.addend):
+                decision = None  # for rows: no device has room for the unsharded gradients of all layers
+            elif math.prod(acc.addend.shape) >= MIN_SCATTERED_ELEMENTS:
+                (result,), carry = decision.results, acc.carries[-1]
+                self.unsharded += value_bytes(carry, result.spec, emitter.sizes)
         if decision is not None and start is not None:
             (result,) = decision.results
             if (start.spec, start.partial) != (result.spec, result.partial):
@@ -158,7 +171,9 @@ class ControlFlow:
         inner, group = frame.ins(), emitter.group
         accumulations = self._find_accumulations(op, frame, nc, nk)
         self._reduce_operands(op, {op.ins[nc + k] for k in accumulations})
-        read = [self._reads(op, i, v, w) for i, (v, w) in enumerate(zip(op.ins[:nc], inner[:nc], strict=True))]
+        hoist = not (self.in_each_microbatch and accumulations and self.depth == 0)
+        consts_in = enumerate(zip(op.ins[:nc], inner[:nc], strict=True))
+        read = [self._reads(op, i, v, w, hoist) for i, (v, w) in consts_in]
         inits: dict[int, Shard] = {}
         for k, (v, w) in enumerate(zip(op.ins[nc : nc + nk], inner[nc : nc + nk], strict=True)):
             if k not in accumulations:
@@ -354,6 +369,11 @@ class ControlFlow:
 
     # -- carries that accumulate
 
+    def _is_reduced_in_each(self, addend: Value) -> bool:
+        """Whether a gradient is reduced in each microbatch, unless it is small: then its collectives take longer than its memory is
+        worth."""
+        return self.in_each_microbatch and math.prod(addend.shape) >= MIN_SCATTERED_ELEMENTS
+
     def _find_accumulations(self, op: Op, frame: Frame, nc: int, nk: int) -> set[int]:
         """The positions of the carries to which a scan only adds; they are recorded.
 
@@ -383,7 +403,7 @@ class ControlFlow:
         """Record the values from which an addend is computed by ops that partial values may pass; ``row``: of one row of a
         carry, as an inner loop stacks rows."""
         for value, stacked in addends(self.facts.program, addend):
-            self.accumulated[value] = stacked or row
+            self.accumulated[value] = stacked or row or self._is_reduced_in_each(value)
             if value.op is not None and value.op.primitive.cast:
                 self.conversions.add(value.op)
 

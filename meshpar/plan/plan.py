@@ -192,7 +192,7 @@ class Plan:
       overlap: how all-gathers before matmuls and reduce-scatters after them are lowered; ``overlaps``: each decision.
       requested_lowering, requested_overlap: as the user gave them: ``"auto"``, …; None: the default of the lowering.
       schedule: the schedule of pipelines, as requested.
-      gather: when pipelines all-gather weights, as requested.
+      gather: when loops over microbatches all-gather weights, as requested; None: not requested.
       options: the compiler options.
       calibrations: measurements of devices; ``chip`` includes the measurements of its kind.
       tokens: of a step that generates one token of each sequence, the dim of the sequences; None: another step.
@@ -217,7 +217,7 @@ class Plan:
     requested_lowering: str = "auto"
     requested_overlap: str | None = "off"
     schedule: str = "1f1b"
-    gather: str = "microbatch"
+    gather: str | None = None
     options: Options = field(default_factory=Options)
     overlaps: tuple[Overlap, ...] = ()
     calibrations: Calibrations = ()

@@ -17,6 +17,7 @@ from ..layout import AnyMesh, Layout, Rule, Spec
 from ..program.divisible_rewrite import rewrite_indivisible_slices
 from ..program.ir import Frame, Op, Program, Value
 from ..program.pipeline import rewrite_pipelines, stack_notes
+from ..units import format_memory
 from .assignment import AxisAssignment
 from .checks import check_dims, check_divides, check_joins
 from .collective_records import CollectiveRecords, TooLong
@@ -32,19 +33,19 @@ from .steps import Shard
 
 P = TypeVar("P", bound=Plan)
 
-Rank = Callable[[Plan], Any]
-"""A sort key of plans of one step: the smallest is best."""
+Rank = Callable[[Plan], tuple[bool, float]]
+"""A sort key of plans of one step, of which the smallest is best: whether the plan exceeds the memory of its chip, and its cost."""
 
 
-def bytes_sent(plan: Plan) -> float:
-    """Bytes that each device sends in a step."""
-    return plan.bytes_sent
+def bytes_sent(plan: Plan) -> tuple[bool, float]:
+    """(False, bytes that each device sends in a step): the rank of plans whose memory is not considered."""
+    return False, plan.bytes_sent
 
 
 def planned(
     program: Program, layout: Layout, mesh: AnyMesh, *, strict: bool = False, init: bool = False,
     topology: str | None = None, donated: frozenset[int] = frozenset(), calibrations: Calibrations = (),
-    max_seconds: float = math.inf, rank: Rank = bytes_sent, schedule: str = "1f1b", gather: str = "microbatch",
+    max_seconds: float = math.inf, rank: Rank = bytes_sent, schedule: str = "1f1b", gather: str | None = None,
     plan_type: type[P] = Plan,
 ) -> P:  # fmt: skip
     """Plan a program under a layout on a mesh, before any pass.
@@ -60,9 +61,10 @@ def planned(
       donated: positions of the flat inputs whose memory the results may reuse.
       calibrations: measurements of devices, among them the plan's.
       max_seconds: limit of the seconds of the plan's collectives, run one after the other.
-      rank: chooses between the plans of the program with and without rewritten slices.
+      rank: chooses between the plans of the program with and without rewritten slices, and as ``gather`` says.
       schedule: of pipelines, one of :data:`meshpar.program.pipeline.SCHEDULES`.
-      gather: of pipelines, one of :data:`meshpar.program.pipeline.GATHERS`; ``auto`` by ``rank``.
+      gather: one of :data:`meshpar.program.pipeline.GATHERS`; ``auto``: by ``rank``. None: ``microbatch`` in pipelines; in other
+        loops over microbatches ``step``, unless that plan exceeds the memory.
       plan_type: the class of the plan.
 
     Raises:
@@ -70,15 +72,6 @@ def planned(
       TooLong: the collectives take longer than ``max_seconds``.
       MeshError: all calibrations are of other devices.
     """
-    if gather == "auto":
-        return _with_better_gather(
-            lambda gather: planned(
-                program, layout, mesh, strict=strict, init=init, topology=topology, donated=donated,
-                calibrations=calibrations, max_seconds=max_seconds, rank=rank, schedule=schedule, gather=gather,
-                plan_type=plan_type,
-            ),
-            rank,
-        )  # fmt: skip
     program = program.traced
     layout.check_axes(mesh)
     check_dims(program, layout, init)
@@ -92,6 +85,15 @@ def planned(
     rules = complete.unscoped
     notes += stack_notes(program, assignment.value_spec, rules, assignment.sizes)
     pipelined = rewrite_pipelines(program, assignment.value_spec, rules, assignment.sizes, schedule, gather)
+    if pipelined is not None and gather == "auto":
+        return _with_better_gather(
+            lambda gather: planned(
+                program, layout, mesh, strict=strict, init=init, topology=topology, donated=donated,
+                calibrations=calibrations, max_seconds=max_seconds, rank=rank, schedule=schedule, gather=gather,
+                plan_type=plan_type,
+            ),
+            rank,
+        )  # fmt: skip
     if pipelined is not None:
         program, assignment = pipelined, AxisAssignment(pipelined, complete, dict(mesh.shape))
         notes += [p.note for p in pipelined.pipelines if p.note]
@@ -107,13 +109,34 @@ def planned(
         Raises:
           TooLong: its collectives take longer than ``max_seconds``, or send more than ``max_bytes`` bytes per device.
         """
-        planner = _Planner(
-            program, layout, complete, mesh, topology, donated, notes, calibrations, max_seconds, max_bytes
-        )
+
+        def gathering(in_each: bool) -> tuple[P, float]:
+            """(the plan, bytes of the unsharded gradients that a device adds up over microbatches).
+
+            Args:
+              in_each: loops over microbatches gather weights, and reduce gradients, in each iteration.
+            """
+            planner = _Planner(
+                program, layout, complete, mesh, topology, donated, notes, calibrations, max_seconds, max_bytes, in_each
+            )
+            try:
+                return replace(planner.plan(plan_type), schedule=schedule, gather=gather), planner.control.unsharded
+            finally:
+                del planner.control  # refers to a method of the planner: without the cycle its arrays are freed at once
+
+        if pipelined is not None:
+            return gathering(False)[0]
+        once, unsharded = gathering(gather == "microbatch")
+        if not unsharded or gather == "step":
+            return once
+        if not rank(once)[0]:
+            return replace(once, notes=(*once.notes, _once_text(unsharded))) if unsharded >= MIN_NOTED_BYTES else once
         try:
-            return replace(planner.plan(plan_type), schedule=schedule, gather=gather)
-        finally:
-            del planner.control  # refers to a method of the planner: without the cycle its arrays are freed at once
+            each = gathering(True)[0]
+        except TooLong:
+            return once
+        each = replace(each, notes=(*each.notes, IN_EACH_MICROBATCH))
+        return min(once, each, key=rank)
 
     padded: list[str] = []
     rewritten = rewrite_indivisible_slices(program, parts, padded)
@@ -168,6 +191,27 @@ def _rounds_without_effect(layout: Layout, program: Program) -> list[str]:
     ]
 
 
+def _once_text(unsharded: float) -> str:
+    """The note of a plan whose loops over microbatches reduce gradients once a step.
+
+    Args:
+      unsharded: bytes of the gradients on a device.
+    """
+    return (
+        f"microbatches use weights that are gathered, and add up gradients that are reduced, once a step: a device has "
+        f'{format_memory(unsharded)} of unsharded gradients. gather="microbatch" needs less memory, and sends more'
+    )
+
+
+MIN_NOTED_BYTES = 2**26
+"""Bytes of unsharded gradients from which on a note says how to have them sharded."""
+IN_EACH_MICROBATCH = (
+    "weights are gathered, and gradients reduced, in each microbatch: once a step sends less, and exceeds the memory "
+    '(gather="step" requests it)'
+)
+"""The note of a plan whose gathers are not once a step because of the memory."""
+
+
 class _Planner:
     """Makes one plan: decides about every op of a program in order, and emits its steps.
 
@@ -179,9 +223,10 @@ class _Planner:
     def __init__(
         self, program: Program, asked: Layout, layout: Layout, mesh: AnyMesh, topology: str | None,
         donated: frozenset[int], notes: Sequence[str], calibrations: Calibrations, max_seconds: float, max_bytes: float,
+        in_each_microbatch: bool,
     ):  # fmt: skip
         """Set up the assignment, caches and emitter; ``asked`` is the user's layout, and ``layout`` has rules for dims
-        named as axes as well."""
+        named as axes as well; ``in_each_microbatch`` as in :class:`ControlFlow`."""
         self.program, self.requested_layout, self.layout, self.mesh, self.topology = (
             program,
             asked,
@@ -213,7 +258,7 @@ class _Planner:
         self.facts = Facts(
             program, assignment, sizes, program.cached(read_counts), accumulated, program.cached(reduce_in_values)
         )
-        self.control = ControlFlow(self.emitter, self.facts, accumulated, self.ops)
+        self.control = ControlFlow(self.emitter, self.facts, accumulated, self.ops, in_each_microbatch)
 
     def plan(self, plan_type: type[P]) -> P:
         """The plan, of the class ``plan_type``."""

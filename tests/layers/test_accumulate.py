@@ -92,6 +92,65 @@ def test_sharded_gradients_of_stacked_layers_are_scattered_layer_by_layer(case):
     assert sorted((len(c.shape), c.count) for c in scattered) == [(2, 1), (2, LAYERS * MICRO), (2, LAYERS * MICRO)]
 
 
+def unrolled_loss(p, x):
+    """Layers in a Python list, as in most NNX models."""
+    for w in p:
+        x = x + jnp.tanh(x @ w["a"]) @ w["b"]
+    return jnp.square(x).mean()
+
+
+def unrolled_step(p, x):
+    value, grads = mp.accumulate_gradients(jax.value_and_grad(unrolled_loss), MICRO)(p, x)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, p, grads), value
+
+
+UNROLLED = {
+    "dims": {"p/*/a": "embed mlp", "p/*/b": "mlp embed", "x": "batch embed"},
+    "layout": "batch: data; embed: data",
+}
+
+
+@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+@pytest.mark.parametrize("gather", [None, "step", "microbatch", "auto"])
+def test_sharded_gradients_of_unrolled_layers(gather, lowering):
+    """They are reduced once a step, or in each microbatch on request; small ones once."""
+    draw = np.random.default_rng(0).normal
+    p = [
+        {"a": draw(size=(512, 512)) / 25, "b": draw(size=(512, 512)) / 25},
+        {"a": draw(size=(512, 8)), "b": draw(size=(8, 512))},
+    ]
+    p = jax.tree.map(jnp.float32, p)
+    x = jnp.float32(draw(size=(32, 512)))
+    step = mp.jit(unrolled_step, mesh=mp.mesh("data=8"), lowering=lowering, gather=gather, **UNROLLED)
+    plan = step.plan(p, x)
+    count = MICRO if gather == "microbatch" else 1
+    op = "reduce-scatter" if lowering == "shard_map" else "all-reduce"  # XLA makes no reduce-scatters for CPUs
+    for kind in (op, "all-gather"):
+        counts = {c.shape: c.count for c in plan.collectives if c.op == kind and len(c.shape) > 1}
+        assert counts[512, 512] == count, kind
+        if kind == op:
+            assert counts[512, 8] == counts[8, 512] == 1
+    got, want = step(p, x), jax.jit(unrolled_step)(p, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
+
+
+@pytest.mark.parametrize(("layers", "gather"), [(2, "step"), (16, "microbatch")])
+def test_unsharded_gradients_that_do_not_fit_are_reduced_in_each_microbatch(layers, gather):
+    weights = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in {"a": (4096, 16384), "b": (16384, 4096)}.items()}
+    x = jax.ShapeDtypeStruct((256, 4096), jnp.float32)
+    options = {"mesh": "data=16", "topology": "v5e:4x4", "donate_argnames": "p", **UNROLLED}
+    plan, once, each = (
+        mp.plan(unrolled_step, [weights] * layers, x, gather=g, **options) for g in (None, "step", "microbatch")
+    )
+    assert each.memory.peak < once.memory.peak
+    assert each.bytes_sent > once.bytes_sent
+    chosen = once if gather == "step" else each
+    assert (plan.bytes_sent, plan.memory.peak) == (chosen.bytes_sent, chosen.memory.peak)
+    assert (once.memory.peak > 0.95 * 16e9) == (gather == "microbatch")
+    (note,) = (n for n in plan.notes if "gather=" in n)
+    assert ("needs less memory, and sends more" if gather == "step" else "exceeds the memory") in note
+
+
 def narrow_loss(p, x):
     """Weights are converted to bfloat16 in each layer, as by Flax modules with ``dtype=bfloat16``."""
 

@@ -141,7 +141,7 @@ class _Split:
 
 def rewrite_pipelines(
     program: Program, axes: ValueAxes, rules: Mapping[str, Rule], sizes: Mapping[str, int], schedule: str,
-    gather: str = "microbatch",
+    gather: str | None = None,
 ) -> Program | None:  # fmt: skip
     """The program with its pipelines; None: no stacked dim of a layer loop is split. Results are cached by the axes of the loops.
 
@@ -152,7 +152,7 @@ def rewrite_pipelines(
       rules: dim → its rule without a scope: rules for parameters or optimizer state alone say where these are stored.
       sizes: of the mesh.
       schedule: one of :data:`SCHEDULES`.
-      gather: one of :data:`GATHERS`; ``auto`` is ``microbatch``.
+      gather: one of :data:`GATHERS`; ``auto`` and None are ``microbatch``.
 
     Raises:
       UnsupportedError: layers that cannot be a pipeline.

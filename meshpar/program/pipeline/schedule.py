@@ -35,8 +35,8 @@ their own."""
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 
 GatherName = Literal["microbatch", "step", "auto"]
-"""When weights that each layer would all-gather are gathered: where they are used, or once a step, before the first microbatch;
-``auto``: whichever takes less time, of those that fit into the memory of the chip."""
+"""When sharded weights (FSDP) are all-gathered in a loop over microbatches: where they are used, or once a step, before the first
+microbatch; ``auto``: whichever takes less time, of those that fit into the memory of the chip."""
 
 GATHERS: tuple[str, ...] = get_args(GatherName)
 
