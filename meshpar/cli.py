@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import dataclasses
 import itertools
 import json
 import os
 import re
+import signal
 import sys
+import threading
+import time
 import warnings
 import webbrowser
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -33,6 +37,7 @@ from .layouts import PRESETS
 from .options import Lowering, add_flags, given_flags
 from .plan_api import Plan
 from .pods.cli import add_commands
+from .progress import Progress
 from .report import plan_steps
 from .report.facts import fits
 from .target import Target, concrete, failing_as_target, has_drawn_integers, load_target, parse_options
@@ -123,6 +128,8 @@ COMMANDS = {
     "Environment": ("doctor",),
 }
 """Group of commands → their names, in the order of the help."""
+PROGRESS_SECONDS = 15
+"""Seconds between the lines of progress that a command writes to a file or pipe."""
 INTS = 8
 """Integers of arguments are drawn below this."""
 MESH = 'axes and sizes: "data=64, model=8" (default: one axis `data` over the full topology)'
@@ -275,7 +282,11 @@ def _search_arguments(add: Add) -> None:
     add("--memory-fraction", type=float, default=0.85, help="fraction of the memory that may be used (%(default)s)")
     add("--max-axes", type=int, default=3, help="the most axes of a mesh (%(default)s)")
     add("--max-plans", type=int, default=400, help="the most candidates that are planned (%(default)s)")
-    add("--time-limit", type=float, help="seconds after which no more plans are begun")
+    add(
+        "--time-limit",
+        type=float,
+        help="seconds after which no more plans are begun; one of a large unrolled model takes 20 s",
+    )
     add("--choices", action="append", default=[], metavar="NAME=A,B",
         help="values to choose from as well, of `overlap` or of an argument of the target: remat=full,none; several may be given",
         )  # fmt: skip
@@ -344,6 +355,38 @@ def _plan(args: argparse.Namespace) -> int:
     else:
         _show(args, plan, plan.to_json)
     return 0 if fits(plan) is not False else 1
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """A context in which SIGTERM is an interrupt, after which a search returns the best candidate up to then."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may have signal handlers
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _progress() -> Progress:
+    """Progress as one line on a terminal, else as a line on stderr every :data:`PROGRESS_SECONDS`."""
+    if sys.stderr.isatty():
+        return "auto"
+    shown = time.monotonic()
+
+    def say(text: str) -> None:
+        nonlocal shown
+        if time.monotonic() - shown > PROGRESS_SECONDS:
+            shown = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
+
+    return say
 
 
 def _save_csv(plan: Plan, path: str) -> None:
@@ -439,16 +482,17 @@ def _search(args: argparse.Namespace) -> int:
         )
     mesh = args.mesh or f"data={device_count(args.topology)}"
     layouts = [_layout(args, target, text, mesh, args.topology) for text in args.layout]
-    found = failing_as_target(
-        target.name,
-        lambda: mp.search(
-            {name: each.step for name, each in targets.items()}, *target.args, topology=args.topology, mesh=args.mesh,
-            layouts=layouts, fixed=args.fixed, forbid=args.forbid, objective=args.objective,
-            memory_fraction=args.memory_fraction, max_axes=args.max_axes, max_plans=args.max_plans,
-            time_limit=args.time_limit, verify=args.verify,
-            choices={"overlap": modes} if modes else None, **_options(args, target),
-        ),
-    )  # fmt: skip
+    with _terminated_as_interrupted():
+        found = failing_as_target(
+            target.name,
+            lambda: mp.search(
+                {name: each.step for name, each in targets.items()}, *target.args, topology=args.topology, mesh=args.mesh,
+                layouts=layouts, fixed=args.fixed, forbid=args.forbid, objective=args.objective,
+                memory_fraction=args.memory_fraction, max_axes=args.max_axes, max_plans=args.max_plans,
+                time_limit=args.time_limit, verify=args.verify, progress=_progress(),
+                choices={"overlap": modes} if modes else None, **_options(args, target),
+            ),
+        )  # fmt: skip
     if args.html:
         _save(args, found, args.html)
     _show(args, found, found.to_json)
@@ -502,7 +546,7 @@ def _check(args: argparse.Namespace) -> int:
     lowerings = ("jit", "shard_map") if args.lowering == "both" else (args.lowering,)
     report = mp.check(
         target.step, *values, layouts=chosen, meshes=meshes, tolerance=args.tolerance, raises=False,
-        lowerings=lowerings, **_options(args, target),
+        lowerings=lowerings, progress=_progress(), **_options(args, target),
     )  # fmt: skip
     rows = [{**dataclasses.asdict(r), "error": None if r.error is None else str(r.error)} for r in report.rows]
     text = str(report)

@@ -311,7 +311,11 @@ class Layout:
                         fixes=[
                             *([f"dim and axis are swapped: write `{axis}: {rule.dim}`"] * (rule.dim in mesh.shape)),
                             *did_you_mean(axis, mesh.shape, "axes"),
-                            f'or give the mesh that axis: mp.mesh("{sizes}, {axis}=1")',
+                            *(
+                                []
+                                if near(axis, mesh.shape)
+                                else [f'or give the mesh that axis: mp.mesh("{sizes}, {axis}=1")']
+                            ),
                         ],
                     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import itertools
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -487,7 +488,8 @@ def _similar_pattern(pattern: str, paths: Sequence[str], unnamed: Sequence[str])
     )
     fits = [text for text in respelled if any(path_matches(text, path) for path in paths)]
     ends = {"/".join(path.split("/")[-n:]) for path in unnamed or paths for n in (1, 2)} if "*" in pattern else ()
-    similar = fits[:3] or near(pattern, [*paths, *(f"*/{end}" for end in ends)])
+    general = [re.sub(r"(?<=/)\d+(?=/)", "*", path) for path in paths] if "*" in pattern else paths
+    similar = fits[:3] or near(pattern, [*general, *(f"*/{end}" for end in ends)])
     return [f"did you mean {' or '.join(map(repr, similar))}?"] if similar else []
 
 

@@ -3,18 +3,21 @@
 import contextlib
 import csv
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
 import urllib.request
+import warnings
 from pathlib import Path
 
 import jax
 import pytest
 
 import meshpar as mp
+from meshpar import cli
 from meshpar.cli import COMMANDS, _parser, main
 from meshpar.errors import TargetError
 from meshpar.lab.lab import Lab
@@ -671,6 +674,28 @@ def test_options_that_the_command_line_uses_itself(run, target, monkeypatch, tmp
 
 
 # -- help, suggestions, files
+
+
+def test_progress_of_a_search_in_a_pipe(target, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "PROGRESS_SECONDS", -1)
+    cli.main(["search", f"{target}:small", "--topology", "v5e:2x2", "--max-plans", "3"])
+    assert "searching v5e:2x2" in capsys.readouterr().err
+
+
+def test_a_terminated_search_is_interrupted():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), cli._terminated_as_interrupted():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_warnings_of_commands_do_not_have_the_line_of_the_command(target, capsys):
+    cli.main(["plan", f"{target}:small", "--mesh", "data=4", "--layout", "fsdp", "--topology", "v5e:2x2"])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        cli._show_warning(mp.errors.RepeatedWarning("repeated"), mp.errors.RepeatedWarning, "meshpar", 8)
+    assert not said
+    assert capsys.readouterr().err.endswith("RepeatedWarning: repeated\n")
 
 
 def test_without_arguments_the_commands_are_listed_in_groups(capsys):

@@ -81,6 +81,29 @@ def test_an_indivisible_dim_is_reported_of_the_parameter():
         mp.plan(step, state, x, mesh="data=4", layout="embed: data", dims={"*/up": "embed mlp", "x": "batch _"})
 
 
+def test_a_pattern_that_matches_nothing_suggests_one_for_arrays_without_names():
+    """Not one for the kernels that other patterns name, and not the path of one layer."""
+    kernels = {
+        f"layers_{i}": {k: {"kernel": jax.ShapeDtypeStruct((8, 8), jnp.float32)} for k in "qkvo"} for i in range(3)
+    }
+    params = {"decoder": kernels, "blocks": {str(i): {"proj": {"w": jnp.ones((8, 8))}} for i in range(3)}}
+    dims = {"*/[qkv]/kernel": "embed heads", "x": "batch embed"}
+
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+
+    def fixes(pattern):
+        with pytest.raises(mp.errors.PatternError) as e:
+            mp.plan(
+                lambda p, x: x, params, x, mesh="data=4", layout="batch: data", dims=dims | {pattern: "heads embed"}
+            )
+        return e.value.fixes
+
+    suggested, *_, paths = fixes("*/out/kernel")
+    assert suggested.startswith("did you mean '*/o/kernel'")
+    assert paths.index("/o/kernel") < paths.index("/proj/w") < paths.index("/q/kernel")
+    assert fixes("*/blocks/*/proj/kernel")[0].startswith("did you mean 'p/blocks/*/proj/w'")
+
+
 def test_misspelled_name_of_an_argument():
     """The layout has a name of the known schemes, so that the names of the argument may be wrong."""
     x = jax.ShapeDtypeStruct((8, 4), jnp.float32)
@@ -124,8 +147,7 @@ def test_unknown_axis_with_a_near_name():
     assert error == textwrap.dedent("""\
         rule `mlp: modl` names axis `modl`, which the mesh (data=4, model=2) does not have
           rule    mlp: modl
-          fix     did you mean `model`?
-                  or give the mesh that axis: mp.mesh("data=4, model=2, modl=1")""")
+          fix     did you mean `model`?""")
 
 
 def test_unknown_axis_without_a_near_name():

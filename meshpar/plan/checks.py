@@ -72,7 +72,12 @@ def _unnamed_inputs(program: Program, dim: str) -> list[str]:
     weights = [v for v in program.inputs if v.kind == "params" and len(v.shape) > 1]
     if not any(any(program.dims(v)) for v in weights):
         arrays += weights
-    return ["these arguments have no names: name their dims", *dims_template(program, arrays)] if arrays else []
+    if not arrays:
+        return []
+    template = dims_template(program, arrays)
+    if dim == "batch" and all(v.kind is None for v in arrays):
+        template = [re.sub(r'": "_\b', '": "batch', line) for line in template]
+    return ["these arguments have no names: name their dims", *template]
 
 
 def _misspelled_names(program: Program, dim: str) -> list[str]:
@@ -209,7 +214,8 @@ def _join_text(joins: Sequence[Join]) -> str:
     origins = f"{pattern} names it {first} and {second}" if same else f"{j.first_origin}; {j.second_origin}"
     return (
         f"{head}\n  {origins}{where}\n{swap}"
-        f'  use one name for both, or mp.rename(x, {j.first}="{j.second}") where they differ; '
+        "  use one name for both (patterns of dims= replace names of Flax metadata), or "
+        f'mp.rename(x, {j.first}="{j.second}") where they differ; '
         'to silence this: warnings.simplefilter("ignore", mp.JoinWarning)'
     )
 

@@ -17,6 +17,7 @@ from rich.text import Text
 from ..compat.devices import is_compile_only, lowered_parts
 from ..compat.jax import without_gc
 from ..cost.memory import memory_of
+from ..cost.time import time_of
 from ..errors import CompilerError, MeshError, UnsupportedError
 from ..hardware.topology import chip_of, topology_devices, topology_of
 from ..layout import AnyMesh
@@ -65,7 +66,8 @@ class Compiled:
       name: of the function.
       topology: ``"v5e:16x16"``.
       effort: ``"fast"`` or ``"full"``. Quote memory at full effort: at fast effort the peak of train steps of 7B to 50B models
-        was 0 to 16 % lower; small programs may differ more.
+        was 0 to 16 % lower; small programs may differ more. Cycles and exposed communication at fast effort say nothing about
+        full effort: kernels are not optimized.
       memory: bytes of one device.
       capacity: bytes of memory of a device; None: not known.
       plan: the plan of the program; None for a program that meshpar did not lower.
@@ -283,16 +285,21 @@ def compiled_renderable(c: Compiled) -> Any:
     )  # fmt: skip
     if c.effort == "fast":
         head.append(
-            "\n          (full effort may give another peak: 0 to 16 % higher for models of 7B to 50B)", style="dim"
+            "\n          (full effort may give another peak: 0 to 16 % higher for models of 7B to 50B, 20 % lower for one of 1B)\n"
+            'schedule  with effort="full" (--effort full): fast effort does not optimize kernels: they may take ten times as long',
+            style="dim",
         )
-    if c.cycles:
-        head.append("\ncycles", style="bold")
-        head.append(f"    {c.cycles:.4g} a step, by the compiler's estimate, without communication")
-    if c.exposed is not None:
-        head.append("\nschedule", style="bold")
-        head.append(
-            f"  {format_seconds(c.exposed.compute)} of computation, {format_seconds(c.exposed.seconds)} of communication exposed"
-        )
+    else:
+        if c.cycles:
+            head.append("\ncycles", style="bold")
+            head.append(f"    {c.cycles:.4g} a step, by the compiler's estimate, without communication")
+        if c.exposed is not None:
+            compute, waits = c.exposed.compute, c.exposed.seconds
+            head.append("\nschedule", style="bold")
+            head.append(
+                f"  {format_seconds(compute + waits)} a step: {format_seconds(compute)} of computation, "
+                f"{format_seconds(waits)} of communication exposed"
+            )
     parts: list[Any] = [head, Text(), _collectives_table(c)]
     if c.collectives:
         kinds: dict[str, float] = {}
@@ -306,7 +313,9 @@ def compiled_renderable(c: Compiled) -> Any:
         if c.plan.options.groups:
             names = ", ".join(g.name for g in c.plan.options.groups)
             parts.append(Text(f"compiler options: {names}", style="dim"))
-        text = f"planned: {format_bytes(c.plan.bytes_sent)} sent, peak {format_memory(memory_of(c.plan).peak)}"
+        time = time_of(c.plan)
+        step = f", {format_seconds(time.seconds)} a step" if time is not None else ""
+        text = f"planned: {format_bytes(c.plan.bytes_sent)} sent, peak {format_memory(memory_of(c.plan).peak)}{step}"
         parts.append(Text(text, style="dim"))
         if calibrated := calibration_text(c.plan):
             parts.append(Text(calibrated, style="dim"))
