@@ -5,6 +5,7 @@ The terminal (:mod:`.text`), pages (:mod:`.html`) and comparisons (:mod:`.diff`)
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -32,6 +33,9 @@ DimAxes = tuple[str, tuple[str, ...]]
 
 MIN_PADDING_SHARE = 0.01
 """Fraction of the peak memory from which on padding is reported."""
+MIN_LARGE_SHARE = 0.05
+"""Fraction of the peak memory of the smallest array that is reported by name; :data:`MAX_LARGE` are at most."""
+MAX_LARGE = 3
 KINDS = {"params": "parameters", "opt": "optimizer state", None: "other inputs", "constant": "constants"}
 """Label of each kind of argument, in the order of reports."""
 
@@ -69,6 +73,20 @@ def time_bounds(time: Time) -> str:
     return (
         f"{format_seconds(time.overlapped)} if everything overlaps, {format_seconds(time.serial)} if nothing overlaps"
     )
+
+
+def largest_text(plan: Plan) -> str:
+    """The largest arrays at the peak other than parameters and optimizer state, with their number; "" if all are small."""
+    memory = memory_of(plan)
+    sizes: dict[str, list[float]] = {}
+    for name, size, kind, _ in memory.largest:
+        if kind not in ("parameters", "optimizer state") and size >= MIN_LARGE_SHARE * memory.peak:
+            sizes.setdefault(name, []).append(size)
+    texts = [
+        f"{name} {format_memory(max(found))}{f' (× {len(found)})' if len(found) > 1 else ''}"
+        for name, found in itertools.islice(sizes.items(), MAX_LARGE)
+    ]
+    return f"largest: {', '.join(texts)}" if texts else ""
 
 
 def padding_text(plan: Plan) -> str:

@@ -33,6 +33,7 @@ from .facts import (
     fits,
     grouped,
     host_text,
+    largest_text,
     layout_text,
     lowering_text,
     padding_text,
@@ -167,6 +168,8 @@ def _costs(plan: Plan) -> list[Text]:
     out = [Text.assemble(("each device needs ", "bold"), (format_memory(memory.peak), "bold"), f"{of} at the peak{at}")]
     bar = Text.assemble(memory_bar(memory.peak, capacity), "  ") if math.isfinite(capacity) else Text()
     out.append(Text.assemble("    ", bar, (kinds, "dim")))
+    if math.isfinite(capacity) and (largest := largest_text(plan)):
+        out.append(Text(f"    {largest}", style="dim"))
     if padding := padding_text(plan):
         out.append(Text(f"    {padding}"))
     if host := host_text(plan):
