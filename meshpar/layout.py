@@ -509,8 +509,11 @@ def _parse(text: str) -> Iterable[Rule]:
 
 
 def scheme_name(text: str) -> str:
-    """The name under which :data:`SCHEMES` would have a scheme: ``"fsdp+tensor"`` → ``"fsdp_tensor"``."""
-    return re.sub(r"\W+", "_", text.strip())
+    """The name under which :data:`SCHEMES` would have a scheme: ``"fsdp+tensor"`` → ``"fsdp_tensor"``.
+
+    ``"fsdp+tensor+sequence"`` is another name of ``"sequence_parallel"``.
+    """
+    return re.sub(r"\W+", "_", text.strip()).replace("fsdp_tensor_sequence", "sequence_parallel")
 
 
 def scheme_text(text: str) -> str | None:

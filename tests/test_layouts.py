@@ -167,6 +167,15 @@ def test_a_rule_with_dim_and_axis_swapped_is_corrected():
         mp.Layout("data: batch").check_axes(mp.mesh("data=4, model=2"))
 
 
+def test_another_name_of_sequence_parallelism():
+    for text, name in (
+        ("fsdp+tensor+sequence", "sequence_parallel"),
+        ("fsdp_tensor_sequence_pipeline", "sequence_parallel_pipeline"),
+    ):
+        assert mp.Layout(text) == mp.Layout(name)
+        assert mp.Layout(text).scheme == name
+
+
 def test_the_scheme_of_a_layout():
     assert mp.layouts.fsdp("other").scheme == mp.Layout("fsdp").scheme == mp.Layout(mp.layouts.fsdp()).scheme == "fsdp"
     assert mp.Layout("batch: data").scheme == (mp.layouts.fsdp() | "batch: data").scheme == ""
@@ -364,7 +373,7 @@ def test_arguments_without_names_are_listed_for_a_dim_that_no_value_has():
                 layout="batch: data; mlp: data", dims=dims)  # fmt: skip
 
     with pytest.raises(
-        mp.errors.UnknownDimError, match=r'(?s)have no names: name their dims.*"batch/x": "_ _",  # \[4, 8\]'
+        mp.errors.UnknownDimError, match=r'(?s)have no names: name their dims.*"batch/x": "batch _",  # \[4, 8\]'
     ):
         plan({"*/w": "_ mlp"})
     with pytest.raises(mp.errors.UnknownDimError) as e:  # a misspelled name
