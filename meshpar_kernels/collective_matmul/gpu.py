@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
 from meshpar_kernels._nvlink import machine_reasons
-from meshpar_kernels.collective_matmul import gpu_blackwell, gpu_hopper
+from meshpar_kernels.collective_matmul import gpu_blackwell, gpu_fused, gpu_hopper
 from meshpar_kernels.collective_matmul.dots import Axes
 from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order
 from meshpar_kernels.collective_matmul.gpu_peers import COLUMNS, SLOTS
@@ -21,7 +21,7 @@ from meshpar_kernels.grouped_matmul.schedule import ALIGNMENT
 __all__ = ["all_gather_matmul", "gather_order", "matmul_reduce_scatter", "scatter_order", "unsupported"]
 
 KERNELS = {9: gpu_hopper, 10: gpu_blackwell}
-"""Major number of the compute capability → module of the kernels."""
+"""Major number of the compute capability → module of the loops of the kernels."""
 
 HEIGHT = 2 * ROWS
 """Rows of a tile."""
@@ -68,9 +68,9 @@ def all_gather_matmul(
     num_sms: int | None = None,
 ) -> jax.Array:  # fmt: skip
     """x[m, K] of all devices times w[K, n] ([n, K] with `transposed`) → [A·m, n], by `blocks_of(num_sms)`."""
-    major = _compat.gpu_architecture()[0]
+    arch = KERNELS[_compat.gpu_architecture()[0]]
     options = {"out_dtype": out_dtype, "transposed": transposed, "num_sms": blocks_of(num_sms)}
-    out = KERNELS[major].all_gather_matmul(x, w, order, _axis(axis_name), **options)
+    out = gpu_fused.all_gather_matmul(arch, x, w, order, _axis(axis_name), **options)
     out = _compat.same_varying(out, x, w)[0]  # Mosaic GPU results lose their varying mesh axes
     return out.reshape(order.devices * order.rows, order.n)
 
@@ -80,11 +80,11 @@ def matmul_reduce_scatter(
     num_sms: int | None = None,
 ) -> jax.Array:  # fmt: skip
     """x[M, k] times w[k, N] ([N, k] with `transposed`), summed over all devices → this one's rows, [M/A, N]."""
-    major = _compat.gpu_architecture()[0]
+    arch = KERNELS[_compat.gpu_architecture()[0]]
     options = {"out_dtype": out_dtype, "comm_dtype": comm_dtype, "transposed": transposed}
     blocks = x.reshape(order.devices, order.rows, order.k)
-    out = KERNELS[major].matmul_reduce_scatter(
-        blocks, w, order, _axis(axis_name), num_sms=blocks_of(num_sms), **options
+    out = gpu_fused.matmul_reduce_scatter(
+        arch, blocks, w, order, _axis(axis_name), num_sms=blocks_of(num_sms), **options
     )
     return _compat.same_varying(out, x, w)[0]
 

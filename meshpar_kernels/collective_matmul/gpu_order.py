@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, Tile, rasterize
+from meshpar_kernels.grouped_matmul.gpu_parts import Each, Tile, each_tile, rasterize
 
-__all__ = ["PIECE", "Order", "share"]
+__all__ = ["PIECE", "Order"]
 
 PIECE = 64
 """Rows and columns of one chunk that a gather sends: 8 KiB in bfloat16."""
@@ -25,11 +25,6 @@ PIECE = 64
 
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
-
-
-def share(total: int, multiprocessor: Any, multiprocessors: int) -> Any:
-    """Number of the indices 0…total-1 that one multiprocessor handles, if they are dealt round-robin."""
-    return lax.div(total - multiprocessor + (multiprocessors - 1), jnp.int32(multiprocessors))
 
 
 class Order(NamedTuple):
@@ -76,6 +71,10 @@ class Order(NamedTuple):
         row, column = rasterize(number - step_index * each, jnp.int32(self.row_tiles), self.column_tiles)
         return step_index, row, column
 
+    def each(self, num_sms: int) -> Each:
+        """`each_tile` for the tiles (index, ring step, row tile, column tile) of this block, of a grid of `num_sms`."""
+        return each_tile(self.tiles, num_sms, lambda number: ((number, *self.at(number)), self.steps, 1))
+
     def block(self, step_index: Any, rank: Any) -> Any:
         """Rank of the device whose block of rows the device of rank `rank` multiplies in a ring step."""
         return lax.rem(rank + step_index + (0 if self.own_first else 1), jnp.int32(self.devices))
@@ -103,10 +102,3 @@ class Order(NamedTuple):
         """Number of chunks that cover the rows of a tile: the count at which its arrival semaphore is complete."""
         high = self.tile.m // PIECE
         return jnp.minimum(high, cdiv(self.rows, PIECE) - row * high) * cdiv(self.k, PIECE)
-
-    # -- a scatter's sends: the partial results of a tile, in row parts that one warpgroup writes
-
-    @property
-    def parts(self) -> int:
-        """Parts of `ROWS` rows in a block; the last ones may be beyond the last row."""
-        return self.row_tiles * (self.tile.m // ROWS)

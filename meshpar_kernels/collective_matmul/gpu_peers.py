@@ -9,13 +9,10 @@ for a receiver. XLA starts a launch on all devices only when the semaphores are 
 
 The TMA descriptor of a remote buffer is made before the launch. So the code has one copy instruction for each remote
 GPU, and executes one of them.
-
-`gather` and `scatter` allocate the buffers and launch a kernel.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,10 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from meshpar_kernels import _compat
 from meshpar_kernels._nvlink import DeviceGroup
-from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order, share
-from meshpar_kernels.grouped_matmul.gpu_parts import ring, smem
+from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order
+from meshpar_kernels.grouped_matmul.gpu_parts import ring, share
 
 __all__ = [
     "AHEAD",
@@ -36,12 +32,9 @@ __all__ = [
     "SLOTS",
     "add_up",
     "counts",
-    "gather",
     "push",
-    "scatter",
     "send",
     "signal_tile",
-    "write",
 ]
 
 AHEAD = 1
@@ -126,27 +119,6 @@ def push(
             pl.semaphore_signal(count, 1, device_id=nvlink.device(order.receiver(hop, nvlink.rank)))
 
     lax.fori_loop(0, num_own + AHEAD + LAG, one, None)
-
-
-def write(gpu: Any, target: Any, column: Any, width: int, columns: Callable[[int], jax.Array], staging: Any) -> None:
-    """Write the columns of a tile to the result, through the two slots of `staging`.
-
-    Args:
-      target: GMEM [rows, n]: these rows of the result.
-      column: column tile, in units of `width` columns.
-      width: columns of the tile.
-      columns: first column in the tile → values [rows, staging.shape[-1]], in the dtype of `staging`.
-      staging: SMEM [2, rows, columns]. Before a slot is written, `wait_smem_to_gmem` waits until the copy out of it has
-        read it.
-    """
-    step = staging.shape[-1]
-    for c, left in enumerate(range(0, width, step)):
-        fresh = c == 0 and (width // step) % 2  # an odd number of chunks: slot 0 may still be read for the tile before
-        value = columns(left)
-        gpu.wait_smem_to_gmem(0 if fresh else 1, wait_read_only=True)
-        staging[c % 2] = value
-        gpu.commit_smem()
-        gpu.copy_smem_to_gmem(staging.at[c % 2], target.at[:, pl.ds(column * width + left, step)])
 
 
 def send(
@@ -252,95 +224,3 @@ def add_up(
         staging[...] = value.astype(staging.dtype)
         gpu.commit_smem()
         gpu.copy_smem_to_gmem(staging, target.at[:, pl.ds(column * order.tile.n + left, step)])
-
-
-def _launch(
-    gpu: Any, kernel: Callable[..., None], x: jax.Array, w: jax.Array, order: Order, results: list[Any],
-    scratch: tuple[Any, list[Any], list[Any]], *, warpgroups: int, num_sms: int, name: str, **options: Any,
-) -> jax.Array:  # fmt: skip
-    """Launch `kernel` on a grid of `num_sms` thread blocks; return its first result. One device gets no receive buffer
-    and no `moving`.
-
-    Args:
-      results: shapes and dtypes of the result and of the receive buffer, which remote GPUs write.
-      scratch: (staging, the kernel's own scratch, scratch for communication).
-      warpgroups: of a thread block.
-      options: further keyword arguments of the kernel.
-    """
-    staging, memory, moving = scratch
-    alone = order.devices == 1
-
-    def body(x: Any, w: Any, out: Any, *refs: Any) -> None:
-        recv_buffer, staging, *rest = (None, *refs) if alone else refs
-        own, moving = rest[: len(memory)], rest[len(memory) :]
-        kernel(x, w, out, recv_buffer, staging, own, moving, gpu=gpu, order=order, num_sms=num_sms, **options)
-
-    found = gpu.kernel(
-        body,
-        out_type=results[0] if alone else results,
-        scratch_types=[staging, *memory, *([] if alone else moving)],
-        grid=(num_sms,),
-        grid_names=("multiprocessor",),
-        num_threads=warpgroups,
-        thread_name="warpgroup",
-        kernel_name=name,
-        compiler_params=gpu.CompilerParams(lowering_semantics=gpu.LoweringSemantics.Lane),
-    )(x, w)
-    return found if alone else found[0]
-
-
-def _staging(gpu: Any, order: Order, parts: tuple[int, ...], out_dtype: Any) -> Any:
-    """SMEM for the two slots of `write`: [*parts, 2, rows of a part, columns], 128 bytes wide (or the tile's width if
-    less)."""
-    width = min(order.tile.n, 128 // jnp.dtype(out_dtype).itemsize)
-    return smem(gpu, (*parts, 2, order.tile.m // math.prod(parts), width), out_dtype)
-
-
-def gather(
-    gpu: Any, kernel: Callable[..., None], memory: list[Any], x: jax.Array, w: jax.Array, order: Order, *,
-    parts: tuple[int, ...], out_dtype: Any, **options: Any,
-) -> jax.Array:  # fmt: skip
-    """The all-gather matmul: x[m, K] of all devices times w → [A, m, n], by a kernel that sends with `push`.
-
-    Args:
-      kernel: called with the refs (x, w, result [A, m, n], receive buffer [A - 1, m, K] or None, staging of `write`,
-        refs of `memory`, (slots, barriers) of `push`).
-      memory: scratch of the kernel: shared memory, tensor memory and barriers.
-      parts: (number of warpgroups that share the rows of a tile,), each with a staging buffer of its own; () for one
-        staging buffer without a leading dim.
-      options: warpgroups, num_sms, and further keyword arguments of the kernel.
-    """
-    rows, k = x.shape
-    out = _compat.out_struct((order.devices, rows, order.n), out_dtype, x, w)
-    recv_buffer = _compat.out_struct((order.devices - 1, rows, k), x.dtype, x, w)
-    moving = [gpu.SMEM((SLOTS, PIECE, PIECE), x.dtype), gpu.Barrier(num_barriers=SLOTS)]
-    scratch = _staging(gpu, order, parts, out_dtype), memory, moving
-    return _launch(gpu, kernel, x, w, order, [out, recv_buffer], scratch, name="meshpar_all_gather_matmul", **options)
-
-
-def scatter(
-    gpu: Any, kernel: Callable[..., None], memory: list[Any], x: jax.Array, w: jax.Array, order: Order, *,
-    parts: tuple[int, ...], out_dtype: Any, comm_dtype: Any, **options: Any,
-) -> jax.Array:  # fmt: skip
-    """The matmul reduce-scatter: x[A, M/A, k] times w → [M/A, N] of this device, by a kernel of `send`, `signal_tile`
-    and `add_up`.
-
-    Args:
-      kernel: called with the refs (x, w, result [M/A, N], receive buffer [A - 1, M/A, N] or None, staging of `add_up`
-        (for one device: of `write`), refs of `memory`, (slots, barriers) for partial results that are sent or
-        received).
-      memory, parts, options: as in `gather`.
-      comm_dtype: dtype in which partial results are sent.
-    """
-    out = _compat.out_struct((order.rows, order.n), out_dtype, x, w)
-    recv_buffer = _compat.out_struct((order.devices - 1, order.rows, order.n), comm_dtype, x, w)
-    height = order.tile.m // math.prod(parts)
-    moving = [
-        smem(gpu, (*parts, 2, height, COLUMNS), comm_dtype), gpu.Barrier(num_barriers=2 * math.prod(parts))
-    ]  # fmt: skip
-    alone = order.devices == 1
-    staging = _staging(gpu, order, parts, out_dtype) if alone else smem(gpu, (*parts, height, COLUMNS), out_dtype)
-    scratch = staging, memory, moving
-    return _launch(
-        gpu, kernel, x, w, order, [out, recv_buffer], scratch, name="meshpar_matmul_reduce_scatter", **options
-    )

@@ -33,7 +33,8 @@ Limitation: there are no half tiles; the rows of an incomplete tile are multipli
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,71 +42,70 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
+from meshpar_kernels.grouped_matmul.gpu_launch import launch_matmul, launch_transpose
 from meshpar_kernels.grouped_matmul.gpu_parts import (
     CLUSTER,
-    GroupRows,
+    Each,
     Tile,
     activate,
     cluster_barrier,
     cluster_count,
-    cluster_grid,
     copy_rows,
+    each_row_tile,
+    each_tile,
     index_in_cluster,
     mask_rows,
-    rasterize,
     ring,
+    row_staging,
+    rows_in,
     smem,
+    staging_columns,
+    transpose_tile,
+    write,
 )
-from meshpar_kernels.grouped_matmul.hopper import drain, drains
-from meshpar_kernels.grouped_matmul.problem import matmul_problem, padded_scale, transpose_problem
-from meshpar_kernels.grouped_matmul.schedule import span_tile_steps
+from meshpar_kernels.grouped_matmul.hopper import drain, drains, load_stages
+from meshpar_kernels.grouped_matmul.schedule import Spans
 
-__all__ = ["grouped_matmul", "grouped_matmul_transpose", "multiply_tiles"]
+__all__ = ["grouped_matmul", "grouped_matmul_transpose", "load_columns", "read_accumulator", "walk"]
+
+MULTIPLYING, WRITING, MASKING = 0, 1, 2
+"""Indices of the warpgroups; a block has the third one where a kernel needs it."""
 
 LOADER, MULTIPLIER = 0, 1
 """Warps of the first warpgroup."""
 
 
-def multiply_tiles(gpu, stages, slot_of, barriers, each_tile, copies, matmuls, *, cluster: int = 1, ready=None):
+def acc_slot(acc: Any, used: Any) -> tuple[Any, Any]:
+    """(accumulator slot, its half of the columns of the TMEM ref `acc`) of a tile after `used` live tiles."""
+    slot, width = lax.rem(used, jnp.int32(2)), acc.shape[1] // 2
+    return slot, acc.at[:, pl.ds(slot * width, width)]
+
+
+def multiply_tiles(gpu, stages, acc, barriers, each: Each, load, matmuls, *, cluster: int = 1, ready: Any = None):
     """The loading warp and the multiplying warp: each iterates over all tiles of this block; returns nothing.
 
     The loading warp runs ahead, so operands of the next tile are in flight while a tile is multiplied.
 
     Args:
       stages: number of shared-memory stages.
-      slot_of: number of tiles before → (accumulator slot, its TMEM ref).
+      acc: TMEM accumulators, see `acc_slot`.
       barriers: (`full`, `empty`, `done`, `read`), see the module.
-      each_tile: calls its argument with (tile, K steps of the tile, K steps before, tiles before) for each tile; returns
-        the numbers of all K steps and tiles.
-      copies: (tile, i, stage, barrier): starts the loads of step i.
+      load: tile → `copies` of `load_stages`.
       matmuls: (tile, i, stage, accumulator): issues the matmuls of step i.
       cluster: blocks of a cluster; the first block issues the matmuls of both.
       ready: barriers, one for each stage, that the multiplying warp waits for instead of `full`.
     """
     full, empty, done, read = barriers
     loaded = full if ready is None else ready
-    pair = _pair(cluster)
+    pair, member = _pair(cluster), index_in_cluster(cluster)
 
-    def load_tile(tile, steps, step, used):
-        """Start the loads of all steps of a tile, each into a stage that the matmuls have released (`empty`)."""
-        del used
-
-        def load(i, _):
-            """Step i: wait until its stage is free (from the ring's second round on), and start the loads."""
-            stage = ring(stages, step + i)
-
-            @pl.when(step + i >= stages)
-            def _():
-                gpu.barrier_wait(empty.at[stage])
-
-            copies(tile, i, stage, full.at[stage])
-
-        lax.fori_loop(0, steps, load, None)
+    def load_tile(tile, steps, step, _):
+        load_stages(gpu, step, steps, stages, full, empty, load(tile))
 
     def multiply_tile(tile, steps, step, used):
         """Issue the matmuls of all steps of a tile; have the tensor core report `empty` for each stage and `done` for
         the tile."""
-        slot, total = slot_of(used)
+        slot, total = acc_slot(acc, used)
 
         @pl.when((used >= 2) & (steps > 0))
         def _():
@@ -123,15 +123,13 @@ def multiply_tiles(gpu, stages, slot_of, barriers, each_tile, copies, matmuls, *
         def _():
             gpu.tcgen05_commit_arrive(done.at[slot], **pair)
 
-    member = index_in_cluster(cluster)
-
     def load_tiles():
-        step, _ = each_tile(load_tile)
+        step, _ = each(load_tile)
         if cluster == 1 and drains():
             drain(gpu, step, stages, empty)
 
     def multiply_all():
-        _, used = each_tile(multiply_tile)
+        _, used = each(multiply_tile)
         if cluster == 1 and drains():
             drain(gpu, used, 2, read)
 
@@ -142,10 +140,59 @@ def multiply_tiles(gpu, stages, slot_of, barriers, each_tile, copies, matmuls, *
         pl.when(multiplies if cluster == 1 else multiplies & (member == 0))(multiply_all)
 
 
+def walk(gpu, tile: Tile, acc, barriers, each: Each, load, matmuls, write_tile, *, ready: Any = None, finish=None):
+    """The loops over this block's tiles, of the warpgroup that loads and multiplies and of the one that writes.
+
+    Args:
+      acc, barriers, load, matmuls, ready: as in `multiply_tiles`.
+      write_tile: called by the writing warpgroup with the arguments that `each` gives.
+      finish: called by the writing warpgroup after its last tile.
+    """
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == MULTIPLYING)
+    def _():
+        how = {"cluster": tile.cluster, "ready": ready}
+        multiply_tiles(gpu, tile.stages, acc, barriers, each, load, matmuls, **how)
+
+    @pl.when(warpgroup == WRITING)
+    def _():
+        each(write_tile)
+        if finish is not None:
+            finish()
+        gpu.wait_smem_to_gmem(0)
+
+
+def read_accumulator(gpu, acc, used, barriers, write_total: Callable[[Any], None]) -> None:
+    """Wait until the accumulator of a tile is complete, call `write_total(its TMEM ref)`, and release its slot (`read`)."""
+    (slot, total), (*_, done, read) = acc_slot(acc, used), barriers
+    gpu.barrier_wait(done.at[slot])
+    write_total(total)
+    gpu.wait_load_tmem()
+    gpu.barrier_arrive(read.at[slot])
+
+
+def load_columns(gpu, total, left: int, width: int) -> jax.Array:
+    """Columns [left, left + width) of an accumulator, float32 [m, width] in registers."""
+    return gpu.async_load_tmem(total.at[:, pl.ds(left, width)], layout=gpu.Layout.TCGEN05)
+
+
+def _zeros(gpu, rows: int, width: int, dtype) -> jax.Array:
+    return gpu.layout_cast(jnp.zeros((rows, width), dtype), gpu.Layout.TCGEN05)
+
+
 def _pair(cluster: int) -> dict[str, str]:
     """Keyword arguments of a matmul that both blocks of a cluster compute together, and of its reports; {} without
     clusters."""
     return {"collective_axis": CLUSTER} if cluster > 1 else {}
+
+
+def _part(gpu, cluster: int, dim: int) -> dict[str, Any]:
+    """Keyword arguments of a copy that the blocks of a cluster split along `dim`, counted at the first block's barrier;
+    {} without clusters."""
+    if cluster == 1:
+        return {}
+    return {"collective_axes": CLUSTER, "leader_tracked": gpu.CopyPartition.PARTITIONED(dim)}
 
 
 def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, scaled, num_sms):
@@ -156,69 +203,34 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
     tile); a tile step is a tile of rows of one group (`span_tile_steps`).
 
     Args:
-      refs: inputs in GMEM: `first`, `low`, `high`, `group`, `live` int32 [tile steps], `number` int32 [1], lhs [M, K],
-        `num_rhs` arrays rhs [G, K, N] ([G, N, K] with `transpose_rhs`), scale float32 [M] if `scaled`; output in GMEM:
-        [M, N]; scratch: lhs stages, rhs stages [stages, num_rhs, …], (swizzled, plain) staging buffers in the same
-        shared memory, TMEM accumulators [m, 2 · num_rhs · n], barriers `full`, `empty`, `done`, `read`.
-      gpu: the module `jax.experimental.pallas.mosaic_gpu`.
-      shape: (K, N).
+      refs: inputs in GMEM: `Spans`, lhs [M, K], `num_rhs` arrays rhs [G, K, N] ([G, N, K] with `transpose_rhs`), scale
+        float32 [M] if `scaled`; output in GMEM: [M, N]; scratch: lhs stages, rhs stages [stages, num_rhs, …],
+        `row_staging`, TMEM accumulators [m, 2 · num_rhs · n], barriers `full`, `empty`, `done`, `read`.
+      gpu, shape, transpose_rhs, activation, num_rhs, scaled, num_sms: as on Hopper.
       tile: tile sizes.
-      activation: as in `reference.grouped_matmul`; with two rhs the first is the gate.
-      num_rhs: 1, or 2 for a gated activation.
-      scaled: whether rows are multiplied by `scale`.
-      num_sms: multiprocessors to use.
     """
     k, n = shape
-    first, low, high, group, live, number, lhs, *refs = refs
+    spans, (lhs, *refs) = Spans(*refs[:6]), refs[6:]
     rhs, refs = refs[:num_rhs], refs[num_rhs:]
     scale = refs.pop(0) if scaled else None
-    out, lhs_smem, rhs_smem, (swizzled, plain), acc, full, empty, done, read = refs
-    columns, stages = pl.cdiv(n, tile.n), tile.stages
-    warpgroup = lax.axis_index("warpgroup")
-    multiprocessor, member = lax.axis_index("multiprocessor"), index_in_cluster(tile.cluster)
-    clusters = cluster_count(num_sms, tile.cluster)
-    tile_steps = number[0]
-    num_own = lax.div(tile_steps * columns - multiprocessor + (clusters - 1), jnp.int32(clusters))
+    out, lhs_smem, rhs_smem, staging, acc, *barriers = refs
+    member = index_in_cluster(tile.cluster)
+    each = each_row_tile(spans, pl.cdiv(n, tile.n), pl.cdiv(k, tile.k), num_sms, tile.cluster)
 
-    def slot_of(used):
-        slot = lax.rem(used, jnp.int32(2))
-        return slot, acc.at[:, pl.ds(slot * (num_rhs * tile.n), num_rhs * tile.n)]
-
-    def each_tile(work):
-        """Call `work((tile step, column tile), K steps, K steps before, live tiles before)` for each tile of this
-        block.
-
-        A tile of no group has 0 K steps; its result is zero.
-        """
-
-        def one(i, before):
-            """The i-th tile of this block; the carry is (K steps, live tiles) before it."""
-            step, used = before
-            tile_step, column = rasterize(multiprocessor + i * clusters, tile_steps, columns)
-            steps = live[tile_step] * pl.cdiv(k, tile.k)
-            work((tile_step, column), steps, step, used)
-            return step + steps, used + live[tile_step]
-
-        return lax.fori_loop(0, num_own, one, (jnp.int32(0), jnp.int32(0)))
-
-    def copies(tile_at, i, stage, barrier):
-        """Start the TMA copies of K step i: lhs and each rhs into stage `stage`, counted at `barrier`."""
+    def load(tile_at):
+        """The function that starts the copies of K step i of a tile: lhs and each rhs."""
         tile_step, column = tile_at
-        inner, g = pl.ds(i * tile.k, tile.k), group[tile_step]
-        rows, outer = pl.ds(first[tile_step], tile.cluster * tile.m), pl.ds(column * tile.n, tile.n)
-        gpu.copy_gmem_to_smem(lhs.at[rows, inner], lhs_smem.at[stage], barrier, **part(0))
-        src_slice = (g, outer, inner) if transpose_rhs else (g, inner, outer)
-        for half, matrix in enumerate(rhs):
-            gpu.copy_gmem_to_smem(
-                matrix.at[src_slice], rhs_smem.at[stage, half], barrier, **part(0 if transpose_rhs else 1)
-            )
+        g, rows = spans.group[tile_step], pl.ds(spans.first[tile_step], tile.cluster * tile.m)
+        outer, split = pl.ds(column * tile.n, tile.n), _part(gpu, tile.cluster, 0 if transpose_rhs else 1)
 
-    def part(dim):
-        """Keyword arguments of a copy that the blocks of a cluster split along `dim`, counted at the first block's
-        barrier."""
-        if tile.cluster == 1:
-            return {}
-        return {"collective_axes": CLUSTER, "leader_tracked": gpu.CopyPartition.PARTITIONED(dim)}
+        def copies(i, stage, barrier):
+            inner = pl.ds(i * tile.k, tile.k)
+            gpu.copy_gmem_to_smem(lhs.at[rows, inner], lhs_smem.at[stage], barrier, **_part(gpu, tile.cluster, 0))
+            src_slice = (g, outer, inner) if transpose_rhs else (g, inner, outer)
+            for half, matrix in enumerate(rhs):
+                gpu.copy_gmem_to_smem(matrix.at[src_slice], rhs_smem.at[stage, half], barrier, **split)
+
+        return copies
 
     def matmuls(_, i, stage, total):
         """Issue total += lhs · rhs of one stage, for each rhs; K step 0 overwrites the accumulator."""
@@ -228,139 +240,116 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
             dst = total.at[:, pl.ds(half * tile.n, tile.n)]
             gpu.tcgen05_mma(dst, lhs_smem.at[stage], weights, accumulate=i > 0, **_pair(tile.cluster))
 
-    def sums_of(row, total, left, width):
-        """Columns [left, left + width) of the result of a tile, [m, width]: loaded from tensor memory, with activation
-        and scale applied."""
-        values = [
-            gpu.async_load_tmem(total.at[:, pl.ds(half * tile.n + left, width)], layout=gpu.Layout.TCGEN05)
-            for half in range(num_rhs)
-        ]
-        value = activate(values, activation)
+    def values_of(row, total, left, width):
+        """Columns [left, left + width) of the result of a tile, [m, width], with activation and scale applied."""
+        value = activate([load_columns(gpu, total, half * tile.n + left, width) for half in range(num_rhs)], activation)
         if scaled:
             factor = _compat.load_gmem(scale, pl.ds(row, tile.m), gpu.Layout.TCGEN05.reduce(1))
             value = value * lax.broadcast_in_dim(factor, value.shape, [0])
         return value.astype(out.dtype)
 
-    def write(row, column, begin, end, values):
-        """Write the rows [begin, end) of a tile to GMEM; `values(left, width)` returns its columns.
-
-        A full tile goes through two swizzled slots, a partial one through the plain staging buffer (`copy_rows`); both
-        are the same memory.
-        """
-        width = swizzled.shape[2]
-        full_tile = (begin == 0) & (end == tile.m)
-        target = out.at[pl.ds(row, tile.m)]
-        gpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for c, left in enumerate(range(0, tile.n, width)):
-            dst = pl.ds(column * tile.n + left, width)
-            value = values(left, width)
-
-            @pl.when(full_tile)
-            def _(value=value, c=c, dst=dst):
-                gpu.wait_smem_to_gmem(1, wait_read_only=True)
-                swizzled[c % 2] = value
-                gpu.commit_smem()
-                gpu.copy_smem_to_gmem(swizzled.at[c % 2], target.at[:, dst])
-
-            @pl.when(~full_tile)
-            def _(value=value, dst=dst):
-                gpu.wait_smem_to_gmem(0, wait_read_only=True)
-                _compat.store_smem(plain, value)
-                gpu.commit_smem()
-                copy_rows(gpu, plain, target, begin, end, dst, tile.m)
-
-    def write_sums(row, column, begin, end, used):
-        """Wait until the accumulator is complete, write the tile, and release the accumulator slot (`read`)."""
-        slot, total = slot_of(used)
-        gpu.barrier_wait(done.at[slot])
-        write(row, column, begin, end, functools.partial(sums_of, row, total))
-        gpu.wait_load_tmem()
-        gpu.barrier_arrive(read.at[slot])
-
-    def zeros(_, width):
-        return gpu.layout_cast(jnp.zeros((tile.m, width), out.dtype), gpu.Layout.TCGEN05)
-
-    def write_tile(tile_at, steps, step, used):
+    def write_tile(tile_at, steps, _, used):
         """Write this block's rows of a tile: its accumulator if the tile step is live, else zeros."""
-        del steps, step
         tile_step, column = tile_at
-        row, alive, begin, end = first[tile_step], live[tile_step] > 0, low[tile_step], high[tile_step]
-        if tile.cluster > 1:
-            above = member * tile.m
-            row, begin, end = row + above, jnp.clip(begin - above, 0, tile.m), jnp.clip(end - above, 0, tile.m)
+        row, begin, end = rows_in(spans, tile_step, member * tile.m, tile.m)
+        store = functools.partial(_store, gpu, out.at[pl.ds(row, tile.m)], column, begin, end, tile.n, staging)
 
-        @pl.when(alive)
+        @pl.when(steps > 0)
         def _():
-            write_sums(row, column, begin, end, used)
+            read_accumulator(gpu, acc, used, barriers, lambda total: store(functools.partial(values_of, row, total)))
 
-        @pl.when(~alive)
+        @pl.when(steps == 0)
         def _():
-            write(row, column, begin, end, zeros)
+            store(lambda left, width: _zeros(gpu, tile.m, width, out.dtype))
 
-    @pl.when(warpgroup == 0)
-    def _():
-        barriers = full, empty, done, read
-        multiply_tiles(gpu, stages, slot_of, barriers, each_tile, copies, matmuls, cluster=tile.cluster)
+    walk(gpu, tile, acc, barriers, each, load, matmuls, write_tile)
 
-    @pl.when(warpgroup == 1)
-    def _():
-        each_tile(write_tile)
-        gpu.wait_smem_to_gmem(0)
+
+def _store(gpu, target, column, begin, end, width: int, staging, values) -> None:
+    """Write the rows [begin, end) of a tile to GMEM.
+
+    Args:
+      target: GMEM [m, N]: the rows of the tile.
+      column, width: column tile, and its columns.
+      staging: `row_staging`: a full tile goes through the two swizzled slots, a partial one through the plain memory.
+      values: (left, number of columns) → values [m, columns] in the dtype of the result.
+    """
+    swizzled, plain = staging
+    rows, step = plain.shape
+    full_tile = (begin == 0) & (end == rows)
+    gpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for c, left in enumerate(range(0, width, step)):
+        dst = pl.ds(column * width + left, step)
+        value = values(left, step)
+
+        @pl.when(full_tile)
+        def _(value=value, c=c, dst=dst):
+            gpu.wait_smem_to_gmem(1, wait_read_only=True)
+            swizzled[c % 2] = value
+            gpu.commit_smem()
+            gpu.copy_smem_to_gmem(swizzled.at[c % 2], target.at[:, dst])
+
+        @pl.when(~full_tile)
+        def _(value=value, dst=dst):
+            gpu.wait_smem_to_gmem(0, wait_read_only=True)
+            _compat.store_smem(plain, value)
+            gpu.commit_smem()
+            copy_rows(gpu, plain, target, begin, end, dst, rows)
 
 
 def grouped_matmul(
-    lhs: jax.Array,
-    rhs: Sequence[jax.Array],
-    group_sizes: jax.Array,
-    group_offset: jax.Array | None,
-    row_scale: jax.Array | None,
-    *,
-    transpose_rhs: bool,
-    activation: str | None,
-    out_dtype: jnp.dtype,
-    tile: Tile,
-    num_sms: int,
-) -> jax.Array:
-    """As `reference.grouped_matmul`, without indices; tiles as on Hopper (`span_tile_steps`)."""
+    lhs: jax.Array, rhs: Sequence[jax.Array], *groups: Any, transpose_rhs: bool, out_dtype: Any, tile: Tile,
+    **options: Any,
+) -> jax.Array:  # fmt: skip
+    """As `hopper.grouped_matmul`."""
     gpu = _compat.mosaic_gpu()
-    rows, k, n, _, bounds = matmul_problem(lhs.shape[0], rhs[0], group_sizes, group_offset, transpose_rhs=transpose_rhs)
-    num_rhs = len(rhs)
-    width = min(tile.n, 128 // out_dtype.itemsize)
     own = tile.n // tile.cluster
     rhs_tile = (own, tile.k) if transpose_rhs else (tile.k, own)
-    operands = [*span_tile_steps(bounds, rows, tile.cluster * tile.m), lhs, *rhs]
-    if row_scale is not None:
-        operands.append(padded_scale(row_scale, tile.cluster * tile.m))
     tensor_core = {"num_arrivals": 1, "orders_tensor_core": True}
-    return gpu.kernel(
-        functools.partial(
-            _matmul_kernel,
-            gpu=gpu,
-            shape=(k, n),
-            tile=tile,
-            transpose_rhs=transpose_rhs,
-            activation=activation,
-            num_rhs=num_rhs,
-            scaled=row_scale is not None,
-            num_sms=num_sms,
-        ),
-        out_type=_compat.out_struct((rows, n), out_dtype, lhs, *rhs),
-        scratch_types=[
-            smem(gpu, (tile.stages, tile.m, tile.k), lhs.dtype),
-            smem(gpu, (tile.stages, num_rhs, *rhs_tile), lhs.dtype),
-            gpu.RefUnion(smem(gpu, (2, tile.m, width), out_dtype), gpu.SMEM((tile.m, width), out_dtype)),
-            gpu.TMEM((tile.m, 2 * num_rhs * tile.n), jnp.float32, collective=tile.cluster > 1),
-            gpu.Barrier(num_arrivals=1 + num_rhs, num_barriers=tile.stages),
-            gpu.Barrier(num_barriers=tile.stages, **tensor_core),
-            gpu.Barrier(num_barriers=2, **tensor_core),
-            cluster_barrier(gpu, tile.cluster, num_barriers=2, **tensor_core),
-        ],
-        **cluster_grid(num_sms, tile.cluster),
-        num_threads=2,
-        thread_name="warpgroup",
-        kernel_name="meshpar_grouped_matmul",
-        compiler_params=gpu.CompilerParams(approx_math=True, lowering_semantics=gpu.LoweringSemantics.Lane),
-    )(*operands)
+    scratch = [
+        smem(gpu, (tile.stages, tile.m, tile.k), lhs.dtype),
+        smem(gpu, (tile.stages, len(rhs), *rhs_tile), lhs.dtype),
+        row_staging(gpu, tile.m, tile.n, out_dtype),
+        gpu.TMEM((tile.m, 2 * len(rhs) * tile.n), jnp.float32, collective=tile.cluster > 1),
+        gpu.Barrier(num_arrivals=1 + len(rhs), num_barriers=tile.stages),
+        gpu.Barrier(num_barriers=tile.stages, **tensor_core),
+        gpu.Barrier(num_barriers=2, **tensor_core),
+        cluster_barrier(gpu, tile.cluster, num_barriers=2, **tensor_core),
+    ]
+    return launch_matmul(
+        gpu, _matmul_kernel, scratch, lhs, rhs, *groups, height=tile.cluster * tile.m, warpgroups=2,
+        transpose_rhs=transpose_rhs, out_dtype=out_dtype, tile=tile, **options,
+    )  # fmt: skip
+
+
+def _mask_tile(gpu, tile: Tile, operands, full, empty, masked, tile_at, steps, step, _) -> None:
+    """Zero the rows of other groups in all stages of a tile, and arrive at `masked` and `empty`.
+
+    Args:
+      operands: stages of lhs and of rhs.
+      tile_at: the last element is the tile's `GroupRows`.
+      steps, step: steps of the tile, and of the tiles before.
+    """
+
+    def one(i, _):
+        """Step i: zero the rows of other groups in its stage, if there are any, and signal it."""
+        stage = ring(tile.stages, step + i)
+        low, high = tile_at[-1].span(i, tile.k)
+        gpu.barrier_wait(full.at[stage])
+
+        @pl.when((low > 0) | (high < tile.k))
+        def _():
+            for operand in operands:
+                mask_rows(gpu, operand.at[stage], low, high)
+            gpu.commit_smem()
+            if tile.cluster == 1:
+                gpu.barrier_arrive(masked.at[stage])
+
+        if tile.cluster > 1:
+            gpu.barrier_arrive(masked.at[stage])
+        gpu.barrier_arrive(empty.at[stage])
+
+    lax.fori_loop(0, steps, one, None)
 
 
 def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
@@ -380,41 +369,31 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
       num_sms: multiprocessors to use.
     """
     k, n, groups = shape
-    bounds, lhs, rhs, out, lhs_smem, rhs_smem, staging, acc, full, empty, done, read, masked = refs
-    high, wide, stages = pl.cdiv(k, tile.cluster * tile.m), pl.cdiv(n, tile.n), tile.stages
-    warpgroup, pair = lax.axis_index("warpgroup"), _pair(tile.cluster)
-    multiprocessor, member = lax.axis_index("multiprocessor"), index_in_cluster(tile.cluster)
-    clusters = cluster_count(num_sms, tile.cluster)
-    num_own = lax.div(groups * high * wide - multiprocessor + (clusters - 1), jnp.int32(clusters))
+    bounds, lhs, rhs, out, lhs_smem, rhs_smem, staging, acc, *barriers, masked = refs
+    full, empty = barriers[:2]
+    high, wide = pl.cdiv(k, tile.cluster * tile.m), pl.cdiv(n, tile.n)
+    pair, member = _pair(tile.cluster), index_in_cluster(tile.cluster)
 
-    def slot_of(used):
-        slot = lax.rem(used, jnp.int32(2))
-        return slot, acc.at[:, pl.ds(slot * tile.n, tile.n)]
+    def tile_at(number):
+        """(group, strip of this block, column tile, `GroupRows`) of a tile."""
+        group, strip, column, rows = transpose_tile(bounds, number, high, wide, tile.k)
+        live = (rows.steps > 0).astype(jnp.int32)
+        return (group, strip * tile.cluster + member, column, rows), rows.steps, live
 
-    def each_tile(work):
-        """Call `work((group, strip of this block, column tile, `GroupRows`), steps, steps before, live tiles before)`
-        for each tile."""
+    each = each_tile(groups * high * wide, cluster_count(num_sms, tile.cluster), tile_at)
 
-        def one(i, before):
-            """The i-th tile of this block; the carry is (steps, live tiles) before it."""
-            step, used = before
-            number = multiprocessor + i * clusters
-            group = lax.div(number, jnp.int32(high * wide))
-            strip, column = rasterize(number - group * (high * wide), jnp.int32(high), wide)
-            rows = GroupRows.of(bounds, group, tile.k)
-            work((group, strip * tile.cluster + member, column, rows), rows.steps, step, used)
-            return step + rows.steps, used + (rows.steps > 0).astype(jnp.int32)
-
-        return lax.fori_loop(0, num_own, one, (jnp.int32(0), jnp.int32(0)))
-
-    def copies(tile_at, i, stage, barrier):
-        """Start the TMA copies of step i, [tile.k rows, columns] of lhs and of rhs, into stage `stage`."""
+    def load(tile_at):
+        """The function that starts the copies of step i of a tile: [tile.k rows, columns] of lhs and of rhs."""
         _, strip, column, rows = tile_at
-        src_slice = pl.ds(rows.first + i * tile.k, tile.k)
-        gpu.copy_gmem_to_smem(lhs.at[src_slice, pl.ds(strip * tile.m, tile.m)], lhs_smem.at[stage], barrier)
         own = tile.n // tile.cluster
-        right = rhs.at[src_slice, pl.ds((column * tile.cluster + member) * own, own)]
-        gpu.copy_gmem_to_smem(right, rhs_smem.at[stage], barrier)
+
+        def copies(i, stage, barrier):
+            src_slice = pl.ds(rows.first + i * tile.k, tile.k)
+            gpu.copy_gmem_to_smem(lhs.at[src_slice, pl.ds(strip * tile.m, tile.m)], lhs_smem.at[stage], barrier)
+            right = rhs.at[src_slice, pl.ds((column * tile.cluster + member) * own, own)]
+            gpu.copy_gmem_to_smem(right, rhs_smem.at[stage], barrier)
+
+        return copies
 
     def matmuls(tile_at, i, stage, total):
         """Issue total += lhsᵀ · rhs of one stage, after its rows of other groups were zeroed."""
@@ -428,124 +407,49 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
         left = _compat.transpose_ref(lhs_smem.at[stage])
         gpu.tcgen05_mma(total, left, rhs_smem.at[stage], accumulate=i > 0, **pair)
 
-    def mask_tile(tile_at, steps, step, used):
-        """Zero the rows of other groups in all stages of a tile, and arrive at `masked` and `empty`; run by warpgroup
-        2."""
-        del steps, used
-        rows = tile_at[-1]
-
-        def one(i, _):
-            """Step i: zero the rows of other groups in its stage, if there are any, and signal it."""
-            stage = ring(stages, step + i)
-            low, high = rows.span(i, tile.k)
-            gpu.barrier_wait(full.at[stage])
-
-            @pl.when((low > 0) | (high < tile.k))
-            def _():
-                mask_rows(gpu, lhs_smem.at[stage], low, high)
-                mask_rows(gpu, rhs_smem.at[stage], low, high)
-                gpu.commit_smem()
-                if not pair:
-                    gpu.barrier_arrive(masked.at[stage])
-
-            if pair:
-                gpu.barrier_arrive(masked.at[stage])
-            gpu.barrier_arrive(empty.at[stage])
-
-        lax.fori_loop(0, rows.steps, one, None)
-
-    def write(target, column, values):
-        """Write a tile [m, n] to GMEM through the two slots of `staging`; `values(left, width)` returns its columns."""
-        width = staging.shape[2]
-        odd = tile.n // width % 2  # odd number of chunks: slot 0 may still be read for the tile before
-        for c, left in enumerate(range(0, tile.n, width)):
-            gpu.wait_smem_to_gmem(0 if c == 0 and odd else 1, wait_read_only=True)
-            staging[c % 2] = values(left, width)
-            gpu.commit_smem()
-            gpu.copy_smem_to_gmem(staging.at[c % 2], target.at[:, pl.ds(column * tile.n + left, width)])
-
-    def write_sums(target, column, used):
-        """Wait until the accumulator is complete, write the tile, and release the accumulator slot (`read`)."""
-        slot, total = slot_of(used)
-        gpu.barrier_wait(done.at[slot])
-
-        def values(left, width):
-            dst = total.at[:, pl.ds(left, width)]
-            return gpu.async_load_tmem(dst, layout=gpu.Layout.TCGEN05).astype(out.dtype)
-
-        write(target, column, values)
-        gpu.wait_load_tmem()
-        gpu.barrier_arrive(read.at[slot])
-
-    def zeros(_, width):
-        return gpu.layout_cast(jnp.zeros((tile.m, width), out.dtype), gpu.Layout.TCGEN05)
-
-    def write_tile(tile_at, steps, step, used):
+    def write_tile(tile_at, steps, _, used):
         """Write a tile of the result: its accumulator, or zeros if the group is empty."""
-        del step
         group, strip, column, _ = tile_at
-        target = out.at[group, pl.ds(strip * tile.m, tile.m)]
+        target, width = out.at[group, pl.ds(strip * tile.m, tile.m)], staging.shape[-1]
+
+        def store(values):
+            write(gpu, target, column, tile.n, values, staging)
 
         @pl.when(steps > 0)
         def _():
-            write_sums(target, column, used)
+            read_accumulator(
+                gpu, acc, used, barriers,
+                lambda total: store(lambda left: load_columns(gpu, total, left, width).astype(out.dtype)),
+            )  # fmt: skip
 
         @pl.when(steps == 0)
         def _():
-            write(target, column, zeros)
+            store(lambda left: _zeros(gpu, tile.m, width, out.dtype))
 
-    @pl.when(warpgroup == 0)
-    def _():
-        barriers, how = (full, empty, done, read), {"cluster": tile.cluster, "ready": masked if pair else None}
-        multiply_tiles(gpu, stages, slot_of, barriers, each_tile, copies, matmuls, **how)
+    walk(gpu, tile, acc, barriers, each, load, matmuls, write_tile, ready=masked if pair else None)
 
-    @pl.when(warpgroup == 1)
+    @pl.when(lax.axis_index("warpgroup") == MASKING)
     def _():
-        each_tile(write_tile)
-        gpu.wait_smem_to_gmem(0)
-
-    @pl.when(warpgroup == 2)
-    def _():
-        each_tile(mask_tile)
+        each(functools.partial(_mask_tile, gpu, tile, (lhs_smem, rhs_smem), full, empty, masked))
 
 
 def grouped_matmul_transpose(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
-    group_offset: jax.Array | None,
-    row_scale: jax.Array | None,
-    *,
-    groups: int,
-    out_dtype: jnp.dtype,
-    tile: Tile,
-    num_sms: int,
+    lhs: jax.Array, rhs: jax.Array, *groups: Any, out_dtype: Any, tile: Tile, **options: Any
 ) -> jax.Array:
-    """As `reference.grouped_matmul_transpose`; `tile` and row_scale as on Hopper."""
+    """As `hopper.grouped_matmul_transpose`."""
     gpu = _compat.mosaic_gpu()
-    _, k, n, *_, bounds = transpose_problem(lhs, rhs, group_sizes, group_offset, groups=groups)
-    if row_scale is not None:
-        rhs = (rhs.astype(jnp.float32) * row_scale.astype(jnp.float32)[:, None]).astype(rhs.dtype)
-    width = min(tile.n, 128 // out_dtype.itemsize)
-    return gpu.kernel(
-        functools.partial(_transpose_kernel, gpu=gpu, shape=(k, n, groups), tile=tile, num_sms=num_sms),
-        out_type=_compat.out_struct((groups, k, n), out_dtype, lhs, rhs),
-        scratch_types=[
-            smem(gpu, (tile.stages, tile.k, tile.m), lhs.dtype),
-            smem(gpu, (tile.stages, tile.k, tile.n // tile.cluster), rhs.dtype),
-            smem(gpu, (2, tile.m, width), out_dtype),
-            gpu.TMEM((tile.m, 2 * tile.n), jnp.float32, collective=tile.cluster > 1),
-            gpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
-            gpu.Barrier(num_arrivals=2, num_barriers=tile.stages, orders_tensor_core=True),
-            gpu.Barrier(num_arrivals=1, num_barriers=2, orders_tensor_core=True),
-            cluster_barrier(gpu, tile.cluster, num_arrivals=1, num_barriers=2, orders_tensor_core=True),
-            cluster_barrier(
-                gpu, tile.cluster, num_arrivals=1, num_barriers=tile.stages, orders_tensor_core=tile.cluster > 1
-            ),
-        ],
-        **cluster_grid(num_sms, tile.cluster),
-        num_threads=3,
-        thread_name="warpgroup",
-        kernel_name="meshpar_grouped_matmul_transpose",
-        compiler_params=gpu.CompilerParams(lowering_semantics=gpu.LoweringSemantics.Lane),
-    )(bounds, lhs, rhs)
+    pair = tile.cluster > 1
+    scratch = [
+        smem(gpu, (tile.stages, tile.k, tile.m), lhs.dtype),
+        smem(gpu, (tile.stages, tile.k, tile.n // tile.cluster), rhs.dtype),
+        smem(gpu, (2, tile.m, staging_columns(tile.n, out_dtype)), out_dtype),
+        gpu.TMEM((tile.m, 2 * tile.n), jnp.float32, collective=pair),
+        gpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
+        gpu.Barrier(num_arrivals=2, num_barriers=tile.stages, orders_tensor_core=True),
+        gpu.Barrier(num_arrivals=1, num_barriers=2, orders_tensor_core=True),
+        cluster_barrier(gpu, tile.cluster, num_arrivals=1, num_barriers=2, orders_tensor_core=True),
+        cluster_barrier(gpu, tile.cluster, num_arrivals=1, num_barriers=tile.stages, orders_tensor_core=pair),
+    ]
+    return launch_transpose(
+        gpu, _transpose_kernel, scratch, lhs, rhs, *groups, warpgroups=3, out_dtype=out_dtype, tile=tile, **options
+    )

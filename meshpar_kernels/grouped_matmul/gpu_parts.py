@@ -1,9 +1,9 @@
-"""Shared by the Hopper and the Blackwell kernel: tile sizes, rasterization order, and writing of results."""
+"""Shared by the Hopper and the Blackwell kernels: tile sizes, loops over tiles, and writing of results."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,27 +11,35 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from meshpar_kernels.grouped_matmul.schedule import ALIGNMENT
+from meshpar_kernels.grouped_matmul.schedule import ALIGNMENT, Spans
 
 __all__ = [
     "CLUSTER",
     "RASTER_GROUP",
     "ROWS",
+    "Each",
     "GroupRows",
     "Tile",
     "activate",
     "chunks",
     "cluster_barrier",
     "cluster_count",
-    "cluster_grid",
     "copy_rows",
+    "each_row_tile",
+    "each_tile",
     "index_in_cluster",
     "mask_rows",
     "misaligned",
     "rasterize",
     "ring",
+    "row_staging",
+    "rows_in",
+    "share",
     "smem",
+    "staging_columns",
     "tile_columns",
+    "transpose_tile",
+    "write",
 ]
 
 ROWS = 64
@@ -70,12 +78,6 @@ class Tile(NamedTuple):
 def cluster_count(num_sms: int, cluster: int) -> int:
     """Number of clusters of `cluster` thread blocks on `num_sms` multiprocessors, at least one."""
     return max(num_sms // cluster, 1)
-
-
-def cluster_grid(num_sms: int, cluster: int) -> dict[str, Any]:
-    """Grid and cluster arguments of `gpu.kernel`; the grid axis "multiprocessor" is the index of the cluster."""
-    grid = {"grid": (cluster_count(num_sms, cluster),), "grid_names": ("multiprocessor",)}
-    return grid | ({"cluster": (cluster,), "cluster_names": (CLUSTER,)} if cluster > 1 else {})
 
 
 def cluster_barrier(gpu: Any, cluster: int, **options: Any) -> Any:
@@ -174,10 +176,96 @@ def rasterize(tile: jax.Array, tile_steps: jax.Array, columns: int) -> tuple[jax
     return raster_group * RASTER_GROUP + (rest - column * height), column
 
 
+def share(total: Any, index: Any, number: int) -> Any:
+    """Number of the indices 0…total-1 that one of `number` thread blocks handles, if they are dealt round-robin."""
+    return lax.div(total - index + (number - 1), jnp.int32(number))
+
+
+Each = Callable[[Callable[..., None]], tuple[Any, Any]]
+"""Calls its argument with (tile, K steps, K steps before, live tiles before) for each tile of this block, and returns the
+numbers of all its K steps and live tiles."""
+
+
+def each_tile(total: Any, clusters: int, tile_at: Callable[[Any], tuple[Any, Any, Any]]) -> Each:
+    """The loop over the tiles of this block, a function that any of its warps may call.
+
+    Args:
+      total: tiles of all blocks.
+      clusters: thread blocks, or clusters, among which the tiles are dealt round-robin.
+      tile_at: index of a tile → (tile, its K steps, 1 if it has any, else 0).
+    """
+    multiprocessor = lax.axis_index("multiprocessor")
+    num_own = share(total, multiprocessor, clusters)
+
+    def each(work: Callable[..., None]) -> tuple[Any, Any]:
+        def one(i: Any, before: tuple[Any, Any]) -> tuple[Any, Any]:
+            """The i-th tile of this block; the carry is (K steps, live tiles) before it."""
+            step, used = before
+            tile, steps, live = tile_at(multiprocessor + i * clusters)
+            work(tile, steps, step, used)
+            return step + steps, used + live
+
+        return lax.fori_loop(0, num_own, one, (jnp.int32(0), jnp.int32(0)))
+
+    return each
+
+
+def each_row_tile(spans: Spans, columns: int, steps: int, num_sms: int, cluster: int, adjacent: bool = False) -> Each:
+    """`each_tile` for the tiles (tile step, column tile) of a grouped matmul. A tile of no group has 0 K steps; its result
+    is zero.
+
+    Args:
+      spans: from `span_tile_steps`, in GMEM.
+      columns, steps: column tiles, and K steps of a tile.
+      adjacent: the blocks of a cluster compute adjacent column tiles; else they compute one tile together.
+    """
+    tile_steps, member = spans.number[0], index_in_cluster(cluster)
+    columns = -(-columns // cluster) if adjacent else columns
+
+    def tile_at(number: Any) -> tuple[Any, Any, Any]:
+        tile_step, column = rasterize(number, tile_steps, columns)
+        live = spans.live[tile_step]
+        return (tile_step, column * cluster + member if adjacent else column), live * steps, live
+
+    return each_tile(tile_steps * columns, cluster_count(num_sms, cluster), tile_at)
+
+
+def rows_in(spans: Spans, tile_step: Any, above: Any, height: int) -> tuple[Any, Any, Any]:
+    """(first row of a part of a tile, begin, end): the rows [begin, end) of the part belong to the tile's group.
+
+    Args:
+      above: rows of the tile before the part.
+      height: rows of the part.
+    """
+    begin, end = (jnp.clip(bound[tile_step] - above, 0, height) for bound in (spans.low, spans.high))
+    return spans.first[tile_step] + above, begin, end
+
+
 def chunks(value: jax.Array, column: jax.Array, width: int) -> list[tuple[jax.Array, Any]]:
     """[(columns of `value`, as many as the staging buffer has; their slice in the result)] of column tile `column`."""
     total = value.shape[1]
     return [(value[:, c : c + width], pl.ds(column * total + c, width)) for c in range(0, total, width)]
+
+
+def write(gpu: Any, target: Any, column: Any, width: int, columns: Callable[[int], jax.Array], staging: Any) -> None:
+    """Write the columns of a tile to the result, through the two slots of `staging`.
+
+    Args:
+      target: GMEM [rows, n]: these rows of the result.
+      column: column tile, in units of `width` columns.
+      width: columns of the tile.
+      columns: first column in the tile → values [rows, staging.shape[-1]], in the dtype of `staging`.
+      staging: SMEM [2, rows, columns]. Before a slot is written, `wait_smem_to_gmem` waits until the copy out of it has
+        read it.
+    """
+    step = staging.shape[-1]
+    for c, left in enumerate(range(0, width, step)):
+        fresh = c == 0 and (width // step) % 2  # an odd number of chunks: slot 0 may still be read for the tile before
+        value = columns(left)
+        gpu.wait_smem_to_gmem(0 if fresh else 1, wait_read_only=True)
+        staging[c % 2] = value
+        gpu.commit_smem()
+        gpu.copy_smem_to_gmem(staging.at[c % 2], target.at[:, pl.ds(column * width + left, step)])
 
 
 def mask_rows(gpu: Any, values: Any, low: jax.Array, high: jax.Array) -> None:
@@ -215,3 +303,27 @@ class GroupRows(NamedTuple):
     def span(self, i: jax.Array, step: int) -> tuple[jax.Array, jax.Array]:
         """The group's rows [low, high) in step i. `low > 0` or `high < step` if the step has rows of other groups too."""
         return jnp.maximum(self.low - i * step, 0), jnp.minimum(self.end - i * step, step)
+
+
+def transpose_tile(bounds: Any, number: Any, high: int, wide: int, step: int) -> tuple[Any, Any, Any, GroupRows]:
+    """(group, strip of K, column tile, rows) of the tile with this index, of groups with `high` · `wide` tiles.
+
+    Args:
+      bounds: group bounds int32 [G + 1] in GMEM.
+      step: rows of a step.
+    """
+    group = lax.div(number, jnp.int32(high * wide))
+    strip, column = rasterize(number - group * (high * wide), jnp.int32(high), wide)
+    return group, strip, column, GroupRows.of(bounds, group, step)
+
+
+def staging_columns(n: int, dtype: Any) -> int:
+    """Columns of the staging memory of results: 128 bytes, or the `n` columns of the tile if they are fewer."""
+    return min(n, 128 // jnp.dtype(dtype).itemsize)
+
+
+def row_staging(gpu: Any, rows: int, n: int, dtype: Any) -> Any:
+    """(two swizzled slots, a plain one) of `rows` rows of a tile of n columns, in the same shared memory: for full tiles,
+    and for `copy_rows`."""
+    width = staging_columns(n, dtype)
+    return gpu.RefUnion(smem(gpu, (2, rows, width), dtype), gpu.SMEM((rows, width), dtype))

@@ -28,8 +28,7 @@ until the copies have read it. Each warpgroup has its own staging memory, so nei
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -38,25 +37,30 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
+from meshpar_kernels.grouped_matmul.gpu_launch import launch_matmul, launch_transpose
 from meshpar_kernels.grouped_matmul.gpu_parts import (
     CLUSTER,
     ROWS,
-    GroupRows,
+    Each,
     Tile,
     activate,
     chunks,
     cluster_barrier,
     cluster_count,
-    cluster_grid,
     copy_rows,
+    each_row_tile,
     index_in_cluster,
     mask_rows,
-    rasterize,
     ring,
+    row_staging,
+    rows_in,
+    share,
     smem,
+    staging_columns,
+    transpose_tile,
+    write,
 )
-from meshpar_kernels.grouped_matmul.problem import matmul_problem, padded_scale, transpose_problem
-from meshpar_kernels.grouped_matmul.schedule import span_tile_steps
+from meshpar_kernels.grouped_matmul.schedule import Spans
 
 __all__ = [
     "CONSUMERS",
@@ -66,11 +70,13 @@ __all__ = [
     "grouped_matmul_transpose",
     "load_stages",
     "multiply_stages",
-    "skip",
-    "store",
+    "row_parts",
+    "walk",
 ]
 
 CONSUMERS = 2
+LOADER, SENDER = 0, 1
+"""Warps of the loading warpgroup, where it has two roles."""
 
 
 def load_stages(gpu: Any, step, steps, stages: int, full, empty, copies, base: int = 0) -> jax.Array:
@@ -167,6 +173,93 @@ def skip(gpu: Any, step, steps, stages: int, full, empty, cluster: int) -> jax.A
     return lax.fori_loop(0, steps, one, step)
 
 
+def walk(
+    gpu: Any, tile: Tile, barriers: tuple[Any, Any], each: Each, load: Callable[[Any], Callable[..., None]],
+    compute: Callable[..., None], concurrent: Callable[[], None] | None = None,
+    finish: Callable[[], None] | None = None,
+) -> None:  # fmt: skip
+    """The loops over this block's tiles, of the loading warpgroup and of the two multiplying warpgroups.
+
+    Args:
+      barriers: `full` and `empty`, see the module.
+      load: tile → `copies` of `load_stages`.
+      compute: called by each multiplying warpgroup with the arguments that `each` gives.
+      concurrent: called by a second warp of the loading warpgroup, concurrently with the loading warp; None: no such
+        warp.
+      finish: called by each multiplying warpgroup after its last tile.
+    """
+    full, empty = barriers
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == CONSUMERS)
+    def _():
+        gpu.set_max_registers(40, action="decrease")
+
+        def load_tile(tile_at, steps, step, _):
+            load_stages(gpu, step, steps, tile.stages, full, empty, load(tile_at))
+
+        def load_tiles():
+            loaded, _ = each(load_tile)
+            if drains(tile.cluster):
+                drain(gpu, loaded, tile.stages, empty)
+
+        if concurrent is None:
+            load_tiles()
+            return
+        other = concurrent
+
+        @gpu.warp_map
+        def _(warp):
+            pl.when(warp == LOADER)(load_tiles)
+            pl.when(warp == SENDER)(other)
+
+    @pl.when(warpgroup < CONSUMERS)
+    def _():
+        gpu.set_max_registers(232, action="increase")
+        each(compute)
+        if finish is not None:
+            finish()
+        gpu.wait_smem_to_gmem(0)
+
+
+def row_parts(
+    gpu: Any, spans: Spans, tile: Tile, barriers: tuple[Any, Any], staging: Sequence[Any], out: Any,
+    multiply: Callable[..., None],
+) -> Callable[..., None]:  # fmt: skip
+    """`compute` of `walk` for a grouped matmul: each warpgroup computes `ROWS` rows of a tile, and writes those that belong
+    to the group. If none does, it releases the stages without multiplying them.
+
+    Args:
+      staging: for each multiplying warpgroup, as in `store`.
+      multiply: (tile, first row of the part, K steps, K steps before, write): multiplies the stages, and calls
+        `write(value)` with the float32 result [ROWS, tile.n].
+    """
+    full, empty = barriers
+    warpgroup = lax.axis_index("warpgroup")
+
+    def compute(tile_at, steps, step, _):
+        """Multiply and write this warpgroup's part of one tile."""
+        tile_step, column = tile_at
+        row, begin, end = rows_in(spans, tile_step, warpgroup * ROWS, ROWS)
+
+        def write_part(value):
+            for w, (swizzled, plain) in enumerate(staging):
+
+                @pl.when(warpgroup == w)
+                def _(swizzled=swizzled, plain=plain):
+                    store(gpu, value, out, row, column, begin, end, swizzled, plain)
+
+        @pl.when(end > begin)
+        def _():
+            multiply(tile_at, row, steps, step, write_part)
+
+        @pl.when(end <= begin)
+        def _():
+            skip(gpu, step, steps, tile.stages, full, empty, tile.cluster)
+
+    return compute
+
+
 def _shared(tile: Tile) -> dict[str, Any]:
     """Arguments of a multicast copy of a tile that the blocks of a cluster share: each block loads one part for all."""
     return {"collective_axes": CLUSTER} if tile.cluster > 1 else {}
@@ -180,10 +273,9 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
     column tile); a tile step is a tile of rows of one group (`span_tile_steps`).
 
     Args:
-      refs: inputs in GMEM: `first`, `low`, `high`, `group`, `live` int32 [tile steps], `number` int32 [1], lhs [M, K],
-        `num_rhs` arrays rhs [G, K, N] ([G, N, K] with `transpose_rhs`), scale float32 [M] if `scaled`; output in GMEM:
-        [M, N]; scratch: lhs stages [stages, m, k], rhs stages [stages, num_rhs, …], (swizzled, plain) staging buffers
-        of each multiplying warpgroup, barriers `full` and `empty`.
+      refs: inputs in GMEM: `Spans`, lhs [M, K], `num_rhs` arrays rhs [G, K, N] ([G, N, K] with `transpose_rhs`), scale
+        float32 [M] if `scaled`; output in GMEM: [M, N]; scratch: lhs stages [stages, m, k], rhs stages [stages,
+        num_rhs, …], `row_staging` of each multiplying warpgroup, barriers `full` and `empty`.
       gpu: the module `jax.experimental.pallas.mosaic_gpu`.
       shape: (K, N).
       tile: tile sizes; m = 2 · ROWS.
@@ -193,132 +285,60 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
       num_sms: multiprocessors to use.
     """
     k, n = shape
-    first, low, high, group, live, number, lhs, *refs = refs
+    spans, (lhs, *refs) = Spans(*refs[:6]), refs[6:]
     rhs, refs = refs[:num_rhs], refs[num_rhs:]
     scale = refs.pop(0) if scaled else None
     out, lhs_smem, rhs_smem, staging, full, empty = refs
-    columns = pl.cdiv(pl.cdiv(n, tile.n), tile.cluster)  # of clusters
-    warpgroup = lax.axis_index("warpgroup")
-    multiprocessor, member = lax.axis_index("multiprocessor"), index_in_cluster(tile.cluster)
-    clusters = cluster_count(num_sms, tile.cluster)
-    tile_steps = number[0]
-    num_own = lax.div(tile_steps * columns - multiprocessor + (clusters - 1), jnp.int32(clusters))
+    part = pl.ds(lax.axis_index("warpgroup") * ROWS, ROWS)
+    each = each_row_tile(spans, pl.cdiv(n, tile.n), pl.cdiv(k, tile.k), num_sms, tile.cluster, adjacent=True)
 
-    def each_tile(work):
-        """Call `work(tile step, column tile, K steps, steps before)` for each tile of this block; it returns the steps
-        after it.
+    def load(tile_at):
+        """The function that starts the copies of K step i of a tile: a slice of lhs and of each rhs."""
+        tile_step, column = tile_at
+        row, g = spans.first[tile_step], spans.group[tile_step]
 
-        A tile of no group has 0 K steps; its result is zero.
-        """
+        def copies(i, slot, barrier):
+            inner = pl.ds(i * tile.k, tile.k)
+            gpu.copy_gmem_to_smem(lhs.at[pl.ds(row, tile.m), inner], lhs_smem.at[slot], barrier, **_shared(tile))
+            outer = pl.ds(column * tile.n, tile.n)
+            src_slice = (g, outer, inner) if transpose_rhs else (g, inner, outer)
+            for half, matrix in enumerate(rhs):
+                gpu.copy_gmem_to_smem(matrix.at[src_slice], rhs_smem.at[slot, half], barrier)
 
-        def one(i, step):
-            tile_step, column = rasterize(multiprocessor + i * clusters, tile_steps, columns)
-            return work(tile_step, column * tile.cluster + member, live[tile_step] * pl.cdiv(k, tile.k), step)
+        return copies
 
-        return lax.fori_loop(0, num_own, one, jnp.int32(0))
+    def multiply(tile_at, row, steps, step, write_part):
+        def with_sums(*acc):
+            """Multiply the tile into the accumulators `acc`, one for each rhs; apply activation and scale; write the
+            result."""
 
-    @pl.when(warpgroup == CONSUMERS)
-    def _():
-        gpu.set_max_registers(40, action="decrease")
+            def matmuls(_, slot):
+                """Issue acc += lhs · rhs of one stage, for each rhs."""
+                for half, total in enumerate(acc):
+                    weights = rhs_smem.at[slot, half]
+                    weights = _compat.transpose_ref(weights) if transpose_rhs else weights
+                    gpu.wgmma(total, lhs_smem.at[slot, part], weights)
 
-        def load(tile_step, column, steps, step):
-            """Load all stages of a tile: a slice of lhs and of each rhs for every K step."""
-            row, g = first[tile_step], group[tile_step]
+            multiply_stages(gpu, step, steps, tile.stages, full, empty, matmuls)
+            value = activate([total[...] for total in acc], activation)
+            if scaled:
+                factor = _compat.load_gmem(scale, pl.ds(row, ROWS), gpu.Layout.WGMMA.reduce(1))
+                factor = jnp.where(spans.live[tile_at[0]] > 0, factor, 0.0)
+                value = value * lax.broadcast_in_dim(factor, value.shape, [0])
+            write_part(value)
 
-            def copies(i, slot, barrier):
-                """Start the TMA copies of K step i: lhs and each rhs into a slot, counted at `barrier`."""
-                inner = pl.ds(i * tile.k, tile.k)
-                gpu.copy_gmem_to_smem(lhs.at[pl.ds(row, tile.m), inner], lhs_smem.at[slot], barrier, **_shared(tile))
-                outer = pl.ds(column * tile.n, tile.n)
-                src_slice = (g, outer, inner) if transpose_rhs else (g, inner, outer)
-                for half, matrix in enumerate(rhs):
-                    gpu.copy_gmem_to_smem(matrix.at[src_slice], rhs_smem.at[slot, half], barrier)
+        pl.run_scoped(with_sums, *[gpu.ACC((ROWS, tile.n), jnp.float32)] * num_rhs)
 
-            return load_stages(gpu, step, steps, tile.stages, full, empty, copies)
-
-        loaded = each_tile(load)
-        if drains(tile.cluster):
-            drain(gpu, loaded, tile.stages, empty)
-
-    @pl.when(warpgroup < CONSUMERS)
-    def _():
-        gpu.set_max_registers(232, action="increase")
-        part = pl.ds(warpgroup * ROWS, ROWS)
-
-        def compute(tile_step, column, steps, step):
-            """Multiply this warpgroup's `ROWS` rows of a tile, and write those that belong to the group."""
-            row = first[tile_step] + warpgroup * ROWS
-            begin = jnp.clip(low[tile_step] - warpgroup * ROWS, 0, ROWS)
-            end = jnp.clip(high[tile_step] - warpgroup * ROWS, 0, ROWS)
-
-            def matmuls(acc):
-                """The function (i, slot) that issues acc += lhs · rhs of one stage, for each rhs."""
-
-                def start(_, slot):
-                    for half, total in enumerate(acc):
-                        weights = rhs_smem.at[slot, half]
-                        weights = _compat.transpose_ref(weights) if transpose_rhs else weights
-                        gpu.wgmma(total, lhs_smem.at[slot, part], weights)
-
-                return start
-
-            def with_sums(*acc):
-                """Multiply the tile into the accumulators `acc`, one for each rhs; apply activation and scale; write
-                the result."""
-                multiply_stages(gpu, step, steps, tile.stages, full, empty, matmuls(acc))
-                value = activate([total[...] for total in acc], activation)
-                if scaled:
-                    factor = _compat.load_gmem(scale, pl.ds(row, ROWS), gpu.Layout.WGMMA.reduce(1))
-                    factor = jnp.where(live[tile_step] > 0, factor, 0.0)
-                    value = value * lax.broadcast_in_dim(factor, value.shape, [0])
-                for w, (swizzled, plain) in enumerate(staging):
-
-                    @pl.when(warpgroup == w)
-                    def _(swizzled=swizzled, plain=plain):
-                        store(gpu, value, out, row, column, begin, end, swizzled, plain)
-
-            @pl.when(end > begin)
-            def _():
-                pl.run_scoped(with_sums, *[gpu.ACC((ROWS, tile.n), jnp.float32)] * num_rhs)
-
-            @pl.when(end <= begin)
-            def _():
-                skip(gpu, step, steps, tile.stages, full, empty, tile.cluster)
-
-            return step + steps
-
-        each_tile(compute)
-        gpu.wait_smem_to_gmem(0)
+    walk(gpu, tile, (full, empty), each, load, row_parts(gpu, spans, tile, (full, empty), staging, out, multiply))
 
 
-def _store_whole(gpu: Any, value: jax.Array, target: Any, column: jax.Array, staging: Any) -> None:
-    """Write all `ROWS` rows of a warpgroup's part of a tile, through the slots of `staging` in round-robin order.
-
-    A slot is free when all but the last `slots - 1` copies have read theirs. If the number of chunks of a tile is no
-    multiple of the number of slots, the first chunk waits for all copies of the tile before.
-
-    Args:
-      value: registers [ROWS, tile.n], in the dtype of the result.
-      target: GMEM [ROWS, N]: these rows of the result.
-      column: column tile.
-      staging: SMEM [slots, ROWS, columns].
-    """
-    slots, _, width = staging.shape
-    parts = chunks(value, column, width)
-    for c, (chunk, dst) in enumerate(parts):
-        gpu.wait_smem_to_gmem(0 if c == 0 and len(parts) % slots else slots - 1, wait_read_only=True)
-        staging[c % slots] = chunk
-        gpu.commit_smem()
-        gpu.copy_smem_to_gmem(staging.at[c % slots], target.at[:, dst])
-
-
-def store(gpu: Any, value, out, row, column, begin, end, whole_staging, staging) -> None:
+def store(gpu: Any, value, out, row, column, begin, end, swizzled, plain) -> None:
     """Write the rows [begin, end) of a warpgroup's part of a tile, in the dtype of `out`.
 
     Args:
       value: float32 registers [ROWS, tile.n].
       row, column: first row of the part in `out`; column tile.
-      whole_staging, staging: SMEM for a full part (two swizzled slots) and for a partial one; both are the same memory.
+      swizzled, plain: `row_staging`, for a full part and for a partial one.
     """
     value = value.astype(out.dtype)
     target = out.at[pl.ds(row, ROWS)]
@@ -327,70 +347,48 @@ def store(gpu: Any, value, out, row, column, begin, end, whole_staging, staging)
 
     @pl.when(full_tile)
     def _():
-        _store_whole(gpu, value, target, column, whole_staging)
+        write(gpu, target, column, value.shape[1], columns_of(value, swizzled), swizzled)
 
     @pl.when(~full_tile)
     def _():
-        for chunk, dst in chunks(value, column, staging.shape[1]):
+        for chunk, dst in chunks(value, column, plain.shape[1]):
             gpu.wait_smem_to_gmem(0, wait_read_only=True)
-            _compat.store_smem(staging, chunk)
+            _compat.store_smem(plain, chunk)
             gpu.commit_smem()
-            copy_rows(gpu, staging, target, begin, end, dst, ROWS)
+            copy_rows(gpu, plain, target, begin, end, dst, ROWS)
+
+
+def columns_of(value: jax.Array, staging: Any) -> Callable[[int], jax.Array]:
+    """First column → the columns of `value` that `staging` has room for."""
+    return lambda left: value[:, left : left + staging.shape[-1]]
 
 
 def grouped_matmul(
-    lhs: jax.Array,
-    rhs: Sequence[jax.Array],
-    group_sizes: jax.Array,
-    group_offset: jax.Array | None,
-    row_scale: jax.Array | None,
-    *,
-    transpose_rhs: bool,
-    activation: str | None,
-    out_dtype: jnp.dtype,
-    tile: Tile,
-    num_sms: int,
-) -> jax.Array:
+    lhs: jax.Array, rhs: Sequence[jax.Array], *groups: Any, transpose_rhs: bool, out_dtype: Any, tile: Tile,
+    **options: Any,
+) -> jax.Array:  # fmt: skip
     """As `reference.grouped_matmul`, without indices.
 
     Tiles begin with a group, rounded down to where a copy may begin (`span_tile_steps`). A warpgroup whose half of a
     tile has no row of the group does not multiply. The rows of other groups in a tile are not written.
+
+    Args:
+      groups: group sizes, offset, and scales of the rows.
+      options: activation and num_sms.
     """
     gpu = _compat.mosaic_gpu()
-    rows, k, n, _, bounds = matmul_problem(lhs.shape[0], rhs[0], group_sizes, group_offset, transpose_rhs=transpose_rhs)
-    num_rhs = len(rhs)
-    width = min(tile.n, 128 // out_dtype.itemsize)
     rhs_tile = (tile.n, tile.k) if transpose_rhs else (tile.k, tile.n)
-    operands = [*span_tile_steps(bounds, rows, tile.m), lhs, *rhs]
-    if row_scale is not None:
-        operands.append(padded_scale(row_scale, tile.m))
-    kernel = functools.partial(
-        _matmul_kernel,
-        gpu=gpu,
-        shape=(k, n),
-        tile=tile,
-        transpose_rhs=transpose_rhs,
-        activation=activation,
-        num_rhs=num_rhs,
-        scaled=row_scale is not None,
-        num_sms=num_sms,
-    )
-    return gpu.kernel(
-        kernel,
-        out_type=_compat.out_struct((rows, n), out_dtype, lhs, *rhs),
-        scratch_types=[
-            smem(gpu, (tile.stages, tile.m, tile.k), lhs.dtype),
-            smem(gpu, (tile.stages, num_rhs, *rhs_tile), lhs.dtype),
-            [gpu.RefUnion(smem(gpu, (2, ROWS, width), out_dtype), gpu.SMEM((ROWS, width), out_dtype))] * CONSUMERS,
-            gpu.Barrier(num_arrivals=1 + num_rhs, num_barriers=tile.stages),
-            cluster_barrier(gpu, tile.cluster, num_arrivals=CONSUMERS, num_barriers=tile.stages),
-        ],
-        **cluster_grid(num_sms, tile.cluster),
-        num_threads=CONSUMERS + 1,
-        thread_name="warpgroup",
-        kernel_name="meshpar_grouped_matmul",
-        compiler_params=gpu.CompilerParams(approx_math=True, lowering_semantics=gpu.LoweringSemantics.Lane),
-    )(*operands)
+    scratch = [
+        smem(gpu, (tile.stages, tile.m, tile.k), lhs.dtype),
+        smem(gpu, (tile.stages, len(rhs), *rhs_tile), lhs.dtype),
+        [row_staging(gpu, ROWS, tile.n, out_dtype)] * CONSUMERS,
+        gpu.Barrier(num_arrivals=1 + len(rhs), num_barriers=tile.stages),
+        cluster_barrier(gpu, tile.cluster, num_arrivals=CONSUMERS, num_barriers=tile.stages),
+    ]
+    return launch_matmul(
+        gpu, _matmul_kernel, scratch, lhs, rhs, *groups, height=tile.m, warpgroups=CONSUMERS + 1,
+        transpose_rhs=transpose_rhs, out_dtype=out_dtype, tile=tile, **options,
+    )  # fmt: skip
 
 
 def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
@@ -424,15 +422,13 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
     multiprocessor, member = lax.axis_index("multiprocessor"), index_in_cluster(tile.cluster)
     clusters = cluster_count(num_sms, tile.cluster)
     tiles = groups * high * wide
-    num_own = lax.div(tiles - multiprocessor + (clusters - 1), jnp.int32(clusters))
+    num_own = share(tiles, multiprocessor, clusters)
 
     def tile_at(i):
         """(group, first column of lhs, column tile of rhs, `GroupRows`) of the i-th tile of this block; no steps after
         the last tile."""
         number = jnp.minimum(multiprocessor + i * clusters, tiles - 1)
-        group = lax.div(number, jnp.int32(high * wide))
-        strip, column = rasterize(number - group * (high * wide), jnp.int32(high), wide)
-        rows = GroupRows.of(bounds, group, tile.k)
+        group, strip, column, rows = transpose_tile(bounds, number, high, wide, tile.k)
         rows = rows._replace(steps=jnp.where(i < num_own, rows.steps, 0))
         return group, (strip * tile.cluster + member) * tile.m, column, rows
 
@@ -485,18 +481,7 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
 
                     @pl.when((low > 0) | (high < tile.k))
                     def _():
-                        mask_rows(gpu, columns, low, high)
-                        for first in range(0, tile.n, together * ROWS):
-                            begin = first + part * ROWS
-
-                            @pl.when(begin < tile.n)
-                            def _(begin=begin):
-                                mask_rows(gpu, rhs_smem.at[slot, :, pl.ds(begin, ROWS)], low, high)
-
-                        gpu.commit_smem()
-                        if together > 1:
-                            gpu.barrier_arrive(masked)
-                            gpu.barrier_wait(masked)
+                        _mask_stage(gpu, columns, rhs_smem.at[slot], low, high, part, together, masked)
 
                     gpu.wgmma(total, _compat.transpose_ref(columns), rhs_smem.at[slot])
 
@@ -504,7 +489,8 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
                 value = total[...].astype(out.dtype)
                 for above in range(0, height, ROWS):
                     target = out.at[group, pl.ds(left + part * height + above, ROWS)]
-                    _store_whole(gpu, value[above : above + ROWS], target, column, staging.at[warpgroup])
+                    values = columns_of(value[above : above + ROWS], staging)
+                    write(gpu, target, column, tile.n, values, staging.at[warpgroup])
 
             pl.run_scoped(with_sums, gpu.ACC((height, tile.n), jnp.float32))
             return step + rows.steps
@@ -513,43 +499,49 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
         gpu.wait_smem_to_gmem(0)
 
 
-def grouped_matmul_transpose(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
-    group_offset: jax.Array | None,
-    row_scale: jax.Array | None,
-    *,
-    groups: int,
-    out_dtype: jnp.dtype,
-    tile: Tile,
-    num_sms: int,
-) -> jax.Array:
-    """As `reference.grouped_matmul_transpose`; the tile [m, n] is of [K, N], and `tile.k` rows are one step.
+def _mask_stage(gpu: Any, columns, rhs, low, high, part, together: int, masked) -> None:
+    """Zero the rows outside [low, high) of a stage: this warpgroup's own columns of lhs and its share of rhs. On return
+    the tensor cores see the zeros of all warpgroups that multiply the stage.
 
-    `row_scale` is multiplied into rhs before the kernel. XLA fuses the multiplication into the operation that computes
-    rhs; without such an operation, it costs a copy of rhs.
+    Args:
+      columns, rhs: SMEM [k, height], [k, n].
+      part, together: index of this warpgroup among those that multiply the tile, and their number.
+      masked: barrier at which they wait for each other.
+    """
+    mask_rows(gpu, columns, low, high)
+    for first in range(0, rhs.shape[1], together * ROWS):
+        begin = first + part * ROWS
+
+        @pl.when(begin < rhs.shape[1])
+        def _(begin=begin):
+            mask_rows(gpu, rhs.at[:, pl.ds(begin, ROWS)], low, high)
+
+    gpu.commit_smem()
+    if together > 1:
+        gpu.barrier_arrive(masked)
+        gpu.barrier_wait(masked)
+
+
+def grouped_matmul_transpose(
+    lhs: jax.Array, rhs: jax.Array, *groups: Any, out_dtype: Any, tile: Tile, **options: Any
+) -> jax.Array:
+    """As `reference.grouped_matmul_transpose`.
+
+    Args:
+      groups: group sizes, offset, and scales of the rows.
+      options: groups and num_sms.
     """
     gpu = _compat.mosaic_gpu()
-    _, k, n, *_, bounds = transpose_problem(lhs, rhs, group_sizes, group_offset, groups=groups)
-    if row_scale is not None:
-        rhs = (rhs.astype(jnp.float32) * row_scale.astype(jnp.float32)[:, None]).astype(rhs.dtype)
-    width = min(tile.n, 128 // out_dtype.itemsize)
     readers = 1 if tile.pingpong else CONSUMERS  # of a stage
-    return gpu.kernel(
-        functools.partial(_transpose_kernel, gpu=gpu, shape=(k, n, groups), tile=tile, num_sms=num_sms),
-        out_type=_compat.out_struct((groups, k, n), out_dtype, lhs, rhs),
-        scratch_types=[
-            smem(gpu, (tile.stages, tile.k, tile.m), lhs.dtype),
-            smem(gpu, (tile.stages, tile.k, tile.n), rhs.dtype),
-            smem(gpu, (CONSUMERS, 2, ROWS, width), out_dtype),
-            gpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
-            cluster_barrier(gpu, tile.cluster, num_arrivals=readers, num_barriers=tile.stages),
-            gpu.Barrier(num_arrivals=CONSUMERS),
-        ],
-        **cluster_grid(num_sms, tile.cluster),
-        num_threads=CONSUMERS + 1,
-        thread_name="warpgroup",
-        kernel_name="meshpar_grouped_matmul_transpose",
-        compiler_params=gpu.CompilerParams(lowering_semantics=gpu.LoweringSemantics.Lane),
-    )(bounds, lhs, rhs)
+    scratch = [
+        smem(gpu, (tile.stages, tile.k, tile.m), lhs.dtype),
+        smem(gpu, (tile.stages, tile.k, tile.n), rhs.dtype),
+        smem(gpu, (CONSUMERS, 2, ROWS, staging_columns(tile.n, out_dtype)), out_dtype),
+        gpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
+        cluster_barrier(gpu, tile.cluster, num_arrivals=readers, num_barriers=tile.stages),
+        gpu.Barrier(num_arrivals=CONSUMERS),
+    ]
+    return launch_transpose(
+        gpu, _transpose_kernel, scratch, lhs, rhs, *groups, warpgroups=CONSUMERS + 1, out_dtype=out_dtype, tile=tile,
+        **options,
+    )  # fmt: skip

@@ -8,7 +8,6 @@ matmul starts from zero accumulators, which are multiplied by the two scales and
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -18,11 +17,11 @@ from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
-from meshpar_kernels.grouped_matmul import hopper
-from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, Tile, rasterize, ring, smem
-from meshpar_kernels.grouped_matmul.hopper import CONSUMERS, drain, drains, load_stages
+from meshpar_kernels.grouped_matmul.gpu_launch import launch
+from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, Tile, each_row_tile, ring, row_staging, smem
+from meshpar_kernels.grouped_matmul.hopper import CONSUMERS, row_parts, walk
 from meshpar_kernels.grouped_matmul.problem import matmul_problem
-from meshpar_kernels.grouped_matmul.schedule import ALIGNMENT, span_tile_steps
+from meshpar_kernels.grouped_matmul.schedule import ALIGNMENT, Spans, span_tile_steps
 
 __all__ = ["BLOCK", "TILE", "grouped_matmul", "unsupported"]
 
@@ -54,97 +53,55 @@ def _kernel(*refs, gpu: Any, shape: tuple[int, int], tile: Tile, num_sms: int, a
     """The grouped matmul, for one thread block.
 
     Args:
-      refs: inputs in GMEM: `first`, `low`, `high`, `group`, `live` int32 [tile steps], `number` int32 [1], lhs [M, K],
-        lhs_scale float32 [K / BLOCK, rows], rhs [G, N, K], rhs_scale float32 [G, N / BLOCK, K / BLOCK]; output in GMEM:
-        [M, N]; scratch: lhs stages [stages, m, k], rhs stages [stages, n, k], (swizzled, plain) staging buffers of each
-        multiplying warpgroup, barriers `full` and `empty`.
+      refs: inputs in GMEM: `Spans`, lhs [M, K], lhs_scale float32 [K / BLOCK, rows], rhs [G, N, K], rhs_scale float32
+        [G, N / BLOCK, K / BLOCK]; output in GMEM: [M, N]; scratch: lhs stages [stages, m, k], rhs stages [stages, n, k],
+        `row_staging` of each multiplying warpgroup, barriers `full` and `empty`.
       shape: (K, N).
       acc_dtype: of the accumulators of the tensor cores.
       gpu, tile, num_sms: as in `hopper`.
     """
     k, n = shape
-    first, low, high, group, live, number, lhs, lhs_scale, rhs, rhs_scale, out, *scratch = refs
+    spans, (lhs, lhs_scale, rhs, rhs_scale, out, *scratch) = Spans(*refs[:6]), refs[6:]
     lhs_smem, rhs_smem, staging, full, empty = scratch
-    columns, blocks = n // tile.n, k // tile.k
-    warpgroup, multiprocessor = lax.axis_index("warpgroup"), lax.axis_index("multiprocessor")
-    tile_steps = number[0]
-    num_own = lax.div(tile_steps * columns - multiprocessor + (num_sms - 1), jnp.int32(num_sms))
+    part = pl.ds(lax.axis_index("warpgroup") * ROWS, ROWS)
 
-    def each_tile(work):
-        """Call `work(tile step, column tile, K steps, steps before)` for each tile of this block; it returns the steps
-        after it. A tile of no group has 0 K steps."""
+    def load(tile_at):
+        """The function that starts the copies of K step i of a tile."""
+        tile_step, column = tile_at
+        row, g = spans.first[tile_step], spans.group[tile_step]
 
-        def one(i, step):
-            tile_step, column = rasterize(multiprocessor + i * num_sms, tile_steps, columns)
-            return work(tile_step, column, live[tile_step] * blocks, step)
+        def copies(i, slot, barrier):
+            inner = pl.ds(i * tile.k, tile.k)
+            gpu.copy_gmem_to_smem(lhs.at[pl.ds(row, tile.m), inner], lhs_smem.at[slot], barrier)
+            gpu.copy_gmem_to_smem(rhs.at[g, pl.ds(column * tile.n, tile.n), inner], rhs_smem.at[slot], barrier)
 
-        return lax.fori_loop(0, num_own, one, jnp.int32(0))
+        return copies
 
-    @pl.when(warpgroup == CONSUMERS)
-    def _():
-        gpu.set_max_registers(40, action="decrease")
+    def multiply(tile_at, row, steps, step, write_part):
+        tile_step, column = tile_at
+        g = spans.group[tile_step]
 
-        def load(tile_step, column, steps, step):
-            """Load all stages of a tile."""
-            row, g = first[tile_step], group[tile_step]
+        def stage(i, total):
+            """total + the product of stage i times its scales, in float32 [ROWS, n]."""
+            slot = ring(tile.stages, step + i)
+            factor = _compat.load_gmem(lhs_scale, (i, pl.ds(row, ROWS)), gpu.Layout.WGMMA.reduce(1))
+            factor = factor * rhs_scale[g, column, i]
+            gpu.barrier_wait(full.at[slot])
 
-            def copies(i, slot, barrier):
-                inner = pl.ds(i * tile.k, tile.k)
-                gpu.copy_gmem_to_smem(lhs.at[pl.ds(row, tile.m), inner], lhs_smem.at[slot], barrier)
-                gpu.copy_gmem_to_smem(rhs.at[g, pl.ds(column * tile.n, tile.n), inner], rhs_smem.at[slot], barrier)
+            def accumulate(acc):
+                gpu.wgmma(acc, lhs_smem.at[slot, part], _compat.transpose_ref(rhs_smem.at[slot]))
+                gpu.wgmma_wait(0)
+                return acc[...]
 
-            return load_stages(gpu, step, steps, tile.stages, full, empty, copies)
+            matmul = pl.run_scoped(accumulate, gpu.ACC((ROWS, tile.n), acc_dtype))
+            gpu.barrier_arrive(empty.at[slot])
+            return total + matmul.astype(jnp.float32) * lax.broadcast_in_dim(factor, total.shape, [0])
 
-        loaded = each_tile(load)
-        if drains():
-            drain(gpu, loaded, tile.stages, empty)
+        zeros = gpu.layout_cast(jnp.zeros((ROWS, tile.n), jnp.float32), gpu.Layout.WGMMA)
+        write_part(lax.fori_loop(0, steps, stage, zeros))
 
-    @pl.when(warpgroup < CONSUMERS)
-    def _():
-        gpu.set_max_registers(232, action="increase")
-        part = pl.ds(warpgroup * ROWS, ROWS)
-
-        def compute(tile_step, column, steps, step):
-            """Multiply this warpgroup's `ROWS` rows of a tile, and write those that belong to the group."""
-            row = first[tile_step] + warpgroup * ROWS
-            begin = jnp.clip(low[tile_step] - warpgroup * ROWS, 0, ROWS)
-            end = jnp.clip(high[tile_step] - warpgroup * ROWS, 0, ROWS)
-            g = group[tile_step]
-
-            def multiply(i, total):
-                """total + the product of stage i times its scales, in float32 [ROWS, n]."""
-                slot = ring(tile.stages, step + i)
-                factor = _compat.load_gmem(lhs_scale, (i, pl.ds(row, ROWS)), gpu.Layout.WGMMA.reduce(1))
-                factor = factor * rhs_scale[g, column, i]
-                gpu.barrier_wait(full.at[slot])
-
-                def accumulate(acc):
-                    gpu.wgmma(acc, lhs_smem.at[slot, part], _compat.transpose_ref(rhs_smem.at[slot]))
-                    gpu.wgmma_wait(0)
-                    return acc[...]
-
-                matmul = pl.run_scoped(accumulate, gpu.ACC((ROWS, tile.n), acc_dtype))
-                gpu.barrier_arrive(empty.at[slot])
-                return total + matmul.astype(jnp.float32) * lax.broadcast_in_dim(factor, total.shape, [0])
-
-            @pl.when(end > begin)
-            def _():
-                zeros = gpu.layout_cast(jnp.zeros((ROWS, tile.n), jnp.float32), gpu.Layout.WGMMA)
-                value = lax.fori_loop(0, steps, multiply, zeros)
-                for w, (swizzled, plain) in enumerate(staging):
-
-                    @pl.when(warpgroup == w)
-                    def _(swizzled=swizzled, plain=plain):
-                        hopper.store(gpu, value, out, row, column, begin, end, swizzled, plain)
-
-            @pl.when(end <= begin)
-            def _():
-                hopper.skip(gpu, step, steps, tile.stages, full, empty, 1)
-
-            return step + steps
-
-        each_tile(compute)
-        gpu.wait_smem_to_gmem(0)
+    each = each_row_tile(spans, n // tile.n, k // tile.k, num_sms, 1)
+    walk(gpu, tile, (full, empty), each, load, row_parts(gpu, spans, tile, (full, empty), staging, out, multiply))
 
 
 def grouped_matmul(
@@ -167,23 +124,17 @@ def grouped_matmul(
     scale = jnp.pad(lhs_scale.T, ((0, 0), (0, -(-rows // tile.m) * tile.m - num_rows)))
     out_dtype = jnp.dtype(out_dtype)
     acc_dtype = jnp.int32 if lhs.dtype == jnp.int8 else jnp.float32
-    width = 128 // out_dtype.itemsize
-    num_sms = _compat.multiprocessors() if num_sms is None else num_sms
-    out = gpu.kernel(
-        functools.partial(_kernel, gpu=gpu, shape=(k, n), tile=tile, num_sms=num_sms, acc_dtype=acc_dtype),
-        out_type=_compat.out_struct((rows, n), out_dtype, lhs, rhs),
-        scratch_types=[
-            smem(gpu, (tile.stages, tile.m, tile.k), lhs.dtype),
-            smem(gpu, (tile.stages, tile.n, tile.k), rhs.dtype),
-            [gpu.RefUnion(smem(gpu, (2, ROWS, width), out_dtype), gpu.SMEM((ROWS, width), out_dtype))] * CONSUMERS,
-            gpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
-            gpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages),
-        ],
-        grid=(num_sms,),
-        grid_names=("multiprocessor",),
-        num_threads=CONSUMERS + 1,
-        thread_name="warpgroup",
-        kernel_name="meshpar_scaled_grouped_matmul",
-        compiler_params=gpu.CompilerParams(approx_math=True, lowering_semantics=gpu.LoweringSemantics.Lane),
-    )(*span_tile_steps(bounds, rows, tile.m), lhs, scale, rhs, rhs_scale)
+    scratch = [
+        smem(gpu, (tile.stages, tile.m, tile.k), lhs.dtype),
+        smem(gpu, (tile.stages, tile.n, tile.k), rhs.dtype),
+        [row_staging(gpu, ROWS, tile.n, out_dtype)] * CONSUMERS,
+        gpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
+        gpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages),
+    ]
+    out = launch(
+        gpu, _kernel, _compat.out_struct((rows, n), out_dtype, lhs, rhs), scratch,
+        (*span_tile_steps(bounds, rows, tile.m), lhs, scale, rhs, rhs_scale), warpgroups=CONSUMERS + 1,
+        num_sms=_compat.multiprocessors() if num_sms is None else num_sms, name="scaled_grouped_matmul",
+        approx_math=True, shape=(k, n), tile=tile, acc_dtype=acc_dtype,
+    )  # fmt: skip
     return _compat.same_varying(out, lhs, rhs)[0][:num_rows]  # Mosaic GPU results lose their varying mesh axes

@@ -30,7 +30,7 @@ import numpy as np
 from kernel_machine import PLAIN, Buffer, Fault, Machine, Op, Ref, Schedule, Task, patched
 
 from meshpar_kernels import _compat, _nvlink
-from meshpar_kernels.collective_matmul import gpu_blackwell, gpu_hopper, gpu_order, gpu_peers
+from meshpar_kernels.collective_matmul import gpu_blackwell, gpu_fused, gpu_hopper, gpu_order, gpu_peers
 from meshpar_kernels.collectives import gpu as small
 from meshpar_kernels.collectives import nvls
 from meshpar_kernels.dispatch import gpu as exchange
@@ -46,6 +46,7 @@ KERNEL_MODULES = [
     gpu_parts,
     gpu_hopper,
     gpu_blackwell,
+    gpu_fused,
     gpu_order,
     gpu_peers,
     small,

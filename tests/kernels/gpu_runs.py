@@ -13,7 +13,7 @@ from gpu_machine import Gpus
 from kernel_machine import PLAIN, Fault, Machine, Schedule
 
 from meshpar_kernels.collective_matmul import gpu as fused
-from meshpar_kernels.collective_matmul import gpu_blackwell, gpu_hopper
+from meshpar_kernels.collective_matmul import gpu_blackwell, gpu_fused, gpu_hopper
 from meshpar_kernels.collectives import gpu as small
 from meshpar_kernels.collectives import nvls
 from meshpar_kernels.dispatch import gpu as exchange
@@ -130,7 +130,7 @@ def gather(
     order = order if tile is None else order._replace(tile=tile)
     gpus = Gpus(devices, schedule, dropped, multiprocessors)
     options = {"transposed": transposed, "out_dtype": F16, "num_sms": num_sms}
-    found = gpus.run(lambda r: module.all_gather_matmul(x[r], w[r], order, "a", **options))
+    found = gpus.run(lambda r: gpu_fused.all_gather_matmul(module, x[r], w[r], order, "a", **options))
     for rank, (out, *_) in enumerate(found):
         weights = w[rank].astype(float)
         want = x.reshape(-1, k).astype(float) @ (weights.T if transposed else weights)
@@ -150,7 +150,7 @@ def scatter(
     order = order if tile is None else order._replace(tile=tile)
     gpus = Gpus(devices, schedule, dropped)
     options = {"transposed": transposed, "num_sms": num_sms, **dtypes}
-    found = gpus.run(lambda r: module.matmul_reduce_scatter(x[r], w[r], order, "a", **options))
+    found = gpus.run(lambda r: gpu_fused.matmul_reduce_scatter(module, x[r], w[r], order, "a", **options))
     wide = w.astype(float).swapaxes(1, 2) if transposed else w.astype(float)
     total = sum(x[r].astype(float) @ wide[r] for r in range(devices))
     for rank, (out, *_) in enumerate(found):

@@ -13,9 +13,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from meshpar_kernels import _compat, all_gather_matmul, matmul_reduce_scatter
-from meshpar_kernels.collective_matmul import gpu, gpu_blackwell, gpu_hopper
-from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order, share
-from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, Tile
+from meshpar_kernels.collective_matmul import gpu, gpu_blackwell, gpu_fused, gpu_hopper
+from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order
+from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, Tile, share
 
 RNG = np.random.default_rng(5)
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -111,7 +111,7 @@ def test_a_scatter_sends_all_sums_to_their_owner_and_one_word_for_each(devices, 
     high = TILE.m // ROWS
     written = np.zeros((devices, max(devices - 1, 1), order.row_tiles, order.column_tiles), int)
     source = np.full_like(written, -1)
-    signals = np.zeros((devices, order.parts, order.column_tiles), int)
+    signals = np.zeros((devices, order.row_tiles * high, order.column_tiles), int)
     for sender in range(devices):
         blocks = np.asarray(order.block(jnp.asarray(turn), jnp.int32(sender)))
         for t, i, j, receiver in zip(turn, row, column, blocks, strict=True):
@@ -154,8 +154,8 @@ def test_the_matmul_of_a_single_device(kernels):
     scatter = gpu.scatter_order(m, k, n, 1, 2, **dtypes)
     options = {"transposed": True, "num_sms": 2}
     with _compat.gpu_race_detection():
-        rounded = kernels.all_gather_matmul(x, w, gather, "a", out_dtype=BF16, **options)
-        exact = kernels.matmul_reduce_scatter(x[None], w, scatter, "a", **dtypes, **options)
+        rounded = gpu_fused.all_gather_matmul(kernels, x, w, gather, "a", out_dtype=BF16, **options)
+        exact = gpu_fused.matmul_reduce_scatter(kernels, x[None], w, scatter, "a", **dtypes, **options)
         jax.block_until_ready((rounded, exact))
     assert (rounded.shape, rounded.dtype) == ((1, m, n), BF16)
     near(rounded[0], want, 1e-2)
@@ -178,7 +178,7 @@ def test_a_gather_multiplies_received_rows_and_sends_its_own(kernels, one_of_sev
     x, w, others = normal(m, k), normal(k, n), normal(DEVICES - 1, m, k)
     order = gpu.gather_order(m, k, n, DEVICES, 2)
     options = {"out_dtype": BF16, "transposed": False, "num_sms": 2}
-    out, sent = one_of_several(RANK, DEVICES, others, kernels.all_gather_matmul, x, w, order, "a", **options)
+    out, sent = one_of_several(RANK, DEVICES, others, gpu_fused.all_gather_matmul, kernels, x, w, order, "a", **options)
     for rank, rows in {RANK: x, (RANK + 1) % DEVICES: others[0], (RANK + 2) % DEVICES: others[1]}.items():
         near(out[rank], np.asarray(rows, np.float64) @ np.asarray(w, np.float64), 1e-2)
     np.testing.assert_array_equal(sent[(RANK + 2) % DEVICES, 0], x)
@@ -194,7 +194,9 @@ def test_a_scatter_sends_others_their_sums_and_adds_what_came(kernels, one_of_se
     others = jnp.asarray(3 * RNG.normal(size=(DEVICES - 1, rows, n)), dtypes["comm_dtype"])
     order = gpu.scatter_order(rows, k, n, DEVICES, 2, **dtypes)
     options = {"transposed": False, "num_sms": 2, **dtypes}
-    out, sent = one_of_several(RANK, DEVICES, others, kernels.matmul_reduce_scatter, x, w, order, "a", **options)
+    out, sent = one_of_several(
+        RANK, DEVICES, others, gpu_fused.matmul_reduce_scatter, kernels, x, w, order, "a", **options
+    )
     sums = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
     near(out, sums[RANK] + np.asarray(others, np.float64).sum(0), 1e-5)
     for turn in range(DEVICES - 1):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tpu_runs
 
-from meshpar_kernels.grouped_matmul import schedule, tpu, tpu_transpose
+from meshpar_kernels.grouped_matmul import gpu_launch, schedule, tpu, tpu_transpose
 
 LOADS = [np.random.default_rng(seed).multinomial(470, [1 / 6] * 6).tolist() for seed in range(3)] + [
     [128, 0, 256, 0, 0, 90]
@@ -116,8 +116,9 @@ def test_a_tile_that_is_loaded_for_nothing_shows(monkeypatch):
 
     for module in gpu_runs.GROUPED.values():
         once = gpu_runs.matmul(module, LOADS[0], rows=ROWS).copied
-        monkeypatch.setattr(module, "span_tile_steps", visits)
-        again = gpu_runs.matmul(module, LOADS[0], rows=ROWS).copied
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu_launch, "span_tile_steps", visits)
+            again = gpu_runs.matmul(module, LOADS[0], rows=ROWS).copied
         tile = gpu_runs.TILE
         assert again["input 6"] - once["input 6"] == tile.m * 128 * 2 * (128 // tile.n)
 
