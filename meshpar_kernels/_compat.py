@@ -5,13 +5,12 @@ All other modules import from it the names that differ between versions, or are 
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,6 @@ from jax._src import config as _config
 from jax._src import mesh as _mesh
 from jax._src import xla_bridge
 from jax.core import Tracer
-from jax.experimental.pallas import tpu as pltpu
 from jax.extend import backend
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
@@ -33,8 +31,6 @@ __all__ = [
     "cudnn_reasons",
     "device_kind",
     "gpu_architecture",
-    "gpu_race_detection",
-    "has_gpu_interpreter",
     "has_varying_types",
     "host_reasons",
     "ici_reasons",
@@ -47,7 +43,6 @@ __all__ = [
     "one_slice",
     "out_struct",
     "pallas_triton",
-    "race_detection",
     "refused",
     "same_varying",
     "sharded_axes",
@@ -64,7 +59,7 @@ __all__ = [
 def interpreting() -> bool:
     """Whether Pallas TPU kernels traced now run in the interpreter.
 
-    True inside `race_detection` and inside JAX's own `pltpu.force_tpu_interpret_mode`. The value
+    True inside JAX's `pltpu.force_tpu_interpret_mode`. The value
     is part of JAX's trace-cache key, so a jitted function is retraced on entering or leaving.
     """
     value = _config.pallas_tpu_interpret_mode_context_manager.value
@@ -72,71 +67,9 @@ def interpreting() -> bool:
 
 
 def interpreting_gpu() -> bool:
-    """Whether Mosaic GPU kernels traced now run in the interpreter: inside `gpu_race_detection`, and inside
-    JAX's own `force_gpu_interpret_mode` (from jax 0.11 on)."""
+    """Whether Mosaic GPU kernels traced now run in the interpreter: inside JAX's `force_gpu_interpret_mode` (from jax 0.11 on)."""
     value = _config.pallas_tpu_interpret_mode_context_manager.value
     return bool(value) and "GPU" in type(value).__name__
-
-
-RACE = "the TPU interpreter found a race between two memory accesses"
-
-
-def _races_found() -> bool:
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpret
-
-    return bool(interpret.races is not None and interpret.races.races_found)
-
-
-@contextlib.contextmanager
-def race_detection(
-    *, dma_execution_mode: Literal["eager", "on_wait"] = "on_wait", random_seed: int | None = None
-) -> Iterator[None]:
-    """Context manager: run Pallas TPU kernels in the interpreter, and raise RuntimeError if two accesses race.
-
-    Up to jax 0.11 the interpreter only prints a race and records it; from 0.12 on it raises. Block on the results
-    inside the context: code that runs later is not checked.
-
-    Args:
-      dma_execution_mode: `"on_wait"` runs each copy as late as its semaphore allows, `"eager"` at its start.
-      random_seed: order of the simulated devices' steps, for kernels that communicate.
-    """
-    pltpu.reset_tpu_interpret_mode_state()
-    params = pltpu.InterpretParams(
-        detect_races=True,
-        dma_execution_mode=dma_execution_mode,
-        random_seed=random_seed,
-        uninitialized_memory="nan",
-    )
-    try:
-        try:
-            with pltpu.force_tpu_interpret_mode(params):
-                yield
-        except Exception as error:
-            if "RACE DETECTED" not in str(error):
-                raise
-            with contextlib.suppress(Exception):  # or the next program, and the end of the process, raise it again
-                jax.effects_barrier()
-            raise RuntimeError(f"{RACE}: {error}") from error
-        if _races_found():
-            raise RuntimeError(RACE)
-    finally:
-        pltpu.reset_tpu_interpret_mode_state()
-
-
-def has_gpu_interpreter() -> bool:
-    """Whether this JAX can run Mosaic GPU kernels without a GPU (from 0.11 on)."""
-    return hasattr(mosaic_gpu(), "force_gpu_interpret_mode")
-
-
-@contextlib.contextmanager
-def gpu_race_detection() -> Iterator[None]:
-    """Context manager: run Mosaic GPU kernels in the interpreter, which raises if two accesses race.
-
-    Block on the results inside it.
-    """
-    gpu = mosaic_gpu()
-    with gpu.force_gpu_interpret_mode(gpu.InterpretGPUParams(detect_races=True)):
-        yield
 
 
 def _varying(x: Any) -> frozenset[str]:

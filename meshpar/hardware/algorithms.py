@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from jax import lax
 
-from meshpar_kernels.collectives import Axis, choose, in_order
+from meshpar_kernels.collectives import Axis, choose, scatter_in_order
 
 from .chips import Chip
 from .collective_ops import CollectiveOp, collective_volume, wire_bytes
@@ -124,7 +124,7 @@ class Algorithm:
         phases = self.phases([a in between for a in axes])
         order = [k for phase in phases for k in phase]
         if order != sorted(order):
-            return in_order("reduce_scatter", x, axes, dim, order)
+            return scatter_in_order(x, axes, dim, order)
         for phase in phases:
             names = tuple(axes[k] for k in phase)
             x = emit(x, names[0] if len(names) == 1 else names, dim)

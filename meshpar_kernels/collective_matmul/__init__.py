@@ -9,6 +9,4 @@ from meshpar_kernels.collective_matmul.fused import FusedScatter as FusedScatter
 from meshpar_kernels.collective_matmul.ring import dot_scatter as dot_scatter
 from meshpar_kernels.collective_matmul.ring import dots_scatter as dots_scatter
 from meshpar_kernels.collective_matmul.ring import gather_dots as gather_dots
-from meshpar_kernels.collective_matmul.schedule import Hop as Hop
 from meshpar_kernels.collective_matmul.schedule import gather_hops as gather_hops
-from meshpar_kernels.collective_matmul.schedule import scatter_hops as scatter_hops

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Hop", "full_hops", "gather_hops", "scatter_hops", "split_rows"]
+__all__ = ["Hop", "full_hops", "gather_hops", "split_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,3 @@ def gather_hops(devices: int, rows: int) -> list[Hop]:
         else:
             hops += [Hop(n, 1) for n in half]
     return [Hop(rows, sum(h.count for h in hops if h.rows == rows)) for rows in dict.fromkeys(h.rows for h in hops)]
-
-
-def scatter_hops(devices: int, rows: int) -> list[Hop]:
-    """The sends of each device in a reduce-scatter to blocks of ``rows`` rows: as in :func:`gather_hops`."""
-    return gather_hops(devices, rows)

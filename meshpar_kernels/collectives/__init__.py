@@ -7,5 +7,4 @@ from meshpar_kernels.collectives.api import reduce_scatter as reduce_scatter
 from meshpar_kernels.collectives.choose import Axis as Axis
 from meshpar_kernels.collectives.choose import Choice as Choice
 from meshpar_kernels.collectives.choose import choose as choose
-from meshpar_kernels.collectives.native import coloured as coloured
-from meshpar_kernels.collectives.native import in_order as in_order
+from meshpar_kernels.collectives.native import scatter_in_order as scatter_in_order

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,9 @@ from meshpar_kernels._choose import devices_on, dispatch, refuse_sharded
 from meshpar_kernels.collectives import gpu, native, nvls, ppermute, ring_tpu, tpu
 from meshpar_kernels.collectives.table import table_of
 
-__all__ = ["ALGORITHMS", "Algorithm", "all_gather", "all_reduce", "all_reduce_small", "reduce_scatter"]
+__all__ = ["ALGORITHMS", "Algorithm", "all_gather", "all_reduce", "all_reduce_small", "group", "reduce_scatter"]
 
-Algorithm = Literal["native", "staged", "coloured", "hierarchical", "ring", "pallas"]
+Algorithm = Literal["native", "staged", "hierarchical", "ring", "pallas"]
 
 ALGORITHMS: tuple[str, ...] = Algorithm.__args__
 TABLES = ("ring", "pallas")
@@ -39,7 +39,6 @@ def all_gather(
 
     - "native": XLA's collective over all axes at once.
     - "staged": XLA's collective over one axis after another (BlueConnect, Cho et al. 2019).
-    - "coloured": each block in as many shares as there are axes, each "staged" in a rotated order.
     - "hierarchical": as "staged", but the axes of `outer` (between slices) carry as few bytes as possible.
     - "ring": bidirectional rings of `ppermute` along each axis. With n axes the block is cut into n chunks ("colours"),
       which use the axes in rotated orders, so that the links of all axes are busy (Mikami et al. 2018, for two dims). An
@@ -67,12 +66,9 @@ def all_gather(
       ValueError: unknown implementation, axes or options that do not fit, or x sharded outside of `shard_map`.
       NotImplementedError: "pallas" cannot run these arguments; with every reason.
     """
-    op = "all_gather"
-    axes, sizes, rings = _check(op, x, axis_name, axis, implementation, rings, outer)
+    how = _check("all_gather", x, axis_name, axis, implementation, rings, outer)
     moved: Any = jnp.moveaxis(x, axis, 0)
-    if axes:
-        moved = _gather(implementation or "native", axes, sizes, rings, tuple(outer), moved)
-    return jnp.moveaxis(moved, 0, axis)
+    return jnp.moveaxis(_collective(how, moved) if how.axes else moved, 0, axis)
 
 
 def reduce_scatter(
@@ -103,16 +99,14 @@ def reduce_scatter(
       ValueError: as `all_gather`; or the dim is no multiple of the number of devices.
     """
     op = "reduce_scatter"
-    axes, sizes, rings = _check(op, x, axis_name, axis, implementation, rings, outer)
-    if x.shape[axis] % math.prod(sizes):
+    how = _check(op, x, axis_name, axis, implementation, rings, outer)
+    if x.shape[axis] % how.devices:
         raise ValueError(
-            f"{op}: dimension {axis} of x{list(x.shape)} is no multiple of the {math.prod(sizes)} devices of "
-            f"{', '.join(axes)}; pad it"
+            f"{op}: dimension {axis} of x{list(x.shape)} is no multiple of the {how.devices} devices of "
+            f"{', '.join(how.axes)}; pad it"
         )
     moved: Any = jnp.moveaxis(x, axis, 0)
-    if axes:
-        moved = _scatter(implementation or "native", axes, sizes, rings, tuple(outer), moved)
-    return jnp.moveaxis(moved, 0, axis)
+    return jnp.moveaxis(_collective(how, moved) if how.axes else moved, 0, axis)
 
 
 def all_reduce(
@@ -138,11 +132,11 @@ def all_reduce(
     Raises:
       ValueError: as `all_gather`.
     """
-    axes, sizes, rings = _check("all_reduce", x, axis_name, None, implementation, rings, outer)
-    if not axes:
+    how = _check("all_reduce", x, axis_name, None, implementation, rings, outer)
+    if not how.axes:
         return x
-    (x,) = _compat.varying_over(axes, x)
-    reduced: Any = _reduce(implementation or "native", axes, sizes, rings, tuple(outer), x)
+    (x,) = _compat.varying_over(how.axes, x)
+    reduced: Any = _collective(how, x)
     return reduced
 
 
@@ -169,7 +163,7 @@ def all_reduce_small(x: jax.Array, axis_name: str | Sequence[str], *, implementa
       ValueError: axes that do not fit, an unknown implementation, or x sharded outside of `shard_map`.
       NotImplementedError: the requested implementation cannot take x; with every reason.
     """
-    axes, sizes, _ = _check("all_reduce_small", x, axis_name, None, None, None, ())
+    axes, sizes = group("all_reduce_small", x, axis_name)
     if not axes or not x.size:
         return x
     (x,) = _compat.varying_over(axes, x)
@@ -177,139 +171,142 @@ def all_reduce_small(x: jax.Array, axis_name: str | Sequence[str], *, implementa
     return small
 
 
-def _small_now(implementation, axes, sizes, x):
-    """`all_reduce_small` of x by the chosen implementation."""
-    functions = {
-        "pallas_tpu": tpu.small_unsupported(x.shape, x.dtype, math.prod(sizes), axes)
-        or (lambda v: tpu.all_reduce_small(v, axes, sizes)),
-        "pallas_gpu": gpu.small_unsupported(x.shape, x.dtype, math.prod(sizes), axes)
-        or (lambda v: gpu.all_reduce_small(v, axes, sizes)),
-        "gather": functools.partial(native.gather_sum, axes=axes),
-    }
-    return _compat.invariant_over(axes, dispatch("all_reduce_small", implementation, functions, "gather", x))
+class _How(NamedTuple):
+    """Static arguments of a collective.
+
+    Attributes:
+      kind: "all_gather", "reduce_scatter" or "all_reduce".
+      algorithm: its implementation.
+      axes, sizes, rings: the mesh axes of more than one device, their sizes, and whether they wrap around.
+      outer: the axes between slices.
+      op: name of the public function, for errors.
+    """
+
+    kind: str
+    algorithm: str
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    rings: tuple[bool, ...]
+    outer: tuple[str, ...]
+    op: str
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.sizes)
+
+
+def group(op: str, x: Any, axis_name: str | Sequence[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """(axes, sizes) of the mesh axes with more than one device. Raises ValueError for invalid axes."""
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    if not axes or len(set(axes)) < len(axes):
+        raise ValueError(f"{op}: axis_name must be one mesh axis or several different ones, got {axis_name!r}")
+    refuse_sharded(op, x=x)
+    sizes = {a: devices_on(op, "x", a) for a in axes}
+    found = {a: n for a, n in sizes.items() if n > 1}
+    return tuple(found), tuple(found.values())
 
 
 def _check(
     op: str, x: Any, axis_name: str | Sequence[str], axis: int | None, implementation: str | None,
     rings: Sequence[bool] | None, outer: Sequence[str],
-) -> tuple[tuple[str, ...], tuple[int, ...], tuple[bool, ...]]:  # fmt: skip
-    """(axes, sizes, whether they wrap around) of the axes with more than one device. Raises ValueError for invalid
-    arguments."""
-    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+) -> _How:  # fmt: skip
+    """The static arguments. Raises ValueError for invalid arguments."""
+    every = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     if implementation not in (None, *ALGORITHMS):
         raise ValueError(f"{op}: no implementation {implementation!r}; there are {', '.join(map(repr, ALGORITHMS))}")
-    if not axes or len(set(axes)) < len(axes):
-        raise ValueError(f"{op}: axis_name must be one mesh axis or several different ones, got {axis_name!r}")
-    if rings is not None and len(rings) != len(axes):
-        raise ValueError(f"{op}: rings says of {len(rings)} axes whether they wrap around; there are {len(axes)}")
+    if rings is not None and len(rings) != len(every):
+        raise ValueError(f"{op}: rings says of {len(rings)} axes whether they wrap around; there are {len(every)}")
     if axis is not None and not -x.ndim <= axis < x.ndim:
         raise ValueError(f"{op}: x{list(x.shape)} has no dimension {axis}")
-    inside = [a for a in outer if a not in axes]
-    if inside or (implementation == "hierarchical") != bool(outer):
+    if not set(outer) <= set(every) or (implementation == "hierarchical") != bool(outer):
         raise ValueError(
-            f"{op}: implementation='hierarchical' needs outer=, the slow axes among {list(axes)}, and no other "
+            f"{op}: implementation='hierarchical' needs outer=, the slow axes among {list(every)}, and no other "
             f"takes it; got outer={list(outer)}, implementation={implementation!r}"
         )
-    refuse_sharded(op, x=x)
-    sizes = [devices_on(op, "x", a) for a in axes]
-    wraps = [True] * len(axes) if rings is None else [bool(r) for r in rings]
-    saved = [k for k, n in enumerate(sizes) if n > 1]
-    return tuple(axes[k] for k in saved), tuple(sizes[k] for k in saved), tuple(wraps[k] for k in saved)
+    axes, sizes = group(op, x, axis_name)
+    wraps = dict(zip(every, rings or [True] * len(every), strict=True))
+    return _How(op, implementation or "native", axes, sizes, tuple(bool(wraps[a]) for a in axes), tuple(outer), op)
 
 
-def _whole(algorithm: str, axes, outer) -> bool:
-    """Whether all axes are outer, or none is, so that a hierarchical collective has no order to choose."""
-    return algorithm == "hierarchical" and len({a in outer for a in axes}) == 1
+def _by_xla(how: _How, x: jax.Array) -> jax.Array:
+    """The collective by XLA's operations."""
+    # all axes are outer, or none is: there is no order to choose
+    alike = how.algorithm == "hierarchical" and len({a in how.outer for a in how.axes}) == 1
+    if how.algorithm == "native" or (how.kind == "all_reduce" and alike):
+        return native.native(how.kind, x, how.axes)
+    if how.algorithm == "staged" or alike:
+        return native.staged(how.kind, x, how.axes)
+    return native.hierarchical(how.kind, x, how.axes, how.outer)
 
 
-def _by_xla(kind: str, algorithm: str, x, axes, outer) -> jax.Array:
-    """The collective by XLA's operations, by the algorithm of this name."""
-    if algorithm == "native" or (kind == "all_reduce" and _whole(algorithm, axes, outer)):
-        return native.native(kind, x, axes)
-    if algorithm == "staged" or _whole(algorithm, axes, outer):
-        return native.staged(kind, x, axes)
-    if algorithm == "coloured":
-        return native.coloured(kind, x, axes)
-    return native.hierarchical(kind, x, axes, outer)
+def _run(how: _How, x: jax.Array) -> jax.Array:
+    """The collective of x along its first dim, by a table ("ring"), a kernel ("pallas") or XLA's operations."""
+    if how.kind == "all_reduce":
+        return _compat.invariant_over(how.axes, _reduced(how, x))
+    if how.algorithm == "pallas":
+        return _by_kernel(how, x)
+    by_table = _gather_by_table if how.kind == "all_gather" else _scatter_by_table
+    return by_table(how, x) if how.algorithm == "ring" else _by_xla(how, x)
 
 
-def _gather_now(algorithm, axes, sizes, rings, outer, x, op="all_gather"):
-    """The all-gather of x [n, …] → [A·n, …], by a table (ring, kernel) or by XLA's operations; errors name `op`."""
-    if algorithm not in TABLES:
-        return _by_xla("all_gather", algorithm, x, axes, outer)
-    if algorithm == "pallas":
-        return _by_kernel("all_gather", axes, sizes, rings, x, op)
-    return _gather_by_table(algorithm, axes, sizes, rings, x)
-
-
-def _gather_by_table(algorithm, axes, sizes, rings, x):
-    """The all-gather by "ring", or by the TPU kernel ("pallas")."""
-    table = table_of("all_gather", sizes, rings)
-    own = _cut(x[None], table.chunks, algorithm)[0]
-    if algorithm == "pallas":
-        every = ring_tpu.all_gather(table, own, axes)
+def _gather_by_table(how: _How, x: jax.Array) -> jax.Array:
+    """The all-gather of x [n, …] → [A·n, …] by "ring", or by the TPU kernel ("pallas")."""
+    table = table_of("all_gather", how.sizes, how.rings)
+    own = _cut(x[None], table.chunks, how.algorithm)[0]
+    if how.algorithm == "pallas":
+        every = ring_tpu.all_gather(table, own, how.axes)
     else:
         # every slot is written before it is read
-        (buffer,) = _compat.varying_over(axes, lax.empty((table.ranks, *own.shape), x.dtype))
+        (buffer,) = _compat.varying_over(how.axes, lax.empty((table.ranks, *own.shape), x.dtype))
         buffer, own = _compat.same_varying(buffer, own)
-        start = (ppermute.rank_of(axes), *[0] * own.ndim)
+        start = (ppermute.rank_of(how.axes), *[0] * own.ndim)
         buffer = lax.dynamic_update_slice(buffer, own[None], start)
-        every = ppermute.run(table, buffer.reshape(table.slots, *own.shape[1:]), axes)
+        every = ppermute.run(table, buffer.reshape(table.slots, *own.shape[1:]), how.axes)
     return _joined(every, table.chunks, x.shape).reshape(-1, *x.shape[1:])
 
 
-def _scatter_now(algorithm, axes, sizes, rings, outer, x, op="reduce_scatter"):
-    """The reduce-scatter of x [A·n, …] → [n, …], by a table (ring, kernel) or by XLA's operations; errors name `op`."""
-    if algorithm not in TABLES:
-        return _by_xla("reduce_scatter", algorithm, x, axes, outer)
-    if algorithm == "pallas":
-        return _by_kernel("reduce_scatter", axes, sizes, rings, x, op)
-    return _scatter_by_table(algorithm, axes, sizes, rings, x)
-
-
-def _scatter_by_table(algorithm, axes, sizes, rings, x):
-    """The reduce-scatter by "ring", or by the TPU kernel ("pallas")."""
-    table = table_of("reduce_scatter", sizes, rings)
+def _scatter_by_table(how: _How, x: jax.Array) -> jax.Array:
+    """The reduce-scatter of x [A·n, …] → [n, …] by "ring", or by the TPU kernel ("pallas")."""
+    table = table_of("reduce_scatter", how.sizes, how.rings)
     block = (x.shape[0] // table.ranks, *x.shape[1:])
-    blocks = _cut(x.reshape(table.ranks, *block), table.chunks, algorithm)
+    blocks = _cut(x.reshape(table.ranks, *block), table.chunks, how.algorithm)
     slots = blocks.reshape(table.slots, *blocks.shape[2:])
-    run = ring_tpu.reduce_scatter if algorithm == "pallas" else ppermute.run
-    summed = run(table, slots, axes).reshape(blocks.shape)
-    own = lax.dynamic_index_in_dim(summed, ppermute.rank_of(axes), keepdims=False)
+    run = ring_tpu.reduce_scatter if how.algorithm == "pallas" else ppermute.run
+    summed = run(table, slots, how.axes).reshape(blocks.shape)
+    own = lax.dynamic_index_in_dim(summed, ppermute.rank_of(how.axes), keepdims=False)
     return _joined(own, table.chunks, block)[0]
 
 
-def _reduce_now(algorithm, axes, sizes, rings, outer, x):
+def _reduced(how: _How, x: jax.Array) -> jax.Array:
     """The all-reduce of x; the kernel runs it as a reduce-scatter and an all-gather."""
-    if algorithm not in TABLES:
-        return _compat.invariant_over(axes, _by_xla("all_reduce", algorithm, x, axes, outer))
-    if algorithm == "pallas":
-        flat = x.reshape(-1)
-        flat = jnp.pad(flat, (0, -flat.size % math.prod(sizes)))
-        part = _scatter_now(algorithm, axes, sizes, rings, outer, flat, "all_reduce")
-        summed = _gather_now(algorithm, axes, sizes, rings, outer, part, "all_reduce")
+    if how.algorithm not in TABLES:
+        return _by_xla(how, x)
+    table = table_of("all_reduce", how.sizes, how.rings)
+    flat = x.reshape(-1)
+    if how.algorithm == "pallas":
+        flat = jnp.pad(flat, (0, -flat.size % how.devices))
+        part = _by_kernel(how._replace(kind="reduce_scatter"), flat)
+        summed = _by_kernel(how._replace(kind="all_gather"), part)
     else:
-        table = table_of("all_reduce", sizes, rings)
-        flat = x.reshape(-1)
         flat = jnp.pad(flat, (0, -flat.size % table.slots))
-        summed = ppermute.run(table, flat.reshape(table.slots, -1), axes).reshape(-1)
-    return _compat.invariant_over(axes, summed[: x.size].reshape(x.shape))
+        summed = ppermute.run(table, flat.reshape(table.slots, -1), how.axes).reshape(-1)
+    return summed[: x.size].reshape(x.shape)
 
 
-def _by_kernel(kind: str, axes, sizes, rings, x: jax.Array, op: str) -> jax.Array:
+def _by_kernel(how: _How, x: jax.Array) -> jax.Array:
     """The all-gather or reduce-scatter of x by the Pallas kernel of the platform. Raises, naming `op`, where it cannot run."""
-    gathers = kind == "all_gather"
-    table = table_of(kind, sizes, rings)
+    gathers = how.kind == "all_gather"
+    table = table_of(how.kind, how.sizes, how.rings)
     blocks = x[None] if gathers else x.reshape(table.ranks, x.shape[0] // table.ranks, *x.shape[1:])
     part = jax.eval_shape(lambda b: _cut(b, table.chunks, "pallas"), blocks).shape[2:]
     by_table = _gather_by_table if gathers else _scatter_by_table
     by_switch = nvls.all_gather if gathers else nvls.reduce_scatter
     functions = {
-        "pallas_tpu": ring_tpu.unsupported(table, part, x.dtype, axes)
-        or functools.partial(by_table, "pallas", axes, sizes, rings),
-        "pallas_gpu": nvls.unsupported(kind, x.dtype, axes, table.ranks) or (lambda x: by_switch(x, axes, sizes)),
+        "pallas_tpu": ring_tpu.unsupported(table, part, x.dtype, how.axes) or functools.partial(by_table, how),
+        "pallas_gpu": nvls.unsupported(how.kind, x.dtype, how.axes, table.ranks)
+        or (lambda x: by_switch(x, how.axes, how.sizes)),
     }
-    return dispatch(op, "pallas", functions, "pallas_tpu", x)
+    return dispatch(how.op, "pallas", functions, "pallas_tpu", x)
 
 
 def _cut(blocks: jax.Array, chunks: int, algorithm: str) -> jax.Array:
@@ -345,46 +342,40 @@ def _joined(parts: jax.Array, chunks: int, block: tuple[int, ...]) -> jax.Array:
 # --- gradients: each op is linear; its transpose is an op of this module --------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
-def _gather(algorithm, axes, sizes, rings, outer, x):
-    return _gather_now(algorithm, axes, sizes, rings, outer, x)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _collective(how: _How, x: jax.Array) -> jax.Array:
+    return _run(how, x)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
-def _scatter(algorithm, axes, sizes, rings, outer, x):
-    return _scatter_now(algorithm, axes, sizes, rings, outer, x)
+def _collective_bwd(how: _How, _: None, grad: jax.Array) -> Any:
+    if how.kind == "all_reduce":
+        return _of_addend(how.axes, lambda g: _collective(how, g), grad)
+    kind = "all_gather" if how.kind == "reduce_scatter" else "reduce_scatter"
+    return (_collective(how._replace(kind=kind, op=kind), grad),)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
-def _reduce(algorithm, axes, sizes, rings, outer, x):
-    return _reduce_now(algorithm, axes, sizes, rings, outer, x)
-
-
-_gather.defvjp(lambda *a: (_gather(*a), None), lambda *a: (_scatter(*a[:5], a[6]),))
-_scatter.defvjp(lambda *a: (_scatter(*a), None), lambda *a: (_gather(*a[:5], a[6]),))
-
-
-def _reduce_bwd(algorithm, axes, sizes, rings, outer, _, grad):
-    """Gradient of the addend. With varying types the cotangent of the (invariant) sum is the cotangent of every addend;
-    with `check_vma=False` each device has its own part of it, and the parts are summed."""
+def _of_addend(axes: tuple[str, ...], reduce: Callable[[jax.Array], Any], grad: jax.Array) -> tuple[Any, ...]:
+    """Gradient of the addend of a sum. With varying types the cotangent of the (invariant) sum is the cotangent of every
+    addend; with `check_vma=False` each device has its own part of it, and the parts are summed."""
     if _compat.has_varying_types(axes[0]):
         return _compat.varying_over(axes, grad)
-    return (_reduce(algorithm, axes, sizes, rings, outer, grad),)
+    return (reduce(grad),)
 
 
-_reduce.defvjp(lambda *a: (_reduce(*a), None), _reduce_bwd)
+_collective.defvjp(lambda how, x: (_collective(how, x), None), _collective_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _small(implementation, axes, sizes, x):
-    return _small_now(implementation, axes, sizes, x)
+    """`all_reduce_small` of x by the chosen implementation."""
+    functions = {
+        "pallas_tpu": tpu.small_unsupported(x.shape, x.dtype, math.prod(sizes), axes)
+        or (lambda v: tpu.all_reduce_small(v, axes, sizes)),
+        "pallas_gpu": gpu.small_unsupported(x.shape, x.dtype, math.prod(sizes), axes)
+        or (lambda v: gpu.all_reduce_small(v, axes, sizes)),
+        "gather": functools.partial(native.gather_sum, axes=axes),
+    }
+    return _compat.invariant_over(axes, dispatch("all_reduce_small", implementation, functions, "gather", x))
 
 
-def _small_bwd(implementation, axes, sizes, _, grad):
-    """As `_reduce_bwd`."""
-    if _compat.has_varying_types(axes[0]):
-        return _compat.varying_over(axes, grad)
-    return (_small(implementation, axes, sizes, grad),)
-
-
-_small.defvjp(lambda *a: (_small(*a), None), _small_bwd)
+_small.defvjp(lambda *a: (_small(*a), None), lambda *a: _of_addend(a[1], lambda g: _small(*a[:3], g), a[4]))

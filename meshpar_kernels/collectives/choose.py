@@ -83,8 +83,6 @@ def choose(
     - "native": V·(A-1)/A over the sum of the W_d, and the latency of all hops once; an all-reduce takes twice that. XLA
     compiles a reduce-scatter over several torus axes to an all-reduce, which is modelled.
     - "staged": one axis after another, each with the shards that the axes before it have scattered or gathered.
-    - "coloured": one share of V for each axis, staged from that axis on; XLA runs the shares sequentially, and slices
-    and joins them in memory.
     - "hierarchical": as "staged", with the outer axes where the array is smallest; only if there are outer axes.
     - "ring", "pallas": the steps of the coloured rings (`ring_profile`), each with the traffic of its busiest link and
     the latency of a hop. "ring" also moves every byte through memory to and from the buffers of each `ppermute`;
@@ -123,7 +121,7 @@ def choose(
         outer = sum(a.outer for a in group)
         if name == "hierarchical" and not outer:
             refused[name] = "no axis is an outer one"
-        elif name in ("coloured", "ring", "pallas", "small") and outer:
+        elif name in ("ring", "pallas", "small") and outer:
             refused[name] = "it would cross the outer axes with more than it must"
         elif name == "small" and (kind != "all_reduce" or nbytes > SMALL_BYTES):
             refused[name] = f"it is for an all-reduce of at most {SMALL_BYTES >> 20} MiB"
@@ -193,14 +191,6 @@ def _staged(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> fl
     return _rounds(kind) * _one_after_the_other(volume, list(reversed(axes)))
 
 
-def _coloured(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
-    """Seconds of one share for each axis, each staged in a rotated order of the axes. XLA runs the shares sequentially,
-    as its compiled schedules show."""
-    order = list(reversed(axes))
-    total = sum(_one_after_the_other(volume / len(order), [*order[c:], *order[:c]]) for c in range(len(order)))
-    return _rounds(kind) * (total + 4 * volume / memory)
-
-
 def _hierarchical(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
     inner, outer = [a for a in axes if not a.outer], [a for a in axes if a.outer]
     return _rounds(kind) * _one_after_the_other(volume, [*outer, *reversed(inner)])
@@ -249,7 +239,6 @@ def _small(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> flo
 _FORMS = {
     "native": _native,
     "staged": _staged,
-    "coloured": _coloured,
     "hierarchical": _hierarchical,
     "ring": _ring,
     "pallas": _pallas,

@@ -1,5 +1,4 @@
-"""XLA's own collectives: over all axes at once, over one axis after another in any order or in several orders at once,
-and hierarchical."""
+"""XLA's own collectives: over all axes at once, over one axis after another in any order, and hierarchical."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["coloured", "gather_sum", "hierarchical", "in_order", "native", "staged"]
+__all__ = ["gather_sum", "hierarchical", "native", "scatter_in_order", "staged"]
 
 
 def native(kind: str, x: jax.Array, axes: Sequence[str]) -> jax.Array:
@@ -63,55 +62,16 @@ def hierarchical(kind: str, x: jax.Array, axes: Sequence[str], outer: Sequence[s
     return staged("reduce_scatter", staged("reduce_scatter", blocks, inner), outside)
 
 
-def in_order(kind: str, x: jax.Array, axes: Sequence[str], dim: int, order: Sequence[int]) -> jax.Array:
-    """A gather or scatter along a dim by one collective of XLA for each axis, in any order; the blocks of the result
-    are in the usual order.
-
-    Args:
-      kind: "all_gather" or "reduce_scatter".
-      axes: major first.
-      dim: the dim that grows or shrinks.
-      order: indices of the axes; a gather uses them in reverse.
-    """
+def scatter_in_order(x: jax.Array, axes: Sequence[str], dim: int, order: Sequence[int]) -> jax.Array:
+    """A reduce-scatter along `dim` by one collective of XLA for each axis, in the order of these indices of the axes; the
+    blocks of the result are in the order of the devices, the first axis major."""
     sizes = [lax.axis_size(a) for a in axes]
-    full_reduce = kind == "reduce_scatter"
-    block = x.shape[dim] // (math.prod(sizes) if full_reduce else 1)
+    block = x.shape[dim] // math.prod(sizes)
     before, after = x.shape[:dim], x.shape[dim + 1 :]
-    x = x.reshape(*before, *(sizes if full_reduce else [1] * len(axes)), block, *after)
-    for k in order if full_reduce else reversed(order):
-        if full_reduce:
-            x = lax.psum_scatter(x, axes[k], scatter_dimension=dim + k, tiled=True)
-        else:
-            x = lax.all_gather(x, axes[k], axis=dim + k, tiled=True)
-    return x.reshape(*before, block if full_reduce else block * math.prod(sizes), *after)
-
-
-def coloured(kind: str, x: jax.Array, axes: Sequence[str], dim: int = 0) -> jax.Array:
-    """A gather or scatter in as many shares as there are axes, each by one collective of XLA for each axis, in a
-    rotated order.
-
-    Share c begins with axis c, so that the links of all axes are busy at once (Mikami et al. 2018, for two dims).
-    """
-    if kind == "all_reduce":
-        flat, shape = _padded(x, math.prod(lax.axis_size(a) for a in axes))
-        flat = coloured("all_gather", coloured("reduce_scatter", flat, axes), axes)
-        return flat[: x.size].reshape(shape)
-    group = math.prod(lax.axis_size(a) for a in axes)
-    chunks = range(len(axes))
-    block = x.shape[dim] // (group if kind == "reduce_scatter" else 1)
-    if not x.size:
-        return in_order(kind, x, axes, dim, chunks)
-    ends = [block * c // len(axes) for c in (*chunks, len(axes))]
-    before, after = x.shape[:dim], x.shape[dim + 1 :]
-    blocks = x.reshape(*before, -1, block, *after)
-    shares = []
-    for c in chunks:
-        if ends[c] == ends[c + 1]:
-            continue
-        share = lax.slice_in_dim(blocks, ends[c], ends[c + 1], axis=dim + 1).reshape(*before, -1, *after)
-        share = in_order(kind, share, axes, dim, [*chunks[c:], *chunks[:c]])
-        shares.append(share.reshape(*before, -1, ends[c + 1] - ends[c], *after))
-    return lax.concatenate(shares, dim + 1).reshape(*before, -1, *after)
+    x = x.reshape(*before, *sizes, block, *after)
+    for k in order:
+        x = lax.psum_scatter(x, axes[k], scatter_dimension=dim + k, tiled=True)
+    return x.reshape(*before, block, *after)
 
 
 def gather_sum(x: jax.Array, axes: Sequence[str]) -> jax.Array:

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar_kernels import _compat
-from meshpar_kernels._choose import devices_on, dispatch, refuse_sharded
+from meshpar_kernels._choose import dispatch
+from meshpar_kernels.collectives.api import group
 from meshpar_kernels.collectives.ppermute import in_mesh_order
 from meshpar_kernels.exchange import gpu, tpu
 
-__all__ = ["all_to_all", "collective_permute", "group"]
+__all__ = ["all_to_all", "collective_permute"]
 
 
 class _How(NamedTuple):
@@ -148,17 +149,6 @@ def collective_permute(
     (x,) = _compat.varying_over(axes, x)
     received: Any = _exchange(_How(op, implementation, axes, sizes, ends), x)
     return received
-
-
-def group(op: str, x: Any, axis_name: str | Sequence[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """(axes, sizes) of the mesh axes with more than one device. Raises ValueError for invalid axes."""
-    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    if not axes or len(set(axes)) < len(axes):
-        raise ValueError(f"{op}: axis_name must be one mesh axis or several different ones, got {axis_name!r}")
-    refuse_sharded(op, x=x)
-    sizes = [devices_on(op, "x", a) for a in axes]
-    saved = [k for k, n in enumerate(sizes) if n > 1]
-    return tuple(axes[k] for k in saved), tuple(sizes[k] for k in saved)
 
 
 def _native(how: _How, x: jax.Array) -> jax.Array:

@@ -13,8 +13,8 @@ from jax import lax
 
 from meshpar_kernels import _compat
 from meshpar_kernels._quantize import LARGEST, dequantize, quantize
-from meshpar_kernels.collectives.api import ALGORITHMS, all_gather, reduce_scatter
-from meshpar_kernels.exchange.api import all_to_all, group
+from meshpar_kernels.collectives.api import ALGORITHMS, all_gather, group, reduce_scatter
+from meshpar_kernels.exchange.api import all_to_all
 
 __all__ = ["quantized_all_gather", "quantized_reduce_scatter"]
 

@@ -12,7 +12,6 @@ __all__ = [
     "Spans",
     "TileSteps",
     "executed_rows",
-    "executed_span_rows",
     "group_bounds",
     "group_tile_steps",
     "row_tile_steps",
@@ -182,23 +181,6 @@ def span_tile_steps(bounds: jax.Array, rows: int, tile: int) -> Spans:
         live=live.astype(jnp.int32),
         number=until[-1:],
     )
-
-
-def executed_span_rows(sizes: list[int], rows: int, tile: int, part: int) -> int:
-    """Number of rows that the tensor cores multiply in the tile steps of `span_tile_steps`. Plain Python, for reports
-    and tests.
-
-    A tile is cut into parts of `part` rows; parts without a row of the group are skipped.
-    """
-    total, start = 0, 0
-    for size in sizes:
-        end = min(start + size, rows)
-        for begin in range(start // ALIGNMENT * ALIGNMENT, end, tile) if end > start else ():
-            first = min(begin, max(rows - tile, 0))
-            low, high = max(start, begin) - first, min(end, begin + tile) - first
-            total += (-(-high // part) - low // part) * part
-        start = end
-    return total
 
 
 def executed_rows(sizes: list[int], rows: int, tile: int, row_chunks: tuple[int, ...], pack: int) -> int:

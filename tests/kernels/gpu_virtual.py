@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from interpreters import gpu_race_detection
 
 from meshpar_kernels import _compat
 from meshpar_kernels._nvlink import DeviceGroup
@@ -63,7 +64,7 @@ def run(monkeypatch: Any, rank: int, devices: int, came: jax.Array, function: An
     from jax.experimental import pallas as pl
 
     virtual = OneOfSeveral(devices, came)
-    with _compat.gpu_race_detection(), monkeypatch.context() as patch:
+    with gpu_race_detection(), monkeypatch.context() as patch:
         patch.setattr(_compat, "mosaic_gpu", lambda: virtual)
         patch.setattr(DeviceGroup, "of", lambda axes, sizes: DeviceGroup(axes, sizes, jnp.int32(rank), {}))
         patch.setattr(pl, "get_global", lambda counts: Uncounted(counts.shape))

@@ -5,8 +5,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreters import race_detection
 
-from meshpar_kernels import _compat, ring_attention
+from meshpar_kernels import ring_attention
 from meshpar_kernels.attention import flash, masks, tpu
 from meshpar_kernels.attention.flash import Keys, Queries, Softmax
 from meshpar_kernels.attention.masks import Mask
@@ -40,7 +41,7 @@ def test_results_and_gradients(case):
         seg = jnp.asarray(ids) if segments else None
         return ring_attention(q, k, v, None, segment_ids=seg, implementation="pallas", **options)
 
-    with _compat.race_detection():
+    with race_detection():
         y, back = jax.vjp(attend, q, k, v)
         got = jax.block_until_ready((y, *back(read)))
     mask = {n: options[n] for n in ("causal", "window") if n in options}
@@ -87,7 +88,7 @@ def test_parts_of_a_longer_softmax_and_rows_that_see_nothing():
     want = flash.forward(s, queries, keys)
     lse = jnp.logaddexp(want[1], 1.0)  # other keys were seen elsewhere
     dots = flash.row_dots(read, want[0])
-    with _compat.race_detection():
+    with race_detection():
         got = jax.block_until_ready(tpu.forward(s, queries, keys))
         grads = jax.block_until_ready(tpu.backward(s, queries, keys, read, lse, dots))
     assert not np.asarray(got[0])[:, :64].any()

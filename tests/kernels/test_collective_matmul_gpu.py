@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreters import gpu_race_detection, has_gpu_interpreter
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -24,7 +25,7 @@ TILE = Tile(128, 64, 64, 2)
 ORDERS = [(1, 128, 64, 64), (2, 100, 72, 136), (3, 300, 130, 64), (8, 129, 64, 200), (5, 64, 200, 320)]
 
 interpreted = pytest.mark.skipif(
-    not _compat.has_gpu_interpreter(), reason="the interpreter for Mosaic GPU kernels needs jax 0.11"
+    not has_gpu_interpreter(), reason="the interpreter for Mosaic GPU kernels needs jax 0.11"
 )
 sizes = pytest.mark.parametrize(("devices", "rows", "k", "n"), ORDERS)
 
@@ -153,7 +154,7 @@ def test_the_matmul_of_a_single_device(kernels):
     dtypes = {"out_dtype": jnp.dtype(jnp.float32), "comm_dtype": jnp.dtype(jnp.float32)}
     scatter = gpu.scatter_order(m, k, n, 1, 2, **dtypes)
     options = {"transposed": True, "num_sms": 2}
-    with _compat.gpu_race_detection():
+    with gpu_race_detection():
         rounded = gpu_fused.all_gather_matmul(kernels, x, w, gather, "a", out_dtype=BF16, **options)
         exact = gpu_fused.matmul_reduce_scatter(kernels, x[None], w, scatter, "a", **dtypes, **options)
         jax.block_until_ready((rounded, exact))

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreters import race_detection
 from jax.sharding import Mesh, PartitionSpec
 
-from meshpar_kernels import _compat
 from meshpar_kernels.collective_matmul import all_gather_matmul, matmul_reduce_scatter, tpu, tpu_gather, tpu_scatter
 
 P = PartitionSpec
@@ -25,7 +25,7 @@ def simulated(function, x, w, shape=None, mode="on_wait", seed=0):
         lambda x, w: jax.tree.map(lambda y: y[None], function(x[0], w[0], axis)),
         mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False,
     )  # fmt: skip
-    with _compat.race_detection(dma_execution_mode=mode, random_seed=seed):
+    with race_detection(dma_execution_mode=mode, random_seed=seed):
         return jax.tree.map(np.asarray, jax.block_until_ready(jax.jit(mapped)(x, w)))
 
 

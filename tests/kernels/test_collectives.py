@@ -183,7 +183,7 @@ def test_outside_of_shard_map_it_refuses():
         all_gather(x, axes)
 
 
-@pytest.mark.parametrize("implementation", ["native", "staged", "coloured", "hierarchical", "ring", "small"])
+@pytest.mark.parametrize("implementation", ["native", "staged", "hierarchical", "ring", "small"])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_an_all_reduce_replaces_psum_whatever_shard_map_checks(implementation, check_vma):
     """The sum, its gradient, and the gradient of that, with `out_specs=P()`."""

@@ -5,16 +5,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreters import has_gpu_interpreter
 from jax.sharding import PartitionSpec as P
 
-from meshpar_kernels import _compat, all_reduce_small
+from meshpar_kernels import all_reduce_small
 from meshpar_kernels.collectives import gpu
 
 RNG = np.random.default_rng(8)
 DEVICES, RANK = 3, 1
 
 interpreted = pytest.mark.skipif(
-    not _compat.has_gpu_interpreter(), reason="the interpreter for Mosaic GPU kernels came with jax 0.11"
+    not has_gpu_interpreter(), reason="the interpreter for Mosaic GPU kernels came with jax 0.11"
 )
 
 

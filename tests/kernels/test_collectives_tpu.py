@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreters import race_detection
 from jax.sharding import Mesh, PartitionSpec
 
-from meshpar_kernels import _compat
 from meshpar_kernels._collective_ids import COLLECTIVE_IDS, MESH_AXES
 from meshpar_kernels.collectives import all_gather, all_reduce, all_reduce_small, reduce_scatter, ring_tpu
 from meshpar_kernels.collectives.table import table_of
@@ -27,7 +27,7 @@ def simulated(function, shape, x, mode="on_wait", seed=0):
     mesh = Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), names)
     spec = P(names)
     mapped = jax.shard_map(lambda v: function(v[0])[None], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    with _compat.race_detection(dma_execution_mode=mode, random_seed=seed):
+    with race_detection(dma_execution_mode=mode, random_seed=seed):
         return np.asarray(jax.block_until_ready(jax.jit(mapped)(jnp.asarray(x))))
 
 

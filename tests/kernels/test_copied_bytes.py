@@ -6,6 +6,7 @@ import math
 
 import gpu_runs
 import jax.numpy as jnp
+import kernel_oracle as oracle
 import numpy as np
 import pytest
 import tpu_runs
@@ -95,7 +96,7 @@ def test_gpu_kernels_load_each_tile_of_their_walk_once(module, sizes):
     """Of the whole tiles that groups lie in; through the L2 cache, so not bytes of HBM."""
     k, n, tile = 128, 192, gpu_runs.TILE
     machine = gpu_runs.matmul(module, sizes, rows=ROWS, k=k, n=n)
-    rows = schedule.executed_span_rows(sizes, ROWS, tile.m, tile.m)
+    rows = oracle.executed_span_rows(sizes, ROWS, tile.m, tile.m)
     assert machine.copied["input 6"] == rows * k * 2 * (n // tile.n)
     assert machine.copied["input 7"] == rows // tile.m * k * n * 2
     machine = gpu_runs.transpose(module, sizes, rows=ROWS, k=k, n=n)

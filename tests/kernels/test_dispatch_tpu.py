@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreters import race_detection
 from jax.sharding import Mesh, PartitionSpec
 
-from meshpar_kernels import _compat, expert_combine, expert_dispatch, grouped_matmul, ragged_all_to_all
+from meshpar_kernels import expert_combine, expert_dispatch, grouped_matmul, ragged_all_to_all
 from meshpar_kernels._collective_ids import COLLECTIVE_IDS, MESH_AXES, collective_id
 from meshpar_kernels.dispatch import tpu
 
@@ -31,7 +32,7 @@ def on_devices(f, arguments, results, names=("a", "b")):
 
 
 def simulated(run, *args, mode="on_wait", seed=0):
-    with _compat.race_detection(dma_execution_mode=mode, random_seed=seed):
+    with race_detection(dma_execution_mode=mode, random_seed=seed):
         return jax.tree.map(np.asarray, jax.block_until_ready(run(*args)))
 
 

@@ -5,9 +5,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreters import race_detection
 from jax.sharding import Mesh, PartitionSpec
 
-from meshpar_kernels import _compat
 from meshpar_kernels.collective_matmul import Dot, tpu
 from meshpar_kernels.collective_matmul.fused import FusedGather, FusedScatter
 
@@ -28,7 +28,7 @@ def simulated(function, *xs, mode="on_wait"):
         lambda *xs: jax.tree.map(lambda y: y[None], function(*(x[0] for x in xs))),
         mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=False,
     )  # fmt: skip
-    with _compat.race_detection(dma_execution_mode=mode):
+    with race_detection(dma_execution_mode=mode):
         return jax.tree.map(np.asarray, jax.block_until_ready(jax.jit(mapped)(*xs)))
 
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import kernel_oracle as oracle
 import numpy as np
 import pytest
+from interpreters import gpu_race_detection, has_gpu_interpreter
 from kernel_cases import SIZES
 
 from meshpar_kernels import Config, _compat, grouped_matmul, grouped_matmul_transpose
@@ -17,7 +18,7 @@ UNEVEN = [129, 0, 30, 21]
 BF16 = jnp.dtype(jnp.bfloat16)
 
 interpreted = pytest.mark.skipif(
-    not _compat.has_gpu_interpreter(), reason="the interpreter for Mosaic GPU kernels came with jax 0.11"
+    not has_gpu_interpreter(), reason="the interpreter for Mosaic GPU kernels came with jax 0.11"
 )
 
 
@@ -32,7 +33,7 @@ def normal(*shape, dtype=BF16):
 
 
 def run(function, *args, **options):
-    with _compat.gpu_race_detection():
+    with gpu_race_detection():
         return jax.block_until_ready(function(*args, implementation="pallas", **options))
 
 
@@ -148,9 +149,9 @@ def test_spans_meet_every_row_once(name, rows):
 
 def test_executed_rows():
     """Whole tiles of a full group; of an incomplete one the parts that hold rows."""
-    assert schedule.executed_span_rows([128, 128], 256, 128, 64) == 256
-    assert schedule.executed_span_rows([129, 1], 256, 128, 64) == 128 + 64 + 64
-    assert schedule.executed_span_rows([0, 40], 40, 128, 64) == 64
+    assert oracle.executed_span_rows([128, 128], 256, 128, 64) == 256
+    assert oracle.executed_span_rows([129, 1], 256, 128, 64) == 128 + 64 + 64
+    assert oracle.executed_span_rows([0, 40], 40, 128, 64) == 64
 
 
 @interpreted
@@ -166,7 +167,7 @@ def test_misaligned_sizes_are_padded(transpose_rhs, architecture, monkeypatch):
     def matmul(lhs, rhs):
         return grouped_matmul(lhs, rhs, sizes, transpose_rhs=transpose_rhs, implementation="pallas_gpu")
 
-    with _compat.gpu_race_detection():
+    with gpu_race_detection():
         out, pull = jax.vjp(matmul, lhs, rhs)
         grads = jax.block_until_ready(pull(grad))
     want = oracle.grouped_matmul(lhs, rhs, [9, 15], transpose_rhs=transpose_rhs)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import kernel_oracle as oracle
 import numpy as np
 import pytest
+from interpreters import race_detection
 from kernel_cases import SIZES, quantized
 
 from meshpar_kernels import Config, _compat, grouped_matmul, grouped_matmul_transpose
@@ -27,7 +28,7 @@ def close(got, want, dtype=jnp.float32):
 
 
 def run(function, *args, **options):
-    with _compat.race_detection():
+    with race_detection():
         return jax.block_until_ready(function(*args, implementation="pallas", **options))
 
 
@@ -86,7 +87,7 @@ def test_odd_sizes_and_groups(name):
     """40 rows, K and N that are no multiple of 128."""
     sizes = SIZES[name]
     lhs, rhs, grad = normal(40, 24), normal(G, 24, 136), normal(40, 136)
-    with _compat.race_detection():
+    with race_detection():
         one, two = jax.block_until_ready(
             jax.jit(
                 lambda lhs, rhs, grad, sizes: (
@@ -133,7 +134,7 @@ def test_gathered_rows(dtype, mode, options):
     rhs = (rhs, normal(*shape, dtype=dtype)) if "activation" in options else rhs
     indices = RNG.integers(-1, 19, rows)
     options = options | {"lhs_indices": jnp.asarray(np.where(indices == 5, 6, indices), jnp.int32)}
-    with _compat.race_detection(dma_execution_mode=mode):
+    with race_detection(dma_execution_mode=mode):
         how = {"implementation": "pallas", "config": Config((32, 128, 128))}
         got = jax.block_until_ready(grouped_matmul(lhs, rhs, jnp.asarray(sizes), **how, **options))
     close(got, oracle.grouped_matmul(lhs.at[5].set(0), rhs, sizes, **options), dtype)
@@ -174,7 +175,7 @@ def test_quantized_weights(dtype, blocks, transposed, more, monkeypatch):
 
         return jax.vjp(matmul, lhs)[1](grad.astype(lhs.dtype))[0]
 
-    with _compat.race_detection():
+    with race_detection():
         got = jax.block_until_ready(pulled(lhs, "pallas"))
     close(got, np.asarray(pulled(lhs.astype(jnp.float32), "reference"), np.float64), jnp.bfloat16)
 
@@ -218,7 +219,7 @@ def test_gradients_use_the_kernels():
     assert text.count("name=meshpar_grouped_matmul\n") == 2
     assert text.count("name=meshpar_grouped_matmul_transpose\n") == 1
     want = jax.jit(grad, static_argnums=2)(lhs, rhs, "xla")
-    with _compat.race_detection():
+    with race_detection():
         got = jax.block_until_ready(jax.jit(grad, static_argnums=2)(lhs, rhs, "pallas_tpu"))
     jax.tree.map(close, got, want)
 

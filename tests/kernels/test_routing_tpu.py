@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreters import race_detection
 from kernel_cases import ROUTERS, make, odd_logits
 
-from meshpar_kernels import _compat, combine, permute
+from meshpar_kernels import combine, permute
 from meshpar_kernels.routing import reference, tpu_gather
 
 RNG = np.random.default_rng(1)
@@ -23,7 +24,7 @@ def test_route(name, tokens, experts):
         options["bias"] = RNG.normal(size=experts)
     logits = odd_logits(tokens, experts)
     want = make(logits, implementation="reference", **options)
-    with _compat.race_detection():
+    with race_detection():
         got = jax.block_until_ready(make(logits, implementation="pallas", **options))
     for name in ("expert", "counts", "rank", "offsets", "dropped"):
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name), err_msg=name)
@@ -42,7 +43,7 @@ def test_gather_sum(dtype, rows, width, k, mode):
     index = jnp.asarray(np.where(index == 3, rows + 5, index), jnp.int32)
     weight = jnp.asarray(RNG.normal(size=(20, k)), jnp.float32) if k > 1 else None
     want = reference.gather_sum(x, index, weight)
-    with _compat.race_detection(dma_execution_mode=mode):
+    with race_detection(dma_execution_mode=mode):
         got = jax.block_until_ready(tpu_gather.gather_sum(x, index, weight, block=16 * k))
     assert got.dtype == dtype
     assert np.isfinite(want.astype(jnp.float32)).all()
@@ -81,6 +82,6 @@ def test_a_missing_wait_is_flagged(monkeypatch):
     index = jnp.zeros((16, 1), jnp.int32)
     with (
         pytest.raises(RuntimeError, match="found a race between two memory accesses"),
-        _compat.race_detection(dma_execution_mode="eager"),
+        race_detection(dma_execution_mode="eager"),
     ):
         jax.block_until_ready(tpu_gather.gather_sum(x, index, None))

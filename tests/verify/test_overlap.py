@@ -10,6 +10,7 @@ import planned_transformer
 import pytest
 import quick
 import small_transformer
+from interpreters import race_detection
 
 import meshpar as mp
 
@@ -93,13 +94,12 @@ def of_layer(batch, seq, embed, mlp, make):
 @pytest.mark.slow
 def test_the_fused_kernels_give_the_unsharded_gradients():
     """Two rings of four devices, in the TPU interpreter with race detection, on operands that the kernels take."""
-    from meshpar_kernels import _compat
 
     rng = np.random.default_rng(2)
     args = of_layer(4, 32, 128, 512, lambda s: rng.normal(size=s).astype(np.float32) / 8)
     step = jax.value_and_grad(layer, argnums=(0, 1, 2, 3))
     wanted = step(*args)
-    with _compat.race_detection():
+    with race_detection():
         fused = mp.jit(step, mesh=mp.mesh("data=2, model=4"), overlap="pallas", **LAYER)
         pairs = fused.plan(*args).overlaps
         found = jax.block_until_ready(fused(*args))

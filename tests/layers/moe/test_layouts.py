@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import moe_oracle as oracle
 import numpy as np
 import pytest
+from interpreters import race_detection
 
 import meshpar as mp
 import meshpar_kernels
@@ -15,7 +16,6 @@ from meshpar.layers.moe import ROUTERS, moe
 from meshpar.layers.moe.exchange import ExchangeSizes, choose_exchange
 from meshpar.layers.moe.experts import _works, run_experts
 from meshpar.program.kernels import ShardCounts
-from meshpar_kernels._compat import race_detection
 
 B, S, H, E, M = 8, 4, 8, 8, 16
 R = np.random.default_rng(0)
