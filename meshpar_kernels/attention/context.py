@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -101,36 +102,29 @@ class Context:
         equally many queries and keys on each device, in order."""
         return self.softmax.mask.causal and self.softmax.mask.window is None and self.in_order and queries == keys
 
+    def _dispatch(self, direction: str, layout: Layout, q: Queries, k: Keys, *more: Any, **libraries: Any) -> Any:
+        """`flash.forward` or `flash.backward` by the requested implementation; `libraries`: arguments of cuDNN and splash."""
+        functions: dict[str, Any] = {
+            name: module.unsupported(self.softmax, q, k, layout)
+            or functools.partial(getattr(module, direction), self.softmax, layout=layout, **libraries)
+            for name, module in (("cudnn", cudnn), ("splash", splash))
+        }
+        functions["pallas_tpu"] = tpu.unsupported(q, k) or functools.partial(getattr(tpu, direction), self.softmax)
+        functions["pallas_gpu"] = NO_GPU
+        for name, module in (("xla", flash), ("reference", reference)):
+            functions[name] = functools.partial(getattr(module, direction), self.softmax)
+        return dispatch("ring_attention", self.implementation, functions, "xla", q, k, *more)
+
     def forward(self, q: Queries, k: Keys, layout: Layout = UNKNOWN) -> tuple[jax.Array, jax.Array]:
         """`flash.forward` by the requested implementation; `layout` is for cuDNN and splash."""
-        functions = {
-            "cudnn": cudnn.unsupported(self.softmax, q, k, layout)
-            or functools.partial(cudnn.forward, self.softmax, layout=layout),
-            "splash": splash.unsupported(self.softmax, q, k, layout)
-            or functools.partial(splash.forward, self.softmax, layout=layout),
-            "pallas_tpu": tpu.unsupported(q, k) or functools.partial(tpu.forward, self.softmax),
-            "pallas_gpu": NO_GPU,
-            "xla": functools.partial(flash.forward, self.softmax),
-            "reference": functools.partial(reference.forward, self.softmax),
-        }
-        return dispatch("ring_attention", self.implementation, functions, "xla", q, k)
+        return self._dispatch("forward", layout, q, k)
 
     def backward(
         self, q: Queries, k: Keys, grad: jax.Array, lse: jax.Array, dots: jax.Array, out: jax.Array,
         layout: Layout = UNKNOWN,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
         """`flash.backward` by the requested implementation; cuDNN requires the result over all keys, `out`."""
-        functions = {
-            "cudnn": cudnn.unsupported(self.softmax, q, k, layout)
-            or functools.partial(cudnn.backward, self.softmax, out=out, layout=layout),
-            "splash": splash.unsupported(self.softmax, q, k, layout)
-            or functools.partial(splash.backward, self.softmax, out=out, layout=layout),
-            "pallas_tpu": tpu.unsupported(q, k) or functools.partial(tpu.backward, self.softmax),
-            "pallas_gpu": NO_GPU,
-            "xla": functools.partial(flash.backward, self.softmax),
-            "reference": functools.partial(reference.backward, self.softmax),
-        }
-        return dispatch("ring_attention", self.implementation, functions, "xla", q, k, grad, lse, dots)
+        return self._dispatch("backward", layout, q, k, grad, lse, dots, out=out)
 
 
 NO_GPU = Unsupported(("there is no GPU kernel for this op",))

@@ -10,6 +10,7 @@ next block that is needed. Blocks with all pairs visible need no mask.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -332,106 +333,88 @@ def _keys_kernel(table, *refs, s: Softmax, ids: int, blocks: int):
         d_v_ref[0, 0] = d_v[...]
 
 
-def backward(
-    s: Softmax, q: Queries, k: Keys, grad: jax.Array, lse: jax.Array, dots: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `flash.backward`."""
-    batch, length, heads, width = q.x.shape
-    keys, kv_heads, v_width = k.v.shape[1:]
-    bq, bk, group = _block(length), _block(keys), heads // kv_heads
-    blocks = length // bq
-    sight, columns = _sight(s, q, k, bq, bk), keys // bk
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # a query that sees no key: every exp(score - lse) is 0
-    rows = [_heads_first(x)[:, :, None] for x in (lse, dots)]
-    operands = [*map(_heads_first, (q.x, k.k, k.v, grad.astype(q.x.dtype))), *rows]
-    pairs = batch * heads * length * keys
+Blocks = Callable[..., tuple[Any, Any, Any]]
+"""Indices of the grid and the table → (batch, head, block) of queries, or of keys."""
 
-    def specs(of_q: Any, of_k: Any) -> list[pl.BlockSpec]:
-        """`of_q`, `of_k`: grid indices → (batch, head, block)."""
 
-        def block(at: Any, size: int, last: int) -> pl.BlockSpec:
+class _Backward:
+    """Operands and sizes that both gradient kernels have in common."""
+
+    def __init__(self, s: Softmax, q: Queries, k: Keys, grad: jax.Array, lse: jax.Array, dots: jax.Array):
+        self.s, self.q, self.k = s, q, k
+        self.bq, self.bk = _block(q.x.shape[1]), _block(k.v.shape[1])
+        self.sight = _sight(s, q, k, self.bq, self.bk)
+        lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # a query that sees no key: every exp(score - lse) is 0
+        rows = [_heads_first(x)[:, :, None] for x in (lse, dots)]
+        self.operands = [*map(_heads_first, (q.x, k.k, k.v, grad.astype(q.x.dtype))), *rows]
+
+    def specs(self, of_q: Blocks, of_k: Blocks) -> list[pl.BlockSpec]:
+        """Block specs of the operands."""
+
+        def block(at: Blocks, size: int, last: int) -> pl.BlockSpec:
             return pl.BlockSpec((1, 1, size, last), lambda *g: (*at(*g), 0))
 
         def row(*g: Any) -> Any:
             b, h, i = of_q(*g)
             return b, h, 0, i
 
-        one = pl.BlockSpec((1, 1, 1, bq), row)
-        return [
-            block(of_q, bq, width),
-            block(of_k, bk, width),
-            block(of_k, bk, v_width),
-            block(of_q, bq, v_width),
-            one,
-            one,
-        ]
+        width, v_width = self.q.x.shape[3], self.k.v.shape[3]
+        sizes = ((of_q, self.bq, width), (of_k, self.bk, width), (of_k, self.bk, v_width), (of_q, self.bq, v_width))
+        return [*(block(*size) for size in sizes), *[pl.BlockSpec((1, 1, 1, self.bq), row)] * 2]
 
     def call(
-        kernel: Any, grid: tuple[int, ...], axis: int, at: tuple[Any, Any], outs: Any, matmuls: int, name: str
-    ) -> Any:
+        self, kernel: Any, name: str, grid: tuple[int, ...], axis: int, of_q: Blocks, of_k: Blocks, outs: list[Any],
+        matmuls: int,
+    ) -> list[jax.Array]:  # fmt: skip
         """Run one of the two gradient kernels.
 
         Args:
-          kernel: its body.
-          grid: its grid.
+          kernel, grid: its body and its grid.
           axis: of `_table`: 1 if the grid iterates over queries last, 2 over keys.
-          at: (grid indices → (batch, head, block) of q, the same of k).
-          outs: (shapes, block specs, scratch) of the outputs.
+          outs: (shape, shape of a block) of each output, whose blocks are the ones of the third dim of the grid.
           matmuls: multiply-adds of one pair of a query and a key, for the cost estimate.
         """
-        shapes, out_specs, scratch = outs
-        of_q, of_k = at
-        ids = _Ids(q, k, bq, bk, lambda *g: of_q(*g)[2], lambda *g: of_k(*g)[2])
+        q, k = self.q, self.k
+        ids = _Ids(q, k, self.bq, self.bk, lambda *g: of_q(*g)[2], lambda *g: of_k(*g)[2])
         return pl.pallas_call(
-            functools.partial(kernel, s=s, ids=len(ids.arrays)),
+            functools.partial(kernel, s=self.s, ids=len(ids.arrays)),
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=1,
                 grid=grid,
-                in_specs=[*specs(*at), *ids.specs],
-                out_specs=out_specs,
-                scratch_shapes=scratch,
+                in_specs=[*self.specs(of_q, of_k), *ids.specs],
+                out_specs=[pl.BlockSpec((1, 1, *block), lambda b, h, i, *_: (b, h, i, 0)) for _, block in outs],
+                scratch_shapes=[pltpu.VMEM(block, jnp.float32) for _, block in outs],
             ),
-            out_shape=[_compat.out_struct(x, jnp.float32, q.x, k.k) for x in shapes],
+            out_shape=[_compat.out_struct(shape, jnp.float32, q.x, k.k) for shape, _ in outs],
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
-            cost_estimate=_estimate(pairs, matmuls, q, k),
+            cost_estimate=_estimate(q.x.size // q.x.shape[3] * k.v.shape[1], matmuls, q, k),
             name=name,
-        )(_table(sight, axis), *operands, *ids.arrays)
+        )(_table(self.sight, axis), *self.operands, *ids.arrays)
 
-    (d_q,) = call(
-        _queries_kernel,
-        (batch, heads, blocks, columns),
-        2,
-        (
-            lambda b, h, i, j, _: (b, h, i),
-            lambda b, h, i, j, table: (b, lax.div(h, group), table[(b * blocks + i) * columns + j] >> 2),
-        ),
-        (
-            [(batch, heads, length, width)],
-            [pl.BlockSpec((1, 1, bq, width), lambda b, h, i, j, _: (b, h, i, 0))],
-            [pltpu.VMEM((bq, width), jnp.float32)],
-        ),
+
+def backward(
+    s: Softmax, q: Queries, k: Keys, grad: jax.Array, lse: jax.Array, dots: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `flash.backward`."""
+    batch, length, heads, width = q.x.shape
+    keys, kv_heads, v_width = k.v.shape[1:]
+    run = _Backward(s, q, k, grad, lse, dots)
+    group, blocks, columns = heads // kv_heads, length // run.bq, keys // run.bk
+    (d_q,) = run.call(
+        _queries_kernel, "meshpar_attention_d_queries", (batch, heads, blocks, columns), 2,
+        lambda b, h, i, j, _: (b, h, i),
+        lambda b, h, i, j, table: (b, lax.div(h, group), table[(b * blocks + i) * columns + j] >> 2),
+        [((batch, heads, length, width), (run.bq, width))],
         2 * width + v_width,
-        "meshpar_attention_d_queries",
-    )
-    at_keys = [(1, 1, bk, n) for n in (width, v_width)]
-    d_k, d_v = call(
-        functools.partial(_keys_kernel, blocks=blocks),
-        (batch, kv_heads, columns, group * blocks),
-        1,
-        (
-            lambda b, h, j, n, table: (
-                b,
-                h * group + lax.div(n, blocks),
-                table[(b * blocks + lax.rem(n, blocks)) * columns + j] >> 2,
-            ),
-            lambda b, h, j, n, _: (b, h, j),
-        ),
-        (
-            [(batch, kv_heads, keys, n) for n in (width, v_width)],
-            [pl.BlockSpec(shape, lambda b, h, j, n, _: (b, h, j, 0)) for shape in at_keys],
-            [pltpu.VMEM(shape[2:], jnp.float32) for shape in at_keys],
-        ),
+    )  # fmt: skip
+
+    def of_q(b: Any, h: Any, j: Any, n: Any, table: Any) -> tuple[Any, Any, Any]:
+        return b, h * group + lax.div(n, blocks), table[(b * blocks + lax.rem(n, blocks)) * columns + j] >> 2
+
+    d_k, d_v = run.call(
+        functools.partial(_keys_kernel, blocks=blocks), "meshpar_attention_d_keys",
+        (batch, kv_heads, columns, group * blocks), 1, of_q, lambda b, h, j, n, _: (b, h, j),
+        [((batch, kv_heads, keys, n), (run.bk, n)) for n in (width, v_width)],
         2 * width + 2 * v_width,
-        "meshpar_attention_d_keys",
-    )
-    return tuple(map(_heads_first, (d_q, d_k, d_v)))  # type: ignore[return-value]
+    )  # fmt: skip
+    return _heads_first(d_q), _heads_first(d_k), _heads_first(d_v)

@@ -154,140 +154,65 @@ def _dot(how: _How, contract: tuple[int, int], side: int = 0, dtype: Any = None)
     return Dot((((x,), (w,)), ((), ())), side, how.precision, how.dtype if dtype is None else dtype)
 
 
-def _gathering(how: _How, dim: int, x: jax.Array, others: list[jax.Array], dots: list[Dot]) -> Implementations:
-    """{implementation: function of (x, others, dots), or the reasons why it cannot run}."""
-    return {
-        "pallas_tpu": _gather_kernel(how, x, others, dots, _gather_tpu),
-        "pallas_gpu": _gather_kernel(how, x, others, dots, _gather_gpu),
-        "ring": lambda x, others, dots: ring.gather_dots(x, others, dots, how.axis, dim, tile=how.tile),
-        "xla": lambda x, others, dots: xla.gather_dots(x, others, dots, how.axis, dim),
-        "reference": lambda x, others, dots: reference.gather_dots(x, others, dots, how.axis, dim),
-    }
-
-
-def _scattering(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Implementations:
-    """{implementation: function of (lhs, rhs, dot), or the reasons why it cannot run}, scattering the first dim of the
-    result."""
-    return {
-        "pallas_tpu": _scatter_kernel(how, x, w, dot, _scatter_tpu),
-        "pallas_gpu": _scatter_kernel(how, x, w, dot, _scatter_gpu),
-        "ring": lambda x, w, dot: ring.dot_scatter(x, w, dot, how.axis, 0, comm_dtype=how.wire, tile=how.tile),
-        "xla": lambda x, w, dot: xla.dot_scatter(x, w, dot, how.axis, 0, comm_dtype=how.wire),
-        "reference": lambda x, w, dot: reference.dot_scatter(x, w, dot, how.axis, 0, comm_dtype=how.wire),
-    }
-
-
-def _transposed(dot: Dot) -> bool:
-    """Whether w is [columns, K]."""
-    return dot.dimension_numbers[0] == ((1,), (1,))
-
-
-def _columns(w: jax.Array, dot: Dot) -> int:
-    return w.shape[0] if _transposed(dot) else w.shape[1]
-
-
-def _gather_kernel(
-    how: _How, x: jax.Array, others: list[jax.Array], dots: list[Dot], kernel: Callable[..., Any]
-) -> Callable[..., Any] | Unsupported:
-    """A kernel for the matmul of the gathered rows and w, if it is the only matmul and the rows are not contracted;
-    else the reasons."""
-    if len(dots) > 1 or dots[0].dimension_numbers[0][0] != (1,):
-        return Unsupported(("the kernel makes one product of the gathered rows, and does not sum over them",))
-    if lax.axis_size(how.axis) == 1:
-        return lambda x, others, dots: [dots[0].of(x, others[0])]
-    found = kernel(how, x, others[0], dots[0])
-    return found if isinstance(found, Unsupported) else lambda x, others, dots: [found(x, others[0])]
-
-
-def _scatter_kernel(
-    how: _How, x: jax.Array, w: jax.Array, dot: Dot, kernel: Callable[..., Any]
-) -> Callable[..., Any] | Unsupported:
-    """A kernel for the matmul and its reduce-scatter, or the reasons why it cannot run."""
-    if lax.axis_size(how.axis) == 1:
-        return lambda x, w, dot: dot(x, w)
-    found = kernel(how, x, w, dot)
-    return found if isinstance(found, Unsupported) else lambda x, w, dot: found(x, w)
-
-
-def _gather_tpu(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[..., Any] | Unsupported:
-    """The TPU kernel as a function (x, w) → [A·m, n], or the reasons why it cannot run."""
-    devices, (rows, k), n, out = lax.axis_size(how.axis), x.shape, _columns(w, dot), dot.dtype(x, w)
+def _kernels(how: _How, x: jax.Array, w: jax.Array, dot: Dot, *, gathers: bool) -> Implementations:
+    """{platform's kernel: function of (x, w), or the reasons why it cannot run}, of the matmul and its gather or scatter."""
+    devices, (rows, k), out = lax.axis_size(how.axis), x.shape, dot.dtype(x, w)
+    if devices == 1:
+        return dict.fromkeys(("pallas_tpu", "pallas_gpu"), dot)
+    transposed = dot.dimension_numbers[0] == ((1,), (1,))
+    n, rows = w.shape[0 if transposed else 1], rows if gathers else rows // devices
+    wire = jnp.dtype(jnp.float32) if how.wire is None else how.wire
+    dtypes = {"out_dtype": out} if gathers else {"out_dtype": out, "comm_dtype": wire}
     tile = tpu.pick_tile(rows, k, n, devices, x.dtype.itemsize)
-    reasons = tpu.unsupported(x, w, rows, k, n, devices, tile, out, how.axis)
-    if reasons or tile is None:
-        return reasons
-    options = {"tile": tile, "out_dtype": out, "transposed": _transposed(dot), "precision": how.precision}
-    return lambda x, w: tpu_gather.all_gather_matmul(x, w, how.axis, **options)[0]
-
-
-def _gather_gpu(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[..., Any] | Unsupported:
-    """The GPU kernel as a function (x, w) → [A·m, n], or the reasons why it cannot run."""
-    devices, (rows, k), out = lax.axis_size(how.axis), x.shape, dot.dtype(x, w)
-    order = gpu.gather_order(rows, k, _columns(w, dot), devices, x.dtype.itemsize)
-    reasons = gpu.unsupported(x, w, how.axis, order, transposed=_transposed(dot), num_sms=how.num_sms, out_dtype=out)
-    if reasons:
-        return reasons
-    options = {"out_dtype": out, "transposed": _transposed(dot), "num_sms": how.num_sms}
-    return lambda x, w: gpu.all_gather_matmul(x, w, how.axis, order, **options)
-
-
-def _wire(how: _How) -> Any:
-    return jnp.dtype(jnp.float32) if how.wire is None else how.wire
-
-
-def _scatter_tpu(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[..., Any] | Unsupported:
-    """The TPU kernel as a function (x, w) → [M/A, N], or the reasons why it cannot run."""
-    devices, (rows, k), n, out = lax.axis_size(how.axis), x.shape, _columns(w, dot), dot.dtype(x, w)
-    tile = tpu.pick_tile(rows // devices, k, n, devices, x.dtype.itemsize)
-    reasons = tpu.unsupported(x, w, rows // devices, k, n, devices, tile, out, how.axis)
-    if reasons or tile is None:
-        return reasons
-    wire = _wire(how)
+    not_tpu = tpu.unsupported(x, w, rows, k, n, devices, tile, out, how.axis)
     if wire not in (jnp.float32, jnp.bfloat16):
-        return Unsupported((f"comm_dtype is {wire}; the kernel sends float32 or bfloat16",))
-    options = {"tile": tile, "out_dtype": out, "comm_dtype": wire, "transposed": _transposed(dot)}
-    return lambda x, w: tpu_scatter.matmul_reduce_scatter(x, w, how.axis, precision=how.precision, **options)
+        not_tpu = Unsupported((*not_tpu, f"comm_dtype is {wire}; the kernel sends float32 or bfloat16"))
+    order: Any = (
+        gpu.gather_order(rows, k, n, devices, x.dtype.itemsize)
+        if gathers
+        else gpu.scatter_order(rows, k, n, devices, x.dtype.itemsize, **dtypes)
+    )
+    not_gpu = gpu.unsupported(x, w, how.axis, order, transposed=transposed, num_sms=how.num_sms, **dtypes)
 
+    def by_tpu(x: jax.Array, w: jax.Array) -> jax.Array:
+        options: dict[str, Any] = {"tile": tile, "transposed": transposed, "precision": how.precision, **dtypes}
+        if gathers:
+            return tpu_gather.all_gather_matmul(x, w, how.axis, **options)[0]
+        return tpu_scatter.matmul_reduce_scatter(x, w, how.axis, **options)
 
-def _scatter_gpu(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[..., Any] | Unsupported:
-    """The GPU kernel as a function (x, w) → [M/A, N], or the reasons why it cannot run."""
-    devices, (rows, k), out = lax.axis_size(how.axis), x.shape, dot.dtype(x, w)
-    dtypes = {"out_dtype": out, "comm_dtype": _wire(how)}
-    order = gpu.scatter_order(rows // devices, k, _columns(w, dot), devices, x.dtype.itemsize, **dtypes)
-    reasons = gpu.unsupported(x, w, how.axis, order, transposed=_transposed(dot), num_sms=how.num_sms, **dtypes)
-    if reasons:
-        return reasons
-    options = {"transposed": _transposed(dot), "num_sms": how.num_sms, **dtypes}
-    return lambda x, w: gpu.matmul_reduce_scatter(x, w, how.axis, order, **options)
+    def by_gpu(x: jax.Array, w: jax.Array) -> jax.Array:
+        run = gpu.all_gather_matmul if gathers else gpu.matmul_reduce_scatter
+        return run(x, w, how.axis, order, transposed=transposed, num_sms=how.num_sms, **dtypes)
 
-
-def _run(op: str, how: _How, functions: Implementations, *args: Any) -> Any:
-    """The result of the chosen implementation among `functions`, applied to `args`.
-
-    `Dot`s and lists of them are static arguments: only arrays pass through the choice of a platform.
-    """
-    arrays, tree = jax.tree.flatten(args, is_leaf=lambda a: isinstance(a, Dot))
-    static = {k: a for k, a in enumerate(arrays) if isinstance(a, Dot)}
-
-    def bound(f: Callable[..., Any]) -> Callable[..., Any]:
-        """`f` as a function of the arrays among its arguments alone."""
-
-        def call(*xs: Any) -> Any:
-            rest = iter(xs)
-            return f(*jax.tree.unflatten(tree, [static[k] if k in static else next(rest) for k in range(len(arrays))]))
-
-        return call
-
-    named = {k: f if isinstance(f, Unsupported) else bound(f) for k, f in functions.items()}
-    return dispatch(op, how.implementation, named, FALLBACK, *(a for k, a in enumerate(arrays) if k not in static))
+    return {"pallas_tpu": not_tpu or by_tpu, "pallas_gpu": not_gpu or by_gpu}
 
 
 def _gathered(op: str, how: _How, x: jax.Array, others: list[jax.Array], dots: list[Dot]) -> list[jax.Array]:
-    return _run(op, how, _gathering(how, 0, x, others, dots), x, others, dots)
+    """The matmuls of the gathered rows by the chosen implementation. The kernels make one, that does not contract rows."""
+    if len(dots) > 1 or dots[0].dimension_numbers[0][0] != (1,):
+        reasons = Unsupported(("the kernel makes one product of the gathered rows, and does not sum over them",))
+        kernels: Implementations = dict.fromkeys(("pallas_tpu", "pallas_gpu"), reasons)
+    else:
+        kernels = _kernels(how, x, others[0], dots[0], gathers=True)
+    functions: dict[str, Any] = {
+        name: f if isinstance(f, Unsupported) else lambda x, others, f=f: [f(x, others[0])]
+        for name, f in kernels.items()
+    }
+    functions["ring"] = lambda x, others: ring.gather_dots(x, others, dots, how.axis, 0, tile=how.tile)
+    functions["xla"] = lambda x, others: xla.gather_dots(x, others, dots, how.axis, 0)
+    functions["reference"] = lambda x, others: reference.gather_dots(x, others, dots, how.axis, 0)
+    return dispatch(op, how.implementation, functions, FALLBACK, x, others)
 
 
 def _scattered(op: str, how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
-    return _run(op, how, _scattering(how, x, w, dot), x, w, dot)
+    """The matmul, its rows reduce-scattered, by the chosen implementation."""
+    functions = {
+        **_kernels(how, x, w, dot, gathers=False),
+        "ring": lambda x, w: ring.dot_scatter(x, w, dot, how.axis, 0, comm_dtype=how.wire, tile=how.tile),
+        "xla": lambda x, w: xla.dot_scatter(x, w, dot, how.axis, 0, comm_dtype=how.wire),
+        "reference": lambda x, w: reference.dot_scatter(x, w, dot, how.axis, 0, comm_dtype=how.wire),
+    }
+    return dispatch(op, how.implementation, functions, FALLBACK, x, w)
 
 
 def _without_kernel(how: _How) -> _How:

@@ -262,45 +262,15 @@ def dots_scatter(
     finish = finish or (lambda blocks: functools.reduce(lax.add, blocks))
     flat = iter(_compat.same_varying(*(x for pair in operands for x in pair)))
     operands = list(zip(flat, flat, strict=True))
-    devices = lax.axis_size(axis_name)
-    shapes = [dot.shape(lhs.shape, rhs.shape) for dot, (lhs, rhs) in zip(dots, operands, strict=True)]
-    accumulators = accumulator_dtype(dtype)
+    devices, wide_dtype = lax.axis_size(axis_name), accumulator_dtype(dtype)
     if devices == 1:
-        full_shape = finish([dot(lhs, rhs, accumulators) for dot, (lhs, rhs) in zip(dots, operands, strict=True)])
+        full_shape = finish([dot(lhs, rhs, wide_dtype) for dot, (lhs, rhs) in zip(dots, operands, strict=True)])
         return lax.convert_element_type(full_shape, dtype)
-    for shape, d in zip(shapes, dims, strict=True):
-        if shape[d] % devices:
-            raise ValueError(f"dot_scatter: dim {d} of the result {list(shape)} does not divide over {devices} devices")
-    rows = shapes[0][dims[0]] // devices
-    me = lax.axis_index(axis_name)
-    wire = accumulators if comm_dtype is None else jnp.dtype(comm_dtype)
-    owners = [block_of(dot, d, (a.ndim, b.ndim)) for dot, d, (a, b) in zip(dots, dims, operands, strict=True)]
-
-    def parts(away: Sequence[Any], after: Sequence[jax.Array] = ()) -> list[jax.Array]:
-        """This device's contribution to the blocks of the devices at these distances on the ring, computed in one
-        matmul.
-
-        Args:
-          away: distances on the ring.
-          after: arrays that must be computed before; without them a compiler computes the blocks of all hops at once,
-            and holds them in memory.
-        """
-        starts = [_modulo(me + a, devices) * rows for a in away]
-        made = []
-        pairs = lax.optimization_barrier((operands, list(after)))[0] if after else operands
-        for dot, owner, pair in zip(dots, owners, pairs, strict=True):
-            cut = list(pair)
-            for side, d in owner:
-                blocks = [lax.dynamic_slice_in_dim(cut[side], s, rows, d) for s in starts]
-                cut[side] = blocks[0] if len(blocks) == 1 else lax.concatenate(blocks, d)
-            made.append(dot(cut[0], cut[1], accumulators if comm_dtype is None else wire))
-        block = finish(made)
-        if len(starts) == 1:
-            return [block]
-        return [lax.slice_in_dim(block, k * rows, (k + 1) * rows, axis=dim) for k in range(len(starts))]
+    wire = wide_dtype if comm_dtype is None else jnp.dtype(comm_dtype)
+    own = _Contributions(operands, dots, dims, dim, axis_name, finish, wire, tile)
 
     def wide(x: jax.Array) -> jax.Array:
-        return lax.convert_element_type(x, accumulators)
+        return lax.convert_element_type(x, wide_dtype)
 
     def sent(x: jax.Array) -> jax.Array:
         return lax.convert_element_type(x, wire)
@@ -314,62 +284,95 @@ def dots_scatter(
         return wide(lax.ppermute(sent(x), axis_name, perm))
 
     hops = full_hops(devices)
-    # Distances of the blocks on the ring, in the order of computation: the farthest first, this device's own last.
-    order: list[int] = [devices // 2] * (devices % 2 == 0)
-    for s in range(hops, 0, -1):
-        order += [s, -s]
-    order.append(0)
-    alike = min(_rows(dot, owner, pair, rows) for dot, owner, pair in zip(dots, owners, operands, strict=True))
-    small = alike < tile and all(len(owner) == 1 for owner in owners)
-    each = math.ceil(tile / max(alike, 1)) if small else 1
-    ready: dict[int, jax.Array] = {}
-
-    def made(away: Any, after: Sequence[jax.Array] = ()) -> jax.Array:
-        """This device's contribution to the block of the device at distance `away`; small blocks are computed in
-        batches."""
-        if hops > UNROLLED:
-            return parts([away])[0]
-        if away not in ready:
-            k = order.index(away) // each * each
-            batch = order[k : k + each]
-            ready.update(zip(batch, parts(batch, after), strict=True))
-        return ready.pop(away)
-
-    going_up = going_down = None
+    if devices == 2:
+        return lax.convert_element_type(add(hop(own.block(1), up), own.block(0)), dtype)
     if devices % 2 == 0:
-        opposite = made(devices // 2)
-        last = split_rows(devices, rows)
+        opposite = own.block(devices // 2)
+        last = split_rows(devices, own.rows)
         if last is None:
-            going_up = hop(opposite, up)
-            if hops:
-                going_up, going_down = add(going_up, made(hops)), made(-hops)
+            going_up = add(hop(opposite, up), own.block(hops))
+            going_down = own.block(-hops)
         else:
-            first, second = (
-                hop(lax.slice_in_dim(opposite, 0, last[0], axis=dim), up),
-                hop(lax.slice_in_dim(opposite, last[0], rows, axis=dim), down),
-            )
-            going_up, going_down = (
-                _onto(wide(made(hops)), first, dim, 0),
-                _onto(wide(made(-hops)), second, dim, last[0]),
-            )
-    elif hops:
-        going_up, going_down = made(hops), made(-hops)
-    if going_down is None:
-        assert going_up is not None
-        return lax.convert_element_type(add(going_up, made(0)), dtype)
+            first = hop(lax.slice_in_dim(opposite, 0, last[0], axis=dim), up)
+            second = hop(lax.slice_in_dim(opposite, last[0], own.rows, axis=dim), down)
+            going_up = _onto(wide(own.block(hops)), first, dim, 0)
+            going_down = _onto(wide(own.block(-hops)), second, dim, last[0])
+    else:
+        going_up, going_down = own.block(hops), own.block(-hops)
 
     def on(away: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        own, other = made(away, carry), made(-away, carry)  # overlapped with the sends of the blocks before
-        return sent(add(hop(carry[0], up), own)), sent(add(hop(carry[1], down), other))
+        pair = own.block(away, carry), own.block(-away, carry)  # overlapped with the sends of the blocks before
+        return sent(add(hop(carry[0], up), pair[0])), sent(add(hop(carry[1], down), pair[1]))
 
-    assert going_up is not None
     carry = (sent(going_up), sent(going_down))
     if hops <= UNROLLED:
         for s in range(hops - 1, 0, -1):
             carry = on(s, carry)
     else:
         carry = lax.fori_loop(0, hops - 1, lambda k, c: on(hops - 1 - k, c), carry)
-    return lax.convert_element_type(add(add(hop(carry[0], up), made(0, carry)), hop(carry[1], down)), dtype)
+    return lax.convert_element_type(add(add(hop(carry[0], up), own.block(0, carry)), hop(carry[1], down)), dtype)
+
+
+class _Contributions:
+    """This device's contributions to the blocks of all devices; small blocks are computed several at a time.
+
+    Attributes:
+      rows: of a block, along the scattered dim.
+    """
+
+    def __init__(self, operands, dots, dims, dim: int, axis_name: Axes, finish, dtype: Any, tile: int):
+        """Arguments as of `dots_scatter`; `dtype` of the matmuls. Raises ValueError if a dim does not divide."""
+        self.operands, self.dots, self.dim, self.finish, self.dtype = operands, dots, dim, finish, dtype
+        self.devices = lax.axis_size(axis_name)
+        shapes = [dot.shape(lhs.shape, rhs.shape) for dot, (lhs, rhs) in zip(dots, operands, strict=True)]
+        for shape, d in zip(shapes, dims, strict=True):
+            if shape[d] % self.devices:
+                raise ValueError(
+                    f"dot_scatter: dim {d} of the result {list(shape)} does not divide over {self.devices} devices"
+                )
+        self.rows = shapes[0][dims[0]] // self.devices
+        self.rank = lax.axis_index(axis_name)
+        ranks = [(a.ndim, b.ndim) for a, b in operands]
+        self.owners = [block_of(dot, d, r) for dot, d, r in zip(dots, dims, ranks, strict=True)]
+        alike = min(_rows(*of, self.rows) for of in zip(dots, self.owners, operands, strict=True))
+        small = alike < tile and all(len(owner) == 1 for owner in self.owners)
+        self.at_once = math.ceil(tile / max(alike, 1)) if small else 1
+        # Distances of the blocks on the ring, in the order of computation: the farthest first, this device's own last.
+        hops = full_hops(self.devices)
+        self.order = [self.devices // 2] * (self.devices % 2 == 0)
+        self.order += [away for s in range(hops, 0, -1) for away in (s, -s)] + [0]
+        self.ready: dict[int, jax.Array] = {}
+
+    def block(self, away: Any, after: Sequence[jax.Array] = ()) -> jax.Array:
+        """The contribution to the block of the device at distance `away` on the ring.
+
+        Args:
+          after: arrays that must be computed before; without them a compiler computes the blocks of all hops at once,
+            and holds them in memory.
+        """
+        if full_hops(self.devices) > UNROLLED:
+            return self._blocks([away], ())[0]
+        if away not in self.ready:
+            k = self.order.index(away) // self.at_once * self.at_once
+            batch = self.order[k : k + self.at_once]
+            self.ready.update(zip(batch, self._blocks(batch, after), strict=True))
+        return self.ready.pop(away)
+
+    def _blocks(self, away: Sequence[Any], after: Sequence[jax.Array]) -> list[jax.Array]:
+        """The contributions to the blocks of the devices at these distances, computed in one matmul."""
+        starts = [_modulo(self.rank + a, self.devices) * self.rows for a in away]
+        made = []
+        pairs = lax.optimization_barrier((self.operands, list(after)))[0] if after else self.operands
+        for dot, owner, pair in zip(self.dots, self.owners, pairs, strict=True):
+            cut = list(pair)
+            for side, d in owner:
+                blocks = [lax.dynamic_slice_in_dim(cut[side], s, self.rows, d) for s in starts]
+                cut[side] = blocks[0] if len(blocks) == 1 else lax.concatenate(blocks, d)
+            made.append(dot(cut[0], cut[1], self.dtype))
+        block = self.finish(made)
+        if len(starts) == 1:
+            return [block]
+        return [lax.slice_in_dim(block, k * self.rows, (k + 1) * self.rows, axis=self.dim) for k in range(len(starts))]
 
 
 def _rows(dot: Dot, owner: list[tuple[int, int]], pair: tuple[jax.Array, jax.Array], rows: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,22 +25,93 @@ from meshpar_kernels.grouped_matmul.tpu_tiles import Tile, cdiv
 __all__ = ["grouped_matmul"]
 
 
-def _matmul_kernel(
-    tile_of,
-    group_of,
-    start,
-    end,
-    live,
-    *refs,
-    transpose_rhs: bool,
-    num_rhs: int,
-    activation: str | None,
-    scaled: bool,
-    quantized: bool,
-    transpose_scale: bool,
-    scale_block: int,
-    steps: tpu_tiles.Steps,
-):
+class _Form(NamedTuple):
+    """Static arguments of the kernel.
+
+    Attributes:
+      transpose_rhs: rhs is [G, N, K].
+      num_rhs: 1, or 2 for a gated activation.
+      activation: of the matmuls.
+      scaled: there are row scales.
+      quantized: there are scales of the weights.
+      transpose_scale: these belong to blocks of columns of the result, not to blocks of K.
+      scale_block: elements of one such block.
+      steps: limits of the sizes of one `dot_general`.
+    """
+
+    transpose_rhs: bool
+    num_rhs: int
+    activation: str | None
+    scaled: bool
+    quantized: bool
+    transpose_scale: bool
+    scale_block: int
+    steps: tpu_tiles.Steps
+
+
+class _Operands(NamedTuple):
+    """The blocks of lhs, of each rhs and of its scales that one grid step has in VMEM, as refs; `first_column` of the
+    result."""
+
+    form: _Form
+    lhs: Any
+    rhs: Sequence[Any]
+    scales: Sequence[Any]
+    first_column: Any
+
+    def _pair(self, half: int, row_slice: Any, inner: Any, columns: Any) -> tuple[Any, Any]:
+        weights = self.rhs[half].at[0]
+        return self.lhs[row_slice, inner], weights[(columns, inner) if self.form.transpose_rhs else (inner, columns)]
+
+    def _factors(self, half: int, position: Any, lanes: Any) -> Any:
+        """The scales of the block that contains `position`: float32 [1, lanes]."""
+        blocks = self.scales[half].shape[1]
+        block = jnp.minimum(lax.div(position, self.form.scale_block), blocks - 1) if blocks > 1 else 0
+        return self.scales[half][0, pl.ds(block, 1), lanes]
+
+    def matmul(self, half: int, row_slice: Any, first_k: Any, length: int, columns: Any) -> jax.Array:
+        """float32 [rows, columns]: lhs · rhs of `length` contracted elements from `first_k` on; quantized weights are
+        dequantized.
+
+        Scales of blocks of K multiply the float32 result of each block; scales of blocks of columns multiply an
+        operand.
+        """
+        transpose_rhs = self.form.transpose_rhs
+        contract = (1, 1 if transpose_rhs else 0)
+        if not self.form.quantized:
+            return dot(*self._pair(half, row_slice, pl.ds(first_k, length), columns), contract)
+        if self.form.transpose_scale:  # one block of columns; the scales vary along the contracted dim
+            left, right = self._pair(half, row_slice, pl.ds(first_k, length), columns)
+            scale = self._factors(half, self.first_column + columns.start, pl.ds(first_k, length))
+            if transpose_rhs:
+                return dot(left, (right.astype(jnp.float32) * scale).astype(left.dtype), contract)
+            return dot((left.astype(jnp.float32) * scale).astype(left.dtype), right.astype(left.dtype), contract)
+        step = self.form.steps.unit_k if self.scales[half].shape[1] > 1 else length
+        parts = []
+        for begin in range(0, length, step):
+            left, right = self._pair(half, row_slice, pl.ds(first_k + begin, step), columns)
+            scale = self._factors(half, first_k + begin, columns)
+            parts.append(dot(left, right.astype(left.dtype), contract) * scale)
+        return functools.reduce(jnp.add, parts)
+
+    def matmuls(self, row_slice: Any, columns: Any, acc: Sequence[Any]) -> list[jax.Array]:
+        """float32 [rows, columns] with each rhs, over all of K; `acc`: a ref of an accumulator for each, if K is split."""
+        k = self.lhs.shape[1]
+        if not acc:
+            return [self.matmul(half, row_slice, 0, k, columns) for half in range(self.form.num_rhs)]
+        totals = [total.at[: row_slice.size, : columns.size] for total in acc]
+        for total in totals:
+            total[...] = jnp.zeros_like(total)
+
+        def add(first, length):
+            for half, total in enumerate(totals):
+                total[...] += self.matmul(half, row_slice, first, length, columns)
+
+        in_blocks(k, self.form.steps.most_k, add, self.form.steps.unit_k)
+        return [total[...] for total in totals]
+
+
+def _matmul_kernel(tile_of, group_of, start, end, live, lhs_ref, *refs, form: _Form):
     """One grid step: rows [start, end) of a row tile times the weights of one group, for one column tile.
 
     The grid is (column tile, tile step). Rows of other groups in the output block keep the values that earlier grid
@@ -50,61 +121,24 @@ def _matmul_kernel(
       tile_of, group_of: scalar prefetch int32 [tile steps]: row tile and group.
       start, end: scalar prefetch int32 [tile steps]: the group's rows in the row tile, counted over all rows.
       live: scalar prefetch int32 [tile steps]: 1, or 0 for rows of no group, whose result is zero.
-      refs: inputs in VMEM: lhs [tile rows, K], `num_rhs` blocks of rhs [1, K, columns] ([1, columns, K] with
-        `transpose_rhs`), with `quantized` as many blocks of scales, with `scaled` the row scales [1, tile rows];
-        output: [tile rows, columns]; scratch: float32 accumulators [rows, columns] if K is split, [tile rows, 1] for
-        the row scales.
-      num_rhs: 1, or 2 for a gated activation.
-      transpose_scale: the scales belong to blocks of columns of the result, not to blocks of K.
-      scale_block: elements of one such block.
-      steps: limits of the sizes of one `dot_general`.
+      lhs_ref: VMEM input [tile rows, K].
+      refs: inputs in VMEM: `num_rhs` blocks of rhs [1, K, columns] ([1, columns, K] with `transpose_rhs`), with
+        `quantized` as many blocks of scales, with `scaled` the row scales [1, tile rows]; output: [tile rows, columns];
+        scratch: float32 accumulators [rows, columns] if K is split, [tile rows, 1] for the row scales.
+      form: static arguments.
     """
     del group_of  # the block specs read it
-    lhs_ref, *refs = refs
-    rhs_refs = [refs.pop(0) for _ in range(num_rhs)]
-    rhs_scales = [refs.pop(0) for _ in range(num_rhs)] if quantized else []
-    scale_ref: Any = refs.pop(0) if scaled else None
+    refs = list(refs)
+    rhs_refs = [refs.pop(0) for _ in range(form.num_rhs)]
+    rhs_scales = [refs.pop(0) for _ in range(form.num_rhs)] if form.quantized else []
+    scale_ref: Any = refs.pop(0) if form.scaled else None
     out_ref = refs.pop(0)
     column_tile, tile_step = pl.program_id(0), pl.program_id(1)
-    scale_column = refs.pop() if scaled else None
-    acc = refs
-    (rows, k), n = lhs_ref.shape, out_ref.shape[1]
+    scale_column = refs.pop() if form.scaled else None
+    rows, n = out_ref.shape
     low = start[tile_step] - tile_of[tile_step] * rows
     high = end[tile_step] - tile_of[tile_step] * rows
-
-    contract = (1, 1 if transpose_rhs else 0)
-
-    def operands_of(half, row_slice, inner, columns):
-        weights = rhs_refs[half].at[0]
-        return lhs_ref[row_slice, inner], weights[columns, inner] if transpose_rhs else weights[inner, columns]
-
-    def factors(half, position, lanes):
-        """The scales of the block that contains `position`: float32 [1, lanes]."""
-        blocks = rhs_scales[half].shape[1]
-        block = jnp.minimum(lax.div(position, scale_block), blocks - 1) if blocks > 1 else 0
-        return rhs_scales[half][0, pl.ds(block, 1), lanes]
-
-    def matmul(half, row_slice, first_k, length, columns):
-        """float32 [rows, columns]: lhs · rhs of `length` contracted elements from `first_k` on; quantized weights are
-        dequantized.
-
-        Scales of blocks of K multiply the float32 result of each block; scales of blocks of columns multiply an
-        operand.
-        """
-        if not quantized:
-            return dot(*operands_of(half, row_slice, pl.ds(first_k, length), columns), contract)
-        if transpose_scale:  # one block of columns; the scales vary along the contracted dim
-            left, right = operands_of(half, row_slice, pl.ds(first_k, length), columns)
-            scale = factors(half, column_tile * n + columns.start, pl.ds(first_k, length))
-            if transpose_rhs:
-                return dot(left, (right.astype(jnp.float32) * scale).astype(left.dtype), contract)
-            return dot((left.astype(jnp.float32) * scale).astype(left.dtype), right.astype(left.dtype), contract)
-        step = steps.unit_k if rhs_scales[half].shape[1] > 1 else length
-        parts = []
-        for begin in range(0, length, step):
-            left, right = operands_of(half, row_slice, pl.ds(first_k + begin, step), columns)
-            parts.append(dot(left, right.astype(left.dtype), contract) * factors(half, first_k + begin, columns))
-        return functools.reduce(jnp.add, parts)
+    operands = _Operands(form, lhs_ref, rhs_refs, rhs_scales, column_tile * n)
 
     def multiply(first_row, size, begin):
         """Compute `size` rows of the output block from `first_row` on; with `begin` only rows of the group from `begin`
@@ -114,20 +148,7 @@ def _matmul_kernel(
         def one_block(first_column, width):
             """Compute `width` columns of these rows: matmul, activation, row scale, masked write."""
             columns = pl.ds(first_column, width)
-            if acc:
-                totals = [total.at[:size, :width] for total in acc]
-                for total in totals:
-                    total[...] = jnp.zeros_like(total)
-
-                def add(first, length):
-                    for half, total in enumerate(totals):
-                        total[...] += matmul(half, row_slice, first, length, columns)
-
-                in_blocks(k, steps.most_k, add, steps.unit_k)
-                matmuls = [total[...] for total in totals]
-            else:
-                matmuls = [matmul(half, row_slice, 0, k, columns) for half in range(num_rhs)]
-            value = activate(matmuls, activation)
+            value = activate(operands.matmuls(row_slice, columns, refs), form.activation)
             if scale_column is not None:
                 value = value * scale_column[row_slice]
             value = value.astype(out_ref.dtype)
@@ -136,7 +157,7 @@ def _matmul_kernel(
                 value = jnp.where(in_group, value, out_ref[row_slice, columns])
             out_ref[row_slice, columns] = value
 
-        in_blocks(n, steps.most_n, one_block, steps.unit_n)
+        in_blocks(n, form.steps.most_n, one_block, form.steps.unit_n)
 
     @pl.when(live[tile_step] > 0)
     def _():
@@ -203,19 +224,11 @@ def grouped_matmul(
     if row_scale is not None:
         scratch.append(pltpu.VMEM((tm, 1), jnp.float32))
     itemsize = lhs.dtype.itemsize
-    kernel = functools.partial(
-        _matmul_kernel,
-        transpose_rhs=transpose_rhs,
-        num_rhs=num_rhs,
-        activation=activation,
-        scaled=row_scale is not None,
-        quantized=bool(rhs_scale),
-        transpose_scale=transpose_scale,
-        scale_block=scale_block,
-        steps=steps,
+    form = _Form(
+        transpose_rhs, num_rhs, activation, row_scale is not None, bool(rhs_scale), transpose_scale, scale_block, steps
     )
     return pl.pallas_call(
-        body(kernel),
+        body(functools.partial(_matmul_kernel, form=form)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
             grid=(steps_n, tile_steps.number),

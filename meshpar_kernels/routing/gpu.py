@@ -28,10 +28,6 @@ ELEMENTS = 4096
 """Elements of the result that one program of `gather_sum` computes: 32 for each of 128 threads."""
 
 
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def _power(size: int) -> int:
     """The least power of two that is not below `size`."""
     return 1 << max(size - 1, 0).bit_length()
@@ -88,15 +84,13 @@ def _best_groups(value: jax.Array, *, groups: int, top_groups: int, group_top: i
     # The best group of a round is the first one of the largest; a group that was chosen before is NaN, which equals nothing.
     left = total.reshape(tokens, groups)
     group = lax.broadcasted_iota(jnp.int32, left.shape, 1)
-    allowed = jnp.zeros(left.shape, jnp.int32)
     taken = jnp.zeros(left.shape, jnp.int32)
     for _ in range(top_groups):
         open_ = taken == 0
         best = _top(jnp.where(open_, left, -jnp.inf))
         selected = group == _first(open_ & (left == best), group, groups)
         taken = jnp.where(selected, 1, taken)
-        allowed = jnp.where(selected, 1, allowed)
-    spread = jnp.broadcast_to(allowed.reshape(tokens, groups, 1), (tokens, groups, size))
+    spread = jnp.broadcast_to(taken.reshape(tokens, groups, 1), (tokens, groups, size))
     return spread.reshape(tokens, experts) > 0
 
 
@@ -216,7 +210,7 @@ def route(
     width = max(_power(experts), 2)
     if block is None:
         block = min(max(BLOCK // width, 2), 128, max(_power(tokens), 2))
-    blocks = _cdiv(tokens, block)
+    blocks = pl.cdiv(tokens, block)
     operands = [logits] if bias is None else [logits, bias]
     full_array = pl.BlockSpec(memory_space=pl.ANY)
     expert, weight, rank, counts = pl.pallas_call(
@@ -311,7 +305,7 @@ def triton_gather_sum(
     full_array = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
         functools.partial(_gather_sum_kernel, shape=(total_rows, limit, columns), k=k, rows=rows, width=width),
-        grid=(_cdiv(total_rows, rows), _cdiv(columns, width)),
+        grid=(pl.cdiv(total_rows, rows), pl.cdiv(columns, width)),
         in_specs=[full_array] * len(operands),
         out_specs=full_array,
         out_shape=_compat.out_struct((total_rows, columns), x.dtype, *operands),

@@ -20,14 +20,6 @@ MAX_COUNT = 1 << 24
 """Ranks are added in float32 on the matrix unit, which is exact below this number."""
 
 
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _round_up(a: int, b: int) -> int:
-    return _cdiv(a, b) * b
-
-
 BLOCK = 256
 """Most tokens of a block."""
 
@@ -198,7 +190,7 @@ def route(logits: jax.Array, bias: jax.Array | None, *, block: int = BLOCK, **op
     tokens, experts = logits.shape
     k = options["k"]
     by_expert = experts % 128 != 0
-    block = min(_block(experts, block), _round_up(tokens, 128))
+    block = min(_block(experts, block), pl.cdiv(tokens, 128) * 128)
     if by_expert:
         operands = [logits.T]
         in_specs = [pl.BlockSpec((experts, block), lambda i: (0, i))]
@@ -212,7 +204,7 @@ def route(logits: jax.Array, bias: jax.Array | None, *, block: int = BLOCK, **op
     per_token = pl.BlockSpec((k, block), lambda i: (0, i))
     expert, weight, rank, counts = pl.pallas_call(
         functools.partial(_route_kernel, tokens=tokens, by_expert=by_expert, **options),
-        grid=(_cdiv(tokens, block),),
+        grid=(pl.cdiv(tokens, block),),
         in_specs=in_specs,
         out_specs=[per_token, per_token, per_token, per_expert],
         out_shape=[

@@ -16,10 +16,6 @@ from meshpar_kernels._choose import Unsupported
 __all__ = ["as_words", "gather_sum", "gather_sum_unsupported"]
 
 
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 BLOCK = 256
 """Most rows of `x` that are fetched for a block, beyond the 16 result rows that it has at least."""
 
@@ -27,7 +23,7 @@ BLOCK = 256
 def _block(index_shape: tuple[int, ...], block: int) -> tuple[int, int]:
     """(result rows of a block, k) for indices of this shape [rows, k], and about `block` fetched rows."""
     total_rows, k = index_shape
-    return min(max(16, block // k // 16 * 16), _cdiv(total_rows, 16) * 16), k
+    return min(max(16, block // k // 16 * 16), pl.cdiv(total_rows, 16) * 16), k
 
 
 def _slabs(width: int, rows: int, k: int, itemsize: int) -> int:
@@ -176,7 +172,7 @@ def gather_sum(x: jax.Array, index: jax.Array, weight: jax.Array | None, *, bloc
     total_rows = index.shape[0]
     limit, width = x.shape
     rows, k = _block(index.shape, block)
-    steps = _cdiv(total_rows, rows)
+    steps = pl.cdiv(total_rows, rows)
     padding = steps * rows - total_rows
 
     def by_block(values, fill):
