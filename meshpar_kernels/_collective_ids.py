@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import jax
 
-__all__ = ["COLLECTIVE_IDS", "MESH_AXES", "collective_id"]
+__all__ = ["COLLECTIVE_IDS", "MESH_AXES", "collective_id", "id_reasons"]
 
 _KERNELS = (
     "all_reduce_small",
@@ -44,10 +44,16 @@ def collective_id(name: str, axes: Sequence[str]) -> int:
     Raises:
       NotImplementedError: an axis is beyond them.
     """
+    if reasons := id_reasons(axes):
+        raise NotImplementedError(f"{name}: {reasons[0]}")
+    names = jax.sharding.get_abstract_mesh().axis_names
+    return COLLECTIVE_IDS[name] + sum(1 << names.index(a) for a in axes)
+
+
+def id_reasons(axes: Sequence[str]) -> list[str]:
+    """The reason why a kernel over these mesh axes has no collective id; [] if it has one."""
     names = list(jax.sharding.get_abstract_mesh().axis_names)
     far = [a for a in axes if names.index(a) >= MESH_AXES]
-    if far:
-        raise NotImplementedError(
-            f"{name}: axis {far[0]!r} is not among the first {MESH_AXES} of the mesh, {names}: put it before others of them"
-        )
-    return COLLECTIVE_IDS[name] + sum(1 << names.index(a) for a in axes)
+    return [
+        f"axis {a!r} is not among the first {MESH_AXES} of the mesh, {names}: put it before others" for a in far[:1]
+    ]

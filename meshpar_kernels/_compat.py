@@ -9,7 +9,7 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
@@ -453,12 +453,12 @@ def same_varying(*arrays: Any) -> tuple[Any, ...]:
     op. `None` passes through.
     """
     axes = frozenset().union(*(_varying(a) for a in arrays if a is not None))
-    if not axes:
-        return arrays
-    return tuple(
-        a if a is None or not axes - _varying(a) else lax.pcast(a, tuple(sorted(axes - _varying(a))), to="varying")
-        for a in arrays
-    )
+    return tuple(None if a is None else _vary(a, axes) for a in arrays)
+
+
+def _vary(x: Any, axes: Set[str]) -> Any:
+    missing = tuple(sorted(axes - _varying(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def has_varying_types(axis: str) -> bool:
@@ -488,12 +488,7 @@ def varying_over(axes: Sequence[str], *arrays: Any) -> tuple[Any, ...]:
 
     With `check_vma=False`, where types do not have varying axes, this is the identity.
     """
-    if not has_varying_types(axes[0]):
-        return arrays
-    return tuple(
-        a if not set(axes) - _varying(a) else lax.pcast(a, tuple(sorted(set(axes) - _varying(a))), to="varying")
-        for a in arrays
-    )
+    return tuple(_vary(a, set(axes)) for a in arrays) if has_varying_types(axes[0]) else arrays
 
 
 def out_struct(shape: Sequence[int], dtype: Any, *operands: Any) -> jax.ShapeDtypeStruct:

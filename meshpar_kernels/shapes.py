@@ -43,15 +43,7 @@ class MoeShape:
 MODELS = {
     "mixtral-8x7b": MoeShape(embed=4096, mlp=14336, experts=8, k=2),
     "deepseek-v3": MoeShape(
-        embed=7168,
-        mlp=2048,
-        experts=256,
-        k=8,
-        score="sigmoid",
-        groups=8,
-        top_groups=4,
-        bias=True,
-        scale=2.5,
+        embed=7168, mlp=2048, experts=256, k=8, score="sigmoid", groups=8, top_groups=4, bias=True, scale=2.5
     ),
     "deepseek-v2-lite": MoeShape(embed=2048, mlp=1408, experts=64, k=6, renormalize=False),
     "qwen3-235b": MoeShape(embed=4096, mlp=1536, experts=128, k=8),
@@ -94,9 +86,7 @@ class AttentionShape:
     head_dim: int
 
 
-ATTENTION = {
-    "llama3-8b-128k": AttentionShape(tokens=128 * 1024, heads=32, kv_heads=8, head_dim=128),
-}
+ATTENTION = {"llama3-8b-128k": AttentionShape(tokens=128 * 1024, heads=32, kv_heads=8, head_dim=128)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -154,14 +154,7 @@ def plan(x: Operands, axes: Mapping[str, int], options: Options) -> Plan:
 
 
 def attention_costs(
-    q: Any,
-    k: Any,
-    v: Any,
-    devices: int,
-    *,
-    segments: int = 0,
-    machine: Machine | None = None,
-    **options: Any,
+    q: Any, k: Any, v: Any, devices: int, *, segments: int = 0, machine: Machine | None = None, **options: Any
 ) -> AttentionCosts:
     """Transfers, memory, FLOPs and estimated seconds of each strategy of `ring_attention` on one device, and the
     strategy that it chooses.

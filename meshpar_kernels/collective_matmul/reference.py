@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar_kernels.collective_matmul.dots import Axes, Dot
+from meshpar_kernels.collective_matmul.dots import Axes, Dot, accumulator_dtype
 
 __all__ = ["dot_scatter", "gather_dots"]
 
@@ -28,8 +28,7 @@ def dot_scatter(
     """The matmul, summed over all devices; returns this device's block."""
     del comm_dtype
     dtype = dot.dtype(lhs, rhs)
-    saved = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
-    full = lax.psum(dot(lhs, rhs, saved), axis_name)
+    full = lax.psum(dot(lhs, rhs, accumulator_dtype(dtype)), axis_name)
     rows = full.shape[dim] // lax.axis_size(axis_name)
     own = lax.dynamic_slice_in_dim(full, lax.axis_index(axis_name) * rows, rows, dim)
     return lax.convert_element_type(own, dtype)

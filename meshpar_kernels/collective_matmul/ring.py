@@ -201,14 +201,7 @@ class _Blocks:
 
 
 def dot_scatter(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    dot: Dot,
-    axis_name: Axes,
-    dim: int,
-    *,
-    comm_dtype: Any = None,
-    tile: int = TILE,
+    lhs: jax.Array, rhs: jax.Array, dot: Dot, axis_name: Axes, dim: int, *, comm_dtype: Any = None, tile: int = TILE
 ) -> jax.Array:
     """A matmul reduce-scattered over a mesh axis along a dim of the result, block by block as it is computed.
 

@@ -239,16 +239,6 @@ def _by_xla(how: _How, x: jax.Array) -> jax.Array:
     return native.hierarchical(how.kind, x, how.axes, how.outer)
 
 
-def _run(how: _How, x: jax.Array) -> jax.Array:
-    """The collective of x along its first dim, by a table ("ring"), a kernel ("pallas") or XLA's operations."""
-    if how.kind == "all_reduce":
-        return _compat.invariant_over(how.axes, _reduced(how, x))
-    if how.algorithm == "pallas":
-        return _by_kernel(how, x)
-    by_table = _gather_by_table if how.kind == "all_gather" else _scatter_by_table
-    return by_table(how, x) if how.algorithm == "ring" else _by_xla(how, x)
-
-
 def _gather_by_table(how: _How, x: jax.Array) -> jax.Array:
     """The all-gather of x [n, …] → [A·n, …] by "ring", or by the TPU kernel ("pallas")."""
     table = table_of("all_gather", how.sizes, how.rings)
@@ -344,7 +334,13 @@ def _joined(parts: jax.Array, chunks: int, block: tuple[int, ...]) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _collective(how: _How, x: jax.Array) -> jax.Array:
-    return _run(how, x)
+    """The collective of x along its first dim, by a table ("ring"), a kernel ("pallas") or XLA's operations."""
+    if how.kind == "all_reduce":
+        return _compat.invariant_over(how.axes, _reduced(how, x))
+    if how.algorithm == "pallas":
+        return _by_kernel(how, x)
+    by_table = _gather_by_table if how.kind == "all_gather" else _scatter_by_table
+    return by_table(how, x) if how.algorithm == "ring" else _by_xla(how, x)
 
 
 def _collective_bwd(how: _How, _: None, grad: jax.Array) -> Any:

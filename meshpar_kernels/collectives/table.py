@@ -17,27 +17,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-__all__ = ["Hop", "Line", "Row", "Table", "Transfer", "chunks_of", "gather_table", "hops_along", "table_of"]
+__all__ = ["Hop", "Line", "Table", "Transfer", "chunks_of", "gather_table", "hops_along", "table_of"]
 
 Line = Literal["ring", "line"]
 """How one dim is gathered: on a bidirectional ring, or on a line without wrap-around."""
-
-
-class Row(NamedTuple):
-    """One slot sent by one rank."""
-
-    step: int
-    channel: int
-    source: int
-    source_slot: int
-    target: int
-    target_slot: int
-    add: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,14 +87,6 @@ class Table:
     def channels(self) -> int:
         """Number of channels."""
         return 1 + max((t.channel for step in self.steps for t in step), default=-1)
-
-    def rows(self) -> Iterator[Row]:
-        """Every slot sent, in the order of the steps."""
-        for step, transfers in enumerate(self.steps):
-            for t in transfers:
-                for source, target in t.pairs:
-                    for slot in t.slots[source].tolist():
-                        yield Row(step, t.channel, source, slot, target, slot, t.add)
 
     def reversed(self) -> Table:
         """The reduce-scatter that is this all-gather in reverse."""

@@ -116,14 +116,9 @@ def all_reduce_small(x: jax.Array, axes: tuple[str, ...], sizes: tuple[int, ...]
         in_specs=[pl.BlockSpec(memory_space=pltpu.VMEM)],
         out_specs=pl.BlockSpec(memory_space=pltpu.VMEM),
         out_shape=_compat.out_struct(flat.shape, x.dtype, x),
-        scratch_shapes=[
-            pltpu.VMEM((group, rows, 128), x.dtype),
-            pltpu.SemaphoreType.DMA,
-            pltpu.SemaphoreType.DMA,
-        ],
+        scratch_shapes=[pltpu.VMEM((group, rows, 128), x.dtype), pltpu.SemaphoreType.DMA, pltpu.SemaphoreType.DMA],
         compiler_params=pltpu.CompilerParams(
-            collective_id=collective_id("all_reduce_small", axes),
-            vmem_limit_bytes=_compat.tpu_vmem_limit(),
+            collective_id=collective_id("all_reduce_small", axes), vmem_limit_bytes=_compat.tpu_vmem_limit()
         ),
         cost_estimate=pl.CostEstimate(
             flops=(group - 1) * flat.size,

@@ -12,7 +12,7 @@ from jax import lax
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported, dispatch
-from meshpar_kernels._collective_ids import MESH_AXES
+from meshpar_kernels._collective_ids import id_reasons
 from meshpar_kernels.dispatch import gpu, tpu
 from meshpar_kernels.dispatch.runs import Axes, Runs, agree, covered
 
@@ -49,16 +49,6 @@ def _group(axis_name: Axes) -> tuple[tuple[str, ...], tuple[int, ...]]:
     return axes, tuple(lax.axis_size(a) for a in axes)
 
 
-def _tpu_unsupported(operand: jax.Array, axes: tuple[str, ...]) -> Unsupported:
-    """Reasons why the TPU kernel cannot move this operand over these mesh axes; empty if it can."""
-    names = list(jax.sharding.get_abstract_mesh().axis_names)
-    far = [a for a in axes if names.index(a) >= MESH_AXES]
-    reasons = tpu.unsupported(operand.dtype, operand.shape[-1])
-    if far:
-        reasons = (*reasons, f"axis {far[0]!r} is not among the first {MESH_AXES} of the mesh, {names}")
-    return Unsupported((*reasons, *_compat.ici_reasons(axes)))
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _move(
     how: _How, operand: jax.Array, output: jax.Array | None, runs: Runs, back: Runs, twice: jax.Array | None
@@ -66,7 +56,9 @@ def _move(
     """Send runs of units [sends, a, b] → [receives, a, b]; `back` and `twice`, from `agree`, are for the backward pass."""
     del back, twice
     functions = {
-        "pallas_tpu": _tpu_unsupported(operand, how.axes)
+        "pallas_tpu": Unsupported(
+            (*tpu.unsupported(operand.dtype, operand.shape[-1]), *id_reasons(how.axes), *_compat.ici_reasons(how.axes))
+        )
         or (lambda operand, output, runs: tpu.send(operand, output, how.receives, runs, how.axes, how.sizes)),
         "pallas_gpu": gpu.unsupported(
             operand.dtype, math.prod(operand.shape[1:]) // how.rows, math.prod(how.sizes), how.axes

@@ -97,11 +97,7 @@ def all_to_all(
 
 
 def collective_permute(
-    x: jax.Array,
-    axis_name: str | Sequence[str],
-    pairs: Sequence[tuple[int, int]],
-    *,
-    implementation: str | None = None,
+    x: jax.Array, axis_name: str | Sequence[str], pairs: Sequence[tuple[int, int]], *, implementation: str | None = None
 ) -> jax.Array:
     """Collective-permute: each source sends its array to its target. Call it inside `jax.shard_map`.
 

@@ -205,7 +205,8 @@ def _from_tiles(x: jax.Array, shape: tuple[int, ...], block: int) -> jax.Array:
     return x if _tile_dims(shape, block) is None else jnp.swapaxes(x, -2, -3).reshape(*x.shape[:-4], *shape)
 
 
-def _gather_now(how: _How, x: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather(how: _How, x: jax.Array) -> jax.Array:
     """[m, …] → [A·m, …]. Scales are sent as one row, since a last dim of few scales would be padded to 128."""
     tiles = _to_tiles(x, x.shape, how.block)
     codes, scale = quantize(tiles, how.dtype, how.block)
@@ -215,7 +216,8 @@ def _gather_now(how: _How, x: jax.Array) -> jax.Array:
     return _from_tiles(full, x.shape, how.block).reshape(-1, *x.shape[1:]).astype(x.dtype)
 
 
-def _scatter_now(how: _How, x: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scatter(how: _How, x: jax.Array) -> jax.Array:
     """[A·m, …] → [m, …]"""
     shape = (x.shape[0] // how.devices, *x.shape[1:])
     tiles = _to_tiles(x.reshape(how.devices, *shape), shape, how.block)
@@ -224,16 +226,6 @@ def _scatter_now(how: _How, x: jax.Array) -> jax.Array:
     codes, scale = send(_as_bytes(codes)), send(scale.reshape(how.devices, -1)).reshape(scale.shape)
     addends = dequantize(lax.bitcast_convert_type(codes, how.dtype), scale, tiles.shape[1:], 1)
     return _from_tiles(addends.sum(0), shape, how.block).astype(x.dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather(how: _How, x: jax.Array) -> jax.Array:
-    return _gather_now(how, x)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scatter(how: _How, x: jax.Array) -> jax.Array:
-    return _scatter_now(how, x)
 
 
 def _gather_bwd(how: _How, _: None, grad: jax.Array) -> tuple[Any]:

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
-from meshpar_kernels._collective_ids import MESH_AXES, collective_id
+from meshpar_kernels._collective_ids import collective_id, id_reasons
 from meshpar_kernels.collectives.ppermute import rank_of
 from meshpar_kernels.collectives.tpu import coordinates
 
@@ -32,11 +32,7 @@ def unsupported(dtype: Any, axes: Sequence[str], sizes: Sequence[int]) -> Unsupp
         reasons.append(f"x is {dtype}; the kernel takes dtypes of 1, 2 and 4 bytes, without booleans")
     if dtype == jnp.float16:
         reasons.append('x is float16, which Mosaic does not have on TPUs: cast it to bfloat16, or use "native"')
-    names = list(jax.sharding.get_abstract_mesh().axis_names)
-    far = [a for a in axes if names.index(a) >= MESH_AXES]
-    if far:
-        reasons.append(f"axis {far[0]!r} is not among the first {MESH_AXES} of the mesh, {names}")
-    return Unsupported(reasons)
+    return Unsupported([*reasons, *id_reasons(axes)])
 
 
 def _group_barrier(axes: Sequence[str], sizes: Sequence[int]) -> None:
@@ -144,10 +140,7 @@ def _call(kernel: Any, name: str, axes: tuple[str, ...], x: jax.Array, sent: int
         out_shape=_compat.out_struct(x.shape, x.dtype, x),
         compiler_params=pltpu.CompilerParams(collective_id=collective_id(name, axes)),
         cost_estimate=pl.CostEstimate(
-            flops=0,
-            transcendentals=0,
-            bytes_accessed=2 * x.size * x.dtype.itemsize,
-            remote_bytes_transferred=sent,
+            flops=0, transcendentals=0, bytes_accessed=2 * x.size * x.dtype.itemsize, remote_bytes_transferred=sent
         ),
         name=f"meshpar_{name}",
         **options,

@@ -31,12 +31,7 @@ class Problem(NamedTuple):
 
 
 def matmul_problem(
-    rows: int,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
-    group_offset: jax.Array | None,
-    *,
-    transpose_rhs: bool,
+    rows: int, rhs: jax.Array, group_sizes: jax.Array, group_offset: jax.Array | None, *, transpose_rhs: bool
 ) -> Problem:
     """The sizes of [rows, K] times rhs[G, K, N] or, with `transpose_rhs`, rhs[G, N, K]."""
     groups, k, n = (rhs.shape[0], *rhs.shape[:0:-1]) if transpose_rhs else rhs.shape

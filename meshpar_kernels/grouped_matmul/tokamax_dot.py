@@ -51,9 +51,7 @@ def _ragged_dot(lhs, rhs, problem: Problem, dims, *, contracts_rows: bool, out_d
         rhs,
         group_sizes=jnp.diff(problem.bounds),
         ragged_dot_dimension_numbers=jax.lax.RaggedDotDimensionNumbers(
-            dot_dimension_numbers=dims,
-            lhs_ragged_dimensions=[0],
-            rhs_group_dimensions=[] if contracts_rows else [0],
+            dot_dimension_numbers=dims, lhs_ragged_dimensions=[0], rhs_group_dimensions=[] if contracts_rows else [0]
         ),
         precision=precision(lhs.dtype),
         preferred_element_type=out_dtype,

@@ -238,8 +238,7 @@ def grouped_matmul(
         ),
         out_shape=_compat.out_struct((rows, n), out_dtype, lhs, *rhs, *rhs_scale),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"),
-            vmem_limit_bytes=_compat.tpu_vmem_limit(),
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=_compat.tpu_vmem_limit()
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * k * n * num_rhs,

@@ -123,8 +123,7 @@ def grouped_matmul_transpose(
         ),
         out_shape=_compat.out_struct((groups, k, n), out_dtype, lhs, rhs),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=_compat.tpu_vmem_limit(),
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=_compat.tpu_vmem_limit()
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * k * n,

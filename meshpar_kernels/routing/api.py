@@ -142,10 +142,7 @@ def _route(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _choose(
-    options: tuple[tuple[str, Any], ...],
-    implementation: str | None,
-    logits: jax.Array,
-    bias: jax.Array | None,
+    options: tuple[tuple[str, Any], ...], implementation: str | None, logits: jax.Array, bias: jax.Array | None
 ):
     """(expert, weight, rank, counts) by the chosen implementation of `reference.route`; differentiable in the logits."""
     kwargs = dict(options)
@@ -182,11 +179,7 @@ _choose.defvjp(_choose_fwd, _choose_bwd)
 
 
 def permute(
-    x: jax.Array,
-    plan: RoutePlan,
-    *,
-    weight: jax.Array | None = None,
-    implementation: str | None = None,
+    x: jax.Array, plan: RoutePlan, *, weight: jax.Array | None = None, implementation: str | None = None
 ) -> jax.Array:
     """Copy each token to the rows of its choices: the experts' buffer [R, H].
 
@@ -212,11 +205,7 @@ def permute(
 
 
 def combine(
-    y: jax.Array,
-    plan: RoutePlan,
-    *,
-    weight: jax.Array | None = None,
-    implementation: str | None = None,
+    y: jax.Array, plan: RoutePlan, *, weight: jax.Array | None = None, implementation: str | None = None
 ) -> jax.Array:
     """Sum the rows of each token's choices: out[t] = Σ_j weight[t, j] · y[plan.rows[t, j]], in float32.
 
@@ -256,11 +245,7 @@ def _check(op: str, name: str, x: jax.Array, rows: int, plan: RoutePlan, weight:
 
 
 def _gather_sum(
-    op: str,
-    implementation: str | None,
-    x: jax.Array,
-    index: jax.Array,
-    weight: jax.Array | None,
+    op: str, implementation: str | None, x: jax.Array, index: jax.Array, weight: jax.Array | None
 ) -> jax.Array:
     """`reference.gather_sum` by the requested implementation."""
     if 0 in x.shape or 0 in index.shape:
@@ -301,12 +286,7 @@ def _by_choice(values: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _spread(
-    op: str,
-    implementation: str | None,
-    x: jax.Array,
-    weight: jax.Array | None,
-    rows: jax.Array,
-    sources: jax.Array,
+    op: str, implementation: str | None, x: jax.Array, weight: jax.Array | None, rows: jax.Array, sources: jax.Array
 ) -> jax.Array:
     """[T, H] → [R, H]: each token copied to the rows of its choices, times `weight`; 0 in unused rows."""
     k = max(rows.shape[1], 1)

@@ -142,10 +142,7 @@ def _route_kernel(
         key = choice_value = value + bias
     if groups > top_groups:
         reachable &= _best_groups(
-            jnp.where(reachable, choice_value, -jnp.inf),
-            groups=groups,
-            top_groups=top_groups,
-            group_top=group_top,
+            jnp.where(reachable, choice_value, -jnp.inf), groups=groups, top_groups=top_groups, group_top=group_top
         )
     left = jnp.where(reachable, key, -jnp.inf)
 

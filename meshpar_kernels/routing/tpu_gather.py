@@ -66,15 +66,7 @@ def as_words(x: jax.Array) -> jax.Array:
 
 
 def _gather_sum_kernel(
-    now_smem,
-    next_smem,
-    *refs,
-    rows: int,
-    k: int,
-    limit: int,
-    packed: bool,
-    view: bool,
-    weighted: bool,
+    now_smem, next_smem, *refs, rows: int, k: int, limit: int, packed: bool, view: bool, weighted: bool
 ):
     """One grid step: computes one block of result rows and one slab of columns, each row as a (weighted) sum of k rows
     of `x`.
@@ -116,9 +108,7 @@ def _gather_sum_kernel(
                 for r in range(together):
                     row = indices[0, j, first + r]
                     pltpu.make_async_copy(
-                        words.at[pl.ds(row, 1), pl.ds(slab * width, width)],
-                        targets.at[pl.ds(r, 1)],
-                        arrived.at[slot],
+                        words.at[pl.ds(row, 1), pl.ds(slab * width, width)], targets.at[pl.ds(r, 1)], arrived.at[slot]
                     ).start()
             return 0
 
@@ -188,11 +178,7 @@ def gather_sum(x: jax.Array, index: jax.Array, weight: jax.Array | None, *, bloc
     operands = [fetched, fetched, by_block(index, -1)]
     in_specs = [
         pl.BlockSpec(block_shape, lambda h, i: (i, 0, 0), memory_space=pltpu.SMEM),
-        pl.BlockSpec(
-            block_shape,
-            lambda h, i: (jnp.minimum(i + 1, steps - 1), 0, 0),
-            memory_space=pltpu.SMEM,
-        ),
+        pl.BlockSpec(block_shape, lambda h, i: (jnp.minimum(i + 1, steps - 1), 0, 0), memory_space=pltpu.SMEM),
         pl.BlockSpec(block_shape, lambda h, i: (i, 0, 0)),
     ]
     columns = [pltpu.VMEM((rows, k), jnp.int32)]
@@ -205,23 +191,13 @@ def gather_sum(x: jax.Array, index: jax.Array, weight: jax.Array | None, *, bloc
     word = jnp.int32 if packed else jnp.float32
     return pl.pallas_call(
         functools.partial(
-            _gather_sum_kernel,
-            rows=rows,
-            k=k,
-            limit=limit,
-            packed=packed,
-            view=view,
-            weighted=weight is not None,
+            _gather_sum_kernel, rows=rows, k=k, limit=limit, packed=packed, view=view, weighted=weight is not None
         ),
         grid=(slabs, steps),
         in_specs=in_specs,
         out_specs=pl.BlockSpec((rows, slab), lambda h, i: (i, h)),
         out_shape=_compat.out_struct((total_rows, width), x.dtype, *operands),
-        scratch_shapes=[
-            pltpu.VMEM((2, k * rows, slab), word),
-            pltpu.SemaphoreType.DMA((2,)),
-            *columns,
-        ],
+        scratch_shapes=[pltpu.VMEM((2, k * rows, slab), word), pltpu.SemaphoreType.DMA((2,)), *columns],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=_compat.tpu_vmem_limit(),
