@@ -50,14 +50,15 @@ class _Form(NamedTuple):
 
 
 class _Operands(NamedTuple):
-    """The blocks of lhs, of each rhs and of its scales that one grid step has in VMEM, as refs; `first_column` of the
-    result."""
+    """The blocks of lhs, of each rhs and of its scales that one grid step has in VMEM, as refs;
+    `column_tile` is of `width` columns of the result."""
 
     form: _Form
     lhs: Any
     rhs: Sequence[Any]
     scales: Sequence[Any]
-    first_column: Any
+    column_tile: Any
+    width: int
 
     def _pair(self, half: int, row_slice: Any, inner: Any, columns: Any) -> tuple[Any, Any]:
         weights = self.rhs[half].at[0]
@@ -82,7 +83,7 @@ class _Operands(NamedTuple):
             return dot(*self._pair(half, row_slice, pl.ds(first_k, length), columns), contract)
         if self.form.transpose_scale:  # one block of columns; the scales vary along the contracted dim
             left, right = self._pair(half, row_slice, pl.ds(first_k, length), columns)
-            scale = self._factors(half, self.first_column + columns.start, pl.ds(first_k, length))
+            scale = self._factors(half, self.column_tile * self.width + columns.start, pl.ds(first_k, length))
             if transpose_rhs:
                 return dot(left, (right.astype(jnp.float32) * scale).astype(left.dtype), contract)
             return dot((left.astype(jnp.float32) * scale).astype(left.dtype), right.astype(left.dtype), contract)
@@ -90,8 +91,7 @@ class _Operands(NamedTuple):
         parts = []
         for begin in range(0, length, step):
             left, right = self._pair(half, row_slice, pl.ds(first_k + begin, step), columns)
-            scale = self._factors(half, first_k + begin, columns)
-            parts.append(dot(left, right.astype(left.dtype), contract) * scale)
+            parts.append(dot(left, right.astype(left.dtype), contract) * self._factors(half, first_k + begin, columns))
         return functools.reduce(jnp.add, parts)
 
     def matmuls(self, row_slice: Any, columns: Any, acc: Sequence[Any]) -> list[jax.Array]:
@@ -138,7 +138,7 @@ def _matmul_kernel(tile_of, group_of, start, end, live, lhs_ref, *refs, form: _F
     rows, n = out_ref.shape
     low = start[tile_step] - tile_of[tile_step] * rows
     high = end[tile_step] - tile_of[tile_step] * rows
-    operands = _Operands(form, lhs_ref, rhs_refs, rhs_scales, column_tile * n)
+    operands = _Operands(form, lhs_ref, rhs_refs, rhs_scales, column_tile, n)
 
     def multiply(first_row, size, begin):
         """Compute `size` rows of the output block from `first_row` on; with `begin` only rows of the group from `begin`
