@@ -77,9 +77,11 @@ def test_routing_has_no_large_temporary(model, chip):
     choose, copy, add, *by_plan = compiled(chip, model, *kernels)
     choices = 8192 * MODELS[model].k * 4
     assert choose["temp"] < 512 << 10
-    assert copy["temp"] == add["temp"] == 0
+    # for tpu7x XLA places the blocks of indices and weights, padded to 128 lanes, in HBM; for other chips in VMEM
+    padded = 3 * 128 // 32 * choices + (64 << 10) if chip == "tpu7x" else 0
+    assert max(copy["temp"], add["temp"]) <= padded
     for facts in by_plan:
-        assert facts["temp"] < 8 * choices + (512 << 10)
+        assert facts["temp"] < 8 * choices + (512 << 10) + padded
 
 
 @pytest.mark.slow
@@ -167,7 +169,7 @@ def test_rings_and_the_small_all_reduce_compile(chip):
         16 << 20
     )  # the operand, which is summed in place, and buffers for two blocks each way
     (small,) = compiled(chip, "1MiB", "all_reduce_small")
-    assert small["temp"] < 1 << 20
+    assert small["temp"] <= 1 << 20  # the result, as above
 
 
 @pytest.mark.slow
