@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import EllipsisType
+from typing import Any
 
 from .errors import LayoutSyntaxError, RankError
 
@@ -100,8 +101,11 @@ def fit_dims(
 
 
 def format_dims(dims: Iterable[str | EllipsisType | None]) -> str:
-    """``("batch", None)`` → ``"batch _"``."""
-    return " ".join("_" if d is None else "..." if d is ... else str(d) for d in dims)
+    """``("batch", None)`` → ``"batch _"``; of two dims with one name the later one is primed: ``"seq seq'"``."""
+    seen: list[Any] = []
+    for d in dims:
+        seen.append(f"{d}'" if isinstance(d, str) and d in seen else d)
+    return " ".join("_" if d is None else "..." if d is ... else str(d) for d in seen)
 
 
 def near(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> list[str]:

@@ -267,7 +267,7 @@ def test_init_of_weights_without_names_warns(layout, dims, warns):
         return {"layers_0": {"w": jnp.ones((16, 8))}, "layers_1": {"w": jnp.ones((16, 8))}, "b": jnp.ones(8)}
 
     mesh = "data=4, context=2" if layout == "context_parallel" else "data=4"
-    replicated = r'mp.init: the weights have no names.*\n.*\n  "layers_\*/w": "_ _",  # \[16, 8\] and 1 more\n}'
+    replicated = r'mp.init: the weights have no names.*\n.*\n  "\*/layers_\*/w": "_ _",  # \[16, 8\] and 1 more\n}'
     with pytest.warns(ReplicatedWarning, match=replicated) if warns else nullcontext():
         mp.init(create, mesh=mesh, layout=layout, dims=dims)()
 
@@ -290,6 +290,31 @@ def test_state_that_arrives_less_sharded_than_planned_warns_once():
     jitted(made, x)  # once
     mp.jit(step, mesh=mesh, layout=layout, dims=dims)(jax.device_put(params, sharded), x)
     mp.jit(step, mesh=mesh, layout=layout, dims=dims)(params, x)  # uncommitted arrays are on one device
+
+
+def test_init_of_weights_whose_names_no_rule_has_warns():
+    """Names that a library chose for the axes of its own mesh; a template has them."""
+    create = lambda: ({"up": jnp.ones((16, 32))}, jnp.ones(4))  # noqa: E731
+    options = {"mesh": "data=4", "dims": {"*/up": "fsdp tp"}}
+    with pytest.warns(ReplicatedWarning, match=r'no names that the layout has a rule for(.|\n)*"\*/up": "fsdp tp",'):
+        mp.init(create, layout="batch: data; embed: data", **options)()
+    mp.init(create, layout="batch: data; fsdp: data", **options)()
+
+
+def test_the_fix_for_a_scheme_whose_dims_have_other_names_is_a_layout():
+    x, w = (jax.ShapeDtypeStruct(s, f32) for s in ((8, 16), (16, 32)))
+    dims = {"params/w": "fsdp tp", "x": "batch fsdp"}
+    with pytest.warns(ReplicatedWarning, match=r'add a rule for one: mp.Layout\("fsdp"\) \| "fsdp: data"'):
+        mp.plan(lambda params, x: x @ params["w"], {"w": w}, x, mesh="data=4", layout="fsdp", dims=dims)
+    plan = mp.plan(
+        lambda params, x: x @ params["w"],
+        {"w": w},
+        x,
+        mesh="data=4",
+        layout=mp.Layout("fsdp") | "fsdp: data",
+        dims=dims,
+    )
+    assert plan.inputs[0].spec == jax.P("data")
 
 
 def test_state_with_a_key_of_a_generator_that_arrives_replicated():
@@ -333,7 +358,7 @@ def test_a_template_has_one_pattern_for_equal_arrays_only():
         mp.init(lambda: params, mesh="data=4", layout="mlp: data")()
     lines = str(said[0].message).partition("dims={\n")[2].splitlines()
     assert [line.partition(",")[0].strip() for line in lines[:-1]] == [
-        '"layers_*/fc1": "_ _"', '"layers_*/fc2": "_ _"', '"out/0": "_ _"', '"out/1": "_ _"',
+        '"*/layers_*/fc1": "_ _"', '"*/layers_*/fc2": "_ _"', '"*/out/0": "_ _"', '"*/out/1": "_ _"',
     ]  # fmt: skip
 
 

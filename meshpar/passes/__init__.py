@@ -176,12 +176,12 @@ def _warn_of_replication(plan: Plan) -> None:
 
 
 def _warn_of_unnamed_results(plan: Plan) -> None:
-    """Warn (``ReplicatedWarning``) of an initializer whose weights are replicated, since they have no names."""
+    """Warn (``ReplicatedWarning``) of an initializer whose weights are replicated, since no rule has a name of theirs."""
     template = unnamed_results(plan.program, plan.requested_layout)
     if template and plan.mesh.size > 1:
         text = (
-            "mp.init: the weights have no names, so they are replicated: every device allocates all of them. Names that only the "
-            "step infers are not known here. Name their dims:\n"
+            "mp.init: the weights have no names that the layout has a rule for, so they are replicated: every device allocates "
+            "all of them. Names that only the step infers are not known here. Name their dims:\n"
         )
         warnings.warn(text + "\n".join(template), ReplicatedWarning, stacklevel=user_stacklevel())
 
@@ -205,9 +205,12 @@ def _warn_of_scheme(plan: Plan) -> None:
         if template:
             fix = "The weights have no names, so they are replicated. Name their dims:\n" + "\n".join(template)
         else:
+            free = names.difference(rule.dim for rule in layout.rules)
+            weights = {d for v in plan.program.inputs if v.kind == "params" for d in plan.program.dims(v)}
+            dim = min(free & weights or free or {"dim"})
             fix = (
                 f"Its dims are {', '.join(sorted(names)) or 'unnamed'}: rename them in dims=, or add a rule for one: "
-                f'layout | "{min(names, default="dim")}: {over}"'
+                f'mp.Layout("{layout.scheme}") | "{dim}: {over}"'
             )
         text = f"the scheme `{layout.scheme}` shards {missing} over `{over}`, but no dim of the program has such a name. {fix}"
         warnings.warn(text, ReplicatedWarning, stacklevel=user_stacklevel())

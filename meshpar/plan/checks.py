@@ -22,7 +22,7 @@ MIN_MISSPELLED = 3
 ACTIVATION_DIMS = ("batch", "seq")
 """Dims of the known schemes that weights do not have."""
 
-MAX_TEMPLATE_LINES = 8
+MAX_TEMPLATE_LINES = 16
 """Entries of a ``dims=`` that an error or a warning proposes."""
 
 REPORTED_JOINS: set[frozenset[tuple[str, str]]] = set()
@@ -124,14 +124,16 @@ def unnamed_weights(program: Program) -> list[str]:
 
 
 def unnamed_results(program: Program, layout: Layout) -> list[str]:
-    """The fix for an initializer whose matrices have no names: a ``dims=`` for them.
+    """The fix for an initializer whose matrices have no names of the layout: a ``dims=`` for them.
 
-    Empty if one of them has a name, or the layout has rules for :data:`ACTIVATION_DIMS` only, so that weights are replicated.
+    Empty if one of them has a name that a rule shards, or the layout shards :data:`ACTIVATION_DIMS` only, so that weights are
+    replicated.
     """
-    if all(rule.dim in ACTIVATION_DIMS for rule in layout.rules):
-        return []
+    sharded = {rule.dim for rule in layout.rules if rule.axes}
     arrays = [v for v in program.outputs if len(v.shape) > 1 and v.kind != "opt"]
-    return [] if any(any(program.dims(v)) for v in arrays) else dims_template(program, arrays)
+    if sharded.issubset(ACTIVATION_DIMS) or any(sharded.intersection(program.dims(v)) for v in arrays):
+        return []
+    return dims_template(program, arrays, any_root=True)
 
 
 def _template(program: Program) -> list[str]:
@@ -150,8 +152,10 @@ def dims_template(program: Program, arrays: Sequence[Value], any_root: bool = Fa
     Arrays of equal shape and dims whose paths differ in indices only are one pattern: ``layers_*/up/kernel``.
 
     Args:
-      any_root: ``*/`` in place of the first component of the paths, which differs between a step and its initializer.
+      any_root: patterns begin with ``*/``, in place of the name of an argument or the index of a result: they fit a step and its
+        initializer.
     """
+    roots = {(v.path or "").partition("/")[0] for v in program.inputs}
     groups: dict[str, list[Value]] = {}
     for value in arrays:
         groups.setdefault(re.sub(r"(?<=[/_])\d+(?=/|$)", "*", value.path or ""), []).append(value)
@@ -160,7 +164,9 @@ def dims_template(program: Program, arrays: Sequence[Value], any_root: bool = Fa
         alike = len({(v.shape, tuple(program.dims(v))) for v in values}) == 1
         for value in values[:1] if alike else values:
             pattern = general if alike and len(values) > 1 else value.path or ""
-            pattern = f"*/{pattern.partition('/')[2]}" if any_root and "/" in pattern else pattern
+            root, _, below = pattern.partition("/")
+            if any_root:
+                pattern = f"*/{below if below and (root in roots or root.isdigit()) else pattern}"
             dims = " ".join(d if d and d.isidentifier() else "_" for d in program.dims(value))
             more = f" and {len(values) - 1} more" * (alike and len(values) > 1)
             entries.append(f'  "{pattern}": "{dims}",  # {list(value.shape)}{more}')

@@ -282,7 +282,8 @@ def notes(plan: Plan) -> list[Text]:
     out += [Text(f"join  {j}", style="yellow") for j in plan.joins]
     named, total, missing = plan.program.coverage()
     if total:
-        text = f"dims  {named} of {total} named ({100 * named / total:.1f} %)"
+        unsharded = "; a dim without a name is not sharded" * (named < total)
+        text = f"dims  {named} of {total} named ({100 * named / total:.1f} %){unsharded}"
         unnamed = Counter(
             f"{op.name} {list(v.shape)} ({format_dims(plan.program.dims(v))}) at {op.location_of_layers}"
             for op, v, _ in missing
