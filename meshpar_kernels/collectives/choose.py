@@ -84,7 +84,7 @@ def choose(
     compiles a reduce-scatter over several torus axes to an all-reduce, which is modelled.
     - "staged": one axis after another, each with the shards that the axes before it have scattered or gathered.
     - "hierarchical": as "staged", with the outer axes where the array is smallest; only if there are outer axes.
-    - "ring", "pallas": the steps of the coloured rings (`ring_profile`), each with the traffic of its busiest link and
+    - "ring", "pallas": the steps of rings over all axes at once (`ring_profile`), each with the traffic of its busiest link and
     the latency of a hop. "ring" also moves every byte through memory to and from the buffers of each `ppermute`;
     "pallas" does so only for the partial sums of a reduce-scatter.
     - "small": `all_reduce_small`, one step in which every device sends its full array to all; for an all-reduce of at
@@ -144,8 +144,8 @@ def choose(
 
 
 def ring_profile(sizes: Sequence[int], rings: Sequence[bool]) -> list[dict[int, int]]:
-    """For each step of the coloured rings: {index of an axis: slots over its busiest link}. Equal to the simulator's
-    counts on the table."""
+    """For each step of rings over all axes at once, each with its share of the array: {index of an axis: slots over its
+    busiest link}. Equal to the simulator's counts on the table."""
     steps: list[dict[int, int]] = []
     for order in chunks_of(len(sizes), True):
         at, width = 0, 1
