@@ -529,6 +529,7 @@ def _check_patterns(patterns: PathDims, used: set[str], leaves: Sequence[Leaf], 
         listed = sorted(
             paths, key=lambda p: (p in of_state, p not in unnamed, -difflib.SequenceMatcher(None, pattern, p).ratio())
         )
+        shown = list(dict.fromkeys(re.sub(r"(?<=[/_])\d+(?=/)", "*", p) for p in listed))  # one for all layers
         first, starts = pattern.partition("/")[0], sorted({path.partition("/")[0] for path in paths})
         raise PatternError(
             f"the dims= pattern {pattern!r} matches no tensor; a pattern matches a complete path",
@@ -540,6 +541,6 @@ def _check_patterns(patterns: PathDims, used: set[str], leaves: Sequence[Leaf], 
                     * init
                 ),
                 *([f"paths begin with {', '.join(starts)}"] * (not set(first) & set("*?[{") and first not in starts)),
-                f"paths are: {', '.join(listed[:8])}{', …' if len(listed) > 8 else ''}",
+                f"paths are: {', '.join(shown[:8])}{', …' if len(shown) > 8 else ''}",
             ],
         )
