@@ -403,14 +403,14 @@ def compile_attention(kernel: str, shape: str, chip: str) -> dict:
 def hidden_permutes(text: str) -> list[bool]:
     """For every computation of a scheduled program with permutes and attention: does attention run while they do?
 
-    Attention is a conditional (a block that may be fully masked) or a loop.
+    Attention is a conditional (a block that may be fully masked), a loop or a kernel (splash attention).
     """
     found = []
     for body in re.split(r"\n}\n", text):
         lines = body.splitlines()
         starts = [i for i, line in enumerate(lines) if " collective-permute-start(" in line]
         ends = [i for i, line in enumerate(lines) if " collective-permute-done(" in line]
-        work = [i for i, line in enumerate(lines) if re.search(r" (conditional|while)\(", line)]
+        work = [i for i, line in enumerate(lines) if re.search(r" (conditional|while)\(|tpu_custom_call", line)]
         if starts and ends and work:
             found.append(any(max(starts[:1]) < i < max(ends) for i in work))
     return found
