@@ -175,10 +175,11 @@ def test_rings_and_the_small_all_reduce_compile(chip):
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS)
 def test_dense_exchanges_copy_from_hbm_to_hbm(chip):
-    """Memory and copies as with XLA's collective: of the program's result alone; next to no work around the kernel."""
+    """Memory is at most that of XLA's collective, copies are of the program's result alone; next to no work around the kernel."""
     for kernel in ("all_to_all", "collective_permute"):
         facts, native = compiled(chip, "16MiB", kernel, f"{kernel} native")
-        assert facts["temp"] == native["temp"] <= 16 << 20
+        assert facts["temp"] <= 16 << 20
+        assert facts["temp"] <= native["temp"] < (16 << 20) + (64 << 10)
         assert facts["copied"] == native["copied"] == ["f32[4096,1024]"]
         assert facts["cycles"] - native["cycles"] < 5000  # a permute looks up its target
 
