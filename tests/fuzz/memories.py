@@ -72,10 +72,10 @@ def host_argument(w: Writer) -> None:
         writer.vars[:] = [replace(u, kind="h") if u is v else u for u in writer.vars]
         writer = writer.parent
     w.needs.add(f"host {v.name}")
-    # JAX's derivative of a loop in a body mixes host and device
+    # JAX's derivative of a loop mixes host and device if its body copies an array of the host, or is inside of another body
     x = f"lax.stop_gradient({v.name})" if w.depth else v.name
     w.emit(w.of([
-        f"jax.device_put({v.name}, DEVICE)",
+        f"jax.device_put({x}, DEVICE)",
         f"lax.scan(lambda c, a: (c * 0.5 + jax.device_put(a, DEVICE), None), jax.device_put({x}[0], DEVICE), {x})[0]",
     ]), 4.0)  # fmt: skip
 
