@@ -102,7 +102,7 @@ def test_flags_are_those_of_the_fields():
     fewer = argparse.ArgumentParser()
     add_flags(fewer.add_argument, without=["calibration", "overlap"])
     assert given_flags(fewer.parse_args([])) == {
-        "lowering": "auto", "schedule": "1f1b", "gather": "microbatch", "strict": False, "donate_argnames": None, "options": "auto",
+        "lowering": "auto", "schedule": "1f1b", "gather": None, "strict": False, "donate_argnames": None, "options": "auto",
     }  # fmt: skip
 
 

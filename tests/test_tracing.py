@@ -66,7 +66,7 @@ def test_dims_of_the_factored_moments_of_optax(shape):
     ],
 )
 def test_a_pattern_is_suggested_for_one_that_matches_nothing(pattern, suggested):
-    found = _similar_pattern(pattern, ["state/mlp/kernel", "state/mlp/bias", "batch"])
+    found = _similar_pattern(pattern, ["state/mlp/kernel", "state/mlp/bias", "batch"], [])
     if suggested is None:
         assert found == []
     else:

@@ -226,7 +226,7 @@ def _warn_of_indivisible(plan: Plan) -> None:
     if any(op.primitive.shard_map for op in plan.program.root.walk()):
         return
     for dim in indivisible_dims(plan):
-        if text := microbatch_text(plan, dim):
+        if not dim.rule.optional and (text := microbatch_text(plan, dim)):
             warnings.warn(text, IndivisibleWarning, stacklevel=user_stacklevel())
             continue
         if bytes_caused(plan, dim.rule) < MIN_EXCESS_BYTES:

@@ -126,12 +126,12 @@ def unnamed_weights(program: Program) -> list[str]:
 def unnamed_results(program: Program, layout: Layout) -> list[str]:
     """The fix for an initializer whose matrices have no names of the layout: a ``dims=`` for them.
 
-    Empty if one of them has a name that a rule shards, or the layout shards :data:`ACTIVATION_DIMS` only, so that weights are
-    replicated.
+    Empty if one of them has a name that a rule shards, or the layout shards :data:`ACTIVATION_DIMS` only (or misspellings of them),
+    so that weights are replicated.
     """
-    sharded = {rule.dim for rule in layout.rules if rule.axes}
+    sharded = {rule.dim for rule in layout.rules if rule.axes and not misspelled(rule.dim, ACTIVATION_DIMS)}
     arrays = [v for v in program.outputs if len(v.shape) > 1 and v.kind != "opt"]
-    if sharded.issubset(ACTIVATION_DIMS) or any(sharded.intersection(program.dims(v)) for v in arrays):
+    if not sharded or any(sharded.intersection(program.dims(v)) for v in arrays):
         return []
     return dims_template(program, arrays, any_root=True)
 
