@@ -285,7 +285,7 @@ def _search_arguments(add: Add) -> None:
     add(
         "--time-limit",
         type=float,
-        help="seconds after which no more plans are begun; one of a large unrolled model takes 20 s",
+        help="seconds after which no more plans are begun; a plan of a large unrolled model takes 20 s",
     )
     add("--choices", action="append", default=[], metavar="NAME=A,B",
         help="values to choose from as well, of `overlap` or of an argument of the target: remat=full,none; several may be given",

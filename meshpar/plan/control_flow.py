@@ -63,8 +63,8 @@ class ControlFlow:
       conversions: ops whose decisions depend on ``accumulated``.
       depth: the number of scans around the present op.
       in_each_microbatch: loops whose carries add up gradients gather weights, and reduce gradients, in each iteration.
-      unsharded: bytes of the gradients that loops add up on a device, and that are not sharded as they are stored: with
-        ``in_each_microbatch`` it has shards of them.
+      unsharded: bytes on a device of the gradients that loops add up without sharding them as they are stored; with
+        ``in_each_microbatch`` the device has shards of them.
     """
 
     def __init__(
@@ -370,8 +370,8 @@ class ControlFlow:
     # -- carries that accumulate
 
     def _is_reduced_in_each(self, addend: Value) -> bool:
-        """Whether a gradient is reduced in each microbatch, unless it is small: then its collectives take longer than its memory is
-        worth."""
+        """Whether a gradient is reduced in each microbatch. A small one is not: it saves little memory, and each collective has a
+        latency."""
         return self.in_each_microbatch and math.prod(addend.shape) >= MIN_SCATTERED_ELEMENTS
 
     def _find_accumulations(self, op: Op, frame: Frame, nc: int, nk: int) -> set[int]:

@@ -198,7 +198,7 @@ def _once_text(unsharded: float) -> str:
       unsharded: bytes of the gradients on a device.
     """
     return (
-        f"microbatches use weights that are gathered, and add up gradients that are reduced, once a step: a device has "
+        "weights are gathered, and gradients reduced, once for all microbatches of a step: a device has "
         f'{format_memory(unsharded)} of unsharded gradients. gather="microbatch" needs less memory, and sends more'
     )
 
@@ -206,10 +206,10 @@ def _once_text(unsharded: float) -> str:
 MIN_NOTED_BYTES = 2**26
 """Bytes of unsharded gradients from which on a note says how to have them sharded."""
 IN_EACH_MICROBATCH = (
-    "weights are gathered, and gradients reduced, in each microbatch: once a step sends less, and exceeds the memory "
+    "weights are gathered, and gradients reduced, in each microbatch: doing so once a step would send less, but exceeds the memory "
     '(gather="step" requests it)'
 )
-"""The note of a plan whose gathers are not once a step because of the memory."""
+"""The note of a plan that gathers weights in each microbatch because of the memory."""
 
 
 class _Planner:
