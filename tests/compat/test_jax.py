@@ -1,6 +1,7 @@
-"""Pauses of the garbage collector: which generation objects are in afterwards, and when garbage is collected."""
+"""Pauses of the garbage collector, and the modules of equations."""
 
 import gc
+import types
 import weakref
 
 import pytest
@@ -73,3 +74,18 @@ def test_objects_that_the_caller_froze_stay_frozen():
     assert not in_oldest(young)
     assert frozen.itself is frozen
     assert len(many) == 2000
+
+
+@pytest.mark.parametrize(
+    ("stack", "path"),
+    [
+        ("jvp(T5)/decoder/block/checkpoint/T5/decoder/block/0/layer", "T5/decoder/block/0/layer"),
+        ("transpose(jvp(ViT))/encoder/layer_0/attention", "ViT/encoder/layer_0/attention"),
+        ("A/b/b/c", "A/b/b/c"),
+        ("", ""),
+    ],
+)
+def test_the_module_of_an_equation(stack, path):
+    """A rematerialized module of Flax repeats the path of the module that calls it."""
+    equation = types.SimpleNamespace(source_info=types.SimpleNamespace(name_stack=stack))
+    assert compat.module_of(equation) == path
