@@ -20,7 +20,7 @@ from .layout import AnyMesh
 from .units import mesh_text
 
 _NAME = re.compile(r"[A-Za-z_][\w\-]*\Z")
-_AXIS = re.compile(r"\s*([^=:]*?)\s*[=:]\s*(-?\d+)\s*\Z")
+_AXIS = re.compile(r"([^=:]*)[=:]\s*(-?\d{1,9})\s*\Z")
 
 
 MeshSizes = str | Mapping[str, int]
@@ -64,7 +64,7 @@ def _axes_and_sizes(spec: Any, names: Sequence[str] | None) -> Iterator[tuple[An
     if isinstance(spec, str) and names is None:
         for part in re.split("[,;]", spec):
             m = _AXIS.match(part)
-            yield (part.strip(), "") if m is None else (m[1], int(m[2]))
+            yield (part.strip(), "") if m is None else (m[1].strip(), int(m[2]))
     elif isinstance(spec, Mapping) and names is None:
         yield from spec.items()
     elif isinstance(spec, Sequence) and not isinstance(spec, str) and names is not None:
