@@ -221,7 +221,7 @@ def _local_scatter(op: LocalOp, operand: Any, indices: Any, updates: Any) -> lis
 
 
 def applies_function(eqn: Any) -> bool:
-    """Whether a scatter combines elements and updates by a user's function, as ``x.at[i].apply(f)``: no update is without effect."""
+    """Whether a scatter writes a user's function of the elements, as ``x.at[i].apply(f)``: no update is without effect."""
     return eqn.primitive.name == "scatter" and eqn.params["update_jaxpr"] is not None
 
 
