@@ -140,3 +140,17 @@ def test_a_kernel_without_a_rule_says_how_to_declare_one():
     ruled = mp.kernel_rule("rows cols! -> rows cols")(double)
     f = mp.jit(ruled, mesh=mp.mesh("data=2"), layout="batch: data", dims={"x": "batch embed"}, lowering="shard_map")
     np.testing.assert_array_equal(f(x), 2 * x)
+
+
+def test_weights_by_keyword_and_from_the_end():
+    def dtypes(x, p):
+        return [v.dtype for v in jax.tree.leaves((x, p))]
+
+    p, x = {"w": jnp.ones((4, 4))}, jnp.ones(4)
+    policy = mp.Precision(compute="bfloat16")
+    for argnum in (1, -1):
+        cast = policy(dtypes, argnum=argnum)
+        for call in (cast(x, p), cast(x, p=p), cast(p=p, x=x)):
+            assert call == [jnp.float32, jnp.bfloat16]
+    with pytest.raises(UnsupportedError, match=r"no argument 2.*\n.*argnum="):
+        policy(lambda *args: args, argnum=2)(x, p)
