@@ -212,18 +212,19 @@ def to_safetensors(path: str, step: int, target: str | Path, only: str = "*") ->
     Raises:
       CheckpointError: no leaf matches, the checkpoint is damaged, or the file cannot be written.
     """
-    facts = facts_of(path, step)["leaves"]
-    chosen = {p: leaf for p, leaf in facts.items() if path_matches(only, p) and "key" not in leaf}
+    facts = facts_of(path, step)
+    leaves = facts["leaves"]
+    chosen = {p: leaf for p, leaf in leaves.items() if path_matches(only, p) and "digest" in leaf and "key" not in leaf}
     if not chosen:
         raise CheckpointError(
-            f"no leaf of checkpoint {step} matches {only!r}", fixes=[f"it has {', '.join(list(facts)[:8])}"]
+            f"no array of checkpoint {step} matches {only!r}", fixes=[f"it has {', '.join(list(leaves)[:8])}"]
         )
     here = SingleDeviceSharding(jax.local_devices()[0])
     targets = {
         p: jax.ShapeDtypeStruct(tuple(leaf["shape"]), jnp.dtype(leaf["dtype"]), sharding=here)
         for p, leaf in chosen.items()
     }
-    found = read_leaves(path, step, targets)
+    found = read_leaves(path, step, facts, targets)
     with _errors_of(target):
         safetensors().flax.save_file({p.replace("/", "."): x for p, x in found.items()}, str(target))
     return len(found)
