@@ -30,7 +30,7 @@ from .options import Lowering, Mode, StepOptions, refuse_ambiguous_options
 from .passes import make_plan
 from .plan_api import Plan
 from .progress import Progress
-from .tracing import FlatFunction, TracedStep, annotation_of, trace_call
+from .tracing import FlatFunction, TracedStep, annotation_of, metadata_names, trace_call
 from .units import mesh_text
 from .verify.aot import Compiled, Effort, compile_lowered, mesh_to_compile_for
 from .verify.check import Report, Subject, check_layouts
@@ -281,7 +281,8 @@ class Jitted(Generic[P, R]):
                         "or plan or call the step first, or give step.put all of its arguments",
                     ],
                 )
-            spec = self.layout.spec(dims or (), mesh, np.shape(leaf.value), scope=leaf.kind, path=leaf.path)
+            layout = self.layout.with_axis_names(metadata_names([leaf], self._options.dims), mesh)
+            spec = layout.spec(dims or (), mesh, np.shape(leaf.value), scope=leaf.kind, path=leaf.path)
             return place(leaf.value, NamedSharding(mesh, spec), copy)
 
         out = []

@@ -201,7 +201,7 @@ class Plan:
 
     Attributes:
       program, mesh: of the plan.
-      layout: rules for dims that have the name of an axis, then the rules of ``requested_layout``.
+      layout: the rules of ``requested_layout``, then rules for names of Flax metadata that are axes of the mesh.
       requested_layout: as the user gave it.
       topology: the slices of the mesh as text (``"v5p:8x8x8"``), if its devices do not tell.
       torus: axis → the stages of its devices on the torus of a slice.

@@ -44,8 +44,8 @@ KINDS = {"params": "parameters", "opt": "optimizer state", None: "other inputs",
 
 
 def layout_text(plan: Plan) -> str:
-    """The layout of a plan as the user wrote it, or with the rules for dims named like axes before it; ``(nothing sharded)`` for an
-    empty one."""
+    """The layout of a plan as the user wrote it, or with the rules that the plan adds for Flax metadata; ``(nothing sharded)``
+    for an empty one."""
     given = plan.requested_layout.given if plan.layout.rules == plan.requested_layout.rules else ""
     return given or str(plan.layout) or "(nothing sharded)"
 
