@@ -48,7 +48,7 @@ from .pods.local_sgd import LocalSgd
 from .progress import Progress, progress_line
 from .search import Objective, Row, Search
 from .search import search as search_from
-from .tracing import named_tree, state_dims
+from .tracing import metadata_names, named_tree, state_dims
 from .units import format_bytes, format_memory, format_seconds, mesh_text
 from .verify.aot import Compiled, Effort, mesh_to_compile_for
 from .verify.check import Report, check_layouts, each_layout
@@ -242,9 +242,10 @@ def shardings(tree: Any, layout: LayoutLike, mesh: MeshLike | None = None, *, di
       >>> placed["up"].shard_shape((64, 256))
       (16, 128)
     """
-    rules, where = Layout(layout), device_mesh(mesh)
+    where, patterns = device_mesh(mesh), path_dims(dims)
     tree = nnx.state(tree) if is_graph_node(tree) else tree
-    named = named_tree(tree, path_dims(dims))
+    named = named_tree(tree, patterns)
+    rules = Layout(layout).with_axis_names(metadata_names((leaf for leaf, _ in named), patterns), where)
     if rules.rules and not any(names and any(names) for _, names in named) and any(np.ndim(x.value) for x, _ in named):
         raise UnknownDimError(
             "no array of the tree has a named dim",

@@ -27,6 +27,7 @@ __all__ = [
     "RankError",
     "RepeatedWarning",
     "ReplicatedWarning",
+    "ReshardedWarning",
     "StuckProcessError",
     "TargetError",
     "TorusWarning",
@@ -210,6 +211,13 @@ class ReplicatedWarning(UserWarning):
 
     It has three causes: none of the rules for an axis takes effect on the program; the weights that :func:`meshpar.init` creates
     have no names; the state of a call is sharded over fewer devices than the plan shards it over.
+    """
+
+
+class ReshardedWarning(UserWarning):
+    """Arguments that every call of a step reshards, since their arrays have another sharding or other devices; at the second call.
+
+    ``jax.jit`` with shardings raises for such arrays.
     """
 
 

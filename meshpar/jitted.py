@@ -19,7 +19,7 @@ from .arguments import ArgumentRoles, Call, fully_donated, is_static, unhashable
 from .caches import LRUCache
 from .compat import nnx
 from .compat.jax import has_graph_nodes, in_explicit_mesh, is_graph_node, jit_disabled, without_gc
-from .compiled import CompiledStep, lower_step
+from .compiled import CompiledStep, arrivals, lower_step
 from .errors import MeshError, UnsupportedError
 from .exported import Exported, export_step
 from .flax import Leaf, capture_names, flatten_named, pure_states
@@ -30,7 +30,7 @@ from .options import Lowering, Mode, StepOptions, refuse_ambiguous_options
 from .passes import make_plan
 from .plan_api import Plan
 from .progress import Progress
-from .tracing import FlatFunction, TracedStep, annotation_of, trace_call
+from .tracing import FlatFunction, TracedStep, annotation_of, metadata_names, trace_call
 from .units import mesh_text
 from .verify.aot import Compiled, Effort, compile_lowered, mesh_to_compile_for
 from .verify.check import Report, Subject, check_layouts
@@ -146,11 +146,18 @@ class Jitted(Generic[P, R]):
     def plan(self, /, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays or ``jax.ShapeDtypeStruct``); nothing runs, nothing is compiled.
 
+        Given arrays on devices, ``arrivals`` of the plan lists those that a call would reshard.
+
         Raises:
           MeshparError: names, sizes or rules that do not fit; see :mod:`meshpar.errors`.
         """
         with self._flattened((*self._bound, *args), kwargs) as call:
-            return self._plan(call)
+            plan, fixed = self._plan(call), call.fixed
+        if not isinstance(self.mesh, Mesh):  # the plan is for devices that are not attached
+            return plan
+        arrays = [x for i, x in enumerate(call.leaves) if i not in fixed]
+        found = arrivals(plan, arrays, [NamedSharding(self.mesh, h.spec) for h in plan.inputs])
+        return replace(plan, arrivals=found) if found else plan
 
     @without_gc(cached=True)
     def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
@@ -219,14 +226,22 @@ class Jitted(Generic[P, R]):
             for path, x in self._arguments(args, kwargs)
         )
 
-    def put(self, /, *args: Any, **kwargs: Any) -> Any:
+    @refuse_ambiguous_options
+    def put(
+        self, /, *args: Any, in_place: bool = False, kwargs: Mapping[str, Any] | None = None, **keywords: Any
+    ) -> Any:  # fmt: skip
         """Move arguments to the devices, sharded as the step needs them: the next batch, weights that were read from a file.
 
             batch = step.put(batch=batch)
 
         Either all arguments of the function are given, as in a call, or some by name. Each array of the latter gets its sharding
-        of the last call or plan, else the sharding of its own dims (``dims=``, Flax metadata). nnx modules are updated in place
-        and returned.
+        of the last call or plan, else the sharding of its own dims (``dims=``, Flax metadata). An nnx module is copied, and
+        shares no array with its copy: a trainer's updates do not change a sampler.
+
+        Args:
+          *args, **keywords: arguments of the function.
+          in_place: move the arrays of nnx modules into the modules themselves, instead of copies.
+          kwargs: keyword arguments of the function with the names of options of this method.
 
         Returns:
           The arguments as sharded arrays: a single one without a tuple, several as a tuple.
@@ -236,6 +251,7 @@ class Jitted(Generic[P, R]):
           MeshError: an abstract mesh.
           MeshparError: as :meth:`plan`.
         """
+        kwargs = {**keywords, **(kwargs or {})}
         mesh = _with_devices(self.mesh, "arrays are put on devices")
         try:
             if self._roles.signature is not None:
@@ -245,7 +261,7 @@ class Jitted(Generic[P, R]):
             plan = self._caches.plans.latest()
         inputs = {} if plan is None else {h.path: h for h in plan.inputs}
 
-        def placed(leaf: Leaf) -> Any:
+        def placed(leaf: Leaf, copy: bool) -> Any:
             """A leaf on the devices: in its sharding of the last plan, else by the layout from its own dims.
 
             Raises:
@@ -253,9 +269,9 @@ class Jitted(Generic[P, R]):
             """
             known = inputs.get(leaf.path)
             if known is not None and known.shape == np.shape(leaf.value):
-                return place(leaf.value, NamedSharding(mesh, known.spec))
+                return place(leaf.value, NamedSharding(mesh, known.spec), copy)
             dims = annotation_of(leaf, self._options.dims, set())
-            if dims is None:
+            if dims is None and np.ndim(leaf.value):
                 raise UnsupportedError(
                     f"{leaf.path}: nothing determines its sharding yet",
                     path=leaf.path,
@@ -265,15 +281,18 @@ class Jitted(Generic[P, R]):
                         "or plan or call the step first, or give step.put all of its arguments",
                     ],
                 )
-            spec = self.layout.spec(dims, mesh, np.shape(leaf.value), scope=leaf.kind, path=leaf.path)
-            return place(leaf.value, NamedSharding(mesh, spec))
+            layout = self.layout.with_axis_names(metadata_names([leaf], self._options.dims), mesh)
+            spec = layout.spec(dims or (), mesh, np.shape(leaf.value), scope=leaf.kind, path=leaf.path)
+            return place(leaf.value, NamedSharding(mesh, spec), copy)
 
         out = []
         for path, x in self._arguments(args, kwargs):
-            y = _map_paths(placed, x, path)
-            if is_graph_node(x):
+            module = is_graph_node(x)
+            y = _map_paths(functools.partial(placed, copy=module and not in_place), x, path)
+            if module:
+                x = x if in_place else nnx.clone(x)
                 nnx.update(x, y)
-            out.append(x if is_graph_node(x) else y)
+            out.append(x if module else y)
         return out[0] if len(out) == 1 else tuple(out)
 
     def check(self, /, *args: Any, **kwargs: Any) -> Report:

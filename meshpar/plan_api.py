@@ -105,8 +105,8 @@ class Plan(record.Plan):
         )  # fmt: skip
 
     def to_json(self) -> str:
-        """The plan as JSON: mesh, chip, calibration, layout, lowering, inputs, outputs, constants, collectives, transfers, memory,
-        time, decoding, options, joins, notes, unnamed dims."""
+        """The plan as JSON: mesh, chip, calibration, layout, lowering, inputs, outputs, constants, collectives, arrivals,
+        transfers, memory, time, decoding, options, joins, notes, unnamed dims."""
         return report.plan_json(self)
 
     @property

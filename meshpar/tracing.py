@@ -157,6 +157,7 @@ def trace_call(
         value.kind = leaf.kind
     for value, leaf in zip(program.outputs, results, strict=True):
         value.kind = value.kind or leaf.kind
+    program.metadata_names = metadata_names([*named, *results], patterns)
     program.joins = [_with_parameters(join, program, patterns) for join in program.joins]
     return TracedStep(program, flat.out_tree, flat.fixed, tuple(closed.in_avals), unchanged)
 
@@ -250,6 +251,12 @@ def _explained_axis_names() -> Iterator[None]:
 
 
 # -- the dims of arguments and results
+
+
+def metadata_names(leaves: Iterable[Leaf], patterns: PathDims) -> frozenset[str]:
+    """The names of dims that the leaves have from Flax metadata, which no pattern replaces."""
+    own = (leaf.dims for leaf in leaves if leaf.dims and patterns.match(leaf.path) is None)
+    return frozenset(name for dims in own for name in dims if isinstance(name, str))
 
 
 def named_tree(tree: Any, patterns: PathDims) -> list[tuple[Leaf, Dims | None]]:

@@ -13,7 +13,7 @@ from ..dims import format_dims
 from ..hardware.calibration import Calibrations, calibrated
 from ..hardware.chips import Chip
 from ..hardware.topology import chip_of, torus_of, torus_of_slices
-from ..layout import AnyMesh, Layout, Rule, Spec
+from ..layout import AnyMesh, Layout, Spec
 from ..program.divisible_rewrite import rewrite_indivisible_slices
 from ..program.ir import Frame, Op, Program, Value
 from ..program.pipeline import rewrite_pipelines, stack_notes
@@ -76,11 +76,12 @@ def planned(
     layout.check_axes(mesh)
     check_dims(program, layout, init)
     check_joins(program, strict)
-    axes = sorted((program.all_names() & set(mesh.shape)) - set(layout.dims))
-    complete = layout.with_first(
-        [Rule(a, (a,)) for a in axes]
-    )  # models that name axes in their metadata, as Flax allows
-    notes = [f"`{a}` is called after an axis of the mesh and has no rule: it is treated as `{a}: {a}`" for a in axes]
+    complete = layout.with_axis_names(program.metadata_names, mesh)
+    notes = [
+        f"Flax metadata names a dim `{rule.dim}`, which is an axis of the mesh and has no rule: the plan adds `{rule}` after the "
+        f"rules of the layout; `{rule.dim}: none` turns this off"
+        for rule in complete.rules[len(layout.rules) :]
+    ]
     assignment = AxisAssignment(program, complete, dict(mesh.shape))
     rules = complete.unscoped
     notes += stack_notes(program, assignment.value_spec, rules, assignment.sizes)

@@ -26,6 +26,7 @@ from .facts import (
     CollectiveGroup,
     argument_dims,
     argument_groups,
+    arrivals_text,
     blocking_collectives,
     calibration_text,
     collective_groups,
@@ -96,6 +97,7 @@ def plan_renderable(plan: Plan) -> Any:
         *_redundant(plan),
         Text(),
         _collectives(plan, styles),
+        *([Text.assemble(("before the step, ", "bold"), arrivals_text(plan.arrivals))] if plan.arrivals else []),
     ]
     for section in (pipeline_section(plan), overlaps(plan) if plan.overlaps else [], options(plan), notes(plan)):
         parts += [Text(), *section] if section else []
