@@ -14,7 +14,7 @@ import threading
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -24,6 +24,8 @@ from jax._src.interpreters import partial_eval
 from jax._src.random.prng import PRNGKeyArray
 from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import AxisType
+
+T = TypeVar("T")
 
 trace_context: Callable[[], Hashable] = config.trace_context
 """Returns the context that a trace depends on besides the function: settings (x64, matmul precision, PRNG, promotion, …), meshes in
@@ -445,8 +447,22 @@ _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 def body_of(eqn: Any) -> Any:
-    """The body of a call: a Jaxpr or ClosedJaxpr."""
-    return eqn.params[next(k for k in _BODIES if k in eqn.params)]
+    """The body of a call: a Jaxpr or ClosedJaxpr.
+
+    A ``custom_linear_solve`` runs ``solve``; its other jaxprs are for derivatives.
+    """
+    p = eqn.params
+    return p["jaxprs"].solve if "jaxprs" in p else p[next(k for k in _BODIES if k in p)]
+
+
+def body_operands(eqn: Any, operands: Sequence[T]) -> Sequence[T]:
+    """The operands of a call that its body takes, in order: of ``custom_linear_solve``, the constants of ``solve`` and the
+    right-hand sides."""
+    lengths = eqn.params.get("const_lengths")
+    if lengths is None:
+        return operands[len(operands) - len(closed_parts(body_of(eqn))[0].invars) :]
+    first = lengths.matvec + lengths.vecmat
+    return [*operands[first : first + lengths.solve], *operands[sum(lengths) :]]
 
 
 def replace_body(eqn: Any, bodies: Sequence[Any]) -> Any:
@@ -460,9 +476,12 @@ def replace_body(eqn: Any, bodies: Sequence[Any]) -> Any:
         for key, body in zip(("cond_jaxpr", "body_jaxpr"), bodies, strict=True):
             params[key] = ClosedJaxpr(body, params[key].consts)
     else:
-        key = next(k for k in _BODIES if k in params)
-        old, (body,) = params[key], bodies
-        params[key] = ClosedJaxpr(body, old.consts) if isinstance(old, ClosedJaxpr) else body
+        old, (body,) = body_of(eqn), bodies
+        body = ClosedJaxpr(body, old.consts) if isinstance(old, ClosedJaxpr) else body
+        if "jaxprs" in params:
+            params["jaxprs"] = params["jaxprs"]._replace(solve=body)
+        else:
+            params[next(k for k in _BODIES if k in params)] = body
     return eqn.replace(params=params)
 
 

@@ -23,6 +23,7 @@ from functools import cached_property
 from typing import Any
 
 from ..caches import LRUCache
+from ..compat.jax import body_operands
 from ..dims import Dims
 from ..layout import SCOPES, Layout, Rule, Spec, claim
 from ..program.ir import Op, Program, Value
@@ -730,7 +731,9 @@ def _link_bodies(op: Op, link: Callable[[Value | None, Value | None], None]) -> 
             outer = (op.ins[nc : nc + nb] if body else op.ins[:nc]) + op.ins[nc + nb :]
             if not body:
                 results = []
-        for a, b in zip(outer[len(outer) - len(inner) :], inner, strict=False):
+        elif op.primitive.call:
+            outer = list(body_operands(op.eqn, outer))
+        for a, b in zip(outer, inner, strict=False):
             link(a, b)
         for a, b in zip(op.outs, results, strict=False):
             link(a, b)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from ..compat.jax import body_consts, literal_array, scan_counts
+from ..compat.jax import body_consts, body_operands, literal_array, scan_counts
 from ..layout import Spec
 from ..program.ir import Frame, Op, Value
 from ..program.primitives import add_row_p
@@ -124,8 +124,7 @@ class ControlFlow:
         with emitter.inside(frame) as body:
             if not recomputes:
                 body.copies = outer.copies
-            invars = op.eqn.invars[len(op.eqn.invars) - len(frame.jaxpr.invars) :]
-            for var, value in zip(invars, frame.ins(), strict=True):
+            for var, value in zip(body_operands(op.eqn, op.eqn.invars), frame.ins(), strict=True):
                 if isinstance(var, Literal):
                     emitter.literal(value, var)
             if recomputes:
@@ -470,7 +469,7 @@ def _outputs(frame: Frame) -> list[Value | None]:
 def _recomputes(op: Op) -> bool:
     """Whether a call recomputes part of the forward pass behind a barrier."""
     p = op.eqn.params
-    if "prevent_cse" not in p or not p["differentiated"]:
+    if not op.primitive.recomputation or not p["differentiated"]:
         return False
     guarded = p["prevent_cse"]
     return any(guarded) if isinstance(guarded, tuple) else bool(guarded)

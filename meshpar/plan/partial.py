@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from ..compat.jax import body_consts, is_tracer, literal_array, scan_counts
+from ..compat.jax import body_consts, body_operands, is_tracer, literal_array, scan_counts
 from ..program.ir import Op, Program, Value
 from ..program.primitives import reduce_in_p
 from ..rules import having
@@ -74,7 +74,7 @@ def _scalars(program: Program) -> dict[Value, Any]:
                 (frame.env[var], _scalar(const)) for var, const in zip(frame.jaxpr.constvars, consts, strict=False)
             )
             if not op.primitive.control_flow:
-                invars = op.eqn.invars[len(op.eqn.invars) - len(frame.jaxpr.invars) :]
+                invars = body_operands(op.eqn, op.eqn.invars)
                 literals = [(v, x) for v, x in zip(frame.ins(), invars, strict=True) if isinstance(x, Literal)]
                 found.update((v, _scalar(literal_array(x))) for v, x in literals)
     return {value: x for value, x in found.items() if x is not None}
