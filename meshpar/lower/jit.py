@@ -129,8 +129,8 @@ class _Lowering:
         return eqn, out
 
     def path(self, have: Spec | None, need: Spec, shape: Sequence[int]) -> tuple[Spec, ...]:
-        """The specs of the constraints that reshard a value of this shape. Slices, exchanges and all-gathers have one each: with one
-        constraint for all, XLA all-gathers the unsliced value."""
+        """The specs of the constraints that reshard a value of this shape. Slices, exchanges and all-gathers have one each: with
+        one constraint for all, XLA all-gathers the unsliced value."""
         moves = () if have is None else reshard(have, need, shape, self.sizes)
         gathers = [m.before for m in moves if m.op == "all-gather"]
         slices = [m.after for m in moves if m.op == "slice"] if gathers else []

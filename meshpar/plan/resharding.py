@@ -175,9 +175,11 @@ def _all_to_alls(spec: Spec, sizes: Mapping[str, int]) -> Iterator[Move]:
 
 
 def _permutes(have: Spec, need: Spec, sizes: Mapping[str, int]) -> tuple[Move, ...] | None:
-    """The collective-permutes from ``have`` to ``need``: one, if shards keep their shape. Otherwise each device cuts its shard along
-    the dims that are split further, and sends one part in each. None: the shards have other numbers of elements, or the parts are
-    too many."""
+    """The collective-permutes from ``have`` to ``need``; None: shards have different numbers of elements, or too many parts.
+
+    If shards keep their shape, there is one. Otherwise a device cuts its shard along the dims that are split further, and sends one
+    part in each.
+    """
     if have == need:
         return ()
     pairs = [(shard_count(h, sizes), shard_count(n, sizes)) for h, n in zip(have, need, strict=True)]
