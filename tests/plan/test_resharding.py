@@ -93,8 +93,8 @@ def assert_arrives(have, need, shape, sizes, bounded=True):
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("rank", [1, 2, 3])
 def test_every_shard_arrives_and_the_bytes_are_near_the_least_possible(mesh, rank):
-    """A device has to receive the elements of its new shard that it does not have. It sends at most a new shard, or twice that where
-    the numbers of shards are not multiples of each other or the parts are more than 8."""
+    """A device has to receive the elements of its new shard that it does not have. It sends at most a new shard, or twice that
+    where the numbers of shards are not multiples of each other or the parts are more than 8."""
     sizes, nested = MESHES[mesh], 3 not in MESHES[mesh].values()
     shape = (16, 32, 16)[:rank] if nested else (36, 12, 6)[:rank]
     pairs = list(itertools.product(specs_of(rank, sizes), repeat=2))
