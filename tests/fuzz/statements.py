@@ -420,3 +420,14 @@ def renamed(w: Writer) -> None:
     w.used.add(x.name)
     name = w.of([d for d in x.dims if d])
     w.emit(f"mp.rename({x.name}, {name}='{name}_other')", var.top, var.bits)
+
+
+@statement(0.3)
+def swapped(w: Writer) -> None:
+    """Two dims take each other's names, or an array meets its transpose: the axes of their rules change places."""
+    a, b = w.of([(a, b) for a, n in w.sizes.items() for b, m in w.sizes.items() if a != b and n in (m, 2 * m, 4 * m)])
+    x = w.fresh((w.sizes[a], w.sizes[b]), names=(a, b))
+    if w.sizes[a] == w.sizes[b] and w.chance(0.5):
+        w.emit(f"{x.name} + {x.name}.T", x.top * 2, x.bits)
+    else:
+        w.emit(f"mp.rename({x.name}, {a}='{b}', {b}='{a}')", x.top, x.bits)
