@@ -18,14 +18,14 @@ from jax.sharding import Mesh, NamedSharding
 from .arguments import ArgumentRoles, Call, fully_donated, is_static, unhashable, with_statics
 from .caches import LRUCache
 from .compat import nnx
-from .compat.jax import has_graph_nodes, in_explicit_mesh, is_graph_node, jit_disabled, without_gc
+from .compat.jax import has_graph_nodes, in_mesh, is_graph_node, jit_disabled, without_gc
 from .compiled import CompiledStep, lower_step
 from .errors import MeshError, UnsupportedError
 from .exported import Exported, export_step
 from .flax import Leaf, capture_names, flatten_named, pure_states
 from .global_arrays import place
 from .layout import AnyMesh, Layout
-from .mesh import MeshLike, device_mesh
+from .mesh import MeshLike, auto_mesh, device_mesh, is_context
 from .options import Lowering, Mode, StepOptions, refuse_ambiguous_options
 from .passes import make_plan
 from .plan_api import Plan
@@ -91,6 +91,7 @@ class Jitted(Generic[P, R]):
         attributes = getattr(fn, "__dict__", {})
         self.__dict__.update({k: x for k, x in attributes.items() if not hasattr(Jitted, k) and k != "__wrapped__"})
         self.mesh, self.layout, self.topology = mesh, layout, topology
+        self._auto = auto_mesh(mesh)
         self.lowering: Lowering = options.lowering
         self.overlap: Mode | None = options.overlap
         self._fn: Callable[..., Any] = fn
@@ -119,7 +120,7 @@ class Jitted(Generic[P, R]):
         compiles it."""
         all_args = (*self._bound, *args)
         caches = self._caches
-        if caches.compiled and not (caches.nodes or self._init or jit_disabled() or in_explicit_mesh()):
+        if caches.compiled and not (caches.nodes or self._init or jit_disabled()) and is_context(self._auto):
             call = self._roles.flatten(all_args, kwargs)
             try:
                 compiled = caches.compiled.get(call.key)
@@ -171,7 +172,7 @@ class Jitted(Generic[P, R]):
         args = (*self._bound, *args)
         if self._init or has_graph_nodes((args, kwargs)):
             call = self._roles.flatten(args, kwargs)
-            with capture_names(self.mesh.axis_names):
+            with capture_names(self.mesh.axis_names, self.mesh if self.mesh is not self._auto else None):
 
                 def plain(args: Any, kwargs: Any) -> Any:
                     args, kwargs = with_statics(args, kwargs, call.statics)
@@ -386,7 +387,7 @@ class Jitted(Generic[P, R]):
     def _slow_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> R:
         """A call that is not compiled yet, has nnx objects (split into trees, then updated), or is under ``disable_jit``."""
         if jit_disabled():
-            with self._no_names()():
+            with self._no_names(self.mesh if self.mesh is not self._auto else None)():
                 return self._fn(*args, **kwargs)
         with self._flattened(args, kwargs) as call:
             return self._unflattened(call, self._compiled(call)(call.leaves))
@@ -400,11 +401,8 @@ class Jitted(Generic[P, R]):
         """
         nodes = self._init or has_graph_nodes((args, dict(kwargs)))
         with contextlib.ExitStack() as stack:
-            if in_explicit_mesh():
-                mesh = self.mesh
-                stack.enter_context(
-                    jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
-                )
+            if not is_context(self._auto):
+                stack.enter_context(in_mesh(self._auto))
             if nodes:
                 self._caches.nodes = True
                 stack.enter_context(nnx.update_context(self._caches))
@@ -432,7 +430,7 @@ class Jitted(Generic[P, R]):
         traced = self._caches.programs.get(call.key)
         if traced is None:
             made = trace_call(
-                call, self._flat(call), self._roles.path, self._options.dims, self.mesh.axis_names, self._init
+                call, self._flat(call), self._roles.path, self._options.dims, self.mesh, self._init
             )
             traced = self._caches.programs.put(call.key, made)
         return traced
@@ -444,7 +442,7 @@ class Jitted(Generic[P, R]):
             with without_gc(cached=True):
                 program, step = self._trace(call).program, self._options
                 plan = make_plan(
-                    program, self.layout, self.mesh, strict=step.strict, init=self._init, topology=self.topology,
+                    program, self.layout, self._auto, strict=step.strict, init=self._init, topology=self.topology,
                     donated=self._roles.donated_arrays(call), lowering=step.lowering, overlap=step.overlap, options=step.options,
                     compiler_options=step.compiler_options, calibrations=step.calibration, schedule=step.schedule,
                     gather=step.gather,
@@ -466,18 +464,21 @@ class Jitted(Generic[P, R]):
         step = self._options
         return lower_step(
             plan, self._trace(call), self._flat(call), _with_devices(self.mesh), strict=step.strict, dims=step.dims,
-            names_off=self._no_names(), keep_unused=step.keep_unused, compiler_options=step.compiler_options,
+            names_off=self._no_names(self._trace(call).explicit), keep_unused=step.keep_unused, compiler_options=step.compiler_options,
         )  # fmt: skip
 
     def _flat(self, call: Call) -> FlatFunction:
         return FlatFunction(self._fn, call.without_leaves(), self._caches if call.nodes else None)
 
-    def _no_names(self) -> Callable[[], AbstractContextManager[None]]:
+    def _no_names(self, explicit: AnyMesh | None = None) -> Callable[[], AbstractContextManager[None]]:
         """A function that returns a context in which sharding constraints over dim and axis names have no effect, as on one device.
-        It does not refer to this object, so that compiled steps may refer to it."""
-        return functools.partial(
-            capture_names, {*self.mesh.axis_names, *(a for r in self.layout.rules for a in r.axes)}
-        )
+        It does not refer to this object, so that compiled steps may refer to it.
+
+        Args:
+          explicit: :attr:`TracedStep.explicit`.
+        """
+        axes = {*self.mesh.axis_names, *(a for r in self.layout.rules for a in r.axes)}
+        return functools.partial(capture_names, axes, explicit)
 
     @contextlib.contextmanager
     def _check_subject(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Subject]:
@@ -488,7 +489,7 @@ class Jitted(Generic[P, R]):
             arrays = call.leaves if compiled.arrays is None else [call.leaves[i] for i in compiled.arrays]
 
             def unsharded(*xs: Any) -> list[Any]:
-                with self._no_names()():
+                with self._no_names(compiled.traced.explicit)():
                     return jax.tree.leaves(function(*xs))
 
             yield Subject(compiled.plan, arrays, unsharded, compiled.on_arrays, compiled.in_shardings)
