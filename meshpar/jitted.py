@@ -13,12 +13,21 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from .arguments import ArgumentRoles, Call, fully_donated, is_static, unhashable, with_statics
 from .caches import LRUCache
 from .compat import nnx
-from .compat.jax import has_graph_nodes, in_mesh, is_graph_node, jit_disabled, without_gc
+from .compat.jax import (
+    at_top_level,
+    has_graph_nodes,
+    in_mesh,
+    is_graph_node,
+    jit_disabled,
+    mesh_in_context,
+    with_auto_axes,
+    without_gc,
+)
 from .compiled import CompiledStep, lower_step
 from .errors import MeshError, UnsupportedError
 from .exported import Exported, export_step
@@ -56,12 +65,14 @@ class _Caches:
     under which nnx objects are split into trees.
 
     Attributes:
+      twins: mesh with Explicit axes → the same step on it.
       nodes: some call had nnx objects.
     """
 
     programs: LRUCache[Any, TracedStep] = field(default_factory=lambda: LRUCache(MAX_CALLS))
     plans: LRUCache[Any, Plan] = field(default_factory=lambda: LRUCache(MAX_CALLS))
     compiled: LRUCache[Any, CompiledStep] = field(default_factory=lambda: LRUCache(MAX_CALLS))
+    twins: LRUCache[Any, Any] = field(default_factory=lambda: LRUCache(MAX_CALLS))
     nodes: bool = False
 
 
@@ -389,8 +400,39 @@ class Jitted(Generic[P, R]):
         if jit_disabled():
             with self._no_names(self.mesh if self.mesh is not self._auto else None)():
                 return self._fn(*args, **kwargs)
+        step = self._on_context()
+        if step is not self:
+            return step._slow_call(args, kwargs)
         with self._flattened(args, kwargs) as call:
             return self._unflattened(call, self._compiled(call)(call.leaves))
+
+    def _on_context(self) -> Jitted[P, R]:
+        """This step, or the same step on the mesh of ``jax.set_mesh`` if that differs in its Explicit axes only: their shardings are in
+        the types of the results.
+
+        Raises:
+          MeshError: inside a ``jax.jit`` whose mesh cannot be replaced by the mesh of the step.
+        """
+        context, own = mesh_in_context(), self._auto
+        explicit = AxisType.Explicit in context.axis_types
+        if self.mesh is own and isinstance(own, Mesh) and explicit:
+            if with_auto_axes(context) in (own, own.abstract_mesh):
+                twin = self._caches.twins.get(context) or Jitted(
+                    self._fn, Mesh(own.devices, own.axis_names, axis_types=context.axis_types), self.layout, self._options,
+                    topology=self.topology, init=self._init,
+                )  # fmt: skip
+                return self._caches.twins.put(context, twin)
+        if not (context.empty or at_top_level() or AxisType.Manual in context.axis_types):
+            if context.size != own.size or (explicit and with_auto_axes(context.abstract_mesh) != own.abstract_mesh):
+                raise MeshError(
+                    f"this step is on the mesh ({mesh_text(own.shape)}), and is called inside a jax.jit or another transformation under "
+                    f"jax.set_mesh of ({mesh_text(context.shape)})",
+                    fixes=[
+                        "leave mesh= out: the step then takes the mesh of jax.set_mesh",
+                        "or call the step outside of the jax.jit, or under jax.set_mesh of its own mesh",
+                    ],
+                )
+        return self
 
     @contextlib.contextmanager
     def _flattened(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Call]:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .compat.devices import device_mesh as ordered_devices
-from .compat.jax import with_auto_axes
+from .compat.jax import mesh_in_context, with_auto_axes
 from .compat.processes import DEVICES, process_count
 from .errors import LayoutSyntaxError, MeshError
 from .hardware.topology import check_fills, parse_topology, topology_devices
@@ -92,8 +92,8 @@ def context_mesh(topology: str | None = None) -> AnyMesh:
     Raises:
       MeshError: this thread is in neither.
     """
-    abstract = jax.sharding.get_abstract_mesh()
-    if abstract.empty:
+    mesh = mesh_in_context()
+    if mesh.empty:
         known = (
             ""
             if topology is None
@@ -104,11 +104,7 @@ def context_mesh(topology: str | None = None) -> AnyMesh:
             f"no mesh is given, and none is set{known}",
             fixes=[*axes, "or with jax.set_mesh(mesh): around the call"],
         )
-    try:
-        concrete = jax.sharding.get_mesh()
-    except ValueError:  # inside jax.jit, where only the abstract mesh is known
-        return abstract
-    return concrete if dict(concrete.shape) == dict(abstract.shape) else abstract
+    return mesh
 
 
 def mesh(
@@ -215,16 +211,10 @@ def auto_mesh(mesh: AnyMesh) -> AnyMesh:
 
 def is_context(mesh: AnyMesh) -> bool:
     """Whether ``mesh`` is the mesh of ``jax.set_mesh`` around this call, or there is none."""
-    abstract = jax.sharding.get_abstract_mesh()
-    if abstract.empty:
+    if jax.sharding.get_abstract_mesh().empty:
         return True
-    if abstract != mesh.abstract_mesh:
-        return False
-    try:
-        concrete = jax.sharding.get_mesh()
-    except ValueError:  # inside jax.jit
-        return True
-    return concrete.empty or concrete == mesh
+    context = mesh_in_context()
+    return context in (mesh, mesh.abstract_mesh)
 
 
 _make_mesh = mesh  # for functions with a parameter `mesh`

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax._src import config, core, dispatch, pjit, shard_map, source_info_util
+from jax._src import mesh as mesh_lib
 from jax._src.array import ArrayImpl
 from jax._src.interpreters import partial_eval
 from jax._src.lax import utils as lax_utils
@@ -189,6 +190,13 @@ def jit_disabled() -> bool:
     return config.disable_jit.value
 
 
+def mesh_in_context() -> Mesh | AbstractMesh:
+    """The mesh of the innermost ``jax.set_mesh``, also inside ``jax.jit``, or the abstract mesh of
+    ``jax.sharding.use_abstract_mesh``; empty without both."""
+    abstract, concrete = jax.sharding.get_abstract_mesh(), mesh_lib.get_concrete_mesh()
+    return concrete if concrete.abstract_mesh == abstract else abstract
+
+
 @contextlib.contextmanager
 def in_mesh(mesh: Any) -> Iterator[None]:
     """A context in which the axes of ``mesh`` are JAX's mesh, in place of the mesh of ``jax.set_mesh`` around it."""
@@ -298,6 +306,15 @@ def constraint_spec(eqn: Any) -> tuple[tuple[str, ...], ...] | None:
     return axes_of_spec(spec, eqn.outvars[0].aval.ndim)
 
 
+def in_auto_mesh(eqn: Any) -> Any:
+    """The equation, traced as on a mesh with Auto axes; the same object if it was not traced with Explicit ones."""
+    mesh = eqn.ctx.cur_abstract_mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        return eqn
+    with eqn.ctx.manager, jax.sharding.use_abstract_mesh(with_auto_axes(mesh)):
+        return eqn.replace(ctx=core.current_jaxpr_eqn_context())
+
+
 class Shardings(NamedTuple):
     """The shardings that an equation has as parameters: of each operand and result, or None, and the parameters without them."""
 
@@ -355,13 +372,19 @@ def _patch_constraints() -> None:
     ]  # fmt: skip
     for module, name, mode, ours in patches:
         plain = getattr(module, name)
-        hooked = functools.wraps(plain)(functools.partial(_redirected, mode, plain, ours))
+        hooked = _redirected(plain, ours, mode)
         _unpatched.append((module, name, hooked, plain))
         setattr(module, name, hooked)
 
 
-def _redirected(mode: str, plain: Any, ours: Any, *args: Any, **kwargs: Any) -> Any:
-    return ours(plain, *args, **kwargs) if getattr(_tracing, mode, None) else plain(*args, **kwargs)
+def _redirected(plain: Any, ours: Any, mode: str) -> Any:
+    """A function that calls ``ours(plain, …)`` in threads whose ``mode`` is set, and ``plain(…)`` in others."""
+
+    @functools.wraps(plain)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return ours(plain, *args, **kwargs) if getattr(_tracing, mode, None) else plain(*args, **kwargs)
+
+    return function
 
 
 def _unpatch_constraints() -> None:

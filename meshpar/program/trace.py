@@ -14,6 +14,7 @@ from ..compat.jax import (
     axes_of_spec,
     closed_parts,
     equations,
+    in_auto_mesh,
     make_jaxpr,
     new_var,
     shardings_of,
@@ -48,7 +49,7 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any], mesh: AnyMesh) -> tuple
     closed = without_refs(closed)
     if any(map(_is_batched, equations(closed))):
         closed = ClosedJaxpr(_each_equation(closed.jaxpr, _with_scalar_condition, {}), closed.consts)
-    if any(map(shardings_of, equations(closed))):
+    if any(shardings_of(e) or in_auto_mesh(e) is not e for e in equations(closed)):
         closed = ClosedJaxpr(_each_equation(closed.jaxpr, partial(_constrained, mesh), {}), closed.consts)
     closed = with_matmuls_added_first(with_merged_casts(with_sunk_reductions(closed)))
     return closed, shapes, jax.tree.leaves(shapes)
@@ -90,7 +91,9 @@ def _each_equation(jaxpr: Any, rewrite: Rewrite, done: dict[int, Any]) -> Any:
 
 
 def _constrained(mesh: AnyMesh, eqn: Any) -> list[Any]:
-    """An equation without shardings as parameters (:func:`shardings_of`), and constraints of its operands and results in their place."""
+    """An equation without shardings as parameters (:func:`shardings_of`), and constraints of its operands and results in their
+    place."""
+    eqn = in_auto_mesh(eqn)
     given = shardings_of(eqn)
     if given is None:
         return [eqn]
