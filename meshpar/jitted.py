@@ -131,7 +131,7 @@ class Jitted(Generic[P, R]):
         compiles it."""
         all_args = (*self._bound, *args)
         caches = self._caches
-        if caches.compiled and not (caches.nodes or self._init or jit_disabled()) and is_context(self._auto):
+        if caches.compiled and not (caches.nodes or self._init or jit_disabled()) and self._on_own_mesh():
             call = self._roles.flatten(all_args, kwargs)
             try:
                 compiled = caches.compiled.get(call.key)
@@ -404,34 +404,40 @@ class Jitted(Generic[P, R]):
         if step is not self:
             return step._slow_call(args, kwargs)
         with self._flattened(args, kwargs) as call:
-            return self._unflattened(call, self._compiled(call)(call.leaves))
+            compiled = self._compiled(call)
+            out = self._unflattened(call, compiled(call.leaves))
+        if self._on_own_mesh() and not call.nodes:  # the key depends on the mesh in context
+            self._caches.compiled.put(self._roles.flatten(args, kwargs).key, compiled)
+        return out
+
+    def _on_own_mesh(self) -> bool:
+        """Whether JAX's mesh is the mesh of the step, or there is none, so that a compiled step can be called as it is."""
+        return is_context(self._auto) or (self.mesh is not self._auto and is_context(self.mesh))
 
     def _on_context(self) -> Jitted[P, R]:
-        """This step, or the same step on the mesh of ``jax.set_mesh`` if that differs in its Explicit axes only: their shardings are in
-        the types of the results.
+        """This step, or the same step on the mesh of ``jax.set_mesh`` if that differs only in that its axes are Explicit: the
+        results are arrays of that mesh.
 
         Raises:
           MeshError: inside a ``jax.jit`` whose mesh cannot be replaced by the mesh of the step.
         """
         context, own = mesh_in_context(), self._auto
         explicit = AxisType.Explicit in context.axis_types
-        if self.mesh is own and isinstance(own, Mesh) and explicit:
-            if with_auto_axes(context) in (own, own.abstract_mesh):
-                twin = self._caches.twins.get(context) or Jitted(
-                    self._fn, Mesh(own.devices, own.axis_names, axis_types=context.axis_types), self.layout, self._options,
-                    topology=self.topology, init=self._init,
-                )  # fmt: skip
-                return self._caches.twins.put(context, twin)
-        if not (context.empty or at_top_level() or AxisType.Manual in context.axis_types):
-            if context.size != own.size or (explicit and with_auto_axes(context.abstract_mesh) != own.abstract_mesh):
-                raise MeshError(
-                    f"this step is on the mesh ({mesh_text(own.shape)}), and is called inside a jax.jit or another transformation under "
-                    f"jax.set_mesh of ({mesh_text(context.shape)})",
-                    fixes=[
-                        "leave mesh= out: the step then takes the mesh of jax.set_mesh",
-                        "or call the step outside of the jax.jit, or under jax.set_mesh of its own mesh",
-                    ],
-                )
+        equal = with_auto_axes(context) in (own, own.abstract_mesh)
+        if explicit and equal and self.mesh is own and isinstance(own, Mesh):
+            mesh = Mesh(own.devices, own.axis_names, axis_types=context.axis_types)
+            return self._caches.twins.setdefault(mesh, lambda: self._with(mesh=mesh))
+        if context.empty or at_top_level() or AxisType.Manual in context.axis_types:
+            return self
+        if context.size != own.size or (explicit and not equal):
+            raise MeshError(
+                f"this step is on the mesh ({mesh_text(own.shape)}), and is called inside a jax.jit or another transformation "
+                f"under jax.set_mesh of ({mesh_text(context.shape)})",
+                fixes=[
+                    "leave mesh= out: the step then takes the mesh of jax.set_mesh",
+                    "or call the step outside of the jax.jit, or under jax.set_mesh of its own mesh",
+                ],
+            )
         return self
 
     @contextlib.contextmanager
@@ -471,9 +477,7 @@ class Jitted(Generic[P, R]):
         """The traced program of a call, cached by the key of the call."""
         traced = self._caches.programs.get(call.key)
         if traced is None:
-            made = trace_call(
-                call, self._flat(call), self._roles.path, self._options.dims, self.mesh, self._init
-            )
+            made = trace_call(call, self._flat(call), self._roles.path, self._options.dims, self.mesh, self._init)
             traced = self._caches.programs.put(call.key, made)
         return traced
 
@@ -503,10 +507,10 @@ class Jitted(Generic[P, R]):
 
     def _lower(self, call: Call, plan: Plan) -> CompiledStep:
         """The plan of a call, lowered and ready to be compiled."""
-        step = self._options
+        step, traced = self._options, self._trace(call)
         return lower_step(
-            plan, self._trace(call), self._flat(call), _with_devices(self.mesh), strict=step.strict, dims=step.dims,
-            names_off=self._no_names(self._trace(call).explicit), keep_unused=step.keep_unused, compiler_options=step.compiler_options,
+            plan, traced, self._flat(call), _with_devices(self.mesh), strict=step.strict, dims=step.dims,
+            names_off=self._no_names(traced.explicit), keep_unused=step.keep_unused, compiler_options=step.compiler_options,
         )  # fmt: skip
 
     def _flat(self, call: Call) -> FlatFunction:

@@ -171,8 +171,8 @@ def mesh(
 
 
 def device_mesh(mesh: MeshLike | None) -> AnyMesh:
-    """The mesh that ``mesh=`` of :func:`meshpar.jit` describes: axes and sizes are a mesh with Auto axes over this program's devices;
-    None is the mesh of the context (:func:`meshpar.mesh.context_mesh`).
+    """The mesh that ``mesh=`` of :func:`meshpar.jit` describes: axes and sizes are a mesh with Auto axes over this program's
+    devices; None is the mesh of the context (:func:`meshpar.mesh.context_mesh`).
 
     Raises:
       LayoutSyntaxError, MeshError: none, or one with Manual axes.

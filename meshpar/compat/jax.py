@@ -199,10 +199,23 @@ def mesh_in_context() -> Mesh | AbstractMesh:
 
 @contextlib.contextmanager
 def in_mesh(mesh: Any) -> Iterator[None]:
-    """A context in which the axes of ``mesh`` are JAX's mesh, in place of the mesh of ``jax.set_mesh`` around it."""
-    clear = jax.set_mesh(None) if core.trace_state_clean() else jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
-    with clear, jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    """A context with ``mesh`` as JAX's mesh, in place of the mesh of ``jax.set_mesh`` around it; with its axes only, inside
+    ``jax.jit`` and if its devices are not attached."""
+    abstract, clean = jax.sharding.use_abstract_mesh, core.trace_state_clean()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(None) if clean else abstract(AbstractMesh((), ())))
+        stack.enter_context(jax.set_mesh(mesh) if clean and _attached(mesh) else abstract(mesh.abstract_mesh))
         yield
+
+
+def _attached(mesh: Any) -> bool:
+    """Whether the devices of a mesh belong to this program, in which JAX can run on them."""
+    if not isinstance(mesh, Mesh):
+        return False
+    try:
+        return mesh.devices.flat[0] in jax.devices(mesh.devices.flat[0].platform)
+    except RuntimeError:  # no such platform
+        return False
 
 
 MAX_UNVISITED_OBJECTS = 8_000_000
@@ -324,7 +337,8 @@ class Shardings(NamedTuple):
 
 
 def shardings_of(eqn: Any) -> Shardings | None:
-    """The shardings of ``out_sharding=`` of an op, and ``in_shardings`` and ``out_shardings`` of ``jax.jit``, over a mesh.
+    """The shardings over a mesh of ``out_sharding=`` of an op, of ``jax.device_put``, and of ``in_shardings`` and ``out_shardings``
+    of ``jax.jit``.
 
     Of an op, a sharding over no axis is no constraint: derivatives and ``jnp.zeros_like`` take it from the types of arrays.
     """
@@ -335,6 +349,9 @@ def shardings_of(eqn: Any) -> Shardings | None:
             return None
         plain = {key: (UNSPECIFIED,) * len(params[key]) for key in ("in_shardings", "out_shardings")}
         return Shardings(*sides, {**params, **plain})
+    if eqn.primitive.name == "device_put":  # its devices are also a memory
+        given = [_constraint(s) for s in params["devices"]]
+        return Shardings(none, given, params) if any(given) else None
     if eqn.primitive is sharding_constraint_p:
         return None
     key = next((k for k in ("out_sharding", "sharding") if isinstance(params.get(k), NamedSharding)), None)
@@ -395,7 +412,8 @@ def _unpatch_constraints() -> None:
 
 
 def _reshard(plain: Any, x: Any, *, dst_sharding: Any, **kwargs: Any) -> Any:
-    """``jax.sharding.reshard`` as a sharding constraint. ``auto_axes`` and ``explicit_axes`` cast with it, which changes nothing."""
+    """``jax.sharding.reshard`` as a sharding constraint; the value itself where ``auto_axes`` and ``explicit_axes`` cast with it,
+    and for a partial value, which the plan reduces where it has to be."""
     unreduced = getattr(dst_sharding.spec, "unreduced", None)
     explicit = AxisType.Explicit in dst_sharding.mesh.axis_types
     cast = getattr(_tracing, "casts", False) and not any(dst_sharding.spec)
@@ -403,6 +421,7 @@ def _reshard(plain: Any, x: Any, *, dst_sharding: Any, **kwargs: Any) -> Any:
 
 
 def _cast(plain: Any, xs: Any, shardings: Any) -> Any:
+    """The ``reshard`` that JAX's own functions call."""
     _tracing.casts = True
     try:
         return plain(xs, shardings)
@@ -447,6 +466,10 @@ _UNTYPED: list[tuple[Any, str, Any]] = [
 ]
 """Functions of JAX, and what they do while a step is traced with Explicit axes: arrays have no sharding in their type, so that no
 op requires one, and what asks for a sharding is a constraint."""
+
+
+_UNTYPED_TRACE = jax.make_user_context(False)
+"""Part of the key of JAX's trace caches: a function that is also traced outside of the step has shardings in its types there."""
 
 
 def with_auto_axes(mesh: Any) -> Any:
@@ -495,8 +518,8 @@ def patched_constraints(logical: Any, constraint: Any, explicit: Any = None) -> 
     """A context in which linen's logical constraints and ``with_sharding_constraint`` of this thread call these functions.
 
     Args:
-      explicit: a mesh with Explicit axes, which is then JAX's mesh: ``reshard`` calls ``constraint``, and arrays have no sharding in
-        their type (:data:`_UNTYPED`).
+      explicit: a mesh with Explicit axes, which is then JAX's mesh: ``reshard`` calls ``constraint``, and arrays have no sharding
+        in their type (:data:`_UNTYPED`).
     """
     import flax.linen as nn
 
@@ -510,7 +533,10 @@ def patched_constraints(logical: Any, constraint: Any, explicit: Any = None) -> 
     # linen ignores constraints if no rule is set
     rules = nn.get_logical_axis_rules() or (("_", None),)
     try:
-        with nn.logical_axis_rules(rules), contextlib.nullcontext() if explicit is None else in_mesh(explicit):
+        with nn.logical_axis_rules(rules), contextlib.ExitStack() as stack:
+            if explicit is not None:
+                stack.enter_context(in_mesh(explicit))
+                stack.enter_context(_UNTYPED_TRACE(True))
             yield
     finally:
         _tracing.hooks, _tracing.untyped = before

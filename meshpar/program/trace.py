@@ -134,8 +134,8 @@ def _holds_bodies(param: Any) -> bool:
 
 
 def _with_scalar_condition(eqn: Any) -> list[Any]:
-    """The equation; a batched ``while`` as one whose condition is a scalar: it runs until all elements are done. Done elements are not
-    changed, as in the compiled program."""
+    """The equation; a batched ``while`` as one whose condition is a scalar: it runs until all elements are done. Done elements are
+    not changed, as in the compiled program."""
     if not _is_batched(eqn):
         return [eqn]
     p = eqn.params
