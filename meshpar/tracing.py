@@ -24,10 +24,20 @@ from .arguments import (
     with_statics,
 )
 from .compat import nnx
-from .compat.jax import abstract_array, is_graph_node, is_ref, traced_as, user_line, without_dead_code
+from .compat.jax import (
+    abstract_array,
+    explicit_mesh,
+    is_graph_node,
+    is_ref,
+    needs_explicit_axes,
+    traced_as,
+    user_line,
+    without_dead_code,
+)
 from .dims import Dims, PathDims, alternatives, fit_dims, format_dims, near, path_matches
 from .errors import PatternError, UnsupportedError
 from .flax import Leaf, capture_names, flatten_named, with_states
+from .layout import AnyMesh
 from .program import Program, infer, trace
 from .program.ir import Join
 
@@ -41,6 +51,7 @@ class TracedStep:
       fixed: position → leaf, of the results that are not arrays; the program computes the others.
       avals: abstract arrays of the program's arguments.
       unchanged: position of a result → position of the argument that it is, for variables of nnx objects that no op changes.
+      explicit: the mesh with Explicit axes with which the function was traced; None: it was traced without.
     """
 
     program: Program
@@ -48,6 +59,7 @@ class TracedStep:
     fixed: dict[int, Any]
     avals: tuple[Any, ...]
     unchanged: Mapping[int, int]
+    explicit: AnyMesh | None
 
     def result(self, outs: Sequence[Any]) -> Any:
         """The results as the function returns them, from the flat results of the program."""
@@ -91,7 +103,7 @@ class FlatFunction:
 
 
 def trace_call(
-    call: Call, flat: FlatFunction, argument_path: ArgumentPath, patterns: PathDims, axes: Iterable[str], init: bool
+    call: Call, flat: FlatFunction, argument_path: ArgumentPath, patterns: PathDims, mesh: AnyMesh, init: bool
 ) -> TracedStep:
     """Trace a call and infer the dims of every value.
 
@@ -99,7 +111,7 @@ def trace_call(
       call: with its leaves; only their shapes, dtypes and names are read.
       flat: the function of the call's arrays.
       patterns: the ``dims=`` of :func:`meshpar.jit`; with ``init``, they apply to the results as well.
-      axes: names of the mesh axes.
+      mesh: of the step: its axes' names, and whether they are Explicit.
 
     Raises:
       PatternError, RankError: patterns that match no array, or arrays of another rank.
@@ -126,9 +138,9 @@ def trace_call(
 
     if call.fixed:
         check_fixed(call.dynamic, argument_path)
-    with capture_names(axes), _explained_axis_names():
-        traced_as(flat, flat.fn, [leaf.path for leaf in named])
-        closed, shapes, out_leaves = trace(flat, [x for x, _ in arrays])
+    traced_as(flat, flat.fn, [leaf.path for leaf in named])
+    with _explained_axis_names():
+        closed, shapes, out_leaves, explicit = _trace_on(mesh, flat, [x for x, _ in arrays])
     if any(map(is_ref, closed.consts)):
         raise UnsupportedError(
             f"{getattr(flat.fn, '__name__', 'the step')} closes over a mutable array (jax.Ref): a sharded step cannot use it",
@@ -159,7 +171,25 @@ def trace_call(
         value.kind = value.kind or leaf.kind
     program.metadata_names = metadata_names([*named, *results], patterns)
     program.joins = [_with_parameters(join, program, patterns) for join in program.joins]
-    return TracedStep(program, flat.out_tree, flat.fixed, tuple(closed.in_avals), unchanged)
+    return TracedStep(program, flat.out_tree, flat.fixed, tuple(closed.in_avals), unchanged, explicit)
+
+
+def _trace_on(mesh: AnyMesh, flat: FlatFunction, arrays: Sequence[Any]) -> tuple[Any, Any, list[Any], AnyMesh | None]:
+    """The results of :func:`meshpar.program.trace`, and the mesh with Explicit axes with which the function was traced, or None.
+
+    On a mesh with Explicit axes it is traced with these. On another mesh it is traced with them if it uses what JAX has for
+    Explicit axes only: ``reshard``, ``out_sharding=``.
+    """
+    explicit = explicit_mesh(mesh)
+    if explicit is not mesh:
+        try:
+            with capture_names(mesh.axis_names):
+                return *trace(flat, arrays, mesh), None
+        except ValueError as e:
+            if not needs_explicit_axes(e):
+                raise
+    with capture_names(mesh.axis_names, explicit):
+        return *trace(flat, arrays, mesh), explicit
 
 
 def _infer_live(

@@ -192,11 +192,15 @@ def key_text(key: Any) -> str:
 
 
 @contextlib.contextmanager
-def capture_names(axes: Iterable[str]) -> Iterator[None]:
+def capture_names(axes: Iterable[str], explicit: Any = None) -> Iterator[None]:
     """While a function is traced, turn sharding constraints over names into names.
 
     ``linen.with_logical_constraint`` and ``jax.lax.with_sharding_constraint`` over dim names become ``mp.named``; over the mesh's
     ``axes`` they become explicit specs. NNX variables are made without a mesh.
+
+    Args:
+      explicit: a mesh with Explicit axes, for a function that uses JAX's explicit sharding: ``jax.sharding.reshard`` is a sharding
+        constraint as well.
     """
     axes = frozenset(axes)
 
@@ -216,7 +220,7 @@ def capture_names(axes: Iterable[str]) -> Iterator[None]:
             return jax.tree.map(lambda v: _name(v, tuple(spec)), x)
         return jax.tree.map(lambda v: place_p.bind(v, spec=axes_of_spec(spec, v.ndim)), x)
 
-    with patched_constraints(logical, constraint), nnx.use_eager_sharding(False):
+    with patched_constraints(logical, constraint, explicit), nnx.use_eager_sharding(False):
         yield
 
 
