@@ -30,6 +30,7 @@ from .errors import PatternError, UnsupportedError
 from .flax import Leaf, capture_names, flatten_named, with_states
 from .program import Program, infer, trace
 from .program.ir import Join
+from .program.roles import name_parameters
 
 
 @dataclass(eq=False, slots=True)
@@ -157,6 +158,7 @@ def trace_call(
         value.kind = leaf.kind
     for value, leaf in zip(program.outputs, results, strict=True):
         value.kind = value.kind or leaf.kind
+    name_parameters(program)
     program.joins = [_with_parameters(join, program, patterns) for join in program.joins]
     return TracedStep(program, flat.out_tree, flat.fixed, tuple(closed.in_avals), unchanged)
 
