@@ -40,6 +40,7 @@ from .flax import Leaf, capture_names, flatten_named, with_states
 from .layout import AnyMesh
 from .program import Program, infer, trace
 from .program.ir import Join
+from .program.roles import name_parameters
 
 
 @dataclass(eq=False, slots=True)
@@ -170,6 +171,7 @@ def trace_call(
     for value, leaf in zip(program.outputs, results, strict=True):
         value.kind = value.kind or leaf.kind
     program.metadata_names = metadata_names([*named, *results], patterns)
+    name_parameters(program)
     program.joins = [_with_parameters(join, program, patterns) for join in program.joins]
     return TracedStep(program, flat.out_tree, flat.fixed, tuple(closed.in_avals), unchanged, explicit)
 

@@ -178,6 +178,22 @@ def gram(w: Writer) -> None:
     w.emit(text.format(x.name), x.top**2 * n, 2 * (x.bits or 0) if x.exact else None)
 
 
+# -- kernels
+
+
+@statement(0.5)
+def kernel(w: Writer) -> None:
+    """A kernel that needs all of some dims, marked by `!` or `_`."""
+    x = w.pick("f", ranks=(2, 3))
+    split = w.rng.randrange(len(x.shape))
+    rule = " ".join("rows" if d == split else w.of(["_", f"d{d}!"]) for d in range(len(x.shape)))
+    axes = tuple(d for d in range(len(x.shape)) if d != split)
+    w.emit(
+        f"mp.kernel_rule('{rule} -> {rule}')(lambda k: k / jnp.sqrt(1.0 + jnp.square(k).sum({axes}, keepdims=True)))({x.name})",
+        1,
+    )
+
+
 # -- reductions
 
 
