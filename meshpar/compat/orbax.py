@@ -1,11 +1,21 @@
-"""What ``mp.Checkpoints`` needs of orbax, etils and tensorstore that is not in their interfaces (orbax 0.12)."""
+"""What ``mp.Checkpoints`` needs of orbax, etils, tensorstore and Python that is not in their interfaces (orbax 0.12)."""
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401  its thread pools end before functions that were registered earlier
 import functools
 import glob
+import threading
 from collections.abc import Callable
 from typing import Any
+
+
+def at_end_of_script(function: Callable[[], None]) -> None:
+    """Have ``function`` called when the main thread ends, while thread pools can still be used.
+
+    ``atexit`` calls after that: a checkpoint that is being written then fails.
+    """
+    threading._register_atexit(function)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def late_json_handler() -> Any:
