@@ -28,8 +28,8 @@ def late_json_handler() -> Any:
     handler = ocp.JsonCheckpointHandler()
     write = handler._save_fn
 
-    async def call_and_write(item: Callable[[], Any], directory: Any) -> None:
-        await write(item(), directory)
+    async def call_and_write(x: Callable[[], Any], directory: Any) -> None:
+        await write(x(), directory)
 
     handler._save_fn = call_and_write
     return handler

@@ -553,7 +553,7 @@ def _saved(path: str, x: Any) -> tuple[Any, dict[str, Any]]:
     array: Any = None
     if is_key(x) and isinstance(x, jax.Array):
         array = x if x.is_deleted() else jax.random.key_data(x)
-    elif isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+    elif isinstance(x, jax.Array) and not is_tracer(x):
         array = x
     elif type(x) in (np.ndarray, np.memmap) or isinstance(x, np.generic):
         array = np.array(x, dtype=np.asarray(x).dtype.newbyteorder("="))  # a copy: the script may write to its own
@@ -573,7 +573,7 @@ def _saved(path: str, x: Any) -> tuple[Any, dict[str, Any]]:
     if spec is not None:
         facts["spec"] = [list(e) if isinstance(e, tuple) else e for e in spec]
     if is_key(x):
-        facts["key"] = str(jax.random.key_impl(x))
+        facts["key"] = str(jax.random.key_impl(x))  # pyright: ignore[reportArgumentType]
     if array.size == 0:
         return None, facts
     if isinstance(array, jax.Array) and not is_global(array) and process_count() > 1:
@@ -799,6 +799,7 @@ def _restored(path: str, x: Any, wanted: Any, facts: Mapping[str, Any]) -> Any:
         target = _target(wanted, path)
         x = of_parts(target.shape, target.sharding, lambda index: np.broadcast_to(value, target.shape)[index])
     if "key" in facts:
+        assert x is not None
         return jax.random.wrap_key_data(x, impl=facts["key"])
     if isinstance(wanted, np.ndarray | np.generic):
         x = np.broadcast_to(_value(facts), facts["shape"]) if x is None else x

@@ -26,7 +26,7 @@ def by_name(tree: Any) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], An
     """
     tops, top = jax.tree.flatten(tree, is_leaf=is_graph_node)
     nodes = [i for i, x in enumerate(tops) if is_graph_node(x)]
-    graph, states = nnx.split(tuple(tops[i] for i in nodes))
+    graph, states = nnx.split(tuple(tops[i] for i in nodes)) if nodes else (None, {})
     for k, i in enumerate(nodes):
         tops[i] = states.get(k, {})
     tree = jax.tree.unflatten(top, tops)
