@@ -1,11 +1,21 @@
-"""What ``mp.Checkpoints`` needs of orbax, etils and tensorstore that is not in their interfaces (orbax 0.12)."""
+"""What ``mp.Checkpoints`` needs of orbax, etils, tensorstore and Python that is not in their interfaces (orbax 0.12)."""
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401  its thread pools end before functions that were registered earlier
 import functools
 import glob
+import threading
 from collections.abc import Callable
 from typing import Any
+
+
+def at_end_of_script(function: Callable[[], None]) -> None:
+    """Have ``function`` called when the main thread ends, while thread pools can still be used.
+
+    ``atexit`` calls after that: a checkpoint that is being written then fails.
+    """
+    threading._register_atexit(function)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def late_json_handler() -> Any:
@@ -18,8 +28,8 @@ def late_json_handler() -> Any:
     handler = ocp.JsonCheckpointHandler()
     write = handler._save_fn
 
-    async def call_and_write(item: Callable[[], Any], directory: Any) -> None:
-        await write(item(), directory)
+    async def call_and_write(x: Callable[[], Any], directory: Any) -> None:
+        await write(x(), directory)
 
     handler._save_fn = call_and_write
     return handler

@@ -27,7 +27,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ..compat.orbax import can_store, late_json_handler, literal_folders
+from ..compat.orbax import at_end_of_script, can_store, late_json_handler, literal_folders
 from ..compat.processes import process_count, process_index
 from ..dims import did_you_mean, format_dims
 from ..errors import CheckpointError, CheckpointWarning, DigestError, MeshparError
@@ -96,7 +96,7 @@ class Checkpoints:
     """
 
     def __init__(self, path: str | Path, *, keep: int | None = 3, every: int = 1, data: Any = None):
-        """Check the arguments and register :meth:`close` at exit; nothing is read, written or created yet."""
+        """Check the arguments and register :meth:`close` for the end of the script; nothing is read, written or created yet."""
         if every < 1 or (keep is not None and keep < 1):
             raise CheckpointError(f"keep={keep}, every={every}: both must be at least 1", fixes=["keep=2, every=1"])
         self.path = str(path) if "://" in str(path) else str(Path(path).expanduser().resolve())
@@ -105,7 +105,7 @@ class Checkpoints:
         self._lock: Lock | None = None
         self._facts: dict[str, Any] = {}
         self._stop = StopRequest()
-        atexit.register(self._close_at_exit)
+        _open.append(self)
 
     # -- save
 
@@ -391,7 +391,8 @@ class Checkpoints:
           CheckpointError: the last checkpoint cannot be written.
         """
         self._stop.close()
-        atexit.unregister(self._close_at_exit)
+        if self in _open:
+            _open.remove(self)
         (manager, self._manager), (lock, self._lock) = (self._manager, None), (self._lock, None)
         try:
             if manager is not None:
@@ -399,14 +400,6 @@ class Checkpoints:
         finally:
             if lock is not None:
                 lock.close()
-
-    def _close_at_exit(self) -> None:
-        """:meth:`close` for a script that does not; its error sets the exit status."""
-        try:
-            self.close()
-        except Exception:
-            traceback.print_exc()
-            _failed_at_exit.append(self.path)
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -423,16 +416,27 @@ class Checkpoints:
                 error.add_note(str(other))
 
 
-_failed_at_exit: list[str] = []
+_open: list[Checkpoints] = []
 
 
-@atexit.register  # before any Checkpoints exists, and so the last to run
-def _exit_status() -> None:
-    """A script whose last checkpoint is not written does not end with status 0; Python has no other way to say so here."""
-    if _failed_at_exit:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+def _close_all() -> None:
+    """Close what the script did not; an error sets the exit status."""
+    for run in list(_open):
+        try:
+            run.close()
+        except Exception:
+            traceback.print_exc()
+            atexit.register(_exit_with_error)
+
+
+at_end_of_script(_close_all)
+
+
+def _exit_with_error() -> None:
+    """End with status 1 where Python would end with 0, which it does after errors at this time."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 # -- facts
@@ -549,7 +553,7 @@ def _saved(path: str, x: Any) -> tuple[Any, dict[str, Any]]:
     array: Any = None
     if is_key(x) and isinstance(x, jax.Array):
         array = x if x.is_deleted() else jax.random.key_data(x)
-    elif isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+    elif isinstance(x, jax.Array) and not is_tracer(x):
         array = x
     elif type(x) in (np.ndarray, np.memmap) or isinstance(x, np.generic):
         array = np.array(x, dtype=np.asarray(x).dtype.newbyteorder("="))  # a copy: the script may write to its own
@@ -569,7 +573,7 @@ def _saved(path: str, x: Any) -> tuple[Any, dict[str, Any]]:
     if spec is not None:
         facts["spec"] = [list(e) if isinstance(e, tuple) else e for e in spec]
     if is_key(x):
-        facts["key"] = str(jax.random.key_impl(x))
+        facts["key"] = str(jax.random.key_impl(x))  # pyright: ignore[reportArgumentType]
     if array.size == 0:
         return None, facts
     if isinstance(array, jax.Array) and not is_global(array) and process_count() > 1:
@@ -594,16 +598,14 @@ def _json(x: Any, where: str) -> Any:
         for i, v in enumerate(x):
             _json(v, f"{where}[{i}]")
     else:
+        said = f"{type(x).__name__} {str(x)[:40]}" if type(x) is not int else ""
         try:
-            exact = type(x) in (str, int, float, bool, type(None)) and json.loads(json.dumps(x)) in (
-                x,
-                *[None] * (x != x),
-            )
-        except ValueError:  # an integer with more than 4,300 digits
-            exact = False
-        if not exact and x == x:
+            exact = type(x) in (str, int, float, bool, type(None)) and (x != x or json.loads(json.dumps(x)) == x)
+        except ValueError:
+            exact, said = False, "an integer of more than 4,300 digits"
+        if not exact:
             raise CheckpointError(
-                f"{where} is {type(x).__name__} {str(x)[:40] if type(x) is not int else ''}, which JSON does not hold",
+                f"{where} is {said}, which JSON does not hold",
                 fixes=["texts, numbers, booleans, None, lists, and dictionaries with texts as keys"],
             )
     return x
@@ -797,6 +799,7 @@ def _restored(path: str, x: Any, wanted: Any, facts: Mapping[str, Any]) -> Any:
         target = _target(wanted, path)
         x = of_parts(target.shape, target.sharding, lambda index: np.broadcast_to(value, target.shape)[index])
     if "key" in facts:
+        assert x is not None
         return jax.random.wrap_key_data(x, impl=facts["key"])
     if isinstance(wanted, np.ndarray | np.generic):
         x = np.broadcast_to(_value(facts), facts["shape"]) if x is None else x

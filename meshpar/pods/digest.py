@@ -115,7 +115,7 @@ def digest_on_host(x: np.ndarray, starts: Sequence[int] = ()) -> tuple[int, int]
     """:func:`digest_of` for a NumPy array, in blocks; equal for equal values and offsets."""
     x = np.ascontiguousarray(x).reshape(x.shape)
     if x.dtype.kind == "c":  # the two parts of complex and of 64-bit elements: another dim
-        x = x[..., None].view(x.real.dtype)
+        x = x[..., None].view(np.real(x).dtype)
     if x.dtype.itemsize == 8:
         x = x[..., None].view(np.uint32)
     return _blocks(x, 0, sum(int(n) * _STEP * (2 * d + 1) for d, n in enumerate(starts)))
@@ -179,9 +179,10 @@ def on_device(x: Any, copied: bool) -> dict[Any, jax.Array] | None:
     if not isinstance(x, jax.Array):
         return None
     s = x.sharding
+    if math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize <= SMALL or s.memory_kind not in (None, _device_memory()):
+        return None
     shards = x.addressable_shards
-    alone = len({str(shard.index) for shard in shards}) == len(shards)
-    if shards[0].data.nbytes <= SMALL or s.memory_kind not in (None, _device_memory()) or (copied and alone):
+    if copied and len({str(shard.index) for shard in shards}) == len(shards):
         return None
     if s.num_devices == 1:
         return {shards[0].device: _digest_of_one(x)}
