@@ -45,7 +45,7 @@ class Job:
       slices: groups of processes that are lost together.
       lose: (slice, call): kill this slice when a function is called for the n-th time, once.
       timeout, stuck: as in :func:`meshpar.distributed`.
-      grace: seconds between the request to stop (SIGTERM) and the end.
+      grace: seconds between the request to stop (SIGTERM), or the first end with status 75, and the end of all.
       logs: folder; None: a temporary one, kept only after a failure.
     """
 
@@ -200,7 +200,8 @@ def _attempt(job: Job, count: int, attempt: int, logs: Path, stop: _StopRequest)
                 if first is None:
                     first = (p, code)
                 if kill_at is None:
-                    kill_at = time.monotonic() + (1.0 if code == -signal.SIGKILL else SETTLE_SECONDS)
+                    settle = {-signal.SIGKILL: 1.0, RESTARTABLE: job.grace}  # with 75 all end, after they have saved
+                    kill_at = time.monotonic() + settle.get(code, SETTLE_SECONDS)
             if stop.signal is not None and not asked:
                 asked = True
                 _signal(running, signal.SIGTERM)

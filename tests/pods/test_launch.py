@@ -75,6 +75,13 @@ def test_restarts_run_out(launch):
     assert text.count("process 0 was killed") == 2
 
 
+def test_processes_that_save_and_end_with_75_have_time_to_save(launch, monkeypatch):
+    monkeypatch.setattr("meshpar.pods.launch.SETTLE_SECONDS", 0.1)
+    code, text, _ = launch("if p == 1: sys.exit(75)\ntime.sleep(1.5)\nprint('saved')\nsys.exit(75)", "-n", "2")
+    assert code == 75
+    assert "saved" in text
+
+
 def test_a_program_that_fails_is_not_started_again(launch):
     code, text, _ = launch("sys.exit(1)", "-n", "2", "--restarts", "5")
     assert code == 1
