@@ -491,7 +491,8 @@ def search(
       forbid: dims that are never split: ``"head_dim, seq"``.
       objective: ``"time"``: the shortest step of those that fit; ``"memory"``: the smallest peak.
       memory_fraction: the largest peak of a plan, as a fraction of a device's memory.
-      max_plans: the largest number of candidates that are planned.
+      max_plans: the largest number of candidates that are planned. Of a program whose layers may be stages, two fifths of them (and
+        of the time) are reserved for these candidates.
       time_limit: seconds after which no more plans are started.
       layouts: additional layouts to plan, on the meshes that have their axes.
       verify: number of best candidates to compile, as by :func:`meshpar.compile` (the first at full effort, which takes minutes for

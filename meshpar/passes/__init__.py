@@ -24,6 +24,7 @@ from ..plan.checks import unnamed_results, unnamed_weights
 from ..plan.plan import Plan
 from ..plan.planner import planned
 from ..program.ir import Program
+from ..program.pipeline import stack_notes
 from ..program.roles import unread_state
 from .all_reduce_choice import choose_all_reduce
 from .barriers import order_stacks, pad_rows, separate_matmuls, separate_slices, serialize_loops, serialize_results
@@ -119,6 +120,7 @@ def make_plan(
         _warn_of_scheme(plan)
         _warn_of_indivisible(plan)
         _warn_of_undeclared_state(plan)
+        _warn_of_unrolled_layers(plan)
     if plan.lowering_reason is not None:
         text = f'lowering="auto" is "jit" for this program, whose plan is an estimate: {plan.lowering_reason}'
         warnings.warn(text, LoweringWarning, stacklevel=user_stacklevel())
@@ -196,6 +198,18 @@ def _warn_of_undeclared_state(plan: Plan) -> None:
                 f'give it a rule of its own: "{paths[0]}".{rule.dim}: {"+".join(rule.axes)}'
             )
             warnings.warn(text, ReplicatedWarning, stacklevel=user_stacklevel())
+
+
+def _warn_of_unrolled_layers(plan: Plan) -> None:
+    """Warn (``ReplicatedWarning``) of stacked layers that are split over axes without the batch, as stages are, and are not looped
+    over."""
+    program, specs = plan.program.traced, dict[Any, tuple[tuple[str, ...], ...]]()
+    for value, held in zip(program.inputs, plan.inputs, strict=True):
+        specs[value] = tuple(axes for _, axes in held.split)
+    of_batch = {a for v, spec in specs.items() if "batch" in program.dims(v) for axes in spec for a in axes}
+    sizes = {a: 1 if a in of_batch else n for a, n in plan.sizes.items()}
+    for text in stack_notes(program, specs.__getitem__, {r.dim for r in plan.layout.rules if r.scope is None}, sizes):
+        warnings.warn(text, ReplicatedWarning, stacklevel=user_stacklevel())
 
 
 def _warn_of_unnamed_results(plan: Plan) -> None:

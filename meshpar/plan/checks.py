@@ -53,6 +53,7 @@ def check_dims(program: Program, layout: Layout, init: bool) -> None:
                 *_unnamed_inputs(program, rule.dim),
                 *did_you_mean(rule.dim, names, "dims"),
                 *_misspelled_names(program, rule.dim),
+                *_list_of_layers(program, rule.dim),
                 *([f"or give `{similar[0]}` a rule of its own: `{similar[0]}: none`"] if shared else []),
                 "or remove the rule, or name the dim (dims=…, Flax metadata, mp.named)",
                 *(
@@ -88,6 +89,19 @@ def _misspelled_names(program: Program, dim: str) -> list[str]:
         for name in near(dim, program.all_names())
         if dim in known and name not in known
         for value in [v for v in program.inputs if name in program.dims(v)][:1]
+    ]
+
+
+def _list_of_layers(program: Program, dim: str) -> list[str]:
+    """The fix for an unknown dim that may number the layers of a list of weights, ``params/layers/0/up``."""
+    paths = {v.path or "" for v in program.inputs if v.kind != "opt" and "batch" not in program.dims(v)}
+    first = sorted(p for p in paths if re.search(r"/0/", p) and re.sub(r"/0/", "/1/", p, count=1) in paths)
+    if not first or near(dim, program.all_names()):
+        return []
+    return [
+        f"if `{dim}` numbers the layers of a list, as of {first[0]}: stages need one array of all layers, whose first dim it is. "
+        "Stack layers of equal shapes, jax.tree.map(lambda *w: jnp.stack(w), *layers), and loop over them with jax.lax.scan; "
+        "layers of different shapes cannot be stages"
     ]
 
 

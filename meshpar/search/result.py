@@ -54,8 +54,9 @@ class Search:
       ended: why the search ended.
       refused: messages about the user's own layouts that could not be planned.
       usable: bytes of a device that a plan's peak may take: ``memory_fraction`` of its memory.
-      stages: whether a pipeline pays, as text: the best step with stages and without; "" for a program without a loop over layers
-        inside of a loop over microbatches, or whose stacked dim may not be split.
+      stages: whether a pipeline pays, as text: the best step with stages and without, and the numbers of stages that a limit left
+        untried; "" for a program without a loop over layers inside of a loop over microbatches, or whose stacked dim may not be
+        split.
     """
 
     topology: str
