@@ -53,7 +53,6 @@ REASONS: dict[tuple[str, str, str], str] = {
         "*",
     ): "two rows of a loop's stacked results are read from split shards, by all-reduces of 1.2 kB",
     ("product", "*", "*"): "JAX has no all-reduce of products: partial products are gathered",
-    ("solve", "*", "*"): "custom_linear_solve is one op of unknown structure, so that its operands are gathered",
     (
         "conv_grouped",
         "tensor",

@@ -9,7 +9,7 @@ from typing import Any
 from meshpar_kernels._choose import OUTLINE
 
 from ..compat.jax import closed_parts, make_jaxpr
-from .registry import primitive
+from .registry import bodies, primitive
 
 _traced: weakref.WeakKeyDictionary[Any, dict[Any, float]] = weakref.WeakKeyDictionary()
 """Kernel → (shapes and dtypes of its operands) → FLOPs."""
@@ -54,10 +54,10 @@ def _equation_flops(eqn: Any) -> float:
         return entry.flops(eqn)
     if "branches" in p:
         return max(jaxpr_flops(closed_parts(b)[0]) for b in p["branches"])
-    bodies = [
+    inner = bodies(eqn) or [
         closed_parts(x)[0]
         for v in p.values()
         for x in (v if isinstance(v, tuple | list) else (v,))
         if hasattr(closed_parts(x)[0], "eqns")
     ]
-    return sum(map(jaxpr_flops, bodies)) * (p["length"] if entry.scan else 1)
+    return sum(map(jaxpr_flops, inner)) * (p["length"] if entry.scan else 1)

@@ -31,16 +31,21 @@ def _batched(ins, outs, core: int) -> OpRule:
 
 
 def matrix(eqn, ins, outs) -> OpRule:
-    """Batch dims pass through; rows and columns need replication."""
-    rank = max(map(len, ins))
-    return _batched(ins, outs, 2 if rank >= 2 else rank)
+    """Batch dims pass through; rows and columns of the first operand, a matrix, need replication."""
+    return _batched(ins, outs, 2)
+
+
+def vector(eqn, ins, outs) -> OpRule:
+    """Batch dims pass through; the last dim of the first operand, a vector (a diagonal, pivots), needs replication."""
+    return _batched(ins, outs, 1)
 
 
 register(
     "cholesky", "eigh", "eig", "lu", "qr", "svd", "householder_product", "geqrf", "schur", "hessenberg",
-    "tridiagonal", "tridiagonal_solve", "lu_pivots_to_permutation", "geqp3", "ormqr", "cholesky_update",
+    "tridiagonal", "geqp3", "ormqr", "cholesky_update",
     rule=matrix, local=on_shards,
 )  # fmt: skip
+register("tridiagonal_solve", "lu_pivots_to_permutation", rule=vector, local=on_shards)
 
 
 def symmetric_product(eqn, ins, outs) -> OpRule:

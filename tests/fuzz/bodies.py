@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 
 import calling
@@ -13,6 +14,7 @@ import lookups  # noqa: F401
 import memories  # noqa: F401
 import operands  # noqa: F401
 import partials  # noqa: F401
+import solvers  # noqa: F401
 from statements import STATEMENTS, statement
 from writer import Skip, Var, Writer
 
@@ -183,11 +185,17 @@ def call(w: Writer) -> None:
     """jit, checkpoint, own derivatives (others than those of the functions), gradients inside."""
     x = w.pick(ranks=(1, 2, 3))
     p = w.param(x.shape, top=x.top, bits=x.bits)
-    how = w.of(["jit", "checkpoint", "policy", "custom_vjp", "custom_jvp", "grad", "vjp", "jvp"])
+    how = w.of(
+        ["jit", "checkpoint", "policy", "custom_vjp", "custom_jvp", "grad", "vjp", "jvp", "own", "own", "composite"]
+    )
     with w.body([p]) as b:
+        if how in ("own", "composite"):  # JAX differentiates neither with respect to values of the outside
+            b.vars = [p]
         fill(b, 1 + w.rng.randrange(3))
         new = result(b, x.shape, p.name)
         name, text = w.define(b, [p], new)
+    if how in ("own", "composite") and {v.name for v in w.vars} & set(re.findall(r"\bv\d+\b", "\n".join(text))):
+        how = "checkpoint"
     if how == "jit":
         expr = f"jax.jit({name})({x.name}) + jax.jit({name})({x.name} * 0.5)"
     elif how == "checkpoint":
@@ -202,6 +210,15 @@ def call(w: Writer) -> None:
         text = [*text, f"{name}_c = jax.custom_jvp(lambda x: x * jnp.tanh(x))",
                 f"{name}_c.defjvp(lambda p, t: ({name}_c(p[0]), t[0] * jnp.tanh(p[0]) + p[0] * t[0]))"]  # fmt: skip
         expr = f"{name}_c({name}({x.name}))"
+    elif how == "own":  # the body itself has a rule, which returns another derivative than JAX would
+        text = [*text, *w.of([
+            [f"{name}_c = jax.custom_jvp({name})", f"{name}_c.defjvp(lambda p, t: ({name}_c(*p), 0.5 * jax.jvp({name}, p, t)[1]))"],
+            [f"{name}_c = jax.custom_vjp({name})", f"{name}_c.defvjp(lambda x: ({name}_c(x), x), lambda x, g: (0.5 * jax.vjp({name}, x)[1](g)[0],))"],
+        ])]  # fmt: skip
+        expr = w.of([f"{name}_c({x.name})", f"jax.jit(jax.checkpoint({name}_c))({x.name})"])
+    elif how == "composite":
+        expr = f"lax.composite({name}, 'fuzz.body')({x.name})"
+        w.forward_only = True
     elif how == "grad":
         expr = f"jax.grad(lambda x: (0.25 * {name}(x) ** 2).sum())({x.name})"
     elif how == "vjp":
