@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import field, fields
 from itertools import takewhile
 from typing import Any
@@ -43,6 +43,7 @@ class Collective:
         - ``ring``: ring steps overlapped with matmuls, half in each direction; ``pallas``: remote DMA of a kernel.
       why: why it has this algorithm, the main reason first, up to a semicolon; empty: there is no other.
       seconds: estimated for one run; None: not estimated.
+      content: (index of an operand of the op, what is sent of it), as :attr:`meshpar.rules.spmd.Send.content`.
       first: index of the first torus dimension of its axes that it runs over (a ring runs over those before).
     """
 
@@ -60,6 +61,7 @@ class Collective:
     algorithm: AlgorithmName = "native"
     why: str = ""
     first: int = 0
+    content: tuple[int, Hashable] | None = field(default=None, repr=False)
 
     @property
     def entry(self) -> Algorithm:
@@ -119,7 +121,7 @@ class Collective:
         return self.origin.location if self.origin is not None else ""
 
     def to_dict(self) -> dict[str, Any]:
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("origin", "first")}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("origin", "first", "content")}
         return {**values, "source": self.source, "module": self.module, "package_line": self.package_line}
 
 

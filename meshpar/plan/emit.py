@@ -196,7 +196,8 @@ class Emitter:
                 operands.append(self.operand(op, value, spec) if shard.is_constant or shard.spec != spec else shard)
         for i in copies:
             value, spec = op.ins[i], decision.operands[i]
-            assert value is not None and spec is not None
+            assert value is not None
+            assert spec is not None
             operands[i] = self.operand(op, value, spec)
         step, placements = self._run(op, decision, tuple(operands))
         if decision.sends:
