@@ -29,6 +29,7 @@ from ..program.roles import unread_state
 from .all_reduce_choice import choose_all_reduce
 from .barriers import order_stacks, pad_rows, separate_matmuls, separate_slices, serialize_loops, serialize_results
 from .collective_matmul import overlap_collectives
+from .equal_sends import merge_equal_sends
 from .indivisible import (
     MIN_EXCESS_BYTES,
     abstract_mesh,
@@ -74,6 +75,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(serialize_results, quirk="GATHER_NOT_IN_PLACE"),
     Pass(separate_slices, quirk="STACK_CAST_BEFORE_LOOP"),
     Pass(pad_rows, quirk="SINGLE_ROW"),
+    Pass(merge_equal_sends),
     Pass(note_slice_traffic, ("shard_map", "jit")),
 )
 

@@ -141,7 +141,7 @@ class CollectiveRecords:
                 Collective(
                     kind, axes, f"{op.label}: {send.why}", dims, send.shape, str(np.dtype(send.dtype)), bytes_sent,
                     None if count is None or send.times is None else count * send.times,
-                    cause, op, self._seconds(kind, axes, bytes_sent, "native"),
+                    cause, op, self._seconds(kind, axes, bytes_sent, "native"), content=send.content,
                 )
             )  # fmt: skip
         return tuple(records)

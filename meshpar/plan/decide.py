@@ -176,8 +176,8 @@ class _Site:
 def decide(op: Op, operands: Sequence[Operand | None], facts: Facts) -> OpDecision:
     """The decision about an op without bodies.
 
-    A partial operand that several ops read is reduced before the first of them, so that no result is reduced for each reader, unless
-    it is deferred. The others are reduced unless the op may be applied to them before (:mod:`meshpar.rules.partial`).
+    A partial operand that several ops read is reduced before the first of them, so that no result is reduced for each reader,
+    unless it is deferred. The others are reduced unless the op may be applied to them before (:mod:`meshpar.rules.partial`).
 
     Args:
       operands: None for literals.
@@ -568,8 +568,8 @@ def _bytes_after(site: _Site, i: int) -> tuple[float, float] | None:
 def is_reduced_after(x: Operand, facts: Facts) -> bool:
     """Whether fewer bytes are sent if what all readers of a partial value make is reduced instead of the value.
 
-    The gradient of merged low-rank weights, ``g`` in ``g @ b`` and ``a @ g``, is larger than both results. The readers' other operands
-    are taken to be in their stored specs.
+    The gradient of merged low-rank weights, ``g`` in ``g @ b`` and ``a @ g``, is larger than both results. The readers' other
+    operands are assumed to have their stored specs.
     """
     before = reduction_bytes(x.value, x.spec, facts.assignment.value_spec(x.value), x.partial, x.kind, facts.sizes)
     after = _bytes_of_readers(x, facts)
@@ -577,7 +577,8 @@ def is_reduced_after(x: Operand, facts: Facts) -> bool:
 
 
 def _bytes_of_readers(x: Operand, facts: Facts) -> float | None:
-    """The bytes by which the readers of a partial value send more if what they make is reduced; None: one of them cannot run on it."""
+    """The bytes that the readers of a partial value send in addition if their results are reduced; None: one of them cannot run on
+    it."""
     more = 0.0
     for op in facts.readers.get(x.value, ()):
         if op is None or op.ins.count(x.value) != 1:

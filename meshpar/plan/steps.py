@@ -631,7 +631,7 @@ def rewrite_bodies(body: Body, change: Callable[[Body], Body]) -> Body:
     if body.nested:
         steps = list(body.steps)
         for k in body.nested:
-            steps[k] = _with_bodies(steps[k], tuple(rewrite_bodies(b, change) for b in steps[k].bodies))
+            steps[k] = with_bodies(steps[k], tuple(rewrite_bodies(b, change) for b in steps[k].bodies))
         body = body.with_steps(steps)
     return change(body)
 
@@ -651,7 +651,7 @@ def replace_steps(
     return body.with_steps(steps)
 
 
-def _with_bodies(step: Step, bodies: tuple[Body, ...]) -> Step:
+def with_bodies(step: Step, bodies: tuple[Body, ...]) -> Step:
     """A loop, branch or call with other bodies."""
     if bodies == step.bodies:
         return step

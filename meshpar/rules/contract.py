@@ -164,7 +164,7 @@ def conv_general_dilated(eqn, ins, outs) -> OpRule:
             r.windows[0, i] = functools.partial(_conv_window, p, k, lhs[i], window, out[o])
     r.ins = [tuple(left[i] for i in range(len(lhs))), tuple(right[j] for j in range(len(rhs)))]
     r.outs = [tuple(result[i] for i in range(len(out)))]
-    return with_halo_sends(r, eqn, "elements of other shards that windows read")
+    return with_halo_sends(r, eqn, "elements of other shards that windows read", alike=True)
 
 
 def is_kernel_gradient(params, k: int, window: int, count: int) -> bool:
