@@ -115,6 +115,9 @@ def test_a_wide_sum_rounds_less(case):
 def test_what_is_no_dtype():
     with pytest.raises(LayoutSyntaxError, match="compute='int8' is not a floating dtype"):
         mp.Precision(compute="int8")
+    for policy in ({"compute": "float8_e4m3fn"}, {"reduce": jnp.float8_e5m2}):
+        with pytest.raises(LayoutSyntaxError, match="has 8 bits or fewer"):
+            mp.Precision(**policy)
 
 
 def test_a_kernel_without_a_rule_says_how_to_declare_one():
