@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import meshpar as mp
-from meshpar.errors import LayoutSyntaxError, UnsupportedError
+from meshpar.errors import LayoutSyntaxError
 
 DIMS = {"p/w": "embed mlp", "p/v": "mlp embed", "p/scale": "embed", "x": "batch embed"}
 
@@ -118,28 +118,3 @@ def test_what_is_no_dtype():
     for policy in ({"compute": "float8_e4m3fn"}, {"reduce": jnp.float8_e5m2}):
         with pytest.raises(LayoutSyntaxError, match="has 8 bits or fewer"):
             mp.Precision(**policy)
-
-
-def test_a_kernel_without_a_rule_says_how_to_declare_one():
-    from jax.experimental import pallas as pl
-
-    def double(x):
-        def body(a, b):
-            b[...] = 2 * a[...]
-
-        return pl.pallas_call(body, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
-
-    x = jnp.ones((8, 8))
-    with pytest.raises(UnsupportedError) as error:
-        mp.plan(double, x, mesh=mp.mesh("data=2"), layout="batch: data", dims={"x": "batch embed"})
-    for text in (
-        "pallas_call has no factor rule",
-        "`batch` of its operand",
-        "rule    batch: data",
-        "@mp.kernel_rule(",
-        "test_precision.py",
-    ):
-        assert text in str(error.value)
-    ruled = mp.kernel_rule("rows cols! -> rows cols")(double)
-    f = mp.jit(ruled, mesh=mp.mesh("data=2"), layout="batch: data", dims={"x": "batch embed"}, lowering="shard_map")
-    np.testing.assert_array_equal(f(x), 2 * x)
