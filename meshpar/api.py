@@ -78,7 +78,8 @@ def jit(
       fn: an ordinary function of arrays, trees of arrays, and nnx modules or optimizers (updated in place, as
         ``nnx.jit`` does). Left out: ``jit`` is a decorator, of methods as well, whose ``self`` is the first argument.
       mesh: from :func:`meshpar.mesh`, its axes and sizes (``"data=4, model=2"``, ``{"data": 4, "model": 2}``), or any
-        ``jax.sharding.Mesh`` (Explicit axes are treated as Auto). Left out: the mesh of ``jax.set_mesh`` when ``jit`` is called.
+        ``jax.sharding.Mesh``; with Explicit axes, results are arrays of that mesh. Left out: the mesh of ``jax.set_mesh`` when
+        ``jit`` is called.
       layout: rules ``dim: axis``; a :class:`meshpar.Layout`, its text, or a Flax ``logical_axis_rules`` list.
       dims: tree-path patterns → dims, in place of Flax metadata: ``{"batch/tokens": "batch seq"}``.
       lowering: ``"shard_map"``: meshpar partitions the program, which sends exactly the collectives of the plan. ``"jit"``: XLA

@@ -140,7 +140,7 @@ def trace_call(
     if call.fixed:
         check_fixed(call.dynamic, argument_path)
     traced_as(flat, flat.fn, [leaf.path for leaf in named])
-    with _explained_axis_names():
+    with _explained_errors(named):
         closed, shapes, out_leaves, explicit = _trace_on(mesh, flat, [x for x, _ in arrays])
     if any(map(is_ref, closed.consts)):
         raise UnsupportedError(
@@ -164,7 +164,8 @@ def trace_call(
     if len(results) != len(out_leaves):
         raise AssertionError("paths and results do not match")
     out_annotations = _result_dims(results, named, annotations, patterns if init else None, used)
-    _check_patterns(patterns, used, [*named, *(results if init else ())], init)
+    hidden = argument_path(0)[0] if len(argument_path(0)) > 1 else None
+    _check_patterns(patterns, used, [*named, *(results if init else ())], init, hidden)
     program = _infer_live(closed, annotations, named, out_annotations, results)
     for value, leaf in zip(program.inputs, named, strict=True):
         value.kind = leaf.kind
@@ -265,8 +266,13 @@ def _abstract(shape: tuple[int, ...], dtype: Any, weak_type: bool, host: bool) -
 
 
 @contextlib.contextmanager
-def _explained_axis_names() -> Iterator[None]:
-    """Replace JAX's NameError for a collective over an unbound axis name by an UnsupportedError that says what to do."""
+def _explained_errors(named: Sequence[Leaf]) -> Iterator[None]:
+    """Replace errors of JAX and Python while a step is traced by an UnsupportedError that says what to do: a collective over an
+    unbound axis name, a number in an argument whose value is needed, a list of numbers in place of an array.
+
+    Args:
+      named: the leaves of the arguments.
+    """
     try:
         yield
     except NameError as e:
@@ -280,6 +286,48 @@ def _explained_axis_names() -> Iterator[None]:
             source=user_line(e),
             fixes=["delete the pmean, psum, axis_index, …: the collectives follow from the layout"],
         ) from e
+    except TypeError as e:
+        needed = re.search(r"depends on the values? of the arguments? ([^\n]*)", str(e))
+        paths = re.split(r"[\s,]+", needed[1].rstrip(". ")) if needed else []
+        for leaf in named:
+            if leaf.path in paths and np.ndim(leaf.value) == 0:
+                raise _needs_value(leaf, e) from e
+        if "list" in str(e) and (lists := _number_lists(named)):
+            raise UnsupportedError(
+                f"{lists[0]}: a list of numbers is a tree with an array for each number, not an array",
+                path=lists[0],
+                source=user_line(e),
+                fixes=["pass np.asarray(…) of it"],
+            ) from e
+        raise
+
+
+def _needs_value(leaf: Leaf, error: TypeError) -> UnsupportedError:
+    """The error for a number in an argument whose value the step needs while it is traced, such as a flag in an Equinox module."""
+    name, _, rest = leaf.path.partition("/")
+    return UnsupportedError(
+        f"{leaf.path}: this {type(leaf.value).__name__} is an argument, so that it is traced and has no value that Python can test",
+        path=leaf.path,
+        source=user_line(error),
+        fixes=[
+            *(
+                [
+                    f"in an Equinox module: arrays, static = eqx.partition({name}, eqx.is_array); pass arrays, and inside of the "
+                    f"step {name} = eqx.combine(arrays, static)",
+                    f"or make the field static: {rest.rpartition('/')[2]}: … = eqx.field(static=True)",
+                ]
+                if rest
+                else [f"make `{name}` static: static_argnames={name!r}"]
+            ),
+            "or select by it in the program: jnp.where, jax.lax.cond",
+        ],
+    )
+
+
+def _number_lists(leaves: Sequence[Leaf]) -> list[str]:
+    """The paths of lists and tuples of Python numbers among the arguments."""
+    numbers = (leaf.path for leaf in leaves if isinstance(leaf.value, bool | int | float | complex))
+    return list(dict.fromkeys(re.sub(r"(/\d+)+\Z", "", path) for path in numbers if re.search(r"/\d+\Z", path)))
 
 
 # -- the dims of arguments and results
@@ -532,11 +580,14 @@ def _similar_pattern(pattern: str, paths: Sequence[str], unnamed: Sequence[str])
     return [f"did you mean {' or '.join(map(repr, similar))}?"] if similar else []
 
 
-def _check_patterns(patterns: PathDims, used: set[str], leaves: Sequence[Leaf], init: bool = False) -> None:
+def _check_patterns(
+    patterns: PathDims, used: set[str], leaves: Sequence[Leaf], init: bool = False, hidden: str | None = None
+) -> None:
     """Check that every pattern is used.
 
     Args:
       leaves: all leaves that patterns may match; errors list the paths of optimizer state last.
+      hidden: ``"args"`` if the function takes ``*args``, so that its arguments have no names; else None.
 
     Raises:
       PatternError: one matches no path, or only paths that an earlier pattern matches, or no path by a text of ``{up,down}``.
@@ -570,11 +621,20 @@ def _check_patterns(patterns: PathDims, used: set[str], leaves: Sequence[Leaf], 
         )
         shown = list(dict.fromkeys(re.sub(r"(?<=[/_])\d+(?=/)", "*", p) for p in listed))  # one for all layers
         first, starts = pattern.partition("/")[0], sorted({path.partition("/")[0] for path in paths})
+        lists = [path for path in _number_lists(leaves) if path_matches(pattern, path)]
         raise PatternError(
             f"the dims= pattern {pattern!r} matches no tensor; a pattern matches a complete path",
             pattern=pattern,
             fixes=[
                 *_similar_pattern(pattern, paths, unnamed),
+                *(f"{p} is a list of numbers: pass np.asarray({p})" for p in lists),
+                *(
+                    [
+                        f"the function takes `*{hidden}`, as wrappers do that hide names: name the first argument `{hidden}/0`",
+                        "or wrap the result of mp.jit in place of the function: checkify.checkify(mp.jit(step, …))",
+                    ]
+                    * (hidden in starts)
+                ),
                 *(
                     ["mp.init names the arguments and results of the initializer: leave out patterns for the batch"]
                     * init

@@ -250,6 +250,100 @@ def test_cotangents_of_a_constraint_have_none(emesh):
     assert [c.op for c in plan.collectives].count("reduce-scatter") == 1
 
 
+# -- programs of the shape of JAX's guides: a loss of an MLP, once for each way to say its shardings, and its plain form
+
+LAYERS = {
+    name: np.random.default_rng(i).normal(size=shape).astype(np.float32) / 8
+    for i, (name, shape) in enumerate({"up": (2, 32, 64), "down": (2, 64, 32)}.items())
+}
+
+
+def plain_loss(p, x):
+    for up, down in zip(p["up"], p["down"], strict=True):
+        x = x + jax.nn.relu(x @ up) @ down
+    return (x**2).mean()
+
+
+def typed_loss(p, x):
+    """Explicit sharding: data and tensor parallel, with `out_sharding=` where a contraction is ambiguous."""
+    for i in range(2):
+        up, down = (reshard(p[k][i], spec) for k, spec in (("up", P(None, "model")), ("down", P("model"))))
+        h = jax.nn.relu(jnp.einsum("be,em->bm", reshard(x, P("data")), up, out_sharding=P("data", "model")))
+        x = x + jnp.einsum("bm,me->be", h, down, out_sharding=P("data", None))
+    return (x**2).mean()
+
+
+@auto_axes(axes=("data", "model"), out_sharding=P())
+def auto_loss(p, x):
+    """A part in Auto mode, with constraints, in a program with explicit sharding."""
+    for up, down in zip(p["up"], p["down"], strict=True):
+        h = jax.lax.with_sharding_constraint(jax.nn.relu(x @ up), P("data", "model"))
+        x = x + jax.lax.with_sharding_constraint(h @ down, P("data"))
+    return (x**2).mean()
+
+
+def data_parallel_loss(p, x):
+    """`shard_map` of the loss over the batch."""
+    local = jax.shard_map(
+        lambda p, x: jax.lax.pmean(plain_loss(p, x), "data"),
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+        axis_names={"data"},
+    )
+    return local(p, x)
+
+
+def fsdp_loss(p, x):
+    """`shard_map` with weights sharded over `data`, all-gathered for one layer at a time."""
+
+    def local(p, x):
+        def layer(x, w):
+            up, down = (jax.lax.all_gather(v, "data", axis=0, tiled=True) for v in w)
+            return x + jax.nn.relu(x @ up) @ down, None
+
+        x, _ = jax.lax.scan(jax.checkpoint(layer), x, (p["up"], p["down"]))
+        return jax.lax.pmean((x**2).mean(), "data")
+
+    weights = {"up": P(None, "data"), "down": P(None, "data")}
+    return jax.shard_map(local, in_specs=(weights, P("data")), out_specs=P(), check_vma=False)(p, x)
+
+
+def tensor_parallel_loss(p, x):
+    """`shard_map` with the hidden dim sharded over `model`: a matmul, a matmul and a psum."""
+
+    def local(p, x):
+        for up, down in zip(p["up"], p["down"], strict=True):
+            x = x + jax.lax.psum(jax.nn.relu(x @ up) @ down, "model")
+        return jax.lax.pmean((x**2).mean(), "data")
+
+    weights = {"up": P(None, None, "model"), "down": P(None, "model")}
+    return jax.shard_map(local, in_specs=(weights, P("data")), out_specs=P())(p, x)
+
+
+GUIDES = [typed_loss, auto_loss, data_parallel_loss, fsdp_loss, tensor_parallel_loss]
+
+
+@pytest.mark.parametrize("loss", GUIDES)
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_training_steps_as_in_the_guides_of_jax(emesh, lowering, loss):
+    def train(loss):
+        def step(p, x):
+            value, gradients = jax.value_and_grad(loss)(p, x)
+            return jax.tree.map(lambda p, g: p - g, p, gradients), value
+
+        return step
+
+    dims = {"p/up": "layer embed mlp", "p/down": "layer mlp embed", "x": "batch embed"}
+    step = jitted(train(loss), emesh, lowering, f"{LAYOUT}; embed: data", dims)
+    want = train(plain_loss)(train(plain_loss)(LAYERS, X)[0], X)
+    with jax.set_mesh(emesh):
+        p = step.put(p=LAYERS)
+        for _ in range(2):
+            p, value = step(p, X)
+        jax.tree.map(close, (p, value), want)
+        assert jax.typeof(p["up"] * 2).sharding.spec == P(None, "data", "model")
+
+
 @pytest.mark.parametrize("mesh", ["data=4, model=2", "auto"])
 def test_explicit_code_on_a_mesh_with_auto_axes(mesh):
     """A plan for devices that are not attached, and a search, have such meshes."""

@@ -346,11 +346,11 @@ def shardings_of(eqn: Any) -> Shardings | None:
     """
     params, none = eqn.params, [None] * len(eqn.invars)
     if "out_shardings" in params:
-        sides = [[_constraint(s) for s in params[key]] for key in ("in_shardings", "out_shardings")]
-        if not any(s is not None for side in sides for s in side):
+        ins, outs = ([_constraint(s) for s in params[key]] for key in ("in_shardings", "out_shardings"))
+        if not any((*ins, *outs)):
             return None
         plain = {key: (UNSPECIFIED,) * len(params[key]) for key in ("in_shardings", "out_shardings")}
-        return Shardings(*sides, {**params, **plain})
+        return Shardings(ins, outs, {**params, **plain})
     if eqn.primitive.name == "device_put":  # its devices are also a memory
         given = [_constraint(s) for s in params["devices"]]
         return Shardings(none, given, params) if any(given) else None

@@ -41,12 +41,21 @@ class Precision:
     keep: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise LayoutSyntaxError if ``compute`` or ``reduce`` is not a floating-point dtype."""
+        """Raise LayoutSyntaxError if ``compute`` or ``reduce`` is not a floating-point dtype of 16 bits or more: JAX promotes no
+        8-bit one, and a gradient without a scale underflows in it."""
         for name in ("compute", "reduce"):
             dtype = getattr(self, name)
             if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
                 raise LayoutSyntaxError(
                     f"mp.Precision: {name}={dtype!r} is not a floating dtype", fixes=["bfloat16, float32"]
+                )
+            if dtype is not None and jnp.dtype(dtype).itemsize < 2:
+                raise LayoutSyntaxError(
+                    f"mp.Precision: {name}={dtype!r} has 8 bits or fewer, which need a scale for each array",
+                    fixes=[
+                        '"bfloat16"',
+                        "matmuls in 8 bits: an op with scales in the function, such as Flax's fp8_ops",
+                    ],
                 )
 
     def cast(self, weights: Any) -> Any:

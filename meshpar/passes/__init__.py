@@ -20,12 +20,13 @@ from ..hardware.collective_ops import CollectiveOp
 from ..hardware.options import Options, OptionsMode, choose_options
 from ..hardware.topology import refused_options
 from ..layout import AnyMesh, Layout
-from ..plan.checks import unnamed_results, unnamed_weights
+from ..plan.checks import kernel_rule_text, unnamed_results, unnamed_weights
 from ..plan.plan import Plan
 from ..plan.planner import planned
-from ..program.ir import Program
+from ..program.ir import Op, Program
 from ..program.pipeline import stack_notes
 from ..program.roles import unread_state
+from ..units import format_bytes
 from .all_reduce_choice import choose_all_reduce
 from .barriers import order_stacks, pad_rows, separate_matmuls, separate_slices, serialize_loops, serialize_results
 from .collective_matmul import overlap_collectives
@@ -123,6 +124,7 @@ def make_plan(
         _warn_of_indivisible(plan)
         _warn_of_undeclared_state(plan)
         _warn_of_unrolled_layers(plan)
+    _warn_of_kernels(plan)
     if plan.lowering_reason is not None:
         text = f'lowering="auto" is "jit" for this program, whose plan is an estimate: {plan.lowering_reason}'
         warnings.warn(text, LoweringWarning, stacklevel=user_stacklevel())
@@ -223,6 +225,23 @@ def _warn_of_unnamed_results(plan: Plan) -> None:
             "all of them. Names that only the step infers are not known here. Name their dims:\n"
         )
         warnings.warn(text + "\n".join(template), ReplicatedWarning, stacklevel=user_stacklevel())
+
+
+def _warn_of_kernels(plan: Plan) -> None:
+    """Warn (``ReplicatedWarning``) of kernels without a factor rule whose operands are all-gathered, with the bytes, once for each
+    line of the program."""
+    sends: dict[str, tuple[Op, float]] = {}
+    for c in plan.collectives:
+        if c.origin is not None and c.origin.primitive.opaque:
+            op, sent = sends.get(c.origin.location, (c.origin, 0.0))
+            sends[c.origin.location] = op, sent + c.total_bytes
+    for location, (op, sent) in sends.items():
+        text = (
+            f"{op.name} has no factor rule, so its operands are all-gathered, {format_bytes(sent)} sent by each device a step, and "
+            f"every device runs all of it, at {location}. Declare which dims may be split, on the function around it; `!` marks a "
+            f'dim that may not: for example @mp.kernel_rule("{kernel_rule_text(op, plan.program)}")'
+        )
+        warnings.warn(text, ReplicatedWarning, stacklevel=user_stacklevel())
 
 
 def _warn_of_scheme(plan: Plan) -> None:

@@ -9,12 +9,11 @@ from typing import cast
 
 from ..compat.jax import user_stacklevel
 from ..dims import SPELLING_SIMILARITY, did_you_mean, format_dims, near
-from ..errors import JoinError, JoinWarning, MeshError, UnknownAxisError, UnknownDimError, UnsupportedError
-from ..layout import SCHEMES, Layout, Spec, divisibility_error
+from ..errors import JoinError, JoinWarning, MeshError, UnknownAxisError, UnknownDimError
+from ..layout import SCHEMES, Layout, divisibility_error
 from ..program.ir import Join, Op, Program, Value
 from ..program.pipeline import masking_text
 from .assignment import AxisAssignment
-from .spec import format_axes
 
 MIN_MISSPELLED = 3
 """Characters of the shortest name of which one changed character, or two exchanged ones, is a misspelling."""
@@ -271,45 +270,23 @@ def check_divides(values: Sequence[Value], assignment: AxisAssignment) -> None:
     )  # fmt: skip
 
 
-def check_opaque(op: Op, specs: Sequence[Spec | None], program: Program, assignment: AxisAssignment) -> None:
-    """Raise UnsupportedError if a kernel without a factor rule has a split operand: its effect on a shard is unknown.
+def kernel_rule_text(op: Op, program: Program) -> str:
+    """A factor rule for a kernel, as an example: ``"batch embed! -> batch embed!"``. The last dim of each array is not split, which
+    most kernels need complete (norms, softmax, attention); a dim of a result is the dim of an operand that has its size."""
+    named: list[tuple[str, int]] = []
 
-    Args:
-      specs: of the operands; None: a literal.
-    """
-    for value, spec in zip(op.ins, specs, strict=True):
-        if value is None or spec is None:
-            continue
-        for i, axes in enumerate(spec):
-            if not any(assignment.sizes[a] > 1 for a in axes):
-                continue
-            dim = program.dim_name(value, i) or f"dim {i}"
-            names = [x for ns, _ in program.sub_dims(value, i) for x in ns]
-            words = [name if name and name.isidentifier() else "_" for name in program.dims(value)]
-            array = " ".join(w if w == "_" or j != i else f"{w}!" for j, w in enumerate(words))
-            ruled = next((n for n in names if assignment.rule_text([n], axes[0])), None)
-            raise UnsupportedError(
-                f"{op.name} has no factor rule, and `{dim}` of its operand is split over {format_axes(axes)}",
-                shape=value.shape,
-                dims=format_dims(program.dims(value)),
-                dim=dim,
-                axis="+".join(axes),
-                rule=assignment.rule_text(names, axes[0]),
-                source=op.location,
-                fixes=[
-                    "declare which dims may be split, on the function around it; `!` and `_` mark the dims of which it needs "
-                    f'all. With one operand and a result of the same dims: @mp.kernel_rule("{array} -> {array}")',
-                    *(
-                        [
-                            f"or leave `{ruled}` unsharded for it, under another name: "
-                            f'x = mp.rename(x, {ruled}="kernel_{ruled}")'
-                            + (f", before the reshape that makes `{dim}`" if ruled != dim else "")
-                        ]
-                        if ruled
-                        else []
-                    ),
-                ],
-            )
+    def dims(value: Value | None, result: bool) -> str:
+        """The names of a value's dims, the last one with ``!``; of an operand, they are added to ``named``."""
+        if value is None or not value.shape:
+            return ""
+        names: list[str] = []
+        for i, size in enumerate(value.shape):
+            known = [program.dim_name(value, i) or "", *(name for name, n in named if result and n == size), f"d{i}"]
+            names.append(next(name for name in known if name.isidentifier() and name not in names))
+        named.extend([] if result else zip(names, value.shape, strict=True))
+        return " ".join(names) + "!"
+
+    return " -> ".join(", ".join(dims(v, side is op.outs) for v in side) for side in (op.ins, op.outs))
 
 
 def check_manual_axes(op: Op, sizes: Mapping[str, int]) -> None:

@@ -17,7 +17,7 @@ from ..rules.owned import adds_nothing
 from ..rules.partial import LINEAR, Law
 from ..rules.rule import ADDED, Kind, OpRule
 from .assignment import AxisAssignment, contiguous_only, spec_from_factors
-from .checks import check_manual_axes, check_opaque
+from .checks import check_manual_axes
 from .collectives import split_reduction
 from .partial import applicable_law
 from .reshape import reshape_axes
@@ -183,7 +183,6 @@ def decide(op: Op, operands: Sequence[Operand | None], facts: Facts) -> OpDecisi
       operands: None for literals.
 
     Raises:
-      UnsupportedError: a kernel without a factor rule has an operand that is split.
       UnknownAxisError, MeshError: a ``shard_map`` of the program does not fit the mesh.
     """
     first = _Site(op, operands, facts)
@@ -195,8 +194,6 @@ def decide(op: Op, operands: Sequence[Operand | None], facts: Facts) -> OpDecisi
         return _identity(first.reducing(shared), shared)
     if op.rule is None:
         return _elementwise(first.reducing(shared), shared)
-    if op.primitive.opaque:
-        check_opaque(op, [None if x is None else x.spec for x in operands], facts.program, facts.assignment)
     if op.rule.given is not None:
         check_manual_axes(op, facts.sizes)
     return _by_rule(first.reducing(shared), shared)

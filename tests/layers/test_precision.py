@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import meshpar as mp
-from meshpar.errors import LayoutSyntaxError, UnsupportedError
+from meshpar.errors import LayoutSyntaxError
 
 DIMS = {"p/w": "embed mlp", "p/v": "mlp embed", "p/scale": "embed", "x": "batch embed"}
 
@@ -115,39 +115,9 @@ def test_a_wide_sum_rounds_less(case):
 def test_what_is_no_dtype():
     with pytest.raises(LayoutSyntaxError, match="compute='int8' is not a floating dtype"):
         mp.Precision(compute="int8")
-
-
-def test_a_kernel_without_a_rule_says_how_to_declare_one():
-    from jax.experimental import pallas as pl
-
-    def double(x):
-        def body(a, b):
-            b[...] = 2 * a[...]
-
-        return pl.pallas_call(body, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
-
-    x = jnp.ones((8, 8))
-    with pytest.raises(UnsupportedError) as error:
-        mp.plan(double, x, mesh=mp.mesh("data=2"), layout="batch: data", dims={"x": "batch embed"})
-    for text in (
-        "pallas_call has no factor rule",
-        "`batch` of its operand",
-        "rule    batch: data",
-        '@mp.kernel_rule("batch! embed -> batch! embed")',
-        'mp.rename(x, batch="kernel_batch")',
-        "test_precision.py",
-    ):
-        assert text in str(error.value)
-    with pytest.raises(
-        UnsupportedError
-    ) as merged:  # a merged dim is no keyword: its factor is renamed before the reshape
-        mp.plan(lambda x: double(x.reshape(-1, 8)), jnp.ones((2, 4, 8)), mesh=mp.mesh("data=2"), layout="batch: data",
-                dims={"x": "batch seq embed"})  # fmt: skip
-    assert "`(batch seq)` of its operand" in str(merged.value)
-    assert 'mp.rename(x, batch="kernel_batch"), before the reshape' in str(merged.value)
-    ruled = mp.kernel_rule("rows cols! -> rows cols")(double)
-    f = mp.jit(ruled, mesh=mp.mesh("data=2"), layout="batch: data", dims={"x": "batch embed"}, lowering="shard_map")
-    np.testing.assert_array_equal(f(x), 2 * x)
+    for policy in ({"compute": "float8_e4m3fn"}, {"reduce": jnp.float8_e5m2}):
+        with pytest.raises(LayoutSyntaxError, match="has 8 bits or fewer"):
+            mp.Precision(**policy)
 
 
 def test_weights_by_keyword_and_from_the_end():

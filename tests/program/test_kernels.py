@@ -307,3 +307,46 @@ def test_a_kernel_with_custom_partitioning_runs_under_plain_jit():
     np.testing.assert_array_equal(
         jax.jit(lambda x: jax.lax.fori_loop(0, 2, lambda _, x: _doubled(x), x))(x), 4 * np.asarray(x)
     )
+
+
+# -- a kernel without a rule
+
+
+def rows_over_sum(x):
+    """A kernel that needs all of its last dim: each row of x over its sum."""
+    from jax.experimental import pallas as pl
+
+    def body(x, y):
+        y[...] = x[...] / x[...].sum(-1, keepdims=True)
+
+    return pl.pallas_call(body, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+
+@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+def test_a_kernel_without_a_rule_runs_on_gathered_operands_with_a_warning(lowering):
+    x = np.random.default_rng(0).uniform(0.5, 2, (16, 32)).astype(np.float32)
+    options = {"mesh": "data=4, model=2", "layout": "batch: data; embed: model", "dims": {"x": "batch embed"}}
+
+    def step(kernel):
+        return mp.jit(lambda x: jnp.log(kernel(x * 3)), lowering=lowering, **options)
+
+    sent = 3 / 4 * x.nbytes / 2 + x.nbytes / 2  # rows over `data`, then columns over `model`
+    with pytest.warns(mp.errors.ReplicatedWarning, match="pallas_call has no factor rule") as caught:
+        plan = step(rows_over_sum).plan(x)
+    assert plan.bytes_sent == sent
+    (text,) = (str(w.message) for w in caught)
+    assert "1.79 kB sent by each device" in text
+    assert "test_kernels.py" in text
+    assert "`!` marks a dim that may not" in text
+    with pytest.warns(mp.errors.ReplicatedWarning):
+        got = step(rows_over_sum)(x)
+    np.testing.assert_allclose(
+        got, np.log(x.astype(float) / x.astype(float).sum(-1, keepdims=True)), rtol=1e-5, atol=1e-5
+    )
+    ruled = mp.kernel_rule(text.partition('mp.kernel_rule("')[2].partition('"')[0])(rows_over_sum)
+    better = step(ruled)  # the rule that the warning proposes is right: only columns are gathered
+    np.testing.assert_allclose(better(x), got, rtol=1e-6)
+    assert 0 < better.plan(x).bytes_sent < sent / 4
+    mp.jit(rows_over_sum, mesh="data=4", layout="embed?: data", dims={"x": "batch _"}, lowering=lowering)(
+        x
+    )  # no warning
