@@ -31,6 +31,7 @@ from .dims import PathDims
 from .errors import RepeatedWarning, ReplicatedWarning, ReshardedWarning, UnsupportedError
 from .global_arrays import global_array
 from .lower import LOWERINGS
+from .lower.derivatives import Lower, with_lowered_derivatives
 from .plan.checks import dims_template
 from .plan.plan import Arrival
 from .plan_api import Plan
@@ -255,6 +256,7 @@ def _warn_of_resharded(plan: Plan, arrays: list[Any], shardings: list[NamedShard
 def lower_step(
     plan: Plan, traced: TracedStep, flat: FlatFunction, mesh: Mesh, *, strict: bool, dims: PathDims,
     names_off: Callable[[], AbstractContextManager[None]], keep_unused: bool, compiler_options: Mapping[str, Any],
+    lower: Lower,
 ) -> CompiledStep:  # fmt: skip
     """The compiled step of a plan.
 
@@ -262,6 +264,7 @@ def lower_step(
       flat: the function, which runs unsharded where JAX runs op by op (``jax.debug_nans``), so that errors have the user's lines.
       strict, dims: as in :func:`meshpar.jit`.
       names_off: returns a context in which constraints over dim and axis names have no effect, as on one device.
+      lower: plans and lowers derivatives.
       keep_unused, compiler_options: as in ``jax.jit``; a call uses the compiler options of the plan.
 
     Raises:
@@ -274,10 +277,12 @@ def lower_step(
             source=source_line(ordered),
             fixes=["leave ordered=True out", "or call it outside of the step, with a result of the step"],
         )
-    on_arrays, ins, outs = LOWERINGS[plan.lowering](plan, with_auto_axes(mesh), bound=bound_axis_names())
+    bound = bound_axis_names()
+    on_arrays, ins, outs = LOWERINGS[plan.lowering](plan, with_auto_axes(mesh), bound=bound)
+    derivable = on_arrays if bound else with_lowered_derivatives(on_arrays, plan.program, lower)
     if AxisType.Explicit in mesh.axis_types:
         ins, outs = ([NamedSharding(mesh, s.spec, memory_kind=s.memory_kind) for s in side] for side in (ins, outs))
-        on_arrays = with_auto_inside(on_arrays, outs)
+        on_arrays, derivable = (with_auto_inside(fn, outs) for fn in (on_arrays, derivable))
     # equal shardings become one object, so that results passed in again compare by `is`
     same: dict[NamedSharding, NamedSharding] = {}
     ins, outs = ([same.setdefault(s, s) for s in side] for side in (ins, outs))
@@ -287,7 +292,7 @@ def lower_step(
         if at_top_level():  # JAX runs op by op: under disable_jit, or to find the op that made a NaN
             with names_off():
                 return jax.tree.leaves(flat(*xs))
-        return on_arrays(*xs)
+        return derivable(*xs)
 
     step.__name__ = getattr(flat.fn, "__name__", "step")
     jitted = functools.partial(

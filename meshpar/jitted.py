@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from .compat.jax import (
     without_gc,
 )
 from .compiled import CompiledStep, arrivals, lower_step
+from .dims import Dims
 from .errors import MeshError, UnsupportedError
 from .exported import Exported, export_step
 from .flax import Leaf, capture_names, flatten_named, pure_states
@@ -530,7 +532,22 @@ class Jitted(Generic[P, R]):
         return lower_step(
             plan, traced, self._flat(call), _with_devices(self.mesh), strict=step.strict, dims=step.dims,
             names_off=self._no_names(traced.explicit), keep_unused=step.keep_unused, compiler_options=step.compiler_options,
+            lower=self._lower_derivative,
         )  # fmt: skip
+
+    def _lower_derivative(self, fn: Callable[..., list[Any]], names: Sequence[Dims]) -> Callable[..., list[Any]]:
+        """A derivative of the function, which takes flat arrays with these dims, under the same mesh and layout."""
+        dims = {f"xs/{i}": _unique_names(of) for i, of in enumerate(names) if of}
+        without = {"static_argnums": None, "static_argnames": None, **NO_DONATION}
+        options = self._options.changed(dims=dims, strict=False, **without)
+        jitted = Jitted(lambda *xs: fn(*xs), self.mesh, self.layout, options, topology=self.topology)
+
+        def run(*xs: Any) -> list[Any]:
+            with warnings.catch_warnings():  # the function's own plan has these warnings
+                warnings.simplefilter("ignore")
+                return jitted(*xs)
+
+        return run
 
     def _flat(self, call: Call) -> FlatFunction:
         return FlatFunction(self._fn, call.without_leaves(), self._caches if call.nodes else None)
@@ -558,6 +575,11 @@ class Jitted(Generic[P, R]):
                     return jax.tree.leaves(function(*xs))
 
             yield Subject(compiled.plan, arrays, unsharded, compiled.on_arrays, compiled.in_shardings)
+
+
+def _unique_names(dims: Dims) -> Dims:
+    """Dims without repeated names, and names of merged dims, which a pattern cannot give."""
+    return tuple(d if d and d.isidentifier() and d not in dims[:i] else None for i, d in enumerate(dims))
 
 
 def _with_devices(mesh: AnyMesh, why: str = "") -> Mesh:

@@ -77,7 +77,7 @@ def low_bits(
       block: elements with a common exponent. A last dim that it does not divide has one exponent.
       min_size: arrays with fewer elements are stored as they are.
       moments: (type of a state, field) → ``"signed"``, or ``"nonnegative"``, which is stored as square roots. The default has
-        those of optax; add your own with ``{**mp.layers.low_bits.MOMENTS, (MyState, "momentum"): "signed"}``.
+        the moments of optax; add your own: ``{**mp.layers.low_bits.MOMENTS, (MyState, "momentum"): "signed"}``.
 
     Raises:
       UnsupportedError: no 8-bit code has this dtype, or ``block`` is below 1.
