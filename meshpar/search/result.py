@@ -25,7 +25,7 @@ from ..plan_api import Plan
 from ..report.colours import AxisStyles
 from ..report.diff import longer_parts
 from ..report.facts import calibration_text
-from ..report.hints import memory_hint
+from ..report.hints import memory_hints
 from ..report.html import page, style
 from ..report.save import save
 from ..report.tables import Cell, html_table, number, rich_table
@@ -277,8 +277,7 @@ class Search:
         )
         if self.larger is not None:
             text += f"; this layout fits on {self.larger[0]} with the mesh {self.larger[1]}"
-        if hint := memory_hint(plan):
-            text += f"\nhint  {hint}"
+        text += "".join(f"\nhint  {hint}" for hint in memory_hints(plan))
         if self.early:
             text += f"\nthe search ended early ({self.ended}): other layouts may fit"
         return text
