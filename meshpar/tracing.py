@@ -30,6 +30,7 @@ from .errors import PatternError, UnsupportedError
 from .flax import Leaf, capture_names, flatten_named, with_states
 from .program import Program, infer, trace
 from .program.ir import Join
+from .program.primitives import rename_dims_p
 
 
 @dataclass(eq=False, slots=True)
@@ -151,6 +152,11 @@ def trace_call(
     if len(results) != len(out_leaves):
         raise AssertionError("paths and results do not match")
     out_annotations = _result_dims(results, named, annotations, patterns if init else None, used)
+    renamed = {id(eqn.outvars[0]) for eqn in closed.jaxpr.eqns if eqn.primitive is rename_dims_p and not init}
+    for k, var in enumerate(
+        closed.jaxpr.outvars
+    ):  # a renamed result has its new names, not those of the input of equal path
+        out_annotations[k] = None if id(var) in renamed else out_annotations[k]
     _check_patterns(patterns, used, [*named, *(results if init else ())], init)
     program = _infer_live(closed, annotations, named, out_annotations, results)
     for value, leaf in zip(program.inputs, named, strict=True):
@@ -212,7 +218,7 @@ def _with_parameters(join: Join, program: Program, patterns: PathDims) -> Join:
             same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
             return not is_joined, kind == "opt", -same, ("params", None, "opt").index(kind)
 
-        if not arrays or before.startswith("mp."):
+        if not arrays or " at " in before.partition(" names it ")[0]:  # a line of the model, not a path
             return before, before
         path = min(arrays, key=preference)[0]
         match = patterns.match(path)
