@@ -14,6 +14,7 @@ __all__ = [
     "DataPositionError",
     "DigestError",
     "DivisibilityError",
+    "IdleDevicesWarning",
     "IndivisibleWarning",
     "JoinError",
     "JoinWarning",
@@ -196,6 +197,10 @@ class IndivisibleWarning(UserWarning):
 
     This costs communication, or repeated FLOPs: for example, microbatches that have fewer rows than there are devices.
     """
+
+
+class IdleDevicesWarning(UserWarning):
+    """A mesh with fewer devices than there are accelerators, or processes' devices, though ``devices=`` was not given."""
 
 
 class RepeatedWarning(UserWarning):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,9 +14,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .compat.devices import device_mesh as ordered_devices
-from .compat.jax import mesh_in_context, with_auto_axes
+from .compat.jax import mesh_in_context, user_stacklevel, with_auto_axes
 from .compat.processes import DEVICES, process_count
-from .errors import LayoutSyntaxError, MeshError
+from .errors import IdleDevicesWarning, LayoutSyntaxError, MeshError
 from .hardware.topology import check_fills, parse_topology, topology_devices
 from .layout import AnyMesh
 from .units import mesh_text
@@ -162,6 +163,12 @@ def mesh(
                 f"or start fewer processes: {need} devices are those of {len({d.process_index for d in devices[:need]})}",
             ],
         )
+    if every and need < len(devices) and (devices[0].platform != "cpu" or process_count() > 1):
+        text = (
+            f"mesh ({text}) has {need} of {len(devices)} devices, and the others are idle. Write -1 for one size to use all, "
+            f"or devices=jax.devices()[:{need}] if this is meant"
+        )
+        warnings.warn(text, IdleDevicesWarning, stacklevel=user_stacklevel())
     if need == len(devices) and devices[0].platform == "tpu":
         devices.sort(key=lambda d: d.id)  # as a described slice lists them: both cores of a chip side by side
         array = ordered_devices(shape, devices, len({getattr(d, "slice_index", 0) for d in devices}), text)

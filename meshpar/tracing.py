@@ -40,6 +40,7 @@ from .flax import Leaf, capture_names, flatten_named, with_states
 from .layout import AnyMesh
 from .program import Program, infer, trace
 from .program.ir import Join
+from .program.primitives import rename_dims_p
 from .program.roles import name_parameters
 
 
@@ -164,6 +165,10 @@ def trace_call(
     if len(results) != len(out_leaves):
         raise AssertionError("paths and results do not match")
     out_annotations = _result_dims(results, named, annotations, patterns if init else None, used)
+    renamed = {id(eqn.outvars[0]) for eqn in closed.jaxpr.eqns if eqn.primitive is rename_dims_p and not init}
+    for k, var in enumerate(closed.jaxpr.outvars):
+        if id(var) in renamed:  # it has its new names, not those of the input of equal path
+            out_annotations[k] = None
     hidden = argument_path(0)[0] if len(argument_path(0)) > 1 else None
     _check_patterns(patterns, used, [*named, *(results if init else ())], init, hidden)
     program = _infer_live(closed, annotations, named, out_annotations, results)
@@ -245,7 +250,7 @@ def _with_parameters(join: Join, program: Program, patterns: PathDims) -> Join:
             same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
             return not is_joined, kind == "opt", -same, ("params", None, "opt").index(kind)
 
-        if not arrays or before.startswith("mp."):
+        if not arrays or " at " in before.partition(" names it ")[0]:  # a line of the model, not a path
             return before, before
         path = min(arrays, key=preference)[0]
         match = patterns.match(path)

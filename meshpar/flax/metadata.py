@@ -208,7 +208,7 @@ def capture_names(axes: Iterable[str], explicit: Any = None) -> Iterator[None]:
     axes = frozenset(axes)
 
     def logical(names: Any, x: Any) -> Any:
-        return x if names is None else _name(x, tuple(names))
+        return x if names is None else _name(x, tuple(names), "nn.with_logical_constraint")
 
     def constraint(x: Any, shardings: Any) -> Any | None:
         """An array tree after ``with_sharding_constraint``: dims named or placed; None: JAX applies the constraint
@@ -220,19 +220,19 @@ def capture_names(axes: Iterable[str], explicit: Any = None) -> Iterator[None]:
         if not all(a is None or isinstance(a, str) for a in flat):
             return None  # UNCONSTRAINED: leave it open
         if any(a is not None and a not in axes for a in flat):
-            return jax.tree.map(lambda v: _name(v, tuple(spec)), x)
+            return jax.tree.map(lambda v: _name(v, tuple(spec), "with_sharding_constraint"), x)
         return jax.tree.map(lambda v: place_p.bind(v, spec=axes_of_spec(spec, v.ndim)), x)
 
     with patched_constraints(logical, constraint, explicit), nnx.use_eager_sharding(False):
         yield
 
 
-def _name(x: Any, names: tuple[Any, ...]) -> Any:
+def _name(x: Any, names: tuple[Any, ...], origin: str) -> Any:
     """An array whose dims are named by ``mp.named``'s primitive; a name that is not text, and missing trailing names,
-    are None."""
+    are None. ``origin`` is the function that the model calls, for reports."""
     names = tuple(n if isinstance(n, str) else None for n in names)
     names += (None,) * (x.ndim - len(names))
     dims = fit_dims(
         parse_dims(names, what="sharding constraint"), x.shape, path="the value", origin="its sharding constraint"
     )
-    return name_dims_p.bind(x, names=dims)
+    return name_dims_p.bind(x, names=dims, origin=origin)

@@ -541,3 +541,33 @@ def test_constraints_are_ours_only_while_tracing(mesh):
     assert here.sharding.is_equivalent_to(sharding, 2)
     assert seen == [False, jax.P("data")]
     assert jax.lax.with_sharding_constraint is plain
+
+
+class Renamed(nn.Module):
+    """A model that names its activations as its author does."""
+
+    by: object
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(16)(self.by(nn.Dense(32)(x), P("rows", "hidden")))
+
+
+@pytest.mark.parametrize(("module", "by"), [(nn, "with_logical_constraint"), (jax.lax, "with_sharding_constraint")])
+def test_a_join_names_the_function_that_gave_the_name(module, by):
+    model, dims = Renamed(lambda *args: getattr(module, by)(*args)), {"x": "batch embed"}
+    weights = jax.eval_shape(Renamed(lambda y, _: y).init, jax.random.key(0), x())
+    step = lambda variables, x: model.apply(variables, x)  # noqa: E731
+    with pytest.warns(mp.JoinWarning, match=rf"{by} at .*test_metadata.py:\d+ \(<lambda>\) names it `rows`"):
+        plan = mp.plan(step, weights, x(), mesh="data=4", layout="batch: data", dims=dims)
+    assert "mp.named" not in str(plan.joins[0])
+
+
+def test_a_renamed_result_has_no_join_with_the_argument_of_its_path():
+    """A move of weights between layouts, in which both sides have a name of their own."""
+    weights, dims = {"w": jax.ShapeDtypeStruct((64, 32), np.float32)}, {"*/w": "vocab embed"}
+    move = lambda params: jax.tree.map(lambda w: mp.rename(w, vocab="to_vocab"), params)  # noqa: E731
+    plan = mp.plan(move, weights, mesh="data=8", layout="embed: data; to_vocab: data", dims=dims)
+    assert (plan.joins, plan.outputs[0].dims) == ([], ("to_vocab", "embed"))
+    plan = mp.plan(move, weights, mesh="data=8", layout="to_vocab: data; embed: data", dims=dims)
+    assert (plan.outputs[0].spec, [c.op for c in plan.collectives]) == (P("data"), ["all-to-all"])
