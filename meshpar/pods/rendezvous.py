@@ -71,7 +71,7 @@ def _accept(
         while missing := sorted({*range(1, count)} - {*joined.values()}):
             failure = _ended(missing)
             if failure is None and time.monotonic() > until:
-                text = f"process {_listed(missing)} of {count} did not connect to process 0 within {wait:.0f} s"
+                text = f"{_listed(missing)} of {count} did not connect to process 0 within {wait:.0f} s"
                 failure = Cause(missing[0], "absent", text, RESTARTABLE)
             for key, _ in () if failure else ready.select(RETRY_SECONDS):
                 if key.fileobj is listener:
@@ -177,4 +177,4 @@ def ended_file(folder: Path, process: int) -> Path:
 
 def _listed(processes: list[int]) -> str:
     more = f" and {len(processes) - 8} more" if len(processes) > 8 else ""
-    return ", ".join(map(str, processes[:8])) + more
+    return f"process{'es' * (len(processes) > 1)} {', '.join(map(str, processes[:8]))}{more}"

@@ -104,7 +104,8 @@ def _connect(group: Group, timeout: float, wait: float) -> None:
         note_cause(replace(cause, text=f"{kind.__name__}: {cause.text}"), group.process)
         raise error
     # JAX ends a group by itself, without a cause, when a heartbeat is missing: later than the watch, which names it
-    jax_pods.connect(group, heartbeat=int(timeout) + 10, wait=wait + began - time.monotonic())
+    left = wait + began - time.monotonic()
+    jax_pods.connect(group, heartbeat=int(timeout) + 10, wait=max(30.0, left))  # the last may have arrived late
 
 
 def _set_exit_status(error: MeshparError) -> None:
