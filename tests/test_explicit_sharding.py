@@ -265,7 +265,12 @@ def test_a_constraint_moves_what_the_layout_does_not(emesh):
     columns = NamedSharding(emesh, P(None, "model"))
     for fn in (CASES["einsum"][0], CASES["reshard"][0], jax.jit(matmul, out_shardings=columns)):
         assert mp.plan(fn, W, X, mesh=emesh, layout=LAYOUT, dims=DIMS).bytes_sent == 192
-    assert mp.plan(matmul, W, X, mesh=emesh, layout=LAYOUT, dims=DIMS).bytes_sent == 0
+    casts = (
+        auto_axes(matmul, axes="model", out_sharding=P("data", "model")),
+        explicit_axes(matmul, in_sharding=(P(None, "model"), P("data"))),
+    )
+    for fn in (matmul, *(lambda w, x, cast=cast: cast(w, x) for cast in casts)):
+        assert mp.plan(fn, W, X, mesh=emesh, layout=LAYOUT, dims=DIMS).bytes_sent == 0
 
 
 def test_cotangents_of_a_constraint_have_none(emesh):
