@@ -411,7 +411,7 @@ class Jitted(Generic[P, R]):
 
     def clear_cache(self) -> None:
         """Delete all cached programs, plans and compiled code."""
-        for cache in (self._caches.programs, self._caches.plans, self._caches.compiled):
+        for cache in (self._caches.programs, self._caches.plans, self._caches.compiled, self._caches.twins):
             cache.clear()
 
     # -- arguments and results

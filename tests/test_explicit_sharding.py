@@ -8,7 +8,9 @@ import contextlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, auto_axes, explicit_axes, reshard
 from jax.sharding import PartitionSpec as P
 
@@ -159,6 +161,33 @@ def test_training_on_an_explicit_mesh_does_not_copy_the_state(emesh, lowering):
     close(w, want)
 
 
+@pytest.mark.parametrize("kinds", [(AxisType.Explicit, AxisType.Auto), (AxisType.Explicit,) * 2])
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_modules_and_optimizers_on_a_mesh_with_explicit_axes(lowering, kinds):
+    def make():
+        kernel = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
+        model = nnx.Linear(32, 8, use_bias=False, rngs=nnx.Rngs(0), kernel_init=kernel)
+        return model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+
+    def train(model, optimizer, x):
+        loss, gradients = nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(model)
+        optimizer.update(model, gradients)
+        return loss
+
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
+    options = {"mesh": mesh, "layout": f"{LAYOUT}; embed: data", "lowering": lowering}
+    with nnx.use_eager_sharding(False):
+        plain = make()
+    with jax.set_mesh(mesh):
+        placed = mp.init(make, **options)()
+        step = mp.jit(train, dims={"x": "batch embed"}, **options)
+        for _ in range(2):
+            close(step(*placed, X), train(*plain, X))
+    kernel = placed[0].kernel[...]
+    close(kernel, plain[0].kernel[...])
+    assert kernel.sharding == NamedSharding(mesh, P("data", "model"))
+
+
 # -- what asks for a sharding inside of a step: (function, result, dims of the result that the constraint splits)
 
 KEY = jax.random.key(0)
@@ -236,7 +265,12 @@ def test_a_constraint_moves_what_the_layout_does_not(emesh):
     columns = NamedSharding(emesh, P(None, "model"))
     for fn in (CASES["einsum"][0], CASES["reshard"][0], jax.jit(matmul, out_shardings=columns)):
         assert mp.plan(fn, W, X, mesh=emesh, layout=LAYOUT, dims=DIMS).bytes_sent == 192
-    assert mp.plan(matmul, W, X, mesh=emesh, layout=LAYOUT, dims=DIMS).bytes_sent == 0
+    casts = (
+        auto_axes(matmul, axes="model", out_sharding=P("data", "model")),
+        explicit_axes(matmul, in_sharding=(P(None, "model"), P("data"))),
+    )
+    for fn in (matmul, *(lambda w, x, cast=cast: cast(w, x) for cast in casts)):
+        assert mp.plan(fn, W, X, mesh=emesh, layout=LAYOUT, dims=DIMS).bytes_sent == 0
 
 
 def test_cotangents_of_a_constraint_have_none(emesh):

@@ -496,7 +496,7 @@ def with_auto_inside(function: Callable[..., list[Any]], outs: Sequence[Any]) ->
     def run(*xs: Any) -> list[Any]:
         with jax.sharding.use_abstract_mesh(with_auto_axes(outs[0].mesh.abstract_mesh)):
             results = function(*(jax.sharding.reshard(x, PartitionSpec()) for x in xs))
-        types = [NamedSharding(s.mesh, s.spec) for s in outs]
+        types = [NamedSharding(s.mesh, core.modify_spec_for_auto_manual(s.spec, s.mesh.abstract_mesh)) for s in outs]
         return [jax.sharding.reshard(y, s) for y, s in zip(results, types, strict=True)]
 
     return run

@@ -50,6 +50,7 @@ class Case:
       calls: the calls that are made of one lowered function, each of which is compared.
       overlap: the option of that name of `meshpar.jit`, where the lowering has it.
       placed: whether the arguments are on devices already, sharded over another mesh.
+      around: JAX's own modes: a mesh with Explicit axes, and the mesh of `jax.set_mesh`; see :data:`AROUND`.
       schedule: of pipelines.
     """
 
@@ -60,6 +61,7 @@ class Case:
     calls: tuple[Call, ...] = (Call(),)
     overlap: str = "off"
     placed: bool = False
+    around: str = ""
     schedule: str = "1f1b"
 
     def __str__(self) -> str:
@@ -72,6 +74,7 @@ class Case:
         how += [f"# schedule={self.schedule!r}"] if self.schedule != "1f1b" else []
         how += [f"# overlap={self.overlap!r}"] if self.overlap != "off" else []
         how += ["# arguments placed on another mesh"] if self.placed else []
+        how += [f"# around it: {self.around}"] if self.around else []
         return "\n".join([p.text, f"# inputs (seed {p.seed})", *inputs, where, *how])
 
 
@@ -156,6 +159,10 @@ def way_outside(program: Program, every: int) -> str:
     return "jvp" if forward else "vjp"
 
 
+AROUND = ("explicit", "explicit, set", "set", "other set", "smaller set")
+"""A mesh with Explicit axes; `jax.set_mesh` of the mesh, of another mesh of all devices, of a mesh of some of them."""
+
+
 def make_calls(rng: random.Random, program: Program, mesh: str) -> tuple[Call, ...]:
     """The calls that a program asks for, and by chance some in another configuration."""
     needs = set(program.needs)
@@ -191,7 +198,9 @@ def make_case(
     overlap = "ring" if "ring" in program.needs or rng.random() < 0.1 else "off"
     placed = "placed" in program.needs or (simple and rng.random() < 0.08)
     outside = way_outside(program, every) if simple and not placed else ""
-    return Case(program, mesh, make_layout(rng, program, mesh), outside, calls, overlap, placed)
+    plain = simple and not placed and not outside and not program.needs
+    around = AROUND[program.seed // 8 % len(AROUND)] if plain and program.seed % 8 == 0 else ""
+    return Case(program, mesh, make_layout(rng, program, mesh), outside, calls, overlap, placed, around)
 
 
 def cases(statements: int = 7) -> st.SearchStrategy[Case]:

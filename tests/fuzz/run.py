@@ -8,7 +8,7 @@ import math
 import types
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,18 +188,33 @@ def unsharded(case: Case, options: dict[str, Any] | None = None) -> Reference:
     return reference
 
 
+@contextlib.contextmanager
+def around(case: Case) -> Iterator[Any]:
+    """The context of the calls of a case, by :attr:`Case.around`; its value is the mesh of the case."""
+    mesh = mp.mesh(case.mesh)
+    if "explicit" in case.around:
+        explicit = (jax.sharding.AxisType.Explicit,) * len(mesh.axis_names)
+        mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=explicit)
+    others = {"other set": "elsewhere=8", "smaller set": "elsewhere=2"}
+    if "set" not in case.around:
+        yield mesh
+        return
+    with jax.set_mesh(mp.mesh(others[case.around]) if case.around in others else mesh):
+        yield mesh
+
+
 def sharded(case: Case, lowering: str, options: dict[str, Any], repeat: int = 1) -> list[Any]:
     """The results of each call, of the last of ``repeat`` of it, none of which is waited for before the next."""
     program = case.program
     overlap = {} if lowering == "jit" or case.overlap == "off" else {"overlap": case.overlap}
     within = bool(case.outside or case.calls[0].axis)  # another function's options count
     statics = [i.name for i in program.statics]
-    run = mp.jit(lowered(case), mesh=mp.mesh(case.mesh), layout=case.layout, dims=program.dims, lowering=lowering,
-                 compiler_options=None if within else options, static_argnames=statics, schedule=case.schedule,
-                 **overlap)  # fmt: skip
     results: list[Any] = []
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), around(case) as mesh:
         ignored()
+        run = mp.jit(lowered(case), mesh=mesh, layout=case.layout, dims=program.dims, lowering=lowering,
+                     compiler_options=None if within else options, static_argnames=statics, schedule=case.schedule,
+                     **overlap)  # fmt: skip
         for call in case.calls:
             with CONTEXTS[call.context]():
                 args = arguments(case, call)

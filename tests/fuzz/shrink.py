@@ -43,6 +43,8 @@ def smaller(case: Case) -> Iterator[Case]:
         yield replace(case, overlap="off")
     if case.placed:
         yield replace(case, placed=False)
+    if case.around:
+        yield replace(case, around="")
     for k, call in enumerate(case.calls):
         for simpler in (replace(call, keywords=False), replace(call, context=""), replace(call, axis="", size=0)):
             if simpler != call:
