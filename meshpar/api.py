@@ -28,7 +28,7 @@ from .lab.session import Draft, Session
 from .layout import Layout
 from .measurement import CalibrationResult, Candidate
 from .measurement import calibrate as calibrate_candidates
-from .mesh import MeshLike, MeshSizes, auto_mesh, context_mesh, device_mesh, parse_mesh, planned_mesh
+from .mesh import MeshLike, MeshSizes, auto_mesh, checked_mesh, context_mesh, device_mesh, parse_mesh, planned_mesh
 from .mesh import mesh as make_mesh
 from .options import (
     OPTIONS,
@@ -48,7 +48,7 @@ from .pods.local_sgd import LocalSgd
 from .progress import Progress, progress_line
 from .search import Objective, Row, Search
 from .search import search as search_from
-from .tracing import named_tree, state_dims
+from .tracing import metadata_names, named_tree, state_dims
 from .units import format_bytes, format_memory, format_seconds, mesh_text
 from .verify.aot import Compiled, Effort, mesh_to_compile_for
 from .verify.check import Report, check_layouts, each_layout
@@ -78,7 +78,8 @@ def jit(
       fn: an ordinary function of arrays, trees of arrays, and nnx modules or optimizers (updated in place, as
         ``nnx.jit`` does). Left out: ``jit`` is a decorator, of methods as well, whose ``self`` is the first argument.
       mesh: from :func:`meshpar.mesh`, its axes and sizes (``"data=4, model=2"``, ``{"data": 4, "model": 2}``), or any
-        ``jax.sharding.Mesh`` (Explicit axes are treated as Auto). Left out: the mesh of ``jax.set_mesh`` when ``jit`` is called.
+        ``jax.sharding.Mesh``; with Explicit axes, results are arrays of that mesh. Left out: the mesh of ``jax.set_mesh`` when
+        ``jit`` is called.
       layout: rules ``dim: axis``; a :class:`meshpar.Layout`, its text, or a Flax ``logical_axis_rules`` list.
       dims: tree-path patterns → dims, in place of Flax metadata: ``{"batch/tokens": "batch seq"}``.
       lowering: ``"shard_map"``: meshpar partitions the program, which sends exactly the collectives of the plan. ``"jit"``: XLA
@@ -179,7 +180,7 @@ def plan(
     """
     _check_function(fn, "plan")
     options, call = split_keywords(keywords, kwargs)
-    where = auto_mesh(planned_mesh(mesh, topology))
+    where = checked_mesh(planned_mesh(mesh, topology))
     return Jitted(fn, where, Layout(layout), StepOptions(**options), topology=topology).plan(*args, **call)
 
 
@@ -242,9 +243,10 @@ def shardings(tree: Any, layout: LayoutLike, mesh: MeshLike | None = None, *, di
       >>> placed["up"].shard_shape((64, 256))
       (16, 128)
     """
-    rules, where = Layout(layout), device_mesh(mesh)
+    where, patterns = device_mesh(mesh), path_dims(dims)
     tree = nnx.state(tree) if is_graph_node(tree) else tree
-    named = named_tree(tree, path_dims(dims))
+    named = named_tree(tree, patterns)
+    rules = Layout(layout).with_axis_names(metadata_names((leaf for leaf, _ in named), patterns), where)
     if rules.rules and not any(names and any(names) for _, names in named) and any(np.ndim(x.value) for x, _ in named):
         raise UnknownDimError(
             "no array of the tree has a named dim",
@@ -446,7 +448,7 @@ def export(
             raise UnsupportedError(
                 "mp.export needs a layout", fixes=['mp.export(step, state, batch, mesh=mesh, layout="batch: data")']
             )
-        fn = Jitted(fn, device_mesh(mesh), Layout(layout), _step_options("export", options))
+        fn = Jitted(fn, auto_mesh(device_mesh(mesh)), Layout(layout), _step_options("export", options))
     elif own := [*(k for k, v in (("mesh", mesh), ("layout", layout)) if v is not None), *options]:
         raise UnsupportedError(
             f"{', '.join(own)}: the result of mp.jit has its own",
@@ -490,7 +492,8 @@ def search(
       forbid: dims that are never split: ``"head_dim, seq"``.
       objective: ``"time"``: the shortest step of those that fit; ``"memory"``: the smallest peak.
       memory_fraction: the largest peak of a plan, as a fraction of a device's memory.
-      max_plans: the largest number of candidates that are planned.
+      max_plans: the largest number of candidates that are planned. Of a program whose layers may be stages, two fifths of them (and
+        of the time) are reserved for these candidates.
       time_limit: seconds after which no more plans are started.
       layouts: additional layouts to plan, on the meshes that have their axes.
       verify: number of best candidates to compile, as by :func:`meshpar.compile` (the first at full effort, which takes minutes for
@@ -651,7 +654,7 @@ def _pairs(layouts: Any, meshes: Any, max_layouts: int) -> Iterator[tuple[Mesh, 
     pairs: dict[tuple[Any, ...], tuple[Mesh, Layout]] = {}
 
     def add(where: MeshLike, layout: Layout) -> None:
-        made = device_mesh(where)
+        made = auto_mesh(device_mesh(where))
         if not isinstance(made, Mesh):
             raise MeshError("an abstract mesh has no devices to measure on", fixes=['mp.mesh("data=4, model=2")'])
         pairs.setdefault((tuple(made.shape.items()), str(layout)), (made, layout))
@@ -833,7 +836,7 @@ def local_sgd(
       >>> run.replicas
       2
     """
-    where = device_mesh(mesh)
+    where = auto_mesh(device_mesh(mesh))
     if not isinstance(where, Mesh):
         raise MeshError("local_sgd trains on devices, and an abstract mesh has none", fixes=['mesh="slice=2, data=4"'])
     return LocalSgd(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from .arguments import Fixed
 from .compat.jax import (
@@ -22,17 +22,22 @@ from .compat.jax import (
     ordered_effect,
     source_line,
     user_stacklevel,
+    with_auto_axes,
+    with_auto_inside,
 )
 from .compat.quirks import with_bounded_queue
 from .cost.flops import redundant_matmuls_despite_layout
 from .dims import PathDims
-from .errors import RepeatedWarning, ReplicatedWarning, UnsupportedError
+from .errors import RepeatedWarning, ReplicatedWarning, ReshardedWarning, UnsupportedError
 from .global_arrays import global_array
 from .lower import LOWERINGS
+from .lower.derivatives import Lower, with_lowered_derivatives
 from .plan.checks import dims_template
+from .plan.plan import Arrival
 from .plan_api import Plan
 from .pods.agree import Sheet, before_call
 from .program.ir import Value
+from .report import arrivals_text
 from .tracing import FlatFunction, TracedStep
 from .units import format_memory
 
@@ -50,7 +55,8 @@ class CompiledStep:
       arrays: positions of the call's leaves that are arguments of the program; None: all of them.
       donated: positions of the donated arguments.
       narrowed: position → dtype of arguments that have 64 bits, in a program that was traced without x64.
-      called: it was called before.
+      calls: the number of its calls, up to 2: the first two look for arguments that they reshard.
+      resharded: the arguments that its first call resharded.
     """
 
     plan: Plan
@@ -62,20 +68,32 @@ class CompiledStep:
     out_shardings: list[NamedSharding]
     donated: tuple[int, ...]
     narrowed: Mapping[int, Any] = field(default_factory=dict, kw_only=True)
-    called: bool = field(default=False, kw_only=True)
+    calls: int = field(default=0, kw_only=True)
+    resharded: tuple[Arrival, ...] = field(default=(), kw_only=True)
 
     def __call__(self, leaves: list[Any]) -> Any:
         """The function's result for the leaves of a call."""
         arrays = leaves if self.arrays is None else [leaves[i] for i in self.arrays]
-        if not self.called:
-            self.called = True
-            _warn_of_repeated(self.plan)
-            _warn_of_resharded(self.plan, arrays, self.in_shardings)
+        if self.calls < 2:
+            self._check_arguments(arrays)
         outs = self.on_arrays(arrays)
         for o, i in self.traced.unchanged.items():
             if i not in self.donated and _is_placed(arrays[i], self.in_shardings[i]):
                 outs[o] = arrays[i]  # an evaluation under another layout leaves a module as it is
         return self.traced.result(outs)
+
+    def _check_arguments(self, arrays: list[Any]) -> None:
+        """Warn of what the first call, or each call, reshards or repeats."""
+        self.calls += 1
+        resharded = arrivals(self.plan, arrays, self.in_shardings)
+        if self.calls == 1:
+            self.resharded = resharded
+            _warn_of_repeated(self.plan)
+            _warn_of_resharded(self.plan, arrays, self.in_shardings)
+            return
+        before = {a.path for a in self.resharded}
+        if again := [a for a in resharded if a.path in before]:
+            warnings.warn(arrivals_text(again), ReshardedWarning, stacklevel=user_stacklevel())
 
     def on_arrays(self, arrays: list[Any]) -> list[Any]:
         """The flat results for flat arguments; arguments with another sharding are resharded first.
@@ -162,6 +180,44 @@ def _same_place(current: Any, sharding: NamedSharding, ndim: int) -> bool:
     )
 
 
+def arrivals(plan: Plan, arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> tuple[Arrival, ...]:
+    """The arguments of a plan whose arrays a call reshards, so that devices receive data; not the numbers, tracers and host arrays
+    among them, and not the uncommitted arrays, which their user has put on no device."""
+    out = []
+    for x, s, h in zip(arrays, shardings, plan.inputs, strict=True):
+        if type(x) not in PLACED or x.sharding == s or x.is_deleted() or not x.committed or h.on_host:
+            continue
+        if (
+            x.is_fully_addressable != s.is_fully_addressable
+        ):  # of several processes: the process's own copy of the value
+            continue
+        size = _received(x.sharding, s, x.shape) * x.dtype.itemsize
+        if size:
+            spec = getattr(x.sharding, "spec", None)
+            source = f"{len(x.sharding.device_set)} device" if spec is None else str(spec)
+            other = x.sharding.device_set != s.device_set and spec is not None
+            out.append(Arrival(h.path, source + " on other devices" * other, h.spec, size))
+    return tuple(out)
+
+
+@functools.lru_cache(4096)
+def _received(current: Any, sharding: NamedSharding, shape: tuple[int, ...]) -> int:
+    """The largest number of elements of an array that a device lacks under its current sharding and has under another one."""
+
+    def ranges(of: Any) -> dict[Any, list[range]]:
+        indices = of.devices_indices_map(shape).items()
+        return {d: [range(*i.indices(n)) for i, n in zip(index, shape, strict=True)] for d, index in indices}
+
+    has, most = ranges(current), 0
+    for device, needed in ranges(sharding).items():
+        own = [
+            len(range(max(a.start, b.start), min(a.stop, b.stop)))
+            for a, b in zip(needed, has.get(device, [range(0)] * len(shape)), strict=True)
+        ]
+        most = max(most, math.prod(map(len, needed)) - math.prod(own) * (device in has))
+    return most
+
+
 def _warn_of_repeated(plan: Plan) -> None:
     """Warn (RepeatedWarning) if devices repeat a considerable part of the matmul FLOPs of a plan."""
     repeated = redundant_matmuls_despite_layout(plan)
@@ -200,6 +256,7 @@ def _warn_of_resharded(plan: Plan, arrays: list[Any], shardings: list[NamedShard
 def lower_step(
     plan: Plan, traced: TracedStep, flat: FlatFunction, mesh: Mesh, *, strict: bool, dims: PathDims,
     names_off: Callable[[], AbstractContextManager[None]], keep_unused: bool, compiler_options: Mapping[str, Any],
+    lower: Lower,
 ) -> CompiledStep:  # fmt: skip
     """The compiled step of a plan.
 
@@ -207,6 +264,7 @@ def lower_step(
       flat: the function, which runs unsharded where JAX runs op by op (``jax.debug_nans``), so that errors have the user's lines.
       strict, dims: as in :func:`meshpar.jit`.
       names_off: returns a context in which constraints over dim and axis names have no effect, as on one device.
+      lower: plans and lowers derivatives.
       keep_unused, compiler_options: as in ``jax.jit``; a call uses the compiler options of the plan.
 
     Raises:
@@ -219,7 +277,12 @@ def lower_step(
             source=source_line(ordered),
             fixes=["leave ordered=True out", "or call it outside of the step, with a result of the step"],
         )
-    on_arrays, ins, outs = LOWERINGS[plan.lowering](plan, mesh, bound=bound_axis_names())
+    bound = bound_axis_names()
+    on_arrays, ins, outs = LOWERINGS[plan.lowering](plan, with_auto_axes(mesh), bound=bound)
+    derivable = on_arrays if bound else with_lowered_derivatives(on_arrays, plan.program, lower)
+    if AxisType.Explicit in mesh.axis_types:
+        ins, outs = ([NamedSharding(mesh, s.spec, memory_kind=s.memory_kind) for s in side] for side in (ins, outs))
+        on_arrays, derivable = (with_auto_inside(fn, outs) for fn in (on_arrays, derivable))
     # equal shardings become one object, so that results passed in again compare by `is`
     same: dict[NamedSharding, NamedSharding] = {}
     ins, outs = ([same.setdefault(s, s) for s in side] for side in (ins, outs))
@@ -229,7 +292,7 @@ def lower_step(
         if at_top_level():  # JAX runs op by op: under disable_jit, or to find the op that made a NaN
             with names_off():
                 return jax.tree.leaves(flat(*xs))
-        return on_arrays(*xs)
+        return derivable(*xs)
 
     step.__name__ = getattr(flat.fn, "__name__", "step")
     jitted = functools.partial(

@@ -14,6 +14,7 @@ __all__ = [
     "DataPositionError",
     "DigestError",
     "DivisibilityError",
+    "IdleDevicesWarning",
     "IndivisibleWarning",
     "JoinError",
     "JoinWarning",
@@ -27,6 +28,7 @@ __all__ = [
     "RankError",
     "RepeatedWarning",
     "ReplicatedWarning",
+    "ReshardedWarning",
     "StuckProcessError",
     "TargetError",
     "TorusWarning",
@@ -197,6 +199,10 @@ class IndivisibleWarning(UserWarning):
     """
 
 
+class IdleDevicesWarning(UserWarning):
+    """A mesh with fewer devices than there are accelerators, or processes' devices, though ``devices=`` was not given."""
+
+
 class RepeatedWarning(UserWarning):
     """Much of a step is computed by several devices alike, along an axis that the layout gives to some dim; at the first call."""
 
@@ -208,8 +214,15 @@ class LoweringWarning(UserWarning):
 class ReplicatedWarning(UserWarning):
     """Values are replicated although the layout has rules for them; once per plan, or per step.
 
-    It has three causes: none of the rules for an axis takes effect on the program; the weights that :func:`meshpar.init` creates
-    have no names; the state of a call is sharded over fewer devices than the plan shards it over.
+    It has four causes: none of the rules for an axis takes effect on the program; the weights that :func:`meshpar.init` creates
+    have no names; the state of a call is sharded over fewer devices than the plan shards it over; a kernel has no factor rule.
+    """
+
+
+class ReshardedWarning(UserWarning):
+    """Arguments that every call of a step reshards, since their arrays have another sharding or other devices; at the second call.
+
+    ``jax.jit`` with shardings raises for such arrays.
     """
 
 

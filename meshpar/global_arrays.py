@@ -48,9 +48,14 @@ def global_array(x: Any, sharding: Any) -> Any:
     return of_parts(array.shape, sharding, lambda index: array[index])
 
 
-def place(x: Any, sharding: Any) -> Any:
-    """An array where a sharding says, on devices of this process or of several; arguments as for :func:`global_array`."""
-    return jax.device_put(x if sharding.is_fully_addressable else global_array(x, sharding), sharding)
+def place(x: Any, sharding: Any, copy: bool = False) -> Any:
+    """An array where a sharding says, on devices of this process or of several; arguments as for :func:`global_array`.
+
+    Args:
+      copy: the result shares no memory with ``x``, also where ``x`` has this sharding.
+    """
+    x = x if sharding.is_fully_addressable else global_array(x, sharding)
+    return jax.device_put(x, sharding, may_alias=False if copy else None)
 
 
 def _same(x: jax.Array) -> jax.Array:

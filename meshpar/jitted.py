@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -13,24 +14,34 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from .arguments import ArgumentRoles, Call, fully_donated, is_static, unhashable, with_statics
 from .caches import LRUCache
 from .compat import nnx
-from .compat.jax import has_graph_nodes, in_explicit_mesh, is_graph_node, jit_disabled, without_gc
-from .compiled import CompiledStep, lower_step
+from .compat.jax import (
+    at_top_level,
+    has_graph_nodes,
+    in_mesh,
+    is_graph_node,
+    jit_disabled,
+    mesh_in_context,
+    with_auto_axes,
+    without_gc,
+)
+from .compiled import CompiledStep, arrivals, lower_step
+from .dims import Dims
 from .errors import MeshError, UnsupportedError
 from .exported import Exported, export_step
 from .flax import Leaf, capture_names, flatten_named, pure_states
 from .global_arrays import place
 from .layout import AnyMesh, Layout
-from .mesh import MeshLike, device_mesh
+from .mesh import MeshLike, auto_mesh, device_mesh, is_context
 from .options import Lowering, Mode, StepOptions, refuse_ambiguous_options
 from .passes import make_plan
 from .plan_api import Plan
 from .progress import Progress
-from .tracing import FlatFunction, TracedStep, annotation_of, trace_call
+from .tracing import FlatFunction, TracedStep, annotation_of, metadata_names, trace_call
 from .units import mesh_text
 from .verify.aot import Compiled, Effort, compile_lowered, mesh_to_compile_for
 from .verify.check import Report, Subject, check_layouts
@@ -56,12 +67,14 @@ class _Caches:
     under which nnx objects are split into trees.
 
     Attributes:
+      twins: mesh with Explicit axes → the same step on it.
       nodes: some call had nnx objects.
     """
 
     programs: LRUCache[Any, TracedStep] = field(default_factory=lambda: LRUCache(MAX_CALLS))
     plans: LRUCache[Any, Plan] = field(default_factory=lambda: LRUCache(MAX_CALLS))
     compiled: LRUCache[Any, CompiledStep] = field(default_factory=lambda: LRUCache(MAX_CALLS))
+    twins: LRUCache[Any, Any] = field(default_factory=lambda: LRUCache(MAX_CALLS))
     nodes: bool = False
 
 
@@ -91,6 +104,7 @@ class Jitted(Generic[P, R]):
         attributes = getattr(fn, "__dict__", {})
         self.__dict__.update({k: x for k, x in attributes.items() if not hasattr(Jitted, k) and k != "__wrapped__"})
         self.mesh, self.layout, self.topology = mesh, layout, topology
+        self._auto = auto_mesh(mesh)
         self.lowering: Lowering = options.lowering
         self.overlap: Mode | None = options.overlap
         self._fn: Callable[..., Any] = fn
@@ -119,7 +133,7 @@ class Jitted(Generic[P, R]):
         compiles it."""
         all_args = (*self._bound, *args)
         caches = self._caches
-        if caches.compiled and not (caches.nodes or self._init or jit_disabled() or in_explicit_mesh()):
+        if caches.compiled and not (caches.nodes or self._init or jit_disabled()) and self._on_own_mesh():
             call = self._roles.flatten(all_args, kwargs)
             try:
                 compiled = caches.compiled.get(call.key)
@@ -146,11 +160,18 @@ class Jitted(Generic[P, R]):
     def plan(self, /, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays or ``jax.ShapeDtypeStruct``); nothing runs, nothing is compiled.
 
+        Given arrays on devices, ``arrivals`` of the plan lists those that a call would reshard.
+
         Raises:
           MeshparError: names, sizes or rules that do not fit; see :mod:`meshpar.errors`.
         """
         with self._flattened((*self._bound, *args), kwargs) as call:
-            return self._plan(call)
+            plan, fixed = self._plan(call), call.fixed
+        if not isinstance(self.mesh, Mesh):  # the plan is for devices that are not attached
+            return plan
+        arrays = [x for i, x in enumerate(call.leaves) if i not in fixed]
+        found = arrivals(plan, arrays, [NamedSharding(self.mesh, h.spec) for h in plan.inputs])
+        return replace(plan, arrivals=found) if found else plan
 
     @without_gc(cached=True)
     def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
@@ -171,7 +192,7 @@ class Jitted(Generic[P, R]):
         args = (*self._bound, *args)
         if self._init or has_graph_nodes((args, kwargs)):
             call = self._roles.flatten(args, kwargs)
-            with capture_names(self.mesh.axis_names):
+            with capture_names(self.mesh.axis_names, self.mesh if self.mesh is not self._auto else None):
 
                 def plain(args: Any, kwargs: Any) -> Any:
                     args, kwargs = with_statics(args, kwargs, call.statics)
@@ -219,14 +240,22 @@ class Jitted(Generic[P, R]):
             for path, x in self._arguments(args, kwargs)
         )
 
-    def put(self, /, *args: Any, **kwargs: Any) -> Any:
+    @refuse_ambiguous_options
+    def put(
+        self, /, *args: Any, in_place: bool = False, kwargs: Mapping[str, Any] | None = None, **keywords: Any
+    ) -> Any:  # fmt: skip
         """Move arguments to the devices, sharded as the step needs them: the next batch, weights that were read from a file.
 
             batch = step.put(batch=batch)
 
         Either all arguments of the function are given, as in a call, or some by name. Each array of the latter gets its sharding
-        of the last call or plan, else the sharding of its own dims (``dims=``, Flax metadata). nnx modules are updated in place
-        and returned.
+        of the last call or plan, else the sharding of its own dims (``dims=``, Flax metadata). An nnx module is copied, and
+        shares no array with its copy: a trainer's updates do not change a sampler.
+
+        Args:
+          *args, **keywords: arguments of the function.
+          in_place: move the arrays of nnx modules into the modules themselves, instead of copies.
+          kwargs: keyword arguments of the function with the names of options of this method.
 
         Returns:
           The arguments as sharded arrays: a single one without a tuple, several as a tuple.
@@ -236,6 +265,7 @@ class Jitted(Generic[P, R]):
           MeshError: an abstract mesh.
           MeshparError: as :meth:`plan`.
         """
+        kwargs = {**keywords, **(kwargs or {})}
         mesh = _with_devices(self.mesh, "arrays are put on devices")
         try:
             if self._roles.signature is not None:
@@ -245,7 +275,7 @@ class Jitted(Generic[P, R]):
             plan = self._caches.plans.latest()
         inputs = {} if plan is None else {h.path: h for h in plan.inputs}
 
-        def placed(leaf: Leaf) -> Any:
+        def placed(leaf: Leaf, copy: bool) -> Any:
             """A leaf on the devices: in its sharding of the last plan, else by the layout from its own dims.
 
             Raises:
@@ -253,9 +283,9 @@ class Jitted(Generic[P, R]):
             """
             known = inputs.get(leaf.path)
             if known is not None and known.shape == np.shape(leaf.value):
-                return place(leaf.value, NamedSharding(mesh, known.spec))
+                return place(leaf.value, NamedSharding(mesh, known.spec), copy)
             dims = annotation_of(leaf, self._options.dims, set())
-            if dims is None:
+            if dims is None and np.ndim(leaf.value):
                 raise UnsupportedError(
                     f"{leaf.path}: nothing determines its sharding yet",
                     path=leaf.path,
@@ -265,15 +295,18 @@ class Jitted(Generic[P, R]):
                         "or plan or call the step first, or give step.put all of its arguments",
                     ],
                 )
-            spec = self.layout.spec(dims, mesh, np.shape(leaf.value), scope=leaf.kind, path=leaf.path)
-            return place(leaf.value, NamedSharding(mesh, spec))
+            layout = self.layout.with_axis_names(metadata_names([leaf], self._options.dims), mesh)
+            spec = layout.spec(dims or (), mesh, np.shape(leaf.value), scope=leaf.kind, path=leaf.path)
+            return place(leaf.value, NamedSharding(mesh, spec), copy)
 
         out = []
         for path, x in self._arguments(args, kwargs):
-            y = _map_paths(placed, x, path)
-            if is_graph_node(x):
+            module = is_graph_node(x)
+            y = _map_paths(functools.partial(placed, copy=module and not in_place), x, path)
+            if module:
+                x = x if in_place else nnx.clone(x)
                 nnx.update(x, y)
-            out.append(x if is_graph_node(x) else y)
+            out.append(x if module else y)
         return out[0] if len(out) == 1 else tuple(out)
 
     def check(self, /, *args: Any, **kwargs: Any) -> Report:
@@ -386,10 +419,47 @@ class Jitted(Generic[P, R]):
     def _slow_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> R:
         """A call that is not compiled yet, has nnx objects (split into trees, then updated), or is under ``disable_jit``."""
         if jit_disabled():
-            with self._no_names()():
+            with self._no_names(self.mesh if self.mesh is not self._auto else None)():
                 return self._fn(*args, **kwargs)
+        step = self._on_context()
+        if step is not self:
+            return step._slow_call(args, kwargs)
         with self._flattened(args, kwargs) as call:
-            return self._unflattened(call, self._compiled(call)(call.leaves))
+            compiled = self._compiled(call)
+            out = self._unflattened(call, compiled(call.leaves))
+        if self._on_own_mesh() and not call.nodes:  # the key depends on the mesh in context
+            self._caches.compiled.put(self._roles.flatten(args, kwargs).key, compiled)
+        return out
+
+    def _on_own_mesh(self) -> bool:
+        """Whether JAX's mesh is the mesh of the step, or there is none, so that a compiled step can be called as it is."""
+        return is_context(self._auto) or (self.mesh is not self._auto and is_context(self.mesh))
+
+    def _on_context(self) -> Jitted[P, R]:
+        """This step, or the same step on the mesh of ``jax.set_mesh`` if that differs only in that its axes are Explicit: the
+        results are arrays of that mesh.
+
+        Raises:
+          MeshError: inside a ``jax.jit`` whose mesh cannot be replaced by the mesh of the step.
+        """
+        context, own = mesh_in_context(), self._auto
+        explicit = AxisType.Explicit in context.axis_types
+        equal = with_auto_axes(context) in (own, own.abstract_mesh)
+        if explicit and equal and self.mesh is own and isinstance(own, Mesh):
+            mesh = Mesh(own.devices, own.axis_names, axis_types=context.axis_types)
+            return self._caches.twins.setdefault(mesh, lambda: self._with(mesh=mesh))
+        if context.empty or at_top_level() or AxisType.Manual in context.axis_types:
+            return self
+        if context.size != own.size or (explicit and not equal):
+            raise MeshError(
+                f"this step is on the mesh ({mesh_text(own.shape)}), and is called inside a jax.jit or another transformation "
+                f"under jax.set_mesh of ({mesh_text(context.shape)})",
+                fixes=[
+                    "leave mesh= out: the step then takes the mesh of jax.set_mesh",
+                    "or call the step outside of the jax.jit, or under jax.set_mesh of its own mesh",
+                ],
+            )
+        return self
 
     @contextlib.contextmanager
     def _flattened(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Call]:
@@ -400,11 +470,8 @@ class Jitted(Generic[P, R]):
         """
         nodes = self._init or has_graph_nodes((args, dict(kwargs)))
         with contextlib.ExitStack() as stack:
-            if in_explicit_mesh():
-                mesh = self.mesh
-                stack.enter_context(
-                    jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
-                )
+            if not is_context(self._auto):
+                stack.enter_context(in_mesh(self._auto))
             if nodes:
                 self._caches.nodes = True
                 stack.enter_context(nnx.update_context(self._caches))
@@ -431,9 +498,7 @@ class Jitted(Generic[P, R]):
         """The traced program of a call, cached by the key of the call."""
         traced = self._caches.programs.get(call.key)
         if traced is None:
-            made = trace_call(
-                call, self._flat(call), self._roles.path, self._options.dims, self.mesh.axis_names, self._init
-            )
+            made = trace_call(call, self._flat(call), self._roles.path, self._options.dims, self.mesh, self._init)
             traced = self._caches.programs.put(call.key, made)
         return traced
 
@@ -444,7 +509,7 @@ class Jitted(Generic[P, R]):
             with without_gc(cached=True):
                 program, step = self._trace(call).program, self._options
                 plan = make_plan(
-                    program, self.layout, self.mesh, strict=step.strict, init=self._init, topology=self.topology,
+                    program, self.layout, self._auto, strict=step.strict, init=self._init, topology=self.topology,
                     donated=self._roles.donated_arrays(call), lowering=step.lowering, overlap=step.overlap, options=step.options,
                     compiler_options=step.compiler_options, calibrations=step.calibration, schedule=step.schedule,
                     gather=step.gather,
@@ -463,21 +528,39 @@ class Jitted(Generic[P, R]):
 
     def _lower(self, call: Call, plan: Plan) -> CompiledStep:
         """The plan of a call, lowered and ready to be compiled."""
-        step = self._options
+        step, traced = self._options, self._trace(call)
         return lower_step(
-            plan, self._trace(call), self._flat(call), _with_devices(self.mesh), strict=step.strict, dims=step.dims,
-            names_off=self._no_names(), keep_unused=step.keep_unused, compiler_options=step.compiler_options,
+            plan, traced, self._flat(call), _with_devices(self.mesh), strict=step.strict, dims=step.dims,
+            names_off=self._no_names(traced.explicit), keep_unused=step.keep_unused, compiler_options=step.compiler_options,
+            lower=self._lower_derivative,
         )  # fmt: skip
+
+    def _lower_derivative(self, fn: Callable[..., list[Any]], names: Sequence[Dims]) -> Callable[..., list[Any]]:
+        """A derivative of the function, which takes flat arrays with these dims, under the same mesh and layout."""
+        dims = {f"xs/{i}": _unique_names(of) for i, of in enumerate(names) if of}
+        without = {"static_argnums": None, "static_argnames": None, **NO_DONATION}
+        options = self._options.changed(dims=dims, strict=False, **without)
+        jitted = Jitted(lambda *xs: fn(*xs), self.mesh, self.layout, options, topology=self.topology)
+
+        def run(*xs: Any) -> list[Any]:
+            with warnings.catch_warnings():  # the function's own plan has these warnings
+                warnings.simplefilter("ignore")
+                return jitted(*xs)
+
+        return run
 
     def _flat(self, call: Call) -> FlatFunction:
         return FlatFunction(self._fn, call.without_leaves(), self._caches if call.nodes else None)
 
-    def _no_names(self) -> Callable[[], AbstractContextManager[None]]:
+    def _no_names(self, explicit: AnyMesh | None = None) -> Callable[[], AbstractContextManager[None]]:
         """A function that returns a context in which sharding constraints over dim and axis names have no effect, as on one device.
-        It does not refer to this object, so that compiled steps may refer to it."""
-        return functools.partial(
-            capture_names, {*self.mesh.axis_names, *(a for r in self.layout.rules for a in r.axes)}
-        )
+        It does not refer to this object, so that compiled steps may refer to it.
+
+        Args:
+          explicit: :attr:`TracedStep.explicit`.
+        """
+        axes = {*self.mesh.axis_names, *(a for r in self.layout.rules for a in r.axes)}
+        return functools.partial(capture_names, axes, explicit)
 
     @contextlib.contextmanager
     def _check_subject(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Subject]:
@@ -488,10 +571,15 @@ class Jitted(Generic[P, R]):
             arrays = call.leaves if compiled.arrays is None else [call.leaves[i] for i in compiled.arrays]
 
             def unsharded(*xs: Any) -> list[Any]:
-                with self._no_names()():
+                with self._no_names(compiled.traced.explicit)():
                     return jax.tree.leaves(function(*xs))
 
             yield Subject(compiled.plan, arrays, unsharded, compiled.on_arrays, compiled.in_shardings)
+
+
+def _unique_names(dims: Dims) -> Dims:
+    """Dims without repeated names, and names of merged dims, which a pattern cannot give."""
+    return tuple(d if d and d.isidentifier() and d not in dims[:i] else None for i, d in enumerate(dims))
 
 
 def _with_devices(mesh: AnyMesh, why: str = "") -> Mesh:

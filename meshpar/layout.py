@@ -272,6 +272,19 @@ class Layout:
         out._set((*rules, *self.rules))
         return out
 
+    def with_axis_names(self, names: Iterable[str], mesh: AnyMesh) -> Layout:
+        """This layout with rules ``a: a`` after its own, for the names that are axes of the mesh and have no rule.
+
+        Args:
+          names: of dims in Flax metadata, where people may write axes of a mesh. Names of ``dims=`` are never axes.
+        """
+        axes = sorted(set(names).intersection(mesh.shape).difference(self.dims))
+        if not axes:
+            return self
+        out = Layout(self)
+        out._set((*self.rules, *(Rule(a, (a,)) for a in axes)))
+        return out
+
     @property
     def dims(self) -> tuple[str, ...]:
         """The dims that the rules name, in order."""

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jax.sharding import AbstractMesh, Mesh
+
 from . import report
 from .cost.caching import with_reasons
 from .cost.decoding import Decoding, decoding_of
@@ -89,15 +91,17 @@ class Plan(record.Plan):
 
         Args:
           layout: as in :func:`meshpar.plan`; default: this plan's.
-          mesh: a mesh, or text; default: this plan's, with its topology.
-          topology: the topology of ``mesh``, if it is abstract.
+          mesh: a mesh, or text; default: this plan's.
+          topology: the topology of ``mesh``, if it is abstract; default: this plan's.
           lowering, overlap, options, calibration: as in :func:`meshpar.plan`; default: the options of this plan.
 
         Raises:
           UnknownAxisError, UnknownDimError, DivisibilityError, JoinError: as for any plan.
+          MeshError: a mesh that does not fill the topology.
         """
         other = None if layout is None else Layout(layout)
-        where = planned_mesh(mesh, topology) if isinstance(mesh, str | Mapping) else mesh
+        topology = None if isinstance(mesh, Mesh) else topology or self.topology
+        where = planned_mesh(mesh, topology) if isinstance(mesh, str | Mapping | AbstractMesh) else mesh
         measured = None if calibration is None else calibrations(calibration)
         return replan(
             self, layout=other, mesh=where, topology=topology, strict=strict, lowering=lowering, overlap=overlap,
@@ -105,8 +109,8 @@ class Plan(record.Plan):
         )  # fmt: skip
 
     def to_json(self) -> str:
-        """The plan as JSON: mesh, chip, calibration, layout, lowering, inputs, outputs, constants, collectives, transfers, memory,
-        time, decoding, options, joins, notes, unnamed dims."""
+        """The plan as JSON: mesh, chip, calibration, layout, lowering, inputs, outputs, constants, collectives, arrivals,
+        transfers, memory, time, decoding, options, joins, notes, unnamed dims."""
         return report.plan_json(self)
 
     @property

@@ -154,7 +154,7 @@ def _file(where: str) -> ModuleType:
         raise TargetError(
             f"there is no file {where}", fixes=["the path of a Python file, from the folder that the command runs in"]
         )
-    sys.path.insert(0, str(path.parent))
+    _make_importable(path.parent)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise TargetError(f"{where} is no Python file", fixes=["a file whose name ends in .py"])
@@ -163,13 +163,18 @@ def _file(where: str) -> ModuleType:
     return module
 
 
+def _make_importable(folder: Path) -> None:
+    """Make a folder the first entry of ``sys.path``, once: a lab loads its target again for other sizes."""
+    sys.path[:] = [str(folder), *(entry for entry in sys.path if entry != str(folder))]
+
+
 def _module(where: str) -> ModuleType:
     """The module with this dotted name, imported with the current folder on ``sys.path``.
 
     Raises:
       TargetError: there is no such module, or it imports one that is absent.
     """
-    sys.path.insert(0, str(Path.cwd()))
+    _make_importable(Path.cwd())
     try:
         return importlib.import_module(where)
     except ModuleNotFoundError as e:

@@ -24,12 +24,24 @@ from .arguments import (
     with_statics,
 )
 from .compat import nnx
-from .compat.jax import abstract_array, is_graph_node, is_ref, traced_as, user_line, without_dead_code
+from .compat.jax import (
+    abstract_array,
+    explicit_mesh,
+    is_graph_node,
+    is_ref,
+    needs_explicit_axes,
+    traced_as,
+    user_line,
+    without_dead_code,
+)
 from .dims import Dims, PathDims, alternatives, fit_dims, format_dims, near, path_matches
 from .errors import PatternError, UnsupportedError
 from .flax import Leaf, capture_names, flatten_named, with_states
+from .layout import AnyMesh
 from .program import Program, infer, trace
 from .program.ir import Join
+from .program.primitives import rename_dims_p
+from .program.roles import name_parameters
 
 
 @dataclass(eq=False, slots=True)
@@ -41,6 +53,7 @@ class TracedStep:
       fixed: position → leaf, of the results that are not arrays; the program computes the others.
       avals: abstract arrays of the program's arguments.
       unchanged: position of a result → position of the argument that it is, for variables of nnx objects that no op changes.
+      explicit: the mesh with Explicit axes with which the function was traced; None: it was traced without.
     """
 
     program: Program
@@ -48,6 +61,7 @@ class TracedStep:
     fixed: dict[int, Any]
     avals: tuple[Any, ...]
     unchanged: Mapping[int, int]
+    explicit: AnyMesh | None
 
     def result(self, outs: Sequence[Any]) -> Any:
         """The results as the function returns them, from the flat results of the program."""
@@ -91,7 +105,7 @@ class FlatFunction:
 
 
 def trace_call(
-    call: Call, flat: FlatFunction, argument_path: ArgumentPath, patterns: PathDims, axes: Iterable[str], init: bool
+    call: Call, flat: FlatFunction, argument_path: ArgumentPath, patterns: PathDims, mesh: AnyMesh, init: bool
 ) -> TracedStep:
     """Trace a call and infer the dims of every value.
 
@@ -99,7 +113,7 @@ def trace_call(
       call: with its leaves; only their shapes, dtypes and names are read.
       flat: the function of the call's arrays.
       patterns: the ``dims=`` of :func:`meshpar.jit`; with ``init``, they apply to the results as well.
-      axes: names of the mesh axes.
+      mesh: of the step: its axes' names, and whether they are Explicit.
 
     Raises:
       PatternError, RankError: patterns that match no array, or arrays of another rank.
@@ -126,9 +140,9 @@ def trace_call(
 
     if call.fixed:
         check_fixed(call.dynamic, argument_path)
-    with capture_names(axes), _explained_axis_names():
-        traced_as(flat, flat.fn, [leaf.path for leaf in named])
-        closed, shapes, out_leaves = trace(flat, [x for x, _ in arrays])
+    traced_as(flat, flat.fn, [leaf.path for leaf in named])
+    with _explained_errors(named):
+        closed, shapes, out_leaves, explicit = _trace_on(mesh, flat, [x for x, _ in arrays])
     if any(map(is_ref, closed.consts)):
         raise UnsupportedError(
             f"{getattr(flat.fn, '__name__', 'the step')} closes over a mutable array (jax.Ref): a sharded step cannot use it",
@@ -151,14 +165,39 @@ def trace_call(
     if len(results) != len(out_leaves):
         raise AssertionError("paths and results do not match")
     out_annotations = _result_dims(results, named, annotations, patterns if init else None, used)
-    _check_patterns(patterns, used, [*named, *(results if init else ())], init)
+    renamed = {id(eqn.outvars[0]) for eqn in closed.jaxpr.eqns if eqn.primitive is rename_dims_p and not init}
+    for k, var in enumerate(closed.jaxpr.outvars):
+        if id(var) in renamed:  # it has its new names, not those of the input of equal path
+            out_annotations[k] = None
+    hidden = argument_path(0)[0] if len(argument_path(0)) > 1 else None
+    _check_patterns(patterns, used, [*named, *(results if init else ())], init, hidden)
     program = _infer_live(closed, annotations, named, out_annotations, results)
     for value, leaf in zip(program.inputs, named, strict=True):
         value.kind = leaf.kind
     for value, leaf in zip(program.outputs, results, strict=True):
         value.kind = value.kind or leaf.kind
+    program.metadata_names = metadata_names([*named, *results], patterns)
+    name_parameters(program)
     program.joins = [_with_parameters(join, program, patterns) for join in program.joins]
-    return TracedStep(program, flat.out_tree, flat.fixed, tuple(closed.in_avals), unchanged)
+    return TracedStep(program, flat.out_tree, flat.fixed, tuple(closed.in_avals), unchanged, explicit)
+
+
+def _trace_on(mesh: AnyMesh, flat: FlatFunction, arrays: Sequence[Any]) -> tuple[Any, Any, list[Any], AnyMesh | None]:
+    """The results of :func:`meshpar.program.trace`, and the mesh with Explicit axes with which the function was traced, or None.
+
+    On a mesh with Explicit axes it is traced with these. On another mesh it is traced with them if it uses what JAX has for
+    Explicit axes only: ``reshard``, ``out_sharding=``.
+    """
+    explicit = explicit_mesh(mesh)
+    if explicit is not mesh:
+        try:
+            with capture_names(mesh.axis_names):
+                return *trace(flat, arrays, mesh), None
+        except ValueError as e:
+            if not needs_explicit_axes(e):
+                raise
+    with capture_names(mesh.axis_names, explicit):
+        return *trace(flat, arrays, mesh), explicit
 
 
 def _infer_live(
@@ -211,7 +250,7 @@ def _with_parameters(join: Join, program: Program, patterns: PathDims) -> Join:
             same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
             return not is_joined, kind == "opt", -same, ("params", None, "opt").index(kind)
 
-        if not arrays or before.startswith("mp."):
+        if not arrays or " at " in before.partition(" names it ")[0]:  # a line of the model, not a path
             return before, before
         path = min(arrays, key=preference)[0]
         match = patterns.match(path)
@@ -232,8 +271,13 @@ def _abstract(shape: tuple[int, ...], dtype: Any, weak_type: bool, host: bool) -
 
 
 @contextlib.contextmanager
-def _explained_axis_names() -> Iterator[None]:
-    """Replace JAX's NameError for a collective over an unbound axis name by an UnsupportedError that says what to do."""
+def _explained_errors(named: Sequence[Leaf]) -> Iterator[None]:
+    """Replace errors of JAX and Python while a step is traced by an UnsupportedError that says what to do: a collective over an
+    unbound axis name, a number in an argument whose value is needed, a list of numbers in place of an array.
+
+    Args:
+      named: the leaves of the arguments.
+    """
     try:
         yield
     except NameError as e:
@@ -247,9 +291,57 @@ def _explained_axis_names() -> Iterator[None]:
             source=user_line(e),
             fixes=["delete the pmean, psum, axis_index, …: the collectives follow from the layout"],
         ) from e
+    except TypeError as e:
+        needed = re.search(r"depends on the values? of the arguments? ([^\n]*)", str(e))
+        paths = re.split(r"[\s,]+", needed[1].rstrip(". ")) if needed else []
+        for leaf in named:
+            if leaf.path in paths and np.ndim(leaf.value) == 0:
+                raise _needs_value(leaf, e) from e
+        if "list" in str(e) and (lists := _number_lists(named)):
+            raise UnsupportedError(
+                f"{lists[0]}: a list of numbers is a tree with an array for each number, not an array",
+                path=lists[0],
+                source=user_line(e),
+                fixes=["pass np.asarray(…) of it"],
+            ) from e
+        raise
+
+
+def _needs_value(leaf: Leaf, error: TypeError) -> UnsupportedError:
+    """The error for a number in an argument whose value the step needs while it is traced, such as a flag in an Equinox module."""
+    name, _, rest = leaf.path.partition("/")
+    return UnsupportedError(
+        f"{leaf.path}: this {type(leaf.value).__name__} is an argument, so that it is traced and has no value that Python can test",
+        path=leaf.path,
+        source=user_line(error),
+        fixes=[
+            *(
+                [
+                    f"in an Equinox module: arrays, static = eqx.partition({name}, eqx.is_array); pass arrays, and inside of the "
+                    f"step {name} = eqx.combine(arrays, static)",
+                    f"or make the field static: {rest.rpartition('/')[2]}: … = eqx.field(static=True)",
+                ]
+                if rest
+                else [f"make `{name}` static: static_argnames={name!r}"]
+            ),
+            "or select by it in the program: jnp.where, jax.lax.cond",
+        ],
+    )
+
+
+def _number_lists(leaves: Sequence[Leaf]) -> list[str]:
+    """The paths of lists and tuples of Python numbers among the arguments."""
+    numbers = (leaf.path for leaf in leaves if isinstance(leaf.value, bool | int | float | complex))
+    return list(dict.fromkeys(re.sub(r"(/\d+)+\Z", "", path) for path in numbers if re.search(r"/\d+\Z", path)))
 
 
 # -- the dims of arguments and results
+
+
+def metadata_names(leaves: Iterable[Leaf], patterns: PathDims) -> frozenset[str]:
+    """The names of dims that the leaves have from Flax metadata, which no pattern replaces."""
+    own = (leaf.dims for leaf in leaves if leaf.dims and patterns.match(leaf.path) is None)
+    return frozenset(name for dims in own for name in dims if isinstance(name, str))
 
 
 def named_tree(tree: Any, patterns: PathDims) -> list[tuple[Leaf, Dims | None]]:
@@ -493,11 +585,14 @@ def _similar_pattern(pattern: str, paths: Sequence[str], unnamed: Sequence[str])
     return [f"did you mean {' or '.join(map(repr, similar))}?"] if similar else []
 
 
-def _check_patterns(patterns: PathDims, used: set[str], leaves: Sequence[Leaf], init: bool = False) -> None:
+def _check_patterns(
+    patterns: PathDims, used: set[str], leaves: Sequence[Leaf], init: bool = False, hidden: str | None = None
+) -> None:
     """Check that every pattern is used.
 
     Args:
       leaves: all leaves that patterns may match; errors list the paths of optimizer state last.
+      hidden: ``"args"`` if the function takes ``*args``, so that its arguments have no names; else None.
 
     Raises:
       PatternError: one matches no path, or only paths that an earlier pattern matches, or no path by a text of ``{up,down}``.
@@ -531,11 +626,20 @@ def _check_patterns(patterns: PathDims, used: set[str], leaves: Sequence[Leaf], 
         )
         shown = list(dict.fromkeys(re.sub(r"(?<=[/_])\d+(?=/)", "*", p) for p in listed))  # one for all layers
         first, starts = pattern.partition("/")[0], sorted({path.partition("/")[0] for path in paths})
+        lists = [path for path in _number_lists(leaves) if path_matches(pattern, path)]
         raise PatternError(
             f"the dims= pattern {pattern!r} matches no tensor; a pattern matches a complete path",
             pattern=pattern,
             fixes=[
                 *_similar_pattern(pattern, paths, unnamed),
+                *(f"{p} is a list of numbers: pass np.asarray({p})" for p in lists),
+                *(
+                    [
+                        f"the function takes `*{hidden}`, as wrappers do that hide names: name the first argument `{hidden}/0`",
+                        "or wrap the result of mp.jit in place of the function: checkify.checkify(mp.jit(step, …))",
+                    ]
+                    * (hidden in starts)
+                ),
                 *(
                     ["mp.init names the arguments and results of the initializer: leave out patterns for the batch"]
                     * init

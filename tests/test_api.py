@@ -570,7 +570,8 @@ def test_an_evaluation_under_another_layout_leaves_an_nnx_module_as_it_is(mesh, 
         return jnp.mean((model(x) - x) ** 2)
 
     step = mp.jit(evaluate, mesh=mesh, layout="batch: data", dims={"x": "batch embed"}, lowering=lowering)
-    for _ in range(2):
+    loss = step(model, x)
+    with pytest.warns(mp.errors.ReshardedWarning, match=r"`model`: .* model = step.put\(model=model\)"):
         loss = step(model, x)
     after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     assert all(a is b for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True))
@@ -895,8 +896,29 @@ def test_shardings_and_put_of_modules(mesh):
     of_model, of_optimizer, _ = step.shardings(model, optimizer, batch())
     assert of_model["up"]["kernel"].get_value() == NamedSharding(mesh, P("data", "model"))
     assert jax.tree.structure(of_optimizer) == jax.tree.structure(nnx.state(optimizer))
-    assert step.put(model=model) is model
+    assert step.put(model=model, in_place=True) is model
     assert model.up.kernel[...].sharding == NamedSharding(mesh, P("data", "model"))
+
+
+@pytest.mark.parametrize("layout", ["batch: data", "embed: data; mlp: model"])
+def test_put_copies_a_module(mesh, layout):
+    """A trainer that updates, or donates, its arrays does not change the sampler, also under an equal layout."""
+    with nnx.use_eager_sharding(False):
+        model = mp.init(lambda: Net(nnx.Rngs(0)), mesh=mesh, layout="embed: data; mlp: model")()
+    apply = mp.jit(lambda model, x: model(x), mesh=mesh, layout=layout, dims={"x": "batch embed"})
+    before, want = jax.tree.map(np.asarray, nnx.state(model, nnx.Param)), model(np.ones((8, 16), np.float32))
+    sampler, x = apply.put(model, np.ones((8, 16), np.float32))
+    for leaf in jax.tree.leaves(nnx.state(model)):
+        leaf.delete()
+    np.testing.assert_allclose(apply(sampler, x), want, rtol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, nnx.state(sampler, nnx.Param)), before)
+
+
+def test_put_of_an_argument_with_the_name_of_its_option(jit):
+    fn = jit(lambda x, in_place: x + in_place, dims={"x": "batch embed", "in_place": "embed"})
+    with pytest.raises(mp.errors.UnsupportedError, match=r"`in_place` is an option of put and an argument"):
+        fn.put(in_place=np.ones(16, np.float32))
+    assert fn.put(kwargs={"in_place": np.ones(16, np.float32)}).sharding.spec == P("data")
 
 
 def test_the_same_step_under_another_layout(jit, mesh):

@@ -388,6 +388,15 @@ def test_options():
     assert parse_options(["a=1, b=x", "c=2.5", "d=None"]) == {"a": 1, "b": "x", "c": 2.5, "d": None}
 
 
+def test_a_target_that_is_loaded_again_adds_nothing_to_the_path(monkeypatch, target):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    load_target(f"{target}:small")
+    before = list(sys.path)
+    for _ in range(3):
+        load_target(f"{target}:small")
+    assert sys.path == before
+
+
 def test_arguments_get_numbers_that_a_step_can_use(target):
     (args,) = concrete(load_target(f"{target}:every_kind"), ints=4)
     (again,) = concrete(load_target(f"{target}:every_kind"), ints=4)

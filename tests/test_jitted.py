@@ -230,8 +230,58 @@ def test_typed_keys_are_moved_as_arrays_are(lowering, impl):
     alone = jax.device_put(keys, jax.devices()[3])
     draw = lambda ks: jax.vmap(jax.random.uniform)(ks)  # noqa: E731
     use = mp.jit(draw, mesh="data=4, model=2", layout="batch: data", dims={"ks": "batch"}, lowering=lowering)
-    for given in (other, alone, keys):
-        np.testing.assert_array_equal(use(given), draw(keys))
+    np.testing.assert_array_equal(use(other), draw(keys))
+    with pytest.warns(mp.errors.ReshardedWarning, match=r"reshards `ks`: .* for ks, from 1 device to P\('data',\)"):
+        np.testing.assert_array_equal(use(alone), draw(keys))
+    np.testing.assert_array_equal(use(keys), draw(keys))
+
+
+def spread(spec, name="x", count=8):
+    """A matrix of 64 × 64 over ``count`` devices."""
+    mesh = mp.mesh({name: count}, devices=jax.devices()[:count])
+    return jax.device_put(jnp.ones((64, 64)), jax.NamedSharding(mesh, spec))
+
+
+@pytest.mark.parametrize(
+    ("given", "source", "received"),
+    [
+        (lambda: spread(jax.P("x")), "P('x',)", 64 * 8 * 4 * 7 // 8),  # of [64, 8] a device has 8 rows
+        (
+            lambda: spread(jax.P(None, "y"), "y", 4),
+            "P(None, 'y') on other devices",
+            64 * 8 * 4,
+        ),  # devices 4–7 have nothing
+        (lambda: jax.device_put(jnp.ones((64, 64)), jax.devices()[3]), "1 device", 64 * 8 * 4),
+        (lambda: spread(jax.P(None, "y"), "y"), None, 0),  # the same shards under another name
+        (lambda: spread(jax.P()), None, 0),  # a local slice
+        (lambda: jnp.ones((64, 64)), None, 0),  # on no device by choice
+        (lambda: np.ones((64, 64), np.float32), None, 0),
+    ],
+)
+@LOWERINGS
+def test_arguments_that_every_call_reshards(lowering, given, source, received):
+    """The plan has their bytes; the second call warns once, with a fix that works."""
+    f = mp.jit(lambda p, v: v @ p["w"], mesh="x=8", layout="mlp: x", dims={"p/w": "embed mlp"}, lowering=lowering)
+    p, v = {"w": given()}, jnp.ones((2, 64))
+    plan = f.plan(p, v)
+    assert [(a.path, a.source, a.bytes) for a in plan.arrivals] == [("p/w", source, received)] * bool(received)
+    assert plan.bytes_sent == 0
+    assert ("before the step" in str(plan)) == bool(received)
+    f(p, v)
+    with (
+        pytest.warns(mp.errors.ReshardedWarning, match=r"p = step.put\(p=p\)") if received else contextlib.nullcontext()
+    ):
+        f(p, v)
+    for moved in (p, f.put(p=p)):  # once
+        np.testing.assert_array_equal(f(moved, v), np.full((2, 64), 64.0))
+    assert not f.plan(f.put(p=p), v).arrivals
+
+
+def test_an_argument_that_one_call_reshards_is_no_reason_to_warn():
+    f = mp.jit(lambda w: w * 2, mesh="x=8", layout="mlp: x", dims={"w": "embed mlp"})
+    f(f(f(spread(jax.P("x")))))
+    plan = mp.plan(lambda w: w * 2, spread(jax.P("x")), mesh="x=16", layout="mlp: x", dims={"w": "embed mlp"})
+    assert not plan.arrivals  # the plan is for other devices
 
 
 @LOWERINGS

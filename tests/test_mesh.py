@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import random
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,8 @@ def test_parse():
         ("data=0", "'data=0' is not `axis=size`"),
         ("data=-2", "'data=-2' is not `axis=size`"),
         ("data=x", "'data=x' is not `axis=size`"),
+        ("data=" + "9" * 5000, "99' is not `axis=size`"),
+        ("a" + " " * 100_000 + "b=2", "b=2' is not `axis=size`"),  # no backtracking
         ("data=2, data=4", "'data=4' is given twice"),
         ("data=-1, model=-1", "only one axis may be -1"),
     ],
@@ -158,7 +161,7 @@ def test_the_options_that_take_a_mesh_take_a_mapping():
     assert step.on({"data": 8}).mesh.shape == {"data": 8}
     plan = mp.plan(doubled, X, mesh={"data": -1}, topology="v5e:2x2", layout="batch: data", dims=DIMS_OF_X)
     assert plan.sizes == {"data": 4}
-    assert plan.replan(mesh={"data": 2}).sizes == {"data": 2}
+    assert plan.replan(mesh={"data": 2, "model": 2}).sizes == {"data": 2, "model": 2}
     assert mp.check(doubled, X, layouts="batch: data", mesh={"data": 8}, dims=DIMS_OF_X).ok
 
 
@@ -195,3 +198,33 @@ def test_without_a_mesh_an_abstract_one_of_the_context_is_planned_on():
 def test_without_any_mesh_is_an_error(call):
     with pytest.raises(mp.errors.MeshError, match="no mesh is given, and none is set"):
         call(layout="batch: data", dims=DIMS_OF_X)
+
+
+def test_a_mesh_that_leaves_accelerators_idle_warns(monkeypatch):
+    """Not one with devices=, nor one of virtual CPU devices of a single process."""
+    mp.mesh("data=4")
+
+    class Gpu:
+        process_index, platform = 0, "gpu"
+
+    gpus, made = [Gpu() for _ in range(8)], []
+    monkeypatch.setattr(jax, "devices", lambda: gpus)
+    monkeypatch.setattr(sys.modules["meshpar.mesh"], "Mesh", lambda array, *_, **__: made.append(array.shape))
+    with pytest.warns(
+        mp.errors.IdleDevicesWarning, match=r"\(data=3, model=2\) has 6 of 8 .*devices=jax.devices\(\)\[:6\]"
+    ):
+        mp.mesh("data=3, model=2")
+    mp.mesh("data=4, model=2")
+    mp.mesh("data=4", devices=gpus)
+    assert made == [(3, 2), (4, 2), (4,)]
+
+
+def test_replan_on_another_mesh_keeps_the_topology():
+    x = jax.ShapeDtypeStruct((64, 64), np.float32)
+    plan = mp.plan(lambda a, b: a @ b, x, x, mesh="data=16", topology="v5e:4x4", layout="m: data", dims={"a": "m k"})
+    other = plan.replan(mesh="data=4, model=4")
+    assert (other.topology, other.chip, dict(other.sizes)) == ("v5e:4x4", plan.chip, {"data": 4, "model": 4})
+    assert other.seconds > 0
+    with pytest.raises(MeshError, match="has 8 devices, but v5e:4x4 has 16"):
+        plan.replan(mesh="data=8")
+    assert plan.replan(mesh="data=8", topology="v5e:2x4").seconds > 0

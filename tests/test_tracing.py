@@ -147,3 +147,79 @@ def test_names_from_computations_that_nothing_reads_are_inferred():
         ),
         2.0,
     )
+
+
+# -- errors of Python and JAX while a step is traced
+
+
+def tree_of(**leaves):
+    return {"model": leaves}
+
+
+def doubled(model, x):
+    return x * 2 if model["model"]["flag"] else x
+
+
+NEEDS = {
+    "a bool": (doubled, tree_of(flag=True), "model/model/flag", "eqx.partition(model, eqx.is_array)"),
+    "an int": (lambda model, x: sum(x for _ in range(model["n"])), {"n": 3}, "model/n", "eqx.field(static=True)"),
+    "a shape": (lambda model, x: x * jnp.ones(model["n"]), {"n": 4}, "model/n", "n: … = eqx.field(static=True)"),
+    "an argument": (lambda model, x: x if model else -x, True, "model", "static_argnames='model'"),
+    "a list": (lambda model, x: x @ model["w"], {"w": [[1.0] * 4] * 4}, "model/w", "np.asarray"),
+    "a list in an op of JAX": (lambda model, x: jnp.dot(x, model), [1.0, 2.0, 3.0, 4.0], "model", "np.asarray"),
+}
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_a_leaf_whose_value_the_step_needs_is_named(name):
+    fn, model, path, fix = NEEDS[name]
+    step = mp.jit(fn, mesh="data=8", layout="batch: data", dims={"x": "batch _"})
+    with pytest.raises(mp.errors.UnsupportedError, match=f"^{path}: ") as e:
+        step(model, jnp.ones((8, 4)))
+    assert fix in str(e.value)
+    assert "test_tracing.py" in str(e.value)
+
+
+def test_an_array_whose_value_the_step_needs_is_jaxs_error():
+    step = mp.jit(lambda x: x if x.sum() > 0 else -x, mesh="data=8", layout="batch: data", dims={"x": "batch _"})
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        step(jnp.ones((8, 4)))
+
+
+@pytest.mark.parametrize("flag", ["dropout", "static field"])
+def test_modules_of_equinox_with_flags(flag):
+    eqx = pytest.importorskip("equinox")
+
+    class Model(eqx.Module):
+        linear: eqx.nn.Linear
+        dropout: eqx.nn.Dropout
+        scale: bool = eqx.field(static=True)
+
+        def __call__(self, x):
+            return self.dropout(self.linear(x)) * (2 if self.scale else 1)
+
+    model = Model(eqx.nn.Linear(4, 8, key=jax.random.key(0)), eqx.nn.Dropout(inference=True), True)
+    x = np.ones((8, 4), np.float32)
+    arrays, static = eqx.partition(model, eqx.is_array)
+    options = {"mesh": "data=8", "layout": "batch: data", "dims": {"x": "batch _"}}
+    if flag == "dropout":
+        with pytest.raises(mp.errors.UnsupportedError, match=r"^model/dropout/inference: this bool") as e:
+            mp.jit(lambda model, x: jax.vmap(model)(x), **options)(model, x)
+        assert "eqx.combine" in str(e.value)
+    run = mp.jit(lambda arrays, x: jax.vmap(eqx.combine(arrays, static))(x), **options)
+    np.testing.assert_allclose(run(arrays, x), jax.vmap(model)(x), rtol=1e-6)
+
+
+def test_names_that_a_wrapper_hides():
+    from jax.experimental import checkify
+
+    options = {"mesh": "data=8", "layout": "batch: data", "dims": {"x": "batch _"}}
+    with pytest.raises(mp.errors.PatternError) as e:
+        mp.jit(checkify.checkify(lambda x: x * 2), **options)(jnp.ones((8, 4)))
+    assert "takes `*args`" in str(e.value)
+    assert "name the first argument `args/0`" in str(e.value)
+    with pytest.raises(mp.errors.PatternError) as e:  # a tuple is not `*args`
+        mp.jit(lambda y: y[0] * 2, **options)((jnp.ones((8, 4)),))
+    assert "takes `*" not in str(e.value)
+    with pytest.raises(mp.errors.PatternError, match="x is a list of numbers"):
+        mp.jit(lambda x: x[0] * 2, **options)([1.0, 2.0])

@@ -165,6 +165,15 @@ PERMUTED_AXES = Quirk(
     remove="when the plain matmul of that test is right",
 )
 
+GROUP_WINDOW = Quirk(
+    compiler="XLA's algebraic simplifier, jax 0.10.2 (CPU), and libtpu 0.0.42",
+    wrong="It exchanges the operands of a convolution with a large kernel. A spatial dim without padding whose window has as many "
+    "elements as the dilation of the input, and moves by one less, is then treated as a group dim, also if the input has another "
+    "size: the process is aborted. The gradient of an upsampling convolution with one row per device is such a convolution.",
+    test="tests/lower/test_quirks.py::test_a_dilated_convolution_whose_operands_the_compiler_exchanges",
+    remove="when the plain convolution of that test compiles",
+)
+
 SINGLE_ROW = Quirk(
     compiler="libtpu 0.0.42",
     wrong="A matmul with one row is computed by the vector units, which process 160 weights in a cycle on v6e: four layers of "
@@ -232,6 +241,18 @@ def with_rows(matmul: Callable[..., Any], xs: Sequence[Any], dimension_numbers: 
     padding = [(0, rows - 1 if d == free[side][0] else 0) for d in range(xs[side].ndim)]
     padded = [jnp.pad(x, padding) if k == side else x for k, x in enumerate(xs)]
     return lax.slice_in_dim(matmul(*padded), 0, 1, axis=len(batch[0]) + (len(free[0]) if side else 0))
+
+
+def not_a_group(
+    x: Any, dim: int, window: int, stride: int, padding: tuple[int, int], dilation: int
+) -> tuple[Any, tuple[int, int]]:
+    """(input, padding) of an equivalent convolution along one spatial dim that XLA does not treat as a group dim.
+
+    See :data:`GROUP_WINDOW`. The input gets one more element, which negative padding removes.
+    """
+    if padding != (0, 0) or dilation != window or stride != window - 1 or x.shape[dim] == window:
+        return x, padding
+    return lax.pad(x, np.zeros((), x.dtype), [(0, int(d == dim), 0) for d in range(x.ndim)]), (0, -dilation)
 
 
 def opaque(x: Any) -> Any:

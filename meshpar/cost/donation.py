@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+from ..compat.jax import pass_of
 from ..plan.plan import Plan
-from .caching import cached_on_plan
+from ..plan.steps import Branch
+from .caching import P, cached_on_plan, with_reasons
+from .fusion import FUSIBLE, Buffer, array_scattered_into, array_written
+from .kernels import computation_of
 
 
 @cached_on_plan
@@ -23,6 +28,57 @@ def aliased_inputs(plan: Plan) -> dict[int, int]:
         if match:
             out[k] = match.pop(0)
     return out
+
+
+@cached_on_plan
+def donatable(plan: Plan) -> dict[int, str]:
+    """Index → path of the inputs that are not donated, and that the step returns updated: a result of equal path (below the
+    argument), shape, dtype and sharding is computed from the input elementwise, by writes into it, or as a carry of a loop."""
+    region = computation_of(plan)
+    index = {id(item): i for i, item in enumerate(region.inputs) if i not in plan.donated}
+    out: dict[int, str] = {}
+    for item, h in zip(region.outputs, plan.outputs, strict=True):
+        for source in _updated(item):
+            i = index.get(id(source))
+            if i is None or i in out:
+                continue
+            given = plan.inputs[i]
+            paths = {given.path, given.path.partition("/")[2]} - {""}
+            alike = (h.shape, h.dtype, h.spec, h.on_host) == (given.shape, given.dtype, given.spec, given.on_host)
+            if alike and paths.intersection((h.path, h.path.partition("/")[2])):
+                out[i] = given.path
+                break
+    return out
+
+
+def _updated(item: Buffer) -> Iterator[Buffer]:
+    """The inputs of a program of which a result is an update; the result itself is none, and gradients are none."""
+    todo, seen = [item], {id(item)}
+    while todo:
+        node = todo.pop().made_by
+        if node is None or (node.op is not None and pass_of(node.op.eqn) == "backward"):
+            continue
+        array = array_written(node) or array_scattered_into(node)
+        if node.carries:
+            ins = [first for first, last in node.carries if id(last) in seen]
+        elif array is not None:
+            ins = [array]
+        elif node.name in FUSIBLE | {"move!", "copy!"} or isinstance(node.step, Branch):
+            ins = node.ins
+        else:
+            ins = []
+        new = [i for i in ins if i is not None and id(i) not in seen]
+        yield from (i for i in new if i.made_by is None)
+        seen.update(map(id, new))
+        todo += new
+
+
+def with_donated(plan: P, donated: frozenset[int]) -> P:
+    """The plan with other donated inputs, for its memory: it has the same steps, and shares the cached kernels and schedules."""
+    new = with_reasons(plan, donated=donated)
+    for name in [name for name in vars(new) if name.endswith((".aliased_inputs", ".memory_of", ".donatable"))]:
+        del vars(new)[name]
+    return new
 
 
 def gathered_then_copied(plan: Plan, gathered: float, shard: float) -> bool:

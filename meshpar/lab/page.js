@@ -562,8 +562,9 @@ export function mount(root, ask, linked = false) {
     suggest.hidden = !where;
     start.textContent = "planning the known layouts …";
     start.setAttribute("aria-busy", "true");
-    const done = await job({ ask: "start", topology: where, lowering: state.lowering, sizes: state.sizes }, (now) => {
-      if (!now.result || !current()) return;
+    const done = await job({ ask: "start", topology: where, lowering: state.lowering, sizes: state.sizes }, (now, number) => {
+      if (!current()) { ask({ ask: "stop", job: number }); return; }
+      if (!now.result) return;
       begin = [...now.result, ...begin.filter((row) => row.name === "search result")];
       drawStart();
       markStart();

@@ -40,6 +40,7 @@ class Server(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 128  # connections that wait to be accepted; a further one is tried again after a second
 
     def __init__(self, session: Session, port: int = 0):
         super().__init__((HOST, port), _Handler)
@@ -130,8 +131,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             request = json.loads(body)
-        except ValueError:
-            self._send(HTTPStatus.BAD_REQUEST, "the request is not JSON")
+        except (ValueError, RecursionError):
+            self._send(HTTPStatus.BAD_REQUEST, "the request is not JSON, or too deeply nested")
             return
         self._send(HTTPStatus.OK, json.dumps(self._lab.session.handle(request)), "application/json")
 

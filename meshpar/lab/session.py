@@ -38,6 +38,8 @@ MAX_TEXT = 2000
 """Characters of a rule, a mesh or a topology."""
 MAX_CACHED = 16
 """Plans, and ended jobs, that a session retains."""
+MAX_RUNNING = 16
+"""Jobs that run at a time."""
 MAX_PINNED = 4
 """Pinned plans, and programs of other sizes that a session retains."""
 MAX_MESHES = 24
@@ -120,9 +122,10 @@ class Session:
     def handle(self, request: Any) -> dict[str, Any]:
         """The reply to a request, both as JSON data; ``{"failed": text}`` for a request that cannot be answered."""
         try:
-            if not isinstance(request, dict) or request.get("ask") not in self._answers:
+            what = request.get("ask") if isinstance(request, dict) else None
+            if not isinstance(what, str) or what not in self._answers:
                 raise BadRequest(f"`ask` is one of {', '.join(self._answers)}")
-            return self._answers[request["ask"]](request)
+            return self._answers[what](request)
         except BadRequest as e:
             return {"failed": str(e)}
         except Exception as e:
@@ -269,8 +272,14 @@ class Session:
 
     def _begin(self, run: Callable[[Job], Any]) -> dict[str, Any]:
         """Start a job that runs ``run`` in the background; returns ``{"job": number}``, a number that no other job
-        gets."""
+        gets.
+
+        Raises:
+          BadRequest: ``MAX_RUNNING`` jobs are running.
+        """
         with self._jobs_lock:
+            if sum(job.running for job in self._jobs.values()) >= MAX_RUNNING:
+                raise BadRequest(f"{MAX_RUNNING} jobs are running: stop one, or wait until one has ended")
             number = next(self._numbers)
             for ended in [n for n, job in self._jobs.items() if not job.running][:-MAX_CACHED]:
                 del self._jobs[ended]

@@ -79,9 +79,7 @@ def row_effects(plan: Plan, rows: Sequence[Sequence[Rule]]) -> list[dict[str, An
     Args:
       rows: the rules of each row; together, in order, they are the rules of ``plan.requested_layout``.
     """
-    effects = rule_effects(plan)
-    first = len(plan.layout.rules) - len(plan.requested_layout.rules)  # rules for dims named like axes come first
-    out = []
+    effects, first, out = rule_effects(plan), 0, []
     for rules in rows:
         own, first = effects[first : first + len(rules)], first + len(rules)
         out.append(_together(own, plan))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ..errors import LayoutSyntaxError
+from ..errors import LayoutSyntaxError, UnsupportedError
 from ..program.primitives import reduce_in
 
 
@@ -40,12 +41,21 @@ class Precision:
     keep: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise LayoutSyntaxError if ``compute`` or ``reduce`` is not a floating-point dtype."""
+        """Raise LayoutSyntaxError if ``compute`` or ``reduce`` is not a floating-point dtype of 16 bits or more: JAX promotes no
+        8-bit one, and a gradient without a scale underflows in it."""
         for name in ("compute", "reduce"):
             dtype = getattr(self, name)
             if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
                 raise LayoutSyntaxError(
                     f"mp.Precision: {name}={dtype!r} is not a floating dtype", fixes=["bfloat16, float32"]
+                )
+            if dtype is not None and jnp.dtype(dtype).itemsize < 2:
+                raise LayoutSyntaxError(
+                    f"mp.Precision: {name}={dtype!r} has 8 bits or fewer, which need a scale for each array",
+                    fixes=[
+                        '"bfloat16"',
+                        "matmuls in 8 bits: an op with scales in the function, such as Flax's fp8_ops",
+                    ],
                 )
 
     def cast(self, weights: Any) -> Any:
@@ -63,12 +73,27 @@ class Precision:
         return jax.tree_util.tree_map_with_path(one, weights)
 
     def __call__(self, fn: Callable[..., Any], argnum: int = 0) -> Callable[..., Any]:
-        """The function ``fn`` with its argument ``argnum``, a tree of weights, converted to ``compute``."""
+        """The function ``fn`` with its argument ``argnum``, a tree of weights, converted to ``compute``; also by keyword.
+
+        Raises:
+          UnsupportedError: (when called) the call does not have this argument.
+        """
+        try:
+            name = list(inspect.signature(fn).parameters)[argnum]
+        except (TypeError, ValueError, IndexError):  # no signature, or ``*args``
+            name = ""
 
         @functools.wraps(fn)
         def run(*args: Any, **kwargs: Any) -> Any:
-            cast = [self.cast(a) if i == argnum else a for i, a in enumerate(args)]
-            return fn(*cast, **kwargs)
+            if -len(args) <= argnum < len(args) and name not in kwargs:
+                k = argnum % len(args)
+                return fn(*args[:k], self.cast(args[k]), *args[k + 1 :], **kwargs)
+            if name not in kwargs:
+                raise UnsupportedError(
+                    f"mp.Precision: this call has no argument {argnum}, whose weights are converted",
+                    fixes=["policy(fn, argnum=…) has the position of the weights, counted from 0"],
+                )
+            return fn(*args, **kwargs | {name: self.cast(kwargs[name])})
 
         return run
 

@@ -41,6 +41,7 @@ from ..plan.spec import replicated_spec, shard_count
 from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Order, Reduce, Reshard, Run, Shard, Step
 from ..program.ir import Value
 from ..rules import check_local, refusal, run_elementwise, run_local
+from ..rules.halo import Exchanged, reusing
 from ..rules.local import on_shards, plain_params
 from ..rules.spmd import Grid, axis_index, fine_names, slice_to_spec
 from .collectives import follow, reduced
@@ -153,6 +154,7 @@ class _Device:
       plan: the plan.
       x: shard → the local array.
       orders: the orders of dims in which partial values can be computed.
+      exchanged: the halos that the ops of the body have received.
       avals: key of a result (:func:`_result_type`) → the type of its shards.
     """
 
@@ -160,15 +162,17 @@ class _Device:
         self.sizes, self.plan = grid, plan
         self.x: dict[Shard, Any] = {}
         self.orders = SumOrders(grid)
+        self.exchanged = Exchanged()
         self.avals: dict[tuple[Any, ...], Any] = {}
 
     def run(self, body: Body, xs: Sequence[Any]) -> list[Any]:
         """The results of a body for its inputs."""
         self.x.update(zip(body.inputs, xs, strict=True))
-        for step in body.steps:
-            if not (isinstance(step, Run) and self.stage(step)):
-                with self.scope(step):
-                    _RUN[type(step)](self, step)
+        with reusing(self.exchanged):
+            for step in body.steps:
+                if not (isinstance(step, Run) and self.stage(step)):
+                    with self.scope(step):
+                        _RUN[type(step)](self, step)
         return [self.x[s] for s in body.outputs if s is not None]
 
     @contextmanager
@@ -273,12 +277,12 @@ class _Device:
 
     def inside(self, body: Body, xs: Sequence[Any]) -> list[Any]:
         """The results of the body of a loop or branch. Its other values are dropped, since they belong to an inner trace."""
-        outer = self.x, self.orders
-        self.x, self.orders = dict(self.x), self.orders.copy()
+        outer = self.x, self.orders, self.exchanged
+        self.x, self.orders, self.exchanged = dict(self.x), self.orders.copy(), Exchanged()
         try:
             return self.run(body, xs)
         finally:
-            self.x, self.orders = outer
+            self.x, self.orders, self.exchanged = outer
 
     def call(self, step: Call) -> None:
         self.run(step.body, [])

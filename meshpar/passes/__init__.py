@@ -20,13 +20,17 @@ from ..hardware.collective_ops import CollectiveOp
 from ..hardware.options import Options, OptionsMode, choose_options
 from ..hardware.topology import refused_options
 from ..layout import AnyMesh, Layout
-from ..plan.checks import unnamed_results, unnamed_weights
+from ..plan.checks import kernel_rule_text, unnamed_results, unnamed_weights
 from ..plan.plan import Plan
 from ..plan.planner import planned
-from ..program.ir import Program
+from ..program.ir import Op, Program
+from ..program.pipeline import stack_notes
+from ..program.roles import unread_state
+from ..units import format_bytes
 from .all_reduce_choice import choose_all_reduce
 from .barriers import order_stacks, pad_rows, separate_matmuls, separate_slices, serialize_loops, serialize_results
 from .collective_matmul import overlap_collectives
+from .equal_sends import merge_equal_sends
 from .indivisible import (
     MIN_EXCESS_BYTES,
     abstract_mesh,
@@ -72,6 +76,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(serialize_results, quirk="GATHER_NOT_IN_PLACE"),
     Pass(separate_slices, quirk="STACK_CAST_BEFORE_LOOP"),
     Pass(pad_rows, quirk="SINGLE_ROW"),
+    Pass(merge_equal_sends),
     Pass(note_slice_traffic, ("shard_map", "jit")),
 )
 
@@ -117,6 +122,9 @@ def make_plan(
         _warn_of_replication(plan)
         _warn_of_scheme(plan)
         _warn_of_indivisible(plan)
+        _warn_of_undeclared_state(plan)
+        _warn_of_unrolled_layers(plan)
+    _warn_of_kernels(plan)
     if plan.lowering_reason is not None:
         text = f'lowering="auto" is "jit" for this program, whose plan is an estimate: {plan.lowering_reason}'
         warnings.warn(text, LoweringWarning, stacklevel=user_stacklevel())
@@ -175,6 +183,39 @@ def _warn_of_replication(plan: Plan) -> None:
             warnings.warn(text, ReplicatedWarning, stacklevel=user_stacklevel())
 
 
+def _warn_of_undeclared_state(plan: Plan) -> None:
+    """Warn (``ReplicatedWarning``) of arrays that are updated as optimizer state is, but not declared as such: rules with the scope
+    ``opt`` do not apply to them."""
+    program, split = plan.program, {h.path: {a for _, axes in h.split for a in axes} for h in plan.inputs}
+    for rule in plan.requested_layout.rules:
+        axes = {a for a in rule.axes if plan.sizes[a] > 1} if rule.scope == "opt" else set()
+        paths = [
+            str(v.path)
+            for v in (program.cached(unread_state) if axes else ())
+            if rule.dim in program.dims(v) and not axes & split[str(v.path)]
+        ]
+        if paths:
+            more = f" and {len(paths) - 1} more" if paths[1:] else ""
+            text = (
+                f"`{rule}` does not apply to {paths[0]}{more}: only the update reads it, elementwise, as it reads optimizer state, "
+                "but neither its type nor its path declares it as such, so it is stored as a parameter. Call it `opt_state`, or "
+                f'give it a rule of its own: "{paths[0]}".{rule.dim}: {"+".join(rule.axes)}'
+            )
+            warnings.warn(text, ReplicatedWarning, stacklevel=user_stacklevel())
+
+
+def _warn_of_unrolled_layers(plan: Plan) -> None:
+    """Warn (``ReplicatedWarning``) of stacked layers that are split over axes without the batch, as stages are, and are not looped
+    over."""
+    program, specs = plan.program.traced, dict[Any, tuple[tuple[str, ...], ...]]()
+    for value, held in zip(program.inputs, plan.inputs, strict=True):
+        specs[value] = tuple(axes for _, axes in held.split)
+    of_batch = {a for v, spec in specs.items() if "batch" in program.dims(v) for axes in spec for a in axes}
+    sizes = {a: 1 if a in of_batch else n for a, n in plan.sizes.items()}
+    for text in stack_notes(program, specs.__getitem__, {r.dim for r in plan.layout.rules if r.scope is None}, sizes):
+        warnings.warn(text, ReplicatedWarning, stacklevel=user_stacklevel())
+
+
 def _warn_of_unnamed_results(plan: Plan) -> None:
     """Warn (``ReplicatedWarning``) of an initializer whose weights are replicated, since no rule has a name of theirs."""
     template = unnamed_results(plan.program, plan.requested_layout)
@@ -184,6 +225,23 @@ def _warn_of_unnamed_results(plan: Plan) -> None:
             "all of them. Names that only the step infers are not known here. Name their dims:\n"
         )
         warnings.warn(text + "\n".join(template), ReplicatedWarning, stacklevel=user_stacklevel())
+
+
+def _warn_of_kernels(plan: Plan) -> None:
+    """Warn (``ReplicatedWarning``) of kernels without a factor rule whose operands are all-gathered, with the bytes, once for each
+    line of the program."""
+    sends: dict[str, tuple[Op, float]] = {}
+    for c in plan.collectives:
+        if c.origin is not None and c.origin.primitive.opaque:
+            op, sent = sends.get(c.origin.location, (c.origin, 0.0))
+            sends[c.origin.location] = op, sent + c.total_bytes
+    for location, (op, sent) in sends.items():
+        text = (
+            f"{op.name} has no factor rule, so its operands are all-gathered, {format_bytes(sent)} sent by each device a step, and "
+            f"every device runs all of it, at {location}. Declare which dims may be split, on the function around it; `!` marks a "
+            f'dim that may not: for example @mp.kernel_rule("{kernel_rule_text(op, plan.program)}")'
+        )
+        warnings.warn(text, ReplicatedWarning, stacklevel=user_stacklevel())
 
 
 def _warn_of_scheme(plan: Plan) -> None:

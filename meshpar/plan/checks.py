@@ -9,12 +9,11 @@ from typing import cast
 
 from ..compat.jax import user_stacklevel
 from ..dims import SPELLING_SIMILARITY, did_you_mean, format_dims, near
-from ..errors import JoinError, JoinWarning, MeshError, UnknownAxisError, UnknownDimError, UnsupportedError
-from ..layout import SCHEMES, Layout, Spec, divisibility_error
+from ..errors import JoinError, JoinWarning, MeshError, UnknownAxisError, UnknownDimError
+from ..layout import SCHEMES, Layout, divisibility_error
 from ..program.ir import Join, Op, Program, Value
 from ..program.pipeline import masking_text
 from .assignment import AxisAssignment
-from .spec import format_axes
 
 MIN_MISSPELLED = 3
 """Characters of the shortest name of which one changed character, or two exchanged ones, is a misspelling."""
@@ -53,6 +52,7 @@ def check_dims(program: Program, layout: Layout, init: bool) -> None:
                 *_unnamed_inputs(program, rule.dim),
                 *did_you_mean(rule.dim, names, "dims"),
                 *_misspelled_names(program, rule.dim),
+                *_list_of_layers(program, rule.dim),
                 *([f"or give `{similar[0]}` a rule of its own: `{similar[0]}: none`"] if shared else []),
                 "or remove the rule, or name the dim (dims=…, Flax metadata, mp.named)",
                 *(
@@ -88,6 +88,19 @@ def _misspelled_names(program: Program, dim: str) -> list[str]:
         for name in near(dim, program.all_names())
         if dim in known and name not in known
         for value in [v for v in program.inputs if name in program.dims(v)][:1]
+    ]
+
+
+def _list_of_layers(program: Program, dim: str) -> list[str]:
+    """The fix for an unknown dim that may number the layers of a list of weights, ``params/layers/0/up``."""
+    paths = {v.path or "" for v in program.inputs if v.kind != "opt" and "batch" not in program.dims(v)}
+    first = sorted(p for p in paths if re.search(r"/0/", p) and re.sub(r"/0/", "/1/", p, count=1) in paths)
+    if not first or near(dim, program.all_names()):
+        return []
+    return [
+        f"if `{dim}` numbers the layers of a list, as of {first[0]}: stages need one array of all layers, whose first dim it is. "
+        "Stack layers of equal shapes, jax.tree.map(lambda *w: jnp.stack(w), *layers), and loop over them with jax.lax.scan; "
+        "layers of different shapes cannot be stages"
     ]
 
 
@@ -257,34 +270,23 @@ def check_divides(values: Sequence[Value], assignment: AxisAssignment) -> None:
     )  # fmt: skip
 
 
-def check_opaque(op: Op, specs: Sequence[Spec | None], program: Program, assignment: AxisAssignment) -> None:
-    """Raise UnsupportedError if a kernel without a factor rule has a split operand: its effect on a shard is unknown.
+def kernel_rule_text(op: Op, program: Program) -> str:
+    """A factor rule for a kernel, as an example: ``"batch embed! -> batch embed!"``. The last dim of each array is not split, which
+    most kernels need complete (norms, softmax, attention); a dim of a result is the dim of an operand that has its size."""
+    named: list[tuple[str, int]] = []
 
-    Args:
-      specs: of the operands; None: a literal.
-    """
-    for value, spec in zip(op.ins, specs, strict=True):
-        if value is None or spec is None:
-            continue
-        for i, axes in enumerate(spec):
-            if not any(assignment.sizes[a] > 1 for a in axes):
-                continue
-            dim = program.dim_name(value, i) or f"dim {i}"
-            names = [x for ns, _ in program.sub_dims(value, i) for x in ns]
-            raise UnsupportedError(
-                f"{op.name} has no factor rule, and `{dim}` of its operand is split over {format_axes(axes)}",
-                shape=value.shape,
-                dims=format_dims(program.dims(value)),
-                dim=dim,
-                axis="+".join(axes),
-                rule=assignment.rule_text(names, axes[0]),
-                source=op.location,
-                fixes=[
-                    "declare which dims may be split, on the function around it: "
-                    '@mp.kernel_rule("tokens embed, embed mlp -> tokens mlp")',
-                    f"or leave `{dim}` unsharded for it, under another name: mp.rename(x, {dim}=…)",
-                ],
-            )
+    def dims(value: Value | None, result: bool) -> str:
+        """The names of a value's dims, the last one with ``!``; of an operand, they are added to ``named``."""
+        if value is None or not value.shape:
+            return ""
+        names: list[str] = []
+        for i, size in enumerate(value.shape):
+            known = [program.dim_name(value, i) or "", *(name for name, n in named if result and n == size), f"d{i}"]
+            names.append(next(name for name in known if name.isidentifier() and name not in names))
+        named.extend([] if result else zip(names, value.shape, strict=True))
+        return " ".join(names) + "!"
+
+    return " -> ".join(", ".join(dims(v, side is op.outs) for v in side) for side in (op.ins, op.outs))
 
 
 def check_manual_axes(op: Op, sizes: Mapping[str, int]) -> None:

@@ -108,14 +108,20 @@ class CollectiveRecords:
         self, value: Value, have: Spec, need: Spec, op: Op | None, count: int | None, cause: Text
     ) -> tuple[tuple[Move, ...], list[Collective]]:
         """(the moves that change the spec of a value from ``have`` to ``need``, the records of their collectives)."""
-        moves = reshard(have, need, self.sizes)
+        moves = reshard(have, need, value.shape, self.sizes)
         size = itemsize(value.aval)
         records = [
             record
             for m in moves
             if m.op != "slice"
             for record in self.moving(
-                cast(CollectiveOp, m.op), m.axes, value, op, m.bytes(value.shape, size, self.sizes), count, cause
+                cast(CollectiveOp, m.op),
+                m.axes,
+                value,
+                op,
+                m.bytes(value.shape, size, self.sizes),
+                None if count is None else count * m.times,
+                cause,
             )
         ]
         return moves, records
@@ -135,7 +141,7 @@ class CollectiveRecords:
                 Collective(
                     kind, axes, f"{op.label}: {send.why}", dims, send.shape, str(np.dtype(send.dtype)), bytes_sent,
                     None if count is None or send.times is None else count * send.times,
-                    cause, op, self._seconds(kind, axes, bytes_sent, "native"),
+                    cause, op, self._seconds(kind, axes, bytes_sent, "native"), content=send.content,
                 )
             )  # fmt: skip
         return tuple(records)

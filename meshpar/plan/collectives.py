@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import field, fields
 from itertools import takewhile
 from typing import Any
@@ -49,6 +49,7 @@ class Collective:
         - ``ring``: ring steps overlapped with matmuls, half in each direction; ``pallas``: remote DMA of a kernel.
       why: why it has this algorithm, the main reason first, up to a semicolon; empty: there is no other.
       seconds: estimated for one run; None: not estimated.
+      content: (index of an operand of the op, what is sent of it), as :attr:`meshpar.rules.spmd.Send.content`.
       first: index of the first torus dimension of its axes that it runs over (a ring runs over those before).
     """
 
@@ -66,6 +67,7 @@ class Collective:
     algorithm: AlgorithmName = "native"
     why: str = ""
     first: int = 0
+    content: tuple[int, Hashable] | None = field(default=None, repr=False)
 
     @property
     def cause(self) -> str:
@@ -139,7 +141,8 @@ class Collective:
         return self.origin.location if self.origin is not None else ""
 
     def to_dict(self) -> dict[str, Any]:
-        names = ("cause" if f.name == "wording" else f.name for f in fields(self) if f.name not in ("origin", "first"))
+        skipped = ("origin", "first", "content")
+        names = ("cause" if f.name == "wording" else f.name for f in fields(self) if f.name not in skipped)
         values = {name: getattr(self, name) for name in names}
         return {**values, "source": self.source, "module": self.module, "package_line": self.package_line}
 

@@ -87,7 +87,7 @@ class ControlFlow:
     def add(self, op: Op) -> bool:
         """Plan an addition to the carry of a loop, if the carry is partial; else only place the carry."""
         emitter, acc = self.emitter, self.accumulations[op]
-        if self.facts.readers.get(acc.addend, 0) > 1:
+        if len(self.facts.readers.get(acc.addend, ())) > 1:
             emitter.reduce(acc.addend)
         addend = emitter.operand_of(acc.addend)
         assert addend is not None
@@ -388,7 +388,7 @@ class ControlFlow:
                 continue
             first = None if start is None or start in self.emitter.constants else self.emitter.current[start]
             if first is not None and not (
-                first.partial and first.kind in ADDED and self.facts.readers.get(first.value) == 1
+                first.partial and first.kind in ADDED and len(self.facts.readers.get(first.value, ())) == 1
             ):
                 continue
             positions.add(k)

@@ -184,12 +184,22 @@ class Emitter:
             self.factor_axes[op] = decision.axes
         current = self.current
         operands: list[Shard | None] = []
-        for value, spec in zip(op.ins, decision.operands, strict=True):
+        copies: list[int] = []  # of values that may be recomputed from the copies of other operands
+        for i, (value, spec) in enumerate(zip(op.ins, decision.operands, strict=True)):
             if value is None or spec is None:
                 operands.append(None)
                 continue
             shard = current[value]
-            operands.append(self.operand(op, value, spec) if shard.is_constant or shard.spec != spec else shard)
+            if not shard.is_constant and shard.spec != spec and value.op is not None and value.op.name in RECOMPUTED:
+                copies.append(i)
+                operands.append(None)
+            else:
+                operands.append(self.operand(op, value, spec) if shard.is_constant or shard.spec != spec else shard)
+        for i in copies:
+            value, spec = op.ins[i], decision.operands[i]
+            assert value is not None
+            assert spec is not None
+            operands[i] = self.operand(op, value, spec)
         step, placements = self._run(op, decision, tuple(operands))
         if decision.sends:
             axes = decision.axes or ()

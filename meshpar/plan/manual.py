@@ -35,6 +35,8 @@ class ManualOps:
         if run is None or run.axes is None or run.op.rule is None:
             return False
         op, rule = run.op, run.op.rule
+        if op.primitive.opaque and self.order:  # XLA cannot partition a TPU kernel, even one with replicated operands
+            return True
         manual = op.primitive.manual
         if manual is not None and manual(SplitOp(op.eqn, rule, run.axes, any(map(self._is_mixed, run.results)))):
             return True

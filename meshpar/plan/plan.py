@@ -164,6 +164,31 @@ class Transfer:
         return {f: getattr(self, f) for f in self.__slots__}
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """An argument whose array has another sharding than the step needs, so that each call reshards it before the step runs.
+
+    Attributes:
+      path: in the tree of arguments.
+      source: the sharding of the array: a spec, or its devices in words.
+      spec: the sharding that the step needs.
+      bytes: that a device receives in each call, at most.
+    """
+
+    path: str
+    source: str
+    spec: PartitionSpec
+    bytes: float
+
+    @property
+    def argument(self) -> str:
+        """The name of the argument."""
+        return self.path.partition("/")[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"path": self.path, "source": self.source, "spec": str(self.spec), "bytes": self.bytes}
+
+
 _ROLLS = ("rearrange", "concatenate", "slice")
 """Primitives of ``jnp.roll``, by which activations move to the next stage."""
 
@@ -176,7 +201,7 @@ class Plan:
 
     Attributes:
       program, mesh: of the plan.
-      layout: rules for dims that have the name of an axis, then the rules of ``requested_layout``.
+      layout: the rules of ``requested_layout``, then rules for names of Flax metadata that are axes of the mesh.
       requested_layout: as the user gave it.
       topology: the slices of the mesh as text (``"v5p:8x8x8"``), if its devices do not tell.
       torus: axis → the stages of its devices on the torus of a slice.
@@ -186,6 +211,7 @@ class Plan:
       placements: the shardings of every value.
       inputs, outputs: sharding and bytes of each argument and result.
       notes: sentences about dims that could not be sharded, and the like.
+      arrivals: of a plan for arrays, those that each call reshards before the step runs; no other number of the plan includes them.
       lowering: ``"shard_map"``: the compiled program has the collectives of the plan; ``"jit"``: XLA partitions the program, and
         the numbers of the plan are estimates.
       lowering_reason: why ``lowering="auto"`` chose ``"jit"``; None: it did not, or another lowering was requested.
@@ -222,6 +248,7 @@ class Plan:
     overlaps: tuple[Overlap, ...] = ()
     calibrations: Calibrations = ()
     tokens: str | None = None
+    arrivals: tuple[Arrival, ...] = ()
 
     @cached_property
     def sizes(self) -> dict[str, int]:

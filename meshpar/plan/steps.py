@@ -263,6 +263,11 @@ class ShardingChange(Step):
     collectives: tuple[Collective, ...]
 
     @property
+    def specs(self) -> tuple[Spec, ...]:
+        """The specs of the shards that it makes, in order; all but the last one exist within the step only."""
+        return tuple(m.after for m in self.path)
+
+    @property
     def reads(self) -> tuple[Shard, ...]:
         return (self.source,)
 
@@ -334,6 +339,12 @@ class Reduce(ShardingChange):
     def scattered(self) -> Spec:
         """The spec after the reduce-scatters."""
         return spec_after(self.source.spec, self.scatters)
+
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        first, ends = self.source.spec, range(1, len(self.scatters) + 1)
+        scattered = [spec_after(first, self.scatters[:k]) for k in ends]
+        return (*scattered, *([self.scattered] if self.over else []), *(m.after for m in self.path))
 
 
 @record
@@ -620,7 +631,7 @@ def rewrite_bodies(body: Body, change: Callable[[Body], Body]) -> Body:
     if body.nested:
         steps = list(body.steps)
         for k in body.nested:
-            steps[k] = _with_bodies(steps[k], tuple(rewrite_bodies(b, change) for b in steps[k].bodies))
+            steps[k] = with_bodies(steps[k], tuple(rewrite_bodies(b, change) for b in steps[k].bodies))
         body = body.with_steps(steps)
     return change(body)
 
@@ -640,7 +651,7 @@ def replace_steps(
     return body.with_steps(steps)
 
 
-def _with_bodies(step: Step, bodies: tuple[Body, ...]) -> Step:
+def with_bodies(step: Step, bodies: tuple[Body, ...]) -> Step:
     """A loop, branch or call with other bodies."""
     if bodies == step.bodies:
         return step

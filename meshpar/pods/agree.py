@@ -13,6 +13,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -23,13 +24,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ..compat.processes import Store, connected, process_count, process_index
+from ..compat.processes import LOSE, Store, connected, process_count, process_index, variable_number
 from ..compat.versions import installed_version
 from ..dims import PathDims
 from ..errors import AgreementError
 from ..global_arrays import is_global, is_key
 from ..plan.plan import Plan
 from ..units import mesh_text
+from .data import SAMPLES
 from .digest import digests_of_parts
 from .watch import CALLS
 
@@ -44,6 +46,7 @@ _FIXES = {
     "values": ["host arrays are global values, which must be equal in every process",
                "mp.put(batch, rows=\"mine\") takes each process's own rows",
                "use one seed, and read the same data, everywhere"],
+    "data": ["give mp.batches the same source in every process: it reads the rows of its own devices"],
     "replicas": ["make the state by mp.init, from one seed everywhere, or restore it from one checkpoint"],
     "versions": ["install the same versions everywhere"],
     "settings": ["start all processes with the same environment and flags"],
@@ -97,8 +100,8 @@ def before_call(sheet: Sheet, leaves: Sequence[Any]) -> None:
 
 def _lose_slice(name: str) -> None:
     """``meshpar launch --lose``: the end of a slice, rehearsed."""
-    at = os.environ.get("MESHPAR_LOSE")
-    if at and CALLS.each[name] >= int(at):
+    at = variable_number(LOSE, 0)
+    if at and CALLS.each[name] >= at:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -148,14 +151,18 @@ def facts_of(sheet: Sheet, leaves: Sequence[Any]) -> tuple[dict[str, _Lines], di
         "shapes": lambda: [f"{p}: {_shape_text(v.aval)}" for p, v in zip(inputs, plan.program.inputs, strict=True)],
         "program": lambda: program_lines(closed),
         "constants": lambda: [f"constant {k}: {_value_text(c)}" for k, c in enumerate(closed.consts) if not is_global(c)],
+        "data": lambda: list(SAMPLES),
         "values": lambda: host,
     }  # fmt: skip
     return facts, shared
 
 
 def versions() -> str:
-    packages = ("meshpar", "jax", "jaxlib", "numpy")
-    return ", ".join(f"{name} {installed_version(name) or '(not installed)'}" for name in packages)
+    packages = ("meshpar", "jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
+    python = ".".join(map(str, sys.version_info[:2]))
+    return ", ".join(
+        [f"python {python}", *(f"{name} {installed_version(name) or '(not installed)'}" for name in packages)]
+    )
 
 
 def settings() -> list[str]:
@@ -294,6 +301,20 @@ def gather(text: str) -> list[str]:
         if _round > 2:
             store.drop(f"meshpar/agree/{_round - 2}")
     return json.loads(_wait(store, f"{root}/verdict", f"process 0 {what}", 0))
+
+
+def combined(name: str, text: str, combine: Callable[[list[str]], str]) -> str:
+    """``combine`` of one text of every process, computed by process 0; all must call it, with a new name, in any thread."""
+    if not connected() or process_count() == 1:
+        return combine([text])
+    store, me, root = Store(), process_index(), f"meshpar/combined/{name}"
+    store.put(f"{root}/text/{me}", text)
+    what = f"did not come to {name}"
+    if me == 0:
+        texts = [_wait(store, f"{root}/text/{p}", f"process {p} {what}", p) for p in range(process_count())]
+        store.put(f"{root}/result", combine(texts))
+        store.drop(f"{root}/text")
+    return _wait(store, f"{root}/result", f"process 0 {what}", 0)
 
 
 def _brief(lines: Sequence[str]) -> str:

@@ -7,6 +7,8 @@ processes, and the position in the data is one integer.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import itertools
 import math
 from collections import deque
@@ -30,6 +32,11 @@ ROWS = "batch ..."
 
 ORDER = "feistel-4"
 _ROUNDS = 4
+SAMPLE_ROWS = 16
+
+SAMPLES: dict[str, None] = {}
+"""A line for all batches over several processes that have been read: the order, and a digest of sample rows. Processes compare
+these lines before the first run of a function."""
 
 
 class Source(Protocol):
@@ -201,6 +208,7 @@ class Batches:
         self.per_epoch = self.rows // batch if last == "drop" else -(-self.rows // batch)
         self.position = 0
         self.rows_read = 0
+        self._several = len({d.process_index for d in mesh.devices.flat}) > 1
         if batch < 1 or self.per_epoch == 0:
             raise DataPositionError(
                 f"batch={batch}: the source has {self.rows} rows",
@@ -218,6 +226,9 @@ class Batches:
 
     def __getitem__(self, n: int) -> Any:
         """Batch ``n`` on the devices: the tree of a row, with a first dim; with ``last="pad"``, the pair of it and a mask."""
+        sample = self._sample  # in the thread that reads
+        if self._several:
+            SAMPLES[f"{', '.join(f'{k}={v}' for k, v in self._order().items())}: {sample or 'not compared'}"] = None
         rows = self.rows_of(n)
         axes = self.layout.spec(("batch",), self.mesh, (self.batch,), path="the batch")
         mine = sorted(
@@ -255,6 +266,27 @@ class Batches:
         found = several(rows.tolist()) if several is not None else [self.source[int(r)] for r in rows]
         return jax.tree.map(lambda *xs: np.stack([np.asarray(x) for x in xs]), *found)
 
+    @functools.cached_property
+    def _sample(self) -> str:
+        """A digest of ``SAMPLE_ROWS`` evenly spaced rows; "" if they cannot be read, or differ when they are read again.
+
+        Such sources are allowed: one that has only this process's rows, and one that changes rows at random.
+        """
+        rows = np.unique(np.linspace(0, self.rows - 1, SAMPLE_ROWS).astype(np.int64))
+        try:
+            first, second = self._digest(rows), self._digest(rows)
+        except Exception:  # of the user's source, for rows that this process may never need
+            return ""
+        return first if first == second else ""
+
+    def _digest(self, rows: np.ndarray) -> str:
+        """SHA-256 of the paths, dtypes, shapes and bytes of these rows."""
+        made = hashlib.sha256()
+        for path, x in by_name(self._read(rows))[0].items():
+            x = np.ascontiguousarray(x)
+            made.update(f"{path} {x.dtype} {x.shape} ".encode() + x.tobytes())
+        return made.hexdigest()[:32]
+
     # -- iteration
 
     def __iter__(self) -> Iterator[Any]:
@@ -290,8 +322,9 @@ class Batches:
     # -- position
 
     def position_facts(self, position: int) -> dict[str, Any]:
-        """The position for a checkpoint: the number of the next batch, and the options that determine its rows."""
-        return {"position": position, **self._order()}
+        """The position for a checkpoint: the number of the next batch, the options that determine its rows, and the digest of
+        sample rows."""
+        return {"position": position, **self._order(), "sample": self._sample}
 
     def _order(self) -> dict[str, Any]:
         return {
@@ -303,7 +336,7 @@ class Batches:
         """Set :attr:`position` to the position that a checkpoint's metadata (``position_facts``) has.
 
         Raises:
-          DataPositionError: the order was another one: seed, batch size, or number of rows.
+          DataPositionError: the order was another one (seed, batch size, or number of rows), or sample rows differ.
         """
         mine = self._order()
         for name, value in mine.items():
@@ -316,6 +349,15 @@ class Batches:
                         "or restore without data=, and begin where you like: data.from_(n)",
                     ],
                 )
+        sample = facts.get("sample")  # absent in older checkpoints
+        if sample and self._sample and sample != self._sample:
+            raise DataPositionError(
+                f"the checkpoint's position is in other data: it has as many rows, but {SAMPLE_ROWS} sample rows differ",
+                fixes=[
+                    "give it the data of this run",
+                    "or restore without data=, and begin where you like: data.from_(n)",
+                ],
+            )
         self.position = int(facts["position"])
 
 

@@ -29,7 +29,7 @@ from typing import Any
 
 import jax
 
-from ..compat.processes import Store, coordinator, process_count, process_index
+from ..compat.processes import CAUSES, Store, coordinator, process_count, process_index
 from ..errors import AgreementError, CheckError, CompilerError, LostProcessError, MeshparError, StuckProcessError
 
 RESTARTABLE, PROGRAM, USAGE = 75, 1, 2
@@ -47,7 +47,7 @@ class Cause:
 
     Attributes:
       process: whose fault it is.
-      kind: ``raised``, ``lost``, ``stuck``, ``order``, ``values``, ``ended``, ``disagreed``.
+      kind: ``raised``, ``lost``, ``stuck``, ``order``, ``values``, ``ended``, ``disagreed``, ``absent``, ``port``.
       text: what happened, with the type of the error first.
       status: the exit status of all.
     """
@@ -292,27 +292,32 @@ class Judge:
 
     def order(self, beats: Mapping[int, dict[str, Any]]) -> Cause | None:
         """The first recorded call in which a process ran another function, or had other host values, than process 0,
-        as a Cause; None: no such call."""
-        mine = {c[0]: c[1:] for c in beats.get(0, {}).get("calls", ())}
-        for p, said in sorted(beats.items()):
-            theirs = {c[0]: c[1:] for c in said["calls"]}
-            for n in sorted(mine.keys() & theirs.keys()):
-                (hash_a, what_a, values_a), (hash_b, what_b, values_b) = mine[n], theirs[n]
-                if hash_a == hash_b:
-                    continue
-                if what_a != what_b:
-                    text = f"process 0 is in {what_a} where process {p} is in {what_b}"
-                    return Cause(
-                        p, "order", f"AgreementError: {text}: both must make the same calls in the same order", PROGRAM
-                    )
-                paths = ", ".join(f"`{k}`" for k in values_a if values_a.get(k) != values_b.get(k))
-                what = f"other values of {paths}" if paths else "other values in an earlier call"
-                text = (
-                    f"AgreementError: in {what_a} process {p} has {what} than process 0; host arrays must be the same in "
-                    'every process: mp.put(…, rows="mine") takes each one\'s own rows'
-                )
-                return Cause(p, "values", text, PROGRAM)
-        return None
+        as a Cause; None: no such call. If most processes differ from process 0, the fault is its own: it skipped a call, for
+        example."""
+        calls = {p: {c[0]: c[1:] for c in said["calls"]} for p, said in sorted(beats.items())}
+        mine = calls.get(0, {})
+        first: dict[int, int] = {}  # process → the first call that differs
+        for p, theirs in calls.items():
+            differ = [n for n in mine.keys() & theirs.keys() if mine[n][0] != theirs[n][0]]
+            if differ:
+                first[p] = min(differ)
+        if not first:
+            return None
+        p = next(iter(first))
+        odd, other = (0, p) if 2 * len(first) > len(beats) else (p, 0)
+        (_, what, values), (_, what_other, values_other) = calls[odd][first[p]], calls[other][first[p]]
+        if what != what_other:
+            text = f"process {odd} is in {what} where process {other} is in {what_other}"
+            return Cause(
+                odd, "order", f"AgreementError: {text}: both must make the same calls in the same order", PROGRAM
+            )
+        paths = ", ".join(f"`{k}`" for k in values_other if values_other.get(k) != values.get(k))
+        wrong = f"other values of {paths}" if paths else "other values in an earlier call"
+        text = (
+            f"AgreementError: in {what} process {odd} has {wrong} than process {other}; host arrays must be the same in "
+            'every process: mp.put(…, rows="mine") takes each one\'s own rows'
+        )
+        return Cause(odd, "values", text, PROGRAM)
 
     def ended(self, beats: Mapping[int, dict[str, Any]]) -> Cause | None:
         """The first process whose script ended after fewer calls than another process has made, as a Cause, or None."""
@@ -356,7 +361,7 @@ def status_of(error: BaseException) -> int:
 
 def note_cause(cause: Cause, index: int) -> None:
     """Write the cause to the file of process ``index`` for the launcher, which prints the first cause at the end."""
-    folder = os.environ.get("MESHPAR_CAUSES")
+    folder = os.environ.get(CAUSES)
     if folder:
         with contextlib.suppress(OSError):
             said = {**asdict(cause), "at": time.time()}

@@ -537,7 +537,7 @@ def _cond(b: Builder, op: Op) -> list[Value]:
 
 def _named(b: Builder, op: Op) -> list[Value]:
     out = b.value(op.eqn.outvars[0].aval, None if op.ins[0] is None else op.ins[0].nodes, op)
-    b.annotate(out, op.eqn.params["names"], f"mp.named at {op.source}")
+    b.annotate(out, op.eqn.params["names"], f"{op.eqn.params.get('origin', 'mp.named')} at {op.source}")
     return [out]
 
 

@@ -251,6 +251,7 @@ class Program:
       original: the program before a rewrite, if this one is its result (:mod:`meshpar.program.divisible_rewrite`,
         :mod:`meshpar.program.pipeline`).
       pipelines: its loops over layers that are rewritten as pipelines (:class:`meshpar.program.pipeline.Pipeline`).
+      metadata_names: of the program as traced, the names of dims in the Flax metadata of its arguments and results.
     """
 
     closed: Any
@@ -261,6 +262,7 @@ class Program:
     joins: list[Join] = field(default_factory=list)
     original: Program | None = None
     pipelines: tuple[Any, ...] = ()
+    metadata_names: frozenset[str] = frozenset()
     _results: dict[Callable[..., Any], Any] = field(default_factory=dict, init=False, repr=False)
 
     def cached(self, make: Callable[..., T], *key: Hashable) -> T:

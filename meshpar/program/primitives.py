@@ -135,7 +135,7 @@ def rename(x: Any, **names: str) -> Any:
 
 # Derivatives: all three are linear, and a cotangent has the names of its value. It does not have its explicit spec: on the
 # cotangent of a weight, that would turn the gradient's reduce-scatter into an all-reduce.
-ad.deflinear2(name_dims_p, lambda ct, x, *, names: [name_dims_p.bind(ct, names=names)])
+ad.deflinear2(name_dims_p, lambda ct, x, **names: [name_dims_p.bind(ct, **names)])
 ad.deflinear2(place_p, lambda ct, x, *, spec: [ct])
 ad.deflinear2(
     rename_dims_p,
@@ -145,9 +145,9 @@ ad.deflinear2(
 )
 
 
-def _batch_named(args, axes, *, names):
+def _batch_named(args, axes, *, names, **origin):
     (x,), (d,) = args, axes
-    return name_dims_p.bind(x, names=(*names[:d], None, *names[d:])), d
+    return name_dims_p.bind(x, names=(*names[:d], None, *names[d:]), **origin), d
 
 
 def _batch_place(args, axes, *, spec):

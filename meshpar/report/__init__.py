@@ -2,6 +2,7 @@
 
 from .data import calibration_rates, plan_json
 from .diff import PlanDiff
+from .facts import arrivals_text
 from .html import plan_cell, plan_page
 from .save import save
 from .steps import plan_steps
@@ -9,6 +10,7 @@ from .text import plan_line, plan_renderable, plan_text
 
 __all__ = [
     "PlanDiff",
+    "arrivals_text",
     "calibration_rates",
     "plan_cell",
     "plan_json",

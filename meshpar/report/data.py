@@ -33,6 +33,7 @@ def plan_json(plan: Plan) -> str:
             "outputs": [h.to_dict() for h in plan.outputs],
             "constants": [h.to_dict() for h in plan.constants],
             "collectives": [c.to_dict() for c in plan.collectives],
+            "arrivals": [a.to_dict() for a in plan.arrivals],
             "transfers": [t.to_dict() for t in plan.transfers],
             "memory": memory_of(plan).to_dict(),
             "time": None if time is None else time.to_dict(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..dims import format_dims, path_matches
 from ..hardware.calibration import EFFICIENCIES
 from ..layout import SCOPES, Rule, Spec
 from ..plan.collectives import Collective
-from ..plan.plan import Plan, ShardedArray
+from ..plan.plan import Arrival, Plan, ShardedArray
 from ..plan.steps import Reduce, Reshard
 from ..program.ir import Value
 from ..units import format_bytes, format_memory, format_seconds
@@ -44,8 +44,8 @@ KINDS = {"params": "parameters", "opt": "optimizer state", None: "other inputs",
 
 
 def layout_text(plan: Plan) -> str:
-    """The layout of a plan as the user wrote it, or with the rules for dims named like axes before it; ``(nothing sharded)`` for an
-    empty one."""
+    """The layout of a plan as the user wrote it, or with the rules that the plan adds for Flax metadata; ``(nothing sharded)``
+    for an empty one."""
     given = plan.requested_layout.given if plan.layout.rules == plan.requested_layout.rules else ""
     return given or str(plan.layout) or "(nothing sharded)"
 
@@ -117,6 +117,18 @@ def host_text(plan: Plan) -> str:
     where = f", at {', '.join(lines[:3])}{', …' if len(lines) > 3 else ''}" if lines else ""
     copied = f"a step copies {' and '.join(copies)}{where}" if copies else "a step copies nothing to or from it"
     return f"{format_memory(stored)} in the host's memory for each device; {copied}"
+
+
+def arrivals_text(arrivals: Sequence[Arrival]) -> str:
+    """The arguments that each call reshards before the step runs, the bytes that a device receives, and how to reshard once."""
+    names = list(dict.fromkeys(a.argument for a in sorted(arrivals, key=lambda a: -a.bytes)))
+    largest = max(arrivals, key=lambda a: a.bytes)
+    return (
+        f"each call reshards {' and '.join(f'`{name}`' for name in names)}: a device receives "
+        f"{format_bytes(sum(a.bytes for a in arrivals))}, {format_bytes(largest.bytes)} of it for {largest.path}, from "
+        f"{largest.source} to {largest.spec}. Reshard once, before the calls: "
+        f"{', '.join(names)} = step.put({', '.join(f'{name}={name}' for name in names)})"
+    )
 
 
 def blocking_collectives(plan: Plan) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..cost.donation import donatable, with_donated
 from ..cost.memory import memory_of
 from ..dims import format_dims
 from ..plan.collectives import Collective
@@ -16,21 +17,62 @@ from ..units import format_bytes, format_memory, with_article
 from .facts import fits, grouped
 
 MAX_HINTS = 3
+MIN_SAVED_SHARE = 0.01
+"""Fraction of the peak memory from which on a hint says what an edit saves."""
 MAX_MICROBATCHES = 64
 """The largest number of microbatches that a hint suggests."""
 
 
-def memory_hint(plan: Plan) -> str | None:
-    """The edits that save memory, where a plan does not fit and most of its peak is saved activations; None elsewhere.
+def donation_hint(plan: Plan) -> str | None:
+    """The arguments that a step returns updated but that are not donated, with the memory that donation saves at the peak; None
+    where that is little."""
+    arguments = donatable(plan)
+    donated = plan.donated | arguments.keys()
+    saved = memory_of(plan).peak - memory_of(with_donated(plan, donated)).peak if arguments else 0.0
+    if saved < MIN_SAVED_SHARE * memory_of(plan).peak or saved <= 0:
+        return None
+    names = list(dict.fromkeys(path.partition("/")[0] for path in arguments.values()))
+    given = f'"{names[0]}"' if len(names) == 1 else str(tuple(names)).replace("'", '"')
+    listed, verb = " and ".join(f"`{name}`" for name in names), "are" if names[1:] else "is"
+    return (
+        f"{listed} {verb} not donated, so that the old and the new arrays are live at once: donate_argnames={given} saves "
+        f"{format_memory(saved)} of the peak of {format_memory(memory_of(plan).peak)}"
+    )
+
+
+def memory_hints(plan: Plan) -> list[str]:
+    """The edits that save memory, in the order to try: donation, also where the plan fits; then rules, rematerialization and
+    microbatches where it does not fit."""
+    hints = [donation_hint(plan)]
+    if fits(plan) is False:
+        hints += [_rule_hint(plan), _activations_hint(plan)]
+    return [hint for hint in hints if hint]
+
+
+def _rule_hint(plan: Plan) -> str | None:
+    """The rule that, at the end of the layout, saves most memory of arguments; None: none saves a considerable part."""
+    gains: dict[str, float] = {}
+    for h in plan.inputs:
+        used = {a for _, axes in h.split for a in axes}
+        for (dim, axes), size in zip(h.split, h.shape, strict=True):
+            for axis, n in plan.sizes.items():
+                if dim and dim.isidentifier() and not axes and axis not in used and n > 1 and size % n == 0:
+                    gains[f"{dim}: {axis}"] = gains.get(f"{dim}: {axis}", 0.0) + h.bytes * (1 - 1 / n)
+    rule = max(gains, key=gains.__getitem__, default=None)
+    if rule is None or gains[rule] < MIN_SAVED_SHARE * memory_of(plan).peak:
+        return None
+    return f"a rule `{rule}` at the end of the layout saves {format_memory(gains[rule])} of the arguments"
+
+
+def _activations_hint(plan: Plan) -> str | None:
+    """Rematerialization and microbatches, if saved activations are the largest part of the peak; None elsewhere.
 
     Saved activations of one microbatch of M take 1/M of their bytes. A rematerialized layer saves its inputs alone, whose bytes
     depend on the layer.
     """
     memory = memory_of(plan)
-    if fits(plan) is not False or plan.chip is None or not memory.by_kind:
-        return None
     saved = memory.by_kind.get("saved activations", 0.0)
-    if saved < max(memory.by_kind.values()):
+    if plan.chip is None or not saved or saved < max(memory.by_kind.values()):
         return None
     capacity = plan.chip.per_device().hbm
     head = (

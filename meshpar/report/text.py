@@ -26,6 +26,7 @@ from .facts import (
     CollectiveGroup,
     argument_dims,
     argument_groups,
+    arrivals_text,
     blocking_collectives,
     calibration_text,
     collective_groups,
@@ -39,7 +40,7 @@ from .facts import (
     padding_text,
     time_bounds,
 )
-from .hints import exchange_hints, memory_hint
+from .hints import exchange_hints, memory_hints
 from .pipeline import pipeline_section
 from .tables import rich_table
 
@@ -96,6 +97,7 @@ def plan_renderable(plan: Plan) -> Any:
         *_redundant(plan),
         Text(),
         _collectives(plan, styles),
+        *([Text.assemble(("before the step, ", "bold"), arrivals_text(plan.arrivals))] if plan.arrivals else []),
     ]
     for section in (pipeline_section(plan), overlaps(plan) if plan.overlaps else [], options(plan), notes(plan)):
         parts += [Text(), *section] if section else []
@@ -277,7 +279,7 @@ def options(plan: Plan) -> list[Text]:
 def notes(plan: Plan) -> list[Text]:
     """Dims that could not be sharded, hints, joined names, rules and axes without effect, unnamed dims."""
     out = [Text(f"note  {n}") for n in plan.notes]
-    hints = [*filter(None, [memory_hint(plan)]), *(hint.text(plan) for hint in exchange_hints(plan))]
+    hints = [*memory_hints(plan), *(hint.text(plan) for hint in exchange_hints(plan))]
     out += [Text(f"hint  {hint}", style="green") for hint in hints]
     out += [Text(f"join  {j}", style="yellow") for j in plan.joins]
     named, total, missing = plan.program.coverage()

@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from ..compat.quirks import not_a_group
 from .halo import ShardWindow, dilate, fetch_window, sliding_window
 from .local import LocalOp, on_shards
 from .partial import CONTRACTS
@@ -164,7 +165,7 @@ def conv_general_dilated(eqn, ins, outs) -> OpRule:
             r.windows[0, i] = functools.partial(_conv_window, p, k, lhs[i], window, out[o])
     r.ins = [tuple(left[i] for i in range(len(lhs))), tuple(right[j] for j in range(len(rhs)))]
     r.outs = [tuple(result[i] for i in range(len(out)))]
-    return with_halo_sends(r, eqn, "elements of other shards that windows read")
+    return with_halo_sends(r, eqn, "elements of other shards that windows read", alike=True)
 
 
 def is_kernel_gradient(params, k: int, window: int, count: int) -> bool:
@@ -193,7 +194,7 @@ def _conv_window(params, k: int, size: int, window: int, count: int, shards: int
 
 def _local_conv(op: LocalOp, lhs: Any, rhs: Any) -> list[Any]:
     """A convolution of the window of the input that this device reads; the group count is divided by the shards of the groups."""
-    p, spec = op.params, op.params["dimension_numbers"].lhs_spec
+    p, (spec, rhs_spec, _) = op.params, op.params["dimension_numbers"]
     changed: dict[str, Any] = {}
     for key, d in (("feature_group_count", spec[1]), ("batch_group_count", spec[0])):
         if p[key] > 1:
@@ -207,6 +208,10 @@ def _local_conv(op: LocalOp, lhs: Any, rhs: Any) -> list[Any]:
             padding[k] = (low, read.extent - low - (lhs.shape[dim] - 1) * read.dilation - 1)
         else:
             lhs, padding[k], dilation[k] = dilate(lhs, dim, axes, read, 0), (0, 0), 1
+    for k, stride in enumerate(p["window_strides"]):
+        if p["rhs_dilation"][k] == 1:
+            window = rhs.shape[rhs_spec[2 + k]]
+            lhs, padding[k] = not_a_group(lhs, spec[2 + k], window, stride, padding[k], dilation[k])
     return op.run(lhs, rhs, padding=tuple(padding), lhs_dilation=tuple(dilation), **changed)
 
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -79,6 +81,11 @@ class HaloExchange:
         """The distance from the start of a device's shard to the start of its window; None if it differs between devices."""
         shifts = {s - p * self.block for p, s in enumerate(self.starts)}
         return shifts.pop() if len(shifts) == 1 else None
+
+    @property
+    def sent(self) -> tuple[PermuteStep | None, ...]:
+        """What each of the collectives sends; None: the shard, in an all-gather."""
+        return (None,) if self.gather else tuple(replace(step, offsets=()) for step in self.steps)
 
     def sends(self, shape: Sequence[int], dim: int, factor: int, dtype: Any, why: str) -> list[Send]:
         """The collectives, for shards of this shape that are split along ``dim``, whose factor is ``factor``."""
@@ -241,7 +248,56 @@ def scatter_windows(
 # -- inside a shard_map
 
 
+@dataclass(eq=False, slots=True)
+class Exchanged:
+    """The elements of other shards that were received in the body that is being traced, which later ops use again.
+
+    Attributes:
+      windows: ``id`` of an array that :func:`fetch_window` returned → the array, and what it is a window of.
+      received: (array or window, axes, dim, what is sent) → the received elements.
+    """
+
+    windows: dict[int, tuple[Any, Hashable]] = field(default_factory=dict)
+    received: dict[Hashable, tuple[Any, Any]] = field(default_factory=dict)
+
+    def name(self, x: Any) -> Hashable:
+        """The key of an array: equal for windows that are equal."""
+        return self.windows[id(x)][1] if id(x) in self.windows else id(x)
+
+
+_EXCHANGED: ContextVar[Exchanged | None] = ContextVar("_EXCHANGED", default=None)
+
+
+@contextmanager
+def reusing(exchanged: Exchanged) -> Iterator[None]:
+    """A context in which :func:`fetch_window` exchanges equal elements of an array once."""
+    token = _EXCHANGED.set(exchanged)
+    try:
+        yield
+    finally:
+        _EXCHANGED.reset(token)
+
+
+def _received(x: Any, key: Hashable, receive: Callable[[], Any]) -> Any:
+    """The result of ``receive``, or that of an earlier call for the same array and key."""
+    known = _EXCHANGED.get()
+    if known is None:
+        return receive()
+    key = (known.name(x), key)
+    if key not in known.received:
+        known.received[key] = x, receive()  # x stays alive, so that no other array has its id
+    return known.received[key][1]
+
+
 def fetch_window(x: Any, dim: int, axes: Sequence[str], exchange: HaloExchange, fill: Any = 0) -> Any:
+    """As :func:`_fetch_window`; the window is recorded if it is only filled with zeros."""
+    window, known = _fetch_window(x, dim, axes, exchange, fill), _EXCHANGED.get()
+    if known is not None and isinstance(fill, int) and fill == 0 and window is not x:
+        known.windows[id(window)] = window, (known.name(x), tuple(axes), dim, exchange)
+    return window
+
+
+def _fetch_window(x: Any, dim: int, axes: Sequence[str], exchange: HaloExchange, fill: Any) -> Any:
     """Exchange halos, and return this device's window of a split dim.
 
     Args:
@@ -257,7 +313,8 @@ def fetch_window(x: Any, dim: int, axes: Sequence[str], exchange: HaloExchange, 
     fill = jnp.asarray(fill, x.dtype)
     device = axis_index(axes)
     if exchange.gather:
-        x = lax.all_gather(x, tuple(axes), axis=dim, tiled=True)
+        shard = x
+        x = _received(x, (dim, tuple(axes)), lambda: lax.all_gather(shard, tuple(axes), axis=dim, tiled=True))
         low = max(0, -min(exchange.starts))
         high = max(0, max(exchange.starts) + exchange.length - x.shape[dim])
         x = _padded(x, dim, fill, low, high)
@@ -278,9 +335,15 @@ def fetch_window(x: Any, dim: int, axes: Sequence[str], exchange: HaloExchange, 
     for step in (exchange.own, *exchange.steps):
         if not step.length:
             continue
-        part = lax.dynamic_slice_in_dim(x, table_entry(step.starts, device), step.length, dim)
-        if step is not exchange.own:
-            part = permute(part, axes, step.pairs)
+
+        def part_of(step: PermuteStep = step) -> Any:
+            return lax.dynamic_slice_in_dim(x, table_entry(step.starts, device), step.length, dim)
+
+        if step is exchange.own:
+            part = part_of()
+        else:
+            key = (dim, tuple(axes), step.pairs, step.length, step.starts)
+            part = _received(x, key, lambda step=step, part_of=part_of: permute(part_of(), axes, step.pairs))
         out = lax.dynamic_update_slice_in_dim(out, part, table_entry(step.offsets, device) + margin, dim)
     return lax.slice_in_dim(out, margin, margin + exchange.length, axis=dim)
 
@@ -306,8 +369,10 @@ def _concatenated(
         if d == 0:
             parts.append(lax.slice_in_dim(x, first, last, axis=dim))
         elif d in steps:
-            part = lax.slice_in_dim(x, first - d * exchange.block, last - d * exchange.block, axis=dim)
-            parts.append(permute(part, axes, steps[d].pairs))
+            start, stop, pairs = first - d * exchange.block, last - d * exchange.block, steps[d].pairs
+            sent = functools.partial(lax.slice_in_dim, x, start, stop, axis=dim)
+            key = (dim, tuple(axes), pairs, start, stop)
+            parts.append(_received(x, key, lambda sent=sent, pairs=pairs: permute(sent(), axes, pairs)))
         else:
             parts.append(lax.broadcast(fill, (*x.shape[:dim], last - first, *x.shape[dim + 1 :])))
     return lax.concatenate(parts, dim) if len(parts) > 1 else parts[0]

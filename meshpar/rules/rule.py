@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -188,7 +188,7 @@ def indexed_kind(eqn: Any) -> Kind:
     return "indexed" if all(math.prod(v.aval.shape) for v in (*eqn.invars, *eqn.outvars)) else "need_replication"
 
 
-def with_halo_sends(r: OpRule, eqn: Any, why: str) -> OpRule:
+def with_halo_sends(r: OpRule, eqn: Any, why: str, alike: bool = False) -> OpRule:
     """The rule, with the collectives of its halo exchanges as ``sends``.
 
     Dims are exchanged one after the other: the second exchange includes the halo of the first, and thus the corners.
@@ -196,6 +196,8 @@ def with_halo_sends(r: OpRule, eqn: Any, why: str) -> OpRule:
     Args:
       r: a rule whose ``windows`` are set.
       why: the purpose of the collectives, for the plan.
+      alike: all ops with this argument have zeros outside the array, and dilate windows themselves if these begin alike, so that
+        exchanges of further dims are equal if those of all dims before are.
     """
 
     def sends(shapes: Sequence[tuple[int, ...]], shard_counts: Sequence[int]) -> list[Send]:
@@ -207,11 +209,18 @@ def with_halo_sends(r: OpRule, eqn: Any, why: str) -> OpRule:
         """
         collectives = []
         for i, local_shape in enumerate(shapes):
-            shape = list(local_shape)
+            shape, done = list(local_shape), ()
             for factor, dim, window in r.windows_of(i):
                 if shard_counts[factor] > 1:
-                    exchange = window(shard_counts[factor]).exchange
-                    collectives += exchange.sends(shape, dim, factor, np.dtype(eqn.invars[i].aval.dtype), why)
+                    exchange, before = (read := window(shard_counts[factor])).exchange, read.before
+                    sends = exchange.sends(shape, dim, factor, np.dtype(eqn.invars[i].aval.dtype), why)
+                    if done is not None:
+                        sends = [
+                            replace(s, content=(i, (done, dim, part)))
+                            for s, part in zip(sends, exchange.sent, strict=True)
+                        ]
+                    collectives += sends
+                    done = (*done, dim, exchange) if alike and done is not None and len(set(before)) == 1 else None
                     shape[dim] = exchange.length
         return collectives
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,8 @@ class Send:
       shape, dtype: of a device's operand.
       why: its purpose, in a few words, for the plan.
       times: how often the op makes it; None if that is unknown.
+      content: (index of an operand, what is sent of it): of two ops with the same operand and content, the second one uses the
+        elements that the first one has received. None: it is sent in any case.
     """
 
     op: str
@@ -42,6 +44,7 @@ class Send:
     dtype: Any
     why: str
     times: int | None = 1
+    content: tuple[int, Hashable] | None = None
 
 
 def exchange_sends(

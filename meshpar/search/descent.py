@@ -14,6 +14,7 @@ fork of a process in which JAX has threads may deadlock.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -68,26 +69,38 @@ def search(
             fixes=["call the axes data, model, third (slice: over several slices)", "or give the mesh: mesh='…'"],
         )  # fmt: skip
     unsharded = forbid.replace(",", " ").split() if isinstance(forbid, str) else forbid
-    deadline = None if time_limit is None else time.monotonic() + time_limit
+    options = _StageOptions(fixed, tuple(unsharded), mesh, where, max_axes)
+    counts = {name: options.counts(base) for name, base in bases.items()}
+    start, share = time.monotonic(), 1 - POLICY.stage_plans_fraction * any(counts.values())
+    deadline = None if time_limit is None else start + share * time_limit
     searched = [
         (
-            Evaluation(name, base, topology, objective, memory_fraction, max_plans, deadline, tell, keep_axes),
+            Evaluation(
+                name, base, topology, objective, memory_fraction, math.ceil((share if counts[name] else 1) * max_plans),
+                deadline, tell, keep_axes,
+            ),
             Space.of(base.program, fixed, unsharded),
         )
         for name, base in bases.items()
-    ]
-    ended, refused = CONVERGED, list[str]()
+    ]  # fmt: skip
+    ended, refused, limited = CONVERGED, list[str](), list[tuple[Evaluation, Space]]()
     interrupt: KeyboardInterrupt | None = None
+
+    def explore(evaluation: Evaluation, space: Space) -> None:
+        """Plan the layouts of the user's own and the known schemes, and descend from them."""
+        for text in layouts:
+            refused.extend(_plan_user_layout(evaluation, Layout(text), candidates))
+        _plan_schemes(evaluation, space, candidates)
+        if evaluation.rows:
+            _descend(evaluation, space, candidates)
+
     with quiet(), without_gc():
         for evaluation, space in searched:
             try:
-                for text in layouts:
-                    refused += _plan_user_layout(evaluation, Layout(text), candidates)
-                _plan_schemes(evaluation, space, candidates)
-                if evaluation.rows:
-                    _descend(evaluation, space, candidates)
+                explore(evaluation, space)
             except LimitReached as limit:
-                ended = str(limit)
+                ended = _limit_text(limit, max_plans)
+                limited.append((evaluation, space))
             except KeyboardInterrupt as e:
                 ended, interrupt = "interrupted", e
                 break
@@ -96,16 +109,22 @@ def search(
             raise interrupt or next(iter(searched[0][0].errors.values()))
         staged, text = list[tuple[Evaluation, Space]](), ""
         if interrupt is None:
-            options = _StageOptions(fixed, tuple(unsharded), mesh, where, max_axes)
             keep_axes = {STAGE, *keep_axes}
+            for evaluation, _ in searched:
+                evaluation.max_plans, evaluation.deadline = max_plans, start + time_limit if time_limit else None
             try:
                 for evaluation, _ in searched:
-                    _search_stages(evaluation, options, keep_axes, staged)
+                    _search_stages(evaluation, options, counts[evaluation.variant], keep_axes, staged)
+                for evaluation, space in limited if share < 1 else ():  # with the plans and the time that stages left
+                    evaluation.max_plans -= sum(e.planned for e, _ in staged if e.variant == evaluation.variant)
+                    evaluation.last_gain = None
+                    explore(evaluation, space)
+                    ended = CONVERGED
             except LimitReached as limit:
-                ended = f"stopped at {max_plans} plans" if str(limit).endswith("plans") else str(limit)
+                ended = _limit_text(limit, max_plans)
             except KeyboardInterrupt:
                 ended = "interrupted"
-            text = _verdict(searched, staged)
+            text = _verdict(searched, staged, sorted({k for left in counts.values() for k in left}), ended)
         return search_result(
             [*searched, *(pair for pair in staged if pair[0].rows)],
             ended,
@@ -135,49 +154,61 @@ class _StageOptions:
             return [sizes] if dict(sizes).get(STAGE) == stages else []
         return staged_meshes(stages, self.where.devices, self.where.slices, min(2, self.max_axes))
 
+    def counts(self, base: Plan) -> dict[int, float]:
+        """Number of stages → lower bound of the step, for the numbers to search, the smallest bound first; empty: none."""
+        stack, chip, devices = LayerStack.of(base.program), base.chip, self.where.devices
+        given = {rule.dim for rule in self.fixed.rules if rule.scope is None}
+        if stack is None or chip is None or not given.union(self.forbid).isdisjoint(stack.dims):
+            return {}
+        bounds = {
+            k: matmul_seconds(base.program.traced, chip, stack.ops, stack.slowdown(k)) / devices
+            for k in stack.stage_counts(devices)
+            if self.meshes(k)
+        }
+        return dict(sorted(bounds.items(), key=lambda item: (item[1], item[0]))[: POLICY.max_stage_counts])
+
 
 def _search_stages(
-    evaluation: Evaluation, options: _StageOptions, keep_axes: set[str], staged: list[tuple[Evaluation, Space]]
-) -> None:
+    evaluation: Evaluation, options: _StageOptions, counts: dict[int, float], keep_axes: set[str],
+    staged: list[tuple[Evaluation, Space]],
+) -> None:  # fmt: skip
     """Search the layouts of a program with stages, after those without; evaluations with rows are appended to ``staged``.
 
     Numbers of stages are tried in the order of the lower bounds of their steps, until none may be better than the best candidate;
     the first one is always tried, so that the result can compare the two. Of the best candidate, the other schedules, weights that
     are gathered once a step, and several rounds are planned as well.
 
+    Args:
+      counts: of :meth:`_StageOptions.counts`; the numbers that were tried, or need not be, are removed.
+
     Raises:
       LimitReached: the limit of plans or of time is reached.
     """
-    stack, chip = LayerStack.of(evaluation.program), evaluation.base.chip
-    given = {rule.dim for rule in options.fixed.rules if rule.scope is None}
-    left = evaluation.max_plans - evaluation.planned
-    if stack is None or chip is None or left <= 0 or not given.union(options.forbid).isdisjoint(stack.dims):
-        return
-    devices, best, own = options.where.devices, evaluation.best, list[tuple[Evaluation, StagedSpace]]()
-    bounds = {
-        k: matmul_seconds(evaluation.program.traced, chip, stack.ops, stack.slowdown(k)) / devices
-        for k in stack.stage_counts(devices)
-        if options.meshes(k)
-    }
-    for k in sorted(bounds, key=lambda k: (bounds[k], k))[: POLICY.max_stage_counts]:
-        if own and best.fits and evaluation.objective == "time" and bounds[k] >= best.seconds:
+    stack, left = LayerStack.of(evaluation.program), evaluation.max_plans - evaluation.planned
+    best, own = evaluation.best, list[tuple[Evaluation, StagedSpace]]()
+    for k, bound in [*counts.items()]:
+        assert stack is not None
+        if own and best.fits and evaluation.objective == "time" and bound >= best.seconds:
+            counts.clear()
             break
         of = StagedSpace.of(
             evaluation.base, stack, evaluation.topology, options.fixed, options.forbid, options.meshes(k)
         )
         if of is None:
+            del counts[k]
             continue
         other = _staged_evaluation(evaluation, of, left - sum(e.planned for e, _ in own), keep_axes, best)
         try:
             schemes = {point: other.lower_bound(point) for point in of.schemes()}
             for point in sorted(schemes, key=lambda p: other.rank(schemes[p])):
                 other.plan_scheme(point)
+            del counts[k]
         finally:
             if other.rows:
                 own.append((other, of))
                 staged.append((other, of.space))
                 best = min(best, other.best, key=other.rank)
-    if not own:
+    if not own or stack is None:
         return
     other, of = min(own, key=lambda pair: min(map(pair[0].rank, pair[0].rows.values())))
     row = other.best
@@ -220,13 +251,25 @@ def _staged_evaluation(
     )  # fmt: skip
 
 
-def _verdict(searched: Sequence[tuple[Evaluation, Space]], staged: Sequence[tuple[Evaluation, Space]]) -> str:
-    """Whether stages pay, as text; "" if none were searched."""
-    if not any(e.rows for e, _ in staged):
-        return ""
-    rank = searched[0][0].rank
-    without, best = (min((row for e, _ in of for row in e.rows.values()), key=rank) for of in (searched, staged))
-    return verdict(without, best)
+def _limit_text(limit: LimitReached, max_plans: int) -> str:
+    """Why a search ended, for the limit of one of its evaluations, which may have a part of the plans."""
+    return f"stopped at {max_plans} plans" if str(limit).endswith("plans") else str(limit)
+
+
+def _verdict(
+    searched: Sequence[tuple[Evaluation, Space]], staged: Sequence[tuple[Evaluation, Space]], untried: Sequence[int],
+    ended: str,
+) -> str:  # fmt: skip
+    """Whether stages pay, and the numbers of stages that were not tried because the search ended, as text; "" without either."""
+    texts = []
+    if any(e.rows for e, _ in staged):
+        rank = searched[0][0].rank
+        without, best = (min((row for e, _ in of for row in e.rows.values()), key=rank) for of in (searched, staged))
+        texts.append(verdict(without, best))
+    if untried:
+        counts = " or ".join(map(str, untried))
+        texts.append(f"not all layouts with {counts} stages were tried: {ended}")
+    return "; ".join(texts)
 
 
 def _check(objective: str, memory_fraction: float, max_plans: int) -> None:

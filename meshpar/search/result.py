@@ -17,7 +17,7 @@ from typing import Any, Literal
 from rich.console import Group
 from rich.text import Text
 
-from ..errors import MeshparError, UnsupportedError
+from ..errors import MeshparError, UnknownAxisError, UnsupportedError
 from ..hardware.topology import Topology, parse_topology
 from ..layout import Layout
 from ..mesh import parse_mesh
@@ -25,7 +25,7 @@ from ..plan_api import Plan
 from ..report.colours import AxisStyles
 from ..report.diff import longer_parts
 from ..report.facts import calibration_text
-from ..report.hints import memory_hint
+from ..report.hints import memory_hints
 from ..report.html import page, style
 from ..report.save import save
 from ..report.tables import Cell, html_table, number, rich_table
@@ -54,8 +54,9 @@ class Search:
       ended: why the search ended.
       refused: messages about the user's own layouts that could not be planned.
       usable: bytes of a device that a plan's peak may take: ``memory_fraction`` of its memory.
-      stages: whether a pipeline pays, as text: the best step with stages and without; "" for a program without a loop over layers
-        inside of a loop over microbatches, or whose stacked dim may not be split.
+      stages: whether a pipeline pays, as text: the best step with stages and without, and the numbers of stages that a limit left
+        untried; "" for a program without a loop over layers inside of a loop over microbatches, or whose stacked dim may not be
+        split.
     """
 
     topology: str
@@ -94,14 +95,17 @@ class Search:
 
         Args:
           layout: as in :func:`meshpar.jit`.
-          mesh: text; default: the mesh of the best candidate.
+          mesh: text; default: the mesh of the best candidate that has the axes of the layout.
           variant: the variant of the program, as in :attr:`Row.variant`; default: the variant of the best candidate.
 
         Raises:
           UnsupportedError: a variant that was not searched.
         """
-        mesh = mesh or self.best.mesh
         layout = Layout(layout)
+        if mesh is None:
+            axes = {a for rule in layout.rules for a in rule.axes}
+            meshes = [row.mesh for row in (self.best, *self.rows) if axes <= parse_mesh(row.mesh).keys()]
+            mesh = (meshes or [self.best.mesh])[0]
         base = self._bases.get(self.best.variant if variant is None else variant)
         if base is None:
             raise UnsupportedError(f"variant={variant!r} was not searched", fixes=[f"one of {sorted(self._bases)}"])
@@ -109,11 +113,13 @@ class Search:
             with quiet():
                 other, best = base.replan(layout=layout, mesh=mesh, topology=self.topology), self.plan()
         except MeshparError as e:
-            return f"illegal: {e}"
+            axes = dict.fromkeys(a for rule in layout.rules for a in rule.axes)
+            more = f'\n          or say which mesh: found.why(layout, mesh="{", ".join(f"{a}=…" for a in axes)}")'
+            return f"illegal: {e}{more * isinstance(e, UnknownAxisError)}"
         assert other.chip is not None
         assert other.seconds is not None
         assert best.seconds is not None
-        lines = []
+        lines = [f"on the mesh {mesh}:"] * (mesh != self.best.mesh)
         if other.memory.peak > self.usable:
             lines.append(
                 f"does not fit: {format_memory(other.memory.peak)} of the {format_memory(self.usable)} that may be used "
@@ -237,6 +243,8 @@ class Search:
         plot = [Text(), self._picture.terminal()] if len(self.rows) > 2 else []
         table = rich_table(*self._table(self._listed(MAX_TERMINAL_ROWS)))
         refused = [Text(), *map(Text, self.refused)] if self.refused else []
+        if batch := self._unnamed_batch():
+            refused = [Text(f"note  {batch}"), *refused]
         idle = self._idle(self._listed(MAX_TERMINAL_ROWS))
         return Group(head, Text(), choice, *plot, Text(), table, *[Text(idle, "dim")] * bool(idle), *refused)
 
@@ -265,6 +273,16 @@ class Search:
                     return topology, mesh
         return None
 
+    def _unnamed_batch(self) -> str:
+        """What the batch arguments call their first dim, if no dim is called ``batch``, as the known schemes call it; else ""."""
+        plan = self._base
+        if "batch" in plan.program.all_names():
+            return ""
+        first = {h.dims[0] for h in plan.inputs if h.kind is None and h.dims and h.dims[0]}
+        shown = sorted({d for d in first if "batch" in d} or first)
+        have = f"the batch arguments have {', '.join(f'`{d}`' for d in shown)}" if shown else "name it by dims="
+        return f"no dim is called `batch`, which the known schemes shard; {have}"
+
     def _misfit(self) -> str:
         """The headline if nothing fits: the smallest peak, its largest kind, and a larger slice on which the layout fits."""
         with quiet():
@@ -277,8 +295,7 @@ class Search:
         )
         if self.larger is not None:
             text += f"; this layout fits on {self.larger[0]} with the mesh {self.larger[1]}"
-        if hint := memory_hint(plan):
-            text += f"\nhint  {hint}"
+        text += "".join(f"\nhint  {hint}" for hint in memory_hints(plan))
         if self.early:
             text += f"\nthe search ended early ({self.ended}): other layouts may fit"
         return text

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..compat.processes import variable_number
 from ..compat.versions import installed_version
 from ..errors import CompilerError
 from ..progress import Progress, progress_line
@@ -229,8 +230,8 @@ def _slot(say: Callable[[str], None]) -> Iterator[None]:
     except ImportError:  # a platform without file locks has none of these compilers
         yield
         return
-    slots = int(os.environ.get("MESHPAR_COMPILES") or max(1, (os.cpu_count() or 1) // 4))
-    names = [Path(tempfile.gettempdir()) / f"meshpar-compile-{os.getuid()}-{k}.lock" for k in range(max(1, slots))]
+    slots = int(variable_number("MESHPAR_COMPILES", max(1, (os.cpu_count() or 1) // 4), 1))
+    names = [Path(tempfile.gettempdir()) / f"meshpar-compile-{os.getuid()}-{k}.lock" for k in range(slots)]
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(name.open("w")) for name in names]
 

@@ -19,6 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from ..compat.jax import bind, body_of, body_operands, closed_parts, literal_array, scan_counts
 from ..rules import ELEMENTWISE, having, primitive
+from ..rules.index import applies_function
 from .numbers import wide
 
 FACTOR, ULPS = 4.0, 2.0
@@ -170,7 +171,7 @@ class _Evaluator:
     def applied(self, eqn: Any, ins: list[Any]) -> list[Any] | None:
         """The results of an op on wide operands; None if it must be applied in its own dtypes."""
         name, p = eqn.primitive.name, eqn.params
-        if name in _SCATTERS:
+        if name in _SCATTERS and not applies_function(eqn):
             same = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
             return [_SCATTERS[name](*ins, **{k: p[k] for k in same})]
         if name not in _WIDENED or any(True for _ in _bodies(eqn)):

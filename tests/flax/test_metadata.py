@@ -54,6 +54,44 @@ def variables(model: nn.Module = Mlp()):  # noqa: B008
     return model.init(jax.random.key(0), x())
 
 
+def axes_of(layout, dims=None):
+    """The specs of the weights, and the notes, of a model whose metadata are axes: of a plan, shardings() and put()."""
+    model = nn.Dense(32, kernel_init=nn.with_partitioning(lecun, ("fsdp", "tp")), use_bias=False)
+    how = {"mesh": mp.mesh("fsdp=4, tp=2"), "layout": layout, "dims": {"x": "batch _", **(dims or {})}}
+    step, weights = mp.jit(lambda variables, x: model.apply(variables, x), **how), model.init(jax.random.key(0), x())
+    plan = step.plan(weights, x())
+    of_kernel = {plan.inputs[0].spec}
+    of_kernel.add(jax.tree.leaves(step.put(variables=weights))[0].sharding.spec)
+    of_kernel.add(jax.tree.leaves(mp.shardings({"variables": weights}, layout, how["mesh"], dims=dims))[0].spec)
+    of_kernel.add(jax.tree.leaves(mp.jit(model.apply, **how | {"dims": dims}).put(variables=weights))[0].sharding.spec)
+    (spec,) = of_kernel
+    return spec, plan, [n for n in plan.notes if "metadata" in n]
+
+
+def test_metadata_that_names_axes_of_the_mesh():
+    """Rules for them follow those of the user, who can replace them; names of dims= are never axes."""
+    spec, plan, notes = axes_of("batch: fsdp")
+    assert spec == P("fsdp", "tp")
+    assert str(plan.layout) == "batch, fsdp: fsdp; tp: tp"
+    assert [n.partition("turns")[0].rpartition("; ")[2] for n in notes] == ["`fsdp: none` ", "`tp: none` "]
+    assert plan.inputs[1].spec == P("fsdp")  # `batch` comes first: the weights are gathered, FSDP
+    assert {(c.op, c.axes) for c in plan.collectives} == {("all-gather", ("fsdp",))}
+    spec, plan, notes = axes_of("batch: fsdp; fsdp: none")
+    assert (spec, len(notes), str(plan.layout)) == (P(None, "tp"), 1, "batch: fsdp; fsdp: none; tp: tp")
+    spec, plan, notes = axes_of("batch: fsdp; tp: tp", {"*/kernel": "fsdp tp"})
+    assert (spec, notes, str(plan.layout)) == (P(None, "tp"), [], "batch: fsdp; tp: tp")
+
+
+def test_a_dim_with_the_name_of_an_axis_has_no_rule_of_its_own():
+    """Data parallelism over two axes stays that, for experts as well, in a plan and in Layout.spec."""
+    experts, tokens = jnp.ones((8, 64, 256)), jnp.ones((64, 64))
+    mesh, layout = mp.mesh("data=2, expert=4"), mp.Layout("batch: data+expert")
+    dims = {"w": "expert embed mlp", "x": "batch embed"}
+    plan = mp.plan(lambda w, x: jnp.einsum("bd,edf->bef", x, w), experts, tokens, mesh=mesh, layout=layout, dims=dims)
+    assert [h.spec for h in plan.inputs] == [layout.spec(dims[k], mesh) for k in "wx"] == [P(), P(("data", "expert"))]
+    assert not plan.collectives
+
+
 @pytest.mark.parametrize("box", [nn.with_logical_partitioning, nn.with_partitioning])
 def test_linen_boxes(box):
     model = Mlp(box)
@@ -503,3 +541,33 @@ def test_constraints_are_ours_only_while_tracing(mesh):
     assert here.sharding.is_equivalent_to(sharding, 2)
     assert seen == [False, jax.P("data")]
     assert jax.lax.with_sharding_constraint is plain
+
+
+class Renamed(nn.Module):
+    """A model that names its activations as its author does."""
+
+    by: object
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(16)(self.by(nn.Dense(32)(x), P("rows", "hidden")))
+
+
+@pytest.mark.parametrize(("module", "by"), [(nn, "with_logical_constraint"), (jax.lax, "with_sharding_constraint")])
+def test_a_join_names_the_function_that_gave_the_name(module, by):
+    model, dims = Renamed(lambda *args: getattr(module, by)(*args)), {"x": "batch embed"}
+    weights = jax.eval_shape(Renamed(lambda y, _: y).init, jax.random.key(0), x())
+    step = lambda variables, x: model.apply(variables, x)  # noqa: E731
+    with pytest.warns(mp.JoinWarning, match=rf"{by} at .*test_metadata.py:\d+ \(<lambda>\) names it `rows`"):
+        plan = mp.plan(step, weights, x(), mesh="data=4", layout="batch: data", dims=dims)
+    assert "mp.named" not in str(plan.joins[0])
+
+
+def test_a_renamed_result_has_no_join_with_the_argument_of_its_path():
+    """A move of weights between layouts, in which both sides have a name of their own."""
+    weights, dims = {"w": jax.ShapeDtypeStruct((64, 32), np.float32)}, {"*/w": "vocab embed"}
+    move = lambda params: jax.tree.map(lambda w: mp.rename(w, vocab="to_vocab"), params)  # noqa: E731
+    plan = mp.plan(move, weights, mesh="data=8", layout="embed: data; to_vocab: data", dims=dims)
+    assert (plan.joins, plan.outputs[0].dims) == ([], ("to_vocab", "embed"))
+    plan = mp.plan(move, weights, mesh="data=8", layout="to_vocab: data; embed: data", dims=dims)
+    assert (plan.outputs[0].spec, [c.op for c in plan.collectives]) == (P("data"), ["all-to-all"])

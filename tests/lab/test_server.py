@@ -87,6 +87,10 @@ def test_it_listens_on_loopback_alone(server):
 def test_bad_requests(server):
     assert send(server, body=b"no JSON")[0] == 400
     assert send(server, body=b"\xff\xfe")[0] == 400
+    assert send(server, body=b"[" * 100_000)[0] == 400
+    assert send(server, body=b'{"ask": ' + b"[" * 100_000)[0] == 400
+    for body in (b'{"ask": ["open"]}', b'{"ask": {}}', b'{"ask": null}', b"[]", b"3"):
+        assert json.loads(send(server, body=body)[1])["failed"].startswith("`ask` is one of open, ")
     assert send(server, path="/other")[0] == 404
     assert send(server, "GET", f"/../etc/passwd?token={server.token}")[0] == 404
     assert send(server, Content_Length=str(MAX_REQUEST_BYTES + 1))[0] == 413
@@ -94,6 +98,15 @@ def test_bad_requests(server):
     assert send(server, "PUT")[0] == 501
     assert "failed" in json.loads(send(server, body=b'{"ask": "eval", "text": "1"}')[1])
     assert send(server)[0] == 200  # it goes on
+
+
+def test_many_connections_at_once_are_not_refused():
+    """The operating system completes connections that the server has not accepted yet; it does not serve here."""
+    server = Server(lab_program.lab().session)
+    with contextlib.ExitStack() as opened:
+        opened.callback(server.server_close)
+        for _ in range(100):
+            opened.enter_context(socket.create_connection(server.server_address, timeout=0.5))
 
 
 def test_a_server_in_a_thread(capsys):

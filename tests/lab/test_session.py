@@ -11,6 +11,7 @@ import pytest
 import meshpar as mp
 from meshpar.cli import main
 from meshpar.errors import MeshError, MeshparError, UnsupportedError
+from meshpar.lab.session import MAX_RUNNING
 from meshpar.units import format_bytes, format_memory, format_seconds
 
 
@@ -350,8 +351,24 @@ def test_where_it_begins(mesh):
         mp.lab("no function", topology="v5e:4x4")
 
 
-def test_jobs_that_begin_at_once_have_numbers_of_their_own(session):
+def test_the_number_of_running_jobs_is_bounded(session):
+    session._jobs.clear()
+    with session._turns.page():  # jobs wait for their turn
+        begun = [session.handle({"ask": "start", "topology": lab_program.TOPOLOGY}) for _ in range(MAX_RUNNING + 3)]
+        assert all("job" in reply for reply in begun[:MAX_RUNNING])
+        assert {reply.get("failed") for reply in begun[MAX_RUNNING:]} == {
+            f"{MAX_RUNNING} jobs are running: stop one, or wait until one has ended"
+        }
+        for reply in begun[:MAX_RUNNING]:
+            session.handle({"ask": "stop", **reply})
+    for reply in begun[:MAX_RUNNING]:
+        session._jobs[reply["job"]].wait(60)
+    done(session, {"ask": "start", "topology": lab_program.TOPOLOGY})
+
+
+def test_jobs_that_begin_at_once_have_numbers_of_their_own(session, monkeypatch):
     """Several threads begin jobs, which end at once, while others ask for their state."""
+    monkeypatch.setitem(session._begin.__func__.__globals__, "MAX_RUNNING", 400)
     session._jobs.clear()
     found, failed = [], []
 

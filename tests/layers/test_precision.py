@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import meshpar as mp
-from meshpar.errors import LayoutSyntaxError, UnsupportedError
+from meshpar.errors import LayoutSyntaxError
 
 DIMS = {"p/w": "embed mlp", "p/v": "mlp embed", "p/scale": "embed", "x": "batch embed"}
 
@@ -115,28 +115,20 @@ def test_a_wide_sum_rounds_less(case):
 def test_what_is_no_dtype():
     with pytest.raises(LayoutSyntaxError, match="compute='int8' is not a floating dtype"):
         mp.Precision(compute="int8")
+    for policy in ({"compute": "float8_e4m3fn"}, {"reduce": jnp.float8_e5m2}):
+        with pytest.raises(LayoutSyntaxError, match="has 8 bits or fewer"):
+            mp.Precision(**policy)
 
 
-def test_a_kernel_without_a_rule_says_how_to_declare_one():
-    from jax.experimental import pallas as pl
+def test_weights_by_keyword_and_from_the_end():
+    def dtypes(x, p):
+        return [v.dtype for v in jax.tree.leaves((x, p))]
 
-    def double(x):
-        def body(a, b):
-            b[...] = 2 * a[...]
-
-        return pl.pallas_call(body, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
-
-    x = jnp.ones((8, 8))
-    with pytest.raises(UnsupportedError) as error:
-        mp.plan(double, x, mesh=mp.mesh("data=2"), layout="batch: data", dims={"x": "batch embed"})
-    for text in (
-        "pallas_call has no factor rule",
-        "`batch` of its operand",
-        "rule    batch: data",
-        "@mp.kernel_rule(",
-        "test_precision.py",
-    ):
-        assert text in str(error.value)
-    ruled = mp.kernel_rule("rows cols! -> rows cols")(double)
-    f = mp.jit(ruled, mesh=mp.mesh("data=2"), layout="batch: data", dims={"x": "batch embed"}, lowering="shard_map")
-    np.testing.assert_array_equal(f(x), 2 * x)
+    p, x = {"w": jnp.ones((4, 4))}, jnp.ones(4)
+    policy = mp.Precision(compute="bfloat16")
+    for argnum in (1, -1):
+        cast = policy(dtypes, argnum=argnum)
+        for call in (cast(x, p), cast(x, p=p), cast(p=p, x=x)):
+            assert call == [jnp.float32, jnp.bfloat16]
+    with pytest.raises(UnsupportedError, match=r"no argument 2.*\n.*argnum="):
+        policy(lambda *args: args, argnum=2)(x, p)

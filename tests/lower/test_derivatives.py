@@ -112,6 +112,65 @@ def test_integers_and_auxiliary_results_are_passed_by():
     assert_same((value, aux, gradient), (value_, aux_, gradient_))
 
 
+# -- rewritten programs, which compute values that their results do not depend on
+
+
+def normed(h, w):
+    h = h @ w + h
+    return h / jnp.sqrt((h**2).sum(-1, keepdims=True))
+
+
+def pipeline(p, x):
+    def microbatch(total, rows):
+        return total + (lax.scan(lambda h, w: (normed(h, w), None), rows, p)[0] ** 3).mean(), None
+
+    return lax.scan(microbatch, 0.0, x.reshape(4, -1, 4))[0]
+
+
+def volatility(x):
+    return jnp.log(x[1:] / x[:-1]).std()
+
+
+@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
+def test_layers_of_a_pipeline_that_are_not_differentiable_at_zero(lowering):
+    p, x = (jnp.asarray(RNG.normal(size=s), jnp.float32) for s in ((4, 4, 4), (16, 4)))
+    dims = {"p": "layers embed _", "x": "batch embed"}
+    run = mp.jit(pipeline, mesh=mp.mesh("stage=2, x=4"), layout="layers: stage", dims=dims, lowering=lowering)
+    assert run.plan(p, x).pipelines
+    assert_same(jax.value_and_grad(run, (0, 1))(p, x), jax.value_and_grad(pipeline, (0, 1))(p, x))
+
+
+@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        jax.grad,
+        lambda f: jax.jit(jax.grad(f)),
+        lambda f: lambda x: jax.jvp(f, (x,), (x,)),
+        jax.hessian,
+        lambda f: lambda x: jax.vmap(jax.grad(f))(jnp.stack([x, 2 * x])),
+        lambda f: jax.grad(lambda x: f(jnp.exp(x)) ** 2),
+    ],
+    ids=["grad", "jit", "jvp", "hessian", "vmap", "within"],
+)
+@pytest.mark.fast_cases(4)
+def test_padded_rows_of_functions_that_are_not_differentiable_at_zero(ask, lowering):
+    x = jnp.asarray(RNG.uniform(0.5, 2.0, (8, 4)), jnp.float32)
+    run = mp.jit(volatility, mesh=mp.mesh(MESH), layout="batch: data", dims={"x": "batch embed"}, lowering=lowering)
+    assert any("is padded to" in note for note in run.plan(x).notes)
+    assert_same(ask(run)(x), ask(volatility)(x))
+
+
+def test_results_of_a_rewritten_program_that_are_no_floats():
+    def f(x, n):
+        y = jnp.log(x[1:] / x[:-1])
+        return y.std(), (y > 0, n + 1)
+
+    x, n = jnp.asarray(RNG.uniform(0.5, 2.0, (8, 4)), jnp.float32), jnp.arange(3)
+    run = mp.jit(f, mesh=mp.mesh(MESH), layout="batch: data", dims={"x": "batch embed"})
+    assert_same(jax.value_and_grad(run, has_aux=True)(x, n), jax.value_and_grad(f, has_aux=True)(x, n))
+
+
 # -- barriers
 
 

@@ -80,6 +80,13 @@ def test_a_difference_is_an_error_that_names_it(pods, what):
     assert rows["0"].split("  ", 3)[-1] != rows["1"].split("  ", 3)[-1]
 
 
+def test_other_data_of_equal_length(pods):
+    end = pods.run(2, programs.read_other_data, 1)
+    assert end.codes == [1, 1], end.texts
+    text = next(t for t in end.texts if "AgreementError: the processes disagree about the data" in t)
+    assert "process 1  seed=0, batch=8, rows=64, last=drop, order=feistel-4: " in text
+
+
 def test_the_odd_one_of_four_is_named(pods):
     end = pods.run(4, programs.differ, "layout", 2)
     assert end.codes == [1] * 4, end.texts

@@ -11,6 +11,7 @@ import pytest
 import meshpar as mp
 from meshpar.dims import PathDims
 from meshpar.pods.agree import Sheet, facts_of
+from meshpar.pods.data import SAMPLES
 
 X = np.arange(32, dtype=np.float32).reshape(8, 4)
 TABLE = np.arange(12, dtype=np.float32)
@@ -96,7 +97,8 @@ CASES = {  # field → (what differs, a sheet that has it, the line that says so
     "program": [("an op", lambda: sheet(triple), "3.0")],
     "constants": [("values", lambda: sheet(with_table(2)), "float32[12]")],
     "values": [("one number", lambda: sheet(x=np.where(X == 5, 6, X).astype(np.float32)), "x: float32[8, 4]")],
-    "versions": [("one package", sheet, "jax 9.9.9")],
+    "versions": [(p, sheet, f"{p} 9.9.9") for p in ("jax", "flax", "optax", "orbax-checkpoint")],
+    "data": [("rows", sheet, "rows=8: 1234")],
     "settings": [],  # below, one by one
 }
 ALSO = {  # what follows: other rules, sizes and code make another plan, program or value
@@ -119,7 +121,9 @@ def test_what_differs_is_seen_in_its_field(base, monkeypatch, field, what):
     _, made, says = next(case for case in CASES[field] if case[0] == what)
     if field == "versions":
         version = importlib.metadata.version
-        monkeypatch.setattr(importlib.metadata, "version", lambda p: "9.9.9" if p == "jax" else version(p))
+        monkeypatch.setattr(importlib.metadata, "version", lambda p: "9.9.9" if p == what else version(p))
+    if field == "data":
+        monkeypatch.setitem(SAMPLES, "rows=8: 1234", None)
     found = read(made())
     differ = {f for f in base if found[f] != base[f]}
     assert field in differ

@@ -109,6 +109,31 @@ def test_positions_of_other_data(mesh):
             make(**other).go_to(facts)
 
 
+def test_positions_of_other_data_of_equal_length(mesh):
+    def make(source):
+        return mp.batches(source, batch=4, mesh=mesh, layout="batch: data")
+
+    class Random(Rows):
+        """Changes rows at random."""
+
+        def __getitem__(self, i):
+            return {"x": np.random.default_rng().normal(size=3)}
+
+    rows = np.arange(40.0)
+    facts = make(rows).position_facts(5)
+    make(list(rows)).go_to(facts)
+    make(rows).go_to({k: v for k, v in facts.items() if k != "sample"})  # of an older checkpoint
+    for other in (rows + 1, rows.astype(np.float32), [{"x": x} for x in rows]):
+        with pytest.raises(mp.errors.DataPositionError, match="16 sample rows differ"):
+            make(other).go_to(facts)
+    facts = make(Random(40)).position_facts(5)
+    assert facts["sample"] == ""
+    make(Random(40)).go_to(facts)
+    reader = make(Rows(40))
+    assert reader[0]["row"].shape == (4,)
+    assert reader.rows_read == 4  # without the sample
+
+
 def test_bad_input(mesh):
     with pytest.raises(mp.errors.DataPositionError, match="the source has 3 rows"):
         mp.batches(np.arange(3), batch=4, mesh=mesh, layout="batch: data")

@@ -142,7 +142,22 @@ def test_calls_in_another_order():
     cause = Judge(2, 5, 5).order(beats(a, b))
     assert cause is not None
     assert (cause.process, cause.kind, cause.status) == (1, "order", 1)
-    assert "process 0 is in call 1 of `evaluate` where process 1 is in call 9 of `step`" in cause.text
+    assert "process 1 is in call 9 of `step` where process 0 is in call 1 of `evaluate`" in cause.text
+
+
+@pytest.mark.parametrize("odd", range(4))
+@pytest.mark.parametrize("what", ["order", "values"])
+def test_the_process_that_skips_a_call_is_blamed(odd, what):
+    each = [Calls() for _ in range(4)]
+    for p, calls in enumerate(each):
+        for n in range(10):
+            if p != odd or n != 4:
+                calls.note(
+                    "evaluate" if what == "order" and n % 5 == 4 else "step", {"n": n if what == "values" else 0}
+                )
+    cause = Judge(4, 5, 5).order(beats(*each))
+    assert cause is not None
+    assert (cause.process, cause.kind) == (odd, what)
 
 
 def test_processes_at_distant_calls_have_calls_in_common():

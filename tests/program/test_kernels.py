@@ -26,6 +26,7 @@ def test_notation():
     assert [rule.kind(f) for f in ("batch", "group", "seq")] == ["pass_through", "pass_through", "need_replication"]
     assert parse_rule("m k, k n -> m n").kind("k") == "sum"
     assert parse_rule("tokens~ e -> tokens e").kind("tokens") == "permutation"
+    assert parse_rule("batch _ _ -> _! batch").ins == ((("batch",), (), ()),)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,8 @@ def test_notation():
         ("a a -> a", "`a` occurs twice"),
         ("a! , a~ -> a", "marked in two ways"),
         ("a-b -> c", "'a-b' is not a dim"),
+        ("(a _) -> a", "'_' is not a dim"),
+        ("_~ -> a", "'_~' is not a dim"),
         ("tokens~ -> tokens", "`tokens~` needs `local=`"),
     ],
 )
@@ -167,6 +170,31 @@ def test_vmap_and_static_arguments():
     np.testing.assert_allclose(f(x), 2 * x @ w)
 
 
+@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+@pytest.mark.parametrize("rule", ["batch _ -> batch _", "batch _ _ -> batch _ _", "batch seq! _ -> batch seq _"])
+def test_a_dim_without_a_name_is_never_split(rule, lowering):
+    """The norm of all dims but the first, and its gradient, where the layout splits each of them."""
+    axes = tuple(range(1, len(rule.split("->")[0].split())))
+
+    @mp.kernel_rule(rule)
+    def norm(x):
+        return x / jnp.sqrt((x * x).sum(axes, keepdims=True))
+
+    def step(x):
+        return norm(x), jax.grad(lambda x: (norm(x) * jnp.cos(x)).sum())(x)
+
+    x = np.random.default_rng(0).normal(size=(4, 6, 8)[: len(axes) + 1]).astype(np.float32)
+    exact = x.astype(np.float64)
+    size = np.sqrt((exact**2).sum(axes, keepdims=True))
+    ct = np.cos(exact)
+    gradient = ct / size - exact * (ct * exact).sum(axes, keepdims=True) / size**3 - exact / size * np.sin(exact)
+    for layout in ("batch: data; seq: model; embed?: model", "batch: model; seq: data; embed?: data"):
+        dims = {"x": "batch seq embed"[: None if len(axes) == 2 else 9]}
+        y, g = mp.jit(step, mesh="data=2, model=2", layout=layout, dims=dims, lowering=lowering)(x)
+        np.testing.assert_allclose(y, exact / size, rtol=2e-6)
+        np.testing.assert_allclose(g, gradient, rtol=2e-5, atol=2e-6)
+
+
 def test_merged_dims_follow_their_major_factor():
     @mp.kernel_rule("batch (kv group) d, batch kv d -> batch (kv group)")
     def scores(q, k):
@@ -279,3 +307,46 @@ def test_a_kernel_with_custom_partitioning_runs_under_plain_jit():
     np.testing.assert_array_equal(
         jax.jit(lambda x: jax.lax.fori_loop(0, 2, lambda _, x: _doubled(x), x))(x), 4 * np.asarray(x)
     )
+
+
+# -- a kernel without a rule
+
+
+def rows_over_sum(x):
+    """A kernel that needs all of its last dim: each row of x over its sum."""
+    from jax.experimental import pallas as pl
+
+    def body(x, y):
+        y[...] = x[...] / x[...].sum(-1, keepdims=True)
+
+    return pl.pallas_call(body, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+
+@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+def test_a_kernel_without_a_rule_runs_on_gathered_operands_with_a_warning(lowering):
+    x = np.random.default_rng(0).uniform(0.5, 2, (16, 32)).astype(np.float32)
+    options = {"mesh": "data=4, model=2", "layout": "batch: data; embed: model", "dims": {"x": "batch embed"}}
+
+    def step(kernel):
+        return mp.jit(lambda x: jnp.log(kernel(x * 3)), lowering=lowering, **options)
+
+    sent = 3 / 4 * x.nbytes / 2 + x.nbytes / 2  # rows over `data`, then columns over `model`
+    with pytest.warns(mp.errors.ReplicatedWarning, match="pallas_call has no factor rule") as caught:
+        plan = step(rows_over_sum).plan(x)
+    assert plan.bytes_sent == sent
+    (text,) = (str(w.message) for w in caught)
+    assert "1.79 kB sent by each device" in text
+    assert "test_kernels.py" in text
+    assert "`!` marks a dim that may not" in text
+    with pytest.warns(mp.errors.ReplicatedWarning):
+        got = step(rows_over_sum)(x)
+    np.testing.assert_allclose(
+        got, np.log(x.astype(float) / x.astype(float).sum(-1, keepdims=True)), rtol=1e-5, atol=1e-5
+    )
+    ruled = mp.kernel_rule(text.partition('mp.kernel_rule("')[2].partition('"')[0])(rows_over_sum)
+    better = step(ruled)  # the rule that the warning proposes is right: only columns are gathered
+    np.testing.assert_allclose(better(x), got, rtol=1e-6)
+    assert 0 < better.plan(x).bytes_sent < sent / 4
+    mp.jit(rows_over_sum, mesh="data=4", layout="embed?: data", dims={"x": "batch _"}, lowering=lowering)(
+        x
+    )  # no warning

@@ -1,11 +1,15 @@
 """Hints: all-to-alls in place of all-gathers in a mixture of experts, with the bytes that a plan of the edited program has."""
 
+import re
+
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import meshpar as mp
-from meshpar.report.hints import exchange_hints, memory_hint
+from meshpar.report.hints import exchange_hints, memory_hints
+from meshpar.units import format_memory
 
 GROUPS, TOKENS, EMBED, MLP, EXPERTS, CAPACITY = 8, 64, 32, 64, 4, 16
 LAYOUT = "expert: expert; batch: data+expert"
@@ -95,7 +99,7 @@ def test_activations_that_do_not_fit_get_a_hint_that_makes_the_plan_fit():
     capacity = 15.75 * 2**30
     plan = deep(2**20)
     assert plan.memory.peak > capacity
-    hint = memory_hint(plan)
+    (hint,) = memory_hints(plan)
     assert hint in " ".join(str(plan).split()).replace("hint ", "")
     assert "jax.checkpoint" in hint
     count = int(hint.partition("mp.accumulate_gradients(…, ")[2].partition(")")[0])
@@ -104,8 +108,49 @@ def test_activations_that_do_not_fit_get_a_hint_that_makes_the_plan_fit():
 
 
 def test_plans_that_fit_and_large_weights_get_no_such_hint():
-    assert memory_hint(deep(2**12)) is None
+    assert memory_hints(deep(2**12)) == []
     where = {"mesh": "data=4", "topology": "v5e:2x2", "layout": "batch: data"}
     large = mp.plan(lambda w, x: x @ w, f32(2**17, 2**17), f32(64, 2**17), dims={"x": "batch _"}, **where)
     assert large.memory.peak > 15.75 * 2**30
-    assert memory_hint(large) is None
+    assert memory_hints(large) == []  # a rule for weights without names, which are no argument that is updated
+
+
+def train(state, x):
+    """A step of Adam over one weight."""
+    gradients = jax.grad(lambda p: jnp.square(x @ p["w"]).mean())(state["params"])
+    updates, opt = optax.adam(1e-3).update(gradients, state["opt"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, x.mean()
+
+
+def trained(layout="batch: data", width=2**17, **options):
+    params = {"w": f32(2**13, width)}
+    state = {"params": params, "opt": jax.eval_shape(optax.adam(1e-3).init, params)}
+    where = {"mesh": "data=4", "topology": "v5e:2x2", "dims": {"state/params/w": "embed mlp", "x": "batch embed"}}
+    return mp.plan(train, state, f32(64, 2**13), layout=layout, **where, **options)
+
+
+def test_state_that_is_not_donated_gets_a_hint_with_what_donation_saves():
+    """The bytes are those of the plan with donation; a state without updates, or that is donated, gets none."""
+    plan, donated = trained(width=2**12), trained(width=2**12, donate_argnames="state")
+    (hint,) = memory_hints(plan)
+    assert hint.startswith("`state` is not donated")
+    assert f'donate_argnames="state" saves {format_memory(plan.memory.peak - donated.memory.peak)} of the peak' in hint
+    assert f"hint {hint}" in " ".join(str(plan).split())
+    assert donated.memory.peak < 0.75 * plan.memory.peak
+    assert memory_hints(donated) == []
+    read = mp.plan(
+        lambda w, x: (w, x @ w), f32(64, 64), f32(8, 64), mesh="data=4", layout="batch: data", dims={"x": "batch _"}
+    )
+    assert memory_hints(read) == []
+
+
+def test_a_plan_that_does_not_fit_has_its_remedies():
+    """Each hint is an edit, and its bytes are those of the plan with the edit."""
+    plan = trained()
+    assert str(plan).startswith("DOES NOT FIT")
+    donation, rule = memory_hints(plan)
+    assert "is not donated" in donation
+    text = re.search(r"a rule `(embed|mlp): data` at the end of the layout saves (.*) of the arguments", rule)
+    edited = trained(f"batch: data; {text[1]}: data", donate_argnames="state")
+    assert text[2] == format_memory(plan.argument_bytes() - edited.argument_bytes())
+    assert edited.memory.peak < 15.75 * 2**30 < plan.memory.peak

@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 
 import meshpar as mp
 from meshpar.hardware.topology import parse_topology
+from meshpar.mesh import parse_mesh
 from meshpar.plan.assignment import AxisAssignment
 from meshpar.search.picture import Picture
 from meshpar.search.row import Row
@@ -455,9 +457,24 @@ def test_why_says_what_a_layout_costs():
     assert "longer than the best" in got.why("batch: data; mlp: model", "data=2, model=8")
     assert "all-" in got.why("mlp: data", "data=16")
     assert got.why("batch: nowhere").startswith("illegal: rule `batch: nowhere` names axis `nowhere`")
+    assert 'found.why(layout, mesh="nowhere=…")' in got.why("batch: nowhere")
+    alone = replace(got, best=next(row for row in got.rows if row.mesh == "data=16"))
+    mesh = next(row.mesh for row in got.rows if {"data", "model"} <= parse_mesh(row.mesh).keys())
+    assert alone.why("batch: data; mlp: model").startswith(f"on the mesh {mesh}:\n")
     big = found(batch=64, embed=16384, mlp=65536)
     assert "does not fit" in big.why("batch: data", "data=16")
     assert "optimizer state" in big.why("batch: data", "data=16")
+
+
+@pytest.mark.parametrize(("name", "note"), [("act_batch", True), ("batch", False)])
+def test_a_search_of_a_program_without_a_dim_called_batch_says_so(name, note):
+    got = mp.search(
+        lambda w, x: x @ w, weight(256, 64), weight(512, 256), topology="v5e:2x2", mesh="data=4", max_plans=4,
+        dims={"w": "embed mlp", "x": f"{name} embed"},
+    )  # fmt: skip
+    assert (
+        f"no dim is called `batch`, which the known schemes shard; the batch arguments have `{name}`" in str(got)
+    ) == note
 
 
 def test_nothing_fits():

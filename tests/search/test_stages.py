@@ -139,6 +139,18 @@ def test_limits_apply_to_stages_as_well():
     found = search(16, 16, max_plans=3)
     assert found.planned <= 3
     assert found.ended == "stopped at 3 plans"
+    assert "stages were tried: stopped at 3 plans" in found.stages
+
+
+def test_a_limit_that_ends_the_search_without_stages_leaves_plans_for_them():
+    """The layout without stages needs more than the limit; what stages leave of it is used as well."""
+    found = search(64, 64, SMALL, forbid="seq", max_plans=20)
+    assert (found.planned, found.ended) == (20, "stopped at 20 plans")
+    assert "stage" in found.best.mesh
+    assert found.stages.startswith("stages pay")
+    found = search(64, 64, SMALL, forbid="seq", max_plans=12)
+    assert "best with" in found.stages
+    assert found.stages.endswith("not all layouts with 4 stages were tried: stopped at 12 plans")
 
 
 def test_numbers_of_stages():

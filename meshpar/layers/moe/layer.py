@@ -106,7 +106,8 @@ def moe(
     if implementation in KERNELS and router in ROUTED_BY_KERNELS:
         options["implementation"] = implementation
     _check_options(router, route, options)
-    routing = _route(route, x, router_weights, number, {**options, "groups": groups, "mask": mask})
+    parts = _weights(router, x, router_weights, options.get("ids"))
+    routing = _route(route, x, parts, number, {**options, "groups": groups, "mask": mask})
     rate, most = _row_bounds(router, routing, number, groups, capacity, options.get("k", 1))
     names = ("gate", "up", "down") if "gate" in experts else ("up", "down")
     y = run_experts(
@@ -165,7 +166,7 @@ def _check_options(
         raise MeshparError(
             f'moe: router="{router}" needs {what.get(missing[0], missing[0])}', fixes=fixes.get(missing[0], ())
         )
-    if unknown := [name for name in options if name not in ours and name != "ids"]:
+    if unknown := [name for name in options if name not in ours and (name, router) != ("ids", "hash")]:
         raise MeshparError(
             f'moe: router="{router}" takes no {unknown[0]}=; it takes {", ".join(f"{n}=" for n in ours)}',
             fixes=did_you_mean(unknown[0], ours, "options"),
@@ -215,26 +216,55 @@ def _project(x: jax.Array, w: jax.Array) -> jax.Array:
     )
 
 
-def _route(route: Callable[..., Routing], x: jax.Array, weights: Any, experts: int, options: dict[str, Any]) -> Routing:
-    """The router's result for tokens x; ``weights``: the ``router_weights`` of :func:`moe`.
+_WEIGHTS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "hash": ((),),
+    "two_level": (("outer", "inner"),),
+    "noisy_top_k": (("kernel",), ("kernel", "noise")),
+}
+"""Router → the parts of its weights, where these are not ``kernel`` alone."""
+
+_SHAPES = {"kernel": "[H, E]", "noise": "[H, E]", "outer": "[H, O]", "inner": "[H, O, I]"}
+
+
+def _weights(router: str | Callable[..., Routing], x: jax.Array, weights: Any, ids: Any) -> dict[str, jax.Array]:
+    """The parts of the ``router_weights`` of :func:`moe` by name; none for token ids.
 
     Raises:
-      MeshparError: router weights of another shape, or missing.
+      MeshparError: router weights that are not those of the router, or of another shape; token ids that are missing or do not fit.
     """
-    if weights is None:
-        if "ids" not in options:
-            raise MeshparError(
-                "moe: without router_weights the router needs ids=, the token ids", fixes=['router="hash"']
-            )
-        return route(options.pop("ids"), experts=experts, **options)
-    parts = weights if isinstance(weights, Mapping) else {"kernel": weights}
-    known = ({"kernel"}, {"kernel", "noise"}, {"outer", "inner"})
-    if set(parts) not in known or any(w.ndim < 2 or w.shape[0] != x.shape[-1] for w in parts.values()):
-        raise MeshparError(
-            "moe: router_weights must be [H, E], or a dict of kernel and noise, or of outer and inner, each [H, …]; got "
-            + ", ".join(f"{n} {list(w.shape)}" for n, w in parts.items()),
-            fixes=["x is [*tokens, H]: the first dim of router weights is H"],
+    any_form = (*_WEIGHTS["noisy_top_k"], *_WEIGHTS["two_level"], *_WEIGHTS["hash"])
+    forms = any_form if callable(router) else _WEIGHTS.get(router, (("kernel",),))
+    parts = dict(weights) if isinstance(weights, Mapping) else {} if weights is None else {"kernel": weights}
+    fits = all(hasattr(w, "ndim") and w.ndim == _SHAPES.get(n, "").count(",") + 1 for n, w in parts.items())
+    if {*parts} not in map(set, forms) or not fits or any(w.shape[0] != x.shape[-1] for w in parts.values()):
+        texts = ["{" + ", ".join(f'"{n}": {_SHAPES[n]}' for n in form) + "}" for form in forms if form]
+        wanted = (
+            " or ".join(texts).replace('{"kernel": [H, E]}', "[H, E]") or "None, and ids= with the id of each token"
         )
+        got = ", ".join(f"{n} {list(getattr(w, 'shape', [])) or type(w).__name__}" for n, w in parts.items()) or "None"
+        raise MeshparError(
+            f"moe: router_weights of router={router!r} must be {wanted}; got {got}, and x is {list(x.shape)}",
+            fixes=[f"router_weights={wanted}, with H = {x.shape[-1]}"],
+        )
+    if not parts and (ids is None or tuple(getattr(ids, "shape", ())) != x.shape[:-1]):
+        got = "none" if ids is None else list(getattr(ids, "shape", [])) or type(ids).__name__
+        raise MeshparError(
+            f"moe: router={router!r} needs ids=, an integer array {list(x.shape[:-1])} with the id of each token; got {got}",
+            fixes=["ids=tokens, the batch from which x is made"],
+        )
+    return parts
+
+
+def _route(
+    route: Callable[..., Routing], x: jax.Array, parts: Mapping[str, jax.Array], experts: int, options: dict[str, Any]
+) -> Routing:
+    """The router's result for tokens x; ``parts``: from :func:`_weights`.
+
+    Raises:
+      MeshparError: router weights for another number of experts.
+    """
+    if not parts:
+        return route(options.pop("ids"), experts=experts, **options)
     logits = {name: _project(x, w) for name, w in parts.items()}
     count = math.prod(parts["inner"].shape[1:]) if "inner" in parts else parts["kernel"].shape[1]
     if count != experts:

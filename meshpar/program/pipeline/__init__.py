@@ -219,7 +219,8 @@ def stack_notes(program: Program, axes: ValueAxes, dims: Collection[str], sizes:
         if dim in dims and over:
             notes.append(
                 f"`{dim}` is split over {'+'.join(over)}, and {source or 'the program'} takes single elements of it, so that "
-                f"they are sent to all devices: use jax.lax.scan over `{dim}` for a pipeline, or do not shard `{dim}`"
+                "they are sent to all devices, and there is no pipeline: loop over them with jax.lax.scan in place of a Python "
+                f"loop, or do not shard `{dim}`"
             )
     return notes
 

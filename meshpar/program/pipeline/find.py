@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...compat.jax import pass_of, scan_counts
+from ...rules.rule import REDUCTIONS
 from ..ir import Op, Program, Value
 
 
@@ -66,17 +67,25 @@ def _stacked_weights(program: Program) -> list[Value]:
 
 
 def indexed_stacks(program: Program) -> dict[str, str]:
-    """Dims of stacked weights over which no loop runs, with the user's line that takes one layer by its index.
+    """Dims of stacked matrices over which no loop runs, with the user's line that takes one of them.
 
     Given ``for i in range(8): x = layer(x, w[i])`` and a ``w`` with the dims ``layers embed mlp``, returns
-    ``{"layers": "model.py:12"}``.
+    ``{"layers": "model.py:12"}``; so for ``jnp.unstack``, ``jnp.take`` and the like, also in a loop over microbatches.
     """
-    looped = {loop.dim for loop in program.cached(layer_loops)}
-    stacks = {v: dim for v in _stacked_weights(program) if (dim := program.dim_name(v, 0)) and dim not in looped}
+    find, looped = program.unifier.find, {loop.dim for loop in program.cached(layer_loops)}
+    stacks = {
+        find(v.nodes[0]): dim
+        for v in _stacked_weights(program)
+        if len(v.shape) > 2 and (dim := program.dim_name(v, 0)) is not None and dim not in looped
+    }
     indexed: dict[str, str] = {}
-    for op in program.root.ops if stacks else ():
-        dim = next((stacks.get(v) for v in op.ins[:1] if v is not None), None)
-        if dim is not None and op.primitive.contiguous_slice and op.outs[0].shape[0] == 1:
+    for op in program.root.walk() if stacks else ():
+        value = op.ins[0] if op.rule is not None and op.ins else None
+        if op.rule is None or value is None or len(value.shape) < 3 or value.nodes[0] < 0:
+            continue
+        dim = stacks.get(find(value.nodes[0]))
+        takes_one = any(v.elements * value.shape[0] == value.elements for v in op.outs)
+        if dim is not None and takes_one and op.rule.kinds[op.rule.ins[0][0][0]] not in REDUCTIONS - {"indexed"}:
             indexed.setdefault(dim, op.source)
     return indexed
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import meshpar as mp
+from meshpar.errors import ReplicatedWarning, UnknownDimError
 
 LAYERS, EMBED, MICROBATCHES = 4, 8, 4
 MESH, LAYOUT = "stage=2, data=2, idle=2", "batch: data; layers: stage"
@@ -106,18 +107,63 @@ def test_layers_of_nnx_that_are_arguments():
     np.testing.assert_allclose(model.layers.kernel[...], other.layers.kernel[...], rtol=1e-5, atol=1e-6)
 
 
-def test_a_python_loop_over_layers_gathers_them_and_a_note_says_so():
+def by_index(w):
+    return [w[i] for i in range(LAYERS)]
+
+
+def taken(w):
+    return [jnp.take(w, i, 0) for i in range(LAYERS)]
+
+
+@pytest.mark.parametrize("layers", [by_index, jnp.unstack, taken])
+@pytest.mark.parametrize("microbatches", [1, MICROBATCHES])
+def test_a_python_loop_over_layers_gathers_them_and_a_warning_says_so(layers, microbatches):
     def step(params, x):
-        for i in range(LAYERS):
-            x = x + jnp.tanh(x @ params["w"][i])
-        return x
+        def loss(params, x):
+            for w in layers(params["w"]):
+                x = x + jnp.tanh(x @ w)
+            return jnp.mean(x * x)
+
+        gradient = jax.value_and_grad(loss)
+        return (mp.accumulate_gradients(gradient, microbatches) if microbatches > 1 else gradient)(params, x)
 
     params = {"w": np.random.default_rng(2).normal(size=(LAYERS, EMBED, EMBED)).astype(np.float32) / 3}
     dims = {"params/w": "layers _ embed", "x": "batch embed"}
-    plan = compared(step, params, X, dims=dims)
+    with pytest.warns(ReplicatedWarning, match="`layers` is split over stage, and .*test_find.py:.*jax.lax.scan"):
+        plan = compared(step, params, X, dims=dims)
     assert plan.pipeline is None
     assert [note for note in plan.notes if "`layers`" in note and "stage" in note and "jax.lax.scan" in note]
-    assert not [note for note in plan.replan(layout="batch: data").notes if "jax.lax.scan" in note]
+    for layout in ("batch: data", "batch, layers: data"):  # no warning: the axis has the batch, as in FSDP
+        plan.replan(layout=layout)
+
+
+def test_a_table_that_is_read_by_index_is_no_stack():
+    """An embedding, a row of positions, and a fused projection that is cut in two."""
+
+    def step(params, tokens):
+        up, gate = jnp.split(params["fused"], 2)
+        x = params["table"][tokens] + params["positions"][3]
+        return jnp.einsum("be,hed->bhd", x, up) * jnp.einsum("be,hed->bhd", x, gate)
+
+    arrays = {"table": (8, EMBED), "positions": (8, EMBED), "fused": (8, EMBED, 2)}
+    params = {k: np.random.default_rng(3).normal(size=v).astype(np.float32) for k, v in arrays.items()}
+    dims = {"*/table": "vocab embed", "*/positions": "seq embed", "*/fused": "heads embed _", "tokens": "batch"}
+    layout = "batch: data; vocab, seq, heads: stage"
+    mp.plan(step, params, np.arange(4), mesh=MESH, layout=layout, dims=dims)
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (8, 16)])
+def test_a_list_of_layers_is_no_stack_and_the_error_says_how_to_make_one(sizes):
+    def step(layers, x):
+        for layer in layers:
+            x = x + jnp.tanh(x @ layer["up"]) @ layer["down"]
+        return x
+
+    layers = [{"up": np.ones((EMBED, n), np.float32), "down": np.ones((n, EMBED), np.float32)} for n in sizes]
+    dims = {"*/up": "embed mlp", "*/down": "mlp embed", "x": "batch embed"}
+    with pytest.raises(UnknownDimError, match="`layers` numbers the layers of a list, as of layers/0/down") as error:
+        mp.plan(step, layers, X, mesh=MESH, layout=LAYOUT, dims=dims)
+    assert "jax.lax.scan" in str(error.value)
 
 
 def test_a_loop_without_a_carry_runs_all_layers_at_once():

@@ -1,0 +1,69 @@
+"""Convolutions of which each device has a few rows, against the unsharded run: ``python convolution_cases.py ROWS SEED COUNT``.
+
+A convolution may abort the compiler, and so the process: each case is printed before it runs.
+"""
+
+import itertools
+import random
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import meshpar as mp
+
+DEVICES = 4
+CASES = [
+    {
+        "window_strides": (s, s),
+        "lhs_dilation": (d, d),
+        "rhs_dilation": (w, w),
+        "padding": [pad, pad],
+        "kernel": k,
+        "format": f,
+    }
+    for k, s, d, w, pad, f in itertools.product(
+        (1, 2, 3, 4, 5, 7), (1, 2, 3), (1, 2, 3), (1, 2), ((0, 0), (1, 1), (2, 2), (0, 3), (3, 1)), ("NCHW", "NHWC")
+    )
+]
+
+
+def run(rows: int, case: dict, lowering: str) -> None:
+    """Compare a convolution and its gradients, sharded by rows, with the unsharded ones."""
+    options = {n: v for n, v in case.items() if n not in ("kernel", "format")}
+    numbers = (case["format"], "OIHW", case["format"])
+    shape = dict(zip("NCHW", (2, 3, rows * DEVICES, 6), strict=True))
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=[shape[d] for d in case["format"]]).astype(np.float32)
+    w = rng.normal(size=(4, 3, case["kernel"], case["kernel"])).astype(np.float32)
+
+    def loss(x, w):
+        return jnp.sin(lax.conv_general_dilated(x, w, dimension_numbers=numbers, **options)).sum()
+
+    step = jax.value_and_grad(loss, (0, 1))
+    if (
+        0
+        in jax.eval_shape(lambda x, w: lax.conv_general_dilated(x, w, dimension_numbers=numbers, **options), x, w).shape
+    ):
+        return
+    dims = {"x": " ".join("height" if d == "H" else "_" for d in case["format"])}
+    got = mp.jit(step, mesh=f"space={DEVICES}", layout="height: space", dims=dims, lowering=lowering)(x, w)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(x, w)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3)
+
+
+if __name__ == "__main__":
+    mp.virtual_devices(DEVICES)
+    rows, seed, count = map(int, sys.argv[1:4])
+    print(f"conv_general_dilated, {rows} rows per device")
+    run(
+        rows,
+        {"window_strides": (1, 1), "lhs_dilation": (2, 2), "padding": [(2, 2), (2, 2)], "kernel": 4, "format": "NCHW"},
+        "shard_map",
+    )
+    for case in random.Random(seed).sample(CASES, count):
+        lowering = random.Random(str(case)).choice(["shard_map", "jit"])
+        print(lowering, case, flush=True)
+        run(rows, case, lowering)
