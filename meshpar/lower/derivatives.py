@@ -38,6 +38,8 @@ class _Lowered:
       avals: of the results.
       lower: lowers derivatives.
       derived: derivatives by the positions of the operands that they are linear in.
+      pullback: of a forward derivative, (primals, cotangents of all results) → cotangents of the tangents; else None. JAX
+        does not transpose the forward derivative of a ``custom_vjp``.
     """
 
     run: Flat
@@ -46,6 +48,7 @@ class _Lowered:
     avals: Sequence[Any]
     lower: Lower
     derived: dict[Any, _Lowered] = field(default_factory=dict)
+    pullback: Flat | None = None
 
     def derivative(
         self, key: Any, fn: Flat, names: tuple[Sequence[Dims], Sequence[Dims]], avals: Sequence[Any]
@@ -82,20 +85,30 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, of: _Lowered) -> tu
     moving = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero and _is_float(jax.typeof(primals[i])))
     count, floats = len(primals), [k for k, a in enumerate(of.avals) if _is_float(a)]
 
-    def tangent(*xs: Any) -> list[Any]:
-        def at(*moved: Any) -> list[Any]:
-            operands = [*xs[:count]]
+    def at(primals: Sequence[Any]) -> Flat:
+        """The floats of the results as a function of the operands that have tangents."""
+
+        def function(*moved: Any) -> list[Any]:
+            operands = [*primals]
             for i, x in zip(moving, moved, strict=True):
                 operands[i] = x
             outs = of.function(*operands)
             return [outs[k] for k in floats]
 
-        return jax.jvp(at, tuple(xs[i] for i in moving), tuple(xs[count:]))[1]
+        return function
+
+    def tangent(*xs: Any) -> list[Any]:
+        return jax.jvp(at(xs[:count]), tuple(xs[i] for i in moving), tuple(xs[count:]))[1]
 
     ins, outs = of.names
     names = [*ins, *(ins[i] for i in moving)], [outs[k] for k in floats]
     avals = [of.avals[k].update(weak_type=False) for k in floats]
+
+    def pullback(*xs: Any) -> list[Any]:
+        return list(jax.vjp(at(xs[:count]), *(xs[i] for i in moving))[1]([*xs[count:]]))
+
     linear = of.derivative(("jvp", moving), tangent, names, avals)
+    linear.pullback = pullback
     found = iter(lowered_p.bind(*primals, *(tangents[i] for i in moving), of=linear) if floats and moving else [])
     return lowered_p.bind(*primals, of=of), [
         next(found) if moving and _is_float(a) else ad.Zero(a.to_tangent_aval()) for a in of.avals
@@ -110,6 +123,12 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, of: _Lowered) -> list[
     known = [i for i in range(len(operands)) if i not in unknown]
 
     def back(*xs: Any) -> list[Any]:
+        if of.pullback is not None and unknown == tuple(range(len(known), len(operands))):
+            cotangent_of = dict(zip(given, xs[len(known) :], strict=True))
+            return of.pullback(
+                *xs[: len(known)], *(cotangent_of.get(k, jnp.zeros(a.shape, a.dtype)) for k, a in enumerate(of.avals))
+            )
+
         def at(*moved: Any) -> list[Any]:
             full = dict(zip(known, xs, strict=False)) | dict(zip(unknown, moved, strict=True))
             outs = of.function(*(full[i] for i in range(len(operands))))

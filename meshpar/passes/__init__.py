@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar, cast
 
-from ..compat.jax import source_line, user_stacklevel, without_gc
+from ..compat.jax import user_stacklevel, without_gc
 from ..cost.memory import memory_of
 from ..cost.time import time_of
 from ..errors import IndivisibleWarning, JoinWarning, LoweringWarning, MeshparError, ReplicatedWarning
@@ -157,7 +157,7 @@ def _with_notes(plan: P) -> P:
     if unused:
         notes.append(f"rules without effect, since the program has no such dim: {', '.join(unused)}")
     if plan.uncounted_loops:
-        lines = ", ".join(dict.fromkeys(str(source_line(loop.op.eqn)) for loop in plan.uncounted_loops))
+        lines = ", ".join(dict.fromkeys(loop.op.source for loop in plan.uncounted_loops))
         notes.append(
             f"the number of iterations of a while loop is not known ({lines}): it is counted as one iteration, and the bytes, "
             "FLOPs and seconds of the step are lower bounds"

@@ -134,6 +134,8 @@ def test_iterations_over_split_rows_send_what_plain_jit_sends(solver, lowering):
         ours, plain = sent(run, t, y)
         assert 0 < ours <= 1.1 * plain
         assert {c.op for c in run.plan(t, y).collectives} == {"all-reduce"}
+        (note,) = (n for n in run.plan(t, y).notes if "number of iterations" in n)
+        assert "test_linalg.py" in note
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)

@@ -730,7 +730,9 @@ def lowered_text(name: str, **options) -> str:
         return step.lower(xs).as_text()
 
 
-READ_BY_JAX = {name for name in CASES if name.startswith("ragged dot")}  # whose lowering in JAX reads the default precision
+READ_BY_JAX = {
+    name for name in CASES if name.startswith("ragged dot")
+}  # whose lowering in JAX reads the default precision
 
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"io callback"}))  # with results: it has no local form
