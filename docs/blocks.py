@@ -267,6 +267,17 @@ def rendered(text: str, name: str) -> str:
     return "".join([*parts, _with_generated(text[at:])])
 
 
+def render(text: str, name: str, folder: Path) -> str:
+    """`rendered` in a workplace of its own; the page, and the HTML files that its blocks save, are also written to a folder."""
+    with workplace() as place:
+        page = rendered(text, name)
+        folder.mkdir(parents=True, exist_ok=True)
+        for plan in place.glob("*.html"):
+            shutil.copy(plan, folder)
+    (folder / name).write_text(page)
+    return page
+
+
 def _with_generated(text: str) -> str:
     """The text with each ``generated`` marker replaced by the result of its function in ``docs/generated.py``."""
 

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,20 @@ napoleon_custom_sections = [("Attributes", "params_style")]  # one line may say 
 
 
 def run_blocks(app: Any, name: str, source: list[str]) -> None:
-    """The page with the output of its blocks inserted."""
-    with blocks.workplace() as folder:
-        source[0] = blocks.rendered(source[0], f"{name}.md")
-        for page in folder.glob("*.html"):  # plans that blocks save, and that the page shows
-            Path(app.outdir).mkdir(parents=True, exist_ok=True)
-            shutil.copy(page, Path(app.outdir) / page.name)
+    """The page with the output of its blocks inserted.
+
+    A page that the tests have rendered into the folder `MESHPAR_PAGES` does not run again, unless a block needs a package that
+    the tests may lack.
+    """
+    page = f"{name}.md"
+    folder = Path(os.environ.get("MESHPAR_PAGES") or tempfile.mkdtemp()) / name
+    if (folder / page).exists() and not any(block.needs for block in blocks.blocks_of(source[0])):
+        source[0] = (folder / page).read_text()
+    else:
+        source[0] = blocks.render(source[0], page, folder)
+    Path(app.outdir).mkdir(parents=True, exist_ok=True)
+    for plan in folder.glob("*.html"):  # plans that blocks save, and that the page shows
+        shutil.copy(plan, app.outdir)
 
 
 def whole_docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:

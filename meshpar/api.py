@@ -28,7 +28,7 @@ from .lab.session import Draft, Session
 from .layout import Layout
 from .measurement import CalibrationResult, Candidate
 from .measurement import calibrate as calibrate_candidates
-from .mesh import MeshLike, MeshSizes, auto_mesh, context_mesh, device_mesh, parse_mesh, planned_mesh
+from .mesh import MeshLike, MeshSizes, auto_mesh, checked_mesh, context_mesh, device_mesh, parse_mesh, planned_mesh
 from .mesh import mesh as make_mesh
 from .options import (
     OPTIONS,
@@ -179,7 +179,7 @@ def plan(
     """
     _check_function(fn, "plan")
     options, call = split_keywords(keywords, kwargs)
-    where = auto_mesh(planned_mesh(mesh, topology))
+    where = checked_mesh(planned_mesh(mesh, topology))
     return Jitted(fn, where, Layout(layout), StepOptions(**options), topology=topology).plan(*args, **call)
 
 
@@ -447,7 +447,7 @@ def export(
             raise UnsupportedError(
                 "mp.export needs a layout", fixes=['mp.export(step, state, batch, mesh=mesh, layout="batch: data")']
             )
-        fn = Jitted(fn, device_mesh(mesh), Layout(layout), _step_options("export", options))
+        fn = Jitted(fn, auto_mesh(device_mesh(mesh)), Layout(layout), _step_options("export", options))
     elif own := [*(k for k, v in (("mesh", mesh), ("layout", layout)) if v is not None), *options]:
         raise UnsupportedError(
             f"{', '.join(own)}: the result of mp.jit has its own",
@@ -652,7 +652,7 @@ def _pairs(layouts: Any, meshes: Any, max_layouts: int) -> Iterator[tuple[Mesh, 
     pairs: dict[tuple[Any, ...], tuple[Mesh, Layout]] = {}
 
     def add(where: MeshLike, layout: Layout) -> None:
-        made = device_mesh(where)
+        made = auto_mesh(device_mesh(where))
         if not isinstance(made, Mesh):
             raise MeshError("an abstract mesh has no devices to measure on", fixes=['mp.mesh("data=4, model=2")'])
         pairs.setdefault((tuple(made.shape.items()), str(layout)), (made, layout))
@@ -834,7 +834,7 @@ def local_sgd(
       >>> run.replicas
       2
     """
-    where = device_mesh(mesh)
+    where = auto_mesh(device_mesh(mesh))
     if not isinstance(where, Mesh):
         raise MeshError("local_sgd trains on devices, and an abstract mesh has none", fixes=['mesh="slice=2, data=4"'])
     return LocalSgd(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from .arguments import Fixed
 from .compat.jax import (
@@ -22,6 +22,8 @@ from .compat.jax import (
     ordered_effect,
     source_line,
     user_stacklevel,
+    with_auto_axes,
+    with_auto_inside,
 )
 from .compat.quirks import with_bounded_queue
 from .cost.flops import redundant_matmuls_despite_layout
@@ -272,7 +274,10 @@ def lower_step(
             source=source_line(ordered),
             fixes=["leave ordered=True out", "or call it outside of the step, with a result of the step"],
         )
-    on_arrays, ins, outs = LOWERINGS[plan.lowering](plan, mesh, bound=bound_axis_names())
+    on_arrays, ins, outs = LOWERINGS[plan.lowering](plan, with_auto_axes(mesh), bound=bound_axis_names())
+    if AxisType.Explicit in mesh.axis_types:
+        ins, outs = ([NamedSharding(mesh, s.spec, memory_kind=s.memory_kind) for s in side] for side in (ins, outs))
+        on_arrays = with_auto_inside(on_arrays, outs)
     # equal shardings become one object, so that results passed in again compare by `is`
     same: dict[NamedSharding, NamedSharding] = {}
     ins, outs = ([same.setdefault(s, s) for s in side] for side in (ins, outs))

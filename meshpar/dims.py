@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import EllipsisType
@@ -123,22 +123,67 @@ def did_you_mean(name: str, candidates: Iterable[str], kind: str) -> list[str]:
     return [f"{kind} there are: {', '.join(candidates[:MAX_LISTED]) or 'none'}{more}"]
 
 
+_Part = tuple[str, ...] | re.Pattern[str] | None
+"""A part of a path pattern: texts, one of which matches; a set of characters; or None: any text (``*``)."""
+
+
 @lru_cache(maxsize=4096)
-def _pattern(pattern: str) -> re.Pattern[str]:
-    """The regular expression of a path pattern; see :func:`path_matches`."""
-    tokens = re.findall(r"[*?]|\[[^\[\]/]+\]|\{[^{}]*\}|[^*?\[{]+|[\[{]", pattern)
-    return re.compile("".join(map(_token, tokens)) + r"\Z", re.DOTALL)
+def _parts(pattern: str) -> tuple[_Part, ...]:
+    """The parts of a path pattern, runs of ``*`` as one; see :func:`path_matches`.
+
+    Raises:
+      LayoutSyntaxError: a range of characters whose ends are in the wrong order.
+    """
+    tokens = re.findall(r"\*+|\?|\[[^\[\]/]+\]|\{[^{}]*\}|[^*?\[{]+|[\[{]", pattern)
+    return tuple(_part(token, pattern) for token in tokens)
 
 
-def _token(token: str) -> str:
-    """The regular expression of one part of a path pattern: ``*``, ``?``, ``[qkv]``, ``{up,down}`` or literal text."""
-    if token in ("*", "?"):
-        return ".*" if token == "*" else "[^/]"
-    if token.startswith("[") and token.endswith("]"):
-        return "[" + re.escape(token[1:-1]).replace(r"\-", "-") + "]"
+def _part(token: str, pattern: str) -> _Part:
+    """The part that a token represents: ``*``, ``?``, ``[qkv]``, ``{up,down}`` or literal text."""
+    if token.startswith("*"):
+        return None
+    if token == "?":
+        return re.compile("[^/]")
     if token.startswith("{") and token.endswith("}"):
-        return f"(?:{'|'.join(map(re.escape, token[1:-1].split(',')))})"
-    return re.escape(token)
+        return tuple(token[1:-1].split(","))
+    if not (token.startswith("[") and token.endswith("]")):
+        return (token,)
+    ranges = [(m[1], m[2] or m[1]) for m in re.finditer(r"(.)(?:-(.))?", token[1:-1], re.DOTALL)]
+    for first, last in ranges:
+        if first > last:
+            raise LayoutSyntaxError(
+                f"the pattern {pattern!r} has the range {first}-{last}, whose end is before its start",
+                pattern=pattern, fixes=[f"write [{last}-{first}], or list the characters, `-` last"],
+            )  # fmt: skip
+    return re.compile("[" + "".join(f"{re.escape(first)}-{re.escape(last)}" for first, last in ranges) + "]")
+
+
+def _fits(parts: Sequence[_Part], path: str) -> bool:
+    """Whether the parts match the path, in time O(parts × characters): by all indices at which each part may end."""
+    if parts and isinstance(parts[-1], tuple) and not path.endswith(parts[-1]):
+        return False  # most patterns end in a text
+    at, free = [0], False  # free: any index from the first on, after a `*`
+    for part in parts:
+        if part is None:
+            at, free = [min(at)], True
+            continue
+        if isinstance(part, re.Pattern):
+            at = [i + 1 for i in (range(at[0], len(path)) if free else at) if part.match(path, i)]
+        elif free:
+            at = [i + len(text) for text in part for i in _all_indices(text, path, at[0])]
+        else:
+            at = [i + len(text) for i in at for text in part if path.startswith(text, i)]
+        if not at:
+            return False
+        at, free = (at if len(at) == 1 else list(set(at))), False
+    return free or len(path) in at
+
+
+def _all_indices(text: str, path: str, start: int) -> Iterator[int]:
+    """The indices from ``start`` on at which the text is in the path."""
+    while (start := path.find(text, start)) >= 0:
+        yield start
+        start += 1
 
 
 def alternatives(pattern: str) -> list[tuple[str, str]]:
@@ -157,11 +202,13 @@ def path_matches(pattern: str, path: str) -> bool:
     these, ``[a-c]`` one of a range, and ``{up,down}`` one of the texts. A pattern without its special meaning matches too: a path
     that contains brackets matches itself. A pattern for a quantized array matches its codes and scales.
     """
-    paths = [path, "/" + path]
     owner = path.removesuffix(".codes").removesuffix(".scales")
-    if owner != path:  # a part of a quantized array
-        paths += [owner, "/" + owner]
-    return pattern in paths or any(map(_pattern(pattern).match, paths))
+    names = (path,) if owner == path else (path, owner)  # the second of a part of a quantized array
+    if any(pattern in (name, "/" + name) for name in names):
+        return True
+    parts = _parts(pattern)
+    bare = bool(parts) and parts[0] is not None  # a leading * also matches the slash that is added
+    return any(_fits(parts, "/" + name) or (bare and _fits(parts, name)) for name in names)
 
 
 @dataclass(frozen=True, slots=True)

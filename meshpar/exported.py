@@ -22,7 +22,7 @@ from .compat import nnx
 from .compat.jax import is_graph_node
 from .compiled import CompiledStep
 from .dims import format_dims
-from .errors import MeshError, UnsupportedError
+from .errors import MeshError, MeshparError, UnsupportedError
 from .flax import flatten_named
 from .plan.plan import ShardedArray
 from .units import mesh_text
@@ -276,7 +276,7 @@ def load_exported(source: str | Path | bytes, mesh: Mesh | None = None) -> Expor
       mesh: the devices to run on: a mesh with the axes that the step was exported for. Left out, the step can be inspected only.
 
     Raises:
-      UnsupportedError: no exported step, or the package ``flatbuffers`` is not installed.
+      UnsupportedError: no exported step, a file that cannot be read, or the package ``flatbuffers`` is not installed.
       MeshError: a mesh of other axes, or on another platform.
 
     Example:
@@ -285,15 +285,28 @@ def load_exported(source: str | Path | bytes, mesh: Mesh | None = None) -> Expor
       >>> bool((double(x) == 2 * x).all())
       True
     """
-    content = source if isinstance(source, bytes) else Path(source).read_bytes()
+    name = "these bytes are" if isinstance(source, bytes) else f"{source} is"
     try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            facts, program = json.loads(archive.read("step.json")), archive.read("step.bin")
-    except (zipfile.BadZipFile, KeyError) as error:
-        name = "these bytes are" if isinstance(source, bytes) else f"{source} is"
+        exported = _deserialize(source if isinstance(source, bytes) else Path(source).read_bytes())
+    except OSError as error:
         raise UnsupportedError(
-            f"{name} no exported step", fixes=["a file that `step.export(…).save(…)` wrote"]
+            f"{source} cannot be read: {error.strerror or error}",
+            fixes=["the path of a file that `step.export(…).save(…)` wrote"],
         ) from error
+    except MeshparError:
+        raise
+    except Exception as error:  # of zipfile, zlib, json, flatbuffers or JAX, each of which has its own
+        raise UnsupportedError(
+            f"{name} no exported step: {type(error).__name__}: {error}",
+            fixes=["a file that `step.export(…).save(…)` wrote"],
+        ) from error
+    return exported if mesh is None else exported.on(mesh)
+
+
+def _deserialize(content: bytes) -> Exported:
+    """The step in the content of a file, without a mesh; raises errors of several packages if it is damaged."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        facts, program = json.loads(archive.read("step.json")), archive.read("step.bin")
     if facts.pop("format") != FORMAT:
         raise UnsupportedError(
             "the step was exported by a newer version of meshpar", fixes=["pip install --upgrade meshpar"]
@@ -306,7 +319,11 @@ def load_exported(source: str | Path | bytes, mesh: Mesh | None = None) -> Expor
     facts.update({k: tuple(facts[k]) for k in ("platforms", "arguments", "donated")})
     with _needs_flatbuffers():
         exported = Exported(**facts, program=jax.export.deserialize(bytearray(program)))
-    return exported if mesh is None else exported.on(mesh)
+    arrays = ((exported.inputs, exported.program.in_avals), (exported.outputs, exported.program.out_avals))
+    for named, avals in arrays:
+        if [(x.shape, x.dtype) for x in named] != [(a.shape, str(a.dtype)) for a in avals]:
+            raise ValueError("step.json and step.bin have other arrays")
+    return exported
 
 
 def _array(x: ShardedArray) -> ExportedArray:

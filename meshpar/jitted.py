@@ -13,19 +13,28 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from .arguments import ArgumentRoles, Call, fully_donated, is_static, unhashable, with_statics
 from .caches import LRUCache
 from .compat import nnx
-from .compat.jax import has_graph_nodes, in_explicit_mesh, is_graph_node, jit_disabled, without_gc
+from .compat.jax import (
+    at_top_level,
+    has_graph_nodes,
+    in_mesh,
+    is_graph_node,
+    jit_disabled,
+    mesh_in_context,
+    with_auto_axes,
+    without_gc,
+)
 from .compiled import CompiledStep, arrivals, lower_step
 from .errors import MeshError, UnsupportedError
 from .exported import Exported, export_step
 from .flax import Leaf, capture_names, flatten_named, pure_states
 from .global_arrays import place
 from .layout import AnyMesh, Layout
-from .mesh import MeshLike, device_mesh
+from .mesh import MeshLike, auto_mesh, device_mesh, is_context
 from .options import Lowering, Mode, StepOptions, refuse_ambiguous_options
 from .passes import make_plan
 from .plan_api import Plan
@@ -56,12 +65,14 @@ class _Caches:
     under which nnx objects are split into trees.
 
     Attributes:
+      twins: mesh with Explicit axes → the same step on it.
       nodes: some call had nnx objects.
     """
 
     programs: LRUCache[Any, TracedStep] = field(default_factory=lambda: LRUCache(MAX_CALLS))
     plans: LRUCache[Any, Plan] = field(default_factory=lambda: LRUCache(MAX_CALLS))
     compiled: LRUCache[Any, CompiledStep] = field(default_factory=lambda: LRUCache(MAX_CALLS))
+    twins: LRUCache[Any, Any] = field(default_factory=lambda: LRUCache(MAX_CALLS))
     nodes: bool = False
 
 
@@ -91,6 +102,7 @@ class Jitted(Generic[P, R]):
         attributes = getattr(fn, "__dict__", {})
         self.__dict__.update({k: x for k, x in attributes.items() if not hasattr(Jitted, k) and k != "__wrapped__"})
         self.mesh, self.layout, self.topology = mesh, layout, topology
+        self._auto = auto_mesh(mesh)
         self.lowering: Lowering = options.lowering
         self.overlap: Mode | None = options.overlap
         self._fn: Callable[..., Any] = fn
@@ -119,7 +131,7 @@ class Jitted(Generic[P, R]):
         compiles it."""
         all_args = (*self._bound, *args)
         caches = self._caches
-        if caches.compiled and not (caches.nodes or self._init or jit_disabled() or in_explicit_mesh()):
+        if caches.compiled and not (caches.nodes or self._init or jit_disabled()) and self._on_own_mesh():
             call = self._roles.flatten(all_args, kwargs)
             try:
                 compiled = caches.compiled.get(call.key)
@@ -178,7 +190,7 @@ class Jitted(Generic[P, R]):
         args = (*self._bound, *args)
         if self._init or has_graph_nodes((args, kwargs)):
             call = self._roles.flatten(args, kwargs)
-            with capture_names(self.mesh.axis_names):
+            with capture_names(self.mesh.axis_names, self.mesh if self.mesh is not self._auto else None):
 
                 def plain(args: Any, kwargs: Any) -> Any:
                     args, kwargs = with_statics(args, kwargs, call.statics)
@@ -405,10 +417,47 @@ class Jitted(Generic[P, R]):
     def _slow_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> R:
         """A call that is not compiled yet, has nnx objects (split into trees, then updated), or is under ``disable_jit``."""
         if jit_disabled():
-            with self._no_names()():
+            with self._no_names(self.mesh if self.mesh is not self._auto else None)():
                 return self._fn(*args, **kwargs)
+        step = self._on_context()
+        if step is not self:
+            return step._slow_call(args, kwargs)
         with self._flattened(args, kwargs) as call:
-            return self._unflattened(call, self._compiled(call)(call.leaves))
+            compiled = self._compiled(call)
+            out = self._unflattened(call, compiled(call.leaves))
+        if self._on_own_mesh() and not call.nodes:  # the key depends on the mesh in context
+            self._caches.compiled.put(self._roles.flatten(args, kwargs).key, compiled)
+        return out
+
+    def _on_own_mesh(self) -> bool:
+        """Whether JAX's mesh is the mesh of the step, or there is none, so that a compiled step can be called as it is."""
+        return is_context(self._auto) or (self.mesh is not self._auto and is_context(self.mesh))
+
+    def _on_context(self) -> Jitted[P, R]:
+        """This step, or the same step on the mesh of ``jax.set_mesh`` if that differs only in that its axes are Explicit: the
+        results are arrays of that mesh.
+
+        Raises:
+          MeshError: inside a ``jax.jit`` whose mesh cannot be replaced by the mesh of the step.
+        """
+        context, own = mesh_in_context(), self._auto
+        explicit = AxisType.Explicit in context.axis_types
+        equal = with_auto_axes(context) in (own, own.abstract_mesh)
+        if explicit and equal and self.mesh is own and isinstance(own, Mesh):
+            mesh = Mesh(own.devices, own.axis_names, axis_types=context.axis_types)
+            return self._caches.twins.setdefault(mesh, lambda: self._with(mesh=mesh))
+        if context.empty or at_top_level() or AxisType.Manual in context.axis_types:
+            return self
+        if context.size != own.size or (explicit and not equal):
+            raise MeshError(
+                f"this step is on the mesh ({mesh_text(own.shape)}), and is called inside a jax.jit or another transformation "
+                f"under jax.set_mesh of ({mesh_text(context.shape)})",
+                fixes=[
+                    "leave mesh= out: the step then takes the mesh of jax.set_mesh",
+                    "or call the step outside of the jax.jit, or under jax.set_mesh of its own mesh",
+                ],
+            )
+        return self
 
     @contextlib.contextmanager
     def _flattened(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Call]:
@@ -419,11 +468,8 @@ class Jitted(Generic[P, R]):
         """
         nodes = self._init or has_graph_nodes((args, dict(kwargs)))
         with contextlib.ExitStack() as stack:
-            if in_explicit_mesh():
-                mesh = self.mesh
-                stack.enter_context(
-                    jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
-                )
+            if not is_context(self._auto):
+                stack.enter_context(in_mesh(self._auto))
             if nodes:
                 self._caches.nodes = True
                 stack.enter_context(nnx.update_context(self._caches))
@@ -450,9 +496,7 @@ class Jitted(Generic[P, R]):
         """The traced program of a call, cached by the key of the call."""
         traced = self._caches.programs.get(call.key)
         if traced is None:
-            made = trace_call(
-                call, self._flat(call), self._roles.path, self._options.dims, self.mesh.axis_names, self._init
-            )
+            made = trace_call(call, self._flat(call), self._roles.path, self._options.dims, self.mesh, self._init)
             traced = self._caches.programs.put(call.key, made)
         return traced
 
@@ -463,7 +507,7 @@ class Jitted(Generic[P, R]):
             with without_gc(cached=True):
                 program, step = self._trace(call).program, self._options
                 plan = make_plan(
-                    program, self.layout, self.mesh, strict=step.strict, init=self._init, topology=self.topology,
+                    program, self.layout, self._auto, strict=step.strict, init=self._init, topology=self.topology,
                     donated=self._roles.donated_arrays(call), lowering=step.lowering, overlap=step.overlap, options=step.options,
                     compiler_options=step.compiler_options, calibrations=step.calibration, schedule=step.schedule,
                     gather=step.gather,
@@ -482,21 +526,24 @@ class Jitted(Generic[P, R]):
 
     def _lower(self, call: Call, plan: Plan) -> CompiledStep:
         """The plan of a call, lowered and ready to be compiled."""
-        step = self._options
+        step, traced = self._options, self._trace(call)
         return lower_step(
-            plan, self._trace(call), self._flat(call), _with_devices(self.mesh), strict=step.strict, dims=step.dims,
-            names_off=self._no_names(), keep_unused=step.keep_unused, compiler_options=step.compiler_options,
+            plan, traced, self._flat(call), _with_devices(self.mesh), strict=step.strict, dims=step.dims,
+            names_off=self._no_names(traced.explicit), keep_unused=step.keep_unused, compiler_options=step.compiler_options,
         )  # fmt: skip
 
     def _flat(self, call: Call) -> FlatFunction:
         return FlatFunction(self._fn, call.without_leaves(), self._caches if call.nodes else None)
 
-    def _no_names(self) -> Callable[[], AbstractContextManager[None]]:
+    def _no_names(self, explicit: AnyMesh | None = None) -> Callable[[], AbstractContextManager[None]]:
         """A function that returns a context in which sharding constraints over dim and axis names have no effect, as on one device.
-        It does not refer to this object, so that compiled steps may refer to it."""
-        return functools.partial(
-            capture_names, {*self.mesh.axis_names, *(a for r in self.layout.rules for a in r.axes)}
-        )
+        It does not refer to this object, so that compiled steps may refer to it.
+
+        Args:
+          explicit: :attr:`TracedStep.explicit`.
+        """
+        axes = {*self.mesh.axis_names, *(a for r in self.layout.rules for a in r.axes)}
+        return functools.partial(capture_names, axes, explicit)
 
     @contextlib.contextmanager
     def _check_subject(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Subject]:
@@ -507,7 +554,7 @@ class Jitted(Generic[P, R]):
             arrays = call.leaves if compiled.arrays is None else [call.leaves[i] for i in compiled.arrays]
 
             def unsharded(*xs: Any) -> list[Any]:
-                with self._no_names()():
+                with self._no_names(compiled.traced.explicit)():
                     return jax.tree.leaves(function(*xs))
 
             yield Subject(compiled.plan, arrays, unsharded, compiled.on_arrays, compiled.in_shardings)

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .compat.devices import device_mesh as ordered_devices
-from .compat.jax import user_stacklevel
+from .compat.jax import mesh_in_context, user_stacklevel, with_auto_axes
 from .compat.processes import DEVICES, process_count
 from .errors import IdleDevicesWarning, LayoutSyntaxError, MeshError
 from .hardware.topology import check_fills, parse_topology, topology_devices
@@ -22,7 +22,7 @@ from .layout import AnyMesh
 from .units import mesh_text
 
 _NAME = re.compile(r"[A-Za-z_][\w\-]*\Z")
-_AXIS = re.compile(r"\s*([^=:]*?)\s*[=:]\s*(-?\d+)\s*\Z")
+_AXIS = re.compile(r"([^=:]*)[=:]\s*(-?\d{1,9})\s*\Z")
 
 
 MeshSizes = str | Mapping[str, int]
@@ -66,7 +66,7 @@ def _axes_and_sizes(spec: Any, names: Sequence[str] | None) -> Iterator[tuple[An
     if isinstance(spec, str) and names is None:
         for part in re.split("[,;]", spec):
             m = _AXIS.match(part)
-            yield (part.strip(), "") if m is None else (m[1], int(m[2]))
+            yield (part.strip(), "") if m is None else (m[1].strip(), int(m[2]))
     elif isinstance(spec, Mapping) and names is None:
         yield from spec.items()
     elif isinstance(spec, Sequence) and not isinstance(spec, str) and names is not None:
@@ -93,8 +93,8 @@ def context_mesh(topology: str | None = None) -> AnyMesh:
     Raises:
       MeshError: this thread is in neither.
     """
-    abstract = jax.sharding.get_abstract_mesh()
-    if abstract.empty:
+    mesh = mesh_in_context()
+    if mesh.empty:
         known = (
             ""
             if topology is None
@@ -105,11 +105,7 @@ def context_mesh(topology: str | None = None) -> AnyMesh:
             f"no mesh is given, and none is set{known}",
             fixes=[*axes, "or with jax.set_mesh(mesh): around the call"],
         )
-    try:
-        concrete = jax.sharding.get_mesh()
-    except ValueError:  # inside jax.jit, where only the abstract mesh is known
-        return abstract
-    return concrete if dict(concrete.shape) == dict(abstract.shape) else abstract
+    return mesh
 
 
 def mesh(
@@ -182,19 +178,19 @@ def mesh(
 
 
 def device_mesh(mesh: MeshLike | None) -> AnyMesh:
-    """The mesh that ``mesh=`` of :func:`meshpar.jit` describes, with Auto axes: the same axes and sizes as a mesh over this
-    program's devices; None is the mesh of the context (:func:`meshpar.mesh.context_mesh`).
+    """The mesh that ``mesh=`` of :func:`meshpar.jit` describes: axes and sizes are a mesh with Auto axes over this program's
+    devices; None is the mesh of the context (:func:`meshpar.mesh.context_mesh`).
 
     Raises:
       LayoutSyntaxError, MeshError: none, or one with Manual axes.
     """
     if isinstance(mesh, str | Mapping):
         return _make_mesh(mesh)
-    return auto_mesh(context_mesh() if mesh is None else mesh)
+    return checked_mesh(context_mesh() if mesh is None else mesh)
 
 
-def auto_mesh(mesh: AnyMesh) -> AnyMesh:
-    """The mesh with Auto axes over the same devices; the axes of ``jax.make_mesh`` are Explicit by default.
+def checked_mesh(mesh: AnyMesh) -> AnyMesh:
+    """The mesh itself.
 
     Raises:
       MeshError: no mesh, or one with Manual axes.
@@ -203,18 +199,29 @@ def auto_mesh(mesh: AnyMesh) -> AnyMesh:
         raise MeshError(
             f"mesh={mesh!r} is no mesh", fixes=['mp.mesh("data=4, model=2"), or the text alone: "data=4, model=2"']
         )
-    kinds = getattr(mesh, "axis_types", ())
-    if AxisType.Manual in kinds:
+    if AxisType.Manual in getattr(mesh, "axis_types", ()):
         raise MeshError(
             "a mesh with Manual axes is one inside a shard_map, where everything is placed by hand",
             fixes=["call mp.jit's function outside of the shard_map"],
         )
-    if AxisType.Explicit not in kinds:
-        return mesh
-    auto = (AxisType.Auto,) * len(kinds)
-    if isinstance(mesh, Mesh):
-        return Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
-    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=auto)
+    return mesh
+
+
+def auto_mesh(mesh: AnyMesh) -> AnyMesh:
+    """The mesh with Auto axes over the same devices; the axes of ``jax.make_mesh`` are Explicit by default.
+
+    Raises:
+      MeshError: as :func:`checked_mesh`.
+    """
+    return with_auto_axes(checked_mesh(mesh))
+
+
+def is_context(mesh: AnyMesh) -> bool:
+    """Whether ``mesh`` is the mesh of ``jax.set_mesh`` around this call, or there is none."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return True
+    context = mesh_in_context()
+    return context in (mesh, mesh.abstract_mesh)
 
 
 _make_mesh = mesh  # for functions with a parameter `mesh`

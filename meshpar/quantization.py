@@ -81,9 +81,12 @@ class Quantized:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> jax.Array:
-        """Elements. Integers for dim 0 read codes and scales of these rows alone, as for the embeddings of tokens."""
+        """Elements. Integers for dim 0, also a list, read codes and scales of these rows alone, as for the embeddings of tokens."""
+        index = np.asarray(index) if isinstance(index, list) else index
         rows = not isinstance(index, tuple | slice | type(None) | type(...)) and len(self.scales) == len(self)
         if rows and jnp.issubdtype(jnp.result_type(index), jnp.integer):
+            if getattr(index, "dtype", np.dtype(int)).itemsize < 4:  # cannot count the rows
+                index = jnp.asarray(index, jnp.int32)
             return Quantized(self.codes[index], self.scales[index], self.dtype).dequantize()
         return self.dequantize()[index]
 

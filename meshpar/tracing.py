@@ -24,13 +24,24 @@ from .arguments import (
     with_statics,
 )
 from .compat import nnx
-from .compat.jax import abstract_array, is_graph_node, is_ref, traced_as, user_line, without_dead_code
+from .compat.jax import (
+    abstract_array,
+    explicit_mesh,
+    is_graph_node,
+    is_ref,
+    needs_explicit_axes,
+    traced_as,
+    user_line,
+    without_dead_code,
+)
 from .dims import Dims, PathDims, alternatives, fit_dims, format_dims, near, path_matches
 from .errors import PatternError, UnsupportedError
 from .flax import Leaf, capture_names, flatten_named, with_states
+from .layout import AnyMesh
 from .program import Program, infer, trace
 from .program.ir import Join
 from .program.primitives import rename_dims_p
+from .program.roles import name_parameters
 
 
 @dataclass(eq=False, slots=True)
@@ -42,6 +53,7 @@ class TracedStep:
       fixed: position → leaf, of the results that are not arrays; the program computes the others.
       avals: abstract arrays of the program's arguments.
       unchanged: position of a result → position of the argument that it is, for variables of nnx objects that no op changes.
+      explicit: the mesh with Explicit axes with which the function was traced; None: it was traced without.
     """
 
     program: Program
@@ -49,6 +61,7 @@ class TracedStep:
     fixed: dict[int, Any]
     avals: tuple[Any, ...]
     unchanged: Mapping[int, int]
+    explicit: AnyMesh | None
 
     def result(self, outs: Sequence[Any]) -> Any:
         """The results as the function returns them, from the flat results of the program."""
@@ -92,7 +105,7 @@ class FlatFunction:
 
 
 def trace_call(
-    call: Call, flat: FlatFunction, argument_path: ArgumentPath, patterns: PathDims, axes: Iterable[str], init: bool
+    call: Call, flat: FlatFunction, argument_path: ArgumentPath, patterns: PathDims, mesh: AnyMesh, init: bool
 ) -> TracedStep:
     """Trace a call and infer the dims of every value.
 
@@ -100,7 +113,7 @@ def trace_call(
       call: with its leaves; only their shapes, dtypes and names are read.
       flat: the function of the call's arrays.
       patterns: the ``dims=`` of :func:`meshpar.jit`; with ``init``, they apply to the results as well.
-      axes: names of the mesh axes.
+      mesh: of the step: its axes' names, and whether they are Explicit.
 
     Raises:
       PatternError, RankError: patterns that match no array, or arrays of another rank.
@@ -127,9 +140,9 @@ def trace_call(
 
     if call.fixed:
         check_fixed(call.dynamic, argument_path)
-    with capture_names(axes), _explained_axis_names():
-        traced_as(flat, flat.fn, [leaf.path for leaf in named])
-        closed, shapes, out_leaves = trace(flat, [x for x, _ in arrays])
+    traced_as(flat, flat.fn, [leaf.path for leaf in named])
+    with _explained_axis_names():
+        closed, shapes, out_leaves, explicit = _trace_on(mesh, flat, [x for x, _ in arrays])
     if any(map(is_ref, closed.consts)):
         raise UnsupportedError(
             f"{getattr(flat.fn, '__name__', 'the step')} closes over a mutable array (jax.Ref): a sharded step cannot use it",
@@ -152,11 +165,10 @@ def trace_call(
     if len(results) != len(out_leaves):
         raise AssertionError("paths and results do not match")
     out_annotations = _result_dims(results, named, annotations, patterns if init else None, used)
+    # a renamed result has its new names, not those of the input of equal path
     renamed = {id(eqn.outvars[0]) for eqn in closed.jaxpr.eqns if eqn.primitive is rename_dims_p and not init}
-    for k, var in enumerate(
-        closed.jaxpr.outvars
-    ):  # a renamed result has its new names, not those of the input of equal path
-        out_annotations[k] = None if id(var) in renamed else out_annotations[k]
+    outputs = zip(out_annotations, closed.jaxpr.outvars, strict=True)
+    out_annotations = [None if id(var) in renamed else dims for dims, var in outputs]
     _check_patterns(patterns, used, [*named, *(results if init else ())], init)
     program = _infer_live(closed, annotations, named, out_annotations, results)
     for value, leaf in zip(program.inputs, named, strict=True):
@@ -164,8 +176,27 @@ def trace_call(
     for value, leaf in zip(program.outputs, results, strict=True):
         value.kind = value.kind or leaf.kind
     program.metadata_names = metadata_names([*named, *results], patterns)
+    name_parameters(program)
     program.joins = [_with_parameters(join, program, patterns) for join in program.joins]
-    return TracedStep(program, flat.out_tree, flat.fixed, tuple(closed.in_avals), unchanged)
+    return TracedStep(program, flat.out_tree, flat.fixed, tuple(closed.in_avals), unchanged, explicit)
+
+
+def _trace_on(mesh: AnyMesh, flat: FlatFunction, arrays: Sequence[Any]) -> tuple[Any, Any, list[Any], AnyMesh | None]:
+    """The results of :func:`meshpar.program.trace`, and the mesh with Explicit axes with which the function was traced, or None.
+
+    On a mesh with Explicit axes it is traced with these. On another mesh it is traced with them if it uses what JAX has for
+    Explicit axes only: ``reshard``, ``out_sharding=``.
+    """
+    explicit = explicit_mesh(mesh)
+    if explicit is not mesh:
+        try:
+            with capture_names(mesh.axis_names):
+                return *trace(flat, arrays, mesh), None
+        except ValueError as e:
+            if not needs_explicit_axes(e):
+                raise
+    with capture_names(mesh.axis_names, explicit):
+        return *trace(flat, arrays, mesh), explicit
 
 
 def _infer_live(

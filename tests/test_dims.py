@@ -1,6 +1,10 @@
 """The notation for dims, path patterns, near names."""
 
+import re
+
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from meshpar.dims import (
     PathDims,
@@ -144,3 +148,68 @@ def test_character_sets_and_alternatives(pattern, matching, other):
 def test_the_texts_of_a_pattern_one_by_one():
     assert alternatives("*/{up,gate}/{a}") == [("up", "*/up/{a}"), ("gate", "*/gate/{a}"), ("a", "*/{up,gate}/a")]
     assert alternatives("*/[qkv]/kernel") == []
+
+
+def by_backtracking(pattern: str) -> re.Pattern[str]:
+    """The pattern as a regular expression, which takes time exponential in the number of ``*``."""
+    tokens = re.findall(r"[*?]|\[[^\[\]/]+\]|\{[^{}]*\}|[^*?\[{]+|[\[{]", pattern)
+
+    def expression(token: str) -> str:
+        if token in ("*", "?"):
+            return ".*" if token == "*" else "[^/]"
+        if token.startswith("[") and token.endswith("]"):
+            return "[" + re.escape(token[1:-1]).replace(r"\-", "-") + "]"
+        if token.startswith("{") and token.endswith("}"):
+            return f"(?:{'|'.join(map(re.escape, token[1:-1].split(',')))})"
+        return re.escape(token)
+
+    return re.compile("".join(map(expression, tokens)) + r"\Z", re.DOTALL)
+
+
+PARTS = st.sampled_from(
+    [
+        "*",
+        "*",
+        "?",
+        "a",
+        "b",
+        "/",
+        "ab",
+        "[ab]",
+        "[a-c]",
+        "[^b]",
+        "[b-]",
+        "{a,ab}",
+        "{b,}",
+        "{a/b,c}",
+        "[",
+        "{",
+        "]",
+        ".",
+        "\n",
+    ]
+)
+
+
+@given(pattern=st.lists(PARTS, max_size=7).map("".join), path=st.text("abc/^-.{[\n", max_size=10))
+@example(pattern="*{ab,a}*b", path="ab")
+@example(pattern="*{a,ab}{bcd,c}", path="abc")
+@settings(max_examples=300)
+def test_patterns_match_as_by_a_regular_expression(pattern, path):
+    reference = by_backtracking(pattern)
+    assert path_matches(pattern, path) == (
+        pattern in (path, "/" + path) or any(map(reference.match, (path, "/" + path)))
+    )
+
+
+def test_patterns_with_many_stars_match_in_little_time():
+    assert not path_matches("*a" * 30 + "b", "a" * 60)  # a backtracking search takes more than 10^15 steps
+    assert path_matches("*a" * 30 + "*", "a" * 60)
+    assert not path_matches("*" * 10_000 + "b", "a" * 10_000)
+
+
+@pytest.mark.parametrize("pattern", ["w[z-a]", "[a--b]", "*/{up,down}/[9-0]*"])
+def test_ranges_in_the_wrong_order(pattern):
+    with pytest.raises(LayoutSyntaxError, match="whose end is before its start"):
+        path_matches(pattern, "w/up/3")
+    assert path_matches(pattern, pattern)  # a path with brackets

@@ -1,5 +1,7 @@
 """Exported steps: saved, loaded in another process without the step's code, on other devices; bad files, meshes and arguments."""
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -167,6 +169,72 @@ def test_files_that_are_no_exported_steps(mesh, tmp_path):
         archive.writestr("step.bin", b"")
     with pytest.raises(UnsupportedError, match="newer version"):
         mp.load_exported(tmp_path / "newer.zip")
+
+
+@pytest.fixture(scope="module")
+def content():
+    mesh = mp.mesh("data=4, model=2")
+    return mp.export(train_step, PARAMS, X, mesh=mesh, layout="batch: data", dims=DIMS).serialize()
+
+
+def entries(content: bytes) -> tuple[dict, bytes]:
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        return json.loads(archive.read("step.json")), archive.read("step.bin")
+
+
+def archive_of(facts, program: bytes) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        archive.writestr("step.json", facts if isinstance(facts, bytes) else json.dumps(facts))
+        archive.writestr("step.bin", program)
+    return out.getvalue()
+
+
+def test_damaged_bytes(content):
+    """Flipped, cut and inserted bytes of the archive, and of its entries with right checksums."""
+    rng = np.random.default_rng(0)
+    facts, program = entries(content)
+
+    def damaged(data: bytes) -> bytes:
+        at, how = int(rng.integers(len(data))), rng.integers(3)
+        if how == 0:
+            return data[:at] + bytes([data[at] ^ int(rng.integers(1, 256))]) + data[at + 1 :]
+        return data[:at] if how == 1 else data[:at] + rng.bytes(int(rng.integers(1, 9))) + data[at:]
+
+    refused = 0
+    for k in range(150):
+        head = json.dumps(facts).encode()
+        bad = [
+            damaged(content),
+            archive_of(damaged(head), program),
+            archive_of(facts, program[: rng.integers(len(program))]),
+        ]
+        try:
+            mp.load_exported(bad[k % 3])
+        except UnsupportedError:
+            refused += 1
+    assert refused > 75  # the others are of bytes without a meaning, such as in names
+
+
+def test_facts_of_other_types(content):
+    facts, program = entries(content)
+    for key in facts:
+        without = {k: v for k, v in facts.items() if k != key}
+        for changed in (without, {**facts, key: None}, {**facts, key: [[1]]}):
+            with contextlib.suppress(UnsupportedError):
+                mp.load_exported(archive_of(changed, program))
+        with pytest.raises(UnsupportedError, match="no exported step"):
+            mp.load_exported(archive_of(without, program))
+    for wrong in ([], 3, "text", {**facts, "inputs": facts["inputs"][1:]}, {**facts, "more": 1}):
+        with pytest.raises(UnsupportedError, match="no exported step"):
+            mp.load_exported(archive_of(wrong, program))
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    with pytest.raises(UnsupportedError, match=r"none\.zip cannot be read: No such file"):
+        mp.load_exported(tmp_path / "none.zip")
+    with pytest.raises(UnsupportedError, match="cannot be read: Is a directory"):
+        mp.load_exported(tmp_path)
 
 
 def test_options_of_a_step_that_has_its_own(mesh):

@@ -32,6 +32,8 @@ def test_parse():
         ("data=0", "'data=0' is not `axis=size`"),
         ("data=-2", "'data=-2' is not `axis=size`"),
         ("data=x", "'data=x' is not `axis=size`"),
+        ("data=" + "9" * 5000, "99' is not `axis=size`"),
+        ("a" + " " * 100_000 + "b=2", "b=2' is not `axis=size`"),  # no backtracking
         ("data=2, data=4", "'data=4' is given twice"),
         ("data=-1, model=-1", "only one axis may be -1"),
     ],

@@ -14,16 +14,23 @@ import threading
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from jax._src import config, core, dispatch, source_info_util
+from jax._src import config, core, dispatch, pjit, shard_map, source_info_util
+from jax._src import mesh as mesh_lib
 from jax._src.array import ArrayImpl
 from jax._src.interpreters import partial_eval
+from jax._src.lax import utils as lax_utils
 from jax._src.random.prng import PRNGKeyArray
+from jax._src.sharding_impls import UNSPECIFIED
 from jax.extend.core import ClosedJaxpr, Literal
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ..errors import UnsupportedError
+
+T = TypeVar("T")
 
 trace_context: Callable[[], Hashable] = config.trace_context
 """Returns the context that a trace depends on besides the function: settings (x64, matmul precision, PRNG, promotion, …), meshes in
@@ -185,9 +192,32 @@ def jit_disabled() -> bool:
     return config.disable_jit.value
 
 
-def in_explicit_mesh() -> bool:
-    """Whether this thread is in ``jax.set_mesh`` of a mesh with Explicit axes, so that types of arrays have shardings."""
-    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+def mesh_in_context() -> Mesh | AbstractMesh:
+    """The mesh of the innermost ``jax.set_mesh``, also inside ``jax.jit``, or the abstract mesh of
+    ``jax.sharding.use_abstract_mesh``; empty without both."""
+    abstract, concrete = jax.sharding.get_abstract_mesh(), mesh_lib.get_concrete_mesh()
+    return concrete if concrete.abstract_mesh == abstract else abstract
+
+
+@contextlib.contextmanager
+def in_mesh(mesh: Any) -> Iterator[None]:
+    """A context with ``mesh`` as JAX's mesh, in place of the mesh of ``jax.set_mesh`` around it; with its axes only, inside
+    ``jax.jit`` and if its devices are not attached."""
+    abstract, clean = jax.sharding.use_abstract_mesh, core.trace_state_clean()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(None) if clean else abstract(AbstractMesh((), ())))
+        stack.enter_context(jax.set_mesh(mesh) if clean and _attached(mesh) else abstract(mesh.abstract_mesh))
+        yield
+
+
+def _attached(mesh: Any) -> bool:
+    """Whether the devices of a mesh belong to this program, in which JAX can run on them."""
+    if not isinstance(mesh, Mesh):
+        return False
+    try:
+        return mesh.devices.flat[0] in jax.devices(mesh.devices.flat[0].platform)
+    except RuntimeError:  # no such platform
+        return False
 
 
 MAX_UNVISITED_OBJECTS = 8_000_000
@@ -291,6 +321,55 @@ def constraint_spec(eqn: Any) -> tuple[tuple[str, ...], ...] | None:
     return axes_of_spec(spec, eqn.outvars[0].aval.ndim)
 
 
+def in_auto_mesh(eqn: Any) -> Any:
+    """The equation, traced as on a mesh with Auto axes; the same object if it was not traced with Explicit ones."""
+    mesh = eqn.ctx.cur_abstract_mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        return eqn
+    with eqn.ctx.manager, jax.sharding.use_abstract_mesh(with_auto_axes(mesh)):
+        return eqn.replace(ctx=core.current_jaxpr_eqn_context())
+
+
+class Shardings(NamedTuple):
+    """The shardings that an equation has as parameters: of each operand and result, or None, and the parameters without them."""
+
+    operands: list[Any]
+    results: list[Any]
+    params: dict[str, Any]
+
+
+def shardings_of(eqn: Any) -> Shardings | None:
+    """The shardings over a mesh of ``out_sharding=`` of an op, of ``jax.device_put``, and of ``in_shardings`` and ``out_shardings``
+    of ``jax.jit``.
+
+    Of an op, a sharding over no axis is no constraint: derivatives and ``jnp.zeros_like`` take it from the types of arrays.
+    """
+    params, none = eqn.params, [None] * len(eqn.invars)
+    if "out_shardings" in params:
+        sides = [[_constraint(s) for s in params[key]] for key in ("in_shardings", "out_shardings")]
+        if not any(s is not None for side in sides for s in side):
+            return None
+        plain = {key: (UNSPECIFIED,) * len(params[key]) for key in ("in_shardings", "out_shardings")}
+        return Shardings(*sides, {**params, **plain})
+    if eqn.primitive.name == "device_put":  # its devices are also a memory
+        given = [_constraint(s) for s in params["devices"]]
+        return Shardings(none, given, params) if any(given) else None
+    if eqn.primitive is sharding_constraint_p:
+        return None
+    key = next((k for k in ("out_sharding", "sharding") if isinstance(params.get(k), NamedSharding)), None)
+    if key is None:
+        return None
+    given = _constraint(params[key])
+    return Shardings(none, [given if given is not None and any(given.spec) else None], {**params, key: None})
+
+
+def _constraint(sharding: Any) -> Any:
+    """A sharding over a mesh if all dims are constrained, and the value is reduced; else None."""
+    if not isinstance(sharding, NamedSharding) or getattr(sharding.spec, "unreduced", None):
+        return None
+    return None if PartitionSpec.UNCONSTRAINED in tuple(sharding.spec) else sharding
+
+
 _tracing = threading.local()
 _patch_lock = threading.Lock()
 _patch_users = 0
@@ -301,36 +380,149 @@ def _patch_constraints() -> None:
     """Redirect sharding constraints in threads that trace with :func:`patched_constraints`; other threads are not affected."""
     import flax.linen.spmd as linen_spmd
 
-    plain = jax.lax.with_sharding_constraint
-    one = linen_spmd._with_sharding_constraint_one_fallback
-
-    @functools.wraps(plain)
-    def with_sharding_constraint(x, shardings, *args, **kwargs):
-        hooks = getattr(_tracing, "hooks", None)
-        result = hooks[1](x, shardings) if hooks else None
+    def constraint(plain: Any, x: Any, shardings: Any, *args: Any, **kwargs: Any) -> Any:
+        result = _tracing.hooks[1](x, shardings)
         return plain(x, shardings, *args, **kwargs) if result is None else result
 
-    def one_fallback(axis_resources, x, *args, **kwargs):
-        hooks = getattr(_tracing, "hooks", None)
-        return hooks[0](axis_resources, x) if hooks else one(axis_resources, x, *args, **kwargs)
+    patches: list[tuple[Any, str, str, Any]] = [
+        (jax.lax, "with_sharding_constraint", "hooks", constraint),
+        (linen_spmd, "_with_sharding_constraint_one_fallback", "hooks", lambda _, axes, x, *a, **k: _tracing.hooks[0](axes, x)),
+        *((module, name, "untyped", ours) for module, name, ours in _UNTYPED),
+    ]  # fmt: skip
+    for module, name, mode, ours in patches:
+        plain = getattr(module, name)
+        hooked = _redirected(plain, ours, mode)
+        _unpatched.append((module, name, hooked, plain))
+        setattr(module, name, hooked)
 
-    _unpatched[:] = (
-        (jax.lax, "with_sharding_constraint", with_sharding_constraint, plain),
-        (linen_spmd, "_with_sharding_constraint_one_fallback", one_fallback, one),
-    )
-    for module, name, ours, _ in _unpatched:
-        setattr(module, name, ours)
+
+def _redirected(plain: Any, ours: Any, mode: str) -> Any:
+    """A function that calls ``ours(plain, …)`` in threads whose ``mode`` is set, and ``plain(…)`` in others."""
+
+    @functools.wraps(plain)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return ours(plain, *args, **kwargs) if getattr(_tracing, mode, None) else plain(*args, **kwargs)
+
+    return function
 
 
 def _unpatch_constraints() -> None:
     for module, name, ours, before in _unpatched:
         if getattr(module, name) is ours:  # else another library has wrapped it since: leave its wrapper
             setattr(module, name, before)
+    _unpatched.clear()
+
+
+def _reshard(plain: Any, x: Any, *, dst_sharding: Any, **kwargs: Any) -> Any:
+    """``jax.sharding.reshard`` as a sharding constraint; the value itself where ``auto_axes`` and ``explicit_axes`` cast with it,
+    and for a partial value, which the plan reduces where it has to be."""
+    unreduced = getattr(dst_sharding.spec, "unreduced", None)
+    explicit = AxisType.Explicit in dst_sharding.mesh.axis_types
+    cast = getattr(_tracing, "casts", False) and not any(dst_sharding.spec)
+    return x if unreduced or cast or not explicit else _tracing.hooks[1](x, dst_sharding)
+
+
+def _cast(plain: Any, xs: Any, shardings: Any) -> Any:
+    """The ``reshard`` that JAX's own functions call."""
+    _tracing.casts = True
+    try:
+        return plain(xs, shardings)
+    finally:
+        _tracing.casts = False
+
+
+def _shard_map_checks(plain: Any, mesh: Any, axis_names: Any, in_specs: Any, *args: Any) -> Any:
+    """JAX's checks of a ``shard_map``, on the mesh with Auto axes, where ``in_specs`` need not be the types of the operands."""
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    if in_specs is shard_map.Infer:
+        raise UnsupportedError(
+            "shard_map without in_specs takes them from the types of its operands, and in a step types have no sharding",
+            fixes=["give it in_specs=, as on a mesh with Auto axes"],
+        )
+    auto = with_auto_axes(mesh)
+    with jax.sharding.use_abstract_mesh(auto.abstract_mesh):
+        return plain(auto, axis_names, in_specs, *args)
+
+
+def _no_rule(plain: Any, prim: Any, rule: Any, other: Any, count: int | None, *avals: Any, **params: Any) -> Any:
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit not in mesh.axis_types:
+        return plain(prim, rule, other, count, *avals, **params)
+    none = NamedSharding(mesh, PartitionSpec())
+    return none if count is None else [none] * count
+
+
+def _no_sharding(plain: Any, sharding: Any, shape: Any) -> Any:
+    """The sharding in the type of an array: that inside a ``shard_map``, else none."""
+    return plain(sharding if sharding is not None and sharding.mesh.manual_axes else None, shape)
+
+
+_UNTYPED: list[tuple[Any, str, Any]] = [
+    (core, "get_sharding", _no_sharding),
+    (core, "check_avals_context_mesh", lambda plain, *args: None),
+    (lax_utils, "call_sharding_rule", _no_rule),
+    (shard_map, "_shmap_checks", _shard_map_checks),
+    (pjit, "assert_shardings_equal", lambda plain, *args: None),
+    (pjit, "reshard", _cast),
+    (pjit.reshard_p, "bind", _reshard),
+]
+"""Functions of JAX, and what they do while a step is traced with Explicit axes: arrays have no sharding in their type, so that no
+op requires one, and what asks for a sharding is a constraint."""
+
+
+_UNTYPED_TRACE = jax.make_user_context(False)
+"""Part of the key of JAX's trace caches: a function that is also traced outside of the step has shardings in its types there."""
+
+
+def with_auto_axes(mesh: Any) -> Any:
+    """The mesh with Auto axes in place of Explicit ones, over the same devices."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return mesh
+    types = tuple(AxisType.Auto if t == AxisType.Explicit else t for t in mesh.axis_types)
+    if isinstance(mesh, AbstractMesh):
+        return mesh.update(axis_types=types)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
+def with_auto_inside(function: Callable[..., list[Any]], outs: Sequence[Any]) -> Callable[..., list[Any]]:
+    """A function of flat arrays on a mesh with Auto axes as one of arrays with shardings in their type.
+
+    Args:
+      outs: the shardings of the results, over a mesh with Explicit axes.
+    """
+    if not outs:
+        return function
+
+    def run(*xs: Any) -> list[Any]:
+        with jax.sharding.use_abstract_mesh(with_auto_axes(outs[0].mesh.abstract_mesh)):
+            results = function(*(jax.sharding.reshard(x, PartitionSpec()) for x in xs))
+        types = [NamedSharding(s.mesh, s.spec) for s in outs]
+        return [jax.sharding.reshard(y, s) for y, s in zip(results, types, strict=True)]
+
+    return run
+
+
+def explicit_mesh(mesh: Any) -> Any:
+    """The mesh itself if it has Explicit axes, else an abstract mesh with the same axes, all Explicit."""
+    if AxisType.Explicit in mesh.axis_types:
+        return mesh
+    return mesh.abstract_mesh.update(axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
+
+
+def needs_explicit_axes(error: ValueError) -> bool:
+    """Whether JAX raised an error because of ``reshard`` or ``out_sharding=`` without a mesh with Explicit axes."""
+    texts = ("of type Auto or Manual", "Using PartitionSpec when you are not under a mesh", "Context mesh")
+    return any(text in str(error) for text in texts)
 
 
 @contextlib.contextmanager
-def patched_constraints(logical: Any, constraint: Any) -> Iterator[None]:
-    """A context in which linen's logical constraints and ``with_sharding_constraint`` of this thread call these functions."""
+def patched_constraints(logical: Any, constraint: Any, explicit: Any = None) -> Iterator[None]:
+    """A context in which linen's logical constraints and ``with_sharding_constraint`` of this thread call these functions.
+
+    Args:
+      explicit: a mesh with Explicit axes, which is then JAX's mesh: ``reshard`` calls ``constraint``, and arrays have no sharding
+        in their type (:data:`_UNTYPED`).
+    """
     import flax.linen as nn
 
     global _patch_users
@@ -338,15 +530,18 @@ def patched_constraints(logical: Any, constraint: Any) -> Iterator[None]:
         if not _patch_users:
             _patch_constraints()
         _patch_users += 1
-    before = getattr(_tracing, "hooks", None)
-    _tracing.hooks = (logical, constraint)
+    before = getattr(_tracing, "hooks", None), getattr(_tracing, "untyped", False)
+    _tracing.hooks, _tracing.untyped = (logical, constraint), explicit is not None
     # linen ignores constraints if no rule is set
     rules = nn.get_logical_axis_rules() or (("_", None),)
     try:
-        with nn.logical_axis_rules(rules):
+        with nn.logical_axis_rules(rules), contextlib.ExitStack() as stack:
+            if explicit is not None:
+                stack.enter_context(in_mesh(explicit))
+                stack.enter_context(_UNTYPED_TRACE(True))
             yield
     finally:
-        _tracing.hooks = before
+        _tracing.hooks, _tracing.untyped = before
         with _patch_lock:
             _patch_users -= 1
             if not _patch_users:
@@ -445,8 +640,22 @@ _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 def body_of(eqn: Any) -> Any:
-    """The body of a call: a Jaxpr or ClosedJaxpr."""
-    return eqn.params[next(k for k in _BODIES if k in eqn.params)]
+    """The body of a call: a Jaxpr or ClosedJaxpr.
+
+    A ``custom_linear_solve`` runs ``solve``; its other jaxprs are for derivatives.
+    """
+    p = eqn.params
+    return p["jaxprs"].solve if "jaxprs" in p else p[next(k for k in _BODIES if k in p)]
+
+
+def body_operands(eqn: Any, operands: Sequence[T]) -> Sequence[T]:
+    """The operands of a call that its body takes, in order: of ``custom_linear_solve``, the constants of ``solve`` and the
+    right-hand sides."""
+    lengths = eqn.params.get("const_lengths")
+    if lengths is None:
+        return operands[len(operands) - len(closed_parts(body_of(eqn))[0].invars) :]
+    first = lengths.matvec + lengths.vecmat
+    return [*operands[first : first + lengths.solve], *operands[sum(lengths) :]]
 
 
 def replace_body(eqn: Any, bodies: Sequence[Any]) -> Any:
@@ -460,9 +669,12 @@ def replace_body(eqn: Any, bodies: Sequence[Any]) -> Any:
         for key, body in zip(("cond_jaxpr", "body_jaxpr"), bodies, strict=True):
             params[key] = ClosedJaxpr(body, params[key].consts)
     else:
-        key = next(k for k in _BODIES if k in params)
-        old, (body,) = params[key], bodies
-        params[key] = ClosedJaxpr(body, old.consts) if isinstance(old, ClosedJaxpr) else body
+        old, (body,) = body_of(eqn), bodies
+        body = ClosedJaxpr(body, old.consts) if isinstance(old, ClosedJaxpr) else body
+        if "jaxprs" in params:
+            params["jaxprs"] = params["jaxprs"]._replace(solve=body)
+        else:
+            params[next(k for k in _BODIES if k in params)] = body
     return eqn.replace(params=params)
 
 

@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax._src import clusters, distributed, xla_bridge
 
-PROCESS, COUNT, ADDRESS, DEVICES, TIMEOUT, STUCK = (
-    f"MESHPAR_{x}" for x in ("PROCESS", "PROCESSES", "COORDINATOR", "DEVICES", "TIMEOUT", "STUCK")
+from ..errors import MeshError
+
+PROCESS, COUNT, ADDRESS, DEVICES, TIMEOUT, STUCK, CAUSES, LOSE = (
+    f"MESHPAR_{x}" for x in ("PROCESS", "PROCESSES", "COORDINATOR", "DEVICES", "TIMEOUT", "STUCK", "CAUSES", "LOSE")
 )
 """Environment variables that ``meshpar launch`` sets for its processes; DEVICES: devices per process."""
+
+
+def variable_number(name: str, default: float, least: float = 0) -> float:
+    """The number in an environment variable; ``default`` if it is not set or empty.
+
+    Raises:
+      MeshError: it has another text, or a number below ``least``.
+    """
+    text = os.environ.get(name, "").strip()
+    with contextlib.suppress(ValueError):
+        value = float(text) if text else default
+        if math.isfinite(value) and value >= least and (value == int(value) or isinstance(default, float)):
+            return value
+    what = "a number" if isinstance(default, float) else "an integer"
+    raise MeshError(
+        f"the environment variable {name} is {text!r}: {what}, at least {least:g}",
+        fixes=[f"unset it, or set it as in {name}={max(default, least):g}"],
+    )
 
 
 def connected() -> bool:
@@ -47,11 +72,39 @@ def cluster() -> str | None:
     return None
 
 
-def connect(*, heartbeat: int, wait: int, **where: Any) -> None:
+@dataclass(frozen=True)
+class Group:
+    """Where the processes of a job connect.
+
+    Attributes:
+      address: ``host:port`` of process 0.
+      processes: their number.
+      process: the number of this one.
+      devices: local device ids of this process; None: all of this machine.
+    """
+
+    address: str
+    processes: int
+    process: int
+    devices: Sequence[int] | None = None
+
+
+def detected_group(wait: float) -> Group:
+    """The group that JAX detects on a cluster; ``wait``: seconds for the name of process 0's host to be resolved."""
+    address, processes, process, devices = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, None, max(1, int(wait))
+    )
+    given = "JAX_LOCAL_DEVICE_IDS" in os.environ  # which JAX reads itself
+    return Group(str(address), int(processes), int(process), None if given else devices)  # type: ignore[arg-type]
+
+
+def connect(group: Group, *, heartbeat: int, wait: float) -> None:
     """``jax.distributed.initialize`` with ``heartbeat`` and ``wait`` (for all processes to connect) timeouts in seconds."""
     jax.distributed.initialize(
-        initialization_timeout=wait, heartbeat_timeout_seconds=heartbeat, shutdown_timeout_seconds=heartbeat, **where
-    )
+        coordinator_address=group.address, num_processes=group.processes, process_id=group.process,
+        local_device_ids=group.devices, cluster_detection_method="deactivate",
+        initialization_timeout=max(1, int(wait)), heartbeat_timeout_seconds=heartbeat, shutdown_timeout_seconds=heartbeat,
+    )  # fmt: skip
 
 
 class Store:

@@ -16,7 +16,8 @@ from typing import Any
 
 from ..hardware.topology import devices_of
 from ..plan.plan import Plan
-from ..plan.steps import GatherRing, Reduce, ReduceRing, Reshard, Run, Step
+from ..plan.spec import value_bytes
+from ..plan.steps import GatherRing, Reduce, ReduceRing, Reshard, Run, ShardingChange, Step
 from ..program.ir import Value
 from .buffer_roles import ROLES, buffer_roles
 from .caching import cached_on_plan
@@ -203,7 +204,7 @@ class _Live:
                         free.remove(over)
                         self.drop(over)
                     self.add(out)
-                held = self.inside(node) or self.gathered(node) or self.table(node)
+                held = self.inside(node) or self.gathered(node) or self.table(node) or self.between_moves(node, ends)
                 if held is not None:
                     self.add(held)
                 self.sample(node, schedule.in_flight.get(index, ()))
@@ -235,6 +236,32 @@ class _Live:
         )
         size = self.blocks(node) if work is None else work.memory
         return None if (work is None and not size) or not node.outs else Buffer(size, node.outs[0].value, node)
+
+    def between_moves(self, node: Kernel, ends: Sequence[Buffer]) -> Buffer | None:
+        """The buffers that exist only between the moves of a resharding or reduction, as one; None: there are none.
+
+        While a move runs, its operand and its result are live. The operand of the step is freed after the first move if nothing
+        reads it later (it is in ``ends``). A part that is exchanged arrives in a further buffer.
+        """
+        step = node.step
+        if node.name != "move!" or not isinstance(step, ShardingChange) or getattr(step, "ring", None) is not None:
+            return None
+        out = node.writes[0]
+        specs, value = step.specs, step.result.value
+        sizes = [value_bytes(value, spec, self.plan.sizes) for spec in specs[:-1]]
+        times = [m.times for m in step.path]
+        times = [1] * (len(specs) - len(times)) + times
+        if not sizes and max(times) == 1:
+            return None
+        source = sum(i.live_bytes for i in node.ins)
+        allocated = out.live_bytes + sum(i.live_bytes for i in node.ins if id(i) in self.live)
+        made = [*sizes, out.live_bytes]
+        most = 0.0
+        for k, (size, parts) in enumerate(zip(made, times, strict=True)):
+            before = made[k - 1] if k else 0.0
+            first = source if k == 0 or any(i not in ends for i in node.ins) else 0.0
+            most = max(most, before + first + size * (1 + 1 / parts if parts > 1 else 1))
+        return Buffer(most - allocated, out.value, node) if most > allocated else None
 
     def blocks(self, node: Kernel) -> float:
         """Bytes of a ring's chunks in flight while a kernel runs its matmuls, or while it reduces their sum."""

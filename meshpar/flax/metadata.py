@@ -41,7 +41,7 @@ def flatten_named(tree: Any, path: tuple[str, ...] = ()) -> list[Leaf]:
       RankError: metadata whose number of names is not the rank of the value.
     """
     out: list[Leaf] = []
-    _walk(tree, path, _kind_of_path(path), out)
+    _walk(tree, path, None, out)
     return out
 
 
@@ -52,8 +52,10 @@ def _kind_of_path(path: Iterable[str]) -> str | None:
 
 
 def _is_optax_state(x: Any) -> bool:
-    """Whether ``x`` is the state of an optax transformation, of optax or of this package."""
-    return isinstance(x, tuple) and hasattr(x, "_fields") and type(x).__module__.split(".")[0] in ("optax", "meshpar")
+    """Whether ``x`` is the state of an optax transformation, of optax or of this package; ``LookaheadParams`` are parameters."""
+    of = type(x)
+    named = isinstance(x, tuple) and hasattr(x, "_fields") and of.__name__ != "LookaheadParams"
+    return named and of.__module__.split(".")[0] in ("optax", "meshpar")
 
 
 def _is_node_states(x: Any) -> bool:
@@ -107,35 +109,36 @@ def _special(x: Any) -> bool:
     )
 
 
-def _walk(tree: Any, path: tuple[str, ...], kind: str | None, out: list[Leaf]) -> None:
+def _walk(tree: Any, path: tuple[str, ...], kind: str | None, out: list[Leaf], module: bool = False) -> None:
     """Append a :class:`Leaf` for every leaf of ``tree`` to ``out``.
 
     Args:
       path: path of the tree.
-      kind: of all its leaves (``params``, ``opt``, …); None: from the path of each.
+      kind: of all its leaves (``params``, ``opt``, …), by the type of a tree around them; None: from the path of each.
+      module: it is the state of an nnx module, whose variables have the kind of their type: ``optimizer/model/kernel`` of an
+        ``nnx.ModelAndOptimizer`` is a parameter.
     """
     if isinstance(tree, flax.core.meta.AxisMetadata | nnx.Variable):
-        _open(tree, path, kind, out)
+        _open(tree, path, kind, out, module)
         return
     if isinstance(tree, _PureState):
         tree = tree.state
     if _is_node_states(tree):
         for state in tree.states:
-            _walk(state, path, kind, out)
+            _walk(state, path, kind, out, module=True)
         return
     if _is_optax_state(tree):
         kind = "opt"
     entries, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree and _special(x))
     for keys, x in entries:
         here = path + tuple(map(key_text, keys))
-        found = kind or _kind_of_path(here)
         if x is not tree and _special(x):
-            _walk(x, here, found, out)
+            _walk(x, here, kind, out, module)
         else:
-            out.append(Leaf(join_path(here), x, None, found))
+            out.append(Leaf(join_path(here), x, None, kind or _kind_of_path(here)))
 
 
-def _open(box: Any, path: tuple[str, ...], kind: str | None, out: list[Leaf]) -> None:
+def _open(box: Any, path: tuple[str, ...], kind: str | None, out: list[Leaf], module: bool) -> None:
     """Append the leaves of a Flax box or nnx variable to ``out``, with the dims of its metadata.
 
     Raises:
@@ -145,12 +148,12 @@ def _open(box: Any, path: tuple[str, ...], kind: str | None, out: list[Leaf]) ->
         if isinstance(box, nnx.optimizer.OptState):
             kind = "opt"
         elif isinstance(box, nnx.Param):
-            kind = kind or "params"
+            kind = kind or (None if module else _kind_of_path(path)) or "params"
         meta = box.get_metadata()
         names = next((meta[k] for k in ("out_sharding", "sharding_names", "sharding") if meta.get(k)), None)
     else:
         names = getattr(box, "names", None)
-    names = _as_names(names)
+    names, kind = _as_names(names), kind or _kind_of_path(path)
     text = "/".join(path)
     for keys, value in jax.tree_util.tree_flatten_with_path(box)[0]:
         extra = tuple(map(key_text, keys[1:]))
@@ -192,11 +195,15 @@ def key_text(key: Any) -> str:
 
 
 @contextlib.contextmanager
-def capture_names(axes: Iterable[str]) -> Iterator[None]:
+def capture_names(axes: Iterable[str], explicit: Any = None) -> Iterator[None]:
     """While a function is traced, turn sharding constraints over names into names.
 
     ``linen.with_logical_constraint`` and ``jax.lax.with_sharding_constraint`` over dim names become ``mp.named``; over the mesh's
     ``axes`` they become explicit specs. NNX variables are made without a mesh.
+
+    Args:
+      explicit: a mesh with Explicit axes, for a function that uses JAX's explicit sharding: ``jax.sharding.reshard`` is a sharding
+        constraint as well.
     """
     axes = frozenset(axes)
 
@@ -216,7 +223,7 @@ def capture_names(axes: Iterable[str]) -> Iterator[None]:
             return jax.tree.map(lambda v: _name(v, tuple(spec), "with_sharding_constraint"), x)
         return jax.tree.map(lambda v: place_p.bind(v, spec=axes_of_spec(spec, v.ndim)), x)
 
-    with patched_constraints(logical, constraint), nnx.use_eager_sharding(False):
+    with patched_constraints(logical, constraint, explicit), nnx.use_eager_sharding(False):
         yield
 
 

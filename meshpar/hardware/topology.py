@@ -26,8 +26,8 @@ from ..layout import AnyMesh
 from ..units import mesh_text
 from .chips import CHIPS, Chip, chip_of_kind
 
-_TOPOLOGY = re.compile(r"\s*(?:(\d+)\s*x\s+)?([A-Za-z]\w*):(\d+(?:x\d+)*)\s*\Z")
-_ACCELERATOR = re.compile(r"\s*(?:(\d+)\s*x\s+)?([A-Za-z]\w*)-(\d+)\s*\Z")
+_TOPOLOGY = re.compile(r"\s*(?:(\d{1,9})\s*x\s+)?([A-Za-z]\w*):(\d{1,9}(?:x\d{1,9})*)\s*\Z")
+_ACCELERATOR = re.compile(r"\s*(?:(\d{1,9})\s*x\s+)?([A-Za-z]\w*)-(\d{1,9})\s*\Z")
 _PLACES = ("x", "y", "z", "core", "slice")
 
 

@@ -46,13 +46,14 @@ def accumulate_gradients(
 
     Returns:
       A function with the arguments and results of ``fn``. Floating-point results are averaged over the microbatches (in float32 if
-      they are narrower), integers are summed. Row r of the batch is in microbatch ``r % microbatches``, so that each device splits
-      its own rows and none are sent.
+      they are narrower), integers are summed; Python numbers count as arrays. Row r of the batch is in microbatch
+      ``r % microbatches``, so that each device splits its own rows and none are sent.
 
     Raises:
       LayoutSyntaxError: ``microbatches`` below 1.
       DivisibilityError: (when called) a batch that does not divide, or batches of different leading sizes.
-      UnsupportedError: (when called) no argument is a batch.
+      UnsupportedError: (when called) no argument is a batch; a result is a boolean (true in all microbatches, or in any?) or a PRNG
+        key.
 
     Example:
       >>> gradients_of = mp.accumulate_gradients(jax.value_and_grad(loss_of), 4)
@@ -67,13 +68,7 @@ def accumulate_gradients(
         )
     given = None if argnums is None and argnames is None else [*_listed(argnums), *_listed(argnames)]
     keys = [*_listed(key_argnums), *_listed(key_argnames)]
-    if both := [str(a) for a in given or () if a in keys]:
-        raise LayoutSyntaxError(
-            f"mp.accumulate_gradients: argument {', '.join(both)} is both a batch and a key",
-            fixes=[
-                "argnums and argnames have batches, which are divided; key_argnums and key_argnames keys, which are not"
-            ],
-        )
+    _check_roles(given, keys)
 
     def microbatched(x: Any) -> Any:
         """An array [batch, …] as [microbatches, batch / microbatches, …]; microbatch i has the rows i, i +
@@ -99,23 +94,26 @@ def accumulate_gradients(
         """``fn(*args, **kwargs)`` in microbatches: floating-point results are averaged over them, integer results are
         added."""
         arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
-        if missing := [str(a) for a in (*(given or ()), *keys) if a not in arguments]:
+        batches, own_keys = _positive(given, len(args)), _positive(keys, len(args)) or []
+        _check_roles(batches, own_keys)
+        if missing := [str(a) for a in (*(batches or ()), *own_keys) if a not in arguments]:
             raise UnsupportedError(
                 f"mp.accumulate_gradients: the call has no argument {', '.join(missing)}",
                 fixes=[
-                    "argnums= and key_argnums= have positions, counted from 0; argnames= and key_argnames= names of keywords"
+                    "argnums= and key_argnums= have positions, counted from 0 or, if negative, from the end; "
+                    "argnames= and key_argnames= have names of keywords"
                 ],
             )
         if microbatches == 1:
-            return _called(fn, arguments | {a: _folded(arguments[a], 0) for a in keys})
-        _warn_of_keys(arguments, {*keys, *(given or ())})
-        others = [a for a, x in arguments.items() if a != 0 and a not in keys and _has_rows(x)] if args else []
-        where = others if given is None else given
+            return _called(fn, arguments | {a: _folded(arguments[a], 0) for a in own_keys})
+        _warn_of_keys(arguments, {*own_keys, *(batches or ())})
+        others = [a for a, x in arguments.items() if a != 0 and a not in own_keys and _has_rows(x)] if args else []
+        where = others if batches is None else batches
         leaves, structure = flatten_to_nodes((args, kwargs))
         nodes = {n: x for n, x in enumerate(leaves) if is_graph_node(x)}
         graph, params, variables = nnx.split([*nodes.values()], nnx.Param, ...) if nodes else (None, None, None)
         _check_rows({a: arguments[a] for a in where})
-        if not where and not keys:
+        if not where and not own_keys:
             raise UnsupportedError(
                 f"mp.accumulate_gradients: no argument of {getattr(fn, '__name__', 'the function')} is a batch to divide into "
                 f"{microbatches} microbatches",
@@ -126,35 +124,37 @@ def accumulate_gradients(
                 ],
             )
         xs = [jax.tree.map(microbatched, arguments[a]) for a in where]
-        if keys:
+        if own_keys:
             xs.append(jnp.arange(microbatches))
 
-        def one(batches: Sequence[Any], variables: Any) -> tuple[Any, Any]:
+        def one(parts: Sequence[Any], variables: Any) -> tuple[Any, Any]:
             """(the results of a microbatch, the variables of the modules after it)."""
             merged = nnx.merge(graph, params, variables, copy=True) if nodes else []
             replaced = dict(enumerate(leaves)) | dict(zip(nodes, merged, strict=True))
             positional, named = structure.unflatten(replaced.values())
-            full = {**dict(enumerate(positional)), **named} | dict(zip(where, batches, strict=False))
-            out = _called(fn, full | {a: _folded(arguments[a], batches[-1]) for a in keys})
+            full = {**dict(enumerate(positional)), **named} | dict(zip(where, parts, strict=False))
+            out = _called(fn, full | {a: _folded(arguments[a], parts[-1]) for a in own_keys})
             return out, nnx.split(merged, nnx.Param, ...)[2] if nodes else None
 
         first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), xs)
         shapes, _ = jax.eval_shape(one, first, variables)
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, _sum_dtype(s.dtype)), shapes)
+        zeros = jax.tree_util.tree_map_with_path(_zeros, shapes)
 
         def add(carry: Any, batches: Any) -> tuple[Any, None]:
             total, variables = carry
             out, variables = one(batches, variables)
-            return (jax.tree.map(lambda t, y: t + y.astype(t.dtype), total, out), variables), None
+            return (jax.tree.map(_add, total, out), variables), None
 
         (total, variables), _ = jax.lax.scan(add, (zeros, variables), xs)
         if nodes:
             nnx.update([*nodes.values()], variables)
-        return jax.tree.map(
-            lambda t, s: (t / microbatches).astype(s.dtype) if jnp.issubdtype(s.dtype, jnp.inexact) else t,
-            total,
-            shapes,
-        )
+
+        def mean(total: Any, like: Any) -> Any:
+            if like.dtype == jax.dtypes.float0:
+                return np.zeros(like.shape, like.dtype)
+            return (total / microbatches).astype(like.dtype) if jnp.issubdtype(like.dtype, jnp.inexact) else total
+
+        return jax.tree.map(mean, total, shapes)
 
     return run
 
@@ -194,6 +194,22 @@ def microbatches_for(batch: int, *, rows: int, mesh: AnyMesh, layout: Any, dim: 
 def _listed(arguments: int | str | Sequence[int] | Sequence[str] | None) -> Sequence[int | str]:
     """Positions or names of arguments as a sequence."""
     return () if arguments is None else (arguments,) if isinstance(arguments, int | str) else arguments
+
+
+def _positive(arguments: Sequence[int | str] | None, count: int) -> list[int | str] | None:
+    """Positions and names of arguments, of which ``count`` are positional, with positions from the end counted from 0."""
+    return None if arguments is None else [a + count if isinstance(a, int) and a < 0 else a for a in arguments]
+
+
+def _check_roles(batches: Sequence[int | str] | None, keys: Sequence[int | str]) -> None:
+    """Raise LayoutSyntaxError if an argument is a batch and a key."""
+    if both := [str(a) for a in batches or () if a in keys]:
+        raise LayoutSyntaxError(
+            f"mp.accumulate_gradients: argument {', '.join(both)} is both a batch and a key",
+            fixes=[
+                "argnums and argnames have batches, which are divided; key_argnums and key_argnames keys, which are not"
+            ],
+        )
 
 
 def _called(fn: Callable[..., Any], arguments: Mapping[int | str, Any]) -> Any:
@@ -285,5 +301,30 @@ def _check_rows(batches: Mapping[int | str, Any]) -> None:
         )
 
 
-def _sum_dtype(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else dtype
+def _zeros(path: Any, like: Any) -> jax.Array:
+    """The sum of a result over no microbatch: of narrow floats in float32; False for a derivative by an integer (``float0``).
+
+    Raises:
+      UnsupportedError: the result is a boolean or a PRNG key.
+    """
+    if like.dtype == bool or jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        is_key = like.dtype != bool
+        raise UnsupportedError(
+            f"mp.accumulate_gradients: the result{jax.tree_util.keystr(path)} is a {'PRNG key' if is_key else 'boolean'}, which is "
+            "neither averaged nor summed over the microbatches",
+            fixes=["split the key outside of the function"] if is_key else [
+                "flag.astype(jnp.int32) counts the microbatches in which it is true: 0 if in none, their number if in all",
+                "flag.astype(jnp.float32) gives their fraction",
+            ],
+        )  # fmt: skip
+    if like.dtype == jax.dtypes.float0:
+        return jnp.zeros((), bool)
+    return jnp.zeros(
+        like.shape,
+        jnp.promote_types(like.dtype, jnp.float32) if jnp.issubdtype(like.dtype, jnp.inexact) else like.dtype,
+    )
+
+
+def _add(total: jax.Array, x: Any) -> jax.Array:
+    """A sum with one more result; unchanged for ``float0``."""
+    return total if jnp.result_type(x) == jax.dtypes.float0 else total + jnp.asarray(x, total.dtype)

@@ -64,6 +64,8 @@ def cross_entropy(
     hidden, kernel = logits if isinstance(logits, tuple) else (logits, None)
     tokens = tuple(hidden.shape[:-1])
     _check(hidden, kernel, labels, mask, over)
+    if labels.dtype.itemsize < 4:  # cannot count a larger vocabulary
+        labels = labels.astype(jnp.int32)
     weights = jnp.ones(tokens, jnp.float32) if mask is None else mask.astype(jnp.float32)
     if ignore is not None:
         weights = jnp.where(labels == ignore, 0.0, weights)

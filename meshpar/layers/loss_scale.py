@@ -72,14 +72,14 @@ class LossScale:
                 object.__setattr__(self, name, np.asarray(getattr(self, name), dtype))
 
     def __call__(self, loss: Any) -> Any:
-        """The scaled loss, in its dtype: differentiate this one."""
-        return jax.tree.map(lambda x: x * jnp.asarray(self.scale).astype(x.dtype), loss)
+        """The scaled loss, in its dtype: differentiate this one. Leaves that are no floats are unchanged."""
+        return jax.tree.map(lambda x: x * jnp.asarray(self.scale, jnp.result_type(x)) if _is_float(x) else x, loss)
 
     def unscale(self, gradients: Any) -> tuple[Any, jax.Array]:
-        """(gradients of the loss in float32, whether all of them are finite)."""
+        """(gradients of the loss in float32, whether all of them are finite); derivatives by integers are unchanged."""
         inverse = 1.0 / jnp.asarray(self.scale)
-        gradients = jax.tree.map(lambda g: g.astype(jnp.float32) * inverse, gradients)
-        finite = [jnp.isfinite(g).all() for g in jax.tree.leaves(gradients)]
+        gradients = jax.tree.map(lambda g: g.astype(jnp.float32) * inverse if _is_float(g) else g, gradients)
+        finite = [jnp.isfinite(g).all() for g in jax.tree.leaves(gradients) if _is_float(g)]
         return gradients, jnp.stack(finite).all() if finite else jnp.array(True)
 
     def adjust(self, finite: jax.Array) -> LossScale:
@@ -98,6 +98,10 @@ class LossScale:
     def select(finite: jax.Array, new: Any, old: Any) -> Any:
         """``new`` if the gradients were finite, else ``old``: parameters and optimizer state of the next step."""
         return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 class NoiseScale(NamedTuple):

@@ -10,15 +10,12 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from ..compat.jax import body_of, make_jaxpr, source_line
+from ..compat.jax import body_operands, make_jaxpr, source_line
 from ..errors import UnsupportedError
-from ..rules import having
+from ..rules import bodies, having, primitive
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 _ELEMENTWISE = having(lambda p: p.elementwise) | {"convert_element_type", "copy", "integer_pow", "select_n"}
-_CALLS = frozenset(
-    {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
-)
 
 
 def offload(tx: optax.GradientTransformation, *, layers: int | None = None) -> optax.GradientTransformation:
@@ -262,9 +259,9 @@ def _marks(jaxpr: Any, marks: Sequence[_Mark]) -> list[_Mark]:
 
     for eqn in jaxpr.eqns:
         ins = [of(v) for v in eqn.invars]
-        if eqn.primitive.name in _CALLS:
-            body = body_of(eqn)
-            outs = _marks(getattr(body, "jaxpr", body), ins)
+        if primitive(eqn.primitive.name).call:
+            (body,) = bodies(eqn)
+            outs = _marks(body, body_operands(eqn, ins))
         else:
             owners = frozenset().union(*(m.owners for m in ins))
             owned = [v.aval.shape for v, m in zip(eqn.invars, ins, strict=True) if m.owners]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ..errors import LayoutSyntaxError
+from ..errors import LayoutSyntaxError, UnsupportedError
 from ..program.primitives import reduce_in
 
 
@@ -63,12 +64,27 @@ class Precision:
         return jax.tree_util.tree_map_with_path(one, weights)
 
     def __call__(self, fn: Callable[..., Any], argnum: int = 0) -> Callable[..., Any]:
-        """The function ``fn`` with its argument ``argnum``, a tree of weights, converted to ``compute``."""
+        """The function ``fn`` with its argument ``argnum``, a tree of weights, converted to ``compute``; also by keyword.
+
+        Raises:
+          UnsupportedError: (when called) the call does not have this argument.
+        """
+        try:
+            name = list(inspect.signature(fn).parameters)[argnum]
+        except (TypeError, ValueError, IndexError):  # no signature, or ``*args``
+            name = ""
 
         @functools.wraps(fn)
         def run(*args: Any, **kwargs: Any) -> Any:
-            cast = [self.cast(a) if i == argnum else a for i, a in enumerate(args)]
-            return fn(*cast, **kwargs)
+            if -len(args) <= argnum < len(args) and name not in kwargs:
+                k = argnum % len(args)
+                return fn(*args[:k], self.cast(args[k]), *args[k + 1 :], **kwargs)
+            if name not in kwargs:
+                raise UnsupportedError(
+                    f"mp.Precision: this call has no argument {argnum}, whose weights are converted",
+                    fixes=["policy(fn, argnum=…) has the position of the weights, counted from 0"],
+                )
+            return fn(*args, **kwargs | {name: self.cast(kwargs[name])})
 
         return run
 

@@ -65,40 +65,90 @@ def _all_to_all(x: Any, move: Move, grid: Grid) -> Any:
 
 
 def _permute(x: Any, move: Move, grid: Grid) -> Any:
-    return lax.ppermute(x, fine_names(move.axes, grid), permutation(move, grid))
+    """The local array after collective-permutes: of the shard, or of one part of it each."""
+    axes = fine_names(move.axes, grid)
+    if move.times == 1:
+        return lax.ppermute(x, axes, permutation(move, grid))
+    cut, joined = _parts(move, grid)
+    size = [n // k for n, k in zip(x.shape, cut, strict=True)]
+    have, need = ([axis_index(fine_names(e, grid)) if e else 0 for e in spec] for spec in (move.before, move.after))
+    y = jnp.zeros([n * k for n, k in zip(size, joined, strict=True)], x.dtype)
+    for turn in range(move.times):
+        part = _part_at(turn, cut, joined, have)
+        sent = lax.dynamic_slice(x, [i * n for i, n in zip(part, size, strict=True)], size)
+        part = _part_at(turn, joined, cut, need)
+        received = lax.ppermute(sent, axes, permutation(move, grid, turn))
+        y = lax.dynamic_update_slice(y, received, [i * n for i, n in zip(part, size, strict=True)])
+    return y
 
 
 _EXCHANGES: dict[str, Callable[..., Any]] = {"all-to-all": _all_to_all, "collective-permute": _permute}
 
 
-def permutation(move: Move, sizes: Mapping[str, int]) -> list[tuple[int, int]]:
+def _parts(move: Move, sizes: Mapping[str, int]) -> tuple[list[int], list[int]]:
+    """(the parts into which each dim of a shard is cut, the parts of which each dim of a shard afterwards consists)."""
+    pairs = [(shard_count(a, sizes), shard_count(b, sizes)) for a, b in zip(move.before, move.after, strict=True)]
+    return [max(b // a, 1) for a, b in pairs], [max(a // b, 1) for a, b in pairs]
+
+
+def _part_at(turn: int, own: Sequence[int], other: Sequence[int], shard: Sequence[Any]) -> list[Any]:
+    """The index along each dim of the part of a shard that is in a collective-permute.
+
+    Part p of the shard with the remainders r, both numbered row-major, is in the permute number p + r modulo their number. So a
+    device sends each of its parts once, and receives each part once, from different devices.
+
+    Args:
+      turn: the number of the permute.
+      own: the parts of the shard along each dim.
+      other: the parts of the shards on the other side: the index of the shard modulo them are the remainders.
+      shard: its index along each dim, of this device or of every device.
+    """
+    number: Any = turn
+    stride = 1
+    for index, k in zip(reversed(shard), reversed(other), strict=True):
+        number, stride = number - index % k * stride, stride * k
+    part: list[Any] = []
+    for k in reversed(own):
+        part.insert(0, number % k)
+        number = number // k
+    return part
+
+
+def permutation(move: Move, sizes: Mapping[str, int], turn: int = 0) -> list[tuple[int, int]]:
     """(source, target) for every device of a collective-permute; devices are numbered along its axes, the first one major.
 
     A device that already has its target shard is its own source. If several other devices have a shard, each sends it to one
     device.
+
+    Args:
+      turn: the number of the permute, of a move that is several.
     """
     shape = [sizes[a] for a in move.axes]
     coordinate = dict(zip(move.axes, np.indices(shape).reshape(len(shape), -1), strict=True))
 
-    def shards(spec: Spec) -> list[tuple[int, ...]]:
-        """For every device, the number of its shard along each dim, under a spec."""
+    def shards(spec: Spec) -> list[Any]:
+        """For each dim, the number of every device's shard along it, under a spec."""
         numbers = []
         for entry in spec:
             number = np.zeros(int(np.prod(shape)), int)
             for axis in entry:
                 number = number * sizes[axis] + coordinate[axis]
-            numbers.append(number.tolist())
-        return list(zip(*numbers, strict=True))
+            numbers.append(number)
+        return numbers
 
+    before = shards(move.before)
+    cut, joined = _parts(move, sizes)
+    part = _part_at(turn, cut, joined, before)
+    sent = [(b * k + p) // n for b, k, p, n in zip(before, cut, part, joined, strict=True)]
+    targets = [list(zip(*(n.tolist() for n in numbers), strict=True)) for numbers in (sent, shards(move.after))]
     pairs: list[tuple[int, int]] = []
     free: dict[tuple[int, ...], list[int]] = {}
-    before, after = shards(move.before), shards(move.after)
-    for k, (source, target) in enumerate(zip(before, after, strict=True)):
+    for k, (source, target) in enumerate(zip(*targets, strict=True)):
         if source == target:
             pairs.append((k, k))
         else:
             free.setdefault(source, []).append(k)
-    pairs += [(free[t].pop(0), k) for k, (s, t) in enumerate(zip(before, after, strict=True)) if s != t]
+    pairs += [(free[t].pop(0), k) for k, (s, t) in enumerate(zip(*targets, strict=True)) if s != t]
     return sorted(pairs)
 
 

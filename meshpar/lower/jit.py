@@ -128,12 +128,13 @@ class _Lowering:
         )
         return eqn, out
 
-    def path(self, have: Spec | None, need: Spec) -> tuple[Spec, ...]:
-        """The specs of the constraints that reshard a value. A slice followed by an all-gather takes two: with one constraint, XLA
-        all-gathers the unsliced value."""
-        moves = () if have is None else reshard(have, need, self.sizes)
-        sliced = [m.after for m in moves if m.op == "slice"]
-        return (sliced[-1], need) if moves and sliced and moves[-1].op == "all-gather" else (need,)
+    def path(self, have: Spec | None, need: Spec, shape: Sequence[int]) -> tuple[Spec, ...]:
+        """The specs of the constraints that reshard a value of this shape. Slices, exchanges and all-gathers have one each: with
+        one constraint for all, XLA all-gathers the unsliced value."""
+        moves = () if have is None else reshard(have, need, shape, self.sizes)
+        gathers = [m.before for m in moves if m.op == "all-gather"]
+        slices = [m.after for m in moves if m.op == "slice"] if gathers else []
+        return tuple(dict.fromkeys((*slices[-1:], *gathers[:1], need)))
 
     def jaxpr(self, frame: Frame) -> Any:
         """The jaxpr of a frame with sharding constraints; the same object if it needs none."""
@@ -300,7 +301,7 @@ class _FrameWriter:
             if local and stored and any(stored) and not lowering.is_constant(value):
                 # without this constraint XLA may reshard the operands of a cast: float32 in place of bfloat16
                 now = self.constrain(now, stored, op.eqn)
-            for spec in lowering.path(stored, need):
+            for spec in lowering.path(stored, need, value.shape):
                 now = self.constrain(now, spec, op.eqn)
             self.resharded[key] = now
         return self.resharded[key]

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ..dims import Dims, DimsLike, did_you_mean, parse_dims
@@ -217,6 +218,9 @@ def merge(x: Any, dims: DimsLike, into: str) -> Named:
 def index(x: Any, **at: int | slice) -> Named:
     """Elements at static positions: an integer removes the dim, a slice shortens it: ``nd.index(x, seq=slice(1, None), head=0)``.
 
+    Raises:
+      LayoutSyntaxError: a position is something else: a boolean, or an array.
+
     Example:
       >>> mp.nd.index(mp.nd.arange(batch=4, seq=8), batch=0, seq=slice(2, 6)).sizes
       {'seq': 4}
@@ -224,8 +228,14 @@ def index(x: Any, **at: int | slice) -> Named:
     x = as_named(x)
     where: list[Any] = [slice(None)] * len(x.dims)
     for d, i in at.items():
+        if isinstance(i, bool) or not isinstance(i, int | np.integer | slice):
+            raise LayoutSyntaxError(
+                f"nd.index: {d}={i!r} is no integer or slice",
+                fixes=[f"nd.gather(x, indices, {d!r}) takes indices that are arrays; nd.where selects by booleans"],
+            )
         where[position(x, d, "index")] = i
-    return Named(x.array[tuple(where)], tuple(d for d in x.dims if not isinstance(at.get(str(d)), int)))
+    dims = tuple(d for d, i in zip(x.dims, where, strict=True) if isinstance(i, slice))
+    return Named(x.array[tuple(where)], dims)
 
 
 def pad(x: Any, value: float = 0, **widths: tuple[int, int]) -> Named:

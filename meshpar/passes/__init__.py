@@ -24,6 +24,7 @@ from ..plan.checks import unnamed_results, unnamed_weights
 from ..plan.plan import Plan
 from ..plan.planner import planned
 from ..program.ir import Program
+from ..program.roles import unread_state
 from .all_reduce_choice import choose_all_reduce
 from .barriers import order_stacks, pad_rows, separate_matmuls, separate_slices, serialize_loops, serialize_results
 from .collective_matmul import overlap_collectives
@@ -117,6 +118,7 @@ def make_plan(
         _warn_of_replication(plan)
         _warn_of_scheme(plan)
         _warn_of_indivisible(plan)
+        _warn_of_undeclared_state(plan)
     if plan.lowering_reason is not None:
         text = f'lowering="auto" is "jit" for this program, whose plan is an estimate: {plan.lowering_reason}'
         warnings.warn(text, LoweringWarning, stacklevel=user_stacklevel())
@@ -171,6 +173,27 @@ def _warn_of_replication(plan: Plan) -> None:
             text = (
                 f"nothing of this program is split over `{axis}`, of size {plan.sizes[axis]}, though the layout has rules for it "
                 f"({shown}): its devices all do the same work. Dims of the program: {names}"
+            )
+            warnings.warn(text, ReplicatedWarning, stacklevel=user_stacklevel())
+
+
+def _warn_of_undeclared_state(plan: Plan) -> None:
+    """Warn (``ReplicatedWarning``) of arrays that are updated as optimizer state is, but not declared as such: rules with the scope
+    ``opt`` do not apply to them."""
+    program, split = plan.program, {h.path: {a for _, axes in h.split for a in axes} for h in plan.inputs}
+    for rule in plan.requested_layout.rules:
+        axes = {a for a in rule.axes if plan.sizes[a] > 1} if rule.scope == "opt" else set()
+        paths = [
+            str(v.path)
+            for v in (program.cached(unread_state) if axes else ())
+            if rule.dim in program.dims(v) and not axes & split[str(v.path)]
+        ]
+        if paths:
+            more = f" and {len(paths) - 1} more" if paths[1:] else ""
+            text = (
+                f"`{rule}` does not apply to {paths[0]}{more}: only the update reads it, elementwise, as it reads optimizer state, "
+                "but neither its type nor its path declares it as such, so it is stored as a parameter. Call it `opt_state`, or "
+                f'give it a rule of its own: "{paths[0]}".{rule.dim}: {"+".join(rule.axes)}'
             )
             warnings.warn(text, ReplicatedWarning, stacklevel=user_stacklevel())
 

@@ -27,6 +27,7 @@ from ..dims import Dims
 from ..layout import SCOPES, Layout, Rule, Spec, claim
 from ..program.ir import Op, Program, Value
 from ..program.names import SubDim
+from ..program.roles import elementwise_flow, new_values, unread_state
 from ..rules import OpRule
 from .spec import replicated_spec
 
@@ -662,75 +663,28 @@ def _shard_map_axes(program: Program) -> dict[int, tuple[str, ...]]:
 def _scopes(program: Program, layout: Layout) -> dict[Value, tuple[str, ...]]:
     """value → its scopes: the scopes of inputs and outputs, propagated through elementwise ops to values without a scope.
 
-    The scope ``opt`` is also propagated through any op all of whose operands are in it (factored moments, Newton-Schulz).
+    The scope ``opt`` is also propagated through any op all of whose operands are in it (factored moments, Newton-Schulz). An input
+    has the scopes of its path and kind only, and so has its new value; state that is updated with a parameter also has its scopes.
     """
     seeds: dict[Value, tuple[str, ...]] = {}
     for value in (*program.inputs, *program.outputs):
         if value.path is not None and value.shape:
             seeds[value] = tuple({*seeds.get(value, ()), *layout.scopes_of(value.path, value.kind)})
-    links: dict[Value, list[Value]] = {}
-    through: list[tuple[list[Value], list[Value]]] = []
-
-    def link(a: Value | None, b: Value | None) -> None:
-        if a is not None and b is not None and a is not b and a.shape and b.shape:
-            links.setdefault(a, []).append(b)
-            links.setdefault(b, []).append(a)
-
-    for op in program.root.walk():
-        if op.frames:
-            _link_bodies(op, link)
-        elif op.rule is None or op.rule.strong:
-            for out in op.outs:
-                for v in op.ins:
-                    if v is not None and (op.rule is not None or v.shape == out.shape):
-                        link(v, out)
-        else:
-            ins = [v for v in op.ins if v is not None and v.shape]
-            if ins:
-                through.append((ins, [v for v in op.outs if v.shape]))
+    flow, new, state = (program.cached(of) for of in (elementwise_flow, new_values, unread_state))
+    for old, result in new.items():  # `"ema/*".embed` matches the argument `ema/up`, but not the result `1/up`
+        seeds[result] = seeds[result] or seeds[old]
     owned = {v for v in (*program.inputs, *program.outputs) if v.kind is not None or seeds.get(v)}
-    found: dict[Value, set[str]] = {i: set(s) for i, s in seeds.items() if s}
-    changed = True
-    while changed:
-        changed = False
-        for scope in dict.fromkeys(r.scope for r in layout.rules if r.scope):
-            todo = [i for i, s in found.items() if scope in s]
-            while todo:
-                for j in links.get(todo.pop(), ()):
-                    if j not in owned and scope not in found.setdefault(j, set()):
-                        found[j].add(scope)
-                        todo.append(j)
-        if "opt" in layout_scopes(layout):
-            for ins, outs in through:
-                if all("opt" in found.get(i, ()) for i in ins):
-                    for j in outs:
-                        if j not in owned and "opt" not in found.setdefault(j, set()):
-                            found[j].add("opt")
-                            changed = True
-    return {i: tuple(sorted(s)) for i, s in found.items() if s}
+    found: dict[Value, set[str]] = {}
+    for scope in dict.fromkeys(r.scope for r in layout.rules if r.scope):
+        opt = scope == "opt"
+        of_scope = [v for v, own in seeds.items() if scope in own]
+        others = {v for v in program.inputs if scope not in seeds.get(v, ()) and (opt or v not in state)}
+        stored = owned | flow.bound(others) | {new[v] for v in others & new.keys()}
+        for value in flow.spread(of_scope, stored, through=opt):
+            found.setdefault(value, set()).add(scope)
+    return {i: tuple(sorted(s)) for i, s in found.items()}
 
 
 def layout_scopes(layout: Layout) -> set[str]:
     """The scopes of state (``params``, ``opt``) that the rules of a layout name."""
     return {r.scope for r in layout.rules if r.scope in SCOPES}
-
-
-def _link_bodies(op: Op, link: Callable[[Value | None, Value | None], None]) -> None:
-    """Call ``link`` on each pair of values that are the same inside and outside the bodies of an op."""
-    p = op.eqn.params
-    for frame in op.frames:
-        inner = [frame.env[v] for v in frame.jaxpr.invars]
-        results = [frame.env.get(v) if not hasattr(v, "val") else None for v in frame.jaxpr.outvars]
-        outer: list[Value | None] = list(op.ins)
-        if op.primitive.branch:
-            outer = outer[1:]
-        elif op.primitive.loop and not op.primitive.scan:
-            nc, nb = p["cond_nconsts"], p["body_nconsts"]
-            body = frame is op.frames[1]
-            outer = (op.ins[nc : nc + nb] if body else op.ins[:nc]) + op.ins[nc + nb :]
-            if not body:
-                results = []
-        for a, b in zip(outer[len(outer) - len(inner) :], inner, strict=False):
-            link(a, b)
-        for a, b in zip(op.outs, results, strict=False):
-            link(a, b)

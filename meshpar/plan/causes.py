@@ -27,7 +27,10 @@ def _name(op: Op) -> str:
 def _is_indexed(op: Op, value: Value, i: int) -> bool:
     """Whether an op reads dim i of an operand at some indices; the operand may be ``value`` inside of a loop."""
     operands = [k for k, v in enumerate(op.ins) if v is not None and v.nodes == value.nodes]
-    return op.rule is not None and any(op.rule.kinds[f] == "indexed" for k in operands for f in op.rule.ins[k][i])
+    if op.rule is None:
+        return False
+    dims = (op.rule.ins[k] for k in operands)  # none of an operand that every device needs all of
+    return any(op.rule.kinds[f] == "indexed" for own in dims if own for f in own[i])
 
 
 class Causes:

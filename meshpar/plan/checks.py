@@ -271,6 +271,9 @@ def check_opaque(op: Op, specs: Sequence[Spec | None], program: Program, assignm
                 continue
             dim = program.dim_name(value, i) or f"dim {i}"
             names = [x for ns, _ in program.sub_dims(value, i) for x in ns]
+            words = [name if name and name.isidentifier() else "_" for name in program.dims(value)]
+            array = " ".join(w if w == "_" or j != i else f"{w}!" for j, w in enumerate(words))
+            ruled = next((n for n in names if assignment.rule_text([n], axes[0])), None)
             raise UnsupportedError(
                 f"{op.name} has no factor rule, and `{dim}` of its operand is split over {format_axes(axes)}",
                 shape=value.shape,
@@ -280,9 +283,17 @@ def check_opaque(op: Op, specs: Sequence[Spec | None], program: Program, assignm
                 rule=assignment.rule_text(names, axes[0]),
                 source=op.location,
                 fixes=[
-                    "declare which dims may be split, on the function around it: "
-                    '@mp.kernel_rule("tokens embed, embed mlp -> tokens mlp")',
-                    f"or leave `{dim}` unsharded for it, under another name: mp.rename(x, {dim}=…)",
+                    "declare which dims may be split, on the function around it; `!` and `_` mark the dims of which it needs "
+                    f'all. With one operand and a result of the same dims: @mp.kernel_rule("{array} -> {array}")',
+                    *(
+                        [
+                            f"or leave `{ruled}` unsharded for it, under another name: "
+                            f'x = mp.rename(x, {ruled}="kernel_{ruled}")'
+                            + (f", before the reshape that makes `{dim}`" if ruled != dim else "")
+                        ]
+                        if ruled
+                        else []
+                    ),
                 ],
             )
 

@@ -16,7 +16,7 @@ from ..hardware.collective_time import seconds_of
 from ..hardware.topology import Torus
 from ..layout import Spec
 from ..program.ir import Op, Program, Value
-from .collectives import Collective
+from .collectives import Collective, Text
 from .resharding import Move, reshard
 from .spec import itemsize, shard_count, value_bytes
 from .traffic import SendOver, send_bytes
@@ -56,7 +56,7 @@ class CollectiveRecords:
 
     def moving(
         self, kind: CollectiveOp, axes: tuple[str, ...], value: Value, op: Op | None, bytes_sent: float,
-        count: int | None, cause: str,
+        count: int | None, cause: Text,
     ) -> list[Collective]:  # fmt: skip
         """The record of a collective of ``kind`` over ``axes`` that moves a value, in a list; an empty list if nothing
         is sent.
@@ -65,7 +65,7 @@ class CollectiveRecords:
           op: the op that needs it.
           bytes_sent: bytes that each device sends.
           count: how often it runs in a step; None: unknown.
-          cause: the text of the record that states its reason.
+          cause: the text of the record that states its reason, or a function that makes it.
 
         Raises:
           TooLong: the collectives take longer than the limit.
@@ -86,7 +86,14 @@ class CollectiveRecords:
         ]  # fmt: skip
 
     def reducing(
-        self, kind: CollectiveOp, axes: tuple[str, ...], value: Value, op: Op, spec: Spec, count: int | None, cause: str
+        self,
+        kind: CollectiveOp,
+        axes: tuple[str, ...],
+        value: Value,
+        op: Op,
+        spec: Spec,
+        count: int | None,
+        cause: Text,
     ) -> list[Collective]:
         """The record of a collective of ``kind`` over ``axes`` that reduces a partial value with the spec ``spec``; in
         a list, as :meth:`moving`."""
@@ -98,23 +105,29 @@ class CollectiveRecords:
         return self.moving(kind, axes, value, op, bytes_sent, count, cause)
 
     def resharding(
-        self, value: Value, have: Spec, need: Spec, op: Op | None, count: int | None, cause: str
+        self, value: Value, have: Spec, need: Spec, op: Op | None, count: int | None, cause: Text
     ) -> tuple[tuple[Move, ...], list[Collective]]:
         """(the moves that change the spec of a value from ``have`` to ``need``, the records of their collectives)."""
-        moves = reshard(have, need, self.sizes)
+        moves = reshard(have, need, value.shape, self.sizes)
         size = itemsize(value.aval)
         records = [
             record
             for m in moves
             if m.op != "slice"
             for record in self.moving(
-                cast(CollectiveOp, m.op), m.axes, value, op, m.bytes(value.shape, size, self.sizes), count, cause
+                cast(CollectiveOp, m.op),
+                m.axes,
+                value,
+                op,
+                m.bytes(value.shape, size, self.sizes),
+                None if count is None else count * m.times,
+                cause,
             )
         ]
         return moves, records
 
     def local_form(
-        self, op: Op, sends: tuple[SendOver, ...], texts: Sequence[tuple[str, str]], count: int | None
+        self, op: Op, sends: tuple[SendOver, ...], texts: Sequence[tuple[Text, str]], count: int | None
     ) -> tuple[Collective, ...]:
         """The records of the collectives that the local form of an op makes.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import field, fields
 from itertools import takewhile
 from typing import Any
@@ -17,6 +17,12 @@ from ..program.ir import Op
 from ..records import record
 from ..rules.partial import dtype_class
 from ..rules.rule import ADDED
+
+Text = str | Callable[[], str]
+"""A text for reports, or a function that makes it."""
+
+UNWORDED = "(no cause, since wording it failed)"
+"""Begins the cause of a collective whose wording raised an error."""
 
 
 @record
@@ -33,7 +39,7 @@ class Collective:
       bytes: sent by each of g devices in one run: ``V·(g-1)/g`` for an all-gather of V gathered bytes, a reduce-scatter or an
         all-to-all of V local bytes, twice that for an all-reduce, V local bytes for a collective-permute.
       count: runs per step; None: a loop's trip count is not known.
-      cause: a sentence with the rule of the layout that needs it.
+      wording: the cause, or a function that returns it.
       origin: the op that needs it.
       algorithm: one of :data:`meshpar.hardware.algorithms.ALGORITHMS`:
 
@@ -54,12 +60,26 @@ class Collective:
     dtype: str
     bytes: float
     count: int | None
-    cause: str
+    wording: Text
     origin: Op | None = field(default=None, repr=False)
     seconds: float | None = None
     algorithm: AlgorithmName = "native"
     why: str = ""
     first: int = 0
+
+    @property
+    def cause(self) -> str:
+        """A sentence with the rule of the layout that needs it.
+
+        It is made when it is read first. An error in it becomes the text, since a report must not stop a plan or a step.
+        """
+        if not isinstance(self.wording, str):
+            try:
+                text = self.wording()
+            except Exception as e:
+                text = f"{UNWORDED} {type(e).__name__}: {e}"
+            object.__setattr__(self, "wording", text)
+        return str(self.wording)
 
     @property
     def entry(self) -> Algorithm:
@@ -119,7 +139,8 @@ class Collective:
         return self.origin.location if self.origin is not None else ""
 
     def to_dict(self) -> dict[str, Any]:
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("origin", "first")}
+        names = ("cause" if f.name == "wording" else f.name for f in fields(self) if f.name not in ("origin", "first"))
+        values = {name: getattr(self, name) for name in names}
         return {**values, "source": self.source, "module": self.module, "package_line": self.package_line}
 
 

@@ -56,7 +56,7 @@ class ConstantMaker:
             step = self.interned.get(("constant", result), lambda: Constant(op, result, array))
         elif op.rule is not None and axes is None:
             result = self._shard(value, spec, body)
-            path = reshard(replicated_spec(len(spec)), spec, self.sizes)
+            path = reshard(replicated_spec(len(spec)), spec, value.shape, self.sizes)
             step = self.interned.get(
                 ("cut", sources[0], result, path), lambda: Reshard(op, sources[0], result, path, (), copy=True)
             )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from ..compat.jax import body_consts, literal_array, scan_counts
+from ..compat.jax import body_consts, body_operands, literal_array, scan_counts
 from ..layout import Spec
 from ..program.ir import Frame, Op, Value
 from ..program.primitives import add_row_p
@@ -87,7 +87,7 @@ class ControlFlow:
     def add(self, op: Op) -> bool:
         """Plan an addition to the carry of a loop, if the carry is partial; else only place the carry."""
         emitter, acc = self.emitter, self.accumulations[op]
-        if self.facts.readers.get(acc.addend, 0) > 1:
+        if len(self.facts.readers.get(acc.addend, ())) > 1:
             emitter.reduce(acc.addend)
         addend = emitter.operand_of(acc.addend)
         assert addend is not None
@@ -124,8 +124,7 @@ class ControlFlow:
         with emitter.inside(frame) as body:
             if not recomputes:
                 body.copies = outer.copies
-            invars = op.eqn.invars[len(op.eqn.invars) - len(frame.jaxpr.invars) :]
-            for var, value in zip(invars, frame.ins(), strict=True):
+            for var, value in zip(body_operands(op.eqn, op.eqn.invars), frame.ins(), strict=True):
                 if isinstance(var, Literal):
                     emitter.literal(value, var)
             if recomputes:
@@ -389,7 +388,7 @@ class ControlFlow:
                 continue
             first = None if start is None or start in self.emitter.constants else self.emitter.current[start]
             if first is not None and not (
-                first.partial and first.kind in ADDED and self.facts.readers.get(first.value) == 1
+                first.partial and first.kind in ADDED and len(self.facts.readers.get(first.value, ())) == 1
             ):
                 continue
             positions.add(k)
@@ -470,7 +469,7 @@ def _outputs(frame: Frame) -> list[Value | None]:
 def _recomputes(op: Op) -> bool:
     """Whether a call recomputes part of the forward pass behind a barrier."""
     p = op.eqn.params
-    if "prevent_cse" not in p or not p["differentiated"]:
+    if not op.primitive.recomputation or not p["differentiated"]:
         return False
     guarded = p["prevent_cse"]
     return any(guarded) if isinstance(guarded, tuple) else bool(guarded)

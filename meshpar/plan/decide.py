@@ -7,7 +7,7 @@ Everything here is a pure function of an op, the shardings of its operands, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from ..layout import Spec
@@ -100,17 +100,20 @@ class Facts:
     Attributes:
       assignment: the axis assignment of the layout.
       sizes: axis → size of the mesh.
-      readers: how often each value is read.
+      readers: the ops that read each value; None: a result.
       accumulated: values that are added to the carry of a loop by linear ops → whether an inner loop stacks them on the way.
       reduce_in: results of the conversions to a dtype in which the user asks a sum to be reduced.
+      deferred: partial values that are not reduced, because reducing what their readers make sends less
+        (:func:`is_reduced_after`).
     """
 
     program: Program
     assignment: AxisAssignment
     sizes: Mapping[str, int]
-    readers: Mapping[Value, int]
+    readers: Mapping[Value, Sequence[Op | None]]
     accumulated: Mapping[Value, bool]
     reduce_in: frozenset[Value]
+    deferred: Set[Value] = frozenset()
 
 
 @record
@@ -173,8 +176,8 @@ class _Site:
 def decide(op: Op, operands: Sequence[Operand | None], facts: Facts) -> OpDecision:
     """The decision about an op without bodies.
 
-    A partial operand that several ops read is reduced before the first of them, so that no result is reduced for each reader. The
-    others are reduced unless the op may be applied to them before (:mod:`meshpar.rules.partial`).
+    A partial operand that several ops read is reduced before the first of them, so that no result is reduced for each reader, unless
+    it is deferred. The others are reduced unless the op may be applied to them before (:mod:`meshpar.rules.partial`).
 
     Args:
       operands: None for literals.
@@ -184,7 +187,8 @@ def decide(op: Op, operands: Sequence[Operand | None], facts: Facts) -> OpDecisi
       UnknownAxisError, MeshError: a ``shard_map`` of the program does not fit the mesh.
     """
     first = _Site(op, operands, facts)
-    shared = tuple(i for i in first.partial if facts.readers.get(first.operand(i).value, 0) > 1)
+    partial = [(i, first.operand(i).value) for i in first.partial]
+    shared = tuple(i for i, v in partial if len(facts.readers.get(v, ())) > 1 and v not in facts.deferred)
     if op.primitive.barrier:
         return _barrier(first.reducing(shared), shared)
     if op.primitive.identity:
@@ -513,7 +517,7 @@ def _is_used(site: _Site, law: Law, x: Operand) -> bool:
     if law.when == "widening":
         stacked = site.facts.accumulated.get(out)
         if stacked is None:
-            return False
+            return x.value in site.facts.deferred
         scatter, _ = split_reduction(x.spec, site.stored(out), x.partial, x.kind)
         return not (stacked and scatter)  # else it is reduced in every iteration
     return law.when != "named" or out in site.facts.reduce_in
@@ -538,19 +542,63 @@ def _rule_on_partial(site: _Site, i: int, law: Law) -> OpDecision | None:
 
 def _reduces_less_after(site: _Site, i: int) -> bool:
     """Whether fewer bytes are sent if the result of an op is reduced instead of its partial operand i."""
+    x, sent = site.operand(i), _bytes_after(site, i)
+    if sent is None:
+        return False
+    return sent[1] < sent[0] + reduction_bytes(x.value, x.spec, site.stored(x.value), x.partial, x.kind, site.sizes)
+
+
+def _bytes_after(site: _Site, i: int) -> tuple[float, float] | None:
+    """(bytes sent for an op besides the reduction of its partial operand i, bytes if its result is reduced instead); None: the op
+    cannot run on the partial operand."""
     x, (out,), rule, sizes = site.operand(i), site.op.outs, site.rule, site.sizes
     axes = assigned_axes(site)
     need, made = spec_from_factors(rule.ins[i], axes), spec_from_factors(rule.outs[0], axes)
     if need != x.spec or any(a in x.partial for got in axes for a in got):
-        return False
+        return None
     (own,), kind = partial_axes(site.op, axes, sizes)
     if own and kind != kind_after(LINEAR, x.kind):
-        return False
-    stored, result = site.stored(x.value), site.stored(out)
-    before = reduction_bytes(x.value, need, stored, x.partial, kind, sizes)
-    before += value_reshard_bytes(x.value, stored, need, sizes)
+        return None
+    result = site.stored(out)
+    before = value_reshard_bytes(x.value, site.stored(x.value), need, sizes)
     before += reduction_bytes(out, made, result, own, kind, sizes)
-    return reduction_bytes(out, made, result, _union(site, own, x.partial), kind, sizes) < before
+    return before, reduction_bytes(out, made, result, _union(site, own, x.partial), kind, sizes)
+
+
+def is_reduced_after(x: Operand, facts: Facts) -> bool:
+    """Whether fewer bytes are sent if what all readers of a partial value make is reduced instead of the value.
+
+    The gradient of merged low-rank weights, ``g`` in ``g @ b`` and ``a @ g``, is larger than both results. The readers' other operands
+    are taken to be in their stored specs.
+    """
+    before = reduction_bytes(x.value, x.spec, facts.assignment.value_spec(x.value), x.partial, x.kind, facts.sizes)
+    after = _bytes_of_readers(x, facts)
+    return after is not None and after < before
+
+
+def _bytes_of_readers(x: Operand, facts: Facts) -> float | None:
+    """The bytes by which the readers of a partial value send more if what they make is reduced; None: one of them cannot run on it."""
+    more = 0.0
+    for op in facts.readers.get(x.value, ()):
+        if op is None or op.ins.count(x.value) != 1:
+            return None
+        i = op.ins.index(x.value)
+        operands = [None if v is None else Operand(v, facts.assignment.value_spec(v)) for v in op.ins]
+        site = _Site(op, [*operands[:i], x, *operands[i + 1 :]], facts)
+        law = applicable_law(facts.program, op, x.kind, [i], lambda law: law.when in ("smaller", "widening"))
+        if law is None:
+            return None
+        if law.when == "widening":
+            sent = _bytes_of_readers(replace(x, value=op.outs[0]), facts)
+            if sent is None:
+                return None
+            more += sent
+            continue
+        sent = _bytes_after(site, i)
+        if sent is None:
+            return None
+        more += sent[1] - sent[0]
+    return more
 
 
 def _union(site: _Site, a: Sequence[str], b: Sequence[str]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -193,7 +194,10 @@ class Emitter:
         if decision.sends:
             axes = decision.axes or ()
             texts = [
-                (self.causes.local_form(op, axes, over, send.why), self.causes.sent_dims(op, send.shape))
+                (
+                    functools.partial(self.causes.local_form, op, axes, over, send.why),
+                    self.causes.sent_dims(op, send.shape),
+                )
                 for send, over in decision.sends
             ]
             step = replace(step, collectives=self.records.local_form(op, decision.sends, texts, self.count))
@@ -240,7 +244,7 @@ class Emitter:
         source = self.current[value]
         if source.spec == need:
             return source
-        cause = self.causes.stored(op, value, source.spec, need)
+        cause = functools.partial(self.causes.stored, op, value, source.spec, need)
         path, collectives = self.records.resharding(value, source.spec, need, op, self.count, cause)
         result = self.shard(value, need)
         self.group.append(Reshard(op, source, result, path, tuple(collectives), copy=False))
@@ -263,16 +267,16 @@ class Emitter:
         scatters: list[Scatter] = []
         collectives: list[Collective] = []
         for i, axes in scatter.items():  # first, so that the smaller shard is all-reduced
-            cause = self.causes.scattered(op, factor_axes, value, i, axes)
+            cause = functools.partial(self.causes.scattered, op, factor_axes, value, i, axes)
             records = self.records.reducing("reduce-scatter", axes, value, op, spec, self.count, cause)
             scatters.append(Scatter(i, axes, records[0].algorithm if records else "staged"))
             collectives += records
             spec = tuple((*entry, *axes) if k == i else entry for k, entry in enumerate(spec))
         if reduced:
             kind = "all-reduce" if is_all_reducible(source.kind, value.aval.dtype) else "all-gather"
-            cause = self.causes.all_reduced(op, factor_axes, reduced)
+            cause = functools.partial(self.causes.all_reduced, op, factor_axes, reduced)
             collectives += self.records.reducing(kind, reduced, value, op, spec, self.count, cause)
-        cause = self.causes.stored(op, value, spec, stored)
+        cause = functools.partial(self.causes.stored, op, value, spec, stored)
         path, moves = self.records.resharding(value, spec, stored, op, self.count, cause)
         result = self.shard(value, stored)
         self._groups[source].append(Reduce(op, source, result, path, (*collectives, *moves), tuple(scatters), reduced))
@@ -307,7 +311,7 @@ class Emitter:
             shard = self.recomputed(value, need)
         if shard is None:
             source = self.current[value]
-            cause = self.causes.resharded(op, self.factor_axes.get(op, ()), value, source.spec, need)
+            cause = functools.partial(self.causes.resharded, op, self.factor_axes.get(op, ()), value, source.spec, need)
             path, collectives = self.records.resharding(value, source.spec, need, origin, count, cause)
             shard = body.copies[value, need] = self.shard(source.value, need, copy=(body.frame, value))
             body.deferred.append(Reshard(origin, source, shard, path, tuple(collectives), copy=True))

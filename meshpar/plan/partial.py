@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from ..compat.jax import body_consts, is_tracer, literal_array, scan_counts
+from ..compat.jax import body_consts, body_operands, is_tracer, literal_array, scan_counts
 from ..program.ir import Op, Program, Value
 from ..program.primitives import reduce_in_p
 from ..rules import having
@@ -74,7 +74,7 @@ def _scalars(program: Program) -> dict[Value, Any]:
                 (frame.env[var], _scalar(const)) for var, const in zip(frame.jaxpr.constvars, consts, strict=False)
             )
             if not op.primitive.control_flow:
-                invars = op.eqn.invars[len(op.eqn.invars) - len(frame.jaxpr.invars) :]
+                invars = body_operands(op.eqn, op.eqn.invars)
                 literals = [(v, x) for v, x in zip(frame.ins(), invars, strict=True) if isinstance(x, Literal)]
                 found.update((v, _scalar(literal_array(x))) for v, x in literals)
     return {value: x for value, x in found.items() if x is not None}
@@ -108,9 +108,10 @@ def applicable_law(
     return None
 
 
-def read_counts(program: Program) -> dict[Value, int]:
-    """value → number of ops and results that read it. Calls do not count, the ops of their bodies do."""
-    counts: dict[Value, int] = {}
+def readers_of(program: Program) -> dict[Value, list[Op | None]]:
+    """value → the ops that read it, as often as they do; None: a result of the program or of a body. Calls do not count, the ops of
+    their bodies do."""
+    readers: dict[Value, list[Op | None]] = {}
     frames = [program.root]
     for op in program.root.walk():
         if op.frames and not op.primitive.control_flow:
@@ -118,13 +119,25 @@ def read_counts(program: Program) -> dict[Value, int]:
         frames += op.frames
         for v in op.ins:
             if v is not None:
-                counts[v] = counts.get(v, 0) + 1
+                readers.setdefault(v, []).append(op)
     for frame in frames:
         for var in frame.jaxpr.outvars:
             if not isinstance(var, Literal):
-                value = frame.env[var]
-                counts[value] = counts.get(value, 0) + 1
-    return counts
+                readers.setdefault(frame.env[var], []).append(None)
+    return readers
+
+
+def deferrable(program: Program) -> frozenset[Value]:
+    """The values of which every reader is an op with one result and a law for smaller results, or a conversion to a wider type."""
+
+    def may_shrink(op: Op | None) -> bool:
+        return (
+            op is not None
+            and len(op.outs) == 1
+            and any(law.when in ("smaller", "widening") for law in op.primitive.partial)
+        )
+
+    return frozenset(v for v, ops in program.cached(readers_of).items() if all(map(may_shrink, ops)))
 
 
 def addends(program: Program, end: Value) -> Iterator[tuple[Value, bool]]:
@@ -136,12 +149,12 @@ def addends(program: Program, end: Value) -> Iterator[tuple[Value, bool]]:
     Yields:
       (value, whether a loop of several iterations stacks it before ``end``); ``end`` first.
     """
-    times = program.cached(read_counts)
+    readers = program.cached(readers_of)
     todo = [(end, False)]
     while todo:
         value, stacked = todo.pop()
         op = value.op
-        if times.get(value, 0) != 1 or op is None:
+        if len(readers.get(value, ())) != 1 or op is None:
             continue
         yield value, stacked
         if op.primitive.scan:

@@ -23,10 +23,10 @@ from .checks import check_dims, check_divides, check_joins
 from .collective_records import CollectiveRecords, TooLong
 from .constants import large_constant_note
 from .control_flow import ControlFlow
-from .decide import Facts, OpDecision, decide
+from .decide import Facts, OpDecision, decide, is_reduced_after
 from .emit import Emitter
 from .memo import Interned, KeyMaker, MeshCache, PlanCache
-from .partial import read_counts, reduce_in_values
+from .partial import deferrable, readers_of, reduce_in_values
 from .plan import Plan, ShardedArray
 from .spec import replicated_spec, shard_count
 from .steps import Shard
@@ -217,6 +217,7 @@ class _Planner:
     """Makes one plan: decides about every op of a program in order, and emits its steps.
 
     Attributes:
+      deferrable: values that may be in ``deferred`` of the facts.
       cache: of the mesh; empty if the program is planned for the first time, or if its layout is resolved by cost,
           which decides about ops by more than the keys of cached decisions contain.
     """
@@ -256,8 +257,16 @@ class _Planner:
         interned = shared.interned if cached else Interned()
         self.emitter = Emitter(program, assignment, interned, records, sizes)
         accumulated: dict[Value, bool] = {}
+        self.deferred: set[Value] = set()
+        self.deferrable = program.cached(deferrable)
         self.facts = Facts(
-            program, assignment, sizes, program.cached(read_counts), accumulated, program.cached(reduce_in_values)
+            program,
+            assignment,
+            sizes,
+            program.cached(readers_of),
+            accumulated,
+            program.cached(reduce_in_values),
+            self.deferred,
         )
         self.control = ControlFlow(self.emitter, self.facts, accumulated, self.ops, in_each_microbatch)
 
@@ -299,6 +308,15 @@ class _Planner:
                 group.insert(0, control.plan(op))
             elif op not in control.accumulations or not control.add(op):
                 emitter.run(op, self.decision(op))
+                self.defer(op)
+
+    def defer(self, op: Op) -> None:
+        """Record the partial results of an op that are not reduced, because reducing what their readers make sends less."""
+        for value in op.outs:
+            if value in self.deferrable and self.emitter.current[value].partial:
+                x = self.emitter.operand_of(value)
+                if x is not None and is_reduced_after(x, self.facts):
+                    self.deferred.add(value)
 
     def decision(self, op: Op) -> OpDecision:
         """The decision about an op without bodies."""
@@ -308,6 +326,8 @@ class _Planner:
         key = self.keys.key(op, self.emitter.current)
         if op in self.control.conversions:
             key = (*key, self.facts.accumulated[op.outs[0]])
+        if self.deferred:
+            key = (*key, frozenset(self.deferred.intersection(op.ins)))
         known = decisions.get(key)
         if known is None:
             known = decisions[key] = self.new_decision(op)

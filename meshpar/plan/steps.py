@@ -263,6 +263,11 @@ class ShardingChange(Step):
     collectives: tuple[Collective, ...]
 
     @property
+    def specs(self) -> tuple[Spec, ...]:
+        """The specs of the shards that it makes, in order; all but the last one exist within the step only."""
+        return tuple(m.after for m in self.path)
+
+    @property
     def reads(self) -> tuple[Shard, ...]:
         return (self.source,)
 
@@ -334,6 +339,12 @@ class Reduce(ShardingChange):
     def scattered(self) -> Spec:
         """The spec after the reduce-scatters."""
         return spec_after(self.source.spec, self.scatters)
+
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        first, ends = self.source.spec, range(1, len(self.scatters) + 1)
+        scattered = [spec_after(first, self.scatters[:k]) for k in ends]
+        return (*scattered, *([self.scattered] if self.over else []), *(m.after for m in self.path))
 
 
 @record

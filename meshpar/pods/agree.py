@@ -296,6 +296,20 @@ def gather(text: str) -> list[str]:
     return json.loads(_wait(store, f"{root}/verdict", f"process 0 {what}", 0))
 
 
+def combined(name: str, text: str, combine: Callable[[list[str]], str]) -> str:
+    """``combine`` of one text of every process, computed by process 0; all must call it, with a new name, in any thread."""
+    if not connected() or process_count() == 1:
+        return combine([text])
+    store, me, root = Store(), process_index(), f"meshpar/combined/{name}"
+    store.put(f"{root}/text/{me}", text)
+    what = f"did not come to {name}"
+    if me == 0:
+        texts = [_wait(store, f"{root}/text/{p}", f"process {p} {what}", p) for p in range(process_count())]
+        store.put(f"{root}/result", combine(texts))
+        store.drop(f"{root}/text")
+    return _wait(store, f"{root}/result", f"process 0 {what}", 0)
+
+
 def _brief(lines: Sequence[str]) -> str:
     text = "\n".join(lines)
     return text if len(text) <= SHORT else f"#{_hash(lines)}"

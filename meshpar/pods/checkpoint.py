@@ -1,45 +1,54 @@
 """Checkpoints by name: written by orbax, restored under any layout, mesh and number of processes, and verified.
 
 A checkpoint is a folder ``PATH/STEP`` with two items: ``state``, nested dicts by tree paths, which plain orbax reads as well, and
-``meshpar``, a JSON of facts: the shape, dtype, dims, spec and digest of every leaf, the layout, mesh and versions, where the data
-stands, and a checksum of all that. A folder of this name is there only when all is written.
+``meshpar``, a JSON of facts: the shape, dtype, dims, spec and digest of every leaf, the values of Python numbers, the layout, mesh
+and versions, where the data stands, and a checksum of all that. A folder of this name is there only when all is written.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import datetime
 import hashlib
+import itertools
 import json
-import math
-import signal
+import os
+import re
 import sys
-import threading
+import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ..compat.processes import connected, preemption_sync_point, process_count
+from ..compat.orbax import can_store, late_json_handler, literal_folders
+from ..compat.processes import process_count, process_index
 from ..dims import did_you_mean, format_dims
 from ..errors import CheckpointError, CheckpointWarning, DigestError, MeshparError
 from ..global_arrays import is_global, is_key, of_parts
-from .agree import agree, gather, versions
-from .digest import Digests
-from .names import by_name, flat, nested
+from .agree import combined, gather, versions
+from .digest import Digests, on_device
+from .lock import Lock
+from .names import by_name, stored_names
+from .stop import StopRequest
 
-FORMAT = 1
+FORMAT = 2
+"""Format 1 stored leaves under their paths as they are, and Python numbers as arrays; it is read as well."""
 STATE, FACTS = "state", "meshpar"
-DAMAGED = ".damaged"
+DAMAGED, REASON = ".damaged", "meshpar-damage.txt"
 SLICED = 1 << 26
 """Bytes of an array from which on its replicas share the writing."""
+PYTHON = {kind.__name__: kind for kind in (bool, int, float, complex, str)}
+"""Types of leaves whose values are in the metadata."""
+_NOTHING = "%"
+"""Name of the array of a state that has no other; :func:`stored_names` makes no such name."""
+_exchanges = itertools.count()
 
 
 def orbax() -> Any:
@@ -67,16 +76,21 @@ class Checkpoints:
       every: :meth:`save` writes after every ``every``-th batch.
       data: the data (:func:`meshpar.batches`) whose position is saved, unless it is given with each call.
 
-    Saving copies the arrays to the host and returns. Files are written in the background and renamed at the end, so that a
-    checkpoint is complete or absent. After SIGTERM, the next :meth:`save` writes a checkpoint, at the same batch in all processes.
+    Saving copies the arrays to the host and returns. Digests are computed and files are written in the background, and one
+    rename commits them, so that a checkpoint is complete or absent. If that fails, the next :meth:`save`, :meth:`wait` or
+    :meth:`close` raises; a script that calls none of them ends with exit status 1. One run writes to a folder at a time: the
+    first save or :meth:`restore_or` creates the file ``meshpar.lock`` in it.
+
+    After SIGTERM, the next :meth:`save` writes a checkpoint, at the same batch in all processes. Handlers of the script for this
+    signal are called as well.
 
     Example:
       >>> init = mp.init(create, mesh=mesh, layout="embed: data", dims=weights)
       >>> with mp.Checkpoints("runs/a", every=2) as checkpoints:
       ...     state, first = checkpoints.restore_or(init, jax.random.key(0))
       ...     for n in range(first, 4):
-      ...         if checkpoints.save(n, state):  # True after SIGTERM
-      ...             break
+      ...         if checkpoints.save(n, state):  # True after SIGTERM: saved
+      ...             sys.exit(75)  # the status with which schedulers start a job again
       ...     checkpoints.steps()
       [1]
     """
@@ -88,9 +102,10 @@ class Checkpoints:
         self.path = str(path) if "://" in str(path) else str(Path(path).expanduser().resolve())
         self.keep, self.every, self.data = keep, every, data
         self._manager: Any = None
+        self._lock: Lock | None = None
         self._facts: dict[str, Any] = {}
-        self._stop = _StopRequest()
-        atexit.register(self.close)
+        self._stop = StopRequest()
+        atexit.register(self._close_at_exit)
 
     # -- save
 
@@ -101,16 +116,18 @@ class Checkpoints:
 
         Args:
           n: the number of the last batch, from 0.
-          state: trees of arrays, nnx modules and optimizers.
+          state: trees of arrays (of JAX or NumPy), Python numbers and texts, nnx modules and optimizers.
           data: the data whose position is saved.
           force: save even if no checkpoint is due.
           extra: JSON values to save with it: seeds, the command line.
 
         Returns:
-          True: the job has received SIGTERM, and the checkpoint is complete; end the script.
+          True: the job has received SIGTERM, and the checkpoint is complete; end the script with ``sys.exit(75)``.
 
         Raises:
-          CheckpointError: orbax is not installed, or cannot write.
+          CheckpointError: a leaf or a value of ``extra`` cannot be saved as it is; a checkpoint ``n`` exists; another run
+            writes to the folder; or this checkpoint or the one before cannot be written, for example to a full disk.
+          DigestError: the copies of an array on the devices differ; it is raised by the next call.
         """
         stop = self._stop.at(n)
         if not (stop or force or (n + 1) % self.every == 0):
@@ -122,27 +139,14 @@ class Checkpoints:
         return stop
 
     def _write(self, n: int, leaves: Mapping[str, Any], data: Any, extra: Mapping[str, Any] | None) -> None:
-        """Save ``leaves`` (path → array) and the metadata of step ``n``; the files are written in the background.
+        """Copy ``leaves`` (path → leaf) to the host, and start to write them and the metadata of step ``n``.
 
-        The metadata is a JSON object with the shape, dtype, spec and digest of every leaf, the position of ``data``,
-        and ``extra``.
-
-        Raises:
-          AgreementError: the digests of a replicated array differ between processes.
-          DigestError: the replicas of an array on the devices of this process differ.
+        The metadata is a JSON object with the shape, dtype, spec and digest of every leaf, the values of Python numbers, the
+        position of ``data``, and ``extra``. It is completed in the background: all processes add up the digests, and an array
+        with different copies ends the save.
         """
-        ocp = orbax()
-        plain = _plain(leaves)
-        digests = dict(zip(plain, Digests(list(plain.values())).texts(), strict=True))
-        if process_count() > 1:  # copies of one array in several processes
-            agree("checkpoint", {"digests": lambda: [f"{path}: {digest}" for path, digest in digests.items()]})
-        differing = [path for path, digest in digests.items() if not digest]
-        if differing:
-            raise DigestError(
-                f"the copies of `{differing[0]}` on the devices differ: it is not saved",
-                path=differing[0],
-                fixes=["mp.check finds a step that computes replicas differently; restart from the checkpoint before"],
-            )
+        saved = {path: _saved(path, x) for path, x in leaves.items()}
+        arrays = {path: x for path, (x, _) in saved.items() if x is not None}
         facts = {
             **self._facts,
             "format": FORMAT,
@@ -152,17 +156,49 @@ class Checkpoints:
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "versions": versions(),
             "data": None if data is None else data.position_facts(n + 1),
-            "extra": dict(extra or {}),
-            "leaves": {
-                path: {**_leaf_facts(leaves[path]), "digest": digest, **self._dims_of(path)}
-                for path, digest in digests.items()
-            },
+            "extra": _json(dict(extra or {}), "extra"),
         }
         manager = self._open()
-        manager.save(
-            n, args=ocp.args.Composite(**{STATE: ocp.args.PyTreeSave(nested(plain)), FACTS: ocp.args.JsonSave(sealed(facts))}),
-            force=True,
-        )  # fmt: skip
+        digests = Digests(arrays, copied=True)
+        exchange = f"the digests of checkpoint {n} ({next(_exchanges)})"
+
+        def completed() -> dict[str, Any]:
+            """The metadata, in process 0; in a thread of orbax."""
+            found = _combined(digests, exchange)
+            differing = [path for path in arrays if not found[path]]
+            if differing:
+                raise DigestError(
+                    f"the copies of `{differing[0]}` on the devices differ: it is not saved",
+                    path=differing[0],
+                    fixes=[
+                        "mp.check finds a step that computes replicas differently; restart from the checkpoint before"
+                    ],
+                )
+            facts["leaves"] = {
+                path: {**about, **({"digest": found[path]} if path in found else {}), **self._dims_of(path)}
+                for path, (_, about) in saved.items()
+            }
+            return sealed(facts)
+
+        names = stored_names(leaves)
+        tree = unflatten_dict({names[path]: x for path, x in arrays.items()}) or {_NOTHING: np.zeros(1, np.uint8)}
+        ocp = orbax()
+        items = {STATE: ocp.args.PyTreeSave(tree), FACTS: ocp.args.JsonSave(completed)}
+        self._do(lambda: manager.save(n, args=ocp.args.Composite(**items), force=True))
+
+    def _do(self, write: Callable[[], Any]) -> None:
+        """Call ``write``; errors of orbax become a ``CheckpointError``."""
+        try:
+            write()
+        except MeshparError:
+            raise
+        except Exception as error:  # orbax, tensorstore and the operating system raise many kinds
+            text, fixes = _first_line(error), ["older checkpoints are complete; the cause is above"]
+            if "already exists" in text and type(error).__name__ == "StepAlreadyExistsError":
+                fixes = ["save later steps, or continue in another folder", "or move that checkpoint elsewhere"]
+            elif re.search("RESOURCE_EXHAUSTED|OUT_OF_RANGE|No space left|File too large", str(error)):
+                fixes = ["free space on the disk, or lower keep=; older checkpoints are complete"]
+            raise CheckpointError(f"a checkpoint cannot be written to {self.path}: {text}", fixes=fixes) from error
 
     def _dims_of(self, path: str) -> dict[str, Any]:
         dims = self._dims.get(path) if self._dims else None
@@ -200,7 +236,8 @@ class Checkpoints:
         Args:
           like: the result of ``mp.init(…).abstract(key)``, or arrays: they determine trees, shapes, dtypes and shardings.
           step: number of the checkpoint; None: the newest undamaged one. A damaged one is renamed, with a
-            :class:`CheckpointWarning`.
+            :class:`CheckpointWarning`. Damaged means that a digest or checksum differs, or a file is missing or cut; after any
+            other error of reading nothing is renamed, and no older one is taken.
           data: the data whose position is set.
           partial: the checkpoint may have more arrays than ``like``.
 
@@ -208,8 +245,8 @@ class Checkpoints:
           The state, and the number of the next batch.
 
         Raises:
-          CheckpointError: no checkpoint, or an array of ``like`` that it lacks or has with another shape: the path, and both
-            shapes.
+          CheckpointError: no checkpoint; it cannot be read now (permission, I/O, memory); or an array of ``like`` that it lacks
+            or has with another shape: the path, and both shapes.
           DigestError: an array differs from its saved digest.
           DataPositionError: the data has another order than when it was saved.
         """
@@ -224,26 +261,34 @@ class Checkpoints:
             raise CheckpointError(
                 f"there is no checkpoint in {self.path}", fixes=["restore_or(init, …) creates a new state in this case"]
             )
-        damage: CheckpointError | None = None
         for number in reversed(steps):
             try:
                 state, facts = _read(self.path, number, like, partial)
-            except _Damaged as error:
-                damage = error.as_error
+            except (_DamagedError, DigestError) as error:
                 if step is not None:
-                    raise damage from None
-                warnings.warn(f"{damage.headline}; it is renamed", CheckpointWarning, stacklevel=2)
-                self._rename_damaged(number)
+                    raise
+                what = self._rename_damaged(number, error.headline)
+                warnings.warn(f"{error.headline}; {what}", CheckpointWarning, stacklevel=2)
                 continue
             source = data if data is not None else self.data
             if source is not None and facts.get("data") is not None:
                 source.go_to(facts["data"])
             return state, int(facts["next"])
-        assert damage is not None
-        raise damage
+        raise self._only_damaged()
+
+    def _only_damaged(self) -> CheckpointError:
+        """The error of a folder in which no checkpoint can be restored, with the reason for each."""
+        reasons = "".join(f"\n  {name}: {reason}" for name, reason in damaged_of(self.path))
+        return CheckpointError(
+            f"no checkpoint in {self.path} can be restored, and there are damaged ones:{reasons}",
+            fixes=[
+                "repair them, and rename them back to their numbers",
+                "to begin anew on purpose: another folder, or move the damaged ones elsewhere",
+            ],
+        )
 
     def restore_or(self, init: Any, *args: Any, data: Any = None) -> tuple[Any, int]:
-        """The newest saved state; if there are no checkpoints, a new one: ``init(*args)``.
+        """The newest saved state; in a folder without checkpoints, also damaged ones, a new one: ``init(*args)``.
 
         Args:
           init: the result of :func:`meshpar.init`; its layout, mesh and dims are saved with the checkpoints.
@@ -254,91 +299,140 @@ class Checkpoints:
           The state, and the number of the next batch.
 
         Raises:
-          CheckpointError: all checkpoints are damaged.
+          CheckpointError: all checkpoints are damaged, or were when they were read before; each is listed with the reason.
           MeshparError: as :meth:`restore`.
         """
         self.describe(init, *args)
-        if not self.steps():
-            state = init(*args)
-            self._open()
-            Digests(
-                list(_plain(by_name(state)[0]).values())
-            )  # compiled now, and not while the first save holds up a step
-            return state, 0
-        return self.restore(init.abstract(*args), data=data)
+        if self.steps():
+            return self.restore(init.abstract(*args), data=data)
+        if json.loads(gather(json.dumps(damaged_of(self.path)))[0]):
+            raise self._only_damaged()
+        state = init(*args)
+        self._open()
+        for x in by_name(state)[0].values():  # compiled now, and not while the first save holds up a step
+            on_device(jax.random.key_data(x) if is_key(x) else x, copied=True)
+        return state, 0
 
-    def _rename_damaged(self, number: int) -> None:
-        """Rename the folder of a step by appending ``DAMAGED``; process 0 renames, and all processes return when it
-        has."""
-        if not connected() or jax.process_index() == 0:
+    def _rename_damaged(self, number: int, reason: str) -> str:
+        """Append ``DAMAGED`` to the name of a step's folder, with a number if there is one of this name, and write the reason
+        to a file in it. Process 0 renames, and all return when it has; the result is what was done, as text."""
+        what = ""
+        if process_index() == 0:
             folder = _folder(self.path) / str(number)
-            folder.rename(folder.parent / f"{number}{DAMAGED}")
-        gather("")  # all processes wait for the rename
+            names = (f"{number}{DAMAGED}{f'-{k}' * (k > 1)}" for k in itertools.count(1))
+            free = next(name for name in names if not (folder.parent / name).exists())
+            try:
+                folder.rename(folder.parent / free)
+                (folder.parent / free / REASON).write_text(reason)
+                what = f"it is renamed to {free}"
+            except OSError as error:
+                what = f"it cannot be renamed ({_first_line(error)})"
+        (what, *_) = gather(what)  # all processes wait for the rename
         if self._manager is not None:
             self._manager.reload()
+        return what
 
     # -- the manager
 
     def _open(self) -> Any:
-        """The orbax ``CheckpointManager`` of the folder, created by the first call."""
+        """The orbax ``CheckpointManager`` of the folder, created by the first call.
+
+        Raises:
+          CheckpointError: another run writes to the folder, or the folder cannot be created.
+        """
         if self._manager is None:
-            ocp = orbax()
-            options = ocp.CheckpointManagerOptions(max_to_keep=self.keep, cleanup_tmp_directories=True, create=True)
-            # orbax has every replica write a part of an array, for which it compiles a slice of each shape while the step
-            # waits: worth it for large ones
-            arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=SLICED)
-            kinds = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
-            handlers = {
-                STATE: ocp.PyTreeCheckpointHandler(type_handler_registry=kinds),
-                FACTS: ocp.JsonCheckpointHandler(),
-            }
-            self._manager = ocp.CheckpointManager(self.path, options=options, item_handlers=handlers)
+            self._do(self._lock_folder)
+            self._do(self._create_manager)
         return self._manager
 
+    def _lock_folder(self) -> None:
+        """Create the folder, and the lock in process 0; all processes raise its error."""
+        problem: MeshparError | OSError | None = None
+        if process_index() == 0:
+            try:
+                folder = _folder(self.path)
+                folder.mkdir(parents=True, exist_ok=True)
+                self._lock = self._lock or Lock(folder)
+            except (MeshparError, OSError) as error:
+                problem = error
+        (said, *_) = gather("" if problem is None else _first_line(problem))
+        if problem is not None:
+            raise problem
+        if said:
+            raise CheckpointError(f"process 0: {said}")
+
+    def _create_manager(self) -> None:
+        ocp = orbax()
+        if "[" in self.path:
+            literal_folders()
+        options = ocp.CheckpointManagerOptions(max_to_keep=self.keep, cleanup_tmp_directories=True, create=True)
+        # orbax has every replica write a part of an array, for which it compiles a slice of each shape while the step
+        # waits: worth it for large ones
+        arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=SLICED)
+        kinds = ocp.type_handlers.create_type_handler_registry(
+            (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
+        )
+        handlers = {STATE: ocp.PyTreeCheckpointHandler(type_handler_registry=kinds), FACTS: late_json_handler()}
+        self._manager = ocp.CheckpointManager(self.path, options=options, item_handlers=handlers)
+
     def wait(self) -> None:
-        """Until all that was saved is complete on disk."""
+        """Until all that was saved is complete on disk.
+
+        Raises:
+          CheckpointError: it cannot be written.
+        """
         if self._manager is not None:
-            self._manager.wait_until_finished()
+            self._do(self._manager.wait_until_finished)
 
     def close(self) -> None:
-        """Wait for the files that are being written, and release the orbax manager and the signal handler."""
-        manager, self._manager = self._manager, None
+        """Wait for the files that are being written, and release the orbax manager, the lock and the signal handler.
+
+        Raises:
+          CheckpointError: the last checkpoint cannot be written.
+        """
         self._stop.close()
-        atexit.unregister(self.close)
-        if manager is not None:
-            manager.wait_until_finished()
-            manager.close()
+        atexit.unregister(self._close_at_exit)
+        (manager, self._manager), (lock, self._lock) = (self._manager, None), (self._lock, None)
+        try:
+            if manager is not None:
+                self._do(manager.close)
+        finally:
+            if lock is not None:
+                lock.close()
+
+    def _close_at_exit(self) -> None:
+        """:meth:`close` for a script that does not; its error sets the exit status."""
+        try:
+            self.close()
+        except Exception:
+            traceback.print_exc()
+            _failed_at_exit.append(self.path)
 
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        if error[0] is None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is None:
             self.close()
+        elif process_count() > 1:
+            self._stop.close()  # to wait for processes that may have ended would hide the error
+        else:
+            try:
+                self.close()
+            except CheckpointError as other:
+                error.add_note(str(other))
 
 
-class _StopRequest:
-    """SIGTERM: of a group of processes JAX hears it and finds the batch at which all stop; of one alone this does."""
+_failed_at_exit: list[str] = []
 
-    def __init__(self) -> None:
-        self.asked = False
-        self.before: Any = None
-        if not connected() and threading.current_thread() is threading.main_thread():
-            self.before = signal.signal(signal.SIGTERM, self._hear)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:  # the second time: no more patience
-            sys.exit(128 + number)
-        self.asked = True
-
-    def at(self, n: int) -> bool:
-        return preemption_sync_point(n) if connected() else self.asked
-
-    def close(self) -> None:
-        if self.before is not None and threading.current_thread() is threading.main_thread():
-            with contextlib.suppress(TypeError, ValueError):
-                signal.signal(signal.SIGTERM, self.before)
-            self.before = None
+@atexit.register  # before any Checkpoints exists, and so the last to run
+def _exit_status() -> None:
+    """A script whose last checkpoint is not written does not end with status 0; Python has no other way to say so here."""
+    if _failed_at_exit:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 # -- facts
@@ -362,8 +456,39 @@ def _folder(path: str) -> Any:
 
 
 def steps_of(path: str) -> list[int]:
-    """The complete checkpoints in a folder, as they are on disk now, oldest first."""
-    return sorted(orbax().path.step.checkpoint_steps(path))
+    """The complete checkpoints in a folder, as they are on disk now, oldest first; empty if there is no such folder.
+
+    Raises:
+      CheckpointError: the folder cannot be read, or it is a file.
+    """
+    return sorted(int(p.name) for p in _entries(path) if re.fullmatch("0|[1-9][0-9]*", p.name) and _has_items(p))
+
+
+def _entries(path: str) -> list[Any]:
+    """What is in a folder."""
+    folder = _folder(path)
+    try:
+        return list(folder.iterdir()) if folder.exists() else []
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {_first_line(error)}", fixes=["the path of a folder"]) from error
+
+
+def _has_items(folder: Any) -> bool:
+    """Whether a folder is not empty; a folder that cannot be read may be a checkpoint."""
+    try:
+        return folder.is_dir() and any(True for _ in folder.iterdir())
+    except OSError:
+        return True
+
+
+def damaged_of(path: str) -> list[tuple[str, str]]:
+    """(folder, reason) of the checkpoints that were renamed because they are damaged."""
+    out = []
+    for folder in sorted(_entries(path), key=lambda p: p.name):
+        if re.fullmatch(rf"\d+{re.escape(DAMAGED)}(-\d+)?", folder.name):
+            reason = folder / REASON
+            out.append((folder.name, reason.read_text() if reason.exists() else "the reason was not noted"))
+    return out
 
 
 def facts_of(path: str, step: int) -> dict[str, Any]:
@@ -373,24 +498,27 @@ def facts_of(path: str, step: int) -> dict[str, Any]:
       CheckpointError: it cannot be read, or was changed.
     """
     folder = _folder(path) / str(step) / FACTS
-    if not folder.exists():
-        raise CheckpointError(
-            f"{path}/{step} has no {FACTS!r} next to its arrays: mp.Checkpoints did not write it, or the file was deleted",
-            fixes=["move it elsewhere; orbax reads its arrays"],
-        )
+    fixes = ["`meshpar checkpoint verify PATH` says which checkpoints are complete; restore an older one: step=…"]
     try:
-        (file,) = [p for p in folder.iterdir() if p.name in ("metadata", "data") or p.suffix == ".json"]
-        facts = json.loads(file.read_text())
+        if not folder.exists():
+            raise CheckpointError(
+                f"{path}/{step} has no {FACTS!r} next to its arrays: mp.Checkpoints did not write it, or the file was deleted",
+                fixes=["move it elsewhere; orbax reads its arrays"],
+            )
+        files = [p for p in folder.iterdir() if p.name in ("metadata", "data") or p.suffix == ".json"]
+        text = files[0].read_bytes() if len(files) == 1 else b""
+    except OSError as error:
+        raise CheckpointError(
+            f"the facts of checkpoint {step} in {path} cannot be read now: {_first_line(error)}",
+            fixes=["nothing is renamed: make the folder readable, and start again"],
+        ) from error
+    try:
+        facts = json.loads(text)
         if not isinstance(facts, dict) or facts.get("check") != _check(facts):
             raise ValueError("its checksum differs")
-    except (ValueError, OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(
-            f"the facts of checkpoint {step} in {path} are damaged: {error}",
-            fixes=[
-                "`meshpar checkpoint verify PATH` says which checkpoints are complete; restore an older one: step=…"
-            ],
-        ) from None
-    if facts.get("format") != FORMAT:
+    except ValueError as error:
+        raise _DamagedError(f"the facts of checkpoint {step} in {path} are damaged: {error}", fixes=fixes) from None
+    if facts.get("format") not in (1, FORMAT):
         raise CheckpointError(
             f"checkpoint {step} in {path} is of format {facts.get('format')}, and this reads {FORMAT}",
             fixes=["restore it with the version of meshpar that saved it"],
@@ -398,50 +526,120 @@ def facts_of(path: str, step: int) -> dict[str, Any]:
     return facts
 
 
-def _plain(leaves: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Path → array that orbax writes: random keys as their data, numbers as arrays, all over the devices of all
-    processes."""
-    mesh: Mesh | None = None
-    if process_count() > 1:
-        meshes = (getattr(getattr(x, "sharding", None), "mesh", None) for x in leaves.values() if is_global(x))
-        mesh = next((m for m in meshes if isinstance(m, Mesh)), None) or Mesh(np.array(jax.devices()), ("devices",))
-
-    def plain(x: Any) -> jax.Array:
-        """A leaf as a ``jax.Array`` that orbax can save: a random key as its data; over ``mesh``, a local value becomes
-        replicated."""
-        x = jax.random.key_data(x) if is_key(x) else x if isinstance(x, jax.Array) else jnp.asarray(x)
-        if mesh is None or is_global(x):
-            return x
-        value = np.asarray(x)
-        return of_parts(value.shape, NamedSharding(mesh, PartitionSpec()), lambda index: value[index])
-
-    return {path: plain(x) for path, x in leaves.items()}
+def _first_line(error: BaseException) -> str:
+    text = error.headline if isinstance(error, MeshparError) else (str(error).splitlines() or [""])[0][:300]
+    return text if isinstance(error, MeshparError) else f"{type(error).__name__}: {text}"
 
 
-def _leaf_facts(x: Any) -> dict[str, Any]:
-    """The metadata of a leaf: ``shape``, ``dtype``, and where it has them ``spec`` (list of axes per dim) and ``key``
-    (its PRNG)."""
-    out: dict[str, Any] = {
-        "shape": list(np.shape(x)),
-        "dtype": str(x.dtype if hasattr(x, "dtype") else jnp.result_type(x)),
-    }
+# -- leaves
+
+
+def _saved(path: str, x: Any) -> tuple[Any, dict[str, Any]]:
+    """(the array that orbax writes, the metadata) of a leaf: the array is None if the metadata has the value.
+
+    Random keys are written as their data, and arrays of one process of several as values that every process has. Python
+    numbers, texts and empty arrays are in the metadata.
+
+    Raises:
+      CheckpointError: it could not be restored as it is.
+    """
+    if type(x).__name__ in PYTHON and type(x) is PYTHON[type(x).__name__]:
+        value = [x.real, x.imag] if isinstance(x, complex) else _json(x, f"`{path}`")
+        return None, {"shape": [], "dtype": type(x).__name__, "value": value}
+    array: Any = None
+    if is_key(x) and isinstance(x, jax.Array):
+        array = x if x.is_deleted() else jax.random.key_data(x)
+    elif isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+        array = x
+    elif type(x) in (np.ndarray, np.memmap) or isinstance(x, np.generic):
+        array = np.array(x, dtype=np.asarray(x).dtype.newbyteorder("="))  # a copy: the script may write to its own
+    if array is None or not can_store(array.dtype.name):
+        what = f"{x.dtype}{list(np.shape(x))}" if hasattr(x, "dtype") else f"{type(x).__name__}"
+        raise CheckpointError(
+            f"`{path}` cannot be saved: checkpoints do not hold {what}",
+            path=path, fixes=["save arrays of numbers, random keys, Python numbers and texts; or convert it before"],
+        )  # fmt: skip
+    if isinstance(array, jax.Array) and array.is_deleted():
+        raise CheckpointError(
+            f"`{path}` cannot be saved: the array was deleted, or donated to a call", path=path,
+            fixes=["save the state that the step returned"],
+        )  # fmt: skip
+    facts: dict[str, Any] = {"shape": list(np.shape(x)), "dtype": str(x.dtype)}
     spec = getattr(getattr(x, "sharding", None), "spec", None)
     if spec is not None:
-        out["spec"] = [list(e) if isinstance(e, tuple) else e for e in spec]
+        facts["spec"] = [list(e) if isinstance(e, tuple) else e for e in spec]
     if is_key(x):
-        out["key"] = str(jax.random.key_impl(x))
-    return out
+        facts["key"] = str(jax.random.key_impl(x))
+    if array.size == 0:
+        return None, facts
+    if isinstance(array, jax.Array) and not is_global(array) and process_count() > 1:
+        array = np.asarray(array)
+    return array, facts
+
+
+def _json(x: Any, where: str) -> Any:
+    """``x``, if it is a JSON value that comes back as it is.
+
+    Raises:
+      CheckpointError: it does not: keys that are no texts, tuples, other types.
+    """
+    if type(x) is dict:
+        for k, v in x.items():
+            if type(k) is not str:
+                raise CheckpointError(
+                    f"{where} has the key {k!r}, which JSON would change to a text", fixes=[f"use the key {str(k)!r}"]
+                )
+            _json(v, f"{where}[{k!r}]")
+    elif type(x) is list:
+        for i, v in enumerate(x):
+            _json(v, f"{where}[{i}]")
+    else:
+        try:
+            exact = type(x) in (str, int, float, bool, type(None)) and json.loads(json.dumps(x)) in (
+                x,
+                *[None] * (x != x),
+            )
+        except ValueError:  # an integer with more than 4,300 digits
+            exact = False
+        if not exact and x == x:
+            raise CheckpointError(
+                f"{where} is {type(x).__name__} {str(x)[:40] if type(x) is not int else ''}, which JSON does not hold",
+                fixes=["texts, numbers, booleans, None, lists, and dictionaries with texts as keys"],
+            )
+    return x
+
+
+def _dtype_of(x: Any) -> str:
+    return str(x.dtype) if hasattr(x, "dtype") else type(x).__name__
+
+
+def _array_dtype(dtype: str) -> str:
+    """The dtype of an array of this dtype or Python type."""
+    return str(jnp.result_type(PYTHON[dtype])) if dtype in PYTHON and dtype not in ("str", "bool") else dtype
 
 
 # -- reading
 
 
-class _Damaged(Exception):
+class _DamagedError(CheckpointError):
     """A checkpoint that is not as it was written; others may be."""
 
-    def __init__(self, error: CheckpointError):
-        super().__init__(str(error))
-        self.as_error = error
+
+_NO_PROOF = ("PERMISSION_DENIED|RESOURCE_EXHAUSTED|UNAVAILABLE|UNAUTHENTICATED|DEADLINE_EXCEEDED|CANCELLED|ABORTED|INTERNAL|"
+             "UNKNOWN|UNIMPLEMENTED")  # fmt: skip
+_PROOF = "DATA_LOSS|NOT_FOUND|OUT_OF_RANGE|FAILED_PRECONDITION|INVALID_ARGUMENT"
+"""Status codes of tensorstore. The metadata was read before: the folder is present, and a missing file is damage."""
+
+
+def _is_proof(error: Exception) -> bool:
+    """Whether an error of reading proves that files are damaged: missing, cut, or not what orbax and tensorstore write."""
+    if re.search(rf"\b({_NO_PROOF})\b", str(error)) or isinstance(error, MemoryError):
+        return False
+    if isinstance(error, OSError):
+        return isinstance(error, FileNotFoundError)
+    return isinstance(error, UnicodeDecodeError | json.JSONDecodeError) or bool(
+        re.search(rf"\b({_PROOF})\b", str(error))
+    )
 
 
 def _read(path: str, step: int, like: Any, partial: bool) -> tuple[Any, dict[str, Any]]:
@@ -452,47 +650,77 @@ def _read(path: str, step: int, like: Any, partial: bool) -> tuple[Any, dict[str
       partial: the checkpoint may have leaves that ``like`` lacks.
 
     Raises:
-      CheckpointError: it lacks an array of ``like``.
-      _Damaged: it cannot be read, or an array differs from its digest.
+      CheckpointError: it lacks an array of ``like``, or cannot be read now.
+      _DamagedError: it is damaged.
+      DigestError: an array differs from its digest.
     """
     wanted, back = by_name(like)
-    problem, facts = "", {}
-    try:
-        facts = facts_of(path, step)
-    except CheckpointError as error:
-        if not (_folder(path) / str(step) / FACTS).exists():
-            raise  # not written by mp.Checkpoints: not renamed
-        problem = error.headline
-    _all_well(path, step, gather(problem))
+    facts: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
+
+    def read_facts() -> None:
+        facts.update(facts_of(path, step))
+
+    def read_arrays() -> None:
+        saved = facts["leaves"]
+        arrays.update(
+            read_leaves(path, step, facts, {p: _target(x, p) for p, x in wanted.items() if "digest" in saved[p]})
+        )
+
+    _all_well(path, step, read_facts)
     _compare(path, step, wanted, facts["leaves"], partial)
-    problem, arrays = "", {}
-    try:
-        arrays = read_leaves(path, step, {p: _target(x) for p, x in wanted.items()})
-    except Exception as error:  # orbax and tensorstore raise many kinds
-        problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
-    _all_well(path, step, gather(problem))
-    wrong = [p for p, digest in zip(arrays, Digests(list(arrays.values())).texts(), strict=True)
-             if digest != facts["leaves"][p]["digest"]]  # fmt: skip
-    for others in gather(json.dumps(wrong)):
-        for p in json.loads(others)[:1]:
-            error = DigestError(
+    _all_well(path, step, read_arrays)
+    digests = _combined(Digests(arrays, copied=False), f"the digests of a restored checkpoint ({next(_exchanges)})")
+    for p in arrays:
+        if digests[p] != facts["leaves"][p]["digest"]:
+            raise DigestError(
                 f"checkpoint {step} in {path} is damaged: `{p}` differs from its saved digest",
                 path=p, shape=facts["leaves"][p]["shape"],
                 fixes=["restore an older one: restore(…, step=…)", f"meshpar checkpoint verify {path}"],
             )  # fmt: skip
-            raise _Damaged(error)
-    return back({p: _restored(arrays[p], wanted[p], facts["leaves"][p]) for p in wanted}), facts
+    return back({p: _restored(p, arrays.get(p), wanted[p], facts["leaves"][p]) for p in wanted}), facts
 
 
-def _all_well(path: str, step: int, said: list[str]) -> None:
-    """Raise ``_Damaged`` if a process reported an error; ``said[p]`` is the error text of process p, ``""`` if it had
-    none."""
-    for p, text in enumerate(said):
-        if text:
-            who = f" (seen by process {p})" if len(said) > 1 else ""
-            error = CheckpointError(f"checkpoint {step} in {path} is damaged{who}: {text}",
-                                    fixes=[f"meshpar checkpoint verify {path}"])  # fmt: skip
-            raise _Damaged(error)
+def _combined(digests: Digests, exchange: str) -> dict[str, str]:
+    """Path → digest, equal in all processes; all must call it, with the same name of the exchange."""
+    text = combined(
+        exchange, json.dumps(digests.sums()), lambda sums: json.dumps(digests.texts([*map(json.loads, sums)]))
+    )
+    return json.loads(text)
+
+
+def _all_well(path: str, step: int, read: Callable[[], None]) -> None:
+    """Call ``read`` in all processes; if it fails in one, all raise.
+
+    Raises:
+      _DamagedError: a process has proof that files are damaged, and no process failed without.
+      CheckpointError: a process cannot read the checkpoint, which may be undamaged.
+    """
+    mine: Exception | None = None
+    try:
+        read()
+    except Exception as error:  # orbax and tensorstore raise many kinds
+        mine = error
+    damage = mine is not None and (isinstance(mine, _DamagedError) or _is_proof(mine))
+    said = [
+        json.loads(text)
+        for text in gather(json.dumps([damage, _first_line(mine)] if mine is not None else [False, ""]))
+    ]
+    failed = [(p, proof, text) for p, (proof, text) in enumerate(said) if text]
+    if not failed:
+        return
+    if isinstance(mine, CheckpointError) and not damage:
+        raise mine
+    p, damage, text = min(failed, key=lambda entry: entry[1])
+    who = f" (seen by process {p})" if len(said) > 1 else ""
+    if damage:
+        raise _DamagedError(f"checkpoint {step} in {path} is damaged{who}: {text}",
+                            fixes=[f"meshpar checkpoint verify {path}"]) from mine  # fmt: skip
+    raise CheckpointError(
+        f"checkpoint {step} in {path} cannot be read now{who}: {text}",
+        fixes=["nothing proves damage, and nothing is renamed: remove the cause, and start again",
+               f"meshpar checkpoint verify {path}"],
+    ) from mine  # fmt: skip
 
 
 def _compare(path: str, step: int, wanted: Mapping[str, Any], saved: Mapping[str, Any], partial: bool) -> None:
@@ -513,8 +741,8 @@ def _compare(path: str, step: int, wanted: Mapping[str, Any], saved: Mapping[str
         )  # fmt: skip
     for p, x in wanted.items():
         shape, dtype = saved[p]["shape"], saved[p]["dtype"]
-        mine = str(x.dtype if hasattr(x, "dtype") else jnp.result_type(x))
-        if list(np.shape(x)) != shape or mine != dtype:
+        mine = _dtype_of(x)
+        if list(np.shape(x)) != shape or (mine != dtype and _array_dtype(mine) != _array_dtype(dtype)):
             dims = saved[p].get("dims")
             raise CheckpointError(
                 f"`{p}` was saved as {dtype}{shape}{f' ({dims})' if dims else ''}, and is wanted as {mine}{list(np.shape(x))}",
@@ -529,45 +757,92 @@ def _compare(path: str, step: int, wanted: Mapping[str, Any], saved: Mapping[str
         )  # fmt: skip
 
 
-def _target(x: Any) -> jax.ShapeDtypeStruct:
-    """The shape, dtype and sharding in which orbax reads a leaf; a random key is read as its data."""
-    sharding = getattr(x, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0])
-    if is_key(x):
-        data = jax.eval_shape(lambda: jax.random.key_data(jnp.zeros(x.shape, x.dtype)))
-        if isinstance(sharding, NamedSharding):
-            sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec))
-        return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
-    return jax.ShapeDtypeStruct(np.shape(x), x.dtype if hasattr(x, "dtype") else jnp.result_type(x), sharding=sharding)
+def _target(x: Any, path: str) -> Any:
+    """The shape and dtype in which orbax reads a leaf, with the sharding of a ``jax.Array``, or as a NumPy array of the stored
+    dtype; a random key is read as its data.
+
+    Raises:
+      CheckpointError: the sharding does not divide the shape.
+    """
+    if isinstance(x, np.ndarray | np.generic) or not hasattr(x, "dtype"):
+        return np.broadcast_to(np.zeros((), x.dtype if hasattr(x, "dtype") else np.int32), np.shape(x))
+    sharding = _sharding_of(x)
+    try:
+        sharding.shard_shape(tuple(x.shape))
+    except ValueError as error:
+        raise CheckpointError(
+            f"`{path}` cannot be restored with the sharding of like: {str(error).splitlines()[0]}", path=path, shape=x.shape,
+            fixes=["shard another dim of it: mp.init(…).abstract(…) gives shardings that divide"],
+        ) from None  # fmt: skip
+    if not is_key(x):
+        return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding)
+    data = jax.eval_shape(lambda: jax.random.key_data(jnp.zeros(x.shape, x.dtype)))
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec), memory_kind=sharding.memory_kind)
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
 
 
-def _restored(x: jax.Array, wanted: Any, facts: Mapping[str, Any]) -> Any:
-    """A restored array as the type of the requested leaf: a random key, a ``jax.Array``, or a Python number."""
+def _sharding_of(x: Any) -> Any:
+    return getattr(x, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0])
+
+
+def _restored(path: str, x: Any, wanted: Any, facts: Mapping[str, Any]) -> Any:
+    """A restored leaf as the type of the requested one: a random key, an array of JAX or NumPy, a Python number.
+
+    Args:
+      x: the array that was read; None: the value is in the metadata.
+    """
+    if x is None and not isinstance(wanted, np.ndarray | np.generic) and hasattr(wanted, "dtype"):
+        value = np.asarray(_value(facts), _target(wanted, path).dtype)
+        target = _target(wanted, path)
+        x = of_parts(target.shape, target.sharding, lambda index: np.broadcast_to(value, target.shape)[index])
     if "key" in facts:
         return jax.random.wrap_key_data(x, impl=facts["key"])
-    return x if hasattr(wanted, "dtype") else type(wanted)(np.asarray(x).item())
+    if isinstance(wanted, np.ndarray | np.generic):
+        x = np.broadcast_to(_value(facts), facts["shape"]) if x is None else x
+        x = np.array(x, wanted.dtype)  # format 1 has 64-bit arrays as 32-bit ones where x64 was off
+        return x[()] if isinstance(wanted, np.generic) else x
+    if hasattr(wanted, "dtype"):
+        return x
+    return type(wanted)(_value(facts) if x is None else np.asarray(x).item())
 
 
-def read_leaves(path: str, step: int, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """path → array of the checkpoint of ``step``, in the shapes, dtypes and shardings of ``targets`` (by path).
+def _value(facts: Mapping[str, Any]) -> Any:
+    """The value of a leaf that has no array: of a Python number or text, or anything for an empty array."""
+    value = facts.get("value", 0)
+    return complex(*value) if facts["dtype"] == "complex" else value
+
+
+def read_leaves(path: str, step: int, facts: Mapping[str, Any], targets: Mapping[str, Any]) -> dict[str, Any]:
+    """path → array of the checkpoint of ``step`` with metadata ``facts``, in the shapes, dtypes and shardings of ``targets``
+    (by path); a NumPy array has the stored dtype.
 
     Each process reads the shards of its own devices.
     """
+    if not targets:
+        return {}
     ocp = orbax()
-    tree = nested(targets)
-    handler = ocp.PyTreeCheckpointHandler()
-    args = ocp.args.PyTreeRestore(
-        item=tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree), partial_restore=True
-    )
-    found = flat(handler.restore(_folder(path) / str(step) / STATE, args=args))
-    return {p: found[p] for p in targets}
+    if "[" in path:
+        literal_folders()
+    names = stored_names(facts["leaves"]) if facts["format"] > 1 else {p: tuple(p.split("/")) for p in targets}
+    tree = unflatten_dict({names[p]: x for p, x in targets.items()})
+    wanted = {
+        names[p]: ocp.RestoreArgs(restore_type=np.ndarray)
+        if isinstance(x, np.ndarray)
+        else ocp.checkpoint_utils.construct_restore_args(x)
+        for p, x in targets.items()
+    }
+    args = ocp.args.PyTreeRestore(item=tree, restore_args=unflatten_dict(wanted), partial_restore=True)
+    found = flatten_dict(ocp.PyTreeCheckpointHandler().restore(_folder(path) / str(step) / STATE, args=args))
+    return {p: found[names[p]] for p in targets}
 
 
 TOGETHER = 1 << 28
-"""Bytes of arrays that are read and digested at a time, when a checkpoint is verified on one device."""
+"""Bytes of arrays that are read and digested at a time, when a checkpoint is verified."""
 
 
 def verify(path: str, step: int) -> list[str]:
-    """The errors of a checkpoint, read on one device, some leaves at a time; empty if it is undamaged."""
+    """The errors of a checkpoint, read to the host, some leaves at a time; empty if it is undamaged."""
     try:
         facts = facts_of(path, step)
     except MeshparError as error:
@@ -575,39 +850,38 @@ def verify(path: str, step: int) -> list[str]:
     groups: list[list[str]] = [[]]
     size = 0
     for p, leaf in facts["leaves"].items():
-        target = _stored(leaf)
-        nbytes = math.prod(target.shape) * target.dtype.itemsize
+        if "digest" not in leaf:
+            continue
+        nbytes = _stored(leaf).nbytes
         if groups[-1] and size + nbytes > TOGETHER:
             groups.append([])
             size = 0
         size += nbytes
         groups[-1].append(p)
-    return [text for group in groups for text in _verified(path, step, {p: facts["leaves"][p] for p in group})]
+    return [text for group in groups for text in _verified(path, step, facts, group)]
 
 
-def _stored(leaf: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
-    """The shape and dtype in which a leaf is stored; random keys are stored as their data."""
+def _stored(leaf: Mapping[str, Any]) -> np.ndarray:
+    """An array of the shape and dtype in which a leaf is stored; random keys are stored as their data."""
     shape, dtype = tuple(leaf["shape"]), leaf["dtype"]
     if "key" in leaf:
         data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=leaf["key"])))
         shape, dtype = (*shape, *data.shape), data.dtype
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=SingleDeviceSharding(jax.local_devices()[0]))
+    return np.broadcast_to(np.zeros((), jnp.dtype(dtype)), shape)
 
 
-def _verified(path: str, step: int, leaves: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """One line of text for each leaf that is damaged, or that cannot be read; ``leaves``: path → metadata of the leaf.
+def _verified(path: str, step: int, facts: Mapping[str, Any], paths: Iterable[str]) -> list[str]:
+    """One line of text for each leaf of ``paths`` that is damaged, or that cannot be read.
 
     If reading fails, the leaves are read one at a time, so that only the damaged ones are listed.
     """
+    leaves = {p: facts["leaves"][p] for p in paths}
     try:
-        arrays = read_leaves(path, step, {p: _stored(leaf) for p, leaf in leaves.items()})
-        digests = Digests(list(arrays.values())).texts()
+        arrays = read_leaves(path, step, facts, {p: _stored(leaf) for p, leaf in leaves.items()})
     except Exception as error:  # orbax and tensorstore raise many kinds
         if len(leaves) > 1:  # which of them is it?
-            return [text for p, leaf in leaves.items() for text in _verified(path, step, {p: leaf})]
-        return [f"{p}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}" for p in leaves]
-    return [
-        f"{p}: it differs from its saved digest"
-        for p, digest in zip(arrays, digests, strict=True)
-        if digest != leaves[p]["digest"]
-    ]
+            return [text for p in leaves for text in _verified(path, step, facts, [p])]
+        return [f"{p}: {_first_line(error)}" for p in leaves]
+    digests = Digests(arrays, copied=False)
+    found = digests.texts([digests.sums()] * 1)
+    return [f"{p}: it differs from its saved digest" for p in leaves if found[p] != leaves[p]["digest"]]

@@ -45,7 +45,8 @@ The script calls mp.distributed() first, as for meshpar launch. Hosts, chips and
 """
 CHECKPOINT_EXIT = "exit status: 0: success; 1: damaged; 2: bad input: no such checkpoint."
 LAUNCH_EXIT = """\
-exit status: 0: success; 75: a process was lost, and no restarts are left (or the job received SIGTERM); 1: the script failed;
+exit status: 0: success; 75: a process was lost, and no restarts are left (or the job received SIGTERM); 1, or another
+status of the script: the script failed;
 2: bad input: its arguments, mesh or layout."""
 
 

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -19,7 +22,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..compat.jax import axes_of_spec
-from ..global_arrays import is_key
+from ..compat.processes import process_count, process_index
+from ..global_arrays import is_global, is_key
 
 SEEDS = (0x9E3779B9, 0x7F4A7C15)
 _STEP = 0x61C88647
@@ -64,87 +68,201 @@ def digest_of(x: jax.Array, offsets: Sequence[Any] = ()) -> jax.Array:
 
 
 def as_text(pair: Any) -> str:
-    """A digest, uint32 [2], as 16 hexadecimal digits."""
-    high, low = (int(n) for n in np.asarray(pair))
+    """A digest, two numbers modulo 2^32, as 16 hexadecimal digits."""
+    high, low = (int(n) & 0xFFFFFFFF for n in pair)
     return f"{high:08x}{low:08x}"
 
 
-@jax.jit
-def _local_digests(xs: list[jax.Array]) -> jax.Array:
-    return jnp.stack([digest_of(x) for x in xs])
+# -- on the host
+
+
+_BLOCK = 1 << 16
+"""Elements that are hashed at a time: with their temporaries they fit into the cache of a core."""
+
+
+def _mix_on_host(h: np.ndarray, spare: np.ndarray) -> None:
+    """:func:`_mix`, in place; ``spare`` is overwritten."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, None)):
+        np.right_shift(h, np.uint32(shift), out=spare)
+        np.bitwise_xor(h, spare, out=h)
+        if factor is not None:
+            np.multiply(h, np.uint32(factor), out=h)
+
+
+def _words_on_host(x: np.ndarray) -> np.ndarray:
+    """:func:`_words` of elements of at most 32 bits: a view where it can be."""
+    if x.dtype == np.bool_:
+        return x.astype(np.uint32)
+    floats = jnp.issubdtype(x.dtype, jnp.floating)
+    bits = jnp.finfo(x.dtype).bits if floats else jnp.iinfo(x.dtype).bits
+    if bits < 8:
+        return x.astype(np.float32 if floats else np.int32).view(np.uint32)
+    return x.view(f"u{bits // 8}").astype(np.uint32, copy=False)
 
 
 @functools.lru_cache(maxsize=64)
-def _digests_over(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Callable[[list[jax.Array]], jax.Array]:
-    """A function from n arrays with these specs to their digests, uint32 [n, 2]; it all-reduces the digests of shards."""
+def _indices(shape: tuple[int, ...], first: int) -> np.ndarray:
+    """The hash of the index of each element of a block, uint32; ``first`` is the dim of the array that is dim 0 here."""
+    total = np.zeros(shape, np.uint32)
+    for d, n in enumerate(shape):
+        odd = (_STEP * (2 * (first + d) + 1)) & 0xFFFFFFFF
+        along = np.arange(n, dtype=np.uint64) * np.uint64(odd)
+        total += along.astype(np.uint32).reshape(-1, *[1] * (len(shape) - d - 1))
+    return total
 
-    def local(xs: list[jax.Array]) -> jax.Array:
-        """Per device: from the shards of n arrays, the digests of the global arrays, uint32 [n, 2], equal on all
-        devices.
 
-        The digest of a shard counts indices from the shard's start in the global array. The digests of arrays that are
-        sharded over the same axes are added in one all-reduce (uint32 addition wraps around).
-        """
-        pairs: dict[tuple[str, ...], list[tuple[int, jax.Array]]] = {}  # by the axes of their all-reduce
-        for k, (x, spec) in enumerate(zip(xs, specs, strict=True)):
-            axes = axes_of_spec(spec, x.ndim)
-            starts = [
-                jax.lax.axis_index(a).astype(jnp.uint32) * n if a else 0 for a, n in zip(axes, x.shape, strict=True)
-            ]
-            used = tuple(sorted(a for entry in axes for a in entry))
-            pairs.setdefault(used, []).append((k, digest_of(x, starts)))
-        out: dict[int, jax.Array] = {}
-        for used, members in pairs.items():
-            total = jnp.stack([pair for _, pair in members])
-            total = jax.lax.psum(total, used) if used else total
-            out.update((k, total[i]) for i, (k, _) in enumerate(members))
-        return jnp.stack([out[k] for k in range(len(xs))])
+def digest_on_host(x: np.ndarray, starts: Sequence[int] = ()) -> tuple[int, int]:
+    """:func:`digest_of` for a NumPy array, in blocks; equal for equal values and offsets."""
+    x = np.ascontiguousarray(x).reshape(x.shape)
+    if x.dtype.kind == "c":  # the two parts of complex and of 64-bit elements: another dim
+        x = x[..., None].view(x.real.dtype)
+    if x.dtype.itemsize == 8:
+        x = x[..., None].view(np.uint32)
+    return _blocks(x, 0, sum(int(n) * _STEP * (2 * d + 1) for d, n in enumerate(starts)))
 
-    run = jax.shard_map(local, mesh=mesh, in_specs=(list(specs),), out_specs=PartitionSpec(), check_vma=False)
-    return jax.jit(run, in_shardings=([NamedSharding(mesh, spec) for spec in specs],))
+
+def _blocks(x: np.ndarray, first: int, base: int) -> tuple[int, int]:
+    """The digest of a part of an array, in blocks of at most ``_BLOCK`` elements.
+
+    Args:
+      first: the dim of the array that is dim 0 of ``x``.
+      base: the hash of the index of the first element.
+    """
+    if x.size > _BLOCK:
+        odd = _STEP * (2 * first + 1)
+        rows = _BLOCK * len(x) // x.size
+        if not rows:  # one row is more than a block
+            parts = [_blocks(row, first + 1, base + k * odd) for k, row in enumerate(x)]
+        else:
+            parts = [_blocks(x[k : k + rows], first, base + k * odd) for k in range(0, len(x), rows)]
+        return sum(p[0] for p in parts), sum(p[1] for p in parts)
+    words, index = _words_on_host(x), _indices(x.shape, first)
+    h, spare = np.empty_like(index), np.empty_like(index)
+    out = []
+    for seed in SEEDS:
+        np.add(index, np.uint32((base + seed) & 0xFFFFFFFF), out=h)
+        _mix_on_host(h, spare)
+        np.bitwise_xor(h, words, out=h)
+        _mix_on_host(h, spare)
+        out.append(int(h.sum(dtype=np.uint32)))
+    return out[0], out[1]
+
+
+# -- of arrays in any place
 
 
 _digest_of_one = jax.jit(digest_of)
 
 
-class Digests:
-    """Digests of global arrays, computed asynchronously on their devices; all processes must create the same ones.
+@functools.lru_cache(maxsize=256)
+def _digests_over(mesh: Mesh, spec: PartitionSpec) -> Callable[[jax.Array], jax.Array]:
+    """A function from an array with this spec to the digest of each device's shard, uint32 [devices, 2].
 
-    Args:
-      arrays: arrays over one mesh, or each over devices of its own; they may be deleted or donated afterwards.
+    Indices count from the start of the global array. Without communication: one program for each shape and dtype.
     """
 
-    def __init__(self, arrays: Sequence[jax.Array]):
-        """Start the computation: one call for the arrays over each mesh, and one for the arrays on each other set of
-        devices."""
-        self._parts: list[tuple[list[int], jax.Array]] = []
-        self._count = len(arrays)
-        groups: dict[Any, list[int]] = {}
-        specs: list[PartitionSpec] = []
-        for i, x in enumerate(arrays):
-            s = x.sharding
-            if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh) and s.num_devices > 1:
-                entries = list(s.spec)
-                while entries and entries[-1] is None:  # an equal spec with another key of the compilation cache
-                    entries.pop()
-                specs.append(PartitionSpec(*entries))
-                groups.setdefault(s.mesh, []).append(i)
-            else:
-                specs.append(PartitionSpec())
-                groups.setdefault(frozenset(s.device_set), []).append(i)
-        for where, members in groups.items():
-            xs = [jax.random.key_data(arrays[i]) if is_key(arrays[i]) else arrays[i] for i in members]
-            run = _digests_over(where, tuple(specs[i] for i in members)) if isinstance(where, Mesh) else _local_digests
-            self._parts.append((members, run(xs)))
+    def local(x: jax.Array) -> jax.Array:
+        axes = axes_of_spec(spec, x.ndim)
+        starts = [jax.lax.axis_index(a).astype(jnp.uint32) * n if a else 0 for a, n in zip(axes, x.shape, strict=True)]
+        return digest_of(x, starts)[None]
 
-    def texts(self) -> list[str]:
-        """One digest for each array, once they are computed; ``""`` where the copies on this process's devices differ."""
-        out = [""] * self._count
-        for members, made in self._parts:
-            copies = [np.asarray(s.data) for s in made.addressable_shards]
-            for k, i in enumerate(members):
-                found = {as_text(c[k]) for c in copies}
-                out[i] = found.pop() if len(found) == 1 else ""
+    run = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=PartitionSpec(mesh.axis_names), check_vma=False)
+    return jax.jit(run, in_shardings=NamedSharding(mesh, spec))
+
+
+def on_device(x: Any, copied: bool) -> dict[Any, jax.Array] | None:
+    """Device → digest of its shard of ``x``, computed asynchronously on this process's devices; None: use the host.
+
+    The host hashes shards of up to ``SMALL`` bytes, for which nothing is compiled, arrays in host memory, and with
+    ``copied`` all shards that a checkpoint copies to the host anyway: those without other copies in this process.
+    """
+    if not isinstance(x, jax.Array):
+        return None
+    s = x.sharding
+    shards = x.addressable_shards
+    alone = len({str(shard.index) for shard in shards}) == len(shards)
+    if shards[0].data.nbytes <= SMALL or s.memory_kind not in (None, _device_memory()) or (copied and alone):
+        return None
+    if s.num_devices == 1:
+        return {shards[0].device: _digest_of_one(x)}
+    if not (isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh)):
+        return None
+    entries = list(s.spec)
+    while entries and entries[-1] is None:  # an equal spec with another key of the compilation cache
+        entries.pop()
+    made = _digests_over(s.mesh, PartitionSpec(*entries))(x)
+    return {shard.device: shard.data for shard in made.addressable_shards}
+
+
+@functools.cache
+def _device_memory() -> str | None:
+    return jax.local_devices()[0].default_memory().kind
+
+
+class Digests:
+    """Digests of the leaves of a state in all processes: started at once, and computed by :meth:`sums`, in any thread.
+
+    Args:
+      leaves: path → array over the devices of some processes, or a value that every process has. Arrays may be deleted or
+        donated afterwards.
+      copied: copies in host memory are made anyway, since the arrays are saved.
+    """
+
+    def __init__(self, leaves: Mapping[str, Any], *, copied: bool):
+        """Start the computations of devices, and copy the other shards to the host."""
+        self._replicas: dict[str, int] = {}
+        self._shards: dict[str, list[tuple[int, tuple[int, ...], Any]]] = {}  # (replica, starts, array or digest)
+        made = {path: on_device(x, copied) for path, x in leaves.items()}
+        for path, x in leaves.items():
+            if isinstance(x, jax.Array) and made[path] is None:
+                for shard in x.addressable_shards:
+                    shard.data.copy_to_host_async()
+        for path, x in leaves.items():
+            if not isinstance(x, jax.Array):
+                self._replicas[path] = process_count()
+                self._shards[path] = [(process_index(), (), x)]
+                continue
+            copies = x.sharding.num_devices * math.prod(x.sharding.shard_shape(x.shape)) // max(1, x.size)
+            offset = 0 if is_global(x) else copies * process_index()  # each process has an array of its own
+            self._replicas[path] = copies if is_global(x) else copies * process_count()
+            self._shards[path] = [
+                (
+                    offset + shard.replica_id,
+                    tuple(i.start or 0 for i in shard.index),
+                    np.asarray(shard.data) if (on := made[path]) is None else on[shard.device],
+                )
+                for shard in x.addressable_shards
+            ]
+
+    def sums(self) -> dict[str, list[int]]:
+        """Path → (s, s', w, w') of this process's shards: s, the sum of their digests in replica 0; w, of all digests times
+        the number of their replica. The four add up over processes."""
+        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+            return dict(zip(self._shards, pool.map(self._sum, self._shards.values()), strict=True))
+
+    def _sum(self, shards: Sequence[tuple[int, tuple[int, ...], Any]]) -> list[int]:
+        total = [0, 0, 0, 0]
+        known: dict[tuple[int, ...], tuple[np.ndarray, Sequence[int]]] = {}
+        for replica, starts, x in shards:
+            if isinstance(x, jax.Array):
+                pair: Sequence[int] = [int(n) for n in np.asarray(x).reshape(2)]
+            elif starts in known and known[starts][0].tobytes() == x.tobytes():
+                pair = known[starts][1]
+            else:
+                pair = digest_on_host(x, starts)
+                known[starts] = x, pair
+            for k in range(2):
+                total[k] += pair[k] & 0xFFFFFFFF if replica == 0 else 0
+                total[2 + k] += replica * (pair[k] & 0xFFFFFFFF)
+        return total
+
+    def texts(self, sums: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, str]:
+        """Path → digest, from the :meth:`sums` of all processes; ``""`` where copies of the array differ."""
+        out = {}
+        for path, copies in self._replicas.items():
+            first, second, *weighted = (sum(s[path][k] for s in sums) for k in range(4))
+            weight = copies * (copies - 1) // 2  # 0 + 1 + … : each copy has the digests of replica 0
+            out[path] = as_text((first, second)) if weighted == [weight * first, weight * second] else ""
         return out
 
 

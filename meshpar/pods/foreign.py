@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,17 @@ def safetensors() -> Any:
             f"this needs safetensors, which is not installed ({error})", fixes=['pip install "meshpar[checkpoint]"']
         ) from None
     return safetensors
+
+
+@contextlib.contextmanager
+def _errors_of(file: str | Path) -> Iterator[None]:
+    """Raises errors of the package and of the file system as CheckpointError with the name of the file."""
+    try:
+        yield
+    except (safetensors().SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"safetensors file {file}: {error}", fixes=["is it complete, and is this its path?"]
+        ) from error
 
 
 def from_safetensors(path: str | Path, init: Any, *args: Any, rules: Rules) -> Any:
@@ -84,7 +96,7 @@ class _Tensors:
         """Open a ``.safetensors`` file, or all such files of a folder; tensors are read later.
 
         Raises:
-          CheckpointError: there is no such file.
+          CheckpointError: there is no such file, or it is no safetensors file.
         """
         found = Path(path)
         files = sorted(found.glob("*.safetensors")) if found.is_dir() else [found]
@@ -94,8 +106,9 @@ class _Tensors:
             )
         self._of: dict[str, Any] = {}
         for file in files:
-            opened = safetensors().safe_open(str(file), framework="flax")
-            self._of.update(dict.fromkeys(opened.keys(), opened))
+            with _errors_of(file):
+                opened = safetensors().safe_open(str(file), framework="flax")
+                self._of.update(dict.fromkeys(opened.keys(), opened))
 
     def slice_of(self, name: str) -> Any:
         """The lazily read tensor with this name: its ``get_shape()``, and its values when it is indexed with slices.
@@ -197,19 +210,21 @@ def to_safetensors(path: str, step: int, target: str | Path, only: str = "*") ->
     """Write leaves of a checkpoint as one safetensors file, ``/`` in paths as ``.``; returns how many.
 
     Raises:
-      CheckpointError: no leaf matches, or the checkpoint is damaged.
+      CheckpointError: no leaf matches, the checkpoint is damaged, or the file cannot be written.
     """
-    facts = facts_of(path, step)["leaves"]
-    chosen = {p: leaf for p, leaf in facts.items() if path_matches(only, p) and "key" not in leaf}
+    facts = facts_of(path, step)
+    leaves = facts["leaves"]
+    chosen = {p: leaf for p, leaf in leaves.items() if path_matches(only, p) and "digest" in leaf and "key" not in leaf}
     if not chosen:
         raise CheckpointError(
-            f"no leaf of checkpoint {step} matches {only!r}", fixes=[f"it has {', '.join(list(facts)[:8])}"]
+            f"no array of checkpoint {step} matches {only!r}", fixes=[f"it has {', '.join(list(leaves)[:8])}"]
         )
     here = SingleDeviceSharding(jax.local_devices()[0])
     targets = {
         p: jax.ShapeDtypeStruct(tuple(leaf["shape"]), jnp.dtype(leaf["dtype"]), sharding=here)
         for p, leaf in chosen.items()
     }
-    found = read_leaves(path, step, targets)
-    safetensors().flax.save_file({p.replace("/", "."): x for p, x in found.items()}, str(target))
+    found = read_leaves(path, step, facts, targets)
+    with _errors_of(target):
+        safetensors().flax.save_file({p.replace("/", "."): x for p, x in found.items()}, str(target))
     return len(found)

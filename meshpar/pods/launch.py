@@ -21,14 +21,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..compat.processes import ADDRESS, COUNT, DEVICES, PROCESS, STUCK, TIMEOUT
+from ..compat.processes import ADDRESS, CAUSES, COUNT, DEVICES, LOSE, PROCESS, STUCK, TIMEOUT
 from ..errors import TargetError
-from .watch import PROGRAM, RESTARTABLE, USAGE
+from .rendezvous import ended_file
+from .watch import RESTARTABLE, USAGE
 
 LOOK_SECONDS = 0.03
 SETTLE_SECONDS = 3.0
 """How long the others may take to end by themselves, with the cause in their logs."""
-LOSE = "MESHPAR_LOSE"
 _TAIL = 12
 
 
@@ -73,7 +73,8 @@ class _End:
 
 
 def launch(job: Job) -> int:
-    """Run a job to its end; returns the exit status: 0, 75 (restartable, and no restarts left), 1 or 2."""
+    """Run a job to its end; returns the exit status: 0, 75 (restartable, and no restarts left), 2, or that of the
+    script that failed."""
     _check(job)
     folder = job.logs or Path(tempfile.mkdtemp(prefix="meshpar-launch-"))
     count, left, attempt = job.processes, job.restarts, 0
@@ -143,7 +144,7 @@ def _of(count: int | None) -> str:
 
 
 class _StopRequest:
-    """Records SIGTERM and SIGINT sent to the launcher, by the user or the cluster, in place of ending it.
+    """Records SIGTERM, SIGINT and SIGHUP, which the user, the cluster or a closed terminal sends to the launcher; it does not end.
 
     Attributes:
       signal: the number of the last such signal; None: none so far.
@@ -154,12 +155,13 @@ class _StopRequest:
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
-        """A context in which the two signals are recorded; the previous handlers are restored afterwards."""
+        """A context in which these signals are recorded; the previous handlers are restored afterwards."""
 
         def note(number: int, frame: object) -> None:
             self.signal = number
 
-        before = {s: signal.signal(s, note) for s in (signal.SIGTERM, signal.SIGINT)}
+        heard = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        before = {s: signal.signal(s, note) for s in heard if signal.getsignal(s) != signal.SIG_IGN}  # ignored by nohup
         try:
             yield
         finally:
@@ -176,6 +178,7 @@ def _attempt(job: Job, count: int, attempt: int, logs: Path, stop: _StopRequest)
     running = {p: _start(job, count, attempt, p, logs, port) for port in (_free_port(),) for p in range(count)}
     shown = _Follow(logs / "process-0.log")
     first: tuple[int, int] | None = None  # (process, exit code) of the first that failed
+    codes: dict[int, int] = {}
     lost: list[int] = []
     kill_at: float | None = None
     asked = False
@@ -184,9 +187,12 @@ def _attempt(job: Job, count: int, attempt: int, logs: Path, stop: _StopRequest)
         while running:
             shown.more()
             for p, code in [(p, c) for p, child in running.items() if (c := child.poll()) is not None]:
-                del running[p]
+                codes[p] = code
                 if code == 0:
+                    del running[p]
+                    ended_file(logs, p).touch()
                     continue
+                _signal({p: running.pop(p)}, signal.SIGKILL)  # its own children, such as workers of a data loader
                 if code == -signal.SIGKILL and not killed:
                     lost.append(p)
                     if first is None or first[1] != -signal.SIGKILL:
@@ -209,11 +215,12 @@ def _attempt(job: Job, count: int, attempt: int, logs: Path, stop: _StopRequest)
         shown.more()
     if first is None:
         return _End(0)
-    return _judge(first, lost, logs)
+    return _judge(first, lost, codes, logs)
 
 
-def _judge(first: tuple[int, int], lost: list[int], logs: Path) -> _End:
-    """The first cause: a process that was killed, else the earliest that a process noted, else an exit status."""
+def _judge(first: tuple[int, int], lost: list[int], codes: dict[int, int], logs: Path) -> _End:
+    """The first cause: a process that was killed, else the earliest that a process noted, else an exit status. ``codes`` are the
+    exit codes of all processes."""
     p, code = first
     noted = []
     for path in logs.glob("cause-*.json"):
@@ -223,13 +230,14 @@ def _judge(first: tuple[int, int], lost: list[int], logs: Path) -> _End:
         return _End(RESTARTABLE, f"process {p} was killed (SIGKILL)", p, lost)
     if noted:
         cause = min(noted, key=lambda c: c["at"])
-        gone = [cause["process"]] if cause["status"] == RESTARTABLE else []
-        return _End(cause["status"], f"process {cause['process']}: {cause['text']}", cause["process"], gone)
+        status, p = cause["status"], cause["process"]
+        if cause["kind"] == "ended" and codes.get(p, 0) > 0:  # noted by another process, which cannot know this status
+            status = codes[p]
+        return _End(status, f"process {p}: {cause['text']}", p, [p] if status == RESTARTABLE else [])
     if code < 0:
-        with contextlib.suppress(ValueError):
-            return _End(RESTARTABLE, f"process {p} was ended by {signal.Signals(-code).name}", p, [p])
-    status = code if code in (RESTARTABLE, USAGE) else PROGRAM
-    return _End(status, f"process {p} ended with exit status {code}", p, [p] if status == RESTARTABLE else [])
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        return _End(RESTARTABLE, f"process {p} was ended by {name}", p, [p])
+    return _End(code, f"process {p} ended with exit status {code}", p, [p] if code == RESTARTABLE else [])
 
 
 def _start(job: Job, count: int, attempt: int, p: int, logs: Path, port: int) -> subprocess.Popen[bytes]:
@@ -238,7 +246,7 @@ def _start(job: Job, count: int, attempt: int, p: int, logs: Path, port: int) ->
     env = dict(os.environ)
     env.update({
         PROCESS: str(p), COUNT: str(count), ADDRESS: f"127.0.0.1:{port}", TIMEOUT: str(job.timeout), STUCK: str(job.stuck),
-        "MESHPAR_CAUSES": str(logs), "MESHPAR_ATTEMPT": str(attempt), "PYTHONUNBUFFERED": "1",
+        CAUSES: str(logs), "MESHPAR_ATTEMPT": str(attempt), "PYTHONUNBUFFERED": "1",
     })  # fmt: skip
     env.pop(LOSE, None)
     if job.lose is not None and attempt == 0 and p * job.slices // count == job.lose[0]:

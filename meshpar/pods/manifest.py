@@ -5,7 +5,6 @@ Slices and nodes come from the text of a topology, as for plans: ``2x v5e:16x16`
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shlex
@@ -92,7 +91,7 @@ def _jobset(job: Manifest, topology: Topology) -> str:
     # GKE lists the sides of a slice in one order
     shape = next(s for s in chip.shapes(math.prod(topology.chips)) if sorted(s) == sorted(topology.chips))
     sides = "x".join(map(str, shape))
-    command, *args = (json.dumps(word) for word in ("python", *job.command))
+    command, *args = (_quoted(word) for word in ("python", *job.command))
     words = "".join(f"\n                    - {word}" for word in args)
     several = topology.slices > 1
     what = f"{topology.slices} slices of {topology.kind}:{sides}" if several else f"A slice of {topology.kind}:{sides}"
@@ -137,7 +136,7 @@ spec:
                 cloud.google.com/gke-tpu-topology: {sides}
               containers:
                 - name: train
-                  image: {json.dumps(job.image)} # Python, jax[tpu], meshpar[checkpoint], the script
+                  image: {_quoted(job.image)} # Python, jax[tpu], meshpar[checkpoint], the script
                   command: [{command}]
                   args:{words}
                   env:
@@ -149,6 +148,11 @@ spec:
                     limits:
                       google.com/tpu: {chips}
 """
+
+
+def _quoted(text: str) -> str:
+    """A text as a YAML scalar in ASCII; JSON's escapes of characters above U+FFFF are others than YAML's."""
+    return '"' + "".join(c if " " <= c <= "~" and c not in '"\\' else f"\\U{ord(c):08x}" for c in text) + '"'
 
 
 def _slurm(job: Manifest, topology: Topology) -> str:

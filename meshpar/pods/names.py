@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -63,3 +63,18 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of :func:`nested`."""
     return flatten_dict(tree, sep="/")
+
+
+def stored_names(paths: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Path → the keys under which orbax stores the leaf, all different also when they are joined by dots, as orbax does.
+
+    A path is stored under its parts: ``a/b`` as ``("a", "b")``. In parts ``.`` is written as ``%2E``, ``%`` as ``%25``, and no text
+    as ``%00``: ``a.b`` → ``("a%2Eb",)``. A leaf whose path others continue ends with ``%2F``: ``a`` beside ``a/b`` is ``("a%2F",)``.
+    """
+    inner = {path[:i] for path in paths for i, c in enumerate(path) if c == "/"}
+    quoted = lambda part: part.replace("%", "%25").replace(".", "%2E") or "%00"  # noqa: E731
+    return {
+        path: (*map(quoted, parts[:-1]), quoted(parts[-1]) + "%2F" * (path in inner))
+        for path in paths
+        for parts in [path.split("/")]
+    }

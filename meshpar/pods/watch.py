@@ -29,7 +29,7 @@ from typing import Any
 
 import jax
 
-from ..compat.processes import Store, coordinator, process_count, process_index
+from ..compat.processes import CAUSES, Store, coordinator, process_count, process_index
 from ..errors import AgreementError, CheckError, CompilerError, LostProcessError, MeshparError, StuckProcessError
 
 RESTARTABLE, PROGRAM, USAGE = 75, 1, 2
@@ -47,7 +47,7 @@ class Cause:
 
     Attributes:
       process: whose fault it is.
-      kind: ``raised``, ``lost``, ``stuck``, ``order``, ``values``, ``ended``, ``disagreed``.
+      kind: ``raised``, ``lost``, ``stuck``, ``order``, ``values``, ``ended``, ``disagreed``, ``absent``, ``port``.
       text: what happened, with the type of the error first.
       status: the exit status of all.
     """
@@ -356,7 +356,7 @@ def status_of(error: BaseException) -> int:
 
 def note_cause(cause: Cause, index: int) -> None:
     """Write the cause to the file of process ``index`` for the launcher, which prints the first cause at the end."""
-    folder = os.environ.get("MESHPAR_CAUSES")
+    folder = os.environ.get(CAUSES)
     if folder:
         with contextlib.suppress(OSError):
             said = {**asdict(cause), "at": time.time()}

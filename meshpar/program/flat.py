@@ -7,10 +7,8 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Literal
 
-from ..compat.jax import body_of, closed_parts, new_var
-from ..rules import having
-
-INLINED = having(lambda p: p.call)
+from ..compat.jax import body_of, body_operands, closed_parts, new_var
+from ..rules import primitive
 
 
 def flatten(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -37,10 +35,10 @@ def flatten(closed: ClosedJaxpr) -> ClosedJaxpr:
 
         for eqn in jaxpr.eqns:
             ins = [read(v) for v in eqn.invars]
-            if eqn.primitive.name in INLINED:
+            if primitive(eqn.primitive.name).call:
                 body, values = closed_parts(body_of(eqn))
                 scope = bind(body, values)
-                scope.update(zip(body.invars, ins[len(ins) - len(body.invars) :], strict=True))
+                scope.update(zip(body.invars, body_operands(eqn, ins), strict=True))
                 outs = inline(body, scope)
             else:
                 outs = [new_var(v.aval) for v in eqn.outvars]

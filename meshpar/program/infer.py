@@ -12,7 +12,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from ..compat.jax import body_of, closed_parts, constraint_spec, literal_array, new_var, scan_counts
+from ..compat.jax import body_of, body_operands, closed_parts, constraint_spec, literal_array, new_var, scan_counts
 from ..dims import Dims, did_you_mean
 from ..errors import UnknownDimError
 from ..rules import ELEMENTWISE, OpRule, having, no_rule, primitive, separated
@@ -419,8 +419,7 @@ def _call(own: bool = False):
         frame = Frame(jaxpr, op)
         op.frames = [frame]
         _bind_consts(b, frame)
-        n = len(jaxpr.invars)
-        b.run(frame, op.ins[len(op.ins) - n :])
+        b.run(frame, body_operands(op.eqn, op.ins))
         return [_result(b, frame, v, op) for v in jaxpr.outvars]
 
     return handler

@@ -261,7 +261,9 @@ def _pull_traced(kernel: Kernel, avals: Sequence[jax.ShapeDtypeStruct]) -> _Pull
 
 def _operands(kernel: Kernel, avals: Sequence[Any], sizes: Mapping[str, int]) -> list[jax.ShapeDtypeStruct]:
     return [
-        jax.ShapeDtypeStruct(tuple(math.prod(sizes[f] for f in dim) for dim in dims), x.dtype)
+        jax.ShapeDtypeStruct(
+            tuple(math.prod(sizes[f] for f in dim) if dim else n for dim, n in zip(dims, x.shape, strict=True)), x.dtype
+        )
         for dims, x in zip(kernel.notation.ins, avals, strict=True)
     ]
 

@@ -30,7 +30,7 @@ kernel_p.multiple_results = True
 
 _NAME = re.compile(r"([A-Za-z_]\w*'*)([!~]?)\Z")
 Dims = tuple[tuple[str, ...], ...]
-"""For every dim of an array, the names of its factors, major to minor."""
+"""For every dim of an array, the names of its factors, major to minor; ``()``: unnamed and never split."""
 
 Local = Callable[..., Any]
 """(*shards of the operands, axes=…) → shards of the results; ``axes``: factor → the mesh axes that shard it (``()``: none)."""
@@ -125,8 +125,8 @@ class Notation:
 def parse_rule(text: str) -> Notation:
     """The Notation of a kernel rule such as ``"batch heads seq!, embed mlp -> batch (heads group)"``.
 
-    Arrays are separated by commas, operands are before the arrow, and results after it. ``dim!`` is replicated,
-    ``dim~`` may be sharded with communication by the local function, and ``(a b)`` is one dim with two factors.
+    Arrays are separated by commas, operands are before the arrow, and results after it. ``dim!`` is replicated, and so is ``_``,
+    which has no name; ``dim~`` may be sharded with communication by the local function, and ``(a b)`` is one dim with two factors.
 
     Raises:
       LayoutSyntaxError: the text is not a rule.
@@ -141,8 +141,8 @@ def parse_rule(text: str) -> Notation:
             rule=text,
             fixes=[
                 'write the dims of every operand and result: "tokens embed, embed mlp -> tokens mlp"',
-                "`dim!` is replicated; `dim~` may be sharded, and the local function exchanges the parts that it needs; "
-                "`(a b)` is one dim with two factors",
+                "`dim!` and `_` are replicated; `dim~` may be sharded, and the local function exchanges the parts that it "
+                "needs; `(a b)` is one dim with two factors",
             ],
         )
 
@@ -153,9 +153,9 @@ def parse_rule(text: str) -> Notation:
         for token in re.findall(r"\([^()]*\)|[^\s()]+|[()]", array):
             names = token[1:-1].split() if token.startswith("(") and token.endswith(")") else [token]
             factors = []
-            for word in names:
+            for word in () if token in ("_", "_!") else names:
                 m = _NAME.match(word)
-                if m is None:
+                if m is None or m[1] == "_":
                     raise bad(f"{word!r} is not a dim")
                 if marks.setdefault(m[1], m[2]) != m[2]:
                     if m[2] and marks[m[1]]:

@@ -7,38 +7,28 @@ converted arrays, it is moved into the body of the loop, before the reduction.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Literal
 
-from ..compat.jax import body_of, closed_parts, new_var, replace_body, scan_counts
-from ..rules import primitive
+from ..compat.jax import equations, new_var, scan_counts
+from ..rules import bodies, primitive
+from .jaxprs import with_bodies, with_eqns
 from .primitives import reduce_in_p
-
-CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"})
-"""Names of calls whose bodies are rewritten."""
 
 
 def with_sunk_reductions(closed: ClosedJaxpr) -> ClosedJaxpr:
     """A closed jaxpr in which each ``reduce_in`` of a loop's stack or a call's result is in the body, if no other op reads it."""
-    if not any(eqn.primitive is reduce_in_p for eqn in _all_equations(closed.jaxpr)):
+    if not any(eqn.primitive is reduce_in_p for eqn in equations(closed)):
         return closed
     return ClosedJaxpr(_sunk(closed.jaxpr), closed.consts)
-
-
-def _all_equations(jaxpr: Any) -> Iterable[Any]:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        if primitive(eqn.primitive.name).scan or eqn.primitive.name in CALLS:
-            yield from _all_equations(closed_parts(body_of(eqn))[0])
 
 
 def _sunk(jaxpr: Any) -> Any:
     """A jaxpr with the same results, in which ``reduce_in`` is applied in the bodies of scans and calls rather than to
     their results.
 
-    Bodies of scans and calls are rewritten recursively. The jaxpr itself is returned if there is nothing to move.
+    All bodies are rewritten recursively. The jaxpr itself is returned if there is nothing to move.
     """
     eqns = list(jaxpr.eqns)
     times: dict[Any, int] = {}
@@ -53,22 +43,19 @@ def _sunk(jaxpr: Any) -> Any:
         if x.aval.dtype == eqn.params["dtype"]:
             continue
         k, i = maker[x]
-        name = eqns[k].primitive.name
-        if name in CALLS or (primitive(name).scan and i >= scan_counts(eqns[k].params)[1]):
+        entry = primitive(eqns[k].primitive.name)
+        own_types = entry.call and not entry.own_derivative  # a custom derivative rule fixes the types of results
+        if own_types or (entry.scan and i >= scan_counts(eqns[k].params)[1]):
             moved.setdefault(k, {})[i] = eqn
             eqns[j] = None
     for k, eqn in enumerate(eqns):
-        if eqn is None or not (primitive(eqn.primitive.name).scan or eqn.primitive.name in CALLS):
+        if eqn is None:
             continue
-        body = closed_parts(body_of(eqn))[0]
         own = moved.get(k, {})
-        inner = _sunk(_with_conversions(body, own) if own else body)
-        if inner is not body:
-            outvars = [own[i].outvars[0] if i in own else v for i, v in enumerate(eqn.outvars)]
-            eqns[k] = replace_body(eqn, [inner]).replace(outvars=outvars)
-    if all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True)):
-        return jaxpr
-    return jaxpr.replace(eqns=[eqn for eqn in eqns if eqn is not None])
+        eqns[k] = with_bodies(eqn, [_sunk(_with_conversions(body, own) if own else body) for body in bodies(eqn)])
+        if own:
+            eqns[k] = eqns[k].replace(outvars=[own[i].outvars[0] if i in own else v for i, v in enumerate(eqn.outvars)])
+    return with_eqns(jaxpr, [eqn for eqn in eqns if eqn is not None])
 
 
 def _with_conversions(body: Any, conversions: dict[int, Any]) -> Any:

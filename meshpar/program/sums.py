@@ -13,9 +13,9 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Literal
 
-from ..compat.jax import bodies_of, new_var, replace_body
-from ..rules import primitive
-from .sink import CALLS
+from ..compat.jax import body_operands, new_var
+from ..rules import bodies, primitive
+from .jaxprs import with_bodies, with_eqns
 
 Source = bool | int
 """How a variable is computed.
@@ -45,17 +45,12 @@ def _reordered(jaxpr: Any, done: dict[int, Any]) -> tuple[Any, list[Source]]:
     sources: dict[Any, Source] = {v: i for i, v in enumerate(jaxpr.invars)}
     eqns = []
     for eqn in jaxpr.eqns:
-        bodies = [_reordered(body, done) for body in _bodies(eqn)]
-        if any(new is not old for (new, _), old in zip(bodies, _bodies(eqn), strict=True)):
-            eqn = replace_body(eqn, [new for new, _ in bodies])
-        eqns.append(eqn)
+        inner = [_reordered(body, done) for body in bodies(eqn)]
+        eqns.append(with_bodies(eqn, [new for new, _ in inner]))
         operands = [_source(v, sources) for v in eqn.invars]
-        sources.update(zip(eqn.outvars, _sources_of_results(eqn, operands, bodies), strict=True))
+        sources.update(zip(eqn.outvars, _sources_of_results(eqn, operands, inner), strict=True))
     changed = _with_reordered_additions(jaxpr, eqns, {v for v, source in sources.items() if source is True})
-    result = jaxpr
-    if len(changed) != len(jaxpr.eqns) or any(a is not b for a, b in zip(changed, jaxpr.eqns, strict=True)):
-        result = jaxpr.replace(eqns=changed)
-    done[id(jaxpr)] = result, [_source(v, sources) for v in jaxpr.outvars]
+    done[id(jaxpr)] = with_eqns(jaxpr, changed), [_source(v, sources) for v in jaxpr.outvars]
     return done[id(jaxpr)]
 
 
@@ -63,22 +58,14 @@ def _source(v: Any, sources: dict[Any, Source]) -> Source:
     return False if isinstance(v, Literal) else sources.get(v, False)
 
 
-def _bodies(eqn: Any) -> list[Any]:
-    """The jaxprs of a loop, branch or call whose additions are reordered, in the order of ``Op.frames``."""
-    name = eqn.primitive.name
-    entry = primitive(name)
-    has_bodies = name in CALLS or entry.scan or entry.loop or entry.branch
-    return [jaxpr for jaxpr, _ in bodies_of(eqn)] if has_bodies else []
-
-
 def _sources_of_results(
-    eqn: Any, operands: Sequence[Source], bodies: Sequence[tuple[Any, list[Source]]]
+    eqn: Any, operands: Sequence[Source], rewritten: Sequence[tuple[Any, list[Source]]]
 ) -> list[Source]:
     """The sources of an equation's results, given the sources of its operands and of its body's results."""
     entry = primitive(eqn.primitive.name)
-    if eqn.primitive.name in CALLS:
-        ((_, results),) = bodies
-        return [source if isinstance(source, bool) else operands[source] for source in results]
+    if entry.call:
+        ((_, results),), taken = rewritten, body_operands(eqn, operands)
+        return [source if isinstance(source, bool) else taken[source] for source in results]
     if entry.matmul:
         return [True] * len(eqn.outvars)
     if (entry.view or entry.cast) and len(eqn.invars) == 1:

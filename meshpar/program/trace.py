@@ -3,32 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from ..compat.jax import closed_parts, equations, make_jaxpr, without_refs
+from ..compat.jax import (
+    axes_of_spec,
+    closed_parts,
+    equations,
+    in_auto_mesh,
+    make_jaxpr,
+    new_var,
+    shardings_of,
+    source_line,
+    without_refs,
+)
+from ..errors import MeshError
+from ..layout import AnyMesh
+from ..units import mesh_text
 from .casts import with_merged_casts
+from .primitives import place_p
 from .sink import with_sunk_reductions
 from .sums import with_matmuls_added_first
 
 
-def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
+def trace(fn: Callable[..., Any], leaves: Sequence[Any], mesh: AnyMesh) -> tuple[Any, Any, list[Any]]:
     """Trace a function of flat arguments.
 
     Args:
       fn: takes ``*leaves``, returns any tree.
       leaves: arrays, numbers or ``ShapeDtypeStruct``.
+      mesh: of the step; the shardings that ops have as parameters are over its axes.
 
     Returns:
-      (closed jaxpr, in which all loops have scalar conditions; tree of the results as ``ShapeDtypeStruct``; its flat leaves).
+      (closed jaxpr, in which all loops have scalar conditions, and shardings are constraints; tree of the results as
+      ``ShapeDtypeStruct``; its flat leaves).
+
+    Raises:
+      MeshError: an op with a sharding over an axis that the mesh does not have.
     """
     closed, shapes = make_jaxpr(fn, *leaves, return_shape=True)
     closed = without_refs(closed)
     if any(map(_is_batched, equations(closed))):
-        closed = ClosedJaxpr(_scalar_conditions(closed.jaxpr, {}), closed.consts)
+        closed = ClosedJaxpr(_each_equation(closed.jaxpr, _with_scalar_condition, {}), closed.consts)
+    if any(shardings_of(e) or in_auto_mesh(e) is not e for e in equations(closed)):
+        closed = ClosedJaxpr(_each_equation(closed.jaxpr, partial(_constrained, mesh), {}), closed.consts)
     closed = with_matmuls_added_first(with_merged_casts(with_sunk_reductions(closed)))
     return closed, shapes, jax.tree.leaves(shapes)
 
@@ -38,10 +60,14 @@ def _is_batched(eqn: Any) -> bool:
     return "cond_jaxpr" in eqn.params and bool(eqn.params["cond_jaxpr"].out_avals[0].shape)
 
 
-def _rewritten(param: Any, done: dict[int, Any]) -> Any:
-    """A parameter of an equation after :func:`_scalar_conditions` of the jaxprs in it; the same object if nothing changed."""
+Rewrite = Callable[[Any], list[Any]]
+"""Equation → the equations that replace it."""
+
+
+def _rewritten(param: Any, rewrite: Rewrite, done: dict[int, Any]) -> Any:
+    """A parameter of an equation after :func:`_each_equation` of the jaxprs in it; the same object if nothing changed."""
     if isinstance(param, tuple | list):
-        new = [_rewritten(x, done) for x in param]
+        new = [_rewritten(x, rewrite, done) for x in param]
         if all(a is b for a, b in zip(param, new, strict=True)):
             return param
         return type(param)(*new) if hasattr(param, "_fields") else type(param)(new)
@@ -49,19 +75,57 @@ def _rewritten(param: Any, done: dict[int, Any]) -> Any:
     if not hasattr(inner, "eqns"):
         return param
     if id(inner) not in done:
-        done[id(inner)] = _scalar_conditions(inner, done)
+        done[id(inner)] = _each_equation(inner, rewrite, done)
     new = done[id(inner)]
     return param if new is inner else ClosedJaxpr(new, consts) if isinstance(param, ClosedJaxpr) else new
 
 
-def _scalar_conditions(jaxpr: Any, done: dict[int, Any]) -> Any:
-    """A jaxpr in which batched loops run until all elements are done; done elements are not changed, as in the compiled program."""
+def _each_equation(jaxpr: Any, rewrite: Rewrite, done: dict[int, Any]) -> Any:
+    """A jaxpr with ``rewrite`` applied to each equation, those of bodies first; the same object if nothing changed."""
     eqns = []
     for eqn in jaxpr.eqns:
-        params = {k: _rewritten(v, done) if _holds_bodies(v) else v for k, v in eqn.params.items()}
-        new = eqn if all(params[k] is v for k, v in eqn.params.items()) else eqn.replace(params=params)
-        eqns.append(_with_scalar_condition(new) if _is_batched(new) else new)
-    return jaxpr if all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True)) else jaxpr.replace(eqns=eqns)
+        params = {k: _rewritten(v, rewrite, done) if _holds_bodies(v) else v for k, v in eqn.params.items()}
+        eqns += rewrite(eqn if all(params[k] is v for k, v in eqn.params.items()) else eqn.replace(params=params))
+    same = len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True))
+    return jaxpr if same else jaxpr.replace(eqns=eqns)
+
+
+def _constrained(mesh: AnyMesh, eqn: Any) -> list[Any]:
+    """An equation without shardings as parameters (:func:`shardings_of`), and constraints of its operands and results in their
+    place."""
+    eqn = in_auto_mesh(eqn)
+    given = shardings_of(eqn)
+    if given is None:
+        return [eqn]
+    eqns = []
+
+    def constrained(var: Any, sharding: Any, result: bool) -> Any:
+        """The variable that the equation reads or writes in place of ``var``; adds the constraint to ``eqns``."""
+        if sharding is None or isinstance(var, Literal):
+            return var
+        spec = axes_of_spec(sharding.spec, var.aval.ndim)
+        unknown = next((a for axes in spec for a in axes if a not in mesh.axis_names), None)
+        if unknown is not None:
+            raise MeshError(
+                f"{eqn.primitive.name} has the sharding {sharding.spec}, but the mesh of the step ({mesh_text(mesh.shape)}) has no "
+                f"axis `{unknown}`",
+                axis=unknown,
+                source=source_line(eqn),
+                fixes=["name axes of the mesh of the step", "or leave the sharding out: the layout decides"],
+            )
+        other = new_var(var.aval)
+        ends = {"invars": [other], "outvars": [var]} if result else {"invars": [var], "outvars": [other]}
+        eqns.append(eqn.replace(primitive=place_p, params={"spec": spec}, effects=frozenset(), **ends))
+        return other
+
+    invars = [constrained(v, s, False) for v, s in zip(eqn.invars, given.operands, strict=True)]
+    operands = len(eqns)
+    outvars = [constrained(v, s, True) for v, s in zip(eqn.outvars, given.results, strict=True)]
+    return [
+        *eqns[:operands],
+        eqn.replace(params=given.params, invars=invars, outvars=outvars),
+        *eqns[operands:],
+    ]
 
 
 def _holds_bodies(param: Any) -> bool:
@@ -69,8 +133,11 @@ def _holds_bodies(param: Any) -> bool:
     return hasattr(closed_parts(first)[0], "eqns")
 
 
-def _with_scalar_condition(eqn: Any) -> Any:
-    """A batched ``while`` equation as one whose condition is a scalar: it runs until all elements are done."""
+def _with_scalar_condition(eqn: Any) -> list[Any]:
+    """The equation; a batched ``while`` as one whose condition is a scalar: it runs until all elements are done. Done elements are
+    not changed, as in the compiled program."""
+    if not _is_batched(eqn):
+        return [eqn]
     p = eqn.params
     cond, body = (jaxpr_as_fun(p[k]) for k in ("cond_jaxpr", "body_jaxpr"))
     n, m = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
@@ -99,4 +166,4 @@ def _with_scalar_condition(eqn: Any) -> Any:
         for f, vs in zip((any_continues, step), ins, strict=True)
     ]
     params = {**p, "cond_jaxpr": jaxprs[0], "body_jaxpr": jaxprs[1], "body_nconsts": m}
-    return eqn.replace(params=params, invars=[*eqn.invars[:n], *eqn.invars[:m], *carried])
+    return [eqn.replace(params=params, invars=[*eqn.invars[:n], *eqn.invars[:m], *carried])]

@@ -18,7 +18,7 @@ from . import (  # noqa: F401
     window,
 )
 from .local import check_local, refusal, run_elementwise, run_local
-from .registry import PRIMITIVES, Primitive, having, primitive, separated
+from .registry import PRIMITIVES, Primitive, bodies, having, primitive, separated
 from .rule import OpRule, no_rule
 
 ELEMENTWISE = having(lambda p: p.elementwise)
@@ -28,6 +28,7 @@ __all__ = [
     "PRIMITIVES",
     "OpRule",
     "Primitive",
+    "bodies",
     "check_local",
     "having",
     "no_rule",

@@ -203,20 +203,26 @@ def _local_scatter(op: LocalOp, operand: Any, indices: Any, updates: Any) -> lis
     local = _LocalWindows.of(op, operand, indices, split, dims.batch_dims(updates.ndim), window_dims, window, clamp)
     local_dims = local.local_dims(dims, split, window_dims)
     columns, write = dict(local.columns), local.own & local.valid
-    if (
-        math.prod(write.shape) == 1
-    ):  # quirk MERGED_SLICES: no index may be beyond the operand, so the present elements are written
-        index = jnp.stack([columns[d] for d in dims.indexed], -1)
-        mask = lax.broadcast_in_dim(write, updates.shape, local.batch_dims)
-        updates = jnp.where(mask, updates, _updates_without_effect(op.name, operand, index, updates, local_dims))
-        mode = lax.GatherScatterMode.CLIP
-    else:  # indices of masked writes are out of bounds, and distinct
+    one = math.prod(write.shape) == 1  # quirk MERGED_SLICES: no index may be beyond the operand
+    applied = applies_function(op.eqn)
+    if not one:  # indices of masked writes are out of bounds, and distinct
         d = split[0]
         number = lax.iota(columns[d].dtype, math.prod(write.shape)).reshape(write.shape) if p["unique_indices"] else 0
         columns[d] = jnp.where(write, columns[d], operand.shape[d] + number)
-        index, mode = jnp.stack([columns[d] for d in dims.indexed], -1), lax.GatherScatterMode.FILL_OR_DROP
-    numbers = local_dims.dimension_numbers(op.eqn)
-    return op.run(operand, index, updates, dimension_numbers=numbers, indices_are_sorted=False, mode=mode)
+    index = jnp.stack([columns[d] for d in dims.indexed], -1)
+    if one and not applied:  # the elements that are present are written
+        mask = lax.broadcast_in_dim(write, updates.shape, local.batch_dims)
+        updates = jnp.where(mask, updates, _updates_without_effect(op.name, operand, index, updates, local_dims))
+    (out,) = op.run(
+        operand, index, updates, dimension_numbers=local_dims.dimension_numbers(op.eqn), indices_are_sorted=False,
+        mode=lax.GatherScatterMode.CLIP if one else lax.GatherScatterMode.FILL_OR_DROP,
+    )  # fmt: skip
+    return [jnp.where(write.reshape(()), out, operand) if one and applied else out]
+
+
+def applies_function(eqn: Any) -> bool:
+    """Whether a scatter writes a user's function of the elements, as ``x.at[i].apply(f)``: no update is without effect."""
+    return eqn.primitive.name == "scatter" and eqn.params["update_jaxpr"] is not None
 
 
 def _updates_without_effect(name: str, operand: Any, index: Any, updates: Any, dims: LookupDims) -> Any:

@@ -10,7 +10,7 @@ from jax import lax
 
 from .local import LocalOp, on_shards
 from .registry import always, register
-from .rule import OpRule, replicated
+from .rule import OpRule
 from .spmd import Grid, axis_index
 
 
@@ -82,17 +82,6 @@ def triangular_solve(eqn, ins, outs) -> OpRule:
 
 
 register("triangular_solve", rule=triangular_solve, local=on_shards)
-
-
-def linear_solve(eqn, ins, outs) -> OpRule:
-    """The rule of ``linear_solve``: all dims need replication; the solutions have the factors of the right-hand sides,
-    the last operands."""
-    r = replicated(eqn, ins, [])
-    r.outs = r.ins[len(ins) - len(outs) :]
-    return r
-
-
-register("custom_linear_solve", rule=linear_solve)
 
 
 def fft(eqn, ins, outs) -> OpRule:

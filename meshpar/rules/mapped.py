@@ -16,15 +16,15 @@ from ..compat.jax import (
     at_line_of,
     axes_of_spec,
     bind,
-    bodies_of,
     body_consts,
+    body_operands,
     closed_parts,
     literal_array,
     scan_counts,
 )
 from .flops import shard_map_flops
 from .local import LocalOp, plain_params
-from .registry import Refusal, SplitOp, primitive, register
+from .registry import Refusal, SplitOp, bodies, primitive, register
 from .rule import OpRule, same_dims
 from .spmd import Send, Sizes, axis_index, fine_names
 
@@ -89,20 +89,8 @@ def _collectives(jaxpr: Any, times: int | None) -> Iterator[tuple[Send, tuple[st
                 yield send, _axes_of(eqn)
         trip_count = None if name == "while" else eqn.params["length"] if name == "scan" else 1
         body_times = None if times is None or trip_count is None else times * trip_count
-        for body in _bodies(eqn):
+        for body in bodies(eqn):
             yield from _collectives(body, body_times)
-
-
-def _bodies(eqn: Any) -> list[Any]:
-    """The jaxprs of a loop, branch or call; none for other equations."""
-    name = eqn.primitive.name
-    has_bodies = name in ("cond", "while", "scan") or _is_call(name)
-    return [jaxpr for jaxpr, _ in bodies_of(eqn)] if has_bodies else []
-
-
-def _is_call(name: str) -> bool:
-    entry = primitive(name)
-    return entry.call or entry.own_derivative
 
 
 # -- the body on one device
@@ -154,7 +142,7 @@ def _step(eqn: Any, xs: list[Any], sizes: Sizes) -> list[Any]:
         carry, ys = lax.scan(one, xs[consts : consts + carries], stacked, **options)
         return [*carry, *ys]
     if name == "while":
-        (cond, body), (first, second) = _bodies(eqn), body_consts(eqn)
+        (cond, body), (first, second) = bodies(eqn), body_consts(eqn)
         n, m = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
         return lax.while_loop(
             lambda carry: _run(cond, first, [*xs[:n], *carry], sizes)[0],
@@ -164,12 +152,12 @@ def _step(eqn: Any, xs: list[Any], sizes: Sizes) -> list[Any]:
     if name == "cond":
         branches = [
             lambda *args, body=body, consts=consts: _run(body, consts, args, sizes)
-            for body, consts in zip(_bodies(eqn), body_consts(eqn), strict=True)
+            for body, consts in zip(bodies(eqn), body_consts(eqn), strict=True)
         ]
         return lax.switch(lax.convert_element_type(xs[0], "int32"), branches, *xs[1:])
-    if _is_call(name):
-        (body,), (consts,) = _bodies(eqn), body_consts(eqn)
-        return _run(body, consts, xs[len(xs) - len(body.invars) :], sizes)
+    if primitive(name).call:
+        (body,), (consts,) = bodies(eqn), body_consts(eqn)
+        return _run(body, consts, body_operands(eqn, xs), sizes)
     return bind(eqn, xs, plain_params(p))
 
 
@@ -190,7 +178,7 @@ def _walk(jaxpr: Any) -> Iterator[Any]:
     """All equations of a jaxpr; the equations of nested bodies follow their loop, branch or call."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for body in _bodies(eqn):
+        for body in bodies(eqn):
             yield from _walk(body)
 
 

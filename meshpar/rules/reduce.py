@@ -70,10 +70,18 @@ def _is_bitwise(op: SplitOp) -> bool:
     return op.eqn.outvars[0].aval.dtype != bool and any(op.axes)
 
 
+def _over_ones(eqn: Any) -> bool:
+    """Whether all reduced dims have size 1: the reduction only removes them."""
+    return all(eqn.invars[0].aval.shape[a] == 1 for a in eqn.params["axes"])
+
+
 for _name, _kind in REDUCTION_KINDS.items():
     _manual = _is_bitwise if _kind in ("and", "or") else None
     _law = along(_kind, when="smaller")
-    register(_name, rule=reduce, local=on_shards, reduction=True, manual=_manual, partial=(_law,))
+    register(
+        _name, rule=reduce, local=on_shards, reduction=True, manual=_manual,
+        partial=(replace(_law, holds=_over_ones, when="always"), _law),
+    )  # fmt: skip
 
 
 _POSITIONAL: dict[str, tuple[Kind, Callable[..., Any]]] = {

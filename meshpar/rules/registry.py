@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from ..compat.jax import bodies_of
 from .partial import Law
 from .rule import OpRule, RuleFn
 
@@ -93,7 +94,8 @@ class Primitive:
       identity: an identity that states names or a spec.
       barrier: an optimization barrier: several operands, each returned unchanged.
       call: runs one body once, on its operands as they are.
-      own_derivative: a call with a custom derivative rule.
+      own_derivative: a call with a derivative rule that its body does not determine.
+      recomputation: a call whose body the backward pass recomputes: ``jax.checkpoint``.
       fixed_factors: a user has written the rule, and the planner may split no dims but its factors.
       label: (equation) → the name of the equation in reports; None: the primitive's name.
       loop: runs its body repeatedly: ``scan``, ``while``.
@@ -144,6 +146,7 @@ class Primitive:
     barrier: bool = False
     call: bool = False
     own_derivative: bool = False
+    recomputation: bool = False
     fixed_factors: bool = False
     label: Callable[[Any], str] | None = None
     loop: bool = False
@@ -236,6 +239,12 @@ def separated(eqn: Any) -> list[Any]:
         )
         for i, (x, y) in enumerate(zip(eqn.invars, eqn.outvars, strict=True))
     ]
+
+
+def bodies(eqn: Any) -> list[Any]:
+    """The jaxprs of a loop, branch or call, in the order of ``Op.frames``; none for other equations."""
+    entry = primitive(eqn.primitive.name)
+    return [jaxpr for jaxpr, _ in bodies_of(eqn)] if entry.call or entry.control_flow else []
 
 
 def having(trait: Callable[[Primitive], object]) -> frozenset[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -41,7 +42,15 @@ def _local_shape(op: LocalOp, *xs: Any) -> list[Any]:
     return op.run(*xs, shape=op.out_shape)
 
 
-register("broadcast_in_dim", rule=broadcast_in_dim, local=_local_shape, fusible=True, free=True, broadcast=True)
+def _adds_ones(eqn: Any) -> bool:
+    """Whether a broadcast only adds dims of size 1."""
+    return eqn.invars[0].aval.size == eqn.outvars[0].aval.size
+
+
+register(
+    "broadcast_in_dim", rule=broadcast_in_dim, local=_local_shape, fusible=True, free=True, broadcast=True,
+    partial=(replace(MOVES, holds=_adds_ones),),
+)  # fmt: skip
 
 
 def transpose(eqn, ins, outs) -> OpRule:

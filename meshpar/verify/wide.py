@@ -17,15 +17,15 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from ..compat.jax import bind, body_of, closed_parts, literal_array, scan_counts
-from ..rules import ELEMENTWISE, having
+from ..compat.jax import bind, body_of, body_operands, closed_parts, literal_array, scan_counts
+from ..rules import ELEMENTWISE, having, primitive
+from ..rules.index import applies_function
 from .numbers import wide
 
 FACTOR, ULPS = 4.0, 2.0
 """The sharded run is right if its error is at most ``FACTOR`` times the error of the unsharded run, or ``ULPS`` units in the last
 place of the largest value in the narrowest dtype (the unsharded run may happen to be exact)."""
 
-CALLS = having(lambda p: p.call)
 _IDENTITIES = having(lambda p: p.identity or p.rounding)
 _EXACT = {"bitcast_convert_type"}  # its result depends on the bits of the dtype
 _TYPED = {"kernel", "shard_map", "pure_callback", "io_callback"}  # they contain functions of fixed dtypes
@@ -155,9 +155,9 @@ class _Evaluator:
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
             ins = list(map(read, eqn.invars))
-            if name in CALLS:
+            if primitive(name).call:
                 body, values = closed_parts(body_of(eqn))
-                outs = self.run(body, values, ins[len(ins) - len(body.invars) :])
+                outs = self.run(body, values, body_operands(eqn, ins))
             elif name in _CONTROL:
                 outs = _CONTROL[name](self, eqn, ins)
             elif name in _IDENTITIES:
@@ -171,7 +171,7 @@ class _Evaluator:
     def applied(self, eqn: Any, ins: list[Any]) -> list[Any] | None:
         """The results of an op on wide operands; None if it must be applied in its own dtypes."""
         name, p = eqn.primitive.name, eqn.params
-        if name in _SCATTERS:
+        if name in _SCATTERS and not applies_function(eqn):
             same = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
             return [_SCATTERS[name](*ins, **{k: p[k] for k in same})]
         if name not in _WIDENED or any(True for _ in _bodies(eqn)):

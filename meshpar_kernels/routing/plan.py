@@ -51,8 +51,9 @@ class RoutePlan:
 
         It is a counting sort by XLA's stable sort.
         """
+        expert = expert.astype(jnp.int32)  # a narrow dtype cannot count the experts
         chosen = (expert >= 0) & (expert < experts)
-        expert = jnp.where(chosen, expert, experts).astype(jnp.int32)
+        expert = jnp.where(chosen, expert, experts)
         flat = expert.reshape(-1)
         order = jnp.argsort(flat, stable=True).astype(jnp.int32)
         every = jnp.arange(experts + 1, dtype=jnp.int32)

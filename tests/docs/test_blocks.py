@@ -1,5 +1,7 @@
 """Every block of the README and the pages runs, without a warning, and prints the output that its page shows."""
 
+import os
+import pathlib
 import re
 import sys
 
@@ -27,9 +29,10 @@ PAGES = [pytest.param(p, marks=pytest.mark.slow if p.stem in SLOW else (), id=p.
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_runs(page):
-    with blocks.workplace():
-        blocks.rendered(page.read_text(), page.name)
+def test_a_page_runs(page, tmp_path):
+    """The page is also written to the folder of the variable ``MESHPAR_PAGES``, where a build of the docs reads it."""
+    folder = pathlib.Path(os.environ.get("MESHPAR_PAGES", tmp_path))
+    blocks.render(page.read_text(), page.name, folder / page.stem)
 
 
 def test_the_readme_shows_what_its_example_prints():

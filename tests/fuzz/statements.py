@@ -178,6 +178,22 @@ def gram(w: Writer) -> None:
     w.emit(text.format(x.name), x.top**2 * n, 2 * (x.bits or 0) if x.exact else None)
 
 
+# -- kernels
+
+
+@statement(0.5)
+def kernel(w: Writer) -> None:
+    """A kernel that needs all of some dims, marked by `!` or `_`."""
+    x = w.pick("f", ranks=(2, 3))
+    split = w.rng.randrange(len(x.shape))
+    rule = " ".join("rows" if d == split else w.of(["_", f"d{d}!"]) for d in range(len(x.shape)))
+    axes = tuple(d for d in range(len(x.shape)) if d != split)
+    w.emit(
+        f"mp.kernel_rule('{rule} -> {rule}')(lambda k: k / jnp.sqrt(1.0 + jnp.square(k).sum({axes}, keepdims=True)))({x.name})",
+        1,
+    )
+
+
 # -- reductions
 
 
@@ -420,3 +436,14 @@ def renamed(w: Writer) -> None:
     w.used.add(x.name)
     name = w.of([d for d in x.dims if d])
     w.emit(f"mp.rename({x.name}, {name}='{name}_other')", var.top, var.bits)
+
+
+@statement(0.3)
+def swapped(w: Writer) -> None:
+    """Two dims take each other's names, or an array meets its transpose: the axes of their rules change places."""
+    a, b = w.of([(a, b) for a, n in w.sizes.items() for b, m in w.sizes.items() if a != b and n in (m, 2 * m, 4 * m)])
+    x = w.fresh((w.sizes[a], w.sizes[b]), names=(a, b))
+    if w.sizes[a] == w.sizes[b] and w.chance(0.5):
+        w.emit(f"{x.name} + {x.name}.T", x.top * 2, x.bits)
+    else:
+        w.emit(f"mp.rename({x.name}, {a}='{b}', {b}='{a}')", x.top, x.bits)

@@ -103,7 +103,10 @@ def test_slices_that_do_not_exist_are_refused_with_the_nearest_that_do(text, nea
         parse_topology(other)
 
 
-@pytest.mark.parametrize("text", ["v9:4x4", "v3-8", "a6000:8", "v5e", "", "v5e:4 x4", "v5e:-4x4"])
+@pytest.mark.parametrize(
+    "text",
+    ["v9:4x4", "v3-8", "a6000:8", "v5e", "", "v5e:4 x4", "v5e:-4x4", "v5p:" + "9" * 140, "9" * 5000 + "x v5e:4x4"],
+)
 def test_chips_that_are_not_known_are_refused_with_those_that_are(text):
     with pytest.raises(MeshError, match="is not known") as error:
         parse_topology(text)

@@ -242,11 +242,13 @@ def child(request: dict[str, Any], p: int, port: int) -> None:
         atexit._run_exitfuncs()
         code = e.code if isinstance(e.code, int) else 1
     except BaseException:
+        code = 1
         try:
             sys.excepthook(*sys.exc_info())
+        except SystemExit as e:  # as the interpreter does
+            code = e.code if isinstance(e.code, int) else 1
         except BaseException:
             traceback.print_exc()
-        code = 1
     sys.stdout.flush()
     os._exit(code)
 

@@ -62,6 +62,56 @@ def test_integers_are_summed_and_narrow_floats_are_added_up_in_float32():
     np.testing.assert_allclose(float(mean), 32.5, rtol=1e-2)
 
 
+@pytest.mark.parametrize("lowering", [None, "shard_map", "jit"])
+def test_results_that_are_no_float_arrays(lowering):
+    """Python numbers, integers and derivatives by integers have the results of the complete batch."""
+
+    def loss(p, x):
+        return ((x @ p["w"]) ** 2).mean(), {"tokens": x.size, "ratio": 0.5, "rows": jnp.int32(len(x)), "none": None}
+
+    def step(p, x):
+        return mp.accumulate_gradients(jax.value_and_grad(loss, has_aux=True, allow_int=True), 2, argnums=-1)(p, x)
+
+    p = {"w": jnp.arange(12.0).reshape(4, 3), "n": jnp.arange(3)}
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32)
+    fn = step if lowering is None else mp.jit(
+        step, mesh=mp.mesh("data=4, model=2"), layout="batch: data", dims={"x": "batch _"}, lowering=lowering
+    )  # fmt: skip
+    (value, aux), grads = fn(p, x)
+    (want, _), wanted = jax.value_and_grad(loss, has_aux=True, allow_int=True)(p, x)
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    np.testing.assert_allclose(grads["w"], wanted["w"], rtol=1e-5)
+    assert grads["n"].dtype == jax.dtypes.float0
+    assert grads["n"].shape == (3,)
+    assert (aux["tokens"], aux["ratio"], aux["rows"], aux["none"]) == (32, 0.5, 8, None)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (lambda x: jnp.all(x < 31), r"result\['ok'\] is a boolean.*\n.*astype\(jnp.int32\)"),
+        (lambda x: bool(len(x)), r"result\['ok'\] is a boolean"),
+        (lambda x: jax.random.key(0), r"result\['ok'\] is a PRNG key.*\n.*outside"),
+    ],
+)
+def test_results_without_a_mean_or_a_sum_are_refused(result, message):
+    with pytest.raises(UnsupportedError, match=message):
+        mp.accumulate_gradients(lambda p, x: {"ok": result(x)}, 2)(0.0, jnp.arange(32.0).reshape(8, 4))
+
+
+def test_arguments_counted_from_the_end():
+    def fn(p, x, key):
+        return (x * jax.random.normal(key, ())).mean()
+
+    x, key = jnp.arange(8.0), jax.random.key(1)
+    want = mp.accumulate_gradients(fn, 2, argnums=1, key_argnums=2)(0.0, x, key)
+    assert mp.accumulate_gradients(fn, 2, argnums=-2, key_argnums=-1)(0.0, x, key) == want
+    with pytest.raises(LayoutSyntaxError, match="argument 1 is both"):
+        mp.accumulate_gradients(fn, 2, argnums=1, key_argnums=-2)(0.0, x, key)
+    with pytest.raises(UnsupportedError, match="no argument -1"):
+        mp.accumulate_gradients(fn, 2, argnums=-4)(0.0, x, key)
+
+
 def test_what_does_not_divide():
     with pytest.raises(LayoutSyntaxError, match="microbatches=0"):
         mp.accumulate_gradients(loss, 0)

@@ -22,6 +22,16 @@ def test_scaled_gradients_do_not_vanish_in_float16():
     np.testing.assert_allclose(gradients, np.full((8, 4), 1e-7 / 4), rtol=0.01)
 
 
+def test_leaves_that_are_no_floats():
+    scale, p = mp.LossScale(4.0), {"w": jnp.ones(3), "n": jnp.arange(3)}
+    assert scale((0.5, {"tokens": 3})) == (2.0, {"tokens": 3})
+    grads = jax.grad(lambda p: scale(p["w"].sum()), allow_int=True)(p)
+    unscaled, finite = scale.unscale(grads)
+    assert bool(finite)
+    np.testing.assert_array_equal(unscaled["w"], np.ones(3))
+    assert unscaled["n"].dtype == jax.dtypes.float0
+
+
 @pytest.mark.parametrize("lowering", ["shard_map", "jit"])
 @pytest.mark.parametrize("layout", ["batch: data", "batch: data; embed: model"])
 def test_steps_in_a_scan_equal_the_simulation(lowering, layout):

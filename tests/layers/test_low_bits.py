@@ -1,13 +1,17 @@
 """Optimizer state in 8 bits: rounding, memory, sharding, and the same training."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 import replica_simulations as simulations
 
 import meshpar as mp
+from meshpar.layers.low_bits import MOMENTS
 
 W = (64, 128)
 
@@ -92,3 +96,101 @@ def test_infinities_become_nan():
 def test_bad_input(kw, words):
     with pytest.raises(mp.errors.UnsupportedError, match=words):
         mp.low_bits(optax.sgd(0.1), **kw)
+
+
+W_IN_TWO = {"params": {"v": (64, 64)}, "nu": (64, 128)}  # names of optax states
+CONTRIB = optax.contrib
+SENSITIVE = {"lion": 0.1, "signum": 0.2, "sophia": 0.2, "acprop": 0.1, "mechanize": 0.4}
+"""Largest relative differences of optimizers that amplify rounding: by a sign, or by numbers that are nearly zero."""
+OPTIMIZERS = {
+    **{name: getattr(optax, name) for name in (
+        "adabelief", "adadelta", "adafactor", "adagrad", "adam", "adamax", "adan", "amsgrad", "lamb", "lars", "lion", "nadamw",
+        "novograd", "optimistic_adam_v2", "optimistic_gradient_descent", "radam", "rmsprop", "rprop", "signum", "sm3", "yogi",
+        "scale_by_distance_over_gradients",
+    )},
+    **{name: getattr(CONTRIB, name) for name in (
+        "acprop", "ademamix", "adopt", "cocob", "dadapt_adamw", "dog", "dowg", "galore", "madgrad", "momo", "momo_adam", "muon",
+        "prodigy", "reduce_on_plateau", "schedule_free_adamw", "schedule_free_sgd", "simplified_ademamix", "sophia",
+    )},
+    "sgd": lambda rate: optax.sgd(rate, momentum=0.9, nesterov=True),
+    "centered": lambda rate: optax.rmsprop(rate, centered=True, momentum=0.9),
+    "factored": lambda rate: optax.adafactor(rate, min_dim_size_to_factor=8, momentum=0.9),
+    "ema": optax.ema,
+    "lbfgs": lambda rate: optax.lbfgs(rate, linesearch=None),
+    "mechanize": lambda rate: CONTRIB.mechanize(optax.adam(rate)),
+    "steps": lambda rate: optax.MultiSteps(optax.adam(rate), 2).gradient_transformation(),
+    "every": lambda rate: optax.apply_every(2),
+    "masked": lambda rate: optax.masked(optax.adam(rate), {"params": True, "nu": False}),
+    "injected": lambda rate: optax.inject_hyperparams(optax.adam)(rate),
+    "parts": lambda rate: optax.partition(
+        {"a": optax.adam(rate), "b": optax.sgd(rate, momentum=0.9)}, {"params": "a", "nu": "b"}
+    ),
+    "finite": lambda rate: optax.apply_if_finite(optax.adam(rate), 3),
+}  # fmt: skip
+FEW = ("adam", "sgd", "adan", "sm3", "prodigy", "schedule_free_adamw", "centered", "parts")
+
+
+def optimizer(name):
+    make = OPTIMIZERS[name]
+    return make() if name in ("reduce_on_plateau", "scale_by_distance_over_gradients") else make(1e-2)
+
+
+@pytest.mark.filterwarnings("ignore:mp.low_bits stores no array")
+@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS])
+def test_every_optimizer_against_its_float32_state(name):
+    """Also under parameters with the names of moments, which decide nothing."""
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda s: jnp.asarray(rng.normal(size=s), jnp.float32), W_IN_TWO, is_leaf=lambda s: type(s) is tuple
+    )
+    noise = [jax.tree.map(lambda p: rng.normal(size=p.shape).astype(np.float32), params) for _ in range(6)]
+
+    def loss(p, g):
+        return sum(jnp.sum(x**2 / 2 + x * y) for x, y in zip(jax.tree.leaves(p), jax.tree.leaves(g), strict=True))
+
+    def updates(tx):
+        tx = optax.with_extra_args_support(tx)
+        p, state, out = params, tx.init(params), []
+
+        @jax.jit
+        def update(g, state, p):
+            value, gradient = jax.value_and_grad(loss)(p, g)
+            extra = {"obj_fn": lambda p: loss(p, g)} if name == "sophia" else {}
+            return tx.update(gradient, state, p, value=value, **extra)
+
+        for g in noise:
+            u, state = update(g, state, p)
+            p = optax.apply_updates(p, u)
+            out.append(u)
+        return out[-1]
+
+    low = updates(mp.low_bits(optimizer(name), min_size=64))
+    for got, want in zip(jax.tree.leaves(low), jax.tree.leaves(updates(optimizer(name))), strict=True):
+        assert np.linalg.norm(got - want) <= SENSITIVE.get(name, 0.03) * np.linalg.norm(want)
+
+
+def test_the_optimizers_of_that_table_have_every_known_moment():
+    seen = set()
+
+    def visit(node):
+        for path, child in jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node):
+            if path:
+                seen.add((type(node), getattr(path[0], "name", None)))
+                visit(child)
+
+    for name in OPTIMIZERS:
+        visit(jax.eval_shape(optimizer(name).init, {"params": jnp.zeros(W), "nu": jnp.zeros(W)}))
+    assert set(MOMENTS) <= seen
+
+
+class Custom(NamedTuple):
+    nu: Any
+
+
+def test_states_of_unknown_types_are_stored_as_they_are_unless_they_are_listed():
+    tx = optax.GradientTransformation(lambda p: Custom(p), lambda g, s, p=None: (g, Custom(g)))
+    with pytest.warns(UserWarning, match=r"\.nu.*\n.*moments="):
+        state = mp.low_bits(tx).init({"v": jnp.ones(W)})
+    assert state.codes.nu["v"].dtype == jnp.float32
+    listed = mp.low_bits(tx, moments={**MOMENTS, (Custom, "nu"): "signed"}).init({"v": -jnp.ones(W)})
+    assert listed.codes.nu["v"].dtype == jnp.int8

@@ -133,10 +133,32 @@ def test_a_kernel_without_a_rule_says_how_to_declare_one():
         "pallas_call has no factor rule",
         "`batch` of its operand",
         "rule    batch: data",
-        "@mp.kernel_rule(",
+        '@mp.kernel_rule("batch! embed -> batch! embed")',
+        'mp.rename(x, batch="kernel_batch")',
         "test_precision.py",
     ):
         assert text in str(error.value)
+    with pytest.raises(
+        UnsupportedError
+    ) as merged:  # a merged dim is no keyword: its factor is renamed before the reshape
+        mp.plan(lambda x: double(x.reshape(-1, 8)), jnp.ones((2, 4, 8)), mesh=mp.mesh("data=2"), layout="batch: data",
+                dims={"x": "batch seq embed"})  # fmt: skip
+    assert "`(batch seq)` of its operand" in str(merged.value)
+    assert 'mp.rename(x, batch="kernel_batch"), before the reshape' in str(merged.value)
     ruled = mp.kernel_rule("rows cols! -> rows cols")(double)
     f = mp.jit(ruled, mesh=mp.mesh("data=2"), layout="batch: data", dims={"x": "batch embed"}, lowering="shard_map")
     np.testing.assert_array_equal(f(x), 2 * x)
+
+
+def test_weights_by_keyword_and_from_the_end():
+    def dtypes(x, p):
+        return [v.dtype for v in jax.tree.leaves((x, p))]
+
+    p, x = {"w": jnp.ones((4, 4))}, jnp.ones(4)
+    policy = mp.Precision(compute="bfloat16")
+    for argnum in (1, -1):
+        cast = policy(dtypes, argnum=argnum)
+        for call in (cast(x, p), cast(x, p=p), cast(p=p, x=x)):
+            assert call == [jnp.float32, jnp.bfloat16]
+    with pytest.raises(UnsupportedError, match=r"no argument 2.*\n.*argnum="):
+        policy(lambda *args: args, argnum=2)(x, p)

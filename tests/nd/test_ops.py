@@ -132,3 +132,13 @@ def test_attention_is_the_weighted_mean_of_the_values():
     np.testing.assert_allclose(got.array, np.einsum("bhlm,bmhd->blhd", weights, v.array), rtol=1e-5, atol=1e-6)
     double = nd.attention(q, k, v, key="d", memory="memory", mask=mask, dropout=lambda weights: 2 * weights)
     np.testing.assert_allclose(double.array, 2 * got.array, rtol=1e-6)
+
+
+def test_positions_are_integers_and_slices():
+    x = nd.named(A, "batch seq embed")
+    got = nd.index(x, seq=np.int64(1))
+    assert got.dims == ("batch", "embed")
+    np.testing.assert_array_equal(got.array, A[:, 1])
+    for bad in (True, jnp.int32(1), [0, 1]):
+        with pytest.raises(mp.errors.LayoutSyntaxError, match=r"batch=.* is no integer or slice"):
+            nd.index(x, batch=bad)

@@ -12,7 +12,7 @@ import meshpar as mp
 from meshpar.errors import UnknownAxisError
 from meshpar.plan.assignment import AxisAssignment
 from meshpar.plan.decide import Facts, Operand, ShardType, add_to_carry, broadcast_spec, decide, kind_after
-from meshpar.plan.partial import read_counts, reduce_in_values
+from meshpar.plan.partial import readers_of, reduce_in_values
 from meshpar.rules.partial import LINEAR, MOVES
 
 SIZES = {"data": 4, "model": 2}
@@ -26,7 +26,7 @@ class Case:
         mesh = ", ".join(f"{a}={n}" for a, n in sizes.items())
         program = mp.plan(fn, *shapes, dims=dims, layout="", mesh=mp.mesh(mesh)).program
         assignment = AxisAssignment(program, mp.Layout(layout), sizes)
-        self.facts = Facts(program, assignment, sizes, read_counts(program), {}, reduce_in_values(program))
+        self.facts = Facts(program, assignment, sizes, readers_of(program), {}, reduce_in_values(program))
         (self.op,) = (o for o in program.root.walk() if o.name == op)
         self.operands = [None if v is None else Operand(v, assignment.value_spec(v)) for v in self.op.ins]
 
@@ -184,8 +184,10 @@ def test_only_linear_ops_are_applied_to_a_partial_operand(fn, op, passes):
 def test_a_partial_operand_of_several_readers_is_reduced_before_the_first():
     case = unary(lambda x: -x, "neg")
     operands = case.changed(0, partial=M)
-    assert case.decide(operands, readers={operands[0].value: 1}).reduce == ()
-    assert case.decide(operands, readers={operands[0].value: 2}).reduce == (0,)
+    value = operands[0].value
+    assert case.decide(operands, readers={value: [case.op]}).reduce == ()
+    assert case.decide(operands, readers={value: [case.op, None]}).reduce == (0,)
+    assert case.decide(operands, readers={value: [case.op, None]}, deferred={value}).reduce == ()
 
 
 def test_the_sum_of_two_partial_values_is_partial_and_that_of_one_is_not():

@@ -1,4 +1,6 @@
-"""Golden plans of real models on real slices: planned anew, they send, hold and take what they did.
+"""Golden plans of real models on real slices: the same collectives and stored bytes as before, seconds and peaks within 0.5 %.
+
+The tolerance is for constants of the cost model, whose change is not a change of plans.
 
 ``python benchmarks/agreement.py --golden`` writes them; the same command without ``--golden`` compares these plans with compilers.
 """
@@ -48,8 +50,8 @@ def test_a_plan_is_as_it_was(name):
     assert found.pop("collectives") == golden.pop("collectives")
     assert found.keys() == golden.keys()
     assert found["held"] == pytest.approx(golden["held"], rel=1e-6)
-    assert found["memory"] == pytest.approx(golden["memory"], rel=1e-6)
-    assert found["seconds"] == pytest.approx(golden["seconds"], rel=1e-6 if WRITTEN_BY_THIS_JAX else 0.05)
+    assert found["memory"] == pytest.approx(golden["memory"], rel=0.005)
+    assert found["seconds"] == pytest.approx(golden["seconds"], rel=0.005 if WRITTEN_BY_THIS_JAX else 0.05)
 
 
 def test_every_golden_plan_is_of_a_triple_and_every_triple_has_one():

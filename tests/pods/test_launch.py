@@ -1,6 +1,8 @@
 """``meshpar launch``: logs, the first cause printed last, exit statuses, and restarts on the remaining processes."""
 
+import contextlib
 import glob
+import json
 import os
 import re
 import signal
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from meshpar.cli import main
-from meshpar.pods.launch import Job, _devices_of_each, _End, _next_count
+from meshpar.pods.launch import Job, _devices_of_each, _End, _judge, _next_count
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,7 +48,7 @@ def test_all_well(launch):
     assert "process 2 of 3" in (logs / "attempt-0" / "process-2.log").read_text()
 
 
-@pytest.mark.parametrize(("status", "want"), [(1, 1), (2, 2), (3, 1), (75, 75)])
+@pytest.mark.parametrize(("status", "want"), [(3, 3), (75, 75), (1, 1), (2, 2)])
 @pytest.mark.fast_cases(2)
 def test_exit_statuses(launch, status, want):
     code, text, _ = launch(
@@ -92,28 +94,68 @@ if n == 3: sys.exit(2)   # a mesh that three do not fit
     assert "process 0 of 2, attempt 2" in text
 
 
-def test_a_stop_signal(tmp_path):
-    (tmp_path / "script.py").write_text(
-        QUICK + "signal.signal(signal.SIGTERM, lambda *a: (print('saved', flush=True), sys.exit(0)))\ntime.sleep(0.7)"
-    )
+def launcher(tmp_path, body: str, *options: str) -> subprocess.Popen[str]:
+    """``meshpar launch`` in a process of its own, once process 1 has printed its first line."""
+    (tmp_path / "script.py").write_text(QUICK + body)
     command = [sys.executable, "-c", "import sys; from meshpar.cli import main; sys.exit(main())", "launch", "-n", "2"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    child = subprocess.Popen([*command, "--logs", str(tmp_path), str(tmp_path / "script.py")], env=env,
+    child = subprocess.Popen([*command, *options, "--logs", str(tmp_path), str(tmp_path / "script.py")], env=env,
                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
+    wait_until(lambda: "process 1" in (tmp_path / "attempt-0" / "process-1.log").read_text())
+    time.sleep(0.2)
+    return child
+
+
+def wait_until(condition) -> None:
     until = time.monotonic() + 60
-    while (
-        not (tmp_path / "attempt-0" / "process-1.log").exists()
-        or "process 1" not in (tmp_path / "attempt-0" / "process-1.log").read_text()
-    ):
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            if condition():
+                return
         assert time.monotonic() < until
         time.sleep(0.05)
-    time.sleep(0.2)
-    child.send_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+@pytest.mark.fast_cases(1)
+def test_a_stop_signal(tmp_path, number):
+    body = "signal.signal(signal.SIGTERM, lambda *a: (print('saved', flush=True), sys.exit(0)))\ntime.sleep(30)"
+    child = launcher(tmp_path, body)
+    child.send_signal(number)
     text, _ = child.communicate(timeout=60)
     assert child.returncode == 75
     assert "saved" in text
-    assert "stopped by SIGTERM" in text
+    assert f"stopped by {number.name}" in text
 
+
+def test_children_of_a_killed_process_end_with_it(tmp_path):
+    body = """
+import subprocess
+if p == 1:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    open(sys.argv[1], "w").write(str(child.pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(1)
+"""
+    (tmp_path / "script.py").write_text(QUICK + body)
+    assert main(["launch", "-n", "2", str(tmp_path / "script.py"), str(tmp_path / "pid")]) == 75
+    child = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    wait_until(lambda: not child.exists() or child.read_text().rpartition(") ")[2].startswith("Z"))
+
+
+def test_a_process_that_ends_before_it_connects(launch):
+    code, text, _ = launch("", "-n", "2", "--restarts", "2", script=EARLY)
+    assert code == 1
+    assert "starting again" not in text
+    assert "process 1: AgreementError: process 1 ended, with exit status 0, before it called mp.distributed()" in text
+
+
+EARLY = """
+import os, sys
+if os.environ["MESHPAR_PROCESS"] == "1": sys.exit(0)
+import meshpar as mp
+mp.distributed()
+"""
 
 REAL = """
 import os, sys
@@ -160,6 +202,14 @@ def test_bad_input(capsys, options, says):
     assert main(["launch", *options, __file__]) == 2
     assert says in capsys.readouterr().err
     assert main(["launch", "-n", "2", "no_such.py"]) == 2
+
+
+def test_the_status_of_a_script_that_another_process_saw_end(tmp_path):
+    cause = {"process": 1, "kind": "ended", "text": "ended early", "status": 1, "at": 0.0}
+    (tmp_path / "cause-0.json").write_text(json.dumps(cause))
+    assert _judge((0, 1), [], {0: 1, 1: 3}, tmp_path).status == 3
+    assert _judge((0, 1), [], {0: 1, 1: 0}, tmp_path).status == 1
+    assert _judge((0, 1), [], {0: 1}, tmp_path).status == 1
 
 
 def test_how_many_are_started_next():

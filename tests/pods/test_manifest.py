@@ -10,6 +10,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from meshpar.cli import main
 from meshpar.errors import MeshError, TargetError
@@ -86,6 +88,17 @@ def test_every_slice_of_every_chip_is_whole_hosts(chip):
     for shape in chip.shapes():
         hosts, chips = hosts_of(parse_topology(f"{chip.name}:{'x'.join(map(str, shape))}"))
         assert hosts * chips == math.prod(shape)
+
+
+@given(word=st.text(min_size=1), image=st.sampled_from(["😀:\u2028", "a\x85\x7f\\n"]))
+@example(word="\\ud83d\\ude00 😀", image="x")
+@settings(max_examples=60)
+def test_arguments_of_all_characters(word, image):
+    text = manifest(Manifest("v5e:2x2", ("train.py", word), "train", image))
+    lines = [line.strip() for line in text.splitlines()]
+    args = lines[lines.index("args:") + 1 : lines.index("env:")]
+    assert yaml.safe_load("\n".join(args)) == ["train.py", word]
+    assert yaml.safe_load(next(line for line in lines if line.startswith("image:"))) == {"image": image}
 
 
 def test_an_unknown_field_is_invalid_by_the_schema():

@@ -26,6 +26,7 @@ def test_notation():
     assert [rule.kind(f) for f in ("batch", "group", "seq")] == ["pass_through", "pass_through", "need_replication"]
     assert parse_rule("m k, k n -> m n").kind("k") == "sum"
     assert parse_rule("tokens~ e -> tokens e").kind("tokens") == "permutation"
+    assert parse_rule("batch _ _ -> _! batch").ins == ((("batch",), (), ()),)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,8 @@ def test_notation():
         ("a a -> a", "`a` occurs twice"),
         ("a! , a~ -> a", "marked in two ways"),
         ("a-b -> c", "'a-b' is not a dim"),
+        ("(a _) -> a", "'_' is not a dim"),
+        ("_~ -> a", "'_~' is not a dim"),
         ("tokens~ -> tokens", "`tokens~` needs `local=`"),
     ],
 )
@@ -165,6 +168,31 @@ def test_vmap_and_static_arguments():
     f = mp.jit(lambda a: jax.vmap(lambda b: scaled(b, w, by=2.0))(a), mesh=mp.mesh("data=2"), layout="rows: data",
                dims={"a": "rows m k"}, lowering="shard_map")  # fmt: skip
     np.testing.assert_allclose(f(x), 2 * x @ w)
+
+
+@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+@pytest.mark.parametrize("rule", ["batch _ -> batch _", "batch _ _ -> batch _ _", "batch seq! _ -> batch seq _"])
+def test_a_dim_without_a_name_is_never_split(rule, lowering):
+    """The norm of all dims but the first, and its gradient, where the layout splits each of them."""
+    axes = tuple(range(1, len(rule.split("->")[0].split())))
+
+    @mp.kernel_rule(rule)
+    def norm(x):
+        return x / jnp.sqrt((x * x).sum(axes, keepdims=True))
+
+    def step(x):
+        return norm(x), jax.grad(lambda x: (norm(x) * jnp.cos(x)).sum())(x)
+
+    x = np.random.default_rng(0).normal(size=(4, 6, 8)[: len(axes) + 1]).astype(np.float32)
+    exact = x.astype(np.float64)
+    size = np.sqrt((exact**2).sum(axes, keepdims=True))
+    ct = np.cos(exact)
+    gradient = ct / size - exact * (ct * exact).sum(axes, keepdims=True) / size**3 - exact / size * np.sin(exact)
+    for layout in ("batch: data; seq: model; embed?: model", "batch: model; seq: data; embed?: data"):
+        dims = {"x": "batch seq embed"[: None if len(axes) == 2 else 9]}
+        y, g = mp.jit(step, mesh="data=2, model=2", layout=layout, dims=dims, lowering=lowering)(x)
+        np.testing.assert_allclose(y, exact / size, rtol=2e-6)
+        np.testing.assert_allclose(g, gradient, rtol=2e-5, atol=2e-6)
 
 
 def test_merged_dims_follow_their_major_factor():

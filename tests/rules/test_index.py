@@ -242,6 +242,36 @@ def test_indices_of_every_integer_type(lowering):
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
+def test_a_function_applied_to_elements(lowering):
+    """A scatter whose meaning is a function in its parameters: elements that a device does not own are unchanged."""
+
+    def step(x, b, i, s):
+        square = jnp.square
+        return {
+            "constant": [
+                x.at[3].apply(square),
+                x.at[-1].apply(square),
+                x.at[5:6].apply(square),
+                x.at[1:9].apply(square),
+            ],
+            "columns": [x.at[..., -1].apply(jnp.sin), x.at[:, jnp.array([1])].apply(square)],
+            "run-time": [x.at[s].apply(square), x.at[s, i[0]].apply(square), b.at[:, s].apply(square)],
+            "modes": [x.at[k].apply(square, mode=m) for m in ("drop", "clip") for k in (s + N, s - 2 * N)],
+            "several": [x.at[i].apply(square, unique_indices=True), x.at[i].apply(lambda v: v * 2 + 1)],
+            "batch": jax.vmap(lambda r, k: r.at[k].apply(square))(b, i),
+        }
+
+    x, b, i, s = *map(jnp.asarray, (normal(N, C), normal(B, N, C))), np.array([3, 9, 2, 14], np.int32), np.int32(5)
+    dims = {name: DIMS[name] for name in "xb"}
+    for layout in ("rows: data; cols: model", "rows: data+model"):
+        run = mp.jit(step, mesh=mp.mesh("data=4, model=2"), layout=layout, dims=dims, lowering=lowering)
+        for (path, a), want in zip(
+            jax.tree.leaves_with_path(run(x, b, i, s)), jax.tree.leaves(step(x, b, i, s)), strict=True
+        ):
+            np.testing.assert_allclose(a, want, rtol=1e-6, err_msg=f"{layout} {jax.tree_util.keystr(path)}")
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
 def test_dtypes_without_addition_or_zero(lowering):
     """Random keys, one-byte floats (``float8_e8m0fnu`` has no zero), booleans and complex numbers."""
     bits = np.arange(32, dtype=np.uint8).reshape(8, 4) * 8 + 1

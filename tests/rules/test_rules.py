@@ -21,6 +21,7 @@ from jax.experimental import io_callback
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 import meshpar as mp
+from meshpar.plan.collectives import UNWORDED
 from meshpar.program.primitives import add_row_p
 from meshpar.rules import ELEMENTWISE, having, no_rule, primitive, separated
 from meshpar.rules.mapped import same_dims
@@ -300,6 +301,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "seeds": (jax.vmap(lambda s: jax.random.key_data(jax.random.key(s))), jnp.arange(4)),
     "wrap keys": (jax.random.wrap_key_data, jnp.zeros((4, 2), jnp.uint32)),
     "ragged dot": (lambda x, y: lax.ragged_dot(x, y, jnp.array([3, 1])), X, numbers(2, 6, 4)),
+    "ragged dot of groups from outside": (lax.ragged_dot, X, numbers(2, 6, 4), np.array([3, 1], np.int32)),
     "ragged dot gradients": (
         jax.grad(lambda x, y: jnp.sum(lax.ragged_dot(x, y, jnp.array([3, 1])) ** 2), argnums=(0, 1)),
         X,
@@ -385,6 +387,25 @@ def test_every_rule_is_tried():
     tried = {eqn.primitive.name for name in CASES for eqn, _ in ruled(name)}
     in_own_shard_maps = having(lambda p: p.rule is same_dims)  # collectives over axes of the mesh
     assert having(lambda p: p.rule) - in_own_shard_maps - tried == ABSENT
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CASES)
+def test_every_split_has_its_causes_worded(name):
+    """Every dim of the operands is split alone, and with all dims of its size: the reshards, reductions and local forms of each."""
+    fn, *args = CASES[name]
+    dims = [tuple(f"d{k}_{i}" for i in range(np.ndim(x))) for k, x in enumerate(args)]
+    sizes = {d: n for own, x in zip(dims, args, strict=True) for d, n in zip(own, np.shape(x), strict=True)}
+    even = [d for d, n in sizes.items() if n and n % 2 == 0]
+    together = [[d for d in even if sizes[d] == n] for n in sorted({sizes[d] for d in even})]
+    where = {
+        "mesh": "x=2",
+        "dims": {f"args/{k}": " ".join(own) for k, own in enumerate(dims) if own},
+        "lowering": "jit",
+    }
+    for split in {tuple(t) for t in (*together, *([d] for d in even))}:
+        plan = mp.plan(lambda *args: fn(*args), *args, layout=f"{', '.join(split)}: x", **where)
+        assert not [c for c in plan.collectives if c.cause.startswith(UNWORDED)]
 
 
 def test_no_rule_needs_replication():

@@ -41,6 +41,7 @@ CASES = {
     "switch": (lambda x: lax.switch(7, [jnp.sin, jnp.cos, jnp.exp], x), X),
     "own derivative": (jax.grad(lambda x: jnp.sum(tripled(x) * jax.nn.silu(x))), X),
     "scatters": (lambda x, y: x.at[PICKS].add(y[0, 0]).at[1].multiply(y[1, 1] / 3).at[2].max(y[0, 2]), X, Y),
+    "applied function": (lambda x: x.at[PICKS[:2]].apply(jnp.negative) / 3, X),
     "gather": (lambda x: jnp.take(x, PICKS, 0, mode="clip") / 7, X),
     "sorted": (lambda x: jnp.cumsum(jnp.sort(x / 3, 0), 0), X),
     "factors": (lambda x, y: lax.linalg.lu(y @ x)[0], X, Y),

@@ -16,6 +16,7 @@ from ...compat.jax import (
     abstract_array,
     bind,
     body_consts,
+    body_operands,
     literal_array,
     make_generated_jaxpr,
     new_var,
@@ -32,9 +33,6 @@ from .views import CollapsedView, DimIndices, IndexedView, PaddedDim, Scope, Vie
 
 ShardCounts = Callable[[Value, int], int]
 """(value, dim) → the number of shards that the dim is split into."""
-
-_INLINED = ("jit", "pjit", "closed_call", "call")
-_REWRITTEN_BODIES = ("scan", "while", "cond", "checkpoint", "remat2")
 
 
 class JaxprRewriter:
@@ -83,26 +81,28 @@ class JaxprRewriter:
                 self.copy_eqn(scope, op)
 
     def control_flow(self, scope: Scope, op: Op) -> None:
-        """Append a loop, branch or checkpoint with rewritten bodies; inline a call that reads views, or has slices in its body."""
+        """Append an op with rewritten bodies; inline a call that reads views, or has slices in its body.
+
+        A call with a custom derivative is not inlined, since JAX would differentiate its body instead, and neither is
+        ``jax.checkpoint``, which JAX would not recompute.
+        """
         eqn = op.eqn
-        if op.name in _INLINED:
-            (frame,) = op.frames
-            invars = eqn.invars[len(eqn.invars) - len(frame.jaxpr.invars) :]
+        if op.primitive.call and not op.primitive.own_derivative and not op.primitive.recomputation:
+            (frame,), invars = op.frames, body_operands(eqn, eqn.invars)
             if any(v in scope.views for v in invars if not isinstance(v, Literal)) or any(
                 o.name in SLICING for o in frame.walk()
             ):
                 self.inline(scope, op, invars)
                 return
-        elif op.name in _REWRITTEN_BODIES:
-            if op.primitive.scan or op.primitive.branch:
-                only_read = op.ins[1:] if op.primitive.branch else op.ins[: scan_counts(eqn.params)[0]]
-                for frame in op.frames:
-                    pairs = zip(frame.ins(), only_read, strict=False)
-                    self.constants.outer.update((inner, outer) for inner, outer in pairs if outer is not None)
-            bodies = [self.jaxpr(frame) for frame in op.frames]
-            self.op = op
-            if any(b is not None for b in bodies):
-                eqn = replace_body(eqn, [f.jaxpr if b is None else b for f, b in zip(op.frames, bodies, strict=True)])
+        if op.primitive.scan or op.primitive.branch:
+            only_read = op.ins[1:] if op.primitive.branch else op.ins[: scan_counts(eqn.params)[0]]
+            for frame in op.frames:
+                pairs = zip(frame.ins(), only_read, strict=False)
+                self.constants.outer.update((inner, outer) for inner, outer in pairs if outer is not None)
+        bodies = [self.jaxpr(frame) for frame in op.frames]
+        self.op = op
+        if any(b is not None for b in bodies):
+            eqn = replace_body(eqn, [f.jaxpr if b is None else b for f, b in zip(op.frames, bodies, strict=True)])
         self.copy_eqn(scope, op, eqn)
         if eqn is not op.eqn:
             self.removable[id(self.eqns[-1])] = True

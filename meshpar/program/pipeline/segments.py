@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from ...compat.jax import body_consts, new_var, scan_counts
+from ...compat.jax import body_consts, body_operands, new_var, scan_counts
 from ...errors import UnsupportedError
 from ...rules import ELEMENTWISE, primitive
 from ..ir import Frame, Op
@@ -152,8 +152,7 @@ def _inlined(frame: Frame, names: dict[Any, Any], targets: set[Op]) -> Iterable[
         if op.frames and not op.primitive.control_flow and any(inner in targets for inner in op.frames[0].walk()):
             (body,), (consts,) = op.frames, body_consts(op.eqn)
             inner = {v: Literal(c, v.aval) for v, c in zip(body.jaxpr.constvars, consts, strict=True)}
-            operands = invars[len(invars) - len(body.jaxpr.invars) :]
-            inner.update(zip(body.jaxpr.invars, operands, strict=True))
+            inner.update(zip(body.jaxpr.invars, body_operands(op.eqn, invars), strict=True))
             yield from _inlined(body, inner, targets)
             names.update(zip(op.eqn.outvars, (_renamed(v, inner) for v in body.jaxpr.outvars), strict=True))
         else:

@@ -206,22 +206,25 @@ def plan_of(step, **options):
 
 
 ROUNDS = [("stage=4, data=2", 1), ("stage=4, data=2", 2), ("stage=2, data=4", 4)]
+SCHEDULES = ("1f1b", "1f1b-overlap", "gpipe", "zb")
 FEWER = {
     "encoder-decoder": [("stage=4, data=2", 1), ("stage=2, data=4", 2)],  # its four layers
     "reversed": [("stage=4, data=2", 2)],
 }
 
 
+def covering_cases():
+    """Every pair of (step, schedule), (step, rounds) and (schedule, rounds); `benchmarks/fuzz.py` draws from all triples."""
+    cases = [(i + j, name, s) for i, name in enumerate(STEPS) for j, s in enumerate(SCHEDULES)]
+    return [(name, s, *(how := FEWER.get(name, ROUNDS))[k % len(how)]) for k, name, s in cases]
+
+
 @pytest.mark.filterwarnings(
     "ignore:`batch` of 16 is divided into 8 microbatches of 2:meshpar.errors.IndivisibleWarning"
 )
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "1f1b-overlap", "gpipe", "zb"])
-@pytest.mark.parametrize(
-    ("name", "mesh", "rounds"),
-    [(name, *how) for name in STEPS for how in FEWER.get(name, ROUNDS)],
-)
-def test_on_one_device(name, mesh, rounds, schedule):
+@pytest.mark.parametrize(("name", "schedule", "mesh", "rounds"), covering_cases())
+def test_on_one_device(name, schedule, mesh, rounds):
     """The rewritten program, which is one of global arrays, as it is."""
     step, args = STEPS[name], arguments()
     program = plan_of(
@@ -232,37 +235,39 @@ def test_on_one_device(name, mesh, rounds, schedule):
     assert largest_difference(list(out), jax.tree.leaves(jax.jit(step)(*args))) <= 1e-12
 
 
+SHARDED = [
+    ("accumulated", "1f1b", MESH, LAYOUT),
+    ("accumulated", "gpipe", "stage=4, idle=2", "vocab: stage; layers: stage"),
+    ("full", "1f1b", "stage=2, data=2, model=2", "batch: data; embed: data; mlp: model; vocab: stage+model; layers: stage"),
+    ("own loop", "1f1b", "stage=2, data=2, model=2", "batch: data; mlp, vocab: model; layers: stage"),
+    ("evaluated", "1f1b", MESH, LAYOUT),
+    ("eight", "1f1b", "stage=2, data=2, model=2", "batch, embed: data; mlp: model; vocab: stage+model; layers: stage*2"),
+    ("eight", "gpipe", "stage=2, data=2, idle=2", "batch: data; layers: stage*2"),
+    ("full", "1f1b", "stage=4, data=2", "batch: data; layers: stage*2"),
+    ("rematerialized", "1f1b", "stage=2, data=2, model=2", "batch, embed: data; mlp: model; layers: stage*2"),
+    ("twice", "gpipe", "stage=2, data=2, model=2", "batch: data; mlp: model; layers: stage"),
+    ("encoder-decoder", "1f1b", MESH, "batch: data; vocab: stage; layers, decoder_layers: stage"),
+    ("own loop", "1f1b", "stage=2, data=2, model=2", "batch: data; mlp, vocab: model; layers: stage*4"),
+    ("unaccumulated", "1f1b", "stage=2, data=2, model=2", "batch: data; mlp: model; layers: stage"),
+    ("accumulated", "1f1b-overlap", MESH, "batch, embed: data; vocab: stage; layers: stage"),
+    ("full", "1f1b-overlap", "stage=2, data=2, model=2",
+     "batch: data; embed: data; mlp: model; vocab: stage+model; layers: stage"),
+    ("eight", "1f1b-overlap", "stage=2, data=2, model=2", "batch: data; mlp: model; layers: stage*2"),
+    ("rematerialized", "1f1b-overlap", MESH, LAYOUT),
+    ("encoder-decoder", "1f1b-overlap", MESH, "batch: data; vocab: stage; layers, decoder_layers: stage"),
+    ("accumulated", "zb", MESH, "batch, embed: data; vocab: stage; layers: stage"),
+    ("full", "zb", "stage=2, data=2, model=2", "batch: data; embed: data; mlp: model; vocab: stage+model; layers: stage"),
+    ("eight", "zb", "stage=2, data=2, model=2", "batch: data; mlp: model; layers: stage*2"),
+    ("own loop", "zb", "stage=2, data=2, model=2", "batch: data; mlp, vocab: model; layers: stage"),
+    ("encoder-decoder", "zb", MESH, "batch: data; vocab: stage; layers, decoder_layers: stage"),
+]  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
 @pytest.mark.parametrize(
-    ("name", "schedule", "mesh", "layout"),
-    [
-        ("accumulated", "1f1b", MESH, LAYOUT),
-        ("accumulated", "gpipe", "stage=4, idle=2", "vocab: stage; layers: stage"),
-        ("full", "1f1b", "stage=2, data=2, model=2", "batch: data; embed: data; mlp: model; vocab: stage+model; layers: stage"),
-        ("own loop", "1f1b", "stage=2, data=2, model=2", "batch: data; mlp, vocab: model; layers: stage"),
-        ("evaluated", "1f1b", MESH, LAYOUT),
-        ("eight", "1f1b", "stage=2, data=2, model=2", "batch, embed: data; mlp: model; vocab: stage+model; layers: stage*2"),
-        ("eight", "gpipe", "stage=2, data=2, idle=2", "batch: data; layers: stage*2"),
-        ("full", "1f1b", "stage=4, data=2", "batch: data; layers: stage*2"),
-        ("rematerialized", "1f1b", "stage=2, data=2, model=2", "batch, embed: data; mlp: model; layers: stage*2"),
-        ("twice", "gpipe", "stage=2, data=2, model=2", "batch: data; mlp: model; layers: stage"),
-        ("encoder-decoder", "1f1b", MESH, "batch: data; vocab: stage; layers, decoder_layers: stage"),
-        ("own loop", "1f1b", "stage=2, data=2, model=2", "batch: data; mlp, vocab: model; layers: stage*4"),
-        ("unaccumulated", "1f1b", "stage=2, data=2, model=2", "batch: data; mlp: model; layers: stage"),
-        ("accumulated", "1f1b-overlap", MESH, "batch, embed: data; vocab: stage; layers: stage"),
-        ("full", "1f1b-overlap", "stage=2, data=2, model=2",
-         "batch: data; embed: data; mlp: model; vocab: stage+model; layers: stage"),
-        ("eight", "1f1b-overlap", "stage=2, data=2, model=2", "batch: data; mlp: model; layers: stage*2"),
-        ("rematerialized", "1f1b-overlap", MESH, LAYOUT),
-        ("encoder-decoder", "1f1b-overlap", MESH, "batch: data; vocab: stage; layers, decoder_layers: stage"),
-        ("accumulated", "zb", MESH, "batch, embed: data; vocab: stage; layers: stage"),
-        ("full", "zb", "stage=2, data=2, model=2", "batch: data; embed: data; mlp: model; vocab: stage+model; layers: stage"),
-        ("eight", "zb", "stage=2, data=2, model=2", "batch: data; mlp: model; layers: stage*2"),
-        ("own loop", "zb", "stage=2, data=2, model=2", "batch: data; mlp, vocab: model; layers: stage"),
-        ("encoder-decoder", "zb", MESH, "batch: data; vocab: stage; layers, decoder_layers: stage"),
-    ],
-)  # fmt: skip
+    ("name", "schedule", "mesh", "layout", "lowering"),
+    [(*case, ("shard_map", "jit")[i % 2]) for i, case in enumerate(SHARDED)],
+)
 def test_sharded(name, schedule, mesh, layout, lowering):
     args, step = arguments(), STEPS[name]
     sharded = mp.jit(step, mesh=mp.mesh(mesh), layout=layout, dims=DIMS, schedule=schedule, lowering=lowering)

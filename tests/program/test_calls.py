@@ -1,0 +1,139 @@
+"""A function sends the same under every kind of call, and calls keep their derivatives."""
+
+import ast
+import gc
+from pathlib import Path
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import meshpar as mp
+from meshpar.rules import PRIMITIVES, having
+from meshpar.verify.hlo import collectives
+
+WHERE = {"mesh": "data=4", "layout": "batch: data", "dims": {"x": "batch _"}}
+X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+
+
+def stencil(x):
+    return jnp.concatenate([x[1:] - x[:-1], x[:1]])
+
+
+def expected(x):
+    return np.concatenate([x[1:] - x[:-1], x[:1]])
+
+
+def custom_jvp(fn, scale=1.0):
+    function = jax.custom_jvp(fn)
+    function.defjvp(lambda p, t: (function(*p), scale * jax.jvp(fn, p, t)[1]))
+    return function
+
+
+def custom_vjp(fn, scale=1.0):
+    function = jax.custom_vjp(fn)
+    function.defvjp(lambda x: (function(x), x), lambda x, g: (scale * jax.vjp(fn, x)[1](g)[0],))
+    return function
+
+
+def composite(fn):
+    return lax.composite(fn, "test.function")
+
+
+def solve(fn):
+    return lambda x: lax.custom_linear_solve(lambda y: y, x, lambda _, b: fn(b), lambda _, b: b)
+
+
+KINDS = {
+    "jit": jax.jit,
+    "remat2": jax.checkpoint,
+    "custom_jvp_call": custom_jvp,
+    "custom_vjp_call": custom_vjp,
+    "composite": composite,
+    "custom_linear_solve": solve,
+    "closed_call": None,  # JAX makes it when it differentiates a checkpoint
+    "call": None,  # of jax.extend
+    "nested": lambda fn: jax.jit(custom_jvp(jax.checkpoint(composite(custom_vjp(fn))))),
+}
+"""Primitive → what makes a call of it; None: no function of JAX's does."""
+
+
+def test_all_kinds_are_known():
+    assert having(lambda p: p.call) == set(KINDS) - {"nested"}
+
+
+@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
+@pytest.mark.parametrize("kind", [None, *(k for k, make in KINDS.items() if make)])
+def test_a_function_sends_the_same_under_every_kind_of_call(kind, lowering):
+    """Two halos of one row: from the next device, and from the first one to the last."""
+    function = stencil if kind is None else KINDS[kind](stencil)
+    step = mp.jit(function, lowering=lowering, **WHERE)
+    np.testing.assert_array_equal(step(X), expected(X))
+    sent = sum(c.bytes for c in collectives(step.lower(X).compile().as_text()))
+    assert step.plan(X).bytes_sent == sent == 2 * X[0].nbytes
+
+
+@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
+@pytest.mark.parametrize("kind", [custom_jvp, custom_vjp])
+def test_a_call_with_slices_keeps_its_own_derivative(kind, lowering):
+    """The rule returns three times the derivative of the body, which the derivative of the lowered function has to be too."""
+    function = kind(stencil, 3.0)
+    step = mp.jit(function, lowering=lowering, **WHERE)
+    ours = jax.grad(lambda x: (step(x) ** 2).sum())(X)
+    d = 6 * expected(X)
+    by_hand = np.concatenate([[d[-1]], d[:-1]]) - np.concatenate([d[:-1], [0 * d[0]]])
+    np.testing.assert_allclose(ours, by_hand, rtol=1e-5, atol=1e-5)
+
+
+# -- primitives by name
+
+NEWER = {"log2", "one_minus_square", "polynomial"}
+"""Primitives of JAX 0.12."""
+NO_PRIMITIVES = {
+    "rules/rule.py": "kinds of factors",
+    "rules/partial.py": "kinds of dtypes",
+    "verify/hlo_text.py": "operations of HLO",
+    "compat/jax.py": "scopes in names of operations",
+    "options.py": "lowerings",
+    "verify/check.py": "lowerings",
+}
+"""Files with collections of other names that are also names of primitives."""
+
+
+def known_primitives():
+    import jax.experimental.pallas.tpu
+    import jax.scipy.linalg
+
+    return {p.name for p in gc.get_objects() if isinstance(p, jax.extend.core.Primitive)}
+
+
+def names_by_hand(tree):
+    """The strings of each collection in a module's constants at least half of which are names of primitives, with their line."""
+    constants = [node for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)]
+    for node in (inner for constant in constants for inner in ast.walk(constant)):
+        strings = [
+            x.value for x in getattr(node, "elts", ()) if isinstance(x, ast.Constant) and isinstance(x.value, str)
+        ]
+        if strings and 2 * sum(x in PRIMITIVES for x in strings) >= len(strings):
+            yield node.lineno, strings
+
+
+def test_primitives_named_by_hand_exist():
+    """In the registry, and in constants of modules."""
+    known = known_primitives() | NEWER
+    assert set(PRIMITIVES) <= known
+    package, missing = Path(mp.__file__).parent, []
+    for path in sorted(package.rglob("*.py")):
+        name = str(path.relative_to(package))
+        if name not in NO_PRIMITIVES:
+            rows = names_by_hand(ast.parse(path.read_text()))
+            missing += [(name, line, set(names) - known) for line, names in rows if not set(names) <= known]
+    assert not missing
+
+
+def test_a_collection_of_names_is_recognized():
+    tree = ast.parse('A = frozenset({"jit", "pjit"})\nB = ("data", "model")\nC = ["scan"]')
+    assert [set(names) for _, names in names_by_hand(tree)] == [{"jit", "pjit"}, {"scan"}]

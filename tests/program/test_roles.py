@@ -1,0 +1,240 @@
+"""Which arrays of a step are parameters: ZeRO-1 shards optimizer state, and nothing else, whatever the weights are called."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import meshpar as mp
+from meshpar.errors import ReplicatedWarning
+
+R = np.random.default_rng(0)
+P = {"up": R.normal(size=(16, 32)).astype(np.float32) / 4, "down": R.normal(size=(32, 16)).astype(np.float32) / 6}
+X = R.normal(size=(32, 16)).astype(np.float32)
+DIMS = {"*/up*": "embed mlp", "*/down*": "mlp embed", "x": "batch embed"}
+ZERO1 = "batch: data; opt.embed: data"
+ADAM = optax.adamw(1e-2)
+ZEROS = jax.tree.map(np.zeros_like, P)
+
+
+def loss(p, x):
+    return jnp.mean((jax.nn.relu(x @ p["up"]) @ p["down"] - x) ** 2)
+
+
+def train(p, s, x, tx=ADAM, loss=loss):
+    value, g = jax.value_and_grad(loss)(p, x)
+    u, s = tx.update(g, s, p)
+    return optax.apply_updates(p, u), s, value
+
+
+def spelled(name, tx=ADAM, **options):
+    """A step whose weights are the argument ``name``."""
+    made = {}
+    exec(f"def step({name}, s, x): return train({name}, s, x, tx, **options)", {**globals(), **locals()}, made)
+    return made["step"], (P, tx.init(P), X)
+
+
+def tuple_state():
+    def step(state, x):
+        *state, value = train(*state, x)
+        return tuple(state), value
+
+    return step, ((P, ADAM.init(P)), X)
+
+
+def equinox():
+    eqx = pytest.importorskip("equinox")
+
+    class Model(eqx.Module):
+        up: jax.Array
+        down: jax.Array
+
+    def step(model, s, x):
+        return train(model, s, x, loss=lambda m, x: loss(vars(m), x))
+
+    model = Model(**jax.tree.map(jnp.asarray, P))
+    return step, (model, ADAM.init(model), X)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(16, 32, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(32, 16, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+def pure_dict():
+    graph, state = nnx.split(Net(nnx.Rngs(0)))
+
+    def of(p, x):
+        own = jax.tree.map(lambda a: a, state)
+        nnx.replace_by_pure_dict(own, p)
+        return jnp.mean((nnx.merge(graph, own)(x) - x) ** 2)
+
+    p = nnx.to_pure_dict(state)
+    return (lambda m, s, x: train(m, s, x, loss=of)), (p, ADAM.init(p), X)
+
+
+def model_and_optimizer():
+    def step(optimizer, x):
+        value, g = nnx.value_and_grad(lambda m: jnp.mean((m(x) - x) ** 2))(optimizer.model)
+        optimizer.update(g)
+        return value
+
+    return step, (nnx.ModelAndOptimizer(Net(nnx.Rngs(0)), ADAM), X)
+
+
+def two_optimizers():
+    def step(generator, critic, s, t, x):
+        generator, s, a = train(generator, s, x)
+        critic, t, b = train(critic, t, x, optax.sgd(0.1, momentum=0.9))
+        return {"models": [critic, generator]}, [t, s], a + b
+
+    return step, (P, P, ADAM.init(P), optax.sgd(0.1, momentum=0.9).init(P), X)
+
+
+def frozen():
+    """One matrix has no update, and a mask of the other is an argument."""
+    tx = optax.multi_transform({"train": ADAM, "keep": optax.set_to_zero()}, {"up": "train", "down": "keep"})
+
+    def step(weights, mask, s, x):
+        return train(weights, s, x, tx, lambda p, x: loss({**p, "up": p["up"] * mask["up"]}, x))
+
+    return step, (P, {"up": (P["up"] > 0) * 1.0}, tx.init(P), X)
+
+
+def adapters():
+    """A frozen matrix to which a trained one, and a product of two, are added."""
+    low = {"up": np.zeros((16, 32), "f"), "a": R.normal(size=(16, 4)).astype("f"), "b": np.zeros((4, 32), "f")}
+
+    def step(frozen, q, s, x):
+        def of(q, x):
+            return loss({**frozen, "up": frozen["up"] + q["up"] + q["a"] @ q["b"]}, x)
+
+        return train(q, s, x, loss=of)
+
+    return step, (P, low, ADAM.init(low), X)
+
+
+def several_steps():
+    """A loop of steps: a weight in its carry is gathered after each update, not at each use."""
+
+    def step(m, s, x):
+        return jax.lax.scan(lambda c, _: (train(*c, x)[:2], None), (m, s), length=3)[0]
+
+    return step, (P, ADAM.init(P), X)
+
+
+def lookahead():
+    tx = optax.lookahead(ADAM, 5, 0.5)
+
+    def step(m, s, x):
+        value, g = jax.value_and_grad(loss)(m.fast, x)
+        u, s = tx.update(g, s, m)
+        return optax.apply_updates(m, u), s, value
+
+    m = optax.LookaheadParams.init_synced(P)
+    return step, (m, tx.init(m), X)
+
+
+def clipped():
+    return spelled("w", optax.chain(optax.clip_by_global_norm(0.1), optax.MultiSteps(optax.adam(1e-2), 4)))
+
+
+NAMES = ("params", "p", "model", "weights", "variables")
+CASES = {
+    **{name: functools.partial(spelled, name) for name in NAMES},
+    "muon": lambda: spelled("weights", optax.contrib.muon(1e-2)),
+    **{f.__name__: f for f in (tuple_state, equinox, pure_dict, model_and_optimizer, two_optimizers, frozen, adapters,
+                               several_steps, clipped, lookahead)},
+}  # fmt: skip
+
+
+def split(held):
+    return "data" in [a for _, axes in held.split for a in axes]
+
+
+@pytest.mark.filterwarnings("ignore:.*does not apply to m/slow:meshpar.errors.ReplicatedWarning")
+@pytest.mark.parametrize("case", CASES)
+def test_zero_1_shards_optimizer_state_alone(case):
+    step, args = CASES[case]()
+    plan = mp.plan(step, *args, mesh="data=8", layout=ZERO1, dims=DIMS)
+    matrices = [h for h in (*plan.inputs, *plan.outputs) if "up" in h.path.split("/") and len(h.shape) == 2]
+    moments = [h for h in matrices if {"mu", "nu", "trace", "acc_grads"} & {*h.path.split("/")}]
+    assert len(moments) >= 2
+    assert all(h.kind == "opt" and split(h) for h in moments)
+    others = [h for h in matrices if h not in moments]
+    assert len(others) >= 2
+    assert not any(split(h) or h.kind == "opt" for h in others)
+    updated = [h for h in others if not {"frozen", "mask"} & {*h.path.split("/")}]
+    assert {h.kind for h in updated} == {"params"}
+
+
+@pytest.mark.parametrize("case", ["tuple_state", "several_steps", "two_optimizers"])
+def test_its_numbers_and_traffic_are_those_of_named_parameters(case):
+    step, args = CASES[case]()
+    for lowering in ("jit", "shard_map"):
+        got = mp.jit(step, mesh="data=8", layout=ZERO1, dims=DIMS, lowering=lowering)(*args)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
+    plan = mp.plan(step, *args, mesh="data=8", layout=ZERO1, dims=DIMS)
+    updates = {"tuple_state": 1, "several_steps": 3, "two_optimizers": 2}[case]
+    size = sum(x.nbytes for x in P.values())
+    assert plan.bytes_sent == pytest.approx(updates * 2 * size * 7 / 8, rel=0.01)  # a reduce-scatter and an all-gather
+
+
+def momentum(weights, velocity, x):
+    value, g = jax.value_and_grad(loss)(weights, x)
+    velocity = jax.tree.map(lambda v, g: 0.9 * v + g, velocity, g)
+    return jax.tree.map(lambda w, v: w - 0.1 * v, weights, velocity), velocity, value
+
+
+def averaged(weights, average, opt_state, x):
+    weights, opt_state, value = train(weights, opt_state, x)
+    return weights, jax.tree.map(lambda a, w: 0.9 * a + 0.1 * w, average, weights), opt_state, value
+
+
+def rounded(half, full, opt_state, x):
+    value, g = jax.value_and_grad(loss)(half, x)
+    u, opt_state = ADAM.update(jax.tree.map(lambda g: g.astype(jnp.float32), g), opt_state, full)
+    full = optax.apply_updates(full, u)
+    return jax.tree.map(lambda w: w.astype(jnp.bfloat16), full), full, opt_state, value
+
+
+HALF = jax.tree.map(lambda x: x.astype(jnp.bfloat16), P)
+
+
+@pytest.mark.parametrize(
+    ("step", "args", "path"),
+    [
+        (momentum, (P, ZEROS, X), "velocity"),
+        (averaged, (P, P, ADAM.init(P), X), "average"),
+        (rounded, (HALF, P, ADAM.init(P), X), "full"),
+    ],
+)
+def test_state_that_is_not_declared_is_a_warning_with_the_rule_that_shards_it(step, args, path):
+    with pytest.warns(ReplicatedWarning, match=f'{path}/down and 1 more.*declares it.*"{path}/down".embed: data'):
+        plan = mp.plan(step, *args, mesh="data=8", layout=ZERO1, dims=DIMS)
+    assert not any(split(h) for h in plan.inputs[:4])
+    plan = mp.plan(step, *args, mesh="data=8", layout=f'{ZERO1}; "{path}/*".embed: data', dims=DIMS)
+    assert [split(h) for h in plan.inputs[:4]] == [False, False, True, True]  # not the weights that it updates
+    assert [split(h) for h in plan.outputs[:4]] == [False, False, True, True]
+
+
+def test_what_is_no_state_is_not_warned_of():
+    """Running statistics, which no parameter is updated with, and a step that updates nothing."""
+
+    def step(params, stats, opt_state, x):
+        new = 0.9 * stats + 0.1 * x.mean(0)
+        return *train(params, opt_state, x - stats), new
+
+    stats = np.zeros(16, np.float32)
+    plan = mp.plan(step, P, stats, ADAM.init(P), X, mesh="data=8", layout=ZERO1, dims={**DIMS, "stats": "embed"})
+    assert [h.kind for h in plan.inputs if h.path == "stats"] == [None]
+    mp.plan(lambda weights, x: loss(weights, x), P, X, mesh="data=8", layout=ZERO1, dims=DIMS)
