@@ -165,10 +165,10 @@ def trace_call(
     if len(results) != len(out_leaves):
         raise AssertionError("paths and results do not match")
     out_annotations = _result_dims(results, named, annotations, patterns if init else None, used)
+    # a renamed result has its new names, not those of the input of equal path
     renamed = {id(eqn.outvars[0]) for eqn in closed.jaxpr.eqns if eqn.primitive is rename_dims_p and not init}
-    for k, var in enumerate(closed.jaxpr.outvars):
-        if id(var) in renamed:  # it has its new names, not those of the input of equal path
-            out_annotations[k] = None
+    outputs = zip(out_annotations, closed.jaxpr.outvars, strict=True)
+    out_annotations = [None if id(var) in renamed else dims for dims, var in outputs]
     hidden = argument_path(0)[0] if len(argument_path(0)) > 1 else None
     _check_patterns(patterns, used, [*named, *(results if init else ())], init, hidden)
     program = _infer_live(closed, annotations, named, out_annotations, results)

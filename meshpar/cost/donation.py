@@ -52,7 +52,7 @@ def donatable(plan: Plan) -> dict[int, str]:
 
 
 def _updated(item: Buffer) -> Iterator[Buffer]:
-    """The inputs of a program of which a result is an update; the result itself is none, and gradients are none."""
+    """The inputs of a program that a result updates. A gradient updates no input."""
     todo, seen = [item], {id(item)}
     while todo:
         node = todo.pop().made_by

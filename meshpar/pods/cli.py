@@ -146,6 +146,9 @@ def _add_checkpoint(commands: Any) -> None:
     add = action("convert", _convert, "write the leaves of a checkpoint as a safetensors file")
     add("--step", type=int, help="which one (default: the newest)")
     add("--only", metavar="PATTERN", default="*", help='leaves whose paths match: "params/*" (%(default)s)')
+    add(
+        "--rules", metavar="FILE.json", help="names and dims of the tensors, as for from_safetensors, instead of --only"
+    )
     add("target", metavar="FILE.safetensors")
 
 
@@ -227,7 +230,8 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _convert(args: argparse.Namespace) -> int:
     step = _one(args)
-    count = to_safetensors(args.path, step, args.target, args.only)
+    rules = None if args.rules is None else json.loads(Path(args.rules).read_text())
+    count = to_safetensors(args.path, step, args.target, args.only, rules)
     print(f"{count} arrays of checkpoint {step} in {args.target}")
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -138,7 +139,9 @@ class _Reader:
       order: the dims of the leaf in the order of the tensor.
     """
 
-    def __init__(self, files: _Tensors, name: str, dims: str, leaf: str, named: list[str], shape: tuple[int, ...]):
+    def __init__(
+        self, files: _Tensors | None, name: str, dims: str, leaf: str, named: list[str], shape: tuple[int, ...]
+    ):
         """Match the dims of a rule with the dims of the leaf.
 
         Args:
@@ -169,6 +172,14 @@ class _Reader:
         self.axis = {d: i for i, d in enumerate(named)}
         self.order = mine
 
+    def tensors(self, x: jax.Array) -> dict[str, jax.Array]:
+        """The inverse of :meth:`read`: name → tensor, of the full leaf ``x``."""
+        x = x.transpose([self.axis[d] for d in (*self.stacked, *self.order)])
+        shape = [math.prod(self.size[d] for d in group) for group in self.groups]
+        if not self.stacked:
+            return {self.name: x.reshape(shape)}
+        return {_STACKED.sub(str(i), self.name): part.reshape(shape) for i, part in enumerate(x)}
+
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
         """The elements of the leaf at ``index`` (a slice for each dim), as an array with the leaf's order of dims."""
         ranges = {d: range(*index[i].indices(self.shape[i])) for d, i in self.axis.items()}
@@ -185,6 +196,7 @@ class _Reader:
         Raises:
           CheckpointError: the tensor is absent, or its shape differs.
         """
+        assert self.files is not None
         tensor = self.files.slice_of(name)
         want = [int(np.prod([self.size[d] for d in group], dtype=int)) for group in self.groups]
         if list(tensor.get_shape()) != want:
@@ -206,25 +218,39 @@ class _Reader:
         return read.transpose([self.order.index(d) for d in rest])
 
 
-def to_safetensors(path: str, step: int, target: str | Path, only: str = "*") -> int:
-    """Write leaves of a checkpoint as one safetensors file, ``/`` in paths as ``.``; returns how many.
+def to_safetensors(path: str, step: int, target: str | Path, only: str = "*", rules: Rules | None = None) -> int:
+    """Write leaves of a checkpoint as one safetensors file; returns the number of tensors.
+
+    Args:
+      only: a path pattern: the leaves to write, with ``/`` in their paths as ``.``.
+      rules: as for :func:`from_safetensors`, which reads the file with the same rules: the tensors to write, instead of ``only``.
 
     Raises:
+      RankError, LayoutSyntaxError: a rule that does not fit the dims of its leaf.
       CheckpointError: no leaf matches, the checkpoint is damaged, or the file cannot be written.
     """
     facts = facts_of(path, step)
     leaves = facts["leaves"]
-    chosen = {p: leaf for p, leaf in leaves.items() if path_matches(only, p) and "digest" in leaf and "key" not in leaf}
-    if not chosen:
+    arrays = {p: leaf for p, leaf in leaves.items() if "digest" in leaf and "key" not in leaf}
+    wanted = [p for p in arrays if path_matches(only, p)] if rules is None else [p for p, _ in rules.values()]
+    missing = [p for p in wanted if p not in arrays] if wanted else [only]
+    if missing:
         raise CheckpointError(
-            f"no array of checkpoint {step} matches {only!r}", fixes=[f"it has {', '.join(list(leaves)[:8])}"]
+            f"no array of checkpoint {step} matches {missing[0]!r}", fixes=[f"it has {', '.join(list(leaves)[:8])}"]
         )
+    chosen = {p: arrays[p] for p in wanted}
     here = SingleDeviceSharding(jax.local_devices()[0])
     targets = {
         p: jax.ShapeDtypeStruct(tuple(leaf["shape"]), jnp.dtype(leaf["dtype"]), sharding=here)
         for p, leaf in chosen.items()
     }
     found = read_leaves(path, step, facts, targets)
+    tensors = {p.replace("/", "."): x for p, x in found.items()}
+    if rules is not None:
+        tensors = {}
+        for name, (leaf, dims) in rules.items():
+            named = leaves[leaf].get("dims", "").split()
+            tensors.update(_Reader(None, name, dims, leaf, named, found[leaf].shape).tensors(found[leaf]))
     with _errors_of(target):
-        safetensors().flax.save_file({p.replace("/", "."): x for p, x in found.items()}, str(target))
-    return len(found)
+        safetensors().flax.save_file(tensors, str(target))
+    return len(tensors)

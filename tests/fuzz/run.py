@@ -41,7 +41,7 @@ def careful() -> dict[str, Any]:
 
 def ignored() -> None:
     """Ignore what random names, layouts and ops make the library warn of."""
-    for name in ("JoinWarning", "ReplicatedWarning", "LoweringWarning", "IndivisibleWarning"):
+    for name in ("JoinWarning", "ReplicatedWarning", "ReshardedWarning", "LoweringWarning", "IndivisibleWarning"):
         if category := getattr(mp.errors, name, None):  # other versions are run too
             warnings.simplefilter("ignore", category)
 

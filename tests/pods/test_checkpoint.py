@@ -1,6 +1,7 @@
 """Checkpoints: complete or absent, restored on any mesh, and damage is detected."""
 
 import gc
+import json
 import os
 import random
 import shutil
@@ -24,7 +25,7 @@ import meshpar as mp
 from meshpar.cli import main
 from meshpar.pods import digest
 from meshpar.pods.checkpoint import facts_of, steps_of, verify
-from meshpar.pods.foreign import from_safetensors
+from meshpar.pods.foreign import from_safetensors, to_safetensors
 
 pytestmark = pytest.mark.filterwarnings(  # orbax leaves its other reads unawaited when one fails
     "ignore:coroutine .* was never awaited", "ignore::pytest.PytestUnraisableExceptionWarning"
@@ -326,7 +327,7 @@ def test_the_command_line(saved, tmp_path, capsys):
 
 
 def test_safetensors_by_dims(tmp_path):
-    from safetensors.numpy import save_file
+    from safetensors.numpy import load_file, save_file
 
     rng = np.random.default_rng(0)
     layers, embed, heads, head_dim, vocab = 3, 16, 4, 8, 32
@@ -361,6 +362,20 @@ def test_safetensors_by_dims(tmp_path):
     ]:
         with pytest.raises(mp.MeshparError, match=says):
             from_safetensors(tmp_path, init, jax.random.key(0), rules=wrong)
+
+    with mp.Checkpoints(tmp_path / "run") as run:
+        run.describe(init, jax.random.key(0))
+        run.save(1, state)
+    (tmp_path / "rules.json").write_text(json.dumps(rules))
+    target = str(tmp_path / "back.safetensors")
+    assert main(["checkpoint", "convert", str(tmp_path / "run"), target, "--rules", str(tmp_path / "rules.json")]) == 0
+    back = load_file(target)
+    assert len(back) == layers + 1
+    for k in range(layers):
+        np.testing.assert_array_equal(back[f"model.layers.{k}.q.weight"], q[k])
+    np.testing.assert_array_equal(back["model.embed.weight"], table)
+    with pytest.raises(mp.MeshparError, match="no array of checkpoint 1 matches 'embd'"):
+        to_safetensors(str(tmp_path / "run"), 1, target, rules={"x": ("embd", "vocab embed")})
 
 
 # -- processes
