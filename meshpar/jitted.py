@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -537,15 +538,23 @@ class Jitted(Generic[P, R]):
 
     def _lower_derivative(self, fn: Callable[..., list[Any]], names: Sequence[Dims]) -> Callable[..., list[Any]]:
         """A derivative of the function, which takes flat arrays with these dims, under the same mesh and layout."""
-        dims = {f"xs/{i}": _unique_names(of) for i, of in enumerate(names) if of}
         without = {"static_argnums": None, "static_argnames": None, **NO_DONATION}
-        options = self._options.changed(dims=dims, strict=False, **without)
-        jitted = Jitted(lambda *xs: fn(*xs), self.mesh, self.layout, options, topology=self.topology)
+        sizes = dict(self.mesh.shape)  # a dim that is called after an axis is sharded over it
+        for rule in self.layout.rules:
+            sizes[rule.dim] = sizes.get(rule.dim, 1) * math.prod(self.mesh.shape[a] for a in rule.axes)
+
+        @functools.cache
+        def jitted(shapes: tuple[tuple[int, ...], ...]) -> Jitted[..., list[Any]]:
+            dims = {
+                f"xs/{i}": divisible_names(*of, sizes) for i, of in enumerate(zip(names, shapes, strict=True)) if of[1]
+            }
+            options = self._options.changed(dims=dims, strict=False, **without)
+            return Jitted(lambda *xs: fn(*xs), self.mesh, self.layout, options, topology=self.topology)
 
         def run(*xs: Any) -> list[Any]:
             with warnings.catch_warnings():  # the function's own plan has these warnings
                 warnings.simplefilter("ignore")
-                return jitted(*xs)
+                return jitted(tuple(x.shape for x in xs))(*xs)
 
         return run
 
@@ -577,9 +586,13 @@ class Jitted(Generic[P, R]):
             yield Subject(compiled.plan, arrays, unsharded, compiled.on_arrays, compiled.in_shardings)
 
 
-def _unique_names(dims: Dims) -> Dims:
-    """Dims without repeated names, and names of merged dims, which a pattern cannot give."""
-    return tuple(d if d and d.isidentifier() and d not in dims[:i] else None for i, d in enumerate(dims))
+def divisible_names(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> Dims:
+    """The names of dims that an argument can have: no merged or repeated ones, and none whose rule, over so many devices, does not
+    divide the dim."""
+    return tuple(
+        d if d and d.isidentifier() and d not in dims[:i] and n % sizes.get(d, 1) == 0 else None
+        for i, (d, n) in enumerate(zip(dims, shape, strict=True))
+    )
 
 
 def _with_devices(mesh: AnyMesh, why: str = "") -> Mesh:

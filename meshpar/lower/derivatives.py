@@ -1,9 +1,9 @@
 """Derivatives of a lowered program, taken from outside: the lowered derivatives of the program that was traced.
 
 A rewritten program computes values that its results do not depend on: rows that pad a dim, and the slots of a pipeline in which a
-stage has no microbatch. They may be functions of zeros. Where these are not differentiable (``log``, ``1 / x``, a norm), the derivative
-of the rewritten program would be 0 · inf. So the lowered program is one op, whose derivatives are planned and lowered as programs of
-their own: the forward derivative, and its transpose, which recomputes the program's values.
+stage has no microbatch. They may be functions of zeros. Where these are not differentiable (``log``, ``1 / x``, a norm), the
+derivative of the rewritten program would be 0 · inf. So the lowered program is one op, whose derivatives are planned and lowered as
+programs of their own: the forward derivative, and its transpose, which recomputes the program's values.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import calling
 import data
+import edges  # noqa: F401
 import indexing  # noqa: F401  (their statements)
 import lookups  # noqa: F401
 import memories  # noqa: F401
