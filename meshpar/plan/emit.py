@@ -24,7 +24,7 @@ from .spec import replicated_spec
 from .steps import Constant, Reduce, Reshard, Run, Scatter, Shard
 
 RECOMPUTED = having(
-    lambda p: (p.elementwise or p.view or p.fusible) and not (p.identity or p.random or p.call or p.opaque)
+    lambda p: (p.elementwise or p.view or p.fusible or p.random) and not (p.identity or p.call or p.opaque)
 ) - {"copy", "device_put", "name", "optimization_barrier", "pvary", "reshard", "threefry2x32"}
 """Ops that are recomputed on a larger shard instead of all-gathering their result, if their operands exist on that shard."""
 
