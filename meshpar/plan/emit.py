@@ -25,12 +25,20 @@ from .spec import replicated_spec
 from .steps import Constant, Reduce, Reshard, Run, Scatter, Shard
 
 RECOMPUTED = having(
-    lambda p: (p.elementwise or p.view or p.fusible) and not (p.identity or p.random or p.call or p.opaque)
+    lambda p: (p.elementwise or p.view or p.fusible or p.random) and not (p.identity or p.call or p.opaque)
 ) - {"copy", "device_put", "name", "optimization_barrier", "pvary", "reshard", "threefry2x32"}
 """Ops that are recomputed on a larger shard instead of all-gathering their result, if their operands exist on that shard."""
 
 MAX_RECOMPUTED_DEPTH = 8
 """Longest chain of ops that is recomputed instead of all-gathering a value."""
+
+
+def _recomputable_depth(value: Value | None, most: int = MAX_RECOMPUTED_DEPTH) -> int:
+    """The length of the longest chain of recomputable ops that ends with a value, at most ``most``: more than of its operands."""
+    op = None if value is None else value.op
+    if op is None or op.name not in RECOMPUTED or not most:
+        return 0
+    return 1 + max((_recomputable_depth(v, most - 1) for v in op.ins), default=0)
 
 
 @dataclass(slots=True)
@@ -195,7 +203,7 @@ class Emitter:
                 operands.append(None)
             else:
                 operands.append(self.operand(op, value, spec) if shard.is_constant or shard.spec != spec else shard)
-        for i in copies:
+        for i in sorted(copies, key=lambda i: _recomputable_depth(op.ins[i])) if copies[1:] else copies:
             value, spec = op.ins[i], decision.operands[i]
             assert value is not None
             assert spec is not None

@@ -84,7 +84,7 @@ class HaloExchange:
 
     @property
     def sent(self) -> tuple[PermuteStep | None, ...]:
-        """What each of the collectives sends; None: the shard, in an all-gather."""
+        """Keys of the elements that each collective sends: permute steps without offsets of targets; None: an all-gather."""
         return (None,) if self.gather else tuple(replace(step, offsets=()) for step in self.steps)
 
     def sends(self, shape: Sequence[int], dim: int, factor: int, dtype: Any, why: str) -> list[Send]:
@@ -253,8 +253,9 @@ class Exchanged:
     """The elements of other shards that were received in the body that is being traced, which later ops use again.
 
     Attributes:
-      windows: ``id`` of an array that :func:`fetch_window` returned → the array, and what it is a window of.
-      received: (array or window, axes, dim, what is sent) → the received elements.
+      windows: ``id`` of an array that :func:`fetch_window` returned → the array, and its key: the array of which it is a window,
+        dim and exchange.
+      received: (key of an array, key of its elements that are sent) → the array, and the received elements.
     """
 
     windows: dict[int, tuple[Any, Hashable]] = field(default_factory=dict)

@@ -34,8 +34,8 @@ class Send:
       shape, dtype: of a device's operand.
       why: its purpose, in a few words, for the plan.
       times: how often the op makes it; None if that is unknown.
-      content: (index of an operand, what is sent of it): of two ops with the same operand and content, the second one uses the
-        elements that the first one has received. None: it is sent in any case.
+      content: (index of an operand, key of its elements that are sent): of two ops with the same operand and content, the second
+        one uses the elements that the first one has received. None: it is sent in any case.
     """
 
     op: str
