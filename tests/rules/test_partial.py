@@ -107,8 +107,11 @@ def rule_cases(dtype):
     yield "rev", lambda p, y, s, m: p()[::-1]
     yield "slice", lambda p, y, s, m: p()[:, 1:]
     yield "pad", lambda p, y, s, m: jnp.pad(p(), 1, constant_values=1)
+    yield "pad", lambda p, y, s, m: jnp.pad(p(), 1)
     yield "concatenate", lambda p, y, s, m: jnp.concatenate([p(), y])
+    yield "concatenate", lambda p, y, s, m: jnp.concatenate([p(), p()])
     yield "broadcast_in_dim", lambda p, y, s, m: jnp.broadcast_to(p(), (2, *SHAPE))
+    yield "broadcast_in_dim", lambda p, y, s, m: p()[None]
     yield "sort", lambda p, y, s, m: lax.sort(p())
     yield "gather", lambda p, y, s, m: p()[jnp.array([1, 0, 1])]
     yield "dynamic_slice", lambda p, y, s, m: lax.dynamic_slice(p(), (1, 1), (1, 2))
