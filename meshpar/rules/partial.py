@@ -218,7 +218,7 @@ PADS_WITH_ZEROS = Law(kinds=_SUM, others=("zero",), when="larger")
 """``pad(Σ a_i, 0) = Σ pad(a_i, 0)``: the gradient of a slice, of which each layer of an unrolled stack adds one to the stack's."""
 
 CONCATENATES = Law(kinds=_SUM, operands=(0, None), most=None, others=("none",), when="larger")
-"""``concatenate(Σ a_i, Σ b_i) = Σ concatenate(a_i, b_i)``: the gradient of ``split`` and ``unstack``."""
+"""``concatenate(Σ a_i, Σ b_i) = Σ concatenate(a_i, b_i)``, and so for ``stack``: the gradients of ``split`` and ``unstack``."""
 
 REDUCED_IN = Law(kinds=_SUM, dtypes=frozenset({"narrow", "float"}), holds=_floats, when="named")
 """A conversion between floating-point types before a sum, if the user has asked for the reduction in the second type."""

@@ -413,7 +413,7 @@ def stack(eqn, ins, outs) -> OpRule:
     return r
 
 
-register("stack", rule=stack, local=on_shards, fusible=True)
+register("stack", rule=stack, local=on_shards, fusible=True, partial=(CONCATENATES,))
 
 
 def unstack(eqn, ins, outs) -> OpRule:

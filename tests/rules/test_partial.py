@@ -111,6 +111,7 @@ def rule_cases(dtype):
     yield "concatenate", lambda p, y, s, m: jnp.concatenate([p(), y])
     yield "concatenate", lambda p, y, s, m: jnp.concatenate([p(), p()])
     yield "broadcast_in_dim", lambda p, y, s, m: jnp.broadcast_to(p(), (2, *SHAPE))
+    yield "stack", lambda p, y, s, m: jnp.stack([p(), p()])
     yield "broadcast_in_dim", lambda p, y, s, m: p()[None]
     yield "sort", lambda p, y, s, m: lax.sort(p())
     yield "gather", lambda p, y, s, m: p()[jnp.array([1, 0, 1])]
