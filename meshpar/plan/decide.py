@@ -510,7 +510,7 @@ def _is_used(site: _Site, law: Law, x: Operand) -> bool:
     ``smaller`` is decided where the axes of the op are known.
     """
     (out,) = site.op.outs
-    if law.when == "larger":
+    if law.when in ("widening", "accumulated"):
         stacked = site.facts.accumulated.get(out)
         if stacked is None:
             return False

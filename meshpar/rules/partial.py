@@ -38,12 +38,13 @@ Other = Literal["any", "scale", "divisor", "zero", "none"]
 ``none``: no such operand is allowed; all operands are partial.
 """
 
-When = Literal["always", "smaller", "larger", "named"]
+When = Literal["always", "smaller", "widening", "accumulated", "named"]
 """The condition under which the planner uses a law.
 
 ``always``: a reduction of the result sends no more bytes than one of the operand.
 ``smaller``: if the reduction of the result sends fewer bytes.
-``larger``: the result has more bytes, so only if it is added to a carry of a loop, which is reduced once, after the loop.
+``widening``: the result has twice the bytes, so only if it is added to a carry of a loop, which is reduced once, after the loop.
+``accumulated``: as ``widening``, for a result of another shape.
 ``named``: if the user has named the dtype of the reduction (:class:`meshpar.Precision`).
 """
 
@@ -122,10 +123,6 @@ def _same_dtype(eqn: Any) -> bool:
     return eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
 
 
-def _same_size(eqn: Any) -> bool:
-    return eqn.invars[0].aval.size == eqn.outvars[0].aval.size
-
-
 def _floats(eqn: Any) -> bool:
     return all(dtype_class(v.aval.dtype) in ("narrow", "float") for v in (eqn.invars[0], eqn.outvars[0]))
 
@@ -149,9 +146,6 @@ _SUM: frozenset[Kind] = frozenset({"sum"})
 
 MOVES = Law(kinds=REDUCTIONS, dtypes=ANY_DTYPE)
 """The op moves or copies elements and changes none (transpose, reshape): it commutes with every reduction."""
-
-EXPANDS = Law(kinds=REDUCTIONS, dtypes=ANY_DTYPE, holds=_same_size)
-"""A broadcast that only adds dims of size 1, as :data:`MOVES`."""
 
 SAME_DTYPE = Law(kinds=REDUCTIONS, dtypes=ANY_DTYPE, holds=_same_dtype)
 """A conversion to the operand's own dtype (of a weak type to a strong one), as :data:`MOVES`."""
@@ -210,14 +204,14 @@ infinity or NaN where a term is 0, a device adds NaN where the unsharded matmul 
 column, that result is not finite without a layout either. Elementwise products with arrays have no such law: one infinity that
 meets a 0 would change a finite result elsewhere into NaN."""
 
-WIDENS = Law(kinds=_SUM, dtypes=frozenset({"narrow", "float"}), holds=_widens, when="larger")
+WIDENS = Law(kinds=_SUM, dtypes=frozenset({"narrow", "float"}), holds=_widens, when="widening")
 """A conversion to a wider floating-point type: ``wide(Σ a_i) = Σ wide(a_i)``, rounded to the narrower type once per device instead
 of once more after the sum. Not for integers: a narrow sum wraps around, a wide one does not."""
 
-PADS_WITH_ZEROS = Law(kinds=_SUM, others=("zero",), when="larger")
+PADS_WITH_ZEROS = Law(kinds=_SUM, others=("zero",), when="accumulated")
 """``pad(Σ a_i, 0) = Σ pad(a_i, 0)``: the gradient of a slice, of which each layer of an unrolled stack adds one to the stack's."""
 
-CONCATENATES = Law(kinds=_SUM, operands=(0, None), most=None, others=("none",), when="larger")
+CONCATENATES = Law(kinds=_SUM, operands=(0, None), most=None, others=("none",), when="accumulated")
 """``concatenate(Σ a_i, Σ b_i) = Σ concatenate(a_i, b_i)``, and so for ``stack``: the gradients of ``split`` and ``unstack``."""
 
 REDUCED_IN = Law(kinds=_SUM, dtypes=frozenset({"narrow", "float"}), holds=_floats, when="named")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jax import lax
 from .halo import ShardWindow, fetch_window, halo_exchange, shard_window
 from .local import LocalOp, on_shards
 from .owned import only_where
-from .partial import CONCATENATES, EXPANDS, MOVES, PADS_WITH_ZEROS
+from .partial import CONCATENATES, MOVES, PADS_WITH_ZEROS
 from .registry import register
 from .rule import Kind, NameLink, OpRule, einsum, exchange_kind, independent_of_data, indexed_kind, with_halo_sends
 from .spmd import Factors, Send, axis_index
@@ -41,8 +42,14 @@ def _local_shape(op: LocalOp, *xs: Any) -> list[Any]:
     return op.run(*xs, shape=op.out_shape)
 
 
+def _adds_ones(eqn: Any) -> bool:
+    """Whether a broadcast only adds dims of size 1."""
+    return eqn.invars[0].aval.size == eqn.outvars[0].aval.size
+
+
 register(
-    "broadcast_in_dim", rule=broadcast_in_dim, local=_local_shape, fusible=True, free=True, broadcast=True, partial=(EXPANDS,)
+    "broadcast_in_dim", rule=broadcast_in_dim, local=_local_shape, fusible=True, free=True, broadcast=True,
+    partial=(replace(MOVES, holds=_adds_ones),),
 )  # fmt: skip
 
 

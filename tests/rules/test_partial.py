@@ -104,15 +104,15 @@ def rule_cases(dtype):
     yield "squeeze", lambda p, y, s, m: lax.squeeze(p().reshape(1, 6), (0,))
     yield "name_dims", lambda p, y, s, m: mp.named(p(), "a b")
     yield "rename_dims", lambda p, y, s, m: mp.rename(mp.named(p(), "a b"), a="e")
+    yield "pad", lambda p, y, s, m: jnp.pad(p(), 1)
+    yield "concatenate", lambda p, y, s, m: jnp.concatenate([p(), p()])
+    yield "stack", lambda p, y, s, m: jnp.stack([p(), p()])
     yield "rev", lambda p, y, s, m: p()[::-1]
     yield "slice", lambda p, y, s, m: p()[:, 1:]
     yield "pad", lambda p, y, s, m: jnp.pad(p(), 1, constant_values=1)
-    yield "pad", lambda p, y, s, m: jnp.pad(p(), 1)
     yield "concatenate", lambda p, y, s, m: jnp.concatenate([p(), y])
-    yield "concatenate", lambda p, y, s, m: jnp.concatenate([p(), p()])
     yield "broadcast_in_dim", lambda p, y, s, m: jnp.broadcast_to(p(), (2, *SHAPE))
-    yield "stack", lambda p, y, s, m: jnp.stack([p(), p()])
-    yield "broadcast_in_dim", lambda p, y, s, m: p()[None]
+    yield "broadcast_in_dim", lambda p, y, s, m: lax.broadcast_in_dim(p(), (1, 2, 1, 3), (1, 3))
     yield "sort", lambda p, y, s, m: lax.sort(p())
     yield "gather", lambda p, y, s, m: p()[jnp.array([1, 0, 1])]
     yield "dynamic_slice", lambda p, y, s, m: lax.dynamic_slice(p(), (1, 1), (1, 2))
