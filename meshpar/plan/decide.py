@@ -511,7 +511,7 @@ def _is_used(site: _Site, law: Law, x: Operand) -> bool:
     ``smaller`` is decided where the axes of the op are known.
     """
     (out,) = site.op.outs
-    if law.when == "widening":
+    if law.when in ("widening", "accumulated"):
         stacked = site.facts.accumulated.get(out)
         if stacked is None:
             return x.value in site.facts.deferred

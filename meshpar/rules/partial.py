@@ -38,12 +38,13 @@ Other = Literal["any", "scale", "divisor", "zero", "none"]
 ``none``: no such operand is allowed; all operands are partial.
 """
 
-When = Literal["always", "smaller", "widening", "named"]
+When = Literal["always", "smaller", "widening", "accumulated", "named"]
 """The condition under which the planner uses a law.
 
 ``always``: a reduction of the result sends no more bytes than one of the operand.
 ``smaller``: if the reduction of the result sends fewer bytes.
 ``widening``: the result has twice the bytes, so only if it is added to a carry of a loop, which is reduced once, after the loop.
+``accumulated``: as ``widening``, for a result of another shape.
 ``named``: if the user has named the dtype of the reduction (:class:`meshpar.Precision`).
 """
 
@@ -206,6 +207,12 @@ meets a 0 would change a finite result elsewhere into NaN."""
 WIDENS = Law(kinds=_SUM, dtypes=frozenset({"narrow", "float"}), holds=_widens, when="widening")
 """A conversion to a wider floating-point type: ``wide(Σ a_i) = Σ wide(a_i)``, rounded to the narrower type once per device instead
 of once more after the sum. Not for integers: a narrow sum wraps around, a wide one does not."""
+
+PADS_WITH_ZEROS = Law(kinds=_SUM, others=("zero",), when="accumulated")
+"""``pad(Σ a_i, 0) = Σ pad(a_i, 0)``: the gradient of a slice, of which each layer of an unrolled stack adds one to the stack's."""
+
+CONCATENATES = Law(kinds=_SUM, operands=(0, None), most=None, others=("none",), when="accumulated")
+"""``concatenate(Σ a_i, Σ b_i) = Σ concatenate(a_i, b_i)``, and so for ``stack``: the gradients of ``split`` and ``unstack``."""
 
 REDUCED_IN = Law(kinds=_SUM, dtypes=frozenset({"narrow", "float"}), holds=_floats, when="named")
 """A conversion between floating-point types before a sum, if the user has asked for the reduction in the second type."""

@@ -16,7 +16,7 @@ from jax import lax
 from .halo import ShardWindow, fetch_window, halo_exchange, shard_window
 from .local import LocalOp, on_shards
 from .owned import only_where
-from .partial import MOVES
+from .partial import CONCATENATES, MOVES, PADS_WITH_ZEROS
 from .registry import register
 from .rule import Kind, NameLink, OpRule, einsum, exchange_kind, independent_of_data, indexed_kind, with_halo_sends
 from .spmd import Factors, Send, axis_index
@@ -279,7 +279,7 @@ def _local_pad(op: LocalOp, x: Any, fill: Any) -> list[Any]:
     return op.run(x, fill, padding_config=tuple(config))
 
 
-register("pad", rule=pad, local=_local_pad, fusible=True, pinned=True)
+register("pad", rule=pad, local=_local_pad, fusible=True, pinned=True, partial=(PADS_WITH_ZEROS,))
 
 
 def concatenate(eqn, ins, outs) -> OpRule:
@@ -337,7 +337,15 @@ def _local_concatenate(op: LocalOp, *xs: Any) -> list[Any]:
     return [out]
 
 
-register("concatenate", rule=concatenate, local=_local_concatenate, fusible=True, pinned=True, concatenation=True)
+register(
+    "concatenate",
+    rule=concatenate,
+    local=_local_concatenate,
+    fusible=True,
+    pinned=True,
+    concatenation=True,
+    partial=(CONCATENATES,),
+)
 
 
 def split(eqn, ins, outs) -> OpRule:
@@ -412,7 +420,7 @@ def stack(eqn, ins, outs) -> OpRule:
     return r
 
 
-register("stack", rule=stack, local=on_shards, fusible=True)
+register("stack", rule=stack, local=on_shards, fusible=True, partial=(CONCATENATES,))
 
 
 def unstack(eqn, ins, outs) -> OpRule:

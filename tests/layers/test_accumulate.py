@@ -499,3 +499,34 @@ def test_microbatches_have_keys_of_their_own_by_keyword():
     got = mp.accumulate_gradients(noise, 4, key_argnames="key")(0.0, jnp.ones(8), key=key)
     want = np.mean([jax.random.normal(jax.random.fold_in(key, i)) for i in range(4)])
     np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def by_index(w):
+    return [w[i] for i in range(LAYERS)]
+
+
+@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+@pytest.mark.parametrize("layers", [by_index, jnp.unstack])
+def test_gradients_of_an_unrolled_stack_are_reduced_once(layers, lowering):
+    """Each layer's gradient is padded to the stack, or concatenated with the others, and added to the sum over microbatches."""
+
+    def loss(p, x):
+        for a, b in zip(layers(p["a"]), layers(p["b"]), strict=True):
+            x = x + jnp.tanh(x @ a) @ b
+        return jnp.square(x).mean()
+
+    r = np.random.default_rng(5)
+    p = {"a": r.normal(size=(LAYERS, 8, 16)).astype("f") / 4, "b": r.normal(size=(LAYERS, 16, 8)).astype("f") / 4}
+    x, dims = (
+        r.normal(size=(32, 8)).astype("f"),
+        {"p/a": "layers embed mlp", "p/b": "layers mlp embed", "x": "batch embed"},
+    )
+    run = mp.jit(mp.accumulate_gradients(jax.value_and_grad(loss), MICRO), mesh="data=2, model=2",
+                 layout="batch: data; mlp: model", dims=dims, lowering=lowering)  # fmt: skip
+    for got, want in zip(jax.tree.leaves(run(p, x)), jax.tree.leaves(jax.value_and_grad(loss)(p, x)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    weights = [c for c in run.plan(p, x).collectives if "mlp" in c.dims]
+    assert [(c.op, c.axes, c.count, c.dims) for c in weights] == [
+        ("all-reduce", ("data",), 1, "layers embed mlp"),
+        ("all-reduce", ("data",), 1, "layers mlp embed"),
+    ]

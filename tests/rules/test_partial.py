@@ -104,6 +104,9 @@ def rule_cases(dtype):
     yield "squeeze", lambda p, y, s, m: lax.squeeze(p().reshape(1, 6), (0,))
     yield "name_dims", lambda p, y, s, m: mp.named(p(), "a b")
     yield "rename_dims", lambda p, y, s, m: mp.rename(mp.named(p(), "a b"), a="e")
+    yield "pad", lambda p, y, s, m: jnp.pad(p(), 1)
+    yield "concatenate", lambda p, y, s, m: jnp.concatenate([p(), p()])
+    yield "stack", lambda p, y, s, m: jnp.stack([p(), p()])
     yield "rev", lambda p, y, s, m: p()[::-1]
     yield "slice", lambda p, y, s, m: p()[:, 1:]
     yield "pad", lambda p, y, s, m: jnp.pad(p(), 1, constant_values=1)
