@@ -27,6 +27,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from ..compat.jax import is_tracer
 from ..compat.orbax import at_end_of_script, can_store, late_json_handler, literal_folders
 from ..compat.processes import process_count, process_index
 from ..dims import did_you_mean, format_dims
