@@ -148,6 +148,7 @@ def kills(folder: Path, count: int) -> None:
         time.sleep(draw.uniform(0.0, 0.3))
         writer.kill()
         writer.join()
+        mine, its = forks.Pipe()
         checker = forks.Process(target=check, args=(str(folder), newest, its))
         checker.start()
         steps, ok = mine.recv()
