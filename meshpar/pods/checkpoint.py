@@ -97,7 +97,7 @@ class Checkpoints:
     """
 
     def __init__(self, path: str | Path, *, keep: int | None = 3, every: int = 1, data: Any = None):
-        """Check the arguments and register :meth:`close` for the end of the script; nothing is read, written or created yet."""
+        """Check the arguments, and listen for SIGTERM; nothing is read, written or created yet."""
         if every < 1 or (keep is not None and keep < 1):
             raise CheckpointError(f"keep={keep}, every={every}: both must be at least 1", fixes=["keep=2, every=1"])
         self.path = str(path) if "://" in str(path) else str(Path(path).expanduser().resolve())
@@ -106,7 +106,6 @@ class Checkpoints:
         self._lock: Lock | None = None
         self._facts: dict[str, Any] = {}
         self._stop = StopRequest()
-        _open.append(self)
 
     # -- save
 
@@ -344,6 +343,7 @@ class Checkpoints:
         if self._manager is None:
             self._do(self._lock_folder)
             self._do(self._create_manager)
+            _open.append(self)
         return self._manager
 
     def _lock_folder(self) -> None:
