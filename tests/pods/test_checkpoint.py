@@ -222,9 +222,9 @@ def test_damage_is_found_and_the_older_one_restored(saved, tmp_path, how):
             warnings.simplefilter("always", mp.errors.CheckpointWarning)
             try:
                 state, at = run.restore(like)
-            except mp.errors.CheckpointError as error:  # orbax reads its metadata without checks: no proof of damage
-                assert path.name == "_METADATA", error
-                assert "cannot be read now" in str(error)
+            except mp.errors.CheckpointError as error:
+                if path.name != "_METADATA" or "cannot be read now" not in str(error):
+                    raise  # only orbax's own metadata, which it reads without checks, may fail without a proof of damage
                 assert run.steps() == [0, 1]
                 state, at = run.restore(like, step=0)
                 assert same(state, saved[1][0])
