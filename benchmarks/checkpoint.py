@@ -148,6 +148,7 @@ def kills(folder: Path, count: int) -> None:
         time.sleep(draw.uniform(0.0, 0.3))
         writer.kill()
         writer.join()
+        mine, its = forks.Pipe()
         checker = forks.Process(target=check, args=(str(folder), newest, its))
         checker.start()
         steps, ok = mine.recv()
@@ -185,11 +186,11 @@ def damage(folder: Path) -> None:
                 try:
                     state, at = mp.Checkpoints(folder / "copy").restore(state_of(0))
                     end = "WRONG" if not is_state_of(state, at - 1) else "right" if at == 2 else "older"
-                except mp.errors.CheckpointError:
-                    end = "error"
-            ends[end] += 1
-            if end in ("error", "WRONG"):
-                print(f"{file} {how}: {end}")
+                except mp.errors.CheckpointError as error:
+                    end = f"error: {error.headline}"
+            ends[end.partition(":")[0]] += 1
+            if end not in ("right", "older"):
+                print(f"{file} {how}: {end}", flush=True)
             shutil.rmtree(folder / "copy")
     print(f"{sum(ends.values())} cases of {len(files)} files: {ends}")
     sys.exit(bool(ends["WRONG"]))

@@ -27,6 +27,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from ..compat.jax import is_tracer
 from ..compat.orbax import at_end_of_script, can_store, late_json_handler, literal_folders
 from ..compat.processes import process_count, process_index
 from ..dims import did_you_mean, format_dims
@@ -96,7 +97,7 @@ class Checkpoints:
     """
 
     def __init__(self, path: str | Path, *, keep: int | None = 3, every: int = 1, data: Any = None):
-        """Check the arguments and register :meth:`close` for the end of the script; nothing is read, written or created yet."""
+        """Check the arguments, and listen for SIGTERM; nothing is read, written or created yet."""
         if every < 1 or (keep is not None and keep < 1):
             raise CheckpointError(f"keep={keep}, every={every}: both must be at least 1", fixes=["keep=2, every=1"])
         self.path = str(path) if "://" in str(path) else str(Path(path).expanduser().resolve())
@@ -105,7 +106,6 @@ class Checkpoints:
         self._lock: Lock | None = None
         self._facts: dict[str, Any] = {}
         self._stop = StopRequest()
-        _open.append(self)
 
     # -- save
 
@@ -343,6 +343,7 @@ class Checkpoints:
         if self._manager is None:
             self._do(self._lock_folder)
             self._do(self._create_manager)
+            _open.append(self)
         return self._manager
 
     def _lock_folder(self) -> None:
@@ -629,8 +630,9 @@ class _DamagedError(CheckpointError):
 
 _NO_PROOF = ("PERMISSION_DENIED|RESOURCE_EXHAUSTED|UNAVAILABLE|UNAUTHENTICATED|DEADLINE_EXCEEDED|CANCELLED|ABORTED|INTERNAL|"
              "UNKNOWN|UNIMPLEMENTED")  # fmt: skip
-_PROOF = "DATA_LOSS|NOT_FOUND|OUT_OF_RANGE|FAILED_PRECONDITION|INVALID_ARGUMENT"
-"""Status codes of tensorstore. The metadata was read before: the folder is present, and a missing file is damage."""
+_PROOF = "DATA_LOSS|NOT_FOUND|OUT_OF_RANGE|FAILED_PRECONDITION|INVALID_ARGUMENT|Error decoding|Error parsing"
+"""Status codes of tensorstore, and its texts for bytes that are not of its format. The metadata was read before: the folder is
+present, and a missing file is damage."""
 
 
 def _is_proof(error: Exception) -> bool:

@@ -205,7 +205,9 @@ def _show_one(args: argparse.Namespace) -> int:
     width = max(map(len, facts["leaves"]), default=0)
     for path, leaf in facts["leaves"].items():
         shape = f"{leaf['dtype']}[{', '.join(map(str, leaf['shape']))}]"
-        print(f"{path:<{width}}  {shape:<28} {leaf['digest']}  {leaf.get('dims', '')}".rstrip())
+        print(
+            f"{path:<{width}}  {shape:<28} {leaf.get('digest', leaf.get('value', ''))}  {leaf.get('dims', '')}".rstrip()
+        )
     return 0
 
 

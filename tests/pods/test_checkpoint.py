@@ -221,7 +221,15 @@ def test_damage_is_found_and_the_older_one_restored(saved, tmp_path, how):
         run = mp.Checkpoints(tmp_path / str(k))
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", mp.errors.CheckpointWarning)
-            state, at = run.restore(like)
+            try:
+                state, at = run.restore(like)
+            except mp.errors.CheckpointError as error:
+                if path.name != "_METADATA" or "cannot be read now" not in str(error):
+                    raise  # only orbax's own metadata, which it reads without checks, may fail without a proof of damage
+                assert run.steps() == [0, 1]
+                state, at = run.restore(like, step=0)
+                assert same(state, saved[1][0])
+                continue
         assert same(state, saved[1][at - 1]), path
         warned = [w for w in said if w.category is mp.errors.CheckpointWarning]
         if at == 1:

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
+from meshpar.cli import main
 from meshpar.errors import CheckpointError
 from meshpar.pods.checkpoint import facts_of, verify
 from meshpar.pods.digest import _digest_of_one, as_text, digest_on_host
@@ -125,8 +126,11 @@ def test_any_tree(tree):
     {"empty": jnp.zeros((0, 4)), "numpy": np.zeros((3, 0), np.int64), "keys": jax.random.split(jax.random.key(0), 0)},
     {},
 ], ids=["64 bits", "numbers", "dots", "slashes", "empty", "nothing"])  # fmt: skip
-def test_leaves(tmp_path, state):
+def test_leaves(tmp_path, state, capsys):
     saved_and_restored(state, tmp_path)
+    for command in ("ls", "verify", "show"):
+        assert main(["checkpoint", command, str(tmp_path)]) == 0
+    assert ("more" not in state) or str(state["more"]) in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["lr=[0.1]", "a b", "50%20", "ü€", "[a-z]*?"])
