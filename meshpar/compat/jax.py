@@ -351,7 +351,7 @@ def shardings_of(eqn: Any) -> Shardings | None:
             return None
         plain = {key: (UNSPECIFIED,) * len(params[key]) for key in ("in_shardings", "out_shardings")}
         return Shardings(ins, outs, {**params, **plain})
-    if eqn.primitive.name == "device_put":  # its devices are also a memory
+    if eqn.primitive is dispatch.device_put_p:  # its devices are also a memory
         given = [_constraint(s) for s in params["devices"]]
         return Shardings(none, given, params) if any(given) else None
     if eqn.primitive is sharding_constraint_p:

@@ -360,7 +360,10 @@ class Checkpoints:
         if problem is not None:
             raise problem
         if said:
-            raise CheckpointError(f"process 0: {said}")
+            raise CheckpointError(
+                f"process 0 cannot open {self.path}: {said}",
+                fixes=["the error of process 0 has the fix; then start all again"],
+            )
 
     def _create_manager(self) -> None:
         ocp = orbax()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import meshpar as mp
-from meshpar.errors import LayoutSyntaxError
+from meshpar.errors import LayoutSyntaxError, UnsupportedError
 
 DIMS = {"p/w": "embed mlp", "p/v": "mlp embed", "p/scale": "embed", "x": "batch embed"}
 

@@ -87,7 +87,7 @@ def test_two_dims_of_one_name():
 
 def test_a_renamed_dim_is_stored_with_another_axis():
     found = causes(*CASES[5])
-    assert [(op, dims) for op, _, dims in found] == [("all-to-all", "expert embed")]
+    assert [(op, dims) for op, _, dims in found] == [("collective-permute", "expert embed")]
     assert found[0][1] == "the layout stores this result of mp.rename with `model` on `embed` instead of `expert`"
 
 
