@@ -83,7 +83,7 @@ class CompiledStep:
         return self.traced.result(outs)
 
     def _check_arguments(self, arrays: list[Any]) -> None:
-        """Warn of what the first call, or each call, reshards or repeats."""
+        """Warn of arrays that the first call, or each call, reshards, and of repeated matmuls."""
         self.calls += 1
         resharded = arrivals(self.plan, arrays, self.in_shardings)
         if self.calls == 1:

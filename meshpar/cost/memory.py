@@ -238,7 +238,7 @@ class _Live:
         return None if (work is None and not size) or not node.outs else Buffer(size, node.outs[0].value, node)
 
     def between_moves(self, node: Kernel, ends: Sequence[Buffer]) -> Buffer | None:
-        """The buffers that exist only between the moves of a resharding or reduction, as one; None: there are none.
+        """The buffers that exist only between the moves of a resharding or reduction, as one; None without such buffers.
 
         While a move runs, its operand and its result are live. The operand of the step is freed after the first move if nothing
         reads it later (it is in ``ends``). A part that is exchanged arrives in a further buffer.

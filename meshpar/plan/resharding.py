@@ -144,7 +144,7 @@ def _divides(spec: Spec, parts: Sequence[int], sizes: Mapping[str, int]) -> bool
 
 def _exchange(have: Spec, need: Spec, parts: Sequence[int], sizes: Mapping[str, int]) -> tuple[Move, ...] | None:
     """The exchanges from ``have`` to ``need``, of the same axes: an all-to-all or collective-permutes; where these are more than
-    :data:`MAX_PERMUTES`, also all-to-alls before and after them. None: there are none."""
+    :data:`MAX_PERMUTES`, also all-to-alls before and after them. None: none divides."""
     if have == need:
         return ()
     firsts, lasts = ([m for m in _all_to_alls(spec, sizes) if _divides(m.after, parts, sizes)] for spec in (have, need))

@@ -283,7 +283,7 @@ class Checkpoints:
             f"no checkpoint in {self.path} can be restored, and there are damaged ones:{reasons}",
             fixes=[
                 "repair them, and rename them back to their numbers",
-                "to begin anew on purpose: another folder, or move the damaged ones elsewhere",
+                "to start a new run on purpose: another folder, or move the damaged ones elsewhere",
             ],
         )
 
@@ -424,7 +424,7 @@ _open: list[Checkpoints] = []
 
 
 def _close_all() -> None:
-    """Close what the script did not; an error sets the exit status."""
+    """Close the objects that the script left open; an error sets the exit status."""
     for run in list(_open):
         try:
             run.close()
@@ -473,7 +473,7 @@ def steps_of(path: str) -> list[int]:
 
 
 def _entries(path: str) -> list[Any]:
-    """What is in a folder."""
+    """The names of the entries of a folder."""
     folder = _folder(path)
     try:
         return list(folder.iterdir()) if folder.exists() else []
@@ -691,7 +691,7 @@ def _read(path: str, step: int, like: Any, partial: bool) -> tuple[Any, dict[str
 def _combined(digests: Digests, exchange: str) -> dict[str, str]:
     """Path → digest, equal in all processes; all must call it, with the same name of the exchange."""
     text = combined(
-        exchange, json.dumps(digests.sums()), lambda sums: json.dumps(digests.texts([*map(json.loads, sums)]))
+        exchange, json.dumps(digests.totals()), lambda found: json.dumps(digests.texts([*map(json.loads, found)]))
     )
     return json.loads(text)
 
@@ -891,5 +891,5 @@ def _verified(path: str, step: int, facts: Mapping[str, Any], paths: Iterable[st
             return [text for p in leaves for text in _verified(path, step, facts, [p])]
         return [f"{p}: {_first_line(error)}" for p in leaves]
     digests = Digests(arrays, copied=False)
-    found = digests.texts([digests.sums()] * 1)
+    found = digests.texts([digests.totals()])
     return [f"{p}: it differs from its saved digest" for p in leaves if found[p] != leaves[p]["digest"]]

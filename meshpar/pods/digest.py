@@ -201,7 +201,7 @@ def _device_memory() -> str | None:
 
 
 class Digests:
-    """Digests of the leaves of a state in all processes: started at once, and computed by :meth:`sums`, in any thread.
+    """Digests of the leaves of a state in all processes: started at once, and computed by :meth:`totals`, in any thread.
 
     Args:
       leaves: path → array over the devices of some processes, or a value that every process has. Arrays may be deleted or
@@ -235,7 +235,7 @@ class Digests:
                 for shard in x.addressable_shards
             ]
 
-    def sums(self) -> dict[str, list[int]]:
+    def totals(self) -> dict[str, list[int]]:
         """Path → (s, s', w, w') of this process's shards: s, the sum of their digests in replica 0; w, of all digests times
         the number of their replica. The four add up over processes."""
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
@@ -257,11 +257,11 @@ class Digests:
                 total[2 + k] += replica * (pair[k] & 0xFFFFFFFF)
         return total
 
-    def texts(self, sums: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, str]:
-        """Path → digest, from the :meth:`sums` of all processes; ``""`` where copies of the array differ."""
+    def texts(self, totals: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, str]:
+        """Path → digest, from the :meth:`totals` of all processes; ``""`` where copies of the array differ."""
         out = {}
         for path, copies in self._replicas.items():
-            first, second, *weighted = (sum(s[path][k] for s in sums) for k in range(4))
+            first, second, *weighted = (sum(s[path][k] for s in totals) for k in range(4))
             weight = copies * (copies - 1) // 2  # 0 + 1 + … : each copy has the digests of replica 0
             out[path] = as_text((first, second)) if weighted == [weight * first, weight * second] else ""
         return out

@@ -28,7 +28,7 @@ def kernel_rule(
 
     Args:
       text: the dims of every operand and result, with a comma between arrays (``""`` between commas: a scalar). A name in no result
-        is contracted: if it is sharded, the results are partial sums. ``seq!`` is replicated, and so is ``_``, which has no name.
+        is contracted: if it is sharded, the results are partial. ``seq!`` is replicated, and so is ``_``, which has no name.
         ``tokens~`` may be sharded, and ``local`` communicates as it needs. ``(kv_heads group)`` is one dim with two factors, of
         which the major one, ``kv_heads``, may be sharded.
       local: ``(*shards, axes={name: mesh axes that shard it}) → shards of the results``, called under ``shard_map``; required

@@ -136,7 +136,7 @@ def new_values(program: Program) -> dict[Value, Value]:
 
 
 def _nearest(flow: Flow, value: Value, results: set[Value]) -> Value | None:
-    """The result of the shape of ``value`` that the fewest elementwise ops separate from it; None: there is none."""
+    """The result of the shape of ``value`` that the fewest elementwise ops separate from it; None without such a result."""
     seen, todo = {value}, [value]
     while todo:
         following = dict.fromkeys(v for before in todo for v in flow.results.get(before, ()) if v not in seen)

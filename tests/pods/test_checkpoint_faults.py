@@ -117,7 +117,7 @@ def test_no_new_run_next_to_damaged_checkpoints(tmp_path, init):
         for error in (first.value, later.value):
             for n in range(2):
                 assert f"{n}.damaged: checkpoint {n} in {tmp_path}/a is damaged: " in str(error)
-            assert "to begin anew on purpose: another folder, or move the damaged ones elsewhere" in str(error)
+            assert "to start a new run on purpose: another folder, or move the damaged ones elsewhere" in str(error)
     (tmp_path / "a" / "1.damaged").rename(tmp_path / "elsewhere")
     (tmp_path / "a" / "0.damaged").rename(tmp_path / "elsewhere2")
     with mp.Checkpoints(tmp_path / "a") as run:
