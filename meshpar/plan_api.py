@@ -92,7 +92,7 @@ class Plan(record.Plan):
         Args:
           layout: as in :func:`meshpar.plan`; default: this plan's.
           mesh: a mesh, or text; default: this plan's.
-          topology: the topology of ``mesh``, if it is abstract; default: this plan's.
+          topology: the topology of ``mesh``, if it is abstract; default: this plan's; "": none.
           lowering, overlap, options, calibration: as in :func:`meshpar.plan`; default: the options of this plan.
 
         Raises:
@@ -100,7 +100,7 @@ class Plan(record.Plan):
           MeshError: a mesh that does not fill the topology.
         """
         other = None if layout is None else Layout(layout)
-        topology = None if isinstance(mesh, Mesh) else topology or self.topology
+        topology = self.topology if topology is None and not isinstance(mesh, Mesh) else topology or None
         where = planned_mesh(mesh, topology) if isinstance(mesh, str | Mapping | AbstractMesh) else mesh
         measured = None if calibration is None else calibrations(calibration)
         return replan(

@@ -229,7 +229,7 @@ class Session:
         where, base = _place(draft.mesh, draft.topology), self._sized(draft.sizes).base
         with quiet():
             return base.replan(
-                layout=draft.layout, mesh=where, topology=draft.topology, lowering=draft.lowering or None
+                layout=draft.layout, mesh=where, topology=draft.topology or "", lowering=draft.lowering or None
             )
 
     def _sized(self, sizes: str) -> Session:

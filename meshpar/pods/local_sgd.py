@@ -172,7 +172,7 @@ class LocalSgd:
 
     def _init_of(self, create: Callable[..., Any], make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         leaves, _ = by_name(jax.eval_shape(create, *args))
-        return self._make_init(make, dims=self._state_dims(leaves, "inner/", "anchor/") | self._exchange_dims(leaves))
+        return self._make_init(make, dims=self._state_dims(leaves, "inner/", "anchor/") | self._outer_dims(leaves))
 
     def _params(self, state: Any) -> dict[str, Any]:
         """path → value of the leaves of a state that are parameters.
@@ -211,24 +211,25 @@ class LocalSgd:
                 out[f"{anchor}{path}"] = dims
         return out
 
-    def _exchange_dims(self, leaves: Mapping[str, Any]) -> dict[str, DimsLike]:
-        """Path → dims of the arrays of the exchange's state that have a row per replica for a parameter.
+    def _outer_dims(self, leaves: Mapping[str, Any]) -> dict[str, DimsLike]:
+        """Path → dims of the arrays of a parameter in the states of the outer optimizer and of the exchange, which have a row per
+        replica in the latter. The outer step of a fragment does not read the states of the others, so that it cannot infer them.
 
         Args:
           leaves: path → array of one replica's state.
         """
-        if self.exchange is None:
-            return {}
         params = self._params(nested(leaves))
-        stacked = {p: jax.ShapeDtypeStruct((self.replicas, *x.shape), x.dtype) for p, x in params.items()}
-        state, _ = by_name(
-            {"exchange": jax.eval_shape(functools.partial(self._per_fragment, self.exchange.init), stacked)}
-        )
         out: dict[str, DimsLike] = {}
-        for path, x in state.items():
-            for p, like in stacked.items():
-                if path.endswith(f"/{p}") and x.shape == like.shape:
-                    out[path] = " ".join((REPLICA, *self._dims_of(p, len(like.shape) - 1)))
+        for name, tx, stack in (("outer", self.tx, ()), ("exchange", self.exchange, (self.replicas,))):
+            if tx is None:
+                continue
+            like = {p: jax.ShapeDtypeStruct((*stack, *x.shape), x.dtype) for p, x in params.items()}
+            state, _ = by_name({name: jax.eval_shape(functools.partial(self._per_fragment, tx.init), like)})
+            for path, x in state.items():
+                for p in params:
+                    if path.endswith(f"/{p}") and x.shape == like[p].shape:
+                        dims = self._dims_of(p, len(params[p].shape))
+                        out[path] = " ".join((REPLICA, *dims) if stack else dims)
         return out
 
     # -- steps
@@ -300,7 +301,7 @@ class LocalSgd:
         self.inner = self._jit(inner, dims=dims, donate_argnums=0)
 
         self.outer = self._jit(
-            self._outer_step(), dims=self._state_dims(one, "inner/", "anchor/") | self._exchange_dims(one),
+            self._outer_step(), dims=self._state_dims(one, "inner/", "anchor/") | self._outer_dims(one),
             donate_argnames=("inner", "anchor", "outer", *(["exchange"] if self.exchange else [])), static_argnames="fragment",
         )  # fmt: skip
 

@@ -107,7 +107,8 @@ def launcher(tmp_path, body: str, *options: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", "import sys; from meshpar.cli import main; sys.exit(main())", "launch", "-n", "2"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     child = subprocess.Popen([*command, *options, "--logs", str(tmp_path), str(tmp_path / "script.py")], env=env,
-                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                             preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))  # fmt: skip # ignored under nohup
     wait_until(lambda: "process 1" in (tmp_path / "attempt-0" / "process-1.log").read_text())
     time.sleep(0.2)
     return child

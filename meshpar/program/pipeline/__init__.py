@@ -218,7 +218,7 @@ def stack_notes(program: Program, axes: ValueAxes, dims: Collection[str], sizes:
         over = [a for a in axes(weight)[0] if sizes[a] > 1]
         if dim in dims and over:
             notes.append(
-                f"`{dim}` is split over {'+'.join(over)}, and {source or 'the program'} takes single elements of it, so that "
+                f"`{dim}` is split over {'+'.join(over)}, and {source or 'the program'} takes its elements one by one, so that "
                 "they are sent to all devices, and there is no pipeline: loop over them with jax.lax.scan in place of a Python "
                 f"loop, or do not shard `{dim}`"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -67,10 +68,11 @@ def _stacked_weights(program: Program) -> list[Value]:
 
 
 def indexed_stacks(program: Program) -> dict[str, str]:
-    """Dims of stacked matrices over which no loop runs, with the user's line that takes one of them.
+    """Dims of stacked matrices that are taken one by one, over which no loop runs, with the user's line that takes the last one.
 
     Given ``for i in range(8): x = layer(x, w[i])`` and a ``w`` with the dims ``layers embed mlp``, returns
-    ``{"layers": "model.py:12"}``; so for ``jnp.unstack``, ``jnp.take`` and the like, also in a loop over microbatches.
+    ``{"layers": "model.py:12"}``; so for ``jnp.unstack``, ``jnp.take`` and the like, also in a loop over microbatches. A program
+    that takes fewer matrices than there are (the best of a population, the last one of ``jnp.roll``) has no such loop.
     """
     find, looped = program.unifier.find, {loop.dim for loop in program.cached(layer_loops)}
     stacks = {
@@ -79,13 +81,18 @@ def indexed_stacks(program: Program) -> dict[str, str]:
         if len(v.shape) > 2 and (dim := program.dim_name(v, 0)) is not None and dim not in looped
     }
     indexed: dict[str, str] = {}
+    taken: collections.Counter[Value] = collections.Counter()
     for op in program.root.walk() if stacks else ():
         value = op.ins[0] if op.rule is not None and op.ins else None
         if op.rule is None or value is None or len(value.shape) < 3 or value.nodes[0] < 0:
             continue
         dim = stacks.get(find(value.nodes[0]))
-        takes_one = any(v.elements * value.shape[0] == value.elements for v in op.outs)
-        if dim is not None and takes_one and op.rule.kinds[op.rule.ins[0][0][0]] not in REDUCTIONS - {"indexed"}:
+        if dim is None or op.rule.kinds[op.rule.ins[0][0][0]] in REDUCTIONS - {"indexed"}:
+            continue
+        loop = microbatch_loop(op)  # in jax.lax.fori_loop one op takes all of them
+        times = value.shape[0] if loop is not None and loop.eqn.params["length"] == value.shape[0] else 1
+        taken[value] += times * sum(v.shape in (value.shape[1:], (1, *value.shape[1:])) for v in op.outs)
+        if taken[value] >= value.shape[0]:
             indexed.setdefault(dim, op.source)
     return indexed
 
