@@ -181,6 +181,8 @@ def unread_state(program: Program) -> list[Value]:
     weights, float32 copies.
     """
     flow = program.cached(elementwise_flow)
+    if not flow.others:
+        return []  # no model reads anything: an update alone
     new = new_values(program)
     read = {v for ins, _ in flow.others for v in ins}
     unread = [v for v, result in new.items() if read.isdisjoint(flow.after([v], without=result))]

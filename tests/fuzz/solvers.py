@@ -21,7 +21,6 @@ def solver(w: Writer) -> None:
         f"jnp.linalg.solve({name}_m, {name}_a[..., None])[..., 0]", f"jnp.linalg.inv({name}_m)",
         f"jnp.vectorize(jnp.linalg.solve, signature='(n,n),(n)->(n)')({name}_m, {name}_a)",
         f"jnp.linalg.slogdet({name}_m)[1]", f"jax.scipy.linalg.expm(0.25 * {name}_m)",
-        f"jax.scipy.linalg.solve({name}_m, {name}_a[..., None], assume_a='pos')[..., 0]",
         f"jax.vmap(lambda m, b: jax.scipy.linalg.lu_solve(jax.scipy.linalg.lu_factor(m), b))({name}_m.reshape(-1, {n}, {n}), {name}_a.reshape(-1, {n}))",
         f"lax.linalg.tridiagonal_solve({name}_a, {name}_a + 4, {name}_a, {x.name}[..., None])",
         f"lax.scan(lambda c, _: (jnp.linalg.solve({name}_m, c), c.sum()), {name}_a[..., None], None, length=2)",

@@ -233,7 +233,7 @@ def test_a_vmap_in_the_body_with_an_axis_of_its_own(lowering):
 
 @pytest.mark.parametrize(
     ("out_spec", "sent"),
-    [(P("data"), []), (P("model"), ["all-gather"])],  # the result is stored over `data`
+    [(P("data"), []), (P("model"), ["collective-permute"])],  # the result is stored over `data`
 )
 def test_a_result_has_the_names_of_the_operands_dims_and_its_own_axes(out_spec, sent):
     mesh = mp.mesh("data=2, model=2")

@@ -104,11 +104,11 @@ if n == 3: sys.exit(2)   # a mesh that three do not fit
 def launcher(tmp_path, body: str, *options: str) -> subprocess.Popen[str]:
     """``meshpar launch`` in a process of its own, once process 1 has printed its first line."""
     (tmp_path / "script.py").write_text(QUICK + body)
-    command = [sys.executable, "-c", "import sys; from meshpar.cli import main; sys.exit(main())", "launch", "-n", "2"]
+    run = "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); from meshpar.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", run, "launch", "-n", "2"]  # SIGHUP, which nohup makes a process ignore
     env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     child = subprocess.Popen([*command, *options, "--logs", str(tmp_path), str(tmp_path / "script.py")], env=env,
-                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                             preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))  # fmt: skip # ignored under nohup
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
     wait_until(lambda: "process 1" in (tmp_path / "attempt-0" / "process-1.log").read_text())
     time.sleep(0.2)
     return child
