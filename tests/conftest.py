@@ -1,10 +1,7 @@
 """Eight CPU devices for every test, and the meshes that tests share."""
 
 import collections
-import hashlib
 import os
-import pathlib
-import platform
 
 os.environ.setdefault(
     "NPROC", "32"
@@ -12,7 +9,6 @@ os.environ.setdefault(
 
 import hypothesis
 import jax
-import jaxlib
 import numpy as np
 import pytest
 import quick
@@ -38,26 +34,6 @@ def compile_quickly():
 
 
 compile_quickly()
-
-
-def cache_compilations():
-    """Store compiled programs in the user's cache folder, for the tests of a next run; ``MESHPAR_TEST_CACHE=0`` turns it off.
-
-    The folder's name contains what JAX's keys do not: the flags, which XLA has read already, and the processor's features.
-    """
-    if os.environ.get("MESHPAR_TEST_CACHE") == "0":
-        return
-    cpu = pathlib.Path("/proc/cpuinfo")
-    features = (
-        [x for x in cpu.read_text().splitlines() if x.startswith("flags")][:1] if cpu.exists() else platform.machine()
-    )
-    key = hashlib.sha256(f"{jaxlib.__version__} {quick.FLAGS} {features}".encode()).hexdigest()[:16]
-    caches = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache"))
-    jax.config.update("jax_compilation_cache_dir", str(caches / "meshpar-tests" / key))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)  # storing faster ones costs more than it saves
-
-
-cache_compilations()
 
 import meshpar as mp  # noqa: E402
 from meshpar.plan import checks  # noqa: E402
