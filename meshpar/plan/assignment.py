@@ -670,7 +670,7 @@ def _scopes(program: Program, layout: Layout) -> dict[Value, tuple[str, ...]]:
     for value in (*program.inputs, *program.outputs):
         if value.path is not None and value.shape:
             seeds[value] = tuple({*seeds.get(value, ()), *layout.scopes_of(value.path, value.kind)})
-    flow, new, state = (program.cached(of) for of in (elementwise_flow, new_values, unread_state))
+    flow, new, state = program.cached(elementwise_flow), program.cached(new_values), program.cached(unread_state)
     for old, result in new.items():  # `"ema/*".embed` matches the argument `ema/up`, but not the result `1/up`
         seeds[result] = seeds[result] or seeds[old]
     owned = {v for v in (*program.inputs, *program.outputs) if v.kind is not None or seeds.get(v)}
