@@ -515,6 +515,11 @@ def needs_explicit_axes(error: ValueError) -> bool:
     return any(text in str(error) for text in texts)
 
 
+def is_of_memories(error: Exception) -> bool:
+    """Whether JAX raised an error because an op has operands in the memory of the host and of the device."""
+    return isinstance(error, ValueError) and "memory_space of all inputs" in str(error)
+
+
 @contextlib.contextmanager
 def patched_constraints(logical: Any, constraint: Any, explicit: Any = None) -> Iterator[None]:
     """A context in which linen's logical constraints and ``with_sharding_constraint`` of this thread call these functions.

@@ -275,7 +275,12 @@ def differences(case: Case, lowering: str, given: Reference | None = None, repea
     kinds = [case.program.vars[name][1] for name in case.program.outs]
     for options, known in ((quick(), given), (careful(), None)):
         reference = known or unsharded(case, options)
-        outputs = sharded(case, lowering, options, repeat)
+        try:
+            outputs = sharded(case, lowering, options, repeat)
+        except mp.errors.UnsupportedError as e:
+            if "select rows of an array in host memory" in e.headline:  # a scan became a pipeline, which refuses this
+                return []
+            raise
         leaves = zip(outputs, reference.results, reference.weak, strict=True)
         per_call = len(reference.results) // len(case.calls)
         found = []

@@ -15,7 +15,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Literal
 
-from ...compat.jax import abstract_array, make_generated_jaxpr, new_var, on_host, replace_body
+from ...compat.jax import abstract_array, is_of_memories, make_generated_jaxpr, new_var, on_host, replace_body
 from ...errors import UnsupportedError
 from ...layout import Rule
 from ..infer import infer_like
@@ -306,7 +306,20 @@ def _replacement(op: Op, loops: Sequence[LayerLoop], splits: Sequence[_Split], s
     avals = [abstract_array(v.aval.shape, v.aval.dtype, v.aval.weak_type, on_host(v.aval)) for v in op.eqn.invars]
     try:
         jaxpr = make_generated_jaxpr(run, *avals)
-    except NotImplementedError as e:
+    except (NotImplementedError, ValueError) as e:
+        if is_of_memories(e):  # jax.vmap turns a selection at a run-time index into a gather
+            raise UnsupportedError(
+                f"layers whose stacked dim `{loop.dim}` is sharded select rows of an array in host memory at a run-time index: "
+                "each stage has another array, and JAX cannot select from all of them in one op",
+                dim=loop.dim,
+                source=loop.op.source,
+                fixes=[
+                    "copy the array to the device before: jax.device_put(x, jax.memory.Space.Device)",
+                    f"or do not shard `{loop.dim}`",
+                ],
+            ) from e
+        if isinstance(e, ValueError):
+            raise
         raise UnsupportedError(
             f"the layers cannot be a pipeline over {'+'.join(axes)}: {e}",
             dim=loop.dim,

@@ -61,6 +61,18 @@ def hosted(params, x):
     return mp.accumulate_gradients(jax.grad(loss), 4)(params, x)
 
 
+def selecting(h, w):
+    """A layer that writes an array in host memory row by row."""
+    device, host = jax.memory.Space.Device, jax.memory.Space.Host
+
+    def double(i, rows):
+        row = jax.device_put(jax.lax.dynamic_index_in_dim(rows, i, 0, False), device)
+        return jax.lax.dynamic_update_index_in_dim(rows, jax.device_put(2 * row, host), i, 0)
+
+    rows = jax.lax.fori_loop(0, EMBED, double, jax.device_put(jax.lax.stop_gradient(w), host))
+    return layer(h, w + jax.device_put(rows, device))
+
+
 CASES = {
     "layers that the stages do not divide": (accumulating(layer), "stage=3", "layers: stage", ["of size 8", "stage=3"], "6 or 9"),
     "rounds that do not divide": (accumulating(layer), "stage=2", "layers: stage*3", ["8 layers", "2 stages of 3"], "1, 2 or 4"),
@@ -68,6 +80,7 @@ CASES = {
     "a chain of microbatches": (chained, "stage=2", "layers: stage", ["iteration before"], "accumulate_gradients"),
     "residuals in host memory": (accumulating(offloading), "stage=2", "layers: stage", ["float32<host>"], "saves in device memory"),
     "rounds of a stack in host memory": (hosted, "stage=2", "layers: stage*2", ["an operand float32<host>[8,8,8]"], "one round"),
+    "rows of a host array": (accumulating(selecting), "stage=2", "layers: stage", ["select rows of an array"], "device_put"),
     "side effects": (accumulating(printing), "stage=2", "layers: stage", ["side effects"], "jax.debug.print"),
 }  # fmt: skip
 
