@@ -165,7 +165,7 @@ def trace_call(
     if len(results) != len(out_leaves):
         raise AssertionError("paths and results do not match")
     out_annotations = _result_dims(results, named, annotations, patterns if init else None, used)
-    # a renamed result has its new names, not those of the input of equal path
+    # a renamed result has its new names, not the names of the input of equal path
     renamed = {id(eqn.outvars[0]) for eqn in closed.jaxpr.eqns if eqn.primitive is rename_dims_p and not init}
     outputs = zip(out_annotations, closed.jaxpr.outvars, strict=True)
     out_annotations = [None if id(var) in renamed else dims for dims, var in outputs]

@@ -315,7 +315,7 @@ class Checkpoints:
 
     def _rename_damaged(self, number: int, reason: str) -> str:
         """Append ``DAMAGED`` to the name of a step's folder, with a number if there is one of this name, and write the reason
-        to a file in it. Process 0 renames, and all return when it has; the result is what was done, as text."""
+        to a file in it. Process 0 renames, and all return when it has; the result is a sentence about the new name."""
         what = ""
         if process_index() == 0:
             folder = _folder(self.path) / str(number)

@@ -112,7 +112,7 @@ def _indices(shape: tuple[int, ...], first: int) -> np.ndarray:
 
 
 def digest_on_host(x: np.ndarray, starts: Sequence[int] = ()) -> tuple[int, int]:
-    """:func:`digest_of` for a NumPy array, in blocks; equal for equal values and offsets."""
+    """:func:`digest_of` for a NumPy array, computed chunk by chunk; equal for equal values and offsets."""
     x = np.ascontiguousarray(x).reshape(x.shape)
     if x.dtype.kind == "c":  # the two parts of complex and of 64-bit elements: another dim
         x = x[..., None].view(np.real(x).dtype)
@@ -122,7 +122,7 @@ def digest_on_host(x: np.ndarray, starts: Sequence[int] = ()) -> tuple[int, int]
 
 
 def _blocks(x: np.ndarray, first: int, base: int) -> tuple[int, int]:
-    """The digest of a part of an array, in blocks of at most ``_BLOCK`` elements.
+    """The digest of a part of an array, computed in chunks of at most ``_BLOCK`` elements.
 
     Args:
       first: the dim of the array that is dim 0 of ``x``.

@@ -200,8 +200,8 @@ def _attempt(job: Job, count: int, attempt: int, logs: Path, stop: _StopRequest)
                 if first is None:
                     first = (p, code)
                 if kill_at is None:
-                    settle = {-signal.SIGKILL: 1.0, RESTARTABLE: job.grace}  # with 75 all end, after they have saved
-                    kill_at = time.monotonic() + settle.get(code, SETTLE_SECONDS)
+                    wait = {-signal.SIGKILL: 1.0, RESTARTABLE: job.grace}  # with 75 all end, after they have saved
+                    kill_at = time.monotonic() + wait.get(code, SETTLE_SECONDS)
             if stop.signal is not None and not asked:
                 asked = True
                 _signal(running, signal.SIGTERM)

@@ -177,7 +177,7 @@ def name_parameters(program: Program) -> None:
 def unread_state(program: Program) -> list[Value]:
     """Inputs that are updated with parameters, and are neither read by the model nor declared as optimizer state.
 
-    Only elementwise ops read them, for their own new value or that of a parameter: hand-written momentum, moving averages of
+    Only elementwise ops read them, for their own new value or for a parameter's: hand-written momentum, moving averages of
     weights, float32 copies.
     """
     flow = program.cached(elementwise_flow)

@@ -81,7 +81,7 @@ def _rewritten(param: Any, rewrite: Rewrite, done: dict[int, Any]) -> Any:
 
 
 def _each_equation(jaxpr: Any, rewrite: Rewrite, done: dict[int, Any]) -> Any:
-    """A jaxpr with ``rewrite`` applied to each equation, those of bodies first; the same object if nothing changed."""
+    """A jaxpr with ``rewrite`` applied to each equation, in bodies first; the same object if nothing changed."""
     eqns = []
     for eqn in jaxpr.eqns:
         params = {k: _rewritten(v, rewrite, done) if _holds_bodies(v) else v for k, v in eqn.params.items()}

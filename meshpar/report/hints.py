@@ -18,7 +18,7 @@ from .facts import fits, grouped
 
 MAX_HINTS = 3
 MIN_SAVED_SHARE = 0.01
-"""Fraction of the peak memory from which on a hint says what an edit saves."""
+"""Smallest saving of an edit that a hint mentions, as a fraction of the peak memory."""
 MAX_MICROBATCHES = 64
 """The largest number of microbatches that a hint suggests."""
 

@@ -280,7 +280,7 @@ def reusing(exchanged: Exchanged) -> Iterator[None]:
 
 
 def _received(x: Any, key: Hashable, receive: Callable[[], Any]) -> Any:
-    """The result of ``receive``, or that of an earlier call for the same array and key."""
+    """The result of ``receive``, or of an earlier call for the same array and key."""
     known = _EXCHANGED.get()
     if known is None:
         return receive()

@@ -197,7 +197,7 @@ def with_halo_sends(r: OpRule, eqn: Any, why: str, alike: bool = False) -> OpRul
       r: a rule whose ``windows`` are set.
       why: the purpose of the collectives, for the plan.
       alike: all ops with this argument have zeros outside the array, and dilate windows themselves if these begin alike, so that
-        exchanges of further dims are equal if those of all dims before are.
+        exchanges of further dims are equal if the exchanges of all dims before are.
     """
 
     def sends(shapes: Sequence[tuple[int, ...]], shard_counts: Sequence[int]) -> list[Send]:

@@ -274,7 +274,7 @@ class Search:
         return None
 
     def _unnamed_batch(self) -> str:
-        """What the batch arguments call their first dim, if no dim is called ``batch``, as the known schemes call it; else ""."""
+        """The name of the first dim of the batch arguments, if no dim has the name ``batch`` of the known schemes; else ""."""
         plan = self._base
         if "batch" in plan.program.all_names():
             return ""

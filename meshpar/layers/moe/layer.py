@@ -230,7 +230,7 @@ def _weights(router: str | Callable[..., Routing], x: jax.Array, weights: Any, i
     """The parts of the ``router_weights`` of :func:`moe` by name; none for token ids.
 
     Raises:
-      MeshparError: router weights that are not those of the router, or of another shape; token ids that are missing or do not fit.
+      MeshparError: router weights of another router, or of another shape; token ids that are missing or do not fit.
     """
     any_form = (*_WEIGHTS["noisy_top_k"], *_WEIGHTS["two_level"], *_WEIGHTS["hash"])
     forms = any_form if callable(router) else _WEIGHTS.get(router, (("kernel",),))
