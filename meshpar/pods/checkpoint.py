@@ -196,6 +196,11 @@ class Checkpoints:
             text, fixes = _first_line(error), ["older checkpoints are complete; the cause is above"]
             if "already exists" in text and type(error).__name__ == "StepAlreadyExistsError":
                 fixes = ["save later steps, or continue in another folder", "or move that checkpoint elsewhere"]
+            elif "new thread at interpreter shutdown" in str(error):  # Python 3.12.0 and 3.12.1, at the end of a script
+                fixes = [
+                    "end the script with close(), or use `with mp.Checkpoints(…)`",
+                    "or use Python 3.12.2 or later",
+                ]
             elif re.search("RESOURCE_EXHAUSTED|OUT_OF_RANGE|No space left|File too large", str(error)):
                 fixes = ["free space on the disk, or lower keep=; older checkpoints are complete"]
             raise CheckpointError(f"a checkpoint cannot be written to {self.path}: {text}", fixes=fixes) from error

@@ -171,8 +171,16 @@ mp.Checkpoints(sys.argv[1]).save(1, {"w": jnp.arange(1e7)})
 """
 
 
+THREADS_AT_END = not (3, 12) <= sys.version_info < (3, 12, 2)
+"""Python 3.12.0 and 3.12.1 start no threads after the end of a script (gh-113964), which orbax needs to commit."""
+
+
 def test_a_script_without_close_ends_with_its_checkpoint(tmp_path):
     end = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True)
+    if not THREADS_AT_END:
+        assert end.returncode == 1
+        assert "end the script with close()" in end.stderr
+        return
     assert end.returncode == 0, end.stderr
     assert checkpoint.verify(str(tmp_path), 1) == []
     assert names(tmp_path) == ["1"]
@@ -206,7 +214,7 @@ def test_a_full_disk(tmp_path, then, status):
     assert end.returncode == status, end.stderr
     said = end.stdout if then == "wait" else end.stderr
     assert f"a checkpoint cannot be written to {tmp_path}" in said
-    assert "free space on the disk" in said
+    assert ("free space on the disk" if then == "wait" or THREADS_AT_END else "end the script with close()") in said
     assert steps_of(str(tmp_path)) == [0]
     assert not (tmp_path / lock.NAME).exists()
 
