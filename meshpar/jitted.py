@@ -254,7 +254,8 @@ class Jitted(Generic[P, R]):
         shares no array with its copy: a trainer's updates do not change a sampler.
 
         Args:
-          *args, **keywords: arguments of the function.
+          *args: arguments of the function, as in a call.
+          **keywords: some of them by name.
           in_place: move the arrays of nnx modules into the modules themselves, instead of copies.
           kwargs: keyword arguments of the function with the names of options of this method.
 
