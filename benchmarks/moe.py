@@ -260,10 +260,10 @@ def aot(table: Table, model: str, where: str, tokens: int) -> None:
 
     programs = {
         "`mp.moe`": with_meshpar,
-        "`ragged_all_to_all` + `ragged_dot`": lambda: mp.compile_lowered(
+        "`ragged_all_to_all` + `ragged_dot`": lambda: mp.compile(
             by_hand(exchanged, mesh, specs, x_spec, **axes), p, x, mesh=mesh
         ),
-        "one-hot einsum": lambda: mp.compile_lowered(one_hot(mesh, specs, x_spec, experts=e, **axes), p, x, mesh=mesh),
+        "one-hot einsum": lambda: mp.compile(one_hot(mesh, specs, x_spec, experts=e, **axes), p, x, mesh=mesh),
     }  # fmt: skip
     for name, build in programs.items():
         try:

@@ -140,7 +140,7 @@ def compiled(how: str, case: Case, effort: Any) -> Any:
     plain = jax.jit(
         in_shards, in_shardings=(where, tokens), out_shardings=(where, NamedSharding(mesh, P())), donate_argnums=0
     )
-    return mp.compile_lowered(plain, state, batch_, effort=effort, name="by hand", mesh=mesh)
+    return mp.compile(plain, state, batch_, effort=effort, mesh=mesh)
 
 
 def compile_all(effort: str, only: str | None, which: str | None, hand: bool) -> None:

@@ -113,7 +113,7 @@ def programs(
         return {"meshpar": collectives(ours), "by hand": collectives(hand.lower(plain, state).compile().as_text())}
     compiled = {
         "meshpar": mp.compile(step, params, state, **how, effort="fast"),
-        "by hand": mp.compile_lowered(hand, plain, state, mesh=mesh, effort="fast", name="by hand"),
+        "by hand": mp.compile(hand, plain, state, mesh=mesh, effort="fast"),
     }
     return {name: c.final_collectives for name, c in compiled.items()}
 

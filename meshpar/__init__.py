@@ -18,9 +18,8 @@ from . import (
     report,  # noqa: F401 (plans learn from reports how they are shown)
     types,
 )
-from .api import calibrate, check, compile, export, init, jit, lab, local_sgd, plan, search, shardings
+from .api import calibrate, check, compile, init, jit, lab, local_sgd, plan, search, shardings
 from .errors import JoinWarning, MeshparError
-from .exported import load_exported
 from .global_arrays import fetch
 from .layers import checkpoint_policies
 from .layers.accumulate import accumulate_gradients, microbatches_for
@@ -40,7 +39,6 @@ from .pods.start import distributed
 from .program.declare import kernel_rule
 from .program.primitives import named, rename
 from .quantization import dequantize, quantize
-from .verify.aot import compile_lowered
 
 __version__ = "0.1.0"
 
@@ -61,19 +59,16 @@ __all__ = [
     "check",
     "checkpoint_policies",
     "compile",
-    "compile_lowered",
     "cross_entropy",
     "dequantize",
     "distributed",
     "errors",
-    "export",
     "fetch",
     "init",
     "jit",
     "kernel_rule",
     "lab",
     "layouts",
-    "load_exported",
     "local_sgd",
     "low_bits",
     "mesh",

@@ -19,7 +19,6 @@ from .compat import nnx
 from .compat.jax import is_graph_node
 from .dims import Dims, near
 from .errors import MeshError, UnknownDimError, UnsupportedError
-from .exported import Exported
 from .flax import Leaf
 from .hardware.topology import device_count, topology_of
 from .jitted import NO_DONATION, Jitted, LayoutLike, P, R
@@ -50,7 +49,7 @@ from .search import Objective, Row, Search
 from .search import search as search_from
 from .tracing import metadata_names, named_tree, state_dims
 from .units import format_bytes, format_memory, format_seconds, mesh_text
-from .verify.aot import Compiled, Effort, mesh_to_compile_for
+from .verify.aot import Compiled, Effort, compile_lowered, mesh_to_compile_for
 from .verify.check import Report, check_layouts, each_layout
 
 Meshes = Mesh | MeshSizes | Sequence[Mesh | MeshSizes] | None
@@ -353,9 +352,13 @@ def compile(
     once (default: one for every four cores). Results are cached by content in ``MESHPAR_CACHE``, by default in the user's
     cache folder; source lines are not part of the key, so that a cached result has the source lines of its first compilation.
 
+    A program that JAX partitions without meshpar (a ``jax.stages.Lowered``; or, without ``layout``, the result of ``jax.jit``) is
+    compiled as it is: its shardings determine the devices, and ``mesh`` only names the axes of its collectives.
+
     Args:
-      fn: a function, or a :class:`Jitted`, which has its own layout, dims, lowering, static and donated arguments.
-      *args: its arguments; arrays or ``jax.ShapeDtypeStruct``.
+      fn: a function; a :class:`Jitted`, which has its own layout, dims, lowering, static and donated arguments; or a lowered
+        program.
+      *args: its arguments; arrays or ``jax.ShapeDtypeStruct``. A ``jax.stages.Lowered`` has none.
       **keywords: its keyword arguments.
       kwargs: keyword arguments of ``fn`` with the name of an option of ``compile``.
       mesh: a mesh; or an abstract mesh, or axes and sizes (``"data=16, model=16"``), with ``topology``. Left out: the mesh of
@@ -382,9 +385,24 @@ def compile(
       >>> compiled = mp.compile(train_step, params, x, mesh="data=8", layout="batch: data", dims=dims)
       >>> compiled.memory.peak > 0
       True
+      >>> mp.compile(jax.jit(lambda x: x @ x.T), x).memory.peak > 0
+      True
     """
-    _check_function(fn, "compile")
     options, call = split_keywords(keywords, kwargs)
+    if isinstance(fn, jax.stages.Lowered) or (layout is None and not isinstance(fn, Jitted) and hasattr(fn, "lower")):
+        own = {"layout": layout, "topology": topology, **options, "compiler_options": None}
+        if given := [name for name, value in own.items() if value is not None]:
+            raise UnsupportedError(
+                f"{', '.join(given)}: a lowered program has its own layout and devices",
+                fixes=["leave it out, or give the function itself and a layout"],
+            )
+        axes = None if mesh is None else auto_mesh(planned_mesh(mesh, None))
+        how = {"effort": effort, "timeout": timeout, "cache": cache, "progress": progress, "mesh": axes}
+        compiler_options = options.get("compiler_options")
+        return compile_lowered(
+            fn, *args, name=getattr(fn, "__name__", None), compiler_options=compiler_options, kwargs=call, **how
+        )
+    _check_function(fn, "compile")
     if not isinstance(fn, Jitted):
         if layout is None:
             raise UnsupportedError(
@@ -406,55 +424,6 @@ def compile(
         *args, mesh=mesh, topology=topology, effort=effort, timeout=timeout, cache=cache, progress=progress,
         compiler_options=options.get("compiler_options"), kwargs=call,
     )  # fmt: skip
-
-
-@refuse_ambiguous_options
-@takes_step_options
-def export(
-    fn: Callable[..., Any], *args: Any, mesh: MeshLike | None = None, layout: LayoutLike | None = None,
-    platforms: Sequence[str] | None = None, disabled_checks: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None,
-    **keywords: Unpack[CallKeywords],
-) -> Exported:  # fmt: skip
-    """Export a function under a layout: StableHLO with the shardings inside, which runs without the function's code.
-
-    Args:
-      fn: a function, or a :class:`Jitted`, which has its own mesh, layout, dims and lowering.
-      *args: its arguments; arrays or ``jax.ShapeDtypeStruct``. Static arguments become part of the program.
-      **keywords: its keyword arguments.
-      kwargs: keyword arguments of ``fn`` with the name of an option of ``export``.
-      mesh: a mesh with devices; of :func:`meshpar.mesh` with ``topology``, they need not be attached. Left out: the mesh of
-        ``jax.set_mesh``.
-      layout, dims, lowering, donate_argnames, …: as in :func:`meshpar.jit`.
-      platforms: to lower for, ``["tpu"]``; default: the platform of the mesh's devices.
-      disabled_checks: as in ``jax.export.export``: custom calls to allow.
-
-    Returns:
-      A :class:`meshpar.types.Exported`: call it, or ``save`` it for :func:`meshpar.load_exported`.
-
-    Raises:
-      MeshError: no mesh, or an abstract one.
-      UnsupportedError: a custom call that JAX does not export, or an argument or result in host memory.
-
-    Example:
-      >>> exported = mp.export(train_step, params, x, mesh=mesh, layout="batch: data", dims=dims)
-      >>> exported.save("step.zip")
-      >>> mp.load_exported("step.zip").layout
-      'batch: data'
-    """
-    _check_function(fn, "export")
-    options, call = split_keywords(keywords, kwargs)
-    if not isinstance(fn, Jitted):
-        if layout is None:
-            raise UnsupportedError(
-                "mp.export needs a layout", fixes=['mp.export(step, state, batch, mesh=mesh, layout="batch: data")']
-            )
-        fn = Jitted(fn, auto_mesh(device_mesh(mesh)), Layout(layout), _step_options("export", options))
-    elif own := [*(k for k, v in (("mesh", mesh), ("layout", layout)) if v is not None), *options]:
-        raise UnsupportedError(
-            f"{', '.join(own)}: the result of mp.jit has its own",
-            fixes=["leave it out, or step.on(mesh, layout=…) before"],
-        )
-    return fn.export(*args, platforms=platforms, disabled_checks=disabled_checks, **call)
 
 
 @refuse_ambiguous_options

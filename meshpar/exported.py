@@ -128,8 +128,43 @@ class Exported:
         return _nested({x.path: y for x, y in zip(self.outputs, self._run(*placed), strict=True)})
 
     def save(self, path: str | Path) -> None:
-        """Write it to a file, which :func:`meshpar.load_exported` reads. Needs the extra ``export``."""
+        """Write it to a file, which :meth:`load` reads. Needs the extra ``export``."""
         Path(path).write_bytes(self.serialize())
+
+    @classmethod
+    def load(cls, source: str | Path | bytes, mesh: Mesh | None = None) -> Exported:
+        """Load a step that :meth:`save` wrote. It needs neither the step's code nor the classes of its arguments.
+
+        Args:
+          source: a file, or its content.
+          mesh: the devices to run on: a mesh with the axes that the step was exported for. Left out, the step cannot run.
+
+        Raises:
+          UnsupportedError: no exported step, a file that cannot be read, or the package ``flatbuffers`` is not installed.
+          MeshError: a mesh of other axes, or on another platform.
+
+        Example:
+          >>> mp.jit(lambda x: x * 2, mesh=mesh, layout="batch: data", dims={"x": "batch embed"}).export(x).save("double.zip")
+          >>> double = mp.types.Exported.load("double.zip", mesh)
+          >>> bool((double(x) == 2 * x).all())
+          True
+        """
+        name = "these bytes are" if isinstance(source, bytes) else f"{source} is"
+        try:
+            exported = _deserialize(source if isinstance(source, bytes) else Path(source).read_bytes())
+        except OSError as error:
+            raise UnsupportedError(
+                f"{source} cannot be read: {error.strerror or error}",
+                fixes=["the path of a file that `step.export(…).save(…)` wrote"],
+            ) from error
+        except MeshparError:
+            raise
+        except Exception as error:  # of zipfile, zlib, json, flatbuffers or JAX, each of which has its own
+            raise UnsupportedError(
+                f"{name} no exported step: {type(error).__name__}: {error}",
+                fixes=["a file that `step.export(…).save(…)` wrote"],
+            ) from error
+        return exported if mesh is None else exported.on(mesh)
 
     def serialize(self) -> bytes:
         """The content of its file: a zip archive with ``step.json``, the attributes, and ``step.bin``, which ``jax.export`` reads.
@@ -160,7 +195,7 @@ class Exported:
         if self.mesh is None:
             raise MeshError(
                 f"{self.name} has no devices to run on",
-                fixes=[f'mp.load_exported(…, mesh=mp.mesh("{mesh_text(self.axes)}"))'],
+                fixes=[f'mp.types.Exported.load(…, mesh=mp.mesh("{mesh_text(self.axes)}"))'],
             )
         return self.mesh
 
@@ -266,41 +301,6 @@ def export_step(
         name, dict(mesh.shape), str(plan.requested_layout), plan.lowering, tuple(program.platforms), positional, inputs, outputs,
         tuple(inputs[i].path for i in compiled.donated), program, mesh if platform in program.platforms else None,
     )  # fmt: skip
-
-
-def load_exported(source: str | Path | bytes, mesh: Mesh | None = None) -> Exported:
-    """Load a step that :meth:`Exported.save` wrote. It needs neither the step's code nor the classes of its arguments.
-
-    Args:
-      source: a file, or its content.
-      mesh: the devices to run on: a mesh with the axes that the step was exported for. Left out, the step can be inspected only.
-
-    Raises:
-      UnsupportedError: no exported step, a file that cannot be read, or the package ``flatbuffers`` is not installed.
-      MeshError: a mesh of other axes, or on another platform.
-
-    Example:
-      >>> mp.jit(lambda x: x * 2, mesh=mesh, layout="batch: data", dims={"x": "batch embed"}).export(x).save("double.zip")
-      >>> double = mp.load_exported("double.zip", mesh)
-      >>> bool((double(x) == 2 * x).all())
-      True
-    """
-    name = "these bytes are" if isinstance(source, bytes) else f"{source} is"
-    try:
-        exported = _deserialize(source if isinstance(source, bytes) else Path(source).read_bytes())
-    except OSError as error:
-        raise UnsupportedError(
-            f"{source} cannot be read: {error.strerror or error}",
-            fixes=["the path of a file that `step.export(…).save(…)` wrote"],
-        ) from error
-    except MeshparError:
-        raise
-    except Exception as error:  # of zipfile, zlib, json, flatbuffers or JAX, each of which has its own
-        raise UnsupportedError(
-            f"{name} no exported step: {type(error).__name__}: {error}",
-            fixes=["a file that `step.export(…).save(…)` wrote"],
-        ) from error
-    return exported if mesh is None else exported.on(mesh)
 
 
 def _deserialize(content: bytes) -> Exported:

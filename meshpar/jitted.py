@@ -365,7 +365,7 @@ class Jitted(Generic[P, R]):
           disabled_checks: as in ``jax.export.export``: custom calls to allow.
 
         Returns:
-          A :class:`meshpar.types.Exported`: call it, or ``save`` it for :func:`meshpar.load_exported`.
+          A :class:`meshpar.types.Exported`: call it, or ``save`` it for :meth:`meshpar.types.Exported.load`.
 
         Raises:
           MeshError: an abstract mesh.

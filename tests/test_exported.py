@@ -38,8 +38,8 @@ def same(a, b):
 @pytest.mark.parametrize("lowering", ["shard_map", "jit"])
 @pytest.mark.parametrize("layout", ["batch: data", "batch: data; mlp: model; embed: data"])
 def test_round_trip(mesh, layout, lowering):
-    exported = mp.export(train_step, PARAMS, X, mesh=mesh, layout=layout, dims=DIMS, lowering=lowering)
-    loaded = mp.load_exported(exported.serialize(), mesh)
+    exported = mp.jit(train_step, mesh=mesh, layout=layout, dims=DIMS, lowering=lowering).export(PARAMS, X)
+    loaded = mp.types.Exported.load(exported.serialize(), mesh)
     params, metrics = loaded(PARAMS, X)
     same((params, metrics), train_step(PARAMS, X))
     same(exported(PARAMS, X), (params, metrics))
@@ -59,13 +59,13 @@ def test_round_trip(mesh, layout, lowering):
 
 def test_another_process_without_the_code(mesh, tmp_path):
     layout = "batch: data; mlp: model; embed: data"
-    mp.export(train_step, PARAMS, X, mesh=mesh, layout=layout, dims=DIMS).save(tmp_path / "step.zip")
+    mp.jit(train_step, mesh=mesh, layout=layout, dims=DIMS).export(PARAMS, X).save(tmp_path / "step.zip")
     np.savez(tmp_path / "arrays.npz", x=X, **PARAMS)
     program = """
         import sys, jax, numpy as np, meshpar as mp
         mp.virtual_devices(8)
         devices = np.array(jax.devices())[::-1].reshape(4, 2)  # other devices in every place
-        step = mp.load_exported("step.zip", jax.sharding.Mesh(devices, ("data", "model")))
+        step = mp.types.Exported.load("step.zip", jax.sharding.Mesh(devices, ("data", "model")))
         arrays = dict(np.load("arrays.npz"))
         x = arrays.pop("x")
         params, metrics = step(params=arrays, x=x)
@@ -96,7 +96,7 @@ def test_nnx_modules(mesh):
 
     dims = {"*/up/kernel": "embed mlp", "*/down/kernel": "mlp embed", "x": "batch embed"}
     jitted = mp.jit(step, mesh=mesh, layout="batch: data; mlp: model", dims=dims)
-    loaded = mp.load_exported(jitted.export(model, optimizer, X).serialize(), mesh)
+    loaded = mp.types.Exported.load(jitted.export(model, optimizer, X).serialize(), mesh)
     out = loaded(model, optimizer, X)
     loss = step(model, optimizer, X)  # updates the model
     same(out["result"], loss)
@@ -120,7 +120,7 @@ def test_donated_and_static_arguments(mesh):
     exported = step.export(jnp.asarray(X), jnp.asarray(X), 2)
     assert exported.arguments == ("state", "x")
     assert exported.donated == ("state",)
-    loaded = mp.load_exported(exported.serialize(), mesh)
+    loaded = mp.types.Exported.load(exported.serialize(), mesh)
     state = jax.device_put(X, loaded.shardings()["state"])
     new, x = loaded(state, X)
     same((new, x), scaled(X, X, 2))
@@ -129,7 +129,7 @@ def test_donated_and_static_arguments(mesh):
 
 def test_for_devices_that_are_not_attached():
     mesh = mp.mesh("data=4, model=2")
-    exported = mp.export(train_step, PARAMS, X, mesh=mesh, layout="batch: data", dims=DIMS, platforms=["tpu"])
+    exported = mp.jit(train_step, mesh=mesh, layout="batch: data", dims=DIMS).export(PARAMS, X, platforms=["tpu"])
     assert exported.platforms == ("tpu",)
     assert exported.mesh is None
     with pytest.raises(MeshError, match="has no devices to run on"):
@@ -139,14 +139,14 @@ def test_for_devices_that_are_not_attached():
 
 
 def test_other_meshes(mesh):
-    exported = mp.export(train_step, PARAMS, X, mesh=mesh, layout="batch: data", dims=DIMS)
+    exported = mp.jit(train_step, mesh=mesh, layout="batch: data", dims=DIMS).export(PARAMS, X)
     for other in ("data=2, model=4", "model=2, data=4", "data=8"):
         with pytest.raises(MeshError, match="exported for a mesh data=4, model=2"):
             exported.on(mp.mesh(other))
 
 
 def test_other_arguments(mesh):
-    exported = mp.export(train_step, PARAMS, X, mesh=mesh, layout="batch: data", dims=DIMS)
+    exported = mp.jit(train_step, mesh=mesh, layout="batch: data", dims=DIMS).export(PARAMS, X)
     with pytest.raises(UnsupportedError, match="params/down missing; params/extra"):
         exported({"up": PARAMS["up"], "extra": X}, X)
     with pytest.raises(UnsupportedError, match="exported for float32\\[8, 16\\], and this is float32\\[16, 8\\]"):
@@ -159,22 +159,22 @@ def test_other_arguments(mesh):
 
 def test_files_that_are_no_exported_steps(mesh, tmp_path):
     with pytest.raises(UnsupportedError, match="these bytes are no exported step"):
-        mp.load_exported(b"nothing")
+        mp.types.Exported.load(b"nothing")
     with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
         archive.writestr("readme", "")
     with pytest.raises(UnsupportedError, match=r"other\.zip is no exported step"):
-        mp.load_exported(tmp_path / "other.zip")
+        mp.types.Exported.load(tmp_path / "other.zip")
     with zipfile.ZipFile(tmp_path / "newer.zip", "w") as archive:
         archive.writestr("step.json", json.dumps({"format": 99}))
         archive.writestr("step.bin", b"")
     with pytest.raises(UnsupportedError, match="newer version"):
-        mp.load_exported(tmp_path / "newer.zip")
+        mp.types.Exported.load(tmp_path / "newer.zip")
 
 
 @pytest.fixture(scope="module")
 def content():
     mesh = mp.mesh("data=4, model=2")
-    return mp.export(train_step, PARAMS, X, mesh=mesh, layout="batch: data", dims=DIMS).serialize()
+    return mp.jit(train_step, mesh=mesh, layout="batch: data", dims=DIMS).export(PARAMS, X).serialize()
 
 
 def entries(content: bytes) -> tuple[dict, bytes]:
@@ -210,7 +210,7 @@ def test_damaged_bytes(content):
             archive_of(facts, program[: rng.integers(len(program))]),
         ]
         try:
-            mp.load_exported(bad[k % 3])
+            mp.types.Exported.load(bad[k % 3])
         except UnsupportedError:
             refused += 1
     assert refused > 75  # the others are of bytes without a meaning, such as in names
@@ -222,27 +222,19 @@ def test_facts_of_other_types(content):
         without = {k: v for k, v in facts.items() if k != key}
         for changed in (without, {**facts, key: None}, {**facts, key: [[1]]}):
             with contextlib.suppress(UnsupportedError):
-                mp.load_exported(archive_of(changed, program))
+                mp.types.Exported.load(archive_of(changed, program))
         with pytest.raises(UnsupportedError, match="no exported step"):
-            mp.load_exported(archive_of(without, program))
+            mp.types.Exported.load(archive_of(without, program))
     for wrong in ([], 3, "text", {**facts, "inputs": facts["inputs"][1:]}, {**facts, "more": 1}):
         with pytest.raises(UnsupportedError, match="no exported step"):
-            mp.load_exported(archive_of(wrong, program))
+            mp.types.Exported.load(archive_of(wrong, program))
 
 
 def test_a_file_that_cannot_be_read(tmp_path):
     with pytest.raises(UnsupportedError, match=r"none\.zip cannot be read: No such file"):
-        mp.load_exported(tmp_path / "none.zip")
+        mp.types.Exported.load(tmp_path / "none.zip")
     with pytest.raises(UnsupportedError, match="cannot be read: Is a directory"):
-        mp.load_exported(tmp_path)
-
-
-def test_options_of_a_step_that_has_its_own(mesh):
-    step = mp.jit(train_step, mesh=mesh, layout="batch: data", dims=DIMS)
-    with pytest.raises(UnsupportedError, match=r"layout: the result of mp\.jit has its own"):
-        mp.export(step, PARAMS, X, layout="batch: model")
-    with pytest.raises(UnsupportedError, match="needs a layout"):
-        mp.export(train_step, PARAMS, X, mesh=mesh)
+        mp.types.Exported.load(tmp_path)
 
 
 def test_custom_calls_without_a_compatibility_guarantee(mesh):
@@ -250,15 +242,15 @@ def test_custom_calls_without_a_compatibility_guarantee(mesh):
         return jax.pure_callback(lambda x: np.asarray(x) * 2, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
     with pytest.raises(UnsupportedError, match="cannot be exported"):
-        mp.export(callback, X, mesh=mesh, layout="batch: data", dims={"x": "batch embed"})
+        mp.jit(callback, mesh=mesh, layout="batch: data", dims={"x": "batch embed"}).export(X)
 
     def foreign(x):
         return jax.ffi.ffi_call("some_kernel", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
 
     with pytest.raises(UnsupportedError, match=r"cannot be exported.*some_kernel"):
-        mp.export(foreign, X, mesh=mesh, layout="", dims={"x": "batch embed"})
+        mp.jit(foreign, mesh=mesh, layout="", dims={"x": "batch embed"}).export(X)
     allowed = [jax.export.DisabledSafetyCheck.custom_call("some_kernel")]
-    exported = mp.export(foreign, X, mesh=mesh, layout="", dims={"x": "batch embed"}, disabled_checks=allowed)
+    exported = mp.jit(foreign, mesh=mesh, layout="", dims={"x": "batch embed"}).export(X, disabled_checks=allowed)
     assert "some_kernel" in exported.program.mlir_module()
 
 
@@ -266,4 +258,4 @@ def test_arrays_in_host_memory(mesh):
     host = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(), memory_kind="pinned_host")
     x = jax.device_put(X, host)
     with pytest.raises(UnsupportedError, match="x: it is in host memory"):
-        mp.export(lambda x: x, x, mesh=mesh, layout="batch: data", dims={"x": "batch embed"})
+        mp.jit(lambda x: x, mesh=mesh, layout="batch: data", dims={"x": "batch embed"}).export(x)

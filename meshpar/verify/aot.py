@@ -160,11 +160,6 @@ def compile_lowered(
 
     Raises:
       MeshparError: as :func:`meshpar.compile`.
-
-    Example:
-      >>> compiled = mp.compile_lowered(jax.jit(lambda x: x @ x.T), x)
-      >>> compiled.memory.peak > 0
-      True
     """
     if effort not in ("fast", "full"):
         raise UnsupportedError(f"there is no effort {effort!r}", fixes=['effort="fast" or effort="full"'])

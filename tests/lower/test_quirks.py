@@ -42,7 +42,7 @@ def compiled_to(shape, dim, scatter):
     mesh = mp.mesh("b=4, a=4", topology="v5e:4x4")  # over one torus dim
     run = jax.shard_map(lambda x: scatter(2 * x), mesh=mesh, in_specs=P(), out_specs=spec, check_vma=False)
     x = jax.ShapeDtypeStruct(shape, "bfloat16", sharding=jax.sharding.NamedSharding(mesh, P()))
-    return [c.op for c in mp.compile_lowered(jax.jit(run), x, mesh=mesh).final_collectives]
+    return [c.op for c in mp.compile(jax.jit(run), x, mesh=mesh).final_collectives]
 
 
 @needs_libtpu
@@ -285,7 +285,7 @@ def test_a_matmul_of_one_row_is_computed_with_eight():
 
     mesh = mp.mesh("model=8", topology="v6e:2x4")
     args = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, P())) for s in shapes]
-    plain = mp.compile_lowered(jax.jit(project), *args, mesh=mesh, effort="fast").as_text()
+    plain = mp.compile(jax.jit(project), *args, mesh=mesh, effort="fast").as_text()
     assert "convolution(" not in plain, "the compiler is mended: meshpar.compat.quirks says what can go"
     ours = mp.compile(project, *shapes, mesh=mesh, layout="", dims={}, effort="fast").as_text()
     assert "convolution(" in ours

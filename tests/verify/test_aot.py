@@ -97,17 +97,17 @@ def test_a_program_that_meshpar_did_not_make(mesh):
     split = NamedSharding(mesh, P(("data", "model")))
     x = jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=split)
     fn = jax.jit(lambda x: x.sum(0), out_shardings=NamedSharding(mesh, P()))
-    compiled = mp.compile_lowered(fn, x, name="total", mesh=mesh, effort="full")
+    compiled = mp.compile(fn, x, mesh=mesh, effort="full")
     (sent,) = compiled.final_collectives
     assert (sent.op, sent.bytes, sent.count) == ("all-reduce", 2 * 128 * 4 * 7 / 8, 1)
     assert sent.axes(dict(mesh.shape)) == ("data", "model")
     assert compiled.plan is None
     assert "all-reduce  data+model" in str(compiled)
-    assert mp.compile_lowered(fn.lower(x), effort="full").cached
+    assert mp.compile(fn.lower(x), effort="full").cached
 
 
 def test_a_program_on_one_device():
-    compiled = mp.compile_lowered(jax.jit(lambda x: x + 1), jnp.ones(4))
+    compiled = mp.compile(jax.jit(lambda x: x + 1), jnp.ones(4))
     assert compiled.topology == "cpu:1"
     assert compiled.collectives == compiled.final_collectives == []
     assert "each device sends nothing" in str(compiled)
@@ -151,7 +151,7 @@ def test_a_program_that_calls_back():
         return x
 
     with pytest.raises(UnsupportedError, match="callbacks into Python"):
-        mp.compile_lowered(jax.jit(talks), jnp.ones(4))
+        mp.compile(jax.jit(talks), jnp.ones(4))
 
 
 # -- TPUs
@@ -235,7 +235,7 @@ def test_it_is_what_jax_itself_compiles():
     mesh = mp.mesh("data=2, model=2", topology="v5e:2x2")
     lowered = mp.jit(step, mesh=mesh, **HOW).lower(state(), X)
     here = lowered.compile()
-    there = mp.compile_lowered(lowered, effort="full")
+    there = mp.compile(lowered, effort="full")
     assert there.as_text() == here.as_text()
     stats = here.memory_analysis()
     assert there.memory.peak == stats.peak_memory_in_bytes
@@ -257,7 +257,7 @@ def test_a_pallas_kernel_survives():
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
     args = like((2048, 256), "bfloat16", "data"), like((4, 256, 256), "bfloat16"), like((4,), "int32")
-    assert "tpu_custom_call" in mp.compile_lowered(fn, *args).as_text()
+    assert "tpu_custom_call" in mp.compile(fn, *args).as_text()
 
 
 @tpu
@@ -286,9 +286,7 @@ def test_a_mesh_and_another_topology():
         mp.compile(step, state(), X, mesh=mesh, topology="v6e:2x2", **HOW)
     part = jax.sharding.Mesh(mesh.devices[:1], mesh.axis_names)
     with pytest.raises(MeshError, match="this program uses 2 of the 4 devices of v5e:2x2"):
-        mp.compile_lowered(
-            jax.jit(lambda x: x + 1), jax.ShapeDtypeStruct((8,), "float32", sharding=NamedSharding(part, P()))
-        )
+        mp.compile(jax.jit(lambda x: x + 1), jax.ShapeDtypeStruct((8,), "float32", sharding=NamedSharding(part, P())))
 
 
 # -- GPUs
