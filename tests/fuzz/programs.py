@@ -115,7 +115,7 @@ def make_program(
         else []
     )
     return Program(w.inputs, w.lines, [v.name for v in outs], grads, rng.randrange(1 << 20),
-                   {v.name: (v.shape, v.kind) for v in w.vars}, tuple(sorted(w.needs)))  # fmt: skip
+                   {v.name: (v.shape, v.kind) for v in w.vars}, tuple(sorted(w.needs)), tuple(sorted(w.renamed)))  # fmt: skip
 
 
 def axes_of(mesh: str) -> dict[str, int]:
@@ -127,10 +127,9 @@ def make_layout(rng: random.Random, program: Program, mesh: str) -> mp.Layout:
     """Rules for dims of the inputs: several axes, any order, ``?`` where a size does not divide and elsewhere by chance."""
     axes = axes_of(mesh)
     sizes: dict[str, set[int]] = {}
-    for i in program.inputs:
-        for name, n in zip(i.dims, i.shape, strict=True):
-            if name:
-                sizes.setdefault(name, set()).add(n)
+    dims_of_inputs = [(name, n) for i in program.inputs for name, n in zip(i.dims, i.shape, strict=True) if name]
+    for name, n in (*dims_of_inputs, *program.renamed):
+        sizes.setdefault(name, set()).add(n)
     dims = list(sizes)
     rng.shuffle(dims)
     rules = []

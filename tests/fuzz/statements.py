@@ -446,4 +446,5 @@ def swapped(w: Writer) -> None:
     if w.sizes[a] == w.sizes[b] and w.chance(0.5):
         w.emit(f"{x.name} + {x.name}.T", x.top * 2, x.bits)
     else:
+        w.renamed |= {(a, w.sizes[b]), (b, w.sizes[a])}
         w.emit(f"mp.rename({x.name}, {a}='{b}', {b}='{a}')", x.top, x.bits)

@@ -120,6 +120,7 @@ class Program:
     needs: tuple[
         str, ...
     ] = ()  # how the statements ask to be called: contexts, "axis", "no axis", "placed", "ring", "host NAME"
+    renamed: tuple[tuple[str, int], ...] = ()  # the names that dims are given, and their sizes
 
     @property
     def text(self) -> str:
@@ -210,6 +211,7 @@ class Writer:
         self.used: set[str] = parent.used if parent else set()
         self.depth: int = parent.depth + 1 if parent else 0
         self.needs: set[str] = parent.needs if parent else set()
+        self.renamed: set[tuple[str, int]] = parent.renamed if parent else set()
 
     # -- choosing
 
