@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..compat.jax import on_host
 from ..compat.quirks import before_exchange, extremum, psum_scatter, separate_all_gather
 from ..hardware.algorithms import ALGORITHMS, AlgorithmName
 from ..layout import Spec
@@ -70,9 +71,13 @@ def _permute(x: Any, move: Move, grid: Grid) -> Any:
     if move.times == 1:
         return lax.ppermute(x, axes, permutation(move, grid))
     cut, joined = _parts(move, grid)
+    words = x.ndim - len(cut)  # the dims of the words of random keys are in one part
+    cut, joined = [*cut, *[1] * words], [*joined, *[1] * words]
     size = [n // k for n, k in zip(x.shape, cut, strict=True)]
-    have, need = ([axis_index(fine_names(e, grid)) if e else 0 for e in spec] for spec in (move.before, move.after))
+    specs = ([*spec, *[()] * words] for spec in (move.before, move.after))
+    have, need = ([axis_index(fine_names(e, grid)) if e else 0 for e in spec] for spec in specs)
     y = jnp.zeros([n * k for n, k in zip(size, joined, strict=True)], x.dtype)
+    y = jax.device_put(y, jax.memory.Space.Host) if on_host(x) else y
     for turn in range(move.times):
         part = _part_at(turn, cut, joined, have)
         sent = lax.dynamic_slice(x, [i * n for i, n in zip(part, size, strict=True)], size)
