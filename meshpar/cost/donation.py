@@ -9,7 +9,7 @@ from ..compat.jax import pass_of
 from ..plan.plan import Plan
 from ..plan.steps import Branch
 from .caching import P, cached_on_plan, with_reasons
-from .fusion import FUSIBLE, Buffer, array_scattered_into, array_written
+from .fusion import Buffer, array_scattered_into, array_written
 from .kernels import computation_of
 
 
@@ -63,7 +63,7 @@ def _updated(item: Buffer) -> Iterator[Buffer]:
             ins = [first for first, last in node.carries if id(last) in seen]
         elif array is not None:
             ins = [array]
-        elif node.name in FUSIBLE | {"move!", "copy!"} or isinstance(node.step, Branch):
+        elif node.is_light or isinstance(node.step, Branch):
             ins = node.ins
         else:
             ins = []

@@ -71,7 +71,7 @@ def reread_bytes(
       cut, blocks: for one of ``blocks`` chunks instead: whether (left operand, right operand, result) are chunked.
     """
     op = run.op
-    if not op.primitive.dot:
+    if op.primitive.family != "dot":
         return 0.0
     batch, m, n, k = _local_matmul_dims(run, sizes)
     left, right, result = cut
@@ -92,7 +92,7 @@ def smaller_operand_bytes(run: Run, sizes: Mapping[str, int]) -> float:
 
 def few_rows(run: Run, sizes: Mapping[str, int]) -> bool:
     """Whether one operand of a device's share of a matmul has at most :data:`MAX_FEW_ROWS` rows, and the other one more."""
-    if not run.op.primitive.dot:
+    if run.op.primitive.family != "dot":
         return False
     _, m, n, _ = _local_matmul_dims(run, sizes)
     return min(m, n) <= MAX_FEW_ROWS < max(m, n)
@@ -104,7 +104,7 @@ def single_row_elements(run: Run, sizes: Mapping[str, int]) -> float:
     The TPU compiler (libtpu 0.0.42) computes such a matmul on the vector units, as multiplications and a reduction: on v6e it takes
     361,500 cycles for the 58.7 million weights of two projections, 162 elements per cycle. With 8 rows it uses the matrix units.
     """
-    if not run.op.primitive.dot or run.rows > 1:
+    if run.op.primitive.family != "dot" or run.rows > 1:
         return 0.0
     batch, m, n, k = _local_matmul_dims(run, sizes)
     return float(batch * max(m, n) * k) if min(m, n) == 1 and k > 1 else 0.0
@@ -265,7 +265,7 @@ def local_opaque_flops(run: Run, sizes: Mapping[str, int]) -> float:
         return work.flops
     axes = (
         run.op.eqn.params["newly_manual_axes"]
-        if run.op.primitive.shard_map
+        if run.op.primitive.family == "shard_map"
         else {a for got in run.axes or () for a in got}
     )
     return run.op.primitive.flops(run.op.eqn) / shard_count(sorted(axes), sizes)
@@ -274,7 +274,7 @@ def local_opaque_flops(run: Run, sizes: Mapping[str, int]) -> float:
 def local_work(run: Run, sizes: Mapping[str, int]) -> KernelWork | None:
     """The FLOPs and memory that a kernel of :func:`meshpar.kernel_rule` declares for one device; None: it declares none."""
     op = run.op
-    if not op.primitive.kernel or op.eqn.params["kernel"].works is None:
+    if op.primitive.family != "kernel" or op.eqn.params["kernel"].works is None:
         return None
     kernel = op.eqn.params["kernel"]
     avals, axes = [v.aval for v in op.eqn.invars], {}

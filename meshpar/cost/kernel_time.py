@@ -18,13 +18,10 @@ from .collective_matmul import kernel_seconds, vector_seconds
 from .donation import aliased_inputs, gathered_then_copied
 from .flops import few_rows, flops_on, local_opaque_flops, reread_bytes_on, single_row_elements
 from .fusion import (
-    CONTIGUOUS_SLICES,
-    GATHERS,
-    SLICES,
-    USER_KERNELS,
     Buffer,
     Computation,
     Kernel,
+    Kind,
     array_scattered_into,
     array_written,
     window_bytes,
@@ -85,13 +82,13 @@ def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
             device.vmem - chip.compiler.vmem_reserved_bytes,
         )
     for kernel, _, count in kernels:
-        if kernel.bodies or kernel.name == "transfer!":  # copies to and from the host run concurrently with kernels
+        if kernel.bodies or kernel.kind is Kind.TRANSFER:  # copies to and from the host run concurrently with kernels
             continue
         flops = sum(map(flops_of, kernel.matmuls))
-        if isinstance(kernel.step, Run) and kernel.name == kernel.step.op.name:
+        if isinstance(kernel.step, Run) and kernel.kind is Kind.OP:
             flops += local_opaque_flops(kernel.step, plan.sizes)
         traffic = 0.0
-        if kernel.name not in ("move!", "leave!"):
+        if kernel.kind not in (Kind.MOVE, Kind.LEAVE):
             resident, array = in_vmem.get(kernel, ()), array_written(kernel)
             reads = [i for i in kernel.reads if not (kernel.matmuls and i in resident)]
             if array is None:
@@ -106,7 +103,7 @@ def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
                 traffic = sum(read_bytes(kernel, i) for i in reads)
                 in_place.add(kernel)
             traffic += sum(read_bytes(kernel, i) for i in reads)
-            traffic += sum(i.bytes for i in kernel.ins) if kernel.name == "stack!" else 0.0
+            traffic += sum(i.bytes for i in kernel.ins) if kernel.kind is Kind.STACK else 0.0
             for run in kernel.matmuls:
                 traffic += reread(run, _other_result_sized_buffers(kernel, run))
         elif any(
@@ -122,7 +119,7 @@ def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
             traffic / (device.hbm_bandwidth * chip.compiler.hbm_efficiency),
         )
         if matmul_seconds or traffic_seconds:
-            convolves = any(run.op.primitive.convolution for run in kernel.matmuls)
+            convolves = any(run.op.primitive.family == "conv" for run in kernel.matmuls)
             elements = _elements(kernel, kernel in in_place) if traffic_seconds else 0.0
             if any(few_rows(run, plan.sizes) for run in kernel.matmuls):
                 first = min(traffic, chip.compiler.first_tile_bytes) / device.hbm_bandwidth
@@ -157,7 +154,7 @@ def _elements(kernel: Kernel, in_place: bool = False) -> float:
         return window_bytes(kernel) / itemsize(kernel.outs[0].value.aval)
     written = sum(buffer.bytes / itemsize(buffer.value.aval) for buffer in kernel.writes)
     drawn = THREEFRY_ELEMENTS * kernel.random_elements
-    if kernel.matmuls or kernel.name in USER_KERNELS:
+    if kernel.matmuls or kernel.traits.family == "kernel":
         return drawn + written
     return drawn + max(
         [written, *(read_bytes(kernel, buffer) / itemsize(buffer.value.aval) for buffer in kernel.reads)]
@@ -176,8 +173,8 @@ def _other_result_sized_buffers(kernel: Kernel, run: Run) -> int:
 def read_bytes(kernel: Kernel, buffer: Buffer) -> float:
     """The bytes of a buffer that a kernel reads: all, or only the bytes of the slices that it takes of it (of a loop's stack), or
     of the rows that it looks up."""
-    looked_up = kernel.name in GATHERS and buffer is kernel.ins[0] and not kernel.matmuls
-    if looked_up or (kernel.name in CONTIGUOUS_SLICES and buffer in kernel.ins):
+    looked_up = kernel.traits.family == "gather" and buffer is kernel.ins[0] and not kernel.matmuls
+    if looked_up or (kernel.traits.contiguous_slice and buffer in kernel.ins):
         return min(buffer.bytes, sum(out.bytes for out in kernel.outs))
     if not buffer.sliced or any(buffer is i for i in kernel.ins):
         return buffer.bytes
@@ -188,7 +185,7 @@ def read_bytes(kernel: Kernel, buffer: Buffer) -> float:
         if id(i) in seen or (i.stored and not i.recomputed) or i.made_by is None:
             continue
         seen.add(id(i))
-        if i.made_by.name in SLICES and any(j is buffer for j in i.made_by.ins):
+        if i.made_by.traits.slice and any(j is buffer for j in i.made_by.ins):
             smallest = min(smallest, i.bytes)
         todo += i.made_by.ins
     return smallest

@@ -23,12 +23,9 @@ from .buffer_roles import ROLES, buffer_roles
 from .caching import cached_on_plan
 from .donation import aliased_inputs, gathered_then_copied
 from .flops import local_work
-from .fusion import FUSIBLE, GATHERS, USER_KERNELS, Buffer, Computation, Kernel, array_scattered_into, array_written
+from .fusion import Buffer, Computation, Kernel, Kind, array_scattered_into, array_written
 from .kernels import REDUCE_RING_BUFFERS, computation_of
 from .schedule import schedules
-
-HAVE_BUFFERS = USER_KERNELS | {"move!"}
-"""Names of kernels, besides matmuls, that may have buffers other than operands and results."""
 
 
 @dataclass(slots=True)
@@ -64,7 +61,7 @@ class Memory:
     @property
     def curve(self) -> list[tuple[int, float, str]]:
         """(index of the op in program order, live bytes, primitive) after every kernel."""
-        return [(i, n, node.name.rstrip("!")) for i, n, node in self.points]
+        return [(i, n, node.name) for i, n, node in self.points]
 
     def to_dict(self) -> dict[str, Any]:
         """All of this as JSON: peak, host bytes, line and buffers of the peak, bytes and padding by role, curve."""
@@ -169,7 +166,7 @@ class _Live:
             # it starts copies of arguments from the host before the loops of the forward or backward pass
             inputs = {id(item) for item in region.inputs if item.host_bytes}
             for node in region.kernels:
-                if node.name == "transfer!" and inputs.intersection(map(id, node.reads)):
+                if node.kind is Kind.TRANSFER and inputs.intersection(map(id, node.reads)):
                     for out in node.writes:
                         self.add(out)
         retained = {id(item) for item in region.inputs} - donated
@@ -190,9 +187,9 @@ class _Live:
                 self.loop(node, ends, retained, carried)
             else:
                 # elementwise kernels and collectives overwrite an operand that ends with them
-                free = list(ends) if node.name in FUSIBLE or node.name == "move!" else []
+                free = list(ends) if node.traits.fusible or node.kind is Kind.MOVE else []
                 if self.tpu:  # but not one that was copied from the host (libtpu 0.0.42)
-                    free = [i for i in free if i.made_by is None or i.made_by.name != "transfer!"]
+                    free = [i for i in free if i.made_by is None or i.made_by.kind is not Kind.TRANSFER]
                 array = array_written(node) or array_scattered_into(node)
                 if array in carried:
                     self.add(node.outs[0], 0.0)  # in the memory of the loop's result
@@ -222,18 +219,14 @@ class _Live:
             item
             for node in region.kernels
             for item in node.writes
-            if item.value in self.in_chunks and (node.name == "move!" or node.matmuls)
+            if item.value in self.in_chunks and (node.kind is Kind.MOVE or node.matmuls)
         ]
 
     def inside(self, node: Kernel) -> Buffer | None:
         """The scratch memory of a kernel as one buffer: declared by an opaque kernel, or chunks of a ring in flight; None: none."""
-        if node.name not in HAVE_BUFFERS and not node.matmuls:
+        if node.traits.family != "kernel" and node.kind is not Kind.MOVE and not node.matmuls:
             return None
-        work = (
-            local_work(node.step, self.plan.sizes)
-            if isinstance(node.step, Run) and node.name == node.step.op.name
-            else None
-        )
+        work = local_work(node.step, self.plan.sizes) if isinstance(node.step, Run) and node.kind is Kind.OP else None
         size = self.blocks(node) if work is None else work.memory
         return None if (work is None and not size) or not node.outs else Buffer(size, node.outs[0].value, node)
 
@@ -244,7 +237,11 @@ class _Live:
         reads it later (it is in ``ends``). A part that is exchanged arrives in a further buffer.
         """
         step = node.step
-        if node.name != "move!" or not isinstance(step, ShardingChange) or getattr(step, "ring", None) is not None:
+        if (
+            node.kind is not Kind.MOVE
+            or not isinstance(step, ShardingChange)
+            or getattr(step, "ring", None) is not None
+        ):
             return None
         out = node.writes[0]
         specs, value = step.specs, step.result.value
@@ -285,7 +282,7 @@ class _Live:
         With asynchronous all-gathers there are two: the next one starts before the last one is copied (libtpu 0.0.42: ZeRO-1 on v5p
         peaks at 40.3 GB with synchronous all-gathers, at 52.3 with asynchronous ones).
         """
-        if node.name != "move!" or id(node.writes[0]) not in self.aliased_inputs:
+        if node.kind is not Kind.MOVE or id(node.writes[0]) not in self.aliased_inputs:
             return None
         (out,) = node.writes
         copied = gathered_then_copied(self.plan, out.bytes, sum(i.bytes for i in node.reads))
@@ -297,11 +294,11 @@ class _Live:
         The TPU compiler (libtpu 0.0.42) makes the dim that is all-gathered the outermost in memory. Matmuls read any layout; a
         lookup reads rows, so that the table is copied once. Where collectives run on cores of their own (tpu7x), these order rows.
         """
-        if node.name not in GATHERS or not self.copies or not node.ins or node.op is None:
+        if node.traits.family != "gather" or not self.copies or not node.ins or node.op is None:
             return None
         table = node.ins[0]
         made, rows = table.made_by, node.op.eqn.params["dimension_numbers"].start_index_map
-        if made is None or made.name != "move!" or _gathered_rows(made, rows):
+        if made is None or made.kind is not Kind.MOVE or _gathered_rows(made, rows):
             return None
         return Buffer(table.bytes, table.value, node)
 
@@ -329,7 +326,7 @@ class _Live:
                 self.add(out)
         self.sample(node)
         for region in node.bodies:
-            inside = {id(i) for k in region.kernels if k.name == "leave!" for i in k.reads}
+            inside = {id(i) for k in region.kernels if k.kind is Kind.LEAVE for i in k.reads}
             before = self.total
             for item in region.inputs:  # they share the memory of the loop's results
                 self.add(item, 0.0)
@@ -384,7 +381,7 @@ def ring_buffer_bytes(ring: GatherRing | ReduceRing, block: float, devices: int)
 
 
 def _gathered_rows(node: Kernel, rows: Sequence[int]) -> bool:
-    """Whether a ``move!`` all-gathers only these dims, or dims after dims of size 1 only (row-major either way)."""
+    """Whether a ``MOVE`` all-gathers only these dims, or dims after dims of size 1 only (row-major either way)."""
     if not isinstance(node.step, Reshard):
         return True
     shape = node.step.result.value.shape

@@ -124,7 +124,7 @@ def time_of(plan: Plan) -> Time | None:
         compute += k.matmul_seconds * k.count
         memory += k.traffic_seconds * k.count
         vector += k.vector_seconds * k.count
-        ops.append(OpTime(kernel.primitive, k.flops, k.bytes, k.seconds, k.count, kernel.origin))
+        ops.append(OpTime(kernel.origin_name, k.flops, k.bytes, k.seconds, k.count, kernel.origin))
     model = model_flops(plan)
     communication = plan.comm_seconds
     busiest_axis = _busiest_axis(plan.collectives)

@@ -38,13 +38,11 @@ from ..plan.resharding import reshard
 from ..plan.spec import replicated_spec
 from ..plan.steps import Loop, Reduce, Run, Scatter, Shard, spec_after
 from ..program.ir import Frame, Op, Value
-from ..rules import having, run_local
+from ..rules import run_local
 from ..rules.local import plain_params
 from ..rules.spmd import Grid
 from .collectives import combined
 
-PINNED = having(lambda p: p.pinned)
-FREE = having(lambda p: p.free)
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
@@ -145,7 +143,7 @@ class _Lowering:
         hoisted resharding; None: not constrained."""
         needs: list[Spec | None] = [None] * len(op.ins)
         p = op.eqn.params
-        if op.primitive.scan:
+        if op.primitive.family == "scan":
             inner = op.frames[0].ins()
             consts, carries = scan_counts(p)
             for shard in self.hoisted.get(op, ()):
@@ -174,7 +172,7 @@ class _Lowering:
             if not op.primitive.control_flow:
                 return None
             return spec if any(spec) else None
-        if run is None or op.name in FREE or self.is_constant(out):
+        if run is None or op.primitive.free or self.is_constant(out):
             return None
         produced = run.results[op.outs.index(out)]
         if op.rule is None or manual:
@@ -268,7 +266,7 @@ class _FrameWriter:
         if frame.parent is not None and frame.parent.primitive.loop:
             self.constrain_carries(frame.parent)
         for op in frame.ops:
-            if op.primitive.identity:
+            if op.primitive.family == "identity":
                 self.identity(op)
             else:
                 self.op(op)
@@ -310,7 +308,7 @@ class _FrameWriter:
         """Constrain the carries of a loop to their stored specs at the beginning of its body."""
         invars = self.frame.jaxpr.invars
         first, last = len(invars) - len(parent.outs), len(invars)
-        if parent.primitive.scan:
+        if parent.primitive.family == "scan":
             first, carries = scan_counts(parent.eqn.params)
             last = first + carries
         for var in invars[first:last]:
@@ -353,7 +351,7 @@ class _FrameWriter:
         new = eqn if all(a is b for a, b in zip(invars, eqn.invars, strict=True)) else eqn.replace(invars=invars)
         if op.name == "slice" and (short := short_strides(eqn.params, op.outs[0].shape)) != eqn.params:
             new = new.replace(params=short)
-        if op.primitive.shard_map:  # on the mesh of the plan, whatever mesh it was traced with
+        if op.primitive.family == "shard_map":  # on the mesh of the plan, whatever mesh it was traced with
             check_unbound(op, lowering.bound)
             new = new.replace(params={**eqn.params, "mesh": lowering.mesh})
         bodies = [lowering.jaxpr(f) for f in op.frames]
@@ -365,7 +363,7 @@ class _FrameWriter:
         """Constrain the results of an op: to the spec that it produces, if this must be pinned, and to the stored spec."""
         for k, (var, out) in enumerate(zip(op.eqn.outvars, op.outs, strict=True)):
             specs = [self.lowering.result_spec(op, out, manual)]
-            pinned = op.name in PINNED and run is not None and not manual and out not in self.lowering.reduces
+            pinned = op.primitive.pinned and run is not None and not manual and out not in self.lowering.reduces
             if pinned and run is not None and out.shape:
                 produced = run.results[k].spec
                 specs = [produced, *(spec for spec in specs if spec != produced)]
@@ -377,12 +375,12 @@ class _FrameWriter:
         """The results of the body of a loop or a branch, constrained to the stored specs of the carries or of the op's results."""
         lowering, inner = self.lowering, self.frame.ins()
         targets: list[Spec | None] = [None] * len(outvars)
-        if parent.primitive.scan:
+        if parent.primitive.family == "scan":
             consts, carries = scan_counts(parent.eqn.params)
             targets[:carries] = [lowering.stored(v) for v in inner[consts : consts + carries]]
         elif parent.primitive.loop and self.frame is parent.frames[1]:
             targets = [lowering.stored(v) for v in inner[len(inner) - len(outvars) :]]
-        elif parent.primitive.branch:
+        elif parent.primitive.family == "cond":
             targets = [lowering.stored(v) for v in parent.outs]
         out = list(outvars)
         for k, (var, spec) in enumerate(zip(self.frame.jaxpr.outvars, targets, strict=True)):
@@ -412,7 +410,7 @@ def is_constrained(run: Run, result: Shard) -> bool:
 
     The results of elementwise ops have none, since their operands determine the sharding.
     """
-    if run.op.rule is None or run.op.name in FREE or result.partial or result.is_constant or not result.spec:
+    if run.op.rule is None or run.op.primitive.free or result.partial or result.is_constant or not result.spec:
         return False
     return any(result.spec) or any(any(s.spec) for s in run.reads)
 

@@ -227,13 +227,13 @@ class _Device:
         if step.in_ring == "gather":
             return  # the ring has computed it
         if step.in_ring == "reduce":  # computed chunk by chunk when its result is reduced
-            if op.primitive.dot and step.axes is not None:
+            if op.primitive.family == "dot" and step.axes is not None:
                 self.x[step.results[0]] = op, self.operands(step)
             return
         xs = self.operands(step)
-        if op.primitive.identity:
+        if op.primitive.family == "identity":
             results = xs
-        elif op.primitive.barrier:
+        elif op.primitive.family == "barrier":
             results = bind(op.eqn, xs, op.eqn.params)
         elif op.rule is None:
             results = run_elementwise(op, xs)
@@ -300,7 +300,7 @@ class _Device:
             ):  # the initial value on one device of each group that is reduced, zeros on the others
                 x = jnp.where(axis_index(axes) == 0, x, jnp.zeros((), x.dtype))
             first.append(_strong(x, inner.value.aval))
-        if not step.op.primitive.scan:
+        if step.op.primitive.family != "scan":
             cond = step.inner[0]
             results = lax.while_loop(
                 lambda carry: self.inside(cond, carry)[0],

@@ -403,7 +403,7 @@ class ControlFlow:
         carry, as an inner loop stacks rows."""
         for value, stacked in addends(self.facts.program, addend):
             self.accumulated[value] = stacked or row or self._is_reduced_in_each(value)
-            if value.op is not None and value.op.primitive.cast:
+            if value.op is not None and value.op.primitive.family == "cast":
                 self.conversions.add(value.op)
 
 
@@ -436,7 +436,7 @@ def _addition(frame: Frame, k: int, carry: Value) -> tuple[Op, Value, tuple[Valu
         op = None if total is None else total.op
         if total is None or op is None or op.frame is not frame or uses[total] != 1:
             return None
-        if not op.primitive.scan:
+        if op.primitive.family != "scan":
             break
         nc, nk = scan_counts(op.eqn.params)
         j, (inner,) = op.outs.index(total), op.frames
@@ -451,7 +451,7 @@ def _addition(frame: Frame, k: int, carry: Value) -> tuple[Op, Value, tuple[Valu
     a, b = op.ins[:2] if len(op.ins) > 1 else (None, None)
     if op.eqn.primitive is add_row_p:
         addend = b if a is carry else None
-    elif op.primitive.addition:
+    elif op.primitive.family == "add":
         addend = b if a is carry else a if b is carry else None
     else:
         return None
@@ -469,7 +469,7 @@ def _outputs(frame: Frame) -> list[Value | None]:
 def _recomputes(op: Op) -> bool:
     """Whether a call recomputes part of the forward pass behind a barrier."""
     p = op.eqn.params
-    if not op.primitive.recomputation or not p["differentiated"]:
+    if op.primitive.family != "checkpoint" or not p["differentiated"]:
         return False
     guarded = p["prevent_cse"]
     return any(guarded) if isinstance(guarded, tuple) else bool(guarded)

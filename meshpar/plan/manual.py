@@ -35,12 +35,14 @@ class ManualOps:
         if run is None or run.axes is None or run.op.rule is None:
             return False
         op, rule = run.op, run.op.rule
-        if op.primitive.opaque and self.order:  # XLA cannot partition a TPU kernel, even one with replicated operands
+        if (
+            op.primitive.family == "opaque" and self.order
+        ):  # XLA cannot partition a TPU kernel, even one with replicated operands
             return True
         manual = op.primitive.manual
         if manual is not None and manual(SplitOp(op.eqn, rule, run.axes, any(map(self._is_mixed, run.results)))):
             return True
-        if op.primitive.dot and self._permutes_axes(run):
+        if op.primitive.family == "dot" and self._permutes_axes(run):
             return True
         if rule.given is not None:
             return False

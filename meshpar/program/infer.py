@@ -15,7 +15,7 @@ from jax.extend.core import Literal
 from ..compat.jax import body_of, body_operands, closed_parts, constraint_spec, literal_array, new_var, scan_counts
 from ..dims import Dims, did_you_mean
 from ..errors import UnknownDimError
-from ..rules import ELEMENTWISE, OpRule, having, no_rule, primitive, separated
+from ..rules import OpRule, no_rule, primitive, separated
 from ..rules.rule import NameLink
 from ..rules.shape import reshape_order
 from .ir import Frame, Join, Op, Program, Value
@@ -144,11 +144,12 @@ class Builder:
         for eqn in chain.from_iterable(map(separated, frame.jaxpr.eqns)):
             ins = [None if isinstance(v, Literal) else env[v] for v in eqn.invars]
             op = Op(eqn, frame, ins)
-            name = eqn.primitive.name
-            if name in ELEMENTWISE:
+            if op.primitive.elementwise:
                 outs = self.elementwise(op)
-            elif name in CONTROL:
-                outs = CONTROL[name](self, op)
+            elif op.primitive.call:
+                outs = _call(self, op)
+            elif op.name in CONTROL:
+                outs = CONTROL[op.name](self, op)
             else:
                 outs = self.by_rule(op)
             op.outs = outs
@@ -158,7 +159,7 @@ class Builder:
     def elementwise(self, op: Op) -> list[Value]:
         """The results of an elementwise op, which has the dims of its operands."""
         outs = []
-        multi = op.primitive.barrier
+        multi = op.primitive.family == "barrier"
         for i, var in enumerate(op.eqn.outvars):
             shape = var.aval.shape
             nodes: Nodes | None = None
@@ -206,7 +207,7 @@ class Builder:
         """Join the dims of operands and results that are the same factor of an op that moves data unchanged."""
         rule = op.rule
         assert rule is not None
-        if op.primitive.reshape:
+        if op.primitive.regroups:
             if op.ins[0] is not None:
                 nodes = tuple(op.ins[0].nodes[d] for d in reshape_order(op.eqn))
                 self.reshape(nodes, outs[0].nodes, rule)
@@ -260,10 +261,10 @@ class Builder:
         u = self.unifier
         self.find_slices()
         for op in self.ties:
-            if not op.primitive.broadcast:
+            if op.primitive.family != "broadcast":
                 self.tie(op)
         for op in self.ties:
-            if op.primitive.broadcast:
+            if op.primitive.family == "broadcast":
                 self.tie(op)
         for op in self.stretched:
             (out,) = op.outs
@@ -302,7 +303,9 @@ class Builder:
             last_start, first_stop = max(r.start for *_, r, _ in own), min(r.stop for *_, r, _ in own)
             for full, part, elements, op in own:
                 if elements.start >= first_stop or elements.stop <= last_start or 2 * len(elements) < u.size[root]:
-                    self.slices[full, part] = DimSlice(full, part, op.primitive.static_slice, elements, op)
+                    self.slices[full, part] = DimSlice(
+                        full, part, op.primitive.family in ("slice", "split"), elements, op
+                    )
 
     def tie_indexed(self) -> None:
         """Join the dims that the same indices index: an embedding's gradient gets the embedding's ``vocab``.
@@ -312,9 +315,9 @@ class Builder:
         u = self.unifier
         groups: dict[tuple[Nodes, int], list[tuple[int, Op]]] = {}
         for op in self.ties:
-            if op.primitive.gather:
+            if op.primitive.family == "gather":
                 into = op.eqn.params["dimension_numbers"].start_index_map
-            elif op.primitive.scatter:
+            elif op.primitive.family == "scatter":
                 into = op.eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
             else:
                 continue
@@ -326,7 +329,7 @@ class Builder:
                 if any(n != NONE for n in indices.nodes):
                     groups.setdefault((indices.nodes, u.size[node]), []).append((node, op))
                 made = indices.op
-                if made is None or not (made.primitive.broadcast or made.primitive.reshape):
+                if made is None or made.primitive.family not in ("broadcast", "reshape", "squeeze"):
                     break
                 indices = made.ins[0]
         for indexed in groups.values():
@@ -407,22 +410,16 @@ class Builder:
 # -- loops, branches, calls, and ops that set names or specs
 
 
-def _call(own: bool = False):
-    """A handler for ops that run one body once, on their operands: (builder, op) → results; ``own``: ops with a
-    derivative rule of their own."""
-
-    def handler(b: Builder, op: Op) -> list[Value]:
-        """Infer the body of a call with the operands of ``op``; returns one Value for each result of the body."""
-        jaxpr, _ = closed_parts(body_of(op.eqn))
-        if own:
-            jaxpr = _with_own_results(jaxpr, op)
-        frame = Frame(jaxpr, op)
-        op.frames = [frame]
-        _bind_consts(b, frame)
-        b.run(frame, body_operands(op.eqn, op.ins))
-        return [_result(b, frame, v, op) for v in jaxpr.outvars]
-
-    return handler
+def _call(b: Builder, op: Op) -> list[Value]:
+    """Infer the body of a call with the operands of ``op``; returns one Value for each result of the body."""
+    jaxpr, _ = closed_parts(body_of(op.eqn))
+    if op.primitive.family == "custom_derivative":
+        jaxpr = _with_own_results(jaxpr, op)
+    frame = Frame(jaxpr, op)
+    op.frames = [frame]
+    _bind_consts(b, frame)
+    b.run(frame, body_operands(op.eqn, op.ins))
+    return [_result(b, frame, v, op) for v in jaxpr.outvars]
 
 
 def _with_own_results(jaxpr: Any, op: Op) -> Any:
@@ -596,7 +593,5 @@ CONTROL: dict[str, Callable[[Builder, Op], list[Value]]] = {
     "rename_dims": _rename,
     "place": _place,
     "sharding_constraint": _place,
-    **dict.fromkeys(having(lambda p: p.call), _call()),
-    **dict.fromkeys(having(lambda p: p.own_derivative), _call(own=True)),
 }
 """Primitive → (builder, op) → results."""

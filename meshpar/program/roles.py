@@ -107,9 +107,9 @@ def _link_bodies(op: Op, flow: Flow) -> None:
         inner = [frame.env[v] for v in frame.jaxpr.invars]
         results = [frame.env.get(v) if not hasattr(v, "val") else None for v in frame.jaxpr.outvars]
         outer: list[Value | None] = list(op.ins)
-        if op.primitive.branch:
+        if op.primitive.family == "cond":
             outer = outer[1:]
-        elif op.primitive.loop and not op.primitive.scan:
+        elif op.primitive.family == "while":
             nc, nb = p["cond_nconsts"], p["body_nconsts"]
             body = frame is op.frames[1]
             outer = (op.ins[nc : nc + nb] if body else op.ins[:nc]) + op.ins[nc + nb :]

@@ -44,8 +44,9 @@ def _sunk(jaxpr: Any) -> Any:
             continue
         k, i = maker[x]
         entry = primitive(eqns[k].primitive.name)
-        own_types = entry.call and not entry.own_derivative  # a custom derivative rule fixes the types of results
-        if own_types or (entry.scan and i >= scan_counts(eqns[k].params)[1]):
+        # a custom derivative rule fixes the types of results
+        own_types = entry.family in ("call", "checkpoint")
+        if own_types or (entry.family == "scan" and i >= scan_counts(eqns[k].params)[1]):
             moved.setdefault(k, {})[i] = eqn
             eqns[j] = None
     for k, eqn in enumerate(eqns):

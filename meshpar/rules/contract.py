@@ -65,9 +65,14 @@ def _matmul_dims(
 
 
 register(
-    "dot_general", rule=dot_general, local=on_shards, manual=_batches_mixed, partial=(CONTRACTS,),
-    matmul_dims=_dot_dims, dot=True,
-)  # fmt: skip
+    "dot_general",
+    family="dot",
+    rule=dot_general,
+    local=on_shards,
+    manual=_batches_mixed,
+    partial=(CONTRACTS,),
+    matmul_dims=_dot_dims,
+)
 
 
 def ragged_dot_general(eqn, ins, outs) -> OpRule:
@@ -227,6 +232,10 @@ def _convolution_dims(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple
 
 
 register(
-    "conv_general_dilated", rule=conv_general_dilated, local=_local_conv, manual=always,
-    matmul_dims=_convolution_dims, convolution=True,
-)  # fmt: skip
+    "conv_general_dilated",
+    family="conv",
+    rule=conv_general_dilated,
+    local=_local_conv,
+    manual=always,
+    matmul_dims=_convolution_dims,
+)

@@ -168,8 +168,7 @@ register(
     local=_local_gather,
     pinned=True,
     manual=_one_index_of_a_split_array,
-    slice=True,
-    lookup=True,
+    family="gather",
 )
 
 
@@ -178,6 +177,9 @@ _SCATTER_KINDS: dict[str, Kind] = {
     **dict.fromkeys(("scatter", "scatter-mul", "scatter-min", "scatter-max"), "need_replication"),
 }
 """By primitive, the kind of the factors of updates. All devices need all updates if these are ordered or idempotent."""
+
+LOOKUPS = ("gather", *_SCATTER_KINDS)
+"""The primitives with :class:`LookupDims`."""
 
 
 def scatter(eqn, ins, outs) -> OpRule:
@@ -220,6 +222,11 @@ def _local_scatter(op: LocalOp, operand: Any, indices: Any, updates: Any) -> lis
     return [jnp.where(write.reshape(()), out, operand) if one and applied else out]
 
 
+def adds_rows(eqn: Any) -> bool:
+    """Whether a scatter adds to rows, or subtracts from them."""
+    return _SCATTER_KINDS.get(eqn.primitive.name) == "sum"
+
+
 def applies_function(eqn: Any) -> bool:
     """Whether a scatter writes a user's function of the elements, as ``x.at[i].apply(f)``: no update is without effect."""
     return eqn.primitive.name == "scatter" and eqn.params["update_jaxpr"] is not None
@@ -240,7 +247,7 @@ def _updates_without_effect(name: str, operand: Any, index: Any, updates: Any, d
 def is_broadcast_zero(value: Any) -> bool:
     """Whether a value of a program is a broadcast of a literal zero, as ``jnp.zeros`` makes; not of a negative zero."""
     op = getattr(value, "op", None)
-    if op is None or not op.primitive.broadcast or op.ins[0] is not None:
+    if op is None or op.primitive.family != "broadcast" or op.ins[0] is not None:
         return False
     return is_positive_zero(literal_array(op.eqn.invars[0]))
 
@@ -252,9 +259,7 @@ for _name in _SCATTER_KINDS:
         local=_local_scatter,
         pinned=True,
         manual=_one_index_of_a_split_array,
-        lookup=True,
-        scatter=True,
-        adds_rows=_SCATTER_KINDS[_name] == "sum",
+        family="scatter",
     )
 
 
@@ -461,15 +466,19 @@ def _shifted(x: Any, d: int, shift: Any, size: int) -> Any:
 
 
 register(
-    "dynamic_slice", rule=dynamic_slice, local=_local_dynamic_slice, fusible=True, manual=always,
-    slice=True,
-)  # fmt: skip
+    "dynamic_slice",
+    family="dynamic_slice",
+    rule=dynamic_slice,
+    local=_local_dynamic_slice,
+    fusible=True,
+    manual=always,
+)
 register(
     "dynamic_update_slice",
     rule=dynamic_update_slice,
     local=_local_dynamic_update_slice,
     pinned=True,
-    in_place=True,
+    family="update",
 )
 
 
@@ -481,4 +490,4 @@ def add_row(eqn, ins, outs) -> OpRule:
     return rows
 
 
-register("add_row", rule=add_row, local=on_shards, in_place=True)
+register("add_row", rule=add_row, local=on_shards, family="update")

@@ -125,7 +125,7 @@ def _run(jaxpr: Any, consts: Sequence[Any], xs: Sequence[Any], sizes: Sizes) -> 
 def _step(eqn: Any, xs: list[Any], sizes: Sizes) -> list[Any]:
     """The results of one equation of a user's jaxpr."""
     name, p = eqn.primitive.name, eqn.params
-    if name in _CASTS or primitive(name).identity:
+    if name in _CASTS or primitive(name).family == "identity":
         return xs
     if name in _FORMS:
         return _FORMS[name](eqn, xs, fine_names(_axes_of(eqn), sizes))
@@ -214,4 +214,4 @@ for _name in (
     n for n in _SENDS if n not in ("psum", "pmax", "pmin")
 ):  # these have entries in `reduce`, since vmap makes them too
     register(_name, rule=same_dims)
-register("shard_map", rule=mapped, local=_local, refuses=_nests, nested_flops=shard_map_flops, shard_map=True)
+register("shard_map", rule=mapped, local=_local, refuses=_nests, nested_flops=shard_map_flops, family="shard_map")

@@ -28,7 +28,7 @@ def keys(eqn, ins, outs) -> OpRule:
     return r
 
 
-register("random_seed", "random_split", rule=keys, local=on_shards, random=True)
+register("random_seed", "random_split", rule=keys, local=on_shards, family="random")
 register("random_wrap", "random_unwrap", rule=keys, local=on_shards, view=True)
 
 
@@ -71,7 +71,7 @@ def _local_random_bits(op: LocalOp, key: Any) -> list[Any]:
     return [lax.convert_element_type(high ^ low, dtype)]
 
 
-register("random_bits", rule=independent_of_data, local=_local_random_bits, random=True)
+register("random_bits", rule=independent_of_data, local=_local_random_bits, family="random")
 
 
 def random_gamma(eqn, ins, outs) -> OpRule:
@@ -111,4 +111,4 @@ def rng_bit_generator(eqn, ins, outs) -> OpRule:
     return r
 
 
-register("rng_bit_generator", rule=rng_bit_generator, local=on_shards, random=True)
+register("rng_bit_generator", rule=rng_bit_generator, local=on_shards, family="random")

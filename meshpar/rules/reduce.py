@@ -79,7 +79,7 @@ for _name, _kind in REDUCTION_KINDS.items():
     _manual = _is_bitwise if _kind in ("and", "or") else None
     _law = along(_kind, when="smaller")
     register(
-        _name, rule=reduce, local=on_shards, reduction=True, manual=_manual,
+        _name, rule=reduce, local=on_shards, family="reduction", manual=_manual,
         partial=(replace(_law, holds=_over_ones, when="always"), _law),
     )  # fmt: skip
 
@@ -126,7 +126,7 @@ def _is_identity(eqn: Any) -> bool:
 
 for _name, (_kind, _) in _POSITIONAL.items():
     register(
-        _name, rule=positional, local=_local_positional, reduction=True,
+        _name, rule=positional, local=_local_positional, family="reduction",
         partial=(replace(MOVES, holds=_is_identity), along(_kind, when="smaller")),
     )  # fmt: skip
 
@@ -167,4 +167,4 @@ def _local_reduce_xor(op: LocalOp, x: Any) -> list[Any]:
     return [functools.reduce(jnp.bitwise_xor, [results[k] for k in range(results.shape[0])])]
 
 
-register("reduce_xor", rule=reduce_xor, local=_local_reduce_xor, reduction=True, manual=_is_bitwise)
+register("reduce_xor", rule=reduce_xor, local=_local_reduce_xor, family="reduction", manual=_is_bitwise)

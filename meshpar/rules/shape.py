@@ -48,7 +48,7 @@ def _adds_ones(eqn: Any) -> bool:
 
 
 register(
-    "broadcast_in_dim", rule=broadcast_in_dim, local=_local_shape, fusible=True, free=True, broadcast=True,
+    "broadcast_in_dim", rule=broadcast_in_dim, local=_local_shape, fusible=True, free=True, family="broadcast",
     partial=(replace(MOVES, holds=_adds_ones),),
 )  # fmt: skip
 
@@ -61,7 +61,7 @@ def transpose(eqn, ins, outs) -> OpRule:
     return r
 
 
-register("transpose", rule=transpose, local=on_shards, view=True, free=True, partial=(MOVES,), transpose=True)
+register("transpose", rule=transpose, local=on_shards, view=True, free=True, partial=(MOVES,), family="transpose")
 
 
 def reshape_order(eqn: Any) -> Sequence[int]:
@@ -105,8 +105,8 @@ def _local_reshape(op: LocalOp, *xs: Any) -> list[Any]:
     return op.run(*xs, new_sizes=op.out_shape)
 
 
-register("reshape", rule=reshape, local=_local_reshape, view=True, partial=(MOVES,), reshape=True)
-register("squeeze", rule=reshape, local=on_shards, view=True, free=True, partial=(MOVES,), reshape=True, squeeze=True)
+register("reshape", rule=reshape, local=_local_reshape, view=True, partial=(MOVES,), family="reshape")
+register("squeeze", rule=reshape, local=on_shards, view=True, free=True, partial=(MOVES,), family="squeeze")
 
 
 def _aligned_dims(a: Sequence[int], b: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
@@ -204,8 +204,7 @@ register(
     local=_local_slice,
     fusible=True,
     pinned=True,
-    slice=True,
-    static_slice=True,
+    family="slice",
 )
 
 
@@ -343,7 +342,7 @@ register(
     local=_local_concatenate,
     fusible=True,
     pinned=True,
-    concatenation=True,
+    family="concatenate",
     partial=(CONCATENATES,),
 )
 
@@ -387,7 +386,7 @@ def _local_split(op: LocalOp, x: Any) -> list[Any]:
     return [fetch_window(x, axis, axes, window.exchange) for window in windows]
 
 
-register("split", rule=split, local=_local_split, fusible=True, pinned=True, static_slice=True)
+register("split", rule=split, local=_local_split, fusible=True, pinned=True, family="split")
 
 
 def tile(eqn, ins, outs) -> OpRule:
@@ -455,8 +454,7 @@ register(
     rule=device_put,
     local=_local_device_put,
     view=True,
-    transfer=True,
-    per_operand=("devices", "srcs", "copy_semantics"),
+    family="transfer",
 )
 
 

@@ -137,4 +137,4 @@ def _local_arg_extremum(op: LocalOp, x: Any) -> list[Any]:
     return [jnp.squeeze(jnp.take_along_axis(indices, jnp.expand_dims(chosen, axis), axis), axis)]
 
 
-register("argmax", "argmin", rule=arg_extremum, local=_local_arg_extremum, reduction=True, pinned=True)
+register("argmax", "argmin", rule=arg_extremum, local=_local_arg_extremum, family="reduction", pinned=True)

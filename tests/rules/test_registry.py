@@ -58,18 +58,21 @@ def test_expensive_results_are_saved_for_a_backward_pass():
 def test_entries_are_complete(name):
     entry = primitive(name)
     # infer, the planner and the lowerings each take one of these ways
-    ways = [entry.elementwise, entry.rule is not None, name in CONTROL, entry.opaque or name == "custom_partitioning"]
+    ways = [
+        entry.elementwise,
+        entry.rule is not None,
+        entry.call or name in CONTROL,
+        entry.family == "opaque" or name == "custom_partitioning",
+    ]
     assert sum(ways) == 1
     if entry.manual is not None:
         assert entry.local is not None
-    if entry.addition or LINEAR in entry.partial:
+    if entry.family == "add" or LINEAR in entry.partial:
         assert entry.elementwise
     if entry.elementwise:
         assert entry.fusible
-    if entry.identity:
+    if entry.family == "identity":
         assert entry.view
-    if entry.own_derivative:
-        assert entry.call
 
 
 @pytest.mark.parametrize("lowering", ["shard_map", "jit"])

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from jax.extend.core import ClosedJaxpr
 
 from ...rules import ELEMENTWISE
+from ...rules.index import LOOKUPS
 from ...rules.reduce import REDUCTION_KINDS
 from ..infer import infer_like
 from ..ir import Program, Value
 from . import collapsed, lookups, padded, slices
 from .candidates import candidate_dims
-from .lookup_dims import LOOKUPS
 from .rewriter import JaxprRewriter, Rewrite, ShardCounts
 
 __all__ = ["REWRITES", "ShardCounts", "rewrite_indivisible_slices"]

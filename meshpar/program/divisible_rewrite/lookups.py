@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from ...rules.index import LookupDims
+from ...rules.index import LookupDims, adds_rows
 from ...rules.rearrange import ZERO
 from .constants import is_zero
 from .lookup_dims import independent_dims, index_components
@@ -32,7 +32,7 @@ def own_rows(site: Site) -> bool:
         # dim `last` of the index vectors has their components, and cannot be a batch dim
         if i is None or i == last or i in batch.values() or index.shape[i] != array.shape[d]:
             continue
-        written = None if op.primitive.gather else op.outs[0]
+        written = None if op.primitive.family == "gather" else op.outs[0]
         if max(site.shards(array, d), site.shards(index, i), site.shards(written, d)) > 1:
             remaining.remove(c)
             batch[d] = i
@@ -110,7 +110,7 @@ def padded_lookup(site: Site) -> bool:
             if j is None or padded.setdefault(j, dim).padded_size != dim.padded_size:
                 return False
     added = [j for j in padded if independent[j].array is None]  # padding adds lookups along these
-    if added and not (op.primitive.gather or op.primitive.adds_rows):
+    if added and op.primitive.family == "scatter" and not adds_rows(op.eqn):
         return False
     atoms = []
     for k in range(len(op.ins)):
@@ -120,7 +120,7 @@ def padded_lookup(site: Site) -> bool:
             x = site.emit_masked(x, {independent[j].window: padded[j] for j in added}, 0)
         atoms.append(x)
     params: dict[str, Any] = {"indices_are_sorted": False}
-    if op.primitive.gather:
+    if op.primitive.family == "gather":
         sizes = list(op.eqn.params["slice_sizes"])
         for j, dim in padded.items():
             d = independent[j].array
@@ -130,6 +130,7 @@ def padded_lookup(site: Site) -> bool:
     elif added:
         params["unique_indices"] = False
     out_dims = {
-        independent[j].window if op.primitive.gather else independent[j].array: dim for j, dim in padded.items()
+        independent[j].window if op.primitive.family == "gather" else independent[j].array: dim
+        for j, dim in padded.items()
     }
     return site.define_padded(site.emit_op(atoms, **params), {d: dim for d, dim in out_dims.items() if d is not None})

@@ -44,7 +44,7 @@ def layer_loops(program: Program) -> list[LayerLoop]:
     pending = list(reversed(program.root.ops))
     while pending:  # no recursive function, which would be a reference cycle that keeps the program's arrays
         op = pending.pop()
-        weight = _stacked_operand(op, stacked, find) if op.primitive.scan else None
+        weight = _stacked_operand(op, stacked, find) if op.primitive.family == "scan" else None
         name = None if weight is None else program.dim_name(weight, 0)
         if weight is not None and name is not None:
             loops.append(LayerLoop(op, weight, name))
@@ -106,7 +106,7 @@ def _stacked_operand(op: Op, stacked: set[int], find: Callable[[int], int]) -> V
 def microbatch_loop(op: Op) -> Op | None:
     """The innermost loop around an op, if it is a scan of several iterations; else None."""
     loop = op.frame.home.parent
-    return loop if loop is not None and loop.primitive.scan and loop.eqn.params["length"] > 1 else None
+    return loop if loop is not None and loop.primitive.family == "scan" and loop.eqn.params["length"] > 1 else None
 
 
 def in_backward_pass(op: Op) -> bool | None:

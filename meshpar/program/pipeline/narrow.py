@@ -103,7 +103,7 @@ def _only_cast(loop: Op, position: int) -> Any:
             op.frames and not op.primitive.control_flow
         ):  # the body of a call reads its operands
             continue
-        dtypes.add(op.outs[0].aval.dtype if op.primitive.cast else None)
+        dtypes.add(op.outs[0].aval.dtype if op.primitive.family == "cast" else None)
     leaves = any(not isinstance(v, Literal) and frame.env[v] is value for v in frame.jaxpr.outvars)
     if len(dtypes) != 1 or None in dtypes or leaves:
         return None

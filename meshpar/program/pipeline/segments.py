@@ -16,7 +16,7 @@ from jax.extend.core import Literal
 
 from ...compat.jax import body_consts, body_operands, new_var, scan_counts
 from ...errors import UnsupportedError
-from ...rules import ELEMENTWISE, primitive
+from ...rules import primitive
 from ..ir import Frame, Op
 from .find import LayerLoop, in_backward_pass
 
@@ -217,7 +217,7 @@ def _own(body: Body, atom: Any) -> int:
 
 def _is_elementwise(body: Body, eqn: Any) -> bool:
     """Whether an op may be applied to the parts of stacks: it is elementwise, with scalars that do not change."""
-    if eqn.primitive.name not in ELEMENTWISE or len(eqn.outvars) != 1:
+    if not primitive(eqn.primitive.name).elementwise or len(eqn.outvars) != 1:
         return False
     shape = eqn.outvars[0].aval.shape
     others = [v for v in eqn.invars if not isinstance(body.place(v), Stack)]
@@ -236,7 +236,7 @@ def _accumulators(body: Body, eqns: Sequence[Any]) -> dict[int, Accumulator]:
     found = {}
     for k, (carry, out) in enumerate(zip(body.carries, body.outs, strict=False)):
         eqn = None if isinstance(out, Literal) else made.get(out)
-        if eqn is None or not primitive(eqn.primitive.name).addition or uses[out] > 1 or uses.get(carry) != 1:
+        if eqn is None or primitive(eqn.primitive.name).family != "add" or uses[out] > 1 or uses.get(carry) != 1:
             continue
         a, b = eqn.invars
         addend = b if a is carry else a if b is carry else None

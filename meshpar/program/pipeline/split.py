@@ -15,7 +15,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Literal
 
 from ...compat.jax import closed_parts, new_var, scan_counts
-from ...rules import ELEMENTWISE, primitive
+from ...rules import primitive
 from ..flat import flatten
 from ..ir import Op
 from .find import LayerLoop
@@ -127,7 +127,7 @@ def _cut(
 def _cheap(eqn: Any) -> bool:
     """Whether an op takes little time to compute twice."""
     p = primitive(eqn.primitive.name)
-    return len(eqn.outvars) == 1 and (eqn.primitive.name in ELEMENTWISE or p.view or p.random)
+    return len(eqn.outvars) == 1 and (p.elementwise or p.view or p.family == "random")
 
 
 def _bytes(v: Any) -> int:
