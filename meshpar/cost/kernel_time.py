@@ -17,15 +17,7 @@ from .caching import cached_on_plan
 from .collective_matmul import kernel_seconds, vector_seconds
 from .donation import aliased_inputs, gathered_then_copied
 from .flops import few_rows, flops_on, local_opaque_flops, reread_bytes_on, single_row_elements
-from .fusion import (
-    Buffer,
-    Computation,
-    Kernel,
-    Kind,
-    array_scattered_into,
-    array_written,
-    window_bytes,
-)
+from .fusion import Buffer, Computation, Kernel, Kind, array_scattered_into, array_written, window_bytes
 from .kernels import computation_of
 from .tiles import Tiles
 from .vmem import buffers_in_vmem

@@ -162,14 +162,7 @@ def _local_gather(op: LocalOp, operand: Any, indices: Any) -> list[Any]:
     return [only_where(lax.broadcast_in_dim(own, out.shape, local.batch_dims), out)]
 
 
-register(
-    "gather",
-    rule=gather,
-    local=_local_gather,
-    pinned=True,
-    manual=_one_index_of_a_split_array,
-    family="gather",
-)
+register("gather", rule=gather, local=_local_gather, pinned=True, manual=_one_index_of_a_split_array, family="gather")
 
 
 _SCATTER_KINDS: dict[str, Kind] = {
@@ -254,12 +247,7 @@ def is_broadcast_zero(value: Any) -> bool:
 
 for _name in _SCATTER_KINDS:
     register(
-        _name,
-        rule=scatter,
-        local=_local_scatter,
-        pinned=True,
-        manual=_one_index_of_a_split_array,
-        family="scatter",
+        _name, rule=scatter, local=_local_scatter, pinned=True, manual=_one_index_of_a_split_array, family="scatter"
     )
 
 
@@ -466,19 +454,10 @@ def _shifted(x: Any, d: int, shift: Any, size: int) -> Any:
 
 
 register(
-    "dynamic_slice",
-    family="dynamic_slice",
-    rule=dynamic_slice,
-    local=_local_dynamic_slice,
-    fusible=True,
-    manual=always,
+    "dynamic_slice", family="dynamic_slice", rule=dynamic_slice, local=_local_dynamic_slice, fusible=True, manual=always
 )
 register(
-    "dynamic_update_slice",
-    rule=dynamic_update_slice,
-    local=_local_dynamic_update_slice,
-    pinned=True,
-    family="update",
+    "dynamic_update_slice", rule=dynamic_update_slice, local=_local_dynamic_update_slice, pinned=True, family="update"
 )
 
 

@@ -198,14 +198,7 @@ def _local_slice(op: LocalOp, x: Any) -> list[Any]:
     return [out if is_owner is None else only_where(is_owner, out)]
 
 
-register(
-    "slice",
-    rule=slice_,
-    local=_local_slice,
-    fusible=True,
-    pinned=True,
-    family="slice",
-)
+register("slice", rule=slice_, local=_local_slice, fusible=True, pinned=True, family="slice")
 
 
 def _resizing_rule(operand, result, kind: Kind, elements: Sequence[range], moved: Sequence[bool] = ()) -> OpRule:
@@ -449,13 +442,7 @@ def _local_device_put(op: LocalOp, x: Any) -> list[Any]:
     return [jax.device_put(x, out.aval.memory_space)]
 
 
-register(
-    "device_put",
-    rule=device_put,
-    local=_local_device_put,
-    view=True,
-    family="transfer",
-)
+register("device_put", rule=device_put, local=_local_device_put, view=True, family="transfer")
 
 
 def rev(eqn, ins, outs) -> OpRule:

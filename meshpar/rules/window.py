@@ -113,12 +113,7 @@ def _without(values: Sequence[Any], dims: Sequence[int], plain: Any) -> tuple[An
 register("reduce_window", rule=window, local=on_shards, pinned=True)
 register("reduce_window_sum", rule=window, local=_local_pool, pinned=True)
 register(  # XLA's partitioner aborts on tangents of extrema along a split dim
-    "reduce_window_max",
-    "reduce_window_min",
-    "select_and_gather_add",
-    rule=window,
-    local=_local_pool,
-    manual=always,
+    "reduce_window_max", "reduce_window_min", "select_and_gather_add", rule=window, local=_local_pool, manual=always
 )
 register(  # XLA's partitioner all-gathers it, also along the batch dim
     "select_and_scatter_add", rule=window, local=_local_select_and_scatter_add, manual=always
