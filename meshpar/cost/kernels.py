@@ -29,17 +29,6 @@ def computation_of(plan: Plan) -> Computation:
     return _Reader(plan).run()
 
 
-def _equal_avals(program: Program) -> dict[Value, Value]:
-    """value → the first value of its shape and dtype (and of its batch and channel dims, for images)."""
-    tiles, first = program.cached(Tiles), dict[Any, Value]()
-    values = [*program.constants, *program.inputs]
-    for op in program.root.walk():
-        values += op.outs
-        for frame in op.frames:
-            values += frame.env.values()
-    return {v: first.setdefault((v.shape, v.aval.dtype, tiles.of(v)), v) for v in values}
-
-
 def _byte_table(program: Program, *key: Any) -> dict[tuple[Value, Spec], float]:
     """An empty table for a mesh, with or without image tiles: (value, spec) → bytes of its shard on a device."""
     return {}
@@ -68,7 +57,6 @@ class _Reader:
         self.chains: dict[Buffer, int] = {}
         self.region = Computation(1)
         self.position = 0
-        self.alike = plan.program.cached(_equal_avals)
         self._bytes = plan.program.cached(_byte_table, tuple(self.sizes.items()), self.tiles is None)
         self.parts = ring_block_counts(plan)
 
@@ -76,8 +64,8 @@ class _Reader:
         """The fused computation of the program."""
         body, region = self.plan.body, self.region
         constants = len(body.inputs) - len(self.plan.program.inputs)
-        region.constants += map(self.enter, body.inputs[:constants])
-        region.inputs += map(self.enter, body.inputs[constants:])
+        region.constants += map(self.new, body.inputs[:constants])
+        region.inputs += map(self.new, body.inputs[constants:])
         self.steps(body)
         for shard in body.outputs:
             assert shard is not None
@@ -91,8 +79,8 @@ class _Reader:
 
     # -- buffers and kernels
 
-    def new(self, shard: Shard, node: Kernel | None) -> Buffer:
-        """A new buffer for a shard that ``node`` computes; None: an input."""
+    def new(self, shard: Shard, node: Kernel | None = None) -> Buffer:
+        """A new buffer for a shard that ``node`` computes; None: an input of the computation."""
         value = shard.value
         size = self.bytes(value, shard.spec)
         item = self.items[shard] = Buffer(0.0 if value.on_host else size, value, node)
@@ -104,7 +92,7 @@ class _Reader:
 
     def bytes(self, value: Value, spec: Spec) -> float:
         """Bytes of a value's shard on a device, with the padding of images."""
-        key = self.alike.get(value, value), spec
+        key = value, spec
         size = self._bytes.get(key)
         if size is None:
             size = value_bytes(value, spec, self.sizes)
@@ -112,10 +100,6 @@ class _Reader:
                 size *= self.tiles.padding(value, spec, self.sizes)
             self._bytes[key] = size
         return size
-
-    def enter(self, shard: Shard) -> Buffer:
-        """A new buffer for an input of a computation."""
-        return self.new(shard, None)
 
     def item(self, shard: Shard | None) -> Buffer | None:
         """The buffer of a shard; None for literals and input-independent shards."""
@@ -265,7 +249,7 @@ class _Reader:
         reads = [step.index, *step.operands]
         node = self.node(Kind.OP, step, step.op, [self.item(s) for s in reads])
         for body in step.branches:
-            self.inside(node, body, lambda: None, Kind.LEAVE, 0)
+            self.inside(node, body, Kind.LEAVE)
         for out in step.results:
             self.out(node, out)
 
@@ -278,27 +262,28 @@ class _Reader:
         consts, hoisted = ([self.item(s) for s in shards] for shards in (step.consts, step.hoisted))
         node = self.node(Kind.OP, step, step.op, [*consts, *firsts, *stacks, *hoisted])
         for body in step.bodies:
-
-            def begin(body: Body = body) -> None:
-                """Add the inputs of a loop body: its carries, and a slice of each stacked operand."""
-                for shard in body.inputs[:carries]:
-                    mine = self.enter(shard)
-                    mine.carried = True
-                    self.region.inputs.append(mine)
-                for shard, item in zip(body.inputs[carries:], stacks, strict=False):
-                    if item is not None:
-                        self.out(self.node(Kind.SLICE, None, step.op, [item]), shard).host_bytes = 0.0
-
-            self.inside(node, body, begin, Kind.STACK if scan else Kind.LEAVE, carries if body is step.body else 0)
+            self.inside(node, body, Kind.STACK if scan else Kind.LEAVE, stacks, carries if body is step.body else 0)
         for k, out in enumerate(step.results):
             made = self.out(node, out)
             if k < carries:
                 node.carries = (*node.carries, (firsts[k], made))
 
-    def inside(self, node: Kernel, body: Body, begin: Callable[[], None], leaves: Kind, carries: int) -> None:
-        """Add the computation of a body to a kernel; results from index ``carries`` on end in a kernel of kind ``leaves``."""
+    def inside(
+        self, node: Kernel, body: Body, leaves: Kind, stacks: Sequence[Buffer | None] = (), carries: int = 0
+    ) -> None:
+        """Add the computation of a body to a kernel; results from index ``carries`` on end in a kernel of kind ``leaves``.
+
+        The inputs of a loop's body are its carries, then a slice of each of ``stacks``.
+        """
         outer, self.region = self.region, Computation(body.trip_count)
-        begin()
+        count = len(body.inputs) - len(stacks)
+        for shard in body.inputs[:count]:
+            mine = self.new(shard)
+            mine.carried = True
+            self.region.inputs.append(mine)
+        for shard, item in zip(body.inputs[count:], stacks, strict=True):
+            if item is not None:
+                self.out(self.node(Kind.SLICE, None, node.op, [item]), shard).host_bytes = 0.0
         self.steps(body)
         for k, shard in enumerate(body.outputs):
             item = self.item(shard)

@@ -37,7 +37,7 @@ from ..compat.quirks import opaque, with_rows
 from ..errors import UnsupportedError
 from ..layout import AnyMesh, Spec, to_partition_spec
 from ..plan.plan import Plan
-from ..plan.spec import replicated_spec, shard_count
+from ..plan.spec import local_shape, replicated_spec, shard_count
 from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Order, Reduce, Reshard, Run, Shard, Step
 from ..program.ir import Value
 from ..rules import check_local, refusal, run_elementwise, run_local
@@ -123,8 +123,7 @@ def lower_to_shard_map(
 
 def _empty(shard: Shard, sizes: dict[str, int]) -> Any:
     """One device's block of an array without elements."""
-    shape = tuple(n // shard_count(axes, sizes) for n, axes in zip(shard.value.shape, shard.spec, strict=True))
-    return _zeros(jax.ShapeDtypeStruct(shape, shard.value.aval.dtype))
+    return _zeros(jax.ShapeDtypeStruct(local_shape(shard.value.shape, shard.spec, sizes), shard.value.aval.dtype))
 
 
 def _zeros(x: jax.ShapeDtypeStruct) -> Any:

@@ -12,7 +12,8 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from ..compat.jax import body_consts, body_operands, is_tracer, literal_array, scan_counts
+from ..compat.jax import body_consts, body_operands, is_tracer, literal_array
+from ..compat.loops import loop_parts
 from ..program.ir import Op, Program, Value
 from ..program.primitives import reduce_in_p
 from ..rules.partial import Law, Other, is_scale
@@ -157,9 +158,9 @@ def addends(program: Program, end: Value) -> Iterator[tuple[Value, bool]]:
             continue
         yield value, stacked
         if op.primitive.family == "scan":
-            k, (_, carries) = op.outs.index(value), scan_counts(op.eqn.params)
+            k = op.outs.index(value)
             var = op.frames[0].jaxpr.outvars[k]
-            if k >= carries and not isinstance(var, Literal):
+            if k >= len(loop_parts(op.eqn).carries) and not isinstance(var, Literal):
                 todo.append((op.frames[0].env[var], stacked or op.eqn.params["length"] > 1))
             continue
         arrays = [i for i, v in enumerate(op.ins) if v is not None and (op.rule is not None or v.shape == value.shape)]

@@ -96,7 +96,7 @@ def _lookup_rule(eqn: Any, array: Sequence[int], indices: Sequence[int], window:
     vectors are of ``kind``. In ``array[v, e], indices[n, 1], window[n, e]``, v is indexed, n of that kind, and e passes through.
     """
     dims, indexed = LookupDims.of(eqn), indexed_kind(eqn)
-    r = OpRule([], [])
+    r = OpRule()
     window_factors: dict[int, Factors] = {}
     index_factors: list[Factors] = []
     for i, (n, w) in enumerate(zip(indices[:-1], dims.batch_dims(len(window)), strict=True)):
@@ -126,8 +126,7 @@ def gather(eqn, ins, outs) -> OpRule:
     """The rule of ``gather``: batch dims of the indices and full windows pass through; the result is partial over split
     dims that are indexed."""
     r = _lookup_rule(eqn, ins[0], ins[1], outs[0], "pass_through")
-    r.ins, r.outs = [*r.ins[:2], *((),) * (len(ins) - 2)], [r.ins[2]]
-    return r
+    return r.maps([*r.ins[:2], *((),) * (len(ins) - 2)], [r.ins[2]])
 
 
 def _split_indexed_dims(op: LocalOp, dims: LookupDims) -> list[int]:
@@ -349,21 +348,19 @@ def dynamic_slice(eqn, ins, outs) -> OpRule:
     """The rule of ``dynamic_slice``: dims of full size pass through; the others are indexed, and the result is partial
     over them if they are split."""
     r = _window_rule(eqn, ins[0], outs[0])
-    r.ins, r.outs = [r.ins[0], *((),) * (len(ins) - 1)], [r.ins[1]]
-    return r
+    return r.maps([r.ins[0], *((),) * (len(ins) - 1)], [r.ins[1]])
 
 
 def dynamic_update_slice(eqn, ins, outs) -> OpRule:
     """The rule of ``dynamic_update_slice``: dims that the update fills pass through; the others are indexed, and the
     result is complete."""
     r = _window_rule(eqn, ins[0], ins[1])
-    r.ins, r.outs = [*r.ins, *((),) * (len(ins) - 2)], [r.ins[0]]
-    return r
+    return r.maps([*r.ins, *((),) * (len(ins) - 2)], [r.ins[0]])
 
 
 def _window_rule(eqn: Any, array: Sequence[int], window: Sequence[int]) -> OpRule:
     """A rule with two operands of these shapes: an array, and a window of it at a run-time index."""
-    r, kind = OpRule([], []), indexed_kind(eqn)
+    r, kind = OpRule(), indexed_kind(eqn)
     array_factors = r.factors(array, kind, [d for d, (n, m) in enumerate(zip(array, window, strict=True)) if n != m])
     window_factors = []
     for factors, n, m in zip(array_factors, array, window, strict=True):
@@ -463,7 +460,7 @@ register(
 
 def add_row(eqn, ins, outs) -> OpRule:
     """The rule of ``add_row``: the dims of the row pass through; the dim of the rows is unsharded."""
-    rows = OpRule([], [])
+    rows = OpRule()
     total = rows.factors(ins[0], "need_replication", [0])
     rows.ins, rows.outs = [total, total[1:], total[1 : 1 + len(ins[2])], total[1:2]], [total]
     return rows

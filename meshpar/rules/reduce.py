@@ -49,7 +49,7 @@ def identity(kind: Kind, dtype: Any) -> np.ndarray:
 
 def reduced_dims(ins, outs, axes, kind: Kind) -> OpRule:
     """A rule in which the reduced dims ``axes`` are factors of a kind, and the others pass through."""
-    r = OpRule([], [])
+    r = OpRule()
     dims = r.factors(ins[0], kind, axes)
     r.ins = [dims]
     if len(outs[0]) == len(ins[0]):  # keepdims
@@ -105,7 +105,7 @@ def positional(eqn, ins, outs) -> OpRule:
     if eqn.params["axis_index_groups"] is not None:
         return no_rule(ins, outs)
     kind, _ = _POSITIONAL[eqn.primitive.name]
-    r = OpRule([], [], strong=not axes, pairwise=True)
+    r = OpRule(strong=not axes, pairwise=True)
     r.ins = [r.factors(shape, kind, axes) for shape in ins]
     r.outs = [tuple(d for i, d in enumerate(dims) if i not in axes) for dims in r.ins]
     return r
@@ -135,9 +135,7 @@ def reduce_general(eqn, ins, outs) -> OpRule:
     """The rule of ``reduce``: a reduction by the user's own computation; the reduced dims need replication."""
     n = len(ins) // 2
     r = reduced_dims(ins[:1], outs[:1], eqn.params["dimensions"], "need_replication")
-    r.ins = r.ins * n + [()] * n
-    r.outs = r.outs * n
-    return r
+    return r.maps(r.ins * n + [()] * n, r.outs * n)
 
 
 register("reduce", rule=reduce_general, local=on_shards)

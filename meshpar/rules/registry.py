@@ -57,11 +57,12 @@ MatmulDims = Callable[[Any, Sequence[int], Sequence[int]], tuple[int, int, int, 
 """(equation, shape of the left operand, shape of the right one) → (batch, rows, columns, contracted) sizes of the matmul."""
 
 
-Family = Literal[
-    "add", "barrier", "broadcast", "call", "cast", "checkpoint", "concatenate", "cond", "conv", "custom_derivative", "dot",
-    "dynamic_slice", "gather", "identity", "kernel", "opaque", "random", "reduction", "reshape", "rounding", "scan", "scatter",
-    "shard_map", "slice", "split", "squeeze", "transfer", "transpose", "update", "while",
-]  # fmt: skip
+Family = (
+    Literal["scan", "while", "cond", "call", "checkpoint", "custom_derivative", "shard_map", "kernel", "opaque"]
+    | Literal["add", "cast", "rounding", "barrier", "identity", "random", "reduction", "dot", "conv", "transfer"]
+    | Literal["broadcast", "transpose", "reshape", "squeeze", "concatenate", "slice", "split"]
+    | Literal["dynamic_slice", "update", "gather", "scatter"]
+)
 """What an op is. Each primitive has at most one family; :class:`Primitive` has properties for unions of families.
 
 ``add``: adds its operands.

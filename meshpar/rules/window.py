@@ -26,7 +26,7 @@ def window(eqn, ins, outs) -> OpRule:
     is_gradient = name == "select_and_scatter_add"  # (source, operand) → as operand
     small, big = (ins[0], outs[0]) if is_gradient else (outs[0], ins[0])
     kind = "need_replication" if name == "reduce_window" else exchange_kind(eqn)
-    r = OpRule([], [])
+    r = OpRule()
     narrow, wide = [], []
     windowed: list[int] = []
     for i, (m, n) in enumerate(zip(small, big, strict=True)):

@@ -17,8 +17,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from ..compat.jax import bind, body_of, body_operands, closed_parts, literal_array, scan_counts
+from ..compat.jax import bind, closed_parts, literal_array
 from ..rules import Primitive, primitive
+from ..rules.control_flow import run_bodies
 from ..rules.index import applies_function
 from .numbers import wide
 
@@ -159,12 +160,10 @@ class _Evaluator:
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
             ins = list(map(read, eqn.invars))
-            if primitive(name).call:
-                body, values = closed_parts(body_of(eqn))
-                outs = self.run(body, values, body_operands(eqn, ins))
-            elif name in _CONTROL:
-                outs = _CONTROL[name](self, eqn, ins)
-            elif primitive(name).family in ("identity", "rounding"):
+            entry = primitive(name)
+            if entry.call or entry.control_flow:
+                outs = run_bodies(eqn, ins, self.run)
+            elif entry.family in ("identity", "rounding"):
                 outs = ins
             elif (outs := self.applied(eqn, ins)) is None:
                 narrow = [self.as_in(v, x) for v, x in zip(eqn.invars, ins, strict=True)]
@@ -189,41 +188,3 @@ class _Evaluator:
     @staticmethod
     def as_in(var: Any, x: Any) -> Any:
         return lax.convert_element_type(x, var.aval.dtype) if _is_float(var.aval) else x
-
-    def scan(self, eqn: Any, ins: list[Any]) -> list[Any]:
-        """The results of a ``scan`` whose body is evaluated in the wide dtype."""
-        p, (body, values) = eqn.params, closed_parts(eqn.params["jaxpr"])
-        consts, carries = scan_counts(p)
-
-        def one(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            outs = self.run(body, values, [*ins[:consts], *carry, *xs])
-            return outs[:carries], outs[carries:]
-
-        first, stacks = ins[consts : consts + carries], ins[consts + carries :]
-        carry, ys = lax.scan(one, first, stacks, length=p["length"], reverse=p["reverse"])
-        return [*carry, *ys]
-
-    def while_(self, eqn: Any, ins: list[Any]) -> list[Any]:
-        """The results of a ``while`` whose condition and body are evaluated in the wide dtype."""
-        p = eqn.params
-        (cond, cond_values), (body, body_values) = closed_parts(p["cond_jaxpr"]), closed_parts(p["body_jaxpr"])
-        ncc, nbc = p["cond_nconsts"], p["body_nconsts"]
-        of_cond, of_body, first = ins[:ncc], ins[ncc : ncc + nbc], ins[ncc + nbc :]
-        return lax.while_loop(
-            lambda carry: self.run(cond, cond_values, [*of_cond, *carry])[0],
-            lambda carry: self.run(body, body_values, [*of_body, *carry]),
-            first,
-        )
-
-    def cond(self, eqn: Any, ins: list[Any]) -> list[Any]:
-        bodies = map(closed_parts, eqn.params["branches"])
-        branches = [lambda *xs, b=body, c=consts: self.run(b, c, xs) for body, consts in bodies]
-        index = lax.convert_element_type(ins[0], np.int32)
-        return lax.switch(lax.clamp(np.int32(0), index, np.int32(len(branches) - 1)), branches, *ins[1:])
-
-
-_CONTROL: dict[str, Callable[[_Evaluator, Any, list[Any]], list[Any]]] = {
-    "scan": _Evaluator.scan,
-    "while": _Evaluator.while_,
-    "cond": _Evaluator.cond,
-}

@@ -1,11 +1,7 @@
 """The registry: the default entry, and the consistency of the others."""
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax import lax
 
-import meshpar as mp
 from meshpar.program.infer import CONTROL
 from meshpar.rules import PRIMITIVES, having, primitive
 from meshpar.rules.partial import LINEAR
@@ -73,22 +69,3 @@ def test_entries_are_complete(name):
         assert entry.fusible
     if entry.family == "identity":
         assert entry.view
-
-
-@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
-def test_a_composite_is_a_call(lowering):
-    """One trait in its entry is sufficient for inference, planner and both lowerings."""
-    x = np.arange(32, dtype=np.float32).reshape(8, 4)
-
-    def step(x):
-        return lax.composite(lambda x: jnp.sin(x).sum(1) * 2, name="test.rows")(x)
-
-    run = mp.jit(
-        step,
-        mesh=mp.mesh("data=4, model=2"),
-        layout="rows: data; columns: model",
-        dims={"x": "rows columns"},
-        lowering=lowering,
-    )
-    np.testing.assert_allclose(run(x), np.sin(x).sum(1) * 2, rtol=1e-6, atol=1e-6)
-    assert [c.op for c in run.plan(x).collectives] == ["all-reduce"]
