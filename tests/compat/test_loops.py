@@ -9,7 +9,7 @@ from meshpar.compat.loops import loop_parts, operands_of_bodies
 
 
 def loops(a, b, c, xs):
-    """A scan that reads ``b``, carries from ``a`` and slices ``xs``; a while loop whose condition reads ``c`` and body ``a`` and ``b``."""
+    """A scan, which reads b, carries from a and slices xs; and a while loop, whose condition reads c, and whose body a and b."""
     last, ys = lax.scan(lambda s, x: (s * b + x, s + x), a, xs)
     return lax.while_loop(lambda s: s < c, lambda s: s * b + a, last), ys
 

@@ -318,10 +318,6 @@ class Site:
         indices = {d: DimIndices(np.arange(dim.size), dim.shards) for d, dim in dims.items()}
         return self.define(0, IndexedView(atom, indices))
 
-    def define_collapsed(self, atom: Any, groups: tuple[tuple[int, ...], ...]) -> bool:
-        """Represent the first result by an array whose dims it merges in these groups. Returns True."""
-        return self.define(0, atom if all(len(g) == 1 for g in groups) else CollapsedView(atom, groups))
-
     def copies(self) -> Callable[[int], Callable[[], Any]]:
         """For result k, a function that returns its atom in a copy of the op's equation, which is appended at the first call."""
         outvars: list[Any] = []
