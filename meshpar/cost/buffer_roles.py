@@ -8,7 +8,7 @@ from ..compat.jax import pass_of
 from ..plan.plan import Plan
 from ..program.ir import Op, Program, Value
 from .caching import cached_on_plan
-from .fusion import FUSIBLE, Buffer, Kernel
+from .fusion import Buffer, Kernel
 from .kernels import computation_of
 
 KIND_NAMES = {"params": "parameters", "opt": "optimizer state"}
@@ -90,7 +90,7 @@ def _of_inputs(item: Buffer) -> bool:
     for _ in range(100):
         if item.made_by is None:
             return True
-        if item.made_by.name not in FUSIBLE | {"move!", "copy!"} or len(item.made_by.ins) != 1:
+        if not item.made_by.is_light or len(item.made_by.ins) != 1:
             return False
         item = item.made_by.ins[0]
     return False

@@ -223,7 +223,7 @@ def matmul_seconds(plan: Plan, chip: Chip, run: Run, pair: CollectiveMatmul | No
     sizes = [v.aval.size * itemsize(v.aval) if s is None else plan.shard_bytes(s) for v, s in shards]
     cut = [True] * len(sizes) if pair is None else _cut(pair, run)
     traffic = sum(size / blocks if is_cut else size for size, is_cut in zip(sizes, cut, strict=True))
-    traffic += reread_bytes_on(plan, chip)(run, 0, cut[:3], blocks)
+    traffic += reread_bytes_on(plan, chip)(run, 0, tuple(cut[:3]), blocks)
     return kernel_seconds(
         chip,
         flops_on(plan, chip.lanes)(run) / rate / blocks,

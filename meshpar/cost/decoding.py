@@ -10,7 +10,6 @@ from ..dims import did_you_mean
 from ..errors import UnknownDimError
 from ..plan.plan import Plan
 from ..units import format_bytes, format_seconds
-from .fusion import GATHERS
 from .kernels import computation_of
 from .memory import memory_of
 from .time import time_of
@@ -102,7 +101,7 @@ def decoding_of(plan: Plan) -> Decoding | None:
     shards = max(math.prod(plan.sizes[a] for a in axes) for _, axes in splits)
     read = sum(
         min(i.bytes, sum(out.bytes for k in i.readers for out in k.outs))
-        if i.readers and all(k.name in GATHERS for k in i.readers)
+        if i.readers and all(k.traits.family == "gather" for k in i.readers)
         else i.bytes
         for i in (*computation_of(plan).constants, *computation_of(plan).inputs)
     )

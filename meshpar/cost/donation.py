@@ -9,7 +9,7 @@ from ..compat.jax import pass_of
 from ..plan.plan import Plan
 from ..plan.steps import Branch
 from .caching import P, cached_on_plan, with_reasons
-from .fusion import FUSIBLE, Buffer, array_scattered_into, array_written
+from .fusion import Buffer, array_scattered_into, array_written
 from .kernels import computation_of
 
 
@@ -35,11 +35,11 @@ def donatable(plan: Plan) -> dict[int, str]:
     """Index → path of the inputs that are not donated, and that the step returns updated: a result of equal path (below the
     argument), shape, dtype and sharding is computed from the input elementwise, by writes into it, or as a carry of a loop."""
     region = computation_of(plan)
-    index = {id(item): i for i, item in enumerate(region.inputs) if i not in plan.donated}
+    index = {item: i for i, item in enumerate(region.inputs) if i not in plan.donated}
     out: dict[int, str] = {}
     for item, h in zip(region.outputs, plan.outputs, strict=True):
         for source in _updated(item):
-            i = index.get(id(source))
+            i = index.get(source)
             if i is None or i in out:
                 continue
             given = plan.inputs[i]
@@ -53,23 +53,23 @@ def donatable(plan: Plan) -> dict[int, str]:
 
 def _updated(item: Buffer) -> Iterator[Buffer]:
     """The inputs of a program that a result updates. A gradient updates no input."""
-    todo, seen = [item], {id(item)}
+    todo, seen = [item], {item}
     while todo:
         node = todo.pop().made_by
         if node is None or (node.op is not None and pass_of(node.op.eqn) == "backward"):
             continue
         array = array_written(node) or array_scattered_into(node)
         if node.carries:
-            ins = [first for first, last in node.carries if id(last) in seen]
+            ins = [first for first, last in node.carries if last in seen]
         elif array is not None:
             ins = [array]
-        elif node.name in FUSIBLE | {"move!", "copy!"} or isinstance(node.step, Branch):
+        elif node.is_light or isinstance(node.step, Branch):
             ins = node.ins
         else:
             ins = []
-        new = [i for i in ins if i is not None and id(i) not in seen]
+        new = [i for i in ins if i is not None and i not in seen]
         yield from (i for i in new if i.made_by is None)
-        seen.update(map(id, new))
+        seen.update(new)
         todo += new
 
 

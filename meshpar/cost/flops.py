@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -50,12 +51,13 @@ def padded_flops(run: Run, sizes: Mapping[str, int], lanes: int = 1) -> float:
 
 def reread_bytes(
     run: Run,
+    other_arrays: int = 0,
+    cut: tuple[bool, ...] = (True,) * 3,
+    blocks: int = 1,
+    *,
     sizes: Mapping[str, int],
     vmem: float,
     compiler: CompilerModel,
-    other_arrays: int = 0,
-    cut: Sequence[bool] = (True,) * 3,
-    blocks: int = 1,
 ) -> float:
     """Bytes of the operands of one device's share of a matmul that are read from HBM beyond the first time.
 
@@ -65,13 +67,14 @@ def reread_bytes(
     other arrays.
 
     Args:
-      vmem: bytes of VMEM.
-      compiler: the constants of the compiler for the chip.
       other_arrays: other arrays of the result's size that the kernel reads or writes.
       cut, blocks: for one of ``blocks`` chunks instead: whether (left operand, right operand, result) are chunked.
+      sizes: axis → size of the mesh.
+      vmem: bytes of VMEM.
+      compiler: the constants of the compiler for the chip.
     """
     op = run.op
-    if not op.primitive.dot:
+    if op.primitive.family != "dot":
         return 0.0
     batch, m, n, k = _local_matmul_dims(run, sizes)
     left, right, result = cut
@@ -92,7 +95,7 @@ def smaller_operand_bytes(run: Run, sizes: Mapping[str, int]) -> float:
 
 def few_rows(run: Run, sizes: Mapping[str, int]) -> bool:
     """Whether one operand of a device's share of a matmul has at most :data:`MAX_FEW_ROWS` rows, and the other one more."""
-    if not run.op.primitive.dot:
+    if run.op.primitive.family != "dot":
         return False
     _, m, n, _ = _local_matmul_dims(run, sizes)
     return min(m, n) <= MAX_FEW_ROWS < max(m, n)
@@ -104,7 +107,7 @@ def single_row_elements(run: Run, sizes: Mapping[str, int]) -> float:
     The TPU compiler (libtpu 0.0.42) computes such a matmul on the vector units, as multiplications and a reduction: on v6e it takes
     361,500 cycles for the 58.7 million weights of two projections, 162 elements per cycle. With 8 rows it uses the matrix units.
     """
-    if not run.op.primitive.dot or run.rows > 1:
+    if run.op.primitive.family != "dot" or run.rows > 1:
         return 0.0
     batch, m, n, k = _local_matmul_dims(run, sizes)
     return float(batch * max(m, n) * k) if min(m, n) == 1 and k > 1 else 0.0
@@ -125,38 +128,32 @@ def _matmul_table(program: Program, *key: Any) -> dict[tuple[Any, ...], float]:
     return {}
 
 
+def _cached(plan: Plan, compute: Callable[..., float], *key: Any) -> Callable[..., float]:
+    """``compute(step of a matmul, *arguments)``, cached for all plans of the program on this mesh; it also depends on ``key``."""
+    found = plan.program.cached(_matmul_table, tuple(plan.sizes.items()), *key)
+
+    def once(run: Run, *arguments: Any) -> float:
+        """The cached result."""
+        at = run.op, *(shard and shard.spec for shard in run.operands[:2]), *arguments
+        if at not in found:
+            found[at] = compute(run, *arguments)
+        return found[at]
+
+    return once
+
+
 def flops_on(plan: Plan, lanes: int) -> Callable[[Run], float]:
-    """A function from a matmul's step to its :func:`padded_flops` on the plan's mesh, cached for all plans of the program."""
-    sizes = plan.sizes
-    found = plan.program.cached(_matmul_table, tuple(sizes.items()), lanes)
-
-    def flops(run: Run) -> float:
-        """:func:`padded_flops` of a matmul's step, on one device."""
-        lhs, rhs = run.operands[:2]
-        key = run.op, lhs and lhs.spec, rhs and rhs.spec
-        if key not in found:
-            found[key] = padded_flops(run, sizes, lanes)
-        return found[key]
-
-    return flops
+    """:func:`padded_flops` on the plan's mesh, cached."""
+    return _cached(plan, partial(padded_flops, sizes=plan.sizes, lanes=lanes), lanes)
 
 
 def reread_bytes_on(plan: Plan, chip: Chip) -> Callable[..., float]:
-    """A function from a matmul's step to its :func:`reread_bytes` on a TPU, cached as in :func:`flops_on`; 0 on other chips."""
-    sizes, vmem = plan.sizes, chip.per_device().vmem
+    """:func:`reread_bytes` on the plan's mesh of TPUs, cached; 0 on other chips."""
+    vmem = chip.per_device().vmem
     if vmem is None or chip.switch:
         return lambda *of: 0.0
-    found = plan.program.cached(_matmul_table, tuple(sizes.items()), "reread", vmem, chip.compiler)
-
-    def again(run: Run, other_arrays: int, cut: Sequence[bool] = (True,) * 3, blocks: int = 1) -> float:
-        """:func:`reread_bytes` of a matmul's step, on one device; the arguments are the same as there."""
-        lhs, rhs = run.operands[:2]
-        key = run.op, lhs and lhs.spec, rhs and rhs.spec, other_arrays, *cut, blocks
-        if key not in found:
-            found[key] = reread_bytes(run, sizes, vmem, chip.compiler, other_arrays, cut, blocks)
-        return found[key]
-
-    return again
+    compute = partial(reread_bytes, sizes=plan.sizes, vmem=vmem, compiler=chip.compiler)
+    return _cached(plan, compute, "reread", vmem, chip.compiler)
 
 
 def model_flops(plan: Plan) -> float:
@@ -265,7 +262,7 @@ def local_opaque_flops(run: Run, sizes: Mapping[str, int]) -> float:
         return work.flops
     axes = (
         run.op.eqn.params["newly_manual_axes"]
-        if run.op.primitive.shard_map
+        if run.op.primitive.family == "shard_map"
         else {a for got in run.axes or () for a in got}
     )
     return run.op.primitive.flops(run.op.eqn) / shard_count(sorted(axes), sizes)
@@ -274,7 +271,7 @@ def local_opaque_flops(run: Run, sizes: Mapping[str, int]) -> float:
 def local_work(run: Run, sizes: Mapping[str, int]) -> KernelWork | None:
     """The FLOPs and memory that a kernel of :func:`meshpar.kernel_rule` declares for one device; None: it declares none."""
     op = run.op
-    if not op.primitive.kernel or op.eqn.params["kernel"].works is None:
+    if op.primitive.family != "kernel" or op.eqn.params["kernel"].works is None:
         return None
     kernel = op.eqn.params["kernel"]
     avals, axes = [v.aval for v in op.eqn.invars], {}

@@ -23,91 +23,97 @@ them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 from ..plan.spec import itemsize
 from ..plan.steps import Run, Step
 from ..program.ir import Op, Value
 from ..program.primitives import add_row_p
-from ..rules import having
+from ..rules import Primitive, primitive
 
-VIEWS = having(lambda p: p.view)
-FUSIBLE = having(lambda p: p.fusible) | {"one_hot!", "random_bits!"}
-SLICES = having(lambda p: p.slice)
-CONTIGUOUS_SLICES = having(lambda p: p.contiguous_slice)
-GATHERS = having(lambda p: p.gather)
-USER_KERNELS = having(lambda p: p.kernel)
-MATMULS = having(lambda p: p.matmul)
-REDUCTIONS = having(lambda p: p.reduction)
-IN_PLACE = having(lambda p: p.in_place)
 MAX_RECOMPUTED_OPS = 16
 """Fusible ops one after the other that every reader of an array recomputes; longer chains are stored in between.
 
 In chains of 24 to 192 such ops and their gradients, the TPU compiler (libtpu 0.0.42) stores an array every 6 to 48 ops.
 """
-_TAKES = REDUCTIONS | MATMULS | IN_PLACE | {"stack!", "copy!"}  # kernels that fuse the producers of their operands
 
 
+class Kind(StrEnum):
+    """What a kernel computes."""
+
+    OP = "op"
+    """The op of its step."""
+    SLICE = "slice"
+    """A part of its operand."""
+    COPY = "copy"
+    """A copy in another buffer."""
+    MOVE = "move"
+    """The collectives of a resharding or reduction."""
+    TRANSFER = "transfer"
+    """A copy to or from host memory."""
+    STACK = "stack"
+    """A loop writes its slice of a stack."""
+    LEAVE = "leave"
+    """A result or carry of a body."""
+    RANDOM_BITS = "random_bits"
+    """Bits of a threefry key: a function of their index."""
+    ONE_HOT = "one_hot"
+    """A scatter of one element into each row of zeros."""
+
+
+_TRAITS = {kind: Primitive(name=kind, fusible=kind in (Kind.RANDOM_BITS, Kind.ONE_HOT)) for kind in Kind}
+_TRAITS[Kind.SLICE] = primitive("slice")
+
+
+@dataclass(eq=False, slots=True)
 class Buffer:
     """The shard of one value on a device: in memory, or only an intermediate inside a kernel.
 
     Attributes:
       bytes: on a device; 0 for a value in host memory.
-      live_bytes: of these, bytes allocated at once: fewer if a ring computes and sends it in chunks.
+      value: the value.
+      made_by: the kernel that computes it; None for inputs of the computation.
+      live_bytes: of ``bytes``, those allocated at once: fewer if a ring computes and sends it in chunks.
       host_bytes: its bytes in host memory.
       padding: the fraction of its bytes that are padding to the tiles of the chip's memory, in [0, 1).
-      value, elements: the value, and its number of elements on all devices.
-      made_by: the kernel that computes it; None for inputs of the computation.
       must_store: some reader needs it in memory.
       concatenated: it is an operand of a concatenation along its last dim.
       stored: it is in memory.
       carried: it is the carry of a loop, inside the body.
       readers: the kernels that read it.
       recomputed: kernels that can compute it do so, although it is in memory for others.
-      sliced: one of :data:`SLICES` reads it.
+      sliced: a kernel that reads a part of its operand reads it.
     """
 
-    __slots__ = (
-        "bytes",
-        "carried",
-        "concatenated",
-        "elements",
-        "host_bytes",
-        "live_bytes",
-        "made_by",
-        "must_store",
-        "padding",
-        "readers",
-        "recomputed",
-        "sliced",
-        "stored",
-        "value",
-    )
+    bytes: float
+    value: Value
+    made_by: Kernel | None
+    live_bytes: float = field(init=False)
+    host_bytes: float = 0.0
+    padding: float = 0.0
+    must_store: bool = False
+    concatenated: bool = False
+    stored: bool = field(init=False)
+    carried: bool = False
+    readers: Sequence[Kernel] = ()
+    recomputed: bool = False
+    sliced: bool = False
 
-    def __init__(self, bytes_: float, value: Value, node: Kernel | None):
-        """A buffer of ``bytes_`` bytes on a device for ``value``, computed by the kernel ``node`` (None: an input);
-        nothing reads it yet."""
-        self.bytes, self.value, self.made_by = bytes_, value, node
-        self.elements = value.elements
-        self.live_bytes = bytes_
-        self.host_bytes = self.padding = 0.0
-        self.must_store = False
-        self.concatenated = False
-        self.stored = node is None
-        self.carried = False
-        self.readers: Sequence[Kernel] = ()
-        self.recomputed = False
-        self.sliced = False
+    def __post_init__(self) -> None:
+        self.live_bytes, self.stored = self.bytes, self.made_by is None
 
 
+@dataclass(eq=False, slots=True)
 class Kernel:
     """An op or a resharding on one device; after :func:`fuse`, a kernel if it is the root of a fusion.
 
     Attributes:
-      name: of the primitive; ``move!`` (collectives), ``stack!`` (a loop writes its slice), ``leave!`` (a result or carry of a
-        body), ``copy!``, ``transfer!`` (to or from host memory), ``random_bits!`` (of a threefry key), ``one_hot!``.
+      kind: what it computes.
       step: the step of the plan; None at the ends of bodies.
       op: the op of the program that the step is for.
       ins, outs: its operands and results, in memory or not; position: index of its step in program order.
+      traits: of the primitive that it computes; of other kinds than an op, what fusion needs to know of them.
       is_root: it is a kernel; reads, writes: the buffers that this kernel reads from and writes to memory.
       bodies: of a loop or branch.
       carries: of a loop, (first value, last value) of each carry; None: the first value is input-independent.
@@ -117,36 +123,41 @@ class Kernel:
       ends_chain: several kernels do not recompute it, since that takes a chain of :data:`MAX_RECOMPUTED_OPS` ops.
     """
 
-    __slots__ = (
-        "bodies",
-        "carries",
-        "ends_chain",
-        "from_several",
-        "ins",
-        "is_root",
-        "matmuls",
-        "name",
-        "op",
-        "outs",
-        "position",
-        "random_elements",
-        "reads",
-        "step",
-        "writes",
-    )
+    kind: Kind
+    step: Step | None
+    op: Op | None
+    ins: list[Buffer]
+    position: int
+    outs: list[Buffer] = field(default_factory=list)
+    traits: Primitive = field(init=False)
+    is_root: bool = False
+    from_several: bool = False
+    ends_chain: bool = False
+    random_elements: float = 0.0
+    reads: Sequence[Buffer] = ()
+    writes: Sequence[Buffer] = ()
+    bodies: tuple[Computation, ...] = ()
+    carries: tuple[tuple[Buffer | None, Buffer], ...] = ()
+    matmuls: tuple[Run, ...] = ()
 
-    def __init__(self, name: str, step: Step | None, op: Op | None, ins: list[Buffer], position: int):
-        """A kernel without results, before fusion; the arguments are attributes of the class."""
-        self.name, self.step, self.op, self.ins, self.position = name, step, op, ins, position
-        self.outs: list[Buffer] = []
-        self.is_root = False
-        self.from_several = self.ends_chain = False
-        self.random_elements = 0.0
-        self.reads: Sequence[Buffer] = ()
-        self.writes: Sequence[Buffer] = ()
-        self.bodies: tuple[Computation, ...] = ()
-        self.carries: tuple[tuple[Buffer | None, Buffer], ...] = ()
-        self.matmuls: tuple[Run, ...] = ()
+    def __post_init__(self) -> None:
+        self.traits = self.op.primitive if self.kind is Kind.OP and self.op is not None else _TRAITS[self.kind]
+
+    @property
+    def fuses(self) -> bool:
+        """Whether it computes the producers of its operands."""
+        entry = self.traits
+        return (
+            entry.fusible
+            or entry.matmul
+            or entry.family in ("reduction", "update")
+            or self.kind in (Kind.STACK, Kind.COPY)
+        )
+
+    @property
+    def is_light(self) -> bool:
+        """Whether it is elementwise, a copy or a collective."""
+        return self.traits.fusible or self.traits.view or self.kind in (Kind.MOVE, Kind.COPY)
 
     @property
     def source(self) -> str:
@@ -159,11 +170,17 @@ class Kernel:
         return self.matmuls[0].op if self.matmuls else self.op
 
     @property
-    def primitive(self) -> str:
-        """The name of the primitive of :attr:`origin`; ``move``, ``stack``, … for kernels that are no op."""
-        return self.matmuls[0].op.name if self.matmuls else self.name.rstrip("!")
+    def name(self) -> str:
+        """The name of the primitive whose result it computes, or of its kind: ``add``, ``move``, ``stack``, …"""
+        return self.traits.name
+
+    @property
+    def origin_name(self) -> str:
+        """The name of the primitive of :attr:`origin`, or of its kind."""
+        return self.matmuls[0].op.name if self.matmuls else self.name
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Computation:
     """The kernels of the program, or of the body of a loop or branch, in program order.
 
@@ -175,14 +192,12 @@ class Computation:
       outputs: the program's results.
     """
 
-    def __init__(self, trip_count: int | None):
-        """A computation without kernels, whose loop runs it ``trip_count`` times (None: not known)."""
-        self.trip_count = trip_count
-        self.nodes: list[Kernel] = []
-        self.inputs: list[Buffer] = []
-        self.constants: list[Buffer] = []
-        self.outputs: list[Buffer] = []
-        self.kernels: list[Kernel] = []
+    trip_count: int | None
+    nodes: list[Kernel] = field(default_factory=list)
+    inputs: list[Buffer] = field(default_factory=list)
+    constants: list[Buffer] = field(default_factory=list)
+    outputs: list[Buffer] = field(default_factory=list)
+    kernels: list[Kernel] = field(default_factory=list)
 
 
 def fuse(computation: Computation, row_ratio: int) -> None:
@@ -203,23 +218,22 @@ def fuse(computation: Computation, row_ratio: int) -> None:
                 roots[item] = tuple(dict.fromkeys((*have, *readers)))
 
     for node in reversed(computation.nodes):
-        name = node.name
-        if name not in FUSIBLE:
+        if not node.traits.fusible:
             node.is_root = True
-            takes = name in _TAKES
-            if not takes:
+            if not node.fuses:
                 for item in node.ins:
                     item.must_store = True
-            elif name in IN_PLACE and (array := array_written(node)) is not None:
+            elif (array := array_written(node)) is not None:
                 array.must_store = True
-            if name not in MATMULS or not isinstance(node.step, Run):
+            if not node.traits.matmul or not isinstance(node.step, Run):
                 read(node.ins, (node,))
                 continue
             if len(node.outs) == 1:
                 (out,) = node.outs
                 if not out.must_store and not out.sliced and len(readers := roots.get(out, ())) == 1:
                     (reader,) = readers
-                    fuses = reader.name in FUSIBLE or reader.name in IN_PLACE or reader.name == "stack!"
+                    entry = reader.traits
+                    fuses = entry.fusible or entry.family == "update" or reader.kind is Kind.STACK
                     if fuses and not reader.matmuls:
                         reader.matmuls = (node.step,)
                         node.is_root = False
@@ -238,10 +252,10 @@ def fuse(computation: Computation, row_ratio: int) -> None:
         twice = not node.from_several
         if node.ends_chain and len(readers) > 1:
             must, twice = True, False
-        if must or (len(readers) > 1 and not twice and not all(r.name in REDUCTIONS for r in readers)):
+        if must or (len(readers) > 1 and not twice and not all(r.traits.family == "reduction" for r in readers)):
             node.is_root = True
             recompute = twice and not any(out.concatenated for out in node.outs)
-            through = [r for r in readers if r.name in _TAKES or r.name in FUSIBLE] if recompute else []
+            through = [r for r in readers if r.fuses] if recompute else []
             for out in node.outs:
                 out.recomputed = bool(through)
             readers = (node, *through)
@@ -263,12 +277,12 @@ def _form_kernels(computation: Computation, row_ratio: int) -> None:
     for node in kernels:
         read: dict[Buffer, None] = {}
         inside: set[Buffer] = set()
-        _sources(node.ins, read, inside, node.name in _TAKES or node.name in FUSIBLE, own)
+        _sources(node.ins, read, inside, node.fuses, own)
         node.reads = list(read)
-        drawn = [i for i in (*node.outs, *inside) if i.made_by is not None and i.made_by.name == "random_bits!"]
+        drawn = [i for i in (*node.outs, *inside) if i.made_by is not None and i.made_by.kind is Kind.RANDOM_BITS]
         node.random_elements = sum(i.bytes / itemsize(i.value.aval) for i in drawn)
         node.writes = node.outs
-        other = _merged_with(node, done, row_ratio) if node.name in REDUCTIONS else None
+        other = _merged_with(node, done, row_ratio) if node.traits.family == "reduction" else None
         if other is None:
             other = node
             done[node] = len(computation.kernels)
@@ -285,7 +299,7 @@ def _form_kernels(computation: Computation, row_ratio: int) -> None:
 
 def _joins_lanes(node: Kernel) -> bool:
     """Whether an op joins arrays along their last dim."""
-    if node.op is None or not node.op.primitive.concatenation or node.name != node.op.name:
+    if node.op is None or node.traits.family != "concatenate":
         return False
     return node.op.eqn.params["dimension"] == len(node.op.eqn.outvars[0].aval.shape) - 1
 
@@ -301,12 +315,12 @@ def _merged_with(node: Kernel, done: dict[Kernel, int], row_ratio: int) -> Kerne
     rows = [i for i in node.reads if i.bytes * row_ratio <= most]
     makers = [i.made_by for i in large if i.made_by is not None and i.made_by in done]
     readers = (
-        r for i in large[:1] for r in i.readers if r.name in REDUCTIONS and r in done
+        r for i in large[:1] for r in i.readers if r.traits.family == "reduction" and r in done
     )  # not the nodes of other computations
     for other in (*makers, *readers):
         more = [i for i in large if i not in other.writes and i not in other.reads]
         before = all(i.made_by not in done or done[i.made_by] < done[other] for i in (*rows, *more))
-        if (other.name in FUSIBLE or other.name in _TAKES) and before and (other.matmuls or not more):
+        if other.fuses and before and (other.matmuls or not more):
             return other
     return None
 
@@ -328,20 +342,21 @@ def _sources(
 
 def array_written(node: Kernel) -> Buffer | None:
     """The array into a window of which a kernel writes; None: it is no such kernel, or the array is a constant."""
-    if node.name not in IN_PLACE or node.op is None or not node.ins or node.ins[0].value is not node.op.ins[0]:
-        return None
-    return node.ins[0]
+    return _operand_overwritten(node) if node.traits.family == "update" else None
 
 
 def array_scattered_into(node: Kernel) -> Buffer | None:
     """The array into which a scatter writes rows; None: it is no scatter, or the array is a constant."""
-    if node.op is None or not node.op.primitive.scatter or node.name != node.op.name or not node.ins:
-        return None
-    return node.ins[0] if node.ins[0].value is node.op.ins[0] else None
+    return _operand_overwritten(node) if node.traits.family == "scatter" else None
+
+
+def _operand_overwritten(node: Kernel) -> Buffer | None:
+    """The buffer of the first operand of a kernel's op; None: that is a constant."""
+    return node.ins[0] if node.op is not None and node.ins and node.ins[0].value is node.op.ins[0] else None
 
 
 def window_bytes(node: Kernel) -> float:
-    """Bytes of the window that a kernel of :data:`IN_PLACE` writes, and if it adds, also of the window that it reads."""
+    """Bytes of the window that a kernel writes (:func:`array_written`), and if it adds, also of the window that it reads."""
     assert node.op is not None
     array, window, *_ = (v.aval for v in node.op.eqn.invars)
     times = 2 if node.op.eqn.primitive is add_row_p else 1

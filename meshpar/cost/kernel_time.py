@@ -9,26 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from ..plan.plan import Plan
 from ..plan.spec import itemsize
 from ..plan.steps import Run
+from ..program.ir import Op
 from .caching import cached_on_plan
 from .collective_matmul import kernel_seconds, vector_seconds
 from .donation import aliased_inputs, gathered_then_copied
 from .flops import few_rows, flops_on, local_opaque_flops, reread_bytes_on, single_row_elements
-from .fusion import (
-    CONTIGUOUS_SLICES,
-    GATHERS,
-    SLICES,
-    USER_KERNELS,
-    Buffer,
-    Computation,
-    Kernel,
-    array_scattered_into,
-    array_written,
-    window_bytes,
-)
+from .fusion import Buffer, Computation, Kernel, Kind, array_scattered_into, array_written, line_of, window_bytes
 from .kernels import computation_of
 from .tiles import Tiles
 from .vmem import buffers_in_vmem
@@ -43,9 +34,11 @@ By the TPU compiler's estimates (libtpu 0.0.42), 1024 elements of a dropout of i
 
 @dataclass(frozen=True, slots=True)
 class KernelTime:
-    """One run of a kernel on one device.
+    """One run of a kernel on one device. It does not refer to the kernel, and so outlives the plan without its kernels.
 
     Attributes:
+      name: the primitive that takes most of its time, or the kernel's kind.
+      origin: the op of the program that it computes.
       flops: of its matmuls, dims rounded up to the matrix unit.
       bytes: read from and written to HBM; copies to and from VMEM during other kernels do not count.
       matmul_seconds: of the FLOPs at the matrix unit's rate.
@@ -55,6 +48,8 @@ class KernelTime:
       count: runs in a step; a loop of unknown length counts once.
     """
 
+    name: str
+    origin: Op | None
     flops: float
     bytes: float
     matmul_seconds: float
@@ -62,6 +57,14 @@ class KernelTime:
     vector_seconds: float
     seconds: float
     count: int
+
+    @property
+    def source(self) -> str:
+        """The user's line, and the part of the model (:attr:`Op.location`)."""
+        return line_of(self.origin)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in ("name", "flops", "bytes", "seconds", "count", "source")}
 
 
 @cached_on_plan
@@ -73,91 +76,82 @@ def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
     device = chip.per_device()
     out: dict[Kernel, KernelTime] = {}
     flops_of, reread = flops_on(plan, chip.lanes), reread_bytes_on(plan, chip)
-    results = {id(computation.outputs[k]) for k in aliased_inputs(plan)} if chip.torus else set()
-    kernels = list(kernels_with_counts(computation))
-    overwritten = {id(computation.inputs[k]) for k in aliased_inputs(plan).values()}
-    in_place: set[Kernel] = set()
+    results = {computation.outputs[k] for k in aliased_inputs(plan)} if chip.torus else set()
+    kernels = list(_kernels_with_counts(computation))
+    overwritten = {computation.inputs[k] for k in aliased_inputs(plan).values()}
     in_vmem: dict[Kernel, set[Buffer]] = {}
     if chip.torus and device.vmem is not None and chip.cores == 1:  # buffers that two cores share are in HBM
-        in_vmem = buffers_in_vmem(
-            [kernel for kernel, *_ in kernels],
-            plan.program.cached(Tiles),
-            device.vmem - chip.compiler.vmem_reserved_bytes,
-        )
-    for kernel, _, count in kernels:
-        if kernel.bodies or kernel.name == "transfer!":  # copies to and from the host run concurrently with kernels
+        capacity = device.vmem - chip.compiler.vmem_reserved_bytes
+        in_vmem = buffers_in_vmem([kernel for kernel, _ in kernels], plan.program.cached(Tiles), capacity)
+    for kernel, count in kernels:
+        if kernel.bodies or kernel.kind is Kind.TRANSFER:  # copies to and from the host run concurrently with kernels
             continue
         flops = sum(map(flops_of, kernel.matmuls))
-        if isinstance(kernel.step, Run) and kernel.name == kernel.step.op.name:
+        if isinstance(kernel.step, Run) and kernel.kind is Kind.OP:
             flops += local_opaque_flops(kernel.step, plan.sizes)
-        traffic = 0.0
-        if kernel.name not in ("move!", "leave!"):
-            resident, array = in_vmem.get(kernel, ()), array_written(kernel)
+        traffic, elements = 0.0, _elements(kernel)
+        if kernel.kind not in (Kind.MOVE, Kind.LEAVE):
+            resident, array, rows = in_vmem.get(kernel, ()), array_written(kernel), array_scattered_into(kernel)
             reads = [i for i in kernel.reads if not (kernel.matmuls and i in resident)]
-            if array is None:
+            if rows is not None and (rows.carried or rows in overwritten):  # written in place, as the updates are read
+                reads = [i for i in reads if i is not rows]
+                traffic = sum(read_bytes(kernel, i) for i in reads)
+                elements = sum(read_bytes(kernel, i) / itemsize(i.value.aval) for i in reads)
+            elif array is None:
                 traffic = sum(buffer.bytes for buffer in kernel.writes if buffer not in resident)
             else:  # the rest of the array is not touched
                 traffic, reads = window_bytes(kernel), [i for i in reads if i is not array]
-            rows = array_scattered_into(kernel)
-            if rows is not None and (
-                rows.carried or id(rows) in overwritten
-            ):  # written in place, as the updates are read
-                reads = [i for i in reads if i is not rows]
-                traffic = sum(read_bytes(kernel, i) for i in reads)
-                in_place.add(kernel)
             traffic += sum(read_bytes(kernel, i) for i in reads)
-            traffic += sum(i.bytes for i in kernel.ins) if kernel.name == "stack!" else 0.0
+            traffic += sum(i.bytes for i in kernel.ins) if kernel.kind is Kind.STACK else 0.0
             for run in kernel.matmuls:
                 traffic += reread(run, _other_result_sized_buffers(kernel, run))
         elif any(
-            id(i) in results and gathered_then_copied(plan, i.bytes, sum(j.bytes for j in kernel.reads))
+            i in results and gathered_then_copied(plan, i.bytes, sum(j.bytes for j in kernel.reads))
             for i in kernel.writes
         ):
             traffic = 2 * kernel.writes[0].bytes  # gathered into a buffer of its own, then copied
         rate = device.flops
         if kernel.matmuls:
             rate = device.matmul_rate(str(kernel.matmuls[0].op.eqn.invars[0].aval.dtype))
-        matmul_seconds, traffic_seconds = (
-            flops / (rate * chip.compiler.matmul_efficiency),
-            traffic / (device.hbm_bandwidth * chip.compiler.hbm_efficiency),
+        matmul_seconds = flops / (rate * chip.compiler.matmul_efficiency)
+        traffic_seconds = traffic / (device.hbm_bandwidth * chip.compiler.hbm_efficiency)
+        if not (matmul_seconds or traffic_seconds):
+            continue
+        convolves = any(run.op.primitive.family == "conv" for run in kernel.matmuls)
+        elements = elements if traffic_seconds else 0.0
+        if any(few_rows(run, plan.sizes) for run in kernel.matmuls):
+            first = min(traffic, chip.compiler.first_tile_bytes) / device.hbm_bandwidth
+            traffic_seconds = (traffic_seconds + first) / chip.compiler.row_hbm_efficiency
+        if chip.torus:
+            elements += sum(single_row_elements(run, plan.sizes) for run in kernel.matmuls)
+        seconds = kernel_seconds(chip, matmul_seconds, traffic_seconds, elements, convolves)
+        seconds = max(seconds, chip.compiler.min_kernel_seconds)
+        vector = 0.0 if chip.switch else vector_seconds(chip, elements)
+        out[kernel] = KernelTime(
+            kernel.origin_name, kernel.origin, flops, traffic, matmul_seconds, traffic_seconds, vector, seconds, count
         )
-        if matmul_seconds or traffic_seconds:
-            convolves = any(run.op.primitive.convolution for run in kernel.matmuls)
-            elements = _elements(kernel, kernel in in_place) if traffic_seconds else 0.0
-            if any(few_rows(run, plan.sizes) for run in kernel.matmuls):
-                first = min(traffic, chip.compiler.first_tile_bytes) / device.hbm_bandwidth
-                traffic_seconds = (traffic_seconds + first) / chip.compiler.row_hbm_efficiency
-            if chip.torus:
-                elements += sum(single_row_elements(run, plan.sizes) for run in kernel.matmuls)
-            seconds = kernel_seconds(chip, matmul_seconds, traffic_seconds, elements, convolves)
-            seconds = max(seconds, chip.compiler.min_kernel_seconds)
-            vector = 0.0 if chip.switch else vector_seconds(chip, elements)
-            out[kernel] = KernelTime(flops, traffic, matmul_seconds, traffic_seconds, vector, seconds, count)
     return out
 
 
-def kernels_with_counts(computation: Computation, count: int = 1, loop: int = 0) -> Iterator[tuple[Kernel, int, int]]:
-    """(kernel, ``id`` of its computation, runs in a step) of a computation and of its bodies at any depth.
+def _kernels_with_counts(computation: Computation, count: int = 1) -> Iterator[tuple[Kernel, int]]:
+    """(kernel, runs in a step) of a computation and of its bodies at any depth.
 
     A loop of unknown length counts once; so does every branch of a ``cond``.
     """
-    loop = id(computation)
     for kernel in computation.kernels:
-        yield kernel, loop, count
+        yield kernel, count
         for body in kernel.bodies:
-            yield from kernels_with_counts(body, count * (1 if body.trip_count is None else body.trip_count))
+            yield from _kernels_with_counts(body, count * (1 if body.trip_count is None else body.trip_count))
 
 
-def _elements(kernel: Kernel, in_place: bool = False) -> float:
+def _elements(kernel: Kernel) -> float:
     """The number of elements that a kernel's vector units process: those written, or those read if it reduces more, and
-    :data:`THREEFRY_ELEMENTS` for each that it draws; ``in_place``: of a scatter that overwrites rows, the updates."""
-    if in_place:
-        return sum(read_bytes(kernel, b) / itemsize(b.value.aval) for b in kernel.reads if b is not kernel.ins[0])
+    :data:`THREEFRY_ELEMENTS` for each that it draws."""
     if array_written(kernel) is not None:
         return window_bytes(kernel) / itemsize(kernel.outs[0].value.aval)
     written = sum(buffer.bytes / itemsize(buffer.value.aval) for buffer in kernel.writes)
     drawn = THREEFRY_ELEMENTS * kernel.random_elements
-    if kernel.matmuls or kernel.name in USER_KERNELS:
+    if kernel.matmuls or kernel.traits.family == "kernel":
         return drawn + written
     return drawn + max(
         [written, *(read_bytes(kernel, buffer) / itemsize(buffer.value.aval) for buffer in kernel.reads)]
@@ -176,19 +170,18 @@ def _other_result_sized_buffers(kernel: Kernel, run: Run) -> int:
 def read_bytes(kernel: Kernel, buffer: Buffer) -> float:
     """The bytes of a buffer that a kernel reads: all, or only the bytes of the slices that it takes of it (of a loop's stack), or
     of the rows that it looks up."""
-    looked_up = kernel.name in GATHERS and buffer is kernel.ins[0] and not kernel.matmuls
-    if looked_up or (kernel.name in CONTIGUOUS_SLICES and buffer in kernel.ins):
+    looked_up = kernel.traits.family == "gather" and buffer is kernel.ins[0] and not kernel.matmuls
+    if looked_up or (kernel.traits.contiguous_slice and buffer in kernel.ins):
         return min(buffer.bytes, sum(out.bytes for out in kernel.outs))
     if not buffer.sliced or any(buffer is i for i in kernel.ins):
         return buffer.bytes
-    todo, smallest = list(kernel.ins), buffer.bytes
-    seen: set[int] = set()
+    todo, smallest, seen = list(kernel.ins), buffer.bytes, set[Buffer]()
     while todo:
         i = todo.pop()
-        if id(i) in seen or (i.stored and not i.recomputed) or i.made_by is None:
+        if i in seen or (i.stored and not i.recomputed) or i.made_by is None:
             continue
-        seen.add(id(i))
-        if i.made_by.name in SLICES and any(j is buffer for j in i.made_by.ins):
+        seen.add(i)
+        if i.made_by.traits.slice and any(j is buffer for j in i.made_by.ins):
             smallest = min(smallest, i.bytes)
         todo += i.made_by.ins
     return smallest

@@ -16,7 +16,7 @@ from ..plan.steps import Barrier, Body, Branch, Call, Loop, Order, Reduce, Resha
 from ..program.ir import Op, Program, Value
 from ..rules.random import drawn_by_index
 from .caching import cached_on_plan
-from .fusion import FUSIBLE, MAX_RECOMPUTED_OPS, SLICES, VIEWS, Buffer, Computation, Kernel, fuse
+from .fusion import MAX_RECOMPUTED_OPS, Buffer, Computation, Kernel, Kind, fuse
 from .tiles import Tiles
 
 REDUCE_RING_BUFFERS = 4
@@ -27,17 +27,6 @@ REDUCE_RING_BUFFERS = 4
 def computation_of(plan: Plan) -> Computation:
     """The computation of a plan's program, with the bodies of its loops inside, fused."""
     return _Reader(plan).run()
-
-
-def _equal_avals(program: Program) -> dict[Value, Value]:
-    """value → the first value of its shape and dtype (and of its batch and channel dims, for images)."""
-    tiles, first = program.cached(Tiles), dict[Any, Value]()
-    values = [*program.constants, *program.inputs]
-    for op in program.root.walk():
-        values += op.outs
-        for frame in op.frames:
-            values += frame.env.values()
-    return {v: first.setdefault((v.shape, v.aval.dtype, tiles.of(v)), v) for v in values}
 
 
 def _byte_table(program: Program, *key: Any) -> dict[tuple[Value, Spec], float]:
@@ -68,7 +57,6 @@ class _Reader:
         self.chains: dict[Buffer, int] = {}
         self.region = Computation(1)
         self.position = 0
-        self.alike = plan.program.cached(_equal_avals)
         self._bytes = plan.program.cached(_byte_table, tuple(self.sizes.items()), self.tiles is None)
         self.parts = ring_block_counts(plan)
 
@@ -76,23 +64,23 @@ class _Reader:
         """The fused computation of the program."""
         body, region = self.plan.body, self.region
         constants = len(body.inputs) - len(self.plan.program.inputs)
-        region.constants += map(self.enter, body.inputs[:constants])
-        region.inputs += map(self.enter, body.inputs[constants:])
+        region.constants += map(self.new, body.inputs[:constants])
+        region.inputs += map(self.new, body.inputs[constants:])
         self.steps(body)
         for shard in body.outputs:
             assert shard is not None
             item = self.items.get(shard)
             if item is None:  # a constant that the program returns
-                item = self.out(self.node("copy!", None, shard.value.op, []), shard)
-            self.node("leave!", None, shard.value.op, [item])
+                item = self.out(self.node(Kind.COPY, None, shard.value.op, []), shard)
+            self.node(Kind.LEAVE, None, shard.value.op, [item])
             region.outputs.append(item)
         fuse(region, self.plan.compiler.row_ratio)
         return region
 
     # -- buffers and kernels
 
-    def new(self, shard: Shard, node: Kernel | None) -> Buffer:
-        """A new buffer for a shard that ``node`` computes; None: an input."""
+    def new(self, shard: Shard, node: Kernel | None = None) -> Buffer:
+        """A new buffer for a shard that ``node`` computes; None: an input of the computation."""
         value = shard.value
         size = self.bytes(value, shard.spec)
         item = self.items[shard] = Buffer(0.0 if value.on_host else size, value, node)
@@ -104,7 +92,7 @@ class _Reader:
 
     def bytes(self, value: Value, spec: Spec) -> float:
         """Bytes of a value's shard on a device, with the padding of images."""
-        key = self.alike.get(value, value), spec
+        key = value, spec
         size = self._bytes.get(key)
         if size is None:
             size = value_bytes(value, spec, self.sizes)
@@ -113,18 +101,14 @@ class _Reader:
             self._bytes[key] = size
         return size
 
-    def enter(self, shard: Shard) -> Buffer:
-        """A new buffer for an input of a computation."""
-        return self.new(shard, None)
-
     def item(self, shard: Shard | None) -> Buffer | None:
         """The buffer of a shard; None for literals and input-independent shards."""
         return None if shard is None else self.items.get(shard)
 
-    def node(self, name: str, step: Step | None, op: Op | None, ins: Sequence[Buffer | None]) -> Kernel:
+    def node(self, kind: Kind, step: Step | None, op: Op | None, ins: Sequence[Buffer | None]) -> Kernel:
         """A new kernel of the current computation, without results; operands that are None are constants."""
-        node = Kernel(name, step, op, [i for i in ins if i is not None], self.position)
-        if name in SLICES:
+        node = Kernel(kind, step, op, [i for i in ins if i is not None], self.position)
+        if node.traits.slice:
             for item in node.ins:
                 item.sliced = True
         self.region.nodes.append(node)
@@ -133,10 +117,10 @@ class _Reader:
     def out(self, node: Kernel, shard: Shard) -> Buffer:
         """A new buffer for a result of a kernel."""
         item = self.new(shard, node)
-        if self.parts and node.name != "move!" and shard in self.parts:
+        if self.parts and node.kind is not Kind.MOVE and shard in self.parts:
             item.live_bytes *= min(1.0, REDUCE_RING_BUFFERS / self.parts[shard])
         node.outs.append(item)
-        if node.name in FUSIBLE:
+        if node.traits.fusible:
             size, base, bases = item.bytes, None, self.bases
             for i in node.ins:
                 if i.bytes * 8 > size and (other := bases.get(i, i)) is not base:
@@ -163,27 +147,27 @@ class _Reader:
                 read(self, step)
 
     def reshard(self, step: Reshard) -> None:
-        """Add a resharding: a ``move!`` if it sends anything, else a slice."""
+        """Add a resharding: a ``MOVE`` if it sends anything, else a slice."""
         item = self.item(step.source)
         if item is None:
             return
         sent = any(m.op != "slice" for m in step.path)
-        out = self.out(self.node("move!" if sent else "slice", step, step.op, [item]), step.result)
+        out = self.out(self.node(Kind.MOVE if sent else Kind.SLICE, step, step.op, [item]), step.result)
         if step.ring is not None and not step.ring.keep_gathered:
             out.live_bytes = 0.0  # its chunks are freed after their matmuls; memory.py counts those in flight
 
     def reduce(self, step: Reduce) -> None:
-        """Add a reduction, as a ``move!``."""
+        """Add a reduction, as a ``MOVE``."""
         item = self.item(step.source)
         if item is not None:
-            self.out(self.node("move!", step, step.source.value.op, [item]), step.result)
+            self.out(self.node(Kind.MOVE, step, step.source.value.op, [item]), step.result)
 
     def barrier(self, step: Barrier) -> None:
         """Let the results of a barrier be the buffers of its operands, in memory; an opaque barrier copies them."""
         for source, result in zip(step.sources, step.results, strict=True):
             item = self.item(source)
             if item is not None and step.opaque:  # through integers: a copy
-                self.out(self.node("copy!", step, result.value.op, [item]), result)
+                self.out(self.node(Kind.COPY, step, result.value.op, [item]), result)
             elif item is not None:
                 item.must_store |= not step.after  # it is in memory, whatever reads it
                 self.items[result] = item
@@ -203,46 +187,42 @@ class _Reader:
         op, operands, results = step.op, step.operands, step.results
         if results and results[0].is_constant:
             return
-        name, items = op.name, self.items
-        if op.primitive.barrier:
+        kind, items = Kind.OP, self.items
+        if op.primitive.family == "barrier":
             for shard, out in zip(operands, results, strict=True):
                 item = self.item(shard)
                 if item is not None:
                     items[out] = item
             return
         some = [item for s in operands if s is not None and (item := items.get(s)) is not None]
-        if name in FUSIBLE:
-            for item in some:
-                if item.elements != 1:
-                    break
-            else:
-                if _grows(op):
-                    return  # a broadcast scalar costs as little as a constant
-        if name in VIEWS and self.placed(step, some):
+        scalars = op.primitive.fusible and all(item.value.elements == 1 for item in some)
+        if scalars and all(out.elements > 1 for out in op.outs):
+            return  # a broadcast scalar costs as little as a constant
+        if op.primitive.view and self.placed(step, some):
             return
-        if op.primitive.scatter and self.one_hot(step):
-            name = "one_hot!"
-        elif op.primitive.random and drawn_by_index(op.eqn):
-            name = "random_bits!"
-        elif op.primitive.gather and self.one_window(step):
-            name = "slice"
-        node = self.node(name, step, op, some)
+        if op.primitive.family == "scatter" and self.one_hot(step):
+            kind = Kind.ONE_HOT
+        elif op.primitive.family == "random" and drawn_by_index(op.eqn):
+            kind = Kind.RANDOM_BITS
+        elif op.primitive.family == "gather" and self.one_window(step):
+            kind = Kind.SLICE
+        node = self.node(kind, step, op, some)
         for out in results:
             self.out(node, out)
 
     def placed(self, step: Run, some: list[Buffer]) -> bool:
         """Add a view, or a copy to or from host memory; False if the op is neither, and needs a kernel that computes."""
         op = step.op
-        if op.primitive.transfer and some and some[0].value.on_host != step.results[0].on_host:
-            node = self.node("transfer!", step, op, some)
+        if op.primitive.family == "transfer" and some and some[0].value.on_host != step.results[0].on_host:
+            node = self.node(Kind.TRANSFER, step, op, some)
             for out in step.results:
                 self.out(node, out)
             return True
-        if op.name in VIEWS and len(some) <= 1 and len(step.results) == 1:
+        if len(some) <= 1 and len(step.results) == 1:
             if some:
                 (view,), (out,) = some, step.results
                 if (view.bytes or view.host_bytes) != self.bytes(out.value, out.spec):
-                    self.out(self.node("slice", step, op, some), out)
+                    self.out(self.node(Kind.SLICE, step, op, some), out)
                 else:
                     self.items[out] = view
             return True
@@ -267,48 +247,49 @@ class _Reader:
     def branch(self, step: Branch) -> None:
         """Add a conditional: a kernel with its operands and results, and a computation for each branch."""
         reads = [step.index, *step.operands]
-        node = self.node("cond", step, step.op, [self.item(s) for s in reads])
+        node = self.node(Kind.OP, step, step.op, [self.item(s) for s in reads])
         for body in step.branches:
-            self.inside(node, body, lambda: None, "leave!", 0)
+            self.inside(node, body, Kind.LEAVE)
         for out in step.results:
             self.out(node, out)
 
     def loop(self, step: Loop) -> None:
         """Add a loop: a kernel with its operands and results, and a computation for each body."""
-        scan = step.op.primitive.scan
+        scan = step.op.primitive.family == "scan"
         carries = len(step.inits)
         firsts = [self.item(s) for s in step.inits]
         stacks = [self.item(s) for s in step.stacks]
         consts, hoisted = ([self.item(s) for s in shards] for shards in (step.consts, step.hoisted))
-        node = self.node(step.op.name, step, step.op, [*consts, *firsts, *stacks, *hoisted])
+        node = self.node(Kind.OP, step, step.op, [*consts, *firsts, *stacks, *hoisted])
         for body in step.bodies:
-
-            def begin(body: Body = body) -> None:
-                """Add the inputs of a loop body: its carries, and a slice of each stacked operand."""
-                for shard in body.inputs[:carries]:
-                    mine = self.enter(shard)
-                    mine.carried = True
-                    self.region.inputs.append(mine)
-                for shard, item in zip(body.inputs[carries:], stacks, strict=False):
-                    if item is not None:
-                        self.out(self.node("slice", None, step.op, [item]), shard).host_bytes = 0.0
-
-            self.inside(node, body, begin, "stack!" if scan else "leave!", carries if body is step.body else 0)
+            self.inside(node, body, Kind.STACK if scan else Kind.LEAVE, stacks, carries if body is step.body else 0)
         for k, out in enumerate(step.results):
             made = self.out(node, out)
             if k < carries:
                 node.carries = (*node.carries, (firsts[k], made))
 
-    def inside(self, node: Kernel, body: Body, begin: Callable[[], None], leaves: str, carries: int) -> None:
-        """Add the computation of a body to a kernel; results from index ``carries`` on end in a kernel named ``leaves``."""
+    def inside(
+        self, node: Kernel, body: Body, leaves: Kind, stacks: Sequence[Buffer | None] = (), carries: int = 0
+    ) -> None:
+        """Add the computation of a body to a kernel; results from index ``carries`` on end in a kernel of kind ``leaves``.
+
+        The inputs of a loop's body are its carries, then a slice of each of ``stacks``.
+        """
         outer, self.region = self.region, Computation(body.trip_count)
-        begin()
+        count = len(body.inputs) - len(stacks)
+        for shard in body.inputs[:count]:
+            mine = self.new(shard)
+            mine.carried = True
+            self.region.inputs.append(mine)
+        for shard, item in zip(body.inputs[count:], stacks, strict=True):
+            if item is not None:
+                self.out(self.node(Kind.SLICE, None, node.op, [item]), shard).host_bytes = 0.0
         self.steps(body)
         for k, shard in enumerate(body.outputs):
             item = self.item(shard)
             if item is not None:
-                self.node("leave!" if k < carries else leaves, None, node.op, [item])
-                if k >= carries and leaves == "stack!":
+                self.node(Kind.LEAVE if k < carries else leaves, None, node.op, [item])
+                if k >= carries and leaves is Kind.STACK:
                     item.host_bytes = 0.0  # it is copied into the stack on the host
         fuse(self.region, self.plan.compiler.row_ratio)
         node.bodies = (*node.bodies, self.region)
@@ -338,8 +319,3 @@ def ring_block_counts(plan: Plan) -> dict[Shard, int]:
             if shard not in leaves and shard in maker:
                 todo += maker[shard].reads
     return counts
-
-
-def _grows(op: Op) -> bool:
-    """Whether all results of an op have more than one element."""
-    return all(out.elements > 1 for out in op.outs)

@@ -23,12 +23,9 @@ from .buffer_roles import ROLES, buffer_roles
 from .caching import cached_on_plan
 from .donation import aliased_inputs, gathered_then_copied
 from .flops import local_work
-from .fusion import FUSIBLE, GATHERS, USER_KERNELS, Buffer, Computation, Kernel, array_scattered_into, array_written
+from .fusion import Buffer, Computation, Kernel, Kind, array_scattered_into, array_written
 from .kernels import REDUCE_RING_BUFFERS, computation_of
 from .schedule import schedules
-
-HAVE_BUFFERS = USER_KERNELS | {"move!"}
-"""Names of kernels, besides matmuls, that may have buffers other than operands and results."""
 
 
 @dataclass(slots=True)
@@ -64,7 +61,7 @@ class Memory:
     @property
     def curve(self) -> list[tuple[int, float, str]]:
         """(index of the op in program order, live bytes, primitive) after every kernel."""
-        return [(i, n, node.name.rstrip("!")) for i, n, node in self.points]
+        return [(i, n, node.name) for i, n, node in self.points]
 
     def to_dict(self) -> dict[str, Any]:
         """All of this as JSON: peak, host bytes, line and buffers of the peak, bytes and padding by role, curve."""
@@ -92,7 +89,7 @@ class _Live:
 
     Attributes:
       points: as in :class:`Memory`.
-      live: ``id`` of a buffer → the buffer, its allocated bytes, and those in host memory; total, on_host: of all of them.
+      live: buffer → its allocated bytes, and those in host memory; total, on_host: of all of them.
       peak, at: the largest total, and its kernel.
       events: allocations with their bytes, and frees (None); before_peak: the number of events before the peak.
       more: the buffers of collectives in flight at the peak.
@@ -109,7 +106,7 @@ class _Live:
         self.postpones = self.tpu and plan.is_async("all-gather")
         self.schedules = schedules(plan)
         self.points: list[tuple[int, float, Kernel]] = []
-        self.live: dict[int, tuple[Buffer, float, float]] = {}
+        self.live: dict[Buffer, tuple[float, float]] = {}
         self.total = 0.0
         self.on_host = self.host = 0.0
         self.peak = -1.0
@@ -117,7 +114,7 @@ class _Live:
         self.events: list[tuple[Buffer, float | None]] = []
         self.before_peak = 0
         self.more: list[tuple[Buffer, float]] = []
-        self.aliased_inputs: set[int] = set()
+        self.aliased: set[Buffer] = set()
         self.in_chunks: set[Value] = set()
         self.rings: dict[Value, tuple[Step, GatherRing]] = {}
         for step in plan.body.all_steps:
@@ -129,9 +126,9 @@ class _Live:
 
     def add(self, item: Buffer, size: float | None = None) -> None:
         """Allocate a buffer, if it is not live yet; ``size``: bytes of the device, other than its own, with none on the host."""
-        if id(item) not in self.live:
+        if item not in self.live:
             n, host = (item.live_bytes, item.host_bytes) if size is None else (size, 0.0)
-            self.live[id(item)] = (item, n, host)
+            self.live[item] = (n, host)
             self.events.append((item, n))
             self.total += n
             self.on_host += host
@@ -139,60 +136,58 @@ class _Live:
 
     def drop(self, item: Buffer) -> None:
         """Free a buffer, if it is live."""
-        entry = self.live.pop(id(item), None)
-        if entry is not None:
+        if item in self.live:
+            size, host = self.live.pop(item)
             self.events.append((item, None))
-            self.total -= entry[1]
-            self.on_host -= entry[2]
+            self.total -= size
+            self.on_host -= host
 
     def sample(self, node: Kernel, in_flight: Sequence[Buffer] = ()) -> None:
         """Record the live bytes after a kernel, with the buffers of collectives in flight."""
-        more = {id(i): (i, i.live_bytes) for i in in_flight if id(i) not in self.live} if in_flight else {}
-        total = self.total + sum([n for _, n in more.values()])
+        more = {i: i.live_bytes for i in in_flight if i not in self.live}
+        total = self.total + sum(more.values())
         self.points.append((node.position, total, node))
         if total > self.peak:
             self.peak, self.at = total, node
-            self.before_peak, self.more = len(self.events), [*more.values()]
+            self.before_peak, self.more = len(self.events), [*more.items()]
 
     def program(self, region: Computation) -> None:
         """Run the program: arguments and constants are live from its start, results to its end."""
         for item in (*region.constants, *region.inputs):
             self.add(item)
-        donated = {id(region.inputs[i]) for i in aliased_inputs(self.plan).values()}
-        self.aliased_inputs = {id(region.outputs[k]) for k in aliased_inputs(self.plan)}
+        donated = {region.inputs[i] for i in aliased_inputs(self.plan).values()}
+        self.aliased = {region.outputs[k] for k in aliased_inputs(self.plan)}
         if self.tpu:  # libtpu 0.0.42 allocates the stacks of saved activations at the start of the program
             loops = [node for node in region.kernels if node.bodies]
-            carried = {id(out) for node in loops for _, out in node.carries}
-            for item in (out for node in loops for out in node.writes if id(out) not in carried):
+            carried = {out for node in loops for _, out in node.carries}
+            for item in (out for node in loops for out in node.writes if out not in carried):
                 if self.kind_of(item) == "saved activations":
                     self.add(item)
             # it starts copies of arguments from the host before the loops of the forward or backward pass
-            inputs = {id(item) for item in region.inputs if item.host_bytes}
+            inputs = {item for item in region.inputs if item.host_bytes}
             for node in region.kernels:
-                if node.name == "transfer!" and inputs.intersection(map(id, node.reads)):
+                if node.kind is Kind.TRANSFER and inputs.intersection(node.reads):
                     for out in node.writes:
                         self.add(out)
-        retained = {id(item) for item in region.inputs} - donated
-        retained |= {id(item) for item in region.outputs}
-        self.region(region, retained)
+        self.region(region, set(region.inputs) - donated | set(region.outputs))
         if self.at is None and region.nodes:
             self.sample(region.nodes[0])
 
-    def region(self, region: Computation, retained: set[int]) -> None:
-        """Allocate and free the buffers of a computation, in its schedule's order; ``retained`` (ids) stay live to its end."""
-        own = {id(item) for item in region.inputs}
+    def region(self, region: Computation, retained: set[Buffer]) -> None:
+        """Allocate and free the buffers of a computation, in its schedule's order; ``retained`` stay live to its end."""
+        own = set(region.inputs)
         schedule = self.schedules[region]
         for index, node in enumerate(schedule.kernels):
-            own.update(map(id, node.writes))
-            ends = [i for i in node.reads if schedule.last_read[i] == index and id(i) in own and id(i) not in retained]
+            own.update(node.writes)
+            ends = [i for i in node.reads if schedule.last_read[i] == index and i in own and i not in retained]
             carried = [i for i in node.reads if i.carried and schedule.last_read[i] == index]
             if node.bodies:
                 self.loop(node, ends, retained, carried)
             else:
                 # elementwise kernels and collectives overwrite an operand that ends with them
-                free = list(ends) if node.name in FUSIBLE or node.name == "move!" else []
+                free = list(ends) if node.traits.fusible or node.kind is Kind.MOVE else []
                 if self.tpu:  # but not one that was copied from the host (libtpu 0.0.42)
-                    free = [i for i in free if i.made_by is None or i.made_by.name != "transfer!"]
+                    free = [i for i in free if i.made_by is None or i.made_by.kind is not Kind.TRANSFER]
                 array = array_written(node) or array_scattered_into(node)
                 if array in carried:
                     self.add(node.outs[0], 0.0)  # in the memory of the loop's result
@@ -213,7 +208,7 @@ class _Live:
             for item in ends:
                 self.drop(item)
             for out in node.writes:
-                if schedule.last_read.get(out, -1) <= index and id(out) not in retained:
+                if schedule.last_read.get(out, -1) <= index and out not in retained:
                     self.drop(out)
 
     def from_the_start(self, region: Computation) -> list[Buffer]:
@@ -222,18 +217,14 @@ class _Live:
             item
             for node in region.kernels
             for item in node.writes
-            if item.value in self.in_chunks and (node.name == "move!" or node.matmuls)
+            if item.value in self.in_chunks and (node.kind is Kind.MOVE or node.matmuls)
         ]
 
     def inside(self, node: Kernel) -> Buffer | None:
         """The scratch memory of a kernel as one buffer: declared by an opaque kernel, or chunks of a ring in flight; None: none."""
-        if node.name not in HAVE_BUFFERS and not node.matmuls:
+        if node.traits.family != "kernel" and node.kind is not Kind.MOVE and not node.matmuls:
             return None
-        work = (
-            local_work(node.step, self.plan.sizes)
-            if isinstance(node.step, Run) and node.name == node.step.op.name
-            else None
-        )
+        work = local_work(node.step, self.plan.sizes) if isinstance(node.step, Run) and node.kind is Kind.OP else None
         size = self.blocks(node) if work is None else work.memory
         return None if (work is None and not size) or not node.outs else Buffer(size, node.outs[0].value, node)
 
@@ -244,7 +235,11 @@ class _Live:
         reads it later (it is in ``ends``). A part that is exchanged arrives in a further buffer.
         """
         step = node.step
-        if node.name != "move!" or not isinstance(step, ShardingChange) or getattr(step, "ring", None) is not None:
+        if (
+            node.kind is not Kind.MOVE
+            or not isinstance(step, ShardingChange)
+            or getattr(step, "ring", None) is not None
+        ):
             return None
         out = node.writes[0]
         specs, value = step.specs, step.result.value
@@ -254,7 +249,7 @@ class _Live:
         if not sizes and max(times) == 1:
             return None
         source = sum(i.live_bytes for i in node.ins)
-        allocated = out.live_bytes + sum(i.live_bytes for i in node.ins if id(i) in self.live)
+        allocated = out.live_bytes + sum(i.live_bytes for i in node.ins if i in self.live)
         made = [*sizes, out.live_bytes]
         most = 0.0
         for k, (size, parts) in enumerate(zip(made, times, strict=True)):
@@ -285,7 +280,7 @@ class _Live:
         With asynchronous all-gathers there are two: the next one starts before the last one is copied (libtpu 0.0.42: ZeRO-1 on v5p
         peaks at 40.3 GB with synchronous all-gathers, at 52.3 with asynchronous ones).
         """
-        if node.name != "move!" or id(node.writes[0]) not in self.aliased_inputs:
+        if node.kind is not Kind.MOVE or node.writes[0] not in self.aliased:
             return None
         (out,) = node.writes
         copied = gathered_then_copied(self.plan, out.bytes, sum(i.bytes for i in node.reads))
@@ -297,46 +292,41 @@ class _Live:
         The TPU compiler (libtpu 0.0.42) makes the dim that is all-gathered the outermost in memory. Matmuls read any layout; a
         lookup reads rows, so that the table is copied once. Where collectives run on cores of their own (tpu7x), these order rows.
         """
-        if node.name not in GATHERS or not self.copies or not node.ins or node.op is None:
+        if node.traits.family != "gather" or not self.copies or not node.ins or node.op is None:
             return None
         table = node.ins[0]
         made, rows = table.made_by, node.op.eqn.params["dimension_numbers"].start_index_map
-        if made is None or made.name != "move!" or _gathered_rows(made, rows):
+        if made is None or made.kind is not Kind.MOVE or _gathered_rows(made, rows):
             return None
         return Buffer(table.bytes, table.value, node)
 
-    def loop(self, node: Kernel, ends: list[Buffer], retained: set[int], carried_outside: list[Buffer]) -> None:
+    def loop(self, node: Kernel, ends: list[Buffer], retained: set[Buffer], carried_outside: list[Buffer]) -> None:
         """Allocate a loop's results (but stacks without readers), then allocate and free the buffers of each of its bodies.
 
         Args:
           ends: the operands that nothing reads later.
           carried_outside: the carries of a loop around this one that nothing else in its body reads later.
         """
-        ended = {id(i) for i in ends}
+        ended = set(ends)
         for first, out in node.carries:  # the carry overwrites its first value
-            if (
-                first is not None
-                and id(first) in ended
-                and (first.bytes, first.host_bytes) == (out.bytes, out.host_bytes)
-            ):
-                ended.discard(id(first))
+            if first is not None and first in ended and (first.bytes, first.host_bytes) == (out.bytes, out.host_bytes):
+                ended.discard(first)
                 self.drop(first)
             elif first in carried_outside and (first.bytes, first.host_bytes) == (out.bytes, out.host_bytes):
                 self.add(out, 0.0)  # in the memory of the outer loop's result
-        carried = {id(out) for _, out in node.carries}
+        kept = retained | {out for _, out in node.carries}
         for out in node.writes:
-            if out.readers or id(out) in retained | carried:
+            if out.readers or out in kept:
                 self.add(out)
         self.sample(node)
         for region in node.bodies:
-            inside = {id(i) for k in region.kernels if k.name == "leave!" for i in k.reads}
+            inside = {i for k in region.kernels if k.kind is Kind.LEAVE for i in k.reads}
             before = self.total
             for item in region.inputs:  # they share the memory of the loop's results
                 self.add(item, 0.0)
             for item in self.from_the_start(region):
                 self.add(item)
-            outer = {id(i) for i in region.inputs}
-            self.region(region, inside | outer)
+            self.region(region, inside.union(region.inputs))
             for k in region.kernels:
                 for item in (*k.writes, *region.inputs):
                     self.drop(item)
@@ -344,13 +334,13 @@ class _Live:
 
     def memory(self) -> Memory:
         """The result, with the buffers that are live at the peak."""
-        live: dict[int, tuple[Buffer, float]] = {}
+        live: dict[Buffer, float] = {}
         for item, size in self.events[: self.before_peak]:
             if size is None:
-                del live[id(item)]
+                del live[item]
             else:
-                live[id(item)] = (item, size)
-        best = [*live.values(), *self.more]
+                live[item] = size
+        best = [*live.items(), *self.more]
         kinds: dict[str, float] = dict.fromkeys(ROLES, 0.0)
         padding: dict[str, float] = dict.fromkeys(ROLES, 0.0)
         largest = []
@@ -384,7 +374,7 @@ def ring_buffer_bytes(ring: GatherRing | ReduceRing, block: float, devices: int)
 
 
 def _gathered_rows(node: Kernel, rows: Sequence[int]) -> bool:
-    """Whether a ``move!`` all-gathers only these dims, or dims after dims of size 1 only (row-major either way)."""
+    """Whether a ``MOVE`` all-gathers only these dims, or dims after dims of size 1 only (row-major either way)."""
     if not isinstance(node.step, Reshard):
         return True
     shape = node.step.result.value.shape

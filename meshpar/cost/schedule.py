@@ -27,12 +27,11 @@ from ..plan.plan import Plan
 from ..plan.steps import Reduce, Reshard, Run, Step
 from .buffer_roles import buffer_roles
 from .caching import cached_on_plan
-from .fusion import FUSIBLE, USER_KERNELS, VIEWS, Buffer, Computation, Kernel
+from .fusion import Buffer, Computation, Kernel, Kind
 from .kernel_time import KernelTime, kernel_times
 from .kernels import computation_of
 
 T = TypeVar("T", bound=Hashable)
-_LIGHT = FUSIBLE | VIEWS | {"move!", "copy!"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class AsyncCollective:
 
 @cached_on_plan
 def async_collectives(plan: Plan) -> dict[Computation, dict[Kernel, AsyncCollective]]:
-    """Computation → its ``move!`` kernels whose collectives other kernels need not wait for → how each overlaps.
+    """Computation → its ``MOVE`` kernels whose collectives other kernels need not wait for → how each overlaps.
 
     With all-reduces on the SparseCores, the TPU compiler (libtpu 0.0.42, default effort) has the all-reduces of gradients in flight
     until the end of a loop body, all at once. It sends reductions of gradients that block programs at the end of the body.
@@ -75,7 +74,7 @@ def async_collectives(plan: Plan) -> dict[Computation, dict[Kernel, AsyncCollect
         inside, cache = set(computation.nodes), dict[Buffer, bool]()
         overlapped = out.setdefault(computation, {})
         for kernel in computation.kernels:
-            if kernel.name != "move!":
+            if kernel.kind is not Kind.MOVE:
                 continue
             if not any(_is_computed(buffer, computation, inside, cache) for buffer in kernel.ins):
                 overlapped[kernel] = AsyncCollective(True)
@@ -93,8 +92,8 @@ def _with_bodies(computation: Computation) -> Iterator[Computation]:
 
 
 def _only_leaves(move: Kernel) -> bool:
-    """Whether the result of a collective is only written into the stack of a loop (``stack!``)."""
-    return all(reader.name == "stack!" for buffer in move.outs for reader in buffer.readers)
+    """Whether the result of a collective is only written into the stack of a loop (``STACK``)."""
+    return all(reader.kind is Kind.STACK for buffer in move.outs for reader in buffer.readers)
 
 
 def separate_collectives(step: Step) -> Sequence[Collective]:
@@ -106,7 +105,7 @@ def separate_collectives(step: Step) -> Sequence[Collective]:
 
 @cached_on_plan
 def concurrent_matmuls(plan: Plan) -> dict[Computation, dict[Kernel, tuple[Kernel, ...]]]:
-    """For every computation, its ``move!`` kernels that matmuls depend on → the matmuls concurrent with their collectives.
+    """For every computation, its ``MOVE`` kernels that matmuls depend on → the matmuls concurrent with their collectives.
 
     Only asynchronous collectives (``Plan.is_async``) have any. A matmul is concurrent with one collective at most,
     neither computes its operand nor reads its result, and all of these choices hold in one order of the kernels.
@@ -130,7 +129,7 @@ def _concurrent_in(
     """:func:`concurrent_matmuls` of one computation."""
     moves: dict[Kernel, float] = {}
     for kernel in computation.nodes:
-        if kernel.name == "move!" and kernel.step is not None and kernel not in overlapped:
+        if kernel.kind is Kind.MOVE and kernel.step is not None and kernel not in overlapped:
             sent = separate_collectives(kernel.step)
             seconds = sum(c.seconds or 0.0 for c in sent if _is_concurrent(plan, c))
             if seconds:
@@ -191,7 +190,7 @@ class Transfer:
     """One collective on the links, in seconds from the start of a run of its computation.
 
     Attributes:
-      kernel: the ``move!`` kernel that it belongs to, or the op that sends.
+      kernel: the ``MOVE`` kernel that it belongs to, or the op that sends.
       is_async: other kernels run meanwhile.
     """
 
@@ -207,7 +206,7 @@ class HostCopy:
     """One copy between device and host memory, in seconds from the start of a run of its computation.
 
     Attributes:
-      kernel: the ``transfer!`` kernel.
+      kernel: the ``TRANSFER`` kernel.
       to_host: its direction.
       bytes: of one device.
     """
@@ -311,9 +310,9 @@ class _Clock:
 
     def run(self, schedule: Schedule) -> None:
         """Run the kernels of a schedule in their order, and set all of its seconds."""
-        copies = any(kernel.name == "transfer!" for kernel in schedule.kernels)
+        copies = any(kernel.kind is Kind.TRANSFER for kernel in schedule.kernels)
         for kernel in schedule.kernels:
-            if kernel.name == "transfer!":
+            if kernel.kind is Kind.TRANSFER:
                 schedule.starts.append(self.now)
                 schedule.host_copies.append(self.copy(kernel))
                 continue
@@ -335,7 +334,7 @@ class _Clock:
         schedule.seconds = max(self.now, self.links_free, *self.host_free.values())
 
     def copy(self, kernel: Kernel) -> HostCopy:
-        """Start the copy of a ``transfer!`` kernel; it ends after its bytes over the link to the host."""
+        """Start the copy of a ``TRANSFER`` kernel; it ends after its bytes over the link to the host."""
         to_host, size = host_copy(self.plan, kernel)
         start = max([self.host_free[to_host], *(self.made.get(buffer, 0.0) for buffer in kernel.reads)])
         end = start + host_seconds(self.plan, size)
@@ -372,7 +371,7 @@ class _Clock:
 
 
 def host_copy(plan: Plan, kernel: Kernel) -> tuple[bool, float]:
-    """Whether a ``transfer!`` kernel copies to the host, and its bytes on one device."""
+    """Whether a ``TRANSFER`` kernel copies to the host, and its bytes on one device."""
     assert isinstance(kernel.step, Run)
     results = kernel.step.results
     return results[0].on_host, sum(map(plan.shard_bytes, results))
@@ -392,7 +391,7 @@ def _add_in_flight(
     for k, kernel in enumerate(kernels):
         for buffer in kernel.reads:
             schedule.last_read[buffer] = k
-    heavy = [i for i, k in enumerate(kernels) if k.matmuls or k.name in USER_KERNELS]
+    heavy = [i for i, k in enumerate(kernels) if k.matmuls or k.traits.family == "kernel"]
     index = {kernel: k for k, kernel in enumerate(kernels)}
     for move, how in overlapped.items():
         k, buffers = index[move], [*move.reads]
@@ -454,7 +453,7 @@ def _is_computed(buffer: Buffer, computation: Computation, inside: set[Kernel], 
         item = pending[-1]
         if item.made_by is None or item.made_by not in inside:
             cache[item] = item.carried and item in computation.inputs
-        elif item.made_by.name not in _LIGHT or any(cache.get(b) for b in item.made_by.ins):
+        elif not item.made_by.is_light or any(cache.get(b) for b in item.made_by.ins):
             cache[item] = True
         else:
             unknown = [b for b in item.made_by.ins if b not in cache]

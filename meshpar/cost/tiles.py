@@ -25,7 +25,7 @@ class Tiles:
         self.images: set[tuple[int, int, int, int]] = set()  # classes and places of batch and channels
         self._of: dict[Value, tuple[int, int] | None] = {}
         for op in program.root.walk():
-            if op.primitive.convolution:
+            if op.primitive.family == "conv":
                 dn = op.eqn.params["dimension_numbers"]
                 for value, (batch, channels, *_) in ((op.ins[0], dn.lhs_spec), (op.outs[0], dn.out_spec)):
                     if value is not None:

@@ -12,44 +12,12 @@ from typing import Any
 
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
-from ..program.ir import Op
 from ..units import format_bytes, format_seconds
 from .caching import cached_on_plan
 from .flops import model_flops
-from .fusion import line_of
-from .kernel_time import kernel_times
+from .kernel_time import KernelTime, kernel_times
 from .kernels import computation_of
 from .schedule import host_seconds, schedules, separate_collectives
-
-
-@dataclass(slots=True)
-class OpTime:
-    """One kernel on one device.
-
-    Attributes:
-      name: the primitive that computes its result.
-      flops: of the matmuls of one run, dims rounded up to the matrix unit.
-      bytes: read from and written to HBM in one run.
-      seconds: of one run.
-      count: runs in a step; a loop of unknown length counts once.
-      origin: the op of the program that it computes.
-    """
-
-    name: str
-    flops: float
-    bytes: float
-    seconds: float
-    count: int
-    origin: Op | None = None
-
-    @property
-    def source(self) -> str:
-        """The user's line, and the part of the model (:attr:`Op.location`)."""
-        return line_of(self.origin)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "flops": self.flops, "bytes": self.bytes, "seconds": self.seconds, "count": self.count,
-                "source": self.source}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -81,7 +49,7 @@ class Time:
     seconds: float
     model_flops: float
     peak_flops: float
-    ops: list[OpTime] = field(default_factory=list, repr=False)
+    ops: list[KernelTime] = field(default_factory=list, repr=False)
     bottleneck: str = ""
     to_host: float = 0.0
     to_device: float = 0.0
@@ -118,22 +86,18 @@ def time_of(plan: Plan) -> Time | None:
     """The time of a step on the plan's chip; None without a chip."""
     if plan.chip is None:
         return None
-    ops: list[OpTime] = []
-    compute = memory = vector = 0.0
-    for kernel, k in kernel_times(plan).items():
-        compute += k.matmul_seconds * k.count
-        memory += k.traffic_seconds * k.count
-        vector += k.vector_seconds * k.count
-        ops.append(OpTime(kernel.primitive, k.flops, k.bytes, k.seconds, k.count, kernel.origin))
-    model = model_flops(plan)
-    communication = plan.comm_seconds
+    ops = list(kernel_times(plan).values())
+    compute, memory, vector = (
+        sum(getattr(k, part) * k.count for k in ops) for part in ("matmul_seconds", "traffic_seconds", "vector_seconds")
+    )
     busiest_axis = _busiest_axis(plan.collectives)
     seconds = max(_estimate(plan), busiest_axis)
     peak_flops = plan.chip.per_device().flops * math.prod(plan.sizes.values())
     to_host, to_device = (
         host_seconds(plan, sum(t.total_bytes for t in plan.transfers if t.to == to)) for to in ("host", "device")
     )
-    out = Time(compute, memory, vector, communication, busiest_axis, seconds, model, peak_flops, ops)
+    model = model_flops(plan)
+    out = Time(compute, memory, vector, plan.comm_seconds, busiest_axis, seconds, model, peak_flops, ops)
     out.to_host, out.to_device = to_host, to_device
     out.bottleneck = _bottleneck(plan, out)
     return out

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .fusion import Buffer, Kernel
+from .fusion import Buffer, Kernel, Kind
 from .tiles import Tiles
 
-_HBM_KERNELS = ("move!", "leave!", "stack!", "transfer!")
-"""Names of kernels that read and write HBM."""
+_HBM_KERNELS = (Kind.MOVE, Kind.LEAVE, Kind.STACK, Kind.TRANSFER)
+"""Kernels that read and write HBM."""
 
 
 def buffers_in_vmem(kernels: Sequence[Kernel], tiles: Tiles, capacity: float) -> dict[Kernel, set[Buffer]]:
@@ -44,7 +44,7 @@ def buffers_in_vmem(kernels: Sequence[Kernel], tiles: Tiles, capacity: float) ->
                 continue
             if k == len(some):
                 some.append(node)
-    in_hbm = [node.name in _HBM_KERNELS or bool(node.bodies) for node in some]
+    in_hbm = [node.kind in _HBM_KERNELS or bool(node.bodies) for node in some]
     spans: list[tuple[int, bool, int, int, Buffer]] = []  # kernels between, fetched?, from, to
     for item, places in uses.items():
         if item.bytes > capacity:

@@ -12,10 +12,9 @@ from jax import lax
 
 from ..compat.jax import body_operands, make_jaxpr, source_line
 from ..errors import UnsupportedError
-from ..rules import bodies, having, primitive
+from ..rules import bodies, primitive
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
-_ELEMENTWISE = having(lambda p: p.elementwise) | {"convert_element_type", "copy", "integer_pow", "select_n"}
 
 
 def offload(tx: optax.GradientTransformation, *, layers: int | None = None) -> optax.GradientTransformation:
@@ -265,7 +264,7 @@ def _marks(jaxpr: Any, marks: Sequence[_Mark]) -> list[_Mark]:
         else:
             owners = frozenset().union(*(m.owners for m in ins))
             owned = [v.aval.shape for v, m in zip(eqn.invars, ins, strict=True) if m.owners]
-            elementwise = eqn.primitive.name in _ELEMENTWISE and all(
+            elementwise = primitive(eqn.primitive.name).elementwise and all(
                 out.aval.shape == shape for out in eqn.outvars for shape in owned
             )
             mixed = next((m.mixed for m in ins if m.mixed is not None), None)

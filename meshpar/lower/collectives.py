@@ -21,7 +21,7 @@ from ..plan.spec import shard_count
 from ..plan.steps import Reduce, spec_after
 from ..rules.owned import addable
 from ..rules.rule import ADDED
-from ..rules.spmd import Grid, axis_index, fine_names, on_words, shape_in
+from ..rules.spmd import Grid, axis_index, fine_names, on_words, shape_in, slice_to_spec
 
 
 def follow(x: Any, path: Sequence[Move], grid: Grid, separate: bool = False) -> Any:
@@ -34,22 +34,12 @@ def follow(x: Any, path: Sequence[Move], grid: Grid, separate: bool = False) -> 
         return jnp.zeros(shape_in(x.shape, path[0].before, path[-1].after, grid), x.dtype)
     for move in path:
         if move.op == "slice":
-            x = _slice(x, move, grid)
+            x = slice_to_spec(x, move.before, move.after, grid)
         elif move.op == "all-gather":
             x = on_words(x, functools.partial(_all_gather, move=move, grid=grid, separate=separate))
         else:
             x = on_words(x, functools.partial(before_exchange, cpu=grid.cpu))
             x = on_words(x, functools.partial(_EXCHANGES[move.op], move=move, grid=grid))
-    return x
-
-
-def _slice(x: Any, move: Move, grid: Grid) -> Any:
-    """The slice of a local array that the device has after a move: ``before`` → ``after`` adds axes to some dims."""
-    for i, (before, after) in enumerate(zip(move.before, move.after, strict=True)):
-        axes = after[len(before) :]
-        if axes:
-            n = x.shape[i] // shard_count(axes, grid)
-            x = lax.dynamic_slice_in_dim(x, axis_index(fine_names(axes, grid)) * n, n, i)
     return x
 
 
@@ -207,42 +197,36 @@ def combined(
       cpu: whether XLA's CPU compiler compiles the program.
     """
     cpu = cpu or (isinstance(grid, Grid) and grid.cpu)
+
+    def by(kind: str, x: Any) -> Any:
+        """The value, reduced by a reduction."""
+        dtype, first = x.dtype, begun
+        if 0 in x.shape:
+            return jnp.zeros(shape_in(x.shape, have, spec_after(have, scatters), grid), dtype)
+        restore: Callable[[Any], Any] = functools.partial(lax.convert_element_type, new_dtype=dtype)
+        if kind == "indexed":
+            x, restore = addable(x, cpu)
+        elif dtype == np.bool_:
+            x = x.astype(np.uint8)
+        for s in scatters:
+            axes = fine_names([a for a in s.axes if grid[a] > 1], grid)
+            x, first = scattered(x, axes[first:], s.dim, "staged" if first else s.algorithm, grid), 0
+        axes = fine_names([a for a in over if grid[a] > 1], grid)
+        if axes and is_all_reducible(kind, dtype) and kind in ADDED:
+            x = lax.psum(x, axes)
+        elif axes and is_all_reducible(kind, dtype):
+            x = extremum(x, axes, "max" if kind in ("max", "or") else "min", cpu)
+        elif axes:
+            every = lax.all_gather(x, axes, axis=0)
+            x = functools.reduce(_TOGETHER[kind], [every[k] for k in range(every.shape[0])])
+        return restore(x)
+
     if kind != "indexed" or not jnp.issubdtype(x.dtype, jnp.inexact):
-        return _combined(x, have, scatters, over, kind, grid, begun, cpu)
-
-    @jax.custom_jvp
-    def elements(x: Any) -> Any:
-        return _combined(x, have, scatters, over, kind, grid, begun, cpu)
-
-    @elements.defjvp
-    def _(
-        primals: Any, tangents: Any
-    ) -> Any:  # the elements may be added as integers, which have no derivative; tangents are added as floats
-        return elements(*primals), _combined(tangents[0], have, scatters, over, "sum", grid, begun, cpu)
-
+        return by(kind, x)
+    # the elements may be added as integers, which have no derivative; tangents are added as floats
+    elements = jax.custom_jvp(lambda x: by("indexed", x))
+    elements.defjvp(lambda primals, tangents: (elements(*primals), by("sum", *tangents)))
     return elements(x)
 
 
-def _combined(
-    x: Any, have: Spec, scatters: Sequence[Any], over: Sequence[str], kind: str, grid: Mapping[str, int], begun: int, cpu: bool
-) -> Any:  # fmt: skip
-    """:func:`combined` without its derivative for ``kind="indexed"``."""
-    dtype = x.dtype
-    if 0 in x.shape:
-        return jnp.zeros(shape_in(x.shape, have, spec_after(have, scatters), grid), dtype)
-    restore: Callable[[Any], Any] = functools.partial(lax.convert_element_type, new_dtype=dtype)
-    if kind == "indexed":
-        x, restore = addable(x, cpu)
-    elif dtype == np.bool_:
-        x = x.astype(np.uint8)
-    for s in scatters:
-        axes = fine_names([a for a in s.axes if grid[a] > 1], grid)
-        x, begun = scattered(x, axes[begun:], s.dim, "staged" if begun else s.algorithm, grid), 0
-    axes = fine_names([a for a in over if grid[a] > 1], grid)
-    if axes and is_all_reducible(kind, dtype):
-        x = lax.psum(x, axes) if kind in ADDED else extremum(x, axes, "max" if kind in ("max", "or") else "min", cpu)
-    elif axes:
-        every = lax.all_gather(x, axes, axis=0)
-        together = {"prod": lax.mul, "and": lax.bitwise_and, "or": lax.bitwise_or, "max": lax.max, "min": lax.min}[kind]
-        x = functools.reduce(together, [every[k] for k in range(every.shape[0])])
-    return restore(x)
+_TOGETHER = {"prod": lax.mul, "and": lax.bitwise_and, "or": lax.bitwise_or, "max": lax.max, "min": lax.min}

@@ -25,10 +25,10 @@ from ..compat.jax import (
     new_var,
     on_host,
     replace_body,
-    scan_counts,
     sharding_constraint_p,
     with_weak_type,
 )
+from ..compat.loops import loop_parts
 from ..compat.quirks import short_strides
 from ..errors import UnsupportedError
 from ..layout import AnyMesh, Spec, to_partition_spec
@@ -36,15 +36,13 @@ from ..plan.manual import ManualOps
 from ..plan.plan import Plan
 from ..plan.resharding import reshard
 from ..plan.spec import replicated_spec
-from ..plan.steps import Loop, Reduce, Run, Scatter, Shard, spec_after
+from ..plan.steps import Loop, Run, Scatter, Shard, spec_after
 from ..program.ir import Frame, Op, Value
-from ..rules import having, run_local
+from ..rules import run_local
 from ..rules.local import plain_params
 from ..rules.spmd import Grid
 from .collectives import combined
 
-PINNED = having(lambda p: p.pinned)
-FREE = having(lambda p: p.free)
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
@@ -62,7 +60,7 @@ def lower_to_jit(
       UnsupportedError: a ``shard_map`` of the user's own over one of these.
     """
     closed = plan.program.closed
-    jaxpr = _Lowering(plan, mesh, bound).jaxpr(plan.program.root)
+    jaxpr = _FrameWriter(_Lowering(plan, mesh, bound), plan.program.root).jaxpr()
     run = close_over(ClosedJaxpr(jaxpr, closed.consts))
     arguments = plan.body.inputs[len(closed.consts) :]
     ins = [sharding_of(s, mesh) for s in arguments]
@@ -87,6 +85,8 @@ class _Lowering:
     Attributes:
       runs: op → step of the plan, without ops that are input-independent.
       reduces: partial value → its reduction.
+      stored: value → its stored spec; None: a literal.
+      params: spec → the parameters of a sharding constraint.
       partial: values that are partial in some shard.
       hoisted: control-flow op → shards that are resharded before it.
     """
@@ -101,32 +101,16 @@ class _Lowering:
         self.params: dict[Spec, dict[str, Any]] = {}
         steps = list(plan.body.all_steps)
         self.runs = {s.op: s for s in steps if isinstance(s, Run) and not (s.results and s.results[0].is_constant)}
-        self.reduces = {s.source.value: s for s in steps if isinstance(s, Reduce)}
         self.manual_ops = ManualOps(plan)
+        self.reduces, self.stored = self.manual_ops.reduces, self.manual_ops.stored
         self.hoisted = {s.op: s.hoisted for s in steps if isinstance(s, Loop)}
         shards = [s for step in steps for s in (*step.makes, *(s for body in step.bodies for s in body.inputs))]
         self.partial = {s.value for s in shards if s.partial}
-
-    def stored(self, value: Value | None) -> Spec | None:
-        """The stored spec of a value; None: a literal."""
-        placed = None if value is None else self.plan.placements.get(value)
-        return None if placed is None else placed.stored.spec
 
     def is_constant(self, value: Value) -> bool:
         """Whether a value is input-independent."""
         placed = self.plan.placements.get(value)
         return placed is not None and placed.stored.is_constant
-
-    def constraint(self, var: Any, spec: Spec, like: Any) -> tuple[Any, Var]:
-        """(a sharding constraint with the source line of equation ``like``, its result)."""
-        params = self.params.get(spec)
-        if params is None:
-            params = self.params[spec] = constraint_params(NamedSharding(self.mesh, to_partition_spec(spec)), len(spec))
-        out = new_var(var.aval)
-        eqn = like.replace(
-            primitive=sharding_constraint_p, params=params, invars=[var], outvars=[out], effects=frozenset()
-        )
-        return eqn, out
 
     def path(self, have: Spec | None, need: Spec, shape: Sequence[int]) -> tuple[Spec, ...]:
         """The specs of the constraints that reshard a value of this shape. Slices, exchanges and all-gathers have one each: with
@@ -136,28 +120,18 @@ class _Lowering:
         slices = [m.after for m in moves if m.op == "slice"] if gathers else []
         return tuple(dict.fromkeys((*slices[-1:], *gathers[:1], need)))
 
-    def jaxpr(self, frame: Frame) -> Any:
-        """The jaxpr of a frame with sharding constraints; the same object if it needs none."""
-        return _FrameWriter(self, frame).jaxpr()
-
     def operand_specs(self, op: Op) -> list[Spec | None]:
         """The specs of the operands of control flow: of carries, their stored specs in the body; of constants, their specs after a
         hoisted resharding; None: not constrained."""
         needs: list[Spec | None] = [None] * len(op.ins)
-        p = op.eqn.params
-        if op.primitive.scan:
-            inner = op.frames[0].ins()
-            consts, carries = scan_counts(p)
-            for shard in self.hoisted.get(op, ()):
-                for i in range(consts):
+        if op.primitive.loop:
+            parts, inner = loop_parts(op.eqn), op.frames[-1].ins()
+            for shard in self.hoisted.get(op, ()):  # of a scan
+                for i in parts.consts:
                     if shard.value in (op.ins[i], inner[i]):
                         needs[i] = shard.spec
-            for i in range(consts, consts + carries):
-                needs[i] = self.stored(inner[i])
-        elif op.primitive.loop:
-            inner = op.frames[1].ins()
-            n = len(op.outs)
-            needs[len(needs) - n :] = [self.stored(v) for v in inner[len(inner) - n :]]
+            for i, carry in zip(parts.carries, parts.carried(inner), strict=True):
+                needs[i] = self.stored(carry)
         return needs
 
     def result_spec(self, op: Op, out: Value, manual: bool) -> Spec | None:
@@ -166,15 +140,11 @@ class _Lowering:
         if out in self.partial and out not in self.reduces:
             return None
         spec = self.stored(out)
-        if spec is None or not spec:
-            return None
-        if out in self.reduces:
-            return spec
+        if not spec or out in self.reduces:
+            return spec or None
         if op.frames:
-            if not op.primitive.control_flow:
-                return None
-            return spec if any(spec) else None
-        if run is None or op.name in FREE or self.is_constant(out):
+            return spec if op.primitive.control_flow and any(spec) else None
+        if run is None or op.primitive.free or self.is_constant(out):
             return None
         produced = run.results[op.outs.index(out)]
         if op.rule is None or manual:
@@ -200,15 +170,12 @@ class _Lowering:
             after.append(spec_after(shard.spec, own))
             reduced.append((own, tuple(a for a in over if a not in complete)))
         arrays = [(i, v) for i, v in enumerate(invars) if not isinstance(v, Literal)]
-
         grid = self.grid if self.bound else self.sizes
 
         def local(*xs):
             """Per device: the op's local form on shards ``xs`` (operands that are not literals), with reductions of its
             partial results."""
-            given = {i: x for (i, _), x in zip(arrays, xs, strict=True)}
-            operands = [given[i] if i in given else literal_array(v) for i, v in enumerate(invars)]
-            results = run_local(op, axes, operands, grid)
+            results = run_local(op, axes, _with_literals(invars, xs), grid)
             return tuple(
                 combined(y, shard.spec, scatters, over, shard.kind, grid, cpu=self.cpu)
                 for y, shard, (scatters, over) in zip(results, run.results, reduced, strict=True)
@@ -268,7 +235,7 @@ class _FrameWriter:
         if frame.parent is not None and frame.parent.primitive.loop:
             self.constrain_carries(frame.parent)
         for op in frame.ops:
-            if op.primitive.identity:
+            if op.primitive.family == "identity":
                 self.identity(op)
             else:
                 self.op(op)
@@ -283,9 +250,15 @@ class _FrameWriter:
         return var if isinstance(var, Literal) else self.current.get(var, var)
 
     def constrain(self, var: Any, spec: Spec, like: Any) -> Var:
-        """The result of a new sharding constraint on a variable."""
-        eqn, out = self.lowering.constraint(var, spec, like)
-        self.eqns.append(eqn)
+        """The result of a new sharding constraint on a variable, with the source line of equation ``like``."""
+        cache, out = self.lowering.params, new_var(var.aval)
+        if spec not in cache:
+            cache[spec] = constraint_params(NamedSharding(self.lowering.mesh, to_partition_spec(spec)), len(spec))
+        self.eqns.append(
+            like.replace(
+                primitive=sharding_constraint_p, params=cache[spec], invars=[var], outvars=[out], effects=frozenset()
+            )
+        )
         return out
 
     def operand(self, var: Any, value: Value | None, need: Spec | None, op: Op) -> Any:
@@ -308,12 +281,7 @@ class _FrameWriter:
 
     def constrain_carries(self, parent: Op) -> None:
         """Constrain the carries of a loop to their stored specs at the beginning of its body."""
-        invars = self.frame.jaxpr.invars
-        first, last = len(invars) - len(parent.outs), len(invars)
-        if parent.primitive.scan:
-            first, carries = scan_counts(parent.eqn.params)
-            last = first + carries
-        for var in invars[first:last]:
+        for var in loop_parts(parent.eqn).carried(self.frame.jaxpr.invars):
             spec = self.lowering.stored(self.frame.env[var])
             if spec and any(spec) and self.frame.ops:
                 self.current[var] = self.constrain(var, spec, self.frame.ops[0].eqn)
@@ -353,10 +321,10 @@ class _FrameWriter:
         new = eqn if all(a is b for a, b in zip(invars, eqn.invars, strict=True)) else eqn.replace(invars=invars)
         if op.name == "slice" and (short := short_strides(eqn.params, op.outs[0].shape)) != eqn.params:
             new = new.replace(params=short)
-        if op.primitive.shard_map:  # on the mesh of the plan, whatever mesh it was traced with
+        if op.primitive.family == "shard_map":  # on the mesh of the plan, whatever mesh it was traced with
             check_unbound(op, lowering.bound)
             new = new.replace(params={**eqn.params, "mesh": lowering.mesh})
-        bodies = [lowering.jaxpr(f) for f in op.frames]
+        bodies = [_FrameWriter(lowering, f).jaxpr() for f in op.frames]
         if any(b is not f.jaxpr for b, f in zip(bodies, op.frames, strict=True)):
             new = replace_body(new, bodies)
         return new
@@ -365,7 +333,7 @@ class _FrameWriter:
         """Constrain the results of an op: to the spec that it produces, if this must be pinned, and to the stored spec."""
         for k, (var, out) in enumerate(zip(op.eqn.outvars, op.outs, strict=True)):
             specs = [self.lowering.result_spec(op, out, manual)]
-            pinned = op.name in PINNED and run is not None and not manual and out not in self.lowering.reduces
+            pinned = op.primitive.pinned and run is not None and not manual and out not in self.lowering.reduces
             if pinned and run is not None and out.shape:
                 produced = run.results[k].spec
                 specs = [produced, *(spec for spec in specs if spec != produced)]
@@ -375,20 +343,16 @@ class _FrameWriter:
 
     def constrained_results(self, parent: Op, outvars: list[Any]) -> list[Any]:
         """The results of the body of a loop or a branch, constrained to the stored specs of the carries or of the op's results."""
-        lowering, inner = self.lowering, self.frame.ins()
-        targets: list[Spec | None] = [None] * len(outvars)
-        if parent.primitive.scan:
-            consts, carries = scan_counts(parent.eqn.params)
-            targets[:carries] = [lowering.stored(v) for v in inner[consts : consts + carries]]
-        elif parent.primitive.loop and self.frame is parent.frames[1]:
-            targets = [lowering.stored(v) for v in inner[len(inner) - len(outvars) :]]
-        elif parent.primitive.branch:
-            targets = [lowering.stored(v) for v in parent.outs]
+        stored, targets = self.lowering.stored, parent.outs
+        if parent.primitive.loop:
+            is_body = self.frame is parent.frames[-1]
+            targets = loop_parts(parent.eqn).carried(self.frame.ins()) if is_body else []
         out = list(outvars)
-        for k, (var, spec) in enumerate(zip(self.frame.jaxpr.outvars, targets, strict=True)):
+        for k, (var, target) in enumerate(zip(self.frame.jaxpr.outvars, targets, strict=False)):
+            spec = stored(target)
             if spec is None or isinstance(var, Literal) or not self.frame.ops:
                 continue
-            if lowering.stored(self.frame.env[var]) != spec:
+            if stored(self.frame.env[var]) != spec:
                 out[k] = self.constrain(out[k], spec, self.frame.ops[-1].eqn)
         return out
 
@@ -412,9 +376,15 @@ def is_constrained(run: Run, result: Shard) -> bool:
 
     The results of elementwise ops have none, since their operands determine the sharding.
     """
-    if run.op.rule is None or run.op.name in FREE or result.partial or result.is_constant or not result.spec:
+    if run.op.rule is None or run.op.primitive.free or result.partial or result.is_constant or not result.spec:
         return False
     return any(result.spec) or any(any(s.spec) for s in run.reads)
+
+
+def _with_literals(operands: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
+    """The arrays of an op's operands, of which ``xs`` are those that are not literals."""
+    given = iter(xs)
+    return [literal_array(v) if isinstance(v, Literal) else next(given) for v in operands]
 
 
 def _with_derivative_of(op: Op, operands: Sequence[Any], run: Callable[..., Any]) -> Callable[..., Any]:
@@ -429,9 +399,7 @@ def _with_derivative_of(op: Op, operands: Sequence[Any], run: Callable[..., Any]
         """JVP rule: the result of ``run``, and the tangents of the op itself on global arrays."""
 
         def plain(*xs: Any) -> tuple[Any, ...]:
-            given = iter(xs)
-            every = [literal_array(v) if isinstance(v, Literal) else next(given) for v in operands]
-            return tuple(bind(op.eqn, every, plain_params(op.eqn.params)))
+            return tuple(bind(op.eqn, _with_literals(operands, xs), plain_params(op.eqn.params)))
 
         return function(*primals), jax.jvp(plain, primals, tangents)[1]
 

@@ -70,7 +70,7 @@ def _finish(value: Value, leaves: Sequence[Op]) -> Callable[[list[Any]], Any]:
                 made[item] = chunks[position[op]]
             elif item not in made:
                 terms = [made[v] for v in operands]
-                permutation = op.eqn.params["permutation"] if op.primitive.transpose else None
+                permutation = op.eqn.params["permutation"] if op.primitive.family == "transpose" else None
                 made[item] = terms[0] + terms[1] if permutation is None else lax.transpose(terms[0], permutation)
         return made[value]
 

@@ -37,7 +37,7 @@ from ..compat.quirks import opaque, with_rows
 from ..errors import UnsupportedError
 from ..layout import AnyMesh, Spec, to_partition_spec
 from ..plan.plan import Plan
-from ..plan.spec import replicated_spec, shard_count
+from ..plan.spec import local_shape, replicated_spec, shard_count
 from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Order, Reduce, Reshard, Run, Shard, Step
 from ..program.ir import Value
 from ..rules import check_local, refusal, run_elementwise, run_local
@@ -123,8 +123,7 @@ def lower_to_shard_map(
 
 def _empty(shard: Shard, sizes: dict[str, int]) -> Any:
     """One device's block of an array without elements."""
-    shape = tuple(n // shard_count(axes, sizes) for n, axes in zip(shard.value.shape, shard.spec, strict=True))
-    return _zeros(jax.ShapeDtypeStruct(shape, shard.value.aval.dtype))
+    return _zeros(jax.ShapeDtypeStruct(local_shape(shard.value.shape, shard.spec, sizes), shard.value.aval.dtype))
 
 
 def _zeros(x: jax.ShapeDtypeStruct) -> Any:
@@ -227,13 +226,13 @@ class _Device:
         if step.in_ring == "gather":
             return  # the ring has computed it
         if step.in_ring == "reduce":  # computed chunk by chunk when its result is reduced
-            if op.primitive.dot and step.axes is not None:
+            if op.primitive.family == "dot" and step.axes is not None:
                 self.x[step.results[0]] = op, self.operands(step)
             return
         xs = self.operands(step)
-        if op.primitive.identity:
+        if op.primitive.family == "identity":
             results = xs
-        elif op.primitive.barrier:
+        elif op.primitive.family == "barrier":
             results = bind(op.eqn, xs, op.eqn.params)
         elif op.rule is None:
             results = run_elementwise(op, xs)
@@ -300,7 +299,7 @@ class _Device:
             ):  # the initial value on one device of each group that is reduced, zeros on the others
                 x = jnp.where(axis_index(axes) == 0, x, jnp.zeros((), x.dtype))
             first.append(_strong(x, inner.value.aval))
-        if not step.op.primitive.scan:
+        if step.op.primitive.family != "scan":
             cond = step.inner[0]
             results = lax.while_loop(
                 lambda carry: self.inside(cond, carry)[0],

@@ -62,10 +62,10 @@ class SumOrders:
     def ran(self, step: Run, xs: Sequence[Any], results: Sequence[Any]) -> None:
         """Record a step with its operands and results, if it is a matmul or a transpose with a partial result."""
         primitive = step.op.primitive
-        if not (primitive.dot or primitive.transpose) or not step.results[0].partial:
+        if primitive.family not in ("dot", "transpose") or not step.results[0].partial:
             return
         out = results[0]
-        if primitive.dot:
+        if primitive.family == "dot":
             self._matmuls[id(out)] = out, step.op, xs
         else:
             permutation = tuple(step.op.eqn.params["permutation"])

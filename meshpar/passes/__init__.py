@@ -232,7 +232,7 @@ def _warn_of_kernels(plan: Plan) -> None:
     line of the program."""
     sends: dict[str, tuple[Op, float]] = {}
     for c in plan.collectives:
-        if c.origin is not None and c.origin.primitive.opaque:
+        if c.origin is not None and c.origin.primitive.family == "opaque":
             op, sent = sends.get(c.origin.location, (c.origin, 0.0))
             sends[c.origin.location] = op, sent + c.total_bytes
     for location, (op, sent) in sends.items():
@@ -281,7 +281,7 @@ def _warn_of_indivisible(plan: Plan) -> None:
 
     Programs with a ``shard_map`` of the user's own are planned for its mesh only, and are left out.
     """
-    if any(op.primitive.shard_map for op in plan.program.root.walk()):
+    if any(op.primitive.family == "shard_map" for op in plan.program.root.walk()):
         return
     for dim in indivisible_dims(plan):
         if not dim.rule.optional and (text := microbatch_text(plan, dim)):

@@ -27,7 +27,6 @@ from dataclasses import replace
 from functools import partial
 
 from ..cost.collective_matmul import all_reduce_cost, matmul_seconds, reduction_costs
-from ..cost.fusion import MATMULS
 from ..hardware.collective_ops import collective_volume, wire_bytes
 from ..plan.collectives import Collective
 from ..plan.manual import ManualOps, on_cpus
@@ -192,7 +191,7 @@ def _matmul_seconds(plan: Plan, values: Sequence[Value]) -> list[float]:
         run = None if value.op is None else plan.runs.get(value.op)
         if run is None:
             continue
-        if run.op.name in MATMULS:
+        if run.op.primitive.matmul:
             out.append(matmul_seconds(plan, plan.chip, run))
         elif any(s.partial for s in run.reads):
             pending += [s.value for s in reversed(run.reads)]

@@ -14,7 +14,6 @@ import numpy as np
 from ..compat.quirks import MATMUL_ROWS
 from ..cost.donation import aliased_inputs, gathered_then_copied
 from ..cost.flops import single_row_elements, smaller_operand_bytes
-from ..cost.fusion import FUSIBLE, MATMULS, REDUCTIONS
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, value_bytes
 from ..plan.steps import Barrier, Body, Loop, Order, Reduce, Reshard, Run, Shard, Step, replace_steps, rewrite_bodies
@@ -48,7 +47,7 @@ def serialize_loops(plan: Plan) -> Plan:
                 if before >= plan.compiler.serialized_reduction_bytes:
                     pending.append(step.result)
                 return replace(step, result=raw), Barrier(step.op, (raw,), (step.result,))
-            if not step.op.primitive.scan:
+            if step.op.primitive.family != "scan":
                 return (step,)
             steps: list[Step] = []
             if pending:
@@ -102,7 +101,7 @@ def _rewrite_scans(plan: Plan, change: Callable[[Loop], Loop]) -> Plan:
 
     def changed(body: Body) -> Body:
         """A body after ``change`` of its own scans, not of scans in nested bodies."""
-        scans = {k: s for k in body.nested if isinstance(s := body.steps[k], Loop) and s.op.primitive.scan}
+        scans = {k: s for k in body.nested if isinstance(s := body.steps[k], Loop) and s.op.primitive.family == "scan"}
         return (
             body.with_steps([change(scans[k]) if k in scans else s for k, s in enumerate(body.steps)])
             if scans
@@ -183,7 +182,9 @@ def separate_matmuls(plan: Plan) -> Plan:
             """The steps that replace an op: it reads operands behind their barriers, and barriers of its own results
             follow it."""
             new = tuple(s for s in step.results if s in behind)
-            reads = not _is_view(step) and (_is_matmul(step) or step.op.name in FUSIBLE | REDUCTIONS)
+            reads = not _is_view(step) and (
+                _is_matmul(step) or step.op.primitive.fusible or step.op.primitive.family == "reduction"
+            )
             if reads and not behind.keys().isdisjoint(step.operands):
                 step = replace(step, operands=tuple(s if s is None else behind.get(s, s) for s in step.operands))
             return (step, Barrier(step.op, new, tuple(behind[s] for s in new))) if new else (step,)
@@ -229,11 +230,11 @@ class _LargeMatmuls:
         self.depth: dict[Shard, int] = {}
         for step in body.with_calls:
             if isinstance(step, Run):
-                if step.op.primitive.dot:
+                if step.op.primitive.family == "dot":
                     if step.in_ring != "reduce" and self._is_large(step.results[0]):
                         self.matmuls.append(step)
                         self.results.update(step.results)
-                elif step.op.primitive.broadcast:
+                elif step.op.primitive.family == "broadcast":
                     self.broadcasts.update(step.results)
                 if self.results and _is_view(step) and step.reads[0] in self.results:
                     self.results.update(step.results)
@@ -269,7 +270,7 @@ class _LargeMatmuls:
             if is_tiled or len(matmul_results) <= compiler.epilogue_max_matmuls:
                 return (*matmul_results, *read_by_matmuls)
             return ()
-        reduces = any(op.op.name in REDUCTIONS for op in epilogue.ops)
+        reduces = any(op.op.primitive.family == "reduction" for op in epilogue.ops)
         return matmul_results if is_tiled and reduces and any(plan.shard_bytes(s) >= size for s in others) else ()
 
     def _epilogue(self, result: Shard) -> _Epilogue:
@@ -287,12 +288,12 @@ class _LargeMatmuls:
                     results = [
                         (r, before_barriers) for s, r in zip(step.sources, step.results, strict=True) if s is shard
                     ]
-                elif _is_view(step) or step.op.name in FUSIBLE:
+                elif _is_view(step) or step.op.primitive.fusible:
                     if not _is_view(step):
                         ops[step] = None
                     results = [(r, r) for r in step.results]
                 else:
-                    if step.op.name in REDUCTIONS:
+                    if step.op.primitive.family == "reduction":
                         ops[step] = None
                     continue
                 results = [(r, b) for r, b in results if self.depth[r] == self.depth[result] and r not in seen]
@@ -331,19 +332,19 @@ def order_stacks(plan: Plan) -> Plan:
 
 def _is_matmul(step: Step) -> TypeGuard[Run]:
     """Whether a step is a matmul or convolution."""
-    return isinstance(step, Run) and step.op.name in MATMULS
+    return isinstance(step, Run) and step.op.primitive.matmul
 
 
 def _is_view(step: Run) -> bool:
     """Whether an op changes no number, but for the rounding of residuals to their own dtype (``jax.checkpoint``)."""
-    return step.op.primitive.view or step.op.primitive.identity or step.op.primitive.rounding
+    return step.op.primitive.view or step.op.primitive.family in ("identity", "rounding")
 
 
 def _values_cast_to_narrower(program: Program) -> set[Value]:
     """The float arrays that some op casts to a narrower dtype."""
     out: set[Value] = set()
     for op in program.root.walk():
-        x = op.ins[0] if op.primitive.cast else None
+        x = op.ins[0] if op.primitive.family == "cast" else None
         floats = x is not None and x.shape and np.issubdtype(x.aval.dtype, np.floating)
         if x is not None and floats and itemsize(op.outs[0].aval) < itemsize(x.aval):
             out.add(x)

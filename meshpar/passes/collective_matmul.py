@@ -23,7 +23,6 @@ from ..cost.collective_matmul import (
     matmul_seconds,
     warn_about_lines,
 )
-from ..cost.fusion import FUSIBLE, MATMULS, VIEWS
 from ..cost.time import time_of
 from ..dims import did_you_mean
 from ..errors import UnsupportedError
@@ -260,7 +259,7 @@ class CollectiveMatmulPairs:
         for run in users:
             if (
                 not isinstance(run, Run)
-                or not run.op.primitive.dot
+                or run.op.primitive.family != "dot"
                 or run.op in self.in_rings
                 or run.op not in position
             ):
@@ -312,11 +311,16 @@ class CollectiveMatmulPairs:
             ):
                 return None
             partial = any(s.partial for s in run.reads)
-            if run.op.primitive.dot and run.axes is not None and not partial and run.op not in self.in_rings:
+            if (
+                run.op.primitive.family == "dot"
+                and run.axes is not None
+                and not partial
+                and run.op not in self.in_rings
+            ):
                 leaves.append((run, dim))
-            elif partial and run.op.primitive.transpose:
+            elif partial and run.op.primitive.family == "transpose":
                 pending.append((run.reads[0], run.op.eqn.params["permutation"][dim]))
-            elif partial and run.op.primitive.addition:
+            elif partial and run.op.primitive.family == "add":
                 pending += [(operand, dim) for operand in reversed(run.operands)]
             else:
                 return None
@@ -342,7 +346,7 @@ def _can_precede(value: Value | None, frame: Frame, first: int, position: Mappin
             continue
         if position[v.op] < first or v.op in moved:
             continue
-        if v.op.frames or v.op.name not in FUSIBLE | VIEWS or v.op.eqn.effects:
+        if v.op.frames or not (v.op.primitive.fusible or v.op.primitive.view) or v.op.eqn.effects:
             return False
         moved.add(v.op)
         todo += v.op.ins
@@ -362,7 +366,7 @@ def _carried(body: Body) -> set[Value]:
     out: set[Value] = set()
     for step in body.loops:
         out.update(s.value for b in step.bodies for s in b.inputs[: len(step.inits)])
-        if not step.op.primitive.scan:
+        if step.op.primitive.family != "scan":
             out.update(v for f in step.op.frames for v in f.ins())
     return out
 
@@ -376,7 +380,7 @@ def _is_input(value: Value, carried: set[Value]) -> bool:
             continue
         seen.add(v)
         if v.op is not None:
-            if v.op.name not in FUSIBLE | VIEWS:
+            if not (v.op.primitive.fusible or v.op.primitive.view):
                 return False
             todo += [x for x in v.op.ins if x is not None]
         elif v in carried:
@@ -405,7 +409,7 @@ class UnpairedMatmuls:
         ops = self.program.cached(dependencies).get(home) or Dependencies([])
         if home not in self.left:
             self.left[home] = ops.set_of(
-                op for op in ops.ops if op.name in MATMULS and op in self.runs and op not in self.paired
+                op for op in ops.ops if op.primitive.matmul and op in self.runs and op not in self.paired
             )
         return ops
 
@@ -666,7 +670,7 @@ def _transposed(pair: CollectiveMatmul) -> bool:
         op = todo.pop()
         if op is None or op in leaves:
             continue
-        if op.primitive.transpose:
+        if op.primitive.family == "transpose":
             return True
         todo += [v.op for v in op.ins if v is not None]
     return False

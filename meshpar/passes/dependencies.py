@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..cost.fusion import MATMULS
 from ..program.ir import Frame, Op, Program, Value
-from ..rules import having
-
-HEAVY = having(lambda p: p.matmul or p.opaque or p.kernel)
 
 
 def dependencies(program: Program) -> dict[Frame, Dependencies]:
@@ -47,7 +43,7 @@ class Dependencies:
         for k in reversed(range(len(ops))):
             for i in operands[k]:
                 self.descendants[i] |= self.descendants[k] | (1 << k)
-        self.matmuls = self.set_of(op for op in ops if op.name in MATMULS)
+        self.matmuls = self.set_of(op for op in ops if op.primitive.matmul)
 
     def set_of(self, ops: Iterable[Op]) -> int:
         """The set of some ops of the body."""
@@ -79,7 +75,7 @@ class Dependencies:
 
 def frame_dependencies(program: Program) -> dict[Frame, FrameDependencies]:
     """Frame with matmuls → the direct dependencies between its ops."""
-    frames = dict.fromkeys(op.frame for op in program.root.walk() if op.name in MATMULS)
+    frames = dict.fromkeys(op.frame for op in program.root.walk() if op.primitive.matmul)
     return {frame: FrameDependencies(frame) for frame in frames}
 
 
@@ -99,7 +95,7 @@ class FrameDependencies:
         """Compute the dependencies between the ops of ``frame``; operands from outside the frame do not count."""
         self.frame = frame
         self.position = {op: k for k, op in enumerate(frame.ops)}
-        self.matmuls = [op for op in frame.ops if op.name in MATMULS]
+        self.matmuls = [op for op in frame.ops if op.primitive.matmul]
         self.maker = {v: op for op in frame.ops for v in op.makes}
         reads = {op: _values_read(op) for op in frame.ops}
         self.makers = [{maker for v in reads[op] if (maker := self.maker.get(v, op)) is not op} for op in frame.ops]
@@ -110,7 +106,10 @@ class FrameDependencies:
         self.leads_to_heavy: dict[Op, bool] = {}
         for op in reversed(frame.ops):
             users = [u for v in op.makes for u in self.users.get(v, ()) if u is not op]
-            self.leads_to_heavy[op] = any(u.name in HEAVY or u.frames or self.leads_to_heavy[u] for u in users)
+            self.leads_to_heavy[op] = any(
+                u.primitive.matmul or u.primitive.family in ("opaque", "kernel") or u.frames or self.leads_to_heavy[u]
+                for u in users
+            )
 
 
 def _values_read(op: Op) -> list[Value]:

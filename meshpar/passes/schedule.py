@@ -17,7 +17,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ..cost.fusion import FUSIBLE, MATMULS, VIEWS
 from ..cost.schedule import sorted_by_dependencies
 from ..plan.plan import Plan
 from ..plan.steps import (
@@ -34,10 +33,7 @@ from ..plan.steps import (
     topological_order,
 )
 from ..program.ir import Frame, Op, Value
-from ..rules import having
 from .dependencies import FrameDependencies, frame_dependencies
-
-ADDITIONS = having(lambda p: p.addition)
 
 
 def schedule(plan: Plan) -> Plan:
@@ -73,7 +69,7 @@ def _reads_large_arrays(plan: Plan) -> bool:
     limit, shard_bytes = plan.compiler.large_buffer_bytes, plan.shard_bytes
     for step in plan.body.all_steps:
         if isinstance(step, Run):
-            if step.op.name in MATMULS and math.fsum(map(shard_bytes, step.reads)) >= limit:
+            if step.op.primitive.matmul and math.fsum(map(shard_bytes, step.reads)) >= limit:
                 return True
         elif isinstance(step, Reshard) and step.ring is not None and shard_bytes(step.result) >= limit:
             return True
@@ -166,14 +162,14 @@ class _Waits:
         ):
             return False
         assert value.op is not None
-        return any(op.primitive.scan for op in frame.followers(value.op))
+        return any(op.primitive.family == "scan" for op in frame.followers(value.op))
 
     def _delay_others(self, frame: _FrameOrder) -> None:
         """Apply the third rule."""
         left: list[tuple[Op, int]] = []  # matmuls on which no other depends, and the number of matmuls since
         order = frame.order(self.after)
         for op in frame.matmuls if order is frame.ops else order:
-            if op.name not in MATMULS or not op.outs:
+            if not op.primitive.matmul or not op.outs:
                 continue
             if not frame.leads_to_heavy(op):
                 if self._operand_bytes(op) >= self.plan.compiler.large_buffer_bytes and self._is_array(op.outs[0]):
@@ -199,7 +195,7 @@ class _Waits:
         op = value.op
         if op is None:
             return []
-        if op.name in MATMULS:
+        if op.primitive.matmul:
             return [op]
         run = self.plan.runs.get(op)
         if run is None or not any(s.partial for s in run.reads):
@@ -213,10 +209,10 @@ class _Waits:
         behind a barrier delays the matmul as well as all of them.
         """
         op = shard.value.op
-        while op is not None and op.name in VIEWS and op.ins[0] is not None:
+        while op is not None and op.primitive.view and op.ins[0] is not None:
             op = op.ins[0].op
         size = self.plan.shard_bytes(shard)
-        return (size if op is not None and op.name in FUSIBLE else 0.0), size
+        return (size if op is not None and op.primitive.fusible else 0.0), size
 
     def _operand_bytes(self, op: Op) -> float:
         run = self.plan.runs.get(op)
@@ -236,7 +232,7 @@ def _gathers(body: Body) -> Iterator[tuple[Reshard, list[Op]]]:
                 gathers.append(step)
                 dots = () if step.ring is None else step.ring.dots
                 users[step.result] = [dot.op for dot in dots if dot.op.frame is body.frame]
-        elif users and isinstance(step, Run) and step.op.name in MATMULS and step.in_ring != "gather":
+        elif users and isinstance(step, Run) and step.op.primitive.matmul and step.in_ring != "gather":
             for shard in step.reads:
                 if shard in users:
                     users[shard].append(step.op)
@@ -276,7 +272,7 @@ class _FrameOrder:
 
     def sum_of(self, value: Value) -> Value:
         """The sum that a value is a term of, and is used for nothing else; else the value itself."""
-        while len(users := self._facts.users.get(value, ())) == 1 and users[0].name in ADDITIONS:
+        while len(users := self._facts.users.get(value, ())) == 1 and users[0].primitive.family == "add":
             value = users[0].outs[0]
         return value
 

@@ -21,7 +21,7 @@ PUBLIC_NAMES = {"rename_dims": "mp.rename", "name_dims": "mp.named"}
 
 def _name(op: Op) -> str:
     """How causes call an op: its kernel, the function that a user called, or its primitive."""
-    return op.label if op.primitive.kernel else PUBLIC_NAMES.get(op.name, op.name)
+    return op.label if op.primitive.family == "kernel" else PUBLIC_NAMES.get(op.name, op.name)
 
 
 def _is_indexed(op: Op, value: Value, i: int) -> bool:
@@ -65,7 +65,7 @@ class Causes:
             if shared and op.rule is not None and op.rule.kinds[f] in (*REDUCTIONS, "pass_through", "permutation"):
                 rule = self.assignment.rule_text(names[f], shared[0])
                 dim = names[f][0] if names[f] else "a factor"
-                does = "reduces" if op.primitive.reduction else "contracts"
+                does = "reduces" if op.primitive.family == "reduction" else "contracts"
                 does = "indexes" if op.rule.kinds[f] == "indexed" else does
                 reasons[does][f"`{rule or format_axes(shared)}` splits `{dim}`"] = None
         clauses = [f"{' and '.join(rules)}, which {_name(op)} {does}" for does, rules in reasons.items() if rules]

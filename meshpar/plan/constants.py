@@ -47,7 +47,7 @@ class ConstantMaker:
         """Emit the step that makes a part of a value from parts of its op's operands."""
         op = value.op
         assert op is not None
-        if op.primitive.identity or op.primitive.barrier:
+        if op.primitive.family in ("identity", "barrier"):
             if sources:
                 body.copies[value, spec] = sources[0]
                 return
@@ -88,7 +88,7 @@ def inputs_for(
     """
     op = value.op
     assert op is not None
-    if op.primitive.identity or op.primitive.barrier:
+    if op.primitive.family in ("identity", "barrier"):
         source = op.ins[op.outs.index(value)]
         return () if source is None else ((source, spec),), None
     if op.rule is None:

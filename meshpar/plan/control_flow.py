@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from ..compat.jax import body_consts, body_operands, literal_array, scan_counts
+from ..compat.jax import body_consts, body_operands, literal_array
+from ..compat.loops import LoopParts, loop_parts
 from ..layout import Spec
 from ..program.ir import Frame, Op, Value
 from ..program.primitives import add_row_p
@@ -165,30 +166,31 @@ class ControlFlow:
         adds, and stacked results of inner scans, may stay partial; they are then reduced after the loop.
         """
         emitter, current = self.emitter, self.emitter.current
-        nc, nk = scan_counts(op.eqn.params)
+        parts = loop_parts(op.eqn)
         (frame,), (consts,) = op.frames, body_consts(op.eqn)
         inner, group = frame.ins(), emitter.group
-        accumulations = self._find_accumulations(op, frame, nc, nk)
-        self._reduce_operands(op, {op.ins[nc + k] for k in accumulations})
+        _, inner_carries, inner_slices = parts.split(inner)
+        accumulations = self._find_accumulations(op, frame, parts)
+        self._reduce_operands(op, {op.ins[parts.carries[k]] for k in accumulations})
         hoist = not (self.in_each_microbatch and accumulations and self.depth == 0)
-        consts_in = enumerate(zip(op.ins[:nc], inner[:nc], strict=True))
-        read = [self._reads(op, i, v, w, hoist) for i, (v, w) in consts_in]
+        read = [self._reads(op, i, op.ins[i], inner[i], hoist) for i in parts.consts]
         inits: dict[int, Shard] = {}
-        for k, (v, w) in enumerate(zip(op.ins[nc : nc + nk], inner[nc : nc + nk], strict=True)):
+        for k, (i, w) in enumerate(zip(parts.carries, inner_carries, strict=True)):
             if k not in accumulations:
-                inits[k] = self._enters(op, nc + k, v, emitter.stored(w))
+                inits[k] = self._enters(op, i, op.ins[i], emitter.stored(w))
                 emitter.place(emitter.shard(w, emitter.stored(w)))
         stacks = []
-        for i, (v, w) in enumerate(zip(op.ins[nc + nk :], inner[nc + nk :], strict=True), nc + nk):
+        for i, w in zip(parts.stacks, inner_slices, strict=True):
+            v = op.ins[i]
             spec = replicated_spec(len(w.shape)) if v is None else current[v].spec[1:]
             stacks.append(self._enters(op, i, v, ((), *spec)))
             emitter.place(emitter.shard(w, spec))
         self.depth += 1
         stacks_several = op.eqn.params["length"] > 1
         with emitter.inside(frame) as body:
-            slices = [current[w] for w in inner[nc + nk :]]
+            slices = [current[w] for w in inner_slices]
             self._plan_ops(frame, consts)
-            carried = [emitter.placements[w].made for w in inner[nc : nc + nk]]
+            carried = [emitter.placements[w].made for w in inner_carries]
             partial = {
                 k
                 for k, value in enumerate(_outputs(frame))
@@ -197,11 +199,11 @@ class ControlFlow:
                 and current[value].partial
                 and (
                     k in accumulations
-                    or (k >= nk and self.depth > 1 and (not stacks_several or not self._scatters(value)))
+                    or (k >= len(carried) and self.depth > 1 and (not stacks_several or not self._scatters(value)))
                 )
             }  # they are reduced after this loop, or after the one around it
             needs: list[Spec | None] = [s.spec for s in carried]
-            outputs = self._leaves(op, frame, needs + [None] * (len(frame.jaxpr.outvars) - nk), partial)
+            outputs = self._leaves(op, frame, needs + [None] * (len(op.outs) - len(carried)), partial)
             for k in accumulations:
                 if carried[k].partial and (carried[k].spec, carried[k].partial) != (
                     outputs[k].spec,
@@ -210,20 +212,21 @@ class ControlFlow:
                     raise AssertionError(f"carry {k} of the loop at {op.source} is partial in another way than its sum")
         self.depth -= 1
         for k in accumulations:
-            start = op.ins[nc + k]
+            i = parts.carries[k]
+            start = op.ins[i]
             if start is not None and not carried[k].partial:
                 emitter.reduce(start)
-            inits[k] = self._enters(op, nc + k, op.ins[nc + k], carried[k].spec)
+            inits[k] = self._enters(op, i, start, carried[k].spec)
         emitter.group = group
         results = []
         for k, (out, shard) in enumerate(zip(op.outs, outputs, strict=True)):
-            spec = shard.spec if k < nk else ((), *shard.spec)
+            spec = shard.spec if k < len(carried) else ((), *shard.spec)
             results.append(emitter.place(emitter.shard(out, spec, shard.partial, shard.kind)))
             if k in partial:
                 emitter.inherit(out, shard.value)
             else:
                 emitter.store(op, out)
-        first = [inits[k] for k in range(nk)]
+        first = [inits[k] for k in range(len(carried))]
         return self._loop(op, read, first, stacks, [(body, [*carried, *slices], outputs)], results)
 
     def while_(self, op: Op) -> MakeStep:
@@ -231,18 +234,16 @@ class ControlFlow:
 
         Carries are sharded as stored, in the condition and in the body.
         """
-        emitter, params, group = self.emitter, op.eqn.params, self.emitter.group
-        nc, nb = params["cond_nconsts"], params["body_nconsts"]
+        emitter, parts, group = self.emitter, loop_parts(op.eqn), self.emitter.group
         self._reduce_operands(op)
         cond, body = op.frames
-        carry = body.ins()[nb:]
+        carry = parts.carried(body.ins())
         stored = [emitter.stored(w) for w in carry]
-        starts = zip(op.ins[nc + nb :], stored, strict=True)
-        inits = [self._enters(op, i, v, spec) for i, (v, spec) in enumerate(starts, nc + nb)]
+        inits = [self._enters(op, i, op.ins[i], spec) for i, spec in zip(parts.carries, stored, strict=True)]
         carried = [emitter.place(emitter.shard(w, spec)) for w, spec in zip(carry, stored, strict=True)]
         read = []
-        for frame, first, n in ((cond, 0, nc), (body, nc, nb)):
-            read += [self._reads(op, first + i, op.ins[first + i], frame.ins()[i], hoist=False) for i in range(n)]
+        for frame, consts in ((cond, parts.condition), (body, parts.consts)):
+            read += [self._reads(op, i, op.ins[i], w, hoist=False) for i, w in zip(consts, frame.ins(), strict=False)]
         bodies = []
         for frame, needs, consts in zip((cond, body), ([()], stored), body_consts(op.eqn), strict=True):
             for shard in carried:
@@ -373,13 +374,14 @@ class ControlFlow:
         latency."""
         return self.in_each_microbatch and math.prod(addend.shape) >= MIN_SCATTERED_ELEMENTS
 
-    def _find_accumulations(self, op: Op, frame: Frame, nc: int, nk: int) -> set[int]:
+    def _find_accumulations(self, op: Op, frame: Frame, parts: LoopParts) -> set[int]:
         """The positions of the carries to which a scan only adds; they are recorded.
 
         They start from an input-independent value, or from a partial sum that nothing else reads: the result of another loop.
         """
         positions = set()
-        for k, (start, carry) in enumerate(zip(op.ins[nc : nc + nk], frame.ins()[nc : nc + nk], strict=True)):
+        (_, starts, _), (_, carries, _) = parts.split(op.ins), parts.split(frame.ins())
+        for k, (start, carry) in enumerate(zip(starts, carries, strict=True)):
             if start in self.outer:  # the loop around this one has recorded it
                 positions.add(k)
                 continue
@@ -392,9 +394,9 @@ class ControlFlow:
             ):
                 continue
             positions.add(k)
-            add, addend, carries = found
-            self.outer.update(carries[:-1])
-            self.accumulations[add] = Accumulation(carries, addend, add, first)
+            add, addend, sums = found
+            self.outer.update(sums[:-1])
+            self.accumulations[add] = Accumulation(sums, addend, add, first)
             self._note_accumulated(addend, row=_is_row(add))
         return positions
 
@@ -403,7 +405,7 @@ class ControlFlow:
         carry, as an inner loop stacks rows."""
         for value, stacked in addends(self.facts.program, addend):
             self.accumulated[value] = stacked or row or self._is_reduced_in_each(value)
-            if value.op is not None and value.op.primitive.cast:
+            if value.op is not None and value.op.primitive.family == "cast":
                 self.conversions.add(value.op)
 
 
@@ -436,14 +438,13 @@ def _addition(frame: Frame, k: int, carry: Value) -> tuple[Op, Value, tuple[Valu
         op = None if total is None else total.op
         if total is None or op is None or op.frame is not frame or uses[total] != 1:
             return None
-        if not op.primitive.scan:
+        if op.primitive.family != "scan":
             break
-        nc, nk = scan_counts(op.eqn.params)
-        j, (inner,) = op.outs.index(total), op.frames
-        found = _addition(inner, j, inner.ins()[nc + j]) if j < nk else None
+        carries, j, (inner,) = loop_parts(op.eqn).carries, op.outs.index(total), op.frames
+        found = _addition(inner, j, inner.ins()[carries[j]]) if j < len(carries) else None
         if found is None:
             return None
-        total = op.ins[nc + j]
+        total = op.ins[carries[j]]
         if total is carry:
             return (*found[:2], (carry, *found[2])) if uses[carry] == 1 else None
     if total is not outs[k] or uses.get(carry) != 1:
@@ -451,7 +452,7 @@ def _addition(frame: Frame, k: int, carry: Value) -> tuple[Op, Value, tuple[Valu
     a, b = op.ins[:2] if len(op.ins) > 1 else (None, None)
     if op.eqn.primitive is add_row_p:
         addend = b if a is carry else None
-    elif op.primitive.addition:
+    elif op.primitive.family == "add":
         addend = b if a is carry else a if b is carry else None
     else:
         return None
@@ -469,7 +470,7 @@ def _outputs(frame: Frame) -> list[Value | None]:
 def _recomputes(op: Op) -> bool:
     """Whether a call recomputes part of the forward pass behind a barrier."""
     p = op.eqn.params
-    if not op.primitive.recomputation or not p["differentiated"]:
+    if op.primitive.family != "checkpoint" or not p["differentiated"]:
         return False
     guarded = p["prevent_cse"]
     return any(guarded) if isinstance(guarded, tuple) else bool(guarded)

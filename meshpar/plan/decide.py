@@ -188,9 +188,9 @@ def decide(op: Op, operands: Sequence[Operand | None], facts: Facts) -> OpDecisi
     first = _Site(op, operands, facts)
     partial = [(i, first.operand(i).value) for i in first.partial]
     shared = tuple(i for i, v in partial if len(facts.readers.get(v, ())) > 1 and v not in facts.deferred)
-    if op.primitive.barrier:
+    if op.primitive.family == "barrier":
         return _barrier(first.reducing(shared), shared)
-    if op.primitive.identity:
+    if op.primitive.family == "identity":
         return _identity(first.reducing(shared), shared)
     if op.rule is None:
         return _elementwise(first.reducing(shared), shared)
@@ -365,13 +365,7 @@ def _factor_axes(site: _Site) -> Axes:
     op, rule = site.op, site.rule
     axes = list(rule.given) if rule.given is not None else assigned_axes(site)
     x = site.operands[0] if site.operands else None
-    if (
-        op.primitive.reshape
-        and not op.primitive.squeeze
-        and x is not None
-        and not x.is_constant
-        and x.iterations is None
-    ):
+    if op.primitive.family == "reshape" and x is not None and not x.is_constant and x.iterations is None:
         axes = list(reshape_axes(rule, axes, x.spec, site.stored(op.outs[0]), site.sizes))
     if rule.given is None:
         axes = spread(site, exchanged_or_unsharded(site, indexed(site, axes)))
@@ -415,7 +409,7 @@ def spread(site: _Site, axes: Axes) -> Axes:
       axes: for each factor of the op's rule, the axes that split it.
     """
     rule, sizes = site.rule, site.sizes
-    if site.op.primitive.fixed_factors:
+    if site.op.primitive.family == "kernel":
         return axes
     exchanged = [f for f, kind in enumerate(rule.kinds) if kind == "permutation"]
     used = {a for f, got in enumerate(axes) if f not in exchanged for a in got}

@@ -11,7 +11,6 @@ from typing import Any
 from ..compat.jax import literal_array
 from ..layout import Spec
 from ..program.ir import Frame, Op, Program, Value
-from ..rules import having
 from .assignment import AxisAssignment
 from .body_builder import BodyBuilder, StepGroup
 from .causes import Causes
@@ -24,19 +23,24 @@ from .plan import Placement
 from .spec import replicated_spec
 from .steps import Constant, Reduce, Reshard, Run, Scatter, Shard
 
-RECOMPUTED = having(
-    lambda p: (p.elementwise or p.view or p.fusible or p.random) and not (p.identity or p.call or p.opaque)
-) - {"copy", "device_put", "name", "optimization_barrier", "pvary", "reshard", "threefry2x32"}
-"""Ops that are recomputed on a larger shard instead of all-gathering their result, if their operands exist on that shard."""
-
 MAX_RECOMPUTED_DEPTH = 8
 """Longest chain of ops that is recomputed instead of all-gathering a value."""
+
+
+_NOT_RECOMPUTED = frozenset({"copy", "name", "pvary", "reshard", "threefry2x32"})
+
+
+def is_recomputed(op: Op) -> bool:
+    """Whether an op is recomputed on a larger shard instead of all-gathering its result, if its operands exist on that shard."""
+    if op.primitive.call or op.primitive.family in ("identity", "barrier", "transfer") or op.name in _NOT_RECOMPUTED:
+        return False
+    return op.primitive.cheap
 
 
 def _recomputable_depth(value: Value | None, most: int = MAX_RECOMPUTED_DEPTH) -> int:
     """The length of the longest chain of recomputable ops that ends with a value, at most ``most``: more than of its operands."""
     op = None if value is None else value.op
-    if op is None or op.name not in RECOMPUTED or not most:
+    if op is None or not is_recomputed(op) or not most:
         return 0
     return 1 + max((_recomputable_depth(v, most - 1) for v in op.ins), default=0)
 
@@ -198,7 +202,7 @@ class Emitter:
                 operands.append(None)
                 continue
             shard = current[value]
-            if not shard.is_constant and shard.spec != spec and value.op is not None and value.op.name in RECOMPUTED:
+            if not shard.is_constant and shard.spec != spec and value.op is not None and is_recomputed(value.op):
                 copies.append(i)
                 operands.append(None)
             else:
@@ -347,7 +351,7 @@ class Emitter:
             return None
         if self.current[value].spec == need:
             return self.current[value]
-        if op is None or op.name not in RECOMPUTED or op.eqn.effects or op.outs[1:] or not depth:
+        if op is None or not is_recomputed(op) or op.eqn.effects or op.outs[1:] or not depth:
             return None
         needs, axes = inputs_for(value, need, self.sizes)
         if op.rule is not None and axes is None:

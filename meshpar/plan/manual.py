@@ -35,12 +35,14 @@ class ManualOps:
         if run is None or run.axes is None or run.op.rule is None:
             return False
         op, rule = run.op, run.op.rule
-        if op.primitive.opaque and self.order:  # XLA cannot partition a TPU kernel, even one with replicated operands
+        if (
+            op.primitive.family == "opaque" and self.order
+        ):  # XLA cannot partition a TPU kernel, even one with replicated operands
             return True
         manual = op.primitive.manual
         if manual is not None and manual(SplitOp(op.eqn, rule, run.axes, any(map(self._is_mixed, run.results)))):
             return True
-        if op.primitive.dot and self._permutes_axes(run):
+        if op.primitive.family == "dot" and self._permutes_axes(run):
             return True
         if rule.given is not None:
             return False
@@ -52,7 +54,7 @@ class ManualOps:
             entry and any(rule.kinds[f] == "permutation" for f in factors)
             for value, dims in [*zip(op.ins, rule.ins, strict=True), *zip(op.outs, rule.outs, strict=True)]
             if value is not None and dims
-            for entry, factors in zip(self._stored(value) or (), dims, strict=False)
+            for entry, factors in zip(self.stored(value) or (), dims, strict=False)
         )
 
     def is_extremum(self, run: Run) -> bool:
@@ -70,12 +72,13 @@ class ManualOps:
         """Whether a dim of an operand or result is sharded over several axes in another order than the mesh's, as an op reads
         and makes it or as it is stored (:data:`meshpar.compat.quirks.PERMUTED_AXES`)."""
         specs = [s.spec for s in (*run.reads, *run.results)]
-        specs += [self._stored(v) or () for v in (*run.op.ins, *run.op.outs) if v is not None]
+        specs += [self.stored(v) or () for v in (*run.op.ins, *run.op.outs) if v is not None]
         places = [[self.order[a] for a in entry if a in self.order] for spec in specs for entry in spec]
         return any(place != sorted(place) for place in places)
 
-    def _stored(self, value: Value) -> Spec | None:
-        placed = self.placements.get(value)
+    def stored(self, value: Value | None) -> Spec | None:
+        """The stored spec of a value; None: a literal."""
+        placed = None if value is None else self.placements.get(value)
         return None if placed is None else placed.stored.spec
 
     def _is_mixed(self, shard: Shard) -> bool:

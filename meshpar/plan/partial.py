@@ -12,10 +12,10 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from ..compat.jax import body_consts, body_operands, is_tracer, literal_array, scan_counts
+from ..compat.jax import body_consts, body_operands, is_tracer, literal_array
+from ..compat.loops import loop_parts
 from ..program.ir import Op, Program, Value
 from ..program.primitives import reduce_in_p
-from ..rules import having
 from ..rules.partial import Law, Other, is_scale
 
 
@@ -25,7 +25,7 @@ def _unchanged(params: Any, x: Any) -> Any:
 
 _ON_SCALARS: Mapping[str, Callable[..., Any]] = {
     **dict.fromkeys(("broadcast_in_dim", "reshape", "squeeze", "transpose", "copy"), _unchanged),
-    **dict.fromkeys(having(lambda p: p.identity), _unchanged),
+    **dict.fromkeys(("name_dims", "rename_dims", "place", "sharding_constraint"), _unchanged),
     "convert_element_type": lambda params, x: np.asarray(x).astype(params["new_dtype"])[()],
     "neg": lambda params, x: -x,
     "mul": lambda params, x, y: x * y,
@@ -157,10 +157,10 @@ def addends(program: Program, end: Value) -> Iterator[tuple[Value, bool]]:
         if len(readers.get(value, ())) != 1 or op is None:
             continue
         yield value, stacked
-        if op.primitive.scan:
-            k, (_, carries) = op.outs.index(value), scan_counts(op.eqn.params)
+        if op.primitive.family == "scan":
+            k = op.outs.index(value)
             var = op.frames[0].jaxpr.outvars[k]
-            if k >= carries and not isinstance(var, Literal):
+            if k >= len(loop_parts(op.eqn).carries) and not isinstance(var, Literal):
                 todo.append((op.frames[0].env[var], stacked or op.eqn.params["length"] > 1))
             continue
         arrays = [i for i, v in enumerate(op.ins) if v is not None and (op.rule is not None or v.shape == value.shape)]

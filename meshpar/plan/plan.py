@@ -329,7 +329,7 @@ class Plan:
                 yield from self._transfers(
                     inner, None if count is None or inner.trip_count is None else count * inner.trip_count
                 )
-            if not isinstance(step, Run) or not step.op.primitive.transfer:
+            if not isinstance(step, Run) or step.op.primitive.family != "transfer":
                 continue
             for source, out in zip(step.operands, step.results, strict=True):
                 if out.on_host == (source is not None and source.on_host):

@@ -356,11 +356,11 @@ class _Planner:
             return None
         stored = tuple(map(assignment.value_spec, op.outs))
         if rule is None:
-            if op.primitive.barrier or op.primitive.identity or all(v is None or v in constants for v in op.ins):
+            if op.primitive.family in ("identity", "barrier") or all(v is None or v in constants for v in op.ins):
                 return None
             shapes = tuple(None if v is None else v.shape for v in op.ins)
             return assignment.elementwise_spec(op, op.outs[0]), op.outs[0].shape, shapes, stored
-        if rule.given is not None or op.primitive.opaque or op.eqn.effects or self.layout.resolve == "cost":
+        if rule.given is not None or op.primitive.family == "opaque" or op.eqn.effects or self.layout.resolve == "cost":
             return None
         operands = tuple(
             None if v is None else (current[v].spec, v in constants, emitter.iterations(v)) for v in op.ins

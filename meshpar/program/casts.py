@@ -31,7 +31,7 @@ def _merged(jaxpr: Any) -> Any:
 
     eqns = []
     for eqn in jaxpr.eqns:
-        if primitive(eqn.primitive.name).cast and not isinstance(eqn.invars[0], Literal):
+        if primitive(eqn.primitive.name).family == "cast" and not isinstance(eqn.invars[0], Literal):
             (out,) = eqn.outvars
             made = first.setdefault((read(eqn.invars[0]), tuple(sorted(eqn.params.items()))), out)
             if made is not out:

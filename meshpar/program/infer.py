@@ -12,10 +12,11 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from ..compat.jax import body_of, body_operands, closed_parts, constraint_spec, literal_array, new_var, scan_counts
+from ..compat.jax import constraint_spec, literal_array, new_var
+from ..compat.loops import loop_parts, operands_of_bodies
 from ..dims import Dims, did_you_mean
 from ..errors import UnknownDimError
-from ..rules import ELEMENTWISE, OpRule, having, no_rule, primitive, separated
+from ..rules import OpRule, bodies, no_rule, primitive, separated
 from ..rules.rule import NameLink
 from ..rules.shape import reshape_order
 from .ir import Frame, Join, Op, Program, Value
@@ -144,11 +145,12 @@ class Builder:
         for eqn in chain.from_iterable(map(separated, frame.jaxpr.eqns)):
             ins = [None if isinstance(v, Literal) else env[v] for v in eqn.invars]
             op = Op(eqn, frame, ins)
-            name = eqn.primitive.name
-            if name in ELEMENTWISE:
+            if op.primitive.elementwise:
                 outs = self.elementwise(op)
-            elif name in CONTROL:
-                outs = CONTROL[name](self, op)
+            elif op.primitive.call:
+                outs = _call(self, op)
+            elif op.name in CONTROL:
+                outs = CONTROL[op.name](self, op)
             else:
                 outs = self.by_rule(op)
             op.outs = outs
@@ -158,7 +160,7 @@ class Builder:
     def elementwise(self, op: Op) -> list[Value]:
         """The results of an elementwise op, which has the dims of its operands."""
         outs = []
-        multi = op.primitive.barrier
+        multi = op.primitive.family == "barrier"
         for i, var in enumerate(op.eqn.outvars):
             shape = var.aval.shape
             nodes: Nodes | None = None
@@ -206,7 +208,7 @@ class Builder:
         """Join the dims of operands and results that are the same factor of an op that moves data unchanged."""
         rule = op.rule
         assert rule is not None
-        if op.primitive.reshape:
+        if op.primitive.regroups:
             if op.ins[0] is not None:
                 nodes = tuple(op.ins[0].nodes[d] for d in reshape_order(op.eqn))
                 self.reshape(nodes, outs[0].nodes, rule)
@@ -260,10 +262,10 @@ class Builder:
         u = self.unifier
         self.find_slices()
         for op in self.ties:
-            if not op.primitive.broadcast:
+            if op.primitive.family != "broadcast":
                 self.tie(op)
         for op in self.ties:
-            if op.primitive.broadcast:
+            if op.primitive.family == "broadcast":
                 self.tie(op)
         for op in self.stretched:
             (out,) = op.outs
@@ -302,7 +304,9 @@ class Builder:
             last_start, first_stop = max(r.start for *_, r, _ in own), min(r.stop for *_, r, _ in own)
             for full, part, elements, op in own:
                 if elements.start >= first_stop or elements.stop <= last_start or 2 * len(elements) < u.size[root]:
-                    self.slices[full, part] = DimSlice(full, part, op.primitive.static_slice, elements, op)
+                    self.slices[full, part] = DimSlice(
+                        full, part, op.primitive.family in ("slice", "split"), elements, op
+                    )
 
     def tie_indexed(self) -> None:
         """Join the dims that the same indices index: an embedding's gradient gets the embedding's ``vocab``.
@@ -312,9 +316,9 @@ class Builder:
         u = self.unifier
         groups: dict[tuple[Nodes, int], list[tuple[int, Op]]] = {}
         for op in self.ties:
-            if op.primitive.gather:
+            if op.primitive.family == "gather":
                 into = op.eqn.params["dimension_numbers"].start_index_map
-            elif op.primitive.scatter:
+            elif op.primitive.family == "scatter":
                 into = op.eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
             else:
                 continue
@@ -326,7 +330,7 @@ class Builder:
                 if any(n != NONE for n in indices.nodes):
                     groups.setdefault((indices.nodes, u.size[node]), []).append((node, op))
                 made = indices.op
-                if made is None or not (made.primitive.broadcast or made.primitive.reshape):
+                if made is None or made.primitive.family not in ("broadcast", "reshape", "squeeze"):
                     break
                 indices = made.ins[0]
         for indexed in groups.values():
@@ -407,22 +411,16 @@ class Builder:
 # -- loops, branches, calls, and ops that set names or specs
 
 
-def _call(own: bool = False):
-    """A handler for ops that run one body once, on their operands: (builder, op) → results; ``own``: ops with a
-    derivative rule of their own."""
-
-    def handler(b: Builder, op: Op) -> list[Value]:
-        """Infer the body of a call with the operands of ``op``; returns one Value for each result of the body."""
-        jaxpr, _ = closed_parts(body_of(op.eqn))
-        if own:
-            jaxpr = _with_own_results(jaxpr, op)
-        frame = Frame(jaxpr, op)
-        op.frames = [frame]
-        _bind_consts(b, frame)
-        b.run(frame, body_operands(op.eqn, op.ins))
-        return [_result(b, frame, v, op) for v in jaxpr.outvars]
-
-    return handler
+def _call(b: Builder, op: Op) -> list[Value]:
+    """Infer the body of a call with the operands of ``op``; returns one Value for each result of the body."""
+    ((jaxpr,), (operands,)) = bodies(op.eqn), operands_of_bodies(op.eqn, op.ins)
+    if op.primitive.family == "custom_derivative":
+        jaxpr = _with_own_results(jaxpr, op)
+    frame = Frame(jaxpr, op)
+    op.frames = [frame]
+    _bind_consts(b, frame)
+    b.run(frame, operands)
+    return [_result(b, frame, v, op) for v in jaxpr.outvars]
 
 
 def _with_own_results(jaxpr: Any, op: Op) -> Any:
@@ -463,29 +461,25 @@ def _inside(value: Value | None, b: Builder, aval: Any, drop: int = 0) -> Value:
 
 def _scan(b: Builder, op: Op) -> list[Value]:
     """The results of a ``scan``: carries have one class inside and outside, and stacks one more dim than their slices."""
-    p = op.eqn.params
-    jaxpr, _ = closed_parts(p["jaxpr"])
-    nc, nk = scan_counts(p)
-    frame = Frame(jaxpr, op, trip_count=p["length"])
+    (jaxpr,), parts, length = bodies(op.eqn), loop_parts(op.eqn), op.eqn.params["length"]
+    frame = Frame(jaxpr, op, trip_count=length)
     op.frames = [frame]
     _bind_consts(b, frame)
-    avals = [v.aval for v in jaxpr.invars]
-    consts = [_inside(v, b, a) for v, a in zip(op.ins[:nc], avals[:nc], strict=True)]
-    carry = [_carry(v, b, a) for v, a in zip(op.ins[nc : nc + nk], avals[nc : nc + nk], strict=True)]
-    xs = [_inside(v, b, a, 1) for v, a in zip(op.ins[nc + nk :], avals[nc + nk :], strict=True)]
-    b.run(frame, [*consts, *carry, *xs])
-    results = [b.read(frame, v) for v in jaxpr.outvars]
-    for before, after in zip(carry, results[:nk], strict=True):
+    pairs = parts.split(list(zip(op.ins, (v.aval for v in jaxpr.invars), strict=True)))
+    consts = [_inside(v, b, a) for v, a in pairs[0]]
+    carry = [_carry(v, b, a) for v, a in pairs[1]]
+    b.run(frame, [*consts, *carry, *(_inside(v, b, a, 1) for v, a in pairs[2])])
+    carried, made = parts.split_results([b.read(frame, v) for v in jaxpr.outvars])
+    for before, after in zip(carry, carried, strict=True):
         b.alias(before, after, op)
-    outs = [b.value(v.aval, c.nodes, op) for v, c in zip(op.eqn.outvars[:nk], carry, strict=True)]
-    layers = next((v.nodes[0] for v in op.ins[nc + nk :] if v is not None), None)
-    if layers is None:
-        layers = NONE if p["length"] == 1 else b.unifier.node(p["length"])
-    for v in op.ins[nc + nk :]:
-        if v is not None:
-            b.unifier.unify(layers, v.nodes[0], op)
+    last, stacked = parts.split_results(op.eqn.outvars)
+    outs = [b.value(v.aval, c.nodes, op) for v, c in zip(last, carry, strict=True)]
+    stacks = [v for v, _ in pairs[2] if v is not None]
+    layers = stacks[0].nodes[0] if stacks else NONE if length == 1 else b.unifier.node(length)
+    for v in stacks:
+        b.unifier.unify(layers, v.nodes[0], op)
     b.unifier.looped.add(layers)
-    for var, y in zip(op.eqn.outvars[nk:], results[nk:], strict=True):
+    for var, y in zip(stacked, made, strict=True):
         inner = y.nodes if y is not None else b.unifier.fresh(var.aval.shape[1:])
         outs.append(b.value(var.aval, b.unifier.register((layers, *inner)), op))
     return outs
@@ -497,32 +491,28 @@ def _carry(value: Value | None, b: Builder, aval: Any) -> Value:
 
 def _while(b: Builder, op: Op) -> list[Value]:
     """The results of a ``while``, whose carries have one class inside and outside."""
-    p = op.eqn.params
-    cond, _ = closed_parts(p["cond_jaxpr"])
-    body, _ = closed_parts(p["body_jaxpr"])
-    ncc, nbc = p["cond_nconsts"], p["body_nconsts"]
-    frames = [Frame(cond, op, trip_count=None), Frame(body, op, trip_count=None)]
-    op.frames = frames
-    init = op.ins[ncc + nbc :]
-    carry = [_carry(v, b, a.aval) for v, a in zip(init, body.invars[nbc:], strict=True)]
-    for frame, consts in ((frames[0], op.ins[:ncc]), (frames[1], op.ins[ncc : ncc + nbc])):
+    op.frames = [Frame(jaxpr, op, trip_count=None) for jaxpr in bodies(op.eqn)]
+    parts, body = loop_parts(op.eqn), op.frames[1]
+    inits = parts.carried(op.ins)
+    carry = [_carry(v, b, a.aval) for v, a in zip(inits, parts.carried(body.jaxpr.invars), strict=True)]
+    for frame, operands in zip(op.frames, operands_of_bodies(op.eqn, op.ins), strict=True):
         _bind_consts(b, frame)
+        consts = operands[: len(operands) - len(carry)]
         inner = [_inside(v, b, a.aval) for v, a in zip(consts, frame.jaxpr.invars, strict=False)]
         b.run(frame, [*inner, *carry])
-    for before, var in zip(carry, body.outvars, strict=True):
-        b.alias(before, b.read(frames[1], var), op)
+    for before, var in zip(carry, body.jaxpr.outvars, strict=True):
+        b.alias(before, b.read(body, var), op)
     return [b.value(v.aval, c.nodes, op) for v, c in zip(op.eqn.outvars, carry, strict=True)]
 
 
 def _cond(b: Builder, op: Op) -> list[Value]:
     """The results of a ``cond``, joined with the results of all its branches."""
     outs: list[Value] | None = None
-    for branch in op.eqn.params["branches"]:
-        jaxpr, _ = closed_parts(branch)
+    for jaxpr, operands in zip(bodies(op.eqn), operands_of_bodies(op.eqn, op.ins), strict=True):
         frame = Frame(jaxpr, op)
         op.frames.append(frame)
         _bind_consts(b, frame)
-        b.run(frame, [_inside(v, b, a.aval) for v, a in zip(op.ins[1:], jaxpr.invars, strict=True)])
+        b.run(frame, [_inside(v, b, a.aval) for v, a in zip(operands, jaxpr.invars, strict=True)])
         results = [b.read(frame, v) for v in jaxpr.outvars]
         if outs is None:
             outs = [
@@ -596,7 +586,5 @@ CONTROL: dict[str, Callable[[Builder, Op], list[Value]]] = {
     "rename_dims": _rename,
     "place": _place,
     "sharding_constraint": _place,
-    **dict.fromkeys(having(lambda p: p.call), _call()),
-    **dict.fromkeys(having(lambda p: p.own_derivative), _call(own=True)),
 }
 """Primitive → (builder, op) → results."""

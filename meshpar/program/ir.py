@@ -97,7 +97,7 @@ class Op:
     @property
     def label(self) -> str:
         """The name of the op in reports: the name of its kernel or primitive."""
-        return self.name if self.primitive.label is None else self.primitive.label(self.eqn)
+        return self.eqn.params["kernel"].name if self.primitive.family == "kernel" else self.name
 
     @property
     def makes(self) -> list[Value]:

@@ -20,14 +20,11 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from ..compat.jax import equations, parts_by_result
 from ..errors import UnsupportedError
-from ..rules import having
+from ..rules import primitive
 from .kernels import Dims, Kernel, KernelSend, KernelWork, Notation, ShardCounts, kernel_p
 
 PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
 """Sizes of factors from which the factors of a dim follow."""
-
-RECOMPUTED = having(lambda p: p.cheap)
-"""Primitives that are recomputed from the operands rather than saved."""
 
 Source = tuple[str, int]
 """The source of an array of a pullback: ``("operand", i)``, ``("result", j)``, ``("residual", k)``, or ``("recomputed", n)``:
@@ -253,7 +250,7 @@ def _pull_traced(kernel: Kernel, avals: Sequence[jax.ShapeDtypeStruct]) -> _Pull
     count = 0
     for k, (which, _) in enumerate(sources):
         if which == "residual":
-            cheap = all(e.primitive.name in RECOMPUTED for e in equations(parts[k][0]))
+            cheap = all(primitive(e.primitive.name).cheap for e in equations(parts[k][0]))
             sources[k] = ("recomputed", k) if cheap else ("residual", count)
             count += not cheap
     return _Pulled(trees[0], tuple(sources), [v.aval.shape for v in closed.jaxpr.outvars], closed, parts)

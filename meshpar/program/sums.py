@@ -68,7 +68,7 @@ def _sources_of_results(
         return [source if isinstance(source, bool) else taken[source] for source in results]
     if entry.matmul:
         return [True] * len(eqn.outvars)
-    if (entry.view or entry.cast) and len(eqn.invars) == 1:
+    if (entry.view or entry.family == "cast") and len(eqn.invars) == 1:
         return [operands[0]]
     return [eqn.primitive.name == "add_any" and all(x is True for x in operands)] * len(eqn.outvars)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..cost.fusion import Computation, Kernel, line_of
+from ..cost.fusion import Computation, Kernel, Kind, line_of
 from ..cost.kernel_time import kernel_times
 from ..cost.kernels import computation_of
 from ..cost.memory import memory_of
@@ -546,10 +546,10 @@ def _timeline(plan: Plan, loop: Kernel, body: Computation) -> LoopTimeline:
     out = LoopTimeline(body.trip_count or 1, loop.source)
     schedule, times = schedules(plan)[body], kernel_times(plan)
     for kernel, start in zip(schedule.kernels, schedule.starts, strict=True):
-        if kernel in times and kernel.name != "move!":
+        if kernel in times and kernel.kind is not Kind.MOVE:
             dims = " | ".join(dict.fromkeys(format_dims(plan.program.dims(b.value)) for b in kernel.writes))
             source, run = line_of(kernel.origin), times[kernel]
-            out.spans.append(Span("compute", kernel.primitive, start, run.seconds, (), dims, source, bytes=run.bytes))
+            out.spans.append(Span("compute", kernel.origin_name, start, run.seconds, (), dims, source, bytes=run.bytes))
     for t in schedule.transfers:
         c = t.collective
         cause, exposed = c.explanation, not t.is_async

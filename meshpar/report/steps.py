@@ -120,7 +120,7 @@ class _Printer:
                 "",
             )
         if isinstance(step, Loop):
-            trips = "while" if not step.op.primitive.scan else f"scan × {step.body.trip_count}"
+            trips = "while" if step.op.primitive.family != "scan" else f"scan × {step.body.trip_count}"
             over = f" over {self.list(step.stacks)}" if step.stacks else ""
             read = f" reading {self.list(step.hoisted)}, hoisted" if step.hoisted else ""
             return f"{trips} from {self.list(step.inits) or 'nothing'}{over}{read}", ""

@@ -27,7 +27,7 @@ def dot_general(eqn, ins, outs) -> OpRule:
 def _matmul_rule(lhs: Sequence[int], rhs: Sequence[int], numbers: Any, groups: Sequence[int] = ()) -> OpRule:
     """The rule of a matmul; ``groups`` are dims of the right operand that need replication, and are not in the result."""
     (lc, rc), (lb, rb) = numbers
-    r = OpRule([], [])
+    r = OpRule()
     left = {i: r.factor(lhs[i]) for i in lb}
     right = dict(zip(rb, left.values(), strict=True))
     left |= {i: r.factor(n) for i, n in enumerate(lhs) if i not in left and i not in lc}
@@ -40,9 +40,8 @@ def _matmul_rule(lhs: Sequence[int], rhs: Sequence[int], numbers: Any, groups: S
     right |= free
     for i, j in zip(lc, rc, strict=True):
         left[i] = right[j] = r.factor(lhs[i], "sum")
-    r.ins = [tuple((factors[d],) for d in range(len(factors))) for factors in (left, right)]
-    r.outs = [tuple((f,) for f in result)]
-    return r
+    operands = [tuple((factors[d],) for d in range(len(factors))) for factors in (left, right)]
+    return r.maps(operands, [tuple((f,) for f in result)])
 
 
 def _batches_mixed(op: SplitOp) -> bool:
@@ -65,9 +64,14 @@ def _matmul_dims(
 
 
 register(
-    "dot_general", rule=dot_general, local=on_shards, manual=_batches_mixed, partial=(CONTRACTS,),
-    matmul_dims=_dot_dims, dot=True,
-)  # fmt: skip
+    "dot_general",
+    family="dot",
+    rule=dot_general,
+    local=on_shards,
+    manual=_batches_mixed,
+    partial=(CONTRACTS,),
+    matmul_dims=_dot_dims,
+)
 
 
 def ragged_dot_general(eqn, ins, outs) -> OpRule:
@@ -129,18 +133,11 @@ def conv_general_dilated(eqn, ins, outs) -> OpRule:
     result: dict[int, tuple[int, ...]] = {}
     batch = r.factor(out[os[0]])
     in_features = r.factor(rhs[rs[1]], "sum")
-    if groups > 1:
-        g, o = r.factor(groups), r.factor(rhs[rs[0]] // groups)
-        left[ls[0]], left[ls[1]] = (batch,), (g, in_features)
-        right[rs[0]] = result[os[1]] = (g, o)
-    elif batch_groups > 1:
-        g, o = r.factor(batch_groups), r.factor(rhs[rs[0]] // batch_groups)
-        left[ls[0]], left[ls[1]] = (g, batch), (in_features,)
-        right[rs[0]] = result[os[1]] = (g, o)
-    else:
-        o = r.factor(rhs[rs[0]])
-        left[ls[0]], left[ls[1]] = (batch,), (in_features,)
-        right[rs[0]] = result[os[1]] = (o,)
+    count = max(groups, batch_groups)  # at most one of them is not 1
+    group = (r.factor(count),) if count > 1 else ()
+    left[ls[0]] = (*(group if batch_groups > 1 else ()), batch)
+    left[ls[1]] = (*(group if groups > 1 else ()), in_features)
+    right[rs[0]] = result[os[1]] = (*group, r.factor(rhs[rs[0]] // count))
     right[rs[1]] = (in_features,)
     result[os[0]] = (batch,)
     for k, (i, j, o) in enumerate(zip(ls[2:], rs[2:], os[2:], strict=True)):
@@ -227,6 +224,10 @@ def _convolution_dims(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple
 
 
 register(
-    "conv_general_dilated", rule=conv_general_dilated, local=_local_conv, manual=always,
-    matmul_dims=_convolution_dims, convolution=True,
-)  # fmt: skip
+    "conv_general_dilated",
+    family="conv",
+    rule=conv_general_dilated,
+    local=_local_conv,
+    manual=always,
+    matmul_dims=_convolution_dims,
+)

@@ -60,4 +60,4 @@ def _equation_flops(eqn: Any) -> float:
         for x in (v if isinstance(v, tuple | list) else (v,))
         if hasattr(closed_parts(x)[0], "eqns")
     ]
-    return sum(map(jaxpr_flops, inner)) * (p["length"] if entry.scan else 1)
+    return sum(map(jaxpr_flops, inner)) * (p["length"] if entry.family == "scan" else 1)

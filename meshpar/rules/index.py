@@ -96,7 +96,7 @@ def _lookup_rule(eqn: Any, array: Sequence[int], indices: Sequence[int], window:
     vectors are of ``kind``. In ``array[v, e], indices[n, 1], window[n, e]``, v is indexed, n of that kind, and e passes through.
     """
     dims, indexed = LookupDims.of(eqn), indexed_kind(eqn)
-    r = OpRule([], [])
+    r = OpRule()
     window_factors: dict[int, Factors] = {}
     index_factors: list[Factors] = []
     for i, (n, w) in enumerate(zip(indices[:-1], dims.batch_dims(len(window)), strict=True)):
@@ -126,8 +126,7 @@ def gather(eqn, ins, outs) -> OpRule:
     """The rule of ``gather``: batch dims of the indices and full windows pass through; the result is partial over split
     dims that are indexed."""
     r = _lookup_rule(eqn, ins[0], ins[1], outs[0], "pass_through")
-    r.ins, r.outs = [*r.ins[:2], *((),) * (len(ins) - 2)], [r.ins[2]]
-    return r
+    return r.maps([*r.ins[:2], *((),) * (len(ins) - 2)], [r.ins[2]])
 
 
 def _split_indexed_dims(op: LocalOp, dims: LookupDims) -> list[int]:
@@ -162,15 +161,7 @@ def _local_gather(op: LocalOp, operand: Any, indices: Any) -> list[Any]:
     return [only_where(lax.broadcast_in_dim(own, out.shape, local.batch_dims), out)]
 
 
-register(
-    "gather",
-    rule=gather,
-    local=_local_gather,
-    pinned=True,
-    manual=_one_index_of_a_split_array,
-    slice=True,
-    lookup=True,
-)
+register("gather", rule=gather, local=_local_gather, pinned=True, manual=_one_index_of_a_split_array, family="gather")
 
 
 _SCATTER_KINDS: dict[str, Kind] = {
@@ -178,6 +169,9 @@ _SCATTER_KINDS: dict[str, Kind] = {
     **dict.fromkeys(("scatter", "scatter-mul", "scatter-min", "scatter-max"), "need_replication"),
 }
 """By primitive, the kind of the factors of updates. All devices need all updates if these are ordered or idempotent."""
+
+LOOKUPS = ("gather", *_SCATTER_KINDS)
+"""The primitives with :class:`LookupDims`."""
 
 
 def scatter(eqn, ins, outs) -> OpRule:
@@ -220,6 +214,11 @@ def _local_scatter(op: LocalOp, operand: Any, indices: Any, updates: Any) -> lis
     return [jnp.where(write.reshape(()), out, operand) if one and applied else out]
 
 
+def adds_rows(eqn: Any) -> bool:
+    """Whether a scatter adds to rows, or subtracts from them."""
+    return _SCATTER_KINDS.get(eqn.primitive.name) == "sum"
+
+
 def applies_function(eqn: Any) -> bool:
     """Whether a scatter writes a user's function of the elements, as ``x.at[i].apply(f)``: no update is without effect."""
     return eqn.primitive.name == "scatter" and eqn.params["update_jaxpr"] is not None
@@ -240,21 +239,14 @@ def _updates_without_effect(name: str, operand: Any, index: Any, updates: Any, d
 def is_broadcast_zero(value: Any) -> bool:
     """Whether a value of a program is a broadcast of a literal zero, as ``jnp.zeros`` makes; not of a negative zero."""
     op = getattr(value, "op", None)
-    if op is None or not op.primitive.broadcast or op.ins[0] is not None:
+    if op is None or op.primitive.family != "broadcast" or op.ins[0] is not None:
         return False
     return is_positive_zero(literal_array(op.eqn.invars[0]))
 
 
 for _name in _SCATTER_KINDS:
     register(
-        _name,
-        rule=scatter,
-        local=_local_scatter,
-        pinned=True,
-        manual=_one_index_of_a_split_array,
-        lookup=True,
-        scatter=True,
-        adds_rows=_SCATTER_KINDS[_name] == "sum",
+        _name, rule=scatter, local=_local_scatter, pinned=True, manual=_one_index_of_a_split_array, family="scatter"
     )
 
 
@@ -356,21 +348,19 @@ def dynamic_slice(eqn, ins, outs) -> OpRule:
     """The rule of ``dynamic_slice``: dims of full size pass through; the others are indexed, and the result is partial
     over them if they are split."""
     r = _window_rule(eqn, ins[0], outs[0])
-    r.ins, r.outs = [r.ins[0], *((),) * (len(ins) - 1)], [r.ins[1]]
-    return r
+    return r.maps([r.ins[0], *((),) * (len(ins) - 1)], [r.ins[1]])
 
 
 def dynamic_update_slice(eqn, ins, outs) -> OpRule:
     """The rule of ``dynamic_update_slice``: dims that the update fills pass through; the others are indexed, and the
     result is complete."""
     r = _window_rule(eqn, ins[0], ins[1])
-    r.ins, r.outs = [*r.ins, *((),) * (len(ins) - 2)], [r.ins[0]]
-    return r
+    return r.maps([*r.ins, *((),) * (len(ins) - 2)], [r.ins[0]])
 
 
 def _window_rule(eqn: Any, array: Sequence[int], window: Sequence[int]) -> OpRule:
     """A rule with two operands of these shapes: an array, and a window of it at a run-time index."""
-    r, kind = OpRule([], []), indexed_kind(eqn)
+    r, kind = OpRule(), indexed_kind(eqn)
     array_factors = r.factors(array, kind, [d for d, (n, m) in enumerate(zip(array, window, strict=True)) if n != m])
     window_factors = []
     for factors, n, m in zip(array_factors, array, window, strict=True):
@@ -461,24 +451,19 @@ def _shifted(x: Any, d: int, shift: Any, size: int) -> Any:
 
 
 register(
-    "dynamic_slice", rule=dynamic_slice, local=_local_dynamic_slice, fusible=True, manual=always,
-    slice=True,
-)  # fmt: skip
+    "dynamic_slice", family="dynamic_slice", rule=dynamic_slice, local=_local_dynamic_slice, fusible=True, manual=always
+)
 register(
-    "dynamic_update_slice",
-    rule=dynamic_update_slice,
-    local=_local_dynamic_update_slice,
-    pinned=True,
-    in_place=True,
+    "dynamic_update_slice", rule=dynamic_update_slice, local=_local_dynamic_update_slice, pinned=True, family="update"
 )
 
 
 def add_row(eqn, ins, outs) -> OpRule:
     """The rule of ``add_row``: the dims of the row pass through; the dim of the rows is unsharded."""
-    rows = OpRule([], [])
+    rows = OpRule()
     total = rows.factors(ins[0], "need_replication", [0])
     rows.ins, rows.outs = [total, total[1:], total[1 : 1 + len(ins[2])], total[1:2]], [total]
     return rows
 
 
-register("add_row", rule=add_row, local=on_shards, in_place=True)
+register("add_row", rule=add_row, local=on_shards, family="update")

@@ -41,7 +41,4 @@ def _bytes(x: Any) -> int:
     return math.prod(np.shape(x)) * x.dtype.itemsize
 
 
-register(
-    "kernel", rule=kernel, local=_local_kernel, manual=always, fixed_factors=True,
-    label=lambda eqn: eqn.params["kernel"].name, kernel=True, nested_flops=kernel_flops,
-)  # fmt: skip
+register("kernel", family="kernel", rule=kernel, local=_local_kernel, manual=always, nested_flops=kernel_flops)

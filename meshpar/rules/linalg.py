@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,10 +15,10 @@ from .rule import OpRule
 from .spmd import Grid, axis_index
 
 
-def _batched(ins, outs, core: int) -> OpRule:
-    """The rule of an op on matrices: leading dims pass through; the last ``core`` dims of the first operand, and the
-    same of other arrays, need replication."""
-    r = OpRule([], [])
+def _batched(eqn, ins, outs, core: int) -> OpRule:
+    """The rule of an op on matrices (``core=2``) or vectors (1): leading dims pass through; the last ``core`` dims of the first
+    operand (rows and columns; a diagonal, pivots), and the same of other arrays, need replication."""
+    r = OpRule()
     rank = len(ins[0]) - core
     lead = tuple((r.factor(n),) for n in ins[0][:rank])
 
@@ -26,33 +27,22 @@ def _batched(ins, outs, core: int) -> OpRule:
             return lead + tuple((r.factor(n, "need_replication"),) for n in shape[rank:])
         return r.factors(shape, "need_replication")
 
-    r.ins, r.outs = [dims(s) for s in ins], [dims(s) for s in outs]
-    return r
-
-
-def matrix(eqn, ins, outs) -> OpRule:
-    """Batch dims pass through; rows and columns of the first operand, a matrix, need replication."""
-    return _batched(ins, outs, 2)
-
-
-def vector(eqn, ins, outs) -> OpRule:
-    """Batch dims pass through; the last dim of the first operand, a vector (a diagonal, pivots), needs replication."""
-    return _batched(ins, outs, 1)
+    return r.maps([dims(s) for s in ins], [dims(s) for s in outs])
 
 
 register(
     "cholesky", "eigh", "eig", "lu", "qr", "svd", "householder_product", "geqrf", "schur", "hessenberg",
     "tridiagonal", "geqp3", "ormqr", "cholesky_update",
-    rule=matrix, local=on_shards,
+    rule=partial(_batched, core=2), local=on_shards,
 )  # fmt: skip
-register("tridiagonal_solve", "lu_pivots_to_permutation", rule=vector, local=on_shards)
+register("tridiagonal_solve", "lu_pivots_to_permutation", rule=partial(_batched, core=1), local=on_shards)
 
 
 def symmetric_product(eqn, ins, outs) -> OpRule:
     """The rule of ``symmetric_product``, ``alpha a aᵀ + beta c``: batch dims pass through, columns of ``a`` are
     contracted, and other dims need replication."""
     *batch, n, k = ins[0]
-    r = OpRule([], [])
+    r = OpRule()
     lead, (rows, columns) = r.factors(batch), r.factors((n, n), "need_replication")
     r.ins = [(*lead, rows, (r.factor(k, "sum"),)), (*lead, rows, columns)]
     r.outs = [r.ins[1]]
@@ -74,7 +64,7 @@ def triangular_solve(eqn, ins, outs) -> OpRule:
     p = eqn.params
     (*batch, n, _), sides = ins[0], ins[1]
     left = p["left_side"]
-    r = OpRule([], [])
+    r = OpRule()
     lead = r.factors(batch)
     given, solved = r.factor(n, "need_replication"), r.factor(n, "need_replication")
     each = r.factor(sides[-1 if left else -2])
@@ -91,8 +81,7 @@ register("triangular_solve", rule=triangular_solve, local=on_shards)
 
 def fft(eqn, ins, outs) -> OpRule:
     """Batch dims pass through; transformed dims need replication."""
-    n = len(eqn.params["fft_lengths"])
-    return _batched(ins, outs, n)
+    return _batched(eqn, ins, outs, len(eqn.params["fft_lengths"]))
 
 
 def _local_fft(op: LocalOp, x: Any) -> list[Any]:

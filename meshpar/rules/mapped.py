@@ -12,16 +12,8 @@ import jax
 from jax import lax
 from jax.extend.core import Literal
 
-from ..compat.jax import (
-    at_line_of,
-    axes_of_spec,
-    bind,
-    body_consts,
-    body_operands,
-    closed_parts,
-    literal_array,
-    scan_counts,
-)
+from ..compat.jax import at_line_of, axes_of_spec, bind, literal_array
+from .control_flow import run_bodies
 from .flops import shard_map_flops
 from .local import LocalOp, plain_params
 from .registry import Refusal, SplitOp, bodies, primitive, register
@@ -32,7 +24,7 @@ from .spmd import Send, Sizes, axis_index, fine_names
 def mapped(eqn: Any, ins: list[tuple[int, ...]], outs: list[tuple[int, ...]]) -> OpRule:
     """The rule of a ``shard_map``: every dim of an operand or result is a factor, split by the specs; ``sends_over``
     lists the collectives of the body."""
-    r, given = OpRule([], []), []
+    r, given = OpRule(), []
 
     def factors(shape: Sequence[int], spec: Any) -> tuple[tuple[int, ...], ...]:
         given.extend(axes_of_spec(spec, len(shape)))
@@ -125,39 +117,12 @@ def _run(jaxpr: Any, consts: Sequence[Any], xs: Sequence[Any], sizes: Sizes) -> 
 def _step(eqn: Any, xs: list[Any], sizes: Sizes) -> list[Any]:
     """The results of one equation of a user's jaxpr."""
     name, p = eqn.primitive.name, eqn.params
-    if name in _CASTS or primitive(name).identity:
+    if name in _CASTS or primitive(name).family == "identity":
         return xs
     if name in _FORMS:
         return _FORMS[name](eqn, xs, fine_names(_axes_of(eqn), sizes))
-    if name == "scan":
-        consts, carries = scan_counts(p)
-        jaxpr, inner = closed_parts(p["jaxpr"])
-
-        def one(carry: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            results = _run(jaxpr, inner, [*xs[:consts], *carry, *slices], sizes)
-            return results[:carries], results[carries:]
-
-        stacked = xs[consts + carries :]
-        options = {"length": p["length"], "reverse": p["reverse"], "unroll": p["unroll"]}
-        carry, ys = lax.scan(one, xs[consts : consts + carries], stacked, **options)
-        return [*carry, *ys]
-    if name == "while":
-        (cond, body), (first, second) = bodies(eqn), body_consts(eqn)
-        n, m = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
-        return lax.while_loop(
-            lambda carry: _run(cond, first, [*xs[:n], *carry], sizes)[0],
-            lambda carry: _run(body, second, [*xs[n:m], *carry], sizes),
-            xs[m:],
-        )
-    if name == "cond":
-        branches = [
-            lambda *args, body=body, consts=consts: _run(body, consts, args, sizes)
-            for body, consts in zip(bodies(eqn), body_consts(eqn), strict=True)
-        ]
-        return lax.switch(lax.convert_element_type(xs[0], "int32"), branches, *xs[1:])
-    if primitive(name).call:
-        (body,), (consts,) = bodies(eqn), body_consts(eqn)
-        return _run(body, consts, body_operands(eqn, xs), sizes)
+    if primitive(name).control_flow or primitive(name).call:
+        return run_bodies(eqn, xs, lambda jaxpr, consts, xs: _run(jaxpr, consts, xs, sizes))
     return bind(eqn, xs, plain_params(p))
 
 
@@ -214,4 +179,4 @@ for _name in (
     n for n in _SENDS if n not in ("psum", "pmax", "pmin")
 ):  # these have entries in `reduce`, since vmap makes them too
     register(_name, rule=same_dims)
-register("shard_map", rule=mapped, local=_local, refuses=_nests, nested_flops=shard_map_flops, shard_map=True)
+register("shard_map", rule=mapped, local=_local, refuses=_nests, nested_flops=shard_map_flops, family="shard_map")

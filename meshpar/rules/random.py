@@ -20,15 +20,16 @@ from .rule import OpRule, independent_of_data
 def keys(eqn, ins, outs) -> OpRule:
     """The rule of an op on random keys: dims of arrays of seeds and keys pass through; a dim of the words of a key, or
     of the keys it is split into, does not."""
-    r = OpRule([], [])
+    r = OpRule()
     lead = r.factors(ins[0][: len(outs[0])])
     lead = lead[: len(ins[0]) - (eqn.primitive.name == "random_wrap")]
-    r.ins = [lead + r.factors(ins[0][len(lead) :], "need_replication")]
-    r.outs = [lead + r.factors(outs[0][len(lead) :], "need_replication")]
-    return r
+    return r.maps(
+        [lead + r.factors(ins[0][len(lead) :], "need_replication")],
+        [lead + r.factors(outs[0][len(lead) :], "need_replication")],
+    )
 
 
-register("random_seed", "random_split", rule=keys, local=on_shards, random=True)
+register("random_seed", "random_split", rule=keys, local=on_shards, family="random")
 register("random_wrap", "random_unwrap", rule=keys, local=on_shards, view=True)
 
 
@@ -71,16 +72,15 @@ def _local_random_bits(op: LocalOp, key: Any) -> list[Any]:
     return [lax.convert_element_type(high ^ low, dtype)]
 
 
-register("random_bits", rule=independent_of_data, local=_local_random_bits, random=True)
+register("random_bits", rule=independent_of_data, local=_local_random_bits, family="random")
 
 
 def random_gamma(eqn, ins, outs) -> OpRule:
     """The rule of ``random_gamma``: all dims pass through, since each element is drawn with its own parameter, and an
     array of keys has the leading dims."""
-    r = OpRule([], [])
+    r = OpRule()
     dims = r.factors(outs[0])
-    r.ins, r.outs = [dims[: len(ins[0])], dims], [dims]
-    return r
+    return r.maps([dims[: len(ins[0])], dims], [dims])
 
 
 def _local_random_gamma(op: LocalOp, key: Any, a: Any) -> list[Any]:
@@ -105,10 +105,9 @@ register("random_gamma", rule=random_gamma, local=_local_random_gamma)
 def rng_bit_generator(eqn, ins, outs) -> OpRule:
     """The rule of ``rng_bit_generator``: all dims need replication, since the bits of an element depend on the shape
     that is generated."""
-    r = OpRule([], [])
+    r = OpRule()
     key = r.factors(ins[0], "need_replication")
-    r.ins, r.outs = [key], [key, r.factors(outs[1], "need_replication")]
-    return r
+    return r.maps([key], [key, r.factors(outs[1], "need_replication")])
 
 
-register("rng_bit_generator", rule=rng_bit_generator, local=on_shards, random=True)
+register("rng_bit_generator", rule=rng_bit_generator, local=on_shards, family="random")

@@ -262,7 +262,7 @@ def rearranged(eqn, ins, outs) -> OpRule:
     """The rule of ``rearrange``: other dims pass through; along the dim of the table, ``[n] → [m]`` split over the same
     axes, devices exchange elements."""
     dim, runs, kind = eqn.params["dimension"], eqn.params["runs"], exchange_kind(eqn)
-    r = OpRule([], [])
+    r = OpRule()
     operand = r.factors(ins[0], kind, (dim,))
     made = r.factor(outs[0][dim], kind)
     r.ins, r.outs = [operand], [(*operand[:dim], (made,), *operand[dim + 1 :])]

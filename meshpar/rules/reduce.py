@@ -49,7 +49,7 @@ def identity(kind: Kind, dtype: Any) -> np.ndarray:
 
 def reduced_dims(ins, outs, axes, kind: Kind) -> OpRule:
     """A rule in which the reduced dims ``axes`` are factors of a kind, and the others pass through."""
-    r = OpRule([], [])
+    r = OpRule()
     dims = r.factors(ins[0], kind, axes)
     r.ins = [dims]
     if len(outs[0]) == len(ins[0]):  # keepdims
@@ -79,7 +79,7 @@ for _name, _kind in REDUCTION_KINDS.items():
     _manual = _is_bitwise if _kind in ("and", "or") else None
     _law = along(_kind, when="smaller")
     register(
-        _name, rule=reduce, local=on_shards, reduction=True, manual=_manual,
+        _name, rule=reduce, local=on_shards, family="reduction", manual=_manual,
         partial=(replace(_law, holds=_over_ones, when="always"), _law),
     )  # fmt: skip
 
@@ -105,7 +105,7 @@ def positional(eqn, ins, outs) -> OpRule:
     if eqn.params["axis_index_groups"] is not None:
         return no_rule(ins, outs)
     kind, _ = _POSITIONAL[eqn.primitive.name]
-    r = OpRule([], [], strong=not axes, pairwise=True)
+    r = OpRule(strong=not axes, pairwise=True)
     r.ins = [r.factors(shape, kind, axes) for shape in ins]
     r.outs = [tuple(d for i, d in enumerate(dims) if i not in axes) for dims in r.ins]
     return r
@@ -126,7 +126,7 @@ def _is_identity(eqn: Any) -> bool:
 
 for _name, (_kind, _) in _POSITIONAL.items():
     register(
-        _name, rule=positional, local=_local_positional, reduction=True,
+        _name, rule=positional, local=_local_positional, family="reduction",
         partial=(replace(MOVES, holds=_is_identity), along(_kind, when="smaller")),
     )  # fmt: skip
 
@@ -135,9 +135,7 @@ def reduce_general(eqn, ins, outs) -> OpRule:
     """The rule of ``reduce``: a reduction by the user's own computation; the reduced dims need replication."""
     n = len(ins) // 2
     r = reduced_dims(ins[:1], outs[:1], eqn.params["dimensions"], "need_replication")
-    r.ins = r.ins * n + [()] * n
-    r.outs = r.outs * n
-    return r
+    return r.maps(r.ins * n + [()] * n, r.outs * n)
 
 
 register("reduce", rule=reduce_general, local=on_shards)
@@ -167,4 +165,4 @@ def _local_reduce_xor(op: LocalOp, x: Any) -> list[Any]:
     return [functools.reduce(jnp.bitwise_xor, [results[k] for k in range(results.shape[0])])]
 
 
-register("reduce_xor", rule=reduce_xor, local=_local_reduce_xor, reduction=True, manual=_is_bitwise)
+register("reduce_xor", rule=reduce_xor, local=_local_reduce_xor, family="reduction", manual=_is_bitwise)

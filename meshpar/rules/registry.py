@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..compat.jax import bodies_of
 from .partial import Law
@@ -57,6 +57,37 @@ MatmulDims = Callable[[Any, Sequence[int], Sequence[int]], tuple[int, int, int, 
 """(equation, shape of the left operand, shape of the right one) → (batch, rows, columns, contracted) sizes of the matmul."""
 
 
+Family = (
+    Literal["scan", "while", "cond", "call", "checkpoint", "custom_derivative", "shard_map", "kernel", "opaque"]
+    | Literal["add", "cast", "rounding", "barrier", "identity", "random", "reduction", "dot", "conv", "transfer"]
+    | Literal["broadcast", "transpose", "reshape", "squeeze", "concatenate", "slice", "split"]
+    | Literal["dynamic_slice", "update", "gather", "scatter"]
+)
+"""What an op is. Each primitive has at most one family; :class:`Primitive` has properties for unions of families.
+
+``add``: adds its operands.
+``barrier``: an optimization barrier: several operands, each returned unchanged.
+``call``, ``checkpoint``, ``custom_derivative``: run one body once, on their operands as they are. The backward pass recomputes the
+body of a ``checkpoint`` (``jax.checkpoint``); the derivative rule of a ``custom_derivative`` is not determined by its body.
+``cast``: converts its operand to another dtype.
+``dot``: a ``dot_general``, whose ``dimension_numbers`` are ((contracted), (batch)) dims of both operands.
+``gather``, ``scatter``: read and write rows of operand 0 at the indices in operand 1; a scatter's result has the shape of
+operand 0.
+``identity``: states names or a spec.
+``kernel``: a kernel of :func:`meshpar.kernel_rule`: ``params["kernel"]`` has its name, rule and work. The planner may split no dims
+but the factors of the rule, which is the user's.
+``opaque``: code that no analysis sees into; it needs a rule from the user if anything is split.
+``random``: makes random bits or keys from a key: cheaper to recompute than to save.
+``reduction``: a reduction that computes its operands as it reads them.
+``reshape``, ``squeeze``: regroup dims; :func:`meshpar.rules.shape.reshape_order` has the dim order of their operand.
+``rounding``: rounds floats to fewer bits without a change of dtype: ``reduce_precision``.
+``scan``, ``while``, ``cond``: run bodies repeatedly or conditionally, on operands of their own.
+``shard_map``: in the user's program; its specs split operands and results.
+``transfer``: moves arrays between devices, or between device and host memory: ``device_put``.
+``update``: writes operand 1 into a window of operand 0, of which no other element changes.
+"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Primitive:
     """The entry of a JAX primitive. The defaults hold for a primitive without an entry.
@@ -65,100 +96,35 @@ class Primitive:
       name: of the primitive.
       rule: (equation, shapes of operands, shapes of results) → factor rule; None for elementwise ops, control flow and identities.
       local: computes a device's shards of the results; None: there is no local form, and no factor may be split.
+      family: what the op is; None: no family of its own.
       elementwise: every operand has the result's shape (factor i is dim i), stretches to it along dims of size 1, or is a scalar.
       partial: the laws by which the op may be applied to partial operands before they are reduced.
-      addition: adds its operands.
-      cast: converts its operand to another dtype.
-      rounding: rounds floats to fewer bits without a change of dtype: ``reduce_precision``.
       view: an identity, or one that only reorders or regroups dims, and moves no data.
-      reshape: a ``reshape`` or ``squeeze``; :func:`meshpar.rules.shape.reshape_order` has the dim order of its operand.
-      squeeze: a ``reshape`` that only removes dims of size 1.
-      transpose: permutes dims by ``permutation``.
-      broadcast: a ``broadcast_in_dim``.
-      slice: reads a part of its operand: ``slice``, ``dynamic_slice``, ``gather``.
-      static_slice: reads parts of its operand at indices that its parameters fix: ``slice``, ``split``.
-      lookup: reads or writes rows of operand 0 at the indices in operand 1: ``gather``, and all scatters.
-      scatter: a lookup that writes rows; its result has the shape of operand 0.
-      in_place: writes operand 1 into a window of operand 0, of which no other element changes.
-      adds_rows: a scatter that adds to rows, or subtracts from them.
-      concatenation: concatenates its operands along a dim.
-      transfer: moves arrays between devices, or between device and host memory: ``device_put``.
       fusible: is computed inside the kernels that read its result.
-      reduction: a reduction that computes its operands as it reads them.
       matmul_dims: the sizes of a matmul or convolution; None: it is neither.
-      dot: a ``dot_general``, whose ``dimension_numbers`` are ((contracted), (batch)) dims of both operands.
-      convolution: a convolution.
       nested_flops: equation → FLOPs of the matmuls inside a kernel or a nested jaxpr, on unsharded operands; None: it has none.
-      kernel: a kernel of :func:`meshpar.kernel_rule`: ``params["kernel"]`` has its name, rule and work.
-      random: makes random bits or keys from a key: cheaper to recompute than to save.
-      identity: an identity that states names or a spec.
-      barrier: an optimization barrier: several operands, each returned unchanged.
-      call: runs one body once, on its operands as they are.
-      own_derivative: a call with a derivative rule that its body does not determine.
-      recomputation: a call whose body the backward pass recomputes: ``jax.checkpoint``.
-      fixed_factors: a user has written the rule, and the planner may split no dims but its factors.
-      label: (equation) → the name of the equation in reports; None: the primitive's name.
-      loop: runs its body repeatedly: ``scan``, ``while``.
-      scan: a loop whose trip count is ``params["length"]``, and which slices and stacks arrays.
-      branch: runs one of several bodies: ``cond``.
-      shard_map: a ``shard_map`` in the user's program, whose specs split operands and results.
-      opaque: code that no analysis sees into; it needs a rule from the user if anything is split.
       refuses: for a primitive of which only some ops have a local form: the reason for an op without one, else None.
       pinned: XLA's partitioner computes the op wrongly along split dims, or fails (starts out of bounds, windows, uneven shards):
         the ``"jit"`` lowering constrains results to the plan's sharding, so that no sharding propagates to them from other ops.
       manual: whether the ``"jit"`` lowering runs an op by its local form under a ``shard_map``, even if the plan splits nothing:
         XLA would propagate shardings to the op, and crash or compute other numbers. None: never.
       free: is computed where it is used, or moved at no cost: XLA chooses its sharding by its users.
-      per_operand: for a primitive whose result i depends on operand i alone, so that an equation with several operands is one op
-        per operand: the names of the parameters that are tuples with one entry per operand. None: results depend on all operands.
     """
 
     name: str
     rule: RuleFn | None = None
     local: LocalForm | None = None
+    family: Family | None = None
     elementwise: bool = False
     partial: tuple[Law, ...] = ()
-    addition: bool = False
-    cast: bool = False
-    rounding: bool = False
     view: bool = False
-    reshape: bool = False
-    squeeze: bool = False
-    transpose: bool = False
-    broadcast: bool = False
-    slice: bool = False
-    static_slice: bool = False
-    lookup: bool = False
-    scatter: bool = False
-    in_place: bool = False
-    adds_rows: bool = False
-    concatenation: bool = False
-    transfer: bool = False
     fusible: bool = False
-    reduction: bool = False
     matmul_dims: MatmulDims | None = None
-    dot: bool = False
-    convolution: bool = False
     nested_flops: Callable[[Any], float] | None = None
-    kernel: bool = False
-    random: bool = False
-    identity: bool = False
-    barrier: bool = False
-    call: bool = False
-    own_derivative: bool = False
-    recomputation: bool = False
-    fixed_factors: bool = False
-    label: Callable[[Any], str] | None = None
-    loop: bool = False
-    scan: bool = False
-    branch: bool = False
-    shard_map: bool = False
-    opaque: bool = False
     refuses: Callable[[SplitOp], Refusal | None] | None = None
     pinned: bool = False
     manual: Callable[[SplitOp], bool] | None = None
     free: bool = False
-    per_operand: tuple[str, ...] | None = None
 
     @property
     def matmul(self) -> bool:
@@ -166,24 +132,44 @@ class Primitive:
         return self.matmul_dims is not None
 
     @property
-    def gather(self) -> bool:
-        """A lookup that reads rows."""
-        return self.lookup and not self.scatter
+    def lookup(self) -> bool:
+        """Reads or writes rows at run-time indices."""
+        return self.family in ("gather", "scatter")
+
+    @property
+    def slice(self) -> bool:
+        """Reads a part of its operand."""
+        return self.family in ("slice", "dynamic_slice", "gather")
 
     @property
     def contiguous_slice(self) -> bool:
-        """Reads one block of its operand: ``slice``, ``dynamic_slice``."""
-        return self.slice and not self.lookup
+        """Reads one block of its operand."""
+        return self.family in ("slice", "dynamic_slice")
+
+    @property
+    def regroups(self) -> bool:
+        """A ``reshape``, or one that only removes dims of size 1."""
+        return self.family in ("reshape", "squeeze")
+
+    @property
+    def call(self) -> bool:
+        """Runs one body once, on its operands as they are."""
+        return self.family in ("call", "checkpoint", "custom_derivative")
+
+    @property
+    def loop(self) -> bool:
+        """Runs its body repeatedly; a ``scan`` also slices and stacks arrays, and ``params["length"]`` is its trip count."""
+        return self.family in ("scan", "while")
 
     @property
     def control_flow(self) -> bool:
-        """Runs bodies repeatedly or conditionally, on operands of their own: ``scan``, ``while``, ``cond``."""
-        return self.loop or self.branch
+        """Runs bodies repeatedly or conditionally, on operands of their own."""
+        return self.family in ("scan", "while", "cond")
 
     @property
     def cheap(self) -> bool:
         """Cheaper to recompute than to save for a backward pass (for a call: as cheap as its body)."""
-        return self.fusible or self.view or self.random or self.call
+        return self.fusible or self.view or self.family == "random" or self.call
 
     def flops(self, eqn: Any) -> float:
         """FLOPs of the matmuls of an equation of this primitive, on unsharded operands; 0 for control flow and calls."""
@@ -221,21 +207,24 @@ def primitive(name: str) -> Primitive:
     return Primitive(name=name) if entry is None else entry
 
 
+_PER_OPERAND = ("devices", "srcs", "copy_semantics")
+"""Parameters of a ``device_put``: tuples with one entry per operand."""
+
+
 def separated(eqn: Any) -> list[Any]:
-    """An equation as one equation per operand, if its primitive has ``per_operand`` parameters; else the equation itself.
+    """An equation as one equation per operand, if it is a ``device_put``; else the equation itself.
 
     ``a, b = device_put[devices=(Host, Device)] x y`` becomes ``a = device_put[devices=(Host,)] x`` and
     ``b = device_put[devices=(Device,)] y``. By a factor rule of the joint equation, ``b`` would be a reduction over
     the dims of ``x``.
     """
-    params = primitive(eqn.primitive.name).per_operand
-    if params is None or len(eqn.invars) == 1:
+    if primitive(eqn.primitive.name).family != "transfer" or len(eqn.invars) == 1:
         return [eqn]
     return [
         eqn.replace(
             invars=[x],
             outvars=[y],
-            params={**eqn.params, **{p: type(eqn.params[p])([eqn.params[p][i]]) for p in params}},
+            params={**eqn.params, **{p: type(eqn.params[p])([eqn.params[p][i]]) for p in _PER_OPERAND}},
         )
         for i, (x, y) in enumerate(zip(eqn.invars, eqn.outvars, strict=True))
     ]

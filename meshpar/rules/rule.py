@@ -80,8 +80,8 @@ class OpRule:
       permutation_partial: a result without a permutation factor is a partial sum over it (cotangents), not complete.
     """
 
-    ins: list[tuple[Factors, ...]]
-    outs: list[tuple[Factors, ...]]
+    ins: list[tuple[Factors, ...]] = field(default_factory=list)
+    outs: list[tuple[Factors, ...]] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     kinds: list[Kind] = field(default_factory=list)
     strong: bool = False
@@ -108,6 +108,11 @@ class OpRule:
         kinds: list[Kind] = [kind if dims is None or d in dims else "pass_through" for d in range(len(shape))]
         return tuple((self.factor(n, k),) for n, k in zip(shape, kinds, strict=True))
 
+    def maps(self, ins: list[tuple[Factors, ...]], outs: list[tuple[Factors, ...]]) -> OpRule:
+        """Set the factors of every dim of operands and results, and return the rule."""
+        self.ins, self.outs = ins, outs
+        return self
+
     def windows_of(self, i: int) -> list[tuple[int, int, Callable[[int], ShardWindow]]]:
         """(factor, dim, number of shards → window) for the dims of operand i along which halos are exchanged."""
         return [(self.ins[k][d][0], d, window) for (k, d), window in self.windows.items() if k == i]
@@ -126,7 +131,7 @@ RuleFn = Callable[[Any, list[tuple[int, ...]], list[tuple[int, ...]]], OpRule]
 
 def einsum(ins: Sequence[str], outs: Sequence[str], in_shapes, out_shapes, kind: Kind = "sum", **kw: Any) -> OpRule:
     """A rule from one letter per dim: ``einsum(["mk", "kn"], ["mn"], …)``; letters that no result has are factors of ``kind``."""
-    r = OpRule([], [], **kw)
+    r = OpRule(**kw)
     factors: dict[str, int] = {}
     in_results = set("".join(outs))
 
@@ -136,17 +141,18 @@ def einsum(ins: Sequence[str], outs: Sequence[str], in_shapes, out_shapes, kind:
                 factors[c] = r.factor(n, "pass_through" if c in in_results else kind)
         return tuple((factors[c],) for c in letters)
 
-    r.ins = [dims(a, s) for a, s in zip(ins, in_shapes, strict=True)]
-    r.outs = [dims(a, s) for a, s in zip(outs, out_shapes, strict=True)]
-    return r
+    return r.maps(
+        [dims(a, s) for a, s in zip(ins, in_shapes, strict=True)],
+        [dims(a, s) for a, s in zip(outs, out_shapes, strict=True)],
+    )
 
 
 def replicated(eqn: Any, in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]]) -> OpRule:
     """The rule of an op without a better one: every dim of operands and results needs replication."""
-    r = OpRule([], [])
-    r.ins = [r.factors(s, "need_replication") for s in in_shapes]
-    r.outs = [r.factors(s, "need_replication") for s in out_shapes]
-    return r
+    r = OpRule()
+    return r.maps(
+        [r.factors(s, "need_replication") for s in in_shapes], [r.factors(s, "need_replication") for s in out_shapes]
+    )
 
 
 def no_rule(in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]]) -> OpRule:
@@ -159,16 +165,14 @@ def no_rule(in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[in
 def independent_of_data(eqn: Any, in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]]) -> OpRule:
     """The rule of an op whose results depend on indices alone: dims of results pass through, and each device makes its
     shard from indices. Operands (sizes, a random key) need replication."""
-    r = OpRule([], [])
-    r.ins = [r.factors(s, "need_replication") for s in in_shapes]
-    r.outs = [r.factors(s) for s in out_shapes]
-    return r
+    r = OpRule()
+    return r.maps([r.factors(s, "need_replication") for s in in_shapes], [r.factors(s) for s in out_shapes])
 
 
 def same_dims(eqn: Any, in_shapes: Sequence[tuple[int, ...]], out_shapes: Sequence[tuple[int, ...]]) -> OpRule:
     """The rule of a collective in the body of a ``shard_map``: result k has the dims of operand k, except for the dims
     that change in size; results of another rank share no dim."""
-    r = OpRule([], [], pairwise=True)
+    r = OpRule(pairwise=True)
     r.ins = [r.factors(s) for s in in_shapes]
     for dims, a, b in zip(r.ins, in_shapes, out_shapes, strict=False):
         r.outs.append(tuple(f if n == m else (r.factor(m),) for f, n, m in zip(dims, a, b, strict=True))

@@ -28,7 +28,7 @@ def cumulative(eqn, ins, outs) -> OpRule:
     """The rule of a cumulative op: each device scans its shard, and adds the totals of the shards before it, which are
     all-gathered: ``[1]`` per device."""
     axis = eqn.params["axis"]
-    r = OpRule([], [], strong=True)
+    r = OpRule(strong=True)
     kind = exchange_kind(eqn)
     dims = r.factors(ins[0], kind, (axis,))
     r.ins, r.outs = [dims], [dims]

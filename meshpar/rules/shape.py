@@ -28,13 +28,11 @@ def broadcast_in_dim(eqn, ins, outs) -> OpRule:
     A dim of size 1 that is broadcast to a larger size has a factor of its own, which the result's dim does not share.
     """
     (out,) = outs
-    r = OpRule([], [])
+    r = OpRule()
     result = r.factors(out)
     dims = eqn.params["broadcast_dimensions"]
     operand = tuple(result[d] if n == out[d] else (r.factor(n),) for n, d in zip(ins[0], dims, strict=True))
-    r.ins = [operand, *((),) * (len(ins) - 1)]
-    r.outs = [result]
-    return r
+    return r.maps([operand, *((),) * (len(ins) - 1)], [result])
 
 
 def _local_shape(op: LocalOp, *xs: Any) -> list[Any]:
@@ -48,20 +46,19 @@ def _adds_ones(eqn: Any) -> bool:
 
 
 register(
-    "broadcast_in_dim", rule=broadcast_in_dim, local=_local_shape, fusible=True, free=True, broadcast=True,
+    "broadcast_in_dim", rule=broadcast_in_dim, local=_local_shape, fusible=True, free=True, family="broadcast",
     partial=(replace(MOVES, holds=_adds_ones),),
 )  # fmt: skip
 
 
 def transpose(eqn, ins, outs) -> OpRule:
     """The rule of ``transpose``: all dims pass through."""
-    r = OpRule([], [], strong=True)
+    r = OpRule(strong=True)
     dims = r.factors(ins[0])
-    r.ins, r.outs = [dims], [tuple(dims[i] for i in eqn.params["permutation"])]
-    return r
+    return r.maps([dims], [tuple(dims[i] for i in eqn.params["permutation"])])
 
 
-register("transpose", rule=transpose, local=on_shards, view=True, free=True, partial=(MOVES,), transpose=True)
+register("transpose", rule=transpose, local=on_shards, view=True, free=True, partial=(MOVES,), family="transpose")
 
 
 def reshape_order(eqn: Any) -> Sequence[int]:
@@ -78,7 +75,7 @@ def reshape(eqn, ins, outs) -> OpRule:
     """
     order = reshape_order(eqn)
     a, b = [ins[0][d] for d in order], outs[0]
-    r = OpRule([], [], strong=True)
+    r = OpRule(strong=True)
     left: list[Factors] = [()] * len(a)
     right: list[Factors] = [()] * len(b)
     for xs, ys in _aligned_dims(a, b):
@@ -96,17 +93,15 @@ def reshape(eqn, ins, outs) -> OpRule:
     operand: list[Factors] = [()] * len(a)
     for d, factors in zip(order, left, strict=True):
         operand[d] = factors
-    r.ins = [tuple(operand), *((),) * (len(ins) - 1)]
-    r.outs = [tuple(right)]
-    return r
+    return r.maps([tuple(operand), *((),) * (len(ins) - 1)], [tuple(right)])
 
 
 def _local_reshape(op: LocalOp, *xs: Any) -> list[Any]:
     return op.run(*xs, new_sizes=op.out_shape)
 
 
-register("reshape", rule=reshape, local=_local_reshape, view=True, partial=(MOVES,), reshape=True)
-register("squeeze", rule=reshape, local=on_shards, view=True, free=True, partial=(MOVES,), reshape=True, squeeze=True)
+register("reshape", rule=reshape, local=_local_reshape, view=True, partial=(MOVES,), family="reshape")
+register("squeeze", rule=reshape, local=on_shards, view=True, free=True, partial=(MOVES,), family="squeeze")
 
 
 def _aligned_dims(a: Sequence[int], b: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
@@ -198,15 +193,7 @@ def _local_slice(op: LocalOp, x: Any) -> list[Any]:
     return [out if is_owner is None else only_where(is_owner, out)]
 
 
-register(
-    "slice",
-    rule=slice_,
-    local=_local_slice,
-    fusible=True,
-    pinned=True,
-    slice=True,
-    static_slice=True,
-)
+register("slice", rule=slice_, local=_local_slice, fusible=True, pinned=True, family="slice")
 
 
 def _resizing_rule(operand, result, kind: Kind, elements: Sequence[range], moved: Sequence[bool] = ()) -> OpRule:
@@ -217,7 +204,7 @@ def _resizing_rule(operand, result, kind: Kind, elements: Sequence[range], moved
       elements: for every dim, the range of the larger array's elements that the smaller one has.
       moved: for every dim, whether elements change their index although the size may be the same.
     """
-    r = OpRule([], [])
+    r = OpRule()
     left, right = [], []
     for d, (n, m) in enumerate(zip(operand, result, strict=True)):
         is_moved = bool(moved) and moved[d]
@@ -234,8 +221,7 @@ def _resizing_rule(operand, result, kind: Kind, elements: Sequence[range], moved
                 r.name_links.append(NameLink(larger, smaller, elements[d] if n != m else None))
                 if kind == "permutation":
                     r.sharded_like.append(pair)
-    r.ins, r.outs = [tuple(left)], [tuple(right)]
-    return r
+    return r.maps([tuple(left)], [tuple(right)])
 
 
 def pad(eqn, ins, outs) -> OpRule:
@@ -286,7 +272,7 @@ def concatenate(eqn, ins, outs) -> OpRule:
     """The rule of ``concatenate``: along the concatenated dim devices exchange halos of the operands; other dims pass
     through."""
     axis = eqn.params["dimension"]
-    r = OpRule([], [])
+    r = OpRule()
     out, r.ins = _part_factors(r, eqn, outs[0], [shape[axis] for shape in ins], axis)
     r.outs = [out]
     for i, start in enumerate(_starts(shape[axis] for shape in ins)):
@@ -343,7 +329,7 @@ register(
     local=_local_concatenate,
     fusible=True,
     pinned=True,
-    concatenation=True,
+    family="concatenate",
     partial=(CONCATENATES,),
 )
 
@@ -352,7 +338,7 @@ def split(eqn, ins, outs) -> OpRule:
     """The rule of ``split``: along the dim that is split into parts devices exchange halos, so that every part is split
     over the same axes."""
     axis = eqn.params["axis"]
-    r = OpRule([], [])
+    r = OpRule()
     if len(outs) == 1:  # an identity, as in the inverse of `ravel_pytree` of a single array
         r.ins = r.outs = [r.factors(ins[0])]
         return r
@@ -387,19 +373,18 @@ def _local_split(op: LocalOp, x: Any) -> list[Any]:
     return [fetch_window(x, axis, axes, window.exchange) for window in windows]
 
 
-register("split", rule=split, local=_local_split, fusible=True, pinned=True, static_slice=True)
+register("split", rule=split, local=_local_split, fusible=True, pinned=True, family="split")
 
 
 def tile(eqn, ins, outs) -> OpRule:
     """The rule of ``tile``: a tiled dim of the result consists of the repetitions (major) and of the operand's dim:
     ``[4] → [3·4]``."""
-    r = OpRule([], [])
+    r = OpRule()
     operand = r.factors(ins[0])
     result = []
     for reps, dim in zip(eqn.params["reps"], operand, strict=True):
         result.append(dim if reps == 1 else (r.factor(reps), *dim))
-    r.ins, r.outs = [operand], [tuple(result)]
-    return r
+    return r.maps([operand], [tuple(result)])
 
 
 def _local_tile(op: LocalOp, x: Any) -> list[Any]:
@@ -412,12 +397,10 @@ register("tile", rule=tile, local=_local_tile, fusible=True)
 
 def stack(eqn, ins, outs) -> OpRule:
     """The rule of ``stack``: the new dim needs replication; the others pass through."""
-    r = OpRule([], [])
+    r = OpRule()
     dims = r.factors(ins[0])
     axis = eqn.params["axis"]
-    r.ins = [dims] * len(ins)
-    r.outs = [(*dims[:axis], (r.factor(len(ins), "need_replication"),), *dims[axis:])]
-    return r
+    return r.maps([dims] * len(ins), [(*dims[:axis], (r.factor(len(ins), "need_replication"),), *dims[axis:])])
 
 
 register("stack", rule=stack, local=on_shards, fusible=True, partial=(CONCATENATES,))
@@ -425,11 +408,10 @@ register("stack", rule=stack, local=on_shards, fusible=True, partial=(CONCATENAT
 
 def unstack(eqn, ins, outs) -> OpRule:
     """The rule of ``unstack``: the removed dim needs replication; the others pass through."""
-    r = OpRule([], [])
+    r = OpRule()
     axis = eqn.params["axis"]
     dims = r.factors(ins[0], "need_replication", (axis,))
-    r.ins, r.outs = [dims], [(*dims[:axis], *dims[axis + 1 :])] * len(outs)
-    return r
+    return r.maps([dims], [(*dims[:axis], *dims[axis + 1 :])] * len(outs))
 
 
 register("unstack", rule=unstack, local=on_shards, fusible=True)
@@ -439,7 +421,7 @@ def device_put(eqn, ins, outs) -> OpRule:
     """The rule of ``device_put``: all dims pass through. An equation with several operands is separated into one per
     operand (``per_operand``)."""
     (shape,) = ins
-    r = OpRule([], [], strong=True)
+    r = OpRule(strong=True)
     r.ins = r.outs = [r.factors(shape)]
     return r
 
@@ -450,19 +432,12 @@ def _local_device_put(op: LocalOp, x: Any) -> list[Any]:
     return [jax.device_put(x, out.aval.memory_space)]
 
 
-register(
-    "device_put",
-    rule=device_put,
-    local=_local_device_put,
-    view=True,
-    transfer=True,
-    per_operand=("devices", "srcs", "copy_semantics"),
-)
+register("device_put", rule=device_put, local=_local_device_put, view=True, family="transfer")
 
 
 def rev(eqn, ins, outs) -> OpRule:
     """The rule of ``rev``: along a reversed dim devices exchange shards: device p of 4 gets the shard of device 3 - p."""
-    r = OpRule([], [], strong=True)
+    r = OpRule(strong=True)
     dims = r.factors(ins[0], exchange_kind(eqn), eqn.params["dimensions"])
     r.ins, r.outs = [dims], [dims]
     for d in eqn.params["dimensions"]:

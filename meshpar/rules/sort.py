@@ -19,11 +19,10 @@ from .spmd import Send, axis_index
 
 def sort(eqn, ins, outs) -> OpRule:
     """The rule of ``sort``: the sorted dim needs replication; the others pass through."""
-    r = OpRule([], [], strong=True)
+    r = OpRule(strong=True)
     axis = eqn.params["dimension"]
     dims = r.factors(ins[0], "need_replication", (axis,))
-    r.ins, r.outs = [dims] * len(ins), [dims] * len(outs)
-    return r
+    return r.maps([dims] * len(ins), [dims] * len(outs))
 
 
 register("sort", rule=sort, local=on_shards, pinned=True)
@@ -54,15 +53,8 @@ def _gather_candidates(r: OpRule, axis: int, k: int, dtype, index, why: str) -> 
         (shape,) = shapes
         best = candidates(shape[axis], k, np.dtype(dtype).itemsize, index.itemsize)
         if best is None:
-            return [
-                Send(
-                    "all-gather",
-                    (factor,),
-                    shape,
-                    dtype,
-                    "all values, which are fewer bytes than the best of every shard",
-                )
-            ]
+            every = "all values, which are fewer bytes than the best of every shard"
+            return [Send("all-gather", (factor,), shape, dtype, every)]
         sent = (*shape[:axis], best, *shape[axis + 1 :])
         return [Send("all-gather", (factor,), sent, d, why) for d in (dtype, index)]
 
@@ -74,7 +66,7 @@ def top_k(eqn, ins, outs) -> OpRule:
     ``approx_top_k`` needs replication."""
     axis = eqn.params.get("axis", eqn.params.get("reduction_dimension", -1)) % len(ins[0])
     exact = eqn.primitive.name == "top_k"
-    r = OpRule([], [])
+    r = OpRule()
     kind = exchange_kind(eqn) if exact else "need_replication"
     dims = r.factors(ins[0], kind, (axis,))
     k = (r.factor(outs[0][axis], "need_replication"),)
@@ -137,4 +129,4 @@ def _local_arg_extremum(op: LocalOp, x: Any) -> list[Any]:
     return [jnp.squeeze(jnp.take_along_axis(indices, jnp.expand_dims(chosen, axis), axis), axis)]
 
 
-register("argmax", "argmin", rule=arg_extremum, local=_local_arg_extremum, reduction=True, pinned=True)
+register("argmax", "argmin", rule=arg_extremum, local=_local_arg_extremum, family="reduction", pinned=True)

@@ -26,7 +26,7 @@ def window(eqn, ins, outs) -> OpRule:
     is_gradient = name == "select_and_scatter_add"  # (source, operand) → as operand
     small, big = (ins[0], outs[0]) if is_gradient else (outs[0], ins[0])
     kind = "need_replication" if name == "reduce_window" else exchange_kind(eqn)
-    r = OpRule([], [])
+    r = OpRule()
     narrow, wide = [], []
     windowed: list[int] = []
     for i, (m, n) in enumerate(zip(small, big, strict=True)):
@@ -113,12 +113,7 @@ def _without(values: Sequence[Any], dims: Sequence[int], plain: Any) -> tuple[An
 register("reduce_window", rule=window, local=on_shards, pinned=True)
 register("reduce_window_sum", rule=window, local=_local_pool, pinned=True)
 register(  # XLA's partitioner aborts on tangents of extrema along a split dim
-    "reduce_window_max",
-    "reduce_window_min",
-    "select_and_gather_add",
-    rule=window,
-    local=_local_pool,
-    manual=always,
+    "reduce_window_max", "reduce_window_min", "select_and_gather_add", rule=window, local=_local_pool, manual=always
 )
 register(  # XLA's partitioner all-gathers it, also along the batch dim
     "select_and_scatter_add", rule=window, local=_local_select_and_scatter_add, manual=always

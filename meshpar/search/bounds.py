@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..cost.fusion import Buffer, Kernel
+from ..cost.fusion import Buffer, Kernel, Kind
 from ..cost.kernel_time import kernel_times
 from ..hardware.chips import Chip
 from ..plan.assignment import AxisAssignment, GroupAssignment, Queries
@@ -217,9 +217,9 @@ class _Part:
 def _time_parts(plan: Plan) -> Iterator[_Part]:
     """The parts of a plan's step time: kernels, collectives, exposed communication of rings and fused kernels."""
     for kernel, time in kernel_times(plan).items():
-        opaque = kernel.op is not None and kernel.name == kernel.op.name and kernel.op.primitive.nested_flops
+        opaque = kernel.op is not None and kernel.traits.nested_flops is not None
         matmuls = [run.op for run in kernel.matmuls] or ([kernel.op] if opaque and kernel.op is not None else [])
-        yield _Part(time.seconds * time.count, 0.0, _units_of(kernel), matmuls, kernel.name != "move!")
+        yield _Part(time.seconds * time.count, 0.0, _units_of(kernel), matmuls, kernel.kind is not Kind.MOVE)
     for step in plan.body.all_steps:
         for c in step.sends:
             values = [s.value for s in (*step.reads, *step.makes)]
@@ -234,7 +234,7 @@ def _memory_parts(plan: Plan) -> Iterator[_Part]:
     for buffer, size in plan.memory.live:
         kernel = buffer.made_by
         ops = [] if kernel is None else [kernel.op, getattr(kernel.step, "op", None)]
-        yield _Part(0.0, size, [buffer.value, *ops], scales=kernel is None or kernel.name != "move!")
+        yield _Part(0.0, size, [buffer.value, *ops], scales=kernel is None or kernel.kind is not Kind.MOVE)
 
 
 def _units_of(kernel: Kernel) -> list[Any]:

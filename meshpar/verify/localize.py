@@ -20,7 +20,7 @@ from ..passes import make_plan
 from ..plan.plan import Plan
 from ..program import Program, infer
 from ..program.flat import flatten
-from ..rules import ELEMENTWISE
+from ..rules import primitive
 from ..units import mesh_text
 from .numbers import Difference, compare, compiled, copies, host, on_device, spread_of, worst_of
 from .wide import Verdict, in_wider, judge, narrowest, wider
@@ -190,7 +190,7 @@ class Localizer:
             off = [worst_of(a, b, self.tolerance) for a, b in zip(ours, theirs, strict=True)]
             spread = [0.0] * len(off)
             if not all(d.ok for d in off):
-                ulps = 4.0 if eqn.primitive.name in ELEMENTWISE else None
+                ulps = 4.0 if primitive(eqn.primitive.name).elementwise else None
                 once = compiled(run, xs)
                 spread = spread_of(lambda xs, once=once: once(*xs), xs, theirs, ulps, self.tolerance)
             beyond = [j for j, (d, s) in enumerate(zip(off, spread, strict=True)) if not d.ok and d.largest > SLACK * s]

@@ -17,8 +17,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from ..compat.jax import bind, body_of, body_operands, closed_parts, literal_array, scan_counts
-from ..rules import ELEMENTWISE, having, primitive
+from ..compat.jax import bind, closed_parts, literal_array
+from ..rules import Primitive, primitive
+from ..rules.control_flow import run_bodies
 from ..rules.index import applies_function
 from .numbers import wide
 
@@ -26,14 +27,11 @@ FACTOR, ULPS = 4.0, 2.0
 """The sharded run is right if its error is at most ``FACTOR`` times the error of the unsharded run, or ``ULPS`` units in the last
 place of the largest value in the narrowest dtype (the unsharded run may happen to be exact)."""
 
-_IDENTITIES = having(lambda p: p.identity or p.rounding)
-_EXACT = {"bitcast_convert_type"}  # its result depends on the bits of the dtype
-_TYPED = {"kernel", "shard_map", "pure_callback", "io_callback"}  # they contain functions of fixed dtypes
-_WIDENED = ELEMENTWISE | having(lambda p: p.rule is not None and not (p.opaque or p.random)) - _EXACT - _TYPED
 _SCATTERS: dict[str, Callable[..., Any]] = {
     "scatter": lax.scatter, "scatter-add": lax.scatter_add, "scatter-sub": lax.scatter_sub, "scatter-mul": lax.scatter_mul,
     "scatter-min": lax.scatter_min, "scatter-max": lax.scatter_max,
 }  # fmt: skip
+_OWN_DTYPES = {"bitcast_convert_type", "pure_callback", "io_callback"}
 _DTYPES = ("new_dtype", "preferred_element_type", "dtype")
 
 
@@ -56,6 +54,13 @@ def in_wider(closed: ClosedJaxpr, wide: np.dtype) -> Callable[[Sequence[Any]], l
     result depends on bits, is applied in its own dtypes. Trace it with x64 enabled if ``wide`` is float64.
     """
     return lambda xs: _Evaluator(wide).run(closed.jaxpr, closed.consts, list(xs))
+
+
+def _is_widened(entry: Primitive) -> bool:
+    """Whether an op may be applied in a wider dtype: not if it depends on the bits of its dtype, or contains typed functions."""
+    if entry.family in ("random", "kernel", "shard_map") or entry.name in _OWN_DTYPES:
+        return False
+    return entry.elementwise or entry.rule is not None
 
 
 def _is_float(aval: Any) -> bool:
@@ -155,12 +160,10 @@ class _Evaluator:
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
             ins = list(map(read, eqn.invars))
-            if primitive(name).call:
-                body, values = closed_parts(body_of(eqn))
-                outs = self.run(body, values, body_operands(eqn, ins))
-            elif name in _CONTROL:
-                outs = _CONTROL[name](self, eqn, ins)
-            elif name in _IDENTITIES:
+            entry = primitive(name)
+            if entry.call or entry.control_flow:
+                outs = run_bodies(eqn, ins, self.run)
+            elif entry.family in ("identity", "rounding"):
                 outs = ins
             elif (outs := self.applied(eqn, ins)) is None:
                 narrow = [self.as_in(v, x) for v, x in zip(eqn.invars, ins, strict=True)]
@@ -174,7 +177,7 @@ class _Evaluator:
         if name in _SCATTERS and not applies_function(eqn):
             same = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
             return [_SCATTERS[name](*ins, **{k: p[k] for k in same})]
-        if name not in _WIDENED or any(True for _ in _bodies(eqn)):
+        if not _is_widened(primitive(name)) or any(True for _ in _bodies(eqn)):
             return None
         params = {k: self.dtype(v) if k in _DTYPES and v is not None else v for k, v in p.items()}
         try:
@@ -185,41 +188,3 @@ class _Evaluator:
     @staticmethod
     def as_in(var: Any, x: Any) -> Any:
         return lax.convert_element_type(x, var.aval.dtype) if _is_float(var.aval) else x
-
-    def scan(self, eqn: Any, ins: list[Any]) -> list[Any]:
-        """The results of a ``scan`` whose body is evaluated in the wide dtype."""
-        p, (body, values) = eqn.params, closed_parts(eqn.params["jaxpr"])
-        consts, carries = scan_counts(p)
-
-        def one(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            outs = self.run(body, values, [*ins[:consts], *carry, *xs])
-            return outs[:carries], outs[carries:]
-
-        first, stacks = ins[consts : consts + carries], ins[consts + carries :]
-        carry, ys = lax.scan(one, first, stacks, length=p["length"], reverse=p["reverse"])
-        return [*carry, *ys]
-
-    def while_(self, eqn: Any, ins: list[Any]) -> list[Any]:
-        """The results of a ``while`` whose condition and body are evaluated in the wide dtype."""
-        p = eqn.params
-        (cond, cond_values), (body, body_values) = closed_parts(p["cond_jaxpr"]), closed_parts(p["body_jaxpr"])
-        ncc, nbc = p["cond_nconsts"], p["body_nconsts"]
-        of_cond, of_body, first = ins[:ncc], ins[ncc : ncc + nbc], ins[ncc + nbc :]
-        return lax.while_loop(
-            lambda carry: self.run(cond, cond_values, [*of_cond, *carry])[0],
-            lambda carry: self.run(body, body_values, [*of_body, *carry]),
-            first,
-        )
-
-    def cond(self, eqn: Any, ins: list[Any]) -> list[Any]:
-        bodies = map(closed_parts, eqn.params["branches"])
-        branches = [lambda *xs, b=body, c=consts: self.run(b, c, xs) for body, consts in bodies]
-        index = lax.convert_element_type(ins[0], np.int32)
-        return lax.switch(lax.clamp(np.int32(0), index, np.int32(len(branches) - 1)), branches, *ins[1:])
-
-
-_CONTROL: dict[str, Callable[[_Evaluator, Any, list[Any]], list[Any]]] = {
-    "scan": _Evaluator.scan,
-    "while": _Evaluator.while_,
-    "cond": _Evaluator.cond,
-}

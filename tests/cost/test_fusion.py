@@ -84,7 +84,7 @@ def test_a_layer_that_is_looked_up_by_one_index_is_a_slice_that_the_matmul_reads
             look_up, f32(8, LENGTH, SIDE, SIDE), f32(8, 16, SIDE), jax.ShapeDtypeStruct((8,), "int32"), mesh="data=8",
             topology="v5e:2x4", layout=layout, dims={"w": "stage layers _ _", "x": "stage batch _", "layer": "stage"},
         )  # fmt: skip
-        return {node.primitive: k.bytes for node, k in kernel_times(plan).items()}
+        return {node.origin_name: k.bytes for node, k in kernel_times(plan).items()}
 
     weights = 4 * SIDE * SIDE
     split = kernels("stage: data")

@@ -54,7 +54,7 @@ def test_a_gradient_is_reduced_before_the_next_matmul_or_during_it_where_reduce_
     unsharded = F32 * EMBED * MLP  # of `down`, the partial gradient of a device
     schedule = schedules(plan)[computation_of(plan)]
     kernels = schedule.kernels
-    first = next(i for i, k in enumerate(kernels) if k.name == "move!" and k.reads[0].bytes == unsharded)
+    first = next(i for i, k in enumerate(kernels) if k.kind == "move" and k.reads[0].bytes == unsharded)
     operand, after = kernels[first].reads[0], next(i for i, k in enumerate(kernels) if i > first and k.matmuls)
     buffers = [items for _, items in in_flight(plan)]
     assert operand in buffers[after]  # it is live so long in either case
@@ -66,7 +66,7 @@ def test_a_gradient_is_reduced_before_the_next_matmul_or_during_it_where_reduce_
 
 def test_what_a_product_made_cannot_be_sent_for_ahead():
     plan = planned(loss, layout="mlp: data")
-    (summed,) = [k for k in computation_of(plan).kernels if k.name == "move!"]
+    (summed,) = [k for k in computation_of(plan).kernels if k.kind == "move"]
     assert summed not in async_collectives(plan)[computation_of(plan)]
     assert not any(items for _, items in in_flight(plan))
 

@@ -1,11 +1,7 @@
 """The registry: the default entry, and the consistency of the others."""
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax import lax
 
-import meshpar as mp
 from meshpar.program.infer import CONTROL
 from meshpar.rules import PRIMITIVES, having, primitive
 from meshpar.rules.partial import LINEAR
@@ -58,34 +54,18 @@ def test_expensive_results_are_saved_for_a_backward_pass():
 def test_entries_are_complete(name):
     entry = primitive(name)
     # infer, the planner and the lowerings each take one of these ways
-    ways = [entry.elementwise, entry.rule is not None, name in CONTROL, entry.opaque or name == "custom_partitioning"]
+    ways = [
+        entry.elementwise,
+        entry.rule is not None,
+        entry.call or name in CONTROL,
+        entry.family == "opaque" or name == "custom_partitioning",
+    ]
     assert sum(ways) == 1
     if entry.manual is not None:
         assert entry.local is not None
-    if entry.addition or LINEAR in entry.partial:
+    if entry.family == "add" or LINEAR in entry.partial:
         assert entry.elementwise
     if entry.elementwise:
         assert entry.fusible
-    if entry.identity:
+    if entry.family == "identity":
         assert entry.view
-    if entry.own_derivative:
-        assert entry.call
-
-
-@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
-def test_a_composite_is_a_call(lowering):
-    """One trait in its entry is sufficient for inference, planner and both lowerings."""
-    x = np.arange(32, dtype=np.float32).reshape(8, 4)
-
-    def step(x):
-        return lax.composite(lambda x: jnp.sin(x).sum(1) * 2, name="test.rows")(x)
-
-    run = mp.jit(
-        step,
-        mesh=mp.mesh("data=4, model=2"),
-        layout="rows: data; columns: model",
-        dims={"x": "rows columns"},
-        lowering=lowering,
-    )
-    np.testing.assert_allclose(run(x), np.sin(x).sum(1) * 2, rtol=1e-6, atol=1e-6)
-    assert [c.op for c in run.plan(x).collectives] == ["all-reduce"]

@@ -415,10 +415,6 @@ def test_no_rule_needs_replication():
     fits([(2, 3)], rule.ins, rule)
 
 
-def test_elementwise_ops_have_no_factor_rule():
-    assert not ELEMENTWISE & having(lambda p: p.rule)
-
-
 # -- results on halves combine to the full result
 
 

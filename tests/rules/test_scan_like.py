@@ -116,12 +116,6 @@ def test_sends_totals(fn, expected):
     assert found == expected
 
 
-def test_the_cause_of_a_gather():
-    plan, _ = sent(lambda x: lax.cumsum(x, 1), normal(6, 32))
-    (gather,) = plan.collectives
-    assert gather.cause == "`seq: data` splits `seq`, along which cumsum communicates: the total of every shard"
-
-
 def test_constants_are_computed_unsharded():
     """Nothing is sent for the cumulative sum of ones."""
     plan, found = sent(lambda x: x + jnp.cumsum(jnp.ones(32)), normal(6, 32))

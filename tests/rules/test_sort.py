@@ -94,12 +94,6 @@ def test_sends_candidates(fn, expected):
     assert found == expected
 
 
-def test_the_cause_of_an_all_gather():
-    plan, _ = sent(lambda x: jnp.sort(x, 1), normal(6, 32))
-    (gather,) = plan.collectives
-    assert gather.cause == "sort needs all of `seq`, which `seq: data` splits"
-
-
 @pytest.mark.parametrize(
     ("draw", "rows"),
     [

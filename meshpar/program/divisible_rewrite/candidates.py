@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ...rules.index import LookupDims
+from ...rules.index import LOOKUPS, LookupDims
 from ..ir import Op, Program, Value
-from .lookup_dims import LOOKUPS, index_components
+from .lookup_dims import index_components
 
 SLICING = ("slice", "split", "rev", "concatenate", "pad", "reshape", *LOOKUPS)
 """The primitives whose results may be represented by views."""
@@ -23,7 +23,7 @@ def candidate_dims(program: Program) -> list[tuple[Value, int]]:
             depends_on_input.update(op.outs)
         if op.name not in SLICING:
             continue
-        if op.primitive.reshape:
+        if op.primitive.regroups:
             dims = _merged_or_split(op)
         elif not op.primitive.lookup:
             dims = _resized(op)
@@ -63,6 +63,6 @@ def _resized(op: Op) -> list[tuple[Value, int]]:
 
 def _indexed(op: Op) -> list[tuple[Value, int]]:
     """(value, dim) for the dims of an array that a gather or scatter indexes, and for the leading dims of the index vectors."""
-    array, index = op.ins[0] if op.primitive.gather else op.outs[0], op.ins[1]
+    array, index = op.ins[0] if op.primitive.family == "gather" else op.outs[0], op.ins[1]
     dims = [(array, d) for d in LookupDims.of(op.eqn).indexed] if array is not None else []
     return dims + ([(index, d) for d in range(len(index.shape) - 1)] if index is not None else [])

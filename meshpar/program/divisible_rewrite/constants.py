@@ -117,10 +117,10 @@ class Constants:
             if is_negative is not None and is_negative.name == "lt" and is_negative.ins == [count, None]:
                 return self.iota_dim(count) if literal_array(is_negative.eqn.invars[1]) == 0 else None
         if op is not None and op.ins and op.ins[0] is not None:
-            if op.primitive.cast or op.eqn.primitive is name_dims_p:
+            if op.primitive.family == "cast" or op.eqn.primitive is name_dims_p:
                 d = self.iota_dim(op.ins[0])
                 return None if d is None or jnp.iinfo(dtype).max < value.shape[d] else d
-            if op.primitive.broadcast:
+            if op.primitive.family == "broadcast":
                 d = self.iota_dim(op.ins[0])
                 if d is None:
                     return None

@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...rules import having
 from ...rules.index import LookupDims
 from ..ir import Op, Value
-
-LOOKUPS = having(lambda p: p.lookup)
-"""Gathers and scatters."""
 
 
 class IndependentDim(NamedTuple):
@@ -36,7 +32,7 @@ def independent_dims(op: Op) -> list[IndependentDim]:
     """
     lookup = LookupDims.of(op.eqn)
     array, index = (v.aval.shape for v in op.eqn.invars[:2])
-    window = (op.eqn.outvars[0] if op.primitive.gather else op.eqn.invars[2]).aval.shape
+    window = (op.eqn.outvars[0] if op.primitive.family == "gather" else op.eqn.invars[2]).aval.shape
     array_dim = dict(zip(lookup.index_batch, lookup.batch, strict=True))
     pairs = zip(range(len(index)), lookup.batch_dims(len(window)), strict=False)
     dims = [IndependentDim(array_dim.get(i), i, w) for i, w in pairs]
@@ -50,7 +46,7 @@ def index_components(index: Value) -> Sequence[Value | None]:
     op, last = index.op, len(index.shape) - 1
     if (
         op is not None
-        and op.primitive.concatenation
+        and op.primitive.family == "concatenate"
         and op.eqn.params["dimension"] == last
         and len(op.ins) == index.shape[last]
     ):

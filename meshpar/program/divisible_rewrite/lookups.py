@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from ...rules.index import LookupDims
+from ...rules.index import LookupDims, adds_rows
 from ...rules.rearrange import ZERO
 from .constants import is_zero
 from .lookup_dims import independent_dims, index_components
@@ -17,7 +17,10 @@ from .views import DimIndices, IndexedView, PaddedDim
 
 
 def own_rows(site: Site) -> bool:
-    """Rewrite a lookup of one element per row, ``x[arange(n), i]``: the rows become a batch dim, which may be split."""
+    """Rewrite a lookup of one element per row, ``x[arange(n), i]``: the rows become a batch dim, which may be split.
+
+    Program: the cross-entropy ``log_softmax(logits)[jnp.arange(batch), labels]``.
+    """
     op, lookup = site.op, LookupDims.of(site.op.eqn)
     array, index = op.ins[:2]
     if array is None or index is None:
@@ -32,7 +35,7 @@ def own_rows(site: Site) -> bool:
         # dim `last` of the index vectors has their components, and cannot be a batch dim
         if i is None or i == last or i in batch.values() or index.shape[i] != array.shape[d]:
             continue
-        written = None if op.primitive.gather else op.outs[0]
+        written = None if op.primitive.family == "gather" else op.outs[0]
         if max(site.shards(array, d), site.shards(index, i), site.shards(written, d)) > 1:
             remaining.remove(c)
             batch[d] = i
@@ -56,7 +59,10 @@ def own_rows(site: Site) -> bool:
 
 
 def constant_gather(site: Site) -> bool:
-    """Rewrite a gather along one dim by constant indices, ``x[np.array([3, 1, 2])]``, to an indexed view."""
+    """Rewrite a gather along one dim by constant indices, ``x[np.array([3, 1, 2])]``, to an indexed view.
+
+    Program: a sequence in the zigzag order of balanced causal attention.
+    """
     p, dn = site.params, site.params["dimension_numbers"]
     if len(dn.start_index_map) != 1 or dn.operand_batching_dims:
         return False
@@ -72,7 +78,10 @@ def constant_gather(site: Site) -> bool:
 
 
 def constant_scatter_add(site: Site) -> bool:
-    """Rewrite a scatter-add into zeros at distinct constant indices along one dim (the gradient of such a gather) to a view."""
+    """Rewrite a scatter-add into zeros at distinct constant indices along one dim to a view.
+
+    Program: the gradient of a sequence in zigzag order.
+    """
     p, dn = site.params, site.params["dimension_numbers"]
     if not is_zero(site.op.eqn.invars[0], site.op.ins[0]) or site.is_literal(2) or dn.operand_batching_dims:
         return False
@@ -97,7 +106,10 @@ def constant_scatter_add(site: Site) -> bool:
 
 
 def padded_lookup(site: Site) -> bool:
-    """Rewrite a gather or scatter of views that do not divide, which are padded along independent dims."""
+    """Rewrite a gather or scatter of views that do not divide, which are padded along independent dims.
+
+    Program: the next-token loss of a sharded sequence takes the logits of labels.
+    """
     op = site.op
     operands = [site.padded_dims(k) for k in range(len(op.ins))]
     if not any(operands):
@@ -110,7 +122,7 @@ def padded_lookup(site: Site) -> bool:
             if j is None or padded.setdefault(j, dim).padded_size != dim.padded_size:
                 return False
     added = [j for j in padded if independent[j].array is None]  # padding adds lookups along these
-    if added and not (op.primitive.gather or op.primitive.adds_rows):
+    if added and op.primitive.family == "scatter" and not adds_rows(op.eqn):
         return False
     atoms = []
     for k in range(len(op.ins)):
@@ -120,7 +132,7 @@ def padded_lookup(site: Site) -> bool:
             x = site.emit_masked(x, {independent[j].window: padded[j] for j in added}, 0)
         atoms.append(x)
     params: dict[str, Any] = {"indices_are_sorted": False}
-    if op.primitive.gather:
+    if op.primitive.family == "gather":
         sizes = list(op.eqn.params["slice_sizes"])
         for j, dim in padded.items():
             d = independent[j].array
@@ -130,6 +142,7 @@ def padded_lookup(site: Site) -> bool:
     elif added:
         params["unique_indices"] = False
     out_dims = {
-        independent[j].window if op.primitive.gather else independent[j].array: dim for j, dim in padded.items()
+        independent[j].window if op.primitive.family == "gather" else independent[j].array: dim
+        for j, dim in padded.items()
     }
     return site.define_padded(site.emit_op(atoms, **params), {d: dim for d, dim in out_dims.items() if d is not None})

@@ -22,8 +22,8 @@ from ...compat.jax import (
     new_var,
     on_host,
     replace_body,
-    scan_counts,
 )
+from ...compat.loops import loop_parts
 from ...rules.rearrange import ANY, rearrange
 from ...rules.shape import reshape_order
 from ..ir import Frame, Op, Value
@@ -87,15 +87,15 @@ class JaxprRewriter:
         ``jax.checkpoint``, which JAX would not recompute.
         """
         eqn = op.eqn
-        if op.primitive.call and not op.primitive.own_derivative and not op.primitive.recomputation:
+        if op.primitive.family == "call":
             (frame,), invars = op.frames, body_operands(eqn, eqn.invars)
             if any(v in scope.views for v in invars if not isinstance(v, Literal)) or any(
                 o.name in SLICING for o in frame.walk()
             ):
                 self.inline(scope, op, invars)
                 return
-        if op.primitive.scan or op.primitive.branch:
-            only_read = op.ins[1:] if op.primitive.branch else op.ins[: scan_counts(eqn.params)[0]]
+        if op.primitive.family in ("scan", "cond"):
+            only_read = op.ins[1:] if op.primitive.family == "cond" else loop_parts(eqn).split(op.ins)[0]
             for frame in op.frames:
                 pairs = zip(frame.ins(), only_read, strict=False)
                 self.constants.outer.update((inner, outer) for inner, outer in pairs if outer is not None)
@@ -226,7 +226,7 @@ class Site:
     @property
     def transposes(self) -> bool:
         """Whether the op is a reshape that transposes its operand first."""
-        return self.op.primitive.reshape and list(reshape_order(self.op.eqn)) != list(range(len(self.shape(0))))
+        return self.op.primitive.regroups and list(reshape_order(self.op.eqn)) != list(range(len(self.shape(0))))
 
     def shards(self, value: Value | None, d: int) -> int:
         """The number of shards of a dim of a value of the program; 1 for a literal."""
@@ -317,10 +317,6 @@ class Site:
             return self.define(0, atom)
         indices = {d: DimIndices(np.arange(dim.size), dim.shards) for d, dim in dims.items()}
         return self.define(0, IndexedView(atom, indices))
-
-    def define_collapsed(self, atom: Any, groups: tuple[tuple[int, ...], ...]) -> bool:
-        """Represent the first result by an array whose dims it merges in these groups. Returns True."""
-        return self.define(0, atom if all(len(g) == 1 for g in groups) else CollapsedView(atom, groups))
 
     def copies(self) -> Callable[[int], Callable[[], Any]]:
         """For result k, a function that returns its atom in a copy of the op's equation, which is appended at the first call."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...compat.jax import pass_of, scan_counts
+from ...compat.jax import pass_of
+from ...compat.loops import loop_parts
 from ...rules.rule import REDUCTIONS
 from ..ir import Op, Program, Value
 
@@ -28,8 +29,7 @@ class LayerLoop:
     @property
     def carries(self) -> list[Value]:
         """The carried values, as inputs of the body."""
-        consts, carries = scan_counts(self.op.eqn.params)
-        return self.op.frames[0].ins()[consts : consts + carries]
+        return loop_parts(self.op.eqn).carried(self.op.frames[0].ins())
 
 
 def layer_loops(program: Program) -> list[LayerLoop]:
@@ -44,7 +44,7 @@ def layer_loops(program: Program) -> list[LayerLoop]:
     pending = list(reversed(program.root.ops))
     while pending:  # no recursive function, which would be a reference cycle that keeps the program's arrays
         op = pending.pop()
-        weight = _stacked_operand(op, stacked, find) if op.primitive.scan else None
+        weight = _stacked_operand(op, stacked, find) if op.primitive.family == "scan" else None
         name = None if weight is None else program.dim_name(weight, 0)
         if weight is not None and name is not None:
             loops.append(LayerLoop(op, weight, name))
@@ -99,14 +99,14 @@ def indexed_stacks(program: Program) -> dict[str, str]:
 
 def _stacked_operand(op: Op, stacked: set[int], find: Callable[[int], int]) -> Value | None:
     """The first operand that a scan slices along one of these dims; None: it has none."""
-    operands: Sequence[Value | None] = op.ins[sum(scan_counts(op.eqn.params)) :]
-    return next((v for v in operands if v is not None and v.shape[0] > 1 and find(v.nodes[0]) in stacked), None)
+    _, _, stacks = loop_parts(op.eqn).split(op.ins)
+    return next((v for v in stacks if v is not None and v.shape[0] > 1 and find(v.nodes[0]) in stacked), None)
 
 
 def microbatch_loop(op: Op) -> Op | None:
     """The innermost loop around an op, if it is a scan of several iterations; else None."""
     loop = op.frame.home.parent
-    return loop if loop is not None and loop.primitive.scan and loop.eqn.params["length"] > 1 else None
+    return loop if loop is not None and loop.primitive.family == "scan" and loop.eqn.params["length"] > 1 else None
 
 
 def in_backward_pass(op: Op) -> bool | None:

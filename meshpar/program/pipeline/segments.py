@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from ...compat.jax import body_consts, body_operands, new_var, scan_counts
+from ...compat.jax import body_consts, body_operands, new_var
+from ...compat.loops import loop_parts
 from ...errors import UnsupportedError
-from ...rules import ELEMENTWISE, primitive
+from ...rules import primitive
 from ..ir import Frame, Op
 from .find import LayerLoop, in_backward_pass
 
@@ -85,7 +86,6 @@ def divide(op: Op, loops: Sequence[LayerLoop]) -> Body:
       UnsupportedError: an op with side effects, or a microbatch whose layers read results of the layers of the one before.
     """
     (frame,), (values,) = op.frames, body_consts(op.eqn)
-    consts, carries = scan_counts(op.eqn.params)
     names: dict[Any, Any] = {v: Literal(c, v.aval) for v, c in zip(frame.jaxpr.constvars, values, strict=True)}
     flat = list(_inlined(frame, names, {loop.op for loop in loops}))
     for inner, eqn in flat:
@@ -96,9 +96,9 @@ def divide(op: Op, loops: Sequence[LayerLoop]) -> Body:
                 fixes=["remove it from the loss and its layers", "or do not shard the stacked dim of the layers"],
             )
     layer_ops = {loop.op for loop in loops}
-    invars = frame.jaxpr.invars
+    consts, carries, xs = loop_parts(op.eqn).split(frame.jaxpr.invars)
     body = Body(
-        consts=invars[:consts], carries=invars[consts : consts + carries], xs=invars[consts + carries :],
+        consts=consts, carries=carries, xs=xs,
         outs=[_renamed(v, names) for v in frame.jaxpr.outvars],
         eqns=[eqn for inner, eqn in flat if inner not in layer_ops and eqn.outvars],
         loops=[eqn for inner, eqn in flat if inner in layer_ops], places={}, accumulators={},
@@ -197,9 +197,9 @@ def _place_all(body: Body, eqns: Sequence[Any], of_carry: Sequence[int], op: Op,
         if i is not None:
             if any(body.segment(v) > i for v in eqn.invars):
                 raise _dependence(op, loops[i])
-            carried = scan_counts(eqn.params)[1]
-            places.update(dict.fromkeys(eqn.outvars[:carried], i + 1))
-            places.update(dict.fromkeys(eqn.outvars[carried:], Stack(i)))
+            carried, stacked = loop_parts(eqn).split_results(eqn.outvars)
+            places.update(dict.fromkeys(carried, i + 1))
+            places.update(dict.fromkeys(stacked, Stack(i)))
             continue
         stacks = {body.places[v] for v in eqn.invars if isinstance(body.place(v), Stack)}
         if len(stacks) == 1 and _is_elementwise(body, eqn):
@@ -217,7 +217,7 @@ def _own(body: Body, atom: Any) -> int:
 
 def _is_elementwise(body: Body, eqn: Any) -> bool:
     """Whether an op may be applied to the parts of stacks: it is elementwise, with scalars that do not change."""
-    if eqn.primitive.name not in ELEMENTWISE or len(eqn.outvars) != 1:
+    if not primitive(eqn.primitive.name).elementwise or len(eqn.outvars) != 1:
         return False
     shape = eqn.outvars[0].aval.shape
     others = [v for v in eqn.invars if not isinstance(body.place(v), Stack)]
@@ -236,7 +236,7 @@ def _accumulators(body: Body, eqns: Sequence[Any]) -> dict[int, Accumulator]:
     found = {}
     for k, (carry, out) in enumerate(zip(body.carries, body.outs, strict=False)):
         eqn = None if isinstance(out, Literal) else made.get(out)
-        if eqn is None or not primitive(eqn.primitive.name).addition or uses[out] > 1 or uses.get(carry) != 1:
+        if eqn is None or primitive(eqn.primitive.name).family != "add" or uses[out] > 1 or uses.get(carry) != 1:
             continue
         a, b = eqn.invars
         addend = b if a is carry else a if b is carry else None

@@ -305,8 +305,8 @@ def test_a_forward_and_a_backward_layer_in_one_loop():
         """How often the loops over the two layers of a stage run, by the number of their matmuls."""
         found = {}
         for op, count in plan.program.root.walk_counted():
-            if op.primitive.scan and op.eqn.params["length"] == LAYERS // 4:
-                matmuls = sum(inner.primitive.dot for inner in op.frames[0].walk())
+            if op.primitive.family == "scan" and op.eqn.params["length"] == LAYERS // 4:
+                matmuls = sum(inner.primitive.family == "dot" for inner in op.frames[0].walk())
                 found[matmuls] = found.get(matmuls, 0) + count
         return found
 
@@ -320,7 +320,7 @@ def test_weight_gradients_in_slots_of_their_own():
     plain, split = (plan_of(STEPS["accumulated"], schedule=schedule) for schedule in ("1f1b", "zb"))
     assert split.pipeline is not None
     assert split.pipeline.schedule.order == "FBW"
-    matmuls = lambda plan: sum(count for op, count in plan.program.root.walk_counted() if op.primitive.dot)  # noqa: E731
+    matmuls = lambda plan: sum(count for op, count in plan.program.root.walk_counted() if op.primitive.family == "dot")  # noqa: E731
     idle, layers = 3, LAYERS // 4  # of a loop, and in a slot
     assert matmuls(plain) - matmuls(split) == idle * layers * 2  # two matmuls of a layer for gradients of weights
     gradients = [c for c in split.collectives if c.op == "all-reduce" and c.axes == ("data",)]
