@@ -363,8 +363,8 @@ def test_safetensors_by_dims(tmp_path):
     np.testing.assert_array_equal(state["norm"], np.ones(embed))
     assert state["layers"]["q"].sharding == init.abstract(jax.random.key(0))["layers"]["q"].sharding
     for wrong, says in [
-        ({"model.embed.wight": ("embed", "vocab embed")}, "did you mean model.embed.weight"),
-        ({"model.embed.weight": ("embd", "vocab embed")}, "did you mean embed"),
+        ({"model.embed.wight": ("embed", "vocab embed")}, "did you mean `model.embed.weight`"),
+        ({"model.embed.weight": ("embd", "vocab embed")}, "did you mean `embed`"),
         ({"model.embed.weight": ("embed", "embed vocab")}, "needs"),
         ({"model.embed.weight": ("embed", "vocab mlp")}, "differ from the dims of `embed`"),
     ]:

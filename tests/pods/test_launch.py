@@ -222,11 +222,11 @@ def test_the_status_of_a_script_that_another_process_saw_end(tmp_path):
 
 def test_how_many_are_started_next():
     job = Job(("x",), 8, least=3)
-    assert _next_count(job, 8, 0, _End(75, lost=[1, 2])) == 6
-    assert _next_count(job, 4, 1, _End(2)) == 3
-    assert _next_count(job, 3, 1, _End(75, lost=[0])) is None
-    assert _next_count(Job(("x",), 8, least=2, slices=4), 8, 0, _End(75, lost=[1])) == 6
-    assert _next_count(Job(("x",), 8), 8, 0, _End(75, lost=[1, 2])) == 8
+    assert _next_count(job, 8, _End(75, lost=[1, 2])) == 6
+    assert _next_count(job, 4, _End(2)) == 3
+    assert _next_count(job, 3, _End(75, lost=[0])) is None
+    assert _next_count(Job(("x",), 8, least=2, slices=4), 8, _End(75, lost=[1])) == 6
+    assert _next_count(Job(("x",), 8), 8, _End(75, lost=[1, 2])) == 8
 
 
 @pytest.mark.parametrize(
