@@ -351,8 +351,7 @@ class Batches:
                         "or restore without data=, and begin where you like: data.from_(n)",
                     ],
                 )
-        sample = facts.get("sample")  # absent in older checkpoints
-        if sample and self._sample and sample != self._sample:
+        if facts["sample"] and self._sample and facts["sample"] != self._sample:
             raise DataPositionError(
                 f"the checkpoint's position is in other data: it has as many rows, but {SAMPLE_ROWS} sample rows differ",
                 fixes=[

@@ -37,6 +37,8 @@ RESTARTABLE, PROGRAM, USAGE = 75, 1, 2
 
 BEAT_SECONDS = 1.0
 _RECENT_CALLS = 16
+_DETECTIONS = {"stuck": 1, "undecided": 6}
+"""Kind of a cause → successive detections before it ends the job; 2 of other kinds."""
 _OUR_OWN = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "FAILED_PRECONDITION")
 """Runtime errors that a process makes by itself, not because another one has gone."""
 
@@ -47,7 +49,7 @@ class Cause:
 
     Attributes:
       process: whose fault it is.
-      kind: ``raised``, ``lost``, ``stuck``, ``order``, ``values``, ``ended``, ``disagreed``, ``absent``, ``port``.
+      kind: ``raised``, ``lost``, ``stuck``, ``order``, ``values``, ``undecided``, ``ended``, ``disagreed``, ``absent``, ``port``.
       text: what happened, with the type of the error first.
       status: the exit status of all.
     """
@@ -262,6 +264,7 @@ class Judge:
         self.beats: dict[int, tuple[int, float]] = {}  # process → its last beat, and when that was new
         self.progress: dict[int, tuple[int, float]] = {}  # process → its count of calls, and when that was new
         self.suspected: Cause | None = None
+        self.detections = 0  # of this cause, one after the other
 
     def verdict(self, beats: Mapping[int, dict[str, Any]], now: float) -> Cause | None:
         """The cause to end the job with, by the heartbeats at ``now`` (seconds of a monotonic clock); None: the job is
@@ -284,9 +287,10 @@ class Judge:
                 )
                 return Cause(p, "lost", f"LostProcessError: {error}", RESTARTABLE)
         cause = self.order(beats) or self.behind(beats, now)
-        before, self.suspected = self.suspected, cause
-        # detected twice: reports in flight have arrived in between
-        return cause if cause is not None and (cause.kind == "stuck" or cause == before) else None
+        self.detections = self.detections + 1 if cause == self.suspected else 1
+        self.suspected = cause
+        # reports in flight arrive between two detections; the next calls, which decide between two processes, a little later
+        return cause if cause is not None and self.detections >= _DETECTIONS.get(cause.kind, 2) else None
 
     def order(self, beats: Mapping[int, dict[str, Any]]) -> Cause | None:
         """The first recorded call in which a process ran another function, or had other host values, than process 0,
@@ -311,29 +315,23 @@ class Judge:
             return n + 1 in calls[b] and _made(calls[a][n]) == _made(calls[b][n + 1])
 
         skips = skipped(0, p), skipped(p, 0)
-        tie = 2 * len(first) == len(beats)
-        odd, other = (0, p) if 2 * len(first) > len(beats) or (tie and skips == (True, False)) else (p, 0)
-        note = ""
-        if tie:
-            decided = skips[0] != skips[1]
-            note = (
-                f": process {odd} skipped a call"
-                if decided
-                else f": process {odd} or process {other} is wrong, undecided"
-            )
+        tie, is_skip = 2 * len(first) == len(beats), skips[0] != skips[1]
+        odd, other = (0, p) if 2 * len(first) > len(beats) or (tie and is_skip and skips[0]) else (p, 0)
         (_, what, values), (_, what_other, values_other) = calls[odd][n], calls[other][n]
+        kind = "undecided" if tie and not is_skip else "order" if what != what_other else "values"
+        note = f": process {odd} skipped a call" if tie else ""
+        if kind == "undecided":
+            note = f": process {odd} or process {other} is wrong, which of them is undecided"
         if what != what_other:
             text = f"process {odd} is in {what} where process {other} is in {what_other}{note}"
-            return Cause(
-                odd, "order", f"AgreementError: {text}; both must make the same calls in the same order", PROGRAM
-            )
+            return Cause(odd, kind, f"AgreementError: {text}; both must make the same calls in the same order", PROGRAM)
         paths = ", ".join(f"`{k}`" for k in values_other if values_other.get(k) != values.get(k))
         wrong = f"other values of {paths}" if paths else "other values in an earlier call"
         text = (
             f"AgreementError: in {what} process {odd} has {wrong} than process {other}{note}; host arrays must be the same in "
             'every process: mp.put(…, rows="mine") takes each one\'s own rows'
         )
-        return Cause(odd, "values", text, PROGRAM)
+        return Cause(odd, kind, text, PROGRAM)
 
     def behind(self, beats: Mapping[int, dict[str, Any]], now: float) -> Cause | None:
         """The first process that has made fewer calls than another one, and whose script has ended, or that has made no call

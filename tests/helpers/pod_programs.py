@@ -139,9 +139,11 @@ def go_wrong(what: str, odd: int) -> None:
                     time.sleep(60)
                 if what == "values":
                     x = x + 1
+                if what == "skip":
+                    continue
         state, loss = step(state, x)
         float(loss)
-        if what == "values" and n >= 3:
+        if what in ("values", "skip") and n >= 3:
             time.sleep(0.2)
 
 

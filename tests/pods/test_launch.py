@@ -136,6 +136,38 @@ def test_a_stop_signal(tmp_path, number):
     assert f"stopped by {number.name}" in text
 
 
+SAVING = """
+import os, signal, sys, time
+import meshpar as mp
+mp.distributed()
+import jax, jax.numpy as jnp
+init = mp.init(lambda: {"w": jnp.zeros(8)}, mesh=mp.mesh("data=-1"), layout="batch: data", dims={"w": "batch"})
+with mp.Checkpoints(sys.argv[0] + ".saved", every=1_000_000) as run:
+    state, _ = run.restore_or(init)
+    for n in range(100_000):
+        if n == 3 and jax.process_index() == 1: os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+        if run.save(n, state):
+            print("saved", run.steps() == [n], flush=True)
+            sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.fast_cases(1)
+def test_a_single_process_that_receives_sigterm(launch, saves):
+    """It ends the group with status 75: as a lost process, or after all have saved the same step."""
+    body = "if p == 1: os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(0.7)"
+    if saves:
+        code, text, logs = launch("", "-n", "2", "--devices", "2", "--timeout", "5", script=SAVING)
+        for p in range(2):
+            assert "saved True" in (logs / "attempt-0" / f"process-{p}.log").read_text()
+    else:
+        code, text, _ = launch(body, "-n", "2")
+        assert text.rstrip().endswith("meshpar launch: first cause: process 1 was ended by SIGTERM")
+    assert code == 75
+
+
 def test_children_of_a_killed_process_end_with_it(tmp_path):
     body = """
 import subprocess
