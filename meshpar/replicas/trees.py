@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +57,14 @@ def count_replicas(updates: Any, name: str, dim: str, replicas: int | None = Non
     return expected
 
 
+def map_updates(fn: Callable[..., tuple[Any, ...]], updates: Any, *others: Any) -> tuple[Any, ...]:
+    """The trees of the results of ``fn(path, update, *leaves of others)``, a tuple for each update; another tree may be None."""
+    leaves, structure = jax.tree.flatten(updates)
+    rows = [[None] * len(leaves) if tree is None else structure.flatten_up_to(tree) for tree in others]
+    results = [fn(*args) for args in zip(paths_of(updates), leaves, *rows, strict=True)]
+    return tuple(structure.unflatten(x) for x in zip(*results, strict=True))
+
+
 def require_dim(x: jax.Array, dim: str) -> jax.Array:
     """The same array; planning stops with an UnknownDimError if none of its dims is called ``dim``."""
     return rename(x, **{dim: dim})
@@ -75,6 +84,29 @@ def zeros_for(params: Any, replicas: int | None, dim: str) -> Any:
         return named(jnp.zeros((replicas, *x.shape), x.dtype), (dim, *("_",) * x.ndim))
 
     return jax.tree.map(one, params)
+
+
+class Replicas(NamedTuple):
+    """The replicas of one update.
+
+    Attributes:
+      count: their number.
+      weights: [replica], 0 for a replica with a NaN or infinity in any update.
+      shared: they have common parameters, which have no replica dim.
+    """
+
+    count: int
+    weights: jax.Array
+    shared: bool
+
+
+def replicas_of(
+    name: str, updates: Any, params: Any, *, dim: str, replicas: int | None, weight: Any = None
+) -> Replicas:
+    """Check the updates and weights of a transformation; the arguments and errors are those of :func:`count_replicas` and
+    :func:`check_weight`."""
+    count = count_replicas(updates, name, dim, replicas)
+    return Replicas(count, live_weights(updates, weight, name, dim), are_shared(updates, params, replicas))
 
 
 def are_shared(updates: Any, params: Any, replicas: int | None) -> bool:
