@@ -553,7 +553,7 @@ def _saved(path: str, x: Any) -> tuple[Any, dict[str, Any]]:
     Raises:
       CheckpointError: it could not be restored as it is.
     """
-    if type(x).__name__ in PYTHON and type(x) is PYTHON[type(x).__name__]:
+    if type(x) in PYTHON.values():
         value = [x.real, x.imag] if isinstance(x, complex) else _json(x, f"`{path}`")
         return None, {"shape": [], "dtype": type(x).__name__, "value": value}
     array: Any = None
@@ -593,27 +593,24 @@ def _json(x: Any, where: str) -> Any:
     Raises:
       CheckpointError: it does not: keys that are no texts, tuples, other types.
     """
-    if type(x) is dict:
-        for k, v in x.items():
-            if type(k) is not str:
+    if type(x) in (dict, list):
+        for k, v in x.items() if type(x) is dict else enumerate(x):
+            if type(x) is dict and type(k) is not str:
                 raise CheckpointError(
                     f"{where} has the key {k!r}, which JSON would change to a text", fixes=[f"use the key {str(k)!r}"]
                 )
             _json(v, f"{where}[{k!r}]")
-    elif type(x) is list:
-        for i, v in enumerate(x):
-            _json(v, f"{where}[{i}]")
-    else:
-        said = f"{type(x).__name__} {str(x)[:40]}" if type(x) is not int else ""
-        try:
-            exact = type(x) in (str, int, float, bool, type(None)) and (x != x or json.loads(json.dumps(x)) == x)
-        except ValueError:
-            exact, said = False, "an integer of more than 4,300 digits"
-        if not exact:
-            raise CheckpointError(
-                f"{where} is {said}, which JSON does not hold",
-                fixes=["texts, numbers, booleans, None, lists, and dictionaries with texts as keys"],
-            )
+        return x
+    try:
+        exact = type(x) in (str, int, float, bool, type(None)) and (x != x or json.loads(json.dumps(x)) == x)
+        said = "" if exact else f"{type(x).__name__} {str(x)[:40]}"
+    except ValueError:
+        exact, said = False, "an integer of more than 4,300 digits"
+    if not exact:
+        raise CheckpointError(
+            f"{where} is {said}, which JSON does not hold",
+            fixes=["texts, numbers, booleans, None, lists, and dictionaries with texts as keys"],
+        )
     return x
 
 
