@@ -146,9 +146,8 @@ def _stop_signals() -> Iterator[list[int]]:
     """A context in which SIGTERM, SIGINT and SIGHUP, which the user, the cluster or a closed terminal sends to the launcher, do
     not end it: the numbers of those that it receives are appended to the list."""
     received: list[int] = []
-    numbers = [
-        s for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN
-    ]  # nohup
+    stops = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    numbers = [s for s in stops if signal.getsignal(s) != signal.SIG_IGN]  # nohup ignores SIGHUP
     before = {s: signal.signal(s, lambda number, _: received.append(number)) for s in numbers}
     try:
         yield received
@@ -164,9 +163,8 @@ def _attempt(job: Job, count: int, attempt: int, logs: Path, stop: list[int]) ->
     ``attempt`` counts from 0; ``stop`` has the signals that the launcher has received.
     """
     running = {p: _start(job, count, attempt, p, logs, port) for port in (_free_port(),) for p in range(count)}
-    first: tuple[int, int] | None = None  # (process, exit code) of the first that failed
-    codes: dict[int, int] = {}
-    lost: list[int] = []
+    codes: dict[int, int] = {}  # process → exit code, in the order in which they were seen to end
+    lost: list[int] = []  # killed, and not by this
     kill_at = float("inf")
     asked = killed = False
     with (logs / "process-0.log").open("rb") as log:
@@ -182,12 +180,6 @@ def _attempt(job: Job, count: int, attempt: int, logs: Path, stop: list[int]) ->
                     _signal([child], signal.SIGKILL)  # its own children, such as workers of a data loader
                     if code == -signal.SIGKILL and not killed:
                         lost.append(p)
-                        if first is None or first[1] != -signal.SIGKILL:
-                            first = (
-                                p,
-                                code,
-                            )  # the others fail because of it, perhaps a moment before this was looked at
-                    first = first or (p, code)
                     if kill_at == float("inf"):
                         wait = {-signal.SIGKILL: 1.0, RESTARTABLE: job.grace}  # with 75 all end, after they have saved
                         kill_at = time.monotonic() + wait.get(code, SETTLE_SECONDS)
@@ -203,13 +195,18 @@ def _attempt(job: Job, count: int, attempt: int, logs: Path, stop: list[int]) ->
         finally:
             _signal(running.values(), signal.SIGKILL)
             _show_more(log)
-    return _End(0) if first is None else _judge(first, lost, codes, logs)
+    return _judge(codes, lost, logs)
 
 
-def _judge(first: tuple[int, int], lost: list[int], codes: dict[int, int], logs: Path) -> _End:
-    """The first cause: a process that was killed, else the earliest that a process noted, else an exit status. ``codes`` are the
-    exit codes of all processes."""
-    p, code = first
+def _judge(codes: dict[int, int], lost: list[int], logs: Path) -> _End:
+    """The end of an attempt, from the exit codes of its processes and the processes that were killed.
+
+    The first cause is a process that was killed, because of which the others fail, perhaps before its end is seen; else the
+    earliest cause that a process noted; else the first exit code that is not 0.
+    """
+    p, code = next(((p, code) for p, code in codes.items() if (p in lost if lost else code)), (0, 0))
+    if not code:
+        return _End(0)
     noted = []
     for path in logs.glob("cause-*.json"):
         with contextlib.suppress(ValueError, OSError):

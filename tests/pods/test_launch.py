@@ -241,9 +241,9 @@ def test_bad_input(capsys, options, says):
 def test_the_status_of_a_script_that_another_process_saw_end(tmp_path):
     cause = {"process": 1, "kind": "ended", "text": "ended early", "status": 1, "at": 0.0}
     (tmp_path / "cause-0.json").write_text(json.dumps(cause))
-    assert _judge((0, 1), [], {0: 1, 1: 3}, tmp_path).status == 3
-    assert _judge((0, 1), [], {0: 1, 1: 0}, tmp_path).status == 1
-    assert _judge((0, 1), [], {0: 1}, tmp_path).status == 1
+    assert _judge({0: 1, 1: 3}, [], tmp_path).status == 3
+    assert _judge({0: 1, 1: 0}, [], tmp_path).status == 1
+    assert _judge({0: 1}, [], tmp_path).status == 1
 
 
 def test_how_many_are_started_next():
