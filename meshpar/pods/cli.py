@@ -109,7 +109,7 @@ def _job(kind: type[_Kind], args: argparse.Namespace, *interpreter: str) -> _Kin
     """
     if not args.module and not Path(args.script).is_file():
         raise TargetError(f"there is no file {args.script}", fixes=["-m starts a module"])
-    command = (*interpreter, *(["-m"] if args.module else []), args.script, *args.arguments)
+    command: Any = (*interpreter, *(["-m"] if args.module else []), args.script, *args.arguments)
     return kind(**{f.name: getattr(args, f.name, command) for f in fields(kind)})
 
 

@@ -10,7 +10,7 @@ import optax
 
 from ..dims import path_matches
 from ..errors import UnsupportedError
-from .trees import as_updates, gathered, live_only, map_updates, replicas_of
+from .trees import as_updates, gathered, live_only, map_updates, weights_of
 
 
 def adasum(
@@ -44,7 +44,8 @@ def adasum(
     """
 
     def update(updates: Any, state: Any, params: Any = None, **_: Any) -> tuple[Any, Any]:
-        count, weights, shared = replicas_of("adasum", updates, params, dim=dim, replicas=replicas)
+        weights, shared = weights_of("adasum", updates, params, dim=dim, replicas=replicas)
+        count = weights.shape[0]
         if count & (count - 1):
             raise UnsupportedError(
                 f"replicas.adasum: {count} replicas are not a power of two", dim=dim, fixes=["2, 4, 8, … replicas"]

@@ -10,7 +10,7 @@ import optax
 from jax.typing import DTypeLike
 
 from .codes import code_of
-from .trees import as_updates, gathered, map_updates, per_replica, replicas_of, weighted_mean, wide, zeros_for
+from .trees import as_updates, gathered, map_updates, per_replica, weighted_mean, weights_of, wide, zeros_for
 
 
 def mean(
@@ -47,7 +47,7 @@ def mean(
 
     def update(updates: Any, state: Any, params: Any = None, *, weight: Any = None, **_: Any) -> tuple[Any, Any]:
         weight = initial if weight is None else weight
-        _, weights, shared = replicas_of("mean", updates, params, dim=dim, replicas=replicas, weight=weight)
+        weights, shared = weights_of("mean", updates, params, dim=dim, replicas=replicas, weight=weight)
         return jax.tree.map(lambda x: as_updates(weighted_mean(x, weights, dtype), x, shared), updates), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
@@ -111,7 +111,7 @@ def coded(
 
     def update(updates: Any, state: Any, params: Any = None, *, weight: Any = None, **_: Any) -> tuple[Any, CodedState]:
         weight = initial if weight is None else weight
-        _, weights, shared = replicas_of("coded", updates, params, dim=dim, replicas=replicas, weight=weight)
+        weights, shared = weights_of("coded", updates, params, dim=dim, replicas=replicas, weight=weight)
         every_weight = gathered(weights, dim)
 
         def one(_: str, x: jax.Array, error: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:

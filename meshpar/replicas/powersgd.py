@@ -11,7 +11,7 @@ import optax
 
 from ..dims import path_matches
 from ..errors import UnsupportedError
-from .trees import as_updates, live_only, map_updates, paths_of, per_replica, replicas_of, weighted_mean, zeros_for
+from .trees import as_updates, live_only, map_updates, paths_of, per_replica, weighted_mean, weights_of, zeros_for
 
 
 class PowerSGDState(NamedTuple):
@@ -79,7 +79,7 @@ def powersgd(
         updates: Any, state: Any, params: Any = None, *, weight: Any = None, **_: Any
     ) -> tuple[Any, PowerSGDState]:
         weight = initial if weight is None else weight
-        _, weights, shared = replicas_of("powersgd", updates, params, dim=dim, replicas=replicas, weight=weight)
+        weights, shared = weights_of("powersgd", updates, params, dim=dim, replicas=replicas, weight=weight)
 
         def one(path: str, x: jax.Array, q: jax.Array, error: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             """An update, its right factor and its error → the mean and the next two."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,27 +86,16 @@ def zeros_for(params: Any, replicas: int | None, dim: str) -> Any:
     return jax.tree.map(one, params)
 
 
-class Replicas(NamedTuple):
-    """The replicas of one update.
-
-    Attributes:
-      count: their number.
-      weights: [replica], 0 for a replica with a NaN or infinity in any update.
-      shared: they have common parameters, which have no replica dim.
-    """
-
-    count: int
-    weights: jax.Array
-    shared: bool
-
-
-def replicas_of(
+def weights_of(
     name: str, updates: Any, params: Any, *, dim: str, replicas: int | None, weight: Any = None
-) -> Replicas:
-    """Check the updates and weights of a transformation; the arguments and errors are those of :func:`count_replicas` and
-    :func:`check_weight`."""
-    count = count_replicas(updates, name, dim, replicas)
-    return Replicas(count, live_weights(updates, weight, name, dim), are_shared(updates, params, replicas))
+) -> tuple[jax.Array, bool]:
+    """(the weights of the replicas [replica], whether they share their parameters), after a check of the updates.
+
+    Raises:
+      RankError, DivisibilityError, UnsupportedError: as for :func:`count_replicas` and :func:`check_weight`.
+    """
+    count_replicas(updates, name, dim, replicas)
+    return live_weights(updates, weight, name, dim), are_shared(updates, params, replicas)
 
 
 def are_shared(updates: Any, params: Any, replicas: int | None) -> bool:

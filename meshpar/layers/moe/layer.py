@@ -23,7 +23,7 @@ from .routers import ROUTED_BY_KERNELS, ROUTERS
 
 __all__ = ["MoEAux", "moe"]
 
-EXPERT = {"gate": ("embed", "mlp"), "up": ("embed", "mlp"), "down": ("mlp", "embed")}
+EXPERT: Mapping[str, tuple[str, ...]] = {"gate": ("embed", "mlp"), "up": ("embed", "mlp"), "down": ("mlp", "embed")}
 """The matrices of a gated expert, and their dims."""
 
 
@@ -324,7 +324,8 @@ def weights_of_module(embed: int, mlp: int, experts: int, router: str, shared: i
       router: "deepseek_v3" has a bias, "noisy_top_k" noise.
       shared: number of experts that every token goes to, as one of so many times the width.
     """
-    named = {name: ("expert", *dims) for name, dims in EXPERT.items()} | {"router": ("embed", "router")}
+    named: dict[str, tuple[str, ...]] = {name: ("expert", *dims) for name, dims in EXPERT.items()}
+    named["router"] = ("embed", "router")
     if router == "noisy_top_k":
         named["noise"] = ("embed", "router")
     if router == "deepseek_v3":
