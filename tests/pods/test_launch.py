@@ -68,14 +68,6 @@ def test_a_killed_process_is_the_first_cause_and_all_start_again(launch):
     assert "process 0 of 3, attempt 2" in text
 
 
-def test_restarts_run_out(launch):
-    code, text, _ = launch(
-        "if p == 0: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(0.7)", "-n", "2", "--restarts", "1"
-    )
-    assert code == 75
-    assert text.count("process 0 was killed") == 2
-
-
 def test_processes_that_save_and_end_with_75_have_time_to_save(launch, monkeypatch):
     monkeypatch.setattr("meshpar.pods.launch.SETTLE_SECONDS", 0.1)
     code, text, _ = launch("if p == 1: sys.exit(75)\ntime.sleep(1.5)\nprint('saved')\nsys.exit(75)", "-n", "2")
