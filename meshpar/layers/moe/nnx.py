@@ -67,7 +67,8 @@ class MoE(nnx.Module):
                 rngs.params(), w.shape, jnp.float32 if w.is_float32 else param_dtype
             )
             setattr(self, name, (RouterBias if name == "bias" else nnx.Param)(value))
-        self.options = {"router": router, "k": k, "capacity": capacity, "groups": groups, "strategy": strategy, "slack": slack,
+        self.kind = router
+        self.options = {"k": k, "capacity": capacity, "groups": groups, "strategy": strategy, "slack": slack,
                         "exchange": exchange, **(router_options or {})}  # fmt: skip
 
     def __call__(
@@ -81,7 +82,7 @@ class MoE(nnx.Module):
           key: randomness for "noisy_top_k" and "gshard"; None: none (evaluation).
         """
         weights = {name: getattr(self, name)[...] for name in self.names}
-        return moe_of_weights(x, weights, mask=mask, key=key, **self.options)
+        return moe_of_weights(x, weights, router=self.kind, mask=mask, key=key, **self.options)
 
     def rebalance(self, load: jax.Array, rate: float = 1e-3) -> None:
         """Move the balancing bias after a step.
