@@ -15,6 +15,7 @@ import numpy as np
 from ..compat import nnx
 from ..compat.jax import axes_of_spec, flatten_to_nodes, has_graph_nodes, is_graph_node, user_stacklevel
 from ..errors import DivisibilityError, LayoutSyntaxError, UnsupportedError
+from ..global_arrays import is_key
 from ..layout import AnyMesh, Layout
 
 
@@ -248,12 +249,12 @@ def _warn_of_keys(arguments: Mapping[int | str, Any], known: Collection[int | st
         if i in known:
             continue
         leaves = jax.tree_util.tree_leaves_with_path(argument, is_leaf=_is_module)
-        keys = [path for path, x in leaves if not _is_module(x) and _is_typed_key(x)]
+        keys = [path for path, x in leaves if not _is_module(x) and is_key(x)]
         if keys:
-            is_key = len(keys) == len(leaves)
-            what = "is a PRNG key" if is_key else f"has a PRNG key at {jax.tree_util.keystr(keys[0])}"
+            only_keys = len(keys) == len(leaves)
+            what = "is a PRNG key" if only_keys else f"has a PRNG key at {jax.tree_util.keystr(keys[0])}"
             option = f"key_argnums={i}" if isinstance(i, int) else f'key_argnames="{i}"'
-            fix = f"{option} gives" if is_key else "Pass it as an argument of its own: key_argnums= gives"
+            fix = f"{option} gives" if only_keys else "Pass it as an argument of its own: key_argnums= gives"
             warnings.warn(
                 f"mp.accumulate_gradients: argument {i} {what}; all microbatches share it and have the same dropout masks. "
                 f"{fix} each microbatch a key of its own",
@@ -263,10 +264,6 @@ def _warn_of_keys(arguments: Mapping[int | str, Any], known: Collection[int | st
 
 def _is_module(x: Any) -> bool:
     return is_graph_node(x) and not isinstance(x, nnx.Variable)
-
-
-def _is_typed_key(x: Any) -> bool:
-    return jnp.issubdtype(getattr(x, "dtype", None) or bool, jax.dtypes.prng_key)
 
 
 def _has_rows(argument: Any) -> bool:
@@ -307,12 +304,12 @@ def _zeros(path: Any, like: Any) -> jax.Array:
     Raises:
       UnsupportedError: the result is a boolean or a PRNG key.
     """
-    if like.dtype == bool or jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        is_key = like.dtype != bool
+    if like.dtype == bool or is_key(like):
+        what = "PRNG key" if is_key(like) else "boolean"
         raise UnsupportedError(
-            f"mp.accumulate_gradients: the result{jax.tree_util.keystr(path)} is a {'PRNG key' if is_key else 'boolean'}, which is "
+            f"mp.accumulate_gradients: the result{jax.tree_util.keystr(path)} is a {what}, which is "
             "neither averaged nor summed over the microbatches",
-            fixes=["split the key outside of the function"] if is_key else [
+            fixes=["split the key outside of the function"] if is_key(like) else [
                 "flag.astype(jnp.int32) counts the microbatches in which it is true: 0 if in none, their number if in all",
                 "flag.astype(jnp.float32) gives their fraction",
             ],

@@ -7,6 +7,7 @@ processes. If a long fact differs, two processes also write its lines, and the e
 
 from __future__ import annotations
 
+import collections
 import functools
 import hashlib
 import json
@@ -241,7 +242,31 @@ def _numbers(x: np.ndarray) -> str:
 
 # -- the exchange
 
-_round = 0
+_rounds: collections.Counter[str] = collections.Counter()
+"""Stream → the number of exchanges in it."""
+
+
+def exchange(name: str, value: Any, combine: Callable[[list[Any]], Any] = list, stream: str = "main") -> Any:
+    """``combine`` of one JSON value of every process, computed by process 0; without it, the list. All must call it.
+
+    Args:
+      name: what is exchanged, for the error.
+      stream: exchanges in other threads have streams of their own; within one, all processes make them in the same order.
+
+    Raises:
+      AgreementError: a process did not come to it.
+    """
+    if process_count() == 1:
+        return combine([value])
+    _rounds[stream] += 1
+    store, me, root = Store(), process_index(), f"meshpar/exchange/{stream}"
+    now = f"{root}/{_rounds[stream]}"
+    store.put(f"{now}/{me}", json.dumps(value))
+    if me == 0:
+        values = [json.loads(_wait(store, f"{now}/{p}", name, p)) for p in range(process_count())]
+        store.put(f"{now}/result", json.dumps(combine(values)))
+        store.drop(f"{root}/{_rounds[stream] - 1}")  # all have read it, or they would not have come to this one
+    return json.loads(_wait(store, f"{now}/result", name, 0))
 
 
 def agree(name: str, facts: Mapping[str, _Lines], shared: Mapping[str, _Lines] | None = None) -> None:
@@ -255,110 +280,59 @@ def agree(name: str, facts: Mapping[str, _Lines], shared: Mapping[str, _Lines] |
     Raises:
       AgreementError: with the process, the field, and both values. Every process raises it.
     """
-    global _round
-    _round += 1
-    store, me, root = Store(), process_index(), f"meshpar/agree/{_round}"
-    made = {f: list(lines()) for f, lines in facts.items()}
-    groups = {g: list(lines()) for g, lines in (shared or {}).items()}
+    made = {f: "\n".join(lines()) for f, lines in facts.items()}
+    groups = {g: "\n".join(lines()) for g, lines in (shared or {}).items()}
     said = {"facts": {f: _brief(x) for f, x in made.items()}, "shared": {g: _hash(x) for g, x in groups.items()}}
-    store.put(f"{root}/sheet/{me}", json.dumps(said))
-    if me == 0:
-        verdict = _compare(name, store, root)
-        store.put(f"{root}/verdict", json.dumps(verdict))
-        if _round > 2:
-            store.drop(f"meshpar/agree/{_round - 2}")  # all have read it, or they would not be here
-    else:
-        verdict = json.loads(_wait(store, f"{root}/verdict", f"process 0 did not come to agree on `{name}`", 0))
+    verdict = exchange(f"agree on `{name}`", said, _difference)
     if not verdict:
         return
-    field, asked = verdict["field"], verdict["asked"]
-    if me in asked:
-        lines = groups.get(verdict["group"], []) if field == "replicas" else made.get(field, [])
-        store.put(f"{root}/lines/{me}", "\n".join(lines))
-    both = [_wait(store, f"{root}/lines/{p}", f"process {p} did not say its {field}", p).split("\n") for p in asked]
-    values = dict(zip(asked, _first_difference(*both), strict=True))
-    store.barrier(f"{root}/read", 5.0)  # the table goes with process 0, which must not be the first to leave
-    head = f"the processes disagree about the {field} of `{name}`" if field != "replicas" else (
-        f"arguments of `{name}` that processes {verdict['group']} hold copies of are not the same in them")  # fmt: skip
+    field, group, asked = verdict
+    mine = made.get(field, "") if group is None else groups.get(group, "")
+    texts = exchange(f"say its {field}", mine if process_index() in asked else "")
+    values = dict(zip(asked, _first_difference(*(texts[p].split("\n") for p in asked)), strict=True))
+    Store().barrier(f"meshpar/read/{_rounds['main']}", 5.0)  # the texts go with process 0, which must not leave first
+    head = f"the processes disagree about the {field} of `{name}`" if group is None else (
+        f"arguments of `{name}` that processes {group} hold copies of are not the same in them")  # fmt: skip
     rows = [f"  process {p}  {text}" for p, text in values.items()]
     error = AgreementError("\n".join([head, *rows]), fixes=[*_FIXES.get(field, _ANY_FIX)])
     error.process, error.field, error.values = asked[1], field, values
     raise error
 
 
-def gather(text: str) -> list[str]:
-    """One text of every process, in all of them; all must call it."""
-    global _round
-    if not connected() or process_count() == 1:
-        return [text]
-    _round += 1
-    store, me, root = Store(), process_index(), f"meshpar/agree/{_round}"
-    store.put(f"{root}/sheet/{me}", text)
-    what = "did not come to an exchange"
-    if me == 0:
-        texts = [_wait(store, f"{root}/sheet/{p}", f"process {p} {what}", p) for p in range(process_count())]
-        store.put(f"{root}/verdict", json.dumps(texts))
-        if _round > 2:
-            store.drop(f"meshpar/agree/{_round - 2}")
-    return json.loads(_wait(store, f"{root}/verdict", f"process 0 {what}", 0))
+def _brief(text: str) -> str:
+    return text if len(text) <= SHORT else f"#{_hash(text)}"
 
 
-def combined(name: str, text: str, combine: Callable[[list[str]], str]) -> str:
-    """``combine`` of one text of every process, computed by process 0; all must call it, with a new name, in any thread."""
-    if not connected() or process_count() == 1:
-        return combine([text])
-    store, me, root = Store(), process_index(), f"meshpar/combined/{name}"
-    store.put(f"{root}/text/{me}", text)
-    what = f"did not come to {name}"
-    if me == 0:
-        texts = [_wait(store, f"{root}/text/{p}", f"process {p} {what}", p) for p in range(process_count())]
-        store.put(f"{root}/result", combine(texts))
-        store.drop(f"{root}/text")
-    return _wait(store, f"{root}/result", f"process 0 {what}", 0)
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _brief(lines: Sequence[str]) -> str:
-    text = "\n".join(lines)
-    return text if len(text) <= SHORT else f"#{_hash(lines)}"
-
-
-def _hash(lines: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
-
-
-def _compare(name: str, store: Store, root: str) -> dict[str, Any]:
-    """The first field of the facts that differs between processes, with its name and two processes that differ; ``{}``
-    if all agree."""
-    count = process_count()
-    what = f"did not come to agree on `{name}`"
-    sheets = [
-        json.loads(_wait(store, f"{root}/sheet/{p}", f"process {p} {what}, as process 0 did", p)) for p in range(count)
-    ]
+def _difference(sheets: list[dict[str, Any]]) -> tuple[str, str | None, list[int]] | None:
+    """(field, processes that share arrays or None, two processes that differ in it) of the first difference, or None."""
     for field in dict.fromkeys(f for s in sheets for f in s["facts"]):
         for p, s in enumerate(sheets):
             if s["facts"].get(field) != sheets[0]["facts"].get(field):
-                return {"field": field, "group": None, "asked": [0, p]}
+                return field, None, [0, p]
     for group in dict.fromkeys(g for s in sheets for g in s["shared"]):
-        members = [int(p) for p in group.split(",")]
-        for p in members:
-            if sheets[p]["shared"].get(group) != sheets[members[0]]["shared"].get(group):
-                return {"field": "replicas", "group": group, "asked": [members[0], p]}
-    return {}
+        first, *others = map(int, group.split(","))
+        for p in others:
+            if sheets[p]["shared"].get(group) != sheets[first]["shared"].get(group):
+                return "replicas", group, [first, p]
+    return None
 
 
-def _wait(store: Store, key: str, missing: str, process: int) -> str:
-    """The text under ``key`` in the store, polled until it is present.
+def _wait(store: Store, key: str, name: str, process: int) -> str:
+    """The text that ``process`` writes under ``key`` in the exchange ``name``, polled until it is present.
 
     Raises:
-      AgreementError: it is absent after ``SECONDS``; ``missing`` is the first part of the message, ``process`` the one
-          at fault.
+      AgreementError: it is absent after ``SECONDS``.
     """
     until = time.monotonic() + SECONDS
     while time.monotonic() < until:
         text = store.get(key, 1.0)
         if text is not None:
             return text
-    error = AgreementError(f"{missing} within {SECONDS:.0f} s", fixes=_ANY_FIX)
+    error = AgreementError(f"process {process} did not come to {name} within {SECONDS:.0f} s", fixes=_ANY_FIX)
     error.process, error.field = process, "presence"
     raise error
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import atexit
 import datetime
 import hashlib
+import importlib
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -19,13 +21,13 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
 from ..compat.jax import is_tracer
 from ..compat.orbax import at_end_of_script, can_store, late_json_handler, literal_folders
@@ -33,14 +35,13 @@ from ..compat.processes import process_count, process_index
 from ..dims import did_you_mean, format_dims
 from ..errors import CheckpointError, CheckpointWarning, DigestError, MeshparError
 from ..global_arrays import is_global, is_key, of_parts
-from .agree import combined, gather, versions
+from .agree import exchange, versions
 from .digest import Digests, on_device
 from .lock import Lock
 from .names import by_name, stored_names
 from .stop import StopRequest
 
 FORMAT = 2
-"""Format 1 stored leaves under their paths as they are, and Python numbers as arrays; it is read as well."""
 STATE, FACTS = "state", "meshpar"
 DAMAGED, REASON = ".damaged", "meshpar-damage.txt"
 SLICED = 1 << 26
@@ -49,23 +50,28 @@ PYTHON = {kind.__name__: kind for kind in (bool, int, float, complex, str)}
 """Types of leaves whose values are in the metadata."""
 _NOTHING = "%"
 """Name of the array of a state that has no other; :func:`stored_names` makes no such name."""
-_exchanges = itertools.count()
+_streams = itertools.count()
+_Result = TypeVar("_Result")
+
+
+def needed(module: str) -> Any:
+    """A module of a package of the extra ``checkpoint``, imported when it is needed.
+
+    Raises:
+      CheckpointError: the package is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise CheckpointError(
+            f"this needs {module.partition('.')[0]}, which is not installed ({error})",
+            fixes=['pip install "meshpar[checkpoint]"'],
+        ) from None
 
 
 def orbax() -> Any:
-    """The package, imported when it is needed.
-
-    Raises:
-      CheckpointError: it is not installed.
-    """
-    try:
-        import orbax.checkpoint
-    except ImportError as error:
-        raise CheckpointError(
-            f"checkpoints need orbax-checkpoint, which is not installed ({error})",
-            fixes=['pip install "meshpar[checkpoint]"'],
-        ) from None
-    return orbax.checkpoint
+    """The package orbax-checkpoint."""
+    return needed("orbax.checkpoint")
 
 
 class Checkpoints:
@@ -105,6 +111,7 @@ class Checkpoints:
         self._manager: Any = None
         self._lock: Lock | None = None
         self._facts: dict[str, Any] = {}
+        self._dims: dict[str, str] = {}
         self._stop = StopRequest()
 
     # -- save
@@ -160,11 +167,10 @@ class Checkpoints:
         }
         manager = self._open()
         digests = Digests(arrays, copied=True)
-        exchange = f"the digests of checkpoint {n} ({next(_exchanges)})"
 
         def completed() -> dict[str, Any]:
             """The metadata, in process 0; in a thread of orbax."""
-            found = _combined(digests, exchange)
+            found = exchange(f"the digests of checkpoint {n}", digests.totals(), digests.texts, self._stream)
             differing = [path for path in arrays if not found[path]]
             if differing:
                 raise DigestError(
@@ -174,11 +180,12 @@ class Checkpoints:
                         "mp.check finds a step that computes replicas differently; restart from the checkpoint before"
                     ],
                 )
+            dims = {path: {"dims": text} for path, text in self._dims.items() if text}
             facts["leaves"] = {
-                path: {**about, **({"digest": found[path]} if path in found else {}), **self._dims_of(path)}
+                path: {**about, **({"digest": found[path]} if path in found else {}), **dims.get(path, {})}
                 for path, (_, about) in saved.items()
             }
-            return sealed(facts)
+            return {**facts, "check": _check(facts)}
 
         names = stored_names(leaves)
         tree = unflatten_dict({names[path]: x for path, x in arrays.items()}) or {_NOTHING: np.zeros(1, np.uint8)}
@@ -205,12 +212,6 @@ class Checkpoints:
                 fixes = ["free space on the disk, or lower keep=; older checkpoints are complete"]
             raise CheckpointError(f"a checkpoint cannot be written to {self.path}: {text}", fixes=fixes) from error
 
-    def _dims_of(self, path: str) -> dict[str, Any]:
-        dims = self._dims.get(path) if self._dims else None
-        return {"dims": dims} if dims else {}
-
-    _dims: Mapping[str, str] | None = None
-
     def describe(self, init: Any, *args: Any) -> None:
         """Record metadata that every later :meth:`save` writes: layout, mesh, hash of the plan, and the dims of the
         state's arrays.
@@ -231,7 +232,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The numbers of the complete checkpoints that are on disk now, oldest first; the same in all processes."""
-        return [int(n) for n in json.loads(gather(json.dumps(steps_of(self.path)))[0])]
+        return exchange("list the checkpoints", steps_of(self.path))[0]
 
     def restore(
         self, like: Any, *, step: int | None = None, data: Any = None, partial: bool = False
@@ -310,7 +311,7 @@ class Checkpoints:
         self.describe(init, *args)
         if self.steps():
             return self.restore(init.abstract(*args), data=data)
-        if json.loads(gather(json.dumps(damaged_of(self.path)))[0]):
+        if exchange("list the damaged checkpoints", damaged_of(self.path))[0]:
             raise self._only_damaged()
         state = init(*args)
         self._open()
@@ -332,7 +333,7 @@ class Checkpoints:
                 what = f"it is renamed to {free}"
             except OSError as error:
                 what = f"it cannot be renamed ({_first_line(error)})"
-        (what, *_) = gather(what)  # all processes wait for the rename
+        (what, *_) = exchange("rename a damaged checkpoint", what)  # all processes wait for the rename
         if self._manager is not None:
             self._manager.reload()
         return what
@@ -347,26 +348,26 @@ class Checkpoints:
         """
         if self._manager is None:
             self._do(self._lock_folder)
+            self._stream = f"checkpoints-{next(_streams)}"
             self._do(self._create_manager)
             _open.append(self)
         return self._manager
 
     def _lock_folder(self) -> None:
         """Create the folder, and the lock in process 0; all processes raise its error."""
-        problem: MeshparError | OSError | None = None
-        if process_index() == 0:
-            try:
+
+        def lock() -> None:
+            if process_index() == 0:
                 folder = _folder(self.path)
                 folder.mkdir(parents=True, exist_ok=True)
                 self._lock = self._lock or Lock(folder)
-            except (MeshparError, OSError) as error:
-                problem = error
-        (said, *_) = gather("" if problem is None else _first_line(problem))
-        if problem is not None:
-            raise problem
-        if said:
+
+        _, mine, errors = _attempt(f"open {self.path}", lock)
+        if mine is not None:
+            raise mine
+        if errors:
             raise CheckpointError(
-                f"process 0 cannot open {self.path}: {said}",
+                f"process 0 cannot open {self.path}: {errors[0][2]}",
                 fixes=["the error of process 0 has the fix; then start all again"],
             )
 
@@ -451,12 +452,8 @@ def _exit_with_error() -> None:
 # -- facts
 
 
-def sealed(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts with a checksum of them."""
-    return {**facts, "check": _check(facts)}
-
-
 def _check(facts: Mapping[str, Any]) -> str:
+    """The checksum of the metadata, which is stored with it as ``check``."""
     text = json.dumps({k: v for k, v in facts.items() if k != "check"}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -531,7 +528,7 @@ def facts_of(path: str, step: int) -> dict[str, Any]:
             raise ValueError("its checksum differs")
     except ValueError as error:
         raise _DamagedError(f"the facts of checkpoint {step} in {path} are damaged: {error}", fixes=fixes) from None
-    if facts.get("format") not in (1, FORMAT):
+    if facts.get("format") != FORMAT:
         raise CheckpointError(
             f"checkpoint {step} in {path} is of format {facts.get('format')}, and this reads {FORMAT}",
             fixes=["restore it with the version of meshpar that saved it"],
@@ -556,7 +553,7 @@ def _saved(path: str, x: Any) -> tuple[Any, dict[str, Any]]:
     Raises:
       CheckpointError: it could not be restored as it is.
     """
-    if type(x).__name__ in PYTHON and type(x) is PYTHON[type(x).__name__]:
+    if type(x) in PYTHON.values():
         value = [x.real, x.imag] if isinstance(x, complex) else _json(x, f"`{path}`")
         return None, {"shape": [], "dtype": type(x).__name__, "value": value}
     array: Any = None
@@ -596,27 +593,24 @@ def _json(x: Any, where: str) -> Any:
     Raises:
       CheckpointError: it does not: keys that are no texts, tuples, other types.
     """
-    if type(x) is dict:
-        for k, v in x.items():
-            if type(k) is not str:
+    if type(x) in (dict, list):
+        for k, v in x.items() if type(x) is dict else enumerate(x):
+            if type(x) is dict and type(k) is not str:
                 raise CheckpointError(
                     f"{where} has the key {k!r}, which JSON would change to a text", fixes=[f"use the key {str(k)!r}"]
                 )
             _json(v, f"{where}[{k!r}]")
-    elif type(x) is list:
-        for i, v in enumerate(x):
-            _json(v, f"{where}[{i}]")
-    else:
-        said = f"{type(x).__name__} {str(x)[:40]}" if type(x) is not int else ""
-        try:
-            exact = type(x) in (str, int, float, bool, type(None)) and (x != x or json.loads(json.dumps(x)) == x)
-        except ValueError:
-            exact, said = False, "an integer of more than 4,300 digits"
-        if not exact:
-            raise CheckpointError(
-                f"{where} is {said}, which JSON does not hold",
-                fixes=["texts, numbers, booleans, None, lists, and dictionaries with texts as keys"],
-            )
+        return x
+    try:
+        exact = type(x) in (str, int, float, bool, type(None)) and (x != x or json.loads(json.dumps(x)) == x)
+        said = "" if exact else f"{type(x).__name__} {str(x)[:40]}"
+    except ValueError:
+        exact, said = False, "an integer of more than 4,300 digits"
+    if not exact:
+        raise CheckpointError(
+            f"{where} is {said}, which JSON does not hold",
+            fixes=["texts, numbers, booleans, None, lists, and dictionaries with texts as keys"],
+        )
     return x
 
 
@@ -645,6 +639,8 @@ present, and a missing file is damage."""
 
 def _is_proof(error: Exception) -> bool:
     """Whether an error of reading proves that files are damaged: missing, cut, or not what orbax and tensorstore write."""
+    if isinstance(error, CheckpointError):
+        return isinstance(error, _DamagedError)
     if re.search(rf"\b({_NO_PROOF})\b", str(error)) or isinstance(error, MemoryError):
         return False
     if isinstance(error, OSError):
@@ -667,72 +663,64 @@ def _read(path: str, step: int, like: Any, partial: bool) -> tuple[Any, dict[str
       DigestError: an array differs from its digest.
     """
     wanted, back = by_name(like)
-    facts: dict[str, Any] = {}
-    arrays: dict[str, Any] = {}
-
-    def read_facts() -> None:
-        facts.update(facts_of(path, step))
-
-    def read_arrays() -> None:
-        saved = facts["leaves"]
-        arrays.update(
-            read_leaves(path, step, facts, {p: _target(x, p) for p, x in wanted.items() if "digest" in saved[p]})
-        )
-
-    _all_well(path, step, read_facts)
-    _compare(path, step, wanted, facts["leaves"], partial)
-    _all_well(path, step, read_arrays)
-    digests = _combined(Digests(arrays, copied=False), f"the digests of a restored checkpoint ({next(_exchanges)})")
+    facts = _read_by_all(path, step, lambda: facts_of(path, step))
+    saved = facts["leaves"]
+    _compare(path, step, wanted, saved, partial)
+    stored = {p: x for p, x in wanted.items() if "digest" in saved[p]}
+    arrays = _read_by_all(
+        path, step, lambda: read_leaves(path, step, facts, {p: _target(x, p) for p, x in stored.items()})
+    )
+    digests = Digests(arrays, copied=False)
+    found = exchange("the digests of a restored checkpoint", digests.totals(), digests.texts)
     for p in arrays:
-        if digests[p] != facts["leaves"][p]["digest"]:
+        if found[p] != saved[p]["digest"]:
             raise DigestError(
                 f"checkpoint {step} in {path} is damaged: `{p}` differs from its saved digest",
-                path=p, shape=facts["leaves"][p]["shape"],
+                path=p, shape=saved[p]["shape"],
                 fixes=["restore an older one: restore(…, step=…)", f"meshpar checkpoint verify {path}"],
             )  # fmt: skip
-    return back({p: _restored(p, arrays.get(p), wanted[p], facts["leaves"][p]) for p in wanted}), facts
+    return back({p: _restored(p, arrays.get(p), x, saved[p]) for p, x in wanted.items()}), facts
 
 
-def _combined(digests: Digests, exchange: str) -> dict[str, str]:
-    """Path → digest, equal in all processes; all must call it, with the same name of the exchange."""
-    text = combined(
-        exchange, json.dumps(digests.totals()), lambda found: json.dumps(digests.texts([*map(json.loads, found)]))
-    )
-    return json.loads(text)
+def _attempt(
+    what: str, action: Callable[[], _Result]
+) -> tuple[_Result | None, Exception | None, list[tuple[int, bool, str]]]:
+    """Call ``action`` in all processes.
+
+    Returns:
+      The result, or None; this process's error, or None; and for each process that failed its number, whether its error proves
+      that files are damaged, and the first line of the error.
+    """
+    result, mine = None, None
+    try:
+        result = action()
+    except Exception as error:  # orbax, tensorstore and the operating system raise many kinds
+        mine = error
+    said = exchange(what, None if mine is None else [_is_proof(mine), _first_line(mine)])
+    return result, mine, [(p, *entry) for p, entry in enumerate(said) if entry is not None]
 
 
-def _all_well(path: str, step: int, read: Callable[[], None]) -> None:
-    """Call ``read`` in all processes; if it fails in one, all raise.
+def _read_by_all(path: str, step: int, read: Callable[[], _Result]) -> _Result:
+    """The result of ``read``, called in all processes; if it fails in one, all raise.
 
     Raises:
       _DamagedError: a process has proof that files are damaged, and no process failed without.
       CheckpointError: a process cannot read the checkpoint, which may be undamaged.
     """
-    mine: Exception | None = None
-    try:
-        read()
-    except Exception as error:  # orbax and tensorstore raise many kinds
-        mine = error
-    damage = mine is not None and (isinstance(mine, _DamagedError) or _is_proof(mine))
-    said = [
-        json.loads(text)
-        for text in gather(json.dumps([damage, _first_line(mine)] if mine is not None else [False, ""]))
-    ]
-    failed = [(p, proof, text) for p, (proof, text) in enumerate(said) if text]
-    if not failed:
-        return
-    if isinstance(mine, CheckpointError) and not damage:
+    result, mine, failed = _attempt(f"read checkpoint {step}", read)
+    if isinstance(mine, CheckpointError) and not _is_proof(mine):
         raise mine
-    p, damage, text = min(failed, key=lambda entry: entry[1])
-    who = f" (seen by process {p})" if len(said) > 1 else ""
-    if damage:
-        raise _DamagedError(f"checkpoint {step} in {path} is damaged{who}: {text}",
-                            fixes=[f"meshpar checkpoint verify {path}"]) from mine  # fmt: skip
-    raise CheckpointError(
-        f"checkpoint {step} in {path} cannot be read now{who}: {text}",
-        fixes=["nothing proves damage, and nothing is renamed: remove the cause, and start again",
-               f"meshpar checkpoint verify {path}"],
-    ) from mine  # fmt: skip
+    if failed:
+        p, damage, text = min(failed, key=lambda entry: entry[1])
+        who = f" (seen by process {p})" if process_count() > 1 else ""
+        verify = f"meshpar checkpoint verify {path}"
+        if damage:
+            raise _DamagedError(f"checkpoint {step} in {path} is damaged{who}: {text}", fixes=[verify]) from mine
+        raise CheckpointError(
+            f"checkpoint {step} in {path} cannot be read now{who}: {text}",
+            fixes=["nothing proves damage, and nothing is renamed: remove the cause, and start again", verify],
+        ) from mine
+    return result  # pyright: ignore[reportReturnType]
 
 
 def _compare(path: str, step: int, wanted: Mapping[str, Any], saved: Mapping[str, Any], partial: bool) -> None:
@@ -769,16 +757,15 @@ def _compare(path: str, step: int, wanted: Mapping[str, Any], saved: Mapping[str
         )  # fmt: skip
 
 
-def _target(x: Any, path: str) -> Any:
-    """The shape and dtype in which orbax reads a leaf, with the sharding of a ``jax.Array``, or as a NumPy array of the stored
-    dtype; a random key is read as its data.
+def _target(x: Any, path: str) -> jax.ShapeDtypeStruct | None:
+    """The shape, dtype and sharding in which orbax reads a leaf, a random key as its data; None: as a NumPy array.
 
     Raises:
       CheckpointError: the sharding does not divide the shape.
     """
     if isinstance(x, np.ndarray | np.generic) or not hasattr(x, "dtype"):
-        return np.broadcast_to(np.zeros((), x.dtype if hasattr(x, "dtype") else np.int32), np.shape(x))
-    sharding = _sharding_of(x)
+        return None
+    sharding = getattr(x, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0])
     try:
         sharding.shard_shape(tuple(x.shape))
     except ValueError as error:
@@ -786,49 +773,38 @@ def _target(x: Any, path: str) -> Any:
             f"`{path}` cannot be restored with the sharding of like: {str(error).splitlines()[0]}", path=path, shape=x.shape,
             fixes=["shard another dim of it: mp.init(…).abstract(…) gives shardings that divide"],
         ) from None  # fmt: skip
-    if not is_key(x):
-        return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding)
-    data = jax.eval_shape(lambda: jax.random.key_data(jnp.zeros(x.shape, x.dtype)))
-    if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec), memory_kind=sharding.memory_kind)
+    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(x.shape, x.dtype)) if is_key(x) else x
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
-
-
-def _sharding_of(x: Any) -> Any:
-    return getattr(x, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0])
 
 
 def _restored(path: str, x: Any, wanted: Any, facts: Mapping[str, Any]) -> Any:
     """A restored leaf as the type of the requested one: a random key, an array of JAX or NumPy, a Python number.
 
     Args:
-      x: the array that was read; None: the value is in the metadata.
+      x: the array that was read; None: the value is in the metadata, or there is none since the array is empty.
     """
-    if x is None and not isinstance(wanted, np.ndarray | np.generic) and hasattr(wanted, "dtype"):
-        value = np.asarray(_value(facts), _target(wanted, path).dtype)
-        target = _target(wanted, path)
-        x = of_parts(target.shape, target.sharding, lambda index: np.broadcast_to(value, target.shape)[index])
+    target = _target(wanted, path)
+    if x is None:
+        value = facts.get("value", 0)
+        x = complex(*value) if facts["dtype"] == "complex" else value
+        if target is not None:
+            full = np.broadcast_to(np.asarray(x, target.dtype), target.shape)
+            x = of_parts(target.shape, target.sharding, lambda index: full[index])
     if "key" in facts:
-        assert x is not None
         return jax.random.wrap_key_data(x, impl=facts["key"])
-    if isinstance(wanted, np.ndarray | np.generic):
-        x = np.broadcast_to(_value(facts), facts["shape"]) if x is None else x
-        x = np.array(x, wanted.dtype)  # format 1 has 64-bit arrays as 32-bit ones where x64 was off
-        return x[()] if isinstance(wanted, np.generic) else x
-    if hasattr(wanted, "dtype"):
+    if target is not None:
         return x
-    return type(wanted)(_value(facts) if x is None else np.asarray(x).item())
+    if hasattr(wanted, "dtype"):
+        x = np.array(np.broadcast_to(x, facts["shape"]), wanted.dtype)  # writable, in the requested order of bytes
+        return x[()] if isinstance(wanted, np.generic) else x
+    return type(wanted)(x.item() if isinstance(x, np.ndarray | np.generic) else x)
 
 
-def _value(facts: Mapping[str, Any]) -> Any:
-    """The value of a leaf that has no array: of a Python number or text, or anything for an empty array."""
-    value = facts.get("value", 0)
-    return complex(*value) if facts["dtype"] == "complex" else value
-
-
-def read_leaves(path: str, step: int, facts: Mapping[str, Any], targets: Mapping[str, Any]) -> dict[str, Any]:
+def read_leaves(
+    path: str, step: int, facts: Mapping[str, Any], targets: Mapping[str, jax.ShapeDtypeStruct | None]
+) -> dict[str, Any]:
     """path → array of the checkpoint of ``step`` with metadata ``facts``, in the shapes, dtypes and shardings of ``targets``
-    (by path); a NumPy array has the stored dtype.
+    (by path); None: a NumPy array of the stored dtype.
 
     Each process reads the shards of its own devices.
     """
@@ -837,15 +813,13 @@ def read_leaves(path: str, step: int, facts: Mapping[str, Any], targets: Mapping
     ocp = orbax()
     if "[" in path:
         literal_folders()
-    names = stored_names(facts["leaves"]) if facts["format"] > 1 else {p: tuple(p.split("/")) for p in targets}
-    tree = unflatten_dict({names[p]: x for p, x in targets.items()})
-    wanted = {
-        names[p]: ocp.RestoreArgs(restore_type=np.ndarray)
-        if isinstance(x, np.ndarray)
-        else ocp.checkpoint_utils.construct_restore_args(x)
-        for p, x in targets.items()
+    names = stored_names(facts["leaves"])
+    on_host = ocp.RestoreArgs(restore_type=np.ndarray)
+    kinds = {
+        names[p]: on_host if x is None else ocp.checkpoint_utils.construct_restore_args(x) for p, x in targets.items()
     }
-    args = ocp.args.PyTreeRestore(item=tree, restore_args=unflatten_dict(wanted), partial_restore=True)
+    tree = unflatten_dict({names[p]: 0 if x is None else x for p, x in targets.items()})
+    args = ocp.args.PyTreeRestore(item=tree, restore_args=unflatten_dict(kinds), partial_restore=True)
     found = flatten_dict(ocp.PyTreeCheckpointHandler().restore(_folder(path) / str(step) / STATE, args=args))
     return {p: found[names[p]] for p in targets}
 
@@ -860,27 +834,16 @@ def verify(path: str, step: int) -> list[str]:
         facts = facts_of(path, step)
     except MeshparError as error:
         return [str(error)]
-    groups: list[list[str]] = [[]]
-    size = 0
-    for p, leaf in facts["leaves"].items():
-        if "digest" not in leaf:
-            continue
-        nbytes = _stored(leaf).nbytes
-        if groups[-1] and size + nbytes > TOGETHER:
-            groups.append([])
-            size = 0
-        size += nbytes
-        groups[-1].append(p)
-    return [text for group in groups for text in _verified(path, step, facts, group)]
+    arrays = [p for p, leaf in facts["leaves"].items() if "digest" in leaf]
+    ends = itertools.accumulate(bytes_of(facts["leaves"][p]) for p in arrays)
+    groups = itertools.groupby(zip(arrays, ends, strict=True), lambda entry: entry[1] // TOGETHER)
+    return [text for _, group in groups for text in _verified(path, step, facts, [p for p, _ in group])]
 
 
-def _stored(leaf: Mapping[str, Any]) -> np.ndarray:
-    """An array of the shape and dtype in which a leaf is stored; random keys are stored as their data."""
-    shape, dtype = tuple(leaf["shape"]), leaf["dtype"]
-    if "key" in leaf:
-        data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=leaf["key"])))
-        shape, dtype = (*shape, *data.shape), data.dtype
-    return np.broadcast_to(np.zeros((), jnp.dtype(dtype)), shape)
+def bytes_of(leaf: Mapping[str, Any]) -> int:
+    """The size of the array of a leaf with this metadata; of a random key, of its data."""
+    dtype = jax.random.key(0, impl=leaf["key"]).dtype if "key" in leaf else jnp.dtype(leaf["dtype"])
+    return math.prod(leaf["shape"]) * dtype.itemsize if "digest" in leaf else 0
 
 
 def _verified(path: str, step: int, facts: Mapping[str, Any], paths: Iterable[str]) -> list[str]:
@@ -890,7 +853,7 @@ def _verified(path: str, step: int, facts: Mapping[str, Any], paths: Iterable[st
     """
     leaves = {p: facts["leaves"][p] for p in paths}
     try:
-        arrays = read_leaves(path, step, facts, {p: _stored(leaf) for p, leaf in leaves.items()})
+        arrays = read_leaves(path, step, facts, dict.fromkeys(leaves))
     except Exception as error:  # orbax and tensorstore raise many kinds
         if len(leaves) > 1:  # which of them is it?
             return [text for p in leaves for text in _verified(path, step, facts, [p])]

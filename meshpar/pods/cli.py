@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
-
-import jax.numpy as jnp
+from typing import Any, TypeVar
 
 from ..errors import CheckpointError, TargetError
-from ..units import mesh_text
-from .checkpoint import facts_of, steps_of, verify
+from ..units import format_bytes, mesh_text
+from .checkpoint import bytes_of, facts_of, steps_of, verify
 from .foreign import to_safetensors
 from .launch import Job, launch
 from .manifest import Manifest, job_name, manifest
 
+_Kind = TypeVar("_Kind", Job, Manifest)
 LAUNCH = """\
 Start a script in several processes on this machine, each with its part of the devices, and watch them.
 
@@ -56,69 +55,62 @@ def add_commands(commands: Any) -> None:
     raw = argparse.RawDescriptionHelpFormatter
     sub = commands.add_parser("launch", help="start a script in several processes of this machine", description=LAUNCH,
                               epilog=LAUNCH_EXIT, formatter_class=raw)  # fmt: skip
-    sub.set_defaults(run=_launch, debug=False)
     add = sub.add_argument
     add("-n", "--processes", type=int, required=True, help="how many processes")
     add("--devices", type=int, help="devices of all processes together: CPU stand-ins, or GPUs of this machine")
-    add("--restarts", type=int, default=0, help="start again so often after a loss (%(default)s)")
+    add("--restarts", type=int, help="start again so often after a loss (%(default)s)")
     add(
-        "--min",
-        type=int,
-        dest="least",
-        help="continue with the remaining processes, at least this many (default: restart all)",
+        "--min", type=int, dest="least", help="continue with those that remain, at least so many (default: restart all)"
     )
-    add(
-        "--timeout",
-        type=float,
-        default=30.0,
-        help="seconds without a sign of life until a process is lost (%(default)s)",
-    )
-    add("--stuck", type=float, default=300.0, help="seconds that a process may stay behind the others (%(default)s)")
-    add("--grace", type=float, default=30.0, help="seconds to save after SIGTERM (%(default)s)")
+    add("--timeout", type=float, help="seconds without a sign of life until a process is lost (%(default)s)")
+    add("--stuck", type=float, help="seconds that a process may stay behind the others (%(default)s)")
+    add("--grace", type=float, help="seconds to save after SIGTERM (%(default)s)")
     add("--logs", type=Path, metavar="DIR", help="where logs go (default: a temporary folder, kept after a failure)")
-    add("--slices", type=int, default=1, help="groups of processes that are lost together (%(default)s)")
+    add("--slices", type=int, help="groups of processes that are lost together (%(default)s)")
     add(
         "--lose",
         type=_lost_slice,
         metavar="SLICE@CALL",
-        help="kill a slice at the n-th call of a function, to rehearse it",
+        help="kill a slice at the n-th call of a function, as a rehearsal",
     )
-    _add_script(add)
+    _add_script(sub, _launch, Job)
 
     sub = commands.add_parser(
         "manifest", help="write the manifest of a job for GKE or Slurm", description=MANIFEST, formatter_class=raw
     )
-    sub.set_defaults(run=_manifest, debug=False)
     add = sub.add_argument
     add("--topology", required=True, help='the devices: "v5p:8x8x8", "2x v5e:16x16", "4x h100:8"')
     add("--to", choices=("jobset", "slurm"), help="the scheduler (default: jobset for TPUs, slurm for GPUs)")
     add("--name", help="of the job (default: the name of the script)")
-    add(
-        "--image",
-        default=Manifest.image,
-        help="container image of a JobSet, with Python, jax, meshpar and the script (%(default)s)",
-    )
-    add("--restarts", type=int, default=Manifest.restarts, help="of a JobSet after a loss (%(default)s)")
-    add("--time", default=Manifest.time, help="limit of a Slurm job (%(default)s)")
-    _add_script(add)
+    add("--image", help="container image of a JobSet, with Python, jax, meshpar and the script (%(default)s)")
+    add("--restarts", type=int, help="of a JobSet after a loss (%(default)s)")
+    add("--time", help="limit of a Slurm job (%(default)s)")
+    _add_script(sub, _manifest, Manifest)
 
 
-def _add_script(add: Any) -> None:
-    """Add the arguments that name a script, and the arguments of the script, which are all that follow."""
+def _add_script(parser: argparse.ArgumentParser, run: Any, kind: type[Job | Manifest]) -> None:
+    """Add the arguments that name a script, and the arguments of the script, which are all that follow.
+
+    ``run`` is the command; options without a value have the defaults of the fields of ``kind``.
+    """
+    add = parser.add_argument
     add("-m", "--module", action="store_true", help="the script is a module, as with python -m")
     add("script", metavar="SCRIPT")
     add("arguments", nargs=argparse.REMAINDER, metavar="…", help="of the script")
+    defaults = {f.name: f.default for f in fields(kind) if f.default is not MISSING}
+    parser.set_defaults(run=run, debug=False, **defaults)
 
 
-def _script(args: argparse.Namespace) -> tuple[str, ...]:
-    """The words after the interpreter: ``-m`` of a module, the script, and its arguments.
+def _job(kind: type[_Kind], args: argparse.Namespace, *interpreter: str) -> _Kind:
+    """The job that the arguments describe; its command is ``-m`` of a module, the script, and the script's arguments.
 
     Raises:
       TargetError: there is no such file.
     """
     if not args.module and not Path(args.script).is_file():
         raise TargetError(f"there is no file {args.script}", fixes=["-m starts a module"])
-    return (*(["-m"] if args.module else []), args.script, *args.arguments)
+    command: Any = (*interpreter, *(["-m"] if args.module else []), args.script, *args.arguments)
+    return kind(**{f.name: getattr(args, f.name, command) for f in fields(kind)})
 
 
 def _add_checkpoint(commands: Any) -> None:
@@ -177,7 +169,7 @@ def _ls(args: argparse.Namespace) -> int:
             continue
         mesh = mesh_text(facts.get("mesh", {}))
         rows.append({
-            "step": step, "time": facts["time"], "bytes": sum(map(_bytes_of, facts["leaves"].values())),
+            "step": step, "time": facts["time"], "bytes": sum(map(bytes_of, facts["leaves"].values())),
             "processes": facts["processes"], "mesh": mesh, "layout": facts.get("layout", ""),
         })  # fmt: skip
     if args.json:
@@ -188,7 +180,7 @@ def _ls(args: argparse.Namespace) -> int:
         if "error" in row:
             print(f"{row['step']:>10}  {row['error']}")
         else:
-            print(f"{row['step']:>10}  {row['time']}  {_size(row['bytes']):>9}  {row['mesh']}  {row['layout']}")
+            print(f"{row['step']:>10}  {row['time']}  {format_bytes(row['bytes']):>9}  {row['mesh']}  {row['layout']}")
     return 1 if any("error" in row for row in rows) else 0
 
 
@@ -238,20 +230,6 @@ def _convert(args: argparse.Namespace) -> int:
     return 0
 
 
-def _bytes_of(leaf: dict[str, Any]) -> int:
-    width = 8 if "key" in leaf else jnp.dtype(leaf["dtype"]).itemsize
-    return math.prod(leaf["shape"]) * width
-
-
-def _size(n: float) -> str:
-    """A number of bytes as text with three digits and a decimal unit: ``1.23 GB``."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if n < 1000:
-            return f"{n:.3g} {unit}"
-        n /= 1000
-    return f"{n:.3g} TB"
-
-
 def _lost_slice(text: str) -> tuple[int, int]:
     which, at, call = text.partition("@")
     if not at or not which.isdecimal() or not call.isdecimal():
@@ -261,16 +239,11 @@ def _lost_slice(text: str) -> tuple[int, int]:
 
 def _launch(args: argparse.Namespace) -> int:
     """``meshpar launch``: run the job of the command line; returns the exit status of :func:`launch`."""
-    command = (sys.executable, *_script(args))
-    return launch(
-        Job(command, args.processes, args.devices, args.restarts, args.least, args.slices, args.lose, args.timeout,
-            args.stuck, args.grace, args.logs)
-    )  # fmt: skip
+    return launch(_job(Job, args, sys.executable))
 
 
 def _manifest(args: argparse.Namespace) -> int:
     """``meshpar manifest``: print the manifest of the command line's job; exit status 0."""
-    name = args.name or job_name(args.script)
-    job = Manifest(args.topology, _script(args), name, args.image, args.restarts, args.time)
-    print(manifest(job, args.to), end="")
+    args.name = args.name or job_name(args.script)
+    print(manifest(_job(Manifest, args), args.to), end="")
     return 0

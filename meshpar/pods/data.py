@@ -14,6 +14,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import jax
@@ -29,6 +30,9 @@ from .names import by_name
 
 ROWS = "batch ..."
 """The dims of a leaf that no pattern names: its rows are the batch."""
+
+_SpecOf = Callable[[str, tuple[int, ...]], PartitionSpec]
+"""(path, global shape) of a leaf of a batch → its spec."""
 
 ORDER = "feistel-4"
 _ROUNDS = 4
@@ -104,33 +108,44 @@ def put(batch: Any, *, mesh: Mesh, layout: Any, dims: Any = None, rows: Literal[
             f"rows={rows!r}: it is 'all' or 'mine'",
             fixes=['rows="all": every process has the global batch; rows="mine": its own rows'],
         )
+
+    def own(path: str, shape: tuple[int, ...], spec_of: _SpecOf) -> tuple[Sequence[int], int] | None:
+        return None if rows == "all" else _own_rows(mesh, spec_of(path, (0, *shape[1:])), shape, path)
+
+    return _sharded(batch, mesh, Layout(layout), dims, own)
+
+
+def _sharded(
+    batch: Any, mesh: Mesh, layout: Layout, dims: Any,
+    own: Callable[[str, tuple[int, ...], _SpecOf], tuple[Sequence[int], int] | None],
+) -> Any:  # fmt: skip
+    """A tree of host arrays as arrays on the mesh.
+
+    Args:
+      own: (path, shape of the host array) → the rows of the global array that the host array has, and the number of global rows;
+        None: it has all.
+    """
     leaves, back = by_name(batch)
-    spec_of = _specs(mesh, Layout(layout), dims, leaves)
-    out = {}
-    for path, x in leaves.items():
-        x = _narrow(np.asarray(x))
-        if rows == "all":
-            sharding = NamedSharding(mesh, spec_of(path, x.shape))
-            out[path] = of_parts(x.shape, sharding, lambda index, x=x: x[index])
-            continue
-        held, shape = _row_range(mesh, spec_of(path, (0, *x.shape[1:])), x.shape, path)
-        out[path] = of_parts(shape, NamedSharding(mesh, spec_of(path, shape)), _from_rows(x, held, shape[0]))
-    return back(out)
+    spec_of = _specs(mesh, layout, dims, leaves)
+
+    def placed(path: str, x: np.ndarray) -> jax.Array:
+        rows = own(path, x.shape, spec_of)
+        if rows is None:
+            return of_parts(x.shape, NamedSharding(mesh, spec_of(path, x.shape)), lambda index: x[index])
+        held, total = rows
+        shape = (total, *x.shape[1:])
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            start, stop, _ = index[0].indices(total)
+            return x[(slice(held.index(start), held.index(stop - 1) + 1), *index[1:])]
+
+        return of_parts(shape, NamedSharding(mesh, spec_of(path, shape)), part)
+
+    return back({path: placed(path, _narrow(np.asarray(x))) for path, x in leaves.items()})
 
 
-def _from_rows(x: np.ndarray, held: Sequence[int], total: int) -> Callable[[tuple[slice, ...]], np.ndarray]:
-    """A function from a global index to the array at it, for a batch of which this process has the rows ``held`` only."""
-    at = {row: k for k, row in enumerate(held)}
-
-    def part(index: tuple[slice, ...]) -> np.ndarray:
-        start, stop, _ = index[0].indices(total)
-        return x[(slice(at[start], at[stop - 1] + 1), *index[1:])]
-
-    return part
-
-
-def _row_range(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...], path: str) -> tuple[list[int], tuple[int, ...]]:
-    """(the rows of this process's devices, the global shape) of a batch whose local shape is ``shape``."""
+def _own_rows(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...], path: str) -> tuple[list[int], int]:
+    """(the rows of this process's devices, the number of global rows) of a batch whose local shape is ``shape``."""
     rows = shape[0]
     axes = axes_of_spec(spec, len(shape))[0]
     parts = math.prod(mesh.shape[a] for a in axes)
@@ -143,14 +158,14 @@ def _row_range(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...], path: st
             fixes=[f"a multiple of {len(held)} rows in every process"],
         )
     each = rows // len(held)
-    return [part * each + r for part in held for r in range(each)], (each * parts, *shape[1:])
+    return [part * each + r for part in held for r in range(each)], each * parts
 
 
 def _indices(sharding: NamedSharding, size: int) -> list[tuple[slice, ...]]:
     return [index or () for index in sharding.addressable_devices_indices_map((size,)).values()]
 
 
-def _specs(mesh: Mesh, layout: Layout, dims: Any, leaves: Mapping[str, Any]) -> Any:
+def _specs(mesh: Mesh, layout: Layout, dims: Any, leaves: Mapping[str, Any]) -> _SpecOf:
     """A function (path, shape of a leaf) → its ``PartitionSpec``."""
     if dims is None or isinstance(dims, str):
         patterns = PathDims({"*": dims or ROWS})
@@ -182,6 +197,7 @@ def _narrow(x: np.ndarray) -> np.ndarray:
 # -- batches
 
 
+@dataclass(eq=False, repr=False)
 class Batches:
     """An iterator over batches of a source, as sharded arrays; made by :func:`batches`. :meth:`from_` iterates from a
     given batch.
@@ -192,26 +208,30 @@ class Batches:
       rows_read: rows that this process has read.
     """
 
-    def __init__(
-        self, source: Source, *, batch: int, seed: int, mesh: Mesh, layout: Layout, dims: Any, prefetch: int,
-        last: Literal["drop", "pad"], shuffle: bool, epochs: int | None,
-    ):  # fmt: skip
+    source: Source
+    batch: int
+    seed: int
+    mesh: Mesh
+    layout: Layout
+    dims: Any
+    prefetch: int
+    last: Literal["drop", "pad"]
+    shuffle: bool
+    epochs: int | None
+
+    def __post_init__(self) -> None:
         """Check the batch size and begin at batch 0; no row is read before the first batch is requested.
 
         Raises:
           DataPositionError: the batch size is below 1, or an epoch has no batch.
         """
-        self.source, self.batch, self.seed = source, batch, seed
-        self.mesh, self.layout, self.dims, self.prefetch = mesh, layout, dims, prefetch
-        self.last, self.shuffle, self.epochs = last, shuffle, epochs
-        self.rows = len(source)
-        self.per_epoch = self.rows // batch if last == "drop" else -(-self.rows // batch)
-        self.position = 0
-        self.rows_read = 0
-        self._several = len({d.process_index for d in mesh.devices.flat}) > 1
-        if batch < 1 or self.per_epoch == 0:
+        self.rows = len(self.source)
+        self.position = self.rows_read = 0
+        size = max(1, self.batch)
+        self.per_epoch = self.rows // size if self.last == "drop" else -(-self.rows // size)
+        if self.batch < 1 or self.per_epoch == 0:
             raise DataPositionError(
-                f"batch={batch}: the source has {self.rows} rows",
+                f"batch={self.batch}: the source has {self.rows} rows",
                 fixes=["make the batch smaller", 'last="pad" pads it'],
             )
 
@@ -227,36 +247,18 @@ class Batches:
     def __getitem__(self, n: int) -> Any:
         """Batch ``n`` on the devices: the tree of a row, with a first dim; with ``last="pad"``, the pair of it and a mask."""
         sample = self._sample  # in the thread that reads
-        if self._several:
+        if len({d.process_index for d in self.mesh.devices.flat}) > 1:
             SAMPLES[f"{', '.join(f'{k}={v}' for k, v in self._order().items())}: {sample or 'not compared'}"] = None
         rows = self.rows_of(n)
-        axes = self.layout.spec(("batch",), self.mesh, (self.batch,), path="the batch")
-        mine = sorted(
-            {
-                r
-                for index in _indices(NamedSharding(self.mesh, axes), self.batch)
-                for r in range(*index[0].indices(self.batch))
-            }
-        )
+        sharding = NamedSharding(self.mesh, self.layout.spec("batch", self.mesh, (self.batch,), path="the batch"))
+        parts = {index[0].indices(self.batch) for index in _indices(sharding, self.batch)}
+        mine = sorted(r for part in parts for r in range(*part))
         wanted = rows[mine]
         read = self._read(np.where(wanted < 0, 0, wanted))
         self.rows_read += int((wanted >= 0).sum())
-        if self.last == "pad":
-            read = (read, wanted >= 0)
-        leaves, back = by_name(read)
-        dims = self.dims
-        if self.last == "pad" and dims is not None and not isinstance(dims, str):
-            dims = {f"0/{p}": d for p, d in (dims.items if isinstance(dims, PathDims) else PathDims(dims).items)}
-        elif self.last == "pad" and isinstance(dims, str):
-            dims = {"0*": dims}
-        spec_of = _specs(self.mesh, self.layout, dims, leaves)
-        out = {}
-        for path, x in leaves.items():
-            x = _narrow(np.asarray(x))
-            shape = (self.batch, *x.shape[1:])
-            sharding = NamedSharding(self.mesh, spec_of(path, shape))
-            out[path] = of_parts(shape, sharding, _from_rows(x, mine, self.batch))
-        return back(out)
+        sharded = lambda x, dims: _sharded(x, self.mesh, self.layout, dims, lambda *_: (mine, self.batch))  # noqa: E731
+        x = sharded(read, self.dims)
+        return x if self.last == "drop" else (x, sharded(wanted >= 0, None))
 
     def _read(self, rows: np.ndarray) -> Any:
         """These rows, stacked; a tree of numpy arrays."""
@@ -349,8 +351,7 @@ class Batches:
                         "or restore without data=, and begin where you like: data.from_(n)",
                     ],
                 )
-        sample = facts.get("sample")  # absent in older checkpoints
-        if sample and self._sample and sample != self._sample:
+        if facts["sample"] and self._sample and facts["sample"] != self._sample:
             raise DataPositionError(
                 f"the checkpoint's position is in other data: it has as many rows, but {SAMPLE_ROWS} sample rows differ",
                 fixes=[
@@ -395,9 +396,6 @@ def batches(
             f"last={last!r}: it is 'drop' or 'pad'",
             fixes=['last="drop" leaves out the rows that fill no batch; last="pad" pads them'],
         )
-    made = Batches(
-        source, batch=batch, seed=seed, mesh=mesh, layout=Layout(layout), dims=dims, prefetch=prefetch, last=last,
-        shuffle=shuffle, epochs=epochs,
-    )  # fmt: skip
+    made = Batches(source, batch, seed, mesh, Layout(layout), dims, prefetch, last, shuffle, epochs)
     made.layout.spec("batch", mesh, (batch,), path="the batch")
     return made

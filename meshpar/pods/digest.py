@@ -9,7 +9,6 @@ always do. The sum of an array is the sum over its shards, so a device needs mem
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -272,12 +271,7 @@ def digests_of_parts(arrays: Sequence[jax.Array]) -> list[str]:
 
     Small ones are hashed on the host, which has nothing to compile for them.
     """
-    made = [x if x.nbytes <= SMALL else _digest_of_one(x) for x in arrays]
-    out = []
-    for x, done in zip(arrays, made, strict=True):
-        if x.nbytes > SMALL:
-            out.append(as_text(done))
-        else:
-            value = np.ascontiguousarray(np.asarray(jax.random.key_data(x) if is_key(x) else x))
-            out.append(hashlib.sha256(value.tobytes()).hexdigest()[:16])
-    return out
+    made = [_digest_of_one(x) if x.nbytes > SMALL else jax.random.key_data(x) if is_key(x) else x for x in arrays]
+    return [
+        as_text(y if x.nbytes > SMALL else digest_on_host(np.asarray(y))) for x, y in zip(arrays, made, strict=True)
+    ]

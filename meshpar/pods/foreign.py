@@ -9,15 +9,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
-from ..dims import format_dims, near, path_matches
+from ..dims import did_you_mean, format_dims, path_matches
 from ..errors import CheckpointError, LayoutSyntaxError, RankError
 from ..global_arrays import of_parts
-from .checkpoint import facts_of, read_leaves
+from .checkpoint import facts_of, needed, read_leaves
 from .names import by_name
 
 Rules = Mapping[str, tuple[str, str]]
@@ -27,28 +24,12 @@ _GROUP = re.compile(r"\(([^()]*)\)|(\S+)")
 _STACKED = re.compile(r"\{(\w+)\}")
 
 
-def safetensors() -> Any:
-    """The package, imported when it is needed.
-
-    Raises:
-      CheckpointError: it is not installed.
-    """
-    try:
-        import safetensors
-        import safetensors.flax
-    except ImportError as error:
-        raise CheckpointError(
-            f"this needs safetensors, which is not installed ({error})", fixes=['pip install "meshpar[checkpoint]"']
-        ) from None
-    return safetensors
-
-
 @contextlib.contextmanager
 def _errors_of(file: str | Path) -> Iterator[None]:
     """Raises errors of the package and of the file system as CheckpointError with the name of the file."""
     try:
         yield
-    except (safetensors().SafetensorError, OSError) as error:
+    except (needed("safetensors").SafetensorError, OSError) as error:
         raise CheckpointError(
             f"safetensors file {file}: {error}", fixes=["is it complete, and is this its path?"]
         ) from error
@@ -78,15 +59,12 @@ def from_safetensors(path: str | Path, init: Any, *args: Any, rules: Rules) -> A
     leaves, back = by_name(init(*args))
     for name, (leaf, dims) in rules.items():
         if leaf not in leaves:
-            close = near(leaf, leaves)
-            raise CheckpointError(f"rule {name!r}: the state has no `{leaf}`", path=leaf,
-                                  fixes=[f"did you mean {' or '.join(close)}?"] if close else [])  # fmt: skip
+            raise CheckpointError(
+                f"rule {name!r}: the state has no `{leaf}`", path=leaf, fixes=did_you_mean(leaf, leaves, "leaves")
+            )
         reader = _Reader(files, name, dims, leaf, format_dims(held[leaf].dims).split(), leaves[leaf].shape)
-        dtype = leaves[leaf].dtype
-        sharding = leaves[leaf].sharding
-        leaves[leaf] = of_parts(
-            leaves[leaf].shape, sharding, lambda index, r=reader, t=dtype: np.asarray(r.read(index)).astype(t)
-        )
+        x = leaves[leaf]
+        leaves[leaf] = of_parts(x.shape, x.sharding, lambda index, r=reader, t=x.dtype: r.read(index).astype(t))
     return back(leaves)
 
 
@@ -108,7 +86,7 @@ class _Tensors:
         self._of: dict[str, Any] = {}
         for file in files:
             with _errors_of(file):
-                opened = safetensors().safe_open(str(file), framework="flax")
+                opened = needed("safetensors").safe_open(str(file), framework="flax")
                 self._of.update(dict.fromkeys(opened.keys(), opened))
 
     def slice_of(self, name: str) -> Any:
@@ -118,10 +96,7 @@ class _Tensors:
           CheckpointError: no file has a tensor with this name.
         """
         if name not in self._of:
-            close = near(name, self._of)
-            raise CheckpointError(
-                f"there is no tensor {name!r}", fixes=[f"did you mean {' or '.join(close)}?"] if close else []
-            )
+            raise CheckpointError(f"there is no tensor {name!r}", fixes=did_you_mean(name, self._of, "tensors"))
         return self._of[name].get_slice(name)
 
 
@@ -172,7 +147,7 @@ class _Reader:
         self.axis = {d: i for i, d in enumerate(named)}
         self.order = mine
 
-    def tensors(self, x: jax.Array) -> dict[str, jax.Array]:
+    def tensors(self, x: np.ndarray) -> dict[str, np.ndarray]:
         """The inverse of :meth:`read`: name → tensor, of the full leaf ``x``."""
         x = x.transpose([self.axis[d] for d in (*self.stacked, *self.order)])
         shape = [math.prod(self.size[d] for d in group) for group in self.groups]
@@ -198,7 +173,7 @@ class _Reader:
         """
         assert self.files is not None
         tensor = self.files.slice_of(name)
-        want = [int(np.prod([self.size[d] for d in group], dtype=int)) for group in self.groups]
+        want = [math.prod(self.size[d] for d in group) for group in self.groups]
         if list(tensor.get_shape()) != want:
             raise CheckpointError(
                 f"{name} is {tensor.get_shape()}, and `{self.leaf}` needs {want}",
@@ -208,7 +183,7 @@ class _Reader:
         starts, shape, later = [], [], []
         for group in self.groups:
             outer, *inner = group
-            each = int(np.prod([self.size[d] for d in inner], dtype=int))
+            each = math.prod(self.size[d] for d in inner)
             r = ranges[outer]
             starts.append(slice(r.start * each, r.stop * each))  # contiguous: the outermost dim of the group
             shape += [len(r), *(self.size[d] for d in inner)]
@@ -238,13 +213,7 @@ def to_safetensors(path: str, step: int, target: str | Path, only: str = "*", ru
         raise CheckpointError(
             f"no array of checkpoint {step} matches {missing[0]!r}", fixes=[f"it has {', '.join(list(leaves)[:8])}"]
         )
-    chosen = {p: arrays[p] for p in wanted}
-    here = SingleDeviceSharding(jax.local_devices()[0])
-    targets = {
-        p: jax.ShapeDtypeStruct(tuple(leaf["shape"]), jnp.dtype(leaf["dtype"]), sharding=here)
-        for p, leaf in chosen.items()
-    }
-    found = read_leaves(path, step, facts, targets)
+    found = read_leaves(path, step, facts, dict.fromkeys(wanted))
     tensors = {p.replace("/", "."): x for p, x in found.items()}
     if rules is not None:
         tensors = {}
@@ -252,5 +221,7 @@ def to_safetensors(path: str, step: int, target: str | Path, only: str = "*", ru
             named = leaves[leaf].get("dims", "").split()
             tensors.update(_Reader(None, name, dims, leaf, named, found[leaf].shape).tensors(found[leaf]))
     with _errors_of(target):
-        safetensors().flax.save_file(tensors, str(target))
+        needed("safetensors.numpy").save_file(
+            {name: np.ascontiguousarray(x) for name, x in tensors.items()}, str(target)
+        )
     return len(tensors)

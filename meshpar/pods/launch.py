@@ -17,9 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from ..compat.processes import ADDRESS, CAUSES, COUNT, DEVICES, LOSE, PROCESS, STUCK, TIMEOUT
 from ..errors import TargetError
@@ -78,20 +79,19 @@ def launch(job: Job) -> int:
     _check(job)
     folder = job.logs or Path(tempfile.mkdtemp(prefix="meshpar-launch-"))
     count, left, attempt = job.processes, job.restarts, 0
-    stop = _StopRequest()
-    with stop.heard():
+    with _stop_signals() as stop:
         while True:
             logs = folder / f"attempt-{attempt}"
             logs.mkdir(parents=True, exist_ok=True)
             end = _attempt(job, count, attempt, logs, stop)
-            if stop.signal is not None:
-                _say(f"stopped by {signal.Signals(stop.signal).name}; logs in {logs}")
-                return 128 + stop.signal if stop.signal == signal.SIGINT else RESTARTABLE
+            if stop:
+                _say(f"stopped by {signal.Signals(stop[-1]).name}; logs in {logs}")
+                return 128 + signal.SIGINT if stop[-1] == signal.SIGINT else RESTARTABLE
             if end.status == 0:
                 if job.logs is None:
                     shutil.rmtree(folder, ignore_errors=True)
                 return 0
-            after = _next_count(job, count, attempt, end)
+            after = _next_count(job, count, end)
             free = end.status == USAGE and attempt > 0  # a number of processes that does not fit: no restart
             again = after is not None and (free or (end.status == RESTARTABLE and left > 0))
             _show(end, logs, f"starting again with {_of(after)}" if again else None)
@@ -125,14 +125,12 @@ def _check(job: Job) -> None:
         )
 
 
-def _next_count(job: Job, count: int, attempt: int, end: _End) -> int | None:
+def _next_count(job: Job, count: int, end: _End) -> int | None:
     """How many processes to start next; None: too few are left."""
     if job.least is None:
         return count if end.status != USAGE else None
-    if end.status == USAGE:
-        after = count - 1
-    else:
-        after = count - (job.processes // job.slices if job.slices > 1 else max(1, len(end.lost)))
+    lost = job.processes // job.slices if job.slices > 1 else max(1, len(end.lost))
+    after = count - (1 if end.status == USAGE else lost)
     return after if after >= job.least else None
 
 
@@ -143,86 +141,72 @@ def _of(count: int | None) -> str:
 # -- one attempt
 
 
-class _StopRequest:
-    """Records SIGTERM, SIGINT and SIGHUP, which the user, the cluster or a closed terminal sends to the launcher; it does not end.
-
-    Attributes:
-      signal: the number of the last such signal; None: none so far.
-    """
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-
-    @contextlib.contextmanager
-    def heard(self) -> Iterator[None]:
-        """A context in which these signals are recorded; the previous handlers are restored afterwards."""
-
-        def note(number: int, frame: object) -> None:
-            self.signal = number
-
-        heard = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        before = {s: signal.signal(s, note) for s in heard if signal.getsignal(s) != signal.SIG_IGN}  # ignored by nohup
-        try:
-            yield
-        finally:
-            for s, handler in before.items():
-                signal.signal(s, handler)
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """A context in which SIGTERM, SIGINT and SIGHUP, which the user, the cluster or a closed terminal sends to the launcher, do
+    not end it: the numbers of those that it receives are appended to the list."""
+    received: list[int] = []
+    stops = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    numbers = [s for s in stops if signal.getsignal(s) != signal.SIG_IGN]  # nohup ignores SIGHUP
+    before = {s: signal.signal(s, lambda number, _: received.append(number)) for s in numbers}
+    try:
+        yield received
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
 
 
-def _attempt(job: Job, count: int, attempt: int, logs: Path, stop: _StopRequest) -> _End:
+def _attempt(job: Job, count: int, attempt: int, logs: Path, stop: list[int]) -> _End:
     """Start ``count`` processes, wait until all have ended, and return how the attempt ended.
 
-    After the first failure, or ``job.grace`` seconds after a request to stop, the processes that still run are killed.
-    ``attempt`` counts from 0.
+    After the first failure, or ``job.grace`` seconds after a signal to stop, the processes that still run are killed.
+    ``attempt`` counts from 0; ``stop`` has the signals that the launcher has received.
     """
     running = {p: _start(job, count, attempt, p, logs, port) for port in (_free_port(),) for p in range(count)}
-    shown = _Follow(logs / "process-0.log")
-    first: tuple[int, int] | None = None  # (process, exit code) of the first that failed
-    codes: dict[int, int] = {}
-    lost: list[int] = []
-    kill_at: float | None = None
-    asked = False
-    killed = False
-    try:
-        while running:
-            shown.more()
-            for p, code in [(p, c) for p, child in running.items() if (c := child.poll()) is not None]:
-                codes[p] = code
-                if code == 0:
-                    del running[p]
-                    ended_file(logs, p).touch()
-                    continue
-                _signal({p: running.pop(p)}, signal.SIGKILL)  # its own children, such as workers of a data loader
-                if code == -signal.SIGKILL and not killed:
-                    lost.append(p)
-                    if first is None or first[1] != -signal.SIGKILL:
-                        first = (p, code)  # the others fail because of it, perhaps a moment before this was looked at
-                if first is None:
-                    first = (p, code)
-                if kill_at is None:
-                    wait = {-signal.SIGKILL: 1.0, RESTARTABLE: job.grace}  # with 75 all end, after they have saved
-                    kill_at = time.monotonic() + wait.get(code, SETTLE_SECONDS)
-            if stop.signal is not None and not asked:
-                asked = True
-                _signal(running, signal.SIGTERM)
-                kill_at = min(kill_at or float("inf"), time.monotonic() + job.grace)
-            if kill_at is not None and time.monotonic() > kill_at and running:
-                killed = True
-                _signal(running, signal.SIGKILL)
-                kill_at = time.monotonic() + 5
-            time.sleep(LOOK_SECONDS)
-    finally:
-        _signal(running, signal.SIGKILL)
-        shown.more()
-    if first is None:
+    codes: dict[int, int] = {}  # process → exit code, in the order in which they were seen to end
+    lost: list[int] = []  # killed, and not by this
+    kill_at = float("inf")
+    asked = killed = False
+    with (logs / "process-0.log").open("rb") as log:
+        try:
+            while running:
+                _show_more(log)
+                for p, code in [(p, c) for p, child in running.items() if (c := child.poll()) is not None]:
+                    codes[p] = code
+                    child = running.pop(p)
+                    if code == 0:
+                        ended_file(logs, p).touch()
+                        continue
+                    _signal([child], signal.SIGKILL)  # its own children, such as workers of a data loader
+                    if code == -signal.SIGKILL and not killed:
+                        lost.append(p)
+                    if kill_at == float("inf"):
+                        wait = {-signal.SIGKILL: 1.0, RESTARTABLE: job.grace}  # with 75 all end, after they have saved
+                        kill_at = time.monotonic() + wait.get(code, SETTLE_SECONDS)
+                if stop and not asked:
+                    asked = True
+                    _signal(running.values(), signal.SIGTERM)
+                    kill_at = min(kill_at, time.monotonic() + job.grace)
+                if time.monotonic() > kill_at:
+                    killed = True
+                    _signal(running.values(), signal.SIGKILL)
+                    kill_at = time.monotonic() + 5
+                time.sleep(LOOK_SECONDS)
+        finally:
+            _signal(running.values(), signal.SIGKILL)
+            _show_more(log)
+    return _judge(codes, lost, logs)
+
+
+def _judge(codes: dict[int, int], lost: list[int], logs: Path) -> _End:
+    """The end of an attempt, from the exit codes of its processes and the processes that were killed.
+
+    The first cause is a process that was killed, because of which the others fail, perhaps before its end is seen; else the
+    earliest cause that a process noted; else the first exit code that is not 0.
+    """
+    p, code = next(((p, code) for p, code in codes.items() if (p in lost if lost else code)), (0, 0))
+    if not code:
         return _End(0)
-    return _judge(first, lost, codes, logs)
-
-
-def _judge(first: tuple[int, int], lost: list[int], codes: dict[int, int], logs: Path) -> _End:
-    """The first cause: a process that was killed, else the earliest that a process noted, else an exit status. ``codes`` are the
-    exit codes of all processes."""
-    p, code = first
     noted = []
     for path in logs.glob("cause-*.json"):
         with contextlib.suppress(ValueError, OSError):
@@ -277,8 +261,9 @@ def _free_port() -> int:
         return s.getsockname()[1]
 
 
-def _signal(running: dict[int, subprocess.Popen[bytes]], number: int) -> None:
-    for child in running.values():
+def _signal(children: Iterable[subprocess.Popen[bytes]], number: int) -> None:
+    """Send a signal to processes and their children."""
+    for child in children:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, number)
 
@@ -286,21 +271,10 @@ def _signal(running: dict[int, subprocess.Popen[bytes]], number: int) -> None:
 # -- output
 
 
-class _Follow:
-    """Copies the log file of process 0 to stdout while it grows."""
-
-    def __init__(self, path: Path):
-        self.path, self.at = path, 0
-
-    def more(self) -> None:
-        """Copy the lines that were added to the file since the last call to stdout."""
-        with self.path.open("rb") as log:
-            log.seek(self.at)
-            new = log.read()
-        self.at += len(new)
-        if new:
-            sys.stdout.buffer.write(new)
-            sys.stdout.buffer.flush()
+def _show_more(log: BinaryIO) -> None:
+    """Copy what was added to a log file since the last call to stdout."""
+    shutil.copyfileobj(log, sys.stdout.buffer)
+    sys.stdout.buffer.flush()
 
 
 def _show(end: _End, logs: Path, then: str | None) -> None:

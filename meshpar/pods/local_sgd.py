@@ -22,7 +22,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from ..dims import Dims, DimsLike, PathDims, format_dims
+from ..dims import DimsLike, PathDims, format_dims
 from ..errors import AxisConflictError, DivisibilityError, MeshError, UnsupportedError
 from ..flax import flatten_named
 from ..global_arrays import is_key
@@ -172,7 +172,7 @@ class LocalSgd:
 
     def _init_of(self, create: Callable[..., Any], make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         leaves, _ = by_name(jax.eval_shape(create, *args))
-        return self._make_init(make, dims=self._state_dims(leaves, "inner/", "anchor/") | self._outer_dims(leaves))
+        return self._make_init(make, dims=self._all_dims(leaves))
 
     def _params(self, state: Any) -> dict[str, Any]:
         """path → value of the leaves of a state that are parameters.
@@ -187,12 +187,6 @@ class LocalSgd:
                 fixes=['keep them under `params`: {"params": …, "opt_state": …}'],
             )
         return found
-
-    def _dims_of(self, path: str, rank: int) -> tuple[str, ...]:
-        """The dims of a leaf of one replica's state."""
-        found = self.dims.match(f"{self._names[0]}/{path}")
-        dims: Dims = ("...",) if found is None and rank else () if found is None else found[1]  # type: ignore[assignment]
-        return tuple("..." if d is ... else "_" if d is None else d for d in dims)
 
     def _state_dims(self, leaves: Mapping[str, Any], inner: str, anchor: str | None = None) -> dict[str, DimsLike]:
         """path → dims for ``jit(dims=)``: of the stacked leaves under the prefix ``inner``, with the replica dim first.
@@ -211,25 +205,27 @@ class LocalSgd:
                 out[f"{anchor}{path}"] = dims
         return out
 
-    def _outer_dims(self, leaves: Mapping[str, Any]) -> dict[str, DimsLike]:
-        """Path → dims of the arrays of a parameter in the states of the outer optimizer and of the exchange, which have a row per
-        replica in the latter. The outer step of a fragment does not read the states of the others, so that it cannot infer them.
+    def _all_dims(self, leaves: Mapping[str, Any]) -> dict[str, DimsLike]:
+        """path → dims of the leaves of a replicated state.
+
+        In the states of the outer optimizer and of the exchange, an array of a parameter has its dims, in the latter after the
+        replica dim. The outer step of a fragment does not read the states of the others, so that it cannot infer them.
 
         Args:
           leaves: path → array of one replica's state.
         """
         params = self._params(nested(leaves))
-        out: dict[str, DimsLike] = {}
-        for name, tx, stack in (("outer", self.tx, ()), ("exchange", self.exchange, (self.replicas,))):
-            if tx is None:
-                continue
+        out = self._state_dims(leaves, "inner/", "anchor/")
+        for name, like_of, tx, stack in (
+            ("outer", "anchor", self.tx, ()),
+            ("exchange", "inner", self.exchange, (self.replicas,)),
+        ):
             like = {p: jax.ShapeDtypeStruct((*stack, *x.shape), x.dtype) for p, x in params.items()}
-            state, _ = by_name({name: jax.eval_shape(functools.partial(self._per_fragment, tx.init), like)})
-            for path, x in state.items():
+            states = {} if tx is None else {name: jax.eval_shape(functools.partial(self._per_fragment, tx.init), like)}
+            for path, x in by_name(states)[0].items():
                 for p in params:
                     if path.endswith(f"/{p}") and x.shape == like[p].shape:
-                        dims = self._dims_of(p, len(params[p].shape))
-                        out[path] = " ".join((REPLICA, *dims) if stack else dims)
+                        out[path] = out[f"{like_of}/{p}"]
         return out
 
     # -- steps
@@ -274,14 +270,12 @@ class LocalSgd:
         shape = (self.replicas, rows // self.replicas, *x.shape[1:])
         if not isinstance(x, jax.Array):
             return np.reshape(x, shape)
-        dims = [d for d in format_dims(self._batch_dims(name, len(x.shape))).split() if d != "..."]
-        dims += ["_"] * (x.ndim - len(dims))
-        spec = self.layout.spec((REPLICA, *dims), self.mesh, shape, path=name)
+        spec = self.layout.spec(f"{REPLICA} {self._batch_dims(name)}", self.mesh, shape, path=name)
         return jax.jit(_reshaped, static_argnums=1, out_shardings=NamedSharding(self.mesh, spec))(x, shape)
 
-    def _batch_dims(self, name: str, rank: int) -> tuple[Any, ...]:
+    def _batch_dims(self, name: str) -> str:
         found = self.dims.match(name)
-        return ("...",) if found is None else found[1]
+        return "..." if found is None else format_dims(found[1])
 
     def _compile(self, state: dict[str, Any], batch: list[Any]) -> None:
         """Define ``inner`` and ``outer`` for the shapes of a stacked state and a batch.
@@ -295,13 +289,13 @@ class LocalSgd:
         dims = self._state_dims(one, f"{self._names[0]}/")
         for x, name in zip(batch, self._names[1:], strict=True):
             if np.ndim(x) > 1 and not is_key(x):
-                dims[name] = " ".join((REPLICA, *format_dims(self._batch_dims(name, np.ndim(x) - 1)).split()))
+                dims[name] = f"{REPLICA} {self._batch_dims(name)}"
 
         inner = functools.wraps(self.step)(lambda *args: jax.vmap(self.step)(*args))
         self.inner = self._jit(inner, dims=dims, donate_argnums=0)
 
         self.outer = self._jit(
-            self._outer_step(), dims=self._state_dims(one, "inner/", "anchor/") | self._outer_dims(one),
+            self._outer_step(), dims=self._all_dims(one),
             donate_argnames=("inner", "anchor", "outer", *(["exchange"] if self.exchange else [])), static_argnames="fragment",
         )  # fmt: skip
 

@@ -42,19 +42,12 @@ class Lock:
         self._closed = threading.Event()
         other = self._read()
         if other and _is_live(other, self):
-            who = (
-                "this process"
-                if _same(other, self._mine)
-                else f"process {other['process']} on {other['host'].split()[0]}"
-            )
+            who, fix = f"process {other['process']} on {other['host'].split()[0]}", "wait for its end, or end it"
+            if all(other.get(name) == self._mine[name] for name in ("host", "process", "started")):
+                who, fix = "this process", "close() the other mp.Checkpoints first"
             raise CheckpointError(
                 f"another run writes to {folder}: {who}, since {other.get('since', '?')}",
-                fixes=[
-                    "close() the other mp.Checkpoints first"
-                    if who == "this process"
-                    else "wait for its end, or end it",
-                    "or save to another folder; reading by restore() needs no lock",
-                ],
+                fixes=[fix, "or save to another folder; reading by restore() needs no lock"],
             )
         self._mine["since"] = time.strftime("%Y-%m-%d %H:%M:%S")
         self._write(0)
@@ -99,17 +92,11 @@ def _started(process: int) -> str | None:
         os.kill(process, 0)
         with open(f"/proc/{process}/stat") as file:
             state, *rest = file.read().rpartition(")")[2].split()
-    except FileNotFoundError:  # no /proc: the id has to do
-        return ""
-    except PermissionError:  # of another user
+    except (FileNotFoundError, PermissionError):  # no /proc, so that the id has to do; or a process of another user
         return ""
     except (OSError, ValueError):
         return None
     return None if state == "Z" else rest[18]
-
-
-def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return (a["host"], a["process"], a.get("started")) == (b["host"], b["process"], b.get("started"))
 
 
 def _is_live(other: dict[str, Any], lock: Lock) -> bool:

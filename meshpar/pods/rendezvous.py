@@ -15,7 +15,6 @@ import selectors
 import socket
 import time
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 
 from ..compat.processes import CAUSES
@@ -48,7 +47,7 @@ def meet(address: str, count: int, index: int, wait: float) -> Cause | None:
             failure = _accept(listener, joined, opened, count, wait)
         for connection in joined:
             with contextlib.suppress(OSError):
-                connection.sendall(json.dumps(asdict(failure) if failure else {}).encode() + b"\n")
+                connection.sendall(f"{failure.as_json() if failure else '{}'}\n".encode())
     return failure
 
 
@@ -110,14 +109,13 @@ def _hear(
         joined.pop(connection, None)
         return None
     line.clear()
-    again = process in joined.values()
-    joined[connection] = process
+    text = ""
     if processes != count or not 0 < process < count:
         text = f"process {process} was started as one of {processes} processes, and process 0 as one of {count}"
-        return Cause(process, "disagreed", text, PROGRAM)
-    if again:
-        return Cause(process, "disagreed", f"two processes were started as process {process} of {count}", PROGRAM)
-    return None
+    elif process in joined.values():
+        text = f"two processes were started as process {process} of {count}"
+    joined[connection] = process
+    return Cause(process, "disagreed", text, PROGRAM) if text else None
 
 
 def _join(where: tuple[str, int], count: int, index: int, wait: float) -> Cause | None:
@@ -132,15 +130,12 @@ def _join(where: tuple[str, int], count: int, index: int, wait: float) -> Cause 
                 connection.sendall(json.dumps({"process": index, "processes": count}).encode() + b"\n")
                 connection.settimeout(left + REPLY_SECONDS)
                 reply = connection.makefile("rb").readline(_MAX_LINE)
-            said = json.loads(reply)
-            if said:
-                return Cause.of_json(reply.decode())
-            return _wait_for_service(where, wait)
+            return Cause.of_json(reply) if json.loads(reply) else _wait_for_service(where, wait)
         except TimeoutError:
             pass
         except OSError as error:
             last = error.strerror or str(error)
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, TypeError, RecursionError):
             last = f"it replies {reply[:60]!r}" if reply else "it closes the connection"
         if (failure := _ended([0])) is not None:
             return failure

@@ -37,6 +37,8 @@ RESTARTABLE, PROGRAM, USAGE = 75, 1, 2
 
 BEAT_SECONDS = 1.0
 _RECENT_CALLS = 16
+_DETECTIONS = {"stuck": 1, "undecided": 6}
+"""Kind of a cause → successive detections before it ends the job; 2 of other kinds."""
 _OUR_OWN = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "FAILED_PRECONDITION")
 """Runtime errors that a process makes by itself, not because another one has gone."""
 
@@ -47,7 +49,7 @@ class Cause:
 
     Attributes:
       process: whose fault it is.
-      kind: ``raised``, ``lost``, ``stuck``, ``order``, ``values``, ``ended``, ``disagreed``, ``absent``, ``port``.
+      kind: ``raised``, ``lost``, ``stuck``, ``order``, ``values``, ``undecided``, ``ended``, ``disagreed``, ``absent``, ``port``.
       text: what happened, with the type of the error first.
       status: the exit status of all.
     """
@@ -61,9 +63,8 @@ class Cause:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def of_json(text: str) -> Cause:
-        d = json.loads(text)
-        return Cause(int(d["process"]), str(d["kind"]), str(d["text"]), int(d["status"]))
+    def of_json(text: str | bytes) -> Cause:
+        return Cause(**json.loads(text))
 
 
 @dataclass
@@ -263,6 +264,7 @@ class Judge:
         self.beats: dict[int, tuple[int, float]] = {}  # process → its last beat, and when that was new
         self.progress: dict[int, tuple[int, float]] = {}  # process → its count of calls, and when that was new
         self.suspected: Cause | None = None
+        self.detections = 0  # of this cause, one after the other
 
     def verdict(self, beats: Mapping[int, dict[str, Any]], now: float) -> Cause | None:
         """The cause to end the job with, by the heartbeats at ``now`` (seconds of a monotonic clock); None: the job is
@@ -284,17 +286,20 @@ class Judge:
                     fixes=["start the job again: `meshpar launch` does, from the last checkpoint"],
                 )
                 return Cause(p, "lost", f"LostProcessError: {error}", RESTARTABLE)
-        cause = self.order(beats) or self.ended(beats)
-        if cause is not None and cause == self.suspected:  # detected twice: reports in flight have arrived in between
-            return cause
+        cause = self.order(beats) or self.behind(beats, now)
+        self.detections = self.detections + 1 if cause == self.suspected else 1
         self.suspected = cause
-        return self.behind(beats, now)
+        # reports in flight arrive between two detections; the next calls, which decide between two processes, a little later
+        return cause if cause is not None and self.detections >= _DETECTIONS.get(cause.kind, 2) else None
 
     def order(self, beats: Mapping[int, dict[str, Any]]) -> Cause | None:
         """The first recorded call in which a process ran another function, or had other host values, than process 0,
-        as a Cause; None: no such call. If most processes differ from process 0, the fault is its own: it skipped a call, for
-        example."""
-        calls = {p: {c[0]: c[1:] for c in said["calls"]} for p, said in sorted(beats.items())}
+        as a Cause; None: no such call.
+
+        The fault is process 0's if most processes differ from it. If half of them do, as with two processes, it is of the one
+        that skipped a call, because its call is the other's next one; if neither or both did, the text says that it is undecided.
+        """
+        calls = {p: {c[0]: c[1:] for c in beats[p]["calls"]} for p in sorted(beats)}
         mine = calls.get(0, {})
         first: dict[int, int] = {}  # process → the first call that differs
         for p, theirs in calls.items():
@@ -303,46 +308,57 @@ class Judge:
                 first[p] = min(differ)
         if not first:
             return None
-        p = next(iter(first))
-        odd, other = (0, p) if 2 * len(first) > len(beats) else (p, 0)
-        (_, what, values), (_, what_other, values_other) = calls[odd][first[p]], calls[other][first[p]]
+        p, n = next(iter(first.items()))
+
+        def skipped(a: int, b: int) -> bool:
+            """Whether the call ``n`` of process ``a`` is the next call of process ``b``: the function, and the host values."""
+            return n + 1 in calls[b] and _made(calls[a][n]) == _made(calls[b][n + 1])
+
+        skips = skipped(0, p), skipped(p, 0)
+        tie, is_skip = 2 * len(first) == len(beats), skips[0] != skips[1]
+        odd, other = (0, p) if 2 * len(first) > len(beats) or (tie and is_skip and skips[0]) else (p, 0)
+        (_, what, values), (_, what_other, values_other) = calls[odd][n], calls[other][n]
+        kind = "undecided" if tie and not is_skip else "order" if what != what_other else "values"
+        note = f": process {odd} skipped a call" if tie else ""
+        if kind == "undecided":
+            note = f": process {odd} or process {other} is wrong, which of them is undecided"
         if what != what_other:
-            text = f"process {odd} is in {what} where process {other} is in {what_other}"
-            return Cause(
-                odd, "order", f"AgreementError: {text}: both must make the same calls in the same order", PROGRAM
-            )
+            text = f"process {odd} is in {what} where process {other} is in {what_other}{note}"
+            return Cause(odd, kind, f"AgreementError: {text}; both must make the same calls in the same order", PROGRAM)
         paths = ", ".join(f"`{k}`" for k in values_other if values_other.get(k) != values.get(k))
         wrong = f"other values of {paths}" if paths else "other values in an earlier call"
         text = (
-            f"AgreementError: in {what} process {odd} has {wrong} than process {other}; host arrays must be the same in "
+            f"AgreementError: in {what} process {odd} has {wrong} than process {other}{note}; host arrays must be the same in "
             'every process: mp.put(…, rows="mine") takes each one\'s own rows'
         )
-        return Cause(odd, "values", text, PROGRAM)
-
-    def ended(self, beats: Mapping[int, dict[str, Any]]) -> Cause | None:
-        """The first process whose script ended after fewer calls than another process has made, as a Cause, or None."""
-        most = max((said["count"] for said in beats.values()), default=0)
-        for p, said in sorted(beats.items()):
-            if said["over"] and said["count"] < most:
-                q = next(q for q, other in beats.items() if other["count"] == most)
-                text = f"process {p} ended its script after {_last(said)}, but process {q} is in {_last(beats[q])}"
-                return Cause(p, "ended", f"LostProcessError: {text}", PROGRAM)
-        return None
+        return Cause(odd, kind, text, PROGRAM)
 
     def behind(self, beats: Mapping[int, dict[str, Any]], now: float) -> Cause | None:
-        """The first process that has made fewer calls than another one and no call for ``stuck`` seconds, as a Cause, or None."""
-        most = max((said["count"] for said in beats.values()), default=0)
+        """The first process that has made fewer calls than another one, and whose script has ended, or that has made no call
+        for ``stuck`` seconds, as a Cause, or None."""
+        first = max(beats, key=lambda p: beats[p]["count"], default=0)
         for p, said in sorted(beats.items()):
-            count, since = self.progress[p]
-            if count < most and now - since > self.stuck:
-                q = next(q for q, other in beats.items() if other["count"] == most)
+            silent = now - self.progress[p][1]
+            if said["count"] == beats[first]["count"]:
+                continue
+            if said["over"]:
+                text = (
+                    f"process {p} ended its script after {_last(said)}, but process {first} is in {_last(beats[first])}"
+                )
+                return Cause(p, "ended", f"LostProcessError: {text}", PROGRAM)
+            if silent > self.stuck:
                 error = StuckProcessError(
-                    f"process {p} is stuck: it is alive, but has not gone on from {_last(said)} for {now - since:.0f} s, "
-                    f"and process {q} waits in {_last(beats[q])}",
+                    f"process {p} is stuck: it is alive, but has not gone on from {_last(said)} for {silent:.0f} s, "
+                    f"and process {first} waits in {_last(beats[first])}",
                     fixes=["its stack is in the log of the process; `--stuck SECONDS` waits longer"],
                 )
                 return Cause(p, "stuck", f"StuckProcessError: {error}", RESTARTABLE)
         return None
+
+
+def _made(call: list[Any]) -> tuple[str, Any]:
+    """(function, host values) of a recorded call, without its number."""
+    return call[1].partition(" of ")[2], call[2]
 
 
 def _last(said: Mapping[str, Any]) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import fnmatch
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from ..dims import path_matches
 from ..errors import UnsupportedError
-from .trees import are_shared, as_updates, count_replicas, gathered, live_only, live_weights, paths_of
+from .trees import as_updates, gathered, live_only, map_updates, weights_of
 
 
 def adasum(
@@ -44,23 +44,21 @@ def adasum(
     """
 
     def update(updates: Any, state: Any, params: Any = None, **_: Any) -> tuple[Any, Any]:
-        count = count_replicas(updates, "adasum", dim, replicas)
+        weights, shared = weights_of("adasum", updates, params, dim=dim, replicas=replicas)
+        count = weights.shape[0]
         if count & (count - 1):
             raise UnsupportedError(
                 f"replicas.adasum: {count} replicas are not a power of two", dim=dim, fixes=["2, 4, 8, … replicas"]
             )
-        weights = live_weights(updates, None, "adasum", dim)
-        shared = are_shared(updates, params, replicas)
 
-        def one(path: str, x: jax.Array) -> jax.Array:
+        def one(path: str, x: jax.Array) -> tuple[jax.Array]:
             rows = list(gathered(live_only(x, weights), dim))
-            layered = bool(stacked) and fnmatch.fnmatchcase(path, stacked)
             while len(rows) > 1:
-                rows = [_combined(a, b, layered) for a, b in zip(rows[::2], rows[1::2], strict=True)]
-            return as_updates(rows[0], x, shared)
+                pairs = zip(rows[::2], rows[1::2], strict=True)
+                rows = [_combined(a, b, bool(stacked) and path_matches(stacked, path)) for a, b in pairs]
+            return (as_updates(rows[0], x, shared),)
 
-        leaves, structure = jax.tree.flatten(updates)
-        return jax.tree.unflatten(structure, [one(p, x) for p, x in zip(paths_of(updates), leaves, strict=True)]), state
+        return *map_updates(one, updates), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 

@@ -10,17 +10,7 @@ import optax
 from jax.typing import DTypeLike
 
 from .codes import code_of
-from .trees import (
-    are_shared,
-    as_updates,
-    count_replicas,
-    gathered,
-    live_weights,
-    per_replica,
-    weighted_mean,
-    wide,
-    zeros_for,
-)
+from .trees import as_updates, gathered, map_updates, per_replica, weighted_mean, weights_of, wide, zeros_for
 
 
 def mean(
@@ -56,9 +46,8 @@ def mean(
     initial = weight
 
     def update(updates: Any, state: Any, params: Any = None, *, weight: Any = None, **_: Any) -> tuple[Any, Any]:
-        count_replicas(updates, "mean", dim, replicas)
-        weights = live_weights(updates, initial if weight is None else weight, "mean", dim)
-        shared = are_shared(updates, params, replicas)
+        weight = initial if weight is None else weight
+        weights, shared = weights_of("mean", updates, params, dim=dim, replicas=replicas, weight=weight)
         return jax.tree.map(lambda x: as_updates(weighted_mean(x, weights, dtype), x, shared), updates), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
@@ -121,12 +110,11 @@ def coded(
         return CodedState(zeros_for(params, replicas, dim) if feedback else None)
 
     def update(updates: Any, state: Any, params: Any = None, *, weight: Any = None, **_: Any) -> tuple[Any, CodedState]:
-        count_replicas(updates, "coded", dim, replicas)
-        weights = live_weights(updates, initial if weight is None else weight, "coded", dim)
+        weight = initial if weight is None else weight
+        weights, shared = weights_of("coded", updates, params, dim=dim, replicas=replicas, weight=weight)
         every_weight = gathered(weights, dim)
-        shared = are_shared(updates, params, replicas)
 
-        def one(x: jax.Array, error: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+        def one(_: str, x: jax.Array, error: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
             """An update and its error → the decoded mean, the next error."""
             total = wide(x) if error is None else wide(x) + error
             codes = codec.encode(total)
@@ -136,10 +124,7 @@ def coded(
                 error = jnp.where(per_replica(weights, x) > 0, lost, error)
             return as_updates(mean, x, shared), error
 
-        leaves, structure = jax.tree.flatten(updates)
-        errors = structure.flatten_up_to(state.error) if feedback else [None] * len(leaves)
-        pairs = [one(x, e) for x, e in zip(leaves, errors, strict=True)]
-        means, errors = (jax.tree.unflatten(structure, x) for x in zip(*pairs, strict=True))
+        means, errors = map_updates(one, updates, state.error)
         return means, CodedState(errors if feedback else None)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from typing import Any, NamedTuple
 
@@ -10,18 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ..dims import path_matches
 from ..errors import UnsupportedError
-from .trees import (
-    are_shared,
-    as_updates,
-    count_replicas,
-    live_only,
-    live_weights,
-    paths_of,
-    per_replica,
-    weighted_mean,
-    zeros_for,
-)
+from .trees import as_updates, live_only, map_updates, paths_of, per_replica, weighted_mean, weights_of, zeros_for
 
 
 class PowerSGDState(NamedTuple):
@@ -71,12 +61,9 @@ def powersgd(
         raise UnsupportedError(f"replicas.powersgd: rank={rank}, which must be at least 1", fixes=["rank=2"])
     initial = weight
 
-    def is_stacked(path: str) -> bool:
-        return bool(stacked) and fnmatch.fnmatchcase(path, stacked)
-
     def right(path: str, shape: tuple[int, ...], n: int) -> jax.Array:
         """The first right factor for a parameter of this shape, the n-th: normally distributed."""
-        lead, matrix = (shape[:1], shape[1:]) if is_stacked(path) else ((), shape)
+        lead, matrix = (shape[:1], shape[1:]) if bool(stacked) and path_matches(stacked, path) else ((), shape)
         rows, columns = math.prod(matrix[:-1]), matrix[-1] if matrix else 0
         if len(matrix) < 2 or rank * (rows + columns) >= rows * columns:
             return jnp.zeros((), jnp.float32)
@@ -91,23 +78,19 @@ def powersgd(
     def update(
         updates: Any, state: Any, params: Any = None, *, weight: Any = None, **_: Any
     ) -> tuple[Any, PowerSGDState]:
-        count_replicas(updates, "powersgd", dim, replicas)
-        weights = live_weights(updates, initial if weight is None else weight, "powersgd", dim)
-        shared = are_shared(updates, params, replicas)
+        weight = initial if weight is None else weight
+        weights, shared = weights_of("powersgd", updates, params, dim=dim, replicas=replicas, weight=weight)
 
         def one(path: str, x: jax.Array, q: jax.Array, error: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             """An update, its right factor and its error → the mean and the next two."""
             if not q.ndim:
                 return as_updates(weighted_mean(x, weights), x, shared), q, error
             total = live_only(x, weights) + error
-            mean, q = _low_rank_mean(total, q, weights, is_stacked(path))
+            mean, q = _low_rank_mean(total, q, weights, bool(stacked) and path_matches(stacked, path))
             lost = (total - mean).astype(error.dtype)
             return as_updates(mean, x, shared), q, jnp.where(per_replica(weights, x) > 0, lost, error)
 
-        leaves, structure = jax.tree.flatten(updates)
-        factors, errors = structure.flatten_up_to(state.right), structure.flatten_up_to(state.error)
-        results = [one(*args) for args in zip(paths_of(updates), leaves, factors, errors, strict=True)]
-        means, factors, errors = (jax.tree.unflatten(structure, x) for x in zip(*results, strict=True))
+        means, factors, errors = map_updates(one, updates, state.right, state.error)
         return means, PowerSGDState(factors, errors)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -56,6 +57,14 @@ def count_replicas(updates: Any, name: str, dim: str, replicas: int | None = Non
     return expected
 
 
+def map_updates(fn: Callable[..., tuple[Any, ...]], updates: Any, *others: Any) -> tuple[Any, ...]:
+    """The trees of the results of ``fn(path, update, *leaves of others)``, a tuple for each update; another tree may be None."""
+    leaves, structure = jax.tree.flatten(updates)
+    rows = [[None] * len(leaves) if tree is None else structure.flatten_up_to(tree) for tree in others]
+    results = [fn(*args) for args in zip(paths_of(updates), leaves, *rows, strict=True)]
+    return tuple(structure.unflatten(x) for x in zip(*results, strict=True))
+
+
 def require_dim(x: jax.Array, dim: str) -> jax.Array:
     """The same array; planning stops with an UnknownDimError if none of its dims is called ``dim``."""
     return rename(x, **{dim: dim})
@@ -75,6 +84,18 @@ def zeros_for(params: Any, replicas: int | None, dim: str) -> Any:
         return named(jnp.zeros((replicas, *x.shape), x.dtype), (dim, *("_",) * x.ndim))
 
     return jax.tree.map(one, params)
+
+
+def weights_of(
+    name: str, updates: Any, params: Any, *, dim: str, replicas: int | None, weight: Any = None
+) -> tuple[jax.Array, bool]:
+    """(the weights of the replicas [replica], whether they share their parameters), after a check of the updates.
+
+    Raises:
+      RankError, DivisibilityError, UnsupportedError: as for :func:`count_replicas` and :func:`check_weight`.
+    """
+    count_replicas(updates, name, dim, replicas)
+    return live_weights(updates, weight, name, dim), are_shared(updates, params, replicas)
 
 
 def are_shared(updates: Any, params: Any, replicas: int | None) -> bool:

@@ -13,28 +13,24 @@ def close(a, b, tolerance):
 @pytest.fixture(scope="module")
 def alone(pods):
     """One process with the same four devices."""
-    end = pods.run(1, programs.all_schemes, "jit", "shard_map")
+    end = pods.run(1, programs.results_of_all)
     assert end.codes == [0], end.texts
     return end.results[0]
 
 
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.fast_cases(1)
-def test_the_state_equals_that_of_one_process(pods, alone, count):
-    end = pods.run(count, programs.all_schemes, "jit", "shard_map")
+def test_results_equal_those_of_one_process(pods, alone, count):
+    """Losses and states of every scheme; arguments of NumPy, of one process, and over all processes."""
+    end = pods.run(count, programs.results_of_all)
     assert end.codes == [0] * count, end.texts
-    for name, (losses, state) in alone.items():
-        for result in end.results:
-            close(result[name][0], losses, 1e-6)
-            close(result[name][1], state, 1e-6)
-
-
-def test_arguments_of_every_kind(pods):
-    one, two = pods.run(1, programs.arguments), pods.run(2, programs.arguments)
-    assert (one.codes, two.codes) == ([0], [0, 0]), two.texts
-    assert two.results[0] == two.results[1]
-    close(two.results[0], one.results[0], 1e-6)
-    close(two.results[0][1:3], [two.results[0][0]] * 2, 0)
+    for schemes, arguments in end.results:
+        for name, (losses, state) in alone[0].items():
+            close(schemes[name][0], losses, 1e-6)
+            close(schemes[name][1], state, 1e-6)
+        close(arguments, alone[1], 1e-6)
+        close(arguments[1:3], [arguments[0]] * 2, 0)
+        assert arguments == end.results[0][1]
 
 
 @pytest.mark.slow

@@ -51,10 +51,11 @@ def test_all_well(launch):
 @pytest.mark.parametrize(("status", "want"), [(3, 3), (75, 75), (1, 1), (2, 2)])
 @pytest.mark.fast_cases(2)
 def test_exit_statuses(launch, status, want):
-    code, text, _ = launch(
-        f"if p == 1: print('bad luck'); sys.exit({status})\ntime.sleep(0.7)", "-n", "2", "--restarts", "0"
-    )
+    """A program that fails is not started again."""
+    body = f"if p == 1: print('bad luck'); sys.exit({status})\ntime.sleep(0.7)"
+    code, text, _ = launch(body, "-n", "2", "--restarts", "0" if status == 75 else "5")
     assert code == want
+    assert "attempt 1" not in text
     assert text.rstrip().endswith(f"meshpar launch: first cause: process 1 ended with exit status {status}")
     assert "  | bad luck" in text
 
@@ -67,26 +68,11 @@ def test_a_killed_process_is_the_first_cause_and_all_start_again(launch):
     assert "process 0 of 3, attempt 2" in text
 
 
-def test_restarts_run_out(launch):
-    code, text, _ = launch(
-        "if p == 0: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(0.7)", "-n", "2", "--restarts", "1"
-    )
-    assert code == 75
-    assert text.count("process 0 was killed") == 2
-
-
 def test_processes_that_save_and_end_with_75_have_time_to_save(launch, monkeypatch):
     monkeypatch.setattr("meshpar.pods.launch.SETTLE_SECONDS", 0.1)
     code, text, _ = launch("if p == 1: sys.exit(75)\ntime.sleep(1.5)\nprint('saved')\nsys.exit(75)", "-n", "2")
     assert code == 75
     assert "saved" in text
-
-
-def test_a_program_that_fails_is_not_started_again(launch):
-    code, text, _ = launch("sys.exit(1)", "-n", "2", "--restarts", "5")
-    assert code == 1
-    assert "starting again" not in text
-    assert "attempt 1" not in text
 
 
 def test_it_restarts_on_the_remaining_processes(launch):
@@ -134,6 +120,38 @@ def test_a_stop_signal(tmp_path, number):
     assert child.returncode == 75
     assert "saved" in text
     assert f"stopped by {number.name}" in text
+
+
+SAVING = """
+import os, signal, sys, time
+import meshpar as mp
+mp.distributed()
+import jax, jax.numpy as jnp
+init = mp.init(lambda: {"w": jnp.zeros(8)}, mesh=mp.mesh("data=-1"), layout="batch: data", dims={"w": "batch"})
+with mp.Checkpoints(sys.argv[0] + ".saved", every=1_000_000) as run:
+    state, _ = run.restore_or(init)
+    for n in range(100_000):
+        if n == 3 and jax.process_index() == 1: os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+        if run.save(n, state):
+            print("saved", run.steps() == [n], flush=True)
+            sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.fast_cases(1)
+def test_a_single_process_that_receives_sigterm(launch, saves):
+    """It ends the group with status 75: as a lost process, or after all have saved the same step."""
+    body = "if p == 1: os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(0.7)"
+    if saves:
+        code, text, logs = launch("", "-n", "2", "--devices", "2", "--timeout", "5", script=SAVING)
+        for p in range(2):
+            assert "saved True" in (logs / "attempt-0" / f"process-{p}.log").read_text()
+    else:
+        code, text, _ = launch(body, "-n", "2")
+        assert text.rstrip().endswith("meshpar launch: first cause: process 1 was ended by SIGTERM")
+    assert code == 75
 
 
 def test_children_of_a_killed_process_end_with_it(tmp_path):
@@ -215,18 +233,18 @@ def test_bad_input(capsys, options, says):
 def test_the_status_of_a_script_that_another_process_saw_end(tmp_path):
     cause = {"process": 1, "kind": "ended", "text": "ended early", "status": 1, "at": 0.0}
     (tmp_path / "cause-0.json").write_text(json.dumps(cause))
-    assert _judge((0, 1), [], {0: 1, 1: 3}, tmp_path).status == 3
-    assert _judge((0, 1), [], {0: 1, 1: 0}, tmp_path).status == 1
-    assert _judge((0, 1), [], {0: 1}, tmp_path).status == 1
+    assert _judge({0: 1, 1: 3}, [], tmp_path).status == 3
+    assert _judge({0: 1, 1: 0}, [], tmp_path).status == 1
+    assert _judge({0: 1}, [], tmp_path).status == 1
 
 
 def test_how_many_are_started_next():
     job = Job(("x",), 8, least=3)
-    assert _next_count(job, 8, 0, _End(75, lost=[1, 2])) == 6
-    assert _next_count(job, 4, 1, _End(2)) == 3
-    assert _next_count(job, 3, 1, _End(75, lost=[0])) is None
-    assert _next_count(Job(("x",), 8, least=2, slices=4), 8, 0, _End(75, lost=[1])) == 6
-    assert _next_count(Job(("x",), 8), 8, 0, _End(75, lost=[1, 2])) == 8
+    assert _next_count(job, 8, _End(75, lost=[1, 2])) == 6
+    assert _next_count(job, 4, _End(2)) == 3
+    assert _next_count(job, 3, _End(75, lost=[0])) is None
+    assert _next_count(Job(("x",), 8, least=2, slices=4), 8, _End(75, lost=[1])) == 6
+    assert _next_count(Job(("x",), 8), 8, _End(75, lost=[1, 2])) == 8
 
 
 @pytest.mark.parametrize(

@@ -164,8 +164,17 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("variables", "says"), BAD)
-def test_bad_variables_are_named(monkeypatch, variables, says):
+BAD_ARGUMENTS = [
+    ({"process": 1, "processes": 2}, "needs coordinator=, processes= and process=, or none"),
+    ({"process": 1, "processes": 2, "coordinator": "here"}, "coordinator='here' is not host:port"),
+    ({"process": 2, "processes": 2, "coordinator": "h:1"}, "process=2 with processes=2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments", "says"), [*((v, {}, s) for v, s in BAD), *(({}, a, s) for a, s in BAD_ARGUMENTS)]
+)
+def test_bad_variables_and_arguments_are_named(monkeypatch, variables, arguments, says):
     from meshpar.pods import start
 
     monkeypatch.setattr(start, "STATE", start._State())
@@ -175,25 +184,8 @@ def test_bad_variables_are_named(monkeypatch, variables, says):
     for name, value in {**good, **variables}.items():
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
     with pytest.raises(mp.errors.MeshError) as error:
-        mp.distributed(wait=0.1)
+        mp.distributed(wait=0.1, **arguments)
     assert says in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"process": 1, "processes": 2}, "needs coordinator=, processes= and process=, or none"),
-        ({"process": 1, "processes": 2, "coordinator": "here"}, "coordinator='here' is not host:port"),
-        ({"process": 2, "processes": 2, "coordinator": "h:1"}, "process=2 with processes=2"),
-    ],
-)
-def test_bad_arguments_are_named(monkeypatch, given, says):
-    from meshpar.pods import start
-
-    monkeypatch.setattr(start, "STATE", start._State())
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    with pytest.raises(mp.errors.MeshError, match=says):
-        mp.distributed(wait=0.1, **given)
 
 
 @pytest.mark.parametrize(

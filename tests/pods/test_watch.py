@@ -117,6 +117,15 @@ def test_other_values_in_a_later_call(pods):
     assert "in call 4 of `train_step` process 1 has other values of `x`" in end.texts[0]
 
 
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.fast_cases(1)
+def test_of_two_processes_the_one_that_skips_a_call_is_named(pods, odd):
+    end = pods.run(2, programs.go_wrong, "skip", odd, timeout=TIMEOUT)
+    assert end.codes == [1, 1], end.texts
+    text = f"in call 4 of `train_step` process {odd} has other values of `x` than process {1 - odd}: process {odd} skipped a call"
+    assert text in end.texts[0] + end.texts[1]
+
+
 # -- the judge, without processes
 
 
@@ -160,6 +169,32 @@ def test_the_process_that_skips_a_call_is_blamed(odd, what):
     assert (cause.process, cause.kind) == (odd, what)
 
 
+@pytest.mark.parametrize("odd", range(2))
+@pytest.mark.parametrize("what", ["order", "values"])
+def test_of_two_processes_the_next_calls_tell_which_one_skipped(odd, what):
+    """Process 0 evaluates after every fourth step; until the other process has made its next call, the cause is undecided."""
+    each = [Calls(), Calls()]
+    for n in range(10):
+        for p, calls in enumerate(each):
+            if p != odd or n != 4:
+                function = "evaluate" if what == "order" and n % 5 == 4 else "step"
+                calls.note(function, {"n": n if what == "values" else 0})
+        cause = Judge(2, 5, 5).order(beats(*each))
+        if each[odd].count < 5:
+            assert cause is None
+            continue
+        assert cause is not None
+        assert (cause.process, cause.kind) == (odd, what)
+        assert f"process {odd} skipped a call" in cause.text
+    a, b = Calls(), Calls()
+    for n in range(3):
+        a.note("step", {"n": n})
+        b.note("step", {"n": -n})
+    undecided = Judge(2, 5, 5).order(beats(a, b))
+    assert undecided is not None
+    assert "process 1 or process 0 is wrong, which of them is undecided" in undecided.text
+
+
 def test_processes_at_distant_calls_have_calls_in_common():
     a, b = Calls(), Calls()
     for _ in range(5000):
@@ -169,7 +204,8 @@ def test_processes_at_distant_calls_have_calls_in_common():
     assert a.recent.keys() & b.recent.keys()
     cause = Judge(2, 5, 5).order(beats(a, b))
     assert cause is not None
-    assert cause.kind == "values"
+    assert cause.kind == "undecided"  # the next call is not among those in common
+    assert "has other values" in cause.text
     assert len(a.recent) < 64
 
 

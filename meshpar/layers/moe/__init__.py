@@ -2,6 +2,6 @@
 
 from .layer import MoEAux as MoEAux
 from .layer import moe as moe
+from .router_parts import Routing as Routing
 from .routers import ROUTERS as ROUTERS
 from .routers import update_bias as update_bias
-from .routing import Routing as Routing

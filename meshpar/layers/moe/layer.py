@@ -11,21 +11,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar_kernels.grouped_matmul.reference import ACTIVATIONS, activate
+
 from ...compat.jax import default_promotion
 from ...dims import did_you_mean
 from ...errors import MeshparError
 from .exchange import KERNELS
 from .experts import run_experts
+from .router_parts import Routing, capacity_of
 from .routers import ROUTED_BY_KERNELS, ROUTERS
-from .routing import Routing, capacity_of
 
 __all__ = ["MoEAux", "moe"]
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": jax.nn.gelu,
-    "relu": jax.nn.relu,
-}
+EXPERT: Mapping[str, tuple[str, ...]] = {"gate": ("embed", "mlp"), "up": ("embed", "mlp"), "down": ("mlp", "embed")}
+"""The matrices of a gated expert, and their dims."""
 
 
 class MoEAux(NamedTuple):
@@ -109,11 +108,10 @@ def moe(
     parts = _weights(router, x, router_weights, options.get("ids"))
     routing = _route(route, x, parts, number, {**options, "groups": groups, "mask": mask})
     rate, most = _row_bounds(router, routing, number, groups, capacity, options.get("k", 1))
-    names = ("gate", "up", "down") if "gate" in experts else ("up", "down")
     y = run_experts(
-        x, routing.expert, routing.weight, [experts[n].astype(x.dtype) for n in names], activation=activation, rate=rate,
-        most_per_expert=most, slack=float(slack), strategy=strategy, distinct=not callable(router),
-        implementation=implementation, exchange=exchange,
+        x, routing.expert, routing.weight, [experts[n].astype(x.dtype) for n in EXPERT if n in experts],
+        activation=activation, rate=rate, most_per_expert=most, slack=float(slack), strategy=strategy,
+        distinct=not callable(router), implementation=implementation, exchange=exchange,
     )  # fmt: skip
     if shared is not None:
         y = y + _dense(x, shared, activation)
@@ -180,7 +178,7 @@ def _check(x: jax.Array, experts: Mapping[str, jax.Array], activation: str) -> i
       MeshparError: shapes, dtypes or an activation that :func:`moe` does not take.
     """
     shapes = {name: tuple(w.shape) for name, w in experts.items()}
-    if not {"up", "down"} <= set(shapes) <= {"gate", "up", "down"}:
+    if not {"up", "down"} <= set(shapes) <= set(EXPERT):
         raise MeshparError(
             f"moe: experts must be `up`, `down` and, for a gated one, `gate`; got {', '.join(shapes)}",
             fixes=['experts={"up": …, "down": …}, with "gate" for gated experts'],
@@ -201,10 +199,8 @@ def _check(x: jax.Array, experts: Mapping[str, jax.Array], activation: str) -> i
             f"moe: experts are floating-point, got {', '.join(quantized)}: quantized ones would be read without their scales",
             fixes=["dequantize them", "meshpar_kernels.grouped_matmul takes them with rhs_scale="],
         )
-    if activation not in ACTIVATIONS:
-        raise MeshparError(
-            f"moe: no activation {activation!r}", fixes=did_you_mean(activation, ACTIVATIONS, "activations")
-        )
+    if activation not in (named := list(filter(None, ACTIVATIONS))):
+        raise MeshparError(f"moe: no activation {activation!r}", fixes=did_you_mean(activation, named, "activations"))
     return math.prod(up[:lead])
 
 
@@ -281,7 +277,67 @@ def _route(
 
 def _dense(x: jax.Array, weights: Mapping[str, jax.Array], activation: str) -> jax.Array:
     """A gated or plain feed-forward network, the expert that all tokens share: x [*tokens, H] → [*tokens, H]."""
-    act = ACTIVATIONS[activation]
-    up = x @ weights["up"].astype(x.dtype)
-    h = act(x @ weights["gate"].astype(x.dtype)) * up if "gate" in weights else act(up)
-    return h @ weights["down"].astype(x.dtype)
+    *inward, down = (weights[name].astype(x.dtype) for name in EXPERT if name in weights)
+    return activate([x @ w for w in inward], activation) @ down
+
+
+def moe_of_weights(
+    x: jax.Array, weights: Mapping[str, jax.Array], *, router: str, k: int, key: jax.Array | None, **options: Any
+) -> tuple[jax.Array, MoEAux]:
+    """:func:`moe` with the weights of a module.
+
+    Args:
+      weights: ``gate``, ``up``, ``down``, ``router``; where there are any, ``noise`` and ``bias`` of the router, and the matrices
+        of the shared expert: ``shared_gate``, …
+      k: experts per token; "expert_choice" has none.
+      key: for routers with random numbers; the others ignore it.
+      options: further arguments of :func:`moe`.
+    """
+    kernel: Any = weights["router"]
+    if "noise" in weights:
+        kernel = {"kernel": kernel, "noise": weights["noise"]}
+    if "bias" in weights:
+        options["bias"] = weights["bias"]
+    if router in ("noisy_top_k", "gshard"):
+        options["key"] = key
+    shared = {name: weights[f"shared_{name}"] for name in EXPERT} if "shared_up" in weights else None
+    k_of_router = None if router == "expert_choice" else k
+    return moe(
+        x, kernel, {name: weights[name] for name in EXPERT}, router=router, k=k_of_router, shared=shared, **options
+    )
+
+
+class Weight(NamedTuple):
+    """One weight of a module: the names of its dims, its shape, its initializer, and whether it is always float32."""
+
+    dims: tuple[str, ...]
+    shape: tuple[int, ...]
+    init: Callable[..., jax.Array]
+    is_float32: bool = False
+
+
+def weights_of_module(embed: int, mlp: int, experts: int, router: str, shared: int) -> dict[str, Weight]:
+    """The weights of a module by the names that :func:`moe_of_weights` reads, in the order in which they are initialized.
+
+    Args:
+      embed, mlp: width of a token, and hidden width of an expert.
+      router: "deepseek_v3" has a bias, "noisy_top_k" noise.
+      shared: number of experts that every token goes to, as one of so many times the width.
+    """
+    named: dict[str, tuple[str, ...]] = {name: ("expert", *dims) for name, dims in EXPERT.items()}
+    named["router"] = ("embed", "router")
+    if router == "noisy_top_k":
+        named["noise"] = ("embed", "router")
+    if router == "deepseek_v3":
+        named["bias"] = ("router",)
+    if shared:
+        named |= {f"shared_{name}": dims for name, dims in EXPERT.items()}
+
+    def weight(name: str, dims: tuple[str, ...]) -> Weight:
+        width = mlp * shared if name.startswith("shared_") else mlp
+        sizes = {"embed": embed, "mlp": width, "expert": experts, "router": experts}
+        init = jax.nn.initializers.lecun_normal(batch_axis=(0,) if "expert" in dims else ())
+        init = jax.nn.initializers.zeros if name in ("noise", "bias") else init
+        return Weight(dims, tuple(sizes[d] for d in dims), init, "router" in dims)
+
+    return {name: weight(name, dims) for name, dims in named.items()}

@@ -9,10 +9,13 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from .layer import MoEAux, moe
+from .layer import MoEAux, moe_of_weights, weights_of_module
 from .routers import update_bias
 
 __all__ = ["MoE"]
+
+_NAMES = {"router": "router_kernel", "noise": "router_noise"}
+"""Names of parameters that differ from those of :func:`weights_of_module`."""
 
 
 class MoE(nn.Module):
@@ -53,41 +56,19 @@ class MoE(nn.Module):
         self, x: jax.Array, mask: jax.Array | None = None, key: jax.Array | None = None
     ) -> tuple[jax.Array, MoEAux]:
         """([*tokens, embed], losses, load and drops), of x [*tokens, embed]; see ``layers.moe.nnx.MoE``."""
-        embed, each = x.shape[-1], nn.initializers.lecun_normal(batch_axis=(0,))
-        plain = nn.initializers.lecun_normal()
-
-        def weight(name: str, init: Any, dims: tuple[str, ...], *shape: int, dtype: Any = self.param_dtype) -> Any:
-            return self.param(name, nn.with_logical_partitioning(init, dims), shape, dtype)
-
-        into, out, routing = ("expert", "embed", "mlp"), ("expert", "mlp", "embed"), ("embed", "router")
-        experts = {
-            "gate": weight("gate", each, into, self.experts, embed, self.mlp),
-            "up": weight("up", each, into, self.experts, embed, self.mlp),
-            "down": weight("down", each, out, self.experts, self.mlp, embed),
-        }
-        weights: Any = weight("router_kernel", plain, routing, embed, self.experts, dtype=jnp.float32)
-        options = dict(self.router_options or {})
+        weights: dict[str, Any] = {}
         bias: Any = None
-        if self.router == "deepseek_v3":
-            zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("router",))
-            bias = self.variable("moe", "bias", lambda: zeros(None, (self.experts,), jnp.float32))
-            options["bias"] = bias.value
-        elif self.router == "noisy_top_k":
-            noise = weight("router_noise", nn.initializers.zeros, routing, embed, self.experts, dtype=jnp.float32)
-            weights = {"kernel": weights, "noise": noise}
-        if key is not None and self.router in ("noisy_top_k", "gshard"):
-            options["key"] = key
-        shared, wide = None, self.shared * self.mlp
-        if self.shared:
-            shared = {
-                "gate": weight("shared_gate", plain, into[1:], embed, wide),
-                "up": weight("shared_up", plain, into[1:], embed, wide),
-                "down": weight("shared_down", plain, out[1:], wide, embed),
-            }
-        k = None if self.router == "expert_choice" else self.k
-        y, aux = moe(
-            x, weights, experts, router=self.router, k=k, capacity=self.capacity, groups=self.groups, mask=mask,
-            shared=shared, strategy=self.strategy, slack=self.slack, exchange=self.exchange, **options,
+        for name, w in weights_of_module(x.shape[-1], self.mlp, self.experts, self.router, self.shared).items():
+            init = nn.with_logical_partitioning(w.init, w.dims)
+            dtype = jnp.float32 if w.is_float32 else self.param_dtype
+            if name != "bias":
+                weights[name] = self.param(_NAMES.get(name, name), init, w.shape, dtype)
+                continue
+            bias = self.variable("moe", "bias", init, None, w.shape, dtype)
+            weights["bias"] = bias.value
+        y, aux = moe_of_weights(
+            x, weights, router=self.router, k=self.k, key=key, mask=mask, capacity=self.capacity, groups=self.groups,
+            strategy=self.strategy, slack=self.slack, exchange=self.exchange, **(self.router_options or {}),
         )  # fmt: skip
         if bias is not None and self.is_mutable_collection("moe") and not self.is_initializing():
             bias.value = update_bias(bias.value, aux.load, self.bias_rate)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .layer import MoEAux, moe
+from .layer import MoEAux, moe_of_weights, weights_of_module
 from .routers import update_bias
 
 __all__ = ["MoE", "RouterBias"]
@@ -39,6 +39,8 @@ class MoE(nnx.Module):
       rngs: ``params`` is used.
     """
 
+    bias: RouterBias
+
     def __init__(
         self,
         embed: int,
@@ -58,30 +60,16 @@ class MoE(nnx.Module):
         rngs: nnx.Rngs,
     ):
         """Create and initialize the weights; the arguments are described in the docstring of the class."""
-        each = nnx.initializers.lecun_normal(batch_axis=(0,))
-        plain = nnx.initializers.lecun_normal()
-
-        def weight(init: Any, dims: tuple[str, ...], *shape: int, dtype: Any = param_dtype) -> nnx.Param:
-            return nnx.Param(nnx.with_partitioning(init, dims)(rngs.params(), shape, dtype))
-
-        into, out = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
-        self.gate = weight(each, into, experts, embed, mlp)
-        self.up = weight(each, into, experts, embed, mlp)
-        self.down = weight(each, out, experts, mlp, embed)
-        self.router = weight(plain, ("embed", "router"), embed, experts, dtype=jnp.float32)
-        if router == "noisy_top_k":
-            self.noise = weight(nnx.initializers.zeros, ("embed", "router"), embed, experts, dtype=jnp.float32)
-        if router == "deepseek_v3":
-            zeros = nnx.with_partitioning(nnx.initializers.zeros, ("router",))
-            self.bias = RouterBias(zeros(rngs.params(), (experts,), jnp.float32))
-        self.shared = shared
-        if shared:
-            self.shared_gate = weight(plain, into[1:], embed, shared * mlp)
-            self.shared_up = weight(plain, into[1:], embed, shared * mlp)
-            self.shared_down = weight(plain, out[1:], shared * mlp, embed)
+        weights = weights_of_module(embed, mlp, experts, router, shared)
+        self.names = tuple(weights)
+        for name, w in weights.items():
+            value = nnx.with_partitioning(w.init, w.dims)(
+                rngs.params(), w.shape, jnp.float32 if w.is_float32 else param_dtype
+            )
+            setattr(self, name, (RouterBias if name == "bias" else nnx.Param)(value))
         self.kind = router
-        self.options = {"k": None if router == "expert_choice" else k, "capacity": capacity, "groups": groups,
-                        "strategy": strategy, "slack": slack, "exchange": exchange, **(router_options or {})}  # fmt: skip
+        self.options = {"k": k, "capacity": capacity, "groups": groups, "strategy": strategy, "slack": slack,
+                        "exchange": exchange, **(router_options or {})}  # fmt: skip
 
     def __call__(
         self, x: jax.Array, mask: jax.Array | None = None, key: jax.Array | None = None
@@ -93,19 +81,8 @@ class MoE(nnx.Module):
           mask: bool [*tokens], False for padding.
           key: randomness for "noisy_top_k" and "gshard"; None: none (evaluation).
         """
-        options = dict(self.options)
-        weights: Any = self.router[...]
-        if self.kind == "deepseek_v3":
-            options["bias"] = self.bias[...]
-        elif self.kind == "noisy_top_k":
-            weights = {"kernel": weights, "noise": self.noise[...]}
-        if key is not None and self.kind in ("noisy_top_k", "gshard"):
-            options["key"] = key
-        shared = None
-        if self.shared:
-            shared = {"gate": self.shared_gate[...], "up": self.shared_up[...], "down": self.shared_down[...]}
-        experts = {"gate": self.gate[...], "up": self.up[...], "down": self.down[...]}
-        return moe(x, weights, experts, router=self.kind, mask=mask, shared=shared, **options)
+        weights = {name: getattr(self, name)[...] for name in self.names}
+        return moe_of_weights(x, weights, router=self.kind, mask=mask, key=key, **self.options)
 
     def rebalance(self, load: jax.Array, rate: float = 1e-3) -> None:
         """Move the balancing bias after a step.

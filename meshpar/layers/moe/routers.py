@@ -32,7 +32,7 @@ from ...compat.jax import default_promotion
 from ...errors import MeshparError
 from ...program.declare import kernel_rule
 from .exchange import KERNELS
-from .routing import (
+from .router_parts import (
     Routing,
     balance_loss,
     before,
@@ -42,7 +42,6 @@ from .routing import (
     in_groups,
     one_hots,
     pick,
-    usable,
     z_loss,
 )
 
@@ -65,18 +64,29 @@ def _read(logits: jax.Array, k: int, mask: jax.Array | None) -> tuple[jax.Array,
             f"router: logits must be float [*tokens, E], got {logits.dtype}{list(logits.shape)}",
             fixes=["logits.astype(jnp.float32), with a last dim for the experts"],
         )
-    if not 1 <= k <= experts:
-        raise MeshparError(
-            f"router: k={k} is not within 1…{experts}, the number of experts", fixes=[f"k from 1 to {experts}"]
-        )
+    _check_k("router", k, experts)
     if mask is not None and mask.shape != logits.shape[:-1]:
         raise MeshparError(
             f"router: mask must be {list(logits.shape[:-1])}, got {list(mask.shape)}",
             fixes=[f"a boolean for every token: {list(logits.shape[:-1])}"],
         )
     logits = logits.astype(jnp.float32)
-    real, which = usable(logits, mask)
-    return jnp.where(which[..., None], logits, 0.0), real, which
+    fine = ~(jnp.isnan(logits) | (logits == jnp.inf)).any(-1) & (logits > -jnp.inf).any(-1)
+    real = _real(mask, fine.shape)
+    return jnp.where((real & fine)[..., None], logits, 0.0), real, real & fine
+
+
+def _check_k(router: str, k: int, experts: int) -> None:
+    """Raise a MeshparError unless a token can have k different experts."""
+    if not 1 <= k <= experts:
+        raise MeshparError(
+            f"{router}: k={k} is not within 1…{experts}, the number of experts", fixes=[f"k from 1 to {experts}"]
+        )
+
+
+def _real(mask: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
+    """Which tokens are real, not padding: bool [*tokens]."""
+    return jnp.ones(shape, bool) if mask is None else mask.astype(bool)
 
 
 def _best(key: jax.Array, k: int, which: jax.Array) -> jax.Array:
@@ -92,18 +102,22 @@ def _normalised(weight: jax.Array) -> jax.Array:
     return jnp.where(total > 0, weight / jnp.where(total > 0, total, 1.0), 0.0)
 
 
-def _route_by_kernel(logits: jax.Array, bias: jax.Array | None = None, **options: Any) -> tuple[jax.Array, jax.Array]:
+def _route_by_kernel(
+    logits: jax.Array, which: jax.Array, bias: jax.Array | None = None, **options: Any
+) -> tuple[jax.Array, jax.Array]:
     """(int32 experts [*tokens, k], float32 weights [*tokens, k]) by a kernel of ``meshpar_kernels.route``, as one op.
 
     Args:
-      logits: float32 [*tokens, E]; all -inf for a token that has no expert.
+      logits: float32 [*tokens, E].
+      which: the tokens that can be routed.
       bias: [E], added to the scores for the choice only.
       options: k, score, groups, top_groups, group_top, renormalize, scale, implementation, as of ``meshpar_kernels.route``.
 
     Raises:
       NotImplementedError: the kernel cannot take these arguments; with every reason.
     """
-    return _route_op(logits.ndim - 1, bias is not None)(logits, *([] if bias is None else [bias]), **options)
+    routable = jnp.where(which[..., None], logits, -jnp.inf)
+    return _route_op(logits.ndim - 1, bias is not None)(routable, *([] if bias is None else [bias]), **options)
 
 
 @functools.cache
@@ -140,8 +154,7 @@ def top_k(
     logits, real, which = _read(logits, k, mask)
     probability = jax.nn.softmax(logits, -1)
     if implementation in KERNELS:
-        routable = jnp.where(which[..., None], logits, -jnp.inf)
-        expert, weight = _route_by_kernel(routable, k=k, renormalize=renormalize, implementation=implementation)
+        expert, weight = _route_by_kernel(logits, which, k=k, renormalize=renormalize, implementation=implementation)
     else:
         expert = _best(logits, k, which)
         weight = pick(probability, one_hots(expert, logits.shape[-1]))
@@ -175,16 +188,15 @@ def gshard(logits, *, k=2, capacity=None, groups=1, mask=None, key: jax.Array | 
     expert = _best(logits, 2, which)
     losses = {"balance": balance_loss(probability, expert[..., :1], which), "z": z_loss(logits, which)}
     weight = _normalised(pick(probability, one_hots(expert, experts)))
-    skipped = jnp.zeros((), jnp.int32)
+    skip = jnp.zeros(which.shape, bool)
     if key is not None:
-        skip = (2 * lax.stop_gradient(weight[..., 1]) <= jax.random.uniform(key, which.shape)) & (
-            expert[..., 1] < experts
-        )
-        expert = jnp.stack([expert[..., 0], jnp.where(skip, experts, expert[..., 1])], -1)
-        skipped = skip.sum(dtype=jnp.int32)
-    routing = finish(expert, weight, losses, experts=experts, real=real, capacity=capacity, groups=groups,
-                     first_choices_first=True)  # fmt: skip
-    return Routing(routing.expert, routing.weight, losses, routing.load, routing.dropped - skipped)
+        first, second = expert[..., 0], expert[..., 1]
+        skip = (2 * lax.stop_gradient(weight[..., 1]) <= jax.random.uniform(key, which.shape)) & (second < experts)
+        expert = jnp.stack([first, jnp.where(skip, experts, second)], -1)
+    routing = finish(
+        expert, weight, losses, experts=experts, real=real, capacity=capacity, groups=groups, first_choices_first=True
+    )
+    return dataclasses.replace(routing, dropped=routing.dropped - skip.sum(dtype=jnp.int32))
 
 
 @default_promotion()
@@ -301,9 +313,8 @@ def expert_choice(logits, *, capacity: float = 2.0, groups=1, mask=None, k=1) ->
       k: multiplies the capacity, as in the other routers.
     """
     logits, real, which = _read(logits, 1, mask)
-    experts, tokens = logits.shape[-1], logits.shape[:-1]
-    shape = in_groups(tokens, groups)
-    most = capacity_of(math.prod(tokens) // groups, experts, k, capacity)
+    experts, shape = logits.shape[-1], in_groups(which.shape, groups)
+    most = capacity_of(which.size // groups, experts, k, capacity)
     probability = jax.nn.softmax(logits, -1)
     grouped = lax.stop_gradient(jnp.where(which[..., None] & (logits > -jnp.inf), probability, -1.0))
     taken = _largest(grouped.reshape(*shape, experts), most).reshape(logits.shape)
@@ -313,7 +324,7 @@ def expert_choice(logits, *, capacity: float = 2.0, groups=1, mask=None, k=1) ->
         expert=expert,
         weight=jnp.where(taken, probability, 0.0),
         losses={"z": z_loss(logits, which)},
-        load=taken.sum(tuple(range(len(tokens))), dtype=jnp.int32),
+        load=taken.sum(tuple(range(which.ndim)), dtype=jnp.int32),
         dropped=nobody.sum(dtype=jnp.int32),
     )
 
@@ -389,9 +400,8 @@ def deepseek_v3(
         )
     score = jax.nn.sigmoid(logits)
     if implementation in KERNELS:
-        routable = jnp.where(which[..., None], logits, -jnp.inf)
         expert, weight = _route_by_kernel(
-            routable, bias, k=k, score="sigmoid", groups=expert_groups, top_groups=top_groups, scale=scale,
+            logits, which, bias, k=k, score="sigmoid", groups=expert_groups, top_groups=top_groups, scale=scale,
             implementation=implementation,
         )  # fmt: skip
     else:
@@ -446,11 +456,8 @@ def hash_router(ids: jax.Array, *, experts: int, k=1, capacity=None, groups=1, m
     """
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise MeshparError(f"hash: ids must be integers, got {ids.dtype}", fixes=["ids.astype(jnp.int32)"])
-    if not 1 <= k <= experts:
-        raise MeshparError(
-            f"hash: k={k} is not within 1…{experts}, the number of experts", fixes=[f"k from 1 to {experts}"]
-        )
-    real = jnp.ones(ids.shape, bool) if mask is None else mask.astype(bool)
+    _check_k("hash", k, experts)
+    real = _real(mask, ids.shape)
     h = ids.astype(jnp.uint32)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # a bijection of 32 bits that mixes them
         h = (h ^ (h >> shift)) * jnp.uint32(factor)
@@ -512,14 +519,7 @@ def two_level(outer, inner, *, k, outer_k: int = 1, capacity=None, groups=1, mas
 
 
 ROUTERS = {
-    "top_k": top_k,
-    "noisy_top_k": noisy_top_k,
-    "gshard": gshard,
-    "switch": switch,
-    "switch_max": switch_max,
-    "ntlb": ntlb,
-    "expert_choice": expert_choice,
-    "deepseek_v3": deepseek_v3,
+    **{f.__name__: f for f in (top_k, noisy_top_k, gshard, switch, switch_max, ntlb, expert_choice, deepseek_v3)},
     "hash": hash_router,
     "two_level": two_level,
 }

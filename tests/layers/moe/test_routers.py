@@ -10,7 +10,7 @@ import pytest
 
 from meshpar.errors import MeshparError
 from meshpar.layers.moe import ROUTERS, update_bias
-from meshpar.layers.moe.routing import capacity_of, in_groups, places
+from meshpar.layers.moe.router_parts import capacity_of, in_groups, places
 
 B, S, E = 4, 8, 8
 T = B * S

@@ -1,4 +1,4 @@
-"""Functions that all routers share: the result, positions within an expert's capacity, drops, and the losses.
+"""What all routers share: the result, positions within an expert's capacity, drops, and the losses.
 
 Positions are counted over the tokens in their global order, so that a mesh that shards the tokens changes neither capacity nor
 drops.
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from ...errors import MeshparError
 
 __all__ = [
-    "Routing", "balance_loss", "capacity_of", "cv_squared", "finish", "in_groups", "one_hots", "places", "usable", "z_loss",
+    "Routing", "balance_loss", "capacity_of", "cv_squared", "finish", "in_groups", "one_hots", "places", "z_loss",
 ]  # fmt: skip
 
 
@@ -83,13 +83,6 @@ def in_groups(tokens: Sequence[int], groups: int) -> tuple[int, ...]:
             fixes=["take a divisor of the first size, or a multiple of it that divides into the next"],
         )
     return (groups, *shape, *tokens[len(shape) :])
-
-
-def usable(logits: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """(which tokens are real: bool [*tokens]; which of those can be routed: no NaN, no +inf, something above -inf)."""
-    fine = ~(jnp.isnan(logits) | (logits == jnp.inf)).any(-1) & (logits > -jnp.inf).any(-1)
-    real = jnp.ones(logits.shape[:-1], bool) if mask is None else mask.astype(bool)
-    return real, real & fine
 
 
 def one_hots(expert: jax.Array, experts: int) -> list[jax.Array]:
