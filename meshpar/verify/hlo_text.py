@@ -79,12 +79,14 @@ class Module:
 
     Attributes:
       computations: by name.
+      instructions: of all computations, by name.
       entry: name of the entry computation.
       devices: partitions × replicas.
       frames: stack frame id → ``file.py:12 (function)``.
     """
 
     computations: dict[str, Computation]
+    instructions: dict[str, Instruction]
     entry: str
     devices: int
     frames: dict[int, str]
@@ -129,7 +131,8 @@ def parse(text: str) -> Module:
                 now.root = instruction.name
     if not entry:
         raise ValueError("this text has no ENTRY computation: it is not an HLO module")
-    return Module(computations, entry, _devices(lines[0]), _frames(lines))
+    instructions = {i.name: i for computation in computations.values() for i in computation}
+    return Module(computations, instructions, entry, _devices(lines[0]), _frames(lines))
 
 
 def _instruction(line: str, start: int, name: str) -> Instruction | None:
