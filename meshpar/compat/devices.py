@@ -153,7 +153,7 @@ def _refused(device: Any, values: tuple[tuple[str, Any], ...]) -> tuple[tuple[st
 
 def hlo_text(module: bytes) -> str:
     """The text of a serialized ``HloModuleProto``."""
-    from jax._src.lib import hlo
+    from jax._src.lib import hlo  # pyright: ignore[reportAttributeAccessIssue]
 
     return hlo.HloModule.from_serialized_hlo_module_proto(module).to_string()
 

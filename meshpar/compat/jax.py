@@ -25,7 +25,7 @@ from jax._src.interpreters import partial_eval
 from jax._src.lax import utils as lax_utils
 from jax._src.random.prng import PRNGKeyArray
 from jax._src.sharding_impls import UNSPECIFIED
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..errors import UnsupportedError
@@ -870,14 +870,18 @@ def in_recomputation(eqn: Any) -> bool:
     return "rematted_computation" in _text(eqn.source_info.name_stack)
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
+def jaxprs_in(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The jaxprs among the parameters of an equation, also those that it does not run, such as derivatives."""
+    values = (x for value in eqn.params.values() for x in (value if isinstance(value, tuple | list) else (value,)))
+    return [closed_parts(x)[0] for x in values if isinstance(x, Jaxpr | ClosedJaxpr)]
+
+
+def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
     """All equations of a jaxpr, nested jaxprs included."""
     for eqn in closed_parts(jaxpr)[0].eqns:
         yield eqn
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, (tuple, list)) else (value,):
-                if hasattr(inner, "eqns") or isinstance(inner, ClosedJaxpr):
-                    yield from equations(inner)
+        for inner in jaxprs_in(eqn):
+            yield from equations(inner)
 
 
 def parts_by_result(jaxpr: Any) -> list[tuple[Any, list[int]]]:

@@ -8,19 +8,20 @@ unsharded run is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from ..compat.jax import bind, body_of, body_operands, closed_parts, literal_array, scan_counts
+from ..compat.jax import bind, bodies_of, body_operands, equations, jaxprs_in, literal_array, scan_counts
 from ..rules import ELEMENTWISE, having, primitive
 from ..rules.index import applies_function
-from .numbers import wide
+from .numbers import compiled, copies, host, wide
 
 FACTOR, ULPS = 4.0, 2.0
 """The sharded run is right if its error is at most ``FACTOR`` times the error of the unsharded run, or ``ULPS`` units in the last
@@ -37,9 +38,10 @@ _SCATTERS: dict[str, Callable[..., Any]] = {
 _DTYPES = ("new_dtype", "preferred_element_type", "dtype")
 
 
-def narrowest(eqns: Sequence[Any]) -> np.dtype | None:
-    """The least precise floating-point dtype of the results of equations and their bodies; None if there are no floats."""
-    dtypes = {np.dtype(v.aval.dtype) for eqn in _every(eqns) for v in eqn.outvars if _is_float(v.aval)}
+def narrowest(jaxpr: Jaxpr | ClosedJaxpr) -> np.dtype | None:
+    """The least precise floating-point dtype of the results of its equations and their bodies; None if there are no floats."""
+    avals: Iterable[Any] = (v.aval for eqn in equations(jaxpr) for v in eqn.outvars)
+    dtypes = {np.dtype(a.dtype) for a in avals if _is_float(a)}
     return max(dtypes, key=lambda d: float(jnp.finfo(d).eps), default=None)
 
 
@@ -58,22 +60,30 @@ def in_wider(closed: ClosedJaxpr, wide: np.dtype) -> Callable[[Sequence[Any]], l
     return lambda xs: _Evaluator(wide).run(closed.jaxpr, closed.consts, list(xs))
 
 
+class Exact(NamedTuple):
+    """The results of a program in a wider dtype than the narrowest one in which it computes."""
+
+    results: list[np.ndarray]
+    narrow: np.dtype
+
+    def judge(self, k: int, sharded: Any, unsharded: np.ndarray) -> Verdict:
+        """:func:`judge` for result ``k`` of the program."""
+        return judge(copies(sharded), unsharded, self.results[k], self.narrow)
+
+
+def exact(closed: ClosedJaxpr, xs: Sequence[Any]) -> Exact | None:
+    """The program evaluated on one device in a wider dtype; None if it has no floats, or there is no wider dtype."""
+    narrow = narrowest(closed)
+    dtype = None if narrow is None else wider(narrow)
+    if narrow is None or dtype is None:
+        return None
+    run = in_wider(closed, dtype)
+    with jax.enable_x64(dtype.itemsize == 8):
+        return Exact([host(x) for x in compiled(lambda *xs: run(xs), xs)(*xs)], narrow)
+
+
 def _is_float(aval: Any) -> bool:
     return jnp.issubdtype(getattr(aval, "dtype", np.dtype(object)), jnp.inexact)
-
-
-def _bodies(eqn: Any) -> Iterator[Jaxpr]:
-    for value in eqn.params.values():
-        for x in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(x, ClosedJaxpr | Jaxpr):
-                yield closed_parts(x)[0]
-
-
-def _every(eqns: Sequence[Any]) -> Iterator[Any]:
-    for eqn in eqns:
-        yield eqn
-        for body in _bodies(eqn):
-            yield from _every(body.eqns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +155,7 @@ class _Evaluator:
         wide = self.wide_complex if jnp.issubdtype(dtype, jnp.complexfloating) else self.wide
         return wide if np.dtype(dtype).itemsize < wide.itemsize else dtype
 
-    def run(self, jaxpr: Any, consts: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
+    def run(self, jaxpr: Jaxpr, consts: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr on flat operands, in the wide dtype."""
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), map(self.widened, (*consts, *xs)), strict=True))
 
@@ -156,7 +166,7 @@ class _Evaluator:
             name = eqn.primitive.name
             ins = list(map(read, eqn.invars))
             if primitive(name).call:
-                body, values = closed_parts(body_of(eqn))
+                ((body, values),) = bodies_of(eqn)
                 outs = self.run(body, values, body_operands(eqn, ins))
             elif name in _CONTROL:
                 outs = _CONTROL[name](self, eqn, ins)
@@ -168,13 +178,13 @@ class _Evaluator:
             env.update(zip(eqn.outvars, map(self.widened, outs), strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def applied(self, eqn: Any, ins: list[Any]) -> list[Any] | None:
+    def applied(self, eqn: JaxprEqn, ins: list[Any]) -> list[Any] | None:
         """The results of an op on wide operands; None if it must be applied in its own dtypes."""
         name, p = eqn.primitive.name, eqn.params
         if name in _SCATTERS and not applies_function(eqn):
             same = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
             return [_SCATTERS[name](*ins, **{k: p[k] for k in same})]
-        if name not in _WIDENED or any(True for _ in _bodies(eqn)):
+        if name not in _WIDENED or jaxprs_in(eqn):
             return None
         params = {k: self.dtype(v) if k in _DTYPES and v is not None else v for k, v in p.items()}
         try:
@@ -186,9 +196,9 @@ class _Evaluator:
     def as_in(var: Any, x: Any) -> Any:
         return lax.convert_element_type(x, var.aval.dtype) if _is_float(var.aval) else x
 
-    def scan(self, eqn: Any, ins: list[Any]) -> list[Any]:
+    def scan(self, eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
         """The results of a ``scan`` whose body is evaluated in the wide dtype."""
-        p, (body, values) = eqn.params, closed_parts(eqn.params["jaxpr"])
+        p, ((body, values),) = eqn.params, bodies_of(eqn)
         consts, carries = scan_counts(p)
 
         def one(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -199,10 +209,9 @@ class _Evaluator:
         carry, ys = lax.scan(one, first, stacks, length=p["length"], reverse=p["reverse"])
         return [*carry, *ys]
 
-    def while_(self, eqn: Any, ins: list[Any]) -> list[Any]:
+    def while_(self, eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
         """The results of a ``while`` whose condition and body are evaluated in the wide dtype."""
-        p = eqn.params
-        (cond, cond_values), (body, body_values) = closed_parts(p["cond_jaxpr"]), closed_parts(p["body_jaxpr"])
+        p, ((cond, cond_values), (body, body_values)) = eqn.params, bodies_of(eqn)
         ncc, nbc = p["cond_nconsts"], p["body_nconsts"]
         of_cond, of_body, first = ins[:ncc], ins[ncc : ncc + nbc], ins[ncc + nbc :]
         return lax.while_loop(
@@ -211,14 +220,13 @@ class _Evaluator:
             first,
         )
 
-    def cond(self, eqn: Any, ins: list[Any]) -> list[Any]:
-        bodies = map(closed_parts, eqn.params["branches"])
-        branches = [lambda *xs, b=body, c=consts: self.run(b, c, xs) for body, consts in bodies]
+    def cond(self, eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
+        branches = [lambda *xs, b=body, c=consts: self.run(b, c, xs) for body, consts in bodies_of(eqn)]
         index = lax.convert_element_type(ins[0], np.int32)
         return lax.switch(lax.clamp(np.int32(0), index, np.int32(len(branches) - 1)), branches, *ins[1:])
 
 
-_CONTROL: dict[str, Callable[[_Evaluator, Any, list[Any]], list[Any]]] = {
+_CONTROL: dict[str, Callable[[_Evaluator, JaxprEqn, list[Any]], list[Any]]] = {
     "scan": _Evaluator.scan,
     "while": _Evaluator.while_,
     "cond": _Evaluator.cond,
