@@ -20,6 +20,7 @@ from ..cost.kernels import Computation, computation_of
 from ..cost.schedule import schedules
 from ..cost.time import time_of
 from ..errors import UnsupportedError
+from ..hardware.collective_ops import collective_volume
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..plan.steps import Loop
@@ -216,12 +217,9 @@ def _may_be(planned: str, kind: str) -> bool:
 
 def _result_bytes(plan: Plan, c: Collective, kind: str) -> float:
     """Bytes of a device's result of a collective that is an instruction of ``kind``."""
-    g = math.prod(plan.sizes[a] for a in c.axes)
-    factors = (
-        {"all-reduce": g / (2 * (g - 1)), "all-gather": g / (g - 1), "reduce-scatter": 1 / (g - 1)} if g > 1 else {}
-    )
-    slices = g if c.op == "reduce-scatter" and kind == "all-reduce" else 1
-    return c.bytes * factors.get(c.op, 1.0) * slices
+    group = math.prod(plan.sizes[a] for a in c.axes)
+    volume = collective_volume(c.op, c.bytes, group)
+    return volume / group if kind in ("reduce-scatter", "all-to-all") else volume
 
 
 def _kind(opcode: str) -> str | None:

@@ -40,9 +40,8 @@ _DTYPES = ("new_dtype", "preferred_element_type", "dtype")
 
 def narrowest(jaxpr: Jaxpr | ClosedJaxpr) -> np.dtype | None:
     """The least precise floating-point dtype of the results of its equations and their bodies; None if there are no floats."""
-    avals: Iterable[Any] = (v.aval for eqn in equations(jaxpr) for v in eqn.outvars)
-    dtypes = {np.dtype(a.dtype) for a in avals if _is_float(a)}
-    return max(dtypes, key=lambda d: float(jnp.finfo(d).eps), default=None)
+    dtypes = (_float_dtype(v.aval) for eqn in equations(jaxpr) for v in eqn.outvars)
+    return max({d for d in dtypes if d is not None}, key=lambda d: float(jnp.finfo(d).eps), default=None)
 
 
 def wider(dtype: Any) -> np.dtype | None:
@@ -82,8 +81,9 @@ def exact(closed: ClosedJaxpr, xs: Sequence[Any]) -> Exact | None:
         return Exact([host(x) for x in compiled(lambda *xs: run(xs), xs)(*xs)], narrow)
 
 
-def _is_float(aval: Any) -> bool:
-    return jnp.issubdtype(getattr(aval, "dtype", np.dtype(object)), jnp.inexact)
+def _float_dtype(aval: Any) -> np.dtype | None:
+    dtype = getattr(aval, "dtype", None)
+    return np.dtype(dtype) if dtype is not None and jnp.issubdtype(dtype, jnp.inexact) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,8 @@ class _Evaluator:
 
     @staticmethod
     def as_in(var: Any, x: Any) -> Any:
-        return lax.convert_element_type(x, var.aval.dtype) if _is_float(var.aval) else x
+        dtype = _float_dtype(var.aval)
+        return x if dtype is None else lax.convert_element_type(x, dtype)
 
     def scan(self, eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
         """The results of a ``scan`` whose body is evaluated in the wide dtype."""
