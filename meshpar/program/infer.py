@@ -12,10 +12,11 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from ..compat.jax import body_of, body_operands, closed_parts, constraint_spec, literal_array, new_var, scan_counts
+from ..compat.jax import constraint_spec, literal_array, new_var
+from ..compat.loops import loop_parts, operands_of_bodies
 from ..dims import Dims, did_you_mean
 from ..errors import UnknownDimError
-from ..rules import ELEMENTWISE, OpRule, having, no_rule, primitive, separated
+from ..rules import ELEMENTWISE, OpRule, bodies, having, no_rule, primitive, separated
 from ..rules.rule import NameLink
 from ..rules.shape import reshape_order
 from .ir import Frame, Join, Op, Program, Value
@@ -413,13 +414,13 @@ def _call(own: bool = False):
 
     def handler(b: Builder, op: Op) -> list[Value]:
         """Infer the body of a call with the operands of ``op``; returns one Value for each result of the body."""
-        jaxpr, _ = closed_parts(body_of(op.eqn))
+        ((jaxpr,), (operands,)) = bodies(op.eqn), operands_of_bodies(op.eqn, op.ins)
         if own:
             jaxpr = _with_own_results(jaxpr, op)
         frame = Frame(jaxpr, op)
         op.frames = [frame]
         _bind_consts(b, frame)
-        b.run(frame, body_operands(op.eqn, op.ins))
+        b.run(frame, operands)
         return [_result(b, frame, v, op) for v in jaxpr.outvars]
 
     return handler
@@ -463,29 +464,25 @@ def _inside(value: Value | None, b: Builder, aval: Any, drop: int = 0) -> Value:
 
 def _scan(b: Builder, op: Op) -> list[Value]:
     """The results of a ``scan``: carries have one class inside and outside, and stacks one more dim than their slices."""
-    p = op.eqn.params
-    jaxpr, _ = closed_parts(p["jaxpr"])
-    nc, nk = scan_counts(p)
-    frame = Frame(jaxpr, op, trip_count=p["length"])
+    (jaxpr,), parts, length = bodies(op.eqn), loop_parts(op.eqn), op.eqn.params["length"]
+    frame = Frame(jaxpr, op, trip_count=length)
     op.frames = [frame]
     _bind_consts(b, frame)
-    avals = [v.aval for v in jaxpr.invars]
-    consts = [_inside(v, b, a) for v, a in zip(op.ins[:nc], avals[:nc], strict=True)]
-    carry = [_carry(v, b, a) for v, a in zip(op.ins[nc : nc + nk], avals[nc : nc + nk], strict=True)]
-    xs = [_inside(v, b, a, 1) for v, a in zip(op.ins[nc + nk :], avals[nc + nk :], strict=True)]
-    b.run(frame, [*consts, *carry, *xs])
-    results = [b.read(frame, v) for v in jaxpr.outvars]
-    for before, after in zip(carry, results[:nk], strict=True):
+    pairs = parts.split(list(zip(op.ins, (v.aval for v in jaxpr.invars), strict=True)))
+    consts = [_inside(v, b, a) for v, a in pairs[0]]
+    carry = [_carry(v, b, a) for v, a in pairs[1]]
+    b.run(frame, [*consts, *carry, *(_inside(v, b, a, 1) for v, a in pairs[2])])
+    carried, made = parts.split_results([b.read(frame, v) for v in jaxpr.outvars])
+    for before, after in zip(carry, carried, strict=True):
         b.alias(before, after, op)
-    outs = [b.value(v.aval, c.nodes, op) for v, c in zip(op.eqn.outvars[:nk], carry, strict=True)]
-    layers = next((v.nodes[0] for v in op.ins[nc + nk :] if v is not None), None)
-    if layers is None:
-        layers = NONE if p["length"] == 1 else b.unifier.node(p["length"])
-    for v in op.ins[nc + nk :]:
-        if v is not None:
-            b.unifier.unify(layers, v.nodes[0], op)
+    last, stacked = parts.split_results(op.eqn.outvars)
+    outs = [b.value(v.aval, c.nodes, op) for v, c in zip(last, carry, strict=True)]
+    stacks = [v for v, _ in pairs[2] if v is not None]
+    layers = stacks[0].nodes[0] if stacks else NONE if length == 1 else b.unifier.node(length)
+    for v in stacks:
+        b.unifier.unify(layers, v.nodes[0], op)
     b.unifier.looped.add(layers)
-    for var, y in zip(op.eqn.outvars[nk:], results[nk:], strict=True):
+    for var, y in zip(stacked, made, strict=True):
         inner = y.nodes if y is not None else b.unifier.fresh(var.aval.shape[1:])
         outs.append(b.value(var.aval, b.unifier.register((layers, *inner)), op))
     return outs
@@ -497,32 +494,28 @@ def _carry(value: Value | None, b: Builder, aval: Any) -> Value:
 
 def _while(b: Builder, op: Op) -> list[Value]:
     """The results of a ``while``, whose carries have one class inside and outside."""
-    p = op.eqn.params
-    cond, _ = closed_parts(p["cond_jaxpr"])
-    body, _ = closed_parts(p["body_jaxpr"])
-    ncc, nbc = p["cond_nconsts"], p["body_nconsts"]
-    frames = [Frame(cond, op, trip_count=None), Frame(body, op, trip_count=None)]
-    op.frames = frames
-    init = op.ins[ncc + nbc :]
-    carry = [_carry(v, b, a.aval) for v, a in zip(init, body.invars[nbc:], strict=True)]
-    for frame, consts in ((frames[0], op.ins[:ncc]), (frames[1], op.ins[ncc : ncc + nbc])):
+    op.frames = [Frame(jaxpr, op, trip_count=None) for jaxpr in bodies(op.eqn)]
+    parts, body = loop_parts(op.eqn), op.frames[1]
+    inits = parts.carried(op.ins)
+    carry = [_carry(v, b, a.aval) for v, a in zip(inits, parts.carried(body.jaxpr.invars), strict=True)]
+    for frame, operands in zip(op.frames, operands_of_bodies(op.eqn, op.ins), strict=True):
         _bind_consts(b, frame)
+        consts = operands[: len(operands) - len(carry)]
         inner = [_inside(v, b, a.aval) for v, a in zip(consts, frame.jaxpr.invars, strict=False)]
         b.run(frame, [*inner, *carry])
-    for before, var in zip(carry, body.outvars, strict=True):
-        b.alias(before, b.read(frames[1], var), op)
+    for before, var in zip(carry, body.jaxpr.outvars, strict=True):
+        b.alias(before, b.read(body, var), op)
     return [b.value(v.aval, c.nodes, op) for v, c in zip(op.eqn.outvars, carry, strict=True)]
 
 
 def _cond(b: Builder, op: Op) -> list[Value]:
     """The results of a ``cond``, joined with the results of all its branches."""
     outs: list[Value] | None = None
-    for branch in op.eqn.params["branches"]:
-        jaxpr, _ = closed_parts(branch)
+    for jaxpr, operands in zip(bodies(op.eqn), operands_of_bodies(op.eqn, op.ins), strict=True):
         frame = Frame(jaxpr, op)
         op.frames.append(frame)
         _bind_consts(b, frame)
-        b.run(frame, [_inside(v, b, a.aval) for v, a in zip(op.ins[1:], jaxpr.invars, strict=True)])
+        b.run(frame, [_inside(v, b, a.aval) for v, a in zip(operands, jaxpr.invars, strict=True)])
         results = [b.read(frame, v) for v in jaxpr.outvars]
         if outs is None:
             outs = [

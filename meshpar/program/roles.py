@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ..compat.jax import body_operands
+from ..compat.loops import operands_of_bodies
 from .ir import Op, Program, Value
 
 
@@ -102,24 +102,13 @@ def elementwise_flow(program: Program) -> Flow:
 
 def _link_bodies(op: Op, flow: Flow) -> None:
     """Add each pair of values that are the same inside and outside the bodies of an op."""
-    p = op.eqn.params
-    for frame in op.frames:
-        inner = [frame.env[v] for v in frame.jaxpr.invars]
-        results = [frame.env.get(v) if not hasattr(v, "val") else None for v in frame.jaxpr.outvars]
-        outer: list[Value | None] = list(op.ins)
-        if op.primitive.branch:
-            outer = outer[1:]
-        elif op.primitive.loop and not op.primitive.scan:
-            nc, nb = p["cond_nconsts"], p["body_nconsts"]
-            body = frame is op.frames[1]
-            outer = (op.ins[nc : nc + nb] if body else op.ins[:nc]) + op.ins[nc + nb :]
-            if not body:
-                results = []
-        elif op.primitive.call:
-            outer = list(body_operands(op.eqn, outer))
-        for a, b in zip(outer, inner, strict=False):
+    for frame, outer in zip(op.frames, operands_of_bodies(op.eqn, op.ins) if op.frames else (), strict=True):
+        for a, b in zip(outer, frame.ins(), strict=True):
             flow.bind(a, b)
-        for a, b in zip(results, op.outs, strict=False):
+        if op.name == "while" and frame is op.frames[0]:
+            continue  # the result of the condition is no result of the loop
+        results = [frame.env.get(v) if not hasattr(v, "val") else None for v in frame.jaxpr.outvars]
+        for a, b in zip(results, op.outs, strict=True):
             flow.link(a, b)
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Literal
 
-from ..compat.jax import equations, new_var, scan_counts
+from ..compat.jax import equations, new_var
+from ..compat.loops import loop_parts
 from ..rules import bodies, primitive
 from .jaxprs import with_bodies, with_eqns
 from .primitives import reduce_in_p
@@ -45,7 +46,7 @@ def _sunk(jaxpr: Any) -> Any:
         k, i = maker[x]
         entry = primitive(eqns[k].primitive.name)
         own_types = entry.call and not entry.own_derivative  # a custom derivative rule fixes the types of results
-        if own_types or (entry.scan and i >= scan_counts(eqns[k].params)[1]):
+        if own_types or (entry.scan and i >= len(loop_parts(eqns[k]).carries)):
             moved.setdefault(k, {})[i] = eqn
             eqns[j] = None
     for k, eqn in enumerate(eqns):

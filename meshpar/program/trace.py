@@ -21,6 +21,7 @@ from ..compat.jax import (
     source_line,
     without_refs,
 )
+from ..compat.loops import loop_parts
 from ..errors import MeshError
 from ..layout import AnyMesh
 from ..units import mesh_text
@@ -140,7 +141,8 @@ def _with_scalar_condition(eqn: Any) -> list[Any]:
         return [eqn]
     p = eqn.params
     cond, body = (jaxpr_as_fun(p[k]) for k in ("cond_jaxpr", "body_jaxpr"))
-    n, m = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
+    parts = loop_parts(eqn)
+    n, m = parts.consts.start, parts.consts.stop
 
     def any_continues(*args: Any) -> Any:
         (active,) = cond(*args)

@@ -22,8 +22,8 @@ from ...compat.jax import (
     new_var,
     on_host,
     replace_body,
-    scan_counts,
 )
+from ...compat.loops import loop_parts
 from ...rules.rearrange import ANY, rearrange
 from ...rules.shape import reshape_order
 from ..ir import Frame, Op, Value
@@ -95,7 +95,7 @@ class JaxprRewriter:
                 self.inline(scope, op, invars)
                 return
         if op.primitive.scan or op.primitive.branch:
-            only_read = op.ins[1:] if op.primitive.branch else op.ins[: scan_counts(eqn.params)[0]]
+            only_read = op.ins[1:] if op.primitive.branch else loop_parts(eqn).split(op.ins)[0]
             for frame in op.frames:
                 pairs = zip(frame.ins(), only_read, strict=False)
                 self.constants.outer.update((inner, outer) for inner, outer in pairs if outer is not None)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...compat.jax import pass_of, scan_counts
+from ...compat.jax import pass_of
+from ...compat.loops import loop_parts
 from ...rules.rule import REDUCTIONS
 from ..ir import Op, Program, Value
 
@@ -28,8 +29,7 @@ class LayerLoop:
     @property
     def carries(self) -> list[Value]:
         """The carried values, as inputs of the body."""
-        consts, carries = scan_counts(self.op.eqn.params)
-        return self.op.frames[0].ins()[consts : consts + carries]
+        return loop_parts(self.op.eqn).carried(self.op.frames[0].ins())
 
 
 def layer_loops(program: Program) -> list[LayerLoop]:
@@ -99,8 +99,8 @@ def indexed_stacks(program: Program) -> dict[str, str]:
 
 def _stacked_operand(op: Op, stacked: set[int], find: Callable[[int], int]) -> Value | None:
     """The first operand that a scan slices along one of these dims; None: it has none."""
-    operands: Sequence[Value | None] = op.ins[sum(scan_counts(op.eqn.params)) :]
-    return next((v for v in operands if v is not None and v.shape[0] > 1 and find(v.nodes[0]) in stacked), None)
+    _, _, stacks = loop_parts(op.eqn).split(op.ins)
+    return next((v for v in stacks if v is not None and v.shape[0] > 1 and find(v.nodes[0]) in stacked), None)
 
 
 def microbatch_loop(op: Op) -> Op | None:

@@ -10,7 +10,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from ...compat.jax import closed_parts, make_generated_jaxpr, new_var, scan_counts
+from ...compat.jax import closed_parts, make_generated_jaxpr, new_var
+from ...compat.loops import loop_parts
 from ..ir import Op, Value
 from .find import LayerLoop
 from .segments import INVARIANT, Body
@@ -37,7 +38,7 @@ def gathered_dims(loop: LayerLoop, dims: DimsOf, axes: ValueAxes) -> Gathered:
     """
     found = []
     activations = [dict(zip(dims(v), axes(v), strict=True)) for v in loop.carries]
-    for p in range(sum(scan_counts(loop.op.eqn.params)), len(loop.op.ins)):
+    for p in loop_parts(loop.op.eqn).stacks:
         v = loop.op.ins[p]
         if v is None:
             continue
@@ -81,7 +82,7 @@ def cast_stacks(body: Body, loops: Sequence[LayerLoop]) -> None:
     copies: dict[tuple[Any, Any], Any] = {}
     for i, (eqn, loop) in enumerate(zip(body.loops, loops, strict=True)):
         invars, wide = list(eqn.invars), dict[int, Any]()
-        for p in range(sum(scan_counts(eqn.params)), len(invars)):
+        for p in loop_parts(eqn).stacks:
             v, dtype = invars[p], _only_cast(loop.op, p)
             if dtype is None or body.place(v) != INVARIANT:
                 continue

@@ -25,7 +25,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from ...compat.jax import at_line_of, bind, on_host, scan_counts, source_line, with_weak_type
+from ...compat.jax import at_line_of, bind, on_host, source_line, with_weak_type
+from ...compat.loops import loop_parts
 from ...errors import UnsupportedError
 from ..primitives import rename_dims_p
 from .schedule import Schedule, interval_rows
@@ -119,9 +120,9 @@ class TickLoops:
     def _selected(self) -> Iterable[Any]:
         """The operands of layer loops of which each stage reads another round or microbatch in a tick."""
         for eqn in self.body.loops:
-            consts = sum(scan_counts(eqn.params))
+            stacks = loop_parts(eqn).stacks if self.schedule.rounds > 1 else ()
             for p, v in enumerate(eqn.invars):
-                if not isinstance(v, Literal) and (v in self._xs or (p >= consts and self.schedule.rounds > 1)):
+                if not isinstance(v, Literal) and (v in self._xs or p in stacks):
                     yield v
 
     def _slot_time(self, i: int) -> Time:
@@ -259,10 +260,10 @@ class TickLoops:
             if j:
                 i = j - 1
                 self._close_stack(needs, i)
-                eqn, consts = body.loops[i], scan_counts(body.loops[i].params)
+                eqn, entering = body.loops[i], loop_parts(body.loops[i]).carries
                 for p, var in enumerate(eqn.invars):
-                    entry = consts[0] <= p < sum(consts)
-                    self._read(needs, var, Time(self.schedule.starts[i]) if entry else self.slot_times[i], None)
+                    time = Time(self.schedule.starts[i]) if p in entering else self.slot_times[i]
+                    self._read(needs, var, time, None)
         self._close(needs, INVARIANT)
         return needs
 
@@ -331,30 +332,30 @@ class TickLoops:
 
     def __call__(self, *args: Any) -> list[Any]:
         """The results of the microbatch loop, given its operands."""
-        nc, nk = scan_counts(self.eqn.params)
+        consts, inits, stacked = loop_parts(self.eqn).split(args)
         body, needs = self.body, self.needs
-        known: dict[Any, Any] = dict(zip(body.consts, args[:nc], strict=True))
-        known.update((c, x) for c, x, out in zip(body.carries, args[nc : nc + nk], body.outs, strict=False) if out is c)
+        known: dict[Any, Any] = dict(zip(body.consts, consts, strict=True))
+        known.update((c, x) for c, x, out in zip(body.carries, inits, body.outs, strict=False) if out is c)
         evaluate(needs.eqns[INVARIANT], known, known.__getitem__)
         # the copy is a loop over the microbatches: inference then gives the name of the batch to the rows of a microbatch
-        copied = lax.scan(lambda _, x: (None, x), None, list(args[nc + nk :]), length=self.schedule.microbatches)[1]
+        copied = lax.scan(lambda _, x: (None, x), None, stacked, length=self.schedule.microbatches)[1]
         xs = dict(zip(body.xs, copied, strict=True))
         divided = {}
         for stages, eqn in zip(self.stages, body.loops, strict=True):
-            for v in eqn.invars[sum(scan_counts(eqn.params)) :]:
+            for v in loop_parts(eqn).split(eqn.invars)[2]:
                 if v in known and v not in divided:
                     divided[v] = parts = stages.divided(known[v])
                     if v in body.gathered:
                         divided[v] = rename_dims_p.bind(parts, pairs=body.gathered[v], back=False)
                 elif v in xs and v not in divided:
                     divided[v] = stages.divided(xs[v], 1)
-        state = self._first_state(args[nc : nc + nk])
+        state = self._first_state(inits)
         results: dict[int, list[Any]] = {}
         for phase in self.phases:
             state, outs = self._run(phase, state, known, divided, xs)
             for k, out in outs.items():
                 results.setdefault(k, []).append(out)
-        return [self._result(k, out, args, known, state, results) for k, out in enumerate(body.outs)]
+        return [self._result(k, out, inits, known, state, results) for k, out in enumerate(body.outs)]
 
     def _run(self, phase: Phase, state: Any, known: Any, divided: Any, xs: Any) -> tuple[Any, dict[int, Any]]:
         """Run a phase: (the state after it, results that segments make, stacked over ticks)."""
@@ -435,27 +436,27 @@ class TickLoops:
                 rings[i] = zeros((ring.rows, *aval.shape), aval.dtype)
         sent = {}
         for i, (stages, eqn) in enumerate(zip(self.stages, body.loops, strict=True)):
-            consts, count = scan_counts(eqn.params)
-            sent[i] = [stages.zeros(v.aval) for v in eqn.invars[consts : consts + count]]
+            sent[i] = [stages.zeros(v.aval) for v in loop_parts(eqn).carried(eqn.invars)]
         return {"carries": first, "rings": rings, "sent": sent}
 
     def ring_key(self, var: Any) -> int:
         """The position of a ring in the state."""
         return list(self.rings).index(var)
 
-    def _result(self, k: int, out: Any, args: Sequence[Any], known: Mapping[Any, Any], state: Any, results: Any) -> Any:
-        """Result k of the microbatch loop."""
-        nc, nk = scan_counts(self.eqn.params)
+    def _result(
+        self, k: int, out: Any, inits: Sequence[Any], known: Mapping[Any, Any], state: Any, results: Any
+    ) -> Any:
+        """Result k of the microbatch loop, given the first values of its carries."""
         body, m = self.body, self.schedule.microbatches
         aval = self.eqn.outvars[k].aval
-        if k < nk:
+        if k < len(inits):
             if out is body.carries[k]:
-                return args[nc + k]
+                return inits[k]
             value = state["carries"][k]
             place = body.place(body.accumulators[k].addend) if k in body.accumulators else None
             if isinstance(place, Stack):
                 value = self.stages[place.loop].joined(value)
-                value = value if self.schedule.rounds == 1 else args[nc + k] + value
+                value = value if self.schedule.rounds == 1 else inits[k] + value
         elif isinstance(out, Literal) or body.place(out) == INVARIANT:
             one = out.val if isinstance(out, Literal) else known[out]
             value = jnp.broadcast_to(jnp.asarray(one, aval.dtype), aval.shape)
@@ -600,23 +601,23 @@ class _Tick:
     def slot(self, i: int) -> Slot:
         """The slot of loop i."""
         body, stages, eqn = self.body, self.loops.stages[i], self.body.loops[i]
-        nc, nk = scan_counts(eqn.params)
+        unchanged, entering, stacked = loop_parts(eqn).split(eqn.invars)
         time, start = self.loops.slot_times[i], Time(self.schedule.starts[i])
         first = stages.count - 1 if time.step < 0 else 0
         consts, per_stage = [], []
-        for v in eqn.invars[:nc]:
+        for v in unchanged:
             own = not isinstance(v, Literal) and v not in self.known
             consts.append(self.rows(v, time, stages) if own else v.val if isinstance(v, Literal) else self.known[v])
             per_stage.append(own)
         _, r, valid = self.of(time)
         carries = self.state["sent"][i]
         if self.loops.enters(i, self.ticks):
-            inits = [self.read(v, start) for v in eqn.invars[nc : nc + nk]]
+            inits = [self.read(v, start) for v in entering]
             when = self.of(start)[2] if stages.rounds > 1 else True
             carries = [stages.entering(x, y, first, when) for x, y in zip(inits, carries, strict=True)]
         else:
             carries = [stages.moved(x, first) for x in carries]
-        stacks = [self.stack(v, time, stages, r) for v in eqn.invars[nc + nk :]]
+        stacks = [self.stack(v, time, stages, r) for v in stacked]
         added, stored = self.added(i), self.stored(i)
         totals = [self.state["carries"][k] for k in added]
         where = Rows(r * stages.length if stages.rounds > 1 else None, valid, bool(body.gathered))
@@ -649,7 +650,7 @@ class _Tick:
 
         def split(made: list[Any]) -> tuple[list[Any], list[Any]]:
             """The results of one layer that are stored, and those that are added."""
-            outs = eqn.outvars[scan_counts(eqn.params)[1] :]
+            _, outs = loop_parts(eqn).split_results(eqn.outvars)
             local = dict(zip(outs, map(stages.named, made), strict=True))
             evaluate(eqns, local, local.__getitem__)
             return [local[var] for var in stored], [local[body.accumulators[k].addend] for k in added]
@@ -794,18 +795,18 @@ def one_microbatch(eqn: Any, stages: Stages) -> Callable[..., list[Any]]:
     Returns:
       A function that returns the results of the loop.
     """
-    nc, nk = scan_counts(eqn.params)
+    loop = loop_parts(eqn)
     time = Time(stages.count - 1, -1) if eqn.params["reverse"] else Time(0, 1)
     first, last = (stages.count - 1, 0) if time.step < 0 else (0, stages.count - 1)
 
     def run(*args: Any) -> list[Any]:
         """The results of the loop."""
-        consts, inits = args[:nc], args[nc : nc + nk]
-        stacks = [stages.divided(x) for x in args[nc + nk :]]
-        if not nk:  # no layer needs another one: all stages are active at once
+        consts, inits, stacked = loop.split(args)
+        stacks, shared = [stages.divided(x) for x in stacked], (False,) * len(consts)
+        if not inits:  # no layer needs another one: all stages are active at once
             made = [
                 stages.joined(stages.named(x, 1))
-                for x in run_slots([Slot(eqn, stages, consts, (False,) * nc, [], stacks)])[0][1]
+                for x in run_slots([Slot(eqn, stages, consts, shared, [], stacks)])[0][1]
             ]
             return [with_weak_type(x, v.aval.weak_type) for x, v in zip(made, eqn.outvars, strict=True)]
 
@@ -813,16 +814,16 @@ def one_microbatch(eqn: Any, stages: Stages) -> Callable[..., list[Any]]:
             """Run one slot on all stages, and store the stacks of the active one."""
             sent, stored = state
             carries = [stages.entering(x, y, first) for x, y in zip(inits, sent, strict=True)]
-            ((done, made, _),) = run_slots([Slot(eqn, stages, consts, (False,) * nc, carries, stacks)])
+            ((done, made, _),) = run_slots([Slot(eqn, stages, consts, shared, carries, stacks)])
             active = time.start + time.step * stages.index() == tick
             new = [jax.device_put(x, _DEVICE) if on_host(x) else x for x in made]  # conditions are in device memory
             stored = [stages.merged(active, x, old) for x, old in zip(new, stored, strict=True)]
             return ([stages.named(x) for x in done], stored), None
 
-        made = [v.aval for v in eqn.outvars[nk:]]
+        made = [v.aval for v in loop.split_results(eqn.outvars)[1]]
         parts = [(stages.length, stages.count, *x.shape[1:]) for x in made]
         empty = [stages.named(zeros(shape, x.dtype), 1) for shape, x in zip(parts, made, strict=True)]
-        sent = [stages.zeros(v.aval) for v in eqn.invars[nc : nc + nk]]
+        sent = [stages.zeros(v.aval) for v in loop.carried(eqn.invars)]
         (sent, stored), _ = lax.scan(tick, (sent, empty), jnp.arange(stages.count, dtype=np.int32))
         outs = [*(stages.of_stage(x, last) for x in sent), *map(stages.joined, stored)]
         outs = [jax.device_put(x, _HOST) if on_host(v) else x for x, v in zip(outs, eqn.outvars, strict=True)]

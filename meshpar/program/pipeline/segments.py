@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from ...compat.jax import body_consts, body_operands, new_var, scan_counts
+from ...compat.jax import body_consts, body_operands, new_var
+from ...compat.loops import loop_parts
 from ...errors import UnsupportedError
 from ...rules import ELEMENTWISE, primitive
 from ..ir import Frame, Op
@@ -85,7 +86,6 @@ def divide(op: Op, loops: Sequence[LayerLoop]) -> Body:
       UnsupportedError: an op with side effects, or a microbatch whose layers read results of the layers of the one before.
     """
     (frame,), (values,) = op.frames, body_consts(op.eqn)
-    consts, carries = scan_counts(op.eqn.params)
     names: dict[Any, Any] = {v: Literal(c, v.aval) for v, c in zip(frame.jaxpr.constvars, values, strict=True)}
     flat = list(_inlined(frame, names, {loop.op for loop in loops}))
     for inner, eqn in flat:
@@ -96,9 +96,9 @@ def divide(op: Op, loops: Sequence[LayerLoop]) -> Body:
                 fixes=["remove it from the loss and its layers", "or do not shard the stacked dim of the layers"],
             )
     layer_ops = {loop.op for loop in loops}
-    invars = frame.jaxpr.invars
+    consts, carries, xs = loop_parts(op.eqn).split(frame.jaxpr.invars)
     body = Body(
-        consts=invars[:consts], carries=invars[consts : consts + carries], xs=invars[consts + carries :],
+        consts=consts, carries=carries, xs=xs,
         outs=[_renamed(v, names) for v in frame.jaxpr.outvars],
         eqns=[eqn for inner, eqn in flat if inner not in layer_ops and eqn.outvars],
         loops=[eqn for inner, eqn in flat if inner in layer_ops], places={}, accumulators={},
@@ -197,9 +197,9 @@ def _place_all(body: Body, eqns: Sequence[Any], of_carry: Sequence[int], op: Op,
         if i is not None:
             if any(body.segment(v) > i for v in eqn.invars):
                 raise _dependence(op, loops[i])
-            carried = scan_counts(eqn.params)[1]
-            places.update(dict.fromkeys(eqn.outvars[:carried], i + 1))
-            places.update(dict.fromkeys(eqn.outvars[carried:], Stack(i)))
+            carried, stacked = loop_parts(eqn).split_results(eqn.outvars)
+            places.update(dict.fromkeys(carried, i + 1))
+            places.update(dict.fromkeys(stacked, Stack(i)))
             continue
         stacks = {body.places[v] for v in eqn.invars if isinstance(body.place(v), Stack)}
         if len(stacks) == 1 and _is_elementwise(body, eqn):

@@ -18,7 +18,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from ...compat.jax import closed_parts, key_impl, scan_counts
+from ...compat.jax import closed_parts, key_impl
+from ...compat.loops import loop_parts
 from ...rules.rearrange import rearrange
 from ..primitives import add_row_p, name_dims_p, rename_dims_p
 
@@ -247,21 +248,20 @@ class Slot:
     def layer(self, index: Any, carry: Any, totals: Any, xs: Any) -> tuple[list[Any], list[Any], list[Any]]:
         """One layer of all stages: (carries, stacked results, totals), given its index and slices of the stacks."""
         jaxpr, values = closed_parts(self.eqn.params["jaxpr"])
-        count = scan_counts(self.eqn.params)[1]
         run = jax.vmap(
             jaxpr_as_fun(ClosedJaxpr(jaxpr, values)),
-            in_axes=(*(0 if own else None for own in self.per_stage), *(0,) * (count + len(xs))),
+            in_axes=(*(0 if own else None for own in self.per_stage), *(0,) * (len(carry) + len(xs))),
         )
-        outs = run(*self.consts, *carry, *xs)
+        after, made = loop_parts(self.eqn).split_results(run(*self.consts, *carry, *xs))
         if self.stages.masked:
             real = self.stages.real(self.round, index)
-            outs[:count] = [self.stages.select(real, new, old) for new, old in zip(outs, carry, strict=False)]
-        made, rows = (outs[count:], []) if self.split is None else self.split(outs[count:])
+            after = [self.stages.select(real, new, old) for new, old in zip(after, carry, strict=True)]
+        made, rows = (made, []) if self.split is None else self.split(made)
         if self.where is not None and totals:
             at, where = index if self.where.first is None else self.where.first + index, self.where
             rows = zip(totals, rows, strict=True)
             totals = [add_row_p.bind(total, row, at, where.valid, late=where.late) for total, row in rows]
-        return outs[:count], made, totals
+        return after, made, totals
 
 
 def run_slots(slots: Sequence[Slot]) -> list[tuple[list[Any], list[Any], list[Any]]]:

@@ -14,7 +14,8 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Literal
 
-from ...compat.jax import closed_parts, new_var, scan_counts
+from ...compat.jax import closed_parts, new_var
+from ...compat.loops import loop_parts
 from ...rules import ELEMENTWISE, primitive
 from ..flat import flatten
 from ..ir import Op
@@ -48,7 +49,8 @@ def _parts(eqn: Any) -> tuple[Any, Any] | None:
     """(the scan of the carries, the scan of the other stacked results) of a scan; None: the carries need all of its equations."""
     jaxpr, values = closed_parts(eqn.params["jaxpr"])
     flat = flatten(ClosedJaxpr(jaxpr, values))
-    inner, (consts, carries) = flat.jaxpr, scan_counts(eqn.params)
+    inner, parts = flat.jaxpr, loop_parts(eqn)
+    carries = len(parts.carries)
     first = _needed(inner.eqns, inner.outvars[:carries])
     if len(first) == len(inner.eqns):
         return None
@@ -56,7 +58,7 @@ def _parts(eqn: Any) -> tuple[Any, Any] | None:
     rest = [e for e in inner.eqns if e not in first]
     late = {v for e in rest for v in e.outvars}
     second = [k for k, v in enumerate(inner.outvars) if k >= carries and not isinstance(v, Literal) and v in late]
-    carried = set(inner.invars[consts : consts + carries])
+    carried = set(parts.carried(inner.invars))
     rest, cut = _cut(inner.eqns, first, rest, early, carried)
 
     count = len(inner.outvars)
@@ -64,11 +66,11 @@ def _parts(eqn: Any) -> tuple[Any, Any] | None:
     stacked = [new_var(_stacked(v.aval, eqn.params["length"])) for v in cut]
     one = _scan(
         eqn, ClosedJaxpr(inner.replace(eqns=first, outvars=[*(inner.outvars[k] for k in kept), *cut]), flat.consts),
-        eqn.invars, [*(eqn.outvars[k] for k in kept), *stacked], consts, carries,
+        eqn.invars, [*(eqn.outvars[k] for k in kept), *stacked], len(parts.consts), carries,
     )  # fmt: skip
     read = _read(rest)
     held = [p for p, v in enumerate(inner.invars) if v in read and v not in carried]
-    own = [p for p in held if p < consts]
+    own = [p for p in held if p in parts.consts]
     other = ClosedJaxpr(
         inner.replace(eqns=rest, invars=[*(inner.invars[p] for p in held), *cut], outvars=[inner.outvars[k] for k in second]),
         flat.consts,
