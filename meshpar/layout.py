@@ -209,14 +209,9 @@ class Layout:
     def __str__(self) -> str:
         """The rules as text, from which ``Layout(text)`` makes the same rules; consecutive rules with the same axes are
         joined."""
-        groups: list[tuple[str, list[str]]] = []
-        for rule in self.rules:
-            left, right = str(rule).rsplit(": ", 1)
-            if groups and groups[-1][0] == right:
-                groups[-1][1].append(left)
-            else:
-                groups.append((right, [left]))
-        return "; ".join(f"{', '.join(left)}: {right}" for right, left in groups)
+        sides = (str(rule).rsplit(": ", 1) for rule in self.rules)
+        groups = itertools.groupby(sides, key=lambda pair: pair[1])
+        return "; ".join(f"{', '.join(left for left, _ in pairs)}: {right}" for right, pairs in groups)
 
     def __repr__(self) -> str:
         return f"Layout({str(self)!r})"

@@ -632,12 +632,6 @@ def _bodies(eqn: JaxprEqn) -> Sequence[Jaxpr | ClosedJaxpr]:
     return [p["jaxprs"].solve] if "jaxprs" in p else [p[k] for k in _BODIES if k in p]
 
 
-def body_of(eqn: JaxprEqn) -> Jaxpr | ClosedJaxpr:
-    """The body of a call."""
-    (body,) = _bodies(eqn)
-    return body
-
-
 def bodies_of(eqn: JaxprEqn) -> list[tuple[Jaxpr, Sequence[Any]]]:
     """(jaxpr, consts) of each body of a loop, branch or call, in the order of ``Op.frames``."""
     return list(map(closed_parts, _bodies(eqn)))

@@ -230,29 +230,26 @@ def _kind(opcode: str) -> str | None:
 def _compared(plan: Plan, program: ProgramTrace, names: Sequence[str], loops: Sequence[_PlannedLoop]) -> PlanProfile:
     """The comparison of a plan with the program of its step; ``names``: of its collectives."""
     per_step = 1 / (program.runs * len(program.devices))
-    sending: dict[str, float] = dict.fromkeys(names, 0.0)
     sent = names_of(plan, program.module)
-    seen = {scope for shares in sent.values() for scope in shares}
+    sending = {scope: 0.0 for shares in sent.values() for scope in shares}
     other: dict[str, float] = {}
-    in_loops = [0.0] * len(loops)
-    loop_seen = [False] * len(loops)
+    in_loops: dict[tuple[str, bool], float] = {}
     for name, seconds in _durations(program).items():
         i = program.module.instructions[name]
         for scope, share in sent.get(name, {}).items():
             sending[scope] += seconds * per_step * share
         if name not in sent and _kind(i.opcode):
-            other[name] = other.get(name, 0.0) + seconds * per_step
-        for k, (loop, backward, _, _) in enumerate(loops):
-            if i.opcode == "while" and (_innermost(i.op_name), "transpose(" in i.op_name) == (loop, backward):
-                in_loops[k] += seconds * per_step
-                loop_seen[k] = True
+            other[name] = seconds * per_step
+        if i.opcode == "while":
+            loop = _innermost(i.op_name), "transpose(" in i.op_name
+            in_loops[loop] = in_loops.get(loop, 0.0) + seconds * per_step
     planned = plan.chip is not None
     rows = []
     for name in names:
         group = [c for c in plan.collectives if plan.scope_name(c) == name]
         runs = None if any(c.count is None for c in group) else sum(c.runs for c in group)
         seconds = sum(c.total_seconds for c in group) if planned else None
-        rows.append(Measured(name, runs, seconds, sending[name] if name in seen else None))
+        rows.append(Measured(name, runs, seconds, sending.get(name)))
     time = time_of(plan)
     busy = _span(program.events) if program.events else 0.0
     return PlanProfile(
@@ -260,8 +257,8 @@ def _compared(plan: Plan, program: ProgramTrace, names: Sequence[str], loops: Se
         Measured(program.name, 1, time.seconds if time else None, busy / program.runs),
         sorted(rows, key=lambda m: -(m.measured or 0.0)),
         [
-            Measured(f"{loop}, backward pass" if backward else loop, runs, seconds, in_loops[k] if loop_seen[k] else None)
-            for k, (loop, backward, runs, seconds) in enumerate(loops)
+            Measured(f"{loop}, backward pass" if backward else loop, runs, seconds, in_loops.get((loop, backward)))
+            for loop, backward, runs, seconds in loops
         ],
         sorted(other.items(), key=lambda o: -o[1]),
     )  # fmt: skip
@@ -318,14 +315,13 @@ def _durations(program: ProgramTrace) -> dict[str, float]:
     for event in sorted(program.events, key=lambda e: e.start):
         opcode = program.module.instructions[event.name].opcode
         key = event.device, event.name.replace("-done", "-start")
-        if opcode.endswith("-start"):
-            pending.setdefault(key, []).append(event)
-            out[event.name] = out.get(event.name, 0.0) + event.end - event.start
-        elif opcode.endswith("-done") and pending.get(key):
+        if opcode.endswith("-done") and pending.get(key):
             begun = pending[key].pop(0)
             out[begun.name] += event.end - begun.end
-        else:
-            out[event.name] = out.get(event.name, 0.0) + event.end - event.start
+            continue
+        out[event.name] = out.get(event.name, 0.0) + event.end - event.start
+        if opcode.endswith("-start"):
+            pending.setdefault(key, []).append(event)
     return out
 
 

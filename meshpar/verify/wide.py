@@ -18,7 +18,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from ..compat.jax import bind, bodies_of, body_operands, equations, jaxprs_in, literal_array, scan_counts
+from ..compat.jax import bind, bodies_of, body_operands, equations, jaxprs_in, literal_array
+from ..compat.loops import loop_parts
 from ..rules import ELEMENTWISE, having, primitive
 from ..rules.index import applies_function
 from .numbers import compiled, copies, host, wide
@@ -199,22 +200,20 @@ class _Evaluator:
 
     def scan(self, eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
         """The results of a ``scan`` whose body is evaluated in the wide dtype."""
-        p, ((body, values),) = eqn.params, bodies_of(eqn)
-        consts, carries = scan_counts(p)
+        p, ((body, values),), parts = eqn.params, bodies_of(eqn), loop_parts(eqn)
+        consts, first, stacks = parts.split(ins)
 
         def one(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            outs = self.run(body, values, [*ins[:consts], *carry, *xs])
-            return outs[:carries], outs[carries:]
+            return parts.split_results(self.run(body, values, [*consts, *carry, *xs]))
 
-        first, stacks = ins[consts : consts + carries], ins[consts + carries :]
         carry, ys = lax.scan(one, first, stacks, length=p["length"], reverse=p["reverse"])
         return [*carry, *ys]
 
     def while_(self, eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
         """The results of a ``while`` whose condition and body are evaluated in the wide dtype."""
-        p, ((cond, cond_values), (body, body_values)) = eqn.params, bodies_of(eqn)
-        ncc, nbc = p["cond_nconsts"], p["body_nconsts"]
-        of_cond, of_body, first = ins[:ncc], ins[ncc : ncc + nbc], ins[ncc + nbc :]
+        (cond, cond_values), (body, body_values) = bodies_of(eqn)
+        parts = loop_parts(eqn)
+        of_cond, (of_body, first, _) = ins[: len(parts.condition)], parts.split(ins)
         return lax.while_loop(
             lambda carry: self.run(cond, cond_values, [*of_cond, *carry])[0],
             lambda carry: self.run(body, body_values, [*of_body, *carry]),
