@@ -169,13 +169,11 @@ def _innermost(traceback: Any) -> tuple[tuple[str, int, str] | None, tuple[str, 
 
 def user_line(error: BaseException) -> str | None:
     """``file.py:12 (function)`` of the innermost line of the user in an error's traceback; None: no such line."""
-    own = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if not f.filename.startswith((*OURS, sysconfig.get_path("stdlib")))
-        and not any(p in f.filename for p in PACKAGES)
-    ]
-    return f"{own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else None
+    others = (*OURS, sysconfig.get_path("stdlib"))
+    for f in reversed(traceback.extract_tb(error.__traceback__)):
+        if not f.filename.startswith(others) and not any(p in f.filename for p in PACKAGES):
+            return f"{f.filename}:{f.lineno} ({f.name})"
+    return None
 
 
 def user_stacklevel() -> int:
@@ -578,7 +576,7 @@ def without_refs(closed: Any) -> Any:
 
     Unchanged if JAX would inline functions with custom derivatives, as in loops that write to such an array.
     """
-    if core.internal_mutable_array_effect not in closed.effects:
+    if getattr(core, "internal_mutable_array_effect", None) not in closed.effects:
         return closed
     pure = discharge.discharge_state(closed, lower=False)
     return pure if _custom_derivatives(pure) == _custom_derivatives(closed) else closed

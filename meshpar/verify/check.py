@@ -178,7 +178,7 @@ def check_layouts(
             case.tell("planning")
             try:
                 with subject(m, layout, lowering) as it:
-                    row = case.run(it, it.plan.lowering)
+                    row = case.run(it)
             except DivisibilityError as e:
                 if given is not None:
                     raise
@@ -193,9 +193,9 @@ def check_layouts(
     return report
 
 
-def check_subject(subject: Subject, lowering: str, tolerance: float) -> Row:
+def check_subject(subject: Subject, tolerance: float) -> Row:
     """The row of one layout, compared with the unsharded run."""
-    return _Case(tolerance).run(subject, lowering)
+    return _Case(tolerance).run(subject)
 
 
 def each_layout(layouts: Any) -> list[Layout]:
@@ -250,12 +250,12 @@ class _Case:
         """Copies of arrays, on one device."""
         return [on_device(x, self.device) if isinstance(x, jax.Array) else x for x in xs]
 
-    def run(self, subject: Subject, lowering: str) -> Row:
+    def run(self, subject: Subject) -> Row:
         """Run a step under its layout, and compare every result with the unsharded run."""
         if self.reference is None:
             self.tell("the unsharded step")
-        reference = self.reference or self.unsharded(subject)
-        self.reference, plan = reference, subject.plan
+            self.reference = self.unsharded(subject)
+        reference, plan = self.reference, subject.plan
         self.tell("the sharded step")
         outs = subject.sharded(self.fresh(subject.arrays))
         differences = [worst_of(a, b, self.tolerance) for a, b in zip(outs, reference.results, strict=True)]
@@ -274,7 +274,7 @@ class _Case:
         worst = failed[0] if failed else max(others, key=lambda k: differences[k].relative, default=None)
         largest = max(explained, key=lambda k: differences[k].relative, default=None)
         return Row(
-            mesh_text(plan.sizes), str(plan.layout), lowering, "" if worst is None else paths[worst],
+            mesh_text(plan.sizes), str(plan.layout), plan.lowering, "" if worst is None else paths[worst],
             0.0 if worst is None else differences[worst].relative, len(differences), tuple(paths[k] for k in explained), error,
             *((0.0, "") if largest is None else (differences[largest].relative, paths[largest])),
         )  # fmt: skip
