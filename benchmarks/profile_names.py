@@ -19,7 +19,8 @@ from typing import NamedTuple
 import meshpar as mp
 from meshpar.plan.plan import Plan
 from meshpar.verify import hlo
-from meshpar.verify.profile import instructions_of, names_of
+from meshpar.verify.hlo_text import parse
+from meshpar.verify.profile import names_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from tables import Table
@@ -62,8 +63,7 @@ def found(plan: Plan, text: str) -> Found:
     collectives: dict[str, int] = {}
     for c in plan.collectives:
         collectives[plan.scope_name(c)] = collectives.get(plan.scope_name(c), 0) + 1
-    instructions = instructions_of(text)
-    shares = names_of(plan, instructions)
+    shares = names_of(plan, parse(text))
     own = {next(iter(names)) for names in shares.values()}
     combined = {name for names in shares.values() for name in names} - own
     sent = {c.name for c in hlo.collectives(text)}

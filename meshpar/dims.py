@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import EllipsisType
@@ -123,31 +123,35 @@ def did_you_mean(name: str, candidates: Iterable[str], kind: str) -> list[str]:
     return [f"{kind} there are: {', '.join(candidates[:MAX_LISTED]) or 'none'}{more}"]
 
 
-_Part = tuple[str, ...] | re.Pattern[str] | None
-"""A part of a path pattern: texts, one of which matches; a set of characters; or None: any text (``*``)."""
-
-
 @lru_cache(maxsize=4096)
-def _parts(pattern: str) -> tuple[_Part, ...]:
-    """The parts of a path pattern, runs of ``*`` as one; see :func:`path_matches`.
+def _regex(pattern: str) -> re.Pattern[str]:
+    """The regular expression of a path pattern; see :func:`path_matches`.
+
+    What follows a ``*``, up to the next one, is an atomic group: where it is found first is kept, so that the time is not
+    exponential in the number of ``*``. Texts in braces may have several lengths, and the first place need not be the right one.
 
     Raises:
       LayoutSyntaxError: a range of characters whose ends are in the wrong order.
     """
-    tokens = re.findall(r"\*+|\?|\[[^\[\]/]+\]|\{[^{}]*\}|[^*?\[{]+|[\[{]", pattern)
-    return tuple(_part(token, pattern) for token in tokens)
+    between = [""]
+    for token in re.findall(r"\*+|\?|\[[^\[\]/]+\]|\{[^{}]*\}|[^*?\[{]+|[\[{]", pattern):
+        if token.startswith("*"):
+            between.append("")
+        else:
+            between[-1] += _regex_of(token, pattern)
+    first, *others = between
+    groups = [f".*?{x}" if "(?:" in x else f"(?>.*?{x})" for x in others[:-1]]
+    return re.compile("".join([first, *groups, *(f".*{x}" for x in others[-1:])]), re.DOTALL)
 
 
-def _part(token: str, pattern: str) -> _Part:
-    """The part that a token represents: ``*``, ``?``, ``[qkv]``, ``{up,down}`` or literal text."""
-    if token.startswith("*"):
-        return None
+def _regex_of(token: str, pattern: str) -> str:
+    """The regular expression of a token: ``?``, ``[qkv]``, ``{up,down}`` or literal text."""
     if token == "?":
-        return re.compile("[^/]")
+        return "[^/]"
     if token.startswith("{") and token.endswith("}"):
-        return tuple(token[1:-1].split(","))
+        return f"(?:{'|'.join(map(re.escape, token[1:-1].split(',')))})"
     if not (token.startswith("[") and token.endswith("]")):
-        return (token,)
+        return re.escape(token)
     ranges = [(m[1], m[2] or m[1]) for m in re.finditer(r"(.)(?:-(.))?", token[1:-1], re.DOTALL)]
     for first, last in ranges:
         if first > last:
@@ -155,35 +159,7 @@ def _part(token: str, pattern: str) -> _Part:
                 f"the pattern {pattern!r} has the range {first}-{last}, whose end is before its start",
                 pattern=pattern, fixes=[f"write [{last}-{first}], or list the characters, `-` last"],
             )  # fmt: skip
-    return re.compile("[" + "".join(f"{re.escape(first)}-{re.escape(last)}" for first, last in ranges) + "]")
-
-
-def _fits(parts: Sequence[_Part], path: str) -> bool:
-    """Whether the parts match the path, in time O(parts × characters): by all indices at which each part may end."""
-    if parts and isinstance(parts[-1], tuple) and not path.endswith(parts[-1]):
-        return False  # most patterns end in a text
-    at, free = [0], False  # free: any index from the first on, after a `*`
-    for part in parts:
-        if part is None:
-            at, free = [min(at)], True
-            continue
-        if isinstance(part, re.Pattern):
-            at = [i + 1 for i in (range(at[0], len(path)) if free else at) if part.match(path, i)]
-        elif free:
-            at = [i + len(text) for text in part for i in _all_indices(text, path, at[0])]
-        else:
-            at = [i + len(text) for i in at for text in part if path.startswith(text, i)]
-        if not at:
-            return False
-        at, free = (at if len(at) == 1 else list(set(at))), False
-    return free or len(path) in at
-
-
-def _all_indices(text: str, path: str, start: int) -> Iterator[int]:
-    """The indices from ``start`` on at which the text is in the path."""
-    while (start := path.find(text, start)) >= 0:
-        yield start
-        start += 1
+    return "[" + "".join(f"{re.escape(first)}-{re.escape(last)}" for first, last in ranges) + "]"
 
 
 def alternatives(pattern: str) -> list[tuple[str, str]]:
@@ -206,9 +182,8 @@ def path_matches(pattern: str, path: str) -> bool:
     names = (path,) if owner == path else (path, owner)  # the second of a part of a quantized array
     if any(pattern in (name, "/" + name) for name in names):
         return True
-    parts = _parts(pattern)
-    bare = bool(parts) and parts[0] is not None  # a leading * also matches the slash that is added
-    return any(_fits(parts, "/" + name) or (bare and _fits(parts, name)) for name in names)
+    regex, bare = _regex(pattern), not pattern.startswith("*")  # a leading * also matches the slash that is added
+    return any(regex.fullmatch("/" + name) or (bare and regex.fullmatch(name)) for name in names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,8 +103,7 @@ class Exported:
                 f"{self.name} was exported for {', '.join(self.platforms)}, and the devices of this mesh are {platform}",
                 fixes=["export it with platforms=[…]"],
             )
-        other = {k: v for k, v in vars(self).items() if k != "_run"}
-        return Exported(**{**other, "mesh": mesh})
+        return replace(self, mesh=mesh)
 
     def shardings(self) -> dict[str, NamedSharding]:
         """Path → sharding, of every input.

@@ -15,6 +15,11 @@ def is_key(x: Any) -> bool:
     return jax.dtypes.issubdtype(getattr(x, "dtype", np.dtype(object)), jax.dtypes.prng_key)
 
 
+def data_of(x: Any) -> Any:
+    """The array itself; of PRNG keys, their data."""
+    return jax.random.key_data(x) if is_key(x) else x
+
+
 def is_global(x: Any) -> bool:
     """Whether it is an array with parts on other processes."""
     return isinstance(x, jax.Array) and not x.is_fully_addressable
@@ -38,9 +43,7 @@ def global_array(x: Any, sharding: Any) -> Any:
         if not x.committed:
             return x
         if is_key(x):
-            return jax.random.wrap_key_data(
-                jnp.asarray(np.asarray(jax.random.key_data(x))), impl=jax.random.key_impl(x)
-            )
+            return jax.random.wrap_key_data(jnp.asarray(np.asarray(data_of(x))), impl=jax.random.key_impl(x))
     elif not isinstance(x, np.ndarray) or x.ndim == 0:
         return x
     array = np.asarray(x)

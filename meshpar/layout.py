@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import re
@@ -148,15 +149,18 @@ class Layout:
         scheme: str | None = None,
     ):
         """Parse the rules; the arguments and errors are described in the docstring of the class."""
-        self.from_pairs, named_scheme = False, ""
+        self.from_pairs, named_scheme, given = False, "", ""
         before: frozenset[str] = frozenset()
         if isinstance(rules, Layout):
             self.rules, self.from_pairs, before = rules.rules, rules.from_pairs, rules.optional
-            named_scheme = rules.scheme
+            named_scheme, given = rules.scheme, rules.given
             resolve = resolve or rules.resolve
         elif isinstance(rules, str):
             self.rules = tuple(_parse(rules))
-            named_scheme = "" if scheme_text(rules) is None else scheme_name(rules)
+            if scheme_text(rules) is None:
+                given = "; ".join(" ".join(part.split()) for part in _statements(rules) if part.strip())
+            else:
+                named_scheme = scheme_name(rules)
         elif not isinstance(rules, Iterable):
             raise LayoutSyntaxError(
                 f"Layout({rules!r}) is neither text nor a list of rules", fixes=['mp.Layout("batch: data; mlp: model")']
@@ -175,13 +179,9 @@ class Layout:
         for rule in self.rules:
             for axis in rule.axes:
                 if rule.axes.count(axis) > 1:
-                    raise AxisConflictError(
-                        f"rule `{rule}` asks for axis `{axis}` twice",
-                        dim=rule.dim,
-                        axis=axis,
-                        rule=str(rule),
-                        fixes=[f"name each axis once: `{rule.dim}: {'+'.join(dict.fromkeys(rule.axes))}`"],
-                    )
+                    fix = f"name each axis once: `{rule.dim}: {'+'.join(dict.fromkeys(rule.axes))}`"
+                    headline = f"rule `{rule}` asks for axis `{axis}` twice"
+                    raise AxisConflictError(headline, dim=rule.dim, axis=axis, rule=str(rule), fixes=[fix])
         named = {r.dim for r in self.rules}
         if isinstance(optional, bool):
             absent = named if optional else set()
@@ -195,11 +195,7 @@ class Layout:
             )
         self.optional = before | absent
         self._set(self.rules)
-        if isinstance(rules, Layout):
-            self.given = rules.given
-        elif isinstance(rules, str) and not named_scheme:
-            lines = (line.partition("#")[0] for line in rules.split("\n"))
-            self.given = "; ".join(" ".join(part.split()) for line in lines for part in line.split(";") if part.strip())
+        self.given = given
 
     def _set(self, rules: tuple[Rule, ...]) -> None:
         """Set the rules, the index from dims to rules, and the key by which layouts are compared and hashed."""
@@ -213,14 +209,9 @@ class Layout:
     def __str__(self) -> str:
         """The rules as text, from which ``Layout(text)`` makes the same rules; consecutive rules with the same axes are
         joined."""
-        groups: list[tuple[str, list[str]]] = []
-        for rule in self.rules:
-            left, right = str(rule).rsplit(": ", 1)
-            if groups and groups[-1][0] == right:
-                groups[-1][1].append(left)
-            else:
-                groups.append((right, [left]))
-        return "; ".join(f"{', '.join(left)}: {right}" for right, left in groups)
+        sides = (str(rule).rsplit(": ", 1) for rule in self.rules)
+        groups = itertools.groupby(sides, key=lambda pair: pair[1])
+        return "; ".join(f"{', '.join(left for left, _ in pairs)}: {right}" for right, pairs in groups)
 
     def __repr__(self) -> str:
         return f"Layout({str(self)!r})"
@@ -254,11 +245,9 @@ class Layout:
             key = (rule.dim, rule.scope)
             rules += replacing.pop(key, []) if key in replaced else [rule]
         rules += [r for r in right.rules if (r.dim, r.scope) not in replaced]
-        out = Layout(self, scheme="")
-        out.from_pairs = self.from_pairs or right.from_pairs
-        out.optional = self.optional | right.optional
-        out._set(tuple(rules))
-        return out
+        return self._with(
+            rules, scheme="", from_pairs=self.from_pairs or right.from_pairs, optional=self.optional | right.optional
+        )
 
     def __ror__(self, other: Layout | str | Mapping[str, object] | Sequence[object]) -> Layout:
         """The left operand (text, a mapping or a list) with rules replaced and added from this layout; see :meth:`__or__`."""
@@ -266,11 +255,16 @@ class Layout:
             return NotImplemented
         return Layout(other) | self
 
+    def _with(self, rules: Sequence[Rule], **changes: object) -> Layout:
+        """A copy with other rules, and other values of attributes."""
+        out = copy.copy(self)
+        vars(out).update(changes)
+        out._set(tuple(rules))
+        return out
+
     def with_first(self, rules: Sequence[Rule]) -> Layout:
         """This layout with some rules before its own."""
-        out = Layout(self)
-        out._set((*rules, *self.rules))
-        return out
+        return self._with([*rules, *self.rules])
 
     def with_axis_names(self, names: Iterable[str], mesh: AnyMesh) -> Layout:
         """This layout with rules ``a: a`` after its own, for the names that are axes of the mesh and have no rule.
@@ -279,11 +273,7 @@ class Layout:
           names: of dims in Flax metadata, where people may write axes of a mesh. Names of ``dims=`` are never axes.
         """
         axes = sorted(set(names).intersection(mesh.shape).difference(self.dims))
-        if not axes:
-            return self
-        out = Layout(self)
-        out._set((*self.rules, *(Rule(a, (a,)) for a in axes)))
-        return out
+        return self._with([*self.rules, *(Rule(a, (a,)) for a in axes)]) if axes else self
 
     @property
     def dims(self) -> tuple[str, ...]:
@@ -316,21 +306,12 @@ class Layout:
             for axis in rule.axes:
                 if axis not in mesh.shape:
                     sizes = mesh_text(mesh.shape)
-                    raise UnknownAxisError(
-                        f"rule `{rule}` names axis `{axis}`, which the mesh ({sizes}) does not have",
-                        dim=rule.dim,
-                        axis=axis,
-                        rule=str(rule),
-                        fixes=[
-                            *([f"dim and axis are swapped: write `{axis}: {rule.dim}`"] * (rule.dim in mesh.shape)),
-                            *did_you_mean(axis, mesh.shape, "axes"),
-                            *(
-                                []
-                                if near(axis, mesh.shape)
-                                else [f'or give the mesh that axis: mp.mesh("{sizes}, {axis}=1")']
-                            ),
-                        ],
-                    )
+                    fixes = [f"dim and axis are swapped: write `{axis}: {rule.dim}`"] * (rule.dim in mesh.shape)
+                    fixes += did_you_mean(axis, mesh.shape, "axes")
+                    if not near(axis, mesh.shape):
+                        fixes.append(f'or give the mesh that axis: mp.mesh("{sizes}, {axis}=1")')
+                    headline = f"rule `{rule}` names axis `{axis}`, which the mesh ({sizes}) does not have"
+                    raise UnknownAxisError(headline, dim=rule.dim, axis=axis, rule=str(rule), fixes=fixes)
 
     def spec(
         self,
@@ -482,43 +463,39 @@ def divisibility_error(
     )
 
 
+def _bad_rule(statement: str, why: str, *fixes: str) -> LayoutSyntaxError:
+    return LayoutSyntaxError(f"layout rule {statement!r}{why}", rule=statement, fixes=fixes)
+
+
 def _parse(text: str) -> Iterable[Rule]:
     """The rules of a layout's text, or of the scheme that it names.
 
     Raises:
       LayoutSyntaxError: text that is neither.
     """
-    lines = [line.split("#", 1)[0] for line in (scheme_text(text) or text).splitlines()]
-    statements = [s for line in lines for s in line.split(";")]
+    statements = _statements(scheme_text(text) or text)
     parts = [s for rules in statements for s in (rules.split(",") if _PAIRS.match(rules) else [rules])]
     for statement in map(str.strip, parts):
         if not statement:
             continue
         left, colon, right = statement.rpartition(":")
         if not colon:
-            raise LayoutSyntaxError(
-                f"layout rule {statement!r} has no `:`",
-                rule=statement,
-                fixes=[
-                    *(
-                        [f"write `:` in rules: `{': '.join(statement.split('=', 1))}`"]
-                        if "=" in statement
-                        else _similar_schemes(statement)
-                    ),
-                    "write `dim: axis`, e.g. `batch: data`",
-                ],
-            )
+            written = [f"write `:` in rules: `{': '.join(statement.split('=', 1))}`"]
+            fixes = written if "=" in statement else _similar_schemes(statement)
+            raise _bad_rule(statement, " has no `:`", *fixes, "write `dim: axis`, e.g. `batch: data`")
         right, rounds = _rounds(right, statement)
         axes = _axes(right)
         for axis in axes:
             if not _AXIS.match(axis):
-                raise LayoutSyntaxError(
-                    f"layout rule {statement!r}: {axis!r} is not an axis",
-                    rule=statement,
-                    fixes=["one axis, or several joined by `+`: `batch: slice+data`"],
-                )
+                fix = "one axis, or several joined by `+`: `batch: slice+data`"
+                raise _bad_rule(statement, f": {axis!r} is not an axis", fix)
         for item in (d.strip() for d in left.split(",")):
             yield _rule(item, axes, statement, rounds)
+
+
+def _statements(text: str) -> list[str]:
+    """The parts of a layout's text between ``;`` and line ends, without comments."""
+    return [part for line in text.splitlines() for part in line.partition("#")[0].split(";")]
 
 
 def scheme_name(text: str) -> str:
@@ -598,11 +575,8 @@ def _rounds(text: str, statement: str) -> tuple[str, int]:
     if not star:
         return axes, 1
     if not count.isdecimal() or not int(count) or axes.lower() == "none":
-        raise LayoutSyntaxError(
-            f"layout rule {statement!r}: `*` is followed by the number of rounds of a pipeline",
-            rule=statement,
-            fixes=["after all axes, a number of at least 1: `layers: stage*2`"],
-        )
+        fix = "after all axes, a number of at least 1: `layers: stage*2`"
+        raise _bad_rule(statement, ": `*` is followed by the number of rounds of a pipeline", fix)
     return axes, int(count)
 
 
@@ -622,7 +596,7 @@ def _rule(left: str, axes: tuple[str, ...], statement: str, rounds: int = 1) -> 
         rules = re.sub(separator, r"\1;", statement)
         once = re.sub(r":[:\s]*:", ":", statement)
         fix = f"write `{once}`" if once != statement else f"separate rules by `;`: `{rules}`"
-        raise LayoutSyntaxError(f"layout rule {statement!r} has several `:`", rule=statement, fixes=[fix])
+        raise _bad_rule(statement, " has several `:`", fix)
     if m is None:
         fixes = ['write `dim: axis`, `dim?: axis`, `opt.dim: axis` or `"*/path".dim: axis`']
         if "/" in left or "*" in left:
@@ -630,22 +604,16 @@ def _rule(left: str, axes: tuple[str, ...], statement: str, rounds: int = 1) -> 
                 f'a pattern of tree paths says the dims of tensors: dims={{{left!r}: "embed mlp"}}',
                 f"for these tensors alone, name one of their dims behind it: '\"{left}\".mlp: {'+'.join(axes) or 'none'}'",
             ]
-        raise LayoutSyntaxError(f"layout rule {statement!r}: {left!r} is not a dim", rule=statement, fixes=fixes)
+        raise _bad_rule(statement, f": {left!r} is not a dim", *fixes)
     scope = m["scope"]
     if scope is not None and scope.startswith('"'):
         scope = scope.strip('"')
     elif scope is not None and scope not in SCOPES:
-        raise LayoutSyntaxError(
-            f"layout rule {statement!r}: there is no scope `{scope}`",
-            rule=statement,
-            fixes=[f'scopes are {", ".join(SCOPES)} or a quoted path pattern: "*/{scope}/*".{m["dim"]}'],
-        )
+        fix = f'scopes are {", ".join(SCOPES)} or a quoted path pattern: "*/{scope}/*".{m["dim"]}'
+        raise _bad_rule(statement, f": there is no scope `{scope}`", fix)
     if scope is not None and rounds > 1:
-        raise LayoutSyntaxError(
-            f"layout rule {statement!r}: a rule for {scope} alone makes no pipeline, and so has no rounds",
-            rule=statement,
-            fixes=[f"write `{m['dim']}: {'+'.join(axes)}*{rounds}`"],
-        )
+        why = f": a rule for {scope} alone makes no pipeline, and so has no rounds"
+        raise _bad_rule(statement, why, f"write `{m['dim']}: {'+'.join(axes)}*{rounds}`")
     return Rule(m["dim"], axes, bool(m["optional"]), scope, rounds)
 
 

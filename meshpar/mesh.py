@@ -95,15 +95,12 @@ def context_mesh(topology: str | None = None) -> AnyMesh:
     """
     mesh = mesh_in_context()
     if mesh.empty:
-        known = (
-            ""
-            if topology is None
-            else f"; topology {topology!r} has {parse_topology(topology).devices} devices, but no axes"
-        )
-        axes = ['mesh="data=4, model=2"'] if topology is None else ['mesh="data=-1", one axis over all of them']
+        known, axes = "", 'mesh="data=4, model=2"'
+        if topology is not None:
+            known = f"; topology {topology!r} has {parse_topology(topology).devices} devices, but no axes"
+            axes = 'mesh="data=-1", one axis over all of them'
         raise MeshError(
-            f"no mesh is given, and none is set{known}",
-            fixes=[*axes, "or with jax.set_mesh(mesh): around the call"],
+            f"no mesh is given, and none is set{known}", fixes=[axes, "or with jax.set_mesh(mesh): around the call"]
         )
     return mesh
 
@@ -152,7 +149,6 @@ def mesh(
                 f"use a smaller mesh: the sizes must multiply to at most {len(devices)}",
             ],
         )
-    shape = tuple(sizes.values())
     idle = sorted({d.process_index for d in devices} - {d.process_index for d in devices[:need]})
     if every and idle:
         raise MeshError(
@@ -171,10 +167,15 @@ def mesh(
         warnings.warn(text, IdleDevicesWarning, stacklevel=user_stacklevel())
     if need == len(devices) and devices[0].platform == "tpu":
         devices.sort(key=lambda d: d.id)  # as a described slice lists them: both cores of a chip side by side
-        array = ordered_devices(shape, devices, len({getattr(d, "slice_index", 0) for d in devices}), text)
-    else:
-        array = np.asarray(devices[:need], dtype=object).reshape(shape)
-    return Mesh(array, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+        slices = len({getattr(d, "slice_index", 0) for d in devices})
+        array = ordered_devices(tuple(sizes.values()), devices, slices, text)
+        return _auto(array, sizes)
+    return _auto(np.asarray(devices[:need], dtype=object), sizes)
+
+
+def _auto(devices: np.ndarray, sizes: Mapping[str, int]) -> Mesh:
+    """The mesh of these sizes with Auto axes."""
+    return Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def device_mesh(mesh: MeshLike | None) -> AnyMesh:
@@ -322,9 +323,6 @@ def _topology_mesh(text: str, sizes: dict[str, int], topology: str) -> Mesh:
     fill_mesh(sizes, where.devices)
     check_fills(sizes, where)
     devices = list(topology_devices(topology))
-    shape = tuple(sizes.values())
     if where.chip.switch:
-        array = np.asarray(devices, dtype=object).reshape(shape)  # hosts first: the last axes share one host's NVLink
-    else:
-        array = ordered_devices(shape, devices, where.slices, text)
-    return Mesh(array, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+        return _auto(np.asarray(devices, dtype=object), sizes)  # hosts first: the last axes share one host's NVLink
+    return _auto(ordered_devices(tuple(sizes.values()), devices, where.slices, text), sizes)

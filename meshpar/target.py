@@ -27,6 +27,7 @@ from .compat.jax import without_gc
 from .dims import did_you_mean
 from .errors import MeshparError, TargetError
 from .flax import flatten_named
+from .global_arrays import is_key
 from .units import format_memory
 
 MOST_BYTES = 2e9
@@ -216,7 +217,7 @@ def concrete(target: Target, ints: int = 8) -> tuple[Any, ...]:
       TargetError: more than 2 GB.
     """
     leaves, tree = jax.tree.flatten(target.args)
-    total = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in leaves if not _is_key(x))
+    total = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in leaves if not is_key(x))
     if total > MOST_BYTES:
         raise TargetError(
             f"{target.name}: a check runs the step, and its arguments are {format_memory(total)}",
@@ -237,10 +238,6 @@ def has_drawn_integers(target: Target) -> bool:
     )
 
 
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def _filled(x: Any, kind: str | None, rng: np.random.Generator, ints: int) -> Any:
     """An array for a ``ShapeDtypeStruct``; anything else unchanged.
 
@@ -251,7 +248,7 @@ def _filled(x: Any, kind: str | None, rng: np.random.Generator, ints: int) -> An
     """
     if not isinstance(x, jax.ShapeDtypeStruct):
         return x
-    if _is_key(x):
+    if is_key(x):
         return jax.random.split(jax.random.key(0), x.shape) if x.shape else jax.random.key(0)
     if kind == "opt" or not x.shape:
         return jnp.zeros(x.shape, x.dtype)

@@ -151,6 +151,13 @@ def _refused(device: Any, values: tuple[tuple[str, Any], ...]) -> tuple[tuple[st
     return tuple(refused.items())
 
 
+def hlo_text(module: bytes) -> str:
+    """The text of a serialized ``HloModuleProto``."""
+    from jax._src.lib import hlo  # pyright: ignore[reportAttributeAccessIssue]
+
+    return hlo.HloModule.from_serialized_hlo_module_proto(module).to_string()
+
+
 def lowered_parts(lowered: jax.stages.Lowered) -> tuple[bytes, bytes, list[Any], dict[str, Any]]:
     """The inputs of a compiler for a lowered program.
 

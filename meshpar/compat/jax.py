@@ -18,14 +18,18 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from jax._src import config, core, dispatch, pjit, shard_map, source_info_util
+from jax._src import api_util, config, core, dispatch, effects, pjit, shard_map, source_info_util
 from jax._src import mesh as mesh_lib
 from jax._src.array import ArrayImpl
 from jax._src.interpreters import partial_eval
+from jax._src.lax import lax as lax_internal
 from jax._src.lax import utils as lax_utils
 from jax._src.random.prng import PRNGKeyArray
 from jax._src.sharding_impls import UNSPECIFIED
-from jax.extend.core import ClosedJaxpr, Literal
+from jax._src.state import discharge
+from jax._src.state.types import AbstractRef
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core.primitives import sharding_constraint_p
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..errors import UnsupportedError
@@ -61,10 +65,8 @@ def make_jaxpr(fn: Any, *args: Any, **options: Any) -> Any:
     with without_gc(), one_trace_context():
         traced = jax.make_jaxpr(fn, **options)(*args)
     closed, *rest = traced if options.get("return_shape") else (traced,)
-    if getattr(closed.jaxpr, "is_high", False):
-        from jax._src.interpreters.partial_eval import lower_jaxpr2
-
-        closed = lower_jaxpr2(closed)
+    if closed.jaxpr.is_high:
+        closed = partial_eval.lower_jaxpr2(closed)
     return (closed, *rest) if rest else closed
 
 
@@ -76,11 +78,8 @@ def traced_as(wrapper: Any, fn: Any, names: Sequence[str]) -> None:
       fn: the user's function, which it calls.
       names: the names of the flat arguments.
     """
-    from jax._src.api_util import fun_sourceinfo
-    from jax._src.core import DebugInfo, initial_result_paths
-
-    source = fun_sourceinfo(fn) or getattr(fn, "__name__", type(fn).__name__)
-    wrapper.__fun_debug_info__ = DebugInfo("jit", source, tuple(names), initial_result_paths)
+    source = api_util.fun_sourceinfo(fn) or getattr(fn, "__name__", type(fn).__name__)
+    wrapper.__fun_debug_info__ = core.DebugInfo("jit", source, tuple(names), core.initial_result_paths)
 
 
 @contextlib.contextmanager
@@ -170,13 +169,11 @@ def _innermost(traceback: Any) -> tuple[tuple[str, int, str] | None, tuple[str, 
 
 def user_line(error: BaseException) -> str | None:
     """``file.py:12 (function)`` of the innermost line of the user in an error's traceback; None: no such line."""
-    own = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if not f.filename.startswith((*OURS, sysconfig.get_path("stdlib")))
-        and not any(p in f.filename for p in PACKAGES)
-    ]
-    return f"{own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else None
+    others = (*OURS, sysconfig.get_path("stdlib"))
+    for f in reversed(traceback.extract_tb(error.__traceback__)):
+        if not f.filename.startswith(others) and not any(p in f.filename for p in PACKAGES):
+            return f"{f.filename}:{f.lineno} ({f.name})"
+    return None
 
 
 def user_stacklevel() -> int:
@@ -288,9 +285,7 @@ def abstract_array(shape: Sequence[int], dtype: Any, weak_type: bool = False, ho
     """The abstract array for tracing: shape, dtype, weak type, and host memory if ``host``."""
     if not host:
         return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
-    from jax._src.core import ShapedArray
-
-    return ShapedArray(tuple(shape), dtype, weak_type=weak_type, memory_space=jax.memory.Space.Host)
+    return core.ShapedArray(tuple(shape), dtype, weak_type=weak_type, memory_space=jax.memory.Space.Host)
 
 
 def literal_array(var: Any) -> np.ndarray:
@@ -555,18 +550,15 @@ def patched_constraints(logical: Any, constraint: Any, explicit: Any = None) -> 
 
 def used_inputs(closed: Any) -> list[bool]:
     """For each input of a closed jaxpr, whether a result or an effect depends on it."""
-    from jax._src.interpreters.partial_eval import dce_jaxpr
-
-    return list(dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))[1])
+    return list(partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))[1])
 
 
 def ordered_effect(closed: Any) -> Any:
     """The first equation with an ordered effect, such as ``jax.debug.print(ordered=True)``; None: no such equation."""
-    from jax._src.effects import ordered_effects
-
-    if not any(map(ordered_effects.contains, closed.effects)):
+    ordered = effects.ordered_effects.contains
+    if not any(map(ordered, closed.effects)):
         return None
-    return next((e for e in equations(closed) if any(map(ordered_effects.contains, e.effects))), None)
+    return next((e for e in equations(closed) if any(map(ordered, e.effects))), None)
 
 
 def key_impl(dtype: Any) -> str:
@@ -576,8 +568,6 @@ def key_impl(dtype: Any) -> str:
 
 def is_ref(x: Any) -> bool:
     """Whether a value or aval is a mutable array (``jax.Ref``)."""
-    from jax._src.state.types import AbstractRef
-
     return isinstance(getattr(x, "aval", x), AbstractRef)
 
 
@@ -586,13 +576,9 @@ def without_refs(closed: Any) -> Any:
 
     Unchanged if JAX would inline functions with custom derivatives, as in loops that write to such an array.
     """
-    from jax._src import core
-    from jax._src.state.discharge import discharge_state
-
-    inside = getattr(core, "internal_mutable_array_effect", None)
-    if inside is None or inside not in closed.effects:
+    if getattr(core, "internal_mutable_array_effect", None) not in closed.effects:
         return closed
-    pure = discharge_state(closed, lower=False)
+    pure = discharge.discharge_state(closed, lower=False)
     return pure if _custom_derivatives(pure) == _custom_derivatives(closed) else closed
 
 
@@ -600,11 +586,8 @@ def _custom_derivatives(closed: Any) -> int:
     return sum(e.primitive.name.startswith("custom_") for e in equations(closed))
 
 
-def new_var(aval: Any) -> Any:
-    """A new jaxpr variable."""
-    from jax.extend.core import Var
-
-    return Var(aval)
+new_var = Var
+"""A new jaxpr variable, of an aval."""
 
 
 def requires_devices(primitive: Any) -> None:
@@ -613,15 +596,6 @@ def requires_devices(primitive: Any) -> None:
     JAX looks for such ops in jaxprs; it cannot see those inside a primitive whose lowering traces a function.
     """
     dispatch.prim_requires_devices_during_lowering.add(primitive)
-
-
-def _primitive(name: str) -> Any:
-    from jax.extend.core import primitives
-
-    return getattr(primitives, name)
-
-
-sharding_constraint_p = _primitive("sharding_constraint_p")
 
 
 def constraint_params(sharding: Any, rank: int) -> dict[str, Any]:
@@ -641,16 +615,29 @@ def plain_constraint(x: Any, sharding: Any) -> Any:
         _tracing.hooks = before
 
 
-_BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_BODIES = ("cond_jaxpr", "body_jaxpr", "jaxpr", "call_jaxpr")
+"""Parameters of loops and calls that have their bodies."""
 
 
-def body_of(eqn: Any) -> Any:
-    """The body of a call: a Jaxpr or ClosedJaxpr.
+def _bodies(eqn: JaxprEqn) -> Sequence[Jaxpr | ClosedJaxpr]:
+    """The bodies of a loop, branch or call, in the order of ``Op.frames``.
 
     A ``custom_linear_solve`` runs ``solve``; its other jaxprs are for derivatives.
     """
     p = eqn.params
-    return p["jaxprs"].solve if "jaxprs" in p else p[next(k for k in _BODIES if k in p)]
+    if "branches" in p:
+        return p["branches"]
+    return [p["jaxprs"].solve] if "jaxprs" in p else [p[k] for k in _BODIES if k in p]
+
+
+def bodies_of(eqn: JaxprEqn) -> list[tuple[Jaxpr, Sequence[Any]]]:
+    """(jaxpr, consts) of each body of a loop, branch or call, in the order of ``Op.frames``."""
+    return list(map(closed_parts, _bodies(eqn)))
+
+
+def body_consts(eqn: JaxprEqn) -> list[Sequence[Any]]:
+    """The constants of an equation's bodies, in the order of ``Op.frames``."""
+    return [consts for _, consts in bodies_of(eqn)]
 
 
 def body_operands(eqn: Any, operands: Sequence[T]) -> Sequence[T]:
@@ -658,28 +645,25 @@ def body_operands(eqn: Any, operands: Sequence[T]) -> Sequence[T]:
     right-hand sides."""
     lengths = eqn.params.get("const_lengths")
     if lengths is None:
-        return operands[len(operands) - len(closed_parts(body_of(eqn))[0].invars) :]
+        ((body, _),) = bodies_of(eqn)
+        return operands[len(operands) - len(body.invars) :]
     first = lengths.matvec + lengths.vecmat
     return [*operands[first : first + lengths.solve], *operands[sum(lengths) :]]
 
 
-def replace_body(eqn: Any, bodies: Sequence[Any]) -> Any:
+def replace_body(eqn: JaxprEqn, bodies: Sequence[Jaxpr]) -> JaxprEqn:
     """The equation with other bodies: jaxprs in the order of ``Op.frames``."""
-    params = dict(eqn.params)
-    if eqn.primitive.name == "cond":
-        params["branches"] = tuple(
-            ClosedJaxpr(b, old.consts) for b, old in zip(bodies, params["branches"], strict=True)
-        )
-    elif eqn.primitive.name == "while":
-        for key, body in zip(("cond_jaxpr", "body_jaxpr"), bodies, strict=True):
-            params[key] = ClosedJaxpr(body, params[key].consts)
+    params, olds = dict(eqn.params), _bodies(eqn)
+    new = [
+        ClosedJaxpr(body, old.consts) if isinstance(old, ClosedJaxpr) else body
+        for body, old in zip(bodies, olds, strict=True)
+    ]
+    if "branches" in params:
+        params["branches"] = tuple(new)
+    elif "jaxprs" in params:
+        params["jaxprs"] = params["jaxprs"]._replace(solve=new[0])
     else:
-        old, (body,) = body_of(eqn), bodies
-        body = ClosedJaxpr(body, old.consts) if isinstance(old, ClosedJaxpr) else body
-        if "jaxprs" in params:
-            params["jaxprs"] = params["jaxprs"]._replace(solve=body)
-        else:
-            params[next(k for k in _BODIES if k in params)] = body
+        params.update(zip((k for k in _BODIES if k in params), new, strict=True))
     return eqn.replace(params=params)
 
 
@@ -706,12 +690,10 @@ def close_over(closed: Any) -> Any:
     return run
 
 
-def _no_debug(jaxpr: Any) -> Any:
+def _no_debug(jaxpr: Jaxpr) -> Any:
     """The debug info of a jaxpr, with an unnamed argument for each constant in front of its arguments."""
     info = jaxpr.debug_info
-    if info is None or not jaxpr.constvars:
-        return info
-    names = getattr(info, "arg_names", None)
+    names = info.arg_names
     return info if names is None else info._replace(arg_names=("",) * len(jaxpr.constvars) + tuple(names))
 
 
@@ -720,9 +702,7 @@ def without_dead_code(closed: ClosedJaxpr) -> ClosedJaxpr:
 
     XLA removes them as well. Arguments and results do not change; equations with effects stay.
     """
-    from jax._src.interpreters.partial_eval import dce_jaxpr
-
-    jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
     live = ClosedJaxpr(jaxpr, closed.consts)
     return closed if sum(1 for _ in equations(live)) == sum(1 for _ in equations(closed)) else live
 
@@ -753,9 +733,7 @@ def has_graph_nodes(tree: Any) -> bool:
 
 def is_tracer(x: Any) -> bool:
     """Whether a value is being traced (inside ``jax.jit``, ``jax.grad``)."""
-    from jax.core import Tracer
-
-    return isinstance(x, Tracer)
+    return isinstance(x, core.Tracer)
 
 
 def at_top_level() -> bool:
@@ -814,28 +792,9 @@ def bind(eqn: Any, args: Sequence[Any], params: Any) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def bodies_of(eqn: Any) -> list[tuple[Any, Sequence[Any]]]:
-    """(jaxpr, consts) of each body of a loop, branch or call, in the order of ``Op.frames``."""
-    p = eqn.params
-    if eqn.primitive.name == "cond":
-        bodies = p["branches"]
-    elif eqn.primitive.name == "while":
-        bodies = (p["cond_jaxpr"], p["body_jaxpr"])
-    else:
-        bodies = (body_of(eqn),)
-    return [closed_parts(b) for b in bodies]
-
-
-def body_consts(eqn: Any) -> list[Sequence[Any]]:
-    """The constants of an equation's bodies, in the order of ``Op.frames``."""
-    return [consts for _, consts in bodies_of(eqn)]
-
-
 def with_weak_type(x: Any, weak: bool) -> Any:
     """The array with a weak type if ``weak``, else without."""
-    from jax._src.lax.lax import _convert_element_type
-
-    return x if x.aval.weak_type == weak else _convert_element_type(x, x.dtype, weak_type=weak)
+    return x if x.aval.weak_type == weak else lax_internal._convert_element_type(x, x.dtype, weak_type=weak)
 
 
 @functools.lru_cache(2**12)
@@ -870,29 +829,29 @@ def in_recomputation(eqn: Any) -> bool:
     return "rematted_computation" in _text(eqn.source_info.name_stack)
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
+def jaxprs_in(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The jaxprs among the parameters of an equation, also those that it does not run, such as derivatives."""
+    values = (x for value in eqn.params.values() for x in (value if isinstance(value, tuple | list) else (value,)))
+    return [closed_parts(x)[0] for x in values if isinstance(x, Jaxpr | ClosedJaxpr)]
+
+
+def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
     """All equations of a jaxpr, nested jaxprs included."""
     for eqn in closed_parts(jaxpr)[0].eqns:
         yield eqn
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, (tuple, list)) else (value,):
-                if hasattr(inner, "eqns") or isinstance(inner, ClosedJaxpr):
-                    yield from equations(inner)
+        for inner in jaxprs_in(eqn):
+            yield from equations(inner)
 
 
 def parts_by_result(jaxpr: Any) -> list[tuple[Any, list[int]]]:
     """For every result of a jaxpr, (jaxpr that computes only this result, indices of the inputs that it reads)."""
-    from jax._src.interpreters.partial_eval import dce_jaxpr
-
     parts = []
     for k in range(len(jaxpr.outvars)):
-        part, used = dce_jaxpr(jaxpr, [i == k for i in range(len(jaxpr.outvars))])
+        part, used = partial_eval.dce_jaxpr(jaxpr, [i == k for i in range(len(jaxpr.outvars))])
         parts.append((part, [i for i, u in enumerate(used) if u]))
     return parts
 
 
 def may_be_differentiated(closed: Any) -> bool:
     """Whether JAX allows a custom derivative for a function of this jaxpr: not if it has other than a few kinds of effects."""
-    from jax._src import effects
-
     return not effects.custom_derivatives_allowed_effects.filter_not_in(closed.effects)

@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +107,16 @@ def connect(group: Group, *, heartbeat: int, wait: float) -> None:
     )  # fmt: skip
 
 
+@contextlib.contextmanager
+def _unless(status: str) -> Iterator[None]:
+    """Ignore an error of the service that has this status."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if status not in str(error):
+            raise
+
+
 class Store:
     """The coordinator's key-value store, shared by all processes.
 
@@ -122,31 +132,20 @@ class Store:
 
     def put_first(self, key: str, text: str) -> bool:
         """Set the text of a key that has none; False if it has one."""
-        try:
+        with _unless("ALREADY_EXISTS"):
             self._client.key_value_set(key, text)
-        except jax.errors.JaxRuntimeError as error:
-            if "ALREADY_EXISTS" in str(error):
-                return False
-            raise
-        return True
+            return True
+        return False
 
     def peek(self, key: str) -> str | None:
         """The text of a key; None if it has none."""
-        try:
+        with _unless("NOT_FOUND"):
             return self._client.key_value_try_get(key)
-        except jax.errors.JaxRuntimeError as error:
-            if "NOT_FOUND" in str(error):
-                return None
-            raise
 
     def get(self, key: str, seconds: float) -> str | None:
         """The text of a key, once it has one; None after ``seconds``."""
-        try:
+        with _unless("DEADLINE_EXCEEDED"):
             return self._client.blocking_key_value_get(key, max(1, int(seconds * 1000)))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" in str(error):
-                return None
-            raise
 
     def folder(self, prefix: str) -> dict[str, str]:
         """Key without its prefix → text, for all keys that begin with ``prefix/``."""

@@ -78,18 +78,18 @@ class Algorithm:
           stages: of the group, major to minor.
         """
         stages = [s for s in stages if s.size > 1][: 1 if self.ring_step else None]
-        if all(s.dim != "slice" for s in stages):
+        if not any(s.between for s in stages):
             return 0.0
         if op == "collective-permute":
             return sent
         group = math.prod(s.size for s in stages)
         volume = collective_volume(op, sent, group)
         if op == "all-to-all":
-            slices = math.prod(s.size for s in stages if s.dim == "slice")
+            slices = math.prod(s.size for s in stages if s.between)
             return volume / group * (slices - 1) / slices
         total = 0.0
         for phase, _ in self._phase_bytes(op, volume, stages):
-            sizes = [s.size for s in phase if s.dim == "slice"]
+            sizes = [s.size for s in phase if s.between]
             size, slices = math.prod(s.size for s in phase), math.prod(sizes)
             total += wire_bytes(op, volume * slices / size, slices)
             volume /= size
@@ -100,7 +100,7 @@ class Algorithm:
     ) -> Iterator[tuple[list[Stage], float]]:
         """(stages, bytes that each device sends) of each phase."""
         stages = [s for s, _ in joined(stages)]
-        for indices in self.phases([s.dim == "slice" for s in stages]):
+        for indices in self.phases([s.between for s in stages]):
             phase = [stages[k] for k in indices]
             size = math.prod(s.size for s in phase)
             yield phase, wire_bytes(op, volume, size)
@@ -175,6 +175,8 @@ def choose_algorithm(
       that planner and kernels share (:func:`meshpar_kernels.collectives.choose`). XLA compiles the native one to an all-reduce,
       which sends twice the bytes and allocates the full-size array, so it is not considered here.
       :mod:`meshpar.passes.all_reduce_choice` replaces a staged one by an all-reduce if that leaves less time exposed.
+    - A reduce-scatter over one torus dimension, or over slices alone, is ``native``: there is one kind of link, and one way to use
+      it.
     - Every other collective is ``native``: no algorithm sends fewer bytes, and only this one uses the links of all torus
       dimensions at once.
 
@@ -193,9 +195,9 @@ def choose_algorithm(
 @functools.lru_cache(maxsize=4096)
 def _chosen(op: CollectiveOp, volume: float, stages: tuple[Stage, ...], chip: Chip | None) -> tuple[AlgorithmName, str]:
     """:func:`choose_algorithm` for merged stages; cached."""
-    between = sum(s.dim == "slice" for s in stages)
+    between = any(s.between for s in stages)
     names: list[AlgorithmName] = [a.name for a in _TABLE if op in a.chosen_for and (between or not a.needs_slices)]
-    if not names or len(stages) < 2 or not volume or between == len(stages):
+    if not names or len(stages) < 2 or not volume or all(s.between for s in stages):
         return "native", ""
     hbm = None if chip is None else _gb(chip.per_device().hbm_bandwidth * chip.compiler.hbm_efficiency)
     choice = choose(op.replace("-", "_"), volume, [_axis(s, chip) for s in stages], hbm=hbm, candidates=names)
@@ -205,10 +207,9 @@ def _chosen(op: CollectiveOp, volume: float, stages: tuple[Stage, ...], chip: Ch
 
 def _axis(stage: Stage, chip: Chip | None) -> Axis:
     """The axis of :mod:`meshpar_kernels.collectives` for a stage."""
-    between = stage.dim == "slice"
     if chip is None:
-        return Axis(stage.size, stage.wraps, 0.1 if between else 1.0, 0.0, between)
-    return Axis(stage.size, stage.wraps, _gb(chip.rate(stage.dim, stage.stride)), chip.latency, between)
+        return Axis(stage.size, stage.wraps, 0.1 if stage.between else 1.0, 0.0, stage.between)
+    return Axis(stage.size, stage.wraps, _gb(chip.rate(stage.dim, stage.stride)), chip.latency, stage.between)
 
 
 def _gb(bytes_per_second: float) -> float:

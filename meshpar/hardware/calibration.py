@@ -158,22 +158,8 @@ def nominal(kind: str, hbm: float) -> Chip:
     Args:
       hbm: bytes of a device.
     """
-    return Chip(
-        kind,
-        (kind,),
-        1e11,
-        None,
-        hbm,
-        2e10,
-        5e9,
-        1,
-        (),
-        5e9,
-        None,
-        lanes=1,
-        switch=1,
-        source="nominal",
-    ).ideal()
+    rates = Chip(kind, (kind,), 1e11, None, hbm, 2e10, 5e9, 1, (), 5e9, None, lanes=1, switch=1, source="nominal")
+    return rates.ideal()
 
 
 def calibrated(chip: Chip | None, where: AnyMesh, given: Calibrations) -> Chip | None:

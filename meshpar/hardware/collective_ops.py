@@ -7,11 +7,11 @@ from typing import Literal
 CollectiveOp = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"]
 
 
-def wire_bytes(op: CollectiveOp, volume: float, group: int) -> float:
+def wire_bytes(op: str, volume: float, group: int) -> float:
     """Bytes that each device of a group sends.
 
     Args:
-      op: the kind of collective.
+      op: a kind of collective; of others, also of those that XLA alone makes, each device sends all but its own share.
       volume: bytes of the gathered array (all-gather), else of the local operand.
       group: devices of the group.
     """
@@ -21,7 +21,7 @@ def wire_bytes(op: CollectiveOp, volume: float, group: int) -> float:
     return 2 * share if op == "all-reduce" else share
 
 
-def collective_volume(op: CollectiveOp, sent: float, group: int) -> float:
+def collective_volume(op: str, sent: float, group: int) -> float:
     """The volume V of :func:`meshpar.hardware.collective_time.seconds_of`, from the bytes that each device of a group sends."""
     if group == 1:
         return 0.0

@@ -98,7 +98,7 @@ def _levels(stages: Sequence[Stage], chip: Chip, algorithm: Algorithm) -> list[_
     by_link: dict[str, list[_Level]] = {name: [] for name in _INWARD}
     for stage in merged(stages):
         n, rate = stage.size, chip.rate(stage.dim, stage.stride)
-        if stage.dim in ("slice", "switch", "core"):
+        if not stage.on_torus:
             # a switch takes from all sources at once: there is no middle with less bandwidth
             by_link[stage.dim].append(_Level(n, rate, 1, 4 * (n - 1) / n / rate))
         else:
@@ -130,7 +130,7 @@ def merged(stages: Sequence[Stage]) -> list[Stage]:
             out.append(stage)
             continue
         minor, major = sorted((out[same], stage), key=lambda s: s.stride)
-        if major.dim in ("slice", "switch", "core") or major.stride == minor.stride * minor.size:
+        if not major.on_torus or major.stride == minor.stride * minor.size:
             out[same] = Stage(minor.size * major.size, major.dim, major.wraps, minor.stride)
         else:
             out.append(stage)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,7 @@ class CompilerModel:
 
     Attributes:
       compiler: the compiler and the version of its table, ``"libtpu 0.0.42"``.
-      requested: the compiler and the version that this model is for; another one than ``compiler`` if that has no table.
-      fit: the commands that print the numbers which the constants were fitted to.
+      note: what plans say if there is no table for the requested version; None: there is one.
       matmul_efficiency, hbm_efficiency, link_efficiency: fractions of the peak FLOP/s, HBM bytes/s and link bytes/s that are
         reached.
       clock_hz: cycles/s of the matrix units, peak FLOP/s ÷ FLOPs in a cycle (libtpu counts four units of ``lanes``² for v4 to v6e
@@ -36,11 +34,9 @@ class CompilerModel:
       vmem_tile_bytes: bytes of VMEM for one tile of a matmul's result: its accumulator, and two buffers of each array of that size.
       row_ratio: an operand is a row or a scalar if the largest operand of its kernel has at least this many times its bytes.
       ring_chunk_start_seconds: seconds to start the matmuls of one more chunk, or a fused kernel.
-      slice_elements_per_cycle: elements per core cycle at which the opposite device's chunk is sliced into the halves that are sent
-        in both directions.
-      gather_write_elements_per_cycle: the same of writing the received halves into the gathered array.
-      reduce_slice_elements_per_cycle, reduce_pad_elements_per_cycle: the same of slicing both halves of a reduction once more, and
-        of padding them to be concatenated.
+      gather_copy_cycles: core cycles for each element of the opposite device's chunk of an all-gather ring: sliced into the halves
+        that are sent in both directions, and both written into the gathered array.
+      scatter_copy_cycles: the same of a reduction ring: sliced, both halves sliced once more, and both padded to be concatenated.
       elementwise_hbm_efficiency: fraction of HBM's bandwidth that elementwise ops between ring steps reach on chips of unknown
         clock.
       min_gain_seconds: seconds per run that a ring, or an all-reduce in place of a reduce-scatter, must save.
@@ -66,8 +62,7 @@ class CompilerModel:
     """
 
     compiler: str
-    requested: str
-    fit: tuple[str, ...]
+    note: str | None
     matmul_efficiency: float
     hbm_efficiency: float
     link_efficiency: float
@@ -80,10 +75,8 @@ class CompilerModel:
     vmem_tile_bytes: int
     row_ratio: int
     ring_chunk_start_seconds: float
-    slice_elements_per_cycle: float
-    gather_write_elements_per_cycle: float
-    reduce_slice_elements_per_cycle: float
-    reduce_pad_elements_per_cycle: float
+    gather_copy_cycles: float
+    scatter_copy_cycles: float
     elementwise_hbm_efficiency: float
     min_gain_seconds: float
     min_joint_gain: float
@@ -98,29 +91,8 @@ class CompilerModel:
     row_hbm_efficiency: float = 1.0
     first_tile_bytes: int = 0
     min_kernel_seconds: float = 0.0
-    option_groups: tuple[str, ...] = ()
+    option_groups: frozenset[str] = frozenset()
     quirks: frozenset[str] = frozenset()
-
-    @property
-    def gather_copy_cycles(self) -> float:
-        """Core cycles for each element of the opposite device's chunk of an all-gather ring: sliced, and both halves written."""
-        return 1 / self.slice_elements_per_cycle + 2 / self.gather_write_elements_per_cycle
-
-    @property
-    def scatter_copy_cycles(self) -> float:
-        """The same of a reduction ring: sliced, both halves sliced once more, and both padded."""
-        return (
-            1 / self.slice_elements_per_cycle
-            + 1 / self.reduce_slice_elements_per_cycle
-            + 2 / self.reduce_pad_elements_per_cycle
-        )
-
-    @property
-    def note(self) -> str | None:
-        """What plans say if there is no table for the requested version."""
-        if self.compiler == self.requested:
-            return None
-        return f"seconds and passes use the constants of {self.compiler}; there is no table for {self.requested}"
 
 
 def compiler_model(chip: str | None, package: str = "libtpu", version: str | None = None) -> CompilerModel:
@@ -140,25 +112,16 @@ def compiler_model(chip: str | None, package: str = "libtpu", version: str | Non
 def _compiler_model(chip: str | None, package: str, version: str | None) -> CompilerModel:
     """:func:`compiler_model` for a resolved version; cached."""
     versions = sorted((v for name, v in _tables() if name == package), key=version_numbers)
-    if version is None:
-        chosen = requested = versions[-1]
-    else:
-        chosen = max(
-            (v for v in versions if version_numbers(v) <= version_numbers(version)),
-            key=version_numbers,
-            default=versions[0],
-        )
-        same = version_numbers(version)[: len(version_numbers(chosen))] == version_numbers(chosen)
-        requested = chosen if same else version
-    table = _tables()[package, chosen]
-    constants, fits = _flat(table["all"])
-    for k, v in table.get(chip or "", {}).items():
-        if k == "fit":
-            fits[v] = None
-        else:
-            constants[k] = [*constants["quirks"], *v] if k == "quirks" else v
-    frozen = {k: _frozen(k, v) for k, v in constants.items()}
-    return CompilerModel(compiler=f"{package} {chosen}", requested=f"{package} {requested}", fit=tuple(fits), **frozen)
+    numbers = version_numbers(version or versions[-1])
+    chosen = max((v for v in versions if version_numbers(v) <= numbers), key=version_numbers, default=versions[0])
+    table, note = _tables()[package, chosen], None
+    if numbers[: len(version_numbers(chosen))] != version_numbers(chosen):
+        note = f"seconds and passes use the constants of {package} {chosen}; there is no table for {package} {version}"
+    own = table.get(chip or "", {})
+    constants = {k: v for group in (*table["all"].values(), own) for k, v in group.items() if k != "fit"}
+    constants["quirks"] = [q for group in (table["all"]["quirks"], own) for q in group.get("quirks", ())]
+    frozen = {k: frozenset(v) if isinstance(v, list) else v for k, v in constants.items()}
+    return CompilerModel(compiler=f"{package} {chosen}", note=note, **frozen)
 
 
 @functools.lru_cache
@@ -169,28 +132,6 @@ def _tables() -> dict[tuple[str, str], dict[str, Any]]:
         if "inherits" in table:
             table["all"] = read[table["inherits"]]["all"]
     return {(name.rpartition("-")[0], name.rpartition("-")[2]): table for name, table in read.items()}
-
-
-def _flat(groups: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, None]]:
-    """(constants, fit commands) of all subsections of a section."""
-    constants, fits = {}, {}
-    for group in groups.values():
-        constants.update({k: v for k, v in group.items() if k != "fit"})
-        fits[group["fit"]] = None
-    return constants, fits
-
-
-def _frozen(name: str, value: Any) -> Any:
-    """A value of a table as its field has it: lists as frozensets or tuples, numbers of the field's type."""
-    kind = _TYPES[name]
-    if kind.startswith("frozenset"):
-        return frozenset(value)
-    if kind.startswith("tuple"):
-        return tuple(value)
-    return float(value) if kind == "float" else value
-
-
-_TYPES: dict[str, str] = {f.name: str(f.type) for f in fields(CompilerModel)}
 
 
 _installed = functools.lru_cache(installed_version)

@@ -285,9 +285,19 @@ class Stage:
     fills: tuple[Stage, ...] = ()
 
     @property
+    def between(self) -> bool:
+        """Whether it connects slices or nodes: over DCN."""
+        return self.dim == "slice"
+
+    @property
+    def on_torus(self) -> bool:
+        """Whether it runs along a torus dimension, which it may share with other groups, or is not known."""
+        return self.dim not in ("switch", "slice", "core")
+
+    @property
     def line(self) -> bool:
         """Whether a ring over this stage returns over the links of a line (never for two devices)."""
-        return self.dim not in ("switch", "slice", "core") and not self.wraps and self.size > 2
+        return self.on_torus and not self.wraps and self.size > 2
 
 
 Torus = dict[str, tuple[Stage, ...]]
@@ -449,21 +459,19 @@ def _stages(devices: np.ndarray, axes: Sequence[str]) -> Torus:
             full = not others and math.prod(s.size for s in box) == len(rest)
             out[axis] = (Stage(len(rest), fills=box if full else ()),)
         else:
-            out[axis] = tuple(
-                Stage(n, _PLACES[d], bool(rings[d] and n * stride == extent[d]), stride) for n, d, stride in runs
-            )
+            out[axis] = tuple(_along(d, n, stride, extent, rings) for n, d, stride in runs)
     return out
+
+
+def _along(d: int, n: int, stride: int, extent: Sequence[int], rings: Sequence[bool]) -> Stage:
+    """The stage of ``n`` devices along dimension ``d`` of :data:`_PLACES`: a ring if they fill a dimension that is one."""
+    return Stage(n, _PLACES[d], bool(rings[d] and n * stride == extent[d]), stride)
 
 
 def _box(places: np.ndarray, extent: Sequence[int], rings: Sequence[bool]) -> list[Stage]:
     """The stages of a mesh axis: one for each dimension of the slice along which its devices differ."""
-    stages = []
-    for d, name in enumerate(_PLACES):
-        along = np.unique(places[:, d])
-        if len(along) > 1:
-            stride = int(np.diff(along).min())
-            stages.append(Stage(len(along), name, bool(rings[d] and len(along) * stride == extent[d]), stride))
-    return stages
+    at = [np.unique(places[:, d]) for d in range(len(_PLACES))]
+    return [_along(d, len(x), int(np.diff(x).min()), extent, rings) for d, x in enumerate(at) if len(x) > 1]
 
 
 def _place(device: Any) -> tuple[int, ...]:

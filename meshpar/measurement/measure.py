@@ -169,7 +169,7 @@ def _check_rounding(first: Candidate, other: Candidate, differ: Mapping[str, Dif
     explained: set[str] = set()
     for each in (first, other):
         try:
-            row = check_subject(each.subject, each.subject.plan.lowering, tolerance)
+            row = check_subject(each.subject, tolerance)
         except jax.errors.JaxRuntimeError:  # the step does not fit on one device
             raise failure from None
         if row.error is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Literal
 
-from ..compat.jax import body_of, body_operands, closed_parts, new_var
+from ..compat.jax import bodies_of, body_operands, new_var
 from ..rules import primitive
 
 
@@ -36,7 +36,7 @@ def flatten(closed: ClosedJaxpr) -> ClosedJaxpr:
         for eqn in jaxpr.eqns:
             ins = [read(v) for v in eqn.invars]
             if primitive(eqn.primitive.name).call:
-                body, values = closed_parts(body_of(eqn))
+                ((body, values),) = bodies_of(eqn)
                 scope = bind(body, values)
                 scope.update(zip(body.invars, body_operands(eqn, ins), strict=True))
                 outs = inline(body, scope)

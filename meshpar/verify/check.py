@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from ..errors import CheckError, DivisibilityError
@@ -35,7 +34,7 @@ from ..mesh import MeshSizes
 from ..mesh import mesh as make_mesh
 from ..plan.plan import Plan
 from ..units import mesh_text
-from .localize import Localizer
+from .localize import Localizer, Reference
 from .numbers import compiled, host, on_device, worst_of
 
 Lowering = Literal["auto", "jit", "shard_map"]
@@ -179,7 +178,7 @@ def check_layouts(
             case.tell("planning")
             try:
                 with subject(m, layout, lowering) as it:
-                    row = case.run(it, it.plan.lowering)
+                    row = case.run(it)
             except DivisibilityError as e:
                 if given is not None:
                     raise
@@ -194,9 +193,9 @@ def check_layouts(
     return report
 
 
-def check_subject(subject: Subject, lowering: str, tolerance: float) -> Row:
+def check_subject(subject: Subject, tolerance: float) -> Row:
     """The row of one layout, compared with the unsharded run."""
-    return _Case(tolerance).run(subject, lowering)
+    return _Case(tolerance).run(subject)
 
 
 def each_layout(layouts: Any) -> list[Layout]:
@@ -234,23 +233,6 @@ def _default_meshes(layout: Layout) -> list[Mesh]:
     return [make_mesh(text) for text in texts]
 
 
-@dataclass(eq=False, slots=True)
-class _Reference:
-    """The run of a step without sharding, on one device, whose results are the reference of :func:`meshpar.check`.
-
-    Attributes:
-      leaves: its flat arguments.
-      results: its flat results.
-      run: the compiled function.
-      spread: per result, the change when the arguments change by the tolerance; None: not computed yet.
-    """
-
-    leaves: list[Any]
-    results: list[np.ndarray]
-    run: Callable[[list[Any]], list[Any]]
-    spread: list[float] | None = None
-
-
 class _Case:
     """A step with its arguments that is run under several layouts; the reference run without sharding is made once.
 
@@ -262,19 +244,18 @@ class _Case:
         self.tolerance = tolerance
         self.tell: Callable[[str], None] = lambda text: None
         self.device = jax.local_devices()[0]  # every process runs the unsharded step
-        self.reference: _Reference | None = None
-        self.intermediates: tuple[object, list[Any]] | None = None  # (key of the program, all its values on one device)
+        self.reference: Reference | None = None
 
     def fresh(self, xs: Sequence[Any]) -> list[Any]:
         """Copies of arrays, on one device."""
         return [on_device(x, self.device) if isinstance(x, jax.Array) else x for x in xs]
 
-    def run(self, subject: Subject, lowering: str) -> Row:
+    def run(self, subject: Subject) -> Row:
         """Run a step under its layout, and compare every result with the unsharded run."""
         if self.reference is None:
             self.tell("the unsharded step")
-        reference = self.reference or self.unsharded(subject)
-        self.reference, plan = reference, subject.plan
+            self.reference = self.unsharded(subject)
+        reference, plan = self.reference, subject.plan
         self.tell("the sharded step")
         outs = subject.sharded(self.fresh(subject.arrays))
         differences = [worst_of(a, b, self.tolerance) for a, b in zip(outs, reference.results, strict=True)]
@@ -283,7 +264,7 @@ class _Case:
         error = None
         if failed:
             self.tell(f"tracing back {len(failed)} results that differ")
-            localizer = Localizer(self, plan, reference, lowering, self.device)
+            localizer = Localizer(plan, reference, self.tolerance)
             explained = [k for k in failed if localizer.explains(k, differences[k], outs[k])]
             failed = [k for k in failed if k not in explained]
             if failed:
@@ -293,13 +274,13 @@ class _Case:
         worst = failed[0] if failed else max(others, key=lambda k: differences[k].relative, default=None)
         largest = max(explained, key=lambda k: differences[k].relative, default=None)
         return Row(
-            mesh_text(plan.sizes), str(plan.layout), lowering, "" if worst is None else paths[worst],
+            mesh_text(plan.sizes), str(plan.layout), plan.lowering, "" if worst is None else paths[worst],
             0.0 if worst is None else differences[worst].relative, len(differences), tuple(paths[k] for k in explained), error,
             *((0.0, "") if largest is None else (differences[largest].relative, paths[largest])),
         )  # fmt: skip
 
-    def unsharded(self, subject: Subject) -> _Reference:
+    def unsharded(self, subject: Subject) -> Reference:
         """The run on one device, under ``jax.jit`` alone."""
         leaves = self.fresh(subject.arrays)
         run = compiled(subject.unsharded, leaves)
-        return _Reference(leaves, [host(x) for x in run(*leaves)], lambda xs: run(*xs))
+        return Reference(self.device, leaves, [host(x) for x in run(*leaves)], lambda xs: run(*xs))

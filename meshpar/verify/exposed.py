@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from ..hardware.chips import Chip
-from ..hardware.collective_ops import CollectiveOp
+from ..hardware.collective_ops import CollectiveOp, collective_volume
 from ..hardware.collective_time import seconds_of
-from ..hardware.topology import Places, Stage
+from ..hardware.topology import Places
 from .hlo import HloCollective, branches_of, collective_of, estimate, inside
 from .hlo_text import Instruction, Module, parse
 from .loops import Scope, trip_count
@@ -98,17 +98,9 @@ def wire_seconds(c: HloCollective, chip: Chip, places: Places) -> float:
     if c.op == "collective-permute":
         stage, hops = places.hop(c.members)
         return max(chip.latency * hops, hops * seconds_of("collective-permute", c.bytes, [stage], chip))
-    stages: Sequence[Stage] = places.stages(c.members)
-    share = (c.group - 1) / c.group
-    kinds: dict[str, CollectiveOp] = {
-        "all-gather": "all-gather",
-        "reduce-scatter": "reduce-scatter",
-        "all-reduce": "all-reduce",
-    }
+    kinds: dict[str, CollectiveOp] = {x: x for x in ("all-gather", "reduce-scatter", "all-reduce")}
     kind = kinds.get(c.op, "all-to-all")
-    volume = c.bytes / share
-    volume = volume / 2 if kind == "all-reduce" else volume * c.group if kind == "all-to-all" else volume
-    return seconds_of(kind, volume, stages, chip)
+    return seconds_of(kind, collective_volume(kind, c.bytes, c.group), places.stages(c.members), chip)
 
 
 @dataclass(eq=False, slots=True)

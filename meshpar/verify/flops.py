@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 
 import numpy as np
 
-from .hlo import Run, walk
-from .hlo_text import Computation, Instruction, arrays, parse
+from .hlo import Run, total
+from .hlo_text import Computation, Instruction, arrays
 
 _STATED = re.compile(r'"cost_estimate":\{"flops":"?(\d+)')
 
@@ -27,11 +26,7 @@ def flops(text: str, *, unknown: int = 1) -> float:
     Raises:
       ValueError: the text is no HLO module.
     """
-
-    def cost(runs: Sequence[Run]) -> float:
-        return sum(n * (unknown if r.count is None else r.count) for r in runs if (n := _of(r)))
-
-    return float(cost(list(walk(parse(text), cost))))
+    return total(text, _of, unknown)
 
 
 def _of(run: Run) -> int:

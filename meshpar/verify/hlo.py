@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from ..hardware.collective_ops import wire_bytes
 from .hlo_text import CALLS, Instruction, Module, arrays, byte_size, closing, parse
 from .loops import Scope, trip_count
 
@@ -99,11 +100,26 @@ def collectives(text: str) -> list[HloCollective]:
       ValueError: the text is no HLO module.
     """
     module = parse(text)
+    runs = walk(module, lambda runs: sum(c.total_bytes for c in _collectives(module, runs)))
+    return _collectives(module, list(runs))
 
-    def sent(runs: Sequence[Run]) -> float:
-        return sum(c.total_bytes for c in _collectives(module, runs))
 
-    return _collectives(module, list(walk(module, sent)))
+def total(text: str, of: Callable[[Run], float], unknown: int = 1) -> float:
+    """A quantity of instructions in a step: of each one times its executions, of conditionals in the branch with most of it.
+
+    Args:
+      text: an HLO module.
+      of: the quantity of one execution.
+      unknown: trip count of loops whose trip count is not known.
+
+    Raises:
+      ValueError: the text is no HLO module.
+    """
+
+    def cost(runs: Iterable[Run]) -> float:
+        return sum(n * (unknown if r.count is None else r.count) for r in runs if (n := of(r)))
+
+    return float(cost(walk(parse(text), cost)))
 
 
 def cycles(text: str) -> float:
@@ -111,11 +127,7 @@ def cycles(text: str) -> float:
 
     It does not include communication. Loops of unknown length count once.
     """
-
-    def cost(runs: Sequence[Run]) -> float:
-        return sum(estimate(r.instruction) * (1 if r.count is None else r.count) for r in runs if not r.fused)
-
-    return cost(list(walk(parse(text), cost)))
+    return total(text, lambda r: 0 if r.fused else estimate(r.instruction))
 
 
 def estimate(i: Instruction) -> int:
@@ -215,28 +227,22 @@ def _record(module: Module, run: Run, kind: str) -> HloCollective:
     if kind == "all-reduce" and run.scattered:
         kind = "reduce-scatter"
     shapes = [arrays(o.shape) for x in i.operands if (o := run.scope.computation.get(x))]
-    operand = [a for s in shapes for a in s]
-    shown, share = operand, (group - 1) / group if group else 0.0
-    remote: list[tuple[int, int]] = []
+    shown = [a for s in shapes for a in s]
+    size, remote = byte_size(shown), ()
     if kind == "all-gather":
         result = arrays(i.shape)
         shown = result[len(i.operands) :] if i.opcode.endswith("-start") else result
-        sent = byte_size(shown) * share
-    elif kind == "all-reduce":
-        sent = 2 * byte_size(operand) * share
+        size = byte_size(shown)
     elif kind == "collective-permute":
         pairs = _pairs(i.attributes)
-        remote = [p for p in pairs if p[0] != p[1]]
-        group, members = 0, (remote or pairs or [None])[0]
-        shown = shapes[0] if shapes else []
-        sent = 0.0 if pairs and not remote else byte_size(operand)
+        remote = tuple(p for p in pairs if p[0] != p[1])
+        group, members, shown = 0, (*remote, *pairs, None)[0], shapes[0]
+        size = size if remote or not pairs else 0.0
     elif kind == "ragged-all-to-all":
-        shown = shapes[0] if shapes else []
-        sent = min(map(byte_size, shapes[:2]), default=0.0) * share
-    else:
-        sent = byte_size(operand) * share
+        shown, size = shapes[0], min(map(byte_size, shapes[:2]))
+    sent = wire_bytes(kind, size, group)
     return HloCollective(
-        kind, group, members, _shapes(shown), sent, run.count, False, i.name, i.op_name, module.source(i), tuple(remote)
+        kind, group, members, _shapes(shown), sent, run.count, False, i.name, i.op_name, module.source(i), remote
     )
 
 
@@ -253,9 +259,8 @@ def _between_slices(module: Module, run: Run, kind: str) -> HloCollective:
     first = re.search(r"\{([\d,>\-]+)\}", target)
     numbers = [int(n) for n in re.findall(r"\d+", first[1])] if first else []
     slices = [n // _SLICE if n >= _SLICE else n for n in numbers]
-    g, n = len(slices), byte_size(data)
-    factors = {"all-gather": g - 1, "all-reduce": 2 * (g - 1) / g, "collective-permute": 1} if g else {}
-    sent = n * factors.get(kind, (g - 1) / g if g else 0)
+    g = len(slices)
+    sent = wire_bytes(kind, byte_size(data) * (g if kind == "all-gather" else 1), g) if g else 0.0
     members = tuple((s - 1) * module.devices for s in slices)
     return HloCollective(
         kind, 0 if kind == "collective-permute" else g, members or None, _shapes(data), sent, run.count, True, i.name,

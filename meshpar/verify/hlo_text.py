@@ -16,7 +16,6 @@ _END = re.compile(r"^\}(, execution_thread.*)?\s*$")
 _COMMENT = re.compile(r"/\*.*?\*/")
 CALLS = ("call", "call-start")
 """Opcodes of calls; ``call-start`` runs on another thread, such as collectives on the SparseCores of a TPU."""
-_BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "token": 0}
 
 
 @dataclass(slots=True)
@@ -79,12 +78,14 @@ class Module:
 
     Attributes:
       computations: by name.
+      instructions: of all computations, by name.
       entry: name of the entry computation.
       devices: partitions × replicas.
       frames: stack frame id → ``file.py:12 (function)``.
     """
 
     computations: dict[str, Computation]
+    instructions: dict[str, Instruction]
     entry: str
     devices: int
     frames: dict[int, str]
@@ -129,7 +130,8 @@ def parse(text: str) -> Module:
                 now.root = instruction.name
     if not entry:
         raise ValueError("this text has no ENTRY computation: it is not an HLO module")
-    return Module(computations, entry, _devices(lines[0]), _frames(lines))
+    instructions = {i.name: i for computation in computations.values() for i in computation}
+    return Module(computations, instructions, entry, _devices(lines[0]), _frames(lines))
 
 
 def _instruction(line: str, start: int, name: str) -> Instruction | None:
@@ -178,11 +180,8 @@ def byte_size(shapes: list[tuple[str, tuple[int, ...]]]) -> float:
 
 def _bits(dtype: str) -> int:
     """Bits per element of a dtype in HLO notation."""
-    if dtype in _BITS:
-        return _BITS[dtype]
-    m = re.match(r"[suf](\d+)", dtype)
-    assert m is not None
-    return int(m[1])
+    number = re.search(r"\d+", dtype)
+    return int(number[0]) if number else {"pred": 8, "token": 0}[dtype]
 
 
 def elements(shape: str) -> list[str]:

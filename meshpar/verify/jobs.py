@@ -159,14 +159,8 @@ def _run(job: Job, timeout: float | None, say: Callable[[str], None]) -> bytes:
     """
     folder = Path(tempfile.mkdtemp(prefix="meshpar-compile-"))
     (folder / MODULE).write_bytes(job.module)
-    request = {
-        "topology": job.topology,
-        "devices": job.devices,
-        "facts": job.facts,
-        "options": job.options,
-        "fast": job.fast,
-    }
-    (folder / JOB).write_text(json.dumps(request))
+    request = ("topology", "devices", "facts", "options", "fast")
+    (folder / JOB).write_text(json.dumps({k: getattr(job, k) for k in request}))
     log = folder / "log.txt"
     began = time.monotonic()
     with log.open("wb") as out:
@@ -176,15 +170,11 @@ def _run(job: Job, timeout: float | None, say: Callable[[str], None]) -> bytes:
         )  # fmt: skip
     late = False
     try:
-        while True:
+        while process.poll() is None and not late:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.2)
-                break
-            seconds = time.monotonic() - began
             say("")
-            if timeout is not None and seconds > timeout:
-                late = True
-                break
+            late = process.poll() is None and timeout is not None and time.monotonic() - began > timeout
     except BaseException:  # an interrupt
         _end(process)
         shutil.rmtree(folder, ignore_errors=True)

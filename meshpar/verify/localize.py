@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, primitives
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, primitives
 from jax.sharding import Mesh
 
 from ..compat.jax import sharding_constraint_p, source_line
@@ -20,10 +22,11 @@ from ..passes import make_plan
 from ..plan.plan import Plan
 from ..program import Program, infer
 from ..program.flat import flatten
+from ..program.jaxprs import with_eqns
 from ..rules import primitive
 from ..units import mesh_text
-from .numbers import Difference, compare, compiled, copies, host, on_device, spread_of, worst_of
-from .wide import Verdict, in_wider, judge, narrowest, wider
+from .numbers import Difference, compare, compiled, host, on_device, spread_of, worst_of
+from .wide import Exact, Verdict, exact, narrowest
 
 SLACK = 8.0
 """A difference is rounding if it is at most this many times the one that perturbed operands cause."""
@@ -31,13 +34,13 @@ OPS_PER_COMPILATION = 256
 """Ops that are replayed in one compilation."""
 
 
-def with_all_values(flat: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
+def with_all_values(flat: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Var]]:
     """The flat program with the results of all ops as additional results, and the variables of these."""
     made = [v for eqn in flat.jaxpr.eqns for v in eqn.outvars]
     return ClosedJaxpr(flat.jaxpr.replace(outvars=[*flat.jaxpr.outvars, *made]), flat.consts), made
 
 
-def _on_one_device(eqn: Any) -> Any:
+def _on_one_device(eqn: JaxprEqn) -> JaxprEqn:
     """The op for one device: a sharding constraint becomes a copy."""
     return eqn.replace(primitive=primitives.copy_p, params={}) if eqn.primitive is sharding_constraint_p else eqn
 
@@ -55,34 +58,51 @@ def _renamed(program: Program, flat: ClosedJaxpr, made: Sequence[Any]) -> Progra
     return twin
 
 
+@dataclass(eq=False, slots=True)
+class Reference:
+    """The run of a step without sharding, on one device, whose results are the reference of :func:`meshpar.check`.
+
+    Attributes:
+      device: of the run.
+      leaves: its flat arguments.
+      results: its flat results.
+      run: the compiled function.
+      spread: per result, the change when the arguments change by the tolerance; None: not computed yet.
+      intermediates: (names and types of all ops, all values) of the last program that was run with all values as results.
+    """
+
+    device: Any
+    leaves: list[Any]
+    results: list[np.ndarray]
+    run: Callable[[list[Any]], list[Any]]
+    spread: list[float] | None = None
+    intermediates: tuple[object, list[Any]] | None = None
+
+
 class Localizer:
     """Finds out why results of a sharded and an unsharded run differ, by runs of both with all intermediate values as
     results.
 
     Args:
-      case: the check, which caches the values of the unsharded program, and whose tolerance is used.
       plan: of the sharded program.
       reference: the unsharded run.
-      lowering: of the sharded program.
-      device: the device of the unsharded run.
+      tolerance: allowed difference of a result, relative to its largest absolute value.
     """
 
-    def __init__(self, case: Any, plan: Plan, reference: Any, lowering: str, device: Any):
-        """Run the sharded program with every intermediate value as a result, and the unsharded one unless ``case`` has
+    def __init__(self, plan: Plan, reference: Reference, tolerance: float):
+        """Run the sharded program with every intermediate value as a result, and the unsharded one unless ``reference`` has
         its values."""
-        self.plan, self.reference, self.tolerance, self.device = plan, reference, case.tolerance, device
+        assert isinstance(plan.mesh, Mesh)
+        self.plan, self.reference, self.tolerance = plan, reference, tolerance
+        leaves = reference.leaves
         flat = flatten(plan.program.closed)
         everything, made = with_all_values(flat)
-        self.eqns = [_on_one_device(e) for e in flat.jaxpr.eqns]
-        self.flat, self.consts = flat.jaxpr, flat.consts
-        self.results = flat.jaxpr.outvars
+        self.closed = ClosedJaxpr(with_eqns(flat.jaxpr, list(map(_on_one_device, flat.jaxpr.eqns))), flat.consts)
+        self.eqns, self.results = self.closed.jaxpr.eqns, flat.jaxpr.outvars
         self.maker = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
-        self.values: dict[Any, Any] = dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
-        self.values.update(zip(flat.jaxpr.invars, reference.leaves, strict=True))
         count = len(self.results)
 
         self.program = _renamed(plan.program, everything, made)
-        assert isinstance(plan.mesh, Mesh)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", JoinWarning)  # the first plan has warned
             again = make_plan(
@@ -90,23 +110,20 @@ class Localizer:
                 options=plan.options.mode, calibrations=plan.calibrations,
             )  # fmt: skip
             run, ins, outs = LOWERINGS[again.lowering](again, plan.mesh)
-        placed = [
-            place(x, s) if isinstance(x, jax.Array | np.ndarray) else x
-            for x, s in zip(reference.leaves, ins, strict=True)
-        ]
+        placed = [place(x, s) if isinstance(x, jax.Array | np.ndarray) else x for x, s in zip(leaves, ins, strict=True)]
         sharded = compiled(run, placed, in_shardings=tuple(ins), out_shardings=list(outs))(*placed)
         self.outs = sharded[:count]
-        self.values.update(zip(made, sharded[count:], strict=True))
+        known = (*flat.jaxpr.constvars, *flat.jaxpr.invars, *made)
+        self.values = dict(zip(known, (*flat.consts, *leaves, *sharded[count:]), strict=True))
 
         ident = [(e.primitive.name, *(v.aval for v in e.outvars)) for e in self.eqns]
-        if case.intermediates is None or case.intermediates[0] != ident:
-            alone = ClosedJaxpr(everything.jaxpr.replace(eqns=self.eqns), flat.consts)
-            case.intermediates = ident, list(compiled(jaxpr_as_fun(alone), reference.leaves)(*reference.leaves))
-        self.out_refs = case.intermediates[1][:count]
-        self.references = dict(zip(made, case.intermediates[1][count:], strict=True))
+        if reference.intermediates is None or reference.intermediates[0] != ident:
+            alone, _ = with_all_values(self.closed)
+            reference.intermediates = ident, list(compiled(jaxpr_as_fun(alone), leaves)(*leaves))
+        self.out_refs = reference.intermediates[1][:count]
+        self.references = dict(zip(made, reference.intermediates[1][count:], strict=True))
         self._agree: dict[Any, bool] = {}
         self._wrong: dict[int, tuple[Any, Difference, Verdict | None] | None] = {}
-        self._exact: list[np.ndarray] | None = None
 
     def explains(self, k: int, first: Difference, out: Any) -> bool:
         """Whether a result differs only by rounding.
@@ -120,22 +137,18 @@ class Localizer:
             return False
         if first.largest <= SLACK * max(self.leaf(k).largest, self.spread(k)):
             return True
-        verdicts = [
-            self.verdict(k, out),
-            self.verdict(k, self.reference.results[k]),
-        ]  # the second verdict tests that the function is deterministic
+        # the second verdict tests that the function is deterministic
+        verdicts = [self.verdict(k, out), self.verdict(k, self.reference.results[k])]
         return all(v is not None and v.rounding for v in verdicts)
+
+    @functools.cached_property
+    def exact(self) -> Exact | None:
+        """The unsharded program in a wider dtype."""
+        return exact(self.closed, self.reference.leaves)
 
     def verdict(self, k: int, out: Any) -> Verdict | None:
         """A result and its value on one device against the program in a wider dtype; None if there is no wider dtype."""
-        narrow = narrowest(self.eqns)
-        dtype = None if narrow is None else wider(narrow)
-        if dtype is None:
-            return None
-        if self._exact is None:
-            closed = ClosedJaxpr(self.flat.replace(eqns=self.eqns), self.consts)
-            self._exact = _evaluated(closed, dtype, self.reference.leaves)
-        return judge(copies(out), host(self.out_refs[k]), self._exact[k], narrow)
+        return None if self.exact is None else self.exact.judge(k, out, host(self.out_refs[k]))
 
     def leaf(self, k: int) -> Difference:
         """The difference of a result between the programs that return all values."""
@@ -199,7 +212,7 @@ class Localizer:
             self._wrong[i] = max(wrong, key=lambda x: x[1].relative, default=None)
 
     def arbiter(
-        self, eqn: Any, xs: Sequence[Any], ours: Sequence[Any], theirs: Sequence[np.ndarray], which: Sequence[int]
+        self, eqn: JaxprEqn, xs: Sequence[Any], ours: Sequence[Any], theirs: Sequence[np.ndarray], which: Sequence[int]
     ) -> list[tuple[int, Verdict | None]]:
         """(result, verdict of a wider dtype) for some results of an op on the same operands; None: there is no wider dtype.
 
@@ -208,14 +221,10 @@ class Localizer:
           ours, theirs: its results in the sharded run, and on one device.
           which: indices of the results that differ by more than the tolerance.
         """
-        narrow = narrowest([eqn])
-        dtype = None if narrow is None else wider(narrow)
-        if dtype is None or not which:
-            return [(j, None) for j in which]
-        exact = _evaluated(self.one(eqn), dtype, xs)
-        return [(j, judge(copies(ours[j]), theirs[j], exact[j], narrow)) for j in which]
+        wide = exact(self.one(eqn), xs) if which else None
+        return [(j, None if wide is None else wide.judge(j, ours[j], theirs[j])) for j in which]
 
-    def one(self, eqn: Any) -> ClosedJaxpr:
+    def one(self, eqn: JaxprEqn) -> ClosedJaxpr:
         """A program that consists of one op; its inputs are the operands."""
         ins = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)))
         jaxpr = self.plan.program.closed.jaxpr
@@ -223,10 +232,10 @@ class Localizer:
             jaxpr.replace(constvars=[], invars=ins, eqns=[eqn], outvars=eqn.outvars, effects=eqn.effects), ()
         )
 
-    def alone(self, eqn: Any) -> tuple[Callable[..., list[Any]], list[Any]]:
+    def alone(self, eqn: JaxprEqn) -> tuple[Callable[..., list[Any]], list[Any]]:
         """A function of one op, and its operands in the sharded run, copied to one device."""
         closed = self.one(eqn)
-        return jaxpr_as_fun(closed), [on_device(self.values[v], self.device) for v in closed.jaxpr.invars]
+        return jaxpr_as_fun(closed), [on_device(self.values[v], self.reference.device) for v in closed.jaxpr.invars]
 
     def error(self, failed: list[int], differences: list[Difference], outs: Sequence[Any]) -> CheckError:
         """The error for results that differ by more than rounding: the first of them, its difference, and the first wrong op."""
@@ -269,15 +278,8 @@ class Localizer:
         return CheckError(
             "\n".join(lines), path=path, shape=value.shape, dtype=value.aval.dtype,
             dims=format_dims(plan.program.dims(value)), source=source, rule=str(plan.layout),
-            fixes=_fixes(deterministic, verdict is not None or narrowest(self.eqns) is None),
+            fixes=_fixes(deterministic, verdict is not None or narrowest(self.closed) is None),
         )  # fmt: skip
-
-
-def _evaluated(closed: ClosedJaxpr, dtype: np.dtype, xs: Sequence[Any]) -> list[np.ndarray]:
-    """The results of a program on one device, computed in a wider dtype."""
-    run = in_wider(closed, dtype)
-    with jax.enable_x64(dtype.itemsize == 8):
-        return [host(x) for x in compiled(lambda *xs: run(xs), xs)(*xs)]
 
 
 def _fixes(deterministic: bool, certain: bool) -> list[str]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..global_arrays import fetch, is_global
+from ..global_arrays import data_of, fetch, is_global, is_key
 
 QUICK: tuple[dict[str, Any], ...] = (
     {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False},
@@ -104,20 +104,12 @@ def host(x: Any) -> np.ndarray:
     return fetch(data_of(x))
 
 
-def data_of(x: Any) -> Any:
-    return jax.random.key_data(x) if is_key(x) else x
-
-
 def on_device(x: Any, device: Any) -> Any:
     """A copy of an array on one device of this process."""
     if not is_global(x):
         return jax.device_put(x, device, may_alias=False)
     copy = jax.device_put(host(x), device)
     return jax.random.wrap_key_data(copy, impl=jax.random.key_impl(x)) if is_key(x) else copy
-
-
-def is_key(x: Any) -> bool:
-    return jnp.issubdtype(getattr(x, "dtype", np.dtype(object)), jax.dtypes.prng_key)
 
 
 def copies(x: Any) -> Iterator[np.ndarray]:

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
@@ -20,6 +20,7 @@ from ..cost.kernels import Computation, computation_of
 from ..cost.schedule import schedules
 from ..cost.time import time_of
 from ..errors import UnsupportedError
+from ..hardware.collective_ops import collective_volume
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..plan.steps import Loop
@@ -29,9 +30,8 @@ from ..report.tables import Cell, html_table, number, rich_table
 from ..report.text import plain
 from ..units import format_seconds
 from .hlo import KINDS
-from .hlo_text import Instruction as HloInstruction
-from .hlo_text import arrays, byte_size, parse
-from .trace import Event, Instruction, ProgramTrace, read_trace
+from .hlo_text import Instruction, Module, arrays, byte_size
+from .trace import Event, ProgramTrace, read_trace
 
 MAX_ROWS = 24
 """Collectives that the terminal lists; pages list all."""
@@ -132,7 +132,8 @@ def profile(plan: Plan, trace: str | Path) -> PlanProfile:
     scopes = [*names, *(name for name, _, _, _ in loops)]
 
     def found(program: ProgramTrace) -> int:
-        return sum(any(s in i.op_name for i in program.instructions.values()) for s in scopes)
+        op_names = [i.op_name for i in program.module.instructions.values()]
+        return sum(any(s in name for name in op_names) for s in scopes)
 
     program = max(programs, key=lambda p: (found(p), p.runs, len(p.events)))
     if scopes and not found(program):
@@ -155,34 +156,12 @@ def planned_name(op_name: str, names: Sequence[str]) -> str | None:
     return max((n for n in names if n in op_name), key=len, default=None)
 
 
-def instructions_of(text: str) -> dict[str, Instruction]:
-    """The instructions of a compiled program by name, from its HLO text.
-
-    Raises:
-      ValueError: the text is no HLO module.
-    """
-    module = parse(text)
-
-    def reduction(i: HloInstruction) -> str:
-        inner = module.computations.get(i.attribute("to_apply") or "") if _kind(i.opcode) else None
-        return next((x.op_name for x in inner or () if x.op_name), "")
-
-    return {
-        i.name: Instruction(i.opcode, i.op_name, tuple(int(byte_size([a])) for a in arrays(i.shape)), reduction(i))
-        for computation in module.computations.values()
-        for i in computation
-    }
-
-
-def names_of(plan: Plan, instructions: Mapping[str, Instruction]) -> dict[str, dict[str, float]]:
+def names_of(plan: Plan, module: Module) -> dict[str, dict[str, float]]:
     """The planned collectives that instructions of the compiled program send.
 
     The name is in the op of the instruction or of its reduction computation. XLA combines small collectives of one kind over the
     same axes: one instruction has several arrays, and the name of one of them. The others are identified by their bytes, each with
     an array of its own. A reduce-scatter may be an all-reduce, of which a slice is used.
-
-    Args:
-      instructions: name → instruction.
 
     Returns:
       Name of an instruction → name scope of a collective (:meth:`meshpar.plan.plan.Plan.scope_name`) → its share of the bytes.
@@ -191,20 +170,23 @@ def names_of(plan: Plan, instructions: Mapping[str, Instruction]) -> dict[str, d
     for c in plan.collectives:
         planned.setdefault(plan.scope_name(c), []).append(c)
     out: dict[str, dict[str, float]] = {}
-    for name, i in instructions.items():
-        kind = _kind(i.opcode)
+    for name, i in module.instructions.items():
+        kind, op_name = _kind(i.opcode), i.op_name
         same = [n for n in planned if kind is None or n.startswith(kind)]
         alike = [n for n in planned if kind is not None and _may_be(n.split()[0], kind)]
-        scope = planned_name(i.op_name, same) or planned_name(i.op_name, alike) or planned_name(i.reduction, alike)
+        scope = planned_name(op_name, same) or planned_name(op_name, alike)
+        if scope is None and kind is not None:
+            scope = planned_name(_reduction(module, i), alike)
         if scope is not None and (kind or (i.opcode == "fusion" and scope.split()[0] in name.replace("_", "-"))):
             out[name] = {scope: 1.0}
     found = {scope for shares in out.values() for scope in shares}
     missing = [(scope, c) for scope, cs in planned.items() if scope not in found for c in cs]
     for name, shares in out.items():
         (own,) = shares
-        i = instructions[name]
+        i = module.instructions[name]
         kind = _kind(i.opcode) or ""
-        free = list(i.sizes)  # arrays of the instruction that no collective has been found for
+        sizes = [byte_size([a]) for a in arrays(i.shape)]
+        free = list(sizes)  # arrays of the instruction that no collective has been found for
         if len(free) < 2:
             continue
         for scope, c in ((own, planned[own][0]), *missing):
@@ -214,9 +196,18 @@ def names_of(plan: Plan, instructions: Mapping[str, Instruction]) -> dict[str, d
                 continue
             del free[at]
             if scope != own:
-                shares[scope] = shares.get(scope, 0.0) + size / sum(i.sizes)
-                shares[own] -= size / sum(i.sizes)
+                shares[scope] = shares.get(scope, 0.0) + size / sum(sizes)
+                shares[own] -= size / sum(sizes)
     return out
+
+
+def _reduction(module: Module, i: Instruction) -> str:
+    """JAX's name of the op that has the reduction computation of a collective; "" without one.
+
+    The TPU compiler replaces some reduce-scatters by an all-reduce without an ``op_name``, whose reduction still has the name.
+    """
+    inner = module.computations.get(i.attribute("to_apply") or "")
+    return next((x.op_name for x in inner or () if x.op_name), "")
 
 
 def _may_be(planned: str, kind: str) -> bool:
@@ -226,12 +217,9 @@ def _may_be(planned: str, kind: str) -> bool:
 
 def _result_bytes(plan: Plan, c: Collective, kind: str) -> float:
     """Bytes of a device's result of a collective that is an instruction of ``kind``."""
-    g = math.prod(plan.sizes[a] for a in c.axes)
-    factors = (
-        {"all-reduce": g / (2 * (g - 1)), "all-gather": g / (g - 1), "reduce-scatter": 1 / (g - 1)} if g > 1 else {}
-    )
-    slices = g if c.op == "reduce-scatter" and kind == "all-reduce" else 1
-    return c.bytes * factors.get(c.op, 1.0) * slices
+    group = math.prod(plan.sizes[a] for a in c.axes)
+    volume = collective_volume(c.op, c.bytes, group)
+    return volume / group if kind in ("reduce-scatter", "all-to-all") else volume
 
 
 def _kind(opcode: str) -> str | None:
@@ -242,29 +230,26 @@ def _kind(opcode: str) -> str | None:
 def _compared(plan: Plan, program: ProgramTrace, names: Sequence[str], loops: Sequence[_PlannedLoop]) -> PlanProfile:
     """The comparison of a plan with the program of its step; ``names``: of its collectives."""
     per_step = 1 / (program.runs * len(program.devices))
-    sending: dict[str, float] = dict.fromkeys(names, 0.0)
-    sent = names_of(plan, program.instructions)
-    seen = {scope for shares in sent.values() for scope in shares}
+    sent = names_of(plan, program.module)
+    sending = {scope: 0.0 for shares in sent.values() for scope in shares}
     other: dict[str, float] = {}
-    in_loops = [0.0] * len(loops)
-    loop_seen = [False] * len(loops)
+    in_loops: dict[tuple[str, bool], float] = {}
     for name, seconds in _durations(program).items():
-        opcode, op_name, *_ = program.instructions[name]
+        i = program.module.instructions[name]
         for scope, share in sent.get(name, {}).items():
             sending[scope] += seconds * per_step * share
-        if name not in sent and _kind(opcode):
-            other[name] = other.get(name, 0.0) + seconds * per_step
-        for k, (loop, backward, _, _) in enumerate(loops):
-            if opcode == "while" and _innermost(op_name) == loop and ("transpose(" in op_name) == backward:
-                in_loops[k] += seconds * per_step
-                loop_seen[k] = True
+        if name not in sent and _kind(i.opcode):
+            other[name] = seconds * per_step
+        if i.opcode == "while":
+            loop = _innermost(i.op_name), "transpose(" in i.op_name
+            in_loops[loop] = in_loops.get(loop, 0.0) + seconds * per_step
     planned = plan.chip is not None
     rows = []
     for name in names:
         group = [c for c in plan.collectives if plan.scope_name(c) == name]
         runs = None if any(c.count is None for c in group) else sum(c.runs for c in group)
         seconds = sum(c.total_seconds for c in group) if planned else None
-        rows.append(Measured(name, runs, seconds, sending[name] if name in seen else None))
+        rows.append(Measured(name, runs, seconds, sending.get(name)))
     time = time_of(plan)
     busy = _span(program.events) if program.events else 0.0
     return PlanProfile(
@@ -272,8 +257,8 @@ def _compared(plan: Plan, program: ProgramTrace, names: Sequence[str], loops: Se
         Measured(program.name, 1, time.seconds if time else None, busy / program.runs),
         sorted(rows, key=lambda m: -(m.measured or 0.0)),
         [
-            Measured(f"{loop}, backward pass" if backward else loop, runs, seconds, in_loops[k] if loop_seen[k] else None)
-            for k, (loop, backward, runs, seconds) in enumerate(loops)
+            Measured(f"{loop}, backward pass" if backward else loop, runs, seconds, in_loops.get((loop, backward)))
+            for loop, backward, runs, seconds in loops
         ],
         sorted(other.items(), key=lambda o: -o[1]),
     )  # fmt: skip
@@ -328,16 +313,15 @@ def _durations(program: ProgramTrace) -> dict[str, float]:
     out: dict[str, float] = {}
     pending: dict[tuple[str, str], list[Event]] = {}
     for event in sorted(program.events, key=lambda e: e.start):
-        opcode = program.instructions[event.name].opcode
+        opcode = program.module.instructions[event.name].opcode
         key = event.device, event.name.replace("-done", "-start")
-        if opcode.endswith("-start"):
-            pending.setdefault(key, []).append(event)
-            out[event.name] = out.get(event.name, 0.0) + event.end - event.start
-        elif opcode.endswith("-done") and pending.get(key):
+        if opcode.endswith("-done") and pending.get(key):
             begun = pending[key].pop(0)
             out[begun.name] += event.end - begun.end
-        else:
-            out[event.name] = out.get(event.name, 0.0) + event.end - event.start
+            continue
+        out[event.name] = out.get(event.name, 0.0) + event.end - event.start
+        if opcode.endswith("-start"):
+            pending.setdefault(key, []).append(event)
     return out
 
 

@@ -8,20 +8,21 @@ unsharded run is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from ..compat.jax import bind, closed_parts, literal_array
+from ..compat.jax import bind, equations, jaxprs_in, literal_array
 from ..rules import Primitive, primitive
 from ..rules.control_flow import run_bodies
 from ..rules.index import applies_function
-from .numbers import wide
+from .numbers import compiled, copies, host, wide
 
 FACTOR, ULPS = 4.0, 2.0
 """The sharded run is right if its error is at most ``FACTOR`` times the error of the unsharded run, or ``ULPS`` units in the last
@@ -35,10 +36,10 @@ _OWN_DTYPES = {"bitcast_convert_type", "pure_callback", "io_callback"}
 _DTYPES = ("new_dtype", "preferred_element_type", "dtype")
 
 
-def narrowest(eqns: Sequence[Any]) -> np.dtype | None:
-    """The least precise floating-point dtype of the results of equations and their bodies; None if there are no floats."""
-    dtypes = {np.dtype(v.aval.dtype) for eqn in _every(eqns) for v in eqn.outvars if _is_float(v.aval)}
-    return max(dtypes, key=lambda d: float(jnp.finfo(d).eps), default=None)
+def narrowest(jaxpr: Jaxpr | ClosedJaxpr) -> np.dtype | None:
+    """The least precise floating-point dtype of the results of its equations and their bodies; None if there are no floats."""
+    dtypes = (_float_dtype(v.aval) for eqn in equations(jaxpr) for v in eqn.outvars)
+    return max({d for d in dtypes if d is not None}, key=lambda d: float(jnp.finfo(d).eps), default=None)
 
 
 def wider(dtype: Any) -> np.dtype | None:
@@ -63,22 +64,31 @@ def _is_widened(entry: Primitive) -> bool:
     return entry.elementwise or entry.rule is not None
 
 
-def _is_float(aval: Any) -> bool:
-    return jnp.issubdtype(getattr(aval, "dtype", np.dtype(object)), jnp.inexact)
+class Exact(NamedTuple):
+    """The results of a program in a wider dtype than the narrowest one in which it computes."""
+
+    results: list[np.ndarray]
+    narrow: np.dtype
+
+    def judge(self, k: int, sharded: Any, unsharded: np.ndarray) -> Verdict:
+        """:func:`judge` for result ``k`` of the program."""
+        return judge(copies(sharded), unsharded, self.results[k], self.narrow)
 
 
-def _bodies(eqn: Any) -> Iterator[Jaxpr]:
-    for value in eqn.params.values():
-        for x in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(x, ClosedJaxpr | Jaxpr):
-                yield closed_parts(x)[0]
+def exact(closed: ClosedJaxpr, xs: Sequence[Any]) -> Exact | None:
+    """The program evaluated on one device in a wider dtype; None if it has no floats, or there is no wider dtype."""
+    narrow = narrowest(closed)
+    dtype = None if narrow is None else wider(narrow)
+    if narrow is None or dtype is None:
+        return None
+    run = in_wider(closed, dtype)
+    with jax.enable_x64(dtype.itemsize == 8):
+        return Exact([host(x) for x in compiled(lambda *xs: run(xs), xs)(*xs)], narrow)
 
 
-def _every(eqns: Sequence[Any]) -> Iterator[Any]:
-    for eqn in eqns:
-        yield eqn
-        for body in _bodies(eqn):
-            yield from _every(body.eqns)
+def _float_dtype(aval: Any) -> np.dtype | None:
+    dtype = getattr(aval, "dtype", None)
+    return np.dtype(dtype) if dtype is not None and jnp.issubdtype(dtype, jnp.inexact) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +160,7 @@ class _Evaluator:
         wide = self.wide_complex if jnp.issubdtype(dtype, jnp.complexfloating) else self.wide
         return wide if np.dtype(dtype).itemsize < wide.itemsize else dtype
 
-    def run(self, jaxpr: Any, consts: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
+    def run(self, jaxpr: Jaxpr, consts: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr on flat operands, in the wide dtype."""
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), map(self.widened, (*consts, *xs)), strict=True))
 
@@ -171,13 +181,13 @@ class _Evaluator:
             env.update(zip(eqn.outvars, map(self.widened, outs), strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def applied(self, eqn: Any, ins: list[Any]) -> list[Any] | None:
+    def applied(self, eqn: JaxprEqn, ins: list[Any]) -> list[Any] | None:
         """The results of an op on wide operands; None if it must be applied in its own dtypes."""
         name, p = eqn.primitive.name, eqn.params
         if name in _SCATTERS and not applies_function(eqn):
             same = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
             return [_SCATTERS[name](*ins, **{k: p[k] for k in same})]
-        if not _is_widened(primitive(name)) or any(True for _ in _bodies(eqn)):
+        if not _is_widened(primitive(name)) or jaxprs_in(eqn):
             return None
         params = {k: self.dtype(v) if k in _DTYPES and v is not None else v for k, v in p.items()}
         try:
@@ -187,4 +197,5 @@ class _Evaluator:
 
     @staticmethod
     def as_in(var: Any, x: Any) -> Any:
-        return lax.convert_element_type(x, var.aval.dtype) if _is_float(var.aval) else x
+        dtype = _float_dtype(var.aval)
+        return x if dtype is None else lax.convert_element_type(x, dtype)

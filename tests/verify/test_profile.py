@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.lib import hlo
 
 import meshpar as mp
 from meshpar.errors import UnsupportedError
@@ -104,7 +105,9 @@ def test_events_of_the_trace(trace):
     _plan, folder = trace
     (program,) = [p for p in read_trace(folder) if p.name == "jit_train_step"]
     gathers = [
-        n for n, i in program.instructions.items() if "all-gather embed mlp" in i.op_name and i.opcode == "all-gather"
+        n
+        for n, i in program.module.instructions.items()
+        if "all-gather embed mlp" in i.op_name and i.opcode == "all-gather"
     ]
     assert len(gathers) == 2  # forward and backward pass
     for name in gathers:
@@ -153,52 +156,56 @@ def varint(n):
     return bytes([n & 127 | 128]) + varint(n >> 7) if n > 127 else bytes([n])
 
 
-def encoded(number, content):
-    """A field of a protocol buffer message: a number, or text, bytes or a message."""
-    if isinstance(content, int):
-        return varint(number << 3) + varint(content)
-    content = content.encode() if isinstance(content, str) else content
-    return varint(number << 3 | 2) + varint(len(content)) + content
+def tpu_trace(path, instructions, events, module, reduction=""):
+    """Write a trace of one TPU.
 
-
-def tpu_trace(path, instructions, events, module):
-    """Write a trace of one TPU: ``instructions`` (name, opcode, op_name, and shapes of float32 arrays if the result is a tuple),
-    ``events`` (name, start, end in ns), run ``module``. An op_name that begins with ``reduction:`` is the reduction's alone."""
-
-    def shape(sizes):
-        arrays = (encoded(2, 11) + encoded(3, b"".join(map(varint, size))) for size in sizes)
-        return encoded(3, encoded(2, 13) + b"".join(encoded(4, array) for array in arrays))
-
-    def instruction(name, opcode, op_name, sizes, called=b""):
-        metadata = encoded(7, encoded(2, op_name)) if op_name else b""
-        return encoded(2, encoded(1, name) + encoded(2, opcode) + b"".join(map(shape, sizes)) + metadata + called)
-
-    main, reductions = b"", b""
-    for number, (name, opcode, op_name, *sizes) in enumerate(instructions, 300):
-        _, of_reduction, inner = op_name.partition("reduction:")
-        if of_reduction:
-            reductions += encoded(
-                3, encoded(1, "add") + instruction(f"add.{number}", "add", inner, []) + encoded(5, number)
-            )
-            main += instruction(name, opcode, "", sizes, encoded(38, varint(number)))
-        else:
-            main += instruction(name, opcode, op_name, sizes)
-    hlo = encoded(1, encoded(1, "jit_train_step") + reductions + encoded(3, main + encoded(5, 7)))
-    stat = encoded(5, encoded(1, 1) + encoded(6, hlo))
-    metadata = encoded(1, 1) + encoded(2, encoded(1, 1) + encoded(2, "jit_train_step(7)") + stat)
-    host = encoded(2, "/host:metadata") + encoded(4, metadata)
+    Args:
+      instructions: of the entry computation, as HLO text.
+      events: (name, start, end in ns).
+      module: the event of the run.
+      reduction: op_name of the addition that all-reduces apply.
+    """
+    text = f"""HloModule jit_train_step
+add {{
+  a = f32[] parameter(0)
+  b = f32[] parameter(1)
+  ROOT c = f32[] add(a, b), metadata={{op_name="{reduction}"}}
+}}
+cond {{
+  s = (f32[]) parameter(0)
+  ROOT r = pred[] constant(true)
+}}
+body {{
+  ROOT s = (f32[]) parameter(0)
+}}
+ENTRY main {{
+  p = f32[32,32] parameter(0)
+  q = f32[4,32] parameter(1)
+  z = f32[] parameter(2)
+  t = (f32[]) tuple(z)
+  {instructions}
+  ROOT result = f32[] copy(z)
+}}"""
+    program = hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto()
+    program = "".join(f"\\{byte:03o}" for byte in b"\n" + varint(len(program)) + program)
+    names = {n: k for k, n in enumerate(dict.fromkeys([module[0], *(e[0] for e in events)]), 1)}
 
     def line(name, spans):
-        made = b"".join(
-            encoded(4, encoded(1, names[n]) + encoded(2, start * 1000) + encoded(3, (end - start) * 1000))
+        made = (
+            f"events {{ metadata_id: {names[n]} offset_ps: {start * 1000} duration_ps: {(end - start) * 1000} }}"
             for n, start, end in spans
         )
-        return encoded(3, encoded(2, name) + made)
+        return f'lines {{ name: "{name}" {" ".join(made)} }}'
 
-    names = {n: k for k, n in enumerate(dict.fromkeys([module[0], *(e[0] for e in events)]), 1)}
-    device = encoded(2, "/device:TPU:0") + line("XLA Modules", [module]) + line("XLA Ops", events)
-    device += b"".join(encoded(4, encoded(1, k) + encoded(2, encoded(1, k) + encoded(2, n))) for n, k in names.items())
-    path.write_bytes(encoded(1, host) + encoded(1, device))
+    metadata = (f'event_metadata {{ key: {k} value {{ id: {k} name: "{n}" }} }}' for n, k in names.items())
+    xspace = f"""planes {{
+      name: "/host:metadata"
+      event_metadata {{ key: 1 value {{ id: 1 name: "{module[0]}" stats {{ metadata_id: 1 bytes_value: "{program}" }} }} }}
+    }}
+    planes {{
+      name: "/device:TPU:0" {line("XLA Modules", [module])} {line("XLA Ops", events)} {" ".join(metadata)}
+    }}"""
+    path.write_bytes(jax.profiler.ProfileData.text_proto_to_serialized_xspace(xspace))
 
 
 def test_asynchronous_collectives_of_a_tpu(tmp_path):
@@ -213,13 +220,15 @@ def test_asynchronous_collectives_of_a_tpu(tmp_path):
     )
     gather, total = "all-gather embed mlp | embed: data", "all-reduce | batch: data"
     path = "jit(train_step)/shard_map/jvp(loop over layers)/while/body/closed_call"
-    instructions = [
-        ("while.1", "while", "jit(train_step)/shard_map/jvp(loop over layers)/while"),
-        ("all-gather-start.3", "all-gather-start", f"{path}/{gather}/all_gather"),
-        ("all-gather-done.3", "all-gather-done", f"{path}/{gather}/all_gather"),
-        ("fusion.2", "fusion", f"{path}/dot_general"),
-        ("all-reduce.9", "all-reduce", ""),
-    ]
+    instructions = f"""while.1 = (f32[]) while(t), condition=cond, body=body, metadata={{
+      op_name="jit(train_step)/shard_map/jvp(loop over layers)/while"}}
+  all-gather-start.3 = (f32[4,32], f32[16,32]) all-gather-start(q), dimensions={{0}}, metadata={{
+      op_name="{path}/{gather}/all_gather"}}
+  all-gather-done.3 = f32[16,32] all-gather-done(all-gather-start.3), metadata={{
+      op_name="{path}/{gather}/all_gather"}}
+  fusion.2 = f32[4,32] fusion(q), kind=kLoop, calls={{x = f32[4,32] parameter(0)}}, metadata={{
+      op_name="{path}/dot_general"}}
+  all-reduce.9 = f32[] all-reduce(z), replica_groups={{}}, to_apply=add"""
     events = [
         ("%while.1 = (f32[]) while(%tuple)", 1000, 9000),
         ("%all-gather-start.3 = f32[32,64] all-gather-start(%p)", 1000, 1500),
@@ -262,10 +271,10 @@ def test_a_combined_collective_is_the_planned_ones_by_their_bytes(tmp_path):
     activations = "all-reduce batch embed | mlp: model"
     assert {up, down, loss, activations} <= set(map(plan.scope_name, plan.collectives))
     path = "jit(train_step)/shard_map/transpose(jvp(loop over layers))/while/body"
-    instructions = [
-        ("all-reduce.1", "all-reduce", f"{path}/{up}/psum", [(32, 32), (32, 32), ()]),
-        ("all-reduce.2", "all-reduce", f"{path}/{activations}/psum", [(4, 32), (4, 32)]),
-    ]
+    instructions = f"""all-reduce.1 = (f32[32,32], f32[32,32], f32[]) all-reduce(p, p, z), replica_groups={{}}, to_apply=add,
+      metadata={{op_name="{path}/{up}/psum"}}
+  all-reduce.2 = (f32[4,32], f32[4,32]) all-reduce(q, q), replica_groups={{}}, to_apply=add,
+      metadata={{op_name="{path}/{activations}/psum"}}"""
     events = [("%all-reduce.1 = (f32[]) all-reduce(%a)", 1000, 9196), ("%all-reduce.2 = () all-reduce(%b)", 9200, 9300)]
     tpu_trace(tmp_path / "vm.xplane.pb", instructions, events, ("jit_train_step(7)", 500, 10000))
     report = plan.compare(tmp_path)
@@ -286,11 +295,12 @@ def test_a_reduce_scatter_that_the_compiler_replaced_has_its_name_in_the_reducti
         "all-reduce | batch: data",
     )
     assert {up, down, loss} <= set(map(plan.scope_name, plan.collectives))
-    path = "reduction:transpose(jvp(loop over layers))/while/body"
-    instructions = [("all-reduce.1", "all-reduce", f"{path}/{up}/reduce_scatter", [(32, 32), (32, 32), ()])]
+    instructions = (
+        """all-reduce.1 = (f32[32,32], f32[32,32], f32[]) all-reduce(p, p, z), replica_groups={}, to_apply=add"""
+    )
     tpu_trace(
         tmp_path / "vm.xplane.pb", instructions, [("%all-reduce.1 = (f32[]) all-reduce(%a)", 1000, 9196)],
-        ("jit_train_step(7)", 500, 10000),
+        ("jit_train_step(7)", 500, 10000), f"transpose(jvp(loop over layers))/while/body/{up}/reduce_scatter",
     )  # fmt: skip
     report = plan.compare(tmp_path)
     measured = {m.name: m.measured for m in report.collectives if m.measured is not None}
