@@ -28,6 +28,7 @@ from jax.extend.core import Literal
 from ...compat.jax import at_line_of, bind, on_host, source_line, with_weak_type
 from ...compat.loops import loop_parts
 from ...errors import UnsupportedError
+from ..jaxprs import live
 from ..primitives import rename_dims_p
 from .schedule import Schedule, interval_rows
 from .segments import CONSTANT, INVARIANT, Body, Place, Stack
@@ -301,13 +302,9 @@ class TickLoops:
 
     def _close(self, needs: _Needs, place: int) -> None:
         """Find the equations that a segment needs, and record the values that they read."""
-        wanted, live = set(needs.wanted.get(place, ())), []
-        for eqn in reversed(self.body.eqns):
-            if self.body.place(eqn.outvars[0]) in (place, CONSTANT) and wanted & set(eqn.outvars):
-                live.append(eqn)
-                wanted.update(v for v in eqn.invars if not isinstance(v, Literal))
-        made = {v for eqn in live for v in eqn.outvars}
-        needs.eqns[place] = live[::-1]
+        own = [eqn for eqn in self.body.eqns if self.body.place(eqn.outvars[0]) in (place, CONSTANT)]
+        needs.eqns[place], wanted = live(own, needs.wanted.get(place, ()))
+        made = {v for eqn in needs.eqns[place] for v in eqn.outvars}
         if place >= 0:
             needs.wanted.setdefault(place, set()).update(wanted)  # also results of the loop before
             for var in wanted - made:
@@ -319,14 +316,9 @@ class TickLoops:
     def _close_stack(self, needs: _Needs, i: int) -> None:
         """Find the elementwise equations of the stacks of loop i that are needed."""
         place = Stack(i)
-        wanted = set(needs.wanted.get(place, ()))
-        wanted |= {a.addend for a in self.body.accumulators.values() if self.body.place(a.addend) == place}
-        live = []
-        for eqn in reversed(self.body.eqns):
-            if self.body.place(eqn.outvars[0]) == place and wanted & set(eqn.outvars):
-                live.append(eqn)
-                wanted.update(v for v in eqn.invars if not isinstance(v, Literal))
-        needs.stack_eqns[i] = live[::-1]
+        added = [a.addend for a in self.body.accumulators.values() if self.body.place(a.addend) == place]
+        own = [eqn for eqn in self.body.eqns if self.body.place(eqn.outvars[0]) == place]
+        needs.stack_eqns[i], _ = live(own, [*needs.wanted.get(place, ()), *added])
 
     # -- running
 

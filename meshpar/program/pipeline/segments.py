@@ -7,7 +7,7 @@ the loss and their gradients, loop 1 is the backward pass of the layers, and seg
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from ...compat.loops import loop_parts
 from ...errors import UnsupportedError
 from ...rules import ELEMENTWISE, primitive
 from ..ir import Frame, Op
+from ..jaxprs import readers, renamed
 from .find import LayerLoop, in_backward_pass
 
 CONSTANT, INVARIANT = -2, -1
@@ -99,7 +100,7 @@ def divide(op: Op, loops: Sequence[LayerLoop]) -> Body:
     consts, carries, xs = loop_parts(op.eqn).split(frame.jaxpr.invars)
     body = Body(
         consts=consts, carries=carries, xs=xs,
-        outs=[_renamed(v, names) for v in frame.jaxpr.outvars],
+        outs=renamed(frame.jaxpr.outvars, names),
         eqns=[eqn for inner, eqn in flat if inner not in layer_ops and eqn.outvars],
         loops=[eqn for inner, eqn in flat if inner in layer_ops], places={}, accumulators={},
     )  # fmt: skip
@@ -141,20 +142,16 @@ def replaced(body: Body, loops: Sequence[Sequence[Any]], op: Op, sources: Sequen
     _place(body, eqns, op, sources)
 
 
-def _renamed(atom: Any, names: Mapping[Any, Any]) -> Any:
-    return atom if isinstance(atom, Literal) else names.get(atom, atom)
-
-
 def _inlined(frame: Frame, names: dict[Any, Any], targets: set[Op]) -> Iterable[tuple[Op, Any]]:
     """The ops of a frame with their equations, in terms of ``names``; calls with a target op in their bodies are inlined."""
     for op in frame.ops:
-        invars = [_renamed(v, names) for v in op.eqn.invars]
+        invars = renamed(op.eqn.invars, names)
         if op.frames and not op.primitive.control_flow and any(inner in targets for inner in op.frames[0].walk()):
             (body,), (consts,) = op.frames, body_consts(op.eqn)
-            inner = {v: Literal(c, v.aval) for v, c in zip(body.jaxpr.constvars, consts, strict=True)}
+            inner: dict[Any, Any] = {v: Literal(c, v.aval) for v, c in zip(body.jaxpr.constvars, consts, strict=True)}
             inner.update(zip(body.jaxpr.invars, body_operands(op.eqn, invars), strict=True))
             yield from _inlined(body, inner, targets)
-            names.update(zip(op.eqn.outvars, (_renamed(v, inner) for v in body.jaxpr.outvars), strict=True))
+            names.update(zip(op.eqn.outvars, renamed(body.jaxpr.outvars, inner), strict=True))
         else:
             outvars = [new_var(v.aval) for v in op.eqn.outvars]
             names.update(zip(op.eqn.outvars, outvars, strict=True))
@@ -228,15 +225,17 @@ def _is_elementwise(body: Body, eqn: Any) -> bool:
 
 def _accumulators(body: Body, eqns: Sequence[Any]) -> dict[int, Accumulator]:
     """The carries to which the body only adds."""
-    uses: dict[Any, int] = {}
     made = {v: eqn for eqn in eqns for v in eqn.outvars}
-    for v in [*(v for eqn in eqns for v in eqn.invars), *body.outs]:
-        if not isinstance(v, Literal):
-            uses[v] = uses.get(v, 0) + 1
+    uses: dict[Any, list[int]] = readers(eqns, body.outs)
     found = {}
     for k, (carry, out) in enumerate(zip(body.carries, body.outs, strict=False)):
         eqn = None if isinstance(out, Literal) else made.get(out)
-        if eqn is None or not primitive(eqn.primitive.name).addition or uses[out] > 1 or uses.get(carry) != 1:
+        if (
+            eqn is None
+            or not primitive(eqn.primitive.name).addition
+            or len(uses[out]) > 1
+            or len(uses.get(carry, ())) != 1
+        ):
             continue
         a, b = eqn.invars
         addend = b if a is carry else a if b is carry else None
