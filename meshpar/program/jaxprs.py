@@ -81,18 +81,18 @@ def readers(eqns: Sequence[JaxprEqn], outvars: Iterable[Atom]) -> dict[Var, list
 
 def live(
     eqns: Sequence[JaxprEqn], wanted: Iterable[Atom], keep: Callable[[JaxprEqn], bool] = lambda eqn: bool(eqn.effects)
-) -> tuple[list[JaxprEqn], set[Var]]:
+) -> tuple[list[JaxprEqn], list[Var]]:
     """(the equations that are needed for some atoms, in order; these variables, and those that the equations read).
 
     Args:
       keep: whether an equation stays even if no result of it is needed; by default, one with side effects.
     """
-    read, needed = set(variables(wanted)), []
+    read, needed = dict.fromkeys(variables(wanted)), []
     for eqn in reversed(eqns):
-        if keep(eqn) or not read.isdisjoint(eqn.outvars):
+        if keep(eqn) or any(v in read for v in eqn.outvars):
             needed.append(eqn)
-            read.update(variables(eqn.invars))
-    return needed[::-1], read
+            read.update(dict.fromkeys(variables(eqn.invars)))
+    return needed[::-1], list(read)
 
 
 # -- inlining
