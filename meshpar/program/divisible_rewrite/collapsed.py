@@ -1,17 +1,16 @@
-"""Rewrites of reshapes that merge dims, and of ops that can be applied before such a reshape.
+"""Rewrites of reshapes that merge dims, and of matmuls that can be applied before such a reshape.
 
-Each returns False if no operand is a collapsed view (for a reshape: if the result is not one either).
+``jnp.vdot`` and solvers (L-BFGS, conjugate gradients) contract arrays that they ravel first; a dense layer may flatten batch and
+sequence. Any other op reads the reshaped array.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from jax import lax
 
 from ..ir import Value
-from ..primitives import name_dims_p
 from .rewriter import Site
 from .views import CollapsedView, collapsed_groups
 
@@ -21,7 +20,7 @@ Groups = tuple[tuple[int, ...], ...]
 def reshape(site: Site) -> bool:
     """Rewrite a reshape of a collapsed view, to one of its source, or one that merges dims, to a view.
 
-    It is a view only if shards of the merged dims are not blocks of the result.
+    It is a view only if shards of the merged dims are not blocks of the result; else False.
     """
     if site.is_literal(0) or len(site.op.ins) > 1 or site.transposes:
         return False
@@ -51,40 +50,8 @@ def _shards_are_scattered(site: Site, value: Value | None, groups: Groups) -> bo
     return False
 
 
-def _read_expanded(site: Site, k: int, groups: Groups) -> Any:
-    """The atom of operand k with every dim split into a group of sizes; a dim of size 1 becomes dims of size 1."""
-    view, shape = site.view(k), site.shape(k)
-    if isinstance(view, CollapsedView) and view.groups == groups:
-        return view.source
-    if not shape:
-        return site.read(k)
-    sizes = [n for m, group in zip(shape, groups, strict=True) for n in ((1,) * len(group) if m == 1 else group)]
-    return site.emit(lambda x: lax.reshape(x, sizes), site.read(k))
-
-
-def elementwise(site: Site) -> bool:
-    """Rewrite an elementwise op, to one on the view's source and on other operands that are reshaped to its dims."""
-    operands = [site.view(k) for k in range(len(site.op.ins)) if site.shape(k) == site.out_shape]
-    view = next((v for v in operands if isinstance(v, CollapsedView)), None)
-    if view is None or len(site.op.eqn.outvars) != 1 or site.has_extended_dtype():
-        return False
-    if site.op.eqn.primitive is name_dims_p:  # the names of the merged dims
-        return False
-    atoms = [_read_expanded(site, k, view.groups) for k in range(len(site.op.ins))]
-    return site.define(0, CollapsedView(site.emit_reshaped(atoms, view.source.aval.shape), view.groups))
-
-
-def reduce(site: Site) -> bool:
-    """Rewrite a reduction, to one over the dims that the reduced dims merge."""
-    view, axes = site.view(0), site.params["axes"]
-    if not isinstance(view, CollapsedView):
-        return False
-    atom = site.emit_op([view.source], axes=view.source_dims(axes))
-    return site.define_collapsed(atom, tuple(g for d, g in enumerate(view.groups) if d not in axes))
-
-
 def dot_general(site: Site) -> bool:
-    """Rewrite a matmul, to one with the dims that its contracted, batch and free dims merge."""
+    """Rewrite a matmul of a collapsed view, to one with the dims that its contracted, batch and free dims merge; else False."""
     views = [site.view(k) for k in (0, 1)]
     if not any(isinstance(v, CollapsedView) for v in views):
         return False
@@ -98,11 +65,22 @@ def dot_general(site: Site) -> bool:
             if a != b and min(len(a), len(b)) > 1:
                 return False
             groups[0][i] = groups[1][j] = max(a, b, key=len)
-    expanded = [CollapsedView(_read_expanded(site, k, tuple(groups[k])), tuple(groups[k])) for k in (0, 1)]
+
+    def expanded(k: int) -> CollapsedView:
+        """Operand k with every dim split into its group."""
+        view, own = views[k], tuple(groups[k])
+        if isinstance(view, CollapsedView) and view.groups == own:
+            return view
+        return CollapsedView(
+            site.emit(lambda x: lax.reshape(x, [n for group in own for n in group]), site.read(k)), own
+        )
+
+    sources = [expanded(0), expanded(1)]
 
     def source_dims(dims: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-        return tuple(view.source_dims(some) for view, some in zip(expanded, dims, strict=True))
+        return tuple(view.source_dims(some) for view, some in zip(sources, dims, strict=True))
 
-    atom = site.emit_op([v.source for v in expanded], dimension_numbers=(source_dims(contract), source_dims(batch)))
+    atom = site.emit_op([v.source for v in sources], dimension_numbers=(source_dims(contract), source_dims(batch)))
     free = [[g for d, g in enumerate(groups[k]) if d not in contract[k] and d not in batch[k]] for k in (0, 1)]
-    return site.define_collapsed(atom, (*(groups[0][d] for d in batch[0]), *free[0], *free[1]))
+    merged = (*(groups[0][d] for d in batch[0]), *free[0], *free[1])
+    return site.define(0, atom if all(len(g) == 1 for g in merged) else CollapsedView(atom, merged))

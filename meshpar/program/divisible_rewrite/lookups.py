@@ -17,7 +17,10 @@ from .views import DimIndices, IndexedView, PaddedDim
 
 
 def own_rows(site: Site) -> bool:
-    """Rewrite a lookup of one element per row, ``x[arange(n), i]``: the rows become a batch dim, which may be split."""
+    """Rewrite a lookup of one element per row, ``x[arange(n), i]``: the rows become a batch dim, which may be split.
+
+    Program: the cross-entropy ``log_softmax(logits)[jnp.arange(batch), labels]``.
+    """
     op, lookup = site.op, LookupDims.of(site.op.eqn)
     array, index = op.ins[:2]
     if array is None or index is None:
@@ -56,7 +59,10 @@ def own_rows(site: Site) -> bool:
 
 
 def constant_gather(site: Site) -> bool:
-    """Rewrite a gather along one dim by constant indices, ``x[np.array([3, 1, 2])]``, to an indexed view."""
+    """Rewrite a gather along one dim by constant indices, ``x[np.array([3, 1, 2])]``, to an indexed view.
+
+    Program: a sequence in the zigzag order of balanced causal attention.
+    """
     p, dn = site.params, site.params["dimension_numbers"]
     if len(dn.start_index_map) != 1 or dn.operand_batching_dims:
         return False
@@ -72,7 +78,10 @@ def constant_gather(site: Site) -> bool:
 
 
 def constant_scatter_add(site: Site) -> bool:
-    """Rewrite a scatter-add into zeros at distinct constant indices along one dim (the gradient of such a gather) to a view."""
+    """Rewrite a scatter-add into zeros at distinct constant indices along one dim to a view.
+
+    Program: the gradient of a sequence in zigzag order.
+    """
     p, dn = site.params, site.params["dimension_numbers"]
     if not is_zero(site.op.eqn.invars[0], site.op.ins[0]) or site.is_literal(2) or dn.operand_batching_dims:
         return False
@@ -97,7 +106,10 @@ def constant_scatter_add(site: Site) -> bool:
 
 
 def padded_lookup(site: Site) -> bool:
-    """Rewrite a gather or scatter of views that do not divide, which are padded along independent dims."""
+    """Rewrite a gather or scatter of views that do not divide, which are padded along independent dims.
+
+    Program: the next-token loss of a sharded sequence takes the logits of labels.
+    """
     op = site.op
     operands = [site.padded_dims(k) for k in range(len(op.ins))]
     if not any(operands):

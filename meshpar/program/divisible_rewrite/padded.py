@@ -2,6 +2,9 @@
 
 Each returns False if no operand has to be padded, or if the op cannot be applied to the padded operands.
 
+Program: the next-token loss of a sharded sequence, whose logits ``x[:, :-1] @ w`` are reduced over the vocabulary; ``transpose``:
+attention over ``tokens[:, :-1]``.
+
 Padding has any values, and is overwritten by the identity of the reduction where an op combines it with other elements.
 """
 

@@ -1,6 +1,9 @@
-"""Rewrites of slices, splits, reversals, zero padding, concatenations and sums of disjoint parts to indexed views.
+"""Rewrites of slices, splits, reversals, zero padding and concatenations to indexed views.
 
 Each returns False if the dims that the op changes are not split.
+
+Program: layers that mix each token with the one before (RWKV), ``concatenate([zeros, x[:, :-1]], 1)``, whose gradient splits and
+pads; ``rev``: generalized advantage estimation, an associative scan from the last time step to the first.
 """
 
 from __future__ import annotations
@@ -156,25 +159,3 @@ def _selected(site: Site, d: int, views: Sequence[IndexedView]) -> bool:
         return out
 
     return site.define_padded(site.emit(select, *moved), {d: dim})
-
-
-def disjoint_sum(site: Site) -> bool:
-    """Rewrite a sum of two views of one array, one of which is zero wherever the other is not (the gradient of a concatenation)."""
-    a, b = site.view(0), site.view(1)
-    if (
-        not (isinstance(a, IndexedView) and isinstance(b, IndexedView))
-        or a.source is not b.source
-        or a.shape != b.shape
-    ):
-        return False
-    if a.indices.keys() != b.indices.keys():
-        return False
-    differ = [d for d in a.indices if not np.array_equal(a.indices[d].table, b.indices[d].table)]
-    if len(differ) != 1:
-        return False
-    (d,) = differ
-    left, right = a.indices[d].table, b.indices[d].table
-    if ((left != ZERO) & (right != ZERO)).any():
-        return False
-    indices = {**a.indices, d: DimIndices(np.where(left == ZERO, right, left), a.indices[d].shards)}
-    return site.define(0, IndexedView(a.source, indices, site.copies()(0), True))
