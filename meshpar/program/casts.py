@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from ..rules import primitive
-from .jaxprs import rewrite
+from .jaxprs import Atom, renamed, rewrite
 
 
 def with_merged_casts(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -21,22 +21,19 @@ def with_merged_casts(closed: ClosedJaxpr) -> ClosedJaxpr:
     return rewrite(closed, _merged)
 
 
-def _merged(jaxpr: Any) -> Any:
+def _merged(jaxpr: Jaxpr) -> Jaxpr:
     """A jaxpr without repeated casts; the jaxpr itself if it has none."""
-    first: dict[Any, Any] = {}
-    same: dict[Any, Any] = {}  # result of a repeated cast → result of the first one
-
-    def read(v: Any) -> Any:
-        return v if isinstance(v, Literal) else same.get(v, v)
+    first: dict[Any, Var] = {}
+    same: dict[Var, Atom] = {}  # result of a repeated cast → result of the first one
 
     eqns = []
     for eqn in jaxpr.eqns:
         if primitive(eqn.primitive.name).family == "cast" and not isinstance(eqn.invars[0], Literal):
             (out,) = eqn.outvars
-            made = first.setdefault((read(eqn.invars[0]), tuple(sorted(eqn.params.items()))), out)
+            made = first.setdefault((*renamed(eqn.invars, same), *sorted(eqn.params.items())), out)
             if made is not out:
                 same[out] = made
                 continue
-        invars = list(map(read, eqn.invars)) if same else eqn.invars
+        invars = renamed(eqn.invars, same) if same else eqn.invars
         eqns.append(eqn.replace(invars=invars) if invars != eqn.invars else eqn)
-    return jaxpr.replace(eqns=eqns, outvars=list(map(read, jaxpr.outvars))) if same else jaxpr
+    return jaxpr.replace(eqns=eqns, outvars=renamed(jaxpr.outvars, same)) if same else jaxpr

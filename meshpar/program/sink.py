@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from ..compat.jax import equations, new_var
 from ..compat.loops import loop_parts
 from ..rules import bodies, primitive
-from .jaxprs import with_bodies, with_eqns
+from .jaxprs import readers, with_bodies, with_eqns
 from .primitives import reduce_in_p
 
 
@@ -25,21 +25,19 @@ def with_sunk_reductions(closed: ClosedJaxpr) -> ClosedJaxpr:
     return ClosedJaxpr(_sunk(closed.jaxpr), closed.consts)
 
 
-def _sunk(jaxpr: Any) -> Any:
+def _sunk(jaxpr: Jaxpr) -> Jaxpr:
     """A jaxpr with the same results, in which ``reduce_in`` is applied in the bodies of scans and calls rather than to
     their results.
 
     All bodies are rewritten recursively. The jaxpr itself is returned if there is nothing to move.
     """
-    eqns = list(jaxpr.eqns)
-    times: dict[Any, int] = {}
-    for v in (v for vs in (*(e.invars for e in eqns), jaxpr.outvars) for v in vs if not isinstance(v, Literal)):
-        times[v] = times.get(v, 0) + 1
+    eqns: list[Any] = list(jaxpr.eqns)
+    readers_of = readers(eqns, jaxpr.outvars)
     maker = {v: (k, i) for k, eqn in enumerate(eqns) for i, v in enumerate(eqn.outvars)}
     moved: dict[int, dict[int, Any]] = {}  # of an equation: result → the reduce_in that converts it
     for j, eqn in enumerate(eqns):
         x = eqn.invars[0] if eqn.primitive is reduce_in_p else None
-        if x is None or isinstance(x, Literal) or x not in maker or times[x] > 1:
+        if x is None or isinstance(x, Literal) or x not in maker or len(readers_of[x]) > 1:
             continue
         if x.aval.dtype == eqn.params["dtype"]:
             continue
@@ -60,7 +58,7 @@ def _sunk(jaxpr: Any) -> Any:
     return with_eqns(jaxpr, [eqn for eqn in eqns if eqn is not None])
 
 
-def _with_conversions(body: Any, conversions: dict[int, Any]) -> Any:
+def _with_conversions(body: Jaxpr, conversions: dict[int, JaxprEqn]) -> Jaxpr:
     """A body that converts some results itself; ``conversions``: index of a result → the ``reduce_in`` equation outside."""
     eqns, outvars = list(body.eqns), list(body.outvars)
     for i, conversion in conversions.items():

@@ -11,11 +11,11 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from ..compat.jax import body_operands, new_var
 from ..rules import bodies, primitive
-from .jaxprs import with_bodies, with_eqns
+from .jaxprs import readers, rewrite, with_eqns
 
 Source = bool | int
 """How a variable is computed.
@@ -31,40 +31,32 @@ def with_matmuls_added_first(closed: ClosedJaxpr) -> ClosedJaxpr:
     An intermediate sum that another op reads is not reordered, and neither is an ``add`` in the user's function. Each body of a
     loop, branch or call is rewritten by itself. The closed jaxpr itself is returned if nothing changes.
     """
-    jaxpr, _ = _reordered(closed.jaxpr, {})
-    return closed if jaxpr is closed.jaxpr else ClosedJaxpr(jaxpr, closed.consts)
+    results: dict[int, list[Source]] = {}  # id of a rewritten jaxpr → the source of each of its results
 
+    def change(jaxpr: Jaxpr) -> Jaxpr:
+        """The jaxpr with reordered additions; adds the sources of its results to ``results``."""
+        sources: dict[Any, Source] = {v: i for i, v in enumerate(jaxpr.invars)}
+        for eqn in jaxpr.eqns:
+            operands = [_source(v, sources) for v in eqn.invars]
+            inner = [results[id(body)] for body in bodies(eqn)]
+            sources.update(zip(eqn.outvars, _sources_of_results(eqn, operands, inner), strict=True))
+        matmuls = {v for v, source in sources.items() if source is True}
+        new = with_eqns(jaxpr, _with_reordered_additions(jaxpr, matmuls))
+        results[id(new)] = [_source(v, sources) for v in jaxpr.outvars]
+        return new
 
-def _reordered(jaxpr: Any, done: dict[int, Any]) -> tuple[Any, list[Source]]:
-    """(the jaxpr with reordered additions, the source of each result); the jaxpr itself if nothing changes.
-
-    ``done``: ``id`` of a jaxpr → its result.
-    """
-    if id(jaxpr) in done:
-        return done[id(jaxpr)]
-    sources: dict[Any, Source] = {v: i for i, v in enumerate(jaxpr.invars)}
-    eqns = []
-    for eqn in jaxpr.eqns:
-        inner = [_reordered(body, done) for body in bodies(eqn)]
-        eqns.append(with_bodies(eqn, [new for new, _ in inner]))
-        operands = [_source(v, sources) for v in eqn.invars]
-        sources.update(zip(eqn.outvars, _sources_of_results(eqn, operands, inner), strict=True))
-    changed = _with_reordered_additions(jaxpr, eqns, {v for v, source in sources.items() if source is True})
-    done[id(jaxpr)] = with_eqns(jaxpr, changed), [_source(v, sources) for v in jaxpr.outvars]
-    return done[id(jaxpr)]
+    return rewrite(closed, change)
 
 
 def _source(v: Any, sources: dict[Any, Source]) -> Source:
     return False if isinstance(v, Literal) else sources.get(v, False)
 
 
-def _sources_of_results(
-    eqn: Any, operands: Sequence[Source], rewritten: Sequence[tuple[Any, list[Source]]]
-) -> list[Source]:
-    """The sources of an equation's results, given the sources of its operands and of its body's results."""
+def _sources_of_results(eqn: JaxprEqn, operands: Sequence[Source], inner: Sequence[list[Source]]) -> list[Source]:
+    """The sources of an equation's results, given the sources of its operands and of its bodies' results."""
     entry = primitive(eqn.primitive.name)
     if entry.call:
-        ((_, results),), taken = rewritten, body_operands(eqn, operands)
+        (results,), taken = inner, body_operands(eqn, operands)
         return [source if isinstance(source, bool) else taken[source] for source in results]
     if entry.matmul:
         return [True] * len(eqn.outvars)
@@ -73,16 +65,12 @@ def _sources_of_results(
     return [eqn.primitive.name == "add_any" and all(x is True for x in operands)] * len(eqn.outvars)
 
 
-def _with_reordered_additions(jaxpr: Any, eqns: list[Any], matmuls: set[Any]) -> list[Any]:
+def _with_reordered_additions(jaxpr: Jaxpr, matmuls: set[Any]) -> list[JaxprEqn]:
     """The equations of a jaxpr with reordered additions; ``matmuls``: the variables whose source is a matmul."""
+    eqns, readers_of = jaxpr.eqns, readers(jaxpr.eqns, jaxpr.outvars)
     made_at = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
-    readers: dict[Any, list[Any]] = {}
-    for reader, operands in [*((i, eqn.invars) for i, eqn in enumerate(eqns)), (None, jaxpr.outvars)]:
-        for v in operands:
-            if not isinstance(v, Literal):
-                readers.setdefault(v, []).append(reader)
     adds = {i for i, eqn in enumerate(eqns) if eqn.primitive.name == "add_any" and eqn.outvars[0] not in matmuls}
-    inner = {i for i in adds if len(found := readers.get(eqns[i].outvars[0], [])) == 1 and found[0] in adds}
+    inner = {i for i in adds if len(found := readers_of.get(eqns[i].outvars[0], [])) == 1 and found[0] in adds}
     replaced: dict[int, list[Any]] = {}
     for root in adds - inner:
         terms, slots = _terms(root, eqns, inner, made_at)

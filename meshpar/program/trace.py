@@ -8,11 +8,10 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from ..compat.jax import (
     axes_of_spec,
-    closed_parts,
     equations,
     in_auto_mesh,
     make_jaxpr,
@@ -26,6 +25,7 @@ from ..errors import MeshError
 from ..layout import AnyMesh
 from ..units import mesh_text
 from .casts import with_merged_casts
+from .jaxprs import rewrite, with_eqns
 from .primitives import place_p
 from .sink import with_sunk_reductions
 from .sums import with_matmuls_added_first
@@ -49,9 +49,9 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any], mesh: AnyMesh) -> tuple
     closed, shapes = make_jaxpr(fn, *leaves, return_shape=True)
     closed = without_refs(closed)
     if any(map(_is_batched, equations(closed))):
-        closed = ClosedJaxpr(_each_equation(closed.jaxpr, _with_scalar_condition, {}), closed.consts)
+        closed = _each_equation(closed, _with_scalar_condition)
     if any(shardings_of(e) or in_auto_mesh(e) is not e for e in equations(closed)):
-        closed = ClosedJaxpr(_each_equation(closed.jaxpr, partial(_constrained, mesh), {}), closed.consts)
+        closed = _each_equation(closed, partial(_constrained, mesh))
     closed = with_matmuls_added_first(with_merged_casts(with_sunk_reductions(closed)))
     return closed, shapes, jax.tree.leaves(shapes)
 
@@ -61,34 +61,11 @@ def _is_batched(eqn: Any) -> bool:
     return "cond_jaxpr" in eqn.params and bool(eqn.params["cond_jaxpr"].out_avals[0].shape)
 
 
-Rewrite = Callable[[Any], list[Any]]
-"""Equation → the equations that replace it."""
-
-
-def _rewritten(param: Any, rewrite: Rewrite, done: dict[int, Any]) -> Any:
-    """A parameter of an equation after :func:`_each_equation` of the jaxprs in it; the same object if nothing changed."""
-    if isinstance(param, tuple | list):
-        new = [_rewritten(x, rewrite, done) for x in param]
-        if all(a is b for a, b in zip(param, new, strict=True)):
-            return param
-        return type(param)(*new) if hasattr(param, "_fields") else type(param)(new)
-    inner, consts = closed_parts(param)
-    if not hasattr(inner, "eqns"):
-        return param
-    if id(inner) not in done:
-        done[id(inner)] = _each_equation(inner, rewrite, done)
-    new = done[id(inner)]
-    return param if new is inner else ClosedJaxpr(new, consts) if isinstance(param, ClosedJaxpr) else new
-
-
-def _each_equation(jaxpr: Any, rewrite: Rewrite, done: dict[int, Any]) -> Any:
-    """A jaxpr with ``rewrite`` applied to each equation, in bodies first; the same object if nothing changed."""
-    eqns = []
-    for eqn in jaxpr.eqns:
-        params = {k: _rewritten(v, rewrite, done) if _holds_bodies(v) else v for k, v in eqn.params.items()}
-        eqns += rewrite(eqn if all(params[k] is v for k, v in eqn.params.items()) else eqn.replace(params=params))
-    same = len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True))
-    return jaxpr if same else jaxpr.replace(eqns=eqns)
+def _each_equation(closed: ClosedJaxpr, change: Callable[[JaxprEqn], list[JaxprEqn]]) -> ClosedJaxpr:
+    """A closed jaxpr with each equation, in bodies first, replaced by the equations that ``change`` returns."""
+    return rewrite(
+        closed, lambda jaxpr: with_eqns(jaxpr, [new for eqn in jaxpr.eqns for new in change(eqn)]), maps=True
+    )
 
 
 def _constrained(mesh: AnyMesh, eqn: Any) -> list[Any]:
@@ -127,11 +104,6 @@ def _constrained(mesh: AnyMesh, eqn: Any) -> list[Any]:
         eqn.replace(params=given.params, invars=invars, outvars=outvars),
         *eqns[operands:],
     ]
-
-
-def _holds_bodies(param: Any) -> bool:
-    first = param[0] if isinstance(param, tuple | list) and param else param
-    return hasattr(closed_parts(first)[0], "eqns")
 
 
 def _with_scalar_condition(eqn: Any) -> list[Any]:

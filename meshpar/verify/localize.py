@@ -21,8 +21,7 @@ from ..lower import LOWERINGS
 from ..passes import make_plan
 from ..plan.plan import Plan
 from ..program import Program, infer
-from ..program.flat import flatten
-from ..program.jaxprs import with_eqns
+from ..program.jaxprs import flatten, with_eqns
 from ..rules import primitive
 from ..units import mesh_text
 from .numbers import Difference, compare, compiled, host, on_device, spread_of, worst_of

@@ -27,6 +27,7 @@ from ...compat.loops import loop_parts
 from ...rules.rearrange import ANY, rearrange
 from ...rules.shape import reshape_order
 from ..ir import Frame, Op, Value
+from ..jaxprs import inline, live, variables
 from .candidates import SLICING
 from .constants import Constants
 from .views import CollapsedView, DimIndices, IndexedView, PaddedDim, Scope, View, padded_dims
@@ -66,8 +67,8 @@ class JaxprRewriter:
         outvars = [self.read(scope, v) for v in frame.jaxpr.outvars]
         eqns, removable = self.eqns, self.removable
         self.eqns, self.removable = outer
-        live = _without_dead(eqns, removable, outvars)
-        return frame.jaxpr.replace(eqns=live, outvars=outvars) if any(removable.get(id(e)) for e in live) else None
+        needed, _ = live(eqns, outvars, keep=lambda eqn: bool(eqn.effects) or id(eqn) not in removable)
+        return frame.jaxpr.replace(eqns=needed, outvars=outvars) if any(removable.get(id(e)) for e in needed) else None
 
     def append_ops(self, frame: Frame, scope: Scope, consts: Sequence[Any] = ()) -> None:
         """Append the rewritten equations of a frame to ``eqns``; ``consts`` are the constants of its jaxpr, if known."""
@@ -144,7 +145,7 @@ class JaxprRewriter:
 
     def emit(self, op: Op, fn: Callable[..., Any], *atoms: Any) -> Any:
         """Append the equations of ``fn(*atoms)``, with the source line of an op, and return the atom of its one result."""
-        arrays = [a for a in atoms if not isinstance(a, Literal)]
+        arrays: list[Any] = variables(atoms)
 
         def of_arrays(*xs: Any) -> Any:
             remaining = iter(xs)
@@ -153,15 +154,11 @@ class JaxprRewriter:
         traced = make_generated_jaxpr(
             of_arrays, *[abstract_array(a.aval.shape, a.aval.dtype, a.aval.weak_type, on_host(a.aval)) for a in arrays]
         )
-        names: dict[Any, Any] = dict(zip(traced.jaxpr.invars, arrays, strict=True))
-        names.update((v, Literal(c, v.aval)) for v, c in zip(traced.jaxpr.constvars, traced.consts, strict=True))
-        for e in traced.jaxpr.eqns:
-            outvars = [new_var(v.aval) for v in e.outvars]
-            invars = [v if isinstance(v, Literal) else names[v] for v in e.invars]
-            self.append(e.replace(invars=invars, outvars=outvars, source_info=op.eqn.source_info))
-            names.update(zip(e.outvars, outvars, strict=True))
-        (out,) = traced.jaxpr.outvars
-        return out if isinstance(out, Literal) else names[out]
+        made: list[Any] = []
+        (out,) = inline(made, traced.jaxpr, traced.consts, arrays, source_info=op.eqn.source_info)
+        for eqn in made:
+            self.append(eqn)
+        return out
 
     def read(self, scope: Scope, atom: Any) -> Any:
         """The value of an atom of the program, as an atom of the rewritten jaxpr; a view is computed the first time."""
@@ -346,15 +343,3 @@ def rearranged(x: Any, tables: Mapping[int, np.ndarray]) -> Any:
     for d, table in tables.items():
         x = rearrange(x, d, table)
     return x
-
-
-def _without_dead(eqns: Sequence[Any], removable: Mapping[int, bool], outvars: Sequence[Any]) -> list[Any]:
-    """The equations, less the removable ones whose results are neither read by the others nor returned."""
-    read = {v for v in outvars if not isinstance(v, Literal)}
-    live = []
-    for eqn in reversed(eqns):
-        if id(eqn) in removable and not eqn.effects and not any(v in read for v in eqn.outvars):
-            continue
-        live.append(eqn)
-        read.update(v for v in eqn.invars if not isinstance(v, Literal))
-    return live[::-1]

@@ -13,13 +13,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr
 
-from ...compat.jax import abstract_array, is_of_memories, make_generated_jaxpr, new_var, on_host, replace_body
+from ...compat.jax import abstract_array, is_of_memories, make_generated_jaxpr, on_host, replace_body
 from ...errors import UnsupportedError
 from ...layout import Rule
 from ..infer import infer_like
 from ..ir import Frame, Op, Program
+from ..jaxprs import inline, renamed
 from .find import LayerLoop, in_backward_pass, indexed_stacks, layer_loops, microbatch_loop
 from .narrow import Gathered, ValueAxes, cast_stacks, gather_stacks, gathered_dims
 from .rewrite import TickLoops, one_microbatch
@@ -415,27 +416,12 @@ def _with_replacements(frame: Frame, replacements: Mapping[Op, Any]) -> Any:
     eqns: list[Any] = []
     names: dict[Any, Any] = {}
     for op in frame.ops:
-        eqn = op.eqn.replace(invars=_atoms(op.eqn.invars, names))
+        eqn = op.eqn.replace(invars=renamed(op.eqn.invars, names))
         if op in replacements:
-            names.update(zip(eqn.outvars, _append(eqns, replacements[op], eqn.invars), strict=True))
+            closed = replacements[op]
+            names.update(zip(eqn.outvars, inline(eqns, closed.jaxpr, closed.consts, eqn.invars), strict=True))
         elif any(inner in replacements for body in op.frames for inner in body.walk()):
             eqns.append(replace_body(eqn, [_with_replacements(body, replacements) for body in op.frames]))
         else:
             eqns.append(eqn)
-    return frame.jaxpr.replace(eqns=eqns, outvars=_atoms(frame.jaxpr.outvars, names))
-
-
-def _atoms(atoms: Sequence[Any], names: Mapping[Any, Any]) -> list[Any]:
-    return [v if isinstance(v, Literal) else names.get(v, v) for v in atoms]
-
-
-def _append(eqns: list[Any], closed: Any, operands: Sequence[Any]) -> list[Any]:
-    """Append the equations of a closed jaxpr on some operands, and return the atoms of its results."""
-    jaxpr = closed.jaxpr
-    names: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
-    names.update((v, Literal(c, v.aval)) for v, c in zip(jaxpr.constvars, closed.consts, strict=True))
-    for eqn in jaxpr.eqns:
-        outvars = [new_var(v.aval) for v in eqn.outvars]
-        eqns.append(eqn.replace(invars=_atoms(eqn.invars, names), outvars=outvars))
-        names.update(zip(eqn.outvars, outvars, strict=True))
-    return _atoms(jaxpr.outvars, names)
+    return frame.jaxpr.replace(eqns=eqns, outvars=renamed(frame.jaxpr.outvars, names))

@@ -28,15 +28,16 @@ from jax.extend.core import Literal
 from ...compat.jax import at_line_of, bind, on_host, source_line, with_weak_type
 from ...compat.loops import loop_parts
 from ...errors import UnsupportedError
+from ..jaxprs import live
 from ..primitives import rename_dims_p
 from .schedule import Schedule, interval_rows
-from .segments import CONSTANT, INVARIANT, Body, Place, Stack
+from .segments import CONSTANT, INVARIANT, Body, Place, stack_of
 from .slots import RoundOfStack, Rows, Slot, Stages, Time, run_slots, zeros
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 State = dict[str, dict[int, Any]]
-"""The state of the loops over ticks: ``carries`` by position, ``rings`` by :meth:`TickLoops.ring_key`, and by loop the results of
+"""The state of the loops over ticks: ``carries`` by position, ``rings`` by :attr:`Ring.key`, and by loop the results of
 its last slot, which are ``sent`` to the next stages."""
 
 
@@ -45,16 +46,18 @@ class _Needs:
     """The equations that segments and slots run, and the values that are stored for later ticks.
 
     Attributes:
-      eqns: by place (a segment, ``INVARIANT``), its equations and the constants' equations, without dead ones.
-      stack_eqns: by loop, the elementwise equations of its stacks.
-      wanted: by place, the variables that other places read.
+      eqns: by place (a segment, ``INVARIANT``, stacks of a loop), its equations and the constants' equations, without dead ones.
+      wanted: by place, the variables that other places read, in a fixed order.
       reads: variable → the times at which it is read, if any is in a later tick than it is made, or of another stage.
     """
 
-    eqns: dict[int, list[Any]] = field(default_factory=dict)
-    stack_eqns: dict[int, list[Any]] = field(default_factory=dict)
-    wanted: dict[Any, set[Any]] = field(default_factory=dict)
+    eqns: dict[Place, list[Any]] = field(default_factory=dict)
+    wanted: dict[Place, dict[Any, None]] = field(default_factory=dict)
     reads: dict[Any, set[Time]] = field(default_factory=dict)
+
+    def want(self, place: Place, variables: Iterable[Any]) -> None:
+        """Record that variables of a place are read."""
+        self.wanted.setdefault(place, {}).update(dict.fromkeys(variables))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +78,13 @@ class Ring:
     """The rows in which a variable is stored.
 
     Attributes:
+      key: of the ring in the state.
       rows: their number.
       start: the first tick in which the variable is made.
       table: several rounds and a part per stage: by the number of a slot of its stage, the row; else rows are used cyclically.
     """
 
+    key: int
     rows: int
     start: int
     table: tuple[int, ...] | None = None
@@ -95,6 +100,7 @@ class TickLoops:
       stages: of each loop.
       offsets: the tick at which each segment runs for microbatch 0.
       slot_times: the times of the slots of each loop.
+      places: the segments, then the slots of each loop.
       phases: all ticks.
       rings: by variable.
     """
@@ -108,12 +114,13 @@ class TickLoops:
         ]
         self.slot_times = [self._slot_time(i) for i in range(schedule.loops)]
         self.offsets = self._offsets()
+        self.places = [*map(Place, range(len(body.loops) + 1)), *map(stack_of, range(len(body.loops)))]
         self.phases = self._phases()
         self.needs = self._needs()
         hosted = next((v for v in (*self.needs.reads, *self._selected()) if on_host(v)), None)
         if hosted is not None:
             raise _on_host(hosted, dims[0], source_line(body.loops[0]), hosted in self.needs.reads)
-        self.rings = {v: self._ring(v) for v in self.needs.reads}
+        self.rings = {v: self._ring(key, v) for key, v in enumerate(self.needs.reads)}
 
     # -- when
 
@@ -156,7 +163,7 @@ class TickLoops:
     def made_at(self, var: Any) -> Time:
         """When a variable is made."""
         place = self.body.place(var)
-        return self.slot_times[place.loop] if isinstance(place, Stack) else self._segment_time(max(place, 0))
+        return self.slot_times[place.loop] if place.stacked else self._segment_time(place.runs.segment)
 
     def _phases(self) -> list[Phase]:
         """The phases, in order."""
@@ -171,11 +178,10 @@ class TickLoops:
 
     def _phases_of_rounds(self) -> list[Phase]:
         """The phases, with several rounds: equal periods are repeated."""
-        period, n = self.schedule.period, len(self.body.loops)
-        places = [*range(n + 1), *map(Stack, range(n))]
+        period = self.schedule.period
         end = max(self.schedule.ticks, self.offsets[-1] + self.schedule.entry(self.schedule.microbatches - 1) + 1)
         first = self.offsets[0]
-        active = [tuple(self._is_active(p, t) for p in places) for t in range(first, end)]
+        active = [tuple(self._is_active(p, t) for p in self.places) for t in range(first, end)]
         edges = [0, *(i for i in range(1, len(active)) if active[i] != active[i - 1]), len(active)]
         phases: list[Phase] = []
         done = 0
@@ -196,21 +202,21 @@ class TickLoops:
         The first and the last segment of a training step run in some idle ticks as well, so that more periods are equal.
         """
         s, period = self.schedule, self.schedule.period
-        if isinstance(place, Stack):
+        if place.stacked:
             return 0 <= tick - s.starts[place.loop] < s.slots(place.loop)
-        group, within = divmod(tick - self.offsets[place], period)
+        group, within = divmod(tick - self.offsets[place.segment], period)
         groups, idle = s.microbatches // s.stages, s.name != "gpipe" and len(self.body.loops) == 2
-        before, after = idle and place == 2, idle and place == 0
+        before, after = idle and place.segment == 2, idle and place.segment == 0
         return within < s.stages and -before <= group < groups + after
 
     def runs(self, place: Place, ticks: range) -> bool:
         """Whether a segment or the slots of a loop run in a part of a phase."""
         if self.schedule.rounds > 1:
             return self._is_active(place, ticks.start)
-        if isinstance(place, Stack):
+        if place.stacked:
             start, length = self.schedule.starts[place.loop], self.schedule.slots(place.loop)
         else:
-            start, length = self.offsets[place], self.schedule.microbatches
+            start, length = self.offsets[place.segment], self.schedule.microbatches
         return ticks.start < start + length and ticks.stop > start
 
     def enters(self, i: int, ticks: range) -> bool:
@@ -223,22 +229,17 @@ class TickLoops:
 
     # -- rings
 
-    def _ring(self, var: Any) -> Ring:
-        """The ring of a variable, with a row for each value that is still to be read."""
+    def _ring(self, key: int, var: Any) -> Ring:
+        """The ring of a variable in which the state has ``key``, with a row for each value that is still to be read."""
         s, place, made = self.schedule, self.body.place(var), self.made_at(var)
-        runs = [
-            part
-            for p in self.phases
-            for part in p.parts
-            if self.runs(place if isinstance(place, Stack) else max(place, 0), part)
-        ]
+        runs = [part for p in self.phases for part in p.parts if self.runs(place.runs, part)]
         start = runs[0].start
         lives = [max(t.since(made, s.stages, r) for t in self.needs.reads[var]) for r in range(s.rounds)]
         if s.rounds == 1:
-            return Ring(min(lives[0] + 1, runs[-1].stop - start), start)
-        if not isinstance(place, Stack):
+            return Ring(key, min(lives[0] + 1, runs[-1].stop - start), start)
+        if not place.stacked:
             entries = [s.entry(m) for m in range(s.microbatches + s.stages)]  # an idle group may follow
-            return Ring(max(sum(a <= b <= a + max(lives) for b in entries) for a in entries[: s.stages]), start)
+            return Ring(key, max(sum(a <= b <= a + max(lives) for b in entries) for a in entries[: s.stages]), start)
         lives = lives[::-1] if made.turn < 0 else lives
         rows = interval_rows(
             [
@@ -246,7 +247,7 @@ class TickLoops:
                 for n in range(s.slots(place.loop))
             ]
         )
-        return Ring(max(rows) + 1, start, tuple(rows))
+        return Ring(key, max(rows) + 1, start, tuple(rows))
 
     # -- needed equations
 
@@ -255,11 +256,11 @@ class TickLoops:
         body, needs = self.body, _Needs()
         for j in range(len(body.loops), -1, -1):
             for var in self._segment_results(j):
-                self._read(needs, var, self._segment_time(j), j)
-            self._close(needs, j)
+                self._read(needs, var, self._segment_time(j), Place(j))
+            self._close(needs, Place(j))
             if j:
                 i = j - 1
-                self._close_stack(needs, i)
+                self._close(needs, stack_of(i))
                 eqn, entering = body.loops[i], loop_parts(body.loops[i]).carries
                 for p, var in enumerate(eqn.invars):
                     time = Time(self.schedule.starts[i]) if p in entering else self.slot_times[i]
@@ -271,62 +272,43 @@ class TickLoops:
         """The variables from which results are made in segment j; of stacks, in the slots of the loop before."""
         body = self.body
         for k, out in enumerate(body.outs):
-            if k < len(body.carries):
-                if k in body.accumulators:
-                    out = body.accumulators[k].addend
-                    if isinstance(body.place(out), Stack):
-                        continue
-                elif out is body.carries[k]:
-                    continue
+            if body.adding_loop(k) is not None or (k < len(body.carries) and out is body.carries[k]):
+                continue
+            out = body.accumulators.get(k, out)
             if body.segment(out) == j and not isinstance(out, Literal):
                 yield out
 
-    def _read(self, needs: _Needs, var: Any, time: Time, place: Any) -> None:
-        """Record that a variable is read at a time, in segment ``place`` (None: in a slot)."""
+    def _read(self, needs: _Needs, var: Any, time: Time, place: Place | None) -> None:
+        """Record that a variable is read at a time, in a segment, or in a slot (None)."""
         made = self.body.place(var)
         if isinstance(var, Literal):
             return
         if made == CONSTANT:
-            needs.wanted.setdefault(INVARIANT if place is None else place, set()).add(var)
+            needs.want(INVARIANT if place is None else place, [var])
             return
-        needs.wanted.setdefault(made, set()).add(var)
+        needs.want(made, [var])
         if made == INVARIANT or var in self._xs:
             return
-        if isinstance(made, Stack) or time.slot or time != self.made_at(var):
+        if made.stacked or time.slot or time != self.made_at(var):
             needs.reads.setdefault(var, set()).add(time)
 
     @property
     def _xs(self) -> Mapping[Any, int]:
         return {v: i for i, v in enumerate(self.body.xs)}
 
-    def _close(self, needs: _Needs, place: int) -> None:
-        """Find the equations that a segment needs, and record the values that they read."""
-        wanted, live = set(needs.wanted.get(place, ())), []
-        for eqn in reversed(self.body.eqns):
-            if self.body.place(eqn.outvars[0]) in (place, CONSTANT) and wanted & set(eqn.outvars):
-                live.append(eqn)
-                wanted.update(v for v in eqn.invars if not isinstance(v, Literal))
-        made = {v for eqn in live for v in eqn.outvars}
-        needs.eqns[place] = live[::-1]
-        if place >= 0:
-            needs.wanted.setdefault(place, set()).update(wanted)  # also results of the loop before
-            for var in wanted - made:
-                if self.body.place(var) != place or var in self.body.carries:
-                    self._read(needs, var, self._segment_time(place), place)
-        else:
-            needs.wanted.setdefault(INVARIANT, set()).update(wanted)
-
-    def _close_stack(self, needs: _Needs, i: int) -> None:
-        """Find the elementwise equations of the stacks of loop i that are needed."""
-        place = Stack(i)
-        wanted = set(needs.wanted.get(place, ()))
-        wanted |= {a.addend for a in self.body.accumulators.values() if self.body.place(a.addend) == place}
-        live = []
-        for eqn in reversed(self.body.eqns):
-            if self.body.place(eqn.outvars[0]) == place and wanted & set(eqn.outvars):
-                live.append(eqn)
-                wanted.update(v for v in eqn.invars if not isinstance(v, Literal))
-        needs.stack_eqns[i] = live[::-1]
+    def _close(self, needs: _Needs, place: Place) -> None:
+        """Find the equations that a segment needs, and record the values that they read; of stacks, the elementwise equations."""
+        body = self.body
+        own = [eqn for eqn in body.eqns if body.place(eqn.outvars[0]) in (place, CONSTANT)]
+        added = [v for v in body.accumulators.values() if place.stacked and body.place(v) == place]
+        needs.eqns[place], wanted = live(own, [*needs.wanted.get(place, ()), *added])
+        if place.stacked:
+            return
+        needs.want(place, wanted)  # also results of the loop before
+        made = {v for eqn in needs.eqns[place] for v in eqn.outvars}
+        for var in wanted if place != INVARIANT else ():
+            if var not in made and (body.place(var) != place or var in body.carries):
+                self._read(needs, var, self._segment_time(place.segment), place)
 
     # -- running
 
@@ -389,22 +371,17 @@ class TickLoops:
     def _changed(self, state: State, parts: Sequence[range]) -> tuple[State, State]:
         """The state that parts of a phase change, and the rest: a scan carries only values that it changes."""
         body, variables = self.body, list(self.rings)
-        active = {
-            p
-            for p in (*range(len(body.loops) + 1), *map(Stack, range(len(body.loops))))
-            for k in parts
-            if self.runs(p, k)
-        }
+        active = {p for p in self.places if any(self.runs(p, part) for part in parts)}
 
         def changes(name: str, key: int) -> bool:
             """Whether a segment or slot that runs writes an entry of the state."""
             if name == "sent":
-                return Stack(key) in active
+                return stack_of(key) in active
             if name == "rings":
                 return body.place(variables[key]) in active
-            addend = body.accumulators[key].addend if key in body.accumulators else None
-            place = body.segment(body.outs[key]) if addend is None else body.place(addend)
-            return (place if isinstance(place, Stack) else max(place, 0)) in active
+            if key in body.accumulators:
+                return body.place(body.accumulators[key]).runs in active
+            return Place(body.segment(body.outs[key])) in active
 
         split = ({}, {})
         for name, values in state.items():
@@ -417,9 +394,9 @@ class TickLoops:
         body, rings = self.body, {}
         first: dict[Any, Any] = {}
         for k, (init, out) in enumerate(zip(carries, body.outs, strict=False)):
-            place = body.place(body.accumulators[k].addend) if k in body.accumulators else None
-            if isinstance(place, Stack):
-                stages = self.stages[place.loop]
+            loop = body.adding_loop(k)
+            if loop is not None:
+                stages = self.stages[loop]
                 if stages.rounds == 1:
                     first[k] = stages.divided(init)
                 else:  # the initial value is added at the end: it is zero, and would move to other stages
@@ -427,21 +404,19 @@ class TickLoops:
                     first[k] = stages.named(zeros(parts, init.dtype), 1)
             elif out is not body.carries[k]:
                 first[k] = init
-        for i, (var, ring) in enumerate(self.rings.items()):
+        for var, ring in self.rings.items():
             aval, place = var.aval, body.place(var)
-            if isinstance(place, Stack):
+            if place.stacked:
                 stages = self.stages[place.loop]
-                rings[i] = stages.named(zeros((ring.rows, stages.length, stages.count, *aval.shape[1:]), aval.dtype), 2)
+                rings[ring.key] = stages.named(
+                    zeros((ring.rows, stages.length, stages.count, *aval.shape[1:]), aval.dtype), 2
+                )
             else:
-                rings[i] = zeros((ring.rows, *aval.shape), aval.dtype)
+                rings[ring.key] = zeros((ring.rows, *aval.shape), aval.dtype)
         sent = {}
         for i, (stages, eqn) in enumerate(zip(self.stages, body.loops, strict=True)):
             sent[i] = [stages.zeros(v.aval) for v in loop_parts(eqn).carried(eqn.invars)]
         return {"carries": first, "rings": rings, "sent": sent}
-
-    def ring_key(self, var: Any) -> int:
-        """The position of a ring in the state."""
-        return list(self.rings).index(var)
 
     def _result(
         self, k: int, out: Any, inits: Sequence[Any], known: Mapping[Any, Any], state: Any, results: Any
@@ -453,9 +428,9 @@ class TickLoops:
             if out is body.carries[k]:
                 return inits[k]
             value = state["carries"][k]
-            place = body.place(body.accumulators[k].addend) if k in body.accumulators else None
-            if isinstance(place, Stack):
-                value = self.stages[place.loop].joined(value)
+            loop = body.adding_loop(k)
+            if loop is not None:
+                value = self.stages[loop].joined(value)
                 value = value if self.schedule.rounds == 1 else inits[k] + value
         elif isinstance(out, Literal) or body.place(out) == INVARIANT:
             one = out.val if isinstance(out, Literal) else known[out]
@@ -467,7 +442,7 @@ class TickLoops:
                 for phase in self.phases
                 for n in range(phase.repeats)
                 for part in phase.parts
-                if self.runs(j, part)
+                if self.runs(Place(j), part)
                 for t in part
             ]
             value = jnp.concatenate(results[k])[ticks.index(self.offsets[j]) :][:m]
@@ -510,18 +485,18 @@ class _Tick:
         self.state = _merged(state, self.rest)
         self.tick, self.env, outs = tick, {}, {}
         for i in range(len(self.body.loops)):
-            if self.loops.offsets[i + 1] > self.loops.leaves(i) and self.loops.runs(i + 1, self.ticks):
+            if self.loops.offsets[i + 1] > self.loops.leaves(i) and self.loops.runs(Place(i + 1), self.ticks):
                 self.leave(i)
         count = len(self.body.loops)
         for j in range(count):
-            if self.loops.runs(j, self.ticks):
+            if self.loops.runs(Place(j), self.ticks):
                 outs.update(self.segment(j))
-            if self.loops.runs(Stack(j), self.ticks) and not self.schedule.joint:
+            if self.loops.runs(stack_of(j), self.ticks) and not self.schedule.joint:
                 self.run([j])
-        active = [j for j in range(count) if self.loops.runs(Stack(j), self.ticks)] if self.schedule.joint else []
+        active = [j for j in range(count) if self.loops.runs(stack_of(j), self.ticks)] if self.schedule.joint else []
         for _, equal in itertools.groupby(active, lambda j: self.body.loops[j].params["length"]):
             self.run(list(equal))
-        if self.loops.runs(count, self.ticks):
+        if self.loops.runs(Place(count), self.ticks):
             outs.update(self.segment(count))
         return {name: {key: self.state[name][key] for key in values} for name, values in state.items()}, outs
 
@@ -550,19 +525,19 @@ class _Tick:
         lookup: Callable[[Any], Any] = lambda v: self.read(v, time)  # noqa: E731
         before = {k: self.state["carries"].get(k) for k in range(len(body.carries))}
         for k, carry in enumerate(body.carries):
-            if body.place(carry) == j and k in before and before[k] is not None and k not in body.accumulators:
+            if body.place(carry) == Place(j) and k in before and before[k] is not None and k not in body.accumulators:
                 self.env[carry] = before[k]
-        evaluate(needs.eqns.get(j, []), local, lookup)
-        self.env.update((v, x) for v, x in local.items() if body.place(v) == j)
+        evaluate(needs.eqns[Place(j)], local, lookup)
+        self.env.update((v, x) for v, x in local.items() if body.place(v) == Place(j))
         value = lambda v: v.val if isinstance(v, Literal) else local[v] if v in local else lookup(v)  # noqa: E731
         _, _, valid = self.of(time)
         outs: dict[int, Any] = {}
         for k, out in enumerate(body.outs):
-            accumulator = body.accumulators.get(k)
-            if accumulator is not None:
-                if isinstance(body.place(accumulator.addend), Stack) or body.segment(accumulator.addend) != j:
+            addend = body.accumulators.get(k)
+            if addend is not None:
+                if body.adding_loop(k) is not None or body.segment(addend) != j:
                     continue
-                total, x = before[k], jnp.asarray(value(accumulator.addend))
+                total, x = before[k], jnp.asarray(value(addend))
                 self.state["carries"][k] = total + lax.select(valid, x, jnp.zeros(x.shape, x.dtype))
             elif body.segment(out) != j or out in body.carries[k : k + 1]:
                 continue
@@ -571,7 +546,7 @@ class _Tick:
             elif not isinstance(out, Literal) and body.place(out) != INVARIANT:
                 outs[k] = value(out)
         for var in loops.rings:
-            if body.place(var) == j:
+            if body.place(var) == Place(j):
                 self.store(var, self.env[var])
         return outs
 
@@ -587,16 +562,16 @@ class _Tick:
             self.state["carries"].update(zip(self.added(i), totals, strict=True))
             for var, x in zip(self.stored(i), made, strict=True):
                 self.store(var, stages.named(x, 1))
-            if self.loops.offsets[i + 1] == self.loops.leaves(i) and self.loops.runs(i + 1, self.ticks):
+            if self.loops.offsets[i + 1] == self.loops.leaves(i) and self.loops.runs(Place(i + 1), self.ticks):
                 self.leave(i)
 
     def added(self, i: int) -> list[int]:
         """The accumulators to which loop i adds."""
-        return [k for k, a in self.body.accumulators.items() if self.body.place(a.addend) == Stack(i)]
+        return [k for k in self.body.accumulators if self.body.adding_loop(k) == i]
 
     def stored(self, i: int) -> list[Any]:
         """The results of the layers of loop i that are stored."""
-        return [var for var in self.loops.rings if self.body.place(var) == Stack(i)]
+        return [var for var in self.loops.rings if self.body.place(var) == stack_of(i)]
 
     def slot(self, i: int) -> Slot:
         """The slot of loop i."""
@@ -629,7 +604,7 @@ class _Tick:
         eqn, stages = self.body.loops[i], self.loops.stages[i]
         last = 0 if eqn.params["reverse"] else stages.count - 1
         for var, x in zip(eqn.outvars, self.state["sent"][i], strict=False):
-            if var in self.loops.needs.wanted.get(i + 1, ()):
+            if var in self.loops.needs.wanted.get(Place(i + 1), ()):
                 self.env[var] = stages.of_stage(x, last)
 
     def of_layer(
@@ -646,32 +621,36 @@ class _Tick:
           Results → (the values of the variables ``stored``, the addends of the accumulators ``added``).
         """
         body, stages = self.body, self.loops.stages[i]
-        eqn, eqns = body.loops[i], self.loops.needs.stack_eqns[i]
+        eqn, eqns = body.loops[i], self.loops.needs.eqns[stack_of(i)]
 
         def split(made: list[Any]) -> tuple[list[Any], list[Any]]:
             """The results of one layer that are stored, and those that are added."""
             _, outs = loop_parts(eqn).split_results(eqn.outvars)
             local = dict(zip(outs, map(stages.named, made), strict=True))
             evaluate(eqns, local, local.__getitem__)
-            return [local[var] for var in stored], [local[body.accumulators[k].addend] for k in added]
+            return [local[var] for var in stored], [local[body.accumulators[k]] for k in added]
 
         return split
 
     # -- values of other ticks
 
+    def ring(self, var: Any) -> Any:
+        """The rows of the ring in which a variable is stored."""
+        return self.state["rings"][self.loops.rings[var].key]
+
     def store(self, var: Any, x: Any) -> None:
         """Write a value into the row of this tick of its ring."""
-        loops, key, made = self.loops, self.loops.ring_key(var), self.loops.made_at(var)
-        values, ring, place = self.state["rings"][key], self.loops.rings[var], self.body.place(var)
-        if isinstance(place, Stack) and ring.table is not None:
+        loops, ring, made = self.loops, self.loops.rings[var], self.loops.made_at(var)
+        values, place = self.ring(var), self.body.place(var)
+        if place.stacked and ring.table is not None:
             row = self.table_row(ring, self.tick - self.schedule.starts[place.loop], made)
-            self.state["rings"][key] = loops.stages[place.loop].with_rows(values, x, row)
+            self.state["rings"][ring.key] = loops.stages[place.loop].with_rows(values, x, row)
             return
         if self.schedule.rounds == 1:
             row = lax.rem(self.tick - ring.start, np.int32(ring.rows))
         else:
             row = lax.rem(self.of(made)[0], np.int32(ring.rows))
-        self.state["rings"][key] = lax.dynamic_update_index_in_dim(values, x, row, 0)
+        self.state["rings"][ring.key] = lax.dynamic_update_index_in_dim(values, x, row, 0)
 
     def table_row(self, ring: Ring, step: Any, made: Time) -> Any:
         """[K]: for each stage, the row in which a ring with a table has the value of a slot.
@@ -712,8 +691,8 @@ class _Tick:
         if var in self.xs:
             return lax.dynamic_index_in_dim(self.xs[var], self.position(time), 0, keepdims=False)
         place = self.body.place(var)
-        if isinstance(place, Stack):
-            stages, ring = self.loops.stages[place.loop], self.state["rings"][self.loops.ring_key(var)]
+        if place.stacked:
+            stages, ring = self.loops.stages[place.loop], self.ring(var)
             if stages.rounds == 1:
                 parts = [stages.rows(ring, self.row(var, time), 1)]
             else:
@@ -722,8 +701,7 @@ class _Tick:
             return stages.joined(jnp.swapaxes(jnp.concatenate(parts, 1), 0, 1))
         if time.start == self.loops.made_at(var).start:
             return self.env[var]
-        ring = self.state["rings"][self.loops.ring_key(var)]
-        return lax.dynamic_index_in_dim(ring, self.row(var, time), 0, keepdims=False)
+        return lax.dynamic_index_in_dim(self.ring(var), self.row(var, time), 0, keepdims=False)
 
     def position(self, time: Time) -> Any:
         """The index of the microbatch of a time in the stacked operands of the microbatch loop."""
@@ -735,7 +713,7 @@ class _Tick:
         """[K, …]: for each stage, the value of its microbatch."""
         if var in self.xs:
             return stages.rows(self.xs[var], self.position(time), -1)
-        return stages.rows(self.state["rings"][self.loops.ring_key(var)], self.row(var, time), -1)
+        return stages.rows(self.ring(var), self.row(var, time), -1)
 
     def stack(self, var: Any, time: Time, stages: Stages, r: Any) -> Any:
         """[l, K, …], or an equivalent :class:`RoundOfStack`: for each stage, its part of a stacked operand of a slot, of its
@@ -748,12 +726,10 @@ class _Tick:
             return RoundOfStack(self.divided[var], r * np.int32(stages.length), renamed)
         if var in self.xs:
             parts = stages.rows(self.divided[var], self.position(time), 1)
-        elif isinstance(self.body.place(var), Stack):
-            ring = self.state["rings"][self.loops.ring_key(var)]
-            return jnp.swapaxes(stages.rows(ring, self.row(var, time), 1), 0, 1)
+        elif self.body.place(var).stacked:
+            return jnp.swapaxes(stages.rows(self.ring(var), self.row(var, time), 1), 0, 1)
         else:
-            ring = self.state["rings"][self.loops.ring_key(var)]
-            parts = stages.rows(stages.divided(ring, 1), self.row(var, time), 1)
+            parts = stages.rows(stages.divided(self.ring(var), 1), self.row(var, time), 1)
         return stages.of_round(jnp.swapaxes(parts, 0, 1), r)
 
 

@@ -7,9 +7,9 @@ the loss and their gradients, loop 1 is the backward pass of the layers, and seg
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import Literal
@@ -19,29 +19,39 @@ from ...compat.loops import loop_parts
 from ...errors import UnsupportedError
 from ...rules import primitive
 from ..ir import Frame, Op
+from ..jaxprs import readers, renamed
 from .find import LayerLoop, in_backward_pass
 
-CONSTANT, INVARIANT = -2, -1
+
+class Place(NamedTuple):
+    """What computes a value of the body of a microbatch loop.
+
+    Attributes:
+      segment: the segment in which the value is complete; negative for ``INVARIANT`` and ``CONSTANT``.
+      stacked: each stage has a part of it: a layer loop stacks it, or elementwise ops make it of such values.
+    """
+
+    segment: int
+    stacked: bool = False
+
+    @property
+    def loop(self) -> int:
+        """The layer loop whose slots compute a stacked value."""
+        return self.segment - 1
+
+    @property
+    def runs(self) -> Place:
+        """The segment, or the slots, in which the value is available first: segment 0 for an invariant value."""
+        return Place(max(self.segment, 0), self.stacked)
+
+
+CONSTANT, INVARIANT = Place(-2), Place(-1)
 """Places of values that depend on literals alone, and of those that are equal in all microbatches."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """The place of a value that a layer loop stacks, or that elementwise ops make of such values: one part per stage."""
-
-    loop: int
-
-
-Place = int | Stack
-"""The segment of a value; ``CONSTANT`` or ``INVARIANT``; or :class:`Stack`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Accumulator:
-    """A carry to which the body only adds: position of the carry, and the added variable."""
-
-    carry: int
-    addend: Any
+def stack_of(loop: int) -> Place:
+    """The place of the values that a layer loop stacks."""
+    return Place(loop + 1, stacked=True)
 
 
 @dataclass(eq=False, slots=True)
@@ -54,7 +64,7 @@ class Body:
       eqns: the equations outside of the layer loops, in order.
       loops: the equations of the layer loops, in order.
       places: the place of each variable.
-      accumulators: by position of the carry.
+      accumulators: position of a carry to which the body only adds → the added variable.
       gathered: stacked weights that are all-gathered before the loop, with (old name, new name) of their dims that are; gradients
         are then reduced after the loop.
     """
@@ -66,7 +76,7 @@ class Body:
     eqns: list[Any]
     loops: list[Any]
     places: dict[Any, Place]
-    accumulators: dict[int, Accumulator]
+    accumulators: dict[int, Any]
     gathered: dict[Any, tuple[tuple[str, str], ...]] = field(default_factory=dict)
 
     def place(self, atom: Any) -> Place:
@@ -75,8 +85,12 @@ class Body:
 
     def segment(self, atom: Any) -> int:
         """The segment in which a value is complete: of a stack, the one after its loop."""
-        place = self.place(atom)
-        return place.loop + 1 if isinstance(place, Stack) else max(place, 0)
+        return self.place(atom).runs.segment
+
+    def adding_loop(self, carry: int) -> int | None:
+        """The layer loop whose slots add to a carry, given by its position; None: a segment makes the new carry, or none does."""
+        place = self.place(self.accumulators[carry]) if carry in self.accumulators else INVARIANT
+        return place.loop if place.stacked else None
 
 
 def divide(op: Op, loops: Sequence[LayerLoop]) -> Body:
@@ -99,7 +113,7 @@ def divide(op: Op, loops: Sequence[LayerLoop]) -> Body:
     consts, carries, xs = loop_parts(op.eqn).split(frame.jaxpr.invars)
     body = Body(
         consts=consts, carries=carries, xs=xs,
-        outs=[_renamed(v, names) for v in frame.jaxpr.outvars],
+        outs=renamed(frame.jaxpr.outvars, names),
         eqns=[eqn for inner, eqn in flat if inner not in layer_ops and eqn.outvars],
         loops=[eqn for inner, eqn in flat if inner in layer_ops], places={}, accumulators={},
     )  # fmt: skip
@@ -114,7 +128,7 @@ def order_of(body: Body, loops: Sequence[LayerLoop]) -> str:
     backward loop, unless a later one reads its stacked results. If no loop is differentiated by JAX, a backward loop is one that
     reads the stacked results of a loop of the other direction.
     """
-    reads = [{place.loop for v in eqn.invars if isinstance(place := body.place(v), Stack)} for eqn in body.loops]
+    reads = [{place.loop for v in eqn.invars if (place := body.place(v)).stacked} for eqn in body.loops]
     reverse = [eqn.params["reverse"] for eqn in body.loops]
     marks = [in_backward_pass(loop.op) for loop in loops]
     back = [any(reverse[j] != reverse[i] for j in reads[i]) if mark is None else mark for i, mark in enumerate(marks)]
@@ -136,25 +150,21 @@ def replaced(body: Body, loops: Sequence[Sequence[Any]], op: Op, sources: Sequen
         at.setdefault(body.place(eqn.outvars[0]), []).append(eqn)
     eqns = [*at.get(CONSTANT, ()), *at.get(INVARIANT, ())]
     for j in range(len(body.loops) + 1):
-        eqns += [*at.get(j, ()), *(loops[j] if j < len(loops) else ()), *at.get(Stack(j), ())]
+        eqns += [*at.get(Place(j), ()), *(loops[j] if j < len(loops) else ()), *at.get(stack_of(j), ())]
     body.loops = [eqn for part in loops for eqn in part]
     _place(body, eqns, op, sources)
-
-
-def _renamed(atom: Any, names: Mapping[Any, Any]) -> Any:
-    return atom if isinstance(atom, Literal) else names.get(atom, atom)
 
 
 def _inlined(frame: Frame, names: dict[Any, Any], targets: set[Op]) -> Iterable[tuple[Op, Any]]:
     """The ops of a frame with their equations, in terms of ``names``; calls with a target op in their bodies are inlined."""
     for op in frame.ops:
-        invars = [_renamed(v, names) for v in op.eqn.invars]
+        invars = renamed(op.eqn.invars, names)
         if op.frames and not op.primitive.control_flow and any(inner in targets for inner in op.frames[0].walk()):
             (body,), (consts,) = op.frames, body_consts(op.eqn)
-            inner = {v: Literal(c, v.aval) for v, c in zip(body.jaxpr.constvars, consts, strict=True)}
+            inner: dict[Any, Any] = {v: Literal(c, v.aval) for v, c in zip(body.jaxpr.constvars, consts, strict=True)}
             inner.update(zip(body.jaxpr.invars, body_operands(op.eqn, invars), strict=True))
             yield from _inlined(body, inner, targets)
-            names.update(zip(op.eqn.outvars, (_renamed(v, inner) for v in body.jaxpr.outvars), strict=True))
+            names.update(zip(op.eqn.outvars, renamed(body.jaxpr.outvars, inner), strict=True))
         else:
             outvars = [new_var(v.aval) for v in op.eqn.outvars]
             names.update(zip(op.eqn.outvars, outvars, strict=True))
@@ -188,9 +198,9 @@ def _place_all(body: Body, eqns: Sequence[Any], of_carry: Sequence[int], op: Op,
     places = body.places
     places.clear()
     places.update(dict.fromkeys(body.consts, INVARIANT))
-    places.update(dict.fromkeys(body.xs, 0))
+    places.update(dict.fromkeys(body.xs, Place(0)))
     for carry, out, segment in zip(body.carries, body.outs, of_carry, strict=False):
-        places[carry] = INVARIANT if out is carry else segment
+        places[carry] = INVARIANT if out is carry else Place(segment)
     index = {id(eqn): i for i, eqn in enumerate(body.loops)}
     for eqn in eqns:
         i = index.get(id(eqn))
@@ -198,21 +208,16 @@ def _place_all(body: Body, eqns: Sequence[Any], of_carry: Sequence[int], op: Op,
             if any(body.segment(v) > i for v in eqn.invars):
                 raise _dependence(op, loops[i])
             carried, stacked = loop_parts(eqn).split_results(eqn.outvars)
-            places.update(dict.fromkeys(carried, i + 1))
-            places.update(dict.fromkeys(stacked, Stack(i)))
+            places.update(dict.fromkeys(carried, Place(i + 1)))
+            places.update(dict.fromkeys(stacked, stack_of(i)))
             continue
-        stacks = {body.places[v] for v in eqn.invars if isinstance(body.place(v), Stack)}
+        read = list(map(body.place, eqn.invars))
+        stacks = {place for place in read if place.stacked}
         if len(stacks) == 1 and _is_elementwise(body, eqn):
-            place: Place = stacks.pop()
+            place = stacks.pop()
         else:
-            place = max((_own(body, v) for v in eqn.invars), default=CONSTANT)
+            place = Place(max((place.segment for place in read), default=CONSTANT.segment))
         places.update(dict.fromkeys(eqn.outvars, place))
-
-
-def _own(body: Body, atom: Any) -> int:
-    """The least place of an op that reads a value."""
-    place = body.place(atom)
-    return place.loop + 1 if isinstance(place, Stack) else place
 
 
 def _is_elementwise(body: Body, eqn: Any) -> bool:
@@ -220,28 +225,27 @@ def _is_elementwise(body: Body, eqn: Any) -> bool:
     if not primitive(eqn.primitive.name).elementwise or len(eqn.outvars) != 1:
         return False
     shape = eqn.outvars[0].aval.shape
-    others = [v for v in eqn.invars if not isinstance(body.place(v), Stack)]
-    return all(v.aval.shape == shape for v in eqn.invars if isinstance(body.place(v), Stack)) and all(
-        isinstance(v, Literal) and np.ndim(v.val) == 0 for v in others
+    return all(
+        v.aval.shape == shape if body.place(v).stacked else isinstance(v, Literal) and np.ndim(v.val) == 0
+        for v in eqn.invars
     )
 
 
-def _accumulators(body: Body, eqns: Sequence[Any]) -> dict[int, Accumulator]:
-    """The carries to which the body only adds."""
-    uses: dict[Any, int] = {}
+def _accumulators(body: Body, eqns: Sequence[Any]) -> dict[int, Any]:
+    """The carries to which the body only adds, by position, and the added variables."""
     made = {v: eqn for eqn in eqns for v in eqn.outvars}
-    for v in [*(v for eqn in eqns for v in eqn.invars), *body.outs]:
-        if not isinstance(v, Literal):
-            uses[v] = uses.get(v, 0) + 1
+    uses: dict[Any, list[int]] = readers(eqns, body.outs)
     found = {}
     for k, (carry, out) in enumerate(zip(body.carries, body.outs, strict=False)):
         eqn = None if isinstance(out, Literal) else made.get(out)
-        if eqn is None or primitive(eqn.primitive.name).family != "add" or uses[out] > 1 or uses.get(carry) != 1:
+        if eqn is None or primitive(eqn.primitive.name).family != "add":
+            continue
+        if len(uses[out]) > 1 or len(uses.get(carry, ())) != 1:
             continue
         a, b = eqn.invars
         addend = b if a is carry else a if b is carry else None
         if addend is not None and addend.aval.shape == carry.aval.shape:
-            found[k] = Accumulator(k, addend)
+            found[k] = addend
     return found
 
 

@@ -9,7 +9,7 @@ they are stored in rings like activations.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Literal
@@ -17,8 +17,8 @@ from jax.extend.core import ClosedJaxpr, Literal
 from ...compat.jax import closed_parts, new_var
 from ...compat.loops import loop_parts
 from ...rules import primitive
-from ..flat import flatten
 from ..ir import Op
+from ..jaxprs import flatten, live, variables
 from .find import LayerLoop
 from .segments import Body, replaced
 
@@ -51,7 +51,7 @@ def _parts(eqn: Any) -> tuple[Any, Any] | None:
     flat = flatten(ClosedJaxpr(jaxpr, values))
     inner, parts = flat.jaxpr, loop_parts(eqn)
     carries = len(parts.carries)
-    first = _needed(inner.eqns, inner.outvars[:carries])
+    first, _ = live(inner.eqns, inner.outvars[:carries])
     if len(first) == len(inner.eqns):
         return None
     early = {v for e in first for v in e.outvars}
@@ -68,7 +68,7 @@ def _parts(eqn: Any) -> tuple[Any, Any] | None:
         eqn, ClosedJaxpr(inner.replace(eqns=first, outvars=[*(inner.outvars[k] for k in kept), *cut]), flat.consts),
         eqn.invars, [*(eqn.outvars[k] for k in kept), *stacked], len(parts.consts), carries,
     )  # fmt: skip
-    read = _read(rest)
+    read = {v for e in rest for v in variables(e.invars)}
     held = [p for p, v in enumerate(inner.invars) if v in read and v not in carried]
     own = [p for p in held if p in parts.consts]
     other = ClosedJaxpr(
@@ -81,21 +81,6 @@ def _parts(eqn: Any) -> tuple[Any, Any] | None:
     return one, two
 
 
-def _needed(eqns: Sequence[Any], outs: Iterable[Any]) -> list[Any]:
-    """The equations that compute some variables, in order."""
-    wanted, live = {v for v in outs if not isinstance(v, Literal)}, []
-    for eqn in reversed(eqns):
-        if not wanted.isdisjoint(eqn.outvars):
-            live.append(eqn)
-            wanted.update(v for v in eqn.invars if not isinstance(v, Literal))
-    return live[::-1]
-
-
-def _read(eqns: Sequence[Any]) -> set[Any]:
-    """The variables that equations read."""
-    return {v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)}
-
-
 def _cut(
     eqns: Sequence[Any], first: Sequence[Any], rest: Sequence[Any], early: set[Any], carried: set[Any]
 ) -> tuple[list[Any], list[Any]]:
@@ -106,17 +91,13 @@ def _cut(
     """
     rest, made = list(rest), {v: eqn for eqn in first for v in eqn.outvars}
     while True:
-        cut = [
-            v
-            for v in dict.fromkeys(v for e in rest for v in e.invars if not isinstance(v, Literal))
-            if v in early | carried
-        ]
+        cut = [v for v in dict.fromkeys(v for e in rest for v in variables(e.invars)) if v in early | carried]
         stored = set(cut)
         for v in cut:
             eqn = made.get(v)
             if eqn is None or not _cheap(eqn):
                 continue
-            operands = {x for x in eqn.invars if not isinstance(x, Literal) and x in early | carried}
+            operands = {x for x in variables(eqn.invars) if x in early | carried}
             if sum(_bytes(x) for x in operands - stored) <= sum(_bytes(x) for x in eqn.outvars if x in stored):
                 chosen = {id(e) for e in (*rest, eqn)}
                 rest = [e for e in eqns if id(e) in chosen]  # in the order of the layer
