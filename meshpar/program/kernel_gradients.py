@@ -163,7 +163,7 @@ def _halves(kernel: Kernel, avals: tuple[jax.ShapeDtypeStruct, ...]) -> ForwardB
         return list(jax.tree.unflatten(local.tree, leaves)(list(args[len(saved) :])))
 
     def forward(*xs: Any) -> list[Any]:
-        results, pull = _pull(kernel, xs)
+        results, pull = _pull(kernel.fn, xs)
         leaves = jax.tree.leaves(pull)
         return [*results, *(x for x, (which, _) in zip(leaves, pulled.sources, strict=True) if which == "residual")]
 
@@ -181,7 +181,7 @@ def _halves(kernel: Kernel, avals: tuple[jax.ShapeDtypeStruct, ...]) -> ForwardB
     return ForwardBackward(Kernel(forward, both, None, None, kernel.name), backward, len(notation.outs), saved, avals)
 
 
-def _pull(kernel: Kernel, xs: Sequence[Any]) -> tuple[list[Any], Any]:
+def _pull(fn: Callable[..., Any], xs: Sequence[Any]) -> tuple[list[Any], Any]:
     """(results, pullback: cotangents of the floating-point results → cotangents of the floating-point operands)."""
     floats = [i for i, x in enumerate(xs) if _inexact(x)]
     floating: list[bool] = []
@@ -192,7 +192,7 @@ def _pull(kernel: Kernel, xs: Sequence[Any]) -> tuple[list[Any], Any]:
         args = list(xs)
         for i, x in zip(floats, some, strict=True):
             args[i] = x
-        out = jax.tree.leaves(kernel.fn(*args))
+        out = jax.tree.leaves(fn(*args))
         floating[:] = map(_inexact, out)
         return [y for y in out if _inexact(y)], [y for y in out if not _inexact(y)]
 
@@ -238,7 +238,7 @@ def _pull_traced(kernel: Kernel, avals: Sequence[jax.ShapeDtypeStruct]) -> _Pull
     def arrays(*xs: Any) -> list[Any]:
         """The array leaves of the pullback for operands ``xs``; records its tree, and for each leaf whether it is an
         operand or result."""
-        results, pull = _pull(kernel, xs)
+        results, pull = _pull(kernel.fn, xs)
         leaves, tree = jax.tree.flatten(pull)
         trees.append(tree)
         known = [("operand", i, x) for i, x in enumerate(xs)] + [("result", j, y) for j, y in enumerate(results)]
@@ -376,14 +376,6 @@ def _transposed(s: KernelSend, parts: ShardCounts) -> KernelSend:
 
 def _vjp(fn: Callable[..., Any], xs: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
     """The cotangents of the floating-point operands."""
-    floats = [i for i, x in enumerate(xs) if _inexact(x)]
-
-    def of(*some: Any) -> list[Any]:
-        args = list(xs)
-        for i, x in zip(floats, some, strict=True):
-            args[i] = x
-        return [y for y in jax.tree.leaves(fn(*args)) if _inexact(y)]
-
-    out, back = jax.vjp(of, *[xs[i] for i in floats])
-    float_cts = [ct for ct in cts if _inexact(ct)]
-    return list(back([ct.astype(y.dtype) for ct, y in zip(float_cts, out, strict=True)]))
+    results, pull = _pull(fn, xs)
+    pairs = zip(filter(_inexact, cts), filter(_inexact, results), strict=True)
+    return list(pull([ct.astype(y.dtype) for ct, y in pairs]))

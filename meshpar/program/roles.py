@@ -105,7 +105,7 @@ def _link_bodies(op: Op, flow: Flow) -> None:
     for frame, outer in zip(op.frames, operands_of_bodies(op.eqn, op.ins) if op.frames else (), strict=True):
         for a, b in zip(outer, frame.ins(), strict=True):
             flow.bind(a, b)
-        if op.primitive.family == "while" and frame is op.frames[0]:
+        if op.primitive.loop and frame is not op.frames[-1]:
             continue  # the result of the condition is no result of the loop
         results = [frame.env.get(v) if not hasattr(v, "val") else None for v in frame.jaxpr.outvars]
         for a, b in zip(results, op.outs, strict=True):

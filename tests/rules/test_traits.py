@@ -10,7 +10,7 @@ from meshpar.rules import PRIMITIVES
 PACKAGE = Path(meshpar.__file__).parent
 ALLOWED = {
     "compat/jax.py": (5, "below the registry: where each JAX version keeps the bodies of control flow"),
-    "compat/loops.py": (3, "below the registry: the parts of each kind of loop"),
+    "compat/loops.py": (3, "below the registry: the operands of a scan, a while loop and a conditional"),
     "layers/checkpoint_policies.py": (1, "JAX asks policies about this call, by its primitive"),
     "lower/jit.py": (
         2,
