@@ -28,7 +28,7 @@ from ..program.pipeline import stack_notes
 from ..program.roles import unread_state
 from ..units import format_bytes
 from .all_reduce_choice import choose_all_reduce
-from .barriers import order_stacks, pad_rows, separate_matmuls, separate_slices, serialize_loops, serialize_results
+from .barriers import pad_rows, separate_matmuls, separate_slices, serialize_loops, serialize_results
 from .collective_matmul import overlap_collectives
 from .equal_sends import merge_equal_sends
 from .indivisible import (
@@ -52,7 +52,7 @@ class Pass(NamedTuple):
 
     Attributes:
       run: the function.
-      lowerings: the ones that emit its additions to a plan: barriers and orders of dims exist in ``"shard_map"`` alone. For the
+      lowerings: the ones that emit its additions to a plan: barriers exist in ``"shard_map"`` alone. For the
         others it does not run, so that no estimate contains a step that the program does not have.
       quirk: the entry of :mod:`meshpar.compat.quirks` that it works around; it does not run for chips and compiler versions without
         it (:class:`meshpar.hardware.compiler.CompilerModel`). None: it is for all of them.
@@ -71,7 +71,6 @@ PASSES: tuple[Pass, ...] = (
     Pass(choose_all_reduce, ("shard_map", "jit")),
     Pass(schedule, quirk="LATE_GRADIENTS"),
     Pass(separate_matmuls, quirk="FUSED_EPILOGUE"),
-    Pass(order_stacks, quirk="COPIED_STACK"),
     Pass(serialize_loops, quirk="LOOPS_BEFORE_REDUCTIONS"),
     Pass(serialize_results, quirk="GATHER_NOT_IN_PLACE"),
     Pass(separate_slices, quirk="STACK_CAST_BEFORE_LOOP"),

@@ -1,6 +1,6 @@
 """Optimization barriers that stop XLA from reordering, moving or fusing ops where this costs memory or time.
 
-Each pass works around one defect of a compiler (:mod:`meshpar.compat.quirks`), and adds barriers, orders of dims or rows to a plan.
+Each pass works around one defect of a compiler (:mod:`meshpar.compat.quirks`), and adds barriers or rows to a plan.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..cost.flops import single_row_elements, smaller_operand_bytes
 from ..cost.fusion import FUSIBLE, MATMULS, REDUCTIONS
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, value_bytes
-from ..plan.steps import Barrier, Body, Loop, Order, Reduce, Reshard, Run, Shard, Step, replace_steps, rewrite_bodies
+from ..plan.steps import Barrier, Body, Loop, Reduce, Reshard, Run, Shard, Step, replace_steps, rewrite_bodies
 from ..program.ir import Program, Value
 
 MIN_SINGLE_ROW_ELEMENTS = 65_536
@@ -97,21 +97,6 @@ def _rewrite_homes(body: Body, change: Callable[[Body], Body]) -> Body:
     return rewrite_bodies(body, lambda body: body if body.frame.is_call else change(body))
 
 
-def _rewrite_scans(plan: Plan, change: Callable[[Loop], Loop]) -> Plan:
-    """The plan after ``change`` of every ``scan``."""
-
-    def changed(body: Body) -> Body:
-        """A body after ``change`` of its own scans, not of scans in nested bodies."""
-        scans = {k: s for k in body.nested if isinstance(s := body.steps[k], Loop) and s.op.primitive.scan}
-        return (
-            body.with_steps([change(scans[k]) if k in scans else s for k, s in enumerate(body.steps)])
-            if scans
-            else body
-        )
-
-    return _with_body(plan, rewrite_bodies(plan.body, changed))
-
-
 def serialize_results(plan: Plan) -> Plan:
     """The plan with barriers by which large results that alias donated arguments are all-gathered one after the other.
 
@@ -148,18 +133,18 @@ def separate_slices(plan: Plan) -> Plan:
     """
     cast = plan.program.cached(_values_cast_to_narrower)
 
-    def change(step: Loop) -> Loop:
+    def change(step: Loop) -> Sequence[Step]:
         """A scan whose cast slices are behind an optimization barrier; the scan itself if no slice is cast to a
         narrower dtype."""
         inner = step.body
         slices = {s: s.copy() for s in inner.inputs[len(step.inits) :] if s.value in cast}
-        if not slices:
-            return step
+        if not slices or not step.op.primitive.scan:
+            return (step,)
         barrier = Barrier(step.op, tuple(slices.values()), tuple(slices), opaque=True)
         inputs = tuple(slices.get(s, s) for s in inner.inputs)
-        return replace(step, inner=(replace(inner, inputs=inputs, steps=(barrier, *inner.steps)),))
+        return (replace(step, inner=(replace(inner, inputs=inputs, steps=(barrier, *inner.steps)),)),)
 
-    return _rewrite_scans(plan, change)
+    return _with_body(plan, _rewrite_homes(plan.body, lambda body: replace_steps(body, Loop, change)))
 
 
 def separate_matmuls(plan: Plan) -> Plan:
@@ -299,34 +284,6 @@ class _LargeMatmuls:
                 seen.update(r for r, _ in results)
                 todo += results
         return _Epilogue(list(ops), list(read), seen)
-
-
-def order_stacks(plan: Plan) -> Plan:
-    """The plan with stacks of large matmul results, saved by loops for the backward pass, in the dim order in which it reads them.
-
-    (:data:`meshpar.compat.quirks.COPIED_STACK`)
-    """
-
-    def change(step: Loop) -> Loop:
-        """A scan whose stacked matmul results are computed in the dim order (0, 2, 1); the scan itself if it stacks no
-        large one."""
-        body, carries = step.body, len(step.inits)
-        from_matmuls: set[Shard] = set()
-        for run in body.with_calls:
-            if isinstance(run, Run) and (_is_matmul(run) or (_is_view(run) and run.reads[0] in from_matmuls)):
-                from_matmuls.update(run.results)
-        new = {
-            s: s.copy()
-            for s in body.outputs[carries:]
-            if s in from_matmuls and len(s.spec) == 3 and plan.shard_bytes(s) >= plan.compiler.large_buffer_bytes
-        }
-        if not new:
-            return step
-        orders = tuple(Order(s.value.op, s, ordered, (0, 2, 1)) for s, ordered in new.items())
-        outputs = tuple(s if s is None or k < carries else new.get(s, s) for k, s in enumerate(body.outputs))
-        return replace(step, inner=(*step.inner[:-1], replace(body, steps=(*body.steps, *orders), outputs=outputs)))
-
-    return _rewrite_scans(plan, change)
 
 
 def _is_matmul(step: Step) -> TypeGuard[Run]:

@@ -501,23 +501,6 @@ class Barrier(Step):
         return self.results
 
 
-@record
-class Order(Step):
-    """Sets the memory layout of an array: ``order`` has its dims from major to minor. The result equals the source."""
-
-    source: Shard
-    result: Shard
-    order: tuple[int, ...]
-
-    @property
-    def reads(self) -> tuple[Shard, ...]:
-        return (self.source,)
-
-    @property
-    def makes(self) -> tuple[Shard, ...]:
-        return (self.result,)
-
-
 def free_shards(body: Body) -> tuple[Shard, ...]:
     """The shards that the steps of a body read, but that neither its steps nor its inputs have."""
     made: set[Shard] = set(body.inputs)
