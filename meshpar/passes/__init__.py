@@ -1,7 +1,7 @@
 """Functions from plan to plan.
 
-The first, :func:`meshpar.passes.collective_matmul.overlap_collectives`, compares plans with and without ring decompositions: it
-runs the other passes (:data:`PASSES`, in that order) on each of them.
+An implementation of each collective next to matmuls comes first (:mod:`meshpar.passes.collective_matmul`); then :data:`PASSES`, in
+that order. Where cost decides about rings, plans with and without them are compared after all passes.
 """
 
 import contextlib
@@ -12,24 +12,35 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar, cast
 
 from ..compat.jax import user_stacklevel, without_gc
+from ..cost.caching import free_caches, with_reasons
+from ..cost.collective_matmul import warn_about_lines
 from ..cost.memory import memory_of
 from ..cost.time import time_of
-from ..errors import IndivisibleWarning, JoinWarning, LoweringWarning, MeshparError, ReplicatedWarning
+from ..dims import did_you_mean
+from ..errors import (
+    IndivisibleWarning,
+    JoinWarning,
+    LoweringWarning,
+    MeshparError,
+    ReplicatedWarning,
+    UnsupportedError,
+)
 from ..hardware.calibration import Calibrations
 from ..hardware.collective_ops import CollectiveOp
 from ..hardware.options import Options, OptionsMode, choose_options
 from ..hardware.topology import refused_options
 from ..layout import AnyMesh, Layout
 from ..plan.checks import kernel_rule_text, unnamed_results, unnamed_weights
-from ..plan.plan import Plan
+from ..plan.plan import Choice, Plan
 from ..plan.planner import planned
+from ..plan.spec import format_axes
 from ..program.ir import Op, Program
 from ..program.pipeline import stack_notes
 from ..program.roles import unread_state
-from ..units import format_bytes
+from ..units import format_bytes, format_seconds
 from .all_reduce_choice import choose_all_reduce
 from .barriers import pad_rows, separate_matmuls, separate_slices, serialize_loops, serialize_results
-from .collective_matmul import overlap_collectives
+from .collective_matmul import MODES, CollectiveMatmulPairs, activation_axes, with_overlaps
 from .equal_sends import merge_equal_sends
 from .indivisible import (
     MIN_EXCESS_BYTES,
@@ -137,6 +148,13 @@ def _rank(plan: Plan) -> tuple[bool, float]:
     if plan.chip is None or time is None:
         return False, plan.bytes_sent
     return memory_of(plan).peak > plan.chip.per_device().hbm, time.seconds
+
+
+def _seconds(plan: Plan) -> float:
+    """The estimated seconds of a step of a plan with a known chip."""
+    time = time_of(plan)
+    assert time is not None
+    return time.seconds
 
 
 def _idle_axes(plan: Plan) -> list[str]:
@@ -315,7 +333,40 @@ def with_passes(plan: P) -> P:
     )
     with without_gc():
         # passes change fields by `dataclasses.replace`, so the class of the plan stays
-        return cast(P, overlap_collectives(replace(plan, options=chosen), _run_passes))
+        return cast(P, _with_better_overlaps(replace(plan, options=chosen)))
+
+
+def _with_better_overlaps(plan: Plan) -> Plan:
+    """The plan after all passes, with rings over those axes of activations where the step then is shorter.
+
+    Raises:
+      UnsupportedError: the mode ``plan.overlap`` is not one of :data:`meshpar.passes.collective_matmul.MODES`.
+    """
+    if plan.overlap not in MODES:
+        fixes = did_you_mean(plan.overlap, MODES, "modes")
+        raise UnsupportedError(f"there is no overlap {plan.overlap!r}", fixes=fixes)
+    if plan.overlap == "off":
+        return _run_passes(plan)
+    pairs = CollectiveMatmulPairs(plan)
+    joint: dict[tuple[str, ...], Choice] = dict.fromkeys(activation_axes(pairs), "xla")
+    best = _run_passes(with_overlaps(pairs, joint))
+    reasons: dict[tuple[str, ...], str] = {}
+    for axes in joint:
+        if not any(o.together and o.axes == axes for o in best.overlaps):
+            continue
+        with_rings = _run_passes(with_overlaps(pairs, {**joint, axes: "ring"}))
+        xla, ring = _seconds(best), _seconds(with_rings)
+        reasons[axes] = (
+            f"the step takes {format_seconds(ring)} with rings over {format_axes(axes)}, {format_seconds(xla)} without"
+        )
+        if xla - ring >= max(plan.compiler.min_gain_seconds, plan.compiler.min_joint_gain * xla):
+            best, with_rings, joint[axes] = with_rings, best, "ring"
+        free_caches(with_rings)
+    if reasons:
+        explained = [replace(o, reason=f"{o.reason}; {reasons[o.axes]}") if o.together else o for o in best.overlaps]
+        best = with_reasons(best, overlaps=tuple(explained))
+    warn_about_lines(best)
+    return best
 
 
 def _run_passes(plan: Plan) -> Plan:

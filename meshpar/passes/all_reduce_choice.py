@@ -37,7 +37,7 @@ from ..plan.steps import Body, Reduce, Scatter, Step, rewrite_bodies
 from ..program.ir import Value
 from ..units import format_bytes, format_seconds
 from .collective_matmul import BY_COST
-from .dependencies import dependencies
+from .dependencies import leading_to_matmuls
 
 
 def choose_all_reduce(plan: Plan) -> Plan:
@@ -178,8 +178,7 @@ def _matmuls_block_on_reductions(plan: Plan, body: Body) -> bool:
 
 def _matmuls_follow(plan: Plan, value: Value) -> bool:
     """Whether matmuls of its body depend on a value."""
-    op = value.op
-    return op is not None and plan.program.cached(dependencies)[op.frame.home].leads_to_matmul(op)
+    return value.op in plan.program.cached(leading_to_matmuls)
 
 
 def _matmul_seconds(plan: Plan, values: Sequence[Value]) -> list[float]:

@@ -1,32 +1,24 @@
 """Collective-matmul pass: overlaps all-gathers and reduce-scatters with the matmuls next to them, as rings or fused kernels.
 
-For each all-gather whose result matmuls read, and each reduce-scatter of a sum of matmuls, it compares the exposed seconds of the
-implementations (:mod:`meshpar.cost.collective_matmul`), and replaces the steps of the pair accordingly.
+For each all-gather whose result matmuls read, and each reduce-scatter of a sum of matmuls, the mode or the cost of a step chooses
+an implementation, and the steps of the pair are replaced accordingly. A plan has the exposed seconds of each
+(:mod:`meshpar.cost.collective_matmul`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 
-from meshpar_kernels.collective_matmul import Dot, FusedGather, FusedScatter, interpreting
+from meshpar_kernels.collective_matmul import FusedGather, FusedScatter, interpreting
 from meshpar_kernels.collective_matmul.schedule import gather_hops
 
 from ..caches import LRUCache
-from ..cost.caching import free_caches, with_reasons
-from ..cost.collective_matmul import (
-    CollectiveMatmul,
-    exposed_seconds,
-    matmul_seconds,
-    warn_about_lines,
-)
-from ..cost.fusion import FUSIBLE, MATMULS, VIEWS
-from ..cost.time import time_of
-from ..dims import did_you_mean
-from ..errors import UnsupportedError
+from ..cost.collective_matmul import CollectiveMatmul, exposed_seconds
+from ..cost.fusion import FUSIBLE, VIEWS
 from ..hardware.algorithms import AlgorithmName
 from ..hardware.collective_ops import CollectiveOp, wire_bytes
 from ..hardware.collective_time import hop_seconds, seconds_of
@@ -50,8 +42,8 @@ from ..plan.steps import (
     topological_order,
 )
 from ..program.ir import Frame, Op, Program, Value
-from ..units import format_seconds
-from .dependencies import Dependencies, dependencies
+from ..rules.contract import dot_of
+from .dependencies import leading_to_matmuls
 
 MODES = ("auto", "xla", "ring", "pallas", "off")
 """``auto``: by cost, ``xla`` or ``ring``; ``xla``: a separate collective; ``ring``: a ring wherever possible; ``pallas``: the fused
@@ -61,81 +53,39 @@ BY_COST = ("auto", "pallas")
 """The modes in which cost decides where the user's mode does not."""
 
 
-def overlap_collectives(plan: Plan, other_passes: Callable[[Plan], Plan] = lambda plan: plan) -> Plan:
-    """The plan with an implementation for every pair of a collective and matmuls, by the mode ``plan.overlap``.
+def activation_axes(pairs: CollectiveMatmulPairs) -> list[tuple[str, ...]]:
+    """The mesh axes for which cost decides between rings and separate collectives: those over which activations are gathered.
 
-    Where cost decides, an all-gather of a weight and a reduction of a gradient are decided one by one. The collectives of
-    activations over the same axes are decided jointly, by the estimated seconds of the step: next to separate collectives, the
-    compiler (libtpu 0.0.42) overlaps hardly a matmul with the steps of a ring. Five mixtures were compiled, chosen pair by pair:
-    each took longer than one of the pure choices, two of them longer than both.
-
-    ``auto`` never chooses the fused kernel, since no kernel with remote DMA was timed yet; the reasons say where one could run.
-
-    Args:
-      other_passes: the passes that follow; plans are compared after these.
-
-    Raises:
-      UnsupportedError: the mode is not one of :data:`MODES`.
+    All collectives of activations over the same axes are decided jointly, by the estimated seconds of the step: next to separate
+    collectives, the compiler (libtpu 0.0.42) overlaps hardly a matmul with the steps of a ring. Five mixtures were compiled, chosen
+    pair by pair: each took longer than one of the pure choices, two of them longer than both. All-gathers of weights and
+    reductions of gradients stay separate, since the compiler runs them concurrently with other matmuls: rings chosen one by one
+    made 3 of 45 plans of real models 0.01 % shorter at most. None where the mode decides, or where the chip is not known.
     """
-    mode = plan.overlap
-    if mode not in MODES:
-        raise UnsupportedError(f"there is no overlap {mode!r}", fixes=did_you_mean(mode, MODES, "modes"))
-    if mode == "off":
-        return other_passes(plan)
-    pairs = CollectiveMatmulPairs(plan)
-    joint: dict[tuple[str, ...], Choice] = {}
-    if mode in BY_COST and plan.chip is not None:
-        joint.update((axes, "xla") for axes in _activation_axes(plan, pairs))
-    best = other_passes(_with_choices(plan, pairs, joint))
-    reasons: dict[tuple[str, ...], str] = {}
-    for axes in joint:
-        if not any(o.together and o.axes == axes for o in best.overlaps):
-            continue
-        candidate = other_passes(_with_choices(plan, pairs, {**joint, axes: "ring"}))
-        xla, ring = _seconds(best), _seconds(candidate)
-        reasons[axes] = (
-            f"the step takes {format_seconds(ring)} with rings over {format_axes(axes)}, {format_seconds(xla)} without"
-        )
-        if xla - ring >= max(plan.compiler.min_gain_seconds, plan.compiler.min_joint_gain * xla):
-            best, candidate, joint[axes] = candidate, best, "ring"
-        free_caches(candidate)
-    if reasons:
-        explained = [replace(o, reason=f"{o.reason}; {reasons[o.axes]}") if o.together else o for o in best.overlaps]
-        best = with_reasons(best, overlaps=tuple(explained))
-    warn_about_lines(best)
-    return best
-
-
-def _seconds(plan: Plan) -> float:
-    """The estimated seconds of a step of a plan with a known chip."""
-    time = time_of(plan)
-    assert time is not None
-    return time.seconds
-
-
-def _activation_axes(plan: Plan, pairs: CollectiveMatmulPairs) -> list[tuple[str, ...]]:
-    """The mesh axes over which activations are all-gathered for matmuls, and on which rings are possible."""
+    plan = pairs.plan
+    if plan.overlap not in BY_COST or plan.chip is None:
+        return []
     longest = plan.compiler.max_ring_size
     gathers = [p for p in pairs.pairs.values() if p.gather and 1 < devices_of(plan.torus, p.axes) <= longest]
     return list(dict.fromkeys(p.axes for p in gathers if pairs.on_critical_path(p)))
 
 
-def _with_choices(plan: Plan, pairs: CollectiveMatmulPairs, joint: Mapping[tuple[str, ...], Choice]) -> Plan:
-    """The plan with an implementation for each pair.
+def with_overlaps(pairs: CollectiveMatmulPairs, joint: Mapping[tuple[str, ...], Choice]) -> Plan:
+    """The plan with an implementation for every pair of a collective and matmuls, by the mode ``plan.overlap``.
+
+    ``auto`` never chooses the fused kernel, since no kernel with remote DMA was timed yet; the reasons say where one could run.
 
     Args:
-      joint: axes → the implementation of all collectives of activations over these axes.
+      joint: axes of :func:`activation_axes` → the implementation of all collectives of activations over these axes.
     """
-    pairs.in_rings = set()
-    unpaired = UnpairedMatmuls(plan, {run for pair in pairs.pairs.values() for run, _ in pair.dots})
+    plan, pairs.in_rings = pairs.plan, set()
     changes: dict[Step, Step] = {}
     overlaps: list[Overlap] = []
     for step in pairs.candidates:
         pair = pairs.pair(step)
         if pair is None:
             continue
-        critical = pairs.on_critical_path(pair)
-        decision, fused = _decision(plan, pair, unpaired, pairs, joint.get(pair.axes) if critical else None, critical)
+        decision, fused = _decision(pairs, pair, joint.get(pair.axes) if pairs.on_critical_path(pair) else None)
         overlaps.append(decision)
         if decision.choice != "xla":
             changes.update(_ring_steps(plan, pair, decision.choice, fused, pairs))
@@ -242,10 +192,6 @@ class CollectiveMatmulPairs:
             self._on_critical_path[pair.step] = not pair.gather or not _is_input(pair.value, self._carried)
         return self._on_critical_path[pair.step]
 
-    def ops_of_users(self, step: Reshard | Reduce) -> list[Op]:
-        """The ops of the steps that read the result of an all-gather."""
-        return [user.op for user in self.users.get(step.result, ()) if user.op is not None]
-
     def _gather(self, step: Reshard) -> CollectiveMatmul | None:
         """The pair of an all-gather: the matmuls that read its result and can run chunk by chunk, or None."""
         if len(step.path) != 1 or step.path[0].op != "all-gather":
@@ -269,7 +215,7 @@ class CollectiveMatmulPairs:
             if len(sides) == 1:
                 (lc, rc), _ = run.op.eqn.params["dimension_numbers"]
                 (contracted if dim in (lc, rc)[sides[0]] else free).append((run, sides[0]))
-        first = min((position.get(op, -1) for op in self.ops_of_users(step)), default=-1)
+        first = min((position.get(user.op, -1) for user in users if user.op is not None), default=-1)
         dots = [
             (run, side)
             for run, side in sorted(free or contracted, key=lambda x: position[x[0].op])
@@ -384,77 +330,30 @@ def _is_input(value: Value, carried: set[Value]) -> bool:
     return True
 
 
-class UnpairedMatmuls:
-    """The matmuls of each body that are in no pair; each hides at most one separate all-gather.
-
-    The TPU compiler (libtpu 0.0.42) overlaps an asynchronous all-gather (``Plan.is_async``) with matmuls of its body that neither
-    compute its operand nor read its result. In the schedule of a recomputed Llama layer on v5e, the all-gather of the cotangent of
-    the attention's output overlaps with the weight gradients of the MLP.
-
-    Args:
-      paired: the matmuls of all pairs, which hide the steps of their own rings.
-    """
-
-    def __init__(self, plan: Plan, paired: set[Run]):
-        self.program, self.runs = plan.program, plan.runs
-        self.paired = {run.op for run in paired}
-        self.left: dict[Frame, int] = {}
-
-    def _dependencies(self, home: Frame) -> Dependencies:
-        """The dependencies of a body, whose unpaired matmuls are then in ``left``."""
-        ops = self.program.cached(dependencies).get(home) or Dependencies([])
-        if home not in self.left:
-            self.left[home] = ops.set_of(
-                op for op in ops.ops if op.name in MATMULS and op in self.runs and op not in self.paired
-            )
-        return ops
-
-    def during(self, pair: CollectiveMatmul, home: Frame, users: Sequence[Op]) -> list[Run]:
-        """The matmuls that can run while a value is all-gathered for ``users``, and that hide no other collective yet."""
-        ops = self._dependencies(home)
-        return [self.runs[op] for op in ops.independent(self.left[home], pair.value.op, users)]
-
-    def leads_to_matmul(self, pair: CollectiveMatmul, home: Frame) -> bool:
-        """Whether matmuls of the body depend on the pair's value."""
-        return self._dependencies(home).leads_to_matmul(pair.value.op)
-
-    def reserve(self, home: Frame, runs: Iterable[Run]) -> None:
-        """Let matmuls hide a collective, so that they hide no other."""
-        self.left[home] &= ~self._dependencies(home).set_of(run.op for run in runs)
-
-
 # -- decisions
 
 
 def _decision(
-    plan: Plan,
-    pair: CollectiveMatmul,
-    unpaired: UnpairedMatmuls,
-    pairs: CollectiveMatmulPairs,
-    joint: Choice | None,
-    critical: bool,
+    pairs: CollectiveMatmulPairs, pair: CollectiveMatmul, joint: Choice | None
 ) -> tuple[Overlap, FusedGather | FusedScatter | None]:
     """(decision about a pair, kernel): the :class:`Overlap` with its choice, and the fused kernel if the choice is
     ``pallas``, else None.
 
     Args:
-      unpaired: the matmuls that are in no pair, with which a separate collective may overlap.
-      joint: the implementation of all collectives of activations over the same axes; None: the pair is decided on its
-          own.
-      critical: it is on the critical path (:meth:`CollectiveMatmulPairs.on_critical_path`).
+      joint: the implementation of all collectives of activations over the same axes; None: the pair is not one of these.
     """
-    mode, first = plan.overlap, pair.step.collectives[0]
+    plan, mode, first = pairs.plan, pairs.plan.overlap, pair.step.collectives[0]
     devices = devices_of(plan.torus, pair.axes)
     idle = devices == 1 or 0 in pair.value.shape
     stages = [] if idle else major_of(plan.torus, pair.axes)
-    fused = fused_of(plan, pair, stages) if mode in ("auto", "pallas") else ""
-    exposed, others, home = None, [], pairs.home[pair.step]
+    fused = fused_of(plan, pair, stages) if mode in BY_COST else ""
+    kernel = None if isinstance(fused, str) else fused
+    exposed = None
     if plan.chip is not None:
-        kernel = None if isinstance(fused, str) else fused
-        others = unpaired.during(pair, home, pairs.ops_of_users(pair.step)) if pair.gather else []
-        seconds = [matmul_seconds(plan, plan.chip, run) for run in others]
-        blocks = critical if pair.gather else unpaired.leads_to_matmul(pair, home)
-        exposed = exposed_seconds(plan, plan.chip, pair, pairs.hops(pair), kernel, blocks, seconds, mode in BY_COST)
+        blocks = (
+            pairs.on_critical_path(pair) if pair.gather else pair.value.op in plan.program.cached(leading_to_matmuls)
+        )
+        exposed = exposed_seconds(plan, plan.chip, pair, pairs.hops(pair), kernel, blocks, mode in BY_COST)
     choice: Choice = "xla"
     reason = ""
     if idle:
@@ -463,55 +362,50 @@ def _decision(
         reason = "as requested"
     elif mode == "ring":
         choice, reason = "ring", "as requested"
-    elif mode == "pallas" and not isinstance(fused, str):
+    elif mode == "pallas" and kernel is not None:
         choice, reason = "pallas", "as requested: one kernel sends chunks while it multiplies others"
     else:
-        choice, reason = _by_cost(plan.compiler, devices, exposed, pair.gather, joint)
+        choice = joint or "xla"
+        reason = _reason(plan.compiler, devices, exposed, pair.gather, joint)
         if mode == "pallas":
             reason = f"no fused kernel: {fused}; {reason}"
-        elif not isinstance(fused, str):
+        elif kernel is not None:
             reason += '; a fused kernel is possible (overlap="pallas"), but none was timed yet'
-    if others:
-        unpaired.reserve(home, others)
     if any(s.line for s in stages):
         reason += f"; {format_axes(pair.axes)} is no ring of the torus, so that ring steps share links"
-    kind = "gather" if pair.gather else "scatter"
-    origin = pair.dots[0][0].op
     decision = Overlap(
-        kind, choice, reason, first.tensor, pair.axes, len(pair.dots), first.count, exposed, origin,
-        joint is not None and choice != "pallas",
+        "gather" if pair.gather else "scatter", choice, reason, first.tensor, pair.axes, len(pair.dots), first.count, exposed,
+        pair.dots[0][0].op, joint is not None and choice != "pallas",
     )  # fmt: skip
-    return decision, fused if choice == "pallas" and not isinstance(fused, str) else None
+    return decision, kernel if choice == "pallas" else None
 
 
-def _by_cost(
+def _reason(
     compiler: CompilerModel, devices: int, exposed: dict[str, float] | None, gather: bool, joint: Choice | None
-) -> tuple[Choice, str]:
-    """(``"xla"`` or ``"ring"``, the reason as a sentence).
+) -> str:
+    """Why cost decided for a ring or a separate collective, as a sentence.
 
     Args:
       exposed: implementation → exposed seconds; None: the chip is not known.
       joint: as in :func:`_decision`.
     """
     if exposed is None:
-        return "xla", "the chip is not known"
+        return "the chip is not known"
     if devices > compiler.max_ring_size:
-        return "xla", f"a ring of {devices} devices is longer than {compiler.max_ring_size}"
+        return f"a ring of {devices} devices is longer than {compiler.max_ring_size}"
     xla, ring = exposed["xla"], exposed["ring"]
-    saves = xla - ring >= compiler.min_gain_seconds
-    if (joint or ("ring" if saves else "xla")) == "ring":
+    if joint == "ring":
         hidden = f": {100 * (1 - ring / xla):.0f} % hidden" if ring < xla else ""
-        return "ring", f"chunks are sent while {'others are multiplied' if gather else 'the next are computed'}{hidden}"
+        return f"chunks are sent while {'others are multiplied' if gather else 'the next are computed'}{hidden}"
     if xla == 0:
-        return "xla", "the compiler overlaps it with other matmuls"
-    if saves:
-        return "xla", "rings for all collectives over the same axes save too little"
+        return "the compiler overlaps it with other matmuls"
+    if joint is None:
+        return "rings are for activations: weights and gradients are sent while other matmuls run"
+    if xla - ring >= compiler.min_gain_seconds:
+        return "rings for all collectives over the same axes save too little"
     if ring:
-        return (
-            "xla",
-            "the matmuls of a chunk are too short to hide a ring step and the elementwise ops between ring steps",
-        )
-    return "xla", "a ring saves too little"
+        return "the matmuls of a chunk are too short to hide a ring step and the elementwise ops between ring steps"
+    return "a ring saves too little"
 
 
 # -- steps of rings
@@ -617,14 +511,6 @@ def _fused_kernels(program: Program) -> LRUCache[tuple[Any, ...], FusedGather | 
     return LRUCache(4096)
 
 
-def dot_of(op: Op, side: int) -> Dot:
-    """A ``dot_general`` whose operand ``side`` is gathered, as :mod:`meshpar_kernels` describes it."""
-    p = op.eqn.params
-    (lc, rc), (lb, rb) = p["dimension_numbers"]
-    numbers = ((tuple(lc), tuple(rc)), (tuple(lb), tuple(rb)))
-    return Dot(numbers, side, p["precision"], p["preferred_element_type"])
-
-
 def _operand(plan: Plan, run: Run, side: int) -> jax.ShapeDtypeStruct | None:
     """The local shape and dtype of an operand of a matmul; None: it is input-independent."""
     value, shard = run.op.ins[side], run.operands[side]
@@ -642,7 +528,7 @@ def _fused_gather(plan: Plan, pair: CollectiveMatmul, devices: int) -> FusedGath
         return "an operand is a constant, or chunks differ in size"
     shape[pair.dim] //= devices
     x = jax.ShapeDtypeStruct(tuple(shape), pair.value.aval.dtype)
-    return FusedGather(x, known, [dot_of(run.op, side) for run, side in pair.dots], pair.dim, devices, pair.keep)
+    return FusedGather(x, known, [dot_of(run.op.eqn, side) for run, side in pair.dots], pair.dim, devices, pair.keep)
 
 
 def _fused_scatter(plan: Plan, pair: CollectiveMatmul, devices: int) -> FusedScatter | str:
@@ -653,7 +539,7 @@ def _fused_scatter(plan: Plan, pair: CollectiveMatmul, devices: int) -> FusedSca
         return "an operand is a constant"
     if len(operands) > 1 and _transposed(pair):
         return "the matmuls are transposed before they are added"
-    dots, dims = [dot_of(run.op, 0) for run, _ in pair.dots], [d for _, d in pair.dots]
+    dots, dims = [dot_of(run.op.eqn, 0) for run, _ in pair.dots], [d for _, d in pair.dots]
     dtype: Any = pair.value.aval.dtype
     return FusedScatter(known, dots, dims, devices, dtype, dtype)
 
