@@ -40,6 +40,7 @@ from .layout import AnyMesh, Layout
 from .mesh import MeshLike, auto_mesh, device_mesh, is_context
 from .options import Lowering, Mode, StepOptions, refuse_ambiguous_options
 from .passes import make_plan
+from .plan.request import PlanRequest
 from .plan_api import Plan
 from .progress import Progress
 from .tracing import FlatFunction, TracedStep, annotation_of, metadata_names, trace_call
@@ -509,14 +510,14 @@ class Jitted(Generic[P, R]):
         plan = self._caches.plans.get(call.key)
         if plan is None:
             with without_gc(cached=True):
-                program, step = self._trace(call).program, self._options
-                plan = make_plan(
-                    program, self.layout, self._auto, strict=step.strict, init=self._init, topology=self.topology,
-                    donated=self._roles.donated_arrays(call), lowering=step.lowering, overlap=step.overlap, options=step.options,
-                    compiler_options=step.compiler_options, calibrations=step.calibration, schedule=step.schedule,
-                    gather=step.gather,
-                    plan_type=Plan,
+                step = self._options
+                request = PlanRequest(
+                    self.layout, self._auto, self.topology, strict=step.strict, init=self._init,
+                    donated=self._roles.donated_arrays(call), lowering=step.lowering, overlap=step.overlap,
+                    schedule=step.schedule, gather=step.gather, options=step.options,
+                    compiler_options=step.compiler_options, calibrations=step.calibration,
                 )  # fmt: skip
+                plan = Plan.of(make_plan(self._trace(call).program, request))
             self._caches.plans.put(call.key, plan)
         return plan
 

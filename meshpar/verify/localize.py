@@ -18,6 +18,7 @@ from ..global_arrays import place
 from ..lower import LOWERINGS
 from ..passes import make_plan
 from ..plan.plan import Plan
+from ..plan.request import PlanRequest
 from ..program import Program, infer
 from ..program.flat import flatten
 from ..rules import ELEMENTWISE
@@ -85,10 +86,11 @@ class Localizer:
         assert isinstance(plan.mesh, Mesh)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", JoinWarning)  # the first plan has warned
-            again = make_plan(
-                self.program, plan.layout, plan.mesh, lowering=plan.lowering, overlap=plan.overlap,
-                options=plan.options.mode, calibrations=plan.calibrations,
+            request = PlanRequest(
+                plan.layout, plan.mesh, lowering=plan.lowering, overlap=plan.overlap, options=plan.options.mode,
+                calibrations=plan.request.calibrations,
             )  # fmt: skip
+            again = make_plan(self.program, request)
             run, ins, outs = LOWERINGS[again.lowering](again, plan.mesh)
         placed = [
             place(x, s) if isinstance(x, jax.Array | np.ndarray) else x

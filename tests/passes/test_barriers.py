@@ -17,6 +17,7 @@ from meshpar.hardware.chips import CHIPS
 from meshpar.lower.shard_map import lower_to_shard_map
 from meshpar.passes.barriers import separate_matmuls
 from meshpar.plan.planner import planned
+from meshpar.plan.request import PlanRequest
 from meshpar.plan.steps import Barrier, Loop, Reduce, Run
 
 RNG = np.random.default_rng(0)
@@ -287,7 +288,7 @@ def test_barriers_send_nothing():
     """What is sent is what the plan had before any pass."""
     mesh, layout = mp.mesh(DATA), mp.Layout(ZERO_1["layout"])
     plan, _ = lowered(zero_1, *zero_1_args(2048, f32), **ZERO_1, donate_argnums=0)
-    before = planned(plan.program, layout, mesh, donated=plan.donated)
+    before = planned(plan.program, PlanRequest(layout, mesh, donated=plan.donated))
     assert steps_of(plan, Barrier)
     assert not steps_of(before, Barrier)
     assert [c.to_dict() for c in plan.collectives] == [c.to_dict() for c in before.collectives]

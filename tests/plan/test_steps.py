@@ -18,6 +18,7 @@ from well_formed import assert_well_formed
 import meshpar as mp
 from meshpar.passes.collective_matmul import MODES
 from meshpar.plan.planner import planned
+from meshpar.plan.request import PlanRequest
 from meshpar.plan.steps import (
     Barrier,
     Call,
@@ -39,7 +40,7 @@ from meshpar.plan.steps import (
 def test_plans_of_a_transformer_are_well_formed(layout):
     step = functools.partial(model.train_step, rename=layout == "seq: data")
     plan = mp.plan(step, model.STATE, model.TOKENS, mesh=model.MESH, layout=layout, dims=model.DIMS, donate_argnums=0)
-    assert_well_formed(planned(plan.program, mp.Layout(layout), plan.mesh))  # before any pass
+    assert_well_formed(planned(plan.program, PlanRequest(mp.Layout(layout), plan.mesh)))  # before any pass
     for overlap in MODES:
         assert_well_formed(plan.replan(overlap=overlap))
 
