@@ -1,9 +1,10 @@
-"""From a program to its plan: the best plan of its variants (:mod:`meshpar.plan.planner`), and functions from plan to plan.
+"""From a program to its plan: the best plan of its variants (:mod:`meshpar.plan.planner`), and passes over its steps.
 
 An implementation of each collective next to matmuls comes first (:mod:`meshpar.passes.collective_matmul`); then :data:`PASSES`, in
 that order. Where cost decides about rings, plans with and without them are compared after all passes.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -12,29 +13,29 @@ from ..compat.jax import without_gc
 from ..cost.caching import free_caches, with_reasons
 from ..cost.collective_matmul import warn_about_lines
 from ..cost.time import time_of
-from ..dims import did_you_mean
-from ..errors import UnsupportedError
+from ..dims import check_choice
 from ..hardware.options import choose_options
 from ..hardware.topology import refused_options
 from ..plan.plan import Choice, Plan
 from ..plan.planner import planned
 from ..plan.request import PlanRequest
 from ..plan.spec import format_axes
+from ..plan.steps import Body
+from ..plan.verify import verify
 from ..program.ir import Program
 from ..units import format_seconds
 from .advice import warn, with_notes
 from .all_reduce_choice import choose_all_reduce
 from .barriers import pad_rows, separate_matmuls, separate_slices, serialize_loops, serialize_results
-from .collective_matmul import MODES, CollectiveMatmulPairs, activation_axes, with_overlaps
+from .collective_matmul import MODES, activation_axes, find_pairs, with_overlaps
 from .equal_sends import merge_equal_sends
 from .lowering import resolve_lowering
 from .ranked import plan_without_passes, rank
 from .schedule import schedule
-from .slice_traffic import note_slice_traffic
 
 
 class Pass(NamedTuple):
-    """A function from plan to plan, and the plans that it is for.
+    """A function from a plan to its steps with a change, and the plans that it is for.
 
     Attributes:
       run: the function.
@@ -44,7 +45,7 @@ class Pass(NamedTuple):
         it (:class:`meshpar.hardware.compiler.CompilerModel`). None: it is for all of them.
     """
 
-    run: Callable[[Plan], Plan]
+    run: Callable[[Plan], Body]
     lowerings: tuple[str, ...] = ("shard_map",)
     quirk: str | None = None
 
@@ -62,7 +63,6 @@ PASSES: tuple[Pass, ...] = (
     Pass(separate_slices, quirk="STACK_CAST_BEFORE_LOOP"),
     Pass(pad_rows, quirk="SINGLE_ROW"),
     Pass(merge_equal_sends),
-    Pass(note_slice_traffic, ("shard_map", "jit")),
 )
 
 
@@ -99,8 +99,7 @@ def with_passes(plan: Plan) -> Plan:
     """
     request = plan.request
     lowering, overlap, reason = resolve_lowering(plan, request.lowering, request.overlap)
-    if overlap not in MODES:
-        raise UnsupportedError(f"there is no overlap {overlap!r}", fixes=did_you_mean(overlap, MODES, "modes"))
+    check_choice("overlap", overlap, MODES, "modes")
     options = choose_options(
         plan.chip, {c.op for c in plan.collectives}, request.options, request.compiler_options,
         lambda values: refused_options(plan.mesh, values),
@@ -112,14 +111,14 @@ def with_passes(plan: Plan) -> Plan:
 
 def _with_overlaps(plan: Plan) -> Plan:
     """The plan after all passes, with rings over those axes of activations where the step then is shorter."""
-    pairs = CollectiveMatmulPairs(plan)
-    joint: dict[tuple[str, ...], Choice] = dict.fromkeys(activation_axes(pairs), "xla")
-    best = _run_passes(with_overlaps(pairs, joint))
+    pairs = find_pairs(plan)
+    joint: dict[tuple[str, ...], Choice] = dict.fromkeys(activation_axes(plan, pairs), "xla")
+    best = _run_passes(with_overlaps(plan, pairs, joint))
     reasons: dict[tuple[str, ...], str] = {}
     for axes in joint:
         if not any(o.together and o.axes == axes for o in best.overlaps):
             continue
-        with_rings = _run_passes(with_overlaps(pairs, {**joint, axes: "ring"}))
+        with_rings = _run_passes(with_overlaps(plan, pairs, {**joint, axes: "ring"}))
         xla, ring = _seconds(best), _seconds(with_rings)
         reasons[axes] = (
             f"the step takes {format_seconds(ring)} with rings over {format_axes(axes)}, {format_seconds(xla)} without"
@@ -145,5 +144,8 @@ def _run_passes(plan: Plan) -> Plan:
     """The plan after all of :data:`PASSES` that apply to it."""
     for each in PASSES:
         if each.applies_to(plan):
-            plan = each.run(plan)
+            body = each.run(plan)
+            plan = plan if body is plan.body else replace(plan, body=body)
+            if os.environ.get("MESHPAR_VERIFY"):
+                verify(plan)
     return plan

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from ..compat.jax import user_stacklevel
 from ..errors import IndivisibleWarning, LoweringWarning, MeshparError, ReplicatedWarning
 from ..plan.checks import kernel_rule_text, unnamed_results, unnamed_weights
+from ..plan.collectives import dcn_bytes_sent
 from ..plan.plan import Plan
 from ..program.ir import Op
 from ..program.pipeline import stack_notes
@@ -36,8 +38,8 @@ def _idle_axes(plan: Plan) -> list[str]:
 
 
 def with_notes(plan: Plan) -> Plan:
-    """The plan with notes: axes and rules without effect on its program, and a compiler version without a table."""
-    notes = []
+    """The plan with notes: traffic between slices, axes and rules without effect on its program, a compiler without a table."""
+    notes = list(filter(None, [_slice_traffic(plan)]))
     idle = ", ".join(f"`{a}`" for a in _idle_axes(plan))
     if idle:
         notes.append(f"no value is split over {idle}: its devices all do the same work")
@@ -55,24 +57,45 @@ def with_notes(plan: Plan) -> Plan:
     return replace(plan, notes=(*plan.notes, *notes)) if notes else plan
 
 
+def _slice_traffic(plan: Plan) -> str | None:
+    """A note of the weights and activations that each layer receives from other slices; None: there are none.
+
+    Slices are meant to exchange gradients only.
+    """
+    if plan.chip is None or not plan.chip.torus:
+        return None  # nodes of GPUs have a link to others for every GPU
+    weights = {d for h in plan.inputs if h.kind in ("params", "opt") for d in h.dims if d}
+    traffic = [
+        (dcn_bytes_sent(c, plan.torus) * c.runs, c)
+        for c in plan.collectives
+        if c.count != 1 and (c.op not in ("all-reduce", "reduce-scatter") or set(c.dims.split()) - weights)
+    ]
+    total, (_, largest) = sum(sent for sent, _ in traffic), max(traffic, key=lambda x: x[0], default=(0.0, None))
+    if not total or largest is None:
+        return None
+    return (
+        f"each layer waits for other slices: {total / 1e9:.3g} GB a device in a step, most of it {largest.op} over "
+        f"{'+'.join(largest.axes)} of `{largest.dims}` ({largest.cause}); keep weights within a slice, and split only the batch "
+        "over slices: `batch: slice+data; embed: data`"
+    )
+
+
 def warn(plan: Plan) -> None:
     """Warn of what costs memory, bytes or time in a plan and was probably not intended."""
-    if plan.request.init:
-        _warn_of_unnamed_results(plan)
-    else:
-        _warn_of_replication(plan)
-        _warn_of_scheme(plan)
-        _warn_of_indivisible(plan)
-        _warn_of_undeclared_state(plan)
-        _warn_of_unrolled_layers(plan)
-    _warn_of_kernels(plan)
+    checks = ((_unnamed_results, ReplicatedWarning),) if plan.request.init else _CHECKS
+    for texts, category in (*checks, (_kernels, ReplicatedWarning), (_lowering, LoweringWarning)):
+        for text in texts(plan):
+            warnings.warn(text, category, stacklevel=user_stacklevel())
+
+
+def _lowering(plan: Plan) -> Iterator[str]:
+    """Yields the reason why ``lowering="auto"`` is ``"jit"``, if it is."""
     if plan.lowering_reason is not None:
-        text = f'lowering="auto" is "jit" for this program, whose plan is an estimate: {plan.lowering_reason}'
-        warnings.warn(text, LoweringWarning, stacklevel=user_stacklevel())
+        yield f'lowering="auto" is "jit" for this program, whose plan is an estimate: {plan.lowering_reason}'
 
 
-def _warn_of_replication(plan: Plan) -> None:
-    """Warn (``ReplicatedWarning``) of each axis for which the layout has rules, none of which has an effect."""
+def _replication(plan: Plan) -> Iterator[str]:
+    """Yields a warning of each axis for which the layout has rules, none of which has an effect."""
     layout = plan.requested_layout
     rules = [r for r in layout.rules if not (r.optional or r.dim in layout.optional)]
     for axis in _idle_axes(plan):
@@ -80,15 +103,14 @@ def _warn_of_replication(plan: Plan) -> None:
         if unused:
             shown = "; ".join(unused[:4]) + ("; …" if unused[4:] else "")
             names = ", ".join(sorted(plan.program.all_names())[:8]) or "none: name some with dims={path pattern: dims}"
-            text = (
+            yield (
                 f"nothing of this program is split over `{axis}`, of size {plan.sizes[axis]}, though the layout has rules for it "
                 f"({shown}): its devices all do the same work. Dims of the program: {names}"
             )
-            warnings.warn(text, ReplicatedWarning, stacklevel=user_stacklevel())
 
 
-def _warn_of_undeclared_state(plan: Plan) -> None:
-    """Warn (``ReplicatedWarning``) of arrays that are updated as optimizer state is, but not declared as such: rules with the scope
+def _undeclared_state(plan: Plan) -> Iterator[str]:
+    """Yields a warning of arrays that are updated as optimizer state is, but not declared as such: rules with the scope
     ``opt`` do not apply to them."""
     program, split = plan.program, {h.path: {a for _, axes in h.split for a in axes} for h in plan.inputs}
     for rule in plan.requested_layout.rules:
@@ -100,56 +122,52 @@ def _warn_of_undeclared_state(plan: Plan) -> None:
         ]
         if paths:
             more = f" and {len(paths) - 1} more" if paths[1:] else ""
-            text = (
+            yield (
                 f"`{rule}` does not apply to {paths[0]}{more}: only the update reads it, elementwise, as it reads optimizer state, "
                 "but neither its type nor its path declares it as such, so it is stored as a parameter. Call it `opt_state`, or "
                 f'give it a rule of its own: "{paths[0]}".{rule.dim}: {"+".join(rule.axes)}'
             )
-            warnings.warn(text, ReplicatedWarning, stacklevel=user_stacklevel())
 
 
-def _warn_of_unrolled_layers(plan: Plan) -> None:
-    """Warn (``ReplicatedWarning``) of stacked layers that are split over axes without the batch, as stages are, and are not looped
-    over."""
+def _unrolled_layers(plan: Plan) -> list[str]:
+    """Warnings of stacked layers that are split over axes without the batch, as stages are, and are not looped over."""
     program, specs = plan.program.traced, dict[Any, tuple[tuple[str, ...], ...]]()
     for value, held in zip(program.inputs, plan.inputs, strict=True):
         specs[value] = tuple(axes for _, axes in held.split)
     of_batch = {a for v, spec in specs.items() if "batch" in program.dims(v) for axes in spec for a in axes}
     sizes = {a: 1 if a in of_batch else n for a, n in plan.sizes.items()}
-    for text in stack_notes(program, specs.__getitem__, {r.dim for r in plan.layout.rules if r.scope is None}, sizes):
-        warnings.warn(text, ReplicatedWarning, stacklevel=user_stacklevel())
+    return stack_notes(program, specs.__getitem__, {r.dim for r in plan.layout.rules if r.scope is None}, sizes)
 
 
-def _warn_of_unnamed_results(plan: Plan) -> None:
-    """Warn (``ReplicatedWarning``) of an initializer whose weights are replicated, since no rule has a name of theirs."""
+def _unnamed_results(plan: Plan) -> Iterator[str]:
+    """Yields a warning of an initializer whose weights are replicated, since no rule has a name of theirs."""
     template = unnamed_results(plan.program, plan.requested_layout)
     if template and plan.mesh.size > 1:
         text = (
             "mp.init: the weights have no names that the layout has a rule for, so they are replicated: every device allocates "
             "all of them. Names that only the step infers are not known here. Name their dims:\n"
         )
-        warnings.warn(text + "\n".join(template), ReplicatedWarning, stacklevel=user_stacklevel())
+        yield text + "\n".join(template)
 
 
-def _warn_of_kernels(plan: Plan) -> None:
-    """Warn (``ReplicatedWarning``) of kernels without a factor rule whose operands are all-gathered, with the bytes, once for each
-    line of the program."""
+def _kernels(plan: Plan) -> Iterator[str]:
+    """Yields a warning of kernels without a factor rule whose operands are all-gathered, with the bytes, for each line of the
+    program."""
     sends: dict[str, tuple[Op, float]] = {}
     for c in plan.collectives:
         if c.origin is not None and c.origin.primitive.opaque:
             op, sent = sends.get(c.origin.location, (c.origin, 0.0))
             sends[c.origin.location] = op, sent + c.total_bytes
     for location, (op, sent) in sends.items():
-        text = (
+        yield (
             f"{op.name} has no factor rule, so its operands are all-gathered, {format_bytes(sent)} sent by each device a step, and "
             f"every device runs all of it, at {location}. Declare which dims may be split, on the function around it; `!` marks a "
             f'dim that may not: for example @mp.kernel_rule("{kernel_rule_text(op, plan.program)}")'
         )
-        warnings.warn(text, ReplicatedWarning, stacklevel=user_stacklevel())
 
 
-def _warn_of_scheme(plan: Plan) -> None:
-    """Warn (``ReplicatedWarning``) of rules of a known scheme for whose dims the program has no name.
+def _scheme(plan: Plan) -> Iterator[str]:
+    """Yields a warning of rules of a known scheme for whose dims the program has no name.
 
     All dims of a scheme but ``batch`` are optional, so that a model need not have each of them. If it has none of those over one
     axis, it is not sharded as the scheme says, mostly because its dims have other names.
@@ -174,14 +192,13 @@ def _warn_of_scheme(plan: Plan) -> None:
                 f"Its dims are {', '.join(sorted(names)) or 'unnamed'}: rename them in dims=, or add a rule for one: "
                 f'mp.Layout("{layout.scheme}") | "{dim}: {over}"'
             )
-        text = f"the scheme `{layout.scheme}` shards {missing} over `{over}`, but no dim of the program has such a name. {fix}"
-        warnings.warn(text, ReplicatedWarning, stacklevel=user_stacklevel())
+        yield f"the scheme `{layout.scheme}` shards {missing} over `{over}`, but no dim of the program has such a name. {fix}"
         if template:
             return  # it is the same for every axis
 
 
-def _warn_of_indivisible(plan: Plan) -> None:
-    """Warn (``IndivisibleWarning``) of dims of intermediate values that a rule does not divide, where it costs bytes or FLOPs.
+def _indivisible(plan: Plan) -> Iterator[str]:
+    """Yields a warning of dims of intermediate values that a rule does not divide, where it costs bytes or FLOPs.
 
     Programs with a ``shard_map`` of the user's own are planned for its mesh only, and are left out.
     """
@@ -189,7 +206,7 @@ def _warn_of_indivisible(plan: Plan) -> None:
         return
     for dim in indivisible_dims(plan):
         if not dim.rule.optional and (text := microbatch_text(plan, dim)):
-            warnings.warn(text, IndivisibleWarning, stacklevel=user_stacklevel())
+            yield text
             continue
         if bytes_caused(plan, dim.rule) < MIN_EXCESS_BYTES:
             continue
@@ -201,4 +218,14 @@ def _warn_of_indivisible(plan: Plan) -> None:
                 request = replace(plan.request, mesh=abstract_mesh(sizes), topology=None)
                 others.append(plan_without_passes(plan, request))
         if text := excess_text(plan, dim, others):
-            warnings.warn(text, IndivisibleWarning, stacklevel=user_stacklevel())
+            yield text
+
+
+_CHECKS: tuple[tuple[Callable[[Plan], Iterable[str]], type[Warning]], ...] = (
+    (_replication, ReplicatedWarning),
+    (_scheme, ReplicatedWarning),
+    (_indivisible, IndivisibleWarning),
+    (_undeclared_state, ReplicatedWarning),
+    (_unrolled_layers, ReplicatedWarning),
+)
+"""The checks of plans that are not of an initializer, and what they warn with."""

@@ -24,8 +24,8 @@ MIN_SINGLE_ROW_ELEMENTS = 65_536
 """Elements of the other operand on a device from which a matmul of one row is padded: on v6e 0.2 µs of its vector units."""
 
 
-def serialize_loops(plan: Plan) -> Plan:
-    """The plan with loops that start after the loops and large reduce-scatters before them.
+def serialize_loops(plan: Plan) -> Body:
+    """The steps with loops that start after the loops and large reduce-scatters before them.
 
     The compiler orders independent steps as it likes, and tends to run other loops while full-size gradients and gathered weights
     stay in memory (:data:`meshpar.compat.quirks.LOOPS_BEFORE_REDUCTIONS`). A barrier after each large reduce-scatter makes it slice
@@ -65,11 +65,11 @@ def serialize_loops(plan: Plan) -> Plan:
 
         return replace_steps(body, (Reduce, Loop), change)
 
-    return _with_body(plan, _rewrite_homes(plan.body, serialized))
+    return _rewrite_homes(plan.body, serialized)
 
 
-def pad_rows(plan: Plan) -> Plan:
-    """The plan with large matmuls of one row computed with several (:data:`meshpar.compat.quirks.SINGLE_ROW`)."""
+def pad_rows(plan: Plan) -> Body:
+    """The steps with large matmuls of one row computed with several (:data:`meshpar.compat.quirks.SINGLE_ROW`)."""
 
     def change(step: Run) -> Sequence[Step]:
         """The step, with more rows if it is such a matmul."""
@@ -77,7 +77,7 @@ def pad_rows(plan: Plan) -> Plan:
             return (step,)
         return (replace(step, rows=MATMUL_ROWS),)
 
-    return _with_body(plan, rewrite_bodies(plan.body, lambda body: replace_steps(body, (Run,), change)))
+    return _rewrite_homes(plan.body, lambda body: replace_steps(body, Run, change))
 
 
 def _has_free_dims(run: Run) -> bool:
@@ -87,18 +87,13 @@ def _has_free_dims(run: Run) -> bool:
     return left > len(lc) + len(lb) and right > len(rc) + len(rb)
 
 
-def _with_body(plan: Plan, body: Body) -> Plan:
-    """The plan with another body; the plan itself if the body is its own."""
-    return plan if body is plan.body else replace(plan, body=body)
-
-
 def _rewrite_homes(body: Body, change: Callable[[Body], Body]) -> Body:
     """The body after ``change`` of the program and of the bodies of loops and branches, but not of calls."""
     return rewrite_bodies(body, lambda body: body if body.frame.is_call else change(body))
 
 
-def serialize_results(plan: Plan) -> Plan:
-    """The plan with barriers by which large results that alias donated arguments are all-gathered one after the other.
+def serialize_results(plan: Plan) -> Body:
+    """The steps with barriers by which large results that alias donated arguments are all-gathered one after the other.
 
     (:data:`meshpar.compat.quirks.GATHER_NOT_IN_PLACE`)
     """
@@ -122,11 +117,11 @@ def serialize_results(plan: Plan) -> Plan:
         previous = (step.result,)
         return (*steps, replace(step, separate_buffer=True))
 
-    return _with_body(plan, replace_steps(plan.body, Reshard, change)) if outputs else plan
+    return replace_steps(plan.body, Reshard, change) if outputs else plan.body
 
 
-def separate_slices(plan: Plan) -> Plan:
-    """The plan with an optimization barrier on slices of a stacked float array that a loop casts to a narrower dtype.
+def separate_slices(plan: Plan) -> Body:
+    """The steps with an optimization barrier on slices of a stacked float array that a loop casts to a narrower dtype.
 
     Otherwise XLA casts the full stack before the loop, and both arrays are in memory
     (:data:`meshpar.compat.quirks.STACK_CAST_BEFORE_LOOP`).
@@ -144,11 +139,11 @@ def separate_slices(plan: Plan) -> Plan:
         inputs = tuple(slices.get(s, s) for s in inner.inputs)
         return (replace(step, inner=(replace(inner, inputs=inputs, steps=(barrier, *inner.steps)),)),)
 
-    return _with_body(plan, _rewrite_homes(plan.body, lambda body: replace_steps(body, Loop, change)))
+    return _rewrite_homes(plan.body, lambda body: replace_steps(body, Loop, change))
 
 
-def separate_matmuls(plan: Plan) -> Plan:
-    """The plan with barriers by which large matmuls are kernels of their own, without the ops that read their results.
+def separate_matmuls(plan: Plan) -> Body:
+    """The steps with barriers by which large matmuls are kernels of their own, without the ops that read their results.
 
     Otherwise the compiler computes these ops in the matmul's kernel, while the matrix units wait, or multiplies smaller tiles
     (:data:`meshpar.compat.quirks.FUSED_EPILOGUE`). It concerns matmuls from whose results follow:
@@ -175,7 +170,7 @@ def separate_matmuls(plan: Plan) -> Plan:
 
         return replace_steps(body, Run, change) if behind else body
 
-    return _with_body(plan, _rewrite_homes(plan.body, separated))
+    return _rewrite_homes(plan.body, separated)
 
 
 @dataclass(slots=True)

@@ -163,7 +163,15 @@ class Body:
     @cached_property
     def free(self) -> tuple[Shard, ...]:
         """The shards that its steps read, but that neither its steps nor its inputs have."""
-        return free_shards(self)
+        made: set[Shard] = set(self.inputs)
+        free: dict[Shard, None] = {}
+        for step in self.steps:
+            for inner in step.bodies:
+                free.update((s, None) for s in inner.free if s not in made)
+            if not isinstance(step, Call):
+                free.update((s, None) for s in step.reads if s not in made)
+            made.update(step.makes)
+        return tuple(free)
 
     @cached_property
     def with_calls(self) -> tuple[Step, ...]:
@@ -462,10 +470,6 @@ class Call(Step):
     op: Op
     body: Body
 
-    def with_body(self, body: Body) -> Call:
-        """The call with another body; the same object if it is the same."""
-        return self if body is self.body else Call(self.op, body)
-
     @property
     def reads(self) -> tuple[Shard, ...]:
         return self.body.free
@@ -501,19 +505,6 @@ class Barrier(Step):
         return self.results
 
 
-def free_shards(body: Body) -> tuple[Shard, ...]:
-    """The shards that the steps of a body read, but that neither its steps nor its inputs have."""
-    made: set[Shard] = set(body.inputs)
-    free: dict[Shard, None] = {}
-    for step in body.steps:
-        for inner in step.bodies:
-            free.update((s, None) for s in inner.free if s not in made)
-        if not isinstance(step, Call):
-            free.update((s, None) for s in step.reads if s not in made)
-        made.update(step.makes)
-    return tuple(free)
-
-
 def is_deferred(step: Step) -> bool:
     """Whether a step is placed just before the first one that reads its result: copies, constants, input-independent values."""
     if isinstance(step, Run):
@@ -521,17 +512,19 @@ def is_deferred(step: Step) -> bool:
     return isinstance(step, Constant) or (isinstance(step, Reshard) and step.copy)
 
 
-def topological_order(steps: Sequence[Step], outputs: Iterable[Shard | None] = ()) -> tuple[Step, ...]:
+def topological_order(
+    steps: Sequence[Step], outputs: Iterable[Shard | None] = (), deferred: Sequence[Step] = ()
+) -> tuple[Step, ...]:
     """The steps sorted so that each follows the steps whose results it reads, otherwise in the given order.
 
-    Deferred steps (:func:`is_deferred`) are placed just before the first step that reads their result; those that no step reads are
-    left out.
+    Deferred steps are placed just before the first step that reads their result; those that no step reads are left out.
 
     Args:
       outputs: shards that are read after all steps.
+      deferred: deferred steps besides those of :func:`is_deferred`.
     """
     maker: dict[Shard, Step] = {}
-    for step in steps:
+    for step in (*deferred, *steps):
         for shard in step.makes:
             maker.setdefault(shard, step)
     missing = set(maker)  # shards of steps that are not placed yet
@@ -571,44 +564,6 @@ def topological_order(steps: Sequence[Step], outputs: Iterable[Shard | None] = (
     return tuple(out)
 
 
-def with_deferred(steps: Sequence[Step], deferred: Sequence[Step], outputs: Iterable[Shard | None]) -> tuple[Step, ...]:
-    """The steps in order, each after the deferred steps whose results it is the first to read."""
-    if not deferred:
-        return tuple(steps)
-    left: dict[Shard, Step] = {}
-    for step in deferred:
-        for shard in step.makes:
-            left.setdefault(shard, step)
-    out: list[Step] = []
-
-    def place(reads: Iterable[Shard]) -> None:
-        """Append the deferred steps that make ``reads`` to ``out``, each after the deferred steps that it reads; remove
-        them from ``left``."""
-        todo: list[tuple[Step | None, Iterator[Shard]]] = [(None, iter(reads))]
-        while todo:
-            step, shards = todo[-1]
-            for shard in shards:
-                needed = left.get(shard)
-                if needed is not None:
-                    for made in needed.makes:
-                        if left.get(made) is needed:
-                            del left[made]
-                    todo.append((needed, iter(needed.reads)))
-                    break
-            else:
-                todo.pop()
-                if step is not None:
-                    out.append(step)
-
-    for step in steps:
-        reads = step.reads
-        if not left.keys().isdisjoint(reads):
-            place(reads)
-        out.append(step)
-    place(s for s in outputs if s is not None)
-    return tuple(out)
-
-
 def rewrite_bodies(body: Body, change: Callable[[Body], Body]) -> Body:
     """A body after ``change`` of all bodies inside it, innermost first, then of itself; the same object if nothing changed."""
     if body.nested:
@@ -628,14 +583,14 @@ def replace_steps(
         if isinstance(step, kinds):
             steps += change(step)
         elif isinstance(step, Call):
-            steps.append(step.with_body(replace_steps(step.body, kinds, change)))
+            steps.append(with_bodies(step, (replace_steps(step.body, kinds, change),)))
         else:
             steps.append(step)
     return body.with_steps(steps)
 
 
 def with_bodies(step: Step, bodies: tuple[Body, ...]) -> Step:
-    """A loop, branch or call with other bodies."""
+    """A step with other bodies; the same object if they are the same."""
     if bodies == step.bodies:
         return step
     if isinstance(step, Loop):
