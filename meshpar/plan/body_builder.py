@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..layout import Spec
 from ..program.ir import Frame, Value
-from .steps import Body, Shard, Step, topological_order
+from .steps import Body, Shard, Step, with_deferred
 
 StepGroup = list[Step | Callable[[], Step]]
 """The steps of one op; a step with bodies is made in the end, by a function."""
@@ -39,5 +39,5 @@ class BodyBuilder:
         steps = [s if isinstance(s, Step) else s() for group in self.groups for s in group]
         for group in self.groups:
             group.clear()
-        placed = topological_order(steps, outputs, self.deferred)
+        placed = with_deferred(steps, self.deferred, outputs)
         return Body(self.frame, tuple(inputs), placed, tuple(outputs), self.frame.trip_count)
