@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from meshpar.passes import make_plan
+from meshpar.plan.request import PlanRequest
 from meshpar.program import infer
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -305,7 +306,7 @@ def inference_time() -> tuple[float, float, int]:
         infer(program.closed, *names, [None] * len(outs), [v.path or "" for v in outs])
         times[0].append(time.perf_counter() - began)
         began = time.perf_counter()
-        make_plan(program, step.layout, mesh)
+        make_plan(program, PlanRequest(step.layout, mesh))
         times[1].append(time.perf_counter() - began)
     return statistics.median(times[0]), statistics.median(times[1]), sum(1 for _ in program.root.walk())
 

@@ -10,14 +10,7 @@ Errors are in ``mp.errors``, the classes that functions return in ``mp.types``.
 
 from typing import NoReturn
 
-from . import (
-    errors,
-    layouts,
-    nd,
-    replicas,
-    report,  # noqa: F401 (plans learn from reports how they are shown)
-    types,
-)
+from . import errors, layouts, nd, replicas, types
 from .api import calibrate, check, compile, init, jit, lab, local_sgd, plan, search, shardings
 from .errors import JoinWarning, MeshparError
 from .global_arrays import fetch

@@ -25,6 +25,7 @@ from .compat.jax import (
     with_auto_axes,
     with_auto_inside,
 )
+from .compat.processes import BEFORE_CALL
 from .compat.quirks import with_bounded_queue
 from .cost.flops import redundant_matmuls_despite_layout
 from .dims import PathDims
@@ -35,7 +36,6 @@ from .lower.derivatives import Lower, with_lowered_derivatives
 from .plan.checks import dims_template
 from .plan.plan import Arrival
 from .plan_api import Plan
-from .pods.agree import Sheet, before_call
 from .program.ir import Value
 from .report import arrivals_text
 from .tracing import FlatFunction, TracedStep
@@ -138,13 +138,14 @@ class CompiledStep:
 
 @dataclass(eq=False, slots=True)
 class MultiProcessStep(CompiledStep):
-    """A step of several processes, which compare their programs and plans before its first run."""
+    """A step of several processes, which compare their programs and plans before its first run (:data:`BEFORE_CALL`)."""
 
-    sheet: Sheet
+    checks: Sequence[Callable[[Sequence[Any]], None]]
 
     def on_arrays(self, arrays: list[Any]) -> list[Any]:
         if not any(is_tracer(x) or (isinstance(x, jax.Array) and x.is_deleted()) for x in arrays):
-            before_call(self.sheet, arrays)
+            for check in self.checks:
+                check(arrays)
             arrays = [global_array(x, s) for x, s in zip(arrays, self.in_shardings, strict=True)]
         return CompiledStep.on_arrays(self, arrays)
 
@@ -254,18 +255,17 @@ def _warn_of_resharded(plan: Plan, arrays: list[Any], shardings: list[NamedShard
 
 
 def lower_step(
-    plan: Plan, traced: TracedStep, flat: FlatFunction, mesh: Mesh, *, strict: bool, dims: PathDims,
-    names_off: Callable[[], AbstractContextManager[None]], keep_unused: bool, compiler_options: Mapping[str, Any],
-    lower: Lower,
+    plan: Plan, traced: TracedStep, flat: FlatFunction, mesh: Mesh, *, dims: PathDims,
+    names_off: Callable[[], AbstractContextManager[None]], keep_unused: bool, lower: Lower,
 ) -> CompiledStep:  # fmt: skip
     """The compiled step of a plan.
 
     Args:
       flat: the function, which runs unsharded where JAX runs op by op (``jax.debug_nans``), so that errors have the user's lines.
-      strict, dims: as in :func:`meshpar.jit`.
+      dims: as in :func:`meshpar.jit`.
       names_off: returns a context in which constraints over dim and axis names have no effect, as on one device.
+      keep_unused: as in ``jax.jit``.
       lower: plans and lowers derivatives.
-      keep_unused, compiler_options: as in ``jax.jit``; a call uses the compiler options of the plan.
 
     Raises:
       UnsupportedError: ordered effects on several devices, or an op without a local form.
@@ -303,7 +303,7 @@ def lower_step(
         donate_argnums=donated,
         keep_unused=keep_unused,
     )
-    run = _runner(jitted, plan, compiler_options)
+    run = _runner(jitted, plan)
     if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
         run = with_bounded_queue(run)
     fixed = flat.call.fixed
@@ -316,14 +316,14 @@ def lower_step(
     if len({d.process_index for d in mesh.devices.flat}) == 1:
         return CompiledStep(*made, narrowed=narrowed)
     statics = [x for _, x in flat.call.statics]
-    sheet = Sheet(flat.fn, plan, plan.lowering, strict, dims, statics, plan.options.values)
-    return MultiProcessStep(*made, sheet, narrowed=narrowed)
+    checks = [check(flat.fn, plan, dims, statics) for check in BEFORE_CALL]
+    return MultiProcessStep(*made, checks, narrowed=narrowed)
 
 
-def _runner(jitted: Callable[..., Any], plan: Plan, compiler_options: Mapping[str, Any]) -> Callable[..., Any]:
+def _runner(jitted: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
     """The function under ``jax.jit`` with the plan's compiler options; within another ``jit``, with the user's options only."""
     run = jitted(compiler_options=plan.options.values)
     if not plan.options.groups:
         return run
-    inner = jitted(compiler_options=compiler_options)
+    inner = jitted(compiler_options=dict(plan.options.given))
     return lambda *xs: (run if at_top_level() else inner)(*xs)

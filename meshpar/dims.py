@@ -10,7 +10,7 @@ from functools import lru_cache
 from types import EllipsisType
 from typing import Any
 
-from .errors import LayoutSyntaxError, RankError
+from .errors import LayoutSyntaxError, RankError, UnsupportedError
 
 Dims = tuple[str | None, ...]
 """One name, or None (no name), for every dimension of a value."""
@@ -111,6 +111,13 @@ def format_dims(dims: Iterable[str | EllipsisType | None]) -> str:
 def near(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> list[str]:
     """The candidates that a misspelt name may have meant, best first, at most three; ``cutoff``: the least likeness, of 1."""
     return difflib.get_close_matches(name, sorted(set(candidates)), n=3, cutoff=cutoff)
+
+
+def check_choice(option: str, value: object, known: Sequence[str | None], nouns: str) -> None:
+    """Raise UnsupportedError if an option has a value that does not exist; ``nouns``: what the known values are."""
+    if value not in known:
+        fixes = did_you_mean(str(value), [name for name in known if name is not None], nouns)
+        raise UnsupportedError(f"there is no {option} {value!r}", fixes=fixes)
 
 
 def did_you_mean(name: str, candidates: Iterable[str], kind: str) -> list[str]:

@@ -40,6 +40,7 @@ from .layout import AnyMesh, Layout
 from .mesh import MeshLike, auto_mesh, device_mesh, is_context
 from .options import Lowering, Mode, StepOptions, refuse_ambiguous_options
 from .passes import make_plan
+from .plan.request import PlanRequest
 from .plan_api import Plan
 from .progress import Progress
 from .tracing import FlatFunction, TracedStep, annotation_of, metadata_names, trace_call
@@ -497,45 +498,54 @@ class Jitted(Generic[P, R]):
     # -- programs, plans, compiled steps
 
     def _trace(self, call: Call) -> TracedStep:
-        """The traced program of a call, cached by the key of the call."""
-        traced = self._caches.programs.get(call.key)
-        if traced is None:
-            made = trace_call(call, self._flat(call), self._roles.path, self._options.dims, self.mesh, self._init)
-            traced = self._caches.programs.put(call.key, made)
-        return traced
+        """The traced program of a call, with the names of all dims, cached by the key of the call."""
+
+        def traced() -> TracedStep:
+            return trace_call(call, self._flat(call), self._roles.path, self._options.dims, self.mesh, self._init)
+
+        return self._caches.programs.setdefault(call.key, traced)
 
     def _plan(self, call: Call) -> Plan:
         """The plan of a call, after all passes, cached by the key of the call."""
-        plan = self._caches.plans.get(call.key)
-        if plan is None:
+
+        def plan() -> Plan:
+            step = self._options
+            request = PlanRequest(
+                self.layout, self._auto, self.topology, strict=step.strict, init=self._init,
+                donated=self._roles.donated_arrays(call), lowering=step.lowering, overlap=step.overlap,
+                schedule=step.schedule, gather=step.gather, options=step.options,
+                compiler_options=step.compiler_options, calibrations=step.calibration,
+            )  # fmt: skip
             with without_gc(cached=True):
-                program, step = self._trace(call).program, self._options
-                plan = make_plan(
-                    program, self.layout, self._auto, strict=step.strict, init=self._init, topology=self.topology,
-                    donated=self._roles.donated_arrays(call), lowering=step.lowering, overlap=step.overlap, options=step.options,
-                    compiler_options=step.compiler_options, calibrations=step.calibration, schedule=step.schedule,
-                    gather=step.gather,
-                    plan_type=Plan,
-                )  # fmt: skip
-            self._caches.plans.put(call.key, plan)
-        return plan
+                return Plan.of(make_plan(self._trace(call).program, request))
+
+        return self._caches.plans.setdefault(call.key, plan)
 
     def _compiled(self, call: Call) -> CompiledStep:
-        """The compiled step for a call, cached by its key."""
+        """The compiled step for a call, cached by its key.
+
+        The order of all stages of meshpar, from the function to the executable:
+
+        1. *trace*: the function becomes a jaxpr; *names*: those of some dims spread to all values (:mod:`meshpar.tracing`,
+           :mod:`meshpar.program`);
+        2. *rewrite*: the forms in which the program can be planned (:mod:`meshpar.plan.variants`); *assign*: axes to the dims of
+           every value and the factors of every op (:mod:`meshpar.plan.assignment`); *emit*: the steps of every device, the best
+           plan of all forms (:mod:`meshpar.plan.planner`); *passes*: the lowering, compiler options, rings, barriers
+           (:mod:`meshpar.passes`);
+        3. *lower*: the steps become a function of arrays, which ``jax.jit`` compiles (:mod:`meshpar.lower`).
+        """
         compiled = self._caches.compiled.get(call.key)
         if compiled is None:
             with without_gc(cached=True):
-                compiled = self._caches.compiled.put(call.key, self._lower(call, self._plan(call)))
+                traced = self._trace(call)
+                plan = self._plan(call)
+                compiled = lower_step(
+                    plan, traced, self._flat(call), _with_devices(self.mesh), dims=self._options.dims,
+                    names_off=self._no_names(traced.explicit), keep_unused=self._options.keep_unused,
+                    lower=self._lower_derivative,
+                )  # fmt: skip
+            self._caches.compiled.put(call.key, compiled)
         return compiled
-
-    def _lower(self, call: Call, plan: Plan) -> CompiledStep:
-        """The plan of a call, lowered and ready to be compiled."""
-        step, traced = self._options, self._trace(call)
-        return lower_step(
-            plan, traced, self._flat(call), _with_devices(self.mesh), strict=step.strict, dims=step.dims,
-            names_off=self._no_names(traced.explicit), keep_unused=step.keep_unused, compiler_options=step.compiler_options,
-            lower=self._lower_derivative,
-        )  # fmt: skip
 
     def _lower_derivative(self, fn: Callable[..., list[Any]], names: Sequence[Dims]) -> Callable[..., list[Any]]:
         """A derivative of the function, which takes flat arrays with these dims, under the same mesh and layout."""

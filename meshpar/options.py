@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, get_args
 
-from .dims import DimsLike, PathDims, did_you_mean
+from .dims import DimsLike, PathDims, check_choice, did_you_mean
 from .errors import UnsupportedError
 from .hardware.calibration import CalibrationLike, Calibrations, calibrations
 from .hardware.options import OptionsMode, check_options
@@ -131,8 +131,8 @@ class StepOptions:
     def __post_init__(self) -> None:
         """Check the options, and replace each by its normal form (parsed dims, a dict of compiler options, …)."""
         check_lowering(self.lowering, self.overlap)
-        check_schedule(self.schedule)
-        check_gather(self.gather)
+        check_choice("schedule", self.schedule, SCHEDULES, "schedules")
+        check_choice("gather", self.gather, (*GATHERS, None), "values of gather")
         normalized = {
             "dims": path_dims(self.dims),
             "overlap": None if self.lowering == "jit" else self.overlap,
@@ -287,33 +287,12 @@ def path_dims(dims: DimsPatterns) -> PathDims:
 
 def check_lowering(lowering: Any, overlap: Any) -> None:
     """Raise UnsupportedError for an unknown ``lowering`` or ``overlap``, or for a pair that cannot be combined."""
-    known = ("auto", *LOWERINGS)
-    if lowering not in known:
-        raise UnsupportedError(
-            f"there is no lowering {lowering!r}", fixes=did_you_mean(str(lowering), known, "lowerings")
-        )
-    if overlap is not None and overlap not in MODES:
-        raise UnsupportedError(f"there is no overlap {overlap!r}", fixes=did_you_mean(str(overlap), MODES, "modes"))
+    check_choice("lowering", lowering, ("auto", *LOWERINGS), "lowerings")
+    check_choice("overlap", overlap, (*MODES, None), "modes")
     if lowering == "jit" and overlap in ("ring", "pallas"):
         raise UnsupportedError(
             f'overlap={overlap!r} belongs to lowering="shard_map": in lowering="jit" XLA partitions, and decides what overlaps',
             fixes=['leave lowering out, or lowering="shard_map"', "or leave overlap out"],
-        )
-
-
-def check_schedule(schedule: Any) -> None:
-    """Raise UnsupportedError for an unknown ``schedule``."""
-    if schedule not in SCHEDULES:
-        raise UnsupportedError(
-            f"there is no schedule {schedule!r}", fixes=did_you_mean(str(schedule), SCHEDULES, "schedules")
-        )
-
-
-def check_gather(gather: Any) -> None:
-    """Raise UnsupportedError for an unknown ``gather``."""
-    if gather is not None and gather not in GATHERS:
-        raise UnsupportedError(
-            f"there is no gather {gather!r}", fixes=did_you_mean(str(gather), GATHERS, "values of gather")
         )
 
 

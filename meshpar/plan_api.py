@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,12 @@ from .cost.caching import with_reasons
 from .cost.decoding import Decoding, decoding_of
 from .cost.memory import Memory, memory_of
 from .cost.time import Time, time_of
-from .hardware.calibration import CalibrationLike, calibrations
+from .hardware.calibration import CalibrationLike, Calibrations, calibrations
 from .hardware.options import OptionsMode
 from .layout import Layout
 from .mesh import MeshLike, planned_mesh
 from .passes import replan
+from .passes.lowering import AUTO
 from .plan import plan as record
 
 if TYPE_CHECKING:
@@ -39,6 +41,43 @@ class Plan(record.Plan):
       >>> plan.replan(layout="batch, embed: data").memory.peak < plan.memory.peak
       True
     """
+
+    @classmethod
+    def of(cls, plan: record.Plan) -> Plan:
+        """The public form of a plan of the planner; it shares the cached results."""
+        out = object.__new__(cls)
+        vars(out).update(vars(plan))
+        return out
+
+    @property
+    def requested_lowering(self) -> str:
+        """The lowering as the user gave it, maybe ``"auto"``."""
+        return self.request.lowering
+
+    @property
+    def requested_overlap(self) -> str | None:
+        """The overlap as the user gave it, maybe ``"auto"``; None: the default of the lowering."""
+        return self.request.overlap
+
+    @property
+    def schedule(self) -> str:
+        """The schedule of pipelines, as requested."""
+        return self.request.schedule
+
+    @property
+    def gather(self) -> str | None:
+        """When loops over microbatches all-gather weights, as requested; None: not requested."""
+        return self.request.gather
+
+    @property
+    def calibrations(self) -> Calibrations:
+        """Measurements of devices; ``chip`` includes the measurements of its kind."""
+        return self.request.calibrations
+
+    @property
+    def tokens(self) -> str | None:
+        """Of a step that generates one token of each sequence, the dim of the sequences; None: another step."""
+        return self.request.tokens
 
     @property
     def memory(self) -> Memory:
@@ -78,7 +117,7 @@ class Plan(record.Plan):
           >>> plan.with_tokens("batch").decoding.sequences
           32
         """
-        out = with_reasons(self, tokens=dim)
+        out = with_reasons(self, request=replace(self.request, tokens=dim))
         decoding_of(out)
         return out
 
@@ -93,20 +132,28 @@ class Plan(record.Plan):
           layout: as in :func:`meshpar.plan`; default: this plan's.
           mesh: a mesh, or text; default: this plan's.
           topology: the topology of ``mesh``, if it is abstract; default: this plan's; "": none.
-          lowering, overlap, options, calibration: as in :func:`meshpar.plan`; default: the options of this plan.
+          lowering, overlap, options, calibration: as in :func:`meshpar.plan`; default: the options of this plan. For a plan of
+            ``lowering="jit"``, an overlap other than ``"off"`` means ``lowering="auto"``.
 
         Raises:
           UnknownAxisError, UnknownDimError, DivisibilityError, JoinError: as for any plan.
           MeshError: a mesh that does not fill the topology.
         """
-        other = None if layout is None else Layout(layout)
+        request = self.request
         topology = self.topology if topology is None and not isinstance(mesh, Mesh) else topology or None
-        where = planned_mesh(mesh, topology) if isinstance(mesh, str | Mapping | AbstractMesh) else mesh
-        measured = None if calibration is None else calibrations(calibration)
-        return replan(
-            self, layout=other, mesh=where, topology=topology, strict=strict, lowering=lowering, overlap=overlap,
-            options=options, calibrations=measured,
-        )  # fmt: skip
+        if lowering is None and request.lowering == "jit" and overlap not in (None, "off"):
+            lowering = AUTO
+        changes: dict[str, Any] = {
+            "layout": None if layout is None else Layout(layout),
+            "mesh": planned_mesh(mesh, topology) if isinstance(mesh, str | Mapping | AbstractMesh) else mesh,
+            "lowering": lowering,
+            "overlap": overlap,
+            "options": options,
+            "calibrations": None if calibration is None else calibrations(calibration),
+        }
+        changes = {name: value for name, value in changes.items() if value is not None}
+        request = replace(request, topology=topology, strict=strict or request.strict, **changes)
+        return Plan.of(replan(self, request))
 
     def to_json(self) -> str:
         """The plan as JSON: mesh, chip, calibration, layout, lowering, inputs, outputs, constants, collectives, arrivals,

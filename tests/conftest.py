@@ -65,6 +65,13 @@ def no_reported_joins():
     checks.REPORTED_JOINS.clear()
 
 
+@pytest.fixture(autouse=True)
+def verified_plans(request, monkeypatch):
+    """Where tests are about plans, these are verified after each pass."""
+    if request.path.parent.name in ("plan", "passes", "fuzz"):
+        monkeypatch.setenv("MESHPAR_VERIFY", "1")
+
+
 @pytest.hookimpl(tryfirst=True)  # before cases are selected by their marks
 def pytest_collection_modifyitems(items):
     """Mark the cases of a test as slow, except the ``n`` of its mark ``fast_cases(n)``, spread evenly over their list."""

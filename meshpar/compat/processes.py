@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,10 @@ PROCESS, COUNT, ADDRESS, DEVICES, TIMEOUT, STUCK, CAUSES, LOSE = (
     f"MESHPAR_{x}" for x in ("PROCESS", "PROCESSES", "COORDINATOR", "DEVICES", "TIMEOUT", "STUCK", "CAUSES", "LOSE")
 )
 """Environment variables that ``meshpar launch`` sets for its processes; DEVICES: devices per process."""
+
+BEFORE_CALL: list[Callable[..., Callable[[Sequence[Any]], None]]] = []
+"""Checks of steps of several processes: from (function, plan, dims, static arguments) of a compiled step to a function of its
+arrays, which runs before each call. :mod:`meshpar.pods.agree` adds the one that compares programs and plans."""
 
 
 def variable_number(name: str, default: float, least: float = 0) -> float:

@@ -80,14 +80,6 @@ FUSED_EPILOGUE = Quirk(
     remove="when these kernels take no longer than the matmul and then the elementwise ops",
 )
 
-COPIED_STACK = Quirk(
-    compiler="libtpu 0.0.42",
-    wrong="Matmul results that a loop stacks have the layout in which the loop computes them, features minor. If the matmuls of "
-    "the loop of the backward pass read them with tokens minor, each slice is copied twice.",
-    test="tests/passes/test_barriers.py::test_products_that_a_loop_stacks_lie_as_they_are_read",
-    remove="when the backward pass copies no slice of the saved gate and up projections (row 9 of benchmarks/maxtext.py)",
-)
-
 MOVED_VIEWS = Quirk(
     compiler="XLA, jax 0.10.2, with libtpu 0.0.42",
     wrong="Before it partitions, XLA moves transposes and slices through elementwise ops and matmuls. In the backward pass "

@@ -3,11 +3,10 @@
 A collective matmul is an all-gather whose result matmuls read, or a reduce-scatter of what matmuls compute. With A devices on a
 ring, t the seconds of a ring step (chunks are sent both ways at once) and m the seconds of the matmuls of a chunk:
 
-- A separate collective is exposed for its full duration, with two exceptions where the kind is asynchronous (``Plan.is_async``).
-  The all-gather of a weight is prefetched, and not exposed. Another all-gather is hidden by other matmuls of its body
-  (:class:`meshpar.passes.collective_matmul.UnpairedMatmuls`). For reductions see :func:`reduction_costs`.
+- A separate collective is exposed for its full duration. Where the kind is asynchronous (``Plan.is_async``), the all-gather of a
+  weight is prefetched, and not exposed. For reductions see :func:`reduction_costs`.
 - A ring takes the seconds of all that it computes, plus stalls. Each of the (A-1)/2 ring steps stalls for max(0, t - 2m), the first
-  one for max(0, t - m); an even A adds a step of t/2. Another matmul that can run meanwhile hides one of these stalls. On chips of
+  one for max(0, t - m); an even A adds a step of t/2. On chips of
   two cores whose programs block on all-gathers (the default), the compiler overlaps one matmul with a ring step, whatever their
   number (in every ring of Llama layers on v5p). The seconds beyond the time of the matmuls alone are exposed.
   Each chunk costs a start, and :func:`ring_overhead_seconds` is added. The received chunk of a reduction is added before it is sent
@@ -24,7 +23,6 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 
 from meshpar_kernels.collective_matmul import FusedGather, FusedScatter
 
@@ -73,7 +71,7 @@ class CollectiveMatmul:
 def exposed_seconds(
     plan: Plan, chip: Chip, pair: CollectiveMatmul, hops: Sequence[Collective],
     fused: FusedGather | FusedScatter | None, on_critical_path: bool,
-    others: Sequence[float] = (), allow_all_reduce: bool = False,
+    allow_all_reduce: bool = False,
 ) -> dict[str, float]:  # fmt: skip
     """Exposed seconds of one run, by implementation: ``xla`` (a separate collective), ``ring``, and ``pallas`` if ``fused``.
 
@@ -82,7 +80,6 @@ def exposed_seconds(
       fused: the fused kernel for these matmuls, or None.
       on_critical_path: kernels depend on the collective and it on them. False for an all-gather of a weight, and for a
         reduce-scatter on which no matmul depends.
-      others: seconds of the other matmuls of the body that can run during an all-gather.
       allow_all_reduce: a separate reduce-scatter may be an all-reduce followed by a local slice.
     """
     runs = [run for run, _ in pair.dots]
@@ -109,7 +106,6 @@ def exposed_seconds(
     stalls: list[float] = []
     if stage.line and chip.compiler.line_permutes_are_sync:
         stalls.append(sum(c.total_seconds for c in hops if c.entry.ring_step) / (first.count or 1))
-        others = ()
     elif chip.cores > 1 and not plan.is_async("all-gather"):
         one = matmuls / max(1, len(runs))
         stalls += [max(0.0, hop - one)] * steps + [max(0.0, last - one)]
@@ -118,9 +114,8 @@ def exposed_seconds(
         added = per_chunk if not pair.gather else 0.0
         stalls += [max(0.0, hop + added - chunk)] * (steps > 0) + [max(0.0, hop + added - 2 * chunk)] * (steps - 1)
         stalls += [max(0.0, last + added - (2 if steps else 1) * chunk)] * (last > 0)
-    stalls = [max(0.0, stall - other) for stall, other in zip_longest(stalls, others[: len(stalls)], fillvalue=0.0)]
     if pair.gather and plan.is_async("all-gather"):
-        separate = max(0.0, separate - sum(others)) if on_critical_path else 0.0
+        separate = separate if on_critical_path else 0.0
     elif not pair.gather:
         hidden_by = 0.0 if on_critical_path else total
         costs = reduction_costs(plan, first, hidden_by, allow_all_reduce=allow_all_reduce)

@@ -86,7 +86,7 @@ def decoding_of(plan: Plan) -> Decoding | None:
     Raises:
       UnknownDimError: no argument has the dim.
     """
-    dim = plan.tokens
+    dim = plan.request.tokens
     if dim is None:
         return None
     splits = [(h.shape[i], axes) for h in plan.inputs for i, (name, axes) in enumerate(h.split) if name == dim]

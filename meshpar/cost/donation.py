@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from ..compat.jax import pass_of
@@ -75,7 +76,7 @@ def _updated(item: Buffer) -> Iterator[Buffer]:
 
 def with_donated(plan: P, donated: frozenset[int]) -> P:
     """The plan with other donated inputs, for its memory: it has the same steps, and shares the cached kernels and schedules."""
-    new = with_reasons(plan, donated=donated)
+    new = with_reasons(plan, request=replace(plan.request, donated=donated))
     for name in [name for name in vars(new) if name.endswith((".aliased_inputs", ".memory_of", ".donatable"))]:
         del vars(new)[name]
     return new

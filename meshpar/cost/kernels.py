@@ -12,7 +12,7 @@ from typing import Any
 from ..layout import Spec
 from ..plan.plan import Plan
 from ..plan.spec import local_shape, value_bytes
-from ..plan.steps import Barrier, Body, Branch, Call, Loop, Order, Reduce, Reshard, Run, Shard, Step
+from ..plan.steps import Barrier, Body, Branch, Call, Loop, Reduce, Reshard, Run, Shard, Step
 from ..program.ir import Op, Program, Value
 from ..rules.random import drawn_by_index
 from .caching import cached_on_plan
@@ -172,12 +172,6 @@ class _Reader:
                 item.must_store |= not step.after  # it is in memory, whatever reads it
                 self.items[result] = item
 
-    def order(self, step: Order) -> None:
-        """Let the result of an order of dims be the buffer of its operand."""
-        item = self.item(step.source)
-        if item is not None:
-            self.items[step.result] = item
-
     def call(self, step: Call) -> None:
         """Add the steps of a call."""
         self.steps(step.body)
@@ -297,7 +291,7 @@ class _Reader:
 
 
 _READ: dict[type[Step], Callable[[_Reader, Step], None]] = {
-    Reshard: _Reader.reshard, Reduce: _Reader.reduce, Barrier: _Reader.barrier, Order: _Reader.order, Call: _Reader.call,
+    Reshard: _Reader.reshard, Reduce: _Reader.reduce, Barrier: _Reader.barrier, Call: _Reader.call,
     Run: _Reader.op, Branch: _Reader.branch, Loop: _Reader.loop,
 }  # type: ignore[dict-item]  # fmt: skip
 

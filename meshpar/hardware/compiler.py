@@ -120,7 +120,7 @@ def _compiler_model(chip: str | None, package: str, version: str | None) -> Comp
     own = table.get(chip or "", {})
     constants = {k: v for group in (*table["all"].values(), own) for k, v in group.items() if k != "fit"}
     constants["quirks"] = [q for group in (table["all"]["quirks"], own) for q in group.get("quirks", ())]
-    frozen = {k: frozenset(v) if isinstance(v, list) else v for k, v in constants.items()}
+    frozen: dict[str, Any] = {k: frozenset(v) if isinstance(v, list) else v for k, v in constants.items()}
     return CompilerModel(compiler=f"{package} {chosen}", note=note, **frozen)
 
 

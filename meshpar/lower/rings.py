@@ -9,9 +9,9 @@ from jax import lax
 
 from meshpar_kernels.collective_matmul import dots_scatter, gather_dots
 
-from ..passes.collective_matmul import dot_of
 from ..plan.steps import GatherRing, Reduce, ReduceRing, Reshard, Shard
 from ..program.ir import Op, Value
+from ..rules.contract import dot_of
 from ..rules.spmd import Grid
 
 
@@ -19,7 +19,7 @@ def run_gather_ring(step: Reshard, ring: GatherRing, x: dict[Shard, Any], grid: 
     """Compute all matmuls of an all-gathered operand and, if other ops read it, the operand; the results are added to ``x``."""
     shard = x[step.source]
     others = [dot.op.eqn.invars[1 - dot.side].val if dot.other is None else x[dot.other] for dot in ring.dots]
-    dots = [dot_of(dot.op, dot.side) for dot in ring.dots]
+    dots = [dot_of(dot.op.eqn, dot.side) for dot in ring.dots]
     major, minor = grid.ring(ring.axes)
     if minor:
         shard = lax.all_gather(shard, minor, axis=ring.dim, tiled=True)
@@ -43,7 +43,7 @@ def run_reduce_ring(step: Reduce, ring: ReduceRing, x: dict[Shard, Any], grid: G
     if ring.fused is not None:
         result = ring.fused(operands, major)
         return result if len(ring.leaves) > 1 else finish([result])
-    dots = [dot_of(op, 0) for op, _ in matmuls]
+    dots = [dot_of(op.eqn, 0) for op, _ in matmuls]
     dims = [d for _, d in ring.leaves]
     return dots_scatter(operands, dots, dims, major, ring.dim, dtype, finish=finish, comm_dtype=dtype)
 

@@ -14,8 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.layout import Layout as MemoryOrder
-from jax.experimental.layout import with_layout_constraint
 from jax.sharding import Mesh, NamedSharding
 
 from ..compat.jax import (
@@ -38,7 +36,7 @@ from ..errors import UnsupportedError
 from ..layout import AnyMesh, Spec, to_partition_spec
 from ..plan.plan import Plan
 from ..plan.spec import local_shape, replicated_spec, shard_count
-from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Order, Reduce, Reshard, Run, Shard, Step
+from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Reduce, Reshard, Run, Shard, Step
 from ..program.ir import Value
 from ..rules import check_local, refusal, run_elementwise, run_local
 from ..rules.halo import Exchanged, reusing
@@ -271,9 +269,6 @@ class _Device:
             xs, _ = lax.optimization_barrier((xs, [self.x[s] for s in step.after]))
         self.x.update(zip(step.results, xs, strict=True))
 
-    def order(self, step: Order) -> None:
-        self.x[step.result] = with_layout_constraint(self.x[step.source], MemoryOrder(step.order))
-
     def inside(self, body: Body, xs: Sequence[Any]) -> list[Any]:
         """The results of the body of a loop or branch. Its other values are dropped, since they belong to an inner trace."""
         outer = self.x, self.orders, self.exchanged
@@ -335,7 +330,7 @@ class _Device:
 
 _RUN: dict[type[Step], Callable[[_Device, Any], None]] = {
     Constant: _Device.constant, Reshard: _Device.reshard, Reduce: _Device.reduce, Run: _Device.op,
-    Barrier: _Device.barrier, Order: _Device.order, Call: _Device.call, Loop: _Device.loop, Branch: _Device.branch,
+    Barrier: _Device.barrier, Call: _Device.call, Loop: _Device.loop, Branch: _Device.branch,
 }  # fmt: skip
 
 

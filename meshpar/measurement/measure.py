@@ -6,7 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -202,7 +202,8 @@ def _result(
 
     def predict(efficiencies: Sequence[float]) -> list[float]:
         measured = (with_efficiencies(efficiencies),)
-        times = [time_of(replan(c.subject.plan, calibrations=measured)) for c in candidates]
+        plans = [c.subject.plan for c in candidates]
+        times = [time_of(replan(plan, replace(plan.request, calibrations=measured))) for plan in plans]
         return [0.0 if time is None else time.seconds for time in times]
 
     tell("fitting the efficiencies of the chip")

@@ -36,11 +36,11 @@ from ..plan.steps import Body, Reduce, Scatter, Step, rewrite_bodies
 from ..program.ir import Value
 from ..units import format_bytes, format_seconds
 from .collective_matmul import BY_COST
-from .dependencies import dependencies
+from .dependencies import leading_to_matmuls
 
 
-def choose_all_reduce(plan: Plan) -> Plan:
-    """The plan with all-reduces in place of some reduce-scatters.
+def choose_all_reduce(plan: Plan) -> Body:
+    """The steps with all-reduces in place of some reduce-scatters.
 
     Under ``"shard_map"``, where this exposes less, if ``plan.overlap`` is a mode in which cost decides; under ``"jit"``, where
     XLA's partitioner does so.
@@ -48,13 +48,13 @@ def choose_all_reduce(plan: Plan) -> Plan:
     if plan.lowering == "jit" and on_cpus(plan):
         return _without_reduce_scatters(plan)
     if plan.chip is None or not plan.chip.torus:
-        return plan
+        return plan.body
     if plan.lowering == "jit" and plan.compiler.partitioner_prefers_all_reduce:
         partitioned = True
     elif plan.lowering != "jit" and plan.overlap in BY_COST:
         partitioned = False
     else:
-        return plan
+        return plan.body
 
     def change(body: Body) -> Body:
         """A body with its reductions replaced; rings, and the bodies inside, are unchanged."""
@@ -66,12 +66,11 @@ def choose_all_reduce(plan: Plan) -> Plan:
             [_replaced(plan, s, replacement) if isinstance(s, Reduce) and s.ring is None else s for s in body.steps]
         )
 
-    body = rewrite_bodies(plan.body, change)
-    return plan if body is plan.body else replace(plan, body=body)
+    return rewrite_bodies(plan.body, change)
 
 
-def _without_reduce_scatters(plan: Plan) -> Plan:
-    """The plan with an all-reduce for every reduce-scatter that is left to XLA's partitioner.
+def _without_reduce_scatters(plan: Plan) -> Body:
+    """The steps with an all-reduce for every reduce-scatter that is left to XLA's partitioner.
 
     XLA's compiler for CPUs makes no reduce-scatters (jaxlib 0.10.2): it all-reduces, and each device takes its slice. Ops that the
     lowering partitions itself keep their reduce-scatters.
@@ -84,8 +83,7 @@ def _without_reduce_scatters(plan: Plan) -> Plan:
         op = step.source.value.op
         return step if op is not None and manual.has(plan.runs.get(op)) else _replaced(plan, step, _as_all_reduce)
 
-    body = rewrite_bodies(plan.body, lambda body: body.with_steps(list(map(changed, body.steps))))
-    return plan if body is plan.body else replace(plan, body=body)
+    return rewrite_bodies(plan.body, lambda body: body.with_steps(list(map(changed, body.steps))))
 
 
 def _replaced(plan: Plan, step: Reduce, replacement: Callable[[Plan, Reduce, Collective], Collective | None]) -> Reduce:
@@ -177,8 +175,7 @@ def _matmuls_block_on_reductions(plan: Plan, body: Body) -> bool:
 
 def _matmuls_follow(plan: Plan, value: Value) -> bool:
     """Whether matmuls of its body depend on a value."""
-    op = value.op
-    return op is not None and plan.program.cached(dependencies)[op.frame.home].leads_to_matmul(op)
+    return value.op in plan.program.cached(leading_to_matmuls)
 
 
 def _matmul_seconds(plan: Plan, values: Sequence[Value]) -> list[float]:

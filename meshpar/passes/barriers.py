@@ -1,6 +1,6 @@
 """Optimization barriers that stop XLA from reordering, moving or fusing ops where this costs memory or time.
 
-Each pass works around one defect of a compiler (:mod:`meshpar.compat.quirks`), and adds barriers, orders of dims or rows to a plan.
+Each pass works around one defect of a compiler (:mod:`meshpar.compat.quirks`), and adds barriers or rows to a plan.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ..cost.donation import aliased_inputs, gathered_then_copied
 from ..cost.flops import single_row_elements, smaller_operand_bytes
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, value_bytes
-from ..plan.steps import Barrier, Body, Loop, Order, Reduce, Reshard, Run, Shard, Step, replace_steps, rewrite_bodies
+from ..plan.steps import Barrier, Body, Loop, Reduce, Reshard, Run, Shard, Step, replace_steps, rewrite_bodies
 from ..program.ir import Program, Value
 
 MIN_SINGLE_ROW_ELEMENTS = 65_536
 """Elements of the other operand on a device from which a matmul of one row is padded: on v6e 0.2 µs of its vector units."""
 
 
-def serialize_loops(plan: Plan) -> Plan:
-    """The plan with loops that start after the loops and large reduce-scatters before them.
+def serialize_loops(plan: Plan) -> Body:
+    """The steps with loops that start after the loops and large reduce-scatters before them.
 
     The compiler orders independent steps as it likes, and tends to run other loops while full-size gradients and gathered weights
     stay in memory (:data:`meshpar.compat.quirks.LOOPS_BEFORE_REDUCTIONS`). A barrier after each large reduce-scatter makes it slice
@@ -64,11 +64,11 @@ def serialize_loops(plan: Plan) -> Plan:
 
         return replace_steps(body, (Reduce, Loop), change)
 
-    return _with_body(plan, _rewrite_homes(plan.body, serialized))
+    return _rewrite_homes(plan.body, serialized)
 
 
-def pad_rows(plan: Plan) -> Plan:
-    """The plan with large matmuls of one row computed with several (:data:`meshpar.compat.quirks.SINGLE_ROW`)."""
+def pad_rows(plan: Plan) -> Body:
+    """The steps with large matmuls of one row computed with several (:data:`meshpar.compat.quirks.SINGLE_ROW`)."""
 
     def change(step: Run) -> Sequence[Step]:
         """The step, with more rows if it is such a matmul."""
@@ -76,7 +76,7 @@ def pad_rows(plan: Plan) -> Plan:
             return (step,)
         return (replace(step, rows=MATMUL_ROWS),)
 
-    return _with_body(plan, rewrite_bodies(plan.body, lambda body: replace_steps(body, (Run,), change)))
+    return _rewrite_homes(plan.body, lambda body: replace_steps(body, Run, change))
 
 
 def _has_free_dims(run: Run) -> bool:
@@ -86,33 +86,13 @@ def _has_free_dims(run: Run) -> bool:
     return left > len(lc) + len(lb) and right > len(rc) + len(rb)
 
 
-def _with_body(plan: Plan, body: Body) -> Plan:
-    """The plan with another body; the plan itself if the body is its own."""
-    return plan if body is plan.body else replace(plan, body=body)
-
-
 def _rewrite_homes(body: Body, change: Callable[[Body], Body]) -> Body:
     """The body after ``change`` of the program and of the bodies of loops and branches, but not of calls."""
     return rewrite_bodies(body, lambda body: body if body.frame.is_call else change(body))
 
 
-def _rewrite_scans(plan: Plan, change: Callable[[Loop], Loop]) -> Plan:
-    """The plan after ``change`` of every ``scan``."""
-
-    def changed(body: Body) -> Body:
-        """A body after ``change`` of its own scans, not of scans in nested bodies."""
-        scans = {k: s for k in body.nested if isinstance(s := body.steps[k], Loop) and s.op.primitive.family == "scan"}
-        return (
-            body.with_steps([change(scans[k]) if k in scans else s for k, s in enumerate(body.steps)])
-            if scans
-            else body
-        )
-
-    return _with_body(plan, rewrite_bodies(plan.body, changed))
-
-
-def serialize_results(plan: Plan) -> Plan:
-    """The plan with barriers by which large results that alias donated arguments are all-gathered one after the other.
+def serialize_results(plan: Plan) -> Body:
+    """The steps with barriers by which large results that alias donated arguments are all-gathered one after the other.
 
     (:data:`meshpar.compat.quirks.GATHER_NOT_IN_PLACE`)
     """
@@ -136,33 +116,33 @@ def serialize_results(plan: Plan) -> Plan:
         previous = (step.result,)
         return (*steps, replace(step, separate_buffer=True))
 
-    return _with_body(plan, replace_steps(plan.body, Reshard, change)) if outputs else plan
+    return replace_steps(plan.body, Reshard, change) if outputs else plan.body
 
 
-def separate_slices(plan: Plan) -> Plan:
-    """The plan with an optimization barrier on slices of a stacked float array that a loop casts to a narrower dtype.
+def separate_slices(plan: Plan) -> Body:
+    """The steps with an optimization barrier on slices of a stacked float array that a loop casts to a narrower dtype.
 
     Otherwise XLA casts the full stack before the loop, and both arrays are in memory
     (:data:`meshpar.compat.quirks.STACK_CAST_BEFORE_LOOP`).
     """
     cast = plan.program.cached(_values_cast_to_narrower)
 
-    def change(step: Loop) -> Loop:
+    def change(step: Loop) -> Sequence[Step]:
         """A scan whose cast slices are behind an optimization barrier; the scan itself if no slice is cast to a
         narrower dtype."""
         inner = step.body
         slices = {s: s.copy() for s in inner.inputs[len(step.inits) :] if s.value in cast}
-        if not slices:
-            return step
+        if not slices or step.op.primitive.family != "scan":
+            return (step,)
         barrier = Barrier(step.op, tuple(slices.values()), tuple(slices), opaque=True)
         inputs = tuple(slices.get(s, s) for s in inner.inputs)
-        return replace(step, inner=(replace(inner, inputs=inputs, steps=(barrier, *inner.steps)),))
+        return (replace(step, inner=(replace(inner, inputs=inputs, steps=(barrier, *inner.steps)),)),)
 
-    return _rewrite_scans(plan, change)
+    return _rewrite_homes(plan.body, lambda body: replace_steps(body, Loop, change))
 
 
-def separate_matmuls(plan: Plan) -> Plan:
-    """The plan with barriers by which large matmuls are kernels of their own, without the ops that read their results.
+def separate_matmuls(plan: Plan) -> Body:
+    """The steps with barriers by which large matmuls are kernels of their own, without the ops that read their results.
 
     Otherwise the compiler computes these ops in the matmul's kernel, while the matrix units wait, or multiplies smaller tiles
     (:data:`meshpar.compat.quirks.FUSED_EPILOGUE`). It concerns matmuls from whose results follow:
@@ -191,7 +171,7 @@ def separate_matmuls(plan: Plan) -> Plan:
 
         return replace_steps(body, Run, change) if behind else body
 
-    return _with_body(plan, _rewrite_homes(plan.body, separated))
+    return _rewrite_homes(plan.body, separated)
 
 
 @dataclass(slots=True)
@@ -300,34 +280,6 @@ class _LargeMatmuls:
                 seen.update(r for r, _ in results)
                 todo += results
         return _Epilogue(list(ops), list(read), seen)
-
-
-def order_stacks(plan: Plan) -> Plan:
-    """The plan with stacks of large matmul results, saved by loops for the backward pass, in the dim order in which it reads them.
-
-    (:data:`meshpar.compat.quirks.COPIED_STACK`)
-    """
-
-    def change(step: Loop) -> Loop:
-        """A scan whose stacked matmul results are computed in the dim order (0, 2, 1); the scan itself if it stacks no
-        large one."""
-        body, carries = step.body, len(step.inits)
-        from_matmuls: set[Shard] = set()
-        for run in body.with_calls:
-            if isinstance(run, Run) and (_is_matmul(run) or (_is_view(run) and run.reads[0] in from_matmuls)):
-                from_matmuls.update(run.results)
-        new = {
-            s: s.copy()
-            for s in body.outputs[carries:]
-            if s in from_matmuls and len(s.spec) == 3 and plan.shard_bytes(s) >= plan.compiler.large_buffer_bytes
-        }
-        if not new:
-            return step
-        orders = tuple(Order(s.value.op, s, ordered, (0, 2, 1)) for s, ordered in new.items())
-        outputs = tuple(s if s is None or k < carries else new.get(s, s) for k, s in enumerate(body.outputs))
-        return replace(step, inner=(*step.inner[:-1], replace(body, steps=(*body.steps, *orders), outputs=outputs)))
-
-    return _rewrite_scans(plan, change)
 
 
 def _is_matmul(step: Step) -> TypeGuard[Run]:

@@ -9,15 +9,13 @@ from ..plan.plan import Plan
 from ..plan.steps import Body, Call, Run, Step, with_bodies
 
 
-def merge_equal_sends(plan: Plan) -> Plan:
-    """The plan without the collectives of an op whose elements an earlier op of the same body has received.
+def merge_equal_sends(plan: Plan) -> Body:
+    """The steps without the collectives of an op whose elements an earlier op of the same body has received.
 
     ``conv(x, a) + conv(x, b)`` with rows of ``x`` sharded exchanges rows once. The lowering does the same
     (:class:`meshpar.rules.halo.Exchanged`); results of ops in a loop or branch are not used outside, nor the other way round.
     """
-    if all(c.content is None for c in plan.body.sends):
-        return plan
-    return replace(plan, body=_merged(plan.body, set()))
+    return plan.body if all(c.content is None for c in plan.body.sends) else _merged(plan.body, set())
 
 
 def _merged(body: Body, received: set[Hashable]) -> Body:
@@ -32,8 +30,7 @@ def _merged(body: Body, received: set[Hashable]) -> Body:
                     sent.append(c)
                     received.add(key)
             steps.append(step if len(sent) == len(step.collectives) else replace(step, collectives=tuple(sent)))
-        elif isinstance(step, Call):
-            steps.append(step.with_body(_merged(step.body, received)))
         else:
-            steps.append(with_bodies(step, tuple(_merged(b, set()) for b in step.bodies)) if step.bodies else step)
+            bodies = tuple(_merged(b, received if isinstance(step, Call) else set()) for b in step.bodies)
+            steps.append(with_bodies(step, bodies))
     return body.with_steps(steps)

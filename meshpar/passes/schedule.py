@@ -36,13 +36,10 @@ from ..program.ir import Frame, Op, Value
 from .dependencies import FrameDependencies, frame_dependencies
 
 
-def schedule(plan: Plan) -> Plan:
-    """The plan with its steps in an order by the rules above, and barriers that keep the compiler to it."""
-    if not _reads_large_arrays(plan):
-        return plan
-    waits = _Waits(plan)
-    if not waits.after:
-        return plan
+def schedule(plan: Plan) -> Body:
+    """The steps of a plan in an order by the rules above, and barriers that keep the compiler to it."""
+    if not _reads_large_arrays(plan) or not (waits := _Waits(plan)).after:
+        return plan.body
     orders = {frame: waits.frames[frame].order(waits.after) for frame in {op.frame for op in waits.after}}
 
     def change(body: Body) -> Body:
@@ -61,7 +58,7 @@ def schedule(plan: Plan) -> Plan:
         index = {op: k for k, op in enumerate(orders[body.frame])}
         return replace(body, steps=topological_order(_in_order_of_ops(steps, index), body.outputs))
 
-    return replace(plan, body=rewrite_bodies(plan.body, change))
+    return rewrite_bodies(plan.body, change)
 
 
 def _reads_large_arrays(plan: Plan) -> bool:

@@ -21,7 +21,7 @@ from .decide import OpDecision, Operand
 from .memo import Interned
 from .plan import Placement
 from .spec import replicated_spec
-from .steps import Constant, Reduce, Reshard, Run, Scatter, Shard
+from .steps import Constant, Reduce, Reshard, Run, Scatter, Shard, spec_after
 
 MAX_RECOMPUTED_DEPTH = 8
 """Longest chain of ops that is recomputed instead of all-gathering a value."""
@@ -293,7 +293,7 @@ class Emitter:
             records = self.records.reducing("reduce-scatter", axes, value, op, spec, self.count, cause)
             scatters.append(Scatter(i, axes, records[0].algorithm if records else "staged"))
             collectives += records
-            spec = tuple((*entry, *axes) if k == i else entry for k, entry in enumerate(spec))
+            spec = spec_after(spec, scatters[-1:])
         if reduced:
             kind = "all-reduce" if is_all_reducible(source.kind, value.aval.dtype) else "all-gather"
             cause = functools.partial(self.causes.all_reduced, op, factor_axes, reduced)

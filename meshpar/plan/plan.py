@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec
 
 from ..compat.jax import axes_of_spec
 from ..dims import Dims, format_dims
-from ..hardware.calibration import Calibrations
 from ..hardware.chips import Chip
 from ..hardware.collective_ops import CollectiveOp
 from ..hardware.compiler import CompilerModel, compiler_model
@@ -21,6 +20,7 @@ from ..layout import AnyMesh, Layout, Rule, Spec, to_partition_spec
 from ..program.ir import Join, Op, Program, Value
 from ..program.pipeline import Pipeline
 from .collectives import Collective, dcn_bytes_sent
+from .request import PlanRequest
 from .spec import value_bytes
 from .steps import Body, Loop, Run, Shard
 
@@ -200,13 +200,11 @@ class Plan:
     A plan is made without devices and without compiling.
 
     Attributes:
-      program, mesh: of the plan.
+      program: of the plan.
+      request: what it is made for: mesh, layout and options as requested.
       layout: the rules of ``requested_layout``, then rules for names of Flax metadata that are axes of the mesh.
-      requested_layout: as the user gave it.
-      topology: the slices of the mesh as text (``"v5p:8x8x8"``), if its devices do not tell.
       torus: axis → the stages of its devices on the torus of a slice.
       chip: of the devices; None: not known (CPUs that were not measured, an abstract mesh without a topology).
-      donated: indices of the flat inputs whose memory the results may reuse.
       body: the steps, with the shards of inputs (constants of the program, then its arguments) and outputs.
       placements: the shardings of every value.
       inputs, outputs: sharding and bytes of each argument and result.
@@ -216,22 +214,15 @@ class Plan:
         the numbers of the plan are estimates.
       lowering_reason: why ``lowering="auto"`` chose ``"jit"``; None: it did not, or another lowering was requested.
       overlap: how all-gathers before matmuls and reduce-scatters after them are lowered; ``overlaps``: each decision.
-      requested_lowering, requested_overlap: as the user gave them: ``"auto"``, …; None: the default of the lowering.
-      schedule: the schedule of pipelines, as requested.
-      gather: when loops over microbatches all-gather weights, as requested; None: not requested.
       options: the compiler options.
-      calibrations: measurements of devices; ``chip`` includes the measurements of its kind.
-      tokens: of a step that generates one token of each sequence, the dim of the sequences; None: another step.
+      unsharded: bytes of the unsharded gradients that a device adds up over microbatches.
     """
 
     program: Program
+    request: PlanRequest
     layout: Layout
-    requested_layout: Layout
-    mesh: AnyMesh
-    topology: str | None
     torus: Torus
     chip: Chip | None
-    donated: frozenset[int]
     body: Body
     placements: dict[Value, Placement]
     inputs: tuple[ShardedArray, ...]
@@ -240,15 +231,30 @@ class Plan:
     lowering: str = "shard_map"
     lowering_reason: str | None = None
     overlap: str = "off"
-    requested_lowering: str = "auto"
-    requested_overlap: str | None = "off"
-    schedule: str = "1f1b"
-    gather: str | None = None
     options: Options = field(default_factory=Options)
     overlaps: tuple[Overlap, ...] = ()
-    calibrations: Calibrations = ()
-    tokens: str | None = None
     arrivals: tuple[Arrival, ...] = ()
+    unsharded: float = 0.0
+
+    @property
+    def mesh(self) -> AnyMesh:
+        """The mesh."""
+        return self.request.mesh
+
+    @property
+    def topology(self) -> str | None:
+        """The slices of the mesh as text (``"v5p:8x8x8"``), if its devices do not tell."""
+        return self.request.topology
+
+    @property
+    def donated(self) -> frozenset[int]:
+        """Indices of the flat inputs whose memory the results may reuse."""
+        return self.request.donated
+
+    @property
+    def requested_layout(self) -> Layout:
+        """The layout as the user gave it."""
+        return self.request.layout
 
     @cached_property
     def sizes(self) -> dict[str, int]:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
 from ..dims import format_dims
-from ..hardware.calibration import Calibrations, calibrated
+from ..hardware.calibration import calibrated
 from ..hardware.chips import Chip
 from ..hardware.topology import chip_of, torus_of, torus_of_slices
-from ..layout import AnyMesh, Layout, Spec
-from ..program.divisible_rewrite import rewrite_indivisible_slices
+from ..layout import Spec
 from ..program.ir import Frame, Op, Program, Value
-from ..program.pipeline import rewrite_pipelines, stack_notes
 from ..units import format_memory
 from .assignment import AxisAssignment
 from .checks import check_dims, check_divides, check_joins
@@ -28,10 +27,10 @@ from .emit import Emitter
 from .memo import Interned, KeyMaker, MeshCache, PlanCache
 from .partial import deferrable, readers_of, reduce_in_values
 from .plan import Plan, ShardedArray
+from .request import PlanRequest
 from .spec import replicated_spec, shard_count
 from .steps import Shard
-
-P = TypeVar("P", bound=Plan)
+from .variants import Variant, variants
 
 Rank = Callable[[Plan], tuple[bool, float]]
 """A sort key of plans of one step, of which the smallest is best: whether the plan exceeds the memory of its chip, and its cost."""
@@ -42,30 +41,19 @@ def bytes_sent(plan: Plan) -> tuple[bool, float]:
     return False, plan.bytes_sent
 
 
-def planned(
-    program: Program, layout: Layout, mesh: AnyMesh, *, strict: bool = False, init: bool = False,
-    topology: str | None = None, donated: frozenset[int] = frozenset(), calibrations: Calibrations = (),
-    max_seconds: float = math.inf, rank: Rank = bytes_sent, schedule: str = "1f1b", gather: str | None = None,
-    plan_type: type[P] = Plan,
-) -> P:  # fmt: skip
-    """Plan a program under a layout on a mesh, before any pass.
+class Limits(NamedTuple):
+    """Limits of a plan: the seconds of its collectives, run one after the other, and the bytes that a device sends in a step."""
 
-    A program whose stacked layers are split is planned as :mod:`meshpar.program.pipeline` rewrites it. A program with slices that
-    the mesh does not divide is planned as :mod:`meshpar.program.divisible_rewrite` rewrites it, and unmodified only as far as that
-    sends less.
+    seconds: float = math.inf
+    bytes: float = math.inf
+
+
+def planned(program: Program, request: PlanRequest, rank: Rank = bytes_sent, max_seconds: float = math.inf) -> Plan:
+    """The best plan of a program before any pass, of the plans of its :func:`.variants`.
 
     Args:
-      strict: two names for one dim are an error instead of a warning.
-      init: the program makes the state, so it need not have the dims of the batch.
-      topology: the slices that an abstract mesh represents, ``"v5p:8x8x8"``: for times.
-      donated: positions of the flat inputs whose memory the results may reuse.
-      calibrations: measurements of devices, among them the plan's.
+      rank: chooses between them.
       max_seconds: limit of the seconds of the plan's collectives, run one after the other.
-      rank: chooses between the plans of the program with and without rewritten slices, and as ``gather`` says.
-      schedule: of pipelines, one of :data:`meshpar.program.pipeline.SCHEDULES`.
-      gather: one of :data:`meshpar.program.pipeline.GATHERS`; ``auto``: by ``rank``. None: ``microbatch`` in pipelines; in other
-        loops over microbatches ``step``, unless that plan exceeds the memory.
-      plan_type: the class of the plan.
 
     Raises:
       UnknownAxisError, UnknownDimError, DivisibilityError, JoinError, UnsupportedError.
@@ -73,123 +61,59 @@ def planned(
       MeshError: all calibrations are of other devices.
     """
     program = program.traced
-    layout.check_axes(mesh)
-    check_dims(program, layout, init)
-    check_joins(program, strict)
-    complete = layout.with_axis_names(program.metadata_names, mesh)
-    notes = [
-        f"Flax metadata names a dim `{rule.dim}`, which is an axis of the mesh and has no rule: the plan adds `{rule}` after the "
-        f"rules of the layout; `{rule.dim}: none` turns this off"
-        for rule in complete.rules[len(layout.rules) :]
-    ]
-    assignment = AxisAssignment(program, complete, dict(mesh.shape))
-    rules = complete.unscoped
-    notes += stack_notes(program, assignment.value_spec, rules, assignment.sizes)
-    pipelined = rewrite_pipelines(program, assignment.value_spec, rules, assignment.sizes, schedule, gather)
-    if pipelined is not None and gather == "auto":
-        return _with_better_gather(
-            lambda gather: planned(
-                program, layout, mesh, strict=strict, init=init, topology=topology, donated=donated,
-                calibrations=calibrations, max_seconds=max_seconds, rank=rank, schedule=schedule, gather=gather,
-                plan_type=plan_type,
-            ),
-            rank,
-        )  # fmt: skip
-    if pipelined is not None:
-        program, assignment = pipelined, AxisAssignment(pipelined, complete, dict(mesh.shape))
-        notes += [p.note for p in pipelined.pipelines if p.note]
-    if not init:
-        notes += _rounds_without_effect(layout, program)
-
-    def parts(value: Value, dim: int) -> int:
-        return math.prod(assignment.sizes[a] for a in assignment.value_spec(value)[dim])
-
-    def plan(program: Program, max_seconds: float, max_bytes: float = math.inf) -> P:
-        """The plan of a program, the given one or its rewritten form.
-
-        Raises:
-          TooLong: its collectives take longer than ``max_seconds``, or send more than ``max_bytes`` bytes per device.
-        """
-
-        def gathering(in_each: bool) -> tuple[P, float]:
-            """(the plan, bytes of the unsharded gradients that a device adds up over microbatches).
-
-            Args:
-              in_each: loops over microbatches gather weights, and reduce gradients, in each iteration.
-            """
-            planner = _Planner(
-                program, layout, complete, mesh, topology, donated, notes, calibrations, max_seconds, max_bytes, in_each
-            )
-            try:
-                return replace(planner.plan(plan_type), schedule=schedule, gather=gather), planner.control.unsharded
-            finally:
-                del planner.control  # refers to a method of the planner: without the cycle its arrays are freed at once
-
-        if pipelined is not None:
-            return gathering(False)[0]
-        once, unsharded = gathering(gather == "microbatch")
-        if not unsharded or gather == "step":
-            return once
-        if not rank(once)[0]:
-            return replace(once, notes=(*once.notes, _once_text(unsharded))) if unsharded >= MIN_NOTED_BYTES else once
-        try:
-            each = gathering(True)[0]
-        except TooLong:
-            return once
-        each = replace(each, notes=(*each.notes, IN_EACH_MICROBATCH))
-        return min(once, each, key=rank)
-
-    padded: list[str] = []
-    rewritten = rewrite_indivisible_slices(program, parts, padded)
-    if rewritten is None:
-        return plan(program, max_seconds)
-    best = plan(rewritten, math.inf)
-    best = replace(best, notes=(*best.notes, *padded))
-    if best.collectives:
-        seconds = best.comm_seconds
-        limits = (math.inf, best.bytes_sent) if best.chip is None else (seconds, math.inf)
-        try:
-            unmodified = plan(program, *limits)
-        except TooLong:
-            pass
-        else:
-            best = min(unmodified, best, key=rank)
-    if best.comm_seconds > max_seconds:
-        raise TooLong
-    return best
+    request.layout.check_axes(request.mesh)
+    check_dims(program, request.layout, request.init)
+    check_joins(program, request.strict)
+    return best(variants(program, request), request, rank, max_seconds)
 
 
-def _with_better_gather(plan: Callable[[str], P], rank: Rank) -> P:
-    """The better one of the plans in which pipelines gather weights once a step and in every microbatch.
+def best(variants: Sequence[Variant], request: PlanRequest, rank: Rank, max_seconds: float) -> Plan:
+    """The plan of the smallest rank, of equal ones the plan of a variant without rewritten slices.
 
-    Args:
-      plan: the plan for one of :data:`meshpar.program.pipeline.GATHERS`.
-      rank: chooses between the plans.
+    A variant is planned no further than its plan can be better than the one with rewritten slices.
 
     Raises:
-      TooLong: the collectives of both take longer than the limit.
+      TooLong: the collectives of all take longer than ``max_seconds``.
     """
-    plans: list[P] = []
-    for gather in ("step", "microbatch"):
-        try:
-            plans.append(plan(gather))
-        except TooLong:
-            continue
-        if all(p.gather != gather for p in plans[-1].pipelines):
-            break  # no weight is gathered
+    plans: dict[Variant, Plan] = {}
+    for variant in variants:
+        limits = Limits(max_seconds)
+        divisible = None if variant.divisible is None else plans.get(variant.divisible)
+        if divisible is not None:
+            if not divisible.collectives:
+                continue
+            if divisible.chip is None:
+                limits = limits._replace(bytes=divisible.bytes_sent)
+            else:
+                limits = Limits(min(max_seconds, divisible.comm_seconds))
+        with contextlib.suppress(TooLong):
+            plans[variant] = _with_gather(variant, request, rank, limits)
     if not plans:
         raise TooLong
-    return replace(min(plans, key=rank), gather="auto")
+    if len(plans) == 1:
+        return plans.popitem()[1]
+    return plans[min(plans, key=lambda v: (*rank(plans[v]), v.divisible is None))]
 
 
-def _rounds_without_effect(layout: Layout, program: Program) -> list[str]:
-    """Notes about rules with rounds of which no loop of a program makes a pipeline."""
-    used = {p.dim for p in program.pipelines}
-    return [
-        f"rule `{rule}`: no loop over `{rule.dim}` is a pipeline, so its {rule.rounds} rounds have no effect"
-        for rule in layout.rules
-        if rule.rounds > 1 and rule.dim not in used
-    ]
+def _with_gather(variant: Variant, request: PlanRequest, rank: Rank, limits: Limits) -> Plan:
+    """The plan of a variant, whose loops over microbatches gather weights once a step or in each microbatch, as it says.
+
+    Where it does not say, a plan that gathers once and exceeds the memory is compared with one that gathers in each microbatch.
+
+    Raises:
+      TooLong: the collectives exceed the limits.
+    """
+    once = _Planner(variant, request, limits, variant.gather == "microbatch").plan()
+    if not once.unsharded or variant.gather == "step":
+        return once
+    if not rank(once)[0]:
+        note = (_once_text(once.unsharded),) if once.unsharded >= MIN_NOTED_BYTES else ()
+        return replace(once, notes=(*once.notes, *note))
+    try:
+        each = _Planner(variant, request, limits, True).plan()
+    except TooLong:
+        return once
+    return min(once, replace(each, notes=(*each.notes, IN_EACH_MICROBATCH)), key=rank)
 
 
 def _once_text(unsharded: float) -> str:
@@ -222,24 +146,15 @@ class _Planner:
           which decides about ops by more than the keys of cached decisions contain.
     """
 
-    def __init__(
-        self, program: Program, asked: Layout, layout: Layout, mesh: AnyMesh, topology: str | None,
-        donated: frozenset[int], notes: Sequence[str], calibrations: Calibrations, max_seconds: float, max_bytes: float,
-        in_each_microbatch: bool,
-    ):  # fmt: skip
-        """Set up the assignment, caches and emitter; ``asked`` is the user's layout, and ``layout`` has rules for dims
-        named as axes as well; ``in_each_microbatch`` as in :class:`ControlFlow`."""
-        self.program, self.requested_layout, self.layout, self.mesh, self.topology = (
-            program,
-            asked,
-            layout,
-            mesh,
-            topology,
-        )
-        self.donated, self.notes, self.calibrations = donated, list(notes), calibrations
+    def __init__(self, variant: Variant, request: PlanRequest, limits: Limits, in_each_microbatch: bool):
+        """Set up the assignment, caches and emitter; ``in_each_microbatch`` as in :class:`ControlFlow`."""
+        self.program = program = variant.program
+        self.layout = layout = variant.layout
+        self.request, self.notes = request, list(variant.notes)
+        mesh, topology = request.mesh, request.topology
         self.sizes = sizes = dict(mesh.shape)
         self.assignment = assignment = AxisAssignment(program, layout, sizes)
-        self.chip: Chip | None = calibrated(chip_of(topology or mesh), mesh, calibrations)
+        self.chip: Chip | None = calibrated(chip_of(topology or mesh), mesh, request.calibrations)
         shared = program.cached(PlanCache)
         shared.plans += 1
         cached = shared.plans > 1 and layout.resolve == "order" and not assignment.shard_map_axes
@@ -253,7 +168,7 @@ class _Planner:
                 of_mesh.tori[topology] = torus_of_slices(sizes, topology)
             self.torus = of_mesh.tori[topology]
             algorithms = of_mesh.algorithms.setdefault((topology, self.chip), {})
-        records = CollectiveRecords(program, sizes, self.torus, self.chip, algorithms, max_seconds, max_bytes)
+        records = CollectiveRecords(program, sizes, self.torus, self.chip, algorithms, *limits)
         interned = shared.interned if cached else Interned()
         self.emitter = Emitter(program, assignment, interned, records, sizes)
         accumulated: dict[Value, bool] = {}
@@ -270,8 +185,18 @@ class _Planner:
         )
         self.control = ControlFlow(self.emitter, self.facts, accumulated, self.ops, in_each_microbatch)
 
-    def plan(self, plan_type: type[P]) -> P:
-        """The plan, of the class ``plan_type``."""
+    def plan(self) -> Plan:
+        """The plan.
+
+        Raises:
+          TooLong: its collectives exceed the limits.
+        """
+        try:
+            return self._plan()
+        finally:
+            del self.control  # refers to a method of the planner: without the cycle its arrays are freed at once
+
+    def _plan(self) -> Plan:
         program, emitter = self.program, self.emitter
         inputs = [emitter.place(emitter.shard(v, replicated_spec(len(v.shape)))) for v in program.constants]
         self.notes += filter(None, (large_constant_note(program, v, self.sizes) for v in program.constants))
@@ -287,10 +212,10 @@ class _Planner:
             outputs.append(self.output(var, value))
             results.append(self.held(value, emitter.stored(value)))
         self.notes += self.unsharded_notes()
-        return plan_type(
-            program, self.layout, self.requested_layout, self.mesh, self.topology, self.torus, self.chip, self.donated,
-            emitter.body.body(inputs, outputs), emitter.placements, tuple(arguments), tuple(results),
-            tuple(dict.fromkeys(self.notes)), calibrations=self.calibrations,
+        return Plan(
+            program, self.request, self.layout, self.torus, self.chip, emitter.body.body(inputs, outputs),
+            emitter.placements, tuple(arguments), tuple(results), tuple(dict.fromkeys(self.notes)),
+            unsharded=self.control.unsharded,
         )  # fmt: skip
 
     def ops(self, frame: Frame, consts: Sequence[Any]) -> None:

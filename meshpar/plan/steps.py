@@ -163,7 +163,15 @@ class Body:
     @cached_property
     def free(self) -> tuple[Shard, ...]:
         """The shards that its steps read, but that neither its steps nor its inputs have."""
-        return free_shards(self)
+        made: set[Shard] = set(self.inputs)
+        free: dict[Shard, None] = {}
+        for step in self.steps:
+            for inner in step.bodies:
+                free.update((s, None) for s in inner.free if s not in made)
+            if not isinstance(step, Call):
+                free.update((s, None) for s in step.reads if s not in made)
+            made.update(step.makes)
+        return tuple(free)
 
     @cached_property
     def with_calls(self) -> tuple[Step, ...]:
@@ -462,10 +470,6 @@ class Call(Step):
     op: Op
     body: Body
 
-    def with_body(self, body: Body) -> Call:
-        """The call with another body; the same object if it is the same."""
-        return self if body is self.body else Call(self.op, body)
-
     @property
     def reads(self) -> tuple[Shard, ...]:
         return self.body.free
@@ -499,36 +503,6 @@ class Barrier(Step):
     @property
     def makes(self) -> tuple[Shard, ...]:
         return self.results
-
-
-@record
-class Order(Step):
-    """Sets the memory layout of an array: ``order`` has its dims from major to minor. The result equals the source."""
-
-    source: Shard
-    result: Shard
-    order: tuple[int, ...]
-
-    @property
-    def reads(self) -> tuple[Shard, ...]:
-        return (self.source,)
-
-    @property
-    def makes(self) -> tuple[Shard, ...]:
-        return (self.result,)
-
-
-def free_shards(body: Body) -> tuple[Shard, ...]:
-    """The shards that the steps of a body read, but that neither its steps nor its inputs have."""
-    made: set[Shard] = set(body.inputs)
-    free: dict[Shard, None] = {}
-    for step in body.steps:
-        for inner in step.bodies:
-            free.update((s, None) for s in inner.free if s not in made)
-        if not isinstance(step, Call):
-            free.update((s, None) for s in step.reads if s not in made)
-        made.update(step.makes)
-    return tuple(free)
 
 
 def is_deferred(step: Step) -> bool:
@@ -645,14 +619,14 @@ def replace_steps(
         if isinstance(step, kinds):
             steps += change(step)
         elif isinstance(step, Call):
-            steps.append(step.with_body(replace_steps(step.body, kinds, change)))
+            steps.append(with_bodies(step, (replace_steps(step.body, kinds, change),)))
         else:
             steps.append(step)
     return body.with_steps(steps)
 
 
 def with_bodies(step: Step, bodies: tuple[Body, ...]) -> Step:
-    """A loop, branch or call with other bodies."""
+    """A step with other bodies; the same object if they are the same."""
     if bodies == step.bodies:
         return step
     if isinstance(step, Loop):

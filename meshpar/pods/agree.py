@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ..compat.processes import LOSE, Store, connected, process_count, process_index, variable_number
+from ..compat.processes import BEFORE_CALL, LOSE, Store, connected, process_count, process_index, variable_number
 from ..compat.versions import installed_version
 from ..dims import PathDims
 from ..errors import AgreementError
@@ -97,6 +97,15 @@ def before_call(sheet: Sheet, leaves: Sequence[Any]) -> None:
     facts, shared = facts_of(sheet, leaves)
     agree(name, facts, shared)
     sheet.agreed = True
+
+
+def _agreement(fn: Callable[..., Any], plan: Plan, dims: PathDims, statics: Sequence[Any]) -> Callable[..., None]:
+    """The function that runs before each call of a step, with the flat arguments (:data:`BEFORE_CALL`)."""
+    sheet = Sheet(fn, plan, plan.lowering, plan.request.strict, dims, statics, plan.options.values)
+    return functools.partial(before_call, sheet)
+
+
+BEFORE_CALL.append(_agreement)
 
 
 def _lose_slice(name: str) -> None:

@@ -25,7 +25,7 @@ def plan_json(plan: Plan) -> str:
             "layout": str(plan.layout),
             "lowering": {
                 "lowering": plan.lowering,
-                "asked": plan.requested_lowering,
+                "asked": plan.request.lowering,
                 "reason": plan.lowering_reason,
                 "estimate": plan.lowering == "jit",
             },

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..plan.plan import Plan
-from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Order, Reduce, Reshard, Run, Shard, Step
+from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Reduce, Reshard, Run, Shard, Step
 from ..units import format_bytes, mesh_text
 
 
@@ -65,7 +65,7 @@ class _Printer:
     def step(self, step: Step, depth: int) -> Iterator[str]:
         """The lines of one step: the operation, its collectives, its bodies."""
         pad = "  " * depth
-        source = "" if step.op is None or isinstance(step, Constant | Barrier | Order) else step.op.location
+        source = "" if step.op is None or isinstance(step, Constant | Barrier) else step.op.location
         made = f"{self.list(step.makes)} = " if step.makes and not isinstance(step, Call) else ""
         text, result = self.description(step)
         end = f": {result}" if result else ""
@@ -114,11 +114,6 @@ class _Printer:
         if isinstance(step, Barrier):
             after = f", after {self.list(step.after)}" if step.after else ""
             return f"barrier{' as integers' if step.opaque else ''} {self.list(step.sources)}{after}", ""
-        if isinstance(step, Order):
-            return (
-                f"{self.name(step.source)} in memory with the order of dims {', '.join(map(str, step.order))}",
-                "",
-            )
         if isinstance(step, Loop):
             trips = "while" if step.op.primitive.family != "scan" else f"scan × {step.body.trip_count}"
             over = f" over {self.list(step.stacks)}" if step.stacks else ""

@@ -9,6 +9,9 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import JaxprEqn
+
+from meshpar_kernels.collective_matmul import Dot
 
 from ..compat.quirks import not_a_group
 from .halo import ShardWindow, dilate, fetch_window, sliding_window
@@ -231,3 +234,11 @@ register(
     manual=always,
     matmul_dims=_convolution_dims,
 )
+
+
+def dot_of(eqn: JaxprEqn, side: int) -> Dot:
+    """A ``dot_general`` whose operand ``side`` is gathered, as :mod:`meshpar_kernels` describes it."""
+    p = eqn.params
+    (lc, rc), (lb, rb) = p["dimension_numbers"]
+    numbers = ((tuple(lc), tuple(rc)), (tuple(lb), tuple(rb)))
+    return Dot(numbers, side, p["precision"], p["preferred_element_type"])

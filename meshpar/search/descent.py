@@ -233,7 +233,8 @@ def _search_stages(
 
     for changes in [{"gather": "step"}, *({"schedule": name} for name in SCHEDULES)]:
         if any(getattr(other.base, name) != value for name, value in changes.items()):
-            other = better(replace(other.base, **changes), 1) or other
+            base = replace(other.base, request=replace(other.base.request, **changes))
+            other = better(base, 1) or other
     for rounds in stack.rounds(dict(other.best_point.sizes)[STAGE]):
         again = better(other.base, rounds)
         if again is None:

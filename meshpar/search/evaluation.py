@@ -153,7 +153,7 @@ class Evaluation:
                 return False
             if not math.isclose(plan.comm_seconds, self._comm_seconds.get(self._equivalence_key(one), math.nan)):
                 return False
-            plan = with_passes(plan)
+            plan = Plan.of(with_passes(plan))
             return (plan.seconds, plan.memory.peak) == (first.seconds, first.peak)
         return (row.seconds, row.peak) == (first.seconds, first.peak)
 
@@ -166,7 +166,7 @@ class Evaluation:
     def uncounted(self, point: Point) -> Row | None:
         """The row of a candidate that is planned outside of the limits of the search, and not recorded; None: it has no plan."""
         try:
-            plan = with_passes(self._plan_without_passes(point))
+            plan = Plan.of(with_passes(self._plan_without_passes(point)))
         except MeshparError:
             return None
         return self._row(point, plan)
@@ -302,7 +302,7 @@ class Evaluation:
             plan = self._plan_without_passes(point, max_comm_seconds)
             sent = self._comm_seconds[key] = plan.comm_seconds
             if sent <= gains:
-                return with_passes(plan), sent
+                return Plan.of(with_passes(plan)), sent
         raise TooLong if sent > max_comm_seconds else _NoGain
 
     def _assignment(self, point: Point) -> AxisAssignment:
@@ -312,9 +312,8 @@ class Evaluation:
 
     def _plan_without_passes(self, point: Point, max_comm_seconds: float = math.inf) -> Plan:
         mesh = planned_mesh(point.mesh, self.topology)
-        return plan_without_passes(
-            self.base, layout=Layout(point.layout), mesh=mesh, topology=self.topology, max_seconds=max_comm_seconds
-        )
+        request = replace(self.base.request, layout=Layout(point.layout), mesh=mesh, topology=self.topology)
+        return Plan.of(plan_without_passes(self.base, request, max_comm_seconds))
 
     def _equivalence_key(self, point: Point) -> Any:
         """Equal for candidates with the same plan: the scopes of their rules and the axes of every value and op.
@@ -354,7 +353,7 @@ class Evaluation:
         if point not in self._breakdowns:
             plan = self._plan_without_passes(point)
             has = self._has_breakdown(plan)
-            self._breakdowns[point] = Breakdown(with_passes(plan), plan.comm_seconds) if has else None
+            self._breakdowns[point] = Breakdown(Plan.of(with_passes(plan)), plan.comm_seconds) if has else None
         return self._breakdowns[point]
 
     def _has_breakdown(self, plan: Plan) -> bool:

@@ -88,7 +88,8 @@ class Search:
 
     def _base_of(self, row: Row) -> Plan:
         """The plan of the program of a candidate, with the options of its pipelines."""
-        return replace(self._bases[row.variant], **row.stages)
+        base = self._bases[row.variant]
+        return replace(base, request=replace(base.request, **row.stages))
 
     def why(self, layout: Any, mesh: str | None = None, variant: str | None = None) -> str:
         """Why a layout is not the best, as text: it is illegal, does not fit, or takes longer, and the largest causes.

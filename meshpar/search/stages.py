@@ -104,15 +104,21 @@ class StagedSpace:
         try:
             assignment = AxisAssignment(traced, rules, dict(among[0]))
             program = rewrite_pipelines(
-                traced, assignment.value_spec, rules.unscoped, assignment.sizes, base.schedule, base.gather
+                traced,
+                assignment.value_spec,
+                rules.unscoped,
+                assignment.sizes,
+                base.request.schedule,
+                base.request.gather,
             )
             if program is None:
                 return None
             of = cls(program, Space.of(program, rules, forbid), tuple(among))
             first = next(of.schemes())
-            plan = plan_without_passes(
-                base, layout=Layout(first.layout), mesh=planned_mesh(first.mesh, topology), topology=topology
+            request = replace(
+                base.request, layout=Layout(first.layout), mesh=planned_mesh(first.mesh, topology), topology=topology
             )
+            plan = plan_without_passes(base, request)
         except MeshparError:
             return None
         return replace(of, program=plan.program)

@@ -20,6 +20,7 @@ from ..global_arrays import place
 from ..lower import LOWERINGS
 from ..passes import make_plan
 from ..plan.plan import Plan
+from ..plan.request import PlanRequest
 from ..program import Program, infer
 from ..program.jaxprs import flatten, with_eqns
 from ..rules import primitive
@@ -104,10 +105,11 @@ class Localizer:
         self.program = _renamed(plan.program, everything, made)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", JoinWarning)  # the first plan has warned
-            again = make_plan(
-                self.program, plan.layout, plan.mesh, lowering=plan.lowering, overlap=plan.overlap,
-                options=plan.options.mode, calibrations=plan.calibrations,
+            request = PlanRequest(
+                plan.layout, plan.mesh, lowering=plan.lowering, overlap=plan.overlap, options=plan.options.mode,
+                calibrations=plan.request.calibrations,
             )  # fmt: skip
+            again = make_plan(self.program, request)
             run, ins, outs = LOWERINGS[again.lowering](again, plan.mesh)
         placed = [place(x, s) if isinstance(x, jax.Array | np.ndarray) else x for x, s in zip(leaves, ins, strict=True)]
         sharded = compiled(run, placed, in_shardings=tuple(ins), out_shardings=list(outs))(*placed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from ..cost.memory import memory_of
 from ..errors import MeshparError, OutOfMemoryError
@@ -114,7 +115,7 @@ def _suggestions(plan: Plan, capacity: float | None) -> list[str]:
     for dim, axis in _candidates(plan)[:MAX_TRIED_RULES]:
         rule = Layout(f"{dim}?: {axis}").with_first(plan.requested_layout.rules)
         try:
-            after = replan(plan, layout=rule)
+            after = replan(plan, replace(plan.request, layout=rule))
         except MeshparError:  # this rule cannot be planned; others may
             continue
         if memory_of(after).peak < 0.99 * before:

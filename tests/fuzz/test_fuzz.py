@@ -19,12 +19,12 @@ import shrink
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from statements import STATEMENTS
-from well_formed import assert_well_formed
 from writer import Input, Program, Skip, Writer
 
 import meshpar as mp
 from meshpar.lower import LOWERINGS
 from meshpar.plan.steps import Reduce, rewrite_bodies
+from meshpar.plan.verify import verify
 
 CASES = 200
 
@@ -188,7 +188,7 @@ def test_plans_of_random_programs_are_well_formed(overlap):
     for seed in range(12):
         plan = run.planned(programs.make_case(random.Random(seed)), overlap=overlap)
         if plan is not None:
-            assert_well_formed(plan)
+            verify(plan)
 
 
 def test_programs_are_written_alike_from_alike_generators():

@@ -5,8 +5,8 @@ import random
 import pipelines
 import pytest
 import run
-from well_formed import assert_well_formed
 
+from meshpar.plan.verify import verify
 from meshpar.program.pipeline import SCHEDULES
 
 CASES = 24
@@ -28,5 +28,5 @@ def test_every_layout_makes_a_pipeline_and_a_well_formed_plan():
         plan = run.planned(case)
         assert plan.pipeline is not None, case
         assert plan.pipeline.schedule.name == case.schedule
-        assert_well_formed(plan)
+        verify(plan)
     assert {case.schedule for case in cases} == set(SCHEDULES), "all schedules are drawn"

@@ -209,7 +209,7 @@ def layers(w, x):
 
 
 def test_a_plan_under_jit_has_nothing_that_its_program_does_not_emit():
-    """Barriers and orders of dims of the passes are in the shard_map lowering alone; what is not emitted is not costed."""
+    """Barriers of the passes are in the shard_map lowering alone; what is not emitted is not costed."""
     shape = lambda *n: jax.ShapeDtypeStruct(n, jnp.bfloat16)  # noqa: E731
     w = {"up": shape(2, 4096, 8192), "gate": shape(2, 4096, 8192), "down": shape(2, 8192, 4096)}
     dims = {"w/up": "layers embed mlp", "w/gate": "layers embed mlp", "w/down": "layers mlp embed", "x": "batch embed"}
@@ -225,5 +225,5 @@ def test_a_plan_under_jit_has_nothing_that_its_program_does_not_emit():
     assert made["shard_map"]["Barrier"] > 5
     assert emitted["shard_map"] > emitted["jit"]
     assert emitted["jit"] == made["jit"]["Run"]
-    assert not made["jit"].keys() & {"Barrier", "Order", "ring"}
+    assert not made["jit"].keys() & {"Barrier", "ring"}
     assert all(set(each.lowerings) <= LOWERINGS.keys() for each in PASSES)

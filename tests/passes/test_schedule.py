@@ -7,10 +7,10 @@ import pytest
 from arrays import f32, normal
 from dependencies import bodies, needs
 from lowered import jaxpr_of, lowered
-from well_formed import assert_well_formed
 
 import meshpar as mp
 from meshpar.plan.steps import Barrier, Run
+from meshpar.plan.verify import verify
 
 WIDTH, HIDDEN, LAYERS, BATCH = 2048, 4096, 4, 8192  # operands of a product are above 16 MiB on each of 8 devices
 DIMS = {"*/up": "embed mlp", "*/down": "mlp embed", "x": "batch embed"}
@@ -195,6 +195,6 @@ def test_calls_that_return_their_operand():
     rng = np.random.default_rng(0)
     x, w = normal(rng, 8, 4), normal(rng, 4, 4)
     step = mp.jit(fn, mesh="data=4, model=2", layout="batch: data", dims={"x": "batch embed"})
-    assert_well_formed(step.plan(x, w))
+    verify(step.plan(x, w))
     for ours, theirs in zip(step(x, w), fn(x, w), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -9,10 +9,10 @@ from pathlib import Path
 import jax
 import planned_transformer as model
 import pytest
-from well_formed import assert_well_formed
 
 import meshpar as mp
 from meshpar.errors import MeshparError
+from meshpar.plan.verify import verify
 from meshpar.report.steps import plan_steps
 from meshpar.target import load_target
 
@@ -64,7 +64,7 @@ def layouts(dims, number, rng):
 
 def figures(plan):
     """Steps, notes, memory, seconds, decisions and what is held and sent."""
-    assert_well_formed(plan)
+    verify(plan)
     time = plan.time
     return (
         plan_steps(plan), plan.notes, plan.memory.to_dict(), time and time.to_dict(), [o.to_dict() for o in plan.overlaps],

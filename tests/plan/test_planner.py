@@ -10,7 +10,7 @@ from lowered import assert_sends_the_plan, lowered, same
 from planned_transformer import MESH
 
 import meshpar as mp
-from meshpar.plan import planner
+from meshpar.plan import variants
 from meshpar.plan.steps import Branch, Loop, Reduce, Reshard, Run
 
 
@@ -446,7 +446,7 @@ def of_rewriting(monkeypatch, fn, shape, **where):
     how = {"dims": {"x": "rows columns"}, "layout": "rows: data", **where}
     found = mp.plan(fn, f32(*shape), **how)
     with monkeypatch.context() as patched:
-        patched.setattr(planner, "rewrite_indivisible_slices", lambda *of: None)
+        patched.setattr(variants, "rewrite_indivisible_slices", lambda *of: None)
         return found, mp.plan(fn, f32(*shape), **how)
 
 

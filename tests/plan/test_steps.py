@@ -13,11 +13,11 @@ import small_transformer
 from agreement import TRIPLES
 from arrays import f32
 from jax import lax
-from well_formed import assert_well_formed
 
 import meshpar as mp
 from meshpar.passes.collective_matmul import MODES
 from meshpar.plan.planner import planned
+from meshpar.plan.request import PlanRequest
 from meshpar.plan.steps import (
     Barrier,
     Call,
@@ -27,10 +27,10 @@ from meshpar.plan.steps import (
     Run,
     Shard,
     Step,
-    free_shards,
     rewrite_bodies,
     topological_order,
 )  # fmt: skip
+from meshpar.plan.verify import verify
 
 # -- every plan
 
@@ -39,9 +39,9 @@ from meshpar.plan.steps import (
 def test_plans_of_a_transformer_are_well_formed(layout):
     step = functools.partial(model.train_step, rename=layout == "seq: data")
     plan = mp.plan(step, model.STATE, model.TOKENS, mesh=model.MESH, layout=layout, dims=model.DIMS, donate_argnums=0)
-    assert_well_formed(planned(plan.program, mp.Layout(layout), plan.mesh))  # before any pass
+    verify(planned(plan.program, PlanRequest(mp.Layout(layout), plan.mesh)))  # before any pass
     for overlap in MODES:
-        assert_well_formed(plan.replan(overlap=overlap))
+        verify(plan.replan(overlap=overlap))
 
 
 @pytest.mark.parametrize("scheme", small_transformer.LAYOUTS)
@@ -50,7 +50,7 @@ def test_plans_with_dropout_and_rematerialised_layers_are_well_formed(scheme):
     how = {"layout": small_transformer.LAYOUTS[scheme], "dims": small_transformer.DIMS}
     plan = mp.plan(step, *small_transformer.create(), mesh=mp.mesh("data=4, model=2"), **how)
     for overlap in ("off", "ring"):
-        assert_well_formed(plan.replan(overlap=overlap))
+        verify(plan.replan(overlap=overlap))
 
 
 EXAMPLES = {t.model.split("_")[0] + " " + t.layout: t for t in TRIPLES}
@@ -64,11 +64,11 @@ QUICK = ["llama3 fsdp+tensor+sequence", "mixtral fsdp+expert"]
 )
 def test_plans_of_examples_are_well_formed(name):
     plan = EXAMPLES[name].plan()
-    assert_well_formed(plan)
+    verify(plan)
     for overlap in ("off", "ring") if name in QUICK else MODES:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", mp.errors.TorusWarning)
-            assert_well_formed(plan.replan(overlap=overlap))
+            verify(plan.replan(overlap=overlap))
 
 
 # -- order
@@ -168,9 +168,9 @@ def test_free_shards_of_a_loop_are_its_operands():
         f32(8, 4), f32(4, 4), f32(), mesh=model.MESH, layout="batch: data; in: data", dims={"x": "batch _", "w": "in _"},
     )  # fmt: skip
     (loop,) = [s for s in plan.body.all_steps if isinstance(s, Loop)]
-    free = {s.value.path or s.value.op.name for s in free_shards(loop.body)}
+    free = {s.value.path or s.value.op.name for s in loop.body.free}
     assert free == {"w", "n"}
-    assert set(free_shards(loop.body)) <= {*loop.consts, *loop.hoisted}
+    assert set(loop.body.free) <= {*loop.consts, *loop.hoisted}
 
 
 def test_rewriting_without_changes_returns_the_same_body():

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -66,9 +67,7 @@ def sent(plan):
 
 
 def breakdown_of(plan):
-    return Breakdown(
-        plan, sent(plan_without_passes(plan, layout=plan.requested_layout, mesh=plan.mesh, topology=plan.topology))
-    )
+    return Breakdown(plan, sent(plan_without_passes(plan, plan.request)))
 
 
 def test_the_bound_from_another_plan_holds():
@@ -103,17 +102,18 @@ def test_what_another_plan_may_send_grows_with_the_seconds_it_may_take():
     for layout in LAYOUTS:
         other = plan.replan(layout=layout)
         kernels = breakdown.lower_bound(AxisAssignment(other.program, mp.Layout(layout), other.sizes)).kernels
-        walked = plan_without_passes(plan, layout=mp.Layout(layout))
+        walked = plan_without_passes(plan, replace(plan.request, layout=mp.Layout(layout)))
         assert sent(walked) <= breakdown.max_comm_seconds(kernels, 1.01 * other.seconds)
 
 
 def test_a_walk_ends_where_its_collectives_take_longer_than_they_may():
     plan = base()
     for layout in LAYOUTS[1:]:
-        most = sent(plan_without_passes(plan, layout=mp.Layout(layout)))
-        assert plan_without_passes(plan, layout=mp.Layout(layout), max_seconds=most * 1.001).collectives
+        request = replace(plan.request, layout=mp.Layout(layout))
+        most = sent(plan_without_passes(plan, request))
+        assert plan_without_passes(plan, request, most * 1.001).collectives
         with pytest.raises(TooLong):
-            plan_without_passes(plan, layout=mp.Layout(layout), max_seconds=most * 0.999)
+            plan_without_passes(plan, request, most * 0.999)
 
 
 def live_nodes():
