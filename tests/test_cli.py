@@ -18,7 +18,7 @@ import pytest
 
 import meshpar as mp
 from meshpar import cli
-from meshpar.cli import COMMANDS, _parser, main
+from meshpar.cli import GROUPS, _parser, main
 from meshpar.errors import TargetError
 from meshpar.lab.lab import Lab
 from meshpar.target import concrete, load_target, parse_options
@@ -710,10 +710,10 @@ def test_warnings_of_commands_do_not_have_the_line_of_the_command(target, capsys
 def test_without_arguments_the_commands_are_listed_in_groups(capsys):
     assert main([]) == 0
     text = capsys.readouterr().out
-    groups = [text.index(f"{group}:") for group in COMMANDS]
+    groups = [text.index(f"{group}:") for group in GROUPS]
     assert groups == sorted(groups)
-    assert {name for names in COMMANDS.values() for name in names} == set(_parser().commands)
-    assert all(f"\n  {name} " in text for names in COMMANDS.values() for name in names)
+    assert {name for names in GROUPS.values() for name in names} == set(_parser().commands)
+    assert all(f"\n  {name} " in text for names in GROUPS.values() for name in names)
 
 
 @pytest.mark.parametrize(
