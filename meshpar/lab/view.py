@@ -9,6 +9,7 @@ from ..cost.memory import memory_of
 from ..layout import Rule
 from ..plan_api import Plan
 from ..report import html
+from ..report.colours import AxisColours
 from ..report.diff import PlanDiff, diff_body, time_comparison
 from ..report.facts import RuleEffect, rule_effects
 from ..report.pipeline import pipelines_html
@@ -37,12 +38,12 @@ def metrics(plan: Plan) -> dict[str, Any]:
 
 def colours(plan: Plan) -> dict[str, str]:
     """Axis → CSS class of its colour."""
-    return html.AxisColours(plan).of
+    return AxisColours(plan.sizes).of
 
 
 def sections(plan: Plan) -> dict[str, str]:
     """Name → HTML of each section of a plan's page."""
-    ink, effects = html.AxisColours(plan), rule_effects(plan)
+    ink, effects = AxisColours(plan.sizes), rule_effects(plan)
     return {
         "cards": html.cards(plan),
         "facts": html.facts_list(plan, ink, layout=False),

@@ -70,9 +70,8 @@ def kernel_seconds(time: Time) -> float:
 
 def time_bounds(time: Time) -> str:
     """The two bounds of a step's estimate, as text."""
-    return (
-        f"{format_seconds(time.overlapped)} if everything overlaps, {format_seconds(time.serial)} if nothing overlaps"
-    )
+    ends = format_seconds(time.overlapped), format_seconds(time.serial)
+    return f"{ends[0]} if everything overlaps, {ends[1]} if nothing overlaps"
 
 
 def largest_text(plan: Plan) -> str:
@@ -177,9 +176,8 @@ def dims_text(dims: Iterable[DimAxes]) -> str:
 
 def global_bytes(h: ShardedArray) -> float:
     """Bytes of the full array of an argument, over all devices."""
-    bits = (
-        64 if "key" in h.dtype else 8 if h.dtype == "bool" else int(m[1]) if (m := re.search(r"(\d+)", h.dtype)) else 32
-    )
+    number = re.search(r"\d+", h.dtype)
+    bits = 64 if "key" in h.dtype else 8 if h.dtype == "bool" else int(number[0]) if number else 32
     return math.prod(h.shape) * bits / 8
 
 
@@ -290,12 +288,8 @@ class CollectiveGroup:
         calls = self.calls
         each = "" if not calls else format_bytes(self.bytes / calls)
         about = "~" if len({c.bytes for c in self.members}) > 1 else ""
-        return (
-            format_bytes(self.bytes),
-            "?" if calls is None else str(calls),
-            about + each,
-            format_seconds(self.seconds),
-        )
+        text = "?" if calls is None else str(calls)
+        return format_bytes(self.bytes), text, about + each, format_seconds(self.seconds)
 
 
 def location_of_layers(c: Collective) -> str:
@@ -403,13 +397,9 @@ def parallelism(rule: Rule, earlier: Iterable[Rule]) -> str:
     if rule.dim in ("expert", "experts"):
         return "expert parallel"
     if rule.dim == "seq":
-        return (
-            "sequence parallel"
-            if axes <= tensor_axes
-            else ""
-            if axes & axes_of.get("batch", set())
-            else "context parallel"
-        )
+        if axes <= tensor_axes:
+            return "sequence parallel"
+        return "" if axes & axes_of.get("batch", set()) else "context parallel"
     if rule.dim not in (*_TENSOR_DIMS, "embed"):
         return ""
     if axes <= axes_of.get("batch", set()):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ..layout import Layout
+
+Objective = Literal["time", "memory"]
 
 
 @dataclass(frozen=True)
