@@ -385,29 +385,22 @@ def layers(plan: Plan, colours: AxisColours) -> str:
 def _layer(timeline: LoopTimeline, colours: AxisColours) -> str:
     """One loop timeline: a lane of kernels, a lane of collectives, and one of copies to and from the host if there are any."""
     total = timeline.seconds
-    lanes = dict.fromkeys(("compute", "links", *(s.lane for s in timeline.spans)), "")
+    lanes = {"compute": "kernels", "links": "collectives", "host": "copies to and from the host"}
+    boxes = dict.fromkeys(("compute", "links", *(s.lane for s in timeline.spans)), "")
     for s in timeline.spans:
         if s.seconds < 4e-4 * total:
             continue
         where = f"left:{100 * s.start / total:.2f}%;width:{100 * s.seconds / total:.2f}%"
         hidden = " hidden" if s.lane != "compute" and not s.exposed else ""
         label = escape(f"{s.name} {s.detail}") if s.seconds > 0.03 * total else ""
-        kind = colours.first(s.axes) if s.axes else "ink"
-        lanes[s.lane] += (
-            f'<i class="{kind}{hidden}" style="{where}" role="img" aria-label="{escape(_tip(s))}">{label}</i>'
-        )
-    busy = {lane: sum(s.seconds for s in timeline.spans if s.lane == lane) for lane in lanes}
+        kind, tip = colours.first(s.axes) if s.axes else "ink", escape(_tip(s))
+        boxes[s.lane] += f'<i class="{kind}{hidden}" style="{where}" role="img" aria-label="{tip}">{label}</i>'
     title = f"{format_seconds(total)} × {timeline.trips}" + (f", {timeline.source}" if timeline.source else "")
-    host = copies = ""
-    if "host" in lanes:
-        host = f'<div class="lane" aria-label="copies to and from the host">{lanes["host"]}</div>'
-        copies = f", copies to and from the host {format_seconds(busy['host'])}"
-    return (
-        f"<h3>{escape(title)}: kernels {format_seconds(busy['compute'])}, collectives {format_seconds(busy['links'])}{copies}</h3>"
-        f'<div class="wide"><div class="time"><div class="lane" aria-label="kernels">{lanes["compute"]}</div>'
-        f'<div class="lane" aria-label="collectives">{lanes["links"]}</div>{host}</div>'
-        f'<div class="axis"><span>0</span><span>{format_seconds(total / 2)}</span><span>{format_seconds(total)}</span></div></div>'
-    )
+    busy = {lane: sum(s.seconds for s in timeline.spans if s.lane == lane) for lane in boxes}
+    times = ", ".join(f"{lanes[lane]} {format_seconds(seconds)}" for lane, seconds in busy.items())
+    rows = "".join(f'<div class="lane" aria-label="{lanes[lane]}">{of}</div>' for lane, of in boxes.items())
+    ticks = "".join(f"<span>{text}</span>" for text in ("0", format_seconds(total / 2), format_seconds(total)))
+    return f'<h3>{escape(title)}: {times}</h3><div class="wide"><div class="time">{rows}</div><div class="axis">{ticks}</div></div>'
 
 
 def _tip(s: Span) -> str:

@@ -246,19 +246,18 @@ def _verdict(searched: Sequence[Evaluation], staged: Sequence[Evaluation], untri
 def _check(objective: str, memory_fraction: float, max_plans: int) -> None:
     """Raise UnsupportedError for options outside their range."""
     if objective not in ("time", "memory"):
-        raise UnsupportedError(
-            f"objective={objective!r}: it is 'time' or 'memory'",
-            fixes=['objective="time": the shortest step; objective="memory": the smallest peak'],
+        text = f"objective={objective!r}: it is 'time' or 'memory'"
+        fix = 'objective="time": the shortest step; objective="memory": the smallest peak'
+    elif not 0 < memory_fraction <= 1:
+        text = (
+            f"memory_fraction={memory_fraction!r}: the fraction of the memory that may be used is above 0 and at most 1"
         )
-    if not 0 < memory_fraction <= 1:
-        raise UnsupportedError(
-            f"memory_fraction={memory_fraction!r}: the fraction of the memory that may be used is above 0 and at most 1",
-            fixes=["memory_fraction=0.85"],
-        )
-    if max_plans < 1:
-        raise UnsupportedError(
-            f"max_plans={max_plans!r}: a search plans at least one candidate", fixes=["max_plans=400"]
-        )
+        fix = "memory_fraction=0.85"
+    elif max_plans < 1:
+        text, fix = f"max_plans={max_plans!r}: a search plans at least one candidate", "max_plans=400"
+    else:
+        return
+    raise UnsupportedError(text, fixes=[fix])
 
 
 def _plan_user_layout(evaluation: Evaluation, layout: Layout) -> list[str]:
