@@ -93,6 +93,7 @@ __all__ = [
     "virtual_devices",
 ]
 
+
 def __getattr__(name: str) -> NoReturn:
     """Raise the AttributeError for a name that is not public; it states where an error or a class of results is."""
     for module in ("errors", "types"):

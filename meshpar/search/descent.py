@@ -35,9 +35,6 @@ from .selection import search_result
 from .space import Dim, Point, Sizes, Space, meshes
 from .stages import STAGE, LayerStack, staged_meshes, staged_schemes, staged_space, verdict
 
-Cost = tuple[float, float]
-"""Step time and peak: they identify candidates whose axes differ only in name."""
-
 
 def search(
     bases: Mapping[str, Plan], topology: str, *, fixed: Any = "", forbid: str | Sequence[str] = (), mesh: str | None = None,
@@ -307,29 +304,27 @@ def _descend(evaluation: Evaluation) -> None:
     candidate with the fewest rules that ties with the best.
     """
     rows, shared = evaluation.rows, evaluation.space.shared
-    started, visited, starts = set[Cost](), set[Cost](), list[Point]()
+    started, visited, starts = set[tuple[float, float]](), set[tuple[float, float]](), list[Point]()
     for start in _starts(evaluation):
-        row, best = rows[start], min(rows.values(), key=evaluation.rank)
+        row, best = rows[start], evaluation.best
         if evaluation.is_near_best(row) and (row.fits or not best.fits or row.seconds < best.seconds):
-            started.add((row.seconds, row.peak))
+            started.add(row.cost)
             starts.append(start)
             _descend_from(evaluation, start, shared, visited)
     _descend_from_ties(evaluation, starts)
     scoped = [dim for dim in evaluation.space.dims if dim[1] is not None]
     for dims in (shared, [*scoped, *shared]):
-        fits, metric, _ = min(map(evaluation.rank, rows.values()))
-        best = [p for p in rows if evaluation.rank(rows[p])[:2] <= (fits, (1 + POLICY.min_gain_fraction) * metric)]
+        best = evaluation.ties(POLICY.min_gain_fraction)
         # of equally good meshes the one with two axes: one axis leaves little to vary, three are two that are divided further
         start = min(best, key=lambda p: (abs(len(p.sizes) - 2), evaluation.rank(rows[p]), p.layout))
-        if dims is shared and (rows[start].seconds, rows[start].peak) in started:
+        if dims is shared and rows[start].cost in started:
             continue
-        started.add((rows[start].seconds, rows[start].peak))
+        started.add(rows[start].cost)
         _descend_from(evaluation, start, dims, set())
     # of the candidates that tie with the best, the one with the fewest rules: the result prefers it
-    fits, metric, _ = min(map(evaluation.rank, rows.values()))
-    ties = [p for p in rows if evaluation.rank(rows[p])[:2] <= (fits, (1 + POLICY.tie_fraction) * metric)]
+    ties = evaluation.ties(POLICY.tie_fraction)
     start = min(ties, key=lambda p: (len(p.rules), evaluation.rank(rows[p]), p.layout))
-    if (rows[start].seconds, rows[start].peak) not in started:
+    if rows[start].cost not in started:
         _descend_from(evaluation, start, shared, set())
 
 
@@ -342,15 +337,14 @@ def _descend_from_ties(evaluation: Evaluation, starts: Sequence[Point]) -> None:
     rows = evaluation.rows
 
     def same_plan(point: Point) -> tuple[Any, ...]:
-        return rows[point].seconds, rows[point].peak, len(point.sizes)
+        return rows[point].cost, len(point.sizes)
 
     def dims_of(point: Point) -> frozenset[str]:
         return frozenset(rule.dim for rule in point.rules)
 
     plans, kinds = {same_plan(p) for p in starts}, {dims_of(p) for p in starts}
     for _ in range(POLICY.max_ties):
-        fits, metric, _ = evaluation.rank(evaluation.best)
-        ties = [p for p in rows if evaluation.rank(rows[p])[:2] <= (fits, (1 + POLICY.tie_fraction) * metric)]
+        ties = evaluation.ties(POLICY.tie_fraction)
         others = [p for p in ties if same_plan(p) not in plans and (dims_of(p) not in kinds or len(p.sizes) > 2)]
         if not others:
             return
@@ -368,18 +362,22 @@ def _starts(evaluation: Evaluation) -> list[Point]:
     best_on: dict[tuple[int, ...], Point] = {}
     for point in ranked:
         best_on.setdefault(tuple(sorted(n for _, n in point.sizes)), point)
-    distinct: dict[Cost, Point] = {}
+    distinct: dict[tuple[float, float], Point] = {}
     for point in best_on.values():  # of candidates with equal cost the one whose mesh is closest to two axes
-        cost = rows[point].seconds, rows[point].peak
+        cost = rows[point].cost
         distinct[cost] = min(distinct.get(cost, point), point, key=lambda p: abs(len(p.sizes) - 2))
     best = rows[ranked[0]]
     large = [p for p in rows if not rows[p].fits and rows[p].seconds < best.seconds and best.fits]
-    large.sort(key=lambda p: (rows[p].seconds, rows[p].peak))
+    large.sort(key=lambda p: rows[p].cost)
     return list(dict.fromkeys([*large[: POLICY.max_starts], *list(distinct.values())[: POLICY.max_starts]]))
 
 
 def _descend_from(
-    evaluation: Evaluation, at: Point, dims: Sequence[Dim], visited: set[Cost], patience: int | None = None
+    evaluation: Evaluation,
+    at: Point,
+    dims: Sequence[Dim],
+    visited: set[tuple[float, float]],
+    patience: int | None = None,
 ) -> None:
     """Descend from a candidate: other meshes, each of the dims, then dims with the same axes together, until nothing changes, or
     nothing was gained for long.
@@ -389,11 +387,11 @@ def _descend_from(
       patience: number of plans without a gain after which it ends; default: that of the evaluation.
     """
     evaluation.start_descent(at, patience)
-    space, own = evaluation.space, set[Cost]()
+    space, own = evaluation.space, set[tuple[float, float]]()
 
     def is_new(at: Point) -> bool:
         """Whether no other descent was at this cost; a start may be at one."""
-        cost = evaluation.rows[at].seconds, evaluation.rows[at].peak
+        cost = evaluation.rows[at].cost
         new = not own or cost in own or cost not in visited
         own.add(cost)
         return new

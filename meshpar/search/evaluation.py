@@ -139,6 +139,11 @@ class Evaluation:
         """The best candidate that was planned, as a point of the search."""
         return min(self.rows, key=lambda p: (self.rank(self.rows[p]), p.layout))
 
+    def ties(self, fraction: float) -> list[Point]:
+        """The candidates whose objective is at most by this fraction worse than the best one's, and that fit if it fits."""
+        fits, metric, _ = self.rank(self.best)
+        return [p for p, row in self.rows.items() if self.rank(row)[:2] <= (fits, (1 + fraction) * metric)]
+
     def is_near_best(self, row: Row) -> bool:
         """Whether its objective is at most ``POLICY.max_time_ratio`` times the best."""
         best = self._best
@@ -164,7 +169,7 @@ class Evaluation:
             return True
         first, row = self.rows[one], self._results.get(key)
         if isinstance(row, Row):
-            return (row.seconds, row.peak) == (first.seconds, first.peak)
+            return row.cost == first.cost
         try:
             plan = self._plan_without_passes(other)
         except MeshparError:
@@ -172,7 +177,7 @@ class Evaluation:
         if not math.isclose(plan.comm_seconds, self._comm_seconds.get(self._equivalence_key(one), math.nan)):
             return False
         plan = with_passes(plan)
-        return (plan.seconds, plan.memory.peak) == (first.seconds, first.peak)
+        return (plan.seconds, plan.memory.peak) == first.cost
 
     def known(self, point: Point) -> Row | None:
         """The row of a candidate that was planned, or that has the same assignment as a planned one; else None."""

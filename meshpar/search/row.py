@@ -42,6 +42,11 @@ class Row:
     gather: str = ""
 
     @property
+    def cost(self) -> tuple[float, float]:
+        """Step time and peak: they identify candidates whose axes differ only in name."""
+        return self.seconds, self.peak
+
+    @property
     def stages(self) -> dict[str, str]:
         """The options of its pipelines; empty without stages."""
         return {"schedule": self.schedule, "gather": self.gather} if self.schedule else {}
