@@ -208,8 +208,10 @@ def compare_with_random(text: str, topology: str, batch: int, max_plans: int, nu
         target.step, *target.args, mesh=result.best.mesh, topology=topology, layout="", dims=target.dims,
         donate_argnames="state", lowering="shard_map", overlap="auto",
     )  # fmt: skip
-    space, where = Space.of(base.program, mp.Layout(""), ()), parse_topology(topology)
-    shapes, dims = meshes(where.devices, where.slices), [d for d, scope in space.dims if scope is None]
+    where = parse_topology(topology)
+    shapes = meshes(where.devices, where.slices)
+    space = Space.of(base.program, shapes, mp.Layout(""), ())
+    dims = [d for d, _ in space.shared]
     at = tuple(base.sizes.items())
 
     def rule(dim: str, sizes: Any) -> Rule:

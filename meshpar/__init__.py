@@ -81,20 +81,13 @@ __all__ = [
     "virtual_devices",
 ]
 
-_RENAMED = {"accumulate": "accumulate_gradients", "microbatches": "microbatches_for", "tune": "calibrate"}
-
 
 def __getattr__(name: str) -> NoReturn:
-    """Raise the AttributeError for a name that is not public; it states the new name of a renamed one."""
-    if name in _RENAMED:
-        new = _RENAMED[name]
-    elif name in errors.__all__:
-        new = f"errors.{name}"
-    elif name in types.__all__:
-        new = f"types.{name}"
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
-    raise AttributeError(f"`mp.{name}` is now `mp.{new}`", name=name)
+    """Raise the AttributeError for a name that is not public; it states where an error or a class of results is."""
+    for module in ("errors", "types"):
+        if name in globals()[module].__all__:
+            raise AttributeError(f"`mp.{name}` is `mp.{module}.{name}`", name=name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
 
 
 def __dir__() -> list[str]:

@@ -18,6 +18,7 @@ import time
 import warnings
 import webbrowser
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -63,25 +64,6 @@ exit status: 0: success; 1: the answer is no (a layout changes a result, the com
 2: bad input (the message says what to write instead)."""
 
 
-RENAMED_COMMANDS = {"tune": "calibrate"}
-RENAMED_FLAGS = {
-    "--margin": "--memory-fraction",
-    "--axes": "--max-axes",
-    "--most": "--max-plans",
-    "--seconds": "--time-limit",
-    "--vary": "--choices",
-}
-"""Former flags of ``meshpar search`` → their present names."""
-
-
-def _renamed(words: Sequence[str]) -> str | None:
-    """The error text for a former command or flag among the words of a command line; None: it has none."""
-    if words and words[0] in RENAMED_COMMANDS:
-        return f"the command `{words[0]}` is now `{RENAMED_COMMANDS[words[0]]}`"
-    flags = [word.partition("=")[0] for word in words if words[0] == "search"]
-    return next((f"{flag} is now {RENAMED_FLAGS[flag]}" for flag in flags if flag in RENAMED_FLAGS), None)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = _parser()
@@ -89,12 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not given:
         parser.print_help()
         return 0
-    if (renamed := _renamed(given)) is not None:
-        parser.error(renamed)
     args, unknown = parser.parse_known_args(given)
     if unknown:
         _refuse(parser, given[0], unknown)
-    if not os.environ.get("JAX_PLATFORMS") and not (args.run is _calibrate or getattr(args, "accelerator", False)):
+    if not os.environ.get("JAX_PLATFORMS") and not getattr(args, "accelerator", False):
         jax.config.update("jax_platforms", "cpu")  # nothing else needs the accelerators, which others may be using
     warnings.simplefilter("ignore", JoinWarning)  # plans list their joins
     shown, warnings.showwarning = warnings.showwarning, _show_warning
@@ -120,7 +100,7 @@ def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> N
     print(f"{category.__name__}: {message}", file=sys.stderr)
 
 
-COMMANDS = {
+GROUPS = {
     "Inspect layouts": ("plan", "diff", "search", "lab"),
     "Verify": ("check", "compile"),
     "Measure on devices": ("calibrate", "tune-kernels"),
@@ -143,6 +123,23 @@ Add = Callable[..., Any]
 """The ``add_argument`` of a command's parser."""
 
 
+@dataclass(frozen=True)
+class Command:
+    """A command of a target. All have TARGET, --set, --json and --debug.
+
+    Attributes:
+      run: runs the command, and returns the exit status.
+      add_arguments: adds the arguments that only this command has.
+      about: one sentence for the help text.
+      accelerator: whether it may use the accelerators of this machine; other commands leave them to other processes.
+    """
+
+    run: Callable[[argparse.Namespace], int]
+    add_arguments: Callable[[Add], None]
+    about: str
+    accelerator: bool = False
+
+
 class _CommandParser(argparse.ArgumentParser):
     """The parser of all commands: its help lists them in groups, and a misspelled one gets a suggestion.
 
@@ -156,7 +153,7 @@ class _CommandParser(argparse.ArgumentParser):
         """The text of ``meshpar --help``: usage, and the commands by group with the first sentence of each description."""
         width = max(map(len, self.commands))
         lines = ["usage: meshpar COMMAND ...", "", DESCRIPTION]
-        for group, names in COMMANDS.items():
+        for group, names in GROUPS.items():
             lines.append(f"{group}:")
             lines += [f"  {name:<{width}}  {_first_sentence(self.commands[name].description or '')}" for name in names]
             lines.append("")
@@ -199,38 +196,16 @@ def _parser() -> _CommandParser:
     parser.add_argument("--version", action="version", version=f"meshpar {mp.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=argparse.ArgumentParser)
 
-    def command(
-        name: str, run: Callable[[argparse.Namespace], int], add_arguments: Callable[[Add], None], about: str
-    ) -> None:
-        """Add a command with TARGET, --set, --json and --debug.
-
-        Args:
-          run: runs the command, and returns the exit status.
-          add_arguments: adds the arguments that only this command has.
-          about: one sentence for the help text.
-        """
-        sub = commands.add_parser(
-            name, help=about, description=f"{about[0].upper()}{about[1:]}.", epilog=EXIT, formatter_class=raw
-        )
-        sub.set_defaults(run=run)
+    for name, command in COMMANDS.items():
+        about = f"{command.about[0].upper()}{command.about[1:]}."
+        sub = commands.add_parser(name, help=command.about, description=about, epilog=EXIT, formatter_class=raw)
+        sub.set_defaults(run=command.run, accelerator=command.accelerator)
         sub.add_argument("target", metavar="TARGET", help="file.py:function or package.module:function")
-        sub.add_argument("--set", action="append", default=[], metavar="NAME=VALUE",
-                         help='arguments for the target: "batch=512, seq=4096"')  # fmt: skip
+        sets = 'arguments for the target: "batch=512, seq=4096"'
+        sub.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=sets)
         sub.add_argument("--json", action="store_true", help="print JSON")
         sub.add_argument("--debug", action="store_true", help="show tracebacks")
-        add_arguments(sub.add_argument)
-
-    command("plan", _plan, _plan_arguments,
-            "memory, communication and time of a layout on each device, with their causes; nothing is compiled")  # fmt: skip
-    command("lab", _lab, _lab_arguments, "a page in the browser to edit layouts and meshes; the plan's numbers follow")
-    command("compile", _compile, _compile_arguments,
-            "memory and collectives by the real compiler, for devices that need not be attached")  # fmt: skip
-    command("search", _search, _search_arguments, "the layout and the mesh of the shortest step that fits, by its plan")
-    command("calibrate", _calibrate, _calibrate_arguments,
-            "run the step under several layouts on the attached devices, and fit the chip's efficiencies to the times")  # fmt: skip
-    command("check", _check, _check_arguments,
-            "run the step unsharded and sharded on virtual CPU devices, and compare every number")  # fmt: skip
-    command("diff", _diff, _diff_arguments, "two plans next to each other: other layouts, or other meshes")
+        command.add_arguments(sub.add_argument)
     add_commands(commands)
     add_tuning(commands)
     add_doctor(commands)
@@ -250,9 +225,8 @@ def _plan_arguments(add: Add) -> None:
     add_flags(add)
     add("--html", metavar="FILE", help="write the plan as an HTML page")
     add("--open", action="store_true", help="open the page in the browser (with --html)")
-    add(
-        "--tokens", metavar="DIM", help="the step generates a token of each sequence of this dim (batch): add its rates"
-    )
+    tokens = "the step generates a token of each sequence of this dim (batch): add its rates"
+    add("--tokens", metavar="DIM", help=tokens)
     add("--csv", metavar="FILE", help="write the table of collectives as CSV")
     add("--steps", action="store_true", help="print what every device runs, one line a step, instead of tables")
 
@@ -277,19 +251,15 @@ def _search_arguments(add: Add) -> None:
     add("--layout", action="append", default=[], help="a layout of your own to plan as well; several may be given")
     add("--fixed", default="", metavar="RULES", help='rules that every layout begins with: "batch: data"')
     add("--forbid", default="", metavar="DIMS", help='dims that are never split: "head_dim, seq"')
-    add("--objective", choices=("time", "memory"), default="time",
-        help="the shortest step, or the smallest peak memory (%(default)s)")  # fmt: skip
+    objective = "the shortest step, or the smallest peak memory (%(default)s)"
+    add("--objective", choices=("time", "memory"), default="time", help=objective)
     add("--memory-fraction", type=float, default=0.85, help="fraction of the memory that may be used (%(default)s)")
     add("--max-axes", type=int, default=3, help="the most axes of a mesh (%(default)s)")
     add("--max-plans", type=int, default=400, help="the most candidates that are planned (%(default)s)")
-    add(
-        "--time-limit",
-        type=float,
-        help="seconds after which no more plans are begun; a plan of a large unrolled model takes 20 s",
-    )
-    add("--choices", action="append", default=[], metavar="NAME=A,B",
-        help="values to choose from as well, of `overlap` or of an argument of the target: remat=full,none; several may be given",
-        )  # fmt: skip
+    limit = "seconds after which no more plans are begun; a plan of a large unrolled model takes 20 s"
+    add("--time-limit", type=float, help=limit)
+    choices = "values to choose from as well, of `overlap` or of an argument of the target: remat=full,none; several may be given"
+    add("--choices", action="append", default=[], metavar="NAME=A,B", help=choices)
     add("--verify", type=int, default=0, metavar="N", help="compile the best N with the real compiler (%(default)s)")
     add("--html", metavar="FILE", help="write the result as an HTML page, with a chart of time and memory")
     add_flags(add)
@@ -298,11 +268,12 @@ def _search_arguments(add: Add) -> None:
 def _calibrate_arguments(add: Add) -> None:
     """Add the arguments of ``meshpar calibrate``."""
     add("--mesh", action="append", help='"data=2, model=4"; several may be given (default: one axis over all devices)')
-    add("--layout", action="append",
-        help="as for plan; several may be given (default: those LAYOUTS of the target that have the mesh's axes)")  # fmt: skip
+    layouts = "as for plan; several may be given (default: those LAYOUTS of the target that have the mesh's axes)"
+    add("--layout", action="append", help=layouts)
     add_flags(add, without=["calibration"])
     add("--rounds", type=int, default=9, help="number of measurements of each layout (%(default)s)")
-    add("--calibration", metavar="FILE", help="where to save the result, for --calibration of plan and search")
+    result = "where to save the result, for --calibration of plan and search"
+    add("--calibration", dest="result", metavar="FILE", help=result)
     add("--html", metavar="FILE", help="write the result as an HTML page")
     _numbers(add)
 
@@ -311,7 +282,8 @@ def _check_arguments(add: Add) -> None:
     """Add the arguments of ``meshpar check``."""
     add("--mesh", action="append", help='"data=2, model=4"; several may be given (default: meshes of all shapes)')
     add("--layout", action="append", help="as for plan; several may be given")
-    add("--lowering", choices=(*get_args(Lowering), "both"), default="auto", help="as for plan, or both (%(default)s)")
+    lowerings = (*get_args(Lowering), "both")
+    add("--lowering", dest="lowerings", choices=lowerings, default="auto", help="as for plan, or both (%(default)s)")
     add_flags(add, without=["lowering", "donate_argnames"])
     _numbers(add)
 
@@ -328,8 +300,8 @@ def _diff_arguments(add: Add) -> None:
 def _numbers(add: Add) -> None:
     """Add the flags of the commands that run the step: devices, range of integers, tolerance."""
     add("--devices", type=int, default=8, help="number of virtual devices, where there are only CPUs (%(default)s)")
-    add("--tolerance", type=float, default=1e-5,
-        help="allowed difference, as a fraction of a leaf's largest value (%(default)s)")  # fmt: skip
+    tolerance = "allowed difference, as a fraction of a leaf's largest value (%(default)s)"
+    add("--tolerance", type=float, default=1e-5, help=tolerance)
     add("--ints", type=int, help=f"integers of the arguments are drawn below this ({INTS})")
 
 
@@ -338,22 +310,16 @@ def _numbers(add: Add) -> None:
 
 def _plan(args: argparse.Namespace) -> int:
     """``meshpar plan``: print or save a plan; exit status 1 if it exceeds the memory of the device."""
-    target = load_target(args.target, parse_options(args.set))
-    plan = _planned(args, target, args.mesh, args.topology, args.layout)
+    if args.open and not args.html:
+        raise TargetError("--open needs a page", fixes=["--html FILE writes one"])
+    plan = _planned(args, _target(args), args.mesh, args.topology, args.layout)
     if args.tokens:
         plan = plan.with_tokens(args.tokens)
-    if args.html:
-        _save(args, plan, args.html)
-    if args.open:
-        if not args.html:
-            raise TargetError("--open needs a page", fixes=["--html FILE writes one"])
-        webbrowser.open(Path(args.html).resolve().as_uri())
     if args.csv:
         _save_csv(plan, args.csv)
-    if args.steps and not args.json:
-        print(plan_steps(plan))
-    else:
-        _show(args, plan, plan.to_json)
+    _show(args, plan, text=plan_steps(plan) if args.steps else None)
+    if args.open:
+        webbrowser.open(Path(args.html).resolve().as_uri())
     return 0 if fits(plan) is not False else 1
 
 
@@ -391,17 +357,13 @@ def _progress() -> Progress:
 
 def _save_csv(plan: Plan, path: str) -> None:
     """Write one row for each collective of a plan: its bytes and seconds are per call and per device."""
+    columns = "op axes tensor dims dtype bytes calls total_bytes seconds algorithm cause source module package_line"
     with open(path, "w", newline="", encoding="utf8") as file:
-        writer = csv.writer(file)
-        writer.writerow(
-            ["op", "axes", "tensor", "dims", "dtype", "bytes", "calls", "total_bytes", "seconds", "algorithm", "cause",
-             "source", "module", "package_line"]
-        )  # fmt: skip
+        writer: csv.DictWriter[str] = csv.DictWriter(file, columns.split(), extrasaction="ignore")
+        writer.writeheader()
         for c in plan.collectives:
-            axes, calls = "+".join(c.axes), "" if c.count is None else c.count
-            seconds = "" if c.seconds is None else c.seconds
-            row = [c.op, axes, c.tensor, c.dims, c.dtype, c.bytes, calls, c.total_bytes, seconds, c.algorithm]
-            writer.writerow([*row, c.explanation, c.source, c.module, c.package_line])
+            more = {"axes": "+".join(c.axes), "calls": c.count, "total_bytes": c.total_bytes, "cause": c.explanation}
+            writer.writerow({**c.to_dict(), **more})
 
 
 def _lab(args: argparse.Namespace) -> int:
@@ -412,14 +374,9 @@ def _lab(args: argparse.Namespace) -> int:
     layout = None if args.layout is None else _layout(args, target, args.layout, mesh, args.topology)
 
     def lab(target: Target, layout: str | None) -> mp.types.Lab:
-        """The lab of a target under ``layout``; errors of its step name the target."""
-        return failing_as_target(
-            target.name,
-            lambda: mp.lab(
-                target.step, *target.args, mesh=mesh, topology=args.topology, layout=layout, layouts=target.layouts,
-                **_options(args, target),
-            ),
-        )  # fmt: skip
+        """The lab of a target under ``layout``."""
+        where = {"mesh": mesh, "topology": args.topology, "layout": layout, "layouts": target.layouts}
+        return _call(args, mp.lab, target, **where)
 
     found = lab(target, layout)
     found.session.title = args.target
@@ -436,16 +393,16 @@ def _lab(args: argparse.Namespace) -> int:
 
 def _compile(args: argparse.Namespace) -> int:
     """``meshpar compile``: compile the step for the mesh or topology, and print its memory and times; exit status 0."""
-    target = load_target(args.target, parse_options(args.set))
+    target = _target(args)
     planned = _planned(args, target, args.mesh, args.topology, args.layout)
     mesh = mesh_text(planned.sizes)
     if args.topology is None:
         mp.virtual_devices(planned.mesh.size)
     else:
         print(f"devices  {args.topology}, as its compiler describes them", file=sys.stderr)
-    compiled = mp.compile(
-        target.step, *target.args, mesh=mesh if args.topology else mp.mesh(mesh), topology=args.topology,
-        layout=planned.requested_layout or planned.layout, effort=args.effort, progress=True, **_options(args, target),
+    compiled = _call(
+        args, mp.compile, target, mesh=mesh if args.topology else mp.mesh(mesh), topology=args.topology,
+        layout=planned.requested_layout or planned.layout, effort=args.effort, progress=True,
     )  # fmt: skip
     facts = {
         "name": compiled.name, "topology": compiled.topology, "mesh": planned.sizes, "layout": str(planned.layout),
@@ -454,7 +411,7 @@ def _compile(args: argparse.Namespace) -> int:
         "compile_seconds": compiled.compile_seconds, "options": planned.options.to_dict(), "calibration": planned.calibration,
         "planned": {"bytes_sent": planned.bytes_sent, "memory": planned.memory.peak},
     }  # fmt: skip
-    _show(args, compiled, lambda: json.dumps(facts))
+    _show(args, compiled, json.dumps(facts))
     return 0
 
 
@@ -463,11 +420,10 @@ def _search(args: argparse.Namespace) -> int:
     given = parse_options(args.set)
     vary = dict(_choices(text) for text in args.choices)
     modes = vary.pop("overlap", None)
+    changes = [dict(zip(vary, chosen, strict=True)) for chosen in itertools.product(*vary.values())]
     targets = {
-        ", ".join(f"{k}={v}" for k, v in zip(vary, chosen, strict=True)): load_target(
-            args.target, {**given, **dict(zip(vary, chosen, strict=True))}
-        )
-        for chosen in itertools.product(*vary.values())
+        ", ".join(f"{k}={v}" for k, v in change.items()): load_target(args.target, {**given, **change})
+        for change in changes
     }
     target = next(iter(targets.values()))
     if len({str(jax.tree.map(jax.typeof, each.args)) for each in targets.values()}) > 1:
@@ -482,20 +438,17 @@ def _search(args: argparse.Namespace) -> int:
         )
     mesh = args.mesh or f"data={device_count(args.topology)}"
     layouts = [_layout(args, target, text, mesh, args.topology) for text in args.layout]
+    limits = {
+        name: getattr(args, name) for name in ("memory_fraction", "max_axes", "max_plans", "time_limit", "verify")
+    }
+    steps = {name: each.step for name, each in targets.items()}
     with _terminated_as_interrupted():
-        found = failing_as_target(
-            target.name,
-            lambda: mp.search(
-                {name: each.step for name, each in targets.items()}, *target.args, topology=args.topology, mesh=args.mesh,
-                layouts=layouts, fixed=args.fixed, forbid=args.forbid, objective=args.objective,
-                memory_fraction=args.memory_fraction, max_axes=args.max_axes, max_plans=args.max_plans,
-                time_limit=args.time_limit, verify=args.verify, progress=_progress(),
-                choices={"overlap": modes} if modes else None, **_options(args, target),
-            ),
+        found = _call(
+            args, lambda _, *values, **options: mp.search(steps, *values, **options), target, topology=args.topology,
+            mesh=args.mesh, layouts=layouts, fixed=args.fixed, forbid=args.forbid, objective=args.objective,
+            progress=_progress(), choices={"overlap": modes} if modes else None, **limits,
         )  # fmt: skip
-    if args.html:
-        _save(args, found, args.html)
-    _show(args, found, found.to_json)
+    _show(args, found)
     return 0 if found.fits else 1
 
 
@@ -512,54 +465,41 @@ def _choices(text: str) -> tuple[str, list[Any]]:
 def _calibrate(args: argparse.Namespace) -> int:
     """``meshpar calibrate``: run and time the step on this machine's devices, and print or save the calibration; exit
     status 0."""
-    mp.virtual_devices(args.devices)  # before the target, which may use a device
-    target = load_target(args.target, parse_options(args.set))
-    if args.calibration and Path(args.calibration).exists():
-        read_calibrations(args.calibration)  # before minutes are spent
-    mesh = _data_mesh(args.mesh, len(jax.devices()))
+    if args.result and Path(args.result).exists():
+        read_calibrations(args.result)  # before minutes are spent
+    target = _concrete_target(args)
+    mesh = args.mesh[0] if args.mesh else f"data={len(jax.devices())}"
     axes = set(mp.mesh(mesh).axis_names)
     own = [text for text in target.layouts.values() if {a for r in mp.Layout(text).rules for a in r.axes} <= axes]
-    chosen = [_layout(args, target, text, mesh, None) for text in args.layout or own or [None]]
-    values = failing_as_target(target.name, lambda: concrete(target, INTS if args.ints is None else args.ints))
-    found = mp.calibrate(
-        target.step, *values, layouts=chosen, meshes=args.mesh, rounds=args.rounds, tolerance=args.tolerance,
-        **_options(args, target),
-    )  # fmt: skip
-    if args.calibration:
-        found.calibration.save(args.calibration)
-    if args.html:
-        _save(args, found, args.html)
-    _show(args, found, found.to_json)
+    layouts = [_layout(args, target, text, mesh, None) for text in args.layout or own or [None]]
+    how = {"meshes": args.mesh, "rounds": args.rounds, "tolerance": args.tolerance}
+    found = _call(args, mp.calibrate, target, layouts=layouts, **how)
+    if args.result:
+        found.calibration.save(args.result)
+    _show(args, found)
     return 0
 
 
 def _check(args: argparse.Namespace) -> int:
     """``meshpar check``: compare sharded runs with one device; exit status 1 if a result differs."""
-    mp.virtual_devices(args.devices)  # before the target, which may use a device
-    target = load_target(args.target, parse_options(args.set))
-    values = failing_as_target(target.name, lambda: concrete(target, INTS if args.ints is None else args.ints))
-    layouts = args.layout or [None]
-    meshes = args.mesh
-    if meshes is None and args.layout is None:
-        meshes = [f"data={args.devices}"]
-    chosen = [_layout(args, target, text, _data_mesh(meshes, args.devices), None) for text in layouts]
-    lowerings = ("jit", "shard_map") if args.lowering == "both" else (args.lowering,)
-    report = mp.check(
-        target.step, *values, layouts=chosen, meshes=meshes, tolerance=args.tolerance, raises=False,
-        lowerings=lowerings, progress=_progress(), **_options(args, target),
-    )  # fmt: skip
+    target = _concrete_target(args)
+    default = f"data={args.devices}"
+    meshes = [default] if args.mesh is None and args.layout is None else args.mesh
+    layouts = [_layout(args, target, text, (meshes or [default])[0], None) for text in args.layout or [None]]
+    lowerings = ("jit", "shard_map") if args.lowerings == "both" else (args.lowerings,)
+    how = {"tolerance": args.tolerance, "raises": False, "progress": _progress()}
+    report = _call(args, mp.check, target, layouts=layouts, meshes=meshes, lowerings=lowerings, **how)
     rows = [{**dataclasses.asdict(r), "error": None if r.error is None else str(r.error)} for r in report.rows]
     text = str(report)
     if has_drawn_integers(target) and args.ints is None:
         text += f"\nIntegers were drawn below {INTS}: --ints=N draws them below N, such as the size of a vocabulary"
-    _show(args, text, lambda: json.dumps({"ok": report.ok, "rows": rows, "skipped": report.skipped}))
+    _show(args, report, json.dumps({"ok": report.ok, "rows": rows, "skipped": report.skipped}), text)
     return 0 if report.ok else 1
 
 
 def _diff(args: argparse.Namespace) -> int:
     """``meshpar diff``: print the differences between two plans of the target; exit status 0."""
-    target = load_target(args.target, parse_options(args.set))
-    sides = []
+    target, sides = _target(args), []
     for values in (args.mesh, args.topology, args.layout):
         if values is not None and len(values) > 2:
             raise TargetError(
@@ -570,14 +510,64 @@ def _diff(args: argparse.Namespace) -> int:
     (mesh_a, mesh_b), (where_a, where_b), (layout_a, layout_b) = sides
     a = _planned(args, target, mesh_a, where_a, layout_a)
     b = _planned(args, target, mesh_b, where_b, layout_b)
-    found = a.diff(b)
-    if args.html:
-        _save(args, found, args.html)
-    _show(args, found, found.to_json)
+    _show(args, a.diff(b))
     return 0
 
 
+COMMANDS = {
+    "plan": Command(
+        _plan,
+        _plan_arguments,
+        "memory, communication and time of a layout on each device, with their causes; nothing is compiled",
+    ),
+    "lab": Command(_lab, _lab_arguments, "a page in the browser to edit layouts and meshes; the plan's numbers follow"),
+    "compile": Command(
+        _compile,
+        _compile_arguments,
+        "memory and collectives by the real compiler, for devices that need not be attached",
+    ),
+    "search": Command(
+        _search, _search_arguments, "the layout and the mesh of the shortest step that fits, by its plan"
+    ),
+    "calibrate": Command(
+        _calibrate,
+        _calibrate_arguments,
+        "run the step under several layouts on the attached devices, and fit the chip's efficiencies to the times",
+        accelerator=True,
+    ),
+    "check": Command(
+        _check,
+        _check_arguments,
+        "run the step unsharded and sharded on virtual CPU devices, and compare every number",
+    ),
+    "diff": Command(_diff, _diff_arguments, "two plans next to each other: other layouts, or other meshes"),
+}
+"""Name → command, for the commands of a target."""
+
+
 # -- shared by the commands
+
+
+def _target(args: argparse.Namespace) -> Target:
+    """The target of a command line, with the arguments of ``--set``."""
+    return load_target(args.target, parse_options(args.set))
+
+
+def _concrete_target(args: argparse.Namespace) -> Target:
+    """The target with numbers in its arguments, for a command that runs the step; on virtual devices if there are only CPUs."""
+    mp.virtual_devices(args.devices)  # before the target, which may use a device
+    target = _target(args)
+    ints = INTS if args.ints is None else args.ints
+    return dataclasses.replace(target, args=failing_as_target(target.name, lambda: concrete(target, ints)))
+
+
+def _call(args: argparse.Namespace, api: Callable[..., Any], target: Target, **how: Any) -> Any:
+    """Call a function of the Python API with the target's step, its arguments and the options of the flags.
+
+    Errors of the traced function are raised as the target's errors.
+    """
+    options = {**given_flags(args), "dims": target.dims, "donate_argnames": _donated(args, target)}
+    return failing_as_target(target.name, lambda: api(target.step, *target.args, **how, **options))
 
 
 def _planned(
@@ -585,7 +575,8 @@ def _planned(
 ) -> Plan:
     """The target's plan; defaults of a mesh and a layout that are left out are printed to stderr."""
     mesh = _mesh(args, mesh, topology)
-    return _plan_of(args, target, mesh, topology, _layout(args, target, layout, mesh, topology))
+    layout = _layout(args, target, layout, mesh, topology)
+    return _call(args, plan_of, target, mesh=mesh, topology=topology, layout=layout)
 
 
 def _mesh(args: argparse.Namespace, mesh: str | None, topology: str | None) -> str:
@@ -596,25 +587,6 @@ def _mesh(args: argparse.Namespace, mesh: str | None, topology: str | None) -> s
         mesh = f"data={device_count(topology)}"
         _say(args, f"mesh     {mesh} (default: one axis over all of {topology})")
     return mesh
-
-
-def _plan_of(args: argparse.Namespace, target: Target, mesh: str, topology: str | None, layout: str) -> Plan:
-    """The plan of a target; errors of the traced function are raised as the target's errors."""
-    options = _options(args, target)
-    return failing_as_target(
-        target.name,
-        lambda: plan_of(target.step, *target.args, mesh=mesh, topology=topology, layout=layout, **options),
-    )
-
-
-def _options(args: argparse.Namespace, target: Target) -> dict[str, Any]:
-    """The options of the step, as keyword arguments for the Python API: from the flags, and from the target."""
-    given = {**given_flags(args), "dims": target.dims, "donate_argnames": _donated(args, target)}
-    if args.run is _check:
-        del given["lowering"]  # which may be "both"
-    if args.run is _calibrate:
-        del given["calibration"]  # the file that it writes
-    return given
 
 
 def _layout(args: argparse.Namespace, target: Target, text: str | None, mesh: str, topology: str | None) -> str:
@@ -645,7 +617,7 @@ def _layout(args: argparse.Namespace, target: Target, text: str | None, mesh: st
                 f"those for every model are {', '.join(PRESETS)}; each of them also inside of stages, `fsdp+pipeline`",
             ],
         )
-    bare = _plan_of(args, target, mesh, topology, "")
+    bare = _call(args, plan_of, target, mesh=mesh, topology=topology, layout="")
     axis = next(iter(bare.sizes))
     names = bare.program.all_names()
     dims = [d for d in ("batch", "embed") if d in names]
@@ -659,10 +631,6 @@ def _layout(args: argparse.Namespace, target: Target, text: str | None, mesh: st
     return layout
 
 
-def _data_mesh(meshes: Sequence[str] | None, devices: int) -> str:
-    return meshes[0] if meshes else f"data={devices}"
-
-
 def _donated(args: argparse.Namespace, target: Target) -> list[str]:
     """The names of the arguments to donate: ``--donate-argnames``, else ``["state"]`` if the step has such an argument."""
     if getattr(args, "donate_argnames", None):
@@ -672,8 +640,8 @@ def _donated(args: argparse.Namespace, target: Target) -> list[str]:
     return ["state"] if "state" in names else []
 
 
-def _save(args: argparse.Namespace, shown: Any, path: str) -> None:
-    """Save a plan or result at ``path`` as an HTML page, and say so.
+def _save_page(args: argparse.Namespace, shown: Any, path: str) -> None:
+    """Save a plan or result at ``path`` as an HTML page, and print the path to stderr.
 
     Raises:
       TargetError: the parent folder does not exist.
@@ -692,10 +660,19 @@ def _say(args: argparse.Namespace, text: str) -> None:
         print(text, file=sys.stderr)
 
 
-def _show(args: argparse.Namespace, shown: Any, as_json: Callable[[], str]) -> None:
-    """Print a result: as JSON with --json, in colour on a terminal, else as plain text."""
+def _show(args: argparse.Namespace, shown: Any, as_json: str | None = None, text: str | None = None) -> None:
+    """Save a result as a page with --html, and print it: as JSON with --json, in colour on a terminal, else as plain text.
+
+    Args:
+      as_json: default: its ``to_json()``.
+      text: what is printed in place of the result.
+    """
+    if getattr(args, "html", None):
+        _save_page(args, shown, args.html)
     if args.json:
-        print(as_json())
+        print(as_json or shown.to_json())
+    elif text is not None:
+        print(text)
     elif sys.stdout.isatty():
         Console(highlight=False).print(shown)
     else:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import operator
 import platform
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any, Literal
@@ -76,10 +77,7 @@ def _split(requirement: str) -> tuple[str, list[tuple[str, str]]]:
     return name[0], re.findall(r"(<=|>=|==|<|>)\s*([\w.]+)", requirement)
 
 
-_COMPARE: dict[str, Callable[[Any, Any], bool]] = {
-    "<": lambda a, b: a < b, "<=": lambda a, b: a <= b, "==": lambda a, b: a == b,
-    ">=": lambda a, b: a >= b, ">": lambda a, b: a > b,
-}  # fmt: skip
+_COMPARE = {"<": operator.lt, "<=": operator.le, "==": operator.eq, ">=": operator.ge, ">": operator.gt}
 
 
 def _package(name: str, bounds: list[tuple[str, str]]) -> Finding:

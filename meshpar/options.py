@@ -202,43 +202,6 @@ def split_keywords(
     return options, {**arguments, **(kwargs or {})}
 
 
-RENAMED_OPTIONS = {
-    "search": {
-        "axes": "max_axes",
-        "margin": "memory_fraction",
-        "most": "max_plans",
-        "seconds": "time_limit",
-        "vary": "choices",
-    },
-    "calibrate": {"most": "max_layouts"},
-}
-"""Function → former names of its options → their present names."""
-
-
-def refuse_renamed_options(api: str, fn: Any, keywords: Iterable[str]) -> None:
-    """Raise the TypeError for an option that has another name now, unless ``fn`` has an argument of that name.
-
-    Args:
-      api: the meshpar function, ``"search"``.
-      fn: the user's function, or several by name.
-      keywords: the keyword arguments that are no options of ``api``.
-    """
-    renamed = RENAMED_OPTIONS.get(api, {})
-    for old in sorted(renamed.keys() & set(keywords)):
-        functions = fn.values() if isinstance(fn, Mapping) else [fn]
-        if not any(_takes(f, old) for f in functions):
-            raise TypeError(f"mp.{api}: the option `{old}` is now `{renamed[old]}`")
-
-
-def _takes(fn: Any, name: str) -> bool:
-    """Whether a function accepts a keyword argument of this name; False where its signature cannot be read."""
-    try:
-        parameters = inspect.signature(getattr(fn, "__wrapped__", fn)).parameters
-    except (TypeError, ValueError):
-        return False
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
 def refuse_ambiguous_options(api: F) -> F:
     """Refuse a keyword that is an option of ``api`` and an argument of the function at once, unless it is clear which is meant.
 
@@ -251,7 +214,6 @@ def refuse_ambiguous_options(api: F) -> F:
     @functools.wraps(api)
     def checked(fn: Any, *args: Any, **keywords: Any) -> Any:
         """``api(fn, *args, **keywords)``, or an UnsupportedError if a keyword is ambiguous."""
-        refuse_renamed_options(api.__name__, fn, keywords.keys() - options)
         shared = options & keywords.keys()
         if shared and "kwargs" not in keywords:
             try:

@@ -13,7 +13,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -94,19 +94,17 @@ def load_target(text: str, options: Mapping[str, Any] | None = None) -> Target:
     except ValueError:
         pass  # a builtin without a signature
     with without_gc():
-        found = failing_as_target(
+        returned = failing_as_target(
             text, lambda: function(**(options or {})), lambda e: _similar_options(e, defaults, module)
         )
-    if (
-        not isinstance(found, tuple)
-        or len(found) != 3
-        or not callable(found[0])
-        or not isinstance(found[1], tuple | list)
-    ):
-        raise TargetError(f"{text} returned {_kind(found)}", fixes=[_SHAPE])
+    match returned:
+        case (step, tuple() | list() as args, dims) if isinstance(returned, tuple) and callable(step):
+            pass
+        case _:
+            raise TargetError(f"{text} returned {_kind(returned)}", fixes=[_SHAPE])
     layouts = getattr(module, "LAYOUTS", {})
     offered = dict(layouts) if isinstance(layouts, Mapping) else {}
-    return Target(text, found[0], tuple(found[1]), found[2], offered, {**defaults, **(options or {})})
+    return Target(text, step, tuple(args), dims, offered, {**defaults, **(options or {})})
 
 
 def _similar_options(error: Exception, defaults: Mapping[str, Any], module: ModuleType) -> list[str]:
@@ -224,18 +222,21 @@ def concrete(target: Target, ints: int = 8) -> tuple[Any, ...]:
             fixes=['make it small, as with --set "layers=2, batch=8"', "or check a smaller target of the same model"],
         )
     rng = np.random.default_rng(0)
-    kinds = [leaf.kind for leaf in flatten_named(target.args)]
-    return jax.tree.unflatten(tree, [_filled(x, kind, rng, ints) for x, kind in zip(leaves, kinds, strict=True)])
+    return jax.tree.unflatten(tree, [_filled(x, kind, rng, ints) for x, kind in _leaves(target)])
 
 
 def has_drawn_integers(target: Target) -> bool:
     """Whether :func:`concrete` draws integers: the target has arrays of them as shapes."""
-    kinds = (leaf.kind for leaf in flatten_named(target.args))
-    leaves = zip(jax.tree.leaves(target.args), kinds, strict=True)
     return any(
         isinstance(x, jax.ShapeDtypeStruct) and x.shape and kind != "opt" and jnp.issubdtype(x.dtype, jnp.integer)
-        for x, kind in leaves
+        for x, kind in _leaves(target)
     )
+
+
+def _leaves(target: Target) -> Iterator[tuple[Any, str | None]]:
+    """The leaves of the arguments, each with its kind."""
+    kinds = (leaf.kind for leaf in flatten_named(target.args))
+    return zip(jax.tree.leaves(target.args), kinds, strict=True)
 
 
 def _filled(x: Any, kind: str | None, rng: np.random.Generator, ints: int) -> Any:

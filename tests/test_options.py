@@ -1,7 +1,6 @@
 """The options of a step: every function takes them, and they are checked where they are given."""
 
 import argparse
-import functools
 import inspect
 
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import pytest
 
 import meshpar as mp
 from meshpar.dims import PathDims
-from meshpar.options import OPTIONS, StepOptions, _takes, add_flags, given_flags
+from meshpar.options import OPTIONS, StepOptions, add_flags, given_flags
 
 X = np.arange(32, dtype=np.float32).reshape(8, 4)
 HOW = {"mesh": "data=8", "layout": "batch: data", "dims": {"x": "batch embed"}}
@@ -109,30 +108,3 @@ def test_flags_are_those_of_the_fields():
 def test_a_schedule_that_does_not_exist():
     with pytest.raises(mp.errors.UnsupportedError, match="1f1b"):
         StepOptions(schedule="1f1")
-
-
-def wrapped(x, **more):
-    return x
-
-
-@functools.wraps(wrapped)
-def wrapper(*args):
-    return wrapped(*args)
-
-
-@pytest.mark.parametrize(
-    ("fn", "taken"),
-    [
-        (lambda x: x, False),
-        (lambda x, most: x, True),
-        (lambda **more: more, True),
-        (lambda x, **more: x, True),
-        (lambda *most: most, True),
-        (lambda *args: args, False),
-        (wrapper, True),
-        (iter, False),  # without a signature
-    ],
-)
-def test_a_renamed_option_may_be_an_argument_of_the_function(fn, taken):
-    """The error that names the new option is not raised for it."""
-    assert _takes(fn, "most") is taken

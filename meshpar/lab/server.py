@@ -120,10 +120,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         length = self.headers.get("Content-Length") or ""
         if not length.isdigit() or int(length) > MAX_REQUEST_BYTES:
-            self._refuse(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"a request needs a Content-Length of at most {MAX_REQUEST_BYTES} bytes",
-            )
+            text = f"a request needs a Content-Length of at most {MAX_REQUEST_BYTES} bytes"
+            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, text)
             return
         body = self.rfile.read(int(length))
         if self.path != "/ask":
@@ -143,9 +141,8 @@ class _Handler(BaseHTTPRequestHandler):
         Args:
           token: the token in the request; "" if it has none.
         """
-        if (
-            self.headers.get("Host") not in self._lab.names
-        ):  # DNS rebinding: a name that another site resolves to this machine
+        # another host is DNS rebinding: a name that another site resolves to this machine
+        if self.headers.get("Host") not in self._lab.names:
             self._refuse(HTTPStatus.FORBIDDEN, "this server accepts only its loopback address as host")
             return False
         if not hmac.compare_digest(token.encode(), self._lab.token.encode()):

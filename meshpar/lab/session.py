@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -20,7 +21,7 @@ from ..lower import LOWERINGS
 from ..mesh import parse_mesh, planned_mesh
 from ..plan_api import Plan
 from ..report.facts import kernel_seconds
-from ..search import Row, search
+from ..search import search
 from ..search.result import quiet
 from ..search.space import meshes
 from ..units import format_bytes, format_memory, format_seconds, mesh_text
@@ -160,41 +161,40 @@ class Session:
     def _planned(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Reply to ``plan``: the plan of a draft, or its errors by row."""
         began = time.perf_counter()
-        mesh, topology, rows = _mesh(request), _topology(request), _rows(request)
-        lowering, sizes = _lowering(request), _sizes(request)
+        draft, rows = _draft({**request, "layout": ""}), _rows(request)
         pinned = [_draft(d) for d in _pinned(request)]
-        errors: dict[str, Any] = {
-            "mesh": None,
-            "layout": None,
+        at_rules: list[Any] = [row.error and as_json(row.error) if row.on else None for row in rows]
+        errors: dict[str, Any] = {"mesh": None, "layout": None, "sizes": None, "rules": at_rules}
+        out: dict[str, Any] = {
+            "errors": errors,
+            "plan": None,
             "sizes": None,
-            "rules": [row.error if row.on else None for row in rows],
+            "axes": [_axes(row.layout) for row in rows],
         }
-        out: dict[str, Any] = {"errors": errors, "plan": None, "sizes": None}
-        where = None
-        try:
+
+        @contextlib.contextmanager
+        def errors_at(place: Any, where: Any) -> Iterator[None]:
+            """A context that stores its error as ``place[where]``, for the page."""
+            try:
+                yield
+            except MeshparError as e:
+                place[where] = as_json(e)
+
+        with errors_at(errors, "mesh"):
+            mesh = draft.mesh
             if request.get("fit") is True:
-                mesh = ", ".join(f"{a}={n if k else -1}" for k, (a, n) in enumerate(parse_mesh(mesh).items()))
-            where = _place(mesh, topology)
-            mesh = mesh_text(where.shape)
-            out["sizes"] = [[a, n] for a, n in dict(where.shape).items()]
-            out["mesh"] = mesh
-        except MeshparError as e:
-            errors["mesh"] = e
-        on = [row for row in rows if row.on and row.text.strip()]
-        if where is not None:
+                mesh = mesh_text({a: n if k else -1 for k, (a, n) in enumerate(parse_mesh(mesh).items())})
+            where = _place(mesh, draft.topology)
+            out["mesh"], out["sizes"] = mesh_text(where.shape), [[a, n] for a, n in dict(where.shape).items()]
             for k, row in enumerate(rows):
                 if row.on and row.layout is not None:
-                    try:
+                    with errors_at(at_rules, k):
                         row.layout.check_axes(where)
-                    except MeshparError as e:
-                        errors["rules"][k] = e
-        with self._turns.page():
-            try:
-                self._sized(sizes)
-            except MeshparError as e:
-                errors["sizes"] = e
-        if errors["mesh"] is None and errors["sizes"] is None and not any(errors["rules"]):
-            draft = Draft(mesh, topology, "\n".join(row.text for row in on), lowering, sizes)
+        with self._turns.page(), errors_at(errors, "sizes"):
+            self._sized(draft.sizes)
+        if errors["mesh"] is None and errors["sizes"] is None and not any(at_rules):
+            layout = "\n".join(row.text for row in rows if row.on and row.text.strip())
+            draft = replace(draft, mesh=out["mesh"], layout=layout)
             try:
                 with self._turns.page():
                     plan = self._plan(draft)
@@ -203,13 +203,9 @@ class Session:
             except MeshparError as e:
                 k = _at_fault(rows, e)
                 if k is None:
-                    errors["layout"] = e
+                    errors["layout"] = as_json(e)
                 else:
-                    errors["rules"][k] = e
-        for key in ("mesh", "layout", "sizes"):
-            errors[key] = errors[key] and as_json(errors[key])
-        errors["rules"] = [e and as_json(e) for e in errors["rules"]]
-        out["axes"] = [_axes(row.layout) for row in rows]
+                    at_rules[k] = as_json(e)
         out["ms"] = 1e3 * (time.perf_counter() - began)
         return out
 
@@ -307,7 +303,7 @@ class Session:
         return {}
 
     def _start(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        where = Draft("", _topology(request), "", _lowering(request), _sizes(request))
+        where = _draft({**request, "mesh": "", "layout": ""})
         return self._begin(lambda job: self._known(job, where))
 
     def _known(self, job: Job, where: Draft) -> list[dict[str, Any]]:
@@ -318,11 +314,8 @@ class Session:
           where: a draft with the topology, the lowering and the sizes.
         """
         topology = where.topology
-        if topology is None:
-            devices = math.prod(parse_mesh(self.start.mesh).values())
-            slices = 1
-        else:
-            devices, slices = device_count(topology), parse_topology(topology).slices
+        devices = math.prod(parse_mesh(self.start.mesh).values()) if topology is None else device_count(topology)
+        slices = 1 if topology is None else parse_topology(topology).slices
         rows: list[dict[str, Any]] = []
         names = self.base.program.all_names()
         for name, text in {**self._layouts, **{n.replace("_", " "): str(p()) for n, p in PRESETS.items()}}.items():
@@ -352,29 +345,29 @@ class Session:
             plan = self._replanned(draft)
         except MeshparError:
             return None
-        return _row_of(name, draft, plan)
+        return _as_row(name, draft.mesh, draft.layout, plan.seconds, plan.memory.peak, plan.bytes_sent, plan)
 
     def _suggest(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Reply to ``suggest``: start a job that searches for the best layout; returns ``{"job": number}``."""
-        topology = _topology(request)
+        where = _draft({**request, "mesh": "", "layout": ""})
+        topology, lowering = where.topology, where.lowering
         if topology is None:
             raise BadRequest("a search needs a topology, which step times depend on")
 
-        lowering, sizes = _lowering(request), _sizes(request)
-
         def run(job: Job) -> list[dict[str, Any]]:
             """Search for at most ``SEARCH_SECONDS``; returns the candidates as rows, the best first."""
-            base = self._sized(sizes).base
+            base, layouts = self._sized(where.sizes).base, self._layouts.values()
             if base.chip is None or base.topology != topology or lowering not in ("", base.requested_lowering):
+                mesh = _place("data=-1", topology)
                 with quiet():
-                    base = base.replan(
-                        layout="", mesh=_place("data=-1", topology), topology=topology, lowering=lowering or None
-                    )
-            result = search(
-                {"": base}, topology, time_limit=SEARCH_SECONDS, layouts=self._layouts.values(), tell=job.tell
-            )
-            rows = [result.best, *(row for row in result.rows if row != result.best)]
-            return [_candidate("" if k else "search result", row, base) for k, row in enumerate(rows)]
+                    base = base.replan(layout="", mesh=mesh, topology=topology, lowering=lowering or None)
+            found = search({"": base}, topology, time_limit=SEARCH_SECONDS, layouts=layouts, tell=job.tell)
+            rows = [found.best, *(row for row in found.rows if row != found.best)]
+            names = ["search result", *(row.name.replace("_", " ") for row in rows[1:])]
+            return [
+                _as_row(name, row.mesh, row.layout, row.seconds, row.peak, row.sent, base)
+                for name, row in zip(names, rows, strict=True)
+            ]
 
         return self._begin(run)
 
@@ -401,12 +394,9 @@ class Session:
                 ("sent by each device", format_bytes(plan.bytes_sent), format_bytes(compiled.bytes_sent)),
             ]
             if of is not None and took is not None:
+                exposed = took.seconds - kernel_seconds(took)
                 rows += [
-                    (
-                        "exposed communication",
-                        format_seconds(took.seconds - kernel_seconds(took)),
-                        format_seconds(of.seconds),
-                    ),
+                    ("exposed communication", format_seconds(exposed), format_seconds(of.seconds)),
                     (
                         "step time, by the compiler's schedule",
                         format_seconds(took.seconds),
@@ -425,31 +415,30 @@ class Session:
 # -- requests
 
 
-def _text(request: Mapping[str, Any], key: str) -> str:
+def _text(request: Mapping[str, Any], key: str, most: int = MAX_TEXT) -> str:
+    """A text of a request."""
     text = request.get(key)
-    if not isinstance(text, str) or len(text) > MAX_TEXT:
-        raise BadRequest(f"`{key}` is a text of at most {MAX_TEXT} characters")
+    if not isinstance(text, str) or len(text) > most:
+        raise BadRequest(f"`{key}` is a text of at most {most} characters")
     return text
 
 
-def _mesh(request: Mapping[str, Any]) -> str:
-    return _text(request, "mesh")
+def _draft(request: Any) -> Draft:
+    """The draft in a request, as the page sent it: its texts are not parsed.
 
-
-def _topology(request: Mapping[str, Any]) -> str | None:
-    return None if request.get("topology") is None else _text(request, "topology").strip() or None
-
-
-def _lowering(request: Mapping[str, Any]) -> str:
-    """The lowering in a request; "": the session's."""
-    lowering = request.get("lowering") or ""
+    Raises:
+      BadRequest: it is malformed.
+    """
+    if not isinstance(request, dict):
+        raise BadRequest("a layout is an object with `mesh`, `topology` and `layout`")
+    given = {key: value for key, value in request.items() if value is not None}
+    topology = _text(given, "topology").strip() if "topology" in given else ""
+    layout = _text(given, "layout", MAX_RULES * MAX_TEXT)
+    lowering = given.get("lowering") or ""
     if lowering not in ("", "auto", *LOWERINGS):
         raise BadRequest(f"`lowering` is one of auto, {', '.join(LOWERINGS)}")
-    return lowering
-
-
-def _sizes(request: Mapping[str, Any]) -> str:
-    return "" if request.get("sizes") is None else _text(request, "sizes")
+    sizes = _text(given, "sizes") if "sizes" in given else ""
+    return Draft(_text(given, "mesh"), topology or None, layout, lowering, sizes)
 
 
 def _parse_sizes(text: str) -> dict[str, int]:
@@ -490,20 +479,6 @@ def _row(text: str, on: bool) -> _Row:
         return _Row(text, on, None, e)
 
 
-def _draft(request: Any) -> Draft:
-    """The draft (mesh, topology, layout) in a request, as the page sent it: its texts are not parsed.
-
-    Raises:
-      BadRequest: it is malformed.
-    """
-    if not isinstance(request, dict):
-        raise BadRequest("a layout is an object with `mesh`, `topology` and `layout`")
-    layout = request.get("layout")
-    if not isinstance(layout, str) or len(layout) > MAX_RULES * MAX_TEXT:
-        raise BadRequest("`layout` is a text")
-    return Draft(_mesh(request), _topology(request), layout, _lowering(request), _sizes(request))
-
-
 def _place(mesh: str, topology: str | None) -> Any:
     """The abstract mesh that a text describes, over the devices of ``topology`` if one is given.
 
@@ -542,23 +517,10 @@ def statements(layout: str) -> list[str]:
 
 def _meshes_of(axes: Sequence[str], devices: int) -> Iterator[str]:
     """Meshes of these axes, the most even first; by default, all devices on the first axis."""
-    if not axes:
-        axes = ("data",)
-    candidates = [sizes for sizes in meshes(devices, 1, len(axes)) if len(sizes) == len(axes)]
-    if not candidates:
-        candidates = [tuple((a, devices if k == 0 else 1) for k, a in enumerate(axes))]
-    for sizes in candidates[:MAX_MESHES]:
-        yield ", ".join(f"{axis}={n}" for axis, (_, n) in zip(axes, sizes, strict=True))
-
-
-def _row_of(name: str, draft: Draft, plan: Plan) -> dict[str, Any]:
-    """A planned layout as a row of the list of known layouts: JSON data with its texts, seconds, and bytes."""
-    return _as_row(name, draft.mesh, draft.layout, plan.seconds, plan.memory.peak, plan.bytes_sent, plan)
-
-
-def _candidate(name: str, row: Row, base: Plan) -> dict[str, Any]:
-    """A candidate of a search as such a row; ``base``: a plan of the same program on the same chip."""
-    return _as_row(name or row.name.replace("_", " "), row.mesh, row.layout, row.seconds, row.peak, row.sent, base)
+    axes = axes or ("data",)
+    sizes = [[n for _, n in mesh] for mesh in meshes(devices, 1, len(axes)) if len(mesh) == len(axes)]
+    for mesh in (sizes or [[devices, *(1 for _ in axes[1:])]])[:MAX_MESHES]:
+        yield mesh_text(dict(zip(axes, mesh, strict=True)))
 
 
 def _as_row(

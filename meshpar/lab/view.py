@@ -9,6 +9,7 @@ from ..cost.memory import memory_of
 from ..layout import Rule
 from ..plan_api import Plan
 from ..report import html
+from ..report.colours import AxisColours
 from ..report.diff import PlanDiff, diff_body, time_comparison
 from ..report.facts import RuleEffect, rule_effects
 from ..report.pipeline import pipelines_html
@@ -21,15 +22,12 @@ MAX_COLLECTIVE_ROWS = 10
 def metrics(plan: Plan) -> dict[str, Any]:
     """Name → metric of a plan, in bytes, seconds or fractions; None where no time is estimated."""
     memory, time, chip = memory_of(plan), plan.time, plan.chip
+    of_time = ("seconds", "compute", "memory", "communication", "mfu")
     return {
         "peak": memory.peak,
         "capacity": None if chip is None else chip.per_device().hbm,
         "kinds": memory.by_kind,
-        "seconds": None if time is None else time.seconds,
-        "compute": None if time is None else time.compute,
-        "memory": None if time is None else time.memory,
-        "communication": None if time is None else time.communication,
-        "mfu": None if time is None else time.mfu,
+        **{name: None if time is None else getattr(time, name) for name in of_time},
         "sent": plan.bytes_sent,
         "rules": [[e.rule, e.sent, e.seconds] for e in rule_effects(plan)],
     }
@@ -37,12 +35,12 @@ def metrics(plan: Plan) -> dict[str, Any]:
 
 def colours(plan: Plan) -> dict[str, str]:
     """Axis → CSS class of its colour."""
-    return html.AxisColours(plan).of
+    return AxisColours(plan.sizes).of
 
 
 def sections(plan: Plan) -> dict[str, str]:
     """Name → HTML of each section of a plan's page."""
-    ink, effects = html.AxisColours(plan), rule_effects(plan)
+    ink, effects = AxisColours(plan.sizes), rule_effects(plan)
     return {
         "cards": html.cards(plan),
         "facts": html.facts_list(plan, ink, layout=False),
@@ -61,14 +59,12 @@ def comparison(pinned: Plan, plan: Plan) -> dict[str, Any]:
     """A pinned plan compared with the page's plan, as JSON data: both metrics as text, and HTML that says why one is slower."""
     d = PlanDiff(pinned, plan)
     longer = (plan.seconds or 0.0) - (pinned.seconds or 0.0)
-    faster = "slower" if longer > 0 else "faster"
+    step = "–" if pinned.seconds is None else format_seconds(pinned.seconds)
+    slower = "slower" if longer > 0 else "faster"
     return {
-        "texts": [
-            format_seconds(pinned.seconds) if pinned.seconds is not None else "–",
-            format_memory(pinned.memory.peak),
-        ],
+        "texts": [step, format_memory(pinned.memory.peak)],
         "why": time_comparison(d) if longer else "",
-        "question": f"Why is this plan {faster} by {format_seconds(abs(longer))}?" if longer else "",
+        "question": f"Why is this plan {slower} by {format_seconds(abs(longer))}?" if longer else "",
         "html": diff_body(d, folded=True),
     }
 

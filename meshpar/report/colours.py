@@ -1,53 +1,72 @@
-"""Colours of mesh axes in the terminal: one for each axis, in the order of the colours of the pages."""
+"""Colours of mesh axes: one for each axis, the same in the terminal (rich) and in pages (HTML)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 
 from rich.text import Text
 
+from .facts import DimAxes, dims_text
+from .tables import Cell
+
 PALETTE = ("#4a90e2", "#d9782d", "#27a17a", "#d0578f", "#8f74e0", "#a08c1e")
-"""Legible on light and dark backgrounds; further axes reuse them."""
+"""Legible on light and dark backgrounds, in the order of the classes ``c0``, ``c1``, … of pages; further axes reuse them."""
 
 
-class AxisStyles:
-    """Rich styles of the axes of some meshes.
+class AxisColours:
+    """The colours of the axes of some meshes.
 
     Attributes:
-      of: axis → style.
+      of: axis → CSS class.
+      styles: axis → rich style.
     """
 
     def __init__(self, *meshes: Iterable[str]):
-        """Styles for the axes of these meshes, in order."""
+        """Colours for the axes of these meshes, in order."""
         axes = dict.fromkeys(a for mesh in meshes for a in mesh)
-        self.of = {a: PALETTE[k % len(PALETTE)] for k, a in enumerate(axes)}
+        self.of = {a: f"c{k % len(PALETTE)}" for k, a in enumerate(axes)}
+        self.styles = {a: PALETTE[k % len(PALETTE)] for k, a in enumerate(axes)}
 
-    def axes(self, axes: Iterable[str]) -> Text:
-        """``data+model``, each axis in its colour."""
-        return Text("+").join(Text(a, self.of.get(a, "")) for a in axes)
+    def first(self, axes: Sequence[str]) -> str:
+        """The class of the first of some axes; a neutral one without axes."""
+        return self.of.get(axes[0], "cn") if axes else "cn"
 
-    def sizes(self, sizes: dict[str, int]) -> Text:
-        """``data 16 × model 8``."""
-        return Text(" × ").join(Text(f"{a} {n}", self.of.get(a, "")) for a, n in sizes.items())
+    def axes(self, axes: Iterable[str]) -> Cell:
+        """``data+model``, each axis in its colour; labels in pages."""
+        names = list(axes)
+        text = Text("+").join(Text(a, self.styles.get(a, "")) for a in names)
+        return Cell(text.plain, markup="".join(self._chip(a, (a,)) for a in names), terminal=text)
+
+    def dims(self, dims: Iterable[DimAxes]) -> Cell:
+        """``embed:data mlp:model``, each axis in its colour; in pages labels, sharded ones in the colour of their first axis."""
+        shown = list(dims)
+        chips = (self._chip(":".join(filter(None, (name, "+".join(axes)))), axes) for name, axes in shown)
+        text = dims_text(shown)
+        markup = "".join(chips) or '<span class="dim">scalar</span>'
+        return Cell(text, markup=markup, terminal=self._coloured(text, r"(?<=[:+]){}(?=[\s+]|$)"))
+
+    def sizes(self, sizes: Mapping[str, int]) -> Cell:
+        """``data 16 × model 8``; labels in pages."""
+        text = Text(" × ").join(Text(f"{a} {n}", self.styles.get(a, "")) for a, n in sizes.items())
+        return Cell(text.plain, markup=" ".join(self._chip(f"{a} {n}", (a,)) for a, n in sizes.items()), terminal=text)
 
     def mesh(self, mesh: str) -> Text:
         """The text of a mesh, ``data=16, model=8``, with coloured axes."""
-        text = Text(mesh)
-        for axis, style in self.of.items():
-            text.highlight_regex(rf"(?<![\w-]){re.escape(axis)}=\d+", style)
-        return text
+        return self._coloured(mesh, r"(?<![\w-]){}=\d+")
 
     def layout(self, layout: str) -> Text:
         """The text of a layout with coloured axes."""
-        text = Text(layout)
-        for axis, style in self.of.items():
-            text.highlight_regex(rf"(?<=[\s+]){re.escape(axis)}(?=\s*(?:[+;]|$))", style)
-        return text
+        return self._coloured(layout, r"(?<=[\s+]){}(?=\s*(?:[+;]|$))")
 
-    def dims(self, dims: str) -> Text:
-        """The text of dims, ``embed:data mlp:model``, with coloured axes."""
-        text = Text(dims)
-        for axis, style in self.of.items():
-            text.highlight_regex(rf"(?<=[:+]){re.escape(axis)}(?=[\s+]|$)", style)
-        return text
+    def _chip(self, text: str, axes: Sequence[str]) -> str:
+        """A label of a page in the colour of the first of some axes; without axes in that of the text."""
+        return f'<span class="chip{f" on {self.first(axes)}" if axes else ""}">{escape(text)}</span>'
+
+    def _coloured(self, text: str, pattern: str) -> Text:
+        """The text with the matches of a pattern, in which ``{}`` is the name of an axis, in the colour of the axis."""
+        out = Text(text)
+        for axis, style in self.styles.items():
+            out.highlight_regex(pattern.replace("{}", re.escape(axis)), style)
+        return out

@@ -17,15 +17,9 @@ from ..cost.memory import memory_of
 from ..cost.time import Time, time_of
 from ..plan.plan import Plan, ShardedArray
 from ..units import format_bytes, format_memory, format_seconds, mesh_text
-from .colours import AxisStyles
-from .facts import (
-    argument_dims,
-    collective_groups,
-    dims_text,
-    layout_text,
-    rule_effects,
-)
-from .html import AxisColours, lowering, page, style
+from .colours import AxisColours
+from .facts import argument_dims, collective_groups, dims_text, layout_text, rule_effects
+from .html import lowering, page, style
 from .save import save
 from .tables import Cell, PathText, html_table, number, rich_table
 from .text import plain
@@ -66,16 +60,11 @@ class Metric:
         return f"{100 * (r - 1):+,.{0 if r >= 2 else 1}f} %".replace("-", "−")
 
     @property
-    def style(self) -> str:
-        """The style of the change in the terminal: green for less, red for more."""
-        return {"down": "green", "up": "red"}.get(self.css, "")
-
-    @property
-    def css(self) -> str:
-        """The CSS class of the change: ``down``, ``up``, or ``dim`` without a change."""
-        if self.change in ("", "="):
-            return "dim"
-        return "down" if self.ratio is not None and self.ratio < 1 else "up"
+    def cell(self) -> Cell:
+        """The change as a cell: green for less, red for more."""
+        css = "dim" if self.change in ("", "=") else "down" if self.ratio is not None and self.ratio < 1 else "up"
+        terminal = Text(self.change, {"down": "green", "up": "red"}.get(css, ""))
+        return Cell(self.change, css=f"n {css}", terminal=terminal)
 
 
 class Section(NamedTuple):
@@ -111,16 +100,18 @@ class PlanDiff:
 
     def to_json(self) -> str:
         """Both layouts and meshes, all metrics, all arguments that are sharded differently, all collectives that differ."""
-        tensors = [dict(zip(("path", "a", "b", "bytes_a", "bytes_b"), t, strict=True)) for t in self.tensors]
-        sent = [dict(zip(("op", "axes", "dims", "bytes_a", "bytes_b"), c, strict=True)) for c in self.collectives]
+        names = {
+            "tensors": ("path", "a", "b", "bytes_a", "bytes_b"),
+            "collectives": ("op", "axes", "dims", "bytes_a", "bytes_b"),
+        }
+        tables = {of: [dict(zip(keys, row, strict=True)) for row in getattr(self, of)] for of, keys in names.items()}
         sides = {
             k: {"mesh": p.sizes, "topology": p.topology, "layout": str(p.layout), "lowering": p.lowering}
             for k, p in (("a", self.a), ("b", self.b))
         }
-        metrics = {
-            m.name: {"a": m.a, "b": m.b, "unit": "bytes" if m.unit == "memory" else m.unit} for m in self.metrics
-        }
-        return json.dumps({**sides, "metrics": metrics, "tensors": tensors, "collectives": sent})
+        units = {"memory": "bytes"}
+        metrics = {m.name: {"a": m.a, "b": m.b, "unit": units.get(m.unit, m.unit)} for m in self.metrics}
+        return json.dumps({**sides, "metrics": metrics, **tables})
 
     def save(self, path: str | Path) -> None:
         """Write the comparison to a file: ``.html``, ``.json`` or ``.txt``.
@@ -135,9 +126,9 @@ class PlanDiff:
 
     def __rich__(self) -> Any:
         """The comparison for a terminal: both plans, the table of metrics, and a table for each section that differs."""
-        styles = AxisStyles(self.a.sizes, self.b.sizes)
-        heads = [Text.assemble((f"{k}  ", "bold"), _side(p, styles)) for k, p in (("a", self.a), ("b", self.b))]
-        metrics, *sections = _sections(self, AxisColours(self.a, self.b), MAX_ROWS)
+        colours = AxisColours(self.a.sizes, self.b.sizes)
+        heads = [Text.assemble((f"{k}  ", "bold"), _side(p, colours)) for k, p in (("a", self.a), ("b", self.b))]
+        metrics, *sections = _sections(self, colours, MAX_ROWS)
         parts: list[Any] = [*heads, Text(), rich_table(metrics.columns, metrics.rows, header_style="dim")]
         for section in sections:
             rows = _with_common_prefixes(section.rows) if section.columns[0][0] == "argument" else section.rows
@@ -201,32 +192,35 @@ def longer_parts(slow: Plan, fast: Plan) -> list[tuple[float, str]]:
 def time_comparison(d: PlanDiff, most: int = 4) -> str:
     """Why plan b is slower or faster than plan a, as part of a page: seconds by rule, and the ``most`` parts that differ most;
     "" without estimates of time."""
-    times = [time_of(p) for p in (d.a, d.b)]
-    if times[0] is None or times[1] is None:
+    a, b = time_of(d.a), time_of(d.b)
+    if a is None or b is None:
         return ""
-    longer = times[1].seconds - times[0].seconds
+    longer = b.seconds - a.seconds
     slow, fast = (d.b, d.a) if longer > 0 else (d.a, d.b)
-    colours = AxisColours(d.a, d.b)
+    colours = AxisColours(d.a.sizes, d.b.sizes)
     costs = [
-        {("matmuls", ()): t.compute, ("memory traffic", ()): t.memory, **{(e.rule, e.axes): e.seconds for e in rule_effects(p)}}
-        for t, p in zip(times, (d.a, d.b), strict=True)
-        if t is not None
-    ]  # fmt: skip
+        {("matmuls", ()): t.compute, ("memory traffic", ()): t.memory}
+        | {(e.rule, e.axes): e.seconds for e in rule_effects(p)}
+        for t, p in ((a, d.a), (b, d.b))
+    ]
     rows = []
     for name, axes in dict.fromkeys((*costs[0], *costs[1])):
-        a, b = (cost.get((name, axes), 0.0) for cost in costs)
-        if abs(b - a) > 1e-4 * (times[0].seconds + times[1].seconds):
-            label = Cell(name, markup=f"{colours.axes(axes)} <code>{escape(name)}</code>" if axes else escape(name))
-            change = Cell(f"{'+' if b > a else '−'}{format_seconds(abs(b - a))}", b - a, css="up" if b > a else "down")
-            rows.append([label, number(format_seconds(a), a), number(format_seconds(b), b), change])
+        before, after = (cost.get((name, axes), 0.0) for cost in costs)
+        more = after - before
+        if abs(more) > 1e-4 * (a.seconds + b.seconds):
+            code = f"{colours.axes(axes).markup} <code>{escape(name)}</code>" if axes else ""
+            change = Cell(
+                f"{'+' if more > 0 else '−'}{format_seconds(abs(more))}", more, css="up" if more > 0 else "down"
+            )
+            numbers = [number(format_seconds(n), n) for n in (before, after)]
+            rows.append([Cell(name, markup=code), *numbers, change])
     rows.sort(key=lambda row: -abs(row[3].value or 0.0))
     causes = "".join(f"<li>{format_seconds(s)}: {escape(text)}</li>" for s, text in longer_parts(slow, fast)[:most])
-    table = html_table([("part of the step", ""), ("pinned", "n"), ("this plan", "n"), ("difference", "n")], rows)
-    longest = (
+    about = '<p class="dim">The parts overlap: their differences need not add up to the difference of the step.</p>'
+    columns = [("part of the step", ""), ("pinned", "n"), ("this plan", "n"), ("difference", "n")]
+    return (about + html_table(columns, rows) if rows else "") + (
         f"<h3>takes longer in {'this' if longer > 0 else 'the pinned'} plan</h3><ul>{causes}</ul>" if causes else ""
     )
-    about = '<p class="dim">The parts overlap: their differences need not add up to the difference of the step.</p>'
-    return (about + table if rows else "") + longest
 
 
 def _by_path(plan: Plan) -> dict[str, ShardedArray]:
@@ -268,12 +262,11 @@ def _collectives(a: Plan, b: Plan) -> list[tuple[str, str, str, float, float]]:
     return sorted(rows, key=lambda r: -abs(r[3] - r[4]))
 
 
-def _side(p: Plan, styles: AxisStyles) -> Text:
+def _side(p: Plan, colours: AxisColours) -> Text:
     """Mesh, topology, layout and lowering of a plan in one line, with coloured axes."""
     where = f" of {p.topology}" if p.topology else ""
-    return Text.assemble(
-        styles.mesh(mesh_text(p.sizes)), where, "   ", styles.layout(layout_text(p)), f"   {p.lowering}"
-    )
+    layout = colours.layout(layout_text(p))
+    return Text.assemble(colours.mesh(mesh_text(p.sizes)), where, "   ", layout, f"   {p.lowering}")
 
 
 def _with_common_prefixes(rows: Sequence[Sequence[Cell]]) -> Iterator[list[Cell]]:
@@ -298,38 +291,35 @@ def _common_prefix(paths: Sequence[str]) -> str:
 
 def _sections(d: PlanDiff, colours: AxisColours, most: int) -> list[Section]:
     """The metrics, then the arguments and the collectives that differ, if any; at most ``most`` rows each."""
-    rows = [
-        [Cell(m.name), number(m.text(m.a), m.a or 0), number(m.text(m.b), m.b or 0),
-         Cell(m.change, css=f"n {m.css}", terminal=Text(m.change, m.style))]
-        for m in d.metrics
-    ]  # fmt: skip
+    rows = [[Cell(m.name), number(m.text(m.a), m.a or 0), number(m.text(m.b), m.b or 0), m.cell] for m in d.metrics]
     out = [Section("", [("", ""), ("a", "n"), ("b", "n"), ("change", "n")], rows)]
-    in_a, in_b = _by_path(d.a), _by_path(d.b)
-    styles = AxisStyles(d.a.sizes, d.b.sizes)
+    sides = [_by_path(plan) for plan in (d.a, d.b)]
 
-    def dims(h: ShardedArray | None, text: str) -> Cell:
-        return Cell(text, markup="" if h is None else colours.dims(argument_dims(h)), terminal=styles.dims(text))
+    def dims(path: str) -> list[Cell]:
+        return [colours.dims(argument_dims(side[path])) if path in side else Cell("–") for side in sides]
 
-    def sent(n: float) -> Cell:
-        return number(format_bytes(n) if n else "–", n)
+    def code(text: str) -> Cell:
+        return Cell(text, markup=f"<code>{escape(text)}</code>")
 
     if d.tensors:
         rows = [
-            [Cell(path, markup=f"<code>{escape(path)}</code>"), dims(in_a.get(path), x), dims(in_b.get(path), y),
-             number(format_memory(m), m), number(format_memory(n), n)]
-            for path, x, y, m, n in d.tensors[:most]
-        ]  # fmt: skip
+            [code(path), *dims(path), *(number(format_memory(n), n) for n in sizes)]
+            for path, _, _, *sizes in d.tensors[:most]
+        ]
         count = len(d.tensors)
         title = f"{count} argument{'s are' if count != 1 else ' is'} sharded differently"
         columns = [("argument", "path"), ("dims in a", ""), ("in b", ""), ("device, a", "n"), ("b", "n")]
         out.append(Section(title, columns, rows))
     if d.collectives:
         rows = [
-            [Cell(op), Cell(axes, markup=colours.axes(axes.split("+")), terminal=styles.axes(axes.split("+"))),
-             Cell(of, markup=f"<code>{escape(of)}</code>"),
-             sent(m), sent(n)]
-            for op, axes, of, m, n in d.collectives[:most]
-        ]  # fmt: skip
+            [
+                Cell(op),
+                colours.axes(axes.split("+")),
+                code(of),
+                *(number(format_bytes(n) if n else "–", n) for n in sent),
+            ]
+            for op, axes, of, *sent in d.collectives[:most]
+        ]
         columns = [("collective", ""), ("axes", ""), ("dims", ""), ("sent in a", "n"), ("in b", "n")]
         out.append(Section("Collectives that differ, bytes in a step", columns, rows))
     return out
@@ -344,12 +334,12 @@ def _page(d: PlanDiff) -> str:
 
 def diff_body(d: PlanDiff, folded: bool = False) -> str:
     """The comparison as part of a page; ``folded``: arguments and collectives are shown only when they are opened."""
-    colours = AxisColours(d.a, d.b)
+    colours = AxisColours(d.a.sizes, d.b.sizes)
 
     def side(name: str, p: Plan) -> str:
         where = f' <span class="dim">of {escape(p.topology)}</span>' if p.topology else ""
         layout = f"<code>{escape(layout_text(p))}</code>"
-        return f'<div class="card"><b>{name}</b>{colours.mesh(p)}{where}<br>{layout}{lowering(p)}</div>'
+        return f'<div class="card"><b>{name}</b>{colours.sizes(p.sizes).markup}{where}<br>{layout}{lowering(p)}</div>'
 
     metrics, *sections = _sections(d, colours, 3 * MAX_ROWS)
     out = f'<div class="cards">{side("a", d.a)}{side("b", d.b)}</div>{html_table(metrics.columns, metrics.rows)}'

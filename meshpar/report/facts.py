@@ -70,9 +70,8 @@ def kernel_seconds(time: Time) -> float:
 
 def time_bounds(time: Time) -> str:
     """The two bounds of a step's estimate, as text."""
-    return (
-        f"{format_seconds(time.overlapped)} if everything overlaps, {format_seconds(time.serial)} if nothing overlaps"
-    )
+    ends = format_seconds(time.overlapped), format_seconds(time.serial)
+    return f"{ends[0]} if everything overlaps, {ends[1]} if nothing overlaps"
 
 
 def largest_text(plan: Plan) -> str:
@@ -177,9 +176,8 @@ def dims_text(dims: Iterable[DimAxes]) -> str:
 
 def global_bytes(h: ShardedArray) -> float:
     """Bytes of the full array of an argument, over all devices."""
-    bits = (
-        64 if "key" in h.dtype else 8 if h.dtype == "bool" else int(m[1]) if (m := re.search(r"(\d+)", h.dtype)) else 32
-    )
+    number = re.search(r"\d+", h.dtype)
+    bits = 64 if "key" in h.dtype else 8 if h.dtype == "bool" else int(number[0]) if number else 32
     return math.prod(h.shape) * bits / 8
 
 
@@ -290,12 +288,8 @@ class CollectiveGroup:
         calls = self.calls
         each = "" if not calls else format_bytes(self.bytes / calls)
         about = "~" if len({c.bytes for c in self.members}) > 1 else ""
-        return (
-            format_bytes(self.bytes),
-            "?" if calls is None else str(calls),
-            about + each,
-            format_seconds(self.seconds),
-        )
+        text = "?" if calls is None else str(calls)
+        return format_bytes(self.bytes), text, about + each, format_seconds(self.seconds)
 
 
 def location_of_layers(c: Collective) -> str:
@@ -403,13 +397,9 @@ def parallelism(rule: Rule, earlier: Iterable[Rule]) -> str:
     if rule.dim in ("expert", "experts"):
         return "expert parallel"
     if rule.dim == "seq":
-        return (
-            "sequence parallel"
-            if axes <= tensor_axes
-            else ""
-            if axes & axes_of.get("batch", set())
-            else "context parallel"
-        )
+        if axes <= tensor_axes:
+            return "sequence parallel"
+        return "" if axes & axes_of.get("batch", set()) else "context parallel"
     if rule.dim not in (*_TENSOR_DIMS, "embed"):
         return ""
     if axes <= axes_of.get("batch", set()):
@@ -527,38 +517,33 @@ def loop_timelines(plan: Plan, most: int = 2) -> list[LoopTimeline]:
     """Timelines of the ``most`` loops with the longest time, in program order; empty where no time is estimated."""
     if plan.chip is None:
         return []
-    timelines = [_timeline(plan, kernel, body) for kernel, body in _loops(computation_of(plan))]
+    kernels = _kernels(computation_of(plan))
+    loops = [(kernel, body) for kernel in kernels for body in kernel.bodies if (body.trip_count or 1) > 1]
+    timelines = [_timeline(plan, kernel, body) for kernel, body in loops]
     longest = sorted((t for t in timelines if t.seconds), key=lambda t: -t.seconds * t.trips)[:most]
     return [t for t in timelines if any(t is one for one in longest)]
-
-
-def _loops(computation: Computation) -> Iterator[tuple[Kernel, Computation]]:
-    """(loop, body) of every loop with more than one iteration, nested ones included."""
-    for kernel in computation.kernels:
-        for body in kernel.bodies:
-            if (body.trip_count or 1) > 1:
-                yield kernel, body
-            yield from _loops(body)
 
 
 def _timeline(plan: Plan, loop: Kernel, body: Computation) -> LoopTimeline:
     """The timeline of one iteration, from the schedule of the loop's body."""
     out = LoopTimeline(body.trip_count or 1, loop.source)
     schedule, times = schedules(plan)[body], kernel_times(plan)
+
+    def written(kernel: Kernel) -> str:
+        """The dims of the arrays that a kernel writes."""
+        return " | ".join(dict.fromkeys(format_dims(plan.program.dims(b.value)) for b in kernel.writes))
+
     for kernel, start in zip(schedule.kernels, schedule.starts, strict=True):
         if kernel in times and kernel.kind is not Kind.MOVE:
-            dims = " | ".join(dict.fromkeys(format_dims(plan.program.dims(b.value)) for b in kernel.writes))
-            source, run = line_of(kernel.origin), times[kernel]
-            out.spans.append(Span("compute", kernel.origin_name, start, run.seconds, (), dims, source, bytes=run.bytes))
+            run, source = times[kernel], line_of(kernel.origin)
+            span = Span("compute", kernel.origin_name, start, run.seconds, (), written(kernel), source, bytes=run.bytes)
+            out.spans.append(span)
     for t in schedule.transfers:
-        c = t.collective
-        cause, exposed = c.explanation, not t.is_async
-        out.spans.append(
-            Span("links", c.op, t.start, t.end - t.start, c.axes, c.dims, c.location, exposed, c.bytes, cause)
-        )
+        c, seconds = t.collective, t.end - t.start
+        exposed, cause = not t.is_async, c.explanation
+        out.spans.append(Span("links", c.op, t.start, seconds, c.axes, c.dims, c.location, exposed, c.bytes, cause))
     for copy in schedule.host_copies:
-        name = "copy to the host" if copy.to_host else "copy to the device"
-        dims = " | ".join(dict.fromkeys(format_dims(plan.program.dims(b.value)) for b in copy.kernel.writes))
-        source = line_of(copy.kernel.origin)
-        out.spans.append(Span("host", name, copy.start, copy.end - copy.start, (), dims, source, bytes=copy.bytes))
+        name, seconds = f"copy to the {'host' if copy.to_host else 'device'}", copy.end - copy.start
+        dims, source = written(copy.kernel), line_of(copy.kernel.origin)
+        out.spans.append(Span("host", name, copy.start, seconds, (), dims, source, bytes=copy.bytes))
     return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..cost.donation import donatable, with_donated
 from ..cost.memory import memory_of
@@ -148,12 +148,8 @@ def exchange_hints(plan: Plan) -> list[ExchangeHint]:
     found = [h for step, count in plan.body.walk() for c in step.sends for h in _hints_of(plan, step, c, count)]
     for same in grouped(found, lambda h: (h.op, h.axis, h.gathered, h.owner)):
         sent = sum(h.sent for h in same)
-        hint = same[0]
-        if hint.exchanged < sent:
-            key = (hint.op, hint.axis)
-            hints[key] = ExchangeHint(
-                hint.op, hint.axis, hint.gathered, hint.owner, hint.array, hint.is_result, sent, hint.exchanged
-            )
+        if same[0].exchanged < sent:
+            hints[same[0].op, same[0].axis] = replace(same[0], sent=sent)
     by_line = grouped(sorted(hints.values(), key=lambda h: h.exchanged - h.sent), lambda h: h.op.location_of_layers)
     return [same[0] for same in by_line][:MAX_HINTS]
 
@@ -172,12 +168,11 @@ def _hints_of(plan: Plan, step: Step, c: Collective, count: int) -> Iterator[Exc
     if len(lost) != 1 or len(owners) != 1 or not op.rule.ins[position][lost[0]]:
         return
     gathered, owner = op.rule.ins[position][lost[0]][0], owners[0]
-    arrays = [
-        (v, dims) for v, dims in zip((*op.ins, *op.outs), (*op.rule.ins, *op.rule.outs), strict=True) if v is not None
-    ]
+    pairs = zip((*op.ins, *op.outs), (*op.rule.ins, *op.rule.outs), strict=True)
+    arrays = [(v, {f for dim in dims for f in dim}, dims) for v, dims in pairs if v is not None]
     result_factors = {f for dims in op.rule.outs for dim in dims for f in dim}
-    both = [v for v, dims in arrays if any(owner in dim for dim in dims) and any(gathered in dim for dim in dims)]
-    with_owner = [v for v, dims in arrays if any(owner in dim for dim in dims)]
+    with_owner = [v for v, factors, _ in arrays if owner in factors]
+    both = [v for v, factors, _ in arrays if {owner, gathered} <= factors]
     if gathered not in result_factors or op.rule.kinds[gathered] != "pass_through" or both != with_owner:
         return
     moved = [v for v in both if v in op.outs] or [v for v in both if v is not source.value]
@@ -186,11 +181,10 @@ def _hints_of(plan: Plan, step: Step, c: Collective, count: int) -> Iterator[Exc
     array, shard = max(((v, _shard_bytes(plan, run, v)) for v in moved), key=lambda x: x[1])
     group = shard_count((axis,), plan.sizes)
     name = plan.program.dim_name(source.value, lost[0])
-    owner_dim = next(plan.program.dim_name(v, i) for v, dims in arrays for i, dim in enumerate(dims) if owner in dim)
+    owner_dim = next(plan.program.dim_name(v, i) for v, _, dims in arrays for i, dim in enumerate(dims) if owner in dim)
     if name and owner_dim and name != owner_dim:
-        yield ExchangeHint(
-            op, axis, name, owner_dim, array, array in op.outs, c.total_bytes, count * shard * (group - 1) / group
-        )
+        exchanged = count * shard * (group - 1) / group
+        yield ExchangeHint(op, axis, name, owner_dim, array, array in op.outs, c.total_bytes, exchanged)
 
 
 def _shard_bytes(plan: Plan, run: Run, value: Value) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from html import escape
 from importlib import resources
 
@@ -19,11 +19,11 @@ from ..hardware.topology import Stage
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..units import format_bytes, format_memory, format_seconds, memory_ticks, with_article
+from .colours import AxisColours
 from .data import plan_json
 from .facts import (
     ArgumentGroup,
     CollectiveGroup,
-    DimAxes,
     LoopTimeline,
     RuleEffect,
     Span,
@@ -50,13 +50,24 @@ from .facts import (
     time_bounds,
 )
 from .pipeline import pipelines_html
-from .tables import Cell, html_table, number
+from .tables import Cell, html_table, key, number
 from .text import notes, overlaps
 
-COLOURS = 6
-"""Number of axis colours; further axes reuse them."""
 KIND_COLOURS = ("c0", "c1", "c2", "c4", "c3", "cn", "c5")
 NOT_ESTIMATED = "not estimated: no topology"
+STEP_TIME = "All bars have the same scale. The estimate overlaps kernels and collectives."
+PIPELINE = "One column per tick: a stage runs its layers forward for one microbatch (above), backward for one (below), or both."
+LAYOUT = (
+    "Rules in order: an axis goes to the first rule whose dim is present. Point at a rule to highlight the arguments that "
+    "it shards."
+)
+COLLECTIVES = "By the rule that causes them. Bytes are sent by each device. Click a heading to sort."
+LAYERS = (
+    "The estimate of one iteration of each loop. Kernels run sequentially. Exposed collectives are drawn between kernels; "
+    "hidden ones (paler) overlap with kernels, as the all-gather of a prefetched weight does. Point at a box, or press the "
+    "arrow keys on it, for its line and sizes."
+)
+"""What the sections of a page show."""
 
 
 def page(title: str, body: str) -> str:
@@ -92,35 +103,20 @@ def _inline(name: str) -> str:
 
 def plan_page(plan: Plan) -> str:
     """The plan as a self-contained HTML document."""
-    colours, effects = AxisColours(plan), rule_effects(plan)
+    colours, effects = AxisColours(plan.sizes), rule_effects(plan)
+    overlap = _list(overlaps(plan, every=True)) if plan.overlaps else ""
+    arrivals = f"<p>{escape(arrivals_text(plan.arrivals))}</p>" if plan.arrivals else ""
     sections = [
-        (
-            "Step time",
-            step_parts(plan, colours),
-            "All bars have the same scale. The estimate overlaps kernels and collectives.",
-        ),
-        (
-            "Pipeline",
-            pipelines_html(plan),
-            "One column per tick: a stage runs its layers forward for one microbatch (above), backward for one (below), or both.",
-        ),
-        (
-            "Layout",
-            rules_table(plan, effects, colours),
-            "Rules in order: an axis goes to the first rule whose dim is present. Point at a rule to highlight the arguments that "
-            "it shards.",
-        ),
+        ("Step time", step_parts(plan, colours), STEP_TIME),
+        ("Pipeline", pipelines_html(plan), PIPELINE),
+        ("Layout", rules_table(plan, effects, colours), LAYOUT),
         ("Arguments", tensors(plan, colours), "Choose an argument to see how it is sharded over the mesh."),
         ("One layer", layers(plan, colours), ""),
         ("Memory per device", memory_curve(plan), "Over the ops of a step; each loop body once."),
-        (
-            "Collectives",
-            collectives_by_rule(plan, effects, colours),
-            "By the rule that causes them. Bytes are sent by each device. Click a heading to sort.",
-        ),
-        ("Before the step", f"<p>{escape(arrivals_text(plan.arrivals))}</p>" if plan.arrivals else "", ""),
+        ("Collectives", collectives_by_rule(plan, effects, colours), COLLECTIVES),
+        ("Before the step", arrivals, ""),
         ("Largest intermediate values", _values(plan, colours), ""),
-        ("Collective matmuls", _list(overlaps(plan, every=True)) if plan.overlaps else "", ""),
+        ("Collective matmuls", overlap, ""),
         ("Notes", notes_list(plan), ""),
     ]
     shown = [section for section in sections if section[1]]
@@ -138,42 +134,9 @@ def plan_page(plan: Plan) -> str:
 
 def plan_cell(plan: Plan) -> str:
     """The plan for a notebook: metrics, rules, the largest collectives; no script."""
-    colours = AxisColours(plan)
+    colours = AxisColours(plan.sizes)
     body = _head(plan, colours) + cards(plan) + rules_table(plan, rule_effects(plan), colours)
     return f'<div class="mp">{style()}{body}{collectives_table(plan, colours, most=6)}</div>'
-
-
-class AxisColours:
-    """CSS classes of the mesh axes, and markup in their colours.
-
-    Attributes:
-      of: axis → class.
-    """
-
-    def __init__(self, *plans: Plan):
-        self.of = {a: f"c{k % COLOURS}" for k, a in enumerate(dict.fromkeys(a for plan in plans for a in plan.sizes))}
-
-    def first(self, axes: Sequence[str]) -> str:
-        """The class of the first of some axes; a neutral one without axes."""
-        return self.of.get(axes[0], "cn") if axes else "cn"
-
-    def axes(self, axes: Iterable[str]) -> str:
-        """Labels of axes."""
-        return "".join(f'<span class="chip on {self.first((a,))}">{escape(a)}</span>' for a in axes)
-
-    def dims(self, dims: Iterable[DimAxes]) -> str:
-        """Labels of dims; sharded ones in the colour of their first axis."""
-        out = [
-            f'<span class="chip on {self.first(axes)}">{escape(name)}:{escape("+".join(axes))}</span>'
-            if axes
-            else f'<span class="chip">{escape(name)}</span>'
-            for name, axes in dims
-        ]
-        return "".join(out) or '<span class="dim">scalar</span>'
-
-    def mesh(self, plan: Plan) -> str:
-        """Labels of the axes of a plan with their sizes."""
-        return " ".join(f'<span class="chip on {self.of[a]}">{escape(a)} {n}</span>' for a, n in plan.sizes.items())
 
 
 def _anchor(title: str) -> str:
@@ -200,11 +163,9 @@ def _head(plan: Plan, colours: AxisColours) -> str:
 def facts_list(plan: Plan, colours: AxisColours, layout: bool = True) -> str:
     """Mesh, ``layout``, lowering, chip and JAX version of a plan, as a list."""
     chip = plan.chip
-    memory = (
-        f"{escape(chip.name)}, {format_memory(chip.per_device().hbm)} per device" if chip is not None else "not given"
-    )
+    memory = "not given" if chip is None else f"{escape(chip.name)}, {format_memory(chip.per_device().hbm)} per device"
     rows = [
-        ("mesh", colours.mesh(plan)),
+        ("mesh", colours.sizes(plan.sizes).markup),
         ("lowering", escape(lowering_text(plan))),
         ("chip", memory),
         ("JAX", escape(jax.__version__)),
@@ -277,33 +238,27 @@ def step_parts(plan: Plan, colours: AxisColours) -> str:
     copies = (("copies to the host alone", time.to_host), ("copies to the device alone", time.to_device))
     rows += [(label, n, [("ink", n, "copies over the link to the host")]) for label, n in copies if n]
     longest = max(value for _, value, _ in rows) or 1.0
-    out = ""
-    for label, value, segments in rows:
-        bars = "".join(
-            f'<i class="{kind}" style="width:{100 * n / longest:.2f}%" title="{escape(f"{of}: {format_seconds(n)}")}"></i>'
-            for kind, n, of in segments
-            if n > 0
-        )
-        out += f'<div><span>{label}</span><span class="track">{bars}</span><span class="n">{format_seconds(value)}</span></div>'
-    key = legend(
-        plan,
-        colours,
-        (("ink", f"kernels {format_seconds(kernels)}"), ("wait", f"exposed communication {format_seconds(exposed)}")),
+
+    def bar(kind: str, n: float, of: str) -> str:
+        title = escape(f"{of}: {format_seconds(n)}")
+        return f'<i class="{kind}" style="width:{100 * n / longest:.2f}%" title="{title}"></i>' if n > 0 else ""
+
+    out = "".join(
+        f'<div><span>{label}</span><span class="track">{"".join(bar(*s) for s in segments)}</span>'
+        f'<span class="n">{format_seconds(value)}</span></div>'
+        for label, value, segments in rows
     )
-    return f'<div class="parts">{out}</div>{key}'
+    seconds = format_seconds(kernels), format_seconds(exposed)
+    kinds = ("ink", f"kernels {seconds[0]}"), ("wait", f"exposed communication {seconds[1]}")
+    return f'<div class="parts">{out}</div>{legend(plan, colours, kinds)}'
 
 
 def legend(plan: Plan, colours: AxisColours, kinds: Iterable[tuple[str, str]]) -> str:
     """The legend of the colours of bars: ``kinds`` (CSS class, text), then the mesh axes of collectives."""
     used = [a for a in plan.sizes if any(c.axes and c.axes[0] == a for c in plan.collectives)]
     rows = [*kinds, *((colours.of[a], f"collectives over {a}") for a in used)]
-    first = (
-        "<span>over several axes: the colour of the first</span>"
-        if any(len(c.axes) > 1 for c in plan.collectives)
-        else ""
-    )
-    spans = "".join(f'<span class="{kind}"><i></i>{escape(of)}</span>' for kind, of in rows)
-    return f'<div class="key">{spans}{first}</div>'
+    several = any(len(c.axes) > 1 for c in plan.collectives)
+    return key(rows, "<span>over several axes: the colour of the first</span>" * several)
 
 
 def rules_table(plan: Plan, effects: list[RuleEffect], colours: AxisColours) -> str:
@@ -313,15 +268,12 @@ def rules_table(plan: Plan, effects: list[RuleEffect], colours: AxisColours) -> 
     rows: list[list[Cell] | str] = []
     for k, e in enumerate(effects):
         bar = f'<i class="bar {colours.first(e.axes)}" style="width:{100 * e.sent / most:.1f}%"></i>'
-        code = (
-            f"<code>{escape(e.rule)}</code>"
-            if e.axes or e.rule != "other"
-            else '<span class="dim">no single rule</span>'
-        )
+        named = e.axes or e.rule != "other"
+        code = f"<code>{escape(e.rule)}</code>" if named else '<span class="dim">no single rule</span>'
         name = f' <span class="scheme dim">{e.parallelism}</span>' if e.parallelism else ""
         size = '<span class="up">no effect</span>' if e.axes and not e.values and not e.sent else e.size_text or "–"
         row = [
-            Cell(e.rule, markup=f"{colours.axes(e.axes)} {code}{name}"),
+            Cell(e.rule, markup=f"{colours.axes(e.axes).markup} {code}{name}"),
             Cell(str(e.arguments or ""), css="n more"),
             Cell("", markup=size, css="n more"),
             Cell(str(e.values or ""), css="n more"),
@@ -374,9 +326,9 @@ def memory_curve(plan: Plan) -> str:
     at = max(range(len(curve)), key=lambda k: curve[k][1])
     limit = ""
     if capacity and capacity <= top:
-        y = 100 * (1 - capacity / top)
-        limit = (f'<line x1="0" x2="1000" y1="{2 * y:.1f}" y2="{2 * y:.1f}" stroke="var(--bad)" stroke-dasharray="6 5" '
-                 f'vector-effect="non-scaling-stroke"/>')  # fmt: skip
+        y = f"{200 * (1 - capacity / top):.1f}"
+        style = 'stroke="var(--bad)" stroke-dasharray="6 5" vector-effect="non-scaling-stroke"'
+        limit = f'<line x1="0" x2="1000" y1="{y}" y2="{y}" {style}/>'
     ticks = "".join(
         f'<span class="tick" style="top:{100 - 100 * size / top:.1f}%">{text}</span>'
         for size, text in memory_ticks(top)
@@ -384,34 +336,37 @@ def memory_curve(plan: Plan) -> str:
     left = 100 * at / n
     side = f"right:{100 - left:.1f}%" if left > 50 else f"left:{left:.1f}%"
     source = f" at {memory.peak_source}" if memory.peak_source else ""
-    mark = (f'<span class="mark" style="{side};top:{100 - 100 * memory.peak / top:.1f}%;transform:translateY(-112%)">'
-            f"{format_memory(memory.peak)}</span>")  # fmt: skip
+    where = f"{side};top:{100 - 100 * memory.peak / top:.1f}%;transform:translateY(-112%)"
+    mark = f'<span class="mark" style="{where}">{format_memory(memory.peak)}</span>'
     svg = (
         f'<svg viewBox="0 0 1000 200" preserveAspectRatio="none" role="img" aria-label="live bytes over the ops of a step">'
         f'<polygon points="0,200 {line} 1000,200" fill="var(--a0)" opacity=".18"/>'
         f'<polyline points="{line}" fill="none" stroke="var(--a0)" stroke-width="1.5" vector-effect="non-scaling-stroke"/>'
         f"{limit}</svg>"
     )
-    kinds = sorted(memory.by_kind.items(), key=lambda x: -x[1])
-    bars = "".join(f'<i class="{c}" style="flex:{v / memory.peak:.4f} 0 0" title="{escape(k)}: {format_memory(v)}"></i>'
-                   for (k, v), c in zip(kinds, KIND_COLOURS, strict=False))  # fmt: skip
-    key = "".join(
-        f'<span class="{c}"><i></i>{escape(k)} {format_memory(v)}</span>'
-        for (k, v), c in zip(kinds, KIND_COLOURS, strict=False)
+    sizes = sorted(memory.by_kind.items(), key=lambda x: -x[1])
+    kinds = [(c, k, v / memory.peak, format_memory(v)) for (k, v), c in zip(sizes, KIND_COLOURS, strict=False)]
+    bars = "".join(
+        f'<i class="{c}" style="flex:{part:.4f} 0 0" title="{escape(k)}: {size}"></i>' for c, k, part, size in kinds
     )
+    of_kinds = key((c, f"{k} {size}") for c, k, _, size in kinds)
     padding = padding_text(plan)
+    columns = [("array", ""), ("kind", ""), ("per device", "n"), ("padding", "n")]
     arrays = [
-        [Cell(name, css="mono"), Cell(kind), number(format_memory(size), size)]
-        + [number(format_memory(padded) if padded else "", padded)] * bool(padding)
-        for name, size, kind, padded in memory.largest[:8]
+        [
+            Cell(name, css="mono"),
+            Cell(kind),
+            number(format_memory(size), size),
+            number(format_memory(pad) if pad else "", pad),
+        ]
+        for name, size, kind, pad in memory.largest[:8]
     ]
-    columns = [("array", ""), ("kind", ""), ("per device", "n"), *[("padding", "n")] * bool(padding)]
-    table = html_table(columns, arrays)
+    shown = len(columns) if padding else len(columns) - 1
+    table = html_table(columns[:shown], [row[:shown] for row in arrays])
     about = f'<p class="dim">{escape(padding)}</p>' if padding else ""
     return (
         f'<div class="plot">{ticks}{svg}{mark}</div><h3>the peak{escape(source)}</h3>'
-        f'<div class="stack">{bars}</div><div class="key">{key}</div>{about}'
-        + (f"<h3>its largest arrays</h3>{table}" if arrays else "")
+        f'<div class="stack">{bars}</div>{of_kinds}{about}' + (f"<h3>its largest arrays</h3>{table}" if arrays else "")
     )
 
 
@@ -422,41 +377,30 @@ def layers(plan: Plan, colours: AxisColours) -> str:
     timelines = loop_timelines(plan)
     if not timelines:
         return '<p class="dim">the program has no loop over layers</p>'
-    about = (
-        '<p class="dim">The estimate of one iteration of each loop. Kernels run sequentially. Exposed collectives are drawn '
-        "between kernels; hidden ones (paler) overlap with kernels, as the all-gather of a prefetched weight does. Point at a box, "
-        "or press the arrow keys on it, for its line and sizes.</p>"
-    )
-    key = legend(plan, colours, (("ink", "kernels"), ("c0 hidden", "paler: hidden, overlaps with kernels")))
-    return about + "".join(_layer(t, colours) for t in timelines) + key
+    kinds = (("ink", "kernels"), ("c0 hidden", "paler: hidden, overlaps with kernels"))
+    about = f'<p class="dim">{LAYERS}</p>'
+    return about + "".join(_layer(t, colours) for t in timelines) + legend(plan, colours, kinds)
 
 
 def _layer(timeline: LoopTimeline, colours: AxisColours) -> str:
     """One loop timeline: a lane of kernels, a lane of collectives, and one of copies to and from the host if there are any."""
     total = timeline.seconds
-    lanes = dict.fromkeys(("compute", "links", *(s.lane for s in timeline.spans)), "")
+    lanes = {"compute": "kernels", "links": "collectives", "host": "copies to and from the host"}
+    boxes = dict.fromkeys(("compute", "links", *(s.lane for s in timeline.spans)), "")
     for s in timeline.spans:
         if s.seconds < 4e-4 * total:
             continue
         where = f"left:{100 * s.start / total:.2f}%;width:{100 * s.seconds / total:.2f}%"
         hidden = " hidden" if s.lane != "compute" and not s.exposed else ""
         label = escape(f"{s.name} {s.detail}") if s.seconds > 0.03 * total else ""
-        kind = colours.first(s.axes) if s.axes else "ink"
-        lanes[s.lane] += (
-            f'<i class="{kind}{hidden}" style="{where}" role="img" aria-label="{escape(_tip(s))}">{label}</i>'
-        )
-    busy = {lane: sum(s.seconds for s in timeline.spans if s.lane == lane) for lane in lanes}
+        kind, tip = colours.first(s.axes) if s.axes else "ink", escape(_tip(s))
+        boxes[s.lane] += f'<i class="{kind}{hidden}" style="{where}" role="img" aria-label="{tip}">{label}</i>'
     title = f"{format_seconds(total)} × {timeline.trips}" + (f", {timeline.source}" if timeline.source else "")
-    host = copies = ""
-    if "host" in lanes:
-        host = f'<div class="lane" aria-label="copies to and from the host">{lanes["host"]}</div>'
-        copies = f", copies to and from the host {format_seconds(busy['host'])}"
-    return (
-        f"<h3>{escape(title)}: kernels {format_seconds(busy['compute'])}, collectives {format_seconds(busy['links'])}{copies}</h3>"
-        f'<div class="wide"><div class="time"><div class="lane" aria-label="kernels">{lanes["compute"]}</div>'
-        f'<div class="lane" aria-label="collectives">{lanes["links"]}</div>{host}</div>'
-        f'<div class="axis"><span>0</span><span>{format_seconds(total / 2)}</span><span>{format_seconds(total)}</span></div></div>'
-    )
+    busy = {lane: sum(s.seconds for s in timeline.spans if s.lane == lane) for lane in boxes}
+    times = ", ".join(f"{lanes[lane]} {format_seconds(seconds)}" for lane, seconds in busy.items())
+    rows = "".join(f'<div class="lane" aria-label="{lanes[lane]}">{of}</div>' for lane, of in boxes.items())
+    ticks = "".join(f"<span>{text}</span>" for text in ("0", format_seconds(total / 2), format_seconds(total)))
+    return f'<h3>{escape(title)}: {times}</h3><div class="wide"><div class="time">{rows}</div><div class="axis">{ticks}</div></div>'
 
 
 def _tip(s: Span) -> str:
@@ -481,12 +425,11 @@ def collectives_by_rule(plan: Plan, effects: list[RuleEffect], colours: AxisColo
     out = ""
     for group in sorted(map(CollectiveGroup, map(tuple, groups)), key=lambda g: -g.bytes):
         k = causing_rule(plan, group.first)
-        rule = (
-            "no single rule" if k is None else f"{colours.axes(effects[k].axes)} <code>{escape(effects[k].rule)}</code>"
-        )
+        at, rule = len(effects) - 1, "no single rule"
+        if k is not None:
+            at, rule = k, f"{colours.axes(effects[k].axes).markup} <code>{escape(effects[k].rule)}</code>"
         total, calls, _, seconds = group.cells()
         seconds = f", {seconds}" if plan.chip is not None else ""
-        at = len(effects) - 1 if k is None else k
         out += (
             f'<details class="of-rule" id="sent-{at}" data-rule="{at}"{" open" * (len(plan.collectives) <= 12)}><summary>{rule} '
             f'<span class="n">{total}{seconds}, {calls} calls</span></summary>'
@@ -505,10 +448,11 @@ def collectives_table(
       of: the collectives; default: all of the plan.
       sortable: headings sort the rows.
     """
-    every = plan.collectives if of is None else of
-    groups = collective_groups(
-        every, lambda c: (c.op, c.axes, c.dims, c.dtype, c.bytes, c.explanation, location_of_layers(c))
-    )
+
+    def alike(c: Collective) -> Hashable:
+        return c.op, c.axes, c.dims, c.dtype, c.bytes, c.explanation, location_of_layers(c)
+
+    groups = collective_groups(plan.collectives if of is None else of, alike)
     if not groups:
         return "<p>Each device sends nothing.</p>"
     timed = plan.chip is not None
@@ -516,18 +460,14 @@ def collectives_table(
     for group in groups[:most]:
         c = group.first
         total, calls, each, seconds = group.cells()
-        row = [
-            Cell(c.op, markup=f"<b>{c.op}</b><br>{colours.axes(c.axes)}"),
-            number(total, group.bytes),
-            number(calls, group.calls or 0),
-            number(each, c.bytes, css="more"),
-        ]
+        op = Cell(c.op, markup=f"<b>{c.op}</b><br>{colours.axes(c.axes).markup}")
+        row = [op, number(total, group.bytes), number(calls, group.calls or 0), number(each, c.bytes, css="more")]
         row += [number(seconds, group.seconds)] * timed
-        dims, cause = escape(c.dims or "(scalar)"), f"{escape(c.explanation)}<br><code>{escape(group.location)}</code>"
-        row.append(Cell("", markup=f'<code>{dims}</code><br><span class="dim">{escape(c.dtype)}</span>'))
-        rows.append([*row, Cell("", markup=cause, css="why")])
-    columns = [("collective", ""), ("total", "n"), ("calls", "n"), ("per call", "n more"), *[("time", "n")] * timed,
-               ("dims", ""), ("why, and where", "")]  # fmt: skip
+        dims = f'<code>{escape(c.dims or "(scalar)")}</code><br><span class="dim">{escape(c.dtype)}</span>'
+        cause = f"{escape(c.explanation)}<br><code>{escape(group.location)}</code>"
+        rows.append([*row, Cell("", markup=dims), Cell("", markup=cause, css="why")])
+    columns = [("collective", ""), ("total", "n"), ("calls", "n"), ("per call", "n more"), *[("time", "n")] * timed]
+    columns += [("dims", ""), ("why, and where", "")]
     more = f'<p class="dim">and {len(groups) - most} more</p>' if most is not None and len(groups) > most else ""
     return html_table(columns, rows, sortable) + more
 
@@ -547,41 +487,30 @@ def _arguments(plan: Plan, colours: AxisColours) -> str:
         for group in groups:
             first = group.members[0]
             others = ", ".join(h.path for h in group.members[1:])
-            more = (
-                f"<details><summary>and {len(group.members) - 1} more</summary><code>{escape(others)}</code></details>"
-            )
-            path = f'<code class="path">{escape(first.path)}</code>{more if others else ""}'
+            summary = f"<summary>and {len(group.members) - 1} more</summary>"
+            more = f"<details>{summary}<code>{escape(others)}</code></details>" if others else ""
+            dims = f'{colours.dims(group.dims).markup}<br><code class="path">{escape(first.path)}</code>{more}'
             split = zip(group.dims, first.shape, strict=True)
             cut = escape(json.dumps([[name, n, list(axes)] for (name, axes), n in split]))
             rules = " ".join(map(str, rules_of(plan, first)))
-            cells = [
-                Cell("", markup=f"{colours.dims(group.dims)}<br>{path}"),
-                Cell(group.shape, css="mono more"),
-                *numbers(group),
-            ]
+            cells = [Cell("", markup=dims), Cell(group.shape, css="mono more"), *numbers(group)]
             rows.append(f'<tr data-rules="{rules}" data-cut="{cut}">{"".join(cell.html() for cell in cells)}</tr>')
-    return html_table(
-        [("dims", ""), ("shape", "more"), ("tensors", "n more"), ("global", "n more"), ("per device", "n")], rows
-    )
+    columns = [("dims", ""), ("shape", "more"), ("tensors", "n more"), ("global", "n more"), ("per device", "n")]
+    return html_table(columns, rows)
 
 
 def _values(plan: Plan, colours: AxisColours) -> str:
     """The table of the largest intermediate values, or ""."""
     rows = [
         [
-            Cell("", markup=colours.dims(v.dims)), Cell(shape_text(v.dtype, v.shape), css="mono more"),
+            colours.dims(v.dims), Cell(shape_text(v.dtype, v.shape), css="mono more"),
             number(str(v.kernels), v.kernels, css="more"), number(format_memory(v.bytes), v.bytes),
             Cell("", markup=f"<code>{escape(v.source)}</code>"),
         ]
         for v in largest_values(plan)
     ]  # fmt: skip
-    columns = [
-        ("dims", ""),
-        ("shape", "more"),
-        ("kernels that write one", "n more"),
-        ("per device", "n"),
-        ("first created at", ""),
-    ]
+    columns = [("dims", ""), ("shape", "more"), ("kernels that write one", "n more"), ("per device", "n")]
+    columns.append(("first created at", ""))
     return html_table(columns, rows) if rows else ""
 
 

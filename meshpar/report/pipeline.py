@@ -11,16 +11,19 @@ from rich.text import Text
 from ..plan.plan import Plan
 from ..program.pipeline import Pipeline, Schedule
 from ..units import format_bytes
+from .tables import key
 
 MAX_TICKS = 96
 """Ticks that a picture in the terminal shows."""
 MAX_NUMBERED_TICKS = 64
 """Ticks of a picture in a page whose slots have the numbers of their microbatches; longer ones are drawn as bars."""
-KINDS = {"F": "forward", "R": "recomputed forward", "B": "backward", "W": "weight gradients"}
-"""Names of the slots of a loop, by its letter in the order of a schedule."""
-MARKS = {"F": "F", "R": "F", "B": "B", "W": "W"}
-COLORS = {"F": 0, "R": 0, "B": 1, "W": 2}
-"""Their characters in the terminal, and their colors in a page."""
+KINDS = {
+    "F": ("F", 0, "forward"),
+    "R": ("F", 0, "recomputed forward"),
+    "B": ("B", 1, "backward"),
+    "W": ("W", 2, "weight gradients"),
+}
+"""Of the slots of a loop, by its letter in the order of a schedule: character in the terminal, color in a page, name."""
 CELL_WIDTH, CELL_HEIGHT, ROW_GAP = 20, 13, 4
 """Of a slot in a page's picture, and between the rows of two stages, in pixels."""
 
@@ -54,10 +57,10 @@ def pipelines_html(plan: Plan) -> str:
         first, second = _facts(p)
         out += f"<p><b>{escape(first)}</b><br>{escape(second)}</p>" + (picture_html(p) if p.microbatches > 1 else "")
     shown = "FBW" if any("W" in p.schedule.order for p in plan.pipelines) else "FB"
-    kinds = "".join(f'<span class="c{COLORS[letter]}"><i></i>{KINDS[letter]}</span>' for letter in shown)
-    key = f'<div class="key">{kinds}<span class="idle"><i></i>idle</span>'
-    key += "<span>numbers: microbatches</span>" * ("<text" in out) + "</div>"
-    return out + key if "<svg" in out else out
+    used = [KINDS[letter] for letter in shown]
+    numbers = "<span>numbers: microbatches</span>" * ("<text" in out)
+    legend = key([*((f"c{color}", name) for _, color, name in used), ("idle", "idle")], numbers)
+    return out + legend if "<svg" in out else out
 
 
 def picture_html(p: Pipeline) -> str:
@@ -90,7 +93,7 @@ def _cells(
     schedule: Schedule, stage: int, loop: int, slots: list[tuple[int, tuple[int, int]]], y: int
 ) -> Iterator[str]:
     """The cells of slots, each with the number of its microbatch and a tooltip."""
-    of, color = KINDS[schedule.order[loop]], COLORS[schedule.order[loop]]
+    _, color, of = KINDS[schedule.order[loop]]
     for tick, (microbatch, group) in slots:
         text = f"stage {stage}, tick {tick}: {of} slot of microbatch {microbatch}"
         text += f", round {group}" if schedule.rounds > 1 else ""
@@ -107,7 +110,7 @@ def _bars(schedule: Schedule, loop: int, slots: list[tuple[int, tuple[int, int]]
     for _, run in itertools.groupby(enumerate(slots), lambda item: item[1][0] - item[0]):
         ticks = [tick for _, (tick, _) in run]
         x, width = ticks[0] * CELL_WIDTH, len(ticks) * CELL_WIDTH
-        yield f'<g class="c{COLORS[schedule.order[loop]]}"><rect x="{x}" y="{y}" width="{width}" height="{CELL_HEIGHT - 1}"/></g>'
+        yield f'<g class="c{KINDS[schedule.order[loop]][1]}"><rect x="{x}" y="{y}" width="{width}" height="{CELL_HEIGHT - 1}"/></g>'
 
 
 def picture(schedule: Schedule) -> str:
@@ -116,7 +119,7 @@ def picture(schedule: Schedule) -> str:
     cut = "…" if schedule.ticks > MAX_TICKS else ""
     lines = []
     for k in range(schedule.stages):
-        active = ({MARKS[schedule.order[i]] for i in range(schedule.loops) if schedule.slot(i, k, t)} for t in ticks)
+        active = ({KINDS[schedule.order[i]][0] for i in range(schedule.loops) if schedule.slot(i, k, t)} for t in ticks)
         marks = ["·" if not kinds else "X" if len(kinds) > 1 else kinds.pop() for kinds in active]
         lines.append(f"    stage {k:<3} " + "".join(marks) + cut)
     weights = ", W weight gradients, X several" if "W" in schedule.order else ", X both"

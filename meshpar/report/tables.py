@@ -37,9 +37,8 @@ class Cell:
     def html(self) -> str:
         """The ``td`` element."""
         kind = " ".join(filter(None, ("n" if self.value is not None else "", self.css)))
-        attributes = (f' class="{kind}"' if kind else "") + (
-            "" if self.value is None else f' data-v="{self.value:.6g}"'
-        )
+        attributes = f' class="{kind}"' if kind else ""
+        attributes += "" if self.value is None else f' data-v="{self.value:.6g}"'
         return f"<td{attributes}>{self.markup or escape(self.text)}</td>"
 
 
@@ -82,14 +81,20 @@ def html_table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[Cell]
       rows: cells, or a complete ``tr`` element as text.
       sortable: headings are buttons that sort the rows.
     """
-    heads = "".join(
-        f'<th scope="col"{f""" class="{kind}" """.rstrip() if kind else ""}>'
-        + (f"<button>{escape(h)}</button>" if sortable and h else escape(h)) + "</th>"
-        for h, kind in columns
-    )  # fmt: skip
+    heads = ""
+    for heading, kind in columns:
+        text = escape(heading)
+        of = f' class="{kind}"' if kind else ""
+        heads += f'<th scope="col"{of}>{f"<button>{text}</button>" if sortable and heading else text}</th>'
     body = "".join(row if isinstance(row, str) else f"<tr>{''.join(c.html() for c in row)}</tr>" for row in rows)
     kind = ' class="sort"' if sortable else ""
     return f'<div class="wide"><table{kind}><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def key(kinds: Iterable[tuple[str, str]], more: str = "") -> str:
+    """The explanation of colours: (CSS class, text) of each, then more markup."""
+    spans = "".join(f'<span class="{kind}"><i></i>{escape(of)}</span>' for kind, of in kinds)
+    return f'<div class="key">{spans}{more}</div>'
 
 
 def rich_table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[Cell | Any]], **style: Any) -> RichTable:

@@ -20,7 +20,7 @@ from ..cost.time import time_of
 from ..dims import format_dims
 from ..plan.plan import Overlap, Plan
 from ..units import format_bytes, format_memory, format_seconds, mesh_text, with_article
-from .colours import PALETTE, AxisStyles
+from .colours import PALETTE, AxisColours
 from .facts import (
     ArgumentGroup,
     CollectiveGroup,
@@ -30,7 +30,6 @@ from .facts import (
     blocking_collectives,
     calibration_text,
     collective_groups,
-    dims_text,
     fits,
     grouped,
     host_text,
@@ -79,10 +78,11 @@ def plan_renderable(plan: Plan) -> Any:
 
     The first line is DOES NOT FIT where the peak exceeds the memory of a device.
     """
-    styles = AxisStyles(plan.sizes)
+    colours = AxisColours(plan.sizes)
     head = Text.assemble(
-        ("plan", "bold"), f"  {math.prod(plan.sizes.values())} devices (", styles.sizes(plan.sizes), ")\n", ("layout", "bold"),
-        "  ", styles.layout(layout_text(plan)), "\n", ("lowering", "bold"), f"  {lowering_text(plan)}",
+        ("plan", "bold"), f"  {math.prod(plan.sizes.values())} devices (", colours.sizes(plan.sizes).terminal, ")\n",
+        ("layout", "bold"), "  ", colours.layout(layout_text(plan)), "\n",
+        ("lowering", "bold"), f"  {lowering_text(plan)}",
     )  # fmt: skip
     if fits(plan) is False and plan.chip is not None:
         has, needs = format_memory(plan.chip.per_device().hbm), format_memory(memory_of(plan).peak)
@@ -91,12 +91,12 @@ def plan_renderable(plan: Plan) -> Any:
     parts: list[Any] = [
         head,
         Text(),
-        _arguments(plan, styles),
+        _arguments(plan, colours),
         Text(),
         *_costs(plan),
         *_redundant(plan),
         Text(),
-        _collectives(plan, styles),
+        _collectives(plan, colours),
         *([Text.assemble(("before the step, ", "bold"), arrivals_text(plan.arrivals))] if plan.arrivals else []),
     ]
     for section in (pipeline_section(plan), overlaps(plan) if plan.overlaps else [], options(plan), notes(plan)):
@@ -113,34 +113,25 @@ def _indented(text: Text) -> Group:
     return Group(*lines)
 
 
-def _arguments(plan: Plan, styles: AxisStyles) -> Table:
+def _arguments(plan: Plan, colours: AxisColours) -> Table:
     """The table of arguments by kind, grouped by dims and sharding."""
     rows: list[tuple[Any, ...]] = []
 
-    def add(label: str, text: str, members: ArgumentGroup, style: str = "") -> None:
-        """Append the row of a group: label, dims, number of arguments, bytes in all and per device."""
-        cells = (
-            str(len(members.members)),
-            styles.dims(text),
-            format_memory(members.global_bytes),
-            format_memory(members.bytes),
-        )
-        rows.append(tuple(cell if isinstance(cell, Text) else Text(cell, style=style) for cell in (label, *cells)))
+    def add(label: str, dims: Text, members: ArgumentGroup, style: str = "") -> None:
+        """Append the row of a group: label, number of arguments, dims, bytes in all and per device."""
+        texts = (label, str(len(members.members)), format_memory(members.global_bytes), format_memory(members.bytes))
+        first, count, *sizes = (Text(text, style=style) for text in texts)
+        rows.append((first, count, dims, *sizes))
 
     for label, every, groups in argument_groups(plan, lambda h: (tuple(argument_dims(h)), h.on_host)):
-        add(label, "", every, "bold")
+        add(label, Text(), every, "bold")
         most = MAX_ARGUMENT_ROWS if label == "parameters" else MAX_ARGUMENT_ROWS // 2
         for group in groups[:most]:
-            add("", _dims_of(group), group)
+            add("", colours.dims(group.dims).terminal + Text(" (on the host)" * group.members[0].on_host), group)
         if len(groups) > most:
-            add("", "…", ArgumentGroup(tuple(h for g in groups[most:] for h in g.members)))
+            add("", Text("…"), ArgumentGroup(tuple(h for g in groups[most:] for h in g.members)))
     columns = [("", ""), ("tensors", "n"), ("dims → axes", ""), ("global", "n"), ("per device", "n")]
     return rich_table(columns, rows, title="each device stores", title_justify="left", title_style="bold")
-
-
-def _dims_of(group: ArgumentGroup) -> str:
-    """``embed:data mlp:model``, and whether the arguments are in the host's memory."""
-    return dims_text(group.dims) + (" (on the host)" if group.members[0].on_host else "")
 
 
 def _redundant(plan: Plan) -> list[Text]:
@@ -149,39 +140,30 @@ def _redundant(plan: Plan) -> list[Text]:
     share = sum(r.share for r in redundant)
     if share < MIN_REDUNDANT_SHARE:
         return []
-    head = Text(
-        f"{100 * share:.0f} % of the matmul FLOPs are redundant: several devices compute the same", style="bold"
-    )
-    return [head, *(Text(f"    {r}", style="dim") for r in redundant[:3])]
+    few = f"{100 * share:.0f} % of the matmul FLOPs are redundant: several devices compute the same"
+    return [Text(few, style="bold"), *(Text(f"    {r}", style="dim") for r in redundant[:3])]
 
 
 def _costs(plan: Plan) -> list[Text]:
     """Peak memory by kind; the estimated time, its bounds, and the bottleneck."""
     memory, time, chip = memory_of(plan), time_of(plan), plan.chip
-    capacity = math.inf if chip is None else chip.per_device().hbm
-    of = (
-        f" of the {format_memory(capacity)} of {with_article(chip.name)}"
-        if chip is not None and math.isfinite(capacity)
-        else ""
-    )
     at = f", at {memory.peak_source}" if memory.peak_source else ""
     ranked = sorted(memory.by_kind.items(), key=lambda x: -x[1])
     kinds = ", ".join(f"{kind} {format_memory(n)}" for kind, n in ranked if n >= 1e-3 * memory.peak)
-    out = [Text.assemble(("each device needs ", "bold"), (format_memory(memory.peak), "bold"), f"{of} at the peak{at}")]
-    bar = Text.assemble(memory_bar(memory.peak, capacity), "  ") if math.isfinite(capacity) else Text()
-    out.append(Text.assemble("    ", bar, (kinds, "dim")))
-    if math.isfinite(capacity) and (largest := largest_text(plan)):
-        out.append(Text(f"    {largest}", style="dim"))
-    if padding := padding_text(plan):
-        out.append(Text(f"    {padding}"))
-    if host := host_text(plan):
-        out.append(Text(f"    host: {host}"))
+    of, bar, largest = "", Text(), ""
+    if chip is not None:
+        capacity = chip.per_device().hbm
+        of, largest = f" of the {format_memory(capacity)} of {with_article(chip.name)}", largest_text(plan)
+        bar = Text.assemble(memory_bar(memory.peak, capacity), "  ")
+    need = f"each device needs {format_memory(memory.peak)}"
+    out = [Text.assemble((need, "bold"), f"{of} at the peak{at}"), Text.assemble("    ", bar, (kinds, "dim"))]
+    host = host_text(plan)
+    details = ((largest, "dim"), (padding_text(plan), ""), (host and f"host: {host}", ""))
+    out += [Text(f"    {line}", style=style) for line, style in details if line]
     if time is not None and chip is not None:
-        bound = "at least" if plan.uncounted_loops else "about"
-        out.append(Text.assemble(
-            ("a step takes ", "bold"), (f"{bound} {format_seconds(time.seconds)}", "bold"),
-            f" on {chip.name}: {time_bounds(time)}; {100 * time.mfu:.0f} % of the peak FLOP/s",
-        ))  # fmt: skip
+        takes = f"a step takes {'at least' if plan.uncounted_loops else 'about'} {format_seconds(time.seconds)}"
+        on = f" on {chip.name}: {time_bounds(time)}; {100 * time.mfu:.0f} % of the peak FLOP/s"
+        out.append(Text.assemble((takes, "bold"), on))
         details = (time.bottleneck, blocking_collectives(plan), calibration_text(plan))
         out += [Text(f"    {line}", style="dim") for line in details if line]
     if decoding := decoding_of(plan):
@@ -197,7 +179,7 @@ def memory_bar(peak: float, capacity: float) -> Text:
     return Text.assemble("[", ("█" * filled, style), (empty, "dim"), "]", (f" {100 * peak / capacity:.0f} %", style))
 
 
-def _collectives(plan: Plan, styles: AxisStyles) -> Any:
+def _collectives(plan: Plan, colours: AxisColours) -> Any:
     """The collectives, in the order of :func:`collective_groups`, each with its cause on the lines below."""
     groups = collective_groups(plan.collectives)
     if not groups:
@@ -217,16 +199,16 @@ def _collectives(plan: Plan, styles: AxisStyles) -> Any:
     took = f", in {format_seconds(every.seconds)}" if timed else ""
     at_least = "at least " * bool(plan.uncounted_loops)
     lines: list[Any] = [Text(f"each device sends {at_least}{format_bytes(every.bytes)} a step{took}", style="bold")]
-    for i, (op, axes, total, calls, each, seconds, dims) in enumerate(table):
-        numbers = [(total, 2), (calls, 3), (each, 4)] + [(seconds, 5)] * timed
-        cells = "".join(f"  {text:>{widths[k]}}" for text, k in numbers)
-        over = styles.axes(axes.split("+")) if 1 <= i <= len(shown) else Text(axes)
+    for i, (op, axes, *numbers, dims) in enumerate(table):
+        cells = "".join(f"  {text:>{n}}" for text, n in zip(numbers[: 3 + timed], widths[2:], strict=False))
+        group = shown[i - 1] if 1 <= i <= len(shown) else None
+        over = Text(axes) if group is None else colours.axes(group.first.axes).terminal
         line = Text.assemble(f"{op:<{widths[0]}}  ", over, " " * (widths[1] - len(axes)), f"{cells}  {dims}")
-        if not 1 <= i <= len(shown):
-            line.stylize("dim")
         lines.append(line)
-        if 1 <= i <= len(shown):
-            lines.append(Padding(Text(shown[i - 1].first.explanation, style="dim"), (0, 0, 0, 4)))
+        if group is None:
+            line.stylize("dim")
+        else:
+            lines.append(Padding(Text(group.first.explanation, style="dim"), (0, 0, 0, 4)))
     return Group(*lines)
 
 
@@ -236,18 +218,17 @@ def overlaps(plan: Plan, every: bool = False) -> list[Text]:
     If no pair is a ring or a fused kernel: one line with the most frequent reason, unless ``every``; none if the chip is not known.
     """
     gains = [o.gain for o in plan.overlaps if o.gain is not None]
-    rings, kernels = (sum(o.choice == c for o in plan.overlaps) for c in ("ring", "pallas"))
-    chosen = rings + kernels
-    as_what = (
-        f"{rings} rings, {kernels} fused kernels" if rings and kernels else "fused kernels" if kernels else "rings"
-    )
+    names = {"ring": "rings", "pallas": "fused kernels"}
+    counts = Counter(names[o.choice] for o in plan.overlaps if o.choice in names)
+    chosen = counts.total()
+    as_what = ", ".join(f"{n} {name}" for name, n in counts.items()) if len(counts) > 1 else next(iter(counts), "rings")
     if not chosen and not every and plan.chip is None and plan.overlap == "auto":
         return []  # nothing is timed, and no pair was asked to be a ring
     head = f"{chosen} of {len(plan.overlaps)} matmul–collective pairs are lowered as {as_what} (overlap={plan.overlap})"
     if not chosen and not every:
         reasons = Counter(o.reason.split(";")[0] for o in plan.overlaps)
         return [Text.assemble((head, "bold"), f": {reasons.most_common(1)[0][0]}")]
-    styles = AxisStyles(plan.sizes)
+    colours = AxisColours(plan.sizes)
     out = [Text(head + (f", which saves {format_seconds(sum(gains))}" if chosen and gains else ""), style="bold")]
 
     def gain_of(group: list[Overlap]) -> float:
@@ -255,12 +236,13 @@ def overlaps(plan: Plan, every: bool = False) -> list[Text]:
 
     groups = grouped(plan.overlaps, lambda o: (o.kind, o.axes, o.choice, o.reason))
     for group in sorted(groups, key=lambda g: -gain_of(g))[:MAX_COLLECTIVE_ROWS]:
-        o, counts = group[0], [o.count for o in group]
-        calls = "?" if None in counts else sum(counts)
+        o, runs = group[0], [o.count for o in group]
+        calls = "?" if None in runs else sum(runs)
         pair = "all-gather → matmuls" if o.kind == "gather" else "matmuls → reduce-scatter"
         saved = f"  saves {format_seconds(gain_of(group))}" if gain_of(group) and o.choice != "xla" else ""
-        out.append(Text.assemble((f"{o.choice:<6}  ", "" if o.choice != "xla" else "dim"), styles.axes(o.axes),
-                                 f"  {calls} × {pair}{saved}: {o.reason}"))  # fmt: skip
+        choice = Text(f"{o.choice:<6}  ", "dim" if o.choice == "xla" else "")
+        what = f"  {calls} × {pair}{saved}: {o.reason}"
+        out.append(Text.assemble(choice, colours.axes(o.axes).terminal, what))
     return out
 
 

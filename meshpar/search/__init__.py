@@ -2,7 +2,7 @@
 
 from .descent import search
 from .policy import SearchPolicy
-from .result import Objective, Search
-from .row import Row
+from .result import Search
+from .row import Objective, Row
 
 __all__ = ["Objective", "Row", "Search", "SearchPolicy", "search"]

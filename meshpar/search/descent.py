@@ -13,31 +13,27 @@ fork of a process in which JAX has threads may deadlock.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ..compat.jax import without_gc
 from ..errors import MeshError, UnsupportedError
-from ..hardware.topology import Topology, parse_topology
+from ..hardware.topology import parse_topology
 from ..layout import Layout
 from ..mesh import planned_mesh
 from ..plan_api import Plan
 from ..program.pipeline import SCHEDULES
 from .bounds import matmul_seconds
-from .evaluation import Evaluation, LimitReached, OutOfPatience
+from .evaluation import Evaluation, LimitReached, OutOfPatience, Settings
 from .policy import POLICY
-from .result import CONVERGED, Objective, Search, quiet
-from .row import Row
+from .result import CONVERGED, Search, quiet
+from .row import Objective, Row
 from .selection import search_result
 from .space import Dim, Point, Sizes, Space, meshes
-from .stages import STAGE, LayerStack, StagedSpace, staged_meshes, verdict
-
-Cost = tuple[float, float]
-"""Step time and peak: they identify candidates whose axes differ only in name."""
+from .stages import STAGE, LayerStack, staged_meshes, staged_schemes, staged_space, verdict
 
 
 def search(
@@ -56,12 +52,10 @@ def search(
     """
     where = parse_topology(topology)
     _check(objective, memory_fraction, max_plans)
-    candidates = meshes(where.devices, where.slices, max_axes)
-    if mesh is not None:
-        candidates = [tuple(dict(planned_mesh(mesh, topology).shape).items())]
+    candidates = meshes(where.devices, where.slices, max_axes) if mesh is None else [_sizes(mesh, topology)]
     fixed = Layout(fixed)
     fixed_axes = {a for r in fixed.rules for a in r.axes}
-    keep_axes = {a for sizes in candidates for a, _ in sizes} if mesh is not None else {"slice", *fixed_axes}
+    keep_axes = {"slice", *fixed_axes} if mesh is None else {a for a, _ in candidates[0]}
     candidates = [sizes for sizes in candidates if fixed_axes <= {a for a, _ in sizes}]
     if not candidates:
         raise MeshError(
@@ -69,109 +63,101 @@ def search(
             fixes=["call the axes data, model, third (slice: over several slices)", "or give the mesh: mesh='…'"],
         )  # fmt: skip
     unsharded = forbid.replace(",", " ").split() if isinstance(forbid, str) else forbid
-    options = _StageOptions(fixed, tuple(unsharded), mesh, where, max_axes)
-    counts = {name: options.counts(base) for name, base in bases.items()}
+    settings = Settings(
+        topology,
+        objective,
+        memory_fraction,
+        fixed,
+        tuple(unsharded),
+        mesh,
+        max_axes,
+        max_plans,
+        frozenset({STAGE, *keep_axes}),
+        tell,
+    )
+    counts = {name: _stage_counts(base, settings) for name, base in bases.items()}
     start, share = time.monotonic(), 1 - POLICY.stage_plans_fraction * any(counts.values())
     deadline = None if time_limit is None else start + share * time_limit
     searched = [
-        (
-            Evaluation(
-                name, base, topology, objective, memory_fraction, math.ceil((share if counts[name] else 1) * max_plans),
-                deadline, tell, keep_axes,
-            ),
-            Space.of(base.program, fixed, unsharded),
+        Evaluation(
+            settings, name, base, Space.of(base.program, candidates, fixed, unsharded),
+            math.ceil((share if counts[name] else 1) * max_plans), deadline,
         )
         for name, base in bases.items()
     ]  # fmt: skip
-    ended, refused, limited = CONVERGED, list[str](), list[tuple[Evaluation, Space]]()
+    ended, refused, limited, staged, text = CONVERGED, list[str](), list[Evaluation](), list[Evaluation](), ""
     interrupt: KeyboardInterrupt | None = None
 
-    def explore(evaluation: Evaluation, space: Space) -> None:
+    def explore(evaluation: Evaluation) -> None:
         """Plan the layouts of the user's own and the known schemes, and descend from them."""
         for text in layouts:
-            refused.extend(_plan_user_layout(evaluation, Layout(text), candidates))
-        _plan_schemes(evaluation, space, candidates)
+            refused.extend(_plan_user_layout(evaluation, Layout(text)))
+        _plan_schemes(evaluation)
         if evaluation.rows:
-            _descend(evaluation, space, candidates)
+            _descend(evaluation)
 
     with quiet(), without_gc():
-        for evaluation, space in searched:
+        for evaluation in searched:
             try:
-                explore(evaluation, space)
+                explore(evaluation)
             except LimitReached as limit:
-                ended = _limit_text(limit, max_plans)
-                limited.append((evaluation, space))
+                ended = str(limit)
+                limited.append(evaluation)
             except KeyboardInterrupt as e:
                 ended, interrupt = "interrupted", e
                 break
-        searched = [(evaluation, space) for evaluation, space in searched if evaluation.rows] or searched
-        if not searched[0][0].rows:
-            raise interrupt or next(iter(searched[0][0].errors.values()))
-        staged, text = list[tuple[Evaluation, Space]](), ""
+        searched = [evaluation for evaluation in searched if evaluation.rows] or searched
+        if not searched[0].rows:
+            raise interrupt or searched[0].errors[0]
         if interrupt is None:
-            keep_axes = {STAGE, *keep_axes}
-            for evaluation, _ in searched:
+            for evaluation in searched:
                 evaluation.max_plans, evaluation.deadline = max_plans, start + time_limit if time_limit else None
             try:
-                for evaluation, _ in searched:
-                    _search_stages(evaluation, options, counts[evaluation.variant], keep_axes, staged)
-                for evaluation, space in limited if share < 1 else ():  # with the plans and the time that stages left
-                    evaluation.max_plans -= sum(e.planned for e, _ in staged if e.variant == evaluation.variant)
+                for evaluation in searched:
+                    _search_stages(evaluation, counts[evaluation.variant], staged)
+                for evaluation in limited if share < 1 else ():  # with the plans and the time that stages left
+                    evaluation.max_plans -= sum(e.planned for e in staged if e.variant == evaluation.variant)
                     evaluation.last_gain = None
-                    explore(evaluation, space)
+                    explore(evaluation)
                     ended = CONVERGED
             except LimitReached as limit:
-                ended = _limit_text(limit, max_plans)
+                ended = str(limit)
             except KeyboardInterrupt:
                 ended = "interrupted"
             text = _verdict(searched, staged, sorted({k for left in counts.values() for k in left}), ended)
-        return search_result(
-            [*searched, *(pair for pair in staged if pair[0].rows)],
-            ended,
-            memory_fraction,
-            verify,
-            compiled,
-            list(dict.fromkeys(refused)),
-            keep_axes,
-            text,
-        )
+        evaluations = [*searched, *(e for e in staged if e.rows)]
+        return search_result(evaluations, ended, verify, compiled, list(dict.fromkeys(refused)), text)
 
 
-@dataclass(frozen=True)
-class _StageOptions:
-    """The options of a search that its layouts with stages have as well: see :func:`search`."""
-
-    fixed: Layout
-    forbid: tuple[str, ...]
-    mesh: str | None
-    where: Topology
-    max_axes: int
-
-    def meshes(self, stages: int) -> list[Sizes]:
-        """The candidate meshes with an axis of so many stages; of a mesh of the user's, it, if its axis ``stage`` has this size."""
-        if self.mesh is not None:
-            sizes = tuple(dict(planned_mesh(self.mesh, str(self.where)).shape).items())
-            return [sizes] if dict(sizes).get(STAGE) == stages else []
-        return staged_meshes(stages, self.where.devices, self.where.slices, min(2, self.max_axes))
-
-    def counts(self, base: Plan) -> dict[int, float]:
-        """Number of stages → lower bound of the step, for the numbers to search, the smallest bound first; empty: none."""
-        stack, chip, devices = LayerStack.of(base.program), base.chip, self.where.devices
-        given = {rule.dim for rule in self.fixed.rules if rule.scope is None}
-        if stack is None or chip is None or not given.union(self.forbid).isdisjoint(stack.dims):
-            return {}
-        bounds = {
-            k: matmul_seconds(base.program.traced, chip, stack.ops, stack.slowdown(k)) / devices
-            for k in stack.stage_counts(devices)
-            if self.meshes(k)
-        }
-        return dict(sorted(bounds.items(), key=lambda item: (item[1], item[0]))[: POLICY.max_stage_counts])
+def _sizes(mesh: str, topology: str) -> Sizes:
+    """The axes of a mesh of the user's over a topology, with their sizes."""
+    return tuple(dict(planned_mesh(mesh, topology).shape).items())
 
 
-def _search_stages(
-    evaluation: Evaluation, options: _StageOptions, counts: dict[int, float], keep_axes: set[str],
-    staged: list[tuple[Evaluation, Space]],
-) -> None:  # fmt: skip
+def _staged_meshes(settings: Settings, stages: int) -> list[Sizes]:
+    """The candidate meshes with an axis of so many stages; of a mesh of the user's, it, if its axis ``stage`` has this size."""
+    if settings.mesh is not None:
+        sizes = _sizes(settings.mesh, settings.topology)
+        return [sizes] if dict(sizes).get(STAGE) == stages else []
+    where = parse_topology(settings.topology)
+    return staged_meshes(stages, where.devices, where.slices, min(2, settings.max_axes))
+
+
+def _stage_counts(base: Plan, settings: Settings) -> dict[int, float]:
+    """Number of stages → lower bound of the step, for the numbers to search, the smallest bound first; empty: none."""
+    stack, chip, devices = LayerStack.of(base.program), base.chip, parse_topology(settings.topology).devices
+    given = {rule.dim for rule in settings.fixed.rules if rule.scope is None}
+    if stack is None or chip is None or not given.union(settings.forbid).isdisjoint(stack.dims):
+        return {}
+    bounds = {
+        k: matmul_seconds(base.program.traced, chip, stack.ops, stack.slowdown(k)) / devices
+        for k in stack.stage_counts(devices)
+        if _staged_meshes(settings, k)
+    }
+    return dict(sorted(bounds.items(), key=lambda item: (item[1], item[0]))[: POLICY.max_stage_counts])
+
+
+def _search_stages(evaluation: Evaluation, counts: dict[int, float], staged: list[Evaluation]) -> None:
     """Search the layouts of a program with stages, after those without; evaluations with rows are appended to ``staged``.
 
     Numbers of stages are tried in the order of the lower bounds of their steps, until none may be better than the best candidate;
@@ -179,56 +165,56 @@ def _search_stages(
     are gathered once a step, and several rounds are planned as well.
 
     Args:
-      counts: of :meth:`_StageOptions.counts`; the numbers that were tried, or need not be, are removed.
+      counts: of :func:`_stage_counts`; the numbers that were tried, or need not be, are removed.
 
     Raises:
       LimitReached: the limit of plans or of time is reached.
     """
-    stack, left = LayerStack.of(evaluation.program), evaluation.max_plans - evaluation.planned
-    best, own = evaluation.best, list[tuple[Evaluation, StagedSpace]]()
-    for k, bound in [*counts.items()]:
+    stack, settings = LayerStack.of(evaluation.space.program), evaluation.settings
+    best, own = evaluation.best, list[Evaluation]()
+
+    def staged_evaluation(base: Plan, among: Sequence[Sizes], rounds: int = 1) -> Evaluation | None:
+        """The evaluation of the layouts on meshes with stages, without candidates; None: the layers cannot be stages."""
         assert stack is not None
-        if own and best.fits and evaluation.objective == "time" and bound >= best.seconds:
+        space = staged_space(base, stack, settings, among, rounds)
+        left = evaluation.max_plans - evaluation.planned - sum(e.planned for e in own)
+        return space and Evaluation(settings, evaluation.variant, base, space, left, evaluation.deadline, best)
+
+    for k, bound in [*counts.items()]:
+        if own and best.fits and settings.objective == "time" and bound >= best.seconds:
             counts.clear()
             break
-        of = StagedSpace.of(
-            evaluation.base, stack, evaluation.topology, options.fixed, options.forbid, options.meshes(k)
-        )
-        if of is None:
+        tried = staged_evaluation(evaluation.base, _staged_meshes(settings, k))
+        if tried is None:
             del counts[k]
             continue
-        other = _staged_evaluation(evaluation, of, left - sum(e.planned for e, _ in own), keep_axes, best)
         try:
-            schemes = {point: other.lower_bound(point) for point in of.schemes()}
-            for point in sorted(schemes, key=lambda p: other.rank(schemes[p])):
-                other.plan_scheme(point)
+            schemes = {point: tried.lower_bound(point) for point in staged_schemes(tried.space)}
+            for point in sorted(schemes, key=lambda p: settings.rank(schemes[p])):
+                tried.plan_scheme(point)
             del counts[k]
         finally:
-            if other.rows:
-                own.append((other, of))
-                staged.append((other, of.space))
-                best = min(best, other.best, key=other.rank)
+            if tried.rows:
+                own.append(tried)
+                staged.append(tried)
+                best = min(best, tried.best, key=settings.rank)
     if not own or stack is None:
         return
-    other, of = min(own, key=lambda pair: min(map(pair[0].rank, pair[0].rows.values())))
+    other = min(own, key=lambda e: min(map(e.rank, e.rows.values())))
     row = other.best
     if row.fits < best.fits or (row.fits == best.fits and row.seconds > POLICY.max_stage_ratio * best.seconds):
         return
-    other.patience = POLICY.stage_patience
-    with contextlib.suppress(OutOfPatience):
-        shared = [dim for dim in of.space.dims if dim[1] is None]
-        _descend_from(other, of.space, of.meshes, other.best_point, shared, set())
+    _descend_from(other, other.best_point, other.space.shared, set(), POLICY.stage_patience)
 
     def better(base: Plan, rounds: int) -> Evaluation | None:
         """The evaluation of the best candidate in so many rounds, with the options of ``base``; None: it is no better."""
-        start, left = other.best_point, evaluation.max_plans - evaluation.planned - sum(e.planned for e, _ in own)
-        more = StagedSpace.of(base, stack, evaluation.topology, options.fixed, options.forbid, [start.sizes], rounds)
-        if more is None:
+        start = other.best_point
+        again = staged_evaluation(base, [start.sizes], rounds)
+        if again is None:
             return None
-        again = _staged_evaluation(evaluation, more, left, keep_axes, best, base)
-        own.append((again, more))
-        staged.append((again, more.space))
-        again.plan(replace(start, rules=(*more.space.fixed, *start.rules[len(more.space.fixed) :])))
+        own.append(again)
+        staged.append(again)
+        again.plan(replace(start, rules=(*again.space.fixed, *other.space.free(start))))
         return again if again.rows and other.is_gain(again.best, other.best) else None
 
     for changes in [{"gather": "step"}, *({"schedule": name} for name in SCHEDULES)]:
@@ -242,30 +228,12 @@ def _search_stages(
         other = again
 
 
-def _staged_evaluation(
-    evaluation: Evaluation, of: StagedSpace, max_plans: int, keep_axes: set[str], best: Row, base: Plan | None = None
-) -> Evaluation:
-    """The evaluation of layouts with stages of a program, without candidates; ``base``: with other options of pipelines."""
-    return Evaluation(
-        evaluation.variant, base or evaluation.base, evaluation.topology, evaluation.objective, evaluation.memory_fraction,
-        max_plans, evaluation.deadline, evaluation.progress, keep_axes, of.program, best,
-    )  # fmt: skip
-
-
-def _limit_text(limit: LimitReached, max_plans: int) -> str:
-    """Why a search ended, for the limit of one of its evaluations, which may have a part of the plans."""
-    return f"stopped at {max_plans} plans" if str(limit).endswith("plans") else str(limit)
-
-
-def _verdict(
-    searched: Sequence[tuple[Evaluation, Space]], staged: Sequence[tuple[Evaluation, Space]], untried: Sequence[int],
-    ended: str,
-) -> str:  # fmt: skip
+def _verdict(searched: Sequence[Evaluation], staged: Sequence[Evaluation], untried: Sequence[int], ended: str) -> str:
     """Whether stages pay, and the numbers of stages that were not tried because the search ended, as text; "" without either."""
     texts = []
-    if any(e.rows for e, _ in staged):
-        rank = searched[0][0].rank
-        without, best = (min((row for e, _ in of for row in e.rows.values()), key=rank) for of in (searched, staged))
+    if any(e.rows for e in staged):
+        rank = searched[0].rank
+        without, best = (min((row for e in of for row in e.rows.values()), key=rank) for of in (searched, staged))
         texts.append(verdict(without, best))
     if untried:
         counts = " or ".join(map(str, untried))
@@ -276,22 +244,21 @@ def _verdict(
 def _check(objective: str, memory_fraction: float, max_plans: int) -> None:
     """Raise UnsupportedError for options outside their range."""
     if objective not in ("time", "memory"):
-        raise UnsupportedError(
-            f"objective={objective!r}: it is 'time' or 'memory'",
-            fixes=['objective="time": the shortest step; objective="memory": the smallest peak'],
+        text = f"objective={objective!r}: it is 'time' or 'memory'"
+        fix = 'objective="time": the shortest step; objective="memory": the smallest peak'
+    elif not 0 < memory_fraction <= 1:
+        text = (
+            f"memory_fraction={memory_fraction!r}: the fraction of the memory that may be used is above 0 and at most 1"
         )
-    if not 0 < memory_fraction <= 1:
-        raise UnsupportedError(
-            f"memory_fraction={memory_fraction!r}: the fraction of the memory that may be used is above 0 and at most 1",
-            fixes=["memory_fraction=0.85"],
-        )
-    if max_plans < 1:
-        raise UnsupportedError(
-            f"max_plans={max_plans!r}: a search plans at least one candidate", fixes=["max_plans=400"]
-        )
+        fix = "memory_fraction=0.85"
+    elif max_plans < 1:
+        text, fix = f"max_plans={max_plans!r}: a search plans at least one candidate", "max_plans=400"
+    else:
+        return
+    raise UnsupportedError(text, fixes=[fix])
 
 
-def _plan_user_layout(evaluation: Evaluation, layout: Layout, candidates: Sequence[Sizes]) -> list[str]:
+def _plan_user_layout(evaluation: Evaluation, layout: Layout) -> list[str]:
     """Plan a layout of the user's own on the meshes with exactly its axes; returns a message if none of them has a plan.
 
     Raises:
@@ -302,22 +269,22 @@ def _plan_user_layout(evaluation: Evaluation, layout: Layout, candidates: Sequen
             f"{layout!r}: a search reads rules in order", fixes=["give its text", "or plan it by itself with mp.plan"]
         )
     axes = {a for r in layout.rules for a in r.axes}
-    points = [Point(sizes, layout.rules) for sizes in candidates if {a for a, _ in sizes} == axes]
+    points = [Point(sizes, layout.rules) for sizes in evaluation.space.meshes if {a for a, _ in sizes} == axes]
     evaluation.names.update(dict.fromkeys(points, "yours"))
     rows = [evaluation.plan(p) for p in points]
     if any(rows):
         return []
-    why = str(evaluation.errors[points[0]]).splitlines()[0] if points else "no candidate mesh has exactly its axes"
+    why = str(evaluation.error_of(points[0])).splitlines()[0] if points else "no candidate mesh has exactly its axes"
     return [f"`{layout}` could not be planned: {why}"]
 
 
-def _plan_schemes(evaluation: Evaluation, space: Space, candidates: Sequence[Sizes]) -> None:
+def _plan_schemes(evaluation: Evaluation) -> None:
     """Plan the known schemes on the meshes with as many axes, the better ones also with axes swapped.
 
     If none of them has a plan, the fixed rules alone.
     """
-    bounds: dict[Point, Row] = {}
-    for sizes in candidates:
+    space, bounds = evaluation.space, dict[Point, Row]()
+    for sizes in space.meshes:
         for name, point in space.presets(sizes):
             evaluation.names.setdefault(point, name.replace("_", " "))
             bounds[point] = evaluation.lower_bound(point)
@@ -328,48 +295,41 @@ def _plan_schemes(evaluation: Evaluation, space: Space, candidates: Sequence[Siz
             if same not in evaluation.rows or evaluation.is_near_best(evaluation.rows[same]):
                 evaluation.plan_scheme(other)
     if not evaluation.rows:
-        evaluation.plan(space.point(candidates[0], ()))
+        evaluation.plan(space.point(space.meshes[0], ()))
 
 
-def _descend(evaluation: Evaluation, space: Space, candidates: Sequence[Sizes]) -> None:
+def _descend(evaluation: Evaluation) -> None:
     """Descend from the shortest schemes that do not fit, from the best that fit, and from the best candidate of these descents.
 
     The descent from the best candidate also has separate rules for parameters and optimizer state. A last one starts from the
     candidate with the fewest rules that ties with the best.
     """
-    rows = evaluation.rows
-    shared = [dim for dim in space.dims if dim[1] is None]
-    started, visited, starts = set[Cost](), set[Cost](), list[Point]()
+    rows, shared = evaluation.rows, evaluation.space.shared
+    started, visited, starts = set[tuple[float, float]](), set[tuple[float, float]](), list[Point]()
     for start in _starts(evaluation):
-        row, best = rows[start], min(rows.values(), key=evaluation.rank)
+        row, best = rows[start], evaluation.best
         if evaluation.is_near_best(row) and (row.fits or not best.fits or row.seconds < best.seconds):
-            started.add((row.seconds, row.peak))
+            started.add(row.cost)
             starts.append(start)
-            with contextlib.suppress(OutOfPatience):
-                _descend_from(evaluation, space, candidates, start, shared, visited)
-    _descend_from_ties(evaluation, space, candidates, shared, starts)
-    for dims in (shared, [*(dim for dim in space.dims if dim[1] is not None), *shared]):
-        fits, metric, _ = min(map(evaluation.rank, rows.values()))
-        best = [p for p in rows if evaluation.rank(rows[p])[:2] <= (fits, (1 + POLICY.min_gain_fraction) * metric)]
+            _descend_from(evaluation, start, shared, visited)
+    _descend_from_ties(evaluation, starts)
+    scoped = [dim for dim in evaluation.space.dims if dim[1] is not None]
+    for dims in (shared, [*scoped, *shared]):
+        best = evaluation.ties(POLICY.min_gain_fraction)
         # of equally good meshes the one with two axes: one axis leaves little to vary, three are two that are divided further
         start = min(best, key=lambda p: (abs(len(p.sizes) - 2), evaluation.rank(rows[p]), p.layout))
-        if dims is shared and (rows[start].seconds, rows[start].peak) in started:
+        if dims is shared and rows[start].cost in started:
             continue
-        started.add((rows[start].seconds, rows[start].peak))
-        with contextlib.suppress(OutOfPatience):
-            _descend_from(evaluation, space, candidates, start, dims, set())
+        started.add(rows[start].cost)
+        _descend_from(evaluation, start, dims, set())
     # of the candidates that tie with the best, the one with the fewest rules: the result prefers it
-    fits, metric, _ = min(map(evaluation.rank, rows.values()))
-    ties = [p for p in rows if evaluation.rank(rows[p])[:2] <= (fits, (1 + POLICY.tie_fraction) * metric)]
+    ties = evaluation.ties(POLICY.tie_fraction)
     start = min(ties, key=lambda p: (len(p.rules), evaluation.rank(rows[p]), p.layout))
-    if (rows[start].seconds, rows[start].peak) not in started:
-        with contextlib.suppress(OutOfPatience):
-            _descend_from(evaluation, space, candidates, start, shared, set())
+    if rows[start].cost not in started:
+        _descend_from(evaluation, start, shared, set())
 
 
-def _descend_from_ties(
-    evaluation: Evaluation, space: Space, candidates: Sequence[Sizes], dims: Sequence[Dim], starts: Sequence[Point]
-) -> None:
+def _descend_from_ties(evaluation: Evaluation, starts: Sequence[Point]) -> None:
     """Descend from candidates that are as good as the best, and shard other dims or have more axes.
 
     A descent takes gains only. It cannot pass through a candidate that is no better, from which others are: with `expert` sharded
@@ -378,23 +338,22 @@ def _descend_from_ties(
     rows = evaluation.rows
 
     def same_plan(point: Point) -> tuple[Any, ...]:
-        return rows[point].seconds, rows[point].peak, len(point.sizes)
+        return rows[point].cost, len(point.sizes)
 
     def dims_of(point: Point) -> frozenset[str]:
         return frozenset(rule.dim for rule in point.rules)
 
     plans, kinds = {same_plan(p) for p in starts}, {dims_of(p) for p in starts}
     for _ in range(POLICY.max_ties):
-        fits, metric, _ = evaluation.rank(evaluation.best)
-        ties = [p for p in rows if evaluation.rank(rows[p])[:2] <= (fits, (1 + POLICY.tie_fraction) * metric)]
+        ties = evaluation.ties(POLICY.tie_fraction)
         others = [p for p in ties if same_plan(p) not in plans and (dims_of(p) not in kinds or len(p.sizes) > 2)]
         if not others:
             return
         start = min(others, key=lambda p: (dims_of(p) in kinds, evaluation.rank(rows[p]), p.layout))
         plans.add(same_plan(start))
         kinds.add(dims_of(start))
-        with contextlib.suppress(OutOfPatience), evaluation.with_patience(POLICY.tie_patience):
-            _descend_from(evaluation, space, candidates, start, dims, set())
+        patience = min(evaluation.patience, POLICY.tie_patience)
+        _descend_from(evaluation, start, evaluation.space.shared, set(), patience)
 
 
 def _starts(evaluation: Evaluation) -> list[Point]:
@@ -404,33 +363,36 @@ def _starts(evaluation: Evaluation) -> list[Point]:
     best_on: dict[tuple[int, ...], Point] = {}
     for point in ranked:
         best_on.setdefault(tuple(sorted(n for _, n in point.sizes)), point)
-    distinct: dict[Cost, Point] = {}
+    distinct: dict[tuple[float, float], Point] = {}
     for point in best_on.values():  # of candidates with equal cost the one whose mesh is closest to two axes
-        cost = rows[point].seconds, rows[point].peak
+        cost = rows[point].cost
         distinct[cost] = min(distinct.get(cost, point), point, key=lambda p: abs(len(p.sizes) - 2))
     best = rows[ranked[0]]
     large = [p for p in rows if not rows[p].fits and rows[p].seconds < best.seconds and best.fits]
-    large.sort(key=lambda p: (rows[p].seconds, rows[p].peak))
+    large.sort(key=lambda p: rows[p].cost)
     return list(dict.fromkeys([*large[: POLICY.max_starts], *list(distinct.values())[: POLICY.max_starts]]))
 
 
 def _descend_from(
-    evaluation: Evaluation, space: Space, candidates: Sequence[Sizes], at: Point, dims: Sequence[Dim], visited: set[Cost],
-) -> None:  # fmt: skip
-    """Descend from a candidate: other meshes, each of the dims, then dims with the same axes together, until nothing changes.
+    evaluation: Evaluation,
+    at: Point,
+    dims: Sequence[Dim],
+    visited: set[tuple[float, float]],
+    patience: int | None = None,
+) -> None:
+    """Descend from a candidate: other meshes, each of the dims, then dims with the same axes together, until nothing changes, or
+    nothing was gained for long.
 
     Args:
       visited: costs at which other descents were; this one stops at such a cost, and adds its own.
-
-    Raises:
-      OutOfPatience: nothing was gained for long.
+      patience: number of plans without a gain after which it ends; default: that of the evaluation.
     """
-    evaluation.start_descent(at)
-    own = set[Cost]()
+    evaluation.start_descent(at, patience)
+    space, own = evaluation.space, set[tuple[float, float]]()
 
     def is_new(at: Point) -> bool:
         """Whether no other descent was at this cost; a start may be at one."""
-        cost = evaluation.rows[at].seconds, evaluation.rows[at].peak
+        cost = evaluation.rows[at].cost
         new = not own or cost in own or cost not in visited
         own.add(cost)
         return new
@@ -442,12 +404,14 @@ def _descend_from(
             if not evaluation.rows[at].fits:  # the single change, of any dim, that reduces the peak most
                 every = (move for dim in space.dims for move in space.neighbours(at, dim, evaluation.rejected(at)))
                 at = evaluation.best_neighbour(at, every)
-            at = evaluation.best_neighbour(at, ((("mesh", p), p) for p in space.other_meshes(at, candidates)))
+            at = evaluation.best_neighbour(at, ((("mesh", p), p) for p in space.other_meshes(at)))
             if not is_new(at):
                 return
             for dim in dims:
                 at = evaluation.best_neighbour(at, space.neighbours(at, dim, evaluation.rejected(at)))
             at = evaluation.best_neighbour(at, space.together(at))
             at = evaluation.best_neighbour(at, space.exchanged(at))
+    except OutOfPatience:
+        pass
     finally:
         visited |= own

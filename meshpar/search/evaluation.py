@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..cost.caching import free_caches
@@ -19,14 +18,11 @@ from ..passes import plan_without_passes, with_passes
 from ..plan.assignment import AxisAssignment
 from ..plan.collective_records import TooLong
 from ..plan_api import Plan
-from ..program.ir import Program
 from ..units import format_memory, format_seconds
 from .bounds import Breakdown, LowerBound, lower_bounds
-from .naming import renamed
 from .policy import POLICY
-from .result import Objective
-from .row import Row
-from .space import Move, Point, Sizes, as_layout
+from .row import Objective, Row
+from .space import Move, Point, Sizes, Space, as_layout, renamed
 
 
 class LimitReached(Exception):
@@ -41,64 +37,91 @@ class _NoGain(Exception):
     """By its communication a candidate is expected to be no better than its parent."""
 
 
+@dataclass(frozen=True)
+class Settings:
+    """The options of a search that all its evaluations have.
+
+    Attributes:
+      topology: ``"v5p:8x8x8"``.
+      memory_fraction: fraction of a device's memory that a peak may use.
+      fixed: rules with which every layout starts.
+      forbid: dims that are not sharded.
+      mesh: the only mesh, as text; None: all meshes of the topology with at most ``max_axes`` axes.
+      max_plans: the largest number of plans of the search; an evaluation may have a part of them.
+      keep_axes: axes whose names the caller gave, which results do not rename.
+      progress: receives progress texts.
+    """
+
+    topology: str
+    objective: Objective = "time"
+    memory_fraction: float = 0.85
+    fixed: Layout = field(default_factory=lambda: Layout(""))
+    forbid: tuple[str, ...] = ()
+    mesh: str | None = None
+    max_axes: int = 3
+    max_plans: int = 400
+    keep_axes: frozenset[str] = frozenset()
+    progress: Callable[[str], None] = lambda text: None
+
+    def rank(self, row: Row) -> tuple[Any, ...]:
+        """Sort key of a candidate, best first: candidates that fit, by the objective; then the others, by their peak."""
+        if not row.fits:
+            return (1, row.peak, row.seconds)
+        return (0, row.seconds, row.peak) if self.objective == "time" else (0, row.peak, row.seconds)
+
+
 class Evaluation:
     """The evaluated candidates of one program. Candidates with equal assignments of axes share one plan.
 
     Attributes:
       base: a plan of the program, from which candidates are replanned.
-      program: the program that candidates with pipelines are planned as: rewritten for their stages.
       variant: the name of the program.
+      space: the candidates; its program is rewritten for their stages if they have pipelines.
+      max_plans: the largest number of plans.
+      deadline: ``time.monotonic()`` after which no plan is begun; None: no limit.
       usable: bytes of a device that a peak may take.
       patience: number of plans without a gain after which a descent ends.
       rows: the candidates that were planned.
       names: names of known schemes and of the user's layouts.
-      errors: the candidates that have no plan.
-      abandoned: candidates whose planning stopped early, because they communicate for too long.
-      near: candidates that were not planned to the end, because they are no better than their parent by a small margin.
       planned: number of plans.
       last_gain: (candidates, plans) tried when the descent had its last gain, or started; None outside a descent.
     """
 
     def __init__(
-        self, variant: str, base: Plan, topology: str, objective: Objective, memory_fraction: float, max_plans: int,
-        deadline: float | None, progress: Callable[[str], None], keep_axes: Collection[str] = (),
-        program: Program | None = None, rival: Row | None = None,
-    ):  # fmt: skip
+        self,
+        settings: Settings,
+        variant: str,
+        base: Plan,
+        space: Space,
+        max_plans: int,
+        deadline: float | None = None,
+        rival: Row | None = None,
+    ):
         """An evaluation without candidates.
 
         Args:
-          topology: ``"v5p:8x8x8"``.
-          memory_fraction: fraction of a device's memory that a peak may use.
-          max_plans: the largest number of plans.
-          deadline: ``time.monotonic()`` after which no plan is begun; None: no limit.
-          progress: receives progress texts.
-          keep_axes: axes that progress texts do not rename.
-          program: see the attribute; default: the program of ``base``.
           rival: the best candidate of another evaluation: candidates far from it are not planned.
         """
         assert base.chip is not None
-        self.variant, self.base, self.topology = variant, base, topology
-        self.program = base.program if program is None else program
-        self.objective: Objective = objective
-        self.memory_fraction = memory_fraction
-        self.max_plans, self.deadline, self.progress = max_plans, deadline, progress
-        self.usable = memory_fraction * base.chip.per_device().hbm
-        ops = sum(1 for _ in self.program.root.walk())
+        self.settings, self.variant, self.base, self.chip, self.space = settings, variant, base, base.chip, space
+        self.rank, self.objective = settings.rank, settings.objective
+        self.max_plans, self.deadline = max_plans, deadline
+        self.usable = settings.memory_fraction * base.chip.per_device().hbm
+        ops = sum(1 for _ in space.program.root.walk())
         self.patience = max(1, POLICY.patience_candidates * POLICY.patience_ops // max(POLICY.patience_ops, ops))
         self.rows: dict[Point, Row] = {}
         self.names: dict[Point, str] = {}
-        self.errors: dict[Point, MeshparError] = {}
-        self.abandoned: set[Point] = set()
-        self.near: set[Point] = set()
         self.planned = 0
         self.last_gain: tuple[int, int] | None = None
-        self._first_of: dict[Any, Point] = {}
+        self._patience = self.patience
+        # By the key of equivalent candidates: the row, the error, or None for one that communicates too long under any limit.
+        self._results: dict[Any, Row | MeshparError | None] = {}
         self._comm_seconds: dict[Any, float] = {}
         self._tried: set[Any] = set()
+        self._near: set[Point] = set()  # not planned to the end: no better than their parent by a small margin
         self._breakdowns: dict[Point, Breakdown | None] = {}
         self._last_assignment: tuple[Point, AxisAssignment] | None = None
         self._tori: dict[Sizes, Torus] = {}
-        self._keep_axes = keep_axes
         self._best: Row | None = rival
         self._best_point: Point | None = None
         self._best_of_descent: Row | None = None
@@ -116,11 +139,10 @@ class Evaluation:
         """The best candidate that was planned, as a point of the search."""
         return min(self.rows, key=lambda p: (self.rank(self.rows[p]), p.layout))
 
-    def rank(self, row: Row) -> tuple[Any, ...]:
-        """Sort key of a candidate, best first: candidates that fit, by the objective; then the others, by their peak."""
-        if not row.fits:
-            return (1, row.peak, row.seconds)
-        return (0, row.seconds, row.peak) if self.objective == "time" else (0, row.peak, row.seconds)
+    def ties(self, fraction: float) -> list[Point]:
+        """The candidates whose objective is at most by this fraction worse than the best one's, and that fit if it fits."""
+        fits, metric, _ = self.rank(self.best)
+        return [p for p, row in self.rows.items() if self.rank(row)[:2] <= (fits, (1 + fraction) * metric)]
 
     def is_near_best(self, row: Row) -> bool:
         """Whether its objective is at most ``POLICY.max_time_ratio`` times the best."""
@@ -145,23 +167,32 @@ class Evaluation:
         key = self._equivalence_key(other)
         if key == self._equivalence_key(one):
             return True
-        first, row = self.rows[one], self.rows.get(self._first_of.get(key, other))
-        if row is None:
-            try:
-                plan = self._plan_without_passes(other)
-            except MeshparError:
-                return False
-            if not math.isclose(plan.comm_seconds, self._comm_seconds.get(self._equivalence_key(one), math.nan)):
-                return False
-            plan = Plan.of(with_passes(plan))
-            return (plan.seconds, plan.memory.peak) == (first.seconds, first.peak)
-        return (row.seconds, row.peak) == (first.seconds, first.peak)
+        first, row = self.rows[one], self._results.get(key)
+        if isinstance(row, Row):
+            return row.cost == first.cost
+        try:
+            plan = self._plan_without_passes(other)
+        except MeshparError:
+            return False
+        if not math.isclose(plan.comm_seconds, self._comm_seconds.get(self._equivalence_key(one), math.nan)):
+            return False
+        plan = Plan.of(with_passes(plan))
+        return (plan.seconds, plan.memory.peak) == first.cost
 
     def known(self, point: Point) -> Row | None:
         """The row of a candidate that was planned, or that has the same assignment as a planned one; else None."""
-        first = self._first_of.get(self._equivalence_key(point), point)
-        row = self.rows.get(point) or self.rows.get(first)
-        return row and replace(row, mesh=point.mesh, layout=point.layout)
+        row = self._results.get(self._equivalence_key(point))
+        return replace(row, mesh=point.mesh, layout=point.layout) if isinstance(row, Row) else None
+
+    @property
+    def errors(self) -> list[MeshparError]:
+        """The errors of the candidates that have no plan, in the order in which they were tried."""
+        return [error for error in self._results.values() if isinstance(error, MeshparError)]
+
+    def error_of(self, point: Point) -> MeshparError | None:
+        """Why a candidate has no plan; None: it has one, or was not planned to the end."""
+        error = self._results.get(self._equivalence_key(point))
+        return error if isinstance(error, MeshparError) else None
 
     def uncounted(self, point: Point) -> Row | None:
         """The row of a candidate that is planned outside of the limits of the search, and not recorded; None: it has no plan."""
@@ -196,50 +227,42 @@ class Evaluation:
           LimitReached: the limit of plans or of time is reached.
           OutOfPatience: the descent had no gain for too long.
         """
-        if point in self.rows or point in self.errors or point in self.abandoned:
-            return self.rows.get(point)
+        if point in self.rows:
+            return self.rows[point]
         key = self._equivalence_key(point)
-        if key in self._first_of:
-            first = self._first_of[key]
-            if first in self.rows:
-                self.rows[point] = replace(self.rows[first], mesh=point.mesh, layout=point.layout)
-            elif first in self.abandoned:
-                self.abandoned.add(point)
+        if key not in self._results:
+            self._check_limits()
+            self._tried.add(key)
+            self.planned += 1
+            try:
+                plan, sent = self._plan_exactly(point, parent, below_seconds, max_comm_seconds)
+            except MeshparError as e:
+                self._results[key] = e.with_traceback(None)  # a traceback refers to the unfinished plan
+            except (TooLong, _NoGain) as e:
+                if isinstance(e, _NoGain):
+                    self._near.add(point)
+                if parent is None and max_comm_seconds == math.inf:
+                    self._results[key] = None
+                self._report_progress()
             else:
-                self.errors[point] = self.errors[first]
-            return self.rows.get(point)
-        self._check_limits()
-        self._first_of[key] = point
-        self._tried.add(key)
-        self.planned += 1
-        try:
-            plan, sent = self._plan_exactly(point, parent, below_seconds, max_comm_seconds)
-        except MeshparError as e:
-            self.errors[point] = e.with_traceback(None)  # a traceback refers to the unfinished plan
-            return None
-        except (TooLong, _NoGain) as e:
-            if isinstance(e, _NoGain):
-                self.near.add(point)
-            if parent is None and max_comm_seconds == math.inf:
-                self.abandoned.add(point)
-            else:
-                del self._first_of[key]
-            self._report_progress()
-            return None
-        return self._record(point, plan, sent)
+                self._record(key, point, plan, sent)
+        row = self._results.get(key)
+        if isinstance(row, Row):
+            self.rows[point] = replace(row, mesh=point.mesh, layout=point.layout)
+        return self.rows.get(point)
 
     def _check_limits(self) -> None:
         """Raises LimitReached or OutOfPatience if no further candidate may be planned."""
         if self.planned >= self.max_plans:
-            raise LimitReached(f"stopped at {self.max_plans} plans")
+            raise LimitReached(f"stopped at {self.settings.max_plans} plans")
         if self.last_gain is not None:
             tried, planned = self.last_gain
-            if len(self._tried) >= tried + POLICY.patience_candidates or self.planned >= planned + self.patience:
+            if len(self._tried) >= tried + POLICY.patience_candidates or self.planned >= planned + self._patience:
                 raise OutOfPatience
         if self.deadline is not None and time.monotonic() > self.deadline and self.planned:
             raise LimitReached("stopped at the time limit")
 
-    def _record(self, point: Point, plan: Plan, sent: float) -> Row:
+    def _record(self, key: Any, point: Point, plan: Plan, sent: float) -> None:
         """Store the row of a plan, and its breakdown if the search may continue from it; free its caches."""
         row = self._row(point, plan)
         rival = self._rival(point)
@@ -250,12 +273,11 @@ class Evaluation:
         elif self.last_gain is not None and self.is_gain(row, self._best_of_descent):
             self._breakdowns[point] = Breakdown(plan, sent)
             self.last_gain, self._best_of_descent = (len(self._tried), self.planned), row
-        self.rows[point] = row
+        self.rows[point] = self._results[key] = row
         free_caches(plan)
         if self._best is None or self.rank(row) < self.rank(self._best):
             self._best, self._best_point = row, point
         self._report_progress()
-        return row
 
     def _row(self, point: Point, plan: Plan) -> Row:
         """The numbers of a candidate's plan."""
@@ -271,12 +293,11 @@ class Evaluation:
         """Report the number of plans, and the cost, mesh and layout of the best."""
         best, point = self._best, self._best_point
         if best is not None and point is not None:
-            point = renamed(point, self._keep_axes)
+            point = renamed(point, self.settings.keep_axes)
             layout = as_layout(replace(r, optional=False) for r in point.rules)
             cost = f"{format_seconds(best.seconds)}, {format_memory(best.peak)}"
-            self.progress(
-                f"{f'{self.variant}: ' * bool(self.variant)}plan {self.planned}, {cost}: {point.mesh}: {layout}"
-            )
+            program = f"{self.variant}: " if self.variant else ""
+            self.settings.progress(f"{program}plan {self.planned}, {cost}: {point.mesh}: {layout}")
 
     def _plan_exactly(
         self, point: Point, parent: Breakdown | None, below_seconds: float, max_comm_seconds: float
@@ -307,12 +328,13 @@ class Evaluation:
 
     def _assignment(self, point: Point) -> AxisAssignment:
         if self._last_assignment is None or self._last_assignment[0] != point:
-            self._last_assignment = point, AxisAssignment(self.program, Layout(point.layout), dict(point.sizes))
+            self._last_assignment = point, AxisAssignment(self.space.program, Layout(point.layout), dict(point.sizes))
         return self._last_assignment[1]
 
     def _plan_without_passes(self, point: Point, max_comm_seconds: float = math.inf) -> Plan:
-        mesh = planned_mesh(point.mesh, self.topology)
-        request = replace(self.base.request, layout=Layout(point.layout), mesh=mesh, topology=self.topology)
+        topology = self.settings.topology
+        mesh, layout = planned_mesh(point.mesh, topology), Layout(point.layout)
+        request = replace(self.base.request, layout=layout, mesh=mesh, topology=topology)
         return Plan.of(plan_without_passes(self.base, request, max_comm_seconds))
 
     def _equivalence_key(self, point: Point) -> Any:
@@ -325,14 +347,13 @@ class Evaluation:
         entries = {entry for group in groups for entry in group}
         runs = [[names[0]]]
         for before, axis in itertools.pairwise(names):
-            if all(used_together(before, axis, entry) for entry in entries):
-                runs[-1].append(axis)
-            else:
-                runs.append([axis])
+            if not all(used_together(before, axis, entry) for entry in entries):
+                runs.append([])
+            runs[-1].append(axis)
         number = {run[0]: k for k, run in enumerate(runs)}
         short = {entry: tuple(number[a] for a in entry if a in number) for entry in entries}
         if point.sizes not in self._tori:
-            self._tori[point.sizes] = torus_of_slices(dict(point.sizes), self.topology)
+            self._tori[point.sizes] = torus_of_slices(dict(point.sizes), self.settings.topology)
         torus = self._tori[point.sizes]
         stages = tuple(tuple(stage for stage, _ in joined(s for a in run for s in torus[a])) for run in runs)
         return stages, assignment.named_scopes, tuple(tuple(short[e] for e in group) for group in groups)
@@ -341,9 +362,8 @@ class Evaluation:
 
     def lower_bound(self, point: Point, parent: Breakdown | None = None) -> Row:
         """A row of lower bounds on step time and peak, from the assignment and, if given, from the plan of another candidate."""
-        assert self.base.chip is not None
         assignment = self._assignment(point)
-        seconds, peak = lower_bounds(assignment, self.base.chip)
+        seconds, peak = lower_bounds(assignment, self.chip)
         bound = LowerBound(0.0, 0.0, 0.0) if parent is None else parent.lower_bound(assignment)
         seconds, peak = max(seconds, bound.seconds), max(peak, bound.peak)
         return Row(point.mesh, point.layout, seconds, peak, 0.0, peak <= self.usable)
@@ -359,7 +379,7 @@ class Evaluation:
     def _has_breakdown(self, plan: Plan) -> bool:
         """Whether bounds can be derived from a plan: it is a plan of the program of the candidates, not of a rewritten one, such
         as for a split that does not divide."""
-        return plan.program is self.program
+        return plan.program is self.space.program
 
     def _rival(self, point: Point) -> Point | None:
         """The best candidate of the same name; of all if the candidate has no name."""
@@ -381,28 +401,20 @@ class Evaluation:
         if not hopeless and (self.is_gain(bound, row) or (only_time and self.rank(bound) < self.rank(row))):
             self.plan(point, parent if only_time else None, row.seconds)
         elif (
-            self.objective == "time"
+            not bound.fits
+            and self.objective == "time"
             and best is not None
             and best.fits
-            and not bound.fits
             and bound.seconds < best.seconds
         ):
             self.plan(point)
 
     # -- descent
 
-    @contextlib.contextmanager
-    def with_patience(self, plans: int) -> Iterator[None]:
-        """Within it, a descent ends after at most so many plans without a gain."""
-        before, self.patience = self.patience, min(self.patience, plans)
-        try:
-            yield
-        finally:
-            self.patience = before
-
-    def start_descent(self, at: Point) -> None:
-        """Start counting candidates without a gain."""
+    def start_descent(self, at: Point, patience: int | None = None) -> None:
+        """Start counting candidates without a gain; ``patience``: in place of the attribute."""
         self.last_gain, self._best_of_descent = (len(self._tried), self.planned), self.rows[at]
+        self._patience = self.patience if patience is None else patience
 
     def rejected(self, at: Point) -> Callable[[Move], bool]:
         """A predicate: whether a move made another candidate much worse that fits, or does not fit, as this one."""
@@ -428,7 +440,7 @@ class Evaluation:
                 row = self.plan(point, self.breakdown(at) if only_time or best_row.fits else None, below, longest)
             elif not gains:
                 self._tried.add(self._equivalence_key(point))
-            if row is None and point in self.near:
+            if row is None and point in self._near:
                 continue
             if row is None or self._is_much_worse(rank := self.rank(row), rank_at):
                 self._rejected.add((rank_at[0], move))

@@ -92,22 +92,15 @@ class Picture:
             _text(WIDTH - 14, line - 4, f"{format_memory(self.usable)} usable", "end", "var(--bad)"),
             f'<path d="M{LEFT} 10V{HEIGHT - BOTTOM}H{WIDTH - 12}" fill="none" stroke="var(--line)"/>',
         ]
-        for value in x.ticks():
-            out.append(_text(x(value), HEIGHT - BOTTOM + 15, format_seconds(value), "middle"))
-        for value in y.ticks(5):
-            out.append(_text(LEFT - 6, y(value) + 4, format_memory(value), "end"))
+        out += [_text(x(v), HEIGHT - BOTTOM + 15, format_seconds(v), "middle") for v in x.ticks()]
+        out += [_text(LEFT - 6, y(v) + 4, format_memory(v), "end") for v in y.ticks(5)]
         out.append(_text((LEFT + WIDTH) / 2, HEIGHT - 4, "step time", "middle"))
         letters = self.letters
         front = [r for r in letters if r in rows]
-        corners = [
-            f"{x(a.seconds):.1f},{y(a.peak):.1f} {x(b.seconds):.1f},{y(a.peak):.1f}"
-            for a, b in itertools.pairwise(front)
-        ]
-        if front:
-            last = f"{x(front[-1].seconds):.1f},{y(front[-1].peak):.1f}"
-            out.append(
-                f'<polyline points="{" ".join([*corners, last])}" fill="none" stroke="var(--a0)" stroke-width="1.5"/>'
-            )
+        corners = [at for a, b in itertools.pairwise(front) for at in ((a.seconds, a.peak), (b.seconds, a.peak))]
+        corners += [(r.seconds, r.peak) for r in front[-1:]]
+        points = " ".join(f"{x(seconds):.1f},{y(peak):.1f}" for seconds, peak in corners)
+        out.append(f'<polyline points="{points}" fill="none" stroke="var(--a0)" stroke-width="1.5"/>')
         for row in sorted(rows, key=lambda r: (r == self.best, r in letters)):
             best = row == self.best
             colour = "var(--a1)" if best else "var(--a0)" if row in letters else "var(--none)"

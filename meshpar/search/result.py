@@ -7,12 +7,11 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Group
 from rich.text import Text
@@ -22,7 +21,7 @@ from ..hardware.topology import Topology, parse_topology
 from ..layout import Layout
 from ..mesh import parse_mesh
 from ..plan_api import Plan
-from ..report.colours import AxisStyles
+from ..report.colours import AxisColours
 from ..report.diff import longer_parts
 from ..report.facts import calibration_text
 from ..report.hints import memory_hints
@@ -30,11 +29,10 @@ from ..report.html import page, style
 from ..report.save import save
 from ..report.tables import Cell, html_table, number, rich_table
 from ..report.text import plain
-from ..units import format_bytes, format_memory, format_seconds
+from ..units import format_bytes, format_memory, format_seconds, mesh_text
 from .picture import Picture
-from .row import Row
+from .row import Objective, Row
 
-Objective = Literal["time", "memory"]
 MAX_TERMINAL_ROWS = 8
 """Candidates that the terminal lists, besides the known schemes and those with a letter in the plot."""
 MAX_PAGE_ROWS = 40
@@ -130,31 +128,21 @@ class Search:
             lines += [f"  {format_memory(size)} of {kind}" for kind, size in kinds[:3]]
         longer = other.seconds - best.seconds
         if longer > 0:
-            lines.append(
-                f"{format_seconds(longer)} longer than the best ({format_seconds(other.seconds)} for "
-                f"{format_seconds(best.seconds)})"
-            )
+            times = f"{format_seconds(other.seconds)} for {format_seconds(best.seconds)}"
+            lines.append(f"{format_seconds(longer)} longer than the best ({times})")
             lines += [f"  {format_seconds(s)} more: {text}" for s, text in longer_parts(other, best)[:3]]
         elif other.memory.peak <= self.usable:
-            lines.append(
-                f"it is equally good: {format_seconds(other.seconds)} and {format_memory(other.memory.peak)}; the best has "
-                f"{format_seconds(best.seconds)} "
-                f"and {format_memory(best.memory.peak)}"
-            )
+            costs = [f"{format_seconds(p.seconds or 0.0)} and {format_memory(p.memory.peak)}" for p in (other, best)]
+            lines.append(f"it is equally good: {costs[0]}; the best has {costs[1]}")
         return "\n".join(lines)
 
     def to_json(self) -> str:
         """The best candidate, all rows and the options of the search as JSON."""
+        own = ("topology", "objective", "memory_fraction", "fits", "larger", "planned", "ended", "refused", "stages")
+        rows = {"best": asdict(self.best), "rows": [asdict(r) for r in self.rows]}
         return json.dumps(
-            {
-                "topology": self.topology, "objective": self.objective, "memory_fraction": self.memory_fraction, "fits": self.fits,
-                "larger": self.larger,
-                "planned": self.planned, "ended": self.ended, "refused": self.refused, "stages": self.stages,
-                "calibration": self._base.calibration,
-                "best": asdict(self.best),
-                "rows": [asdict(r) for r in self.rows],
-            }
-        )  # fmt: skip
+            {**{name: getattr(self, name) for name in own}, "calibration": self._base.calibration, **rows}
+        )
 
     def save(self, path: str | Path) -> None:
         """Write the result to a file: ``.html`` (a page with a plot of time against memory), ``.json`` or ``.txt``.
@@ -173,9 +161,9 @@ class Search:
         return Picture(self.rows, self.best, self.usable)
 
     @property
-    def _styles(self) -> AxisStyles:
+    def _styles(self) -> AxisColours:
         """The colours of the axes in the terminal, the axes of the best candidate first."""
-        return AxisStyles(*(dict(parse_mesh(row.mesh)) for row in (self.best, *self.rows)))
+        return AxisColours(*(dict(parse_mesh(row.mesh)) for row in (self.best, *self.rows)))
 
     def _listed(self, most: int) -> list[Row]:
         """The first ``most`` candidates; of the others, each known scheme on its best mesh, and those with a letter in the plot."""
@@ -187,9 +175,8 @@ class Search:
         """Columns and cells of candidates: time, peak memory, bytes sent, mesh and layout."""
         cells, styles = [], self._styles
         for row in rows:
-            marks = ", ".join(
-                filter(None, [row.variant, row.name, _pipeline(row), row.compiled, "" if row.fits else "does not fit"])
-            )
+            fits = "" if row.fits else "does not fit"
+            marks = ", ".join(filter(None, [row.variant, row.name, _pipeline(row), row.compiled, fits]))
             layout = row.layout or "(nothing sharded)"
             where = f"<code>{escape(row.mesh)}</code> {escape(marks)}<br><code>{escape(layout)}</code>"
             shown = Text.assemble(styles.mesh(row.mesh), f"  {marks}\n", styles.layout(layout))
@@ -211,19 +198,17 @@ class Search:
         """The best candidate, the plot of time against memory, and the candidates as a table."""
         best = self.best
         verdict = "" if self.fits else ' <span class="chip on c1">nothing fits</span>'
-        codes = "<br>".join(
-            f"<code>{escape(x)}</code>"
-            for x in (best.mesh, best.layout, best.lowering, best.variant, _pipeline(best))
-            if x
-        )
+        texts = (best.mesh, best.layout, best.lowering, best.variant, _pipeline(best))
+        codes = "<br>".join(f"<code>{escape(text)}</code>" for text in texts if text)
+        rows = self._listed(MAX_PAGE_ROWS)
+        stages = f" {escape(self.stages[:1].upper() + self.stages[1:])}." if self.stages else ""
         return (
             f"<h1>search on {escape(self.topology)}{verdict}</h1>"
             f'<p class="dim">{self._count}; {escape(self.ended)}. All numbers are estimates{escape(self._calibrated)}.'
-            f"{f' {escape(self.stages[:1].upper() + self.stages[1:])}.' if self.stages else ''}</p>"
+            f"{stages}</p>"
             f"<p>{codes}<br>{format_seconds(best.seconds)} a step, {format_memory(best.peak)} at the peak, "
             f"sends {format_bytes(best.sent)}</p>{self._picture.drawing()}"
-            + html_table(*self._table(self._listed(MAX_PAGE_ROWS)), sortable=True)
-            + f'<p class="dim">{self._idle(self._listed(MAX_PAGE_ROWS))}</p>'
+            f'{html_table(*self._table(rows), sortable=True)}<p class="dim">{self._idle(rows)}</p>'
         )
 
     def __rich__(self) -> Any:
@@ -232,22 +217,24 @@ class Search:
         head = Text.assemble(("search", "bold"), f"  {self._count} on {self.topology}; {self.ended}{self._calibrated}")
         if not self.fits:
             head = Text.assemble((f"{self._misfit()}\n", "bold red"), head)
-        best = self.best
-        styles = self._styles
-        lines = [
-            ("mesh", styles.mesh(best.mesh)), ("layout", styles.layout(best.layout)), ("lowering", Text(best.lowering)),
-            ("with", Text(", ".join(filter(None, [best.variant, _pipeline(best)])))),
-        ]  # fmt: skip
-        choice = Text("\n").join(Text.assemble((f"{name:<6}", "bold"), "  ", text) for name, text in lines if text)
+        best, styles, rows = self.best, self._styles, self._listed(MAX_TERMINAL_ROWS)
+        more = ", ".join(filter(None, [best.variant, _pipeline(best)]))
+        lines = {
+            "mesh": styles.mesh(best.mesh),
+            "layout": styles.layout(best.layout),
+            "lowering": Text(best.lowering),
+            "with": Text(more),
+        }
+        choice = Text("\n").join(
+            Text.assemble((f"{name:<6}", "bold"), "  ", text) for name, text in lines.items() if text
+        )
         if self.stages:
             choice = Text("\n").join([choice, Text(self.stages, "dim")])
         plot = [Text(), self._picture.terminal()] if len(self.rows) > 2 else []
-        table = rich_table(*self._table(self._listed(MAX_TERMINAL_ROWS)))
-        refused = [Text(), *map(Text, self.refused)] if self.refused else []
-        if batch := self._unnamed_batch():
-            refused = [Text(f"note  {batch}"), *refused]
-        idle = self._idle(self._listed(MAX_TERMINAL_ROWS))
-        return Group(head, Text(), choice, *plot, Text(), table, *[Text(idle, "dim")] * bool(idle), *refused)
+        notes = [Text(f"note  {batch}")] if (batch := self._unnamed_batch()) else []
+        notes += [Text(), *map(Text, self.refused)] if self.refused else []
+        idle = [Text(text, "dim")] if (text := self._idle(rows)) else []
+        return Group(head, Text(), choice, *plot, Text(), rich_table(*self._table(rows)), *idle, *notes)
 
     @functools.cached_property
     def larger(self) -> tuple[str, str] | None:
@@ -257,20 +244,22 @@ class Search:
         """
         if self.fits:
             return None
-        slices, kind, chips = where = parse_topology(self.topology)
+        where = parse_topology(self.topology)
+        slices, kind, chips = where
         sizes = dict(parse_mesh(self.best.mesh))
-        each = math.prod(chips)
-        for times in (2**k for k in range(1, 15)):
-            shapes = [(times * each,)] if where.chip.switch else where.chip.shapes(times * each)
-            topology = str(Topology(slices, kind, shapes[0])) if shapes and where.chip.exists(shapes[0]) else None
-            for axis in sizes if topology is not None else ():
-                mesh = ", ".join(f"{a}={n * times if a == axis else n}" for a, n in sizes.items())
+        for count in (2**k * math.prod(chips) for k in range(1, 15)):
+            shape = (count,) if where.chip.switch else next(iter(where.chip.shapes(count)), None)
+            if shape is None or not where.chip.exists(shape):
+                continue
+            topology, times = str(Topology(slices, kind, shape)), count // math.prod(chips)
+            for axis in sizes:
+                mesh = mesh_text({a: n * times if a == axis else n for a, n in sizes.items()})
                 try:
                     with quiet():
                         plan = self._base_of(self.best).replan(layout=self.best.layout, mesh=mesh, topology=topology)
                 except MeshparError:
                     continue
-                if topology is not None and plan.memory.peak <= self.usable:
+                if plan.memory.peak <= self.usable:
                     return topology, mesh
         return None
 
@@ -330,9 +319,6 @@ def _pipeline(row: Row) -> str:
     return ", ".join(f"{name}={value}" for name, value in row.stages.items())
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Suppresses the warnings of candidates: their costs are part of the estimates."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+def quiet() -> warnings.catch_warnings[None]:
+    """A context that suppresses the warnings of candidates: their costs are part of the estimates."""
+    return warnings.catch_warnings(action="ignore")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ..layout import Layout
+
+Objective = Literal["time", "memory"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,11 @@ class Row:
     lowering: str = "shard_map"
     schedule: str = ""
     gather: str = ""
+
+    @property
+    def cost(self) -> tuple[float, float]:
+        """Step time and peak: they identify candidates whose axes differ only in name."""
+        return self.seconds, self.peak
 
     @property
     def stages(self) -> dict[str, str]:

@@ -20,6 +20,7 @@ from ..plan_api import Plan
 from ..program.ir import Op, Program
 from ..program.pipeline import layer_loops, microbatch_loop, rewrite_pipelines
 from ..units import format_seconds
+from .evaluation import Settings
 from .row import Row
 from .space import Point, Sizes, Space, meshes
 
@@ -74,67 +75,47 @@ class LayerStack:
         return [v for v in counts if self.layers % (stages * v) == 0 and self.microbatches % stages == 0]
 
 
-@dataclass(frozen=True)
-class StagedSpace:
-    """The candidates with one number of stages.
+def staged_space(
+    base: Plan, stack: LayerStack, settings: Settings, among: Sequence[Sizes], rounds: int = 1
+) -> Space | None:
+    """The candidates of a program with one number of stages; None: its layers cannot be stages.
 
-    Attributes:
-      program: rewritten for this number, as the plan of the first scheme has it.
-      space: its dims; the rules of the stacked dims are fixed.
-      meshes: those with an axis of stages.
+    The rules of the stacked dims are fixed. The program is rewritten for this number, as the plan of the first scheme has it.
+
+    Args:
+      among: meshes with an axis of stages, of equal size.
+      rounds: how often a microbatch passes all stages.
     """
-
-    program: Program
-    space: Space
-    meshes: tuple[Sizes, ...]
-
-    @classmethod
-    def of(
-        cls, base: Plan, stack: LayerStack, topology: str, fixed: Layout, forbid: Sequence[str], among: Sequence[Sizes],
-        rounds: int = 1,
-    ) -> StagedSpace | None:  # fmt: skip
-        """The candidates of a program; None: its layers cannot be stages.
-
-        Args:
-          among: meshes with an axis of stages, of equal size.
-          rounds: how often a microbatch passes all stages.
-        """
-        rules = Layout("; ".join([str(fixed), *(f"{dim}: {STAGE}*{rounds}" for dim in stack.dims)]))
-        traced = base.program.traced
-        try:
-            assignment = AxisAssignment(traced, rules, dict(among[0]))
-            program = rewrite_pipelines(
-                traced,
-                assignment.value_spec,
-                rules.unscoped,
-                assignment.sizes,
-                base.request.schedule,
-                base.request.gather,
-            )
-            if program is None:
-                return None
-            of = cls(program, Space.of(program, rules, forbid), tuple(among))
-            first = next(of.schemes())
-            request = replace(
-                base.request, layout=Layout(first.layout), mesh=planned_mesh(first.mesh, topology), topology=topology
-            )
-            plan = plan_without_passes(base, request)
-        except MeshparError:
+    rules = Layout("; ".join([str(settings.fixed), *(f"{dim}: {STAGE}*{rounds}" for dim in stack.dims)]))
+    traced, topology = base.program.traced, settings.topology
+    try:
+        assignment = AxisAssignment(traced, rules, dict(among[0]))
+        program = rewrite_pipelines(
+            traced, assignment.value_spec, rules.unscoped, assignment.sizes, base.request.schedule, base.request.gather
+        )
+        if program is None:
             return None
-        return replace(of, program=plan.program)
+        space = Space.of(program, among, rules, settings.forbid)
+        first = next(staged_schemes(space))
+        mesh = planned_mesh(first.mesh, topology)
+        request = replace(base.request, layout=Layout(first.layout), mesh=mesh, topology=topology)
+        plan = plan_without_passes(base, request)
+    except MeshparError:
+        return None
+    return replace(space, program=plan.program)
 
-    def schemes(self) -> Iterator[Point]:
-        """The known schemes inside of the stages, on every mesh, with the vocabulary over the stages as well."""
-        for sizes in self.meshes:
-            multislice = any(a == "slice" for a, _ in sizes)
-            for name, point in self.space.presets(tuple(size for size in sizes if size[0] != STAGE)):
-                if name not in SCHEMES or (name == "hsdp" and not multislice):
-                    continue
-                rules = list(point.rules[len(self.space.fixed) :])
-                if not any(r.dim == "vocab" and r.scope is None for r in rules):
-                    rules.append(Rule("vocab", (), optional=True))
-                over = (replace(r, axes=(STAGE, *r.axes)) if r.dim == "vocab" and r.scope is None else r for r in rules)
-                yield self.space.point(sizes, over)
+
+def staged_schemes(space: Space) -> Iterator[Point]:
+    """The known schemes inside of the stages, on every mesh, with the vocabulary over the stages as well."""
+    for sizes in space.meshes:
+        multislice = any(a == "slice" for a, _ in sizes)
+        for name, point in space.presets(tuple(size for size in sizes if size[0] != STAGE)):
+            if name not in SCHEMES or (name == "hsdp" and not multislice):
+                continue
+            rules = {(r.dim, r.scope): r for r in space.free(point)}
+            vocab = rules.get(("vocab", None), Rule("vocab", ()))
+            rules["vocab", None] = replace(vocab, axes=(STAGE, *vocab.axes))
+            yield space.point(sizes, rules.values())
 
 
 def staged_meshes(stages: int, devices: int, slices: int, axes: int) -> list[Sizes]:

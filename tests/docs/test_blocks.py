@@ -77,7 +77,7 @@ def test_each_section_of_the_errors_shows_its_class():
 
 
 def test_every_command_has_a_page():
-    commands = {name for names in cli.COMMANDS.values() for name in names}
+    commands = {name for names in cli.GROUPS.values() for name in names}
     assert commands == {page.stem.removeprefix("cli-") for page in blocks.PAGES if page.stem.startswith("cli-")}
 
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
-from meshpar.report.html import AxisColours, collectives_table
+from meshpar.report.colours import AxisColours
+from meshpar.report.html import collectives_table
 from meshpar.report.steps import plan_steps
 from meshpar.report.text import plan_text
 
@@ -139,7 +140,7 @@ def test_the_modules_of_a_model_from_a_package(package):
     assert {c.module for c in plan.collectives} >= {f"Net2/{m}" for m in ("layer_0", "layer_1", "layer_2", "head")}
     assert all(c.location == f"{c.source}, in {c.module}" for c in plan.collectives)
     steps = plan_steps(plan)
-    text = "\n".join((plan_text(plan), collectives_table(plan, AxisColours(plan))))
+    text = "\n".join((plan_text(plan), collectives_table(plan, AxisColours(plan.sizes))))
     assert "Net2/layer_1" in steps
     assert "Net2/layer_*" in text  # the rows of equal layers are one
     assert "Net2/layer_1" not in text

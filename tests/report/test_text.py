@@ -9,7 +9,7 @@ from rich.console import Console
 
 import meshpar as mp
 from meshpar.hardware.chips import GIB
-from meshpar.report.colours import PALETTE, AxisStyles
+from meshpar.report.colours import PALETTE, AxisColours
 from meshpar.report.facts import collective_groups
 from meshpar.report.text import BAR_CELLS, memory_bar
 
@@ -34,20 +34,19 @@ def test_the_bar_of_a_devices_memory(peak, filled, over):
 
 
 def test_axes_have_the_same_colour_everywhere():
-    styles = AxisStyles(["data", "model"], ["data", "third"])
-    assert list(styles.of.values()) == list(PALETTE[:3])
+    styles = AxisColours(["data", "model"], ["data", "third"])
+    assert list(styles.styles.values()) == list(PALETTE[:3])
     data, model, third = PALETTE[:3]
     layout = styles.layout("batch, data: data+model; opt.embed?: model")
     assert layout.plain == "batch, data: data+model; opt.embed?: model"
     assert styles_of(layout) == {("data", data), ("model", model)}
     assert [s.start for s in layout.spans if s.style == data] == [13]  # the dim `data` is no axis
-    assert styles_of(styles.dims("data embed:data mlp:model+third")) == {
-        ("data", data),
-        ("model", model),
-        ("third", third),
-    }
+    dims = styles.dims([("data", ()), ("embed", ("data",)), ("mlp", ("model", "third"))]).terminal
+    assert dims.plain == "data embed:data mlp:model+third"
+    assert styles_of(dims) == {("data", data), ("model", model), ("third", third)}
+    assert [s.start for s in dims.spans if s.style == data] == [11]
     assert styles_of(styles.mesh("data=4, model=2")) == {("data=4", data), ("model=2", model)}
-    assert styles_of(styles.axes(["third", "data"])) == {("third", third), ("data", data)}
+    assert styles_of(styles.axes(["third", "data"]).terminal) == {("third", third), ("data", data)}
 
 
 def test_a_plan_with_colours_has_the_same_text():

@@ -3,8 +3,7 @@
 import pytest
 
 import meshpar as mp
-from meshpar.search.naming import axis_names, renamed
-from meshpar.search.space import Point
+from meshpar.search.space import Point, axis_names, renamed
 
 
 @pytest.mark.parametrize(

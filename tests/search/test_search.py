@@ -22,10 +22,11 @@ import meshpar as mp
 from meshpar.hardware.topology import parse_topology
 from meshpar.mesh import parse_mesh
 from meshpar.plan.assignment import AxisAssignment
+from meshpar.search.evaluation import Evaluation, Settings
 from meshpar.search.picture import Picture
 from meshpar.search.row import Row
-from meshpar.search.selection import _choice
-from meshpar.search.space import Space, meshes
+from meshpar.search.selection import Candidate, _choice, one_per_kind, with_merged_axes
+from meshpar.search.space import Point, Space, meshes
 from meshpar.target import load_target
 
 OPTIMIZER = optax.adam(1e-3)
@@ -62,6 +63,10 @@ def model(batch, seq=1024, embed=4096, mlp=16384, vocab=1024):
     }  # fmt: skip
     state = {"params": params, "opt_state": jax.eval_shape(OPTIMIZER.init, params)}
     return state, weight(batch, seq, dtype=jnp.int32)
+
+
+def space_of(plan, fixed="", forbid=()):
+    return Space.of(plan.program, meshes(16), mp.Layout(fixed), forbid)
 
 
 @functools.cache
@@ -278,7 +283,7 @@ def test_equal_answers_to_the_claims_are_equal_plans():
 
 def test_weights_and_optimizer_state_have_rules_of_their_own():
     base = mp.plan(train_step, *model(64), mesh="data=16", layout="", dims=DIMS)
-    scopes = {scope: {d for d, s in Space.of(base.program, mp.Layout("params.mlp: data"), ["vocab"]).dims if s == scope}
+    scopes = {scope: {d for d, s in space_of(base, "params.mlp: data", ["vocab"]).dims if s == scope}
               for scope in (None, "opt", "params")}  # fmt: skip
     assert scopes == {None: {"batch", "seq", "embed", "mlp"}, "opt": {"embed", "mlp"}, "params": {"embed"}}
 
@@ -286,7 +291,7 @@ def test_weights_and_optimizer_state_have_rules_of_their_own():
 def test_schemes_for_experts_are_tried_for_programs_with_experts():
     def schemes(dims):
         plan = mp.plan(lambda x, w: x @ w, weight(64, 32), weight(32, 64), mesh="data=8", layout="", dims=dims)
-        space = Space.of(plan.program, mp.Layout(""), ())
+        space = space_of(plan)
         return {
             name for sizes in ([4, 2], [2, 2, 2]) for name, _ in space.presets(tuple(zip("dmt", sizes, strict=False)))
         }
@@ -316,7 +321,7 @@ def test_a_scheme_without_its_dims_has_no_name():
 
 def test_axes_take_each_others_place():
     base = mp.plan(train_step, *model(64), mesh="data=16", layout="", dims=DIMS)
-    space = Space.of(base.program, mp.Layout(""), ())
+    space = space_of(base)
     point = space.point((("data", 2), ("model", 8)), mp.Layout("batch: data; mlp: model").rules)
     ((same, other),) = space.swapped(point)
     assert (other.mesh, other.layout) == ("data=2, model=8", "batch?: model; mlp?: data")
@@ -327,7 +332,7 @@ def test_dims_take_each_others_axes():
     plan = mp.plan(
         train_step, *model(64), mesh="data=4, model=4", topology="v5e:4x4", layout="", dims=DIMS, lowering="shard_map"
     )
-    space = Space.of(plan.program, mp.Layout("batch: data"), ["seq"])
+    space = space_of(plan, "batch: data", ["seq"])
     rules = mp.Layout("mlp?: model; embed?: data+model").rules
     at = space.point((("data", 4), ("model", 4)), rules)
     found = {point.layout for _, point in space.exchanged(at)}
@@ -341,7 +346,7 @@ def test_dims_take_each_others_axes():
 
 def test_axes_that_each_alone_lost_are_not_tried_together():
     base = mp.plan(train_step, *model(64), mesh="data=16", layout="", dims=DIMS)
-    space = Space.of(base.program, mp.Layout(""), ())
+    space = space_of(base)
     point = space.point((("data", 4), ("model", 4)), mp.Layout("batch: data").rules)
 
     def most(dim, lost):
@@ -355,9 +360,9 @@ def test_axes_that_each_alone_lost_are_not_tried_together():
 
 def test_one_axis_more_cuts_one_of_the_others():
     base = mp.plan(train_step, *model(64), mesh="data=16", layout="", dims=DIMS)
-    space = Space.of(base.program, mp.Layout(""), ())
+    space = space_of(base)
     point = space.point((("data", 4), ("model", 4)), mp.Layout("batch: data; mlp: model").rules)
-    found = {(p.mesh, p.layout) for p in space.other_meshes(point, meshes(16))}
+    found = {(p.mesh, p.layout) for p in space.other_meshes(point)}
     assert found == {
         ("data=2, model=8", "batch?: data; mlp?: model"),
         ("data=8, model=2", "batch?: data; mlp?: model"),
@@ -620,16 +625,14 @@ def test_bad_input(options, error, says):
 
 
 def test_axes_that_are_used_as_one_are_one_candidate():
-    evaluation = importlib.import_module("meshpar.search.evaluation")
-    space = importlib.import_module("meshpar.search.space")
     where = {"topology": "v5e:16x16"}
     base = mp.plan(
         train_step, *model(256), layout="", mesh="data=256", dims=DIMS, lowering="shard_map", overlap="auto", **where
     )
-    evaluate = evaluation.Evaluation("", base, "v5e:16x16", "time", 0.85, 400, None, lambda text: None)
+    evaluate = Evaluation(Settings("v5e:16x16"), "", base, space_of(base), 400)
 
     def row(layout, **sizes):
-        return evaluate.plan(space.Point(tuple(sizes.items()), mp.Layout(layout).rules))
+        return evaluate.plan(Point(tuple(sizes.items()), mp.Layout(layout).rules))
 
     whole = row("batch?, embed?: data+model", data=16, model=16)
     alike = row("batch?, embed?: data+model+third", data=16, model=4, third=4)
@@ -673,38 +676,29 @@ def test_rows_are_distinct_choices_that_can_be_planned_as_printed():
 
 
 def test_an_axis_that_is_always_used_with_another_is_merged_where_it_costs_the_same():
-    presentation = importlib.import_module("meshpar.search.presentation")
-    evaluation = importlib.import_module("meshpar.search.evaluation")
-    space = importlib.import_module("meshpar.search.space")
     base = mp.plan(train_step, *model(256), layout="", mesh="data=16", dims=DIMS, topology="v5e:4x4", overlap="auto")
-    evaluate = evaluation.Evaluation("", base, "v5e:4x4", "time", 0.85, 400, None, lambda text: None)
-    searched = space.Space.of(base.program, mp.Layout(""), ())
+    evaluate = Evaluation(Settings("v5e:4x4"), "", base, space_of(base), 400)
 
-    def merged(layout, sizes, may_plan=True, keep=()):
-        point = searched.point(tuple(sizes.items()), mp.Layout(layout).rules)
-        candidate = presentation.Candidate(evaluate.plan(point), evaluate, searched, point)
-        return presentation.with_merged_axes(candidate, keep, may_plan)
+    def candidate(layout, sizes):
+        point = evaluate.space.point(tuple(sizes.items()), mp.Layout(layout).rules)
+        return Candidate(evaluate.plan(point), evaluate, point)
+
+    def merged(layout, sizes, keep=()):
+        return with_merged_axes(candidate(layout, sizes), keep, may_plan=True)
 
     sizes = {"data": 4, "model": 2, "third": 2}
     one = merged("batch: data; mlp: model+third", sizes)
     assert one.point.sizes == (("data", 4), ("model", 4))
-    assert (
-        one.row.seconds
-        <= 1.01
-        * evaluate.plan(searched.point(tuple(sizes.items()), mp.Layout("batch: data; mlp: model+third").rules)).seconds
-    )
+    assert one.row.seconds <= 1.01 * candidate("batch: data; mlp: model+third", sizes).row.seconds
     assert merged("batch: data; mlp: model+third; embed: third", sizes).point.sizes == tuple(sizes.items())
     assert merged("batch: data; mlp: model+third", sizes, keep=("third",)).point.sizes == tuple(sizes.items())
 
 
 def test_rows_of_one_kind_and_cost_are_one_row():
-    presentation = importlib.import_module("meshpar.search.presentation")
-    space = importlib.import_module("meshpar.search.space")
-
     def candidate(layout, seconds, peak=1.0, name="", **sizes):
         rules = mp.Layout(layout).rules
         row = Row(", ".join(sizes), layout, seconds, peak, 0.0, True, name)
-        return presentation.Candidate(row, None, None, space.Point(tuple(sizes.items()), rules))
+        return Candidate(row, None, Point(tuple(sizes.items()), rules))
 
     best = candidate("batch: data; mlp: model", 1.0, data=4, model=4)
     same = candidate("batch: third; mlp: data+model", 1.005, data=2, model=2, third=4)
@@ -715,7 +709,7 @@ def test_rows_of_one_kind_and_cost_are_one_row():
         for t, s in ((1.1, {"data": 8, "model": 1, "third": 2}), (1.105, {"data": 8, "model": 2}))
     )
     smaller = candidate("batch: data; mlp: model", 1.0, peak=0.5, data=4, model=4)
-    shown = presentation.one_per_kind([best, same, named, other_kind, slower, slower_too, smaller])
+    shown = one_per_kind([best, same, named, other_kind, slower, slower_too, smaller])
     assert shown == [best, named, other_kind, slower_too, smaller]
 
 
