@@ -24,37 +24,6 @@ from jax.extend import backend
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-__all__ = [
-    "backend_platform",
-    "cudnn_backward",
-    "cudnn_forward",
-    "cudnn_reasons",
-    "device_kind",
-    "gpu_architecture",
-    "has_varying_types",
-    "host_reasons",
-    "ici_reasons",
-    "interpreting",
-    "interpreting_gpu",
-    "invariant_over",
-    "load_gmem",
-    "mosaic_gpu",
-    "multiprocessors",
-    "one_slice",
-    "out_struct",
-    "pallas_triton",
-    "refused",
-    "same_varying",
-    "sharded_axes",
-    "splash_backward",
-    "splash_forward",
-    "store_smem",
-    "tpu_vmem",
-    "tpu_vmem_limit",
-    "transpose_ref",
-    "varying_over",
-]
-
 
 def interpreting() -> bool:
     """Whether Pallas TPU kernels traced now run in the interpreter.

@@ -13,8 +13,6 @@ from jax.sharding import AxisType
 
 from meshpar_kernels import _compat
 
-__all__ = ["ARCHITECTURES", "MOST_DEVICES", "DeviceGroup", "machine_reasons"]
-
 MOST_DEVICES = 8
 """Largest number of GPUs of an NVLink domain in one machine. Kernels have one copy instruction for each."""
 

@@ -20,19 +20,6 @@ from meshpar_kernels.isolation import Worker
 from meshpar_kernels.timing import device_seconds
 from meshpar_kernels.tuning import Config, Entry, MatmulKey
 
-__all__ = [
-    "Bench",
-    "DeviceBench",
-    "IsolatedBench",
-    "Tuned",
-    "WrongValueError",
-    "candidates",
-    "limit_of",
-    "measure",
-    "platform",
-    "tune",
-]
-
 MARGIN = 0.98
 """A choice replaces the analytic one if its time is below this fraction: medians vary by one or two percent."""
 

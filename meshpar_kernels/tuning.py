@@ -20,20 +20,6 @@ import jax.numpy as jnp
 
 from meshpar_kernels import _compat
 
-__all__ = [
-    "VARIABLE",
-    "Config",
-    "Entry",
-    "MatmulKey",
-    "keywords_in_config",
-    "lookup",
-    "merge",
-    "only_num_sms",
-    "path",
-    "read",
-    "write",
-]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 VARIABLE = "MESHPAR_KERNEL_TABLE"

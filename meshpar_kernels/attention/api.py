@@ -20,8 +20,6 @@ from meshpar_kernels.attention.costs import AttentionCosts, Machine, costs
 from meshpar_kernels.attention.flash import K_CHUNK, Q_CHUNK, row_dots
 from meshpar_kernels.attention.options import OP, Operands, Options
 
-__all__ = ["Operands", "Options", "Plan", "attention_costs", "backward", "forward", "plan", "ring_attention"]
-
 ORDERS = ("contiguous", "zigzag")
 MODULES: dict[str, Any] = {"ring": ring, "ulysses": ulysses, "gathered": gathered}
 Axes = str | tuple[str, ...]

@@ -17,8 +17,6 @@ from jax import lax
 from meshpar_kernels import _compat
 from meshpar_kernels.attention.masks import NOWHERE, Mask
 
-__all__ = ["Keys", "Queries", "Softmax", "backward", "forward", "merge", "nothing", "row_dots"]
-
 Q_CHUNK, K_CHUNK = 512, 1024
 
 

@@ -23,8 +23,6 @@ from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
 from meshpar_kernels.attention.flash import Keys, Queries, Softmax, precision
 
-__all__ = ["backward", "forward", "unsupported"]
-
 BLOCKS = (512, 256, 128)
 MOST_BLOCKS = 1 << 16  # entries of `_table`, which is in scalar memory
 HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)

@@ -17,8 +17,6 @@ from meshpar_kernels.collective_matmul import gpu, reference, ring, tpu, tpu_gat
 from meshpar_kernels.collective_matmul.dots import Axes, Dot
 from meshpar_kernels.tuning import Config, keywords_in_config, only_num_sms
 
-__all__ = ["all_gather_matmul", "matmul_reduce_scatter"]
-
 Implementations = Mapping[str, Callable[..., Any] | Unsupported]
 FALLBACK = "ring"
 

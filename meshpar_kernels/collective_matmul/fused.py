@@ -21,8 +21,6 @@ from meshpar_kernels._choose import Unsupported
 from meshpar_kernels.collective_matmul import ring, tpu, tpu_gather, tpu_scatter
 from meshpar_kernels.collective_matmul.dots import Axes, Dot
 
-__all__ = ["FusedGather", "FusedScatter"]
-
 
 class _Sides(NamedTuple):
     """The dims of a `dot_general`, by operand: the operand with the rows, and the other one. Contracted dims of both

@@ -22,8 +22,6 @@ from meshpar_kernels.collective_matmul.gpu_order import Order
 from meshpar_kernels.grouped_matmul import blackwell
 from meshpar_kernels.grouped_matmul.gpu_parts import smem
 
-__all__ = ["LAYOUT", "PARTS", "memory", "walk", "warpgroups"]
-
 PARTS, LAYOUT = 1, "TCGEN05"
 """As in `gpu_hopper`."""
 

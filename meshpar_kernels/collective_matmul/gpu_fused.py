@@ -25,8 +25,6 @@ from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order
 from meshpar_kernels.grouped_matmul.gpu_launch import launch
 from meshpar_kernels.grouped_matmul.gpu_parts import share, smem, staging_columns, write
 
-__all__ = ["all_gather_matmul", "matmul_reduce_scatter"]
-
 
 def _loads(gpu: Any, order: Order, transposed: bool, w: Any, memory: list[Any], rows_of: Callable[..., Any]) -> Any:
     """`load` of `walk`: the copies of x and w.

@@ -20,8 +20,6 @@ from meshpar_kernels.collective_matmul.gpu_order import Order
 from meshpar_kernels.grouped_matmul import hopper
 from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, smem
 
-__all__ = ["LAYOUT", "PARTS", "memory", "walk", "warpgroups"]
-
 PARTS = hopper.CONSUMERS
 """Warpgroups that share the rows of a tile."""
 

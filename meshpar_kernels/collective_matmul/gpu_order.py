@@ -17,8 +17,6 @@ from jax import lax
 
 from meshpar_kernels.grouped_matmul.gpu_parts import Each, Tile, each_tile, rasterize
 
-__all__ = ["PIECE", "Order"]
-
 PIECE = 64
 """Rows and columns of one chunk that a gather sends: 8 KiB in bfloat16."""
 

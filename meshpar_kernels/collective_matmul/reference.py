@@ -10,8 +10,6 @@ from jax import lax
 
 from meshpar_kernels.collective_matmul.dots import Axes, Dot, accumulator_dtype
 
-__all__ = ["dot_scatter", "gather_dots"]
-
 
 def gather_dots(x: jax.Array, others: list[jax.Array], dots: list[Dot], axis_name: Axes, dim: int) -> list[jax.Array]:
     """The matmuls of the gathered operand: every device writes its block into zeros, and a `psum` adds them up."""

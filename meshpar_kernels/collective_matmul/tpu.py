@@ -28,21 +28,6 @@ from meshpar_kernels.collectives.tpu import coordinates, entry_barrier
 from meshpar_kernels.grouped_matmul.tpu_blocks import in_blocks
 from meshpar_kernels.grouped_matmul.tpu_tiles import BLOCK, vmem_to_plan_with
 
-__all__ = [
-    "DOWN",
-    "UP",
-    "Ring",
-    "Tile",
-    "block_at",
-    "cost_of",
-    "multiply",
-    "pick_tile",
-    "ring_of",
-    "run",
-    "unsupported",
-    "weights_spec",
-]
-
 TILES = 32
 """Largest number of row tiles of a block: each has semaphores of its own."""
 

@@ -35,8 +35,6 @@ from meshpar_kernels.collective_matmul.tpu import (
 )
 from meshpar_kernels.grouped_matmul.tpu_tiles import cdiv
 
-__all__ = ["Gathering", "all_gather_matmul"]
-
 
 class Gathering(NamedTuple):
     """The order of a gather's grid steps: row tiles of this device's block, then of the pairs of blocks that arrive,

@@ -37,8 +37,6 @@ from meshpar_kernels.collective_matmul.tpu import (
 )
 from meshpar_kernels.grouped_matmul.tpu_tiles import cdiv
 
-__all__ = ["Scattering", "matmul_reduce_scatter"]
-
 
 class Scattering(NamedTuple):
     """The order of a scatter's grid steps: the opposite device's block, whose partial results travel farthest, pairs of

@@ -24,8 +24,6 @@ from meshpar_kernels._choose import Unsupported
 from meshpar_kernels._nvlink import DeviceGroup, machine_reasons
 from meshpar_kernels.collectives.choose import SMALL_BYTES
 
-__all__ = ["all_reduce_small", "small_unsupported"]
-
 THREADS = 128
 VECTORS = 4
 """16-byte loads of a thread for one chunk."""

@@ -23,8 +23,6 @@ from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
 from meshpar_kernels._nvlink import DeviceGroup, machine_reasons
 
-__all__ = ["all_gather", "reduce_scatter", "unsupported"]
-
 THREADS = 128
 VECTORS = 4
 """16-byte accesses of a thread for one chunk."""

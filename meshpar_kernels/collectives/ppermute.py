@@ -17,8 +17,6 @@ from jax import lax
 from meshpar_kernels import _compat
 from meshpar_kernels.collectives.table import Table, Transfer
 
-__all__ = ["Window", "in_mesh_order", "rank_of", "run", "window"]
-
 
 def rank_of(axes: Sequence[str]) -> jax.Array:
     """int32 []: this device's rank in the group, row-major in `axes`."""

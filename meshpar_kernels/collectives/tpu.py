@@ -19,8 +19,6 @@ from meshpar_kernels._collective_ids import collective_id
 from meshpar_kernels.collectives.choose import SMALL_BYTES
 from meshpar_kernels.collectives.ppermute import rank_of
 
-__all__ = ["all_reduce_small", "coordinates", "entry_barrier", "small_unsupported"]
-
 
 def coordinates(rank: jax.Array, axes: Sequence[str], sizes: Sequence[int]) -> Any:
     """{mesh axis: coordinate} of a group rank (row-major), the form in which kernels name devices."""

@@ -16,8 +16,6 @@ from meshpar_kernels.dispatch.rows import choices_to_rows, spread, sum_back
 from meshpar_kernels.dispatch.runs import Axes, clip
 from meshpar_kernels.routing.plan import RoutePlan
 
-__all__ = ["expert_combine", "expert_dispatch", "ragged_all_to_all"]
-
 STRATEGIES = ("a2a", "ring")
 EXCHANGES = (None, "padded", *KERNELS)
 

@@ -16,8 +16,6 @@ from meshpar_kernels._collective_ids import id_reasons
 from meshpar_kernels.dispatch import gpu, tpu
 from meshpar_kernels.dispatch.runs import Axes, Runs, agree, covered
 
-__all__ = ["KERNELS", "exchange_slots", "move_rows"]
-
 KERNELS = ("pallas", "pallas_tpu", "pallas_gpu")
 """Names of implementations that are kernels."""
 

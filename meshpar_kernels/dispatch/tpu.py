@@ -20,8 +20,6 @@ from meshpar_kernels.collectives.ppermute import rank_of
 from meshpar_kernels.collectives.tpu import coordinates
 from meshpar_kernels.dispatch.runs import Runs
 
-__all__ = ["BLOCK_BYTES", "send", "unit_of", "unsupported"]
-
 BLOCK_BYTES = 512 << 10
 """Largest number of bytes of one copy. Runs are sent round-robin by blocks, so that a run does not wait for all of the run
 before it. A block takes about 10 µs on one link, or the time that it takes to start the copy if that is longer."""

@@ -16,8 +16,6 @@ from meshpar_kernels._quantize import LARGEST, dequantize, quantize
 from meshpar_kernels.collectives.api import ALGORITHMS, all_gather, group, reduce_scatter
 from meshpar_kernels.exchange.api import all_to_all
 
-__all__ = ["quantized_all_gather", "quantized_reduce_scatter"]
-
 EXCHANGES = ("native", "pallas", "pallas_tpu", "pallas_gpu")
 """Implementations of `all_to_all`."""
 

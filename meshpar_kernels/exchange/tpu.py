@@ -20,8 +20,6 @@ from meshpar_kernels._collective_ids import collective_id, id_reasons
 from meshpar_kernels.collectives.ppermute import rank_of
 from meshpar_kernels.collectives.tpu import coordinates
 
-__all__ = ["all_to_all", "collective_permute", "unsupported"]
-
 
 def unsupported(dtype: Any, axes: Sequence[str], sizes: Sequence[int]) -> Unsupported:
     """Reasons why the kernels cannot send arrays of this dtype over these mesh axes; empty if they can."""

@@ -15,8 +15,6 @@ from meshpar_kernels.grouped_matmul.matmuls import Options
 from meshpar_kernels.grouped_matmul.reference import ACTIVATIONS, QUANTIZED
 from meshpar_kernels.tuning import Config, keywords_in_config
 
-__all__ = ["grouped_matmul", "grouped_matmul_transpose"]
-
 
 @keywords_in_config("tile", "stages", "num_sms", "cluster")
 def grouped_matmul(

@@ -66,8 +66,6 @@ from meshpar_kernels.grouped_matmul.gpu_parts import (
 from meshpar_kernels.grouped_matmul.hopper import drain, drains, load_stages
 from meshpar_kernels.grouped_matmul.schedule import Spans
 
-__all__ = ["grouped_matmul", "grouped_matmul_transpose", "load_columns", "read_accumulator", "walk"]
-
 MULTIPLYING, WRITING, MASKING = 0, 1, 2
 """Indices of the warpgroups; a block has the third one where a kernel needs it."""
 

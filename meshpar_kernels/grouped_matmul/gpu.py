@@ -17,17 +17,6 @@ from meshpar_kernels.grouped_matmul.gpu_parts import Tile, misaligned, tile_colu
 from meshpar_kernels.grouped_matmul.schedule import ALIGNMENT
 from meshpar_kernels.tuning import Config
 
-__all__ = [
-    "Tile",
-    "grouped_matmul",
-    "grouped_matmul_transpose",
-    "make_tile",
-    "matmul_unsupported",
-    "padded_sizes",
-    "transpose_unsupported",
-    "with_tile",
-]
-
 SMEM_BYTES = 232_448
 """Bytes of shared memory that one thread block may use: 227 KiB on Hopper and Blackwell."""
 

@@ -14,8 +14,6 @@ from meshpar_kernels.grouped_matmul.gpu_parts import CLUSTER, Tile, cluster_coun
 from meshpar_kernels.grouped_matmul.problem import matmul_problem, padded_scale, transpose_problem
 from meshpar_kernels.grouped_matmul.schedule import span_tile_steps
 
-__all__ = ["launch", "launch_matmul", "launch_transpose"]
-
 
 def launch(
     gpu: Any, kernel: Callable[..., None], out_type: Any, scratch: list[Any], operands: Sequence[jax.Array], *,

@@ -17,8 +17,6 @@ from meshpar_kernels.grouped_matmul.reference import activate
 from meshpar_kernels.grouped_matmul.schedule import group_bounds
 from meshpar_kernels.tuning import Config
 
-__all__ = ["matmul_with_gradient", "transpose_with_gradient"]
-
 
 def _no_tangent(x):
     return None if x is None else np.zeros(x.shape, jax.dtypes.float0)

@@ -62,18 +62,6 @@ from meshpar_kernels.grouped_matmul.gpu_parts import (
 )
 from meshpar_kernels.grouped_matmul.schedule import Spans
 
-__all__ = [
-    "CONSUMERS",
-    "drain",
-    "drains",
-    "grouped_matmul",
-    "grouped_matmul_transpose",
-    "load_stages",
-    "multiply_stages",
-    "row_parts",
-    "walk",
-]
-
 CONSUMERS = 2
 LOADER, SENDER = 0, 1
 """Warps of the loading warpgroup, where it has two roles."""

@@ -23,8 +23,6 @@ from meshpar_kernels.grouped_matmul.hopper import CONSUMERS, row_parts, walk
 from meshpar_kernels.grouped_matmul.problem import matmul_problem
 from meshpar_kernels.grouped_matmul.schedule import ALIGNMENT, Spans, span_tile_steps
 
-__all__ = ["BLOCK", "TILE", "grouped_matmul", "unsupported"]
-
 BLOCK = 128
 """Contracted elements, and columns of rhs, of a scale."""
 

@@ -17,8 +17,6 @@ from meshpar_kernels.routing import reference as routing_reference
 from meshpar_kernels.routing import tpu_gather
 from meshpar_kernels.tuning import Config, MatmulKey, lookup
 
-__all__ = ["Options", "gather", "matmul", "transpose_matmul"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Options:

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 
 from meshpar_kernels.grouped_matmul.schedule import group_bounds
 
-__all__ = ["Problem", "matmul_problem", "padded_scale", "transpose_problem"]
-
 
 class Problem(NamedTuple):
     """Sizes of one grouped matmul, or of one transpose.

@@ -10,17 +10,6 @@ from jax import lax
 
 from meshpar_kernels.grouped_matmul.schedule import group_bounds
 
-__all__ = [
-    "ACTIVATIONS",
-    "QUANTIZED",
-    "activate",
-    "dequantized",
-    "gather_rows",
-    "grouped_matmul",
-    "grouped_matmul_transpose",
-    "precision",
-]
-
 
 def precision(dtype: jnp.dtype) -> lax.Precision:
     """Float32 operands are multiplied as such; bfloat16 ones need no more than one pass."""

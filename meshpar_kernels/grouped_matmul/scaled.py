@@ -16,8 +16,6 @@ from meshpar_kernels.grouped_matmul.api import grouped_matmul, grouped_matmul_tr
 from meshpar_kernels.grouped_matmul.hopper_scaled import BLOCK
 from meshpar_kernels.tuning import Config, keywords_in_config, only_num_sms
 
-__all__ = ["quantized_grouped_matmul", "scaled_grouped_matmul"]
-
 
 @keywords_in_config("num_sms")
 def scaled_grouped_matmul(

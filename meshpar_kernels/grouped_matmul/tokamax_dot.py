@@ -13,8 +13,6 @@ from meshpar_kernels._choose import Unsupported
 from meshpar_kernels.grouped_matmul.problem import Problem, matmul_problem, transpose_problem
 from meshpar_kernels.grouped_matmul.reference import activate, precision
 
-__all__ = ["grouped_matmul", "grouped_matmul_transpose", "unsupported"]
-
 _LAST, _FIRST = (((1,), (2,)), ((), ())), (((1,), (1,)), ((), ()))
 """Dimension numbers of [M, K] by [G, N, K] and by [G, K, N]."""
 

@@ -22,8 +22,6 @@ from meshpar_kernels.grouped_matmul.schedule import row_tile_steps
 from meshpar_kernels.grouped_matmul.tpu_blocks import by_rows, dot, in_blocks, row_mask
 from meshpar_kernels.grouped_matmul.tpu_tiles import Tile, cdiv
 
-__all__ = ["grouped_matmul"]
-
 
 class _Form(NamedTuple):
     """Static arguments of the kernel.

@@ -11,8 +11,6 @@ from meshpar_kernels.grouped_matmul import tpu_tiles
 from meshpar_kernels.grouped_matmul.reference import precision
 from meshpar_kernels.grouped_matmul.tpu_tiles import cdiv
 
-__all__ = ["by_rows", "dot", "in_blocks", "row_mask"]
-
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     """a · b contracted over dims (contract[0], contract[1]), accumulated and returned in float32."""

@@ -11,21 +11,6 @@ import jax.numpy as jnp
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
 
-__all__ = [
-    "BLOCK",
-    "ROW_CHUNKS",
-    "TRANSPOSE_BLOCK",
-    "Tile",
-    "cdiv",
-    "fitting",
-    "pack",
-    "pick_tile",
-    "pick_transpose_tile",
-    "steps",
-    "unsupported",
-    "vmem_to_plan_with",
-]
-
 
 def vmem_to_plan_with() -> int:
     """Bytes of VMEM that tiles may use: three quarters of a core's."""

@@ -18,8 +18,6 @@ from meshpar_kernels.grouped_matmul.schedule import group_tile_steps
 from meshpar_kernels.grouped_matmul.tpu_blocks import by_rows, dot, in_blocks, row_mask
 from meshpar_kernels.grouped_matmul.tpu_tiles import Tile, cdiv
 
-__all__ = ["grouped_matmul_transpose"]
-
 
 def _transpose_kernel(tile_of, group_of, start, end, live, *refs, scaled: bool):
     """One grid step: adds lhsᵀ · rhs of the rows [start, end) of a row tile to the sum of one group.

@@ -13,8 +13,6 @@ from meshpar_kernels.grouped_matmul.problem import matmul_problem, padded_scale,
 from meshpar_kernels.grouped_matmul.reference import activate, dequantized, gather_rows, precision
 from meshpar_kernels.grouped_matmul.schedule import group_tile_steps, row_tile_steps
 
-__all__ = ["grouped_matmul", "grouped_matmul_transpose", "row_tile"]
-
 
 def row_tile(rows: int, groups: int) -> int:
     """Rows of a row tile: a power of two of about half the rows of a group, 8…256, for little padding at the group

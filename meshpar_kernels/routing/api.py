@@ -14,8 +14,6 @@ from meshpar_kernels._choose import dispatch, refuse_sharded
 from meshpar_kernels.routing import gpu, reference, tpu, tpu_gather
 from meshpar_kernels.routing.plan import RoutePlan
 
-__all__ = ["combine", "permute", "route"]
-
 SCORES = ("softmax", "sigmoid")
 
 

@@ -18,8 +18,6 @@ from jax.experimental import pallas as pl
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
 
-__all__ = ["gather_sum", "unsupported"]
-
 THREADS = 128
 WIDTH = 2048
 """Largest number of columns of a slab: 16 float32 sums for each thread."""
