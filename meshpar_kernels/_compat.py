@@ -9,7 +9,7 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import jax
@@ -55,6 +55,23 @@ def mosaic_gpu() -> Any:
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     return gpu
+
+
+def mosaic_reasons(architectures: Iterable[int]) -> list[str]:
+    """Reasons why the GPU that kernels traced now are for cannot run Mosaic GPU kernels; empty if it can.
+
+    Args:
+      architectures: major numbers of the compute capabilities that have a kernel.
+    """
+    reasons, (major, minor) = [], gpu_architecture()
+    if major not in architectures:
+        known = " and ".join(f"sm_{number}0a" for number in architectures)
+        reasons.append(f"the GPU is sm_{major}{minor}; there is a kernel for {known}")
+    try:
+        mosaic_gpu()
+    except ImportError as error:
+        reasons.append(f"jax.experimental.pallas.mosaic_gpu cannot be imported: {error}")
+    return reasons
 
 
 def pallas_triton() -> Any:

@@ -139,6 +139,16 @@ class MatmulKey:
     transposed: bool = False
 
     @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(rows, K, N, groups)."""
+        return self.rows, self.k, self.n, self.groups
+
+    @property
+    def transposes(self) -> bool:
+        """Whether it is "grouped_matmul_transpose"."""
+        return self.op == "grouped_matmul_transpose"
+
+    @property
     def shape_class(self) -> str:
         """Key of a table entry: sizes, with rows and groups rounded to the nearest power of two."""
         rows, groups = (2 ** round(math.log2(max(n, 1))) for n in (self.rows, self.groups))

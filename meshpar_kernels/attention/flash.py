@@ -197,11 +197,6 @@ def merge(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tup
 # -- backward
 
 
-def row_dots(grad: jax.Array, out: jax.Array) -> jax.Array:
-    """Σ grad·out of each row, float32 [B, Q, H]: the term that the softmax's gradient subtracts."""
-    return (grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
-
-
 def backward(
     s: Softmax, q: Queries, k: Keys, grad: jax.Array, lse: jax.Array, dots: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

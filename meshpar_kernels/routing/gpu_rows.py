@@ -37,14 +37,7 @@ def unsupported(x: jax.Array, index: jax.Array) -> Unsupported:
         )
     if index.shape[1] > 32:
         reasons.append(f"k={index.shape[1]} rows to sum are more than 32: they are unrolled")
-    major, minor = _compat.gpu_architecture()
-    if major not in (9, 10):
-        reasons.append(f"the GPU is sm_{major}{minor}; there is a kernel for sm_90a and sm_100a")
-    try:
-        _compat.mosaic_gpu()
-    except ImportError as error:
-        reasons.append(f"jax.experimental.pallas.mosaic_gpu cannot be imported: {error}")
-    return Unsupported(reasons)
+    return Unsupported([*reasons, *_compat.mosaic_reasons((9, 10))])
 
 
 def _kernel(index, *refs, gpu: Any, shape: tuple[int, int, int], k: int, width: int, vector: int, blocks: int):
