@@ -425,11 +425,6 @@ def store_smem(ref: Any, value: Any) -> None:
         ref[...] = value
 
 
-def transpose_ref(ref: Any) -> Any:
-    """A view of a [..., a, b] shared-memory reference with its two dimensions exchanged."""
-    return ref.T
-
-
 def same_varying(*arrays: Any) -> tuple[Any, ...]:
     """Make every array vary over the mesh axes that any of them varies over (`shard_map`,
     `check_vma=True`).

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar_kernels import _compat
+from meshpar_kernels._arithmetic import precision
 from meshpar_kernels.attention.masks import NOWHERE, Mask
 
 Q_CHUNK, K_CHUNK = 512, 1024
@@ -51,11 +52,6 @@ class Keys(NamedTuple):
     v: jax.Array
     pos: jax.Array
     seg: jax.Array | None
-
-
-def precision(dtype: jnp.dtype) -> lax.Precision:
-    """Float32 operands are multiplied as such; bfloat16 ones need no more than one pass."""
-    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
 def _einsum(text: str, a: jax.Array, b: jax.Array) -> jax.Array:

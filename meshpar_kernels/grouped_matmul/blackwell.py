@@ -235,7 +235,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
         """Issue total += lhs · rhs of one stage, for each rhs; K step 0 overwrites the accumulator."""
         for half in range(num_rhs):
             weights = rhs_smem.at[stage, half]
-            weights = _compat.transpose_ref(weights) if transpose_rhs else weights
+            weights = weights.T if transpose_rhs else weights
             dst = total.at[:, pl.ds(half * tile.n, tile.n)]
             gpu.tcgen05_mma(dst, lhs_smem.at[stage], weights, accumulate=i > 0, **_pair(tile.cluster))
 
@@ -313,7 +313,7 @@ def grouped_matmul(p: MatmulProblem, *, tile: Tile, num_sms: int) -> jax.Array:
         cluster_barrier(gpu, tile.cluster, num_barriers=2, **tensor_core),
     ]
     return launch_matmul(
-        gpu, _matmul_kernel, scratch, p, height=tile.cluster * tile.m, tile=tile, warpgroups=2, num_sms=num_sms
+        _matmul_kernel, scratch, p, height=tile.cluster * tile.m, tile=tile, warpgroups=2, num_sms=num_sms
     )
 
 
@@ -399,7 +399,7 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
             def _():
                 gpu.barrier_wait(masked.at[stage])
 
-        left = _compat.transpose_ref(lhs_smem.at[stage])
+        left = lhs_smem.at[stage].T
         gpu.tcgen05_mma(total, left, rhs_smem.at[stage], accumulate=i > 0, **pair)
 
     def write_tile(tile_at, steps, _, used):
@@ -443,4 +443,4 @@ def grouped_matmul_transpose(p: TransposeProblem, *, tile: Tile, num_sms: int) -
         cluster_barrier(gpu, tile.cluster, num_arrivals=1, num_barriers=2, orders_tensor_core=True),
         cluster_barrier(gpu, tile.cluster, num_arrivals=1, num_barriers=tile.stages, orders_tensor_core=pair),
     ]
-    return launch_transpose(gpu, _transpose_kernel, scratch, p, tile=tile, warpgroups=3, num_sms=num_sms)
+    return launch_transpose(_transpose_kernel, scratch, p, tile=tile, warpgroups=3, num_sms=num_sms)

@@ -15,8 +15,8 @@ from meshpar_kernels.grouped_matmul.schedule import span_tile_steps
 
 
 def launch(
-    gpu: Any, kernel: Callable[..., None], out_type: Any, scratch: list[Any], operands: Sequence[jax.Array], *,
-    warpgroups: int, num_sms: int, name: str, cluster: int = 1, approx_math: bool = False, **options: Any,
+    kernel: Callable[..., None], out_type: Any, scratch: list[Any], operands: Sequence[jax.Array], *, warpgroups: int,
+    num_sms: int, name: str, cluster: int = 1, approx_math: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
     """Launch `kernel(*refs, gpu=gpu, num_sms=num_sms, **options)`, with refs of the operands, results and scratch.
 
@@ -25,6 +25,7 @@ def launch(
       num_sms: multiprocessors to use; the grid axis "multiprocessor" is the index of the cluster.
       approx_math: use approximate exponentials and divisions.
     """
+    gpu = _compat.mosaic_gpu()
     clusters = {"cluster": (cluster,), "cluster_names": (CLUSTER,)} if cluster > 1 else {}
     return gpu.kernel(
         functools.partial(kernel, gpu=gpu, num_sms=num_sms, **options),
@@ -41,14 +42,7 @@ def launch(
 
 
 def launch_matmul(
-    gpu: Any,
-    kernel: Callable[..., None],
-    scratch: list[Any],
-    p: MatmulProblem,
-    *,
-    height: int,
-    tile: Tile,
-    **options: Any,
+    kernel: Callable[..., None], scratch: list[Any], p: MatmulProblem, *, height: int, tile: Tile, **options: Any
 ) -> jax.Array:
     """Launch the kernel of a grouped matmul.
 
@@ -61,7 +55,7 @@ def launch_matmul(
     if p.row_scale is not None:
         operands.append(padded_scale(p.row_scale, height))
     return launch(
-        gpu, kernel, _compat.out_struct(p.out_shape, p.out_dtype, p.lhs, *p.rhs), scratch, operands,
+        kernel, _compat.out_struct(p.out_shape, p.out_dtype, p.lhs, *p.rhs), scratch, operands,
         name="grouped_matmul", cluster=tile.cluster, approx_math=True, shape=(p.key.k, p.key.n), tile=tile,
         transpose_rhs=p.transpose_rhs, activation=p.activation, num_rhs=len(p.rhs), scaled=p.row_scale is not None,
         **options,
@@ -69,7 +63,7 @@ def launch_matmul(
 
 
 def launch_transpose(
-    gpu: Any, kernel: Callable[..., None], scratch: list[Any], p: TransposeProblem, *, tile: Tile, **options: Any
+    kernel: Callable[..., None], scratch: list[Any], p: TransposeProblem, *, tile: Tile, **options: Any
 ) -> jax.Array:
     """Launch the kernel of the transpose; the tile [m, n] is of [K, N], and `tile.k` rows are one step.
 
@@ -82,6 +76,6 @@ def launch_transpose(
     """
     bounds, rhs = p.bounds(), p.scaled_rhs()
     return launch(
-        gpu, kernel, _compat.out_struct(p.out_shape, p.out_dtype, p.lhs, rhs), scratch, (bounds, p.lhs, rhs),
+        kernel, _compat.out_struct(p.out_shape, p.out_dtype, p.lhs, rhs), scratch, (bounds, p.lhs, rhs),
         name="grouped_matmul_transpose", cluster=tile.cluster, shape=(p.key.k, p.key.n, p.groups), tile=tile, **options,
     )  # fmt: skip

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from meshpar_kernels import _compat
-from meshpar_kernels._gradients import no_tangent, row_dots
+from meshpar_kernels._arithmetic import no_tangent, row_dots
 from meshpar_kernels.grouped_matmul.matmuls import Options, gather, run
 from meshpar_kernels.grouped_matmul.problem import MatmulProblem, Problem, TransposeProblem
 from meshpar_kernels.grouped_matmul.reference import activate
@@ -136,7 +136,7 @@ def _matmul_bwd(options, saved, grad):
         grads, scale = pull(grad), None
     grads = [g.astype(dtype) for g in grads]
 
-    back = dataclasses.replace(linear, transpose_rhs=not p.transpose_rhs, transpose_scale=True)
+    back = dataclasses.replace(linear, transpose_rhs=not p.transpose_rhs, transpose_scale=not p.transpose_scale)
     parts: Any = [
         _matmul(own_tile, dataclasses.replace(one, lhs=g), None, None)
         for g, one in zip(grads, _each_matrix(back), strict=True)

@@ -305,7 +305,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
                 """Issue acc += lhs · rhs of one stage, for each rhs."""
                 for half, total in enumerate(acc):
                     weights = rhs_smem.at[slot, half]
-                    weights = _compat.transpose_ref(weights) if transpose_rhs else weights
+                    weights = weights.T if transpose_rhs else weights
                     gpu.wgmma(total, lhs_smem.at[slot, part], weights)
 
             multiply_stages(gpu, step, steps, tile.stages, full, empty, matmuls)
@@ -368,7 +368,7 @@ def grouped_matmul(p: MatmulProblem, *, tile: Tile, num_sms: int) -> jax.Array:
         cluster_barrier(gpu, tile.cluster, num_arrivals=CONSUMERS, num_barriers=tile.stages),
     ]
     return launch_matmul(
-        gpu, _matmul_kernel, scratch, p, height=tile.m, tile=tile, warpgroups=CONSUMERS + 1, num_sms=num_sms
+        _matmul_kernel, scratch, p, height=tile.m, tile=tile, warpgroups=CONSUMERS + 1, num_sms=num_sms
     )
 
 
@@ -464,7 +464,7 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
                     def _():
                         _mask_stage(gpu, columns, rhs_smem.at[slot], low, high, part, together, masked)
 
-                    gpu.wgmma(total, _compat.transpose_ref(columns), rhs_smem.at[slot])
+                    gpu.wgmma(total, columns.T, rhs_smem.at[slot])
 
                 multiply_stages(gpu, step, rows.steps, stages, full, empty, start, r * stages)
                 value = total[...].astype(out.dtype)
@@ -515,4 +515,4 @@ def grouped_matmul_transpose(p: TransposeProblem, *, tile: Tile, num_sms: int) -
         cluster_barrier(gpu, tile.cluster, num_arrivals=readers, num_barriers=tile.stages),
         gpu.Barrier(num_arrivals=CONSUMERS),
     ]
-    return launch_transpose(gpu, _transpose_kernel, scratch, p, tile=tile, warpgroups=CONSUMERS + 1, num_sms=num_sms)
+    return launch_transpose(_transpose_kernel, scratch, p, tile=tile, warpgroups=CONSUMERS + 1, num_sms=num_sms)

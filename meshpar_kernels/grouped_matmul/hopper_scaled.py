@@ -79,7 +79,7 @@ def _kernel(*refs, gpu: Any, shape: tuple[int, int], tile: Tile, num_sms: int, a
             gpu.barrier_wait(full.at[slot])
 
             def accumulate(acc):
-                gpu.wgmma(acc, lhs_smem.at[slot, part], _compat.transpose_ref(rhs_smem.at[slot]))
+                gpu.wgmma(acc, lhs_smem.at[slot, part], rhs_smem.at[slot].T)
                 gpu.wgmma_wait(0)
                 return acc[...]
 
@@ -123,7 +123,7 @@ def grouped_matmul(
         gpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages),
     ]
     out = launch(
-        gpu, _kernel, _compat.out_struct((rows, n), out_dtype, lhs, rhs), scratch,
+        _kernel, _compat.out_struct((rows, n), out_dtype, lhs, rhs), scratch,
         (*span_tile_steps(bounds, rows, tile.m), lhs, scale, rhs, rhs_scale), warpgroups=CONSUMERS + 1,
         num_sms=_compat.multiprocessors() if num_sms is None else num_sms, name="scaled_grouped_matmul",
         approx_math=True, shape=(k, n), tile=tile, acc_dtype=acc_dtype,

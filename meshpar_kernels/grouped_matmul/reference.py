@@ -8,13 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar_kernels._arithmetic import precision
 from meshpar_kernels.grouped_matmul.problem import MatmulProblem, TransposeProblem
-
-
-def precision(dtype: jnp.dtype) -> lax.Precision:
-    """Float32 operands are multiplied as such; bfloat16 ones need no more than one pass."""
-    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
-
 
 QUANTIZED = (jnp.int8, jnp.float8_e4m3fn)
 """Dtypes of weights with scales."""

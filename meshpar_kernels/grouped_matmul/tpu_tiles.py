@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax.experimental.pallas import cdiv
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
@@ -49,10 +50,6 @@ class Tile(NamedTuple):
     m: int
     k: int
     n: int
-
-
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def pack(itemsize: int) -> int:

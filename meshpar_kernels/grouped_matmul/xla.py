@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar_kernels._arithmetic import dot
 from meshpar_kernels._compat import same_varying
 from meshpar_kernels.grouped_matmul.problem import MatmulProblem, TransposeProblem, padded_scale
-from meshpar_kernels.grouped_matmul.reference import activate, dequantized, precision
+from meshpar_kernels.grouped_matmul.reference import activate, dequantized
 from meshpar_kernels.grouped_matmul.schedule import group_tile_steps, row_tile_steps
 
 
@@ -36,7 +37,6 @@ def grouped_matmul(p: MatmulProblem) -> jax.Array:
     tile_steps = row_tile_steps(p.bounds(), rows, tile)
     lhs = _pad_rows(p.lhs, tile)
     scale = None if p.row_scale is None else padded_scale(p.row_scale, tile)
-    contract = ((1,), (1 if p.transpose_rhs else 0,))
 
     def matrices(group):
         """The weights of one group, [K, N] of each rhs; quantized ones are dequantized in the dtype of lhs."""
@@ -52,13 +52,7 @@ def grouped_matmul(p: MatmulProblem) -> jax.Array:
         row = first + jnp.arange(tile)[:, None]
         in_group = (row >= tile_steps.start[v]) & (row < tile_steps.end[v])
         matmuls = [
-            lax.dot_general(
-                lax.dynamic_slice_in_dim(lhs, first, tile),
-                matrix,
-                (contract, ((), ())),
-                precision=precision(lhs.dtype),
-                preferred_element_type=jnp.float32,
-            )
+            dot(lax.dynamic_slice_in_dim(lhs, first, tile), matrix, (1, 1 if p.transpose_rhs else 0))
             for matrix in matrices(tile_steps.group[v])
         ]
         value = activate(matmuls, p.activation)
@@ -89,13 +83,8 @@ def grouped_matmul_transpose(p: TransposeProblem) -> jax.Array:
         if scale is not None:
             factor = lax.dynamic_slice_in_dim(scale, first, tile)[:, None]
             right = (right.astype(jnp.float32) * factor).astype(rhs.dtype)
-        matmul = lax.dot_general(
-            jnp.where(in_group, lax.dynamic_slice_in_dim(lhs, first, tile), 0),
-            jnp.where(in_group, right, 0),
-            (((0,), (0,)), ((), ())),
-            precision=precision(lhs.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        left = jnp.where(in_group, lax.dynamic_slice_in_dim(lhs, first, tile), 0)
+        matmul = dot(left, jnp.where(in_group, right, 0), (0, 0))
         old = lax.dynamic_index_in_dim(out, tile_steps.group[v], keepdims=False)
         return lax.dynamic_update_index_in_dim(out, old + matmul, tile_steps.group[v], 0)
 

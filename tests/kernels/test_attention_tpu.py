@@ -8,7 +8,7 @@ import pytest
 from interpreters import race_detection
 
 from meshpar_kernels import ring_attention
-from meshpar_kernels._gradients import row_dots
+from meshpar_kernels._arithmetic import row_dots
 from meshpar_kernels.attention import flash, masks, tpu
 from meshpar_kernels.attention.flash import Keys, Queries, Softmax
 from meshpar_kernels.attention.masks import Mask
