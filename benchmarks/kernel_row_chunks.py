@@ -39,8 +39,9 @@ def compile_matmuls(chip: str, kind: str, sizes: list[int]) -> None:
     from jax.experimental import topologies
     from jax.experimental.pallas import tpu as pltpu
 
+    from meshpar_kernels._arithmetic import dot
     from meshpar_kernels.grouped_matmul import tpu_tiles
-    from meshpar_kernels.grouped_matmul.tpu_blocks import dot, row_mask
+    from meshpar_kernels.grouped_matmul.tpu_blocks import row_mask
 
     def kernel(size, where, left, right, out):
         first = pl.multiple_of(where[0] * tpu_tiles.pack(2), tpu_tiles.pack(2)) if size < TILE else 0

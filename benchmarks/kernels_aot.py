@@ -442,9 +442,10 @@ def executed(shape: str) -> str:
 
     from meshpar_kernels.grouped_matmul import schedule, tpu_tiles
     from meshpar_kernels.shapes import MATMULS
+    from meshpar_kernels.tuning import MatmulKey
 
     s = MATMULS[shape]
-    tile = tpu_tiles.pick_tile(s.m, s.k, s.n, s.groups, 2, 1)
+    tile = tpu_tiles.pick_tile(MatmulKey("grouped_matmul", s.m, s.k, s.n, s.groups), 2)
     even = [s.m // s.groups] * s.groups
     load = np.random.default_rng(0).multinomial(s.m, np.full(s.groups, 1 / s.groups)).tolist()
     ratios = [schedule.executed_rows(x, s.m, tile.m, tpu_tiles.ROW_CHUNKS, 16) / s.m for x in (even, load)]

@@ -13,18 +13,6 @@ from jax import lax
 
 from meshpar_kernels import _compat
 
-__all__ = [
-    "DEFAULT_KERNELS",
-    "OUTLINE",
-    "VARIABLE",
-    "Unsupported",
-    "body",
-    "by_default",
-    "devices_on",
-    "dispatch",
-    "refuse_sharded",
-]
-
 VARIABLE = "MESHPAR_KERNELS"
 """Environment variable: "pallas" or "reference", see `dispatch`. It is read when a program is traced."""
 

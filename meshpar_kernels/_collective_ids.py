@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 import jax
 
-__all__ = ["COLLECTIVE_IDS", "MESH_AXES", "collective_id", "id_reasons"]
-
 _KERNELS = (
     "all_reduce_small",
     "ring_all_gather",

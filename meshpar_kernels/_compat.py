@@ -9,7 +9,7 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import jax
@@ -23,37 +23,6 @@ from jax.core import Tracer
 from jax.extend import backend
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-
-__all__ = [
-    "backend_platform",
-    "cudnn_backward",
-    "cudnn_forward",
-    "cudnn_reasons",
-    "device_kind",
-    "gpu_architecture",
-    "has_varying_types",
-    "host_reasons",
-    "ici_reasons",
-    "interpreting",
-    "interpreting_gpu",
-    "invariant_over",
-    "load_gmem",
-    "mosaic_gpu",
-    "multiprocessors",
-    "one_slice",
-    "out_struct",
-    "pallas_triton",
-    "refused",
-    "same_varying",
-    "sharded_axes",
-    "splash_backward",
-    "splash_forward",
-    "store_smem",
-    "tpu_vmem",
-    "tpu_vmem_limit",
-    "transpose_ref",
-    "varying_over",
-]
 
 
 def interpreting() -> bool:
@@ -86,6 +55,23 @@ def mosaic_gpu() -> Any:
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     return gpu
+
+
+def mosaic_reasons(architectures: Iterable[int]) -> list[str]:
+    """Reasons why the GPU that kernels traced now are for cannot run Mosaic GPU kernels; empty if it can.
+
+    Args:
+      architectures: major numbers of the compute capabilities that have a kernel.
+    """
+    reasons, (major, minor) = [], gpu_architecture()
+    if major not in architectures:
+        known = " and ".join(f"sm_{number}0a" for number in architectures)
+        reasons.append(f"the GPU is sm_{major}{minor}; there is a kernel for {known}")
+    try:
+        mosaic_gpu()
+    except ImportError as error:
+        reasons.append(f"jax.experimental.pallas.mosaic_gpu cannot be imported: {error}")
+    return reasons
 
 
 def pallas_triton() -> Any:
@@ -437,11 +423,6 @@ def store_smem(ref: Any, value: Any) -> None:
         gpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
-
-
-def transpose_ref(ref: Any) -> Any:
-    """A view of a [..., a, b] shared-memory reference with its two dimensions exchanged."""
-    return ref.T
 
 
 def same_varying(*arrays: Any) -> tuple[Any, ...]:

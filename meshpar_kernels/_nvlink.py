@@ -13,8 +13,6 @@ from jax.sharding import AxisType
 
 from meshpar_kernels import _compat
 
-__all__ = ["ARCHITECTURES", "MOST_DEVICES", "DeviceGroup", "machine_reasons"]
-
 MOST_DEVICES = 8
 """Largest number of GPUs of an NVLink domain in one machine. Kernels have one copy instruction for each."""
 
@@ -70,10 +68,7 @@ def machine_reasons(devices: int, axes: Sequence[str] = (), blocks: int = 0) -> 
     reasons = _compat.host_reasons(axes)
     if devices > MOST_DEVICES:
         reasons.append(f"{devices} devices: NVLink joins at most {MOST_DEVICES} in one machine")
-    major, minor = _compat.gpu_architecture()
-    if major not in ARCHITECTURES:
-        known = " and ".join(f"sm_{number}0a" for number in ARCHITECTURES)
-        reasons.append(f"the GPU is sm_{major}{minor}; there is a kernel for {known}")
+    reasons += _compat.mosaic_reasons(ARCHITECTURES)
     kind = _compat.device_kind()
     if "PCIe" in kind or kind.endswith("NVL"):
         reasons.append(f"{kind} has no NVLink switch")
@@ -82,8 +77,4 @@ def machine_reasons(devices: int, axes: Sequence[str] = (), blocks: int = 0) -> 
             f"{kind or 'the GPU'} has {_compat.multiprocessors()} multiprocessors, and {blocks} blocks wait for each other: those "
             "that do not run would be waited for without end (config=Config(num_sms=...) takes fewer)"
         )
-    try:
-        _compat.mosaic_gpu()
-    except ImportError as error:
-        reasons.append(f"jax.experimental.pallas.mosaic_gpu cannot be imported: {error}")
     return reasons

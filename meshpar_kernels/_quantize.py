@@ -9,8 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["LARGEST", "dequantize", "quantize"]
-
 LARGEST = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
 """Dtype of the codes → the code of the largest element of a block."""
 

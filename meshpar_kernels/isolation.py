@@ -31,8 +31,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["Status", "Worker", "WorkerError"]
-
 Status = Literal["refused", "failed", "crashed", "timeout"]
 """`"refused"`: the function raised `NotImplementedError`; `"failed"`: another exception; `"crashed"`: the process ended;
 `"timeout"`: the call exceeded its limit, and the process was killed."""

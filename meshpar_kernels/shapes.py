@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["ATTENTION", "FUSED", "MATMULS", "MODELS", "AttentionShape", "FusedShape", "MatmulShape", "MoeShape"]
-
 
 @dataclasses.dataclass(frozen=True)
 class MoeShape:

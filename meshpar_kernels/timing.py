@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["device_seconds"]
-
 ITERATIONS = 11
 """Calls that CUPTI measures; the median is returned."""
 LOOP_SECONDS = 0.25

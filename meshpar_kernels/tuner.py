@@ -20,19 +20,6 @@ from meshpar_kernels.isolation import Worker
 from meshpar_kernels.timing import device_seconds
 from meshpar_kernels.tuning import Config, Entry, MatmulKey
 
-__all__ = [
-    "Bench",
-    "DeviceBench",
-    "IsolatedBench",
-    "Tuned",
-    "WrongValueError",
-    "candidates",
-    "limit_of",
-    "measure",
-    "platform",
-    "tune",
-]
-
 MARGIN = 0.98
 """A choice replaces the analytic one if its time is below this fraction: medians vary by one or two percent."""
 
@@ -132,12 +119,12 @@ def candidates(matmul: MatmulKey, dtype: Any, platform: str) -> list[Config]:
 
 def _for_gpu(p: MatmulKey, itemsize: int) -> list[Config]:
     """Configurations of the GPU kernels, the analytic choice first; may have repetitions."""
-    back = p.op == "grouped_matmul_transpose"
+    back = p.transposes
 
     def most_stages(config: Config) -> int:
-        return gpu.make_tile(config, itemsize, p.matrices, transposes=back).stages
+        return gpu.make_tile(config, itemsize, p).stages
 
-    first = gpu.with_tile(Config(), p.n, p.matrices, transposes=back)
+    first = gpu.with_tile(Config(), p)
     configs = [dataclasses.replace(first, stages=most_stages(first))]
     for inner in (64, 128):
         for width in (w for w in (64, 128, 192, 256) if w * p.matrices <= 256 and w < 2 * p.n):
@@ -157,12 +144,9 @@ def _for_gpu(p: MatmulKey, itemsize: int) -> list[Config]:
 
 def _for_tpu(p: MatmulKey, itemsize: int) -> list[Config]:
     """Configurations of the TPU kernels, the analytic choice first; [] if no tile fits VMEM."""
-    if p.op == "grouped_matmul_transpose":
-        first = tpu_tiles.pick_transpose_tile(p.rows, p.k, p.n, p.groups, itemsize)
-        tiles = [tpu_tiles.Tile(m, k, n) for m in (128, 256, 512) for k in _widths(p.k) for n in _widths(p.n)]
-    else:
-        first = tpu_tiles.pick_tile(p.rows, p.k, p.n, p.groups, itemsize, p.matrices)
-        tiles = [tpu_tiles.Tile(m, p.k, n) for m in (128, 256, 512) for n in _widths(p.n)]
+    first = tpu_tiles.pick_tile(p, itemsize)
+    heights, inner = (128, 256, 512), _widths(p.k) if p.transposes else [p.k]
+    tiles = [tpu_tiles.Tile(*sizes) for sizes in itertools.product(heights, inner, _widths(p.n))]
     return [] if first is None else [Config((tile.m, tile.k, tile.n)) for tile in (first, *tiles)]
 
 
@@ -181,9 +165,8 @@ class DeviceBench:
         """Create the operands, and compute the reference result."""
         self.matmul = matmul
         p, rng = matmul, np.random.default_rng(0)
-        back = p.op == "grouped_matmul_transpose"
         weights = (p.groups, p.n, p.k) if p.transposed else (p.groups, p.k, p.n)
-        shapes = [(p.rows, p.k), *([(p.rows, p.n)] if back else [weights] * p.matrices)]
+        shapes = [(p.rows, p.k), *([(p.rows, p.n)] if p.transposes else [weights] * p.matrices)]
         keys = jax.random.split(jax.random.key(0), len(shapes))
         self.operands = [jax.random.normal(key, s, jnp.dtype(dtype)) for key, s in zip(keys, shapes, strict=True)]
         self.sizes = jnp.asarray(rng.multinomial(p.rows, np.full(p.groups, 1 / p.groups)), jnp.int32)
@@ -196,7 +179,7 @@ class DeviceBench:
 
         def call(lhs: jax.Array, *others: jax.Array) -> jax.Array:
             """The matmul with the bench's group sizes."""
-            if p.op == "grouped_matmul_transpose":
+            if p.transposes:
                 return grouped_matmul_transpose(lhs, others[0], self.sizes, **how)
             if p.matrices == 2:
                 options = {"activation": "silu", "transpose_rhs": p.transposed, **how}

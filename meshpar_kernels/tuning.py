@@ -20,20 +20,6 @@ import jax.numpy as jnp
 
 from meshpar_kernels import _compat
 
-__all__ = [
-    "VARIABLE",
-    "Config",
-    "Entry",
-    "MatmulKey",
-    "keywords_in_config",
-    "lookup",
-    "merge",
-    "only_num_sms",
-    "path",
-    "read",
-    "write",
-]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 VARIABLE = "MESHPAR_KERNEL_TABLE"
@@ -151,6 +137,16 @@ class MatmulKey:
     groups: int
     matrices: int = 1
     transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(rows, K, N, groups)."""
+        return self.rows, self.k, self.n, self.groups
+
+    @property
+    def transposes(self) -> bool:
+        """Whether it is "grouped_matmul_transpose"."""
+        return self.op == "grouped_matmul_transpose"
 
     @property
     def shape_class(self) -> str:

@@ -465,7 +465,7 @@ def fused_of(plan: Plan, pair: CollectiveMatmul) -> FusedGather | FusedScatter |
     kernel = cache.get(key)
     if kernel is None:
         made = _fused_gather(plan, pair, devices) if pair.gather else _fused_scatter(plan, pair, devices)
-        kernel = cache.put(key, "; ".join(made.reasons) if not isinstance(made, str) and made.reasons else made)
+        kernel = cache.put(key, "; ".join(made) if isinstance(made, tuple) else made)
     return kernel
 
 
@@ -482,8 +482,8 @@ def _operand(plan: Plan, run: Run, side: int) -> jax.ShapeDtypeStruct | None:
     return jax.ShapeDtypeStruct(local_shape(value.shape, shard.spec, plan.sizes), value.aval.dtype)
 
 
-def _fused_gather(plan: Plan, pair: CollectiveMatmul, devices: int) -> FusedGather | str:
-    """The fused kernel of an all-gather and its matmuls, or the reason against it."""
+def _fused_gather(plan: Plan, pair: CollectiveMatmul, devices: int) -> FusedGather | tuple[str, ...] | str:
+    """The fused kernel of an all-gather and its matmuls, or the reasons against it."""
     others = [_operand(plan, run, 1 - side) for run, side in pair.dots]
     known = [x for x in others if x is not None]
     shape = list(local_shape(pair.value.shape, pair.step.result.spec, plan.sizes))
@@ -491,11 +491,11 @@ def _fused_gather(plan: Plan, pair: CollectiveMatmul, devices: int) -> FusedGath
         return "an operand is a constant, or chunks differ in size"
     shape[pair.dim] //= devices
     x = jax.ShapeDtypeStruct(tuple(shape), pair.value.aval.dtype)
-    return FusedGather(x, known, [dot_of(run.op.eqn, side) for run, side in pair.dots], pair.dim, devices, pair.keep)
+    return FusedGather.of(x, known, [dot_of(run.op.eqn, side) for run, side in pair.dots], pair.dim, devices, pair.keep)
 
 
-def _fused_scatter(plan: Plan, pair: CollectiveMatmul, devices: int) -> FusedScatter | str:
-    """The fused kernel of matmuls and the reduce-scatter of their sum, or the reason against it."""
+def _fused_scatter(plan: Plan, pair: CollectiveMatmul, devices: int) -> FusedScatter | tuple[str, ...] | str:
+    """The fused kernel of matmuls and the reduce-scatter of their sum, or the reasons against it."""
     operands = [(_operand(plan, run, 0), _operand(plan, run, 1)) for run, _ in pair.dots]
     known = [(a, b) for a, b in operands if a is not None and b is not None]
     if len(known) < len(operands):
@@ -504,7 +504,7 @@ def _fused_scatter(plan: Plan, pair: CollectiveMatmul, devices: int) -> FusedSca
         return "the matmuls are transposed before they are added"
     dots, dims = [dot_of(run.op.eqn, 0) for run, _ in pair.dots], [d for _, d in pair.dots]
     dtype: Any = pair.value.aval.dtype
-    return FusedScatter(known, dots, dims, devices, dtype, dtype)
+    return FusedScatter.of(known, dots, dims, devices, dtype, dtype)
 
 
 def _transposed(pair: CollectiveMatmul) -> bool:

@@ -9,18 +9,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from meshpar_kernels import _compat
+from meshpar_kernels._arithmetic import no_tangent, row_dots
 from meshpar_kernels._choose import devices_on, refuse_sharded
 from meshpar_kernels.attention import gathered, ring, ulysses
 from meshpar_kernels.attention.context import Context
 from meshpar_kernels.attention.costs import AttentionCosts, Machine, costs
-from meshpar_kernels.attention.flash import K_CHUNK, Q_CHUNK, row_dots
+from meshpar_kernels.attention.flash import K_CHUNK, Q_CHUNK
 from meshpar_kernels.attention.options import OP, Operands, Options
-
-__all__ = ["Operands", "Options", "Plan", "attention_costs", "backward", "forward", "plan", "ring_attention"]
 
 ORDERS = ("contiguous", "zigzag")
 MODULES: dict[str, Any] = {"ring": ring, "ulysses": ulysses, "gathered": gathered}
@@ -228,11 +226,7 @@ def _attention_fwd(p, *x):
 def _attention_bwd(p, saved, grad):
     """Backward rule: gradients of q, k and v; segment ids get float0 zeros."""
     x, out, lse = saved
-
-    def none(seg):
-        return None if seg is None else np.zeros(seg.shape, jax.dtypes.float0)
-
-    return *backward(p, Operands(*x), out, lse, grad), *map(none, x[3:])
+    return *backward(p, Operands(*x), out, lse, grad), *map(no_tangent, x[3:])
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)

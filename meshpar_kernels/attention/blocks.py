@@ -15,8 +15,6 @@ from meshpar_kernels import _compat
 from meshpar_kernels.attention.flash import Keys, Queries, Softmax, merge, nothing
 from meshpar_kernels.attention.masks import Mask
 
-__all__ = ["Layout", "backward", "forward", "mask_reasons"]
-
 Forward = Callable[[Softmax, Queries, Keys], tuple[jax.Array, jax.Array]]
 Backward = Callable[[Softmax, Keys], tuple[jax.Array, jax.Array, jax.Array]]
 

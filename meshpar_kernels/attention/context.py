@@ -18,8 +18,6 @@ from meshpar_kernels.attention.flash import Keys, Queries, Softmax
 from meshpar_kernels.attention.masks import positions
 from meshpar_kernels.collectives import reduce_scatter
 
-__all__ = ["Context"]
-
 Axes = tuple[str, ...]
 UNKNOWN = Layout()
 

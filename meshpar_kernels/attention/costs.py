@@ -14,8 +14,6 @@ from meshpar_kernels.attention.context import Context
 from meshpar_kernels.attention.masks import visible_pairs
 from meshpar_kernels.attention.options import STRATEGIES
 
-__all__ = ["RING_FROM", "AttentionCost", "AttentionCosts", "Machine", "Sent", "costs", "sends", "work"]
-
 RING_FROM = 256 * 1024
 """Number of tokens from which ring attention is chosen by its estimated time; with fewer tokens only if nothing else fits."""
 

@@ -19,8 +19,6 @@ from meshpar_kernels.attention import blocks
 from meshpar_kernels.attention.blocks import Layout
 from meshpar_kernels.attention.flash import Keys, Queries, Softmax
 
-__all__ = ["backward", "forward", "unsupported"]
-
 
 def unsupported(s: Softmax, q: Queries, k: Keys, layout: Layout) -> Unsupported:
     """Reasons why cuDNN cannot take these operands; empty if it can."""

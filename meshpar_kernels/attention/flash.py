@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar_kernels import _compat
+from meshpar_kernels._arithmetic import precision
 from meshpar_kernels.attention.masks import NOWHERE, Mask
-
-__all__ = ["Keys", "Queries", "Softmax", "backward", "forward", "merge", "nothing", "row_dots"]
 
 Q_CHUNK, K_CHUNK = 512, 1024
 
@@ -53,11 +52,6 @@ class Keys(NamedTuple):
     v: jax.Array
     pos: jax.Array
     seg: jax.Array | None
-
-
-def precision(dtype: jnp.dtype) -> lax.Precision:
-    """Float32 operands are multiplied as such; bfloat16 ones need no more than one pass."""
-    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
 def _einsum(text: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -197,11 +191,6 @@ def merge(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tup
 
 
 # -- backward
-
-
-def row_dots(grad: jax.Array, out: jax.Array) -> jax.Array:
-    """Σ grad·out of each row, float32 [B, Q, H]: the term that the softmax's gradient subtracts."""
-    return (grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
 
 
 def backward(

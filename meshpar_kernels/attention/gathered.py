@@ -11,8 +11,6 @@ from meshpar_kernels.attention.context import Context
 from meshpar_kernels.attention.flash import Keys, Queries
 from meshpar_kernels.attention.options import Operands
 
-__all__ = ["backward", "forward"]
-
 
 def _all_keys(c: Context, x: Operands) -> Keys:
     """K, V, positions and segment ids of all devices, all-gathered along the sequence."""

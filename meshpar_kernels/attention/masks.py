@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["NOWHERE", "Mask", "devices_seen", "positions", "runs", "unzigzag", "visible_pairs", "zigzag"]
-
 NOWHERE = -1
 """The position of a key that no query sees (padding of a chunk)."""
 

@@ -11,8 +11,6 @@ import jax.numpy as jnp
 from meshpar_kernels.attention.flash import K_CHUNK, Q_CHUNK, Softmax
 from meshpar_kernels.attention.masks import Mask
 
-__all__ = ["OP", "STRATEGIES", "Operands", "Options"]
-
 OP = "ring_attention"
 STRATEGIES = ("ring", "ulysses", "gathered")
 

@@ -7,8 +7,6 @@ import jax.numpy as jnp
 
 from meshpar_kernels.attention.flash import Keys, Queries, Softmax
 
-__all__ = ["backward", "forward"]
-
 
 def _scores(s: Softmax, q: Queries, k: Keys) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(scores [B, H, Q, K], -inf for masked keys; derivative of the softcap; keys for each query head [B, K, H, D])."""

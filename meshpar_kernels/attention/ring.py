@@ -25,8 +25,6 @@ from meshpar_kernels.attention.flash import Keys, Queries, merge, nothing
 from meshpar_kernels.attention.masks import devices_seen
 from meshpar_kernels.attention.options import Operands
 
-__all__ = ["Stream", "backward", "forward", "streams"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Stream:

@@ -18,8 +18,6 @@ from meshpar_kernels.attention import blocks
 from meshpar_kernels.attention.blocks import Layout
 from meshpar_kernels.attention.flash import Keys, Queries, Softmax
 
-__all__ = ["backward", "forward", "unsupported"]
-
 LANES = 128
 """Queries and keys of a block are multiples of this."""
 

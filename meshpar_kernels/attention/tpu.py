@@ -20,10 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from meshpar_kernels import _compat
+from meshpar_kernels._arithmetic import dot
 from meshpar_kernels._choose import Unsupported
-from meshpar_kernels.attention.flash import Keys, Queries, Softmax, precision
-
-__all__ = ["backward", "forward", "unsupported"]
+from meshpar_kernels.attention.flash import Keys, Queries, Softmax
 
 BLOCKS = (512, 256, 128)
 MOST_BLOCKS = 1 << 16  # entries of `_table`, which is in scalar memory
@@ -55,13 +54,6 @@ def unsupported(q: Queries, k: Keys) -> Unsupported:
 
 def _block(length: int) -> int:
     return next(b for b in BLOCKS if length % b == 0)
-
-
-def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    return lax.dot_general(
-        a, b, (((contract[0],), (contract[1],)), ((), ())), precision=precision(a.dtype),
-        preferred_element_type=jnp.float32,
-    )  # fmt: skip
 
 
 def _heads_first(x: jax.Array) -> jax.Array:
@@ -128,7 +120,7 @@ class _Ids:
 def _scores(s: Softmax, q_ref, k_ref, ids: tuple[Any, ...] | None) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """(scores [keys, queries], derivative of the softcap at each score, bool [keys, queries] visible or None: all),
     from one block of q and of k."""
-    scores = _dot(k_ref[0, 0], q_ref[0, 0], (1, 1)) * s.scale
+    scores = dot(k_ref[0, 0], q_ref[0, 0], (1, 1)) * s.scale
     slope = jnp.ones((), jnp.float32)
     if s.softcap is not None:
         turned = jnp.tanh(scores / s.softcap)
@@ -187,7 +179,7 @@ def _forward_kernel(table, *refs, s: Softmax, ids: int):
         p = _hide(jnp.exp(scores - new), is_visible, 0.0)
         fade = jnp.exp(top[...] - new)
         total[...] = total[...] * fade + p.sum(0, keepdims=True)
-        weighted[...] = weighted[...] * fade + _dot(v_ref[0, 0], p.astype(v_ref.dtype), (0, 0))
+        weighted[...] = weighted[...] * fade + dot(v_ref[0, 0], p.astype(v_ref.dtype), (0, 0))
         top[...] = new
 
     _by_sight(table[(batch * pl.num_programs(2) + i) * many + j], id_refs, add)
@@ -263,7 +255,7 @@ def _weights(s: Softmax, q_ref, k_ref, v_ref, grad_ref, lse_ref, dots_ref, ids) 
     """(softmax weights, gradients of the unscaled scores), both [keys, queries]."""
     scores, slope, is_visible = _scores(s, q_ref, k_ref, ids)
     p = _hide(jnp.exp(scores - lse_ref[0, 0]), is_visible, 0.0)
-    d_p = _dot(v_ref[0, 0], grad_ref[0, 0], (1, 1))
+    d_p = dot(v_ref[0, 0], grad_ref[0, 0], (1, 1))
     return p, p * (d_p - dots_ref[0, 0]) * slope * s.scale
 
 
@@ -290,7 +282,7 @@ def _queries_kernel(table, *refs, s: Softmax, ids: int):
 
     def add(ids):
         _, d_s = _weights(s, q_ref, k_ref, v_ref, grad_ref, lse_ref, dots_ref, ids)
-        weighted[...] += _dot(d_s.astype(k_ref.dtype), k_ref[0, 0], (0, 0))
+        weighted[...] += dot(d_s.astype(k_ref.dtype), k_ref[0, 0], (0, 0))
 
     _by_sight(table[(batch * pl.num_programs(2) + i) * many + j], id_refs, add)
 
@@ -322,8 +314,8 @@ def _keys_kernel(table, *refs, s: Softmax, ids: int, blocks: int):
 
     def add(ids):
         p, d_s = _weights(s, q_ref, k_ref, v_ref, grad_ref, lse_ref, dots_ref, ids)
-        d_v[...] += _dot(p.astype(grad_ref.dtype), grad_ref[0, 0], (1, 0))
-        d_k[...] += _dot(d_s.astype(q_ref.dtype), q_ref[0, 0], (1, 0))
+        d_v[...] += dot(p.astype(grad_ref.dtype), grad_ref[0, 0], (1, 0))
+        d_k[...] += dot(d_s.astype(q_ref.dtype), q_ref[0, 0], (1, 0))
 
     _by_sight(table[(batch * blocks + lax.rem(n, blocks)) * pl.num_programs(2) + j], id_refs, add)
 

@@ -15,8 +15,6 @@ from meshpar_kernels.attention.context import Context
 from meshpar_kernels.attention.flash import Keys, Queries
 from meshpar_kernels.attention.options import Operands
 
-__all__ = ["backward", "copies", "forward", "refusal"]
-
 
 def refusal(heads: int, kv_heads: int, devices: int) -> str | None:
     """The reason why these heads cannot be sharded over the devices; None if they can."""

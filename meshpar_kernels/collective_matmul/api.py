@@ -17,8 +17,6 @@ from meshpar_kernels.collective_matmul import gpu, reference, ring, tpu, tpu_gat
 from meshpar_kernels.collective_matmul.dots import Axes, Dot
 from meshpar_kernels.tuning import Config, keywords_in_config, only_num_sms
 
-__all__ = ["all_gather_matmul", "matmul_reduce_scatter"]
-
 Implementations = Mapping[str, Callable[..., Any] | Unsupported]
 FALLBACK = "ring"
 
@@ -55,6 +53,8 @@ def all_gather_matmul(
     platforms. "pallas" does the same in one kernel: by remote DMA on TPU; over NVLink on GPUs (sm_90a and sm_100a, at
     most 8, one mesh axis), where every device writes its rows to all others directly, into a buffer of all rows. The
     gradient of w always uses "ring". None: "ring", unless `MESHPAR_KERNELS=pallas`.
+
+    Status of "pallas": opt-in until it is timed on hardware.
 
     Args:
       x: [m, K], this device's rows; any float or integer dtype.
@@ -103,12 +103,14 @@ def matmul_reduce_scatter(
 
     Partial results are accumulated in float32 and sent in `comm_dtype`. Implementations as in `all_gather_matmul`.
 
+    Status of "pallas": opt-in until it is timed on hardware.
+
     Args:
       x: [M, k], M a multiple of the number A of devices of `axis_name`.
       w: [k, N].
       axis_name, implementation, precision, preferred_element_type, tile, config: as in `all_gather_matmul`.
-      comm_dtype: dtype in which partial results are sent. None: float32, twice the bytes of a bfloat16 matmul; bfloat16
-        rounds at every hop, as a reduce-scatter of bfloat16 does.
+      comm_dtype: dtype in which partial results are sent ("reference" sends float32 in any case). None: float32, twice the
+        bytes of a bfloat16 matmul; bfloat16 rounds at every hop, as a reduce-scatter of bfloat16 does.
 
     Returns:
       [M/A, N]: the rows of this device. Differentiable: the gradient of x is an `all_gather_matmul`, and the gradient
@@ -210,7 +212,7 @@ def _scattered(op: str, how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> jax.
         **_kernels(how, x, w, dot, gathers=False),
         "ring": lambda x, w: ring.dot_scatter(x, w, dot, how.axis, 0, comm_dtype=how.wire, tile=how.tile),
         "xla": lambda x, w: xla.dot_scatter(x, w, dot, how.axis, 0, comm_dtype=how.wire),
-        "reference": lambda x, w: reference.dot_scatter(x, w, dot, how.axis, 0, comm_dtype=how.wire),
+        "reference": lambda x, w: reference.dot_scatter(x, w, dot, how.axis, 0),
     }
     return dispatch(op, how.implementation, functions, FALLBACK, x, w)
 

@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["Dot", "accumulator_dtype", "block_of", "place_of"]
-
 Dims = tuple[int, ...]
 Axes = str | tuple[str, ...]
 

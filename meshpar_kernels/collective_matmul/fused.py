@@ -21,8 +21,6 @@ from meshpar_kernels._choose import Unsupported
 from meshpar_kernels.collective_matmul import ring, tpu, tpu_gather, tpu_scatter
 from meshpar_kernels.collective_matmul.dots import Axes, Dot
 
-__all__ = ["FusedGather", "FusedScatter"]
-
 
 class _Sides(NamedTuple):
     """The dims of a `dot_general`, by operand: the operand with the rows, and the other one. Contracted dims of both
@@ -61,51 +59,57 @@ def _bytes(x: Any) -> float:
     return float(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize)
 
 
+def _reasons(pairs: Sequence[tuple[Any, Any]], dots: Sequence[Dot], sides: Sequence[int]) -> Unsupported:
+    """Reasons why the kernels cannot run these matmuls as one; empty if they can.
+
+    Args:
+      pairs: (lhs, rhs) of every matmul: arrays, or `jax.ShapeDtypeStruct`s.
+      dots: dimension numbers of every matmul.
+      sides: for every matmul, which operand has the rows: 0 or 1.
+    """
+    reasons = []
+    if any(dot.dimension_numbers[1][0] for dot in dots):
+        reasons.append("a matmul has batch dims")
+    if len(set(sides)) > 1:
+        reasons.append("the rows are in the left operand of one matmul and in the right operand of another")
+    if len({str(dot.precision) for dot in dots}) > 1:
+        reasons.append("matmuls of several precisions")
+    dtypes = {jnp.dtype(dot.dtype(*pair)) for dot, pair in zip(dots, pairs, strict=True)}
+    if len(dtypes) > 1 or len({x.dtype for pair in pairs for x in pair}) > 1:
+        reasons.append("matmuls of several dtypes")
+    return Unsupported(reasons)
+
+
 class _Fused:
-    """Base class of `FusedGather` and `FusedScatter`: the matmuls, and how their second operands are concatenated.
+    """Base class of `FusedGather` and `FusedScatter`: the matmuls, and how their second operands are concatenated. There is
+    an object only of matmuls that the kernel can run (`of`).
 
     Attributes:
-      reasons: why the kernel cannot run these matmuls; empty if it can.
+      rows, k, n: sizes of the kernel's matmul: rows of a block, contracted and resulting columns.
+      tile: of the kernel.
+      dtype: of the result.
       copied: bytes read and written to transpose and concatenate operands and results.
       held: bytes of the copies of operands. Results are not counted: by the compiled peak memory, XLA rather chooses
         another layout for them than copies them.
     """
 
-    def __init__(self, pairs: Sequence[tuple[Any, Any]], dots: Sequence[Dot], sides: Sequence[int], devices: int):
-        """Check the matmuls, and find an order of their dims.
+    rows: int
+    k: int
+    n: int
+    tile: tpu.Tile
+    dtype: Any
 
-        Args:
-          pairs: (lhs, rhs) of every matmul: arrays, or `jax.ShapeDtypeStruct`s.
-          dots: dimension numbers of every matmul.
-          sides: for every matmul, which operand has the rows: 0 or 1.
-          devices: of the ring.
-        """
-        self.dots, self.side, self.devices = list(dots), sides[0], devices
-        self.copied, self.after, self.transposed, self.join = 0.0, 0.0, False, 0
-        self.rows = self.k = self.n = 0
-        reasons = []
-        if any(dot.dimension_numbers[1][0] for dot in dots):
-            reasons.append("a matmul has batch dims")
-        if len(set(sides)) > 1:
-            reasons.append("the rows are in the left operand of one matmul and in the right operand of another")
-        if len({str(dot.precision) for dot in dots}) > 1:
-            reasons.append("matmuls of several precisions")
-        self.dtypes = [jnp.dtype(dot.dtype(*pair)) for dot, pair in zip(dots, pairs, strict=True)]
-        if len(set(self.dtypes)) > 1 or len({x.dtype for pair in pairs for x in pair}) > 1:
-            reasons.append("matmuls of several dtypes")
-        self.reasons = Unsupported(reasons)
-        if reasons:
-            return
-        self.parts = [
-            _sides(dot, side, (lhs.ndim, rhs.ndim)) for dot, side, (lhs, rhs) in zip(dots, sides, pairs, strict=True)
-        ]
-        self.own = [pair[self.side] for pair in pairs]
-        self.others = [pair[1 - self.side] for pair in pairs]
+    def __init__(self, pairs: Sequence[tuple[Any, Any]], dots: Sequence[Dot], side: int, devices: int):
+        """Find an order of the dims of the matmuls; arguments as of `_reasons`, one side for all."""
+        self.dots, self.side, self.devices, self.after = list(dots), side, devices, 0.0
+        self.parts = [_sides(dot, side, (lhs.ndim, rhs.ndim)) for dot, (lhs, rhs) in zip(dots, pairs, strict=True)]
+        self.own = [pair[side] for pair in pairs]
+        self.others = [pair[1 - side] for pair in pairs]
         first = self.parts[0]
         self.transposed = not _sorted((*first.other_summed, *first.other_free))
-        for p, w in zip(self.parts, self.others, strict=True):
-            if len(self.parts) > 1 or not _sorted(self._order(p)):
-                self.copied += 2 * _bytes(w)
+        joined = len(self.parts) > 1
+        copied = [w for p, w in zip(self.parts, self.others, strict=True) if joined or not _sorted(self._order(p))]
+        self.copied = sum((2 * _bytes(w) for w in copied), 0.0)
 
     @property
     def held(self) -> float:
@@ -125,9 +129,15 @@ class _Fused:
             flat.append(lax.reshape(w, (w.size // k, k) if self.transposed else (k, w.size // k)))
         return flat[0] if len(flat) == 1 else lax.concatenate(flat, int(join_rows == self.transposed))
 
-    def check(self, tile: tpu.Tile | None, out_dtype: Any) -> None:
-        found = tpu.unsupported(self.own[0], self.others[0], self.rows, self.k, self.n, self.devices, tile, out_dtype)
-        self.reasons = Unsupported((*self.reasons, *found))
+    def _with_tile(self, out_dtype: Any, keep: bool = False) -> Unsupported:
+        """Choose the tile. Returns the reasons why the kernel cannot run with these sizes and dtypes; empty if it can."""
+        x, w = self.own[0], self.others[0]
+        itemsize = jnp.dtype(x.dtype).itemsize
+        tile = tpu.pick_tile(self.rows, self.k, self.n, self.devices, itemsize, keep=keep)
+        reasons = tpu.unsupported(x, w, self.rows, self.k, self.n, self.devices, tile, out_dtype)
+        if tile is not None:
+            self.tile = tile
+        return reasons
 
 
 class FusedGather(_Fused):
@@ -142,32 +152,40 @@ class FusedGather(_Fused):
       keep: return the gathered operand too.
     """
 
-    def __init__(self, x: Any, others: Sequence[Any], dots: Sequence[Dot], dim: int, devices: int, keep: bool = False):
-        """See the class."""
-        super().__init__(
-            [(x, w) if d.side == 0 else (w, x) for d, w in zip(dots, others, strict=True)],
-            dots, [d.side for d in dots], devices,
-        )  # fmt: skip
-        self.dim, self.keep = dim, keep
-        self.tile: tpu.Tile | None = None
-        if self.reasons:
-            return
-        first = self.parts[0]
-        if dim in first.summed or any(p.summed != first.summed for p in self.parts):
-            self.reasons = Unsupported(("the gathered dim is contracted, or the matmuls contract different dims",))
-            return
+    dim: int
+    keep: bool
+    columns: list[int]
+
+    @classmethod
+    def of(
+        cls, x: Any, others: Sequence[Any], dots: Sequence[Dot], dim: int, devices: int, keep: bool = False
+    ) -> FusedGather | Unsupported:
+        """The kernel, or the reasons why it cannot run these matmuls; arguments as of the class."""
+        pairs = [(x, w) if d.side == 0 else (w, x) for d, w in zip(dots, others, strict=True)]
+        if reasons := _reasons(pairs, dots, [d.side for d in dots]):
+            return reasons
+        self = cls(pairs, dots, dots[0].side, devices)
+        summed = self.parts[0].summed
+        if dim in summed or any(p.summed != summed for p in self.parts):
+            return Unsupported(("the gathered dim is contracted, or the matmuls contract different dims",))
+        return self._sized(x, dim, keep) or self
+
+    def _sized(self, x: Any, dim: int, keep: bool) -> Unsupported:
+        """Set the sizes, the tile and the copied bytes. Returns the reasons against them."""
+        first, self.dim, self.keep = self.parts[0], dim, keep
+        dtype = jnp.dtype(self.dots[0].dtype(self.own[0], self.others[0]))
         self.rows, self.k = _size(x.shape, first.free), _size(x.shape, first.summed)
         self.columns = [_size(w.shape, p.other_free) for p, w in zip(self.parts, self.others, strict=True)]
         self.n = sum(self.columns)
-        self.tile = tpu.pick_tile(self.rows, self.k, self.n, devices, jnp.dtype(x.dtype).itemsize, keep=keep)
-        self.check(self.tile, self.dtypes[0])
         self.copied += 2 * _bytes(x) * (not _sorted((*first.free, *first.summed)))
         moved = _size(x.shape, first.free[: first.free.index(dim)]) > 1
-        if moved or len(dots) > 1 or self.side == 1:
-            self.after += 2.0 * devices * self.rows * self.n * self.dtypes[0].itemsize
+        if moved or len(self.dots) > 1 or self.side == 1:
+            self.after += 2.0 * self.devices * self.rows * self.n * dtype.itemsize
         if keep and (moved or not _sorted((*first.free, *first.summed))):
-            self.after += 2 * devices * _bytes(x)
+            self.after += 2 * self.devices * _bytes(x)
         self.copied += self.after
+        self.dtype = dtype
+        return self._with_tile(dtype, keep)
 
     def __call__(self, x: jax.Array, others: Sequence[jax.Array], axis_name: Axes) -> list[jax.Array]:
         """As `meshpar_kernels.collective_matmul.gather_dots`; its gradient is computed by the ring."""
@@ -179,11 +197,10 @@ class FusedGather(_Fused):
 
     def _run(self, x: jax.Array, others: Sequence[jax.Array], axis_name: Axes) -> list[jax.Array]:
         """The matmuls by the kernel, in their own shapes; with `keep` the gathered operand after them."""
-        assert self.tile is not None, self.reasons
         first = self.parts[0]
         flat = lax.reshape(lax.transpose(x, (*first.free, *first.summed)), (self.rows, self.k))
         out, *saved = tpu_gather.all_gather_matmul(
-            flat, self.weights(others, False), axis_name, tile=self.tile, out_dtype=self.dtypes[0],
+            flat, self.weights(others, False), axis_name, tile=self.tile, out_dtype=self.dtype,
             transposed=self.transposed, precision=self.dots[0].precision, keep=self.keep,
         )  # fmt: skip
         results, at = [], 0
@@ -222,47 +239,53 @@ class FusedScatter(_Fused):
       comm_dtype: dtype in which partial results are sent.
     """
 
-    def __init__(
-        self, operands: Sequence[tuple[Any, Any]], dots: Sequence[Dot], dims: Sequence[int], devices: int, dtype: Any,
+    dims: list[int]
+    wire: Any
+    at: int
+
+    @classmethod
+    def of(
+        cls, operands: Sequence[tuple[Any, Any]], dots: Sequence[Dot], dims: Sequence[int], devices: int, dtype: Any,
         comm_dtype: Any,
-    ):  # fmt: skip
-        """See the class."""
+    ) -> FusedScatter | Unsupported:  # fmt: skip
+        """The kernel, or the reasons why it cannot run these matmuls; arguments as of the class."""
         owners = [
             int(dim >= lhs.ndim - len(dot.dimension_numbers[0][0]))
             for (lhs, _), dot, dim in zip(operands, dots, dims, strict=True)
         ]
-        super().__init__(operands, dots, owners, devices)
+        if reasons := _reasons(operands, dots, owners):
+            return reasons
+        self = cls(operands, dots, owners[0], devices)
         self.dims, self.dtype, self.wire = list(dims), jnp.dtype(dtype), jnp.dtype(comm_dtype)
-        self.tile: tpu.Tile | None = None
-        if self.reasons:
-            return
+        return self._sized() or self
+
+    def _sized(self) -> Unsupported:
+        """Set the sizes, the tile and the copied bytes. Returns the reasons against them."""
         results = {
             (tuple(x.shape[d] for d in p.free), tuple(w.shape[d] for d in p.other_free))
             for p, x, w in zip(self.parts, self.own, self.others, strict=True)
         }
         first, x = self.parts[0], self.own[0]
         # of the operand that has the rows, the dim that is scattered
-        self.at = dims[0] - (0 if self.side == 0 else len(first.other_free))
-        if len(results) > 1 or len(set(dims)) > 1:
-            self.reasons = Unsupported(("the matmuls of the sum have different shapes",))
-            return
+        self.at = self.dims[0] - (0 if self.side == 0 else len(first.other_free))
+        if len(results) > 1 or len(set(self.dims)) > 1:
+            return Unsupported(("the matmuls of the sum have different shapes",))
         full = x.shape[first.free[self.at]]
-        if full % devices:
-            self.reasons = Unsupported((f"{full} rows do not divide over {devices} devices",))
-            return
-        self.rows = _size(x.shape, first.free) // devices
+        if full % self.devices:
+            return Unsupported((f"{full} rows do not divide over {self.devices} devices",))
+        self.rows = _size(x.shape, first.free) // self.devices
         self.k = sum(_size(a.shape, p.summed) for p, a in zip(self.parts, self.own, strict=True))
         self.n = _size(self.others[0].shape, first.other_free)
-        self.tile = tpu.pick_tile(self.rows, self.k, self.n, devices, jnp.dtype(x.dtype).itemsize)
-        self.check(self.tile, self.dtype)
-        if self.wire not in (jnp.float32, jnp.bfloat16):
-            self.reasons = Unsupported((*self.reasons, f"comm_dtype is {self.wire}"))
-        moved = len(dots) > 1 or _size(x.shape, first.free[: self.at]) > 1
+        moved = len(self.dots) > 1 or _size(x.shape, first.free[: self.at]) > 1
         for p, a in zip(self.parts, self.own, strict=True):
             self.copied += 2 * _bytes(a) * (moved or not _sorted((*p.free, *p.summed)))
         if self.side == 1:
             self.after = 2.0 * self.rows * self.n * self.dtype.itemsize
         self.copied += self.after
+        reasons = self._with_tile(self.dtype)
+        if self.wire not in (jnp.float32, jnp.bfloat16):
+            reasons = Unsupported((*reasons, f"comm_dtype is {self.wire}"))
+        return reasons
 
     def __call__(self, operands: Sequence[tuple[jax.Array, jax.Array]], axis_name: Axes) -> jax.Array:
         """This device's block of the reduce-scattered sum of the matmuls. The gradient is computed by the ring."""
@@ -280,7 +303,6 @@ class FusedScatter(_Fused):
 
     def _run(self, operands: Sequence[tuple[jax.Array, jax.Array]], axis_name: Axes) -> jax.Array:
         """This device's block of the sum, by the kernel, in the shape of the matmuls' results."""
-        assert self.tile is not None, self.reasons
         flat = [self._rows(pair[self.side], p) for pair, p in zip(operands, self.parts, strict=True)]
         others = [pair[1 - self.side] for pair in operands]
         y = tpu_scatter.matmul_reduce_scatter(

@@ -18,8 +18,6 @@ from meshpar_kernels.grouped_matmul.gpu import DTYPES, INNER, MOST_STAGES, ROW_B
 from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, Tile, misaligned, tile_columns
 from meshpar_kernels.grouped_matmul.schedule import ALIGNMENT
 
-__all__ = ["all_gather_matmul", "gather_order", "matmul_reduce_scatter", "scatter_order", "unsupported"]
-
 KERNELS = {9: gpu_hopper, 10: gpu_blackwell}
 """Major number of the compute capability → module of the loops of the kernels."""
 

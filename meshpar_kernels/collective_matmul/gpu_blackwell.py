@@ -17,12 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from meshpar_kernels import _compat
 from meshpar_kernels.collective_matmul.gpu_order import Order
 from meshpar_kernels.grouped_matmul import blackwell
 from meshpar_kernels.grouped_matmul.gpu_parts import smem
-
-__all__ = ["LAYOUT", "PARTS", "memory", "walk", "warpgroups"]
 
 PARTS, LAYOUT = 1, "TCGEN05"
 """As in `gpu_hopper`."""
@@ -44,7 +41,7 @@ def walk(
     x_smem, w_smem, acc, *barriers = memory
 
     def matmuls(_, i, stage, total):
-        weights = _compat.transpose_ref(w_smem.at[stage]) if transposed else w_smem.at[stage]
+        weights = w_smem.at[stage].T if transposed else w_smem.at[stage]
         gpu.tcgen05_mma(total, x_smem.at[stage], weights, accumulate=i > 0)
 
     def write_tile(tile_at, _steps, _step, used):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -24,8 +24,6 @@ from meshpar_kernels.collective_matmul import gpu_peers
 from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order
 from meshpar_kernels.grouped_matmul.gpu_launch import launch
 from meshpar_kernels.grouped_matmul.gpu_parts import share, smem, staging_columns, write
-
-__all__ = ["all_gather_matmul", "matmul_reduce_scatter"]
 
 
 def _loads(gpu: Any, order: Order, transposed: bool, w: Any, memory: list[Any], rows_of: Callable[..., Any]) -> Any:
@@ -51,26 +49,42 @@ def _loads(gpu: Any, order: Order, transposed: bool, w: Any, memory: list[Any], 
     return load
 
 
-def _gather_kernel(
-    x, w, out, recv_buffer: Any, staging, memory, sending, *, gpu, arch, order: Order, axis: str, transposed: bool,
-    num_sms: int,
-):  # fmt: skip
-    """The all-gather matmul, for one thread block: computes its tiles of out[block] = x of each device · w.
+class FusedRefs(NamedTuple):
+    """The refs of a kernel.
+
+    Attributes:
+      x: GMEM input, [rows, K] of this device (gather), or [A, rows, k] (scatter).
+      w: GMEM input [K, n], or [n, K] with `transposed`.
+      out: GMEM output, [A, rows, n] (gather), or this device's rows of the sum, [rows, N] (scatter).
+      recv_buffer: GMEM output [A - 1, rows, K] (gather) or [A - 1, rows, N] (scatter) that remote GPUs write. None for one
+        device.
+      staging: SMEM for `out`: for each part the two slots of `write`, [PARTS, 2, rows of a part, columns]; for a scatter
+        over several devices [PARTS, rows of a part, columns].
+      memory: refs of `arch.memory`.
+      moving: (SMEM slots, barriers) for communication; empty for one device.
+    """
+
+    x: Any
+    w: Any
+    out: Any
+    recv_buffer: Any
+    staging: Any
+    memory: list[Any]
+    moving: list[Any]
+
+
+def _gather_kernel(refs: FusedRefs, *, gpu, arch, order: Order, axis: str, transposed: bool, num_sms: int):
+    """The all-gather matmul, for one thread block: computes its tiles of out[block] = x of each device · w. Block h of the
+    receive buffer is multiplied in ring step h + 1.
 
     Args:
-      x: GMEM input [rows, K]: this device's block of rows.
-      w: GMEM input [K, n], or [n, K] with `transposed`.
-      out: GMEM output [A, rows, n].
-      recv_buffer: GMEM output [A - 1, rows, K] that remote GPUs write; block h is multiplied in ring step h + 1. None
-        for one device.
-      staging: SMEM [PARTS, 2, rows of a part, columns]: for each part the two slots of `write`.
-      memory: refs of `arch.memory`.
-      sending: (SMEM slots, barriers) of `gpu_peers.push`; empty for one device.
+      refs: `moving` is of `gpu_peers.push`.
       gpu: the module `jax.experimental.pallas.mosaic_gpu`.
       arch: `gpu_hopper` or `gpu_blackwell`.
       axis: mesh axis over which the rows are sharded.
       num_sms: thread blocks of the grid.
     """
+    x, w, out, recv_buffer, staging, memory, sending = refs
     tile, alone = order.tile, order.devices == 1
     nvlink = DeviceGroup.of((axis,), (order.devices,))
     arrived: Any = None if alone else gpu_peers.counts(gpu, (order.devices - 1, order.row_tiles))
@@ -121,28 +135,20 @@ def _as_dtype(columns: Callable[[int, int], jax.Array], width: int, dtype: Any, 
     return columns(left, width).astype(dtype)
 
 
-def _scatter_kernel(
-    x, w, out, recv_buffer: Any, staging, memory, moving, *, gpu, arch, order: Order, axis: str, transposed: bool,
-    num_sms: int,
-):  # fmt: skip
+def _scatter_kernel(refs: FusedRefs, *, gpu, arch, order: Order, axis: str, transposed: bool, num_sms: int):
     """The matmul reduce-scatter, for one thread block: computes its tiles of x[block] · w for all blocks.
 
     A partial tile of another device's rows is sent to that device. In the last ring step the block is this device's
-    own: the received partial tiles are added to it, and the sum is written to `out`.
+    own: the received partial tiles are added to it, and the sum is written to `out`. Block t of the receive buffer has the
+    partial results that were sent in ring step t.
 
     Args:
-      x: GMEM input [A, rows, k].
-      w: GMEM input [k, N], or [N, k] with `transposed`.
-      out: GMEM output [rows, N]: this device's rows of the sum.
-      recv_buffer: GMEM output [A - 1, rows, N] that remote GPUs write: block t has the partial results that were sent
-        in ring step t. None for one device.
-      staging: SMEM for `out`: [PARTS, rows of a part, columns]; for one device [PARTS, 2, rows of a part, columns].
-      memory: refs of `arch.memory`.
-      moving: (SMEM [PARTS, 2, rows of a part, columns], 2 · PARTS barriers) for partial results that are sent or
-        received; empty for one device.
+      refs: `moving` has SMEM [PARTS, 2, rows of a part, columns] for partial results that are sent or received, and
+        2 · PARTS barriers.
       gpu, arch, num_sms: as in `_gather_kernel`.
       axis: mesh axis over which the rows of the result are scattered.
     """
+    x, w, out, recv_buffer, staging, memory, moving = refs
     tile, parts, alone = order.tile, arch.PARTS, order.devices == 1
     nvlink = DeviceGroup.of((axis,), (order.devices,))
     summed: Any = None if alone else gpu_peers.counts(gpu, (order.row_tiles * parts, order.column_tiles))
@@ -200,27 +206,27 @@ def _scatter_kernel(
 
 
 def _launch(
-    gpu: Any, arch: Any, kernel: Callable[..., None], x: jax.Array, w: jax.Array, order: Order, results: list[Any],
-    staging: Any, moving: list[Any], *, transposed: bool, name: str, sends: bool, **options: Any,
+    arch: Any, kernel: Callable[..., None], x: jax.Array, w: jax.Array, order: Order, results: list[Any], staging: Any,
+    moving: list[Any], *, transposed: bool, **options: Any,
 ) -> jax.Array:  # fmt: skip
     """Launch `kernel`; return its first result. One device gets no receive buffer and no `moving`.
 
     Args:
       results: shapes and dtypes of the result and of the receive buffer, which remote GPUs write.
       staging, moving: scratch for results, and for communication.
-      sends: it calls `gpu_peers.push`.
       options: options of `launch`, and further keyword arguments of the kernel.
     """
-    alone, memory = order.devices == 1, arch.memory(gpu, order, transposed, x.dtype)
+    alone, memory = order.devices == 1, arch.memory(_compat.mosaic_gpu(), order, transposed, x.dtype)
 
     def body(x: Any, w: Any, out: Any, *refs: Any, **options: Any) -> None:
         recv_buffer, staging, *rest = (None, *refs) if alone else refs
         own, moving = rest[: len(memory)], rest[len(memory) :]
-        kernel(x, w, out, recv_buffer, staging, own, moving, arch=arch, order=order, transposed=transposed, **options)
+        refs = FusedRefs(x, w, out, recv_buffer, staging, own, moving)
+        kernel(refs, arch=arch, order=order, transposed=transposed, **options)
 
     found = launch(
-        gpu, body, results[0] if alone else results, [staging, *memory, *([] if alone else moving)], (x, w),
-        warpgroups=arch.warpgroups(sends and not alone), name=name, **options,
+        body, results[0] if alone else results, [staging, *memory, *([] if alone else moving)], (x, w),
+        warpgroups=arch.warpgroups(kernel is _gather_kernel and not alone), **options,
     )  # fmt: skip
     return found if alone else found[0]
 
@@ -246,8 +252,8 @@ def all_gather_matmul(
     slots = gpu_peers.SLOTS
     moving = [gpu.SMEM((slots, PIECE, PIECE), x.dtype), gpu.Barrier(num_barriers=slots)]
     return _launch(
-        gpu, arch, _gather_kernel, x, w, order, [out, recv_buffer], _staging(gpu, arch, order, out_dtype), moving,
-        name="all_gather_matmul", sends=True, axis=axis, **options,
+        arch, _gather_kernel, x, w, order, [out, recv_buffer], _staging(gpu, arch, order, out_dtype), moving,
+        name="all_gather_matmul", axis=axis, **options,
     )  # fmt: skip
 
 
@@ -268,6 +274,6 @@ def matmul_reduce_scatter(
     alone = order.devices == 1
     staging = _staging(gpu, arch, order, out_dtype) if alone else smem(gpu, (parts, *shape), out_dtype)
     return _launch(
-        gpu, arch, _scatter_kernel, x, w, order, [out, recv_buffer], staging, moving, name="matmul_reduce_scatter",
-        sends=False, axis=axis, **options,
+        arch, _scatter_kernel, x, w, order, [out, recv_buffer], staging, moving, name="matmul_reduce_scatter", axis=axis,
+        **options,
     )  # fmt: skip

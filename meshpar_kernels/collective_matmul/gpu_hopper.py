@@ -15,12 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from meshpar_kernels import _compat
 from meshpar_kernels.collective_matmul.gpu_order import Order
 from meshpar_kernels.grouped_matmul import hopper
 from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, smem
-
-__all__ = ["LAYOUT", "PARTS", "memory", "walk", "warpgroups"]
 
 PARTS = hopper.CONSUMERS
 """Warpgroups that share the rows of a tile."""
@@ -63,7 +60,7 @@ def walk(
             """Multiply all stages of the tile into `acc`, and store it."""
 
             def matmuls(_, slot):
-                weights = _compat.transpose_ref(w_smem.at[slot]) if transposed else w_smem.at[slot]
+                weights = w_smem.at[slot].T if transposed else w_smem.at[slot]
                 gpu.wgmma(acc, x_smem.at[slot, pl.ds(part * ROWS, ROWS)], weights)
 
             hopper.multiply_stages(gpu, step, steps, order.tile.stages, full, empty, matmuls)

@@ -14,17 +14,12 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import cdiv
 
 from meshpar_kernels.grouped_matmul.gpu_parts import Each, Tile, each_tile, rasterize
 
-__all__ = ["PIECE", "Order"]
-
 PIECE = 64
 """Rows and columns of one chunk that a gather sends: 8 KiB in bfloat16."""
-
-
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 class Order(NamedTuple):

@@ -25,18 +25,6 @@ from meshpar_kernels._nvlink import DeviceGroup
 from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order
 from meshpar_kernels.grouped_matmul.gpu_parts import ring, share
 
-__all__ = [
-    "AHEAD",
-    "COLUMNS",
-    "LAG",
-    "SLOTS",
-    "add_up",
-    "counts",
-    "push",
-    "send",
-    "signal_tile",
-]
-
 AHEAD = 1
 """Chunks that are prefetched before the chunk that is sent."""
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from meshpar_kernels.collective_matmul.dots import Axes, Dot, accumulator_dtype
-
-__all__ = ["dot_scatter", "gather_dots"]
 
 
 def gather_dots(x: jax.Array, others: list[jax.Array], dots: list[Dot], axis_name: Axes, dim: int) -> list[jax.Array]:
@@ -22,11 +18,9 @@ def gather_dots(x: jax.Array, others: list[jax.Array], dots: list[Dot], axis_nam
     return [dot.of(full, other) for dot, other in zip(dots, others, strict=True)]
 
 
-def dot_scatter(
-    lhs: jax.Array, rhs: jax.Array, dot: Dot, axis_name: Axes, dim: int, *, comm_dtype: Any = None
-) -> jax.Array:
-    """The matmul, summed over all devices; returns this device's block."""
-    del comm_dtype
+def dot_scatter(lhs: jax.Array, rhs: jax.Array, dot: Dot, axis_name: Axes, dim: int) -> jax.Array:
+    """The matmul, summed over all devices in at least float32, whatever dtype the implementation sends; returns this
+    device's block."""
     dtype = dot.dtype(lhs, rhs)
     full = lax.psum(dot(lhs, rhs, accumulator_dtype(dtype)), axis_name)
     rows = full.shape[dim] // lax.axis_size(axis_name)

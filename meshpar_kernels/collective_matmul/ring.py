@@ -21,8 +21,6 @@ from meshpar_kernels import _compat
 from meshpar_kernels.collective_matmul.dots import Axes, Dot, accumulator_dtype, block_of, place_of
 from meshpar_kernels.collective_matmul.schedule import full_hops, split_rows
 
-__all__ = ["dot_scatter", "dots_scatter", "gather_dots"]
-
 TILE = 256
 """Rows of a matmul at which the matrix unit is fully used: smaller blocks are multiplied together."""
 UNROLLED = 16

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Hop", "full_hops", "gather_hops", "split_rows"]
-
 
 @dataclass(frozen=True, slots=True)
 class Hop:

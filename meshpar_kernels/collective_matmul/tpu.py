@@ -9,6 +9,7 @@ the opposite device is sent in two halves, one in each direction.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -26,22 +27,7 @@ from meshpar_kernels.collective_matmul.dots import Axes
 from meshpar_kernels.collectives.ppermute import rank_of
 from meshpar_kernels.collectives.tpu import coordinates, entry_barrier
 from meshpar_kernels.grouped_matmul.tpu_blocks import in_blocks
-from meshpar_kernels.grouped_matmul.tpu_tiles import BLOCK, vmem_to_plan_with
-
-__all__ = [
-    "DOWN",
-    "UP",
-    "Ring",
-    "Tile",
-    "block_at",
-    "cost_of",
-    "multiply",
-    "pick_tile",
-    "ring_of",
-    "run",
-    "unsupported",
-    "weights_spec",
-]
+from meshpar_kernels.grouped_matmul.tpu_tiles import BLOCK, cheapest, vmem_to_plan_with
 
 TILES = 32
 """Largest number of row tiles of a block: each has semaphores of its own."""
@@ -56,9 +42,7 @@ class Tile(NamedTuple):
     n: int
 
 
-def pick_tile(
-    rows: int, k: int, n: int, devices: int, itemsize: int, vmem: int | None = None, keep: bool = False
-) -> Tile | None:
+def pick_tile(rows: int, k: int, n: int, devices: int, itemsize: int, keep: bool = False) -> Tile | None:
     """The tile that fits VMEM and has the least modelled cost; None if no tile fits.
 
     The cost has the bytes moved between HBM and VMEM, a constant for each grid step, and the loss of the matrix unit at
@@ -70,29 +54,22 @@ def pick_tile(
       k, n: contracted and resulting columns.
       devices: of the ring.
       itemsize: bytes of an element of the operands.
-      vmem: bytes of VMEM to use; None: `vmem_to_plan_with`.
       keep: the kernel also writes the gathered rows.
     """
-    vmem = vmem_to_plan_with() if vmem is None else vmem
     pack = 32 // itemsize
     heights = [t for t in range(pack, min(rows, 2048) + 1, pack) if rows % t == 0 and rows // t <= TILES]
     widths = [t for t in range(128, min(n, 4096) + 1, 128) if n % t == 0]
-    best = None
-    for tm in heights:
-        for tn in widths:
-            # two buffers of each operand and of the result, two float32 ones each for received and sent tiles, one accumulator
-            held = 2 * itemsize * (tm * k * (1 + keep) + k * tn + tm * tn) + 4 * 5 * tm * tn
-            if held > vmem:
-                continue
-            visits = devices * rows // tm
-            moved = devices * rows * k + k * n * (1 if tn == n else visits)
-            # a grid step costs about as much as 200 kB of traffic; loading new weights costs the matrix unit the time of 100
-            # rows; it computes about 500 operations while a byte is fetched
-            lost = 2 * devices * rows * k * n / 500 * 100 / tm
-            cost = (itemsize * moved + 2e5 * visits * (n // tn) + lost, held)
-            if best is None or cost < best[0]:
-                best = (cost, Tile(tm, tn))
-    return None if best is None else best[1]
+    candidates = []
+    for tm, tn in itertools.product(heights, widths):
+        # two buffers of each operand and of the result, two float32 ones each for received and sent tiles, one accumulator
+        held = 2 * itemsize * (tm * k * (1 + keep) + k * tn + tm * tn) + 4 * 5 * tm * tn
+        visits = devices * rows // tm
+        moved = devices * rows * k + k * n * (1 if tn == n else visits)
+        # a grid step costs about as much as 200 kB of traffic; loading new weights costs the matrix unit the time of 100
+        # rows; it computes about 500 operations while a byte is fetched
+        lost = 2 * devices * rows * k * n / 500 * 100 / tm
+        candidates.append((itemsize * moved + 2e5 * visits * (n // tn) + lost, held, Tile(tm, tn)))
+    return cheapest(candidates)
 
 
 def unsupported(
@@ -201,11 +178,6 @@ class Ring:
     def release_slot(self, free_slots, channel: int) -> None:
         """Signal the sender of a channel that a receive slot is free."""
         pl.semaphore_signal(free_slots.at[channel], 1, device_id=self.sender[channel])
-
-
-def ring_of(axis_name: Axes) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    return axes, tuple(lax.axis_size(a) for a in axes)
 
 
 def block_at(rank: jax.Array, away: jax.Array, devices: int) -> jax.Array:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import cdiv
 from jax.experimental.pallas import tpu as pltpu
 
 from meshpar_kernels.collective_matmul.dots import Axes
@@ -29,13 +30,10 @@ from meshpar_kernels.collective_matmul.tpu import (
     block_at,
     cost_of,
     multiply,
-    ring_of,
     run,
     weights_spec,
 )
-from meshpar_kernels.grouped_matmul.tpu_tiles import cdiv
-
-__all__ = ["Gathering", "all_gather_matmul"]
+from meshpar_kernels.collectives.ppermute import axes_and_sizes
 
 
 class Gathering(NamedTuple):
@@ -141,28 +139,23 @@ def _load(x_ref, recv_buffer, tiles, tile_sem, at: tuple[Any, ...], slot: Any, a
         act(pltpu.make_async_copy(source, tiles.at[slot], tile_sem.at[slot]))
 
 
-def _gather_kernel(
-    rank_ref, x_ref, w_ref, out_ref, recv_buffer, *rest,
-    order: Gathering, axes, sizes, transposed: bool, precision: Any, cut: int, keep: bool,
-):  # fmt: skip
+def _gather_kernel(*refs, order: Gathering, axes, sizes, transposed: bool, precision: Any, cut: int, keep: bool):
     """One grid step: multiplies one row tile by one column tile of the weights.
 
     The grid is (row tiles of all blocks in the order of `Gathering`, column tiles). In phase p the blocks that were
     received in ring step p - 1 are multiplied, and forwarded in ring step p at the same time.
 
     Args:
-      rank_ref: scalar prefetch int32 [1]; the block specs read it.
-      x_ref: HBM input [rows, K]: this device's block.
-      w_ref: VMEM input [K, columns], or [columns, K] with `transposed`.
-      out_ref: VMEM output [tile rows, columns].
-      recv_buffer: HBM output [2 directions, 2, rows, K]; ring step s writes [direction, s % 2].
-      rest: with `keep` a VMEM output [tile rows, K] for the gathered rows; scratch: VMEM [2, tile rows, K], float32
-        accumulator, DMA semaphores [2] for row tiles, [2] for sends, [2, 2] for receives, free-slot semaphores [2].
+      refs: scalar prefetch int32 [1], the rank, which the block specs read; inputs: HBM [rows, K], this device's block, and
+        VMEM [K, columns], or [columns, K] with `transposed`, the weights; outputs: VMEM [tile rows, columns], HBM
+        [2 directions, 2, rows, K], the receive buffer, of which ring step s writes [direction, s % 2], and with `keep` VMEM
+        [tile rows, K] for the gathered rows; scratch: VMEM [2, tile rows, K], float32 accumulator, DMA semaphores [2] for
+        row tiles, [2] for sends, [2, 2] for receives, free-slot semaphores [2].
       order: order of the grid steps.
       axes, sizes: mesh axes of the ring, and their sizes.
       cut: rows of the opposite device's block that are sent up; the rest is sent down.
     """
-    del rank_ref  # the block specs read it
+    _, x_ref, w_ref, out_ref, recv_buffer, *rest = refs
     saved = rest[:keep]
     tiles, acc, tile_sem, sent_sem, recv_sem, free_slots = rest[keep:]
     v, j = pl.program_id(0), pl.program_id(1)
@@ -221,7 +214,7 @@ def all_gather_matmul(
     keep: bool = False,
 ) -> list[jax.Array]:  # fmt: skip
     """x[m, K] of all devices times w[K, n] ([n, K] with `transposed`) → [A·m, n]; with `keep` also the rows, [A·m, K]."""
-    axes, sizes = ring_of(axis_name)
+    axes, sizes = axes_and_sizes(axis_name)
     devices = math.prod(sizes)
     rows, k = x.shape
     n = w.shape[0] if transposed else w.shape[1]

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import cdiv
 from jax.experimental.pallas import tpu as pltpu
 
 from meshpar_kernels.collective_matmul.dots import Axes
@@ -31,13 +32,10 @@ from meshpar_kernels.collective_matmul.tpu import (
     block_at,
     cost_of,
     multiply,
-    ring_of,
     run,
     weights_spec,
 )
-from meshpar_kernels.grouped_matmul.tpu_tiles import cdiv
-
-__all__ = ["Scattering", "matmul_reduce_scatter"]
+from meshpar_kernels.collectives.ppermute import axes_and_sizes
 
 
 class Scattering(NamedTuple):
@@ -98,35 +96,60 @@ class Scattering(NamedTuple):
         return some & ((number > 1) | mine)
 
 
+class ScatterRefs(NamedTuple):
+    """The refs of `_scatter_kernel`, in its order.
+
+    Attributes:
+      rank: scalar prefetch int32 [1]; the block specs read it.
+      x: VMEM input [tile rows, k].
+      w: VMEM input [k, columns], or [columns, k] with `transposed`.
+      out: VMEM output [tile rows, columns]; written for this device's own block.
+      recv_buffer: HBM output [2 directions, 2, rows, N]; message m writes [direction, m % 2].
+      acc: VMEM scratch, float32 [tile rows, columns].
+      partials: VMEM scratch [2 directions, tile rows, columns]: received partial tiles.
+      leaving: VMEM scratch [2, tile rows, columns]: the last two tiles that were sent.
+      partials_sem, sent_sem, recv_sem: DMA semaphores [2], [2] and [2, 2, row tiles].
+      free_slots: free-slot semaphores [2].
+    """
+
+    rank: Any
+    x: Any
+    w: Any
+    out: Any
+    recv_buffer: Any
+    acc: Any
+    partials: Any
+    leaving: Any
+    partials_sem: Any
+    sent_sem: Any
+    recv_sem: Any
+    free_slots: Any
+
+
 class _Tile(NamedTuple):
     """The partial tile of one grid step, and its copies.
 
     Attributes:
+      refs: of the kernel.
       ring: the neighbours.
       number, i: message and row tile.
       parity: of the number of tiles sent before.
       rows, columns: slices of the result.
-      recv_buffer, partials, leaving, partials_sem, sent_sem, recv_sem: refs of `_scatter_kernel`.
     """
 
+    refs: ScatterRefs
     ring: Ring
     number: Any
     i: Any
     parity: Any
     rows: Any
     columns: Any
-    recv_buffer: Any
-    partials: Any
-    leaving: Any
-    partials_sem: Any
-    sent_sem: Any
-    recv_sem: Any
 
     def outgoing(self, channel: int, slot: Any) -> Any:
         """The remote copy of the tile to the next device."""
         return pltpu.make_async_remote_copy(
-            self.leaving.at[self.parity], self.recv_buffer.at[channel, slot, self.rows, self.columns],
-            self.sent_sem.at[self.parity], self.recv_sem.at[channel, slot, self.i],
+            self.refs.leaving.at[self.parity], self.refs.recv_buffer.at[channel, slot, self.rows, self.columns],
+            self.refs.sent_sem.at[self.parity], self.refs.recv_sem.at[channel, slot, self.i],
             device_id=self.ring.receiver[channel],
         )  # fmt: skip
 
@@ -137,72 +160,61 @@ class _Tile(NamedTuple):
     def wait_received(self, channel: int) -> None:
         """Block until all column tiles of the row tile have arrived, each of which was sent on its own."""
         slot = lax.rem(self.number + 1, 2)
-        row = self.recv_buffer.at[channel, slot, self.rows]
+        row = self.refs.recv_buffer.at[channel, slot, self.rows]
         pltpu.make_async_remote_copy(
-            row, row, self.sent_sem.at[0], self.recv_sem.at[channel, slot, self.i], device_id=self.ring.sender[channel]
+            row,
+            row,
+            self.refs.sent_sem.at[0],
+            self.refs.recv_sem.at[channel, slot, self.i],
+            device_id=self.ring.sender[channel],
         ).wait_recv()
 
     def incoming(self, channel: int) -> Any:
         """The copy of the received partial tile from the receive buffer to VMEM."""
         return pltpu.make_async_copy(
-            self.recv_buffer.at[channel, lax.rem(self.number + 1, 2), self.rows, self.columns],
-            self.partials.at[channel],
-            self.partials_sem.at[channel],
+            self.refs.recv_buffer.at[channel, lax.rem(self.number + 1, 2), self.rows, self.columns],
+            self.refs.partials.at[channel],
+            self.refs.partials_sem.at[channel],
         )
 
-    def send(self, channel: int, order: Scattering, free_slots, first: Any, last: Any) -> None:
+    def send(self, channel: int, order: Scattering, first: Any, last: Any) -> None:
         """Send the tile, which is in `leaving`; wait for a free slot with the first tile of a message, and release the
         received message after the last one."""
         if order.messages > 2:
 
             @pl.when((self.number >= 2) & first)
             def _():
-                pl.semaphore_wait(free_slots.at[channel], 1)
+                pl.semaphore_wait(self.refs.free_slots.at[channel], 1)
 
         self.outgoing(channel, lax.rem(self.number, 2)).start()
         if order.messages > 2:
 
             @pl.when(last & (self.number >= 1) & (self.number + 1 < order.messages))
             def _():
-                self.ring.release_slot(free_slots, channel)
+                self.ring.release_slot(self.refs.free_slots, channel)
 
 
-def _scatter_kernel(
-    rank_ref, x_ref, w_ref, out_ref, recv_buffer, acc, partials, leaving, partials_sem, sent_sem, recv_sem, free_slots,
-    *, order: Scattering, axes, sizes, transposed: bool, precision: Any,
-):  # fmt: skip
+def _scatter_kernel(*refs, order: Scattering, axes, sizes, transposed: bool, precision: Any):
     """One grid step: the matmul of a (row tile, column tile) plus the received partial tile, sent to the next device or
     written to the result.
 
     The grid is (row tiles of all blocks in the order of `Scattering`, column tiles).
 
     Args:
-      rank_ref: scalar prefetch int32 [1]; the block specs read it.
-      x_ref: VMEM input [tile rows, k].
-      w_ref: VMEM input [k, columns], or [columns, k] with `transposed`.
-      out_ref: VMEM output [tile rows, columns]; written for this device's own block.
-      recv_buffer: HBM output [2 directions, 2, rows, N]; message m writes [direction, m % 2].
-      acc: VMEM scratch, float32 [tile rows, columns].
-      partials: VMEM scratch [2 directions, tile rows, columns]: received partial tiles.
-      leaving: VMEM scratch [2, tile rows, columns]: the last two tiles that were sent.
-      partials_sem, sent_sem, recv_sem: DMA semaphores [2], [2] and [2, 2, row tiles].
-      free_slots: free-slot semaphores [2].
+      refs: `ScatterRefs`.
       order: order of the grid steps.
       axes, sizes: mesh axes of the ring, and their sizes.
     """
-    del rank_ref
+    r = ScatterRefs(*refs)
     v, j = pl.program_id(0), pl.program_id(1)
     columns = pl.num_programs(1)
     ring = Ring(axes, sizes)
-    height, width = acc.shape
+    height, width = r.acc.shape
     number, direction, i = order.at(v)
     own = v >= order.own
     rows, column_slice = (pl.ds(pl.multiple_of(at * size, size), size) for at, size in ((i, height), (j, width)))
     sent = v * columns + j
-    tile = _Tile(
-        ring, number, i, lax.rem(sent, 2), rows, column_slice, recv_buffer, partials, leaving, partials_sem, sent_sem,
-        recv_sem,
-    )  # fmt: skip
+    tile = _Tile(r, ring, number, i, lax.rem(sent, 2), rows, column_slice)
 
     @pl.when((v == 0) & (j == 0))
     def _():
@@ -216,23 +228,23 @@ def _scatter_kernel(
             pl.when(j == 0)(lambda: tile.wait_received(channel))
             tile.incoming(channel).start()
 
-    multiply(x_ref, w_ref, acc, transposed, precision)
+    multiply(r.x, r.w, r.acc, transposed, precision)
     for channel in (UP, DOWN):
 
         @pl.when(expected[channel])
         def _(channel=channel):
             tile.incoming(channel).wait()
-            acc[...] += partials[channel].astype(jnp.float32)
+            r.acc[...] += r.partials[channel].astype(jnp.float32)
 
     last = (i == order.tiles - 1) & (j == columns - 1)
 
     @pl.when(own)
     def _():
-        out_ref[...] = acc[...].astype(out_ref.dtype)
+        r.out[...] = r.acc[...].astype(r.out.dtype)
 
         @pl.when((v == order.own) & (j == 0))
         def _():
-            before = order.own * (recv_buffer.shape[3] // width)
+            before = order.own * (r.recv_buffer.shape[3] // width)
             for k in range(min(2, before)):
                 tile.wait_sent(lax.rem(jnp.int32(before - 1 - k), 2))
 
@@ -242,12 +254,12 @@ def _scatter_kernel(
         def _():
             tile.wait_sent(tile.parity)
 
-        leaving[tile.parity] = acc[...].astype(leaving.dtype)
+        r.leaving[tile.parity] = r.acc[...].astype(r.leaving.dtype)
         for channel in (UP, DOWN):
 
             @pl.when(direction == channel)
             def _(channel=channel):
-                tile.send(channel, order, free_slots, (i == 0) & (j == 0), last)
+                tile.send(channel, order, (i == 0) & (j == 0), last)
 
 
 def matmul_reduce_scatter(
@@ -255,7 +267,7 @@ def matmul_reduce_scatter(
     precision: Any,
 ) -> jax.Array:  # fmt: skip
     """x[M, k] times w[k, N] ([N, k] with `transposed`), summed over all devices → this one's rows, [M/A, N]."""
-    axes, sizes = ring_of(axis_name)
+    axes, sizes = axes_and_sizes(axis_name)
     devices = math.prod(sizes)
     full, k = x.shape
     rows = full // devices

@@ -9,8 +9,6 @@ from jax import lax
 
 from meshpar_kernels.collective_matmul.dots import Axes, Dot, accumulator_dtype
 
-__all__ = ["dot_scatter", "gather_dots"]
-
 
 def gather_dots(x: jax.Array, others: list[jax.Array], dots: list[Dot], axis_name: Axes, dim: int) -> list[jax.Array]:
     """One all-gather, then the matmuls."""

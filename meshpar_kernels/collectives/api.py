@@ -16,8 +16,6 @@ from meshpar_kernels._choose import devices_on, dispatch, refuse_sharded
 from meshpar_kernels.collectives import gpu, native, nvls, ppermute, ring_tpu, tpu
 from meshpar_kernels.collectives.table import table_of
 
-__all__ = ["ALGORITHMS", "Algorithm", "all_gather", "all_reduce", "all_reduce_small", "group", "reduce_scatter"]
-
 Algorithm = Literal["native", "staged", "hierarchical", "ring", "pallas"]
 
 ALGORITHMS: tuple[str, ...] = Algorithm.__args__

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 
 from meshpar_kernels.collectives.table import Line, chunks_of, hops_along
 
-__all__ = ["Axis", "Choice", "choose", "ring_profile"]
-
 SMALL_BYTES = 4 << 20
 """Largest array of the one-shot all-reduce: larger ones are limited by link bandwidth, not by latency."""
 

@@ -9,7 +9,6 @@ switch, is not used: its order of summation is unspecified.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -21,10 +20,9 @@ from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
+from meshpar_kernels._gpu_blocks import launch_blocks
 from meshpar_kernels._nvlink import DeviceGroup, machine_reasons
 from meshpar_kernels.collectives.choose import SMALL_BYTES
-
-__all__ = ["all_reduce_small", "small_unsupported"]
 
 THREADS = 128
 VECTORS = 4
@@ -98,26 +96,12 @@ def _kernel(x, out, recv_buffer, *, gpu: Any, axes, sizes, chunk: int, vector: i
 
 def all_reduce_small(x: jax.Array, axes: Sequence[str], sizes: Sequence[int]) -> jax.Array:
     """The sum of x over all devices, accumulated in float32 (integers in int32), bit-identical on all devices; at most 4 MiB."""
-    gpu = _compat.mosaic_gpu()
     vector = 16 // x.dtype.itemsize
     chunk = THREADS * VECTORS * vector
     flat = jnp.pad(x.reshape(-1), (0, -x.size % chunk))
-    blocks = min(BLOCKS, flat.size // chunk)
-    out, _ = gpu.kernel(
-        functools.partial(
-            _kernel, gpu=gpu, axes=tuple(axes), sizes=tuple(sizes), chunk=chunk, vector=vector, blocks=blocks
-        ),
-        out_type=[
-            _compat.out_struct(flat.shape, x.dtype, x),
-            _compat.out_struct((math.prod(sizes), flat.size), x.dtype, x),  # the receive buffer
-        ],
-        scratch_types=[],
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=1,
-        thread_name="warpgroup",
-        kernel_name="meshpar_all_reduce_small",
-        compiler_params=gpu.CompilerParams(lowering_semantics=gpu.LoweringSemantics.Lane),
-    )(flat)  # fmt: skip
-    out = _compat.same_varying(out, x)[0]  # Mosaic GPU results lose their varying mesh axes
+    recv_buffer = _compat.out_struct((math.prod(sizes), flat.size), x.dtype, x)
+    out = launch_blocks(
+        _kernel, "all_reduce_small", [_compat.out_struct(flat.shape, x.dtype, x), recv_buffer], flat,
+        blocks=min(BLOCKS, flat.size // chunk), axes=tuple(axes), sizes=tuple(sizes), chunk=chunk, vector=vector,
+    )  # fmt: skip
     return out[: x.size].reshape(x.shape)

@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["gather_sum", "hierarchical", "native", "scatter_in_order", "staged"]
-
 
 def native(kind: str, x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """One collective of XLA over all axes."""

@@ -8,7 +8,6 @@ ready.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -21,9 +20,8 @@ from jax.sharding import AxisType
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
+from meshpar_kernels._gpu_blocks import launch_blocks
 from meshpar_kernels._nvlink import DeviceGroup, machine_reasons
-
-__all__ = ["all_gather", "reduce_scatter", "unsupported"]
 
 THREADS = 128
 VECTORS = 4
@@ -107,31 +105,13 @@ def _scatter_kernel(x, out, *, gpu: Any, axes, sizes, every, chunk: int, vector:
 
 def _call(kernel: Any, name: str, x: jax.Array, shape: tuple[int, ...], axes, sizes) -> jax.Array:
     """Run a kernel; `shape` of the result."""
-    gpu = _compat.mosaic_gpu()
     vector = 16 // x.dtype.itemsize
     chunk = THREADS * VECTORS * vector
-    blocks = min(BLOCKS, x.shape[-1] // chunk)
     every = tuple(jax.sharding.get_abstract_mesh().axis_names)
-    how = {
-        "axes": tuple(axes),
-        "sizes": tuple(sizes),
-        "every": every,
-        "chunk": chunk,
-        "vector": vector,
-        "blocks": blocks,
-    }
-    out = gpu.kernel(
-        functools.partial(kernel, gpu=gpu, **how),
-        out_type=_compat.out_struct(shape, x.dtype, x),
-        scratch_types=[],
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=1,
-        thread_name="warpgroup",
-        kernel_name=f"meshpar_{name}",
-        compiler_params=gpu.CompilerParams(lowering_semantics=gpu.LoweringSemantics.Lane),
-    )(x)  # fmt: skip
-    return _compat.same_varying(out, x)[0]  # Mosaic GPU results lose their varying mesh axes
+    return launch_blocks(
+        kernel, name, _compat.out_struct(shape, x.dtype, x), x, blocks=min(BLOCKS, x.shape[-1] // chunk),
+        axes=tuple(axes), sizes=tuple(sizes), every=every, chunk=chunk, vector=vector,
+    )  # fmt: skip
 
 
 def all_gather(x: jax.Array, axes: Sequence[str], sizes: Sequence[int]) -> jax.Array:

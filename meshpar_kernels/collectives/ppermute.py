@@ -17,7 +17,11 @@ from jax import lax
 from meshpar_kernels import _compat
 from meshpar_kernels.collectives.table import Table, Transfer
 
-__all__ = ["Window", "in_mesh_order", "rank_of", "run", "window"]
+
+def axes_and_sizes(axis_name: str | Sequence[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The mesh axes of the surrounding `shard_map`, as a tuple, and their sizes."""
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    return axes, tuple(lax.axis_size(a) for a in axes)
 
 
 def rank_of(axes: Sequence[str]) -> jax.Array:

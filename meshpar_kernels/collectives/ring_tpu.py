@@ -21,8 +21,6 @@ from meshpar_kernels.collectives.ppermute import rank_of, window
 from meshpar_kernels.collectives.table import Table
 from meshpar_kernels.collectives.tpu import coordinates, entry_barrier
 
-__all__ = ["all_gather", "reduce_scatter", "unsupported"]
-
 DEPTH = 2
 """Buffers, and pairs of semaphores, of a channel.
 

@@ -22,8 +22,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-__all__ = ["Hop", "Line", "Table", "Transfer", "chunks_of", "gather_table", "hops_along", "table_of"]
-
 Line = Literal["ring", "line"]
 """How one dim is gathered: on a bidirectional ring, or on a line without wrap-around."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,8 +18,6 @@ from meshpar_kernels._choose import Unsupported
 from meshpar_kernels._collective_ids import collective_id
 from meshpar_kernels.collectives.choose import SMALL_BYTES
 from meshpar_kernels.collectives.ppermute import rank_of
-
-__all__ = ["all_reduce_small", "coordinates", "entry_barrier", "small_unsupported"]
 
 
 def coordinates(rank: jax.Array, axes: Sequence[str], sizes: Sequence[int]) -> Any:
@@ -41,6 +39,31 @@ def entry_barrier(devices: Sequence[Any]) -> None:
     for device in devices:
         pl.semaphore_signal(barrier, 1, device_id=device)
     pl.semaphore_wait(barrier, len(devices))
+
+
+def remote_copies(
+    kernel: Callable[..., None], name: str, axes: Sequence[str], out: Any, nbytes: int, sent: int, **options: Any
+) -> Callable[..., Any]:
+    """`pl.pallas_call` of a kernel that copies between the memories of devices and computes nothing.
+
+    Args:
+      name: of the public function; it determines the collective id.
+      axes: mesh axes of the group.
+      out: shape and dtype of the result.
+      nbytes: bytes of the operand, which are read and written once.
+      sent: bytes that go to other devices.
+      options: options of `pl.pallas_call`.
+    """
+    return pl.pallas_call(
+        kernel,
+        out_shape=out,
+        compiler_params=pltpu.CompilerParams(collective_id=collective_id(name, axes)),
+        cost_estimate=pl.CostEstimate(
+            flops=0, transcendentals=0, bytes_accessed=2 * nbytes, remote_bytes_transferred=sent
+        ),
+        name=f"meshpar_{name}",
+        **options,
+    )
 
 
 # --- small all-reduce --------------------------------------------------------------------------------

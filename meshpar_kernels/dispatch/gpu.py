@@ -23,8 +23,6 @@ from meshpar_kernels._choose import Unsupported
 from meshpar_kernels._nvlink import DeviceGroup, machine_reasons
 from meshpar_kernels.dispatch.runs import Runs
 
-__all__ = ["BLOCKS", "send", "unsupported"]
-
 BLOCKS = 64
 """Blocks of the grid. Each has a few rows in flight; less than half of the multiprocessors saturate NVLink."""
 

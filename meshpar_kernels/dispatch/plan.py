@@ -11,8 +11,6 @@ import jax.numpy as jnp
 
 from meshpar_kernels.routing.plan import RoutePlan
 
-__all__ = ["Dispatch", "Sorted", "Window", "merge", "window"]
-
 
 class Sorted(NamedTuple):
     """n choices sorted by expert, and by index within one expert.

@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["ragged_all_to_all"]
-
 
 def ragged_all_to_all(
     operand: jax.Array,

@@ -10,8 +10,6 @@ import jax.numpy as jnp
 from meshpar_kernels.dispatch.plan import sparse
 from meshpar_kernels.routing.api import _combine, _permute
 
-__all__ = ["choices_to_rows", "spread", "sum_back"]
-
 
 def spread(x: jax.Array, slots: jax.Array, sources: jax.Array, implementation: str | None) -> jax.Array:
     """[T, H] → [R, H]: row r of the result is the token of choice `sources[r]`, or 0 if that is negative."""

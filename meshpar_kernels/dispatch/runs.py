@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["Runs", "agree", "clip", "covered", "sent_twice"]
-
 Axes = str | tuple[str, ...]
 
 

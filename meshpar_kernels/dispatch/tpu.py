@@ -15,12 +15,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
-from meshpar_kernels._collective_ids import collective_id
 from meshpar_kernels.collectives.ppermute import rank_of
-from meshpar_kernels.collectives.tpu import coordinates
+from meshpar_kernels.collectives.tpu import coordinates, remote_copies
 from meshpar_kernels.dispatch.runs import Runs
-
-__all__ = ["BLOCK_BYTES", "send", "unit_of", "unsupported"]
 
 BLOCK_BYTES = 512 << 10
 """Largest number of bytes of one copy. Runs are sent round-robin by blocks, so that a run does not wait for all of the run
@@ -160,23 +157,13 @@ def send(
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     given = [] if output is None else [output]
     nbytes = operand.size * operand.dtype.itemsize
-    return pl.pallas_call(
-        functools.partial(_kernel, axes=axes, sizes=sizes, block=block),
+    return remote_copies(  # the cost is as if all rows of the operand were sent, equally many to each device
+        functools.partial(_kernel, axes=axes, sizes=sizes, block=block), "ragged_all_to_all", axes,
+        _compat.out_struct((units, *operand.shape[1:]), operand.dtype, operand, *given), nbytes,
+        nbytes * (math.prod(sizes) - 1) // math.prod(sizes),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(),
-            in_specs=[anywhere] * (1 + len(given)),
-            out_specs=anywhere,
-            scratch_shapes=[pltpu.SemaphoreType.DMA, pltpu.SemaphoreType.DMA, pltpu.SemaphoreType.DMA],
+            num_scalar_prefetch=1, grid=(), in_specs=[anywhere] * (1 + len(given)), out_specs=anywhere,
+            scratch_shapes=[pltpu.SemaphoreType.DMA] * 3,
         ),
-        out_shape=_compat.out_struct((units, *operand.shape[1:]), operand.dtype, operand, *given),
         input_output_aliases={2: 0} if given else {},
-        compiler_params=pltpu.CompilerParams(collective_id=collective_id("ragged_all_to_all", axes)),
-        cost_estimate=pl.CostEstimate(  # if all rows of the operand are sent, equally many to each device
-            flops=0,
-            transcendentals=0,
-            bytes_accessed=2 * nbytes,
-            remote_bytes_transferred=nbytes * (math.prod(sizes) - 1) // math.prod(sizes),
-        ),
-        name="meshpar_ragged_all_to_all",
-    )(numbers, _compat.one_slice("ragged_all_to_all", axes, operand), *given)
+    )(numbers, _compat.one_slice("ragged_all_to_all", axes, operand), *given)  # fmt: skip

@@ -16,8 +16,6 @@ from meshpar_kernels.collectives.ppermute import rank_of
 from meshpar_kernels.dispatch import gpu
 from meshpar_kernels.dispatch.runs import Runs
 
-__all__ = ["all_to_all", "collective_permute", "unsupported"]
-
 ROW_BYTES = 16 << 10
 """Largest number of bytes of a row, which is one copy."""
 

@@ -14,9 +14,7 @@ from jax import lax
 from meshpar_kernels import _compat
 from meshpar_kernels._quantize import LARGEST, dequantize, quantize
 from meshpar_kernels.collectives.api import ALGORITHMS, all_gather, group, reduce_scatter
-from meshpar_kernels.exchange.api import all_to_all
-
-__all__ = ["quantized_all_gather", "quantized_reduce_scatter"]
+from meshpar_kernels.exchange.dense import all_to_all
 
 EXCHANGES = ("native", "pallas", "pallas_tpu", "pallas_gpu")
 """Implementations of `all_to_all`."""

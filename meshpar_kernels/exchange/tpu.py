@@ -16,11 +16,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
-from meshpar_kernels._collective_ids import collective_id, id_reasons
+from meshpar_kernels._collective_ids import id_reasons
 from meshpar_kernels.collectives.ppermute import rank_of
-from meshpar_kernels.collectives.tpu import coordinates
-
-__all__ = ["all_to_all", "collective_permute", "unsupported"]
+from meshpar_kernels.collectives.tpu import coordinates, remote_copies
 
 
 def unsupported(dtype: Any, axes: Sequence[str], sizes: Sequence[int]) -> Unsupported:
@@ -133,28 +131,15 @@ def _as_blocks(rows: jax.Array, shape: Sequence[int], leading: int) -> jax.Array
     return flat.reshape(shape)
 
 
-def _call(kernel: Any, name: str, axes: tuple[str, ...], x: jax.Array, sent: int, **options: Any) -> Any:
-    """`pl.pallas_call` with what both kernels have in common; `sent` bytes go to other devices."""
-    return pl.pallas_call(
-        kernel,
-        out_shape=_compat.out_struct(x.shape, x.dtype, x),
-        compiler_params=pltpu.CompilerParams(collective_id=collective_id(name, axes)),
-        cost_estimate=pl.CostEstimate(
-            flops=0, transcendentals=0, bytes_accessed=2 * x.size * x.dtype.itemsize, remote_bytes_transferred=sent
-        ),
-        name=f"meshpar_{name}",
-        **options,
-    )
-
-
 def all_to_all(x: jax.Array, axes: tuple[str, ...], sizes: tuple[int, ...]) -> jax.Array:
     """[devices, …] → [devices, …]: block i goes to device i, and block i of the result is from device i."""
     rows = _as_rows(x, 1)
     devices = math.prod(sizes)
     sent = rows.size * rows.dtype.itemsize * (devices - 1) // devices
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    out = _call(
-        functools.partial(_all_to_all_kernel, axes=axes, sizes=sizes), "all_to_all", axes, rows, sent,
+    out = remote_copies(
+        functools.partial(_all_to_all_kernel, axes=axes, sizes=sizes), "all_to_all", axes,
+        _compat.out_struct(rows.shape, rows.dtype, rows), rows.size * rows.dtype.itemsize, sent,
         in_specs=[anywhere], out_specs=anywhere, scratch_shapes=[pltpu.SemaphoreType.DMA] * 3,
     )(_compat.one_slice("all_to_all", axes, rows))  # fmt: skip
     return _as_blocks(out, x.shape, 1)
@@ -173,8 +158,9 @@ def collective_permute(
     given = [] if (ends[:, 1] >= 0).all() else [jnp.zeros_like(rows)]
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     sent = rows.size * rows.dtype.itemsize
-    out = _call(
-        functools.partial(_permute_kernel, axes=axes, sizes=sizes), "collective_permute", axes, rows, sent,
+    out = remote_copies(
+        functools.partial(_permute_kernel, axes=axes, sizes=sizes), "collective_permute", axes,
+        _compat.out_struct(rows.shape, rows.dtype, rows), sent, sent,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1, grid=(), in_specs=[anywhere] * (1 + len(given)), out_specs=anywhere,
             scratch_shapes=[pltpu.SemaphoreType.DMA] * 3,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,9 @@ import numpy as np
 from meshpar_kernels._choose import refuse_sharded
 from meshpar_kernels.grouped_matmul.gradients import matmul_with_gradient, transpose_with_gradient
 from meshpar_kernels.grouped_matmul.matmuls import Options
+from meshpar_kernels.grouped_matmul.problem import MatmulProblem, TransposeProblem
 from meshpar_kernels.grouped_matmul.reference import ACTIVATIONS, QUANTIZED
 from meshpar_kernels.tuning import Config, keywords_in_config
-
-__all__ = ["grouped_matmul", "grouped_matmul_transpose"]
 
 
 @keywords_in_config("tile", "stages", "num_sms", "cluster")
@@ -100,16 +100,11 @@ def grouped_matmul(
         refuse_sharded(op, lhs=lhs, rhs=matrix, **({"rhs_scale": scales[i]} if scales else {}), **others)
     if debug:
         _check_sizes_at_run_time(group_sizes, rows)
-    options = Options(
-        transpose_rhs=transpose_rhs,
-        activation=activation,
-        out_dtype=jnp.dtype(lhs.dtype if out_dtype is None else out_dtype),
-        implementation=implementation,
-        config=config or Config(),
-    )
-    return matmul_with_gradient(
-        options, lhs, matrices, scales, group_sizes, _as_offset(group_offset), lhs_indices, lhs_rows, row_scale
-    )
+    problem = MatmulProblem(
+        lhs, tuple(matrices), group_sizes, as_offset(group_offset), row_scale, scales, transpose_rhs, activation,
+        jnp.dtype(lhs.dtype if out_dtype is None else out_dtype),
+    )  # fmt: skip
+    return matmul_with_gradient(Options(implementation, config or Config()), problem, lhs_indices, lhs_rows)
 
 
 def _check_matmul(
@@ -201,14 +196,9 @@ def grouped_matmul_transpose(
     refuse_sharded(op, lhs=lhs, rhs=rhs, group_sizes=group_sizes, row_scale=row_scale)
     if debug:
         _check_sizes_at_run_time(group_sizes, lhs.shape[0])
-    options = Options(
-        transpose_rhs=False,
-        activation=None,
-        out_dtype=jnp.dtype(lhs.dtype if out_dtype is None else out_dtype),
-        implementation=implementation,
-        config=config or Config(),
-    )
-    return transpose_with_gradient(options, groups, lhs, rhs, group_sizes, _as_offset(group_offset), row_scale)
+    dtype = jnp.dtype(lhs.dtype if out_dtype is None else out_dtype)
+    problem = TransposeProblem(lhs, rhs, group_sizes, as_offset(group_offset), row_scale, groups, dtype)
+    return transpose_with_gradient(Options(implementation, config or Config()), problem)
 
 
 def _block_scales(
@@ -254,6 +244,11 @@ def _check_groups(op, lhs, rhs, group_sizes, groups, group_offset, *, quantized:
         raise ValueError(f"{op}: rhs is int8, and there is no rhs_scale")
     elif lhs.dtype != rhs.dtype or not jnp.issubdtype(lhs.dtype, jnp.floating):
         raise ValueError(f"{op}: lhs and rhs must have one floating-point dtype, got {lhs.dtype} and {rhs.dtype}")
+    check_group_sizes(op, group_sizes, groups, group_offset)
+
+
+def check_group_sizes(op: str, group_sizes: jax.Array, groups: int, group_offset: Any) -> None:
+    """Raises ValueError if `group_sizes` is no int [G], or there are not G of them without a `group_offset`."""
     if group_sizes.ndim != 1 or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(f"{op}: group_sizes must be int [G], got {group_sizes.dtype}{list(group_sizes.shape)}")
     if group_offset is None and group_sizes.shape[0] != groups:
@@ -284,5 +279,5 @@ def _check_sizes_at_run_time(group_sizes: jax.Array, rows: int) -> None:
     jax.debug.callback(look, group_sizes)
 
 
-def _as_offset(group_offset: jax.Array | int | None) -> jax.Array | None:
+def as_offset(group_offset: jax.Array | int | None) -> jax.Array | None:
     return None if group_offset is None else jnp.asarray(group_offset, jnp.int32)

@@ -33,7 +33,7 @@ Limitation: there are no half tiles; the rows of an incomplete tile are multipli
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -64,9 +64,8 @@ from meshpar_kernels.grouped_matmul.gpu_parts import (
     write,
 )
 from meshpar_kernels.grouped_matmul.hopper import drain, drains, load_stages
+from meshpar_kernels.grouped_matmul.problem import MatmulProblem, TransposeProblem
 from meshpar_kernels.grouped_matmul.schedule import Spans
-
-__all__ = ["grouped_matmul", "grouped_matmul_transpose", "load_columns", "read_accumulator", "walk"]
 
 MULTIPLYING, WRITING, MASKING = 0, 1, 2
 """Indices of the warpgroups; a block has the third one where a kernel needs it."""
@@ -236,7 +235,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
         """Issue total += lhs · rhs of one stage, for each rhs; K step 0 overwrites the accumulator."""
         for half in range(num_rhs):
             weights = rhs_smem.at[stage, half]
-            weights = _compat.transpose_ref(weights) if transpose_rhs else weights
+            weights = weights.T if transpose_rhs else weights
             dst = total.at[:, pl.ds(half * tile.n, tile.n)]
             gpu.tcgen05_mma(dst, lhs_smem.at[stage], weights, accumulate=i > 0, **_pair(tile.cluster))
 
@@ -297,29 +296,25 @@ def _store(gpu, target, column, begin, end, width: int, staging, values) -> None
             copy_rows(gpu, plain, target, begin, end, dst, rows)
 
 
-def grouped_matmul(
-    lhs: jax.Array, rhs: Sequence[jax.Array], *groups: Any, transpose_rhs: bool, out_dtype: Any, tile: Tile,
-    **options: Any,
-) -> jax.Array:  # fmt: skip
+def grouped_matmul(p: MatmulProblem, *, tile: Tile, num_sms: int) -> jax.Array:
     """As `hopper.grouped_matmul`."""
     gpu = _compat.mosaic_gpu()
     own = tile.n // tile.cluster
-    rhs_tile = (own, tile.k) if transpose_rhs else (tile.k, own)
+    rhs_tile = (own, tile.k) if p.transpose_rhs else (tile.k, own)
     tensor_core = {"num_arrivals": 1, "orders_tensor_core": True}
     scratch = [
-        smem(gpu, (tile.stages, tile.m, tile.k), lhs.dtype),
-        smem(gpu, (tile.stages, len(rhs), *rhs_tile), lhs.dtype),
-        row_staging(gpu, tile.m, tile.n, out_dtype),
-        gpu.TMEM((tile.m, 2 * len(rhs) * tile.n), jnp.float32, collective=tile.cluster > 1),
-        gpu.Barrier(num_arrivals=1 + len(rhs), num_barriers=tile.stages),
+        smem(gpu, (tile.stages, tile.m, tile.k), p.lhs.dtype),
+        smem(gpu, (tile.stages, len(p.rhs), *rhs_tile), p.lhs.dtype),
+        row_staging(gpu, tile.m, tile.n, p.out_dtype),
+        gpu.TMEM((tile.m, 2 * len(p.rhs) * tile.n), jnp.float32, collective=tile.cluster > 1),
+        gpu.Barrier(num_arrivals=1 + len(p.rhs), num_barriers=tile.stages),
         gpu.Barrier(num_barriers=tile.stages, **tensor_core),
         gpu.Barrier(num_barriers=2, **tensor_core),
         cluster_barrier(gpu, tile.cluster, num_barriers=2, **tensor_core),
     ]
     return launch_matmul(
-        gpu, _matmul_kernel, scratch, lhs, rhs, *groups, height=tile.cluster * tile.m, warpgroups=2,
-        transpose_rhs=transpose_rhs, out_dtype=out_dtype, tile=tile, **options,
-    )  # fmt: skip
+        _matmul_kernel, scratch, p, height=tile.cluster * tile.m, tile=tile, warpgroups=2, num_sms=num_sms
+    )
 
 
 def _mask_tile(gpu, tile: Tile, operands, full, empty, masked, tile_at, steps, step, _) -> None:
@@ -404,7 +399,7 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
             def _():
                 gpu.barrier_wait(masked.at[stage])
 
-        left = _compat.transpose_ref(lhs_smem.at[stage])
+        left = lhs_smem.at[stage].T
         gpu.tcgen05_mma(total, left, rhs_smem.at[stage], accumulate=i > 0, **pair)
 
     def write_tile(tile_at, steps, _, used):
@@ -433,16 +428,14 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
         each(functools.partial(_mask_tile, gpu, tile, (lhs_smem, rhs_smem), full, empty, masked))
 
 
-def grouped_matmul_transpose(
-    lhs: jax.Array, rhs: jax.Array, *groups: Any, out_dtype: Any, tile: Tile, **options: Any
-) -> jax.Array:
+def grouped_matmul_transpose(p: TransposeProblem, *, tile: Tile, num_sms: int) -> jax.Array:
     """As `hopper.grouped_matmul_transpose`."""
     gpu = _compat.mosaic_gpu()
     pair = tile.cluster > 1
     scratch = [
-        smem(gpu, (tile.stages, tile.k, tile.m), lhs.dtype),
-        smem(gpu, (tile.stages, tile.k, tile.n // tile.cluster), rhs.dtype),
-        smem(gpu, (2, tile.m, staging_columns(tile.n, out_dtype)), out_dtype),
+        smem(gpu, (tile.stages, tile.k, tile.m), p.lhs.dtype),
+        smem(gpu, (tile.stages, tile.k, tile.n // tile.cluster), p.rhs.dtype),
+        smem(gpu, (2, tile.m, staging_columns(tile.n, p.out_dtype)), p.out_dtype),
         gpu.TMEM((tile.m, 2 * tile.n), jnp.float32, collective=pair),
         gpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
         gpu.Barrier(num_arrivals=2, num_barriers=tile.stages, orders_tensor_core=True),
@@ -450,6 +443,4 @@ def grouped_matmul_transpose(
         cluster_barrier(gpu, tile.cluster, num_arrivals=1, num_barriers=2, orders_tensor_core=True),
         cluster_barrier(gpu, tile.cluster, num_arrivals=1, num_barriers=tile.stages, orders_tensor_core=pair),
     ]
-    return launch_transpose(
-        gpu, _transpose_kernel, scratch, lhs, rhs, *groups, warpgroups=3, out_dtype=out_dtype, tile=tile, **options
-    )
+    return launch_transpose(_transpose_kernel, scratch, p, tile=tile, warpgroups=3, num_sms=num_sms)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,19 +12,9 @@ from meshpar_kernels._choose import Unsupported
 from meshpar_kernels.grouped_matmul import blackwell, hopper
 from meshpar_kernels.grouped_matmul.gpu_parts import ROWS as PART
 from meshpar_kernels.grouped_matmul.gpu_parts import Tile, misaligned, tile_columns
+from meshpar_kernels.grouped_matmul.problem import MatmulProblem, Problem
 from meshpar_kernels.grouped_matmul.schedule import ALIGNMENT
-from meshpar_kernels.tuning import Config
-
-__all__ = [
-    "Tile",
-    "grouped_matmul",
-    "grouped_matmul_transpose",
-    "make_tile",
-    "matmul_unsupported",
-    "padded_sizes",
-    "transpose_unsupported",
-    "with_tile",
-]
+from meshpar_kernels.tuning import Config, MatmulKey
 
 SMEM_BYTES = 232_448
 """Bytes of shared memory that one thread block may use: 227 KiB on Hopper and Blackwell."""
@@ -47,11 +35,11 @@ ROW_BYTES = 16
 """Alignment of the rows that TMA copies, in bytes."""
 
 
-def _whole_tiles(rows: int, *arrays: jax.Array | None) -> list[Any]:
-    """The arrays padded with zero rows, so that TMA can cut them into tiles; the arrays themselves if no rows are
-    added."""
-    more = -rows % ALIGNMENT
-    return [x if x is None or not more else jnp.pad(x, [(0, more), *[(0, 0)] * (x.ndim - 1)]) for x in arrays]
+def _pad(x: jax.Array, *sizes: int) -> jax.Array:
+    """x with zeros after its last dims, up to these sizes; x itself if they are its own."""
+    before = x.ndim - len(sizes)
+    more = [(0, 0)] * before + [(0, n - old) for n, old in zip(sizes, x.shape[before:], strict=True)]
+    return jnp.pad(x, more) if any(n for _, n in more) else x
 
 
 def _aligned(size: int) -> int:
@@ -60,99 +48,57 @@ def _aligned(size: int) -> int:
     return size if fits else -(-size // INNER) * INNER
 
 
-def padded_sizes(
-    lhs: jax.Array, out_dtype: jnp.dtype, *, k: int, n: int, transpose_rhs: bool = False, transposes: bool = False
-) -> tuple[int, int]:
-    """(K, N) with which the kernel runs: as they are, or padded with zeros where TMA cannot cut the operands or the result.
+def padded_sizes(p: Problem) -> MatmulKey:
+    """The sizes with which the kernel runs: K and N as they are, or padded with zeros where TMA cannot cut the operands or
+    the result.
 
     Padding copies weights of misaligned sizes in every call. The alternative is a loop of a few hundred small matmuls
     with a data-dependent trip count.
-
-    Args:
-      lhs, out_dtype, k, n, transpose_rhs: as in `matmul_unsupported`.
-      transposes: k and n are of the transpose.
     """
-    if not _cut_reasons(lhs.dtype.itemsize, out_dtype.itemsize, k, n, transpose_rhs, transposes):
-        return k, n
-    return _aligned(k), _aligned(n)
+    if not _cut_reasons(p, p.key):
+        return p.key
+    return dataclasses.replace(p.key, k=_aligned(p.key.k), n=_aligned(p.key.n))
 
 
-def _cut_reasons(itemsize: int, out_itemsize: int, k: int, n: int, transpose_rhs: bool, transposes: bool) -> list[str]:
-    """Reasons why TMA cannot cut the operands or the result, by the sizes and alignment of their rows."""
+def _cut_reasons(p: Problem, sizes: MatmulKey) -> list[str]:
+    """Reasons why TMA cannot cut the operands or the result, padded to these sizes, by the sizes and alignment of their
+    rows."""
+    k, n, itemsize, out_itemsize = sizes.k, sizes.n, p.lhs.dtype.itemsize, p.out_dtype.itemsize
     columns = tile_columns(itemsize)
-    cut = ALIGNMENT if transpose_rhs else columns  # of the weights' dim of N
-    reasons = misaligned(K=(k, columns, ALIGNMENT), N=(n, columns if transposes else cut, tile_columns(out_itemsize)))
-    rows = {"K": k * itemsize, "rhs": (k if transpose_rhs else n) * itemsize, "the result": n * out_itemsize}
+    cut = ALIGNMENT if sizes.transposed else columns  # of the weights' dim of N
+    narrow = tile_columns(out_itemsize)
+    reasons = misaligned(K=(k, columns, ALIGNMENT), N=(n, columns if sizes.transposes else cut, narrow))
+    rows = {"K": k * itemsize, "rhs": (k if sizes.transposed else n) * itemsize, "the result": n * out_itemsize}
     reasons += [
         f"{name}: rows of {b} bytes are no multiple of {ROW_BYTES}" for name, b in rows.items() if b % ROW_BYTES
     ]
     return reasons
 
 
-def _pad(x: jax.Array, *sizes: int) -> jax.Array:
-    """x with zeros after its last dims, up to these sizes."""
-    before = x.ndim - len(sizes)
-    more = [(0, 0)] * before + [(0, n - old) for n, old in zip(sizes, x.shape[before:], strict=True)]
-    return jnp.pad(x, more) if any(n for _, n in more) else x
+def run(p: Problem, *, tile: Tile, num_sms: int | None = None) -> jax.Array:
+    """The matmul or the transpose by the kernel of the GPU architecture that is traced for: pads K and N if necessary
+    (`padded_sizes`) and the rows to a multiple of `ALIGNMENT`, launches the kernel on `num_sms` multiprocessors (None: all),
+    and slices off the padding."""
+    sizes = padded_sizes(p)
+    rows, k, n = -(-sizes.rows // ALIGNMENT) * ALIGNMENT, sizes.k, sizes.n
+    if isinstance(p, MatmulProblem):
+        rhs = tuple(_pad(m, *((n, k) if p.transpose_rhs else (k, n))) for m in p.rhs)
+    else:
+        rhs = _pad(p.rhs, rows, n)
+    row_scale = None if p.row_scale is None else _pad(p.row_scale, rows)
+    padded = dataclasses.replace(p, lhs=_pad(p.lhs, rows, k), rhs=rhs, row_scale=row_scale)
+    kernel = getattr(KERNELS[_compat.gpu_architecture()[0]], sizes.op)
+    out = kernel(padded, tile=tile, num_sms=_compat.multiprocessors() if num_sms is None else num_sms)
+    out = _compat.same_varying(out, *jax.tree.leaves(p))[0]  # Mosaic GPU results lose their varying mesh axes
+    return out[tuple(map(slice, p.out_shape))]
 
 
-def _run(name: str, *operands: Any, num_sms: int | None, **options: Any) -> jax.Array:
-    kernel = getattr(KERNELS[_compat.gpu_architecture()[0]], name)
-    out = kernel(*operands, num_sms=_compat.multiprocessors() if num_sms is None else num_sms, **options)
-    return _compat.same_varying(out, *jax.tree.leaves(operands))[0]  # Mosaic GPU results lose their varying mesh axes
-
-
-def grouped_matmul(
-    lhs: jax.Array,
-    rhs: Sequence[jax.Array],
-    group_sizes: jax.Array,
-    group_offset: jax.Array | None,
-    row_scale: jax.Array | None,
-    *,
-    num_sms: int | None = None,
-    **options: Any,
-) -> jax.Array:
-    """`grouped_matmul` by the kernel for the GPU that kernels traced now are for, on `num_sms` multiprocessors; None:
-    all. K and N are padded if necessary (`padded_sizes`)."""
-    (rows, k), transposed = lhs.shape, options["transpose_rhs"]
-    n = rhs[0].shape[1 if transposed else 2]
-    padded_k, padded_n = padded_sizes(lhs, options["out_dtype"], k=k, n=n, transpose_rhs=transposed)
-    lhs, row_scale = _whole_tiles(rows, _pad(lhs, padded_k), row_scale)
-    rhs = [_pad(m, *((padded_n, padded_k) if transposed else (padded_k, padded_n))) for m in rhs]
-    out = _run("grouped_matmul", lhs, rhs, group_sizes, group_offset, row_scale, num_sms=num_sms, **options)
-    return out[:rows, :n]
-
-
-def grouped_matmul_transpose(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
-    group_offset: jax.Array | None,
-    row_scale: jax.Array | None,
-    *,
-    num_sms: int | None = None,
-    **options: Any,
-) -> jax.Array:
-    """`grouped_matmul_transpose` by the kernel for the GPU that kernels traced now are for; `num_sms` as in
-    `grouped_matmul`."""
-    k, n = lhs.shape[1], rhs.shape[1]
-    padded_k, padded_n = padded_sizes(lhs, options["out_dtype"], k=k, n=n, transposes=True)
-    lhs, rhs, row_scale = _whole_tiles(lhs.shape[0], _pad(lhs, padded_k), _pad(rhs, padded_n), row_scale)
-    out = _run("grouped_matmul_transpose", lhs, rhs, group_sizes, group_offset, row_scale, num_sms=num_sms, **options)
-    return out[:, :k, :n]
-
-
-def with_tile(config: Config, n: int, num_rhs: int = 1, *, transposes: bool = False) -> Config:
-    """The configuration with the widest tile whose accumulators fit the registers and that leaves few columns empty.
-
-    Args:
-      n: columns of the result.
-      num_rhs: matrices of each group, 1 or 2.
-      transposes: it is of the transpose.
-    """
-    widths = [w for w in (256, 128, 64) if w * num_rhs <= _most_columns(config.pingpong)]
+def with_tile(config: Config, sizes: MatmulKey) -> Config:
+    """The configuration with the widest tile whose accumulators fit the registers and that leaves few columns empty."""
+    n = sizes.n
+    widths = [w for w in (256, 128, 64) if w * sizes.matrices <= _most_columns(config.pingpong)]
     width = next((w for w in widths if -(-n // w) * w <= 1.1 * n), widths[-1])
-    return dataclasses.replace(config, tile=(INNER, ROWS, width) if transposes else (ROWS, INNER, width))
+    return dataclasses.replace(config, tile=(INNER, ROWS, width) if sizes.transposes else (ROWS, INNER, width))
 
 
 def _most_columns(pingpong: bool | None) -> int:
@@ -161,21 +107,21 @@ def _most_columns(pingpong: bool | None) -> int:
     return 256 // hopper.CONSUMERS if pingpong else 256
 
 
-def make_tile(config: Config, itemsize: int, num_rhs: int = 1, *, transposes: bool = False) -> Tile:
+def make_tile(config: Config, itemsize: int, sizes: MatmulKey) -> Tile:
     """The kernel's tile of a configuration with a `tile`. If `stages` is None: as many as fit in shared memory, at most
     `MOST_STAGES`.
 
     Args:
       itemsize: bytes of an element of the operands.
-      num_rhs, transposes: as in `with_tile`. In the transpose a tile is of [K, N], and a stage has rows.
+      sizes: of the matmul; or of the transpose, where a tile is of [K, N], and a stage has rows.
     """
     assert config.tile is not None
     m, k, n = config.tile
-    if transposes:
+    if sizes.transposes:
         m, k = k, m
     cluster, stages = config.cluster or 1, config.stages
     if stages is None:
-        stages = min(MOST_STAGES, _stages(m, k, n, itemsize, num_rhs, cluster))
+        stages = min(MOST_STAGES, _stages(m, k, n, itemsize, sizes.matrices, cluster))
         stages -= stages % hopper.CONSUMERS if config.pingpong else 0
     return Tile(m, n, k, stages, cluster, bool(config.pingpong))
 
@@ -187,32 +133,16 @@ def _stages(m: int, k: int, n: int, itemsize: int, num_rhs: int, cluster: int) -
     return (SMEM_BYTES - STAGING_BYTES) // max((m + num_rhs * columns) * k * itemsize, 1)
 
 
-def matmul_unsupported(
-    lhs: jax.Array, out_dtype: jnp.dtype, tile: Tile, num_rhs: int, *, k: int, n: int, transpose_rhs: bool
-) -> Unsupported:
-    """Reasons why the GPU kernels cannot multiply these operands; empty if they can.
-
-    Args:
-      lhs: one operand, whose rows are padded for the kernel; the other has its dtype.
-      num_rhs: matrices of each group, 1 or 2.
-      k, n: contracted elements, and columns of the result.
-    """
-    reasons = _cut_reasons(lhs.dtype.itemsize, out_dtype.itemsize, k, n, transpose_rhs, False)
-    if tile.pingpong:
-        reasons.append("pingpong: the kernel of grouped_matmul_transpose has it")
-    return _unsupported(lhs, out_dtype, tile, num_rhs, reasons)
-
-
-def transpose_unsupported(lhs: jax.Array, out_dtype: jnp.dtype, tile: Tile, *, k: int, n: int) -> Unsupported:
-    """Reasons why the GPU kernels cannot run the transpose, with a result of [G, k, n]; empty if they can."""
-    reasons = _cut_reasons(lhs.dtype.itemsize, out_dtype.itemsize, k, n, False, True)
-    return _unsupported(lhs, out_dtype, tile, 1, reasons)
-
-
-def _unsupported(lhs: jax.Array, out_dtype: jnp.dtype, tile: Tile, num_rhs: int, reasons: list[str]) -> Unsupported:
-    """`reasons`, and the reasons common to the matmul and its transpose."""
-    if lhs.dtype not in DTYPES:
-        reasons.append(f"operands are {lhs.dtype}; the tensor cores take bfloat16 and float16 (TF32 is not float32)")
+def unsupported(p: Problem, tile: Tile) -> Unsupported:
+    """Reasons why the GPU kernels cannot run this problem with this tile; empty if they can."""
+    reasons, num_rhs, out_dtype = _cut_reasons(p, padded_sizes(p)), p.key.matrices, p.out_dtype
+    if isinstance(p, MatmulProblem):
+        if p.rhs_scale:
+            reasons.insert(0, f"rhs is {p.rhs[0].dtype} with scales; the kernel takes weights of lhs's dtype")
+        if tile.pingpong:
+            reasons.append("pingpong: the kernel of grouped_matmul_transpose has it")
+    if p.lhs.dtype not in DTYPES:
+        reasons.append(f"operands are {p.lhs.dtype}; the tensor cores take bfloat16 and float16 (TF32 is not float32)")
     if out_dtype not in (*DTYPES, jnp.float32):
         reasons.append(f"the result is {out_dtype}; the kernel writes bfloat16, float16 and float32")
     most, fewest = _most_columns(tile.pingpong), 4 if tile.pingpong else 2
@@ -221,7 +151,7 @@ def _unsupported(lhs: jax.Array, out_dtype: jnp.dtype, tile: Tile, num_rhs: int,
             f"tile ({tile.m}, {tile.k}, {tile.n}): the kernel takes {ROWS} rows, multiples of {INNER} contracted "
             f"elements and of 64 columns, at most {most // num_rhs}{' with pingpong' * tile.pingpong}"
         )
-    elif (fitting := _stages(tile.m, tile.k, tile.n, lhs.dtype.itemsize, num_rhs, tile.cluster)) < fewest:
+    elif (fitting := _stages(tile.m, tile.k, tile.n, p.lhs.dtype.itemsize, num_rhs, tile.cluster)) < fewest:
         number = {2: "two", 4: "four"}[fewest]
         reasons.append(f"tile ({tile.m}, {tile.k}, {tile.n}): {number} stages of it do not fit shared memory")
     elif not fewest <= tile.stages <= fitting:
@@ -237,11 +167,4 @@ def _unsupported(lhs: jax.Array, out_dtype: jnp.dtype, tile: Tile, num_rhs: int,
         reasons.append(f"{tile.n} columns for a cluster of 2 blocks: each loads half of them, a multiple of 64")
     if major != 9 and tile.pingpong:
         reasons.append(f"pingpong: on sm_{major}{minor} no warpgroup multiplies; the kernel of sm_90a has it")
-    if major not in KERNELS:
-        known = " and ".join(f"sm_{number}0a" for number in KERNELS)
-        reasons.append(f"the GPU is sm_{major}{minor}; there is a kernel for {known}")
-    try:
-        _compat.mosaic_gpu()
-    except ImportError as error:
-        reasons.append(f"jax.experimental.pallas.mosaic_gpu cannot be imported: {error}")
-    return Unsupported(reasons)
+    return Unsupported([*reasons, *_compat.mosaic_reasons(KERNELS)])

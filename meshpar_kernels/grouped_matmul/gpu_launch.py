@@ -7,19 +7,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from meshpar_kernels import _compat
 from meshpar_kernels.grouped_matmul.gpu_parts import CLUSTER, Tile, cluster_count
-from meshpar_kernels.grouped_matmul.problem import matmul_problem, padded_scale, transpose_problem
+from meshpar_kernels.grouped_matmul.problem import MatmulProblem, TransposeProblem, padded_scale
 from meshpar_kernels.grouped_matmul.schedule import span_tile_steps
-
-__all__ = ["launch", "launch_matmul", "launch_transpose"]
 
 
 def launch(
-    gpu: Any, kernel: Callable[..., None], out_type: Any, scratch: list[Any], operands: Sequence[jax.Array], *,
-    warpgroups: int, num_sms: int, name: str, cluster: int = 1, approx_math: bool = False, **options: Any,
+    kernel: Callable[..., None], out_type: Any, scratch: list[Any], operands: Sequence[jax.Array], *, warpgroups: int,
+    num_sms: int, name: str, cluster: int = 1, approx_math: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
     """Launch `kernel(*refs, gpu=gpu, num_sms=num_sms, **options)`, with refs of the operands, results and scratch.
 
@@ -28,6 +25,7 @@ def launch(
       num_sms: multiprocessors to use; the grid axis "multiprocessor" is the index of the cluster.
       approx_math: use approximate exponentials and divisions.
     """
+    gpu = _compat.mosaic_gpu()
     clusters = {"cluster": (cluster,), "cluster_names": (CLUSTER,)} if cluster > 1 else {}
     return gpu.kernel(
         functools.partial(kernel, gpu=gpu, num_sms=num_sms, **options),
@@ -44,35 +42,30 @@ def launch(
 
 
 def launch_matmul(
-    gpu: Any, kernel: Callable[..., None], scratch: list[Any], lhs: jax.Array, rhs: Sequence[jax.Array],
-    group_sizes: jax.Array, group_offset: jax.Array | None, row_scale: jax.Array | None, *, height: int,
-    transpose_rhs: bool, out_dtype: Any, tile: Tile, **options: Any,
-) -> jax.Array:  # fmt: skip
-    """Launch the kernel of a grouped matmul on the operands of `reference.grouped_matmul`.
+    kernel: Callable[..., None], scratch: list[Any], p: MatmulProblem, *, height: int, tile: Tile, **options: Any
+) -> jax.Array:
+    """Launch the kernel of a grouped matmul.
 
     Args:
       kernel: called with the refs (`Spans`, lhs, each rhs, scales of the rows if there are any, result, scratch).
       height: rows of a tile step.
       options: options of `launch`, and further keyword arguments of the kernel.
     """
-    rows, k, n, _, bounds = matmul_problem(lhs.shape[0], rhs[0], group_sizes, group_offset, transpose_rhs=transpose_rhs)
-    operands = [*span_tile_steps(bounds, rows, height), lhs, *rhs]
-    if row_scale is not None:
-        operands.append(padded_scale(row_scale, height))
+    operands = [*span_tile_steps(p.bounds(), p.key.rows, height), p.lhs, *p.rhs]
+    if p.row_scale is not None:
+        operands.append(padded_scale(p.row_scale, height))
     return launch(
-        gpu, kernel, _compat.out_struct((rows, n), out_dtype, lhs, *rhs), scratch, operands, name="grouped_matmul",
-        cluster=tile.cluster, approx_math=True, shape=(k, n), tile=tile, transpose_rhs=transpose_rhs, num_rhs=len(rhs),
-        scaled=row_scale is not None, **options,
+        kernel, _compat.out_struct(p.out_shape, p.out_dtype, p.lhs, *p.rhs), scratch, operands,
+        name="grouped_matmul", cluster=tile.cluster, approx_math=True, shape=(p.key.k, p.key.n), tile=tile,
+        transpose_rhs=p.transpose_rhs, activation=p.activation, num_rhs=len(p.rhs), scaled=p.row_scale is not None,
+        **options,
     )  # fmt: skip
 
 
 def launch_transpose(
-    gpu: Any, kernel: Callable[..., None], scratch: list[Any], lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array,
-    group_offset: jax.Array | None, row_scale: jax.Array | None, *, groups: int, out_dtype: Any, tile: Tile,
-    **options: Any,
-) -> jax.Array:  # fmt: skip
-    """Launch the kernel of the transpose on the operands of `reference.grouped_matmul_transpose`; the tile [m, n] is of
-    [K, N], and `tile.k` rows are one step.
+    kernel: Callable[..., None], scratch: list[Any], p: TransposeProblem, *, tile: Tile, **options: Any
+) -> jax.Array:
+    """Launch the kernel of the transpose; the tile [m, n] is of [K, N], and `tile.k` rows are one step.
 
     `row_scale` is multiplied into rhs before the kernel. XLA fuses the multiplication into the operation that computes
     rhs; without such an operation, it costs a copy of rhs.
@@ -81,10 +74,8 @@ def launch_transpose(
       kernel: called with the refs (group bounds int32 [G + 1], lhs, rhs, result, scratch).
       options: as in `launch_matmul`.
     """
-    _, k, n, *_, bounds = transpose_problem(lhs, rhs, group_sizes, group_offset, groups=groups)
-    if row_scale is not None:
-        rhs = (rhs.astype(jnp.float32) * row_scale.astype(jnp.float32)[:, None]).astype(rhs.dtype)
+    bounds, rhs = p.bounds(), p.scaled_rhs()
     return launch(
-        gpu, kernel, _compat.out_struct((groups, k, n), out_dtype, lhs, rhs), scratch, (bounds, lhs, rhs),
-        name="grouped_matmul_transpose", cluster=tile.cluster, shape=(k, n, groups), tile=tile, **options,
+        kernel, _compat.out_struct(p.out_shape, p.out_dtype, p.lhs, rhs), scratch, (bounds, p.lhs, rhs),
+        name="grouped_matmul_transpose", cluster=tile.cluster, shape=(p.key.k, p.key.n, p.groups), tile=tile, **options,
     )  # fmt: skip

@@ -13,35 +13,6 @@ from jax.experimental import pallas as pl
 
 from meshpar_kernels.grouped_matmul.schedule import ALIGNMENT, Spans
 
-__all__ = [
-    "CLUSTER",
-    "RASTER_GROUP",
-    "ROWS",
-    "Each",
-    "GroupRows",
-    "Tile",
-    "activate",
-    "chunks",
-    "cluster_barrier",
-    "cluster_count",
-    "copy_rows",
-    "each_row_tile",
-    "each_tile",
-    "index_in_cluster",
-    "mask_rows",
-    "misaligned",
-    "rasterize",
-    "ring",
-    "row_staging",
-    "rows_in",
-    "share",
-    "smem",
-    "staging_columns",
-    "tile_columns",
-    "transpose_tile",
-    "write",
-]
-
 ROWS = 64
 """Rows of one `wgmma`, and rows that one warpgroup masks at a time."""
 

@@ -9,30 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from meshpar_kernels import _compat
-from meshpar_kernels.grouped_matmul.matmuls import Options, gather, matmul, transpose_matmul
+from meshpar_kernels._arithmetic import no_tangent, row_dots
+from meshpar_kernels.grouped_matmul.matmuls import Options, gather, run
+from meshpar_kernels.grouped_matmul.problem import MatmulProblem, Problem, TransposeProblem
 from meshpar_kernels.grouped_matmul.reference import activate
-from meshpar_kernels.grouped_matmul.schedule import group_bounds
 from meshpar_kernels.tuning import Config
-
-__all__ = ["matmul_with_gradient", "transpose_with_gradient"]
-
-
-def _no_tangent(x):
-    return None if x is None else np.zeros(x.shape, jax.dtypes.float0)
-
-
-def _row_dots(a: jax.Array, b: jax.Array) -> jax.Array:
-    return (a.astype(jnp.float32) * b.astype(jnp.float32)).sum(-1)
-
-
-def _in_a_group(x: jax.Array, rows: int, group_sizes, group_offset, groups: int) -> jax.Array:
-    """x [M], with 0 in rows of no local group."""
-    bounds = group_bounds(group_sizes, rows, group_offset, groups)
-    row = jnp.arange(rows)
-    return jnp.where((row >= bounds[0]) & (row < bounds[-1]), x, 0.0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -60,10 +43,10 @@ _constant.defvjp(_constant_fwd, lambda name, _, grad: (grad,), symbolic_zeros=Tr
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(options, lhs, rhs, rhs_scale, group_sizes, group_offset, lhs_indices, index_rows, row_scale):
+def _matmul(options: Options, p: MatmulProblem, indices, index_rows):
+    """The matmul of the rows `indices` of lhs (None: of all in their order); `index_rows` as in `_to_sources`."""
     del index_rows
-    rows = gather(options, lhs, lhs_indices)
-    return matmul(options, rows, rhs, group_sizes, group_offset, row_scale, rhs_scale)
+    return run(options, dataclasses.replace(p, lhs=gather(options, p.lhs, indices)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -78,7 +61,7 @@ def _rows_bwd(options, saved, grad: Any):
     (rows, dtype), indices, index_rows = saved
     if indices is not None:
         grad = _to_sources(options, grad, indices, index_rows, rows).astype(dtype)
-    return grad, _no_tangent(indices), _no_tangent(index_rows)
+    return grad, no_tangent(indices), no_tangent(index_rows)
 
 
 def _to_sources(options, grad, indices, index_rows, rows: int) -> Any:
@@ -101,142 +84,139 @@ _rows.defvjp(
 )
 
 
-def _plain(options: Options, lhs: jax.Array) -> Options:
-    """The options of another matmul: without activation, with a result of lhs's dtype, and with its own tile."""
-    config = Config(num_sms=options.config.num_sms)
-    return dataclasses.replace(options, activation=None, out_dtype=lhs.dtype, config=config)
+def _own_tile(options: Options) -> Options:
+    """The options of another matmul, which has its own tile."""
+    return Options(options.implementation, Config(num_sms=options.config.num_sms))
 
 
-def _activated(options: Options, matmuls: Sequence[jax.Array]):
+def _linear(p: MatmulProblem, rows: jax.Array) -> MatmulProblem:
+    """The problem of these rows without activation and row scales, with a result of lhs's dtype."""
+    return dataclasses.replace(p, lhs=rows, row_scale=None, activation=None, out_dtype=p.lhs.dtype)
+
+
+def _each_matrix(p: MatmulProblem) -> list[MatmulProblem]:
+    """The problem of each matrix of a group."""
+    scales = [(s,) for s in p.rhs_scale] or [()] * len(p.rhs)
+    return [dataclasses.replace(p, rhs=(m,), rhs_scale=s) for m, s in zip(p.rhs, scales, strict=True)]
+
+
+def _activated(p: MatmulProblem, matmuls: Sequence[jax.Array]):
     """`activate` in float32, and its pullback."""
-    return jax.vjp(lambda *p: activate(p, options.activation), *(p.astype(jnp.float32) for p in matmuls))
+    return jax.vjp(lambda *m: activate(m, p.activation), *(m.astype(jnp.float32) for m in matmuls))
 
 
-def _matmul_fwd(options, *args):
+def _matmul_fwd(options, p: MatmulProblem, indices, index_rows):
     """Forward rule. With an activation the matmuls are saved, in lhs's dtype: their recomputation would cost a third of
     the forward pass."""
-    lhs, rhs, rhs_scale, group_sizes, group_offset, indices, _, row_scale = args
-    if options.activation is None and len(rhs) == 1:
-        return _matmul(options, *args), ([], *args)
-    rows: Any = _rows(options, lhs, indices, args[6])
-    matmuls: Any = [
-        _matmul(_plain(options, lhs), rows, (m,), s, group_sizes, group_offset, None, None, None)
-        for m, s in _with_scales(rhs, rhs_scale)
-    ]
-    value = _activated(options, matmuls)[0]
-    if row_scale is not None:
-        scale = _in_a_group(row_scale.astype(jnp.float32), len(rows), group_sizes, group_offset, rhs[0].shape[0])
-        value = value * scale[:, None]
-    return value.astype(options.out_dtype), (matmuls, *args)
-
-
-def _with_scales(rhs: Sequence[jax.Array], rhs_scale: Sequence[jax.Array]):
-    """Each matrix with its scales: none or one."""
-    return zip(rhs, [(s,) for s in rhs_scale] or [()] * len(rhs), strict=True)
+    if p.activation is None and len(p.rhs) == 1:
+        return _matmul(options, p, indices, index_rows), ([], p, indices, index_rows)
+    rows: Any = _rows(options, p.lhs, indices, index_rows)
+    linear = _linear(p, rows)
+    matmuls: Any = [_matmul(_own_tile(options), one, None, None) for one in _each_matrix(linear)]
+    value = _activated(p, matmuls)[0]
+    if p.row_scale is not None:
+        value = value * linear.in_a_group(p.row_scale.astype(jnp.float32))[:, None]
+    return value.astype(p.out_dtype), (matmuls, p, indices, index_rows)
 
 
 def _matmul_bwd(options, saved, grad):
     """Backward rule: gradients of lhs, rhs and row_scale; quantized weights and indices get zeros."""
-    matmuls, lhs, rhs, rhs_scale, group_sizes, group_offset, indices, index_rows, row_scale = saved
-    plain = _plain(options, lhs)
-    back = dataclasses.replace(plain, transpose_rhs=not options.transpose_rhs, transpose_scale=True)
-    groups = rhs[0].shape[0]
-    rows: Any = _rows(options, lhs, indices, index_rows)
-    total = rows.shape[0]
+    matmuls, p, indices, index_rows = saved
+    dtype, own_tile = p.lhs.dtype, _own_tile(options)
+    rows: Any = _rows(options, p.lhs, indices, index_rows)
+    linear = _linear(p, rows)
 
-    grad_scale, scale, grads = None, row_scale, [grad]
+    grad_scale, scale, grads = None, p.row_scale, [grad]
     if matmuls:
-        value, pull = _activated(options, matmuls)
+        value, pull = _activated(p, matmuls)
         grad = grad.astype(jnp.float32)
-        if row_scale is not None:
-            grad_scale = _row_dots(grad, value)
-            grad = grad * row_scale.astype(jnp.float32)[:, None]
+        if p.row_scale is not None:
+            grad_scale = row_dots(grad, value)
+            grad = grad * p.row_scale.astype(jnp.float32)[:, None]
         grads, scale = pull(grad), None
-    grads = [g.astype(lhs.dtype) for g in grads]
+    grads = [g.astype(dtype) for g in grads]
 
+    back = dataclasses.replace(linear, transpose_rhs=not p.transpose_rhs, transpose_scale=not p.transpose_scale)
     parts: Any = [
-        _matmul(back, g, (m,), s, group_sizes, group_offset, None, None, None)
-        for g, (m, s) in zip(grads, _with_scales(rhs, rhs_scale), strict=True)
+        _matmul(own_tile, dataclasses.replace(one, lhs=g), None, None)
+        for g, one in zip(grads, _each_matrix(back), strict=True)
     ]
     grad_rows = parts[0]
     if len(parts) == 2:
-        grad_rows = (parts[0].astype(jnp.float32) + parts[1].astype(jnp.float32)).astype(lhs.dtype)
+        grad_rows = (parts[0].astype(jnp.float32) + parts[1].astype(jnp.float32)).astype(dtype)
     if scale is not None:
-        grad_scale = _row_dots(grad_rows, rows)
-        factor = _in_a_group(scale.astype(jnp.float32), total, group_sizes, group_offset, groups)
-        grad_rows = (grad_rows.astype(jnp.float32) * factor[:, None]).astype(lhs.dtype)
+        grad_scale = row_dots(grad_rows, rows)
+        factor = linear.in_a_group(scale.astype(jnp.float32))
+        grad_rows = (grad_rows.astype(jnp.float32) * factor[:, None]).astype(dtype)
     grad_rhs = None
-    if not rhs_scale:
-        weights = dataclasses.replace(plain, transpose_rhs=False, out_dtype=rhs[0].dtype)
-        pairs = [(g, rows) if options.transpose_rhs else (rows, g) for g in grads]
-        grad_rhs = tuple(_transpose(weights, groups, *pair, group_sizes, group_offset, scale) for pair in pairs)
-    if grad_scale is not None and row_scale is not None:
-        grad_scale = _in_a_group(grad_scale, total, group_sizes, group_offset, groups)
-        grad_scale = grad_scale.astype(row_scale.dtype)
-    grad_lhs = grad_rows if indices is None else _to_sources(options, grad_rows, indices, index_rows, lhs.shape[0])
-    return (
-        grad_lhs.astype(lhs.dtype),
-        grad_rhs,
-        None,
-        _no_tangent(group_sizes),
-        _no_tangent(group_offset),
-        _no_tangent(indices),
-        _no_tangent(index_rows),
-        grad_scale,
-    )
+    if not p.rhs_scale:
+        pairs = [(g, rows) if p.transpose_rhs else (rows, g) for g in grads]
+        grad_rhs = tuple(
+            _transpose(own_tile, TransposeProblem(*pair, p.group_sizes, p.group_offset, scale, p.key.groups, m.dtype))
+            for pair, m in zip(pairs, p.rhs, strict=True)
+        )
+    if grad_scale is not None and p.row_scale is not None:
+        grad_scale = linear.in_a_group(grad_scale).astype(p.row_scale.dtype)
+    grad_lhs = grad_rows if indices is None else _to_sources(options, grad_rows, indices, index_rows, p.lhs.shape[0])
+    gradient = _cotangent(p, lhs=grad_lhs.astype(dtype), rhs=grad_rhs, row_scale=grad_scale)
+    return gradient, no_tangent(indices), no_tangent(index_rows)
+
+
+def _cotangent(p: Problem, **gradients: Any) -> Problem:
+    """The cotangent of a problem with these gradients; None is zero."""
+    none = {"rhs_scale": None} if isinstance(p, MatmulProblem) else {}
+    sizes, offset = no_tangent(p.group_sizes), no_tangent(p.group_offset)
+    return dataclasses.replace(p, group_sizes=sizes, group_offset=offset, **none, **gradients)
 
 
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _transpose(options, groups, lhs, rhs, group_sizes, group_offset, row_scale):
-    return transpose_matmul(options, groups, lhs, rhs, group_sizes, group_offset, row_scale)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _transpose(options: Options, p: TransposeProblem):
+    return run(options, p)
 
 
-def _transpose_fwd(options, groups, *args):
-    return _transpose(options, groups, *args), args
-
-
-def _transpose_bwd(options, groups, saved, grad):
+def _transpose_bwd(options, p: TransposeProblem, grad):
     """With S_g = Σ s_i lhs_iᵀ rhs_i: the gradients are s_i rhs_i·Gᵀ, s_i lhs_i·G and
     lhs_i·G·rhs_iᵀ."""
-    lhs, rhs, group_sizes, group_offset, row_scale = saved
-    grad = grad.astype(lhs.dtype)
-    forward = _plain(options, lhs)
-    back = dataclasses.replace(forward, transpose_rhs=True)
-    grad_lhs: Any = _matmul(back, rhs, (grad,), (), group_sizes, group_offset, None, None, row_scale)
-    grad_rhs: Any = _matmul(forward, lhs, (grad,), (), group_sizes, group_offset, None, None, None)
+    dtype, own_tile = p.lhs.dtype, _own_tile(options)
+    matrices = (grad.astype(dtype),)
+    forward = MatmulProblem(p.lhs, matrices, p.group_sizes, p.group_offset, out_dtype=dtype)
+    back = dataclasses.replace(forward, lhs=p.rhs, row_scale=p.row_scale, transpose_rhs=True)
+    grad_lhs: Any = _matmul(own_tile, back, None, None)
+    grad_rhs: Any = _matmul(own_tile, forward, None, None)
     grad_scale = None
-    if row_scale is not None:
-        total = lhs.shape[0]
-        grad_scale = _row_dots(grad_rhs, rhs)
-        grad_scale = _in_a_group(grad_scale, total, group_sizes, group_offset, groups)
-        grad_scale = grad_scale.astype(row_scale.dtype)
-        factor = row_scale.astype(jnp.float32)
-        factor = _in_a_group(factor, total, group_sizes, group_offset, groups)
-        grad_rhs = (grad_rhs.astype(jnp.float32) * factor[:, None]).astype(rhs.dtype)
-    return grad_lhs, grad_rhs, _no_tangent(group_sizes), _no_tangent(group_offset), grad_scale
+    if p.row_scale is not None:
+        grad_scale = p.in_a_group(row_dots(grad_rhs, p.rhs)).astype(p.row_scale.dtype)
+        factor = p.in_a_group(p.row_scale.astype(jnp.float32))
+        grad_rhs = (grad_rhs.astype(jnp.float32) * factor[:, None]).astype(p.rhs.dtype)
+    return (_cotangent(p, lhs=grad_lhs, rhs=grad_rhs, row_scale=grad_scale),)
 
 
-_transpose.defvjp(_transpose_fwd, _transpose_bwd)
+_transpose.defvjp(lambda options, p: (_transpose(options, p), p), _transpose_bwd)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def matmul_with_gradient(options, lhs, rhs, rhs_scale, *args):
+def matmul_with_gradient(options: Options, p: MatmulProblem, indices, index_rows):
     """`grouped_matmul` with its gradients, under `jax.jit`; `options` are static.
 
     Scales, and weights in a floating-point dtype that have scales, are constants: differentiating them raises
     ValueError. All operands are made varying over the same mesh axes.
     """
-    if rhs_scale:
-        floats = jnp.issubdtype(rhs[0].dtype, jnp.floating)
-        rhs = tuple(_constant("rhs", m) for m in rhs) if floats else rhs
-        rhs_scale = tuple(_constant("rhs_scale", s) for s in rhs_scale)
-    leaves, tree = jax.tree.flatten((lhs, rhs, rhs_scale, *args), is_leaf=lambda x: x is None)
-    return _matmul(options, *jax.tree.unflatten(tree, _compat.same_varying(*leaves)))
+    if p.rhs_scale:
+        floats = jnp.issubdtype(p.rhs[0].dtype, jnp.floating)
+        rhs = tuple(_constant("rhs", m) for m in p.rhs) if floats else p.rhs
+        p = dataclasses.replace(p, rhs=rhs, rhs_scale=tuple(_constant("rhs_scale", s) for s in p.rhs_scale))
+    return _matmul(options, *_all_varying((p, indices, index_rows)))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def transpose_with_gradient(options, groups, *args):
-    return _transpose(options, groups, *_compat.same_varying(*args))
+@functools.partial(jax.jit, static_argnums=0)
+def transpose_with_gradient(options: Options, p: TransposeProblem):
+    return _transpose(options, _all_varying(p))
+
+
+def _all_varying(operands: Any) -> Any:
+    """The pytree, all of whose arrays vary over the same mesh axes."""
+    leaves, tree = jax.tree.flatten(operands)
+    return jax.tree.unflatten(tree, _compat.same_varying(*leaves))

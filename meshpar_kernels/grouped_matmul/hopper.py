@@ -60,19 +60,8 @@ from meshpar_kernels.grouped_matmul.gpu_parts import (
     transpose_tile,
     write,
 )
+from meshpar_kernels.grouped_matmul.problem import MatmulProblem, TransposeProblem
 from meshpar_kernels.grouped_matmul.schedule import Spans
-
-__all__ = [
-    "CONSUMERS",
-    "drain",
-    "drains",
-    "grouped_matmul",
-    "grouped_matmul_transpose",
-    "load_stages",
-    "multiply_stages",
-    "row_parts",
-    "walk",
-]
 
 CONSUMERS = 2
 LOADER, SENDER = 0, 1
@@ -316,7 +305,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
                 """Issue acc += lhs · rhs of one stage, for each rhs."""
                 for half, total in enumerate(acc):
                     weights = rhs_smem.at[slot, half]
-                    weights = _compat.transpose_ref(weights) if transpose_rhs else weights
+                    weights = weights.T if transpose_rhs else weights
                     gpu.wgmma(total, lhs_smem.at[slot, part], weights)
 
             multiply_stages(gpu, step, steps, tile.stages, full, empty, matmuls)
@@ -363,32 +352,24 @@ def columns_of(value: jax.Array, staging: Any) -> Callable[[int], jax.Array]:
     return lambda left: value[:, left : left + staging.shape[-1]]
 
 
-def grouped_matmul(
-    lhs: jax.Array, rhs: Sequence[jax.Array], *groups: Any, transpose_rhs: bool, out_dtype: Any, tile: Tile,
-    **options: Any,
-) -> jax.Array:  # fmt: skip
-    """As `reference.grouped_matmul`, without indices.
+def grouped_matmul(p: MatmulProblem, *, tile: Tile, num_sms: int) -> jax.Array:
+    """As `reference.grouped_matmul`.
 
     Tiles begin with a group, rounded down to where a copy may begin (`span_tile_steps`). A warpgroup whose half of a
     tile has no row of the group does not multiply. The rows of other groups in a tile are not written.
-
-    Args:
-      groups: group sizes, offset, and scales of the rows.
-      options: activation and num_sms.
     """
     gpu = _compat.mosaic_gpu()
-    rhs_tile = (tile.n, tile.k) if transpose_rhs else (tile.k, tile.n)
+    rhs_tile = (tile.n, tile.k) if p.transpose_rhs else (tile.k, tile.n)
     scratch = [
-        smem(gpu, (tile.stages, tile.m, tile.k), lhs.dtype),
-        smem(gpu, (tile.stages, len(rhs), *rhs_tile), lhs.dtype),
-        [row_staging(gpu, ROWS, tile.n, out_dtype)] * CONSUMERS,
-        gpu.Barrier(num_arrivals=1 + len(rhs), num_barriers=tile.stages),
+        smem(gpu, (tile.stages, tile.m, tile.k), p.lhs.dtype),
+        smem(gpu, (tile.stages, len(p.rhs), *rhs_tile), p.lhs.dtype),
+        [row_staging(gpu, ROWS, tile.n, p.out_dtype)] * CONSUMERS,
+        gpu.Barrier(num_arrivals=1 + len(p.rhs), num_barriers=tile.stages),
         cluster_barrier(gpu, tile.cluster, num_arrivals=CONSUMERS, num_barriers=tile.stages),
     ]
     return launch_matmul(
-        gpu, _matmul_kernel, scratch, lhs, rhs, *groups, height=tile.m, warpgroups=CONSUMERS + 1,
-        transpose_rhs=transpose_rhs, out_dtype=out_dtype, tile=tile, **options,
-    )  # fmt: skip
+        _matmul_kernel, scratch, p, height=tile.m, tile=tile, warpgroups=CONSUMERS + 1, num_sms=num_sms
+    )
 
 
 def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
@@ -483,7 +464,7 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
                     def _():
                         _mask_stage(gpu, columns, rhs_smem.at[slot], low, high, part, together, masked)
 
-                    gpu.wgmma(total, _compat.transpose_ref(columns), rhs_smem.at[slot])
+                    gpu.wgmma(total, columns.T, rhs_smem.at[slot])
 
                 multiply_stages(gpu, step, rows.steps, stages, full, empty, start, r * stages)
                 value = total[...].astype(out.dtype)
@@ -522,26 +503,16 @@ def _mask_stage(gpu: Any, columns, rhs, low, high, part, together: int, masked) 
         gpu.barrier_wait(masked)
 
 
-def grouped_matmul_transpose(
-    lhs: jax.Array, rhs: jax.Array, *groups: Any, out_dtype: Any, tile: Tile, **options: Any
-) -> jax.Array:
-    """As `reference.grouped_matmul_transpose`.
-
-    Args:
-      groups: group sizes, offset, and scales of the rows.
-      options: groups and num_sms.
-    """
+def grouped_matmul_transpose(p: TransposeProblem, *, tile: Tile, num_sms: int) -> jax.Array:
+    """As `reference.grouped_matmul_transpose`."""
     gpu = _compat.mosaic_gpu()
     readers = 1 if tile.pingpong else CONSUMERS  # of a stage
     scratch = [
-        smem(gpu, (tile.stages, tile.k, tile.m), lhs.dtype),
-        smem(gpu, (tile.stages, tile.k, tile.n), rhs.dtype),
-        smem(gpu, (CONSUMERS, 2, ROWS, staging_columns(tile.n, out_dtype)), out_dtype),
+        smem(gpu, (tile.stages, tile.k, tile.m), p.lhs.dtype),
+        smem(gpu, (tile.stages, tile.k, tile.n), p.rhs.dtype),
+        smem(gpu, (CONSUMERS, 2, ROWS, staging_columns(tile.n, p.out_dtype)), p.out_dtype),
         gpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
         cluster_barrier(gpu, tile.cluster, num_arrivals=readers, num_barriers=tile.stages),
         gpu.Barrier(num_arrivals=CONSUMERS),
     ]
-    return launch_transpose(
-        gpu, _transpose_kernel, scratch, lhs, rhs, *groups, warpgroups=CONSUMERS + 1, out_dtype=out_dtype, tile=tile,
-        **options,
-    )  # fmt: skip
+    return launch_transpose(_transpose_kernel, scratch, p, tile=tile, warpgroups=CONSUMERS + 1, num_sms=num_sms)

@@ -20,10 +20,7 @@ from meshpar_kernels._choose import Unsupported
 from meshpar_kernels.grouped_matmul.gpu_launch import launch
 from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, Tile, each_row_tile, ring, row_staging, smem
 from meshpar_kernels.grouped_matmul.hopper import CONSUMERS, row_parts, walk
-from meshpar_kernels.grouped_matmul.problem import matmul_problem
-from meshpar_kernels.grouped_matmul.schedule import ALIGNMENT, Spans, span_tile_steps
-
-__all__ = ["BLOCK", "TILE", "grouped_matmul", "unsupported"]
+from meshpar_kernels.grouped_matmul.schedule import ALIGNMENT, Spans, group_bounds, span_tile_steps
 
 BLOCK = 128
 """Contracted elements, and columns of rhs, of a scale."""
@@ -39,14 +36,7 @@ def unsupported(lhs: jax.Array, out_dtype: Any) -> Unsupported:
         reasons.append("lhs has no rows")
     if out_dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         reasons.append(f"the result is {out_dtype}; the kernel writes bfloat16, float16 and float32")
-    major, minor = _compat.gpu_architecture()
-    if major != 9:
-        reasons.append(f"the GPU is sm_{major}{minor}; there is a kernel for sm_90a")
-    try:
-        _compat.mosaic_gpu()
-    except ImportError as error:
-        reasons.append(f"jax.experimental.pallas.mosaic_gpu cannot be imported: {error}")
-    return Unsupported(reasons)
+    return Unsupported([*reasons, *_compat.mosaic_reasons((9,))])
 
 
 def _kernel(*refs, gpu: Any, shape: tuple[int, int], tile: Tile, num_sms: int, acc_dtype: Any):
@@ -89,7 +79,7 @@ def _kernel(*refs, gpu: Any, shape: tuple[int, int], tile: Tile, num_sms: int, a
             gpu.barrier_wait(full.at[slot])
 
             def accumulate(acc):
-                gpu.wgmma(acc, lhs_smem.at[slot, part], _compat.transpose_ref(rhs_smem.at[slot]))
+                gpu.wgmma(acc, lhs_smem.at[slot, part], rhs_smem.at[slot].T)
                 gpu.wgmma_wait(0)
                 return acc[...]
 
@@ -120,7 +110,8 @@ def grouped_matmul(
     tile, num_rows = TILE, lhs.shape[0]
     more = -num_rows % ALIGNMENT
     lhs = jnp.pad(lhs, ((0, more), (0, 0))) if more else lhs
-    rows, k, n, _, bounds = matmul_problem(lhs.shape[0], rhs, group_sizes, group_offset, transpose_rhs=True)
+    (rows, k), (groups, n, _) = lhs.shape, rhs.shape
+    bounds = group_bounds(group_sizes, rows, group_offset, groups)
     scale = jnp.pad(lhs_scale.T, ((0, 0), (0, -(-rows // tile.m) * tile.m - num_rows)))
     out_dtype = jnp.dtype(out_dtype)
     acc_dtype = jnp.int32 if lhs.dtype == jnp.int8 else jnp.float32
@@ -132,7 +123,7 @@ def grouped_matmul(
         gpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages),
     ]
     out = launch(
-        gpu, _kernel, _compat.out_struct((rows, n), out_dtype, lhs, rhs), scratch,
+        _kernel, _compat.out_struct((rows, n), out_dtype, lhs, rhs), scratch,
         (*span_tile_steps(bounds, rows, tile.m), lhs, scale, rhs, rhs_scale), warpgroups=CONSUMERS + 1,
         num_sms=_compat.multiprocessors() if num_sms is None else num_sms, name="scaled_grouped_matmul",
         approx_math=True, shape=(k, n), tile=tile, acc_dtype=acc_dtype,

@@ -4,36 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from meshpar_kernels._choose import Unsupported, dispatch
+from meshpar_kernels._choose import dispatch
 from meshpar_kernels.grouped_matmul import gpu, reference, tokamax_dot, tpu, tpu_tiles, tpu_transpose, xla
+from meshpar_kernels.grouped_matmul.problem import MatmulProblem, Problem
 from meshpar_kernels.routing import gpu as routing_gpu
 from meshpar_kernels.routing import reference as routing_reference
 from meshpar_kernels.routing import tpu_gather
-from meshpar_kernels.tuning import Config, MatmulKey, lookup
-
-__all__ = ["Options", "gather", "matmul", "transpose_matmul"]
+from meshpar_kernels.tuning import Config, lookup
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Static arguments of a grouped matmul."""
+    """How a grouped matmul runs: arguments of `grouped_matmul` that do not change its result."""
 
-    transpose_rhs: bool
-    activation: str | None
-    out_dtype: jnp.dtype
     implementation: str | None
     config: Config
-    transpose_scale: bool = False
-
-
-def _dispatch(options: Options, op: str, functions: Mapping[str, Any], *args: Any) -> jax.Array:
-    return dispatch(op, options.implementation, functions, "xla", *args)
 
 
 GATHER = "grouped_matmul's lhs_indices"
@@ -62,135 +52,52 @@ def gather(options: Options, lhs: jax.Array, indices: jax.Array | None) -> jax.A
         "reference": plain,
         "tokamax": plain,
     }
-    return _dispatch(options, GATHER, functions, lhs, index)
+    return dispatch(GATHER, options.implementation, functions, "xla", lhs, index)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def matmul(
-    options: Options, lhs: jax.Array, rhs: Sequence[jax.Array], group_sizes, group_offset, row_scale,
-    rhs_scale: Sequence[jax.Array] = (),
-) -> jax.Array:  # fmt: skip
-    """`grouped_matmul` of the rows of lhs in their order.
-
-    Args:
-      rhs_scale: for each rhs float32 [G, B, N], or [G, B, K] with `transpose_scale`; (): the weights are not quantized.
-    """
-    num_rhs = len(rhs)
-    (rows, k), n = lhs.shape, rhs[0].shape[1] if options.transpose_rhs else rhs[0].shape[2]
-    if 0 in (*lhs.shape, *rhs[0].shape):
-        return jnp.zeros((rows, n), options.out_dtype)
-    shape = MatmulKey("grouped_matmul", rows, k, n, rhs[0].shape[0], num_rhs, options.transpose_rhs)
-    gpu_k, gpu_n = gpu.padded_sizes(lhs, options.out_dtype, k=k, n=n, transpose_rhs=options.transpose_rhs)
-
-    def refuses(tile: gpu.Tile) -> Unsupported:
-        """Reasons why the GPU kernels cannot run with this tile; empty if they can."""
-        how = {"k": gpu_k, "n": gpu_n, "transpose_rhs": options.transpose_rhs}
-        reasons = gpu.matmul_unsupported(lhs, options.out_dtype, tile, num_rhs, **how)
-        scaled = (f"rhs is {rhs[0].dtype} with scales; the kernel takes weights of lhs's dtype",) if rhs_scale else ()
-        return Unsupported((*scaled, *reasons))
-
-    gpu_tile, num_sms = _on_gpu(options, shape, lhs.dtype, gpu_n, refuses)
-    names = ("transpose_rhs", "activation", "out_dtype")
-    kwargs: dict[str, Any] = {name: getattr(options, name) for name in names}
-    scaled: dict[str, Any] = kwargs | {"transpose_scale": options.transpose_scale}
-
-    def plain(function):
-        def call(lhs, rhs, group_sizes, group_offset, row_scale, rhs_scale):
-            return function(lhs, rhs, group_sizes, group_offset, None, row_scale, rhs_scale, **scaled)
-
-        return call
-
-    def by_gpu(*operands):
-        return gpu.grouped_matmul(*operands[:-1], tile=gpu_tile, num_sms=num_sms, **kwargs)
-
-    tile, reasons = _on_tpu(options, shape, lhs, rhs, rhs_scale)
-    functions = {
-        "pallas_tpu": reasons or functools.partial(tpu.grouped_matmul, tile=tile, **scaled),
-        "pallas_gpu": refuses(gpu_tile) or by_gpu,
-        "xla": plain(xla.grouped_matmul),
-        "reference": plain(reference.grouped_matmul),
-        "tokamax": tokamax_dot.unsupported(group_offset, rhs_scale)
-        or functools.partial(tokamax_dot.grouped_matmul, **kwargs),
+def run(options: Options, p: Problem) -> jax.Array:
+    """The matmul, or the transpose, by the requested implementation."""
+    op = p.key.op
+    if 0 in (*p.lhs.shape, *jax.tree.leaves(p.rhs)[0].shape):
+        return jnp.zeros(p.out_shape, p.out_dtype)
+    tpu_tile = _tpu_tile(options.config, p)
+    gpu_tile, num_sms = _gpu_tile(options.config, p)
+    kernel = tpu_transpose.grouped_matmul_transpose if p.key.transposes else tpu.grouped_matmul
+    functions: dict[str, Any] = {
+        "pallas_tpu": tpu_tiles.unsupported(p, tpu_tile) or functools.partial(kernel, tile=tpu_tile),
+        "pallas_gpu": gpu.unsupported(p, gpu_tile) or functools.partial(gpu.run, tile=gpu_tile, num_sms=num_sms),
+        "xla": getattr(xla, op),
+        "reference": getattr(reference, op),
+        "tokamax": tokamax_dot.unsupported(p) or getattr(tokamax_dot, op),
     }
-    operands = (lhs, rhs, group_sizes, group_offset, row_scale, rhs_scale)
-    return _dispatch(options, "grouped_matmul", functions, *operands)
+    return dispatch(op, options.implementation, functions, "xla", p)
 
 
-def _on_gpu(
-    options: Options, shape: MatmulKey, dtype: Any, n: int, refuses: Callable[[gpu.Tile], Unsupported]
-) -> tuple[gpu.Tile, int | None]:
-    """(tile, blocks of the grid): as requested, else from the tuning table if that fits, else by rule.
-
-    Args:
-      n: columns of the result with which the kernel runs.
-      refuses: reasons why the kernel cannot run with a tile.
-    """
-    transposes, config = shape.op == "grouped_matmul_transpose", options.config
-    how = {"num_rhs": shape.matrices, "transposes": transposes}
-
-    def made(config: Config) -> gpu.Tile:
-        return gpu.make_tile(config, jnp.dtype(dtype).itemsize, **how)
-
-    tuned = lookup("cuda", shape, dtype) if config.tile is None else None
-    if tuned is not None and not refuses(made(tuned)):
+def _gpu_tile(config: Config, p: Problem) -> tuple[gpu.Tile, int | None]:
+    """(tile, blocks of the grid): as requested, else from the tuning table if that fits, else by rule."""
+    itemsize = p.lhs.dtype.itemsize
+    tuned = lookup("cuda", p.key, p.lhs.dtype) if config.tile is None else None
+    if tuned is not None and not gpu.unsupported(p, gpu.make_tile(tuned, itemsize, p.key)):
         config = config.over(tuned)
     if config.tile is None:
-        config = gpu.with_tile(config, n, **how)
-    return made(config), config.num_sms
+        config = gpu.with_tile(config, gpu.padded_sizes(p))
+    return gpu.make_tile(config, itemsize, p.key), config.num_sms
 
 
-def _on_tpu(
-    options: Options, shape: MatmulKey, lhs: jax.Array, rhs: Sequence[jax.Array], rhs_scale: Sequence[jax.Array]
-) -> tuple[tpu_tiles.Tile | None, Unsupported]:
-    """(tile of the TPU kernel, reasons why it cannot run): the tile as requested, else from the tuning table if that
-    fits, else by rule; None if no tile fits."""
-    _, rows, k, n, *_ = dataclasses.astuple(shape)
-    scale, quantized = None, {}
-    if rhs_scale:
-        scale = rhs_scale[0]
-        quantized = {"rhs_itemsize": rhs[0].dtype.itemsize, "scale_bytes": 4 * max(scale.shape[1], 8) * scale.shape[2]}
-    tuned = None if rhs_scale else lookup("tpu", shape, lhs.dtype)
-    measured = tuned.tile if tuned is not None else None
-    if options.config.tile is not None:
-        tile = tpu_tiles.Tile(*options.config.tile)
-    elif measured is not None and measured[1] == k and n % measured[2] == 0:
-        tile = tpu_tiles.Tile(*measured)
-    else:
-        tile = tpu_tiles.pick_tile(rows, k, n, rhs[0].shape[0], lhs.dtype.itemsize, len(rhs), **quantized)
-    return tile, tpu_tiles.unsupported(
-        lhs, rhs[0], n, tile, transpose_rhs=options.transpose_rhs, scale=scale,
-        scaled_dim=n if options.transpose_scale else k,
-    )  # fmt: skip
-
-
-def transpose_matmul(options: Options, groups: int, lhs, rhs, group_sizes, group_offset, row_scale) -> jax.Array:
-    """`grouped_matmul_transpose` by the requested implementation, without gradient."""
-    k, n = lhs.shape[1], rhs.shape[1]
-    if 0 in (*lhs.shape, *rhs.shape):
-        return jnp.zeros((groups, k, n), options.out_dtype)
-    itemsize = lhs.dtype.itemsize
-    shape = MatmulKey("grouped_matmul_transpose", lhs.shape[0], k, n, groups)
-    tuned = lookup("tpu", shape, lhs.dtype)
-    measured = tuned.tile if tuned is not None else None
-    if options.config.tile is not None:
-        tile = tpu_tiles.Tile(*options.config.tile)
-    elif measured is not None and k % measured[1] == 0 and n % measured[2] == 0:
-        tile = tpu_tiles.Tile(*measured)
-    else:
-        tile = tpu_tiles.pick_transpose_tile(lhs.shape[0], k, n, groups, itemsize)
-    gpu_k, gpu_n = gpu.padded_sizes(lhs, options.out_dtype, k=k, n=n, transposes=True)
-    refuses = functools.partial(gpu.transpose_unsupported, lhs, options.out_dtype, k=gpu_k, n=gpu_n)
-
-    gpu_tile, num_sms = _on_gpu(options, shape, lhs.dtype, gpu_n, refuses)
-    kwargs = {"groups": groups, "out_dtype": options.out_dtype}
-    functions = {
-        "pallas_tpu": tpu_tiles.unsupported(lhs, rhs, n, tile)
-        or functools.partial(tpu_transpose.grouped_matmul_transpose, tile=tile, **kwargs),
-        "pallas_gpu": refuses(gpu_tile)
-        or functools.partial(gpu.grouped_matmul_transpose, tile=gpu_tile, num_sms=num_sms, **kwargs),
-        "xla": functools.partial(xla.grouped_matmul_transpose, **kwargs),
-        "reference": functools.partial(reference.grouped_matmul_transpose, **kwargs),
-        "tokamax": tokamax_dot.unsupported(group_offset)
-        or functools.partial(tokamax_dot.grouped_matmul_transpose, **kwargs),
-    }
-    return _dispatch(options, "grouped_matmul_transpose", functions, lhs, rhs, group_sizes, group_offset, row_scale)
+def _tpu_tile(config: Config, p: Problem) -> tpu_tiles.Tile | None:
+    """The tile of the TPU kernel as requested, else from the tuning table if that fits, else by rule; None if no tile
+    fits."""
+    if config.tile is not None:
+        return tpu_tiles.Tile(*config.tile)
+    sizes, scales = p.key, p.rhs_scale if isinstance(p, MatmulProblem) else ()
+    if scales:
+        blocks, width = scales[0].shape[1:]
+        rhs_itemsize = jax.tree.leaves(p.rhs)[0].dtype.itemsize
+        return tpu_tiles.pick_tile(sizes, p.lhs.dtype.itemsize, rhs_itemsize, 4 * max(blocks, 8) * width)
+    tuned = lookup("tpu", sizes, p.lhs.dtype)
+    if tuned is not None and tuned.tile is not None:
+        _, k, n = tuned.tile
+        if (sizes.k % k == 0 if sizes.transposes else sizes.k == k) and sizes.n % n == 0:
+            return tpu_tiles.Tile(*tuned.tile)
+    return tpu_tiles.pick_tile(sizes, p.lhs.dtype.itemsize)

@@ -1,49 +1,114 @@
-"""Values derived from the operands before a kernel or loop runs: sizes, first rows of the groups, padded row factors."""
+"""The operands and options of one grouped matmul, or of one transpose: the argument of every implementation."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from meshpar_kernels.grouped_matmul.schedule import group_bounds
+from meshpar_kernels.tuning import MatmulKey
 
-__all__ = ["Problem", "matmul_problem", "padded_scale", "transpose_problem"]
+STATIC: dict[str, Any] = {"static": True}
+"""Metadata of the fields that are no arrays, for `jax.tree_util.register_dataclass`."""
 
 
-class Problem(NamedTuple):
-    """Sizes of one grouped matmul, or of one transpose.
+class Grouped:
+    """The parts that `MatmulProblem` and `TransposeProblem` have in common. Arrays may be shapes and dtypes only, where no
+    bounds are computed."""
+
+    group_sizes: Any
+    group_offset: Any
+
+    @property
+    def key(self) -> MatmulKey:
+        """The sizes."""
+        raise NotImplementedError
+
+    def bounds(self) -> jax.Array:
+        """int32 [G + 1]: from `group_bounds`."""
+        return group_bounds(self.group_sizes, self.key.rows, self.group_offset, self.key.groups)
+
+    def in_a_group(self, x: jax.Array) -> jax.Array:
+        """x [M], with 0 in rows of no local group."""
+        bounds, row = self.bounds(), jnp.arange(self.key.rows)
+        return jnp.where((row >= bounds[0]) & (row < bounds[-1]), x, 0.0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MatmulProblem(Grouped):
+    """One grouped matmul of rows in the order of their groups: [M, K] by G matrices → [M, N]. A pytree.
 
     Attributes:
-      rows: M, rows of lhs in the order of the groups (after a gather).
-      k: columns of lhs.
-      n: columns of the result.
-      groups: G, groups of the weights (or of the transpose's result).
-      bounds: from `group_bounds`, int32 [G + 1].
+      lhs: [M, K].
+      rhs: one matrix of each group, [G, K, N], or a pair of them, a gate and its factor; [G, N, K] with `transpose_rhs`.
+      group_sizes, group_offset, row_scale, activation, out_dtype: as in `grouped_matmul`.
+      rhs_scale: for each rhs float32 [G, B, N], or [G, B, K] with `transpose_scale`; (): the weights are not quantized.
     """
 
-    rows: int
-    k: int
-    n: int
-    groups: int
-    bounds: jax.Array
+    lhs: Any
+    rhs: tuple[Any, ...]
+    group_sizes: Any
+    group_offset: Any = None
+    row_scale: Any = None
+    rhs_scale: tuple[Any, ...] = ()
+    transpose_rhs: bool = dataclasses.field(default=False, metadata=STATIC)
+    activation: str | None = dataclasses.field(default=None, metadata=STATIC)
+    out_dtype: Any = dataclasses.field(default=None, metadata=STATIC)
+    transpose_scale: bool = dataclasses.field(default=False, metadata=STATIC)
+
+    @property
+    def key(self) -> MatmulKey:
+        """The sizes."""
+        groups, k, n = self.rhs[0].shape
+        k, n = (n, k) if self.transpose_rhs else (k, n)
+        return MatmulKey("grouped_matmul", self.lhs.shape[0], k, n, groups, len(self.rhs), self.transpose_rhs)
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return self.key.rows, self.key.n
 
 
-def matmul_problem(
-    rows: int, rhs: jax.Array, group_sizes: jax.Array, group_offset: jax.Array | None, *, transpose_rhs: bool
-) -> Problem:
-    """The sizes of [rows, K] times rhs[G, K, N] or, with `transpose_rhs`, rhs[G, N, K]."""
-    groups, k, n = (rhs.shape[0], *rhs.shape[:0:-1]) if transpose_rhs else rhs.shape
-    return Problem(rows, k, n, groups, group_bounds(group_sizes, rows, group_offset, groups))
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TransposeProblem(Grouped):
+    """The transpose of a grouped matmul with respect to its weights: [M, K]ᵀ by [M, N] → [G, K, N]. A pytree.
+
+    Attributes:
+      lhs: [M, K].
+      rhs: [M, N].
+      group_sizes, group_offset, row_scale, groups, out_dtype: as in `grouped_matmul_transpose`.
+    """
+
+    lhs: Any
+    rhs: Any
+    group_sizes: Any
+    group_offset: Any = None
+    row_scale: Any = None
+    groups: int = dataclasses.field(default=0, metadata=STATIC)
+    out_dtype: Any = dataclasses.field(default=None, metadata=STATIC)
+
+    @property
+    def key(self) -> MatmulKey:
+        """The sizes."""
+        (rows, k), n = self.lhs.shape, self.rhs.shape[1]
+        return MatmulKey("grouped_matmul_transpose", rows, k, n, self.groups)
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return self.groups, self.key.k, self.key.n
+
+    def scaled_rhs(self) -> jax.Array:
+        """rhs times `row_scale`, multiplied in float32 and rounded to rhs's dtype; rhs itself without scales."""
+        if self.row_scale is None:
+            return self.rhs
+        return (self.rhs.astype(jnp.float32) * self.row_scale.astype(jnp.float32)[:, None]).astype(self.rhs.dtype)
 
 
-def transpose_problem(
-    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, group_offset: jax.Array | None, *, groups: int
-) -> Problem:
-    """The sizes of [M, K]ᵀ times [M, N] by groups."""
-    (rows, k), n = lhs.shape, rhs.shape[1]
-    return Problem(rows, k, n, groups, group_bounds(group_sizes, rows, group_offset, groups))
+Problem = MatmulProblem | TransposeProblem
 
 
 def padded_scale(row_scale: jax.Array, tile: int) -> jax.Array:

@@ -8,24 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar_kernels.grouped_matmul.schedule import group_bounds
-
-__all__ = [
-    "ACTIVATIONS",
-    "QUANTIZED",
-    "activate",
-    "dequantized",
-    "gather_rows",
-    "grouped_matmul",
-    "grouped_matmul_transpose",
-    "precision",
-]
-
-
-def precision(dtype: jnp.dtype) -> lax.Precision:
-    """Float32 operands are multiplied as such; bfloat16 ones need no more than one pass."""
-    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
-
+from meshpar_kernels._arithmetic import precision
+from meshpar_kernels.grouped_matmul.problem import MatmulProblem, TransposeProblem
 
 QUANTIZED = (jnp.int8, jnp.float8_e4m3fn)
 """Dtypes of weights with scales."""
@@ -54,49 +38,28 @@ def gather_rows(lhs: jax.Array, indices: jax.Array | None) -> jax.Array:
     return jnp.where(in_range[:, None], lhs[jnp.where(in_range, indices, 0)], 0)
 
 
-def dequantized(
-    matrix: jax.Array, scale: jax.Array, dtype: jnp.dtype, *, transpose_rhs: bool, transpose_scale: bool
-) -> jax.Array:
+def dequantized(p: MatmulProblem, matrix: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """One group's matrix times its scales, rounded to `dtype`.
 
     Args:
-      matrix: [K, N], or [N, K] with `transpose_rhs`.
-      scale: [B, N], of B blocks of K; or, with `transpose_scale`, [B, K], of B blocks of N.
+      matrix: [K, N], or [N, K] with `p.transpose_rhs`.
+      scale: [B, N], of B blocks of K; or, with `p.transpose_scale`, [B, K], of B blocks of N.
     """
     blocks, width = scale.shape
     factors = jnp.broadcast_to(scale[:, None], (blocks, matrix.size // (blocks * width), width)).reshape(-1, width)
-    factors = factors if transpose_rhs == transpose_scale else factors.T
+    factors = factors if p.transpose_rhs == p.transpose_scale else factors.T
     return (matrix.astype(jnp.float32) * factors).astype(dtype)
 
 
-def grouped_matmul(
-    lhs: jax.Array,
-    rhs: Sequence[jax.Array],
-    group_sizes: jax.Array,
-    group_offset: jax.Array | None,
-    lhs_indices: jax.Array | None,
-    row_scale: jax.Array | None,
-    rhs_scale: Sequence[jax.Array] = (),
-    *,
-    transpose_rhs: bool,
-    activation: str | None,
-    out_dtype: jnp.dtype,
-    transpose_scale: bool = False,
-) -> jax.Array:
+def grouped_matmul(p: MatmulProblem) -> jax.Array:
     """One masked matmul for each group: G times the arithmetic. See `meshpar_kernels.grouped_matmul`."""
-    lhs = gather_rows(lhs, lhs_indices)
-    if rhs_scale:
-        lhs = lhs.astype(jnp.float32)
-    groups, rows = rhs[0].shape[0], lhs.shape[0]
-    bounds = group_bounds(group_sizes, rows, group_offset, groups)
-    row = jnp.arange(rows)[:, None]
-    width = rhs[0].shape[1] if transpose_rhs else rhs[0].shape[2]
+    lhs = p.lhs.astype(jnp.float32) if p.rhs_scale else p.lhs
+    bounds, row = p.bounds(), jnp.arange(p.key.rows)[:, None]
 
     def matrices(g):
-        if not rhs_scale:
-            return [matrix[g] for matrix in rhs]
-        how = {"transpose_rhs": transpose_rhs, "transpose_scale": transpose_scale}
-        return [dequantized(m[g], s[g], jnp.float32, **how) for m, s in zip(rhs, rhs_scale, strict=True)]
+        if not p.rhs_scale:
+            return [matrix[g] for matrix in p.rhs]
+        return [dequantized(p, m[g], s[g], jnp.float32) for m, s in zip(p.rhs, p.rhs_scale, strict=True)]
 
     def one(g, totals):
         """`totals`, one float32 [M, N] for each rhs, with the rows of group g set to lhs · rhs[g]."""
@@ -104,7 +67,7 @@ def grouped_matmul(
         matmuls = [
             jnp.dot(
                 jnp.where(in_group, lhs, 0),
-                matrix.T if transpose_rhs else matrix,
+                matrix.T if p.transpose_rhs else matrix,
                 precision=precision(lhs.dtype),
                 preferred_element_type=jnp.float32,
             )
@@ -112,39 +75,26 @@ def grouped_matmul(
         ]
         return [jnp.where(in_group, matmul, total) for matmul, total in zip(matmuls, totals, strict=True)]
 
-    totals = [jnp.zeros((rows, width), jnp.float32)] * len(rhs)
-    total = activate(lax.fori_loop(0, groups, one, totals), activation)
-    if row_scale is not None:
+    totals = [jnp.zeros(p.out_shape, jnp.float32)] * len(p.rhs)
+    total = activate(lax.fori_loop(0, p.key.groups, one, totals), p.activation)
+    if p.row_scale is not None:
         in_group = (row >= bounds[0]) & (row < bounds[-1])
-        total = jnp.where(in_group, total * row_scale[:, None], 0.0)
-    return total.astype(out_dtype)
+        total = jnp.where(in_group, total * p.row_scale[:, None], 0.0)
+    return total.astype(p.out_dtype)
 
 
-def grouped_matmul_transpose(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
-    group_offset: jax.Array | None,
-    row_scale: jax.Array | None,
-    *,
-    groups: int,
-    out_dtype: jnp.dtype,
-) -> jax.Array:
+def grouped_matmul_transpose(p: TransposeProblem) -> jax.Array:
     """One masked matmul for each group. See `meshpar_kernels.grouped_matmul_transpose`."""
-    rows = lhs.shape[0]
-    bounds = group_bounds(group_sizes, rows, group_offset, groups)
-    row = jnp.arange(rows)[:, None]
-    if row_scale is not None:
-        rhs = (rhs.astype(jnp.float32) * row_scale[:, None]).astype(rhs.dtype)
+    bounds, row, rhs = p.bounds(), jnp.arange(p.key.rows)[:, None], p.scaled_rhs()
 
     def one(g):
         """[K, N]: lhsᵀ · rhs over the rows of group g."""
         in_group = (row >= bounds[g]) & (row < bounds[g + 1])
         return jnp.dot(
-            jnp.where(in_group, lhs, 0).T,
+            jnp.where(in_group, p.lhs, 0).T,
             jnp.where(in_group, rhs, 0),
-            precision=precision(lhs.dtype),
+            precision=precision(p.lhs.dtype),
             preferred_element_type=jnp.float32,
-        ).astype(out_dtype)
+        ).astype(p.out_dtype)
 
-    return lax.map(one, jnp.arange(groups))
+    return lax.map(one, jnp.arange(p.groups))

@@ -12,11 +12,14 @@ from meshpar_kernels import _compat
 from meshpar_kernels._choose import dispatch, refuse_sharded
 from meshpar_kernels._quantize import LARGEST, dequantize, quantize
 from meshpar_kernels.grouped_matmul import hopper_scaled
-from meshpar_kernels.grouped_matmul.api import grouped_matmul, grouped_matmul_transpose
+from meshpar_kernels.grouped_matmul.api import (
+    as_offset,
+    check_group_sizes,
+    grouped_matmul,
+    grouped_matmul_transpose,
+)
 from meshpar_kernels.grouped_matmul.hopper_scaled import BLOCK
 from meshpar_kernels.tuning import Config, keywords_in_config, only_num_sms
-
-__all__ = ["quantized_grouped_matmul", "scaled_grouped_matmul"]
 
 
 @keywords_in_config("num_sms")
@@ -80,9 +83,9 @@ def scaled_grouped_matmul(
     for name, (scale, shape) in shapes.items():
         if scale.shape != shape or scale.dtype != jnp.float32:
             raise ValueError(f"{op}: {name} must be float32 {list(shape)}, got {scale.dtype}{list(scale.shape)}")
-    _check_groups(op, group_sizes, groups, group_offset)
+    check_group_sizes(op, group_sizes, groups, group_offset)
     refuse_sharded(op, lhs=lhs, lhs_scale=lhs_scale, rhs=rhs, rhs_scale=rhs_scale, group_sizes=group_sizes)
-    offset = None if group_offset is None else jnp.asarray(group_offset, jnp.int32)
+    offset = as_offset(group_offset)
     how = _How(jnp.dtype(out_dtype), implementation, only_num_sms(op, config), lhs.dtype)
     operands = _compat.same_varying(lhs, lhs_scale, rhs, rhs_scale, group_sizes, offset)
     result: Any = _scaled(how, *operands)
@@ -144,9 +147,9 @@ def quantized_grouped_matmul(
     if jnp.dtype(dtype) not in LARGEST:
         raise ValueError(f"{op}: dtype={jnp.dtype(dtype).name} must be {' or '.join(map(str, LARGEST))}")
     _check_blocks(op, *(rhs.shape[:0:-1] if transpose_rhs else rhs.shape[1:]))
-    _check_groups(op, group_sizes, rhs.shape[0], group_offset)
+    check_group_sizes(op, group_sizes, rhs.shape[0], group_offset)
     refuse_sharded(op, lhs=lhs, rhs=rhs, group_sizes=group_sizes)
-    offset = None if group_offset is None else jnp.asarray(group_offset, jnp.int32)
+    offset = as_offset(group_offset)
     lhs, rhs, group_sizes, offset = _compat.same_varying(lhs, rhs, group_sizes, offset)
     out_dtype = jnp.dtype(lhs.dtype if out_dtype is None else out_dtype)
     how = _How(out_dtype, implementation, only_num_sms(op, config), jnp.dtype(dtype))
@@ -167,15 +170,6 @@ def _check_blocks(op: str, k: int, n: int) -> None:
     for name, size in (("K", k), ("N", n)):
         if size % BLOCK or not size:
             raise ValueError(f"{op}: {name}={size} is no multiple of {BLOCK}, the block of a scale; pad it with zeros")
-
-
-def _check_groups(op: str, group_sizes: jax.Array, groups: int, group_offset: Any) -> None:
-    if group_sizes.ndim != 1 or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise ValueError(f"{op}: group_sizes must be int [G], got {group_sizes.dtype}{list(group_sizes.shape)}")
-    if group_offset is None and group_sizes.shape[0] != groups:
-        raise ValueError(
-            f"{op}: {group_sizes.shape[0]} group sizes for {groups} groups; say which of them these are with group_offset"
-        )
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

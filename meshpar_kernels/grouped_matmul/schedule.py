@@ -7,17 +7,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-__all__ = [
-    "ALIGNMENT",
-    "Spans",
-    "TileSteps",
-    "executed_rows",
-    "group_bounds",
-    "group_tile_steps",
-    "row_tile_steps",
-    "span_tile_steps",
-]
-
 
 class TileSteps(NamedTuple):
     """Tile steps in the order of the rows; each is a row tile and a group with rows in it.

@@ -11,18 +11,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import cdiv
 from jax.experimental.pallas import tpu as pltpu
 
-from meshpar_kernels import _compat
-from meshpar_kernels._choose import body
+from meshpar_kernels._arithmetic import dot
 from meshpar_kernels.grouped_matmul import tpu_tiles
-from meshpar_kernels.grouped_matmul.problem import matmul_problem, padded_scale
+from meshpar_kernels.grouped_matmul.problem import MatmulProblem
 from meshpar_kernels.grouped_matmul.reference import activate
 from meshpar_kernels.grouped_matmul.schedule import row_tile_steps
-from meshpar_kernels.grouped_matmul.tpu_blocks import by_rows, dot, in_blocks, row_mask
-from meshpar_kernels.grouped_matmul.tpu_tiles import Tile, cdiv
-
-__all__ = ["grouped_matmul"]
+from meshpar_kernels.grouped_matmul.tpu_blocks import by_rows, call_by_tile_steps, in_blocks, row_mask
+from meshpar_kernels.grouped_matmul.tpu_tiles import Tile
 
 
 class _Form(NamedTuple):
@@ -171,20 +169,7 @@ def _matmul_kernel(tile_of, group_of, start, end, live, lhs_ref, *refs, form: _F
         out_ref[...] = jnp.where(in_group, jnp.zeros_like(out_ref), out_ref[...])
 
 
-def grouped_matmul(
-    lhs: jax.Array,
-    rhs: Sequence[jax.Array],
-    group_sizes: jax.Array,
-    group_offset: jax.Array | None,
-    row_scale: jax.Array | None,
-    rhs_scale: Sequence[jax.Array] = (),
-    *,
-    transpose_rhs: bool,
-    activation: str | None,
-    out_dtype: jnp.dtype,
-    tile: Tile,
-    transpose_scale: bool = False,
-) -> jax.Array:
+def grouped_matmul(p: MatmulProblem, *, tile: Tile) -> jax.Array:
     """As `reference.grouped_matmul`.
 
     Grid: (column tiles of the result, tile steps). The rows of a tile with one group go through the matrix unit in
@@ -194,59 +179,38 @@ def grouped_matmul(
     partial result of each block. Scales of blocks of columns (`transpose_scale`, in the gradient of lhs) multiply the
     operand that has these columns, which is then rounded to the dtype of lhs.
     """
-    rows = lhs.shape[0]
-    _, k, n, _, bounds = matmul_problem(rows, rhs[0], group_sizes, group_offset, transpose_rhs=transpose_rhs)
-    num_rhs = len(rhs)
+    (rows, k, n, _), num_rhs = p.key.shape, len(p.rhs)
     tm, _, tn = tile
     steps_n = cdiv(n, tn)
-    tile_steps = row_tile_steps(bounds, rows, tm)
+    tile_steps = row_tile_steps(p.bounds(), rows, tm)
 
-    if transpose_rhs:
+    if p.transpose_rhs:
         rhs_spec = pl.BlockSpec((1, tn, k), lambda i, v, t, g, *_: (g[v], i, 0))
     else:
         rhs_spec = pl.BlockSpec((1, k, tn), lambda i, v, t, g, *_: (g[v], 0, i))
 
-    in_specs = [pl.BlockSpec((tm, k), lambda i, v, t, *_: (t[v], 0)), *[rhs_spec] * num_rhs]
-    operands = [lhs, *rhs]
-    blocks = rhs_scale[0].shape[1] if rhs_scale else 0
-    if rhs_scale:
-        wide = (1, blocks, k if transpose_scale else tn)
-        in_specs += [pl.BlockSpec(wide, lambda i, v, t, g, *_: (g[v], 0, 0 if transpose_scale else i))] * num_rhs
-        operands += rhs_scale
-    scale_block = (n if transpose_scale else k) // max(blocks, 1)
-    steps = tpu_tiles.steps(k, tn, blocks, scale_block, transpose_scale)
-    if row_scale is not None:
-        in_specs.append(pl.BlockSpec((1, tm), lambda i, v, t, *_: (0, t[v])))
-        operands.append(padded_scale(row_scale, tm)[None])  # as a column it would fill 128 lanes
+    operands = [(p.lhs, pl.BlockSpec((tm, k), lambda i, v, t, *_: (t[v], 0))), *((m, rhs_spec) for m in p.rhs)]
+    blocks = p.rhs_scale[0].shape[1] if p.rhs_scale else 0
+    wide = (1, blocks, k if p.transpose_scale else tn)
+    scale_spec = pl.BlockSpec(wide, lambda i, v, t, g, *_: (g[v], 0, 0 if p.transpose_scale else i))
+    operands += [(scale, scale_spec) for scale in p.rhs_scale]
+    scale_block = (n if p.transpose_scale else k) // max(blocks, 1)
+    steps = tpu_tiles.steps(k, tn, blocks, scale_block, p.transpose_scale)
     most_rows = min(tm, max(tpu_tiles.BLOCK[0], tpu_tiles.ROW_CHUNKS[-1]))
     acc = pltpu.VMEM((most_rows, min(tn, tpu_tiles.BLOCK[2])), jnp.float32)
-    scratch = [acc] * (num_rhs if k > steps.most_k else 0)
-    if row_scale is not None:
-        scratch.append(pltpu.VMEM((tm, 1), jnp.float32))
-    itemsize = lhs.dtype.itemsize
+    scaled = p.row_scale is not None
     form = _Form(
-        transpose_rhs, num_rhs, activation, row_scale is not None, bool(rhs_scale), transpose_scale, scale_block, steps
+        p.transpose_rhs, num_rhs, p.activation, scaled, bool(p.rhs_scale), p.transpose_scale, scale_block, steps
     )
-    return pl.pallas_call(
-        body(functools.partial(_matmul_kernel, form=form)),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=5,
-            grid=(steps_n, tile_steps.number),
-            in_specs=in_specs,
-            out_specs=pl.BlockSpec((tm, tn), lambda i, v, t, *_: (t[v], i)),
-            scratch_shapes=scratch,
-        ),
-        out_shape=_compat.out_struct((rows, n), out_dtype, lhs, *rhs, *rhs_scale),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=_compat.tpu_vmem_limit()
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * rows * k * n * num_rhs,
-            transcendentals=rows * n * (activation is not None),
-            bytes_accessed=itemsize * steps_n * rows * k
-            + sum(matrix.nbytes for matrix in rhs)
-            + sum(scale.nbytes for scale in rhs_scale) * (steps_n if transpose_scale else 1)
-            + out_dtype.itemsize * rows * n,
-        ),
-        name="meshpar_grouped_matmul",
-    )(*tile_steps[:5], *operands)
+    cost = pl.CostEstimate(
+        flops=2 * rows * k * n * num_rhs,
+        transcendentals=rows * n * (p.activation is not None),
+        bytes_accessed=p.lhs.dtype.itemsize * steps_n * rows * k
+        + sum(matrix.nbytes for matrix in p.rhs)
+        + sum(scale.nbytes for scale in p.rhs_scale) * (steps_n if p.transpose_scale else 1)
+        + p.out_dtype.itemsize * rows * n,
+    )
+    return call_by_tile_steps(
+        functools.partial(_matmul_kernel, form=form), "grouped_matmul", p, tile_steps, (steps_n,), operands,
+        pl.BlockSpec((tm, tn), lambda i, v, t, *_: (t[v], i)), [acc] * (num_rhs if k > steps.most_k else 0), cost,
+    )  # fmt: skip

@@ -2,27 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import cdiv
+from jax.experimental.pallas import tpu as pltpu
 
+from meshpar_kernels import _compat
+from meshpar_kernels._choose import body
 from meshpar_kernels.grouped_matmul import tpu_tiles
-from meshpar_kernels.grouped_matmul.reference import precision
-from meshpar_kernels.grouped_matmul.tpu_tiles import cdiv
-
-__all__ = ["by_rows", "dot", "in_blocks", "row_mask"]
+from meshpar_kernels.grouped_matmul.problem import Problem, padded_scale
+from meshpar_kernels.grouped_matmul.schedule import TileSteps
 
 
-def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """a · b contracted over dims (contract[0], contract[1]), accumulated and returned in float32."""
-    return lax.dot_general(
-        a,
-        b,
-        (((contract[0],), (contract[1],)), ((), ())),
-        precision=precision(a.dtype),
-        preferred_element_type=jnp.float32,
-    )
+def call_by_tile_steps(
+    kernel: Callable[..., None], name: str, p: Problem, tile_steps: TileSteps, grid: tuple[Any, ...],
+    operands: list[tuple[jax.Array, pl.BlockSpec]], out_spec: pl.BlockSpec, scratch: list[Any], cost: pl.CostEstimate,
+) -> jax.Array:  # fmt: skip
+    """Run a kernel over (parallel grid dims, tile steps). Its first refs are the scalar-prefetched fields of `tile_steps`.
+
+    If there are row scales, they are the last input, and a column [rows, 1] of VMEM for them the last scratch.
+
+    Args:
+      grid: the parallel grid dims.
+      operands: arrays with their block specs; the first block of the first one has the rows of a tile.
+    """
+    arrays, specs = map(list, zip(*operands, strict=True))
+    if p.row_scale is not None:
+        tm = specs[0].block_shape[0]
+        arrays.append(padded_scale(p.row_scale, tm)[None])  # as a column it would fill 128 lanes
+        specs.append(pl.BlockSpec((1, tm), lambda *at: (0, at[len(grid) + 1][at[len(grid)]])))
+        scratch = [*scratch, pltpu.VMEM((tm, 1), jnp.float32)]
+    semantics: Any = (*["parallel"] * len(grid), "arbitrary")
+    return pl.pallas_call(
+        body(kernel),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=5,
+            grid=(*grid, tile_steps.number),
+            in_specs=specs,
+            out_specs=out_spec,
+            scratch_shapes=scratch,
+        ),
+        out_shape=_compat.out_struct(p.out_shape, p.out_dtype, *(x for x, _ in operands)),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=_compat.tpu_vmem_limit()),
+        cost_estimate=cost,
+        name=f"meshpar_{name}",
+    )(*tile_steps[:5], *arrays)
 
 
 def by_rows(low: jax.Array, high: jax.Array, rows: int, row_chunks: tuple[int, ...], pack: int, work) -> None:

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import cdiv
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
-
-__all__ = [
-    "BLOCK",
-    "ROW_CHUNKS",
-    "TRANSPOSE_BLOCK",
-    "Tile",
-    "cdiv",
-    "fitting",
-    "pack",
-    "pick_tile",
-    "pick_transpose_tile",
-    "steps",
-    "unsupported",
-    "vmem_to_plan_with",
-]
+from meshpar_kernels.grouped_matmul.problem import MatmulProblem, Problem
+from meshpar_kernels.tuning import MatmulKey
 
 
 def vmem_to_plan_with() -> int:
@@ -61,10 +50,6 @@ class Tile(NamedTuple):
     m: int
     k: int
     n: int
-
-
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def pack(itemsize: int) -> int:
@@ -128,117 +113,90 @@ def _row_tiles(rows: int) -> list[int]:
     return [t for t in (128, 256, 512) if t < 2 * rows]
 
 
-def pick_tile(
-    rows: int,
-    k: int,
-    n: int,
-    groups: int,
-    itemsize: int,
-    halves: int,
-    vmem: int | None = None,
-    *,
-    cores: int | None = None,
-    rhs_itemsize: int | None = None,
-    scale_bytes: int = 0,
-) -> Tile | None:
-    """The tile that fits VMEM and moves the fewest bytes between HBM and VMEM; None if no tile fits.
-
-    A grid step has all of K in VMEM: so a group's weights are fetched once, and lhs once for each column tile. A grid
-    step itself costs about as much as 200 kB. If two cores of a chip share a kernel, each has its own column tiles: a
-    single one would leave one core idle.
+def cheapest(candidates: Iterable[tuple[float, int, Any]]) -> Any:
+    """The tile of the least cost, and of the fewest bytes of VMEM at this cost; None if none fits `vmem_to_plan_with`.
 
     Args:
-      rows, k, n, groups: sizes; n is the width of the result.
+      candidates: (cost, bytes of VMEM, tile).
+    """
+    vmem = vmem_to_plan_with()
+    return min((c for c in candidates if c[1] <= vmem), key=lambda c: c[:2], default=(0.0, 0, None))[2]
+
+
+def pick_tile(sizes: MatmulKey, itemsize: int, rhs_itemsize: int | None = None, scale_bytes: int = 0) -> Tile | None:
+    """The tile that fits VMEM and moves the fewest bytes between HBM and VMEM; None if no tile fits.
+
+    A grid step of a matmul has all of K in VMEM: so a group's weights are fetched once, and lhs once for each column
+    tile. In the transpose the accumulator of a [k, n] tile stays in VMEM. A grid step itself costs about as much as 200
+    kB. If two cores of a chip share a kernel, each has its own column tiles (in the transpose tiles of K, or of N if K
+    has too few): a single one would leave one core idle.
+
+    Args:
       itemsize: bytes of an element of lhs, rhs and out.
-      halves: matrices of each group, 1 or 2.
-      vmem: bytes of VMEM to use; None: `vmem_to_plan_with`.
-      cores: cores that share the columns; None: `_compat.tpu_cores`.
       rhs_itemsize: bytes of an element of quantized weights, which are converted part by part; None: as lhs's.
       scale_bytes: bytes of the scales of one group's matrix.
     """
-    best = None
+    if sizes.transposes:
+        return cheapest(_transpose_tiles(sizes, itemsize))
+    return cheapest(_matmul_tiles(sizes, itemsize, rhs_itemsize, scale_bytes))
+
+
+def _matmul_tiles(
+    sizes: MatmulKey, itemsize: int, rhs_itemsize: int | None, scale_bytes: int
+) -> Iterator[tuple[float, int, Tile]]:
+    """The `candidates` of a matmul; arguments as of `pick_tile`."""
+    rows, k, n, groups, halves, cores = *sizes.shape, sizes.matrices, _compat.tpu_cores()
     converted = rhs_itemsize is not None
     rhs_itemsize = itemsize if rhs_itemsize is None else rhs_itemsize
-    vmem = vmem_to_plan_with() if vmem is None else vmem
-    cores = _compat.tpu_cores() if cores is None else cores
     for tm in _row_tiles(rows):
         visits = cdiv(rows, tm) + groups - 1
         for tn in _widths(n, 4096, cores):
             steps = cdiv(n, tn)
+            height, inner, width = min(tm, BLOCK[0]), min(k, BLOCK[1]), min(tn, BLOCK[2])
             held = 2 * itemsize * tm * k + 2 * (rhs_itemsize * halves * k * tn + itemsize * tm * tn)
-            held += 4 * halves * min(tm, BLOCK[0]) * min(tn, BLOCK[2]) * (2 if k > BLOCK[1] or converted else 1)
+            held += 4 * halves * height * width * (2 if k > BLOCK[1] or converted else 1)
             if converted:  # in float32 before the conversion
-                held += 2 * halves * scale_bytes + (4 + itemsize) * min(k, BLOCK[1]) * min(tn, BLOCK[2])
+                held += 2 * halves * scale_bytes + (4 + itemsize) * inner * width
             if itemsize == 4:  # each float32 block becomes three of bfloat16
-                height, inner, width = min(tm, BLOCK[0]), min(k, BLOCK[1]), min(tn, BLOCK[2])
                 held += 6 * halves * cdiv(tn, width) * inner * (height + width)
-            if held > vmem:
-                continue
             moved = itemsize * rows * k * steps + groups * halves * (rhs_itemsize * k * n + scale_bytes)
             each = 2e5 * visits * steps / cores
-            cost = ((moved + each) * _serialized_steps(steps, cores), held)
-            if best is None or cost < best[0]:
-                best = (cost, Tile(tm, k, tn))
-    return None if best is None else best[1]
+            yield (moved + each) * _serialized_steps(steps, cores), held, Tile(tm, k, tn)
 
 
-def pick_transpose_tile(
-    rows: int, k: int, n: int, groups: int, itemsize: int, vmem: int | None = None, *, cores: int | None = None
-) -> Tile | None:
-    """As `pick_tile`, for [M, K]ᵀ[M, N] → [G, K, N].
-
-    The accumulator of a [k, n] tile stays in VMEM. Cores share the tiles of K, or of N if K has too few.
-    """
-    best = None
-    vmem = vmem_to_plan_with() if vmem is None else vmem
-    cores = _compat.tpu_cores() if cores is None else cores
+def _transpose_tiles(sizes: MatmulKey, itemsize: int) -> Iterator[tuple[float, int, Tile]]:
+    """The `candidates` of a transpose; arguments as of `pick_tile`."""
+    rows, k, n, groups, cores = *sizes.shape, _compat.tpu_cores()
     for tm in _row_tiles(rows):
         visits = cdiv(rows, tm) + groups
-        for tk in _widths(k, 4096, cores):
-            for tn in _widths(n, 4096, cores):
-                held = 2 * itemsize * (tm * tk + tm * tn + tk * tn) + 4 * tk * tn
-                held += 4 * min(tk, TRANSPOSE_BLOCK[0]) * min(tn, TRANSPOSE_BLOCK[1])
-                if held > vmem:
-                    continue
-                steps_k, steps_n = cdiv(k, tk), cdiv(n, tn)
-                shared = steps_k if steps_k > 1 else steps_n  # the compiler splits the first parallel dim of the grid
-                moved = rows * (k * steps_n + n * steps_k) + groups * k * n
-                each = 2e5 * visits * steps_k * steps_n / cores
-                cost = ((itemsize * moved + each) * _serialized_steps(shared, cores), held)
-                if best is None or cost < best[0]:
-                    best = (cost, Tile(tm, tk, tn))
-    return None if best is None else best[1]
+        for tk, tn in itertools.product(_widths(k, 4096, cores), _widths(n, 4096, cores)):
+            held = 2 * itemsize * (tm * tk + tm * tn + tk * tn) + 4 * tk * tn
+            held += 4 * min(tk, TRANSPOSE_BLOCK[0]) * min(tn, TRANSPOSE_BLOCK[1])
+            steps_k, steps_n = cdiv(k, tk), cdiv(n, tn)
+            shared = steps_k if steps_k > 1 else steps_n  # the compiler splits the first parallel dim of the grid
+            moved = rows * (k * steps_n + n * steps_k) + groups * k * n
+            each = 2e5 * visits * steps_k * steps_n / cores
+            yield (itemsize * moved + each) * _serialized_steps(shared, cores), held, Tile(tm, tk, tn)
 
 
-def unsupported(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    n: int,
-    tile: Tile | None,
-    *,
-    transpose_rhs: bool = False,
-    scale: jax.Array | None = None,
-    scaled_dim: int = 0,
-) -> Unsupported:
-    """Reasons why the TPU kernels cannot take these operands; empty if they can.
-
-    Args:
-      n: columns of the result.
-      tile: result of `pick_tile` or `pick_transpose_tile`.
-      scale: scales [G, B, …] of quantized weights; a block has 1/B of the `scaled_dim` elements of a dim.
-    """
+def unsupported(p: Problem, tile: Tile | None) -> Unsupported:
+    """Reasons why the TPU kernels cannot run this problem with this tile, a result of `pick_tile`; empty if they can."""
     reasons = []
-    if scale is not None and scale.shape[1] > 1 and (block := scaled_dim // scale.shape[1]) % 128:
-        reasons.append(f"blocks of {block} elements have scales of their own; the kernel takes multiples of 128")
-    if transpose_rhs and n == 1:
-        reasons.append("rhs has one column and comes transposed, which the compiler cannot multiply by")
-    if lhs.dtype not in (jnp.float32, jnp.bfloat16):
-        reasons.append(f"operands are {lhs.dtype}; the kernel takes float32 and bfloat16")
+    if isinstance(p, MatmulProblem):
+        blocks = p.rhs_scale[0].shape[1] if p.rhs_scale else 1
+        block = (p.key.n if p.transpose_scale else p.key.k) // blocks
+        if blocks > 1 and block % 128:
+            reasons.append(f"blocks of {block} elements have scales of their own; the kernel takes multiples of 128")
+        if p.transpose_rhs and p.key.n == 1:
+            reasons.append("rhs has one column and comes transposed, which the compiler cannot multiply by")
+    if p.lhs.dtype not in (jnp.float32, jnp.bfloat16):
+        reasons.append(f"operands are {p.lhs.dtype}; the kernel takes float32 and bfloat16")
     if tile is not None and tile.m % 16:
         reasons.append(f"a tile of {tile.m} rows is no multiple of 16 rows")
     if tile is None:
+        rhs = p.rhs[0] if isinstance(p, MatmulProblem) else p.rhs
         reasons.append(
-            f"no tile of lhs{list(lhs.shape)} and rhs{list(rhs.shape)} fits "
+            f"no tile of lhs{list(p.lhs.shape)} and rhs{list(rhs.shape)} fits "
             f"{vmem_to_plan_with() >> 20} MiB of VMEM (K is not split)"
         )
     return Unsupported(reasons)

@@ -8,17 +8,15 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import cdiv
 from jax.experimental.pallas import tpu as pltpu
 
-from meshpar_kernels import _compat
-from meshpar_kernels._choose import body
+from meshpar_kernels._arithmetic import dot
 from meshpar_kernels.grouped_matmul import tpu_tiles
-from meshpar_kernels.grouped_matmul.problem import padded_scale, transpose_problem
+from meshpar_kernels.grouped_matmul.problem import TransposeProblem
 from meshpar_kernels.grouped_matmul.schedule import group_tile_steps
-from meshpar_kernels.grouped_matmul.tpu_blocks import by_rows, dot, in_blocks, row_mask
-from meshpar_kernels.grouped_matmul.tpu_tiles import Tile, cdiv
-
-__all__ = ["grouped_matmul_transpose"]
+from meshpar_kernels.grouped_matmul.tpu_blocks import by_rows, call_by_tile_steps, in_blocks, row_mask
+from meshpar_kernels.grouped_matmul.tpu_tiles import Tile
 
 
 def _transpose_kernel(tile_of, group_of, start, end, live, *refs, scaled: bool):
@@ -83,53 +81,25 @@ def _transpose_kernel(tile_of, group_of, start, end, live, *refs, scaled: bool):
         out_ref[0] = total[...].astype(out_ref.dtype)
 
 
-def grouped_matmul_transpose(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
-    group_offset: jax.Array | None,
-    row_scale: jax.Array | None,
-    *,
-    groups: int,
-    out_dtype: jnp.dtype,
-    tile: Tile,
-) -> jax.Array:
+def grouped_matmul_transpose(p: TransposeProblem, *, tile: Tile) -> jax.Array:
     """As `reference.grouped_matmul_transpose`. Grid: (tiles of K, tiles of N, tile steps); one accumulator tile in
     VMEM."""
-    problem = transpose_problem(lhs, rhs, group_sizes, group_offset, groups=groups)
-    rows, k, n = problem.rows, problem.k, problem.n
+    rows, k, n, _ = p.key.shape
     tm, tk, tn = tile
-    tile_steps = group_tile_steps(problem.bounds, rows, tm)
-    in_specs = [
-        pl.BlockSpec((tm, tk), lambda i, j, v, t, *_: (t[v], i)),
-        pl.BlockSpec((tm, tn), lambda i, j, v, t, *_: (t[v], j)),
+    tile_steps = group_tile_steps(p.bounds(), rows, tm)
+    operands = [
+        (p.lhs, pl.BlockSpec((tm, tk), lambda i, j, v, t, *_: (t[v], i))),
+        (p.rhs, pl.BlockSpec((tm, tn), lambda i, j, v, t, *_: (t[v], j))),
     ]
-    operands = [lhs, rhs]
-    if row_scale is not None:
-        in_specs.append(pl.BlockSpec((1, tm), lambda i, j, v, t, *_: (0, t[v])))
-        operands.append(padded_scale(row_scale, tm)[None])
-    scratch = [pltpu.VMEM((tk, tn), jnp.float32)]
-    if row_scale is not None:
-        scratch.append(pltpu.VMEM((tm, 1), jnp.float32))
     steps_k, steps_n = cdiv(k, tk), cdiv(n, tn)
-    return pl.pallas_call(
-        body(functools.partial(_transpose_kernel, scaled=row_scale is not None)),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=5,
-            grid=(steps_k, steps_n, tile_steps.number),
-            in_specs=in_specs,
-            out_specs=pl.BlockSpec((1, tk, tn), lambda i, j, v, t, g, *_: (g[v], i, j)),
-            scratch_shapes=scratch,
-        ),
-        out_shape=_compat.out_struct((groups, k, n), out_dtype, lhs, rhs),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=_compat.tpu_vmem_limit()
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * rows * k * n,
-            transcendentals=0,
-            bytes_accessed=lhs.dtype.itemsize * rows * (steps_n * k + steps_k * n)
-            + out_dtype.itemsize * groups * k * n,
-        ),
-        name="meshpar_grouped_matmul_transpose",
-    )(*tile_steps[:5], *operands)
+    cost = pl.CostEstimate(
+        flops=2 * rows * k * n,
+        transcendentals=0,
+        bytes_accessed=p.lhs.dtype.itemsize * rows * (steps_n * k + steps_k * n)
+        + p.out_dtype.itemsize * p.groups * k * n,
+    )
+    return call_by_tile_steps(
+        functools.partial(_transpose_kernel, scaled=p.row_scale is not None), "grouped_matmul_transpose", p, tile_steps,
+        (steps_k, steps_n), operands, pl.BlockSpec((1, tk, tn), lambda i, j, v, t, g, *_: (g[v], i, j)),
+        [pltpu.VMEM((tk, tn), jnp.float32)], cost,
+    )  # fmt: skip

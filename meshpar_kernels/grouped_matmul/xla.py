@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar_kernels._arithmetic import dot
 from meshpar_kernels._compat import same_varying
-from meshpar_kernels.grouped_matmul.problem import matmul_problem, padded_scale, transpose_problem
-from meshpar_kernels.grouped_matmul.reference import activate, dequantized, gather_rows, precision
+from meshpar_kernels.grouped_matmul.problem import MatmulProblem, TransposeProblem, padded_scale
+from meshpar_kernels.grouped_matmul.reference import activate, dequantized
 from meshpar_kernels.grouped_matmul.schedule import group_tile_steps, row_tile_steps
-
-__all__ = ["grouped_matmul", "grouped_matmul_transpose", "row_tile"]
 
 
 def row_tile(rows: int, groups: int) -> int:
@@ -30,41 +27,24 @@ def _pad_rows(x: jax.Array, tile: int) -> jax.Array:
     return jnp.pad(x, ((0, padding),) + ((0, 0),) * (x.ndim - 1)) if padding else x
 
 
-def grouped_matmul(
-    lhs: jax.Array,
-    rhs: Sequence[jax.Array],
-    group_sizes: jax.Array,
-    group_offset: jax.Array | None,
-    lhs_indices: jax.Array | None,
-    row_scale: jax.Array | None,
-    rhs_scale: Sequence[jax.Array] = (),
-    *,
-    transpose_rhs: bool,
-    activation: str | None,
-    out_dtype: jnp.dtype,
-    transpose_scale: bool = False,
-) -> jax.Array:
+def grouped_matmul(p: MatmulProblem) -> jax.Array:
     """As `reference.grouped_matmul`: one small matmul for each row tile and group with rows in it.
 
     Quantized weights are dequantized for one group at a time, in the dtype of lhs.
     """
-    lhs = gather_rows(lhs, lhs_indices)
-    problem = matmul_problem(lhs.shape[0], rhs[0], group_sizes, group_offset, transpose_rhs=transpose_rhs)
-    rows = problem.rows
-    tile = row_tile(rows, problem.groups)
-    tile_steps = row_tile_steps(problem.bounds, rows, tile)
-    lhs = _pad_rows(lhs, tile)
-    scale = None if row_scale is None else padded_scale(row_scale, tile)
-    contract = ((1,), (1 if transpose_rhs else 0,))
+    rows = p.key.rows
+    tile = row_tile(rows, p.key.groups)
+    tile_steps = row_tile_steps(p.bounds(), rows, tile)
+    lhs = _pad_rows(p.lhs, tile)
+    scale = None if p.row_scale is None else padded_scale(p.row_scale, tile)
 
     def matrices(group):
         """The weights of one group, [K, N] of each rhs; quantized ones are dequantized in the dtype of lhs."""
-        found = [lax.dynamic_index_in_dim(matrix, group, keepdims=False) for matrix in rhs]
-        if not rhs_scale:
+        found = [lax.dynamic_index_in_dim(matrix, group, keepdims=False) for matrix in p.rhs]
+        if not p.rhs_scale:
             return found
-        scales = [lax.dynamic_index_in_dim(scale, group, keepdims=False) for scale in rhs_scale]
-        how = {"transpose_rhs": transpose_rhs, "transpose_scale": transpose_scale}
-        return [dequantized(m, s, lhs.dtype, **how) for m, s in zip(found, scales, strict=True)]
+        scales = [lax.dynamic_index_in_dim(scale, group, keepdims=False) for scale in p.rhs_scale]
+        return [dequantized(p, m, s, lhs.dtype) for m, s in zip(found, scales, strict=True)]
 
     def one(v, out):
         """Tile step v: compute the rows of its group in its row tile, and update them in `out`."""
@@ -72,42 +52,27 @@ def grouped_matmul(
         row = first + jnp.arange(tile)[:, None]
         in_group = (row >= tile_steps.start[v]) & (row < tile_steps.end[v])
         matmuls = [
-            lax.dot_general(
-                lax.dynamic_slice_in_dim(lhs, first, tile),
-                matrix,
-                (contract, ((), ())),
-                precision=precision(lhs.dtype),
-                preferred_element_type=jnp.float32,
-            )
+            dot(lax.dynamic_slice_in_dim(lhs, first, tile), matrix, (1, 1 if p.transpose_rhs else 0))
             for matrix in matrices(tile_steps.group[v])
         ]
-        value = activate(matmuls, activation)
+        value = activate(matmuls, p.activation)
         if scale is not None:
             value = value * lax.dynamic_slice_in_dim(scale, first, tile)[:, None]
-        value = jnp.where(tile_steps.live[v] > 0, value, 0.0).astype(out_dtype)
+        value = jnp.where(tile_steps.live[v] > 0, value, 0.0).astype(p.out_dtype)
         old = lax.dynamic_slice_in_dim(out, first, tile)
         return lax.dynamic_update_slice_in_dim(out, jnp.where(in_group, value, old), first, 0)
 
-    out = jnp.zeros((lhs.shape[0], problem.n), out_dtype)
-    return lax.fori_loop(0, tile_steps.number, one, _vary_like(out, lhs, *rhs, *rhs_scale))[:rows]
+    out = jnp.zeros((lhs.shape[0], p.key.n), p.out_dtype)
+    return lax.fori_loop(0, tile_steps.number, one, _vary_like(out, lhs, *p.rhs, *p.rhs_scale))[:rows]
 
 
-def grouped_matmul_transpose(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
-    group_offset: jax.Array | None,
-    row_scale: jax.Array | None,
-    *,
-    groups: int,
-    out_dtype: jnp.dtype,
-) -> jax.Array:
+def grouped_matmul_transpose(p: TransposeProblem) -> jax.Array:
     """As `reference.grouped_matmul_transpose`, by tile steps; accumulated in float32 [G, K, N]."""
-    problem = transpose_problem(lhs, rhs, group_sizes, group_offset, groups=groups)
-    tile = row_tile(problem.rows, groups)
-    tile_steps = group_tile_steps(problem.bounds, problem.rows, tile)
-    lhs, rhs = _pad_rows(lhs, tile), _pad_rows(rhs, tile)
-    scale = None if row_scale is None else padded_scale(row_scale, tile)
+    rows = p.key.rows
+    tile = row_tile(rows, p.groups)
+    tile_steps = group_tile_steps(p.bounds(), rows, tile)
+    lhs, rhs = _pad_rows(p.lhs, tile), _pad_rows(p.rhs, tile)
+    scale = None if p.row_scale is None else padded_scale(p.row_scale, tile)
 
     def one(v, out):
         """Tile step v: add lhsᵀ · rhs of the rows of its group in its row tile to `out[group]`."""
@@ -118,18 +83,13 @@ def grouped_matmul_transpose(
         if scale is not None:
             factor = lax.dynamic_slice_in_dim(scale, first, tile)[:, None]
             right = (right.astype(jnp.float32) * factor).astype(rhs.dtype)
-        matmul = lax.dot_general(
-            jnp.where(in_group, lax.dynamic_slice_in_dim(lhs, first, tile), 0),
-            jnp.where(in_group, right, 0),
-            (((0,), (0,)), ((), ())),
-            precision=precision(lhs.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        left = jnp.where(in_group, lax.dynamic_slice_in_dim(lhs, first, tile), 0)
+        matmul = dot(left, jnp.where(in_group, right, 0), (0, 0))
         old = lax.dynamic_index_in_dim(out, tile_steps.group[v], keepdims=False)
         return lax.dynamic_update_index_in_dim(out, old + matmul, tile_steps.group[v], 0)
 
-    out = jnp.zeros((groups, lhs.shape[1], rhs.shape[1]), jnp.float32)
-    return lax.fori_loop(0, tile_steps.number, one, _vary_like(out, lhs, rhs)).astype(out_dtype)
+    out = jnp.zeros(p.out_shape, jnp.float32)
+    return lax.fori_loop(0, tile_steps.number, one, _vary_like(out, lhs, rhs)).astype(p.out_dtype)
 
 
 def _vary_like(out: jax.Array, *operands: jax.Array) -> jax.Array:

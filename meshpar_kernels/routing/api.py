@@ -7,14 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from meshpar_kernels import _compat
+from meshpar_kernels._arithmetic import no_tangent, row_dots
 from meshpar_kernels._choose import dispatch, refuse_sharded
 from meshpar_kernels.routing import gpu, reference, tpu, tpu_gather
 from meshpar_kernels.routing.plan import RoutePlan
-
-__all__ = ["combine", "permute", "route"]
 
 SCORES = ("softmax", "sigmoid")
 
@@ -295,15 +293,6 @@ def _spread(
     return _gather_sum(op, implementation, x, tokens, row_weight)
 
 
-def _row_dots(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Σ_h a[r, h]·b[r, h] in float32: [R]."""
-    return (a.astype(jnp.float32) * b.astype(jnp.float32)).sum(-1)
-
-
-def _no_tangent(index: jax.Array) -> np.ndarray:
-    return np.zeros(index.shape, jax.dtypes.float0)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _permute(implementation, x, weight, rows, sources):
     return _spread("permute", implementation, x, weight, rows, sources)
@@ -321,8 +310,8 @@ def _permute_bwd(implementation, saved, grad):
     grad_weight = None
     if weight is not None:
         copied = _spread("permute's gradient", implementation, x, None, rows, sources)
-        grad_weight = _by_choice(_row_dots(copied, grad), rows).astype(weight.dtype)
-    return grad_x, grad_weight, _no_tangent(rows), _no_tangent(sources)
+        grad_weight = _by_choice(row_dots(copied, grad), rows).astype(weight.dtype)
+    return grad_x, grad_weight, no_tangent(rows), no_tangent(sources)
 
 
 _permute.defvjp(_permute_fwd, _permute_bwd)
@@ -349,10 +338,10 @@ def _combine_bwd(implementation, saved, grad):
     y, weight, rows, sources = saved
     spread = _spread("combine's gradient", implementation, grad, None, rows, sources)
     if weight is None:
-        return spread, None, _no_tangent(rows), _no_tangent(sources)
+        return spread, None, no_tangent(rows), no_tangent(sources)
     scaled = spread.astype(jnp.float32) * _by_row(weight, sources)[:, None]
-    grad_weight = _by_choice(_row_dots(spread, y), rows).astype(weight.dtype)
-    return scaled.astype(grad.dtype), grad_weight, _no_tangent(rows), _no_tangent(sources)
+    grad_weight = _by_choice(row_dots(spread, y), rows).astype(weight.dtype)
+    return scaled.astype(grad.dtype), grad_weight, no_tangent(rows), no_tangent(sources)
 
 
 _combine.defvjp(_combine_fwd, _combine_bwd)

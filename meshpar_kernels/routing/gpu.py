@@ -19,8 +19,6 @@ from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
 from meshpar_kernels.routing import gpu_rows, reference
 
-__all__ = ["gather_sum", "gather_sum_unsupported", "route", "route_unsupported", "triton_gather_sum"]
-
 BLOCK = 8192
 """Logits of one program of `route`."""
 

@@ -7,7 +7,6 @@ barriers and there is no shared memory; a multiprocessor runs as many blocks as 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -17,8 +16,7 @@ from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
-
-__all__ = ["gather_sum", "unsupported"]
+from meshpar_kernels._gpu_blocks import launch_blocks
 
 THREADS = 128
 WIDTH = 2048
@@ -39,14 +37,7 @@ def unsupported(x: jax.Array, index: jax.Array) -> Unsupported:
         )
     if index.shape[1] > 32:
         reasons.append(f"k={index.shape[1]} rows to sum are more than 32: they are unrolled")
-    major, minor = _compat.gpu_architecture()
-    if major not in (9, 10):
-        reasons.append(f"the GPU is sm_{major}{minor}; there is a kernel for sm_90a and sm_100a")
-    try:
-        _compat.mosaic_gpu()
-    except ImportError as error:
-        reasons.append(f"jax.experimental.pallas.mosaic_gpu cannot be imported: {error}")
-    return Unsupported(reasons)
+    return Unsupported([*reasons, *_compat.mosaic_reasons((9, 10))])
 
 
 def _kernel(index, *refs, gpu: Any, shape: tuple[int, int, int], k: int, width: int, vector: int, blocks: int):
@@ -88,25 +79,13 @@ def _kernel(index, *refs, gpu: Any, shape: tuple[int, int, int], k: int, width: 
 def gather_sum(x: jax.Array, index: jax.Array, weight: jax.Array | None) -> jax.Array:
     """As `reference.gather_sum`, for operands without reasons from `unsupported`: rows are read once, summed in float32
     registers, and written once."""
-    gpu = _compat.mosaic_gpu()
     (rows, k), (limit, columns) = index.shape, x.shape
     vector = next(v for v in (16 // x.dtype.itemsize, 4, 2, 1) if columns % (THREADS * v) == 0)
     step = THREADS * vector
     width = max(w for w in range(step, max(WIDTH, step) + 1, step) if columns % w == 0)
-    blocks = min(rows, BLOCKS * _compat.multiprocessors())
     operands = [index.reshape(-1).astype(jnp.int32)]
     operands += [] if weight is None else [weight.reshape(-1).astype(jnp.float32)]
-    out = gpu.kernel(
-        functools.partial(
-            _kernel, gpu=gpu, shape=(rows, limit, columns), k=k, width=width, vector=vector, blocks=blocks
-        ),
-        out_type=_compat.out_struct((rows, columns), x.dtype, x, index),
-        scratch_types=[],
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=1,
-        thread_name="warpgroup",
-        kernel_name="meshpar_gather_sum",
-        compiler_params=gpu.CompilerParams(lowering_semantics=gpu.LoweringSemantics.Lane),
-    )(*operands, x)  # fmt: skip
-    return _compat.same_varying(out, x, index)[0]  # Mosaic GPU results lose their varying mesh axes
+    return launch_blocks(
+        _kernel, "gather_sum", _compat.out_struct((rows, columns), x.dtype, x, index), *operands, x,
+        blocks=min(rows, BLOCKS * _compat.multiprocessors()), shape=(rows, limit, columns), k=k, width=width, vector=vector,
+    )  # fmt: skip

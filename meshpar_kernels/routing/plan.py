@@ -8,8 +8,6 @@ import functools
 import jax
 import jax.numpy as jnp
 
-__all__ = ["RoutePlan"]
-
 
 @functools.partial(
     jax.tree_util.register_dataclass,

@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["Choice", "gather_sum", "route", "weights"]
-
 Choice = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 """`expert` [T, k], `weight` [T, k], `rank` [T, k], `counts` [E] as in `RoutePlan`."""
 

@@ -14,8 +14,6 @@ from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
 from meshpar_kernels.routing import reference
 
-__all__ = ["route", "route_unsupported"]
-
 MAX_COUNT = 1 << 24
 """Ranks are added in float32 on the matrix unit, which is exact below this number."""
 

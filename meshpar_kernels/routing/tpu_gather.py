@@ -13,9 +13,6 @@ from jax.experimental.pallas import tpu as pltpu
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
 
-__all__ = ["as_words", "gather_sum", "gather_sum_unsupported"]
-
-
 BLOCK = 256
 """Most rows of `x` that are fetched for a block, beyond the 16 result rows that it has at least."""
 

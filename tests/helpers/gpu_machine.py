@@ -757,7 +757,6 @@ class Gpus:
             (_compat, "same_varying", lambda *arrays: arrays),
             (_compat, "load_gmem", lambda ref, index, layout: ref[index]),
             (_compat, "store_smem", store_smem),
-            (_compat, "transpose_ref", lambda ref: ref.T),
             (_nvlink.DeviceGroup, "of", lambda axes, sizes: _nvlink.DeviceGroup(
                 tuple(axes), tuple(sizes), self.axis_index("device"), {"a": self.axis_index("device")})),
         ]  # fmt: skip

@@ -20,6 +20,7 @@ from meshpar_kernels.dispatch import gpu as exchange
 from meshpar_kernels.dispatch.runs import Runs
 from meshpar_kernels.grouped_matmul import blackwell, hopper, hopper_scaled
 from meshpar_kernels.grouped_matmul.gpu_parts import Tile
+from meshpar_kernels.grouped_matmul.problem import MatmulProblem, TransposeProblem
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 GROUPED = {"hopper": hopper, "blackwell": blackwell}
@@ -53,13 +54,9 @@ def matmul(
     scale = 2.0 ** draw(2, rows, dtype=F32) if scaled else None
     gpus = Gpus(1, schedule, dropped)
     offset = None if group_offset is None else jnp.int32(group_offset)
-    options = {"transpose_rhs": transpose_rhs, "activation": activation, "out_dtype": out}
-    ((found,),) = gpus.run(
-        lambda _: module.grouped_matmul(
-            lhs, rhs, jnp.asarray(sizes), offset, scale, tile=tile, num_sms=num_sms, **options
-        )
-    )
-    del options["out_dtype"]
+    options = {"transpose_rhs": transpose_rhs, "activation": activation}
+    problem = MatmulProblem(lhs, rhs, jnp.asarray(sizes), offset, scale, out_dtype=out, **options)
+    ((found,),) = gpus.run(lambda _: module.grouped_matmul(problem, tile=tile, num_sms=num_sms))
     want = oracle.grouped_matmul(lhs, rhs, sizes, **options, row_scale=scale, group_offset=group_offset or 0)
     same(found, want.astype(out), "grouped_matmul")
     return gpus.machine
@@ -110,11 +107,8 @@ def transpose(
     used = min(sum(np.maximum(sizes, 0)), rows)
     lhs[used:], rhs[used:] = np.nan, np.nan
     gpus = Gpus(1, schedule, dropped)
-    ((out,),) = gpus.run(
-        lambda _: module.grouped_matmul_transpose(
-            lhs, rhs, jnp.asarray(sizes), None, None, groups=len(sizes), out_dtype=F16, tile=tile, num_sms=num_sms
-        )
-    )
+    problem = TransposeProblem(lhs, rhs, jnp.asarray(sizes), groups=len(sizes), out_dtype=F16)
+    ((out,),) = gpus.run(lambda _: module.grouped_matmul_transpose(problem, tile=tile, num_sms=num_sms))
     same(out, oracle.grouped_matmul_transpose(lhs, rhs, sizes), "grouped_matmul_transpose")
     return gpus.machine
 

@@ -9,8 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from meshpar_kernels import _choose, _compat, ring_attention
+from meshpar_kernels._arithmetic import row_dots
 from meshpar_kernels.attention import reference
-from meshpar_kernels.attention.flash import Keys, Queries, Softmax, row_dots
+from meshpar_kernels.attention.flash import Keys, Queries, Softmax
 from meshpar_kernels.attention.masks import Mask
 
 BF16 = jnp.bfloat16

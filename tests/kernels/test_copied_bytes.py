@@ -12,6 +12,7 @@ import pytest
 import tpu_runs
 
 from meshpar_kernels.grouped_matmul import gpu_launch, schedule, tpu, tpu_transpose
+from meshpar_kernels.grouped_matmul.problem import MatmulProblem, TransposeProblem
 
 LOADS = [np.random.default_rng(seed).multinomial(470, [1 / 6] * 6).tolist() for seed in range(3)] + [
     [128, 0, 256, 0, 0, 90]
@@ -55,10 +56,10 @@ def test_the_tpu_kernel_brings_weights_once_and_rows_once_for_each_stretch(sizes
     lhs = jnp.zeros((ROWS, K), jnp.bfloat16)
     shape = (G, N, K) if transposed else (G, K, N)
     rhs = jnp.zeros(shape, jnp.int8 if blocks else jnp.bfloat16)
-    scale = [jnp.zeros((G, blocks, N), jnp.float32)] if blocks else []
-    options = {"transpose_rhs": transposed, "activation": None, "out_dtype": jnp.dtype(jnp.float32)}
-    operands = lhs, [rhs], jnp.asarray(sizes), None, None, scale
-    copied, estimate = pipelined(monkeypatch, tpu.grouped_matmul, *operands, tile=tpu.Tile(128, K, 128), **options)
+    scale = (jnp.zeros((G, blocks, N), jnp.float32),) if blocks else ()
+    options = {"rhs_scale": scale, "transpose_rhs": transposed, "out_dtype": jnp.dtype(jnp.float32)}
+    problem = MatmulProblem(lhs, (rhs,), jnp.asarray(sizes), **options)
+    copied, estimate = pipelined(monkeypatch, tpu.grouped_matmul, problem, tile=tpu.Tile(128, K, 128))
     absent = sizes.count(0) * (
         K * N * rhs.dtype.itemsize + blocks * N * 4
     )  # weights of empty groups stay where they are
@@ -70,10 +71,9 @@ def test_the_tpu_kernel_brings_weights_once_and_rows_once_for_each_stretch(sizes
 @loads
 def test_the_tpu_transpose_writes_each_sum_once(sizes, monkeypatch):
     lhs, rhs = jnp.zeros((ROWS, K), jnp.bfloat16), jnp.zeros((ROWS, N), jnp.bfloat16)
-    options = {"groups": G, "out_dtype": jnp.dtype(jnp.float32), "tile": tpu.Tile(128, 128, 128)}
-    copied, estimate = pipelined(
-        monkeypatch, tpu_transpose.grouped_matmul_transpose, lhs, rhs, jnp.asarray(sizes), None, None, **options
-    )
+    problem = TransposeProblem(lhs, rhs, jnp.asarray(sizes), groups=G, out_dtype=jnp.dtype(jnp.float32))
+    function = tpu_transpose.grouped_matmul_transpose
+    copied, estimate = pipelined(monkeypatch, function, problem, tile=tpu.Tile(128, 128, 128))
     absent = ROWS - -(-sum(sizes) // 128) * 128  # tiles without a row of a group stay where they are
     assert sum(copied) == estimate.bytes_accessed - absent * 2 * (K * N // 128) * 2
     assert copied[-1] == G * K * N * 4

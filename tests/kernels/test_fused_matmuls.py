@@ -43,8 +43,8 @@ def test_matmuls_that_share_a_gather_and_the_gathered_operand(mode, monkeypatch)
     monkeypatch.setattr(tpu, "pick_tile", lambda *args, **options: tpu.Tile(8, 128))
     x, w, v = draw(4, 2, 8, 128), draw(4, 128, 96, seed=1), draw(4, 128, 4, 8, seed=2)
     dots = [Dot(ROWS_COLUMNS, 0, HIGHEST), Dot(ROWS_COLUMNS, 0, HIGHEST)]
-    fused = FusedGather(x[0], [w[0], v[0]], dots, 1, 4, keep=True)
-    assert not fused.reasons
+    fused = FusedGather.of(x[0], [w[0], v[0]], dots, 1, 4, keep=True)
+    assert isinstance(fused, (FusedGather, FusedScatter))
     first, second, kept = simulated(lambda x, w, v: fused(x, [w, v], "a"), x, w, v, mode=mode)
     np.testing.assert_allclose(kept, np.broadcast_to(gathered(x), kept.shape))
     np.testing.assert_allclose(first, np.einsum("bsk,akn->absn", gathered(x), w.astype(np.float64)), atol=1e-4)
@@ -58,7 +58,7 @@ def test_what_is_gathered_may_stand_right_and_weights_may_be_transposed():
     """[n, K] · [8, 128]ᵀ: the result is [n, A·8]."""
     x, w = draw(2, 8, 128), draw(2, 128, 128, seed=1)
     dot = Dot((((1,), (1,)), ((), ())), 1, HIGHEST)
-    fused = FusedGather(x[0], [w[0]], [dot], 0, 2)
+    fused = FusedGather.of(x[0], [w[0]], [dot], 0, 2)
     (got,) = simulated(lambda x, w: fused(x, [w], "a"), x, w)
     rows = x.reshape(16, 128).astype(np.float64)
     np.testing.assert_allclose(got, np.einsum("ank,sk->ans", w.astype(np.float64), rows), atol=1e-4)
@@ -72,8 +72,8 @@ def test_a_sum_of_matmuls_is_scattered(mode):
     ws = draw(4, 128, 128, seed=2), draw(4, 128, 256, seed=3)
     dots = [Dot(ROWS_ROWS, 0, HIGHEST)] * 2
     pairs = [(x[0], w[0]) for x, w in zip(xs, ws, strict=True)]
-    fused = FusedScatter(pairs, dots, [1, 1], 4, jnp.float32, jnp.float32)
-    assert not fused.reasons
+    fused = FusedScatter.of(pairs, dots, [1, 1], 4, jnp.float32, jnp.float32)
+    assert isinstance(fused, (FusedGather, FusedScatter))
     got = simulated(lambda x, w, y, v: fused([(x, w), (y, v)], "a"), xs[0], ws[0], xs[1], ws[1], mode=mode)
     whole = sum(np.einsum("absk,ank->bsn", x.astype(np.float64), w) for x, w in zip(xs, ws, strict=True))
     want = np.moveaxis(whole.reshape(2, 4, 8, 128), 1, 0)
@@ -84,7 +84,7 @@ def test_a_sum_of_matmuls_is_scattered(mode):
 @pytest.mark.slow
 def test_gradients_equal_those_of_the_matmuls():
     x, w = draw(2, 1, 8, 128), draw(2, 128, 128, seed=1)
-    fused = FusedGather(x[0], [w[0]], [Dot(ROWS_COLUMNS, 0, HIGHEST)], 1, 2)
+    fused = FusedGather.of(x[0], [w[0]], [Dot(ROWS_COLUMNS, 0, HIGHEST)], 1, 2)
 
     def gradient(x, w):
         return jax.grad(lambda x, w: jnp.sum(fused(x, [w], "a")[0] ** 2) / 2, (0, 1))(x, w)
@@ -102,18 +102,20 @@ def shape(*sizes, dtype=jnp.bfloat16):
 
 def test_what_the_kernels_do_not_take_is_said():
     x, w = shape(4, 256, 4096), shape(4096, 1792)
-    gather = lambda x, w, dot, dim=1: FusedGather(x, [w], [dot], dim, 8).reasons  # noqa: E731
-    assert not gather(x, w, Dot(ROWS_COLUMNS))
+    gather = lambda x, w, dot, dim=1: FusedGather.of(x, [w], [dot], dim, 8)  # noqa: E731
+    assert isinstance(gather(x, w, Dot(ROWS_COLUMNS)), FusedGather)
     assert gather(x, w, Dot(ROWS_COLUMNS), dim=2)[0].startswith("the gathered dim is contracted")
     assert "multiples of 128" in gather(x, shape(4096, 100), Dot(ROWS_COLUMNS))[0]
     assert gather(x, shape(4096, 128, dtype=jnp.float32), Dot(ROWS_COLUMNS)) == ("matmuls of several dtypes",)
     batched = Dot((((2,), (1,)), ((0,), (0,))))
     assert gather(x, shape(4, 4096, 128), batched) == ("a matmul has batch dims",)
-    mixed = FusedGather(x, [w, w], [Dot(ROWS_COLUMNS), Dot(ROWS_COLUMNS, 0, HIGHEST)], 1, 8)
-    assert mixed.reasons == ("matmuls of several precisions",)
-    scatter = FusedScatter(
+    mixed = FusedGather.of(x, [w, w], [Dot(ROWS_COLUMNS), Dot(ROWS_COLUMNS, 0, HIGHEST)], 1, 8)
+    assert mixed == ("matmuls of several precisions",)
+    scatter = FusedScatter.of(
         [(shape(4, 250, 1792), shape(1792, 4096))], [Dot(ROWS_COLUMNS)], [1], 8, "bfloat16", "float32"
     )
-    assert scatter.reasons == ("250 rows do not divide over 8 devices",)
-    uneven = FusedScatter([(x, w), (shape(4, 512, 4096), w)], [Dot(ROWS_COLUMNS)] * 2, [1, 1], 8, "bfloat16", "float32")
-    assert uneven.reasons == ("the matmuls of the sum have different shapes",)
+    assert scatter == ("250 rows do not divide over 8 devices",)
+    uneven = FusedScatter.of(
+        [(x, w), (shape(4, 512, 4096), w)], [Dot(ROWS_COLUMNS)] * 2, [1, 1], 8, "bfloat16", "float32"
+    )
+    assert uneven == ("the matmuls of the sum have different shapes",)

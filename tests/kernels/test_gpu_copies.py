@@ -17,6 +17,7 @@ from kernel_machine import SCHEDULES, Fault
 from meshpar_kernels import Config, _compat
 from meshpar_kernels.collective_matmul import gpu as fused
 from meshpar_kernels.grouped_matmul import blackwell, gpu, hopper, schedule
+from meshpar_kernels.grouped_matmul.problem import MatmulProblem, TransposeProblem
 
 TILE = gpu_runs.TILE
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
@@ -132,15 +133,14 @@ def test_any_number_of_rows(rows, monkeypatch):
     monkeypatch.setattr(_compat, "multiprocessors", lambda: 2)
     sizes = [rows // 3, 0, rows - rows // 3 - 1]
     lhs, rhs, grad = gpu_runs.draw(0, rows, 64), gpu_runs.draw(1, 3, 64, 64), gpu_runs.draw(2, rows, 64)
-    tile = gpu.make_tile(gpu.with_tile(Config(), 64), 2)
-    options = {"transpose_rhs": False, "activation": None, "out_dtype": gpu_runs.F16, "tile": tile}
-    found = []
-    gpus = Gpus()
-    gpus.run(lambda _: found.append(gpu.grouped_matmul(lhs, [rhs], jnp.asarray(sizes), None, None, **options)))
+    group_sizes, found = jnp.asarray(sizes), []
+    problem = MatmulProblem(lhs, (rhs,), group_sizes, out_dtype=gpu_runs.F16)
+    transpose = TransposeProblem(lhs, grad, group_sizes, groups=3, out_dtype=gpu_runs.F16)
+    tile = gpu.make_tile(gpu.with_tile(Config(), problem.key), 2, problem.key)
+    for one in (problem, transpose):
+        Gpus().run(lambda _, one=one: found.append(gpu.run(one, tile=tile)))
     gpu_runs.same(found[0], oracle.grouped_matmul(lhs, rhs, sizes), "grouped_matmul")
-    options = {"groups": 3, "out_dtype": gpu_runs.F16, "tile": tile}
-    ((out,),) = Gpus().run(lambda _: gpu.grouped_matmul_transpose(lhs, grad, jnp.asarray(sizes), None, None, **options))
-    gpu_runs.same(out, oracle.grouped_matmul_transpose(lhs, grad, sizes), "grouped_matmul_transpose")
+    gpu_runs.same(found[1], oracle.grouped_matmul_transpose(lhs, grad, sizes), "grouped_matmul_transpose")
 
 
 @both_fused
@@ -171,6 +171,11 @@ def refusal(function, *shapes) -> str | None:
     return None
 
 
+def check_problem(problem, tile):
+    """What `gpu.unsupported` says is what the compiler says."""
+    check(gpu.unsupported(problem, tile), functools.partial(gpu.run, tile=tile), problem)
+
+
 def check(said, function, *shapes):
     """Both say yes, or both say no."""
     found = refusal(function, *shapes)
@@ -197,18 +202,11 @@ def test_grouped_matmul_accepts_shapes_that_compile(odd, major, monkeypatch):
     narrow = "n" in odd
     for transposed, out in itertools.product((False, True) if narrow else (False,), (BF16, F32) if narrow else (BF16,)):
         lhs, rhs, sizes = struct(m, k), struct(g, *((n, k) if transposed else (k, n))), struct(g, dtype=jnp.int32)
-        padded_k, padded_n = gpu.padded_sizes(lhs, out, k=k, n=n, transpose_rhs=transposed)
-        tile = gpu.make_tile(gpu.with_tile(Config(), padded_n), 2)
-        options = {"tile": tile, "out_dtype": out}
-        said = gpu.matmul_unsupported(lhs, out, tile, 1, k=padded_k, n=padded_n, transpose_rhs=transposed)
-        matmul = functools.partial(gpu.grouped_matmul, transpose_rhs=transposed, activation=None, **options)
-        check(said, lambda lhs, rhs, sizes, matmul=matmul: matmul(lhs, [rhs], sizes, None, None), lhs, rhs, sizes)
-        if transposed:
-            continue
-        padded_k, padded_n = gpu.padded_sizes(lhs, out, k=k, n=n, transposes=True)
-        said = gpu.transpose_unsupported(lhs, out, tile, k=padded_k, n=padded_n)
-        acc = functools.partial(gpu.grouped_matmul_transpose, groups=g, **options)
-        check(said, lambda lhs, rhs, sizes, acc=acc: acc(lhs, rhs, sizes, None, None), lhs, struct(m, n), sizes)
+        problem = MatmulProblem(lhs, (rhs,), sizes, transpose_rhs=transposed, out_dtype=out)
+        tile = gpu.make_tile(gpu.with_tile(Config(), gpu.padded_sizes(problem)), 2, problem.key)
+        check_problem(problem, tile)
+        if not transposed:
+            check_problem(TransposeProblem(lhs, struct(m, n), sizes, groups=g, out_dtype=out), tile)
 
 
 @pytest.mark.parametrize(
@@ -225,26 +223,24 @@ def test_grouped_matmul_accepts_shapes_that_compile(odd, major, monkeypatch):
 def test_the_forms_take_what_compiles(major, how, monkeypatch):
     monkeypatch.setattr(gpu._compat, "gpu_architecture", lambda: (major, 0))
     how = {"n": 256, **how}
-    tile = gpu.make_tile(Config((128, 64, how.pop("n")), **how), 2)
     lhs, rhs, grad, sizes = struct(128, 256), struct(2, 256, 512), struct(128, 512), struct(2, dtype=jnp.int32)
-    options = {"tile": tile, "out_dtype": BF16}
-    said = gpu.matmul_unsupported(lhs, BF16, tile, 1, k=256, n=512, transpose_rhs=False)
+    problem = MatmulProblem(lhs, (rhs,), sizes, out_dtype=BF16)
+    tile = gpu.make_tile(Config((128, 64, how.pop("n")), **how), 2, problem.key)
     if tile.pingpong:
-        assert "pingpong: the kernel of grouped_matmul_transpose has it" in said
+        assert "pingpong: the kernel of grouped_matmul_transpose has it" in gpu.unsupported(problem, tile)
     else:
-        matmul = functools.partial(gpu.grouped_matmul, transpose_rhs=False, activation=None, **options)
-        check(said, lambda lhs, rhs, sizes: matmul(lhs, [rhs], sizes, None, None), lhs, rhs, sizes)
-    said = gpu.transpose_unsupported(lhs, BF16, tile, k=256, n=512)
-    acc = functools.partial(gpu.grouped_matmul_transpose, groups=2, **options)
-    check(said, lambda lhs, grad, sizes: acc(lhs, grad, sizes, None, None), lhs, grad, sizes)
+        check_problem(problem, tile)
+    check_problem(TransposeProblem(lhs, grad, sizes, groups=2, out_dtype=BF16), tile)
 
 
 @pytest.mark.parametrize(
     ("n", "transposed", "right"), [(32, False, True), (96, False, False), (12, True, False), (64, True, True)]
 )
 def test_columns_of_gate_and_up_are_where_a_copy_may_begin(n, transposed, right):
-    tile = gpu.make_tile(gpu.with_tile(Config(), n, 2), 2, 2)
-    assert bool(gpu.matmul_unsupported(struct(64, 64), F32, tile, 2, k=64, n=n, transpose_rhs=transposed)) != right
+    rhs = struct(2, *((n, 64) if transposed else (64, n)))
+    problem = MatmulProblem(struct(64, 64), (rhs, rhs), None, transpose_rhs=transposed, out_dtype=F32)
+    tile = gpu.make_tile(gpu.with_tile(Config(), problem.key), 2, problem.key)
+    assert (gpu.padded_sizes(problem) == problem.key) == right
     for module in gpu_runs.GROUPED.values():
         with contextlib.nullcontext() if right else pytest.raises(Fault, match="no multiple of the tile"):
             gpu_runs.matmul(

@@ -197,6 +197,19 @@ def test_quantized_weights(name, implementation):
     np.testing.assert_allclose(pull(jnp.cos(got))[0], want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("k", [6, 4])
+def test_transpose_of_lhs_gradient_by_quantized_weights_is_the_matmul(k):
+    """A second derivative; K = N too, where scales of the other dim have the right shape."""
+    rhs, scale = quantized(jnp.int8, 2, k, 4), jnp.asarray(RNG.uniform(0.01, 0.02, (2, 2, 4)), jnp.float32)
+    lhs, sizes = normal(5, k), jnp.asarray([2, 3])
+
+    def matmul(lhs):
+        return grouped_matmul(lhs, rhs, sizes, rhs_scale=scale, implementation="xla")
+
+    pull = jax.vjp(lambda grad: jax.vjp(matmul, lhs)[1](grad)[0], normal(5, 4))[1]
+    np.testing.assert_allclose(pull(lhs)[0], matmul(lhs), rtol=1e-5)
+
+
 def test_quantized_weights_are_constants_and_are_checked():
     lhs, rhs, sizes, scale = normal(M, K), quantized(jnp.int8, G, K, N), jnp.full(G, 10), jnp.ones((G, N))
 

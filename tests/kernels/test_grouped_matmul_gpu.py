@@ -11,6 +11,7 @@ from kernel_cases import SIZES
 from meshpar_kernels import Config, _compat, grouped_matmul, grouped_matmul_transpose
 from meshpar_kernels.grouped_matmul import gpu, schedule
 from meshpar_kernels.grouped_matmul.gpu_parts import Tile
+from meshpar_kernels.tuning import MatmulKey
 
 RNG = np.random.default_rng(4)
 M, K, N, G = 200, 64, 192, 4
@@ -192,11 +193,15 @@ def test_misaligned_sizes_take_the_kernel(k, n):
 
 
 def test_tiles():
-    assert gpu.make_tile(gpu.with_tile(Config(), 2048), 2) == Tile(128, 256, 64, 4)
-    assert gpu.with_tile(Config(), 1408).tile == (128, 64, 256)  # 9 % of empty columns
-    assert gpu.with_tile(Config(), 384).tile == (128, 64, 128)
-    assert gpu.with_tile(Config(), 2048, num_rhs=2).tile == (128, 64, 128)
-    assert gpu.with_tile(Config(pingpong=True), 2048, transposes=True).tile == (64, 128, 128)
+    def sizes(n, op="grouped_matmul", **more):
+        return MatmulKey(op, M, K, n, G, **more)
+
+    assert gpu.make_tile(gpu.with_tile(Config(), sizes(2048)), 2, sizes(2048)) == Tile(128, 256, 64, 4)
+    assert gpu.with_tile(Config(), sizes(1408)).tile == (128, 64, 256)  # 9 % of empty columns
+    assert gpu.with_tile(Config(), sizes(384)).tile == (128, 64, 128)
+    assert gpu.with_tile(Config(), sizes(2048, matrices=2)).tile == (128, 64, 128)
+    transpose = sizes(2048, "grouped_matmul_transpose")
+    assert gpu.with_tile(Config(pingpong=True), transpose).tile == (64, 128, 128)
 
 
 def refuses(words, *, dtype=BF16, k=K, out_dtype=None, **config):

@@ -1,5 +1,7 @@
 """The TPU kernels of grouped matmul in the TPU interpreter, with race detection, against NumPy."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import kernel_oracle as oracle
@@ -11,6 +13,7 @@ from kernel_cases import SIZES, quantized
 from meshpar_kernels import Config, _compat, grouped_matmul, grouped_matmul_transpose
 from meshpar_kernels.grouped_matmul import tpu_tiles
 from meshpar_kernels.shapes import MATMULS
+from meshpar_kernels.tuning import MatmulKey
 
 RNG = np.random.default_rng(2)
 M, K, N, G = 300, 256, 256, 4
@@ -244,23 +247,25 @@ def test_lowered_for_a_tpu_the_kernel_is_taken():
 def test_tiles_fit_and_read_the_weights_once(name):
     shape = MATMULS[name]
     for itemsize in (2, 4):
-        tile = tpu_tiles.pick_tile(shape.m, shape.k, shape.n, shape.groups, itemsize, 1)
+        sizes = MatmulKey("grouped_matmul", shape.m, shape.k, shape.n, shape.groups)
+        tile = tpu_tiles.pick_tile(sizes, itemsize)
         assert tile is not None
         assert tile.k == shape.k
-        back = tpu_tiles.pick_transpose_tile(shape.m, shape.k, shape.n, shape.groups, itemsize)
+        back = tpu_tiles.pick_tile(dataclasses.replace(sizes, op="grouped_matmul_transpose"), itemsize)
         assert back is not None
         assert 2 * itemsize * (tile.m * tile.k + tile.k * tile.n) < 48 << 20
 
 
 @pytest.mark.parametrize("name", MATMULS)
-def test_two_cores_both_have_tiles(name):
+def test_two_cores_both_have_tiles(name, monkeypatch):
     """Of v4 and v5p, whose two cores share a kernel; they had one tile of 2,880 columns between them."""
     shape = MATMULS[name]
-    cores = _compat.tpu_cores()
-    assert cores == 1  # no TPU is traced for here
+    assert _compat.tpu_cores() == 1  # no TPU is traced for here
+    monkeypatch.setattr(_compat, "tpu_cores", lambda: 2)
     for n in {shape.n, 2880}:
-        forward = tpu_tiles.pick_tile(shape.m, shape.k, n, shape.groups, 2, 1, cores=2)
-        back = tpu_tiles.pick_transpose_tile(shape.m, shape.k, n, shape.groups, 2, cores=2)
+        sizes = MatmulKey("grouped_matmul", shape.m, shape.k, n, shape.groups)
+        forward = tpu_tiles.pick_tile(sizes, 2)
+        back = tpu_tiles.pick_tile(dataclasses.replace(sizes, op="grouped_matmul_transpose"), 2)
         assert forward is not None
         assert back is not None
         assert tpu_tiles.cdiv(n, forward.n) % 2 == 0

@@ -80,7 +80,7 @@ TABLES = {
         "_Tile: ).wait_recv()": (EARLY, "the partial sums of a row tile were received"),
         "_scatter_kernel: tile.incoming(channel).start()": ("hang", "a tile of them, to chip memory"),
         "_scatter_kernel: tile.incoming(channel).wait()": (EARLY, "it is there"),
-        "_Tile: pl.semaphore_wait(free_slots.at[channel], 1)": (EARLY, "the receiver's buffer is free"),
+        "_Tile: pl.semaphore_wait(self.refs.free_slots.at[channel], 1)": (EARLY, "the receiver's buffer is free"),
     },
 }  # fmt: skip
 """Module → call in the kernel → (kind of fault without it, the fact that it signals or waits for)."""

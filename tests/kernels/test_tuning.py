@@ -24,6 +24,7 @@ from meshpar_kernels import (
     tuning,
 )
 from meshpar_kernels.grouped_matmul import gpu, hopper
+from meshpar_kernels.grouped_matmul.problem import MatmulProblem, TransposeProblem
 from meshpar_kernels.isolation import Worker
 from meshpar_kernels.tuning import Config, MatmulKey
 
@@ -75,6 +76,17 @@ def test_of_a_kernel_that_is_wrong_by_itself_nothing_comes():
         tuner.tune(Bench({}, {ANALYTIC: 0.5}), [ANALYTIC, FAST], limit=1e-2)
 
 
+def problem(sizes: MatmulKey, dtype=jnp.bfloat16):
+    """The matmul, or the transpose, of these sizes."""
+    dtype = jnp.dtype(dtype)
+    lhs, columns = (jax.ShapeDtypeStruct((sizes.rows, size), dtype) for size in (sizes.k, sizes.n))
+    if sizes.transposes:
+        return TransposeProblem(lhs, columns, None, groups=sizes.groups, out_dtype=dtype)
+    shape = (sizes.n, sizes.k) if sizes.transposed else (sizes.k, sizes.n)
+    rhs = jax.ShapeDtypeStruct((sizes.groups, *shape), dtype)
+    return MatmulProblem(lhs, (rhs,) * sizes.matrices, None, transpose_rhs=sizes.transposed, out_dtype=dtype)
+
+
 @pytest.mark.parametrize(("platform", "major"), [("cuda", 9), ("cuda", 10), ("tpu", 9)])
 @pytest.mark.parametrize("product", list(matmul_keys(["g64", "deepseek-v3-up"])), ids=lambda p: p.shape_class)
 def test_candidates_begin_with_the_analytic_choice_and_fit(product, platform, major, monkeypatch):
@@ -84,14 +96,8 @@ def test_candidates_begin_with_the_analytic_choice_and_fit(product, platform, ma
     for config in found:
         assert len(config.tile) == 3
         if platform == "cuda":
-            back = product.op == "grouped_matmul_transpose"
-            lhs, sizes = jax.ShapeDtypeStruct((product.rows, product.k), jnp.bfloat16), {"k": product.k, "n": product.n}
-            tile = gpu.make_tile(config, 2, product.matrices, transposes=back)
-            if back:
-                assert not gpu.transpose_unsupported(lhs, jnp.dtype(jnp.bfloat16), tile, **sizes)
-            else:
-                options = {"transpose_rhs": product.transposed, **sizes}
-                assert not gpu.matmul_unsupported(lhs, jnp.dtype(jnp.bfloat16), tile, product.matrices, **options)
+            tile = gpu.make_tile(config, 2, product)
+            assert not gpu.unsupported(problem(product), tile)
             own = tile.n // tile.cluster if major == 10 else tile.n
             assert tile.stages * (tile.m + own * product.matrices) * tile.k * 2 <= gpu.SMEM_BYTES
     if platform == "cuda":
@@ -200,13 +206,12 @@ def test_kernels_can_take_what_is_shipped(monkeypatch):
     assert set(table) == {"NVIDIA H200"}
     for shape, dtypes in table["NVIDIA H200"].items():
         sizes = {name: int(size) for name, _, size in (word.partition("=") for word in shape.split()) if size}
-        k, n = sizes["K"], sizes["N"]
+        product = MatmulKey("grouped_matmul_transpose", 8, sizes["K"], sizes["N"], 1)
         for dtype, entry in dtypes.items():
             assert entry.seconds < tuner.MARGIN * entry.analytic_seconds
             assert shape.startswith("grouped_matmul_transpose ")
-            tile = gpu.make_tile(entry.config, jnp.dtype(dtype).itemsize, transposes=True)
-            lhs = jnp.zeros((8, k), dtype)
-            assert not [r for r in gpu.transpose_unsupported(lhs, lhs.dtype, tile, k=k, n=n) if "imported" not in r]
+            tile = gpu.make_tile(entry.config, jnp.dtype(dtype).itemsize, product)
+            assert not [r for r in gpu.unsupported(problem(product, dtype), tile) if "imported" not in r]
 
 
 @pytest.mark.slow
@@ -214,9 +219,9 @@ def test_the_kernel_uses_the_table_unless_the_caller_gives_a_tile(monkeypatch, t
     """And what does not fit, since the kernel has changed, is as if it were not there."""
     seen = []
 
-    def kernel(lhs, rhs, *_, tile, num_sms, out_dtype, **options):
+    def kernel(problem, *, tile, num_sms):
         seen.append((tile, num_sms))
-        return jnp.zeros((lhs.shape[0], rhs[0].shape[2]), out_dtype)
+        return jnp.zeros(problem.out_shape, problem.out_dtype)
 
     monkeypatch.setattr(hopper, "grouped_matmul", kernel)
     monkeypatch.setattr(_compat, "device_kind", lambda: "NVIDIA H200")
@@ -226,7 +231,8 @@ def test_the_kernel_uses_the_table_unless_the_caller_gives_a_tile(monkeypatch, t
         jnp.zeros((2, 128, 512), jnp.bfloat16),
         jnp.asarray([128, 128]),
     )
-    shape = MatmulKey("grouped_matmul", 256, 128, 512, 2).shape_class
+    product = MatmulKey("grouped_matmul", 256, 128, 512, 2)
+    shape = product.shape_class
 
     def taken(config=None, **requested):
         tuning.write(tmp_path / "table.json", {"NVIDIA H200": {shape: {"bfloat16": entry(config)}}} if config else {})
@@ -239,7 +245,7 @@ def test_the_kernel_uses_the_table_unless_the_caller_gives_a_tile(monkeypatch, t
     assert analytic == (gpu.Tile(128, 256, 64, 4), 132)
     assert taken(Config((128, 128, 64), 3, 100)) == (gpu.Tile(128, 64, 128, 3), 100)
     assert taken(Config((128, 128, 64), 3, 100), num_sms=7) == (gpu.Tile(128, 64, 128, 3), 7)
-    assert taken(Config((128, 64, 64), 3), tile=(128, 64, 128))[0] == gpu.make_tile(Config((128, 64, 128)), 2)
+    assert taken(Config((128, 64, 64), 3), tile=(128, 64, 128))[0] == gpu.make_tile(Config((128, 64, 128)), 2, product)
     assert taken(Config((128, 64, 64), 3), stages=2)[0].stages == 2
     assert taken(Config((128, 64, 64), 3, cluster=2))[0] == gpu.Tile(128, 64, 64, 3, 2)
     assert taken(Config((128, 64, 64), 3, cluster=2), cluster=1)[0].cluster == 1

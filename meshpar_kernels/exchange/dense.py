@@ -17,8 +17,6 @@ from meshpar_kernels.collectives.api import group
 from meshpar_kernels.collectives.ppermute import in_mesh_order
 from meshpar_kernels.exchange import gpu, tpu
 
-__all__ = ["all_to_all", "collective_permute"]
-
 
 class _How(NamedTuple):
     """Static arguments of an exchange: name of the op for messages, implementation, mesh axes of more than one device and

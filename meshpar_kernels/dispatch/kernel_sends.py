@@ -13,10 +13,9 @@ from jax import lax
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported, dispatch
 from meshpar_kernels._collective_ids import id_reasons
+from meshpar_kernels.collectives.ppermute import axes_and_sizes
 from meshpar_kernels.dispatch import gpu, tpu
 from meshpar_kernels.dispatch.runs import Axes, Runs, agree, covered
-
-__all__ = ["KERNELS", "exchange_slots", "move_rows"]
 
 KERNELS = ("pallas", "pallas_tpu", "pallas_gpu")
 """Names of implementations that are kernels."""
@@ -42,11 +41,6 @@ class _How(NamedTuple):
     sends: int
     receives: int
     keeps: bool
-
-
-def _group(axis_name: Axes) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    return axes, tuple(lax.axis_size(a) for a in axes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -113,7 +107,7 @@ def move_rows(
     device sends a row twice, the gradient of its operand is NaN, since the reverse exchange writes a row only once and
     cannot add up its gradients.
     """
-    axes, sizes = _group(axis_name)
+    axes, sizes = axes_and_sizes(axis_name)
     runs, back, twice = agree(start, size, target, axis_name)
     width = math.prod(operand.shape[1:])
     lanes = 128 if width % 128 == 0 else width
@@ -138,7 +132,7 @@ def exchange_slots(
     Returns:
       [devices·rows, H]: slot i is from device i.
     """
-    axes, sizes = _group(axis_name)
+    axes, sizes = axes_and_sizes(axis_name)
     devices = math.prod(sizes)
     total, width = x.shape
     rows = total // devices

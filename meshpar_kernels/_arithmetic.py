@@ -1,0 +1,31 @@
+"""Matmuls, row sums and cotangents that several ops have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+def precision(dtype: Any) -> lax.Precision:
+    """Float32 operands are multiplied as such; bfloat16 ones need no more than one pass."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
+
+
+def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    """a · b contracted over dims (contract[0], contract[1]), accumulated and returned in float32."""
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(a, b, dims, precision=precision(a.dtype), preferred_element_type=jnp.float32)
+
+
+def no_tangent(x: Any) -> np.ndarray | None:
+    """The cotangent of an array of integers, or of None."""
+    return None if x is None else np.zeros(x.shape, jax.dtypes.float0)
+
+
+def row_dots(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Σ a·b over the last dim, in float32."""
+    return (a.astype(jnp.float32) * b.astype(jnp.float32)).sum(-1)
