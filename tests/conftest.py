@@ -66,7 +66,9 @@ def no_reported_joins():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--record-durations", action="store_true", help="write the durations of slow tests to tests/durations.json")
+    parser.addoption(
+        "--record-durations", action="store_true", help="write the durations of slow tests to tests/durations.json"
+    )
 
 
 def pytest_configure(config):

@@ -26,7 +26,7 @@ import meshpar as mp
 from meshpar.lower import LOWERINGS
 from meshpar.plan.steps import Reduce, rewrite_bodies
 
-CASES = 200
+CASES = 60
 
 
 @pytest.mark.slow

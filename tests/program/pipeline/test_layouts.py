@@ -66,10 +66,9 @@ def experts():
 
 
 def schemes(cases):
-    """Every (scheme, schedule) under one lowering; each scheme and each schedule meets both (`benchmarks/fuzz.py` draws all)."""
-    lowerings = ("shard_map", "jit")
-    pairs = [(i, n, j, s) for i, n in enumerate(cases) for j, s in enumerate(SCHEDULES)]
-    return [(n, s, lowerings[(i + j) % 2]) for i, n, j, s in pairs if (n, s) != ("four stages", "two rounds")]
+    """Every scheme under two schedules, one with each lowering; `benchmarks/fuzz.py` draws from all triples."""
+    pairs = [(n, j, k) for i, n in enumerate(cases) for k, j in enumerate((i, i + 2))]
+    return [(n, SCHEDULES[j % len(SCHEDULES)], ("shard_map", "jit")[(j + k) % 2]) for n, j, k in pairs]
 
 
 def check(training, mesh, layout, schedule, lowering):
@@ -101,9 +100,8 @@ def test_a_mixtral_with_experts_inside_of_stages(experts, name, schedule, loweri
     check(experts, *EXPERTS[name], schedule, lowering)
 
 
-@pytest.mark.parametrize("lowering", ["shard_map", pytest.param("jit", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "layout", [pytest.param(x, marks=[pytest.mark.slow] * (i > 0)) for i, x in enumerate(planned_transformer.LAYOUTS)]
+    ("layout", "lowering"), [(x, ("shard_map", "jit")[i % 2]) for i, x in enumerate(planned_transformer.LAYOUTS)]
 )
 def test_float64(layout, lowering):
     """A transformer in plain JAX, of four layers."""
