@@ -1,5 +1,6 @@
 """The TPU collectives in the TPU interpreter, with race detection, on 8 devices."""
 
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +14,7 @@ from meshpar_kernels.collectives.table import table_of
 
 P = PartitionSpec
 MODES = ("on_wait", "eager")
-# larger groups take longer in the interpreter: they run on one version of Python
-SHAPES = [(4,), *(pytest.param(s, marks=pytest.mark.slow) for s in ((8,), (2, 4), (2, 2, 2)))]
+CASES = covering.each([(4,), (2, 2), (2, 2, 2)], MODES)  # larger groups take longer in the interpreter
 
 
 def names_of(shape):
@@ -35,16 +35,14 @@ def draw(shape, *block, dtype=np.float32):
     return np.random.default_rng(0).normal(size=(int(np.prod(shape)), *block)).astype(dtype)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "mode"), CASES)
 def test_all_gather(shape, mode):
     x = draw(shape, 24, 128)
     got = simulated(lambda v: all_gather(v, names_of(shape), implementation="pallas"), shape, x, mode)
     np.testing.assert_array_equal(got, np.broadcast_to(x.reshape(1, -1, 128), got.shape))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "mode"), CASES)
 def test_reduce_scatter(shape, mode):
     ranks = int(np.prod(shape))
     x = draw(shape, 24 * ranks, 128)

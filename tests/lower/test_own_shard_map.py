@@ -56,7 +56,6 @@ def test_values_and_gradients_are_those_of_the_function_written_out(lowering, ch
 
 
 @pytest.mark.parametrize("lowering", ["jit", "shard_map"])
-@pytest.mark.fast_cases(1)
 def test_layers_in_a_loop_rematerialised(lowering):
     """Residuals keep the sharding that the shard_map gives them: nothing is gathered for the backward pass."""
     stacks = {"up": 0.1 * normal(3, 16, 32), "down": 0.1 * normal(3, 32, 16)}

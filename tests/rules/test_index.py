@@ -4,6 +4,7 @@ import functools
 from collections import Counter
 
 import arrays
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -181,15 +182,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("f", "layout", "lowering"),
-    [
-        pytest.param(f, layout, lowering, marks=() if k == f_index == 0 else pytest.mark.slow)
-        for f_index, lowering in enumerate(LOWERINGS)
-        for k, layout in enumerate(LAYOUTS)
-        for f in (reads, writes, overwrites)
-    ],
-)
+@pytest.mark.parametrize(("f", "layout", "lowering"), covering.pairs([reads, writes, overwrites], LAYOUTS, LOWERINGS))
 def test_reads_and_writes_equal_the_unsharded_run(f, layout, lowering):
     rng = np.random.default_rng(LAYOUTS.index(layout))
     arrays = [negative_zeros(rng, *shape) for shape in SHAPES.values()]

@@ -105,7 +105,6 @@ def test_nothing_planned_fits_and_is_shorter_by_more_than_a_tie():
 
 @pytest.mark.filterwarnings("ignore::meshpar.errors.TorusWarning")
 @pytest.mark.parametrize("batch", [4, 1024])
-@pytest.mark.fast_cases(1)
 def test_it_is_as_good_as_planning_every_layout(batch):
     """All axes for batch, embed and mlp, in every order of the rules."""
     choices = ["", "data", "model", "data+model", "model+data"]
