@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,9 +45,10 @@ def close(a, b):
     jax.tree.map(lambda p, q: np.testing.assert_allclose(p, q, rtol=2e-4, atol=2e-4), a, b)
 
 
-@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
-@pytest.mark.parametrize("check_vma", [False, True])
-@pytest.mark.parametrize("layout", [LAYOUT, "batch: model; embed: data", ""])
+@pytest.mark.parametrize(
+    ("lowering", "check_vma", "layout"),
+    covering.pairs(["jit", "shard_map"], [False, True], [LAYOUT, "batch: model; embed: data", ""]),
+)
 def test_values_and_gradients_are_those_of_the_function_written_out(lowering, check_vma, layout):
     def loss(w, x):
         return jnp.sum(mapped(megatron, SPECS, P("data"), check_vma=check_vma)(x, w["up"], w["down"]) ** 2)

@@ -1,5 +1,6 @@
 """Slices, concatenations and reshapes of split dims stay split: equal to the unsharded run, with few bytes sent."""
 
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,10 +98,15 @@ def test_only_missing_elements_are_sent(name):
     assert sum(c.total_bytes for c in plan.collectives if c.shape) == sent
 
 
-@pytest.mark.parametrize("name", [*WITH_BYTES, *OTHERS])
-def test_results_equal_the_unsharded_run(name):
-    fn = WITH_BYTES[name][0] if name in WITH_BYTES else OTHERS[name]
-    same(fn, X, layout=LAYOUT, dims=DIMS, lowerings=BOTH, meshes=["data=4, model=2"])
+def test_results_equal_the_unsharded_run():
+    """Of all cases in one program; a difference has the name of its case."""
+    fns = {name: WITH_BYTES[name][0] if name in WITH_BYTES else OTHERS[name] for name in (*WITH_BYTES, *OTHERS)}
+
+    def every(xs):
+        return {name: fn(xs[name]) for name, fn in fns.items()}
+
+    xs = dict.fromkeys(fns, X)
+    same(every, xs, layout=LAYOUT, dims={"xs/*": "rows columns"}, lowerings=BOTH, meshes=["data=4, model=2"])
 
 
 @pytest.mark.parametrize(
@@ -329,8 +335,10 @@ SLICED_LOOKUPS = {  # in x[4, 16, 8], whose second dim is split and sliced to 15
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SLICED_LOOKUPS)
-@pytest.mark.parametrize("layout", ["rows: data", "batch: model; rows: data", "batch: data; rows: model"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    covering.each(SLICED_LOOKUPS, ["rows: data", "batch: model; rows: data", "batch: data; rows: model"]),
+)
 def test_lookups_in_sliced_dims_equal_the_unsharded_run(name, layout):
     fn, y = SLICED_LOOKUPS[name]
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 16, 8)), jnp.float32)
@@ -371,9 +379,7 @@ CONCATENATED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"), [(n, ("rows: data", "rows: data+model")[i % 2]) for i, n in enumerate(CONCATENATED)]
-)
+@pytest.mark.parametrize(("name", "layout"), covering.each(CONCATENATED, ["rows: data", "rows: data+model"]))
 def test_concatenated_slices_of_several_arrays_equal_the_unsharded_run(name, layout):
     fn = CONCATENATED[name]
 

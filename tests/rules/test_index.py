@@ -396,9 +396,14 @@ def row_of_each(cache, new, q, positions):
     return attend(cache, q, jnp.arange(cache["k"].shape[1]) <= positions[:, None, None]), cache
 
 
-@pytest.mark.parametrize("lowering", LOWERINGS)
-@pytest.mark.parametrize("step", [one_position, position_of_each, row_of_each])
-@pytest.mark.parametrize("layout", ["cache: model", "cache: data+model", "batch: data; cache: model"])
+@pytest.mark.parametrize(
+    ("step", "layout", "lowering"),
+    covering.pairs(
+        [one_position, position_of_each, row_of_each],
+        ["cache: model", "cache: data+model", "batch: data; cache: model"],
+        LOWERINGS,
+    ),
+)
 def test_decoding_with_a_cache_that_is_split_by_length(step, layout, lowering):
     """The cache is written without communication; the softmax sends statistics and outputs."""
     b, s, h, d = 4, 32, 2, 8

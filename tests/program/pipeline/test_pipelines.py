@@ -2,6 +2,7 @@
 
 import functools
 
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -518,9 +519,10 @@ def host_carries(w):
     return jax.device_put(jax.lax.scan(body, jnp.zeros_like(w[0]), jax.device_put(w * 1, host))[1], device)
 
 
-@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
-@pytest.mark.parametrize("mesh", ["stage=2", "stage=4"])
-@pytest.mark.parametrize("step", [norms, host_norms, host_carries])
+@pytest.mark.parametrize(
+    ("step", "mesh", "lowering"),
+    covering.pairs([norms, host_norms, host_carries], ["stage=2", "stage=4"], ["shard_map", "jit"]),
+)
 def test_loops_without_carries_and_in_host_memory(step, mesh, lowering):
     """The numbers of layers and of stages differ, and so do the lengths of the loops over layers and ticks."""
     w = arguments()[0]["up"]
