@@ -13,7 +13,7 @@ RECORDED = {"a.py::test_one": 7.0, "a.py::test_two": {"x": 9.0, "y[1]": 6.0}}
     ("nodeid", "slow"),
     [
         ("a.py::test_one", True),
-        ("a.py::test_one[x]", False),  # parametrized since
+        ("a.py::test_one[x]", True),  # as all cases are
         ("a.py::test_two[x]", True),
         ("a.py::test_two[y[1]]", True),
         ("a.py::test_two[z]", False),

@@ -13,21 +13,8 @@ import meshpar as mp
 from meshpar import cli
 from meshpar.hardware.chips import CHIPS
 
-SLOW = {
-    "models",
-    "finding",
-    "schemes",
-    "gallery",
-    "moe",
-    "checking",
-    "cli-compile",
-    "cli-search",
-    "cli-check",
-}
 ERRORS = blocks.ROOT / "docs" / "errors.md"
-PAGES = [
-    pytest.param(p, marks=pytest.mark.slow if p.stem in SLOW else (), id=p.stem) for p in blocks.PAGES if p != ERRORS
-]
+PAGES = [pytest.param(p, id=p.stem) for p in blocks.PAGES if p != ERRORS]
 
 
 def render(page, folder):
@@ -68,7 +55,6 @@ def test_every_error_has_a_section():
     assert set(mp.errors.__all__) - {"MeshparError"} == set(sections) - {"Classes"}
 
 
-@pytest.mark.slow
 def test_the_page_of_errors_runs_and_each_section_shows_its_class(tmp_path, monkeypatch):
     text, printed, run_page = ERRORS.read_text(), [], blocks.run_page
     monkeypatch.setattr(blocks, "run_page", lambda *page: printed.extend(run_page(*page)) or printed)

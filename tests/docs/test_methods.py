@@ -20,7 +20,6 @@ def shown():
     return calls
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", range(11))
 def test_the_results_are_those_of_one_device(shown, number):
     fn, args, layouts, dims = shown[number]

@@ -12,7 +12,6 @@ from meshpar.program.pipeline import SCHEDULES
 CASES = 12
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(CASES))
 def test_sharded_is_unsharded(seed):
     case = pipelines.make_staged_case(random.Random(seed))

@@ -1,6 +1,7 @@
 """Durations of slow tests: the file `tests/durations.json`, by which tests get the mark ``slow``.
 
-The file has every case of at least :data:`SLOW` seconds: `{test: seconds}`, or `{test: {case: seconds}}` for a parametrized test.
+The file has every case of at least :data:`SLOW` seconds: `{test: {case: seconds}}`, or `{test: seconds}` for a test without
+parameters, or for all cases of one with parameters.
 ``pytest --record-durations`` replaces the entries of the cases that it runs.
 """
 
@@ -29,7 +30,7 @@ def is_slow(nodeid: str, durations: Durations) -> bool:
     """Whether a case is recorded as slow."""
     test, case = split(nodeid)
     recorded = durations.get(test, {})
-    return case in recorded if isinstance(recorded, dict) else not case
+    return case in recorded if isinstance(recorded, dict) else True
 
 
 def updated(durations: Durations, measured: dict[str, float]) -> Durations:
@@ -38,6 +39,7 @@ def updated(durations: Durations, measured: dict[str, float]) -> Durations:
     for nodeid, seconds in measured.items():
         test, case = split(nodeid)
         cases.setdefault(test, {}).pop(case, None)
+        cases[test].pop("", None)
         if seconds >= SLOW:
             cases[test][case] = round(seconds, 1)
     return {test: of.get("", dict(sorted(of.items()))) for test, of in sorted(cases.items()) if of}

@@ -237,7 +237,6 @@ def test_through_a_derivative_made_inside_and_a_loop():
     assert_derivatives(f, W, X, layout=LAYOUTS[0], dims={k: DIMS[k] for k in "wx"})
 
 
-@pytest.mark.slow
 def test_through_large_serialized_matmuls():
     """Matmuls are serialized if their operands have 16 MiB on a device."""
     w, v, x = (RNG.normal(size=s).astype(np.float32) / 64 for s in ((2048, 2048), (2048, 2048), (8, 2048)))

@@ -51,7 +51,9 @@ def test_a_mesh_that_leaves_a_process_out(pods):
 
 WANT = {  # what differs → field, and what must stand in the rows of process 0 and of the other
     "program": ("program", "", ""),
+    "seed": ("values", "uint32[0, 0]", "uint32[0, 1]"),
     "data": ("values", "x: float32[8, 16]", "x: float32[8, 16]"),
+    "local": ("values", "state/params/down", "state/params/down"),
     "replicas": ("replicas", "state/params/down", "state/params/down"),
 }
 

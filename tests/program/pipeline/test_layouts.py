@@ -19,13 +19,13 @@ MICROBATCHES = 4
 SCHEDULES = ("1f1b", "two rounds", "1f1b-overlap", "gpipe", "zb")
 TENSOR = "batch: data; heads, kv_heads, mlp: model; vocab: stage+model"
 CASES = {
+    "four stages": ("stage=4, idle=2", "vocab: stage; layers: stage"),
     "data": ("stage=2, data=2, idle=2", "batch: data; layers: stage"),
     "fsdp": ("stage=2, data=2, idle=2", "batch, embed: data; layers: stage"),
     "tensor": ("stage=2, data=2, model=2", f"{TENSOR}; layers: stage"),
     "tensor + sequence": ("stage=2, idle=2, model=2", "heads, kv_heads, mlp, vocab, seq: model; layers: stage"),
     "fsdp + tensor + sequence": ("stage=2, data=2, model=2", f"{TENSOR}; embed: data; seq: model; layers: stage"),
     "zero1": ("stage=2, data=2, idle=2", "batch: data; opt.embed: data; layers: stage"),
-    "four stages": ("stage=4, idle=2", "vocab: stage; layers: stage"),
 }
 EXPERTS = {
     "experts": ("stage=2, idle=2, model=2", "expert, batch: model; layers: stage"),
@@ -88,13 +88,11 @@ def check(training, mesh, layout, schedule, lowering):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "schedule", "lowering"), schemes(CASES))
 def test_a_llama_under_a_scheme_and_stages(dense, name, schedule, lowering):
     check(dense, *CASES[name], schedule, lowering)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "schedule", "lowering"), schemes(EXPERTS))
 def test_a_mixtral_with_experts_inside_of_stages(experts, name, schedule, lowering):
     check(experts, *EXPERTS[name], schedule, lowering)
