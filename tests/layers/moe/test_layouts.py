@@ -101,7 +101,6 @@ def unsharded():
     return jax.jit(step)(P, X, MASK, IDS, jax.random.key(3))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "lowering"), covering.each(LAYOUTS, ["jit", "shard_map"]))
 def test_every_router_under_every_layout(unsharded, name, lowering):
     mesh, layout = LAYOUTS[name]

@@ -16,7 +16,7 @@ from meshpar.verify.hlo import walk
 from meshpar.verify.hlo_text import parse
 
 MICROBATCHES = 4
-SCHEDULES = ("1f1b", "two rounds", "1f1b-overlap", "gpipe", "zb")
+SCHEDULES = ("1f1b", "two rounds", "zb", "gpipe", "1f1b-overlap")
 TENSOR = "batch: data; heads, kv_heads, mlp: model; vocab: stage+model"
 CASES = {
     "four stages": ("stage=4, idle=2", "vocab: stage; layers: stage"),
