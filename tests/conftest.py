@@ -1,12 +1,12 @@
 """Eight CPU devices for every test, and the meshes that tests share."""
 
-import collections
 import os
 
 os.environ.setdefault(
     "NPROC", "32"
 )  # the TPU interpreter simulates devices with threads: enough, whatever the machine has
 
+import durations
 import hypothesis
 import jax
 import numpy as np
@@ -72,15 +72,21 @@ def verified_plans(request, monkeypatch):
         monkeypatch.setenv("MESHPAR_VERIFY", "1")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--record-durations", action="store_true", help="write the durations of slow tests to tests/durations.json"
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(durations.Recorder())
+
+
 @pytest.hookimpl(tryfirst=True)  # before cases are selected by their marks
 def pytest_collection_modifyitems(items):
-    """Mark the cases of a test as slow, except the ``n`` of its mark ``fast_cases(n)``, spread evenly over their list."""
-    cases = collections.defaultdict(list)
+    """Mark the cases that are recorded as slow."""
+    recorded = durations.load()
     for item in items:
-        if (mark := item.get_closest_marker("fast_cases")) and not item.get_closest_marker("slow"):
-            cases[item.nodeid.partition("[")[0], mark.args[0]].append(item)
-    for (_, n), same_test in cases.items():
-        fast = {k * len(same_test) // n for k in range(n)}
-        for k, item in enumerate(same_test):
-            if k not in fast:
-                item.add_marker(pytest.mark.slow)
+        if durations.is_slow(item.nodeid, recorded):
+            item.add_marker(pytest.mark.slow)

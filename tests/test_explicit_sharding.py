@@ -5,6 +5,7 @@ The programs have the shape of those in JAX's guides: sharded computation, expli
 
 import contextlib
 
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,9 +59,9 @@ OTHER_MESHES = {
 }
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("name", OTHER_MESHES)
-@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize(
+    ("name", "lowering", "kind"), covering.pairs(OTHER_MESHES, LOWERINGS, [AxisType.Auto, AxisType.Explicit])
+)
 def test_a_step_on_another_mesh_than_that_of_set_mesh(name, lowering, kind):
     mesh, layout = OTHER_MESHES[name]
     step = jitted(matmul, mesh, lowering, layout)
@@ -245,8 +246,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize(("name", "lowering"), covering.each(CASES, LOWERINGS))
 def test_constraints_of_explicit_sharding(emesh, lowering, name):
     """The same function under jax.jit with explicit sharding is the user's program; the result is compared with NumPy."""
     fn, want, spec = CASES[name]

@@ -7,6 +7,7 @@ import weakref
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -323,9 +324,9 @@ FUNCTIONS = {
 }
 
 
-@LOWERINGS
-@pytest.mark.parametrize("what", FUNCTIONS)
-@pytest.mark.parametrize("use", ["call", "grad", "plan", "lower"])
+@pytest.mark.parametrize(
+    ("lowering", "what", "use"), covering.pairs(["shard_map", "jit"], FUNCTIONS, ["call", "grad", "plan", "lower"])
+)
 def test_nothing_outlives_its_use(lowering, what, use):
     """Arguments are freed with the last reference of the caller, a function and its closure with the function: without the
     garbage collector, as from ``jax.jit``. Since JAX 0.12 a jaxpr holds the arrays that the function closes over, and the ops of a

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", dict.fromkeys(name for name, _ in device_steps.names()))
 def test_variants_agree(name):
     """Every variant gives the values of plain `jax.jit`, but decoding by random codes of weights."""

@@ -182,7 +182,6 @@ def test_lines_are_recorded_once_for_each_version_of_the_package(root, monkeypat
     assert len(ran) == 2
 
 
-@pytest.mark.slow
 def test_equivalent_mutants_are_not_counted(two_mutants, monkeypatch, capsys):
     listed = [dict(zip(("file", "line", "change"), e.key, strict=True)) for e in two_mutants if e.new == NOT_FOUND]
     mutants.EQUIVALENT.write_text(json.dumps(listed))
@@ -206,7 +205,6 @@ def test_mirrored_tests_exist():
             assert all((mutants.ROOT / test).exists() for tests in stages for test in tests)
 
 
-@pytest.mark.slow
 def test_tests_that_fail_without_a_mutant_are_not_counted(root, monkeypatch, capsys):
     """A test that passes where the lines are recorded, and not in a copy."""
     (root / "tests/test_small.py").write_text(

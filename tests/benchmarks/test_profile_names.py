@@ -11,7 +11,6 @@ tpu = pytest.mark.skipif(
 
 
 @tpu
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp", "fsdp+tensor+sequence"])
 @pytest.mark.parametrize("topology", profile_names.TOPOLOGIES)
 def test_all_names_are_in_the_final_program(topology, layout):

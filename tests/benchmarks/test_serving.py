@@ -11,7 +11,7 @@ CONFIG = dataclasses.replace(llama.TINY, embed=64, heads=8, kv_heads=4, head_dim
 BATCH, LENGTH = 8, 64
 
 
-@pytest.mark.parametrize("kv_heads", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize("case", serving.CASES, ids=[c.name for c in serving.CASES])
 def test_a_step_sends_no_more_than_hand_written_specs(case, kv_heads):
     config = dataclasses.replace(CONFIG, kv_heads=kv_heads)

@@ -12,7 +12,6 @@ COUNT = 520
 X = jax.ShapeDtypeStruct((64, 256), jnp.float32)
 
 
-@pytest.mark.slow
 def test_elementwise_layers():
     weights = {f"w{i}": jax.ShapeDtypeStruct((256,), jnp.float32) for i in range(COUNT)}
 
@@ -27,7 +26,6 @@ def test_elementwise_layers():
     assert plan.seconds > 0
 
 
-@pytest.mark.slow
 def test_a_norm_of_many_weights():
     """The gradients' global norm is a chain of additions of scalars, before an exchange that waits for it."""
     params = {f"w{i}": jax.ShapeDtypeStruct((256, 256), jnp.float32) for i in range(COUNT)}

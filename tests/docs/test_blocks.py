@@ -13,26 +13,19 @@ import meshpar as mp
 from meshpar import cli
 from meshpar.hardware.chips import CHIPS
 
-SLOW = {
-    "models",
-    "finding",
-    "schemes",
-    "gallery",
-    "moe",
-    "checking",
-    "errors",
-    "cli-compile",
-    "cli-search",
-    "cli-check",
-}
-PAGES = [pytest.param(p, marks=pytest.mark.slow if p.stem in SLOW else (), id=p.stem) for p in blocks.PAGES]
+ERRORS = blocks.ROOT / "docs" / "errors.md"
+PAGES = [pytest.param(p, id=p.stem) for p in blocks.PAGES if p != ERRORS]
+
+
+def render(page, folder):
+    """Run a page and write it to ``folder``, or to that of the variable ``MESHPAR_PAGES``, where a build of the docs reads it."""
+    folder = pathlib.Path(os.environ.get("MESHPAR_PAGES", folder))
+    blocks.render(page.read_text(), page.name, folder / page.stem)
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_runs(page, tmp_path):
-    """The page is also written to the folder of the variable ``MESHPAR_PAGES``, where a build of the docs reads it."""
-    folder = pathlib.Path(os.environ.get("MESHPAR_PAGES", tmp_path))
-    blocks.render(page.read_text(), page.name, folder / page.stem)
+    render(page, tmp_path)
 
 
 def test_the_readme_shows_what_its_example_prints():
@@ -58,15 +51,14 @@ def test_the_reference_has_every_public_name():
 
 
 def test_every_error_has_a_section():
-    sections = re.findall(r"^## (\w+)$", (blocks.ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
+    sections = re.findall(r"^## (\w+)$", ERRORS.read_text(), re.MULTILINE)
     assert set(mp.errors.__all__) - {"MeshparError"} == set(sections) - {"Classes"}
 
 
-@pytest.mark.slow
-def test_each_section_of_the_errors_shows_its_class():
-    text = (blocks.ROOT / "docs" / "errors.md").read_text()
-    with blocks.workplace():
-        printed = blocks.run_page(text, "errors.md")
+def test_the_page_of_errors_runs_and_each_section_shows_its_class(tmp_path, monkeypatch):
+    text, printed, run_page = ERRORS.read_text(), [], blocks.run_page
+    monkeypatch.setattr(blocks, "run_page", lambda *page: printed.extend(run_page(*page)) or printed)
+    render(ERRORS, tmp_path)
     raised = 0
     for block, output in zip(blocks.blocks_of(text), printed, strict=True):
         sections = re.findall(r"^## (\w+)$", text[: block.begin], re.MULTILINE)

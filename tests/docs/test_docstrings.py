@@ -10,7 +10,6 @@ import pytest
 import meshpar as mp
 
 MODULES = (mp.layouts, mp.checkpoint_policies, mp.replicas)
-SLOW = {"search", "calibrate", "compile", "check"}
 
 
 def public_objects():
@@ -43,9 +42,7 @@ def names():
     return found
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else (), id=n) for n in sorted(OBJECTS)]
-)
+@pytest.mark.parametrize("name", sorted(OBJECTS))
 def test_the_example_of_a_docstring_runs(name, names, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     test = parsed(name, dict(names))

@@ -33,16 +33,9 @@ def test_efficientnet_b7_has_the_published_size():
     assert round(total / 1e6) == 66  # table 2 of the paper
 
 
-@pytest.mark.parametrize(
-    ("layers", "filters", "published"),
-    [
-        (18, 208, 82e6),
-        pytest.param(18, 544, 542e6, marks=pytest.mark.slow),
-        pytest.param(72, 512, 1.8e9, marks=pytest.mark.slow),
-    ],
-)  # table 1 of GPipe's paper
-def test_amoebanet_has_the_published_size(layers, filters, published):
-    assert count(convnets.amoebanet_d(layers=layers, filters=filters)) == pytest.approx(published, rel=0.025)
+def test_amoebanet_has_the_published_size():
+    """That of table 1 of GPipe's paper."""
+    assert count(convnets.amoebanet_d(layers=18, filters=208)) == pytest.approx(82e6, rel=0.025)
 
 
 def test_the_odd_pixels_are_those_that_the_even_ones_leave_out():
@@ -87,7 +80,7 @@ def test_no_layout_changes_a_number_of_a_cell(reduction):
 def check(step, args, dims):
     report = mp.check(
         step, *args, dims=dims, meshes=["data=4, model=2"], lowerings=("jit", "shard_map"), tolerance=1e-3,
-        layouts=[convnets.LAYOUTS["data"], convnets.LAYOUTS["data+height"]],
+        layouts=[convnets.LAYOUTS["data+height"]],
     )  # fmt: skip
     assert report.ok
-    assert len(report.rows) == 4
+    assert len(report.rows) == 2

@@ -91,7 +91,7 @@ def served(
     return generate.serve(steps, params, PROMPTS, batch=batch, length=length, new=NEW, pad=4, **how)
 
 
-@pytest.mark.parametrize("model", ["llama", pytest.param("deepseek", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["llama", "deepseek"])
 def test_a_cache_and_continuous_batching_change_no_token(model):
     assert served(model, UNSHARDED) == expected(model)
 
@@ -110,19 +110,21 @@ LONG = {"prefill": "seq: model", "insert": "cache: data+model; seq: model", "dec
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
-@pytest.mark.parametrize("layouts", [MEGATRON, FLASH, LONG], ids=["heads", "cache", "cache over all"])
+@pytest.mark.parametrize(
+    ("layouts", "lowering"),
+    [(MEGATRON, "shard_map"), (FLASH, "jit"), (LONG, "shard_map")],
+    ids=["heads", "cache", "cache over all"],
+)
 def test_layouts_generate_the_same_tokens(layouts, lowering):
     assert served("llama", layouts, lowering=lowering) == expected("llama")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layouts", [UNSHARDED, MEGATRON], ids=["one device", "heads"])
-def test_kernels_with_one_dim_for_heads_and_size_change_no_token(layouts):
+def test_kernels_with_one_dim_for_heads_and_size_change_no_token():
     params = generate.merge_heads(weights("llama"))
     kernel = params["layers"]["attention"]["query"]["kernel"].value
     assert kernel.shape == (llama.TINY.layers, llama.TINY.embed, llama.TINY.heads * llama.TINY.head_dim)
-    assert served("llama", layouts, params=params) == expected("llama")
+    assert served("llama", MEGATRON, params=params) == expected("llama")
 
 
 def test_a_rule_for_heads_shards_kernels_with_one_dim_for_heads_and_size():
@@ -139,8 +141,11 @@ def test_other_attention_has_no_kernels_with_one_dim_for_heads_and_size():
     assert jax.tree.map(jnp.shape, generate.merge_heads(params)) == jax.tree.map(jnp.shape, params)
 
 
-@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
-@pytest.mark.parametrize("layouts", [MEGATRON, FLASH, LONG], ids=["heads", "cache", "cache over all"])
+@pytest.mark.parametrize(
+    ("layouts", "lowering"),
+    [(MEGATRON, "jit"), (FLASH, "shard_map"), (LONG, "jit")],
+    ids=["heads", "cache", "cache over all"],
+)
 def test_latent_attention_under_layouts(layouts, lowering):
     assert served("deepseek", layouts, lowering=lowering) == expected("deepseek")
 
@@ -153,8 +158,9 @@ def test_a_cache_in_pages_changes_no_token():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
-@pytest.mark.parametrize("layouts", [MEGATRON, FLASH, LONG], ids=["heads", "cache", "cache over all"])
+@pytest.mark.parametrize(
+    ("layouts", "lowering"), [(FLASH, "shard_map"), (LONG, "jit")], ids=["cache", "cache over all"]
+)
 def test_pages_under_layouts(layouts, lowering):
     page = 8 if layouts is LONG else 4
     assert served("llama", layouts, lowering=lowering, page=page, pages=7) == expected("llama")
@@ -185,11 +191,7 @@ def in_eight_bits() -> list[list[int]]:
         return served("llama", UNSHARDED, mesh="data=1")
 
 
-@pytest.mark.parametrize(
-    "layouts",
-    [UNSHARDED, *(pytest.param(x, marks=pytest.mark.slow) for x in (MEGATRON, FLASH, LONG))],
-    ids=["one device", "heads", "cache", "cache over all"],
-)
+@pytest.mark.parametrize("layouts", [UNSHARDED, LONG], ids=["one device", "cache over all"])
 def test_keys_and_values_in_eight_bits(layouts):
     assert served("llama", layouts, options={"cache": "int8"}) == in_eight_bits()
 
@@ -277,7 +279,6 @@ def test_layouts_draw_the_same_tokens():
     how = Sampling(temperature=1.0, top_k=12, top_p=0.9)
     drawn = served("llama", UNSHARDED, sampling=how, seed=3)
     assert drawn != expected("llama")
-    assert served("llama", MEGATRON, sampling=how, seed=3) == drawn
     assert served("llama", FLASH, sampling=how, seed=3) == drawn
 
 
@@ -320,9 +321,7 @@ def test_the_trained_model_continues_text(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("target", "topology", "mesh", "layout"),
     [
-        (generate.llama3_70b_decode, "v6e:2x4", "data=1, model=8", "heads"),
         (generate.llama31_405b_decode, "v5p:2x2x4", "data=2, model=8", "cache+tensor"),
-        (generate.mixtral_8x7b_decode, "v5e:2x4", "data=1, model=8", "expert"),
         (generate.deepseek_671b_decode, "v5p:4x4x4", "data=8, model=8", "expert"),
     ],
 )

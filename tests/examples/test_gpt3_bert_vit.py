@@ -1,4 +1,4 @@
-"""GPT-3, BERT and ViT-22B of the examples: published sizes, equal runs under two layouts and both lowerings."""
+"""GPT-3, BERT and ViT-22B of the examples: published sizes, equal runs under two layouts."""
 
 import math
 
@@ -63,15 +63,15 @@ def small(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt3", "bert", "vit"])
-def test_no_layout_changes_a_number(name):
+@pytest.mark.parametrize(("name", "lowering"), [("gpt3", "shard_map"), ("bert", "jit"), ("vit", "shard_map")])
+def test_no_layout_changes_a_number(name, lowering):
     step, args, dims = small(name)
     report = mp.check(
-        step, *args, dims=dims, meshes=["data=4, model=2"], lowerings=("jit", "shard_map"), tolerance=1e-4,
+        step, *args, dims=dims, meshes=["data=4, model=2"], lowerings=[lowering], tolerance=1e-4,
         layouts=[models.LAYOUTS["fsdp"], models.LAYOUTS["fsdp+tensor+sequence"]],
     )  # fmt: skip
     assert report.ok
-    assert len(report.rows) == 4
+    assert len(report.rows) == 2
 
 
 def test_vit_splits_attention_and_mlp_of_a_layer_with_one_all_reduce_each_way():

@@ -120,7 +120,6 @@ def test_bad_flags_are_explained(flags, words, capsys):
         (["--batch", "6"], mp.errors.DivisibilityError, "batch"),
     ],
 )
-@pytest.mark.fast_cases(4)
 def test_errors_of_impossible_layouts(flags, error, words):
     with pytest.raises(error, match=words):
         train_lm.main([*TINY, *flags, "--picture", ""])

@@ -26,7 +26,7 @@ from meshpar.lower import LOWERINGS
 from meshpar.plan.steps import Reduce, rewrite_bodies
 from meshpar.plan.verify import verify
 
-CASES = 200
+CASES = 60
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Random pipelines equal the unsharded run, under both lowerings and all schedules."""
+"""Random pipelines equal the unsharded run, under both lowerings and all schedules; ``benchmarks/fuzz.py`` draws more."""
 
 import random
 
@@ -9,17 +9,14 @@ import run
 from meshpar.plan.verify import verify
 from meshpar.program.pipeline import SCHEDULES
 
-CASES = 24
+CASES = 12
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(CASES))
 def test_sharded_is_unsharded(seed):
     case = pipelines.make_staged_case(random.Random(seed))
-    reference = run.unsharded(case)
-    for lowering in ("shard_map", "jit"):
-        found = run.differences(case, lowering, reference)
-        assert not found, f"\n{case}\n" + "\n".join(map(str, found))
+    found = run.differences(case, ("shard_map", "jit")[seed % 2], run.unsharded(case))
+    assert not found, f"\n{case}\n" + "\n".join(map(str, found))
 
 
 def test_every_layout_makes_a_pipeline_and_a_well_formed_plan():

@@ -3,6 +3,7 @@
 import functools
 
 import attention_oracle as oracle
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,16 +86,9 @@ def expect(got, arrays, tolerance=2e-5, **mask):
 
 
 ORDERS = ("contiguous", "zigzag")
-QUICK_CASES = (("causal", "contiguous"), ("window segments", "contiguous"), ("all", "zigzag"))
-CASES = [
-    pytest.param(name, order, marks=[] if (name, order) in QUICK_CASES else pytest.mark.slow)
-    for name in MASKS
-    for order in ORDERS
-]
 
 
-@pytest.mark.parametrize(("name", "order"), CASES)
-@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize(("name", "order"), covering.each(MASKS, ORDERS))
 def test_every_strategy_is_attention(name, order):
     """Results and gradients; 8, 4, 2 and 1 K/V heads take turns."""
     kv_heads = (8, 4, 2, 1)[(list(MASKS).index(name) + (order == "zigzag")) % 4]

@@ -29,7 +29,6 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.fast_cases(1)
 def test_results_and_gradients(case):
     """Two heads that share keys, two blocks of queries and two of keys; without races."""
     options = dict(CASES[case])

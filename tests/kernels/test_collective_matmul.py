@@ -62,7 +62,6 @@ def test_several_axes_are_one_ring_the_first_major():
 
 
 @pytest.mark.parametrize(("implementation", "devices"), EACH)
-@pytest.mark.fast_cases(1)
 def test_gradients_equal_the_unsharded_matmul(implementation, devices):
     x, w, weight = draw(devices * 2, devices), draw(devices, devices * 2), draw(devices * 2, devices * 2)
     mesh = mesh_of(devices)

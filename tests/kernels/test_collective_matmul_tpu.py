@@ -1,5 +1,6 @@
 """The fused TPU matmuls in the TPU interpreter, with race detection, against NumPy in float64."""
 
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,15 +52,13 @@ def narrow(monkeypatch, rows):
 CASES = [
     (2, 16, 8),
     (4, 24, 8),
-    pytest.param(3, 8, 8, marks=slow),
-    pytest.param(6, 16, 16, marks=slow),
-    pytest.param(8, 32, 16, marks=slow),
+    (3, 8, 8),
+    (6, 16, 16),
 ]
+EACH = [(*case, mode) for case, mode in covering.each(CASES, ["on_wait", "eager"])]
 
 
-@pytest.mark.parametrize("mode", ["on_wait", "eager"])
-@pytest.mark.parametrize(("devices", "rows", "height"), CASES)
-@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize(("devices", "rows", "height", "mode"), EACH)
 def test_gather(devices, rows, height, mode, monkeypatch):
     narrow(monkeypatch, height)
     x, w = draw(devices, rows, K), draw(devices, K, N, seed=1)
@@ -69,9 +68,7 @@ def test_gather(devices, rows, height, mode, monkeypatch):
     np.testing.assert_allclose(got, gathered(x, w), atol=1e-4)
 
 
-@pytest.mark.parametrize("mode", ["on_wait", "eager"])
-@pytest.mark.parametrize(("devices", "rows", "height"), CASES)
-@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize(("devices", "rows", "height", "mode"), EACH)
 def test_scatter(devices, rows, height, mode, monkeypatch):
     narrow(monkeypatch, height)
     x, w = draw(devices, devices * rows, K), draw(devices, K, N, seed=1)

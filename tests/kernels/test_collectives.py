@@ -47,7 +47,7 @@ def draw(mesh, axes, *shape, dtype=np.float32):
 
 HERE = [a for a in ALGORITHMS if a != "pallas"]  # that one is tried in the interpreter
 CASES = [(a, "8") for a in HERE] + [(a, "2x4") for a in HERE] + [
-    pytest.param(a, m, marks=[pytest.mark.slow] * (m in ("2x2x2", "1x8"))) for m in list(MESHES)[2:] for a in ("ring",)
+    ("ring", m) for m in list(MESHES)[2:]
 ] + [("hierarchical", "2x2x2"), ("staged", "4x2, major last"), ("ring", "6")]  # fmt: skip
 
 
@@ -123,10 +123,7 @@ def test_sums_of_bfloat16_are_rounded_once_a_hop():
     )
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    ["native", "hierarchical", *(pytest.param(a, marks=pytest.mark.slow) for a in ("ring", "staged"))],
-)
+@pytest.mark.parametrize("algorithm", ["native", "hierarchical", "ring", "staged"])
 def test_gradients(algorithm):
     """Each is linear: <dL/dy, f(x)> over all devices is <gradient, x>."""
     mesh, axes = mesh_of("2x4")

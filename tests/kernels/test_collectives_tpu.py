@@ -1,5 +1,6 @@
 """The TPU collectives in the TPU interpreter, with race detection, on 8 devices."""
 
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +14,7 @@ from meshpar_kernels.collectives.table import table_of
 
 P = PartitionSpec
 MODES = ("on_wait", "eager")
-# larger groups take longer in the interpreter: they run on one version of Python
-SHAPES = [(4,), *(pytest.param(s, marks=pytest.mark.slow) for s in ((8,), (2, 4), (2, 2, 2)))]
+CASES = covering.each([(4,), (2, 2), (2, 2, 2)], MODES)  # larger groups take longer in the interpreter
 
 
 def names_of(shape):
@@ -35,16 +35,14 @@ def draw(shape, *block, dtype=np.float32):
     return np.random.default_rng(0).normal(size=(int(np.prod(shape)), *block)).astype(dtype)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "mode"), CASES)
 def test_all_gather(shape, mode):
     x = draw(shape, 24, 128)
     got = simulated(lambda v: all_gather(v, names_of(shape), implementation="pallas"), shape, x, mode)
     np.testing.assert_array_equal(got, np.broadcast_to(x.reshape(1, -1, 128), got.shape))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "mode"), CASES)
 def test_reduce_scatter(shape, mode):
     ranks = int(np.prod(shape))
     x = draw(shape, 24 * ranks, 128)
@@ -79,15 +77,12 @@ def test_all_reduce():
     np.testing.assert_array_equal(got, np.broadcast_to(got[:1], got.shape))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    "dtype", [np.float32, *(pytest.param(d, marks=pytest.mark.slow) for d in (jnp.bfloat16, np.int32))]
-)
+@pytest.mark.parametrize(("dtype", "mode"), covering.each([np.float32, jnp.bfloat16, np.int32], MODES))
 def test_all_reduce_small(dtype, mode):
     """Bit for bit what the gathered form gives, which sums in the same order; and so the same on all devices."""
-    x = (10 * draw((2, 4), 30, 50)).astype(dtype)
-    got = simulated(lambda v: all_reduce_small(v, ("a", "b"), implementation="pallas"), (2, 4), x, mode)
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+    x = (10 * draw((2, 2), 30, 50)).astype(dtype)
+    got = simulated(lambda v: all_reduce_small(v, ("a", "b"), implementation="pallas"), (2, 2), x, mode)
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
     plain = jax.shard_map(
         lambda v: all_reduce_small(v[0], ("a", "b"))[None], mesh=mesh, in_specs=P(("a", "b")), out_specs=P(("a", "b"))
     )

@@ -93,9 +93,7 @@ def test_ragged_all_to_all(mode, blocks, monkeypatch):
     assert not dropped.any()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("names", [("a",), ("b",), ("b", "a")])
+@pytest.mark.parametrize(("names", "seed"), [(("a",), 1), (("b",), 2), (("b", "a"), 1)])
 def test_over_some_of_the_axes_in_any_order(names, seed):
     """Bit for bit the definition by gathering everything."""
     operand, output = draw(A * N, 2, 128, dtype=jnp.bfloat16), draw(A * M, 2, 128, dtype=jnp.bfloat16, seed=1)
@@ -149,7 +147,6 @@ def test_the_others_define_it_alike(implementation):
 
 
 @pytest.mark.parametrize("twice", [False, True])
-@pytest.mark.fast_cases(1)
 def test_gradients(twice):
     """Rows come back; those of the output are kept where nothing came. A device that sends a row twice has NaN."""
     operand, output, read = draw(A * N, 128), draw(A * M, 128, seed=1), draw(A * M, 128, seed=2)
@@ -201,11 +198,10 @@ def layer(x, expert, weight, matrices, *, rows, rounds=1, carried=True, exchange
     return total, dropped[None]
 
 
-@pytest.mark.parametrize("mode", ["on_wait", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("load", "rows", "rounds", "carried"),
-    [("uneven", 48, 1, True), *(pytest.param("single", *o, marks=pytest.mark.slow) for o in ((8, 3, True), (9, 2, False)))],
-)  # fmt: skip
+    ("load", "rows", "rounds", "carried", "mode"),
+    [("uneven", 48, 1, True, "on_wait"), ("single", 8, 3, True, "eager"), ("single", 9, 2, False, "on_wait")],
+)
 def test_to_the_experts_and_back(load, rows, rounds, carried, mode):
     """Equal rows, whole tiles (48 and 8 rows) or not, in several rounds, although what is not in use is never written."""
     expert = LOADS[load].astype(np.int32)
@@ -221,7 +217,6 @@ def test_to_the_experts_and_back(load, rows, rounds, carried, mode):
     np.testing.assert_array_equal(dropped, [max(T - rows * rounds, 0) if load == "single" else 0] * A)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rows", [48, 21])
 def test_gradients_of_the_layer_are_those_of_the_padded_exchange(rows):
     expert, read = LOADS["uneven"].astype(np.int32), draw(A * T, H, seed=7)

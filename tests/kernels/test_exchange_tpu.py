@@ -1,5 +1,6 @@
 """Dense all-to-all and collective-permute in the TPU interpreter, with race detection."""
 
+import covering
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,8 +10,7 @@ from test_exchange import exchanged
 from meshpar_kernels import all_to_all, collective_permute
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("shape", [(4,), pytest.param((2, 4), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("shape", "mode"), [((4,), "on_wait"), ((2, 2), "eager")])
 def test_all_to_all(shape, mode):
     """Blocks of 3 × 128, and blocks that are flattened and padded to rows of 128."""
     devices = int(np.prod(shape))
@@ -25,9 +25,10 @@ def test_all_to_all(shape, mode):
         np.testing.assert_array_equal(got, exchanged(x, split, concat))
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "pairs", [[(0, 1), (1, 2), (2, 3), (3, 0)], [(0, 2), (1, 1)], [(3, 0)]], ids=["ring", "some", "one"]
+    ("pairs", "mode"),
+    covering.each([[(0, 1), (1, 2), (2, 3), (3, 0)], [(0, 2), (1, 1)], [(3, 0)]], MODES),
+    ids=["ring", "some", "one"],
 )
 def test_collective_permute(pairs, mode):
     x = draw((4,), 7, 9, dtype=jnp.bfloat16)

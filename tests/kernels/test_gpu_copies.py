@@ -5,6 +5,7 @@ import contextlib
 import functools
 import itertools
 
+import covering
 import gpu_runs
 import jax
 import jax.numpy as jnp
@@ -46,26 +47,24 @@ LOADS = {
     **{f"random {seed}": np.random.default_rng(seed).multinomial(250, [1 / 7] * 7).tolist() for seed in range(3)},
 }  # fmt: skip
 loads = pytest.mark.parametrize("sizes", LOADS.values(), ids=LOADS)
+loads_of_either = pytest.mark.parametrize(
+    ("module", "sizes"), covering.each(gpu_runs.GROUPED.values(), LOADS.values()), ids=LOADS
+)
 
 
-@both
-@loads
-@pytest.mark.fast_cases(3)
+@loads_of_either
 def test_grouped_matmul_reads_each_row_as_itself_and_writes_each_once(module, sizes):
     for order in SCHEDULES[::16]:
         gpu_runs.matmul(module, sizes, order)
 
 
-@both
-@loads
-@pytest.mark.fast_cases(1)
+@loads_of_either
 def test_the_transpose_sums_each_groups_rows_and_no_others(module, sizes):
     for order in SCHEDULES[::16]:
         gpu_runs.transpose(module, sizes, order)
 
 
 @loads
-@pytest.mark.fast_cases(2)
 def test_two_blocks_of_a_cluster_compute_adjacent_tiles_of_shared_operands(sizes):
     """Whatever the groups, both go through the same steps; of three tiles the last has its twin beyond the result."""
     shared, alone = TILE._replace(cluster=2), TILE
@@ -79,8 +78,7 @@ def test_two_blocks_of_a_cluster_compute_adjacent_tiles_of_shared_operands(sizes
     assert found.copied[lhs] * 3 == apart.copied[lhs] * 2  # two pairs of columns, where there were three
 
 
-@pytest.mark.parametrize("name", ["one row each", "across tiles", "negative and too many", "random 0"])
-@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("name", ["across tiles", "negative and too many"])
 def test_two_blocks_of_a_cluster_multiply_together(name):
     """Blackwell's: tiles of 256 rows, of which each block has its half; the last block of columns of lhs is without its twin."""
     tile, sizes = TILE._replace(n=128, cluster=2), LOADS[name]
@@ -143,9 +141,10 @@ def test_any_number_of_rows(rows, monkeypatch):
     gpu_runs.same(found[1], oracle.grouped_matmul_transpose(lhs, grad, sizes), "grouped_matmul_transpose")
 
 
-@both_fused
-@pytest.mark.parametrize(("devices", "rows", "n"), [(2, 8, 64), (3, 136, 64)])
-@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize(
+    ("module", "devices", "rows", "n"),
+    [(module, *case) for module, case in covering.each(gpu_runs.FUSED.values(), [(2, 8, 64), (3, 136, 64)])],
+)
 def test_fused_matmuls_over_nvlink(module, devices, rows, n):
     for order in SCHEDULES[::25]:
         gpu_runs.gather(module, order, devices=devices, rows=rows, n=n, transposed=devices == 3)
@@ -190,12 +189,10 @@ ODD = [
     {"m": 1}, {"m": 2046}, {"k": 12}, {"k": 40}, {"k": 72}, {"k": 2880}, {"n": 4}, {"n": 48}, {"n": 72}, {"n": 96}, {"g": 7},
     {"k": 40, "n": 40, "m": 5},
 ]  # fmt: skip
-majors = pytest.mark.parametrize("major", [9, pytest.param(10, marks=pytest.mark.slow)])
+majors = pytest.mark.parametrize("major", [9, 10])
 
 
-@majors
-@pytest.mark.parametrize("odd", ODD, ids=str)
-@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize(("odd", "major"), covering.each(ODD, [9, 10]), ids=str)
 def test_grouped_matmul_accepts_shapes_that_compile(odd, major, monkeypatch):
     monkeypatch.setattr(gpu._compat, "gpu_architecture", lambda: (major, 0))
     m, k, n, g = ({"m": 128, "k": 128, "n": 128, "g": 2} | odd).values()

@@ -105,7 +105,6 @@ kernels = pytest.mark.parametrize("name", KERNELS)
 
 
 @kernels
-@pytest.mark.fast_cases(2)
 def test_every_wait_and_signal_is_in_the_table_and_missed_by_name(name):
     PROTOCOLS.check(name)
 
@@ -115,7 +114,6 @@ def test_the_table_has_no_call_that_is_gone():
 
 
 @kernels
-@pytest.mark.fast_cases(2)
 def test_in_every_order_of_events_the_result_is_right(name):
     for order in SCHEDULES[:: 16 if "blackwell" in name else 6]:
         KERNELS[name](order)

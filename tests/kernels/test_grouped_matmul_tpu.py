@@ -122,12 +122,10 @@ def test_inner_blocks(monkeypatch):
 @pytest.mark.parametrize(
     ("dtype", "mode", "options"),
     [
-        (jnp.bfloat16, "eager", {}),
-        (jnp.bfloat16, "on_wait", {"activation": "silu", "transpose_rhs": True, "group_offset": 1}),
+        (jnp.bfloat16, "eager", {"activation": "silu", "transpose_rhs": True, "group_offset": 1}),
         (jnp.float32, "on_wait", {"row_scale": normal(70)}),
     ],
 )
-@pytest.mark.fast_cases(1)
 def test_gathered_rows(dtype, mode, options):
     """Three tiles, two stretches of columns, indices out of range, and a NaN row that nobody asks for."""
     rows, sizes = 70, [33, 0, 20, 9]
@@ -148,11 +146,9 @@ def test_gathered_rows(dtype, mode, options):
     [
         (jnp.int8, 2, False, {"config": Config((64, K, 128)), "activation": "silu"}),
         (jnp.float8_e4m3fn, 2, True, {"row_scale": normal(100)}),
-        (jnp.int8, 2, False, {}),
         (jnp.int8, None, False, {"lhs_indices": jnp.asarray(RNG.integers(-1, 101, 100), jnp.int32)}),
     ],
 )
-@pytest.mark.fast_cases(1)
 def test_quantized_weights(dtype, blocks, transposed, more, monkeypatch):
     """Two blocks of K with scales of their own, in a loop; and lhs's gradient, of which they are blocks of columns."""
     monkeypatch.setattr(tpu_tiles, "SCALED_STEP", 128)
@@ -183,11 +179,10 @@ def test_quantized_weights(dtype, blocks, transposed, more, monkeypatch):
     close(got, np.asarray(pulled(lhs.astype(jnp.float32), "reference"), np.float64), jnp.bfloat16)
 
 
-PIECE_SIZES = [[1, 15, 32, 49, 97, 106], [17, 143, 140], [300, 0, 0], [3, 130, 167]]
+PIECE_SIZES = [[1, 15, 32, 49, 97, 106], [300, 0, 0]]
 
 
 @pytest.mark.parametrize("sizes", PIECE_SIZES)
-@pytest.mark.fast_cases(1)
 def test_every_row_chunk_of_a_shared_tile(sizes):
     """Groups of many sizes in one tile; both matmuls, in bfloat16 and by each row's own group."""
     rows = sum(sizes)

@@ -9,7 +9,7 @@ from test_exchange import mesh_of, on_devices
 from meshpar_kernels import quantized_all_gather, quantized_reduce_scatter
 
 
-@pytest.mark.parametrize("op", [quantized_all_gather, pytest.param(quantized_reduce_scatter, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("op", [quantized_all_gather, quantized_reduce_scatter])
 def test_codes_are_sent_by_kernels(op):
     x = draw((4,), 32, 128)
     got = simulated(lambda v: op(v, names_of((4,)), implementation="pallas"), (4,), x)

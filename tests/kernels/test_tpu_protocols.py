@@ -91,7 +91,6 @@ kernels = pytest.mark.parametrize("name", KERNELS)
 
 
 @kernels
-@pytest.mark.fast_cases(1)
 def test_every_wait_and_signal_is_in_the_table_and_missed_by_name(name):
     PROTOCOLS.check(name)
 
@@ -101,7 +100,6 @@ def test_the_table_has_no_call_that_is_gone():
 
 
 @kernels
-@pytest.mark.fast_cases(1)
 def test_without_its_entry_barrier_a_kernel_writes_to_devices_that_are_not_there(name):
     """Neither a signal nor a wait, so that nothing is left over."""
     meeting = {site for site in PROTOCOLS.sites_of(name) if "barrier" in site}
@@ -112,7 +110,6 @@ def test_without_its_entry_barrier_a_kernel_writes_to_devices_that_are_not_there
 
 
 @pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter"])
-@pytest.mark.fast_cases(1)
 def test_without_free_slot_signals_buffers_are_overwritten(name):
     free_slots = {
         site for site in PROTOCOLS.sites_of(name) if "free_slots" in site or "Ring: pl.semaphore_signal" in site

@@ -78,7 +78,6 @@ CASES = [
 
 
 @pytest.mark.parametrize(("strategy", "layout", "lowering", "mask"), CASES)
-@pytest.mark.fast_cases(4)
 def test_no_layout_changes_a_number(grid, strategy, layout, lowering, mask):
     args = arrays()
     fn = functools.partial(step, strategy=strategy, chunks=(6, 5), **mask)

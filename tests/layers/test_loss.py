@@ -1,5 +1,6 @@
 """mp.cross_entropy: values and gradients against NumPy in float64, and under layouts that split tokens, vocabulary and weights."""
 
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,10 +37,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("chunks", [1, 4, 10, None])
-@pytest.mark.parametrize("over", ["vocab", "tokens"])
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize(("name", "over", "chunks"), covering.pairs(OPTIONS, ["vocab", "tokens"], [1, 4, 10, None]))
 def test_values_and_gradients_are_those_of_float64(name, over, chunks):
     options, weights = OPTIONS[name]
 
@@ -143,18 +141,16 @@ def test_chunks_of_the_vocabulary_are_gathered_and_scattered_separately():
     assert sent == {("all-gather", chunk, 2), ("reduce-scatter", chunk, 2)}
 
 
-@pytest.mark.parametrize("over", ["vocab", "tokens"])
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "over"),
     [
-        "batch: data; vocab: model",
-        "batch: data; embed: data; vocab: model",
-        "batch: data; embed: data",
-        "seq: data; embed: model",
-        "batch: data; vocab: model; seq: model; embed: data",
+        ("batch: data; embed: data; vocab: model", "vocab"),
+        ("batch: data; embed: data", "tokens"),
+        ("seq: data; embed: model", "vocab"),
+        ("batch: data; vocab: model; seq: model; embed: data", "vocab"),
+        ("batch: data; vocab: model; seq: model; embed: data", "tokens"),
     ],
 )
-@pytest.mark.fast_cases(3)
 def test_no_layout_changes_it(layout, over):
     mp.check(
         step_over(over), HIDDEN, KERNEL, LABELS, layouts=layout, mesh="data=2, model=4", dims=DIMS,

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,11 +17,11 @@ from meshpar.layers.low_bits import MOMENTS
 W = (64, 128)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
-@pytest.mark.parametrize("layout", ["embed: data", "mlp: data"])
-@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
+@pytest.mark.parametrize(
+    ("dtype", "lowering", "layout"),
+    covering.pairs(["int8", "float8_e4m3fn"], ["shard_map", "jit"], ["embed: data", "mlp: data"]),
+)
 @pytest.mark.usefixtures("x64")
-@pytest.mark.fast_cases(4)
 def test_adam_with_rounded_moments_equals_the_simulation(dtype, lowering, layout):
     tx = mp.low_bits(optax.adam(1e-2, b1=0.9, b2=0.99), dtype)
 

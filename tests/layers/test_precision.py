@@ -1,5 +1,6 @@
 """Mixed precision: dtypes of computation and of communication."""
 
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,17 +54,22 @@ def test_weights_are_gathered_narrow_and_gradients_summed_as_asked(case, reduce,
 STACKED = {"p/w": "layers embed mlp", "p/v": "layers mlp embed", "x": "batch embed"}
 
 
+DTYPES = [
+    ("bfloat16", None, "bfloat16"),
+    ("bfloat16", "float32", "float32"),
+    ("float32", "float16", "float16"),
+    ("float32", "bfloat16", "bfloat16"),
+    ("float32", None, "float32"),
+]
+
+
 @pytest.mark.parametrize(
-    ("compute", "reduce", "sent"),
-    [
-        ("bfloat16", None, "bfloat16"), ("bfloat16", "float32", "float32"), ("float32", "float16", "float16"),
-        ("float32", "bfloat16", "bfloat16"), ("float32", None, "float32"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("layout", ["batch: data", "batch: data; embed: data"])
-@pytest.mark.parametrize("jitted", [False, True])
-def test_gradients_of_stacked_weights_are_reduced_as_asked(case, compute, reduce, sent, layout, jitted):
+    ("dtypes", "layout", "jitted"),
+    covering.pairs(DTYPES, ["batch: data", "batch: data; embed: data"], [False, True]),
+)
+def test_gradients_of_stacked_weights_are_reduced_as_asked(case, dtypes, layout, jitted):
     """In the loop over layers, also where the loss is a function under ``jax.jit``."""
+    compute, reduce, sent = dtypes
     p = {k: np.stack([case[0][k]] * 3) for k in ("w", "v")}
 
     def loss(p, x):

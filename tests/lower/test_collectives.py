@@ -89,21 +89,13 @@ def test_bytes_are_at_most_those_of_xla():
         )
 
 
-@pytest.mark.slow
 def test_every_kind_of_resharding_of_a_matrix_on_2x2x2():
     assert_reshards("a=2, b=2, c=2", one_of_each(all_pairs(2, "abc"), 0), (8, 16))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(8))
-def test_every_resharding_of_a_matrix_on_2x2x2(part):
-    assert_reshards("a=2, b=2, c=2", all_pairs(2, "abc")[part::8], (8, 16))
-
-
-@pytest.mark.slow
 def test_reshardings_of_three_dims():
-    assert_reshards("a=2, b=2", random.Random(1).sample(all_pairs(3, "ab"), 60), (4, 8, 4))
-    assert_reshards("a=2, b=2, c=2", random.Random(2).sample(all_pairs(3, "abc"), 60), (8, 8, 8))
+    assert_reshards("a=2, b=2", random.Random(1).sample(all_pairs(3, "ab"), 30), (4, 8, 4))
+    assert_reshards("a=2, b=2, c=2", random.Random(2).sample(all_pairs(3, "abc"), 30), (8, 8, 8))
 
 
 def test_a_dim_that_goes_from_one_axis_to_another_keeps_its_order():

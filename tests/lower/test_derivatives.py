@@ -1,5 +1,6 @@
 """Derivatives of the lowered function, taken from outside, equal the derivatives of the function; custom derivatives included."""
 
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -140,20 +141,21 @@ def test_layers_of_a_pipeline_that_are_not_differentiable_at_zero(lowering):
     assert_same(jax.value_and_grad(run, (0, 1))(p, x), jax.value_and_grad(pipeline, (0, 1))(p, x))
 
 
-@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
 @pytest.mark.parametrize(
-    "ask",
-    [
-        jax.grad,
-        lambda f: jax.jit(jax.grad(f)),
-        lambda f: lambda x: jax.jvp(f, (x,), (x,)),
-        jax.hessian,
-        lambda f: lambda x: jax.vmap(jax.grad(f))(jnp.stack([x, 2 * x])),
-        lambda f: jax.grad(lambda x: f(jnp.exp(x)) ** 2),
-    ],
+    ("lowering", "ask"),
+    covering.each(
+        ["shard_map", "jit"],
+        [
+            jax.grad,
+            lambda f: jax.jit(jax.grad(f)),
+            lambda f: lambda x: jax.jvp(f, (x,), (x,)),
+            jax.hessian,
+            lambda f: lambda x: jax.vmap(jax.grad(f))(jnp.stack([x, 2 * x])),
+            lambda f: jax.grad(lambda x: f(jnp.exp(x)) ** 2),
+        ],
+    ),
     ids=["grad", "jit", "jvp", "hessian", "vmap", "within"],
 )
-@pytest.mark.fast_cases(4)
 def test_padded_rows_of_functions_that_are_not_differentiable_at_zero(ask, lowering):
     x = jnp.asarray(RNG.uniform(0.5, 2.0, (8, 4)), jnp.float32)
     run = mp.jit(volatility, mesh=mp.mesh(MESH), layout="batch: data", dims={"x": "batch embed"}, lowering=lowering)
@@ -235,7 +237,6 @@ def test_through_a_derivative_made_inside_and_a_loop():
     assert_derivatives(f, W, X, layout=LAYOUTS[0], dims={k: DIMS[k] for k in "wx"})
 
 
-@pytest.mark.slow
 def test_through_large_serialized_matmuls():
     """Matmuls are serialized if their operands have 16 MiB on a device."""
     w, v, x = (RNG.normal(size=s).astype(np.float32) / 64 for s in ((2048, 2048), (2048, 2048), (8, 2048)))
@@ -285,7 +286,6 @@ def test_through_a_kernel_with_a_small_result():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.fast_cases(1)
 def test_an_extremum_over_a_split_dim_shares_its_cotangent_among_ties(layout):
     def f(w, x):
         y = x @ jnp.round(w)
@@ -409,26 +409,23 @@ def at_zero(w, x):
     return jax.nn.relu(y), jax.nn.softplus(y), jax.nn.log_sigmoid(y), jax.nn.relu6(y), jax.nn.silu(y)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    ("fn", "forward"),
+    ("fn", "forward", "layout"),
     [
-        (straight_through, False),
-        (turned, False),
-        (of_two, True),
-        (by_index, False),
-        (in_a_loop, False),
-        (at_zero, True),
+        (straight_through, False, LAYOUTS[0]),
+        (turned, False, LAYOUTS[1]),
+        (of_two, True, LAYOUTS[2]),
+        (by_index, False, LAYOUTS[1]),
+        (in_a_loop, False, LAYOUTS[2]),
+        (at_zero, True, LAYOUTS[0]),
     ],
 )
 @pytest.mark.filterwarnings("ignore:`batch` of 8 is divided into 4 microbatches:meshpar.errors.IndivisibleWarning")
-@pytest.mark.fast_cases(2)
 def test_a_function_with_its_own_derivative_keeps_it(fn, forward, layout):
     assert_derivatives(fn, W, X, layout=layout, dims={k: DIMS[k] for k in "wx"}, forward=forward)
 
 
 @pytest.mark.parametrize("lowering", ["shard_map", "jit"])
-@pytest.mark.fast_cases(1)
 def test_lookups_differentiated_from_outside(lowering):
     """A value read by one device may be sent as bits; its derivative is the derivative of the numbers."""
     x, i = jnp.arange(1.0, 9.0), jnp.int32(3)

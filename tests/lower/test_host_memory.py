@@ -54,7 +54,6 @@ def test_a_value_goes_to_the_host_and_comes_back(lowering):
 
 
 @LOWERINGS
-@pytest.mark.fast_cases(1)
 def test_a_tree_goes_to_the_host_and_comes_back(lowering):
     """``device_put`` of a tree is one equation; each array keeps its own split, also where two want one axis."""
 

@@ -4,6 +4,7 @@ import functools
 import re
 
 import arrays
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,9 +38,14 @@ CONVS = {
 }
 
 
-@pytest.mark.parametrize("mesh", ["data=2, model=2, idle=2", "data=8, model=1", "data=2, model=4"])
-@pytest.mark.parametrize("kind", CONVS)
-@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [
+        *((kind, "data=2, model=2, idle=2") for kind in CONVS),
+        ("strided", "data=8, model=1"),
+        ("grouped", "data=2, model=4"),
+    ],
+)
 def test_convolutions_and_their_gradients(kind, mesh):
     """XLA scales the kernel gradients of convolutions by the size of an idle axis; ours must be right."""
     c = CONVS[kind]
@@ -121,7 +127,6 @@ def test_slices_pads_concatenations_sorts(layout):
 
 
 @pytest.mark.parametrize("layout", ["batch: data; height: model", "channels: data", "batch: data; channels: model"])
-@pytest.mark.fast_cases(1)
 def test_pooling_and_its_gradient(layout):
     def pool(x):
         largest = lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "SAME")
@@ -386,10 +391,10 @@ AFTER = {
 """Ops of which some, but not all, are run under a ``shard_map`` where their operand is stored sharded."""
 
 
-@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
-@pytest.mark.parametrize("layout", ["d, a: x", "d: x+y; a: x", "d: y; a: x"])
-@pytest.mark.parametrize("kind", PARTIAL)
-@pytest.mark.fast_cases(5)
+@pytest.mark.parametrize(
+    ("kind", "layout", "lowering"),
+    covering.each(PARTIAL, ["d, a: x", "d: x+y; a: x", "d: y; a: x"], ["jit", "shard_map"]),
+)
 def test_ops_of_partial_values(kind, layout, lowering):
     """A reduction is not repeated for an op that gets a partial operand in the plan and a complete one in this lowering."""
 

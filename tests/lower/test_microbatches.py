@@ -1,5 +1,6 @@
 """Gradient accumulation as people write it: a reshape into microbatches, and a loop over them."""
 
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,9 +28,10 @@ def accumulating(count):
     return step
 
 
-@pytest.mark.parametrize("count", [2, 4, 8])
-@pytest.mark.parametrize("layout", ["batch: data", "batch: data; embed: data"])
-@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+@pytest.mark.parametrize(
+    ("count", "layout", "lowering"),
+    covering.pairs([2, 4, 8], ["batch: data", "batch: data; embed: data"], ["jit", "shard_map"]),
+)
 def test_every_device_does_its_share_of_every_microbatch(count, layout, lowering):
     r = np.random.default_rng(0)
     p = {

@@ -13,10 +13,6 @@ from jax import lax
 RNG = np.random.default_rng(0)
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 def normal(*shape, scale=None):
     scale = shape[-2] ** -0.5 if scale is None and len(shape) > 1 else scale or 1.0
     return (RNG.normal(size=shape) * scale).astype(np.float32)
@@ -76,7 +72,7 @@ def resnet_step(params, stats, batch):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), new, loss
 
 
-@pytest.mark.parametrize("layout", [slow("batch: data; features: model"), "batch: data; height: model"])
+@pytest.mark.parametrize("layout", ["batch: data; height: model"])
 def test_resnet(layout):
     affine = {"scale": np.ones(8, np.float32), "bias": np.zeros(8, np.float32)}
     params = {
@@ -169,9 +165,7 @@ def vit_step(params, batch):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
 
 
-@pytest.mark.parametrize(
-    "layout", [slow("batch: data; heads, mlp: model"), "batch: data; heads, mlp: model; embed: data"]
-)
+@pytest.mark.parametrize("layout", ["batch: data; heads, mlp: model; embed: data"])
 def test_vit(layout):
     params = {
         "patch": normal(64, 16),
@@ -315,7 +309,7 @@ def mixture_step(params, tokens):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
 
 
-@pytest.mark.parametrize("layout", [slow("batch: data; experts: model"), "batch: data; experts: data; mlp: model"])
+@pytest.mark.parametrize("layout", ["batch: data; experts: data; mlp: model"])
 def test_one_hot_mixture_of_experts(layout):
     params = {
         "embedding": normal(16, 16, scale=1.0),
@@ -359,7 +353,7 @@ def sample(params, prompt, key):
     return tokens, best, caches
 
 
-@pytest.mark.parametrize("layout", [slow("batch: data; heads, vocab: model"), "batch: data; vocab: model; embed: data"])
+@pytest.mark.parametrize("layout", ["batch: data; vocab: model; embed: data"])
 def test_sampling_with_a_cache(layout):
     params = {
         "embedding": normal(32, 16, scale=1.0),

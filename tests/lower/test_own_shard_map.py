@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,9 +45,10 @@ def close(a, b):
     jax.tree.map(lambda p, q: np.testing.assert_allclose(p, q, rtol=2e-4, atol=2e-4), a, b)
 
 
-@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
-@pytest.mark.parametrize("check_vma", [False, True])
-@pytest.mark.parametrize("layout", [LAYOUT, "batch: model; embed: data", ""])
+@pytest.mark.parametrize(
+    ("lowering", "check_vma", "layout"),
+    covering.pairs(["jit", "shard_map"], [False, True], [LAYOUT, "batch: model; embed: data", ""]),
+)
 def test_values_and_gradients_are_those_of_the_function_written_out(lowering, check_vma, layout):
     def loss(w, x):
         return jnp.sum(mapped(megatron, SPECS, P("data"), check_vma=check_vma)(x, w["up"], w["down"]) ** 2)
@@ -56,7 +58,6 @@ def test_values_and_gradients_are_those_of_the_function_written_out(lowering, ch
 
 
 @pytest.mark.parametrize("lowering", ["jit", "shard_map"])
-@pytest.mark.fast_cases(1)
 def test_layers_in_a_loop_rematerialised(lowering):
     """Residuals keep the sharding that the shard_map gives them: nothing is gathered for the backward pass."""
     stacks = {"up": 0.1 * normal(3, 16, 32), "down": 0.1 * normal(3, 32, 16)}

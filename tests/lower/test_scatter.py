@@ -38,11 +38,14 @@ def test_in_which_shape_an_array_is_scattered_over_16_devices(shape, dim, itemsi
     assert reduce_scatter_shape(shape, dim, 16, itemsize) == (as_, at)
 
 
+SCATTERED = [((8, 2, 3), 0), ((2, 8, 1, 4), 1), ((3, 256), 1), ((2, 3, 768), 2), ((1, 8, 3, 2), 1), ((8, 8, 2), 0)]
+ALGORITHMS = ["staged", "native", "hierarchical", "all_reduce"]
+
+
 @pytest.mark.parametrize(
-    ("shape", "dim"),
-    [((8, 2, 3), 0), ((2, 8, 1, 4), 1), ((3, 256), 1), ((2, 3, 768), 2), ((1, 8, 3, 2), 1), ((8, 8, 2), 0)],
+    ("shape", "dim", "algorithm"),
+    [(*case, ALGORITHMS[k % 4]) for i, case in enumerate(SCATTERED) for k in (i, i + 1)],
 )
-@pytest.mark.parametrize("algorithm", ["staged", "native", "hierarchical", "all_reduce"])
 def test_it_changes_no_number(shape, dim, algorithm):
     mesh = mp.mesh("a=2, b=2, c=2")
     grid = Grid(dict(mesh.shape), {})

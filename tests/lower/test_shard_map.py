@@ -60,7 +60,6 @@ OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
     "layout",
     ["batch: data", "batch: data; mlp, vocab: model", "batch: data; embed: data", "batch: data; mlp, vocab: model; embed: data"],
 )  # fmt: skip
-@pytest.mark.fast_cases(2)
 def test_mlp(layout):
     params = {"up": normal(16, 32), "bias": normal(32), "down": normal(32, 16), "head": normal(16, 8)}
     batch = {"x": normal(8, 16), "y": RNG.integers(0, 8, 8)}
@@ -193,7 +192,6 @@ def calls(x, w, v):
 
 
 @pytest.mark.parametrize("fn", [reductions, shapes, generated, random, loops, calls])
-@pytest.mark.fast_cases(2)
 def test_ops(fn):
     for layout in LAYOUTS:
         if fn not in (loops, calls):
@@ -506,7 +504,6 @@ def test_the_lowerings_constrain_the_results_of_the_same_ops(accelerators):
 
 
 @pytest.mark.parametrize("transform", ["plain", "vmap", "jit of vmap", "grad", "set_mesh"])
-@pytest.mark.fast_cases(1)
 def test_constraints_change_no_number(transform, accelerators):
     w, x = {"q": weights(RNG, 8, 4), "k": weights(RNG, 8, 4)}, weights(RNG, 8, 6, 8)
     options = {

@@ -55,17 +55,14 @@ def test_plans_with_dropout_and_rematerialised_layers_are_well_formed(scheme):
 
 EXAMPLES = {t.model.split("_")[0] + " " + t.layout: t for t in TRIPLES}
 """Of every family of models under every layout that it has, one."""
-QUICK = ["llama3 fsdp+tensor+sequence", "mixtral fsdp+expert"]
 
 
 @pytest.mark.filterwarnings("ignore::meshpar.errors.IndivisibleWarning")  # the height of ResNet-50
-@pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in EXAMPLES if n not in QUICK)]
-)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_plans_of_examples_are_well_formed(name):
     plan = EXAMPLES[name].plan()
     verify(plan)
-    for overlap in ("off", "ring") if name in QUICK else MODES:
+    for overlap in ("off", "ring"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", mp.errors.TorusWarning)
             verify(plan.replan(overlap=overlap))

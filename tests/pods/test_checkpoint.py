@@ -409,10 +409,10 @@ def test_the_same_run_again_is_the_same_bit_for_bit(pods, tmp_path):
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.slow
 def test_killed_at_any_moment_of_a_save(pods, tmp_path, count):
-    """Twice ten kills: the newest checkpoint is always complete."""
+    """Twice three kills: the newest checkpoint is always complete; ``benchmarks/soak.py`` kills for as long as it is asked to."""
     draw = random.Random(count)
     folder = tmp_path / "a"
-    for k in range(10):
+    for k in range(3):
         shutil.rmtree(folder, ignore_errors=True)
         group = pods.start(count, programs.save_for_ever, str(folder), timeout=30.0)
         group.wait_for("saving 2;")
@@ -433,16 +433,14 @@ def test_killed_at_any_moment_of_a_save(pods, tmp_path, count):
         assert steps_of(str(folder))[-1] == at
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.fast_cases(1)
-def test_when_stopped_all_processes_save_the_same_step(pods, tmp_path, count):
-    group = pods.start(count, programs.until_told_to_stop, str(tmp_path / "a"))
+def test_when_stopped_all_processes_save_the_same_step(pods, tmp_path):
+    group = pods.start(2, programs.until_told_to_stop, str(tmp_path / "a"))
     group.wait_for("under way")
-    group.signal(count - 1, signal.SIGTERM)
+    group.signal(1, signal.SIGTERM)
     end = group.end()
-    assert end.codes == [0] * count, end.texts
+    assert end.codes == [0, 0], end.texts
     (n, steps) = end.results[0]
-    assert end.results == [[n, [n]]] * count
+    assert end.results == [[n, [n]]] * 2
     assert steps == [n]
     assert verify(str(tmp_path / "a"), n) == []
 

@@ -48,8 +48,7 @@ def test_all_well(launch):
     assert "process 2 of 3" in (logs / "attempt-0" / "process-2.log").read_text()
 
 
-@pytest.mark.parametrize(("status", "want"), [(3, 3), (75, 75), (1, 1), (2, 2)])
-@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize(("status", "want"), [(3, 3), (75, 75)])
 def test_exit_statuses(launch, status, want):
     """A program that fails is not started again."""
     body = f"if p == 1: print('bad luck'); sys.exit({status})\ntime.sleep(0.7)"
@@ -110,8 +109,7 @@ def wait_until(condition) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
-@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("number", [signal.SIGTERM])
 def test_a_stop_signal(tmp_path, number):
     body = "signal.signal(signal.SIGTERM, lambda *a: (print('saved', flush=True), sys.exit(0)))\ntime.sleep(30)"
     child = launcher(tmp_path, body)
@@ -140,7 +138,6 @@ with mp.Checkpoints(sys.argv[0] + ".saved", every=1_000_000) as run:
 
 
 @pytest.mark.parametrize("saves", [False, True])
-@pytest.mark.fast_cases(1)
 def test_a_single_process_that_receives_sigterm(launch, saves):
     """It ends the group with status 75: as a lost process, or after all have saved the same step."""
     body = "if p == 1: os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(0.7)"

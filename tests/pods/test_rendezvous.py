@@ -193,7 +193,6 @@ def test_bad_variables_and_arguments_are_named(monkeypatch, variables, arguments
     [(False, 1, 75, "LostProcessError: process 1 of 2 has waited 1 s"), (True, 0, 75, "LostProcessError: process 0 cannot listen"),
      (False, 5, 2, "MeshError: MESHPAR_PROCESS=5")],
 )  # fmt: skip
-@pytest.mark.fast_cases(1)
 def test_exit_statuses_of_a_script(port, tmp_path, taken, process, code, error):
     env = {
         **os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "MESHPAR_PROCESS": str(process), "MESHPAR_PROCESSES": "2",

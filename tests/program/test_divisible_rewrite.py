@@ -1,5 +1,6 @@
 """Slices, concatenations and reshapes of split dims stay split: equal to the unsharded run, with few bytes sent."""
 
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,29 +95,43 @@ def test_only_missing_elements_are_sent(name):
     assert sum(c.total_bytes for c in plan.collectives if c.shape) == sent
 
 
-@pytest.mark.parametrize("name", [*WITH_BYTES, *OTHERS])
-def test_results_equal_the_unsharded_run(name):
-    fn = WITH_BYTES[name][0] if name in WITH_BYTES else OTHERS[name]
-    same(fn, X, layout=LAYOUT, dims=DIMS, lowerings=BOTH, meshes=["data=4, model=2"])
+def test_results_equal_the_unsharded_run():
+    """Of all cases in one program; a difference has the name of its case."""
+    fns = {name: WITH_BYTES[name][0] if name in WITH_BYTES else OTHERS[name] for name in (*WITH_BYTES, *OTHERS)}
+
+    def every(xs):
+        return {name: fn(xs[name]) for name, fn in fns.items()}
+
+    xs = dict.fromkeys(fns, X)
+    same(every, xs, layout=LAYOUT, dims={"xs/*": "rows columns"}, lowerings=BOTH, meshes=["data=4, model=2"])
 
 
-@pytest.mark.parametrize("layout", [LAYOUT, "rows: data+model"])
-@pytest.mark.fast_cases(1)
-def test_gradients_of_all_cases_in_one_program(layout):
-    """Each case on its own array, in one compiled program. The slow test below covers meshes, lowerings and outer gradients."""
+@pytest.mark.parametrize(
+    ("mesh", "layout", "lowering", "inside"),
+    [
+        ("data=4, model=2", LAYOUT, "shard_map", True),
+        ("data=2, model=4", "rows: data+model", "jit", True),
+        ("data=2, model=2, idle=2", "columns: data; rows: model", "shard_map", False),
+        ("data=4, model=2", LAYOUT, "jit", False),
+    ],
+)
+def test_gradients_of_all_cases_in_one_program(mesh, layout, lowering, inside):
+    """Each case has its own array; the gradient is taken inside of the sharded function, or of it."""
     losses = {
         name: loss_of(WITH_BYTES[name][0] if name in WITH_BYTES else OTHERS[name]) for name in (*WITH_BYTES, *OTHERS)
     }
+    xs = {name: X * (1 + k / 64) for k, name in enumerate(losses)}
 
-    def gradients(x):
-        return {name: jax.grad(loss)(x * (1 + k / 64)) for k, (name, loss) in enumerate(losses.items())}
+    def total(xs):
+        return sum(loss(xs[name]) for name, loss in losses.items())
 
-    run = mp.jit(gradients, mesh=mp.mesh("data=4, model=2"), layout=layout, dims=DIMS, lowering="shard_map")
-    want = jax.jit(gradients)(X)
+    how = {"mesh": mp.mesh(mesh), "layout": layout, "dims": {"xs/*": "rows columns"}, "lowering": lowering}
+    gradient = mp.jit(jax.grad(total), **how) if inside else jax.grad(mp.jit(total, **how))
+    want = jax.jit(jax.grad(total))(xs)
     assert all(
         np.abs(g).max() > 0.01 for name, g in want.items() if name != "bits"
     )  # a gradient that is lost would show
-    for name, got in run(X).items():
+    for name, got in gradient(xs).items():
         np.testing.assert_allclose(got, want[name], rtol=2e-4, atol=2e-5, err_msg=name)
 
 
@@ -192,17 +207,6 @@ def test_padding_does_not_change_reductions_of_integers_and_booleans(lowering):
     ):
         assert got.dtype == want.dtype, path
         np.testing.assert_array_equal(np.asarray(got, want.dtype), want, err_msg=jax.tree_util.keystr(path))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [LAYOUT, "rows: data+model", "columns: data; rows: model"])
-@pytest.mark.parametrize("name", [*WITH_BYTES, *OTHERS])
-def test_gradients_equal_the_unsharded_run(name, layout):
-    loss = loss_of(WITH_BYTES[name][0] if name in WITH_BYTES else OTHERS[name])
-    same(jax.grad(loss), X, layout=layout, dims=DIMS, lowerings=BOTH)
-    for lowering in BOTH:
-        run = mp.jit(loss, mesh=mp.mesh("data=4, model=2"), layout=layout, dims=DIMS, lowering=lowering)
-        np.testing.assert_allclose(jax.grad(run)(X), jax.grad(loss)(X), rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["roll", "difference", "looked up", "vdot", "wrapped"])
@@ -328,8 +332,10 @@ SLICED_LOOKUPS = {  # in x[4, 16, 8], whose second dim is split and sliced to 15
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SLICED_LOOKUPS)
-@pytest.mark.parametrize("layout", ["rows: data", "batch: model; rows: data", "batch: data; rows: model"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    covering.each(SLICED_LOOKUPS, ["rows: data", "batch: model; rows: data", "batch: data; rows: model"]),
+)
 def test_lookups_in_sliced_dims_equal_the_unsharded_run(name, layout):
     fn, y = SLICED_LOOKUPS[name]
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 16, 8)), jnp.float32)
@@ -370,9 +376,7 @@ CONCATENATED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CONCATENATED)
-@pytest.mark.parametrize("layout", ["rows: data", "rows: data+model"])
-@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize(("name", "layout"), covering.each(CONCATENATED, ["rows: data", "rows: data+model"]))
 def test_concatenated_slices_of_several_arrays_equal_the_unsharded_run(name, layout):
     fn = CONCATENATED[name]
 

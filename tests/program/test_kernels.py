@@ -260,7 +260,6 @@ def test_a_kernel_dies_with_its_function():
     assert kernel() is None
 
 
-@pytest.mark.slow
 def test_what_a_plan_reads_of_a_kernel_for_several_platforms_is_not_what_runs():
     @mp.kernel_rule("m! k, g! k n, g! -> m! n")
     def product(x, w, sizes):

@@ -1,6 +1,7 @@
 """Exchanges between replicas equal NumPy simulations of the published algorithms, and send what they say."""
 
 import blocks
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,7 @@ import meshpar as mp
 SHAPES = {"up": (16, 32), "down": (32, 16), "layers": (3, 16, 32), "scale": (16,), "odd": (5,)}
 DIMS = {"up": "embed mlp", "down": "mlp embed", "layers": "layers embed mlp", "scale": "embed", "odd": "_"}
 LAYOUTS = ["replica: slice; embed: data", "replica: slice; mlp: data"]
-RUNS = [("shard_map", LAYOUTS[0]), ("shard_map", LAYOUTS[1]), ("jit", LAYOUTS[0]), ("jit", LAYOUTS[1])]
+RUNS = [("shard_map", LAYOUTS[0]), ("jit", LAYOUTS[1])]
 BOTH = pytest.mark.parametrize(("lowering", "layout"), RUNS)
 
 
@@ -38,9 +39,9 @@ def close(a, b, tolerance=1e-6):
     np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
-@BOTH
-@pytest.mark.parametrize("code", simulations.CODES)
-@pytest.mark.fast_cases(5)
+@pytest.mark.parametrize(
+    ("code", "lowering", "layout"), [(c, *run) for c, run in covering.each(simulations.CODES, RUNS)]
+)
 @pytest.mark.usefixtures("x64")
 def test_means_of_codes_equal_the_simulation_over_three_steps(code, lowering, layout):
     tx = mp.replicas.coded(code, replicas=2)
@@ -90,7 +91,6 @@ POWERSGD = [(np.float64, 1e-6, *run) for run in RUNS] + [(np.float32, 2e-5, *RUN
 
 
 @pytest.mark.parametrize(("dtype", "tolerance", "lowering", "layout"), POWERSGD)
-@pytest.mark.fast_cases(2)
 def test_powersgd_equals_the_simulation_over_three_steps(dtype, tolerance, lowering, layout):
     with jax.enable_x64(dtype == np.float64):
         tx = mp.replicas.powersgd(2, stacked="layers", replicas=2)
@@ -125,9 +125,9 @@ def test_adasum_equals_the_simulation(lowering, layout):
             close(means[k], simulations.adasum(rows))
 
 
-@BOTH
-@pytest.mark.parametrize("shift", [1, "exponential"])
-@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize(
+    ("shift", "lowering", "layout"), [(s, *run) for s, run in covering.each([1, "exponential"], RUNS)]
+)
 @pytest.mark.usefixtures("x64")
 def test_gossip_is_decentralized_sgd(shift, lowering, layout):
     tx = optax.chain(optax.sgd(0.1), mp.replicas.gossip(shift))
@@ -250,7 +250,6 @@ def recipe_of_gaia():
 
 
 @BOTH
-@pytest.mark.fast_cases(2)
 @pytest.mark.usefixtures("x64")
 def test_the_recipe_of_gaia_equals_the_simulation(recipe_of_gaia, lowering, layout):
     tx = recipe_of_gaia(optax.sgd(0.1), 0.2)

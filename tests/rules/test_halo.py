@@ -5,6 +5,7 @@ import itertools
 from collections import Counter
 
 import arrays
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -111,10 +112,9 @@ def values_and_gradients(cases, x):
     return out
 
 
-@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("family", [CONVOLUTIONS, POOLS, MOVES], ids=["convolutions", "pools", "moves"])
-@pytest.mark.fast_cases(6)
+@pytest.mark.parametrize(
+    ("family", "mesh", "lowering"), covering.pairs([CONVOLUTIONS, POOLS, MOVES], MESHES, ["shard_map", "jit"])
+)
 def test_values_and_gradients(family, mesh, lowering):
     x = normal(2, 24, 2)
 

@@ -4,6 +4,7 @@ import functools
 from collections import Counter
 
 import arrays
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -181,15 +182,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("f", "layout", "lowering"),
-    [
-        pytest.param(f, layout, lowering, marks=() if k == f_index == 0 else pytest.mark.slow)
-        for f_index, lowering in enumerate(LOWERINGS)
-        for k, layout in enumerate(LAYOUTS)
-        for f in (reads, writes, overwrites)
-    ],
-)
+@pytest.mark.parametrize(("f", "layout", "lowering"), covering.pairs([reads, writes, overwrites], LAYOUTS, LOWERINGS))
 def test_reads_and_writes_equal_the_unsharded_run(f, layout, lowering):
     rng = np.random.default_rng(LAYOUTS.index(layout))
     arrays = [negative_zeros(rng, *shape) for shape in SHAPES.values()]
@@ -403,9 +396,14 @@ def row_of_each(cache, new, q, positions):
     return attend(cache, q, jnp.arange(cache["k"].shape[1]) <= positions[:, None, None]), cache
 
 
-@pytest.mark.parametrize("lowering", LOWERINGS)
-@pytest.mark.parametrize("step", [one_position, position_of_each, row_of_each])
-@pytest.mark.parametrize("layout", ["cache: model", "cache: data+model", "batch: data; cache: model"])
+@pytest.mark.parametrize(
+    ("step", "layout", "lowering"),
+    covering.pairs(
+        [one_position, position_of_each, row_of_each],
+        ["cache: model", "cache: data+model", "batch: data; cache: model"],
+        LOWERINGS,
+    ),
+)
 def test_decoding_with_a_cache_that_is_split_by_length(step, layout, lowering):
     """The cache is written without communication; the softmax sends statistics and outputs."""
     b, s, h, d = 4, 32, 2, 8

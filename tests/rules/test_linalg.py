@@ -112,7 +112,7 @@ def test_small_systems_of_a_batch_send_nothing(lowering):
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
-@pytest.mark.parametrize("solver", ["cg", pytest.param("gmres", marks=pytest.mark.slow), "bicgstab"])
+@pytest.mark.parametrize("solver", ["cg", "gmres", "bicgstab"])
 def test_iterations_over_split_rows_send_what_plain_jit_sends(solver, lowering):
     """Normal equations: an iteration all-reduces a vector of features; and so do gradients."""
     t, y = 0.2 * normal(64, 8), normal(64)

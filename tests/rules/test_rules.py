@@ -732,7 +732,6 @@ READ_BY_JAX = {
 
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"io callback"}))  # with results: it has no local form
-@pytest.mark.fast_cases(31)
 def test_local_forms_do_not_depend_on_the_configuration(name):
     options = {k: v for k, v in CHECKS_OF_USER_CODE.items() if name not in READ_BY_JAX or "precision" not in k}
     assert lowered_text(name, **options) == lowered_text(name)

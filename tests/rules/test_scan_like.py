@@ -41,7 +41,6 @@ RUNNING = {
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.fast_cases(2)
 def test_running_sums(mesh, lowering):
     """Several in one program, on a mesh with an idle axis too: XLA's partitioner is wrong about some of them."""
     x = normal(2, 8, 2)

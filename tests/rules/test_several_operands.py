@@ -2,6 +2,7 @@
 
 import types
 
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,8 +68,9 @@ CASES = {
 
 
 @pytest.mark.filterwarnings("ignore::meshpar.JoinWarning")
-@pytest.mark.parametrize("layout", [LAYOUT, "b, c: data; a: model", "a: data+model; b: model+data"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "layout"), covering.each(CASES, [LAYOUT, "b, c: data; a: model", "a: data+model; b: model+data"])
+)
 def test_operands_that_are_sharded_differently(name, layout):
     """One program per case, since a join of names in another case would restrict the sharding. One mesh axis is idle."""
     want = jax.jit(CASES[name])(X, Y, W)

@@ -15,7 +15,6 @@ FAST = f"{model.MEGATRON}; embed: data; seq: model", "batch: data; opt.embed: da
 @pytest.mark.parametrize(
     "layout", [pytest.param(layout, marks=[pytest.mark.slow] * (layout not in FAST)) for layout in model.LAYOUTS]
 )
-@pytest.mark.fast_cases(1)
 def test_the_compiled_program_sends_what_the_plan_lists(layout):
     step = functools.partial(model.train_step, rename=layout == "seq: data")
     compiled = mp.compile(

@@ -2,6 +2,7 @@
 
 import functools
 
+import covering
 import jax
 import jax.numpy as jnp
 import moe_oracle as oracle
@@ -100,9 +101,7 @@ def unsharded():
     return jax.jit(step)(P, X, MASK, IDS, jax.random.key(3))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(("name", "lowering"), covering.each(LAYOUTS, ["jit", "shard_map"]))
 def test_every_router_under_every_layout(unsharded, name, lowering):
     mesh, layout = LAYOUTS[name]
     run = mp.jit(step, mesh=mp.mesh(mesh), layout=layout, dims=DIMS, lowering=lowering)
@@ -149,10 +148,7 @@ def one_layer_unsharded():
     return jax.jit(one_layer)({n: P[n] for n in ("kernel", "gate", "up", "down")}, X)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "lowering"), [("a2a", "shard_map"), ("ring", "jit"), ("ring", "shard_map"), ("dense", "jit")]
-)
-@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize(("strategy", "lowering"), [("a2a", "shard_map"), ("ring", "jit"), ("dense", "jit")])
 def test_strategies(one_layer_unsharded, strategy, lowering):
     p = {n: P[n] for n in ("kernel", "gate", "up", "down")}
     dims = {k: v for k, v in DIMS.items() if k == "x" or k[2:] in p}
@@ -281,7 +277,6 @@ def test_gate_and_up_are_one_matmul_unless_the_backward_pass_needs_both():
 
 
 @pytest.mark.parametrize("router", ["top_k", "deepseek_v3"])
-@pytest.mark.fast_cases(2)
 def test_the_kernels_choice_is_the_routers(router, monkeypatch):
     """Choices, weights and their gradients, with tokens split, padding, NaN, and groups of experts; drops are counted as ever.
 

@@ -16,16 +16,16 @@ from meshpar.verify.hlo import walk
 from meshpar.verify.hlo_text import parse
 
 MICROBATCHES = 4
-SCHEDULES = ("1f1b", "two rounds", "1f1b-overlap", "gpipe", "zb")
+SCHEDULES = ("1f1b", "two rounds", "zb", "gpipe", "1f1b-overlap")
 TENSOR = "batch: data; heads, kv_heads, mlp: model; vocab: stage+model"
 CASES = {
+    "four stages": ("stage=4, idle=2", "vocab: stage; layers: stage"),
     "data": ("stage=2, data=2, idle=2", "batch: data; layers: stage"),
     "fsdp": ("stage=2, data=2, idle=2", "batch, embed: data; layers: stage"),
     "tensor": ("stage=2, data=2, model=2", f"{TENSOR}; layers: stage"),
     "tensor + sequence": ("stage=2, idle=2, model=2", "heads, kv_heads, mlp, vocab, seq: model; layers: stage"),
     "fsdp + tensor + sequence": ("stage=2, data=2, model=2", f"{TENSOR}; embed: data; seq: model; layers: stage"),
     "zero1": ("stage=2, data=2, idle=2", "batch: data; opt.embed: data; layers: stage"),
-    "four stages": ("stage=4, idle=2", "vocab: stage; layers: stage"),
 }
 EXPERTS = {
     "experts": ("stage=2, idle=2, model=2", "expert, batch: model; layers: stage"),
@@ -66,10 +66,9 @@ def experts():
 
 
 def schemes(cases):
-    """Every (scheme, schedule) under one lowering; each scheme and each schedule meets both (`benchmarks/fuzz.py` draws all)."""
-    lowerings = ("shard_map", "jit")
-    pairs = [(i, n, j, s) for i, n in enumerate(cases) for j, s in enumerate(SCHEDULES)]
-    return [(n, s, lowerings[(i + j) % 2]) for i, n, j, s in pairs if (n, s) != ("four stages", "two rounds")]
+    """Every scheme under two schedules, one with each lowering; `benchmarks/fuzz.py` draws from all triples."""
+    pairs = [(n, j, k) for i, n in enumerate(cases) for k, j in enumerate((i, i + 2))]
+    return [(n, SCHEDULES[j % len(SCHEDULES)], ("shard_map", "jit")[(j + k) % 2]) for n, j, k in pairs]
 
 
 def check(training, mesh, layout, schedule, lowering):
@@ -89,21 +88,18 @@ def check(training, mesh, layout, schedule, lowering):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "schedule", "lowering"), schemes(CASES))
 def test_a_llama_under_a_scheme_and_stages(dense, name, schedule, lowering):
     check(dense, *CASES[name], schedule, lowering)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "schedule", "lowering"), schemes(EXPERTS))
 def test_a_mixtral_with_experts_inside_of_stages(experts, name, schedule, lowering):
     check(experts, *EXPERTS[name], schedule, lowering)
 
 
-@pytest.mark.parametrize("lowering", ["shard_map", pytest.param("jit", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "layout", [pytest.param(x, marks=[pytest.mark.slow] * (i > 0)) for i, x in enumerate(planned_transformer.LAYOUTS)]
+    ("layout", "lowering"), [(x, ("shard_map", "jit")[i % 2]) for i, x in enumerate(planned_transformer.LAYOUTS)]
 )
 def test_float64(layout, lowering):
     """A transformer in plain JAX, of four layers."""

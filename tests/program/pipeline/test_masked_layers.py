@@ -61,9 +61,7 @@ def assert_equal(actual, expected):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "rounds", "reverse"), [("1f1b", 1, False), pytest.param("zb", 2, True, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("schedule", "rounds", "reverse"), [("1f1b", 1, False), ("zb", 2, True)])
 def test_no_number_changes(schedule, rounds, reverse, x64):
     step, args = step_of(reverse), arguments()
     plan = plan_of(step, layout=f"batch: data; layers?: stage*{rounds}", schedule=schedule)
@@ -73,9 +71,7 @@ def test_no_number_changes(schedule, rounds, reverse, x64):
     assert_equal(list(out), jax.jit(step)(*args))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "lowering"), [(s, ("shard_map", "jit")[i % 2]) for i, s in enumerate(SCHEDULES)])
 def test_on_devices(schedule, lowering, x64):
     step, args = step_of(), arguments()
     layout = f"{LAYOUT}; embed: data; mlp: stage"

@@ -73,7 +73,6 @@ def test_no_number_changes(monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, cast, jax.jit(jaxpr_as_fun(program().closed))(*args))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lowering", ["shard_map", "jit"])
 def test_on_devices(lowering):
     args = arguments()
@@ -127,8 +126,7 @@ def test_gathered_by_time_and_memory(embed, topology, gather):
     assert auto.replan().gather == "auto"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("lowering", "rounds"), [("shard_map", 1), ("jit", 1), ("shard_map", 2)])
+@pytest.mark.parametrize(("lowering", "rounds"), [("jit", 1), ("shard_map", 2)])
 def test_gathering_once_changes_no_result(lowering, rounds):
     with jax.enable_x64(True):
         args = plain_arguments()

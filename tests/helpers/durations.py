@@ -1,0 +1,58 @@
+"""Durations of slow tests: the file `tests/durations.json`, by which tests get the mark ``slow``.
+
+The file has every case of at least :data:`SLOW` seconds: `{test: {case: seconds}}`, or `{test: seconds}` for a test without
+parameters, or for all cases of one with parameters.
+``pytest --record-durations`` replaces the entries of the cases that it runs.
+"""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+FILE = Path(__file__).parents[1] / "durations.json"
+SLOW = 5.0
+"""Seconds from which a case is slow, with its fixtures, on a machine of two cores that run nothing but the tests."""
+
+Durations = dict[str, float | dict[str, float]]
+
+
+def split(nodeid: str) -> tuple[str, str]:
+    """(Test, case) of a pytest id; the case is empty if the test is not parametrized."""
+    test, bracket, case = nodeid.partition("[")
+    return test, case.removesuffix("]") if bracket else ""
+
+
+def load() -> Durations:
+    return json.loads(FILE.read_text())
+
+
+def is_slow(nodeid: str, durations: Durations) -> bool:
+    """Whether a case is recorded as slow."""
+    test, case = split(nodeid)
+    recorded = durations.get(test, {})
+    return case in recorded if isinstance(recorded, dict) else True
+
+
+def updated(durations: Durations, measured: dict[str, float]) -> Durations:
+    """The durations with those of the cases that ran, by pytest id."""
+    cases = {test: dict(x) if isinstance(x, dict) else {"": x} for test, x in durations.items()}
+    for nodeid, seconds in measured.items():
+        test, case = split(nodeid)
+        cases.setdefault(test, {}).pop(case, None)
+        cases[test].pop("", None)
+        if seconds >= SLOW:
+            cases[test][case] = round(seconds, 1)
+    return {test: of.get("", dict(sorted(of.items()))) for test, of in sorted(cases.items()) if of}
+
+
+class Recorder:
+    """A plugin of pytest that writes the durations of a run to :data:`FILE`."""
+
+    def __init__(self) -> None:
+        self.measured: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report) -> None:
+        self.measured[report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        FILE.write_text(json.dumps(updated(load(), self.measured), indent=1, ensure_ascii=False) + "\n")

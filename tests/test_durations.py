@@ -1,0 +1,42 @@
+"""The mark ``slow`` comes from recorded durations."""
+
+import ast
+import json
+
+import durations
+import pytest
+
+RECORDED = {"a.py::test_one": 7.0, "a.py::test_two": {"x": 9.0, "y[1]": 6.0}}
+
+
+@pytest.mark.parametrize(
+    ("nodeid", "slow"),
+    [
+        ("a.py::test_one", True),
+        ("a.py::test_one[x]", True),  # as all cases are
+        ("a.py::test_two[x]", True),
+        ("a.py::test_two[y[1]]", True),
+        ("a.py::test_two[z]", False),
+        ("a.py::test_three", False),
+    ],
+)
+def test_a_recorded_case_is_slow(nodeid, slow):
+    assert durations.is_slow(nodeid, RECORDED) is slow
+
+
+def test_a_run_replaces_the_cases_that_it_ran(tmp_path, monkeypatch):
+    file = tmp_path / "durations.json"
+    file.write_text(json.dumps(RECORDED))
+    monkeypatch.setattr(durations, "FILE", file)
+    recorder = durations.Recorder()
+    recorder.measured |= {"a.py::test_one": 1.0, "a.py::test_two[x]": 4.9, "a.py::test_two[z]": 5.0, "b.py::test": 8.25}
+    recorder.pytest_sessionfinish()
+    assert durations.load() == {"a.py::test_two": {"y[1]": 6.0, "z": 5.0}, "b.py::test": 8.2}
+
+
+def test_the_recorded_tests_exist():
+    root = durations.FILE.parents[1]
+    for test in durations.load():
+        file, *_, name = test.split("::")
+        defined = {x.name for x in ast.walk(ast.parse((root / file).read_text())) if isinstance(x, ast.FunctionDef)}
+        assert name in defined, test
