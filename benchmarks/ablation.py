@@ -31,10 +31,10 @@ from agreement import TRIPLES, Row, Triple, in_order
 from tables import Table
 
 import meshpar as mp
-from meshpar.cost import collective_matmul, kernel_time, memory, schedule
-from meshpar.cost import time as step_time
-from meshpar.cost.kernel_time import kernel_times
-from meshpar.cost.tiles import Tiles
+from meshpar._src.cost import collective_matmul, kernel_time, memory, schedule
+from meshpar._src.cost import time as step_time
+from meshpar._src.cost.kernel_time import kernel_times
+from meshpar._src.cost.tiles import Tiles
 
 COMPILED = Path(__file__).parent / "compiled_steps.json"
 MIN_MEDIAN_CHANGE = 0.002

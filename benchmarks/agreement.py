@@ -13,7 +13,7 @@ The models of examples/ at their real sizes. Rows are printed as they are compil
 ``--results`` rows are appended to a file of JSON lines with a digest of meshpar's code: rows of this version are read from the
 file instead of compiled, and the summary is of this version only.
 
-- Whole steps: the plan's seconds and the compiler's final schedule at its default effort (:mod:`meshpar.verify.exposed`: cycles of
+- Whole steps: the plan's seconds and the compiler's final schedule at its default effort (:mod:`verify.exposed`: cycles of
   kernels, plus communication that no kernel overlaps; loops of unknown length, the further rounds of a token exchange, are left
   out of both). For pairs of layouts of one model, batch and slice whose schedules differ by over 3 %: whether plans and schedules
   order them alike.
@@ -42,8 +42,8 @@ from rich.console import Console
 from tables import Table
 
 import meshpar as mp
-from meshpar.hardware.topology import chip_of, parse_topology
-from meshpar.verify.exposed import exposed, places_of
+from meshpar._src.hardware.topology import chip_of, parse_topology
+from meshpar._src.verify.exposed import exposed, places_of
 from plan_vs_compiler import Difference, by_kind, comparison, differences, kernel_seconds
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -99,7 +99,7 @@ class Triple:
     def plan(self) -> mp.Plan:
         step, args, how = self.made()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", mp.JoinWarning)
+            warnings.simplefilter("ignore", mp.errors.JoinWarning)
             return mp.plan(step, *args, **how)
 
 
@@ -255,9 +255,9 @@ def compared(t: Triple, lowering: Any, effort: Any) -> Row:
     step, args, how = t.made()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", mp.JoinWarning)
+            warnings.simplefilter("ignore", mp.errors.JoinWarning)
             c = mp.compile(step, *args, lowering=lowering, effort=effort, **how)
-    except mp.MeshparError as e:  # a failed compilation is a row
+    except mp.errors.MeshparError as e:  # a failed compilation is a row
         row.error = str(e).splitlines()[0]
         return row
     assert c.plan is not None

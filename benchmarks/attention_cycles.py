@@ -98,7 +98,7 @@ def program(strategy: str, implementation: str, chip: str) -> tuple[Any, list[An
 
 def compile_one(strategy: str, implementation: str, chip: str) -> dict:
     """Compile in this process: cycles of the fusions, and grid steps of the kernels."""
-    from meshpar.verify.hlo import cycles
+    from meshpar._src.verify.hlo import cycles
 
     traced, _ = program(strategy, implementation, chip)
     text = traced.lower(lowering_platforms=("tpu",)).compile().as_text()

@@ -14,7 +14,8 @@ seeds are trained by one program, `jax.vmap` over ``trial``, under the layout ``
 - ``noise scale``: of the gradients of all training digits at its end.
 
 The curve ``steps = S (1 + B / batch)`` is fitted to the table; B is the critical batch size of McCandlish et al., *An Empirical
-Model of Large-Batch Training* (2018). ``mp.noise_scale`` estimates it from gradients alone, where the loss is near the target.
+Model of Large-Batch Training* (2018). ``mp.train.noise_scale`` estimates it from gradients alone, where the loss is near the
+target.
 """
 
 import argparse
@@ -130,7 +131,7 @@ def sweep(size: int, rates: tuple[float, ...], seeds: int) -> Sweep:
     return Sweep(size, float(medians[best]), rates[best], float(needed[best, 0]))
 
 
-def logged_training(best: Sweep, log: mp.MlLog) -> tuple[int, State]:
+def logged_training(best: Sweep, log: mp.log.MlLog) -> tuple[int, State]:
     """(Steps to the target, state) of the training of a sweep's best rate and first seed, under ``batch: data``."""
     data, held_out = digits()
     log.event("cache_clear", True)
@@ -176,7 +177,7 @@ def gradient_noise(state: State) -> float:
     batches = jax.tree.map(lambda x: x[: len(x) // 32 * 32].reshape(-1, 32, *x.shape[1:]), data)
     small = jax.vmap(jax.grad(loss_of), in_axes=(None, 0))(state["params"], batches)
     large = jax.tree.map(lambda g: g.mean(0), small)
-    return float(mp.noise_scale(small, large, batch=(32, 32 * len(batches["labels"]))).batch)
+    return float(mp.train.noise_scale(small, large, batch=(32, 32 * len(batches["labels"]))).batch)
 
 
 def fitted(sweeps: list[Sweep]) -> tuple[float, float]:
@@ -202,7 +203,7 @@ def draw(sweeps: list[Sweep], curve: tuple[float, float], noise: float, file: Pa
         sizes, least * (1 + critical / sizes), color="tab:blue", label=f"{least:.0f} (1 + {critical:.0f} / batch size)"
     )
     axes.loglog([s.size for s in sweeps], [s.steps for s in sweeps], "o", color="tab:blue", label="measured")
-    axes.axvline(noise, color="tab:orange", linestyle="--", label=f"mp.noise_scale: {noise:.0f}")
+    axes.axvline(noise, color="tab:orange", linestyle="--", label=f"mp.train.noise_scale: {noise:.0f}")
     axes.set(xlabel="batch size", ylabel=f"steps to a loss of {TARGET}")
     axes.set_xticks([s.size for s in sweeps], [str(s.size) for s in sweeps])
     axes.yaxis.set_major_formatter("{x:g}")
@@ -232,7 +233,7 @@ def main() -> None:
             took = time.perf_counter() - began
             log = folder / f"digits-{size}.txt"
             log.unlink(missing_ok=True)
-            steps, state = logged_training(best, mp.MlLog(log))
+            steps, state = logged_training(best, mp.log.MlLog(log))
             sweeps.append(best)
             noises.append(gradient_noise(state))
             table.add_row(str(size), f"{best.steps:g}", f"{best.steps * size:,.0f}", f"{best.rate:g}",

@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 from tables import Table
 
 import meshpar as mp
-from meshpar.pods.checkpoint import orbax, steps_of, verify
+from meshpar._src.pods.checkpoint import orbax, steps_of, verify
 
 
 def leaves_of(count: int) -> dict[str, jax.Array]:

@@ -44,7 +44,7 @@ def compiled(kind: str, form: str, mib: int, topology: str) -> dict:
     from jax.sharding import NamedSharding, PartitionSpec
 
     import meshpar as mp
-    from meshpar.verify.aot import compile_lowered
+    from meshpar._src.verify.aot import compile_lowered
     from meshpar_kernels import collectives
 
     sizes = [int(n) for n in topology.split(":")[1].split("x")]

@@ -30,7 +30,7 @@ import llama
 import meshpar as mp
 import mixtral
 import resnet
-from meshpar.layers.moe import moe
+from meshpar.layers import moe
 from meshpar_kernels.shapes import MODELS
 
 MESH, LAYOUT = "data=1, model=1", "batch?: data; mlp?, heads?, vocab?, expert?: model"
@@ -233,8 +233,8 @@ def _decode(tiny: bool, weights: str = "bfloat16", unroll: bool = True) -> Progr
 
 PROGRAMS: dict[str, Callable[[bool], Program]] = {
     "llama": _llama,
-    "llama, moments on the host": lambda tiny: _llama(tiny, mp.offload(_adam())),
-    "llama, 8-bit moments": lambda tiny: _llama(tiny, mp.low_bits(_adam(), "int8")),
+    "llama, moments on the host": lambda tiny: _llama(tiny, mp.train.offload(_adam())),
+    "llama, 8-bit moments": lambda tiny: _llama(tiny, mp.train.low_bits(_adam(), "int8")),
     "mixtral": _mixtral,
     "moe": _moe,
     "decode": _decode,

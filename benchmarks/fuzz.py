@@ -14,7 +14,7 @@ many could not run (counted separately: cases that JAX cannot run unsharded), th
 that differs the smallest one found that still does.
 
 ``--only`` draws from some statements (of ``tests/fuzz``), by name or by module. ``--seed date`` is the day's, in UTC, as
-yyyymmdd, so that a seed that found something can be given again. ``--coverage`` measures which branches of ``meshpar/rules`` and
+yyyymmdd, so that a seed that found something can be given again. ``--coverage`` measures which branches of ``rules`` and
 ``program/divisible_rewrite`` the cases take, and prints those that none did. ``--plan`` plans each case, also, for TPU slices: the
 plan, its seconds and its memory, without a run. ``--control`` adds loops and conditionals, and ``--calls`` makes so many calls
 before it waits for the last: collectives inside and outside of bodies, many calls in flight.

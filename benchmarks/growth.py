@@ -24,7 +24,7 @@ import jax
 from tables import Table
 
 import meshpar as mp
-from meshpar.hardware.topology import parse_topology
+from meshpar._src.hardware.topology import parse_topology
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 

@@ -116,7 +116,7 @@ def run_harness(harness, lowering=None):
         step = mp.jit(fn, mesh=mp.mesh(MESH), layout=layout, dims=dims, **({"lowering": lowering} if lowering else {}))
         found = jax.tree.leaves(jax.block_until_ready(step(*args)))
         different = difference(found, reference)
-    except mp.MeshparError as e:
+    except mp.errors.MeshparError as e:
         return ("refused" if e.fixes else "foreign"), text_of(e)
     except Exception as e:
         return "foreign", text_of(e)

@@ -356,7 +356,7 @@ def compile_attention(kernel: str, shape: str, chip: str) -> dict:
     from jax.experimental import topologies
     from jax.sharding import PartitionSpec as P
 
-    from meshpar.verify.hlo import collectives
+    from meshpar._src.verify.hlo import collectives
     from meshpar_kernels import ring_attention
     from meshpar_kernels.shapes import ATTENTION
 

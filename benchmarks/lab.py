@@ -26,8 +26,8 @@ import jax
 from tables import Table
 
 import meshpar as mp
-from meshpar.lab.server import Server
-from meshpar.target import load_target
+from meshpar._src.entry.target import load_target
+from meshpar._src.lab.server import Server
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 CASES = [

@@ -17,7 +17,7 @@ A plan may replace reduce-scatters of gradients by all-reduces, for twice the by
 the limits of bytes are for ``--overlap xla``, which sends the fewest.
 
 ``--schedule`` prints step times: computation by libtpu's cycles, plus communication that no kernel overlaps
-(:mod:`meshpar.verify.exposed`). MaxText's final programs of rows 1 to 6 and 9 were read by the same function (:data:`SCHEDULES`).
+(:mod:`verify.exposed`). MaxText's final programs of rows 1 to 6 and 9 were read by the same function (:data:`SCHEDULES`).
 Of the others only memory and bytes are known, and its row 8 does not compile. Ours are compiled with the compiler options of the
 plan and the form of rotary embeddings whose plan is faster. "meshpar" is at full remat. "Best
 that fits" has the policy of ``llama.REMAT``, and one, two or four interleaved microbatches, whose plan is fastest among those
@@ -38,8 +38,8 @@ from typing import Any
 import jax
 
 import meshpar as mp
-from meshpar.hardware.topology import parse_topology
-from meshpar.passes.collective_matmul import MODES
+from meshpar._src.hardware.topology import parse_topology
+from meshpar._src.passes.collective_matmul import MODES
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from tables import Table
@@ -235,7 +235,7 @@ def schedules(rows: list[Row], effort: Any, overlap: Any) -> None:
         for name, own in ours.items():
             try:
                 c = compiled(own, effort, overlap)
-            except mp.MeshparError as e:  # a failed compilation is a row
+            except mp.errors.MeshparError as e:  # a failed compilation is a row
                 table.add_row(row.name, f"{name}: {str(e).splitlines()[0][:60]}")
                 continue
             final = c.exposed
@@ -329,7 +329,7 @@ def main() -> None:
         about = [row.name, row.model, row.topology, row.mesh]
         try:
             c = compiled(row, args.effort, args.overlap)
-        except mp.MeshparError as e:  # a failed compilation is a row
+        except mp.errors.MeshparError as e:  # a failed compilation is a row
             cells = [*about, str(e).splitlines()[0][:40]]
         else:
             peak, sent = c.memory.peak / 1e9, c.bytes_sent / 1e9

@@ -29,8 +29,8 @@ from jax.sharding import PartitionSpec as P
 from tables import Table
 
 import meshpar as mp
-from meshpar.layers.moe import moe
-from meshpar.verify.flops import flops
+from meshpar._src.verify.flops import flops
+from meshpar.layers import moe
 from meshpar_kernels.shapes import MODELS
 
 DIMS = {
@@ -306,5 +306,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except mp.MeshparError as error:
+    except mp.errors.MeshparError as error:
         sys.exit(f"\n{error}")

@@ -1,7 +1,7 @@
 """Mutation test: small edits of the code, one at a time, and whether the tests find them.
 
     python benchmarks/mutants.py --sample 150 --seed 0 --log mutants.jsonl  # mutants of all packages of PACKAGES
-    python benchmarks/mutants.py meshpar/rules meshpar/program/infer.py --sample 20
+    python benchmarks/mutants.py meshpar/_src/rules meshpar/_src/program/infer.py --sample 20
     python benchmarks/mutants.py --record tests/rules tests/program
 
 A mutant is one edit of the syntax tree: a comparison swapped, a constant off by one, a condition negated or dropped, ``and`` for
@@ -10,7 +10,7 @@ spread evenly over the paths.
 
 The lines that each test executes are recorded once for each version of the package, with ``--record`` only for some tests.
 Each mutant is applied to a copy of the repository, in which the tests that execute the edited lines run up to the first failure:
-first in the mirrored file (``tests/rules/test_halo.py`` for ``meshpar/rules/halo.py``) and folder, then all others; tests that
+first in the mirrored file (``tests/rules/test_halo.py`` for ``meshpar/_src/rules/halo.py``) and folder, then all others; tests that
 start processes, whose lines are not recorded, run if they are mirrored; one case of each test runs before the second ones.
 ``--limit`` bounds the recorded seconds of the mirrored tests, and separately the seconds of the others. Tests with the mark
 ``slow`` do not run. A run that exceeds twice its tests' recorded seconds and a minute of CPU time counts as found. A mutant whose
@@ -47,6 +47,7 @@ import pytest
 from tables import Table
 
 ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "meshpar" / "_src"
 COPIED = (
     "meshpar",
     "meshpar_kernels",
@@ -60,17 +61,18 @@ COPIED = (
 )
 PACKAGES = (
     "rules", "plan", "program", "lower", "passes", "pods",
-    "api.py", "jitted.py", "tracing.py", "compiled.py", "plan_api.py", "options.py", "target.py", "cli.py",
+    "plan_api.py", "entry",
 )  # fmt: skip
-"""Packages and modules of ``meshpar`` that are mutated by default."""
+"""Packages and modules of ``meshpar._src`` that are mutated by default."""
 TESTS_OF = {
-    "api.py": ["test_api.py", "measurement/test_calibrate.py"],
-    "tracing.py": ["test_tracing.py", "test_jitted.py", "test_api.py"],
-    "compiled.py": ["test_jitted.py", "test_api.py"],
+    "entry/__init__.py": ["test_api.py"],
+    "entry/api.py": ["test_api.py", "measurement/test_calibrate.py"],
+    "entry/tracing.py": ["test_tracing.py", "test_jitted.py", "test_api.py"],
+    "entry/compiled.py": ["test_jitted.py", "test_api.py"],
     "plan_api.py": ["test_api.py", "hardware/test_calibration.py", "report/test_facts.py"],
-    "target.py": ["test_cli.py"],
+    "entry/target.py": ["test_cli.py"],
 }
-"""Tests of top-level modules in other files than the one of the same name."""
+"""Tests of modules in other files than the one of the same name."""
 EQUIVALENT = Path(__file__).parent / "equivalent_mutants.json"
 PRELOADED = ("jax", "flax.nnx", "optax", "numpy", "pytest", "coverage")
 """Modules that are imported once, in the process from which those that run tests are forked."""
@@ -198,10 +200,13 @@ def edits(path: Path) -> Iterator[Edit]:
 
 def mirrored(path: Path) -> list[list[str]]:
     """The tests of a module in the order in which they run: the file of the same name, then its packages' files outwards."""
-    inner = path.relative_to(ROOT / "meshpar")
+    inner = path.relative_to(SOURCE if path.is_relative_to(SOURCE) else ROOT / "meshpar")
     if str(inner) in TESTS_OF:
         return [[f"tests/{name}" for name in TESTS_OF[str(inner)]]]
     stages = []
+    inner = (
+        inner.relative_to("entry") if inner.parts[0] == "entry" else inner
+    )  # the tests of its modules are in no folder
     for module in (inner, *inner.parents[:-1]):
         for tests in (Path("tests") / module.parent / f"test_{module.stem}.py", Path("tests") / module):
             if (ROOT / tests).exists():
@@ -491,7 +496,7 @@ def main() -> None:
         record(args.recorded, args.record or ["tests"])
     if args.record is not None:
         return
-    chosen = sampled(args.paths or [ROOT / "meshpar" / name for name in PACKAGES], args.sample, args.seed)
+    chosen = sampled(args.paths or [SOURCE / name for name in PACKAGES], args.sample, args.seed)
     equivalent = {(e["file"], e["line"], e["change"]) for e in json.loads(EQUIVALENT.read_text())}
     results = outcomes([e for mutants in chosen.values() for e in mutants if e.key not in equivalent], args)
     kinds = ("found", "equivalent", "broken", "not found")

@@ -24,9 +24,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.passes import make_plan
-from meshpar.plan.request import PlanRequest
-from meshpar.program import infer
+from meshpar._src.passes import make_plan
+from meshpar._src.plan.request import PlanRequest
+from meshpar._src.program import infer
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from tables import Table

@@ -5,7 +5,7 @@
 
 Megatron with sequence parallelism, Llama 3 at its real widths, a train step of two scanned and recomputed layers with a small
 vocabulary; where 8 heads of keys and values do not divide over 16 devices, each head is stored twice. Every program is compiled at
-full effort (at `fast` the TPU compiler does not schedule for latency), and its final schedule is read by `meshpar.verify.exposed`.
+full effort (at `fast` the TPU compiler does not schedule for latency), and its final schedule is read by `verify.exposed`.
 Nothing is run. The schedule has no cycles of Pallas kernels, so for `pallas` only the plan's estimate can be compared.
 """
 

@@ -29,7 +29,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.lower import LOWERINGS
+from meshpar._src.lower import LOWERINGS
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from tables import Table

@@ -6,7 +6,7 @@
 
 Every program trains on the same tokens with full remat: float32 weights and AdamW moments, bfloat16 compute, donated state.
 MaxText's programs are from its ``train_compile`` (e591f30; jax 0.10.2, libtpu 0.0.42.1), read by the same functions. `step`
-is computation by libtpu's cycles plus exposed communication (:mod:`meshpar.verify.exposed`). Splash attention has no cycles in
+is computation by libtpu's cycles plus exposed communication (:mod:`verify.exposed`). Splash attention has no cycles in
 either. Nothing is run. Of MaxText's programs on a pod the table has the fastest pipeline, and the fastest without stages.
 
 Columns. `to MaxText`: our step time over its fastest pipeline's. `planned`: step time, bytes and peak memory of the plan.
@@ -31,7 +31,7 @@ from typing import Any
 import jax
 
 import meshpar as mp
-from meshpar.verify import hlo
+from meshpar._src.verify import hlo
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from tables import Table
@@ -139,7 +139,7 @@ def measured(program: Program, effort: Any) -> dict[str, Any]:
     step, args, how = program.made()
     row: dict[str, Any] = {"name": program.name, "pod": program.pod, "effort": effort}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", mp.JoinWarning)
+        warnings.simplefilter("ignore", mp.errors.JoinWarning)
         mp.plan(step, *args, **how)
         begin = time.perf_counter()
         plan = mp.plan(step, *args, **how)
@@ -151,7 +151,7 @@ def measured(program: Program, effort: Any) -> dict[str, Any]:
         row |= {"planned_peak": plan.memory.peak}
         try:
             c = mp.compile(step, *args, **how, effort=effort)
-        except mp.MeshparError as e:  # a failed compilation is a row
+        except mp.errors.MeshparError as e:  # a failed compilation is a row
             return {**row, "error": str(e).splitlines()[0]}
     final = c.exposed
     assert final is not None

@@ -6,7 +6,7 @@
 The models use no kernel, option or name of meshpar: attention by einsum with materialized scores, masks by ``tril``, softmax in
 float32, bfloat16 weights, ``jax.checkpoint`` of every scanned layer, and a cross-entropy of optax. No pass was fitted to them.
 A case of ``examples/llama.py`` represents programs that passes were fitted to. Seconds are compute plus exposed communication of
-the final schedule (:mod:`meshpar.verify.exposed`); ``planned`` is the step time of the plan for ``"shard_map"``.
+the final schedule (:mod:`verify.exposed`); ``planned`` is the step time of the plan for ``"shard_map"``.
 """
 
 import argparse
@@ -27,8 +27,8 @@ import optax
 from tables import Table
 
 import meshpar as mp
-from meshpar.verify.hlo import estimate, walk
-from meshpar.verify.hlo_text import parse
+from meshpar._src.verify.hlo import estimate, walk
+from meshpar._src.verify.hlo_text import parse
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import llama as fitted

@@ -122,8 +122,8 @@ def at_once(tx: optax.GradientTransformation) -> optax.GradientTransformation:
 
 MOMENTS: dict[str, Callable[[optax.GradientTransformation], optax.GradientTransformation]] = {
     "jax.device_put": at_once,
-    "mp.offload": mp.offload,
-    "mp.offload, layers=8": lambda tx: mp.offload(tx, layers=SMALL["layers"]),
+    "mp.train.offload": mp.train.offload,
+    "mp.train.offload, layers=8": lambda tx: mp.train.offload(tx, layers=SMALL["layers"]),
 }
 
 

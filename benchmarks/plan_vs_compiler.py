@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshpar.cost.memory import memory_of
-from meshpar.hardware.algorithms import ALGORITHMS
-from meshpar.plan.collectives import Collective
-from meshpar.plan.plan import Plan
-from meshpar.verify.aot import Compiled
-from meshpar.verify.hlo import HloCollective
+from meshpar._src.cost.memory import memory_of
+from meshpar._src.hardware.algorithms import ALGORITHMS
+from meshpar._src.plan.collectives import Collective
+from meshpar._src.plan.plan import Plan
+from meshpar._src.verify.aot import Compiled
+from meshpar._src.verify.hlo import HloCollective
 
 Sent = tuple[str, tuple[str, ...], float, bool]
 """(kind, axes, bytes, in a loop of unknown length)."""

@@ -76,7 +76,7 @@ import time
 import meshpar as mp
 mp.distributed()
 from llama import llama3_70b
-from meshpar.pods.agree import agree, program_lines
+from meshpar._src.pods.agree import agree, program_lines
 step, arguments, dims = llama3_70b()
 plan = mp.plan(step, *arguments, mesh="data=64, model=8", topology="v5p:8x8x8", layout={LARGE!r}, dims=dims)
 for round in range(3):
@@ -95,7 +95,7 @@ def watch() -> Iterator[Row]:
 import sys, time
 import meshpar as mp
 mp.distributed()
-from meshpar.pods.watch import CALLS
+from meshpar._src.pods.watch import CALLS
 for n in range(5000):
     CALLS.note("step", {"x": n})
 time.sleep(3)

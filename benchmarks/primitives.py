@@ -5,7 +5,7 @@
 
 A case is a program of `primitive_programs.py`, one of five layouts on a mesh ``data=4, model=2``, and the function itself or its
 gradient. `mp.jit` and `jax.jit` compile it for 8 virtual CPU devices with the plan's shardings of arguments and results. Bytes
-are what each device sends, counted in the final programs by `meshpar.verify.hlo`, with trip counts. Results of both are compared
+are what each device sends, counted in the final programs by `verify.hlo`, with trip counts. Results of both are compared
 with the unsharded run. A case is above the bound if it sends more than 1.1 times XLA's bytes plus 64.
 
 Cases run in subprocesses, a few programs each. The outcomes are appended to the log, and cases that are in it are not run again.
@@ -109,7 +109,7 @@ def run_case(name, layout, what, reference=None, lowering=None):
     from primitive_programs import LAYOUTS, PROGRAMS
 
     import meshpar as mp
-    from meshpar.verify.hlo import collectives
+    from meshpar._src.verify.hlo import collectives
 
     p = PROGRAMS[name]
     fn = p.fn if what == "value" else p.gradient()

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import meshpar as mp
-from meshpar.plan.plan import Plan
-from meshpar.verify import hlo
-from meshpar.verify.hlo_text import parse
-from meshpar.verify.profile import names_of
+from meshpar._src.plan.plan import Plan
+from meshpar._src.verify import hlo
+from meshpar._src.verify.hlo_text import parse
+from meshpar._src.verify.profile import names_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from tables import Table

@@ -146,7 +146,7 @@ def run_case(task: diloco.Task, case: str, every: int) -> tuple[diloco.Run, int]
         return diloco.local(task, every, **LOCAL[case]), steps // every
     optimizer, exchange = adamw(PEAK_RATE, steps), EXCHANGES.get(case, EXCHANGES["float32"])()
     if case in LOW_BITS:
-        optimizer = mp.low_bits(optimizer, LOW_BITS[case])
+        optimizer = mp.train.low_bits(optimizer, LOW_BITS[case])
     then = (steps // 4, *one_bit_adam(steps, steps // 4)) if case == ONE_BIT else None
     return synchronous(task, optax.chain(exchange, optimizer), then), steps
 

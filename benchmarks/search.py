@@ -24,14 +24,14 @@ import jax
 from tables import Table
 
 import meshpar as mp
-from meshpar.hardware.topology import parse_topology
-from meshpar.layout import Rule
-from meshpar.mesh import planned_mesh
-from meshpar.plan.assignment import AxisAssignment
-from meshpar.search import Search
-from meshpar.search.space import Point, Space, meshes
-from meshpar.target import load_target
-from meshpar.units import format_memory, format_seconds
+from meshpar._src.entry.target import load_target
+from meshpar._src.hardware.topology import parse_topology
+from meshpar._src.layout import Rule
+from meshpar._src.mesh import planned_mesh
+from meshpar._src.plan.assignment import AxisAssignment
+from meshpar._src.search import Search
+from meshpar._src.search.space import Point, Space, meshes
+from meshpar._src.units import format_memory, format_seconds
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SLICES = ("v5e:16x16", "v5p:8x8x8", "tpu7x:4x4x4")
@@ -194,7 +194,7 @@ def seconds_that_fit(base: mp.Plan, layout: str, mesh: Any = None, topology: str
     assert base.chip is not None
     try:
         plan = base.replan(layout=layout, mesh=mesh, topology=topology)
-    except mp.MeshparError:
+    except mp.errors.MeshparError:
         return math.inf
     fits = plan.memory.peak <= 0.85 * base.chip.per_device().hbm
     return plan.seconds or math.inf if fits else math.inf

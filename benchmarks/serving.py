@@ -25,8 +25,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.hardware.topology import topology_devices
-from meshpar.verify.hlo import HloCollective, collectives
+from meshpar._src.hardware.topology import topology_devices
+from meshpar._src.verify.hlo import HloCollective, collectives
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import generate

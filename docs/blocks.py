@@ -154,7 +154,7 @@ def run_page(text: str, name: str) -> list[str]:
       AssertionError: a block that must fail succeeds, or a command that must succeed fails.
       Exception: any exception that a block raises.
     """
-    from meshpar.plan.checks import REPORTED_JOINS
+    from meshpar._src.plan.checks import REPORTED_JOINS
 
     REPORTED_JOINS.clear()  # a page is a program of its own: its warnings do not depend on other pages
     module = types.ModuleType(f"page_{Path(name).stem.replace('-', '_')}")
@@ -178,7 +178,7 @@ class _NarrowConsole(Console):
 @contextlib.contextmanager
 def _narrow_reports() -> Iterator[None]:
     """Limit meshpar's reports to ``WIDTH`` columns."""
-    import meshpar.cli  # noqa: F401 (imports every module with a report)
+    import meshpar._src.entry.cli  # noqa: F401 (imports every module with a report)
 
     with contextlib.ExitStack() as stack:
         for name, module in list(sys.modules.items()):
@@ -203,7 +203,7 @@ def _run(block: Block, module: types.ModuleType, name: str) -> str:
         assert block.word != "error", f"{name}, line {block.line}: this must fail"
         return out.getvalue()
 
-    from meshpar.cli import main
+    from meshpar._src.entry.cli import main
 
     for command in block.commands:
         errors = io.StringIO()

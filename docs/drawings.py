@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from jax.sharding import NamedSharding
 
 import meshpar as mp
-from meshpar.program.pipeline import Schedule
+from meshpar._src.program.pipeline import Schedule
 
 FOLDER = Path(__file__).parent / "static"
 COLORS = ["#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#8f8f00"]

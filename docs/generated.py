@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import meshpar as mp
-from meshpar.cli import COMMANDS, _first_sentence, _parser
-from meshpar.hardware.chips import CHIPS, Chip
-from meshpar.plan_api import Plan
-from meshpar.target import load_target
-from meshpar.units import format_bytes, format_memory, format_seconds
+from meshpar._src.entry.cli import COMMANDS, _first_sentence, _parser
+from meshpar._src.entry.target import load_target
+from meshpar._src.hardware.chips import CHIPS, Chip
+from meshpar._src.plan_api import Plan
+from meshpar._src.units import format_bytes, format_memory, format_seconds
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -249,7 +249,7 @@ def _section(entry: Entry) -> str:
     target = load_target(text)
     layout = target.layouts[entry.layout]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", mp.JoinWarning)  # the models have two names for some dims
+        warnings.simplefilter("ignore", mp.errors.JoinWarning)  # the models have two names for some dims
         plan = mp.plan(
             target.step, *target.args, dims=target.dims, mesh=entry.mesh, topology=entry.topology, layout=layout,
             donate_argnames="state",
@@ -275,7 +275,7 @@ def _section(entry: Entry) -> str:
 
 
 def _function_of(text: str) -> object:
-    """The function of a target that :func:`meshpar.target.load_target` has imported."""
+    """The function of a target that :func:`target.load_target` has imported."""
     where, _, name = text.rpartition(":")
     return getattr(sys.modules[Path(where).stem], name)
 

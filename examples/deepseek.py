@@ -2,7 +2,7 @@
 
     meshpar plan examples/deepseek.py:deepseek_16b --topology v5p:4x4x8 --mesh "data=16, model=8" --layout fsdp+expert
 
-The experts are :func:`mp.layers.moe.moe`: no token is dropped. The bias that balances the load is held among the weights, gets no
+The experts are :func:`mp.layers.moe`: no token is dropped. The bias that balances the load is held among the weights, gets no
 gradient, and is left as it is: moving it is another line of a training loop (``examples/train_moe.py`` has it).
 """
 
@@ -16,7 +16,7 @@ from flax import linen as nn
 
 import llama
 from llama import Head, SwiGLU, attention, dense, named, norm, rotate, scanned
-from meshpar.layers.moe import moe
+from meshpar.layers import moe
 
 FSDP = llama.FSDP
 EXPERT = "expert: model; batch: data+model"

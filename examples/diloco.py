@@ -124,12 +124,12 @@ def synchronous(task: Task, steps: int | None = None) -> tuple[Any, list[float],
 
 
 def local(task: Task, every: int, first: int, **options: Any) -> Run:
-    """Train with :func:`meshpar.local_sgd`: each slice separately, an exchange of each fragment every ``every`` steps.
+    """Train with :func:`meshpar.train.local_sgd`: each slice separately, an exchange of each fragment every ``every`` steps.
 
     Args:
       first: number of synchronous steps before.
     """
-    run = mp.local_sgd(
+    run = mp.train.local_sgd(
         task.step, over="slice", every=every, outer=task.outer, mesh=mp.mesh(MESH), layout="batch: data; embed: data",
         dims=task.dims, **options,
     )  # fmt: skip

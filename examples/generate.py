@@ -27,7 +27,7 @@ import deepseek
 import llama
 import meshpar as mp
 import mixtral
-from meshpar.layers.moe import moe
+from meshpar.layers import moe
 
 LAYOUTS = {
     "data": "batch: data",
@@ -66,7 +66,7 @@ STACKS = ("dense_layers", "layers")
 CONTRACT = {
     "*/{query,key,value,gate,up}/kernel": "embed", "*/out/kernel": "heads head_dim", "*/down/kernel": "mlp", "head/kernel": "embed"
 }  # fmt: skip
-"""Contracted dims of the weights of llama.py, for ``mp.quantize``."""
+"""Contracted dims of the weights of llama.py, for ``mp.layers.quantize``."""
 
 MERGED = (("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim"))
 """Dims of the kernels of queries, keys and values that :func:`merge_heads` changes; latent attention has others."""
@@ -210,7 +210,7 @@ def attention(
     q, k, v = (heads_of(x, w[name]["kernel"], size) for name in ("query", "key", "value"))
     q, k = rotate(q, position, options.rope_base), rotate(k, position, options.rope_base)
     if old is None:
-        y = mp.attention(q, k, v, causal=True, window=options.window)
+        y = mp.layers.attention(q, k, v, causal=True, window=options.window)
     else:
         q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3]) * q.shape[3] ** -0.5
         held = slot_positions(position, length_of(old["value"]), table)
@@ -274,7 +274,7 @@ def latent_attention(
     if old is None:
         q, k = jnp.concatenate(queries, -1), jnp.concatenate([latent, turned], -1)
         v = jnp.pad(latent, [(0, 0)] * 3 + [(0, turned.shape[-1])])  # as wide as the keys
-        y = mp.attention(q, k, v, causal=True, window=options.window, scale=1.0)[..., : latent.shape[-1]]
+        y = mp.layers.attention(q, k, v, causal=True, window=options.window, scale=1.0)[..., : latent.shape[-1]]
     else:
         queries, keys = [u[:, :, None] for u in queries], [old["latent"], old["rotated"]]
         held = slot_positions(position, length_of(old["latent"]), table)
@@ -369,7 +369,7 @@ def cached(options: Options, new: Any) -> Any:
     """Keys and values [..., size] as they are in the cache."""
     if options.cache is None:
         return new
-    small = (mp.quantize({"x": x}, options.cache, contract={"x": -1})["x"] for x in jax.tree.leaves(new))
+    small = (mp.layers.quantize({"x": x}, options.cache, contract={"x": -1})["x"] for x in jax.tree.leaves(new))
     return jax.tree.unflatten(jax.tree.structure(new), [Codes(x.codes, by_rows(x.scales[..., 0])) for x in small])
 
 
@@ -689,7 +689,7 @@ def weights_and_options(
     params = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.bfloat16), params)
     params = jax.eval_shape(merge_heads, params)
     if weights != "bfloat16":
-        params = jax.eval_shape(lambda params: mp.quantize(params, weights, contract=CONTRACT), params)
+        params = jax.eval_shape(lambda params: mp.layers.quantize(params, weights, contract=CONTRACT), params)
     return params, Options.of(config, cache=None if cache == "bfloat16" else cache, unroll=unroll)
 
 

@@ -84,10 +84,10 @@ class Config:
 
 _save, _and = jax.checkpoint_policies.save_only_these_names, jax.checkpoint_policies.save_from_both_policies
 _QKV, _MLP = ("query_proj", "key_proj", "value_proj"), ("gate_proj", "up_proj")
-_ATTENTION = _and(_save(*_QKV, "residual"), mp.checkpoint_policies.kernels_saveable)
+_ATTENTION = _and(_save(*_QKV, "residual"), mp.train.checkpoint_policies.kernels_saveable)
 _EXCEPT_GATE = _and(_ATTENTION, _save("up_proj"))
 _MINIMAL = _and(_ATTENTION, _save(*_MLP))
-_COLLECTIVES = mp.checkpoint_policies.collectives_saveable
+_COLLECTIVES = mp.train.checkpoint_policies.collectives_saveable
 REMAT: dict[str, Callable[..., bool] | None] = {  # residuals that a layer saves, besides its input
     "full": None,  # nothing
     "save_out_proj": _save(
@@ -188,7 +188,7 @@ def step_of(model: nn.Module, microbatches: int = 1) -> Callable[[Any, Any], tup
             loss: Any = model.apply({"params": params}, batch["inputs"], batch["targets"])
             return loss
 
-        gradient = mp.accumulate_gradients(jax.value_and_grad(loss_of), microbatches)
+        gradient = mp.train.accumulate_gradients(jax.value_and_grad(loss_of), microbatches)
         loss, gradients = gradient(state["params"], batch)
         updates, opt = optimizer().update(gradients, state["opt"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
@@ -304,7 +304,7 @@ class Head(nn.Module):
         """Mean cross-entropy of `targets` [batch, seq] by the logits of `x` [batch, seq, embed].
 
         ``"recomputed"``: :func:`cross_entropy`, which needs the least memory. ``"vocab"``, ``"tokens"``:
-        :func:`meshpar.cross_entropy`, over chunks of the vocabulary (for FSDP) or of the tokens (where a layout shards the
+        :func:`meshpar.layers.cross_entropy`, over chunks of the vocabulary (for FSDP) or of the tokens (where a layout shards the
         vocabulary), without recomputed logits.
         """
         c = self.config
@@ -312,7 +312,7 @@ class Head(nn.Module):
         kernel = jnp.asarray(self.param("kernel", init, (c.embed, c.vocab)), c.dtype)
         if c.loss == "recomputed":
             return cross_entropy(x, kernel, targets, c.loss_chunks).mean()
-        return mp.cross_entropy((x, kernel), targets, over=c.loss, chunks=c.loss_chunks)
+        return mp.layers.cross_entropy((x, kernel), targets, over=c.loss, chunks=c.loss_chunks)
 
 
 class SwiGLU(nn.Module):
@@ -337,7 +337,7 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, implementation: str = "s
     if implementation == "xla":
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)
     if implementation in CONTEXT_PARALLEL:
-        return mp.attention(q, k, v, causal=True, strategy=implementation)
+        return mp.layers.attention(q, k, v, causal=True, strategy=implementation)
     raise ValueError(
         f"there is no attention {implementation!r}; there are {', '.join(('splash', 'xla', *CONTEXT_PARALLEL))}"
     )

@@ -96,7 +96,7 @@ def train(args: argparse.Namespace, console: Console) -> tuple[dict[str, list[fl
     console.print(f"layout   {LAYOUT}\ntext     {args.seq} bytes a sequence, {args.seq // 8} on each of 8 devices")
     for name in ("one device", *STRATEGIES):
         strategy, devices = (None, 1) if name == "one device" else (name, 8)
-        attend = functools.partial(mp.attention, causal=True, strategy=strategy, chunks=(64, 64))
+        attend = functools.partial(mp.layers.attention, causal=True, strategy=strategy, chunks=(64, 64))
         config = Config(layers=args.layers, embed=64, mlp=192, dropout=0.0, attend=attend)
 
         def create(key: jax.Array, config: Config = config) -> tuple[Transformer, nnx.Optimizer]:
@@ -165,7 +165,7 @@ def show(console: Console, rows: Sequence[Row]) -> None:
     console.print(table)
     console.print(
         "\nThe estimate overlaps no collectives of attention; a ring's do overlap. Only ulysses balances causal work here;\n"
-        "mp.attention(zigzag=…) balances it for tokens in zig-zag order.\n\nchoice of strategy=None"
+        "mp.layers.attention(zigzag=…) balances it for tokens in zig-zag order.\n\nchoice of strategy=None"
     )
     for tokens in dict.fromkeys(row.tokens for row in rows):
         found = costs(tokens)
@@ -191,5 +191,5 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 if __name__ == "__main__":
     try:
         main()
-    except mp.MeshparError as error:
+    except mp.errors.MeshparError as error:
         sys.exit(f"\n{error}")

@@ -169,5 +169,5 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[float]]:
 if __name__ == "__main__":
     try:
         main()
-    except mp.MeshparError as error:
+    except mp.errors.MeshparError as error:
         sys.exit(f"\n{error}")

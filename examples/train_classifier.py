@@ -145,5 +145,5 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 if __name__ == "__main__":
     try:
         main()
-    except mp.MeshparError as error:
+    except mp.errors.MeshparError as error:
         sys.exit(f"\n{error}")

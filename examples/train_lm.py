@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
         return model, nnx.Optimizer(model, adamw(args.lr, args.steps), wrt=nnx.Param)
 
     init_key, dropout_key = jax.random.split(jax.random.key(args.seed))
-    data = mp.batches(
+    data = mp.data.batches(
         Windows(text.train, args.seq), batch=args.batch, seed=args.seed, mesh=mesh, layout=layout, dims="batch seq"
     )
     init = mp.init(create, mesh=mesh, layout=layout)
@@ -258,7 +258,7 @@ def writable(text: str) -> str:
 if __name__ == "__main__":
     try:
         result = main()
-    except mp.MeshparError as error:
+    except mp.errors.MeshparError as error:
         if jax.process_count() > 1:
             raise  # the other processes end with this cause
         sys.exit(f"\n{error}")

@@ -27,7 +27,7 @@ from train_lm import adamw, axes_of, default_mesh, positive
 import meshpar as mp
 from lm.data import held_out_batches, read_stdlib, training_batches
 from lm.moe import MoEConfig, MoETransformer
-from meshpar.layers.moe import MoEAux
+from meshpar.layers import MoEAux
 
 LAYOUTS = {
     "expert": "batch: data; expert: data; heads, kv_heads?, vocab: model; embed: data",
@@ -159,5 +159,5 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 if __name__ == "__main__":
     try:
         main()
-    except mp.MeshparError as error:
+    except mp.errors.MeshparError as error:
         sys.exit(f"\n{error}")

@@ -1,25 +1,25 @@
 """Classes that meshpar functions return or accept, for annotations and ``isinstance``; they are not made by hand.
 
-``mp.Layout``, ``mp.Plan``, ``mp.Precision`` and ``mp.Checkpoints`` are at the top level.
+``mp.Layout``, ``mp.Plan``, ``mp.train.Precision`` and ``mp.Checkpoints`` are at the top level.
 """
 
-from .cost.decoding import Decoding
-from .exported import Exported, ExportedArray
-from .hardware.calibration import Calibration
-from .jitted import Jitted
-from .lab import Lab
-from .layers.loss_scale import NoiseScale
-from .layout import Rule
-from .measurement import CalibrationResult, CalibrationRow
-from .plan.collectives import Collective
-from .pods.local_sgd import LocalSgd
-from .program.kernels import KernelSend, KernelWork
-from .quantization import Quantized
-from .report import PlanDiff
-from .search import Row, Search
-from .verify.aot import Compiled
-from .verify.check import Report
-from .verify.profile import Measured, PlanProfile
+from ._src.cost.decoding import Decoding
+from ._src.entry.exported import Exported, ExportedArray
+from ._src.entry.jitted import Jitted
+from ._src.hardware.calibration import Calibration
+from ._src.lab import Lab
+from ._src.layers.loss_scale import NoiseScale
+from ._src.layout import Rule
+from ._src.measurement import CalibrationResult, CalibrationRow
+from ._src.plan.collectives import Collective
+from ._src.pods.local_sgd import LocalSgd
+from ._src.program.kernels import KernelSend, KernelWork
+from ._src.quantization import Quantized
+from ._src.report import PlanDiff
+from ._src.search import Row, Search
+from ._src.verify.aot import Compiled
+from ._src.verify.check import Report
+from ._src.verify.profile import Measured, PlanProfile
 
 __all__ = [
     "Calibration",

@@ -36,7 +36,7 @@ def compile_quickly():
 compile_quickly()
 
 import meshpar as mp  # noqa: E402
-from meshpar.plan import checks  # noqa: E402
+from meshpar._src.plan import checks  # noqa: E402
 
 
 @pytest.fixture(scope="session")

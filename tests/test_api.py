@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.dims import format_dims
+from meshpar._src.dims import format_dims
 
 DIMS = {"params/up": "embed mlp", "params/down": "mlp embed", "x": "batch embed"}
 LAYOUT = "batch: data; mlp: model; embed: data"

@@ -1,6 +1,6 @@
 import threading
 
-from meshpar.caches import LRUCache
+from meshpar._src.caches import LRUCache
 
 
 def test_the_least_recently_used_entry_is_evicted():

@@ -17,11 +17,11 @@ import jax
 import pytest
 
 import meshpar as mp
-from meshpar import cli
-from meshpar.cli import GROUPS, _parser, main
+from meshpar._src.entry import cli
+from meshpar._src.entry.cli import GROUPS, _parser, main
+from meshpar._src.entry.target import concrete, load_target, parse_options
+from meshpar._src.lab.lab import Lab
 from meshpar.errors import TargetError
-from meshpar.lab.lab import Lab
-from meshpar.target import concrete, load_target, parse_options
 
 TARGETS = """
 import jax
@@ -275,7 +275,7 @@ def test_check(run, target):
 
 
 def test_a_check_that_fails_has_status_one(run, target, monkeypatch):
-    from meshpar.verify.check import Report, Row
+    from meshpar._src.verify.check import Report, Row
 
     wrong = Row("data=8", "batch: data", "jit", "0/w", 0.5, 3, error=mp.errors.CheckError("0/w differs"))
     raised = []
@@ -439,7 +439,7 @@ def test_search_varies_the_target_and_writes_a_page(run, target, tmp_path):
 def test_the_lab_is_served_until_ctrl_c(target):
     # what is started in the background of a script ignores Ctrl-C, and so would what it starts
     heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    code = f"{heard}; import sys, meshpar.cli; sys.exit(meshpar.cli.main())"
+    code = f"{heard}; import sys, meshpar._src.entry.cli; sys.exit(meshpar._src.entry.cli.main())"
     with subprocess.Popen(
         [sys.executable, "-c", code, "lab", f"{target}:small", "--mesh", "data=4", "--layout", "fsdp", "--no-browser"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -469,7 +469,7 @@ def test_a_lab_that_cannot_be_opened(run, target):
 # -- every option arrives
 
 
-class Arrived(mp.MeshparError):
+class Arrived(mp.errors.MeshparError):
     """What a command calls was called; raised in its place."""
 
 
@@ -550,9 +550,9 @@ def recorded(monkeypatch, command: str) -> dict:
         raise Arrived("it arrived")
 
     if command in ("plan", "diff"):
-        monkeypatch.setattr("meshpar.cli.plan_of", record)
+        monkeypatch.setattr("meshpar._src.entry.cli.plan_of", record)
     else:
-        monkeypatch.setattr(mp, command, record)
+        monkeypatch.setattr(mp.hardware if command == "calibrate" else mp, command, record)
     return calls
 
 
@@ -588,7 +588,7 @@ def test_an_option_arrives(run, target, monkeypatch, tmp_path, command, case):
 
 
 def test_every_option_has_a_row():
-    from meshpar.cli import _parser
+    from meshpar._src.entry.cli import _parser
 
     commands = next(a for a in _parser()._actions if a.choices and "plan" in a.choices).choices
     for command, cases in OPTIONS.items():
@@ -606,7 +606,7 @@ def test_the_range_of_integers_of_a_step_that_is_run(run, target, monkeypatch, c
         most.append(int(arguments["tokens"].max()))
         raise Arrived("it arrived")
 
-    monkeypatch.setattr(mp, command, record)
+    monkeypatch.setattr(mp.hardware if command == "calibrate" else mp, command, record)
     for ints in ("2", "1000"):
         run(command, f"{target}:every_kind", "--layout", "a: data", "--mesh", "data=4", "--ints", ints)
     assert most[0] < 2 < most[1] < 1000

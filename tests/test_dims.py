@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from meshpar.dims import (
+from meshpar._src.dims import (
     PathDims,
     alternatives,
     did_you_mean,

@@ -5,8 +5,8 @@ import json
 import jax
 import pytest
 
-from meshpar import doctor
-from meshpar.cli import main
+from meshpar._src.entry import doctor
+from meshpar._src.entry.cli import main
 
 
 def finding(findings, name):

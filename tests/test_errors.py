@@ -17,9 +17,9 @@ import pytest
 from flax import nnx
 
 import meshpar as mp
-from meshpar.dims import PathDims
-from meshpar.flax import Leaf
-from meshpar.tracing import annotation_of
+from meshpar._src.dims import PathDims
+from meshpar._src.entry.tracing import annotation_of
+from meshpar._src.flax import Leaf
 
 F32 = jnp.float32
 DIMS = {"params/up": "embed mlp", "params/down": "mlp embed", "x": "batch embed"}
@@ -46,7 +46,7 @@ def text(kind, call, *args, **kwargs) -> str:
     with pytest.raises(kind) as error:
         call(*args, **kwargs)
     assert type(error.value) is kind
-    assert isinstance(error.value, mp.MeshparError)
+    assert isinstance(error.value, mp.errors.MeshparError)
     return str(error.value)
 
 
@@ -240,13 +240,13 @@ def test_a_join_is_an_error_when_strict():
 
 
 def test_a_join_is_one_warning_otherwise():
-    with pytest.warns(mp.JoinWarning) as caught:
+    with pytest.warns(mp.errors.JoinWarning) as caught:
         p = swapped(strict=False)
     assert len(caught) == 1
     message = str(caught[0].message)
     assert message.startswith("two names of one dim of the program: ")
     assert len(message.splitlines()) == 3
-    assert 'warnings.simplefilter("ignore", mp.JoinWarning)' in message
+    assert 'warnings.simplefilter("ignore", mp.errors.JoinWarning)' in message
     assert "params/up names it" in message
     assert "params/down names it" in message
     assert [{j.first, j.second} for j in p.joins] == [{"embed", "mlp"}]
@@ -256,7 +256,7 @@ def test_a_join_is_one_warning_otherwise():
 def test_a_join_of_swapped_names_suggests_to_swap_them():
     dims = {"*/up": "embed mlp", "*/down": "embed mlp", "x": "batch embed"}  # the second is the wrong way round
     args = ({"up": shape(16, 16), "down": shape(16, 16)}, shape(8, 16))
-    with pytest.warns(mp.JoinWarning) as caught:
+    with pytest.warns(mp.errors.JoinWarning) as caught:
         plan("batch: data", dims=dims, args=args)
     message = str(caught[0].message)
     assert "are the names of one array swapped? " in message
@@ -293,7 +293,7 @@ def test_a_join_is_reported_once_for_all_programs_of_a_model():
     assert '"*/conv*": "in out" names it `' in message
     assert "state/params/conv_" in message
     assert "opt" not in message
-    with pytest.warns(mp.JoinWarning, match="w1 names it"):
+    with pytest.warns(mp.errors.JoinWarning, match="w1 names it"):
         mp.plan(
             lambda w0, w1, x: x @ w0 @ w1,
             *[shape(8, 8)] * 3,
@@ -303,9 +303,9 @@ def test_a_join_is_reported_once_for_all_programs_of_a_model():
 
 def test_a_join_that_is_an_error_is_one_again():
     with warnings.catch_warnings():
-        warnings.simplefilter("error", mp.JoinWarning)
+        warnings.simplefilter("error", mp.errors.JoinWarning)
         for _ in range(2):
-            with pytest.raises(mp.JoinWarning):
+            with pytest.raises(mp.errors.JoinWarning):
                 swapped(strict=False)
 
 
@@ -757,7 +757,7 @@ def test_errors_of_tracing_name_the_function_and_the_argument(fn, args, argument
 # -- every error has a fix
 
 PACKAGE = Path(mp.__file__).parent
-ERRORS = {k for k, v in vars(mp.errors).items() if isinstance(v, type) and issubclass(v, mp.MeshparError)}
+ERRORS = {k for k, v in vars(mp.errors).items() if isinstance(v, type) and issubclass(v, mp.errors.MeshparError)}
 
 
 def constructions():
@@ -788,12 +788,12 @@ def test_every_place_that_raises_an_error_gives_a_fix():
 def every_error_has_a_fix(monkeypatch):
     """Every error that a test of this module meets says what to write instead."""
     made = []
-    init = mp.MeshparError.__init__
+    init = mp.errors.MeshparError.__init__
 
     def noted(self, *args, **facts):
         init(self, *args, **facts)
         made.append(self)
 
-    monkeypatch.setattr(mp.MeshparError, "__init__", noted)
+    monkeypatch.setattr(mp.errors.MeshparError, "__init__", noted)
     yield
     assert [str(e) for e in made if not e.fixes] == []

@@ -15,7 +15,7 @@ import pytest
 from jax import lax
 
 import meshpar as mp
-from meshpar import jitted as module
+from meshpar._src.entry import jitted as module
 
 HOW = {"mesh": "data=4, model=2", "layout": "batch: data", "dims": {"x": "batch _"}}
 LOWERINGS = pytest.mark.parametrize("lowering", ["jit", "shard_map"])

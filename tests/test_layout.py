@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from meshpar import Layout
+from meshpar._src.layout import claim
 from meshpar.errors import (
     AxisConflictError,
     DivisibilityError,
@@ -22,7 +23,6 @@ from meshpar.errors import (
     UnknownAxisError,
     UnknownDimError,
 )
-from meshpar.layout import claim
 from meshpar.types import Rule
 
 MAXTEXT = json.loads((Path(__file__).parent / "data" / "maxtext_rules.json").read_text())

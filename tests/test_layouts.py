@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import NamedSharding
 
 import meshpar as mp
+from meshpar._src.plan_api import Plan
 from meshpar.errors import ReplicatedWarning
 from meshpar.layouts import PRESETS
-from meshpar.plan_api import Plan
 
 f32 = jnp.float32
 DIMS = {"w/q": "embed heads head_dim", "w/up": "embed mlp", "w/down": "mlp embed", "x": "batch seq embed"}
@@ -238,7 +238,7 @@ def test_fsdp_inside_of_stages_splits_the_layers_and_the_vocabulary():
         return x.var()
 
     def step(params, tokens):
-        gradients = mp.accumulate_gradients(jax.grad(loss), 4)(params, tokens)
+        gradients = mp.train.accumulate_gradients(jax.grad(loss), 4)(params, tokens)
         return jax.tree.map(lambda p, g: p - g, params, gradients)
 
     params = {"embedding": jax.ShapeDtypeStruct((16, 8), f32), "w": jax.ShapeDtypeStruct((4, 8, 8), f32)}

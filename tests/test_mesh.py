@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import meshpar as mp
+from meshpar._src.hardware.topology import topology_devices
+from meshpar._src.mesh import parse_mesh, planned_mesh
 from meshpar.errors import LayoutSyntaxError, MeshError
-from meshpar.hardware.topology import topology_devices
-from meshpar.mesh import parse_mesh, planned_mesh
 
 
 def test_parse():
@@ -209,7 +209,7 @@ def test_a_mesh_that_leaves_accelerators_idle_warns(monkeypatch):
 
     gpus, made = [Gpu() for _ in range(8)], []
     monkeypatch.setattr(jax, "devices", lambda: gpus)
-    monkeypatch.setattr(sys.modules["meshpar.mesh"], "Mesh", lambda array, *_, **__: made.append(array.shape))
+    monkeypatch.setattr(sys.modules["meshpar._src.mesh"], "Mesh", lambda array, *_, **__: made.append(array.shape))
     with pytest.warns(
         mp.errors.IdleDevicesWarning, match=r"\(data=3, model=2\) has 6 of 8 .*devices=jax.devices\(\)\[:6\]"
     ):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import meshpar as mp
-from meshpar import meter as module
+from meshpar._src import meter as module
 from meshpar.errors import UnsupportedError
 
 DIMS = {"params/up": "embed mlp", "params/down": "mlp embed", "x": "batch embed"}
@@ -40,7 +40,7 @@ def clock(monkeypatch):
 
 def test_mean_of_several_steps(clock):
     seen = []
-    meter = mp.Meter(
+    meter = mp.log.Meter(
         plan_of(topology="v5e:2x4"), tokens=1000, every=4, writers=[lambda n, values: seen.append((n, values))]
     )
     returned = [meter.step({"loss": jnp.float32(n)}) for n in range(12)]
@@ -60,15 +60,17 @@ def test_mean_of_several_steps(clock):
 
 def test_close_writes_the_last_steps(clock):
     seen = []
-    with mp.Meter(plan_of(), every=4, writers=[lambda n, values: seen.append((n, values["step_seconds"]))]) as meter:
+    with mp.log.Meter(
+        plan_of(), every=4, writers=[lambda n, values: seen.append((n, values["step_seconds"]))]
+    ) as meter:
         for _ in range(8):
             meter.step(jnp.float32(1))
     assert seen == [(4, 0.25), (7, 0.25)]
     meter.close()
     assert len(seen) == 2
-    with mp.Meter(plan_of(), writers=[lambda *_: seen.append(_)]) as meter:  # one step, which compiles
+    with mp.log.Meter(plan_of(), writers=[lambda *_: seen.append(_)]) as meter:  # one step, which compiles
         meter.step(jnp.float32(1))
-    meter = mp.Meter(plan_of(), writers=[lambda *_: seen.append(_)])
+    meter = mp.log.Meter(plan_of(), writers=[lambda *_: seen.append(_)])
     for _ in range(3):
         meter.step(jnp.float32(1))
     meter.close("aborted")
@@ -76,7 +78,7 @@ def test_close_writes_the_last_steps(clock):
 
 
 def test_values_without_chip_and_tokens(clock):
-    meter = mp.Meter(plan_of(), every=1, writers=[])
+    meter = mp.log.Meter(plan_of(), every=1, writers=[])
     for _ in range(2):
         meter.step(jnp.float32(7))
     values = meter.step(jnp.float32(7))
@@ -85,7 +87,7 @@ def test_values_without_chip_and_tokens(clock):
 
 
 def test_metrics_that_are_no_scalars_are_not_written(clock):
-    meter = mp.Meter(plan_of(), every=1, writers=[])
+    meter = mp.log.Meter(plan_of(), every=1, writers=[])
     tree = {"loss": jnp.float32(1), "norms": {"up": jnp.float32(2), "all": jnp.ones(3)}}
     values = [meter.step(tree) for _ in range(3)][-1]
     assert values["loss"] == 1
@@ -96,7 +98,7 @@ def test_metrics_that_are_no_scalars_are_not_written(clock):
 def test_lines_of_text(clock, capsys):
     stream = io.StringIO()
     for writers in (None, [stream]):
-        meter = mp.Meter(plan_of(topology="v5e:2x4"), tokens=1000, every=1, writers=writers)
+        meter = mp.log.Meter(plan_of(topology="v5e:2x4"), tokens=1000, every=1, writers=writers)
         for _ in range(3):
             meter.step({"loss": jnp.float32(0.5)})
     line = stream.getvalue()
@@ -124,7 +126,7 @@ class Clu:
 @pytest.mark.parametrize("kind", [Board, Clu])
 def test_writers_of_libraries(clock, kind):
     writer = kind()
-    meter = mp.Meter(plan_of(), every=1, writers=[writer])
+    meter = mp.log.Meter(plan_of(), every=1, writers=[writer])
     for _ in range(3):
         meter.step({"loss": jnp.float32(0.5)})
     assert ("loss", 0.5, 1) in writer.scalars
@@ -133,8 +135,8 @@ def test_writers_of_libraries(clock, kind):
 
 def test_mlperf_log(clock, tmp_path):
     path = tmp_path / "log.txt"
-    log = mp.MlLog(path, submission_benchmark="bert", global_batch_size=8)
-    with mp.Meter(plan_of(), tokens=8, every=1, writers=[log]) as meter:
+    log = mp.log.MlLog(path, submission_benchmark="bert", global_batch_size=8)
+    with mp.log.Meter(plan_of(), tokens=8, every=1, writers=[log]) as meter:
         for _ in range(4):
             meter.step({"loss": jnp.float32(0.5)})
     events = [json.loads(line.removeprefix(":::MLLOG ")) for line in path.read_text().splitlines()]
@@ -155,7 +157,7 @@ def test_mlperf_log(clock, tmp_path):
 def test_mlperf_log_is_read_by_its_checker(clock, tmp_path):
     parser = pytest.importorskip("mlperf_logging.compliance_checker.mlp_parser")
     path = tmp_path / "log.txt"
-    with mp.Meter(plan_of(), every=1, writers=[mp.MlLog(path, seed=1)]) as meter:
+    with mp.log.Meter(plan_of(), every=1, writers=[mp.log.MlLog(path, seed=1)]) as meter:
         for _ in range(3):
             meter.step({"loss": jnp.float32(0.5)})
     lines, errors = parser.parse_file(str(path), ruleset="5.1.0")
@@ -165,7 +167,7 @@ def test_mlperf_log_is_read_by_its_checker(clock, tmp_path):
 
 def test_log_of_a_loop_that_fails(clock, tmp_path):
     def loop():
-        with mp.Meter(plan_of(), every=1, writers=[mp.MlLog(tmp_path / "log.txt")]) as meter:
+        with mp.log.Meter(plan_of(), every=1, writers=[mp.log.MlLog(tmp_path / "log.txt")]) as meter:
             for _ in range(3):
                 meter.step({"loss": jnp.float32(0.5)})
             raise ValueError("a loss of NaN")
@@ -179,14 +181,14 @@ def test_log_of_a_loop_that_fails(clock, tmp_path):
 
 def test_bad_input():
     with pytest.raises(UnsupportedError, match="every=0"):
-        mp.Meter(plan_of(), every=0)
+        mp.log.Meter(plan_of(), every=0)
     with pytest.raises(UnsupportedError, match="no int"):
-        mp.Meter(plan_of(), writers=[3])
+        mp.log.Meter(plan_of(), writers=[3])
 
 
 def test_a_real_loop(mesh):
     step = mp.jit(forward, mesh=mesh, layout="batch: data; mlp: model", dims=DIMS)
-    meter = mp.Meter(step.plan(PARAMS, X), tokens=8, every=2, writers=[])
+    meter = mp.log.Meter(step.plan(PARAMS, X), tokens=8, every=2, writers=[])
     values = [meter.step(step(PARAMS, X)) for _ in range(6)]
     assert [v is not None for v in values] == [False, False, False, True, False, True]
     assert values[3]["step_seconds"] > 0

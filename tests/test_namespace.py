@@ -1,28 +1,42 @@
-"""Public names of ``meshpar``."""
+"""Public names of ``meshpar`` and of its modules, and modules behind them."""
 
+import importlib
 import json
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
 import meshpar as mp
 
+MODULES = [name for name in mp.__all__ if isinstance(getattr(mp, name), ModuleType)]
+
 
 def test_dir_lists_the_public_names():
     shown = {name for name in dir(mp) if not name.startswith("_")}
     assert shown == set(mp.__all__)
-    assert all(hasattr(mp, name) for name in mp.__all__)
+    assert len(set(mp.__all__) - set(MODULES)) <= 20
     assert all(isinstance(getattr(mp.types, name), type) for name in mp.types.__all__)
-    assert all(issubclass(getattr(mp.errors, name), mp.MeshparError | UserWarning) for name in mp.errors.__all__)
+    assert all(issubclass(getattr(mp.errors, name), mp.errors.MeshparError | UserWarning) for name in mp.errors.__all__)
 
 
-@pytest.mark.parametrize("module", [mp.errors, mp.types])
-def test_a_name_of_a_submodule_says_where_it_is(module):
-    for name in module.__all__:
-        if name not in mp.__all__:
-            with pytest.raises(AttributeError, match=rf"`{module.__name__.replace('meshpar', 'mp')}.{name}`"):
-                getattr(mp, name)
+@pytest.mark.parametrize("name", [*MODULES, "layers.nnx", "layers.linen"])
+def test_a_module_lists_its_public_names(name: str):
+    module = importlib.import_module(f"meshpar.{name}")
+    assert module.__doc__
+    assert len(set(module.__all__)) == len(module.__all__)
+    for public in module.__all__:
+        value = getattr(module, public)
+        assert not callable(value) or value.__doc__, public
+
+
+@pytest.mark.parametrize("package", ["plan", "search", "lab", "mesh"])
+def test_a_function_shadows_no_module(package: str):
+    module = importlib.import_module(f"meshpar._src.{package}")
+    assert sys.modules[module.__name__] is module
+    assert callable(getattr(mp, package))
+    assert subprocess.run([sys.executable, "-c", f"import meshpar._src.{package} as m; m.__file__"]).returncode == 0
 
 
 def test_an_unknown_name_is_an_attribute_error():
@@ -41,7 +55,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     added = set(json.loads(run.stdout))
-    assert "meshpar.api" in added
+    assert "meshpar._src.entry.api" in added
     assert not added & {
         "IPython",
         "http.server",

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import meshpar as mp
-from meshpar.dims import PathDims
-from meshpar.options import OPTIONS, StepOptions, add_flags, given_flags
+from meshpar._src.dims import PathDims
+from meshpar._src.entry.options import OPTIONS, StepOptions, add_flags, given_flags
 
 X = np.arange(32, dtype=np.float32).reshape(8, 4)
 HOW = {"mesh": "data=8", "layout": "batch: data", "dims": {"x": "batch embed"}}
@@ -19,7 +19,9 @@ def doubled(x):
     return 2 * x
 
 
-@pytest.mark.parametrize("api", [mp.jit, mp.init, mp.plan, mp.check, mp.compile, mp.search, mp.calibrate, mp.lab])
+@pytest.mark.parametrize(
+    "api", [mp.jit, mp.init, mp.plan, mp.check, mp.compile, mp.search, mp.hardware.calibrate, mp.lab]
+)
 def test_every_function_shows_every_option(api):
     shown = inspect.signature(api).parameters
     assert set(OPTIONS) <= set(shown)
@@ -52,11 +54,11 @@ def test_values_are_normalized():
 @pytest.mark.parametrize("call", [
     lambda **o: mp.jit(doubled, **o), lambda **o: mp.init(doubled, **o), lambda **o: mp.plan(doubled, X, **o),
     lambda **o: mp.compile(doubled, X, **o), lambda mesh, layout, **o: mp.search(doubled, X, topology="v5e:2x4", **o),
-    lambda layout, **o: mp.calibrate(doubled, X, layouts=layout, **o), lambda **o: mp.lab(doubled, X, **o),
+    lambda layout, **o: mp.hardware.calibrate(doubled, X, layouts=layout, **o), lambda **o: mp.lab(doubled, X, **o),
     lambda layout, **o: mp.check(doubled, X, layouts=layout, **o),
 ])  # fmt: skip
 def test_a_value_that_an_option_does_not_have_is_an_error(call, option, says):
-    with pytest.raises(mp.MeshparError) as caught:
+    with pytest.raises(mp.errors.MeshparError) as caught:
         call(**{**HOW, **option})
     assert says in str(caught.value)
 
@@ -84,7 +86,7 @@ def test_check_and_calibrate_keep_the_options_of_a_step():
     assert {
         row.lowering for row in mp.check(step, X, layouts="batch: data", mesh="data=8", lowering="shard_map").rows
     } == {"shard_map"}
-    found = mp.calibrate(step, X, layouts=["batch: data"], mesh="data=8", rounds=1, progress=False)
+    found = mp.hardware.calibrate(step, X, layouts=["batch: data"], mesh="data=8", rounds=1, progress=False)
     assert [row.lowering for row in found.rows] == ["jit"]
 
 

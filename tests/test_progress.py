@@ -10,8 +10,8 @@ import pytest
 from rich.ansi import AnsiDecoder
 
 import meshpar as mp
-from meshpar import progress
-from meshpar.progress import progress_line
+from meshpar._src import progress
+from meshpar._src.progress import progress_line
 
 
 class Terminal(io.StringIO):

@@ -42,7 +42,7 @@ def in_numpy(x: np.ndarray, dtype: str, axes: tuple[int, ...], block: int | None
 @pytest.mark.parametrize("block", [None, 16])
 def test_codes_and_scales_are_those_of_numpy_within_the_stated_error(dtype, block):
     params = weights()
-    small = mp.quantize(params, dtype, contract=CONTRACT, dims=DIMS, block=block)
+    small = mp.layers.quantize(params, dtype, contract=CONTRACT, dims=DIMS, block=block)
     for name, x in params.items():
         got, want = np.asarray(small[name].dequantize()), in_numpy(x, dtype, AXES[name], block)
         assert np.mean(np.abs(got - want) > 1e-6) < 1e-3  # ties may round to either side
@@ -74,7 +74,7 @@ def model(params, x):
 )
 def test_matmuls_read_them_under_layouts(layout, lowering):
     params, x = weights(), np.random.default_rng(1).normal(size=(B, E)).astype(np.float32)
-    small = mp.quantize(params, contract=CONTRACT, dims=DIMS)
+    small = mp.layers.quantize(params, contract=CONTRACT, dims=DIMS)
     y = x.astype(np.float64)
     w = {k: in_numpy(v, "int8", AXES[k]) for k, v in params.items()}
     for n in range(2):
@@ -86,7 +86,7 @@ def test_matmuls_read_them_under_layouts(layout, lowering):
 
 
 def test_rules_for_a_weight_shard_its_codes_and_scales():
-    small = mp.quantize(weights(), contract=CONTRACT, dims=DIMS, block=16)
+    small = mp.layers.quantize(weights(), contract=CONTRACT, dims=DIMS, block=16)
     plan = mp.plan(model, small, np.zeros((B, E), np.float32), mesh="data=2, model=4", dims=DIMS,
                    layout='batch: data; "*up".mlp, heads: model')  # fmt: skip
     specs = {x.path: tuple(x.spec) for x in plan.inputs}
@@ -97,7 +97,7 @@ def test_rules_for_a_weight_shard_its_codes_and_scales():
 
 
 def test_stacked_weights_in_a_loop_are_not_dequantized_in_memory():
-    small = mp.quantize(weights(), contract=CONTRACT, dims=DIMS)
+    small = mp.layers.quantize(weights(), contract=CONTRACT, dims=DIMS)
     plan = mp.plan(model, small, np.zeros((B, E), np.float32), mesh="model=8", topology="v5e:2x4", layout="", dims=DIMS)
     assert plan.memory.peak < 1.2 * plan.argument_bytes()
 
@@ -114,10 +114,10 @@ def test_a_linen_module_takes_them_as_parameters():
     x = jax.random.normal(jax.random.key(1), (B, E))
     params = Mlp().init(jax.random.key(0), x)
     contract = {"*/up/kernel": "embed", "*/down/kernel": "mlp"}
-    small = mp.quantize(params, contract=contract)
+    small = mp.layers.quantize(params, contract=contract)
     run = lambda params, x: Mlp().apply(params, x)  # noqa: E731
     step = mp.jit(run, mesh=mp.mesh("data=2, model=4"), layout="batch: data; mlp: model", dims={"x": "batch embed"})
-    np.testing.assert_allclose(step(small, x), Mlp().apply(mp.dequantize(small), x), atol=1e-5)
+    np.testing.assert_allclose(step(small, x), Mlp().apply(mp.layers.dequantize(small), x), atol=1e-5)
     np.testing.assert_allclose(step(small, x), Mlp().apply(params, x), atol=0.05)
     plan = step.plan(small, x)
     specs = {h.path.rpartition("params/")[2]: tuple(h.spec) for h in plan.inputs}
@@ -138,7 +138,7 @@ class Nnx(nnx.Module):
 def test_an_nnx_module_takes_them_as_parameters():
     with nnx.use_eager_sharding(False):
         model, tokens = Nnx(nnx.Rngs(0)), jnp.arange(B)
-    small = mp.quantize(model, contract={"up/kernel": "embed", "embed/embedding": 1})
+    small = mp.layers.quantize(model, contract={"up/kernel": "embed", "embed/embedding": 1})
     step = mp.jit(lambda m, t: m(t), mesh=mp.mesh("data=2, model=4"), layout="mlp: model", dims={})
     assert isinstance(small.up.kernel.get_value(), mp.types.Quantized)
     assert not isinstance(model.up.kernel.get_value(), mp.types.Quantized)
@@ -147,7 +147,7 @@ def test_an_nnx_module_takes_them_as_parameters():
 
 
 def test_rows_of_an_embedding_are_read_without_the_others():
-    table = mp.quantize({"t": weights()["up"][0]}, contract={"t": 1})["t"]
+    table = mp.layers.quantize({"t": weights()["up"][0]}, contract={"t": 1})["t"]
     np.testing.assert_array_equal(table[jnp.array([3, 5])], np.asarray(table)[[3, 5]])
     np.testing.assert_array_equal(table[1:3, 4], np.asarray(table)[1:3, 4])
     jaxpr = jax.make_jaxpr(lambda t: t[jnp.array([3, 5])])(table)
@@ -156,7 +156,7 @@ def test_rows_of_an_embedding_are_read_without_the_others():
 
 def test_blocks_with_infinities_are_nan_and_zeros_stay_zeros():
     x = jnp.zeros((4, 3)).at[0, 1].set(jnp.inf).at[2, 2].set(3.0)
-    y = np.asarray(mp.quantize({"w": x}, contract={"w": 0})["w"])
+    y = np.asarray(mp.layers.quantize({"w": x}, contract={"w": 0})["w"])
     assert np.isnan(y[:, 1]).all()
     np.testing.assert_array_equal(y[:, [0, 2]], x[:, jnp.array([0, 2])])
 
@@ -175,4 +175,4 @@ def test_blocks_with_infinities_are_nan_and_zeros_stay_zeros():
 )
 def test_bad_input(kw, words):
     with pytest.raises(mp.errors.MeshparError, match=words):
-        mp.quantize({"w": jnp.ones((8, 4)), "n": jnp.ones(4, jnp.int32)}, **kw)
+        mp.layers.quantize({"w": jnp.ones((8, 4)), "n": jnp.ones(4, jnp.int32)}, **kw)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from meshpar.records import record
+from meshpar._src.records import record
 
 
 @record

@@ -7,8 +7,8 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar.cost.flops import model_flops
-from meshpar.tracing import _dims_like, _similar_pattern
+from meshpar._src.cost.flops import model_flops
+from meshpar._src.entry.tracing import _dims_like, _similar_pattern
 
 NAMES = ("a", "b", "c")
 

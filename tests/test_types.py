@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
-from meshpar.verify.check import Report
+from meshpar._src.verify.check import Report
 
 DIMS = {"x": "batch _"}
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from meshpar.units import memory_ticks
+from meshpar._src.units import memory_ticks
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def read_stdlib(root: Path | None = None) -> Corpus:
 
 
 class Windows:
-    """All windows of a text by their place, for `mp.batches`: (inputs, targets), each int32 [seq]."""
+    """All windows of a text by their place, for `mp.data.batches`: (inputs, targets), each int32 [seq]."""
 
     def __init__(self, text: np.ndarray, seq: int):
         self.text, self.seq = text, seq

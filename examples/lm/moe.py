@@ -9,8 +9,8 @@ import jax
 from flax import nnx
 
 from lm.model import LAYERS, Attention, Config, named, norm
-from meshpar.layers.moe import MoEAux
-from meshpar.layers.moe.nnx import MoE
+from meshpar.layers import MoEAux
+from meshpar.layers.nnx import MoE
 
 
 @dataclass(frozen=True)

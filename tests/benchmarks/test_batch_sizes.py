@@ -61,7 +61,7 @@ def test_layouts_take_the_same_steps_and_mlperf_accepts_the_log(tmp_path):
     compliance = pytest.importorskip("mlperf_logging.compliance_checker.mlp_compliance")
     found = batch_sizes.sweep(256, (0.0625, 0.125, 0.25, 0.5), seeds=2)
     log = tmp_path / "log.txt"
-    steps, _ = batch_sizes.logged_training(found, mp.MlLog(log))
+    steps, _ = batch_sizes.logged_training(found, mp.log.MlLog(log))
     assert steps == found.first
 
     def messages(text):

@@ -23,7 +23,7 @@ class Harness:
 
 
 def refused(x):
-    raise mp.MeshparError("no", fixes=["do this"])
+    raise mp.errors.MeshparError("no", fixes=["do this"])
 
 
 def test_the_first_two_even_dims_of_every_array_are_split():

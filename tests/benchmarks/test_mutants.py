@@ -198,7 +198,7 @@ def test_listed_mutants_exist_and_have_a_reason():
 
 def test_mirrored_tests_exist():
     for name in mutants.PACKAGES:
-        path = mutants.ROOT / "meshpar" / name
+        path = mutants.SOURCE / name
         for file in path.rglob("*.py") if path.is_dir() else [path]:
             stages = mutants.mirrored(file)
             assert stages, file

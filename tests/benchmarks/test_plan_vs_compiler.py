@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
-from meshpar.plan.collectives import Collective
-from meshpar.verify.hlo import HloCollective
+from meshpar._src.plan.collectives import Collective
+from meshpar._src.verify.hlo import HloCollective
 from plan_vs_compiler import (
     Difference,
     by_kind,

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from meshpar.compat.devices import _stderr_on_failure
+from meshpar._src.compat.devices import _stderr_on_failure
 
 
 def test_what_libtpu_writes_as_it_starts_is_kept_back(capfd):

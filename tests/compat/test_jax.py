@@ -6,8 +6,8 @@ import weakref
 
 import pytest
 
-from meshpar.compat import jax as compat
-from meshpar.compat.jax import without_gc
+from meshpar._src.compat import jax as compat
+from meshpar._src.compat.jax import without_gc
 
 
 class Node:

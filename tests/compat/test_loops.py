@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from meshpar.compat.loops import loop_parts, operands_of_bodies
+from meshpar._src.compat.loops import loop_parts, operands_of_bodies
 
 
 def loops(a, b, c, xs):

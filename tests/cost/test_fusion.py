@@ -6,7 +6,7 @@ import pytest
 from arrays import f32
 
 import meshpar as mp
-from meshpar.cost.kernel_time import kernel_times
+from meshpar._src.cost.kernel_time import kernel_times
 
 SIDE, LENGTH = 1024, 4
 BYTES = 4 * SIDE * SIDE // 8

@@ -8,9 +8,9 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import meshpar as mp
-from meshpar.cost.schedule import schedules
-from meshpar.hardware.chips import CHIPS
-from meshpar.units import format_bytes, format_seconds
+from meshpar._src.cost.schedule import schedules
+from meshpar._src.hardware.chips import CHIPS
+from meshpar._src.units import format_bytes, format_seconds
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 F32 = 4

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import meshpar as mp
-from meshpar.cost.kernel_time import kernel_times
-from meshpar.program.primitives import add_row_p
+from meshpar._src.cost.kernel_time import kernel_times
+from meshpar._src.program.primitives import add_row_p
 
 MESH = AbstractMesh((4, 2), ("data", "model"))
 ALONE = AbstractMesh((1,), ("data",))

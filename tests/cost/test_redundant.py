@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
-from meshpar.cost.flops import redundant_matmuls
+from meshpar._src.cost.flops import redundant_matmuls
 
 X = jax.ShapeDtypeStruct((64, 32), jnp.float32)
 UP, DOWN = jax.ShapeDtypeStruct((32, 128), jnp.float32), jax.ShapeDtypeStruct((128, 32), jnp.float32)

@@ -9,9 +9,9 @@ import pytest
 from arrays import F32, f32
 
 import meshpar as mp
-from meshpar.cost.kernels import computation_of
-from meshpar.cost.schedule import async_collectives, concurrent_matmuls, schedules
-from meshpar.hardware.chips import CHIPS
+from meshpar._src.cost.kernels import computation_of
+from meshpar._src.cost.schedule import async_collectives, concurrent_matmuls, schedules
+from meshpar._src.hardware.chips import CHIPS
 
 ROWS, EMBED, MLP = 16, 32, 64
 

@@ -8,11 +8,11 @@ import pytest
 from arrays import bf16
 
 import meshpar as mp
-from meshpar.cost.kernels import computation_of
-from meshpar.cost.tiles import tiled
-from meshpar.report.html import cards, memory_curve
-from meshpar.report.text import plan_text
-from meshpar.units import format_memory
+from meshpar._src.cost.kernels import computation_of
+from meshpar._src.cost.tiles import tiled
+from meshpar._src.report.html import cards, memory_curve
+from meshpar._src.report.text import plan_text
+from meshpar._src.units import format_memory
 
 
 def fn(x, w):

@@ -12,10 +12,10 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import meshpar as mp
-from meshpar.cost.flops import reread_bytes_on
-from meshpar.cost.kernel_time import kernel_times
-from meshpar.cost.kernels import computation_of
-from meshpar.hardware.chips import CHIPS
+from meshpar._src.cost.flops import reread_bytes_on
+from meshpar._src.cost.kernel_time import kernel_times
+from meshpar._src.cost.kernels import computation_of
+from meshpar._src.hardware.chips import CHIPS
 
 F32 = 4
 BF16 = 2

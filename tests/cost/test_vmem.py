@@ -6,7 +6,7 @@ import pytest
 from arrays import BF16, bf16
 
 import meshpar as mp
-from meshpar.cost.kernel_time import kernel_times
+from meshpar._src.cost.kernel_time import kernel_times
 
 SIDE, FEATURES = 16, 128
 ELEMENTS = SIDE * SIDE * FEATURES  # of one image

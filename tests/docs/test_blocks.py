@@ -10,8 +10,8 @@ import generated
 import pytest
 
 import meshpar as mp
-from meshpar import cli
-from meshpar.hardware.chips import CHIPS
+from meshpar._src.entry import cli
+from meshpar._src.hardware.chips import CHIPS
 
 ERRORS = blocks.ROOT / "docs" / "errors.md"
 PAGES = [pytest.param(p, id=p.stem) for p in blocks.PAGES if p != ERRORS]
@@ -44,7 +44,7 @@ def test_the_reference_has_every_public_name():
     reference = "".join(page.read_text() for page in blocks.PAGES if page.stem.startswith("api-"))
     listed = set(re.findall(r":: (?:meshpar\.)?(?:\w+\.)*(\w+)", reference))
     modules = {"types", "errors", "layouts", "checkpoint_policies", "nd"}
-    functions = {*mp.layouts.PRESETS, *mp.checkpoint_policies.__all__}
+    functions = {*mp.layouts.PRESETS, *mp.train.checkpoint_policies.__all__}
     assert {*mp.__all__, *mp.types.__all__, *functions} - {*modules, *mp.errors.__all__} - listed == set()
     named_arrays = (blocks.ROOT / "docs" / "api-nd.md").read_text()
     assert set(mp.nd.__all__) - set(re.findall(r"(?:nd\.|`)(\w+)(?=`|$)", named_arrays, re.MULTILINE)) == set()

@@ -9,7 +9,7 @@ import pytest
 
 import meshpar as mp
 
-MODULES = (mp.layouts, mp.checkpoint_policies, mp.replicas)
+MODULES = (mp.layouts, mp.train.checkpoint_policies, mp.replicas)
 
 
 def public_objects():
@@ -55,6 +55,6 @@ def test_the_example_of_a_docstring_runs(name, names, tmp_path, monkeypatch):
 
 
 def test_a_wrong_output_fails(names):
-    text = ">>> mp.microbatches_for(8, rows=2, mesh=mesh, layout='')\n0\n"
+    text = ">>> mp.train.microbatches_for(8, rows=2, mesh=mesh, layout='')\n0\n"
     test = doctest.DocTestParser().get_doctest(text, dict(names), "x", None, None)
     assert doctest.DocTestRunner(verbose=False).run(test, out=lambda text: None).failed == 1

@@ -5,8 +5,8 @@ import sys
 import pytest
 
 import meshpar as mp
-from meshpar.report import plan_text
-from meshpar.target import load_target
+from meshpar._src.entry.target import load_target
+from meshpar._src.report import plan_text
 
 PLANS = [
     ("llama.py:llama3_8b", "v5p:4x4x8", "data=32, model=4", "fsdp+tensor+sequence"),

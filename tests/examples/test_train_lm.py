@@ -11,7 +11,7 @@ import train_lm
 
 import meshpar as mp
 from lm.data import held_out_batches, read_stdlib, training_batches
-from meshpar.cli import main
+from meshpar._src.entry.cli import main
 
 ROOT = Path(__file__).parents[2]
 TINY = "--layers=2 --embed=32 --steps=8 --batch=8 --seq=32 --lr=0.02 --eval-batches=2".split()

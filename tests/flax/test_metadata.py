@@ -13,8 +13,8 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.dims import format_dims
-from meshpar.flax import flatten_named
+from meshpar._src.dims import format_dims
+from meshpar._src.flax import flatten_named
 
 LAYOUT = "batch: data; mlp: model; embed: data"
 TOKENS = {"x": "batch embed"}
@@ -558,7 +558,7 @@ def test_a_join_names_the_function_that_gave_the_name(module, by):
     model, dims = Renamed(lambda *args: getattr(module, by)(*args)), {"x": "batch embed"}
     weights = jax.eval_shape(Renamed(lambda y, _: y).init, jax.random.key(0), x())
     step = lambda variables, x: model.apply(variables, x)  # noqa: E731
-    with pytest.warns(mp.JoinWarning, match=rf"{by} at .*test_metadata.py:\d+ \(<lambda>\) names it `rows`"):
+    with pytest.warns(mp.errors.JoinWarning, match=rf"{by} at .*test_metadata.py:\d+ \(<lambda>\) names it `rows`"):
         plan = mp.plan(step, weights, x(), mesh="data=4", layout="batch: data", dims=dims)
     assert "mp.named" not in str(plan.joins[0])
 

@@ -48,7 +48,7 @@ def state_names(w: Writer) -> None:
     )
     key = w.of(["v", "nu", "params", "opt", "q"])
     before = [
-        f"{name} = mp.low_bits({tx}, min_size=1)", f"{name}_g = {{'{key}': jnp.round(lax.stop_gradient({x.name}) * 4) + 0.5}}",
+        f"{name} = mp.train.low_bits({tx}, min_size=1)", f"{name}_g = {{'{key}': jnp.round(lax.stop_gradient({x.name}) * 4) + 0.5}}",
         f"{name}_u, {name}_s = {name}.update({name}_g, {name}.init({name}_g), {name}_g)",
     ]  # fmt: skip
     w.emit(f"{name}.update({name}_g, {name}_s, {name}_g)[0]['{key}']", 4.0, before=before)
@@ -66,7 +66,7 @@ def narrow_labels(w: Writer) -> None:
     labels = f"(jnp.arange({n}) * 7 % 100).astype({kind})"
     wide = f"jnp.tile({x.name}, (1, {-(-300 // m)}))"
     w.emit(w.of([
-        f"mp.cross_entropy({wide}[None], {labels}[None])",
-        f"mp.accumulate_gradients(lambda p, x: ((x * p).mean(), x.size, jnp.int32(len(x))), 2)(0.5, {x.name})[0]",
+        f"mp.layers.cross_entropy({wide}[None], {labels}[None])",
+        f"mp.train.accumulate_gradients(lambda p, x: ((x * p).mean(), x.size, jnp.int32(len(x))), 2)(0.5, {x.name})[0]",
         f"jax.nn.one_hot({labels}, 8) * {name}",
     ]), 16.0, before=[f"{name} = {x.name}.sum()"])  # fmt: skip

@@ -82,13 +82,13 @@ def host_argument(w: Writer) -> None:
 
 @statement(0.4)
 def offloaded_moments(w: Writer) -> None:
-    """Updates of ``mp.offload``: two parameters in sequence, or a stacked one in a loop over its layers."""
+    """Updates of ``mp.train.offload``: two parameters in sequence, or a stacked one in a loop over its layers."""
     select_rows(w)
     x, y = w.pick(ranks=(2, 3)), w.pick(ranks=(1, 2))
     name = f"f{w.name()[1:]}"
     layers = w.of(["", f", layers={x.shape[0]}"]) if x.shape[0] > 1 else ""
     before = [
-        f"{name} = mp.offload(optax.trace(0.5){layers})",
+        f"{name} = mp.train.offload(optax.trace(0.5){layers})",
         f"{name}_g = [lax.stop_gradient({x.name}), lax.stop_gradient({y.name})]",
         f"{name}_u, {name}_s = {name}.update({name}_g, {name}.init({name}_g))",
         f"{name}_u, {name}_s = {name}.update({name}_u, {name}_s)",

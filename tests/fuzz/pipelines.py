@@ -9,7 +9,7 @@ from programs import Case
 from writer import Input, Program
 
 import meshpar as mp
-from meshpar.program.pipeline import SCHEDULES
+from meshpar._src.program.pipeline import SCHEDULES
 
 MESHES = (
     "stage=4, x=2",
@@ -41,7 +41,7 @@ WITH_SEQ = ("h = h + 0.1 * jnp.tanh(jnp.einsum('bse,bte->bst', h, h)) @ h", "h =
 STACKED = ("None", "None", "h.mean()", "jnp.tanh(h).sum(-1)", "h")
 """Results of a layer that the loop stacks."""
 AROUND = ("accumulate", "accumulate", "scan", "reverse", "outside", "map", "one")
-"""What is around the layers: ``mp.accumulate_gradients``, a scan with gradients (in either direction) or without (which is
+"""What is around the layers: ``mp.train.accumulate_gradients``, a scan with gradients (in either direction) or without (which is
 differentiated from outside), a map of losses, no loop over microbatches."""
 
 
@@ -158,7 +158,7 @@ def _around(rng: random.Random, sizes: _Sizes, around: str) -> list[str]:
     """The lines that compute ``value``, and ``gradients`` where they are taken inside."""
     m, shape = sizes.microbatches, ", ".join(map(str, (sizes.microbatches, *sizes.lead)))
     if around == "accumulate":
-        return [f"value, gradients = mp.accumulate_gradients(jax.value_and_grad(loss), {m})(weights_, tokens)"]
+        return [f"value, gradients = mp.train.accumulate_gradients(jax.value_and_grad(loss), {m})(weights_, tokens)"]
     if around == "one":
         return ["value, gradients = jax.value_and_grad(loss)(weights_, tokens)"]
     if around == "map":

@@ -18,7 +18,7 @@ import numpy as np
 from programs import Call, Case
 
 import meshpar as mp
-from meshpar.verify.numbers import QUICK
+from meshpar._src.verify.numbers import QUICK
 
 CAREFUL: tuple[dict[str, Any], ...] = (
     {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True},

@@ -22,9 +22,9 @@ from statements import STATEMENTS
 from writer import Input, Program, Skip, Writer
 
 import meshpar as mp
-from meshpar.lower import LOWERINGS
-from meshpar.plan.steps import Reduce, rewrite_bodies
-from meshpar.plan.verify import verify
+from meshpar._src.lower import LOWERINGS
+from meshpar._src.plan.steps import Reduce, rewrite_bodies
+from meshpar._src.plan.verify import verify
 
 CASES = 60
 

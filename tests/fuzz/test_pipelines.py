@@ -6,8 +6,8 @@ import pipelines
 import pytest
 import run
 
-from meshpar.plan.verify import verify
-from meshpar.program.pipeline import SCHEDULES
+from meshpar._src.plan.verify import verify
+from meshpar._src.program.pipeline import SCHEDULES
 
 CASES = 12
 

@@ -11,11 +11,11 @@ from jax import ShapeDtypeStruct
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.hardware.algorithms import ALGORITHMS, choose_algorithm
-from meshpar.hardware.chips import CHIPS
-from meshpar.hardware.collective_ops import wire_bytes
-from meshpar.hardware.collective_time import seconds_of
-from meshpar.hardware.topology import Stage
+from meshpar._src.hardware.algorithms import ALGORITHMS, choose_algorithm
+from meshpar._src.hardware.chips import CHIPS
+from meshpar._src.hardware.collective_ops import wire_bytes
+from meshpar._src.hardware.collective_time import seconds_of
+from meshpar._src.hardware.topology import Stage
 
 X, Y, Z = Stage(16, "x", True), Stage(16, "y", True), Stage(8, "z", True)
 BIG = 2.0**27

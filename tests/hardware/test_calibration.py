@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
-from meshpar.hardware.calibration import JAXLIB, calibrated, calibrations, read_calibrations
-from meshpar.hardware.chips import CHIPS
-from meshpar.hardware.topology import chip_of
+from meshpar._src.hardware.calibration import JAXLIB, calibrated, calibrations, read_calibrations
+from meshpar._src.hardware.chips import CHIPS
+from meshpar._src.hardware.topology import chip_of
 
 CPU = mp.types.Calibration("cpu", JAXLIB, 0.1, 0.2, 0.3, layouts=3, error=0.05, hbm=1e9, notes=("links hardly matter",))
 V5E = mp.types.Calibration("TPU v5 lite", JAXLIB, 0.5, 0.6, 0.7)

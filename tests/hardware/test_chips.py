@@ -11,10 +11,10 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import meshpar as mp
-from meshpar.hardware import chips
-from meshpar.hardware.chips import CHIPS, GIB, Chip, chip_of_kind
-from meshpar.hardware.topology import chip_of
-from meshpar.verify.memory import capacity_of
+from meshpar._src.hardware import chips
+from meshpar._src.hardware.chips import CHIPS, GIB, Chip, chip_of_kind
+from meshpar._src.hardware.topology import chip_of
+from meshpar._src.verify.memory import capacity_of
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
-from meshpar.cost.time import time_of
-from meshpar.hardware.chips import CHIPS
-from meshpar.hardware.collective_ops import collective_volume
-from meshpar.hardware.collective_time import merged, seconds_of
-from meshpar.hardware.topology import Stage, chip_of, device_count
+from meshpar._src.cost.time import time_of
+from meshpar._src.hardware.chips import CHIPS
+from meshpar._src.hardware.collective_ops import collective_volume
+from meshpar._src.hardware.collective_time import merged, seconds_of
+from meshpar._src.hardware.topology import Stage, chip_of, device_count
 
 V5P, V5E = CHIPS["v5p"].ideal(), CHIPS["v5e"].ideal()
 V5P_AXIS = 2 * 9e10  # bytes/s both ways over one torus dimension

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
-from meshpar.compat.quirks import QUIRKS
-from meshpar.hardware import compiler
-from meshpar.hardware.chips import CHIPS
-from meshpar.hardware.compiler import TABLES, CompilerModel, compiler_model
-from meshpar.hardware.options import GROUPS
+from meshpar._src.compat.quirks import QUIRKS
+from meshpar._src.hardware import compiler
+from meshpar._src.hardware.chips import CHIPS
+from meshpar._src.hardware.compiler import TABLES, CompilerModel, compiler_model
+from meshpar._src.hardware.options import GROUPS
 
 FILES = {path.stem: tomllib.loads(path.read_text()) for path in TABLES.glob("*.toml")}
 PER_CHIP = {

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
+from meshpar._src.hardware.chips import CHIPS
+from meshpar._src.hardware.options import GROUPS, choose_options
+from meshpar._src.hardware.topology import topology_devices
 from meshpar.errors import UnsupportedError
-from meshpar.hardware.chips import CHIPS
-from meshpar.hardware.options import GROUPS, choose_options
-from meshpar.hardware.topology import topology_devices
 
 tpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler, which is in libtpu"
@@ -97,7 +97,7 @@ def test_a_mode_that_does_not_exist_is_refused(mesh):
 @tpu
 @pytest.mark.parametrize("chip", sorted(c.name for c in CHIPS.values() if c.compiler.option_groups))
 def test_the_compiler_at_hand_knows_every_option_of_the_table(chip):
-    from meshpar.compat.devices import unknown_options
+    from meshpar._src.compat.devices import unknown_options
 
     (device, *_) = topology_devices(f"{chip}:{'x'.join(map(str, CHIPS[chip].shapes(4)[0]))}")
     values = {k: v for g in GROUPS if g.name in CHIPS[chip].compiler.option_groups for k, v in g.values.items()}

@@ -9,9 +9,8 @@ import pytest
 from jax.sharding import Mesh
 
 import meshpar as mp
-from meshpar.errors import MeshError, TorusWarning
-from meshpar.hardware.chips import CHIPS
-from meshpar.hardware.topology import (
+from meshpar._src.hardware.chips import CHIPS
+from meshpar._src.hardware.topology import (
     Places,
     Stage,
     Topology,
@@ -21,7 +20,8 @@ from meshpar.hardware.topology import (
     torus_of,
     torus_of_slices,
 )
-from meshpar.mesh import planned_mesh
+from meshpar._src.mesh import planned_mesh
+from meshpar.errors import MeshError, TorusWarning
 
 
 @pytest.mark.parametrize(

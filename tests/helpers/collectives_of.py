@@ -3,7 +3,7 @@
 from collections import Counter
 
 import meshpar as mp
-from meshpar.verify.hlo import collectives
+from meshpar._src.verify.hlo import collectives
 
 
 def planned_and_compiled(fn, *args, layout, dims, mesh="data=4, model=2"):

@@ -41,7 +41,7 @@ def pipelined(stages: int, microbatches: int) -> mp.Plan:
             h, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w["w"]) @ w["v"], None), x, state)
             return jnp.mean(h**2)
 
-        return mp.accumulate_gradients(jax.grad(loss), microbatches)(state, x)
+        return mp.train.accumulate_gradients(jax.grad(loss), microbatches)(state, x)
 
     mesh = f"stage={stages}, data={16 // stages}"
     x = batch_of(32 * microbatches)

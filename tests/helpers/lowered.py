@@ -6,7 +6,7 @@ from collections import Counter
 import jax
 
 import meshpar as mp
-from meshpar.lower import LOWERINGS
+from meshpar._src.lower import LOWERINGS
 
 MESHES = ["data=2, model=2, idle=2", "data=2, model=4"]
 KINDS = {

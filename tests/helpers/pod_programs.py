@@ -67,7 +67,7 @@ def functions(scheme: str, lowering: str = "jit"):
 
 def gathered(tree: Any) -> Any:
     """The arrays of a tree, as lists of numbers."""
-    from meshpar.global_arrays import fetch
+    from meshpar._src.global_arrays import fetch
 
     return [fetch(x).tolist() for x in jax.tree.leaves(tree)]
 
@@ -193,7 +193,7 @@ def save_for_ever(folder: str, processes_state: int = 64) -> None:
 
 def save_and_restore(folder: str, scheme: str, steps: int) -> Any:
     """Go on from what there is, if anything, for some steps; the first batch, the losses, the digests on disk."""
-    from meshpar.pods.checkpoint import facts_of
+    from meshpar._src.pods.checkpoint import facts_of
 
     init, step, _, _ = functions(scheme)
     with mp.Checkpoints(folder, keep=3) as run:
@@ -212,7 +212,7 @@ def read_rows(folder: str, last: int, kill_at: int = -1, odd: int = 0) -> Any:
     """Go over data in batches with checkpoints, noting which rows this process's devices had."""
     mesh = mp.mesh("data=-1")
     rows = [{"x": np.full(3, i, np.float32), "row": i} for i in range(60)]
-    data = mp.batches(rows, batch=12, mesh=mesh, layout="batch: data", seed=7)
+    data = mp.data.batches(rows, batch=12, mesh=mesh, layout="batch: data", seed=7)
     step = mp.jit(lambda w, x: (w + x.sum(), x.mean()), mesh=mesh, layout="batch: data", dims={"x": "batch _"})
     with mp.Checkpoints(folder, keep=2, every=2) as run:
         init = mp.init(lambda: jnp.zeros(()), mesh=mesh, layout=mp.Layout("batch: data", optional=True))
@@ -235,7 +235,7 @@ def read_other_data(odd: int) -> None:
     """Train on data of equal length that differ in one process, in rows that are not in the first batch of process 0."""
     mesh = mp.mesh("data=-1")
     source = np.arange(64, dtype=np.float32) + (jax.process_index() == odd)
-    data = mp.batches(source, batch=8, mesh=mesh, layout="batch: data")
+    data = mp.data.batches(source, batch=8, mesh=mesh, layout="batch: data")
     step = mp.jit(lambda w, x: w + x.sum(), mesh=mesh, layout="batch: data", dims={"x": "batch"})
     w = 0.0
     for _, x in data.from_(0):

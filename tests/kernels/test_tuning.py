@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
-from meshpar import cli
+from meshpar._src.entry import cli
+from meshpar._src.entry.tune_kernels import matmul_keys, tune_matmuls
 from meshpar.errors import CheckError, TargetError
-from meshpar.tune_kernels import matmul_keys, tune_matmuls
 from meshpar_kernels import (
     _compat,
     all_gather_matmul,

@@ -7,9 +7,9 @@ import lab_program
 import pytest
 from browser import chromium
 
+from meshpar._src.lab.server import Server, front_end
+from meshpar._src.units import format_bytes, format_memory, format_seconds
 from meshpar.errors import MeshparError
-from meshpar.lab.server import Server, front_end
-from meshpar.units import format_bytes, format_memory, format_seconds
 
 
 @pytest.fixture(scope="module")

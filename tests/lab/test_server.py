@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import lab_program
 import pytest
 
-from meshpar.lab.server import MAX_REQUEST_BYTES, Server
+from meshpar._src.lab.server import MAX_REQUEST_BYTES, Server
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ import lab_program
 import pytest
 
 import meshpar as mp
-from meshpar.cli import main
+from meshpar._src.entry.cli import main
+from meshpar._src.lab.session import MAX_RUNNING
+from meshpar._src.units import format_bytes, format_memory, format_seconds
 from meshpar.errors import MeshError, MeshparError, UnsupportedError
-from meshpar.lab.session import MAX_RUNNING
-from meshpar.units import format_bytes, format_memory, format_seconds
 
 
 @pytest.fixture(scope="module")

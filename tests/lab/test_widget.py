@@ -3,8 +3,8 @@
 import lab_program
 import pytest
 
+from meshpar._src.lab import widget
 from meshpar.errors import UnsupportedError
-from meshpar.lab import widget
 
 
 def test_it_answers_by_number():

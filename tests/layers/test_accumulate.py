@@ -26,7 +26,7 @@ def loss(p, x):
 
 
 def step(p, x):
-    value, grads = mp.accumulate_gradients(jax.value_and_grad(loss), MICRO)(p, x)
+    value, grads = mp.train.accumulate_gradients(jax.value_and_grad(loss), MICRO)(p, x)
     return jax.tree.map(lambda a, g: a - 0.1 * g, p, grads), value
 
 
@@ -55,7 +55,7 @@ def test_integers_are_summed_and_narrow_floats_are_added_up_in_float32():
         return (x > 0).sum(), x.mean(), {"max": x.max()}
 
     x = jnp.arange(1, 65, dtype=jnp.bfloat16)
-    n, mean, rest = mp.accumulate_gradients(count, 8)(None, x)
+    n, mean, rest = mp.train.accumulate_gradients(count, 8)(None, x)
     assert int(n) == 64
     assert n.dtype == jnp.int32
     assert (mean.dtype, rest["max"].dtype) == (jnp.bfloat16, jnp.bfloat16)
@@ -70,7 +70,9 @@ def test_results_that_are_no_float_arrays(lowering):
         return ((x @ p["w"]) ** 2).mean(), {"tokens": x.size, "ratio": 0.5, "rows": jnp.int32(len(x)), "none": None}
 
     def step(p, x):
-        return mp.accumulate_gradients(jax.value_and_grad(loss, has_aux=True, allow_int=True), 2, argnums=-1)(p, x)
+        return mp.train.accumulate_gradients(jax.value_and_grad(loss, has_aux=True, allow_int=True), 2, argnums=-1)(
+            p, x
+        )
 
     p = {"w": jnp.arange(12.0).reshape(4, 3), "n": jnp.arange(3)}
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32)
@@ -96,7 +98,7 @@ def test_results_that_are_no_float_arrays(lowering):
 )
 def test_results_without_a_mean_or_a_sum_are_refused(result, message):
     with pytest.raises(UnsupportedError, match=message):
-        mp.accumulate_gradients(lambda p, x: {"ok": result(x)}, 2)(0.0, jnp.arange(32.0).reshape(8, 4))
+        mp.train.accumulate_gradients(lambda p, x: {"ok": result(x)}, 2)(0.0, jnp.arange(32.0).reshape(8, 4))
 
 
 def test_arguments_counted_from_the_end():
@@ -104,12 +106,12 @@ def test_arguments_counted_from_the_end():
         return (x * jax.random.normal(key, ())).mean()
 
     x, key = jnp.arange(8.0), jax.random.key(1)
-    want = mp.accumulate_gradients(fn, 2, argnums=1, key_argnums=2)(0.0, x, key)
-    assert mp.accumulate_gradients(fn, 2, argnums=-2, key_argnums=-1)(0.0, x, key) == want
+    want = mp.train.accumulate_gradients(fn, 2, argnums=1, key_argnums=2)(0.0, x, key)
+    assert mp.train.accumulate_gradients(fn, 2, argnums=-2, key_argnums=-1)(0.0, x, key) == want
     with pytest.raises(LayoutSyntaxError, match="argument 1 is both"):
-        mp.accumulate_gradients(fn, 2, argnums=1, key_argnums=-2)(0.0, x, key)
+        mp.train.accumulate_gradients(fn, 2, argnums=1, key_argnums=-2)(0.0, x, key)
     with pytest.raises(UnsupportedError, match="no argument -1"):
-        mp.accumulate_gradients(fn, 2, argnums=-4)(0.0, x, key)
+        mp.train.accumulate_gradients(fn, 2, argnums=-4)(0.0, x, key)
 
 
 @pytest.mark.parametrize("lowering", ["jit", "shard_map"])
@@ -143,7 +145,7 @@ def unrolled_loss(p, x):
 
 
 def unrolled_step(p, x):
-    value, grads = mp.accumulate_gradients(jax.value_and_grad(unrolled_loss), MICRO)(p, x)
+    value, grads = mp.train.accumulate_gradients(jax.value_and_grad(unrolled_loss), MICRO)(p, x)
     return jax.tree.map(lambda w, g: w - 0.1 * g, p, grads), value
 
 
@@ -205,7 +207,9 @@ def narrow_loss(p, x):
 
 
 def policy_loss(p, x):
-    return mp.Precision(compute="bfloat16")(lambda p, x: loss(p, x.astype(jnp.bfloat16)).astype(jnp.float32))(p, x)
+    return mp.train.Precision(compute="bfloat16")(lambda p, x: loss(p, x.astype(jnp.bfloat16)).astype(jnp.float32))(
+        p, x
+    )
 
 
 @pytest.mark.parametrize("lowering", ["jit", "shard_map"])
@@ -214,7 +218,7 @@ def test_gradients_of_a_bfloat16_model_are_reduced_once(case, of, lowering):
     """In float32, whatever the number of microbatches; reduce-scattered layer by layer, they are sent in bfloat16."""
 
     def means(p, x):
-        return mp.accumulate_gradients(jax.value_and_grad(of), MICRO)(p, x)
+        return mp.train.accumulate_gradients(jax.value_and_grad(of), MICRO)(p, x)
 
     options = {"mesh": mp.mesh("data=4, model=2"), "dims": DIMS, "lowering": lowering}
     f = mp.jit(means, layout="batch: data", **options)
@@ -275,14 +279,14 @@ def test_a_carry_that_is_read_is_reduced_in_each_iteration(case):
     ],
 )
 def test_microbatches_keep_the_batch_on_fewer_devices(text, rows, want):
-    assert mp.microbatches_for(64, rows=rows, mesh=mp.mesh(text), layout="batch: data") == want
+    assert mp.train.microbatches_for(64, rows=rows, mesh=mp.mesh(text), layout="batch: data") == want
 
 
 def test_microbatches_of_what_does_not_divide():
     with pytest.raises(mp.errors.DivisibilityError):
-        mp.microbatches_for(60, rows=4, mesh=mp.mesh("data=8"), layout="batch: data")
+        mp.train.microbatches_for(60, rows=4, mesh=mp.mesh("data=8"), layout="batch: data")
     with pytest.raises(mp.errors.LayoutSyntaxError, match="rows=0"):
-        mp.microbatches_for(64, rows=0, mesh=mp.mesh("data=8"), layout="batch: data")
+        mp.train.microbatches_for(64, rows=0, mesh=mp.mesh("data=8"), layout="batch: data")
 
 
 def regression(p, x, y):
@@ -292,7 +296,7 @@ def regression(p, x, y):
 def test_all_arguments_after_the_first_are_batches():
     r = np.random.default_rng(1)
     p, x, y = r.normal(size=(8, 3)), r.normal(size=(16, 8)), r.normal(size=(16, 3))
-    value, grads = mp.accumulate_gradients(jax.value_and_grad(regression), 4)(p, x, y)
+    value, grads = mp.train.accumulate_gradients(jax.value_and_grad(regression), 4)(p, x, y)
     np.testing.assert_allclose(value, np.square(x @ p - y).mean(), rtol=1e-5)
     np.testing.assert_allclose(grads, 2 * x.T @ (x @ p - y) / y.size, rtol=1e-4, atol=1e-6)
 
@@ -308,7 +312,7 @@ def test_keys_and_scalars_are_no_batches(key):
     x = np.arange(8, dtype=np.float32)
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     with pytest.warns(UserWarning, match="key_argnums=2 gives") if typed else contextlib.nullcontext():
-        result = mp.accumulate_gradients(fn, 2)(0.0, x, key, 3.0)
+        result = mp.train.accumulate_gradients(fn, 2)(0.0, x, key, 3.0)
     np.testing.assert_allclose(result, 3 * x.mean(), rtol=1e-6)
     assert set(seen) == {((4,), key.shape, ())}
 
@@ -320,45 +324,47 @@ def test_every_microbatch_has_a_key_of_its_own(key, lowering):
         return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x * p, 0.0).sum(0)
 
     def step(p, x, key):
-        return mp.accumulate_gradients(dropped, MICRO, key_argnums=2)(p, x, key)
+        return mp.train.accumulate_gradients(dropped, MICRO, key_argnums=2)(p, x, key)
 
     x = np.random.default_rng(2).normal(size=(16, 8)).astype(np.float32)
     keys = [jax.random.fold_in(key, i) for i in range(MICRO)]
     expected = np.mean([dropped(2.0, x[i::MICRO], k) for i, k in enumerate(keys)], 0)
     run = mp.jit(step, mesh="data=4, model=2", layout="batch: data", dims={"x": "batch embed"}, lowering=lowering)
     np.testing.assert_allclose(run(2.0, x, key), expected, rtol=1e-5, atol=1e-6)
-    once = mp.accumulate_gradients(dropped, 1, key_argnums=(2,))(2.0, x, key)
+    once = mp.train.accumulate_gradients(dropped, 1, key_argnums=(2,))(2.0, x, key)
     np.testing.assert_allclose(once, dropped(2.0, x, keys[0]), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("error", "says", "call"),
     [
-        (LayoutSyntaxError, "microbatches=0", lambda: mp.accumulate_gradients(loss, 0)),
+        (LayoutSyntaxError, "microbatches=0", lambda: mp.train.accumulate_gradients(loss, 0)),
         (
             LayoutSyntaxError,
             "argument 2 is both a batch and a key",
-            lambda: mp.accumulate_gradients(regression, 4, argnums=(1, 2), key_argnums=2),
+            lambda: mp.train.accumulate_gradients(regression, 4, argnums=(1, 2), key_argnums=2),
         ),
         (
             DivisibilityError,
             r"\[6, 2\] does not divide into 4",
-            lambda: mp.accumulate_gradients(lambda p, x: x.sum(), 4)(1.0, jnp.ones((6, 2))),
+            lambda: mp.train.accumulate_gradients(lambda p, x: x.sum(), 4)(1.0, jnp.ones((6, 2))),
         ),
         (
             DivisibilityError,
             r"argument 1: 16, argument 2: 4\)[^$]*argnums=1",
-            lambda: mp.accumulate_gradients(regression, 4)(jnp.ones((8, 3)), jnp.ones((16, 8)), jnp.ones((4, 3))),
+            lambda: mp.train.accumulate_gradients(regression, 4)(jnp.ones((8, 3)), jnp.ones((16, 8)), jnp.ones((4, 3))),
         ),
         (
             UnsupportedError,
             r"key_argnames is an array of float32\[16, 3\], and no PRNG key",
-            lambda: mp.accumulate_gradients(regression, 4, key_argnums=2)(jnp.ones(3), jnp.ones(8), jnp.ones((16, 3))),
+            lambda: mp.train.accumulate_gradients(regression, 4, key_argnums=2)(
+                jnp.ones(3), jnp.ones(8), jnp.ones((16, 3))
+            ),
         ),
         (
             UnsupportedError,
             r"(?s)no argument of in_closure is a batch.*as an argument after the first",
-            lambda: mp.accumulate_gradients(in_closure, 4)(jnp.ones(4)),
+            lambda: mp.train.accumulate_gradients(in_closure, 4)(jnp.ones(4)),
         ),
     ],
 )
@@ -396,7 +402,7 @@ def in_a_loop(model, x):
 def test_modules_of_nnx(case, lowering):
     """Each microbatch has a dropout mask of its own; batch statistics and counts of keys are updated in place."""
     x = case[1]
-    accumulated = mp.accumulate_gradients(nnx.value_and_grad(net_loss), MICRO)
+    accumulated = mp.train.accumulate_gradients(nnx.value_and_grad(net_loss), MICRO)
     want_model = Net(nnx.Rngs(0))
     want = in_a_loop(want_model, x)
 
@@ -423,7 +429,7 @@ def test_a_step_with_a_module_and_its_optimizer(case):
         return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
 
     def step(model, optimizer, x, microbatches):
-        loss, grads = mp.accumulate_gradients(nnx.value_and_grad(net_loss), microbatches)(model, x)
+        loss, grads = mp.train.accumulate_gradients(nnx.value_and_grad(net_loss), microbatches)(model, x)
         optimizer.update(model, grads)
         return loss
 
@@ -444,7 +450,7 @@ def test_a_second_module_is_no_batch(case):
         return jnp.square(model(x) - teacher(x)).mean()
 
     model, teacher = (nnx.Linear(16, 8, rngs=nnx.Rngs(n)) for n in range(2))
-    got = nnx.jit(mp.accumulate_gradients(distance, MICRO))(model, teacher, x)
+    got = nnx.jit(mp.train.accumulate_gradients(distance, MICRO))(model, teacher, x)
     np.testing.assert_allclose(got, distance(model, teacher, x), rtol=1e-5)
 
 
@@ -452,7 +458,7 @@ def test_a_module_passed_by_keyword(case):
     x, models = case[1], [Net(nnx.Rngs(0)), Net(nnx.Rngs(0))]
     want = in_a_loop(models[0], x)
     gradient = nnx.value_and_grad(net_loss)
-    got = nnx.jit(mp.accumulate_gradients(lambda scale, x, *, model: gradient(model, x), MICRO))(
+    got = nnx.jit(mp.train.accumulate_gradients(lambda scale, x, *, model: gradient(model, x), MICRO))(
         1.0, x, model=models[1]
     )
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
@@ -463,14 +469,16 @@ def test_a_key_within_an_argument_is_named(case):
     p, x = case
     state = {"params": p, "key": jax.random.key(0)}
     with pytest.warns(UserWarning, match=r"argument 0 has a PRNG key at \['key'\]; all microbatches share it"):
-        mp.accumulate_gradients(lambda s, x: loss(s["params"], x), MICRO)(state, x)
+        mp.train.accumulate_gradients(lambda s, x: loss(s["params"], x), MICRO)(state, x)
     with pytest.warns(UserWarning, match=r"argument 0 has a PRNG key at \[1\]; all microbatches share it"):
-        mp.accumulate_gradients(lambda pair, x: net_loss(pair[0], x), MICRO)((Net(nnx.Rngs(0)), jax.random.key(0)), x)
+        mp.train.accumulate_gradients(lambda pair, x: net_loss(pair[0], x), MICRO)(
+            (Net(nnx.Rngs(0)), jax.random.key(0)), x
+        )
     with pytest.warns(UserWarning, match=r"argument key is a PRNG key; .* key_argnames=\"key\" gives"):
-        mp.accumulate_gradients(lambda p, x, key: loss(p, x), MICRO)(p, x, key=jax.random.key(0))
+        mp.train.accumulate_gradients(lambda p, x, key: loss(p, x), MICRO)(p, x, key=jax.random.key(0))
     graph, state = nnx.split(Net(nnx.Rngs(0)))
     with pytest.warns(UserWarning, match=r"argument 0 has a PRNG key at .*rngs.*key"):
-        mp.accumulate_gradients(lambda s, x: net_loss(nnx.merge(graph, s, copy=True), x), MICRO)(state, x)
+        mp.train.accumulate_gradients(lambda s, x: net_loss(nnx.merge(graph, s, copy=True), x), MICRO)(state, x)
 
 
 def test_batches_and_keys_by_keyword():
@@ -485,19 +493,21 @@ def test_batches_and_keys_by_keyword():
         return regression(p, x, y) + 0 * jax.random.normal(key) + 0 * jnp.sum(scale)
 
     key = jax.random.key(0)
-    own = mp.accumulate_gradients(lambda p, x, *, key: jax.random.normal(key), 4, key_argnames="key")(0.0, x, key=key)
+    own = mp.train.accumulate_gradients(lambda p, x, *, key: jax.random.normal(key), 4, key_argnames="key")(
+        0.0, x, key=key
+    )
     want_own = np.mean([jax.random.normal(jax.random.fold_in(key, i)) for i in range(4)])
     np.testing.assert_allclose(own, want_own, rtol=1e-6)
     batch = {"x": x, "y": y, "scale": 2.0}
     for options, call in [({}, batch), ({"argnames": ("x", "y")}, batch | {"scale": jnp.ones(3)})]:
-        fn = mp.accumulate_gradients(jax.value_and_grad(drawn), 4, key_argnames="key", **options)
+        fn = mp.train.accumulate_gradients(jax.value_and_grad(drawn), 4, key_argnames="key", **options)
         got = fn(p, key=key, **call)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, want)
     assert set(seen) == {((4, 8), (4, 3), ()), ((4, 8), (4, 3), (3,))}
     with pytest.warns(UserWarning, match=r'key_argnames="key" gives'):
-        mp.accumulate_gradients(drawn, 2)(p, key=key, **batch)
+        mp.train.accumulate_gradients(drawn, 2)(p, key=key, **batch)
     with pytest.raises(UnsupportedError, match="the call has no argument z"):
-        mp.accumulate_gradients(drawn, 2, argnames="z")(p, key=key, **batch)
+        mp.train.accumulate_gradients(drawn, 2, argnames="z")(p, key=key, **batch)
 
 
 def by_index(w):
@@ -520,7 +530,7 @@ def test_gradients_of_an_unrolled_stack_are_reduced_once(layers, lowering):
         r.normal(size=(32, 8)).astype("f"),
         {"p/a": "layers embed mlp", "p/b": "layers mlp embed", "x": "batch embed"},
     )
-    run = mp.jit(mp.accumulate_gradients(jax.value_and_grad(loss), MICRO), mesh="data=2, model=2",
+    run = mp.jit(mp.train.accumulate_gradients(jax.value_and_grad(loss), MICRO), mesh="data=2, model=2",
                  layout="batch: data; mlp: model", dims=dims, lowering=lowering)  # fmt: skip
     for got, want in zip(jax.tree.leaves(run(p, x)), jax.tree.leaves(jax.value_and_grad(loss)(p, x)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

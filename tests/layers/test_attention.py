@@ -1,4 +1,4 @@
-"""``mp.attention``: no layout changes a number, and the compiled program sends what the plan lists."""
+"""``mp.layers.attention``: no layout changes a number, and the compiled program sends what the plan lists."""
 
 import functools
 
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import meshpar as mp
-from meshpar.cost.flops import local_opaque_flops
-from meshpar.verify.hlo import collectives
+from meshpar._src.cost.flops import local_opaque_flops
+from meshpar._src.verify.hlo import collectives
 from meshpar_kernels import zigzag
 
 RNG = np.random.default_rng(0)
@@ -38,7 +38,7 @@ def step(q, k, v, ids, *, segments=False, **options):
     """The loss and the gradients of q, k and v."""
 
     def loss(q, k, v):
-        y = mp.attention(q, k, v, segment_ids=ids if segments else None, **options)
+        y = mp.layers.attention(q, k, v, segment_ids=ids if segments else None, **options)
         return (jnp.sin(y) * y).mean()
 
     return jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
@@ -102,7 +102,7 @@ def layers(q, k, v, ids, **options):
     def loss(q, k, v):
         def layer(q, xs):
             k, v, ids = xs
-            return q + mp.attention(q, k, v, segment_ids=ids, **options), None
+            return q + mp.layers.attention(q, k, v, segment_ids=ids, **options), None
 
         y, _ = jax.lax.scan(layer, q, (k, v, ids))
         return jnp.sin(y).mean()
@@ -181,9 +181,9 @@ def test_other_lengths_gather_the_sequence(grid):
     q, k, v, _ = arrays()
     k, v = k[:, :20], v[:, :20]
     keys = "batch kv kv_heads head_dim"
-    run = mp.jit(functools.partial(mp.attention, causal=True), mesh=grid, layout=CONTEXT,
+    run = mp.jit(functools.partial(mp.layers.attention, causal=True), mesh=grid, layout=CONTEXT,
                  dims={"q": DIMS["q"], "k": keys, "v": keys}, lowering="shard_map")  # fmt: skip
-    np.testing.assert_allclose(run(q, k, v), mp.attention(q, k, v, causal=True), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(run(q, k, v), mp.layers.attention(q, k, v, causal=True), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -197,14 +197,14 @@ def test_other_lengths_gather_the_sequence(grid):
 )
 def test_bad_input(options, says):
     q, k, v, _ = arrays()
-    with pytest.raises(mp.MeshparError, match=says):
-        mp.attention(q, k, v, **options)
+    with pytest.raises(mp.errors.MeshparError, match=says):
+        mp.layers.attention(q, k, v, **options)
 
 
 def test_ranks_and_heads_that_do_not_fit(grid):
     q, k, v, ids = arrays(heads=6, kv_heads=2)
     with pytest.raises(mp.errors.RankError, match=r"q must be .* rank 3"):
-        mp.attention(q[0], k, v)
+        mp.layers.attention(q[0], k, v)
     fn = functools.partial(step, strategy="ulysses")
-    with pytest.raises(mp.MeshparError, match=r"6 heads do not divide over 4 devices; .*take any heads"):
+    with pytest.raises(mp.errors.MeshparError, match=r"6 heads do not divide over 4 devices; .*take any heads"):
         mp.plan(fn, q, k, v, ids, mesh=grid, layout=CONTEXT, dims=DIMS)

@@ -44,7 +44,7 @@ def sent(policy, mesh, layout=LAYOUT):
 
 def test_what_a_collective_gave_is_not_sent_for_again(mesh):
     again, _ = sent(None, mesh)
-    kept, _ = sent(mp.checkpoint_policies.collectives_saveable, mesh)
+    kept, _ = sent(mp.train.checkpoint_policies.collectives_saveable, mesh)
     # forward and backward: one gather into the block and one sum out of it, each
     assert kept == {"all-gather": 2 * LAYERS, "reduce-scatter": 2 * LAYERS}
     # run again, the block gathers its input once more, and sums its output, which the tanh after it needs
@@ -53,7 +53,7 @@ def test_what_a_collective_gave_is_not_sent_for_again(mesh):
 
 def test_what_is_kept_is_held(mesh):
     _, again = sent(None, mesh)
-    _, kept = sent(mp.checkpoint_policies.collectives_saveable, mesh)
+    _, kept = sent(mp.train.checkpoint_policies.collectives_saveable, mesh)
     whole, part = (
         4 * BATCH // 4 * SEQ * EMBED,
         4 * BATCH // 4 * SEQ // 2 * EMBED,
@@ -65,7 +65,7 @@ def test_what_is_kept_is_held(mesh):
 @pytest.mark.parametrize("lowering", ["jit", "shard_map"])
 def test_the_gradients_are_those_of_the_unsharded_run(mesh, lowering):
     params, x = arguments()
-    policy = mp.checkpoint_policies.collectives_saveable
+    policy = mp.train.checkpoint_policies.collectives_saveable
     step = mp.jit(
         lambda params, x: jax.grad(loss)(params, x, policy), mesh=mesh, layout=LAYOUT, dims=DIMS, lowering=lowering
     )
@@ -78,7 +78,7 @@ def test_the_gradients_are_those_of_the_unsharded_run(mesh, lowering):
 
 def test_without_a_layout_a_policy_changes_nothing():
     params, x = arguments()
-    kept = jax.grad(loss)(params, x, mp.checkpoint_policies.collectives_saveable)
+    kept = jax.grad(loss)(params, x, mp.train.checkpoint_policies.collectives_saveable)
     for name, g in jax.grad(loss)(params, x, None).items():
         np.testing.assert_allclose(kept[name], g, rtol=1e-6, atol=1e-8)
 
@@ -118,7 +118,7 @@ def kernel_loss(x, w, policy):
     return layer(x)
 
 
-@pytest.mark.parametrize(("policy", "runs"), [(None, 2), (mp.checkpoint_policies.kernels_saveable, 1)])
+@pytest.mark.parametrize(("policy", "runs"), [(None, 2), (mp.train.checkpoint_policies.kernels_saveable, 1)])
 def test_a_kernel_runs_once(policy, runs):
     x, w = jnp.ones((8, 16, 4)), jnp.float32(0.5)
     jaxpr = jax.make_jaxpr(jax.grad(kernel_loss), static_argnums=2)(x, w, policy).jaxpr

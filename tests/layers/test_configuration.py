@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import meshpar as mp
-from meshpar.layers.attention import attention
-from meshpar.layers.loss import cross_entropy
-from meshpar.layers.moe import moe
+from meshpar._src.layers.attention import attention
+from meshpar._src.layers.loss import cross_entropy
+from meshpar._src.layers.moe import moe
 
 RNG = np.random.default_rng(0)
 EXPERTS = {

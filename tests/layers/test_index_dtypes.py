@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import meshpar as mp
-from meshpar.layers.moe.routers import hash_router
+from meshpar._src.layers.moe.routers import hash_router
 from meshpar_kernels import RoutePlan, grouped_matmul, grouped_matmul_transpose
 
 RNG = np.random.default_rng(0)
@@ -18,19 +18,19 @@ LOGITS, HIDDEN, KERNEL, TABLE = (
 )
 Q = jnp.asarray(RNG.normal(size=(2, 8, 2, 16)), jnp.float32)
 SIZES = jnp.array([100, 120, 80])
-QUANTIZED = mp.quantize({"w": TABLE}, contract={"w": 1})["w"]
+QUANTIZED = mp.layers.quantize({"w": TABLE}, contract={"w": 1})["w"]
 
 
 def loss(ids, **options):
-    return jax.value_and_grad(lambda x, w: mp.cross_entropy((x, w), ids, **options), (0, 1))(HIDDEN, KERNEL)
+    return jax.value_and_grad(lambda x, w: mp.layers.cross_entropy((x, w), ids, **options), (0, 1))(HIDDEN, KERNEL)
 
 
 FUNCTIONS = {
-    "cross_entropy": lambda i: jax.value_and_grad(lambda x: mp.cross_entropy(x, i, z_loss=0.1))(LOGITS),
-    "ignored": lambda i: mp.cross_entropy(LOGITS, i, ignore=int(IDS[0, 0]), label_smoothing=0.1),
+    "cross_entropy": lambda i: jax.value_and_grad(lambda x: mp.layers.cross_entropy(x, i, z_loss=0.1))(LOGITS),
+    "ignored": lambda i: mp.layers.cross_entropy(LOGITS, i, ignore=int(IDS[0, 0]), label_smoothing=0.1),
     "over vocab": lambda i: loss(i, chunks=3),
     "over tokens": lambda i: loss(i, over="tokens", chunks=2),
-    "attention": lambda i: mp.attention(Q, Q, Q, segment_ids=i),
+    "attention": lambda i: mp.layers.attention(Q, Q, Q, segment_ids=i),
     "nd.gather": lambda i: mp.nd.gather(mp.nd.named(TABLE, "vocab embed"), mp.nd.named(i, "b s"), "vocab").array,
     "nd.one_hot": lambda i: mp.nd.one_hot(mp.nd.named(i, "b s"), vocab=WORDS).array,
     "nd.cross_entropy": lambda i: (

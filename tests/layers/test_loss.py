@@ -1,4 +1,4 @@
-"""mp.cross_entropy: values and gradients against NumPy in float64, and under layouts that split tokens, vocabulary and weights."""
+"""mp.layers.cross_entropy: values and gradients against NumPy in float64, under layouts that split tokens, vocabulary, weights."""
 
 import covering
 import jax
@@ -42,10 +42,10 @@ def test_values_and_gradients_are_those_of_float64(name, over, chunks):
     options, weights = OPTIONS[name]
 
     def of_pair(x, w):
-        return 3 * mp.cross_entropy((x, w), LABELS, over=over, chunks=chunks, **options)
+        return 3 * mp.layers.cross_entropy((x, w), LABELS, over=over, chunks=chunks, **options)
 
     def of_logits(x, w):
-        return 3 * mp.cross_entropy(x @ w, LABELS, **options)
+        return 3 * mp.layers.cross_entropy(x @ w, LABELS, **options)
 
     z, smoothing = options.get("z_loss", 0.0), options.get("label_smoothing", 0.0)
     loss, *gradients = reference(HIDDEN, KERNEL, LABELS, weights, z, smoothing)
@@ -61,7 +61,9 @@ def test_values_and_gradients_are_those_of_float64(name, over, chunks):
 def test_bfloat16_sums_in_float32_and_gives_gradients_like_its_arguments(over):
     x, w = (jnp.asarray(a, jnp.bfloat16) for a in (HIDDEN, KERNEL))
     loss, *gradients = reference(*(np.asarray(a, np.float32) for a in (x, w)), LABELS, np.ones((BATCH, SEQ)), 0.0)
-    found, grads = jax.value_and_grad(lambda x, w: mp.cross_entropy((x, w), LABELS, over=over, chunks=4), (0, 1))(x, w)
+    found, grads = jax.value_and_grad(
+        lambda x, w: mp.layers.cross_entropy((x, w), LABELS, over=over, chunks=4), (0, 1)
+    )(x, w)
     assert found.dtype == jnp.float32
     assert found == pytest.approx(loss, rel=1e-5)
     for a, b in zip(grads, gradients, strict=True):
@@ -70,7 +72,7 @@ def test_bfloat16_sums_in_float32_and_gives_gradients_like_its_arguments(over):
 
 
 def test_without_a_token_that_counts_it_is_zero():
-    loss, grad = jax.value_and_grad(lambda x: mp.cross_entropy((x, KERNEL), LABELS * 0 - 1, ignore=-1))(HIDDEN)
+    loss, grad = jax.value_and_grad(lambda x: mp.layers.cross_entropy((x, KERNEL), LABELS * 0 - 1, ignore=-1))(HIDDEN)
     assert loss == 0
     assert not np.asarray(grad).any()
 
@@ -82,7 +84,9 @@ def test_logits_of_different_magnitude_neither_overflow_nor_lose_the_label(scale
     kernel[0] = scale * np.arange(VOCAB) / VOCAB
     hidden, labels = np.eye(1, EMBED, dtype=np.float32)[None], np.array([[VOCAB - 1 if scale > 0 else 0]])
     loss, *gradients = reference(hidden, kernel, labels, np.ones((1, 1)), 0.0)
-    found, grads = jax.value_and_grad(lambda x, w: mp.cross_entropy((x, w), labels, chunks=4), (0, 1))(hidden, kernel)
+    found, grads = jax.value_and_grad(lambda x, w: mp.layers.cross_entropy((x, w), labels, chunks=4), (0, 1))(
+        hidden, kernel
+    )
     assert found == pytest.approx(loss, abs=1e-5)
     for a, b in zip(grads, gradients, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-3)  # log Z is 60: so much is a rounding of it
@@ -90,10 +94,10 @@ def test_logits_of_different_magnitude_neither_overflow_nor_lose_the_label(scale
 
 def test_an_embedding_that_serves_as_both():
     def tied(embedding):
-        return mp.cross_entropy((embedding[LABELS], embedding.T), LABELS, chunks=4)
+        return mp.layers.cross_entropy((embedding[LABELS], embedding.T), LABELS, chunks=4)
 
     def plain(embedding):
-        return mp.cross_entropy(embedding[LABELS] @ embedding.T, LABELS)
+        return mp.layers.cross_entropy(embedding[LABELS] @ embedding.T, LABELS)
 
     embedding = np.ascontiguousarray(KERNEL.T)
     for a, b in zip(*(jax.value_and_grad(f)(embedding) for f in (tied, plain)), strict=True):
@@ -106,7 +110,9 @@ DIMS = {"x": "batch seq embed", "w": "embed vocab", "labels": "batch seq"}
 def step_over(over):
     def step(x, w, labels):
         def loss(x, w):
-            return mp.cross_entropy((x, w), labels, ignore=-100, z_loss=1e-3, label_smoothing=0.1, over=over, chunks=2)
+            return mp.layers.cross_entropy(
+                (x, w), labels, ignore=-100, z_loss=1e-3, label_smoothing=0.1, over=over, chunks=2
+            )
 
         return jax.value_and_grad(loss, (0, 1))(x, w)
 
@@ -127,7 +133,9 @@ def test_logits_are_computed_once_and_never_in_one_array(over):
     x, w = (jax.ShapeDtypeStruct(a.shape, jnp.bfloat16) for a in (HIDDEN, KERNEL))
 
     def step(x, w, labels):
-        return jax.value_and_grad(lambda x, w: mp.cross_entropy((x, w), labels, over=over, chunks=2), (0, 1))(x, w)
+        return jax.value_and_grad(lambda x, w: mp.layers.cross_entropy((x, w), labels, over=over, chunks=2), (0, 1))(
+            x, w
+        )
 
     assert products_and_logits(step, x, w, LABELS) == (3, BATCH * SEQ * VOCAB / 2)  # logits, and the two gradients
 
@@ -176,4 +184,4 @@ def test_a_split_vocabulary_is_never_gathered():
 )
 def test_what_does_not_fit_is_refused(args, options):
     with pytest.raises(UnsupportedError, match="cross_entropy"):
-        mp.cross_entropy(*args, **options)
+        mp.layers.cross_entropy(*args, **options)

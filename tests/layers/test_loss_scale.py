@@ -15,7 +15,7 @@ def loss_of(w, x):
 def test_scaled_gradients_do_not_vanish_in_float16():
     w, x = jnp.ones((8, 4), jnp.float16), jnp.ones((4, 8), jnp.float16)
     assert not np.asarray(jax.grad(loss_of)(w, x)).any()
-    scale = mp.LossScale(2.0**15)
+    scale = mp.train.LossScale(2.0**15)
     gradients, finite = scale.unscale(jax.grad(lambda w: scale(loss_of(w, x)))(w))
     assert gradients.dtype == jnp.float32
     assert bool(finite)
@@ -23,7 +23,7 @@ def test_scaled_gradients_do_not_vanish_in_float16():
 
 
 def test_leaves_that_are_no_floats():
-    scale, p = mp.LossScale(4.0), {"w": jnp.ones(3), "n": jnp.arange(3)}
+    scale, p = mp.train.LossScale(4.0), {"w": jnp.ones(3), "n": jnp.arange(3)}
     assert scale((0.5, {"tokens": 3})) == (2.0, {"tokens": 3})
     grads = jax.grad(lambda p: scale(p["w"].sum()), allow_int=True)(p)
     unscaled, finite = scale.unscale(grads)
@@ -54,7 +54,7 @@ def test_steps_in_a_scan_equal_the_simulation(lowering, layout):
         dims={"w": "embed", "xs": "_ batch embed"},
         lowering=lowering,
     )
-    (w, scale), used = run(jnp.ones(4), mp.LossScale(8.0, period=2), xs)
+    (w, scale), used = run(jnp.ones(4), mp.train.LossScale(8.0, period=2), xs)
     want, size, good, sizes = np.ones(4), 8.0, 0, []
     for x in xs:
         sizes.append(size)
@@ -70,7 +70,7 @@ def test_steps_in_a_scan_equal_the_simulation(lowering, layout):
 
 
 def test_the_scale_stays_within_its_bounds():
-    scale = mp.LossScale(2.0, period=1, largest=4.0)
+    scale = mp.train.LossScale(2.0, period=1, largest=4.0)
     for finite, want in [(True, 4.0), (True, 4.0), (False, 2.0), (False, 1.0), (False, 1.0)]:
         scale = scale.adjust(jnp.array(finite))
         assert float(scale.scale) == want
@@ -82,7 +82,7 @@ def test_the_scale_stays_within_its_bounds():
 )
 def test_a_scale_that_cannot_change_is_an_error(kw, words):
     with pytest.raises(mp.errors.UnsupportedError, match=words):
-        mp.LossScale(**kw)
+        mp.train.LossScale(**kw)
 
 
 @pytest.mark.parametrize("lowering", ["shard_map", "jit"])
@@ -95,7 +95,7 @@ def test_the_noise_scale_estimates_the_moments_of_the_gradient(lowering, layout)
     small = small.astype(np.float32)
 
     def estimate(small):
-        return mp.noise_scale({"w": small}, {"w": small.mean(0)}, batch=(4, 8000))
+        return mp.train.noise_scale({"w": small}, {"w": small.mean(0)}, batch=(4, 8000))
 
     run = mp.jit(estimate, mesh=mp.mesh("data=4"), layout=layout, dims={"small": "replica embed _"}, lowering=lowering)
     got = run(small)
@@ -111,6 +111,6 @@ def test_the_noise_scale_estimates_the_moments_of_the_gradient(lowering, layout)
 def test_bad_input_of_the_noise_scale():
     g = jnp.ones(3)
     with pytest.raises(mp.errors.UnsupportedError, match=r"batch=\(8, 8\)"):
-        mp.noise_scale(g, g, batch=(8, 8))
+        mp.train.noise_scale(g, g, batch=(8, 8))
     with pytest.raises(mp.errors.UnsupportedError, match="different structures"):
-        mp.noise_scale({"a": g}, {"b": g}, batch=(1, 8))
+        mp.train.noise_scale({"a": g}, {"b": g}, batch=(1, 8))

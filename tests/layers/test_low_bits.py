@@ -12,7 +12,7 @@ import pytest
 import replica_simulations as simulations
 
 import meshpar as mp
-from meshpar.layers.low_bits import MOMENTS
+from meshpar._src.layers.low_bits import MOMENTS
 
 W = (64, 128)
 
@@ -23,7 +23,7 @@ W = (64, 128)
 )
 @pytest.mark.usefixtures("x64")
 def test_adam_with_rounded_moments_equals_the_simulation(dtype, lowering, layout):
-    tx = mp.low_bits(optax.adam(1e-2, b1=0.9, b2=0.99), dtype)
+    tx = mp.train.low_bits(optax.adam(1e-2, b1=0.9, b2=0.99), dtype)
 
     def step(w, g, state):
         updates, state = tx.update(g, state, w)
@@ -43,20 +43,20 @@ def test_adam_with_rounded_moments_equals_the_simulation(dtype, lowering, layout
 
 
 def test_state_takes_two_bytes_and_an_exponent_per_block():
-    state = mp.low_bits(optax.adam(1e-3)).init(jnp.zeros(W))
+    state = mp.train.low_bits(optax.adam(1e-3)).init(jnp.zeros(W))
     assert sum(x.nbytes for x in jax.tree.leaves(state)) == 64 * 128 * 2 * 33 / 32 + 4  # and the count
     assert state.codes[0].nu.dtype == jnp.uint8
 
 
 def test_small_arrays_and_other_leaves_are_stored_as_they_are():
-    state = mp.low_bits(optax.adam(1e-3)).init({"w": jnp.zeros(W), "b": jnp.zeros(64)})
+    state = mp.train.low_bits(optax.adam(1e-3)).init({"w": jnp.zeros(W), "b": jnp.zeros(64)})
     assert state.codes[0].mu["b"].dtype == jnp.float32
     assert state.codes[0].count.dtype == jnp.int32
     assert state.exponents[0].mu["b"] is None
 
 
 def test_codes_and_exponents_are_sharded_like_the_weight():
-    tx = mp.low_bits(optax.adam(1e-3))
+    tx = mp.train.low_bits(optax.adam(1e-3))
 
     def step(w, g, state):
         updates, state = tx.update(g, state, w)
@@ -73,7 +73,7 @@ def test_codes_and_exponents_are_sharded_like_the_weight():
 
 
 def test_second_moments_above_zero_do_not_become_zero():
-    tx = mp.low_bits(optax.scale_by_adam(), min_size=0)
+    tx = mp.train.low_bits(optax.scale_by_adam(), min_size=0)
     g = jnp.zeros((1, 32)).at[0, 0].set(1.0).at[0, 1].set(1e-4)
     updates, state = tx.update(g, tx.init(g))
     assert int(state.codes.nu[0, 1]) == 1
@@ -84,7 +84,7 @@ def test_second_moments_above_zero_do_not_become_zero():
 
 
 def test_infinities_become_nan():
-    tx = mp.low_bits(optax.trace(0.9), min_size=0)
+    tx = mp.train.low_bits(optax.trace(0.9), min_size=0)
     g = jnp.ones((2, 64)).at[0, 3].set(jnp.inf)
     _, state = tx.update(g, tx.init(g))
     again, _ = tx.update(jnp.ones((2, 64)), state)
@@ -96,7 +96,7 @@ def test_infinities_become_nan():
 @pytest.mark.parametrize(("kw", "words"), [({"dtype": "int4"}, "'int4'"), ({"block": 0}, "block=0")])
 def test_bad_input(kw, words):
     with pytest.raises(mp.errors.UnsupportedError, match=words):
-        mp.low_bits(optax.sgd(0.1), **kw)
+        mp.train.low_bits(optax.sgd(0.1), **kw)
 
 
 W_IN_TWO = {"params": {"v": (64, 64)}, "nu": (64, 128)}  # names of optax states
@@ -136,7 +136,7 @@ def optimizer(name):
     return make() if name in ("reduce_on_plateau", "scale_by_distance_over_gradients") else make(1e-2)
 
 
-@pytest.mark.filterwarnings("ignore:mp.low_bits stores no array")
+@pytest.mark.filterwarnings("ignore:mp.train.low_bits stores no array")
 @pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS])
 def test_every_optimizer_against_its_float32_state(name):
     """Also under parameters with the names of moments, which decide nothing."""
@@ -165,7 +165,7 @@ def test_every_optimizer_against_its_float32_state(name):
             out.append(u)
         return out[-1]
 
-    low = updates(mp.low_bits(optimizer(name), min_size=64))
+    low = updates(mp.train.low_bits(optimizer(name), min_size=64))
     for got, want in zip(jax.tree.leaves(low), jax.tree.leaves(updates(optimizer(name))), strict=True):
         assert np.linalg.norm(got - want) <= SENSITIVE.get(name, 0.03) * np.linalg.norm(want)
 
@@ -191,7 +191,7 @@ class Custom(NamedTuple):
 def test_states_of_unknown_types_are_stored_as_they_are_unless_they_are_listed():
     tx = optax.GradientTransformation(lambda p: Custom(p), lambda g, s, p=None: (g, Custom(g)))
     with pytest.warns(UserWarning, match=r"\.nu.*\n.*moments="):
-        state = mp.low_bits(tx).init({"v": jnp.ones(W)})
+        state = mp.train.low_bits(tx).init({"v": jnp.ones(W)})
     assert state.codes.nu["v"].dtype == jnp.float32
-    listed = mp.low_bits(tx, moments={**MOMENTS, (Custom, "nu"): "signed"}).init({"v": -jnp.ones(W)})
+    listed = mp.train.low_bits(tx, moments={**MOMENTS, (Custom, "nu"): "signed"}).init({"v": -jnp.ones(W)})
     assert listed.codes.nu["v"].dtype == jnp.int8

@@ -1,4 +1,4 @@
-"""``mp.offload``: the updates and states of the wrapped transformation, moments in host memory, refusals."""
+"""``mp.train.offload``: the updates and states of the wrapped transformation, moments in host memory, refusals."""
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ def trained(step, tx, steps=3):
     ids=["adamw in a loop", "adamw in sequence", "momentum in a loop"],
 )
 def test_it_trains_as_the_transformation_alone(tx, layers, lowering):
-    offloaded = mp.offload(tx, layers=layers)
+    offloaded = mp.train.offload(tx, layers=layers)
     step = mp.jit(
         train_step(offloaded),
         mesh="data=4, model=2",
@@ -79,7 +79,7 @@ def test_it_trains_as_the_transformation_alone(tx, layers, lowering):
 def test_updates_are_equal_bit_for_bit(layers):
     """Where no product is rounded, so that it does not matter whether a compiler contracts it with a sum."""
     tx = optax.sgd(0.5, momentum=0.5)
-    offloaded = mp.offload(tx, layers=layers)
+    offloaded = mp.train.offload(tx, layers=layers)
     gradients = jax.tree.map(lambda x: jnp.asarray(np.float32(0.3) * x + 1), PARAMS)
     ours, state = offloaded.update(gradients, offloaded.init(PARAMS))
     expected, alone = tx.update(gradients, tx.init(PARAMS))
@@ -110,7 +110,7 @@ def test_the_plan_has_the_copies_of_each_layer():
         return state, mp.plan(step, weights, state, x, **how, dims=named, donate_argnums=(0, 1))
 
     _, alone = planned(optax.adam(1e-2))
-    state, plan = planned(mp.offload(optax.adam(1e-2), layers=layers))
+    state, plan = planned(mp.train.offload(optax.adam(1e-2), layers=layers))
     assert state[0].mu["up"].sharding.memory_kind == "pinned_host"
     moments = 2 * 2 * layers * 64 * 128 * 4 / 4
     for to in ("host", "device"):
@@ -129,7 +129,7 @@ def test_the_plan_has_the_copies_of_each_layer():
     ],
 )
 def test_what_would_not_be_exact_is_refused(tx, layers, text):
-    offloaded = mp.offload(tx, layers=layers)
+    offloaded = mp.train.offload(tx, layers=layers)
     with pytest.raises(UnsupportedError, match=text):
         offloaded.update(PARAMS, offloaded.init(PARAMS), PARAMS)
 
@@ -137,7 +137,7 @@ def test_what_would_not_be_exact_is_refused(tx, layers, text):
 def test_transformations_of_single_parameters_in_sequence():
     """LAMB reduces over each parameter, which an update in sequence leaves as a whole."""
     tx = optax.lamb(1e-2)
-    offloaded = mp.offload(tx)
+    offloaded = mp.train.offload(tx)
     ours, _ = offloaded.update(PARAMS, offloaded.init(PARAMS), PARAMS)
     expected, _ = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), ours, expected)

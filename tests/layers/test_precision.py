@@ -36,7 +36,7 @@ def case():
 @pytest.mark.parametrize(("reduce", "travels"), [(None, "bfloat16"), ("float32", "float32")])
 @pytest.mark.parametrize("lowering", ["jit", "shard_map"])
 def test_weights_are_gathered_narrow_and_gradients_summed_as_asked(case, reduce, travels, lowering):
-    step = step_with(mp.Precision(compute="bfloat16", reduce=reduce, keep=("scale",)))
+    step = step_with(mp.train.Precision(compute="bfloat16", reduce=reduce, keep=("scale",)))
     options = {"mesh": mp.mesh("data=4"), "layout": "batch: data; embed: data", "dims": DIMS, "lowering": lowering}
     f = mp.jit(step, **options)
     plan = f.plan(*case)
@@ -79,7 +79,7 @@ def test_gradients_of_stacked_weights_are_reduced_as_asked(case, dtypes, layout,
         h, _ = jax.lax.scan(jax.checkpoint(layer), x.astype(compute), p)
         return jnp.square(h.astype(jnp.float32)).mean()
 
-    fn = jax.value_and_grad(mp.Precision(compute=compute, reduce=reduce)(jax.jit(loss) if jitted else loss))
+    fn = jax.value_and_grad(mp.train.Precision(compute=compute, reduce=reduce)(jax.jit(loss) if jitted else loss))
     f = mp.jit(fn, mesh=mp.mesh("data=4"), layout=layout, dims=STACKED, lowering="shard_map")
     reduced = {(c.dtype, c.count) for c in f.plan(p, case[1]).collectives if c.op != "all-gather" and len(c.shape) > 1}
     assert reduced == {(sent, 3)}
@@ -97,7 +97,7 @@ def test_a_float32_step_reduces_as_asked(case, compute, reduce, sent):
     def loss(p, x):
         return jnp.square(jnp.tanh(x @ p["w"]) @ p["v"]).mean()
 
-    fn = jax.grad(mp.Precision(compute=compute, reduce=reduce)(loss))
+    fn = jax.grad(mp.train.Precision(compute=compute, reduce=reduce)(loss))
     p = {k: case[0][k] for k in ("w", "v")}
     dims = {k: v for k, v in DIMS.items() if k != "p/scale"}
     f = mp.jit(fn, mesh=mp.mesh("data=4"), layout="batch: data", dims=dims, lowering="shard_map")
@@ -111,7 +111,7 @@ def test_a_wide_sum_rounds_less(case):
     exact = jax.grad(loss_of)(*case)
     errors = []
     for reduce in ("bfloat16", "float32"):
-        step = step_with(mp.Precision(reduce=reduce, keep=("scale",)))
+        step = step_with(mp.train.Precision(reduce=reduce, keep=("scale",)))
         options = {"layout": "batch: data", "dims": DIMS, "lowering": "shard_map"}
         p, _ = mp.jit(step, mesh=mp.mesh("data=8"), **options)(*case)
         errors.append(sum(float(np.abs((case[0][k] - p[k]) / 0.1 - exact[k]).sum()) for k in ("w", "v")))
@@ -120,10 +120,10 @@ def test_a_wide_sum_rounds_less(case):
 
 def test_what_is_no_dtype():
     with pytest.raises(LayoutSyntaxError, match="compute='int8' is not a floating dtype"):
-        mp.Precision(compute="int8")
+        mp.train.Precision(compute="int8")
     for policy in ({"compute": "float8_e4m3fn"}, {"reduce": jnp.float8_e5m2}):
         with pytest.raises(LayoutSyntaxError, match="has 8 bits or fewer"):
-            mp.Precision(**policy)
+            mp.train.Precision(**policy)
 
 
 def test_weights_by_keyword_and_from_the_end():
@@ -131,7 +131,7 @@ def test_weights_by_keyword_and_from_the_end():
         return [v.dtype for v in jax.tree.leaves((x, p))]
 
     p, x = {"w": jnp.ones((4, 4))}, jnp.ones(4)
-    policy = mp.Precision(compute="bfloat16")
+    policy = mp.train.Precision(compute="bfloat16")
     for argnum in (1, -1):
         cast = policy(dtypes, argnum=argnum)
         for call in (cast(x, p), cast(x, p=p), cast(p=p, x=x)):

@@ -14,12 +14,12 @@ from all_specs import specs_of
 from jax.sharding import NamedSharding
 
 import meshpar as mp
-from meshpar.hardware.topology import Stage
-from meshpar.layout import to_partition_spec
-from meshpar.lower.collectives import combined, follow
-from meshpar.plan.resharding import reshard, reshard_bytes
-from meshpar.rules.spmd import Grid
-from meshpar.verify.hlo import collectives
+from meshpar._src.hardware.topology import Stage
+from meshpar._src.layout import to_partition_spec
+from meshpar._src.lower.collectives import combined, follow
+from meshpar._src.plan.resharding import reshard, reshard_bytes
+from meshpar._src.rules.spmd import Grid
+from meshpar._src.verify.hlo import collectives
 
 
 def assert_reshards(mesh, pairs, shape, dtype=np.int32):

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 import meshpar as mp
-from meshpar.plan.steps import Barrier
+from meshpar._src.plan.steps import Barrier
 
 pytestmark = pytest.mark.filterwarnings("ignore::meshpar.errors.JoinWarning")  # square weights, applied again
 

@@ -268,7 +268,7 @@ def test_associative_scan_of_a_split_dim():
     assert_same(step, (x, w), "x=2, y=4", layout, {"x": "_ d", "w": "_"})
 
 
-@pytest.mark.filterwarnings("ignore::meshpar.JoinWarning")
+@pytest.mark.filterwarnings("ignore::meshpar.errors.JoinWarning")
 def test_gradient_of_a_window_over_a_concatenation():
     x = (RNG.integers(-8, 9, (6, 4, 4)) / 4).astype(np.float32)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import meshpar as mp
-from meshpar.plan.steps import Loop
+from meshpar._src.plan.steps import Loop
 
 DIMS = {"p/up": "embed mlp", "p/down": "mlp embed", "x": "batch embed"}
 

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 from lowered import assert_sends_the_plan
 
 import meshpar as mp
+from meshpar._src.hardware.topology import Stage
+from meshpar._src.lower import LOWERINGS
 from meshpar.errors import MeshError, UnknownAxisError, UnsupportedError
-from meshpar.hardware.topology import Stage
-from meshpar.lower import LOWERINGS
 
 MESH = "data=4, model=2"
 DIMS = {"w/up": "embed mlp", "w/down": "mlp embed", "x": "batch embed"}

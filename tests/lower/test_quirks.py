@@ -18,12 +18,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar import passes
-from meshpar.compat.quirks import QUIRKS
-from meshpar.lower import shard_map
-from meshpar.lower.collectives import scattered
-from meshpar.passes import barriers
-from meshpar.plan.steps import Run
+from meshpar._src import passes
+from meshpar._src.compat.quirks import QUIRKS
+from meshpar._src.lower import shard_map
+from meshpar._src.lower.collectives import scattered
+from meshpar._src.passes import barriers
+from meshpar._src.plan.steps import Run
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler")
 
@@ -49,7 +49,7 @@ def compiled_to(shape, dim, scatter):
 @pytest.mark.parametrize(("shape", "dim"), [((2048, 4, 128), 0), ((1792, 512), 1), ((1, 2048, 256), 1)])
 def test_scatters_that_the_tpu_compiler_makes_all_reduces(shape, dim):
     plain = compiled_to(shape, dim, lambda x: lax.psum_scatter(x, "a", scatter_dimension=dim, tiled=True))
-    assert plain == ["all-reduce"], "the compiler is mended: meshpar.compat.quirks says what can go"
+    assert plain == ["all-reduce"], "the compiler is mended: meshpar._src.compat.quirks says what can go"
     assert compiled_to(shape, dim, lambda x: scattered(x, ("a",), dim, "native", {"a": 4})) == ["reduce-scatter"]
 
 
@@ -72,14 +72,16 @@ def test_transposes_that_the_compiler_moves_through_elementwise_ops(monkeypatch)
 
     assert exponentials() == 1
     monkeypatch.setattr(shard_map, "constrain_local", lambda x: x)
-    assert exponentials() == 2, "the compiler is fixed: meshpar.compat.quirks says what can go"
+    assert exponentials() == 2, "the compiler is fixed: meshpar._src.compat.quirks says what can go"
 
 
 def test_a_slice_of_a_slice_stays_within_it():
     """A row that is added to an array that the program holds: its devices read no row behind their own."""
     x = jnp.arange(12.0)
     merged = jax.jit(lambda i, j: lax.dynamic_slice(lax.dynamic_slice(x, (i,), (3,)), (j,), (1,)))(3, 3)
-    assert float(merged[0]) == (6 if jax.__version_info__ < (0, 11) else 5), "meshpar.compat.quirks says what can go"
+    assert float(merged[0]) == (6 if jax.__version_info__ < (0, 11) else 5), (
+        "meshpar._src.compat.quirks says what can go"
+    )
 
     table, row = np.arange(24, dtype=np.float32).reshape(6, 4), np.arange(4, dtype=np.float32)
 
@@ -108,7 +110,9 @@ def test_a_batched_sum_of_which_one_axis_is_scattered():
     mesh = mp.mesh("x=2, y=2, z=2")
     made, kept = NamedSharding(mesh, P("z", ("x", "y"))), NamedSharding(mesh, P(("z", "x")))
     plain = jax.jit(lambda x: jnp.einsum("ab,ab->a", x, x), in_shardings=made, out_shardings=kept)
-    assert np.any(np.asarray(plain(x)) != want), "the partitioner is mended: meshpar.compat.quirks says what can go"
+    assert np.any(np.asarray(plain(x)) != want), (
+        "the partitioner is mended: meshpar._src.compat.quirks says what can go"
+    )
     for lowering in ("jit", "shard_map"):
         options = {"mesh": mesh, "layout": "f: x+y; g: z+x", "dims": {"x": "g f"}, "lowering": lowering}
         step = mp.jit(lambda x: jnp.einsum("ab,ab->a", x, x), **options)
@@ -124,7 +128,9 @@ def test_one_element_with_a_long_stride():
     mesh = mp.mesh("x=2, y=4")
     split = NamedSharding(mesh, P("x"))
     plain = jax.jit(lambda x: lax.with_sharding_constraint(x, split)[1::3], out_shardings=NamedSharding(mesh, P()))
-    assert np.any(np.asarray(plain(x)) != x[1::3]), "the partitioner is mended: meshpar.compat.quirks says what can go"
+    assert np.any(np.asarray(plain(x)) != x[1::3]), (
+        "the partitioner is mended: meshpar._src.compat.quirks says what can go"
+    )
     for lowering in ("jit", "shard_map"):
         step = mp.jit(
             lambda x, w: ((x @ w)[1::3], (x @ w).reshape(16), x[:1, 1::7]),  # the second is split, and so the product is
@@ -151,7 +157,9 @@ def test_a_matmul_over_axes_in_another_order_than_the_mesh():
         return lax.with_sharding_constraint(a.T @ b, sharded("z", ("y", "x")))
 
     placed = [jax.device_put(v, sharded("z", ("y", "x"))) for v in (a, b)]
-    assert np.abs(jax.jit(plain)(*placed) - a.T @ b).max() > 1, "XLA is fixed: meshpar.compat.quirks says what can go"
+    assert np.abs(jax.jit(plain)(*placed) - a.T @ b).max() > 1, (
+        "XLA is fixed: meshpar._src.compat.quirks says what can go"
+    )
 
     def step(x, weights):
         """A loop over matmuls, and the gradient of its weights."""
@@ -181,7 +189,7 @@ def test_a_nan_in_an_extremum_over_devices(dtype):
     mesh = mp.mesh("data=4, idle=2")
     plain = jax.shard_map(lambda x: lax.pmax(x.max(0), "data"), mesh=mesh, in_specs=P("data"), out_specs=P())
     lost = not np.isnan(np.asarray(jax.jit(plain)(x)).astype(float)[:4]).all()
-    assert lost or dtype != "float32", "the compiler is fixed: meshpar.compat.quirks says what can go"
+    assert lost or dtype != "float32", "the compiler is fixed: meshpar._src.compat.quirks says what can go"
 
     def extrema(x):
         return x.max(0), x.min(0), jnp.abs(x).max(), jnp.maximum(x, 0).max(0)
@@ -245,7 +253,7 @@ DILATED = """
 import jax
 import numpy as np
 from jax import lax
-from meshpar.compat.quirks import not_a_group
+from meshpar._src.compat.quirks import not_a_group
 
 rng = np.random.default_rng(0)
 x, w = (rng.normal(size=s).astype(np.float32) for s in ((2, 8, 3, 8), (2, 8, 2, 16)))
@@ -264,7 +272,7 @@ conv(x, (0, 0))
 def test_a_dilated_convolution_whose_operands_the_compiler_exchanges():
     done = alone("-c", DILATED)
     assert "equal" in done.stdout
-    assert done.returncode < 0, "the compiler is fixed: meshpar.compat.quirks says what can be removed"
+    assert done.returncode < 0, "the compiler is fixed: meshpar._src.compat.quirks says what can be removed"
 
 
 @pytest.mark.parametrize(
@@ -286,7 +294,7 @@ def test_a_matmul_of_one_row_is_computed_with_eight():
     mesh = mp.mesh("model=8", topology="v6e:2x4")
     args = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, P())) for s in shapes]
     plain = mp.compile(jax.jit(project), *args, mesh=mesh, effort="fast").as_text()
-    assert "convolution(" not in plain, "the compiler is mended: meshpar.compat.quirks says what can go"
+    assert "convolution(" not in plain, "the compiler is mended: meshpar._src.compat.quirks says what can go"
     ours = mp.compile(project, *shapes, mesh=mesh, layout="", dims={}, effort="fast").as_text()
     assert "convolution(" in ours
 

@@ -9,10 +9,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.compat.quirks import reduce_scatter_shape
-from meshpar.lower.collectives import combined
-from meshpar.plan.steps import Scatter
-from meshpar.rules.spmd import Grid
+from meshpar._src.compat.quirks import reduce_scatter_shape
+from meshpar._src.lower.collectives import combined
+from meshpar._src.plan.steps import Scatter
+from meshpar._src.rules.spmd import Grid
 
 BF16, F32 = 2, 4
 

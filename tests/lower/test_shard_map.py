@@ -19,9 +19,9 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from lowered import MESHES, assert_sends_the_plan, group_of, jaxpr_of, lowered, of_kind, same, sent_by
 
 import meshpar as mp
+from meshpar._src.lower import LOWERINGS, shard_map
+from meshpar._src.rules.spmd import Grid
 from meshpar.errors import UnsupportedError
-from meshpar.lower import LOWERINGS, shard_map
-from meshpar.rules.spmd import Grid
 
 RNG = np.random.default_rng(0)
 

@@ -8,8 +8,8 @@ import pytest
 from arrays import f32, normal, weights
 
 import meshpar as mp
-from meshpar.compat.jax import staged
-from meshpar.lower import shard_map
+from meshpar._src.compat.jax import staged
+from meshpar._src.lower import shard_map
 
 MESH = "data=4, model=2"
 LAYOUT = "batch: data; mlp: model; embed: data"

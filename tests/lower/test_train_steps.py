@@ -13,7 +13,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import meshpar as mp
-from meshpar.verify.hlo import collectives
+from meshpar._src.verify.hlo import collectives
 
 RNG = np.random.default_rng(0)
 MESH = "data=4, model=2"

@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 import meshpar as mp
-from meshpar.hardware.calibration import JAXLIB
-from meshpar.measurement import Candidate, calibrate
+from meshpar._src.hardware.calibration import JAXLIB
+from meshpar._src.measurement import Candidate, calibrate
 
 OPTIMIZER = optax.adam(1e-2)
 DIMS = {"state/*/up": "embed mlp", "state/*/down": "mlp embed", "x": "batch embed"}
@@ -41,7 +41,7 @@ def arguments():
 def test_layouts_are_measured_and_the_arguments_left_alone(tmp_path):
     state, x = arguments()
     messages = []
-    found = mp.calibrate(
+    found = mp.hardware.calibrate(
         train_step,
         state,
         x,
@@ -127,7 +127,7 @@ def test_numbers_that_differ_are_caught():
         }  # what the layout must not do: other meshes are traced anew
 
     with pytest.raises(mp.errors.CheckError) as caught:
-        mp.calibrate(
+        mp.hardware.calibrate(
             step, jnp.ones((8, 4)), layouts=[("data=8", "a: data"), ("rows=8", "a: rows")], dims={"x": "a b"}, rounds=1
         )
     assert caught.value.path == "bad"
@@ -142,7 +142,7 @@ def test_rounding_that_adam_blows_up_is_no_difference():
         updates, opt_state = OPTIMIZER.update(gradients, state["opt_state"])
         return optax.apply_updates(state["params"], updates), opt_state
 
-    found = mp.calibrate(step, *arguments(), layouts=LAYOUTS[:2], mesh=MESH, dims=DIMS, rounds=1)
+    found = mp.hardware.calibrate(step, *arguments(), layouts=LAYOUTS[:2], mesh=MESH, dims=DIMS, rounds=1)
     assert len(found.rows) == 2
 
 
@@ -156,7 +156,7 @@ def test_modules_are_measured_and_not_updated():
         return jnp.sum(x @ model.w[...])
 
     model = Model()
-    found = mp.calibrate(
+    found = mp.hardware.calibrate(
         step, model, jnp.ones((8, 8)), layouts=["batch: data", "mlp: data"], dims={"x": "batch embed"}, rounds=1
     )
     assert len(found.rows) == 2
@@ -171,13 +171,13 @@ def test_what_jit_returned_and_pairs_and_searches():
         (mp.mesh("data=2, model=4"), mp.Layout("batch: data; mlp: model")),
         ("data=8", "batch: data"),
     ]
-    found = mp.calibrate(step, state, x, layouts=pairs, rounds=1)
+    found = mp.hardware.calibrate(step, state, x, layouts=pairs, rounds=1)
     assert {(r.mesh, r.layout) for r in found.rows} == {
         ("data=8", "batch: data"),
         ("data=2, model=4", "batch: data; mlp: model"),
     }
     searched = mp.search(train_step, state, x, topology="v5e:2x4", dims=DIMS, donate_argnames="state", max_plans=8)
-    again = mp.calibrate(train_step, state, x, layouts=searched, max_layouts=2, dims=DIMS, rounds=1)
+    again = mp.hardware.calibrate(train_step, state, x, layouts=searched, max_layouts=2, dims=DIMS, rounds=1)
     assert {(r.mesh, r.layout) for r in again.rows} == {(r.mesh, r.layout) for r in searched.rows[:2]}
 
 
@@ -199,4 +199,4 @@ def test_what_jit_returned_and_pairs_and_searches():
 )
 def test_bad_input(options, error, says):
     with pytest.raises(error, match=says):
-        mp.calibrate(train_step, *arguments(), dims=DIMS, **{"mesh": MESH, **options})
+        mp.hardware.calibrate(train_step, *arguments(), dims=DIMS, **{"mesh": MESH, **options})

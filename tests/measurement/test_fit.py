@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import meshpar as mp
-from meshpar.measurement import fit
+from meshpar._src.measurement import fit
 
 
 def seconds_of(parts):

@@ -9,9 +9,9 @@ import pytest
 from arrays import bf16
 
 import meshpar as mp
-from meshpar.plan.steps import Reduce
-from meshpar.report.steps import plan_steps
-from meshpar.verify.hlo import collectives
+from meshpar._src.plan.steps import Reduce
+from meshpar._src.report.steps import plan_steps
+from meshpar._src.verify.hlo import collectives
 
 DIMS = {"w": "embed mlp", "x": "batch embed"}
 

@@ -13,12 +13,12 @@ from jax import lax
 from lowered import lowered, same
 
 import meshpar as mp
-from meshpar.hardware.chips import CHIPS
-from meshpar.lower.shard_map import lower_to_shard_map
-from meshpar.passes.barriers import separate_matmuls
-from meshpar.plan.planner import planned
-from meshpar.plan.request import PlanRequest
-from meshpar.plan.steps import Barrier, Loop, Reduce, Run
+from meshpar._src.hardware.chips import CHIPS
+from meshpar._src.lower.shard_map import lower_to_shard_map
+from meshpar._src.passes.barriers import separate_matmuls
+from meshpar._src.plan.planner import planned
+from meshpar._src.plan.request import PlanRequest
+from meshpar._src.plan.steps import Barrier, Loop, Reduce, Run
 
 RNG = np.random.default_rng(0)
 normal = functools.partial(weights, RNG)

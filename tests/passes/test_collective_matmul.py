@@ -12,8 +12,8 @@ import pytest
 from arrays import bf16
 
 import meshpar as mp
-from meshpar.hardware.chips import CHIPS
-from meshpar.plan.steps import GatherRing, Reduce, Reshard
+from meshpar._src.hardware.chips import CHIPS
+from meshpar._src.plan.steps import GatherRing, Reduce, Reshard
 
 SEQUENCE = "batch: data; heads, mlp, vocab: model; seq: model"
 MLP = "batch: data; mlp: model; seq: model"

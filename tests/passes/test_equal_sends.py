@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import meshpar as mp
-from meshpar.verify.hlo import collectives
+from meshpar._src.verify.hlo import collectives
 
 RNG = np.random.default_rng(0)
 X, W, V = (jnp.asarray(RNG.normal(size=n), jnp.float32) for n in [(2, 16, 8, 3), (3, 3, 3, 3), (2, 3, 3, 3)])

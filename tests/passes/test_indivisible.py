@@ -86,7 +86,7 @@ def test_microbatches_with_fewer_rows_than_devices(microbatches, warns):
         return jnp.square(x @ w).mean()
 
     def step(w, x):
-        value, gradient = mp.accumulate_gradients(jax.value_and_grad(loss), microbatches)(w, x)
+        value, gradient = mp.train.accumulate_gradients(jax.value_and_grad(loss), microbatches)(w, x)
         return w - 0.1 * gradient, value
 
     w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 16), (16, 16)))

@@ -15,12 +15,12 @@ from jax.experimental import io_callback
 from jax.experimental.custom_partitioning import custom_partitioning
 
 import meshpar as mp
-from meshpar import api
-from meshpar.lower import LOWERINGS
-from meshpar.options import StepOptions
-from meshpar.passes import PASSES
-from meshpar.plan.steps import Run
-from meshpar.rules import registry
+from meshpar._src.entry import api
+from meshpar._src.entry.options import StepOptions
+from meshpar._src.lower import LOWERINGS
+from meshpar._src.passes import PASSES
+from meshpar._src.plan.steps import Run
+from meshpar._src.rules import registry
 
 X = np.arange(32.0, dtype=np.float32).reshape(8, 4)
 HOW = {"mesh": "data=4, model=2", "layout": "batch: data", "dims": {"x": "batch embed"}}

@@ -9,8 +9,8 @@ from dependencies import bodies, needs
 from lowered import jaxpr_of, lowered
 
 import meshpar as mp
-from meshpar.plan.steps import Barrier, Run
-from meshpar.plan.verify import verify
+from meshpar._src.plan.steps import Barrier, Run
+from meshpar._src.plan.verify import verify
 
 WIDTH, HIDDEN, LAYERS, BATCH = 2048, 4096, 4, 8192  # operands of a product are above 16 MiB on each of 8 devices
 DIMS = {"*/up": "embed mlp", "*/down": "mlp embed", "x": "batch embed"}

@@ -6,9 +6,9 @@ import pytest
 from arrays import f32
 
 import meshpar as mp
+from meshpar._src.plan.assignment import AxisAssignment, contiguous_only
+from meshpar._src.rules.rule import OpRule
 from meshpar.errors import JoinWarning
-from meshpar.plan.assignment import AxisAssignment, contiguous_only
-from meshpar.rules.rule import OpRule
 
 SIZES = {"x": 2, "y": 2}
 

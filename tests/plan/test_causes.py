@@ -111,7 +111,7 @@ def test_a_table_that_is_gathered_for_the_reads_of_a_loop():
         return {c.op: c.cause for c in plan.collectives if "`vocab: model`" in c.cause}
 
     def accumulated(params, tokens):
-        return mp.accumulate_gradients(jax.value_and_grad(loss_of), 4)(params, tokens)
+        return mp.train.accumulate_gradients(jax.value_and_grad(loss_of), 4)(params, tokens)
 
     assert causes(accumulated) == {
         "all-gather": "`vocab: model` splits `vocab`, which gather indexes; gathering `vocab` once for all reads sends less than "

@@ -7,7 +7,7 @@ from arrays import f32
 from jax import lax
 
 import meshpar as mp
-from meshpar.program.primitives import add_row_p
+from meshpar._src.program.primitives import add_row_p
 
 
 def stacked(xs, w):

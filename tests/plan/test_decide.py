@@ -9,11 +9,11 @@ from arrays import f32
 from jax import lax
 
 import meshpar as mp
+from meshpar._src.plan.assignment import AxisAssignment
+from meshpar._src.plan.decide import Facts, Operand, ShardType, add_to_carry, broadcast_spec, decide, kind_after
+from meshpar._src.plan.partial import readers_of, reduce_in_values
+from meshpar._src.rules.partial import LINEAR, MOVES
 from meshpar.errors import UnknownAxisError
-from meshpar.plan.assignment import AxisAssignment
-from meshpar.plan.decide import Facts, Operand, ShardType, add_to_carry, broadcast_spec, decide, kind_after
-from meshpar.plan.partial import readers_of, reduce_in_values
-from meshpar.rules.partial import LINEAR, MOVES
 
 SIZES = {"data": 4, "model": 2}
 D, M = ("data",), ("model",)

@@ -11,10 +11,10 @@ import planned_transformer as model
 import pytest
 
 import meshpar as mp
+from meshpar._src.entry.target import load_target
+from meshpar._src.plan.verify import verify
+from meshpar._src.report.steps import plan_steps
 from meshpar.errors import MeshparError
-from meshpar.plan.verify import verify
-from meshpar.report.steps import plan_steps
-from meshpar.target import load_target
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MESHES = ["data=4, model=4", "data=8, model=2"]
@@ -24,7 +24,7 @@ def microbatches():
     """A transformer's gradients in two microbatches, whose sums a loop carries unreduced."""
 
     def step(state, batch):
-        loss, gradients = mp.accumulate_gradients(jax.value_and_grad(model.loss_of), 2)(state["params"], batch)
+        loss, gradients = mp.train.accumulate_gradients(jax.value_and_grad(model.loss_of), 2)(state["params"], batch)
         updates, opt_state = model.OPTIMIZER.update(gradients, state["opt_state"], state["params"])
         return {"params": jax.tree.map(lambda p, u: p + u, state["params"], updates), "opt_state": opt_state}, loss
 

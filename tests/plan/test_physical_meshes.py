@@ -9,8 +9,8 @@ import pytest
 from arrays import bf16
 
 import meshpar as mp
-from meshpar.hardware import topology as slices
-from meshpar.hardware.topology import Stage, joined, major_stage
+from meshpar._src.hardware import topology as slices
+from meshpar._src.hardware.topology import Stage, joined, major_stage
 
 CUTS = [(256,), (128, 2), (16, 16), (2, 128), (32, 8), (4, 4, 16), (16, 4, 4), (2, 8, 2, 8)]
 """Of 256 devices in rows of 16: the first axes are the major ones."""
@@ -74,7 +74,7 @@ def test_stages_of_one_dimension_are_joined():
 def test_a_ring_over_two_axes_gives_what_one_axis_does(monkeypatch):
     """On devices that are told to lie along one dimension, cut into two axes, rings are over both: numbers stay."""
     torus = {"a": (Stage(4, "x", True, 2),), "b": (Stage(2, "x"),)}
-    monkeypatch.setattr(importlib.import_module("meshpar.plan.planner"), "torus_of", lambda mesh: torus)
+    monkeypatch.setattr(importlib.import_module("meshpar._src.plan.planner"), "torus_of", lambda mesh: torus)
     mesh = mp.mesh("a=4, b=2")
     w, x = jnp.arange(64.0 * 32).reshape(64, 32) / 512, jnp.arange(16.0 * 64).reshape(16, 64) / 256
 

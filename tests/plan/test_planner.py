@@ -10,8 +10,8 @@ from lowered import assert_sends_the_plan, lowered, same
 from planned_transformer import MESH
 
 import meshpar as mp
-from meshpar.plan import variants
-from meshpar.plan.steps import Branch, Loop, Reduce, Reshard, Run
+from meshpar._src.plan import variants
+from meshpar._src.plan.steps import Branch, Loop, Reduce, Reshard, Run
 
 
 def plan_of(fn, *args, layout, dims, mesh=MESH, **kwargs):
@@ -434,7 +434,7 @@ def test_a_program_without_names_gets_a_template():
     assert "scale" not in text.split("dims={")[1]
 
 
-# -- programs that are planned rewritten (:mod:`meshpar.program.divisible_rewrite`), or unmodified
+# -- programs that are planned rewritten (:mod:`program.divisible_rewrite`), or unmodified
 
 
 def shifted(x):

@@ -11,8 +11,8 @@ import pytest
 from all_specs import specs_of
 
 import meshpar as mp
-from meshpar.layout import to_partition_spec
-from meshpar.verify.hlo import collectives
+from meshpar._src.layout import to_partition_spec
+from meshpar._src.verify.hlo import collectives
 
 
 def assert_reshapes(mesh, shape, to, pairs):

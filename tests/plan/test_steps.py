@@ -15,10 +15,10 @@ from arrays import f32
 from jax import lax
 
 import meshpar as mp
-from meshpar.passes.collective_matmul import MODES
-from meshpar.plan.planner import planned
-from meshpar.plan.request import PlanRequest
-from meshpar.plan.steps import (
+from meshpar._src.passes.collective_matmul import MODES
+from meshpar._src.plan.planner import planned
+from meshpar._src.plan.request import PlanRequest
+from meshpar._src.plan.steps import (
     Barrier,
     Call,
     Constant,
@@ -30,7 +30,7 @@ from meshpar.plan.steps import (
     rewrite_bodies,
     topological_order,
 )  # fmt: skip
-from meshpar.plan.verify import verify
+from meshpar._src.plan.verify import verify
 
 # -- every plan
 

@@ -4,8 +4,8 @@ import pytest
 from arrays import f32
 
 import meshpar as mp
-from meshpar.plan.collectives import split_reduction
-from meshpar.plan.traffic import op_bytes, partial_axes, reduction_bytes
+from meshpar._src.plan.collectives import split_reduction
+from meshpar._src.plan.traffic import op_bytes, partial_axes, reduction_bytes
 
 SIZES = {"data": 4, "model": 2}
 D, M = ("data",), ("model",)

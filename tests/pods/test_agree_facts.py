@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import meshpar as mp
-from meshpar.dims import PathDims
-from meshpar.pods.agree import Sheet, facts_of
-from meshpar.pods.data import SAMPLES
+from meshpar._src.dims import PathDims
+from meshpar._src.pods.agree import Sheet, facts_of
+from meshpar._src.pods.data import SAMPLES
 
 X = np.arange(32, dtype=np.float32).reshape(8, 4)
 TABLE = np.arange(12, dtype=np.float32)

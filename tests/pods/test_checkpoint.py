@@ -22,10 +22,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.cli import main
-from meshpar.pods import digest
-from meshpar.pods.checkpoint import facts_of, steps_of, verify
-from meshpar.pods.foreign import from_safetensors, to_safetensors
+from meshpar._src.entry.cli import main
+from meshpar._src.pods import digest
+from meshpar._src.pods.checkpoint import facts_of, steps_of, verify
+from meshpar._src.pods.foreign import from_safetensors, to_safetensors
 
 pytestmark = pytest.mark.filterwarnings(  # orbax leaves its other reads unawaited when one fails
     "ignore:coroutine .* was never awaited", "ignore::pytest.PytestUnraisableExceptionWarning"
@@ -169,7 +169,7 @@ def test_it_keeps_the_newest_and_waits_for_its_time(tmp_path):
 def test_a_restored_run_continues_with_the_next_batch(tmp_path, mesh):
     def data():
         rows = [{"x": np.full(2, k)} for k in range(64)]
-        return mp.batches(rows, batch=4, mesh=mesh, layout="batch: data", dims={"x": "batch _"})
+        return mp.data.batches(rows, batch=4, mesh=mesh, layout="batch: data", dims={"x": "batch _"})
 
     init = mp.init(lambda: {"w": jnp.ones(3)}, mesh=mesh, layout="")
     with mp.Checkpoints(tmp_path, data=data()) as run:
@@ -360,7 +360,7 @@ def test_safetensors_by_dims(tmp_path):
         ({"model.embed.weight": ("embed", "embed vocab")}, "needs"),
         ({"model.embed.weight": ("embed", "vocab mlp")}, "differ from the dims of `embed`"),
     ]:
-        with pytest.raises(mp.MeshparError, match=says):
+        with pytest.raises(mp.errors.MeshparError, match=says):
             from_safetensors(tmp_path, init, jax.random.key(0), rules=wrong)
 
     with mp.Checkpoints(tmp_path / "run") as run:
@@ -374,7 +374,7 @@ def test_safetensors_by_dims(tmp_path):
     for k in range(layers):
         np.testing.assert_array_equal(back[f"model.layers.{k}.q.weight"], q[k])
     np.testing.assert_array_equal(back["model.embed.weight"], table)
-    with pytest.raises(mp.MeshparError, match="no array of checkpoint 1 matches 'embd'"):
+    with pytest.raises(mp.errors.MeshparError, match="no array of checkpoint 1 matches 'embd'"):
         to_safetensors(str(tmp_path / "run"), 1, target, rules={"x": ("embd", "vocab embed")})
 
 

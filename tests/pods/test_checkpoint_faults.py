@@ -17,9 +17,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
+from meshpar._src.pods import checkpoint, lock
+from meshpar._src.pods.checkpoint import steps_of
 from meshpar.errors import CheckpointError, CheckpointWarning
-from meshpar.pods import checkpoint, lock
-from meshpar.pods.checkpoint import steps_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:coroutine .* was never awaited", "ignore::pytest.PytestUnraisableExceptionWarning"

@@ -15,10 +15,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.cli import main
+from meshpar._src.entry.cli import main
+from meshpar._src.pods.checkpoint import facts_of, verify
+from meshpar._src.pods.digest import _digest_of_one, as_text, digest_on_host
 from meshpar.errors import CheckpointError
-from meshpar.pods.checkpoint import facts_of, verify
-from meshpar.pods.digest import _digest_of_one, as_text, digest_on_host
 
 
 def bits(x):
@@ -146,9 +146,11 @@ def layers(key):
     ("offload", "embed: data; mlp: model"), ("low_bits", "embed: data; mlp: model"), ("pipeline", "layers: data; mlp: model"),
 ])  # fmt: skip
 def test_states_of_optimizers_and_pipelines(tmp_path, name, layout):
-    tx = {"offload": mp.offload, "low_bits": lambda t: mp.low_bits(t, min_size=16), "pipeline": lambda t: t}[name](
-        optax.adam(1e-3)
-    )
+    tx = {
+        "offload": mp.train.offload,
+        "low_bits": lambda t: mp.train.low_bits(t, min_size=16),
+        "pipeline": lambda t: t,
+    }[name](optax.adam(1e-3))
 
     def create(key):
         params = layers(key)
@@ -186,7 +188,7 @@ def test_a_pipeline_trains_on_from_its_checkpoint(tmp_path):
         return jnp.mean((y @ params["head"] - 1) ** 2)
 
     def train_step(state, x):
-        loss, gradients = mp.accumulate_gradients(jax.value_and_grad(loss_of), 4)(state["params"], x)
+        loss, gradients = mp.train.accumulate_gradients(jax.value_and_grad(loss_of), 4)(state["params"], x)
         updates, opt = tx.update(gradients, state["opt"])
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
 
@@ -215,7 +217,7 @@ def test_a_pipeline_trains_on_from_its_checkpoint(tmp_path):
 
 
 def test_quantized_weights(tmp_path):
-    weights = mp.quantize({"w": jax.random.normal(jax.random.key(0), (64, 64))}, "int8", contract={"w": 0})
+    weights = mp.layers.quantize({"w": jax.random.normal(jax.random.key(0), (64, 64))}, "int8", contract={"w": 0})
     assert any(x.dtype == jnp.int8 for x in jax.tree.leaves(weights))
     saved_and_restored(weights, tmp_path)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.pods.data import permuted
+from meshpar._src.pods.data import permuted
 
 LAYOUT = "batch: data; seq: model"
 
@@ -44,7 +44,7 @@ class Rows:
 
 
 def test_batches_lie_as_the_layout_says(mesh):
-    data = mp.batches(Rows(21), batch=8, mesh=mesh, layout=LAYOUT, dims={"tokens": "batch seq"}, epochs=2)
+    data = mp.data.batches(Rows(21), batch=8, mesh=mesh, layout=LAYOUT, dims={"tokens": "batch seq"}, epochs=2)
     seen = [(n, x) for n, x in data.from_(0)]
     assert [n for n, _ in seen] == [0, 1, 2, 3]
     assert data.per_epoch == 2
@@ -59,7 +59,7 @@ def test_batches_lie_as_the_layout_says(mesh):
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_it_resumes_at_any_position(mesh, prefetch):
-    make = lambda: mp.batches(np.arange(40), batch=4, mesh=mesh, layout="batch: data", seed=3, prefetch=prefetch)  # noqa: E731
+    make = lambda: mp.data.batches(np.arange(40), batch=4, mesh=mesh, layout="batch: data", seed=3, prefetch=prefetch)  # noqa: E731
     data = make()
     batches = [np.asarray(x).tolist() for _, (_, x) in zip(range(25), data.from_(0), strict=False)]
     assert data.position == 25  # what was read ahead does not count
@@ -71,7 +71,9 @@ def test_it_resumes_at_any_position(mesh, prefetch):
 
 def test_the_last_batch_padded(mesh):
     source = Rows(21)
-    data = mp.batches(source, batch=8, mesh=mesh, layout=LAYOUT, dims={"tokens": "batch seq"}, last="pad", epochs=1)
+    data = mp.data.batches(
+        source, batch=8, mesh=mesh, layout=LAYOUT, dims={"tokens": "batch seq"}, last="pad", epochs=1
+    )
     got = list(data)
     assert len(got) == 3
     x, mask = got[-1]
@@ -83,7 +85,7 @@ def test_the_last_batch_padded(mesh):
 
 
 def test_in_their_own_order(mesh):
-    data = mp.batches(np.arange(12), batch=4, mesh=mesh, layout="batch: data", shuffle=False, epochs=1)
+    data = mp.data.batches(np.arange(12), batch=4, mesh=mesh, layout="batch: data", shuffle=False, epochs=1)
     assert np.concatenate([np.asarray(x) for x in data]).tolist() == list(range(12))
 
 
@@ -93,11 +95,11 @@ def test_an_error_of_the_source_comes_where_the_batch_is_asked_for(mesh):
             raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"):
-        next(iter(mp.batches(Bad(20), batch=4, mesh=mesh, layout="batch: data")))
+        next(iter(mp.data.batches(Bad(20), batch=4, mesh=mesh, layout="batch: data")))
 
 
 def test_positions_of_other_data(mesh):
-    make = lambda **kw: mp.batches(np.arange(40), mesh=mesh, layout="batch: data", **{"batch": 4, "seed": 3, **kw})  # noqa: E731
+    make = lambda **kw: mp.data.batches(np.arange(40), mesh=mesh, layout="batch: data", **{"batch": 4, "seed": 3, **kw})  # noqa: E731
     facts = make().position_facts(5)
     make().go_to(facts)
     for other, says in [
@@ -111,7 +113,7 @@ def test_positions_of_other_data(mesh):
 
 def test_positions_of_other_data_of_equal_length(mesh):
     def make(source):
-        return mp.batches(source, batch=4, mesh=mesh, layout="batch: data")
+        return mp.data.batches(source, batch=4, mesh=mesh, layout="batch: data")
 
     class Random(Rows):
         """Changes rows at random."""
@@ -135,26 +137,28 @@ def test_positions_of_other_data_of_equal_length(mesh):
 
 def test_bad_input(mesh):
     with pytest.raises(mp.errors.DataPositionError, match="the source has 3 rows"):
-        mp.batches(np.arange(3), batch=4, mesh=mesh, layout="batch: data")
+        mp.data.batches(np.arange(3), batch=4, mesh=mesh, layout="batch: data")
     with pytest.raises(mp.errors.DivisibilityError, match="`batch` of size 6"):
-        mp.batches(np.arange(30), batch=6, mesh=mesh, layout="batch: data")
+        mp.data.batches(np.arange(30), batch=6, mesh=mesh, layout="batch: data")
     with pytest.raises(mp.errors.PatternError, match="'tokns' matches no leaf"):
-        mp.batches(Rows(20), batch=4, mesh=mesh, layout=LAYOUT, dims={"tokns": "batch seq"})[0]
+        mp.data.batches(Rows(20), batch=4, mesh=mesh, layout=LAYOUT, dims={"tokns": "batch seq"})[0]
     with pytest.raises(mp.errors.DataPositionError, match="'drop' or 'pad'"):
-        mp.batches(np.arange(30), batch=4, mesh=mesh, layout="batch: data", last="keep")  # type: ignore[arg-type]
+        mp.data.batches(np.arange(30), batch=4, mesh=mesh, layout="batch: data", last="keep")  # type: ignore[arg-type]
 
 
 def test_put(mesh):
     batch = {"tokens": np.arange(32, dtype=np.float64).reshape(8, 4), "weight": np.ones(8), "step": np.int64(3)}
-    got = mp.put(batch, mesh=mesh, layout=LAYOUT, dims={"tokens": "batch seq", "step": ""})
+    got = mp.data.put(batch, mesh=mesh, layout=LAYOUT, dims={"tokens": "batch seq", "step": ""})
     assert got["tokens"].sharding.spec == P("data", "model")
     assert got["weight"].sharding.spec == P("data")
     assert got["step"].shape == ()
     np.testing.assert_array_equal(got["tokens"], batch["tokens"])
-    mine = mp.put(batch["tokens"], mesh=mesh, layout=LAYOUT, dims="batch seq", rows="mine")  # one process: all of them
+    mine = mp.data.put(
+        batch["tokens"], mesh=mesh, layout=LAYOUT, dims="batch seq", rows="mine"
+    )  # one process: all of them
     np.testing.assert_array_equal(mine, batch["tokens"])
     with pytest.raises(mp.errors.DivisibilityError):
-        mp.put(np.ones((6, 4)), mesh=mesh, layout=LAYOUT)
+        mp.data.put(np.ones((6, 4)), mesh=mesh, layout=LAYOUT)
     with pytest.raises(mp.errors.MeshError, match="6 rows in this process"):
-        mp.put(np.ones((6, 4)), mesh=mesh, layout=LAYOUT, rows="mine")
-    assert isinstance(mp.fetch(jax.numpy.ones(3)), np.ndarray)
+        mp.data.put(np.ones((6, 4)), mesh=mesh, layout=LAYOUT, rows="mine")
+    assert isinstance(mp.data.fetch(jax.numpy.ones(3)), np.ndarray)

@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("safetensors")
 from safetensors.numpy import save
 
+from meshpar._src.pods.foreign import _errors_of, _Tensors
 from meshpar.errors import CheckpointError
-from meshpar.pods.foreign import _errors_of, _Tensors
 
 
 def test_damaged_bytes(tmp_path):

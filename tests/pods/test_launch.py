@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from meshpar.cli import main
-from meshpar.pods.launch import Job, _devices_of_each, _End, _judge, _next_count
+from meshpar._src.entry.cli import main
+from meshpar._src.pods.launch import Job, _devices_of_each, _End, _judge, _next_count
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,7 +68,7 @@ def test_a_killed_process_is_the_first_cause_and_all_start_again(launch):
 
 
 def test_processes_that_save_and_end_with_75_have_time_to_save(launch, monkeypatch):
-    monkeypatch.setattr("meshpar.pods.launch.SETTLE_SECONDS", 0.1)
+    monkeypatch.setattr("meshpar._src.pods.launch.SETTLE_SECONDS", 0.1)
     code, text, _ = launch("if p == 1: sys.exit(75)\ntime.sleep(1.5)\nprint('saved')\nsys.exit(75)", "-n", "2")
     assert code == 75
     assert "saved" in text
@@ -89,7 +89,8 @@ if n == 3: sys.exit(2)   # a mesh that three do not fit
 def launcher(tmp_path, body: str, *options: str) -> subprocess.Popen[str]:
     """``meshpar launch`` in a process of its own, once process 1 has printed its first line."""
     (tmp_path / "script.py").write_text(QUICK + body)
-    run = "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); from meshpar.cli import main; sys.exit(main())"
+    run = "import signal, sys; from meshpar._src.entry.cli import main"
+    run += "; signal.signal(signal.SIGHUP, signal.SIG_DFL); sys.exit(main())"
     command = [sys.executable, "-c", run, "launch", "-n", "2"]  # SIGHUP, which nohup makes a process ignore
     env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     child = subprocess.Popen([*command, *options, "--logs", str(tmp_path), str(tmp_path / "script.py")], env=env,

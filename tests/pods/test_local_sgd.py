@@ -47,7 +47,7 @@ def by_hand(steps, every):
 @pytest.mark.usefixtures("x64")
 def test_it_is_what_replicas_do_by_hand(lowering, rows, layout):
     mesh = mp.mesh("slice=2, data=2, model=2")
-    run = mp.local_sgd(
+    run = mp.train.local_sgd(
         train_step, over="slice", every=3, outer=OUTER, mesh=mesh, layout=layout, dims=DIMS, lowering=lowering
     )
     state = run.init(programs.create)(jax.random.key(0))
@@ -56,7 +56,7 @@ def test_it_is_what_replicas_do_by_hand(lowering, rows, layout):
     for n in range(7):
         x = np.float64(programs.batch(n, 16))
         if rows == "global":
-            x = mp.put(x, mesh=mesh, layout="batch: slice+data", dims="batch _")
+            x = mp.data.put(x, mesh=mesh, layout="batch: slice+data", dims="batch _")
         state, loss = run(n, state, x)
         got.append(np.asarray(loss).tolist())
     close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
@@ -108,7 +108,7 @@ def streaming_by_hand(steps, every, fragments, blend, code):
 )
 @pytest.mark.usefixtures("x64")
 def test_fragments_are_exchanged_in_codes_and_blended(lowering, fragments, blend, code, layout):
-    run = mp.local_sgd(
+    run = mp.train.local_sgd(
         train_step, over="slice", every=4, outer=OUTER, exchange=mp.replicas.coded(code) if code else None,
         fragments=fragments, blend=blend, mesh=mp.mesh("slice=2, data=2, model=2"),
         layout=layout, dims=DIMS, lowering=lowering,
@@ -129,7 +129,7 @@ def test_fragments_are_exchanged_in_codes_and_blended(lowering, fragments, blend
 
 def test_an_exchange_of_a_fragment_sends_only_its_codes():
     """16 x 32 codes of `up`, a row of which has an exponent, on 2 x 2 devices of a slice."""
-    run = mp.local_sgd(
+    run = mp.train.local_sgd(
         train_step, over="slice", every=4, outer=OUTER, exchange=mp.replicas.coded("int8"), fragments=2,
         mesh=mp.mesh("slice=2, data=2, model=2"), layout="batch: data; mlp: model; embed: data", dims=DIMS,
         lowering="shard_map",
@@ -143,7 +143,7 @@ def test_an_exchange_of_a_fragment_sends_only_its_codes():
 
 def test_the_inner_step_sends_nothing_over_slices():
     mesh = mp.mesh("slice=2, data=4")
-    run = mp.local_sgd(
+    run = mp.train.local_sgd(
         train_step, over="slice", every=2, outer=OUTER, mesh=mesh, layout="batch: data; embed: data", dims=DIMS
     )
     state = run.init(programs.create)(jax.random.key(0))
@@ -170,7 +170,7 @@ def test_moments_are_created_sharded_as_their_parameters():
         updates, opt = tx.update(g, state["opt"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
 
-    run = mp.local_sgd(
+    run = mp.train.local_sgd(
         step,
         over="slice",
         every=2,
@@ -189,7 +189,7 @@ def test_moments_are_created_sharded_as_their_parameters():
 
 def test_bad_input():
     mesh = mp.mesh("slice=2, data=4")
-    make = lambda **kw: mp.local_sgd(  # noqa: E731
+    make = lambda **kw: mp.train.local_sgd(  # noqa: E731
         train_step,
         **{"over": "slice", "every": 2, "outer": OUTER, "mesh": mesh, "layout": "batch: data", "dims": DIMS, **kw},
     )

@@ -13,11 +13,11 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from meshpar.cli import main
+from meshpar._src.entry.cli import main
+from meshpar._src.hardware.chips import CHIPS
+from meshpar._src.hardware.topology import parse_topology
+from meshpar._src.pods.manifest import MAX_NAME, Manifest, hosts_of, job_name, manifest
 from meshpar.errors import MeshError, TargetError
-from meshpar.hardware.chips import CHIPS
-from meshpar.hardware.topology import parse_topology
-from meshpar.pods.manifest import MAX_NAME, Manifest, hosts_of, job_name, manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = json.loads((ROOT / "tests" / "data" / "jobset_schema.json").read_text())

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import meshpar as mp
-from meshpar.pods.rendezvous import ended_file, meet
+from meshpar._src.pods.rendezvous import ended_file, meet
 
 ROOT = Path(__file__).parents[2]
 
@@ -175,7 +175,7 @@ BAD_ARGUMENTS = [
     ("variables", "arguments", "says"), [*((v, {}, s) for v, s in BAD), *(({}, a, s) for a, s in BAD_ARGUMENTS)]
 )
 def test_bad_variables_and_arguments_are_named(monkeypatch, variables, arguments, says):
-    from meshpar.pods import start
+    from meshpar._src.pods import start
 
     monkeypatch.setattr(start, "STATE", start._State())
     monkeypatch.setattr(start, "_end_with_the_launcher", lambda: None)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
-from meshpar.pods.stop import StopRequest
+from meshpar._src.pods.stop import StopRequest
 
 STATE = {"x": jnp.ones(4)}
 

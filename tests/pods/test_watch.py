@@ -9,7 +9,7 @@ import time
 import pod_programs as programs
 import pytest
 
-from meshpar.pods.watch import _RECENT_CALLS, Calls, Judge, _worth_keeping
+from meshpar._src.pods.watch import _RECENT_CALLS, Calls, Judge, _worth_keeping
 
 TIMEOUT = 3.0
 

@@ -12,8 +12,8 @@ import pytest
 from jax import lax
 
 import meshpar as mp
-from meshpar.rules import PRIMITIVES, having
-from meshpar.verify.hlo import collectives
+from meshpar._src.rules import PRIMITIVES, having
+from meshpar._src.verify.hlo import collectives
 
 WHERE = {"mesh": "data=4", "layout": "batch: data", "dims": {"x": "batch _"}}
 X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)

@@ -10,8 +10,8 @@ from arrays import weights
 from flax import linen as nn
 
 import meshpar as mp
-from meshpar.program.casts import with_merged_casts
-from meshpar.verify.hlo import collectives
+from meshpar._src.program.casts import with_merged_casts
+from meshpar._src.verify.hlo import collectives
 
 VOCAB, EMBED = 64, 16
 WHERE = {"layout": "batch, embed: data", "dims": {"p/table": "vocab embed", "tokens": "batch seq"}}

@@ -12,7 +12,7 @@ from arrays import f32
 from jax import export, lax
 
 import meshpar as mp
-from meshpar.dims import format_dims
+from meshpar._src.dims import format_dims
 
 MESH = jax.sharding.AbstractMesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -242,7 +242,7 @@ def test_pieces_of_a_dim(fn, dims, want):
 
 def test_two_names_that_are_put_together_are_listed():
     dims = {"x": "batch seq", "y": "batch kv_seq"}
-    with pytest.warns(mp.JoinWarning, match="kv_seq = seq|seq = kv_seq"):
+    with pytest.warns(mp.errors.JoinWarning, match="kv_seq = seq|seq = kv_seq"):
         p = plan(lambda x, y: (x, y, jnp.concatenate([x, y], 1)), f32(2, 6), f32(2, 10), dims=dims)
     assert [format_dims(h.dims) for h in p.outputs[:2]] == ["batch seq", "batch kv_seq"]
     assert set(p.program.sub_dims(p.program.outputs[2], 1)[0][0]) == {"seq", "kv_seq"}
@@ -586,7 +586,7 @@ def test_a_square_weight_before_a_residual_add():
         return w - m, m
 
     dims = {"x": "batch embed", "w": "embed embed_out"}
-    with pytest.warns(mp.JoinWarning, match="embed"):
+    with pytest.warns(mp.errors.JoinWarning, match="embed"):
         p = plan(step, f32(12, 12), f32(12, 12), f32(2, 12), dims=dims)
     assert [format_dims(h.dims) for h in (*p.inputs, *p.outputs) if h.shape == (12, 12)] == ["embed embed_out"] * 4
     assert [{j.first, j.second} for j in p.joins] == [{"embed", "embed_out"}]
@@ -609,7 +609,7 @@ def test_weights_and_activations_with_names_of_their_own():
 
     params = {"up": f32(12, 20), "down": f32(20, 12)}
     dims = {"params/up": "embed mlp", "params/down": "mlp embed"}
-    with pytest.warns(mp.JoinWarning):
+    with pytest.warns(mp.errors.JoinWarning):
         p = plan(step, params, jax.eval_shape(opt.init, params), f32(2, 12), dims=dims)
     for held in (*p.inputs, *p.outputs):
         if held.shape in [(12, 20), (20, 12)]:

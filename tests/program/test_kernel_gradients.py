@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import meshpar as mp
-from meshpar.program.kernel_gradients import with_residuals
-from meshpar.program.kernels import Kernel, parse_rule
+from meshpar._src.program.kernel_gradients import with_residuals
+from meshpar._src.program.kernels import Kernel, parse_rule
 
 RULE = (
     "batch seq! (kv_heads group) d!, batch seq! kv_heads d!, batch seq! kv_heads d! -> batch seq! (kv_heads group) d!"
@@ -106,7 +106,7 @@ def test_no_layout_changes_a_gradient(layout, lowering):
 @pytest.mark.parametrize("lowering", ["jit", "shard_map"])
 def test_what_a_policy_keeps_of_a_kernel_changes_no_gradient(lowering):
     w, xs = np.float32(0.7), operands()
-    run = functools.partial(step, attention, policy=mp.checkpoint_policies.kernels_saveable)
+    run = functools.partial(step, attention, policy=mp.train.checkpoint_policies.kernels_saveable)
     layout = "batch: data; heads, kv_heads: model"
     got = mp.jit(run, mesh=mp.mesh("data=2, model=2, idle=2"), layout=layout, dims=DIMS, lowering=lowering)(w, *xs)
     want = jax.jit(functools.partial(step, plain))(w, *xs)

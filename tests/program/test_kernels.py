@@ -11,9 +11,9 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 
 import meshpar as mp
-from meshpar.cost.flops import local_opaque_flops
+from meshpar._src.cost.flops import local_opaque_flops
+from meshpar._src.program.kernels import parse_rule
 from meshpar.errors import LayoutSyntaxError, RankError, UnsupportedError
-from meshpar.program.kernels import parse_rule
 from meshpar_kernels import grouped_matmul
 
 

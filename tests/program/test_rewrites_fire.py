@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 import meshpar as mp
-from meshpar.program import divisible_rewrite
+from meshpar._src.program import divisible_rewrite
 
 SEQUENCE = {"x": "batch seq embed"}
 

@@ -8,9 +8,9 @@ from jax.extend.core import jaxpr_as_fun
 from jax.interpreters.ad import add_jaxvals
 
 import meshpar as mp
-from meshpar.compat.jax import equations
-from meshpar.program.sums import with_matmuls_added_first
-from meshpar.verify.hlo import collectives
+from meshpar._src.compat.jax import equations
+from meshpar._src.program.sums import with_matmuls_added_first
+from meshpar._src.verify.hlo import collectives
 
 EMBED, BATCH, LAYERS = 16, 8, 3
 RNG = np.random.default_rng(0)

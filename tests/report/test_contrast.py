@@ -5,7 +5,7 @@ from importlib import resources
 
 import pytest
 
-CSS = resources.files("meshpar.report").joinpath("page.css").read_text("utf8")
+CSS = resources.files("meshpar._src.report").joinpath("page.css").read_text("utf8")
 BLOCKS = re.findall(r"\.mp \{ (--ink.*?)\}", CSS, re.DOTALL)[:2]
 LIGHT, DARK = (dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", block)) for block in BLOCKS)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
-from meshpar.report.facts import (
+from meshpar._src.report.facts import (
     argument_dims,
     global_bytes,
     largest_values,

@@ -8,8 +8,8 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar.report.hints import exchange_hints, memory_hints
-from meshpar.units import format_memory
+from meshpar._src.report.hints import exchange_hints, memory_hints
+from meshpar._src.units import format_memory
 
 GROUPS, TOKENS, EMBED, MLP, EXPERTS, CAPACITY = 8, 64, 32, 64, 4, 16
 LAYOUT = "expert: expert; batch: data+expert"
@@ -88,7 +88,7 @@ def deep(batch, wrap=lambda layer: layer, microbatches=1):
         return (x**2).mean()
 
     def step(ws, x):
-        gradients = mp.accumulate_gradients(jax.value_and_grad(loss), microbatches) if microbatches > 1 else None
+        gradients = mp.train.accumulate_gradients(jax.value_and_grad(loss), microbatches) if microbatches > 1 else None
         return (gradients or jax.value_and_grad(loss))(ws, x)
 
     where = {"mesh": "data=4", "topology": "v5e:2x2", "layout": "batch: data"}
@@ -102,7 +102,7 @@ def test_activations_that_do_not_fit_get_a_hint_that_makes_the_plan_fit():
     (hint,) = memory_hints(plan)
     assert hint in " ".join(str(plan).split()).replace("hint ", "")
     assert "jax.checkpoint" in hint
-    count = int(hint.partition("mp.accumulate_gradients(…, ")[2].partition(")")[0])
+    count = int(hint.partition("mp.train.accumulate_gradients(…, ")[2].partition(")")[0])
     assert deep(2**20, microbatches=count).memory.peak <= capacity
     assert deep(2**20, jax.checkpoint).memory.peak < plan.memory.peak
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
+from meshpar._src.report import plan_page
+from meshpar._src.report.facts import causing_rule
+from meshpar._src.units import format_bytes, format_memory
 from meshpar.errors import UnsupportedError
-from meshpar.report import plan_page
-from meshpar.report.facts import causing_rule
-from meshpar.units import format_bytes, format_memory
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 DIMS = {"w": "layers embed mlp", "v": "layers mlp embed", "x": "batch embed"}

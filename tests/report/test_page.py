@@ -9,10 +9,10 @@ import lab_program
 import pytest
 from browser import chromium
 
-from meshpar.cli import main
-from meshpar.report import plan_page
-from meshpar.report.facts import causing_rule, loop_timelines, rules_of
-from meshpar.units import format_seconds
+from meshpar._src.entry.cli import main
+from meshpar._src.report import plan_page
+from meshpar._src.report.facts import causing_rule, loop_timelines, rules_of
+from meshpar._src.units import format_seconds
 
 LAYOUT = "; ".join(lab_program.RULES)
 

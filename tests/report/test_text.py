@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 
 import meshpar as mp
-from meshpar.hardware.chips import GIB
-from meshpar.report.colours import PALETTE, AxisColours
-from meshpar.report.facts import collective_groups
-from meshpar.report.text import BAR_CELLS, memory_bar
+from meshpar._src.hardware.chips import GIB
+from meshpar._src.report.colours import PALETTE, AxisColours
+from meshpar._src.report.facts import collective_groups
+from meshpar._src.report.text import BAR_CELLS, memory_bar
 
 DIMS = {"w": "embed mlp", "x": "batch embed"}
 ARGS = (jax.ShapeDtypeStruct((256, 512), jnp.float32), jax.ShapeDtypeStruct((64, 256), jnp.float32))

@@ -14,7 +14,7 @@ from collectives_of import planned_and_compiled
 from jax import lax
 
 import meshpar as mp
-from meshpar.rules.halo import halo_exchange, scatter_windows
+from meshpar._src.rules.halo import halo_exchange, scatter_windows
 
 RNG = np.random.default_rng(0)
 MESHES = {"data=4, model=2": "rows: data; columns: model", "data=2, model=2, idle=2": "rows: data+model"}

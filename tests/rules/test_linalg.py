@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import meshpar as mp
-from meshpar.verify.hlo import collectives
+from meshpar._src.verify.hlo import collectives
 
 RNG = np.random.default_rng(2)
 LOWERINGS = ["shard_map", "jit"]

@@ -13,10 +13,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.random import threefry2x32_p
 
 import meshpar as mp
-from meshpar.plan.steps import Run
-from meshpar.program.primitives import reduce_in
-from meshpar.rules import ELEMENTWISE, PRIMITIVES, primitive
-from meshpar.rules.partial import SCALES, dtype_class, is_scale
+from meshpar._src.plan.steps import Run
+from meshpar._src.program.primitives import reduce_in
+from meshpar._src.rules import ELEMENTWISE, PRIMITIVES, primitive
+from meshpar._src.rules.partial import SCALES, dtype_class, is_scale
 
 REDUCE = {
     "sum": lax.reduce_sum, "max": lax.reduce_max, "min": lax.reduce_min, "prod": lax.reduce_prod,
@@ -329,7 +329,7 @@ def test_low_rank_gradients_are_reduced_after_the_products_with_the_gradient_of_
 
     grad = jax.grad(loss)
     step = mp.jit(
-        mp.accumulate_gradients(grad, microbatches) if microbatches > 1 else grad, mesh="data=4, idle=2",
+        mp.train.accumulate_gradients(grad, microbatches) if microbatches > 1 else grad, mesh="data=4, idle=2",
         layout="batch: data", dims={"x": "batch _"}, lowering="shard_map",
     )  # fmt: skip
     lora = {"a": a, "b": b}

@@ -7,9 +7,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.rules import primitive
-from meshpar.rules.local import LocalOp
-from meshpar.rules.rearrange import ANY, ZERO, exchange, rearrange, runs_of, table_of
+from meshpar._src.rules import primitive
+from meshpar._src.rules.local import LocalOp
+from meshpar._src.rules.rearrange import ANY, ZERO, exchange, rearrange, runs_of, table_of
 
 SIZE = 16
 RNG = np.random.default_rng(0)

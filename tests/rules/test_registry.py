@@ -2,10 +2,10 @@
 
 import pytest
 
-from meshpar.program.infer import CONTROL
-from meshpar.rules import PRIMITIVES, having, primitive
-from meshpar.rules.partial import LINEAR
-from meshpar.rules.registry import register
+from meshpar._src.program.infer import CONTROL
+from meshpar._src.rules import PRIMITIVES, having, primitive
+from meshpar._src.rules.partial import LINEAR
+from meshpar._src.rules.registry import register
 
 
 def test_a_primitive_without_an_entry_is_costly_and_has_no_rule():

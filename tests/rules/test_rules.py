@@ -21,11 +21,11 @@ from jax.experimental import io_callback
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 import meshpar as mp
-from meshpar.plan.collectives import UNWORDED
-from meshpar.program.primitives import add_row_p
-from meshpar.rules import ELEMENTWISE, having, no_rule, primitive, separated
-from meshpar.rules.mapped import same_dims
-from meshpar.rules.rearrange import rearrange
+from meshpar._src.plan.collectives import UNWORDED
+from meshpar._src.program.primitives import add_row_p
+from meshpar._src.rules import ELEMENTWISE, having, no_rule, primitive, separated
+from meshpar._src.rules.mapped import same_dims
+from meshpar._src.rules.rearrange import rearrange
 
 KEY = jax.random.key(0)
 
@@ -722,7 +722,7 @@ def lowered_text(name: str, **options) -> str:
         layout="x0_0?: data; x0_1?: model; x0_2?: data; x0_3?: model; x1_0?: model; x1_1?: data",
     )  # fmt: skip
     with configured(**options), warnings.catch_warnings():
-        warnings.simplefilter("ignore", mp.JoinWarning)
+        warnings.simplefilter("ignore", mp.errors.JoinWarning)
         return step.lower(xs).as_text()
 
 

@@ -11,8 +11,8 @@ from jax import lax
 from jax.extend.random import threefry2x32_p
 
 import meshpar as mp
-from meshpar.rules import primitive
-from meshpar.rules.rule import same_dims
+from meshpar._src.rules import primitive
+from meshpar._src.rules.rule import same_dims
 
 RNG = np.random.default_rng(0)
 X, Y = (RNG.normal(size=(8, 8)).astype(np.float32) for _ in range(2))
@@ -67,7 +67,7 @@ CASES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::meshpar.JoinWarning")
+@pytest.mark.filterwarnings("ignore::meshpar.errors.JoinWarning")
 @pytest.mark.parametrize(
     ("name", "layout"), covering.each(CASES, [LAYOUT, "b, c: data; a: model", "a: data+model; b: model+data"])
 )

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
-from meshpar.cost.caching import free_caches
-from meshpar.cost.kernels import computation_of
-from meshpar.passes import plan_without_passes
-from meshpar.plan.assignment import AxisAssignment
-from meshpar.plan.collective_records import TooLong
-from meshpar.search.bounds import Breakdown, lower_bounds
+from meshpar._src.cost.caching import free_caches
+from meshpar._src.cost.kernels import computation_of
+from meshpar._src.passes import plan_without_passes
+from meshpar._src.plan.assignment import AxisAssignment
+from meshpar._src.plan.collective_records import TooLong
+from meshpar._src.search.bounds import Breakdown, lower_bounds
 
 LAYOUTS = (
     "batch: data", "batch, embed: data", "batch: data; mlp: model", "batch, embed: data; mlp: model",

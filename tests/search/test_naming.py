@@ -3,7 +3,7 @@
 import pytest
 
 import meshpar as mp
-from meshpar.search.space import Point, axis_names, renamed
+from meshpar._src.search.space import Point, axis_names, renamed
 
 
 @pytest.mark.parametrize(

@@ -19,15 +19,15 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar.hardware.topology import parse_topology
-from meshpar.mesh import parse_mesh
-from meshpar.plan.assignment import AxisAssignment
-from meshpar.search.evaluation import Evaluation, Settings
-from meshpar.search.picture import Picture
-from meshpar.search.row import Row
-from meshpar.search.selection import Candidate, _choice, one_per_kind, with_merged_axes
-from meshpar.search.space import Point, Space, meshes
-from meshpar.target import load_target
+from meshpar._src.entry.target import load_target
+from meshpar._src.hardware.topology import parse_topology
+from meshpar._src.mesh import parse_mesh
+from meshpar._src.plan.assignment import AxisAssignment
+from meshpar._src.search.evaluation import Evaluation, Settings
+from meshpar._src.search.picture import Picture
+from meshpar._src.search.row import Row
+from meshpar._src.search.selection import Candidate, _choice, one_per_kind, with_merged_axes
+from meshpar._src.search.space import Point, Space, meshes
 
 OPTIMIZER = optax.adam(1e-3)
 V5E = parse_topology("v5e:4x4").chip.per_device().hbm
@@ -517,13 +517,13 @@ def test_interrupted_in_its_first_plan_it_has_none(monkeypatch):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(importlib.import_module("meshpar.search.evaluation"), "plan_without_passes", stop)
+    monkeypatch.setattr(importlib.import_module("meshpar._src.search.evaluation"), "plan_without_passes", stop)
     with pytest.raises(KeyboardInterrupt):
         mp.search(train_step, *model(64), topology="v5e:4x4", dims=DIMS)
 
 
 def test_what_the_compiler_refuses_is_passed_over(monkeypatch):
-    from meshpar import api
+    from meshpar._src.entry import api
 
     asked = []
 
@@ -554,7 +554,7 @@ def test_programs_that_vary_are_chosen_from():
 
     def step(params, tokens, pieces=1):
         gradients = jax.value_and_grad(loss)
-        return (mp.accumulate_gradients(gradients, pieces) if pieces > 1 else gradients)(params, tokens)
+        return (mp.train.accumulate_gradients(gradients, pieces) if pieces > 1 else gradients)(params, tokens)
 
     params, tokens = model(64)[0]["params"], model(64)[1]
     dims = {k.replace("state/*/", "params/"): v for k, v in DIMS.items()}
@@ -670,7 +670,7 @@ def test_rows_are_distinct_choices_that_can_be_planned_as_printed():
         for rule in mp.Layout(row.layout).rules:
             if rule.optional:  # the mark is needed
                 plain = row.layout.replace(f"{rule.dim}?", rule.dim)
-                with pytest.raises(mp.MeshparError):
+                with pytest.raises(mp.errors.MeshparError):
                     plan_of(Row(row.mesh, plain, 0.0, 0.0, 0.0, True))
 
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
-from meshpar.program.pipeline import SCHEDULES
-from meshpar.search.stages import LayerStack, staged_meshes
+from meshpar._src.program.pipeline import SCHEDULES
+from meshpar._src.search.stages import LayerStack, staged_meshes
 
 LAYERS = 8
 DIMS = {
@@ -35,7 +35,7 @@ def step_of(microbatches):
     def step(params, tokens):
         gradient = jax.value_and_grad(loss)
         if microbatches > 1:
-            gradient = mp.accumulate_gradients(gradient, microbatches)
+            gradient = mp.train.accumulate_gradients(gradient, microbatches)
         value, gradients = gradient(params, tokens)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
 

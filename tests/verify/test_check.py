@@ -16,13 +16,13 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.sharding import Mesh
 
 import meshpar as mp
-from meshpar.api import check
+from meshpar._src.entry.api import check
+from meshpar._src.lower import LOWERINGS
+from meshpar._src.rules import PRIMITIVES, registry
+from meshpar._src.verify.check import _default_meshes, each_layout
+from meshpar._src.verify.localize import flatten
+from meshpar._src.verify.numbers import compare, copies
 from meshpar.errors import CheckError, DivisibilityError
-from meshpar.lower import LOWERINGS
-from meshpar.rules import PRIMITIVES, registry
-from meshpar.verify.check import _default_meshes, each_layout
-from meshpar.verify.localize import flatten
-from meshpar.verify.numbers import compare, copies
 
 EMBED, MLP, BATCH = 16, 32, 8
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
@@ -358,7 +358,7 @@ def test_a_wrong_loop_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     break_lowering(monkeypatch, wrong)
     with (
         pytest.raises(CheckError, match=r"first wrong op: scan .* at .*test_check.py:\d+.*\(layers\)"),
-        pytest.warns(mp.JoinWarning),
+        pytest.warns(mp.errors.JoinWarning),
     ):
         check(layers, *args, layouts="batch: data", mesh="data=8", dims=dims)
 
@@ -500,7 +500,7 @@ def test_flatten_inlines_calls_and_drops_what_is_not_used() -> None:
 
 
 def test_the_leaves_that_differ_by_rounding_are_named():
-    from meshpar.verify.check import Report, Row
+    from meshpar._src.verify.check import Report, Row
 
     rows = [Row("embed: data", "data=2", "shard_map", "w", 1e-7, 9, tuple(f"bias_{k}" for k in range(9)), rounding=2.0)]
     text = str(Report(rows))

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshpar.hardware.chips import CHIPS
-from meshpar.hardware.topology import Places
-from meshpar.verify.exposed import exposed, wire_seconds
-from meshpar.verify.hlo import collectives, cycles
+from meshpar._src.hardware.chips import CHIPS
+from meshpar._src.hardware.topology import Places
+from meshpar._src.verify.exposed import exposed, wire_seconds
+from meshpar._src.verify.hlo import collectives, cycles
 
 CHIP = CHIPS["v5e"]
 RATE = 4.5e10 * 0.8  # bytes/s of a link one way, as the table has it

@@ -8,8 +8,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.verify.hlo import collectives, cycles
-from meshpar.verify.hlo_text import arrays, byte_size, elements, parse
+from meshpar._src.verify.hlo import collectives, cycles
+from meshpar._src.verify.hlo_text import arrays, byte_size, elements, parse
 
 
 def module(body: str, extra: str = "", devices: int = 8, tables: str = "") -> str:

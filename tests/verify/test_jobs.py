@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
-from meshpar.compat.devices import bare_kernels
+from meshpar._src.compat.devices import bare_kernels
+from meshpar._src.verify import jobs
+from meshpar._src.verify.compiler import memory_of
+from meshpar._src.verify.jobs import Job, cache_folder, compile_job
 from meshpar.errors import CompilerError
-from meshpar.verify import jobs
-from meshpar.verify.compiler import memory_of
-from meshpar.verify.jobs import Job, cache_folder, compile_job
 
 JOB = Job("step", b"module", b"content", "v5e:2x2", (0, 1, 2, 3), {}, {}, True)
 

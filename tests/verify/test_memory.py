@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
-from meshpar.units import format_memory
-from meshpar.verify.memory import GIB, capacity_of, out_of_memory
+from meshpar._src.units import format_memory
+from meshpar._src.verify.memory import GIB, capacity_of, out_of_memory
 
 TPU = (
     "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (37.29G) exceeds "

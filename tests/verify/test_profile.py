@@ -9,10 +9,10 @@ import pytest
 from jax._src.lib import hlo
 
 import meshpar as mp
+from meshpar._src.verify.hlo import collectives
+from meshpar._src.verify.profile import planned_name
+from meshpar._src.verify.trace import read_trace
 from meshpar.errors import UnsupportedError
-from meshpar.verify.hlo import collectives
-from meshpar.verify.profile import planned_name
-from meshpar.verify.trace import read_trace
 
 LAYERS = 3
 DIMS = {"params/up": "layers embed mlp", "params/down": "layers mlp embed", "x": "batch embed"}
@@ -122,7 +122,7 @@ def test_reports(trace, tmp_path):
     assert text.startswith("3 runs of the step on 8 devices")
     assert "all-gather embed mlp | embed: data" in text
     assert "loop over layers, backward pass" in text
-    assert "mp.calibrate" in text  # which gives the planned times that this plan lacks
+    assert "mp.hardware.calibrate" in text  # which gives the planned times that this plan lacks
     for suffix in ("html", "json", "txt"):
         report.save(tmp_path / f"profile.{suffix}")
     data = json.loads((tmp_path / "profile.json").read_text())

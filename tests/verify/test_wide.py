@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
-from meshpar.verify.wide import in_wider, judge, narrowest, wider
+from meshpar._src.verify.wide import in_wider, judge, narrowest, wider
 
 RNG = np.random.default_rng(0)
 X, Y, V = (RNG.normal(size=s).astype("f") for s in ((6, 4), (4, 6), (4,)))

@@ -9,9 +9,9 @@ from flax import linen as nn
 from flax import nnx
 
 import meshpar as mp
-from meshpar.layers.moe import linen as moe_linen
-from meshpar.layers.moe import moe
-from meshpar.layers.moe import nnx as moe_nnx
+from meshpar._src.layers.moe import linen as moe_linen
+from meshpar._src.layers.moe import moe
+from meshpar._src.layers.moe import nnx as moe_nnx
 
 B, S, H, E, M = 8, 4, 8, 8, 16
 X = np.random.default_rng(0).normal(size=(B, S, H)).astype("f")

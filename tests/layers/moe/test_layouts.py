@@ -12,11 +12,11 @@ from interpreters import race_detection
 
 import meshpar as mp
 import meshpar_kernels
+from meshpar._src.layers.moe import ROUTERS, moe
+from meshpar._src.layers.moe.exchange import ExchangeSizes, choose_exchange
+from meshpar._src.layers.moe.experts import _works, run_experts
+from meshpar._src.program.kernels import ShardCounts
 from meshpar.errors import MeshparError
-from meshpar.layers.moe import ROUTERS, moe
-from meshpar.layers.moe.exchange import ExchangeSizes, choose_exchange
-from meshpar.layers.moe.experts import _works, run_experts
-from meshpar.program.kernels import ShardCounts
 
 B, S, H, E, M = 8, 4, 8, 8, 16
 R = np.random.default_rng(0)
@@ -245,7 +245,7 @@ def test_a_kernels_exchange_changes_no_number(monkeypatch):
     """In the TPU interpreter with race detection: there, back, and in the gradients. Everything but the exchange is XLA's."""
     for name in ("expert_dispatch", "expert_combine"):
         plain = functools.partial(getattr(meshpar_kernels, name), implementation="reference")
-        monkeypatch.setattr(f"meshpar.layers.moe.experts.{name}", plain)
+        monkeypatch.setattr(f"meshpar._src.layers.moe.experts.{name}", plain)
     x = R.normal(size=(4, 4, 128)).astype("f")
     dims = {k: v for k, v in DIMS.items() if k == "x" or k[2:] in WIDE}
 
@@ -282,7 +282,7 @@ def test_the_kernels_choice_is_the_routers(router, monkeypatch):
 
     `route` by its definition replaces its kernels.
     """
-    monkeypatch.setattr("meshpar.layers.moe.routers.route", _route_by_definition)
+    monkeypatch.setattr("meshpar._src.layers.moe.routers.route", _route_by_definition)
     logits = (3 * R.normal(size=(B, S, E))).astype("f")
     logits[0, 1, 2], logits[1, 0, 3:] = np.nan, -np.inf
     options = {"k": 2, "mask": MASK, "capacity": 1.0}

@@ -8,9 +8,9 @@ import moe_oracle as oracle
 import numpy as np
 import pytest
 
+from meshpar._src.layers.moe import ROUTERS, update_bias
+from meshpar._src.layers.moe.router_parts import capacity_of, in_groups, places
 from meshpar.errors import MeshparError
-from meshpar.layers.moe import ROUTERS, update_bias
-from meshpar.layers.moe.router_parts import capacity_of, in_groups, places
 
 B, S, E = 4, 8, 8
 T = B * S

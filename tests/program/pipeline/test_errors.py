@@ -7,8 +7,8 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import meshpar as mp
+from meshpar._src.program.pipeline import SCHEDULES
 from meshpar.errors import MeshparError
-from meshpar.program.pipeline import SCHEDULES
 
 LAYERS, EMBED = 8, 8
 DIMS = {"params/w": "layers embed _", "x": "batch _"}
@@ -28,7 +28,7 @@ def loss_of(body):
 
 
 def accumulating(body, microbatches=4):
-    return mp.accumulate_gradients(jax.grad(loss_of(body)), microbatches)
+    return mp.train.accumulate_gradients(jax.grad(loss_of(body)), microbatches)
 
 
 def chained(params, x):
@@ -58,7 +58,7 @@ def hosted(params, x):
         return layer(h, w * jax.device_put(m, jax.memory.Space.Device))
 
     loss = lambda params, x: jnp.mean(jax.lax.scan(masked, x, (params["w"], mask))[0] ** 2)  # noqa: E731
-    return mp.accumulate_gradients(jax.grad(loss), 4)(params, x)
+    return mp.train.accumulate_gradients(jax.grad(loss), 4)(params, x)
 
 
 def selecting(h, w):

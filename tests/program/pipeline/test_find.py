@@ -41,7 +41,7 @@ def test_arrays_that_dims_alone_names():
             h, _ = jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w[0]) @ w[1], None), x, weights)
             return jnp.mean(h * h)
 
-        value, gradients = mp.accumulate_gradients(jax.value_and_grad(loss), MICROBATCHES)((up, down), x)
+        value, gradients = mp.train.accumulate_gradients(jax.value_and_grad(loss), MICROBATCHES)((up, down), x)
         return *updated((up, down), gradients), value
 
     r = np.random.default_rng(1)
@@ -62,7 +62,7 @@ def test_layers_of_equinox():
             h, _ = jax.lax.scan(lambda h, w: (h + jax.vmap(eqx.combine(w, static))(h), None), x, model)
             return jnp.mean(h * h)
 
-        value, gradients = mp.accumulate_gradients(jax.value_and_grad(loss), MICROBATCHES)(model, x)
+        value, gradients = mp.train.accumulate_gradients(jax.value_and_grad(loss), MICROBATCHES)(model, x)
         return updated(model, gradients), value
 
     dims = {
@@ -96,7 +96,7 @@ def test_layers_of_nnx_that_are_arguments():
     def step(model, x):
         graph, params = nnx.split(model)
         loss = lambda params, x: jnp.mean(nnx.merge(graph, params)(x) ** 2)  # noqa: E731
-        value, gradients = mp.accumulate_gradients(jax.value_and_grad(loss), MICROBATCHES)(params, x)
+        value, gradients = mp.train.accumulate_gradients(jax.value_and_grad(loss), MICROBATCHES)(params, x)
         nnx.update(model, updated(params, gradients))
         return value
 
@@ -125,7 +125,7 @@ def test_a_python_loop_over_layers_gathers_them_and_a_warning_says_so(layers, mi
             return jnp.mean(x * x)
 
         gradient = jax.value_and_grad(loss)
-        return (mp.accumulate_gradients(gradient, microbatches) if microbatches > 1 else gradient)(params, x)
+        return (mp.train.accumulate_gradients(gradient, microbatches) if microbatches > 1 else gradient)(params, x)
 
     params = {"w": np.random.default_rng(2).normal(size=(LAYERS, EMBED, EMBED)).astype(np.float32) / 3}
     dims = {"params/w": "layers _ embed", "x": "batch embed"}

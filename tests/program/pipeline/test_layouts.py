@@ -12,8 +12,8 @@ import pytest
 import llama
 import meshpar as mp
 import mixtral
-from meshpar.verify.hlo import walk
-from meshpar.verify.hlo_text import parse
+from meshpar._src.verify.hlo import walk
+from meshpar._src.verify.hlo_text import parse
 
 MICROBATCHES = 4
 SCHEDULES = ("1f1b", "two rounds", "zb", "gpipe", "1f1b-overlap")
@@ -46,7 +46,9 @@ def training(module, config, model):
         return model.apply({"params": params}, batch["inputs"], batch["targets"])
 
     def step(state, batch):
-        loss, gradients = mp.accumulate_gradients(jax.value_and_grad(loss_of), MICROBATCHES)(state["params"], batch)
+        loss, gradients = mp.train.accumulate_gradients(jax.value_and_grad(loss_of), MICROBATCHES)(
+            state["params"], batch
+        )
         updates, opt = optimizer.update(gradients, state["opt"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
 
@@ -114,7 +116,7 @@ def test_float64(layout, lowering):
         gradient = jax.value_and_grad(lambda p, batch: planned_transformer.loss_of(p, batch, layout == "seq: data"))
 
         def step(state, batch):
-            loss, gradients = mp.accumulate_gradients(gradient, MICROBATCHES)(state["params"], batch)
+            loss, gradients = mp.train.accumulate_gradients(gradient, MICROBATCHES)(state["params"], batch)
             updates, opt_state = planned_transformer.OPTIMIZER.update(gradients, state["opt_state"], state["params"])
             return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
 
@@ -139,7 +141,7 @@ def test_the_compiled_step_runs_as_many_layers_as_the_schedule_has_slots(schedul
         return jnp.mean(h * h)
 
     def step(params, x):
-        loss, gradients = mp.accumulate_gradients(jax.value_and_grad(loss_of), microbatches)(params, x)
+        loss, gradients = mp.train.accumulate_gradients(jax.value_and_grad(loss_of), microbatches)(params, x)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
 
     args = {"w": np.ones((layers, 16, 16), np.float32)}, np.ones((16, 16), np.float32)

@@ -61,7 +61,7 @@ def train_step(state, tokens, key, *, microbatches):
     """One step of AdamW on the mean gradient of all microbatches."""
     gradient = jax.value_and_grad(lambda params, tokens: loss_of(params, tokens, key))
     if microbatches > 1:
-        gradient = mp.accumulate_gradients(gradient, microbatches)
+        gradient = mp.train.accumulate_gradients(gradient, microbatches)
     loss, grads = gradient(state["params"], tokens)
     updates, opt = OPTIMIZER.update(grads, state["opt"], state["params"])
     return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss

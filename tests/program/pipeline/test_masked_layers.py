@@ -7,8 +7,8 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 
 import meshpar as mp
+from meshpar._src.program.pipeline import SCHEDULES
 from meshpar.errors import DivisibilityError
-from meshpar.program.pipeline import SCHEDULES
 
 LAYERS, EMBED, MLP, ROWS = 7, 8, 16, 16
 DIMS = {
@@ -40,7 +40,7 @@ def step_of(reverse=False, microbatches=8):
     gradient = jax.value_and_grad(lambda params, x: loss(params, x, reverse))
 
     def step(params, x):
-        value, gradients = mp.accumulate_gradients(gradient, microbatches)(params, x)
+        value, gradients = mp.train.accumulate_gradients(gradient, microbatches)(params, x)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
 
     return step

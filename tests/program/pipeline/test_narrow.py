@@ -7,8 +7,8 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 
 import meshpar as mp
+from meshpar._src.program import pipeline
 from meshpar.errors import UnsupportedError
-from meshpar.program import pipeline
 
 LAYERS, EMBED, MICRO = 4, 16, 4
 DIMS = {"params/*": "layers embed _", "x": "batch embed"}
@@ -26,7 +26,7 @@ def step(params, x):
         h, _ = jax.lax.scan(jax.checkpoint(layer), x.astype(jnp.bfloat16), params)
         return jnp.mean(h.astype(jnp.float32) ** 2)
 
-    value, gradients = mp.accumulate_gradients(jax.value_and_grad(loss), MICRO)(params, x)
+    value, gradients = mp.train.accumulate_gradients(jax.value_and_grad(loss), MICRO)(params, x)
     return jax.tree.map(lambda p, g: p - g, params, gradients), value
 
 
@@ -37,7 +37,7 @@ def plain(params, x):
         h, _ = jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w["up"]) @ w["down"], None), x, params)
         return jnp.mean(h**2)
 
-    value, gradients = mp.accumulate_gradients(jax.value_and_grad(loss), MICRO)(params, x)
+    value, gradients = mp.train.accumulate_gradients(jax.value_and_grad(loss), MICRO)(params, x)
     return jax.tree.map(lambda p, g: p - g, params, gradients), value
 
 

@@ -138,7 +138,7 @@ def updated(params, gradients):
 
 def accumulating(loss, microbatches=MICRO):
     def step(params, batch):
-        value, gradients = mp.accumulate_gradients(jax.value_and_grad(loss), microbatches)(params, batch)
+        value, gradients = mp.train.accumulate_gradients(jax.value_and_grad(loss), microbatches)(params, batch)
         return updated(params, gradients), value
 
     return step
@@ -490,7 +490,9 @@ def test_a_loop_over_split_time_is_no_pipeline():
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_the_program_does_not_grow_with_the_microbatches(schedule):
     def equations(microbatches):
-        step = lambda params, batch: mp.accumulate_gradients(jax.value_and_grad(loss), microbatches)(params, batch)  # noqa: E731
+        def step(params, batch):
+            return mp.train.accumulate_gradients(jax.value_and_grad(loss), microbatches)(params, batch)
+
         params, _ = arguments()
         batch = {name: np.zeros((2 * microbatches, 8), np.int32) for name in ("x", "y")}
         plan = mp.plan(step, params, batch, mesh=MESH, layout=LAYOUT, dims=DIMS, schedule=schedule)

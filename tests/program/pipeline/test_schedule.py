@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from meshpar.program.pipeline import Schedule
+from meshpar._src.program.pipeline import Schedule
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,9 @@ def training(microbatches=4):
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
     def step(state, inputs, targets, key):
-        gradients_of = mp.accumulate_gradients(jax.value_and_grad(loss), microbatches, argnums=(1, 2), key_argnums=3)
+        gradients_of = mp.train.accumulate_gradients(
+            jax.value_and_grad(loss), microbatches, argnums=(1, 2), key_argnums=3
+        )
         value, gradients = gradients_of(state["params"], inputs, targets, key)
         updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, value

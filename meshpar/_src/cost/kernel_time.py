@@ -1,0 +1,187 @@
+"""The seconds of each kernel of a plan on its chip: matmuls, HBM traffic, vector units.
+
+Traffic is the bytes of the buffers that a kernel reads and writes (:mod:`cost.fusion`), each once. But a matmul operand
+that does not fit into VMEM counts once for each tile of the result (:func:`cost.flops.reread_bytes`); an image that is
+in VMEM does not count (:mod:`cost.vmem`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..plan.plan import Plan
+from ..plan.spec import itemsize
+from ..plan.steps import Run
+from ..program.ir import Op
+from .caching import cached_on_plan
+from .collective_matmul import kernel_seconds, vector_seconds
+from .donation import aliased_inputs, gathered_then_copied
+from .flops import few_rows, flops_on, local_opaque_flops, reread_bytes_on, single_row_elements
+from .fusion import Buffer, Computation, Kernel, Kind, array_scattered_into, array_written, line_of, window_bytes
+from .kernels import computation_of
+from .tiles import Tiles
+from .vmem import buffers_in_vmem
+
+THREEFRY_ELEMENTS = 2.0
+"""Elements that the vector units process in the time in which they compute one threefry bit pattern.
+
+By the TPU compiler's estimates (libtpu 0.0.42), 1024 elements of a dropout of its own take 34.8 cycles on v5e, and 17.7 on v5p; a
+``where`` by comparison takes 18.6 and 7.3. Matmuls whose operands have dropout take longer: they compute the bits for each tile.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTime:
+    """One run of a kernel on one device. It does not refer to the kernel, and so outlives the plan without its kernels.
+
+    Attributes:
+      name: the primitive that takes most of its time, or the kernel's kind.
+      origin: the op of the program that it computes.
+      flops: of its matmuls, dims rounded up to the matrix unit.
+      bytes: read from and written to HBM; copies to and from VMEM during other kernels do not count.
+      matmul_seconds: of the FLOPs at the matrix unit's rate.
+      traffic_seconds: of the bytes at HBM's rate.
+      vector_seconds: of the vector units; 0 on GPUs, and on chips whose clock is not known.
+      seconds: of the kernel, with its overlap of matmuls, traffic and vector units (:func:`kernel_seconds`).
+      count: runs in a step; a loop of unknown length counts once.
+    """
+
+    name: str
+    origin: Op | None
+    flops: float
+    bytes: float
+    matmul_seconds: float
+    traffic_seconds: float
+    vector_seconds: float
+    seconds: float
+    count: int
+
+    @property
+    def source(self) -> str:
+        """The user's line, and the part of the model (:attr:`Op.location`)."""
+        return line_of(self.origin)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in ("name", "flops", "bytes", "seconds", "count", "source")}
+
+
+@cached_on_plan
+def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
+    """Kernel → its time, for the plan's kernels that compute or move data, in program order; empty without a chip."""
+    if plan.chip is None:
+        return {}
+    chip, computation = plan.chip, computation_of(plan)
+    device = chip.per_device()
+    out: dict[Kernel, KernelTime] = {}
+    flops_of, reread = flops_on(plan, chip.lanes), reread_bytes_on(plan, chip)
+    results = {computation.outputs[k] for k in aliased_inputs(plan)} if chip.torus else set()
+    kernels = list(_kernels_with_counts(computation))
+    overwritten = {computation.inputs[k] for k in aliased_inputs(plan).values()}
+    in_vmem: dict[Kernel, set[Buffer]] = {}
+    if chip.torus and device.vmem is not None and chip.cores == 1:  # buffers that two cores share are in HBM
+        capacity = device.vmem - chip.compiler.vmem_reserved_bytes
+        in_vmem = buffers_in_vmem([kernel for kernel, _ in kernels], plan.program.cached(Tiles), capacity)
+    for kernel, count in kernels:
+        if kernel.bodies or kernel.kind is Kind.TRANSFER:  # copies to and from the host run concurrently with kernels
+            continue
+        flops = sum(map(flops_of, kernel.matmuls))
+        if isinstance(kernel.step, Run) and kernel.kind is Kind.OP:
+            flops += local_opaque_flops(kernel.step, plan.sizes)
+        traffic, elements = 0.0, _elements(kernel)
+        if kernel.kind not in (Kind.MOVE, Kind.LEAVE):
+            resident, array, rows = in_vmem.get(kernel, ()), array_written(kernel), array_scattered_into(kernel)
+            reads = [i for i in kernel.reads if not (kernel.matmuls and i in resident)]
+            if rows is not None and (rows.carried or rows in overwritten):  # written in place, as the updates are read
+                reads = [i for i in reads if i is not rows]
+                traffic = sum(read_bytes(kernel, i) for i in reads)
+                elements = sum(read_bytes(kernel, i) / itemsize(i.value.aval) for i in reads)
+            elif array is None:
+                traffic = sum(buffer.bytes for buffer in kernel.writes if buffer not in resident)
+            else:  # the rest of the array is not touched
+                traffic, reads = window_bytes(kernel), [i for i in reads if i is not array]
+            traffic += sum(read_bytes(kernel, i) for i in reads)
+            traffic += sum(i.bytes for i in kernel.ins) if kernel.kind is Kind.STACK else 0.0
+            for run in kernel.matmuls:
+                traffic += reread(run, _other_result_sized_buffers(kernel, run))
+        elif any(
+            i in results and gathered_then_copied(plan, i.bytes, sum(j.bytes for j in kernel.reads))
+            for i in kernel.writes
+        ):
+            traffic = 2 * kernel.writes[0].bytes  # gathered into a buffer of its own, then copied
+        rate = device.flops
+        if kernel.matmuls:
+            rate = device.matmul_rate(str(kernel.matmuls[0].op.eqn.invars[0].aval.dtype))
+        matmul_seconds = flops / (rate * chip.compiler.matmul_efficiency)
+        traffic_seconds = traffic / (device.hbm_bandwidth * chip.compiler.hbm_efficiency)
+        if not (matmul_seconds or traffic_seconds):
+            continue
+        convolves = any(run.op.primitive.family == "conv" for run in kernel.matmuls)
+        elements = elements if traffic_seconds else 0.0
+        if any(few_rows(run, plan.sizes) for run in kernel.matmuls):
+            first = min(traffic, chip.compiler.first_tile_bytes) / device.hbm_bandwidth
+            traffic_seconds = (traffic_seconds + first) / chip.compiler.row_hbm_efficiency
+        if chip.torus:
+            elements += sum(single_row_elements(run, plan.sizes) for run in kernel.matmuls)
+        seconds = kernel_seconds(chip, matmul_seconds, traffic_seconds, elements, convolves)
+        seconds = max(seconds, chip.compiler.min_kernel_seconds)
+        vector = 0.0 if chip.switch else vector_seconds(chip, elements)
+        out[kernel] = KernelTime(
+            kernel.origin_name, kernel.origin, flops, traffic, matmul_seconds, traffic_seconds, vector, seconds, count
+        )
+    return out
+
+
+def _kernels_with_counts(computation: Computation, count: int = 1) -> Iterator[tuple[Kernel, int]]:
+    """(kernel, runs in a step) of a computation and of its bodies at any depth.
+
+    A loop of unknown length counts once; so does every branch of a ``cond``.
+    """
+    for kernel in computation.kernels:
+        yield kernel, count
+        for body in kernel.bodies:
+            yield from _kernels_with_counts(body, count * (1 if body.trip_count is None else body.trip_count))
+
+
+def _elements(kernel: Kernel) -> float:
+    """The number of elements that a kernel's vector units process: those written, or those read if it reduces more, and
+    :data:`THREEFRY_ELEMENTS` for each that it draws."""
+    if array_written(kernel) is not None:
+        return window_bytes(kernel) / itemsize(kernel.outs[0].value.aval)
+    written = sum(buffer.bytes / itemsize(buffer.value.aval) for buffer in kernel.writes)
+    drawn = THREEFRY_ELEMENTS * kernel.random_elements
+    if kernel.matmuls or kernel.traits.family == "kernel":
+        return drawn + written
+    return drawn + max(
+        [written, *(read_bytes(kernel, buffer) / itemsize(buffer.value.aval) for buffer in kernel.reads)]
+    )
+
+
+def _other_result_sized_buffers(kernel: Kernel, run: Run) -> int:
+    """The number of buffers that a matmul's kernel reads or writes besides the result, of as many elements as the result.
+
+    Examples: 1 for ``x @ w + y``; 0 for ``x @ w``, and for a kernel that pads the result (the written buffer is larger).
+    """
+    size = run.results[0].value.elements
+    return max(0, sum(i.value.elements == size for i in (*kernel.reads, *kernel.writes)) - 1)
+
+
+def read_bytes(kernel: Kernel, buffer: Buffer) -> float:
+    """The bytes of a buffer that a kernel reads: all, or only the bytes of the slices that it takes of it (of a loop's stack), or
+    of the rows that it looks up."""
+    looked_up = kernel.traits.family == "gather" and buffer is kernel.ins[0] and not kernel.matmuls
+    if looked_up or (kernel.traits.contiguous_slice and buffer in kernel.ins):
+        return min(buffer.bytes, sum(out.bytes for out in kernel.outs))
+    if not buffer.sliced or any(buffer is i for i in kernel.ins):
+        return buffer.bytes
+    todo, smallest, seen = list(kernel.ins), buffer.bytes, set[Buffer]()
+    while todo:
+        i = todo.pop()
+        if i in seen or (i.stored and not i.recomputed) or i.made_by is None:
+            continue
+        seen.add(i)
+        if i.made_by.traits.slice and any(j is buffer for j in i.made_by.ins):
+            smallest = min(smallest, i.bytes)
+        todo += i.made_by.ins
+    return smallest

@@ -1,0 +1,315 @@
+"""The computation of one device, from the steps of a plan: its ops, collectives and loops, fused into kernels.
+
+Calls are inlined; the body of a loop is a computation of its own. :mod:`cost.fusion` fuses the ops.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..layout import Spec
+from ..plan.plan import Plan
+from ..plan.spec import local_shape, value_bytes
+from ..plan.steps import Barrier, Body, Branch, Call, Loop, Reduce, Reshard, Run, Shard, Step
+from ..program.ir import Op, Program, Value
+from ..rules.random import drawn_by_index
+from .caching import cached_on_plan
+from .fusion import MAX_RECOMPUTED_OPS, Buffer, Computation, Kernel, Kind, fuse
+from .tiles import Tiles
+
+REDUCE_RING_BUFFERS = 4
+"""Chunks of a reduction ring that are live at once: two are sent while the next two are computed."""
+
+
+@cached_on_plan
+def computation_of(plan: Plan) -> Computation:
+    """The computation of a plan's program, with the bodies of its loops inside, fused."""
+    return _Reader(plan).run()
+
+
+def _byte_table(program: Program, *key: Any) -> dict[tuple[Value, Spec], float]:
+    """An empty table for a mesh, with or without image tiles: (value, spec) → bytes of its shard on a device."""
+    return {}
+
+
+class _Reader:
+    """Builds the computation of a plan, step by step, and then fuses its ops.
+
+    Attributes:
+      tiles: the images of the program; None: it has none, or the chip stores them unpadded.
+      items: shard → its buffer.
+      bases: buffer → the one large array that it depends on, if it is another one; None: it depends on none.
+      chains: buffer → the smallest number of fusible ops, one after the other, that compute it from an array in memory.
+      region: the computation to which ops are added.
+      position: the index of the current step.
+      parts: :func:`ring_block_counts`.
+    """
+
+    def __init__(self, plan: Plan):
+        """A reader of ``plan`` before its first step, with an empty computation."""
+        self.plan, self.sizes = plan, plan.sizes
+        tiles = None if plan.chip is None or plan.chip.switch else plan.program.cached(Tiles)
+        self.tiles = tiles if tiles is not None and tiles.images else None
+        self.items: dict[Shard, Buffer] = {}
+        self.bases: dict[Buffer, Buffer | None] = {}
+        self.chains: dict[Buffer, int] = {}
+        self.region = Computation(1)
+        self.position = 0
+        self._bytes = plan.program.cached(_byte_table, tuple(self.sizes.items()), self.tiles is None)
+        self.parts = ring_block_counts(plan)
+
+    def run(self) -> Computation:
+        """The fused computation of the program."""
+        body, region = self.plan.body, self.region
+        constants = len(body.inputs) - len(self.plan.program.inputs)
+        region.constants += map(self.new, body.inputs[:constants])
+        region.inputs += map(self.new, body.inputs[constants:])
+        self.steps(body)
+        for shard in body.outputs:
+            assert shard is not None
+            item = self.items.get(shard)
+            if item is None:  # a constant that the program returns
+                item = self.out(self.node(Kind.COPY, None, shard.value.op, []), shard)
+            self.node(Kind.LEAVE, None, shard.value.op, [item])
+            region.outputs.append(item)
+        fuse(region, self.plan.compiler.row_ratio)
+        return region
+
+    # -- buffers and kernels
+
+    def new(self, shard: Shard, node: Kernel | None = None) -> Buffer:
+        """A new buffer for a shard that ``node`` computes; None: an input of the computation."""
+        value = shard.value
+        size = self.bytes(value, shard.spec)
+        item = self.items[shard] = Buffer(0.0 if value.on_host else size, value, node)
+        if value.on_host:
+            item.host_bytes = size
+        elif self.tiles is not None:
+            item.padding = 1.0 - 1.0 / self.tiles.padding(value, shard.spec, self.sizes)
+        return item
+
+    def bytes(self, value: Value, spec: Spec) -> float:
+        """Bytes of a value's shard on a device, with the padding of images."""
+        key = value, spec
+        size = self._bytes.get(key)
+        if size is None:
+            size = value_bytes(value, spec, self.sizes)
+            if self.tiles is not None:
+                size *= self.tiles.padding(value, spec, self.sizes)
+            self._bytes[key] = size
+        return size
+
+    def item(self, shard: Shard | None) -> Buffer | None:
+        """The buffer of a shard; None for literals and input-independent shards."""
+        return None if shard is None else self.items.get(shard)
+
+    def node(self, kind: Kind, step: Step | None, op: Op | None, ins: Sequence[Buffer | None]) -> Kernel:
+        """A new kernel of the current computation, without results; operands that are None are constants."""
+        node = Kernel(kind, step, op, [i for i in ins if i is not None], self.position)
+        if node.traits.slice:
+            for item in node.ins:
+                item.sliced = True
+        self.region.nodes.append(node)
+        return node
+
+    def out(self, node: Kernel, shard: Shard) -> Buffer:
+        """A new buffer for a result of a kernel."""
+        item = self.new(shard, node)
+        if self.parts and node.kind is not Kind.MOVE and shard in self.parts:
+            item.live_bytes *= min(1.0, REDUCE_RING_BUFFERS / self.parts[shard])
+        node.outs.append(item)
+        if node.traits.fusible:
+            size, base, bases = item.bytes, None, self.bases
+            for i in node.ins:
+                if i.bytes * 8 > size and (other := bases.get(i, i)) is not base:
+                    if other is not None and base is not None:
+                        node.from_several = True
+                        break
+                    base = base or other
+            else:
+                bases[item] = base
+            large = [i for i in node.ins if i.bytes * 8 > size and bases.get(i, i) is not None]
+            chain = 0 if node.from_several else 1 + min([self.chains.get(i, 0) for i in large], default=0)
+            node.ends_chain = chain >= MAX_RECOMPUTED_OPS
+            self.chains[item] = 0 if node.ends_chain else chain
+        return item
+
+    # -- steps
+
+    def steps(self, body: Body) -> None:
+        """Add the steps of a body to the current computation."""
+        for step in body.steps:
+            self.position += 1
+            read = _READ.get(type(step))
+            if read is not None:
+                read(self, step)
+
+    def reshard(self, step: Reshard) -> None:
+        """Add a resharding: a ``MOVE`` if it sends anything, else a slice."""
+        item = self.item(step.source)
+        if item is None:
+            return
+        sent = any(m.op != "slice" for m in step.path)
+        out = self.out(self.node(Kind.MOVE if sent else Kind.SLICE, step, step.op, [item]), step.result)
+        if step.ring is not None and not step.ring.keep_gathered:
+            out.live_bytes = 0.0  # its chunks are freed after their matmuls; memory.py counts those in flight
+
+    def reduce(self, step: Reduce) -> None:
+        """Add a reduction, as a ``MOVE``."""
+        item = self.item(step.source)
+        if item is not None:
+            self.out(self.node(Kind.MOVE, step, step.source.value.op, [item]), step.result)
+
+    def barrier(self, step: Barrier) -> None:
+        """Let the results of a barrier be the buffers of its operands, in memory; an opaque barrier copies them."""
+        for source, result in zip(step.sources, step.results, strict=True):
+            item = self.item(source)
+            if item is not None and step.opaque:  # through integers: a copy
+                self.out(self.node(Kind.COPY, step, result.value.op, [item]), result)
+            elif item is not None:
+                item.must_store |= not step.after  # it is in memory, whatever reads it
+                self.items[result] = item
+
+    def call(self, step: Call) -> None:
+        """Add the steps of a call."""
+        self.steps(step.body)
+
+    def op(self, step: Run) -> None:
+        """Add an op: a kernel, a view of its operand, or nothing if its results are constants."""
+        op, operands, results = step.op, step.operands, step.results
+        if results and results[0].is_constant:
+            return
+        kind, items = Kind.OP, self.items
+        if op.primitive.family == "barrier":
+            for shard, out in zip(operands, results, strict=True):
+                item = self.item(shard)
+                if item is not None:
+                    items[out] = item
+            return
+        some = [item for s in operands if s is not None and (item := items.get(s)) is not None]
+        scalars = op.primitive.fusible and all(item.value.elements == 1 for item in some)
+        if scalars and all(out.elements > 1 for out in op.outs):
+            return  # a broadcast scalar costs as little as a constant
+        if op.primitive.view and self.placed(step, some):
+            return
+        if op.primitive.family == "scatter" and self.one_hot(step):
+            kind = Kind.ONE_HOT
+        elif op.primitive.family == "random" and drawn_by_index(op.eqn):
+            kind = Kind.RANDOM_BITS
+        elif op.primitive.family == "gather" and self.one_window(step):
+            kind = Kind.SLICE
+        node = self.node(kind, step, op, some)
+        for out in results:
+            self.out(node, out)
+
+    def placed(self, step: Run, some: list[Buffer]) -> bool:
+        """Add a view, or a copy to or from host memory; False if the op is neither, and needs a kernel that computes."""
+        op = step.op
+        if op.primitive.family == "transfer" and some and some[0].value.on_host != step.results[0].on_host:
+            node = self.node(Kind.TRANSFER, step, op, some)
+            for out in step.results:
+                self.out(node, out)
+            return True
+        if len(some) <= 1 and len(step.results) == 1:
+            if some:
+                (view,), (out,) = some, step.results
+                if (view.bytes or view.host_bytes) != self.bytes(out.value, out.spec):
+                    self.out(self.node(Kind.SLICE, step, op, some), out)
+                else:
+                    self.items[out] = view
+            return True
+        return False
+
+    def one_hot(self, step: Run) -> bool:
+        """Whether a scatter writes one element into each row of zeros: a one-hot encoding, which is elementwise."""
+        op = step.op
+        if self.item(step.operands[0]) is not None:
+            return False
+        dn = op.eqn.params["dimension_numbers"]
+        rank = len(op.outs[0].shape)
+        written = set(dn.inserted_window_dims) | set(dn.operand_batching_dims)
+        sizes = [n for i, n in enumerate(op.outs[0].shape) if i not in written]
+        return len(dn.scatter_dims_to_operand_dims) == 1 and rank > 1 and math.prod(sizes) == 1
+
+    def one_window(self, step: Run) -> bool:
+        """Whether a gather reads one window on each device: a slice at a run-time index, as a layer of a local stage."""
+        indices = step.operands[1]
+        return indices is not None and math.prod(local_shape(indices.value.shape, indices.spec, self.sizes)[:-1]) == 1
+
+    def branch(self, step: Branch) -> None:
+        """Add a conditional: a kernel with its operands and results, and a computation for each branch."""
+        reads = [step.index, *step.operands]
+        node = self.node(Kind.OP, step, step.op, [self.item(s) for s in reads])
+        for body in step.branches:
+            self.inside(node, body, Kind.LEAVE)
+        for out in step.results:
+            self.out(node, out)
+
+    def loop(self, step: Loop) -> None:
+        """Add a loop: a kernel with its operands and results, and a computation for each body."""
+        scan = step.op.primitive.family == "scan"
+        carries = len(step.inits)
+        firsts = [self.item(s) for s in step.inits]
+        stacks = [self.item(s) for s in step.stacks]
+        consts, hoisted = ([self.item(s) for s in shards] for shards in (step.consts, step.hoisted))
+        node = self.node(Kind.OP, step, step.op, [*consts, *firsts, *stacks, *hoisted])
+        for body in step.bodies:
+            self.inside(node, body, Kind.STACK if scan else Kind.LEAVE, stacks, carries if body is step.body else 0)
+        for k, out in enumerate(step.results):
+            made = self.out(node, out)
+            if k < carries:
+                node.carries = (*node.carries, (firsts[k], made))
+
+    def inside(
+        self, node: Kernel, body: Body, leaves: Kind, stacks: Sequence[Buffer | None] = (), carries: int = 0
+    ) -> None:
+        """Add the computation of a body to a kernel; results from index ``carries`` on end in a kernel of kind ``leaves``.
+
+        The inputs of a loop's body are its carries, then a slice of each of ``stacks``.
+        """
+        outer, self.region = self.region, Computation(body.trip_count)
+        count = len(body.inputs) - len(stacks)
+        for shard in body.inputs[:count]:
+            mine = self.new(shard)
+            mine.carried = True
+            self.region.inputs.append(mine)
+        for shard, item in zip(body.inputs[count:], stacks, strict=True):
+            if item is not None:
+                self.out(self.node(Kind.SLICE, None, node.op, [item]), shard).host_bytes = 0.0
+        self.steps(body)
+        for k, shard in enumerate(body.outputs):
+            item = self.item(shard)
+            if item is not None:
+                self.node(Kind.LEAVE if k < carries else leaves, None, node.op, [item])
+                if k >= carries and leaves is Kind.STACK:
+                    item.host_bytes = 0.0  # it is copied into the stack on the host
+        fuse(self.region, self.plan.compiler.row_ratio)
+        node.bodies = (*node.bodies, self.region)
+        self.region = outer
+
+
+_READ: dict[type[Step], Callable[[_Reader, Step], None]] = {
+    Reshard: _Reader.reshard, Reduce: _Reader.reduce, Barrier: _Reader.barrier, Call: _Reader.call,
+    Run: _Reader.op, Branch: _Reader.branch, Loop: _Reader.loop,
+}  # type: ignore[dict-item]  # fmt: skip
+
+
+def ring_block_counts(plan: Plan) -> dict[Shard, int]:
+    """Number of chunks, one for each ring step, in which a ring computes a shard.
+
+    The keys are the partial shards that a matmul and a ring reduce-scatter compute chunk by chunk, and the shards from which such a
+    shard is added up.
+    """
+    counts: dict[Shard, int] = {}
+    maker = {s: step for step in plan.body.all_steps if isinstance(step, Run) for s in step.results}
+    for step in plan.body.all_steps:
+        todo = [step.source] if isinstance(step, Reduce) and step.ring is not None else []
+        leaves = {s for s, _ in step.ring.leaves} if isinstance(step, Reduce) and step.ring is not None else set()
+        while todo:
+            shard = todo.pop()
+            counts[shard] = step.ring.num_blocks  # type: ignore[union-attr]
+            if shard not in leaves and shard in maker:
+                todo += maker[shard].reads
+    return counts

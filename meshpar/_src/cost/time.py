@@ -1,0 +1,160 @@
+"""The seconds of a planned step on a chip, with the totals of compute, HBM traffic and communication, and the bottleneck.
+
+The estimate is the length of the schedule of kernels and collectives (:mod:`cost.schedule`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..plan.collectives import Collective
+from ..plan.plan import Plan
+from ..units import format_bytes, format_seconds
+from .caching import cached_on_plan
+from .flops import model_flops
+from .kernel_time import KernelTime, kernel_times
+from .kernels import computation_of
+from .schedule import host_seconds, schedules, separate_collectives
+
+
+@dataclass(slots=True)
+class Time:
+    """Seconds of a step on one device; every device does the same.
+
+    Attributes:
+      compute: of all matmuls, at the matrix unit's rate.
+      memory: of all traffic, at HBM's rate.
+      vector: of the vector units, in all kernels (elementwise ops, reductions, conversions).
+      communication: of all collectives, sequentially.
+      to_host, to_device: of the copies to the host, and of those to the device, over the link between them (0.0 if its rate is not
+        known). The link carries both directions concurrently.
+      busiest_axis: of the collectives over one mesh axis, sequentially, for the axis with the most. They share links, so no
+        schedule of a step is shorter.
+      seconds: the estimate of the step: the length of its schedule (:func:`cost.schedule.schedules`), and the exposed
+        seconds of collective matmuls (rings).
+      model_flops: of the matmuls that the model needs, on all devices together, without recomputation, redundant work and
+        rounding up.
+      peak_flops: FLOP/s of all devices together.
+      ops: every kernel.
+    """
+
+    compute: float
+    memory: float
+    vector: float
+    communication: float
+    busiest_axis: float
+    seconds: float
+    model_flops: float
+    peak_flops: float
+    ops: list[KernelTime] = field(default_factory=list, repr=False)
+    bottleneck: str = ""
+    to_host: float = 0.0
+    to_device: float = 0.0
+
+    @property
+    def overlapped(self) -> float:
+        """The lower bound: the longest of compute, memory traffic, the collectives over one mesh axis, and the copies to the host
+        or to the device; the others are hidden."""
+        return max(self.compute, self.memory, self.busiest_axis, self.to_host, self.to_device)
+
+    @property
+    def serial(self) -> float:
+        """The upper bound: nothing overlaps, neither kernels, collectives and copies nor the units of a kernel."""
+        return self.compute + self.memory + self.vector + self.communication + self.to_host + self.to_device
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation at the estimate: ``model_flops / (seconds · peak FLOP/s of all devices)``."""
+        return self.model_flops / (self.seconds * self.peak_flops) if self.seconds else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Seconds by part, bounds, estimate, utilisation, bottleneck, and the ten kernels that take longest."""
+        top = sorted(self.ops, key=lambda o: -o.seconds * o.count)[:10]
+        return {
+            "compute": self.compute, "memory": self.memory, "vector": self.vector, "communication": self.communication,
+            "to_host": self.to_host, "to_device": self.to_device,
+            "overlapped": self.overlapped, "serial": self.serial, "seconds": self.seconds, "mfu": self.mfu,
+            "model_flops": self.model_flops, "bottleneck": self.bottleneck, "ops": [o.to_dict() for o in top],
+        }  # fmt: skip
+
+
+@cached_on_plan
+def time_of(plan: Plan) -> Time | None:
+    """The time of a step on the plan's chip; None without a chip."""
+    if plan.chip is None:
+        return None
+    ops = list(kernel_times(plan).values())
+    compute, memory, vector = (
+        sum(getattr(k, part) * k.count for k in ops) for part in ("matmul_seconds", "traffic_seconds", "vector_seconds")
+    )
+    busiest_axis = _busiest_axis(plan.collectives)
+    seconds = max(_estimate(plan), busiest_axis)
+    peak_flops = plan.chip.per_device().flops * math.prod(plan.sizes.values())
+    to_host, to_device = (
+        host_seconds(plan, sum(t.total_bytes for t in plan.transfers if t.to == to)) for to in ("host", "device")
+    )
+    model = model_flops(plan)
+    out = Time(compute, memory, vector, plan.comm_seconds, busiest_axis, seconds, model, peak_flops, ops)
+    out.to_host, out.to_device = to_host, to_device
+    out.bottleneck = _bottleneck(plan, out)
+    return out
+
+
+def _busiest_axis(collectives: Iterable[Collective]) -> float:
+    """Seconds of the collectives over each mesh axis, sequentially: the largest. One over several axes counts for each of them."""
+    seconds: dict[str, list[float]] = {}
+    for c in collectives:
+        for axis in c.axes:
+            seconds.setdefault(axis, []).append(c.total_seconds)
+    return max(map(sum, seconds.values()), default=0.0)
+
+
+def _estimate(plan: Plan) -> float:
+    """Seconds of a step: of its schedule, with the exposed seconds of rings and of collectives that no kernel of it sends."""
+    schedule = schedules(plan)
+    exposed = [
+        o.exposed[o.choice] * (o.count or 1) for o in plan.overlaps if o.choice != "xla" and o.exposed is not None
+    ]
+    scheduled = {t.collective for s in schedule.values() for t in s.transfers}
+    sent = (c for step in plan.body.all_steps for c in separate_collectives(step))
+    exposed += [c.total_seconds for c in sent if c not in scheduled]
+    return math.fsum(exposed) + schedule[computation_of(plan)].seconds
+
+
+def _bottleneck(plan: Plan, time: Time) -> str:
+    """A sentence: the largest of compute, HBM traffic, communication and copies to or from the host, with its largest collective
+    and cause, kernel, or array."""
+    host = max(time.to_host, time.to_device)
+    totals = {"communication": time.communication, "compute": time.compute, "memory traffic": time.memory}
+    if host:
+        totals["host link"] = host
+    name, most = max(totals.items(), key=lambda x: x[1])
+    if most == 0:
+        return "nothing to do"
+    others = ", ".join(
+        f"{k} {format_seconds(v)}" for k, v in {**totals, "vector units": time.vector}.items() if k != name
+    )
+    if name == "communication":
+        groups: dict[Any, float] = {}
+        for c in plan.collectives:
+            key = (c.op, c.axes, c.explanation)
+            groups[key] = groups.get(key, 0.0) + c.total_seconds
+        (op, axes, cause), seconds = max(groups.items(), key=lambda x: x[1])
+        return (f"communication: {format_seconds(most)} of collectives ({others}); the largest part, "
+                f"{format_seconds(seconds)}, is {op} over "
+                f"{'+'.join(axes)}: {cause}")  # fmt: skip
+    if name == "host link":
+        to = "host" if host == time.to_host else "device"
+        copy = max((t for t in plan.transfers if t.to == to), key=lambda t: t.total_bytes)
+        return (f"host link: {format_seconds(most)} of copies to the {to} ({others}); the largest part, "
+                f"{format_bytes(copy.total_bytes)}, is {copy.tensor} at {copy.source}")  # fmt: skip
+    if name == "compute":
+        top = max(time.ops, key=lambda o: o.flops * o.count)
+        return f"compute: {format_seconds(most)} of matmuls ({others}); the largest is {top.name} at {top.source}"
+    top = max(time.ops, key=lambda o: o.bytes * o.count)
+    return (f"memory traffic: {format_seconds(most)} ({others}); the largest part, {format_bytes(top.bytes * top.count)}, "
+            f"by {top.name} at "
+            f"{top.source}")  # fmt: skip

@@ -1,0 +1,17 @@
+"""From a call of a user's function to a compiled step. Each module uses only the ones below it:
+
+.. code-block:: text
+
+    cli            the command ``meshpar``; doctor, tune_kernels: commands with code of their own
+    target         a function in a file, and its arguments, from the command line
+    api            mp.jit, mp.init, mp.plan, mp.check, mp.compile, mp.search, mp.lab, …
+    jitted         the result of mp.jit: options, roles of arguments, one compiled step for each signature
+    exported       a compiled step as a file
+    compiled       a plan that is lowered and compiled: places arguments, runs, returns results
+    tracing        a function and its arguments as a program with named dims
+    arguments      trees of arguments as flat arrays and static leaves
+    options        the options of a step: one value for all of them, their checks, and their flags
+
+A call of a step goes ``jitted`` → ``arguments`` → ``tracing`` → ``passes.make_plan`` → ``compiled`` → ``lower``; later calls with
+the same signature go from ``jitted`` to ``compiled`` at once.
+"""

@@ -1,0 +1,851 @@
+"""The public functions that take a function, a mesh and a layout: ``mp.jit``, ``mp.plan``, ``mp.init``, ``mp.check``,
+``mp.search``, …"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Unpack, overload
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from ...errors import MeshError, UnknownDimError, UnsupportedError
+from ..compat import nnx
+from ..compat.jax import is_graph_node
+from ..dims import Dims, near
+from ..flax import Leaf
+from ..hardware.topology import device_count, topology_of
+from ..lab import Lab
+from ..lab.session import Draft, Session
+from ..layout import Layout
+from ..measurement import CalibrationResult, Candidate
+from ..measurement import calibrate as calibrate_candidates
+from ..mesh import MeshLike, MeshSizes, auto_mesh, checked_mesh, context_mesh, device_mesh, parse_mesh, planned_mesh
+from ..mesh import mesh as make_mesh
+from ..plan_api import Plan
+from ..pods.local_sgd import LocalSgd
+from ..progress import Progress, progress_line
+from ..search import Objective, Row, Search
+from ..search import search as search_from
+from ..units import format_bytes, format_memory, format_seconds, mesh_text
+from ..verify.aot import Compiled, Effort, compile_lowered, mesh_to_compile_for
+from ..verify.check import Report, check_layouts, each_layout
+from .arguments import is_static
+from .jitted import NO_DONATION, Jitted, LayoutLike, P, R
+from .options import (
+    OPTIONS,
+    CallKeywords,
+    DimsPatterns,
+    Lowering,
+    StepKeywords,
+    StepOptions,
+    check_lowering,
+    path_dims,
+    refuse_ambiguous_options,
+    split_keywords,
+    takes_step_options,
+)
+from .tracing import metadata_names, named_tree, state_dims
+
+Meshes = Mesh | MeshSizes | Sequence[Mesh | MeshSizes] | None
+
+
+@overload
+def jit(
+    fn: Callable[P, R], *, mesh: MeshLike | None = None, layout: LayoutLike, **options: Unpack[StepKeywords]
+) -> Jitted[P, R]: ...
+@overload
+def jit(
+    fn: None = None, *, mesh: MeshLike | None = None, layout: LayoutLike, **options: Unpack[StepKeywords]
+) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...
+@takes_step_options
+def jit(
+    fn: Callable[..., Any] | None = None,
+    *,
+    mesh: MeshLike | None = None,
+    layout: LayoutLike,
+    **options: Unpack[StepKeywords],
+) -> Any:
+    """Compile a function so that it runs sharded, as the layout says. Results do not depend on the layout, up to rounding.
+
+    Args:
+      fn: an ordinary function of arrays, trees of arrays, and nnx modules or optimizers (updated in place, as
+        ``nnx.jit`` does). Left out: ``jit`` is a decorator, of methods as well, whose ``self`` is the first argument.
+      mesh: from :func:`meshpar.mesh`, its axes and sizes (``"data=4, model=2"``, ``{"data": 4, "model": 2}``), or any
+        ``jax.sharding.Mesh``; with Explicit axes, results are arrays of that mesh. Left out: the mesh of ``jax.set_mesh`` when
+        ``jit`` is called.
+      layout: rules ``dim: axis``; a :class:`meshpar.Layout`, its text, or a Flax ``logical_axis_rules`` list.
+      dims: tree-path patterns → dims, in place of Flax metadata: ``{"batch/tokens": "batch seq"}``.
+      lowering: ``"shard_map"``: meshpar partitions the program, which sends exactly the collectives of the plan. ``"jit"``: XLA
+        partitions it, guided by sharding constraints from the plan, whose numbers are then estimates. ``"auto"``, the default:
+        ``"shard_map"``, or ``"jit"`` if an op of the program has no local form; a warning and the plan then name the op and its
+        line.
+      overlap: collective-matmul mode of the ``"shard_map"`` lowering, for all-gather → matmul and matmul → reduce-scatter pairs.
+        ``"ring"``: chunked, so that each chunk is sent while another is multiplied. ``"xla"``, ``"off"``: as separate collectives.
+        ``"auto"``, the default under ``"shard_map"``: the one with less exposed communication by the plan's estimate;
+        ``"xla"`` if the chip is unknown. ``"pallas"``: a TPU kernel that sends while it multiplies, for the pairs that it supports,
+        else as ``"auto"``; opt-in, because it was not measured. The plan's ``overlaps`` list every decision, its reason and gain.
+        ``"auto"`` and ``"pallas"`` also replace a reduce-scatter by an all-reduce and a local slice, which sends twice the bytes,
+        where that is faster (``algorithm="all_reduce"`` of the collective, with the reason in ``why``).
+      schedule: order of the work of a pipeline (a rule for the stacked dim of layers): ``"1f1b"``: the backward pass of a
+        microbatch begins as soon as its loss is known; ``"gpipe"``: after the forward passes of all microbatches, whose activations
+        are then all stored. ``"1f1b-overlap"``: the backward pass begins a tick later, and one loop runs a layer of it with a layer
+        of the forward pass of another microbatch, so that the collectives of one overlap with the matmuls of the other.
+        ``"zb"`` (zero bubble): as ``"1f1b"``, with the gradients of the layers' weights in slots of their own,
+        in which no stage is idle; a device needs memory for the values of the backward pass that they read.
+      gather: when a pipeline or another loop over microbatches (:func:`meshpar.train.accumulate_gradients`) all-gathers weights
+        that are sharded along a dim that the activations have too (FSDP): ``"microbatch"``: where they are used, for each
+        microbatch; the gradients of each microbatch are reduce-scattered. ``"step"``: once, before the first microbatch; the
+        gradients are reduced once, after the last one. It sends less, and a device needs memory for the unsharded weights (of
+        a pipeline: of its stage), in the dtype in which they are used, and for their gradients. ``"auto"``: the step is
+        planned both ways, and the one that
+        takes less time is used, of those that fit into the memory of the chip; where the chip is not known, the one that sends
+        less. The default is ``"microbatch"`` in pipelines and ``"auto"`` elsewhere. Weights that a loop over layers slices are
+        gathered in each microbatch. ``plan.pipeline.gather`` is the choice for a pipeline.
+      strict: two names for one dim of the program are an error instead of a warning.
+      static_argnums, static_argnames, donate_argnums, donate_argnames, keep_unused: as in ``jax.jit``.
+      options: ``"auto"``: for TPUs, the compiler options of :mod:`hardware.options` for the chip and the collectives of the
+        plan, without those that the installed compiler does not know; none within another ``jax.jit``, which refuses options.
+        ``"off"`` or None: none. The plan's ``options`` list them, the reasons, and the ones left out.
+      compiler_options: as in ``jax.jit``; they take precedence.
+      calibration: the result of :func:`calibrate`, or the file it was saved to. ``.plan`` and ``overlap="auto"`` then use the
+        measured efficiencies instead of the chip table's, and give estimates for devices that are not in the table (CPUs).
+
+    Returns:
+      A :class:`Jitted` with the signature of ``fn``: call it; ``.plan(*args)``, ``.check(*args)``, ``.lower(*args)``,
+      ``.trace(*args)``, ``.compile(*args)``, ``.eval_shape(*args)``. Arguments with another sharding are resharded.
+
+    Raises:
+      UnsupportedError: ``fn`` is not a function; an unknown ``lowering`` or ``overlap``, or a combination that does not exist; a
+        static or donated argument that the function does not have; a calibration that cannot be read.
+      MeshError: a mesh that does not fit the local devices, or one with Manual axes.
+      LayoutSyntaxError, AxisConflictError: a layout that cannot be read.
+      MeshparError: other errors, at the first call or plan; see :mod:`meshpar.errors`.
+
+    Example:
+      >>> step = mp.jit(train_step, mesh=mesh, layout="batch: data; mlp: model", dims=dims)
+      >>> new_params, loss = step(params, x)
+      >>> tuple(new_params["up"].sharding.spec)
+      (None, 'model')
+    """
+    if fn is None:
+        return functools.partial(jit, mesh=mesh, layout=layout, **options)
+    _check_function(fn, "jit")
+    return Jitted(fn, device_mesh(mesh), Layout(layout), _step_options("jit", options))
+
+
+@refuse_ambiguous_options
+@takes_step_options
+def plan(
+    fn: Callable[..., Any], *args: Any, mesh: MeshLike | None = None, layout: LayoutLike, topology: str | None = None,
+    kwargs: Mapping[str, Any] | None = None, **keywords: Unpack[CallKeywords],
+) -> Plan:  # fmt: skip
+    """The plan of a function under a layout: what each device stores, sends and computes. It needs no devices and compiles nothing.
+
+    Args:
+      fn: a function, e.g. a train step.
+      *args: its arguments; arrays or ``jax.ShapeDtypeStruct``.
+      **keywords: its keyword arguments.
+      kwargs: keyword arguments of ``fn`` with the name of an option of ``plan``. (If ``fn`` has an argument of that name, the bare
+        keyword is an error unless the argument is given by position or ``kwargs`` is given.)
+      mesh: a mesh, a ``jax.sharding.AbstractMesh``, or axes and sizes, ``"data=64, model=8"`` (-1 fills the topology). Left
+        out: the mesh of ``jax.set_mesh`` or ``jax.sharding.use_abstract_mesh``.
+      layout, dims, lowering, overlap, strict, options, …: as in :func:`meshpar.jit`, and with the same defaults.
+      topology: the topology of an abstract mesh, for times: ``"v5p:8x8x8"``, ``"2x v5e:16x16"``, ``"4x h100:8"`` (nodes of GPUs).
+        Neither devices nor a compiler are needed. A mesh of devices has its own topology.
+      donate_argnums, donate_argnames: arguments whose memory the results may reuse; as in ``jax.jit``.
+      calibration: as in :func:`meshpar.jit`; the plan names it. With a calibration of devices without topology text (CPUs), an
+        abstract mesh without ``topology`` is a mesh of such devices.
+
+    Returns:
+      A :class:`meshpar.Plan`: print it, or read ``inputs``, ``outputs``, ``collectives``, ``memory``, ``time``, ``notes``,
+      ``joins``; ``replan(layout=…)`` plans the same program otherwise, without tracing it again.
+
+    Raises:
+      MeshError: an unknown topology, a topology that the mesh does not fill, or a topology with a mesh of devices; a calibration of
+        other devices.
+      MeshparError: as :func:`meshpar.jit`; dims, sizes or rules that do not fit the arguments; see :mod:`meshpar.errors`.
+
+    Example:
+      >>> plan = mp.plan(train_step, params, x, mesh="data=64, model=8", topology="v5p:8x8x8", layout="mlp: model", dims=dims)
+      >>> sorted({c.op for c in plan.collectives})
+      ['all-reduce']
+      >>> plan.memory.peak < plan.chip.hbm, plan.seconds > 0
+      (True, True)
+    """
+    _check_function(fn, "plan")
+    options, call = split_keywords(keywords, kwargs)
+    where = checked_mesh(planned_mesh(mesh, topology))
+    return Jitted(fn, where, Layout(layout), StepOptions(**options), topology=topology).plan(*args, **call)
+
+
+@takes_step_options
+def init(
+    create: Callable[P, R], *, mesh: MeshLike | None = None, layout: LayoutLike, **options: Unpack[StepKeywords]
+) -> Jitted[P, R]:
+    """Create parameters and optimizer state already sharded, so that no device allocates a full-size array.
+
+    Args:
+      create: returns the state (``create(rng)``): trees of arrays, linen variables with metadata, nnx modules and optimizers.
+      mesh, layout, and the other options: as in :func:`meshpar.jit`; rules for dims that the state does not have are ignored.
+      dims: patterns over the tree paths of what ``create`` returns.
+
+    Returns:
+      A function with the arguments of ``create``, whose results are sharded as the layout says.
+
+    Raises:
+      MeshparError: as :func:`meshpar.jit`.
+
+    Example:
+      >>> init = mp.init(create, mesh=mesh, layout="embed: data; mlp: model", dims=weights)
+      >>> tuple(init(jax.random.key(0))["up"].sharding.spec)
+      ('data', 'model')
+      >>> init.abstract(jax.random.key(0))["up"].shape
+      (64, 256)
+    """
+    _check_function(create, "init")
+    return Jitted(create, device_mesh(mesh), Layout(layout), _step_options("init", options), init=True)
+
+
+def shardings(tree: Any, layout: LayoutLike, mesh: MeshLike | None = None, *, dims: DimsPatterns = None) -> Any:
+    """The ``NamedSharding`` that a layout gives to every array of a tree: for the user's own ``jax.jit`` or ``jax.device_put``.
+
+    The shardings are those with which :func:`init` returns the tree. Nothing is traced, so an array without a name of its own
+    (Flax metadata, ``dims``) is replicated; optimizer state has the names of the parameters with the same path::
+
+        state_shardings = mp.shardings(state, "embed: data; mlp: model", mesh, dims={"*/kernel": "embed mlp"})
+        step = jax.jit(train_step, in_shardings=(state_shardings, None), out_shardings=(state_shardings, None))
+
+    Args:
+      tree: arrays or ``jax.ShapeDtypeStruct``, linen variables with metadata; of an nnx module, its ``nnx.state``.
+      layout: as in :func:`jit`; rules for dims that the tree does not have are ignored.
+      mesh: as in :func:`jit`, or an abstract mesh.
+      dims: tree-path patterns → dims; paths are relative to the tree: ``{"params/up": "embed mlp"}``.
+
+    Returns:
+      A tree like ``tree`` with a ``jax.sharding.NamedSharding`` for every array; None for a leaf that is no array.
+
+    Raises:
+      UnknownAxisError, DivisibilityError: a rule that does not fit the mesh or an array.
+      PatternError, RankError: a pattern that matches no array, or one of another rank.
+      UnknownDimError: no array has a named dim.
+      MeshError: no mesh, or one with Manual axes.
+
+    Example:
+      >>> placed = mp.shardings(params, "embed: data; mlp: model", mesh, dims=weights)
+      >>> tuple(placed["up"].spec)
+      ('data', 'model')
+      >>> placed["up"].shard_shape((64, 256))
+      (16, 128)
+    """
+    where, patterns = device_mesh(mesh), path_dims(dims)
+    tree = nnx.state(tree) if is_graph_node(tree) else tree
+    named = named_tree(tree, patterns)
+    rules = Layout(layout).with_axis_names(metadata_names((leaf for leaf, _ in named), patterns), where)
+    if rules.rules and not any(names and any(names) for _, names in named) and any(np.ndim(x.value) for x, _ in named):
+        raise UnknownDimError(
+            "no array of the tree has a named dim",
+            fixes=['name them by their tree paths: dims={"*/kernel": "embed mlp"}', "or by Flax metadata"],
+        )
+
+    def of(leaf: Leaf, names: Dims | None) -> NamedSharding | None:
+        """The sharding of a leaf with these dim names (None: replicated); None for a leaf that is not an array."""
+        if is_static(leaf.value):
+            return None
+        shape = np.shape(leaf.value)
+        dims = names or (None,) * len(shape)
+        return NamedSharding(where, rules.spec(dims, where, shape, scope=leaf.kind, path=leaf.path))
+
+    return jax.tree.unflatten(jax.tree.structure(tree), [of(leaf, names) for leaf, names in named])
+
+
+@refuse_ambiguous_options
+@takes_step_options
+def check(
+    fn: Callable[..., Any],
+    *args: Any,
+    layouts: Any,
+    mesh: Meshes = None,
+    meshes: Meshes = None,
+    lowerings: Sequence[Lowering] | None = None,
+    tolerance: float = 1e-5,
+    raises: bool = True,
+    progress: Progress = "auto",
+    kwargs: Mapping[str, Any] | None = None,
+    **keywords: Unpack[CallKeywords],
+) -> Report:
+    """Run a function under several layouts, meshes and lowerings, and compare all its results with the unsharded run on one device.
+
+    The arguments are copied: the caller's are neither donated nor updated. State that the function updates in place
+    (nnx modules, optimizers) is compared as well.
+
+    Args:
+      fn: a function as :func:`meshpar.jit` takes it, e.g. a train step, or a :class:`Jitted`.
+      *args: its arguments: arrays, trees of arrays, random keys, nnx modules and optimizers.
+      **keywords: its keyword arguments.
+      kwargs: keyword arguments of ``fn`` with the name of an option of ``check``.
+      layouts: a layout or several; each a :class:`meshpar.Layout`, its text, or a Flax rule list.
+      mesh: a mesh or several; each a ``Mesh`` or text for :func:`meshpar.mesh`. The default: all n devices as 1×n, 2×n/2
+        and 2×2×n/4 over the layout's axes in the order of its rules, with an idle axis for the remaining devices. Default
+        meshes over which a size does not divide are skipped and reported.
+      meshes: the same as ``mesh``; one of the two is given.
+      dims, static_argnums, …: as in :func:`meshpar.jit`; the default for a ``Jitted`` is its own option. Nothing is donated.
+      lowerings: several lowerings, in place of ``lowering``; an ``overlap`` is used by those that take one.
+      tolerance: the largest difference allowed, relative to the largest value of the leaf, for f32 and wider; larger for
+        narrower floats by their precision, at most 16 ulps. Integers, booleans and keys must be equal, NaNs
+        and infinities must have the same positions.
+      raises: raise at the first difference; else record it in the report only.
+      progress: ``"auto"``: one line with the elapsed time, in a terminal or a notebook only; True: elsewhere too, on stderr; False:
+        none; or a function of its text.
+
+    Returns:
+      A :class:`meshpar.types.Report`: print it, or read ``ok`` and ``rows``.
+
+    Raises:
+      CheckError: a leaf differs by more than rounding (:mod:`verify.check` defines it): its path, the difference, and the
+        first op with a wrong result.
+      MeshError: fewer devices than a mesh needs; both ``mesh`` and ``meshes``.
+      DivisibilityError: a size that does not divide over a given mesh, or over any of the default meshes.
+
+    Example:
+      >>> report = mp.check(train_step, params, x, layouts=["batch: data", "batch, embed: data"], mesh="data=8", dims=dims)
+      >>> report.ok, len(report.rows)
+      (True, 2)
+    """
+    _check_function(fn, "check")
+    if mesh is not None and meshes is not None:
+        raise MeshError("mp.check was given both mesh= and meshes=", fixes=["all meshes in one of them"])
+    options, call = split_keywords(keywords, kwargs)
+    overlap, lowering = options.pop("overlap", None), options.pop("lowering", None)
+    lowerings = lowerings or (lowering or (fn.lowering if isinstance(fn, Jitted) else "auto"),)
+    steps = _steps(fn, {**options, **NO_DONATION})
+
+    def subject(m: Mesh, layout: Layout, lowering: Lowering) -> Any:
+        mode = None if lowering == "jit" else overlap
+        step = steps(mesh=auto_mesh(m), layout=layout, lowering=lowering, overlap=mode)
+        return step._check_subject(args, call)
+
+    for each in lowerings:
+        check_lowering(each, overlap if len(lowerings) == 1 else None)
+    with progress_line("checking", progress) as tell:
+        return check_layouts(
+            subject, layouts=layouts, meshes=meshes if mesh is None else mesh, lowerings=lowerings, tolerance=tolerance,
+            raises=raises, tell=tell,
+        )  # fmt: skip
+
+
+@refuse_ambiguous_options
+@takes_step_options
+def compile(
+    fn: Callable[..., Any], *args: Any, mesh: MeshLike | None = None, layout: LayoutLike | None = None,
+    topology: str | None = None, effort: Effort = "fast", timeout: float | None = None, cache: bool = True,
+    progress: Progress = "auto", kwargs: Mapping[str, Any] | None = None, **keywords: Unpack[CallKeywords],
+) -> Compiled:  # fmt: skip
+    """Compile a function under a layout with the real compiler, ahead of time and without the hardware.
+
+    The compiler runs in a separate process, so that a crash of it is an error of this function. ``MESHPAR_COMPILES`` processes run
+    at
+    once (default: one for every four cores). Results are cached by content in ``MESHPAR_CACHE``, by default in the user's
+    cache folder; source lines are not part of the key, so that a cached result has the source lines of its first compilation.
+
+    A program that JAX partitions without meshpar (a ``jax.stages.Lowered``; or, without ``layout``, the result of ``jax.jit``) is
+    compiled as it is: its shardings determine the devices, and ``mesh`` only names the axes of its collectives.
+
+    Args:
+      fn: a function; a :class:`Jitted`, which has its own layout, dims, lowering, static and donated arguments; or a lowered
+        program.
+      *args: its arguments; arrays or ``jax.ShapeDtypeStruct``. A ``jax.stages.Lowered`` has none.
+      **keywords: its keyword arguments.
+      kwargs: keyword arguments of ``fn`` with the name of an option of ``compile``.
+      mesh: a mesh; or an abstract mesh, or axes and sizes (``"data=16, model=16"``), with ``topology``. Left out: the mesh of
+        ``jax.set_mesh``.
+      layout, dims, lowering, donate_argnames, …: as in :func:`meshpar.jit`; donated arguments reduce the peak memory.
+      topology: ``"v5e:16x16"``, ``"v5p:8x8x8"``, ``"tpu7x:4x4x4"``, ``"2x v6e:16x16"``, ``"h200:8"``, ``"b200:8"``. Left out, the
+        topology of the mesh. A mesh of CPU devices without ``topology`` is compiled for CPUs.
+      effort: ``"fast"``, or ``"full"``: the compiler's default.
+      timeout: seconds the compiler may take.
+      cache: read and write the cache on disk.
+      progress: ``"auto"``: one line with the elapsed time, in a terminal or a notebook only; True: elsewhere too, on stderr; False:
+        none; or a function of its text.
+
+    Returns:
+      A :class:`Compiled`.
+
+    Raises:
+      OutOfMemoryError: the program does not fit in memory; with the largest arrays, and the rules that would shard them.
+      CompilerError: the compiler rejects the program, crashed, or took too long.
+      MeshError: no mesh, an unknown topology, a mesh that does not fill it, a compiler that is not installed, or a calibration of
+        other devices.
+
+    Example:
+      >>> compiled = mp.compile(train_step, params, x, mesh="data=8", layout="batch: data", dims=dims)
+      >>> compiled.memory.peak > 0
+      True
+      >>> mp.compile(jax.jit(lambda x: x @ x.T), x).memory.peak > 0
+      True
+    """
+    options, call = split_keywords(keywords, kwargs)
+    if isinstance(fn, jax.stages.Lowered) or (layout is None and not isinstance(fn, Jitted) and hasattr(fn, "lower")):
+        own = {"layout": layout, "topology": topology, **options, "compiler_options": None}
+        if given := [name for name, value in own.items() if value is not None]:
+            raise UnsupportedError(
+                f"{', '.join(given)}: a lowered program has its own layout and devices",
+                fixes=["leave it out, or give the function itself and a layout"],
+            )
+        axes = None if mesh is None else auto_mesh(planned_mesh(mesh, None))
+        how = {"effort": effort, "timeout": timeout, "cache": cache, "progress": progress, "mesh": axes}
+        compiler_options = options.get("compiler_options")
+        return compile_lowered(
+            fn, *args, name=getattr(fn, "__name__", None), compiler_options=compiler_options, kwargs=call, **how
+        )
+    _check_function(fn, "compile")
+    if not isinstance(fn, Jitted):
+        if layout is None:
+            raise UnsupportedError(
+                "mp.compile needs a layout",
+                fixes=['mp.compile(step, state, batch, mesh="data=16, model=16", topology="v5e:16x16", layout=…)'],
+            )
+        where = auto_mesh(mesh_to_compile_for(mesh, topology))
+        fn = Jitted(fn, where, Layout(layout), StepOptions(**options))
+        mesh = topology = None
+    elif own := [
+        *(["layout"] if layout is not None else []),
+        *(k for k, v in options.items() if k != "compiler_options" and v != getattr(StepOptions, k, None)),
+    ]:
+        raise UnsupportedError(
+            f"{', '.join(own)}: the result of mp.jit has its own",
+            fixes=["leave it out, or step.on(layout=…, lowering=…) before, or give the function itself"],
+        )
+    return fn.compile(
+        *args, mesh=mesh, topology=topology, effort=effort, timeout=timeout, cache=cache, progress=progress,
+        compiler_options=options.get("compiler_options"), kwargs=call,
+    )  # fmt: skip
+
+
+@refuse_ambiguous_options
+@takes_step_options
+def search(
+    fn: Callable[..., Any] | Mapping[str, Callable[..., Any]], *args: Any, topology: str | None = None,
+    mesh: MeshSizes | None = None, fixed: LayoutLike = "", forbid: str | Sequence[str] = (), objective: Objective = "time",
+    memory_fraction: float = 0.85, max_axes: int = 3, max_plans: int = 400, time_limit: float | None = None,
+    layouts: Iterable[LayoutLike] = (), verify: int = 0, choices: Mapping[str, Sequence[Any]] | None = None,
+    progress: Progress = "auto", kwargs: Mapping[str, Any] | None = None, **keywords: Unpack[CallKeywords],
+) -> Search:  # fmt: skip
+    """Search for the mesh and the layout with the shortest step on a topology, by the estimates of plans.
+
+    The known schemes (``mp.layouts``) are planned on every mesh with as many axes as they need. A descent from the best of them
+    then changes the rules of one dim at a time while that helps. Every candidate is planned exactly, as by :func:`meshpar.plan`;
+    nothing is compiled unless ``verify`` is given. Candidates that exceed the memory are rejected. Without ``time_limit`` the
+    result is deterministic. The seconds are estimates of plans, not measurements.
+
+    For a step with a loop over layers inside of a loop over microbatches, layouts with stages are searched after the others, on
+    meshes with a further axis ``stage``; ``stages`` of the result says whether they pay. For the best of them, every schedule,
+    ``gather="step"`` and several rounds are planned as well: ``best.schedule`` and ``best.gather`` are the choice, text for
+    :func:`meshpar.jit`. ``forbid="layers"`` leaves stages out.
+
+    Args:
+      fn: a function, e.g. a train step; or name → function, several with the same arguments, of which one is selected as well.
+      *args: its arguments; arrays or ``jax.ShapeDtypeStruct``.
+      **keywords: its keyword arguments.
+      kwargs: keyword arguments of ``fn`` with the name of an option of ``search``.
+      topology: the slice, ``"v5e:16x16"``, as in :func:`meshpar.plan`.
+      mesh: the only mesh to try, as text; default: all with at most ``max_axes`` axes, called ``data``, ``model``, ``third``, after
+        ``slice`` where there are several slices. The result names each by the dims that it shards: ``data`` shards the batch;
+        others are ``model``, ``expert``, ``context``, ``replica`` and ``idle``. Axes of ``mesh`` and of ``fixed`` keep their names.
+      dims, lowering, donate_argnames, …: as in :func:`meshpar.jit`.
+      fixed: rules that every layout begins with: ``"batch: data"``.
+      forbid: dims that are never split: ``"head_dim, seq"``.
+      objective: ``"time"``: the shortest step of those that fit; ``"memory"``: the smallest peak.
+      memory_fraction: the largest peak of a plan, as a fraction of a device's memory.
+      max_plans: the largest number of candidates that are planned. Of a program whose layers may be stages, two fifths of them (and
+        of the time) are reserved for these candidates.
+      time_limit: seconds after which no more plans are started.
+      layouts: additional layouts to plan, on the meshes that have their axes.
+      verify: number of best candidates to compile, as by :func:`meshpar.compile` (the first at full effort, which takes minutes for
+        a large model). Candidates that the compiler rejects are skipped.
+      choices: further options and their possible values: ``{"overlap": ["auto", "xla"], "microbatches": [1, 2, 4]}``.
+        ``overlap`` is the option of the lowering; all others are static keyword arguments of ``fn``. Each combination of values
+        is a program that is traced and searched; ``max_plans`` applies to each.
+      progress: ``"auto"``: one line with the elapsed time, in a terminal or a notebook only; True: elsewhere too, on stderr; False:
+        none; or a function of its text.
+
+    Returns:
+      :class:`meshpar.types.Search`: print it; ``best.mesh`` and ``best.layout`` are text for :func:`meshpar.jit`; ``rows``,
+      ``front``, ``why(layout)``, ``plan()``, ``to_json()``. After an interrupt (Ctrl-C) it has the best candidate up to then. If no
+      candidate fits, ``fits`` is False and ``best`` is the one that needs the least memory.
+
+    Raises:
+      MeshError: no topology, or an unknown one; a mesh that does not fill it; ``fixed`` names an axis that no mesh has; a
+        calibration of other devices.
+      UnknownDimError: ``fixed`` or ``forbid`` names a dim that the program does not have.
+      UnsupportedError: options out of range; ``fixed`` splits a dim that ``forbid`` names.
+
+    Example:
+      >>> found = mp.search(train_step, params, x, topology="v5e:2x2", mesh="data=4", dims=dims, max_plans=10)
+      >>> found.fits, found.best.mesh
+      (True, 'data=4')
+    """
+    if max_axes < 1:
+        raise UnsupportedError(f"max_axes={max_axes!r}: a mesh has at least one", fixes=["max_axes=1, 2 or 3"])
+    if time_limit is not None and not time_limit > 0:
+        raise UnsupportedError(f"time_limit={time_limit!r}: a time limit is above 0", fixes=["leave it out for none"])
+    if topology is None:
+        raise MeshError(
+            "a search needs a chip, for its memory and for times: topology=… is missing",
+            fixes=['topology="v5e:2x4": 8 chips (meshpar search --topology v5e:2x4); nothing runs on them'],
+        )
+    options, call = split_keywords(keywords, kwargs)
+    programs = dict(_variants(fn, choices or {}, StepOptions(**options)))
+    mesh = mesh_text(parse_mesh(mesh)) if isinstance(mesh, Mapping) else mesh
+
+    where = auto_mesh(planned_mesh(mesh or "data=-1", topology))
+    with progress_line(f"searching {topology}", progress) as report_progress:
+
+        def compiled(row: Row, full_effort: bool) -> str:
+            """Compile a candidate, and return one line with its memory, bytes sent and, at full effort, seconds of the
+            schedule."""
+            program = programs[row.variant]
+            options = program.options.changed(**row.stages)
+            result = compile(
+                program.fn, *args, mesh=row.mesh, topology=topology, layout=row.layout, effort="full" if full_effort else "fast",
+                progress=report_progress, kwargs={**call, **program.keywords}, **vars(options),
+            )  # fmt: skip
+            seconds = result.exposed.schedule if result.exposed is not None and full_effort else None
+            schedule = "" if seconds is None else f", {format_seconds(seconds)} by its schedule"
+            return f"compiled: {format_memory(result.memory.peak)}, sends {format_bytes(result.bytes_sent)}{schedule}"
+
+        bases = {
+            name: Jitted(program.fn, where, Layout(""), program.options, topology=topology)
+            .plan(*args, **{**call, **program.keywords})
+            for name, program in programs.items()
+        }  # fmt: skip
+        return search_from(
+            bases, topology, fixed=fixed, forbid=forbid, mesh=mesh, objective=objective,
+            memory_fraction=memory_fraction, max_axes=max_axes, max_plans=max_plans, time_limit=time_limit,
+            layouts=layouts, verify=verify, compiled=compiled, tell=report_progress,
+        )  # fmt: skip
+
+
+@refuse_ambiguous_options
+@takes_step_options
+def calibrate(
+    fn: Callable[..., Any], *args: Any, layouts: Any, mesh: Meshes = None, meshes: Meshes = None, rounds: int = 9,
+    max_layouts: int = 4, tolerance: float = 1e-5, progress: Progress = "auto", kwargs: Mapping[str, Any] | None = None,
+    **keywords: Unpack[CallKeywords],
+) -> CalibrationResult:  # fmt: skip
+    """Measure a step under a few layouts on the attached devices, and fit the chip's efficiencies to the measurements.
+
+    Every layout is planned, compiled and run once, and its results are compared with the first layout's. Then all layouts
+    are timed alternately, ``rounds`` times. Fitted are the fractions of the peak rates that matmuls, memory traffic and
+    links reach; plans use them through ``calibration=`` of :func:`plan`, :func:`jit` and :func:`search`. Devices
+    that are not in the chip table (CPUs) have nominal peak rates.
+
+    The arguments are copied: the caller's are neither donated nor updated. A run needs memory for one copy of them.
+
+    Args:
+      fn: a function, e.g. a train step, or a :class:`Jitted`, which has its own dims, donated and static arguments.
+      *args: its arguments: arrays, trees of arrays, random keys, nnx modules and optimizers.
+      **keywords: its keyword arguments.
+      kwargs: keyword arguments of ``fn`` with the name of an option of ``calibrate``.
+      layouts: texts, :class:`Layout` and Flax rule lists, each measured on every mesh; pairs (mesh, layout); or the result of
+        :func:`search`, whose best rows are measured.
+      mesh, meshes: one of the two: a mesh or several, as for :func:`check`. Not for pairs and searches, which have their own
+        meshes. Default: one axis over all devices, for layouts with one axis.
+      dims, lowering, donate_argnames, …: as in :func:`jit`; donated arguments are copied before every run, which is not timed.
+      rounds: number of measurements of each layout.
+      max_layouts: of a search, the largest number of rows to measure.
+      tolerance: as in :func:`check`.
+      progress: ``"auto"``: one line with the elapsed time, in a terminal or a notebook only; True: elsewhere too, on stderr; False:
+        none; or a function of its text.
+
+    Returns:
+      :class:`meshpar.types.CalibrationResult`: print it; ``rows`` best first, ``best.mesh`` and ``best.layout`` are text for
+      :func:`jit`;
+      ``calibration.save("chip.json")``.
+
+    Raises:
+      CheckError: the results of two layouts differ by more than rounding: the path of the result.
+      CompilerError: a layout does not compile, or does not fit in memory.
+      MeshError: one device, or fewer than a mesh needs; both ``mesh`` and ``meshes``; no mesh where a layout has several axes.
+      UnsupportedError: no layouts; options out of range; devices of several kinds.
+      MeshparError: a layout that cannot be planned, before anything runs.
+
+    Example:
+      >>> layouts = ["batch: data", "embed: data"]
+      >>> measured = mp.hardware.calibrate(train_step, params, x, layouts=layouts, mesh="data=8", dims=dims, rounds=2)
+      >>> sorted(row.layout for row in measured.rows)
+      ['batch: data', 'embed: data']
+      >>> measured.calibration.save("here.json")
+    """
+    _check_function(fn, "calibrate")
+    if mesh is not None and meshes is not None:
+        raise MeshError("mp.hardware.calibrate was given both mesh= and meshes=", fixes=["all meshes in one of them"])
+    options, call = split_keywords(keywords, kwargs)
+    steps = _steps(fn, options)
+    pairs = list(_pairs(layouts, mesh if meshes is None else meshes, max_layouts))
+    with contextlib.ExitStack() as stack:
+        candidates = []
+        report_progress = stack.enter_context(progress_line("calibrating", progress))
+        for where, layout in pairs:
+            subject = stack.enter_context(steps(mesh=where, layout=layout)._check_subject(args, call))
+            candidates.append(Candidate(str(layout), subject))
+        return calibrate_candidates(candidates, rounds=rounds, tolerance=tolerance, tell=report_progress)
+
+
+def _steps(fn: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Jitted[..., Any]]:
+    """A function (mesh, layout, **changed options) → ``Jitted``: of a function, with these options; of a ``Jitted``, with its own
+    options, some of which these replace.
+
+    Raises:
+      UnsupportedError, LayoutSyntaxError: options that do not exist.
+    """
+    if isinstance(fn, Jitted):
+        return functools.partial(fn._with, **options)
+    base = StepOptions(**options)
+    return lambda mesh, layout, **changed: Jitted(fn, mesh, layout, base.changed(**changed))
+
+
+def _pairs(layouts: Any, meshes: Any, max_layouts: int) -> Iterator[tuple[Mesh, Layout]]:
+    """(mesh, layout) of every measurement, without duplicates.
+
+    Raises:
+      MeshError: a layout has several axes, and there is no mesh.
+    """
+    if isinstance(layouts, Search):
+        rows = [r for r in layouts.rows if r.fits and r.variant == layouts.best.variant][:max_layouts]
+        layouts = [(r.mesh, r.layout) for r in rows]
+    single = isinstance(layouts, str | Layout | Mapping)
+    items: list[Any] = [layouts] if single or _is_pair(layouts) else list(layouts)
+    given = None if meshes is None else [meshes] if isinstance(meshes, Mesh | str | Mapping) else list(meshes)
+    pairs: dict[tuple[Any, ...], tuple[Mesh, Layout]] = {}
+
+    def add(where: MeshLike, layout: Layout) -> None:
+        made = auto_mesh(device_mesh(where))
+        if not isinstance(made, Mesh):
+            raise MeshError("an abstract mesh has no devices to measure on", fixes=['mp.mesh("data=4, model=2")'])
+        pairs.setdefault((tuple(made.shape.items()), str(layout)), (made, layout))
+
+    for item in items if all(map(_is_pair, items)) else []:
+        if given is not None:
+            raise MeshError("mesh= was given with layouts that have their own meshes", fixes=["leave it out"])
+        add(item[0], Layout(item[1]))
+    for layout in [] if pairs or not items else each_layout(items if not single else items[0]):
+        axes = list(dict.fromkeys(a for r in layout.rules for a in r.axes)) or ["data"]
+        if given is None and len(axes) > 1:
+            raise MeshError(
+                f"layout `{layout}` has the axes {', '.join(axes)}, and no mesh says their sizes",
+                fixes=[f'mesh="{axes[0]}=…, {axes[1]}=…"', "or pairs: layouts=[(mesh, layout), …]"],
+            )
+        for where in given if given is not None else [f"{axes[0]}={len(jax.devices())}"]:
+            add(where, layout)
+    yield from pairs.values()
+
+
+def _is_pair(item: Any) -> bool:
+    """Whether it is (mesh, layout): mesh text has an ``=``, as no name in a Flax rule list does."""
+    first = item[0] if isinstance(item, tuple | list) and len(item) == 2 else None
+    return isinstance(first, Mesh) or (isinstance(first, str) and "=" in first)
+
+
+class _Variant(NamedTuple):
+    """A program of a search: a function, its own keyword arguments, and the options under which it is planned."""
+
+    fn: Callable[..., Any]
+    keywords: dict[str, Any]
+    options: StepOptions
+
+
+def _variants(
+    fn: Callable[..., Any] | Mapping[str, Callable[..., Any]],
+    choices: Mapping[str, Sequence[Any]],
+    options: StepOptions,
+) -> Iterator[tuple[str, _Variant]]:
+    """(name, program) of every function with every combination of choices: given choices ``{"remat": ["full", "none"]}`` for one
+    function, the names ``"remat=full"`` and ``"remat=none"``.
+
+    Raises:
+      UnsupportedError: no function, choices that are no list, or an overlap that does not exist.
+    """
+    functions = dict(fn) if isinstance(fn, Mapping) else {"": fn}
+    for function in functions.values():
+        _check_function(function, "search")
+    for name, values in choices.items():
+        if isinstance(values, str) or not isinstance(values, Sequence) or not values:
+            raise UnsupportedError(
+                f"choices={{{name!r}: {values!r}}}: it is a list of values",
+                fixes=[f"choices={{{name!r}: [{values!r}]}}"],
+            )
+    for (function_name, function), *values in itertools.product(functions.items(), *choices.values()):
+        keywords = dict(zip(choices, values, strict=True))
+        name = ", ".join(filter(None, [function_name, *(f"{k}={v}" for k, v in keywords.items())]))
+        mode = keywords.pop("overlap", options.overlap)
+        check_lowering(options.lowering, mode)
+        yield name, _Variant(function, keywords, options.changed(overlap=mode).with_static(keywords))
+
+
+@refuse_ambiguous_options
+@takes_step_options
+def lab(
+    fn: Callable[..., Any], *args: Any, mesh: MeshLike | None = None, topology: str | None = None,
+    layout: LayoutLike | None = None, layouts: Mapping[str, str] | None = None, kwargs: Mapping[str, Any] | None = None,
+    **keywords: Unpack[CallKeywords],
+) -> Lab:  # fmt: skip
+    """An interactive page to edit layouts and meshes, with the numbers of the plan for each edit.
+
+    Nothing runs or is compiled until the user asks for it. The numbers are the plan's estimates.
+
+    Args:
+      fn: a function, e.g. a train step.
+      *args: its arguments; arrays or ``jax.ShapeDtypeStruct``.
+      **keywords: its keyword arguments.
+      kwargs: keyword arguments of ``fn`` with the name of an option of ``lab``.
+      mesh, topology: the initial ones, as in :func:`meshpar.plan`; default: one axis over the full topology.
+      layout: the initial layout; default: FSDP, as far as the program has dims for it.
+      layouts: name → more layouts that the page offers, in addition to ``mp.layouts``.
+      dims, lowering, donate_argnames, …: as in :func:`meshpar.jit`.
+
+    Returns:
+      A :class:`meshpar.types.Lab`. A notebook shows it (with the extra ``lab``); ``serve()`` opens it in a browser; ``mesh``,
+      ``layout`` and ``plan`` are those that the page shows.
+
+    Raises:
+      MeshError: neither a mesh nor a topology, an unknown topology, or a calibration of other devices.
+      MeshparError: as :func:`meshpar.plan`, except errors of the layout, which the page shows.
+
+    Example:
+      >>> lab = mp.lab(train_step, params, x, mesh="data=4, model=2", layout="batch: data; mlp: model", dims=dims)
+      >>> lab.mesh, str(lab.layout)
+      ('data=4, model=2', 'batch: data; mlp: model')
+    """
+    _check_function(fn, "lab")
+    if mesh is None and topology is None:
+        try:
+            mesh = context_mesh()
+        except MeshError:
+            raise MeshError(
+                "neither a mesh nor a topology is given", fixes=['topology="v5e:16x16"', 'mesh="data=4, model=2"']
+            ) from None
+    if isinstance(mesh, Mesh):
+        topology = topology or topology_of(list(mesh.devices.flat))
+    if mesh is None:
+        sizes = {"data": device_count(topology or "")}
+    else:
+        sizes = dict(planned_mesh(mesh if isinstance(mesh, str | Mapping) else dict(mesh.shape), topology).shape)
+    where = mesh_text(sizes)
+    options, call = split_keywords(keywords, kwargs)
+    step = StepOptions(**options)
+    base = Jitted(fn, auto_mesh(planned_mesh(where, topology)), Layout(""), step, topology=topology).plan(*args, **call)
+    if layout is None:
+        names = base.program.all_names()
+        layout = "; ".join(f"{dim}?: {next(iter(sizes))}" for dim in ("batch", "embed") if dim in names)
+
+    def compiled(draft: Draft, tell: Callable[[str], None]) -> Compiled:
+        """Compile a draft (mesh, topology and layout) with the real compiler; ``tell`` receives progress texts."""
+        where = (
+            draft.mesh if draft.topology is not None else make_mesh(draft.mesh)
+        )  # without a topology: the devices here
+        changed: Any = {**vars(step), "lowering": draft.lowering or step.lowering}
+        return compile(
+            fn, *args, mesh=where, topology=draft.topology, layout=draft.layout, progress=tell, kwargs=call, **changed
+        )
+
+    name = getattr(fn, "__name__", "step")
+    return Lab(
+        Session(
+            base, name=name if name.isidentifier() else "step", start=Draft(where, topology, _layout_text(layout)),
+            layouts=layouts or {}, compile=compiled,
+        )
+    )  # fmt: skip
+
+
+def _layout_text(layout: LayoutLike) -> str:
+    """A layout as text; a text is returned unchanged, with its comments and errors."""
+    return layout if isinstance(layout, str) else str(Layout(layout))
+
+
+def local_sgd(
+    step: Callable[..., Any], *, over: str, every: int, outer: optax.GradientTransformation, mesh: MeshLike, layout: LayoutLike,
+    exchange: optax.GradientTransformation | None = None, fragments: int = 1, blend: float = 1.0, dims: DimsPatterns = None,
+    lowering: Lowering = "auto",
+) -> LocalSgd:  # fmt: skip
+    """Train one replica per index of a mesh axis independently, and average the replicas every ``every`` steps (DiLoCo).
+
+    The change of a replica is the last outer parameters minus its own; the outer optimizer takes the mean change as its gradient.
+    Streaming DiLoCo is ``exchange=mp.replicas.coded(...), fragments=8, blend=0.5``: the parameters are divided into fragments,
+    which have their outer steps at different times, so that the bytes of one exchange are fewer.
+
+    Args:
+      step: ``state, … → state, anything``: a train step of plain trees, its weights under ``params``.
+      over: the mesh axis of the replicas, with the slow links: ``slice``. No rule of the layout may use it.
+      every: number of inner steps between two outer steps (DiLoCo: 500).
+      outer: the outer optimizer; DiLoCo's is ``optax.sgd(0.7, momentum=0.9, nesterov=True)``.
+      exchange: how the replicas' changes become one: a transformation of :mod:`meshpar.replicas`, such as
+        ``mp.replicas.coded("int8")``. None: their mean in float32.
+      fragments: number of parts of the parameters (groups of arrays of about the same size), each exchanged every ``every`` steps.
+      blend: weight of the outer parameters in those from which a replica continues: 1 replaces its own (DiLoCo), 0.5 is the mean of
+        both (Streaming DiLoCo).
+      mesh, layout, dims, lowering: as in :func:`meshpar.jit`, for one replica; dims name the arguments of ``step``.
+
+    Returns:
+      :class:`LocalSgd`: ``state = run.init(create)(key)``; ``state, loss = run(n, state, batch)``.
+
+    Raises:
+      MeshError, AxisConflictError: the mesh lacks the axis or devices, or the layout uses the axis.
+      UnsupportedError: a value of ``every``, ``fragments`` or ``blend`` that makes no sense.
+
+    Example:
+      >>> import optax
+      >>> run = mp.train.local_sgd(
+      ...     train_step, over="slice", every=2, outer=optax.sgd(0.7), mesh=mp.mesh("slice=2, data=4"),
+      ...     layout="batch: data", dims=dims,
+      ... )
+      >>> run.replicas
+      2
+    """
+    where = auto_mesh(device_mesh(mesh))
+    if not isinstance(where, Mesh):
+        raise MeshError("local_sgd trains on devices, and an abstract mesh has none", fixes=['mesh="slice=2, data=4"'])
+    return LocalSgd(
+        step, over=over, every=every, outer=outer, exchange=exchange, fragments=fragments, blend=blend,
+        mesh=where, layout=Layout(layout), dims=path_dims(dims), lowering=lowering, jit=jit, init=init,
+        state_names=state_dims,
+    )  # fmt: skip
+
+
+# -- checks of arguments
+
+
+def _check_function(fn: Any, name: str) -> None:
+    """Raise UnsupportedError if ``fn`` is not a function, or is a ``Jitted`` where ``mp.<name>`` takes the function
+    itself."""
+    if isinstance(fn, Jitted) and name in ("jit", "init", "plan"):
+        called = getattr(fn, "__name__", "step")
+        raise UnsupportedError(
+            f"mp.{name} takes a function, and {called} is a result of mp.jit",
+            fixes=[
+                f"{called}.plan(…)",
+                f"{called}.on(mesh, layout=…) for another mesh or layout, or {called}.__wrapped__",
+            ],
+        )
+    if not callable(fn):
+        raise UnsupportedError(f"mp.{name} takes a function, not {fn!r}", fixes=[f"mp.{name}(step, mesh=…, layout=…)"])
+
+
+def _step_options(api: str, options: Mapping[str, Any]) -> StepOptions:
+    """The options of ``mp.jit`` or ``mp.init``.
+
+    Raises:
+      TypeError: a keyword that is no option.
+      UnsupportedError, LayoutSyntaxError: a value that an option does not have.
+    """
+    for name in options:
+        if name not in OPTIONS:
+            similar = near(name, OPTIONS)
+            did_you_mean = f"; did you mean {similar[0]!r}?" if similar else ""
+            raise TypeError(f"{api}() got an unexpected keyword argument {name!r}{did_you_mean}")
+    return StepOptions(**options)

@@ -1,0 +1,679 @@
+"""The command line: ``meshpar plan|lab|compile|search|calibrate|check|diff TARGET``, and ``launch``, ``manifest``,
+``checkpoint``, ``tune-kernels``, ``doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import dataclasses
+import itertools
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import warnings
+import webbrowser
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, get_args
+
+import jax
+from rich.console import Console
+
+import meshpar as mp
+
+from ...errors import CheckError, CompilerError, JoinWarning, MeshparError, TargetError
+from ..dims import did_you_mean, near
+from ..hardware.calibration import read_calibrations
+from ..hardware.topology import device_count
+from ..layout import scheme_text, similar_schemes
+from ..layouts import PRESETS
+from ..plan_api import Plan
+from ..pods.cli import add_commands
+from ..progress import Progress
+from ..report import plan_steps
+from ..report.facts import fits
+from ..units import mesh_text
+from .api import plan as plan_of
+from .doctor import add_command as add_doctor
+from .options import Lowering, add_flags, given_flags
+from .target import Target, concrete, failing_as_target, has_drawn_integers, load_target, parse_options
+from .tune_kernels import add_command as add_tuning
+
+DESCRIPTION = """\
+See, compile and check the layouts of a JAX program, without the machine that they are for.
+
+TARGET is `file.py:function` or `package.module:function`. The function returns (step, arguments, dims): the train step, its
+arguments as jax.ShapeDtypeStruct (nothing is allocated), and tree-path patterns -> dims for what has no names of its own.
+
+  meshpar plan    examples/llama.py:llama3_8b --topology v5p:4x4x8
+  meshpar lab     examples/llama.py:llama3_8b --topology v5e:16x16 --set "batch=32"
+  meshpar compile examples/llama.py:llama3_8b --topology v5p:4x4x8
+  meshpar diff    examples/llama.py:llama3_8b --topology v5p:4x4x8 --mesh "data=16, model=8" --layout fsdp --layout fsdp+tensor
+  meshpar search  examples/llama.py:llama3_8b --topology v5e:16x16 --set "batch=32"
+  meshpar calibrate examples/llama.py:tiny --layout fsdp --layout "batch: data" --calibration here.json
+  meshpar check   examples/llama.py:tiny --layout fsdp --layout "batch: data; mlp: model"
+"""
+EXIT = """\
+exit status: 0: success; 1: the answer is no (a layout changes a result, the compiler refuses the program, or it does not fit);
+2: bad input (the message says what to write instead)."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser = _parser()
+    given = sys.argv[1:] if argv is None else list(argv)
+    if not given:
+        parser.print_help()
+        return 0
+    args, unknown = parser.parse_known_args(given)
+    if unknown:
+        _refuse(parser, given[0], unknown)
+    if not os.environ.get("JAX_PLATFORMS") and not getattr(args, "accelerator", False):
+        jax.config.update("jax_platforms", "cpu")  # nothing else needs the accelerators, which others may be using
+    warnings.simplefilter("ignore", JoinWarning)  # plans list their joins
+    shown, warnings.showwarning = warnings.showwarning, _show_warning
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # what reads it has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except MeshparError as e:
+        if args.debug:
+            raise
+        print(f"{type(e).__name__}: {e}", file=sys.stderr)
+        return 1 if isinstance(e, CheckError | CompilerError) else 2
+    finally:
+        warnings.showwarning = shown
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:
+    """Print a warning without the line that caused it, which is a line of this module."""
+    print(f"{category.__name__}: {message}", file=sys.stderr)
+
+
+GROUPS = {
+    "Inspect layouts": ("plan", "diff", "search", "lab"),
+    "Verify": ("check", "compile"),
+    "Measure on devices": ("calibrate", "tune-kernels"),
+    "Run": ("launch", "manifest", "checkpoint"),
+    "Environment": ("doctor",),
+}
+"""Group of commands → their names, in the order of the help."""
+PROGRESS_SECONDS = 15
+"""Seconds between the lines of progress that a command writes to a file or pipe."""
+INTS = 8
+"""Integers of arguments are drawn below this."""
+MESH = 'axes and sizes: "data=64, model=8" (default: one axis `data` over the full topology)'
+LAYOUT = (
+    'rules, "batch: data; embed: data", or a name: of the target\'s LAYOUTS, or fsdp, megatron, … '
+    "(default: FSDP, as far as its dims exist)"
+)
+TOPOLOGY = 'the devices: "v5p:8x8x8", "2x v5e:16x16", "4x h100:8"'
+
+Add = Callable[..., Any]
+"""The ``add_argument`` of a command's parser."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a target. All have TARGET, --set, --json and --debug.
+
+    Attributes:
+      run: runs the command, and returns the exit status.
+      add_arguments: adds the arguments that only this command has.
+      about: one sentence for the help text.
+      accelerator: whether it may use the accelerators of this machine; other commands leave them to other processes.
+    """
+
+    run: Callable[[argparse.Namespace], int]
+    add_arguments: Callable[[Add], None]
+    about: str
+    accelerator: bool = False
+
+
+class _CommandParser(argparse.ArgumentParser):
+    """The parser of all commands: its help lists them in groups, and a misspelled one gets a suggestion.
+
+    Attributes:
+      commands: name of a command → its parser.
+    """
+
+    commands: dict[str, argparse.ArgumentParser]
+
+    def format_help(self) -> str:
+        """The text of ``meshpar --help``: usage, and the commands by group with the first sentence of each description."""
+        width = max(map(len, self.commands))
+        lines = ["usage: meshpar COMMAND ...", "", DESCRIPTION]
+        for group, names in GROUPS.items():
+            lines.append(f"{group}:")
+            lines += [f"  {name:<{width}}  {_first_sentence(self.commands[name].description or '')}" for name in names]
+            lines.append("")
+        lines += [
+            "`meshpar COMMAND --help` lists the options of a command; `meshpar --version` prints the version.",
+            "",
+            EXIT,
+            "",
+        ]
+        return "\n".join(lines)
+
+    def error(self, message: str) -> NoReturn:
+        """Print ``message`` and exit, as in argparse; for a misspelled command, print the closest commands."""
+        misspelled = re.search(r"invalid choice: '([^']+)' \(choose from (?:'plan'|plan)", message)
+        if misspelled:
+            message = (
+                f"there is no command `{misspelled[1]}`; {did_you_mean(misspelled[1], self.commands, 'commands')[0]}"
+            )
+        super().error(message)
+
+
+def _first_sentence(text: str) -> str:
+    """The first sentence of a description, in one line."""
+    return " ".join(re.split(r"(?<=\.)\s", text.strip(), maxsplit=1)[0].split())
+
+
+def _refuse(parser: _CommandParser, command: str, unknown: Sequence[str]) -> NoReturn:
+    """Exit with an error for unknown words of a command line, with the flags that are similar."""
+    sub = parser.commands.get(command, parser)
+    flags = [flag for action in sub._actions for flag in action.option_strings if flag.startswith("--")]
+    similar = [name for word in unknown if word.startswith("-") for name in near(word.partition("=")[0], flags)[:1]]
+    suggestion = f"; did you mean {' or '.join(similar)}?" if similar else ""
+    sub.error(f"unrecognized arguments: {' '.join(unknown)}{suggestion}")
+
+
+def _parser() -> _CommandParser:
+    """The parser of all commands; ``run`` of the namespace that it returns is the command's function."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = _CommandParser("meshpar", description=DESCRIPTION, epilog=EXIT, formatter_class=raw)
+    parser.add_argument("--version", action="version", version=f"meshpar {mp.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=argparse.ArgumentParser)
+
+    for name, command in COMMANDS.items():
+        about = f"{command.about[0].upper()}{command.about[1:]}."
+        sub = commands.add_parser(name, help=command.about, description=about, epilog=EXIT, formatter_class=raw)
+        sub.set_defaults(run=command.run, accelerator=command.accelerator)
+        sub.add_argument("target", metavar="TARGET", help="file.py:function or package.module:function")
+        sets = 'arguments for the target: "batch=512, seq=4096"'
+        sub.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=sets)
+        sub.add_argument("--json", action="store_true", help="print JSON")
+        sub.add_argument("--debug", action="store_true", help="show tracebacks")
+        command.add_arguments(sub.add_argument)
+    add_commands(commands)
+    add_tuning(commands)
+    add_doctor(commands)
+    parser.commands = dict(commands.choices)
+    return parser
+
+
+def _machine_and_layout(add: Add, topology: str = TOPOLOGY) -> None:
+    add("--mesh", help=MESH)
+    add("--layout", help=LAYOUT)
+    add("--topology", help=topology)
+
+
+def _plan_arguments(add: Add) -> None:
+    """Add the arguments of ``meshpar plan``."""
+    _machine_and_layout(add)
+    add_flags(add)
+    add("--html", metavar="FILE", help="write the plan as an HTML page")
+    add("--open", action="store_true", help="open the page in the browser (with --html)")
+    tokens = "the step generates a token of each sequence of this dim (batch): add its rates"
+    add("--tokens", metavar="DIM", help=tokens)
+    add("--csv", metavar="FILE", help="write the table of collectives as CSV")
+    add("--steps", action="store_true", help="print what every device runs, one line a step, instead of tables")
+
+
+def _lab_arguments(add: Add) -> None:
+    _machine_and_layout(add)
+    add_flags(add)
+    add("--port", type=int, default=0, help="of the loopback address (default: any that is free)")
+    add("--no-browser", action="store_true", help="print the page's address, and open nothing")
+
+
+def _compile_arguments(add: Add) -> None:
+    _machine_and_layout(add, TOPOLOGY + "; without one, for as many CPUs as the mesh has")
+    add_flags(add)
+    add("--effort", choices=("fast", "full"), default="fast", help="of the compiler (%(default)s)")
+
+
+def _search_arguments(add: Add) -> None:
+    """Add the arguments of ``meshpar search``."""
+    add("--topology", help=TOPOLOGY)
+    add("--mesh", help='the only mesh to try, "data=64, model=8" (default: all that the topology has)')
+    add("--layout", action="append", default=[], help="a layout of your own to plan as well; several may be given")
+    add("--fixed", default="", metavar="RULES", help='rules that every layout begins with: "batch: data"')
+    add("--forbid", default="", metavar="DIMS", help='dims that are never split: "head_dim, seq"')
+    objective = "the shortest step, or the smallest peak memory (%(default)s)"
+    add("--objective", choices=("time", "memory"), default="time", help=objective)
+    add("--memory-fraction", type=float, default=0.85, help="fraction of the memory that may be used (%(default)s)")
+    add("--max-axes", type=int, default=3, help="the most axes of a mesh (%(default)s)")
+    add("--max-plans", type=int, default=400, help="the most candidates that are planned (%(default)s)")
+    limit = "seconds after which no more plans are begun; a plan of a large unrolled model takes 20 s"
+    add("--time-limit", type=float, help=limit)
+    choices = "values to choose from as well, of `overlap` or of an argument of the target: remat=full,none; several may be given"
+    add("--choices", action="append", default=[], metavar="NAME=A,B", help=choices)
+    add("--verify", type=int, default=0, metavar="N", help="compile the best N with the real compiler (%(default)s)")
+    add("--html", metavar="FILE", help="write the result as an HTML page, with a chart of time and memory")
+    add_flags(add)
+
+
+def _calibrate_arguments(add: Add) -> None:
+    """Add the arguments of ``meshpar calibrate``."""
+    add("--mesh", action="append", help='"data=2, model=4"; several may be given (default: one axis over all devices)')
+    layouts = "as for plan; several may be given (default: those LAYOUTS of the target that have the mesh's axes)"
+    add("--layout", action="append", help=layouts)
+    add_flags(add, without=["calibration"])
+    add("--rounds", type=int, default=9, help="number of measurements of each layout (%(default)s)")
+    result = "where to save the result, for --calibration of plan and search"
+    add("--calibration", dest="result", metavar="FILE", help=result)
+    add("--html", metavar="FILE", help="write the result as an HTML page")
+    _numbers(add)
+
+
+def _check_arguments(add: Add) -> None:
+    """Add the arguments of ``meshpar check``."""
+    add("--mesh", action="append", help='"data=2, model=4"; several may be given (default: meshes of all shapes)')
+    add("--layout", action="append", help="as for plan; several may be given")
+    lowerings = (*get_args(Lowering), "both")
+    add("--lowering", dest="lowerings", choices=lowerings, default="auto", help="as for plan, or both (%(default)s)")
+    add_flags(add, without=["lowering", "donate_argnames"])
+    _numbers(add)
+
+
+def _diff_arguments(add: Add) -> None:
+    """Add the arguments of ``meshpar diff``."""
+    add("--mesh", action="append", help="once or twice; " + MESH)
+    add("--layout", action="append", help="once or twice; " + LAYOUT)
+    add("--topology", action="append", help="once or twice; " + TOPOLOGY)
+    add_flags(add)
+    add("--html", metavar="FILE", help="write the comparison as an HTML page")
+
+
+def _numbers(add: Add) -> None:
+    """Add the flags of the commands that run the step: devices, range of integers, tolerance."""
+    add("--devices", type=int, default=8, help="number of virtual devices, where there are only CPUs (%(default)s)")
+    tolerance = "allowed difference, as a fraction of a leaf's largest value (%(default)s)"
+    add("--tolerance", type=float, default=1e-5, help=tolerance)
+    add("--ints", type=int, help=f"integers of the arguments are drawn below this ({INTS})")
+
+
+# -- the commands
+
+
+def _plan(args: argparse.Namespace) -> int:
+    """``meshpar plan``: print or save a plan; exit status 1 if it exceeds the memory of the device."""
+    if args.open and not args.html:
+        raise TargetError("--open needs a page", fixes=["--html FILE writes one"])
+    plan = _planned(args, _target(args), args.mesh, args.topology, args.layout)
+    if args.tokens:
+        plan = plan.with_tokens(args.tokens)
+    if args.csv:
+        _save_csv(plan, args.csv)
+    _show(args, plan, text=plan_steps(plan) if args.steps else None)
+    if args.open:
+        webbrowser.open(Path(args.html).resolve().as_uri())
+    return 0 if fits(plan) is not False else 1
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """A context in which SIGTERM is an interrupt, after which a search returns the best candidate up to then."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may have signal handlers
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _progress() -> Progress:
+    """Progress as one line on a terminal, else as a line on stderr every :data:`PROGRESS_SECONDS`."""
+    if sys.stderr.isatty():
+        return "auto"
+    shown = time.monotonic()
+
+    def say(text: str) -> None:
+        nonlocal shown
+        if time.monotonic() - shown > PROGRESS_SECONDS:
+            shown = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
+
+    return say
+
+
+def _save_csv(plan: Plan, path: str) -> None:
+    """Write one row for each collective of a plan: its bytes and seconds are per call and per device."""
+    columns = "op axes tensor dims dtype bytes calls total_bytes seconds algorithm cause source module package_line"
+    with open(path, "w", newline="", encoding="utf8") as file:
+        writer: csv.DictWriter[str] = csv.DictWriter(file, columns.split(), extrasaction="ignore")
+        writer.writeheader()
+        for c in plan.collectives:
+            more = {"axes": "+".join(c.axes), "calls": c.count, "total_bytes": c.total_bytes, "cause": c.explanation}
+            writer.writerow({**c.to_dict(), **more})
+
+
+def _lab(args: argparse.Namespace) -> int:
+    """``meshpar lab``: serve the interactive page until it is interrupted; exit status 0."""
+    given = parse_options(args.set)
+    target = load_target(args.target, given)
+    mesh = _mesh(args, args.mesh, args.topology)
+    layout = None if args.layout is None else _layout(args, target, args.layout, mesh, args.topology)
+
+    def lab(target: Target, layout: str | None) -> mp.types.Lab:
+        """The lab of a target under ``layout``."""
+        where = {"mesh": mesh, "topology": args.topology, "layout": layout, "layouts": target.layouts}
+        return _call(args, mp.lab, target, **where)
+
+    found = lab(target, layout)
+    found.session.title = args.target
+    found.session.sizes = {name: n for name, n in target.options.items() if type(n) is int}
+    found.session.resized = lambda sizes: lab(load_target(args.target, {**given, **sizes}), "").session
+    try:
+        found.serve(args.port, browser=not args.no_browser)
+    except (OSError, OverflowError) as e:
+        raise TargetError(
+            f"port {args.port} cannot be used: {e}", fixes=["another one, or --port 0: any that is free"]
+        ) from None
+    return 0
+
+
+def _compile(args: argparse.Namespace) -> int:
+    """``meshpar compile``: compile the step for the mesh or topology, and print its memory and times; exit status 0."""
+    target = _target(args)
+    planned = _planned(args, target, args.mesh, args.topology, args.layout)
+    mesh = mesh_text(planned.sizes)
+    if args.topology is None:
+        mp.virtual_devices(planned.mesh.size)
+    else:
+        print(f"devices  {args.topology}, as its compiler describes them", file=sys.stderr)
+    compiled = _call(
+        args, mp.compile, target, mesh=mesh if args.topology else mp.mesh(mesh), topology=args.topology,
+        layout=planned.requested_layout or planned.layout, effort=args.effort, progress=True,
+    )  # fmt: skip
+    facts = {
+        "name": compiled.name, "topology": compiled.topology, "mesh": planned.sizes, "layout": str(planned.layout),
+        "lowering": planned.lowering, "effort": compiled.effort, "memory": dataclasses.asdict(compiled.memory),
+        "capacity": compiled.capacity, "bytes_sent": compiled.bytes_sent, "exposed_seconds": compiled.exposed_seconds,
+        "compile_seconds": compiled.compile_seconds, "options": planned.options.to_dict(), "calibration": planned.calibration,
+        "planned": {"bytes_sent": planned.bytes_sent, "memory": planned.memory.peak},
+    }  # fmt: skip
+    _show(args, compiled, json.dumps(facts))
+    return 0
+
+
+def _search(args: argparse.Namespace) -> int:
+    """``meshpar search``: search layouts and meshes, and print the best; exit status 1 if no candidate fits in memory."""
+    given = parse_options(args.set)
+    vary = dict(_choices(text) for text in args.choices)
+    modes = vary.pop("overlap", None)
+    changes = [dict(zip(vary, chosen, strict=True)) for chosen in itertools.product(*vary.values())]
+    targets = {
+        ", ".join(f"{k}={v}" for k, v in change.items()): load_target(args.target, {**given, **change})
+        for change in changes
+    }
+    target = next(iter(targets.values()))
+    if len({str(jax.tree.map(jax.typeof, each.args)) for each in targets.values()}) > 1:
+        raise TargetError(
+            f"--choices {' '.join(args.choices)} changes the arguments of the step; only the step itself may vary",
+            fixes=["--set for what changes shapes, one search for each"],
+        )
+    if args.topology is None:
+        raise TargetError(
+            "no machine is given: a search needs a chip, for its memory and for times",
+            fixes=["--topology v5e:2x4 has 8 chips; nothing runs on them"],
+        )
+    mesh = args.mesh or f"data={device_count(args.topology)}"
+    layouts = [_layout(args, target, text, mesh, args.topology) for text in args.layout]
+    limits = {
+        name: getattr(args, name) for name in ("memory_fraction", "max_axes", "max_plans", "time_limit", "verify")
+    }
+    steps = {name: each.step for name, each in targets.items()}
+    with _terminated_as_interrupted():
+        found = _call(
+            args, lambda _, *values, **options: mp.search(steps, *values, **options), target, topology=args.topology,
+            mesh=args.mesh, layouts=layouts, fixed=args.fixed, forbid=args.forbid, objective=args.objective,
+            progress=_progress(), choices={"overlap": modes} if modes else None, **limits,
+        )  # fmt: skip
+    _show(args, found)
+    return 0 if found.fits else 1
+
+
+def _choices(text: str) -> tuple[str, list[Any]]:
+    """``"remat=full,none"`` → ("remat", its values, read as ``--set`` reads them)."""
+    name, _, values = text.partition("=")
+    chosen = [parse_options([f"{name}={v.strip()}"]) for v in values.split(",") if v.strip()]
+    if not chosen or len({tuple(c) for c in chosen}) > 1:
+        raise TargetError(f"--choices {text!r}: it is a name and values", fixes=["--choices remat=full,none"])
+    key = next(iter(chosen[0]))
+    return key, [c[key] for c in chosen]
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    """``meshpar calibrate``: run and time the step on this machine's devices, and print or save the calibration; exit
+    status 0."""
+    if args.result and Path(args.result).exists():
+        read_calibrations(args.result)  # before minutes are spent
+    target = _concrete_target(args)
+    mesh = args.mesh[0] if args.mesh else f"data={len(jax.devices())}"
+    axes = set(mp.mesh(mesh).axis_names)
+    own = [text for text in target.layouts.values() if {a for r in mp.Layout(text).rules for a in r.axes} <= axes]
+    layouts = [_layout(args, target, text, mesh, None) for text in args.layout or own or [None]]
+    how = {"meshes": args.mesh, "rounds": args.rounds, "tolerance": args.tolerance}
+    found = _call(args, mp.hardware.calibrate, target, layouts=layouts, **how)
+    if args.result:
+        found.calibration.save(args.result)
+    _show(args, found)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    """``meshpar check``: compare sharded runs with one device; exit status 1 if a result differs."""
+    target = _concrete_target(args)
+    default = f"data={args.devices}"
+    meshes = [default] if args.mesh is None and args.layout is None else args.mesh
+    layouts = [_layout(args, target, text, (meshes or [default])[0], None) for text in args.layout or [None]]
+    lowerings = ("jit", "shard_map") if args.lowerings == "both" else (args.lowerings,)
+    how = {"tolerance": args.tolerance, "raises": False, "progress": _progress()}
+    report = _call(args, mp.check, target, layouts=layouts, meshes=meshes, lowerings=lowerings, **how)
+    rows = [{**dataclasses.asdict(r), "error": None if r.error is None else str(r.error)} for r in report.rows]
+    text = str(report)
+    if has_drawn_integers(target) and args.ints is None:
+        text += f"\nIntegers were drawn below {INTS}: --ints=N draws them below N, such as the size of a vocabulary"
+    _show(args, report, json.dumps({"ok": report.ok, "rows": rows, "skipped": report.skipped}), text)
+    return 0 if report.ok else 1
+
+
+def _diff(args: argparse.Namespace) -> int:
+    """``meshpar diff``: print the differences between two plans of the target; exit status 0."""
+    target, sides = _target(args), []
+    for values in (args.mesh, args.topology, args.layout):
+        if values is not None and len(values) > 2:
+            raise TargetError(
+                "diff compares two plans: --mesh, --topology and --layout stand once or twice",
+                fixes=["at most two values of each; `meshpar search` compares many layouts"],
+            )
+        sides.append((None, None) if values is None else (values[0], values[-1]))
+    (mesh_a, mesh_b), (where_a, where_b), (layout_a, layout_b) = sides
+    a = _planned(args, target, mesh_a, where_a, layout_a)
+    b = _planned(args, target, mesh_b, where_b, layout_b)
+    _show(args, a.diff(b))
+    return 0
+
+
+COMMANDS = {
+    "plan": Command(
+        _plan,
+        _plan_arguments,
+        "memory, communication and time of a layout on each device, with their causes; nothing is compiled",
+    ),
+    "lab": Command(_lab, _lab_arguments, "a page in the browser to edit layouts and meshes; the plan's numbers follow"),
+    "compile": Command(
+        _compile,
+        _compile_arguments,
+        "memory and collectives by the real compiler, for devices that need not be attached",
+    ),
+    "search": Command(
+        _search, _search_arguments, "the layout and the mesh of the shortest step that fits, by its plan"
+    ),
+    "calibrate": Command(
+        _calibrate,
+        _calibrate_arguments,
+        "run the step under several layouts on the attached devices, and fit the chip's efficiencies to the times",
+        accelerator=True,
+    ),
+    "check": Command(
+        _check,
+        _check_arguments,
+        "run the step unsharded and sharded on virtual CPU devices, and compare every number",
+    ),
+    "diff": Command(_diff, _diff_arguments, "two plans next to each other: other layouts, or other meshes"),
+}
+"""Name → command, for the commands of a target."""
+
+
+# -- shared by the commands
+
+
+def _target(args: argparse.Namespace) -> Target:
+    """The target of a command line, with the arguments of ``--set``."""
+    return load_target(args.target, parse_options(args.set))
+
+
+def _concrete_target(args: argparse.Namespace) -> Target:
+    """The target with numbers in its arguments, for a command that runs the step; on virtual devices if there are only CPUs."""
+    mp.virtual_devices(args.devices)  # before the target, which may use a device
+    target = _target(args)
+    ints = INTS if args.ints is None else args.ints
+    return dataclasses.replace(target, args=failing_as_target(target.name, lambda: concrete(target, ints)))
+
+
+def _call(args: argparse.Namespace, api: Callable[..., Any], target: Target, **how: Any) -> Any:
+    """Call a function of the Python API with the target's step, its arguments and the options of the flags.
+
+    Errors of the traced function are raised as the target's errors.
+    """
+    options = {**given_flags(args), "dims": target.dims, "donate_argnames": _donated(args, target)}
+    return failing_as_target(target.name, lambda: api(target.step, *target.args, **how, **options))
+
+
+def _planned(
+    args: argparse.Namespace, target: Target, mesh: str | None, topology: str | None, layout: str | None
+) -> Plan:
+    """The target's plan; defaults of a mesh and a layout that are left out are printed to stderr."""
+    mesh = _mesh(args, mesh, topology)
+    layout = _layout(args, target, layout, mesh, topology)
+    return _call(args, plan_of, target, mesh=mesh, topology=topology, layout=layout)
+
+
+def _mesh(args: argparse.Namespace, mesh: str | None, topology: str | None) -> str:
+    """The text of the mesh; without one, ``data=N`` over all N devices of the topology."""
+    if mesh is None:
+        if topology is None:
+            raise TargetError("no machine is given", fixes=["--topology v5p:4x4x8", '--mesh "data=64, model=8"'])
+        mesh = f"data={device_count(topology)}"
+        _say(args, f"mesh     {mesh} (default: one axis over all of {topology})")
+    return mesh
+
+
+def _layout(args: argparse.Namespace, target: Target, text: str | None, mesh: str, topology: str | None) -> str:
+    """The text of a layout's rules.
+
+    ``text`` with a ``:`` is returned unchanged. Otherwise it is a name: of ``LAYOUTS`` in the target's module, or of a scheme of
+    :mod:`meshpar.layouts`. None is FSDP, with the rules whose dims and axes exist.
+
+    Raises:
+      TargetError: there is no such name.
+    """
+    if text is not None:
+        if ":" in text or not text.strip():
+            return text
+        if "=" in text:
+            return str(mp.Layout(text))  # an error that says how rules are written
+        if text in target.layouts:
+            return target.layouts[text]
+        rules = scheme_text(text)
+        if rules is not None:
+            _say(args, f"layout   {mp.Layout(rules)} ({text})")
+            return str(mp.Layout(rules))
+        known = ", ".join(target.layouts) or "none"
+        raise TargetError(
+            f"there is no layout {text!r}: it has no rule `dim: axis`, and the target's LAYOUTS are: {known}",
+            fixes=[
+                *(f"did you mean {name}?" for name in (near(text, target.layouts) or similar_schemes(text))[:1]),
+                f"those for every model are {', '.join(PRESETS)}; each of them also inside of stages, `fsdp+pipeline`",
+            ],
+        )
+    bare = _call(args, plan_of, target, mesh=mesh, topology=topology, layout="")
+    axis = next(iter(bare.sizes))
+    names = bare.program.all_names()
+    dims = [d for d in ("batch", "embed") if d in names]
+    if not dims:
+        raise TargetError(
+            f"{target.name} has neither a dim `batch` nor a dim `embed` for the default layout",
+            fixes=[f"say one: --layout 'dim: {axis}'", f"its dims are {', '.join(sorted(names)[:12])}"],
+        )
+    layout = "; ".join(f"{d}: {axis}" for d in dims)
+    _say(args, f"layout   {layout} (default{': FSDP' if len(dims) == 2 else ''})")
+    return layout
+
+
+def _donated(args: argparse.Namespace, target: Target) -> list[str]:
+    """The names of the arguments to donate: ``--donate-argnames``, else ``["state"]`` if the step has such an argument."""
+    if getattr(args, "donate_argnames", None):
+        return args.donate_argnames
+    code = getattr(target.step, "__code__", None)
+    names = code.co_varnames[: code.co_argcount] if code is not None else ()
+    return ["state"] if "state" in names else []
+
+
+def _save_page(args: argparse.Namespace, shown: Any, path: str) -> None:
+    """Save a plan or result at ``path`` as an HTML page, and print the path to stderr.
+
+    Raises:
+      TargetError: the parent folder does not exist.
+    """
+    if not Path(path).resolve().parent.is_dir():
+        raise TargetError(
+            f"{path}: there is no folder {Path(path).parent}",
+            fixes=[f"create {Path(path).parent} first, or give a path in an existing folder"],
+        )
+    shown.save(path)
+    _say(args, f"wrote {path}")
+
+
+def _say(args: argparse.Namespace, text: str) -> None:
+    if not args.json:
+        print(text, file=sys.stderr)
+
+
+def _show(args: argparse.Namespace, shown: Any, as_json: str | None = None, text: str | None = None) -> None:
+    """Save a result as a page with --html, and print it: as JSON with --json, in colour on a terminal, else as plain text.
+
+    Args:
+      as_json: default: its ``to_json()``.
+      text: what is printed in place of the result.
+    """
+    if getattr(args, "html", None):
+        _save_page(args, shown, args.html)
+    if args.json:
+        print(as_json or shown.to_json())
+    elif text is not None:
+        print(text)
+    elif sys.stdout.isatty():
+        Console(highlight=False).print(shown)
+    else:
+        print(shown)

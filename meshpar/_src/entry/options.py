@@ -1,0 +1,297 @@
+"""The options of a step: what ``mp.jit``, ``mp.plan``, ``mp.compile``, ``mp.search``, … and the command line share.
+
+To add an option, add it to :class:`StepKeywords` (its type, as users give it) and to :class:`StepOptions` (its default, the type
+that it is normalized to, and its command-line flag, if it has one).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, get_args
+
+from ...errors import UnsupportedError
+from ..dims import DimsLike, PathDims, check_choice, did_you_mean
+from ..hardware.calibration import CalibrationLike, Calibrations, calibrations
+from ..hardware.options import OptionsMode, check_options
+from ..lower import LOWERINGS
+from ..passes.collective_matmul import MODES
+from ..program.pipeline import GATHERS, SCHEDULES, GatherName, ScheduleName
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+Lowering = Literal["auto", "jit", "shard_map"]
+Mode = Literal["auto", "xla", "ring", "pallas", "off"]
+DimsPatterns = Mapping[str, DimsLike] | Iterable[tuple[str, DimsLike]] | PathDims | None
+
+
+class StepKeywords(TypedDict, total=False):
+    """The options of a step as keyword arguments; :func:`meshpar.jit` describes them."""
+
+    dims: DimsPatterns
+    lowering: Lowering
+    overlap: Mode | None
+    schedule: ScheduleName
+    gather: GatherName
+    strict: bool
+    static_argnums: int | Sequence[int] | None
+    static_argnames: str | Iterable[str] | None
+    donate_argnums: int | Sequence[int] | None
+    donate_argnames: str | Iterable[str] | None
+    keep_unused: bool
+    options: OptionsMode | None
+    compiler_options: Mapping[str, Any] | None
+    calibration: CalibrationLike
+
+
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict as OpenTypedDict
+
+    class CallKeywords(StepKeywords, OpenTypedDict, total=False, extra_items=Any):
+        """The options of a step, and keyword arguments of the step itself."""
+
+else:
+    CallKeywords = dict
+
+
+def _flag(name: str, about: str, **more: Any) -> dict[str, Any]:
+    """Metadata of a dataclass field that has a flag on the command line; ``more``: for ``argparse``'s ``add_argument``."""
+    return {"flag": name, "argparse": {"help": about, **more}}
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How a function is traced, planned and compiled, without its mesh and its layout. :func:`meshpar.jit` describes each.
+
+    Options are normalized when one is made: ``dims`` becomes a :class:`~dims.PathDims`, ``calibration`` a tuple of
+    calibrations (read from its file), ``options=None`` becomes ``"off"``, and ``lowering="jit"`` has no ``overlap``.
+
+    Raises:
+      UnsupportedError: a value that an option does not have, or a combination that does not exist.
+      LayoutSyntaxError: ``dims`` that cannot be read.
+    """
+
+    dims: PathDims = field(default=cast(Any, None))
+    lowering: Lowering = field(
+        default="auto",
+        metadata=_flag(
+            "--lowering",
+            "who partitions: meshpar (shard_map), XLA (jit), or meshpar unless an op has no local form (%(default)s)",
+            choices=get_args(Lowering),
+        ),
+    )
+    overlap: Mode | None = field(
+        default=None,
+        metadata=_flag("--overlap", "collective-matmul mode of the shard_map lowering (default: auto)", choices=MODES),
+    )
+    schedule: ScheduleName = field(
+        default="1f1b",
+        metadata=_flag("--schedule", "order of the slots of a pipeline (%(default)s)", choices=SCHEDULES),
+    )
+    gather: GatherName | None = field(
+        default=None,
+        metadata=_flag("--gather", "when a loop over microbatches all-gathers weights (FSDP)", choices=GATHERS),
+    )
+    strict: bool = field(
+        default=False, metadata=_flag("--strict", "two names for one dim are an error", action="store_true")
+    )
+    static_argnums: int | Sequence[int] | None = None
+    static_argnames: str | Iterable[str] | None = None
+    donate_argnums: int | Sequence[int] | None = None
+    donate_argnames: str | Iterable[str] | None = field(
+        default=None,
+        metadata=_flag(
+            "--donate",
+            "an argument that the step may overwrite; several may be given (default: `state`, if there is one)",
+            metavar="NAME",
+            action="append",
+        ),
+    )
+    keep_unused: bool = False
+    options: OptionsMode = field(
+        default="auto",
+        metadata=_flag(
+            "--options", "options of the TPU compiler: meshpar's, or none (%(default)s)", choices=get_args(OptionsMode)
+        ),
+    )
+    compiler_options: Mapping[str, Any] = field(default=cast(Any, None))
+    calibration: Calibrations = field(
+        default=cast(Any, None),
+        metadata=_flag(
+            "--calibration",
+            "the result of `meshpar calibrate` on such devices, instead of the chip table",
+            metavar="FILE",
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        """Check the options, and replace each by its normal form (parsed dims, a dict of compiler options, …)."""
+        check_lowering(self.lowering, self.overlap)
+        check_choice("schedule", self.schedule, SCHEDULES, "schedules")
+        check_choice("gather", self.gather, (*GATHERS, None), "values of gather")
+        normalized = {
+            "dims": path_dims(self.dims),
+            "overlap": None if self.lowering == "jit" else self.overlap,
+            "options": check_options(self.options),
+            "compiler_options": dict(self.compiler_options or {}),
+            "calibration": calibrations(self.calibration),
+        }
+        for name, value in normalized.items():
+            object.__setattr__(self, name, value)
+
+    def changed(self, **options: Any) -> StepOptions:
+        """These options with others in place of some."""
+        return StepOptions(**{**{name: getattr(self, name) for name in OPTIONS}, **options})
+
+    def with_static(self, names: Iterable[str]) -> StepOptions:
+        """These options with more static arguments, by name."""
+        given = self.static_argnames or ()
+        return self.changed(static_argnames=(*([given] if isinstance(given, str) else given), *names))
+
+
+OPTIONS = tuple(f.name for f in fields(StepOptions))
+"""The names of the options."""
+if set(OPTIONS) != set(StepKeywords.__annotations__):
+    raise AssertionError("StepKeywords and StepOptions have different options")
+
+
+def add_flags(add: Callable[..., Any], without: Iterable[str] = ()) -> None:
+    """Add the flags of the options to a command: ``add`` is its parser's ``add_argument``; ``without`` names options left out."""
+    for f in fields(StepOptions):
+        if "flag" in f.metadata and f.name not in without:
+            add(f.metadata["flag"], dest=f.name, default=f.default, **f.metadata["argparse"])
+
+
+def given_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that the flags of a command line set, as keyword arguments; a command may lack some of the flags."""
+    return {
+        f.name: getattr(args, f.name) for f in fields(StepOptions) if "flag" in f.metadata and hasattr(args, f.name)
+    }
+
+
+# -- options and arguments in one call
+
+
+def takes_step_options(api: F) -> F:
+    """Decorates a function that takes the options of a step as ``**keywords``: its signature lists them, with their defaults."""
+    signature = inspect.signature(api)
+    parameters = list(signature.parameters.values())
+    rest = parameters.pop()  # the ** parameter, which stays if it also takes arguments of the user's function
+    own = {p.name for p in parameters}
+    parameters += [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=annotation)
+        for f in fields(StepOptions)
+        for annotation in [StepKeywords.__annotations__[f.name]]
+        if f.name not in own
+    ]
+    parameters += [rest] if "kwargs" in signature.parameters else []
+    api.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return api
+
+
+def split_keywords(
+    keywords: Mapping[str, Any], kwargs: Mapping[str, Any] | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(options of the step, keyword arguments of the step): ``kwargs`` has keyword arguments only."""
+    options = {k: v for k, v in keywords.items() if k in OPTIONS}
+    arguments = {k: v for k, v in keywords.items() if k not in OPTIONS}
+    return options, {**arguments, **(kwargs or {})}
+
+
+def refuse_ambiguous_options(api: F) -> F:
+    """Refuse a keyword that is an option of ``api`` and an argument of the function at once, unless it is clear which is meant.
+
+    ``api(fn, *args, <options>, kwargs=…, **keywords)``: the option is meant where the function's argument of that name is
+    given by position or in ``kwargs``, or where ``kwargs={}`` says that it keeps its default.
+    """
+    named = inspect.signature(api).parameters.values()
+    options = {p.name for p in named if p.kind is p.KEYWORD_ONLY} - {"kwargs"}
+
+    @functools.wraps(api)
+    def checked(fn: Any, *args: Any, **keywords: Any) -> Any:
+        """``api(fn, *args, **keywords)``, or an UnsupportedError if a keyword is ambiguous."""
+        shared = options & keywords.keys()
+        if shared and "kwargs" not in keywords:
+            try:
+                signature = inspect.signature(getattr(fn, "__wrapped__", fn))
+                given = signature.bind_partial(*args).arguments
+            except (TypeError, ValueError):  # no signature, or arguments that do not fit: the call will say so
+                return api(fn, *args, **keywords)
+            for name in sorted(shared & signature.parameters.keys() - given.keys()):
+                called = getattr(fn, "__name__", "the function")
+                raise UnsupportedError(
+                    f"`{name}` is an option of {api.__name__} and an argument of {called}: `{name}=` does not say which",
+                    fixes=[
+                        f"give the argument by position, or in kwargs={{{name!r}: …}}; `{name}=` is then the option",
+                        f"kwargs={{}} leaves the argument of {called} at its default",
+                    ],
+                )
+        return api(fn, *args, **keywords)
+
+    return cast(F, checked)
+
+
+# -- values of options
+
+
+def path_dims(dims: DimsPatterns) -> PathDims:
+    """Tree-path patterns → dims, as ``dims=`` of :func:`meshpar.jit` takes them.
+
+    Raises:
+      LayoutSyntaxError: something else.
+    """
+    return dims if isinstance(dims, PathDims) else PathDims(dims)
+
+
+def check_lowering(lowering: Any, overlap: Any) -> None:
+    """Raise UnsupportedError for an unknown ``lowering`` or ``overlap``, or for a pair that cannot be combined."""
+    check_choice("lowering", lowering, ("auto", *LOWERINGS), "lowerings")
+    check_choice("overlap", overlap, (*MODES, None), "modes")
+    if lowering == "jit" and overlap in ("ring", "pallas"):
+        raise UnsupportedError(
+            f'overlap={overlap!r} belongs to lowering="shard_map": in lowering="jit" XLA partitions, and decides what overlaps',
+            fixes=['leave lowering out, or lowering="shard_map"', "or leave overlap out"],
+        )
+
+
+def selected_arguments(signature: inspect.Signature | None, nums: Any, names: Any, what: str) -> frozenset[int | str]:
+    """The positions and names of the arguments that ``<what>_argnums`` and ``<what>_argnames`` select, as ``jax.jit`` reads them.
+
+    If only positions or only names are given, the signature adds the others. A negative position counts from the end of the
+    parameters, or, if the function has ``*args``, from the end of the positional arguments of a call.
+
+    Raises:
+      UnsupportedError: an argument that the function does not have.
+    """
+    infer = (nums is None) != (names is None)
+    nums = () if nums is None else (nums,) if isinstance(nums, int) else tuple(nums)
+    names = () if names is None else (names,) if isinstance(names, str) else tuple(names)
+    out: set[int | str] = {*names, *map(operator.index, nums)}
+    if signature is None:
+        return frozenset(out)
+    params = list(signature.parameters.values())
+    kinds = {p.kind for p in params}
+    positional = [p.name for p in params if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    by_name = [p.name for p in params if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for n in names:
+        if inspect.Parameter.VAR_KEYWORD not in kinds and n not in by_name:
+            raise UnsupportedError(
+                f"{what}_argnames: the function has no argument `{n}` that can be passed by name",
+                fixes=did_you_mean(n, by_name, "arguments"),
+            )
+    if inspect.Parameter.VAR_POSITIONAL not in kinds:
+        for n in nums:
+            if not -len(positional) <= n < len(positional):
+                raise UnsupportedError(
+                    f"{what}_argnums: the function has {len(positional)} positional arguments, so there is no argument {n}",
+                    fixes=[f"arguments are {', '.join(f'{i}: {p}' for i, p in enumerate(positional))}"],
+                )
+        out = {n % len(positional) if isinstance(n, int) else n for n in out}
+    if infer:
+        out |= {positional[i] for i in out if isinstance(i, int) and 0 <= i < len(positional)} & set(by_name)
+        out |= {positional.index(n) for n in names if n in positional}
+    return frozenset(out)

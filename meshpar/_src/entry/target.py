@@ -1,0 +1,261 @@
+"""Targets of the command line: a function that returns a step, its arguments as shapes, and the dims of what has no names."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import difflib
+import importlib
+import importlib.util
+import inspect
+import math
+import re
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...errors import MeshparError, TargetError
+from ..compat.jax import without_gc
+from ..dims import did_you_mean
+from ..flax import flatten_named
+from ..global_arrays import is_key
+from ..units import format_memory
+
+MOST_BYTES = 2e9
+_SHAPE = (
+    "it returns (step, arguments, dims): a function, a tuple of jax.ShapeDtypeStruct trees, tree-path patterns → dims"
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The result of a target function.
+
+    Attributes:
+      name: as the user wrote it.
+      step, args, dims: for :func:`meshpar.plan`.
+      layouts: the layouts that its module offers by name (``LAYOUTS``).
+      options: the keyword arguments of the target function, from ``--set`` and from its defaults.
+    """
+
+    name: str
+    step: Callable[..., Any]
+    args: tuple[Any, ...]
+    dims: Any
+    layouts: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def load_target(text: str, options: Mapping[str, Any] | None = None) -> Target:
+    """Call the function that ``file.py:function`` or ``package.module:function`` names.
+
+    Args:
+      text: the target; a file's own folder is importable for it, as for a script.
+      options: keyword arguments for the function.
+
+    Raises:
+      TargetError: no such file, module or function; it fails; it returns something else.
+    """
+    where, colon, name = text.rpartition(":")
+    if not colon or not where or not name:
+        raise TargetError(
+            f"target {text!r} is not `file.py:function` or `package.module:function`",
+            fixes=["examples/llama.py:llama3_8b"],
+        )
+    module = _file(where) if where.endswith(".py") or "/" in where else _module(where)
+    function = getattr(module, name, None)
+    if not callable(function):
+        offered = [
+            k for k, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__
+        ]
+        near = difflib.get_close_matches(name, offered, n=3) or offered[:8]
+        raise TargetError(
+            f"{where} has no function `{name}`", fixes=[f"did you mean {', '.join(near)}?"] if near else []
+        )
+    defaults: dict[str, Any] = {}
+    try:
+        signature = inspect.signature(function)
+        defaults = {p.name: p.default for p in signature.parameters.values() if p.default is not p.empty}
+        signature.bind(**(options or {}))
+    except TypeError as e:
+        raise TargetError(
+            f"{text} cannot be called without arguments, or with the ones from --set: {e}",
+            fixes=[*_similar_options(e, defaults, module), _SHAPE],
+        ) from None
+    except ValueError:
+        pass  # a builtin without a signature
+    with without_gc():
+        returned = failing_as_target(
+            text, lambda: function(**(options or {})), lambda e: _similar_options(e, defaults, module)
+        )
+    match returned:
+        case (step, tuple() | list() as args, dims) if isinstance(returned, tuple) and callable(step):
+            pass
+        case _:
+            raise TargetError(f"{text} returned {_kind(returned)}", fixes=[_SHAPE])
+    layouts = getattr(module, "LAYOUTS", {})
+    offered = dict(layouts) if isinstance(layouts, Mapping) else {}
+    return Target(text, step, tuple(args), dims, offered, {**defaults, **(options or {})})
+
+
+def _similar_options(error: Exception, defaults: Mapping[str, Any], module: ModuleType) -> list[str]:
+    """The fix for an unknown name in ``--set``: similar options of the target, or of the class of its module that refused it."""
+    refused = re.search(r"(?:(\w+)\.__init__\(\) )?got an unexpected keyword argument '(\w+)'", str(error))
+    if not isinstance(error, TypeError) or refused is None:
+        return []
+    known = set(defaults)
+    with contextlib.suppress(TypeError, ValueError):
+        known |= set(inspect.signature(getattr(module, refused[1] or "", None)).parameters)  # type: ignore[arg-type]
+    return did_you_mean(refused[2], known, "options")
+
+
+def failing_as_target(
+    name: str, run: Callable[[], Any], fixes_of: Callable[[Exception], list[str]] = lambda e: []
+) -> Any:
+    """The result of ``run``; an exception of the user's own code becomes a :class:`TargetError` that names its line.
+
+    Args:
+      fixes_of: exception → fixes for its error, before the general one.
+    """
+    try:
+        return run()
+    except MeshparError:
+        raise
+    except Exception as e:
+        not_the_users = (str(Path(__file__).parents[2]), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+        own = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith(not_the_users)]
+        line = f"{own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else None
+        raise TargetError(f"{name} fails: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}",
+                          source=line, fixes=[*fixes_of(e), "--debug shows the traceback"]) from e  # fmt: skip
+
+
+def _kind(x: Any) -> str:
+    return f"{len(x)} values" if isinstance(x, tuple) else f"a {type(x).__name__}"
+
+
+def _file(where: str) -> ModuleType:
+    """The module of a Python file, imported with its folder on ``sys.path``.
+
+    Raises:
+      TargetError: there is no such file, it is not Python, or its import fails.
+    """
+    path = Path(where).resolve()
+    if not path.is_file():
+        raise TargetError(
+            f"there is no file {where}", fixes=["the path of a Python file, from the folder that the command runs in"]
+        )
+    _make_importable(path.parent)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise TargetError(f"{where} is no Python file", fixes=["a file whose name ends in .py"])
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    failing_as_target(where, lambda: spec.loader.exec_module(module))  # type: ignore[union-attr]
+    return module
+
+
+def _make_importable(folder: Path) -> None:
+    """Make a folder the first entry of ``sys.path``, once: a lab loads its target again for other sizes."""
+    sys.path[:] = [str(folder), *(entry for entry in sys.path if entry != str(folder))]
+
+
+def _module(where: str) -> ModuleType:
+    """The module with this dotted name, imported with the current folder on ``sys.path``.
+
+    Raises:
+      TargetError: there is no such module, or it imports one that is absent.
+    """
+    _make_importable(Path.cwd())
+    try:
+        return importlib.import_module(where)
+    except ModuleNotFoundError as e:
+        if e.name is None or not where.startswith(e.name):
+            raise TargetError(
+                f"{where} fails: {e}",
+                fixes=["install the packages that the module imports, or run with --debug for the traceback"],
+            ) from e
+        raise TargetError(
+            f"there is no module {where}", fixes=["a file is written with its suffix: file.py:function"]
+        ) from e
+
+
+def parse_options(texts: list[str]) -> dict[str, Any]:
+    """``["batch=512, seq=4096", "attention=xla"]`` → keyword arguments: numbers, True, False, None, else text.
+
+    Raises:
+      TargetError: something that is not ``name=value``.
+    """
+    out: dict[str, Any] = {}
+    for part in (p for text in texts for p in text.split(",") if p.strip()):
+        name, equals, value = (x.strip() for x in part.partition("="))
+        if not equals or not name.isidentifier():
+            raise TargetError(f"--set {part.strip()!r} is not `name=value`", fixes=['--set "batch=512, seq=4096"'])
+        try:
+            out[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            out[name] = value
+    return out
+
+
+def concrete(target: Target, ints: int = 8) -> tuple[Any, ...]:
+    """The target's arguments with numbers in them, as a check needs them; arrays stay as they are.
+
+    Floats are random, scaled by the size of the dim before the last; optimizer state and scalars are zero; integers are random
+    below ``ints``. The same at every call.
+
+    Raises:
+      TargetError: more than 2 GB.
+    """
+    leaves, tree = jax.tree.flatten(target.args)
+    total = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in leaves if not is_key(x))
+    if total > MOST_BYTES:
+        raise TargetError(
+            f"{target.name}: a check runs the step, and its arguments are {format_memory(total)}",
+            fixes=['make it small, as with --set "layers=2, batch=8"', "or check a smaller target of the same model"],
+        )
+    rng = np.random.default_rng(0)
+    return jax.tree.unflatten(tree, [_filled(x, kind, rng, ints) for x, kind in _leaves(target)])
+
+
+def has_drawn_integers(target: Target) -> bool:
+    """Whether :func:`concrete` draws integers: the target has arrays of them as shapes."""
+    return any(
+        isinstance(x, jax.ShapeDtypeStruct) and x.shape and kind != "opt" and jnp.issubdtype(x.dtype, jnp.integer)
+        for x, kind in _leaves(target)
+    )
+
+
+def _leaves(target: Target) -> Iterator[tuple[Any, str | None]]:
+    """The leaves of the arguments, each with its kind."""
+    kinds = (leaf.kind for leaf in flatten_named(target.args))
+    return zip(jax.tree.leaves(target.args), kinds, strict=True)
+
+
+def _filled(x: Any, kind: str | None, rng: np.random.Generator, ints: int) -> Any:
+    """An array for a ``ShapeDtypeStruct``; anything else unchanged.
+
+    Args:
+      kind: "opt": zeros; otherwise random values of unit variance, divided by the root of the second to last dim.
+      rng: source of the values.
+      ints: exclusive upper bound of integers.
+    """
+    if not isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    if is_key(x):
+        return jax.random.split(jax.random.key(0), x.shape) if x.shape else jax.random.key(0)
+    if kind == "opt" or not x.shape:
+        return jnp.zeros(x.shape, x.dtype)
+    if x.dtype == jnp.bool_:
+        return jnp.asarray(rng.random(x.shape) < 0.5)
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return jnp.asarray(rng.integers(0, ints, x.shape), x.dtype)
+    scale = 1.0 if len(x.shape) < 2 else x.shape[-2] ** -0.5
+    return jnp.asarray(scale * rng.standard_normal(x.shape), x.dtype)

@@ -1,0 +1,650 @@
+"""From a call of a step to its program: the traced function, and the dims of every argument and result."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import itertools
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from ...errors import PatternError, UnsupportedError
+from ..compat import nnx
+from ..compat.jax import (
+    abstract_array,
+    explicit_mesh,
+    is_graph_node,
+    is_ref,
+    needs_explicit_axes,
+    traced_as,
+    user_line,
+    without_dead_code,
+)
+from ..dims import Dims, PathDims, alternatives, fit_dims, format_dims, near, path_matches
+from ..flax import Leaf, capture_names, flatten_named, with_states
+from ..layout import AnyMesh
+from ..program import Program, infer, trace
+from ..program.ir import Join
+from ..program.primitives import rename_dims_p
+from ..program.roles import name_parameters
+from .arguments import (
+    ArgumentPath,
+    Call,
+    Fixed,
+    check_fixed,
+    is_static,
+    join_leaves,
+    named_arguments,
+    with_statics,
+)
+
+
+@dataclass(eq=False, slots=True)
+class TracedStep:
+    """The program of a call, which depends on no layout, and the structure of its results.
+
+    Attributes:
+      out_tree: structure of the results.
+      fixed: position → leaf, of the results that are not arrays; the program computes the others.
+      avals: abstract arrays of the program's arguments.
+      unchanged: position of a result → position of the argument that it is, for variables of nnx objects that no op changes.
+      explicit: the mesh with Explicit axes with which the function was traced; None: it was traced without.
+    """
+
+    program: Program
+    out_tree: Any
+    fixed: dict[int, Any]
+    avals: tuple[Any, ...]
+    unchanged: Mapping[int, int]
+    explicit: AnyMesh | None
+
+    def result(self, outs: Sequence[Any]) -> Any:
+        """The results as the function returns them, from the flat results of the program."""
+        return jax.tree.unflatten(self.out_tree, join_leaves(outs, self.fixed) if self.fixed else outs)
+
+
+@dataclass(eq=False)
+class FlatFunction:
+    """A function of the arrays of a call: it rebuilds the arguments, calls ``fn``, and returns its result with None for leaves
+    that are not arrays; with nnx objects, (args, kwargs, result), where the arguments are the updated objects as trees.
+
+    Attributes:
+      tag: the nnx context tag of the objects that were split into trees; None: there are no such objects.
+      out_tree, fixed: set by a call: structure of the results, and position → leaf of those that are not arrays.
+    """
+
+    fn: Callable[..., Any]
+    call: Call
+    tag: Hashable | None
+    out_tree: Any = None
+    fixed: dict[int, Any] = field(default_factory=dict)
+
+    def __call__(self, *xs: Any) -> Any:
+        """``fn`` of the flat arrays ``xs``; the class describes the result. Sets ``out_tree`` and ``fixed``."""
+        args, kwargs = jax.tree.unflatten(self.call.tree, join_leaves(xs, self.call.fixed))
+        args, kwargs = with_statics(args, kwargs, self.call.statics)
+        if self.tag is not None:
+            merged = nnx.from_tree((args, kwargs), ctxtag=self.tag, is_inner=True)
+            args, kwargs = with_states(merged)
+            out = self.fn(*args, **kwargs)
+            updated = jax.tree.map(lambda x: x if is_graph_node(x) else None, merged, is_leaf=is_graph_node)
+            out = nnx.to_tree((*updated, out), ctxtag=self.tag)
+        else:
+            out = self.fn(*args, **kwargs)
+        leaves, self.out_tree = jax.tree.flatten(out)
+        self.fixed = {i: x for i, x in enumerate(leaves) if is_static(x)}
+        if not self.fixed:
+            return out
+        check_fixed(out)
+        return jax.tree.unflatten(self.out_tree, [None if i in self.fixed else x for i, x in enumerate(leaves)])
+
+
+def trace_call(
+    call: Call, flat: FlatFunction, argument_path: ArgumentPath, patterns: PathDims, mesh: AnyMesh, init: bool
+) -> TracedStep:
+    """Trace a call and infer the dims of every value.
+
+    Args:
+      call: with its leaves; only their shapes, dtypes and names are read.
+      flat: the function of the call's arrays.
+      patterns: the ``dims=`` of :func:`meshpar.jit`; with ``init``, they apply to the results as well.
+      mesh: of the step: its axes' names, and whether they are Explicit.
+
+    Raises:
+      PatternError, RankError: patterns that match no array, or arrays of another rank.
+      UnsupportedError: a leaf that is not an array, a mutable array, or a collective over a mesh axis.
+    """
+    named = named_arguments(*call.dynamic, argument_path)
+    for leaf in named:
+        if is_ref(leaf.value):
+            raise UnsupportedError(
+                f"{leaf.path}: a mutable array (jax.Ref) cannot be an argument of a sharded step",
+                path=leaf.path,
+                fixes=["pass its value, ref[...], return the new one, and write that: ref[...] = step(ref[...])"],
+            )
+    if len(named) != len(call.leaf_keys):
+        raise AssertionError("paths and leaves do not match")
+    arrays = [
+        (_abstract(*cast(tuple, key)), leaf)
+        for leaf, key in zip(named, call.leaf_keys, strict=True)
+        if not isinstance(key, Fixed)
+    ]
+    named = [leaf for _, leaf in arrays]
+    used: set[str] = set()
+    annotations = annotations_of(named, patterns, used)
+
+    if call.fixed:
+        check_fixed(call.dynamic, argument_path)
+    traced_as(flat, flat.fn, [leaf.path for leaf in named])
+    with _explained_errors(named):
+        closed, shapes, out_leaves, explicit = _trace_on(mesh, flat, [x for x, _ in arrays])
+    if any(map(is_ref, closed.consts)):
+        raise UnsupportedError(
+            f"{getattr(flat.fn, '__name__', 'the step')} closes over a mutable array (jax.Ref): a sharded step cannot use it",
+            fixes=[
+                "pass its value as an argument, and return the new one",
+                "or make it inside of the step: jax.new_ref(x)",
+            ],
+        )
+    unchanged: dict[int, int] = {}
+    if flat.tag is None:
+        results = flatten_named(shapes)
+    else:  # updated objects have the paths of the arguments
+        args, kwargs, out = shapes
+        updated = named_arguments(args, kwargs, argument_path)
+        results = [*updated, *flatten_named(out)]
+        positions = {id(var): i for i, var in enumerate(closed.jaxpr.invars)}
+        unchanged = {
+            o: positions[id(var)] for o, var in enumerate(closed.jaxpr.outvars[: len(updated)]) if id(var) in positions
+        }
+    if len(results) != len(out_leaves):
+        raise AssertionError("paths and results do not match")
+    out_annotations = _result_dims(results, named, annotations, patterns if init else None, used)
+    # a renamed result has its new names, not the names of the input of equal path
+    renamed = {id(eqn.outvars[0]) for eqn in closed.jaxpr.eqns if eqn.primitive is rename_dims_p and not init}
+    outputs = zip(out_annotations, closed.jaxpr.outvars, strict=True)
+    out_annotations = [None if id(var) in renamed else dims for dims, var in outputs]
+    hidden = argument_path(0)[0] if len(argument_path(0)) > 1 else None
+    _check_patterns(patterns, used, [*named, *(results if init else ())], init, hidden)
+    program = _infer_live(closed, annotations, named, out_annotations, results)
+    for value, leaf in zip(program.inputs, named, strict=True):
+        value.kind = leaf.kind
+    for value, leaf in zip(program.outputs, results, strict=True):
+        value.kind = value.kind or leaf.kind
+    program.metadata_names = metadata_names([*named, *results], patterns)
+    name_parameters(program)
+    program.joins = [_with_parameters(join, program, patterns) for join in program.joins]
+    return TracedStep(program, flat.out_tree, flat.fixed, tuple(closed.in_avals), unchanged, explicit)
+
+
+def _trace_on(mesh: AnyMesh, flat: FlatFunction, arrays: Sequence[Any]) -> tuple[Any, Any, list[Any], AnyMesh | None]:
+    """The results of :func:`program.trace`, and the mesh with Explicit axes with which the function was traced, or None.
+
+    On a mesh with Explicit axes it is traced with these. On another mesh it is traced with them if it uses what JAX has for
+    Explicit axes only: ``reshard``, ``out_sharding=``.
+    """
+    explicit = explicit_mesh(mesh)
+    if explicit is not mesh:
+        try:
+            with capture_names(mesh.axis_names):
+                return *trace(flat, arrays, mesh), None
+        except ValueError as e:
+            if not needs_explicit_axes(e):
+                raise
+    with capture_names(mesh.axis_names, explicit):
+        return *trace(flat, arrays, mesh), explicit
+
+
+def _infer_live(
+    closed: Any, annotations: Sequence[Any], named: Sequence[Leaf], out_annotations: Sequence[Any], results: Sequence[Leaf]
+) -> Program:  # fmt: skip
+    """The program without equations whose results are not read, with the dims of every value.
+
+    A dim of a result that has no name then takes its name from the complete program: the forward pass, for a gradient that does not
+    depend on it.
+    """
+    paths = [leaf.path for leaf in named], [leaf.path for leaf in results]
+    live = without_dead_code(closed)
+    program = infer(live, annotations, paths[0], out_annotations, paths[1])
+    if live is closed or all(None not in program.dims(v) for v in program.outputs):
+        return program
+    complete = infer(closed, annotations, paths[0], out_annotations, paths[1])
+    names = [tuple(d if d and d.isidentifier() else None for d in complete.dims(v)) for v in complete.outputs]
+    if all(program.dims(v) == dims for v, dims in zip(program.outputs, names, strict=True)):
+        return program
+    merged = [a or (dims if any(dims) else None) for a, dims in zip(out_annotations, names, strict=True)]
+    program = infer(live, annotations, paths[0], merged, paths[1])
+    for value, own, dims in zip(program.outputs, out_annotations, merged, strict=True):
+        if own is None and value.annotation == dims and value not in program.inputs:
+            value.annotation = None  # inferred: its size need not divide
+    return program
+
+
+def _with_parameters(join: Join, program: Program, patterns: PathDims) -> Join:
+    """The join with the pattern and the parameter that give each name, in place of the first array that has it.
+
+    Inference reports the first array in the order of the arguments, which often is optimizer state. The array of the joined class
+    whose path ends as the path of that one is reported instead, if it is no optimizer state.
+    """
+    names = {join.first, join.second}
+
+    def origin(name: str, before: str) -> tuple[str, str]:
+        """(the text of the origin, what identifies it in every program of a model: its pattern, or the end of its path)."""
+        arrays = [
+            (v.path, v.kind, names <= program.unifier.names_now(v.nodes[v.annotation.index(name)]))
+            for v in (*program.inputs, *program.outputs)
+            if v.annotation and name in v.annotation and v.path
+        ]
+        reported = before.partition(" names it ")[0].split("/")[::-1]
+
+        def preference(array: tuple[str, str | None, bool]) -> tuple[bool, bool, int, int]:
+            """Smaller for the array to report: one of the joined class, no optimizer state, with the longest common end of the
+            path."""
+            path, kind, is_joined = array
+            pairs = zip(reported, path.split("/")[::-1], strict=False)
+            same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            return not is_joined, kind == "opt", -same, ("params", None, "opt").index(kind)
+
+        if not arrays or " at " in before.partition(" names it ")[0]:  # a line of the model, not a path
+            return before, before
+        path = min(arrays, key=preference)[0]
+        match = patterns.match(path)
+        if match is None or match[0] == path:
+            return f"{path} names it `{name}`", "/".join(path.split("/")[-2:])
+        return f'"{match[0]}": "{format_dims(match[1])}" names it `{name}` in {path}', match[0]
+
+    (first, first_key), (second, second_key) = (
+        origin(join.first, join.first_origin),
+        origin(join.second, join.second_origin),
+    )
+    return replace(join, first_origin=first, second_origin=second, keys=(first_key, second_key))
+
+
+def _abstract(shape: tuple[int, ...], dtype: Any, weak_type: bool, host: bool) -> Any:
+    """The abstract array that a leaf is traced as; it has no sharding."""
+    return abstract_array(shape, jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True), weak_type, host)
+
+
+@contextlib.contextmanager
+def _explained_errors(named: Sequence[Leaf]) -> Iterator[None]:
+    """Replace errors of JAX and Python while a step is traced by an UnsupportedError that says what to do: a collective over an
+    unbound axis name, a number in an argument whose value is needed, a list of numbers in place of an array.
+
+    Args:
+      named: the leaves of the arguments.
+    """
+    try:
+        yield
+    except NameError as e:
+        if "unbound axis name" not in str(e):
+            raise
+        axis = str(e).partition("unbound axis name:")[2].split(".")[0].split()[0]
+        raise UnsupportedError(
+            f"`{axis}` is not an axis inside a step: a step is written for global arrays, and a mean over the batch is already the "
+            "mean over all devices",
+            axis=axis,
+            source=user_line(e),
+            fixes=["delete the pmean, psum, axis_index, …: the collectives follow from the layout"],
+        ) from e
+    except TypeError as e:
+        needed = re.search(r"depends on the values? of the arguments? ([^\n]*)", str(e))
+        paths = re.split(r"[\s,]+", needed[1].rstrip(". ")) if needed else []
+        for leaf in named:
+            if leaf.path in paths and np.ndim(leaf.value) == 0:
+                raise _needs_value(leaf, e) from e
+        if "list" in str(e) and (lists := _number_lists(named)):
+            raise UnsupportedError(
+                f"{lists[0]}: a list of numbers is a tree with an array for each number, not an array",
+                path=lists[0],
+                source=user_line(e),
+                fixes=["pass np.asarray(…) of it"],
+            ) from e
+        raise
+
+
+def _needs_value(leaf: Leaf, error: TypeError) -> UnsupportedError:
+    """The error for a number in an argument whose value the step needs while it is traced, such as a flag in an Equinox module."""
+    name, _, rest = leaf.path.partition("/")
+    return UnsupportedError(
+        f"{leaf.path}: this {type(leaf.value).__name__} is an argument, so that it is traced and has no value that Python can test",
+        path=leaf.path,
+        source=user_line(error),
+        fixes=[
+            *(
+                [
+                    f"in an Equinox module: arrays, static = eqx.partition({name}, eqx.is_array); pass arrays, and inside of the "
+                    f"step {name} = eqx.combine(arrays, static)",
+                    f"or make the field static: {rest.rpartition('/')[2]}: … = eqx.field(static=True)",
+                ]
+                if rest
+                else [f"make `{name}` static: static_argnames={name!r}"]
+            ),
+            "or select by it in the program: jnp.where, jax.lax.cond",
+        ],
+    )
+
+
+def _number_lists(leaves: Sequence[Leaf]) -> list[str]:
+    """The paths of lists and tuples of Python numbers among the arguments."""
+    numbers = (leaf.path for leaf in leaves if isinstance(leaf.value, bool | int | float | complex))
+    return list(dict.fromkeys(re.sub(r"(/\d+)+\Z", "", path) for path in numbers if re.search(r"/\d+\Z", path)))
+
+
+# -- the dims of arguments and results
+
+
+def metadata_names(leaves: Iterable[Leaf], patterns: PathDims) -> frozenset[str]:
+    """The names of dims that the leaves have from Flax metadata, which no pattern replaces."""
+    own = (leaf.dims for leaf in leaves if leaf.dims and patterns.match(leaf.path) is None)
+    return frozenset(name for dims in own for name in dims if isinstance(name, str))
+
+
+def named_tree(tree: Any, patterns: PathDims) -> list[tuple[Leaf, Dims | None]]:
+    """(leaf, dims) of a tree. The dims are from a pattern, from Flax metadata or, for optimizer state, of its parameter.
+
+    Raises:
+      PatternError, RankError: a pattern that matches no leaf, or one of another rank.
+    """
+    leaves = flatten_named(tree)
+    used: set[str] = set()
+    dims = state_dims(leaves, patterns, used)
+    _check_patterns(patterns, used, leaves)
+    return list(zip(leaves, dims, strict=True))
+
+
+def state_dims(leaves: list[Leaf], patterns: PathDims, used: set[str]) -> list[Dims | None]:
+    """:func:`annotations_of` the leaves of a state, in which optimizer state has the dims of its parameters."""
+    dims = annotations_of(leaves, patterns, used)
+    _name_optimizer_state(leaves, dims)
+    return dims
+
+
+def _result_dims(
+    results: list[Leaf], inputs: list[Leaf], input_dims: list[Dims | None], patterns: PathDims | None, used: set[str]
+) -> list[Dims | None]:
+    """The dims of the results: of a pattern or their metadata, else of the input with the same path. It sets their ``kind`` too.
+
+    A result with the metadata of that input has the dims of the input, which may be a pattern's.
+
+    Args:
+      patterns: for the results of :func:`meshpar.init`, whose optimizer state has the dims of its parameters.
+      used: the patterns that match are added to it.
+    """
+    input_of = _input_finder(inputs, input_dims)
+    out: list[Dims | None] = []
+    for leaf, dims in zip(results, annotations_of(results, patterns, used), strict=True):
+        match = input_of(leaf)
+        if match is not None:
+            if patterns is None and leaf.dims == match[0].dims:
+                dims = None  # metadata of the argument, which a pattern may replace
+            dims = dims or match[1]
+            leaf.kind = leaf.kind or match[0].kind
+        out.append(dims)
+    if patterns is not None:
+        _name_optimizer_state(results, out)
+    return out
+
+
+def _input_finder(inputs: list[Leaf], dims: list[Dims | None]) -> Callable[[Leaf], tuple[Leaf, Dims | None] | None]:
+    """A function from a result to (input, its dims) of the same shape whose path is equal up to the first component: for
+    ``0/params/w`` of a returned state, ``state/params/w`` of the argument. None: no input matches, or several."""
+    exact = {leaf.path: (leaf, names) for leaf, names in zip(inputs, dims, strict=True)}
+    tails: dict[str, list[str]] = {}
+    for path in exact:
+        tails.setdefault(path.partition("/")[2], []).append(path)
+
+    def find(result: Leaf) -> tuple[Leaf, Dims | None] | None:
+        """(input, its dims) for a result, or None."""
+        match = exact.get(result.path)
+        for tail in (result.path, result.path.partition("/")[2]):
+            if match is None and tail and len(tails.get(tail, ())) == 1:
+                match = exact[tails[tail][0]]
+        return match if match is not None and np.shape(match[0].value) == np.shape(result.value) else None
+
+    return find
+
+
+def annotations_of(leaves: list[Leaf], patterns: PathDims | None, used: set[str]) -> list[Dims | None]:
+    """The dims of each leaf: of the first pattern that matches, else of its metadata; None without either.
+
+    Optimizer state can be in the Flax box of its parameter, or match its pattern, and have as many dims but another shape:
+    PowerSGD's factor [columns, rank] of a matrix [rows, columns]. It has the dims that its sizes identify, else None.
+
+    Args:
+      patterns: None: metadata only.
+      used: the patterns that match are added to it.
+
+    Raises:
+      RankError: a pattern names more or fewer dims than an array has.
+    """
+    out = [leaf.dims for leaf in leaves]
+    if patterns is not None:
+        for k in sorted(range(len(leaves)), key=lambda k: leaves[k].kind == "opt"):  # an error is about the parameter
+            out[k] = annotation_of(leaves[k], patterns, used, leaves)
+    parameter_of = _parameter_finder((leaf, dims) for leaf, dims in zip(leaves, out, strict=True) if leaf.kind != "opt")
+    for k, (leaf, dims) in enumerate(zip(leaves, out, strict=True)):
+        if leaf.kind == "opt" and dims and (match := parameter_of(leaf)) is not None:
+            param, names = match
+            shape, param_shape = np.shape(leaf.value), np.shape(param.value)
+            if shape != param_shape and dims == tuple(
+                None if n == 1 else d for d, n in zip(names, shape, strict=False)
+            ):
+                out[k] = _dims_like(shape, param_shape, names, leaf.path)
+    return out
+
+
+def _name_optimizer_state(leaves: list[Leaf], annotations: list[Dims | None]) -> None:
+    """Set the missing annotations of optimizer state to the dims of its parameter.
+
+    A moment has the parameter's shape; factored ones (Adafactor, SM3) have some of its dims, where the sizes identify them.
+    """
+    pairs = zip(leaves, annotations, strict=True)
+    parameter_of = _parameter_finder((leaf, dims) for leaf, dims in pairs if leaf.kind == "params")
+    for k, leaf in enumerate(leaves):
+        if leaf.kind == "opt" and annotations[k] is None and (match := parameter_of(leaf)) is not None:
+            annotations[k] = _dims_like(leaf.value.shape, match[0].value.shape, match[1], leaf.path)
+
+
+def _parameter_finder(pairs: Iterable[tuple[Leaf, Dims | None]]) -> Callable[[Leaf], tuple[Leaf, Dims] | None]:
+    """A function from an array of optimizer state to (its parameter, the parameter's dims): of ``pairs``, the one with dims and the
+    longest common end of the path. None: none has the array's last path component."""
+    by_end: dict[str, list[tuple[Leaf, Dims]]] = {}
+    for leaf, dims in pairs:
+        if dims:
+            by_end.setdefault(leaf.path.rsplit("/", 1)[-1], []).append((leaf, dims))
+
+    def find(state: Leaf) -> tuple[Leaf, Dims] | None:
+        end = state.path.split("/")[::-1]
+        return max(by_end.get(end[0], ()), key=lambda match: _common_end(end, match[0].path), default=None)
+
+    return find
+
+
+def _common_end(end: Sequence[str], path: str) -> int:
+    """The number of last components that a path shares with another one; ``end``: its components, the last one first."""
+    pairs = zip(end, path.split("/")[::-1], strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _dims_like(shape: Sequence[int], param_shape: Sequence[int], dims: Dims, path: str = "") -> Dims | None:
+    """The dims of an array whose dims are a subset of a parameter's; None if the sizes fit several subsets or none.
+
+    Of optax's Adafactor, ``v_row`` lacks the largest dim, and ``v_col`` the second largest: this decides for square parameters.
+
+    Args:
+      path: of the array.
+    """
+    if len(shape) == len(param_shape) and all(n in (1, m) for n, m in zip(shape, param_shape, strict=True)):
+        return tuple(None if n == 1 else d for n, d in zip(shape, dims, strict=True))
+    subsets = {
+        picks
+        for picks in itertools.combinations(range(len(param_shape)), len(shape))
+        if tuple(param_shape[i] for i in picks) == tuple(shape)
+    }
+    factored = _ADAFACTOR_DROPS.keys() & set(path.split("/"))
+    if len(subsets) > 1 and len(factored) == 1 and len(shape) == len(param_shape) - 1:
+        dropped = int(np.argsort(param_shape)[_ADAFACTOR_DROPS[factored.pop()]])
+        subsets &= {tuple(i for i in range(len(param_shape)) if i != dropped)}
+    if len(subsets) == 1 and shape:
+        return tuple(dims[i] for i in subsets.pop())
+    return None
+
+
+_ADAFACTOR_DROPS = {"v_row": -1, "v_col": -2}
+"""Factored moment of ``optax.scale_by_factored_rms`` → the dim that it lacks, as an index into the parameter's dims by size."""
+
+
+def annotation_of(leaf: Leaf, patterns: PathDims, used: set[str], leaves: Sequence[Leaf] = ()) -> Dims | None:
+    """The dims that the first matching pattern gives a leaf, else the dims of its metadata.
+
+    A pattern that matches a parameter and its optimizer state names the dims of the parameter. State of another shape (the factored
+    moments of Adafactor and SM3) has the dims that its sizes identify; None, for the inference, if they identify no dim.
+
+    Args:
+      used: the pattern is added to it.
+      leaves: all leaves; an error suggests a pattern that matches only leaves of the right rank.
+
+    Raises:
+      RankError: the pattern names more or fewer dims than the leaf has.
+    """
+    match = patterns.match(leaf.path)
+    if match is None:
+        return leaf.dims
+    pattern, dims = match
+    used.add(pattern)
+    shape, fixes = np.shape(leaf.value), []
+    if leaf.kind == "opt" and ... not in dims and (len(shape) != len(dims) or 1 in shape):
+        param = _parameter_of(leaf, pattern, len(dims), leaves)
+        if param is not None:
+            return _dims_like(shape, np.shape(param.value), cast(Dims, tuple(dims)), leaf.path)
+    if len(shape) != len(dims) and (narrower := _narrower(pattern, dims, leaves)) is not None:
+        fixes.append(f'match only arrays with {len(dims)} dims: {{"{narrower}": "{format_dims(dims)}"}}')
+    fitted = fit_dims(dims, shape, path=leaf.path, origin=f"the pattern {pattern!r}", fixes=fixes)
+    if leaf.path.endswith(".scales"):  # of a quantized array: size 1 where elements have a common scale
+        return tuple(None if n == 1 else d for n, d in zip(shape, fitted, strict=True))
+    return fitted
+
+
+def _parameter_of(state: Leaf, pattern: str, rank: int, leaves: Sequence[Leaf]) -> Leaf | None:
+    """The parameter of an array of optimizer state: of the arrays of a rank that a pattern matches, the one with the longest common
+    end of the path. SM3 has ``kernel/0`` and ``kernel/1`` for ``kernel``. None: the pattern matches no such parameter."""
+    end = state.path.split("/")[::-1]
+    for last in (end, end[1:]) if end[0].isdigit() else (end,):
+        params = [
+            x
+            for x in leaves
+            if x.kind != "opt" and np.ndim(x.value) == rank and x.path.rpartition("/")[2] == last[0]
+            and path_matches(pattern, x.path)
+        ]  # fmt: skip
+        if params:
+            return max(params, key=lambda x: _common_end(last, x.path))
+    return None
+
+
+def _narrower(pattern: str, dims: Sequence[Any], leaves: Sequence[Leaf]) -> str | None:
+    """A pattern that matches some of the leaves that ``pattern`` matches, all of the right rank: ``*params/down`` for ``*/down``,
+    which also matches the factored moments of Adafactor. The first with the most matches; None: there is no such pattern."""
+    if not pattern.startswith("*") or ... in dims:
+        return None
+    fits: dict[str, bool] = {
+        leaf.path: np.ndim(leaf.value) == len(dims) for leaf in leaves if path_matches(pattern, leaf.path)
+    }
+    segments = dict.fromkeys(segment for path, good in fits.items() if good for segment in path.split("/")[:-1])
+    candidates = [f"*{segment}{between}{pattern[1:]}" for between in ("", "*") for segment in segments]
+    matched = {p: [good for path, good in fits.items() if path_matches(p, path)] for p in candidates}
+    return max((p for p, ok in matched.items() if ok and all(ok)), key=lambda p: len(matched[p]), default=None)
+
+
+def _similar_pattern(pattern: str, paths: Sequence[str], unnamed: Sequence[str]) -> list[str]:
+    """The fix for a pattern that matches no path: with ``*/`` in front, with one component spelled otherwise, or spelled as
+    a similar path; else empty.
+
+    Args:
+      unnamed: the paths that no pattern matches, which a similar pattern is for, if there are any.
+    """
+    if (glob := pattern.replace(".*", "*")) != pattern and any(path_matches(glob, path) for path in paths):
+        return [f"patterns are not regular expressions: did you mean {glob!r}?"]
+    if any(path_matches(f"*/{pattern}", path) for path in paths):
+        return [f"did you mean {f'*/{pattern}'!r}?"]
+    components, parts = {part for path in paths for part in path.split("/")}, pattern.split("/")
+    respelled = (
+        "/".join([*parts[:i], other, *parts[i + 1 :]])
+        for i, part in enumerate(parts)
+        if not set(part) & set("*?[]{}")
+        for other in near(part, components)
+    )
+    fits = [text for text in respelled if any(path_matches(text, path) for path in paths)]
+    ends = {"/".join(path.split("/")[-n:]) for path in unnamed or paths for n in (1, 2)} if "*" in pattern else ()
+    general = [re.sub(r"(?<=/)\d+(?=/)", "*", path) for path in paths] if "*" in pattern else paths
+    similar = fits[:3] or near(pattern, [*general, *(f"*/{end}" for end in ends)])
+    return [f"did you mean {' or '.join(map(repr, similar))}?"] if similar else []
+
+
+def _check_patterns(
+    patterns: PathDims, used: set[str], leaves: Sequence[Leaf], init: bool = False, hidden: str | None = None
+) -> None:
+    """Check that every pattern is used.
+
+    Args:
+      leaves: all leaves that patterns may match; errors list the paths of optimizer state last.
+      hidden: ``"args"`` if the function takes ``*args``, so that its arguments have no names; else None.
+
+    Raises:
+      PatternError: one matches no path, or only paths that an earlier pattern matches, or no path by a text of ``{up,down}``.
+    """
+    paths = list(dict.fromkeys(leaf.path for leaf in sorted(leaves, key=lambda leaf: leaf.kind == "opt")))
+    unnamed = [
+        leaf.path for leaf in leaves if leaf.kind != "opt" and np.ndim(leaf.value) and not patterns.match(leaf.path)
+    ]
+    for pattern, _ in patterns.items:
+        if pattern in used:
+            for text, alone in alternatives(pattern):
+                if pattern not in paths and not any(path_matches(alone, p) for p in paths):
+                    raise PatternError(
+                        f"the dims= pattern {pattern!r} matches no tensor by its {text!r}",
+                        pattern=pattern,
+                        fixes=[*_similar_pattern(alone, paths, unnamed), f"leave {text!r} out"],
+                    )
+            continue
+        shadowed = next((p for p in paths if path_matches(pattern, p)), None)
+        if shadowed is not None:
+            earlier = patterns.match(shadowed)
+            assert earlier is not None
+            raise PatternError(
+                f"the dims= pattern {pattern!r} is never used: {earlier[0]!r} comes first and matches the same tensors",
+                path=shadowed,
+                fixes=["the first pattern that matches wins: put the narrower one first"],
+            )
+        of_state = {leaf.path for leaf in leaves if leaf.kind == "opt"}
+        listed = sorted(
+            paths, key=lambda p: (p in of_state, p not in unnamed, -difflib.SequenceMatcher(None, pattern, p).ratio())
+        )
+        shown = list(dict.fromkeys(re.sub(r"(?<=[/_])\d+(?=/)", "*", p) for p in listed))  # one for all layers
+        first, starts = pattern.partition("/")[0], sorted({path.partition("/")[0] for path in paths})
+        lists = [path for path in _number_lists(leaves) if path_matches(pattern, path)]
+        raise PatternError(
+            f"the dims= pattern {pattern!r} matches no tensor; a pattern matches a complete path",
+            pattern=pattern,
+            fixes=[
+                *_similar_pattern(pattern, paths, unnamed),
+                *(f"{p} is a list of numbers: pass np.asarray({p})" for p in lists),
+                *(
+                    [
+                        f"the function takes `*{hidden}`, as wrappers do that hide names: name the first argument `{hidden}/0`",
+                        "or wrap the result of mp.jit in place of the function: checkify.checkify(mp.jit(step, …))",
+                    ]
+                    * (hidden in starts)
+                ),
+                *(
+                    ["mp.init names the arguments and results of the initializer: leave out patterns for the batch"]
+                    * init
+                ),
+                *([f"paths begin with {', '.join(starts)}"] * (not set(first) & set("*?[{") and first not in starts)),
+                f"paths are: {', '.join(shown[:8])}{', …' if len(shown) > 8 else ''}",
+            ],
+        )

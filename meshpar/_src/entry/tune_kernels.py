@@ -1,0 +1,192 @@
+"""The command ``meshpar tune-kernels``: measures tiles of grouped matmuls for the user's tuning table."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from meshpar_kernels import tuner, tuning
+from meshpar_kernels._compat import device_kind
+from meshpar_kernels.isolation import WorkerError
+from meshpar_kernels.shapes import MATMULS, MatmulShape
+from meshpar_kernels.tuning import MatmulKey
+
+from ...errors import CheckError, TargetError
+from .target import parse_options
+
+ABOUT = """\
+Measure tiles of the grouped matmuls (mixtures of experts) on this machine's TPU or GPU, and save the best in a
+table that the kernels read when a program is traced.
+
+Each tile's result is compared with XLA's before it is timed; tiles with wrong results are never stored. The table
+is in the user's cache folder, or at MESHPAR_KERNEL_TABLE; it extends the table of the package.
+
+  meshpar tune-kernels
+  meshpar tune-kernels --shape mixtral-8x7b-up --shape "rows=8192, k=2048, n=1408, groups=64"
+  meshpar tune-kernels --list"""
+EXIT = """\
+exit status: 0: success; 1: the kernel gives wrong values on this device, and no tile of that matmul is stored;
+2: bad input, or no accelerator that has kernels."""
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+__all__ = ["add_command", "matmul_keys", "tune_matmuls"]
+
+
+def add_command(commands: Any) -> None:
+    """Add the parser of this command."""
+    raw = argparse.RawDescriptionHelpFormatter
+    sub = commands.add_parser("tune-kernels", help="time tiles of the kernels on this machine's TPU or GPU, for a table",
+                              description=ABOUT, epilog=EXIT, formatter_class=raw)  # fmt: skip
+    sub.set_defaults(run=_run, debug=False, accelerator=True)
+    sub.add_argument("--shape", action="append", metavar="NAME|SIZES",
+                     help=f'one of {", ".join(MATMULS)}, or "rows=…, k=…, n=…, groups=…"; may be given again (default: those '
+                     "that have a name)")  # fmt: skip
+    sub.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(%(default)s)")
+    sub.add_argument("--table", type=Path, help="the file to extend (default: the user's table)")
+    sub.add_argument("--list", action="store_true", help="print the tables without measuring")
+
+
+def matmul_keys(shapes: list[str] | None) -> Iterator[MatmulKey]:
+    """The matmuls of a layer with these sizes: forward, with a gate, and the two gradients.
+
+    Raises:
+      TargetError: no shape of this name, or no such sizes.
+    """
+    for text in shapes or list(MATMULS):
+        s = MATMULS.get(text) or _sizes(text)
+        yield MatmulKey("grouped_matmul", s.m, s.k, s.n, s.groups)
+        if text not in MATMULS or text.endswith("-up"):
+            yield MatmulKey("grouped_matmul", s.m, s.k, s.n, s.groups, matrices=2)
+        yield MatmulKey("grouped_matmul", s.m, s.n, s.k, s.groups, transposed=True)
+        yield MatmulKey("grouped_matmul_transpose", s.m, s.k, s.n, s.groups)
+
+
+def _sizes(text: str) -> MatmulShape:
+    """The shape in text such as ``"rows=8192, k=2048, n=1408, groups=64"``.
+
+    Raises:
+      TargetError: the text is not a shape.
+    """
+    given = parse_options([text]) if "=" in text else {}
+    if set(given) != {"rows", "k", "n", "groups"} or not all(isinstance(n, int) and n > 0 for n in given.values()):
+        raise TargetError(
+            f"tune-kernels: no shape {text!r}",
+            fixes=[f"one of {', '.join(MATMULS)}", '"rows=8192, k=2048, n=1408, groups=64"'],
+        )
+    return MatmulShape(given["rows"], given["k"], given["n"], given["groups"])
+
+
+def _run(args: argparse.Namespace) -> int:
+    """``meshpar tune-kernels``: time the tiles of the kernels on this machine's device, and write the table; exit
+    status 0.
+
+    With --list, print the table instead.
+    """
+    console = Console()
+    file = args.table or tuning.path()
+    if args.list:
+        try:
+            tables = tuning.merge(tuning.read(tuning.SHIPPED), tuning.read(file))
+        except ValueError as error:
+            raise TargetError(str(error), fixes=["`meshpar tune-kernels --help` lists the options"]) from None
+        _show(tables, file, console)
+        return 0
+    wanted = list(matmul_keys(args.shape))
+    platform = tuner.platform()
+    if not platform:
+        raise TargetError(
+            "tune-kernels: JAX finds no TPU and no NVIDIA GPU here, so there is nothing to time",
+            fixes=[
+                "run it on the machine whose kernels are to be tuned; kernels without an entry take the analytic choice"
+            ],
+        )
+
+    def bench(key: MatmulKey) -> tuner.Bench:
+        return tuner.IsolatedBench(key, args.dtype)
+
+    try:
+        found = tune_matmuls(wanted, args.dtype, platform, device_kind(), bench, file, console)
+    except ValueError as error:  # the file's
+        raise TargetError(str(error), fixes=["`meshpar tune-kernels --help` lists the options"]) from None
+    _show(found, file, console)
+    return 0
+
+
+def tune_matmuls(
+    wanted: list[MatmulKey], dtype: str, platform: str, kind: str, bench: Callable[[MatmulKey], tuner.Bench], file: Path,
+    console: Console,
+) -> tuning.Table:  # fmt: skip
+    """Measure the tiles of each matmul, with a progress bar, and extend the file after each.
+
+    Args:
+      platform, kind: of the device that `bench` measures on.
+
+    Returns:
+      The tables: device → shape class → dtype → measured tile.
+
+    Raises:
+      CheckError: the kernel gives wrong values for a matmul; none of its tiles are stored.
+      ValueError: the file is not a table.
+    """
+    found: tuning.Table = {}
+    tuning.read(file)  # before hours are spent
+    columns = [BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[best]}")]
+    with Progress(TextColumn("{task.description}"), *columns, console=console) as progress:
+        for key in dict.fromkeys(wanted):
+            choices = tuner.candidates(key, dtype, platform)
+            if not choices:
+                console.print(f"{key.shape_class}: the kernel has no tile for it")
+                continue
+            task = progress.add_task(key.shape_class, total=len(choices), best="")
+            best = math.inf
+            measured = bench(key)
+
+            def done(_: Any, seconds: float | None, task: Any = task) -> None:
+                nonlocal best
+                best = min(best, math.inf if seconds is None else seconds)
+                progress.update(task, advance=1, best=f"best {1e3 * best:.3f} ms" if best < math.inf else "")
+
+            try:
+                tuned = tuner.tune(measured, choices, limit=tuner.limit_of(dtype), done=done)
+            except tuner.WrongValueError as error:
+                raise CheckError(
+                    f"tune-kernels: {key.shape_class} on {kind}: {error}; none of its tiles are stored",
+                    fixes=["report it with the shapes and the chip; other shapes can be tuned"],
+                ) from error
+            except (NotImplementedError, WorkerError) as error:
+                console.print(f"{key.shape_class}: {error}")
+                continue
+            finally:
+                measured.close()
+            for config, error in tuned.wrong.items():
+                console.print(f"[red]{key.shape_class}: {config} is wrong by {error:.2g}, and not timed[/red]")
+            one: tuning.Table = {kind: {key.shape_class: {dtype: tuned.entry}}}
+            found = tuning.merge(found, one)
+            tuning.write(file, tuning.merge(tuning.read(file), one))
+    return found
+
+
+def _show(tables: tuning.Table, file: Path, console: Console) -> None:
+    """Print a table of tuned tiles, with the measured and the analytic choice's milliseconds."""
+    table = Table(title=f"tiles of the grouped matmuls, medians; {file}")
+    more = ("stages", "blocks", "cluster", "ping-pong")
+    for name in ("device", "matmul", "dtype", "tile (rows, K, N)", *more, "ms", "analytic choice, ms"):
+        table.add_column(name, overflow="fold")
+    for kind, classes in tables.items():
+        for shape, dtypes in classes.items():
+            for dtype, entry in dtypes.items():
+                c = entry.config
+                options = (str(x or "") for x in (c.stages, c.num_sms, c.cluster, c.pingpong))
+                table.add_row(kind, shape, dtype, str(c.tile), *options,
+                              f"{1e3 * entry.seconds:.3f}", f"{1e3 * entry.analytic_seconds:.3f}")  # fmt: skip
+    console.print(
+        table if table.row_count else f"No tile was measured yet: neither the shipped table nor {file} has an entry."
+    )

@@ -1,0 +1,545 @@
+"""The session behind the pages of a lab: requests with drafts of layouts, replies with plans as JSON. Text is never evaluated."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...errors import MeshError, MeshparError, TargetError
+from ..hardware.topology import device_count, parse_topology
+from ..layout import Layout, characteristic_dims
+from ..layouts import PRESETS
+from ..lower import LOWERINGS
+from ..mesh import parse_mesh, planned_mesh
+from ..plan_api import Plan
+from ..report.facts import kernel_seconds
+from ..search import search
+from ..search.result import quiet
+from ..search.space import meshes
+from ..units import format_bytes, format_memory, format_seconds, mesh_text
+from ..verify.aot import Compiled
+from . import view
+from .jobs import Job, Turns, as_json
+
+log = logging.getLogger(__name__)
+
+MAX_DEVICES = 1 << 20
+MAX_RULES = 200
+MAX_SIZE = 1 << 40
+"""The largest batch, sequence length, … of a target."""
+MAX_TEXT = 2000
+"""Characters of a rule, a mesh or a topology."""
+MAX_CACHED = 16
+"""Plans, and ended jobs, that a session retains."""
+MAX_RUNNING = 16
+"""Jobs that run at a time."""
+MAX_PINNED = 4
+"""Pinned plans, and programs of other sizes that a session retains."""
+MAX_MESHES = 24
+"""Meshes on which a known layout is planned, the most even first."""
+SEARCH_SECONDS = 20.0
+"""Time limit of a search."""
+
+Compile = Callable[["Draft", Callable[[str], None]], Compiled]
+"""Compiles a draft with the real compiler; the function reports progress."""
+
+
+class BadRequest(Exception):
+    """A malformed request."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A mesh, its topology, a layout and sizes, as the text that a user typed; a key of the cached plans.
+
+    Attributes:
+      lowering: "": the lowering of the session's first plan.
+      sizes: ``"batch=32, seq=4096"``, options of the target that differ from the session's; "": none.
+    """
+
+    mesh: str
+    topology: str | None
+    layout: str
+    lowering: str = ""
+    sizes: str = ""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row of the page's rule editor: its text, whether it is enabled, and its rules or the error of its text."""
+
+    text: str
+    on: bool
+    layout: Layout | None
+    error: MeshparError | None
+
+
+class Session:
+    """State of one lab: a program, the drafts that were planned, and background jobs. Its methods may be called from
+    any thread.
+
+    :func:`meshpar.lab` makes it; the pages of the browser and the widget of the notebook send it requests by
+    :meth:`handle`.
+
+    Args:
+      base: a plan of the program, from which drafts are replanned.
+      name: the name of the function.
+      start: the first draft of the page; it may be invalid.
+      layouts: name → the user's layouts, listed before the known schemes.
+      compile: runs the real compiler.
+
+    Attributes:
+      shown: the last draft that could be planned.
+      title: of the page; by default the function's name.
+      sizes: integer options of the program's target, which the page offers to change.
+      resized: makes the session of the same program with other values of ``sizes``.
+    """
+
+    def __init__(self, base: Plan, *, name: str, start: Draft, layouts: Mapping[str, str], compile: Compile):
+        """A session without plans or jobs; the arguments are described in the docstring of the class."""
+        self.base, self.name, self.start, self.shown = base, name, start, start
+        self.title = name
+        self.sizes: Mapping[str, int] = {}
+        self.resized: Callable[[Mapping[str, Any]], Session] | None = None
+        self._others: OrderedDict[str, Session] = OrderedDict()
+        self._layouts, self._compile = dict(layouts), compile
+        self._turns = Turns()
+        self._plans: OrderedDict[Draft, Plan] = OrderedDict()
+        self._jobs: dict[int, Job] = {}
+        self._jobs_lock, self._numbers = threading.Lock(), itertools.count(1)  # pages ask from several threads
+        self._answers: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+            "open": self._open, "plan": self._planned, "start": self._start, "suggest": self._suggest,
+            "compile": self._ask_compiler, "job": self._job, "stop": self._stop,
+        }  # fmt: skip
+
+    def handle(self, request: Any) -> dict[str, Any]:
+        """The reply to a request, both as JSON data; ``{"failed": text}`` for a request that cannot be answered."""
+        try:
+            what = request.get("ask") if isinstance(request, dict) else None
+            if not isinstance(what, str) or what not in self._answers:
+                raise BadRequest(f"`ask` is one of {', '.join(self._answers)}")
+            return self._answers[what](request)
+        except BadRequest as e:
+            return {"failed": str(e)}
+        except Exception as e:
+            log.exception("a request of a page fails")
+            return {"failed": f"{type(e).__name__}: {e}"}
+
+    def plan(self) -> Plan:
+        """The plan of the last valid draft.
+
+        Raises:
+          MeshparError: no draft was valid so far; the error of the first.
+        """
+        with self._turns.page():
+            return self._plan(self.shown)
+
+    # -- plans
+
+    def _open(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Reply to ``open``, as JSON data: title, the first draft, the program's dims with their sizes, and the time
+        limit of a search."""
+        sizes: dict[str, list[int]] = {}
+        for value in self.base.program.inputs:
+            for dim, n in zip(self.base.program.dims(value), value.shape, strict=True):
+                if dim is not None and n not in sizes.setdefault(dim, []):
+                    sizes[dim].append(n)
+        return {
+            "title": self.title, "lowering": self.base.requested_lowering, "lowerings": ["auto", *LOWERINGS],
+            "sizes": dict(self.sizes), "mesh": self.start.mesh, "topology": self.start.topology,
+            "rules": statements(self.start.layout), "dims": [[d, n] for d, n in sizes.items()], "seconds": SEARCH_SECONDS,
+        }  # fmt: skip
+
+    def _planned(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Reply to ``plan``: the plan of a draft, or its errors by row."""
+        began = time.perf_counter()
+        draft, rows = _draft({**request, "layout": ""}), _rows(request)
+        pinned = [_draft(d) for d in _pinned(request)]
+        at_rules: list[Any] = [row.error and as_json(row.error) if row.on else None for row in rows]
+        errors: dict[str, Any] = {"mesh": None, "layout": None, "sizes": None, "rules": at_rules}
+        out: dict[str, Any] = {
+            "errors": errors,
+            "plan": None,
+            "sizes": None,
+            "axes": [_axes(row.layout) for row in rows],
+        }
+
+        @contextlib.contextmanager
+        def errors_at(place: Any, where: Any) -> Iterator[None]:
+            """A context that stores its error as ``place[where]``, for the page."""
+            try:
+                yield
+            except MeshparError as e:
+                place[where] = as_json(e)
+
+        with errors_at(errors, "mesh"):
+            mesh = draft.mesh
+            if request.get("fit") is True:
+                mesh = mesh_text({a: n if k else -1 for k, (a, n) in enumerate(parse_mesh(mesh).items())})
+            where = _place(mesh, draft.topology)
+            out["mesh"], out["sizes"] = mesh_text(where.shape), [[a, n] for a, n in dict(where.shape).items()]
+            for k, row in enumerate(rows):
+                if row.on and row.layout is not None:
+                    with errors_at(at_rules, k):
+                        row.layout.check_axes(where)
+        with self._turns.page(), errors_at(errors, "sizes"):
+            self._sized(draft.sizes)
+        if errors["mesh"] is None and errors["sizes"] is None and not any(at_rules):
+            layout = "\n".join(row.text for row in rows if row.on and row.text.strip())
+            draft = replace(draft, mesh=out["mesh"], layout=layout)
+            try:
+                with self._turns.page():
+                    plan = self._plan(draft)
+                    self.shown = replace(draft, layout=str(plan.requested_layout))
+                    out["plan"] = self._view(plan, [self._plan(d) for d in pinned], rows)
+            except MeshparError as e:
+                k = _at_fault(rows, e)
+                if k is None:
+                    errors["layout"] = as_json(e)
+                else:
+                    at_rules[k] = as_json(e)
+        out["ms"] = 1e3 * (time.perf_counter() - began)
+        return out
+
+    def _plan(self, draft: Draft) -> Plan:
+        """The plan of a draft, cached."""
+        if draft in self._plans:
+            self._plans.move_to_end(draft)
+            return self._plans[draft]
+        plan = self._replanned(draft)
+        self._plans[draft] = plan
+        if len(self._plans) > MAX_CACHED:
+            self._plans.popitem(last=False)
+        return plan
+
+    def _replanned(self, draft: Draft) -> Plan:
+        """The plan of a draft, not cached."""
+        where, base = _place(draft.mesh, draft.topology), self._sized(draft.sizes).base
+        with quiet():
+            return base.replan(
+                layout=draft.layout, mesh=where, topology=draft.topology or "", lowering=draft.lowering or None
+            )
+
+    def _sized(self, sizes: str) -> Session:
+        """The session of the program with these sizes: this one, or a cached one that :attr:`resized` makes.
+
+        Raises:
+          MeshparError: the text is no list of sizes, or the target fails with them.
+        """
+        changed = {name: n for name, n in _parse_sizes(sizes).items() if self.sizes.get(name) != n}
+        unknown = ", ".join(sorted(changed.keys() - self.sizes.keys()))
+        if unknown:
+            raise TargetError(
+                f"`{unknown}` is no size of this target", fixes=[f"its sizes are {', '.join(self.sizes) or '(none)'}"]
+            )
+        if not changed or self.resized is None:
+            return self
+        key = ", ".join(f"{name}={n}" for name, n in sorted(changed.items()))
+        if key not in self._others:
+            self._others[key] = self.resized(changed)
+            if len(self._others) > MAX_PINNED:
+                self._others.popitem(last=False)
+        return self._others[key]
+
+    def _view(self, plan: Plan, pinned: Sequence[Plan], rows: Sequence[_Row]) -> dict[str, Any]:
+        """A plan as JSON data for the page: metrics, HTML sections, effects of ``rows``, colours, layout and Python
+        code."""
+        layouts = [row.layout for row in rows if row.on and row.layout is not None]
+        effects = iter(view.row_effects(plan, [layout.rules for layout in layouts]))
+        return {
+            "metrics": view.metrics(plan),
+            "html": view.sections(plan),
+            "pinned": [view.comparison(before, plan) for before in pinned],
+            "rules": [next(effects) if row.on and row.layout is not None else None for row in rows],
+            "colours": view.colours(plan),
+            "layout": str(plan.requested_layout),
+            "python": view.python(self.name, plan, mesh_text(plan.sizes)),
+        }
+
+    # -- jobs
+
+    def _begin(self, run: Callable[[Job], Any]) -> dict[str, Any]:
+        """Start a job that runs ``run`` in the background; returns ``{"job": number}``, a number that no other job
+        gets.
+
+        Raises:
+          BadRequest: ``MAX_RUNNING`` jobs are running.
+        """
+        with self._jobs_lock:
+            if sum(job.running for job in self._jobs.values()) >= MAX_RUNNING:
+                raise BadRequest(f"{MAX_RUNNING} jobs are running: stop one, or wait until one has ended")
+            number = next(self._numbers)
+            for ended in [n for n, job in self._jobs.items() if not job.running][:-MAX_CACHED]:
+                del self._jobs[ended]
+            self._jobs[number] = Job(self._turns, run)
+        return {"job": number}
+
+    def _job_of(self, request: Mapping[str, Any]) -> Job:
+        """The job whose number is in a request.
+
+        Raises:
+          BadRequest: no job has its number.
+        """
+        number = request.get("job")
+        with self._jobs_lock:
+            job = self._jobs.get(number) if isinstance(number, int) else None
+        if job is None:
+            raise BadRequest("unknown job")
+        return job
+
+    def _job(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        return self._job_of(request).view()
+
+    def _stop(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        self._job_of(request).stop()
+        return {}
+
+    def _start(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        where = _draft({**request, "mesh": "", "layout": ""})
+        return self._begin(lambda job: self._known(job, where))
+
+    def _known(self, job: Job, where: Draft) -> list[dict[str, Any]]:
+        """Rows of the known layouts, as JSON data, each on the mesh that is best for it; layouts that cannot be planned
+        are left out.
+
+        Args:
+          where: a draft with the topology, the lowering and the sizes.
+        """
+        topology = where.topology
+        devices = math.prod(parse_mesh(self.start.mesh).values()) if topology is None else device_count(topology)
+        slices = 1 if topology is None else parse_topology(topology).slices
+        rows: list[dict[str, Any]] = []
+        names = self.base.program.all_names()
+        for name, text in {**self._layouts, **{n.replace("_", " "): str(p()) for n, p in PRESETS.items()}}.items():
+            layout = Layout(text)
+            axes = list(dict.fromkeys(a for rule in layout.rules for a in rule.axes))
+            asks: dict[tuple[str, ...], list[str]] = {}
+            for rule in layout.rules:
+                asks.setdefault(rule.axes, []).append(rule.dim)
+            if any(names.isdisjoint(dims) for dims in (*asks.values(), characteristic_dims(layout))):
+                continue  # a scheme whose dims the model lacks, such as experts
+            if slices == 1:
+                axes.sort(key=lambda a: a != "data")
+            best: dict[str, Any] | None = None
+            for mesh in _meshes_of(axes, devices):
+                job.tell(f"{name} on {mesh}")
+                row = self._row(name, replace(where, mesh=mesh, layout=text))
+                if row is not None and (best is None or _better(row) < _better(best)):
+                    best = row
+            if best is not None and not any(_same(best, other) for other in rows):
+                rows = [*rows, best]
+                job.result = rows
+        return rows
+
+    def _row(self, name: str, draft: Draft) -> dict[str, Any] | None:
+        """The row of a layout for the page's table, as JSON data; None if the draft cannot be planned."""
+        try:
+            plan = self._replanned(draft)
+        except MeshparError:
+            return None
+        return _as_row(name, draft.mesh, draft.layout, plan.seconds, plan.memory.peak, plan.bytes_sent, plan)
+
+    def _suggest(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Reply to ``suggest``: start a job that searches for the best layout; returns ``{"job": number}``."""
+        where = _draft({**request, "mesh": "", "layout": ""})
+        topology, lowering = where.topology, where.lowering
+        if topology is None:
+            raise BadRequest("a search needs a topology, which step times depend on")
+
+        def run(job: Job) -> list[dict[str, Any]]:
+            """Search for at most ``SEARCH_SECONDS``; returns the candidates as rows, the best first."""
+            base, layouts = self._sized(where.sizes).base, self._layouts.values()
+            if base.chip is None or base.topology != topology or lowering not in ("", base.requested_lowering):
+                mesh = _place("data=-1", topology)
+                with quiet():
+                    base = base.replan(layout="", mesh=mesh, topology=topology, lowering=lowering or None)
+            found = search({"": base}, topology, time_limit=SEARCH_SECONDS, layouts=layouts, tell=job.tell)
+            rows = [found.best, *(row for row in found.rows if row != found.best)]
+            names = ["search result", *(row.name.replace("_", " ") for row in rows[1:])]
+            return [
+                _as_row(name, row.mesh, row.layout, row.seconds, row.peak, row.sent, base)
+                for name, row in zip(names, rows, strict=True)
+            ]
+
+        return self._begin(run)
+
+    def _ask_compiler(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Reply to ``compile``: start a job that compiles a draft and compares the result with its plan; returns
+        ``{"job": number}``."""
+        draft = _draft(request)
+
+        def run(job: Job) -> dict[str, Any]:
+            """Compile the draft; returns JSON data with rows of (quantity, planned, compiled) and the compiled peak
+            memory in bytes."""
+            with quiet():
+                plan = self._plan(draft)
+                peak, took = plan.memory.peak, plan.time
+
+            def report(text: str) -> None:
+                job.leave()  # from now on the compiler's process does the work
+                job.tell(text)
+
+            compiled = self._sized(draft.sizes)._compile(draft, report)
+            of = compiled.exposed
+            rows = [
+                ("peak memory of a device", format_memory(peak), format_memory(compiled.memory.peak)),
+                ("sent by each device", format_bytes(plan.bytes_sent), format_bytes(compiled.bytes_sent)),
+            ]
+            if of is not None and took is not None:
+                exposed = took.seconds - kernel_seconds(took)
+                rows += [
+                    ("exposed communication", format_seconds(exposed), format_seconds(of.seconds)),
+                    (
+                        "step time, by the compiler's schedule",
+                        format_seconds(took.seconds),
+                        format_seconds(of.schedule),
+                    ),
+                ]
+            how = "from the cache" if compiled.cached else f"in {compiled.compile_seconds:.0f} s"
+            return {
+                "mesh": draft.mesh, "layout": draft.layout, "rows": rows, "peak": compiled.memory.peak,
+                "head": f"compiled for {compiled.topology}, {compiled.effort} effort, {how}",
+            }  # fmt: skip
+
+        return self._begin(run)
+
+
+# -- requests
+
+
+def _text(request: Mapping[str, Any], key: str, most: int = MAX_TEXT) -> str:
+    """A text of a request."""
+    text = request.get(key)
+    if not isinstance(text, str) or len(text) > most:
+        raise BadRequest(f"`{key}` is a text of at most {most} characters")
+    return text
+
+
+def _draft(request: Any) -> Draft:
+    """The draft in a request, as the page sent it: its texts are not parsed.
+
+    Raises:
+      BadRequest: it is malformed.
+    """
+    if not isinstance(request, dict):
+        raise BadRequest("a layout is an object with `mesh`, `topology` and `layout`")
+    given = {key: value for key, value in request.items() if value is not None}
+    topology = _text(given, "topology").strip() if "topology" in given else ""
+    layout = _text(given, "layout", MAX_RULES * MAX_TEXT)
+    lowering = given.get("lowering") or ""
+    if lowering not in ("", "auto", *LOWERINGS):
+        raise BadRequest(f"`lowering` is one of auto, {', '.join(LOWERINGS)}")
+    sizes = _text(given, "sizes") if "sizes" in given else ""
+    return Draft(_text(given, "mesh"), topology or None, layout, lowering, sizes)
+
+
+def _parse_sizes(text: str) -> dict[str, int]:
+    """``"batch=32, seq=4096"`` → name → size.
+
+    Raises:
+      TargetError: another text, or a size that is not from 1 to ``MAX_SIZE``.
+    """
+    out = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, _, value = (word.strip() for word in part.partition("="))
+        out[name] = int(value) if value.isascii() and value.isdigit() else 0
+        if not name or not 0 < out[name] <= MAX_SIZE:
+            raise TargetError(
+                f"`{part}` is not `name=size` with a size from 1 to {MAX_SIZE}", fixes=["batch=32, seq=4096"]
+            )
+    return out
+
+
+def _pinned(request: Mapping[str, Any]) -> list[Any]:
+    pinned = request.get("pinned") or []
+    if not isinstance(pinned, list) or len(pinned) > MAX_PINNED:
+        raise BadRequest(f"`pinned` is a list of at most {MAX_PINNED} layouts")
+    return pinned
+
+
+def _rows(request: Mapping[str, Any]) -> list[_Row]:
+    given = request.get("rules")
+    if not isinstance(given, list) or len(given) > MAX_RULES or not all(isinstance(r, dict) for r in given):
+        raise BadRequest(f"`rules` is a list of at most {MAX_RULES} rows")
+    return [_row(_text(r, "text"), r.get("on") is True) for r in given]
+
+
+def _row(text: str, on: bool) -> _Row:
+    try:
+        return _Row(text, on, Layout(text), None)
+    except MeshparError as e:
+        return _Row(text, on, None, e)
+
+
+def _place(mesh: str, topology: str | None) -> Any:
+    """The abstract mesh that a text describes, over the devices of ``topology`` if one is given.
+
+    Raises:
+      MeshparError: the text is not a mesh, the mesh does not fill its topology, or has too many devices.
+    """
+    sizes = parse_mesh(mesh)
+    if math.prod(sizes.values()) > MAX_DEVICES:
+        raise MeshError(
+            f"mesh ({mesh}) has more than {MAX_DEVICES} devices", fixes=[f"a mesh of at most {MAX_DEVICES} devices"]
+        )
+    return planned_mesh(mesh, topology)
+
+
+def _at_fault(rows: Sequence[_Row], e: MeshparError) -> int | None:
+    """The index of the row with the rule that an error names, or None."""
+    for k, row in enumerate(rows):
+        if row.on and row.layout is not None and e.rule in {row.text.strip(), *map(str, row.layout.rules)}:
+            return k
+    return None
+
+
+def _axes(layout: Layout | None) -> list[str] | None:
+    """The axes of a row's rules; None if its text is not a layout."""
+    return None if layout is None else list(dict.fromkeys(a for rule in layout.rules for a in rule.axes))
+
+
+def statements(layout: str) -> list[str]:
+    """The texts of a layout's rules: its lines, split at ``;``, without comments."""
+    lines = (line.split("#", 1)[0] for line in layout.splitlines())
+    return [text for line in lines for part in line.split(";") if (text := part.strip())]
+
+
+# -- known layouts
+
+
+def _meshes_of(axes: Sequence[str], devices: int) -> Iterator[str]:
+    """Meshes of these axes, the most even first; by default, all devices on the first axis."""
+    axes = axes or ("data",)
+    sizes = [[n for _, n in mesh] for mesh in meshes(devices, 1, len(axes)) if len(mesh) == len(axes)]
+    for mesh in (sizes or [[devices, *(1 for _ in axes[1:])]])[:MAX_MESHES]:
+        yield mesh_text(dict(zip(axes, mesh, strict=True)))
+
+
+def _as_row(
+    name: str, mesh: str, layout: str, seconds: float | None, peak: float, sent: float, of: Plan
+) -> dict[str, Any]:  # fmt: skip
+    """A row of layouts for the page: texts and numbers of its step time (seconds), peak memory and bytes sent; ``of``: a plan on
+    the same chip."""
+    chip = of.chip
+    return {
+        "name": name, "mesh": mesh, "layout": layout, "rules": statements(layout), "seconds": seconds, "peak": peak,
+        "sent": sent, "fits": None if chip is None else peak <= chip.per_device().hbm,
+        "texts": [format_seconds(seconds) if seconds is not None else "–", format_memory(peak)],
+    }  # fmt: skip
+
+
+def _better(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Sort key, best first: rows that fit, then by step time, then by peak."""
+    return (row["fits"] is False, row["seconds"] or 0.0, row["peak"])
+
+
+def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    return all(a[k] == b[k] for k in ("mesh", "seconds", "peak", "sent"))

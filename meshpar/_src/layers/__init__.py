@@ -1,0 +1,1 @@
+"""What models call: attention, mixtures of experts, microbatches, precision, checkpoint policies."""

@@ -1,0 +1,208 @@
+"""``attention``: one op, whose sequence a layout may shard, by a ring, by Ulysses' all-to-alls, or with all-gathered K and V.
+
+It consists of two opaque ops with factor rules, forward and backward. The backward op reads the saved output and log-sum-exp, so
+that the forward op is not recomputed. The result does not depend on the layout.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from meshpar_kernels.attention import api
+from meshpar_kernels.attention.costs import sends as sends_of
+from meshpar_kernels.attention.costs import work as work_of
+
+from ...errors import MeshparError, RankError
+from ..compat.jax import default_promotion
+from ..program.declare import kernel_rule
+from ..program.kernels import KernelSend, KernelWork, ShardCounts
+
+__all__ = ["attention"]
+
+Options = tuple[tuple[str, Any], ...]
+OUT = "batch {seq} (kv_heads group) value_dim!"
+ROWS = "batch {seq} (kv_heads group)"
+
+
+@default_promotion()
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    causal: bool = False,
+    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    strategy: str | None = None,
+    zigzag: int = 1,
+    implementation: str | None = None,
+    **tuning: Any,
+) -> jax.Array:
+    """Attention whose batch, heads and sequence a layout may shard: ``seq: context`` is context parallelism.
+
+    Sharded batch and heads need no communication. For a sharded sequence, ``strategy`` is ``"ring"`` (K and V circulate while
+    attention is computed; Liu et al. 2023), ``"ulysses"`` (all-to-alls exchange the sequence for heads; Jacobs et al. 2023) or
+    ``"gathered"`` (K and V are all-gathered); None: the one that :func:`meshpar_kernels.attention_costs` estimates as fastest for
+    the shapes on one device. The plan lists the collectives of both passes and counts the memory. Scores [seq, seq] are never
+    stored. Give the sequence dims of q and of k and v the same name (no ``rename``), since they are one dim of this op; if their
+    sizes differ, the sequence is all-gathered.
+
+    Args:
+      q: [batch, seq, heads, head_dim]; float32, bfloat16 or float16.
+      k: [batch, seq, kv_heads, head_dim]; heads are a multiple of kv_heads. v: [batch, seq, kv_heads, any].
+      causal, segment_ids, window, scale, softcap, implementation: as in :func:`meshpar_kernels.ring_attention`, for global arrays.
+      strategy: see above; only for a sharded sequence.
+      zigzag: the number of devices for which the tokens are in the order of :func:`meshpar_kernels.zigzag`, which balances causal
+        attention over that many shards of the sequence. It determines the positions of tokens, so the result depends on it.
+      tuning: ``both_ways``, ``chunks``, ``scatter`` as in ``ring_attention``.
+
+    Returns:
+      [batch, seq, heads, any], q's dtype. Differentiable in q, k and v.
+
+    Raises:
+      MeshparError: shapes or options that do not fit; when planned, a strategy that the sharding does not allow.
+
+    Example:
+      >>> q = k = v = jnp.ones((2, 64, 4, 16))
+      >>> attend = mp.jit(
+      ...     lambda q, k, v: mp.layers.attention(q, k, v, causal=True), mesh=mesh, layout="batch: model; seq: data",
+      ...     dims={"*": "batch seq heads head_dim"},
+      ... )
+      >>> attend(q, k, v).shape
+      (2, 64, 4, 16)
+    """
+    ids = () if segment_ids is None else segment_ids if isinstance(segment_ids, tuple) else (segment_ids,)
+    for name, x in {"q": q, "k": k, "v": v}.items():
+        if x.ndim != 4:
+            raise RankError(
+                f"attention: {name} must be [batch, seq, heads, head_dim], got rank {x.ndim}",
+                shape=x.shape,
+                fixes=[f"reshape {name} to [batch, seq, heads, head_dim]; a dim may be of size 1"],
+            )
+    together = q.shape[1] == k.shape[1]
+    options = {
+        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "strategy": strategy, "zigzag": zigzag,
+        "implementation": implementation, **tuning,
+    }  # fmt: skip
+    static = tuple(sorted(options.items()))
+    _plan(
+        _unpack((q, k, v, *ids), len(ids)), {}, {**options, "strategy": "ring"}
+    )  # on one device: all but the strategy
+    if strategy not in (None, "ring"):
+        _plan(_unpack((q, k, v, *ids), len(ids)), {}, options)
+    return _attend(static, together, q, k, v, *ids)
+
+
+def _unpack(args: Sequence[Any], ids: int) -> api.Operands:
+    """q, k, v and ``ids`` arrays of segment ids, without the arguments after them."""
+    return api.Operands(*args[: 3 + ids])
+
+
+def _plan(
+    operands: api.Operands,
+    axes: Mapping[str, tuple[str, ...]],
+    options: Mapping[str, Any],
+    sizes: Mapping[str, int] | None = None,
+) -> api.Plan:
+    """The :class:`Plan` of ``meshpar_kernels.ring_attention``: the strategy, kernel and block sizes for the operands of
+    one device.
+
+    Args:
+      operands: q, k, v and segment ids; shards, or their ``ShapeDtypeStruct``s.
+      axes: ``"seq"`` → the mesh axes that shard the sequence; other factors are ignored.
+      options: keyword arguments of ``ring_attention.Options``.
+      sizes: mesh axis → size; None: as in the surrounding ``shard_map``.
+
+    Raises:
+      MeshparError: shapes or options that do not fit.
+    """
+    over = {a: lax.axis_size(a) if sizes is None else sizes[a] for a in axes.get("seq", ())}
+    try:
+        return api.plan(operands, {a: n for a, n in over.items() if n > 1}, api.Options(**options))
+    except ValueError as error:
+        raise MeshparError(
+            str(error).replace("ring_attention:", "attention:", 1),
+            fixes=["sizes, axes and options as in the docstring of mp.layers.attention"],
+        ) from None
+
+
+# -- the two ops
+
+
+@functools.cache
+def _ops(ids: int, together: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """(forward, backward) ops for ``ids`` arrays of segment ids; ``together``: the sequences of queries and keys are one dim."""
+    seq, keys = ("seq~", "seq~") if together else ("seq!", "kv_seq!")
+    q, k = f"batch {seq} (kv_heads group) head_dim!", f"batch {keys} kv_heads head_dim!"
+    v, out, rows = f"batch {keys} kv_heads value_dim!", OUT.format(seq=seq), ROWS.format(seq=seq)
+    operands = [q, k, v, *[f"batch {seq}", f"batch {keys}"][:ids]]
+    forward_text = f"{', '.join(operands)} -> {out}, {rows}"
+    backward_text = f"{', '.join([*operands, out, rows, out])} -> {q}, {k}, {v}"
+
+    def forward_local(*args: Any, axes: Mapping[str, tuple[str, ...]], **options: Any) -> Any:
+        operands = _unpack(args, ids)
+        return api.forward(_plan(operands, axes, options), operands)
+
+    def backward_local(*args: Any, axes: Mapping[str, tuple[str, ...]], **options: Any) -> Any:
+        operands, (out, lse, grad) = _unpack(args, ids), args[3 + ids :]
+        return api.backward(_plan(operands, axes, options), operands, out, lse, grad)
+
+    def sends(avals: Sequence[Any], parts: ShardCounts, *, way: int, **options: Any) -> list[KernelSend]:
+        """The collectives of one pass on one device; ``way`` is 0 for the forward pass, and 1 for the backward pass."""
+        operands = _unpack(avals, ids)
+        c, strategy = _plan(operands, parts.axes, options, parts.sizes)
+        sent = sends_of(c, strategy, *operands[:3], segments=ids)[way]
+        over = [c.axes if s.stage is None else s.stage[:1] for s in sent]
+        return [
+            KernelSend(s.op, (), tuple(s.shape), s.dtype, s.why, s.times, axes=a)
+            for s, a in zip(sent, over, strict=True)
+        ]
+
+    def works(avals: Sequence[Any], parts: ShardCounts, *, way: int, **options: Any) -> KernelWork:
+        operands = _unpack(avals, ids)
+        c, strategy = _plan(operands, parts.axes, options, parts.sizes)
+        return KernelWork(*work_of(c, strategy, *operands[:3])[way])
+
+    def op(text: str, local: Callable[..., Any], way: int, name: str) -> Callable[..., Any]:
+        """The kernel with the rule ``text`` and the name ``name``; ``local`` computes it on the shards of one device."""
+
+        def unsharded(*args: Any, **options: Any) -> Any:
+            return local(*args, axes={}, **options)
+
+        unsharded.__name__ = name
+        rule = kernel_rule(
+            text, local=local, sends=functools.partial(sends, way=way), works=functools.partial(works, way=way)
+        )
+        return rule(unsharded)
+
+    return op(forward_text, forward_local, 0, "attention"), op(backward_text, backward_local, 1, "attention backward")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(options: Options, together: bool, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> jax.Array:
+    return _ops(len(ids), together)[0](q, k, v, *ids, **dict(options))[0]
+
+
+@default_promotion()
+def _attend_fwd(options: Options, together: bool, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> Any:
+    out, lse = _ops(len(ids), together)[0](q, k, v, *ids, **dict(options))
+    return out, (q, k, v, ids, out, lse)
+
+
+@default_promotion()
+def _attend_bwd(options: Options, together: bool, saved: Any, grad: jax.Array) -> Any:
+    q, k, v, ids, out, lse = saved
+    grads = _ops(len(ids), together)[1](q, k, v, *ids, out, lse, grad.astype(jnp.result_type(out)), **dict(options))
+    return *grads, *(np.zeros(x.shape, jax.dtypes.float0) for x in ids)
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)

@@ -1,0 +1,221 @@
+"""How tokens and experts meet on a mesh: over which axes they are exchanged, by which strategy, with how large a buffer.
+
+To add a strategy or a kernel that copies rows, add an entry to :data:`STRATEGIES` or :data:`EXCHANGES`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ....errors import MeshparError
+
+__all__ = ["EXCHANGES", "KERNELS", "STRATEGIES", "Exchange", "ExchangeSizes", "choose_exchange"]
+
+EXCHANGES = {"padded": False, "pallas": True, "pallas_tpu": True, "pallas_gpu": True}
+"""Name of the all-to-all of the "a2a" strategy → whether a kernel makes it, which sends only the rows in use."""
+
+KERNELS = tuple(name for name, is_kernel in EXCHANGES.items() if is_kernel)
+"""The implementations that are kernels; every op of a mixture of experts with a kernel has the same names."""
+
+
+@dataclass(frozen=True)
+class ExchangeSizes:
+    """The shapes on one device, and the mesh axes that split tokens and experts.
+
+    Attributes:
+      token_axes: mesh axes that split the tokens.
+      expert_axes: for each dim of the experts, the mesh axes that split it.
+      sizes: mesh axis → number of devices.
+      tokens: T, tokens per device.
+      k: largest number of experts per token.
+      embed: H, elements per token.
+      local_experts: experts per device.
+      weights: elements of all expert matrices per device.
+      rate: average number of experts per token: k, or the capacity factor of Expert Choice.
+      most_per_expert: the capacity of an expert over all devices, in rows; None: no capacity.
+      slack: size of a buffer, relative to a balanced load; at least 1.
+      distinct: the experts of a token are known to differ.
+      exchange: a key of :data:`EXCHANGES`; None: "padded".
+    """
+
+    token_axes: Sequence[str]
+    expert_axes: Sequence[Sequence[str]]
+    sizes: Mapping[str, int]
+    tokens: int
+    k: int
+    embed: int
+    local_experts: int
+    weights: int
+    rate: float
+    most_per_expert: int | None
+    slack: float
+    distinct: bool = True
+    exchange: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check ``exchange`` and ``slack``; a MeshparError names the one out of range."""
+        if self.exchange is not None and self.exchange not in EXCHANGES:
+            raise MeshparError(
+                f"moe: exchange must be one of {', '.join(EXCHANGES)} or None, got {self.exchange!r}",
+                fixes=["leave exchange out for the default"],
+            )
+        if self.slack < 1:
+            raise MeshparError(
+                f"moe: slack={self.slack} must be at least 1, which is room for a balanced load",
+                fixes=["slack=1.25 has room for a quarter more than a balanced load"],
+            )
+
+    @functools.cached_property
+    def over(self) -> tuple[str, ...]:
+        """Mesh axes that split both tokens and experts."""
+        return tuple(a for axes in self.expert_axes for a in axes if a in self.token_axes)
+
+    @functools.cached_property
+    def rest(self) -> tuple[str, ...]:
+        """Mesh axes that split experts only."""
+        return tuple(a for axes in self.expert_axes for a in axes if a not in self.token_axes)
+
+    @property
+    def devices(self) -> int:
+        """Number of devices along :attr:`over`."""
+        return math.prod(self.sizes[a] for a in self.over)
+
+    @property
+    def parts(self) -> int:
+        """Number of devices along :attr:`rest`."""
+        return math.prod(self.sizes[a] for a in self.rest)
+
+    @property
+    def only_rows_in_use(self) -> bool:
+        """Whether "a2a" sends only the rows in use, not full buffers."""
+        return self.exchange is not None and EXCHANGES[self.exchange]
+
+    @property
+    def can_gather_experts(self) -> bool:
+        """Whether all-gathering the experts over :attr:`over` gives a contiguous block of each dim: in no dim is an axis of
+        ``over`` major to an axis of ``rest``."""
+        over, rest = set(self.over), set(self.rest)
+        return all(not over & set(axes[:i]) for axes in self.expert_axes for i, a in enumerate(axes) if a in rest)
+
+    def buffer(self, tokens: int, experts: int, share: float) -> tuple[int, int]:
+        """(rows of a buffer, rows that any load can need) for some tokens of which each chooses among all experts, where the
+        buffer receives the choices of ``experts`` experts, the fraction ``share`` of all."""
+        limit = tokens * (min(self.k, experts) if self.distinct else self.k)
+        if self.most_per_expert is not None:
+            limit = min(limit, experts * self.most_per_expert)
+        limit = max(limit, 1)
+        if share == 1 and self.rate == self.k:  # every choice is on this device, whatever the load
+            return limit, limit
+        tile = 16 if self.only_rows_in_use else 8  # kernels copy full tiles
+        rows = math.ceil(self.slack * tokens * self.rate * share)
+        return max(min(-(-rows // tile) * tile, limit), 1), limit
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How one device takes part in the exchange.
+
+    Attributes:
+      strategy: a key of :data:`STRATEGIES`.
+      over: mesh axes that split both tokens and experts; the exchange runs over all of them at once.
+      rest: mesh axes that split experts only; results are all-reduced over them.
+      rows: rows of a buffer ("a2a": of the buffer for each other device).
+      max_rows: rows that a buffer would need for the worst load; if above ``rows``, there may be further rounds.
+      devices: number of devices along ``over``.
+      rows_sent: rows that "a2a" sends to each other device: a full buffer, or, by a kernel, the rows in use of a balanced load.
+    """
+
+    strategy: str
+    over: tuple[str, ...]
+    rest: tuple[str, ...]
+    rows: int
+    max_rows: int
+    devices: int
+    rows_sent: int
+
+    @property
+    def rounds(self) -> int:
+        """Number of rounds that the worst load needs."""
+        return max(1, -(-self.max_rows // self.rows))
+
+    @property
+    def moves_tokens(self) -> bool:
+        """Whether tokens are sent to other devices."""
+        return STRATEGIES[self.strategy].moves_tokens
+
+
+class Strategy(NamedTuple):
+    """One way for tokens to reach the experts of A devices along the shared axes.
+
+    Attributes:
+      buffer: (rows, rows of the worst load) of a buffer.
+      cost: elements that a device sends in one direction, divided by A - 1.
+      moves_tokens: tokens are sent to other devices.
+    """
+
+    buffer: Callable[[ExchangeSizes], tuple[int, int]]
+    cost: Callable[[ExchangeSizes], float]
+    moves_tokens: bool
+
+
+def _rows_sent(p: ExchangeSizes) -> int:
+    rows, _ = STRATEGIES["a2a"].buffer(p)
+    return min(math.ceil(p.tokens * p.rate / (p.devices * p.parts)), rows) if p.only_rows_in_use else rows
+
+
+def _all_experts(p: ExchangeSizes) -> tuple[int, int]:
+    return p.buffer(p.tokens, p.local_experts * p.devices, 1 / p.parts)
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "a2a": Strategy(
+        lambda p: p.buffer(p.tokens, p.local_experts, 1 / (p.devices * p.parts)),
+        lambda p: _rows_sent(p) * p.embed,
+        True,
+    ),
+    "ring": Strategy(
+        lambda p: p.buffer(p.tokens * p.devices, p.local_experts, 1 / (p.devices * p.parts)),
+        lambda p: p.tokens * p.embed,
+        True,
+    ),
+    "dense": Strategy(_all_experts, lambda p: p.weights / 2, False),  # sent once, where tokens are sent and returned
+    "local": Strategy(_all_experts, lambda p: 0, False),
+}
+"""Strategies by name.
+
+- ``"a2a"``: an all-to-all sends each token to the devices of its experts; another returns the results.
+- ``"ring"``: tokens are all-gathered, results are reduce-scattered.
+- ``"dense"``: the experts' weights are all-gathered, tokens stay.
+- ``"local"``: tokens and experts share no axis, so that nothing is exchanged. Never chosen otherwise.
+"""
+
+
+def choose_exchange(problem: ExchangeSizes, strategy: str | None = None) -> Exchange:
+    """The :class:`Exchange` by the named strategy; without a name, by the one with the lowest :attr:`Strategy.cost`.
+
+    Raises:
+      MeshparError: an unknown strategy, or "dense" where the order of the mesh axes does not allow it.
+    """
+    named = [name for name in STRATEGIES if name != "local"]
+    if strategy is not None and strategy not in named:
+        raise MeshparError(
+            f"moe: strategy must be one of {', '.join(named)} or None, got {strategy!r}",
+            fixes=["leave strategy out for the default"],
+        )
+    if not problem.over:
+        strategy = "local"
+    elif strategy == "dense" and not problem.can_gather_experts:
+        raise MeshparError(
+            'moe: strategy="dense" cannot all-gather experts over an axis that is major to another axis of theirs',
+            fixes=['another order of the axes of `expert`, or strategy="a2a"'],
+        )
+    elif strategy is None:
+        possible = [name for name in named if name != "dense" or problem.can_gather_experts]
+        strategy = min(possible, key=lambda name: STRATEGIES[name].cost(problem))
+    rows, max_rows = STRATEGIES[strategy].buffer(problem)
+    sent = _rows_sent(problem) if strategy == "a2a" else 0
+    return Exchange(strategy, problem.over, problem.rest, rows, max_rows, problem.devices, sent)

@@ -1,0 +1,75 @@
+"""A mixture of experts as a Linen module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from .layer import MoEAux, moe_of_weights, weights_of_module
+from .routers import update_bias
+
+__all__ = ["MoE"]
+
+_NAMES = {"router": "router_kernel", "noise": "router_noise"}
+"""Names of parameters that differ from those of :func:`weights_of_module`."""
+
+
+class MoE(nn.Module):
+    """A mixture of SwiGLU experts; its weights have the names of their dims as logical metadata, as in ``layers.moe.nnx.MoE``.
+
+    The balancing bias of "deepseek_v3" is ``bias`` in the collection ``moe``; where that is mutable, a call moves it by
+    ``bias_rate``.
+
+    Attributes:
+      mlp: hidden width of one expert.
+      experts: E.
+      k: experts a token goes to.
+      router: "deepseek_v3", "top_k", "switch", "switch_max", "ntlb", "gshard", "noisy_top_k",
+        "expert_choice".
+      shared: number of experts that every token goes to.
+      capacity, groups, strategy, slack, exchange: as in :func:`meshpar.layers.moe`.
+      router_options: further arguments of the router.
+      bias_rate: by how much the bias moves in a step.
+      param_dtype: of the weights; the router's are float32.
+    """
+
+    mlp: int
+    experts: int
+    k: int
+    router: str = "deepseek_v3"
+    shared: int = 0
+    capacity: float | None = None
+    groups: int = 1
+    strategy: str | None = None
+    slack: float = 1.25
+    exchange: str | None = None
+    router_options: Mapping[str, Any] | None = None
+    bias_rate: float = 1e-3
+    param_dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, mask: jax.Array | None = None, key: jax.Array | None = None
+    ) -> tuple[jax.Array, MoEAux]:
+        """([*tokens, embed], losses, load and drops), of x [*tokens, embed]; see ``layers.moe.nnx.MoE``."""
+        weights: dict[str, Any] = {}
+        bias: Any = None
+        for name, w in weights_of_module(x.shape[-1], self.mlp, self.experts, self.router, self.shared).items():
+            init = nn.with_logical_partitioning(w.init, w.dims)
+            dtype = jnp.float32 if w.is_float32 else self.param_dtype
+            if name != "bias":
+                weights[name] = self.param(_NAMES.get(name, name), init, w.shape, dtype)
+                continue
+            bias = self.variable("moe", "bias", init, None, w.shape, dtype)
+            weights["bias"] = bias.value
+        y, aux = moe_of_weights(
+            x, weights, router=self.router, k=self.k, key=key, mask=mask, capacity=self.capacity, groups=self.groups,
+            strategy=self.strategy, slack=self.slack, exchange=self.exchange, **(self.router_options or {}),
+        )  # fmt: skip
+        if bias is not None and self.is_mutable_collection("moe") and not self.is_initializing():
+            bias.value = update_bias(bias.value, aux.load, self.bias_rate)
+        return y, aux

@@ -1,0 +1,274 @@
+"""``mp.train.offload``: an optax transformation whose moments are stored in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from ...errors import UnsupportedError
+from ..compat.jax import body_operands, make_jaxpr, source_line
+from ..rules import bodies, primitive
+
+_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+def offload(tx: optax.GradientTransformation, *, layers: int | None = None) -> optax.GradientTransformation:
+    """An optax transformation with the moments of ``tx`` in host memory; a step copies a few at a time to the device.
+
+    ``opt = mp.train.offload(optax.adamw(1e-3), layers=32)``: updates and state equal the ones of ``tx``, up to the rounding of
+    another program. Parameters with a leading dim of ``layers`` (stacked, for ``jax.lax.scan``) are updated in a loop over it: the
+    moments of the next layer are copied to the device while the new moments of this one are copied back, so that a device needs
+    memory for the moments of two layers. The other parameters are updated one after the other, each while the moments of the next
+    one are copied. The TPU compiler (libtpu 0.0.42) starts these copies before the backward pass: all their moments are on the
+    device then. ``plan.transfers`` has the copies, and ``plan.time.to_host`` and ``to_device`` their seconds. Create the state
+    with :func:`meshpar.init`, which leaves the moments in host memory. Under ``jax.vmap``, leave ``layers`` out: JAX cannot select
+    layers of batched arrays in host memory.
+
+    Args:
+      tx: updates every parameter independently of the others, with ``layers`` also every element (``optax.adamw``,
+        ``scale_by_adam``, ``lion``, ``sgd`` with momentum). Chain others around it:
+        ``optax.chain(optax.clip_by_global_norm(1.0), mp.train.offload(optax.adamw(1e-3)))``.
+      layers: leading size of the stacked parameters. None: every parameter is updated at once. Leave it out where the layout shards
+        the stacked dim (a pipeline), and where it shards the moments otherwise than the gradients (``opt.embed: data``).
+
+    Returns:
+      A transformation whose state has the structure of the state of ``tx``. Scalars, and leaves that belong to no parameter (step
+      counts) are in device memory.
+
+    Raises:
+      UnsupportedError: (when called) ``tx`` mixes parameters or stacked elements; no parameter has ``layers`` layers.
+
+    Example:
+      >>> import optax
+      >>> opt = mp.train.offload(optax.adam(1e-3))
+      >>> state = opt.init(params)
+      >>> state[0].mu["up"].sharding.memory_kind
+      'pinned_host'
+      >>> updates, state = jax.jit(opt.update)(jax.grad(loss_of)(params, x), state, params)
+    """
+
+    def init(params: Any) -> Any:
+        """The state of ``tx``, with the moments in host memory."""
+        state = tx.init(params)
+        owners = _owners(tx, state, params)
+        leaves, tree = jax.tree.flatten(state)
+        return tree.unflatten(
+            [jax.device_put(x, _HOST) if k >= 0 and jnp.ndim(x) else x for x, k in zip(leaves, owners, strict=True)]
+        )
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        """The updates and the new state of ``tx``."""
+        step = _Step(tx, _owners(tx, state, updates), updates, state, params)
+        stacked = [k for k, x in enumerate(step.updates) if layers is not None and jnp.ndim(x) > 1 and len(x) == layers]
+        if layers is not None and not stacked:
+            raise UnsupportedError(
+                f"mp.train.offload: no parameter has {layers} layers: none has this leading size",
+                fixes=["layers= is the number of layers of stacked parameters; leave it out where none are stacked"],
+            )
+        step.check(stacked)
+        if stacked:
+            step.in_loop(stacked, layers or 0)
+        step.sequentially([k for k in range(len(step.updates)) if k not in set(stacked)])
+        return step.result()
+
+    return optax.GradientTransformation(init, update)
+
+
+def _owners(tx: optax.GradientTransformation, state: Any, params: Any) -> list[int]:
+    """For each leaf of an optimizer state, the index of the parameter that it belongs to; -1: to none."""
+    leaves, tree = jax.tree.flatten(params)
+    indices = tree.unflatten(range(len(leaves)))
+    owners = optax.tree_utils.tree_map_params(
+        tx,
+        lambda x, k: jax.tree.map(lambda _: k, x),
+        state,
+        indices,
+        transform_non_params=lambda x: jax.tree.map(lambda _: -1, x),
+    )
+    return jax.tree.leaves(owners)
+
+
+class _Leaves(NamedTuple):
+    """Arrays of some parameters: their updates, values (empty: ``tx`` is called without parameters) and leaves of the state."""
+
+    updates: tuple[Any, ...]
+    params: tuple[Any, ...]
+    state: tuple[Any, ...]
+
+
+class _Step:
+    """One update of an offloaded transformation, a few parameters at a time.
+
+    Attributes:
+      owners: as :func:`_owners`.
+      updates, params, state: the leaves, which the parts replace.
+      shared: the new leaves of the state that belong to no parameter; None: no part was updated yet.
+    """
+
+    def __init__(self, tx: optax.GradientTransformation, owners: list[int], updates: Any, state: Any, params: Any):
+        """An update without computed parts."""
+        self.tx, self.owners = tx, owners
+        self.updates, self.tree = jax.tree.flatten(updates)
+        self.params = [] if params is None else self.tree.flatten_up_to(params)
+        self.state, self.state_tree = jax.tree.flatten(state)
+        self.paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(updates)]
+        self.scalars = [x for x, k in zip(self.state, owners, strict=True) if k < 0]
+        self.shared: list[Any] | None = None
+
+    def of(self, some: Sequence[int]) -> list[int]:
+        """The indices of the leaves of the state that belong to some parameters."""
+        return [i for i, k in enumerate(self.owners) if k in set(some)]
+
+    def part(self, some: Sequence[int], leaves: _Leaves) -> tuple[tuple[Any, ...], tuple[Any, ...], list[Any]]:
+        """``tx.update`` for some parameters: updates, leaves of the state, and leaves that belong to no parameter."""
+        absent = optax.MaskedNode()
+        rest = iter(self.scalars)
+        mine = dict(zip(self.of(some), leaves.state, strict=True))
+        state = [next(rest) if k < 0 else mine.get(i, absent) for i, k in enumerate(self.owners)]
+
+        def tree(arrays: Sequence[Any]) -> Any:
+            """A tree of the parameters with these arrays for some of them."""
+            given = dict(zip(some, arrays, strict=True))
+            return self.tree.unflatten([given.get(k, absent) for k in range(len(self.updates))])
+
+        params = tree(leaves.params) if leaves.params else None
+        updates, state = self.tx.update(tree(leaves.updates), self.state_tree.unflatten(state), params)
+        new = jax.tree.leaves(state)
+        kinds = [k for k in self.owners if k < 0 or k in set(some)]
+        of_some = tuple(x for x, k in zip(new, kinds, strict=True) if k >= 0)
+        return tuple(jax.tree.leaves(updates)), of_some, [x for x, k in zip(new, kinds, strict=True) if k < 0]
+
+    def leaves(self, some: Sequence[int]) -> _Leaves:
+        """The arrays of some parameters."""
+        params = tuple(self.params[k] for k in some) if self.params else ()
+        return _Leaves(tuple(self.updates[k] for k in some), params, tuple(self.state[i] for i in self.of(some)))
+
+    def store(self, some: Sequence[int], updates: Sequence[Any], state: Sequence[Any], shared: list[Any]) -> None:
+        """Keep the results of some parameters; their moments are in host memory already."""
+        for k, x in zip(some, updates, strict=True):
+            self.updates[k] = x
+        for i, x in zip(self.of(some), state, strict=True):
+            self.state[i] = x
+        self.shared = shared
+
+    def in_loop(self, some: Sequence[int], layers: int) -> None:
+        """Update stacked parameters in a loop over their layers; the moments of the next layer are copied meanwhile."""
+        arrays = self.leaves(some)
+
+        def at(stacks: tuple[Any, ...], i: Any) -> tuple[Any, ...]:
+            """Layer i of each stack."""
+            return tuple(lax.dynamic_index_in_dim(x, i, 0, keepdims=False) for x in stacks)
+
+        def put(stacks: tuple[Any, ...], layer: tuple[Any, ...], i: Any) -> tuple[Any, ...]:
+            """The stacks with another layer i."""
+            return tuple(lax.dynamic_update_index_in_dim(x, y, i, 0) for x, y in zip(stacks, layer, strict=True))
+
+        def updated(i: Any, updates: Any, state: Any, current: Any) -> tuple[Any, Any, list[Any]]:
+            """The stacks with layer i updated, from its moments on the device."""
+            layer = _Leaves(at(updates, i), at(arrays.params, i), current)
+            new, moments, shared = self.part(some, layer)
+            return put(updates, new, i), put(state, jax.device_put(moments, _HOST), i), shared
+
+        def body(i: Any, carry: Any) -> Any:
+            """Update layer i while the moments of the next layer are copied to the device."""
+            updates, state, current, _ = carry
+            following = jax.device_put(at(state, i + 1), _DEVICE)
+            updates, state, shared = updated(i, updates, state, current)
+            return updates, state, following, shared
+
+        first = jax.device_put(at(arrays.state, 0), _DEVICE)
+        carry = arrays.updates, arrays.state, first, self.scalars
+        updates, state, last, _ = lax.fori_loop(0, layers - 1, body, carry)
+        self.store(some, *updated(layers - 1, updates, state, last))
+
+    def sequentially(self, some: Sequence[int]) -> None:
+        """Update parameters one after the other; the moments of the next one are copied meanwhile."""
+        before: tuple[Any, ...] = ()  # the update before the last one: the next copy starts after it
+        last: tuple[Any, ...] = ()
+        for k in some:
+            arrays = self.leaves([k])
+            stored = [x if jnp.ndim(x) else None for x in arrays.state]
+            if before and any(x is not None for x in stored):
+                stored, _ = lax.optimization_barrier((stored, before))
+            moments = tuple(
+                x if y is None else jax.device_put(y, _DEVICE) for x, y in zip(arrays.state, stored, strict=True)
+            )
+            new, state, shared = self.part([k], arrays._replace(state=moments))
+            before, last = last, new
+            self.store([k], new, tuple(jax.device_put(x, _HOST) if jnp.ndim(x) else x for x in state), shared)
+
+    def result(self) -> tuple[Any, Any]:
+        """The updates and the new state."""
+        rest = iter(self.scalars if self.shared is None else self.shared)
+        state = [next(rest) if k < 0 else x for x, k in zip(self.state, self.owners, strict=True)]
+        return self.tree.unflatten(self.updates), self.state_tree.unflatten(state)
+
+    def check(self, stacked: Sequence[int]) -> None:
+        """Trace the update of all parameters at once, and refuse one that mixes them.
+
+        Raises:
+          UnsupportedError: a result depends on several parameters, or on several layers of a stacked one.
+        """
+        every = range(len(self.updates))
+        flat, tree = jax.tree.flatten(self.leaves(every))
+        avals = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x) if hasattr(x, "dtype") else None) for x in flat]
+        closed = make_jaxpr(lambda *xs: self.part(every, tree.unflatten(xs)), *avals)
+        of_state = [k for k in self.owners if k >= 0]
+        marks = [_Mark(frozenset({k})) for k in (*every, *(every if self.params else ()), *of_state)]
+        found = _marks(closed.jaxpr, marks)
+        expected = [*every, *of_state, *(-1 for k in self.owners if k < 0)]
+        for mark, k in zip(found, expected, strict=True):
+            others = sorted(mark.owners - {k})
+            if others:
+                names = ", ".join(self.paths[j] for j in others[:2])
+                of = f"the update of {self.paths[k]}" if k >= 0 else "a leaf of its state that belongs to no parameter"
+                raise UnsupportedError(
+                    f"mp.train.offload: {of} depends on other parameters ({names}), which are updated separately",
+                    fixes=[
+                        "offload the rest: optax.chain(optax.clip_by_global_norm(1.0), mp.train.offload(optax.adam(1e-3)))"
+                    ],
+                )
+            if k in stacked and mark.mixed is not None:
+                raise UnsupportedError(
+                    f"mp.train.offload: {mark.mixed.primitive.name} is not elementwise: it may mix the layers of {self.paths[k]}",
+                    source=source_line(mark.mixed),
+                    fixes=["leave out layers=, so that every parameter is updated at once"],
+                )
+
+
+class _Mark(NamedTuple):
+    """The dependencies of a value: indices of parameters, and an op that is not elementwise, if one is on the way."""
+
+    owners: frozenset[int] = frozenset()
+    mixed: Any = None
+
+
+def _marks(jaxpr: Any, marks: Sequence[_Mark]) -> list[_Mark]:
+    """The marks of the results of a jaxpr, from the marks of its operands; results of control flow depend on all operands."""
+    known = dict(zip(jaxpr.invars, marks, strict=True))
+
+    def of(var: Any) -> _Mark:
+        """The mark of a variable; of literals and constants, none."""
+        return known.get(var, _Mark()) if not hasattr(var, "val") else _Mark()
+
+    for eqn in jaxpr.eqns:
+        ins = [of(v) for v in eqn.invars]
+        if primitive(eqn.primitive.name).call:
+            (body,) = bodies(eqn)
+            outs = _marks(body, body_operands(eqn, ins))
+        else:
+            owners = frozenset().union(*(m.owners for m in ins))
+            owned = [v.aval.shape for v, m in zip(eqn.invars, ins, strict=True) if m.owners]
+            elementwise = primitive(eqn.primitive.name).elementwise and all(
+                out.aval.shape == shape for out in eqn.outvars for shape in owned
+            )
+            mixed = next((m.mixed for m in ins if m.mixed is not None), None)
+            mixed = eqn if mixed is None and owners and not elementwise else mixed
+            outs = [_Mark(owners, mixed)] * len(eqn.outvars)
+        known.update(zip(eqn.outvars, outs, strict=True))
+    return [of(v) for v in jaxpr.outvars]

@@ -1,0 +1,77 @@
+"""Collective matmuls as rings or kernels: all-gather and matmul, or matmul and reduce-scatter, chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax import lax
+
+from meshpar_kernels.collective_matmul import dots_scatter, gather_dots
+
+from ..plan.steps import GatherRing, Reduce, ReduceRing, Reshard, Shard
+from ..program.ir import Op, Value
+from ..rules.contract import dot_of
+from ..rules.spmd import Grid
+
+
+def run_gather_ring(step: Reshard, ring: GatherRing, x: dict[Shard, Any], grid: Grid) -> None:
+    """Compute all matmuls of an all-gathered operand and, if other ops read it, the operand; the results are added to ``x``."""
+    shard = x[step.source]
+    others = [dot.op.eqn.invars[1 - dot.side].val if dot.other is None else x[dot.other] for dot in ring.dots]
+    dots = [dot_of(dot.op.eqn, dot.side) for dot in ring.dots]
+    major, minor = grid.ring(ring.axes)
+    if minor:
+        shard = lax.all_gather(shard, minor, axis=ring.dim, tiled=True)
+    around = major[0] if len(major) == 1 else major
+    if ring.fused is not None:
+        results = ring.fused(shard, others, around)
+    else:
+        results = gather_dots(shard, others, dots, around, ring.dim, keep=ring.keep_gathered)
+    if ring.keep_gathered:
+        x[step.result] = results.pop()
+    x.update((dot.result, y) for dot, y in zip(ring.dots, results, strict=True))
+
+
+def run_reduce_ring(step: Reduce, ring: ReduceRing, x: dict[Shard, Any], grid: Grid) -> Any:
+    """The reduce-scatter of a sum of matmuls over the ring of its axes (:meth:`rules.spmd.Grid.ring`)."""
+    matmuls: list[tuple[Op, Sequence[Any]]] = [x[shard] for shard, _ in ring.leaves]
+    operands = [(xs[0], xs[1]) for _, xs in matmuls]
+    axes, dtype = grid.ring(ring.axes)[0], step.result.value.aval.dtype
+    major = axes[0] if len(axes) == 1 else axes
+    finish = _finish(step.source.value, [op for op, _ in matmuls])
+    if ring.fused is not None:
+        result = ring.fused(operands, major)
+        return result if len(ring.leaves) > 1 else finish([result])
+    dots = [dot_of(op.eqn, 0) for op, _ in matmuls]
+    dims = [d for _, d in ring.leaves]
+    return dots_scatter(operands, dots, dims, major, ring.dim, dtype, finish=finish, comm_dtype=dtype)
+
+
+def _finish(value: Value, leaves: Sequence[Op]) -> Callable[[list[Any]], Any]:
+    """A function from chunks of the matmuls to a chunk of the sum: it applies the transposes and additions between them."""
+    position = {op: k for k, op in enumerate(leaves)}
+
+    def sum_of(chunks: list[Any]) -> Any:
+        """The chunk of ``value``, computed from chunks of the matmuls by the additions and transposes of the program."""
+        made: dict[Value, Any] = {}
+        pending = [value]
+        while pending:  # not recursive: a sum may have more terms than Python's stack
+            item = pending[-1]
+            op = item.op
+            assert op is not None
+            operands = [v for v in op.ins if v is not None]
+            unknown = [] if item in made or op in position else [v for v in operands if v not in made]
+            if unknown:
+                pending += reversed(unknown)
+                continue
+            pending.pop()
+            if op in position:
+                made[item] = chunks[position[op]]
+            elif item not in made:
+                terms = [made[v] for v in operands]
+                permutation = op.eqn.params["permutation"] if op.primitive.family == "transpose" else None
+                made[item] = terms[0] + terms[1] if permutation is None else lax.transpose(terms[0], permutation)
+        return made[value]
+
+    return sum_of

@@ -1,0 +1,379 @@
+"""The ``"shard_map"`` lowering: one ``shard_map`` around the program, in which every device runs the steps of the plan.
+
+It is an interpreter of steps on local arrays. The steps determine all collectives, their algorithms and their order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+
+from ...errors import UnsupportedError
+from ..compat.jax import (
+    abstract_array,
+    at_line_of,
+    bind,
+    close_over,
+    key_impl,
+    literal_array,
+    make_generated_jaxpr,
+    may_be_differentiated,
+    on_host,
+    source_line,
+    staged,
+    used_inputs,
+    with_weak_type,
+)
+from ..compat.quirks import opaque, with_rows
+from ..layout import AnyMesh, Spec, to_partition_spec
+from ..plan.plan import Plan
+from ..plan.spec import local_shape, replicated_spec, shard_count
+from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Reduce, Reshard, Run, Shard, Step
+from ..program.ir import Value
+from ..rules import check_local, refusal, run_elementwise, run_local
+from ..rules.halo import Exchanged, reusing
+from ..rules.local import on_shards, plain_params
+from ..rules.spmd import Grid, axis_index, fine_names, slice_to_spec
+from .collectives import follow, reduced
+from .constraints import constrain_local
+from .jit import is_constrained, lower_to_jit, sharding_of
+from .rings import run_gather_ring, run_reduce_ring
+from .sum_orders import SumOrders
+
+
+def lower_to_shard_map(
+    plan: Plan, mesh: AnyMesh, bound: Collection[Any] = ()
+) -> tuple[Callable[..., list[Any]], list[NamedSharding], list[NamedSharding]]:
+    """(a function from flat inputs to flat results, shardings of the inputs, shardings of the results).
+
+    The derivative of the function is the derivative of the ``"jit"`` lowering, so that functions with custom derivatives, and
+    extrema over sharded dims, have the same derivative as without a layout.
+
+    Args:
+      bound: names of the axes that the caller has bound (``jax.vmap(…, axis_name=)``).
+
+    Raises:
+      UnsupportedError: an op without a local form.
+    """
+    program, body = plan.program, plan.body
+    consts = list(program.closed.consts)
+    arguments = body.inputs[len(consts) :]
+    outputs = [s for s in body.outputs if s is not None]
+    for shard in (*arguments, *outputs):
+        check_blocks(shard.value, shard.spec, plan.sizes)
+    grid = Grid(plan.sizes, plan.torus, isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu", bound)
+    empty = [0 in s.value.shape for s in body.inputs]
+
+    def on_device(*xs: Any) -> tuple[Any, ...]:
+        given = iter(xs)
+        operands = [_empty(s, plan.sizes) if e else next(given) for s, e in zip(body.inputs, empty, strict=True)]
+        return tuple(_Device(grid, plan).run(body, operands))
+
+    run = jax.shard_map(  # operands without elements are left out: Shardy rejects several of them
+        on_device,
+        mesh=grid.mesh(mesh),
+        in_specs=tuple(to_partition_spec(grid.spec(s.spec)) for s, e in zip(body.inputs, empty, strict=True) if not e),
+        out_specs=tuple(to_partition_spec(grid.spec(s.spec)) for s in outputs),
+        check_vma=False,
+    )
+
+    def typed(*xs: Any) -> list[Any]:
+        results = run(*(x for x, e in zip(xs, empty, strict=True) if not e))
+        return [with_weak_type(x, v.aval.weak_type) for x, v in zip(results, program.outputs, strict=True)]
+
+    like = [jax.ShapeDtypeStruct(np.shape(c), c.dtype) for c in consts]
+    like += [abstract_array(v.shape, v.aval.dtype, v.aval.weak_type, on_host(v.aval)) for v in program.inputs]
+    closed = make_generated_jaxpr(typed, *like)
+    call = close_over(closed)
+    # JAX neither transfers nor donates unused arguments, but does not find them within a custom_jvp
+    used = used_inputs(closed)[len(consts) :]
+    unused = [jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v, u in zip(program.inputs, used, strict=True) if not u]
+
+    def every(xs: Sequence[Any]) -> list[Any]:
+        """All arguments, with zeros in place of unused ones."""
+        given, zeros = iter(xs), iter(unused)
+        return [next(given) if u else _zeros(next(zeros)) for u in used]
+
+    def on_used(*xs: Any) -> list[Any]:
+        return call(*consts, *every(xs))
+
+    ins, outs = ([sharding_of(s, mesh) for s in part] for part in (arguments, outputs))
+    function = on_used
+    if may_be_differentiated(closed):
+        function = jax.custom_jvp(on_used)
+
+        @function.defjvp
+        def _(primals: Any, tangents: Any) -> Any:
+            assert isinstance(mesh, Mesh)
+            unsharded = lower_to_jit(plan, mesh, bound)[0]
+            return jax.jvp(lambda *xs: unsharded(*every(xs)), primals, tangents)
+
+    return lambda *xs: function(*itertools.compress(xs, used)), ins, outs
+
+
+def _empty(shard: Shard, sizes: dict[str, int]) -> Any:
+    """One device's block of an array without elements."""
+    return _zeros(jax.ShapeDtypeStruct(local_shape(shard.value.shape, shard.spec, sizes), shard.value.aval.dtype))
+
+
+def _zeros(x: jax.ShapeDtypeStruct) -> Any:
+    """An array of zeros; for a dtype of random keys, keys of seed 0."""
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(0, impl=key_impl(x.dtype)), x.shape)
+    return jnp.zeros(x.shape, x.dtype)
+
+
+def check_blocks(value: Value, spec: Spec, sizes: dict[str, int]) -> None:
+    """Raise an UnsupportedError for a dim that does not divide over the axes that shard it."""
+    for i, (n, axes) in enumerate(zip(value.shape, spec, strict=True)):
+        parts = shard_count(axes, sizes)
+        if n % parts:
+            raise UnsupportedError(
+                f"dim {i} of size {n} does not divide over {'+'.join(axes)} ({parts} parts)",
+                path=value.path,
+                shape=value.shape,
+                fixes=['use lowering="jit", which pads', f"or a size that is a multiple of {parts}"],
+            )
+
+
+class _Device:
+    """Runs the steps of a plan on the shards of one device, inside a ``shard_map``, while JAX traces it.
+
+    Attributes:
+      plan: the plan.
+      x: shard → the local array.
+      orders: the orders of dims in which partial values can be computed.
+      exchanged: the halos that the ops of the body have received.
+      avals: key of a result (:func:`_result_type`) → the type of its shards.
+    """
+
+    def __init__(self, grid: Grid, plan: Plan):
+        self.sizes, self.plan = grid, plan
+        self.x: dict[Shard, Any] = {}
+        self.orders = SumOrders(grid)
+        self.exchanged = Exchanged()
+        self.avals: dict[tuple[Any, ...], Any] = {}
+
+    def run(self, body: Body, xs: Sequence[Any]) -> list[Any]:
+        """The results of a body for its inputs."""
+        self.x.update(zip(body.inputs, xs, strict=True))
+        with reusing(self.exchanged):
+            for step in body.steps:
+                if not (isinstance(step, Run) and self.stage(step)):
+                    with self.scope(step):
+                        _RUN[type(step)](self, step)
+        return [self.x[s] for s in body.outputs if s is not None]
+
+    @contextmanager
+    def scope(self, step: Step) -> Iterator[None]:
+        """Gives equations the source line and name stack of the op of a step, and the name scope of its loop or collectives."""
+        loops = [self.plan.loop_name(step)] if isinstance(step, Loop) else []
+        names = " + ".join(dict.fromkeys([*loops, *map(self.plan.scope_name, step.sends)]))
+        with (
+            nullcontext() if step.op is None else at_line_of(step.op.eqn, step.op.where),
+            jax.named_scope(names) if names else nullcontext(),
+        ):
+            yield
+
+    def constant(self, step: Constant) -> None:
+        spec = step.result.spec
+        self.x[step.result] = slice_to_spec(step.array, replicated_spec(len(spec)), spec, self.sizes)
+
+    def reshard(self, step: Reshard) -> None:
+        if step.ring is not None:
+            run_gather_ring(step, step.ring, self.x, self.sizes)
+        else:
+            self.x[step.result] = follow(self.x[step.source], step.path, self.sizes, step.separate_buffer)
+
+    def reduce(self, step: Reduce) -> None:
+        """Run a reduction: all-reduces and reduce-scatters of a partial value, or a reduce-scatter ring; then the
+        reshards after it."""
+        if step.ring is None:
+            x = self.orders.reduced(self.x[step.source], step)
+        else:
+            x = run_reduce_ring(step, step.ring, self.x, self.sizes)
+            x = reduced(x, step, self.sizes, begun=len(self.sizes.ring(step.ring.axes)[0]))
+        self.x[step.result] = follow(x, step.path, self.sizes)
+
+    def stage(self, step: Run) -> bool:
+        """Run an op that is its primitive on shards, with a result of an earlier one's type; False: JAX has to process it."""
+        op = step.op
+        aval = self.avals.get(_result_type(step)) if _is_primitive_on_shards(step) else None
+        if aval is None or (not self.sizes.cpu and is_constrained(step, step.results[0])):
+            return False
+        xs = [None if s is None else self.x[s] for s in step.operands]
+        result = staged(op.eqn, xs, plain_params(op.eqn.params), aval, op.where)
+        if result is None:
+            return False
+        self.x[step.results[0]] = result
+        self.orders.ran(step, xs, [result])
+        return True
+
+    def op(self, step: Run) -> None:
+        """Run an op on the local arrays of its operands; a matmul in a reduce-scatter ring is only recorded for the
+        ring."""
+        op = step.op
+        if step.in_ring == "gather":
+            return  # the ring has computed it
+        if step.in_ring == "reduce":  # computed chunk by chunk when its result is reduced
+            if op.primitive.family == "dot" and step.axes is not None:
+                self.x[step.results[0]] = op, self.operands(step)
+            return
+        xs = self.operands(step)
+        if op.primitive.family == "identity":
+            results = xs
+        elif op.primitive.family == "barrier":
+            results = bind(op.eqn, xs, op.eqn.params)
+        elif op.rule is None:
+            results = run_elementwise(op, xs)
+        elif op.rule.known:
+            axes = list(step.axes or ())
+            check_local(op, axes, self.sizes)
+            if step.rows > 1:
+                matmul = lambda *xs: run_local(op, axes, xs, self.sizes)[0]  # noqa: E731
+                results = [with_rows(matmul, xs, op.eqn.params["dimension_numbers"], step.rows)]
+            else:
+                results = run_local(op, axes, xs, self.sizes)
+            if not self.sizes.cpu:
+                results = [
+                    constrain_local(x) if is_constrained(step, s) else x
+                    for x, s in zip(results, step.results, strict=True)
+                ]
+        else:
+            results = _foreign(step, xs)
+        if _is_primitive_on_shards(step) and not op.outs[0].aval.weak_type:
+            self.avals.setdefault(_result_type(step), jax.typeof(results[0]))
+        self.x.update(zip(step.results, results, strict=True))
+        self.orders.ran(step, xs, results)
+
+    def operands(self, step: Run) -> list[Any]:
+        return [
+            literal_array(var) if s is None else self.x[s]
+            for var, s in zip(step.op.eqn.invars, step.operands, strict=True)
+        ]
+
+    def barrier(self, step: Barrier) -> None:
+        """Copy values behind an optimization barrier, or behind an opaque one that XLA cannot see through."""
+        xs = [self.x[s] for s in step.sources]
+        if step.opaque:
+            xs = list(map(opaque, xs))
+        else:
+            xs, _ = lax.optimization_barrier((xs, [self.x[s] for s in step.after]))
+        self.x.update(zip(step.results, xs, strict=True))
+
+    def inside(self, body: Body, xs: Sequence[Any]) -> list[Any]:
+        """The results of the body of a loop or branch. Its other values are dropped, since they belong to an inner trace."""
+        outer = self.x, self.orders, self.exchanged
+        self.x, self.orders, self.exchanged = dict(self.x), self.orders.copy(), Exchanged()
+        try:
+            return self.run(body, xs)
+        finally:
+            self.x, self.orders, self.exchanged = outer
+
+    def call(self, step: Call) -> None:
+        self.run(step.body, [])
+
+    def loop(self, step: Loop) -> None:
+        """Run a scan or while loop; of a carry that is partial, all devices of a group but the first begin with zeros."""
+        p, body, carries = step.op.eqn.params, step.body, len(step.inits)
+        avals = [s.value.aval for s in body.inputs]
+        first = []
+        for init, inner in zip(step.inits, body.inputs, strict=False):
+            x = self.x[init]
+            axes = fine_names([a for a in inner.partial if self.sizes[a] > 1], self.sizes)
+            if (
+                axes and not init.partial
+            ):  # the initial value on one device of each group that is reduced, zeros on the others
+                x = jnp.where(axis_index(axes) == 0, x, jnp.zeros((), x.dtype))
+            first.append(_strong(x, inner.value.aval))
+        if step.op.primitive.family != "scan":
+            cond = step.inner[0]
+            results = lax.while_loop(
+                lambda carry: self.inside(cond, carry)[0],
+                lambda carry: [_strong(x, a) for x, a in zip(self.inside(body, carry), avals, strict=True)],
+                first,
+            )
+        else:
+            options = {k: p[k] for k in ("_split_transpose",) if k in p}
+            outs = [v.aval for v in body.frame.jaxpr.outvars]
+
+            def one(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+                results = [_strong(x, a) for x, a in zip(self.inside(body, [*carry, *xs]), outs, strict=True)]
+                return results[:carries], results[carries:]
+
+            stacks = [self.x[s] for s in step.stacks]
+            carry, ys = lax.scan(
+                one, first, stacks, length=p["length"], reverse=p["reverse"], unroll=p["unroll"], **options
+            )
+            results = [*carry, *ys]
+        self.x.update(zip(step.results, results, strict=True))
+
+    def branch(self, step: Branch) -> None:
+        """Run the branch at the local index by ``lax.switch``."""
+        index = literal_array(step.op.eqn.invars[0]) if step.index is None else self.x[step.index]
+
+        def run(body: Body) -> Callable[[], list[Any]]:
+            avals = [v.aval for v in body.frame.jaxpr.outvars]
+            return lambda: [_strong(x, a) for x, a in zip(self.inside(body, []), avals, strict=True)]
+
+        results = lax.switch(lax.convert_element_type(index, np.int32), [run(b) for b in step.branches])
+        self.x.update(zip(step.results, results, strict=True))
+
+
+_RUN: dict[type[Step], Callable[[_Device, Any], None]] = {
+    Constant: _Device.constant, Reshard: _Device.reshard, Reduce: _Device.reduce, Run: _Device.op,
+    Barrier: _Device.barrier, Call: _Device.call, Loop: _Device.loop, Branch: _Device.branch,
+}  # fmt: skip
+
+
+def _is_primitive_on_shards(step: Run) -> bool:
+    """Whether an op with one result is computed by its primitive with its own parameters, on shards."""
+    op, primitive = step.op, step.op.primitive
+    if step.in_ring or step.rows > 1 or len(step.results) != 1:
+        return False
+    if op.rule is None:
+        return primitive.elementwise and primitive.local is None
+    return primitive.local is on_shards and primitive.refuses is None and None not in step.operands
+
+
+def _result_type(step: Run) -> tuple[Any, ...]:
+    """A key of the type of the shards of an op's first result."""
+    (out, *_), spec = step.op.outs, step.results[0].spec
+    return out.shape, out.aval.dtype, out.aval.weak_type, out.on_host, spec
+
+
+def _foreign(step: Run, xs: Sequence[Any]) -> list[Any]:
+    """The results of an op without a factor rule, which every device computes completely.
+
+    Raises:
+      UnsupportedError: it cannot run on one device.
+    """
+    op, cause = step.op, None
+    refused = refusal(op, (), {})
+    if refused is not None:
+        why = refused.why
+    else:
+        try:
+            return bind(op.eqn, xs, op.eqn.params)
+        except Exception as e:
+            cause = e
+            why = f"has no factor rule, and cannot run on one device: {e}".splitlines()[0]
+    raise UnsupportedError(
+        f"{op.name} {why}",
+        shape=op.outs[0].shape if op.outs else None,
+        source=source_line(op.eqn),
+        fixes=['use lowering="jit"', "or write it without this op, and let the layout shard it"],
+    ) from cause
+
+
+def _strong(x: Any, aval: Any) -> Any:
+    """The array in the dtype of a loop's carry, without a weak type."""
+    return x if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) else lax.convert_element_type(x, aval.dtype)

@@ -1,0 +1,164 @@
+"""The result of a calibration: measured layouts, best first, and the fitted efficiencies."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.text import Text
+
+from ..hardware.calibration import EFFICIENCIES, Calibration
+from ..report.html import page, style
+from ..report.save import save
+from ..report.tables import Cell, html_table, number, rich_table
+from ..report.text import plain
+from ..units import format_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationRow:
+    """A measured layout.
+
+    Attributes:
+      mesh, layout, lowering: as text, for ``mp.jit``.
+      seconds: of a step, the median of the rounds.
+      spread: half of the interquartile range of the rounds, in seconds.
+      planned: seconds of its plan before calibration, with the chip table's efficiencies, or nominal peak rates.
+      fitted: seconds of its plan with the fitted efficiencies.
+    """
+
+    mesh: str
+    layout: str
+    seconds: float
+    spread: float
+    planned: float
+    fitted: float
+    lowering: str = "shard_map"
+
+    @property
+    def ratio(self) -> float:
+        """Measured over planned seconds."""
+        return self.seconds / self.planned if self.planned else float("inf")
+
+
+@dataclass(frozen=True)
+class CalibrationResult:
+    """The result of :func:`meshpar.hardware.calibrate`; ``best.mesh`` and ``best.layout`` are text for ``mp.jit``.
+
+    Attributes:
+      device_kind, devices: kind and number of the devices.
+      rounds: measurements of each layout.
+      rows: best first.
+      calibration: fitted to the rows; ``calibration.save("chip.json")`` stores it for ``calibration=`` of :func:`meshpar.plan`.
+      listed: the chip table has these devices; else ``planned`` assumes nominal peak rates.
+    """
+
+    device_kind: str
+    devices: int
+    rounds: int
+    rows: tuple[CalibrationRow, ...]
+    calibration: Calibration
+    listed: bool
+
+    @property
+    def best(self) -> CalibrationRow:
+        """The layout of the shortest step."""
+        return self.rows[0]
+
+    @property
+    def ties(self) -> tuple[CalibrationRow, ...]:
+        """Layouts other than the best whose difference from it is within the spread of the rounds."""
+        best = self.best
+        return tuple(r for r in self.rows[1:] if r.seconds - r.spread <= best.seconds + best.spread)
+
+    def to_json(self) -> str:
+        """The result as JSON."""
+        rows = [{**asdict(r), "ratio": r.ratio} for r in self.rows]
+        return json.dumps(
+            {
+                "device_kind": self.device_kind, "devices": self.devices, "rounds": self.rounds, "best": rows[0],
+                "rows": rows, "calibration": asdict(self.calibration), "listed": self.listed,
+            }
+        )  # fmt: skip
+
+    def save(self, path: str | Path) -> None:
+        """Write the result to a ``.json``, ``.html`` or ``.txt`` file.
+
+        Raises:
+          UnsupportedError: another suffix.
+        """
+        save(
+            self,
+            path,
+            {".json": CalibrationResult.to_json, ".html": lambda t: page(t._title, t._html()), ".txt": plain},
+        )
+
+    @property
+    def _title(self) -> str:
+        return f"{len(self.rows)} layouts on {self.devices} × {self.device_kind}"
+
+    @property
+    def _summary(self) -> list[str]:
+        """Lines of text about the fit and about layouts that are equally fast."""
+        c = self.calibration
+        of = (
+            "the chip table's peak rates"
+            if self.listed
+            else "nominal rates (100 GFLOP/s, 20 GB/s of memory, 5 GB/s of links)"
+        )
+        efficiencies = zip(("matmuls", "memory traffic", "links"), (getattr(c, k) for k in EFFICIENCIES), strict=True)
+        fitted = ", ".join(f"{rate} {value:.3g}" for rate, value in efficiencies)
+        lines = [f"fitted: {fitted} of {of}; the median error of plans with these is {100 * c.error:.0f} %"]
+        if self.ties:
+            lines.append(f"the best {len(self.ties) + 1} layouts are equally fast within the spread of the rounds")
+        return [*lines, *c.notes]
+
+    def _html(self) -> str:
+        """The result as an HTML fragment."""
+        best = self.best
+        head = (
+            f'<h1>{escape(self._title)}</h1><p class="dim">medians of {self.rounds} interleaved rounds</p>'
+            f"<p><code>{escape(best.mesh)}</code><br><code>{escape(best.layout)}</code><br><code>{best.lowering}</code>"
+            f"<br>{format_seconds(best.seconds)} a step</p>"
+        )
+        columns, rows = self._table
+        table = html_table(columns, rows, sortable=True)
+        return head + table + "".join(f"<p>{escape(line)}</p>" for line in self._summary)
+
+    @property
+    def _table(self) -> tuple[list[tuple[str, str]], list[list[Cell]]]:
+        """(columns with their CSS classes, rows of cells): measured, planned and fitted times of every layout."""
+        columns = [("step", "n"), ("±", "n"), ("planned", "n more"), ("measured / planned", "n"), ("fitted", "n more")]
+        rows = []
+        for r in self.rows:
+            times = [number(format_seconds(t), t) for t in (r.seconds, r.spread, r.planned, r.fitted)]
+            times.insert(3, number(f"{r.ratio:.2f}", r.ratio))
+            where = f"<code>{escape(r.mesh)}</code><br><code>{escape(r.layout)}</code>"
+            rows.append([*times, Cell(f"{r.mesh}\n{r.layout or '(nothing sharded)'}", markup=where)])
+        return [*columns, ("mesh, layout", "")], rows
+
+    def _repr_html_(self) -> str:
+        return f'<div class="mp">{style()}{self._html()}</div>'
+
+    def __rich__(self) -> Any:
+        """The result for the terminal."""
+        best = self.best
+        head = Text.assemble(("calibrate", "bold"), f"    {self._title}, medians of {self.rounds} interleaved rounds")
+        choice = Text.assemble(("mesh", "bold"), f"    {best.mesh}\n", ("layout", "bold"), f"  {best.layout}\n",
+                               ("lowering", "bold"), f"  {best.lowering}")  # fmt: skip
+        columns, rows = self._table
+        shown = rich_table(columns, rows[:12])
+        return Group(head, Text(), choice, Text(), shown, Text(), *(Text(line, style="dim") for line in self._summary))
+
+    def __str__(self) -> str:
+        return plain(self)
+
+    def __repr__(self) -> str:
+        best = self.best
+        return (
+            f"<CalibrationResult of {self._title}: {best.mesh}: {best.layout}; {format_seconds(best.seconds)} a step>"
+        )

@@ -1,0 +1,263 @@
+"""Measures a training loop (seconds per step, tokens per second, utilisation, memory), and writes to logging libraries."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from ..errors import UnsupportedError
+from .plan_api import Plan
+from .units import format_bytes, format_memory, format_seconds
+
+Writer = Callable[[int, Mapping[str, float]], None]
+"""A function of a step's number and of values by name."""
+
+
+class Meter:
+    """Measures the steps of a training loop, and writes the measurements together with the step's metrics.
+
+    A step runs asynchronously, so the meter waits for the metrics of the step before the last one: the devices stay busy, and the
+    time between two such waits is the time of a step. Steps are numbered from 0. Step 0, which compiles, is not measured.
+    With ``every=10`` the means of steps 1 to 10, 11 to 20, … are written as steps 10, 20, …; :meth:`close` writes the rest.
+
+    Values that it writes:
+
+    - ``step_seconds``; with ``tokens``, ``tokens_per_second`` and ``tokens_per_second_per_device``;
+    - where the plan's chip is known, ``planned_seconds``, and ``mfu``: the FLOPs of the model's matmuls (without recomputation) per
+      second, over the peak rate of all devices;
+    - ``bytes_sent``: by each device in a step, as planned;
+    - ``peak_memory``: bytes in use at the peak on the first local device, where the backend reports it;
+    - every scalar of the metrics.
+
+    Example:
+      >>> step = mp.jit(train_step, mesh=mesh, layout="batch: data; mlp: model", dims=dims)
+      >>> meter = mp.log.Meter(step.plan(params, x), tokens=x.shape[0], every=2, writers=[])
+      >>> for _ in range(4):
+      ...     params, loss = step(params, x)
+      ...     values = meter.step({"loss": loss})
+      >>> meter.close()
+      >>> sorted(values)[:2]
+      ['bytes_sent', 'loss']
+    """
+
+    def __init__(
+        self, plan: Plan, *, tokens: float | None = None, every: int = 10, writers: Iterable[Any] | None = None
+    ):
+        """Measure the steps of a plan.
+
+        Args:
+          plan: of the step; ``step.plan(*args)``.
+          tokens: tokens (or examples) of a step, on all devices together.
+          every: number of steps of which the mean is written.
+          writers: any of: a text stream (``sys.stdout``), to which one line is written; a ``SummaryWriter`` of TensorBoard; a
+            writer of ``clu.metric_writers``; a :class:`MlLog`; a function of (step, values). Default: a line with ``print``. Only
+            the first process of a job writes.
+
+        Raises:
+          UnsupportedError: ``every`` below 1, or a writer of another kind.
+        """
+        if every < 1:
+            raise UnsupportedError(f"every={every}: a number of steps is at least 1", fixes=["every=10"])
+        self.plan, self.tokens, self.every = plan, tokens, every
+        self._all = [_print] if writers is None else list(writers)
+        self._writers = [_writer(w) for w in self._all] if jax.process_index() == 0 else []
+        self._steps, self._written, self._pending, self._begin = 0, 0, None, 0.0
+        self._values = _facts(plan)
+
+    def step(self, metrics: Any) -> dict[str, float] | None:
+        """Count a step that was called.
+
+        Args:
+          metrics: results of the step that are not donated to the next: its loss, or a tree of metrics. The meter waits for them,
+            and writes the scalars by their paths.
+
+        Returns:
+          The values, if this call wrote them.
+        """
+        before, self._pending = self._pending, metrics
+        self._steps += 1
+        if before is None:
+            return None
+        done = self._steps - 2  # number of the step that has just ended
+        return self._ended(done, before, write=done % self.every == 0)
+
+    def _ended(self, done: int, metrics: Any, write: bool) -> dict[str, float] | None:
+        """Wait for a step, and write the mean of the steps since the last that were written; returns the values that it wrote.
+
+        Args:
+          done, metrics: number and metrics of the step.
+          write: whether to write.
+        """
+        jax.block_until_ready(metrics)
+        now = time.perf_counter()
+        if done == 0:
+            self._begin = now
+        if done == self._written or not write:
+            return None
+        values = self._measured((now - self._begin) / (done - self._written), metrics)
+        self._begin, self._written = now, done
+        for writer in self._writers:
+            writer(done, values)
+        return values
+
+    def _measured(self, seconds: float, metrics: Any) -> dict[str, float]:
+        """The values for a mean time of a step."""
+        values = {"step_seconds": seconds}
+        if self.tokens is not None:
+            values["tokens_per_second"] = self.tokens / seconds
+            values["tokens_per_second_per_device"] = self.tokens / seconds / self.plan.mesh.size
+        if self.plan.time is not None:
+            values["mfu"] = self.plan.time.model_flops / (seconds * self.plan.time.peak_flops)
+        stats = jax.local_devices()[0].memory_stats() or {}
+        if "peak_bytes_in_use" in stats:
+            values["peak_memory"] = float(stats["peak_bytes_in_use"])
+        return {**values, **self._values, **_scalars(metrics)}
+
+    def close(self, status: str = "success") -> None:
+        """End the measurement: write the mean of the steps that are not written yet, and ``run_stop`` to an :class:`MlLog`.
+
+        Args:
+          status: ``"success"`` or ``"aborted"``, for the log. After ``"aborted"`` it waits for no step and writes no mean.
+        """
+        last, self._pending = self._pending, None
+        if last is not None and status == "success":
+            self._ended(self._steps - 1, last, write=True)
+        for writer in self._all:
+            if isinstance(writer, MlLog) and self._writers:
+                writer.close(status)
+
+    def __enter__(self) -> Meter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """:meth:`close`; the status is ``"aborted"`` after an error."""
+        self.close("success" if kind is None else "aborted")
+
+
+class MlLog:
+    """Writes lines of MLPerf's log format, ``:::MLLOG {…}``: ``run_start``, ``tracked_stats``, ``run_stop``.
+
+    The format is defined by https://github.com/mlcommons/logging. A submission needs further keys, such as
+    ``submission_benchmark`` and ``seed``, which are given as ``facts`` or written with :meth:`event`.
+
+    Example:
+      >>> log = mp.log.MlLog("log.txt", submission_benchmark="llama31_8b", global_batch_size=32)
+      >>> plan = mp.plan(train_step, params, x, mesh=mesh, layout="batch: data", dims=dims)
+      >>> meter = mp.log.Meter(plan, tokens=x.shape[0], writers=[log])
+    """
+
+    def __init__(self, path: str | Path, **facts: Any):
+        """Open the file, and write the facts and ``run_start``.
+
+        Args:
+          path: of the log file, to which lines are added.
+          **facts: key → value of events that are written first.
+        """
+        self.path = Path(path)
+        self._started = False
+        self._facts = facts
+
+    def event(self, key: str, value: Any = None, kind: str = "POINT_IN_TIME", **metadata: Any) -> None:
+        """Write one line.
+
+        Args:
+          key, value: of the event; the value is JSON.
+          kind: ``POINT_IN_TIME``, ``INTERVAL_START`` or ``INTERVAL_END``.
+          **metadata: further entries of the line's metadata, besides the file and line that called this.
+        """
+        frame = inspect.stack(0)[1]
+        where = {"file": frame.filename, "lineno": frame.lineno}
+        line = {
+            "namespace": "", "time_ms": int(time.time() * 1e3), "event_type": kind, "key": key, "value": value,
+            "metadata": {**where, **metadata},
+        }  # fmt: skip
+        with self.path.open("a", encoding="utf8") as file:
+            file.write(f":::MLLOG {json.dumps(line)}\n")
+
+    def __call__(self, step: int, values: Mapping[str, float]) -> None:
+        """Write ``tracked_stats`` of a step, and before the first one the facts and ``run_start``."""
+        if not self._started:
+            for key, value in self._facts.items():
+                self.event(key, value)
+            self.event("run_start", kind="INTERVAL_START")
+            self._started = True
+        self.event("tracked_stats", dict(values), step=step)
+
+    def close(self, status: str = "success") -> None:
+        """Write ``run_stop``; ``status``: ``"success"`` or ``"aborted"``."""
+        if self._started:
+            self.event("run_stop", kind="INTERVAL_END", status=status)
+            self._started = False
+
+
+def _facts(plan: Plan) -> dict[str, float]:
+    """The values that a plan gives, the same for every step."""
+    planned = {} if plan.seconds is None else {"planned_seconds": plan.seconds}
+    return {"bytes_sent": float(plan.bytes_sent), **planned}
+
+
+def _scalars(metrics: Any) -> dict[str, float]:
+    """The scalars of a tree of metrics, by their paths; a single one is the ``loss``."""
+    leaves = jax.tree_util.tree_flatten_with_path(metrics)[0]
+    named = {jax.tree_util.keystr(path, simple=True, separator="/") or "loss": x for path, x in leaves}
+    return {name: float(x) for name, x in named.items() if np.ndim(x) == 0}
+
+
+_FORMATS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "step_seconds": ("a step", format_seconds),
+    "planned_seconds": ("planned", format_seconds),
+    "tokens_per_second": ("tokens/s", "{:,.0f}".format),
+    "tokens_per_second_per_device": ("tokens/s/device", "{:,.0f}".format),
+    "mfu": ("MFU", "{:.1%}".format),
+    "bytes_sent": ("sent", format_bytes),
+    "peak_memory": ("peak memory", format_memory),
+}
+"""Value → (its label in lines of text, how it is written)."""
+
+
+def _line(step: int, values: Mapping[str, float]) -> str:
+    """One line of text: ``step 20   loss 1.234   a step 45.6 ms   …``."""
+    own = [f"{name} {x:.4g}" for name, x in values.items() if name not in _FORMATS]
+    measured = [f"{label} {text(values[name])}" for name, (label, text) in _FORMATS.items() if name in values]
+    return "   ".join([f"step {step}", *own, *measured])
+
+
+def _print(step: int, values: Mapping[str, float]) -> None:
+    print(_line(step, values), flush=True)
+
+
+def _writer(writer: Any) -> Writer:
+    """The function that writes values with an object of a logging library.
+
+    Raises:
+      UnsupportedError: an object of another kind.
+    """
+    if hasattr(writer, "write_scalars"):
+        return lambda step, values: writer.write_scalars(step, dict(values))
+    if hasattr(writer, "add_scalar"):
+
+        def add(step: int, values: Mapping[str, float]) -> None:
+            for name, x in values.items():
+                writer.add_scalar(name, x, step)
+
+        return add
+    if callable(writer):
+        return cast(Writer, writer)
+    if hasattr(writer, "write"):
+        return lambda step, values: print(_line(step, values), file=writer)
+    raise UnsupportedError(
+        f"a writer of a Meter is no {type(writer).__name__}",
+        fixes=[
+            "a text stream, TensorBoard's SummaryWriter, a writer of clu, an mp.log.MlLog, or a function of (step, values)"
+        ],
+    )

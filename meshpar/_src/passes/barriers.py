@@ -1,0 +1,303 @@
+"""Optimization barriers that stop XLA from reordering, moving or fusing ops where this costs memory or time.
+
+Each pass works around one defect of a compiler (:mod:`compat.quirks`), and adds barriers or rows to a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeGuard
+
+import numpy as np
+
+from ..compat.quirks import MATMUL_ROWS
+from ..cost.donation import aliased_inputs, gathered_then_copied
+from ..cost.flops import single_row_elements, smaller_operand_bytes
+from ..plan.plan import Plan
+from ..plan.spec import itemsize, value_bytes
+from ..plan.steps import Barrier, Body, Loop, Reduce, Reshard, Run, Shard, Step, replace_steps, rewrite_bodies
+from ..program.ir import Program, Value
+
+MIN_SINGLE_ROW_ELEMENTS = 65_536
+"""Elements of the other operand on a device from which a matmul of one row is padded: on v6e 0.2 µs of its vector units."""
+
+
+def serialize_loops(plan: Plan) -> Body:
+    """The steps with loops that start after the loops and large reduce-scatters before them.
+
+    The compiler orders independent steps as it likes, and tends to run other loops while full-size gradients and gathered weights
+    stay in memory (:data:`compat.quirks.LOOPS_BEFORE_REDUCTIONS`). A barrier after each large reduce-scatter makes it slice
+    an all-reduce immediately, not where the result is read (:data:`compat.quirks.LATE_SLICE`).
+    """
+
+    def serialized(body: Body) -> Body:
+        """A body whose scans start after the scans and large reduce-scatters before them."""
+        pending: list[Shard] = []  # results for which the next loop waits
+
+        def change(step: Reduce | Loop) -> Sequence[Step]:
+            """The steps that replace a reduction or loop: with a barrier after a large reduction, and one on the
+            operands of a scan."""
+            if isinstance(step, Reduce):
+                before = plan.shard_bytes(step.source)
+                after = value_bytes(step.source.value, step.scattered, plan.sizes)
+                if after >= before or before < plan.compiler.slice_barrier_bytes:
+                    return (step,)
+                raw = step.result.copy()
+                if before >= plan.compiler.serialized_reduction_bytes:
+                    pending.append(step.result)
+                return replace(step, result=raw), Barrier(step.op, (raw,), (step.result,))
+            if step.op.primitive.family != "scan":
+                return (step,)
+            steps: list[Step] = []
+            if pending:
+                reads = tuple(dict.fromkeys((*step.inits, *step.stacks)))
+                delayed = {s: s.copy() for s in reads}
+                if reads:
+                    steps.append(Barrier(step.op, reads, tuple(delayed.values()), tuple(pending)))
+                pending.clear()
+                step = replace(
+                    step, inits=tuple(delayed[s] for s in step.inits), stacks=tuple(delayed[s] for s in step.stacks)
+                )
+            pending.extend(sorted(step.results, key=plan.shard_bytes)[:1])
+            return (*steps, step)
+
+        return replace_steps(body, (Reduce, Loop), change)
+
+    return _rewrite_homes(plan.body, serialized)
+
+
+def pad_rows(plan: Plan) -> Body:
+    """The steps with large matmuls of one row computed with several (:data:`compat.quirks.SINGLE_ROW`)."""
+
+    def change(step: Run) -> Sequence[Step]:
+        """The step, with more rows if it is such a matmul."""
+        if step.in_ring or single_row_elements(step, plan.sizes) < MIN_SINGLE_ROW_ELEMENTS or not _has_free_dims(step):
+            return (step,)
+        return (replace(step, rows=MATMUL_ROWS),)
+
+    return _rewrite_homes(plan.body, lambda body: replace_steps(body, Run, change))
+
+
+def _has_free_dims(run: Run) -> bool:
+    """Whether both operands of a matmul have dims that are neither contracted nor batch dims."""
+    (lc, rc), (lb, rb) = run.op.eqn.params["dimension_numbers"]
+    left, right = (var.aval.ndim for var in run.op.eqn.invars)
+    return left > len(lc) + len(lb) and right > len(rc) + len(rb)
+
+
+def _rewrite_homes(body: Body, change: Callable[[Body], Body]) -> Body:
+    """The body after ``change`` of the program and of the bodies of loops and branches, but not of calls."""
+    return rewrite_bodies(body, lambda body: body if body.frame.is_call else change(body))
+
+
+def serialize_results(plan: Plan) -> Body:
+    """The steps with barriers by which large results that alias donated arguments are all-gathered one after the other.
+
+    (:data:`compat.quirks.GATHER_NOT_IN_PLACE`)
+    """
+    outputs = {plan.body.outputs[k].value for k in aliased_inputs(plan)}  # type: ignore[union-attr]
+    previous: tuple[Shard, ...] = ()
+
+    def change(step: Reshard) -> Sequence[Step]:
+        """The steps that replace a resharding: a large all-gather of an aliased result waits for the previous one."""
+        nonlocal previous
+        if (
+            step.copy
+            or step.result.value not in outputs
+            or not gathered_then_copied(plan, plan.shard_bytes(step.result), plan.shard_bytes(step.source))
+        ):
+            return (step,)
+        steps: list[Step] = []
+        if previous:
+            delayed = step.source.copy()
+            steps.append(Barrier(step.op, (step.source,), (delayed,), previous))
+            step = replace(step, source=delayed)
+        previous = (step.result,)
+        return (*steps, replace(step, separate_buffer=True))
+
+    return replace_steps(plan.body, Reshard, change) if outputs else plan.body
+
+
+def separate_slices(plan: Plan) -> Body:
+    """The steps with an optimization barrier on slices of a stacked float array that a loop casts to a narrower dtype.
+
+    Otherwise XLA casts the full stack before the loop, and both arrays are in memory
+    (:data:`compat.quirks.STACK_CAST_BEFORE_LOOP`).
+    """
+    cast = plan.program.cached(_values_cast_to_narrower)
+
+    def change(step: Loop) -> Sequence[Step]:
+        """A scan whose cast slices are behind an optimization barrier; the scan itself if no slice is cast to a
+        narrower dtype."""
+        inner = step.body
+        slices = {s: s.copy() for s in inner.inputs[len(step.inits) :] if s.value in cast}
+        if not slices or step.op.primitive.family != "scan":
+            return (step,)
+        barrier = Barrier(step.op, tuple(slices.values()), tuple(slices), opaque=True)
+        inputs = tuple(slices.get(s, s) for s in inner.inputs)
+        return (replace(step, inner=(replace(inner, inputs=inputs, steps=(barrier, *inner.steps)),)),)
+
+    return _rewrite_homes(plan.body, lambda body: replace_steps(body, Loop, change))
+
+
+def separate_matmuls(plan: Plan) -> Body:
+    """The steps with barriers by which large matmuls are kernels of their own, without the ops that read their results.
+
+    Otherwise the compiler computes these ops in the matmul's kernel, while the matrix units wait, or multiplies smaller tiles
+    (:data:`compat.quirks.FUSED_EPILOGUE`). It concerns matmuls from whose results follow:
+
+    - several arrays that other matmuls read: the backward pass of ``silu(gate) * up``;
+    - reductions that also read other arrays: the backward pass of a norm.
+    """
+
+    def separated(body: Body) -> Body:
+        """A body with barriers on the operands and results of matmuls that must not be fused."""
+        facts = _LargeMatmuls(plan, body)
+        behind: dict[Shard, Shard] = {}  # operand or result of a matmul → the same behind a barrier
+        for matmul in facts.matmuls:
+            behind.update((s, s.copy()) for s in facts.separated(matmul) if s not in behind)
+
+        def change(step: Run) -> Sequence[Step]:
+            """The steps that replace an op: it reads operands behind their barriers, and barriers of its own results
+            follow it."""
+            new = tuple(s for s in step.results if s in behind)
+            reads = not _is_view(step) and (
+                _is_matmul(step) or step.op.primitive.fusible or step.op.primitive.family == "reduction"
+            )
+            if reads and not behind.keys().isdisjoint(step.operands):
+                step = replace(step, operands=tuple(s if s is None else behind.get(s, s) for s in step.operands))
+            return (step, Barrier(step.op, new, tuple(behind[s] for s in new))) if new else (step,)
+
+        return replace_steps(body, Run, change) if behind else body
+
+    return _rewrite_homes(plan.body, separated)
+
+
+@dataclass(slots=True)
+class _Epilogue:
+    """The ops that follow from a matmul and from no later one, which the compiler may compute in its kernel.
+
+    Attributes:
+      ops: elementwise ops and reductions.
+      read_by_matmuls: the shards that other matmuls read.
+      computed: all shards that the ops compute, with the matmul's result.
+    """
+
+    ops: list[Run]
+    read_by_matmuls: list[Shard]
+    computed: set[Shard]
+
+
+class _LargeMatmuls:
+    """The large matmuls of a body, calls included.
+
+    Attributes:
+      matmuls: that are not in the ring of a reduction.
+      results: their results, and views of these.
+      broadcasts: results of broadcasts.
+      readers: shard that depends on a matmul → the steps that read it.
+      depth: shard → the largest number of matmuls on a path to it.
+    """
+
+    def __init__(self, plan: Plan, body: Body):
+        """Find the large matmuls of a body and, if there are any, the readers of all that depends on them."""
+        self.plan = plan
+        self.matmuls: list[Run] = []
+        self.results: set[Shard] = set()
+        self.broadcasts: set[Shard] = set()
+        self.readers: dict[Shard, list[Run | Barrier]] = {}
+        self.depth: dict[Shard, int] = {}
+        for step in body.with_calls:
+            if isinstance(step, Run):
+                if step.op.primitive.family == "dot":
+                    if step.in_ring != "reduce" and self._is_large(step.results[0]):
+                        self.matmuls.append(step)
+                        self.results.update(step.results)
+                elif step.op.primitive.family == "broadcast":
+                    self.broadcasts.update(step.results)
+                if self.results and _is_view(step) and step.reads[0] in self.results:
+                    self.results.update(step.results)
+        if self.matmuls:
+            self._read(body.with_calls)
+
+    def _is_large(self, shard: Shard) -> bool:
+        return self.plan.shard_bytes(shard) >= self.plan.compiler.large_buffer_bytes
+
+    def _read(self, steps: Iterable[Step]) -> None:
+        """Set ``readers`` and ``depth``."""
+        depth = self.depth
+        for step in steps:
+            dependent = [s for s in step.reads if s in depth]
+            if isinstance(step, Run | Barrier):
+                for shard in dependent:
+                    self.readers.setdefault(shard, []).append(step)
+            if isinstance(step, Barrier):
+                depth.update((r, depth[s]) for s, r in zip(step.sources, step.results, strict=True) if s in depth)
+            elif (more := _is_matmul(step)) or dependent:
+                depth.update(dict.fromkeys(step.makes, max([depth[s] for s in dependent], default=0) + more))
+
+    def separated(self, matmul: Run) -> Sequence[Shard]:
+        """The shards that need a barrier so that a matmul becomes a kernel of its own; none if it is as fast with its epilogue."""
+        plan, compiler = self.plan, self.plan.compiler
+        epilogue, size = self._epilogue(matmul.results[0]), plan.shard_bytes(matmul.results[0])
+        read_by_matmuls = [s for s in epilogue.read_by_matmuls if s not in self.results]
+        read = [s for op in epilogue.ops for s in op.reads]
+        matmul_results = tuple(dict.fromkeys(s for s in read if s in self.results))
+        others = set(read) - epilogue.computed - self.results - self.broadcasts
+        is_tiled = smaller_operand_bytes(matmul, plan.sizes) > compiler.epilogue_operand_bytes
+        if sum(plan.shard_bytes(s) >= size for s in read_by_matmuls) > 1:
+            if is_tiled or len(matmul_results) <= compiler.epilogue_max_matmuls:
+                return (*matmul_results, *read_by_matmuls)
+            return ()
+        reduces = any(op.op.primitive.family == "reduction" for op in epilogue.ops)
+        return matmul_results if is_tiled and reduces and any(plan.shard_bytes(s) >= size for s in others) else ()
+
+    def _epilogue(self, result: Shard) -> _Epilogue:
+        """The epilogue of the matmul with this result."""
+        ops: dict[Run, None] = {}
+        read: dict[Shard, None] = {}
+        todo, seen = [(result, result)], {result}  # a shard, and the same before barriers
+        while todo:
+            shard, before_barriers = todo.pop()
+            for step in self.readers.get(shard, ()):
+                if _is_matmul(step):
+                    read[before_barriers] = None
+                    continue
+                if isinstance(step, Barrier):
+                    results = [
+                        (r, before_barriers) for s, r in zip(step.sources, step.results, strict=True) if s is shard
+                    ]
+                elif _is_view(step) or step.op.primitive.fusible:
+                    if not _is_view(step):
+                        ops[step] = None
+                    results = [(r, r) for r in step.results]
+                else:
+                    if step.op.primitive.family == "reduction":
+                        ops[step] = None
+                    continue
+                results = [(r, b) for r, b in results if self.depth[r] == self.depth[result] and r not in seen]
+                seen.update(r for r, _ in results)
+                todo += results
+        return _Epilogue(list(ops), list(read), seen)
+
+
+def _is_matmul(step: Step) -> TypeGuard[Run]:
+    """Whether a step is a matmul or convolution."""
+    return isinstance(step, Run) and step.op.primitive.matmul
+
+
+def _is_view(step: Run) -> bool:
+    """Whether an op changes no number, but for the rounding of residuals to their own dtype (``jax.checkpoint``)."""
+    return step.op.primitive.view or step.op.primitive.family in ("identity", "rounding")
+
+
+def _values_cast_to_narrower(program: Program) -> set[Value]:
+    """The float arrays that some op casts to a narrower dtype."""
+    out: set[Value] = set()
+    for op in program.root.walk():
+        x = op.ins[0] if op.primitive.family == "cast" else None
+        floats = x is not None and x.shape and np.issubdtype(x.aval.dtype, np.floating)
+        if x is not None and floats and itemsize(op.outs[0].aval) < itemsize(x.aval):
+            out.add(x)
+    return out

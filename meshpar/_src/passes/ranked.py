@@ -1,0 +1,38 @@
+"""The best plan of a program before any pass, by its memory and its estimated seconds."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+from ...errors import JoinWarning
+from ..compat.jax import without_gc
+from ..cost.memory import memory_of
+from ..cost.time import time_of
+from ..plan.plan import Plan
+from ..plan.planner import planned
+from ..plan.request import PlanRequest
+
+
+def rank(plan: Plan) -> tuple[bool, float]:
+    """A sort key for plans of one step: (whether it exceeds the chip's memory, seconds); (False, bytes sent) if the
+    chip is unknown."""
+    time = time_of(plan)
+    if plan.chip is None or time is None:
+        return False, plan.bytes_sent
+    return memory_of(plan).peak > plan.chip.per_device().hbm, time.seconds
+
+
+def plan_without_passes(plan: Plan, request: PlanRequest, max_seconds: float = math.inf) -> Plan:
+    """A plan of the program of another plan, before any pass; warnings of the first plan are not repeated.
+
+    Args:
+      max_seconds: the largest sum of the seconds of a step's collectives.
+
+    Raises:
+      UnknownAxisError, UnknownDimError, DivisibilityError, JoinError: as for any plan.
+      TooLong: the sum is larger.
+    """
+    with warnings.catch_warnings(), without_gc():
+        warnings.simplefilter("ignore", JoinWarning)
+        return planned(plan.program, request, rank, max_seconds)

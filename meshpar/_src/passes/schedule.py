@@ -1,0 +1,285 @@
+"""The order of a body's matmuls where the program leaves it open, so that large arrays are not live for longer than needed.
+
+The backward pass of a matmul has two: the cotangent times the weight, on which the previous layer depends, and the cotangent
+times the saved operand, which is the weight's gradient, on which nothing else depends. The scheduler of libtpu 0.0.42 (default
+effort) runs all gradients of a network last, while all-gathered operands stay in memory; in a loop it keeps gathered weights until
+the gradients are computed (:data:`compat.quirks.LATE_GRADIENTS`). Three rules:
+
+- a matmul whose result is reduce-scattered waits for the matmuls of the same cotangent with gathered weights, which can be freed;
+- where a later loop waits for an asynchronous reduction, these matmuls wait for the reduction of the weight's gradient instead, and
+  run while the reduction is in flight;
+- a matmul on which no other depends is not postponed: the second one after it waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from ..cost.schedule import sorted_by_dependencies
+from ..plan.plan import Plan
+from ..plan.steps import (
+    Barrier,
+    Body,
+    Reduce,
+    Reshard,
+    Run,
+    Shard,
+    ShardingChange,
+    Step,
+    is_deferred,
+    rewrite_bodies,
+    topological_order,
+)
+from ..program.ir import Frame, Op, Value
+from .dependencies import FrameDependencies, frame_dependencies
+
+
+def schedule(plan: Plan) -> Body:
+    """The steps of a plan in an order by the rules above, and barriers that keep the compiler to it."""
+    if not _reads_large_arrays(plan) or not (waits := _Waits(plan)).after:
+        return plan.body
+    orders = {frame: waits.frames[frame].order(waits.after) for frame in {op.frame for op in waits.after}}
+
+    def change(body: Body) -> Body:
+        """A body with its steps in the new order, and a barrier on one operand of each op that must wait."""
+        if body.frame not in orders:
+            return body
+        steps: list[Step] = []
+        for step in body.steps:
+            if isinstance(step, Run) and step.op in waits.after and step.in_ring != "gather" and not is_deferred(step):
+                source = min(step.reads, key=waits.cost_of_barrier)
+                result = source.copy()
+                after = tuple(plan.placements[v].made for v in waits.after[step.op])
+                steps.append(Barrier(step.op, (source,), (result,), after))
+                step = replace(step, operands=tuple(result if s is source else s for s in step.operands))
+            steps.append(step)
+        index = {op: k for k, op in enumerate(orders[body.frame])}
+        return replace(body, steps=topological_order(_in_order_of_ops(steps, index), body.outputs))
+
+    return rewrite_bodies(plan.body, change)
+
+
+def _reads_large_arrays(plan: Plan) -> bool:
+    """Whether a matmul of a plan, or a ring, reads arrays of the size from which live ranges matter."""
+    limit, shard_bytes = plan.compiler.large_buffer_bytes, plan.shard_bytes
+    for step in plan.body.all_steps:
+        if isinstance(step, Run):
+            if step.op.primitive.matmul and math.fsum(map(shard_bytes, step.reads)) >= limit:
+                return True
+        elif isinstance(step, Reshard) and step.ring is not None and shard_bytes(step.result) >= limit:
+            return True
+    return False
+
+
+def _in_order_of_ops(steps: Sequence[Step], index: Mapping[Op, int]) -> list[Step]:
+    """Steps sorted by the index of their ops; a resharding directly after the op whose result it reshards."""
+    index_of: dict[Shard, int] = {}
+    keys: list[int] = []
+    current = -1
+    for step in steps:
+        if isinstance(step, ShardingChange) and not is_deferred(step):
+            current = index_of.get(step.source, current)
+        elif step.op is not None:
+            current = index.get(step.op, current)
+        keys.append(current)
+        for shard in step.makes:
+            index_of[shard] = current
+    return [steps[k] for k in sorted(range(len(steps)), key=keys.__getitem__)]
+
+
+class _Waits:
+    """The matmuls of a plan that must wait for results of others.
+
+    Attributes:
+      after: matmul → the values for which it waits, as their ops compute them (possibly partial).
+      frames: the frames with matmuls → their order.
+      in_chunks: values that rings compute and reduce in chunks, so that they never exist as one array.
+    """
+
+    def __init__(self, plan: Plan):
+        """Decide for every frame with matmuls which of them wait, and for which values."""
+        self.plan = plan
+        self.after: dict[Op, list[Value]] = {}
+        self.frames = {frame: _FrameOrder(facts) for frame, facts in plan.program.cached(frame_dependencies).items()}
+        self.in_chunks = {
+            s.value
+            for step in plan.body.all_steps
+            if isinstance(step, Run) and step.in_ring == "reduce"
+            for s in step.results
+        }
+        self._delay_scattered()
+        for frame in self.frames.values():
+            self._delay_others(frame)
+
+    def _delay_scattered(self) -> None:
+        """Apply the first two rules."""
+        reductions = [s for s in self.plan.body.all_steps if isinstance(s, Reduce) and s.scatters and s.collectives]
+        if not reductions:
+            return
+        readers: dict[tuple[Frame, Value], list[Op]] = {}  # matmuls of a value with a large gathered operand
+        for step, users in _gathers(self.plan.body):
+            value = step.source.value
+            if self.plan.shard_bytes(step.result) < self.plan.compiler.large_buffer_bytes:
+                continue
+            for op in users:
+                for v in op.ins:
+                    if v is not None and v is not value:
+                        readers.setdefault((op.frame, v), []).append(op)
+        for step in reductions:
+            for op in self._matmuls_of(step.source.value):
+                self._delay(step, op, [r for v in op.ins if v is not None for r in readers.get((op.frame, v), ())])
+
+    def _delay(self, reduction: Reduce, op: Op, others: Sequence[Op]) -> None:
+        """Let a matmul whose result is reduce-scattered wait for others of the same cotangent, or these for it (second rule)."""
+        frame = self.frames[op.frame]
+        others = [r for r in others if frame.position[r] > frame.last_operand(op)]
+        results = [frame.sum_of(r.outs[0]) for r in others]
+        results = [v for v in results if v.op is not None and self._is_array(v)]
+        if not results or frame.leads_to_heavy(op):
+            return
+        followers = frame.followers(op)
+        free = [v for v in results if v.op not in followers]
+        if not free:
+            return
+        last = max(free, key=lambda v: frame.position[v.op])  # type: ignore[index]
+        if self._blocks_a_loop(reduction, frame, last) and self._is_array(op.outs[0]):
+            for r in others:
+                if r not in followers and op not in frame.followers(r):
+                    self._wait(frame, r, op.outs[0])
+        else:
+            self._wait(frame, op, last)
+
+    def _blocks_a_loop(self, step: Reduce, frame: _FrameOrder, value: Value) -> bool:
+        """Whether a loop after ``value`` waits for an asynchronous reduction (:func:`.barriers.serialize_loops`)."""
+        plan = self.plan
+        if plan.shard_bytes(step.source) < plan.compiler.serialized_reduction_bytes or not any(
+            plan.is_async(c.op) for c in step.collectives
+        ):
+            return False
+        assert value.op is not None
+        return any(op.primitive.family == "scan" for op in frame.followers(value.op))
+
+    def _delay_others(self, frame: _FrameOrder) -> None:
+        """Apply the third rule."""
+        left: list[tuple[Op, int]] = []  # matmuls on which no other depends, and the number of matmuls since
+        order = frame.order(self.after)
+        for op in frame.matmuls if order is frame.ops else order:
+            if not op.primitive.matmul or not op.outs:
+                continue
+            if not frame.leads_to_heavy(op):
+                if self._operand_bytes(op) >= self.plan.compiler.large_buffer_bytes and self._is_array(op.outs[0]):
+                    left.append((op, 0))
+                continue
+            left = [(o, n + 1) for o, n in left]
+            for o in [o for o, n in left if n > 1]:
+                self._wait(frame, op, o.outs[0])
+            left = [(o, n) for o, n in left if n <= 1]
+
+    def _wait(self, frame: _FrameOrder, op: Op, value: Value) -> None:
+        """Let an op wait for a value."""
+        self.after.setdefault(op, []).append(value)
+        frame.waiting.setdefault(value, []).append(op)
+
+    def _is_array(self, value: Value) -> bool:
+        """Whether a value exists as one array, as its op computes it: neither constant, nor computed in the chunks of a ring."""
+        placed = self.plan.placements.get(value)
+        return placed is not None and not placed.made.is_constant and value not in self.in_chunks
+
+    def _matmuls_of(self, value: Value) -> list[Op]:
+        """The matmuls that are added in a partial value."""
+        op = value.op
+        if op is None:
+            return []
+        if op.primitive.matmul:
+            return [op]
+        run = self.plan.runs.get(op)
+        if run is None or not any(s.partial for s in run.reads):
+            return []
+        return [matmul for v in op.ins if v is not None for matmul in self._matmuls_of(v)]
+
+    def cost_of_barrier(self, shard: Shard) -> tuple[float, float]:
+        """(bytes that are written to memory only because a barrier holds a shard, bytes of the shard).
+
+        A matmul computes elementwise ops as it reads their result; behind a barrier the result is an array in memory. One operand
+        behind a barrier delays the matmul as well as all of them.
+        """
+        op = shard.value.op
+        while op is not None and op.primitive.view and op.ins[0] is not None:
+            op = op.ins[0].op
+        size = self.plan.shard_bytes(shard)
+        return (size if op is not None and op.primitive.fusible else 0.0), size
+
+    def _operand_bytes(self, op: Op) -> float:
+        run = self.plan.runs.get(op)
+        return 0.0 if run is None else math.fsum(map(self.plan.shard_bytes, run.reads))
+
+
+def _gathers(body: Body) -> Iterator[tuple[Reshard, list[Op]]]:
+    """(all-gather, matmuls of the same frame that read its result) of a body and of the bodies inside it."""
+    for k in body.nested:
+        for inner in body.steps[k].bodies:
+            yield from _gathers(inner)
+    gathers: list[Reshard] = []
+    users: dict[Shard, list[Op]] = {}
+    for step in body.steps:
+        if isinstance(step, Reshard):
+            if step.copy and next((m.op for m in step.path if m.op != "slice"), "") == "all-gather":
+                gathers.append(step)
+                dots = () if step.ring is None else step.ring.dots
+                users[step.result] = [dot.op for dot in dots if dot.op.frame is body.frame]
+        elif users and isinstance(step, Run) and step.op.primitive.matmul and step.in_ring != "gather":
+            for shard in step.reads:
+                if shard in users:
+                    users[shard].append(step.op)
+    yield from ((step, users[step.result]) for step in gathers)
+
+
+class _FrameOrder:
+    """The order of a frame's ops, with dependencies that a pass adds.
+
+    Attributes:
+      waiting: value → the ops that wait for it, though they do not read it.
+    """
+
+    def __init__(self, facts: FrameDependencies):
+        self._facts, self.ops, self.matmuls, self.position = facts, facts.frame.ops, facts.matmuls, facts.position
+        self.waiting: dict[Value, list[Op]] = {}
+
+    def followers(self, op: Op) -> set[Op]:
+        """The ops that depend on an op or wait for one of these, itself included."""
+        out, todo = {op}, [op]
+        while todo:
+            for value in todo.pop().makes:
+                for user in (*self._facts.users.get(value, ()), *self.waiting.get(value, ())):
+                    if user not in out:
+                        out.add(user)
+                        todo.append(user)
+        return out
+
+    def last_operand(self, op: Op) -> int:
+        """The index of the last op that computes an operand of an op; -1: none does."""
+        makers = (self._facts.maker.get(v) for v in op.ins if v is not None)
+        return max((self.position[m] for m in makers if m is not None), default=-1)
+
+    def leads_to_heavy(self, op: Op) -> bool:
+        """Whether a matmul, an opaque kernel or a loop depends on an op."""
+        return self._facts.leads_to_heavy[op]
+
+    def sum_of(self, value: Value) -> Value:
+        """The sum that a value is a term of, and is used for nothing else; else the value itself."""
+        while len(users := self._facts.users.get(value, ())) == 1 and users[0].primitive.family == "add":
+            value = users[0].outs[0]
+        return value
+
+    def order(self, after: Mapping[Op, list[Value]]) -> list[Op]:
+        """The ops in program order, but those that wait, and ops that depend on them, after the values for which they wait."""
+        ops, position, facts = self.ops, self.position, self._facts
+        waits = [(position[op], {facts.maker[v] for v in values}) for op, values in after.items() if op in position]
+        if all(position[maker] < k for k, makers in waits for maker in makers):
+            return ops
+        before = {op: set(makers) for op, makers in zip(ops, facts.makers, strict=True)}
+        for k, makers in waits:
+            before[ops[k]] |= makers
+        return sorted_by_dependencies(before, position)

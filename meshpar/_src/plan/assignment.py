@@ -1,0 +1,690 @@
+"""Axis assignment: which mesh axes shard the dims of every value and the factors of every op, under a layout.
+
+A *query* contains all that an assignment depends on: for a value, the (names, size) of its dims; for an op, also how its factors
+are related. Values and ops with equal queries are sharded alike, so a query is answered once. Queries about the same names are a
+*rule group*: layouts with the same rules for these names share its results.
+
+Given the layout ``batch: data; embed: model; mlp: model`` on ``data=4, model=2``:
+
+- a value ``[batch 8, embed 16]`` gets the spec ``(("data",), ("model",))``;
+- a value ``[embed 16, mlp 64]`` gets ``(("model",), ())``: the first dim of the first rule that claims ``model`` has it;
+- a value ``[batch 6]`` gets ``((),)``: 4 does not divide 6, and ``indivisible`` has (value, dim 0, rule 0);
+- a matmul ``[batch, embed] @ [embed, mlp]`` has the factors batch, mlp, embed (contracted) and gets ``data`` for batch and
+  ``model`` for embed, so its result is partial over ``model``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ..caches import LRUCache
+from ..dims import Dims
+from ..layout import SCOPES, Layout, Rule, Spec, claim
+from ..program.ir import Op, Program, Value
+from ..program.names import SubDim
+from ..program.roles import elementwise_flow, new_values, unread_state
+from ..rules import OpRule
+from .spec import replicated_spec
+
+Names = tuple[str, ...]
+Items = tuple[tuple[Names, int], ...]
+"""(names, size) of every dim of a value, or of every factor of an op."""
+_ItemAxes = dict[tuple[Items, tuple[str, ...]], tuple[Spec, dict[int, int]]]
+"""(items, scopes) → (axes of every item, item → index of a rule whose axes do not divide its size)."""
+MAX_CHOICES = 512
+"""Ways to assign the contested axes of an op up to which all are costed (``resolve="cost"``)."""
+
+
+@dataclass(frozen=True)
+class OpQuery:
+    """All that the assignment of an op depends on: ops with equal queries are sharded alike under every layout.
+
+    Attributes:
+      items: (names, size) of every factor, as :func:`layout.claim` takes them.
+      groups: the :func:`permutation_groups` of its rule.
+      leaders: for every factor, the factor that it is sharded like, by default itself.
+      nested: the :func:`_nested` pairs of its rule.
+      sizes: of every factor.
+    """
+
+    items: tuple[tuple[Names, int], ...]
+    groups: tuple[frozenset[int], ...]
+    leaders: tuple[int, ...]
+    nested: tuple[tuple[int, int], ...]
+    sizes: tuple[int, ...]
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.items, self.groups, self.leaders, self.nested, self.sizes))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def linked(self, axes: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+        """The axes of every factor, given the axes of all leaders."""
+        return [axes[f] for f in self.leaders]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class GroupAssignment:
+    """The axes that a layout assigns to the queries of one :class:`RuleGroup`.
+
+    Attributes:
+      axes: for each query, the axes of every dim or factor.
+      indivisible: indices of the queries with a rule whose axes do not divide a size.
+    """
+
+    axes: tuple[tuple[tuple[str, ...], ...], ...]
+    indivisible: tuple[int, ...]
+
+
+MAX_CACHED_ASSIGNMENTS = 4096
+"""(rules, mesh sizes) for which a rule group caches its assignment."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RuleGroup:
+    """Queries about the same names in the same scopes: their assignment depends on the rules for these names alone.
+
+    Attributes:
+      queries: :data:`Items` of a value or an elementwise op, the query of an op with a rule, or a spec that the user gave a value.
+      names: of the dims and factors in them.
+      scopes: of their values; None: the queries are given specs.
+      cache: (rules for these names, sizes of the mesh) → assignment.
+    """
+
+    queries: tuple[Any, ...]
+    names: frozenset[str]
+    scopes: tuple[str, ...] | None
+    cache: LRUCache[tuple[tuple[Rule, ...], tuple[tuple[str, int], ...]], GroupAssignment]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Queries:
+    """The distinct queries of a program, for layouts whose rules name the same scopes.
+
+    Attributes:
+      groups: the queries, in order.
+      index: (query, scopes of its values) → its index in this order.
+      of_op: for every op without bodies, the indices of the queries of its results, then the index of the op's own query.
+    """
+
+    groups: tuple[RuleGroup, ...]
+    index: dict[tuple[Any, tuple[str, ...] | None], int]
+    of_op: dict[Op, tuple[int, ...]]
+
+
+_OpAxes = dict[tuple[OpQuery, tuple[str, ...]], list[tuple[str, ...]]]
+"""(query of an op, scopes) → the axes of every factor."""
+
+
+class _ProgramTables:
+    """What axis assignment computes from a program, independently of the layout.
+
+    Attributes:
+      items: of values; of elementwise ops with annotated operands (None: the op has none).
+      factor_names: of ops with rules.
+      names: (rule, names in the operands and results) → names of the factors.
+      op_queries: (rule, names of its factors) → query.
+      scopes: scopes that a layout names → the scopes of every value.
+      queries: scopes that a layout names → queries.
+      shard_map_axes: dim (its root) → the axes over which the user's own ``shard_map``s return it.
+    """
+
+    def __init__(self, program: Program):
+        """Empty tables for a program, and the axes that its own ``shard_map``s return."""
+        self.items: dict[Value | Op, Items | None] = {}
+        self.factor_names: dict[Op, tuple[Names, ...]] = {}
+        self.names: dict[tuple[Any, ...], tuple[Names, ...]] = {}
+        self.op_queries: dict[tuple[OpRule, tuple[Names, ...]], OpQuery] = {}
+        self.scopes: dict[tuple[str, ...], dict[Value, tuple[str, ...]]] = {}
+        self.queries: dict[tuple[str, ...], Queries] = {}
+        self.shard_map_axes = _shard_map_axes(program)
+        self._last: tuple[Any, _ItemAxes, _OpAxes] = None, {}, {}
+
+    def axes_under(self, rules: tuple[Rule, ...], sizes: tuple[tuple[str, int], ...]) -> tuple[_ItemAxes, _OpAxes]:
+        """The tables of assigned axes under some rules on a mesh. Those of the last rules and mesh are cached."""
+        if self._last[0] != (rules, sizes):
+            self._last = (rules, sizes), {}, {}
+        return self._last[1:]
+
+
+class AxisAssignment:
+    """Which axes shard the values and ops of one program under one layout on one mesh.
+
+    Attributes:
+      indivisible: value → (value, dim, index of the rule) where the axes of a rule do not divide the dim.
+      notes: sentences for the plan's notes.
+      named_scopes: the scopes that the rules of the layout name; scoped: there are some.
+    """
+
+    def __init__(self, program: Program, layout: Layout, sizes: Mapping[str, int]):
+        """The assignment for mesh axes of these sizes (axis → size); values and ops are looked up when they are
+        queried."""
+        self.program, self.layout, self.sizes = program, layout, sizes
+        self.named_scopes = tuple(sorted({r.scope for r in layout.rules if r.scope is not None}))
+        self.scoped = bool(self.named_scopes)
+        self.tables = program.cached(_ProgramTables)
+        if self.scoped and self.named_scopes not in self.tables.scopes:
+            self.tables.scopes[self.named_scopes] = _scopes(program, layout)
+        self.scopes = self.tables.scopes[self.named_scopes] if self.scoped else {}
+        self.indivisible: dict[Value, tuple[Value, int, int]] = {}
+        self.notes: list[str] = []
+        self.shard_map_axes = self.tables.shard_map_axes
+        self._by_nodes: dict[object, Spec] = {}
+        self._item_axes, self._op_axes = self.tables.axes_under(layout.rules, tuple(sizes.items()))
+        self._all: tuple[GroupAssignment, ...] | None = None
+
+    def scopes_of(self, value: Value) -> tuple[str, ...]:
+        """The scopes that a value is in, among those that the layout names."""
+        return self.scopes.get(value, ())
+
+    def items(self, items: tuple[tuple[Names, int], ...], scopes: tuple[str, ...]):
+        """The cached result of :func:`layout.claim`: (axes of every item, item → rule that does not divide it)."""
+        key = (items, scopes)
+        result = self._item_axes.get(key)
+        if result is None:
+            axes, indivisible = claim(self.layout, items, self.sizes, scopes)
+            result = self._item_axes[key] = (tuple(axes), indivisible)
+        return result
+
+    def value_items(self, value: Value) -> tuple[tuple[Names, int], ...]:
+        """(names, size) of every dim. A merged dim has the names of its major sub-dim: only that may be sharded."""
+        items = self.tables.items.get(value)
+        if items is None:
+            sub_dims = [self.program.sub_dims(value, i) for i in range(len(value.shape))]
+            names = [dims[0][0] if dims else () for dims in sub_dims]
+            items = self.tables.items[value] = tuple(zip(names, value.shape, strict=True))
+        return items
+
+    def value_spec(self, value: Value) -> Spec:
+        """The stored spec of a value. Arrays without elements are replicated: XLA returns them with the global shape."""
+        if 0 in value.shape:
+            return replicated_spec(len(value.shape))
+        if value.explicit is not None:
+            return value.explicit
+        plain = value.annotation is None and not self.scoped
+        if plain and (spec := self._by_nodes.get((value.nodes, value.shape))) is not None:
+            return spec
+        axes, refused = self.items(self.value_items(value), self.scopes_of(value))
+        for i, rule in refused.items():
+            self.indivisible.setdefault(value, (value, i, rule))
+        if self.shard_map_axes:
+            axes = self.nameless_as_given(value, axes)
+        if plain:
+            self._by_nodes[value.nodes, value.shape] = axes
+        return axes
+
+    def unused_optional_rules(self, value: Value) -> Iterator[tuple[Rule, int]]:
+        """Yields (rule, dim) for the rules of a value marked ``?`` that shard nothing because their axes do not divide
+        the dim.
+
+        ``rule`` is the :class:`Rule` of the layout, and ``dim`` the position of the dim in the value. Left out are
+        rules of which an axis shards another dim of the value.
+        """
+        spec = self.value_spec(value)
+        used = {a for entry in spec for a in entry}
+        for i, (names, size) in enumerate(self.value_items(value)):
+            for rule in (self.layout.rules[r] for r in self.layout.rules_of(names, self.scopes_of(value))):
+                free = not spec[i] and used.isdisjoint(rule.axes)
+                if rule.optional and free and size % math.prod(self.sizes[a] for a in rule.axes):
+                    yield rule, i
+
+    def nameless_as_given(self, value: Value, axes: Spec) -> Spec:
+        """A spec in which unnamed dims are sharded as the user's own ``shard_map`` returns them.
+
+        Residuals that the ``shard_map`` saves for its backward pass have such dims, also where a loop stacks them.
+        """
+        find = self.program.unifier.find
+        given = [
+            () if names or node < 0 else self.shard_map_axes.get(find(node), ())
+            for node, (names, _) in zip(value.nodes, self.value_items(value), strict=True)
+        ]
+        used = {a for entry in given for a in entry}
+        if not used:
+            return axes
+        return tuple(own or tuple(a for a in entry if a not in used) for own, entry in zip(given, axes, strict=True))
+
+    def op_scopes(self, op: Op, outs: Sequence[Value]) -> tuple[str, ...]:
+        """The scopes of an op: if elementwise, all scopes of its operands and results; else the scopes that all operands share."""
+        if not self.scoped:
+            return ()
+        ins = [v for v in op.ins if v is not None and v.shape]
+        if op.rule is None:
+            scopes = {s for v in (*ins, *outs) if v.shape == outs[0].shape for s in self.scopes_of(v)}
+        else:
+            scopes = set.intersection(*(set(self.scopes_of(v)) for v in ins)) if ins else set()
+        return tuple(sorted(scopes))
+
+    def elementwise_spec(self, op: Op, out: Value) -> Spec:
+        """The spec in which an elementwise op computes: its result's, unless annotated operands name its dims differently."""
+        items = self.work_items(op, out)
+        if items is None and not self.scoped:
+            return self.value_spec(out)
+        return self.items(items or self.value_items(out), self.op_scopes(op, [out]))[0]
+
+    def work_items(self, op: Op, out: Value) -> Items | None:
+        """(names, size) of the dims of an elementwise op that has annotated operands; None: it has none."""
+        if op not in self.tables.items:
+            self.tables.items[op] = self._work_items(op, out)
+        return self.tables.items[op]
+
+    def _work_items(self, op: Op, out: Value) -> Items | None:
+        """As :meth:`work_items`, not cached."""
+        annotated = [v for v in op.ins if v is not None and v.annotation is not None and v.shape == out.shape]
+        if not annotated:
+            return None
+        items = []
+        for i, (names, size) in enumerate(self.value_items(out)):
+            given = tuple(dict.fromkeys(v.annotation[i] for v in annotated if v.annotation and v.annotation[i]))
+            items.append((given, out.shape[i]) if given else (names, size))
+        return tuple(items)
+
+    def factor_names(self, op: Op) -> tuple[Names, ...]:
+        """The names of every factor of an op, as annotated on operands and results, else as inferred.
+
+        If a factor has a primed name (``seq'``) in one of the values, it has it in the op: of the two ``seq``
+        dims of attention, the dim of the queries gets the axis.
+        """
+        names = self.tables.factor_names.get(op)
+        if names is None:
+            rule = op.rule
+            assert rule is not None
+            sub_dims_of = self.program.unifier.sub_dims_of
+            arrays = tuple(
+                None if v is None else (v.annotation, tuple(map(sub_dims_of, v.nodes))) for v in (*op.ins, *op.outs)
+            )
+            names = self.tables.names.get((rule, arrays))
+            if names is None:
+                names = self.tables.names[rule, arrays] = self._factor_names(rule, arrays)
+            self.tables.factor_names[op] = names
+        return names
+
+    def _factor_names(
+        self, rule: OpRule, arrays: Sequence[tuple[Dims | None, tuple[tuple[SubDim, ...], ...]] | None]
+    ) -> tuple[Names, ...]:
+        """The names of the factors of a rule; ``arrays``: (annotation, sub-dims of every dim) of operands and results."""
+        given: list[dict[str, None]] = [{} for _ in rule.sizes]
+        joined: list[dict[str, None]] = [{} for _ in rule.sizes]
+        primed: dict[int, Names] = {}
+
+        def join(factor: int, names: Names) -> None:
+            joined[factor].update(dict.fromkeys(names))
+            if names and names[0].endswith("'"):
+                primed[factor] = names
+
+        for array, dims in zip(arrays, (*rule.ins, *rule.outs), strict=True):
+            if array is None or not dims:
+                continue
+            annotation, split = array
+            for i, factors in enumerate(dims):
+                if not factors:
+                    continue
+                own = annotation[i] if annotation is not None else None
+                if own is not None:
+                    given[factors[0]][own] = None
+                    continue
+                sub_dims = split[i]
+                if [size for _, size in sub_dims] == [rule.sizes[f] for f in factors]:
+                    for f, (names, _) in zip(factors, sub_dims, strict=True):
+                        join(f, names)
+                elif sub_dims:
+                    join(factors[0], sub_dims[0][0])
+        return tuple(tuple(a) or primed.get(f) or tuple(b) for f, (a, b) in enumerate(zip(given, joined, strict=True)))
+
+    def factor_axes(
+        self, op: Op, cost: Callable[[list[tuple[str, ...]]], float] | None = None
+    ) -> list[tuple[str, ...]]:
+        """The axes of every factor of an op.
+
+        Args:
+          cost: axes of the factors → bytes sent, by which conflicts are resolved; None: by the order of the rules.
+        """
+        assert op.rule is not None
+        query, scopes = self.op_query(op)
+        if cost is None:
+            return list(self._query_axes(query, scopes))
+        axes = self._claimed(query.groups, query.items, scopes)
+        axes = self._cheapest(op, query.items, scopes, axes, lambda choice: cost(query.linked(choice)))
+        return contiguous_only(op.rule, query.linked(axes), self.sizes)
+
+    def _query_axes(self, query: OpQuery, scopes: tuple[str, ...]) -> list[tuple[str, ...]]:
+        """The axes of every factor of an op with a query, by the order of the rules."""
+        result = self._op_axes.get((query, scopes))
+        if result is None:
+            axes = query.linked(self._claimed(query.groups, query.items, scopes))
+            result = self._op_axes[query, scopes] = _contiguous_only(query.nested, query.sizes, axes, self.sizes)
+        return result
+
+    def op_query(self, op: Op) -> tuple[OpQuery, tuple[str, ...]]:
+        """(query, scopes) of an op with a rule."""
+        rule, given = op.rule, self.factor_names(op)
+        assert rule is not None
+        query = self.tables.op_queries.get((rule, given))
+        if query is None:
+            query = self.tables.op_queries[rule, given] = self._new_query(rule, given)
+        return query, self.op_scopes(op, op.outs)
+
+    def _new_query(self, rule: OpRule, given: tuple[Names, ...]) -> OpQuery:
+        """The query of ops with a rule and names of its factors. A factor that is sharded like another one has no names: its
+        leader has them."""
+        follows = {b: a for a, b in rule.sharded_like}
+        fit = list(rule.sizes)
+        names = list(given)
+        for follower, leader in follows.items():
+            fit[leader] = math.gcd(fit[leader], rule.sizes[follower])
+            names[leader] = names[leader] or names[follower]
+        items = tuple(
+            (() if kind == "need_replication" or f in follows else n, size)
+            for f, (n, size, kind) in enumerate(zip(names, fit, rule.kinds, strict=True))
+        )
+        groups = tuple(map(frozenset, permutation_groups(rule)))
+        leaders = tuple(follows.get(f, f) for f in range(len(items)))
+        return OpQuery(items, groups, leaders, _nested(rule), tuple(rule.sizes))
+
+    def _claimed(
+        self, groups: Sequence[frozenset[int]], items: tuple[tuple[Names, int], ...], scopes: tuple[str, ...]
+    ) -> list[tuple[str, ...]]:
+        """The axes of an op's factors.
+
+        Permutation factors that never occur in the same array (tokens, experts) may share a mesh axis: the op exchanges them with
+        an all-to-all. So the factors are assigned once for each group of them, without the other groups. A factor outside of all
+        groups gets the axes that it has in all of these assignments, else none.
+        """
+        if len(groups) < 2:
+            return list(self.items(items, scopes)[0])
+        grouped = {f for group in groups for f in group}
+        by_group = []
+        for group in groups:
+            own = tuple(((), size) if f in grouped - group else (n, size) for f, (n, size) in enumerate(items))
+            by_group.append(self.items(own, scopes)[0])
+        axes = [first if all(other[f] == first for other in by_group) else () for f, first in enumerate(by_group[0])]
+        for group, group_axes in zip(groups, by_group, strict=True):
+            for f in group:
+                axes[f] = group_axes[f]
+        return axes
+
+    def _cheapest(
+        self, op: Op, items: Sequence[tuple[Names, int]], scopes: tuple[str, ...], first: list[tuple[str, ...]],
+        cost: Callable[[list[tuple[str, ...]]], float],
+    ) -> list[tuple[str, ...]]:  # fmt: skip
+        """The axes of the factors with the lowest cost, over all choices of one factor (or none) for every contested axis.
+
+        If several cost the same, ``first`` is taken, which is by the order of the rules. If there are more than :data:`MAX_CHOICES`
+        choices, only those that differ from ``first`` in one axis are costed, and a note says so.
+        """
+        wants: dict[str, list[int]] = {}
+        for i, (names, size) in enumerate(items):
+            if size == 1:
+                continue
+            for r in self.layout.rules_of(names, scopes):
+                for a in self.layout.rules[r].axes:
+                    if i not in wants.setdefault(a, []):
+                        wants[a].append(i)
+        contested = {a: who for a, who in wants.items() if self.sizes.get(a, 1) > 1}
+        if all(len(who) == 1 for who in contested.values()):
+            return first
+        choices: Iterable[tuple[int | None, ...]]
+        choices = itertools.product(*([*who, None] for who in contested.values()))
+        every = math.prod(len(w) + 1 for w in contested.values())
+        if every > MAX_CHOICES:
+            start = tuple(next((i for i, ax in enumerate(first) if a in ax), None) for a in contested)
+            choices = (
+                (*start[:k], i, *start[k + 1 :]) for k, who in enumerate(contested.values()) for i in (*who, None)
+            )
+            ways = f"of {every} ways to split it, only those that differ in one axis were compared"
+            note = f"{op.name} at {op.location_of_layers}: {ways}"
+            if note not in self.notes:
+                self.notes.append(note)
+        best, least = first, cost(first)
+        for choice in choices:
+            axes: list[tuple[str, ...]] = [()] * len(items)
+            for a, i in zip(contested, choice, strict=True):
+                if i is not None:
+                    axes[i] += (a,)
+            if all(n % math.prod(self.sizes[a] for a in ax) == 0 for (_, n), ax in zip(items, axes, strict=True) if ax):
+                bytes_ = cost(axes)
+                if bytes_ < least - 0.5:
+                    best, least = axes, bytes_
+        return best
+
+    def assignments(self) -> tuple[tuple[tuple[str, ...], ...], ...]:
+        """For each of :meth:`queries`, the axes of its dims or factors.
+
+        Two layouts that name the same scopes and have equal assignments on a mesh have the same plan.
+        """
+        return tuple(itertools.chain.from_iterable(group.axes for group in self.group_assignments()))
+
+    def group_assignments(self) -> tuple[GroupAssignment, ...]:
+        """The assignment of each rule group, shared by all layouts with the same rules for its names."""
+        if self._all is None:
+            rules, sizes = self.layout.rules, tuple(self.sizes.items())
+            out = []
+            for group in self.queries().groups:
+                scopes = group.scopes or ()
+                own = tuple(r for r in rules if r.dim in group.names and (r.scope is None or r.scope in scopes))
+                out.append(group.cache.setdefault((own, sizes), lambda group=group: self._assign_group(group)))
+            self._all = tuple(out)
+        return self._all
+
+    def _assign_group(self, group: RuleGroup) -> GroupAssignment:
+        """The assignment of a rule group under this layout."""
+        out, indivisible = [], []
+        for k, query in enumerate(group.queries):
+            if group.scopes is None:
+                out.append(query)
+            elif isinstance(query, OpQuery):
+                out.append(tuple(self._query_axes(query, group.scopes)))
+            else:
+                axes, rules = self.items(query, group.scopes)
+                out.append(axes)
+                indivisible += [k] * bool(rules)
+        return GroupAssignment(tuple(out), tuple(indivisible))
+
+    def all_indivisible(self) -> list[tuple[Value, int, int]]:
+        """(value, dim, rule) where a size does not divide, for one value of each set of joined dims, in program order."""
+        known = self.named_scopes in self.tables.queries  # which a first plan does not need
+        if known and not any(group.indivisible for group in self.group_assignments()):
+            return []
+        in_order = AxisAssignment(self.program, self.layout, self.sizes)
+        for value in self._all_values():
+            in_order.value_spec(value)
+        return list(in_order.indivisible.values())
+
+    def all_indivisible_optional(self, rules: Collection[Rule]) -> Iterator[tuple[Value, int, Rule]]:
+        """Yields the first (value, dim) whose size each of these optional rules does not divide, in program order."""
+        missing = set(rules)
+        for value in self._all_values() if missing else ():
+            names = {name for names, _ in self.value_items(value) for name in names}
+            if any(rule.dim in names for rule in missing):
+                for rule, i in self.unused_optional_rules(value):
+                    if rule in missing:
+                        missing.remove(rule)
+                        yield value, i, rule
+            if not missing:
+                return
+
+    def _all_values(self) -> Iterator[Value]:
+        """Yields the values of the program: its inputs, then the results and inputs of each frame."""
+        yield from self.program.inputs
+        frames = [self.program.root]
+        while frames:
+            frame = frames.pop()
+            for op in frame.ops:
+                frames += op.frames
+                yield from op.outs
+            yield from frame.ins()
+
+    def queries(self) -> Queries:
+        """The distinct queries of the program, for layouts that name the scopes of this one."""
+        queries = self.tables.queries.get(self.named_scopes)
+        if queries is None:
+            queries = self.tables.queries[self.named_scopes] = self._all_queries()
+        return queries
+
+    def _all_queries(self) -> Queries:
+        """As :meth:`queries`, not cached."""
+        index: dict[tuple[Any, tuple[str, ...] | None], int] = {}
+
+        def add(query: Any, scopes: tuple[str, ...] | None) -> int:
+            return index.setdefault((query, scopes), len(index))
+
+        def add_value(value: Value) -> int:
+            if value.explicit is not None:
+                return add(value.explicit, None)
+            return add(self.value_items(value), self.scopes_of(value))
+
+        for value in self.program.inputs:
+            add_value(value)
+        ops: dict[Op, tuple[int, ...]] = {}
+        for op in self.program.root.walk():
+            outs = tuple(map(add_value, op.outs))
+            if op.frames:
+                for frame in op.frames:
+                    for value in frame.ins():
+                        add_value(value)
+                continue
+            work: tuple[int, ...] = ()
+            if op.rule is not None and op.rule.given is None:
+                work = (add(*self.op_query(op)),)
+            elif op.rule is None and len(op.outs) == 1:
+                items = self.work_items(op, op.outs[0])
+                if items is not None or self.scoped:
+                    work = (add(items or self.value_items(op.outs[0]), self.op_scopes(op, op.outs)),)
+            ops[op] = (*outs, *work)
+        return _grouped_by_rules(index, ops)
+
+    def rule_text(self, names: Sequence[str], axis: str, scopes: Sequence[str] = ()) -> str | None:
+        """The text of the rule that gives an axis to a dim with one of these names; None: no rule does."""
+        names = (*names, *(n.removesuffix("-inner") for n in names if n.endswith("-inner")))
+        for r in self.layout.rules_of(names, scopes or self._all_scopes()):
+            if axis in self.layout.rules[r].axes:
+                return str(self.layout.rules[r])
+        return None
+
+    def _all_scopes(self) -> tuple[str, ...]:
+        return tuple({r.scope for r in self.layout.rules if r.scope})
+
+
+def _grouped_by_rules(
+    queries: Iterable[tuple[Any, tuple[str, ...] | None]], ops: Mapping[Op, tuple[int, ...]]
+) -> Queries:
+    """The queries in the order of their rule groups.
+
+    Args:
+      queries: (query, scopes of its values), in any order; ops: for each op, indices in that order.
+    """
+    groups: dict[tuple[frozenset[str], tuple[str, ...] | None], list[tuple[int, Any]]] = {}
+    for k, (query, scopes) in enumerate(queries):
+        items = () if scopes is None else query.items if isinstance(query, OpQuery) else query
+        groups.setdefault((frozenset(n for names, _ in items for n in names), scopes), []).append((k, query))
+    new = {k: at for at, (k, _) in enumerate(itertools.chain.from_iterable(groups.values()))}
+    return Queries(
+        tuple(
+            RuleGroup(tuple(q for _, q in own), *about, LRUCache(MAX_CACHED_ASSIGNMENTS))
+            for about, own in groups.items()
+        ),
+        {(q, scopes): new[k] for (_, scopes), own in groups.items() for k, q in own},
+        {op: tuple(new[k] for k in own) for op, own in ops.items()},
+    )
+
+
+def permutation_groups(rule: OpRule) -> list[set[int]]:
+    """The permutation factors of a rule in groups: factors that occur in one array, or are sharded alike, share a group.
+
+    Given a rule for ``[tokens, d] -> [experts, slots, d]`` with permutation factors tokens, experts and slots, returns
+    ``[{tokens}, {experts, slots}]``.
+    """
+    groups: list[set[int]] = []
+    arrays = [{f for dim in dims for f in dim} for dims in (*rule.ins, *rule.outs)]
+    for together in (*arrays, *map(set, rule.sharded_like)):
+        own = {f for f in together if rule.kinds[f] == "permutation"}
+        if own:
+            touched = [g for g in groups if g & own]
+            groups = [g for g in groups if not g & own] + [own.union(*touched)]
+    return groups
+
+
+def _nested(rule: OpRule) -> tuple[tuple[int, int], ...]:
+    """(major, minor) of all adjacent factors of one dim."""
+    return tuple(pair for dims in (*rule.ins, *rule.outs) for factors in dims for pair in itertools.pairwise(factors))
+
+
+def contiguous_only(rule: OpRule, axes: list[tuple[str, ...]], sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """The axes without those that would give a device strided parts of a dim instead of one contiguous block.
+
+    A minor factor of a dim may be sharded only if the axes of the next major one shard it fully (to size 1). A factor that loses
+    its axes may be major in another array, so this is repeated until nothing changes.
+
+    Given a dim made of the factors (heads 4, head_dim 8) and axes ``[("x",), ("y",)]`` with x=2, returns ``[("x",), ()]``; with
+    x=4, returns both.
+    """
+    return _contiguous_only(_nested(rule), rule.sizes, axes, sizes)
+
+
+def _contiguous_only(
+    pairs: Sequence[tuple[int, int]], factor_sizes: Sequence[int], axes: list[tuple[str, ...]], sizes: Mapping[str, int]
+) -> list[tuple[str, ...]]:
+    """As :func:`contiguous_only`, given the (major, minor) pairs of factors and the sizes of all factors."""
+    axes = list(axes)
+
+    def is_strided(major: int, minor: int) -> bool:
+        return bool(axes[minor]) and math.prod(sizes[a] for a in axes[major]) != factor_sizes[major]
+
+    while dropped := [minor for major, minor in pairs if is_strided(major, minor)]:
+        for minor in dropped:
+            axes[minor] = ()
+    return axes
+
+
+def spec_from_factors(dims: Sequence[Sequence[int]], axes: Sequence[tuple[str, ...]]) -> Spec:
+    """The spec of an array whose dims are made of these factors: a dim has the axes of its factors, major to minor."""
+    return tuple(tuple(a for f in factors for a in axes[f]) for factors in dims)
+
+
+def _shard_map_axes(program: Program) -> dict[int, tuple[str, ...]]:
+    """Dim (its root) → the axes over which the user's own ``shard_map``s return it."""
+    axes_of: dict[int, tuple[str, ...]] = {}
+    for op in program.root.walk():
+        if op.rule is None or op.rule.given is None:
+            continue
+        for value, dims in zip(op.outs, op.rule.outs, strict=True):
+            for node, (factor,) in zip(value.nodes, dims, strict=True):
+                if node >= 0 and op.rule.given[factor]:
+                    axes_of.setdefault(program.unifier.find(node), op.rule.given[factor])
+    return axes_of
+
+
+def _scopes(program: Program, layout: Layout) -> dict[Value, tuple[str, ...]]:
+    """value → its scopes: the scopes of inputs and outputs, propagated through elementwise ops to values without a scope.
+
+    The scope ``opt`` is also propagated through any op all of whose operands are in it (factored moments, Newton-Schulz). An input
+    has the scopes of its path and kind only, and so has its new value; state that is updated with a parameter also has its scopes.
+    """
+    seeds: dict[Value, tuple[str, ...]] = {}
+    for value in (*program.inputs, *program.outputs):
+        if value.path is not None and value.shape:
+            seeds[value] = tuple({*seeds.get(value, ()), *layout.scopes_of(value.path, value.kind)})
+    flow, new, state = program.cached(elementwise_flow), program.cached(new_values), program.cached(unread_state)
+    for old, result in new.items():  # `"ema/*".embed` matches the argument `ema/up`, but not the result `1/up`
+        seeds[result] = seeds[result] or seeds[old]
+    owned = {v for v in (*program.inputs, *program.outputs) if v.kind is not None or seeds.get(v)}
+    found: dict[Value, set[str]] = {}
+    for scope in dict.fromkeys(r.scope for r in layout.rules if r.scope):
+        opt = scope == "opt"
+        of_scope = [v for v, own in seeds.items() if scope in own]
+        others = {v for v in program.inputs if scope not in seeds.get(v, ()) and (opt or v not in state)}
+        stored = owned | flow.bound(others) | {new[v] for v in others & new.keys()}
+        for value in flow.spread(of_scope, stored, through=opt):
+            found.setdefault(value, set()).add(scope)
+    return {i: tuple(sorted(s)) for i, s in found.items()}
+
+
+def layout_scopes(layout: Layout) -> set[str]:
+    """The scopes of state (``params``, ``opt``) that the rules of a layout name."""
+    return {r.scope for r in layout.rules if r.scope in SCOPES}

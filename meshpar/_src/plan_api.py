@@ -1,0 +1,223 @@
+"""The public plan: a plan of :mod:`meshpar.plan` with methods for its costs, reports and replanning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from . import report
+from .cost.caching import with_reasons
+from .cost.decoding import Decoding, decoding_of
+from .cost.memory import Memory, memory_of
+from .cost.time import Time, time_of
+from .hardware.calibration import CalibrationLike, Calibrations, calibrations
+from .hardware.options import OptionsMode
+from .layout import Layout
+from .mesh import MeshLike, planned_mesh
+from .passes import replan
+from .passes.lowering import AUTO
+from .plan import plan as record
+
+if TYPE_CHECKING:
+    from .verify.profile import PlanProfile
+
+
+class Plan(record.Plan):
+    """The plan of a program under a layout: what each device stores, sends and computes, and why. No devices are needed.
+
+    ``print(plan)`` shows it as a table, ``plan.save("plan.html")`` as a page.
+
+    Example:
+      >>> plan = mp.plan(train_step, params, x, mesh=mesh, layout="batch: data", dims=dims)
+      >>> for c in plan.collectives:
+      ...     print(c.op, c.axes, c.dims, c.total_bytes)
+      all-reduce ('data',)  6.0
+      all-reduce ('data',) mlp embed 98304.0
+      all-reduce ('data',) embed mlp 98304.0
+      >>> plan.replan(layout="batch, embed: data").memory.peak < plan.memory.peak
+      True
+    """
+
+    @classmethod
+    def of(cls, plan: record.Plan) -> Plan:
+        """The public form of a plan of the planner; it shares the cached results."""
+        out = object.__new__(cls)
+        vars(out).update(vars(plan))
+        return out
+
+    @property
+    def requested_lowering(self) -> str:
+        """The lowering as the user gave it, maybe ``"auto"``."""
+        return self.request.lowering
+
+    @property
+    def requested_overlap(self) -> str | None:
+        """The overlap as the user gave it, maybe ``"auto"``; None: the default of the lowering."""
+        return self.request.overlap
+
+    @property
+    def schedule(self) -> str:
+        """The schedule of pipelines, as requested."""
+        return self.request.schedule
+
+    @property
+    def gather(self) -> str | None:
+        """When loops over microbatches all-gather weights, as requested; None: not requested."""
+        return self.request.gather
+
+    @property
+    def calibrations(self) -> Calibrations:
+        """Measurements of devices; ``chip`` includes the measurements of its kind."""
+        return self.request.calibrations
+
+    @property
+    def tokens(self) -> str | None:
+        """Of a step that generates one token of each sequence, the dim of the sequences; None: another step."""
+        return self.request.tokens
+
+    @property
+    def memory(self) -> Memory:
+        """Bytes on a device over a step: the peak, its line, by kind."""
+        return memory_of(self)
+
+    @property
+    def time(self) -> Time | None:
+        """Seconds of a step by kind; None if the chip is unknown."""
+        return time_of(self)
+
+    @property
+    def seconds(self) -> float | None:
+        """The estimate of a step's seconds (:attr:`cost.time.Time.seconds` says how); None: chip not known."""
+        return None if self.time is None else self.time.seconds
+
+    @property
+    def decoding(self) -> Decoding | None:
+        """Tokens per second, the limit of HBM and the largest batch, of a plan :meth:`with_tokens`; None for others."""
+        return decoding_of(self)
+
+    def with_tokens(self, dim: str) -> Plan:
+        """This plan as the one of a step that generates one token of each sequence, such as a step of decoding.
+
+        Reports and :attr:`decoding` then have the time per token compared with the limit of HBM, tokens per second, and the largest
+        batch that fits.
+
+        Args:
+          dim: the dim of the sequences, ``"batch"``.
+
+        Raises:
+          UnknownDimError: no argument has the dim.
+
+        Example:
+          >>> step = lambda weights, x: x @ weights["up"]
+          >>> plan = mp.plan(step, params, x, mesh="model=8", topology="v5e:2x4", layout="mlp: model", dims=dims)
+          >>> plan.with_tokens("batch").decoding.sequences
+          32
+        """
+        out = with_reasons(self, request=replace(self.request, tokens=dim))
+        decoding_of(out)
+        return out
+
+    def replan(
+        self, *, layout: Any = None, mesh: MeshLike | None = None, topology: str | None = None, strict: bool = False,
+        lowering: str | None = None, overlap: str | None = None, options: OptionsMode | None = None,
+        calibration: CalibrationLike = None,
+    ) -> Plan:  # fmt: skip
+        """The plan of the same program under another layout or on another mesh: nothing is traced or named again.
+
+        Args:
+          layout: as in :func:`meshpar.plan`; default: this plan's.
+          mesh: a mesh, or text; default: this plan's.
+          topology: the topology of ``mesh``, if it is abstract; default: this plan's; "": none.
+          lowering, overlap, options, calibration: as in :func:`meshpar.plan`; default: the options of this plan. For a plan of
+            ``lowering="jit"``, an overlap other than ``"off"`` means ``lowering="auto"``.
+
+        Raises:
+          UnknownAxisError, UnknownDimError, DivisibilityError, JoinError: as for any plan.
+          MeshError: a mesh that does not fill the topology.
+        """
+        request = self.request
+        topology = self.topology if topology is None and not isinstance(mesh, Mesh) else topology or None
+        if lowering is None and request.lowering == "jit" and overlap not in (None, "off"):
+            lowering = AUTO
+        changes: dict[str, Any] = {
+            "layout": None if layout is None else Layout(layout),
+            "mesh": planned_mesh(mesh, topology) if isinstance(mesh, str | Mapping | AbstractMesh) else mesh,
+            "lowering": lowering,
+            "overlap": overlap,
+            "options": options,
+            "calibrations": None if calibration is None else calibrations(calibration),
+        }
+        changes = {name: value for name, value in changes.items() if value is not None}
+        request = replace(request, topology=topology, strict=strict or request.strict, **changes)
+        return Plan.of(replan(self, request))
+
+    def to_json(self) -> str:
+        """The plan as JSON: mesh, chip, calibration, layout, lowering, inputs, outputs, constants, collectives, arrivals,
+        transfers, memory, time, decoding, options, joins, notes, unnamed dims."""
+        return report.plan_json(self)
+
+    def steps_text(self) -> str:
+        """The program that every device runs as text, a line for each step: results, operands, the axes of their dims, your line.
+
+        The lines below a step list its collectives: bytes that a device sends per call, and the cause.
+        """
+        return report.plan_steps(self)
+
+    @property
+    def calibration(self) -> dict[str, Any] | None:
+        """The calibration used: the devices it was measured on, and the fractions of peak rates; None: the chip table."""
+        return report.calibration_rates(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file: ``.html``, a page of its own (nothing from the network); ``.json``; ``.txt``.
+
+        Raises:
+          UnsupportedError: another suffix.
+        """
+        writers = {".html": report.plan_page, ".json": lambda plan: plan.to_json(), ".txt": report.plan_text}
+        report.save(self, path, writers)
+
+    def diff(self, other: record.Plan) -> report.PlanDiff:
+        """The two plans side by side: print it, ``save("diff.html")`` it."""
+        return report.PlanDiff(self, other)
+
+    def compare(self, trace: str | Path) -> PlanProfile:
+        """Planned and measured seconds side by side: of the step, of each loop, of each collective.
+
+        In the compiled program and in traces of a step that was lowered to ``shard_map``, collectives have the names of the plan:
+        ``all-gather embed mlp | embed: data``.
+
+        Args:
+          trace: a folder that ``jax.profiler.trace`` wrote while the step ran, or one of its ``.xplane.pb`` files.
+
+        Returns:
+          A report: print it, show it in a notebook, ``save("profile.html")`` it.
+
+        Raises:
+          UnsupportedError: there is no such trace, or it has no run of the step.
+
+        Example:
+          >>> with jax.profiler.trace("trace"):
+          ...     jax.block_until_ready(step(params, x))
+          >>> step.plan(params, x).compare("trace").runs
+          1
+        """
+        from .verify.profile import profile
+
+        return profile(self, trace)
+
+    def __repr__(self) -> str:
+        return report.plan_line(self)
+
+    def __str__(self) -> str:
+        return report.plan_text(self)
+
+    def __rich__(self) -> Any:
+        return report.plan_renderable(self)
+
+    def _repr_html_(self) -> str:
+        return report.plan_cell(self)

@@ -1,0 +1,355 @@
+"""Agreement: before the first run of a compiled function, all processes compare their programs, plans, settings and arguments.
+
+Every process writes a sheet of facts to the coordinator's key-value store, long facts as hashes. Process 0
+compares the sheets and writes one verdict, which the others read, so that only its work grows with the number of
+processes. If a long fact differs, two processes also write its lines, and the error shows the first line that differs.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import hashlib
+import json
+import os
+import re
+import signal
+import sys
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from ...errors import AgreementError
+from ..compat.processes import BEFORE_CALL, LOSE, Store, connected, process_count, process_index, variable_number
+from ..compat.versions import installed_version
+from ..dims import PathDims
+from ..global_arrays import is_global, is_key
+from ..plan.plan import Plan
+from ..units import mesh_text
+from .data import SAMPLES
+from .digest import digests_of_parts
+from .watch import CALLS
+
+SHORT = 200
+SECONDS = 600.0
+"""Timeout of a process for the others, if no watch reports that they have ended."""
+
+_ADDRESS = re.compile(r"0x[0-9a-f]{4,}")
+_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable",
+             "jax_numpy_dtype_promotion", "jax_use_shardy_partitioner", "jax_debug_nans")  # fmt: skip
+_FIXES = {
+    "values": ["host arrays are global values, which must be equal in every process",
+               "mp.data.put(batch, rows=\"mine\") takes each process's own rows",
+               "use one seed, and read the same data, everywhere"],
+    "data": ["give mp.data.batches the same source in every process: it reads the rows of its own devices"],
+    "replicas": ["make the state by mp.init, from one seed everywhere, or restore it from one checkpoint"],
+    "versions": ["install the same versions everywhere"],
+    "settings": ["start all processes with the same environment and flags"],
+    "devices": ["make the mesh from all devices, in the order of jax.devices(): mp.mesh(…)"],
+}  # fmt: skip
+_ANY_FIX = ["run one script, with the same arguments, in every process"]
+
+_Lines = Callable[[], Sequence[str]]
+
+
+@dataclass(eq=False, slots=True)
+class Sheet:
+    """The facts of one compiled function that all processes must agree on before its first call.
+
+    Attributes:
+      fn: the user's function.
+      plan: has its program, mesh and layout.
+      lowering, strict, dims, options: as in :func:`meshpar.jit`; ``options`` are the compiler's.
+      statics: the static arguments.
+      agreed: it has been compared.
+    """
+
+    fn: Callable[..., Any]
+    plan: Plan
+    lowering: str
+    strict: bool
+    dims: PathDims
+    statics: Sequence[Any]
+    options: Mapping[str, Any]
+    agreed: bool = False
+
+
+def before_call(sheet: Sheet, leaves: Sequence[Any]) -> None:
+    """Note a call of a function over several processes; before the first one of its kind, agree with the others.
+
+    Args:
+      leaves: the flat arguments, as ``sheet.plan.inputs`` has them.
+
+    Raises:
+      AgreementError: another process is about to run something else.
+    """
+    name = getattr(sheet.fn, "__name__", "step")
+    CALLS.note(name, _host_values(sheet.plan, leaves))
+    _lose_slice(name)
+    if sheet.agreed or not connected():
+        return
+    facts, shared = facts_of(sheet, leaves)
+    agree(name, facts, shared)
+    sheet.agreed = True
+
+
+def _agreement(fn: Callable[..., Any], plan: Plan, dims: PathDims, statics: Sequence[Any]) -> Callable[..., None]:
+    """The function that runs before each call of a step, with the flat arguments (:data:`BEFORE_CALL`)."""
+    sheet = Sheet(fn, plan, plan.lowering, plan.request.strict, dims, statics, plan.options.values)
+    return functools.partial(before_call, sheet)
+
+
+BEFORE_CALL.append(_agreement)
+
+
+def _lose_slice(name: str) -> None:
+    """``meshpar launch --lose``: the end of a slice, rehearsed."""
+    at = variable_number(LOSE, 0)
+    if at and CALLS.each[name] >= at:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _host_values(plan: Plan, leaves: Sequence[Any]) -> dict[str, int]:
+    """Path → checksum of every argument that is on the host: of its bytes, or of 1,024 blocks of a large array."""
+    out = {}
+    for held, x in zip(plan.inputs, leaves, strict=True):
+        if isinstance(x, np.ndarray | np.generic | bool | int | float | complex):
+            out[held.path] = zlib.crc32(_bytes(np.asarray(x)))
+    return out
+
+
+def _bytes(x: np.ndarray, most: int = 1 << 22) -> bytes:
+    """The bytes of an array for a hash: of all elements, or of 1,024 evenly spaced blocks if it has more than ``most``
+    bytes."""
+    if x.nbytes > most:
+        flat = x.reshape(-1)
+        block = max(1, most // 1024 // x.itemsize)
+        starts = np.linspace(0, flat.size - block, 1024).astype(np.int64)
+        x = np.concatenate([flat[s : s + block] for s in starts])
+    return np.ascontiguousarray(x).tobytes()
+
+
+# -- the facts
+
+
+def facts_of(sheet: Sheet, leaves: Sequence[Any]) -> tuple[dict[str, _Lines], dict[str, _Lines]]:
+    """(facts that must be equal everywhere, facts of arrays that some processes share, by ``"0,1,3"``); each as lines."""
+    plan, code = sheet.plan, sheet.fn
+    assert isinstance(plan.mesh, Mesh)
+    inputs = [h.path or str(k) for k, h in enumerate(plan.inputs)]
+    closed = plan.program.closed
+    devices = list(plan.mesh.devices.flat)
+    host, shared = _values(inputs, leaves)
+    facts: dict[str, _Lines] = {
+        "versions": lambda: [versions()],
+        "settings": settings,
+        "function": lambda: [f"{getattr(code, '__module__', '?')}.{getattr(code, '__qualname__', code)}"],
+        "lowering": lambda: [f"{sheet.lowering}, overlap {plan.overlap}, strict {sheet.strict}"],
+        "mesh": lambda: [mesh_text(plan.sizes)],
+        "devices": lambda: [f"{devices[0].device_kind}: {', '.join(str(d.id) for d in devices)}"],
+        "layout": lambda: [_layout_text(plan.requested_layout)],
+        "dims": lambda: [f"{p}: {' '.join(map(str, d))}" for p, d in sheet.dims.items],
+        "donated": lambda: [", ".join(inputs[i] for i in sorted(plan.donated))],
+        "static arguments": lambda: [_ADDRESS.sub("0x", repr(s)) for s in sheet.statics],
+        "compiler options": lambda: [json.dumps(dict(sheet.options), sort_keys=True, default=str)],
+        "shapes": lambda: [f"{p}: {_shape_text(v.aval)}" for p, v in zip(inputs, plan.program.inputs, strict=True)],
+        "program": lambda: program_lines(closed),
+        "constants": lambda: [f"constant {k}: {_value_text(c)}" for k, c in enumerate(closed.consts) if not is_global(c)],
+        "data": lambda: list(SAMPLES),
+        "values": lambda: host,
+    }  # fmt: skip
+    return facts, shared
+
+
+def versions() -> str:
+    packages = ("meshpar", "jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
+    python = ".".join(map(str, sys.version_info[:2]))
+    return ", ".join(
+        [f"python {python}", *(f"{name} {installed_version(name) or '(not installed)'}" for name in packages)]
+    )
+
+
+def settings() -> list[str]:
+    flags = " ".join(f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith("--xla_dump"))
+    said = [f"{name}={getattr(jax.config, name, None)}" for name in _SETTINGS]
+    return [*said, f"XLA_FLAGS={flags}", f"LIBTPU_INIT_ARGS={os.environ.get('LIBTPU_INIT_ARGS', '')}"]
+
+
+def program_lines(closed: Any) -> list[str]:
+    """The program as text, without the addresses of functions in it."""
+    return _ADDRESS.sub("0x", str(closed.jaxpr)).splitlines()
+
+
+def _layout_text(layout: Any) -> str:
+    optional = f"  (optional: {', '.join(sorted(layout.optional))})" if layout.optional else ""
+    return f"{layout}{'' if layout.resolve == 'order' else '  (by cost)'}{optional}"
+
+
+def _shape_text(aval: Any) -> str:
+    return f"{aval.dtype}[{', '.join(map(str, aval.shape))}]{' weak' if getattr(aval, 'weak_type', False) else ''}"
+
+
+def _value_text(x: Any) -> str:
+    """A value on this host: its numbers where they are few, else a hash and the first ones."""
+    if is_key(x):
+        x = jax.random.key_data(x)
+    x = np.asarray(x)
+    some = _numbers(x.reshape(-1)[:4])
+    if x.size <= 4:
+        return f"{x.dtype}[{some}]"
+    return f"{x.dtype}{list(x.shape)} {hashlib.sha256(_bytes(x, 1 << 26)).hexdigest()[:16]} [{some}, …]"
+
+
+def _values(paths: Sequence[str], leaves: Sequence[Any]) -> tuple[list[str], dict[str, _Lines]]:
+    """(lines of the values of host arguments; process group → function that returns lines with digests of the shards that all
+    processes of the group have)."""
+    host: list[str] = []
+    shared: dict[tuple[int, ...], list[tuple[str, Any, tuple[int, ...]]]] = {}
+    for path, x in zip(paths, leaves, strict=True):
+        if not is_global(x):
+            host.append(f"{path}: {_value_text(x)}")
+            continue
+        owners: dict[Any, set[int]] = {}
+        for device, index in x.sharding.devices_indices_map(x.shape).items():
+            owners.setdefault(_starts(index), set()).add(device.process_index)
+        seen = set()
+        for shard in x.addressable_shards:
+            starts = _starts(shard.index)
+            if starts in seen or len(owners[starts]) < 2:
+                continue
+            seen.add(starts)
+            shared.setdefault(tuple(sorted(owners[starts])), []).append((path, shard.data, starts))
+
+    def lines(shards: list[tuple[str, Any, tuple[int, ...]]]) -> list[str]:
+        """One line of text, ``path[starts]: digest``, for each ``(path, array, start indices)``; the starts are left
+        out if all are 0."""
+        digests = digests_of_parts([x for _, x, _ in shards])
+        return [
+            f"{path}{list(starts) if any(starts) else ''}: {digest}"
+            for (path, _, starts), digest in zip(shards, digests, strict=True)
+        ]
+
+    return host, {
+        ",".join(map(str, group)): functools.cache(functools.partial(lines, sorted(shards, key=lambda p: (p[0], p[2]))))
+        for group, shards in shared.items()
+    }
+
+
+def _starts(index: tuple[slice, ...]) -> tuple[int, ...]:
+    return tuple(s.start or 0 for s in index)
+
+
+def _numbers(x: np.ndarray) -> str:
+    return ", ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in x.tolist())
+
+
+# -- the exchange
+
+_rounds: collections.Counter[str] = collections.Counter()
+"""Stream → the number of exchanges in it."""
+
+
+def exchange(name: str, value: Any, combine: Callable[[list[Any]], Any] = list, stream: str = "main") -> Any:
+    """``combine`` of one JSON value of every process, computed by process 0; without it, the list. All must call it.
+
+    Args:
+      name: what is exchanged, for the error.
+      stream: exchanges in other threads have streams of their own; within one, all processes make them in the same order.
+
+    Raises:
+      AgreementError: a process did not come to it.
+    """
+    if process_count() == 1:
+        return combine([value])
+    _rounds[stream] += 1
+    store, me, root = Store(), process_index(), f"meshpar/exchange/{stream}"
+    now = f"{root}/{_rounds[stream]}"
+    store.put(f"{now}/{me}", json.dumps(value))
+    if me == 0:
+        values = [json.loads(_wait(store, f"{now}/{p}", name, p)) for p in range(process_count())]
+        store.put(f"{now}/result", json.dumps(combine(values)))
+        store.drop(f"{root}/{_rounds[stream] - 1}")  # all have read it, or they would not have come to this one
+    return json.loads(_wait(store, f"{now}/result", name, 0))
+
+
+def agree(name: str, facts: Mapping[str, _Lines], shared: Mapping[str, _Lines] | None = None) -> None:
+    """Compare facts with all other processes; all must call it.
+
+    Args:
+      name: of the function, for the error.
+      facts: field → its lines, in the order in which a difference is looked for.
+      shared: ``"0,1"`` → lines that only these processes have in common.
+
+    Raises:
+      AgreementError: with the process, the field, and both values. Every process raises it.
+    """
+    made = {f: "\n".join(lines()) for f, lines in facts.items()}
+    groups = {g: "\n".join(lines()) for g, lines in (shared or {}).items()}
+    said = {"facts": {f: _brief(x) for f, x in made.items()}, "shared": {g: _hash(x) for g, x in groups.items()}}
+    verdict = exchange(f"agree on `{name}`", said, _difference)
+    if not verdict:
+        return
+    field, group, asked = verdict
+    mine = made.get(field, "") if group is None else groups.get(group, "")
+    texts = exchange(f"say its {field}", mine if process_index() in asked else "")
+    values = dict(zip(asked, _first_difference(*(texts[p].split("\n") for p in asked)), strict=True))
+    Store().barrier(f"meshpar/read/{_rounds['main']}", 5.0)  # the texts go with process 0, which must not leave first
+    head = f"the processes disagree about the {field} of `{name}`" if group is None else (
+        f"arguments of `{name}` that processes {group} hold copies of are not the same in them")  # fmt: skip
+    rows = [f"  process {p}  {text}" for p, text in values.items()]
+    error = AgreementError("\n".join([head, *rows]), fixes=[*_FIXES.get(field, _ANY_FIX)])
+    error.process, error.field, error.values = asked[1], field, values
+    raise error
+
+
+def _brief(text: str) -> str:
+    return text if len(text) <= SHORT else f"#{_hash(text)}"
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _difference(sheets: list[dict[str, Any]]) -> tuple[str, str | None, list[int]] | None:
+    """(field, processes that share arrays or None, two processes that differ in it) of the first difference, or None."""
+    for field in dict.fromkeys(f for s in sheets for f in s["facts"]):
+        for p, s in enumerate(sheets):
+            if s["facts"].get(field) != sheets[0]["facts"].get(field):
+                return field, None, [0, p]
+    for group in dict.fromkeys(g for s in sheets for g in s["shared"]):
+        first, *others = map(int, group.split(","))
+        for p in others:
+            if sheets[p]["shared"].get(group) != sheets[first]["shared"].get(group):
+                return "replicas", group, [first, p]
+    return None
+
+
+def _wait(store: Store, key: str, name: str, process: int) -> str:
+    """The text that ``process`` writes under ``key`` in the exchange ``name``, polled until it is present.
+
+    Raises:
+      AgreementError: it is absent after ``SECONDS``.
+    """
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until:
+        text = store.get(key, 1.0)
+        if text is not None:
+            return text
+    error = AgreementError(f"process {process} did not come to {name} within {SECONDS:.0f} s", fixes=_ANY_FIX)
+    error.process, error.field = process, "presence"
+    raise error
+
+
+def _first_difference(a: Sequence[str], b: Sequence[str]) -> tuple[str, str]:
+    """The first lines that differ; ``(nothing)`` where one ends."""
+    for k in range(max(len(a), len(b))):
+        left, right = (x[k].strip() if k < len(x) else "(nothing)" for x in (a, b))
+        if left != right:
+            return left, right
+    return "(equal)", "(equal)"

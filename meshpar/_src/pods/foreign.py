@@ -1,0 +1,227 @@
+"""Weights of others: safetensors read by dims, each process reading the slices of its own devices; and written."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...errors import CheckpointError, LayoutSyntaxError, RankError
+from ..dims import did_you_mean, format_dims, path_matches
+from ..global_arrays import of_parts
+from .checkpoint import facts_of, needed, read_leaves
+from .names import by_name
+
+Rules = Mapping[str, tuple[str, str]]
+"""Name of a tensor there → (path here, its dims there): ``"h.{layers}.attn.q.weight": ("layers/q", "(heads head_dim) embed")``."""
+
+_GROUP = re.compile(r"\(([^()]*)\)|(\S+)")
+_STACKED = re.compile(r"\{(\w+)\}")
+
+
+@contextlib.contextmanager
+def _errors_of(file: str | Path) -> Iterator[None]:
+    """Raises errors of the package and of the file system as CheckpointError with the name of the file."""
+    try:
+        yield
+    except (needed("safetensors").SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"safetensors file {file}: {error}", fixes=["is it complete, and is this its path?"]
+        ) from error
+
+
+def from_safetensors(path: str | Path, init: Any, *args: Any, rules: Rules) -> Any:
+    """The state that ``init(*args)`` makes, with weights from a safetensors file, or a folder of them (Hugging Face).
+
+    Args:
+      path: the file, or a folder with ``*.safetensors``.
+      init: the result of :func:`meshpar.init`; its layout and dims determine the shardings.
+      *args: its arguments.
+      rules: tensor name → (path of the leaf, dims of the tensor). The dims are the leaf's, in the tensor's order; ``(a b)`` is one
+        dim of the tensor that contains two of the leaf's, the first one outermost. ``{layers}`` in a name represents the index
+        along the leaf's dim ``layers``, with one tensor per index. Tensors are transposed, split and stacked by these names.
+
+    Returns:
+      The state. Weights are cast to the leaf's dtype; leaves without a rule are the results of ``init``. A process reads only the
+      parts of tensors that its devices need, as far as the order of dims allows.
+
+    Raises:
+      CheckpointError: a missing tensor, a path that the state does not have, or a shape that does not fit.
+      RankError: a leaf without dims, or dims that are not the leaf's.
+    """
+    files = _Tensors(path)
+    held = {h.path: h for h in init.plan(*args).outputs}
+    leaves, back = by_name(init(*args))
+    for name, (leaf, dims) in rules.items():
+        if leaf not in leaves:
+            raise CheckpointError(
+                f"rule {name!r}: the state has no `{leaf}`", path=leaf, fixes=did_you_mean(leaf, leaves, "leaves")
+            )
+        reader = _Reader(files, name, dims, leaf, format_dims(held[leaf].dims).split(), leaves[leaf].shape)
+        x = leaves[leaf]
+        leaves[leaf] = of_parts(x.shape, x.sharding, lambda index, r=reader, t=x.dtype: r.read(index).astype(t))
+    return back(leaves)
+
+
+class _Tensors:
+    """The tensors of one or more safetensors files by name; only the slices that are indexed are read from disk."""
+
+    def __init__(self, path: str | Path):
+        """Open a ``.safetensors`` file, or all such files of a folder; tensors are read later.
+
+        Raises:
+          CheckpointError: there is no such file, or it is no safetensors file.
+        """
+        found = Path(path)
+        files = sorted(found.glob("*.safetensors")) if found.is_dir() else [found]
+        if not files or not all(f.is_file() for f in files):
+            raise CheckpointError(
+                f"there is no safetensors file at {path}", fixes=["a .safetensors file, or a folder of them"]
+            )
+        self._of: dict[str, Any] = {}
+        for file in files:
+            with _errors_of(file):
+                opened = needed("safetensors").safe_open(str(file), framework="flax")
+                self._of.update(dict.fromkeys(opened.keys(), opened))
+
+    def slice_of(self, name: str) -> Any:
+        """The lazily read tensor with this name: its ``get_shape()``, and its values when it is indexed with slices.
+
+        Raises:
+          CheckpointError: no file has a tensor with this name.
+        """
+        if name not in self._of:
+            raise CheckpointError(f"there is no tensor {name!r}", fixes=did_you_mean(name, self._of, "tensors"))
+        return self._of[name].get_slice(name)
+
+
+class _Reader:
+    """Reads one leaf of a state from safetensors files: from one tensor, or from one tensor for each index along a
+    stacked dim.
+
+    Attributes:
+      files: the open files.
+      name: name of the tensor; ``{dim}`` in it is the index along a stacked dim.
+      leaf, shape: path and shape of the leaf.
+      stacked: the stacked dim, in a list of at most one.
+      groups: for every dim of the tensor, the dims of the leaf that it merges, major to minor.
+      size, axis: dim of the leaf → its size, its position.
+      order: the dims of the leaf in the order of the tensor.
+    """
+
+    def __init__(
+        self, files: _Tensors | None, name: str, dims: str, leaf: str, named: list[str], shape: tuple[int, ...]
+    ):
+        """Match the dims of a rule with the dims of the leaf.
+
+        Args:
+          dims: the dims of the tensor as the rule names them, with merged dims in parentheses.
+          named: the names of the leaf's dims.
+
+        Raises:
+          RankError: a dim of the leaf has no name, or the rule names other dims.
+          LayoutSyntaxError: more than one dim is stacked.
+        """
+        self.files, self.name, self.leaf, self.shape = files, name, leaf, shape
+        self.stacked = [m[1] for m in _STACKED.finditer(name)]
+        self.groups = [(m[1].split() if m[1] is not None else [m[2]]) for m in _GROUP.finditer(dims)]
+        mine = [d for group in self.groups for d in group]
+        if len(named) != len(shape) or "_" in named:
+            raise RankError(f"`{leaf}` has dims without names: {' '.join(named)!r}", path=leaf, shape=shape,
+                            fixes=["name them all: dims= of mp.init, or Flax metadata"])  # fmt: skip
+        if sorted(mine + self.stacked) != sorted(named):
+            raise RankError(f"rule {name!r}: the dims {dims!r}{f' and {self.stacked}' if self.stacked else ''} differ from "
+                            f"the dims of `{leaf}`: {' '.join(named)!r}", path=leaf, shape=shape,
+                            fixes=[f"name all of `{' '.join(named)}`, each once"])  # fmt: skip
+        if len(self.stacked) > 1:
+            raise LayoutSyntaxError(
+                f"rule {name!r}: one {{dim}} of a name is stacked",
+                fixes=["stack one dim, and name the others in the rule's dims"],
+            )
+        self.size = dict(zip(named, shape, strict=True))
+        self.axis = {d: i for i, d in enumerate(named)}
+        self.order = mine
+
+    def tensors(self, x: np.ndarray) -> dict[str, np.ndarray]:
+        """The inverse of :meth:`read`: name → tensor, of the full leaf ``x``."""
+        x = x.transpose([self.axis[d] for d in (*self.stacked, *self.order)])
+        shape = [math.prod(self.size[d] for d in group) for group in self.groups]
+        if not self.stacked:
+            return {self.name: x.reshape(shape)}
+        return {_STACKED.sub(str(i), self.name): part.reshape(shape) for i, part in enumerate(x)}
+
+    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+        """The elements of the leaf at ``index`` (a slice for each dim), as an array with the leaf's order of dims."""
+        ranges = {d: range(*index[i].indices(self.shape[i])) for d, i in self.axis.items()}
+        if not self.stacked:
+            return self._one(self.name, ranges)
+        (dim,) = self.stacked
+        parts = [self._one(_STACKED.sub(str(k), self.name), ranges) for k in ranges[dim]]
+        return np.stack(parts, axis=self.axis[dim])
+
+    def _one(self, name: str, ranges: Mapping[str, range]) -> np.ndarray:
+        """The elements of the tensor ``name`` in the given range of each dim of the leaf, as an array with the leaf's
+        order of dims.
+
+        Raises:
+          CheckpointError: the tensor is absent, or its shape differs.
+        """
+        assert self.files is not None
+        tensor = self.files.slice_of(name)
+        want = [math.prod(self.size[d] for d in group) for group in self.groups]
+        if list(tensor.get_shape()) != want:
+            raise CheckpointError(
+                f"{name} is {tensor.get_shape()}, and `{self.leaf}` needs {want}",
+                path=self.leaf,
+                fixes=["a rule with the dims in the order of the file, or a state of the file's sizes"],
+            )
+        starts, shape, later = [], [], []
+        for group in self.groups:
+            outer, *inner = group
+            each = math.prod(self.size[d] for d in inner)
+            r = ranges[outer]
+            starts.append(slice(r.start * each, r.stop * each))  # contiguous: the outermost dim of the group
+            shape += [len(r), *(self.size[d] for d in inner)]
+            later += [slice(None), *(slice(ranges[d].start, ranges[d].stop) for d in inner)]
+        read = np.asarray(tensor[tuple(starts)]).reshape(shape)[tuple(later)]
+        rest = [d for d in sorted(self.axis, key=lambda d: self.axis[d]) if d not in self.stacked]
+        return read.transpose([self.order.index(d) for d in rest])
+
+
+def to_safetensors(path: str, step: int, target: str | Path, only: str = "*", rules: Rules | None = None) -> int:
+    """Write leaves of a checkpoint as one safetensors file; returns the number of tensors.
+
+    Args:
+      only: a path pattern: the leaves to write, with ``/`` in their paths as ``.``.
+      rules: as for :func:`from_safetensors`, which reads the file with the same rules: the tensors to write, instead of ``only``.
+
+    Raises:
+      RankError, LayoutSyntaxError: a rule that does not fit the dims of its leaf.
+      CheckpointError: no leaf matches, the checkpoint is damaged, or the file cannot be written.
+    """
+    facts = facts_of(path, step)
+    leaves = facts["leaves"]
+    arrays = {p: leaf for p, leaf in leaves.items() if "digest" in leaf and "key" not in leaf}
+    wanted = [p for p in arrays if path_matches(only, p)] if rules is None else [p for p, _ in rules.values()]
+    missing = [p for p in wanted if p not in arrays] if wanted else [only]
+    if missing:
+        raise CheckpointError(
+            f"no array of checkpoint {step} matches {missing[0]!r}", fixes=[f"it has {', '.join(list(leaves)[:8])}"]
+        )
+    found = read_leaves(path, step, facts, dict.fromkeys(wanted))
+    tensors = {p.replace("/", "."): x for p, x in found.items()}
+    if rules is not None:
+        tensors = {}
+        for name, (leaf, dims) in rules.items():
+            named = leaves[leaf].get("dims", "").split()
+            tensors.update(_Reader(None, name, dims, leaf, named, found[leaf].shape).tensors(found[leaf]))
+    with _errors_of(target):
+        needed("safetensors.numpy").save_file(
+            {name: np.ascontiguousarray(x) for name, x in tensors.items()}, str(target)
+        )
+    return len(tensors)

@@ -1,0 +1,294 @@
+"""``meshpar launch``: the processes of one machine, a log for each, and the first cause last.
+
+It opens no backend and no connection: it starts processes, looks how they end, and starts them again. Across machines that is
+the cluster's work (JobSet, Slurm), which starts the same script; see ``examples/pods``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from ...errors import TargetError
+from ..compat.processes import ADDRESS, CAUSES, COUNT, DEVICES, LOSE, PROCESS, STUCK, TIMEOUT
+from .rendezvous import ended_file
+from .watch import RESTARTABLE, USAGE
+
+LOOK_SECONDS = 0.03
+SETTLE_SECONDS = 3.0
+"""How long the others may take to end by themselves, with the cause in their logs."""
+_TAIL = 12
+
+
+@dataclass(frozen=True)
+class Job:
+    """The processes that ``meshpar launch`` starts, watches and restarts, as its command line describes them.
+
+    Attributes:
+      command: of one process.
+      processes: their number.
+      devices: of all processes together (virtual CPU devices, or GPUs of this machine); None: set by the script.
+      restarts: number of restarts after a loss.
+      least: the smallest number of processes after a loss; None: always the initial number.
+      slices: groups of processes that are lost together.
+      lose: (slice, call): kill this slice when a function is called for the n-th time, once.
+      timeout, stuck: as in :func:`meshpar.distributed`.
+      grace: seconds between the request to stop (SIGTERM), or the first end with status 75, and the end of all.
+      logs: folder; None: a temporary one, kept only after a failure.
+    """
+
+    command: tuple[str, ...]
+    processes: int
+    devices: int | None = None
+    restarts: int = 0
+    least: int | None = None
+    slices: int = 1
+    lose: tuple[int, int] | None = None
+    timeout: float = 30.0
+    stuck: float = 300.0
+    grace: float = 30.0
+    logs: Path | None = None
+
+
+@dataclass
+class _End:
+    """How one attempt ended: the status, the first cause, and the processes that were lost."""
+
+    status: int
+    cause: str = ""
+    culprit: int | None = None
+    lost: list[int] = field(default_factory=list)
+
+
+def launch(job: Job) -> int:
+    """Run a job to its end; returns the exit status: 0, 75 (restartable, and no restarts left), 2, or that of the
+    script that failed."""
+    _check(job)
+    folder = job.logs or Path(tempfile.mkdtemp(prefix="meshpar-launch-"))
+    count, left, attempt = job.processes, job.restarts, 0
+    with _stop_signals() as stop:
+        while True:
+            logs = folder / f"attempt-{attempt}"
+            logs.mkdir(parents=True, exist_ok=True)
+            end = _attempt(job, count, attempt, logs, stop)
+            if stop:
+                _say(f"stopped by {signal.Signals(stop[-1]).name}; logs in {logs}")
+                return 128 + signal.SIGINT if stop[-1] == signal.SIGINT else RESTARTABLE
+            if end.status == 0:
+                if job.logs is None:
+                    shutil.rmtree(folder, ignore_errors=True)
+                return 0
+            after = _next_count(job, count, end)
+            free = end.status == USAGE and attempt > 0  # a number of processes that does not fit: no restart
+            again = after is not None and (free or (end.status == RESTARTABLE and left > 0))
+            _show(end, logs, f"starting again with {_of(after)}" if again else None)
+            if not again or after is None:
+                return end.status
+            left -= not free
+            count, attempt = after, attempt + 1
+
+
+def _check(job: Job) -> None:
+    """Raise TargetError if an option of the command line is out of range."""
+    if job.processes < 1:
+        raise TargetError(f"-n {job.processes}: at least one process", fixes=["-n 2"])
+    if job.devices is not None and job.devices % job.processes:
+        raise TargetError(
+            f"--devices {job.devices} does not divide over {job.processes} processes",
+            fixes=[f"--devices {max(1, job.devices // job.processes) * job.processes}"],
+        )
+    if job.processes % job.slices:
+        raise TargetError(
+            f"--slices {job.slices} does not divide {job.processes} processes", fixes=["--slices that divides -n"]
+        )
+    if job.least is not None and not 1 <= job.least <= job.processes:
+        raise TargetError(
+            f"--min {job.least}: between 1 and {job.processes}", fixes=[f"--min {job.processes}: all of them"]
+        )
+    if job.lose is not None and not 0 <= job.lose[0] < job.slices:
+        raise TargetError(
+            f"--lose {job.lose[0]}@{job.lose[1]}: slices are 0 to {job.slices - 1}",
+            fixes=["--lose SLICE@CALL, with a slice below --slices"],
+        )
+
+
+def _next_count(job: Job, count: int, end: _End) -> int | None:
+    """How many processes to start next; None: too few are left."""
+    if job.least is None:
+        return count if end.status != USAGE else None
+    lost = job.processes // job.slices if job.slices > 1 else max(1, len(end.lost))
+    after = count - (1 if end.status == USAGE else lost)
+    return after if after >= job.least else None
+
+
+def _of(count: int | None) -> str:
+    return f"{count} process{'es' * (count != 1)}"
+
+
+# -- one attempt
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """A context in which SIGTERM, SIGINT and SIGHUP, which the user, the cluster or a closed terminal sends to the launcher, do
+    not end it: the numbers of those that it receives are appended to the list."""
+    received: list[int] = []
+    stops = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    numbers = [s for s in stops if signal.getsignal(s) != signal.SIG_IGN]  # nohup ignores SIGHUP
+    before = {s: signal.signal(s, lambda number, _: received.append(number)) for s in numbers}
+    try:
+        yield received
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+
+
+def _attempt(job: Job, count: int, attempt: int, logs: Path, stop: list[int]) -> _End:
+    """Start ``count`` processes, wait until all have ended, and return how the attempt ended.
+
+    After the first failure, or ``job.grace`` seconds after a signal to stop, the processes that still run are killed.
+    ``attempt`` counts from 0; ``stop`` has the signals that the launcher has received.
+    """
+    running = {p: _start(job, count, attempt, p, logs, port) for port in (_free_port(),) for p in range(count)}
+    codes: dict[int, int] = {}  # process → exit code, in the order in which they were seen to end
+    lost: list[int] = []  # killed, and not by this
+    kill_at = float("inf")
+    asked = killed = False
+    with (logs / "process-0.log").open("rb") as log:
+        try:
+            while running:
+                _show_more(log)
+                for p, code in [(p, c) for p, child in running.items() if (c := child.poll()) is not None]:
+                    codes[p] = code
+                    child = running.pop(p)
+                    if code == 0:
+                        ended_file(logs, p).touch()
+                        continue
+                    _signal([child], signal.SIGKILL)  # its own children, such as workers of a data loader
+                    if code == -signal.SIGKILL and not killed:
+                        lost.append(p)
+                    if kill_at == float("inf"):
+                        wait = {-signal.SIGKILL: 1.0, RESTARTABLE: job.grace}  # with 75 all end, after they have saved
+                        kill_at = time.monotonic() + wait.get(code, SETTLE_SECONDS)
+                if stop and not asked:
+                    asked = True
+                    _signal(running.values(), signal.SIGTERM)
+                    kill_at = min(kill_at, time.monotonic() + job.grace)
+                if time.monotonic() > kill_at:
+                    killed = True
+                    _signal(running.values(), signal.SIGKILL)
+                    kill_at = time.monotonic() + 5
+                time.sleep(LOOK_SECONDS)
+        finally:
+            _signal(running.values(), signal.SIGKILL)
+            _show_more(log)
+    return _judge(codes, lost, logs)
+
+
+def _judge(codes: dict[int, int], lost: list[int], logs: Path) -> _End:
+    """The end of an attempt, from the exit codes of its processes and the processes that were killed.
+
+    The first cause is a process that was killed, because of which the others fail, perhaps before its end is seen; else the
+    earliest cause that a process noted; else the first exit code that is not 0.
+    """
+    p, code = next(((p, code) for p, code in codes.items() if (p in lost if lost else code)), (0, 0))
+    if not code:
+        return _End(0)
+    noted = []
+    for path in logs.glob("cause-*.json"):
+        with contextlib.suppress(ValueError, OSError):
+            noted.append(json.loads(path.read_text()))
+    if code == -signal.SIGKILL:
+        return _End(RESTARTABLE, f"process {p} was killed (SIGKILL)", p, lost)
+    if noted:
+        cause = min(noted, key=lambda c: c["at"])
+        status, p = cause["status"], cause["process"]
+        if cause["kind"] == "ended" and codes.get(p, 0) > 0:  # noted by another process, which cannot know this status
+            status = codes[p]
+        return _End(status, f"process {p}: {cause['text']}", p, [p] if status == RESTARTABLE else [])
+    if code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        return _End(RESTARTABLE, f"process {p} was ended by {name}", p, [p])
+    return _End(code, f"process {p} ended with exit status {code}", p, [p] if code == RESTARTABLE else [])
+
+
+def _start(job: Job, count: int, attempt: int, p: int, logs: Path, port: int) -> subprocess.Popen[bytes]:
+    """Start process ``p`` of ``count``, with its settings in the environment and its output in
+    ``logs/process-<p>.log``."""
+    env = dict(os.environ)
+    env.update({
+        PROCESS: str(p), COUNT: str(count), ADDRESS: f"127.0.0.1:{port}", TIMEOUT: str(job.timeout), STUCK: str(job.stuck),
+        CAUSES: str(logs), "MESHPAR_ATTEMPT": str(attempt), "PYTHONUNBUFFERED": "1",
+    })  # fmt: skip
+    env.pop(LOSE, None)
+    if job.lose is not None and attempt == 0 and p * job.slices // count == job.lose[0]:
+        env[LOSE] = str(job.lose[1])
+    devices = _devices_of_each(job)
+    if devices:
+        env[DEVICES] = str(devices)
+    with (logs / f"process-{p}.log").open("wb") as log:
+        return subprocess.Popen(
+            job.command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+
+def _devices_of_each(job: Job) -> int | None:
+    """Number of devices of each process: a share of ``--devices`` or of this machine's GPUs, also after a loss; None:
+    not set."""
+    if job.devices is not None:
+        return job.devices // job.processes
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    gpus = [] if platforms and "cuda" not in platforms and "gpu" not in platforms else glob.glob("/dev/nvidia[0-9]*")
+    return len(gpus) // job.processes or None
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _signal(children: Iterable[subprocess.Popen[bytes]], number: int) -> None:
+    """Send a signal to processes and their children."""
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, number)
+
+
+# -- output
+
+
+def _show_more(log: BinaryIO) -> None:
+    """Copy what was added to a log file since the last call to stdout."""
+    shutil.copyfileobj(log, sys.stdout.buffer)
+    sys.stdout.buffer.flush()
+
+
+def _show(end: _End, logs: Path, then: str | None) -> None:
+    """Print the end of an attempt to stderr: the last lines of the process at fault, the folder of logs, the cause, and
+    ``then``, the next action of the launcher."""
+    if end.culprit:  # process 0's lines were shown
+        with contextlib.suppress(OSError):
+            lines = (logs / f"process-{end.culprit}.log").read_text(errors="replace").splitlines()[-_TAIL:]
+            _say(f"the last lines of process {end.culprit}:")
+            for line in lines:
+                print(f"  | {line}", file=sys.stderr)
+    _say(f"logs of all processes: {logs}")
+    _say(f"first cause: {end.cause}" + (f"; {then}" if then else ""))
+
+
+def _say(text: str) -> None:
+    print(f"meshpar launch: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,109 @@
+"""Rewrites a program so that slices, concatenations and reshapes of split dims stay split.
+
+``x[1:] - x[:-1]`` has 15 of 16 rows, which four devices cannot share evenly; ``jnp.roll`` concatenates two such slices; if the
+minor dim of ``x`` is split, a shard of it is not a block of ``jnp.ravel(x)``. Planned op by op, these values would be all-gathered.
+The rewritten program represents them by arrays that do divide, as long as the ops that read them can be applied to these arrays:
+
+- An *indexed view* is a table of elements of the array along some dims. The tables of slices of concatenations of slices compose to
+  one table, by which the primitive ``rearrange`` exchanges elements (:mod:`rules.rearrange`). Elementwise ops, matmuls and
+  reductions of 15 rows are computed on 16 (a *padded dim*); the last row is masked where it would change the result.
+- A *collapsed view* is a reshape of the array that only merges dims. Contractions are applied before it.
+
+A lookup of one element per row, ``x[jnp.arange(n), i]``, becomes a batched lookup. Any other op reads the value of a view, which a
+copy of the program's own equation computes. :data:`REWRITES` lists the rewrites of each primitive. Each names a program that sends
+more bytes without it, and ``tests/program/test_rewrites_fire.py`` plans these programs without it: add a rewrite with its program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jax.extend.core import ClosedJaxpr
+
+from ...rules import ELEMENTWISE
+from ...rules.index import LOOKUPS
+from ...rules.reduce import REDUCTION_KINDS
+from ..infer import infer_like
+from ..ir import Program, Value
+from . import collapsed, lookups, padded, slices
+from .candidates import candidate_dims
+from .rewriter import JaxprRewriter, Rewrite, ShardCounts
+
+__all__ = ["REWRITES", "ShardCounts", "rewrite_indivisible_slices"]
+
+MAX_CACHED = 16
+"""Rewritten programs that are cached per program."""
+
+REWRITES: Mapping[str, tuple[Rewrite, ...]] = {
+    **dict.fromkeys((*ELEMENTWISE, "name_dims"), (padded.elementwise,)),
+    **dict.fromkeys(REDUCTION_KINDS, (padded.reduce,)),
+    **dict.fromkeys(("reshape", "squeeze"), (collapsed.reshape, padded.reshape)),
+    **dict.fromkeys(LOOKUPS, (lookups.own_rows, lookups.padded_lookup)),
+    "gather": (lookups.own_rows, lookups.constant_gather, lookups.padded_lookup),
+    "scatter-add": (lookups.own_rows, lookups.constant_scatter_add, lookups.padded_lookup),
+    "slice": (slices.slice_,),
+    "split": (slices.split,),
+    "rev": (slices.rev,),
+    "pad": (slices.pad,),
+    "concatenate": (slices.concatenate,),
+    "transpose": (padded.transpose,),
+    "broadcast_in_dim": (padded.broadcast_in_dim,),
+    "dot_general": (collapsed.dot_general, padded.dot_general),
+}
+"""By primitive, the rewrites to try in order; the equation of any other op is copied, on the values of its operands."""
+
+
+def rewrite_indivisible_slices(program: Program, shards: ShardCounts, notes: list[str]) -> Program | None:
+    """The program with views of split arrays; None if it has none. Results are cached by the shard counts that they depend on.
+
+    Args:
+      program: as traced.
+      shards: (value, dim) → the number of shards that the dim is split into.
+      notes: takes one sentence for every op whose operands are padded.
+    """
+    if all(shards(v, d) == 1 for v, d in program.cached(candidate_dims)):
+        return None
+    cache = program.cached(_cache)
+    result = next((r for r in cache if all(shards(v, d) == n for (v, d), n in r.shards.items())), None)
+    if result is None:
+        result = _rewrite(program, shards)
+    else:
+        cache.remove(result)
+    cache.append(result)
+    del cache[:-MAX_CACHED]
+    notes += result.notes
+    return result.program
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Rewritten:
+    """A rewritten program (None: the program has no views), the shard counts that it depends on, and its notes."""
+
+    program: Program | None
+    shards: dict[tuple[Value, int], int]
+    notes: list[str]
+
+
+def _cache(program: Program) -> list[_Rewritten]:
+    """The list of a program's rewrites, the one used last at the end; empty at first."""
+    return []
+
+
+def _rewrite(program: Program, shards: ShardCounts) -> _Rewritten:
+    """Rewrite a program, and record which shard counts were read."""
+    counts: dict[tuple[Value, int], int] = {}
+    notes: list[str] = []
+
+    def recorded(value: Value, dim: int) -> int:
+        return counts.setdefault((value, dim), shards(value, dim))
+
+    rewriter = JaxprRewriter(recorded, notes, REWRITES)
+    consts = zip(program.root.jaxpr.constvars, program.closed.consts, strict=True)
+    rewriter.constants.known.update((program.root.env[v], c) for v, c in consts)
+    jaxpr = rewriter.jaxpr(program.root)
+    if jaxpr is None:
+        return _Rewritten(None, counts, notes)
+    rewritten = infer_like(program, ClosedJaxpr(jaxpr, program.closed.consts))
+    rewritten.original = program
+    return _Rewritten(rewritten, counts, notes)

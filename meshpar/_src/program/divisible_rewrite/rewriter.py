@@ -1,0 +1,345 @@
+"""Rewrites jaxprs equation by equation: which atom or view represents each variable, and which equations make it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+
+from ...compat.jax import (
+    abstract_array,
+    bind,
+    body_consts,
+    body_operands,
+    literal_array,
+    make_generated_jaxpr,
+    new_var,
+    on_host,
+    replace_body,
+)
+from ...compat.loops import loop_parts
+from ...rules.rearrange import ANY, rearrange
+from ...rules.shape import reshape_order
+from ..ir import Frame, Op, Value
+from ..jaxprs import inline, live, variables
+from .candidates import SLICING
+from .constants import Constants
+from .views import CollapsedView, DimIndices, IndexedView, PaddedDim, Scope, View, padded_dims
+
+ShardCounts = Callable[[Value, int], int]
+"""(value, dim) → the number of shards that the dim is split into."""
+
+
+class JaxprRewriter:
+    """Rewrites the jaxprs of one program.
+
+    Attributes:
+      shards: the number of shards of every dim of the program's values.
+      notes: takes one sentence for every op whose operands are padded.
+      rewrites: by primitive, the functions to try in order; each returns whether it has defined the op's results.
+      constants: evaluates indices that depend on constants alone.
+      eqns: the equations of the jaxpr that is being written.
+      removable: by id, the equations that are dropped if no equation reads their results: True for one that the rewrite has made,
+        False for a copy of an equation of the program.
+      op: the op that is being rewritten. New equations have its source line.
+    """
+
+    def __init__(self, shards: ShardCounts, notes: list[str], rewrites: Mapping[str, Sequence[Rewrite]]):
+        """A rewriter without equations; the arguments are attributes of the class."""
+        self.shards, self.notes, self.rewrites = shards, notes, rewrites
+        self.constants = Constants()
+        self.eqns: list[Any] = []
+        self.removable: dict[int, bool] = {}
+        self.op: Any = None
+
+    def jaxpr(self, frame: Frame) -> Any:
+        """The rewritten jaxpr of a frame; None if no op of it has been rewritten."""
+        outer = self.eqns, self.removable
+        self.eqns, self.removable = [], {}
+        scope = Scope()
+        self.append_ops(frame, scope)
+        outvars = [self.read(scope, v) for v in frame.jaxpr.outvars]
+        eqns, removable = self.eqns, self.removable
+        self.eqns, self.removable = outer
+        needed, _ = live(eqns, outvars, keep=lambda eqn: bool(eqn.effects) or id(eqn) not in removable)
+        return frame.jaxpr.replace(eqns=needed, outvars=outvars) if any(removable.get(id(e)) for e in needed) else None
+
+    def append_ops(self, frame: Frame, scope: Scope, consts: Sequence[Any] = ()) -> None:
+        """Append the rewritten equations of a frame to ``eqns``; ``consts`` are the constants of its jaxpr, if known."""
+        for var, const in zip(frame.jaxpr.constvars, consts, strict=False):
+            self.constants.known[frame.env[var]] = const
+        for op in frame.ops:
+            self.op = op
+            if op.frames:
+                self.control_flow(scope, op)
+            elif not any(rewrite(Site(self, scope, op)) for rewrite in self.rewrites.get(op.name, ())):
+                self.copy_eqn(scope, op)
+
+    def control_flow(self, scope: Scope, op: Op) -> None:
+        """Append an op with rewritten bodies; inline a call that reads views, or has slices in its body.
+
+        A call with a custom derivative is not inlined, since JAX would differentiate its body instead, and neither is
+        ``jax.checkpoint``, which JAX would not recompute.
+        """
+        eqn = op.eqn
+        if op.primitive.family == "call":
+            (frame,), invars = op.frames, body_operands(eqn, eqn.invars)
+            if any(v in scope.views for v in invars if not isinstance(v, Literal)) or any(
+                o.name in SLICING for o in frame.walk()
+            ):
+                self.inline(scope, op, invars)
+                return
+        if op.primitive.family in ("scan", "cond"):
+            only_read = op.ins[1:] if op.primitive.family == "cond" else loop_parts(eqn).split(op.ins)[0]
+            for frame in op.frames:
+                pairs = zip(frame.ins(), only_read, strict=False)
+                self.constants.outer.update((inner, outer) for inner, outer in pairs if outer is not None)
+        bodies = [self.jaxpr(frame) for frame in op.frames]
+        self.op = op
+        if any(b is not None for b in bodies):
+            eqn = replace_body(eqn, [f.jaxpr if b is None else b for f, b in zip(op.frames, bodies, strict=True)])
+        self.copy_eqn(scope, op, eqn)
+        if eqn is not op.eqn:
+            self.removable[id(self.eqns[-1])] = True
+
+    def inline(self, scope: Scope, op: Op, invars: Sequence[Any]) -> None:
+        """Append the rewritten equations of a call's body in place of the call."""
+        (frame,), (consts,) = op.frames, body_consts(op.eqn)
+        inner = Scope()
+        for var, const in zip(frame.jaxpr.constvars, consts, strict=True):
+            inner.atoms[var] = Literal(const, var.aval)
+        for var, operand in zip(frame.jaxpr.invars, invars, strict=True):
+            self.alias(inner, var, scope, operand)
+        self.append_ops(frame, inner, consts)
+        for var, result in zip(op.eqn.outvars, frame.jaxpr.outvars, strict=True):
+            self.alias(scope, var, inner, result)
+
+    def alias(self, scope: Scope, var: Any, other: Scope, atom: Any) -> None:
+        """Represent a variable by the view or atom that represents ``atom`` in another scope."""
+        if not isinstance(atom, Literal) and atom in other.views:
+            scope.views[var] = other.views[atom]
+        else:
+            scope.atoms[var] = self.read(other, atom)
+
+    # -- equations
+
+    def copy_eqn(self, scope: Scope, op: Op, eqn: Any = None) -> list[Any]:
+        """Append the op's equation (or ``eqn``) on the values of its operands, and return its results."""
+        eqn = op.eqn if eqn is None else eqn
+        invars = [self.read(scope, v) for v in eqn.invars]
+        outvars = [new_var(v.aval) for v in eqn.outvars]
+        self.eqns.append(eqn.replace(invars=invars, outvars=outvars))
+        scope.atoms.update(zip(eqn.outvars, outvars, strict=True))
+        return outvars
+
+    def append(self, eqn: Any) -> None:
+        """Append an equation that the rewrite makes."""
+        self.eqns.append(eqn)
+        self.removable[id(eqn)] = True
+
+    def emit(self, op: Op, fn: Callable[..., Any], *atoms: Any) -> Any:
+        """Append the equations of ``fn(*atoms)``, with the source line of an op, and return the atom of its one result."""
+        arrays: list[Any] = variables(atoms)
+
+        def of_arrays(*xs: Any) -> Any:
+            remaining = iter(xs)
+            return fn(*(literal_array(a) if isinstance(a, Literal) else next(remaining) for a in atoms))
+
+        traced = make_generated_jaxpr(
+            of_arrays, *[abstract_array(a.aval.shape, a.aval.dtype, a.aval.weak_type, on_host(a.aval)) for a in arrays]
+        )
+        made: list[Any] = []
+        (out,) = inline(made, traced.jaxpr, traced.consts, arrays, source_info=op.eqn.source_info)
+        for eqn in made:
+            self.append(eqn)
+        return out
+
+    def read(self, scope: Scope, atom: Any) -> Any:
+        """The value of an atom of the program, as an atom of the rewritten jaxpr; a view is computed the first time."""
+        if isinstance(atom, Literal):
+            return atom
+        view = scope.views.get(atom)
+        if view is None:
+            return scope.atoms.get(atom, atom)
+        if view.atom is None:
+            view.atom = self.compute(view, atom.aval.shape)
+        return view.atom
+
+    def compute(self, view: View, shape: tuple[int, ...]) -> Any:
+        """Append the equations that compute a view of this shape, and return its atom."""
+        if isinstance(view, CollapsedView):
+            return self.emit(self.op, lambda x: lax.reshape(x, shape), view.source)
+        if view.copy is None:
+            return self.emit(self.op, lambda x: lax.slice(x, (0,) * x.ndim, shape), view.source)
+        if not (view.composed and view.divides):
+            return view.copy()
+        tables = {d: dim.table for d, dim in view.indices.items()}
+        return self.emit(self.op, lambda x: rearranged(x, tables), view.source)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One op that is being rewritten, made by :class:`JaxprRewriter`. Operands and results are given by their
+    positions.
+
+    Attributes:
+      rewriter, scope: of the jaxpr that the op is in.
+      op: the op.
+    """
+
+    rewriter: JaxprRewriter
+    scope: Scope
+    op: Op
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.op.eqn.params
+
+    def shape(self, k: int) -> tuple[int, ...]:
+        """The shape of operand k in the program."""
+        return self.op.eqn.invars[k].aval.shape
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """The shape of the first result in the program."""
+        return self.op.eqn.outvars[0].aval.shape
+
+    def is_literal(self, k: int) -> bool:
+        return isinstance(self.op.eqn.invars[k], Literal)
+
+    def has_extended_dtype(self) -> bool:
+        """Whether an operand or result is an array of random keys, or of another extended dtype."""
+        return any(
+            jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended)
+            for v in (*self.op.eqn.invars, *self.op.eqn.outvars)
+        )
+
+    @property
+    def transposes(self) -> bool:
+        """Whether the op is a reshape that transposes its operand first."""
+        return self.op.primitive.regroups and list(reshape_order(self.op.eqn)) != list(range(len(self.shape(0))))
+
+    def shards(self, value: Value | None, d: int) -> int:
+        """The number of shards of a dim of a value of the program; 1 for a literal."""
+        return 1 if value is None else self.rewriter.shards(value, d)
+
+    # -- operands
+
+    def view(self, k: int) -> View | None:
+        """The view that represents operand k, if one does."""
+        return None if self.is_literal(k) else self.scope.views.get(self.op.eqn.invars[k])
+
+    def indexed(self, k: int) -> IndexedView:
+        """Operand k as an indexed view: of itself, with all its elements, if it is no such view."""
+        view = self.view(k)
+        return view if isinstance(view, IndexedView) else IndexedView(self.read(k), {})
+
+    def padded_dims(self, k: int) -> dict[int, PaddedDim]:
+        """The dims of operand k that have to be padded before the op can read it in shards."""
+        return padded_dims(self.view(k))
+
+    def read(self, k: int) -> Any:
+        """The atom of operand k."""
+        return self.rewriter.read(self.scope, self.op.eqn.invars[k])
+
+    def read_padded(self, k: int, dims: Mapping[int, PaddedDim]) -> Any:
+        """The atom of operand k, padded along some dims with any values; scalars and dims of size 1 stay as they are."""
+        shape = self.shape(k)
+        if not shape:
+            return self.read(k)
+        view = self.indexed(k)
+        if not set(view.indices) <= set(dims):
+            view = IndexedView(self.read(k), {})
+        tables = {}
+        for d, dim in dims.items():
+            if shape[d] == 1 != dim.size:
+                continue
+            table = view.indices[d].table if d in view.indices else np.arange(dim.size)
+            table = np.append(table, np.full(dim.padded_size - dim.size, ANY))
+            used = table != ANY
+            if view.source.aval.shape[d] != dim.padded_size or (table[used] != np.flatnonzero(used)).any():
+                tables[d] = table
+        return self.emit(lambda x: rearranged(x, tables), view.source) if tables else view.source
+
+    # -- equations and results
+
+    def emit(self, fn: Callable[..., Any], *atoms: Any) -> Any:
+        """Append the equations of ``fn(*atoms)``, and return the atom of its one result."""
+        return self.rewriter.emit(self.op, fn, *atoms)
+
+    def emit_op(self, atoms: Sequence[Any], **changed: Any) -> Any:
+        """Append the op on other operands, with some parameters changed, and return the atom of its one result."""
+        return self.emit(lambda *xs: bind(self.op.eqn, xs, {**self.params, **changed})[0], *atoms)
+
+    def emit_reshaped(self, atoms: Sequence[Any], shape: tuple[int, ...]) -> Any:
+        """Append an elementwise op on operands of another shape, and return the atom of its result."""
+        out = new_var(self.op.eqn.outvars[0].aval.update(shape=shape))
+        self.rewriter.append(self.op.eqn.replace(invars=list(atoms), outvars=[out]))
+        return out
+
+    def emit_masked(self, atom: Any, dims: Mapping[int, PaddedDim], fill: Any) -> Any:
+        """Append equations that overwrite the padding of some dims with ``fill``, and return the atom of their result."""
+
+        def masked(x: Any) -> Any:
+            x = jax.device_put(x, jax.memory.Space.Device) if on_host(atom) else x  # masks are in device memory
+            for d, dim in dims.items():
+                if dim.is_padded:
+                    x = jnp.where(lax.broadcasted_iota(np.int32, x.shape, d) < dim.size, x, jnp.asarray(fill, x.dtype))
+            return jax.device_put(x, jax.memory.Space.Host) if on_host(atom) else x
+
+        return self.emit(masked, atom) if any(dim.is_padded for dim in dims.values()) else atom
+
+    def define(self, k: int, by: Any) -> bool:
+        """Represent result k by a view or an atom. Returns True."""
+        to = self.scope.views if isinstance(by, IndexedView | CollapsedView) else self.scope.atoms
+        to[self.op.eqn.outvars[k]] = by
+        return True
+
+    def define_padded(self, atom: Any, dims: Mapping[int, PaddedDim]) -> bool:
+        """Represent the first result by an array that is padded along some dims. Returns True."""
+        op, notes = self.op, self.rewriter.notes
+        padded = [dim for dim in dims.values() if dim.is_padded]
+        for dim in padded:
+            sizes = f"size {dim.size} is padded to {dim.padded_size}"
+            note = f"{op.source or op.name}: a dim of {sizes}, to be split over {dim.shards} devices"
+            if note not in notes:
+                notes.append(note)
+        if not padded:
+            return self.define(0, atom)
+        indices = {d: DimIndices(np.arange(dim.size), dim.shards) for d, dim in dims.items()}
+        return self.define(0, IndexedView(atom, indices))
+
+    def copies(self) -> Callable[[int], Callable[[], Any]]:
+        """For result k, a function that returns its atom in a copy of the op's equation, which is appended at the first call."""
+        outvars: list[Any] = []
+
+        def copy_of(k: int) -> Callable[[], Any]:
+            """A function that returns result ``k`` of a copy of the op; the copy's equation is appended by the first
+            call for any k."""
+
+            def copy() -> Any:
+                if not outvars:
+                    outvars.extend(self.rewriter.copy_eqn(self.scope, self.op))
+                    self.rewriter.removable[id(self.rewriter.eqns[-1])] = False
+                return outvars[k]
+
+            return copy
+
+        return copy_of
+
+
+Rewrite = Callable[[Site], bool]
+"""Represents the results of an op by views or atoms, and returns True; or returns False, so that the next rewrite is tried."""
+
+
+def rearranged(x: Any, tables: Mapping[int, np.ndarray]) -> Any:
+    """An array with the elements of a table along each of some dims (:func:`~rules.rearrange.rearrange`)."""
+    for d, table in tables.items():
+        x = rearrange(x, d, table)
+    return x

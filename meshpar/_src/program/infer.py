@@ -1,0 +1,590 @@
+"""Builds a program from a jaxpr and the dim names of its inputs: the values of every call site, with names for their dims.
+
+One pass over the equations makes values and ops, and joins dims with the same data (elementwise ops, reshapes, loop carries). A
+second pass joins the dims of each factor of an op weakly, broadcasts last. Renames follow, because they need the names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from itertools import chain
+from typing import Any
+
+from jax.extend.core import Literal
+
+from ...errors import UnknownDimError
+from ..compat.jax import constraint_spec, literal_array, new_var
+from ..compat.loops import loop_parts, operands_of_bodies
+from ..dims import Dims, did_you_mean
+from ..rules import OpRule, bodies, no_rule, primitive, separated
+from ..rules.rule import NameLink
+from ..rules.shape import reshape_order
+from .ir import Frame, Join, Op, Program, Value
+from .names import NONE, DimSlice, Nodes, Unifier, joined_names
+from .primitives import name_dims_p, place_p
+
+
+def infer(
+    closed: Any,
+    annotations: Sequence[Dims | None],
+    paths: Sequence[str],
+    out_annotations: Sequence[Dims | None],
+    out_paths: Sequence[str],
+) -> Program:
+    """Build the program of a closed jaxpr and name its dims.
+
+    Args:
+      closed: ClosedJaxpr.
+      annotations: the dim names of every flat input; None: it has none.
+      paths: the tree path of every flat input, for reports.
+      out_annotations, out_paths: the same for the results.
+
+    Raises:
+      UnknownDimError: a rename of a dim that the value does not have.
+    """
+    builder = Builder()
+    jaxpr = closed.jaxpr
+    root = Frame(jaxpr)
+    inputs = []
+    for var, dims, path in zip(jaxpr.invars, annotations, paths, strict=True):
+        value = builder.value(var.aval)
+        value.path = path
+        builder.annotate(value, dims, path)
+        inputs.append(value)
+    for var in jaxpr.constvars:
+        root.env[var] = builder.value(var.aval)
+    builder.run(root, inputs)
+    outputs = []
+    for var, dims, path in zip(jaxpr.outvars, out_annotations, out_paths, strict=True):
+        value = builder.read(root, var) or builder.value(var.aval)
+        if value.path is None:
+            value.path = path
+            builder.annotate(value, dims, path)
+        outputs.append(value)
+    builder.finish()
+    program = Program(closed, root, inputs, outputs, builder.unifier)
+    for a, b, origin_a, origin_b, op in joined_names(builder.unifier):
+        program.joins.append(Join(a, b, origin_a, origin_b, op.location if isinstance(op, Op) else None))
+    return program
+
+
+def infer_like(program: Program, closed: Any) -> Program:
+    """The program of another jaxpr, with the names, paths and kinds of inputs and results of ``program``."""
+    ins, outs = program.inputs, program.outputs
+    new_program = infer(
+        closed, [v.annotation for v in ins], [v.path or "" for v in ins],
+        [v.annotation for v in outs], [v.path or "" for v in outs],
+    )  # fmt: skip
+    for new, old in zip((*new_program.inputs, *new_program.outputs), (*ins, *outs), strict=True):
+        new.kind = new.kind or old.kind
+    new_program.pipelines = program.pipelines
+    return new_program
+
+
+def _signature(eqn: Any) -> Hashable | None:
+    """What equal equations have in common: the primitive, its parameters, and the shapes, dtypes and literals of the operands.
+
+    None if a parameter has no hash: the equation equals no other one.
+    """
+    operands = tuple(
+        (v.aval.shape, v.aval.dtype, literal_array(v).tobytes() if isinstance(v, Literal) else None) for v in eqn.invars
+    )
+    signature = eqn.primitive, tuple(eqn.params.items()), operands, bool(eqn.effects)
+    try:
+        hash(signature)
+    except TypeError:
+        return None
+    return signature
+
+
+class Builder:
+    """Makes the values and ops of a program, and joins their dims."""
+
+    def __init__(self) -> None:
+        """An empty unifier, no rules, and empty lists of the ops that later phases of the inference visit."""
+        self.unifier = Unifier()
+        self.rules: dict[Hashable, OpRule] = {}
+        self.ties: list[Op] = []
+        self.stretched: list[Op] = []
+        self.renames: list[Op] = []
+        self.slices: dict[tuple[int, int], DimSlice] = {}
+
+    # -- values
+
+    def value(self, aval: Any, nodes: Nodes | None = None, op: Op | None = None) -> Value:
+        """A new value, with new nodes by default."""
+        return Value(aval, self.unifier.fresh(aval.shape) if nodes is None else nodes, None, op)
+
+    def annotate(self, value: Value, dims: Dims | None, origin: str) -> None:
+        """Give the dims of a value the names that the user gave them."""
+        if dims is None or not any(dims):
+            return
+        value.annotation = dims
+        for node, name in zip(value.nodes, dims, strict=True):
+            if name is not None:
+                self.unifier.annotate(node, name, f"{origin} names it `{name}`")
+
+    def read(self, frame: Frame, var: Any) -> Value | None:
+        return None if isinstance(var, Literal) else frame.env[var]
+
+    def alias(self, a: Value | None, b: Value | None, where: Op) -> None:
+        """Join the dims of two values that have the same data."""
+        if a is None or b is None or a.nodes is b.nodes:
+            return
+        for x, y in zip(a.nodes, b.nodes, strict=True):
+            if x != y:
+                self.unifier.unify(x, y, where)
+
+    # -- equations
+
+    def run(self, frame: Frame, args: Sequence[Value | None]) -> None:
+        """Make the values and ops of a frame for these arguments; None: a literal."""
+        env = frame.env
+        for var, value in zip(frame.jaxpr.invars, args, strict=True):
+            env[var] = value if value is not None else self.value(var.aval)
+        for eqn in chain.from_iterable(map(separated, frame.jaxpr.eqns)):
+            ins = [None if isinstance(v, Literal) else env[v] for v in eqn.invars]
+            op = Op(eqn, frame, ins)
+            if op.primitive.elementwise:
+                outs = self.elementwise(op)
+            elif op.primitive.call:
+                outs = _call(self, op)
+            elif op.name in CONTROL:
+                outs = CONTROL[op.name](self, op)
+            else:
+                outs = self.by_rule(op)
+            op.outs = outs
+            env.update(zip(eqn.outvars, outs, strict=True))
+            frame.ops.append(op)
+
+    def elementwise(self, op: Op) -> list[Value]:
+        """The results of an elementwise op, which has the dims of its operands."""
+        outs = []
+        multi = op.primitive.family == "barrier"
+        for i, var in enumerate(op.eqn.outvars):
+            shape = var.aval.shape
+            nodes: Nodes | None = None
+            for value in op.ins[i : i + 1] if multi else op.ins:
+                if value is None or not value.aval.shape:
+                    continue
+                if value.aval.shape != shape:  # stretched along dims of size 1
+                    self.stretched.append(op)
+                    continue
+                if nodes is None:
+                    nodes = value.nodes
+                elif nodes is not value.nodes:
+                    for x, y in zip(nodes, value.nodes, strict=True):
+                        if x != y:
+                            self.unifier.unify(x, y, op)
+            outs.append(self.value(var.aval, nodes, op))
+        return outs
+
+    def by_rule(self, op: Op) -> list[Value]:
+        """The results of an op with a factor rule, as new values; sets ``op.rule``, and joins the dims that share a
+        factor."""
+        op.rule = self.rule_of(op.eqn)
+        outs = [self.value(v.aval, op=op) for v in op.eqn.outvars]
+        if op.rule.given is not None:
+            _name_through_body(op, outs)
+        if op.rule.strong:
+            self.join_strong(op, outs)
+        if op.rule.known:
+            self.ties.append(op)
+        return outs
+
+    def rule_of(self, eqn: Any) -> OpRule:
+        """The factor rule of an equation; one object for all equal equations (:func:`_signature`)."""
+        signature = _signature(eqn)
+        rule = self.rules.get(signature)
+        if rule is None:
+            in_shapes, out_shapes = ([v.aval.shape for v in part] for part in (eqn.invars, eqn.outvars))
+            fn = primitive(eqn.primitive.name).rule
+            rule = no_rule(in_shapes, out_shapes) if fn is None else fn(eqn, in_shapes, out_shapes)
+            if signature is not None and rule.given is None:  # given specs are changed by the names in the body
+                self.rules[signature] = rule
+        return rule
+
+    def join_strong(self, op: Op, outs: list[Value]) -> None:
+        """Join the dims of operands and results that are the same factor of an op that moves data unchanged."""
+        rule = op.rule
+        assert rule is not None
+        if op.primitive.regroups:
+            if op.ins[0] is not None:
+                nodes = tuple(op.ins[0].nodes[d] for d in reshape_order(op.eqn))
+                self.reshape(nodes, outs[0].nodes, rule)
+            return
+        where: dict[int, int] = {}
+        for value, dims in [*zip(op.ins, rule.ins, strict=True), *zip(outs, rule.outs, strict=True)]:
+            if value is None:
+                continue
+            for node, (factor,) in zip(value.nodes, dims, strict=True) if dims else ():
+                if node == NONE:
+                    continue
+                if factor in where:
+                    self.unifier.unify(where[factor], node, op)
+                else:
+                    where[factor] = node
+
+    def reshape(self, a: Nodes, b: Nodes, rule: OpRule) -> None:
+        """Join the dims of a reshape's operand and result: those between two common boundaries are one sequence of sub-dims."""
+        i = j = 0
+        left: list[int] = []
+        right: list[int] = []
+        pa = pb = 1
+        u = self.unifier
+        while i < len(a) or j < len(b):
+            if pa <= pb and i < len(a):
+                if a[i] != NONE:
+                    left.append(a[i])
+                    pa *= u.size[a[i]]
+                i += 1
+            elif j < len(b):
+                if b[j] != NONE:
+                    right.append(b[j])
+                    pb *= u.size[b[j]]
+                j += 1
+            else:
+                if a[i] != NONE:
+                    left.append(a[i])
+                    pa *= u.size[a[i]]
+                i += 1
+            if pa == pb and left and right:
+                u.unify_sequences(left, right)
+                left, right = [], []
+
+    # -- weak joins and renames, after the pass
+
+    def finish(self) -> None:
+        """Join the dims of each factor weakly, in program order, then resolve renames and fix all names.
+
+        Broadcasts come last: a mask must not decide which dim of attention scores is the queries' dim.
+        """
+        u = self.unifier
+        self.find_slices()
+        for op in self.ties:
+            if op.primitive.family != "broadcast":
+                self.tie(op)
+        for op in self.ties:
+            if op.primitive.family == "broadcast":
+                self.tie(op)
+        for op in self.stretched:
+            (out,) = op.outs
+            for value in op.ins:
+                if value is not None and len(value.nodes) == len(out.nodes) and value.aval.shape != out.aval.shape:
+                    for x, y in zip(value.nodes, out.nodes, strict=True):
+                        u.tie([y, x], op)
+        self.tie_indexed()
+        slices = list(self.slices.values())
+        for op in self.renames:
+            u.name_slices(slices)
+            self.resolve_rename(op)
+        u.name_slices(slices)
+        u.freeze()
+
+    def find_slices(self) -> None:
+        """Find the slices of dims that may be dims of their own, in program order: the q, k, v of a fused projection.
+
+        Slices that cover half of the dim and overlap all others (``x[:, :-1]`` and ``x[:, 1:]``) are not.
+        """
+        u = self.unifier
+        links: dict[int, list[tuple[int, int, range, Op]]] = {}
+        for op in self.ties:
+            rule = op.rule
+            assert rule is not None
+            if any(link.elements for link in rule.name_links):
+                nodes: dict[int, int] = {}
+                for value, dims in [*zip(op.ins, rule.ins, strict=True), *zip(op.outs, rule.outs, strict=True)]:
+                    for node, factors in zip(value.nodes, dims, strict=True) if value is not None and dims else ():
+                        if len(factors) == 1 and node != NONE:
+                            nodes.setdefault(factors[0], node)
+                for full, part, elements in rule.name_links:
+                    if elements and full in nodes and part in nodes:
+                        links.setdefault(u.find(nodes[full]), []).append((nodes[full], nodes[part], elements, op))
+        for root, own in links.items():
+            last_start, first_stop = max(r.start for *_, r, _ in own), min(r.stop for *_, r, _ in own)
+            for full, part, elements, op in own:
+                if elements.start >= first_stop or elements.stop <= last_start or 2 * len(elements) < u.size[root]:
+                    self.slices[full, part] = DimSlice(
+                        full, part, op.primitive.family in ("slice", "split"), elements, op
+                    )
+
+    def tie_indexed(self) -> None:
+        """Join the dims that the same indices index: an embedding's gradient gets the embedding's ``vocab``.
+
+        Only unnamed dims are joined, and only if all named dims of these indices have the same names.
+        """
+        u = self.unifier
+        groups: dict[tuple[Nodes, int], list[tuple[int, Op]]] = {}
+        for op in self.ties:
+            if op.primitive.family == "gather":
+                into = op.eqn.params["dimension_numbers"].start_index_map
+            elif op.primitive.family == "scatter":
+                into = op.eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
+            else:
+                continue
+            operand, indices = op.ins[:2]
+            if len(into) != 1 or operand is None or operand.nodes[into[0]] == NONE:
+                continue
+            node = operand.nodes[into[0]]
+            while indices is not None:
+                if any(n != NONE for n in indices.nodes):
+                    groups.setdefault((indices.nodes, u.size[node]), []).append((node, op))
+                made = indices.op
+                if made is None or made.primitive.family not in ("broadcast", "reshape", "squeeze"):
+                    break
+                indices = made.ins[0]
+        for indexed in groups.values():
+            named = [node for node, _ in indexed if u.names_now(node)]
+            if len({frozenset(u.names_now(node)) for node in named}) == 1:
+                for node, op in indexed:
+                    if not u.names_now(node):
+                        u.tie([named[0], node], op)
+
+    def tie(self, op: Op) -> None:
+        """Join the dims of each factor of an op weakly, and the dims of each of its name links."""
+        rule = op.rule
+        assert rule is not None
+        groups: list[list[int]] = [[] for _ in rule.sizes]
+        composites: dict[tuple[int, ...], list[int]] = {}
+        for value, dims in [*zip(op.ins, rule.ins, strict=True), *zip(op.outs, rule.outs, strict=True)]:
+            if value is None:
+                continue
+            for node, factors in zip(value.nodes, dims, strict=True) if dims else ():
+                if node == NONE:
+                    continue
+                if len(factors) == 1:
+                    groups[factors[0]].append(node)
+                elif factors and not rule.strong:
+                    self.composite(node, factors, groups, rule)
+                    composites.setdefault(factors, []).append(node)
+        if not rule.strong:
+            for group in (*groups, *composites.values()):
+                self.unifier.tie(group, op)
+        for x, y, _ in rule.name_links:
+            if groups[x] and groups[y] and (pair := (groups[x][0], groups[y][0])) not in self.slices:
+                self.unifier.link_names(*pair, op)
+
+    def composite(self, node: int, factors: tuple[int, ...], groups: list[list[int]], rule: OpRule) -> None:
+        """Split a dim that consists of several factors of an op (grouped convolutions) into sub-dims; add these to ``groups``."""
+        u = self.unifier
+        factors = tuple(f for f in factors if rule.sizes[f] != 1)
+        parts = [node] if len(factors) == 1 else [u.node(rule.sizes[f]) for f in factors]
+        if len(factors) == 1 or u.unify_sequences([node], parts):
+            for f, p in zip(factors, parts, strict=True):
+                groups[f].append(p)
+
+    def resolve_rename(self, op: Op) -> None:
+        """Name the dims of the result of ``mp.rename``; raises UnknownDimError for a name that the operand lacks."""
+        pairs, back = dict(op.eqn.params["pairs"]), op.eqn.params["back"]
+        (value,), (out,) = op.ins, op.outs
+        if value is None:
+            return
+        names = []
+        for i, node in enumerate(value.nodes):
+            own = value.annotation[i] if value.annotation else None
+            names.append({own} if own else self.unifier.names_now(node))
+        found = {old: next((i for i, ns in enumerate(names) if old in ns), None) for old in pairs}
+        missing = [old for old, i in found.items() if i is None]
+        if missing and not back:
+            raise UnknownDimError(
+                f"mp.rename: the value has no dim `{missing[0]}`",
+                shape=value.shape,
+                dim=missing[0],
+                source=op.location,
+                fixes=did_you_mean(missing[0], set().union(*names), "its dims"),
+            )
+        # the cotangent of a rename may have an unnamed dim (from a sum): if one is unnamed, it is the renamed one
+        bare = [i for i, ns in enumerate(names) if not ns and value.nodes[i] != NONE]
+        if len(missing) == len(bare) == 1:
+            found[missing[0]] = bare[0]
+        renamed = {i: pairs[old] for old, i in found.items() if i is not None}
+        for i, (a, b) in enumerate(zip(value.nodes, out.nodes, strict=True)):
+            if i in renamed:
+                self.unifier.annotate(b, renamed[i], "mp.rename")
+            elif names[i] or not missing:
+                self.unifier.tie([a, b], op)
+        if renamed:
+            base = out.annotation or (None,) * len(out.nodes)
+            out.annotation = tuple(renamed.get(i, n) for i, n in enumerate(base))
+
+
+# -- loops, branches, calls, and ops that set names or specs
+
+
+def _call(b: Builder, op: Op) -> list[Value]:
+    """Infer the body of a call with the operands of ``op``; returns one Value for each result of the body."""
+    ((jaxpr,), (operands,)) = bodies(op.eqn), operands_of_bodies(op.eqn, op.ins)
+    if op.primitive.family == "custom_derivative":
+        jaxpr = _with_own_results(jaxpr, op)
+    frame = Frame(jaxpr, op)
+    op.frames = [frame]
+    _bind_consts(b, frame)
+    b.run(frame, operands)
+    return [_result(b, frame, v, op) for v in jaxpr.outvars]
+
+
+def _with_own_results(jaxpr: Any, op: Op) -> Any:
+    """A jaxpr that returns no operand: an identity is inserted before such results."""
+    eqns, outvars, ins = list(jaxpr.eqns), list(jaxpr.outvars), set(jaxpr.invars)
+    for k, var in enumerate(outvars):
+        if not isinstance(var, Literal) and var in ins:
+            outvars[k] = new_var(var.aval)
+            same = {
+                "primitive": name_dims_p,
+                "params": {"names": (None,) * len(var.aval.shape)},
+                "effects": frozenset(),
+            }
+            eqns.append(op.eqn.replace(**same, invars=[var], outvars=[outvars[k]]))
+    return jaxpr.replace(eqns=eqns, outvars=outvars) if len(eqns) > len(jaxpr.eqns) else jaxpr
+
+
+def _result(b: Builder, frame: Frame, var: Any, op: Op) -> Value:
+    value = b.read(frame, var)
+    return b.value(var.aval, op=op) if value is None else value
+
+
+def _bind_consts(b: Builder, frame: Frame) -> None:
+    for var in frame.jaxpr.constvars:
+        frame.env[var] = b.value(var.aval)
+
+
+def _inside(value: Value | None, b: Builder, aval: Any, drop: int = 0) -> Value:
+    """A value inside a loop body, without the first ``drop`` dims of the value outside."""
+    if value is None:
+        return b.value(aval)
+    inner = Value(aval, b.unifier.register(value.nodes[drop:]) if drop else value.nodes)
+    if value.annotation is not None:
+        inner.annotation = value.annotation[drop:]
+    inner.kind = value.kind
+    return inner
+
+
+def _scan(b: Builder, op: Op) -> list[Value]:
+    """The results of a ``scan``: carries have one class inside and outside, and stacks one more dim than their slices."""
+    (jaxpr,), parts, length = bodies(op.eqn), loop_parts(op.eqn), op.eqn.params["length"]
+    frame = Frame(jaxpr, op, trip_count=length)
+    op.frames = [frame]
+    _bind_consts(b, frame)
+    pairs = parts.split(list(zip(op.ins, (v.aval for v in jaxpr.invars), strict=True)))
+    consts = [_inside(v, b, a) for v, a in pairs[0]]
+    carry = [_carry(v, b, a) for v, a in pairs[1]]
+    b.run(frame, [*consts, *carry, *(_inside(v, b, a, 1) for v, a in pairs[2])])
+    carried, made = parts.split_results([b.read(frame, v) for v in jaxpr.outvars])
+    for before, after in zip(carry, carried, strict=True):
+        b.alias(before, after, op)
+    last, stacked = parts.split_results(op.eqn.outvars)
+    outs = [b.value(v.aval, c.nodes, op) for v, c in zip(last, carry, strict=True)]
+    stacks = [v for v, _ in pairs[2] if v is not None]
+    layers = stacks[0].nodes[0] if stacks else NONE if length == 1 else b.unifier.node(length)
+    for v in stacks:
+        b.unifier.unify(layers, v.nodes[0], op)
+    b.unifier.looped.add(layers)
+    for var, y in zip(stacked, made, strict=True):
+        inner = y.nodes if y is not None else b.unifier.fresh(var.aval.shape[1:])
+        outs.append(b.value(var.aval, b.unifier.register((layers, *inner)), op))
+    return outs
+
+
+def _carry(value: Value | None, b: Builder, aval: Any) -> Value:
+    return b.value(aval) if value is None else Value(aval, value.nodes)
+
+
+def _while(b: Builder, op: Op) -> list[Value]:
+    """The results of a ``while``, whose carries have one class inside and outside."""
+    op.frames = [Frame(jaxpr, op, trip_count=None) for jaxpr in bodies(op.eqn)]
+    parts, body = loop_parts(op.eqn), op.frames[1]
+    inits = parts.carried(op.ins)
+    carry = [_carry(v, b, a.aval) for v, a in zip(inits, parts.carried(body.jaxpr.invars), strict=True)]
+    for frame, operands in zip(op.frames, operands_of_bodies(op.eqn, op.ins), strict=True):
+        _bind_consts(b, frame)
+        consts = operands[: len(operands) - len(carry)]
+        inner = [_inside(v, b, a.aval) for v, a in zip(consts, frame.jaxpr.invars, strict=False)]
+        b.run(frame, [*inner, *carry])
+    for before, var in zip(carry, body.jaxpr.outvars, strict=True):
+        b.alias(before, b.read(body, var), op)
+    return [b.value(v.aval, c.nodes, op) for v, c in zip(op.eqn.outvars, carry, strict=True)]
+
+
+def _cond(b: Builder, op: Op) -> list[Value]:
+    """The results of a ``cond``, joined with the results of all its branches."""
+    outs: list[Value] | None = None
+    for jaxpr, operands in zip(bodies(op.eqn), operands_of_bodies(op.eqn, op.ins), strict=True):
+        frame = Frame(jaxpr, op)
+        op.frames.append(frame)
+        _bind_consts(b, frame)
+        b.run(frame, [_inside(v, b, a.aval) for v, a in zip(operands, jaxpr.invars, strict=True)])
+        results = [b.read(frame, v) for v in jaxpr.outvars]
+        if outs is None:
+            outs = [
+                b.value(v.aval, None if r is None else r.nodes, op)
+                for v, r in zip(op.eqn.outvars, results, strict=True)
+            ]
+        for out, result in zip(outs, results, strict=True):
+            b.alias(out, result, op)
+    assert outs is not None
+    return outs
+
+
+def _named(b: Builder, op: Op) -> list[Value]:
+    out = b.value(op.eqn.outvars[0].aval, None if op.ins[0] is None else op.ins[0].nodes, op)
+    b.annotate(out, op.eqn.params["names"], f"{op.eqn.params.get('origin', 'mp.named')} at {op.source}")
+    return [out]
+
+
+def _rename(b: Builder, op: Op) -> list[Value]:
+    b.renames.append(op)
+    return [b.value(op.eqn.outvars[0].aval, op=op)]
+
+
+def _place(b: Builder, op: Op) -> list[Value]:
+    """The result of an op that sets the spec of its operand."""
+    out = b.value(op.eqn.outvars[0].aval, None if op.ins[0] is None else op.ins[0].nodes, op)
+    if op.eqn.primitive is place_p:
+        out.explicit = op.eqn.params["spec"]
+    else:
+        out.explicit = constraint_spec(op.eqn)
+    return [out]
+
+
+def _name_through_body(op: Op, outs: list[Value]) -> None:
+    """Give the results of the user's own ``shard_map`` the specs of its ``out_specs``, and the dims that they have in its body."""
+    rule, jaxpr = op.rule, op.eqn.params["jaxpr"]
+    assert rule is not None
+    assert rule.given is not None
+    for value, dims in zip(outs, rule.outs, strict=True):
+        value.explicit = tuple(rule.given[f] for (f,) in dims)
+    body, frame = Builder(), Frame(jaxpr)
+    operands = [body.value(var.aval) for var in jaxpr.invars]
+    factor_of: dict[str, int] = {}
+    for i, (value, dims) in enumerate(zip(operands, rule.ins, strict=True)):
+        names = tuple(f"{i}.{d}" for d in range(len(dims)))
+        factor_of.update((name, f) for name, (f,) in zip(names, dims, strict=True))
+        body.annotate(value, names, "")
+    body.run(frame, operands)
+    body.finish()
+    for k, var in enumerate(jaxpr.outvars):
+        value = body.read(frame, var)
+        for d, node in enumerate(() if value is None else value.nodes):
+            dims = body.unifier.sub_dims_of(node) if node != NONE else ()
+            factor = next((factor_of[n] for n in dims[0][0] if n in factor_of), None) if len(dims) == 1 else None
+            if factor is None:
+                continue
+            (own,) = rule.outs[k][d]
+            if rule.sizes[own] != rule.sizes[factor]:
+                continue  # the concatenated shards of all devices: residuals of a backward pass
+            if rule.given[own] == rule.given[factor] and (factor,) not in rule.outs[k]:
+                rule.outs[k] = (*rule.outs[k][:d], (factor,), *rule.outs[k][d + 1 :])
+            else:
+                rule.name_links.append(NameLink(factor, own))
+
+
+CONTROL: dict[str, Callable[[Builder, Op], list[Value]]] = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "name_dims": _named,
+    "rename_dims": _rename,
+    "place": _place,
+    "sharding_constraint": _place,
+}
+"""Primitive → (builder, op) → results."""

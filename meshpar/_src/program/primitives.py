@@ -1,0 +1,164 @@
+"""Identity primitives that carry dim names and specs through tracing: ``mp.named``, ``mp.rename``, explicit specs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from ...errors import LayoutSyntaxError
+from ..dims import DimsLike, fit_dims, parse_dims
+
+name_dims_p = Primitive("name_dims")
+rename_dims_p = Primitive("rename_dims")
+place_p = Primitive("place")
+
+
+def _identity(x, **_):
+    return x
+
+
+for _p in (name_dims_p, rename_dims_p, place_p):
+    _p.def_impl(_identity)
+    _p.def_abstract_eval(_identity)
+    mlir.register_lowering(_p, lambda ctx, x, **_: [x])
+
+
+reduce_in_p = Primitive("reduce_in")
+reduce_in_p.def_impl(lambda x, *, dtype: lax.convert_element_type(x, dtype))
+reduce_in_p.def_abstract_eval(lambda x, *, dtype: x.update(dtype=dtype, weak_type=False))
+mlir.register_lowering(
+    reduce_in_p, mlir.lower_fun(lambda x, *, dtype: lax.convert_element_type(x, dtype), multiple_results=False)
+)
+ad.deflinear2(reduce_in_p, lambda ct, x, *, dtype: [lax.convert_element_type(ct, x.aval.dtype)])
+batching.defvectorized(reduce_in_p)
+
+
+def reduce_in(x: Any, dtype: Any) -> Any:
+    """Convert to a floating-point dtype in which partial sums are reduced.
+
+    A partial sum is converted first and reduced afterwards, in ``dtype``; ``astype`` to a narrower dtype reduces it first.
+    """
+    return reduce_in_p.bind(x, dtype=jnp.dtype(dtype))
+
+
+def _add_row(total: Any, row: Any, index: Any, where: Any, *, late: bool) -> Any:
+    row = lax.select(lax.broadcast_in_dim(where, row.shape, (0,)), row, jnp.zeros_like(row))
+    return _added(total, row, index)
+
+
+def _added(total: Any, row: Any, index: Any) -> Any:
+    if jnp.ndim(index) and index.shape[0] == 1:
+        index = index[0]
+    if jnp.ndim(index):
+        return jax.vmap(_added, (1, 0, 0), 1)(total, row, index)
+    old = lax.dynamic_index_in_dim(total, index, 0, keepdims=False)
+    return lax.dynamic_update_index_in_dim(total, old + row, index, 0)
+
+
+add_row_p = Primitive("add_row")
+"""``[n, k, …], [k, …], int32 index, bool [k] → [n, k, …]``: the second array is added to a row of the first where the last is true.
+
+With an int32 [k] index, each of k parts is added to a row of its own.
+
+A loop that carries the first array adds to it in place. ``late``: a partial row is added before it is reduced, also where the
+layout shards the row further than it is then sharded.
+"""
+add_row_p.def_impl(_add_row)
+add_row_p.def_abstract_eval(lambda total, row, index, where, *, late: total.update(weak_type=False))
+mlir.register_lowering(add_row_p, mlir.lower_fun(_add_row, multiple_results=False))
+
+
+def named(x: Any, dims: DimsLike) -> Any:
+    """Name the dims of a value inside a function, where inference needs help; an identity otherwise.
+
+    Args:
+      x: an array.
+      dims: ``"batch seq embed"``, a name for each dimension; ``_`` leaves one to inference.
+
+    Returns:
+      The same value. Its cotangent has the same names.
+
+    Raises:
+      RankError: the number of names is not the rank.
+
+    Example:
+      >>> def add_positions(x):
+      ...     return x + mp.named(jnp.arange(64.0), "embed")
+      >>> plan = mp.plan(add_positions, x, mesh=mesh, layout="embed: data")
+      >>> tuple(plan.outputs[0].spec)
+      (None, 'data')
+    """
+
+    x = jnp.asarray(x)
+    fitted = fit_dims(parse_dims(dims, what="mp.named dims"), x.shape, path="the value", origin="mp.named")
+    return name_dims_p.bind(x, names=fitted)
+
+
+def rename(x: Any, **names: str) -> Any:
+    """Rename dims of a value: ``k = mp.rename(k, seq="kv_seq")``.
+
+    The new dim is not joined with the old one, so a rule for ``seq`` does not apply to it. Its cotangent has the old name.
+
+    Args:
+      x: an array.
+      **names: old name → new name.
+
+    Returns:
+      The same value.
+
+    Raises:
+      LayoutSyntaxError: no names, or one that is not an identifier.
+      UnknownDimError: (when the program is planned) no dim of the value has the old name.
+
+    Example:
+      >>> def scores(x):
+      ...     return x @ mp.rename(x, batch="other").T
+      >>> plan = mp.plan(scores, x, mesh=mesh, layout="batch: data; other: model", dims={"x": "batch embed"})
+      >>> tuple(plan.outputs[0].spec)
+      ('data', 'model')
+    """
+
+    if not names:
+        raise LayoutSyntaxError(
+            'mp.rename needs at least one name: mp.rename(k, seq="kv_seq")',
+            fixes=["old name = new name, once for each dim that is to be renamed"],
+        )
+    for new in names.values():
+        parse_dims((new,), what="mp.rename")
+    return rename_dims_p.bind(jnp.asarray(x), pairs=tuple(sorted(names.items())), back=False)
+
+
+# Derivatives: all three are linear, and a cotangent has the names of its value. It does not have its explicit spec: on the
+# cotangent of a weight, that would turn the gradient's reduce-scatter into an all-reduce.
+ad.deflinear2(name_dims_p, lambda ct, x, **names: [name_dims_p.bind(ct, **names)])
+ad.deflinear2(place_p, lambda ct, x, *, spec: [ct])
+ad.deflinear2(
+    rename_dims_p,
+    lambda ct, x, *, pairs, back: [
+        rename_dims_p.bind(ct, pairs=tuple(sorted((new, old) for old, new in pairs)), back=not back)
+    ],
+)
+
+
+def _batch_named(args, axes, *, names, **origin):
+    (x,), (d,) = args, axes
+    return name_dims_p.bind(x, names=(*names[:d], None, *names[d:]), **origin), d
+
+
+def _batch_place(args, axes, *, spec):
+    (x,), (d,) = args, axes
+    return place_p.bind(x, spec=(*spec[:d], (), *spec[d:])), d
+
+
+def _batch_rename(args, axes, *, pairs, back):
+    return rename_dims_p.bind(args[0], pairs=pairs, back=back), axes[0]
+
+
+batching.primitive_batchers[name_dims_p] = _batch_named
+batching.primitive_batchers[place_p] = _batch_place
+batching.primitive_batchers[rename_dims_p] = _batch_rename

@@ -1,0 +1,143 @@
+"""Traces a function to a closed jaxpr."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
+
+from ...errors import MeshError
+from ..compat.jax import (
+    axes_of_spec,
+    equations,
+    in_auto_mesh,
+    make_jaxpr,
+    new_var,
+    shardings_of,
+    source_line,
+    without_refs,
+)
+from ..compat.loops import loop_parts
+from ..layout import AnyMesh
+from ..units import mesh_text
+from .casts import with_merged_casts
+from .jaxprs import rewrite, with_eqns
+from .primitives import place_p
+from .sink import with_sunk_reductions
+from .sums import with_matmuls_added_first
+
+
+def trace(fn: Callable[..., Any], leaves: Sequence[Any], mesh: AnyMesh) -> tuple[Any, Any, list[Any]]:
+    """Trace a function of flat arguments.
+
+    Args:
+      fn: takes ``*leaves``, returns any tree.
+      leaves: arrays, numbers or ``ShapeDtypeStruct``.
+      mesh: of the step; the shardings that ops have as parameters are over its axes.
+
+    Returns:
+      (closed jaxpr, in which all loops have scalar conditions, and shardings are constraints; tree of the results as
+      ``ShapeDtypeStruct``; its flat leaves).
+
+    Raises:
+      MeshError: an op with a sharding over an axis that the mesh does not have.
+    """
+    closed, shapes = make_jaxpr(fn, *leaves, return_shape=True)
+    closed = without_refs(closed)
+    if any(map(_is_batched, equations(closed))):
+        closed = _each_equation(closed, _with_scalar_condition)
+    if any(shardings_of(e) or in_auto_mesh(e) is not e for e in equations(closed)):
+        closed = _each_equation(closed, partial(_constrained, mesh))
+    closed = with_matmuls_added_first(with_merged_casts(with_sunk_reductions(closed)))
+    return closed, shapes, jax.tree.leaves(shapes)
+
+
+def _is_batched(eqn: Any) -> bool:
+    """Whether an equation is a ``while`` under ``vmap``, with one condition for each element of the batch."""
+    return "cond_jaxpr" in eqn.params and bool(eqn.params["cond_jaxpr"].out_avals[0].shape)
+
+
+def _each_equation(closed: ClosedJaxpr, change: Callable[[JaxprEqn], list[JaxprEqn]]) -> ClosedJaxpr:
+    """A closed jaxpr with each equation, in bodies first, replaced by the equations that ``change`` returns."""
+    return rewrite(
+        closed, lambda jaxpr: with_eqns(jaxpr, [new for eqn in jaxpr.eqns for new in change(eqn)]), maps=True
+    )
+
+
+def _constrained(mesh: AnyMesh, eqn: Any) -> list[Any]:
+    """An equation without shardings as parameters (:func:`shardings_of`), and constraints of its operands and results in their
+    place."""
+    eqn = in_auto_mesh(eqn)
+    given = shardings_of(eqn)
+    if given is None:
+        return [eqn]
+    eqns = []
+
+    def constrained(var: Any, sharding: Any, result: bool) -> Any:
+        """The variable that the equation reads or writes in place of ``var``; adds the constraint to ``eqns``."""
+        if sharding is None or isinstance(var, Literal):
+            return var
+        spec = axes_of_spec(sharding.spec, var.aval.ndim)
+        unknown = next((a for axes in spec for a in axes if a not in mesh.axis_names), None)
+        if unknown is not None:
+            raise MeshError(
+                f"{eqn.primitive.name} has the sharding {sharding.spec}, but the mesh of the step ({mesh_text(mesh.shape)}) has no "
+                f"axis `{unknown}`",
+                axis=unknown,
+                source=source_line(eqn),
+                fixes=["name axes of the mesh of the step", "or leave the sharding out: the layout decides"],
+            )
+        other = new_var(var.aval)
+        ends = {"invars": [other], "outvars": [var]} if result else {"invars": [var], "outvars": [other]}
+        eqns.append(eqn.replace(primitive=place_p, params={"spec": spec}, effects=frozenset(), **ends))
+        return other
+
+    invars = [constrained(v, s, False) for v, s in zip(eqn.invars, given.operands, strict=True)]
+    operands = len(eqns)
+    outvars = [constrained(v, s, True) for v, s in zip(eqn.outvars, given.results, strict=True)]
+    return [
+        *eqns[:operands],
+        eqn.replace(params=given.params, invars=invars, outvars=outvars),
+        *eqns[operands:],
+    ]
+
+
+def _with_scalar_condition(eqn: Any) -> list[Any]:
+    """The equation; a batched ``while`` as one whose condition is a scalar: it runs until all elements are done. Done elements are
+    not changed, as in the compiled program."""
+    if not _is_batched(eqn):
+        return [eqn]
+    p = eqn.params
+    cond, body = (jaxpr_as_fun(p[k]) for k in ("cond_jaxpr", "body_jaxpr"))
+    parts = loop_parts(eqn)
+    n, m = parts.consts.start, parts.consts.stop
+
+    def any_continues(*args: Any) -> Any:
+        (active,) = cond(*args)
+        return lax.reduce_or(active, tuple(range(active.ndim)))
+
+    def step(*args: Any) -> list[Any]:
+        """The loop body for a batched condition: (*condition constants, *body constants, *carry) → the new carry.
+
+        Batch elements whose condition is false retain their old carry.
+        """
+        carry = args[m:]
+        (active,) = cond(*args[:n], *carry)
+        lead = range(active.ndim)
+        return [
+            lax.select_n(lax.broadcast_in_dim(active, old.shape, lead), old, new)
+            for old, new in zip(carry, body(*args[n:m], *carry), strict=True)
+        ]
+
+    carried = eqn.invars[m:]
+    ins = [[*eqn.invars[:n], *carried], [*eqn.invars[:m], *carried]]
+    jaxprs = [
+        make_jaxpr(f, *[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in vs])
+        for f, vs in zip((any_continues, step), ins, strict=True)
+    ]
+    params = {**p, "cond_jaxpr": jaxprs[0], "body_jaxpr": jaxprs[1], "body_nconsts": m}
+    return [eqn.replace(params=params, invars=[*eqn.invars[:n], *eqn.invars[:m], *carried])]

@@ -1,0 +1,137 @@
+"""Progress of a long activity in one line, with its elapsed time: in a terminal, in a notebook cell, or as a callback."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+from rich.console import Console
+
+from ..errors import UnsupportedError
+
+Progress = Literal["auto"] | bool | Callable[[str], None]
+"""Where progress is shown: ``"auto"``: in a terminal or a notebook only; True: elsewhere too, as lines on stderr; False: nowhere;
+or a function that is called with each text."""
+
+NOTEBOOK_COLUMNS = 110
+"""Characters of the line in a notebook cell; longer texts end in ``…``."""
+TICK_SECONDS = 1.0
+"""Interval at which the elapsed time in a notebook cell is updated."""
+REPEAT_SECONDS = 30
+"""Without a terminal, the interval at which a line is printed while no new text comes."""
+
+
+@contextlib.contextmanager
+def progress_line(title: str, progress: Progress) -> Iterator[Callable[[str], None]]:
+    """Shows the progress of an activity.
+
+    Yields:
+      A function of a text, which follows the title. With an empty text only the elapsed time changes.
+
+    Raises:
+      UnsupportedError: ``progress`` is not a :data:`Progress`.
+    """
+    if not callable(progress) and progress not in ("auto", True, False):
+        raise UnsupportedError(
+            f"progress={progress!r}: it is 'auto', True, False or a function of a text",
+            fixes=['progress="auto": in a terminal or a notebook only; False: never'],
+        )
+    console = Console(stderr=True, highlight=False)
+    if callable(progress):
+        with _callback(title, progress) as say:
+            yield say
+    elif progress is not False and console.is_jupyter:
+        with _notebook(title) as say:
+            yield say
+    elif progress is not False and console.is_terminal:
+        with _terminal(title, console) as say:
+            yield say
+    elif progress is True:
+        with _lines(title, console) as say:
+            yield say
+    else:
+        yield lambda text: None
+
+
+@contextlib.contextmanager
+def _callback(title: str, progress: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
+    """Calls ``progress`` with the title, then with the title and each text, or the elapsed seconds."""
+    began = time.monotonic()
+    progress(title)
+    yield lambda text: progress(f"{title}  {text or f'{time.monotonic() - began:.0f} s'}")
+
+
+@contextlib.contextmanager
+def _terminal(title: str, console: Console) -> Iterator[Callable[[str], None]]:
+    """A line of the width of the terminal, which disappears at the end: spinner, elapsed time, title and text."""
+    from rich.progress import Progress as Bar
+    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.table import Column
+
+    one_line = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+    text = TextColumn("{task.description}", markup=False, table_column=one_line)
+    with Bar(SpinnerColumn(), TimeElapsedColumn(), text, console=console, transient=True, expand=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda text: bar.update(task, description=_one_line(title, text))
+
+
+@contextlib.contextmanager
+def _notebook(title: str) -> Iterator[Callable[[str], None]]:
+    """A line in the output of a notebook cell, which is empty at the end."""
+    from IPython.display import display
+
+    began, shown, done = time.monotonic(), title, threading.Event()
+    handle: Any = display({"text/plain": title}, raw=True, display_id=True)
+
+    def show() -> None:
+        """Update the line, cut to ``NOTEBOOK_COLUMNS``."""
+        minutes, seconds = divmod(int(time.monotonic() - began), 60)
+        line = f"{minutes}:{seconds:02d} {shown}"
+        line = line if len(line) <= NOTEBOOK_COLUMNS else f"{line[: NOTEBOOK_COLUMNS - 1]}…"
+        handle.update({"text/plain": line}, raw=True)
+
+    def tick() -> None:
+        """Update the elapsed time, until the activity ends."""
+        while not done.wait(TICK_SECONDS):
+            show()
+
+    def say(text: str) -> None:
+        """Set the text, which the next update shows."""
+        nonlocal shown
+        shown = _one_line(title, text)
+
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield say
+    finally:
+        done.set()
+        thread.join()
+        handle.update({"text/plain": ""}, raw=True)
+
+
+@contextlib.contextmanager
+def _lines(title: str, console: Console) -> Iterator[Callable[[str], None]]:
+    """Lines on stderr: the title, each new text once, the elapsed seconds every ``REPEAT_SECONDS``, and the total at the end."""
+    began = shown = time.monotonic()
+    reported = ""
+    console.print(title)
+
+    def say(text: str) -> None:
+        """Print a new text at once, and the elapsed seconds at intervals."""
+        nonlocal reported, shown
+        now = time.monotonic()
+        if (text and text != reported) or now - shown > REPEAT_SECONDS:
+            reported, shown = text or reported, now
+            console.print(f"{title}  {text or f'{now - began:.0f} s'}", soft_wrap=True)
+
+    yield say
+    console.print(f"{title}: {time.monotonic() - began:.1f} s")
+
+
+def _one_line(title: str, text: str) -> str:
+    """The title and the text without line breaks."""
+    return " ".join(f"{title}  {text}".split("\n")).rstrip()

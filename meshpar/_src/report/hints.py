@@ -1,0 +1,193 @@
+"""Hints of a plan: edits of the program that would send fewer bytes, or that need less memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ..cost.donation import donatable, with_donated
+from ..cost.memory import memory_of
+from ..dims import format_dims
+from ..plan.collectives import Collective
+from ..plan.plan import Plan
+from ..plan.spec import shard_count, value_bytes
+from ..plan.steps import Run, Step
+from ..program.ir import Op, Value
+from ..units import format_bytes, format_memory, with_article
+from .facts import fits, grouped
+
+MAX_HINTS = 3
+MIN_SAVED_SHARE = 0.01
+"""Smallest saving of an edit that a hint mentions, as a fraction of the peak memory."""
+MAX_MICROBATCHES = 64
+"""The largest number of microbatches that a hint suggests."""
+
+
+def donation_hint(plan: Plan) -> str | None:
+    """The arguments that a step returns updated but that are not donated, with the memory that donation saves at the peak; None
+    where that is little."""
+    arguments = donatable(plan)
+    donated = plan.donated | arguments.keys()
+    saved = memory_of(plan).peak - memory_of(with_donated(plan, donated)).peak if arguments else 0.0
+    if saved < MIN_SAVED_SHARE * memory_of(plan).peak or saved <= 0:
+        return None
+    names = list(dict.fromkeys(path.partition("/")[0] for path in arguments.values()))
+    given = f'"{names[0]}"' if len(names) == 1 else str(tuple(names)).replace("'", '"')
+    listed, verb = " and ".join(f"`{name}`" for name in names), "are" if names[1:] else "is"
+    return (
+        f"{listed} {verb} not donated, so that the old and the new arrays are live at once: donate_argnames={given} saves "
+        f"{format_memory(saved)} of the peak of {format_memory(memory_of(plan).peak)}"
+    )
+
+
+def memory_hints(plan: Plan) -> list[str]:
+    """The edits that save memory, in the order to try: donation, also where the plan fits; then rules, rematerialization and
+    microbatches where it does not fit."""
+    hints = [donation_hint(plan)]
+    if fits(plan) is False:
+        hints += [_rule_hint(plan), _activations_hint(plan)]
+    return [hint for hint in hints if hint]
+
+
+def _rule_hint(plan: Plan) -> str | None:
+    """The rule that, at the end of the layout, saves most memory of arguments; None: none saves a considerable part."""
+    gains: dict[str, float] = {}
+    for h in plan.inputs:
+        used = {a for _, axes in h.split for a in axes}
+        for (dim, axes), size in zip(h.split, h.shape, strict=True):
+            for axis, n in plan.sizes.items():
+                if dim and dim.isidentifier() and not axes and axis not in used and n > 1 and size % n == 0:
+                    gains[f"{dim}: {axis}"] = gains.get(f"{dim}: {axis}", 0.0) + h.bytes * (1 - 1 / n)
+    rule = max(gains, key=gains.__getitem__, default=None)
+    if rule is None or gains[rule] < MIN_SAVED_SHARE * memory_of(plan).peak:
+        return None
+    return f"a rule `{rule}` at the end of the layout saves {format_memory(gains[rule])} of the arguments"
+
+
+def _activations_hint(plan: Plan) -> str | None:
+    """Rematerialization and microbatches, if saved activations are the largest part of the peak; None elsewhere.
+
+    Saved activations of one microbatch of M take 1/M of their bytes. A rematerialized layer saves its inputs alone, whose bytes
+    depend on the layer.
+    """
+    memory = memory_of(plan)
+    saved = memory.by_kind.get("saved activations", 0.0)
+    if plan.chip is None or not saved or saved < max(memory.by_kind.values()):
+        return None
+    capacity = plan.chip.per_device().hbm
+    head = (
+        f"{format_memory(saved)} of the peak of {format_memory(memory.peak)} are saved activations, and "
+        f"{with_article(plan.chip.name)} has {format_memory(capacity)}: jax.checkpoint (Flax: nn.remat) around each layer saves "
+        "only the inputs of the layer"
+    )
+    counts = (2**k for k in range(1, MAX_MICROBATCHES.bit_length()))
+    count = next((m for m in counts if memory.peak - saved * (1 - 1 / m) <= capacity), None)
+    m = count or MAX_MICROBATCHES
+    enough = "" if count else ", which is not enough by itself"
+    return (
+        f"{head}; mp.train.accumulate_gradients(…, {m}) stores the activations of one of {m} microbatches at a time, about "
+        f"{format_memory(saved * (1 - 1 / m))} less{enough}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeHint:
+    """Operands of a matmul that are all-gathered because a dim of another kind has their axis, where an all-to-all of another array
+    of the matmul would send less.
+
+    Attributes:
+      op: the matmul.
+      axis: the axis that both dims would have.
+      gathered: the dim that is all-gathered over it.
+      owner: the dim that the axis shards in the matmul instead.
+      array: the operand or result with both dims, which an all-to-all would move from one to the other.
+      is_result: it is the result.
+      sent: bytes that a device sends in a step for the all-gathers.
+      exchanged: bytes that it would send for the all-to-all.
+    """
+
+    op: Op
+    axis: str
+    gathered: str
+    owner: str
+    array: Value
+    is_result: bool
+    sent: float
+    exchanged: float
+
+    def text(self, plan: Plan) -> str:
+        """The edit, with the bytes of both."""
+        dims = format_dims(plan.program.dims(self.array))
+        head = (
+            f"{self.op.name} at {self.op.location or '?'}: {format_bytes(self.sent)} of all-gathers of `{self.gathered}`, since "
+            f"`{self.owner}` has `{self.axis}`. "
+        )
+        if self.is_result:
+            edit = (
+                f"Give `{self.owner}` another name in its operands (mp.named), and "
+                f'mp.rename(result, other="{self.owner}") after it'
+            )
+        else:
+            edit = (
+                f'mp.rename(x, {self.owner}="other") of its operand [{dims}], with the same name in the other operand'
+            )
+        return f"{head}{edit}: then an all-to-all sends {format_bytes(self.exchanged)}"
+
+
+def exchange_hints(plan: Plan) -> list[ExchangeHint]:
+    """The hints of a plan, the largest gain first, at most ``MAX_HINTS``.
+
+    A matmul gets one if
+
+    - an operand is all-gathered over an axis along a dim that is also a dim of the result;
+    - the axis shards another dim of the matmul, and every array of the matmul with that dim has the gathered dim too: all of them
+      may be sharded along the gathered dim instead, as the tokens of a mixture of experts are before their exchange;
+    - an all-to-all of the result, if it has both dims, else of another operand with both, sends fewer bytes than the all-gathers.
+    """
+    hints: dict[tuple[Op, str], ExchangeHint] = {}
+    found = [h for step, count in plan.body.walk() for c in step.sends for h in _hints_of(plan, step, c, count)]
+    for same in grouped(found, lambda h: (h.op, h.axis, h.gathered, h.owner)):
+        sent = sum(h.sent for h in same)
+        if same[0].exchanged < sent:
+            hints[same[0].op, same[0].axis] = replace(same[0], sent=sent)
+    by_line = grouped(sorted(hints.values(), key=lambda h: h.exchanged - h.sent), lambda h: h.op.location_of_layers)
+    return [same[0] for same in by_line][:MAX_HINTS]
+
+
+def _hints_of(plan: Plan, step: Step, c: Collective, count: int) -> Iterator[ExchangeHint]:
+    """The hint for one all-gather of an operand of a matmul, if its dims allow an exchange."""
+    op = c.origin
+    if c.op != "all-gather" or op is None or op.rule is None or not op.primitive.matmul or len(step.reads) != 1:
+        return
+    source, run = step.reads[0], plan.body.runs.get(op)
+    if run is None or source.value not in op.ins or len(c.axes) != 1:
+        return
+    (axis,), position = c.axes, op.ins.index(source.value)
+    lost = [i for i, entry in enumerate(source.spec) if axis in entry and axis not in step.makes[0].spec[i]]
+    owners = [f for f, axes in enumerate(run.axes or ()) if axis in axes]
+    if len(lost) != 1 or len(owners) != 1 or not op.rule.ins[position][lost[0]]:
+        return
+    gathered, owner = op.rule.ins[position][lost[0]][0], owners[0]
+    pairs = zip((*op.ins, *op.outs), (*op.rule.ins, *op.rule.outs), strict=True)
+    arrays = [(v, {f for dim in dims for f in dim}, dims) for v, dims in pairs if v is not None]
+    result_factors = {f for dims in op.rule.outs for dim in dims for f in dim}
+    with_owner = [v for v, factors, _ in arrays if owner in factors]
+    both = [v for v, factors, _ in arrays if {owner, gathered} <= factors]
+    if gathered not in result_factors or op.rule.kinds[gathered] != "pass_through" or both != with_owner:
+        return
+    moved = [v for v in both if v in op.outs] or [v for v in both if v is not source.value]
+    if not moved:
+        return
+    array, shard = max(((v, _shard_bytes(plan, run, v)) for v in moved), key=lambda x: x[1])
+    group = shard_count((axis,), plan.sizes)
+    name = plan.program.dim_name(source.value, lost[0])
+    owner_dim = next(plan.program.dim_name(v, i) for v, _, dims in arrays for i, dim in enumerate(dims) if owner in dim)
+    if name and owner_dim and name != owner_dim:
+        exchanged = count * shard * (group - 1) / group
+        yield ExchangeHint(op, axis, name, owner_dim, array, array in op.outs, c.total_bytes, exchanged)
+
+
+def _shard_bytes(plan: Plan, run: Run, value: Value) -> float:
+    """Bytes of the shard of an operand or result of a step."""
+    shard = next((s for s in (*run.reads, *run.makes) if s.value is value), None)
+    return 0.0 if shard is None else value_bytes(value, shard.spec, plan.sizes)

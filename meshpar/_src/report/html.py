@@ -1,0 +1,531 @@
+"""A plan as one page: rules and their effects, mesh, loop timelines, memory, every collective and its cause, arguments."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Hashable, Iterable, Sequence
+from html import escape
+from importlib import resources
+
+import jax
+from rich.text import Text
+
+from ..cost.decoding import decoding_of
+from ..cost.memory import memory_of
+from ..cost.time import time_of
+from ..hardware.topology import Stage
+from ..plan.collectives import Collective
+from ..plan.plan import Plan
+from ..units import format_bytes, format_memory, format_seconds, memory_ticks, with_article
+from .colours import AxisColours
+from .data import plan_json
+from .facts import (
+    ArgumentGroup,
+    CollectiveGroup,
+    LoopTimeline,
+    RuleEffect,
+    Span,
+    argument_dims,
+    argument_groups,
+    arrivals_text,
+    blocking_collectives,
+    calibration_text,
+    causing_rule,
+    collective_groups,
+    fits,
+    grouped,
+    host_text,
+    kernel_seconds,
+    largest_values,
+    layout_text,
+    location_of_layers,
+    loop_timelines,
+    lowering_text,
+    padding_text,
+    rule_effects,
+    rules_of,
+    shape_text,
+    time_bounds,
+)
+from .pipeline import pipelines_html
+from .tables import Cell, html_table, key, number
+from .text import notes, overlaps
+
+KIND_COLOURS = ("c0", "c1", "c2", "c4", "c3", "cn", "c5")
+NOT_ESTIMATED = "not estimated: no topology"
+STEP_TIME = "All bars have the same scale. The estimate overlaps kernels and collectives."
+PIPELINE = "One column per tick: a stage runs its layers forward for one microbatch (above), backward for one (below), or both."
+LAYOUT = (
+    "Rules in order: an axis goes to the first rule whose dim is present. Point at a rule to highlight the arguments that "
+    "it shards."
+)
+COLLECTIVES = "By the rule that causes them. Bytes are sent by each device. Click a heading to sort."
+LAYERS = (
+    "The estimate of one iteration of each loop. Kernels run sequentially. Exposed collectives are drawn between kernels; "
+    "hidden ones (paler) overlap with kernels, as the all-gather of a prefetched weight does. Point at a box, or press the "
+    "arrow keys on it, for its line and sizes."
+)
+"""What the sections of a page show."""
+
+
+def page(title: str, body: str) -> str:
+    """A self-contained HTML document: styles and script inline, nothing from the network."""
+    css, js = (_inline(name) for name in ("page.css", "page.js"))
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
+        f"<title>{escape(title)}</title><style>{css}</style></head>\n"
+        f'<body><main class="mp page">{body}</main>'
+        f'<script>{js}\nstartPage(document.querySelector("main"));</script></body></html>\n'
+    )
+
+
+def style() -> str:
+    """The ``style`` element for a notebook cell."""
+    return f"<style>{plain_style()}</style>"
+
+
+def plain_style() -> str:
+    """The CSS of pages."""
+    return _inline("page.css")
+
+
+def plain_script() -> str:
+    """The script of pages: functions that add controls to the sections of a plan."""
+    return _inline("page.js")
+
+
+def _inline(name: str) -> str:
+    return resources.files("meshpar._src.report").joinpath(name).read_text("utf8")
+
+
+def plan_page(plan: Plan) -> str:
+    """The plan as a self-contained HTML document."""
+    colours, effects = AxisColours(plan.sizes), rule_effects(plan)
+    overlap = _list(overlaps(plan, every=True)) if plan.overlaps else ""
+    arrivals = f"<p>{escape(arrivals_text(plan.arrivals))}</p>" if plan.arrivals else ""
+    sections = [
+        ("Step time", step_parts(plan, colours), STEP_TIME),
+        ("Pipeline", pipelines_html(plan), PIPELINE),
+        ("Layout", rules_table(plan, effects, colours), LAYOUT),
+        ("Arguments", tensors(plan, colours), "Choose an argument to see how it is sharded over the mesh."),
+        ("One layer", layers(plan, colours), ""),
+        ("Memory per device", memory_curve(plan), "Over the ops of a step; each loop body once."),
+        ("Collectives", collectives_by_rule(plan, effects, colours), COLLECTIVES),
+        ("Before the step", arrivals, ""),
+        ("Largest intermediate values", _values(plan, colours), ""),
+        ("Collective matmuls", overlap, ""),
+        ("Notes", notes_list(plan), ""),
+    ]
+    shown = [section for section in sections if section[1]]
+    links = "".join(f'<a href="#{_anchor(title)}">{escape(title)}</a>' for title, *_ in shown)
+    data = plan_json(plan).replace("<", "\\u003c")
+    body = [
+        _head(plan, colours),
+        f'<nav aria-label="sections">{links}</nav>',
+        cards(plan),
+        *(_section(*section) for section in shown),
+        f'<script type="application/json" id="plan">{data}</script>',
+    ]
+    return page(f"plan: {layout_text(plan)}", "\n".join(body))
+
+
+def plan_cell(plan: Plan) -> str:
+    """The plan for a notebook: metrics, rules, the largest collectives; no script."""
+    colours = AxisColours(plan.sizes)
+    body = _head(plan, colours) + cards(plan) + rules_table(plan, rule_effects(plan), colours)
+    return f'<div class="mp">{style()}{body}{collectives_table(plan, colours, most=6)}</div>'
+
+
+def _anchor(title: str) -> str:
+    """The id of a section."""
+    return title.lower().replace(" ", "-")
+
+
+def _section(title: str, body: str, about: str = "") -> str:
+    """A section whose heading is a link to itself."""
+    text, at = f'<p class="dim">{escape(about)}</p>' if about else "", _anchor(title)
+    link = f'<a class="anchor" href="#{at}" aria-label="link to this section: {escape(title)}">#</a>'
+    return f'<section id="{at}"><h2>{escape(title)}{link}</h2>{text}{body}</section>'
+
+
+# -- sections
+
+
+def _head(plan: Plan, colours: AxisColours) -> str:
+    """The HTML of the head of a plan's page: devices, axes, layout, lowering, chip and JAX version."""
+    where = f" of {escape(plan.topology)}" if plan.topology else ""
+    return f"<h1>{math.prod(plan.sizes.values())} devices{where}</h1>{facts_list(plan, colours)}"
+
+
+def facts_list(plan: Plan, colours: AxisColours, layout: bool = True) -> str:
+    """Mesh, ``layout``, lowering, chip and JAX version of a plan, as a list."""
+    chip = plan.chip
+    memory = "not given" if chip is None else f"{escape(chip.name)}, {format_memory(chip.per_device().hbm)} per device"
+    rows = [
+        ("mesh", colours.sizes(plan.sizes).markup),
+        ("lowering", escape(lowering_text(plan))),
+        ("chip", memory),
+        ("JAX", escape(jax.__version__)),
+        *[("layout", f"<code>{escape(layout_text(plan))}</code>")] * layout,
+    ]
+    return '<dl class="facts">' + "".join(f"<div><dt>{name}</dt><dd>{of}</dd></div>" for name, of in rows) + "</dl>"
+
+
+def lowering(plan: Plan) -> str:
+    """The lowering of a plan, as a paragraph."""
+    return f'<p class="dim">lowering: {escape(lowering_text(plan))}</p>'
+
+
+def cards(plan: Plan) -> str:
+    """The metrics of a plan: peak memory of a device, seconds and FLOP/s utilization, bytes sent."""
+    memory, time, chip = memory_of(plan), time_of(plan), plan.chip
+    meter, of = "", "(no chip is given)"
+    if chip is not None:
+        capacity, over = chip.per_device().hbm, fits(plan) is False
+        width = min(100.0, 100 * memory.peak / capacity)
+        meter = f'<div class="meter{" over" * over}"><i style="width:{width:.1f}%"></i></div>'
+        of = f"of {format_memory(capacity)} of {with_article(chip.name)}, estimated"
+        of = f'<span class="up">does not fit</span>: {of}' if over else of
+        if padding_text(plan):
+            of += f"; {format_memory(sum(memory.padding.values()))} of it are padding to tiles"
+    shown = [("peak memory per device", format_memory(memory.peak), memory.peak, meter, of)]
+    if host := host_text(plan):
+        copies = escape(host.split("; ", 1)[1])
+        shown.append(("in the host's memory per device", format_memory(memory.host), memory.host, "", copies))
+    if time is not None:
+        below = "; ".join(filter(None, (time_bounds(time), blocking_collectives(plan), calibration_text(plan))))
+        shown.append(("step time, estimated", format_seconds(time.seconds), time.seconds, "", escape(below)))
+        bottleneck = f"largest part: {escape(time.bottleneck.split(':')[0])}"
+        shown.append(("of the peak FLOP/s", f"{100 * time.mfu:.0f} %", time.mfu, "", bottleneck))
+    else:
+        shown.append(("step time", "–", 0.0, "", NOT_ESTIMATED))
+    if decoding := decoding_of(plan):
+        rate = decoding.tokens_per_second or 0.0
+        shown.append(("tokens a second, estimated", f"{rate:,.0f}" if rate else "–", rate, "", escape(str(decoding))))
+    took = f"in {format_seconds(plan.comm_seconds)}: " if chip is not None else ""
+    kinds = collective_groups(plan.collectives, lambda c: c.op)[:3]
+    by_kind = ", ".join(f"{g.first.op} {format_bytes(g.bytes)}" for g in kinds)
+    sent = plan.bytes_sent
+    shown.append(("sent per device and step", format_bytes(sent), sent, "", took + by_kind))
+    return '<div class="cards">' + "".join(
+        f'<div class="card"><b data-v="{value!r}">{text}</b>{label}{bar}<div class="dim">{more}</div></div>'
+        for label, text, value, bar, more in shown
+    ) + "</div>"  # fmt: skip
+
+
+def step_parts(plan: Plan, colours: AxisColours) -> str:
+    """The step time and its parts as bars of one scale, collectives in the colours of their axes; "" without an estimate."""
+    time = time_of(plan)
+    if time is None:
+        return ""
+    kernels = kernel_seconds(time)
+    exposed = time.seconds - kernels
+    by_colour: dict[str, float] = {}
+    for c in plan.collectives:
+        kind = colours.first(c.axes)
+        by_colour[kind] = by_colour.get(kind, 0.0) + c.total_seconds
+    waiting = "exposed communication" + " and copies to and from the host" * bool(time.to_host or time.to_device)
+    rows = [
+        ("step, estimated", time.seconds, [("ink", kernels, "kernels"), ("wait", exposed, waiting)]),
+        ("matmuls alone", time.compute, [("ink", time.compute, "matmuls")]),
+        ("memory traffic alone", time.memory, [("ink", time.memory, "memory traffic")]),
+        ("vector units alone", time.vector, [("ink", time.vector, "elementwise ops, reductions and conversions")]),
+        ("collectives alone", time.communication, [(kind, n, "collectives") for kind, n in by_colour.items()]),
+    ]
+    copies = (("copies to the host alone", time.to_host), ("copies to the device alone", time.to_device))
+    rows += [(label, n, [("ink", n, "copies over the link to the host")]) for label, n in copies if n]
+    longest = max(value for _, value, _ in rows) or 1.0
+
+    def bar(kind: str, n: float, of: str) -> str:
+        title = escape(f"{of}: {format_seconds(n)}")
+        return f'<i class="{kind}" style="width:{100 * n / longest:.2f}%" title="{title}"></i>' if n > 0 else ""
+
+    out = "".join(
+        f'<div><span>{label}</span><span class="track">{"".join(bar(*s) for s in segments)}</span>'
+        f'<span class="n">{format_seconds(value)}</span></div>'
+        for label, value, segments in rows
+    )
+    seconds = format_seconds(kernels), format_seconds(exposed)
+    kinds = ("ink", f"kernels {seconds[0]}"), ("wait", f"exposed communication {seconds[1]}")
+    return f'<div class="parts">{out}</div>{legend(plan, colours, kinds)}'
+
+
+def legend(plan: Plan, colours: AxisColours, kinds: Iterable[tuple[str, str]]) -> str:
+    """The legend of the colours of bars: ``kinds`` (CSS class, text), then the mesh axes of collectives."""
+    used = [a for a in plan.sizes if any(c.axes and c.axes[0] == a for c in plan.collectives)]
+    rows = [*kinds, *((colours.of[a], f"collectives over {a}") for a in used)]
+    several = any(len(c.axes) > 1 for c in plan.collectives)
+    return key(rows, "<span>over several axes: the colour of the first</span>" * several)
+
+
+def rules_table(plan: Plan, effects: list[RuleEffect], colours: AxisColours) -> str:
+    """The arguments and values that each rule shards, and the bytes and seconds of the collectives that it causes."""
+    timed = plan.chip is not None
+    most = max((e.sent for e in effects), default=0.0) or 1.0
+    rows: list[list[Cell] | str] = []
+    for k, e in enumerate(effects):
+        bar = f'<i class="bar {colours.first(e.axes)}" style="width:{100 * e.sent / most:.1f}%"></i>'
+        named = e.axes or e.rule != "other"
+        code = f"<code>{escape(e.rule)}</code>" if named else '<span class="dim">no single rule</span>'
+        name = f' <span class="scheme dim">{e.parallelism}</span>' if e.parallelism else ""
+        size = '<span class="up">no effect</span>' if e.axes and not e.values and not e.sent else e.size_text or "–"
+        row = [
+            Cell(e.rule, markup=f"{colours.axes(e.axes).markup} {code}{name}"),
+            Cell(str(e.arguments or ""), css="n more"),
+            Cell("", markup=size, css="n more"),
+            Cell(str(e.values or ""), css="n more"),
+            number(format_bytes(e.sent) if e.sent else "–", e.sent, bar),
+        ] + [number(format_seconds(e.seconds) if e.seconds else "", e.seconds)] * timed
+        rows.append(f'<tr data-rule="{k}">{"".join(cell.html() for cell in row)}</tr>')
+    columns = [
+        ("rule", ""),
+        ("arguments", "n more"),
+        ("global → per device", "n more"),
+        ("values", "n more"),
+        ("sent", "n"),
+    ]
+    return html_table(columns + [("time", "n")] * timed, rows)
+
+
+def tensors(plan: Plan, colours: AxisColours) -> str:
+    """The table of arguments, and the place where the page's script draws how the chosen one is sharded over the mesh."""
+    torus = "".join(
+        f"<li>{escape(axis)}: {' × '.join(_stage(s) for s in stages)}</li>"
+        for axis, stages in plan.torus.items()
+        if stages
+    )
+    placement = f"<h3>physical placement of the mesh</h3><ul>{torus}</ul>" if torus else ""
+    mesh = escape(json.dumps([[a, n, colours.of[a]] for a, n in plan.sizes.items()]))
+    drawing = f'<div class="drawing" data-mesh="{mesh}"></div>'
+    return f'<div class="tensors"><div>{_arguments(plan, colours)}</div><div>{drawing}{placement}</div></div>'
+
+
+def _stage(stage: Stage) -> str:
+    if not stage.dim:
+        return str(stage.size)
+    kind = {"slice": "over DCN", "switch": "on the switch", "core": "in the chip"}.get(stage.dim)
+    return f"{stage.size} {kind or f'along {stage.dim}, a ' + ('ring' if stage.wraps else 'line')}"
+
+
+def memory_curve(plan: Plan) -> str:
+    """Live bytes over the ops of a step, the capacity of the device, and the peak by kind with its largest arrays."""
+    memory, chip = memory_of(plan), plan.chip
+    curve = memory.curve
+    if not curve:
+        return ""
+    capacity = chip.per_device().hbm if chip is not None else 0.0
+    top = memory.peak * 1.12 or 1.0
+    if capacity and capacity < 3 * memory.peak:
+        top = max(top, capacity * 1.05)
+    n = max(1, len(curve) - 1)
+    points = [(1000 * k / n, 200 - 200 * size / top) for k, (_, size, _) in enumerate(curve)]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    at = max(range(len(curve)), key=lambda k: curve[k][1])
+    limit = ""
+    if capacity and capacity <= top:
+        y = f"{200 * (1 - capacity / top):.1f}"
+        style = 'stroke="var(--bad)" stroke-dasharray="6 5" vector-effect="non-scaling-stroke"'
+        limit = f'<line x1="0" x2="1000" y1="{y}" y2="{y}" {style}/>'
+    ticks = "".join(
+        f'<span class="tick" style="top:{100 - 100 * size / top:.1f}%">{text}</span>'
+        for size, text in memory_ticks(top)
+    )
+    left = 100 * at / n
+    side = f"right:{100 - left:.1f}%" if left > 50 else f"left:{left:.1f}%"
+    source = f" at {memory.peak_source}" if memory.peak_source else ""
+    where = f"{side};top:{100 - 100 * memory.peak / top:.1f}%;transform:translateY(-112%)"
+    mark = f'<span class="mark" style="{where}">{format_memory(memory.peak)}</span>'
+    svg = (
+        f'<svg viewBox="0 0 1000 200" preserveAspectRatio="none" role="img" aria-label="live bytes over the ops of a step">'
+        f'<polygon points="0,200 {line} 1000,200" fill="var(--a0)" opacity=".18"/>'
+        f'<polyline points="{line}" fill="none" stroke="var(--a0)" stroke-width="1.5" vector-effect="non-scaling-stroke"/>'
+        f"{limit}</svg>"
+    )
+    sizes = sorted(memory.by_kind.items(), key=lambda x: -x[1])
+    kinds = [(c, k, v / memory.peak, format_memory(v)) for (k, v), c in zip(sizes, KIND_COLOURS, strict=False)]
+    bars = "".join(
+        f'<i class="{c}" style="flex:{part:.4f} 0 0" title="{escape(k)}: {size}"></i>' for c, k, part, size in kinds
+    )
+    of_kinds = key((c, f"{k} {size}") for c, k, _, size in kinds)
+    padding = padding_text(plan)
+    columns = [("array", ""), ("kind", ""), ("per device", "n"), ("padding", "n")]
+    arrays = [
+        [
+            Cell(name, css="mono"),
+            Cell(kind),
+            number(format_memory(size), size),
+            number(format_memory(pad) if pad else "", pad),
+        ]
+        for name, size, kind, pad in memory.largest[:8]
+    ]
+    shown = len(columns) if padding else len(columns) - 1
+    table = html_table(columns[:shown], [row[:shown] for row in arrays])
+    about = f'<p class="dim">{escape(padding)}</p>' if padding else ""
+    return (
+        f'<div class="plot">{ticks}{svg}{mark}</div><h3>the peak{escape(source)}</h3>'
+        f'<div class="stack">{bars}</div>{of_kinds}{about}' + (f"<h3>its largest arrays</h3>{table}" if arrays else "")
+    )
+
+
+def layers(plan: Plan, colours: AxisColours) -> str:
+    """The HTML of the timelines of one iteration, for the loops with the longest time."""
+    if time_of(plan) is None:
+        return f'<p class="dim">{NOT_ESTIMATED}</p>'
+    timelines = loop_timelines(plan)
+    if not timelines:
+        return '<p class="dim">the program has no loop over layers</p>'
+    kinds = (("ink", "kernels"), ("c0 hidden", "paler: hidden, overlaps with kernels"))
+    about = f'<p class="dim">{LAYERS}</p>'
+    return about + "".join(_layer(t, colours) for t in timelines) + legend(plan, colours, kinds)
+
+
+def _layer(timeline: LoopTimeline, colours: AxisColours) -> str:
+    """One loop timeline: a lane of kernels, a lane of collectives, and one of copies to and from the host if there are any."""
+    total = timeline.seconds
+    lanes = {"compute": "kernels", "links": "collectives", "host": "copies to and from the host"}
+    boxes = dict.fromkeys(("compute", "links", *(s.lane for s in timeline.spans)), "")
+    for s in timeline.spans:
+        if s.seconds < 4e-4 * total:
+            continue
+        where = f"left:{100 * s.start / total:.2f}%;width:{100 * s.seconds / total:.2f}%"
+        hidden = " hidden" if s.lane != "compute" and not s.exposed else ""
+        label = escape(f"{s.name} {s.detail}") if s.seconds > 0.03 * total else ""
+        kind, tip = colours.first(s.axes) if s.axes else "ink", escape(_tip(s))
+        boxes[s.lane] += f'<i class="{kind}{hidden}" style="{where}" role="img" aria-label="{tip}">{label}</i>'
+    title = f"{format_seconds(total)} × {timeline.trips}" + (f", {timeline.source}" if timeline.source else "")
+    busy = {lane: sum(s.seconds for s in timeline.spans if s.lane == lane) for lane in boxes}
+    times = ", ".join(f"{lanes[lane]} {format_seconds(seconds)}" for lane, seconds in busy.items())
+    rows = "".join(f'<div class="lane" aria-label="{lanes[lane]}">{of}</div>' for lane, of in boxes.items())
+    ticks = "".join(f"<span>{text}</span>" for text in ("0", format_seconds(total / 2), format_seconds(total)))
+    return f'<h3>{escape(title)}: {times}</h3><div class="wide"><div class="time">{rows}</div><div class="axis">{ticks}</div></div>'
+
+
+def _tip(s: Span) -> str:
+    """The lines of the tooltip of a timeline's box: name, seconds, dims and bytes, cause with its rule, source line."""
+    over = f" over {'+'.join(s.axes)}" if s.axes else ""
+    kind = "" if s.lane != "links" else ", exposed" if s.exposed else ", hidden"
+    of = {"compute": "of HBM traffic", "links": "sent per device", "host": "per device"}
+    traffic = f"{format_bytes(s.bytes)} {of[s.lane]}"
+    lines = (f"{s.name}{over}: {format_seconds(s.seconds)}{kind}", s.detail or "(scalar)", traffic, s.cause, s.source)
+    return "\n".join(filter(None, lines))
+
+
+def collectives_by_rule(plan: Plan, effects: list[RuleEffect], colours: AxisColours, most: int | None = None) -> str:
+    """The collectives of each rule as a table that can be opened, the rules that send most first.
+
+    Args:
+      most: rows of each table; None: all.
+    """
+    groups = grouped(plan.collectives, lambda c: causing_rule(plan, c))
+    if not groups:
+        return "<p>Each device sends nothing.</p>"
+    out = ""
+    for group in sorted(map(CollectiveGroup, map(tuple, groups)), key=lambda g: -g.bytes):
+        k = causing_rule(plan, group.first)
+        at, rule = len(effects) - 1, "no single rule"
+        if k is not None:
+            at, rule = k, f"{colours.axes(effects[k].axes).markup} <code>{escape(effects[k].rule)}</code>"
+        total, calls, _, seconds = group.cells()
+        seconds = f", {seconds}" if plan.chip is not None else ""
+        out += (
+            f'<details class="of-rule" id="sent-{at}" data-rule="{at}"{" open" * (len(plan.collectives) <= 12)}><summary>{rule} '
+            f'<span class="n">{total}{seconds}, {calls} calls</span></summary>'
+            f"{collectives_table(plan, colours, most, group.members, most is None)}</details>"
+        )
+    return f'<div class="by-rule">{out}</div>'
+
+
+def collectives_table(
+    plan: Plan, colours: AxisColours, most: int | None = None, of: Iterable[Collective] | None = None, sortable: bool = False
+) -> str:  # fmt: skip
+    """The collectives, in the order of :func:`collective_groups`; collectives that are alike in everything shown are one row.
+
+    Args:
+      most: number of rows; None: all.
+      of: the collectives; default: all of the plan.
+      sortable: headings sort the rows.
+    """
+
+    def alike(c: Collective) -> Hashable:
+        return c.op, c.axes, c.dims, c.dtype, c.bytes, c.explanation, location_of_layers(c)
+
+    groups = collective_groups(plan.collectives if of is None else of, alike)
+    if not groups:
+        return "<p>Each device sends nothing.</p>"
+    timed = plan.chip is not None
+    rows = []
+    for group in groups[:most]:
+        c = group.first
+        total, calls, each, seconds = group.cells()
+        op = Cell(c.op, markup=f"<b>{c.op}</b><br>{colours.axes(c.axes).markup}")
+        row = [op, number(total, group.bytes), number(calls, group.calls or 0), number(each, c.bytes, css="more")]
+        row += [number(seconds, group.seconds)] * timed
+        dims = f'<code>{escape(c.dims or "(scalar)")}</code><br><span class="dim">{escape(c.dtype)}</span>'
+        cause = f"{escape(c.explanation)}<br><code>{escape(group.location)}</code>"
+        rows.append([*row, Cell("", markup=dims), Cell("", markup=cause, css="why")])
+    columns = [("collective", ""), ("total", "n"), ("calls", "n"), ("per call", "n more"), *[("time", "n")] * timed]
+    columns += [("dims", ""), ("why, and where", "")]
+    more = f'<p class="dim">and {len(groups) - most} more</p>' if most is not None and len(groups) > most else ""
+    return html_table(columns, rows, sortable) + more
+
+
+def _arguments(plan: Plan, colours: AxisColours) -> str:
+    """The table of arguments by kind, with dims, shape, count and bytes."""
+
+    def numbers(group: ArgumentGroup) -> list[Cell]:
+        of = number(str(len(group.members)), len(group.members), css="more")
+        every = number(format_memory(group.global_bytes), group.global_bytes, css="more")
+        return [of, every, number(format_memory(group.bytes), group.bytes)]
+
+    rows: list[list[Cell] | str] = []
+    for label, every, groups in argument_groups(plan, lambda h: (tuple(argument_dims(h)), h.shape, h.dtype)):
+        cells = "".join(c.html() for c in numbers(every))
+        rows.append(f'<tr class="group"><td>{label}</td><td class="more"></td>{cells}</tr>')
+        for group in groups:
+            first = group.members[0]
+            others = ", ".join(h.path for h in group.members[1:])
+            summary = f"<summary>and {len(group.members) - 1} more</summary>"
+            more = f"<details>{summary}<code>{escape(others)}</code></details>" if others else ""
+            dims = f'{colours.dims(group.dims).markup}<br><code class="path">{escape(first.path)}</code>{more}'
+            split = zip(group.dims, first.shape, strict=True)
+            cut = escape(json.dumps([[name, n, list(axes)] for (name, axes), n in split]))
+            rules = " ".join(map(str, rules_of(plan, first)))
+            cells = [Cell("", markup=dims), Cell(group.shape, css="mono more"), *numbers(group)]
+            rows.append(f'<tr data-rules="{rules}" data-cut="{cut}">{"".join(cell.html() for cell in cells)}</tr>')
+    columns = [("dims", ""), ("shape", "more"), ("tensors", "n more"), ("global", "n more"), ("per device", "n")]
+    return html_table(columns, rows)
+
+
+def _values(plan: Plan, colours: AxisColours) -> str:
+    """The table of the largest intermediate values, or ""."""
+    rows = [
+        [
+            colours.dims(v.dims), Cell(shape_text(v.dtype, v.shape), css="mono more"),
+            number(str(v.kernels), v.kernels, css="more"), number(format_memory(v.bytes), v.bytes),
+            Cell("", markup=f"<code>{escape(v.source)}</code>"),
+        ]
+        for v in largest_values(plan)
+    ]  # fmt: skip
+    columns = [("dims", ""), ("shape", "more"), ("kernels that write one", "n more"), ("per device", "n")]
+    columns.append(("first created at", ""))
+    return html_table(columns, rows) if rows else ""
+
+
+def notes_list(plan: Plan) -> str:
+    """The notes of a plan as a list."""
+    return _list(notes(plan))
+
+
+def _list(lines: Sequence[Text]) -> str:
+    """An item for each text, its indented lines as a list of their own, and its kind (``note``, ``dims``, …) as a label."""
+    out = ""
+    for text in lines:
+        head, *rest = text.plain.split("\n")
+        label, _, body = head.partition("  ") if re.match(r"\w+ {2,}\S", head) else ("", "", head)
+        kind = f'<b class="kind">{escape(label)}</b> ' if label else ""
+        nested = "".join(f"<li>{escape(line.strip())}</li>" for line in rest)
+        out += f"<li>{kind}{escape(body.strip())}{f'<ul>{nested}</ul>' if nested else ''}</li>"
+    return f"<ul>{out}</ul>" if out else ""

@@ -1,0 +1,182 @@
+"""``shard_map`` in a user's program: its specs split the operands and results, and its body runs on the shards.
+
+Collectives in the body have entries too: the names of dims pass through them, and they run over the axes of the factored mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import Literal
+
+from ..compat.jax import at_line_of, axes_of_spec, bind, literal_array
+from .control_flow import run_bodies
+from .flops import shard_map_flops
+from .local import LocalOp, plain_params
+from .registry import Refusal, SplitOp, bodies, primitive, register
+from .rule import OpRule, same_dims
+from .spmd import Send, Sizes, axis_index, fine_names
+
+
+def mapped(eqn: Any, ins: list[tuple[int, ...]], outs: list[tuple[int, ...]]) -> OpRule:
+    """The rule of a ``shard_map``: every dim of an operand or result is a factor, split by the specs; ``sends_over``
+    lists the collectives of the body."""
+    r, given = OpRule(), []
+
+    def factors(shape: Sequence[int], spec: Any) -> tuple[tuple[int, ...], ...]:
+        given.extend(axes_of_spec(spec, len(shape)))
+        return r.factors(shape, "permutation")
+
+    r.ins = [factors(s, spec) for s, spec in zip(ins, eqn.params["in_specs"], strict=True)]
+    r.outs = [factors(s, spec) for s, spec in zip(outs, eqn.params["out_specs"], strict=True)]
+    r.given = given
+    r.sends_over = lambda shapes, axes, sizes: list(_collectives(eqn.params["jaxpr"], 1))
+    return r
+
+
+# -- collectives, by primitive
+
+_SENDS: dict[str, str] = {
+    **dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), "all-reduce"),
+    **dict.fromkeys(("all_gather", "all_gather_invariant"), "all-gather"),
+    **dict.fromkeys(("all_to_all", "ragged_all_to_all"), "all-to-all"),
+    **dict.fromkeys(("ppermute", "pbroadcast"), "collective-permute"),
+    "reduce_scatter": "reduce-scatter",
+}
+
+_AXES = ("axes", "axis_name")
+
+
+def _all_axes(eqn: Any) -> tuple[Any, ...]:
+    """The axes of a collective: names, and integers for dims of its operands."""
+    axes = next(eqn.params[k] for k in _AXES if k in eqn.params)
+    return axes if isinstance(axes, tuple) else (axes,)
+
+
+def _axes_of(eqn: Any) -> tuple[str, ...]:
+    """The mesh axes over which a collective runs."""
+    return tuple(a for a in _all_axes(eqn) if isinstance(a, str))
+
+
+def _dims_of(eqn: Any) -> tuple[int, ...]:
+    """The dims of its operands that a collective reduces: axes of a ``vmap`` in the body."""
+    return tuple(a for a in _all_axes(eqn) if not isinstance(a, str))
+
+
+def _collectives(jaxpr: Any, times: int | None) -> Iterator[tuple[Send, tuple[str, ...]]]:
+    """(collective, its axes) for all collectives of a jaxpr and its bodies, including all branches.
+
+    Args:
+      times: how often the jaxpr runs; None if that is unknown, as for a ``while`` body.
+    """
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name in _SENDS:
+            for var in eqn.invars[: 1 if name == "ragged_all_to_all" else None]:
+                shape = tuple(n for i, n in enumerate(var.aval.shape) if i not in _dims_of(eqn))
+                send = Send(_SENDS[name], (), shape, var.aval.dtype, f"{name} in its body", times)
+                yield send, _axes_of(eqn)
+        trip_count = None if name == "while" else eqn.params["length"] if name == "scan" else 1
+        body_times = None if times is None or trip_count is None else times * trip_count
+        for body in bodies(eqn):
+            yield from _collectives(body, body_times)
+
+
+# -- the body on one device
+
+
+def _local(op: LocalOp, *xs: Any) -> list[Any]:
+    """The body on this device's shards, with collectives over the axes of the factored mesh."""
+    return _run(op.eqn.params["jaxpr"], (), xs, op.sizes)
+
+
+def _run(jaxpr: Any, consts: Sequence[Any], xs: Sequence[Any], sizes: Sizes) -> list[Any]:
+    """The results of a user's jaxpr, retraced: its types state the axes over which values vary, and the lowering's do not.
+
+    Args:
+      xs: the operands, as shards.
+      sizes: axis sizes; a :class:`~rules.spmd.Grid` for a factored mesh.
+    """
+    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *xs), strict=True))
+
+    def read(var: Any) -> Any:
+        return literal_array(var) if isinstance(var, Literal) else env[var]
+
+    for eqn in jaxpr.eqns:
+        with at_line_of(eqn):
+            env.update(zip(eqn.outvars, _step(eqn, list(map(read, eqn.invars)), sizes), strict=True))
+    return [
+        x if jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended) else lax.convert_element_type(x, v.aval.dtype)
+        for v, x in zip(jaxpr.outvars, map(read, jaxpr.outvars), strict=True)
+    ]
+
+
+def _step(eqn: Any, xs: list[Any], sizes: Sizes) -> list[Any]:
+    """The results of one equation of a user's jaxpr."""
+    name, p = eqn.primitive.name, eqn.params
+    if name in _CASTS or primitive(name).family == "identity":
+        return xs
+    if name in _FORMS:
+        return _FORMS[name](eqn, xs, fine_names(_axes_of(eqn), sizes))
+    if primitive(name).control_flow or primitive(name).call:
+        return run_bodies(eqn, xs, lambda jaxpr, consts, xs: _run(jaxpr, consts, xs, sizes))
+    return bind(eqn, xs, plain_params(p))
+
+
+def _nests(op: SplitOp) -> Refusal | None:
+    """Refuses a body with a nested ``shard_map``, or with a collective that :data:`_FORMS` lacks."""
+    for eqn in _walk(op.eqn.params["jaxpr"]):
+        name, p = eqn.primitive.name, eqn.params
+        if name in _FORMS or name in _CASTS:
+            continue
+        if name == "shard_map" or any(isinstance(p.get(k), str) for k in _AXES):
+            return Refusal(
+                f"has {name} in its body, which cannot run inside the shard_map that the lowering makes", eqn=eqn
+            )
+    return None
+
+
+def _walk(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a jaxpr; the equations of nested bodies follow their loop, branch or call."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for body in bodies(eqn):
+            yield from _walk(body)
+
+
+_CASTS = ("pvary", "reshard")
+"""Primitives that only change the type of their operand."""
+
+
+def _over(eqn: Any, xs: list[Any], axes: tuple[str, ...]) -> list[Any]:
+    """A collective over other mesh axes; dims that it reduces stay."""
+    key = next(k for k in _AXES if k in eqn.params)
+    return bind(eqn, xs, {**eqn.params, key: (*_dims_of(eqn), *axes)})
+
+
+def _summed(eqn: Any, xs: list[Any], axes: tuple[str, ...]) -> list[Any]:
+    return [lax.psum(x, axes) for x in xs]
+
+
+def _gathered(eqn: Any, xs: list[Any], axes: tuple[str, ...]) -> list[Any]:
+    p = eqn.params
+    return [lax.all_gather(x, axes, axis=p["all_gather_dimension"], tiled=p["tiled"]) for x in xs]
+
+
+_FORMS: dict[str, Callable[[Any, list[Any], tuple[str, ...]], list[Any]]] = {
+    **dict.fromkeys(_SENDS, _over),
+    "psum_invariant": _summed,
+    "all_gather_invariant": _gathered,
+    "axis_index": lambda eqn, xs, axes: [axis_index(axes)],
+}
+"""By primitive: (equation, operands, axes of the factored mesh) → results."""
+
+
+for _name in (
+    n for n in _SENDS if n not in ("psum", "pmax", "pmin")
+):  # these have entries in `reduce`, since vmap makes them too
+    register(_name, rule=same_dims)
+register("shard_map", rule=mapped, local=_local, refuses=_nests, nested_flops=shard_map_flops, family="shard_map")

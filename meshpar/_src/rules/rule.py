@@ -1,0 +1,232 @@
+"""Factor rules: the loops (*factors*) of an op, and which factors each dim of its operands and results consists of.
+
+As in Shardy. A matmul ``[m, k] @ [k, n] → [m, n]`` has the factors m and n (pass-through) and k (a sum); a reshape
+``[batch·seq, embed] → [batch, seq, embed]`` has batch, seq and embed, and dim 0 of its operand consists of the first two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from .halo import ShardWindow
+from .spmd import Factors, Send
+
+Kind = Literal["pass_through", "sum", "max", "min", "prod", "and", "or", "indexed", "need_replication", "permutation"]
+"""The consequence of splitting a factor (Shardy's factor types).
+
+``pass_through``: the factor is in operands and results; each device computes its shard.
+``sum`` and the other reductions: the factor is contracted, and results are partial.
+``indexed``: a dim that is read or written at some indices; each device serves the indices in its own shard. A result without the
+factor (a read) is partial: one device contributes each element, the others :func:`rules.owned.neutral`. A result with
+the factor (a write) is complete.
+``need_replication``: the factor cannot be split.
+``permutation``: the op's local form communicates (halos, offsets of a running sum, candidates of a top-k, tokens to experts), and
+its results are complete.
+"""
+
+REDUCTIONS: frozenset[Kind] = frozenset({"sum", "max", "min", "prod", "and", "or", "indexed"})
+"""The kinds of factors for which a result without the factor is partial. The kind is also the reduction that completes it."""
+
+ADDED: frozenset[Kind] = frozenset({"sum", "indexed"})
+"""The kinds of partial values that an addition completes, and thus also a reduce-scatter."""
+
+Sends = Callable[[Sequence[tuple[int, ...]], Sequence[int]], list[Send]]
+"""(shapes of the operands' shards, number of shards of every factor) → the collectives that the local form makes."""
+
+SendsOver = Callable[
+    [Sequence[tuple[int, ...]], Sequence[tuple[str, ...]], Mapping[str, int]], list[tuple[Send, tuple[str, ...]]]
+]
+"""(shapes of the operands' shards, axes of every factor, axis sizes) → (collective, the axes that it runs over) pairs."""
+
+
+class NameLink(NamedTuple):
+    """Two factors of different sizes that may share a name.
+
+    Attributes:
+      larger, smaller: the factors.
+      elements: the range of the larger factor's elements that the smaller one covers; None if that is unknown, or if both are the
+        same dim at two sizes (a cache and its update, an image and its pooled image).
+    """
+
+    larger: int
+    smaller: int
+    elements: range | None = None
+
+
+@dataclass(slots=True, eq=False)
+class OpRule:
+    """The factor rule of one equation: which dims of its operands and results are the same factor.
+
+    A matmul ``[m, k] × [k, n] → [m, n]`` has the factors m, n (kind ``pass_through``) and k (kind ``sum``).
+
+    Attributes:
+      ins, outs: for every operand and result, the factors of every dim.
+      sizes, kinds: of every factor.
+      strong: the op only moves its data, so that dims with a common factor are one dim of the program (transpose, reshape).
+      name_links: factors of different sizes that may share a name (a slice and the array that it is taken from).
+      known: False: the op has no rule, and its operands are all-gathered.
+      sharded_like: (leader, follower) pairs: the follower is split as the leader is (input and output rows of a convolution).
+      sends: the collectives of the local form if permutation factors are split.
+      sends_over: takes the place of ``sends`` if they depend on the axes that factors share.
+      windows: (operand, dim) → a function from the number of shards of the dim to the window that each device reads.
+      given: the axes of every factor, if the op specifies them, as a ``shard_map`` does; None: the plan assigns them.
+      pairwise: result k is computed from operand k alone, which shares no factor with the others.
+      permutation_partial: a result without a permutation factor is a partial sum over it (cotangents), not complete.
+    """
+
+    ins: list[tuple[Factors, ...]] = field(default_factory=list)
+    outs: list[tuple[Factors, ...]] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    kinds: list[Kind] = field(default_factory=list)
+    strong: bool = False
+    name_links: list[NameLink] = field(default_factory=list)
+    known: bool = True
+    sharded_like: list[tuple[int, int]] = field(default_factory=list)
+    sends: Sends | None = None
+    sends_over: SendsOver | None = None
+    windows: dict[tuple[int, int], Callable[[int], ShardWindow]] = field(default_factory=dict)
+    given: list[tuple[str, ...]] | None = None
+    permutation_partial: bool = False
+    pairwise: bool = False
+
+    def factor(self, size: int, kind: Kind = "pass_through") -> int:
+        """Add a factor, and return its index."""
+        self.sizes.append(size)
+        self.kinds.append(kind)
+        return len(self.sizes) - 1
+
+    def factors(
+        self, shape: Sequence[int], kind: Kind = "pass_through", dims: Collection[int] | None = None
+    ) -> tuple[Factors, ...]:
+        """Add one factor per dim of a shape, of a kind along ``dims`` (None: all) and pass-through along the others."""
+        kinds: list[Kind] = [kind if dims is None or d in dims else "pass_through" for d in range(len(shape))]
+        return tuple((self.factor(n, k),) for n, k in zip(shape, kinds, strict=True))
+
+    def maps(self, ins: list[tuple[Factors, ...]], outs: list[tuple[Factors, ...]]) -> OpRule:
+        """Set the factors of every dim of operands and results, and return the rule."""
+        self.ins, self.outs = ins, outs
+        return self
+
+    def windows_of(self, i: int) -> list[tuple[int, int, Callable[[int], ShardWindow]]]:
+        """(factor, dim, number of shards → window) for the dims of operand i along which halos are exchanged."""
+        return [(self.ins[k][d][0], d, window) for (k, d), window in self.windows.items() if k == i]
+
+    def partial_factors(self, k: int) -> list[int]:
+        """The factors over whose axes result k is partial: reductions, and pass-through factors that only this result lacks."""
+        own = {f for dim in self.outs[k] for f in dim}
+        read = sorted({f for dim in self.ins[k] for f in dim}) if self.pairwise else range(len(self.kinds))
+        kinds = {*REDUCTIONS, "pass_through", *(("permutation",) if self.permutation_partial else ())}
+        return [f for f in read if f not in own and self.kinds[f] in kinds]
+
+
+RuleFn = Callable[[Any, list[tuple[int, ...]], list[tuple[int, ...]]], OpRule]
+"""(equation, shapes of operands, shapes of results) → rule."""
+
+
+def einsum(ins: Sequence[str], outs: Sequence[str], in_shapes, out_shapes, kind: Kind = "sum", **kw: Any) -> OpRule:
+    """A rule from one letter per dim: ``einsum(["mk", "kn"], ["mn"], …)``; letters that no result has are factors of ``kind``."""
+    r = OpRule(**kw)
+    factors: dict[str, int] = {}
+    in_results = set("".join(outs))
+
+    def dims(letters: str, shape: Sequence[int]) -> tuple[Factors, ...]:
+        for c, n in zip(letters, shape, strict=True):
+            if c not in factors:
+                factors[c] = r.factor(n, "pass_through" if c in in_results else kind)
+        return tuple((factors[c],) for c in letters)
+
+    return r.maps(
+        [dims(a, s) for a, s in zip(ins, in_shapes, strict=True)],
+        [dims(a, s) for a, s in zip(outs, out_shapes, strict=True)],
+    )
+
+
+def replicated(eqn: Any, in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]]) -> OpRule:
+    """The rule of an op without a better one: every dim of operands and results needs replication."""
+    r = OpRule()
+    return r.maps(
+        [r.factors(s, "need_replication") for s in in_shapes], [r.factors(s, "need_replication") for s in out_shapes]
+    )
+
+
+def no_rule(in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]]) -> OpRule:
+    """The rule of an op whose primitive has none: every dim needs replication, and ``known`` is False."""
+    r = replicated(None, in_shapes, out_shapes)
+    r.known = False
+    return r
+
+
+def independent_of_data(eqn: Any, in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]]) -> OpRule:
+    """The rule of an op whose results depend on indices alone: dims of results pass through, and each device makes its
+    shard from indices. Operands (sizes, a random key) need replication."""
+    r = OpRule()
+    return r.maps([r.factors(s, "need_replication") for s in in_shapes], [r.factors(s) for s in out_shapes])
+
+
+def same_dims(eqn: Any, in_shapes: Sequence[tuple[int, ...]], out_shapes: Sequence[tuple[int, ...]]) -> OpRule:
+    """The rule of a collective in the body of a ``shard_map``: result k has the dims of operand k, except for the dims
+    that change in size; results of another rank share no dim."""
+    r = OpRule(pairwise=True)
+    r.ins = [r.factors(s) for s in in_shapes]
+    for dims, a, b in zip(r.ins, in_shapes, out_shapes, strict=False):
+        r.outs.append(tuple(f if n == m else (r.factor(m),) for f, n, m in zip(dims, a, b, strict=True))
+                      if len(a) == len(b) else r.factors(b))  # fmt: skip
+    return r
+
+
+def exchange_kind(eqn: Any) -> Kind:
+    """``permutation``; ``need_replication`` if shards cannot be exchanged: for random keys, and for arrays without elements."""
+    avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+    plain = not any(jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended) for a in avals)
+    return "permutation" if plain and all(math.prod(a.shape) for a in avals) else "need_replication"
+
+
+def indexed_kind(eqn: Any) -> Kind:
+    """``indexed``; ``need_replication`` if an array has no elements."""
+    return "indexed" if all(math.prod(v.aval.shape) for v in (*eqn.invars, *eqn.outvars)) else "need_replication"
+
+
+def with_halo_sends(r: OpRule, eqn: Any, why: str, alike: bool = False) -> OpRule:
+    """The rule, with the collectives of its halo exchanges as ``sends``.
+
+    Dims are exchanged one after the other: the second exchange includes the halo of the first, and thus the corners.
+
+    Args:
+      r: a rule whose ``windows`` are set.
+      why: the purpose of the collectives, for the plan.
+      alike: all ops with this argument have zeros outside the array, and dilate windows themselves if these begin alike, so that
+        exchanges of further dims are equal if the exchanges of all dims before are.
+    """
+
+    def sends(shapes: Sequence[tuple[int, ...]], shard_counts: Sequence[int]) -> list[Send]:
+        """The collectives of the exchanges of all operands.
+
+        Args:
+          shapes: of each operand's shard.
+          shard_counts: for each factor, the number of its shards.
+        """
+        collectives = []
+        for i, local_shape in enumerate(shapes):
+            shape, done = list(local_shape), ()
+            for factor, dim, window in r.windows_of(i):
+                if shard_counts[factor] > 1:
+                    exchange, before = (read := window(shard_counts[factor])).exchange, read.before
+                    sends = exchange.sends(shape, dim, factor, np.dtype(eqn.invars[i].aval.dtype), why)
+                    if done is not None:
+                        sends = [
+                            replace(s, content=(i, (done, dim, part)))
+                            for s, part in zip(sends, exchange.sent, strict=True)
+                        ]
+                    collectives += sends
+                    done = (*done, dim, exchange) if alike and done is not None and len(set(before)) == 1 else None
+                    shape[dim] = exchange.length
+        return collectives
+
+    r.sends = sends if r.windows else None
+    return r

@@ -1,0 +1,324 @@
+"""The result of a search: the chosen layout, the other candidates, and why another layout is not the best."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+import warnings
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.text import Text
+
+from ...errors import MeshparError, UnknownAxisError, UnsupportedError
+from ..hardware.topology import Topology, parse_topology
+from ..layout import Layout
+from ..mesh import parse_mesh
+from ..plan_api import Plan
+from ..report.colours import AxisColours
+from ..report.diff import longer_parts
+from ..report.facts import calibration_text
+from ..report.hints import memory_hints
+from ..report.html import page, style
+from ..report.save import save
+from ..report.tables import Cell, html_table, number, rich_table
+from ..report.text import plain
+from ..units import format_bytes, format_memory, format_seconds, mesh_text
+from .picture import Picture
+from .row import Objective, Row
+
+MAX_TERMINAL_ROWS = 8
+"""Candidates that the terminal lists, besides the known schemes and those with a letter in the plot."""
+MAX_PAGE_ROWS = 40
+CONVERGED = "no candidate near the best is better"
+"""Why a search ended that no limit ended."""
+
+
+@dataclass(eq=False)
+class Search:
+    """The result of :func:`meshpar.search`; print it. ``best.mesh`` and ``best.layout`` are text for :func:`meshpar.jit`.
+
+    Attributes:
+      best: the choice; where nothing fits, the candidate that needs the least memory.
+      rows: the best candidates and the known schemes, best first.
+      topology, objective, memory_fraction: the options of the search.
+      planned: number of candidates that were planned.
+      ended: why the search ended.
+      refused: messages about the user's own layouts that could not be planned.
+      usable: bytes of a device that a plan's peak may take: ``memory_fraction`` of its memory.
+      stages: whether a pipeline pays, as text: the best step with stages and without, and the numbers of stages that a limit left
+        untried; "" for a program without a loop over layers inside of a loop over microbatches, or whose stacked dim may not be
+        split.
+    """
+
+    topology: str
+    objective: Objective
+    memory_fraction: float
+    best: Row
+    rows: tuple[Row, ...]
+    planned: int
+    ended: str
+    refused: tuple[str, ...]
+    usable: float
+    _bases: dict[str, Plan] = field(repr=False)
+    stages: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak of the best candidate fits the usable memory."""
+        return self.best.fits
+
+    @property
+    def front(self) -> tuple[Row, ...]:
+        """The Pareto front of step time and peak memory, shortest step first."""
+        return tuple(sorted((r for r in self.rows if r.front), key=lambda r: r.seconds))
+
+    def plan(self, row: Row | None = None) -> Plan:
+        """The plan of a candidate; by default of the best one."""
+        row = row or self.best
+        return self._base_of(row).replan(layout=row.layout, mesh=row.mesh, topology=self.topology)
+
+    def _base_of(self, row: Row) -> Plan:
+        """The plan of the program of a candidate, with the options of its pipelines."""
+        base = self._bases[row.variant]
+        return replace(base, request=replace(base.request, **row.stages))
+
+    def why(self, layout: Any, mesh: str | None = None, variant: str | None = None) -> str:
+        """Why a layout is not the best, as text: it is illegal, does not fit, or takes longer, and the largest causes.
+
+        Args:
+          layout: as in :func:`meshpar.jit`.
+          mesh: text; default: the mesh of the best candidate that has the axes of the layout.
+          variant: the variant of the program, as in :attr:`Row.variant`; default: the variant of the best candidate.
+
+        Raises:
+          UnsupportedError: a variant that was not searched.
+        """
+        layout = Layout(layout)
+        if mesh is None:
+            axes = {a for rule in layout.rules for a in rule.axes}
+            meshes = [row.mesh for row in (self.best, *self.rows) if axes <= parse_mesh(row.mesh).keys()]
+            mesh = (meshes or [self.best.mesh])[0]
+        base = self._bases.get(self.best.variant if variant is None else variant)
+        if base is None:
+            raise UnsupportedError(f"variant={variant!r} was not searched", fixes=[f"one of {sorted(self._bases)}"])
+        try:
+            with quiet():
+                other, best = base.replan(layout=layout, mesh=mesh, topology=self.topology), self.plan()
+        except MeshparError as e:
+            axes = dict.fromkeys(a for rule in layout.rules for a in rule.axes)
+            more = f'\n          or say which mesh: found.why(layout, mesh="{", ".join(f"{a}=…" for a in axes)}")'
+            return f"illegal: {e}{more * isinstance(e, UnknownAxisError)}"
+        assert other.chip is not None
+        assert other.seconds is not None
+        assert best.seconds is not None
+        lines = [f"on the mesh {mesh}:"] * (mesh != self.best.mesh)
+        if other.memory.peak > self.usable:
+            lines.append(
+                f"does not fit: {format_memory(other.memory.peak)} of the {format_memory(self.usable)} that may be used "
+                f"({self.memory_fraction:.0%} of a {other.chip.name}); most of it is"
+            )
+            kinds = sorted(other.memory.by_kind.items(), key=lambda k: -k[1])
+            lines += [f"  {format_memory(size)} of {kind}" for kind, size in kinds[:3]]
+        longer = other.seconds - best.seconds
+        if longer > 0:
+            times = f"{format_seconds(other.seconds)} for {format_seconds(best.seconds)}"
+            lines.append(f"{format_seconds(longer)} longer than the best ({times})")
+            lines += [f"  {format_seconds(s)} more: {text}" for s, text in longer_parts(other, best)[:3]]
+        elif other.memory.peak <= self.usable:
+            costs = [f"{format_seconds(p.seconds or 0.0)} and {format_memory(p.memory.peak)}" for p in (other, best)]
+            lines.append(f"it is equally good: {costs[0]}; the best has {costs[1]}")
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """The best candidate, all rows and the options of the search as JSON."""
+        own = ("topology", "objective", "memory_fraction", "fits", "larger", "planned", "ended", "refused", "stages")
+        rows = {"best": asdict(self.best), "rows": [asdict(r) for r in self.rows]}
+        return json.dumps(
+            {**{name: getattr(self, name) for name in own}, "calibration": self._base.calibration, **rows}
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the result to a file: ``.html`` (a page with a plot of time against memory), ``.json`` or ``.txt``.
+
+        Raises:
+          UnsupportedError: another suffix.
+        """
+        title = f"search on {self.topology}"
+        save(self, path, {".html": lambda r: page(title, r._html()), ".json": Search.to_json, ".txt": plain})
+
+    def _repr_html_(self) -> str:
+        return f'<div class="mp">{style()}{self._html()}</div>'
+
+    @property
+    def _picture(self) -> Picture:
+        return Picture(self.rows, self.best, self.usable)
+
+    @property
+    def _styles(self) -> AxisColours:
+        """The colours of the axes in the terminal, the axes of the best candidate first."""
+        return AxisColours(*(dict(parse_mesh(row.mesh)) for row in (self.best, *self.rows)))
+
+    def _listed(self, most: int) -> list[Row]:
+        """The first ``most`` candidates; of the others, each known scheme on its best mesh, and those with a letter in the plot."""
+        named = {r.name: r for r in reversed(self.rows) if r.name}
+        letters = self._picture.letters
+        return [r for k, r in enumerate(self.rows) if k < most or named.get(r.name) is r or r in letters]
+
+    def _table(self, rows: Iterable[Row]) -> tuple[list[tuple[str, str]], list[list[Cell]]]:
+        """Columns and cells of candidates: time, peak memory, bytes sent, mesh and layout."""
+        cells, styles = [], self._styles
+        for row in rows:
+            fits = "" if row.fits else "does not fit"
+            marks = ", ".join(filter(None, [row.variant, row.name, _pipeline(row), row.compiled, fits]))
+            layout = row.layout or "(nothing sharded)"
+            where = f"<code>{escape(row.mesh)}</code> {escape(marks)}<br><code>{escape(layout)}</code>"
+            shown = Text.assemble(styles.mesh(row.mesh), f"  {marks}\n", styles.layout(layout))
+            peak = format_memory(row.peak)
+            cells.append([
+                Cell(self._picture.mark(row)), number(format_seconds(row.seconds), row.seconds),
+                Cell(peak, row.peak, terminal=Text(peak, "" if row.fits else "red")),
+                number(format_bytes(row.sent), row.sent, css="more"),
+                Cell(shown.plain, markup=where, terminal=shown),
+            ])  # fmt: skip
+        return [("", ""), ("step", "n"), ("peak", "n"), ("sends", "n more"), ("mesh, layout", "")], cells
+
+    def _idle(self, rows: Iterable[Row]) -> str:
+        """The explanation of an axis called ``idle``, if some of these candidates have one, else ""."""
+        idle = any(re.match(r"idle\d*$", axis) for row in rows for axis in dict(parse_mesh(row.mesh)))
+        return "idle: an axis that shards nothing; the devices along it all compute the same" if idle else ""
+
+    def _html(self) -> str:
+        """The best candidate, the plot of time against memory, and the candidates as a table."""
+        best = self.best
+        verdict = "" if self.fits else ' <span class="chip on c1">nothing fits</span>'
+        texts = (best.mesh, best.layout, best.lowering, best.variant, _pipeline(best))
+        codes = "<br>".join(f"<code>{escape(text)}</code>" for text in texts if text)
+        rows = self._listed(MAX_PAGE_ROWS)
+        stages = f" {escape(self.stages[:1].upper() + self.stages[1:])}." if self.stages else ""
+        return (
+            f"<h1>search on {escape(self.topology)}{verdict}</h1>"
+            f'<p class="dim">{self._count}; {escape(self.ended)}. All numbers are estimates{escape(self._calibrated)}.'
+            f"{stages}</p>"
+            f"<p>{codes}<br>{format_seconds(best.seconds)} a step, {format_memory(best.peak)} at the peak, "
+            f"sends {format_bytes(best.sent)}</p>{self._picture.drawing()}"
+            f'{html_table(*self._table(rows), sortable=True)}<p class="dim">{self._idle(rows)}</p>'
+        )
+
+    def __rich__(self) -> Any:
+        """The result for a terminal: the best candidate, a plot of time and memory, the table of candidates, and
+        errors."""
+        head = Text.assemble(("search", "bold"), f"  {self._count} on {self.topology}; {self.ended}{self._calibrated}")
+        if not self.fits:
+            head = Text.assemble((f"{self._misfit()}\n", "bold red"), head)
+        best, styles, rows = self.best, self._styles, self._listed(MAX_TERMINAL_ROWS)
+        more = ", ".join(filter(None, [best.variant, _pipeline(best)]))
+        lines = {
+            "mesh": styles.mesh(best.mesh),
+            "layout": styles.layout(best.layout),
+            "lowering": Text(best.lowering),
+            "with": Text(more),
+        }
+        choice = Text("\n").join(
+            Text.assemble((f"{name:<6}", "bold"), "  ", text) for name, text in lines.items() if text
+        )
+        if self.stages:
+            choice = Text("\n").join([choice, Text(self.stages, "dim")])
+        plot = [Text(), self._picture.terminal()] if len(self.rows) > 2 else []
+        notes = [Text(f"note  {batch}")] if (batch := self._unnamed_batch()) else []
+        notes += [Text(), *map(Text, self.refused)] if self.refused else []
+        idle = [Text(text, "dim")] if (text := self._idle(rows)) else []
+        return Group(head, Text(), choice, *plot, Text(), rich_table(*self._table(rows)), *idle, *notes)
+
+    @functools.cached_property
+    def larger(self) -> tuple[str, str] | None:
+        """If nothing fits: (topology, mesh) of the smallest larger slice on which the best layout fits.
+
+        Slices with 2, 4, 8, … times the devices are tried. None: it fits on this slice, or on none of them.
+        """
+        if self.fits:
+            return None
+        where = parse_topology(self.topology)
+        slices, kind, chips = where
+        sizes = dict(parse_mesh(self.best.mesh))
+        for count in (2**k * math.prod(chips) for k in range(1, 15)):
+            shape = (count,) if where.chip.switch else next(iter(where.chip.shapes(count)), None)
+            if shape is None or not where.chip.exists(shape):
+                continue
+            topology, times = str(Topology(slices, kind, shape)), count // math.prod(chips)
+            for axis in sizes:
+                mesh = mesh_text({a: n * times if a == axis else n for a, n in sizes.items()})
+                try:
+                    with quiet():
+                        plan = self._base_of(self.best).replan(layout=self.best.layout, mesh=mesh, topology=topology)
+                except MeshparError:
+                    continue
+                if plan.memory.peak <= self.usable:
+                    return topology, mesh
+        return None
+
+    def _unnamed_batch(self) -> str:
+        """The name of the first dim of the batch arguments, if no dim has the name ``batch`` of the known schemes; else ""."""
+        plan = self._base
+        if "batch" in plan.program.all_names():
+            return ""
+        first = {h.dims[0] for h in plan.inputs if h.kind is None and h.dims and h.dims[0]}
+        shown = sorted({d for d in first if "batch" in d} or first)
+        have = f"the batch arguments have {', '.join(f'`{d}`' for d in shown)}" if shown else "name it by dims="
+        return f"no dim is called `batch`, which the known schemes shard; {have}"
+
+    def _misfit(self) -> str:
+        """The headline if nothing fits: the smallest peak, its largest kind, and a larger slice on which the layout fits."""
+        with quiet():
+            plan = self.plan()
+        assert plan.chip is not None
+        kind, size = max(plan.memory.by_kind.items(), key=lambda k: k[1])
+        text = (
+            f"NOTHING FITS  the smallest peak is {format_memory(self.best.peak)} a device, {self.best.peak / self.usable:.1f} × "
+            f"the {format_memory(self.usable)} usable on a {plan.chip.name}; most of it is {format_memory(size)} of {kind}"
+        )
+        if self.larger is not None:
+            text += f"; this layout fits on {self.larger[0]} with the mesh {self.larger[1]}"
+        text += "".join(f"\nhint  {hint}" for hint in memory_hints(plan))
+        if self.early:
+            text += f"\nthe search ended early ({self.ended}): other layouts may fit"
+        return text
+
+    @property
+    def _count(self) -> str:
+        return f"{self.planned} plan{'s' * (self.planned != 1)}"
+
+    @property
+    def _base(self) -> Plan:
+        return self._bases[self.best.variant]
+
+    @property
+    def _calibrated(self) -> str:
+        return "".join(f"; {text}" for text in [calibration_text(self._base)] if text)
+
+    @property
+    def early(self) -> bool:
+        """Whether a limit or an interrupt ended the search."""
+        return self.ended.startswith(("stopped", "interrupted"))
+
+    def __str__(self) -> str:
+        return plain(self)
+
+    def __repr__(self) -> str:
+        return f"<Search on {self.topology}: {self.best.mesh}: {self.best.layout}; {format_seconds(self.best.seconds)} a step>"
+
+
+def _pipeline(row: Row) -> str:
+    """The options of the pipelines of a candidate as text; "" without stages."""
+    return ", ".join(f"{name}={value}" for name, value in row.stages.items())
+
+
+def quiet() -> warnings.catch_warnings[None]:
+    """A context that suppresses the warnings of candidates: their costs are part of the estimates."""
+    return warnings.catch_warnings(action="ignore")

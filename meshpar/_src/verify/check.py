@@ -1,0 +1,286 @@
+"""``mp.check``: compares the sharded run with the unsharded one up to rounding, and names the first op that is wrong.
+
+Every leaf of the results is compared with the run of the same function on one device. A leaf that differs by more
+than the tolerance may still differ only by *rounding*: the program amplifies it (Adam turns a gradient that is zero up to
+rounding into a full step), or computes in a narrower dtype than its results have. To distinguish these cases, both programs
+are run again with all intermediate values as additional results, and the leaf is traced back to values on which both runs agree.
+The difference is rounding if every op on this path, applied on one device to the operands of the *sharded* run, has the results
+of the sharded run within one of:
+
+- the tolerance;
+- the change of its results when its operands change by the tolerance (its backward error: a sum with cancellation has the
+  rounding of its terms);
+- a small multiple of the error of one device against the same op in a wider dtype (:mod:`verify.wide`): a loop that
+  accumulates in bfloat16 is equally far from float32 in both runs.
+
+Otherwise the op is wrong, and the error names its source line.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from ...errors import CheckError, DivisibilityError
+from ..layout import Layout
+from ..mesh import MeshSizes
+from ..mesh import mesh as make_mesh
+from ..plan.plan import Plan
+from ..units import mesh_text
+from .localize import Localizer, Reference
+from .numbers import compiled, host, on_device, worst_of
+
+Lowering = Literal["auto", "jit", "shard_map"]
+
+UNSHARDED = "(nothing sharded)"
+IDLE = "idle"
+"""Name of the axis of default meshes that no rule uses. It is there because XLA's partitioner scales some gradients by its size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The outcome for one layout on one mesh.
+
+    Attributes:
+      mesh, layout, lowering: what ran; the mesh as ``"data=2, model=4"``.
+      path: the tree path of the leaf with the largest difference, ``explained`` ones excluded.
+      difference: of that leaf, relative to its largest value.
+      leaves: number of leaves that were compared.
+      explained: paths of the leaves that differ by more than the tolerance, but only by rounding.
+      rounding: the largest difference of these leaves, relative to the leaf's largest value; ``rounding_path``: its leaf.
+      error: the error if the layout changes a result; None.
+    """
+
+    mesh: str
+    layout: str
+    lowering: str
+    path: str
+    difference: float
+    leaves: int
+    explained: tuple[str, ...] = ()
+    error: CheckError | None = None
+    rounding: float = 0.0
+    rounding_path: str = ""
+
+
+MAX_ROUNDING_PATHS = 8
+"""Paths of leaves that differ by rounding in a printed report."""
+
+
+@dataclass(slots=True)
+class Report:
+    """The result of :func:`meshpar.check`; print it.
+
+    Attributes:
+      rows: one for every mesh, layout and lowering.
+      skipped: (mesh, layout, reason) of the default meshes over which a size does not divide.
+      tolerance: the relative tolerance of float32 results.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    skipped: list[tuple[str, str, str]] = field(default_factory=list)
+    tolerance: float = 1e-5
+
+    @property
+    def ok(self) -> bool:
+        """Whether at least one layout ran, and no result differed."""
+        return bool(self.rows) and all(r.error is None for r in self.rows)
+
+    def __str__(self) -> str:
+        """The report as a table with one line per run, followed by the errors in full."""
+        cells = [("layout", "mesh", "lowering", "leaves", "rounding", "largest difference", "in leaf", "result")]
+        for r in self.rows:
+            verdict = "equal" if r.error is None else "DIFFERS"
+            counts = str(r.leaves), f"{len(r.explained)} ({r.rounding:.1e})" if r.explained else ""
+            cells.append((r.layout or UNSHARDED, r.mesh, r.lowering, *counts, f"{r.difference:.1e}", r.path, verdict))
+        cells += [(layout or UNSHARDED, mesh, "", "", "", "", "", "skipped") for mesh, layout, _ in self.skipped]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+        bad = sum(r.error is not None for r in self.rows)
+        head = (
+            f"{len(self.rows) - bad} of {len(self.rows)} runs equal to the unsharded one, "
+            f"to {self.tolerance:g} of each leaf's largest value"
+        )
+        if any(r.explained for r in self.rows):
+            head += ", or up to rounding"
+            paths = list(dict.fromkeys(path for r in self.rows for path in r.explained))
+            shown = ", ".join(paths[:MAX_ROUNDING_PATHS]) + f" and {len(paths) - MAX_ROUNDING_PATHS} more" * (
+                len(paths) > MAX_ROUNDING_PATHS
+            )
+            largest = max((r for r in self.rows if r.explained), key=lambda r: r.rounding)
+            for text in (
+                "rounding: leaves that differ by more than the tolerance, but only by rounding, and their largest difference",
+                f"  {shown}; the largest difference is {largest.rounding:.1e}, of {largest.rounding_path}",
+                "  Each op that these leaves depend on was run on one device with the operands of the sharded run: its result is "
+                "the same, or has an error as small as that of the sharded run, compared with a wider dtype.",
+                "  A leaf that is zero up to rounding, as a gradient whose terms cancel, may differ by its largest value or more.",
+            ):
+                lines += textwrap.wrap(text, 110, subsequent_indent="  ")
+        notes = [f"skipped {mesh}: {reason}" for mesh, _, reason in self.skipped]
+        errors = [str(r.error) for r in self.rows if r.error is not None]
+        return "\n".join([head, *lines, *notes, *errors])
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A step compiled under one layout, with its arguments, to be compared or measured.
+
+    Attributes:
+      plan: for the mesh that it runs on.
+      arrays: its flat arguments.
+      unsharded: flat arguments → flat results; a traceable function: the step for one device.
+      sharded: the same, compiled under the layout.
+      shardings: of its flat arguments.
+    """
+
+    plan: Plan
+    arrays: list[Any]
+    unsharded: Callable[..., list[Any]]
+    sharded: Callable[[list[Any]], list[Any]]
+    shardings: Sequence[NamedSharding] = ()
+
+
+def check_layouts(
+    subject: Callable[[Mesh, Layout, Lowering], AbstractContextManager[Subject]],
+    *,
+    layouts: Any,
+    meshes: Mesh | MeshSizes | Sequence[Mesh | MeshSizes] | None,
+    lowerings: Sequence[Lowering],
+    tolerance: float = 1e-5,
+    raises: bool = True,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Report:
+    """:func:`meshpar.check`, for a step that ``subject`` lowers for a mesh, a layout and a lowering.
+
+    Args:
+      tolerance: allowed difference of a result, relative to its largest absolute value.
+      raises: a difference is a CheckError; False: it is in the report only.
+      tell: progress callback.
+    """
+    given = [meshes] if isinstance(meshes, Mesh | str | Mapping) else None if meshes is None else list(meshes)
+    case = _Case(tolerance)
+    report = Report(tolerance=tolerance)
+    refused: DivisibilityError | None = None
+    pairs = [(x, m) for x in each_layout(layouts) for m in (_default_meshes(x) if given is None else given)]
+    for k, (layout, m) in enumerate(pairs):
+        m = make_mesh(m) if isinstance(m, str | Mapping) else m
+        for j, lowering in enumerate(lowerings):
+            run = f"run {k * len(lowerings) + j + 1} of {len(pairs) * len(lowerings)}"
+            name = f"{mesh_text(m.shape)}: {layout or UNSHARDED}"
+            case.tell = lambda text, run=run, name=name: tell(f"{run}, {text}, {name}")
+            case.tell("planning")
+            try:
+                with subject(m, layout, lowering) as it:
+                    row = case.run(it)
+            except DivisibilityError as e:
+                if given is not None:
+                    raise
+                refused = refused or e
+                report.skipped.append((mesh_text(m.shape), str(layout), e.headline))
+                break
+            report.rows.append(row)
+            if row.error is not None and raises:
+                raise row.error
+    if refused is not None and not report.rows:
+        raise refused
+    return report
+
+
+def check_subject(subject: Subject, tolerance: float) -> Row:
+    """The row of one layout, compared with the unsharded run."""
+    return _Case(tolerance).run(subject)
+
+
+def each_layout(layouts: Any) -> list[Layout]:
+    """The layouts of one layout, of a list of layouts, or of one Flax rule list."""
+    if isinstance(layouts, str | Layout | Mapping):
+        return [Layout(layouts)]
+    layouts = list(layouts)
+    if layouts and all(isinstance(p, tuple | list) and len(p) == 2 and isinstance(p[0], str) for p in layouts):
+        axes = [p[1] for p in layouts]
+        if all(a is None or isinstance(a, str | tuple | list) for a in axes) and not any(":" in p[0] for p in layouts):
+            return [Layout(layouts)]  # one Flax rule list
+    return [Layout(x) for x in layouts]
+
+
+def _default_meshes(layout: Layout) -> list[Mesh]:
+    """Meshes of all n devices with sizes 1×n, 2×n/2 and 2×2×n/4; sizes beyond the axes of the layout form an idle axis."""
+    n = len(jax.devices())
+    n = n if n >= 4 else 8  # too few: the error of the mesh shows how to get eight
+    axes = list(dict.fromkeys(a for r in layout.rules for a in r.axes))
+    idle = next(name for name in (IDLE, *(f"{IDLE}_{i}" for i in range(len(axes)))) if name not in axes)
+    shapes = [(1, n), (2, n // 2), (2, 2, n // 4)]
+    if len(axes) == 1:
+        shapes = [(n,), (n // 2, 2), (2, n // 2)]
+    texts: dict[str, None] = {}
+    for shape in shapes:
+        if math.prod(shape) != n:
+            continue
+        sizes = dict.fromkeys(axes, 1)
+        for k, size in enumerate(shape):
+            if k < len(axes):
+                sizes[axes[k]] = size
+            else:
+                sizes[idle] = sizes.get(idle, 1) * size
+        texts[mesh_text({a: size for a, size in sizes.items() if a != idle or size > 1})] = None
+    return [make_mesh(text) for text in texts]
+
+
+class _Case:
+    """A step with its arguments that is run under several layouts; the reference run without sharding is made once.
+
+    ``tell`` receives a progress text before each stage of a run.
+    """
+
+    def __init__(self, tolerance: float):
+        """A case whose results may differ by ``tolerance`` of the largest value."""
+        self.tolerance = tolerance
+        self.tell: Callable[[str], None] = lambda text: None
+        self.device = jax.local_devices()[0]  # every process runs the unsharded step
+        self.reference: Reference | None = None
+
+    def fresh(self, xs: Sequence[Any]) -> list[Any]:
+        """Copies of arrays, on one device."""
+        return [on_device(x, self.device) if isinstance(x, jax.Array) else x for x in xs]
+
+    def run(self, subject: Subject) -> Row:
+        """Run a step under its layout, and compare every result with the unsharded run."""
+        if self.reference is None:
+            self.tell("the unsharded step")
+            self.reference = self.unsharded(subject)
+        reference, plan = self.reference, subject.plan
+        self.tell("the sharded step")
+        outs = subject.sharded(self.fresh(subject.arrays))
+        differences = [worst_of(a, b, self.tolerance) for a, b in zip(outs, reference.results, strict=True)]
+        failed = [k for k, d in enumerate(differences) if not d.ok]
+        explained: list[int] = []
+        error = None
+        if failed:
+            self.tell(f"tracing back {len(failed)} results that differ")
+            localizer = Localizer(plan, reference, self.tolerance)
+            explained = [k for k in failed if localizer.explains(k, differences[k], outs[k])]
+            failed = [k for k in failed if k not in explained]
+            if failed:
+                error = localizer.error(failed, differences, outs)
+        paths = [h.path for h in plan.outputs]
+        others = [k for k in range(len(differences)) if k not in explained]
+        worst = failed[0] if failed else max(others, key=lambda k: differences[k].relative, default=None)
+        largest = max(explained, key=lambda k: differences[k].relative, default=None)
+        return Row(
+            mesh_text(plan.sizes), str(plan.layout), plan.lowering, "" if worst is None else paths[worst],
+            0.0 if worst is None else differences[worst].relative, len(differences), tuple(paths[k] for k in explained), error,
+            *((0.0, "") if largest is None else (differences[largest].relative, paths[largest])),
+        )  # fmt: skip
+
+    def unsharded(self, subject: Subject) -> Reference:
+        """The run on one device, under ``jax.jit`` alone."""
+        leaves = self.fresh(subject.arrays)
+        run = compiled(subject.unsharded, leaves)
+        return Reference(self.device, leaves, [host(x) for x in run(*leaves)], lambda xs: run(*xs))

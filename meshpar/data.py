@@ -1,0 +1,7 @@
+"""Batches for the devices of all processes, arrays between hosts and devices, and weights from files."""
+
+from ._src.global_arrays import fetch
+from ._src.pods.data import batches, put
+from ._src.pods.foreign import from_safetensors
+
+__all__ = ["batches", "fetch", "from_safetensors", "put"]

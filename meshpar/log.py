@@ -1,0 +1,5 @@
+"""Measurements of a training loop, written to logging libraries."""
+
+from ._src.meter import Meter, MlLog
+
+__all__ = ["Meter", "MlLog"]
