@@ -66,6 +66,8 @@ PACKAGES = (
 """Packages and modules of ``meshpar._src`` that are mutated by default."""
 TESTS_OF = {
     "entry/__init__.py": ["test_api.py"],
+    "entry/arguments.py": ["test_jitted.py", "test_tracing.py"],
+    "entry/tune_kernels.py": ["kernels/test_tuning.py"],
     "entry/api.py": ["test_api.py", "measurement/test_calibrate.py"],
     "entry/tracing.py": ["test_tracing.py", "test_jitted.py", "test_api.py"],
     "entry/compiled.py": ["test_jitted.py", "test_api.py"],
@@ -204,9 +206,8 @@ def mirrored(path: Path) -> list[list[str]]:
     if str(inner) in TESTS_OF:
         return [[f"tests/{name}" for name in TESTS_OF[str(inner)]]]
     stages = []
-    inner = (
-        inner.relative_to("entry") if inner.parts[0] == "entry" else inner
-    )  # the tests of its modules are in no folder
+    if inner.parts[0] == "entry":  # whose modules have their tests in no folder
+        inner = inner.relative_to("entry")
     for module in (inner, *inner.parents[:-1]):
         for tests in (Path("tests") / module.parent / f"test_{module.stem}.py", Path("tests") / module):
             if (ROOT / tests).exists():
