@@ -21,6 +21,7 @@ from .mesh import MeshLike, planned_mesh
 from .passes import replan
 from .passes.lowering import AUTO
 from .plan import plan as record
+from .plan.text import plan_steps
 
 if TYPE_CHECKING:
     from .verify.profile import PlanProfile
@@ -165,7 +166,7 @@ class Plan(record.Plan):
 
         The lines below a step list its collectives: bytes that a device sends per call, and the cause.
         """
-        return report.plan_steps(self)
+        return plan_steps(self)
 
     @property
     def calibration(self) -> dict[str, Any] | None:

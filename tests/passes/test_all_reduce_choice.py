@@ -10,7 +10,7 @@ from arrays import bf16
 
 import meshpar as mp
 from meshpar._src.plan.steps import Reduce
-from meshpar._src.report.steps import plan_steps
+from meshpar._src.plan.text import plan_steps
 from meshpar._src.verify.hlo import collectives
 
 DIMS = {"w": "embed mlp", "x": "batch embed"}

@@ -9,7 +9,7 @@ from jax import lax
 
 import meshpar as mp
 from meshpar._src.plan import planner
-from meshpar._src.report.steps import plan_steps
+from meshpar._src.plan.text import plan_steps
 
 MESH = "data=4, model=2"
 LAYOUT = "batch: data; mlp, heads: model; embed: data"

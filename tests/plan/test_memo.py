@@ -12,8 +12,8 @@ import pytest
 
 import meshpar as mp
 from meshpar._src.entry.target import load_target
+from meshpar._src.plan.text import plan_steps
 from meshpar._src.plan.verify import verify
-from meshpar._src.report.steps import plan_steps
 from meshpar.errors import MeshparError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
+from meshpar._src.plan.text import plan_steps
 from meshpar._src.report.colours import AxisColours
 from meshpar._src.report.html import collectives_table
-from meshpar._src.report.steps import plan_steps
 from meshpar._src.report.text import plan_text
 
 X = jax.ShapeDtypeStruct((8, 16), jnp.float32)

@@ -36,7 +36,6 @@ from ..layouts import PRESETS
 from ..plan_api import Plan
 from ..pods.cli import add_commands
 from ..progress import Progress
-from ..report import plan_steps
 from ..report.facts import fits
 from ..units import mesh_text
 from .api import plan as plan_of
@@ -317,7 +316,7 @@ def _plan(args: argparse.Namespace) -> int:
         plan = plan.with_tokens(args.tokens)
     if args.csv:
         _save_csv(plan, args.csv)
-    _show(args, plan, text=plan_steps(plan) if args.steps else None)
+    _show(args, plan, text=plan.steps_text() if args.steps else None)
     if args.open:
         webbrowser.open(Path(args.html).resolve().as_uri())
     return 0 if fits(plan) is not False else 1

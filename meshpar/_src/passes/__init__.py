@@ -7,6 +7,7 @@ that order. Where cost decides about rings, plans with and without them are comp
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from ..compat.jax import without_gc
@@ -21,6 +22,7 @@ from ..plan.planner import planned
 from ..plan.request import PlanRequest
 from ..plan.spec import format_axes
 from ..plan.steps import Body
+from ..plan.text import plan_steps
 from ..plan.verify import verify
 from ..program.ir import Program
 from ..units import format_seconds
@@ -141,11 +143,21 @@ def _seconds(plan: Plan) -> float:
 
 
 def _run_passes(plan: Plan) -> Plan:
-    """The plan after all of :data:`PASSES` that apply to it."""
+    """The plan after all of :data:`PASSES` that apply to it; :func:`_inspect` gets it before the first and after each."""
+    _inspect(plan, "planned")
     for each in PASSES:
         if each.applies_to(plan):
             body = each.run(plan)
             plan = plan if body is plan.body else replace(plan, body=body)
-            if os.environ.get("MESHPAR_VERIFY"):
-                verify(plan)
+            _inspect(plan, each.run.__name__)
     return plan
+
+
+def _inspect(plan: Plan, name: str) -> None:
+    """Verify the steps if ``MESHPAR_VERIFY`` is set; write them to ``NNN_name.txt`` in the folder ``MESHPAR_DUMP``, if set."""
+    if os.environ.get("MESHPAR_VERIFY"):
+        verify(plan)
+    if folder := os.environ.get("MESHPAR_DUMP"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        number = len(list(Path(folder).glob("*.txt")))
+        (Path(folder) / f"{number:03}_{name}.txt").write_text(plan_steps(plan), encoding="utf8")

@@ -5,7 +5,6 @@ from .diff import PlanDiff
 from .facts import arrivals_text
 from .html import plan_cell, plan_page
 from .save import save
-from .steps import plan_steps
 from .text import plan_line, plan_renderable, plan_text
 
 __all__ = [
@@ -17,7 +16,6 @@ __all__ = [
     "plan_line",
     "plan_page",
     "plan_renderable",
-    "plan_steps",
     "plan_text",
     "save",
 ]

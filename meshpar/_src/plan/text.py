@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..plan.plan import Plan
-from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Reduce, Reshard, Run, Shard, Step
 from ..units import format_bytes, mesh_text
+from .plan import Plan
+from .steps import Barrier, Body, Branch, Call, Constant, Loop, Reduce, Reshard, Run, Shard, Step
 
 
 def plan_steps(plan: Plan) -> str:
