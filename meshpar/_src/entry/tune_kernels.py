@@ -37,8 +37,6 @@ exit status: 0: success; 1: the kernel gives wrong values on this device, and no
 
 DTYPES = ("bfloat16", "float16", "float32")
 
-__all__ = ["add_command", "matmul_keys", "tune_matmuls"]
-
 
 def add_command(commands: Any) -> None:
     """Add the parser of this command."""

@@ -24,8 +24,6 @@ from ..compat.jax import default_promotion
 from ..program.declare import kernel_rule
 from ..program.kernels import KernelSend, KernelWork, ShardCounts
 
-__all__ = ["attention"]
-
 Options = tuple[tuple[str, Any], ...]
 OUT = "batch {seq} (kv_heads group) value_dim!"
 ROWS = "batch {seq} (kv_heads group)"

@@ -11,5 +11,3 @@ LOWERINGS: dict[str, Callable[..., tuple[Callable[..., list[Any]], list[Any], li
     "shard_map": lower_to_shard_map,
 }
 """By name: (plan, mesh) → (flat function, shardings of its inputs, shardings of its results)."""
-
-__all__ = ["LOWERINGS", "lower_to_jit", "lower_to_shard_map"]

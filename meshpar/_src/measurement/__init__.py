@@ -3,5 +3,3 @@
 from .fit import Fit, fit
 from .measure import Candidate, calibrate
 from .result import CalibrationResult, CalibrationRow
-
-__all__ = ["CalibrationResult", "CalibrationRow", "Candidate", "Fit", "calibrate", "fit"]

@@ -4,5 +4,3 @@ from .declare import kernel_rule
 from .infer import infer
 from .ir import Frame, Join, Op, Program, Value
 from .trace import trace
-
-__all__ = ["Frame", "Join", "Op", "Program", "Value", "infer", "kernel_rule", "trace"]

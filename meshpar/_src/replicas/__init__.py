@@ -8,5 +8,3 @@ from .adasum import adasum
 from .gossip import GossipState, gossip
 from .mean import CodedState, coded, mean
 from .powersgd import PowerSGDState, powersgd
-
-__all__ = ["CodedState", "GossipState", "PowerSGDState", "adasum", "coded", "gossip", "mean", "powersgd"]

@@ -6,16 +6,3 @@ from .facts import arrivals_text
 from .html import plan_cell, plan_page
 from .save import save
 from .text import plan_line, plan_renderable, plan_text
-
-__all__ = [
-    "PlanDiff",
-    "arrivals_text",
-    "calibration_rates",
-    "plan_cell",
-    "plan_json",
-    "plan_line",
-    "plan_page",
-    "plan_renderable",
-    "plan_text",
-    "save",
-]

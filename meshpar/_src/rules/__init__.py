@@ -1,6 +1,6 @@
 """One entry per primitive: factor rule, local form and traits, in a module per family of primitives."""
 
-from . import (  # noqa: F401
+from . import (
     contract,
     control_flow,
     elementwise,
@@ -22,19 +22,3 @@ from .registry import PRIMITIVES, Primitive, bodies, having, primitive, separate
 from .rule import OpRule, no_rule
 
 ELEMENTWISE = having(lambda p: p.elementwise)
-
-__all__ = [
-    "ELEMENTWISE",
-    "PRIMITIVES",
-    "OpRule",
-    "Primitive",
-    "bodies",
-    "check_local",
-    "having",
-    "no_rule",
-    "primitive",
-    "refusal",
-    "run_elementwise",
-    "run_local",
-    "separated",
-]

@@ -4,5 +4,3 @@ from .descent import search
 from .policy import SearchPolicy
 from .result import Search
 from .row import Objective, Row
-
-__all__ = ["Objective", "Row", "Search", "SearchPolicy", "search"]

@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from ....errors import MeshparError
 
-__all__ = ["EXCHANGES", "KERNELS", "STRATEGIES", "Exchange", "ExchangeSizes", "choose_exchange"]
-
 EXCHANGES = {"padded": False, "pallas": True, "pallas_tpu": True, "pallas_gpu": True}
 """Name of the all-to-all of the "a2a" strategy → whether a kernel makes it, which sends only the rows in use."""
 

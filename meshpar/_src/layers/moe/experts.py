@@ -24,8 +24,6 @@ from ...program.declare import kernel_rule
 from ...program.kernels import KernelSend, KernelWork, ShardCounts
 from .exchange import KERNELS, Exchange, ExchangeSizes, choose_exchange
 
-__all__ = ["run_experts"]
-
 
 def run_experts(
     x: jax.Array, expert: jax.Array, weight: jax.Array, matrices: Sequence[jax.Array], **options: Any

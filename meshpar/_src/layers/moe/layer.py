@@ -21,8 +21,6 @@ from .experts import run_experts
 from .router_parts import Routing, capacity_of
 from .routers import ROUTED_BY_KERNELS, ROUTERS
 
-__all__ = ["MoEAux", "moe"]
-
 EXPERT: Mapping[str, tuple[str, ...]] = {"gate": ("embed", "mlp"), "up": ("embed", "mlp"), "down": ("mlp", "embed")}
 """The matrices of a gated expert, and their dims."""
 

@@ -12,8 +12,6 @@ from flax import linen as nn
 from .layer import MoEAux, moe_of_weights, weights_of_module
 from .routers import update_bias
 
-__all__ = ["MoE"]
-
 _NAMES = {"router": "router_kernel", "noise": "router_noise"}
 """Names of parameters that differ from those of :func:`weights_of_module`."""
 

@@ -11,8 +11,6 @@ from flax import nnx
 from .layer import MoEAux, moe_of_weights, weights_of_module
 from .routers import update_bias
 
-__all__ = ["MoE", "RouterBias"]
-
 
 class RouterBias(nnx.Variable):
     """The bias that balances DeepSeek-V3's router: state without a gradient, moved by :meth:`MoE.rebalance`."""

@@ -16,10 +16,6 @@ import jax.numpy as jnp
 
 from ....errors import MeshparError
 
-__all__ = [
-    "Routing", "balance_loss", "capacity_of", "cv_squared", "finish", "in_groups", "one_hots", "places", "z_loss",
-]  # fmt: skip
-
 
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=["expert", "weight", "losses", "load", "dropped"], meta_fields=[]

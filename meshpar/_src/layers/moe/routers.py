@@ -45,12 +45,6 @@ from .router_parts import (
     z_loss,
 )
 
-__all__ = [
-    "ROUTED_BY_KERNELS", "ROUTERS",
-    "deepseek_v3", "expert_choice", "gshard", "hash_router", "noisy_top_k", "ntlb", "switch", "switch_max", "top_k",
-    "two_level", "update_bias",
-]  # fmt: skip
-
 
 def _read(logits: jax.Array, k: int, mask: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(float32 logits, 0 where a token cannot be routed; whether each token is real; whether it can be routed).

@@ -30,8 +30,6 @@ from . import collapsed, lookups, padded, slices
 from .candidates import candidate_dims
 from .rewriter import JaxprRewriter, Rewrite, ShardCounts
 
-__all__ = ["REWRITES", "ShardCounts", "rewrite_indivisible_slices"]
-
 MAX_CACHED = 16
 """Rewritten programs that are cached per program."""
 

@@ -29,20 +29,6 @@ from .segments import divide, order_of
 from .slots import Stages
 from .split import split_backward
 
-__all__ = [
-    "GATHERS",
-    "SCHEDULES",
-    "GatherName",
-    "Pipeline",
-    "Schedule",
-    "ScheduleName",
-    "layer_loops",
-    "masking_text",
-    "microbatch_loop",
-    "rewrite_pipelines",
-    "stack_notes",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
