@@ -197,7 +197,7 @@ def on_cpu(rounds: int) -> Table:
     x = r.normal(size=(batch, seq, embed)).astype(np.float32)
     layout = "batch: data; expert: data"
     runs = {
-        f"`mp.moe`, {strategy or 'cheapest strategy'}": mp.jit(
+        f"`mp.layers.moe`, {strategy or 'cheapest strategy'}": mp.jit(
             functools.partial(ours, k=k, strategy=strategy), mesh=mesh, layout=layout, dims=DIMS, lowering="shard_map"
         )
         for strategy in (None, "a2a", "ring", "dense")
@@ -216,7 +216,7 @@ def on_cpu(rounds: int) -> Table:
             if number >= 2:
                 times[name].append(time.perf_counter() - began)
             losses[name] = float(value)
-    best = min(statistics.median(t) for name, t in times.items() if not name.startswith("`mp.moe`"))
+    best = min(statistics.median(t) for name, t in times.items() if not name.startswith("`mp.layers.moe`"))
     title = f"{batch}×{seq} tokens, embed {embed}, {experts} experts of {mlp}, k={k}, forward and backward, 8 virtual CPU devices"
     table = Table("implementation", "ms", "to the best baseline", "loss", title=title)
     for name, t in times.items():
@@ -259,7 +259,7 @@ def aot(table: Table, model: str, where: str, tokens: int) -> None:
         return mp.compile(step, p, x)
 
     programs = {
-        "`mp.moe`": with_meshpar,
+        "`mp.layers.moe`": with_meshpar,
         "`ragged_all_to_all` + `ragged_dot`": lambda: mp.compile(
             by_hand(exchanged, mesh, specs, x_spec, **axes), p, x, mesh=mesh
         ),

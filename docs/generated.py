@@ -275,7 +275,7 @@ def _section(entry: Entry) -> str:
 
 
 def _function_of(text: str) -> object:
-    """The function of a target that :func:`target.load_target` has imported."""
+    """The function of a target that :func:`entry.target.load_target` has imported."""
     where, _, name = text.rpartition(":")
     return getattr(sys.modules[Path(where).stem], name)
 

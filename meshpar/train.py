@@ -4,11 +4,12 @@ from ._src.entry.api import local_sgd
 from ._src.layers import checkpoint_policies
 from ._src.layers.accumulate import accumulate_gradients, microbatches_for
 from ._src.layers.loss_scale import LossScale, noise_scale
-from ._src.layers.low_bits import low_bits
+from ._src.layers.low_bits import MOMENTS, low_bits
 from ._src.layers.offload import offload
 from ._src.layers.precision import Precision
 
 __all__ = [
+    "MOMENTS",
     "LossScale",
     "Precision",
     "accumulate_gradients",

@@ -1,6 +1,6 @@
 """Classes that meshpar functions return or accept, for annotations and ``isinstance``; they are not made by hand.
 
-``mp.Layout``, ``mp.Plan``, ``mp.train.Precision`` and ``mp.Checkpoints`` are at the top level.
+``mp.Layout``, ``mp.Plan`` and ``mp.Checkpoints`` are at the top level, ``Precision`` and ``LossScale`` in ``mp.train``.
 """
 
 from ._src.cost.decoding import Decoding

@@ -123,7 +123,7 @@ def context_parallel(data: str = "data", context: str = "context") -> Layout:
 def expert_parallel(data: str = "data", expert: str = "expert") -> Layout:
     """FSDP, with the experts of a mixture over ``expert``, which splits the batch too: tokens travel to their experts.
 
-    Their dim is ``expert``, as in :mod:`meshpar.layers.moe`, or ``experts``.
+    Their dim is ``expert``, as in :func:`meshpar.layers.moe`, or ``experts``.
 
     Example:
       >>> print(mp.layouts.expert_parallel())

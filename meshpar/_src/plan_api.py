@@ -1,4 +1,4 @@
-"""The public plan: a plan of :mod:`meshpar.plan` with methods for its costs, reports and replanning."""
+"""The public plan: a plan of :mod:`plan` with methods for its costs, reports and replanning."""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
 """Functions that a model calls: attention, cross entropy, mixtures of experts, quantized weights.
 
-The experts as modules are ``meshpar.layers.nnx.MoE`` and ``meshpar.layers.linen.MoE``.
+The experts as modules are ``meshpar.layers.nnx.MoE`` and ``meshpar.layers.linen.MoE``: these two are imported when they are used.
 """
+
+import importlib
+from types import ModuleType
 
 from .._src.layers.attention import attention
 from .._src.layers.loss import cross_entropy
@@ -9,3 +12,10 @@ from .._src.layers.moe import ROUTERS, MoEAux, Routing, moe, update_bias
 from .._src.quantization import dequantize, quantize
 
 __all__ = ["ROUTERS", "MoEAux", "Routing", "attention", "cross_entropy", "dequantize", "moe", "quantize", "update_bias"]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """The module ``nnx`` or ``linen``, each of which imports an API of Flax."""
+    if name in ("nnx", "linen"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)

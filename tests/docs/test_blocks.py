@@ -4,6 +4,7 @@ import os
 import pathlib
 import re
 import sys
+from types import ModuleType
 
 import blocks
 import generated
@@ -43,9 +44,11 @@ def test_no_page_takes_the_place_of_one_that_sphinx_makes():
 def test_the_reference_has_every_public_name():
     reference = "".join(page.read_text() for page in blocks.PAGES if page.stem.startswith("api-"))
     listed = set(re.findall(r":: (?:meshpar\.)?(?:\w+\.)*(\w+)", reference))
-    modules = {"types", "errors", "layouts", "checkpoint_policies", "nd"}
-    functions = {*mp.layouts.PRESETS, *mp.train.checkpoint_policies.__all__}
-    assert {*mp.__all__, *mp.types.__all__, *functions} - {*modules, *mp.errors.__all__} - listed == set()
+    groups = (mp.data, mp.hardware, mp.layers, mp.log, mp.train, mp.types, mp.train.checkpoint_policies)
+    names = {*mp.layouts.PRESETS, *mp.__all__, *(name for group in groups for name in group.__all__)}
+    constants = {name for name in names if name.isupper()}
+    modules = {name for name in names if isinstance(getattr(mp, name, getattr(mp.train, name, None)), ModuleType)}
+    assert names - modules - constants - listed == set()
     named_arrays = (blocks.ROOT / "docs" / "api-nd.md").read_text()
     assert set(mp.nd.__all__) - set(re.findall(r"(?:nd\.|`)(\w+)(?=`|$)", named_arrays, re.MULTILINE)) == set()
 

@@ -9,20 +9,28 @@ import pytest
 
 import meshpar as mp
 
-MODULES = (mp.layouts, mp.train.checkpoint_policies, mp.replicas)
+MODULES = (
+    mp.data,
+    mp.hardware,
+    mp.layers,
+    mp.layouts,
+    mp.log,
+    mp.nd,
+    mp.replicas,
+    mp.train,
+    mp.train.checkpoint_policies,
+)
+RETURNED = {"CodedState", "GossipState", "MoEAux", "Named", "PowerSGDState", "Routing"}
+"""Classes that functions return, without examples of their own."""
 
 
 def public_objects():
     """Name → every public function and class, without errors and without the classes that functions return."""
     found = {name: getattr(mp, name) for name in mp.__all__}
-    found = {name: x for name, x in found.items() if callable(x) and name not in mp.errors.__all__}
     for module in MODULES:
-        found |= {
-            name: x for name, x in vars(module).items()
-            if inspect.isfunction(x) and x.__module__.startswith(module.__name__) and not name.startswith("_")
-        }  # fmt: skip
-    found |= {f"nd.{name}": x for name, x in vars(mp.nd).items() if inspect.isfunction(x) and not name.startswith("_")}
-    return found
+        stem = module.__name__.rpartition(".")[2]
+        found |= {f"{stem}.{name}": getattr(module, name) for name in module.__all__ if name not in RETURNED}
+    return {name: x for name, x in found.items() if inspect.isfunction(x) or inspect.isclass(x)}
 
 
 OBJECTS = public_objects()

@@ -349,8 +349,7 @@ def compile(
     """Compile a function under a layout with the real compiler, ahead of time and without the hardware.
 
     The compiler runs in a separate process, so that a crash of it is an error of this function. ``MESHPAR_COMPILES`` processes run
-    at
-    once (default: one for every four cores). Results are cached by content in ``MESHPAR_CACHE``, by default in the user's
+    at once (default: one for every four cores). Results are cached by content in ``MESHPAR_CACHE``, by default in the user's
     cache folder; source lines are not part of the key, so that a cached result has the source lines of its first compilation.
 
     A program that JAX partitions without meshpar (a ``jax.stages.Lowered``; or, without ``layout``, the result of ``jax.jit``) is
@@ -374,7 +373,7 @@ def compile(
         none; or a function of its text.
 
     Returns:
-      A :class:`Compiled`.
+      A :class:`meshpar.types.Compiled`.
 
     Raises:
       OutOfMemoryError: the program does not fit in memory; with the largest arrays, and the rules that would shard them.
@@ -582,7 +581,7 @@ def calibrate(
       ['batch: data', 'embed: data']
       >>> measured.calibration.save("here.json")
     """
-    _check_function(fn, "calibrate")
+    _check_function(fn, "hardware.calibrate")
     if mesh is not None and meshes is not None:
         raise MeshError("mp.hardware.calibrate was given both mesh= and meshes=", fixes=["all meshes in one of them"])
     options, call = split_keywords(keywords, kwargs)

@@ -8,6 +8,8 @@ from ..compat.jax import equations
 from ..program.kernels import kernel_p
 from ..program.primitives import name_dims_p, place_p, rename_dims_p
 
+__all__ = ["collectives_saveable", "kernels_saveable"]
+
 _NAMED = frozenset({name_dims_p.name, rename_dims_p.name, place_p.name, "sharding_constraint"})
 _KERNELS = frozenset({kernel_p.name, "pallas_call"})
 

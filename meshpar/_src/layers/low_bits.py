@@ -77,7 +77,7 @@ def low_bits(
       block: elements with a common exponent. A last dim that it does not divide has one exponent.
       min_size: arrays with fewer elements are stored as they are.
       moments: (type of a state, field) → ``"signed"``, or ``"nonnegative"``, which is stored as square roots. The default has
-        the moments of optax; add your own: ``{**mp.layers.low_bits.MOMENTS, (MyState, "momentum"): "signed"}``.
+        the moments of optax; add your own: ``{**mp.train.MOMENTS, (MyState, "momentum"): "signed"}``.
 
     Raises:
       UnsupportedError: no 8-bit code has this dtype, or ``block`` is below 1.
@@ -131,7 +131,7 @@ def low_bits(
             warnings.warn(
                 f"mp.train.low_bits stores no array of this state in 8 bits, since moments= has none of its fields "
                 f"(state{jax.tree_util.keystr(large[0])}, …)\n"
-                '  fix: moments={**mp.layers.low_bits.MOMENTS, (MyState, "my_field"): "signed"}, or leave out mp.train.low_bits',
+                '  fix: moments={**mp.train.MOMENTS, (MyState, "my_field"): "signed"}, or leave out mp.train.low_bits',
                 stacklevel=user_stacklevel(),
             )
         return state

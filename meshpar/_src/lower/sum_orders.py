@@ -1,18 +1,17 @@
 """The order of dims in which a partial value is reduced, where XLA's own choice is slow.
 
 The gradient of a weight is a matmul, whose dims have the order of its operands, followed by a transpose. XLA may fold the transpose
-into
-the matmul. The lowering may do so as well: it may reduce the value before its transpose, and exchange the operands of the matmul.
+into the matmul. The lowering may do so as well: it may reduce the value before its transpose, and exchange the operands of the
+matmul.
 
 On CPUs, XLA folds the transpose into a form of the matmul without a fast kernel, unless another op is between them. Its
 reduce-scatter copies the full value unless the scattered dim comes first. So the value is reduced in an order that needs no
 transpose, or that has the scattered dim first.
 
 On TPUs, a transpose may be free, since XLA chooses the memory layout. But libtpu 0.0.42 was observed to run the matmuls whose
-reductions
-read such a view before all of these reductions, which then overlap with nothing (Llama 3 70B, FSDP on v5p: 0.65 s of a step exposed
-instead of 0.21 s). So a matmul whose result is all-reduced and then sliced exchanges its operands if no transpose remains. Other
-values, and GPUs, are not changed.
+reductions read such a view before all of these reductions, which then overlap with nothing (Llama 3 70B, FSDP on v5p: 0.65 s of
+a step exposed instead of 0.21 s). So a matmul whose result is all-reduced and then sliced exchanges its operands if no
+transpose remains. Other values, and GPUs, are not changed.
 """
 
 from __future__ import annotations

@@ -53,6 +53,15 @@ def from_safetensors(path: str | Path, init: Any, *args: Any, rules: Rules) -> A
     Raises:
       CheckpointError: a missing tensor, a path that the state does not have, or a shape that does not fit.
       RankError: a leaf without dims, or dims that are not the leaf's.
+
+    Example:
+      >>> from safetensors.numpy import save_file
+      >>> save_file({"fc.weight": np.ones((256, 64), np.float32)}, "torch.safetensors")  # torch stores [out, in]
+      >>> init = mp.init(create, mesh=mesh, layout="embed: data; mlp: model", dims=weights)
+      >>> rules = {"fc.weight": ("up", "mlp embed")}
+      >>> loaded = mp.data.from_safetensors("torch.safetensors", init, jax.random.key(0), rules=rules)
+      >>> loaded["up"].shape, float(loaded["up"].sum())
+      ((64, 256), 16384.0)
     """
     files = _Tensors(path)
     held = {h.path: h for h in init.plan(*args).outputs}

@@ -13,7 +13,7 @@ from ..plan.plan import Plan
 
 
 def plan_json(plan: Plan) -> str:
-    """The plan as JSON; :meth:`meshpar.types.Plan.to_json` describes it."""
+    """The plan as JSON; :meth:`meshpar.Plan.to_json` describes it."""
     time = time_of(plan)
     named, total, _ = plan.program.coverage()
     return json.dumps(

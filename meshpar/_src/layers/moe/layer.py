@@ -96,6 +96,14 @@ def moe(
     Raises:
       MeshparError: shapes or options that do not fit.
       NotImplementedError: a kernel that was asked for cannot take these arguments; with every reason.
+
+    Example:
+      >>> keys = jax.random.split(jax.random.key(0), 4)
+      >>> shapes = {"gate": (8, 64, 32), "up": (8, 64, 32), "down": (8, 32, 64)}
+      >>> experts = {name: jax.random.normal(k, shapes[name]) / 8 for name, k in zip(shapes, keys)}
+      >>> y, aux = mp.layers.moe(x, jax.random.normal(keys[3], (64, 8)), experts, k=2)
+      >>> y.shape, int(aux.load.sum())
+      ((32, 64), 64)
     """
     number = _check(x, experts, activation)
     route = _named_router(router)

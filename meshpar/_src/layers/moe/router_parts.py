@@ -25,8 +25,8 @@ class Routing:
     """The choices of the tokens, k of E experts each. A pytree.
 
     Attributes:
-      expert: int32 [*tokens, k]; E where a choice was dropped or not made. The k experts of a token differ.
-      weight: float32 [*tokens, k], differentiable; 0 where there is no choice.
+      expert: int32 ``[*tokens, k]``; E where a choice was dropped or not made. The k experts of a token differ.
+      weight: float32 ``[*tokens, k]``, differentiable; 0 where there is no choice.
       losses: float32 scalars by name: ``balance``, ``z``, ``importance``, ``load``, those that the router defines.
       load: int32 [E], choices of each expert before drops.
       dropped: int32 [], choices of real tokens that reach no expert (for Expert Choice: real tokens without an expert).

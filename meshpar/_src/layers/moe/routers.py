@@ -435,6 +435,10 @@ def update_bias(bias: jax.Array, load: jax.Array, rate: float = 1e-3) -> jax.Arr
     Args:
       bias: float [E], or [layers, E].
       load: int, of the bias's shape, `Routing.load` of the step.
+
+    Example:
+      >>> [round(float(b), 3) for b in mp.layers.update_bias(jnp.zeros(3), jnp.array([4, 1, 1]))]
+      [-0.001, 0.001, 0.001]
     """
     load = load.astype(jnp.float32)
     return bias + rate * jnp.sign(load.mean(-1, keepdims=True) - load).astype(bias.dtype)
