@@ -119,7 +119,7 @@ class Plan(record.Plan):
           32
         """
         out = with_reasons(self, request=replace(self.request, tokens=dim))
-        decoding_of(out)
+        decoding_of(out)  # raises UnknownDimError
         return out
 
     def replan(
@@ -133,6 +133,7 @@ class Plan(record.Plan):
           layout: as in :func:`meshpar.plan`; default: this plan's.
           mesh: a mesh, or text; default: this plan's.
           topology: the topology of ``mesh``, if it is abstract; default: this plan's; "": none.
+          strict: as in :func:`meshpar.plan`; a strict plan stays strict.
           lowering, overlap, options, calibration: as in :func:`meshpar.plan`; default: the options of this plan. For a plan of
             ``lowering="jit"``, an overlap other than ``"off"`` means ``lowering="auto"``.
 

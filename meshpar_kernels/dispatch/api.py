@@ -10,7 +10,7 @@ from jax import lax
 
 from meshpar_kernels._choose import devices_on
 from meshpar_kernels.dispatch import reference
-from meshpar_kernels.dispatch.kernel_sends import KERNELS, exchange_slots, move_rows
+from meshpar_kernels.dispatch.differentiable import KERNELS, exchange_slots, move_rows
 from meshpar_kernels.dispatch.plan import Dispatch, Sorted, merge, window
 from meshpar_kernels.dispatch.rows import choices_to_rows, spread, sum_back
 from meshpar_kernels.dispatch.runs import Axes, clip

@@ -178,7 +178,8 @@ MATMUL_ROWS = 8
 """Rows with which a matmul of one row is computed (:data:`SINGLE_ROW`)."""
 
 QUIRKS: dict[str, Quirk] = {name: quirk for name, quirk in globals().items() if isinstance(quirk, Quirk)}
-"""Name → every workaround of passes and lowerings. Defects of XLA's partitioner for single primitives are in :mod:`rules`.
+"""Name → every workaround that has code of its own. Primitives that XLA's partitioner gets wrong in general are marked, by
+``pinned`` and ``manual``, in their entries (:mod:`rules.registry`).
 
 The tables of :mod:`hardware.compiler` name those that a version of the TPU compiler has on a chip."""
 
@@ -308,7 +309,10 @@ def short_strides(params: dict[str, Any], shape: Sequence[int]) -> dict[str, Any
 
 
 def with_bounded_queue(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """A function that calls ``run`` and, every :data:`MAX_QUEUED_RUNS` calls, waits for its results (:data:`QUEUED_RUNS`)."""
+    """A function that calls ``run``; each :data:`MAX_QUEUED_RUNS`-th call waits for its own results (:data:`QUEUED_RUNS`).
+
+    Calls are counted over all such functions of the process, since they share the queue.
+    """
 
     def paced(*xs: Any) -> list[Any]:
         results = run(*xs)

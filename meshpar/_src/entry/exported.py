@@ -71,7 +71,7 @@ class Exported:
       inputs, outputs: every array of the arguments and results.
       donated: the paths of the donated inputs.
       program: the ``jax.export.Exported``, a function of flat arguments.
-      mesh: the devices that calls run on; None: given to each call's :meth:`on`.
+      mesh: the devices that calls run on; None: calls are errors until :meth:`on` has given a mesh.
     """
 
     name: str

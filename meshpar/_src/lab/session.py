@@ -182,7 +182,7 @@ class Session:
 
         with errors_at(errors, "mesh"):
             mesh = draft.mesh
-            if request.get("fit") is True:
+            if request.get("fit") is True:  # after a change of the topology: the first axis takes the remaining devices
                 mesh = mesh_text({a: n if k else -1 for k, (a, n) in enumerate(parse_mesh(mesh).items())})
             where = _place(mesh, draft.topology)
             out["mesh"], out["sizes"] = mesh_text(where.shape), [[a, n] for a, n in dict(where.shape).items()]
@@ -303,12 +303,15 @@ class Session:
         return {}
 
     def _start(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Start the job that plans the known layouts, for the first table of the page."""
         where = _draft({**request, "mesh": "", "layout": ""})
         return self._begin(lambda job: self._known(job, where))
 
     def _known(self, job: Job, where: Draft) -> list[dict[str, Any]]:
-        """Rows of the known layouts, as JSON data, each on the mesh that is best for it; layouts that cannot be planned
-        are left out.
+        """Rows of the known layouts, as JSON data, each on the mesh that is best for it.
+
+        Left out are layouts that cannot be planned, schemes for dims that the model lacks, and layouts with the same mesh and costs
+        as an earlier row. Without a topology they are for as many devices as the first draft has.
 
         Args:
           where: a draft with the topology, the lowering and the sizes.

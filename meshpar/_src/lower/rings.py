@@ -11,7 +11,7 @@ from meshpar_kernels.collective_matmul import dots_scatter, gather_dots
 
 from ..plan.steps import GatherRing, Reduce, ReduceRing, Reshard, Shard
 from ..program.ir import Op, Value
-from ..rules.contract import dot_of
+from ..rules.matmul_conv import dot_of
 from ..rules.spmd import Grid
 
 

@@ -40,7 +40,7 @@ from ..plan.steps import (
     topological_order,
 )
 from ..program.ir import Frame, Op, Program, Value
-from ..rules.contract import dot_of
+from ..rules.matmul_conv import dot_of
 from .dependencies import leading_to_matmuls
 
 MODES = ("auto", "xla", "ring", "pallas", "off")

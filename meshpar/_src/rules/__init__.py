@@ -1,18 +1,18 @@
 """One entry per primitive: factor rule, local form and traits, in a module per family of primitives."""
 
 from . import (
-    contract,
     control_flow,
+    cumulative,
     elementwise,
     host,
     index,
     kernel,
     linalg,
     mapped,
+    matmul_conv,
     random,
     rearrange,
     reduce,
-    scan_like,
     shape,
     sort,
     window,

@@ -68,7 +68,8 @@ class OpRule:
     Attributes:
       ins, outs: for every operand and result, the factors of every dim.
       sizes, kinds: of every factor.
-      strong: the op only moves its data, so that dims with a common factor are one dim of the program (transpose, reshape).
+      strong: a dim of the result is the same dim of the operand (transpose, reshape, cumulative sums), so that dims with a common
+        factor are one dim of the program.
       name_links: factors of different sizes that may share a name (a slice and the array that it is taken from).
       known: False: the op has no rule, and its operands are all-gathered.
       sharded_like: (leader, follower) pairs: the follower is split as the leader is (input and output rows of a convolution).

@@ -13,7 +13,7 @@ from interpreters import race_detection
 import meshpar as mp
 import meshpar_kernels
 from meshpar._src.layers.moe import ROUTERS, moe
-from meshpar._src.layers.moe.exchange import ExchangeSizes, choose_exchange
+from meshpar._src.layers.moe.exchange_choice import ExchangeSizes, choose_exchange
 from meshpar._src.layers.moe.experts import _works, run_experts
 from meshpar._src.program.kernels import ShardCounts
 from meshpar.errors import MeshparError

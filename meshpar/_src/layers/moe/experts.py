@@ -22,7 +22,7 @@ from meshpar_kernels.grouped_matmul.reference import activate
 from ...compat.jax import default_promotion
 from ...program.declare import kernel_rule
 from ...program.kernels import KernelSend, KernelWork, ShardCounts
-from .exchange import KERNELS, Exchange, ExchangeSizes, choose_exchange
+from .exchange_choice import KERNELS, Exchange, ExchangeSizes, choose_exchange
 
 
 def run_experts(

@@ -16,7 +16,7 @@ from meshpar_kernels.grouped_matmul.reference import ACTIVATIONS, activate
 from ....errors import MeshparError
 from ...compat.jax import default_promotion
 from ...dims import did_you_mean
-from .exchange import KERNELS
+from .exchange_choice import KERNELS
 from .experts import run_experts
 from .router_parts import Routing, capacity_of
 from .routers import ROUTED_BY_KERNELS, ROUTERS
@@ -81,7 +81,7 @@ def moe(
       shared: ``gate``, ``up``, ``down`` of an expert for all tokens: [H, M] and [M, H].
       activation: "silu" (with ``gate``: SwiGLU), "gelu", "relu".
       strategy: "a2a", "ring", "dense", or None for the one that sends the fewest bytes
-        (:data:`layers.moe.exchange.STRATEGIES`), for layouts that split tokens and experts over the same axis.
+        (:data:`layers.moe.exchange_choice.STRATEGIES`), for layouts that split tokens and experts over the same axis.
       slack: size of the exchange's buffers, relative to a balanced load; at least 1. No result depends on it.
       implementation: of the grouped matmuls, as in ``meshpar_kernels.grouped_matmul``. With "pallas", "pallas_tpu" and
         "pallas_gpu", kernels also route (with "top_k", "switch" and "deepseek_v3"), copy rows and sum them.

@@ -31,7 +31,7 @@ from meshpar_kernels import route
 from ....errors import MeshparError
 from ...compat.jax import default_promotion
 from ...program.declare import kernel_rule
-from .exchange import KERNELS
+from .exchange_choice import KERNELS
 from .router_parts import (
     Routing,
     balance_loss,

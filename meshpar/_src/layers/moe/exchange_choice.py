@@ -151,7 +151,8 @@ class Strategy(NamedTuple):
 
     Attributes:
       buffer: (rows, rows of the worst load) of a buffer.
-      cost: elements that a device sends in one direction, divided by A - 1.
+      cost: half of the elements that a device sends for an exchange and its return, divided by A - 1; dtypes and further rounds
+        do not count.
       moves_tokens: tokens are sent to other devices.
     """
 
@@ -193,7 +194,8 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def choose_exchange(problem: ExchangeSizes, strategy: str | None = None) -> Exchange:
-    """The :class:`Exchange` by the named strategy; without a name, by the one with the lowest :attr:`Strategy.cost`.
+    """The :class:`Exchange` by the named strategy; without a name, by the one with the lowest :attr:`Strategy.cost`
+    (of equal ones, the first in :data:`STRATEGIES`).
 
     Raises:
       MeshparError: an unknown strategy, or "dense" where the order of the mesh axes does not allow it.

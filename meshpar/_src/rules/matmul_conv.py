@@ -120,9 +120,8 @@ def conv_general_dilated(eqn, ins, outs) -> OpRule:
     contracted.
 
     A spatial dim with a window of 1 (and no stride, padding or dilation) passes through. Along other spatial dims devices exchange
-    halos: the elements outside their shard that their windows read. In the gradient of a kernel, the cotangent is the window, and
-      is
-    contracted: each device slides its shard of it over its window of the input, and the result is partial.
+    halos: the elements outside their shard that their windows read. In the gradient of a kernel, the cotangent is the window and
+    is contracted: each device slides its shard of it over its window of the input, and the result is partial.
     """
     p = eqn.params
     dn = p["dimension_numbers"]

@@ -1,4 +1,8 @@
-"""Exchanges by kernels that copy rows directly to their final rows at the receiver, as differentiable functions."""
+"""Row exchanges by the TPU and GPU kernels, with gradients.
+
+The kernels copy *units* (one row, or a tile of 8 or 16 rows) of runs (:mod:`meshpar_kernels.dispatch.runs`) to their final place at
+the receiver. The gradient is sent back along the reverse runs.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ class _How(NamedTuple):
       axes, sizes: mesh axes of the group, and their sizes.
       rows: of a unit.
       sends, receives: units of the operand and of the result.
-      keeps: whether the result begins as a given array.
+      keeps: units that no device sends are those of a given array; else they are undefined.
     """
 
     op: str
@@ -82,12 +86,12 @@ def _backward(how: _How, saved: tuple[Runs, Runs, jax.Array | None], grad: jax.A
     twice (`twice`), the gradient of its operand is NaN.
     """
     runs, back, twice = saved
-    nothing = None
+    unsent = None
     if how.keeps:
-        nothing = jnp.zeros((how.sends, *grad.shape[1:]), grad.dtype)
-        nothing = nothing if twice is None else jnp.where(twice, jnp.full_like(nothing, jnp.nan), nothing)
-        nothing, grad = _compat.same_varying(nothing, grad)
-    returned: Any = _move(how._replace(sends=how.receives, receives=how.sends), grad, nothing, back, runs, None)
+        unsent = jnp.zeros((how.sends, *grad.shape[1:]), grad.dtype)
+        unsent = unsent if twice is None else jnp.where(twice, jnp.full_like(unsent, jnp.nan), unsent)
+        unsent, grad = _compat.same_varying(unsent, grad)
+    returned: Any = _move(how._replace(sends=how.receives, receives=how.sends), grad, unsent, back, runs, None)
     if how.keeps:
         come = covered(runs.recv_start, runs.recv_size, how.receives)[:, None, None]
         return returned, jnp.where(come, 0, grad), None, None, None
