@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import meshpar as mp
-from meshpar._src.entry.cli import COMMANDS, _first_sentence, _parser
+from meshpar._src.entry.cli import GROUPS, _first_sentence, _parser
 from meshpar._src.entry.target import load_target
 from meshpar._src.hardware.chips import CHIPS, Chip
 from meshpar._src.plan_api import Plan
@@ -96,7 +96,7 @@ def commands() -> str:
     """The commands in groups, with links to their pages."""
     parser = _parser()
     parts = []
-    for group, names in COMMANDS.items():
+    for group, names in GROUPS.items():
         rows = [
             [f"[`meshpar {name}`](cli-{name}.md)", _first_sentence(parser.commands[name].description or "")]
             for name in names

@@ -9,6 +9,7 @@ import pytest
 
 import meshpar as mp
 from meshpar._src.plan.collectives import Collective
+from meshpar._src.verify.aot import Memory
 from meshpar._src.verify.hlo import HloCollective
 from plan_vs_compiler import (
     Difference,
@@ -116,7 +117,7 @@ def test_what_a_ring_leaves_runs_over_the_other_torus_dimensions():
 
 
 def test_figures_need_a_plan():
-    memory = mp.verify.aot.Memory(1, 0, 0, 0, 1, 0)
+    memory = Memory(1, 0, 0, 0, 1, 0)
     by_hand = mp.types.Compiled("step", "v5e:4x4", "fast", memory, None, None, None, 0.0, False, None)
     with pytest.raises(ValueError, match="step was compiled without a plan"):
         comparison(by_hand)

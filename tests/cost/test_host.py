@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh
 import meshpar as mp
 from meshpar._src.cost.schedule import schedules
 from meshpar._src.hardware.chips import CHIPS
+from meshpar._src.report import plan_page
 from meshpar._src.units import format_bytes, format_seconds
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -109,7 +110,7 @@ def test_reports_have_the_host():
     assert made.memory.host == size
     text = " ".join(str(made).split())
     assert f"a step copies {format_bytes(size)} to the host ({format_seconds(size / 1.5e10)})" in text
-    page = mp.report.plan_page(made)
+    page = plan_page(made)
     assert "in the host's memory per device" in page
     assert "copies to the host alone" in page
 

@@ -21,8 +21,8 @@ class Variant:
       program: as traced, or rewritten.
       layout: the rules of the request, then those for names of Flax metadata that are axes of the mesh.
       notes: about the form.
-      gather: when loops over microbatches gather weights, as ``PlanRequest.gather``; ``step`` beside pipelines, whose rewrite
-        decides for their own loops.
+      gather: when loops over microbatches gather weights, as ``PlanRequest.gather``; ``step`` for loops that are not
+        pipelines, whose rewrite decides for their own.
       divisible: the same form with the slices rewritten that the mesh does not divide; None: this is such a form, or needs none.
     """
 

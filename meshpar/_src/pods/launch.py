@@ -163,7 +163,7 @@ def _attempt(job: Job, count: int, attempt: int, logs: Path, stop: list[int]) ->
     ``attempt`` counts from 0; ``stop`` has the signals that the launcher has received.
     """
     running = {p: _start(job, count, attempt, p, logs, port) for port in (_free_port(),) for p in range(count)}
-    codes: dict[int, int] = {}  # process → exit code, in the order in which they were seen to end
+    codes: dict[int, int] = {}  # process → exit code, in the order of the ends
     lost: list[int] = []  # killed, and not by this
     kill_at = float("inf")
     asked = killed = False
