@@ -31,21 +31,25 @@ def with_matmuls_added_first(closed: ClosedJaxpr) -> ClosedJaxpr:
     An intermediate sum that another op reads is not reordered, and neither is an ``add`` in the user's function. Each body of a
     loop, branch or call is rewritten by itself. The closed jaxpr itself is returned if nothing changes.
     """
-    results: dict[int, list[Source]] = {}  # id of a rewritten jaxpr → the source of each of its results
+    results: dict[tuple[Any, ...], list[Source]] = {}  # of a jaxpr, by _signature: the source of each of its results
 
     def change(jaxpr: Jaxpr) -> Jaxpr:
         """The jaxpr with reordered additions; adds the sources of its results to ``results``."""
         sources: dict[Any, Source] = {v: i for i, v in enumerate(jaxpr.invars)}
         for eqn in jaxpr.eqns:
             operands = [_source(v, sources) for v in eqn.invars]
-            inner = [results[id(body)] for body in bodies(eqn)]
+            inner = [results[_signature(body)] for body in bodies(eqn)]
             sources.update(zip(eqn.outvars, _sources_of_results(eqn, operands, inner), strict=True))
         matmuls = {v for v, source in sources.items() if source is True}
-        new = with_eqns(jaxpr, _with_reordered_additions(jaxpr, matmuls))
-        results[id(new)] = [_source(v, sources) for v in jaxpr.outvars]
-        return new
+        results[_signature(jaxpr)] = [_source(v, sources) for v in jaxpr.outvars]
+        return with_eqns(jaxpr, _with_reordered_additions(jaxpr, matmuls))
 
     return rewrite(closed, change)
+
+
+def _signature(jaxpr: Jaxpr) -> tuple[Any, ...]:
+    """The variables of a jaxpr's arguments and results, which rewriting keeps; JAX 0.12 copies a jaxpr that becomes a body."""
+    return tuple(None if isinstance(v, Literal) else v for v in (*jaxpr.invars, *jaxpr.outvars))
 
 
 def _source(v: Any, sources: dict[Any, Source]) -> Source:
