@@ -2,7 +2,7 @@
 
 Tasks of `benchmarks/device.py`. Each (step, variant) runs in a process of its own, from the same initial values, so that the
 results of variants can be compared and the peak of the device's memory is that of one program. With one device nothing is sent:
-what is checked is what the lowerings do to a program, the kernels inside whole programs, and the planner's time and memory.
+checked are the effects of the lowerings on a program, the kernels inside whole programs, and the planner's time and memory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Program:
       create: makes the state.
       batch: makes the other argument.
       dims: of both.
-      of_results: what is compared and what one waits for: scalars of (state, results).
+      of_results: the scalars that are compared and waited for: scalars of (state, results).
       others: variant → another step on the same arguments, run by plain `jax.jit`.
     """
 

@@ -5,7 +5,7 @@
 The 26 tables are one array, with the rows of one table after the rows of another. A step differentiates the rows that it
 reads, and adds their gradients to the table: no gradient has the size of the table. Reading and writing at run-time indices
 never gathers the table; each device serves its own rows. Sources: Naumov et al., "Deep Learning Recommendation Model for
-Personalization and Recommendation Systems" (2019); the sizes are those of the MLPerf training benchmark with Criteo's
+Personalization and Recommendation Systems" (2019); the sizes are from the MLPerf training benchmark with Criteo's
 Terabyte data set and at most 40e6 rows in a table.
 """
 

@@ -1,4 +1,4 @@
-"""What depends on JAX versions (0.10.2 to 0.12; no other module does), and what is known of the device that is traced for.
+"""Everything that depends on JAX versions (0.10.2 to 0.12), and the known facts of the device that is traced for.
 
 Other modules import from it the names that differ between versions, or are not public in all of them; the kind, memory and
 cores of the device; and the reasons why a kernel cannot run on it.

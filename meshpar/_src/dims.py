@@ -114,7 +114,7 @@ def near(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> list[str]
 
 
 def check_choice(option: str, value: object, known: Sequence[str | None], nouns: str) -> None:
-    """Raise UnsupportedError if an option has a value that does not exist; ``nouns``: what the known values are."""
+    """Raise UnsupportedError if an option has a value that does not exist; ``nouns``: the plural of the values' name."""
     if value not in known:
         fixes = did_you_mean(str(value), [name for name in known if name is not None], nouns)
         raise UnsupportedError(f"there is no {option} {value!r}", fixes=fixes)

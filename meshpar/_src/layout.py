@@ -434,7 +434,7 @@ def divisibility_error(
     """The error for a named dim that its rule's axes do not divide, with the nearest legal sizes.
 
     Args:
-      optional: what an optional rule does; None: it splits the dim only where it divides.
+      optional: the effect of an optional rule; None: it splits the dim only where it divides.
     """
     parts = math.prod(sizes.get(a, 1) for a in rule.axes)
     axes = " × ".join(f"{a}={sizes.get(a, 1)}" for a in rule.axes)
@@ -519,7 +519,7 @@ def scheme_text(text: str) -> str | None:
 
 
 def characteristic_dims(scheme: Layout) -> set[str]:
-    """The dims of which a program has one if the scheme is for it: those of the first rules, before other axes or the batch.
+    """The dims of which a program has one if the scheme is for it: the dims of the first rules, before other axes or the batch.
 
     ``expert`` and ``experts`` for the schemes of mixtures, ``batch`` for most others.
 

@@ -156,7 +156,7 @@ def mesh(
             f"{', '.join(map(str, idle))}, which would have nothing to run",
             fixes=[
                 "use all of them: write -1 for one size",
-                f"or start fewer processes: {need} devices are those of {len({d.process_index for d in devices[:need]})}",
+                f"or start fewer processes: {need} devices belong to {len({d.process_index for d in devices[:need]})}",
             ],
         )
     if every and need < len(devices) and (devices[0].platform != "cpu" or process_count() > 1):

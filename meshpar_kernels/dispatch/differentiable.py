@@ -34,7 +34,7 @@ class _How(NamedTuple):
       axes, sizes: mesh axes of the group, and their sizes.
       rows: of a unit.
       sends, receives: units of the operand and of the result.
-      keeps: units that no device sends are those of a given array; else they are undefined.
+      keeps: units that no device sends are taken from a given array; else they are undefined.
     """
 
     op: str

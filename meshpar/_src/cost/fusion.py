@@ -40,7 +40,7 @@ In chains of 24 to 192 such ops and their gradients, the TPU compiler (libtpu 0.
 
 
 class Kind(StrEnum):
-    """What a kernel computes."""
+    """The computation of a kernel."""
 
     OP = "op"
     """The op of its step."""
@@ -109,7 +109,7 @@ class Kernel:
     """An op or a resharding on one device; after :func:`fuse`, a kernel if it is the root of a fusion.
 
     Attributes:
-      kind: what it computes.
+      kind: its computation.
       step: the step of the plan; None at the ends of bodies.
       op: the op of the program that the step is for.
       ins, outs: its operands and results, in memory or not; position: index of its step in program order.

@@ -664,7 +664,7 @@ def _show(args: argparse.Namespace, shown: Any, as_json: str | None = None, text
 
     Args:
       as_json: default: its ``to_json()``.
-      text: what is printed in place of the result.
+      text: printed in place of the result.
     """
     if getattr(args, "html", None):
         _save_page(args, shown, args.html)

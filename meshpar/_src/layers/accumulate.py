@@ -28,8 +28,8 @@ def accumulate_gradients(
     ``mp.train.accumulate_gradients(jax.value_and_grad(loss), 8)`` needs the memory for the activations of an eighth of the batch.
     Under a layout the gradients stay partial until the last microbatch (in float32, if the model computes in bfloat16) and are then
     reduced once. Gradients that a loop over layers stacks and that the layout shards (FSDP) are reduce-scattered layer by layer in
-    every microbatch, since no device has room for them unsharded. Other gradients of sharded weights, such as those of an unrolled
-    model, are reduced in every microbatch if the step would otherwise not fit into the memory of the chip, or with
+    every microbatch, since no device has room for them unsharded. Other gradients of sharded weights, such as gradients of an
+    unrolled model, are reduced in every microbatch if the step would otherwise not fit into the memory of the chip, or with
     ``gather="microbatch"`` (:func:`meshpar.jit`).
 
     Arguments may be NNX modules: ``mp.train.accumulate_gradients(nnx.value_and_grad(loss), 8)(model, x)``. Variables other than

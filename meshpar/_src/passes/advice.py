@@ -58,7 +58,7 @@ def with_notes(plan: Plan) -> Plan:
 
 
 def _slice_traffic(plan: Plan) -> str | None:
-    """A note of the weights and activations that each layer receives from other slices; None: there are none.
+    """A note of the weights and activations that each layer receives from other slices; None: no such values.
 
     Slices are meant to exchange gradients only.
     """
@@ -228,4 +228,4 @@ _CHECKS: tuple[tuple[Callable[[Plan], Iterable[str]], type[Warning]], ...] = (
     (_undeclared_state, ReplicatedWarning),
     (_unrolled_layers, ReplicatedWarning),
 )
-"""The checks of plans that are not of an initializer, and what they warn with."""
+"""The checks of plans that are not of an initializer, and their warnings."""

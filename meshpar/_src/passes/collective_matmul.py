@@ -53,7 +53,7 @@ BY_COST = ("auto", "pallas")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Pair:
-    """A collective and the matmuls that it can be computed with as a ring, with what an implementation is chosen by.
+    """A collective and the matmuls that it can be computed with as a ring, with the facts by which an implementation is chosen.
 
     Attributes:
       found: the all-gather and the matmuls that read its result, or the reduce-scatter and the matmuls that it sums.

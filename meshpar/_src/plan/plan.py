@@ -201,7 +201,7 @@ class Plan:
 
     Attributes:
       program: of the plan.
-      request: what it is made for: mesh, layout and options as requested.
+      request: its purpose: mesh, layout and options as requested.
       layout: the rules of ``requested_layout``, then rules for names of Flax metadata that are axes of the mesh.
       torus: axis → the stages of its devices on the torus of a slice.
       chip: of the devices; None: not known (CPUs that were not measured, an abstract mesh without a topology).
@@ -314,7 +314,7 @@ class Plan:
     def uncounted_loops(self) -> tuple[Loop, ...]:
         """The loops that send bytes or have matmuls, and whose number of iterations is not known (``jax.lax.while_loop``).
 
-        Bytes, FLOPs and times of a plan are those of one iteration of each.
+        Bytes, FLOPs and times of a plan count one iteration of each.
         """
         return tuple(
             loop

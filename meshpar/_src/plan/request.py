@@ -1,4 +1,4 @@
-"""What a plan is made for: layout, mesh and options, as one value that the planner and the passes read."""
+"""The request for a plan: layout, mesh and options, as one value that the planner and the passes read."""
 
 from __future__ import annotations
 

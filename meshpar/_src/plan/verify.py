@@ -42,7 +42,7 @@ def _verify_program(program: Program) -> None:
 def _verify_body(body: Body, outside: set[Shard], made: set[Shard], sizes: Mapping[str, int]) -> None:
     """Args:
     outside: shards of outer scopes that the steps may read.
-    made: all shards made so far, to which those of the body are added.
+    made: all shards made so far; the body's are added.
     """
     assert len(set(body.inputs)) == len(body.inputs)
     seen = outside | set(body.inputs)

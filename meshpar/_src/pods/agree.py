@@ -259,7 +259,7 @@ def exchange(name: str, value: Any, combine: Callable[[list[Any]], Any] = list, 
     """``combine`` of one JSON value of every process, computed by process 0; without it, the list. All must call it.
 
     Args:
-      name: what is exchanged, for the error.
+      name: of the exchanged value, for the error.
       stream: exchanges in other threads have streams of their own; within one, all processes make them in the same order.
 
     Raises:

@@ -272,7 +272,7 @@ def _signal(children: Iterable[subprocess.Popen[bytes]], number: int) -> None:
 
 
 def _show_more(log: BinaryIO) -> None:
-    """Copy what was added to a log file since the last call to stdout."""
+    """Copy the lines added to a log file since the last call to stdout."""
     shutil.copyfileobj(log, sys.stdout.buffer)
     sys.stdout.buffer.flush()
 

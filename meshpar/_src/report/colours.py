@@ -61,7 +61,7 @@ class AxisColours:
         return self._coloured(layout, r"(?<=[\s+]){}(?=\s*(?:[+;]|$))")
 
     def _chip(self, text: str, axes: Sequence[str]) -> str:
-        """A label of a page in the colour of the first of some axes; without axes in that of the text."""
+        """A label of a page in the colour of the first of some axes; without axes in the text's."""
         return f'<span class="chip{f" on {self.first(axes)}" if axes else ""}">{escape(text)}</span>'
 
     def _coloured(self, text: str, pattern: str) -> Text:

@@ -67,7 +67,7 @@ LAYERS = (
     "hidden ones (paler) overlap with kernels, as the all-gather of a prefetched weight does. Point at a box, or press the "
     "arrow keys on it, for its line and sizes."
 )
-"""What the sections of a page show."""
+"""The content of the sections of a page."""
 
 
 def page(title: str, body: str) -> str:

@@ -63,7 +63,7 @@ Family = (
     | Literal["broadcast", "transpose", "reshape", "squeeze", "concatenate", "slice", "split"]
     | Literal["dynamic_slice", "update", "gather", "scatter"]
 )
-"""What an op is. Each primitive has at most one family; :class:`Primitive` has properties for unions of families.
+"""The kind of an op. Each primitive has at most one family; :class:`Primitive` has properties for unions of families.
 
 ``add``: adds its operands.
 ``barrier``: an optimization barrier: several operands, each returned unchanged.
@@ -96,7 +96,7 @@ class Primitive:
       name: of the primitive.
       rule: (equation, shapes of operands, shapes of results) → factor rule; None for elementwise ops, control flow and identities.
       local: computes a device's shards of the results; None: there is no local form, and no factor may be split.
-      family: what the op is; None: no family of its own.
+      family: the kind of the op; None: no family of its own.
       elementwise: every operand has the result's shape (factor i is dim i), stretches to it along dims of size 1, or is a scalar.
       partial: the laws by which the op may be applied to partial operands before they are reduced.
       view: an identity, or one that only reorders or regroups dims, and moves no data.

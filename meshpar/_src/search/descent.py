@@ -385,7 +385,7 @@ def _descend_from(
 
     Args:
       visited: costs at which other descents were; this one stops at such a cost, and adds its own.
-      patience: number of plans without a gain after which it ends; default: that of the evaluation.
+      patience: number of plans without a gain after which it ends; default: the evaluation's.
     """
     evaluation.start_descent(at, patience)
     space, own = evaluation.space, set[tuple[float, float]]()

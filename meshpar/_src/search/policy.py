@@ -29,7 +29,7 @@ class SearchPolicy:
       patience_ops: ops of the largest program for which all of ``patience_candidates`` are planned; larger programs, whose
         plans take longer, get proportionally fewer.
       max_stage_counts: numbers of stages of a pipeline whose layouts are planned: those with the smallest lower bounds.
-      stage_plans_fraction: of the plans and of the time, reserved for stages; the search without stages gets what they leave.
+      stage_plans_fraction: of the plans and of the time, reserved for stages; the search without stages gets the rest.
       max_stage_ratio: the search descends from the best layout with stages if it takes at most this many times the best step time.
       stage_patience: such a descent ends after this many plans without a gain; their programs are larger.
       same_row_fraction: rows of the same kind of layout whose step times and peaks differ by at most this are shown as one.

@@ -1,7 +1,7 @@
-"""The result of evaluated candidates: the choice among ties, the Pareto front, compilation of the best, and what is shown.
+"""The result of evaluated candidates: the choice among ties, the Pareto front, compilation of the best, and the rows shown.
 
 A candidate is shown as one with the same cost that is easier to read, and that :func:`meshpar.jit` accepts: without needless rules,
-axes and question marks, its axes named by what they shard. Of each kind of layout one row is shown.
+axes and question marks, its axes named by the dims that they shard. Of each kind of layout one row is shown.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _simplified(candidate: Candidate) -> Candidate:
 
 
 def _scheme_name(name: str, point: Point) -> str:
-    """The name of a candidate: ``"yours"`` for a layout of the user, or that of the scheme whose rules use all axes; else ``""``.
+    """The name of a candidate: ``"yours"`` for a layout of the user, or of the scheme whose rules use all axes; else ``""``.
 
     A scheme does not use all axes if the program lacks a dim of it: without ``seq`` no candidate is context parallel.
     """

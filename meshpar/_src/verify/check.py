@@ -119,7 +119,7 @@ class Report:
                 "rounding: leaves that differ by more than the tolerance, but only by rounding, and their largest difference",
                 f"  {shown}; the largest difference is {largest.rounding:.1e}, of {largest.rounding_path}",
                 "  Each op that these leaves depend on was run on one device with the operands of the sharded run: its result is "
-                "the same, or has an error as small as that of the sharded run, compared with a wider dtype.",
+                "the same, or has an error as small as the sharded run's, compared with a wider dtype.",
                 "  A leaf that is zero up to rounding, as a gradient whose terms cancel, may differ by its largest value or more.",
             ):
                 lines += textwrap.wrap(text, 110, subsequent_indent="  ")

@@ -13,7 +13,7 @@ from .layer import MoEAux, moe_of_weights, weights_of_module
 from .routers import update_bias
 
 _NAMES = {"router": "router_kernel", "noise": "router_noise"}
-"""Names of parameters that differ from those of :func:`weights_of_module`."""
+"""Names of parameters that differ from the names of :func:`weights_of_module`."""
 
 
 class MoE(nn.Module):

@@ -179,7 +179,7 @@ def _masked_stages(loop: LayerLoop, rule: Rule, sizes: Mapping[str, int]) -> Sta
 
 
 def masking_text(program: Program, rule: Rule, sizes: Mapping[str, int]) -> str | None:
-    """What an optional rule for stacked layers does that its axes do not divide; None: these would not be a pipeline.
+    """The effect of an optional rule for stacked layers that its axes do not divide; None: these would not be a pipeline.
 
     For 126 layers over 8 stages it begins with "for a pipeline with 2 masked layers".
     """
