@@ -42,7 +42,7 @@ def compile_one(kernel: str, shape: str, target: str, form: str = "") -> dict[st
     import nvlink_cases
     from jax.experimental import topologies
 
-    config = (ROOT / "meshpar" / "hardware" / "targets" / f"{TARGETS[target]}.txtpb").read_text()
+    config = (ROOT / "meshpar" / "_src" / "hardware" / "targets" / f"{TARGETS[target]}.txtpb").read_text()
     shared = (kernel, shape) in nvlink_cases.names()
     layout = f"1x1x{nvlink_cases.COMPILED_FOR if shared else 1}"
     topology = topologies.get_topology_desc("", platform="cuda", target_config=config, topology=layout)

@@ -80,7 +80,7 @@ print(json.dumps({"calls": compiled.as_text().count("mosaic_gpu")}))
 @pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
 def test_it_compiles_for_8_gpus_and_spills_nothing(gpu, target, what):
     """DeepSeek-V3's rows to 8 devices; over two mesh axes: experts' rows there and back, and the dense exchanges."""
-    config = ROOT / "meshpar" / "hardware" / "targets" / f"{gpu.TARGETS[target]}.txtpb"
+    config = ROOT / "meshpar" / "_src" / "hardware" / "targets" / f"{gpu.TARGETS[target]}.txtpb"
     environment = gpu.compile_environment() | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     command = [sys.executable, "-c", PROGRAM, str(config), what]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)

@@ -144,7 +144,7 @@ print(text.count('"__cudnn$fmhaSoftmax"'), text.count('"__cudnn$fmhaSoftmaxBackw
 @pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
 def test_attention_is_two_calls_of_cudnn_and_holds_no_scores(gpu, target):
     """A causal step of 8192 tokens with shared K/V heads; the calls' own plans are made where there is a GPU."""
-    config = ROOT / "meshpar" / "hardware" / "targets" / f"{gpu.TARGETS[target]}.txtpb"
+    config = ROOT / "meshpar" / "_src" / "hardware" / "targets" / f"{gpu.TARGETS[target]}.txtpb"
     command = [sys.executable, "-c", CUDNN, str(config)]
     env = gpu.compile_environment() | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)

@@ -75,7 +75,7 @@ def test_it_compiles_for_hopper_and_spills_nothing(gpu, shape, dtype, what):
     """The codes' matmul takes as memory the transposed scales of lhs alone."""
     from meshpar_kernels.shapes import MATMULS
 
-    config = ROOT / "meshpar" / "hardware" / "targets" / "h200.txtpb"
+    config = ROOT / "meshpar" / "_src" / "hardware" / "targets" / "h200.txtpb"
     environment = gpu.compile_environment() | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     command = [sys.executable, "-c", PROGRAM, str(config), shape, dtype, what]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
