@@ -72,7 +72,7 @@ def moe(
         "inner": [H, O, I]}``; None for "hash", which needs ``ids=``. Logits are computed in float32.
       experts: ``gate`` and ``up`` [E, H, M] (or ``up`` alone) and ``down`` [E, M, H]; two dims O, I in place of E are one in
         row-major order. Converted to x's dtype.
-      router: a name in :data:`layers.moe.ROUTERS`, or a function with their signature (it may select an expert twice).
+      router: a name in :data:`meshpar.layers.ROUTERS`, or a function with their signature (it may select an expert twice).
       k: experts per token; None: the router's default, which "top_k", "noisy_top_k", "deepseek_v3" and "two_level" lack.
       capacity: None: no drops. A number: an expert takes at most group size · k · capacity / E choices; others are dropped.
         For "expert_choice": the average number of experts per token (2 by default).

@@ -17,7 +17,7 @@ _NAMES = {"router": "router_kernel", "noise": "router_noise"}
 
 
 class MoE(nn.Module):
-    """A mixture of SwiGLU experts; its weights have the names of their dims as logical metadata, as in ``layers.moe.nnx.MoE``.
+    """A mixture of SwiGLU experts; its weights have the names of their dims as logical metadata, as in ``meshpar.layers.nnx.MoE``.
 
     The balancing bias of "deepseek_v3" is ``bias`` in the collection ``moe``; where that is mutable, a call moves it by
     ``bias_rate``.
@@ -53,7 +53,7 @@ class MoE(nn.Module):
     def __call__(
         self, x: jax.Array, mask: jax.Array | None = None, key: jax.Array | None = None
     ) -> tuple[jax.Array, MoEAux]:
-        """([*tokens, embed], losses, load and drops), of x [*tokens, embed]; see ``layers.moe.nnx.MoE``."""
+        """([*tokens, embed], losses, load and drops), of x [*tokens, embed]; see ``meshpar.layers.nnx.MoE``."""
         weights: dict[str, Any] = {}
         bias: Any = None
         for name, w in weights_of_module(x.shape[-1], self.mlp, self.experts, self.router, self.shared).items():
