@@ -106,6 +106,12 @@ def test_a_program_that_meshpar_did_not_make(mesh):
     assert mp.compile(fn.lower(x), effort="full").cached
 
 
+@pytest.mark.parametrize("own", [{"topology": "v5e:2x2"}, {"lowering": "jit"}, {"dims": {"x": "batch"}}])
+def test_a_lowered_program_has_its_own_layout_and_devices(own):
+    with pytest.raises(UnsupportedError, match=f"{next(iter(own))}: a lowered program has its own layout and devices"):
+        mp.compile(jax.jit(lambda x: x + 1), jnp.ones(4), **own)
+
+
 def test_a_program_on_one_device():
     compiled = mp.compile(jax.jit(lambda x: x + 1), jnp.ones(4))
     assert compiled.topology == "cpu:1"

@@ -40,9 +40,11 @@ def _verify_program(program: Program) -> None:
 
 
 def _verify_body(body: Body, outside: set[Shard], made: set[Shard], sizes: Mapping[str, int]) -> None:
-    """Args:
-    outside: shards of outer scopes that the steps may read.
-    made: all shards made so far; the body's are added.
+    """Check that each step of a body reads shards that exist where it runs, and that each shard is made once.
+
+    Args:
+      outside: shards of outer scopes that the steps may read.
+      made: all shards made so far; the body's are added.
     """
     assert len(set(body.inputs)) == len(body.inputs)
     seen = outside | set(body.inputs)
@@ -108,7 +110,7 @@ def _check_reduce(step: Reduce, sizes: Mapping[str, int]) -> None:
 def _check_run(step: Run, _sizes: Mapping[str, int]) -> None:
     op = step.op
     for shard, value in zip(step.operands, op.ins, strict=True):
-        # the shards of a body's operands are of the outer values, what has no data by what it was before it was named
+        # the shard of a body's operand is of the value outside of the body, so shapes and dtypes are compared, not values
         known = None if value is None else (value.shape, value.aval.dtype)
         assert (None if shard is None else (shard.value.shape, shard.value.aval.dtype)) == known, step
     assert [s.value for s in step.results] == op.outs, step
