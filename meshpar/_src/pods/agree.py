@@ -64,19 +64,16 @@ class Sheet:
 
     Attributes:
       fn: the user's function.
-      plan: has its program, mesh and layout.
-      lowering, strict, dims, options: as in :func:`meshpar.jit`; ``options`` are the compiler's.
+      plan: has its program, mesh, layout and options.
+      dims: as in :func:`meshpar.jit`.
       statics: the static arguments.
       agreed: it has been compared.
     """
 
     fn: Callable[..., Any]
     plan: Plan
-    lowering: str
-    strict: bool
     dims: PathDims
     statics: Sequence[Any]
-    options: Mapping[str, Any]
     agreed: bool = False
 
 
@@ -91,7 +88,9 @@ def before_call(sheet: Sheet, leaves: Sequence[Any]) -> None:
     """
     name = getattr(sheet.fn, "__name__", "step")
     CALLS.note(name, _host_values(sheet.plan, leaves))
-    _lose_slice(name)
+    at = variable_number(LOSE, 0)
+    if at and CALLS.each[name] >= at:  # ``meshpar launch --lose``: the end of a slice, rehearsed
+        os.kill(os.getpid(), signal.SIGKILL)
     if sheet.agreed or not connected():
         return
     facts, shared = facts_of(sheet, leaves)
@@ -101,27 +100,19 @@ def before_call(sheet: Sheet, leaves: Sequence[Any]) -> None:
 
 def _agreement(fn: Callable[..., Any], plan: Plan, dims: PathDims, statics: Sequence[Any]) -> Callable[..., None]:
     """The function that runs before each call of a step, with the flat arguments (:data:`BEFORE_CALL`)."""
-    sheet = Sheet(fn, plan, plan.lowering, plan.request.strict, dims, statics, plan.options.values)
-    return functools.partial(before_call, sheet)
+    return functools.partial(before_call, Sheet(fn, plan, dims, statics))
 
 
 BEFORE_CALL.append(_agreement)
 
 
-def _lose_slice(name: str) -> None:
-    """``meshpar launch --lose``: the end of a slice, rehearsed."""
-    at = variable_number(LOSE, 0)
-    if at and CALLS.each[name] >= at:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def _host_values(plan: Plan, leaves: Sequence[Any]) -> dict[str, int]:
     """Path → checksum of every argument that is on the host: of its bytes, or of 1,024 blocks of a large array."""
-    out = {}
-    for held, x in zip(plan.inputs, leaves, strict=True):
-        if isinstance(x, np.ndarray | np.generic | bool | int | float | complex):
-            out[held.path] = zlib.crc32(_bytes(np.asarray(x)))
-    return out
+    return {
+        held.path: zlib.crc32(_bytes(np.asarray(x)))
+        for held, x in zip(plan.inputs, leaves, strict=True)
+        if isinstance(x, np.ndarray | np.generic | bool | int | float | complex)
+    }
 
 
 def _bytes(x: np.ndarray, most: int = 1 << 22) -> bytes:
@@ -150,14 +141,14 @@ def facts_of(sheet: Sheet, leaves: Sequence[Any]) -> tuple[dict[str, _Lines], di
         "versions": lambda: [versions()],
         "settings": settings,
         "function": lambda: [f"{getattr(code, '__module__', '?')}.{getattr(code, '__qualname__', code)}"],
-        "lowering": lambda: [f"{sheet.lowering}, overlap {plan.overlap}, strict {sheet.strict}"],
+        "lowering": lambda: [f"{plan.lowering}, overlap {plan.overlap}, strict {plan.request.strict}"],
         "mesh": lambda: [mesh_text(plan.sizes)],
         "devices": lambda: [f"{devices[0].device_kind}: {', '.join(str(d.id) for d in devices)}"],
         "layout": lambda: [_layout_text(plan.requested_layout)],
         "dims": lambda: [f"{p}: {' '.join(map(str, d))}" for p, d in sheet.dims.items],
         "donated": lambda: [", ".join(inputs[i] for i in sorted(plan.donated))],
         "static arguments": lambda: [_ADDRESS.sub("0x", repr(s)) for s in sheet.statics],
-        "compiler options": lambda: [json.dumps(dict(sheet.options), sort_keys=True, default=str)],
+        "compiler options": lambda: [json.dumps(dict(plan.options.values), sort_keys=True, default=str)],
         "shapes": lambda: [f"{p}: {_shape_text(v.aval)}" for p, v in zip(inputs, plan.program.inputs, strict=True)],
         "program": lambda: program_lines(closed),
         "constants": lambda: [f"constant {k}: {_value_text(c)}" for k, c in enumerate(closed.consts) if not is_global(c)],

@@ -141,7 +141,9 @@ def _sharded(
 
         return of_parts(shape, NamedSharding(mesh, spec_of(path, shape)), part)
 
-    return back({path: placed(path, _narrow(np.asarray(x))) for path, x in leaves.items()})
+    arrays = {path: np.asarray(x) for path, x in leaves.items()}
+    narrow = {path: x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False) for path, x in arrays.items()}
+    return back({path: placed(path, x) for path, x in narrow.items()})
 
 
 def _own_rows(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...], path: str) -> tuple[list[int], int]:
@@ -188,10 +190,6 @@ def _specs(mesh: Mesh, layout: Layout, dims: Any, leaves: Mapping[str, Any]) -> 
         return layout.spec(["..." if d is ... else d for d in named], mesh, shape, path=path)
 
     return spec
-
-
-def _narrow(x: np.ndarray) -> np.ndarray:
-    return x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
 
 
 # -- batches
@@ -341,24 +339,17 @@ class Batches:
           DataPositionError: the order was another one (seed, batch size, or number of rows), or sample rows differ.
         """
         mine = self._order()
-        for name, value in mine.items():
-            if facts.get(name) != value:
-                said = f"{name}={facts.get(name)!r}"
-                raise DataPositionError(
-                    f"the checkpoint's position is in data with {said}, and this has {name}={value!r}",
-                    fixes=[
-                        f"make them with {said}",
-                        "or restore without data=, and begin where you like: data.from_(n)",
-                    ],
-                )
-        if facts["sample"] and self._sample and facts["sample"] != self._sample:
-            raise DataPositionError(
-                f"the checkpoint's position is in other data: it has as many rows, but {SAMPLE_ROWS} sample rows differ",
-                fixes=[
-                    "give it the data of this run",
-                    "or restore without data=, and begin where you like: data.from_(n)",
-                ],
-            )
+        text = fix = ""
+        differing = next((name for name in mine if facts.get(name) != mine[name]), None)
+        if differing is not None:
+            said = f"{differing}={facts.get(differing)!r}"
+            text, fix = f"data with {said}, and this has {differing}={mine[differing]!r}", f"make them with {said}"
+        elif facts["sample"] and self._sample and facts["sample"] != self._sample:
+            text = f"other data: it has as many rows, but {SAMPLE_ROWS} sample rows differ"
+            fix = "give it the data of this run"
+        if text:
+            otherwise = "or restore without data=, and begin where you like: data.from_(n)"
+            raise DataPositionError(f"the checkpoint's position is in {text}", fixes=[fix, otherwise])
         self.position = int(facts["position"])
 
 
