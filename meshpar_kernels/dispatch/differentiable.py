@@ -56,7 +56,10 @@ def _move(
     not_tpu = tpu.unsupported(operand.dtype, operand.shape[-1])
     not_tpu = Unsupported((*not_tpu, *id_reasons(how.axes), *_compat.ici_reasons(how.axes)))
     width, devices = math.prod(operand.shape[1:]) // how.rows, math.prod(how.sizes)
-    by_tpu = lambda operand, output, runs: tpu.send(operand, output, how.receives, runs, how.axes, how.sizes)  # noqa: E731
+
+    def by_tpu(operand: jax.Array, output: jax.Array | None, runs: Runs) -> jax.Array:
+        return tpu.send(operand, output, how.receives, runs, how.axes, how.sizes)
+
     functions = {
         "pallas_tpu": not_tpu or by_tpu,
         "pallas_gpu": gpu.unsupported(operand.dtype, width, devices, how.axes) or functools.partial(_by_gpu, how),

@@ -86,8 +86,8 @@ class CalibrationResult:
         Raises:
           UnsupportedError: another suffix.
         """
-        html = lambda t: page(t._title, t._html())  # noqa: E731
-        save(self, path, {".json": CalibrationResult.to_json, ".html": html, ".txt": plain})
+        writers = {".json": CalibrationResult.to_json, ".html": lambda t: page(t._title, t._html()), ".txt": plain}
+        save(self, path, writers)
 
     @property
     def _title(self) -> str:

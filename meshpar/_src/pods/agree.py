@@ -33,7 +33,7 @@ from ..global_arrays import is_global, is_key
 from ..plan.plan import Plan
 from ..units import mesh_text
 from .data import SAMPLES
-from .digest import digests_of_parts
+from .digest import digests_of_parts, starts_of
 from .watch import CALLS
 
 SHORT = 200
@@ -208,10 +208,10 @@ def _values(paths: Sequence[str], leaves: Sequence[Any]) -> tuple[list[str], dic
             continue
         owners: dict[Any, set[int]] = {}
         for device, index in x.sharding.devices_indices_map(x.shape).items():
-            owners.setdefault(_starts(index), set()).add(device.process_index)
+            owners.setdefault(starts_of(index), set()).add(device.process_index)
         seen = set()
         for shard in x.addressable_shards:
-            starts = _starts(shard.index)
+            starts = starts_of(shard.index)
             if starts in seen or len(owners[starts]) < 2:
                 continue
             seen.add(starts)
@@ -230,10 +230,6 @@ def _values(paths: Sequence[str], leaves: Sequence[Any]) -> tuple[list[str], dic
         ",".join(map(str, group)): functools.cache(functools.partial(lines, sorted(shards, key=lambda p: (p[0], p[2]))))
         for group, shards in shared.items()
     }
-
-
-def _starts(index: tuple[slice, ...]) -> tuple[int, ...]:
-    return tuple(s.start or 0 for s in index)
 
 
 def _numbers(x: np.ndarray) -> str:

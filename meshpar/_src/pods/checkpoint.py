@@ -173,13 +173,9 @@ class Checkpoints:
             found = exchange(f"the digests of checkpoint {n}", digests.totals(), digests.texts, self._stream)
             differing = [path for path in arrays if not found[path]]
             if differing:
-                raise DigestError(
-                    f"the copies of `{differing[0]}` on the devices differ: it is not saved",
-                    path=differing[0],
-                    fixes=[
-                        "mp.check finds a step that computes replicas differently; restart from the checkpoint before"
-                    ],
-                )
+                head = f"the copies of `{differing[0]}` on the devices differ: it is not saved"
+                fix = "mp.check finds a step that computes replicas differently; restart from the checkpoint before"
+                raise DigestError(head, path=differing[0], fixes=[fix])
             dims = {path: {"dims": text} for path, text in self._dims.items() if text}
             facts["leaves"] = {
                 path: {**about, **({"digest": found[path]} if path in found else {}), **dims.get(path, {})}
@@ -204,10 +200,8 @@ class Checkpoints:
             if "already exists" in text and type(error).__name__ == "StepAlreadyExistsError":
                 fixes = ["save later steps, or continue in another folder", "or move that checkpoint elsewhere"]
             elif "new thread at interpreter shutdown" in str(error):  # Python 3.12.0 and 3.12.1, at the end of a script
-                fixes = [
-                    "end the script with close(), or use `with mp.Checkpoints(…)`",
-                    "or use Python 3.12.2 or later",
-                ]
+                closing = "end the script with close(), or use `with mp.Checkpoints(…)`"
+                fixes = [closing, "or use Python 3.12.2 or later"]
             elif re.search("RESOURCE_EXHAUSTED|OUT_OF_RANGE|No space left|File too large", str(error)):
                 fixes = ["free space on the disk, or lower keep=; older checkpoints are complete"]
             raise CheckpointError(f"a checkpoint cannot be written to {self.path}: {text}", fixes=fixes) from error

@@ -152,7 +152,7 @@ def _own_rows(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...], path: str
     axes = axes_of_spec(spec, len(shape))[0]
     parts = math.prod(mesh.shape[a] for a in axes)
     sharding = NamedSharding(mesh, PartitionSpec(axes or None))
-    held = sorted({index[0].start or 0 for index in _indices(sharding, parts)})
+    held = _held(sharding, parts)
     if rows % len(held):
         raise MeshError(
             f"put: `{path}` has {rows} rows in this process, which {len(held)} groups of devices cannot share",
@@ -163,8 +163,10 @@ def _own_rows(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...], path: str
     return [part * each + r for part in held for r in range(each)], each * parts
 
 
-def _indices(sharding: NamedSharding, size: int) -> list[tuple[slice, ...]]:
-    return [index or () for index in sharding.addressable_devices_indices_map((size,)).values()]
+def _held(sharding: NamedSharding, size: int) -> list[int]:
+    """The indices of an array [size] whose elements this process's devices have, in order."""
+    spans = {index[0].indices(size) for index in sharding.addressable_devices_indices_map((size,)).values() if index}
+    return sorted({i for span in spans for i in range(*span)})
 
 
 def _specs(mesh: Mesh, layout: Layout, dims: Any, leaves: Mapping[str, Any]) -> _SpecOf:
@@ -249,8 +251,7 @@ class Batches:
             SAMPLES[f"{', '.join(f'{k}={v}' for k, v in self._order().items())}: {sample or 'not compared'}"] = None
         rows = self.rows_of(n)
         sharding = NamedSharding(self.mesh, self.layout.spec("batch", self.mesh, (self.batch,), path="the batch"))
-        parts = {index[0].indices(self.batch) for index in _indices(sharding, self.batch)}
-        mine = sorted(r for part in parts for r in range(*part))
+        mine = _held(sharding, self.batch)
         wanted = rows[mine]
         read = self._read(np.where(wanted < 0, 0, wanted))
         self.rows_read += int((wanted >= 0).sum())

@@ -53,6 +53,11 @@ def _words(x: Any) -> Any:
     return x.view(f"u{bits // 8}").astype(np.uint32, copy=False)
 
 
+def starts_of(index: tuple[slice, ...]) -> tuple[int, ...]:
+    """Where a shard with this index begins in the global array."""
+    return tuple(s.start or 0 for s in index)
+
+
 def digest_of(x: jax.Array, offsets: Sequence[Any] = ()) -> jax.Array:
     """The digest, uint32 [2], of a shard that begins at these offsets in the global array."""
     if is_key(x):
@@ -112,10 +117,8 @@ def _blocks(x: np.ndarray, first: int, base: int) -> tuple[int, int]:
             parts = [_blocks(x[k : k + rows], first, base + k * odd) for k in range(0, len(x), rows)]
         return sum(p[0] for p in parts), sum(p[1] for p in parts)
     words = _words(x)
-    index, words = (
-        _indices(words.shape, first).reshape(-1),
-        words.reshape(-1),
-    )  # NumPy warns of overflows in arrays without dims
+    index = _indices(words.shape, first).reshape(-1)  # NumPy warns of overflows in arrays without dims
+    words = words.reshape(-1)
     hashed = (_mix(words ^ _mix(index + np.uint32((base + seed) & 0xFFFFFFFF))) for seed in SEEDS)
     high, low = (int(h.sum(dtype=np.uint32)) for h in hashed)
     return high, low
@@ -199,13 +202,10 @@ class Digests:
             copies = x.sharding.num_devices * math.prod(x.sharding.shard_shape(x.shape)) // max(1, x.size)
             offset = 0 if is_global(x) else copies * process_index()  # each process has an array of its own
             self._replicas[path] = copies if is_global(x) else copies * process_count()
+            on = made[path]
             self._shards[path] = [
-                (
-                    offset + shard.replica_id,
-                    tuple(i.start or 0 for i in shard.index),
-                    np.asarray(shard.data) if (on := made[path]) is None else on[shard.device],
-                )
-                for shard in x.addressable_shards
+                (offset + s.replica_id, starts_of(s.index), np.asarray(s.data) if on is None else on[s.device])
+                for s in x.addressable_shards
             ]
 
     def totals(self) -> dict[str, list[int]]:

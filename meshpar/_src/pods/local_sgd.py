@@ -92,12 +92,8 @@ class LocalSgd:
                 fixes=[f"fragments from 1 to {every}"],
             )
         if not 0 < blend <= 1:
-            raise UnsupportedError(
-                f"local_sgd: blend={blend}, which must be above 0 and at most 1",
-                fixes=[
-                    "blend=1.0: replicas continue from the outer parameters; blend=0.5: from the mean of these and their own"
-                ],
-            )
+            fix = "blend=1.0: replicas continue from the outer parameters; blend=0.5: from the mean of these and their own"
+            raise UnsupportedError(f"local_sgd: blend={blend}, which must be above 0 and at most 1", fixes=[fix])
         self.step, self.every, self.tx, self.mesh, self.dims = step, every, outer, mesh, dims
         self.exchange = None if exchange is None else optax.with_extra_args_support(exchange)
         self.fragments, self.blend = fragments, blend

@@ -15,11 +15,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from ..hardware.chips import Chip
 from ..hardware.collective_ops import CollectiveOp, collective_volume
@@ -64,13 +61,12 @@ class Exposed:
 
     def add(self, other: Exposed, times: float) -> None:
         """Add the times of a computation that runs ``times`` times."""
-        self.seconds += other.seconds * times
+        for kind, seconds in other.by_kind.items():
+            self.add_exposed(kind, seconds * times)
         self.sent += other.sent * times
         self.compute += other.compute * times
         self.matmul_cycles += other.matmul_cycles * times
         self.in_loops += other.in_loops * times
-        for kind, n in other.by_kind.items():
-            self.by_kind[kind] = self.by_kind.get(kind, 0.0) + n * times
 
 
 def exposed(text: str, chip: Chip, places: Places, *, unknown: int = 1) -> Exposed:
@@ -210,7 +206,7 @@ class _Timeline:
     def role(self, i: Instruction, scope: Scope) -> tuple[str, list[HloCollective]]:
         """(``start``, ``done`` or "", and the collectives that the instruction starts)."""
         if i.opcode.endswith("-done"):
-            return ("done" if not i.opcode.startswith(("copy", "slice", "recv", "send", "dynamic")) else ""), []
+            return ("" if i.opcode.startswith(("copy", "slice", "recv", "send", "dynamic")) else "done"), []
         if i.opcode == "fusion":
             if i.name.startswith("async-collective-done"):
                 return "done", []
@@ -272,8 +268,3 @@ def _start_of(i: Instruction, scope: Scope, in_flight: set[str]) -> str:
         if source is not None and source.opcode in ("get-tuple-element", "bitcast", "tuple", "fusion", "async-update"):
             todo += source.operands
     return i.name.replace("-done", "-start", 1)
-
-
-def places_of(devices: Sequence[Any]) -> Places:
-    """The torus positions of a program's devices, in the order of the partitions."""
-    return Places.of(np.asarray(devices, object))
