@@ -98,12 +98,7 @@ def before_call(sheet: Sheet, leaves: Sequence[Any]) -> None:
     sheet.agreed = True
 
 
-def _agreement(fn: Callable[..., Any], plan: Plan, dims: PathDims, statics: Sequence[Any]) -> Callable[..., None]:
-    """The function that runs before each call of a step, with the flat arguments (:data:`BEFORE_CALL`)."""
-    return functools.partial(before_call, Sheet(fn, plan, dims, statics))
-
-
-BEFORE_CALL.append(_agreement)
+BEFORE_CALL.append(lambda *step: functools.partial(before_call, Sheet(*step)))
 
 
 def _host_values(plan: Plan, leaves: Sequence[Any]) -> dict[str, int]:
@@ -278,7 +273,10 @@ def agree(name: str, facts: Mapping[str, _Lines], shared: Mapping[str, _Lines] |
     """
     made = {f: "\n".join(lines()) for f, lines in facts.items()}
     groups = {g: "\n".join(lines()) for g, lines in (shared or {}).items()}
-    said = {"facts": {f: _brief(x) for f, x in made.items()}, "shared": {g: _hash(x) for g, x in groups.items()}}
+    said = {
+        "facts": {f: x if len(x) <= SHORT else f"#{_hash(x)}" for f, x in made.items()},
+        "shared": {g: _hash(x) for g, x in groups.items()},
+    }
     verdict = exchange(f"agree on `{name}`", said, _difference)
     if not verdict:
         return
@@ -293,10 +291,6 @@ def agree(name: str, facts: Mapping[str, _Lines], shared: Mapping[str, _Lines] |
     error = AgreementError("\n".join([head, *rows]), fixes=[*_FIXES.get(field, _ANY_FIX)])
     error.process, error.field, error.values = asked[1], field, values
     raise error
-
-
-def _brief(text: str) -> str:
-    return text if len(text) <= SHORT else f"#{_hash(text)}"
 
 
 def _hash(text: str) -> str:

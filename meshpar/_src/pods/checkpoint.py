@@ -608,10 +608,6 @@ def _json(x: Any, where: str) -> Any:
     return x
 
 
-def _dtype_of(x: Any) -> str:
-    return str(x.dtype) if hasattr(x, "dtype") else type(x).__name__
-
-
 def _array_dtype(dtype: str) -> str:
     """The dtype of an array of this dtype or Python type."""
     return str(jnp.result_type(PYTHON[dtype])) if dtype in PYTHON and dtype not in ("str", "bool") else dtype
@@ -735,7 +731,7 @@ def _compare(path: str, step: int, wanted: Mapping[str, Any], saved: Mapping[str
         )  # fmt: skip
     for p, x in wanted.items():
         shape, dtype = saved[p]["shape"], saved[p]["dtype"]
-        mine = _dtype_of(x)
+        mine = str(x.dtype) if hasattr(x, "dtype") else type(x).__name__
         if list(np.shape(x)) != shape or (mine != dtype and _array_dtype(mine) != _array_dtype(dtype)):
             dims = saved[p].get("dims")
             raise CheckpointError(

@@ -198,7 +198,8 @@ class _Timeline:
             if cycles:
                 network.advance(cycles / self.chip.compiler.clock_hz)
                 out.compute += cycles / self.chip.compiler.clock_hz
-                out.matmul_cycles += cycles * self.has_matmul(i)
+                has_matmul = i.opcode in _MATMULS or any(x.opcode in _MATMULS for x in self.instructions(i))
+                out.matmul_cycles += cycles * has_matmul
         for transfer in in_flight.values():
             wait(transfer)
         return out
@@ -230,9 +231,6 @@ class _Timeline:
         called = self.module.computations.get(i.called or "")
         own = list(called) if called else []
         return own + [x for inner in own if inner.opcode == "fusion" for x in self.instructions(inner)]
-
-    def has_matmul(self, i: Instruction) -> bool:
-        return i.opcode in _MATMULS or any(x.opcode in _MATMULS for x in self.instructions(i))
 
     def inner(self, i: Instruction, scope: Scope) -> Exposed:
         """The times of a loop with its trip count, of the longest branch of a conditional, or of a call."""
