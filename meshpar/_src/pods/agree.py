@@ -156,9 +156,8 @@ def facts_of(sheet: Sheet, leaves: Sequence[Any]) -> tuple[dict[str, _Lines], di
 def versions() -> str:
     packages = ("meshpar", "jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
     python = ".".join(map(str, sys.version_info[:2]))
-    return ", ".join(
-        [f"python {python}", *(f"{name} {installed_version(name) or '(not installed)'}" for name in packages)]
-    )
+    found = [f"{name} {installed_version(name) or '(not installed)'}" for name in packages]
+    return ", ".join([f"python {python}", *found])
 
 
 def settings() -> list[str]:

@@ -373,9 +373,8 @@ class Checkpoints:
         # orbax has every replica write a part of an array, for which it compiles a slice of each shape while the step
         # waits: worth it for large ones
         arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=SLICED)
-        kinds = ocp.type_handlers.create_type_handler_registry(
-            (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
-        )
+        numpy = ocp.type_handlers.NumpyHandler()
+        kinds = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays), (np.ndarray, numpy))
         handlers = {STATE: ocp.PyTreeCheckpointHandler(type_handler_registry=kinds), FACTS: late_json_handler()}
         self._manager = ocp.CheckpointManager(self.path, options=options, item_handlers=handlers)
 
@@ -805,9 +804,8 @@ def read_leaves(
         literal_folders()
     names = stored_names(facts["leaves"])
     on_host = ocp.RestoreArgs(restore_type=np.ndarray)
-    kinds = {
-        names[p]: on_host if x is None else ocp.checkpoint_utils.construct_restore_args(x) for p, x in targets.items()
-    }
+    of = ocp.checkpoint_utils.construct_restore_args
+    kinds = {names[p]: on_host if x is None else of(x) for p, x in targets.items()}
     tree = unflatten_dict({names[p]: 0 if x is None else x for p, x in targets.items()})
     args = ocp.args.PyTreeRestore(item=tree, restore_args=unflatten_dict(kinds), partial_restore=True)
     found = flatten_dict(ocp.PyTreeCheckpointHandler().restore(_folder(path) / str(step) / STATE, args=args))

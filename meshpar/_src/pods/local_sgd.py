@@ -267,6 +267,7 @@ class LocalSgd:
         if not isinstance(x, jax.Array):
             return np.reshape(x, shape)
         spec = self.layout.spec(f"{REPLICA} {self._batch_dims(name)}", self.mesh, shape, path=name)
+        # not a function that is made here: each would be compiled again
         return jax.jit(jnp.reshape, static_argnums=1, out_shardings=NamedSharding(self.mesh, spec))(x, shape)
 
     def _batch_dims(self, name: str) -> str:
