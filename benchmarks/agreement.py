@@ -42,8 +42,8 @@ from rich.console import Console
 from tables import Table
 
 import meshpar as mp
-from meshpar._src.hardware.topology import chip_of, parse_topology
-from meshpar._src.verify.exposed import exposed, places_of
+from meshpar._src.hardware.topology import Places, chip_of, parse_topology
+from meshpar._src.verify.exposed import exposed
 from plan_vs_compiler import Difference, by_kind, comparison, differences, kernel_seconds
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -277,7 +277,7 @@ def compared(t: Triple, lowering: Any, effort: Any) -> Row:
     row.compile_seconds = c.compile_seconds
     chip = chip_of(t.topology)
     if effort == "full" and chip is not None and chip.compiler.clock_hz:
-        final = exposed(c.as_text(), chip, places_of(list(c.mesh.devices.flat)), unknown=0)
+        final = exposed(c.as_text(), chip, Places.of(c.mesh.devices.reshape(-1)), unknown=0)
         row.compiled_kernels, row.compiled_step, row.compiled_exposed = final.compute, final.schedule, final.by_kind
     return row
 

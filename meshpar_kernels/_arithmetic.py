@@ -1,4 +1,4 @@
-"""Matmuls, row sums and cotangents that several ops have in common."""
+"""Matmuls, row sums, cotangents and cost estimates that several ops have in common."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 
 
 def precision(dtype: Any) -> lax.Precision:
@@ -19,6 +20,11 @@ def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     """a · b contracted over dims (contract[0], contract[1]), accumulated and returned in float32."""
     dims = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision(a.dtype), preferred_element_type=jnp.float32)
+
+
+def cost(flops: float, nbytes: float, *, transcendentals: float = 0, remote: float = 0) -> pl.CostEstimate:
+    """The cost estimate of a kernel that reads and writes `nbytes`, and sends `remote` bytes to other devices."""
+    return pl.CostEstimate(int(flops), int(transcendentals), int(nbytes), int(remote))
 
 
 def no_tangent(x: Any) -> np.ndarray | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,20 +29,9 @@ class WrongValueError(Exception):
     """The kernel computes wrong values with the analytic choice: no measurement of this device may be stored."""
 
 
-class Bench(Protocol):
-    """One matmul on one device."""
-
-    def error(self, config: Config) -> float:
-        """Largest difference from the reference over its largest value; raises the compiler's exceptions."""
-        ...
-
-    def seconds(self, config: Config) -> Sequence[float]:
-        """Times of one call, one or several."""
-        ...
-
-    def close(self) -> None:
-        """Free the resources of the measurement; called once."""
-        ...
+Bench = Callable[[Config], tuple[float, Sequence[float]]]
+"""Measures one matmul on one device with a configuration: its largest difference from the reference over the reference's largest
+value, and the seconds of one or several calls; none where the values are wrong. It raises the compiler's exceptions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,13 +75,13 @@ def tune(
     wrong: dict[Config, float] = {}
     for i, config in enumerate(choices):
         try:
-            error = bench.error(config)
-            if not error <= limit:
-                if i == 0:
-                    raise WrongValueError(f"with {config} the result is wrong by {error:.2g} of its largest value")
-                wrong[config] = error
+            error, seconds = bench(config)
+            if error <= limit:
+                medians[config] = statistics.median(seconds)
+            elif i == 0:
+                raise WrongValueError(f"with {config} the result is wrong by {error:.2g} of its largest value")
             else:
-                medians[config] = statistics.median(bench.seconds(config))
+                wrong[config] = error
         except WrongValueError:
             raise
         except Exception as problem:  # a compiler's exception; each compiler has types of its own
@@ -163,7 +153,7 @@ class DeviceBench:
 
     def __init__(self, matmul: MatmulKey, dtype: Any):
         """Create the operands, and compute the reference result."""
-        self.matmul = matmul
+        self.matmul, self.dtype = matmul, dtype
         p, rng = matmul, np.random.default_rng(0)
         weights = (p.groups, p.n, p.k) if p.transposed else (p.groups, p.k, p.n)
         shapes = [(p.rows, p.k), *([(p.rows, p.n)] if p.transposes else [weights] * p.matrices)]
@@ -171,7 +161,6 @@ class DeviceBench:
         self.operands = [jax.random.normal(key, s, jnp.dtype(dtype)) for key, s in zip(keys, shapes, strict=True)]
         self.sizes = jnp.asarray(rng.multinomial(p.rows, np.full(p.groups, 1 / p.groups)), jnp.int32)
         self.want = np.asarray(jax.jit(self._function(implementation="xla"))(*self.operands), np.float32)
-        self.compiled: dict[Config, Callable[..., jax.Array]] = {}
 
     def _function(self, **how: Any) -> Callable[..., jax.Array]:
         """A function of (lhs, rhs, …) that calls the matmul with these options."""
@@ -188,50 +177,34 @@ class DeviceBench:
 
         return call
 
-    def error(self, config: Config) -> float:
-        """Largest difference from the reference, relative to the reference's largest value; infinite if it is not
-        finite."""
+    def __call__(self, config: Config) -> tuple[float, list[float]]:
+        """As `Bench`; the error is infinite if the result is not finite."""
         function = jax.jit(self._function(implementation="pallas", config=config))
         got = np.asarray(function(*self.operands), np.float32)
-        self.compiled[config] = function
-        delta = float(np.abs(got - self.want).max()) / max(float(np.abs(self.want).max()), 1e-30)
-        return delta if math.isfinite(delta) else math.inf
-
-    def seconds(self, config: Config) -> list[float]:
-        return [device_seconds(self.compiled[config], self.operands)[0]]
-
-    def close(self) -> None:
-        self.compiled.clear()
+        error = float(np.abs(got - self.want).max()) / max(float(np.abs(self.want).max()), 1e-30)
+        right = error <= limit_of(self.dtype)
+        return (
+            error if math.isfinite(error) else math.inf,
+            [device_seconds(function, self.operands)[0]] if right else [],
+        )
 
 
-class IsolatedBench:
+@contextlib.contextmanager
+def isolated_bench(matmul: MatmulKey, dtype: Any, *, limit: float = 120) -> Iterator[Bench]:
     """`DeviceBench` in a worker process: a configuration that crashes the process or hangs is refused, and costs itself alone.
 
     Args:
-      limit: seconds for the check, and for the timing, of one configuration.
+      limit: seconds for one configuration. The bench raises WorkerError if it was refused, failed, crashed the process, or took
+        longer.
     """
+    fields = {"matmul": dataclasses.asdict(matmul), "dtype": jnp.dtype(dtype).name}
+    with Worker(f"{__name__}:measure") as worker:
 
-    def __init__(self, matmul: MatmulKey, dtype: Any, *, limit: float = 120):
-        self.limit = limit
-        self._fields = {"matmul": dataclasses.asdict(matmul), "dtype": jnp.dtype(dtype).name}
-        self._worker = Worker(f"{__name__}:measure")
-        self._seconds: dict[Config, list[float]] = {}
+        def bench(config: Config) -> tuple[float, list[float]]:
+            reply = worker.call({**fields, "config": vars(config)}, limit)
+            return reply["error"], reply["seconds"]
 
-    def error(self, config: Config) -> float:
-        """As `Bench.error`.
-
-        Raises:
-          WorkerError: the configuration was refused, failed, crashed the process, or took longer than the limit.
-        """
-        reply = self._worker.call({**self._fields, "config": vars(config)}, self.limit)
-        self._seconds[config] = reply["seconds"]
-        return reply["error"]
-
-    def seconds(self, config: Config) -> list[float]:
-        return self._seconds[config]
-
-    def close(self) -> None:
-        self._worker.close()
+        yield bench
 
 
 @functools.lru_cache(maxsize=1)
@@ -241,11 +214,8 @@ def _bench(dtype: str, **matmul: Any) -> DeviceBench:
 
 def measure(matmul: dict[str, Any], dtype: str, config: dict[str, Any]) -> dict[str, Any]:
     """Error of one configuration, and its seconds where the error is within `limit_of`; called in a worker process."""
-    bench = _bench(dtype, **matmul)
-    chosen = Config(**config)
-    error = bench.error(chosen)
-    right = error <= limit_of(dtype)
-    return {"error": error, "limit": limit_of(dtype), "seconds": list(bench.seconds(chosen)) if right else []}
+    error, seconds = _bench(dtype, **matmul)(Config(**config))
+    return {"error": error, "limit": limit_of(dtype), "seconds": seconds}
 
 
 def platform() -> str:

@@ -15,6 +15,7 @@ status=$?
 
 case $status in
     0) ;;
-    1 | 2) exit "$status" ;;               # the script failed, or its mesh or layout is invalid
-    *) scontrol requeue "$SLURM_JOB_ID" ;; # 75: a process was lost, or all have saved; 137: one was killed
+    # a process was lost, or all have saved; or one was ended by a signal
+    75 | 12[89] | 1[3-9]?) scontrol requeue "$SLURM_JOB_ID" ;;
+    *) exit "$status" ;; # the script failed, or its mesh or layout is invalid
 esac

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from meshpar_kernels import _compat
-from meshpar_kernels._arithmetic import dot
+from meshpar_kernels._arithmetic import cost, dot
 from meshpar_kernels._choose import Unsupported
 from meshpar_kernels.attention.flash import Keys, Queries, Softmax
 
@@ -241,11 +241,8 @@ def _estimate(pairs: int, width: int, q: Queries, k: Keys) -> pl.CostEstimate:
     for a pair."""
     size = q.x.dtype.itemsize
     again = max(1, q.x.shape[1] // _block(q.x.shape[1]))
-    return pl.CostEstimate(
-        flops=2 * pairs * width,
-        transcendentals=pairs,
-        bytes_accessed=size * (q.x.size + (k.k.size + k.v.size) * again) + 4 * q.x.size,
-    )
+    nbytes = size * (q.x.size + (k.k.size + k.v.size) * again) + 4 * q.x.size
+    return cost(2 * pairs * width, nbytes, transcendentals=pairs)
 
 
 # -- backward

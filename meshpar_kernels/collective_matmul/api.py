@@ -81,9 +81,8 @@ def all_gather_matmul(
     _check(op, x, w, axis_name, tile)
     x, w = _compat.same_varying(x, w)
     num_sms = only_num_sms(op, config)
-    return _gather(
-        x, w, _How(_plain(axis_name), implementation, precision, preferred_element_type, None, tile, num_sms)
-    )
+    how = _How(_plain(axis_name), implementation, precision, preferred_element_type, None, tile, num_sms)
+    return _gather(x, w, how)
 
 
 @keywords_in_config("num_sms")
@@ -127,9 +126,8 @@ def matmul_reduce_scatter(
     x, w = _compat.same_varying(x, w)
     wire = None if comm_dtype is None else jnp.dtype(comm_dtype)
     num_sms = only_num_sms(op, config)
-    return _scatter(
-        x, w, _How(_plain(axis_name), implementation, precision, preferred_element_type, wire, tile, num_sms)
-    )
+    how = _How(_plain(axis_name), implementation, precision, preferred_element_type, wire, tile, num_sms)
+    return _scatter(x, w, how)
 
 
 def _plain(axis_name: Axes) -> Axes:
@@ -169,11 +167,8 @@ def _kernels(how: _How, x: jax.Array, w: jax.Array, dot: Dot, *, gathers: bool) 
     not_tpu = tpu.unsupported(x, w, rows, k, n, devices, tile, out, how.axis)
     if wire not in (jnp.float32, jnp.bfloat16):
         not_tpu = Unsupported((*not_tpu, f"comm_dtype is {wire}; the kernel sends float32 or bfloat16"))
-    order: Any = (
-        gpu.gather_order(rows, k, n, devices, x.dtype.itemsize)
-        if gathers
-        else gpu.scatter_order(rows, k, n, devices, x.dtype.itemsize, **dtypes)
-    )
+    order_of: Any = gpu.gather_order if gathers else functools.partial(gpu.scatter_order, **dtypes)
+    order = order_of(rows, k, n, devices, x.dtype.itemsize)
     not_gpu = gpu.unsupported(x, w, how.axis, order, transposed=transposed, num_sms=how.num_sms, **dtypes)
 
     def by_tpu(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -196,10 +191,10 @@ def _gathered(op: str, how: _How, x: jax.Array, others: list[jax.Array], dots: l
         kernels: Implementations = dict.fromkeys(("pallas_tpu", "pallas_gpu"), reasons)
     else:
         kernels = _kernels(how, x, others[0], dots[0], gathers=True)
-    functions: dict[str, Any] = {
-        name: f if isinstance(f, Unsupported) else lambda x, others, f=f: [f(x, others[0])]
-        for name, f in kernels.items()
-    }
+    functions: dict[str, Any] = dict(kernels)
+    for name, f in kernels.items():
+        if not isinstance(f, Unsupported):
+            functions[name] = lambda x, others, f=f: [f(x, others[0])]
     functions["ring"] = lambda x, others: ring.gather_dots(x, others, dots, how.axis, 0, tile=how.tile)
     functions["xla"] = lambda x, others: xla.gather_dots(x, others, dots, how.axis, 0)
     functions["reference"] = lambda x, others: reference.gather_dots(x, others, dots, how.axis, 0)
@@ -233,10 +228,6 @@ def _gather(x: jax.Array, w: jax.Array, how: _How) -> jax.Array:
     return out
 
 
-def _gather_forward(x: jax.Array, w: jax.Array, how: _How) -> tuple[jax.Array, Any]:
-    return _gather(x, w, how), (x, w)
-
-
 def _gather_backward(how: _How, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
     op, (x, w) = "all_gather_matmul", saved
     dx = _scattered(op, how, g, w, _dot(how, (1, 1), dtype=x.dtype))
@@ -244,16 +235,12 @@ def _gather_backward(how: _How, saved: Any, g: jax.Array) -> tuple[jax.Array, ja
     return dx, dw
 
 
-_gather.defvjp(_gather_forward, _gather_backward)
+_gather.defvjp(lambda x, w, how: (_gather(x, w, how), (x, w)), _gather_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _scatter(x: jax.Array, w: jax.Array, how: _How) -> jax.Array:
     return _scattered("matmul_reduce_scatter", how, x, w, _dot(how, (1, 0)))
-
-
-def _scatter_forward(x: jax.Array, w: jax.Array, how: _How) -> tuple[jax.Array, Any]:
-    return _scatter(x, w, how), (x, w)
 
 
 def _scatter_backward(how: _How, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -268,4 +255,4 @@ def _scatter_backward(how: _How, saved: Any, g: jax.Array) -> tuple[jax.Array, j
     return dx, dw
 
 
-_scatter.defvjp(_scatter_forward, _scatter_backward)
+_scatter.defvjp(lambda x, w, how: (_scatter(x, w, how), (x, w)), _scatter_backward)

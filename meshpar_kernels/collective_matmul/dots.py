@@ -32,13 +32,9 @@ class Dot:
 
     def __call__(self, lhs: jax.Array, rhs: jax.Array, dtype: Any = None) -> jax.Array:
         """The `lax.dot_general` of lhs and rhs, with result dtype `dtype` if one is given."""
-        return lax.dot_general(
-            lhs,
-            rhs,
-            self.dimension_numbers,
-            precision=self.precision,
-            preferred_element_type=self.preferred_element_type if dtype is None else dtype,
-        )
+        kind = self.preferred_element_type if dtype is None else dtype
+        numbers = self.dimension_numbers
+        return lax.dot_general(lhs, rhs, numbers, precision=self.precision, preferred_element_type=kind)
 
     def of(self, gathered: jax.Array, other: jax.Array, dtype: Any = None) -> jax.Array:
         """The matmul of the gathered operand and the other one, in the order of `side`."""

@@ -202,7 +202,7 @@ def _scatter_kernel(refs: FusedRefs, *, gpu, arch, order: Order, axis: str, tran
 
     arch.walk(
         gpu, order, num_sms, memory, transposed, _loads(gpu, order, transposed, w, memory, rows_of), store, finish, None
-    )  # fmt: skip
+    )
 
 
 def _launch(

@@ -58,10 +58,8 @@ def gather_dots(
     if devices == 1:
         return [dot.of(x, other) for dot, other in zip(dots, others, strict=True)] + [x] * keep
     me = lax.axis_index(axis_name)
-    accumulators: list[_Blocks | _FullSum] = [
-        _Blocks(dot, x, other, dim, devices) for dot, other in zip(dots, others, strict=True)
-    ]
-    accumulators += [_FullSum(x, dim, devices)] * keep
+    accumulators: list[_Blocks | _FullSum] = [_FullSum(x, dim, devices)] * keep
+    accumulators[:0] = [_Blocks(dot, x, other, dim, devices) for dot, other in zip(dots, others, strict=True)]
     totals = [s.empty() for s in accumulators]
 
     def multiply(totals: list[jax.Array], blocks: list[tuple[jax.Array, Any]]) -> list[jax.Array]:
@@ -217,9 +215,8 @@ def dot_scatter(
     Raises:
       ValueError: the dim does not divide over the devices.
     """
-    return dots_scatter(
-        [(lhs, rhs)], [dot], [dim], axis_name, dim, dot.dtype(lhs, rhs), comm_dtype=comm_dtype, tile=tile
-    )
+    dtype = dot.dtype(lhs, rhs)
+    return dots_scatter([(lhs, rhs)], [dot], [dim], axis_name, dim, dtype, comm_dtype=comm_dtype, tile=tile)
 
 
 def dots_scatter(

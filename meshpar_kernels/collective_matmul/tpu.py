@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from meshpar_kernels import _compat
+from meshpar_kernels._arithmetic import cost
 from meshpar_kernels._choose import Unsupported
 from meshpar_kernels._collective_ids import collective_id
 from meshpar_kernels.collective_matmul.dots import Axes
@@ -116,15 +117,9 @@ def multiply(x_ref, w_ref, acc, transposed: bool, precision: Any) -> None:
 
     def partial_product(row_slice: Any, inner: Any, columns: Any) -> jax.Array:
         """float32 x[row_slice, inner] · w[inner, columns]."""
-        contract = ((1,), (1,)) if transposed else ((1,), (0,))
-        right = w_ref[columns, inner] if transposed else w_ref[inner, columns]
-        return lax.dot_general(
-            x_ref[row_slice, inner],
-            right,
-            (contract, ((), ())),
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
+        contract = (((1,), (1 if transposed else 0,)), ((), ()))
+        left, right = x_ref[row_slice, inner], w_ref[columns, inner] if transposed else w_ref[inner, columns]
+        return lax.dot_general(left, right, contract, precision=precision, preferred_element_type=jnp.float32)
 
     def strip(first_row: Any, height: int) -> None:
         """Compute the rows [first_row, first_row + height) of acc, block of columns by block of columns."""
@@ -186,12 +181,8 @@ def block_at(rank: jax.Array, away: jax.Array, devices: int) -> jax.Array:
 
 def cost_of(rows: int, k: int, n: int, dtype: Any, out_dtype: Any, remote: int) -> pl.CostEstimate:
     """Cost of x [rows, k] · w [k, n] with `remote` bytes sent to other devices."""
-    return pl.CostEstimate(
-        flops=2 * rows * k * n,
-        transcendentals=0,
-        bytes_accessed=dtype.itemsize * (rows * k + k * n) + jnp.dtype(out_dtype).itemsize * rows * n + remote,
-        remote_bytes_transferred=remote,
-    )
+    nbytes = dtype.itemsize * (rows * k + k * n) + jnp.dtype(out_dtype).itemsize * rows * n + remote
+    return cost(2 * rows * k * n, nbytes, remote=remote)
 
 
 def run(

@@ -20,19 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import cdiv
 from jax.experimental.pallas import tpu as pltpu
 
+from meshpar_kernels.collective_matmul import tpu
 from meshpar_kernels.collective_matmul.dots import Axes
 from meshpar_kernels.collective_matmul.schedule import full_hops
-from meshpar_kernels.collective_matmul.tpu import (
-    DOWN,
-    UP,
-    Ring,
-    Tile,
-    block_at,
-    cost_of,
-    multiply,
-    run,
-    weights_spec,
-)
 from meshpar_kernels.collectives.ppermute import axes_and_sizes
 
 
@@ -68,8 +58,8 @@ class Gathering(NamedTuple):
     def row(self, v: jax.Array, rank: jax.Array) -> jax.Array:
         """Row tile of the result."""
         phase, direction, i, _ = self.at(v)
-        away = jnp.where(direction == UP, -phase, phase)
-        return block_at(rank, away, self.devices) * self.tiles + i
+        away = jnp.where(direction == tpu.UP, -phase, phase)
+        return tpu.block_at(rank, away, self.devices) * self.tiles + i
 
 
 class _Messages(NamedTuple):
@@ -84,7 +74,7 @@ class _Messages(NamedTuple):
 
     order: Gathering
     cut: int
-    ring: Ring
+    ring: tpu.Ring
     x_ref: Any
     recv_buffer: Any
     sent_sem: Any
@@ -95,8 +85,8 @@ class _Messages(NamedTuple):
         source = self.x_ref if first else self.recv_buffer.at[direction, 1 - parity]
         target = self.recv_buffer.at[direction, parity]
         if half:
-            part = pl.ds(0, self.cut) if direction == UP else pl.ds(self.cut, self.x_ref.shape[0] - self.cut)
-            source, target = source.at[part], self.recv_buffer.at[UP, parity].at[part]
+            part = pl.ds(0, self.cut) if direction == tpu.UP else pl.ds(self.cut, self.x_ref.shape[0] - self.cut)
+            source, target = source.at[part], self.recv_buffer.at[tpu.UP, parity].at[part]
         return pltpu.make_async_remote_copy(
             source, target, self.sent_sem.at[direction], self.recv_sem.at[direction, parity],
             device_id=self.ring.receiver[direction],
@@ -108,7 +98,7 @@ class _Messages(NamedTuple):
         full = full_hops(self.order.devices)
 
         def both(first: bool, half: bool) -> None:
-            for direction in (UP, DOWN) if not half or self.cut < self.x_ref.shape[0] else (UP,):
+            for direction in (tpu.UP, tpu.DOWN) if not half or self.cut < self.x_ref.shape[0] else (tpu.UP,):
                 act(self.copy(direction, first, half, parity))
 
         for first in (True, False):
@@ -159,7 +149,7 @@ def _gather_kernel(*refs, order: Gathering, axes, sizes, transposed: bool, preci
     saved = rest[:keep]
     tiles, acc, tile_sem, sent_sem, recv_sem, free_slots = rest[keep:]
     v, j = pl.program_id(0), pl.program_id(1)
-    ring = Ring(axes, sizes)
+    ring = tpu.Ring(axes, sizes)
     messages = _Messages(order, cut, ring, x_ref, recv_buffer, sent_sem, recv_sem)
     load = functools.partial(_load, x_ref, recv_buffer, tiles, tile_sem)
     at = phase, _, _, q = order.at(v)
@@ -181,7 +171,7 @@ def _gather_kernel(*refs, order: Gathering, axes, sizes, transposed: bool, preci
 
             @pl.when((phase >= 2) & (phase < order.steps))
             def _():
-                for one in (UP, DOWN):
+                for one in (tpu.UP, tpu.DOWN):
                     pl.semaphore_wait(free_slots.at[one], 1)
 
             messages.each(phase, lambda copy: copy.start())
@@ -195,7 +185,7 @@ def _gather_kernel(*refs, order: Gathering, axes, sizes, transposed: bool, preci
         def _():
             load((phase, *order.at(v + 1)[1:]), 1 - parity, lambda copy: copy.start())
 
-    multiply(tiles.at[parity], w_ref, acc, transposed, precision)
+    tpu.multiply(tiles.at[parity], w_ref, acc, transposed, precision)
     out_ref[...] = acc[...].astype(out_ref.dtype)
 
     @pl.when((q + 1 == order.length(phase)) & (j == pl.num_programs(1) - 1))
@@ -205,12 +195,12 @@ def _gather_kernel(*refs, order: Gathering, axes, sizes, transposed: bool, preci
 
         @pl.when((phase >= 1) & (phase + 1 < order.steps))
         def _():
-            for one in (UP, DOWN):
+            for one in (tpu.UP, tpu.DOWN):
                 ring.release_slot(free_slots, one)
 
 
 def all_gather_matmul(
-    x: jax.Array, w: jax.Array, axis_name: Axes, *, tile: Tile, out_dtype: Any, transposed: bool, precision: Any,
+    x: jax.Array, w: jax.Array, axis_name: Axes, *, tile: tpu.Tile, out_dtype: Any, transposed: bool, precision: Any,
     keep: bool = False,
 ) -> list[jax.Array]:  # fmt: skip
     """x[m, K] of all devices times w[K, n] ([n, K] with `transposed`) → [A·m, n]; with `keep` also the rows, [A·m, K]."""
@@ -227,7 +217,7 @@ def all_gather_matmul(
     def tall(width: int, column: Callable[[Any], Any]) -> pl.BlockSpec:
         return pl.BlockSpec((tile.m, width), lambda v, j, rank: (order.row(v, rank[0]), column(j)))
 
-    out, _, *saved = run(
+    out, _, *saved = tpu.run(
         functools.partial(
             _gather_kernel, order=order, axes=axes, sizes=sizes, transposed=transposed, precision=precision, cut=cut,
             keep=keep,
@@ -237,7 +227,7 @@ def all_gather_matmul(
         w,
         axes,
         grid=(devices * order.tiles, n // tile.n),
-        in_specs=[anywhere, weights_spec(k, tile.n, transposed)],
+        in_specs=[anywhere, tpu.weights_spec(k, tile.n, transposed)],
         out_specs=[tall(tile.n, lambda j: j), anywhere, *[tall(k, lambda j: 0)] * keep],
         scratch=[
             pltpu.VMEM((2, tile.m, k), x.dtype),
@@ -252,6 +242,6 @@ def all_gather_matmul(
             ((2, 2, rows, k), x.dtype),  # the receive buffer, which the caller does not read
             *[((devices * rows, k), x.dtype)] * keep,
         ],
-        cost=cost_of(devices * rows, k, n, x.dtype, out_dtype, (devices - 1) * rows * k * itemsize),
+        cost=tpu.cost_of(devices * rows, k, n, x.dtype, out_dtype, (devices - 1) * rows * k * itemsize),
     )  # fmt: skip
     return [out, *saved]

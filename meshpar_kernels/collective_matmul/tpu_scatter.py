@@ -22,19 +22,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import cdiv
 from jax.experimental.pallas import tpu as pltpu
 
+from meshpar_kernels.collective_matmul import tpu
 from meshpar_kernels.collective_matmul.dots import Axes
 from meshpar_kernels.collective_matmul.schedule import full_hops
-from meshpar_kernels.collective_matmul.tpu import (
-    DOWN,
-    UP,
-    Ring,
-    Tile,
-    block_at,
-    cost_of,
-    multiply,
-    run,
-    weights_spec,
-)
 from meshpar_kernels.collectives.ppermute import axes_and_sizes
 
 
@@ -85,14 +75,14 @@ class Scattering(NamedTuple):
         """Row tile of x."""
         number, direction, i = self.at(v)
         far = full_hops(self.devices) + self.even - number
-        return block_at(rank, jnp.where(direction == UP, far, -far), self.devices) * self.tiles + i
+        return tpu.block_at(rank, jnp.where(direction == tpu.UP, far, -far), self.devices) * self.tiles + i
 
     def receives(self, number: jax.Array, direction: int, i: jax.Array) -> jax.Array:
         """bool: whether partial results arrive in one direction for row tile i of message `number`."""
         some = number >= 1
         if not self.even:
             return some
-        mine = i < self.cut if direction == UP else i >= self.cut
+        mine = i < self.cut if direction == tpu.UP else i >= self.cut
         return some & ((number > 1) | mine)
 
 
@@ -138,7 +128,7 @@ class _Tile(NamedTuple):
     """
 
     refs: ScatterRefs
-    ring: Ring
+    ring: tpu.Ring
     number: Any
     i: Any
     parity: Any
@@ -155,7 +145,7 @@ class _Tile(NamedTuple):
 
     def wait_sent(self, parity: Any) -> None:
         """Block until the last tile of this parity has left."""
-        self._replace(parity=parity).outgoing(UP, 0).wait_send()
+        self._replace(parity=parity).outgoing(tpu.UP, 0).wait_send()
 
     def wait_received(self, channel: int) -> None:
         """Block until all column tiles of the row tile have arrived, each of which was sent on its own."""
@@ -208,7 +198,7 @@ def _scatter_kernel(*refs, order: Scattering, axes, sizes, transposed: bool, pre
     r = ScatterRefs(*refs)
     v, j = pl.program_id(0), pl.program_id(1)
     columns = pl.num_programs(1)
-    ring = Ring(axes, sizes)
+    ring = tpu.Ring(axes, sizes)
     height, width = r.acc.shape
     number, direction, i = order.at(v)
     own = v >= order.own
@@ -220,16 +210,16 @@ def _scatter_kernel(*refs, order: Scattering, axes, sizes, transposed: bool, pre
     def _():
         ring.entry_barrier()
 
-    expected = [order.receives(number, channel, i) & (own | (direction == channel)) for channel in (UP, DOWN)]
-    for channel in (UP, DOWN):
+    expected = [order.receives(number, channel, i) & (own | (direction == channel)) for channel in (tpu.UP, tpu.DOWN)]
+    for channel in (tpu.UP, tpu.DOWN):
 
         @pl.when(expected[channel])
         def _(channel=channel):
             pl.when(j == 0)(lambda: tile.wait_received(channel))
             tile.incoming(channel).start()
 
-    multiply(r.x, r.w, r.acc, transposed, precision)
-    for channel in (UP, DOWN):
+    tpu.multiply(r.x, r.w, r.acc, transposed, precision)
+    for channel in (tpu.UP, tpu.DOWN):
 
         @pl.when(expected[channel])
         def _(channel=channel):
@@ -255,7 +245,7 @@ def _scatter_kernel(*refs, order: Scattering, axes, sizes, transposed: bool, pre
             tile.wait_sent(tile.parity)
 
         r.leaving[tile.parity] = r.acc[...].astype(r.leaving.dtype)
-        for channel in (UP, DOWN):
+        for channel in (tpu.UP, tpu.DOWN):
 
             @pl.when(direction == channel)
             def _(channel=channel):
@@ -263,7 +253,7 @@ def _scatter_kernel(*refs, order: Scattering, axes, sizes, transposed: bool, pre
 
 
 def matmul_reduce_scatter(
-    x: jax.Array, w: jax.Array, axis_name: Axes, *, tile: Tile, out_dtype: Any, comm_dtype: Any, transposed: bool,
+    x: jax.Array, w: jax.Array, axis_name: Axes, *, tile: tpu.Tile, out_dtype: Any, comm_dtype: Any, transposed: bool,
     precision: Any,
 ) -> jax.Array:  # fmt: skip
     """x[M, k] times w[k, N] ([N, k] with `transposed`), summed over all devices → this one's rows, [M/A, N]."""
@@ -279,7 +269,7 @@ def matmul_reduce_scatter(
         return jnp.where(own, v - order.own, 0), jnp.where(own, j, 0)
 
     sent = (devices - 1) * rows * n * jnp.dtype(comm_dtype).itemsize
-    out, _ = run(
+    out, _ = tpu.run(
         functools.partial(
             _scatter_kernel, order=order, axes=axes, sizes=sizes, transposed=transposed, precision=precision
         ),
@@ -290,7 +280,7 @@ def matmul_reduce_scatter(
         grid=(devices * order.tiles, n // tile.n),
         in_specs=[
             pl.BlockSpec((tile.m, k), lambda v, j, rank: (order.row(v, rank[0]), 0)),
-            weights_spec(k, tile.n, transposed),
+            tpu.weights_spec(k, tile.n, transposed),
         ],
         out_specs=[pl.BlockSpec(tile, out_at), pl.BlockSpec(memory_space=pl.ANY)],
         scratch=[
@@ -303,6 +293,6 @@ def matmul_reduce_scatter(
             pltpu.SemaphoreType.REGULAR((2,)),
         ],
         results=[((rows, n), out_dtype), ((2, 2, rows, n), comm_dtype)],  # the second is the receive buffer
-        cost=cost_of(full, k, n, x.dtype, out_dtype, sent),
+        cost=tpu.cost_of(full, k, n, x.dtype, out_dtype, sent),
     )
     return out

@@ -4,6 +4,7 @@ busiest link, and memory traffic of the copies around a `ppermute`."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -129,11 +130,8 @@ def choose(
         raise ValueError(f"choose: none of {', '.join(names)} can run: {refused}")
     least = min(seconds.values())
     simple = list(seconds)
-    if kind == "reduce_scatter" and sum(not a.outer for a in group) > 1 and "native" in seconds:
-        simple = [
-            *(n for n in simple if n != "native"),
-            "native",
-        ]  # compiled to an all-reduce, it has all of V in memory
+    if kind == "reduce_scatter" and sum(not a.outer for a in group) > 1:  # "native" has all of V in memory
+        simple.sort(key=lambda name: name == "native")
     best = next(name for name in simple if seconds[name] <= 1.05 * least)
     others = ", ".join(f"{n} {s * 1e6:.0f}" for n, s in sorted(seconds.items(), key=lambda p: p[1]) if n != best)
     sizes = "×".join(str(a.size) for a in group)
@@ -194,51 +192,40 @@ def _hierarchical(kind: str, volume: float, axes: Sequence[Axis], memory: float)
     return _rounds(kind) * _one_after_the_other(volume, [*outer, *reversed(inner)])
 
 
-def _rings(kind: str, volume: float, axes: Sequence[Axis]) -> float:
-    """Seconds of rings over all axes at once, each with its share of the volume; without copies in memory."""
+def _rings(per_byte: Mapping[str, int], kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
+    """Seconds of rings over all axes at once, each with its share of the volume.
+
+    Args:
+      per_byte: kind → memory traffic, as a multiple of the volume.
+    """
     slot = volume / math.prod(a.size for a in axes) / len(axes)
     total = 0.0
     for load in ring_profile([a.size for a in axes], [a.ring for a in axes]):
         total += max(slots * slot / (axes[d].link * 1e9) for d, slots in load.items())
         total += max(axes[d].latency for d in load)
-    return _rounds(kind) * total
+    return _rounds(kind) * total + per_byte[kind] * volume / memory
 
 
-def _ring(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
-    """Seconds of "ring", with memory traffic of 4 (gather) or 12 (scatter) times V, from compiled schedules of 128 MiB
-    on 16×16 tori (`benchmarks/collectives.py`). Blocks that are no multiple of the number of colours cost more."""
-    per_byte = {"all_gather": 4, "reduce_scatter": 12, "all_reduce": 16}[kind]
-    return _rings(kind, volume, axes) + per_byte * volume / memory
-
-
-def _pallas(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
-    per_byte = {"all_gather": 0, "reduce_scatter": 3, "all_reduce": 3}[kind]
-    return _rings(kind, volume, axes) + per_byte * volume / memory
-
-
-def _everyone(block: float, axes: Sequence[Axis]) -> float:
-    """Seconds in which every device sends `block` bytes to every other device: latency of the farthest route, and
-    traffic of the busiest link."""
+def _small(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
+    """Seconds in which every device sends its array to every other device: latency of the farthest route, and traffic of
+    the busiest link."""
     group = math.prod(a.size for a in axes)
     busiest = 0.0
     for axis in axes:
         n, half = axis.size, axis.size // 2
-        directions = (
-            half * (half + 1) / 2 if axis.ring else half * (n - half)
-        )  # over a link, along one line of the axis
-        busiest = max(busiest, directions * group / n * block / (axis.link * 1e9))
+        # over a link, along one line of the axis
+        directions = half * (half + 1) / 2 if axis.ring else half * (n - half)
+        busiest = max(busiest, directions * group / n * volume / (axis.link * 1e9))
     return sum(a.hops * a.latency for a in axes) + busiest
-
-
-def _small(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
-    return _everyone(volume, axes)
 
 
 _FORMS = {
     "native": _native,
     "staged": _staged,
     "hierarchical": _hierarchical,
-    "ring": _ring,
-    "pallas": _pallas,
+    # from compiled schedules of 128 MiB on 16×16 tori (`benchmarks/collectives.py`); blocks that are no multiple of the
+    # number of colours cost more
+    "ring": functools.partial(_rings, {"all_gather": 4, "reduce_scatter": 12, "all_reduce": 16}),
+    "pallas": functools.partial(_rings, {"all_gather": 0, "reduce_scatter": 3, "all_reduce": 3}),
     "small": _small,
 }

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from meshpar_kernels import _compat
+from meshpar_kernels._arithmetic import cost
 from meshpar_kernels._choose import Unsupported
 from meshpar_kernels._collective_ids import collective_id
 from meshpar_kernels.collectives.ppermute import rank_of, window
@@ -305,11 +306,10 @@ def _call(table: Table, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         compiler_params=pltpu.CompilerParams(
             collective_id=collective_id(name, axes), vmem_limit_bytes=_compat.tpu_vmem_limit()
         ),
-        cost_estimate=pl.CostEstimate(
-            flops=0 if gathers else nbytes // x.dtype.itemsize,
-            transcendentals=0,
-            bytes_accessed=2 * nbytes if gathers else 5 * nbytes,
-            remote_bytes_transferred=nbytes // table.ranks * (table.ranks - 1),
+        cost_estimate=cost(
+            0 if gathers else nbytes // x.dtype.itemsize,
+            2 * nbytes if gathers else 5 * nbytes,
+            remote=nbytes // table.ranks * (table.ranks - 1),
         ),
         name=f"meshpar_{name}",
     )(own_rows, _compat.one_slice(name, axes, x))

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from meshpar_kernels import _compat
+from meshpar_kernels._arithmetic import cost
 from meshpar_kernels._choose import Unsupported
 from meshpar_kernels._collective_ids import collective_id
 from meshpar_kernels.collectives.choose import SMALL_BYTES
@@ -58,9 +59,7 @@ def remote_copies(
         kernel,
         out_shape=out,
         compiler_params=pltpu.CompilerParams(collective_id=collective_id(name, axes)),
-        cost_estimate=pl.CostEstimate(
-            flops=0, transcendentals=0, bytes_accessed=2 * nbytes, remote_bytes_transferred=sent
-        ),
+        cost_estimate=cost(0, 2 * nbytes, remote=sent),
         name=f"meshpar_{name}",
         **options,
     )
@@ -143,12 +142,7 @@ def all_reduce_small(x: jax.Array, axes: tuple[str, ...], sizes: tuple[int, ...]
         compiler_params=pltpu.CompilerParams(
             collective_id=collective_id("all_reduce_small", axes), vmem_limit_bytes=_compat.tpu_vmem_limit()
         ),
-        cost_estimate=pl.CostEstimate(
-            flops=(group - 1) * flat.size,
-            transcendentals=0,
-            bytes_accessed=2 * nbytes,
-            remote_bytes_transferred=(group - 1) * nbytes,
-        ),
+        cost_estimate=cost((group - 1) * flat.size, 2 * nbytes, remote=(group - 1) * nbytes),
         name="meshpar_all_reduce_small",
     )(_compat.one_slice("all_reduce_small", axes, flat))
     return out.reshape(-1)[: x.size].reshape(x.shape)

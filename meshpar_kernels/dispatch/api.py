@@ -179,15 +179,8 @@ def expert_dispatch(
         return spread(x, slots, sources, implementation) if copy else x
 
     if devices == 1:
-        d = _pick(
-            Sorted.of(plan or RoutePlan.of(expert, experts)),
-            expert.shape[1],
-            weight,
-            rows,
-            first,
-            strategy="local",
-            tokens=tokens,
-        )
+        choices = Sorted.of(plan or RoutePlan.of(expert, experts))
+        d = _pick(choices, expert.shape[1], weight, rows, first, strategy="local", tokens=tokens)
         return arranged(x, d.slots, d.sources), d
     assert axis_name is not None
     if strategy == "ring":

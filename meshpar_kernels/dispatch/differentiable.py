@@ -53,15 +53,16 @@ def _move(
 ) -> jax.Array:
     """Send runs of units [sends, a, b] → [receives, a, b]; `back` and `twice`, from `agree`, are for the backward pass."""
     del back, twice
+    not_tpu = tpu.unsupported(operand.dtype, operand.shape[-1])
+    not_tpu = Unsupported((*not_tpu, *id_reasons(how.axes), *_compat.ici_reasons(how.axes)))
+    width, devices = math.prod(operand.shape[1:]) // how.rows, math.prod(how.sizes)
+
+    def by_tpu(operand: jax.Array, output: jax.Array | None, runs: Runs) -> jax.Array:
+        return tpu.send(operand, output, how.receives, runs, how.axes, how.sizes)
+
     functions = {
-        "pallas_tpu": Unsupported(
-            (*tpu.unsupported(operand.dtype, operand.shape[-1]), *id_reasons(how.axes), *_compat.ici_reasons(how.axes))
-        )
-        or (lambda operand, output, runs: tpu.send(operand, output, how.receives, runs, how.axes, how.sizes)),
-        "pallas_gpu": gpu.unsupported(
-            operand.dtype, math.prod(operand.shape[1:]) // how.rows, math.prod(how.sizes), how.axes
-        )
-        or functools.partial(_by_gpu, how),
+        "pallas_tpu": not_tpu or by_tpu,
+        "pallas_gpu": gpu.unsupported(operand.dtype, width, devices, how.axes) or functools.partial(_by_gpu, how),
     }
     return dispatch(how.op, how.implementation, functions, "pallas_tpu", operand, output, runs)
 
@@ -73,10 +74,6 @@ def _by_gpu(how: _How, operand: jax.Array, output: jax.Array | None, runs: Runs)
         return moved
     come = covered(runs.recv_start, runs.recv_size, how.receives)[:, None, None]
     return jnp.where(come, moved, output)
-
-
-def _forward(how: _How, operand: jax.Array, output: jax.Array | None, runs: Runs, back: Runs, twice: jax.Array | None):
-    return _move(how, operand, output, runs, back, twice), (runs, back, twice)
 
 
 def _backward(how: _How, saved: tuple[Runs, Runs, jax.Array | None], grad: jax.Array):
@@ -98,7 +95,7 @@ def _backward(how: _How, saved: tuple[Runs, Runs, jax.Array | None], grad: jax.A
     return returned, None, None, None, None
 
 
-_move.defvjp(_forward, _backward)
+_move.defvjp(lambda how, *args: (_move(how, *args), args[2:]), _backward)
 
 
 def move_rows(

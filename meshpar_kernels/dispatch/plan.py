@@ -84,11 +84,10 @@ def merge(sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
         or -1).
     """
     slots, experts = sizes.shape
-    begins = (
-        jnp.arange(slots, dtype=jnp.int32)[:, None] * rows + jnp.cumsum(sizes, 1) - sizes
-    )  # of the runs, in the order of the slots
+    # the first rows of the runs, in the order of the slots and in the order of the experts
+    begins = jnp.arange(slots, dtype=jnp.int32)[:, None] * rows + jnp.cumsum(sizes, 1) - sizes
     ends = jnp.cumsum(sizes.T.reshape(-1))
-    targets = (ends - sizes.T.reshape(-1)).reshape(experts, slots).T  # of the runs, in the order of experts
+    targets = (ends - sizes.T.reshape(-1)).reshape(experts, slots).T
     row = jnp.arange(slots * rows, dtype=jnp.int32)
 
     def run_of(starts: jax.Array) -> jax.Array:

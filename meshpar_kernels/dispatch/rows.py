@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from meshpar_kernels.dispatch.plan import sparse
-from meshpar_kernels.routing.api import _combine, _permute
+from meshpar_kernels.routing.api import moved
 
 
 def spread(x: jax.Array, slots: jax.Array, sources: jax.Array, implementation: str | None) -> jax.Array:
@@ -16,7 +16,7 @@ def spread(x: jax.Array, slots: jax.Array, sources: jax.Array, implementation: s
     if 0 in x.shape or 0 in slots.shape:
         return jnp.zeros((sources.shape[0], x.shape[1]), x.dtype)
     if not sparse(slots, sources):
-        copied: Any = _permute(implementation, x, None, slots, sources)
+        copied: Any = moved("permute", implementation, x, None, slots, sources)
         return copied
     token = jnp.maximum(sources, 0) // slots.shape[1]
     return jnp.where((sources >= 0)[:, None], x[token], 0)
@@ -29,7 +29,7 @@ def sum_back(
     if 0 in y.shape or 0 in slots.shape:
         return jnp.zeros((slots.shape[0], y.shape[1]), y.dtype)
     if not sparse(slots, sources):
-        summed: Any = _combine(implementation, y, weight, slots, sources)
+        summed: Any = moved("combine", implementation, y, weight, slots, sources)
         return summed
     live = sources >= 0
     rows = jnp.where(live[:, None], y, 0).astype(jnp.float32)
@@ -44,5 +44,5 @@ def choices_to_rows(values: jax.Array, slots: jax.Array, sources: jax.Array) -> 
     """[T, k] → [R]: the value of the choice of each row, 0 for an empty row. The transpose is a gather too."""
     if values.size == 0:
         return jnp.zeros(sources.shape, values.dtype)
-    rows: Any = _permute("reference", values.reshape(-1, 1), None, slots.reshape(-1, 1), sources)
+    rows: Any = moved("permute", "reference", values.reshape(-1, 1), None, slots.reshape(-1, 1), sources)
     return rows[:, 0]

@@ -86,7 +86,7 @@ def _kernel(runs_ref, operand, *rest, axes: tuple[str, ...], sizes: tuple[int, .
         source, target = part(device, ahead, length)
         pltpu.make_async_remote_copy(
             source, target, sent_sem, recv_sem, device_id=coordinates(device, axes, sizes)
-        ).start()  # fmt: skip
+        ).start()
 
     def keep(ahead: Any, length: int) -> None:
         pltpu.make_async_copy(*part(rank, ahead, length), copy_sem).start()

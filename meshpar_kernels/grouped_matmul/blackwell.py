@@ -42,27 +42,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
+from meshpar_kernels.grouped_matmul import gpu_parts as parts
 from meshpar_kernels.grouped_matmul.gpu_launch import launch_matmul, launch_transpose
-from meshpar_kernels.grouped_matmul.gpu_parts import (
-    CLUSTER,
-    Each,
-    Tile,
-    activate,
-    cluster_barrier,
-    cluster_count,
-    copy_rows,
-    each_row_tile,
-    each_tile,
-    index_in_cluster,
-    mask_rows,
-    ring,
-    row_staging,
-    rows_in,
-    smem,
-    staging_columns,
-    transpose_tile,
-    write,
-)
 from meshpar_kernels.grouped_matmul.hopper import drain, drains, load_stages
 from meshpar_kernels.grouped_matmul.problem import MatmulProblem, TransposeProblem
 from meshpar_kernels.grouped_matmul.schedule import Spans
@@ -80,7 +61,7 @@ def acc_slot(acc: Any, used: Any) -> tuple[Any, Any]:
     return slot, acc.at[:, pl.ds(slot * width, width)]
 
 
-def multiply_tiles(gpu, stages, acc, barriers, each: Each, load, matmuls, *, cluster: int = 1, ready: Any = None):
+def multiply_tiles(gpu, stages, acc, barriers, each: parts.Each, load, matmuls, *, cluster: int = 1, ready: Any = None):
     """The loading warp and the multiplying warp: each iterates over all tiles of this block; returns nothing.
 
     The loading warp runs ahead, so operands of the next tile are in flight while a tile is multiplied.
@@ -96,7 +77,7 @@ def multiply_tiles(gpu, stages, acc, barriers, each: Each, load, matmuls, *, clu
     """
     full, empty, done, read = barriers
     loaded = full if ready is None else ready
-    pair, member = _pair(cluster), index_in_cluster(cluster)
+    pair, member = _pair(cluster), parts.index_in_cluster(cluster)
 
     def load_tile(tile, steps, step, _):
         load_stages(gpu, step, steps, stages, full, empty, load(tile))
@@ -111,7 +92,7 @@ def multiply_tiles(gpu, stages, acc, barriers, each: Each, load, matmuls, *, clu
             gpu.barrier_wait(read.at[slot])
 
         def matmul(i, _):
-            stage = ring(stages, step + i)
+            stage = parts.ring(stages, step + i)
             gpu.barrier_wait(loaded.at[stage])
             matmuls(tile, i, stage, total)
             gpu.tcgen05_commit_arrive(empty.at[stage], **pair)
@@ -139,7 +120,9 @@ def multiply_tiles(gpu, stages, acc, barriers, each: Each, load, matmuls, *, clu
         pl.when(multiplies if cluster == 1 else multiplies & (member == 0))(multiply_all)
 
 
-def walk(gpu, tile: Tile, acc, barriers, each: Each, load, matmuls, write_tile, *, ready: Any = None, finish=None):
+def walk(
+    gpu, tile: parts.Tile, acc, barriers, each: parts.Each, load, matmuls, write_tile, *, ready: Any = None, finish=None
+):
     """The loops over this block's tiles, of the warpgroup that loads and multiplies and of the one that writes.
 
     Args:
@@ -183,7 +166,7 @@ def _zeros(gpu, rows: int, width: int, dtype) -> jax.Array:
 def _pair(cluster: int) -> dict[str, str]:
     """Keyword arguments of a matmul that both blocks of a cluster compute together, and of its reports; {} without
     clusters."""
-    return {"collective_axis": CLUSTER} if cluster > 1 else {}
+    return {"collective_axis": parts.CLUSTER} if cluster > 1 else {}
 
 
 def _part(gpu, cluster: int, dim: int) -> dict[str, Any]:
@@ -191,7 +174,7 @@ def _part(gpu, cluster: int, dim: int) -> dict[str, Any]:
     {} without clusters."""
     if cluster == 1:
         return {}
-    return {"collective_axes": CLUSTER, "leader_tracked": gpu.CopyPartition.PARTITIONED(dim)}
+    return {"collective_axes": parts.CLUSTER, "leader_tracked": gpu.CopyPartition.PARTITIONED(dim)}
 
 
 def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, scaled, num_sms):
@@ -213,8 +196,8 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
     rhs, refs = refs[:num_rhs], refs[num_rhs:]
     scale = refs.pop(0) if scaled else None
     out, lhs_smem, rhs_smem, staging, acc, *barriers = refs
-    member = index_in_cluster(tile.cluster)
-    each = each_row_tile(spans, pl.cdiv(n, tile.n), pl.cdiv(k, tile.k), num_sms, tile.cluster)
+    member = parts.index_in_cluster(tile.cluster)
+    each = parts.each_row_tile(spans, pl.cdiv(n, tile.n), pl.cdiv(k, tile.k), num_sms, tile.cluster)
 
     def load(tile_at):
         """The function that starts the copies of K step i of a tile: lhs and each rhs."""
@@ -241,7 +224,9 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
 
     def values_of(row, total, left, width):
         """Columns [left, left + width) of the result of a tile, [m, width], with activation and scale applied."""
-        value = activate([load_columns(gpu, total, half * tile.n + left, width) for half in range(num_rhs)], activation)
+        value = parts.activate(
+            [load_columns(gpu, total, half * tile.n + left, width) for half in range(num_rhs)], activation
+        )
         if scaled:
             factor = _compat.load_gmem(scale, pl.ds(row, tile.m), gpu.Layout.TCGEN05.reduce(1))
             value = value * lax.broadcast_in_dim(factor, value.shape, [0])
@@ -250,7 +235,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
     def write_tile(tile_at, steps, _, used):
         """Write this block's rows of a tile: its accumulator if the tile step is live, else zeros."""
         tile_step, column = tile_at
-        row, begin, end = rows_in(spans, tile_step, member * tile.m, tile.m)
+        row, begin, end = parts.rows_in(spans, tile_step, member * tile.m, tile.m)
         store = functools.partial(_store, gpu, out.at[pl.ds(row, tile.m)], column, begin, end, tile.n, staging)
 
         @pl.when(steps > 0)
@@ -293,31 +278,31 @@ def _store(gpu, target, column, begin, end, width: int, staging, values) -> None
             gpu.wait_smem_to_gmem(0, wait_read_only=True)
             _compat.store_smem(plain, value)
             gpu.commit_smem()
-            copy_rows(gpu, plain, target, begin, end, dst, rows)
+            parts.copy_rows(gpu, plain, target, begin, end, dst, rows)
 
 
-def grouped_matmul(p: MatmulProblem, *, tile: Tile, num_sms: int) -> jax.Array:
+def grouped_matmul(p: MatmulProblem, *, tile: parts.Tile, num_sms: int) -> jax.Array:
     """As `hopper.grouped_matmul`."""
     gpu = _compat.mosaic_gpu()
     own = tile.n // tile.cluster
     rhs_tile = (own, tile.k) if p.transpose_rhs else (tile.k, own)
     tensor_core = {"num_arrivals": 1, "orders_tensor_core": True}
     scratch = [
-        smem(gpu, (tile.stages, tile.m, tile.k), p.lhs.dtype),
-        smem(gpu, (tile.stages, len(p.rhs), *rhs_tile), p.lhs.dtype),
-        row_staging(gpu, tile.m, tile.n, p.out_dtype),
+        parts.smem(gpu, (tile.stages, tile.m, tile.k), p.lhs.dtype),
+        parts.smem(gpu, (tile.stages, len(p.rhs), *rhs_tile), p.lhs.dtype),
+        parts.row_staging(gpu, tile.m, tile.n, p.out_dtype),
         gpu.TMEM((tile.m, 2 * len(p.rhs) * tile.n), jnp.float32, collective=tile.cluster > 1),
         gpu.Barrier(num_arrivals=1 + len(p.rhs), num_barriers=tile.stages),
         gpu.Barrier(num_barriers=tile.stages, **tensor_core),
         gpu.Barrier(num_barriers=2, **tensor_core),
-        cluster_barrier(gpu, tile.cluster, num_barriers=2, **tensor_core),
+        parts.cluster_barrier(gpu, tile.cluster, num_barriers=2, **tensor_core),
     ]
     return launch_matmul(
         _matmul_kernel, scratch, p, height=tile.cluster * tile.m, tile=tile, warpgroups=2, num_sms=num_sms
     )
 
 
-def _mask_tile(gpu, tile: Tile, operands, full, empty, masked, tile_at, steps, step, _) -> None:
+def _mask_tile(gpu, tile: parts.Tile, operands, full, empty, masked, tile_at, steps, step, _) -> None:
     """Zero the rows of other groups in all stages of a tile, and arrive at `masked` and `empty`.
 
     Args:
@@ -328,14 +313,14 @@ def _mask_tile(gpu, tile: Tile, operands, full, empty, masked, tile_at, steps, s
 
     def one(i, _):
         """Step i: zero the rows of other groups in its stage, if there are any, and signal it."""
-        stage = ring(tile.stages, step + i)
+        stage = parts.ring(tile.stages, step + i)
         low, high = tile_at[-1].span(i, tile.k)
         gpu.barrier_wait(full.at[stage])
 
         @pl.when((low > 0) | (high < tile.k))
         def _():
             for operand in operands:
-                mask_rows(gpu, operand.at[stage], low, high)
+                parts.mask_rows(gpu, operand.at[stage], low, high)
             gpu.commit_smem()
             if tile.cluster == 1:
                 gpu.barrier_arrive(masked.at[stage])
@@ -367,15 +352,15 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
     bounds, lhs, rhs, out, lhs_smem, rhs_smem, staging, acc, *barriers, masked = refs
     full, empty = barriers[:2]
     high, wide = pl.cdiv(k, tile.cluster * tile.m), pl.cdiv(n, tile.n)
-    pair, member = _pair(tile.cluster), index_in_cluster(tile.cluster)
+    pair, member = _pair(tile.cluster), parts.index_in_cluster(tile.cluster)
 
     def tile_at(number):
         """(group, strip of this block, column tile, `GroupRows`) of a tile."""
-        group, strip, column, rows = transpose_tile(bounds, number, high, wide, tile.k)
+        group, strip, column, rows = parts.transpose_tile(bounds, number, high, wide, tile.k)
         live = (rows.steps > 0).astype(jnp.int32)
         return (group, strip * tile.cluster + member, column, rows), rows.steps, live
 
-    each = each_tile(groups * high * wide, cluster_count(num_sms, tile.cluster), tile_at)
+    each = parts.each_tile(groups * high * wide, parts.cluster_count(num_sms, tile.cluster), tile_at)
 
     def load(tile_at):
         """The function that starts the copies of step i of a tile: [tile.k rows, columns] of lhs and of rhs."""
@@ -408,7 +393,7 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
         target, width = out.at[group, pl.ds(strip * tile.m, tile.m)], staging.shape[-1]
 
         def store(values):
-            write(gpu, target, column, tile.n, values, staging)
+            parts.write(gpu, target, column, tile.n, values, staging)
 
         @pl.when(steps > 0)
         def _():
@@ -428,19 +413,19 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
         each(functools.partial(_mask_tile, gpu, tile, (lhs_smem, rhs_smem), full, empty, masked))
 
 
-def grouped_matmul_transpose(p: TransposeProblem, *, tile: Tile, num_sms: int) -> jax.Array:
+def grouped_matmul_transpose(p: TransposeProblem, *, tile: parts.Tile, num_sms: int) -> jax.Array:
     """As `hopper.grouped_matmul_transpose`."""
     gpu = _compat.mosaic_gpu()
     pair = tile.cluster > 1
     scratch = [
-        smem(gpu, (tile.stages, tile.k, tile.m), p.lhs.dtype),
-        smem(gpu, (tile.stages, tile.k, tile.n // tile.cluster), p.rhs.dtype),
-        smem(gpu, (2, tile.m, staging_columns(tile.n, p.out_dtype)), p.out_dtype),
+        parts.smem(gpu, (tile.stages, tile.k, tile.m), p.lhs.dtype),
+        parts.smem(gpu, (tile.stages, tile.k, tile.n // tile.cluster), p.rhs.dtype),
+        parts.smem(gpu, (2, tile.m, parts.staging_columns(tile.n, p.out_dtype)), p.out_dtype),
         gpu.TMEM((tile.m, 2 * tile.n), jnp.float32, collective=pair),
         gpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
         gpu.Barrier(num_arrivals=2, num_barriers=tile.stages, orders_tensor_core=True),
         gpu.Barrier(num_arrivals=1, num_barriers=2, orders_tensor_core=True),
-        cluster_barrier(gpu, tile.cluster, num_arrivals=1, num_barriers=2, orders_tensor_core=True),
-        cluster_barrier(gpu, tile.cluster, num_arrivals=1, num_barriers=tile.stages, orders_tensor_core=pair),
+        parts.cluster_barrier(gpu, tile.cluster, num_arrivals=1, num_barriers=2, orders_tensor_core=True),
+        parts.cluster_barrier(gpu, tile.cluster, num_arrivals=1, num_barriers=tile.stages, orders_tensor_core=pair),
     ]
     return launch_transpose(_transpose_kernel, scratch, p, tile=tile, warpgroups=3, num_sms=num_sms)

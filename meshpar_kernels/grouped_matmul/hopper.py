@@ -37,29 +37,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
+from meshpar_kernels.grouped_matmul import gpu_parts as parts
 from meshpar_kernels.grouped_matmul.gpu_launch import launch_matmul, launch_transpose
-from meshpar_kernels.grouped_matmul.gpu_parts import (
-    CLUSTER,
-    ROWS,
-    Each,
-    Tile,
-    activate,
-    chunks,
-    cluster_barrier,
-    cluster_count,
-    copy_rows,
-    each_row_tile,
-    index_in_cluster,
-    mask_rows,
-    ring,
-    row_staging,
-    rows_in,
-    share,
-    smem,
-    staging_columns,
-    transpose_tile,
-    write,
-)
 from meshpar_kernels.grouped_matmul.problem import MatmulProblem, TransposeProblem
 from meshpar_kernels.grouped_matmul.schedule import Spans
 
@@ -82,7 +61,7 @@ def load_stages(gpu: Any, step, steps, stages: int, full, empty, copies, base: i
 
     def one(i, step):
         """Step i: wait until its stage is free, and start the loads; the carry is the step number over all tiles."""
-        slot = base + ring(stages, step)
+        slot = base + parts.ring(stages, step)
 
         @pl.when(step >= stages)
         def _():
@@ -110,7 +89,7 @@ def drain(gpu: Any, step, stages: int, empty, base: int = 0) -> None:
     """
 
     def one(i, _):
-        gpu.barrier_wait(empty.at[base + ring(stages, step - 1 - i)])
+        gpu.barrier_wait(empty.at[base + parts.ring(stages, step - 1 - i)])
 
     lax.fori_loop(0, jnp.minimum(step, stages), one, None)
 
@@ -126,14 +105,14 @@ def multiply_stages(gpu: Any, step, steps, stages: int, full, empty, matmuls, ba
 
     def one(i, step):
         """Step i: issue its matmuls, wait for the matmuls of the step before, and release that step's stage."""
-        slot = base + ring(stages, step)
+        slot = base + parts.ring(stages, step)
         gpu.barrier_wait(full.at[slot])
         matmuls(i, slot)
         gpu.wgmma_wait(1)
 
         @pl.when(i > 0)
         def _():
-            gpu.barrier_arrive(empty.at[base + ring(stages, step - 1)])
+            gpu.barrier_arrive(empty.at[base + parts.ring(stages, step - 1)])
 
         return step + 1
 
@@ -142,7 +121,7 @@ def multiply_stages(gpu: Any, step, steps, stages: int, full, empty, matmuls, ba
 
     @pl.when(steps > 0)
     def _():
-        gpu.barrier_arrive(empty.at[base + ring(stages, step - 1)])
+        gpu.barrier_arrive(empty.at[base + parts.ring(stages, step - 1)])
 
     return step
 
@@ -152,7 +131,7 @@ def skip(gpu: Any, step, steps, stages: int, full, empty, cluster: int) -> jax.A
 
     def one(_, step):
         """Wait for one stage and release it."""
-        slot = ring(stages, step)
+        slot = parts.ring(stages, step)
         gpu.barrier_wait(full.at[slot])
         if cluster > 1:  # one thread arrives, for all
             gpu.commit_smem()
@@ -163,7 +142,7 @@ def skip(gpu: Any, step, steps, stages: int, full, empty, cluster: int) -> jax.A
 
 
 def walk(
-    gpu: Any, tile: Tile, barriers: tuple[Any, Any], each: Each, load: Callable[[Any], Callable[..., None]],
+    gpu: Any, tile: parts.Tile, barriers: tuple[Any, Any], each: parts.Each, load: Callable[[Any], Callable[..., None]],
     compute: Callable[..., None], concurrent: Callable[[], None] | None = None,
     finish: Callable[[], None] | None = None,
 ) -> None:  # fmt: skip
@@ -212,7 +191,7 @@ def walk(
 
 
 def row_parts(
-    gpu: Any, spans: Spans, tile: Tile, barriers: tuple[Any, Any], staging: Sequence[Any], out: Any,
+    gpu: Any, spans: Spans, tile: parts.Tile, barriers: tuple[Any, Any], staging: Sequence[Any], out: Any,
     multiply: Callable[..., None],
 ) -> Callable[..., None]:  # fmt: skip
     """`compute` of `walk` for a grouped matmul: each warpgroup computes `ROWS` rows of a tile, and writes those that belong
@@ -229,7 +208,7 @@ def row_parts(
     def compute(tile_at, steps, step, _):
         """Multiply and write this warpgroup's part of one tile."""
         tile_step, column = tile_at
-        row, begin, end = rows_in(spans, tile_step, warpgroup * ROWS, ROWS)
+        row, begin, end = parts.rows_in(spans, tile_step, warpgroup * parts.ROWS, parts.ROWS)
 
         def write_part(value):
             for w, (swizzled, plain) in enumerate(staging):
@@ -249,9 +228,9 @@ def row_parts(
     return compute
 
 
-def _shared(tile: Tile) -> dict[str, Any]:
+def _shared(tile: parts.Tile) -> dict[str, Any]:
     """Arguments of a multicast copy of a tile that the blocks of a cluster share: each block loads one part for all."""
-    return {"collective_axes": CLUSTER} if tile.cluster > 1 else {}
+    return {"collective_axes": parts.CLUSTER} if tile.cluster > 1 else {}
 
 
 def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, scaled, num_sms):
@@ -278,8 +257,8 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
     rhs, refs = refs[:num_rhs], refs[num_rhs:]
     scale = refs.pop(0) if scaled else None
     out, lhs_smem, rhs_smem, staging, full, empty = refs
-    part = pl.ds(lax.axis_index("warpgroup") * ROWS, ROWS)
-    each = each_row_tile(spans, pl.cdiv(n, tile.n), pl.cdiv(k, tile.k), num_sms, tile.cluster, adjacent=True)
+    part = pl.ds(lax.axis_index("warpgroup") * parts.ROWS, parts.ROWS)
+    each = parts.each_row_tile(spans, pl.cdiv(n, tile.n), pl.cdiv(k, tile.k), num_sms, tile.cluster, adjacent=True)
 
     def load(tile_at):
         """The function that starts the copies of K step i of a tile: a slice of lhs and of each rhs."""
@@ -309,14 +288,14 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
                     gpu.wgmma(total, lhs_smem.at[slot, part], weights)
 
             multiply_stages(gpu, step, steps, tile.stages, full, empty, matmuls)
-            value = activate([total[...] for total in acc], activation)
+            value = parts.activate([total[...] for total in acc], activation)
             if scaled:
-                factor = _compat.load_gmem(scale, pl.ds(row, ROWS), gpu.Layout.WGMMA.reduce(1))
+                factor = _compat.load_gmem(scale, pl.ds(row, parts.ROWS), gpu.Layout.WGMMA.reduce(1))
                 factor = jnp.where(spans.live[tile_at[0]] > 0, factor, 0.0)
                 value = value * lax.broadcast_in_dim(factor, value.shape, [0])
             write_part(value)
 
-        pl.run_scoped(with_sums, *[gpu.ACC((ROWS, tile.n), jnp.float32)] * num_rhs)
+        pl.run_scoped(with_sums, *[gpu.ACC((parts.ROWS, tile.n), jnp.float32)] * num_rhs)
 
     walk(gpu, tile, (full, empty), each, load, row_parts(gpu, spans, tile, (full, empty), staging, out, multiply))
 
@@ -330,21 +309,21 @@ def store(gpu: Any, value, out, row, column, begin, end, swizzled, plain) -> Non
       swizzled, plain: `row_staging`, for a full part and for a partial one.
     """
     value = value.astype(out.dtype)
-    target = out.at[pl.ds(row, ROWS)]
-    full_tile = (begin == 0) & (end == ROWS)
+    target = out.at[pl.ds(row, parts.ROWS)]
+    full_tile = (begin == 0) & (end == parts.ROWS)
     gpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(full_tile)
     def _():
-        write(gpu, target, column, value.shape[1], columns_of(value, swizzled), swizzled)
+        parts.write(gpu, target, column, value.shape[1], columns_of(value, swizzled), swizzled)
 
     @pl.when(~full_tile)
     def _():
-        for chunk, dst in chunks(value, column, plain.shape[1]):
+        for chunk, dst in parts.chunks(value, column, plain.shape[1]):
             gpu.wait_smem_to_gmem(0, wait_read_only=True)
             _compat.store_smem(plain, chunk)
             gpu.commit_smem()
-            copy_rows(gpu, plain, target, begin, end, dst, ROWS)
+            parts.copy_rows(gpu, plain, target, begin, end, dst, parts.ROWS)
 
 
 def columns_of(value: jax.Array, staging: Any) -> Callable[[int], jax.Array]:
@@ -352,7 +331,7 @@ def columns_of(value: jax.Array, staging: Any) -> Callable[[int], jax.Array]:
     return lambda left: value[:, left : left + staging.shape[-1]]
 
 
-def grouped_matmul(p: MatmulProblem, *, tile: Tile, num_sms: int) -> jax.Array:
+def grouped_matmul(p: MatmulProblem, *, tile: parts.Tile, num_sms: int) -> jax.Array:
     """As `reference.grouped_matmul`.
 
     Tiles begin with a group, rounded down to where a copy may begin (`span_tile_steps`). A warpgroup whose half of a
@@ -361,11 +340,11 @@ def grouped_matmul(p: MatmulProblem, *, tile: Tile, num_sms: int) -> jax.Array:
     gpu = _compat.mosaic_gpu()
     rhs_tile = (tile.n, tile.k) if p.transpose_rhs else (tile.k, tile.n)
     scratch = [
-        smem(gpu, (tile.stages, tile.m, tile.k), p.lhs.dtype),
-        smem(gpu, (tile.stages, len(p.rhs), *rhs_tile), p.lhs.dtype),
-        [row_staging(gpu, ROWS, tile.n, p.out_dtype)] * CONSUMERS,
+        parts.smem(gpu, (tile.stages, tile.m, tile.k), p.lhs.dtype),
+        parts.smem(gpu, (tile.stages, len(p.rhs), *rhs_tile), p.lhs.dtype),
+        [parts.row_staging(gpu, parts.ROWS, tile.n, p.out_dtype)] * CONSUMERS,
         gpu.Barrier(num_arrivals=1 + len(p.rhs), num_barriers=tile.stages),
-        cluster_barrier(gpu, tile.cluster, num_arrivals=CONSUMERS, num_barriers=tile.stages),
+        parts.cluster_barrier(gpu, tile.cluster, num_arrivals=CONSUMERS, num_barriers=tile.stages),
     ]
     return launch_matmul(
         _matmul_kernel, scratch, p, height=tile.m, tile=tile, warpgroups=CONSUMERS + 1, num_sms=num_sms
@@ -400,16 +379,16 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
     stages, together = tile.stages // rings, CONSUMERS // rings
     high, wide = pl.cdiv(pl.cdiv(k, tile.m), tile.cluster), pl.cdiv(n, tile.n)  # of clusters
     warpgroup = lax.axis_index("warpgroup")
-    multiprocessor, member = lax.axis_index("multiprocessor"), index_in_cluster(tile.cluster)
-    clusters = cluster_count(num_sms, tile.cluster)
+    multiprocessor, member = lax.axis_index("multiprocessor"), parts.index_in_cluster(tile.cluster)
+    clusters = parts.cluster_count(num_sms, tile.cluster)
     tiles = groups * high * wide
-    num_own = share(tiles, multiprocessor, clusters)
+    num_own = parts.share(tiles, multiprocessor, clusters)
 
     def tile_at(i):
         """(group, first column of lhs, column tile of rhs, `GroupRows`) of the i-th tile of this block; no steps after
         the last tile."""
         number = jnp.minimum(multiprocessor + i * clusters, tiles - 1)
-        group, strip, column, rows = transpose_tile(bounds, number, high, wide, tile.k)
+        group, strip, column, rows = parts.transpose_tile(bounds, number, high, wide, tile.k)
         rows = rows._replace(steps=jnp.where(i < num_own, rows.steps, 0))
         return group, (strip * tile.cluster + member) * tile.m, column, rows
 
@@ -468,10 +447,10 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
 
                 multiply_stages(gpu, step, rows.steps, stages, full, empty, start, r * stages)
                 value = total[...].astype(out.dtype)
-                for above in range(0, height, ROWS):
-                    target = out.at[group, pl.ds(left + part * height + above, ROWS)]
-                    values = columns_of(value[above : above + ROWS], staging)
-                    write(gpu, target, column, tile.n, values, staging.at[warpgroup])
+                for above in range(0, height, parts.ROWS):
+                    target = out.at[group, pl.ds(left + part * height + above, parts.ROWS)]
+                    values = columns_of(value[above : above + parts.ROWS], staging)
+                    parts.write(gpu, target, column, tile.n, values, staging.at[warpgroup])
 
             pl.run_scoped(with_sums, gpu.ACC((height, tile.n), jnp.float32))
             return step + rows.steps
@@ -489,13 +468,13 @@ def _mask_stage(gpu: Any, columns, rhs, low, high, part, together: int, masked) 
       part, together: index of this warpgroup among those that multiply the tile, and their number.
       masked: barrier at which they wait for each other.
     """
-    mask_rows(gpu, columns, low, high)
-    for first in range(0, rhs.shape[1], together * ROWS):
-        begin = first + part * ROWS
+    parts.mask_rows(gpu, columns, low, high)
+    for first in range(0, rhs.shape[1], together * parts.ROWS):
+        begin = first + part * parts.ROWS
 
         @pl.when(begin < rhs.shape[1])
         def _(begin=begin):
-            mask_rows(gpu, rhs.at[:, pl.ds(begin, ROWS)], low, high)
+            parts.mask_rows(gpu, rhs.at[:, pl.ds(begin, parts.ROWS)], low, high)
 
     gpu.commit_smem()
     if together > 1:
@@ -503,16 +482,16 @@ def _mask_stage(gpu: Any, columns, rhs, low, high, part, together: int, masked) 
         gpu.barrier_wait(masked)
 
 
-def grouped_matmul_transpose(p: TransposeProblem, *, tile: Tile, num_sms: int) -> jax.Array:
+def grouped_matmul_transpose(p: TransposeProblem, *, tile: parts.Tile, num_sms: int) -> jax.Array:
     """As `reference.grouped_matmul_transpose`."""
     gpu = _compat.mosaic_gpu()
     readers = 1 if tile.pingpong else CONSUMERS  # of a stage
     scratch = [
-        smem(gpu, (tile.stages, tile.k, tile.m), p.lhs.dtype),
-        smem(gpu, (tile.stages, tile.k, tile.n), p.rhs.dtype),
-        smem(gpu, (CONSUMERS, 2, ROWS, staging_columns(tile.n, p.out_dtype)), p.out_dtype),
+        parts.smem(gpu, (tile.stages, tile.k, tile.m), p.lhs.dtype),
+        parts.smem(gpu, (tile.stages, tile.k, tile.n), p.rhs.dtype),
+        parts.smem(gpu, (CONSUMERS, 2, parts.ROWS, parts.staging_columns(tile.n, p.out_dtype)), p.out_dtype),
         gpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
-        cluster_barrier(gpu, tile.cluster, num_arrivals=readers, num_barriers=tile.stages),
+        parts.cluster_barrier(gpu, tile.cluster, num_arrivals=readers, num_barriers=tile.stages),
         gpu.Barrier(num_arrivals=CONSUMERS),
     ]
     return launch_transpose(_transpose_kernel, scratch, p, tile=tile, warpgroups=CONSUMERS + 1, num_sms=num_sms)

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import cdiv
 from jax.experimental.pallas import tpu as pltpu
 
-from meshpar_kernels._arithmetic import dot
+from meshpar_kernels._arithmetic import cost, dot
 from meshpar_kernels.grouped_matmul import tpu_tiles
 from meshpar_kernels.grouped_matmul.problem import TransposeProblem
 from meshpar_kernels.grouped_matmul.schedule import group_tile_steps
@@ -92,14 +92,9 @@ def grouped_matmul_transpose(p: TransposeProblem, *, tile: Tile) -> jax.Array:
         (p.rhs, pl.BlockSpec((tm, tn), lambda i, j, v, t, *_: (t[v], j))),
     ]
     steps_k, steps_n = cdiv(k, tk), cdiv(n, tn)
-    cost = pl.CostEstimate(
-        flops=2 * rows * k * n,
-        transcendentals=0,
-        bytes_accessed=p.lhs.dtype.itemsize * rows * (steps_n * k + steps_k * n)
-        + p.out_dtype.itemsize * p.groups * k * n,
-    )
+    nbytes = p.lhs.dtype.itemsize * rows * (steps_n * k + steps_k * n) + p.out_dtype.itemsize * p.groups * k * n
     return call_by_tile_steps(
         functools.partial(_transpose_kernel, scaled=p.row_scale is not None), "grouped_matmul_transpose", p, tile_steps,
         (steps_k, steps_n), operands, pl.BlockSpec((1, tk, tn), lambda i, j, v, t, g, *_: (g[v], i, j)),
-        [pltpu.VMEM((tk, tn), jnp.float32)], cost,
+        [pltpu.VMEM((tk, tn), jnp.float32)], cost(2 * rows * k * n, nbytes),
     )  # fmt: skip

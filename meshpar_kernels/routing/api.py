@@ -146,19 +146,12 @@ def _choose(
     kwargs = dict(options)
     if logits.shape[0] == 0:  # no token: nothing for a kernel to do
         return reference.route(logits, bias, **kwargs)
-    reasons = tpu.route_unsupported(logits, **kwargs)
-    return dispatch(
-        "route",
-        implementation,
-        {
-            "pallas_tpu": reasons or functools.partial(tpu.route, **kwargs),
-            "pallas_gpu": gpu.route_unsupported(logits, **kwargs) or functools.partial(gpu.route, **kwargs),
-            "reference": functools.partial(reference.route, **kwargs),
-        },
-        "reference",
-        logits,
-        bias,
-    )
+    functions: dict[str, Any] = {
+        "pallas_tpu": tpu.route_unsupported(logits, **kwargs) or functools.partial(tpu.route, **kwargs),
+        "pallas_gpu": gpu.route_unsupported(logits, **kwargs) or functools.partial(gpu.route, **kwargs),
+        "reference": functools.partial(reference.route, **kwargs),
+    }
+    return dispatch("route", implementation, functions, "reference", logits, bias)
 
 
 def _choose_fwd(options, implementation, logits, bias):
@@ -199,7 +192,7 @@ def permute(
       NotImplementedError: the requested implementation cannot take these arguments; with every reason.
     """
     _check("permute", "x", x, plan.expert.shape[0], plan, weight)
-    return _permute_jit(implementation, x, plan, weight)
+    return _moved_jit("permute", implementation, x, plan, weight)
 
 
 def combine(
@@ -225,7 +218,7 @@ def combine(
       NotImplementedError: the requested implementation cannot take these arguments; with every reason.
     """
     _check("combine", "y", y, plan.buffer_rows, plan, weight)
-    return _combine_jit(implementation, y, plan, weight)
+    return _moved_jit("combine", implementation, y, plan, weight)
 
 
 def _check(op: str, name: str, x: jax.Array, rows: int, plan: RoutePlan, weight: jax.Array | None) -> None:
@@ -248,19 +241,12 @@ def _gather_sum(
     """`reference.gather_sum` by the requested implementation."""
     if 0 in x.shape or 0 in index.shape:
         return reference.gather_sum(x, index, weight)
-    return dispatch(
-        op,
-        implementation,
-        {
-            "pallas_tpu": tpu_gather.gather_sum_unsupported(x, index) or tpu_gather.gather_sum,
-            "pallas_gpu": gpu.gather_sum_unsupported(x, index) or gpu.gather_sum,
-            "reference": reference.gather_sum,
-        },
-        "reference",
-        x,
-        index,
-        weight,
-    )
+    functions: dict[str, Any] = {
+        "pallas_tpu": tpu_gather.gather_sum_unsupported(x, index) or tpu_gather.gather_sum,
+        "pallas_gpu": gpu.gather_sum_unsupported(x, index) or gpu.gather_sum,
+        "reference": reference.gather_sum,
+    }
+    return dispatch(op, implementation, functions, "reference", x, index, weight)
 
 
 def _by_row(choices: jax.Array, sources: jax.Array) -> jax.Array:
@@ -293,61 +279,40 @@ def _spread(
     return _gather_sum(op, implementation, x, tokens, row_weight)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _permute(implementation, x, weight, rows, sources):
-    return _spread("permute", implementation, x, weight, rows, sources)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def moved(op, implementation, x, weight, rows, sources):
+    """`permute` or `combine`, of which each is the transpose of the other."""
+    if op == "permute":
+        return _spread(op, implementation, x, weight, rows, sources)
+    return _gather_sum(op, implementation, x, rows, weight)
 
 
-def _permute_fwd(implementation, x, weight, rows, sources):
+def _moved_fwd(op, implementation, x, weight, rows, sources):
     saved = (None if weight is None else x, weight, rows, sources)
-    return _permute(implementation, x, weight, rows, sources), saved
+    return moved(op, implementation, x, weight, rows, sources), saved
 
 
-def _permute_bwd(implementation, saved, grad):
-    """Backward rule of `_permute`: gradients of x and weight; the indices get float0 zeros."""
+def _moved_bwd(op, implementation, saved, grad):
+    """Backward rule of `moved`: gradients of x and weight; the indices get float0 zeros."""
     x, weight, rows, sources = saved
-    grad_x = _gather_sum("permute's gradient", implementation, grad, rows, weight)
-    grad_weight = None
-    if weight is not None:
-        copied = _spread("permute's gradient", implementation, x, None, rows, sources)
-        grad_weight = _by_choice(row_dots(copied, grad), rows).astype(weight.dtype)
+    name = f"{op}'s gradient"
+    pair: Any  # arrays [R, H] whose products, summed over H, are the gradients of the rows' weights
+    if op == "permute":
+        grad_x = _gather_sum(name, implementation, grad, rows, weight)
+        pair = (None, None) if weight is None else (_spread(name, implementation, x, None, rows, sources), grad)
+    else:
+        grad_x = _spread(name, implementation, grad, None, rows, sources)
+        pair = grad_x, x
+        if weight is not None:
+            grad_x = (grad_x.astype(jnp.float32) * _by_row(weight, sources)[:, None]).astype(grad.dtype)
+    grad_weight = None if weight is None else _by_choice(row_dots(*pair), rows).astype(weight.dtype)
     return grad_x, grad_weight, no_tangent(rows), no_tangent(sources)
 
 
-_permute.defvjp(_permute_fwd, _permute_bwd)
+moved.defvjp(_moved_fwd, _moved_bwd)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _permute_jit(implementation, x, plan, weight):
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _moved_jit(op, implementation, x, plan, weight):
     x, weight, rows, sources = _compat.same_varying(x, weight, plan.rows, plan.sources)
-    return _permute(implementation, x, weight, rows, sources)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _combine(implementation, y, weight, rows, sources):
-    return _gather_sum("combine", implementation, y, rows, weight)
-
-
-def _combine_fwd(implementation, y, weight, rows, sources):
-    saved = (None if weight is None else y, weight, rows, sources)
-    return _combine(implementation, y, weight, rows, sources), saved
-
-
-def _combine_bwd(implementation, saved, grad):
-    """Backward rule of `_combine`: gradients of y and weight; the indices get float0 zeros."""
-    y, weight, rows, sources = saved
-    spread = _spread("combine's gradient", implementation, grad, None, rows, sources)
-    if weight is None:
-        return spread, None, no_tangent(rows), no_tangent(sources)
-    scaled = spread.astype(jnp.float32) * _by_row(weight, sources)[:, None]
-    grad_weight = _by_choice(row_dots(spread, y), rows).astype(weight.dtype)
-    return scaled.astype(grad.dtype), grad_weight, no_tangent(rows), no_tangent(sources)
-
-
-_combine.defvjp(_combine_fwd, _combine_bwd)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _combine_jit(implementation, y, plan, weight):
-    y, weight, rows, sources = _compat.same_varying(y, weight, plan.rows, plan.sources)
-    return _combine(implementation, y, weight, rows, sources)
+    return moved(op, implementation, x, weight, rows, sources)

@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
+from meshpar_kernels._arithmetic import cost
 from meshpar_kernels._choose import Unsupported
 from meshpar_kernels.routing import gpu_rows, reference
 
@@ -220,10 +221,10 @@ def route(
             _compat.out_struct((blocks, experts), jnp.int32, logits),
         ],
         compiler_params=triton.CompilerParams(num_warps=8 if block * width > 4096 else 4, num_stages=1),
-        cost_estimate=pl.CostEstimate(
-            flops=8 * tokens * experts * k,
+        cost_estimate=cost(
+            8 * tokens * experts * k,
+            logits.nbytes + 12 * tokens * k + 4 * blocks * experts,
             transcendentals=tokens * experts,
-            bytes_accessed=logits.size * logits.dtype.itemsize + 12 * tokens * k + 4 * blocks * experts,
         ),
         interpret=interpret,
         name="meshpar_route",
@@ -305,11 +306,7 @@ def triton_gather_sum(
         out_specs=full_array,
         out_shape=_compat.out_struct((total_rows, columns), x.dtype, *operands),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * total_rows * k * columns,
-            transcendentals=0,
-            bytes_accessed=(k + 1) * total_rows * columns * x.dtype.itemsize,
-        ),
+        cost_estimate=cost(2 * total_rows * k * columns, (k + 1) * total_rows * columns * x.dtype.itemsize),
         interpret=interpret,
         name="meshpar_gather_sum",
     )(*operands)

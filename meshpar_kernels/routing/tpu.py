@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from meshpar_kernels import _compat
+from meshpar_kernels._arithmetic import cost
 from meshpar_kernels._choose import Unsupported
 from meshpar_kernels.routing import reference
 
@@ -212,10 +213,10 @@ def route(logits: jax.Array, bias: jax.Array | None, *, block: int = BLOCK, **op
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), vmem_limit_bytes=_compat.tpu_vmem_limit()
         ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * tokens * experts * (4 * k + block),
+        cost_estimate=cost(
+            2 * tokens * experts * (4 * k + block),
+            logits.nbytes + 12 * tokens * k + 4 * experts,
             transcendentals=tokens * experts,
-            bytes_accessed=logits.size * logits.dtype.itemsize + 12 * tokens * k + 4 * experts,
         ),
         name="meshpar_route",
     )(*operands)

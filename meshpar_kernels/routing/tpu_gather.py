@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from meshpar_kernels import _compat
+from meshpar_kernels._arithmetic import cost
 from meshpar_kernels._choose import Unsupported
 
 BLOCK = 256
@@ -200,10 +201,6 @@ def gather_sum(x: jax.Array, index: jax.Array, weight: jax.Array | None, *, bloc
             vmem_limit_bytes=_compat.tpu_vmem_limit(),
             disable_bounds_checks=True,  # the checks take more than half the bundles of a copy; row indices are clipped above
         ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * total_rows * k * width,
-            transcendentals=0,
-            bytes_accessed=(total_rows * k * 4 + total_rows * x.dtype.itemsize) * width,
-        ),
+        cost_estimate=cost(2 * total_rows * k * width, total_rows * (4 * k + x.dtype.itemsize) * width),
         name="meshpar_gather_sum",
     )(*operands)

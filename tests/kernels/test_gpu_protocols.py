@@ -5,6 +5,7 @@ import pytest
 from kernel_machine import SCHEDULES, Fault, Protocols, noticed
 
 from meshpar_kernels.collective_matmul import gpu_peers
+from meshpar_kernels.grouped_matmul import gpu_parts
 
 EARLY = "race barrier value late"
 """A wait that is missing lets someone run ahead."""
@@ -12,11 +13,11 @@ EARLY = "race barrier value late"
 TABLES = {
     "grouped_matmul.hopper": {
         "load_stages: gpu.barrier_wait(empty.at[slot])": (EARLY, "a stage is loaded when both warpgroups have multiplied it"),
-        "drain: gpu.barrier_wait(empty.at[base + ring(stages, step - 1 - i)])":
+        "drain: gpu.barrier_wait(empty.at[base + parts.ring(stages, step - 1 - i)])":
             ("late", "the other block has freed all stages, and arrives here no more"),
         "multiply_stages: gpu.barrier_wait(full.at[slot])": (EARLY, "a stage is multiplied when both operands are there"),
         "multiply_stages: gpu.wgmma_wait(1)": (EARLY, "the matmuls of the step before have read their stage"),
-        "multiply_stages: gpu.barrier_arrive(empty.at[base + ring(stages, step - 1)])": ("hang", "a stage is free"),
+        "multiply_stages: gpu.barrier_arrive(empty.at[base + parts.ring(stages, step - 1)])": ("hang", "a stage is free"),
         "multiply_stages: gpu.wgmma_wait(0)": (EARLY, "the sums of a tile are complete"),
         "skip: gpu.barrier_wait(full.at[slot])": (EARLY, "a stage that this warpgroup has no rows in is there"),
         "skip: gpu.commit_smem()": ("race", "all warps have seen it, for whom one thread arrives in both blocks"),
@@ -128,8 +129,7 @@ def test_a_sender_with_too_few_slots_is_noticed(monkeypatch):
 @pytest.mark.parametrize("name", [name for name in KERNELS if "in clusters" in name])
 def test_a_stage_that_one_block_of_a_cluster_still_reads_is_not_loaded_again(name, monkeypatch):
     """As it would be if each block counted its own arrivals alone."""
-    module = gpu_runs.GROUPED["blackwell" if "blackwell" in name else "hopper"]
-    monkeypatch.setattr(module, "cluster_barrier", lambda gpu, _, **options: gpu.Barrier(**options))
+    monkeypatch.setattr(gpu_parts, "cluster_barrier", lambda gpu, _, **options: gpu.Barrier(**options))
     assert noticed(lambda order, _: KERNELS[name](order), None) is not None
 
 

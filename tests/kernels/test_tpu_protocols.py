@@ -38,7 +38,7 @@ TABLES = {
         "_kernel: pl.semaphore_signal(barrier, 1, device_id=coordinates(receiver(k), axes, sizes))":
             ("hang", "tells all peers that this device is in the kernel"),
         "_kernel: pl.semaphore_wait(barrier, devices - 1)": (EARLY, "all peers are in the kernel"),
-        "_kernel: ).start()  # fmt: skip": ("hang", "sends a block of rows to a peer"),
+        "_kernel: ).start()": ("hang", "sends a block of rows to a peer"),
         "_kernel: pltpu.make_async_copy(*part(rank, ahead, length), copy_sem).start()": ("hang", "the rows that stay"),
         "_kernel: copy_rows(total(3), lambda ahead, length: like(ahead, length).wait_recv())": (EARLY, "all rows came"),
         "_kernel: copy_rows(total(1), lambda ahead, length: like(ahead, length).wait_send())": (EARLY, "all rows have left"),
@@ -76,7 +76,7 @@ TABLES = {
     },
     "collective_matmul.tpu_scatter": {
         "_Tile: self.outgoing(channel, lax.rem(self.number, 2)).start()": ("hang", "sends a tile to the neighbour"),
-        "_Tile: self._replace(parity=parity).outgoing(UP, 0).wait_send()": (EARLY, "the tile before last has left its slot"),
+        "_Tile: self._replace(parity=parity).outgoing(tpu.UP, 0).wait_send()": (EARLY, "the tile before last has left its slot"),
         "_Tile: ).wait_recv()": (EARLY, "the partial sums of a row tile were received"),
         "_scatter_kernel: tile.incoming(channel).start()": ("hang", "a tile of them, to chip memory"),
         "_scatter_kernel: tile.incoming(channel).wait()": (EARLY, "it is there"),

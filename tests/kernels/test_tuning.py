@@ -1,5 +1,6 @@
 """The tuning table and the tuner, with injected times: stored and rejected configurations, and their readers."""
 
+import contextlib
 import functools
 import json
 import math
@@ -32,48 +33,40 @@ PRODUCT = MatmulKey("grouped_matmul", 8192, 2048, 2048, 64)
 ANALYTIC, FAST, WRONG, BROKEN = (Config((128, 64, n), 4) for n in (256, 128, 64, 192))
 
 
-class Bench:
-    """Times and errors by choice; those that raise are exceptions."""
+def bench_of(seconds, errors=None):
+    """A bench with these times and errors by choice; those that are exceptions are raised."""
 
-    def __init__(self, seconds, errors=None):
-        self.times, self.errors, self.timed = seconds, errors or {}, []
-
-    def error(self, config):
-        found = self.errors.get(config, 1e-3)
+    def bench(config):
+        found = (errors or {}).get(config, 1e-3)
         if isinstance(found, Exception):
             raise found
-        return found
+        return found, seconds.get(config, [])
 
-    def seconds(self, config):
-        self.timed.append(config)
-        return self.times[config]
-
-    def close(self):
-        self.closed = True
+    return bench
 
 
 def test_the_median_decides_among_what_is_right():
     """One slow call of five does not; a wrong or NaN result is not timed, however fast it would be; a refusal is a reason."""
     nan = Config((128, 128, 64), 2)
-    bench = Bench(
+    bench = bench_of(
         {ANALYTIC: [2.0, 2.1, 2.2, 2.0, 2.1], FAST: [1.0, 1.1, 9.0, 9.0, 1.0]},
         {WRONG: 0.5, nan: math.nan, BROKEN: NotImplementedError("does not fit")},
     )
     got = tuner.tune(bench, [ANALYTIC, WRONG, nan, BROKEN, FAST], limit=1e-2)
     assert got.entry == tuning.Entry(FAST, 1.1, 2.1, jax.__version__)
-    assert bench.timed == [ANALYTIC, FAST]
+    assert got.seconds == {ANALYTIC: 2.1, FAST: 1.1}
     assert got.wrong.keys() == {WRONG, nan}
     assert got.refused == {BROKEN: "NotImplementedError: does not fit"}
 
 
 def test_within_the_noise_the_analytic_choice_stays():
-    bench = Bench({ANALYTIC: [1.0], FAST: [0.99]})
+    bench = bench_of({ANALYTIC: [1.0], FAST: [0.99]})
     assert tuner.tune(bench, [ANALYTIC, FAST], limit=1e-2).entry.config == ANALYTIC
 
 
 def test_of_a_kernel_that_is_wrong_by_itself_nothing_comes():
     with pytest.raises(tuner.WrongValueError, match=r"wrong by 0\.5"):
-        tuner.tune(Bench({}, {ANALYTIC: 0.5}), [ANALYTIC, FAST], limit=1e-2)
+        tuner.tune(bench_of({}, {ANALYTIC: 0.5}), [ANALYTIC, FAST], limit=1e-2)
 
 
 def problem(sizes: MatmulKey, dtype=jnp.bfloat16):
@@ -268,7 +261,9 @@ def test_the_command_extends_the_file_and_shows_what_it_found(tmp_path):
 
     def bench(product):
         choices = tuner.candidates(product, "bfloat16", "cuda")
-        return Bench({c: [1e-3 * (9 - i % 5)] for i, c in enumerate(choices)}, {choices[4]: 1.0})
+        return contextlib.nullcontext(
+            bench_of({c: [1e-3 * (9 - i % 5)] for i, c in enumerate(choices)}, {choices[4]: 1.0})
+        )
 
     found = tune_matmuls(wanted, "bfloat16", "cuda", "NVIDIA H200", bench, file, console)
     assert set(tuning.read(file)) == {"TPU v5p", "NVIDIA H200"}
@@ -283,7 +278,7 @@ def test_the_command_extends_the_file_and_shows_what_it_found(tmp_path):
 
 def test_a_wrong_kernel_stores_nothing(tmp_path):
     def bench(product):
-        return Bench({}, {tuner.candidates(product, "bfloat16", "cuda")[0]: 0.3})
+        return contextlib.nullcontext(bench_of({}, {tuner.candidates(product, "bfloat16", "cuda")[0]: 0.3}))
 
     with pytest.raises(CheckError, match=r"on NVIDIA H200: .* is wrong by 0\.3"):
         tune_matmuls([PRODUCT], "bfloat16", "cuda", "NVIDIA H200", bench, tmp_path / "t.json", Console(quiet=True))
@@ -321,17 +316,17 @@ def test_the_bench_of_a_device_checks_against_xla():
     for product in matmul_keys(["rows=24, k=8, n=16, groups=3"]):
         bench = tuner.DeviceBench(product, "float32")
         bench._function = lambda how=bench._function, **options: how(implementation="reference")
-        assert bench.error(ANALYTIC) < tuner.limit_of("float32")
-        assert min(bench.seconds(ANALYTIC)) > 0
+        error, seconds = bench(ANALYTIC)
+        assert error < tuner.limit_of("float32")
+        assert min(seconds) > 0
 
 
 def test_a_configuration_that_crashes_its_process_is_refused(monkeypatch):
     """And costs itself alone: the next one is measured in a new process."""
     here = str(Path(__file__).parent)
     monkeypatch.setattr(tuner, "Worker", lambda target: Worker("isolated_calls:measure", paths=[here]))
-    bench = tuner.IsolatedBench(PRODUCT, "bfloat16", limit=60)
-    got = tuner.tune(bench, [ANALYTIC, BROKEN, WRONG, FAST], limit=tuner.limit_of("bfloat16"))
-    bench.close()
+    with tuner.isolated_bench(PRODUCT, "bfloat16", limit=60) as bench:
+        got = tuner.tune(bench, [ANALYTIC, BROKEN, WRONG, FAST], limit=tuner.limit_of("bfloat16"))
     assert got.entry.config == FAST
     assert got.seconds == {ANALYTIC: 2e-3, FAST: 1e-3}
     assert got.wrong == {WRONG: 0.5}

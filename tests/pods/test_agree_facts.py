@@ -38,16 +38,9 @@ class Opaque:
     """Its text has an address, which differs from process to process."""
 
 
-def sheet(
-    fn=double, x=X, mesh="data=4, model=2", layout="batch: data", dims="batch embed", overlap=None, donate=(), **more
-):
-    step = mp.jit(
-        fn, mesh=mesh, layout=layout, dims={"x": dims}, lowering="shard_map", overlap=overlap, donate_argnums=donate
-    )
-    given = {
-        "lowering": "shard_map", "strict": False, "dims": PathDims({"x": dims}), "statics": (), "options": {}, **more,
-    }  # fmt: skip
-    return Sheet(fn, step.plan(x), **given), [x]
+def sheet(fn=double, x=X, mesh="data=4, model=2", layout="batch: data", dims="batch embed", statics=(), **options):
+    step = mp.jit(fn, mesh=mesh, layout=layout, dims={"x": dims}, **{"lowering": "shard_map", **options})
+    return Sheet(fn, step.plan(x), PathDims({"x": dims}), statics), [x]
 
 
 def read(made):
@@ -81,14 +74,14 @@ CASES = {  # field → (what differs, a sheet that has it, the line that says so
         ("resolve", lambda: sheet(layout=mp.Layout("batch: data", resolve="cost")), "by cost"),
     ],
     "dims": [("names", lambda: sheet(dims="batch features"), "x: batch features")],
-    "donated": [("an argument", lambda: sheet(donate=0), "x")],
+    "donated": [("an argument", lambda: sheet(donate_argnums=0), "x")],
     "static arguments": [
         ("value", lambda: sheet(statics=(1,)), "1"),
         ("type", lambda: sheet(statics=(1.0,)), "1.0"),
         ("boolean", lambda: sheet(statics=(True,)), "True"),
     ],
     "compiler options": [
-        ("one", lambda: sheet(options={"xla_cpu_enable_fast_math": True}), "xla_cpu_enable_fast_math")
+        ("one", lambda: sheet(compiler_options={"xla_cpu_enable_fast_math": True}), "xla_cpu_enable_fast_math")
     ],
     "shapes": [
         ("size", lambda: sheet(x=np.ones((16, 4), np.float32)), "float32[16, 4]"),

@@ -133,7 +133,19 @@ def test_a_slurm_script_has_a_process_for_each_gpu(topology, nodes, gpus):
 
 
 @pytest.mark.parametrize(
-    ("code", "exits", "requeued"), [(0, 0, False), (1, 1, False), (2, 2, False), (75, 0, True), (137, 0, True)]
+    ("code", "exits", "requeued"),
+    [
+        (0, 0, False),
+        (1, 1, False),
+        (2, 2, False),
+        (3, 3, False),
+        (127, 127, False),
+        (75, 0, True),
+        (134, 0, True),
+        (137, 0, True),
+        (143, 0, True),
+        (255, 255, False),
+    ],
 )
 def test_a_slurm_job_is_queued_again_after_a_loss(code, exits, requeued, tmp_path):
     for name, body in (("srun", f"exit {code}"), ("scontrol", f"echo $@ > {tmp_path}/called")):

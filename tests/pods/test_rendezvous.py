@@ -177,7 +177,7 @@ BAD_ARGUMENTS = [
 def test_bad_variables_and_arguments_are_named(monkeypatch, variables, arguments, says):
     from meshpar._src.pods import start
 
-    monkeypatch.setattr(start, "STATE", start._State())
+    monkeypatch.setattr(start, "_started", [])
     monkeypatch.setattr(start, "_end_with_the_launcher", lambda: None)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     good = {"MESHPAR_PROCESS": "1", "MESHPAR_PROCESSES": "2", "MESHPAR_COORDINATOR": "127.0.0.1:1"}

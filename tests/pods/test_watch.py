@@ -97,7 +97,7 @@ def test_one_that_is_cut_off_the_network(pods, cable):
 
 @pytest.mark.slow
 def test_one_that_does_not_call_is_stuck(pods):
-    end = pods.run(2, programs.go_wrong, "sleep", 1, timeout=TIMEOUT, stuck=6.0)
+    end = pods.run(2, programs.go_wrong, "sleep", 1, timeout=TIMEOUT, stuck=20.0)
     assert end.codes == [75, 75], end.texts
     assert "process 1 is stuck: it is alive, but has not gone on from call 3 of `train_step`" in end.texts[1]
     assert "process 0 waits in call 4 of `train_step`" in end.texts[1]

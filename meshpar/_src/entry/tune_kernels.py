@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +109,8 @@ def _run(args: argparse.Namespace) -> int:
             ],
         )
 
-    def bench(key: MatmulKey) -> tuner.Bench:
-        return tuner.IsolatedBench(key, args.dtype)
-
     try:
+        bench = functools.partial(tuner.isolated_bench, dtype=args.dtype)
         found = tune_matmuls(wanted, args.dtype, platform, device_kind(), bench, file, console)
     except ValueError as error:  # the file's
         raise TargetError(str(error), fixes=["`meshpar tune-kernels --help` lists the options"]) from None
@@ -119,13 +119,19 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def tune_matmuls(
-    wanted: list[MatmulKey], dtype: str, platform: str, kind: str, bench: Callable[[MatmulKey], tuner.Bench], file: Path,
+    wanted: list[MatmulKey],
+    dtype: str,
+    platform: str,
+    kind: str,
+    bench: Callable[[MatmulKey], AbstractContextManager[tuner.Bench]],
+    file: Path,
     console: Console,
-) -> tuning.Table:  # fmt: skip
+) -> tuning.Table:
     """Measure the tiles of each matmul, with a progress bar, and extend the file after each.
 
     Args:
       platform, kind: of the device that `bench` measures on.
+      bench: of a matmul, open while its tiles are measured.
 
     Returns:
       The tables: device → shape class → dtype → measured tile.
@@ -145,7 +151,6 @@ def tune_matmuls(
                 continue
             task = progress.add_task(key.shape_class, total=len(choices), best="")
             best = math.inf
-            measured = bench(key)
 
             def done(_: Any, seconds: float | None, task: Any = task) -> None:
                 nonlocal best
@@ -153,7 +158,8 @@ def tune_matmuls(
                 progress.update(task, advance=1, best=f"best {1e3 * best:.3f} ms" if best < math.inf else "")
 
             try:
-                tuned = tuner.tune(measured, choices, limit=tuner.limit_of(dtype), done=done)
+                with bench(key) as measured:
+                    tuned = tuner.tune(measured, choices, limit=tuner.limit_of(dtype), done=done)
             except tuner.WrongValueError as error:
                 raise CheckError(
                     f"tune-kernels: {key.shape_class} on {kind}: {error}; none of its tiles are stored",
@@ -162,8 +168,6 @@ def tune_matmuls(
             except (NotImplementedError, WorkerError) as error:
                 console.print(f"{key.shape_class}: {error}")
                 continue
-            finally:
-                measured.close()
             for config, error in tuned.wrong.items():
                 console.print(f"[red]{key.shape_class}: {config} is wrong by {error:.2g}, and not timed[/red]")
             one: tuning.Table = {kind: {key.shape_class: {dtype: tuned.entry}}}

@@ -98,12 +98,10 @@ def accumulate_gradients(
         batches, own_keys = _positive(given, len(args)), _positive(keys, len(args)) or []
         _check_roles(batches, own_keys)
         if missing := [str(a) for a in (*(batches or ()), *own_keys) if a not in arguments]:
+            positions = "argnums= and key_argnums= have positions, counted from 0 or, if negative, from the end"
             raise UnsupportedError(
                 f"mp.train.accumulate_gradients: the call has no argument {', '.join(missing)}",
-                fixes=[
-                    "argnums= and key_argnums= have positions, counted from 0 or, if negative, from the end; "
-                    "argnames= and key_argnames= have names of keywords"
-                ],
+                fixes=[f"{positions}; argnames= and key_argnames= have names of keywords"],
             )
         if microbatches == 1:
             return _called(fn, arguments | {a: _folded(arguments[a], 0) for a in own_keys})
@@ -205,11 +203,9 @@ def _positive(arguments: Sequence[int | str] | None, count: int) -> list[int | s
 def _check_roles(batches: Sequence[int | str] | None, keys: Sequence[int | str]) -> None:
     """Raise LayoutSyntaxError if an argument is a batch and a key."""
     if both := [str(a) for a in batches or () if a in keys]:
+        fix = "argnums and argnames have batches, which are divided; key_argnums and key_argnames keys, which are not"
         raise LayoutSyntaxError(
-            f"mp.train.accumulate_gradients: argument {', '.join(both)} is both a batch and a key",
-            fixes=[
-                "argnums and argnames have batches, which are divided; key_argnums and key_argnames keys, which are not"
-            ],
+            f"mp.train.accumulate_gradients: argument {', '.join(both)} is both a batch and a key", fixes=[fix]
         )
 
 
@@ -286,12 +282,9 @@ def _check_rows(batches: Mapping[int | str, Any]) -> None:
     Raises:
       DivisibilityError: they have not.
     """
-    rows = {
-        i: sorted({np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)})
-        for i, batch in batches.items()
-    }
-    if len({size for sizes in rows.values() for size in sizes}) > 1:
-        text = ", ".join(f"argument {i}: {' and '.join(map(str, sizes))}" for i, sizes in rows.items())
+    rows = {i: {np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)} for i, batch in batches.items()}
+    if len(set().union(*rows.values())) > 1:
+        text = ", ".join(f"argument {i}: {' and '.join(map(str, sorted(sizes)))}" for i, sizes in rows.items())
         raise DivisibilityError(
             f"mp.train.accumulate_gradients: the arrays of the batch have different leading sizes ({text})",
             fixes=["list the arguments that are batches: argnums=1, or argnums=(1, 2)"],
@@ -316,10 +309,8 @@ def _zeros(path: Any, like: Any) -> jax.Array:
         )  # fmt: skip
     if like.dtype == jax.dtypes.float0:
         return jnp.zeros((), bool)
-    return jnp.zeros(
-        like.shape,
-        jnp.promote_types(like.dtype, jnp.float32) if jnp.issubdtype(like.dtype, jnp.inexact) else like.dtype,
-    )
+    is_float = jnp.issubdtype(like.dtype, jnp.inexact)
+    return jnp.zeros(like.shape, jnp.promote_types(like.dtype, jnp.float32) if is_float else like.dtype)
 
 
 def _add(total: jax.Array, x: Any) -> jax.Array:

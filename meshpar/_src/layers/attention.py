@@ -92,11 +92,10 @@ def attention(
         "implementation": implementation, **tuning,
     }  # fmt: skip
     static = tuple(sorted(options.items()))
-    _plan(
-        _unpack((q, k, v, *ids), len(ids)), {}, {**options, "strategy": "ring"}
-    )  # on one device: all but the strategy
+    operands = _unpack((q, k, v, *ids), len(ids))
+    _plan(operands, {}, {**options, "strategy": "ring"})  # on one device: all but the strategy
     if strategy not in (None, "ring"):
-        _plan(_unpack((q, k, v, *ids), len(ids)), {}, options)
+        _plan(operands, {}, options)
     return _attend(static, together, q, k, v, *ids)
 
 

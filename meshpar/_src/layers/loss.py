@@ -98,11 +98,12 @@ def _check(hidden: jax.Array, kernel: jax.Array | None, labels: jax.Array, mask:
     fits = labels.shape == tokens and (mask is None or mask.shape == tokens) and labels.ndim > 0
     if not fits or (kernel is not None and (kernel.ndim != 2 or kernel.shape[0] != hidden.shape[-1])):
         shapes = [x.shape for x in (hidden, kernel, labels) if x is not None]
+        fix = (
+            "logits [..., seq, vocab], or (hidden [..., seq, embed], kernel [embed, vocab]); labels and mask [..., seq]"
+        )
+        masked = None if mask is None else mask.shape
         raise UnsupportedError(
-            f"cross_entropy: these shapes do not fit: {', '.join(map(str, shapes))}, mask {None if mask is None else mask.shape}",
-            fixes=[
-                "logits [..., seq, vocab], or (hidden [..., seq, embed], kernel [embed, vocab]); labels and mask [..., seq]"
-            ],
+            f"cross_entropy: these shapes do not fit: {', '.join(map(str, shapes))}, mask {masked}", fixes=[fix]
         )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise UnsupportedError(
@@ -298,10 +299,8 @@ def _over_tokens(
         x, label, weight = chunk
         return loss + _parts(z, smooth, _logits_of(x, kernel), label, weight)[0], None
 
-    seq = labels.ndim - 1
-    return jax.lax.scan(
-        add, jnp.zeros((), jnp.float32), tuple(_split_chunks(n, x, seq) for x in (hidden, labels, weights))
-    )[0]
+    chunks = tuple(_split_chunks(n, x, labels.ndim - 1) for x in (hidden, labels, weights))
+    return jax.lax.scan(add, jnp.zeros((), jnp.float32), chunks)[0]
 
 
 @default_promotion()

@@ -90,11 +90,10 @@ def fit(
         if converged:
             break
     notes = _undetermined(sensitivities(x, y), 3 * regularization)
-    for name, each in zip(PARTS, x, strict=True):
-        if each in (low, high):
-            notes.append(
-                f"the efficiency of {name} is at its {'lower' if each == low else 'upper'} bound, {math.exp(each):.2g}"
-            )
+    bound = {low: "lower", high: "upper"}
+    for name, each in zip(PARTS, map(float, x), strict=True):
+        if each in bound:
+            notes.append(f"the efficiency of {name} is at its {bound[each]} bound, {math.exp(each):.2g}")
     error = float(np.median(np.abs(np.expm1(y - target))))
     e = np.exp(x)
     return Fit((float(e[0]), float(e[1]), float(e[2])), tuple(map(float, np.exp(y))), error, tuple(notes))

@@ -192,13 +192,12 @@ def _result(
     seconds = [statistics.median(t) for t in times]
     spreads = [_spread(t) for t in times]
     chip = chip_of_kind(kind)
-    uncalibrated = Calibration(kind, JAXLIB, 1.0, 1.0, 1.0, hbm=None if chip is not None else _memory())
-    if chip is not None:
-        uncalibrated = Calibration(kind, JAXLIB, *(getattr(chip.compiler, k) for k in EFFICIENCIES))
+    hbm = None if chip is not None else _memory()
+    start = [1.0 if chip is None else getattr(chip.compiler, k) for k in EFFICIENCIES]
 
     def with_efficiencies(efficiencies: Sequence[float]) -> Calibration:
         matmuls, memory, links = efficiencies
-        return Calibration(kind, JAXLIB, matmuls, memory, links, hbm=uncalibrated.hbm)
+        return Calibration(kind, JAXLIB, matmuls, memory, links, hbm=hbm)
 
     def predict(efficiencies: Sequence[float]) -> list[float]:
         measured = (with_efficiencies(efficiencies),)
@@ -207,19 +206,11 @@ def _result(
         return [0.0 if time is None else time.seconds for time in times]
 
     tell("fitting the efficiencies of the chip")
-    start = tuple(getattr(uncalibrated, k) for k in EFFICIENCIES)
     planned = predict(start)
     noise = statistics.median(s / t for s, t in zip(spreads, seconds, strict=True))
     fitted = fit(predict, start, seconds, bounds=NOMINAL_BOUNDS if chip is None else LISTED_BOUNDS, noise=noise)
-    calibration = Calibration(
-        kind,
-        JAXLIB,
-        *fitted.efficiencies,
-        layouts=len(candidates),
-        error=fitted.error,
-        hbm=uncalibrated.hbm,
-        notes=fitted.notes,
-    )
+    found = with_efficiencies(fitted.efficiencies)
+    calibration = replace(found, layouts=len(candidates), error=fitted.error, notes=fitted.notes)
     rows = [
         CalibrationRow(mesh_text(c.subject.plan.sizes), c.layout, s, spread, p, f, c.subject.plan.lowering)
         for c, s, spread, p, f in zip(candidates, seconds, spreads, planned, fitted.planned, strict=True)

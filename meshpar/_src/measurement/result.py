@@ -78,12 +78,7 @@ class CalibrationResult:
     def to_json(self) -> str:
         """The result as JSON."""
         rows = [{**asdict(r), "ratio": r.ratio} for r in self.rows]
-        return json.dumps(
-            {
-                "device_kind": self.device_kind, "devices": self.devices, "rounds": self.rounds, "best": rows[0],
-                "rows": rows, "calibration": asdict(self.calibration), "listed": self.listed,
-            }
-        )  # fmt: skip
+        return json.dumps({**asdict(self), "rows": rows, "best": rows[0]})
 
     def save(self, path: str | Path) -> None:
         """Write the result to a ``.json``, ``.html`` or ``.txt`` file.
@@ -91,11 +86,8 @@ class CalibrationResult:
         Raises:
           UnsupportedError: another suffix.
         """
-        save(
-            self,
-            path,
-            {".json": CalibrationResult.to_json, ".html": lambda t: page(t._title, t._html()), ".txt": plain},
-        )
+        writers = {".json": CalibrationResult.to_json, ".html": lambda t: page(t._title, t._html()), ".txt": plain}
+        save(self, path, writers)
 
     @property
     def _title(self) -> str:
@@ -105,11 +97,8 @@ class CalibrationResult:
     def _summary(self) -> list[str]:
         """Lines of text about the fit and about layouts that are equally fast."""
         c = self.calibration
-        of = (
-            "the chip table's peak rates"
-            if self.listed
-            else "nominal rates (100 GFLOP/s, 20 GB/s of memory, 5 GB/s of links)"
-        )
+        nominal = "nominal rates (100 GFLOP/s, 20 GB/s of memory, 5 GB/s of links)"
+        of = "the chip table's peak rates" if self.listed else nominal
         efficiencies = zip(("matmuls", "memory traffic", "links"), (getattr(c, k) for k in EFFICIENCIES), strict=True)
         fitted = ", ".join(f"{rate} {value:.3g}" for rate, value in efficiencies)
         lines = [f"fitted: {fitted} of {of}; the median error of plans with these is {100 * c.error:.0f} %"]
@@ -159,6 +148,5 @@ class CalibrationResult:
 
     def __repr__(self) -> str:
         best = self.best
-        return (
-            f"<CalibrationResult of {self._title}: {best.mesh}: {best.layout}; {format_seconds(best.seconds)} a step>"
-        )
+        step = f"{format_seconds(best.seconds)} a step"
+        return f"<CalibrationResult of {self._title}: {best.mesh}: {best.layout}; {step}>"

@@ -70,9 +70,8 @@ def conv(
     check_sizes([x, kernel])
     batch = [d for d in x.dims if d not in (*spatial, *channels)]
     images = transposed(x, (*batch, *spatial, *channels))
-    numbers = lax.ConvDimensionNumbers(
-        (0, n + 1, *range(1, n + 1)), (n + 1, n, *range(n)), (0, n + 1, *range(1, n + 1))
-    )
+    array_dims = (0, n + 1, *range(1, n + 1))
+    numbers = lax.ConvDimensionNumbers(array_dims, (n + 1, n, *range(n)), array_dims)
     weights = transposed(kernel, (*taps, *channels, *features))
     y = (lax.conv_transpose if upsample else lax.conv_general_dilated)(
         images.reshape(-1, *images.shape[len(batch) :]), jnp.flip(weights, range(n)) if upsample else weights,

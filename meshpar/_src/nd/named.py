@@ -247,12 +247,8 @@ def position(x: Named, dim: str, what: str) -> int:
       UnknownDimError: ``x`` does not have it.
     """
     if dim not in x.dims:
-        raise UnknownDimError(
-            f"nd.{what}: ({described(x)}) has no dim `{dim}`",
-            dim=dim,
-            dims=described(x),
-            fixes=did_you_mean(dim, filter(None, x.dims), "dims"),
-        )
+        text, fixes = described(x), did_you_mean(dim, filter(None, x.dims), "dims")
+        raise UnknownDimError(f"nd.{what}: ({text}) has no dim `{dim}`", dim=dim, dims=text, fixes=fixes)
     return x.dims.index(dim)
 
 

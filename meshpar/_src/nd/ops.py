@@ -73,9 +73,7 @@ def reduce(fn: Callable[..., Any], x: Any, over: DimsLike | None = None, *, out:
     remaining = dim_names(out or ())
     gone = [d for d in x.dims if d not in remaining] if over is None else dim_names(over)
     axes = [position(x, d, "reduce") for d in (*gone, *remaining)][: len(gone)]
-    left = Named(
-        fn(x.array, axis=axes[0] if len(axes) == 1 else tuple(axes)), tuple(d for d in x.dims if d not in gone)
-    )
+    left = Named(fn(x.array, axis=axes[0] if len(axes) == 1 else tuple(axes)), _without(x.dims, *gone))
     return transpose(left, remaining) if remaining else left
 
 
@@ -169,11 +167,8 @@ def reshape(x: Any, dims: DimsLike, **sizes: int) -> Named:
     known = {**{d: n for d, n in x.sizes.items() if d in to}, **sizes}
     shape = [known.get(d, -1) for d in to]
     rest = math.prod(n for n in shape if n != -1)
-    if (
-        shape.count(-1) > 1
-        or set(sizes) - set(to)
-        or (x.array.size != rest if -1 not in shape else x.array.size % rest)
-    ):
+    fits = x.array.size % rest == 0 if -1 in shape else x.array.size == rest
+    if shape.count(-1) > 1 or set(sizes) - set(to) or not fits:
         wanted = " ".join(f"{d}={'?' if n == -1 else n}" for d, n in zip(to, shape, strict=True))
         raise RankError(
             f"nd.reshape: ({described(x)}) does not fit ({wanted})",
@@ -286,9 +281,7 @@ def gather(x: Any, indices: Any, over: str) -> Named:
     x, indices = as_named(x), as_named(indices)
     check_sizes([x, indices])
     shared = [d for d in indices.dims if d in x.dims]
-    fn = functools.partial(
-        jnp.take, axis=position(x, over, "gather") - sum(x.dims.index(d) < x.dims.index(over) for d in shared)
-    )
+    position(x, over, "gather")
     x_dims, i_dims = list(x.dims), list(indices.dims)
     axes = []
     for d in shared:
@@ -296,12 +289,11 @@ def gather(x: Any, indices: Any, over: str) -> Named:
         x_dims.remove(d)
         i_dims.remove(d)
     at = x_dims.index(over)
+    fn = functools.partial(jnp.take, axis=at)
     for pair in reversed(axes):
         fn = jax.vmap(fn, pair)
     result = (*shared, *x_dims[:at], *i_dims, *x_dims[at + 1 :])
-    return transpose(
-        Named(fn(x.array, indices.array), result), (*indices.dims, *_without(_without(x.dims, over), *shared))
-    )
+    return transpose(Named(fn(x.array, indices.array), result), (*indices.dims, *_without(x.dims, over, *shared)))
 
 
 def one_hot(indices: Any, dtype: Any = jnp.float32, **size: int) -> Named:

@@ -33,7 +33,7 @@ from ..global_arrays import is_global, is_key
 from ..plan.plan import Plan
 from ..units import mesh_text
 from .data import SAMPLES
-from .digest import digests_of_parts
+from .digest import digests_of_parts, starts_of
 from .watch import CALLS
 
 SHORT = 200
@@ -64,19 +64,16 @@ class Sheet:
 
     Attributes:
       fn: the user's function.
-      plan: has its program, mesh and layout.
-      lowering, strict, dims, options: as in :func:`meshpar.jit`; ``options`` are the compiler's.
+      plan: has its program, mesh, layout and options.
+      dims: as in :func:`meshpar.jit`.
       statics: the static arguments.
       agreed: it has been compared.
     """
 
     fn: Callable[..., Any]
     plan: Plan
-    lowering: str
-    strict: bool
     dims: PathDims
     statics: Sequence[Any]
-    options: Mapping[str, Any]
     agreed: bool = False
 
 
@@ -91,7 +88,9 @@ def before_call(sheet: Sheet, leaves: Sequence[Any]) -> None:
     """
     name = getattr(sheet.fn, "__name__", "step")
     CALLS.note(name, _host_values(sheet.plan, leaves))
-    _lose_slice(name)
+    at = variable_number(LOSE, 0)
+    if at and CALLS.each[name] >= at:  # ``meshpar launch --lose``: the end of a slice, rehearsed
+        os.kill(os.getpid(), signal.SIGKILL)
     if sheet.agreed or not connected():
         return
     facts, shared = facts_of(sheet, leaves)
@@ -99,29 +98,16 @@ def before_call(sheet: Sheet, leaves: Sequence[Any]) -> None:
     sheet.agreed = True
 
 
-def _agreement(fn: Callable[..., Any], plan: Plan, dims: PathDims, statics: Sequence[Any]) -> Callable[..., None]:
-    """The function that runs before each call of a step, with the flat arguments (:data:`BEFORE_CALL`)."""
-    sheet = Sheet(fn, plan, plan.lowering, plan.request.strict, dims, statics, plan.options.values)
-    return functools.partial(before_call, sheet)
-
-
-BEFORE_CALL.append(_agreement)
-
-
-def _lose_slice(name: str) -> None:
-    """``meshpar launch --lose``: the end of a slice, rehearsed."""
-    at = variable_number(LOSE, 0)
-    if at and CALLS.each[name] >= at:
-        os.kill(os.getpid(), signal.SIGKILL)
+BEFORE_CALL.append(lambda *step: functools.partial(before_call, Sheet(*step)))
 
 
 def _host_values(plan: Plan, leaves: Sequence[Any]) -> dict[str, int]:
     """Path → checksum of every argument that is on the host: of its bytes, or of 1,024 blocks of a large array."""
-    out = {}
-    for held, x in zip(plan.inputs, leaves, strict=True):
-        if isinstance(x, np.ndarray | np.generic | bool | int | float | complex):
-            out[held.path] = zlib.crc32(_bytes(np.asarray(x)))
-    return out
+    return {
+        held.path: zlib.crc32(_bytes(np.asarray(x)))
+        for held, x in zip(plan.inputs, leaves, strict=True)
+        if isinstance(x, np.ndarray | np.generic | bool | int | float | complex)
+    }
 
 
 def _bytes(x: np.ndarray, most: int = 1 << 22) -> bytes:
@@ -150,14 +136,14 @@ def facts_of(sheet: Sheet, leaves: Sequence[Any]) -> tuple[dict[str, _Lines], di
         "versions": lambda: [versions()],
         "settings": settings,
         "function": lambda: [f"{getattr(code, '__module__', '?')}.{getattr(code, '__qualname__', code)}"],
-        "lowering": lambda: [f"{sheet.lowering}, overlap {plan.overlap}, strict {sheet.strict}"],
+        "lowering": lambda: [f"{plan.lowering}, overlap {plan.overlap}, strict {plan.request.strict}"],
         "mesh": lambda: [mesh_text(plan.sizes)],
         "devices": lambda: [f"{devices[0].device_kind}: {', '.join(str(d.id) for d in devices)}"],
         "layout": lambda: [_layout_text(plan.requested_layout)],
         "dims": lambda: [f"{p}: {' '.join(map(str, d))}" for p, d in sheet.dims.items],
         "donated": lambda: [", ".join(inputs[i] for i in sorted(plan.donated))],
         "static arguments": lambda: [_ADDRESS.sub("0x", repr(s)) for s in sheet.statics],
-        "compiler options": lambda: [json.dumps(dict(sheet.options), sort_keys=True, default=str)],
+        "compiler options": lambda: [json.dumps(dict(plan.options.values), sort_keys=True, default=str)],
         "shapes": lambda: [f"{p}: {_shape_text(v.aval)}" for p, v in zip(inputs, plan.program.inputs, strict=True)],
         "program": lambda: program_lines(closed),
         "constants": lambda: [f"constant {k}: {_value_text(c)}" for k, c in enumerate(closed.consts) if not is_global(c)],
@@ -170,9 +156,8 @@ def facts_of(sheet: Sheet, leaves: Sequence[Any]) -> tuple[dict[str, _Lines], di
 def versions() -> str:
     packages = ("meshpar", "jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
     python = ".".join(map(str, sys.version_info[:2]))
-    return ", ".join(
-        [f"python {python}", *(f"{name} {installed_version(name) or '(not installed)'}" for name in packages)]
-    )
+    found = [f"{name} {installed_version(name) or '(not installed)'}" for name in packages]
+    return ", ".join([f"python {python}", *found])
 
 
 def settings() -> list[str]:
@@ -217,10 +202,10 @@ def _values(paths: Sequence[str], leaves: Sequence[Any]) -> tuple[list[str], dic
             continue
         owners: dict[Any, set[int]] = {}
         for device, index in x.sharding.devices_indices_map(x.shape).items():
-            owners.setdefault(_starts(index), set()).add(device.process_index)
+            owners.setdefault(starts_of(index), set()).add(device.process_index)
         seen = set()
         for shard in x.addressable_shards:
-            starts = _starts(shard.index)
+            starts = starts_of(shard.index)
             if starts in seen or len(owners[starts]) < 2:
                 continue
             seen.add(starts)
@@ -239,10 +224,6 @@ def _values(paths: Sequence[str], leaves: Sequence[Any]) -> tuple[list[str], dic
         ",".join(map(str, group)): functools.cache(functools.partial(lines, sorted(shards, key=lambda p: (p[0], p[2]))))
         for group, shards in shared.items()
     }
-
-
-def _starts(index: tuple[slice, ...]) -> tuple[int, ...]:
-    return tuple(s.start or 0 for s in index)
 
 
 def _numbers(x: np.ndarray) -> str:
@@ -291,7 +272,10 @@ def agree(name: str, facts: Mapping[str, _Lines], shared: Mapping[str, _Lines] |
     """
     made = {f: "\n".join(lines()) for f, lines in facts.items()}
     groups = {g: "\n".join(lines()) for g, lines in (shared or {}).items()}
-    said = {"facts": {f: _brief(x) for f, x in made.items()}, "shared": {g: _hash(x) for g, x in groups.items()}}
+    said = {
+        "facts": {f: x if len(x) <= SHORT else f"#{_hash(x)}" for f, x in made.items()},
+        "shared": {g: _hash(x) for g, x in groups.items()},
+    }
     verdict = exchange(f"agree on `{name}`", said, _difference)
     if not verdict:
         return
@@ -306,10 +290,6 @@ def agree(name: str, facts: Mapping[str, _Lines], shared: Mapping[str, _Lines] |
     error = AgreementError("\n".join([head, *rows]), fixes=[*_FIXES.get(field, _ANY_FIX)])
     error.process, error.field, error.values = asked[1], field, values
     raise error
-
-
-def _brief(text: str) -> str:
-    return text if len(text) <= SHORT else f"#{_hash(text)}"
 
 
 def _hash(text: str) -> str:

@@ -173,13 +173,9 @@ class Checkpoints:
             found = exchange(f"the digests of checkpoint {n}", digests.totals(), digests.texts, self._stream)
             differing = [path for path in arrays if not found[path]]
             if differing:
-                raise DigestError(
-                    f"the copies of `{differing[0]}` on the devices differ: it is not saved",
-                    path=differing[0],
-                    fixes=[
-                        "mp.check finds a step that computes replicas differently; restart from the checkpoint before"
-                    ],
-                )
+                head = f"the copies of `{differing[0]}` on the devices differ: it is not saved"
+                fix = "mp.check finds a step that computes replicas differently; restart from the checkpoint before"
+                raise DigestError(head, path=differing[0], fixes=[fix])
             dims = {path: {"dims": text} for path, text in self._dims.items() if text}
             facts["leaves"] = {
                 path: {**about, **({"digest": found[path]} if path in found else {}), **dims.get(path, {})}
@@ -204,10 +200,8 @@ class Checkpoints:
             if "already exists" in text and type(error).__name__ == "StepAlreadyExistsError":
                 fixes = ["save later steps, or continue in another folder", "or move that checkpoint elsewhere"]
             elif "new thread at interpreter shutdown" in str(error):  # Python 3.12.0 and 3.12.1, at the end of a script
-                fixes = [
-                    "end the script with close(), or use `with mp.Checkpoints(…)`",
-                    "or use Python 3.12.2 or later",
-                ]
+                closing = "end the script with close(), or use `with mp.Checkpoints(…)`"
+                fixes = [closing, "or use Python 3.12.2 or later"]
             elif re.search("RESOURCE_EXHAUSTED|OUT_OF_RANGE|No space left|File too large", str(error)):
                 fixes = ["free space on the disk, or lower keep=; older checkpoints are complete"]
             raise CheckpointError(f"a checkpoint cannot be written to {self.path}: {text}", fixes=fixes) from error
@@ -379,9 +373,8 @@ class Checkpoints:
         # orbax has every replica write a part of an array, for which it compiles a slice of each shape while the step
         # waits: worth it for large ones
         arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=SLICED)
-        kinds = ocp.type_handlers.create_type_handler_registry(
-            (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
-        )
+        numpy = ocp.type_handlers.NumpyHandler()
+        kinds = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays), (np.ndarray, numpy))
         handlers = {STATE: ocp.PyTreeCheckpointHandler(type_handler_registry=kinds), FACTS: late_json_handler()}
         self._manager = ocp.CheckpointManager(self.path, options=options, item_handlers=handlers)
 
@@ -614,10 +607,6 @@ def _json(x: Any, where: str) -> Any:
     return x
 
 
-def _dtype_of(x: Any) -> str:
-    return str(x.dtype) if hasattr(x, "dtype") else type(x).__name__
-
-
 def _array_dtype(dtype: str) -> str:
     """The dtype of an array of this dtype or Python type."""
     return str(jnp.result_type(PYTHON[dtype])) if dtype in PYTHON and dtype not in ("str", "bool") else dtype
@@ -741,7 +730,7 @@ def _compare(path: str, step: int, wanted: Mapping[str, Any], saved: Mapping[str
         )  # fmt: skip
     for p, x in wanted.items():
         shape, dtype = saved[p]["shape"], saved[p]["dtype"]
-        mine = _dtype_of(x)
+        mine = str(x.dtype) if hasattr(x, "dtype") else type(x).__name__
         if list(np.shape(x)) != shape or (mine != dtype and _array_dtype(mine) != _array_dtype(dtype)):
             dims = saved[p].get("dims")
             raise CheckpointError(
@@ -815,9 +804,8 @@ def read_leaves(
         literal_folders()
     names = stored_names(facts["leaves"])
     on_host = ocp.RestoreArgs(restore_type=np.ndarray)
-    kinds = {
-        names[p]: on_host if x is None else ocp.checkpoint_utils.construct_restore_args(x) for p, x in targets.items()
-    }
+    of = ocp.checkpoint_utils.construct_restore_args
+    kinds = {names[p]: on_host if x is None else of(x) for p, x in targets.items()}
     tree = unflatten_dict({names[p]: 0 if x is None else x for p, x in targets.items()})
     args = ocp.args.PyTreeRestore(item=tree, restore_args=unflatten_dict(kinds), partial_restore=True)
     found = flatten_dict(ocp.PyTreeCheckpointHandler().restore(_folder(path) / str(step) / STATE, args=args))

@@ -59,20 +59,15 @@ def add_commands(commands: Any) -> None:
     add("-n", "--processes", type=int, required=True, help="how many processes")
     add("--devices", type=int, help="devices of all processes together: CPU stand-ins, or GPUs of this machine")
     add("--restarts", type=int, help="start again so often after a loss (%(default)s)")
-    add(
-        "--min", type=int, dest="least", help="continue with those that remain, at least so many (default: restart all)"
-    )
+    remaining = "continue with those that remain, at least so many (default: restart all)"
+    add("--min", type=int, dest="least", help=remaining)
     add("--timeout", type=float, help="seconds without a sign of life until a process is lost (%(default)s)")
     add("--stuck", type=float, help="seconds that a process may stay behind the others (%(default)s)")
     add("--grace", type=float, help="seconds to save after SIGTERM (%(default)s)")
     add("--logs", type=Path, metavar="DIR", help="where logs go (default: a temporary folder, kept after a failure)")
     add("--slices", type=int, help="groups of processes that are lost together (%(default)s)")
-    add(
-        "--lose",
-        type=_lost_slice,
-        metavar="SLICE@CALL",
-        help="kill a slice at the n-th call of a function, as a rehearsal",
-    )
+    rehearsal = "kill a slice at the n-th call of a function, as a rehearsal"
+    add("--lose", type=_lost_slice, metavar="SLICE@CALL", help=rehearsal)
     _add_script(sub, _launch, Job)
 
     sub = commands.add_parser(
@@ -138,9 +133,8 @@ def _add_checkpoint(commands: Any) -> None:
     add = action("convert", _convert, "write the leaves of a checkpoint as a safetensors file")
     add("--step", type=int, help="which one (default: the newest)")
     add("--only", metavar="PATTERN", default="*", help='leaves whose paths match: "params/*" (%(default)s)')
-    add(
-        "--rules", metavar="FILE.json", help="names and dims of the tensors, as for from_safetensors, instead of --only"
-    )
+    rules = "names and dims of the tensors, as for from_safetensors, instead of --only"
+    add("--rules", metavar="FILE.json", help=rules)
     add("target", metavar="FILE.safetensors")
 
 
@@ -177,10 +171,10 @@ def _ls(args: argparse.Namespace) -> int:
     elif not rows:
         print(f"no complete checkpoint in {args.path}")
     for row in () if args.json else rows:
-        if "error" in row:
-            print(f"{row['step']:>10}  {row['error']}")
-        else:
-            print(f"{row['step']:>10}  {row['time']}  {format_bytes(row['bytes']):>9}  {row['mesh']}  {row['layout']}")
+        size = (
+            "" if "error" in row else f"{row['time']}  {format_bytes(row['bytes']):>9}  {row['mesh']}  {row['layout']}"
+        )
+        print(f"{row['step']:>10}  {row.get('error', size)}")
     return 1 if any("error" in row for row in rows) else 0
 
 
@@ -197,9 +191,8 @@ def _show_one(args: argparse.Namespace) -> int:
     width = max(map(len, facts["leaves"]), default=0)
     for path, leaf in facts["leaves"].items():
         shape = f"{leaf['dtype']}[{', '.join(map(str, leaf['shape']))}]"
-        print(
-            f"{path:<{width}}  {shape:<28} {leaf.get('digest', leaf.get('value', ''))}  {leaf.get('dims', '')}".rstrip()
-        )
+        value = leaf.get("digest", leaf.get("value", ""))
+        print(f"{path:<{width}}  {shape:<28} {value}  {leaf.get('dims', '')}".rstrip())
     return 0
 
 

@@ -141,7 +141,9 @@ def _sharded(
 
         return of_parts(shape, NamedSharding(mesh, spec_of(path, shape)), part)
 
-    return back({path: placed(path, _narrow(np.asarray(x))) for path, x in leaves.items()})
+    arrays = {path: np.asarray(x) for path, x in leaves.items()}
+    narrow = {path: x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False) for path, x in arrays.items()}
+    return back({path: placed(path, x) for path, x in narrow.items()})
 
 
 def _own_rows(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...], path: str) -> tuple[list[int], int]:
@@ -150,7 +152,7 @@ def _own_rows(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...], path: str
     axes = axes_of_spec(spec, len(shape))[0]
     parts = math.prod(mesh.shape[a] for a in axes)
     sharding = NamedSharding(mesh, PartitionSpec(axes or None))
-    held = sorted({index[0].start or 0 for index in _indices(sharding, parts)})
+    held = _held(sharding, parts)
     if rows % len(held):
         raise MeshError(
             f"put: `{path}` has {rows} rows in this process, which {len(held)} groups of devices cannot share",
@@ -161,8 +163,10 @@ def _own_rows(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...], path: str
     return [part * each + r for part in held for r in range(each)], each * parts
 
 
-def _indices(sharding: NamedSharding, size: int) -> list[tuple[slice, ...]]:
-    return [index or () for index in sharding.addressable_devices_indices_map((size,)).values()]
+def _held(sharding: NamedSharding, size: int) -> list[int]:
+    """The indices of an array [size] whose elements this process's devices have, in order."""
+    spans = {index[0].indices(size) for index in sharding.addressable_devices_indices_map((size,)).values() if index}
+    return sorted({i for span in spans for i in range(*span)})
 
 
 def _specs(mesh: Mesh, layout: Layout, dims: Any, leaves: Mapping[str, Any]) -> _SpecOf:
@@ -188,10 +192,6 @@ def _specs(mesh: Mesh, layout: Layout, dims: Any, leaves: Mapping[str, Any]) -> 
         return layout.spec(["..." if d is ... else d for d in named], mesh, shape, path=path)
 
     return spec
-
-
-def _narrow(x: np.ndarray) -> np.ndarray:
-    return x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
 
 
 # -- batches
@@ -251,8 +251,7 @@ class Batches:
             SAMPLES[f"{', '.join(f'{k}={v}' for k, v in self._order().items())}: {sample or 'not compared'}"] = None
         rows = self.rows_of(n)
         sharding = NamedSharding(self.mesh, self.layout.spec("batch", self.mesh, (self.batch,), path="the batch"))
-        parts = {index[0].indices(self.batch) for index in _indices(sharding, self.batch)}
-        mine = sorted(r for part in parts for r in range(*part))
+        mine = _held(sharding, self.batch)
         wanted = rows[mine]
         read = self._read(np.where(wanted < 0, 0, wanted))
         self.rows_read += int((wanted >= 0).sum())
@@ -341,24 +340,17 @@ class Batches:
           DataPositionError: the order was another one (seed, batch size, or number of rows), or sample rows differ.
         """
         mine = self._order()
-        for name, value in mine.items():
-            if facts.get(name) != value:
-                said = f"{name}={facts.get(name)!r}"
-                raise DataPositionError(
-                    f"the checkpoint's position is in data with {said}, and this has {name}={value!r}",
-                    fixes=[
-                        f"make them with {said}",
-                        "or restore without data=, and begin where you like: data.from_(n)",
-                    ],
-                )
-        if facts["sample"] and self._sample and facts["sample"] != self._sample:
-            raise DataPositionError(
-                f"the checkpoint's position is in other data: it has as many rows, but {SAMPLE_ROWS} sample rows differ",
-                fixes=[
-                    "give it the data of this run",
-                    "or restore without data=, and begin where you like: data.from_(n)",
-                ],
-            )
+        text = fix = ""
+        differing = next((name for name in mine if facts.get(name) != mine[name]), None)
+        if differing is not None:
+            said = f"{differing}={facts.get(differing)!r}"
+            text, fix = f"data with {said}, and this has {differing}={mine[differing]!r}", f"make them with {said}"
+        elif facts["sample"] and self._sample and facts["sample"] != self._sample:
+            text = f"other data: it has as many rows, but {SAMPLE_ROWS} sample rows differ"
+            fix = "give it the data of this run"
+        if text:
+            otherwise = "or restore without data=, and begin where you like: data.from_(n)"
+            raise DataPositionError(f"the checkpoint's position is in {text}", fixes=[fix, otherwise])
         self.position = int(facts["position"])
 
 

@@ -29,28 +29,33 @@ _STEP = 0x61C88647
 SMALL = 1 << 20
 
 
-def _mix(h: jax.Array) -> jax.Array:
-    """The finalizer of MurmurHash3 for each uint32 element; the shape is unchanged."""
-    h = h ^ (h >> 16)
-    h = h * jnp.uint32(0x85EBCA6B)
-    h = h ^ (h >> 13)
-    h = h * jnp.uint32(0xC2B2AE35)
-    return h ^ (h >> 16)
+def _mix(h: Any) -> Any:
+    """The finalizer of MurmurHash3 for each element of a uint32 array of JAX or NumPy; an array of NumPy is overwritten."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        h ^= h >> np.uint32(shift)
+        h *= np.uint32(factor)
+    h ^= h >> np.uint32(16)
+    return h
 
 
-def _words(x: jax.Array) -> jax.Array:
-    """The bits of an array as uint32, with one more dim of 2 (or of 2 or 4) where an element has more than 32."""
+def _words(x: Any) -> Any:
+    """The bits of an array of JAX or NumPy as uint32, with one more dim of 2 (or of 2 or 4) where an element has more than 32."""
+    if x.dtype == np.bool_:
+        return x.astype(np.uint32)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        x = jnp.stack([x.real, x.imag], axis=-1)
-    if x.dtype == jnp.bool_:
-        return x.astype(jnp.uint32)
-    bits = jnp.finfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).bits
-    if bits < 8 and jnp.issubdtype(x.dtype, jnp.integer):
-        return x.astype(jnp.int32).view(jnp.uint32)
-    if bits < 8:
-        return x.astype(jnp.float32).view(jnp.uint32)  # exact: the narrow floats are among the float32
-    unsigned = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint32}[bits]
-    return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
+        x = x[..., None].view(np.finfo(x.dtype).dtype)
+    floats = jnp.issubdtype(x.dtype, jnp.floating)
+    bits = jnp.finfo(x.dtype).bits if floats else jnp.iinfo(x.dtype).bits
+    if bits < 8:  # exact: the narrow floats are among the float32
+        return x.astype(np.float32 if floats else np.int32).view(np.uint32)
+    if bits == 64:
+        return x[..., None].view(np.uint32)
+    return x.view(f"u{bits // 8}").astype(np.uint32, copy=False)
+
+
+def starts_of(index: tuple[slice, ...]) -> tuple[int, ...]:
+    """Where a shard with this index begins in the global array."""
+    return tuple(s.start or 0 for s in index)
 
 
 def digest_of(x: jax.Array, offsets: Sequence[Any] = ()) -> jax.Array:
@@ -79,26 +84,6 @@ _BLOCK = 1 << 16
 """Elements that are hashed at a time: with their temporaries they fit into the cache of a core."""
 
 
-def _mix_on_host(h: np.ndarray, spare: np.ndarray) -> None:
-    """:func:`_mix`, in place; ``spare`` is overwritten."""
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, None)):
-        np.right_shift(h, np.uint32(shift), out=spare)
-        np.bitwise_xor(h, spare, out=h)
-        if factor is not None:
-            np.multiply(h, np.uint32(factor), out=h)
-
-
-def _words_on_host(x: np.ndarray) -> np.ndarray:
-    """:func:`_words` of elements of at most 32 bits: a view where it can be."""
-    if x.dtype == np.bool_:
-        return x.astype(np.uint32)
-    floats = jnp.issubdtype(x.dtype, jnp.floating)
-    bits = jnp.finfo(x.dtype).bits if floats else jnp.iinfo(x.dtype).bits
-    if bits < 8:
-        return x.astype(np.float32 if floats else np.int32).view(np.uint32)
-    return x.view(f"u{bits // 8}").astype(np.uint32, copy=False)
-
-
 @functools.lru_cache(maxsize=64)
 def _indices(shape: tuple[int, ...], first: int) -> np.ndarray:
     """The hash of the index of each element of a block, uint32; ``first`` is the dim of the array that is dim 0 here."""
@@ -113,10 +98,6 @@ def _indices(shape: tuple[int, ...], first: int) -> np.ndarray:
 def digest_on_host(x: np.ndarray, starts: Sequence[int] = ()) -> tuple[int, int]:
     """:func:`digest_of` for a NumPy array, computed chunk by chunk; equal for equal values and offsets."""
     x = np.ascontiguousarray(x).reshape(x.shape)
-    if x.dtype.kind == "c":  # the two parts of complex and of 64-bit elements: another dim
-        x = x[..., None].view(np.real(x).dtype)
-    if x.dtype.itemsize == 8:
-        x = x[..., None].view(np.uint32)
     return _blocks(x, 0, sum(int(n) * _STEP * (2 * d + 1) for d, n in enumerate(starts)))
 
 
@@ -135,16 +116,12 @@ def _blocks(x: np.ndarray, first: int, base: int) -> tuple[int, int]:
         else:
             parts = [_blocks(x[k : k + rows], first, base + k * odd) for k in range(0, len(x), rows)]
         return sum(p[0] for p in parts), sum(p[1] for p in parts)
-    words, index = _words_on_host(x), _indices(x.shape, first)
-    h, spare = np.empty_like(index), np.empty_like(index)
-    out = []
-    for seed in SEEDS:
-        np.add(index, np.uint32((base + seed) & 0xFFFFFFFF), out=h)
-        _mix_on_host(h, spare)
-        np.bitwise_xor(h, words, out=h)
-        _mix_on_host(h, spare)
-        out.append(int(h.sum(dtype=np.uint32)))
-    return out[0], out[1]
+    words = _words(x)
+    index = _indices(words.shape, first).reshape(-1)  # NumPy warns of overflows in arrays without dims
+    words = words.reshape(-1)
+    hashed = (_mix(words ^ _mix(index + np.uint32((base + seed) & 0xFFFFFFFF))) for seed in SEEDS)
+    high, low = (int(h.sum(dtype=np.uint32)) for h in hashed)
+    return high, low
 
 
 # -- of arrays in any place
@@ -225,13 +202,10 @@ class Digests:
             copies = x.sharding.num_devices * math.prod(x.sharding.shard_shape(x.shape)) // max(1, x.size)
             offset = 0 if is_global(x) else copies * process_index()  # each process has an array of its own
             self._replicas[path] = copies if is_global(x) else copies * process_count()
+            on = made[path]
             self._shards[path] = [
-                (
-                    offset + shard.replica_id,
-                    tuple(i.start or 0 for i in shard.index),
-                    np.asarray(shard.data) if (on := made[path]) is None else on[shard.device],
-                )
-                for shard in x.addressable_shards
+                (offset + s.replica_id, starts_of(s.index), np.asarray(s.data) if on is None else on[s.device])
+                for s in x.addressable_shards
             ]
 
     def totals(self) -> dict[str, list[int]]:

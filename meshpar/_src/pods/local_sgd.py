@@ -92,12 +92,8 @@ class LocalSgd:
                 fixes=[f"fragments from 1 to {every}"],
             )
         if not 0 < blend <= 1:
-            raise UnsupportedError(
-                f"local_sgd: blend={blend}, which must be above 0 and at most 1",
-                fixes=[
-                    "blend=1.0: replicas continue from the outer parameters; blend=0.5: from the mean of these and their own"
-                ],
-            )
+            fix = "blend=1.0: replicas continue from the outer parameters; blend=0.5: from the mean of these and their own"
+            raise UnsupportedError(f"local_sgd: blend={blend}, which must be above 0 and at most 1", fixes=[fix])
         self.step, self.every, self.tx, self.mesh, self.dims = step, every, outer, mesh, dims
         self.exchange = None if exchange is None else optax.with_extra_args_support(exchange)
         self.fragments, self.blend = fragments, blend
@@ -271,7 +267,8 @@ class LocalSgd:
         if not isinstance(x, jax.Array):
             return np.reshape(x, shape)
         spec = self.layout.spec(f"{REPLICA} {self._batch_dims(name)}", self.mesh, shape, path=name)
-        return jax.jit(_reshaped, static_argnums=1, out_shardings=NamedSharding(self.mesh, spec))(x, shape)
+        # not a function that is made here: each would be compiled again
+        return jax.jit(jnp.reshape, static_argnums=1, out_shardings=NamedSharding(self.mesh, spec))(x, shape)
 
     def _batch_dims(self, name: str) -> str:
         found = self.dims.match(name)
@@ -302,9 +299,7 @@ class LocalSgd:
     def _outer_step(self) -> Callable[..., dict[str, Any]]:
         """The function that :attr:`outer` compiles."""
 
-        def outer_step(
-            inner: Any, anchor: Any, outer: Any, exchange: Any = None, fragment: int = 0
-        ) -> dict[str, Any]:  # fmt: skip
+        def outer_step(inner: Any, anchor: Any, outer: Any, exchange: Any = None, fragment: int = 0) -> dict[str, Any]:
             """One outer step of a fragment: the outer optimizer receives the anchor minus the replicas' mean, and every
             replica continues from the new anchor, or from a mean of it and its own parameters.
 
@@ -332,10 +327,10 @@ class LocalSgd:
             updates, own["outer"] = self.tx.update(nested(moved), own["outer"], nested(began))
             ends: Any = optax.apply_updates(nested(began), updates)
             ends = flat(ends)
-            for name, state in states.items():
-                states[name] = own[name] if self.fragments == 1 else _with(state, fragment, own[name])
+            if self.fragments > 1:
+                own = {name: (*x[:fragment], own[name], *x[fragment + 1 :]) for name, x in states.items()}
             new = {p: self._blended(replicas[p], x) for p, x in ends.items()}
-            return {"inner": back({**replicas, **new}), "anchor": to_anchor({**anchors, **ends}), **states}
+            return {"inner": back({**replicas, **new}), "anchor": to_anchor({**anchors, **ends}), **own}
 
         return outer_step
 
@@ -343,12 +338,3 @@ class LocalSgd:
         """Parameters [replica, …] from which replicas continue: a mean of their own and the outer ones."""
         outer = jnp.broadcast_to(outer, own.shape)
         return outer if self.blend == 1 else (self.blend * outer + (1 - self.blend) * own).astype(own.dtype)
-
-
-def _with(states: tuple[Any, ...], i: int, state: Any) -> tuple[Any, ...]:
-    """The tuple with another state at index i."""
-    return (*states[:i], state, *states[i + 1 :])
-
-
-def _reshaped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return x.reshape(shape)  # of the module, so that it is compiled once

@@ -33,23 +33,18 @@ class Lock:
         """Take the lock. A lock of a process of this machine is valid while the process runs; one of another machine while
         it is renewed, for which this waits ``STALE_SECONDS``."""
         self.path = folder / NAME
-        self._mine = {
-            "host": _host(),
-            "process": os.getpid(),
-            "started": _started(os.getpid()),
-            "run": uuid.uuid4().hex,
-        }
+        here = {"host": _host(), "process": os.getpid(), "started": _started(os.getpid())}
         self._closed = threading.Event()
         other = self._read()
         if other and _is_live(other, self):
             who, fix = f"process {other['process']} on {other['host'].split()[0]}", "wait for its end, or end it"
-            if all(other.get(name) == self._mine[name] for name in ("host", "process", "started")):
+            if all(other.get(name) == value for name, value in here.items()):
                 who, fix = "this process", "close() the other mp.Checkpoints first"
             raise CheckpointError(
                 f"another run writes to {folder}: {who}, since {other.get('since', '?')}",
                 fixes=[fix, "or save to another folder; reading by restore() needs no lock"],
             )
-        self._mine["since"] = time.strftime("%Y-%m-%d %H:%M:%S")
+        self._mine = {**here, "run": uuid.uuid4().hex, "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         self._write(0)
         threading.Thread(target=self._renew, name="meshpar checkpoint lock", daemon=True).start()
 

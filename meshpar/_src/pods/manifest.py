@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ...errors import TargetError
 from ..hardware.topology import Topology, parse_topology
-from .watch import PROGRAM, USAGE
+from .watch import PROGRAM, RESTARTABLE, USAGE
 
 MAX_NAME = 63 - len("-slice-000-0000-xxxxx")
 """Characters of a job's name: a pod's name contains the names of the job, the slice and the host, and at most 63 characters."""
@@ -177,7 +177,8 @@ status=$?
 
 case $status in
     0) ;;
-    {PROGRAM} | {USAGE}) exit "$status" ;;               # the script failed, or its mesh or layout is invalid
-    *) scontrol requeue "$SLURM_JOB_ID" ;; # 75: a process was lost, or all have saved; 137: one was killed
+    # a process was lost, or all have saved; or one was ended by a signal
+    {RESTARTABLE} | 12[89] | 1[3-9]?) scontrol requeue "$SLURM_JOB_ID" ;;
+    *) exit "$status" ;; # the script failed, or its mesh or layout is invalid
 esac
 """

@@ -159,9 +159,8 @@ def _ended(processes: Iterable[int]) -> Cause | None:
     folder = os.environ.get(CAUSES)
     for p in processes:
         if folder and ended_file(Path(folder), p).exists():
-            return Cause(
-                p, "ended", f"process {p} ended, with exit status 0, before it called mp.distributed()", PROGRAM
-            )
+            text = f"process {p} ended, with exit status 0, before it called mp.distributed()"
+            return Cause(p, "ended", text, PROGRAM)
     return None
 
 

@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 
 import jax
@@ -28,13 +28,8 @@ _FIXES = {
 """Kind of a failed rendezvous → fixes of its error."""
 
 
-@dataclass
-class _State:
-    watch: Watch | None = None
-    single: bool = False
-
-
-STATE = _State()
+_started: list[Watch | None] = []
+"""After the first call the watch of this process; None: it is the only one."""
 
 
 def distributed(
@@ -71,7 +66,7 @@ def distributed(
       >>> jax.process_count()
       1
     """
-    if STATE.watch is not None or STATE.single:
+    if _started:
         return
     try:
         timeout = timeout if timeout is not None else variable_number(TIMEOUT, 30.0, 0.1)
@@ -83,10 +78,10 @@ def distributed(
     except MeshparError as error:
         _set_exit_status(error)
         raise
-    STATE.single = jax_pods.process_count() == 1
-    if not STATE.single:
-        STATE.watch = Watch(timeout, stuck)
-        STATE.watch.start()
+    watch = Watch(timeout, stuck) if jax_pods.process_count() > 1 else None
+    _started.append(watch)
+    if watch is not None:
+        watch.start()
 
 
 def _connect(group: Group, timeout: float, wait: float) -> None:

@@ -94,12 +94,7 @@ class Calls:
 def _worth_keeping(n: int, now: int) -> bool:
     """Whether the record of call ``n`` is retained at call ``now``: all recent ones, and older ones at multiples of 64
     and 1,024."""
-    age = now - n
-    return (
-        age < _RECENT_CALLS
-        or (n % 64 == 0 and age < 64 * _RECENT_CALLS)
-        or (n % 1024 == 0 and age < 1024 * _RECENT_CALLS)
-    )
+    return any(n % every == 0 and now - n < every * _RECENT_CALLS for every in (1, 64, 1024))
 
 
 CALLS = Calls()
@@ -367,12 +362,10 @@ def _last(said: Mapping[str, Any]) -> str:
 
 def status_of(error: BaseException) -> int:
     """The exit status for an exception that ends the script."""
-    refused = isinstance(error, MeshparError) and not isinstance(
-        error, AgreementError | CheckError | CompilerError | LostProcessError | StuckProcessError
-    )
     if isinstance(error, LostProcessError | StuckProcessError):
         return RESTARTABLE
-    return USAGE if refused else PROGRAM
+    failed = isinstance(error, AgreementError | CheckError | CompilerError) or not isinstance(error, MeshparError)
+    return PROGRAM if failed else USAGE
 
 
 def note_cause(cause: Cause, index: int) -> None:

@@ -96,9 +96,7 @@ def powersgd(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _low_rank_mean(
-    total: jax.Array, q: jax.Array, weights: jax.Array, stacked: bool
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+def _low_rank_mean(total: jax.Array, q: jax.Array, weights: jax.Array, stacked: bool) -> tuple[jax.Array, jax.Array]:
     """(``P Qᵀ``, ``Q``) after one power iteration.
 
     Args:

@@ -19,7 +19,7 @@ from ..compat.devices import is_compile_only, lowered_parts
 from ..compat.jax import without_gc
 from ..cost.memory import memory_of
 from ..cost.time import time_of
-from ..hardware.topology import chip_of, topology_devices, topology_of
+from ..hardware.topology import Places, chip_of, topology_devices, topology_of
 from ..layout import AnyMesh
 from ..mesh import MeshLike, context_mesh
 from ..mesh import mesh as make_mesh
@@ -30,7 +30,7 @@ from ..report.text import plain
 from ..units import format_bytes, format_memory, format_seconds
 from . import hlo
 from .compiler import FINAL, PARTITIONED
-from .exposed import Exposed, exposed, places_of
+from .exposed import Exposed, exposed
 from .flops import flops
 from .hlo import HloCollective
 from .jobs import Archive, Job, Progress, compile_job
@@ -121,7 +121,7 @@ class Compiled:
         """Exposed communication in the final schedule; None if the clock of the chip is not known."""
         if not isinstance(self.mesh, Mesh) or (chip := chip_of(self.mesh)) is None or not chip.compiler.clock_hz:
             return None
-        return exposed(self.as_text(), chip, places_of(list(self.mesh.devices.flat)))
+        return exposed(self.as_text(), chip, Places.of(self.mesh.devices.reshape(-1)))
 
     @property
     def exposed_seconds(self) -> float | None:
@@ -134,10 +134,10 @@ class Compiled:
         return sum(c.total_bytes for c in self.final_collectives)
 
     def __str__(self) -> str:
-        return compiled_text(self)
+        return plain(self)
 
     def __rich__(self) -> Any:
-        return compiled_renderable(self)
+        return _renderable(self)
 
 
 def compile_lowered(
@@ -178,13 +178,9 @@ def compile_lowered(
     if error is not None:
         if error.startswith("RESOURCE_EXHAUSTED"):
             raise out_of_memory(error, job.topology, plan, capacity)
+        fix = 'the error\'s `log` has the complete output of the compiler; another layout, or lowering="jit", may avoid it'
         headline = f"the compiler for {job.topology} refuses this program: {error.splitlines()[0]}"
-        refused = CompilerError(
-            headline,
-            fixes=[
-                'the error\'s `log` has the complete output of the compiler; another layout, or lowering="jit", may avoid it'
-            ],
-        )
+        refused = CompilerError(headline, fixes=[fix])
         refused.log = error
         raise refused
     memory = Memory(**archive.facts["memory"])
@@ -258,12 +254,7 @@ MAX_ROWS = 16
 """Collectives that a report lists one by one."""
 
 
-def compiled_text(compiled: Compiled, width: int = 120) -> str:
-    """The report as plain text of at most ``width`` columns."""
-    return plain(compiled_renderable(compiled), width)
-
-
-def compiled_renderable(c: Compiled) -> Any:
+def _renderable(c: Compiled) -> Any:
     """The report for rich: memory, cycles, collectives of the final program and bytes by kind after partitioning."""
     m = c.memory
     fits = f" of {format_memory(c.capacity)}" if c.capacity else ""

@@ -104,16 +104,13 @@ class Report:
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
         bad = sum(r.error is not None for r in self.rows)
-        head = (
-            f"{len(self.rows) - bad} of {len(self.rows)} runs equal to the unsharded one, "
-            f"to {self.tolerance:g} of each leaf's largest value"
-        )
+        runs = f"{len(self.rows) - bad} of {len(self.rows)} runs equal to the unsharded one"
+        head = f"{runs}, to {self.tolerance:g} of each leaf's largest value"
         if any(r.explained for r in self.rows):
             head += ", or up to rounding"
             paths = list(dict.fromkeys(path for r in self.rows for path in r.explained))
-            shown = ", ".join(paths[:MAX_ROUNDING_PATHS]) + f" and {len(paths) - MAX_ROUNDING_PATHS} more" * (
-                len(paths) > MAX_ROUNDING_PATHS
-            )
+            more = len(paths) - MAX_ROUNDING_PATHS
+            shown = ", ".join(paths[:MAX_ROUNDING_PATHS]) + (f" and {more} more" if more > 0 else "")
             largest = max((r for r in self.rows if r.explained), key=lambda r: r.rounding)
             for text in (
                 "rounding: leaves that differ by more than the tolerance, but only by rounding, and their largest difference",

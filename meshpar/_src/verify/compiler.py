@@ -48,29 +48,22 @@ def compile_job(module: bytes, job: dict[str, Any], dump: Path) -> tuple[dict[st
     from ..compat.devices import compile_parts
     from ..hardware.topology import topology_devices
 
-    if job["topology"].startswith("cpu:"):
+    cpu = job["topology"].startswith("cpu:")
+    if cpu:
         jax.config.update("jax_num_cpu_devices", int(job["topology"][4:]))
         devices = jax.devices("cpu")
     else:
         devices = list(topology_devices(job["topology"]))
     by_id = {d.id: d for d in devices}
-    options = {
-        "xla_dump_to": str(dump),
-        "xla_dump_hlo_as_text": True,
-        "xla_dump_hlo_pass_re": ".*spmd-partitioning.*",
-        **job["options"],
-    }
+    dumps = {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True, "xla_dump_hlo_pass_re": ".*spmd-partitioning.*"}
+    options = {**dumps, **job["options"]}
     began = time.perf_counter()
     try:
         executable = compile_parts(module, [by_id[i] for i in job["devices"]], job["facts"], options, job["fast"])
     except jax.errors.JaxRuntimeError as error:
         return {"error": str(error), "compile_seconds": time.perf_counter() - began}, {}
-    facts = {
-        "memory": memory_of(
-            executable.get_compiled_memory_stats(), job["topology"].startswith("cpu:"), _allocations(dump)
-        ),
-        "compile_seconds": time.perf_counter() - began,
-    }
+    memory = memory_of(executable.get_compiled_memory_stats(), cpu, _allocations(dump))
+    facts = {"memory": memory, "compile_seconds": time.perf_counter() - began}
     texts = {FINAL: "\n\n".join(m.to_string() for m in executable.hlo_modules())}
     partitioned = [p for p in sorted(dump.glob("*")) if _PARTITIONED.search(p.name)]
     if partitioned:

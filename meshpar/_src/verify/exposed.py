@@ -15,11 +15,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from ..hardware.chips import Chip
 from ..hardware.collective_ops import CollectiveOp, collective_volume
@@ -64,13 +61,12 @@ class Exposed:
 
     def add(self, other: Exposed, times: float) -> None:
         """Add the times of a computation that runs ``times`` times."""
-        self.seconds += other.seconds * times
+        for kind, seconds in other.by_kind.items():
+            self.add_exposed(kind, seconds * times)
         self.sent += other.sent * times
         self.compute += other.compute * times
         self.matmul_cycles += other.matmul_cycles * times
         self.in_loops += other.in_loops * times
-        for kind, n in other.by_kind.items():
-            self.by_kind[kind] = self.by_kind.get(kind, 0.0) + n * times
 
 
 def exposed(text: str, chip: Chip, places: Places, *, unknown: int = 1) -> Exposed:
@@ -202,7 +198,8 @@ class _Timeline:
             if cycles:
                 network.advance(cycles / self.chip.compiler.clock_hz)
                 out.compute += cycles / self.chip.compiler.clock_hz
-                out.matmul_cycles += cycles * self.has_matmul(i)
+                has_matmul = i.opcode in _MATMULS or any(x.opcode in _MATMULS for x in self.instructions(i))
+                out.matmul_cycles += cycles * has_matmul
         for transfer in in_flight.values():
             wait(transfer)
         return out
@@ -210,7 +207,7 @@ class _Timeline:
     def role(self, i: Instruction, scope: Scope) -> tuple[str, list[HloCollective]]:
         """(``start``, ``done`` or "", and the collectives that the instruction starts)."""
         if i.opcode.endswith("-done"):
-            return ("done" if not i.opcode.startswith(("copy", "slice", "recv", "send", "dynamic")) else ""), []
+            return ("" if i.opcode.startswith(("copy", "slice", "recv", "send", "dynamic")) else "done"), []
         if i.opcode == "fusion":
             if i.name.startswith("async-collective-done"):
                 return "done", []
@@ -234,9 +231,6 @@ class _Timeline:
         called = self.module.computations.get(i.called or "")
         own = list(called) if called else []
         return own + [x for inner in own if inner.opcode == "fusion" for x in self.instructions(inner)]
-
-    def has_matmul(self, i: Instruction) -> bool:
-        return i.opcode in _MATMULS or any(x.opcode in _MATMULS for x in self.instructions(i))
 
     def inner(self, i: Instruction, scope: Scope) -> Exposed:
         """The times of a loop with its trip count, of the longest branch of a conditional, or of a call."""
@@ -272,8 +266,3 @@ def _start_of(i: Instruction, scope: Scope, in_flight: set[str]) -> str:
         if source is not None and source.opcode in ("get-tuple-element", "bitcast", "tuple", "fusion", "async-update"):
             todo += source.operands
     return i.name.replace("-done", "-start", 1)
-
-
-def places_of(devices: Sequence[Any]) -> Places:
-    """The torus positions of a program's devices, in the order of the partitions."""
-    return Places.of(np.asarray(devices, object))

@@ -149,9 +149,8 @@ def _instruction(line: str, start: int, name: str) -> Instruction | None:
     elif "%" in inner:
         operands = tuple(re.findall(r"%([\w.\-]+(?:#\d+)*)", inner))
     else:  # the short form, without %
-        operands = tuple(
-            p.split()[-1] for p in _COMMENT.sub("", re.sub(r"\{[^}]*\}", "", inner)).split(",") if p.strip()
-        )
+        parts = _COMMENT.sub("", re.sub(r"\{[^}]*\}", "", inner)).split(",")
+        operands = tuple(p.split()[-1] for p in parts if p.strip())
     return Instruction(name, line[start:end], opcode, operands, inner, line[close:])
 
 

@@ -207,9 +207,7 @@ def _exit(code: int) -> str:
     """How a process ended, for a message."""
     if code >= 0:
         return f"ended without a result (exit status {code})"
-    with contextlib.suppress(ValueError):
-        return f"crashed ({signal.Signals(-code).name})"
-    return f"crashed (signal {-code})"
+    return f"crashed ({signal.Signals(-code).name if -code in set(signal.Signals) else f'signal {-code}'})"
 
 
 @contextlib.contextmanager

@@ -270,9 +270,8 @@ class Localizer:
         else:
             left = self.leaf(k)
             verb = "vanishes" if left.ok else "shrinks"
-            lines.append(
-                f"  with all intermediate values returned as well, the difference {verb} (to {left.relative:.2g})"
-            )
+            returned = "with all intermediate values returned as well"
+            lines.append(f"  {returned}, the difference {verb} (to {left.relative:.2g})")
             lines.append("  and every op is correct by itself: the compiler makes an error when it fuses them")
         if verdict is not None:
             lines.append(f"  {verdict}")

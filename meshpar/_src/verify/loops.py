@@ -111,7 +111,9 @@ def trip_count(scope: Scope, loop: Instruction) -> tuple[int | None, State]:
     that change by a constant step are extrapolated to find the first trip for which the condition fails: trip by trip, then by
     bisection (so the count of a very long loop that ends on equality is not known).
     """
-    first = _initial(scope, loop)
+    initial = scope.value(loop.operands[0])
+    scalars = [k for k, e in enumerate(elements(loop.shape)) if re.match(r"(pred|[su]\d+)\[\]", e)]
+    first = {k: initial(k) if callable(initial) else None for k in scalars}
     second = _step(scope, loop, first)
     third = _step(scope, loop, second)
     steps = {
@@ -141,12 +143,6 @@ def trip_count(scope: Scope, loop: Instruction) -> tuple[int | None, State]:
             return None, fixed
     low = high // 2
     return low + bisect.bisect_left(range(low, high), True, key=lambda n: not runs(n)), fixed
-
-
-def _initial(scope: Scope, loop: Instruction) -> State:
-    state = scope.value(loop.operands[0])
-    scalars = [k for k, e in enumerate(elements(loop.shape)) if re.match(r"(pred|[su]\d+)\[\]", e)]
-    return {k: state(k) if callable(state) else None for k in scalars}
 
 
 def _step(scope: Scope, loop: Instruction, state: Mapping[int, Any]) -> State:

@@ -47,9 +47,8 @@ def out_of_memory(
             break
     subject = "the program's temporaries alone need" if "temporaries" in message else "the program needs"
     need = f"{subject} {format_memory(needed)}" if needed else "the program does not fit"
-    lines = [
-        f"DOES NOT FIT: out of memory on {topology}: {need}{f', but a device has {format_memory(capacity)}' if capacity else ''}"
-    ]
+    has = f", but a device has {format_memory(capacity)}" if capacity else ""
+    lines = [f"DOES NOT FIT: out of memory on {topology}: {need}{has}"]
     fixes: list[str] = []
     if plan is not None:
         lines += _table(plan)
@@ -69,12 +68,11 @@ def _table(plan: Plan) -> list[str]:
     """Lines: the planned peak of a device by kind, its largest arguments with their axes, its largest intermediate values."""
     memory = memory_of(plan)
     kinds = sorted(memory.by_kind.items(), key=lambda k: -k[1])
-    lines = [
-        f"  by meshpar's estimate a device needs {format_memory(memory.peak)} at the peak{_at(memory.peak_source)}: "
-        + ", ".join(f"{kind} {format_memory(n)}" for kind, n in kinds)
-    ]
-    padding = padding_text(plan)
-    lines += [f"    {padding}"] * bool(padding)
+    at = f" ({memory.peak_source})" if memory.peak_source else ""
+    by_kind = ", ".join(f"{kind} {format_memory(n)}" for kind, n in kinds)
+    lines = [f"  by meshpar's estimate a device needs {format_memory(memory.peak)} at the peak{at}: {by_kind}"]
+    if padding := padding_text(plan):
+        lines.append(f"    {padding}")
     arguments = sorted(plan.inputs, key=lambda h: -h.bytes)[:MAX_ARGUMENTS]
     rows = [
         (format_memory(h.bytes), h.path, shape_text(h.dtype, h.shape), dims_text(argument_dims(h))) for h in arguments
@@ -84,10 +82,6 @@ def _table(plan: Plan) -> list[str]:
     rows += [(format_memory(n), "", name, kind) for name, n, kind in others[:MAX_INTERMEDIATES]]
     wide = [max((len(r[i]) for r in rows), default=0) for i in range(3)]
     return lines + [f"    {a:>{wide[0]}}  {b:<{wide[1]}}  {c:<{wide[2]}}  {d}".rstrip() for a, b, c, d in rows]
-
-
-def _at(source: str) -> str:
-    return f" ({source})" if source else ""
 
 
 def _candidates(plan: Plan) -> list[tuple[str, str]]:
@@ -123,12 +117,8 @@ def _suggestions(plan: Plan, capacity: float | None) -> list[str]:
     plans.sort()
     lines = []
     for peak, arguments, rule in plans[:MAX_RULES]:
-        fits = (
-            ", which fits"
-            if capacity is not None and peak <= capacity
-            else f" ({format_memory(arguments)} of it arguments)"
-        )
-        lines.append(
-            f"add `{rule}`: {format_memory(peak)} instead of {format_memory(before)} by the same estimate{fits}"
-        )
+        fits = capacity is not None and peak <= capacity
+        note = ", which fits" if fits else f" ({format_memory(arguments)} of it arguments)"
+        saved = f"{format_memory(peak)} instead of {format_memory(before)} by the same estimate"
+        lines.append(f"add `{rule}`: {saved}{note}")
     return lines

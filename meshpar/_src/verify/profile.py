@@ -113,11 +113,8 @@ class PlanProfile:
 
     def _title(self) -> str:
         devices = f"{self.devices} device{'s' * (self.devices != 1)}"
-        hint = (
-            ""
-            if self.plan.chip
-            else "; planned times need a known chip: use mp.hardware.calibrate, or plan with topology="
-        )
+        missing = "; planned times need a known chip: use mp.hardware.calibrate, or plan with topology="
+        hint = "" if self.plan.chip else missing
         return f"{self.runs} run{'s' * (self.runs != 1)} of the step on {devices}; seconds of a device per step{hint}"
 
 
@@ -297,9 +294,8 @@ def _loop_seconds(plan: Plan) -> dict[int, float]:
         for kernel in computation.kernels:
             for body in kernel.bodies:
                 if kernel.origin is not None:
-                    out[id(kernel.origin)] = out.get(id(kernel.origin), 0.0) + lengths[body].seconds * (
-                        body.trip_count or 1
-                    )
+                    seconds = lengths[body].seconds * (body.trip_count or 1)
+                    out[id(kernel.origin)] = out.get(id(kernel.origin), 0.0) + seconds
                 visit(body)
 
     visit(computation_of(plan))
@@ -357,20 +353,18 @@ def _tables(p: PlanProfile) -> list[tuple[str, list[tuple[str, str]], list[list[
         return [name, calls, seconds(m.planned), seconds(m.measured), number(ratio, m.ratio or 0.0)]
 
     columns = [("", ""), ("calls a step", "n"), ("planned", "n"), ("measured", "n"), ("ratio", "n")]
-    out = [
+    other = [[Cell(name, markup=f"<code>{escape(name)}</code>"), seconds(x)] for name, x in p.other]
+    tables = [
         ("Step and loops", columns, [row(p.step), *map(row, p.loops)]),
         ("Collectives", columns, list(map(row, p.collectives))),
+        ("Collectives without a planned name: added by XLA", [("", ""), ("measured", "n")], other),
     ]
-    other = [[Cell(name, markup=f"<code>{escape(name)}</code>"), seconds(x)] for name, x in p.other]
-    out.append(("Collectives without a planned name: added by XLA", [("", ""), ("measured", "n")], other))
-    return [table for table in out if table[2]]
+    return [table for table in tables if table[2]]
 
 
 def _body(p: PlanProfile) -> str:
-    tables = (
-        f"<h2>{escape(title)}</h2>{html_table(columns, rows, sortable=True)}" for title, columns, rows in _tables(p)
-    )
-    return f"<p>{escape(p._title())}</p>{''.join(tables)}"
+    tables = [(title, html_table(columns, rows, sortable=True)) for title, columns, rows in _tables(p)]
+    return f"<p>{escape(p._title())}</p>{''.join(f'<h2>{escape(title)}</h2>{table}' for title, table in tables)}"
 
 
 def _page(p: PlanProfile) -> str:

@@ -107,9 +107,8 @@ class Verdict:
     rounding: bool
 
     def __str__(self) -> str:
-        return (
-            f"in {self.dtype} the sharded run is off by {self.sharded:.3g}, the unsharded one by {self.unsharded:.3g}"
-        )
+        errors = f"the sharded run is off by {self.sharded:.3g}, the unsharded one by {self.unsharded:.3g}"
+        return f"in {self.dtype} {errors}"
 
 
 def judge(sharded: Iterable[np.ndarray], unsharded: np.ndarray, exact: np.ndarray, narrow: Any) -> Verdict:
@@ -176,7 +175,8 @@ class _Evaluator:
             elif entry.family in ("identity", "rounding"):
                 outs = ins
             elif (outs := self.applied(eqn, ins)) is None:
-                narrow = [self.as_in(v, x) for v, x in zip(eqn.invars, ins, strict=True)]
+                dtypes = [_float_dtype(v.aval) for v in eqn.invars]
+                narrow = [x if d is None else lax.convert_element_type(x, d) for d, x in zip(dtypes, ins, strict=True)]
                 outs = bind(eqn, narrow, eqn.params)
             env.update(zip(eqn.outvars, map(self.widened, outs), strict=True))
         return [read(v) for v in jaxpr.outvars]
@@ -194,8 +194,3 @@ class _Evaluator:
             return bind(eqn, ins, params)
         except (TypeError, ValueError, NotImplementedError):  # the op does not support the wide dtype
             return None
-
-    @staticmethod
-    def as_in(var: Any, x: Any) -> Any:
-        dtype = _float_dtype(var.aval)
-        return x if dtype is None else lax.convert_element_type(x, dtype)

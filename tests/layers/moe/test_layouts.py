@@ -74,7 +74,7 @@ def routed(p, x, mask, ids, key):
         "two_level": ROUTERS["two_level"](logits["outer"], logits["inner"], **one(k=2, capacity=1.0)),
         # all tokens to two experts: five times what a buffer holds, and six experts without a token
         "single": ROUTERS["top_k"](every - 1e3 * (jnp.arange(E) > 1), **one(k=2)),
-    }  # fmt: skip
+    }
 
 
 def step(p, x, mask, ids, key):

@@ -106,7 +106,9 @@ def moe(
       ((32, 64), 64)
     """
     number = _check(x, experts, activation)
-    route = _named_router(router)
+    if not callable(router) and router not in ROUTERS:
+        raise MeshparError(f"moe: no router {router!r}", fixes=did_you_mean(router, ROUTERS, "routers"))
+    route = router if callable(router) else ROUTERS[router]
     options |= {name: value for name, value in (("k", k), ("capacity", capacity)) if value is not None}
     if implementation in KERNELS and router in ROUTED_BY_KERNELS:
         options["implementation"] = implementation
@@ -140,15 +142,6 @@ def _row_bounds(
     factor = 2.0 if capacity is None else capacity
     most = groups * capacity_of(tokens // groups, experts, k if chooses_tokens else places, factor)
     return min(float(places), most * experts / max(tokens, 1)), most
-
-
-def _named_router(router: str | Callable[..., Routing]) -> Callable[..., Routing]:
-    """The router of a name in :data:`ROUTERS`; a function is returned unchanged."""
-    if callable(router):
-        return router
-    if router not in ROUTERS:
-        raise MeshparError(f"moe: no router {router!r}", fixes=did_you_mean(router, ROUTERS, "routers"))
-    return ROUTERS[router]
 
 
 _FROM_WEIGHTS = ("noise", "experts", "groups", "mask")
@@ -240,9 +233,8 @@ def _weights(router: str | Callable[..., Routing], x: jax.Array, weights: Any, i
     fits = all(hasattr(w, "ndim") and w.ndim == _SHAPES.get(n, "").count(",") + 1 for n, w in parts.items())
     if {*parts} not in map(set, forms) or not fits or any(w.shape[0] != x.shape[-1] for w in parts.values()):
         texts = ["{" + ", ".join(f'"{n}": {_SHAPES[n]}' for n in form) + "}" for form in forms if form]
-        wanted = (
-            " or ".join(texts).replace('{"kernel": [H, E]}', "[H, E]") or "None, and ids= with the id of each token"
-        )
+        wanted = " or ".join(texts).replace('{"kernel": [H, E]}', "[H, E]")
+        wanted = wanted or "None, and ids= with the id of each token"
         got = ", ".join(f"{n} {list(getattr(w, 'shape', [])) or type(w).__name__}" for n, w in parts.items()) or "None"
         raise MeshparError(
             f"moe: router_weights of router={router!r} must be {wanted}; got {got}, and x is {list(x.shape)}",

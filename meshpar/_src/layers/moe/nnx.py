@@ -61,9 +61,8 @@ class MoE(nnx.Module):
         weights = weights_of_module(embed, mlp, experts, router, shared)
         self.names = tuple(weights)
         for name, w in weights.items():
-            value = nnx.with_partitioning(w.init, w.dims)(
-                rngs.params(), w.shape, jnp.float32 if w.is_float32 else param_dtype
-            )
+            dtype = jnp.float32 if w.is_float32 else param_dtype
+            value = nnx.with_partitioning(w.init, w.dims)(rngs.params(), w.shape, dtype)
             setattr(self, name, (RouterBias if name == "bias" else nnx.Param)(value))
         self.kind = router
         self.options = {"k": k, "capacity": capacity, "groups": groups, "strategy": strategy, "slack": slack,

@@ -334,10 +334,8 @@ def _largest(scores: jax.Array, most: int) -> jax.Array:
     Returns:
       bool, of the same shape.
     """
-    bits = (
-        lax.bitcast_convert_type(jnp.maximum(scores, 0.0), jnp.int32) + 1
-    )  # nonnegative floats have the order of their bits
-    bits = jnp.where(scores >= 0, bits, 0)
+    # nonnegative floats have the order of their bits
+    bits = jnp.where(scores >= 0, lax.bitcast_convert_type(jnp.maximum(scores, 0.0), jnp.int32) + 1, 0)
     over = tuple(range(1, scores.ndim - 1))
 
     def count(which_ones: jax.Array) -> jax.Array:
@@ -401,10 +399,8 @@ def deepseek_v3(
     else:
         expert = _by_groups(logits, score, bias, k, expert_groups, top_groups, which)
         weight = _normalised(pick(score, one_hots(expert, experts))) * scale
-    losses = {
-        "balance": balance_loss(_normalised(score), expert, which, by_row=True),
-        "z": z_loss(logits, which),
-    }
+    balance = balance_loss(_normalised(score), expert, which, by_row=True)
+    losses = {"balance": balance, "z": z_loss(logits, which)}
     return finish(expert, weight, losses, experts=experts, real=real, capacity=capacity, groups=groups)
 
 
@@ -491,10 +487,8 @@ def two_level(outer, inner, *, k, outer_k: int = 1, capacity=None, groups=1, mas
     many, each = inner.shape[-2:]
     flat = inner.reshape(*outer.shape[:-1], many * each)
     joined, real, which = _read(jnp.concatenate([outer, flat], -1), 1, mask)
-    outer, flat = joined[..., :many], joined[..., many:]
-    inner = flat.reshape(inner.shape)
-    first = _read(outer, outer_k, None)[0]
-    group = _best(first, outer_k, which)
+    outer, inner = joined[..., :many], joined[..., many:].reshape(inner.shape)
+    group = _best(_read(outer, outer_k, None)[0], outer_k, which)
     wide = jnp.broadcast_to(which[..., None], inner.shape[:-1])
     best = _best(inner, k // outer_k, wide)
     p_group = _normalised(pick(jax.nn.softmax(outer, -1), one_hots(group, many)))
@@ -502,17 +496,14 @@ def two_level(outer, inner, *, k, outer_k: int = 1, capacity=None, groups=1, mas
     p_best = _normalised(pick(p_inner, one_hots(best, each)))  # [*tokens, O, k/outer_k]
     experts, weights = [], []
     for j, mine in enumerate(one_hots(group, many)):
-        place = jnp.where(mine[..., None], best, 0).sum(-2)
-        made = (group[..., j : j + 1] < many) & (place < each)
-        experts.append(jnp.where(made, group[..., j : j + 1] * each + place, many * each))
+        place, chosen = jnp.where(mine[..., None], best, 0).sum(-2), group[..., j : j + 1]
+        experts.append(jnp.where((chosen < many) & (place < each), chosen * each + place, many * each))
         weights.append(p_group[..., j : j + 1] * jnp.where(mine[..., None], p_best, 0.0).sum(-2))
     expert = jnp.concatenate(experts, -1).astype(jnp.int32)
     weight = jnp.where(expert < many * each, jnp.concatenate(weights, -1), 0.0)
     probability = (jax.nn.softmax(outer, -1)[..., None] * p_inner).reshape(flat.shape)
-    losses = {
-        "balance": balance_loss(probability, expert, which),
-        "z": z_loss(outer, which) + z_loss(inner, wide),
-    }
+    z = z_loss(outer, which) + z_loss(inner, wide)
+    losses = {"balance": balance_loss(probability, expert, which), "z": z}
     return finish(expert, weight, losses, experts=many * each, real=real, capacity=capacity, groups=groups)
 
 
