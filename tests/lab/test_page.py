@@ -7,7 +7,8 @@ import lab_program
 import pytest
 from browser import chromium
 
-from meshpar._src.lab.server import Server, front_end
+from meshpar._src.lab.server import Server
+from meshpar._src.report.document import front_end
 from meshpar._src.units import format_bytes, format_memory, format_seconds
 from meshpar.errors import MeshparError
 
@@ -459,7 +460,7 @@ def test_the_page_in_a_notebook_asks_through_the_kernel(browser):
             };
             widget.render({ model, el: document.querySelector("#cell") });
         }""",
-        front_end()[1],
+        front_end("lab")[1],
     )
     page.locator("#cell[data-metrics]").wait_for()
     shown = json.loads(page.locator("#cell").get_attribute("data-metrics"))

@@ -10,8 +10,8 @@ from rich.console import Console
 
 import meshpar as mp
 from meshpar._src.report.diff import Metric
+from meshpar._src.report.document import plain
 from meshpar._src.report.tables import shortened
-from meshpar._src.report.text import plain
 
 DIMS = {"w": "embed mlp", "x": "batch embed"}
 ARGS = (jax.ShapeDtypeStruct((256, 512), jnp.float32), jax.ShapeDtypeStruct((64, 256), jnp.float32))

@@ -13,6 +13,7 @@ from ..report.colours import AxisColours
 from ..report.diff import PlanDiff, diff_body, time_comparison
 from ..report.facts import RuleEffect, rule_effects
 from ..report.pipeline import pipelines_html
+from ..report.sections import notes
 from ..units import format_bytes, format_memory, format_seconds
 
 MAX_COLLECTIVE_ROWS = 10
@@ -51,7 +52,7 @@ def sections(plan: Plan) -> dict[str, str]:
         "rules": html.rules_table(plan, effects, ink),
         "tensors": html.tensors(plan, ink),
         "collectives": html.collectives_by_rule(plan, effects, ink, most=MAX_COLLECTIVE_ROWS),
-        "notes": html.notes_list(plan),
+        "notes": notes(plan).html(),
     }
 
 

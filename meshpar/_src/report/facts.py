@@ -19,14 +19,15 @@ from ..cost.memory import memory_of
 from ..cost.schedule import schedules
 from ..cost.tiles import LANES, SUBLANES
 from ..cost.time import Time, time_of
-from ..dims import format_dims, path_matches
+from ..dims import format_dims
 from ..hardware.calibration import EFFICIENCIES
-from ..layout import SCOPES, Rule, Spec
+from ..layout import Rule, Spec
 from ..plan.collectives import Collective
 from ..plan.plan import Arrival, Plan, ShardedArray
 from ..plan.steps import Reduce, Reshard
 from ..program.ir import Value
 from ..units import format_bytes, format_memory, format_seconds
+from .tables import Cell, number
 
 DimAxes = tuple[str, tuple[str, ...]]
 """A dim of an array: its name, and the mesh axes that shard it."""
@@ -209,6 +210,12 @@ class ArgumentGroup:
     def shape(self) -> str:
         return shape_text(self.members[0].dtype, self.members[0].shape)
 
+    def cells(self) -> list[Cell]:
+        """The number of arguments, and their bytes: of the full arrays, and on a device."""
+        count = number(str(len(self.members)), len(self.members), css="more")
+        full = number(format_memory(self.global_bytes), self.global_bytes, css="more")
+        return [count, full, number(format_memory(self.bytes), self.bytes)]
+
 
 def argument_groups(
     plan: Plan, key: Callable[[ShardedArray], Hashable]
@@ -283,13 +290,16 @@ class CollectiveGroup:
         locations = dict.fromkeys(c.location for c in self.members)
         return next(iter(locations)) if len(locations) == 1 else location_of_layers(self.first)
 
-    def cells(self) -> tuple[str, str, str, str]:
-        """Texts of total bytes, calls, bytes per call (``~``: the mean of calls that differ) and seconds."""
-        calls = self.calls
-        each = "" if not calls else format_bytes(self.bytes / calls)
-        about = "~" if len({c.bytes for c in self.members}) > 1 else ""
-        text = "?" if calls is None else str(calls)
-        return format_bytes(self.bytes), text, about + each, format_seconds(self.seconds)
+    def cells(self) -> list[Cell]:
+        """Total bytes, calls, bytes per call (``~``: the mean of calls that differ) and seconds."""
+        calls, about = self.calls, "~" if len({c.bytes for c in self.members}) > 1 else ""
+        each = f"{about}{format_bytes(self.bytes / calls)}" if calls else about
+        return [
+            number(format_bytes(self.bytes), self.bytes),
+            number("?" if calls is None else str(calls), calls or 0),
+            number(each, self.first.bytes, css="more"),
+            number(format_seconds(self.seconds), self.seconds),
+        ]
 
 
 def location_of_layers(c: Collective) -> str:
@@ -410,16 +420,8 @@ def parallelism(rule: Rule, earlier: Iterable[Rule]) -> str:
 def _rule_index(plan: Plan, name: str, axes: tuple[str, ...], path: str, kind: str | None) -> int | None:
     """Index of the first rule that gives one of these axes to a dim of this name."""
     names = name.strip("()").split()  # a merged dim: (heads head_dim)
-    for k, rule in enumerate(plan.layout.rules):
-        if rule.dim in names and set(rule.axes) & set(axes) and _in_scope(rule, path, kind):
-            return k
-    return None
-
-
-def _in_scope(rule: Rule, path: str, kind: str | None) -> bool:
-    if rule.scope is None:
-        return True
-    return rule.scope == kind if rule.scope in SCOPES else path_matches(rule.scope, path)
+    candidates = plan.layout.rules_of(names, plan.layout.scopes_of(path, kind))
+    return next((k for k in candidates if set(plan.layout.rules[k].axes) & set(axes)), None)
 
 
 # -- values

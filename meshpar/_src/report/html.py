@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Hashable, Iterable, Sequence
 from html import escape
-from importlib import resources
 
 import jax
-from rich.text import Text
 
 from ..cost.decoding import decoding_of
 from ..cost.memory import memory_of
@@ -21,15 +18,14 @@ from ..plan.plan import Plan
 from ..units import format_bytes, format_memory, format_seconds, memory_ticks, with_article
 from .colours import AxisColours
 from .data import plan_json
+from .document import cell, page
 from .facts import (
-    ArgumentGroup,
     CollectiveGroup,
     LoopTimeline,
     RuleEffect,
     Span,
     argument_dims,
     argument_groups,
-    arrivals_text,
     blocking_collectives,
     calibration_text,
     causing_rule,
@@ -50,11 +46,12 @@ from .facts import (
     time_bounds,
 )
 from .pipeline import pipelines_html
-from .tables import Cell, html_table, key, number
-from .text import notes, overlaps
+from .sections import sections
+from .tables import GROUP, Cell, Table, code, key, number
 
 KIND_COLOURS = ("c0", "c1", "c2", "c4", "c3", "cn", "c5")
 NOT_ESTIMATED = "not estimated: no topology"
+NOTHING_SENT = "<p>Each device sends nothing.</p>"
 STEP_TIME = "All bars have the same scale. The estimate overlaps kernels and collectives."
 PIPELINE = "One column per tick: a stage runs its layers forward for one microbatch (above), backward for one (below), or both."
 LAYOUT = (
@@ -70,43 +67,10 @@ LAYERS = (
 """The content of the sections of a page."""
 
 
-def page(title: str, body: str) -> str:
-    """A self-contained HTML document: styles and script inline, nothing from the network."""
-    css, js = (_inline(name) for name in ("page.css", "page.js"))
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
-        f"<title>{escape(title)}</title><style>{css}</style></head>\n"
-        f'<body><main class="mp page">{body}</main>'
-        f'<script>{js}\nstartPage(document.querySelector("main"));</script></body></html>\n'
-    )
-
-
-def style() -> str:
-    """The ``style`` element for a notebook cell."""
-    return f"<style>{plain_style()}</style>"
-
-
-def plain_style() -> str:
-    """The CSS of pages."""
-    return _inline("page.css")
-
-
-def plain_script() -> str:
-    """The script of pages: functions that add controls to the sections of a plan."""
-    return _inline("page.js")
-
-
-def _inline(name: str) -> str:
-    return resources.files("meshpar._src.report").joinpath(name).read_text("utf8")
-
-
 def plan_page(plan: Plan) -> str:
     """The plan as a self-contained HTML document."""
     colours, effects = AxisColours(plan.sizes), rule_effects(plan)
-    overlap = _list(overlaps(plan, every=True)) if plan.overlaps else ""
-    arrivals = f"<p>{escape(arrivals_text(plan.arrivals))}</p>" if plan.arrivals else ""
-    sections = [
+    blocks = [
         ("Step time", step_parts(plan, colours), STEP_TIME),
         ("Pipeline", pipelines_html(plan), PIPELINE),
         ("Layout", rules_table(plan, effects, colours), LAYOUT),
@@ -114,19 +78,17 @@ def plan_page(plan: Plan) -> str:
         ("One layer", layers(plan, colours), ""),
         ("Memory per device", memory_curve(plan), "Over the ops of a step; each loop body once."),
         ("Collectives", collectives_by_rule(plan, effects, colours), COLLECTIVES),
-        ("Before the step", arrivals, ""),
         ("Largest intermediate values", _values(plan, colours), ""),
-        ("Collective matmuls", overlap, ""),
-        ("Notes", notes_list(plan), ""),
+        *((section.title, section.html(), "") for section in sections(plan)),
     ]
-    shown = [section for section in sections if section[1]]
+    shown = [block for block in blocks if block[1]]
     links = "".join(f'<a href="#{_anchor(title)}">{escape(title)}</a>' for title, *_ in shown)
     data = plan_json(plan).replace("<", "\\u003c")
     body = [
         _head(plan, colours),
         f'<nav aria-label="sections">{links}</nav>',
         cards(plan),
-        *(_section(*section) for section in shown),
+        *(_section(*block) for block in shown),
         f'<script type="application/json" id="plan">{data}</script>',
     ]
     return page(f"plan: {layout_text(plan)}", "\n".join(body))
@@ -135,8 +97,9 @@ def plan_page(plan: Plan) -> str:
 def plan_cell(plan: Plan) -> str:
     """The plan for a notebook: metrics, rules, the largest collectives; no script."""
     colours = AxisColours(plan.sizes)
-    body = _head(plan, colours) + cards(plan) + rules_table(plan, rule_effects(plan), colours)
-    return f'<div class="mp">{style()}{body}{collectives_table(plan, colours, most=6)}</div>'
+    rules = rules_table(plan, rule_effects(plan), colours)
+    collectives = collectives_table(plan, plan.collectives, colours, most=6)
+    return cell(f"{_head(plan, colours)}{cards(plan)}{rules}{collectives}")
 
 
 def _anchor(title: str) -> str:
@@ -172,11 +135,6 @@ def facts_list(plan: Plan, colours: AxisColours, layout: bool = True) -> str:
         *[("layout", f"<code>{escape(layout_text(plan))}</code>")] * layout,
     ]
     return '<dl class="facts">' + "".join(f"<div><dt>{name}</dt><dd>{of}</dd></div>" for name, of in rows) + "</dl>"
-
-
-def lowering(plan: Plan) -> str:
-    """The lowering of a plan, as a paragraph."""
-    return f'<p class="dim">lowering: {escape(lowering_text(plan))}</p>'
 
 
 def cards(plan: Plan) -> str:
@@ -265,29 +223,25 @@ def rules_table(plan: Plan, effects: list[RuleEffect], colours: AxisColours) -> 
     """The arguments and values that each rule shards, and the bytes and seconds of the collectives that it causes."""
     timed = plan.chip is not None
     most = max((e.sent for e in effects), default=0.0) or 1.0
-    rows: list[list[Cell] | str] = []
-    for k, e in enumerate(effects):
+    rows = []
+    for e in effects:
         bar = f'<i class="bar {colours.first(e.axes)}" style="width:{100 * e.sent / most:.1f}%"></i>'
         named = e.axes or e.rule != "other"
-        code = f"<code>{escape(e.rule)}</code>" if named else '<span class="dim">no single rule</span>'
+        rule = f"<code>{escape(e.rule)}</code>" if named else '<span class="dim">no single rule</span>'
         name = f' <span class="scheme dim">{e.parallelism}</span>' if e.parallelism else ""
         size = '<span class="up">no effect</span>' if e.axes and not e.values and not e.sent else e.size_text or "–"
         row = [
-            Cell(e.rule, markup=f"{colours.axes(e.axes).markup} {code}{name}"),
+            Cell(e.rule, markup=f"{colours.axes(e.axes).markup} {rule}{name}"),
             Cell(str(e.arguments or ""), css="n more"),
             Cell("", markup=size, css="n more"),
             Cell(str(e.values or ""), css="n more"),
             number(format_bytes(e.sent) if e.sent else "–", e.sent, bar),
-        ] + [number(format_seconds(e.seconds) if e.seconds else "", e.seconds)] * timed
-        rows.append(f'<tr data-rule="{k}">{"".join(cell.html() for cell in row)}</tr>')
-    columns = [
-        ("rule", ""),
-        ("arguments", "n more"),
-        ("global → per device", "n more"),
-        ("values", "n more"),
-        ("sent", "n"),
-    ]
-    return html_table(columns + [("time", "n")] * timed, rows)
+            number(format_seconds(e.seconds) if e.seconds else "", e.seconds),
+        ]
+        rows.append(row[: 5 + timed])
+    columns = [("rule", ""), ("arguments", "n more"), ("global → per device", "n more"), ("values", "n more")]
+    columns += [("sent", "n"), ("time", "n")][: 1 + timed]
+    return Table(columns, rows, attributes=[f'data-rule="{k}"' for k in range(len(effects))]).html()
 
 
 def tensors(plan: Plan, colours: AxisColours) -> str:
@@ -362,7 +316,7 @@ def memory_curve(plan: Plan) -> str:
         for name, size, kind, pad in memory.largest[:8]
     ]
     shown = len(columns) if padding else len(columns) - 1
-    table = html_table(columns[:shown], [row[:shown] for row in arrays])
+    table = Table(columns[:shown], [row[:shown] for row in arrays]).html()
     about = f'<p class="dim">{escape(padding)}</p>' if padding else ""
     return (
         f'<div class="plot">{ticks}{svg}{mark}</div><h3>the peak{escape(source)}</h3>'
@@ -420,70 +374,53 @@ def collectives_by_rule(plan: Plan, effects: list[RuleEffect], colours: AxisColo
       most: rows of each table; None: all.
     """
     groups = grouped(plan.collectives, lambda c: causing_rule(plan, c))
-    if not groups:
-        return "<p>Each device sends nothing.</p>"
     out = ""
     for group in sorted(map(CollectiveGroup, map(tuple, groups)), key=lambda g: -g.bytes):
         k = causing_rule(plan, group.first)
         at, rule = len(effects) - 1, "no single rule"
         if k is not None:
             at, rule = k, f"{colours.axes(effects[k].axes).markup} <code>{escape(effects[k].rule)}</code>"
-        total, calls, _, seconds = group.cells()
-        seconds = f", {seconds}" if plan.chip is not None else ""
+        total, calls, _, seconds = (cell.text for cell in group.cells())
+        took = f", {seconds}" if plan.chip is not None else ""
         out += (
             f'<details class="of-rule" id="sent-{at}" data-rule="{at}"{" open" * (len(plan.collectives) <= 12)}><summary>{rule} '
-            f'<span class="n">{total}{seconds}, {calls} calls</span></summary>'
-            f"{collectives_table(plan, colours, most, group.members, most is None)}</details>"
+            f'<span class="n">{total}{took}, {calls} calls</span></summary>'
+            f"{collectives_table(plan, group.members, colours, most)}</details>"
         )
-    return f'<div class="by-rule">{out}</div>'
+    return f'<div class="by-rule">{out}</div>' if out else NOTHING_SENT
 
 
-def collectives_table(
-    plan: Plan, colours: AxisColours, most: int | None = None, of: Iterable[Collective] | None = None, sortable: bool = False
-) -> str:  # fmt: skip
-    """The collectives, in the order of :func:`collective_groups`; collectives that are alike in everything shown are one row.
+def collectives_table(plan: Plan, of: Sequence[Collective], colours: AxisColours, most: int | None = None) -> str:
+    """Some collectives, in the order of :func:`collective_groups`; those that are alike in everything shown are one row.
 
     Args:
-      most: number of rows; None: all.
-      of: the collectives; default: all of the plan.
-      sortable: headings sort the rows.
+      most: number of rows; None: all, and headings sort them.
     """
+    timed = plan.chip is not None
 
     def alike(c: Collective) -> Hashable:
         return c.op, c.axes, c.dims, c.dtype, c.bytes, c.explanation, location_of_layers(c)
 
-    groups = collective_groups(plan.collectives if of is None else of, alike)
-    if not groups:
-        return "<p>Each device sends nothing.</p>"
-    timed = plan.chip is not None
-    rows = []
-    for group in groups[:most]:
+    def row(group: CollectiveGroup) -> list[Cell]:
         c = group.first
-        total, calls, each, seconds = group.cells()
         op = Cell(c.op, markup=f"<b>{c.op}</b><br>{colours.axes(c.axes).markup}")
-        row = [op, number(total, group.bytes), number(calls, group.calls or 0), number(each, c.bytes, css="more")]
-        row += [number(seconds, group.seconds)] * timed
         dims = f'<code>{escape(c.dims or "(scalar)")}</code><br><span class="dim">{escape(c.dtype)}</span>'
         cause = f"{escape(c.explanation)}<br><code>{escape(group.location)}</code>"
-        rows.append([*row, Cell("", markup=dims), Cell("", markup=cause, css="why")])
+        return [op, *group.cells()[: 3 + timed], Cell("", markup=dims), Cell("", markup=cause, css="why")]
+
     columns = [("collective", ""), ("total", "n"), ("calls", "n"), ("per call", "n more"), *[("time", "n")] * timed]
     columns += [("dims", ""), ("why, and where", "")]
-    more = f'<p class="dim">and {len(groups) - most} more</p>' if most is not None and len(groups) > most else ""
-    return html_table(columns, rows, sortable) + more
+    table = Table(columns, [row(group) for group in collective_groups(of, alike)])
+    return table.html(most, sortable=most is None) if table.rows else NOTHING_SENT
 
 
 def _arguments(plan: Plan, colours: AxisColours) -> str:
     """The table of arguments by kind, with dims, shape, count and bytes."""
-
-    def numbers(group: ArgumentGroup) -> list[Cell]:
-        of = number(str(len(group.members)), len(group.members), css="more")
-        every = number(format_memory(group.global_bytes), group.global_bytes, css="more")
-        return [of, every, number(format_memory(group.bytes), group.bytes)]
-
-    rows: list[list[Cell] | str] = []
+    rows: list[list[Cell]] = []
+    attributes = []
     for label, every, groups in argument_groups(plan, lambda h: (tuple(argument_dims(h)), h.shape, h.dtype)):
-        cells = "".join(c.html() for c in numbers(every))
-        rows.append(f'<tr class="group"><td>{label}</td><td class="more"></td>{cells}</tr>')
+        rows.append([Cell(label), Cell("", css="more"), *every.cells()])
+        attributes.append(GROUP)
         for group in groups:
             first = group.members[0]
             others = ", ".join(h.path for h in group.members[1:])
@@ -493,39 +430,23 @@ def _arguments(plan: Plan, colours: AxisColours) -> str:
             split = zip(group.dims, first.shape, strict=True)
             cut = escape(json.dumps([[name, n, list(axes)] for (name, axes), n in split]))
             rules = " ".join(map(str, rules_of(plan, first)))
-            cells = [Cell("", markup=dims), Cell(group.shape, css="mono more"), *numbers(group)]
-            rows.append(f'<tr data-rules="{rules}" data-cut="{cut}">{"".join(cell.html() for cell in cells)}</tr>')
+            rows.append([Cell("", markup=dims), Cell(group.shape, css="mono more"), *group.cells()])
+            attributes.append(f'data-rules="{rules}" data-cut="{cut}"')
     columns = [("dims", ""), ("shape", "more"), ("tensors", "n more"), ("global", "n more"), ("per device", "n")]
-    return html_table(columns, rows)
+    return Table(columns, rows, attributes=attributes).html()
 
 
 def _values(plan: Plan, colours: AxisColours) -> str:
     """The table of the largest intermediate values, or ""."""
     rows = [
         [
-            colours.dims(v.dims), Cell(shape_text(v.dtype, v.shape), css="mono more"),
-            number(str(v.kernels), v.kernels, css="more"), number(format_memory(v.bytes), v.bytes),
-            Cell("", markup=f"<code>{escape(v.source)}</code>"),
+            colours.dims(v.dims),
+            Cell(shape_text(v.dtype, v.shape), css="mono more"),
+            number(str(v.kernels), v.kernels, css="more"),
+            number(format_memory(v.bytes), v.bytes),
+            code(v.source),
         ]
         for v in largest_values(plan)
-    ]  # fmt: skip
+    ]
     columns = [("dims", ""), ("shape", "more"), ("kernels that write one", "n more"), ("per device", "n")]
-    columns.append(("first created at", ""))
-    return html_table(columns, rows) if rows else ""
-
-
-def notes_list(plan: Plan) -> str:
-    """The notes of a plan as a list."""
-    return _list(notes(plan))
-
-
-def _list(lines: Sequence[Text]) -> str:
-    """An item for each text, its indented lines as a list of their own, and its kind (``note``, ``dims``, …) as a label."""
-    out = ""
-    for text in lines:
-        head, *rest = text.plain.split("\n")
-        label, _, body = head.partition("  ") if re.match(r"\w+ {2,}\S", head) else ("", "", head)
-        kind = f'<b class="kind">{escape(label)}</b> ' if label else ""
-        nested = "".join(f"<li>{escape(line.strip())}</li>" for line in rest)
-        out += f"<li>{kind}{escape(body.strip())}{f'<ul>{nested}</ul>' if nested else ''}</li>"
-    return f"<ul>{out}</ul>" if out else ""
+    return Table([*columns, ("first created at", "")], rows).html() if rows else ""
