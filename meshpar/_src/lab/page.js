@@ -476,7 +476,7 @@ export function mount(root, ask, linked = false) {
   let begin = [], candidates = []; // rows of the table; other candidates of the search, only in the plot
   function load(row) {
     remember();
-    use({ mesh: row.mesh, rules: row.rules.map((rule) => ({ text: rule, on: true })) });
+    use({ mesh: row.mesh, rules: asRules(row.layout) });
   }
   const isCurrent = ({ mesh, layout }) =>
     state.mesh === mesh && asText(state.rules.filter((r) => r.on)).replaceAll("\n", "; ") === layout.replaceAll("\n", "; ");
@@ -669,7 +669,7 @@ export function mount(root, ask, linked = false) {
     title.textContent = opened.title;
     dims = opened.dims;
     lowering.replaceChildren(...opened.lowerings.map((name) => make("option", { value: name }, name)));
-    const start = { topology: opened.topology, mesh: opened.mesh, lowering: opened.lowering, sizes: "", rules: opened.rules.map((rule) => ({ text: rule, on: true })) };
+    const start = { topology: opened.topology, mesh: opened.mesh, lowering: opened.lowering, sizes: "", rules: asRules(opened.layout) };
     use({ ...start, ...linkedState() });
     if (linked) addEventListener("hashchange", () => { remember(); use(linkedState()); });
   })();

@@ -183,7 +183,7 @@ def time_comparison(d: PlanDiff, most: int = 4) -> str:
     colours = AxisColours(d.a.sizes, d.b.sizes)
     costs = [
         {("matmuls", ()): t.compute, ("memory traffic", ()): t.memory}
-        | {(e.rule, e.axes): e.seconds for e in rule_effects(p)}
+        | {(str(e.rule or "no single rule"), e.axes): e.collectives.seconds for e in rule_effects(p)}
         for t, p in ((a, d.a), (b, d.b))
     ]
     rows = []

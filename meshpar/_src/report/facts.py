@@ -319,71 +319,64 @@ def collective_groups(
 # -- rules
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RuleEffect:
     """The effect of one rule of the layout on memory and communication.
 
     Attributes:
-      rule: its text.
-      axes: its axes.
+      rule: the rule; None: the collectives that no single rule causes.
       parallelism: its name in the literature, ``"FSDP"``; "" for another use of its axes.
-      arguments: number of arguments that it shards.
-      global_bytes, bytes: of these arguments: of the full arrays, and on a device.
+      arguments: the arguments that it shards.
       values: number of values of the program that it shards, arguments included.
-      sent: bytes that a device sends in a step because of the rule: another rule uses its axis, or a dim that it shards is
-        contracted.
-      seconds: of these collectives; 0 where no time is estimated.
+      collectives: those that it causes: another rule uses its axis, or a dim that it shards is contracted.
     """
 
-    rule: str
-    axes: tuple[str, ...]
-    arguments: int = 0
-    global_bytes: float = 0.0
-    bytes: float = 0.0
-    values: int = 0
-    sent: float = 0.0
-    seconds: float = 0.0
-    parallelism: str = ""
+    rule: Rule | None
+    parallelism: str
+    arguments: ArgumentGroup
+    values: int
+    collectives: CollectiveGroup
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return () if self.rule is None else self.rule.axes
 
     @property
     def size_text(self) -> str:
         """``16.00 GiB → 0.50 GiB``: global bytes and bytes on a device of the arguments; "" if it shards none."""
-        return f"{format_memory(self.global_bytes)} → {format_memory(self.bytes)}" if self.arguments else ""
+        size = self.arguments
+        return f"{format_memory(size.global_bytes)} → {format_memory(size.bytes)}" if size.members else ""
 
 
 def rule_effects(plan: Plan) -> list[RuleEffect]:
-    """One effect per rule, in the layout's order; a last one, without axes, for collectives that no single rule causes."""
+    """One effect per rule, in the layout's order; a last one for collectives that no single rule causes, if there are any."""
     rules = plan.layout.rules
-    out = [RuleEffect(str(r), r.axes, parallelism=parallelism(r, rules[:k])) for k, r in enumerate(rules)]
+    arguments: list[list[ShardedArray]] = [[] for _ in rules]
     for h in plan.inputs:
         for k in rules_of(plan, h):
-            out[k].arguments += 1
-            out[k].global_bytes += global_bytes(h)
-            out[k].bytes += h.bytes
+            arguments[k].append(h)
+    values = [0] * len(rules)
     for value in dict.fromkeys((*plan.program.inputs, *(v for op in plan.program.root.walk() for v in op.outs))):
         for name, axes in value_dims(plan, value):
             k = _rule_index(plan, name, axes, value.path or "", value.kind) if axes else None
             if k is not None:
-                out[k].values += 1
-    other = RuleEffect("other", ())
+                values[k] += 1
+    caused: dict[Rule | None, list[Collective]] = {}
     for c in plan.collectives:
-        k = causing_rule(plan, c)
-        effect = other if k is None else out[k]
-        effect.sent += c.total_bytes
-        effect.seconds += c.total_seconds
-    return [*out, other] if other.sent else out
+        caused.setdefault(plan.rule_of(c), []).append(c)
+    out = []
+    for k, rule in enumerate(rules):
+        group, causes = ArgumentGroup(tuple(arguments[k])), CollectiveGroup(tuple(caused.pop(rule, ())))
+        out.append(RuleEffect(rule, parallelism(rule, rules[:k]), group, values[k], causes))
+    for causes in caused.values():
+        out.append(RuleEffect(None, "", ArgumentGroup(()), 0, CollectiveGroup(tuple(causes))))
+    return out
 
 
 def rules_of(plan: Plan, h: ShardedArray) -> list[int]:
     """Indices of the rules of the layout that shard an argument."""
     indices = {_rule_index(plan, name, axes, h.path, h.kind) for name, axes in argument_dims(h) if axes}
     return sorted(k for k in indices if k is not None)
-
-
-def causing_rule(plan: Plan, c: Collective) -> int | None:
-    """Index of the rule of the layout that causes a collective; None: no single one."""
-    rule = plan.rule_of(c)
-    return None if rule is None else plan.layout.rules.index(rule)
 
 
 _TENSOR_DIMS = ("heads", "kv_heads", "mlp", "vocab")

@@ -28,10 +28,8 @@ from .facts import (
     argument_groups,
     blocking_collectives,
     calibration_text,
-    causing_rule,
     collective_groups,
     fits,
-    grouped,
     host_text,
     kernel_seconds,
     largest_values,
@@ -50,6 +48,8 @@ from .sections import sections
 from .tables import GROUP, Cell, Table, code, key, number
 
 KIND_COLOURS = ("c0", "c1", "c2", "c4", "c3", "cn", "c5")
+MAX_OPEN_COLLECTIVES = 12
+"""Of a plan with more collectives, the tables of the rules are closed."""
 NOT_ESTIMATED = "not estimated: no topology"
 NOTHING_SENT = "<p>Each device sends nothing.</p>"
 STEP_TIME = "All bars have the same scale. The estimate overlaps kernels and collectives."
@@ -222,26 +222,32 @@ def legend(plan: Plan, colours: AxisColours, kinds: Iterable[tuple[str, str]]) -
 def rules_table(plan: Plan, effects: list[RuleEffect], colours: AxisColours) -> str:
     """The arguments and values that each rule shards, and the bytes and seconds of the collectives that it causes."""
     timed = plan.chip is not None
-    most = max((e.sent for e in effects), default=0.0) or 1.0
+    most = max((e.collectives.bytes for e in effects), default=0.0) or 1.0
     rows = []
     for e in effects:
-        bar = f'<i class="bar {colours.first(e.axes)}" style="width:{100 * e.sent / most:.1f}%"></i>'
-        named = e.axes or e.rule != "other"
-        rule = f"<code>{escape(e.rule)}</code>" if named else '<span class="dim">no single rule</span>'
+        sent, seconds = e.collectives.bytes, e.collectives.seconds
+        bar = f'<i class="bar {colours.first(e.axes)}" style="width:{100 * sent / most:.1f}%"></i>'
         name = f' <span class="scheme dim">{e.parallelism}</span>' if e.parallelism else ""
-        size = '<span class="up">no effect</span>' if e.axes and not e.values and not e.sent else e.size_text or "–"
+        size = '<span class="up">no effect</span>' if e.axes and not e.values and not sent else e.size_text or "–"
         row = [
-            Cell(e.rule, markup=f"{colours.axes(e.axes).markup} {rule}{name}"),
-            Cell(str(e.arguments or ""), css="n more"),
+            Cell("", markup=_rule(e, colours) + name),
+            Cell(str(len(e.arguments.members) or ""), css="n more"),
             Cell("", markup=size, css="n more"),
             Cell(str(e.values or ""), css="n more"),
-            number(format_bytes(e.sent) if e.sent else "–", e.sent, bar),
-            number(format_seconds(e.seconds) if e.seconds else "", e.seconds),
+            number(format_bytes(sent) if sent else "–", sent, bar),
+            number(format_seconds(seconds) if seconds else "", seconds),
         ]
         rows.append(row[: 5 + timed])
     columns = [("rule", ""), ("arguments", "n more"), ("global → per device", "n more"), ("values", "n more")]
     columns += [("sent", "n"), ("time", "n")][: 1 + timed]
     return Table(columns, rows, attributes=[f'data-rule="{k}"' for k in range(len(effects))]).html()
+
+
+def _rule(e: RuleEffect, colours: AxisColours) -> str:
+    """A rule with its axes in colour."""
+    if e.rule is None:
+        return '<span class="dim">no single rule</span>'
+    return f"{colours.axes(e.axes).markup} <code>{escape(str(e.rule))}</code>"
 
 
 def tensors(plan: Plan, colours: AxisColours) -> str:
@@ -373,20 +379,17 @@ def collectives_by_rule(plan: Plan, effects: list[RuleEffect], colours: AxisColo
     Args:
       most: rows of each table; None: all.
     """
-    groups = grouped(plan.collectives, lambda c: causing_rule(plan, c))
     out = ""
-    for group in sorted(map(CollectiveGroup, map(tuple, groups)), key=lambda g: -g.bytes):
-        k = causing_rule(plan, group.first)
-        at, rule = len(effects) - 1, "no single rule"
-        if k is not None:
-            at, rule = k, f"{colours.axes(effects[k].axes).markup} <code>{escape(effects[k].rule)}</code>"
-        total, calls, _, seconds = (cell.text for cell in group.cells())
-        took = f", {seconds}" if plan.chip is not None else ""
-        out += (
-            f'<details class="of-rule" id="sent-{at}" data-rule="{at}"{" open" * (len(plan.collectives) <= 12)}><summary>{rule} '
-            f'<span class="n">{total}{took}, {calls} calls</span></summary>'
-            f"{collectives_table(plan, group.members, colours, most)}</details>"
-        )
+    for k, e in sorted(enumerate(effects), key=lambda item: -item[1].collectives.bytes):
+        if e.collectives.members:
+            total, calls, _, seconds = (cell.text for cell in e.collectives.cells())
+            took = f", {seconds}" if plan.chip is not None else ""
+            opened = " open" * (len(plan.collectives) <= MAX_OPEN_COLLECTIVES)
+            out += (
+                f'<details class="of-rule" id="sent-{k}" data-rule="{k}"{opened}><summary>{_rule(e, colours)} '
+                f'<span class="n">{total}{took}, {calls} calls</span></summary>'
+                f"{collectives_table(plan, e.collectives.members, colours, most)}</details>"
+            )
     return f'<div class="by-rule">{out}</div>' if out else NOTHING_SENT
 
 
