@@ -103,7 +103,7 @@ def test_it_shows_the_plans_own_figures(page):
     assert format_memory(plan.memory.peak) in read.sections[""]
     assert format_bytes(plan.bytes_sent) in read.sections[""]
     for rule in plan.layout.rules:
-        assert str(rule) in read.sections["Layout"]
+        assert str(rule) in read.sections["Rules"]
     distinct = {(c.op, c.axes, c.dims, c.dtype, c.bytes, c.cause, c.source) for c in plan.collectives}
     causes = {plan.rule_of(c) for c in plan.collectives}
     assert len(causes) > 1

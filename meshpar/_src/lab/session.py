@@ -251,7 +251,7 @@ class Session:
         effects = iter(view.row_effects(plan, [layout.rules for layout in layouts]))
         return {
             "metrics": view.metrics(plan),
-            "html": view.sections(plan),
+            "html": view.page(plan),
             "pinned": [view.comparison(before, plan) for before in pinned],
             "rules": [next(effects) if row.on and row.layout is not None else None for row in rows],
             "colours": view.colours(plan),

@@ -12,8 +12,6 @@ from ..report import html
 from ..report.colours import AxisColours
 from ..report.diff import PlanDiff, diff_body, time_comparison
 from ..report.facts import ArgumentGroup, CollectiveGroup, RuleEffect, rule_effects
-from ..report.pipeline import pipelines_html
-from ..report.sections import notes
 from ..units import format_bytes, format_memory, format_seconds
 
 MAX_COLLECTIVE_ROWS = 10
@@ -30,20 +28,12 @@ def colours(plan: Plan) -> dict[str, str]:
     return AxisColours(plan.sizes).of
 
 
-def sections(plan: Plan) -> dict[str, str]:
-    """Name → HTML of each section of a plan's page."""
-    ink, effects = AxisColours(plan.sizes), rule_effects(plan)
+def page(plan: Plan) -> dict[str, Any]:
+    """The metrics and the head of a plan's page as HTML, and its sections as (title, HTML, explanation)."""
     return {
         "cards": html.cards(plan),
-        "facts": html.facts_list(plan, ink, layout=False),
-        "parts": html.step_parts(plan, ink),
-        "pipeline": pipelines_html(plan),
-        "layer": html.layers(plan, ink),
-        "memory": html.memory_curve(plan),
-        "rules": html.rules_table(plan, effects, ink),
-        "tensors": html.tensors(plan, ink),
-        "collectives": html.collectives_by_rule(plan, effects, ink, most=MAX_COLLECTIVE_ROWS),
-        "notes": notes(plan).html(),
+        "facts": html.facts_list(plan),
+        "sections": html.page_sections(plan, MAX_COLLECTIVE_ROWS),
     }
 
 

@@ -15,23 +15,9 @@ from ..cost.memory import memory_of
 from ..cost.time import time_of
 from ..plan.plan import Plan
 from ..units import format_bytes, format_memory, format_seconds, mesh_text, with_article
+from . import facts
 from .colours import PALETTE, AxisColours
-from .facts import (
-    ArgumentGroup,
-    CollectiveGroup,
-    argument_dims,
-    argument_groups,
-    blocking_collectives,
-    calibration_text,
-    collective_groups,
-    fits,
-    host_text,
-    largest_text,
-    layout_text,
-    lowering_text,
-    padding_text,
-    time_bounds,
-)
+from .facts import ArgumentGroup, CollectiveGroup
 from .pipeline import pipeline_section
 from .sections import sections
 from .tables import GROUP, Cell, Table
@@ -60,10 +46,10 @@ def plan_renderable(plan: Plan) -> Any:
     colours = AxisColours(plan.sizes)
     head = Text.assemble(
         ("plan", "bold"), f"  {math.prod(plan.sizes.values())} devices (", colours.sizes(plan.sizes).terminal, ")\n",
-        ("layout", "bold"), "  ", colours.layout(layout_text(plan)), "\n",
-        ("lowering", "bold"), f"  {lowering_text(plan)}",
+        ("layout", "bold"), "  ", colours.layout(facts.layout_text(plan)), "\n",
+        ("lowering", "bold"), f"  {facts.lowering_text(plan)}",
     )  # fmt: skip
-    if fits(plan) is False and plan.chip is not None:
+    if facts.fits(plan) is False and plan.chip is not None:
         has, needs = format_memory(plan.chip.per_device().hbm), format_memory(memory_of(plan).peak)
         line = Text(f"DOES NOT FIT  each device needs {needs}, and a {plan.chip.name} has {has}\n", style="bold red")
         head = Text.assemble(line, head)
@@ -92,7 +78,7 @@ def _arguments(plan: Plan, colours: AxisColours) -> Any:
     """The table of arguments by kind, grouped by dims and sharding."""
     rows: list[list[Cell]] = []
     attributes = []
-    for label, every, groups in argument_groups(plan, lambda h: (tuple(argument_dims(h)), h.on_host)):
+    for label, every, groups in facts.argument_groups(plan, lambda h: (tuple(facts.argument_dims(h)), h.on_host)):
         most = MAX_ARGUMENT_ROWS if label == "parameters" else MAX_ARGUMENT_ROWS // 2
         shown = [
             (colours.dims(g.dims).terminal + Text(" (on the host)" * g.members[0].on_host), g) for g in groups[:most]
@@ -115,18 +101,18 @@ def _costs(plan: Plan) -> list[Text]:
     of, bar, largest = "", Text(), ""
     if chip is not None:
         capacity = chip.per_device().hbm
-        of, largest = f" of the {format_memory(capacity)} of {with_article(chip.name)}", largest_text(plan)
+        of, largest = f" of the {format_memory(capacity)} of {with_article(chip.name)}", facts.largest_text(plan)
         bar = Text.assemble(memory_bar(memory.peak, capacity), "  ")
     need = f"each device needs {format_memory(memory.peak)}"
     out = [Text.assemble((need, "bold"), f"{of} at the peak{at}"), Text.assemble("    ", bar, (kinds, "dim"))]
-    host = host_text(plan)
-    details = ((largest, "dim"), (padding_text(plan), ""), (host and f"host: {host}", ""))
+    host = facts.host_text(plan)
+    details = ((largest, "dim"), (facts.padding_text(plan), ""), (host and f"host: {host}", ""))
     out += [Text(f"    {line}", style=style) for line, style in details if line]
     if time is not None and chip is not None:
         takes = f"a step takes {'at least' if plan.uncounted_loops else 'about'} {format_seconds(time.seconds)}"
-        on = f" on {chip.name}: {time_bounds(time)}; {100 * time.mfu:.0f} % of the peak FLOP/s"
+        on = f" on {chip.name}: {facts.time_bounds(time)}; {100 * time.mfu:.0f} % of the peak FLOP/s"
         out.append(Text.assemble((takes, "bold"), on))
-        details = (time.bottleneck, blocking_collectives(plan), calibration_text(plan))
+        details = (time.bottleneck, facts.blocking_collectives(plan), facts.calibration_text(plan))
         out += [Text(f"    {line}", style="dim") for line in details if line]
     if decoding := decoding_of(plan):
         out.append(Text.assemble(("decoding ", "bold"), str(decoding)))
@@ -143,7 +129,7 @@ def memory_bar(peak: float, capacity: float) -> Text:
 
 def _collectives(plan: Plan, colours: AxisColours) -> Any:
     """The collectives, in the order of :func:`collective_groups`, each with its cause on the lines below."""
-    groups = collective_groups(plan.collectives)
+    groups = facts.collective_groups(plan.collectives)
     if not groups:
         return Text("each device sends nothing", style="bold")
     timed = plan.chip is not None
