@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..cost.caching import cached_on_plan
 from ..cost.fusion import Computation, Kernel, Kind, line_of
 from ..cost.kernel_time import kernel_times
 from ..cost.kernels import computation_of
@@ -348,6 +349,7 @@ class RuleEffect:
         return f"{format_memory(size.global_bytes)} → {format_memory(size.bytes)}" if size.members else ""
 
 
+@cached_on_plan
 def rule_effects(plan: Plan) -> list[RuleEffect]:
     """One effect per rule, in the layout's order; a last one for collectives that no single rule causes, if there are any."""
     rules = plan.layout.rules

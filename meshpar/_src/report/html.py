@@ -66,15 +66,15 @@ def page_sections(plan: Plan, most: int | None = None) -> list[tuple[str, str, s
     Args:
       most: rows of the table of collectives of a rule; None: all.
     """
-    colours, effects = AxisColours(plan.sizes), facts.rule_effects(plan)
+    colours = AxisColours(plan.sizes)
     every = [
         ("Step time", step_parts(plan, colours), STEP_TIME),
         ("Pipeline", pipelines_html(plan), PIPELINE),
-        ("Rules", rules_table(plan, effects, colours), RULES),
+        ("Rules", rules_table(plan, colours), RULES),
         ("Arguments", tensors(plan, colours), "Choose an argument to see how it is sharded over the mesh."),
         ("One layer", layers(plan, colours), ""),
         ("Memory per device", memory_curve(plan), "Over the ops of a step; each loop body once."),
-        ("Collectives", collectives_by_rule(plan, effects, colours, most), COLLECTIVES),
+        ("Collectives", collectives_by_rule(plan, colours, most), COLLECTIVES),
         ("Largest intermediate values", _values(plan, colours), ""),
         *((section.title, section.html(), "") for section in sections(plan)),
     ]
@@ -84,8 +84,8 @@ def page_sections(plan: Plan, most: int | None = None) -> list[tuple[str, str, s
 def plan_cell(plan: Plan) -> str:
     """The plan for a notebook: metrics, rules, the largest collectives; no script."""
     colours = AxisColours(plan.sizes)
-    rules = rules_table(plan, facts.rule_effects(plan), colours)
-    collectives = collectives_table(plan, plan.collectives, colours, most=6)
+    rules = rules_table(plan, colours)
+    collectives = collectives_table(plan, plan.collectives, colours, most=6, sortable=False)
     return cell(f"{_head(plan)}{cards(plan)}{rules}{collectives}")
 
 
@@ -208,9 +208,9 @@ def legend(plan: Plan, colours: AxisColours, kinds: Iterable[tuple[str, str]]) -
     return key(rows, "<span>over several axes: the colour of the first</span>" * several)
 
 
-def rules_table(plan: Plan, effects: list[RuleEffect], colours: AxisColours) -> str:
+def rules_table(plan: Plan, colours: AxisColours) -> str:
     """The arguments and values that each rule shards, and the bytes and seconds of the collectives that it causes."""
-    timed = plan.chip is not None
+    timed, effects = plan.chip is not None, facts.rule_effects(plan)
     most = max((e.collectives.bytes for e in effects), default=0.0) or 1.0
     rows = []
     for e in effects:
@@ -367,14 +367,14 @@ def _tip(s: Span) -> str:
     return "\n".join(filter(None, lines))
 
 
-def collectives_by_rule(plan: Plan, effects: list[RuleEffect], colours: AxisColours, most: int | None = None) -> str:
+def collectives_by_rule(plan: Plan, colours: AxisColours, most: int | None = None) -> str:
     """The collectives of each rule as a table that can be opened, the rules that send most first.
 
     Args:
       most: rows of each table; None: all.
     """
     out = ""
-    for k, e in sorted(enumerate(effects), key=lambda item: -item[1].collectives.bytes):
+    for k, e in sorted(enumerate(facts.rule_effects(plan)), key=lambda item: -item[1].collectives.bytes):
         if e.collectives.members:
             total, calls, _, seconds = (cell.text for cell in e.collectives.cells())
             took = f", {seconds}" if plan.chip is not None else ""
@@ -387,11 +387,14 @@ def collectives_by_rule(plan: Plan, effects: list[RuleEffect], colours: AxisColo
     return f'<div class="by-rule">{out}</div>' if out else NOTHING_SENT
 
 
-def collectives_table(plan: Plan, of: Sequence[Collective], colours: AxisColours, most: int | None = None) -> str:
+def collectives_table(
+    plan: Plan, of: Sequence[Collective], colours: AxisColours, most: int | None = None, sortable: bool = True
+) -> str:
     """Some collectives, in the order of :func:`collective_groups`; those that are alike in everything shown are one row.
 
     Args:
-      most: number of rows; None: all, and headings sort them.
+      most: number of rows; None: all.
+      sortable: headings sort the rows.
     """
     timed = plan.chip is not None
 
@@ -408,7 +411,7 @@ def collectives_table(plan: Plan, of: Sequence[Collective], colours: AxisColours
     columns = [("collective", ""), ("total", "n"), ("calls", "n"), ("per call", "n more"), *[("time", "n")] * timed]
     columns += [("dims", ""), ("why, and where", "")]
     table = Table(columns, [row(group) for group in facts.collective_groups(of, alike)])
-    return table.html(most, sortable=most is None) if table.rows else NOTHING_SENT
+    return table.html(most, sortable) if table.rows else NOTHING_SENT
 
 
 def _arguments(plan: Plan, colours: AxisColours) -> str:

@@ -44,17 +44,16 @@ def plan_renderable(plan: Plan) -> Any:
     The first line is DOES NOT FIT where the peak exceeds the memory of a device.
     """
     colours = AxisColours(plan.sizes)
-    head = Text.assemble(
-        ("plan", "bold"), f"  {math.prod(plan.sizes.values())} devices (", colours.sizes(plan.sizes).terminal, ")\n",
-        ("layout", "bold"), "  ", colours.layout(facts.layout_text(plan)), "\n",
-        ("lowering", "bold"), f"  {facts.lowering_text(plan)}",
-    )  # fmt: skip
+    devices = Text.assemble(f"{math.prod(plan.sizes.values())} devices (", colours.sizes(plan.sizes).terminal, ")")
+    layout, lowering = colours.layout(facts.layout_text(plan)), facts.lowering_text(plan)
+    named = {"plan": devices, "layout": layout, "lowering": lowering}
+    head = [Text.assemble((name, "bold"), "  ", text) for name, text in named.items()]
     if facts.fits(plan) is False and plan.chip is not None:
         has, needs = format_memory(plan.chip.per_device().hbm), format_memory(memory_of(plan).peak)
-        line = Text(f"DOES NOT FIT  each device needs {needs}, and a {plan.chip.name} has {has}\n", style="bold red")
-        head = Text.assemble(line, head)
+        line = f"DOES NOT FIT  each device needs {needs}, and {with_article(plan.chip.name)} has {has}"
+        head.insert(0, Text(line, "bold red"))
     blocks: list[list[Any]] = [
-        [head],
+        head,
         [_arguments(plan, colours)],
         _costs(plan),
         [_collectives(plan, colours)],
@@ -80,14 +79,15 @@ def _arguments(plan: Plan, colours: AxisColours) -> Any:
     attributes = []
     for label, every, groups in facts.argument_groups(plan, lambda h: (tuple(facts.argument_dims(h)), h.on_host)):
         most = MAX_ARGUMENT_ROWS if label == "parameters" else MAX_ARGUMENT_ROWS // 2
-        shown = [
-            (colours.dims(g.dims).terminal + Text(" (on the host)" * g.members[0].on_host), g) for g in groups[:most]
-        ]
-        if len(groups) > most:
-            shown.append((Text("…"), ArgumentGroup(tuple(h for g in groups[most:] for h in g.members))))
+        shown, others = groups[:most], [h for group in groups[most:] for h in group.members]
         rows.append([Cell(label), *every.cells()])
-        rows += [[Cell("", terminal=Text("  ") + dims), *group.cells()] for dims, group in shown]
-        attributes += [GROUP, *[""] * len(shown)]
+        for group in shown:
+            host = " (on the host)" * group.members[0].on_host
+            dims = Text.assemble("  ", colours.dims(group.dims).terminal, host)
+            rows.append([Cell(dims.plain, terminal=dims), *group.cells()])
+        if others:
+            rows.append([Cell("  …"), *ArgumentGroup(tuple(others)).cells()])
+        attributes += [GROUP, *[""] * (len(shown) + bool(others))]
     columns = [("dims → axes", ""), ("tensors", "n"), ("global", "n"), ("per device", "n")]
     return Table(columns, rows, "each device stores", attributes).terminal()
 
