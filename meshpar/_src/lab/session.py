@@ -20,6 +20,7 @@ from ..layouts import PRESETS
 from ..lower import LOWERINGS
 from ..mesh import parse_mesh, planned_mesh
 from ..plan_api import Plan
+from ..report.colours import AxisColours
 from ..report.facts import kernel_seconds
 from ..search import search
 from ..search.result import quiet
@@ -254,7 +255,7 @@ class Session:
             "html": view.page(plan),
             "pinned": [view.comparison(before, plan) for before in pinned],
             "rules": [next(effects) if row.on and row.layout is not None else None for row in rows],
-            "colours": view.colours(plan),
+            "colours": AxisColours(plan.sizes).of,
             "layout": str(plan.requested_layout),
             "python": view.python(self.name, plan, mesh_text(plan.sizes)),
         }

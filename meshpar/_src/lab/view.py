@@ -9,7 +9,6 @@ from typing import Any
 from ..layout import Rule
 from ..plan_api import Plan
 from ..report import html
-from ..report.colours import AxisColours
 from ..report.diff import PlanDiff, diff_body, time_comparison
 from ..report.facts import ArgumentGroup, CollectiveGroup, RuleEffect, rule_effects
 from ..units import format_bytes, format_memory, format_seconds
@@ -21,11 +20,6 @@ MAX_COLLECTIVE_ROWS = 10
 def metrics(plan: Plan) -> dict[str, float | None]:
     """Name → metric of a plan, in bytes and seconds; None where no time is estimated."""
     return {"peak": plan.memory.peak, "seconds": plan.seconds, "sent": plan.bytes_sent}
-
-
-def colours(plan: Plan) -> dict[str, str]:
-    """Axis → CSS class of its colour."""
-    return AxisColours(plan.sizes).of
 
 
 def page(plan: Plan) -> dict[str, Any]:

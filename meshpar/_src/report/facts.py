@@ -104,10 +104,10 @@ def padding_text(plan: Plan) -> str:
     )
 
 
-def host_text(plan: Plan) -> str:
-    """Bytes that a device stores in its host's memory, and the copies of a step with their seconds and lines; "" without any."""
-    stored, transfers, time = memory_of(plan).host, plan.transfers, time_of(plan)
-    if not stored and not transfers:
+def host_copies(plan: Plan) -> str:
+    """The copies of a step to and from the host, with their seconds and lines; "" if the plan does not use the host's memory."""
+    transfers, time = plan.transfers, time_of(plan)
+    if not memory_of(plan).host and not transfers:
         return ""
     copies = []
     for to, seconds in (("host", time.to_host if time else 0.0), ("device", time.to_device if time else 0.0)):
@@ -116,8 +116,7 @@ def host_text(plan: Plan) -> str:
             copies.append(f"{format_bytes(size)} to the {to}" + (f" ({format_seconds(seconds)})" if seconds else ""))
     lines = list(dict.fromkeys(t.source for t in transfers))
     where = f", at {', '.join(lines[:3])}{', …' if len(lines) > 3 else ''}" if lines else ""
-    copied = f"a step copies {' and '.join(copies)}{where}" if copies else "a step copies nothing to or from it"
-    return f"{format_memory(stored)} in the host's memory for each device; {copied}"
+    return f"a step copies {' and '.join(copies)}{where}" if copies else "a step copies nothing to or from it"
 
 
 def arrivals_text(arrivals: Sequence[Arrival]) -> str:

@@ -137,9 +137,8 @@ def cards(plan: Plan) -> str:
         if facts.padding_text(plan):
             of += f"; {format_memory(sum(memory.padding.values()))} of it are padding to tiles"
     shown = [("peak memory per device", format_memory(memory.peak), memory.peak, meter, of)]
-    if host := facts.host_text(plan):
-        copies = escape(host.split("; ", 1)[1])
-        shown.append(("in the host's memory per device", format_memory(memory.host), memory.host, "", copies))
+    if copies := facts.host_copies(plan):
+        shown.append(("in the host's memory per device", format_memory(memory.host), memory.host, "", escape(copies)))
     if time is not None:
         below = (facts.time_bounds(time), facts.blocking_collectives(plan), facts.calibration_text(plan))
         about = escape("; ".join(filter(None, below)))

@@ -105,8 +105,9 @@ def _costs(plan: Plan) -> list[Text]:
         bar = Text.assemble(memory_bar(memory.peak, capacity), "  ")
     need = f"each device needs {format_memory(memory.peak)}"
     out = [Text.assemble((need, "bold"), f"{of} at the peak{at}"), Text.assemble("    ", bar, (kinds, "dim"))]
-    host = facts.host_text(plan)
-    details = ((largest, "dim"), (facts.padding_text(plan), ""), (host and f"host: {host}", ""))
+    copies = facts.host_copies(plan)
+    host = f"host: {format_memory(memory.host)} in the host's memory for each device; {copies}" if copies else ""
+    details = ((largest, "dim"), (facts.padding_text(plan), ""), (host, ""))
     out += [Text(f"    {line}", style=style) for line, style in details if line]
     if time is not None and chip is not None:
         takes = f"a step takes {'at least' if plan.uncounted_loops else 'about'} {format_seconds(time.seconds)}"
