@@ -22,7 +22,7 @@ def session():
 
 def ask(session, rules, mesh=lab_program.MESH, topology=lab_program.TOPOLOGY, **more):
     rows = [{"text": r, "on": True} if isinstance(r, str) else {"text": r[0], "on": r[1]} for r in rules]
-    request = {"ask": "plan", "mesh": mesh, "topology": topology, "rules": rows, "pinned": [], **more}
+    request = {"ask": "plan", "mesh": mesh, "topology": topology, "rules": rows, "pinned": None, **more}
     reply = session.handle(json.loads(json.dumps(request)))
     json.dumps(reply, allow_nan=False)
     return reply

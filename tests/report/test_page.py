@@ -5,12 +5,14 @@ import io
 import json
 import math
 
+import jax
+import jax.numpy as jnp
 import lab_program
 import pytest
 from browser import chromium
 
+import meshpar as mp
 from meshpar._src.entry.cli import main
-from meshpar._src.report import plan_page
 from meshpar._src.report.facts import loop_timelines, rules_of
 from meshpar._src.units import format_seconds
 
@@ -125,17 +127,10 @@ def test_the_drawing_has_the_slice_of_every_device(page, plan):
 
 
 def test_an_array_without_dims_and_a_mesh_of_one_device(browser, tmp_path):
-    import jax
-    import jax.numpy as jnp
-
-    import meshpar as mp
-
-    step = mp.plan(
-        lambda s, x: (s + 1, x * s), jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.float32),
-        mesh="data=1", layout="", dims={"x": "batch"},
-    )  # fmt: skip
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((), (8,))]
+    plan = mp.plan(lambda s, x: (s + 1, x * s), *args, mesh="data=1", layout="", dims={"x": "batch"})
     path = tmp_path / "plan.html"
-    path.write_text(plan_page(step), encoding="utf8")
+    plan.save(path)
     context = browser.new_context()
     page = context.new_page()
     page.goto(path.as_uri())

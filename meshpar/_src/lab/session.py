@@ -177,7 +177,7 @@ class Session:
         """Reply to ``plan``: the plan of a draft, or its errors by row."""
         began = time.perf_counter()
         draft, rows = _draft(request), [_row(row["text"], row["on"]) for row in request["rules"]]
-        pinned = [_draft(d) for d in request.get("pinned", ())]
+        pinned = [_draft(d) for d in request.get("pinned") or ()]
         at_rules: list[Any] = [row.error and as_json(row.error) if row.on else None for row in rows]
         errors: dict[str, Any] = {"mesh": None, "layout": None, "sizes": None, "rules": at_rules}
         out: dict[str, Any] = {"errors": errors, "plan": None, "sizes": None, "axes": [row.axes for row in rows]}
