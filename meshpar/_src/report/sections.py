@@ -41,7 +41,7 @@ class Line:
     def terminal(self) -> Text:
         """The line for rich."""
         below = (f"\n      {line}" for line in self.below)
-        return Text.assemble(self.kind or "  ", "  ", self.text, *below, style=self.style)
+        return Text.assemble((self.kind or "  ", "bold"), "  ", self.text, *below, style=self.style)
 
     def html(self) -> str:
         """The line as an item of a list, with a list of the lines below it."""
