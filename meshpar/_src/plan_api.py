@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .verify.profile import PlanProfile
 
 
-class Plan(record.Plan):
+class Plan(record.Plan, report.Document):
     """The plan of a program under a layout: what each device stores, sends and computes, and why. No devices are needed.
 
     ``print(plan)`` shows it as a table, ``plan.save("plan.html")`` as a page.
@@ -174,15 +174,6 @@ class Plan(record.Plan):
         """The calibration used: the devices it was measured on, and the fractions of peak rates; None: the chip table."""
         return report.calibration_rates(self)
 
-    def save(self, path: str | Path) -> None:
-        """Write the plan to a file: ``.html``, a page of its own (nothing from the network); ``.json``; ``.txt``.
-
-        Raises:
-          UnsupportedError: another suffix.
-        """
-        writers = {".html": report.plan_page, ".json": lambda plan: plan.to_json(), ".txt": report.plan_text}
-        report.save(self, path, writers)
-
     def diff(self, other: record.Plan) -> report.PlanDiff:
         """The two plans side by side: print it, ``save("diff.html")`` it."""
         return report.PlanDiff(self, other)
@@ -215,11 +206,11 @@ class Plan(record.Plan):
     def __repr__(self) -> str:
         return report.plan_line(self)
 
-    def __str__(self) -> str:
-        return report.plan_text(self)
-
     def __rich__(self) -> Any:
         return report.plan_renderable(self)
+
+    def _page(self) -> str:
+        return report.plan_page(self)
 
     def _repr_html_(self) -> str:
         return report.plan_cell(self)

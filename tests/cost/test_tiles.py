@@ -10,8 +10,8 @@ from arrays import bf16
 import meshpar as mp
 from meshpar._src.cost.kernels import computation_of
 from meshpar._src.cost.tiles import tiled
+from meshpar._src.report.document import plain
 from meshpar._src.report.html import cards, memory_curve
-from meshpar._src.report.text import plan_text
 from meshpar._src.units import format_memory
 
 
@@ -82,7 +82,7 @@ def test_padding_is_a_part_of_the_memory():
 def test_reports_name_the_padding():
     plan = padded_plan("v5e:4x4")
     amount = format_memory(sum(plan.memory.padding.values()))
-    assert f"{amount} of the peak are padding" in plan_text(plan, 400)
+    assert f"{amount} of the peak are padding" in plain(plan, 400)
     assert f"{amount} of it are padding to tiles" in cards(plan)
     assert f"{amount} of the peak are padding" in memory_curve(plan)
     assert json.loads(plan.to_json())["memory"]["padding"] == plan.memory.padding
@@ -92,4 +92,4 @@ def test_reports_name_the_padding():
 def test_elsewhere_there_is_no_padding(topology):
     plan = padded_plan(topology)
     assert plan.memory.padding == {}
-    assert not any("padding" in text for text in (plan_text(plan), cards(plan), memory_curve(plan)))
+    assert not any("padding" in text for text in (str(plan), cards(plan), memory_curve(plan)))

@@ -6,7 +6,7 @@ import pytest
 
 import meshpar as mp
 from meshpar._src.entry.target import load_target
-from meshpar._src.report import plan_text
+from meshpar._src.report.document import plain
 
 PLANS = [
     ("llama.py:llama3_8b", "v5p:4x4x8", "data=32, model=4", "fsdp+tensor+sequence"),
@@ -29,6 +29,6 @@ def test_a_plan_fits(target, topology, mesh, layout, monkeypatch, pytestconfig):
         layout=found.layouts.get(layout, f"batch: {layout}"),
         dims=found.dims,
     )
-    narrow, wide = plan_text(plan, 100), plan_text(plan, 10_000)
+    narrow, wide = plain(plan, 100), plain(plan, 10_000)
     assert max(map(len, narrow.splitlines())) <= 100
     assert sorted("".join(narrow.split())) == sorted("".join(wide.split()))

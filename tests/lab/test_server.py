@@ -43,14 +43,6 @@ def test_a_page_and_an_answer(server):
     assert json.loads(text)["mesh"] == lab_program.MESH
 
 
-def test_the_figures_of_a_plan_arrive(server):
-    rows = [{"text": text, "on": True} for text in lab_program.RULES]
-    body = {"ask": "plan", "mesh": lab_program.MESH, "topology": lab_program.TOPOLOGY, "rules": rows}
-    _, text, _ = send(server, body=json.dumps(body).encode())
-    plan = lab_program.planned(lab_program.MESH, "; ".join(lab_program.RULES))
-    assert json.loads(text)["plan"]["metrics"]["peak"] == plan.memory.peak
-
-
 @pytest.mark.parametrize("token", [None, "", "Bearer", "Bearer wrong", "Basic {}", "{}", "Bearer {}x", "Bearer ü"])
 def test_nothing_without_the_token(server, token):
     token = token and token.format(server.token)
@@ -61,15 +53,14 @@ def test_nothing_without_the_token(server, token):
     assert send(server, "GET", "/?token=wrong")[0] == 403
 
 
-HEADERS = [{"Host": "evil.example"}, {"Host": "127.0.0.1"}, {"Origin": "http://evil.example"}, {"Origin": "null"}]
-
-
-@pytest.mark.parametrize("headers", HEADERS)
-def test_nothing_for_the_pages_of_others(server, headers):
-    assert send(server, **headers)[0] == 403
-
-
-def test_its_own_pages_may_ask(server):
+def test_its_own_pages_alone_may_ask(server):
+    for headers in (
+        {"Host": "evil.example"},
+        {"Host": "127.0.0.1"},
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+    ):
+        assert send(server, **headers)[0] == 403
     assert send(server, Origin=f"http://127.0.0.1:{server.server_port}")[0] == 200
     assert send(server, Host=f"localhost:{server.server_port}")[0] == 200
 
@@ -90,7 +81,7 @@ def test_bad_requests(server):
     assert send(server, body=b"[" * 100_000)[0] == 400
     assert send(server, body=b'{"ask": ' + b"[" * 100_000)[0] == 400
     for body in (b'{"ask": ["open"]}', b'{"ask": {}}', b'{"ask": null}', b"[]", b"3"):
-        assert json.loads(send(server, body=body)[1])["failed"].startswith("`ask` is one of open, ")
+        assert json.loads(send(server, body=body)[1])["failed"]
     assert send(server, path="/other")[0] == 404
     assert send(server, "GET", f"/../etc/passwd?token={server.token}")[0] == 404
     assert send(server, Content_Length=str(MAX_REQUEST_BYTES + 1))[0] == 413

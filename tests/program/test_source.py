@@ -12,7 +12,6 @@ import meshpar as mp
 from meshpar._src.plan.text import plan_steps
 from meshpar._src.report.colours import AxisColours
 from meshpar._src.report.html import collectives_table
-from meshpar._src.report.text import plan_text
 
 X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
 
@@ -140,7 +139,7 @@ def test_the_modules_of_a_model_from_a_package(package):
     assert {c.module for c in plan.collectives} >= {f"Net2/{m}" for m in ("layer_0", "layer_1", "layer_2", "head")}
     assert all(c.location == f"{c.source}, in {c.module}" for c in plan.collectives)
     steps = plan_steps(plan)
-    text = "\n".join((plan_text(plan), collectives_table(plan, AxisColours(plan.sizes))))
+    text = "\n".join((str(plan), collectives_table(plan, plan.collectives, AxisColours(plan.sizes))))
     assert "Net2/layer_1" in steps
     assert "Net2/layer_*" in text  # the rows of equal layers are one
     assert "Net2/layer_1" not in text

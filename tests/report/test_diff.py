@@ -10,8 +10,8 @@ from rich.console import Console
 
 import meshpar as mp
 from meshpar._src.report.diff import Metric
+from meshpar._src.report.document import plain
 from meshpar._src.report.tables import shortened
-from meshpar._src.report.text import plain
 
 DIMS = {"w": "embed mlp", "x": "batch embed"}
 ARGS = (jax.ShapeDtypeStruct((256, 512), jnp.float32), jax.ShapeDtypeStruct((64, 256), jnp.float32))
@@ -30,35 +30,22 @@ def found():
     return planned("batch: data").diff(planned("batch: data; embed: data"))
 
 
-def test_metrics_are_those_of_the_plans(found):
-    facts = json.loads(found.to_json())
-    weight = 256 * 512 * 4
+def test_what_differs(found):
+    facts, weight = json.loads(found.to_json()), 256 * 512 * 4
     assert facts["a"]["layout"] == "batch: data"
     assert facts["metrics"]["peak memory of a device"]["a"] == found.a.memory.peak
     assert facts["metrics"]["step"]["b"] == found.b.seconds
-    reduced, gathered = facts["metrics"]["  all-reduce"], facts["metrics"]["  all-gather"]
-    assert (reduced["a"], reduced["b"]) == (2 * weight * 7 / 8, 0)
-    assert (gathered["a"], gathered["b"]) == (0, weight * 7 / 8)
-
-
-def test_arguments_that_are_sharded_differently(found):
-    assert found.tensors == [("w", "embed mlp", "embed:data mlp", 256 * 512 * 4, 256 * 512 * 4 / 8)]
-
-
-def test_collectives_that_differ(found):
-    weight = 256 * 512 * 4 * 7 / 8
+    assert found.tensors == [("w", "embed mlp", "embed:data mlp", weight, weight / 8)]
+    sent = weight * 7 / 8
     assert sorted(found.collectives) == [
-        ("all-gather", "data", "embed mlp", 0, weight),
-        ("all-reduce", "data", "embed mlp", 2 * weight, 0),
-        ("reduce-scatter", "data", "embed mlp", 0, weight),
+        ("all-gather", "data", "embed mlp", 0, sent),
+        ("all-reduce", "data", "embed mlp", 2 * sent, 0),
+        ("reduce-scatter", "data", "embed mlp", 0, sent),
     ]
-
-
-def test_changes_in_words(found):
-    changes = {f.name: f.change for f in found.metrics}
-    assert changes["sent by a device in a step"] == "="  # an all-reduce is a reduce-scatter and an all-gather
-    assert changes["  all-reduce"] == "−100.0 %"
-    assert changes["  all-gather"] == ""
+    metrics = {f.name: f for f in found.metrics}
+    assert (metrics["  all-reduce"].a, metrics["  all-reduce"].b) == (2 * sent, 0)
+    changes = [metrics[name].change for name in ("sent by a device in a step", "  all-reduce", "  all-gather")]
+    assert changes == ["=", "−100.0 %", ""]  # an all-reduce is a reduce-scatter and an all-gather
 
 
 def test_the_same_plan():
@@ -87,11 +74,11 @@ def test_files(found, tmp_path):
         found.save(tmp_path / "diff.png")
 
 
-def test_a_change_from_next_to_nothing_is_no_ratio():
-    assert Metric("sent", 103.0, 1.62e6, "bytes").change == ""
-    assert Metric("sent", 1e6, 3.1e6, "bytes").change == "+210 %"
-    assert Metric("sent", 1e6, 1.5e6, "bytes").change == "+50.0 %"
-    assert Metric("sent", 1e6, 2.5e7, "bytes").change == "+2,400 %"
+@pytest.mark.parametrize(
+    ("a", "b", "change"), [(103, 1.62e6, ""), (1e6, 3.1e6, "+210 %"), (1e6, 1.5e6, "+50.0 %"), (1e6, 2.5e7, "+2,400 %")]
+)
+def test_a_change_from_next_to_nothing_is_no_ratio(a, b, change):
+    assert Metric("sent", a, b, "bytes").change == change
 
 
 def test_arrays_closed_over_are_a_figure_a_row_and_json(tmp_path):

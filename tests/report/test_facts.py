@@ -9,7 +9,6 @@ import pytest
 import meshpar as mp
 from meshpar._src.report.facts import (
     argument_dims,
-    global_bytes,
     largest_values,
     loop_timelines,
     parallelism,
@@ -18,13 +17,9 @@ from meshpar._src.report.facts import (
 
 BATCH, EMBED, MLP, LAYERS = 4096, 1024, 4096, 6
 DIMS = {"w/up": "layers embed mlp", "w/down": "layers mlp embed", "x": "batch embed"}
-ARGS = (
-    {
-        "up": jax.ShapeDtypeStruct((LAYERS, EMBED, MLP), jnp.float32),
-        "down": jax.ShapeDtypeStruct((LAYERS, MLP, EMBED), jnp.float32),
-    },
-    jax.ShapeDtypeStruct((BATCH, EMBED), jnp.float32),
-)  # fmt: skip
+SHAPES = {"up": (LAYERS, EMBED, MLP), "down": (LAYERS, MLP, EMBED), "x": (BATCH, EMBED)}
+UP, DOWN, X = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES.values())
+ARGS = ({"up": UP, "down": DOWN}, X)
 
 
 def step(w, x):
@@ -41,25 +36,34 @@ def planned(layout: str, mesh: str = "data=4, model=2", **more) -> mp.Plan:
     return mp.plan(step, *ARGS, mesh=mesh, layout=layout, dims=DIMS, **more)
 
 
+def sizes(effect) -> tuple[int, float, float]:
+    """Number, global bytes and bytes on a device of the arguments that a rule shards."""
+    return len(effect.arguments.members), effect.arguments.global_bytes, effect.arguments.bytes
+
+
 def test_what_a_rule_splits_and_sends():
     plan = planned("batch: data; mlp: model; embed: data")
     batch, mlp, embed = rule_effects(plan)
     weights = 2 * LAYERS * EMBED * MLP * 4
-    assert (batch.arguments, batch.global_bytes, batch.bytes) == (1, BATCH * EMBED * 4, BATCH * EMBED * 4 / 4)
-    assert (mlp.arguments, mlp.global_bytes, mlp.bytes) == (2, weights, weights / 8)
-    assert (embed.arguments, embed.global_bytes, embed.bytes) == (2, weights, weights / 8)
+    assert sizes(batch) == (1, BATCH * EMBED * 4, BATCH * EMBED * 4 / 4)
+    assert sizes(mlp) == sizes(embed) == (2, weights, weights / 8)
     gathered = 2 * weights / 2 * 3 / 4  # twice a step, of each device's half along mlp
-    assert embed.sent == pytest.approx(gathered)
-    assert batch.sent == pytest.approx(weights / 2 * 3 / 4, rel=1e-3)  # gradients, scattered
-    assert mlp.sent == pytest.approx(2 * LAYERS * BATCH // 4 * EMBED * 4, rel=0.2)  # activations, forward and back
-    assert sum(e.sent for e in (batch, mlp, embed)) == pytest.approx(plan.bytes_sent)
-    assert batch.seconds == 0  # no chip is known
+    assert embed.collectives.bytes == pytest.approx(gathered)
+    assert batch.collectives.bytes == pytest.approx(weights / 2 * 3 / 4, rel=1e-3)  # gradients, scattered
+    assert mlp.collectives.bytes == pytest.approx(
+        2 * LAYERS * BATCH // 4 * EMBED * 4, rel=0.2
+    )  # activations, forward and back
+    assert sum(e.collectives.bytes for e in (batch, mlp, embed)) == pytest.approx(plan.bytes_sent)
+    assert batch.collectives.seconds == 0  # no chip is known
+    assert loop_timelines(plan) == []
+    up = next(h for h in plan.inputs if h.path == "w/up")
+    assert argument_dims(up) == [("layers", ()), ("embed", ("data",)), ("mlp", ("model",))]
 
 
 def test_a_rule_without_effect_and_one_in_a_scope():
     plan = planned("batch: data; opt.embed: data; mlp: model")
     _, scoped, _ = rule_effects(plan)
-    assert (scoped.rule, scoped.arguments, scoped.sent) == ("opt.embed: data", 0, 0)
+    assert (str(scoped.rule), sizes(scoped), scoped.collectives.bytes) == ("opt.embed: data", (0, 0, 0), 0)
 
 
 def test_a_rule_for_paths_splits_what_the_layout_splits():
@@ -71,33 +75,20 @@ def test_a_rule_for_paths_splits_what_the_layout_splits():
     )
     (effect,) = rule_effects(plan)
     assert plan.inputs[0].split == [("vocab", ("model",)), ("embed", ())]
-    assert (effect.arguments, effect.global_bytes, effect.bytes) == (1, 64 * 8 * 4, 32 * 8 * 4)
-
-
-def test_seconds_of_rules_are_those_of_their_collectives():
-    plan = planned("batch: data; embed: data", "data=8", topology="v5e:2x4")
-    assert sum(e.seconds for e in rule_effects(plan)) == pytest.approx(plan.comm_seconds)
-    assert all(e.seconds > 0 for e in rule_effects(plan))
-
-
-def test_chips_and_whole_bytes_of_an_argument():
-    plan = planned("batch: data; mlp: model; embed: data")
-    up = next(h for h in plan.inputs if h.path == "w/up")
-    assert argument_dims(up) == [("layers", ()), ("embed", ("data",)), ("mlp", ("model",))]
-    assert global_bytes(up) == LAYERS * EMBED * MLP * 4
+    assert sizes(effect) == (1, 64 * 8 * 4, 32 * 8 * 4)
 
 
 def test_the_layers_over_time_add_up():
     plan = planned("batch: data; embed: data", "data=8", topology="v5e:2x4", overlap="xla")
+    effects = [e.collectives.seconds for e in rule_effects(plan)]
+    assert min(effects) > 0
+    assert sum(effects) == pytest.approx(plan.comm_seconds)
     forward, backward = loop_timelines(plan)
     assert forward.trips == backward.trips == LAYERS
     assert [s.name for s in forward.spans if s.lane == "links"] == ["all-gather"] * 2
     assert sorted(s.name for s in backward.spans if s.lane == "links") == ["all-gather"] * 2 + ["reduce-scatter"] * 2
     for body in (forward, backward):
-        for in_flight in (
-            False,
-            True,
-        ):  # kernels and the collectives that they wait for, one after the other; the links
+        for in_flight in (False, True):  # kernels and the collectives that they wait for; the links
             spans = [s for s in body.spans if (s.lane == "links" and not s.exposed) == in_flight]
             spans.sort(key=lambda s: (s.start, s.seconds))
             assert all(a.start + a.seconds <= b.start + 1e-12 for a, b in itertools.pairwise(spans))
@@ -114,12 +105,8 @@ def test_a_collective_that_is_waited_for_stands_between_kernels():
     (reduced,) = [s for s in forward.spans if s.lane == "links"]
     assert reduced.name == "all-reduce"
     assert reduced.exposed
-    assert all(s.start >= reduced.start + reduced.seconds or s.start + s.seconds <= reduced.start + 1e-12
-               for s in forward.spans if s is not reduced)  # fmt: skip
-
-
-def test_no_layers_over_time_without_a_chip():
-    assert loop_timelines(planned("batch: data")) == []
+    end, others = reduced.start + reduced.seconds, [s for s in forward.spans if s is not reduced]
+    assert all(s.start >= end or s.start + s.seconds <= reduced.start + 1e-12 for s in others)
 
 
 def test_the_largest_values_in_between():

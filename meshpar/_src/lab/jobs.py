@@ -112,9 +112,10 @@ class Job:
         if self._stop:
             raise Stopped
 
-    def stop(self) -> None:
-        """Request that it ends at its next progress report."""
+    def stop(self) -> dict[str, Any]:
+        """Request that it ends at its next progress report; returns an empty reply."""
         self._stop = True
+        return {}
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait until it has ended, at most for some seconds."""

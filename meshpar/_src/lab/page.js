@@ -99,16 +99,7 @@ export function mount(root, ask, linked = false) {
     const section = make("section", {}, make("h2", {}, heading), about ? make("p", { class: "dim" }, about) : null, body);
     return { body, section };
   };
-  const panels = {
-    parts: part("Step time", "All bars have the same scale. The estimate overlaps kernels and collectives."),
-    pipeline: part("Pipeline", "One column per tick: a stage runs its layers forward for one microbatch (above), backward for one (below), or both."),
-    rules: part("Effect of each rule", "Point at a rule to highlight the arguments that it shards."),
-    tensors: part("Arguments", "Choose an argument to see how it is sharded over the mesh."),
-    layer: part("One layer"),
-    memory: part("Memory per device"),
-    collectives: part("Collectives", "By the rule that causes them, the largest first. Bytes are sent by each device."),
-    notes: part("Notes"),
-  };
+  const panels = make("div", { class: "panels" }), parts = new Map(); // the sections of the plan, and each by its title
   const pins = part("Compared with pinned plans");
   pins.section.hidden = true;
   root.replaceChildren(
@@ -124,7 +115,7 @@ export function mount(root, ask, linked = false) {
           make("p", { class: "dim" }, "In order: an axis goes to the first rule whose dim is present."),
           list, text, layoutError, more,
           make("p", { class: "row" }, ...[undo, textButton, pin, copyLayout, copyPython, copyLink, compile].filter(Boolean)), statusLine)),
-      make("div", { class: "results" }, cards, facts, compiled, pins.section, ...Object.values(panels).map((panel) => panel.section))),
+      make("div", { class: "results" }, cards, facts, compiled, pins.section, panels)),
   );
 
   // -- state
@@ -223,11 +214,13 @@ export function mount(root, ask, linked = false) {
     if (!shown) { say("the numbers belong to the last layout that could be planned"); return; }
     cards.innerHTML = shown.html.cards;
     facts.innerHTML = shown.html.facts;
-    for (const [name, { body, section }] of Object.entries(panels)) {
-      body.innerHTML = shown.html[name];
-      section.hidden = !shown.html[name];
-    }
-    enhance(panels.parts.section.parentNode, kept);
+    panels.replaceChildren(...shown.html.sections.map(([title, html, about]) => {
+      if (!parts.has(title)) parts.set(title, part(title, about));
+      const { body, section } = parts.get(title);
+      body.innerHTML = html;
+      return section;
+    }));
+    enhance(panels, kept);
     drawPins();
     pin.disabled = state.pinned.length >= MOST_PINNED || state.pinned.some(isShown);
     root.dataset.metrics = JSON.stringify(shown.metrics);
@@ -476,7 +469,7 @@ export function mount(root, ask, linked = false) {
   let begin = [], candidates = []; // rows of the table; other candidates of the search, only in the plot
   function load(row) {
     remember();
-    use({ mesh: row.mesh, rules: row.rules.map((rule) => ({ text: rule, on: true })) });
+    use({ mesh: row.mesh, rules: asRules(row.layout) });
   }
   const isCurrent = ({ mesh, layout }) =>
     state.mesh === mesh && asText(state.rules.filter((r) => r.on)).replaceAll("\n", "; ") === layout.replaceAll("\n", "; ");
@@ -669,7 +662,7 @@ export function mount(root, ask, linked = false) {
     title.textContent = opened.title;
     dims = opened.dims;
     lowering.replaceChildren(...opened.lowerings.map((name) => make("option", { value: name }, name)));
-    const start = { topology: opened.topology, mesh: opened.mesh, lowering: opened.lowering, sizes: "", rules: opened.rules.map((rule) => ({ text: rule, on: true })) };
+    const start = { topology: opened.topology, mesh: opened.mesh, lowering: opened.lowering, sizes: "", rules: asRules(opened.layout) };
     use({ ...start, ...linkedState() });
     if (linked) addEventListener("hashchange", () => { remember(); use(linkedState()); });
   })();

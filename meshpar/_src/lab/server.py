@@ -7,24 +7,16 @@ import json
 import secrets
 import sys
 import threading
-from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib import resources
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from ..report import html
+from ..report.document import front_end, html_document
 from .session import Session
 
 HOST = "127.0.0.1"
 MAX_REQUEST_BYTES = 1 << 20
-
-
-def front_end() -> tuple[str, str]:
-    """The CSS and the ES module of the page, each after the one of plan pages."""
-    css, js = (resources.files("meshpar._src.lab").joinpath(name).read_text("utf8") for name in ("page.css", "page.js"))
-    return html.plain_style() + css, html.plain_script() + js
 
 
 class Server(ThreadingHTTPServer):
@@ -74,13 +66,10 @@ class Server(ThreadingHTTPServer):
     def page(self, nonce: str) -> str:
         """The text of the HTML page with its style and script inline; the script element has the nonce of the
         Content-Security-Policy."""
-        css, js = front_end()
-        return (
-            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-            '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
-            f'<title>meshpar lab: {escape(self.session.title)}</title><link rel="icon" href="data:,"><style>{css}</style></head>\n'
-            f'<body><main class="mp page lab"></main><script type="module" nonce="{nonce}">{js}\nserved();</script></body></html>\n'
-        )
+        css, js = front_end("lab")
+        script = f'<script type="module" nonce="{nonce}">{js}\nserved();</script>'
+        title = f"meshpar lab: {self.session.title}"
+        return html_document(title, css, f'<main class="mp page lab"></main>{script}')
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import math
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +20,7 @@ from ..layouts import PRESETS
 from ..lower import LOWERINGS
 from ..mesh import parse_mesh, planned_mesh
 from ..plan_api import Plan
+from ..report.colours import AxisColours
 from ..report.facts import kernel_seconds
 from ..search import search
 from ..search.result import quiet
@@ -32,17 +33,14 @@ from .jobs import Job, Turns, as_json
 log = logging.getLogger(__name__)
 
 MAX_DEVICES = 1 << 20
-MAX_RULES = 200
 MAX_SIZE = 1 << 40
 """The largest batch, sequence length, … of a target."""
-MAX_TEXT = 2000
-"""Characters of a rule, a mesh or a topology."""
 MAX_CACHED = 16
 """Plans, and ended jobs, that a session retains."""
 MAX_RUNNING = 16
 """Jobs that run at a time."""
-MAX_PINNED = 4
-"""Pinned plans, and programs of other sizes that a session retains."""
+MAX_SIZES = 4
+"""Programs of other sizes that a session retains."""
 MAX_MESHES = 24
 """Meshes on which a known layout is planned, the most even first."""
 SEARCH_SECONDS = 20.0
@@ -52,8 +50,8 @@ Compile = Callable[["Draft", Callable[[str], None]], Compiled]
 """Compiles a draft with the real compiler; the function reports progress."""
 
 
-class BadRequest(Exception):
-    """A malformed request."""
+class RequestError(Exception):
+    """A request that cannot be answered; its text is for the user."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +78,15 @@ class _Row:
     on: bool
     layout: Layout | None
     error: MeshparError | None
+
+    @property
+    def axes(self) -> list[str] | None:
+        """The axes of its rules; None if its text is not a layout."""
+        return None if self.layout is None else _axes(self.layout)
+
+    def has(self, rule: str | None) -> bool:
+        """Whether it is enabled, and its text or one of its rules is ``rule``."""
+        return self.on and self.layout is not None and rule in {self.text.strip(), *map(str, self.layout.rules)}
 
 
 class Session:
@@ -109,25 +116,27 @@ class Session:
         self.title = name
         self.sizes: Mapping[str, int] = {}
         self.resized: Callable[[Mapping[str, Any]], Session] | None = None
-        self._others: OrderedDict[str, Session] = OrderedDict()
         self._layouts, self._compile = dict(layouts), compile
         self._turns = Turns()
-        self._plans: OrderedDict[Draft, Plan] = OrderedDict()
+        self._plan = functools.lru_cache(MAX_CACHED)(self._replanned)
+        self._of_sizes = functools.lru_cache(MAX_SIZES)(self._resized)
         self._jobs: dict[int, Job] = {}
         self._jobs_lock, self._numbers = threading.Lock(), itertools.count(1)  # pages ask from several threads
         self._answers: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-            "open": self._open, "plan": self._planned, "start": self._start, "suggest": self._suggest,
-            "compile": self._ask_compiler, "job": self._job, "stop": self._stop,
-        }  # fmt: skip
+            "open": self._open,
+            "plan": self._planned,
+            "start": self._start,
+            "suggest": self._suggest,
+            "compile": self._ask_compiler,
+            "job": lambda request: self._job_of(request).view(),
+            "stop": lambda request: self._job_of(request).stop(),
+        }
 
     def handle(self, request: Any) -> dict[str, Any]:
         """The reply to a request, both as JSON data; ``{"failed": text}`` for a request that cannot be answered."""
         try:
-            what = request.get("ask") if isinstance(request, dict) else None
-            if not isinstance(what, str) or what not in self._answers:
-                raise BadRequest(f"`ask` is one of {', '.join(self._answers)}")
-            return self._answers[what](request)
-        except BadRequest as e:
+            return self._answers[request["ask"]](request)
+        except RequestError as e:
             return {"failed": str(e)}
         except Exception as e:
             log.exception("a request of a page fails")
@@ -153,24 +162,25 @@ class Session:
                 if dim is not None and n not in sizes.setdefault(dim, []):
                     sizes[dim].append(n)
         return {
-            "title": self.title, "lowering": self.base.requested_lowering, "lowerings": ["auto", *LOWERINGS],
-            "sizes": dict(self.sizes), "mesh": self.start.mesh, "topology": self.start.topology,
-            "rules": statements(self.start.layout), "dims": [[d, n] for d, n in sizes.items()], "seconds": SEARCH_SECONDS,
-        }  # fmt: skip
+            "title": self.title,
+            "lowering": self.base.requested_lowering,
+            "lowerings": ["auto", *LOWERINGS],
+            "sizes": dict(self.sizes),
+            "mesh": self.start.mesh,
+            "topology": self.start.topology,
+            "layout": self.start.layout,
+            "dims": [[d, n] for d, n in sizes.items()],
+            "seconds": SEARCH_SECONDS,
+        }
 
     def _planned(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Reply to ``plan``: the plan of a draft, or its errors by row."""
         began = time.perf_counter()
-        draft, rows = _draft({**request, "layout": ""}), _rows(request)
-        pinned = [_draft(d) for d in _pinned(request)]
+        draft, rows = _draft(request), [_row(row["text"], row["on"]) for row in request["rules"]]
+        pinned = [_draft(d) for d in request.get("pinned") or ()]
         at_rules: list[Any] = [row.error and as_json(row.error) if row.on else None for row in rows]
         errors: dict[str, Any] = {"mesh": None, "layout": None, "sizes": None, "rules": at_rules}
-        out: dict[str, Any] = {
-            "errors": errors,
-            "plan": None,
-            "sizes": None,
-            "axes": [_axes(row.layout) for row in rows],
-        }
+        out: dict[str, Any] = {"errors": errors, "plan": None, "sizes": None, "axes": [row.axes for row in rows]}
 
         @contextlib.contextmanager
         def errors_at(place: Any, where: Any) -> Iterator[None]:
@@ -201,27 +211,16 @@ class Session:
                     self.shown = replace(draft, layout=str(plan.requested_layout))
                     out["plan"] = self._view(plan, [self._plan(d) for d in pinned], rows)
             except MeshparError as e:
-                k = _at_fault(rows, e)
-                if k is None:
+                at_fault = next((k for k, row in enumerate(rows) if row.has(e.rule)), None)
+                if at_fault is None:
                     errors["layout"] = as_json(e)
                 else:
-                    at_rules[k] = as_json(e)
+                    at_rules[at_fault] = as_json(e)
         out["ms"] = 1e3 * (time.perf_counter() - began)
         return out
 
-    def _plan(self, draft: Draft) -> Plan:
-        """The plan of a draft, cached."""
-        if draft in self._plans:
-            self._plans.move_to_end(draft)
-            return self._plans[draft]
-        plan = self._replanned(draft)
-        self._plans[draft] = plan
-        if len(self._plans) > MAX_CACHED:
-            self._plans.popitem(last=False)
-        return plan
-
     def _replanned(self, draft: Draft) -> Plan:
-        """The plan of a draft, not cached."""
+        """The plan of a draft. :attr:`_plan` is the same, with a cache."""
         where, base = _place(draft.mesh, draft.topology), self._sized(draft.sizes).base
         with quiet():
             return base.replan(
@@ -240,14 +239,11 @@ class Session:
             raise TargetError(
                 f"`{unknown}` is no size of this target", fixes=[f"its sizes are {', '.join(self.sizes) or '(none)'}"]
             )
-        if not changed or self.resized is None:
-            return self
-        key = ", ".join(f"{name}={n}" for name, n in sorted(changed.items()))
-        if key not in self._others:
-            self._others[key] = self.resized(changed)
-            if len(self._others) > MAX_PINNED:
-                self._others.popitem(last=False)
-        return self._others[key]
+        return self._of_sizes(tuple(sorted(changed.items()))) if changed else self
+
+    def _resized(self, changed: tuple[tuple[str, int], ...]) -> Session:
+        assert self.resized is not None
+        return self.resized(dict(changed))
 
     def _view(self, plan: Plan, pinned: Sequence[Plan], rows: Sequence[_Row]) -> dict[str, Any]:
         """A plan as JSON data for the page: metrics, HTML sections, effects of ``rows``, colours, layout and Python
@@ -256,10 +252,10 @@ class Session:
         effects = iter(view.row_effects(plan, [layout.rules for layout in layouts]))
         return {
             "metrics": view.metrics(plan),
-            "html": view.sections(plan),
+            "html": view.page(plan),
             "pinned": [view.comparison(before, plan) for before in pinned],
             "rules": [next(effects) if row.on and row.layout is not None else None for row in rows],
-            "colours": view.colours(plan),
+            "colours": AxisColours(plan.sizes).of,
             "layout": str(plan.requested_layout),
             "python": view.python(self.name, plan, mesh_text(plan.sizes)),
         }
@@ -271,11 +267,11 @@ class Session:
         gets.
 
         Raises:
-          BadRequest: ``MAX_RUNNING`` jobs are running.
+          RequestError: ``MAX_RUNNING`` jobs are running.
         """
         with self._jobs_lock:
             if sum(job.running for job in self._jobs.values()) >= MAX_RUNNING:
-                raise BadRequest(f"{MAX_RUNNING} jobs are running: stop one, or wait until one has ended")
+                raise RequestError(f"{MAX_RUNNING} jobs are running: stop one, or wait until one has ended")
             number = next(self._numbers)
             for ended in [n for n, job in self._jobs.items() if not job.running][:-MAX_CACHED]:
                 del self._jobs[ended]
@@ -283,29 +279,13 @@ class Session:
         return {"job": number}
 
     def _job_of(self, request: Mapping[str, Any]) -> Job:
-        """The job whose number is in a request.
-
-        Raises:
-          BadRequest: no job has its number.
-        """
-        number = request.get("job")
+        """The job whose number is in a request."""
         with self._jobs_lock:
-            job = self._jobs.get(number) if isinstance(number, int) else None
-        if job is None:
-            raise BadRequest("unknown job")
-        return job
-
-    def _job(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        return self._job_of(request).view()
-
-    def _stop(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        self._job_of(request).stop()
-        return {}
+            return self._jobs[request["job"]]
 
     def _start(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Start the job that plans the known layouts, for the first table of the page."""
-        where = _draft({**request, "mesh": "", "layout": ""})
-        return self._begin(lambda job: self._known(job, where))
+        return self._begin(lambda job: self._known(job, _draft(request)))
 
     def _known(self, job: Job, where: Draft) -> list[dict[str, Any]]:
         """Rows of the known layouts, as JSON data, each on the mesh that is best for it.
@@ -323,7 +303,7 @@ class Session:
         names = self.base.program.all_names()
         for name, text in {**self._layouts, **{n.replace("_", " "): str(p()) for n, p in PRESETS.items()}}.items():
             layout = Layout(text)
-            axes = list(dict.fromkeys(a for rule in layout.rules for a in rule.axes))
+            axes = _axes(layout)
             asks: dict[tuple[str, ...], list[str]] = {}
             for rule in layout.rules:
                 asks.setdefault(rule.axes, []).append(rule.dim)
@@ -337,7 +317,8 @@ class Session:
                 row = self._row(name, replace(where, mesh=mesh, layout=text))
                 if row is not None and (best is None or _better(row) < _better(best)):
                     best = row
-            if best is not None and not any(_same(best, other) for other in rows):
+            same = ("mesh", "seconds", "peak", "sent")
+            if best is not None and not any(all(best[k] == row[k] for k in same) for row in rows):
                 rows = [*rows, best]
                 job.result = rows
         return rows
@@ -352,10 +333,10 @@ class Session:
 
     def _suggest(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Reply to ``suggest``: start a job that searches for the best layout; returns ``{"job": number}``."""
-        where = _draft({**request, "mesh": "", "layout": ""})
+        where = _draft(request)
         topology, lowering = where.topology, where.lowering
         if topology is None:
-            raise BadRequest("a search needs a topology, which step times depend on")
+            raise RequestError("a search needs a topology, which step times depend on")
 
         def run(job: Job) -> list[dict[str, Any]]:
             """Search for at most ``SEARCH_SECONDS``; returns the candidates as rows, the best first."""
@@ -398,19 +379,14 @@ class Session:
             ]
             if of is not None and took is not None:
                 exposed = took.seconds - kernel_seconds(took)
-                rows += [
-                    ("exposed communication", format_seconds(exposed), format_seconds(of.seconds)),
-                    (
-                        "step time, by the compiler's schedule",
-                        format_seconds(took.seconds),
-                        format_seconds(of.schedule),
-                    ),
-                ]
+                times = {
+                    "exposed communication": (exposed, of.seconds),
+                    "step time, by the compiler's schedule": (took.seconds, of.schedule),
+                }
+                rows += [(what, *map(format_seconds, seconds)) for what, seconds in times.items()]
             how = "from the cache" if compiled.cached else f"in {compiled.compile_seconds:.0f} s"
-            return {
-                "mesh": draft.mesh, "layout": draft.layout, "rows": rows, "peak": compiled.memory.peak,
-                "head": f"compiled for {compiled.topology}, {compiled.effort} effort, {how}",
-            }  # fmt: skip
+            head = f"compiled for {compiled.topology}, {compiled.effort} effort, {how}"
+            return {"head": head, "rows": rows, "peak": compiled.memory.peak}
 
         return self._begin(run)
 
@@ -418,30 +394,17 @@ class Session:
 # -- requests
 
 
-def _text(request: Mapping[str, Any], key: str, most: int = MAX_TEXT) -> str:
-    """A text of a request."""
-    text = request.get(key)
-    if not isinstance(text, str) or len(text) > most:
-        raise BadRequest(f"`{key}` is a text of at most {most} characters")
-    return text
-
-
-def _draft(request: Any) -> Draft:
+def _draft(request: Mapping[str, Any]) -> Draft:
     """The draft in a request, as the page sent it: its texts are not parsed.
 
     Raises:
-      BadRequest: it is malformed.
+      RequestError: a lowering that does not exist.
     """
-    if not isinstance(request, dict):
-        raise BadRequest("a layout is an object with `mesh`, `topology` and `layout`")
-    given = {key: value for key, value in request.items() if value is not None}
-    topology = _text(given, "topology").strip() if "topology" in given else ""
-    layout = _text(given, "layout", MAX_RULES * MAX_TEXT)
-    lowering = given.get("lowering") or ""
+    lowering = request.get("lowering") or ""
     if lowering not in ("", "auto", *LOWERINGS):
-        raise BadRequest(f"`lowering` is one of auto, {', '.join(LOWERINGS)}")
-    sizes = _text(given, "sizes") if "sizes" in given else ""
-    return Draft(_text(given, "mesh"), topology or None, layout, lowering, sizes)
+        raise RequestError(f"`lowering` is one of auto, {', '.join(LOWERINGS)}")
+    topology = (request.get("topology") or "").strip() or None
+    return Draft(request.get("mesh", ""), topology, request.get("layout", ""), lowering, request.get("sizes") or "")
 
 
 def _parse_sizes(text: str) -> dict[str, int]:
@@ -459,20 +422,6 @@ def _parse_sizes(text: str) -> dict[str, int]:
                 f"`{part}` is not `name=size` with a size from 1 to {MAX_SIZE}", fixes=["batch=32, seq=4096"]
             )
     return out
-
-
-def _pinned(request: Mapping[str, Any]) -> list[Any]:
-    pinned = request.get("pinned") or []
-    if not isinstance(pinned, list) or len(pinned) > MAX_PINNED:
-        raise BadRequest(f"`pinned` is a list of at most {MAX_PINNED} layouts")
-    return pinned
-
-
-def _rows(request: Mapping[str, Any]) -> list[_Row]:
-    given = request.get("rules")
-    if not isinstance(given, list) or len(given) > MAX_RULES or not all(isinstance(r, dict) for r in given):
-        raise BadRequest(f"`rules` is a list of at most {MAX_RULES} rows")
-    return [_row(_text(r, "text"), r.get("on") is True) for r in given]
 
 
 def _row(text: str, on: bool) -> _Row:
@@ -496,26 +445,11 @@ def _place(mesh: str, topology: str | None) -> Any:
     return planned_mesh(mesh, topology)
 
 
-def _at_fault(rows: Sequence[_Row], e: MeshparError) -> int | None:
-    """The index of the row with the rule that an error names, or None."""
-    for k, row in enumerate(rows):
-        if row.on and row.layout is not None and e.rule in {row.text.strip(), *map(str, row.layout.rules)}:
-            return k
-    return None
-
-
-def _axes(layout: Layout | None) -> list[str] | None:
-    """The axes of a row's rules; None if its text is not a layout."""
-    return None if layout is None else list(dict.fromkeys(a for rule in layout.rules for a in rule.axes))
-
-
-def statements(layout: str) -> list[str]:
-    """The texts of a layout's rules: its lines, split at ``;``, without comments."""
-    lines = (line.split("#", 1)[0] for line in layout.splitlines())
-    return [text for line in lines for part in line.split(";") if (text := part.strip())]
-
-
 # -- known layouts
+
+
+def _axes(layout: Layout) -> list[str]:
+    return list(dict.fromkeys(a for rule in layout.rules for a in rule.axes))
 
 
 def _meshes_of(axes: Sequence[str], devices: int) -> Iterator[str]:
@@ -528,21 +462,21 @@ def _meshes_of(axes: Sequence[str], devices: int) -> Iterator[str]:
 
 def _as_row(
     name: str, mesh: str, layout: str, seconds: float | None, peak: float, sent: float, of: Plan
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """A row of layouts for the page: texts and numbers of its step time (seconds), peak memory and bytes sent; ``of``: a plan on
     the same chip."""
-    chip = of.chip
     return {
-        "name": name, "mesh": mesh, "layout": layout, "rules": statements(layout), "seconds": seconds, "peak": peak,
-        "sent": sent, "fits": None if chip is None else peak <= chip.per_device().hbm,
+        "name": name,
+        "mesh": mesh,
+        "layout": layout,
+        "seconds": seconds,
+        "peak": peak,
+        "sent": sent,
+        "fits": None if of.chip is None else peak <= of.chip.per_device().hbm,
         "texts": [format_seconds(seconds) if seconds is not None else "–", format_memory(peak)],
-    }  # fmt: skip
+    }
 
 
 def _better(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """Sort key, best first: rows that fit, then by step time, then by peak."""
     return (row["fits"] is False, row["seconds"] or 0.0, row["peak"])
-
-
-def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    return all(a[k] == b[k] for k in ("mesh", "seconds", "peak", "sent"))

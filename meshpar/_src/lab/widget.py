@@ -6,7 +6,7 @@ import importlib.util
 from typing import Any
 
 from ...errors import UnsupportedError
-from .server import front_end
+from ..report.document import front_end
 from .session import Session
 
 
@@ -23,7 +23,7 @@ def widget_of(session: Session) -> Any:
         )
     import anywidget
 
-    css, js = front_end()
+    css, js = front_end("lab")
 
     class Page(anywidget.AnyWidget):
         _esm = js

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group
 from rich.text import Text
 
 from ..hardware.calibration import EFFICIENCIES, Calibration
-from ..report.html import page, style
-from ..report.save import save
-from ..report.tables import Cell, html_table, number, rich_table
-from ..report.text import plain
+from ..report.document import Document
+from ..report.tables import Cell, Table, number
 from ..units import format_seconds
+
+MAX_ROWS = 12
+"""Layouts that the terminal lists; pages list all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class CalibrationRow:
 
 
 @dataclass(frozen=True)
-class CalibrationResult:
+class CalibrationResult(Document):
     """The result of :func:`meshpar.hardware.calibrate`; ``best.mesh`` and ``best.layout`` are text for ``mp.jit``.
 
     Attributes:
@@ -80,16 +80,6 @@ class CalibrationResult:
         rows = [{**asdict(r), "ratio": r.ratio} for r in self.rows]
         return json.dumps({**asdict(self), "rows": rows, "best": rows[0]})
 
-    def save(self, path: str | Path) -> None:
-        """Write the result to a ``.json``, ``.html`` or ``.txt`` file.
-
-        Raises:
-          UnsupportedError: another suffix.
-        """
-        writers = {".json": CalibrationResult.to_json, ".html": lambda t: page(t._title, t._html()), ".txt": plain}
-        save(self, path, writers)
-
-    @property
     def _title(self) -> str:
         return f"{len(self.rows)} layouts on {self.devices} × {self.device_kind}"
 
@@ -110,17 +100,14 @@ class CalibrationResult:
         """The result as an HTML fragment."""
         best = self.best
         head = (
-            f'<h1>{escape(self._title)}</h1><p class="dim">medians of {self.rounds} interleaved rounds</p>'
+            f'<h1>{escape(self._title())}</h1><p class="dim">medians of {self.rounds} interleaved rounds</p>'
             f"<p><code>{escape(best.mesh)}</code><br><code>{escape(best.layout)}</code><br><code>{best.lowering}</code>"
             f"<br>{format_seconds(best.seconds)} a step</p>"
         )
-        columns, rows = self._table
-        table = html_table(columns, rows, sortable=True)
-        return head + table + "".join(f"<p>{escape(line)}</p>" for line in self._summary)
+        return head + self._table().html(sortable=True) + "".join(f"<p>{escape(line)}</p>" for line in self._summary)
 
-    @property
-    def _table(self) -> tuple[list[tuple[str, str]], list[list[Cell]]]:
-        """(columns with their CSS classes, rows of cells): measured, planned and fitted times of every layout."""
+    def _table(self) -> Table:
+        """Measured, planned and fitted times of every layout."""
         columns = [("step", "n"), ("±", "n"), ("planned", "n more"), ("measured / planned", "n"), ("fitted", "n more")]
         rows = []
         for r in self.rows:
@@ -128,25 +115,19 @@ class CalibrationResult:
             times.insert(3, number(f"{r.ratio:.2f}", r.ratio))
             where = f"<code>{escape(r.mesh)}</code><br><code>{escape(r.layout)}</code>"
             rows.append([*times, Cell(f"{r.mesh}\n{r.layout or '(nothing sharded)'}", markup=where)])
-        return [*columns, ("mesh, layout", "")], rows
-
-    def _repr_html_(self) -> str:
-        return f'<div class="mp">{style()}{self._html()}</div>'
+        return Table([*columns, ("mesh, layout", "")], rows)
 
     def __rich__(self) -> Any:
         """The result for the terminal."""
         best = self.best
-        head = Text.assemble(("calibrate", "bold"), f"    {self._title}, medians of {self.rounds} interleaved rounds")
+        head = Text.assemble(("calibrate", "bold"), f"    {self._title()}, medians of {self.rounds} interleaved rounds")
         choice = Text.assemble(("mesh", "bold"), f"    {best.mesh}\n", ("layout", "bold"), f"  {best.layout}\n",
                                ("lowering", "bold"), f"  {best.lowering}")  # fmt: skip
-        columns, rows = self._table
-        shown = rich_table(columns, rows[:12])
-        return Group(head, Text(), choice, Text(), shown, Text(), *(Text(line, style="dim") for line in self._summary))
-
-    def __str__(self) -> str:
-        return plain(self)
+        table = self._table().terminal(MAX_ROWS)
+        return Group(head, Text(), choice, Text(), table, Text(), *(Text(line, style="dim") for line in self._summary))
 
     def __repr__(self) -> str:
         best = self.best
-        step = f"{format_seconds(best.seconds)} a step"
-        return f"<CalibrationResult of {self._title}: {best.mesh}: {best.layout}; {step}>"
+        return (
+            f"<CalibrationResult of {self._title()}: {best.mesh}: {best.layout}; {format_seconds(best.seconds)} a step>"
+        )

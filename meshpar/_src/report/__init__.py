@@ -2,7 +2,7 @@
 
 from .data import calibration_rates, plan_json
 from .diff import PlanDiff
+from .document import Document
 from .facts import arrivals_text
 from .html import plan_cell, plan_page
-from .save import save
-from .text import plan_line, plan_renderable, plan_text
+from .text import plan_line, plan_renderable

@@ -14,7 +14,8 @@ from ..plan.plan import Plan
 
 def plan_json(plan: Plan) -> str:
     """The plan as JSON; :meth:`meshpar.Plan.to_json` describes it."""
-    time = time_of(plan)
+    time, decoding = time_of(plan), decoding_of(plan)
+    records = ("inputs", "outputs", "constants", "collectives", "arrivals", "transfers")
     named, total, _ = plan.program.coverage()
     return json.dumps(
         {
@@ -29,15 +30,10 @@ def plan_json(plan: Plan) -> str:
                 "reason": plan.lowering_reason,
                 "estimate": plan.lowering == "jit",
             },
-            "inputs": [h.to_dict() for h in plan.inputs],
-            "outputs": [h.to_dict() for h in plan.outputs],
-            "constants": [h.to_dict() for h in plan.constants],
-            "collectives": [c.to_dict() for c in plan.collectives],
-            "arrivals": [a.to_dict() for a in plan.arrivals],
-            "transfers": [t.to_dict() for t in plan.transfers],
+            **{name: [record.to_dict() for record in getattr(plan, name)] for name in records},
             "memory": memory_of(plan).to_dict(),
             "time": None if time is None else time.to_dict(),
-            "decoding": None if (decoding := decoding_of(plan)) is None else decoding.to_dict(),
+            "decoding": None if decoding is None else decoding.to_dict(),
             "overlap": [o.to_dict() for o in plan.overlaps],
             "options": plan.options.to_dict(),
             "joins": [str(j) for j in plan.joins],

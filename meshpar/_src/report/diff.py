@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from html import escape
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from rich.console import Group
 from rich.text import Text
 
 from ..cost.memory import memory_of
-from ..cost.time import Time, time_of
+from ..cost.time import time_of
 from ..plan.plan import Plan, ShardedArray
 from ..units import format_bytes, format_memory, format_seconds, mesh_text
 from .colours import AxisColours
-from .facts import argument_dims, collective_groups, dims_text, layout_text, rule_effects
-from .html import lowering, page, style
-from .save import save
-from .tables import Cell, PathText, html_table, number, rich_table
-from .text import plain
+from .document import Document
+from .facts import KINDS, argument_dims, collective_groups, dims_text, layout_text, lowering_text, rule_effects
+from .tables import Cell, Table, code, number
 
 MAX_ROWS = 12
 """Arguments and collectives that the terminal lists; pages list three times as many."""
+
+Unit = Literal["bytes", "memory", "seconds", "share"]
+FORMATS: Mapping[Unit, Callable[[float], str]] = {
+    "bytes": format_bytes,
+    "memory": format_memory,
+    "seconds": format_seconds,
+    "share": lambda x: f"{100 * x:.0f} %",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ class Metric:
     name: str
     a: float | None
     b: float | None
-    unit: Literal["bytes", "memory", "seconds", "share"]
+    unit: Unit
 
     @property
     def ratio(self) -> float | None:
@@ -44,10 +48,7 @@ class Metric:
 
     def text(self, x: float | None) -> str:
         """A value with its unit."""
-        if x is None:
-            return "–"
-        formats = {"bytes": format_bytes, "memory": format_memory, "seconds": format_seconds}
-        return formats[self.unit](x) if self.unit in formats else f"{100 * x:.0f} %"
+        return "–" if x is None else FORMATS[self.unit](x)
 
     @property
     def change(self) -> str:
@@ -67,16 +68,8 @@ class Metric:
         return Cell(self.change, css=f"n {css}", terminal=terminal)
 
 
-class Section(NamedTuple):
-    """A titled table of a comparison."""
-
-    title: str
-    columns: list[tuple[str, str]]
-    rows: list[list[Cell]]
-
-
 @dataclass(eq=False)
-class PlanDiff:
+class PlanDiff(Document):
     """Plan ``a`` compared with plan ``b``; print it, show it in a notebook, or save it.
 
     Attributes:
@@ -113,55 +106,45 @@ class PlanDiff:
         metrics = {m.name: {"a": m.a, "b": m.b, "unit": units.get(m.unit, m.unit)} for m in self.metrics}
         return json.dumps({**sides, "metrics": metrics, **tables})
 
-    def save(self, path: str | Path) -> None:
-        """Write the comparison to a file: ``.html``, ``.json`` or ``.txt``.
+    def _title(self) -> str:
+        return f"{self.a.layout} | {self.b.layout}"
 
-        Raises:
-          UnsupportedError: another suffix.
-        """
-        save(self, path, {".html": _page, ".json": PlanDiff.to_json, ".txt": str})
-
-    def __str__(self) -> str:
-        return plain(self)
+    def _html(self) -> str:
+        return f"<h1>Two plans</h1>{diff_body(self)}"
 
     def __rich__(self) -> Any:
         """The comparison for a terminal: both plans, the table of metrics, and a table for each section that differs."""
         colours = AxisColours(self.a.sizes, self.b.sizes)
         heads = [Text.assemble((f"{k}  ", "bold"), _side(p, colours)) for k, p in (("a", self.a), ("b", self.b))]
-        metrics, *sections = _sections(self, colours, MAX_ROWS)
-        parts: list[Any] = [*heads, Text(), rich_table(metrics.columns, metrics.rows, header_style="dim")]
-        for section in sections:
-            rows = _with_common_prefixes(section.rows) if section.columns[0][0] == "argument" else section.rows
-            table = rich_table(section.columns, rows, header_style="dim")
-            parts += [Text(), Text(section.title, style="bold"), table]
-        return Group(*parts, *([] if sections else [Text(), Text("the same plan")]))
-
-    def _repr_html_(self) -> str:
-        return f'<div class="mp">{style()}{diff_body(self)}</div>'
+        metrics, *differences = _tables(self, colours)
+        parts: list[Any] = [*heads, Text(), metrics.terminal()]
+        for table in differences:
+            parts += [Text(), table.terminal(MAX_ROWS)]
+        return Group(*parts, *([] if differences else [Text(), Text("the same plan")]))
 
 
 def _metrics(a: Plan, b: Plan) -> Iterator[Metric]:
     """The metrics of both plans, in the order of the report."""
 
-    def metric(name: str, unit: Any, of: Callable[[Plan], float | None]) -> Metric:
+    def metric(name: str, unit: Unit, of: Callable[[Plan], float | None]) -> Metric:
         return Metric(name, of(a), of(b), unit)
 
-    def time(name: str, unit: Any, of: Callable[[Time], float]) -> Metric:
-        return metric(name, unit, lambda p: None if (t := time_of(p)) is None else of(t))
+    def time(name: str, of: str, unit: Unit = "seconds") -> Metric:
+        return metric(name, unit, lambda p: getattr(time_of(p), of, None))
 
     yield metric("peak memory of a device", "memory", lambda p: memory_of(p).peak)
     if memory_of(a).host or memory_of(b).host:
         yield metric("in the host's memory", "memory", lambda p: memory_of(p).host)
-    yield time("step", "seconds", lambda t: t.seconds)
-    yield time("compute", "seconds", lambda t: t.compute)
-    yield time("memory traffic", "seconds", lambda t: t.memory)
-    yield time("communication", "seconds", lambda t: t.communication)
-    yield time("fraction of the peak FLOP/s", "share", lambda t: t.mfu)
+    yield time("step", "seconds")
+    yield time("compute", "compute")
+    yield time("memory traffic", "memory")
+    yield time("communication", "communication")
+    yield time("fraction of the peak FLOP/s", "mfu", "share")
     yield metric("sent by a device in a step", "bytes", lambda p: p.bytes_sent)
     for op in dict.fromkeys(c.op for c in (*a.collectives, *b.collectives)):
         yield metric(f"  {op}", "bytes", lambda p, op=op: sum(c.total_bytes for c in p.collectives if c.op == op))
-    for kind, label in (("params", "parameters"), ("opt", "optimizer state"), ("constant", "constants")):
-        if a.argument_bytes(kind) or b.argument_bytes(kind):
+    for kind, label in KINDS.items():
+        if kind and (a.argument_bytes(kind) or b.argument_bytes(kind)):
             yield metric(f"{label} on a device", "memory", lambda p, kind=kind: p.argument_bytes(kind))
 
 
@@ -200,7 +183,7 @@ def time_comparison(d: PlanDiff, most: int = 4) -> str:
     colours = AxisColours(d.a.sizes, d.b.sizes)
     costs = [
         {("matmuls", ()): t.compute, ("memory traffic", ()): t.memory}
-        | {(e.rule, e.axes): e.seconds for e in rule_effects(p)}
+        | {(str(e.rule or "no single rule"), e.axes): e.collectives.seconds for e in rule_effects(p)}
         for t, p in ((a, d.a), (b, d.b))
     ]
     rows = []
@@ -208,17 +191,17 @@ def time_comparison(d: PlanDiff, most: int = 4) -> str:
         before, after = (cost.get((name, axes), 0.0) for cost in costs)
         more = after - before
         if abs(more) > 1e-4 * (a.seconds + b.seconds):
-            code = f"{colours.axes(axes).markup} <code>{escape(name)}</code>" if axes else ""
-            change = Cell(
-                f"{'+' if more > 0 else '−'}{format_seconds(abs(more))}", more, css="up" if more > 0 else "down"
-            )
+            rule = f"{colours.axes(axes).markup} <code>{escape(name)}</code>" if axes else ""
+            sign, css = ("+", "up") if more > 0 else ("−", "down")
             numbers = [number(format_seconds(n), n) for n in (before, after)]
-            rows.append([Cell(name, markup=code), *numbers, change])
+            rows.append(
+                [Cell(name, markup=rule), *numbers, number(f"{sign}{format_seconds(abs(more))}", more, css=css)]
+            )
     rows.sort(key=lambda row: -abs(row[3].value or 0.0))
-    causes = "".join(f"<li>{format_seconds(s)}: {escape(text)}</li>" for s, text in longer_parts(slow, fast)[:most])
+    table = Table([("part of the step", ""), ("pinned", "n"), ("this plan", "n"), ("difference", "n")], rows)
     about = '<p class="dim">The parts overlap: their differences need not add up to the difference of the step.</p>'
-    columns = [("part of the step", ""), ("pinned", "n"), ("this plan", "n"), ("difference", "n")]
-    return (about + html_table(columns, rows) if rows else "") + (
+    causes = "".join(f"<li>{format_seconds(s)}: {escape(text)}</li>" for s, text in longer_parts(slow, fast)[:most])
+    return (about + table.html() if rows else "") + (
         f"<h3>takes longer in {'this' if longer > 0 else 'the pinned'} plan</h3><ul>{causes}</ul>" if causes else ""
     )
 
@@ -269,67 +252,38 @@ def _side(p: Plan, colours: AxisColours) -> Text:
     return Text.assemble(colours.mesh(mesh_text(p.sizes)), where, "   ", layout, f"   {p.lowering}")
 
 
-def _with_common_prefixes(rows: Sequence[Sequence[Cell]]) -> Iterator[list[Cell]]:
-    """The rows of arguments, with the common prefix of the paths of adjacent rows in a row above them."""
-    for _, group in itertools.groupby(rows, key=lambda row: row[0].text.split("/")[:2]):
-        same = list(group)
-        prefix = _common_prefix([row[0].text for row in same])
-        if prefix:
-            yield [Cell(prefix, terminal=PathText(prefix.rstrip("/"), "bold")), *[Cell("")] * (len(same[0]) - 1)]
-        for path, *others in same:
-            yield [Cell(path.text, terminal=PathText("  " * bool(prefix) + path.text.removeprefix(prefix))), *others]
-
-
-def _common_prefix(paths: Sequence[str]) -> str:
-    """The components with which all paths begin, ``state/params/``; empty for one path."""
-    if len(paths) < 2:
-        return ""
-    parents = [path.split("/")[:-1] for path in paths]
-    same = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*parents, strict=False))
-    return "".join(f"{level[0]}/" for level in same)
-
-
-def _sections(d: PlanDiff, colours: AxisColours, most: int) -> list[Section]:
-    """The metrics, then the arguments and the collectives that differ, if any; at most ``most`` rows each."""
-    rows = [[Cell(m.name), number(m.text(m.a), m.a or 0), number(m.text(m.b), m.b or 0), m.cell] for m in d.metrics]
-    out = [Section("", [("", ""), ("a", "n"), ("b", "n"), ("change", "n")], rows)]
+def _tables(d: PlanDiff, colours: AxisColours) -> list[Table]:
+    """The metrics, then the arguments and the collectives that differ, if any."""
+    metrics = [[Cell(m.name), number(m.text(m.a), m.a or 0), number(m.text(m.b), m.b or 0), m.cell] for m in d.metrics]
     sides = [_by_path(plan) for plan in (d.a, d.b)]
 
-    def dims(path: str) -> list[Cell]:
-        return [colours.dims(argument_dims(side[path])) if path in side else Cell("–") for side in sides]
+    def arguments() -> Iterator[list[Cell]]:
+        for path, _, _, *sizes in d.tensors:
+            dims = (colours.dims(argument_dims(side[path])) if path in side else Cell("–") for side in sides)
+            yield [code(path), *dims, *(number(format_memory(n), n) for n in sizes)]
 
-    def code(text: str) -> Cell:
-        return Cell(text, markup=f"<code>{escape(text)}</code>")
+    def collectives() -> Iterator[list[Cell]]:
+        for op, axes, dims, *sizes in d.collectives:
+            sent = (number(format_bytes(n) if n else "–", n) for n in sizes)
+            yield [Cell(op), colours.axes(axes.split("+")), code(dims), *sent]
 
-    if d.tensors:
-        rows = [
-            [code(path), *dims(path), *(number(format_memory(n), n) for n in sizes)]
-            for path, _, _, *sizes in d.tensors[:most]
-        ]
-        count = len(d.tensors)
-        title = f"{count} argument{'s are' if count != 1 else ' is'} sharded differently"
-        columns = [("argument", "path"), ("dims in a", ""), ("in b", ""), ("device, a", "n"), ("b", "n")]
-        out.append(Section(title, columns, rows))
-    if d.collectives:
-        rows = [
-            [
-                Cell(op),
-                colours.axes(axes.split("+")),
-                code(of),
-                *(number(format_bytes(n) if n else "–", n) for n in sent),
-            ]
-            for op, axes, of, *sent in d.collectives[:most]
-        ]
-        columns = [("collective", ""), ("axes", ""), ("dims", ""), ("sent in a", "n"), ("in b", "n")]
-        out.append(Section("Collectives that differ, bytes in a step", columns, rows))
-    return out
-
-
-# -- as a page
-
-
-def _page(d: PlanDiff) -> str:
-    return page(f"{d.a.layout} | {d.b.layout}", f"<h1>Two plans</h1>{diff_body(d)}")
+    count = len(d.tensors)
+    differences = (
+        Table(
+            [("argument", "path"), ("dims in a", ""), ("in b", ""), ("device, a", "n"), ("b", "n")],
+            list(arguments()),
+            f"{count} argument{'s are' if count != 1 else ' is'} sharded differently",
+        ),
+        Table(
+            [("collective", ""), ("axes", ""), ("dims", ""), ("sent in a", "n"), ("in b", "n")],
+            list(collectives()),
+            "Collectives that differ, bytes in a step",
+        ),
+    )
+    return [
+        Table([("", ""), ("a", "n"), ("b", "n"), ("change", "n")], metrics),
+        *(table for table in differences if table.rows),
+    ]
 
 
 def diff_body(d: PlanDiff, folded: bool = False) -> str:
@@ -339,15 +293,15 @@ def diff_body(d: PlanDiff, folded: bool = False) -> str:
     def side(name: str, p: Plan) -> str:
         where = f' <span class="dim">of {escape(p.topology)}</span>' if p.topology else ""
         layout = f"<code>{escape(layout_text(p))}</code>"
-        return f'<div class="card"><b>{name}</b>{colours.sizes(p.sizes).markup}{where}<br>{layout}{lowering(p)}</div>'
+        lowering = f'<p class="dim">lowering: {escape(lowering_text(p))}</p>'
+        return f'<div class="card"><b>{name}</b>{colours.sizes(p.sizes).markup}{where}<br>{layout}{lowering}</div>'
 
-    metrics, *sections = _sections(d, colours, 3 * MAX_ROWS)
-    out = f'<div class="cards">{side("a", d.a)}{side("b", d.b)}</div>{html_table(metrics.columns, metrics.rows)}'
-    return out + ("".join(_html(s, folded) for s in sections) or "<p>The same plan.</p>")
+    def section(table: Table) -> str:
+        body = table.html(3 * MAX_ROWS, sortable=not folded)
+        if folded:
+            return f"<details><summary>{table.title}</summary>{body}</details>"
+        return f"<h2>{table.title}</h2>{body}"
 
-
-def _html(section: Section, folded: bool) -> str:
-    body = html_table(section.columns, section.rows, sortable=not folded)
-    if folded:
-        return f"<details><summary>{section.title}</summary>{body}</details>"
-    return f"<h2>{section.title}</h2>{body}"
+    metrics, *differences = _tables(d, colours)
+    out = f'<div class="cards">{side("a", d.a)}{side("b", d.b)}</div>{metrics.html()}'
+    return out + ("".join(map(section, differences)) or "<p>The same plan.</p>")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..cost.caching import cached_on_plan
 from ..cost.fusion import Computation, Kernel, Kind, line_of
 from ..cost.kernel_time import kernel_times
 from ..cost.kernels import computation_of
@@ -19,14 +20,15 @@ from ..cost.memory import memory_of
 from ..cost.schedule import schedules
 from ..cost.tiles import LANES, SUBLANES
 from ..cost.time import Time, time_of
-from ..dims import format_dims, path_matches
+from ..dims import format_dims
 from ..hardware.calibration import EFFICIENCIES
-from ..layout import SCOPES, Rule, Spec
+from ..layout import Rule, Spec
 from ..plan.collectives import Collective
 from ..plan.plan import Arrival, Plan, ShardedArray
 from ..plan.steps import Reduce, Reshard
 from ..program.ir import Value
 from ..units import format_bytes, format_memory, format_seconds
+from .tables import Cell, number
 
 DimAxes = tuple[str, tuple[str, ...]]
 """A dim of an array: its name, and the mesh axes that shard it."""
@@ -102,10 +104,10 @@ def padding_text(plan: Plan) -> str:
     )
 
 
-def host_text(plan: Plan) -> str:
-    """Bytes that a device stores in its host's memory, and the copies of a step with their seconds and lines; "" without any."""
-    stored, transfers, time = memory_of(plan).host, plan.transfers, time_of(plan)
-    if not stored and not transfers:
+def host_copies(plan: Plan) -> str:
+    """The copies of a step to and from the host, with their seconds and lines; "" if the plan does not use the host's memory."""
+    transfers, time = plan.transfers, time_of(plan)
+    if not memory_of(plan).host and not transfers:
         return ""
     copies = []
     for to, seconds in (("host", time.to_host if time else 0.0), ("device", time.to_device if time else 0.0)):
@@ -114,8 +116,7 @@ def host_text(plan: Plan) -> str:
             copies.append(f"{format_bytes(size)} to the {to}" + (f" ({format_seconds(seconds)})" if seconds else ""))
     lines = list(dict.fromkeys(t.source for t in transfers))
     where = f", at {', '.join(lines[:3])}{', …' if len(lines) > 3 else ''}" if lines else ""
-    copied = f"a step copies {' and '.join(copies)}{where}" if copies else "a step copies nothing to or from it"
-    return f"{format_memory(stored)} in the host's memory for each device; {copied}"
+    return f"a step copies {' and '.join(copies)}{where}" if copies else "a step copies nothing to or from it"
 
 
 def arrivals_text(arrivals: Sequence[Arrival]) -> str:
@@ -209,6 +210,12 @@ class ArgumentGroup:
     def shape(self) -> str:
         return shape_text(self.members[0].dtype, self.members[0].shape)
 
+    def cells(self) -> list[Cell]:
+        """The number of arguments, and their bytes: of the full arrays, and on a device."""
+        count = number(str(len(self.members)), len(self.members), css="more")
+        full = number(format_memory(self.global_bytes), self.global_bytes, css="more")
+        return [count, full, number(format_memory(self.bytes), self.bytes)]
+
 
 def argument_groups(
     plan: Plan, key: Callable[[ShardedArray], Hashable]
@@ -283,13 +290,16 @@ class CollectiveGroup:
         locations = dict.fromkeys(c.location for c in self.members)
         return next(iter(locations)) if len(locations) == 1 else location_of_layers(self.first)
 
-    def cells(self) -> tuple[str, str, str, str]:
-        """Texts of total bytes, calls, bytes per call (``~``: the mean of calls that differ) and seconds."""
-        calls = self.calls
-        each = "" if not calls else format_bytes(self.bytes / calls)
-        about = "~" if len({c.bytes for c in self.members}) > 1 else ""
-        text = "?" if calls is None else str(calls)
-        return format_bytes(self.bytes), text, about + each, format_seconds(self.seconds)
+    def cells(self) -> list[Cell]:
+        """Total bytes, calls, bytes per call (``~``: the mean of calls that differ) and seconds."""
+        calls, about = self.calls, "~" if len({c.bytes for c in self.members}) > 1 else ""
+        each = f"{about}{format_bytes(self.bytes / calls)}" if calls else about
+        return [
+            number(format_bytes(self.bytes), self.bytes),
+            number("?" if calls is None else str(calls), calls or 0),
+            number(each, self.first.bytes, css="more"),
+            number(format_seconds(self.seconds), self.seconds),
+        ]
 
 
 def location_of_layers(c: Collective) -> str:
@@ -309,71 +319,65 @@ def collective_groups(
 # -- rules
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RuleEffect:
     """The effect of one rule of the layout on memory and communication.
 
     Attributes:
-      rule: its text.
-      axes: its axes.
+      rule: the rule; None: the collectives that no single rule causes.
       parallelism: its name in the literature, ``"FSDP"``; "" for another use of its axes.
-      arguments: number of arguments that it shards.
-      global_bytes, bytes: of these arguments: of the full arrays, and on a device.
+      arguments: the arguments that it shards.
       values: number of values of the program that it shards, arguments included.
-      sent: bytes that a device sends in a step because of the rule: another rule uses its axis, or a dim that it shards is
-        contracted.
-      seconds: of these collectives; 0 where no time is estimated.
+      collectives: those that it causes: another rule uses its axis, or a dim that it shards is contracted.
     """
 
-    rule: str
-    axes: tuple[str, ...]
-    arguments: int = 0
-    global_bytes: float = 0.0
-    bytes: float = 0.0
-    values: int = 0
-    sent: float = 0.0
-    seconds: float = 0.0
-    parallelism: str = ""
+    rule: Rule | None
+    parallelism: str
+    arguments: ArgumentGroup
+    values: int
+    collectives: CollectiveGroup
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return () if self.rule is None else self.rule.axes
 
     @property
     def size_text(self) -> str:
         """``16.00 GiB → 0.50 GiB``: global bytes and bytes on a device of the arguments; "" if it shards none."""
-        return f"{format_memory(self.global_bytes)} → {format_memory(self.bytes)}" if self.arguments else ""
+        size = self.arguments
+        return f"{format_memory(size.global_bytes)} → {format_memory(size.bytes)}" if size.members else ""
 
 
+@cached_on_plan
 def rule_effects(plan: Plan) -> list[RuleEffect]:
-    """One effect per rule, in the layout's order; a last one, without axes, for collectives that no single rule causes."""
+    """One effect per rule, in the layout's order; a last one for collectives that no single rule causes, if there are any."""
     rules = plan.layout.rules
-    out = [RuleEffect(str(r), r.axes, parallelism=parallelism(r, rules[:k])) for k, r in enumerate(rules)]
+    arguments: list[list[ShardedArray]] = [[] for _ in rules]
     for h in plan.inputs:
         for k in rules_of(plan, h):
-            out[k].arguments += 1
-            out[k].global_bytes += global_bytes(h)
-            out[k].bytes += h.bytes
+            arguments[k].append(h)
+    values = [0] * len(rules)
     for value in dict.fromkeys((*plan.program.inputs, *(v for op in plan.program.root.walk() for v in op.outs))):
         for name, axes in value_dims(plan, value):
             k = _rule_index(plan, name, axes, value.path or "", value.kind) if axes else None
             if k is not None:
-                out[k].values += 1
-    other = RuleEffect("other", ())
+                values[k] += 1
+    caused: dict[Rule | None, list[Collective]] = {}
     for c in plan.collectives:
-        k = causing_rule(plan, c)
-        effect = other if k is None else out[k]
-        effect.sent += c.total_bytes
-        effect.seconds += c.total_seconds
-    return [*out, other] if other.sent else out
+        caused.setdefault(plan.rule_of(c), []).append(c)
+    out = []
+    for k, rule in enumerate(rules):
+        group, causes = ArgumentGroup(tuple(arguments[k])), CollectiveGroup(tuple(caused.pop(rule, ())))
+        out.append(RuleEffect(rule, parallelism(rule, rules[:k]), group, values[k], causes))
+    for causes in caused.values():
+        out.append(RuleEffect(None, "", ArgumentGroup(()), 0, CollectiveGroup(tuple(causes))))
+    return out
 
 
 def rules_of(plan: Plan, h: ShardedArray) -> list[int]:
     """Indices of the rules of the layout that shard an argument."""
     indices = {_rule_index(plan, name, axes, h.path, h.kind) for name, axes in argument_dims(h) if axes}
     return sorted(k for k in indices if k is not None)
-
-
-def causing_rule(plan: Plan, c: Collective) -> int | None:
-    """Index of the rule of the layout that causes a collective; None: no single one."""
-    rule = plan.rule_of(c)
-    return None if rule is None else plan.layout.rules.index(rule)
 
 
 _TENSOR_DIMS = ("heads", "kv_heads", "mlp", "vocab")
@@ -410,16 +414,8 @@ def parallelism(rule: Rule, earlier: Iterable[Rule]) -> str:
 def _rule_index(plan: Plan, name: str, axes: tuple[str, ...], path: str, kind: str | None) -> int | None:
     """Index of the first rule that gives one of these axes to a dim of this name."""
     names = name.strip("()").split()  # a merged dim: (heads head_dim)
-    for k, rule in enumerate(plan.layout.rules):
-        if rule.dim in names and set(rule.axes) & set(axes) and _in_scope(rule, path, kind):
-            return k
-    return None
-
-
-def _in_scope(rule: Rule, path: str, kind: str | None) -> bool:
-    if rule.scope is None:
-        return True
-    return rule.scope == kind if rule.scope in SCOPES else path_matches(rule.scope, path)
+    candidates = plan.layout.rules_of(names, plan.layout.scopes_of(path, kind))
+    return next((k for k in candidates if set(plan.layout.rules[k].axes) & set(axes)), None)
 
 
 # -- values

@@ -4,60 +4,35 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Hashable, Iterable, Sequence
 from html import escape
-from importlib import resources
 
 import jax
-from rich.text import Text
 
 from ..cost.decoding import decoding_of
-from ..cost.memory import memory_of
+from ..cost.memory import Memory, memory_of
 from ..cost.time import time_of
 from ..hardware.topology import Stage
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..units import format_bytes, format_memory, format_seconds, memory_ticks, with_article
+from . import facts
 from .colours import AxisColours
 from .data import plan_json
-from .facts import (
-    ArgumentGroup,
-    CollectiveGroup,
-    LoopTimeline,
-    RuleEffect,
-    Span,
-    argument_dims,
-    argument_groups,
-    arrivals_text,
-    blocking_collectives,
-    calibration_text,
-    causing_rule,
-    collective_groups,
-    fits,
-    grouped,
-    host_text,
-    kernel_seconds,
-    largest_values,
-    layout_text,
-    location_of_layers,
-    loop_timelines,
-    lowering_text,
-    padding_text,
-    rule_effects,
-    rules_of,
-    shape_text,
-    time_bounds,
-)
+from .document import cell, page
+from .facts import LoopTimeline, RuleEffect, Span
 from .pipeline import pipelines_html
-from .tables import Cell, html_table, key, number
-from .text import notes, overlaps
+from .sections import sections
+from .tables import GROUP, Cell, Table, code, key, number
 
 KIND_COLOURS = ("c0", "c1", "c2", "c4", "c3", "cn", "c5")
+MAX_OPEN_COLLECTIVES = 12
+"""Of a plan with more collectives, the tables of the rules are closed."""
 NOT_ESTIMATED = "not estimated: no topology"
+NOTHING_SENT = "<p>Each device sends nothing.</p>"
 STEP_TIME = "All bars have the same scale. The estimate overlaps kernels and collectives."
 PIPELINE = "One column per tick: a stage runs its layers forward for one microbatch (above), backward for one (below), or both."
-LAYOUT = (
+RULES = (
     "Rules in order: an axis goes to the first rule whose dim is present. Point at a rule to highlight the arguments that "
     "it shards."
 )
@@ -70,73 +45,48 @@ LAYERS = (
 """The content of the sections of a page."""
 
 
-def page(title: str, body: str) -> str:
-    """A self-contained HTML document: styles and script inline, nothing from the network."""
-    css, js = (_inline(name) for name in ("page.css", "page.js"))
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
-        f"<title>{escape(title)}</title><style>{css}</style></head>\n"
-        f'<body><main class="mp page">{body}</main>'
-        f'<script>{js}\nstartPage(document.querySelector("main"));</script></body></html>\n'
-    )
-
-
-def style() -> str:
-    """The ``style`` element for a notebook cell."""
-    return f"<style>{plain_style()}</style>"
-
-
-def plain_style() -> str:
-    """The CSS of pages."""
-    return _inline("page.css")
-
-
-def plain_script() -> str:
-    """The script of pages: functions that add controls to the sections of a plan."""
-    return _inline("page.js")
-
-
-def _inline(name: str) -> str:
-    return resources.files("meshpar._src.report").joinpath(name).read_text("utf8")
-
-
 def plan_page(plan: Plan) -> str:
     """The plan as a self-contained HTML document."""
-    colours, effects = AxisColours(plan.sizes), rule_effects(plan)
-    overlap = _list(overlaps(plan, every=True)) if plan.overlaps else ""
-    arrivals = f"<p>{escape(arrivals_text(plan.arrivals))}</p>" if plan.arrivals else ""
-    sections = [
-        ("Step time", step_parts(plan, colours), STEP_TIME),
-        ("Pipeline", pipelines_html(plan), PIPELINE),
-        ("Layout", rules_table(plan, effects, colours), LAYOUT),
-        ("Arguments", tensors(plan, colours), "Choose an argument to see how it is sharded over the mesh."),
-        ("One layer", layers(plan, colours), ""),
-        ("Memory per device", memory_curve(plan), "Over the ops of a step; each loop body once."),
-        ("Collectives", collectives_by_rule(plan, effects, colours), COLLECTIVES),
-        ("Before the step", arrivals, ""),
-        ("Largest intermediate values", _values(plan, colours), ""),
-        ("Collective matmuls", overlap, ""),
-        ("Notes", notes_list(plan), ""),
-    ]
-    shown = [section for section in sections if section[1]]
+    shown = page_sections(plan)
     links = "".join(f'<a href="#{_anchor(title)}">{escape(title)}</a>' for title, *_ in shown)
     data = plan_json(plan).replace("<", "\\u003c")
     body = [
-        _head(plan, colours),
+        _head(plan),
         f'<nav aria-label="sections">{links}</nav>',
         cards(plan),
         *(_section(*section) for section in shown),
         f'<script type="application/json" id="plan">{data}</script>',
     ]
-    return page(f"plan: {layout_text(plan)}", "\n".join(body))
+    return page(f"plan: {facts.layout_text(plan)}", "\n".join(body))
+
+
+def page_sections(plan: Plan, most: int | None = None) -> list[tuple[str, str, str]]:
+    """(title, HTML, explanation) of the sections of a plan that have content.
+
+    Args:
+      most: rows of the table of collectives of a rule; None: all.
+    """
+    colours = AxisColours(plan.sizes)
+    every = [
+        ("Step time", step_parts(plan, colours), STEP_TIME),
+        ("Pipeline", pipelines_html(plan), PIPELINE),
+        ("Rules", rules_table(plan, colours), RULES),
+        ("Arguments", tensors(plan, colours), "Choose an argument to see how it is sharded over the mesh."),
+        ("One layer", layers(plan, colours), ""),
+        ("Memory per device", memory_curve(plan), "Over the ops of a step; each loop body once."),
+        ("Collectives", collectives_by_rule(plan, colours, most), COLLECTIVES),
+        ("Largest intermediate values", _values(plan, colours), ""),
+        *((section.title, section.html(), "") for section in sections(plan)),
+    ]
+    return [section for section in every if section[1]]
 
 
 def plan_cell(plan: Plan) -> str:
     """The plan for a notebook: metrics, rules, the largest collectives; no script."""
     colours = AxisColours(plan.sizes)
-    body = _head(plan, colours) + cards(plan) + rules_table(plan, rule_effects(plan), colours)
-    return f'<div class="mp">{style()}{body}{collectives_table(plan, colours, most=6)}</div>'
+    rules = rules_table(plan, colours)
+    collectives = collectives_table(plan, plan.collectives, colours, most=6, sortable=False)
+    return cell(f"{_head(plan)}{cards(plan)}{rules}{collectives}")
 
 
 def _anchor(title: str) -> str:
@@ -144,7 +94,7 @@ def _anchor(title: str) -> str:
     return title.lower().replace(" ", "-")
 
 
-def _section(title: str, body: str, about: str = "") -> str:
+def _section(title: str, body: str, about: str) -> str:
     """A section whose heading is a link to itself."""
     text, at = f'<p class="dim">{escape(about)}</p>' if about else "", _anchor(title)
     link = f'<a class="anchor" href="#{at}" aria-label="link to this section: {escape(title)}">#</a>'
@@ -154,29 +104,24 @@ def _section(title: str, body: str, about: str = "") -> str:
 # -- sections
 
 
-def _head(plan: Plan, colours: AxisColours) -> str:
+def _head(plan: Plan) -> str:
     """The HTML of the head of a plan's page: devices, axes, layout, lowering, chip and JAX version."""
     where = f" of {escape(plan.topology)}" if plan.topology else ""
-    return f"<h1>{math.prod(plan.sizes.values())} devices{where}</h1>{facts_list(plan, colours)}"
+    return f"<h1>{math.prod(plan.sizes.values())} devices{where}</h1>{facts_list(plan)}"
 
 
-def facts_list(plan: Plan, colours: AxisColours, layout: bool = True) -> str:
-    """Mesh, ``layout``, lowering, chip and JAX version of a plan, as a list."""
+def facts_list(plan: Plan) -> str:
+    """Mesh, lowering, chip, JAX version and layout of a plan, as a list."""
     chip = plan.chip
     memory = "not given" if chip is None else f"{escape(chip.name)}, {format_memory(chip.per_device().hbm)} per device"
     rows = [
-        ("mesh", colours.sizes(plan.sizes).markup),
-        ("lowering", escape(lowering_text(plan))),
+        ("mesh", AxisColours(plan.sizes).sizes(plan.sizes).markup),
+        ("lowering", escape(facts.lowering_text(plan))),
         ("chip", memory),
         ("JAX", escape(jax.__version__)),
-        *[("layout", f"<code>{escape(layout_text(plan))}</code>")] * layout,
+        ("layout", f"<code>{escape(facts.layout_text(plan))}</code>"),
     ]
     return '<dl class="facts">' + "".join(f"<div><dt>{name}</dt><dd>{of}</dd></div>" for name, of in rows) + "</dl>"
-
-
-def lowering(plan: Plan) -> str:
-    """The lowering of a plan, as a paragraph."""
-    return f'<p class="dim">lowering: {escape(lowering_text(plan))}</p>'
 
 
 def cards(plan: Plan) -> str:
@@ -184,20 +129,20 @@ def cards(plan: Plan) -> str:
     memory, time, chip = memory_of(plan), time_of(plan), plan.chip
     meter, of = "", "(no chip is given)"
     if chip is not None:
-        capacity, over = chip.per_device().hbm, fits(plan) is False
+        capacity, over = chip.per_device().hbm, facts.fits(plan) is False
         width = min(100.0, 100 * memory.peak / capacity)
         meter = f'<div class="meter{" over" * over}"><i style="width:{width:.1f}%"></i></div>'
         of = f"of {format_memory(capacity)} of {with_article(chip.name)}, estimated"
         of = f'<span class="up">does not fit</span>: {of}' if over else of
-        if padding_text(plan):
+        if facts.padding_text(plan):
             of += f"; {format_memory(sum(memory.padding.values()))} of it are padding to tiles"
     shown = [("peak memory per device", format_memory(memory.peak), memory.peak, meter, of)]
-    if host := host_text(plan):
-        copies = escape(host.split("; ", 1)[1])
-        shown.append(("in the host's memory per device", format_memory(memory.host), memory.host, "", copies))
+    if copies := facts.host_copies(plan):
+        shown.append(("in the host's memory per device", format_memory(memory.host), memory.host, "", escape(copies)))
     if time is not None:
-        below = "; ".join(filter(None, (time_bounds(time), blocking_collectives(plan), calibration_text(plan))))
-        shown.append(("step time, estimated", format_seconds(time.seconds), time.seconds, "", escape(below)))
+        below = (facts.time_bounds(time), facts.blocking_collectives(plan), facts.calibration_text(plan))
+        about = escape("; ".join(filter(None, below)))
+        shown.append(("step time, estimated", format_seconds(time.seconds), time.seconds, "", about))
         bottleneck = f"largest part: {escape(time.bottleneck.split(':')[0])}"
         shown.append(("of the peak FLOP/s", f"{100 * time.mfu:.0f} %", time.mfu, "", bottleneck))
     else:
@@ -206,14 +151,15 @@ def cards(plan: Plan) -> str:
         rate = decoding.tokens_per_second or 0.0
         shown.append(("tokens a second, estimated", f"{rate:,.0f}" if rate else "–", rate, "", escape(str(decoding))))
     took = f"in {format_seconds(plan.comm_seconds)}: " if chip is not None else ""
-    kinds = collective_groups(plan.collectives, lambda c: c.op)[:3]
+    kinds = facts.collective_groups(plan.collectives, lambda c: c.op)[:3]
     by_kind = ", ".join(f"{g.first.op} {format_bytes(g.bytes)}" for g in kinds)
     sent = plan.bytes_sent
     shown.append(("sent per device and step", format_bytes(sent), sent, "", took + by_kind))
-    return '<div class="cards">' + "".join(
+    boxes = (
         f'<div class="card"><b data-v="{value!r}">{text}</b>{label}{bar}<div class="dim">{more}</div></div>'
         for label, text, value, bar, more in shown
-    ) + "</div>"  # fmt: skip
+    )
+    return f'<div class="cards">{"".join(boxes)}</div>'
 
 
 def step_parts(plan: Plan, colours: AxisColours) -> str:
@@ -221,7 +167,7 @@ def step_parts(plan: Plan, colours: AxisColours) -> str:
     time = time_of(plan)
     if time is None:
         return ""
-    kernels = kernel_seconds(time)
+    kernels = facts.kernel_seconds(time)
     exposed = time.seconds - kernels
     by_colour: dict[str, float] = {}
     for c in plan.collectives:
@@ -261,33 +207,35 @@ def legend(plan: Plan, colours: AxisColours, kinds: Iterable[tuple[str, str]]) -
     return key(rows, "<span>over several axes: the colour of the first</span>" * several)
 
 
-def rules_table(plan: Plan, effects: list[RuleEffect], colours: AxisColours) -> str:
+def rules_table(plan: Plan, colours: AxisColours) -> str:
     """The arguments and values that each rule shards, and the bytes and seconds of the collectives that it causes."""
-    timed = plan.chip is not None
-    most = max((e.sent for e in effects), default=0.0) or 1.0
-    rows: list[list[Cell] | str] = []
-    for k, e in enumerate(effects):
-        bar = f'<i class="bar {colours.first(e.axes)}" style="width:{100 * e.sent / most:.1f}%"></i>'
-        named = e.axes or e.rule != "other"
-        code = f"<code>{escape(e.rule)}</code>" if named else '<span class="dim">no single rule</span>'
+    timed, effects = plan.chip is not None, facts.rule_effects(plan)
+    most = max((e.collectives.bytes for e in effects), default=0.0) or 1.0
+    rows = []
+    for e in effects:
+        sent, seconds = e.collectives.bytes, e.collectives.seconds
+        bar = f'<i class="bar {colours.first(e.axes)}" style="width:{100 * sent / most:.1f}%"></i>'
         name = f' <span class="scheme dim">{e.parallelism}</span>' if e.parallelism else ""
-        size = '<span class="up">no effect</span>' if e.axes and not e.values and not e.sent else e.size_text or "–"
+        size = '<span class="up">no effect</span>' if e.axes and not e.values and not sent else e.size_text or "–"
         row = [
-            Cell(e.rule, markup=f"{colours.axes(e.axes).markup} {code}{name}"),
-            Cell(str(e.arguments or ""), css="n more"),
+            Cell("", markup=_rule(e, colours) + name),
+            Cell(str(len(e.arguments.members) or ""), css="n more"),
             Cell("", markup=size, css="n more"),
             Cell(str(e.values or ""), css="n more"),
-            number(format_bytes(e.sent) if e.sent else "–", e.sent, bar),
-        ] + [number(format_seconds(e.seconds) if e.seconds else "", e.seconds)] * timed
-        rows.append(f'<tr data-rule="{k}">{"".join(cell.html() for cell in row)}</tr>')
-    columns = [
-        ("rule", ""),
-        ("arguments", "n more"),
-        ("global → per device", "n more"),
-        ("values", "n more"),
-        ("sent", "n"),
-    ]
-    return html_table(columns + [("time", "n")] * timed, rows)
+            number(format_bytes(sent) if sent else "–", sent, bar),
+            number(format_seconds(seconds) if seconds else "", seconds),
+        ]
+        rows.append(row[: 5 + timed])
+    columns = [("rule", ""), ("arguments", "n more"), ("global → per device", "n more"), ("values", "n more")]
+    columns += [("sent", "n"), ("time", "n")][: 1 + timed]
+    return Table(columns, rows, attributes=[f'data-rule="{k}"' for k in range(len(effects))]).html()
+
+
+def _rule(e: RuleEffect, colours: AxisColours) -> str:
+    """A rule with its axes in colour."""
+    if e.rule is None:
+        return '<span class="dim">no single rule</span>'
+    return f"{colours.axes(e.axes).markup} <code>{escape(str(e.rule))}</code>"
 
 
 def tensors(plan: Plan, colours: AxisColours) -> str:
@@ -313,68 +261,73 @@ def _stage(stage: Stage) -> str:
 def memory_curve(plan: Plan) -> str:
     """Live bytes over the ops of a step, the capacity of the device, and the peak by kind with its largest arrays."""
     memory, chip = memory_of(plan), plan.chip
-    curve = memory.curve
+    curve = [size for _, size, _ in memory.curve]
     if not curve:
         return ""
-    capacity = chip.per_device().hbm if chip is not None else 0.0
+    capacity = chip.per_device().hbm if chip is not None else math.inf
     top = memory.peak * 1.12 or 1.0
-    if capacity and capacity < 3 * memory.peak:
+    if capacity < 3 * memory.peak:
         top = max(top, capacity * 1.05)
-    n = max(1, len(curve) - 1)
-    points = [(1000 * k / n, 200 - 200 * size / top) for k, (_, size, _) in enumerate(curve)]
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    at = max(range(len(curve)), key=lambda k: curve[k][1])
+
+    def left(k: int) -> float:
+        return 100 * k / max(1, len(curve) - 1)
+
+    def down(size: float) -> float:
+        return 100 - 100 * size / top
+
+    line = " ".join(f"{left(k):.2f},{down(size):.2f}" for k, size in enumerate(curve))
     limit = ""
-    if capacity and capacity <= top:
-        y = f"{200 * (1 - capacity / top):.1f}"
+    if capacity <= top:
         style = 'stroke="var(--bad)" stroke-dasharray="6 5" vector-effect="non-scaling-stroke"'
-        limit = f'<line x1="0" x2="1000" y1="{y}" y2="{y}" {style}/>'
+        limit = f'<line x1="0" x2="100" y1="{down(capacity):.2f}" y2="{down(capacity):.2f}" {style}/>'
     ticks = "".join(
-        f'<span class="tick" style="top:{100 - 100 * size / top:.1f}%">{text}</span>'
-        for size, text in memory_ticks(top)
+        f'<span class="tick" style="top:{down(size):.1f}%">{text}</span>' for size, text in memory_ticks(top)
     )
-    left = 100 * at / n
-    side = f"right:{100 - left:.1f}%" if left > 50 else f"left:{left:.1f}%"
-    source = f" at {memory.peak_source}" if memory.peak_source else ""
-    where = f"{side};top:{100 - 100 * memory.peak / top:.1f}%;transform:translateY(-112%)"
+    at = left(curve.index(max(curve)))
+    side = f"right:{100 - at:.1f}%" if at > 50 else f"left:{at:.1f}%"
+    where = f"{side};top:{down(memory.peak):.1f}%;transform:translateY(-112%)"
     mark = f'<span class="mark" style="{where}">{format_memory(memory.peak)}</span>'
     svg = (
-        f'<svg viewBox="0 0 1000 200" preserveAspectRatio="none" role="img" aria-label="live bytes over the ops of a step">'
-        f'<polygon points="0,200 {line} 1000,200" fill="var(--a0)" opacity=".18"/>'
+        f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="live bytes over the ops of a step">'
+        f'<polygon points="0,100 {line} 100,100" fill="var(--a0)" opacity=".18"/>'
         f'<polyline points="{line}" fill="none" stroke="var(--a0)" stroke-width="1.5" vector-effect="non-scaling-stroke"/>'
         f"{limit}</svg>"
     )
-    sizes = sorted(memory.by_kind.items(), key=lambda x: -x[1])
-    kinds = [(c, k, v / memory.peak, format_memory(v)) for (k, v), c in zip(sizes, KIND_COLOURS, strict=False)]
-    bars = "".join(
-        f'<i class="{c}" style="flex:{part:.4f} 0 0" title="{escape(k)}: {size}"></i>' for c, k, part, size in kinds
-    )
-    of_kinds = key((c, f"{k} {size}") for c, k, _, size in kinds)
-    padding = padding_text(plan)
-    columns = [("array", ""), ("kind", ""), ("per device", "n"), ("padding", "n")]
-    arrays = [
-        [
-            Cell(name, css="mono"),
-            Cell(kind),
-            number(format_memory(size), size),
-            number(format_memory(pad) if pad else "", pad),
-        ]
-        for name, size, kind, pad in memory.largest[:8]
-    ]
-    shown = len(columns) if padding else len(columns) - 1
-    table = html_table(columns[:shown], [row[:shown] for row in arrays])
+    source = f" at {memory.peak_source}" if memory.peak_source else ""
+    padding = facts.padding_text(plan)
     about = f'<p class="dim">{escape(padding)}</p>' if padding else ""
     return (
-        f'<div class="plot">{ticks}{svg}{mark}</div><h3>the peak{escape(source)}</h3>'
-        f'<div class="stack">{bars}</div>{of_kinds}{about}' + (f"<h3>its largest arrays</h3>{table}" if arrays else "")
+        f'<div class="plot">{ticks}{svg}{mark}</div><h3>the peak{escape(source)}</h3>{_peak_kinds(memory)}'
+        f"{about}{_peak_arrays(memory, bool(padding))}"
     )
+
+
+def _peak_kinds(memory: Memory) -> str:
+    """The kinds of arrays at the peak, as one bar with a legend."""
+    sizes = sorted(memory.by_kind.items(), key=lambda x: -x[1])
+    kinds = [(colour, f"{kind} {format_memory(n)}", n) for (kind, n), colour in zip(sizes, KIND_COLOURS, strict=False)]
+    bars = "".join(
+        f'<i class="{colour}" style="flex:{n / memory.peak:.4f} 0 0" title="{escape(text)}"></i>'
+        for colour, text, n in kinds
+    )
+    return f'<div class="stack">{bars}</div>{key((colour, text) for colour, text, _ in kinds)}'
+
+
+def _peak_arrays(memory: Memory, padding: bool) -> str:
+    """The largest arrays at the peak as a table, with a column for their ``padding``."""
+    columns = [("array", ""), ("kind", ""), ("per device", "n"), ("padding", "n")][: 3 + padding]
+    rows = []
+    for name, size, kind, pad in memory.largest[:8]:
+        row = [Cell(name, css="mono"), Cell(kind), number(format_memory(size), size)]
+        rows.append(row + [number(format_memory(pad) if pad else "", pad)] * padding)
+    return f"<h3>its largest arrays</h3>{Table(columns, rows).html()}" if rows else ""
 
 
 def layers(plan: Plan, colours: AxisColours) -> str:
     """The HTML of the timelines of one iteration, for the loops with the longest time."""
     if time_of(plan) is None:
         return f'<p class="dim">{NOT_ESTIMATED}</p>'
-    timelines = loop_timelines(plan)
+    timelines = facts.loop_timelines(plan)
     if not timelines:
         return '<p class="dim">the program has no loop over layers</p>'
     kinds = (("ink", "kernels"), ("c0 hidden", "paler: hidden, overlaps with kernels"))
@@ -413,77 +366,62 @@ def _tip(s: Span) -> str:
     return "\n".join(filter(None, lines))
 
 
-def collectives_by_rule(plan: Plan, effects: list[RuleEffect], colours: AxisColours, most: int | None = None) -> str:
+def collectives_by_rule(plan: Plan, colours: AxisColours, most: int | None = None) -> str:
     """The collectives of each rule as a table that can be opened, the rules that send most first.
 
     Args:
       most: rows of each table; None: all.
     """
-    groups = grouped(plan.collectives, lambda c: causing_rule(plan, c))
-    if not groups:
-        return "<p>Each device sends nothing.</p>"
     out = ""
-    for group in sorted(map(CollectiveGroup, map(tuple, groups)), key=lambda g: -g.bytes):
-        k = causing_rule(plan, group.first)
-        at, rule = len(effects) - 1, "no single rule"
-        if k is not None:
-            at, rule = k, f"{colours.axes(effects[k].axes).markup} <code>{escape(effects[k].rule)}</code>"
-        total, calls, _, seconds = group.cells()
-        seconds = f", {seconds}" if plan.chip is not None else ""
-        out += (
-            f'<details class="of-rule" id="sent-{at}" data-rule="{at}"{" open" * (len(plan.collectives) <= 12)}><summary>{rule} '
-            f'<span class="n">{total}{seconds}, {calls} calls</span></summary>'
-            f"{collectives_table(plan, colours, most, group.members, most is None)}</details>"
-        )
-    return f'<div class="by-rule">{out}</div>'
+    for k, e in sorted(enumerate(facts.rule_effects(plan)), key=lambda item: -item[1].collectives.bytes):
+        if e.collectives.members:
+            total, calls, _, seconds = (cell.text for cell in e.collectives.cells())
+            took = f", {seconds}" if plan.chip is not None else ""
+            opened = " open" * (len(plan.collectives) <= MAX_OPEN_COLLECTIVES)
+            out += (
+                f'<details class="of-rule" id="sent-{k}" data-rule="{k}"{opened}><summary>{_rule(e, colours)} '
+                f'<span class="n">{total}{took}, {calls} calls</span></summary>'
+                f"{collectives_table(plan, e.collectives.members, colours, most)}</details>"
+            )
+    return f'<div class="by-rule">{out}</div>' if out else NOTHING_SENT
 
 
 def collectives_table(
-    plan: Plan, colours: AxisColours, most: int | None = None, of: Iterable[Collective] | None = None, sortable: bool = False
-) -> str:  # fmt: skip
-    """The collectives, in the order of :func:`collective_groups`; collectives that are alike in everything shown are one row.
+    plan: Plan, of: Sequence[Collective], colours: AxisColours, most: int | None = None, sortable: bool = True
+) -> str:
+    """Some collectives, in the order of :func:`collective_groups`; those that are alike in everything shown are one row.
 
     Args:
       most: number of rows; None: all.
-      of: the collectives; default: all of the plan.
       sortable: headings sort the rows.
     """
+    timed = plan.chip is not None
 
     def alike(c: Collective) -> Hashable:
-        return c.op, c.axes, c.dims, c.dtype, c.bytes, c.explanation, location_of_layers(c)
+        return c.op, c.axes, c.dims, c.dtype, c.bytes, c.explanation, facts.location_of_layers(c)
 
-    groups = collective_groups(plan.collectives if of is None else of, alike)
-    if not groups:
-        return "<p>Each device sends nothing.</p>"
-    timed = plan.chip is not None
-    rows = []
-    for group in groups[:most]:
+    def row(group: facts.CollectiveGroup) -> list[Cell]:
         c = group.first
-        total, calls, each, seconds = group.cells()
         op = Cell(c.op, markup=f"<b>{c.op}</b><br>{colours.axes(c.axes).markup}")
-        row = [op, number(total, group.bytes), number(calls, group.calls or 0), number(each, c.bytes, css="more")]
-        row += [number(seconds, group.seconds)] * timed
         dims = f'<code>{escape(c.dims or "(scalar)")}</code><br><span class="dim">{escape(c.dtype)}</span>'
         cause = f"{escape(c.explanation)}<br><code>{escape(group.location)}</code>"
-        rows.append([*row, Cell("", markup=dims), Cell("", markup=cause, css="why")])
+        return [op, *group.cells()[: 3 + timed], Cell("", markup=dims), Cell("", markup=cause, css="why")]
+
     columns = [("collective", ""), ("total", "n"), ("calls", "n"), ("per call", "n more"), *[("time", "n")] * timed]
     columns += [("dims", ""), ("why, and where", "")]
-    more = f'<p class="dim">and {len(groups) - most} more</p>' if most is not None and len(groups) > most else ""
-    return html_table(columns, rows, sortable) + more
+    table = Table(columns, [row(group) for group in facts.collective_groups(of, alike)])
+    return table.html(most, sortable) if table.rows else NOTHING_SENT
 
 
 def _arguments(plan: Plan, colours: AxisColours) -> str:
     """The table of arguments by kind, with dims, shape, count and bytes."""
-
-    def numbers(group: ArgumentGroup) -> list[Cell]:
-        of = number(str(len(group.members)), len(group.members), css="more")
-        every = number(format_memory(group.global_bytes), group.global_bytes, css="more")
-        return [of, every, number(format_memory(group.bytes), group.bytes)]
-
-    rows: list[list[Cell] | str] = []
-    for label, every, groups in argument_groups(plan, lambda h: (tuple(argument_dims(h)), h.shape, h.dtype)):
-        cells = "".join(c.html() for c in numbers(every))
-        rows.append(f'<tr class="group"><td>{label}</td><td class="more"></td>{cells}</tr>')
+    rows: list[list[Cell]] = []
+    attributes = []
+    for label, every, groups in facts.argument_groups(
+        plan, lambda h: (tuple(facts.argument_dims(h)), h.shape, h.dtype)
+    ):
+        rows.append([Cell(label), Cell("", css="more"), *every.cells()])
+        attributes.append(GROUP)
         for group in groups:
             first = group.members[0]
             others = ", ".join(h.path for h in group.members[1:])
@@ -492,40 +430,24 @@ def _arguments(plan: Plan, colours: AxisColours) -> str:
             dims = f'{colours.dims(group.dims).markup}<br><code class="path">{escape(first.path)}</code>{more}'
             split = zip(group.dims, first.shape, strict=True)
             cut = escape(json.dumps([[name, n, list(axes)] for (name, axes), n in split]))
-            rules = " ".join(map(str, rules_of(plan, first)))
-            cells = [Cell("", markup=dims), Cell(group.shape, css="mono more"), *numbers(group)]
-            rows.append(f'<tr data-rules="{rules}" data-cut="{cut}">{"".join(cell.html() for cell in cells)}</tr>')
+            rules = " ".join(map(str, facts.rules_of(plan, first)))
+            rows.append([Cell("", markup=dims), Cell(group.shape, css="mono more"), *group.cells()])
+            attributes.append(f'data-rules="{rules}" data-cut="{cut}"')
     columns = [("dims", ""), ("shape", "more"), ("tensors", "n more"), ("global", "n more"), ("per device", "n")]
-    return html_table(columns, rows)
+    return Table(columns, rows, attributes=attributes).html()
 
 
 def _values(plan: Plan, colours: AxisColours) -> str:
     """The table of the largest intermediate values, or ""."""
     rows = [
         [
-            colours.dims(v.dims), Cell(shape_text(v.dtype, v.shape), css="mono more"),
-            number(str(v.kernels), v.kernels, css="more"), number(format_memory(v.bytes), v.bytes),
-            Cell("", markup=f"<code>{escape(v.source)}</code>"),
+            colours.dims(v.dims),
+            Cell(facts.shape_text(v.dtype, v.shape), css="mono more"),
+            number(str(v.kernels), v.kernels, css="more"),
+            number(format_memory(v.bytes), v.bytes),
+            code(v.source),
         ]
-        for v in largest_values(plan)
-    ]  # fmt: skip
+        for v in facts.largest_values(plan)
+    ]
     columns = [("dims", ""), ("shape", "more"), ("kernels that write one", "n more"), ("per device", "n")]
-    columns.append(("first created at", ""))
-    return html_table(columns, rows) if rows else ""
-
-
-def notes_list(plan: Plan) -> str:
-    """The notes of a plan as a list."""
-    return _list(notes(plan))
-
-
-def _list(lines: Sequence[Text]) -> str:
-    """An item for each text, its indented lines as a list of their own, and its kind (``note``, ``dims``, …) as a label."""
-    out = ""
-    for text in lines:
-        head, *rest = text.plain.split("\n")
-        label, _, body = head.partition("  ") if re.match(r"\w+ {2,}\S", head) else ("", "", head)
-        kind = f'<b class="kind">{escape(label)}</b> ' if label else ""
-        nested = "".join(f"<li>{escape(line.strip())}</li>" for line in rest)
-        out += f"<li>{kind}{escape(body.strip())}{f'<ul>{nested}</ul>' if nested else ''}</li>"
-    return f"<ul>{out}</ul>" if out else ""
+    return Table([*columns, ("first created at", "")], rows).html() if rows else ""

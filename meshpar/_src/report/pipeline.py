@@ -77,7 +77,7 @@ def picture_html(p: Pipeline) -> str:
             x, width = start * CELL_WIDTH, count * CELL_WIDTH
             rows += f'<rect class="idle" x="{x}" y="{y}" width="{width}" height="{CELL_HEIGHT - 1}"/>'
             slots = [(t, slot) for t in range(start, start + count) if (slot := schedule.slot(i, k, t)) is not None]
-            rows += "".join(_cells(schedule, k, i, slots, y) if numbered else _bars(schedule, i, slots, y))
+            rows += "".join(_cells(schedule, k, i, slots, y, numbered))
     width, tall = schedule.ticks * CELL_WIDTH, schedule.stages * height
     about = f"{p.stages} stages by {p.ticks} ticks of {p.schedule.name}, bubble {100 * p.bubble:.1f} %"
     size = f"width:{width}px" if numbered else "width:100%"
@@ -90,27 +90,21 @@ def picture_html(p: Pipeline) -> str:
 
 
 def _cells(
-    schedule: Schedule, stage: int, loop: int, slots: list[tuple[int, tuple[int, int]]], y: int
+    schedule: Schedule, stage: int, loop: int, slots: list[tuple[int, tuple[int, int]]], y: int, numbered: bool
 ) -> Iterator[str]:
-    """The cells of slots, each with the number of its microbatch and a tooltip."""
+    """A bar for each run of consecutive slots; ``numbered``: for each slot, with the number of its microbatch and a tooltip."""
     _, color, of = KINDS[schedule.order[loop]]
-    for tick, (microbatch, group) in slots:
-        text = f"stage {stage}, tick {tick}: {of} slot of microbatch {microbatch}"
-        text += f", round {group}" if schedule.rounds > 1 else ""
-        x, late = tick * CELL_WIDTH, " late" if group % 2 else ""  # a darker color in every second round
-        yield (
-            f'<g class="c{color}{late}"><title>{text}</title>'
-            f'<rect x="{x}" y="{y}" width="{CELL_WIDTH - 1}" height="{CELL_HEIGHT - 1}"/>'
-            f'<text x="{x + CELL_WIDTH / 2 - 0.5}" y="{y + CELL_HEIGHT - 4}">{microbatch}</text></g>'
-        )
-
-
-def _bars(schedule: Schedule, loop: int, slots: list[tuple[int, tuple[int, int]]], y: int) -> Iterator[str]:
-    """A bar for each run of consecutive slots."""
-    for _, run in itertools.groupby(enumerate(slots), lambda item: item[1][0] - item[0]):
-        ticks = [tick for _, (tick, _) in run]
-        x, width = ticks[0] * CELL_WIDTH, len(ticks) * CELL_WIDTH
-        yield f'<g class="c{KINDS[schedule.order[loop]][1]}"><rect x="{x}" y="{y}" width="{width}" height="{CELL_HEIGHT - 1}"/></g>'
+    for _, run in itertools.groupby(enumerate(slots), lambda item: item[0] if numbered else item[1][0] - item[0]):
+        ticks, items = zip(*(slot for _, slot in run), strict=True)
+        x, width, (microbatch, group) = ticks[0] * CELL_WIDTH, len(ticks) * CELL_WIDTH, items[0]
+        late = title = label = ""
+        if numbered:
+            late = " late" * (group % 2)  # a darker color in every second round
+            text = f"stage {stage}, tick {ticks[0]}: {of} slot of microbatch {microbatch}"
+            title = f"<title>{text}{f', round {group}' if schedule.rounds > 1 else ''}</title>"
+            label = f'<text x="{x + CELL_WIDTH / 2 - 0.5}" y="{y + CELL_HEIGHT - 4}">{microbatch}</text>'
+        rect = f'<rect x="{x}" y="{y}" width="{width - numbered}" height="{CELL_HEIGHT - 1}"/>'
+        yield f'<g class="c{color}{late}">{title}{rect}{label}</g>'
 
 
 def picture(schedule: Schedule) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -73,37 +74,88 @@ def number(text: str, value: float, bar: str = "", css: str = "") -> Cell:
     return Cell(text, value, escape(text) + bar, css)
 
 
-def html_table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[Cell] | str], sortable: bool = False) -> str:
-    """A table that scrolls horizontally within the page.
+def code(text: str) -> Cell:
+    """A cell whose text is code in pages."""
+    return Cell(text, markup=f"<code>{escape(text)}</code>")
 
-    Args:
+
+GROUP = 'class="group"'
+"""Attribute of the rows of a table that are headings of the rows below them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of a report.
+
+    Attributes:
       columns: (heading, CSS classes: ``n`` for numbers, ``more`` for columns that narrow screens hide, ``path`` for paths).
-      rows: cells, or a complete ``tr`` element as text.
-      sortable: headings are buttons that sort the rows.
+      rows: the cells of each row.
+      title: above the table; "": none.
+      attributes: of the ``tr`` elements of pages; empty: they have none.
     """
-    heads = ""
-    for heading, kind in columns:
-        text = escape(heading)
-        of = f' class="{kind}"' if kind else ""
-        heads += f'<th scope="col"{of}>{f"<button>{text}</button>" if sortable and heading else text}</th>'
-    body = "".join(row if isinstance(row, str) else f"<tr>{''.join(c.html() for c in row)}</tr>" for row in rows)
-    kind = ' class="sort"' if sortable else ""
-    return f'<div class="wide"><table{kind}><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>'
+
+    columns: Sequence[tuple[str, str]]
+    rows: Sequence[Sequence[Cell]]
+    title: str = ""
+    attributes: Sequence[str] = ()
+
+    def html(self, most: int | None = None, sortable: bool = False) -> str:
+        """The table without its title, which scrolls horizontally within the page.
+
+        Args:
+          most: number of rows; None: all.
+          sortable: headings are buttons that sort the rows.
+        """
+        heads = ""
+        for heading, kind in self.columns:
+            text = escape(heading)
+            of = f' class="{kind}"' if kind else ""
+            heads += f'<th scope="col"{of}>{f"<button>{text}</button>" if sortable and heading else text}</th>'
+        shown = self.rows[:most]
+        rows = zip(shown, self.attributes or itertools.repeat(""), strict=False)
+        body = "".join(f"<tr{of and f' {of}'}>{''.join(cell.html() for cell in row)}</tr>" for row, of in rows)
+        kind = ' class="sort"' if sortable else ""
+        more = f'<p class="dim">{self._more(shown)}</p>' if len(self.rows) > len(shown) else ""
+        return (
+            f'<div class="wide"><table{kind}><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>{more}'
+        )
+
+    def terminal(self, most: int | None = None) -> Group:
+        """The table with its title for rich: where the first column has paths, their common prefixes are in rows above them.
+
+        Args:
+          most: as in :meth:`html`.
+        """
+        table = RichTable(box=None, pad_edge=False, header_style="dim")
+        for heading, kind in self.columns:
+            numeric = "n" in kind.split()
+            no_wrap = numeric or "path" in kind.split()
+            table.add_column(heading, justify="right" if numeric else "left", overflow="fold", no_wrap=no_wrap)
+        shown = self.rows[:most]
+        rows = _with_common_prefixes(shown) if self.columns[0][1] == "path" else shown
+        for row, of in zip(rows, self.attributes or itertools.repeat(""), strict=False):
+            table.add_row(*(cell.terminal or cell.text for cell in row), style="bold" * (of == GROUP))
+        title = [Text(self.title, "bold")] if self.title else []
+        return Group(*title, table, *([Text(self._more(shown), "dim")] if len(self.rows) > len(shown) else []))
+
+    def _more(self, shown: Sequence[Any]) -> str:
+        return f"and {len(self.rows) - len(shown)} more"
+
+
+def _with_common_prefixes(rows: Sequence[Sequence[Cell]]) -> Iterator[Sequence[Cell]]:
+    """Rows that begin with paths, with the common prefix of adjacent paths in a row above them."""
+    for _, group in itertools.groupby(rows, key=lambda row: row[0].text.split("/")[:2]):
+        same = list(group)
+        parents = [row[0].text.split("/")[:-1] for row in same]
+        shared = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*parents, strict=False))
+        prefix = "".join(f"{level[0]}/" for level in shared) if len(same) > 1 else ""
+        if prefix:
+            yield [Cell("", terminal=PathText(prefix.rstrip("/"), "bold")), *[Cell("")] * (len(same[0]) - 1)]
+        for path, *others in same:
+            yield [Cell("", terminal=PathText("  " * bool(prefix) + path.text.removeprefix(prefix))), *others]
 
 
 def key(kinds: Iterable[tuple[str, str]], more: str = "") -> str:
     """The explanation of colours: (CSS class, text) of each, then more markup."""
     spans = "".join(f'<span class="{kind}"><i></i>{escape(of)}</span>' for kind, of in kinds)
     return f'<div class="key">{spans}{more}</div>'
-
-
-def rich_table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[Cell | Any]], **style: Any) -> RichTable:
-    """The same table for the terminal: cells are :class:`Cell`, or anything that rich renders."""
-    out = RichTable(box=None, pad_edge=False, **style)
-    for heading, kind in columns:
-        numeric = "n" in kind.split()
-        no_wrap = numeric or "path" in kind.split()
-        out.add_column(heading, justify="right" if numeric else "left", overflow="fold", no_wrap=no_wrap)
-    for row in rows:
-        out.add_row(*((c.text if c.terminal is None else c.terminal) if isinstance(c, Cell) else c for c in row))
-    return out

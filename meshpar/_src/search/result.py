@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group
@@ -23,12 +22,10 @@ from ..mesh import parse_mesh
 from ..plan_api import Plan
 from ..report.colours import AxisColours
 from ..report.diff import longer_parts
+from ..report.document import Document
 from ..report.facts import calibration_text
 from ..report.hints import memory_hints
-from ..report.html import page, style
-from ..report.save import save
-from ..report.tables import Cell, html_table, number, rich_table
-from ..report.text import plain
+from ..report.tables import Cell, Table, number
 from ..units import format_bytes, format_memory, format_seconds, mesh_text
 from .picture import Picture
 from .row import Objective, Row
@@ -41,7 +38,7 @@ CONVERGED = "no candidate near the best is better"
 
 
 @dataclass(eq=False)
-class Search:
+class Search(Document):
     """The result of :func:`meshpar.search`; print it. ``best.mesh`` and ``best.layout`` are text for :func:`meshpar.jit`.
 
     Attributes:
@@ -144,17 +141,8 @@ class Search:
             {**{name: getattr(self, name) for name in own}, "calibration": self._base.calibration, **rows}
         )
 
-    def save(self, path: str | Path) -> None:
-        """Write the result to a file: ``.html`` (a page with a plot of time against memory), ``.json`` or ``.txt``.
-
-        Raises:
-          UnsupportedError: another suffix.
-        """
-        title = f"search on {self.topology}"
-        save(self, path, {".html": lambda r: page(title, r._html()), ".json": Search.to_json, ".txt": plain})
-
-    def _repr_html_(self) -> str:
-        return f'<div class="mp">{style()}{self._html()}</div>'
+    def _title(self) -> str:
+        return f"search on {self.topology}"
 
     @property
     def _picture(self) -> Picture:
@@ -171,8 +159,8 @@ class Search:
         letters = self._picture.letters
         return [r for k, r in enumerate(self.rows) if k < most or named.get(r.name) is r or r in letters]
 
-    def _table(self, rows: Iterable[Row]) -> tuple[list[tuple[str, str]], list[list[Cell]]]:
-        """Columns and cells of candidates: time, peak memory, bytes sent, mesh and layout."""
+    def _table(self, rows: Iterable[Row]) -> Table:
+        """The table of candidates: time, peak memory, bytes sent, mesh and layout."""
         cells, styles = [], self._styles
         for row in rows:
             fits = "" if row.fits else "does not fit"
@@ -187,7 +175,7 @@ class Search:
                 number(format_bytes(row.sent), row.sent, css="more"),
                 Cell(shown.plain, markup=where, terminal=shown),
             ])  # fmt: skip
-        return [("", ""), ("step", "n"), ("peak", "n"), ("sends", "n more"), ("mesh, layout", "")], cells
+        return Table([("", ""), ("step", "n"), ("peak", "n"), ("sends", "n more"), ("mesh, layout", "")], cells)
 
     def _idle(self, rows: Iterable[Row]) -> str:
         """The explanation of an axis called ``idle``, if some of these candidates have one, else ""."""
@@ -208,7 +196,7 @@ class Search:
             f"{stages}</p>"
             f"<p>{codes}<br>{format_seconds(best.seconds)} a step, {format_memory(best.peak)} at the peak, "
             f"sends {format_bytes(best.sent)}</p>{self._picture.drawing()}"
-            f'{html_table(*self._table(rows), sortable=True)}<p class="dim">{self._idle(rows)}</p>'
+            f'{self._table(rows).html(sortable=True)}<p class="dim">{self._idle(rows)}</p>'
         )
 
     def __rich__(self) -> Any:
@@ -234,7 +222,7 @@ class Search:
         notes = [Text(f"note  {batch}")] if (batch := self._unnamed_batch()) else []
         notes += [Text(), *map(Text, self.refused)] if self.refused else []
         idle = [Text(text, "dim")] if (text := self._idle(rows)) else []
-        return Group(head, Text(), choice, *plot, Text(), rich_table(*self._table(rows)), *idle, *notes)
+        return Group(head, Text(), choice, *plot, Text(), self._table(rows).terminal(), *idle, *notes)
 
     @functools.cached_property
     def larger(self) -> tuple[str, str] | None:
@@ -306,9 +294,6 @@ class Search:
     def early(self) -> bool:
         """Whether a limit or an interrupt ended the search."""
         return self.ended.startswith(("stopped", "interrupted"))
-
-    def __str__(self) -> str:
-        return plain(self)
 
     def __repr__(self) -> str:
         return f"<Search on {self.topology}: {self.best.mesh}: {self.best.layout}; {format_seconds(self.best.seconds)} a step>"

@@ -24,9 +24,9 @@ from ..layout import AnyMesh
 from ..mesh import MeshLike, context_mesh
 from ..mesh import mesh as make_mesh
 from ..plan.plan import Plan
+from ..report.document import plain
 from ..report.facts import calibration_text, grouped
-from ..report.tables import rich_table
-from ..report.text import plain
+from ..report.tables import Cell, Table
 from ..units import format_bytes, format_memory, format_seconds
 from . import hlo
 from .compiler import FINAL, PARTITIONED
@@ -329,7 +329,7 @@ def _collectives_table(c: Compiled) -> Any:
         rows.append(("smaller ones", "", *sizes_of(smaller)[:2], "", "", ""))
     columns = [("", ""), ("axes", ""), ("total", "n"), ("calls", "n"), ("per call", "n"), ("shape", ""), ("source", "")]
     title = f"each device sends {format_bytes(c.bytes_sent)} a step, in the final program"
-    return rich_table(columns, rows, title=title, title_justify="left", title_style="bold")
+    return Table(columns, [[Cell(text) for text in row] for row in rows], title).terminal()
 
 
 def _short(source: str) -> str:

@@ -24,10 +24,8 @@ from ..hardware.collective_ops import collective_volume
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..plan.steps import Loop
-from ..report.html import page, style
-from ..report.save import save
-from ..report.tables import Cell, html_table, number, rich_table
-from ..report.text import plain
+from ..report.document import Document
+from ..report.tables import Cell, Table, code, number
 from ..units import format_seconds
 from .hlo import KINDS
 from .hlo_text import Instruction, Module, arrays, byte_size
@@ -61,7 +59,7 @@ class Measured:
 
 
 @dataclass(eq=False)
-class PlanProfile:
+class PlanProfile(Document):
     """A plan and a trace of its step side by side. Print it, show it in a notebook, or save it.
 
     Attributes:
@@ -88,30 +86,20 @@ class PlanProfile:
         head = {"runs": self.runs, "devices": self.devices, "step": asdict(self.step)}
         return json.dumps({**head, **rows, "other": self.other})
 
-    def save(self, path: str | Path) -> None:
-        """Write the comparison to a file: ``.html``, ``.json`` or ``.txt``.
-
-        Raises:
-          UnsupportedError: another suffix.
-        """
-        save(self, path, {".html": _page, ".json": PlanProfile.to_json, ".txt": str})
-
-    def __str__(self) -> str:
-        return plain(self)
-
     def __rich__(self) -> Any:
-        parts: list[Any] = [Text(self._title(), style="bold")]
-        for title, columns, rows in _tables(self):
-            shown = rows[:MAX_ROWS]
-            parts += [Text(), Text(title, style="bold"), rich_table(columns, shown, header_style="dim")]
-            if len(rows) > len(shown):
-                parts.append(Text(f"and {len(rows) - len(shown)} more", style="dim"))
+        parts: list[Any] = [Text(self._head(), style="bold")]
+        for table in _tables(self):
+            parts += [Text(), table.terminal(MAX_ROWS)]
         return Group(*parts)
 
-    def _repr_html_(self) -> str:
-        return f'<div class="mp">{style()}{_body(self)}</div>'
-
     def _title(self) -> str:
+        return f"{self.step.name}: planned and measured"
+
+    def _html(self) -> str:
+        tables = "".join(f"<h2>{escape(t.title)}</h2>{t.html(sortable=True)}" for t in _tables(self))
+        return f"<h1>Planned and measured</h1><p>{escape(self._head())}</p>{tables}"
+
+    def _head(self) -> str:
         devices = f"{self.devices} device{'s' * (self.devices != 1)}"
         missing = "; planned times need a known chip: use mp.hardware.calibrate, or plan with topology="
         hint = "" if self.plan.chip else missing
@@ -340,8 +328,8 @@ def _span(events: Sequence[Event]) -> float:
 # -- as tables
 
 
-def _tables(p: PlanProfile) -> list[tuple[str, list[tuple[str, str]], list[list[Cell]]]]:
-    """(title, columns, rows) of the tables of a report; empty ones are left out."""
+def _tables(p: PlanProfile) -> list[Table]:
+    """The tables of a report; empty ones are left out."""
 
     def seconds(x: float | None) -> Cell:
         return number("–" if x is None else format_seconds(x), x or 0.0)
@@ -349,23 +337,13 @@ def _tables(p: PlanProfile) -> list[tuple[str, list[tuple[str, str]], list[list[
     def row(m: Measured) -> list[Cell]:
         ratio = "" if m.ratio is None else f"{m.ratio:.2f}"
         calls = number("?" if m.runs is None else f"{m.runs}", m.runs or 0)
-        name = Cell(m.name, markup=f"<code>{escape(m.name)}</code>")
-        return [name, calls, seconds(m.planned), seconds(m.measured), number(ratio, m.ratio or 0.0)]
+        return [code(m.name), calls, seconds(m.planned), seconds(m.measured), number(ratio, m.ratio or 0.0)]
 
     columns = [("", ""), ("calls a step", "n"), ("planned", "n"), ("measured", "n"), ("ratio", "n")]
-    other = [[Cell(name, markup=f"<code>{escape(name)}</code>"), seconds(x)] for name, x in p.other]
+    other = [[code(name), seconds(x)] for name, x in p.other]
     tables = [
-        ("Step and loops", columns, [row(p.step), *map(row, p.loops)]),
-        ("Collectives", columns, list(map(row, p.collectives))),
-        ("Collectives without a planned name: added by XLA", [("", ""), ("measured", "n")], other),
+        Table(columns, [row(p.step), *map(row, p.loops)], "Step and loops"),
+        Table(columns, list(map(row, p.collectives)), "Collectives"),
+        Table([("", ""), ("measured", "n")], other, "Collectives without a planned name: added by XLA"),
     ]
-    return [table for table in tables if table[2]]
-
-
-def _body(p: PlanProfile) -> str:
-    tables = [(title, html_table(columns, rows, sortable=True)) for title, columns, rows in _tables(p)]
-    return f"<p>{escape(p._title())}</p>{''.join(f'<h2>{escape(title)}</h2>{table}' for title, table in tables)}"
-
-
-def _page(p: PlanProfile) -> str:
-    return page(f"{p.step.name}: planned and measured", f"<h1>Planned and measured</h1>{_body(p)}")
+    return [table for table in tables if table.rows]
