@@ -18,9 +18,20 @@ from meshpar._src.dims import format_dims
 
 MESH = jax.sharding.AbstractMesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 SIZES = {
-    "batch": 2, "seq": 6, "kv_seq": 10, "embed": 12, "heads": 4, "head_dim": 8, "mlp": 20, "vocab": 30, "layers": 3,
-    "channels": 5, "out_channels": 7, "height": 16, "width": 18,
-}  # fmt: skip
+    "batch": 2,
+    "seq": 6,
+    "kv_seq": 10,
+    "embed": 12,
+    "heads": 4,
+    "head_dim": 8,
+    "mlp": 20,
+    "vocab": 30,
+    "layers": 3,
+    "channels": 5,
+    "out_channels": 7,
+    "height": 16,
+    "width": 18,
+}
 
 
 def i32(*sizes: int) -> jax.ShapeDtypeStruct:
@@ -53,12 +64,21 @@ OPS = [
     (lambda x, w: jnp.einsum("bse,ehd->bshd", x, w), {"x": "batch seq embed", "w": "embed heads head_dim"}, BSHD["x"]),
     (
         lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k),
-        {"q": BSHD["x"], "k": "batch kv_seq heads head_dim"}, "batch heads seq kv_seq",
+        {"q": BSHD["x"], "k": "batch kv_seq heads head_dim"},
+        "batch heads seq kv_seq",
     ),
     (lambda x, w: jnp.einsum("bshd,hde->bse", x, w), BSHD | {"w": "heads head_dim embed"}, "batch seq embed"),
     (lambda a, b: jnp.einsum("i,j->ij", a, b), {"a": "embed", "b": "mlp"}, "embed mlp"),
-    (lambda a, b: lax.dot_general(a, b, (((), ()), ((0,), (1,)))), {"a": "embed seq", "b": "mlp embed"}, "embed seq mlp"),
-    (lambda x, w: jax.vmap(lambda x, w: x @ w, (0, None))(x, w), {"x": "batch seq embed", "w": "embed mlp"}, "batch seq mlp"),
+    (
+        lambda a, b: lax.dot_general(a, b, (((), ()), ((0,), (1,)))),
+        {"a": "embed seq", "b": "mlp embed"},
+        "embed seq mlp",
+    ),
+    (
+        lambda x, w: jax.vmap(lambda x, w: x @ w, (0, None))(x, w),
+        {"x": "batch seq embed", "w": "embed mlp"},
+        "batch seq mlp",
+    ),
     (lambda x: x.sum(1), "batch seq embed", "batch embed"),
     (lambda x: x.max(-1, keepdims=True), "batch seq embed", "batch seq _"),
     (lambda x: jnp.argmax(x, 1), "batch seq embed", "batch embed"),
@@ -101,10 +121,15 @@ OPS = [
     (lambda x: jnp.split(x, [2], 1), "batch seq", ["batch seq", "batch seq"]),
     (lambda x, b: (x[:, :2], x[:, 2:6] + b), {"x": "batch embed", "b": "heads"}, ["batch embed", "batch heads"]),
     # from one piece of a dim without a name nothing passes to the others
-    (lambda x, b: (x, x[:, :4] + b, x[:, 4:]), {"x": "batch _:12", "b": "heads"}, ["batch _", "batch heads", "batch _"]),
+    (
+        lambda x, b: (x, x[:, :4] + b, x[:, 4:]),
+        {"x": "batch _:12", "b": "heads"},
+        ["batch _", "batch heads", "batch _"],
+    ),
     (
         lambda x, b: (x, jnp.split(x, [8], 1)[0], jnp.split(x, [8], 1)[1] + b),
-        {"x": "batch _:12", "b": "heads"}, ["batch _", "batch _", "batch heads"],
+        {"x": "batch _:12", "b": "heads"},
+        ["batch _", "batch _", "batch heads"],
     ),
     (lambda x, b: (x, x[:, 8:] + b), {"x": "batch _:12", "b": "heads"}, ["batch _", "batch heads"]),
     # what all pieces are called the whole is called too
@@ -118,28 +143,34 @@ OPS = [
     # loops and branches
     (
         lambda x, w: lax.scan(lambda h, x: (jnp.tanh(x + h @ w), None), jnp.zeros((2, 20)), x)[0],
-        {"x": "seq batch mlp", "w": "_:20 _:20"}, "batch mlp",
+        {"x": "seq batch mlp", "w": "_:20 _:20"},
+        "batch mlp",
     ),
     (lambda x: lax.fori_loop(0, 3, lambda i, c: jnp.sin(c) + x, jnp.zeros((2, 12))), "batch embed", "batch embed"),
     (
-        lambda x: lax.while_loop(lambda c: c.sum() < 9, lambda c: c + x, jnp.zeros((2, 12))), "batch embed", "batch embed",
+        lambda x: lax.while_loop(lambda c: c.sum() < 9, lambda c: c + x, jnp.zeros((2, 12))),
+        "batch embed",
+        "batch embed",
     ),
     (
         lambda x, w: lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: jnp.zeros((2, 20)), x),
-        {"x": "batch embed", "w": "embed mlp"}, "batch mlp",
+        {"x": "batch embed", "w": "embed mlp"},
+        "batch mlp",
     ),
     (
         lambda x, w: lax.switch(1, [lambda x: jnp.zeros((2, 20)), lambda x: jnp.tanh(x @ w)], x) + 1,
-        {"x": "batch embed", "w": "embed mlp"}, "batch mlp",
+        {"x": "batch embed", "w": "embed mlp"},
+        "batch mlp",
     ),
     # the same dim twice: the key side is primed, however it is transposed, unless it is renamed
     (lambda x: lax.dot_general(x, x * 2, (((3,), (3,)), ((0, 2), (0, 2)))), BSHD, "batch heads seq seq'"),
     (
-        lambda x: jnp.swapaxes(lax.dot_general(x, x * 2, (((3,), (3,)), ((0, 2), (0, 2)))), 2, 3), BSHD,
+        lambda x: jnp.swapaxes(lax.dot_general(x, x * 2, (((3,), (3,)), ((0, 2), (0, 2)))), 2, 3),
+        BSHD,
         "batch heads seq' seq",
     ),
     (lambda x: attention(x, mp.rename(x * 1, seq="kv_seq")), BSHD, "batch heads seq kv_seq"),
-]  # fmt: skip
+]
 """(function, dims of its arguments, or of `x`, names of its results); ``_:12`` is a dim of this size without a name."""
 
 
@@ -281,9 +312,12 @@ def test_scan_names_flow_out_of_the_body():
         return lax.scan(lambda x, w: (x + jnp.tanh(x @ w[0]) @ w[1], None), x, (up, down))[0].sum()
 
     p = plan(
-        jax.value_and_grad(fn, argnums=(0, 1, 2)), f32(2, 12), f32(3, 12, 20), f32(3, 20, 12),
+        jax.value_and_grad(fn, argnums=(0, 1, 2)),
+        f32(2, 12),
+        f32(3, 12, 20),
+        f32(3, 20, 12),
         dims={"x": "batch _", "up": "layers embed mlp"},
-    )  # fmt: skip
+    )
     assert names(p.outputs[1:]) == ["batch embed", "layers embed mlp", "layers mlp embed"]
 
 
