@@ -23,10 +23,7 @@ LAYOUT = "batch: data; mlp: model; embed: data"
 
 def params(seed: int = 0):
     up, down = jax.random.split(jax.random.key(seed))
-    return {
-        "up": jax.random.normal(up, (16, 32)) / 4,
-        "down": jax.random.normal(down, (32, 16)) / 6,
-    }
+    return {"up": jax.random.normal(up, (16, 32)) / 4, "down": jax.random.normal(down, (32, 16)) / 6}
 
 
 def batch(n: int = 8) -> np.ndarray:
@@ -65,10 +62,7 @@ def test_results_lie_as_the_plan_says(jit, mesh):
     assert got[0]["down"].sharding.spec == P("model", "data")
 
 
-@pytest.mark.parametrize(
-    "layout",
-    ["", "batch: data+model", LAYOUT],
-)
+@pytest.mark.parametrize("layout", ["", "batch: data+model", LAYOUT])
 def test_every_layout_gives_the_same(mesh, layout):
     got, want = mp.jit(train, mesh=mesh, layout=layout, dims=DIMS)(params(), batch()), train(params(), batch())
     assert jax.tree.structure(got) == jax.tree.structure(want)
@@ -131,35 +125,6 @@ def test_variadic_arguments(mesh):
     assert [h.path for h in fn.plan(batch(), batch(), y=batch()).inputs] == ["xs/0", "xs/1", "y"]
 
 
-class State(NamedTuple):
-    step: jax.Array
-    params: dict
-    rest: tuple
-
-
-def test_nested_trees(mesh):
-    state = State(
-        jnp.int32(3),
-        {"a": {"w": jnp.ones((16, 4))}, "b": [jnp.zeros(4), None]},
-        (jnp.ones((8, 2)), ()),
-    )
-
-    def fn(state: State) -> State:
-        return state._replace(step=state.step + 1, params=jax.tree.map(lambda x: x * 2, state.params))
-
-    step = mp.jit(
-        fn,
-        mesh=mesh,
-        layout="embed: data",
-        dims={"state/params/a/w": "embed _", "state/rest/0": "embed _"},
-    )
-    got, want = step(state), fn(state)
-    assert isinstance(got, State)
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    close(got, want)
-    assert got.params["a"]["w"].sharding.spec == P("data")
-
-
 def test_inputs_that_lie_elsewhere_are_moved(jit, mesh):
     step = jit(train)
     want = train(params(), batch())
@@ -173,30 +138,6 @@ def test_inputs_that_lie_elsewhere_are_moved(jit, mesh):
         close(step(jax.device_put(params(), sharding), jax.device_put(batch(), sharding)), want)
 
 
-def test_static_arguments(jit):
-    traces = []
-
-    def fn(x, power, *, mode):
-        traces.append((power, mode))
-        return x**power if mode == "power" else x * power
-
-    for how in (
-        {"static_argnames": ("power", "mode")},
-        {"static_argnums": 1, "static_argnames": "mode"},
-        {"static_argnums": (-1,), "static_argnames": ("mode",)},
-    ):
-        traces.clear()
-        run = jit(fn, dims={"x": "batch embed"}, layout="batch: data; embed: model", **how)
-        np.testing.assert_allclose(run(batch(), 2, mode="power"), batch() ** 2, rtol=1e-6)
-        np.testing.assert_allclose(run(batch(), 3, mode="power"), batch() ** 3, rtol=1e-5)
-        np.testing.assert_allclose(run(batch(), 3, mode="times"), batch() * 3, rtol=1e-6)
-        before = list(traces)
-        run(batch(), 2, mode="power")
-        run(batch(), 3, mode="times")
-        assert traces == before
-        assert {(2, "power"), (3, "power"), (3, "times")} == set(traces)
-
-
 def test_donated_buffers_are_deleted(jit):
     step = jit(train, donate_argnames="params")
     state, x = step(params(), batch())[0], jnp.asarray(batch())
@@ -208,13 +149,6 @@ def test_donated_buffers_are_deleted(jit):
     state = step(again, x)[0]
     step(state, x)
     assert state["up"].is_deleted()
-
-
-def test_nothing_is_donated_unasked(jit):
-    step = jit(train)
-    state, _ = step(params(), batch())
-    step(state, batch())
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
 # -- the cache
@@ -242,20 +176,6 @@ def test_cached_by_shape_and_dtype(jit):
     assert len(traces) == 4
 
 
-def test_cached_by_structure(jit):
-    traces = []
-
-    def fn(tree):
-        traces.append(None)
-        return jax.tree.map(lambda x: x + 1, tree)
-
-    run = jit(fn, dims={"tree*": "batch _"}, layout="batch: data")
-    assert jax.tree.structure(run({"a": batch()})) == jax.tree.structure({"a": 0})
-    assert jax.tree.structure(run([batch(), batch()])) == jax.tree.structure([0, 0])
-    run({"a": batch()})
-    assert len(traces) == 2
-
-
 # -- lower, trace, eval_shape, plan
 
 
@@ -264,10 +184,7 @@ def test_lower_from_shapes_with_statics_and_donation(jit):
         return jax.tree.map(lambda a: -a if flip else a * n, state), x
 
     step = jit(
-        fn,
-        dims={"state/w": "embed mlp", "x": "batch embed"},
-        static_argnames=("n", "flip"),
-        donate_argnames="state",
+        fn, dims={"state/w": "embed mlp", "x": "batch embed"}, static_argnames=("n", "flip"), donate_argnames="state"
     )
     w, x = jnp.ones((16, 32)), batch()
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), ({"w": w}, x))
@@ -295,14 +212,7 @@ def test_plans_need_no_devices():
         "up": jax.ShapeDtypeStruct((8192, 32768), jnp.bfloat16),
         "down": jax.ShapeDtypeStruct((32768, 8192), jnp.bfloat16),
     }
-    plan = mp.plan(
-        train,
-        shapes,
-        jax.ShapeDtypeStruct((4096, 8192), jnp.bfloat16),
-        mesh=mesh,
-        layout=LAYOUT,
-        dims=DIMS,
-    )
+    plan = mp.plan(train, shapes, jax.ShapeDtypeStruct((4096, 8192), jnp.bfloat16), mesh=mesh, layout=LAYOUT, dims=DIMS)
     assert plan.argument_bytes("params") == 2 * 8192 * 32768 * 2 / (512 * 16)
 
 
@@ -397,16 +307,10 @@ def test_a_jitted_step_takes_any_keyword():
 class Net(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.up = nnx.Linear(
-            16,
-            32,
-            rngs=rngs,
-            kernel_init=nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp")),
+            16, 32, rngs=rngs, kernel_init=nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
         )
         self.down = nnx.Linear(
-            32,
-            16,
-            rngs=rngs,
-            kernel_init=nnx.with_partitioning(nnx.initializers.lecun_normal(), ("mlp", "embed")),
+            32, 16, rngs=rngs, kernel_init=nnx.with_partitioning(nnx.initializers.lecun_normal(), ("mlp", "embed"))
         )
         self.calls = nnx.Variable(jnp.int32(0))
 
@@ -758,43 +662,6 @@ def test_the_same_step_under_another_layout(jit, mesh):
     assert other.on(lowering="shard_map").plan(batch()).overlap == "auto"
     with pytest.raises(mp.errors.UnsupportedError, match="no lowering"):
         step.on(lowering="shard")
-
-
-def test_abstract_is_the_state_without_numbers(mesh):
-    import flax.linen as nn
-
-    class Linear(nnx.Module):
-        def __init__(self, rngs):
-            init = nnx.with_partitioning(nnx.initializers.normal(), ("embed", "mlp"))
-            self.w = nnx.Param(init(rngs.params(), (16, 32)))
-
-    def module(key):
-        model = Linear(nnx.Rngs(key))
-        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-
-    def linen(key):
-        init = nn.with_logical_partitioning(nn.initializers.normal(), ("embed", "mlp"))
-        return nn.Dense(32, kernel_init=init, use_bias=False).init(key, jnp.ones((1, 16)))
-
-    def plain(key):
-        return {"params": {"w": jax.random.normal(key, (16, 32))}, "key": key}
-
-    for create, dims in ((module, None), (linen, None), (plain, {"params/w": "embed mlp"})):
-        init = mp.init(create, mesh=mesh, layout=LAYOUT, dims=dims)
-        shapes, state = init.abstract(jax.random.key(0)), init(jax.random.key(0))
-        assert type(shapes) is type(state)
-        assert jax.tree.structure(shapes) == jax.tree.structure(state)
-        assert any(x.sharding.spec == P("data", "model") for x in jax.tree.leaves(shapes))
-        for shape, x in zip(jax.tree.leaves(shapes), jax.tree.leaves(state), strict=True):
-            assert isinstance(shape, jax.ShapeDtypeStruct)
-            assert (shape.shape, shape.dtype, shape.sharding) == (x.shape, x.dtype, x.sharding)
-
-
-def test_abstract_of_a_step(jit):
-    step = jit(train)
-    (new, value), got = step.abstract(params(), batch()), step(params(), batch())
-    assert new["up"].sharding == got[0]["up"].sharding
-    assert (value.shape, value.dtype) == ((), jnp.float32)
 
 
 def test_an_option_given_to_a_step_is_named():

@@ -369,14 +369,7 @@ def test_rename_of_a_dim_that_is_not_there():
     def fn(x):
         return mp.rename(x * 2, sequence="kv_seq")  # this line
 
-    error = text(
-        mp.errors.UnknownDimError,
-        plan,
-        "batch: data",
-        dims={"x": "batch seq"},
-        fn=fn,
-        args=(shape(8, 16),),
-    )
+    error = text(mp.errors.UnknownDimError, plan, "batch: data", dims={"x": "batch seq"}, fn=fn, args=(shape(8, 16),))
     assert "mp.rename: the value has no dim `sequence`" in error
     assert "[8, 16]" in error
     code = Path(__file__).read_text().splitlines()

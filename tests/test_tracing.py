@@ -186,30 +186,6 @@ def test_an_array_whose_value_the_step_needs_is_jaxs_error():
         step(jnp.ones((8, 4)))
 
 
-@pytest.mark.parametrize("flag", ["dropout", "static field"])
-def test_modules_of_equinox_with_flags(flag):
-    eqx = pytest.importorskip("equinox")
-
-    class Model(eqx.Module):
-        linear: eqx.nn.Linear
-        dropout: eqx.nn.Dropout
-        scale: bool = eqx.field(static=True)
-
-        def __call__(self, x):
-            return self.dropout(self.linear(x)) * (2 if self.scale else 1)
-
-    model = Model(eqx.nn.Linear(4, 8, key=jax.random.key(0)), eqx.nn.Dropout(inference=True), True)
-    x = np.ones((8, 4), np.float32)
-    arrays, static = eqx.partition(model, eqx.is_array)
-    options = {"mesh": "data=8", "layout": "batch: data", "dims": {"x": "batch _"}}
-    if flag == "dropout":
-        with pytest.raises(mp.errors.UnsupportedError, match=r"^model/dropout/inference: this bool") as e:
-            mp.jit(lambda model, x: jax.vmap(model)(x), **options)(model, x)
-        assert "eqx.combine" in str(e.value)
-    run = mp.jit(lambda arrays, x: jax.vmap(eqx.combine(arrays, static))(x), **options)
-    np.testing.assert_allclose(run(arrays, x), jax.vmap(model)(x), rtol=1e-6)
-
-
 def test_names_that_a_wrapper_hides():
     from jax.experimental import checkify
 

@@ -37,7 +37,15 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(("name", "over", "chunks"), covering.pairs(OPTIONS, ["vocab", "tokens"], [1, 4, 10, None]))
+@pytest.mark.parametrize(
+    ("name", "over", "chunks"),
+    [
+        *covering.each(OPTIONS, ["vocab", "tokens"], [1, 4, 10, None]),
+        ("ignored", "vocab", 4),
+        ("smoothed", "vocab", 10),
+        ("masked", "tokens", 1),
+    ],
+)
 def test_values_and_gradients_are_those_of_float64(name, over, chunks):
     options, weights = OPTIONS[name]
 
@@ -50,8 +58,8 @@ def test_values_and_gradients_are_those_of_float64(name, over, chunks):
     z, smoothing = options.get("z_loss", 0.0), options.get("label_smoothing", 0.0)
     loss, *gradients = reference(HIDDEN, KERNEL, LABELS, weights, z, smoothing)
     for fn in (of_pair, of_logits):
-        found, grads = jax.value_and_grad(fn, (0, 1))(HIDDEN, KERNEL)
-        assert fn(HIDDEN, KERNEL) == pytest.approx(3 * loss, rel=1e-5)
+        found, grads = jax.jit(jax.value_and_grad(fn, (0, 1)))(HIDDEN, KERNEL)
+        assert jax.jit(fn)(HIDDEN, KERNEL) == pytest.approx(3 * loss, rel=1e-5)
         assert found == pytest.approx(3 * loss, rel=1e-5)
         for a, b in zip(grads, gradients, strict=True):
             np.testing.assert_allclose(a, 3 * b, rtol=1e-4, atol=1e-6)

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import warnings
 from types import SimpleNamespace
 
 import jax
@@ -10,7 +9,6 @@ import jax.numpy as jnp
 import planned_transformer as model
 import pytest
 import small_transformer
-from agreement import TRIPLES
 from arrays import f32
 from jax import lax
 
@@ -51,21 +49,6 @@ def test_plans_with_dropout_and_rematerialised_layers_are_well_formed(scheme):
     plan = mp.plan(step, *small_transformer.create(), mesh=mp.mesh("data=4, model=2"), **how)
     for overlap in ("off", "ring"):
         verify(plan.replan(overlap=overlap))
-
-
-EXAMPLES = {t.model.split("_")[0] + " " + t.layout: t for t in TRIPLES}
-"""Of every family of models under every layout that it has, one."""
-
-
-@pytest.mark.filterwarnings("ignore::meshpar.errors.IndivisibleWarning")  # the height of ResNet-50
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_plans_of_examples_are_well_formed(name):
-    plan = EXAMPLES[name].plan()
-    verify(plan)
-    for overlap in ("off", "ring"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", mp.errors.TorusWarning)
-            verify(plan.replan(overlap=overlap))
 
 
 # -- order

@@ -31,11 +31,7 @@ pytestmark = pytest.mark.filterwarnings(  # orbax leaves its other reads unawait
     "ignore:coroutine .* was never awaited", "ignore::pytest.PytestUnraisableExceptionWarning"
 )
 LAYOUT = "embed: data; mlp: model"
-SHARDINGS = [
-    ("data=4, model=2", LAYOUT),
-    ("data=2, model=4", "mlp: data+model"),
-    ("data=1", "embed: data"),
-]
+SHARDINGS = [("data=4, model=2", LAYOUT), ("data=2, model=4", "mlp: data+model"), ("data=1", "embed: data")]
 
 
 class Net(nnx.Module):

@@ -3,6 +3,7 @@
 import functools
 
 import arrays
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,8 +40,7 @@ RUNNING = {
 }
 
 
-@pytest.mark.parametrize("lowering", LOWERINGS)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(("mesh", "lowering"), covering.each(MESHES, LOWERINGS))
 def test_running_sums(mesh, lowering):
     """Several in one program, on a mesh with an idle axis too: XLA's partitioner is wrong about some of them."""
     x = normal(2, 8, 2)

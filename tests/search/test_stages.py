@@ -135,13 +135,6 @@ def test_rules_and_layouts_of_the_users_with_stages():
     assert own.plan(row).pipeline is not None
 
 
-def test_limits_apply_to_stages_as_well():
-    found = search(16, 16, max_plans=3)
-    assert found.planned <= 3
-    assert found.ended == "stopped at 3 plans"
-    assert "stages were tried: stopped at 3 plans" in found.stages
-
-
 def test_a_limit_that_ends_the_search_without_stages_leaves_plans_for_them():
     """The layout without stages needs more than the limit; what stages leave of it is used as well."""
     found = search(64, 64, SMALL, forbid="seq", max_plans=20)

@@ -108,10 +108,8 @@ def scale_weight_gradient(eqn: Any, outs: list[Any]) -> list[Any]:
 # -- equal
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_train_step_is_equal_on_every_mesh(state: State, x: np.ndarray, layout: str) -> None:
-    meshes = [m if "model" in layout else m.replace("model", "idle_too") for m in MESHES]
-    report = check(step, state, x, layouts=layout, meshes=meshes, dims=DIMS)
+def test_train_step_is_equal_on_every_mesh(state: State, x: np.ndarray) -> None:
+    report = check(step, state, x, layouts=LAYOUTS["fsdp+megatron"], meshes=MESHES, dims=DIMS)
     assert report.ok
     assert [r.leaves for r in report.rows] == [len(jax.tree.leaves(state)) + 1] * 3
     assert all(r.difference < 1e-5 and r.explained == () for r in report.rows)
