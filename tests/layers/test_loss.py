@@ -100,18 +100,6 @@ def test_logits_of_different_magnitude_neither_overflow_nor_lose_the_label(scale
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-3)  # log Z is 60: so much is a rounding of it
 
 
-def test_an_embedding_that_serves_as_both():
-    def tied(embedding):
-        return mp.layers.cross_entropy((embedding[LABELS], embedding.T), LABELS, chunks=4)
-
-    def plain(embedding):
-        return mp.layers.cross_entropy(embedding[LABELS] @ embedding.T, LABELS)
-
-    embedding = np.ascontiguousarray(KERNEL.T)
-    for a, b in zip(*(jax.value_and_grad(f)(embedding) for f in (tied, plain)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-
-
 DIMS = {"x": "batch seq embed", "w": "embed vocab", "labels": "batch seq"}
 
 

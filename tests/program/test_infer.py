@@ -413,21 +413,6 @@ def test_gradients_through_primed_scores():
 # -- names that belong to values
 
 
-def test_a_square_weight_before_a_residual_add():
-    def loss(w, x):
-        return jnp.sum((x + jnp.tanh(x @ w)) ** 2)
-
-    def step(w, m, x):
-        m = 0.9 * m + jax.grad(loss)(w, x)
-        return w - m, m
-
-    dims = {"x": "batch embed", "w": "embed embed_out"}
-    with pytest.warns(mp.errors.JoinWarning, match="embed"):
-        p = plan(step, f32(12, 12), f32(12, 12), f32(2, 12), dims=dims)
-    assert [format_dims(h.dims) for h in (*p.inputs, *p.outputs) if h.shape == (12, 12)] == ["embed embed_out"] * 4
-    assert [{j.first, j.second} for j in p.joins] == [{"embed", "embed_out"}]
-
-
 def test_weights_and_activations_with_names_of_their_own():
     """As MaxText does: a weight's gradient and moments keep ``embed``, not ``activation_embed``."""
 

@@ -193,33 +193,6 @@ def test_a_dim_without_a_name_is_never_split(rule, lowering):
         np.testing.assert_allclose(g, gradient, rtol=2e-5, atol=2e-6)
 
 
-def test_merged_dims_follow_their_major_factor():
-    @mp.kernel_rule("batch (kv group) d, batch kv d -> batch (kv group)")
-    def scores(q, k):
-        b, h, d = q.shape
-        return jnp.einsum("bkgd,bkd->bkg", q.reshape(b, k.shape[1], -1, d), k).reshape(b, h)
-
-    r = np.random.default_rng(1)
-    q, k = r.normal(size=(2, 8, 4)).astype("f"), r.normal(size=(2, 4, 4)).astype("f")
-    for layout in ("heads, kv: model", "kv: model", "heads: model; d: data"):
-        f = mp.jit(scores, mesh=mp.mesh("data=2, model=4"), layout=layout, dims={"q": "batch heads d", "k": "batch kv d"},
-                   lowering="shard_map")  # fmt: skip
-        np.testing.assert_allclose(f(q, k), scores(q, k), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
-def test_a_kernel_made_with_a_table(lowering, mesh):
-    table = np.arange(8, dtype=np.float32)
-
-    @mp.kernel_rule("batch d! -> batch d!")
-    def scaled(x):
-        return x * jnp.asarray(table)
-
-    x = np.ones((4, 8), np.float32)
-    run = mp.jit(lambda x: scaled(x) + 1, mesh=mesh, layout="batch: data", dims={"x": "batch d"}, lowering=lowering)
-    np.testing.assert_array_equal(run(x), x * table + 1)
-
-
 # -- outside of jit
 
 
