@@ -231,7 +231,7 @@ def test_equal_answers_to_the_claims_are_equal_plans():
     rng = random.Random(0)
     by_answers = {}
     dims = ["batch", "seq", "embed", "mlp", "vocab"]
-    for _ in range(120):
+    for _ in range(60):
         rng.shuffle(dims)
         rules = [
             f"{rng.choice(['', '', 'opt.'])}{d}?: {'+'.join(rng.sample(['data', 'model'], rng.randint(1, 2)))}"
@@ -242,7 +242,7 @@ def test_equal_answers_to_the_claims_are_equal_plans():
         figures = plan.seconds, plan.memory.peak, plan.bytes_sent
         assignment = AxisAssignment(base.program, mp.Layout(layout), dict(base.sizes))
         assert by_answers.setdefault((assignment.named_scopes, assignment.assignments()), figures) == figures
-    assert 10 < len(by_answers) < 120
+    assert 10 < len(by_answers) < 60
 
 
 def test_weights_and_optimizer_state_have_rules_of_their_own():
@@ -607,16 +607,14 @@ def test_axes_that_are_used_as_one_are_one_candidate():
     assert evaluate.planned == 4
 
 
-def plan_of(row, topology="v5e:4x4", batch=64):
-    return mp.plan(
-        train_step,
-        *model(batch),
-        mesh=row.mesh,
-        topology=topology,
-        layout=row.layout,
-        dims=DIMS,
-        donate_argnames="state",
-    )
+@functools.cache
+def traced():
+    where = {"mesh": "data=16", "topology": "v5e:4x4"}
+    return mp.plan(train_step, *model(64), layout="", dims=DIMS, donate_argnames="state", **where)
+
+
+def plan_of(row):
+    return traced().replan(mesh=row.mesh, layout=row.layout)
 
 
 @pytest.mark.filterwarnings("ignore::meshpar.errors.TorusWarning")
