@@ -417,9 +417,6 @@ def test_an_abstract_mesh_plans_but_does_not_run():
     assert "an abstract mesh has no devices to run on" in text(mp.errors.MeshError, step, *zeros)
 
 
-# -- arguments of mp.jit
-
-
 # -- what is no array, no mesh, no layout
 
 

@@ -46,8 +46,6 @@ def jitted(fn, mesh, lowering="shard_map", layout=LAYOUT, dims=DIMS):
     return mp.jit(fn, mesh=mesh, layout=layout, dims=dims, lowering=lowering)
 
 
-# -- meshes in context
-
 OTHER_MESHES = {
     "same": ("data=4, model=2", "batch: data"),
     "order": ("model=2, data=4", "batch: data; mlp: model"),
@@ -101,9 +99,6 @@ def test_a_mesh_that_differs_in_its_devices_only():
         y = step(W, X)
     close(y, PRODUCT)
     assert y.sharding.device_set == set(jax.devices()[:4])
-
-
-# -- arrays of an explicit mesh
 
 
 @pytest.mark.parametrize(("where", "lowering"), [("no context", "jit"), ("set_mesh", "shard_map")])

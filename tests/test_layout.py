@@ -27,9 +27,6 @@ def abstract(**sizes: int) -> jax.sharding.AbstractMesh:
     )
 
 
-# -- reading
-
-
 def test_lines_and_semicolons_are_the_same():
     lines = Layout("""
         batch: data            # the examples
@@ -116,9 +113,6 @@ def test_layouts_are_values():
     assert eval(repr(one), {"Layout": Layout}) == one
 
 
-# -- claims
-
-
 def test_several_axes_of_one_rule():
     layout = Layout("batch: slice+data; embed: data+model")
     assert layout.spec("batch embed") == P(("slice", "data"), "model")  # the axes still free
@@ -155,9 +149,6 @@ def test_spec_checks_axes_and_rank(mesh):
     with pytest.raises(RankError):
         Layout("embed: data").spec("embed mlp", mesh, (4,))
     assert Layout("embed: data").spec("... embed", mesh, (2, 2, 4)) == P(None, None, "data")
-
-
-# -- a real Flax rule list
 
 
 def test_maxtext_rules_are_accepted_as_they_are():
@@ -226,8 +217,6 @@ def test_keys_that_are_no_dims_are_refused(rules, said, fix):
     assert said in caught.value.headline
     assert fix is None or any(fix in line for line in caught.value.fixes)
 
-
-# -- what holds for every layout
 
 NAMES = ["batch", "seq", "embed", "mlp", "heads"]
 AXES = ["data", "model", "slice"]
@@ -329,9 +318,6 @@ def test_dims_that_a_function_need_not_have(mesh):
         mp.plan(lambda w: w * 2, w, mesh=mesh, layout=layout, dims={"w": "embed batches"})
     with pytest.raises(UnknownDimError, match=r"no rule for `sequence`"):
         Layout("batch: data", optional="sequence")
-
-
-# -- layouts joined by |
 
 
 @pytest.mark.parametrize(

@@ -110,9 +110,6 @@ def test_describing_a_slice_leaves_the_cluster_to_be_found(monkeypatch):
     assert "TPU_SKIP_MDS_QUERY" not in os.environ
 
 
-# -- axes and sizes as users write them; the mesh of the context
-
-
 @pytest.mark.parametrize(
     "spec",
     [("data=4, model=2",), ({"data": 4, "model": 2},), ((4, 2), ("data", "model")), ([-1, 2], "data model"),

@@ -74,8 +74,6 @@ def test_a_pattern_is_suggested_for_one_that_matches_nothing(pattern, suggested)
         assert found[0].startswith(f"did you mean {suggested!r}")
 
 
-# -- computations whose results are not read
-
 SHAPES = {"x": (8, 16), "w": (16, 32), "v": (16, 32)}
 PATTERNS = {"x": "batch embed", "w": "embed mlp", "v": "embed mlp"}
 
@@ -147,9 +145,6 @@ def test_names_from_computations_that_nothing_reads_are_inferred():
         ),
         2.0,
     )
-
-
-# -- errors of Python and JAX while a step is traced
 
 
 def tree_of(**leaves):

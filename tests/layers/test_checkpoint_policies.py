@@ -76,9 +76,6 @@ def test_the_gradients_are_those_of_the_unsharded_run(mesh, lowering):
         np.testing.assert_allclose(found, expected[name], rtol=2e-5, atol=1e-7)
 
 
-# -- kernels
-
-
 @mp.kernel_rule("batch seq! d, batch seq! d -> batch seq! d")
 def squared(x, y):
     return (x * y) ** 2

@@ -30,8 +30,6 @@ from meshpar._src.plan.steps import (
 )  # fmt: skip
 from meshpar._src.plan.verify import verify
 
-# -- every plan
-
 
 @pytest.mark.parametrize("layout", model.LAYOUTS)
 def test_plans_of_a_transformer_are_well_formed(layout):
@@ -49,9 +47,6 @@ def test_plans_with_dropout_and_rematerialised_layers_are_well_formed(scheme):
     plan = mp.plan(step, *small_transformer.create(), mesh=mp.mesh("data=4, model=2"), **how)
     for overlap in ("off", "ring"):
         verify(plan.replan(overlap=overlap))
-
-
-# -- order
 
 
 def shard(name):
@@ -99,9 +94,6 @@ def test_ten_thousand_steps_in_a_row():
     shards = [shard(k) for k in range(10_000)]
     steps = [step([a], [b]) for a, b in itertools.pairwise(shards)]
     assert topological_order(steps[::-1]) == tuple(steps)
-
-
-# -- walks
 
 
 def nested():

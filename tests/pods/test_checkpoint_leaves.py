@@ -50,8 +50,6 @@ def saved_and_restored(state, folder, **options):
     equal(state, found)
 
 
-# -- any tree
-
 ARRAYS = [
     "bool",
     "int4",
@@ -113,9 +111,6 @@ def test_any_tree(tree):
             saved_and_restored({"state": tree}, folder)
         except CheckpointError as error:
             assert "two leaves of the state have the path" in str(error)  # noqa: PT017
-
-
-# -- cases with a name
 
 
 @pytest.mark.parametrize("state", [

@@ -115,9 +115,6 @@ def test_of_two_processes_the_one_that_skips_a_call_is_named(pods):
     assert text in end.texts[0] + end.texts[1]
 
 
-# -- the judge, without processes
-
-
 def beats(*calls: Calls, over: tuple[int, ...] = ()):
     return {
         p: {"beat": 1, "count": c.count, "calls": [[k, *v] for k, v in c.recent.items()], "over": p in over}

@@ -89,8 +89,6 @@ def test_a_call_with_slices_keeps_its_own_derivative(kind, lowering):
     np.testing.assert_allclose(ours, by_hand, rtol=1e-5, atol=1e-5)
 
 
-# -- primitives by name
-
 NEWER, OLDER = {"log2", "one_minus_square", "polynomial"}, {"call", "closed_call"}
 """Primitives that JAX 0.12 has and 0.10 lacks, and the reverse."""
 NO_PRIMITIVES = {

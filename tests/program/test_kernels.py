@@ -193,9 +193,6 @@ def test_a_dim_without_a_name_is_never_split(rule, lowering):
         np.testing.assert_allclose(g, gradient, rtol=2e-5, atol=2e-6)
 
 
-# -- outside of jit
-
-
 def counted(traces):
     @mp.kernel_rule("m k, k n -> m n")
     def product(x, w):
@@ -277,9 +274,6 @@ def test_a_kernel_with_custom_partitioning_runs_under_plain_jit():
     np.testing.assert_array_equal(
         jax.jit(lambda x: jax.lax.fori_loop(0, 2, lambda _, x: _doubled(x), x))(x), 4 * np.asarray(x)
     )
-
-
-# -- a kernel without a rule
 
 
 def rows_over_sum(x):

@@ -139,9 +139,6 @@ def test_other_traces(trace, tmp_path):
         plan.compare(tmp_path / "empty")
 
 
-# -- a trace with the events of a TPU
-
-
 def varint(n):
     return bytes([n & 127 | 128]) + varint(n >> 7) if n > 127 else bytes([n])
 
