@@ -4,6 +4,7 @@ import functools
 import inspect
 import itertools
 
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -517,8 +518,7 @@ def fitting(shape: tuple[int, ...], dims: str) -> set[str]:
     return {" ".join(names[i] for i in pick) for pick in picks if tuple(sizes[i] for i in pick) == shape}
 
 
-@pytest.mark.parametrize("prefix", ["params/", "*/"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "prefix"), covering.each(OPTIMIZERS, ["*/", "params/"]))
 def test_optimizer_state_is_named_by_inference(name, prefix):
     """Also where the patterns match the optimizer state of the parameters, of any shape."""
     opt = OPTIMIZERS[name]()

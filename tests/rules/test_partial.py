@@ -4,6 +4,8 @@ One program per dtype and reduction has all cases, each on a partial value of it
 the first of them). Ops that have no law are cases, too: listing `sign` as linear in the registry, or `1/x`, gives wrong numbers.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,6 +98,12 @@ def elementwise_cases(dtype):
         yield "clamp", lambda p, y, s, m: lax.clamp(zero, p(), y)
 
 
+@functools.cache
+def cases_of(dtype):
+    """(name, function) pairs of all primitives."""
+    return [*elementwise_cases(dtype), *rule_cases(dtype)]
+
+
 def rule_cases(dtype):
     """(name, function) pairs of primitives with factor rules."""
     yield "transpose", lambda p, y, s, m: p().T
@@ -181,7 +189,7 @@ def program_of(dtype, kind, every):
     Args:
       every: all primitives; else those with laws, and some that might be taken for one that has.
     """
-    cases = [*elementwise_cases(dtype), *rule_cases(dtype)]
+    cases = cases_of(dtype)
     if not every:
         some = {"sign", "abs", "not", "xor", "rem", "square", "exp", "cumprod", "sort", "clamp", "shift_left"}
         cases = [(name, case) for name, case in cases if name in some or primitive(name).partial]
@@ -216,7 +224,7 @@ def test_an_op_on_a_partial_value_is_that_of_the_unsharded_run(dtype, kind, ever
 
 def test_every_primitive_with_a_law_has_a_case():
     """Except primitives that other tests cover: explicit specs, sums of cotangents."""
-    cases = {name for dtype in KINDS for name, _ in (*elementwise_cases(dtype), *rule_cases(dtype))}
+    cases = {name for dtype in KINDS for name, _ in cases_of(dtype)}
     lawful = {name for name, entry in PRIMITIVES.items() if entry.partial}
     assert lawful - cases == {"place", "sharding_constraint", "reshard", "add_any"}
 

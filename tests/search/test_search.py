@@ -112,7 +112,7 @@ def test_nothing_planned_fits_and_is_shorter_by_more_than_a_tie():
 @pytest.mark.parametrize("batch", [4, 1024])
 def test_it_is_as_good_as_planning_every_layout(batch):
     """All axes for batch, embed and mlp, in every order of the rules."""
-    choices = ["", "data", "model", "data+model", "model+data"]
+    choices = ["", "data", "model", "data+model"]
     base = mp.plan(
         train_step, *model(batch), mesh="data=4, model=4", topology="v5e:4x4", layout="", dims=DIMS,
         lowering="shard_map", donate_argnames="state",
@@ -125,7 +125,7 @@ def test_it_is_as_good_as_planning_every_layout(batch):
             if answers not in least:
                 least[answers] = base.replan(layout=layout).seconds or 0.0
     got = found(batch=batch, options=(("mesh", "data=4, model=4"), ("forbid", "seq, vocab")))
-    assert len(least) > 40
+    assert len(least) > 30
     assert got.best.seconds <= 1.03 * min(least.values())
 
 
@@ -161,7 +161,7 @@ def test_a_huge_vocabulary_is_split():
 def test_a_model_that_fits_only_with_split_optimizer_state():
     """Weights of 1.1 GB a device fit whole; with their moments they do not."""
     sizes = {"batch": 64, "embed": 8192, "mlp": 32768}
-    whole = found(**sizes, options=(("memory_fraction", 1.0),))
+    whole = found(**sizes, options=(("memory_fraction", 1.0), ("max_plans", 20)))
     replicated = next(r for r in whole.rows if r.name == "data parallel")
     margin = 0.9 * replicated.peak / V5E
     got = found(**sizes, options=(("memory_fraction", margin), ("forbid", "mlp, vocab")))
@@ -398,7 +398,7 @@ def test_pictures(tmp_path):
 
 
 def test_fixed_rules_come_first_and_forbidden_dims_are_whole():
-    got = found(options=(("fixed", "seq: model"), ("forbid", "mlp")))
+    got = found(options=(("fixed", "seq: model"), ("forbid", "mlp"), ("max_plans", 20)))
     for row in got.rows:
         rules = mp.Layout(row.layout).rules
         assert str(rules[0]) == "seq: model"
@@ -406,13 +406,13 @@ def test_fixed_rules_come_first_and_forbidden_dims_are_whole():
 
 
 def test_own_layouts_are_among_the_rows():
-    got = found(options=(("layouts", ("batch: data; vocab: model",)),))
+    got = found(options=(("layouts", ("batch: data; vocab: model",)), ("max_plans", 20)))
     assert any(r.name == "yours" and r.layout == "batch: data; vocab: model" for r in got.rows)
 
 
 def test_own_layouts_that_cannot_be_planned_are_said():
     illegal, elsewhere = "batch: data; embed: model", "batch: rows"
-    got = found(batch=65, options=(("layouts", (illegal, elsewhere)),))
+    got = found(batch=65, options=(("layouts", (illegal, elsewhere)), ("max_plans", 20)))
     assert len(got.refused) == 2
     assert got.refused[0].startswith(f"`{illegal}` could not be planned: tokens: dim `batch` of size 65")
     assert got.refused[1] == f"`{elsewhere}` could not be planned: no candidate mesh has exactly its axes"
@@ -430,7 +430,7 @@ def test_why_says_what_a_layout_costs():
     alone = replace(got, best=next(row for row in got.rows if row.mesh == "data=16"))
     mesh = next(row.mesh for row in got.rows if {"data", "model"} <= parse_mesh(row.mesh).keys())
     assert alone.why("batch: data; mlp: model").startswith(f"on the mesh {mesh}:\n")
-    big = found(batch=64, embed=16384, mlp=65536)
+    big = found(batch=64, embed=16384, mlp=65536, options=(("max_plans", 8),))
     assert "does not fit" in big.why("batch: data", "data=16")
     assert "optimizer state" in big.why("batch: data", "data=16")
 
@@ -619,7 +619,7 @@ def plan_of(row):
 
 @pytest.mark.filterwarnings("ignore::meshpar.errors.TorusWarning")
 def test_rows_are_distinct_choices_that_can_be_planned_as_printed():
-    got = found(options=(("max_axes", 3),))
+    got = found(options=(("max_axes", 3), ("max_plans", 60)))
     assert len({(r.mesh, r.layout) for r in got.rows}) == len(got.rows)
     for row in got.rows:
         plan = plan_of(row)
