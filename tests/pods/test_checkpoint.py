@@ -400,11 +400,10 @@ def test_the_same_run_again_is_the_same_bit_for_bit(pods, tmp_path):
     assert ends[0].codes == [0, 0], ends[0].texts
 
 
-@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.slow
-def test_killed_at_any_moment_of_a_save(pods, tmp_path, count):
-    """Twice three kills: the newest checkpoint is always complete; ``benchmarks/soak.py`` kills for as long as it is asked to."""
-    draw = random.Random(count)
+def test_killed_at_any_moment_of_a_save(pods, tmp_path):
+    """Three kills: the newest checkpoint is always complete; ``benchmarks/soak.py`` kills for as long as it is asked to."""
+    draw, count = random.Random(2), 2
     folder = tmp_path / "a"
     for k in range(3):
         shutil.rmtree(folder, ignore_errors=True)

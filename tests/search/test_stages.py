@@ -53,7 +53,7 @@ def search(microbatches, batch, sizes={}, **options):  # noqa: B006
 @pytest.fixture(scope="module")
 def many_small_microbatches():
     """A sequence in each microbatch: without stages, all devices share the matmuls of one sequence."""
-    return search(64, 64, SMALL, forbid="seq")
+    return search(64, 64, SMALL, forbid="seq", max_plans=70)
 
 
 def test_stages_pay_where_a_microbatch_cannot_be_divided_otherwise(many_small_microbatches):
