@@ -149,9 +149,7 @@ def test_chunks_of_the_vocabulary_are_gathered_and_scattered_separately():
     ("layout", "over"),
     [
         ("batch: data; embed: data; vocab: model", "vocab"),
-        ("batch: data; embed: data", "tokens"),
         ("seq: data; embed: model", "vocab"),
-        ("batch: data; vocab: model; seq: model; embed: data", "vocab"),
         ("batch: data; vocab: model; seq: model; embed: data", "tokens"),
     ],
 )
