@@ -327,6 +327,9 @@ def test_what_the_compiler_refuses_has_status_one(run, target, monkeypatch):
         (["{}:small"], "no machine is given\n  fix     --topology"),
         (["{}:small", "--topology", "v5q:2x2"], "topology 'v5q:2x2' is not known"),
         (["{}:small", "--mesh", "data=4", "--layout", "fspd"], "the target's LAYOUTS are: fsdp, dp"),
+        (["{}:small", "--mesh", "data=4", "--layout", "megatrn"], "did you mean megatron?"),
+        (["{}:small", "--mesh", "data=4", "--layout", "batch=data"], "write `:` in rules: `batch: data`"),
+        (["{}:step", "--mesh", "data=4"], "it returns (step, arguments, dims)"),
         (["{}:small", "--mesh", "data=4", "--layout", "embd: data"], "did you mean `embed`?"),
         (["{}:small", "--mesh", "data=3", "--layout", "fsdp"], "does not divide over data=3"),
         (
@@ -692,18 +695,3 @@ def test_collectives_as_csv_and_the_page_in_a_browser(target, tmp_path, monkeypa
     assert opened == [page.resolve().as_uri()]
     assert main([*words, "--open"]) == 2
     assert "--html FILE writes one" in capsys.readouterr().err
-
-
-def test_a_misspelled_layout_name_suggests_the_similar_one(target, run):
-    status, _, error = run("plan", f"{target}:small", "--mesh", "data=4", "--layout", "megatrn")
-    assert status == 2
-    assert "did you mean megatron?" in error
-
-
-def test_an_equals_sign_in_the_layout_and_a_target_that_needs_arguments(target, run):
-    status, _, error = run("plan", f"{target}:small", "--mesh", "data=4", "--layout", "batch=data")
-    assert status == 2
-    assert "write `:` in rules: `batch: data`" in error
-    status, _, error = run("plan", f"{target}:step", "--mesh", "data=4")
-    assert status == 2
-    assert "it returns (step, arguments, dims)" in error

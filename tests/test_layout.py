@@ -15,14 +15,7 @@ from jax.sharding import PartitionSpec as P
 import meshpar as mp
 from meshpar import Layout
 from meshpar._src.layout import claim
-from meshpar.errors import (
-    AxisConflictError,
-    DivisibilityError,
-    LayoutSyntaxError,
-    RankError,
-    UnknownAxisError,
-    UnknownDimError,
-)
+from meshpar.errors import LayoutSyntaxError, RankError, UnknownAxisError, UnknownDimError
 from meshpar.types import Rule
 
 MAXTEXT = json.loads((Path(__file__).parent / "data" / "maxtext_rules.json").read_text())
@@ -30,13 +23,8 @@ MAXTEXT = json.loads((Path(__file__).parent / "data" / "maxtext_rules.json").rea
 
 def abstract(**sizes: int) -> jax.sharding.AbstractMesh:
     return jax.sharding.AbstractMesh(
-        tuple(sizes.values()),
-        tuple(sizes),
-        axis_types=(jax.sharding.AxisType.Auto,) * len(sizes),
+        tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes)
     )
-
-
-# -- reading
 
 
 def test_lines_and_semicolons_are_the_same():
@@ -114,11 +102,6 @@ def test_a_bad_pair(pair):
         Layout([pair])
 
 
-def test_an_axis_twice_in_one_rule():
-    with pytest.raises(AxisConflictError, match="asks for axis `data` twice"):
-        Layout("batch: data+data")
-
-
 def test_layouts_are_values():
     one, two = Layout("batch: data; embed: model"), Layout("batch:data\nembed:model")
     assert one == two
@@ -130,34 +113,11 @@ def test_layouts_are_values():
     assert eval(repr(one), {"Layout": Layout}) == one
 
 
-# -- claims
-
-
-def test_first_rule_claims():
-    layout = Layout("batch: data; embed: data")
-    assert layout.spec("batch seq embed") == P("data")
-    assert layout.spec("embed mlp") == P("data")
-    assert layout.spec("embed batch") == P(None, "data")
-    assert layout.spec("seq") == P()
-
-
-def test_the_example_of_the_documentation():
-    layout = Layout("batch: data; heads, mlp, vocab: model; embed: data")
-    assert layout.spec("batch seq mlp") == P("data", None, "model")
-
-
 def test_several_axes_of_one_rule():
     layout = Layout("batch: slice+data; embed: data+model")
     assert layout.spec("batch embed") == P(("slice", "data"), "model")  # the axes still free
     assert layout.spec("embed") == P(("data", "model"))
     assert layout.spec("embed batch") == P("model", ("slice", "data"))
-
-
-def test_several_rules_for_one_dim():
-    layout = Layout("batch: data; embed: data; embed: model; mlp: model")
-    assert layout.spec("batch embed") == P("data", "model")  # the first that can claim
-    assert layout.spec("embed mlp") == P("data", "model")
-    assert layout.spec("batch embed mlp") == P("data", "model")
 
 
 def test_none_keeps_a_dim_unsharded_under_later_rules():
@@ -170,21 +130,6 @@ def test_optional_rules_and_sizes(mesh):
     layout = Layout("kv_heads?: model; head_dim: model")
     assert layout.spec("kv_heads head_dim", mesh, (4, 8)) == P("model")
     assert layout.spec("kv_heads head_dim", mesh, (3, 8)) == P(None, "model")
-
-
-def test_a_second_rule_may_fit_where_the_first_does_not(mesh):
-    layout = Layout("embed: data; embed: model")
-    assert layout.spec("embed", mesh, (6,)) == P("model")
-
-
-def test_a_size_that_does_not_divide(mesh):
-    with pytest.raises(DivisibilityError, match="nearest multiples of 4"):
-        Layout("embed: data").spec("embed", mesh, (6,))
-
-
-def test_dims_of_size_one_claim_nothing(mesh):
-    layout = Layout("batch: data; embed: data")
-    assert layout.spec("batch embed", mesh, (1, 8)) == P(None, "data")
 
 
 def test_scopes():
@@ -206,13 +151,6 @@ def test_spec_checks_axes_and_rank(mesh):
     assert Layout("embed: data").spec("... embed", mesh, (2, 2, 4)) == P(None, None, "data")
 
 
-def test_an_unnamed_dim_claims_nothing():
-    assert Layout("embed: data").spec("_ embed") == P(None, "data")
-
-
-# -- a real Flax rule list
-
-
 def test_maxtext_rules_are_accepted_as_they_are():
     rules = MAXTEXT["logical_axis_rules"]
     layout = Layout(rules)
@@ -225,11 +163,6 @@ def test_maxtext_rules_are_accepted_as_they_are():
         ("fsdp", "context", "context_usp_ulysses", "expert"),  # `mlp` stands first
         ("fsdp_transpose", "tensor", "tensor_sequence", "autoregressive"),
     )
-
-
-def test_maxtext_rules_survive_their_text():
-    layout = Layout(MAXTEXT["logical_axis_rules"])
-    assert Layout(str(layout)).rules == layout.rules
 
 
 @pytest.mark.parametrize(
@@ -284,8 +217,6 @@ def test_keys_that_are_no_dims_are_refused(rules, said, fix):
     assert said in caught.value.headline
     assert fix is None or any(fix in line for line in caught.value.fixes)
 
-
-# -- what holds for every layout
 
 NAMES = ["batch", "seq", "embed", "mlp", "heads"]
 AXES = ["data", "model", "slice"]
@@ -373,11 +304,6 @@ def test_an_appended_rule_changes_no_earlier_claim(rules, dims):
         assert [tuple(a for a in e if a != "extra") for e in after] == before
 
 
-def test_public_names():
-    assert mp.Layout is Layout
-    assert mp.types.Rule is Rule
-
-
 def test_dims_that_a_function_need_not_have(mesh):
     layout = Layout("batch: data; embed: data; mlp: model", optional="batch mlp")
     assert layout.optional == {"batch", "mlp"}
@@ -392,9 +318,6 @@ def test_dims_that_a_function_need_not_have(mesh):
         mp.plan(lambda w: w * 2, w, mesh=mesh, layout=layout, dims={"w": "embed batches"})
     with pytest.raises(UnknownDimError, match=r"no rule for `sequence`"):
         Layout("batch: data", optional="sequence")
-
-
-# -- layouts joined by |
 
 
 @pytest.mark.parametrize(

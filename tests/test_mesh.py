@@ -44,14 +44,6 @@ def test_text_that_is_no_mesh(text, says):
     assert says in str(error.value)
 
 
-def test_it_is_a_plain_mesh_with_auto_axes():
-    mesh = mp.mesh("data=4, model=2")
-    assert isinstance(mesh, Mesh)
-    assert dict(mesh.shape) == {"data": 4, "model": 2}
-    assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)
-    assert mesh.devices.ravel().tolist() == jax.devices()
-
-
 def test_minus_one_fills():
     assert dict(mp.mesh("data=-1, model=2").shape) == {"data": 4, "model": 2}
     assert dict(mp.mesh("data=-1").shape) == {"data": 8}
@@ -116,9 +108,6 @@ def test_describing_a_slice_leaves_the_cluster_to_be_found(monkeypatch):
     else:
         assert mp.mesh("data=8", topology="v6e:2x4").size == 8
     assert "TPU_SKIP_MDS_QUERY" not in os.environ
-
-
-# -- axes and sizes as users write them; the mesh of the context
 
 
 @pytest.mark.parametrize(

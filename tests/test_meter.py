@@ -184,12 +184,3 @@ def test_bad_input():
         mp.log.Meter(plan_of(), every=0)
     with pytest.raises(UnsupportedError, match="no int"):
         mp.log.Meter(plan_of(), writers=[3])
-
-
-def test_a_real_loop(mesh):
-    step = mp.jit(forward, mesh=mesh, layout="batch: data; mlp: model", dims=DIMS)
-    meter = mp.log.Meter(step.plan(PARAMS, X), tokens=8, every=2, writers=[])
-    values = [meter.step(step(PARAMS, X)) for _ in range(6)]
-    assert [v is not None for v in values] == [False, False, False, True, False, True]
-    assert values[3]["step_seconds"] > 0
-    assert values[3]["loss"] == float(forward(PARAMS, X))

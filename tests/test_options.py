@@ -3,7 +3,7 @@
 import argparse
 import inspect
 
-import jax.numpy as jnp
+import covering
 import numpy as np
 import pytest
 
@@ -41,23 +41,30 @@ def test_values_are_normalized():
 
 
 @pytest.mark.parametrize(
-    ("option", "says"),
-    [
-        ({"lowering": "jitt"}, "did you mean `jit`?"),
-        ({"overlap": "rings"}, "did you mean `ring`?"),
-        ({"lowering": "jit", "overlap": "ring"}, 'belongs to lowering="shard_map"'),
-        ({"options": "of"}, "did you mean `off`?"),
-        ({"calibration": "nowhere.json"}, "there is no calibration file nowhere.json"),
-        ({"dims": "batch"}, "no tree-path patterns"),
-    ],
+    ("call", "case"),
+    covering.each(
+        [
+            lambda **o: mp.jit(doubled, **o),
+            lambda **o: mp.init(doubled, **o),
+            lambda **o: mp.plan(doubled, X, **o),
+            lambda **o: mp.compile(doubled, X, **o),
+            lambda mesh, layout, **o: mp.search(doubled, X, topology="v5e:2x4", **o),
+            lambda layout, **o: mp.hardware.calibrate(doubled, X, layouts=layout, **o),
+            lambda **o: mp.lab(doubled, X, **o),
+            lambda layout, **o: mp.check(doubled, X, layouts=layout, **o),
+        ],
+        [
+            ({"lowering": "jitt"}, "did you mean `jit`?"),
+            ({"overlap": "rings"}, "did you mean `ring`?"),
+            ({"lowering": "jit", "overlap": "ring"}, 'belongs to lowering="shard_map"'),
+            ({"options": "of"}, "did you mean `off`?"),
+            ({"calibration": "nowhere.json"}, "there is no calibration file nowhere.json"),
+            ({"dims": "batch"}, "no tree-path patterns"),
+        ],
+    ),
 )
-@pytest.mark.parametrize("call", [
-    lambda **o: mp.jit(doubled, **o), lambda **o: mp.init(doubled, **o), lambda **o: mp.plan(doubled, X, **o),
-    lambda **o: mp.compile(doubled, X, **o), lambda mesh, layout, **o: mp.search(doubled, X, topology="v5e:2x4", **o),
-    lambda layout, **o: mp.hardware.calibrate(doubled, X, layouts=layout, **o), lambda **o: mp.lab(doubled, X, **o),
-    lambda layout, **o: mp.check(doubled, X, layouts=layout, **o),
-])  # fmt: skip
-def test_a_value_that_an_option_does_not_have_is_an_error(call, option, says):
+def test_a_value_that_an_option_does_not_have_is_an_error(call, case):
+    option, says = case
     with pytest.raises(mp.errors.MeshparError) as caught:
         call(**{**HOW, **option})
     assert says in str(caught.value)
@@ -67,17 +74,6 @@ def test_a_value_that_an_option_does_not_have_is_an_error(call, option, says):
 def test_an_unknown_option_is_a_type_error(api):
     with pytest.raises(TypeError, match=r"got an unexpected keyword argument 'loweirng'"):
         api(doubled, mesh="data=8", layout="", loweirng="jit")
-
-
-def test_a_step_may_have_an_argument_with_the_name_of_an_option():
-    def step(x, strict):
-        return x * strict
-
-    with pytest.raises(mp.errors.UnsupportedError, match="`strict` is an option of plan and an argument of step"):
-        mp.plan(step, X, strict=jnp.ones(4), **HOW)
-    plan = mp.plan(step, X, kwargs={"strict": jnp.ones(4)}, strict=True, **HOW)
-    assert [h.path for h in plan.inputs] == ["x", "strict"]
-    assert mp.check(step, X, jnp.ones(4), layouts="batch: data", mesh="data=8", dims=HOW["dims"], strict=True).ok
 
 
 def test_check_and_calibrate_keep_the_options_of_a_step():

@@ -68,9 +68,8 @@ def model(params, x):
     return jax.lax.scan(layer, x, params)[0]
 
 
-@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
 @pytest.mark.parametrize(
-    "layout", ["batch: data; heads, mlp: model", "batch: data; embed: data"], ids=["tensor", "FSDP"]
+    ("layout", "lowering"), [("batch: data; heads, mlp: model", "shard_map"), ("batch: data; embed: data", "jit")]
 )
 def test_matmuls_read_them_under_layouts(layout, lowering):
     params, x = weights(), np.random.default_rng(1).normal(size=(B, E)).astype(np.float32)

@@ -3,7 +3,6 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -37,23 +36,6 @@ def test_they_are_those_of_init(mesh):
     assert found["params"]["up"].spec == P("data", "model")
     assert found["opt"][0].mu["down"].spec == P("model", "data")
     assert found["params"]["bias"].spec == found["step"].spec == P()
-
-
-def test_a_plain_jax_jit_runs_with_them(mesh):
-    state, x = create(jax.random.key(0)), jnp.ones((8, 16))
-
-    def step(state, x):
-        params = state["params"]
-        grads = jax.grad(lambda p: jnp.mean((jnp.tanh(x @ p["up"]) @ p["down"] + p["bias"]) ** 2))(params)
-        return {**state, "params": jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)}
-
-    where = mp.shardings(state, LAYOUT, mesh, dims=DIMS)
-    batch = mp.shardings({"x": x}, LAYOUT, mesh, dims={"x": "batch embed"})["x"]
-    assert batch.spec == P("data")
-    out = jax.jit(step, in_shardings=(where, batch), out_shardings=where)(jax.device_put(state, where), x)
-    equal(jax.tree.map(lambda a: a.sharding, out), where)
-    for got, want in zip(jax.tree.leaves(out), jax.tree.leaves(step(state, x)), strict=True):
-        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
 
 
 def test_names_of_flax_count(mesh):

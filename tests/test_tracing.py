@@ -74,8 +74,6 @@ def test_a_pattern_is_suggested_for_one_that_matches_nothing(pattern, suggested)
         assert found[0].startswith(f"did you mean {suggested!r}")
 
 
-# -- computations whose results are not read
-
 SHAPES = {"x": (8, 16), "w": (16, 32), "v": (16, 32)}
 PATTERNS = {"x": "batch embed", "w": "embed mlp", "v": "embed mlp"}
 
@@ -149,9 +147,6 @@ def test_names_from_computations_that_nothing_reads_are_inferred():
     )
 
 
-# -- errors of Python and JAX while a step is traced
-
-
 def tree_of(**leaves):
     return {"model": leaves}
 
@@ -184,30 +179,6 @@ def test_an_array_whose_value_the_step_needs_is_jaxs_error():
     step = mp.jit(lambda x: x if x.sum() > 0 else -x, mesh="data=8", layout="batch: data", dims={"x": "batch _"})
     with pytest.raises(jax.errors.TracerBoolConversionError):
         step(jnp.ones((8, 4)))
-
-
-@pytest.mark.parametrize("flag", ["dropout", "static field"])
-def test_modules_of_equinox_with_flags(flag):
-    eqx = pytest.importorskip("equinox")
-
-    class Model(eqx.Module):
-        linear: eqx.nn.Linear
-        dropout: eqx.nn.Dropout
-        scale: bool = eqx.field(static=True)
-
-        def __call__(self, x):
-            return self.dropout(self.linear(x)) * (2 if self.scale else 1)
-
-    model = Model(eqx.nn.Linear(4, 8, key=jax.random.key(0)), eqx.nn.Dropout(inference=True), True)
-    x = np.ones((8, 4), np.float32)
-    arrays, static = eqx.partition(model, eqx.is_array)
-    options = {"mesh": "data=8", "layout": "batch: data", "dims": {"x": "batch _"}}
-    if flag == "dropout":
-        with pytest.raises(mp.errors.UnsupportedError, match=r"^model/dropout/inference: this bool") as e:
-            mp.jit(lambda model, x: jax.vmap(model)(x), **options)(model, x)
-        assert "eqx.combine" in str(e.value)
-    run = mp.jit(lambda arrays, x: jax.vmap(eqx.combine(arrays, static))(x), **options)
-    np.testing.assert_allclose(run(arrays, x), jax.vmap(model)(x), rtol=1e-6)
 
 
 def test_names_that_a_wrapper_hides():

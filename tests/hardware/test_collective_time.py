@@ -144,9 +144,6 @@ def test_stages_of_one_dimension_are_one_ring_where_they_nest():
     assert merged(two_stages) == two_stages
 
 
-# -- rules of thumb
-
-
 def plan_of(fn, *shapes, **kwargs):
     return mp.plan(fn, *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes), **kwargs)
 

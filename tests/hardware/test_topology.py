@@ -131,8 +131,6 @@ def test_a_chip_without_a_compiler_is_for_plans_alone(monkeypatch):
                    dims={"x": "batch embed"}).seconds > 0  # fmt: skip
 
 
-# -- where axes lie
-
 # as mesh_utils.create_device_mesh(allow_split_physical_axes=True) lays them on the slices that libtpu describes
 LAID = {
     ("v5e:16x16", "data=256"): {"data": [(16, "x", True, 1), (16, "y", True, 1)]},

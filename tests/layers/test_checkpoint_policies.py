@@ -76,16 +76,6 @@ def test_the_gradients_are_those_of_the_unsharded_run(mesh, lowering):
         np.testing.assert_allclose(found, expected[name], rtol=2e-5, atol=1e-7)
 
 
-def test_without_a_layout_a_policy_changes_nothing():
-    params, x = arguments()
-    kept = jax.grad(loss)(params, x, mp.train.checkpoint_policies.collectives_saveable)
-    for name, g in jax.grad(loss)(params, x, None).items():
-        np.testing.assert_allclose(kept[name], g, rtol=1e-6, atol=1e-8)
-
-
-# -- kernels
-
-
 @mp.kernel_rule("batch seq! d, batch seq! d -> batch seq! d")
 def squared(x, y):
     return (x * y) ** 2

@@ -93,8 +93,7 @@ def ticking(order):
             return inner(xs)
 
         return Candidate(
-            candidate.layout,
-            type(subject)(subject.plan, subject.arrays, subject.unsharded, sharded, subject.shardings),
+            candidate.layout, type(subject)(subject.plan, subject.arrays, subject.unsharded, sharded, subject.shardings)
         )
 
     return clock, taking

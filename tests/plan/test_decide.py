@@ -38,9 +38,6 @@ class Case:
         return decide(self.op, self.operands if operands is None else operands, replace(self.facts, **facts))
 
 
-# -- ops with a factor rule
-
-
 def matmul(layout):
     dims = {"x": "rows inner", "w": "inner outer"}
     return Case(lambda x, w: x @ w, f32(16, 8), f32(8, 32), dims=dims, layout=layout, op="dot_general")
@@ -150,9 +147,6 @@ def test_a_shard_map_of_the_program_needs_its_axis_in_the_mesh():
     assert case.decide().axes is not None
     with pytest.raises(UnknownAxisError):
         case.decide(sizes={"model": 2})
-
-
-# -- elementwise ops, identities, barriers
 
 
 def unary(fn, op):

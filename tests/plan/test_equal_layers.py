@@ -75,12 +75,6 @@ def test_another_layer_needs_few_new_decisions(monkeypatch):
     assert numbers[1] - numbers[0] <= len(ops) / LAYERS / 4
 
 
-def test_a_replan_under_another_layout_shares_no_decision_of_the_first():
-    plan = planned()
-    for layout in ("batch: data", "mlp: data", LAYOUT):
-        assert described(plan.replan(layout=layout)) == described(planned(layout))
-
-
 def rules_of(fn, *args, dims, op):
     plan = planned("", fn, args, dims)
     return [o.rule for o in plan.program.root.walk() if o.name == op]

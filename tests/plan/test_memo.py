@@ -38,10 +38,7 @@ def example(file, name, **options):
 
 PROGRAMS = {
     "microbatches": microbatches,
-    "llama": functools.partial(example, "llama.py", "tiny", batch=16, seq=64),
-    "mixtral": functools.partial(example, "mixtral.py", "tiny", batch=16, seq=64),
     "deepseek": functools.partial(example, "deepseek.py", "tiny", batch=16, seq=64),
-    "resnet": functools.partial(example, "resnet.py", "resnet50"),
 }
 
 
@@ -97,18 +94,17 @@ def check_replans(name, number, seed):
     assert sum(isinstance(found, tuple) for found in fresh.values()) > number // 2  # the others cannot be planned
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_replan_is_the_plan_of_a_program_that_was_not_planned_before(name):
-    check_replans(name, 4, seed=1)
+@pytest.mark.parametrize(("name", "number"), [("microbatches", 4), ("deepseek", 2)])
+def test_a_replan_is_the_plan_of_a_program_that_was_not_planned_before(name, number):
+    """Golden plans (``test_golden.py``), of which most are replans, show it for other models."""
+    check_replans(name, number, seed=1)
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek"])
-def test_a_replan_is_the_plan_of_a_program_traced_anew(name):
-    rng = random.Random(2)
-    plan = traced(name)
-    cases = [(text, MESHES[0], "auto") for text in layouts(sorted(plan.program.all_names()), 3, rng)]
+def test_a_replan_is_the_plan_of_a_program_traced_anew():
+    plan = traced("microbatches")
+    cases = [(text, MESHES[0], "auto") for text in layouts(sorted(plan.program.all_names()), 2, random.Random(2))]
     found = [replanned(plan, *case) for case in cases for _ in range(2)]
-    assert found == [replanned(traced(name), *case) for case in cases for _ in range(2)]
+    assert found == [figures for case in cases for figures in [replanned(traced("microbatches"), *case)] * 2]
 
 
 def test_another_mesh_keeps_nothing_of_the_first():

@@ -12,7 +12,7 @@ import meshpar as mp
 from meshpar._src.hardware import topology as slices
 from meshpar._src.hardware.topology import Stage, joined, major_stage
 
-CUTS = [(256,), (128, 2), (16, 16), (2, 128), (32, 8), (4, 4, 16), (16, 4, 4), (2, 8, 2, 8)]
+CUTS = [(256,), (2, 128), (16, 16), (32, 8), (2, 8, 2, 8)]
 """Of 256 devices in rows of 16: the first axes are the major ones."""
 
 

@@ -1,5 +1,6 @@
 """The walk that makes a plan: what is made where it is needed, moved before loops, added up in them, and reduced in branches."""
 
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -319,9 +320,10 @@ EMPTY = {
 
 
 @pytest.mark.filterwarnings("ignore::meshpar.errors.ReplicatedWarning")  # nothing else is split
-@pytest.mark.parametrize("layout", ["rows: data", "columns: data", "rows: data; columns: model"])
-@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
-@pytest.mark.parametrize("name", EMPTY)
+@pytest.mark.parametrize(
+    ("name", "lowering", "layout"),
+    covering.each(EMPTY, ["shard_map", "jit"], ["rows: data", "columns: data", "rows: data; columns: model"]),
+)
 def test_arrays_without_elements_are_not_split(name, lowering, layout):
     fn, shape = EMPTY[name]
     x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)

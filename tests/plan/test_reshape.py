@@ -51,9 +51,8 @@ def test_reshapes_that_split_and_merge_dims_on_2x2(shape, to):
     assert_reshapes("a=2, b=2", shape, to, reshape_pairs(shape, to, "ab", 20))
 
 
-@pytest.mark.parametrize(("shape", "to"), [((8, 16), (128,)), ((128,), (8, 16)), ((16, 8), (8, 16))])
-def test_reshapes_that_split_and_merge_dims_on_2x2x2(shape, to):
-    assert_reshapes("a=2, b=2, c=2", shape, to, reshape_pairs(shape, to, "abc", 20))
+def test_reshapes_that_split_and_merge_dims_on_2x2x2():
+    assert_reshapes("a=2, b=2, c=2", (16, 8), (8, 16), reshape_pairs((16, 8), (8, 16), "abc", 20))
 
 
 def reshape_pairs(shape, to, axes, most):

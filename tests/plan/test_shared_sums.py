@@ -46,9 +46,9 @@ def clipped_by_microbatches(params, x):
 
 
 @pytest.mark.parametrize(
-    ("step", "times"), [(with_lion, 1), (with_a_norm_after_the_update, 1), (clipped_by_microbatches, 2)]
+    ("step", "times", "lowering"),
+    [(with_lion, 1, "jit"), (with_a_norm_after_the_update, 1, "shard_map"), (clipped_by_microbatches, 2, "shard_map")],
 )
-@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
 def test_a_gradient_is_summed_once(step, times, lowering):
     """Bytes of the weights' all-reduces: each once a gradient, 2·V·7/8."""
     x = jnp.asarray(np.random.default_rng(1).normal(size=(32, 16)).astype(np.float32))

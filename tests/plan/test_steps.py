@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import warnings
 from types import SimpleNamespace
 
 import jax
@@ -10,7 +9,6 @@ import jax.numpy as jnp
 import planned_transformer as model
 import pytest
 import small_transformer
-from agreement import TRIPLES
 from arrays import f32
 from jax import lax
 
@@ -32,8 +30,6 @@ from meshpar._src.plan.steps import (
 )  # fmt: skip
 from meshpar._src.plan.verify import verify
 
-# -- every plan
-
 
 @pytest.mark.parametrize("layout", model.LAYOUTS)
 def test_plans_of_a_transformer_are_well_formed(layout):
@@ -51,24 +47,6 @@ def test_plans_with_dropout_and_rematerialised_layers_are_well_formed(scheme):
     plan = mp.plan(step, *small_transformer.create(), mesh=mp.mesh("data=4, model=2"), **how)
     for overlap in ("off", "ring"):
         verify(plan.replan(overlap=overlap))
-
-
-EXAMPLES = {t.model.split("_")[0] + " " + t.layout: t for t in TRIPLES}
-"""Of every family of models under every layout that it has, one."""
-
-
-@pytest.mark.filterwarnings("ignore::meshpar.errors.IndivisibleWarning")  # the height of ResNet-50
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_plans_of_examples_are_well_formed(name):
-    plan = EXAMPLES[name].plan()
-    verify(plan)
-    for overlap in ("off", "ring"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", mp.errors.TorusWarning)
-            verify(plan.replan(overlap=overlap))
-
-
-# -- order
 
 
 def shard(name):
@@ -116,9 +94,6 @@ def test_ten_thousand_steps_in_a_row():
     shards = [shard(k) for k in range(10_000)]
     steps = [step([a], [b]) for a, b in itertools.pairwise(shards)]
     assert topological_order(steps[::-1]) == tuple(steps)
-
-
-# -- walks
 
 
 def nested():

@@ -31,12 +31,7 @@ pytestmark = pytest.mark.filterwarnings(  # orbax leaves its other reads unawait
     "ignore:coroutine .* was never awaited", "ignore::pytest.PytestUnraisableExceptionWarning"
 )
 LAYOUT = "embed: data; mlp: model"
-SHARDINGS = [
-    ("data=4, model=2", LAYOUT),
-    ("data=8", "embed: data"),
-    ("data=2, model=4", "mlp: data+model"),
-    ("data=1", "embed: data"),
-]
+SHARDINGS = [("data=4, model=2", LAYOUT), ("data=2, model=4", "mlp: data+model"), ("data=1", "embed: data")]
 
 
 class Net(nnx.Module):
@@ -207,7 +202,7 @@ def test_damage_is_found_and_the_older_one_restored(saved, tmp_path, how):
     found = set()
     paths = [p.relative_to(saved[0] / "1") for p in files_of(saved[0] / "1") if p.stat().st_size]
     leaves = [p for p in paths if "d" in p.parts]
-    for k, path in enumerate(paths + leaves * (4 if how == "bit" else 0)):
+    for k, path in enumerate(paths + leaves * (2 if how == "bit" else 0)):
         shutil.copytree(saved[0], tmp_path / str(k))
         spoil(tmp_path / str(k) / "1" / path, how, draw)
         run = mp.Checkpoints(tmp_path / str(k))
@@ -267,8 +262,7 @@ def test_one_number_changed_is_a_digest_error(saved, tmp_path):
     assert steps_of(str(tmp_path / "a")) == [0, 1]
 
 
-@pytest.mark.parametrize("spec", [P(), P("data")])
-@pytest.mark.parametrize("small", [0, 1 << 20])
+@pytest.mark.parametrize(("spec", "small"), [(P(), 1 << 20), (P("data"), 0)])
 def test_replicas_that_disagree_are_not_saved(tmp_path, monkeypatch, spec, small):
     """One element of one copy, on the last device, is another number: found by the devices, and by the host."""
     monkeypatch.setattr(digest, "SMALL", small)
@@ -401,16 +395,15 @@ def test_one_two_and_four_processes(pods, tmp_path):
 
 
 def test_the_same_run_again_is_the_same_bit_for_bit(pods, tmp_path):
-    ends = [pods.run(2, programs.save_and_restore, str(tmp_path / name), "fsdp", 3) for name in "ab"]
+    ends = [pods.run(2, programs.save_and_restore, str(tmp_path / name), "fsdp", 1) for name in "ab"]
     assert ends[0].results == ends[1].results
     assert ends[0].codes == [0, 0], ends[0].texts
 
 
-@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.slow
-def test_killed_at_any_moment_of_a_save(pods, tmp_path, count):
-    """Twice three kills: the newest checkpoint is always complete; ``benchmarks/soak.py`` kills for as long as it is asked to."""
-    draw = random.Random(count)
+def test_killed_at_any_moment_of_a_save(pods, tmp_path):
+    """Three kills: the newest checkpoint is always complete; ``benchmarks/soak.py`` kills for as long as it is asked to."""
+    draw, count = random.Random(2), 2
     folder = tmp_path / "a"
     for k in range(3):
         shutil.rmtree(folder, ignore_errors=True)

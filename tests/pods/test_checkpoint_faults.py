@@ -45,9 +45,6 @@ def names(folder):
     return sorted(p.name for p in folder.iterdir())
 
 
-# -- reading
-
-
 @pytest.mark.parametrize(("where", "error"), [
     ("read_leaves", ValueError("PERMISSION_DENIED: Error opening \"zarr\" driver: NOT_FOUND is in this text as well")),
     ("read_leaves", ValueError("UNAUTHENTICATED: the credentials have expired")),
@@ -145,9 +142,6 @@ def test_other_folders_are_no_checkpoints(tmp_path, init):
         assert run.restore_or(init)[1] == 4
 
 
-# -- writing
-
-
 def test_a_step_that_exists_and_a_file_in_place_of_the_folder(tmp_path, init):
     save(tmp_path / "a", 1, 2)
     with mp.Checkpoints(tmp_path / "a", keep=None) as run:
@@ -217,9 +211,6 @@ def test_a_full_disk(tmp_path, then, status):
     assert ("free space on the disk" if then == "wait" or THREADS_AT_END else "end the script with close()") in said
     assert steps_of(str(tmp_path)) == [0]
     assert not (tmp_path / lock.NAME).exists()
-
-
-# -- two runs
 
 
 def test_a_second_run_is_refused_and_deletes_nothing(tmp_path, init):

@@ -50,8 +50,6 @@ def saved_and_restored(state, folder, **options):
     equal(state, found)
 
 
-# -- any tree
-
 ARRAYS = [
     "bool",
     "int4",
@@ -115,9 +113,6 @@ def test_any_tree(tree):
             assert "two leaves of the state have the path" in str(error)  # noqa: PT017
 
 
-# -- cases with a name
-
-
 @pytest.mark.parametrize("state", [
     {"i": np.array([2**40 + 7]), "f": np.array(1e300), "s": np.int64(2**62), "c": np.array([1e300 + 1j])},
     {"lr": 0.1, "n": 3_000_000_000, "more": 10**40, "flag": True, "nan": math.nan, "text": "a"},
@@ -172,54 +167,6 @@ def test_states_of_optimizers_and_pipelines(tmp_path, name, layout):
     assert ("pinned_host" in {x.sharding.memory_kind for x in jax.tree.leaves(state)}) == (name == "offload")
     assert any(x.dtype == jnp.int8 for x in jax.tree.leaves(state)) == (name == "low_bits")
     assert any("data" in x.sharding.spec[:1] for x in jax.tree.leaves(state) if x.ndim == 3) == (name == "pipeline")
-
-
-@pytest.mark.slow
-def test_a_pipeline_trains_on_from_its_checkpoint(tmp_path):
-    """Two stages under 1F1B, restored in the middle: equal to the run without a break, bit for bit."""
-    tx = optax.adam(1e-2)
-
-    def create(key):
-        params = {"layers": {"w": jax.random.normal(key, (4, 16, 16)) / 4}, "head": jnp.ones((16, 8))}
-        return {"params": params, "opt": tx.init(params)}
-
-    def loss_of(params, x):
-        y, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["w"]), None), x, params["layers"])
-        return jnp.mean((y @ params["head"] - 1) ** 2)
-
-    def train_step(state, x):
-        loss, gradients = mp.train.accumulate_gradients(jax.value_and_grad(loss_of), 4)(state["params"], x)
-        updates, opt = tx.update(gradients, state["opt"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
-
-    options = {"mesh": mp.mesh("stage=2, data=2"), "layout": "batch: data; layers: stage"}
-    dims = {"*/w": "layers embed _", "*/head": "embed out"}
-    init = mp.init(create, **options, dims=dims)
-    step = mp.jit(train_step, **options, dims={**dims, "x": "batch embed"}, schedule="1f1b")
-    batches = np.random.default_rng(0).normal(size=(6, 16, 16)).astype(np.float32)
-
-    def trained(state, first, last):
-        for x in batches[first:last]:
-            state, loss = step(state, x)
-        return state, float(loss)
-
-    unbroken = trained(init(jax.random.key(0)), 0, 6)
-    half, _ = trained(init(jax.random.key(0)), 0, 3)
-    assert step.plan(half, batches[0]).pipeline.stages == 2
-    with mp.Checkpoints(tmp_path) as run:
-        run.save(2, half)
-    state, at = mp.Checkpoints(tmp_path).restore(init.abstract(jax.random.key(1)))
-    assert at == 3
-    equal(half, state)
-    state, loss = trained(state, at, 6)
-    equal(state, unbroken[0])
-    assert loss == unbroken[1]
-
-
-def test_quantized_weights(tmp_path):
-    weights = mp.layers.quantize({"w": jax.random.normal(jax.random.key(0), (64, 64))}, "int8", contract={"w": 0})
-    assert any(x.dtype == jnp.int8 for x in jax.tree.leaves(weights))
-    saved_and_restored(weights, tmp_path)
 
 
 @pytest.mark.parametrize(("state", "says"), [

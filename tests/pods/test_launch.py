@@ -48,14 +48,11 @@ def test_all_well(launch):
     assert "process 2 of 3" in (logs / "attempt-0" / "process-2.log").read_text()
 
 
-@pytest.mark.parametrize(("status", "want"), [(3, 3), (75, 75)])
-def test_exit_statuses(launch, status, want):
-    """A program that fails is not started again."""
-    body = f"if p == 1: print('bad luck'); sys.exit({status})\ntime.sleep(0.7)"
-    code, text, _ = launch(body, "-n", "2", "--restarts", "0" if status == 75 else "5")
-    assert code == want
+def test_a_program_that_fails_is_not_started_again(launch):
+    code, text, _ = launch("if p == 1: print('bad luck'); sys.exit(3)\ntime.sleep(0.7)", "-n", "2", "--restarts", "5")
+    assert code == 3
     assert "attempt 1" not in text
-    assert text.rstrip().endswith(f"meshpar launch: first cause: process 1 ended with exit status {status}")
+    assert text.rstrip().endswith("meshpar launch: first cause: process 1 ended with exit status 3")
     assert "  | bad luck" in text
 
 
@@ -110,15 +107,14 @@ def wait_until(condition) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM])
-def test_a_stop_signal(tmp_path, number):
+def test_a_stop_signal(tmp_path):
     body = "signal.signal(signal.SIGTERM, lambda *a: (print('saved', flush=True), sys.exit(0)))\ntime.sleep(30)"
     child = launcher(tmp_path, body)
-    child.send_signal(number)
+    child.send_signal(signal.SIGTERM)
     text, _ = child.communicate(timeout=60)
     assert child.returncode == 75
     assert "saved" in text
-    assert f"stopped by {number.name}" in text
+    assert "stopped by SIGTERM" in text
 
 
 SAVING = """

@@ -4,6 +4,7 @@ import ast
 import gc
 from pathlib import Path
 
+import covering
 import jax
 import jax.extend.core
 import jax.numpy as jnp
@@ -65,8 +66,9 @@ def test_all_kinds_are_known():
     assert having(lambda p: p.call) == set(KINDS) - {"nested"}
 
 
-@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
-@pytest.mark.parametrize("kind", [None, *(k for k, make in KINDS.items() if make)])
+@pytest.mark.parametrize(
+    ("kind", "lowering"), covering.each([None, *(k for k, make in KINDS.items() if make)], ["shard_map", "jit"])
+)
 def test_a_function_sends_the_same_under_every_kind_of_call(kind, lowering):
     """Two halos of one row: from the next device, and from the first one to the last."""
     function = stencil if kind is None else KINDS[kind](stencil)
@@ -76,8 +78,7 @@ def test_a_function_sends_the_same_under_every_kind_of_call(kind, lowering):
     assert step.plan(X).bytes_sent == sent == 2 * X[0].nbytes
 
 
-@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
-@pytest.mark.parametrize("kind", [custom_jvp, custom_vjp])
+@pytest.mark.parametrize(("kind", "lowering"), [(custom_jvp, "jit"), (custom_vjp, "shard_map")])
 def test_a_call_with_slices_keeps_its_own_derivative(kind, lowering):
     """The rule returns three times the derivative of the body, which the derivative of the lowered function has to be too."""
     function = kind(stencil, 3.0)
@@ -87,8 +88,6 @@ def test_a_call_with_slices_keeps_its_own_derivative(kind, lowering):
     by_hand = np.concatenate([[d[-1]], d[:-1]]) - np.concatenate([d[:-1], [0 * d[0]]])
     np.testing.assert_allclose(ours, by_hand, rtol=1e-5, atol=1e-5)
 
-
-# -- primitives by name
 
 NEWER, OLDER = {"log2", "one_minus_square", "polynomial"}, {"call", "closed_call"}
 """Primitives that JAX 0.12 has and 0.10 lacks, and the reverse."""

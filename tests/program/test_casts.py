@@ -66,23 +66,6 @@ def test_a_tied_table_that_is_cast_twice_is_gathered_once(how):
     np.testing.assert_allclose(got[1]["table"], expected[1]["table"], rtol=2e-2, atol=2e-3)
 
 
-def test_it_sends_less_than_jit_with_the_same_shardings():
-    args = arguments()
-    mesh = mp.mesh("data=8")
-    spec = jax.sharding.PartitionSpec
-    by_embed, by_batch, replicated = (
-        jax.sharding.NamedSharding(mesh, s) for s in (spec(None, "data"), spec("data"), spec())
-    )
-    plain = jax.jit(
-        tied_step("matmul"),
-        in_shardings=({"table": by_embed}, by_batch),
-        out_shardings=(replicated, {"table": by_embed}),
-    )
-    theirs = collectives(plain.lower(*args).compile().as_text())
-    ours = mp.plan(tied_step("matmul"), *args, mesh=mesh, lowering="shard_map", **WHERE)
-    assert ours.bytes_sent <= sum(c.total_bytes for c in theirs)
-
-
 def test_each_body_merges_its_own_casts():
     def fn(x, ws):
         def layer(x, w):

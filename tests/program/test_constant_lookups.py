@@ -8,15 +8,14 @@ from jax import lax
 from lowered import same
 
 X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+MESHES = ["data=2, model=2, idle=2"]
 INDICES = np.array([[3, 1], [2, 5]])
 
 
 @pytest.mark.parametrize("fn", [lambda x: x[:, jnp.asarray(INDICES)], lambda x: x[jnp.asarray(INDICES)]])
 def test_constant_indices_of_two_dims(fn):
-    same(fn, X, layout="rows: data; columns: model", dims={"x": "rows columns"})
-    same(
-        jax.grad(lambda x: jnp.sum(jnp.sin(fn(x)))), X, layout="rows: data; columns: model", dims={"x": "rows columns"}
-    )
+    for of in (fn, jax.grad(lambda x: jnp.sum(jnp.sin(fn(x))))):
+        same(of, X, layout="rows: data; columns: model", dims={"x": "rows columns"}, meshes=MESHES)
 
 
 @pytest.mark.parametrize("index", [-1, 16, 3], ids=["negative", "past the end", "in bounds"])
@@ -34,4 +33,4 @@ def test_constant_indices_out_of_bounds(index, mode):
     if mode == "fill" and position != index:
         expected[1] = 0.5
     np.testing.assert_array_equal(jax.jit(fn)(X), expected)
-    same(fn, X, layout="rows: data", dims={"x": "rows columns"})
+    same(fn, X, layout="rows: data", dims={"x": "rows columns"}, meshes=MESHES)

@@ -1,7 +1,10 @@
 """Inference: every dim of a step has its name, from those of the parameters and the batch alone."""
 
 import functools
+import inspect
+import itertools
 
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,28 +18,12 @@ import meshpar as mp
 from meshpar._src.dims import format_dims
 
 MESH = jax.sharding.AbstractMesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-
-
-def i32(*sizes: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(sizes, jnp.int32)
-
-
-def plan(fn, *args, dims, **kw) -> mp.Plan:
-    return mp.plan(fn, *args, mesh=MESH, layout="", dims=dims, **kw)
-
-
-def named(shapes: dict[str, str], sizes: dict[str, int]):
-    """Values of these dims, and the patterns that name them: ``{"x": "batch embed"}``."""
-    return {k: f32(*(sizes[d] for d in dims.split())) for k, dims in shapes.items()}
-
-
 SIZES = {
     "batch": 2,
     "seq": 6,
     "kv_seq": 10,
     "embed": 12,
     "heads": 4,
-    "kv_heads": 2,
     "head_dim": 8,
     "mlp": 20,
     "vocab": 30,
@@ -48,19 +35,16 @@ SIZES = {
 }
 
 
-def outputs(fn, shapes: dict[str, str], **kw) -> list[str]:
-    """The names of the results of a function whose arguments have these dims."""
-    args = [named({k: v}, SIZES)[k] for k, v in shapes.items()]
-    fn_params = list(shapes)
-    wrapped = functools.wraps(fn)(lambda *xs: fn(*xs))
-    wrapped.__signature__ = _signature(fn_params)  # type: ignore[attr-defined]
-    return [format_dims(h.dims) for h in plan(wrapped, *args, dims=shapes, **kw).outputs]
+def i32(*sizes: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, jnp.int32)
 
 
-def _signature(names):
-    import inspect
+def plan(fn, *args, dims, **kw) -> mp.Plan:
+    return mp.plan(fn, *args, mesh=MESH, layout="", dims=dims, **kw)
 
-    return inspect.Signature([inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names])
+
+def names(held) -> list[str]:
+    return [format_dims(h.dims) for h in held]
 
 
 def op(p: mp.Plan, name: str, nth: int = 0):
@@ -74,177 +58,170 @@ def dims_of(p: mp.Plan, value) -> str:
 
 # -- one op at a time
 
-
-def test_dot_general_in_every_form():
-    assert outputs(lambda x, w: x @ w, {"x": "batch seq embed", "w": "embed mlp"}) == ["batch seq mlp"]
-    assert outputs(
-        lambda x, w: jnp.einsum("bse,ehd->bshd", x, w),
-        {"x": "batch seq embed", "w": "embed heads head_dim"},
-    ) == ["batch seq heads head_dim"]
-    scores = {"q": "batch seq heads head_dim", "k": "batch kv_seq heads head_dim"}
-    assert outputs(lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k), scores) == ["batch heads seq kv_seq"]
-    back = {"x": "batch seq heads head_dim", "w": "heads head_dim embed"}
-    assert outputs(lambda x, w: jnp.einsum("bshd,hde->bse", x, w), back) == ["batch seq embed"]
-    assert outputs(lambda a, b: jnp.einsum("i,j->ij", a, b), {"a": "embed", "b": "mlp"}) == ["embed mlp"]
-    assert outputs(
+BSHD = {"x": "batch seq heads head_dim"}
+OPS = [
+    # dot_general in every form
+    (lambda x, w: x @ w, {"x": "batch seq embed", "w": "embed mlp"}, "batch seq mlp"),
+    (lambda x, w: jnp.einsum("bse,ehd->bshd", x, w), {"x": "batch seq embed", "w": "embed heads head_dim"}, BSHD["x"]),
+    (
+        lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k),
+        {"q": BSHD["x"], "k": "batch kv_seq heads head_dim"},
+        "batch heads seq kv_seq",
+    ),
+    (lambda x, w: jnp.einsum("bshd,hde->bse", x, w), BSHD | {"w": "heads head_dim embed"}, "batch seq embed"),
+    (lambda a, b: jnp.einsum("i,j->ij", a, b), {"a": "embed", "b": "mlp"}, "embed mlp"),
+    (
         lambda a, b: lax.dot_general(a, b, (((), ()), ((0,), (1,)))),
         {"a": "embed seq", "b": "mlp embed"},
-    ) == ["embed seq mlp"]
+        "embed seq mlp",
+    ),
+    (
+        lambda x, w: jax.vmap(lambda x, w: x @ w, (0, None))(x, w),
+        {"x": "batch seq embed", "w": "embed mlp"},
+        "batch seq mlp",
+    ),
+    (lambda x: x.sum(1), "batch seq embed", "batch embed"),
+    (lambda x: x.max(-1, keepdims=True), "batch seq embed", "batch seq _"),
+    (lambda x: jnp.argmax(x, 1), "batch seq embed", "batch embed"),
+    (lambda x: jnp.cumsum(x, 1), "batch seq", "batch seq"),
+    (lambda x: jnp.sort(x, 1), "batch seq", "batch seq"),
+    (lambda x: jnp.argsort(x, 1), "batch seq", "batch seq"),
+    (lambda x: lax.top_k(x, 3)[0], "batch vocab", "batch _"),
+    (lambda x: lax.top_k(x, 3)[1], "batch seq vocab", "batch seq _"),
+    (lambda x: jnp.swapaxes(x, 0, 2), "batch seq embed", "embed seq batch"),
+    (lambda x: x[:, ::-1], "batch seq", "batch seq"),
+    (lambda x: x[:, :-1], "batch seq", "batch seq"),
+    (lambda x: x[:, 2], "batch seq embed", "batch embed"),
+    (lambda x: jnp.pad(x, ((0, 0), (1, 0))), "batch seq", "batch seq"),
+    (lambda x: jnp.concatenate([x, x], 1), "batch seq", "batch seq"),
+    (lambda x: jnp.roll(x, 1, 1), "batch seq", "batch seq"),
+    (lambda x: jnp.stack([x, x], 1), "batch seq", "batch _ seq"),
+    (lambda x: jnp.unstack(x, axis=1)[0], "batch seq embed", "batch embed"),
+    (lambda x: jnp.where(x > 0, x, 0), "batch seq", "batch seq"),
+    (lambda x: x[:, None] * jnp.ones((1, 9, 1)), "batch embed", "batch _ embed"),
+    (lambda x: jax.nn.softmax(x), "batch seq vocab", "batch seq vocab"),
+    (lambda x: jax.nn.logsumexp(x, -1), "batch seq vocab", "batch seq"),
+    (lambda x: jax.nn.one_hot(jnp.argmax(x, -1), 30) * x, "batch vocab", "batch vocab"),
+    (lambda x: jnp.fft.rfft(x, axis=-1).real, "batch seq", "batch _"),
+    (lambda x: lax.dynamic_slice(x, (0, 1), (2, 3)), "batch seq", "batch seq"),
+    (lambda x: lax.dynamic_update_slice(x, jnp.ones((2, 3)), (0, 1)), "batch seq", "batch seq"),
+    (lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 2), "VALID"), "batch seq", "batch seq"),
+    (lambda x: lax.stop_gradient(x) + lax.optimization_barrier(x), "batch seq", "batch seq"),
+    (lambda x: lax.associative_scan(jnp.add, x, axis=1), "batch seq", "batch seq"),
+    # reshapes split and merge
+    (lambda x: x.reshape(2, 6, 32), BSHD, "batch seq (heads head_dim)"),
+    (lambda x: x.reshape(2, 6, 32).reshape(2, 6, 4, 8) * 2, BSHD, BSHD["x"]),
+    (lambda x: x.reshape(12, 32).reshape(2, 6, 4, 8), BSHD, BSHD["x"]),
+    (lambda x: x.reshape(12, 32).sum(0), BSHD, "(heads head_dim)"),
+    (lambda x: x.reshape(-1), "batch", "batch"),
+    (lambda x: x[:, None, :, None].reshape(2, 6), "batch seq", "batch seq"),
+    (lambda x: x.reshape(2, 3, 2) * 2, "batch seq", "batch seq seq-inner"),  # the name stays on the major part
+    (lambda x: lax.reshape(x, (12, 6), dimensions=(1, 0)) * 2, "seq embed", "embed seq"),
+    # what is cut from a named dim has its name, and keeps one of its own
+    (lambda x: x[:, 1:], "batch seq", "batch seq"),
+    (lambda x: jnp.split(x, [2], 1), "batch seq", ["batch seq", "batch seq"]),
+    (lambda x, b: (x[:, :2], x[:, 2:6] + b), {"x": "batch embed", "b": "heads"}, ["batch embed", "batch heads"]),
+    # from one piece of a dim without a name nothing passes to the others
+    (
+        lambda x, b: (x, x[:, :4] + b, x[:, 4:]),
+        {"x": "batch _:12", "b": "heads"},
+        ["batch _", "batch heads", "batch _"],
+    ),
+    (
+        lambda x, b: (x, jnp.split(x, [8], 1)[0], jnp.split(x, [8], 1)[1] + b),
+        {"x": "batch _:12", "b": "heads"},
+        ["batch _", "batch _", "batch heads"],
+    ),
+    (lambda x, b: (x, x[:, 8:] + b), {"x": "batch _:12", "b": "heads"}, ["batch _", "batch heads"]),
+    # what all pieces are called the whole is called too
+    (lambda x, b: (x, x[:, :4] + b, x[:, 4:] + b), {"x": "batch _:8", "b": "heads"}, ["batch heads"] * 3),
+    (lambda x, b: (x, x[:, 1:] + b), {"x": "batch _:7", "b": "seq"}, ["batch seq"] * 2),
+    (lambda x, b: (x, x[:, 1:] + b, x[:, :-1]), {"x": "batch _:7", "b": "seq"}, ["batch seq"] * 3),
+    # what is put together has the name of what it is made of
+    (lambda x, y: jnp.concatenate([y, x], 1), {"x": "batch seq", "y": "batch _:3"}, "batch seq"),
+    (lambda x: jnp.pad(x, ((0, 0), (0, 20))), "batch seq", "batch seq"),
+    (lambda x: jnp.concatenate([-x[:, 4:], x[:, :4]], 1), "batch head_dim", "batch head_dim"),
+    # loops and branches
+    (
+        lambda x, w: lax.scan(lambda h, x: (jnp.tanh(x + h @ w), None), jnp.zeros((2, 20)), x)[0],
+        {"x": "seq batch mlp", "w": "_:20 _:20"},
+        "batch mlp",
+    ),
+    (lambda x: lax.fori_loop(0, 3, lambda i, c: jnp.sin(c) + x, jnp.zeros((2, 12))), "batch embed", "batch embed"),
+    (
+        lambda x: lax.while_loop(lambda c: c.sum() < 9, lambda c: c + x, jnp.zeros((2, 12))),
+        "batch embed",
+        "batch embed",
+    ),
+    (
+        lambda x, w: lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: jnp.zeros((2, 20)), x),
+        {"x": "batch embed", "w": "embed mlp"},
+        "batch mlp",
+    ),
+    (
+        lambda x, w: lax.switch(1, [lambda x: jnp.zeros((2, 20)), lambda x: jnp.tanh(x @ w)], x) + 1,
+        {"x": "batch embed", "w": "embed mlp"},
+        "batch mlp",
+    ),
+    # the same dim twice: the key side is primed, however it is transposed, unless it is renamed
+    (lambda x: lax.dot_general(x, x * 2, (((3,), (3,)), ((0, 2), (0, 2)))), BSHD, "batch heads seq seq'"),
+    (
+        lambda x: jnp.swapaxes(lax.dot_general(x, x * 2, (((3,), (3,)), ((0, 2), (0, 2)))), 2, 3),
+        BSHD,
+        "batch heads seq' seq",
+    ),
+    (lambda x: attention(x, mp.rename(x * 1, seq="kv_seq")), BSHD, "batch heads seq kv_seq"),
+]
+"""(function, dims of its arguments, or of `x`, names of its results); ``_:12`` is a dim of this size without a name."""
+
+
+def attention(q, k):
+    return jnp.einsum("bqhd,bkhd->bhqk", q, k)
+
+
+@pytest.mark.parametrize(("fn", "dims", "want"), OPS)
+def test_names_of_results(fn, dims, want):
+    dims = {"x": dims} if isinstance(dims, str) else dims
+    shapes = {k: [[*d.split(":"), ""][:2] for d in v.split()] for k, v in dims.items()}
+    args = [f32(*(int(n) if n else SIZES[d] for d, n in shape)) for shape in shapes.values()]
+    wrapped = functools.wraps(fn)(lambda *xs: fn(*xs))
+    parameters = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in dims]
+    wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    patterns = {k: " ".join(d for d, _ in shape) for k, shape in shapes.items()}
+    assert names(plan(wrapped, *args, dims=patterns, strict=True).outputs) == (
+        [want] if isinstance(want, str) else want
+    )
 
 
 def test_names_pass_into_operands_too():
     """The contracted dim of a weight without names is named by what it is contracted with."""
     p = plan(lambda x, w: x @ w, f32(2, 12), f32(12, 20), dims={"x": "batch embed"})
-    assert [format_dims(h.dims) for h in p.inputs] == ["batch embed", "embed _"]
-
-
-@pytest.mark.parametrize(
-    ("fn", "dims", "want"),
-    [
-        (lambda x: x.sum(1), "batch seq embed", "batch embed"),
-        (lambda x: x.max(-1, keepdims=True), "batch seq embed", "batch seq _"),
-        (lambda x: jnp.argmax(x, 1), "batch seq embed", "batch embed"),
-        (lambda x: jnp.cumsum(x, 1), "batch seq", "batch seq"),
-        (lambda x: jnp.sort(x, 1), "batch seq", "batch seq"),
-        (lambda x: jnp.argsort(x, 1), "batch seq", "batch seq"),
-        (lambda x: lax.top_k(x, 3)[0], "batch vocab", "batch _"),
-        (lambda x: lax.top_k(x, 3)[1], "batch seq vocab", "batch seq _"),
-        (lambda x: jnp.swapaxes(x, 0, 2), "batch seq embed", "embed seq batch"),
-        (lambda x: x[:, ::-1], "batch seq", "batch seq"),
-        (lambda x: x[:, :-1], "batch seq", "batch seq"),
-        (lambda x: x[:, 2], "batch seq embed", "batch embed"),
-        (lambda x: jnp.pad(x, ((0, 0), (1, 0))), "batch seq", "batch seq"),
-        (lambda x: jnp.concatenate([x, x], 1), "batch seq", "batch seq"),
-        (lambda x: jnp.split(x, 2, 1)[1], "batch seq", "batch seq"),
-        (lambda x: jnp.roll(x, 1, 1), "batch seq", "batch seq"),
-        (lambda x: jnp.stack([x, x], 1), "batch seq", "batch _ seq"),
-        (lambda x: jnp.unstack(x, axis=1)[0], "batch seq embed", "batch embed"),
-        (lambda x: jnp.where(x > 0, x, 0), "batch seq", "batch seq"),
-        (lambda x: x[:, None] * jnp.ones((1, 9, 1)), "batch embed", "batch _ embed"),
-        (lambda x: jax.nn.softmax(x), "batch seq vocab", "batch seq vocab"),
-        (lambda x: jax.nn.logsumexp(x, -1), "batch seq vocab", "batch seq"),
-        (lambda x: jax.nn.one_hot(jnp.argmax(x, -1), 30) * x, "batch vocab", "batch vocab"),
-        (lambda x: jnp.fft.rfft(x, axis=-1).real, "batch seq", "batch _"),
-        (lambda x: lax.dynamic_slice(x, (0, 1), (2, 3)), "batch seq", "batch seq"),
-        (lambda x: lax.dynamic_update_slice(x, jnp.ones((2, 3)), (0, 1)), "batch seq", "batch seq"),
-        (
-            lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 2), "VALID"),
-            "batch seq",
-            "batch seq",
-        ),
-        (lambda x: lax.stop_gradient(x) + lax.optimization_barrier(x), "batch seq", "batch seq"),
-        (lambda x: lax.associative_scan(jnp.add, x, axis=1), "batch seq", "batch seq"),
-    ],
-)
-def test_one_op(fn, dims, want):
-    assert outputs(fn, {"x": dims}) == [want]
-
-
-def test_reshapes_split_and_merge():
-    merge = {"x": "batch seq heads head_dim"}
-    assert outputs(lambda x: x.reshape(2, 6, 32), merge) == ["batch seq (heads head_dim)"]
-    assert outputs(lambda x: x.reshape(2, 6, 32).reshape(2, 6, 4, 8) * 2, merge) == ["batch seq heads head_dim"]
-    assert outputs(lambda x: x.reshape(12, 32).reshape(2, 6, 4, 8), merge) == ["batch seq heads head_dim"]
-    assert outputs(lambda x: x.reshape(12, 32).sum(0), merge) == ["(heads head_dim)"]
-    assert outputs(lambda x: x.reshape(-1), {"x": "batch"}) == ["batch"]
-    assert outputs(lambda x: x[:, None, :, None].reshape(2, 6), {"x": "batch seq"}) == ["batch seq"]
+    assert names(p.inputs) == ["batch embed", "embed _"]
 
 
 def test_a_dim_that_a_reshape_splits_takes_the_names_of_its_parts():
     """A fused projection, ``heads·head_dim``, that is split and used with named weights."""
 
     def fn(x, fused, out):
-        y = (x @ fused).reshape(2, 6, 4, 8)
-        return jnp.einsum("bshd,hde->bse", y, out)
+        return jnp.einsum("bshd,hde->bse", (x @ fused).reshape(2, 6, 4, 8), out)
 
-    p = plan(
-        fn,
-        f32(2, 6, 12),
-        f32(12, 32),
-        f32(4, 8, 12),
-        dims={"x": "batch seq embed", "out": "heads head_dim embed"},
-    )
-    assert format_dims(p.inputs[1].dims) == "embed (heads head_dim)"
-    assert format_dims(p.outputs[0].dims) == "batch seq embed"
-
-
-def test_a_named_dim_that_is_split_keeps_its_name_on_the_major_part():
-    assert outputs(lambda x: x.reshape(2, 3, 2) * 2, {"x": "batch seq"}) == ["batch seq seq-inner"]
+    dims = {"x": "batch seq embed", "out": "heads head_dim embed"}
+    p = plan(fn, f32(2, 6, 12), f32(12, 32), f32(4, 8, 12), dims=dims)
+    assert names([p.inputs[1], p.outputs[0]]) == ["embed (heads head_dim)", "batch seq embed"]
 
 
 def test_uneven_reshapes_do_not_mix_names():
-    p = plan(
-        lambda x: x.reshape(2, 4, 6, 12),
-        f32(2, 6, 4, 12),
-        dims={"x": "batch seq heads embed"},
-        strict=True,
-    )
-    got = format_dims(p.outputs[0].dims).split()
+    p = plan(lambda x: x.reshape(2, 4, 6, 12), f32(2, 6, 4, 12), dims={"x": "batch seq heads embed"}, strict=True)
+    got = names(p.outputs)[0].split()
     assert (got[0], got[-1]) == ("batch", "embed")
     assert not {"seq", "heads"} & set(got)
-
-
-def test_a_reshape_that_transposes_first():
-    p = plan(
-        lambda x: lax.reshape(x, (12, 6), dimensions=(1, 0)) * 2,
-        f32(6, 12),
-        dims={"x": "seq embed"},
-    )
-    assert format_dims(p.outputs[0].dims) == "embed seq"
-
-
-@pytest.mark.parametrize(
-    ("fn", "dims", "want"),
-    [
-        # what is cut from a named dim has its name, and keeps one of its own
-        (lambda x: x[:, 1:], {"x": "batch seq"}, ["batch seq"]),
-        (lambda x: x[:, 1:3], {"x": "batch seq"}, ["batch seq"]),
-        (lambda x: jnp.split(x, [2], 1), {"x": "batch seq"}, ["batch seq", "batch seq"]),
-        (
-            lambda x, b: (x[:, :2], x[:, 2:6] + b),
-            {"x": "batch embed", "b": "heads"},
-            ["batch embed", "batch heads"],
-        ),
-        # from one piece of a dim without a name nothing passes to the others
-        (
-            lambda x, b: (x, x[:, :4] + b, x[:, 4:]),
-            {"x": "batch _:12", "b": "heads"},
-            ["batch _", "batch heads", "batch _"],
-        ),
-        (
-            lambda x, b: (x, jnp.split(x, [8], 1)[0], jnp.split(x, [8], 1)[1] + b),
-            {"x": "batch _:12", "b": "heads"},
-            ["batch _", "batch _", "batch heads"],
-        ),
-        (lambda x, b: (x, x[:, 8:] + b), {"x": "batch _:12", "b": "heads"}, ["batch _", "batch heads"]),
-        # what all pieces are called the whole is called too
-        (lambda x, b: (x, x[:, :4] + b, x[:, 4:] + b), {"x": "batch _:8", "b": "heads"}, ["batch heads"] * 3),
-        (lambda x, b: (x, x[:, 1:] + b), {"x": "batch _:7", "b": "seq"}, ["batch seq"] * 2),
-        (lambda x, b: (x, x[:, 1:] + b, x[:, :-1]), {"x": "batch _:7", "b": "seq"}, ["batch seq"] * 3),
-        # what is put together has the name of what it is made of
-        (lambda x, y: jnp.concatenate([y, x], 1), {"x": "batch seq", "y": "batch _:3"}, ["batch seq"]),
-        (lambda x: jnp.pad(x, ((0, 0), (0, 20))), {"x": "batch seq"}, ["batch seq"]),
-        (
-            lambda x: jnp.concatenate([-x[:, 4:], x[:, :4]], 1),
-            {"x": "batch head_dim"},
-            ["batch head_dim"],
-        ),
-    ],
-)
-def test_pieces_of_a_dim(fn, dims, want):
-    """``_:12`` is a dim of this size without a name."""
-    shapes = {k: [[*d.split(":"), ""][:2] for d in v.split()] for k, v in dims.items()}
-    args = [f32(*(int(n) if n else SIZES[d] for d, n in shape)) for shape in shapes.values()]
-    fn.__signature__ = _signature(list(dims))
-    patterns = {k: " ".join(d for d, _ in shape) for k, shape in shapes.items()}
-    assert [format_dims(h.dims) for h in plan(fn, *args, dims=patterns, strict=True).outputs] == want
 
 
 def test_two_names_that_are_put_together_are_listed():
     dims = {"x": "batch seq", "y": "batch kv_seq"}
     with pytest.warns(mp.errors.JoinWarning, match="kv_seq = seq|seq = kv_seq"):
         p = plan(lambda x, y: (x, y, jnp.concatenate([x, y], 1)), f32(2, 6), f32(2, 10), dims=dims)
-    assert [format_dims(h.dims) for h in p.outputs[:2]] == ["batch seq", "batch kv_seq"]
+    assert names(p.outputs[:2]) == ["batch seq", "batch kv_seq"]
     assert set(p.program.sub_dims(p.program.outputs[2], 1)[0][0]) == {"seq", "kv_seq"}
 
 
@@ -256,54 +233,34 @@ def test_the_gradient_of_a_fused_projection_passes_no_name_from_piece_to_piece()
 
         return w - jax.grad(loss)(w)
 
-    dims = {"x": "batch embed", "bias": "heads"}
-    p = plan(step, f32(12, 16), f32(4), f32(2, 12), dims=dims)
-    assert format_dims(p.outputs[0].dims) == "embed _"
+    p = plan(step, f32(12, 16), f32(4), f32(2, 12), dims={"x": "batch embed", "bias": "heads"})
+    assert names(p.outputs) == ["embed _"]
     assert [dims_of(p, v) for v in op(p, "split").outs] == ["batch _", "batch heads", "batch heads"]
-
-
-def test_conv():
-    def conv(x, w, **kw):
-        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), **kw)
-
-    shapes = {"x": "batch height width channels", "w": "_ _ channels out_channels"}
-    args = f32(2, 16, 18, 5), f32(3, 3, 5, 7)
-    p = plan(lambda x, w: conv(x, w), *args, dims=shapes)
-    assert format_dims(p.outputs[0].dims) == "batch height width out_channels"
-    p = plan(jax.grad(lambda x, w: (conv(x, w) ** 2).sum(), argnums=(0, 1)), *args, dims=shapes)
-    assert [format_dims(h.dims) for h in p.outputs] == [
-        "batch height width channels",
-        "_ _ channels out_channels",
-    ]
 
 
 @pytest.mark.parametrize(
     ("groups", "kernel", "dims"),
     [
+        (1, (3, 3, 6, 7), "_ _ channels out_channels"),
         (6, (3, 3, 1, 6), "_ _ _ channels"),
         (6, (3, 3, 1, 12), "_ _ _ out_channels"),
         (2, (3, 3, 3, 8), "_ _ group_in out_channels"),
     ],
 )
-def test_grouped_and_depthwise_conv(groups, kernel, dims):
-    def loss(w, x):
-        y = lax.conv_general_dilated(
-            jnp.tanh(x),
-            w,
-            (1, 1),
-            "SAME",
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            feature_group_count=groups,
+def test_convolutions_and_their_gradients(groups, kernel, dims):
+    def conv(x, w):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return lax.conv_general_dilated(
+            jnp.tanh(x), w, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=groups
         )
-        return jnp.sum(y**2)
 
     def step(w, x):
-        dw, dx = jax.grad(loss, argnums=(0, 1))(w, x)
-        return w - dw, dx
+        dw, dx = jax.grad(lambda w, x: jnp.sum(conv(x, w) ** 2), argnums=(0, 1))(w, x)
+        return w - dw, dx, conv(x, w)
 
     patterns = {"x": "batch height width channels", "w": dims}
     p = plan(step, f32(*kernel), f32(2, 16, 18, 6), dims=patterns, strict=True)
-    assert [format_dims(h.dims) for h in p.outputs] == [patterns["w"], patterns["x"]]
+    assert names(p.outputs) == [patterns["w"], patterns["x"], f"batch height width {dims.split()[-1]}"]
 
 
 def test_embedding_and_its_gradient():
@@ -313,40 +270,23 @@ def test_embedding_and_its_gradient():
     args = f32(30, 12), i32(2, 6), f32(12, 20)
     dims = {"table": "vocab embed", "tokens": "batch seq"}
     p = plan(jax.value_and_grad(loss, argnums=(0, 2)), *args, dims=dims)
-    assert [format_dims(h.dims) for h in p.outputs] == ["", "vocab embed", "embed _"]
+    assert names(p.outputs) == ["", "vocab embed", "embed _"]
     assert dims_of(p, op(p, "gather").outs[0]) == "batch seq embed"
     assert dims_of(p, op(p, "scatter-add").outs[0]) == "vocab embed"
 
 
-def test_take_along_axis_and_scatter():
-    p = plan(
-        lambda logits, labels: jnp.take_along_axis(logits, labels[..., None], -1)[..., 0],
-        f32(2, 6, 30),
-        i32(2, 6),
-        dims={"logits": "batch seq vocab"},
-    )
-    assert format_dims(p.outputs[0].dims) == "batch seq"
-    assert format_dims(p.inputs[1].dims) == "batch seq"
-    p = plan(
-        lambda x, i, u: x.at[i].add(u),
-        f32(30, 12),
-        i32(6),
-        f32(6, 12),
-        dims={"x": "vocab embed", "i": "seq"},
-    )
-    assert format_dims(p.outputs[0].dims) == "vocab embed"
-    assert format_dims(p.inputs[2].dims) == "seq embed"
+def test_operations_with_indices():
+    def take(logits, labels):
+        return jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
 
-
-def test_the_experts_of_a_ragged_dot():
-    p = plan(
-        lambda x, w, n: lax.ragged_dot(x, w, n),
-        f32(12, 6),
-        f32(3, 6, 20),
-        i32(3),
-        dims={"x": "tokens embed", "w": "experts embed mlp"},
-    )
-    assert format_dims(p.outputs[0].dims) == "tokens mlp"
+    p = plan(take, f32(2, 6, 30), i32(2, 6), dims={"logits": "batch seq vocab"})
+    assert names([p.outputs[0], p.inputs[1]]) == ["batch seq"] * 2
+    dims = {"x": "vocab embed", "i": "seq"}
+    p = plan(lambda x, i, u: x.at[i].add(u), f32(30, 12), i32(6), f32(6, 12), dims=dims)
+    assert names([p.outputs[0], p.inputs[2]]) == ["vocab embed", "seq embed"]
+    dims = {"x": "tokens embed", "w": "experts embed mlp"}
+    p = plan(lambda x, w, n: lax.ragged_dot(x, w, n), f32(12, 6), f32(3, 6, 20), i32(3), dims=dims)
+    assert names(p.outputs) == ["tokens mlp"]
 
 
 # -- control flow
@@ -362,76 +302,24 @@ def test_scan_carry_xs_ys_and_consts():
 
     dims = {"x": "batch embed", "stack": "layers _ embed"}
     p = plan(fn, f32(2, 12), f32(12, 20), f32(3, 20, 12), f32(12), dims=dims)
-    assert [format_dims(h.dims) for h in p.outputs] == ["batch embed", "layers batch"]
-    assert [format_dims(h.dims) for h in p.inputs] == ["batch embed", "embed _", "layers _ embed", "embed"]
+    assert names(p.outputs) == ["batch embed", "layers batch"]
+    assert names(p.inputs) == ["batch embed", "embed _", "layers _ embed", "embed"]
 
 
 def test_scan_names_flow_out_of_the_body():
     """The names of a stacked weight, used only inside the loop, name what the loop makes of it."""
 
     def fn(x, up, down):
-        def body(x, w):
-            up, down = w
-            return x + jnp.tanh(x @ up) @ down, None
+        return lax.scan(lambda x, w: (x + jnp.tanh(x @ w[0]) @ w[1], None), x, (up, down))[0].sum()
 
-        return lax.scan(body, x, (up, down))[0]
-
-    args = f32(2, 12), f32(3, 12, 20), f32(3, 20, 12)
-    dims = {"x": "batch _", "up": "layers embed mlp"}
     p = plan(
-        jax.value_and_grad(lambda x, up, down: fn(x, up, down).sum(), argnums=(0, 1, 2)),
-        *args,
-        dims=dims,
-    )
-    assert [format_dims(h.dims) for h in p.outputs[1:]] == [
-        "batch embed",
-        "layers embed mlp",
-        "layers mlp embed",
-    ]
-
-
-def test_scan_carry_starts_from_zeros():
-    p = plan(
-        lambda x, w: lax.scan(lambda h, x: (jnp.tanh(x + h @ w), None), jnp.zeros((2, 20)), x)[0],
-        f32(6, 2, 20),
-        f32(20, 20),
-        dims={"x": "seq batch mlp"},
-    )
-    assert format_dims(p.outputs[0].dims) == "batch mlp"
-
-
-def test_while_and_fori():
-    dims = {"x": "batch embed"}
-    p = plan(
-        lambda x: lax.fori_loop(0, 3, lambda i, c: jnp.sin(c) + x, jnp.zeros((2, 12))),
+        jax.value_and_grad(fn, argnums=(0, 1, 2)),
         f32(2, 12),
-        dims=dims,
+        f32(3, 12, 20),
+        f32(3, 20, 12),
+        dims={"x": "batch _", "up": "layers embed mlp"},
     )
-    assert format_dims(p.outputs[0].dims) == "batch embed"
-    p = plan(
-        lambda x: lax.while_loop(lambda c: c.sum() < 9, lambda c: c + x, jnp.zeros((2, 12))),
-        f32(2, 12),
-        dims=dims,
-    )
-    assert format_dims(p.outputs[0].dims) == "batch embed"
-
-
-def test_cond_and_switch():
-    dims = {"x": "batch embed", "w": "embed mlp"}
-    p = plan(
-        lambda x, w: lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: jnp.zeros((2, 20)), x),
-        f32(2, 12),
-        f32(12, 20),
-        dims=dims,
-    )
-    assert format_dims(p.outputs[0].dims) == "batch mlp"
-    p = plan(
-        lambda x, w: lax.switch(1, [lambda x: jnp.zeros((2, 20)), lambda x: jnp.tanh(x @ w)], x) + 1,
-        f32(2, 12),
-        f32(12, 20),
-        dims=dims,
-    )
-    assert format_dims(p.outputs[0].dims) == "batch mlp"
+    assert names(p.outputs[1:]) == ["batch embed", "layers embed mlp", "layers mlp embed"]
 
 
 @pytest.mark.parametrize("prevent_cse", [True, False])
@@ -440,13 +328,9 @@ def test_remat(prevent_cse):
     def block(x, w):
         return jnp.tanh(x @ w)
 
-    p = plan(
-        jax.value_and_grad(lambda w, x: block(block(x, w), w.T).sum()),
-        f32(12, 20),
-        f32(2, 12),
-        dims={"w": "embed mlp", "x": "batch embed"},
-    )
-    assert format_dims(p.outputs[1].dims) == "embed mlp"
+    loss = jax.value_and_grad(lambda w, x: block(block(x, w), w.T).sum())
+    p = plan(loss, f32(12, 20), f32(2, 12), dims={"w": "embed mlp", "x": "batch embed"})
+    assert names(p.outputs[1:]) == ["embed mlp"]
     named_dims, total, missing = p.program.coverage()
     assert named_dims == total, missing
 
@@ -467,9 +351,9 @@ def test_custom_jvp_and_vjp():
     two.defvjp(lambda x, w: (two(x, w), (x, w)), lambda res, g: (g @ res[1].T, res[0].T @ g))
     dims = {"x": "batch embed", "w": "embed mlp"}
     p = plan(lambda x, w: (one(x), two(x, w)), f32(2, 12), f32(12, 20), dims=dims)
-    assert [format_dims(h.dims) for h in p.outputs] == ["batch embed", "batch mlp"]
+    assert names(p.outputs) == ["batch embed", "batch mlp"]
     p = plan(jax.grad(lambda w, x: two(one(x), w).sum()), f32(12, 20), f32(2, 12), dims=dims)
-    assert format_dims(p.outputs[0].dims) == "embed mlp"
+    assert names(p.outputs) == ["embed mlp"]
 
 
 def test_a_cached_jaxpr_is_apart_at_every_call_site():
@@ -483,19 +367,9 @@ def test_a_cached_jaxpr_is_apart_at_every_call_site():
     p = plan(fn, f32(4, 4), f32(4, 4), dims={"a": "batch embed", "b": "heads mlp"}, strict=True)
     first, second = (o for o in p.program.root.ops if o.frames)
     assert first.frames[0].jaxpr is second.frames[0].jaxpr  # JAX shares it
-    assert [format_dims(h.dims) for h in p.outputs] == ["batch embed", "heads mlp"]
+    assert names(p.outputs) == ["batch embed", "heads mlp"]
     tanh = [o for o in p.program.root.walk() if o.name == "tanh"]
     assert [dims_of(p, o.outs[0]) for o in tanh] == ["batch embed", "heads mlp"]
-
-
-def test_vmapped_functions():
-    p = plan(
-        lambda x, w: jax.vmap(lambda x, w: x @ w, (0, None))(x, w),
-        f32(2, 6, 12),
-        f32(12, 20),
-        dims={"x": "batch seq embed", "w": "embed mlp"},
-    )
-    assert format_dims(p.outputs[0].dims) == "batch seq mlp"
 
 
 def test_named_and_rename_under_transformations():
@@ -503,46 +377,24 @@ def test_named_and_rename_under_transformations():
         return mp.rename(mp.named(x, "seq"), seq="kv_seq") * 2
 
     assert plan(lambda x: jax.vmap(fn)(x), f32(2, 6), dims={"x": "batch _"}).outputs[0].dims == ("batch", "kv_seq")
-    p = plan(jax.grad(lambda x: fn(x).sum()), f32(6), dims={})
-    assert format_dims(p.outputs[0].dims) == "seq"
+    assert names(plan(jax.grad(lambda x: fn(x).sum()), f32(6), dims={}).outputs) == ["seq"]
     np.testing.assert_array_equal(jax.jit(fn)(jnp.arange(3.0)), [0, 2, 4])
     np.testing.assert_array_equal(jax.grad(lambda x: fn(x).sum())(jnp.arange(3.0)), [2, 2, 2])
-    tangent = jax.jvp(fn, (jnp.arange(3.0),), (jnp.ones(3),))[1]
-    np.testing.assert_array_equal(tangent, [2, 2, 2])
+    np.testing.assert_array_equal(jax.jvp(fn, (jnp.arange(3.0),), (jnp.ones(3),))[1], [2, 2, 2])
 
 
 # -- the same dim twice
 
 
-def attention(q, k):
-    return jnp.einsum("bqhd,bkhd->bhqk", q, k)
-
-
 def test_the_key_side_of_scores_is_primed():
-    dims = {"x": "batch seq embed", "wq": "embed heads head_dim", "wk": "embed heads head_dim"}
-    args = f32(2, 6, 12), f32(12, 4, 8), f32(12, 4, 8)
-
     def fn(x, wq, wk):
         q, k = jnp.einsum("bse,ehd->bshd", x, wq), jnp.einsum("bse,ehd->bshd", x, wk)
         scores = attention(q, k)
         return scores, scores.transpose(0, 1, 3, 2), jax.nn.softmax(scores) @ jnp.swapaxes(k, 1, 2)
 
-    p = plan(fn, *args, dims=dims, strict=True)
-    assert [format_dims(h.dims) for h in p.outputs] == [
-        "batch heads seq seq'",
-        "batch heads seq' seq",
-        "batch heads seq head_dim",
-    ]
-
-
-@pytest.mark.parametrize("swap", [False, True])
-def test_the_query_side_keeps_the_name_however_it_is_transposed(swap):
-    def fn(x):
-        scores = lax.dot_general(x, x * 2, (((3,), (3,)), ((0, 2), (0, 2))))
-        return jnp.swapaxes(scores, 2, 3) if swap else scores
-
-    p = plan(fn, f32(2, 6, 4, 8), dims={"x": "batch seq heads head_dim"}, strict=True)
-    assert format_dims(p.outputs[0].dims) == ("batch heads seq' seq" if swap else "batch heads seq seq'")
+    dims = {"x": "batch seq embed", "wq": "embed heads head_dim", "wk": "embed heads head_dim"}
+    p = plan(fn, f32(2, 6, 12), f32(12, 4, 8), f32(12, 4, 8), dims=dims, strict=True)
+    assert names(p.outputs) == ["batch heads seq seq'", "batch heads seq' seq", "batch heads seq head_dim"]
 
 
 def test_gradients_through_primed_scores():
@@ -553,43 +405,13 @@ def test_gradients_through_primed_scores():
 
     weight = "embed heads head_dim"
     dims = {"x": "batch seq embed", "wq": weight, "wk": weight, "wv": weight}
-    p = plan(
-        jax.grad(loss, argnums=(0, 1, 2, 3)),
-        f32(2, 6, 12),
-        *[f32(12, 4, 8)] * 3,
-        dims=dims,
-        strict=True,
-    )
-    assert [format_dims(h.dims) for h in p.outputs] == ["batch seq embed", *[weight] * 3]
+    p = plan(jax.grad(loss, argnums=(0, 1, 2, 3)), f32(2, 6, 12), *[f32(12, 4, 8)] * 3, dims=dims, strict=True)
+    assert names(p.outputs) == ["batch seq embed", *[weight] * 3]
     named_dims, total, missing = p.program.coverage()
     assert named_dims == total, missing
 
 
-def test_rename_parts_the_dims():
-    def fn(x):
-        k = mp.rename(x * 1, seq="kv_seq")
-        return attention(x, k)
-
-    p = plan(fn, f32(2, 6, 4, 8), dims={"x": "batch seq heads head_dim"}, strict=True)
-    assert format_dims(p.outputs[0].dims) == "batch heads seq kv_seq"
-
-
 # -- names that belong to values
-
-
-def test_a_square_weight_before_a_residual_add():
-    def loss(w, x):
-        return jnp.sum((x + jnp.tanh(x @ w)) ** 2)
-
-    def step(w, m, x):
-        m = 0.9 * m + jax.grad(loss)(w, x)
-        return w - m, m
-
-    dims = {"x": "batch embed", "w": "embed embed_out"}
-    with pytest.warns(mp.errors.JoinWarning, match="embed"):
-        p = plan(step, f32(12, 12), f32(12, 12), f32(2, 12), dims=dims)
-    assert [format_dims(h.dims) for h in (*p.inputs, *p.outputs) if h.shape == (12, 12)] == ["embed embed_out"] * 4
-    assert [{j.first, j.second} for j in p.joins] == [{"embed", "embed_out"}]
 
 
 def test_weights_and_activations_with_names_of_their_own():
@@ -688,8 +510,6 @@ def parameter_of(path: str) -> str | None:
 
 def fitting(shape: tuple[int, ...], dims: str) -> set[str]:
     """The ways in which an array of this shape may carry some of a parameter's dims, in order."""
-    import itertools
-
     names = dims.split()
     sizes = [OPT_SIZES[n] for n in names]
     if len(shape) == len(sizes) and all(m in (1, n) for m, n in zip(shape, sizes, strict=True)):
@@ -698,8 +518,7 @@ def fitting(shape: tuple[int, ...], dims: str) -> set[str]:
     return {" ".join(names[i] for i in pick) for pick in picks if tuple(sizes[i] for i in pick) == shape}
 
 
-@pytest.mark.parametrize("prefix", ["params/", "*/"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "prefix"), covering.each(OPTIMIZERS, ["*/", "params/"]))
 def test_optimizer_state_is_named_by_inference(name, prefix):
     """Also where the patterns match the optimizer state of the parameters, of any shape."""
     opt = OPTIMIZERS[name]()

@@ -92,22 +92,18 @@ def test_residuals_of_attention_have_its_factors():
         assert len(made.shape) == len(dim)
 
 
-@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
-@pytest.mark.parametrize("layout", ["batch: data", "batch: data; heads, kv_heads: model", "kv_heads, heads: data"])
-def test_no_layout_changes_a_gradient(layout, lowering):
+@pytest.mark.parametrize(
+    ("layout", "lowering", "policy"),
+    [
+        ("batch: data", "jit", jax.checkpoint_policies.nothing_saveable),
+        ("batch: data; heads, kv_heads: model", "shard_map", jax.checkpoint_policies.nothing_saveable),
+        ("batch: data; heads, kv_heads: model", "shard_map", mp.train.checkpoint_policies.kernels_saveable),
+        ("kv_heads, heads: data", "jit", mp.train.checkpoint_policies.kernels_saveable),
+    ],
+)
+def test_no_layout_and_no_policy_changes_a_gradient(layout, lowering, policy):
     w, xs = np.float32(0.7), operands()
-    run = functools.partial(step, attention)
-    got = mp.jit(run, mesh=mp.mesh("data=2, model=2, idle=2"), layout=layout, dims=DIMS, lowering=lowering)(w, *xs)
-    want = jax.jit(functools.partial(step, plain))(w, *xs)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5)
-
-
-@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
-def test_what_a_policy_keeps_of_a_kernel_changes_no_gradient(lowering):
-    w, xs = np.float32(0.7), operands()
-    run = functools.partial(step, attention, policy=mp.train.checkpoint_policies.kernels_saveable)
-    layout = "batch: data; heads, kv_heads: model"
+    run = functools.partial(step, attention, policy=policy)
     got = mp.jit(run, mesh=mp.mesh("data=2, model=2, idle=2"), layout=layout, dims=DIMS, lowering=lowering)(w, *xs)
     want = jax.jit(functools.partial(step, plain))(w, *xs)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):

@@ -29,13 +29,6 @@ def test_two_names_of_one_dim_are_reported(fn):
     assert [(j.first, j.second) for j in program.joins] == [("a", "c")]
 
 
-def test_names_of_different_dims_are_not_reported():
-    program = mp.plan(
-        lambda x: mp.named(mp.rename(x, a="c") + 1, "c b"), f32(4, 4), dims={"x": "a b"}, layout="", mesh="x=2"
-    ).program
-    assert not program.joins
-
-
 def test_a_replan_refuses_joined_names_only_if_it_is_strict():
     with pytest.warns(JoinWarning):
         plan = mp.plan(lambda x: mp.named(x, "c b"), f32(4, 4), dims={"x": "a b"}, layout="", mesh="x=2")

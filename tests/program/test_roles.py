@@ -147,7 +147,7 @@ def clipped():
     return spelled("w", optax.chain(optax.clip_by_global_norm(0.1), optax.MultiSteps(optax.adam(1e-2), 4)))
 
 
-NAMES = ("params", "p", "model", "weights", "variables")
+NAMES = ("params", "p", "weights")
 CASES = {
     **{name: functools.partial(spelled, name) for name in NAMES},
     "muon": lambda: spelled("weights", optax.contrib.muon(1e-2)),

@@ -56,7 +56,7 @@ def test_means_of_codes_equal_the_simulation_over_three_steps(code, lowering, la
             close(state.error[k], errors[k])
 
 
-@pytest.mark.parametrize("code", simulations.CODES)
+@pytest.mark.parametrize("code", list(simulations.CODES)[::2])
 def test_codes_of_float32_equal_the_simulation(code):
     tx = mp.replicas.coded(code, replicas=2)
     g = gradients(0)
@@ -152,10 +152,11 @@ def test_gossip_is_decentralized_sgd(shift, lowering, layout):
 
 def test_a_replica_that_is_left_out_retains_its_error():
     tx = mp.replicas.coded("int8", replicas=2)
-    _, state = tx.update(gradients(0), tx.init(zeros()))
+    run = jax.jit(tx.update)
+    _, state = run(gradients(0), tx.init(zeros()))
     g = gradients(1)
     g["up"][1, 0, 0] = np.inf
-    means, after = tx.update(g, state)
+    means, after = run(g, state)
     for k in SHAPES:
         want, errors = simulations.coded_mean(g[k], np.asarray(state.error[k]), "int8", [1, 0])
         close(means[k], want)
@@ -166,22 +167,23 @@ def test_without_feedback_the_state_is_empty():
     tx = mp.replicas.coded("sign", feedback=False, replicas=2)
     state = tx.init(zeros())
     assert jax.tree.leaves(state) == []
-    g = gradients(0)
-    first, state = tx.update(g, state)
-    second, _ = tx.update(g, state)
+    g, run = gradients(0), jax.jit(tx.update)
+    first, state = run(g, state)
+    second, _ = run(g, state)
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
 def test_results_have_the_dims_of_the_parameters():
     g = gradients(0)
     tx = mp.replicas.coded("int8")
-    stacked, _ = tx.update(g, tx.init(g), g)
-    shared, _ = tx.update(g, tx.init(g), zeros())
+    run = jax.jit(tx.update)
+    stacked, _ = run(g, tx.init(g), g)
+    shared, _ = run(g, tx.init(g), zeros())
     for k in SHAPES:
         assert stacked[k].shape == g[k].shape
         np.testing.assert_array_equal(stacked[k], np.broadcast_to(shared[k], g[k].shape))
     bf16 = {k: jnp.asarray(x, jnp.bfloat16) for k, x in g.items()}
-    assert {x.dtype for x in jax.tree.leaves(tx.update(bf16, tx.init(bf16), bf16)[0])} == {jnp.dtype("bfloat16")}
+    assert {x.dtype for x in jax.tree.leaves(run(bf16, tx.init(bf16), bf16)[0])} == {jnp.dtype("bfloat16")}
 
 
 @pytest.mark.parametrize(
@@ -229,11 +231,11 @@ def test_one_bit_adam_from_two_transformations():
     rng = np.random.default_rng(0)
     w = jnp.zeros((8, 8))
     exchange = mp.replicas.coded("sign", replicas=2)
-    m, v, errors = jnp.zeros_like(w), jnp.full_like(w, 0.04), exchange.init(w)
+    m, v, errors, update = jnp.zeros_like(w), jnp.full_like(w, 0.04), exchange.init(w), jax.jit(exchange.update)
     m_, w_, errors_ = np.zeros((8, 8)), np.zeros((8, 8)), [np.zeros((8, 8))] * 2
     for _ in range(4):
         g = rng.normal(size=(2, 8, 8)).astype(np.float32)
-        m, errors = exchange.update(0.9 * m + 0.1 * g, errors)
+        m, errors = update(0.9 * m + 0.1 * g, errors)
         w = w - 0.01 * m / (jnp.sqrt(v) + 1e-8)
         m_, errors_ = simulations.coded_mean([0.9 * m_ + 0.1 * x for x in g], errors_, "sign", [1, 1])
         w_ = w_ - 0.01 * m_ / (0.2 + 1e-8)

@@ -3,6 +3,7 @@
 import functools
 
 import arrays
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,10 +15,7 @@ from meshpar._src.verify.hlo import collectives
 
 RNG = np.random.default_rng(2)
 LOWERINGS = ["shard_map", "jit"]
-MESHES = {
-    "data=4, model=2": "batch: data; sides: model",
-    "data=2, model=2, idle=2": "sides: data; batch: model",
-}
+MESHES = {"data=4, model=2": "batch: data; sides: model", "data=2, model=2, idle=2": "sides: data; batch: model"}
 
 
 normal = functools.partial(arrays.normal, RNG)
@@ -111,8 +109,7 @@ def test_small_systems_of_a_batch_send_nothing(lowering):
     assert sent(step, a, b)[0] == 0
 
 
-@pytest.mark.parametrize("lowering", LOWERINGS)
-@pytest.mark.parametrize("solver", ["cg", "gmres", "bicgstab"])
+@pytest.mark.parametrize(("solver", "lowering"), covering.each(["cg", "gmres", "bicgstab"], LOWERINGS))
 def test_iterations_over_split_rows_send_what_plain_jit_sends(solver, lowering):
     """Normal equations: an iteration all-reduces a vector of features; and so do gradients."""
     t, y = 0.2 * normal(64, 8), normal(64)
@@ -158,8 +155,10 @@ def test_triangular_solve_gathers_matrices_that_are_split(lowering):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("lowering", LOWERINGS)
-@pytest.mark.parametrize("layout", ["batch: data; features: model", "features: data", "batch: data; rows: model"])
+@pytest.mark.parametrize(
+    ("layout", "lowering"),
+    covering.each(["batch: data; features: model", "features: data", "batch: data; rows: model"], LOWERINGS),
+)
 def test_symmetric_product(layout, lowering):
     """If contracted columns are split, the other operand is added on one device only."""
     a, c = normal(4, 6, 8), normal(4, 6, 6)

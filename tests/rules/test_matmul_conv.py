@@ -1,5 +1,6 @@
 """Matmuls of ragged groups along split rows: equal to a loop over the groups in NumPy, and few bytes are sent."""
 
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,9 +36,11 @@ def ragged_gradients(x, w, sizes, ct):
     return dx, dw
 
 
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("layout", ["rows: data", "rows: data; out: model", "rows: data; inner: model"])
-def test_split_rows_of_a_ragged_matmul(sizes, layout):
+@pytest.mark.parametrize(
+    ("name", "layout"), covering.each(SIZES, ["rows: data", "rows: data; out: model", "rows: data; inner: model"])
+)
+def test_split_rows_of_a_ragged_matmul(name, layout):
+    sizes = SIZES[name]
     x, w, ct = (RNG.normal(size=s).astype(np.float32) for s in ((16, 6), (4, 6, 8), (16, 8)))
 
     def step(x, w, sizes, ct):

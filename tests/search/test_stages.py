@@ -53,7 +53,7 @@ def search(microbatches, batch, sizes={}, **options):  # noqa: B006
 @pytest.fixture(scope="module")
 def many_small_microbatches():
     """A sequence in each microbatch: without stages, all devices share the matmuls of one sequence."""
-    return search(64, 64, SMALL, forbid="seq")
+    return search(64, 64, SMALL, forbid="seq", max_plans=70)
 
 
 def test_stages_pay_where_a_microbatch_cannot_be_divided_otherwise(many_small_microbatches):
@@ -110,7 +110,7 @@ def test_the_result_says_so_everywhere(many_small_microbatches, tmp_path):
 
 
 def test_stages_do_not_pay_where_the_batch_is_large():
-    found = search(4, 256)
+    found = search(4, 256, max_plans=60)
     assert "stage" not in found.best.mesh
     assert found.stages.startswith("stages do not pay with these microbatches")
     staged = min((row for row in found.rows if "stage" in row.mesh), key=lambda row: row.seconds, default=None)
@@ -121,7 +121,7 @@ def test_stages_do_not_pay_where_the_batch_is_large():
     ("microbatches", "options"), [(1, {}), (16, {"forbid": "layers"}), (16, {"fixed": "layers: none"}), (16, {"mesh": "data=16"})]
 )  # fmt: skip
 def test_searches_without_stages(microbatches, options):
-    found = search(microbatches, 16, max_plans=30, **options)
+    found = search(microbatches, 16, max_plans=8, **options)
     assert found.stages == ""
     assert not [row for row in found.rows if "stage" in row.mesh]
 
@@ -133,13 +133,6 @@ def test_rules_and_layouts_of_the_users_with_stages():
     own = search(16, 16, mesh="stage=4, data=4", layouts=["layers: stage; batch: data"], max_plans=12)
     row = next(row for row in own.rows if row.name == "yours")
     assert own.plan(row).pipeline is not None
-
-
-def test_limits_apply_to_stages_as_well():
-    found = search(16, 16, max_plans=3)
-    assert found.planned <= 3
-    assert found.ended == "stopped at 3 plans"
-    assert "stages were tried: stopped at 3 plans" in found.stages
 
 
 def test_a_limit_that_ends_the_search_without_stages_leaves_plans_for_them():

@@ -160,9 +160,6 @@ def test_a_program_that_calls_back():
         mp.compile(jax.jit(talks), jnp.ones(4))
 
 
-# -- TPUs
-
-
 @tpu
 @pytest.mark.parametrize("lowering", ["jit", "shard_map"])
 def test_for_a_tpu_slice(lowering):
@@ -293,9 +290,6 @@ def test_a_mesh_and_another_topology():
     part = jax.sharding.Mesh(mesh.devices[:1], mesh.axis_names)
     with pytest.raises(MeshError, match="this program uses 2 of the 4 devices of v5e:2x2"):
         mp.compile(jax.jit(lambda x: x + 1), jax.ShapeDtypeStruct((8,), "float32", sharding=NamedSharding(part, P())))
-
-
-# -- GPUs
 
 
 @cuda

@@ -108,10 +108,8 @@ def scale_weight_gradient(eqn: Any, outs: list[Any]) -> list[Any]:
 # -- equal
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_train_step_is_equal_on_every_mesh(state: State, x: np.ndarray, layout: str) -> None:
-    meshes = [m if "model" in layout else m.replace("model", "idle_too") for m in MESHES]
-    report = check(step, state, x, layouts=layout, meshes=meshes, dims=DIMS)
+def test_train_step_is_equal_on_every_mesh(state: State, x: np.ndarray) -> None:
+    report = check(step, state, x, layouts=LAYOUTS["fsdp+megatron"], meshes=MESHES, dims=DIMS)
     assert report.ok
     assert [r.leaves for r in report.rows] == [len(jax.tree.leaves(state)) + 1] * 3
     assert all(r.difference < 1e-5 and r.explained == () for r in report.rows)
@@ -308,25 +306,6 @@ def test_a_wrong_gradient_is_named_with_path_op_and_line(
     assert "0.01 of the largest value" in text
     assert "allowed: 1e-05" in text
     assert "results differ: 0/opt_state/1/0/mu/b1, " in text
-
-
-def test_a_wrong_sum_is_seen_in_every_leaf_that_it_reaches(
-    state: State, x: np.ndarray, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Clipping and Adam hide the scale of a gradient from the parameters, not from the moments."""
-
-    def drop_sum(eqn: Any, outs: list[Any]) -> list[Any]:
-        hit = eqn.primitive.name == "reduce_sum" and outs[0].shape == ()
-        return [outs[0] / 2] if hit else outs
-
-    break_lowering(monkeypatch, drop_sum)
-    report = check(step, state, x, layouts=LAYOUTS["dp"], mesh="data=4, idle=2", dims=DIMS, raises=False)
-    (row,) = report.rows
-    assert not report.ok
-    assert row.error is not None
-    assert "reduce_sum → float32[]" in str(row.error)
-    assert "DIFFERS" in str(report)
-    assert str(row.error) in str(report)
 
 
 def test_a_wrong_integer_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,8 +35,7 @@ def train_step(model, optimizer, x):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
-def test_nnx_trains_alike_under_a_layout(lowering):
+def test_nnx_trains_alike_under_a_layout():
     results = []
     for sharded in (False, True):
         model = layer()
@@ -44,7 +43,7 @@ def test_nnx_trains_alike_under_a_layout(lowering):
         step = nnx.jit(train_step)
         if sharded:
             step = mp.jit(train_step, mesh=mp.mesh("data=4, model=2"), dims={"x": "batch seq embed"},
-                          layout="batch: data; expert: data; mlp: model; embed: data", lowering=lowering)  # fmt: skip
+                          layout="batch: data; expert: data; mlp: model; embed: data", lowering="shard_map")  # fmt: skip
             held = {h.path: h.spec for h in step.plan(model, optimizer, X).inputs}
             assert tuple(held["model/gate"]) == ("data", None, "model")
             assert tuple(held["model/shared_down"]) == ("model", "data")
@@ -81,11 +80,10 @@ def test_linen_is_nnx_with_the_same_weights():
     np.testing.assert_array_equal(nn.unbox(state)["moe"]["bias"], theirs.bias[...])
 
 
-@pytest.mark.parametrize("router", ["noisy_top_k", "expert_choice", "switch"])
+@pytest.mark.parametrize("router", ["noisy_top_k", "expert_choice"])
 def test_other_routers(router):
     """Each makes the weights its router needs, and a key adds randomness where the router has any."""
-    k = 1 if router == "switch" else 2
-    model = moe_linen.MoE(mlp=M, experts=E, k=k, router=router)
+    model = moe_linen.MoE(mlp=M, experts=E, k=2, router=router)
     variables = nn.unbox(jax.jit(model.init)(jax.random.key(0), X))
     if router == "noisy_top_k":
         variables["params"]["router_noise"] = jnp.ones((H, E))
@@ -96,12 +94,12 @@ def test_other_routers(router):
         {"kernel": p["router_kernel"], "noise": p["router_noise"]} if router == "noisy_top_k" else p["router_kernel"]
     )
     experts = {n: p[n] for n in ("gate", "up", "down")}
-    want, _ = jax.jit(lambda x: moe(x, weights, experts, router=router, k=None if router == "expert_choice" else k))(X)
+    want, _ = jax.jit(lambda x: moe(x, weights, experts, router=router, k=None if router == "expert_choice" else 2))(X)
     np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-6)
     random = not np.array_equal(run(jax.random.key(1))[0], y)
-    assert random == (router in ("noisy_top_k", "gshard"))
+    assert random == (router == "noisy_top_k")
     with nnx.use_eager_sharding(False):
-        again = moe_nnx.MoE(H, M, E, k, router=router, rngs=nnx.Rngs(0))
+        again = moe_nnx.MoE(H, M, E, 2, router=router, rngs=nnx.Rngs(0))
     again.gate[...], again.up[...], again.down[...] = p["gate"], p["up"], p["down"]
     again.router[...] = p["router_kernel"]
     if router == "noisy_top_k":

@@ -44,8 +44,6 @@ DIMS = {
     "x": "batch seq embed", "mask": "batch seq", "ids": "batch seq",
 }  # fmt: skip
 LAYOUTS = {
-    "expert on data": ("data=4, model=2", "batch: data; expert: data"),
-    "expert on model": ("data=2, model=4", "batch: data; expert: model; embed: data"),
     "expert on a mesh axis of its own": ("data=2, expert=2, model=2", "batch: data+expert; expert: expert; mlp: model"),
     "expert by tensor, FSDP": ("data=4, model=2", "batch: data; expert: data; mlp: model; embed: data"),
     "sequence split, expert on both": ("data=2, model=2", "batch: data; seq: model; expert: data+model"),

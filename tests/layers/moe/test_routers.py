@@ -84,7 +84,6 @@ def agree(routing, want, experts=E):
 
 SETTINGS = [
     {"logits": "fine", "mask": False},
-    {"logits": "bad", "mask": True, "capacity": 1.0},
     {"logits": "bad", "mask": True, "capacity": 0.6, "groups": 4},
     {"logits": "fine", "mask": False, "capacity": 1.25, "groups": 8},
 ]

@@ -50,28 +50,6 @@ def test_arrays_that_dims_alone_names():
     assert_pipeline(compared(step, up, down, X, dims=dims))
 
 
-def test_layers_of_equinox():
-    """Layers that ``eqx.filter_vmap`` stacks, applied by a scan over their arrays."""
-    eqx = pytest.importorskip("equinox")
-    keys = jax.random.split(jax.random.key(0), LAYERS)
-    stack = eqx.filter_vmap(lambda key: eqx.nn.MLP(EMBED, EMBED, 2 * EMBED, 1, key=key))(keys)
-    arrays, static = eqx.partition(stack, eqx.is_array)
-
-    def step(model, x):
-        def loss(model, x):
-            h, _ = jax.lax.scan(lambda h, w: (h + jax.vmap(eqx.combine(w, static))(h), None), x, model)
-            return jnp.mean(h * h)
-
-        value, gradients = mp.train.accumulate_gradients(jax.value_and_grad(loss), MICROBATCHES)(model, x)
-        return updated(model, gradients), value
-
-    dims = {
-        "model/layers/0/weight": "layers mlp embed", "model/layers/0/bias": "layers mlp",
-        "model/layers/1/weight": "layers embed mlp", "model/layers/1/bias": "layers embed", "x": "batch embed",
-    }  # fmt: skip
-    assert_pipeline(compared(step, arrays, X, dims=dims))
-
-
 def test_layers_of_nnx_that_are_arguments():
     """A module with layers that ``nnx.vmap`` makes and ``nnx.scan`` applies, updated in place."""
     nnx = pytest.importorskip("flax.nnx")
@@ -115,8 +93,9 @@ def taken(w):
     return [jnp.take(w, i, 0) for i in range(LAYERS)]
 
 
-@pytest.mark.parametrize("layers", [by_index, jnp.unstack, taken])
-@pytest.mark.parametrize("microbatches", [1, MICROBATCHES])
+@pytest.mark.parametrize(
+    ("layers", "microbatches"), [(by_index, 1), (jnp.unstack, MICROBATCHES), (taken, MICROBATCHES)]
+)
 def test_a_python_loop_over_layers_gathers_them_and_a_warning_says_so(layers, microbatches):
     def step(params, x):
         def loss(params, x):

@@ -223,29 +223,22 @@ def expected(name):
 
 
 SHARDED = [
-    ("accumulated", "1f1b", MESH, LAYOUT),
     ("accumulated", "gpipe", "stage=4, idle=2", "vocab: stage; layers: stage"),
     ("full", "1f1b", "stage=2, data=2, model=2", "batch: data; embed: data; mlp: model; vocab: stage+model; layers: stage"),
     ("own loop", "1f1b", "stage=2, data=2, model=2", "batch: data; mlp, vocab: model; layers: stage"),
     ("evaluated", "1f1b", MESH, LAYOUT),
     ("eight", "1f1b", "stage=2, data=2, model=2", "batch, embed: data; mlp: model; vocab: stage+model; layers: stage*2"),
-    ("eight", "gpipe", "stage=2, data=2, idle=2", "batch: data; layers: stage*2"),
-    ("full", "1f1b", "stage=4, data=2", "batch: data; layers: stage*2"),
     ("rematerialized", "1f1b", "stage=2, data=2, model=2", "batch, embed: data; mlp: model; layers: stage*2"),
     ("twice", "gpipe", "stage=2, data=2, model=2", "batch: data; mlp: model; layers: stage"),
     ("encoder-decoder", "1f1b", MESH, "batch: data; vocab: stage; layers, decoder_layers: stage"),
     ("own loop", "1f1b", "stage=2, data=2, model=2", "batch: data; mlp, vocab: model; layers: stage*4"),
     ("unaccumulated", "1f1b", "stage=2, data=2, model=2", "batch: data; mlp: model; layers: stage"),
-    ("accumulated", "1f1b-overlap", MESH, "batch, embed: data; vocab: stage; layers: stage"),
     ("full", "1f1b-overlap", "stage=2, data=2, model=2",
      "batch: data; embed: data; mlp: model; vocab: stage+model; layers: stage"),
     ("eight", "1f1b-overlap", "stage=2, data=2, model=2", "batch: data; mlp: model; layers: stage*2"),
-    ("rematerialized", "1f1b-overlap", MESH, LAYOUT),
-    ("encoder-decoder", "1f1b-overlap", MESH, "batch: data; vocab: stage; layers, decoder_layers: stage"),
     ("accumulated", "zb", MESH, "batch, embed: data; vocab: stage; layers: stage"),
     ("full", "zb", "stage=2, data=2, model=2", "batch: data; embed: data; mlp: model; vocab: stage+model; layers: stage"),
     ("eight", "zb", "stage=2, data=2, model=2", "batch: data; mlp: model; layers: stage*2"),
-    ("own loop", "zb", "stage=2, data=2, model=2", "batch: data; mlp, vocab: model; layers: stage"),
     ("encoder-decoder", "zb", MESH, "batch: data; vocab: stage; layers, decoder_layers: stage"),
 ]  # fmt: skip
 
@@ -254,9 +247,9 @@ ON_ONE_DEVICE = [
     (name, schedule, *(how := FEWER.get(name, ROUNDS))[(i + j) % len(how)])
     for i, name in enumerate(STEPS)
     for j, schedule in enumerate(SCHEDULES)
-    if (name, schedule) not in {case[:2] for case in SHARDED}
+    if (i + j) % 2 == 0 and (name, schedule) not in {case[:2] for case in SHARDED}
 ]
-"""Of every other pair of a step and a schedule one number of rounds; ``benchmarks/fuzz.py`` draws from all triples."""
+"""Of every step two schedules, with one number of rounds; ``benchmarks/fuzz.py`` draws from all triples."""
 
 
 @pytest.mark.filterwarnings(
@@ -523,7 +516,7 @@ def host_carries(w):
 
 @pytest.mark.parametrize(
     ("step", "mesh", "lowering"),
-    covering.pairs([norms, host_norms, host_carries], ["stage=2", "stage=4"], ["shard_map", "jit"]),
+    covering.each([norms, host_norms, host_carries], ["stage=2", "stage=4"], ["jit", "shard_map"]),
 )
 def test_loops_without_carries_and_in_host_memory(step, mesh, lowering):
     """The numbers of layers and of stages differ, and so do the lengths of the loops over layers and ticks."""

@@ -23,33 +23,6 @@ def test_numbers_of_1f1b(stages, microbatches, rounds, bubble, in_flight, ticks)
     assert (schedule.bubble, schedule.in_flight, schedule.ticks) == (bubble, in_flight, ticks)
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 2), (4, 16), (8, 32), (4, 3)])
-def test_numbers_of_gpipe(stages, microbatches):
-    schedule = Schedule("gpipe", stages, microbatches)
-    assert schedule.bubble == Fraction(stages - 1, microbatches + stages - 1)
-    assert schedule.in_flight == microbatches
-    assert schedule.ticks == 2 * microbatches + 2 * stages - 3
-
-
-@pytest.mark.parametrize(("stages", "microbatches"), [(4, 16), (8, 32)])
-def test_numbers_of_independent_slots(stages, microbatches):
-    """The backward pass starts a tick later, and activations are stored for a tick more."""
-    schedule, plain = (Schedule(name, stages, microbatches) for name in ("1f1b-overlap", "1f1b"))
-    assert (schedule.ticks, schedule.in_flight, schedule.bubble) == (plain.ticks + 1, 2 * stages, plain.bubble)
-
-
-@pytest.mark.parametrize(
-    ("stages", "microbatches", "rounds"), [(2, 2, 1), (4, 16, 1), (8, 32, 1), (4, 16, 2), (8, 32, 4)]
-)
-def test_numbers_of_zero_bubble(stages, microbatches, rounds):
-    """The slots of weight gradients fill their part of the bubble; activations are stored for as long as under 1F1B."""
-    schedule, plain = (
-        Schedule(name, stages, microbatches, rounds, order) for name, order in (("zb", "FBW"), ("1f1b", "FB"))
-    )
-    assert (schedule.ticks, schedule.in_flight) == (plain.ticks, plain.in_flight)
-    assert schedule.bubble == Fraction(2 * (stages - 1), 3 * rounds * microbatches + 2 * (stages - 1))
-
-
 @pytest.mark.parametrize(("name", "order"), [("1f1b", "FB"), ("1f1b-overlap", "FB"), ("gpipe", "FB"), ("zb", "FBW")])
 @pytest.mark.parametrize(
     ("stages", "microbatches", "rounds"),
