@@ -126,9 +126,7 @@ def test_linen_apply_and_its_gradient(mesh, box):
     want, want_grads = fn(variables(model), x())
     assert jax.tree.structure(grads) == jax.tree.structure(want_grads)  # boxes stay boxes
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6),
-        (value, grads),
-        (want, want_grads),
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), (value, grads), (want, want_grads)
     )
 
 
@@ -215,11 +213,7 @@ def test_linen_scan_over_layers(mesh):
         "params/layers/Mlp_0/up/bias": "layers mlp",
         "params/layers/Mlp_0/up/kernel": "layers embed mlp",
     }
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
-        run(state, x()),
-        fn(state, x()),
-    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), run(state, x()), fn(state, x()))
 
 
 def test_linen_train_state(mesh):
@@ -277,24 +271,10 @@ def partitioned(*names: str):
 
 @pytest.mark.filterwarnings("ignore:'sharding:DeprecationWarning")  # what older models write
 @pytest.mark.parametrize(
-    "make",
-    [
-        named,
-        partitioned,
-        lambda *n: named(*n, key="sharding_names"),
-        lambda *n: named(*n, key="sharding"),
-    ],
+    "make", [named, partitioned, lambda *n: named(*n, key="sharding_names"), lambda *n: named(*n, key="sharding")]
 )
 def test_nnx_metadata(mesh, make):
-    plan = mp.plan(
-        lambda model, x: model(x),
-        net(make),
-        x(),
-        mesh=mesh,
-        layout=LAYOUT,
-        dims=TOKENS,
-        strict=True,
-    )
+    plan = mp.plan(lambda model, x: model(x), net(make), x(), mesh=mesh, layout=LAYOUT, dims=TOKENS, strict=True)
     assert dims_of(plan.inputs) == {
         "model/down/kernel": "mlp embed",
         "model/up/bias": "mlp",
@@ -344,11 +324,7 @@ def test_nnx_metadata_of_one_variable(mesh):
     model = One()
     run = mp.jit(lambda model, x: model(x), mesh=mesh, layout=LAYOUT, dims=TOKENS)
     plan = run.plan(model, x())
-    assert dims_of(plan.inputs) == {
-        "model/cache": "batch mlp",
-        "model/w": "embed mlp",
-        "x": "batch embed",
-    }
+    assert dims_of(plan.inputs) == {"model/cache": "batch mlp", "model/w": "embed mlp", "x": "batch embed"}
     np.testing.assert_allclose(run(model, x()), x() @ np.ones((16, 32)), rtol=1e-5, atol=1e-5)
     assert model.cache[...].sharding.spec == P("data", "model")
 

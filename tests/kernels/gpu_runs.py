@@ -152,13 +152,7 @@ def scatter(
     return gpus.machine
 
 
-def all_reduce(
-    schedule: Schedule = PLAIN,
-    dropped: str | None = None,
-    *,
-    devices: int = 3,
-    blocks: int = 2,
-) -> Machine:
+def all_reduce(schedule: Schedule = PLAIN, dropped: str | None = None, *, devices: int = 3, blocks: int = 2) -> Machine:
     """`all_reduce_small` on all devices: three pieces for two blocks."""
     x = draw(0, devices, 3 * 2048 - 100, dtype=F32)
     gpus = Gpus(devices, schedule, dropped)

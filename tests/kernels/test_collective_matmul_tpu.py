@@ -49,12 +49,7 @@ def narrow(monkeypatch, rows):
 
 
 # devices, rows of a block, rows of a tile: a pair, opposite halves in three tiles (an uneven cut), an odd ring, many hops
-CASES = [
-    (2, 16, 8),
-    (4, 24, 8),
-    (3, 8, 8),
-    (6, 16, 16),
-]
+CASES = [(2, 16, 8), (4, 24, 8), (3, 8, 8), (6, 16, 16)]
 EACH = [(*case, mode) for case, mode in covering.each(CASES, ["on_wait", "eager"])]
 
 
