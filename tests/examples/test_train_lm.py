@@ -70,18 +70,8 @@ def test_it_resumes_with_fewer_processes(run, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     metrics = tmp_path / "metrics.jsonl"
     launch = "launch -n 2 --timeout 10 --slices 2 --lose 1@5 --restarts 1 --min 1".split()
-    flags = [
-        "--layout",
-        "dp",
-        "--checkpoint",
-        str(tmp_path / "a"),
-        "--every",
-        "3",
-        "--metrics",
-        str(metrics),
-        "--picture",
-        "",
-    ]
+    flags = ["--layout", "dp", "--checkpoint", str(tmp_path / "a"), "--every", "3", "--metrics", str(metrics)]
+    flags += ["--picture", ""]
     assert main([*launch, str(ROOT / "examples" / "train_lm.py"), *TINY, *flags]) == 0
     said = capfd.readouterr()
     assert "first cause: process 1 was killed (SIGKILL); starting again with 1 process" in said.err
