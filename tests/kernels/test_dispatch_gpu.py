@@ -8,13 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import PartitionSpec as P
 from test_gpu_aot import gpu, needs_cuda
 
-from meshpar_kernels import _compat, ragged_all_to_all
 from meshpar_kernels.dispatch.gpu import unsupported
 
 ROOT = Path(__file__).parents[2]
@@ -99,27 +96,3 @@ def test_what_it_refuses():
         "16 devices: NVLink joins at most 8 in one machine",
     ]
     assert "more than 200 KiB of shared memory" in unsupported(jnp.float32, 1 << 14, 2)[0]
-
-
-@needs_mosaic_gpu
-@pytest.mark.parametrize("kind", ["NVIDIA H100 PCIe", "NVIDIA H100 NVL"])
-def test_gpus_without_an_nvlink_switch_are_refused(kind, monkeypatch):
-    monkeypatch.setattr(_compat, "device_kind", lambda: kind)
-    (reason,) = unsupported(jnp.bfloat16, 7168, 2)
-    assert f"{kind} has no NVLink switch" in reason
-
-
-@needs_mosaic_gpu
-def test_the_refusal_says_why():
-    mesh = jax.sharding.AbstractMesh((16,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def one(x):
-        zero = jnp.zeros(16, jnp.int32)
-        return ragged_all_to_all(x, x, zero, zero, zero, zero, axis_name="a", implementation="pallas_gpu")[0]
-
-    with pytest.raises(
-        NotImplementedError, match=r"pallas_gpu: 16 devices: NVLink joins at most 8.*\n.*These can: pallas_tpu"
-    ):
-        jax.eval_shape(
-            jax.shard_map(one, mesh=mesh, in_specs=P("a"), out_specs=P("a")), jax.ShapeDtypeStruct((64, 128), "f")
-        )
