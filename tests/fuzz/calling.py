@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from statements import statement
-from writer import OUTER, Skip, Writer
+from writer import OUTER, Writer
 
 STATICS = (
     (1, 1.0, True), (0, False, 0.0), (2, 2.0), (3, True, 3.0), ((1, 2), (1.0, 2.0), (True, 2)), ("sum", "max"), (None, 0, False), (1.5, 2.5),
@@ -63,32 +63,12 @@ def under_an_axis(w: Writer) -> None:
     if w.depth:
         return
     x = w.pick(ranks=(1, 2))
-    if "no axis" in w.needs:
-        raise Skip
     w.needs.add("axis")
     w.forward_only = True  # a gradient would be summed over the axis
     w.emit(w.of([
         f"{x.name}.sum() / lax.psum(1, '{OUTER}')", f"{x.name} * lax.axis_size('{OUTER}')", f"lax.psum({x.name}, '{OUTER}') * 0.5", f"{x.name} - lax.pmean({x.name}, '{OUTER}')", f"{x.name} + lax.axis_index('{OUTER}')", f"lax.psum({x.name}, '{OUTER}').sum()",
         f"lax.all_gather({x.name}, '{OUTER}').max(0)",
     ]), scale=False, kind="o")  # fmt: skip
-
-
-@statement(0.5)
-def strict_ranks(w: Writer) -> None:
-    """Programs that broadcast nothing by themselves, called where JAX refuses implicit broadcasts of ranks."""
-    if w.lines or w.depth:  # other statements broadcast
-        return
-    x = w.fresh((w.split_size(),))
-    ids = w.fresh((5,), "i")
-    w.needs.add("rank")
-    u = w.fresh((5,))
-    y = w.fresh((x.shape[0], 4))
-    i = f"({ids.name} * 3 - 4)"
-    for text in w.rng.sample([
-        f"{x.name}.at[{i}].add({u.name}, mode='clip')", f"{x.name}.at[{i}].get(mode='fill', fill_value=0.5)", f"{x.name}.at[{i} % {x.shape[0]}].set(0.5)", f"{y.name}[{i} % {x.shape[0]}]", f"lax.dynamic_update_slice({x.name}, {u.name}[:2], ({ids.name}[0],))", f"jnp.roll({x.name}, 1)",
-        f"{x.name}[1:]", f"{y.name}.sum(0)", f"jnp.cumsum({x.name})", f"{y.name}.T @ {x.name}", f"nn.softmax({y.name}, 0)", f"jnp.sort({x.name})", f"{y.name}[:, 1:]", f"lax.dynamic_slice({y.name}, ({ids.name}[0], 1), (2, 2))", f"jnp.pad({x.name}, 1, mode='edge')", f"jnp.max({y.name}, 0)",
-    ], 3):  # fmt: skip
-        w.emit(text, 4.0, scale=False)
 
 
 @statement(0.5)

@@ -7,7 +7,6 @@ comparisons) only ever sees exact operands, and values stay within bounds in whi
 
 from __future__ import annotations
 
-import functools
 import math
 import random
 import types
@@ -21,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend.random import threefry2x32_p
 
 import meshpar as mp
@@ -30,12 +28,6 @@ LARGEST = 4096
 """Elements of the largest value."""
 OUTER = "outer"
 """The axis of an outer ``vmap`` under which a program may be called."""
-OFFLOAD = jax.checkpoint_policies.save_and_offload_only_these_names(
-    names_which_can_be_saved=[],
-    names_which_can_be_offloaded=["offloaded"],
-    offload_src="device",
-    offload_dst="pinned_host",
-)
 
 
 class Skip(Exception):
@@ -47,8 +39,8 @@ class Var:
     """A variable: its kind, |values| <= ``top``, and multiples of 2**-``bits``, if not None.
 
     ``kind`` is ``f`` (f32), ``i`` (int32), ``b`` (bool), ``k`` (typed keys), ``s`` (f32 with NaN, infinities and signed zeros),
-    ``t`` (a static argument), ``h`` (f32 in host memory) or ``o`` (a result of any dtype). Statements pick operands of the kinds
-    that they name, so ``s``, ``t``, ``h`` and ``o`` reach only the statements that are written for them.
+    ``t`` (a static argument) or ``o`` (a result of any dtype). Statements pick operands of the kinds that they name, so ``s``,
+    ``t`` and ``o`` reach only the statements that are written for them.
     """
 
     name: str
@@ -117,9 +109,7 @@ class Program:
     grads: list[str]
     seed: int
     vars: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)  # shape and kind of what statements make
-    needs: tuple[
-        str, ...
-    ] = ()  # how the statements ask to be called: contexts, "axis", "no axis", "placed", "ring", "host NAME"
+    needs: tuple[str, ...] = ()  # how the statements ask to be called: contexts, "axis", "placed", "ring"
     renamed: tuple[tuple[str, int], ...] = ()  # the names that dims are given, and their sizes
 
     @property
@@ -184,11 +174,7 @@ def namespace(real: Any) -> dict[str, Any]:
         "mp": mp,
         "nn": jax.nn,
         "F": real,
-        "HOST": jax.memory.Space.Host,
-        "DEVICE": jax.memory.Space.Device,
-        "OFFLOAD": OFFLOAD,
         "optax": optax,
-        "offloaded": functools.partial(checkpoint_name, name="offloaded"),
         "N": np.dtype(real).type,
         "weights": weights,
         "threefry2x32": threefry2x32_p.bind,
@@ -349,7 +335,7 @@ class Writer:
         return Var(self.name(), tuple(shape), kind, top, bits)
 
 
-_DTYPES = types.MappingProxyType({"f": jnp.float32, "i": jnp.int32, "b": jnp.bool_, "s": jnp.float32, "h": jnp.float32})
+_DTYPES = types.MappingProxyType({"f": jnp.float32, "i": jnp.int32, "b": jnp.bool_, "s": jnp.float32})
 
 
 def _kind(dtype: Any) -> str:

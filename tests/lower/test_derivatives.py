@@ -89,11 +89,6 @@ def test_it_is_differentiated_as_any_function(ask):
     assert_same(ask(sharded(loss))(W, X), ask(loss)(W, X))
 
 
-def test_the_derivative_of_a_derivative_that_was_made_inside():
-    assert_same(jax.grad(lambda w: (sharded(jax.grad(loss))(w, X) ** 2).sum())(W),
-                jax.grad(lambda w: (jax.grad(loss)(w, X) ** 2).sum())(W))  # fmt: skip
-
-
 def test_vmap_of_a_gradient():
     many = jnp.stack([W, 2 * W, W - 1])
     assert_same(over_weights(sharded(loss))(many, X), over_weights(loss)(many, X))
@@ -178,15 +173,6 @@ def test_results_of_a_rewritten_program_that_are_no_floats():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_through_a_barrier_of_the_program(layout):
-    def f(w, x):
-        y, z = lax.optimization_barrier((x @ w, jnp.sin(w)))
-        return jnp.tanh(y) @ z
-
-    assert_derivatives(f, W, X, layout=layout, dims={k: DIMS[k] for k in "wx"})
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_through_rematerialised_bodies(layout):
     block = jax.checkpoint(lambda w, v, x: jnp.tanh(x @ w) @ v)
     saved = jax.checkpoint(lambda w, v, x: jnp.sin(x @ w) @ v, policy=jax.checkpoint_policies.dots_saveable)
@@ -228,14 +214,6 @@ def test_through_loops_that_wait_for_each_other():
 
     for layout in LAYOUTS:
         assert_derivatives(f, W, V, X, layout=layout, dims=DIMS)
-
-
-def test_through_a_derivative_made_inside_and_a_loop():
-    def f(w, x):
-        g = jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).sum())(w)
-        return lax.scan(lambda y, _: (jnp.tanh(y @ g), None), x, None, length=2)[0]
-
-    assert_derivatives(f, W, X, layout=LAYOUTS[0], dims={k: DIMS[k] for k in "wx"})
 
 
 def test_through_large_serialized_matmuls(monkeypatch):

@@ -150,19 +150,6 @@ def test_starts_out_of_bounds(start):
             np.testing.assert_array_equal(got, want)
 
 
-def test_associative_scan_of_a_split_dim():
-    """The odd sizes that it halves to: XLA 0.10 refused to compile the pads between."""
-    x, w = normal(8, 16), normal(16)
-
-    def step(x, w):
-        return lax.associative_scan(jnp.multiply, 1 + 0.1 * jnp.tanh(x), axis=1, reverse=True), jnp.einsum(
-            "ab,b->a", x, w
-        )
-
-    layout = mp.Layout("d: y", resolve="cost")
-    assert_same(step, (x, w), "x=2, y=4", layout, {"x": "_ d", "w": "_"})
-
-
 @pytest.mark.filterwarnings("ignore::meshpar.errors.JoinWarning")
 def test_gradient_of_a_window_over_a_concatenation():
     x = (RNG.integers(-8, 9, (6, 4, 4)) / 4).astype(np.float32)
@@ -235,21 +222,6 @@ def test_what_is_gathered_is_what_the_plan_gathers_and_not_what_it_is_made_of():
     assert (planned.dtype, planned.shape) == ("int8", (4, 8, 16))
     gathered = re.findall(r"(\w+)\[2,8,16\]\S* all-gather\(", step.lower(*args).compile().as_text())
     assert gathered == ["s8"]
-
-
-def test_what_a_loop_only_reads_is_gathered_once_before_it():
-    def fn(x, w):
-        h = jnp.tanh(x)
-        return lax.scan(lambda total, part: (total + jnp.sum(jnp.tanh(h @ part)), None), 0.0, w)[0]
-
-    args = normal(4, 8, 16), normal(3, 16, 32)
-    dims = {"x": "batch seq embed", "w": "_ embed mlp"}
-    layout = "batch: data; mlp: model; seq: model"
-    assert_same(fn, args, "data=2, model=4", layout, dims)
-    step = mp.jit(fn, mesh=mp.mesh("data=2, model=4"), layout=layout, dims=dims, lowering="jit")
-    assert [c.count for c in step.plan(*args).collectives if c.op == "all-gather"] == [1]
-    before, _, _ = step.lower(*args).as_text().partition("stablehlo.while")
-    assert '[{"data"}, {}, {}]' in before
 
 
 PARTIAL = {

@@ -319,23 +319,6 @@ def test_several_inputs_all_of_them_empty():
         np.testing.assert_array_equal(got, want)
 
 
-def test_reshapes_of_empty_arrays():
-    def step(x, y):
-        empty = jnp.diff(x, axis=1)  # [2, 0, 3]
-        flat = jnp.arange(empty.size).reshape(empty.shape) % 5
-        return (empty * flat).sum() + y.sum(), empty, y * 2
-
-    grad = jax.grad(lambda x, y: step(x, y)[0], (0, 1))
-    same(
-        lambda x, y: (step(x, y), grad(x, y)),
-        normal(2, 1, 3),
-        normal(8),
-        layout="e: data",
-        dims={"y": "e"},
-        meshes=["data=8"],
-    )
-
-
 def test_what_a_loop_only_reads_is_gathered_once_before_it():
     def step(w, x):
         def loss(w):
