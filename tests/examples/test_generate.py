@@ -135,11 +135,6 @@ def test_a_rule_for_heads_shards_kernels_with_one_dim_for_heads_and_size():
         assert specs[f"params/layers/attention/{name}/kernel.scales"] == (None, None, "model")
 
 
-def test_other_attention_has_no_kernels_with_one_dim_for_heads_and_size():
-    params = weights("deepseek")
-    assert jax.tree.map(jnp.shape, generate.merge_heads(params)) == jax.tree.map(jnp.shape, params)
-
-
 def test_latent_attention_under_a_layout():
     assert served("deepseek", FLASH, lowering="shard_map") == expected("deepseek")
 
