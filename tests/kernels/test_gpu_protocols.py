@@ -19,7 +19,7 @@ def test_every_wait_and_signal_is_missed(name):
 
 @kernels
 def test_in_every_order_of_events_the_result_is_right(name):
-    for order in SCHEDULES[:: 25 if "blackwell" in name else 10]:
+    for order in SCHEDULES[:: 25 if "blackwell" in name or "scaled" in name else 10]:
         KERNELS[name](order)
 
 
