@@ -58,7 +58,7 @@ def test_experts_with_room_for_all_are_a_weighted_sum(real):
     p = jax.tree.map(lambda w: np.asarray(w[0], np.float64), params["layers"]["experts"])
     x = np.random.default_rng(1).normal(size=(2, 6, config.embed)).astype(np.float32)
     roomy = mixtral.Experts(dataclasses.replace(config, capacity=float(config.experts)))
-    got, _ = roomy.apply({"params": jax.tree.map(lambda w: w[0], params["layers"]["experts"])}, x)
+    got, _ = jax.jit(roomy.apply)({"params": jax.tree.map(lambda w: w[0], params["layers"]["experts"])}, x)
     expected = np.zeros(x.shape)
     for b, s in np.ndindex(2, 6):
         chances = np.exp(x[b, s] @ p["router"])

@@ -226,11 +226,17 @@ def test_bad_dispatch(change, says):
 
 
 def test_bad_combine():
-    buffer, d = expert_dispatch(jnp.asarray(X), jnp.asarray(LOADS["even"]), experts=E)
+    def combined(rows, weight=None):
+        def call(x, expert):
+            buffer, d = expert_dispatch(x, expert, experts=E)
+            return expert_combine(buffer[:rows], d, weight=weight)
+
+        return jax.eval_shape(call, X, LOADS["even"])
+
     with pytest.raises(ValueError, match=r"y must be \[96, H\]"):
-        expert_combine(buffer[:5], d)
+        combined(5)
     with pytest.raises(ValueError, match=r"weight must be \[48, 2\]"):
-        expert_combine(buffer, d, weight=jnp.asarray(WEIGHT[:5]))
+        combined(96, jnp.asarray(WEIGHT[:5]))
 
 
 @pytest.mark.parametrize(

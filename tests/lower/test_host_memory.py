@@ -171,6 +171,12 @@ def test_host_memory_is_not_in_the_devices_peak():
     assert json.loads(there.diff(here).to_json())["metrics"]["in the host's memory"]["a"] == 2 * SHARD
 
 
+def test_a_described_argument_on_the_host():
+    sharding = NamedSharding(mp.mesh(MESH), P("data"), memory_kind="pinned_host")
+    x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=sharding)
+    assert mp.plan(lambda x: x * 2, x, mesh=MESH, **ROWS).inputs[0].on_host
+
+
 @LOWERINGS
 def test_a_sharding_with_a_memory_kind(lowering):
     def fn(x):

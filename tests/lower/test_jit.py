@@ -224,6 +224,21 @@ def test_what_is_gathered_is_what_the_plan_gathers_and_not_what_it_is_made_of():
     assert gathered == ["s8"]
 
 
+def test_what_a_loop_only_reads_is_gathered_once_before_it():
+    def fn(x, w):
+        h = jnp.tanh(x)
+        return lax.scan(lambda total, part: (total + jnp.sum(jnp.tanh(h @ part)), None), 0.0, w)[0]
+
+    args = normal(4, 8, 16), normal(3, 16, 32)
+    dims = {"x": "batch seq embed", "w": "_ embed mlp"}
+    layout = "batch: data; mlp: model; seq: model"
+    assert_same(fn, args, "data=2, model=4", layout, dims)
+    step = mp.jit(fn, mesh=mp.mesh("data=2, model=4"), layout=layout, dims=dims, lowering="jit")
+    assert [c.count for c in step.plan(*args).collectives if c.op == "all-gather"] == [1]
+    before, _, _ = step.lower(*args).as_text().partition("stablehlo.while")
+    assert '[{"data"}, {}, {}]' in before
+
+
 PARTIAL = {
     "sum": lambda x: x.sum(0),
     "matmul": lambda x: jnp.einsum("da,d->a", x, x[:, 0]),

@@ -47,7 +47,7 @@ def close(a, b):
 
 @pytest.mark.parametrize(
     ("lowering", "check_vma", "layout"),
-    covering.pairs(["jit", "shard_map"], [False, True], [LAYOUT, "batch: model; embed: data"]),
+    covering.pairs(["jit", "shard_map"], [False, True], [LAYOUT, "batch: model; embed: data", ""]),
 )
 def test_values_and_gradients_are_those_of_the_function_written_out(lowering, check_vma, layout):
     def loss(w, x):
