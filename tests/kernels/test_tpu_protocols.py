@@ -14,7 +14,6 @@ KERNELS = tpu_runs.kernels()
 kernels = pytest.mark.parametrize("name", KERNELS)
 
 
-@pytest.mark.slow
 @kernels
 def test_every_wait_and_signal_is_missed(name):
     """Without it there is a fault in some order of events."""
