@@ -6,8 +6,8 @@
 
     python benchmarks/fuzz.py --seed date --minutes 60 --cases 100000 --log fuzz.jsonl     # each night: a new seed each day
 
-A case is a program on a mesh under a layout, run under every lowering asked for: once, or several times with other static
-arguments, under other settings of JAX or under an outer ``vmap``. Gradients are taken in the program that is lowered; in one case
+A case is a program on a mesh under a layout, run under every lowering asked for: once, or several times under other settings
+of JAX or under an outer ``vmap``. Gradients are taken in the program that is lowered; in one case
 of four (``--outside``), of the function that the lowering returns. Results are compared in value, shape, dtype, weak type, in
 where NaN and infinities are, and in the sign of zeros where elements are only moved. Prints how many ran, how many differed, how
 many could not run (counted separately: cases that JAX cannot run unsharded), the primitives that they covered, and for every case

@@ -50,12 +50,6 @@ def test_the_fit_is_exact_on_exact_data():
     np.testing.assert_allclose(batch_sizes.fitted(sweeps), (20, 50), rtol=1e-9)
 
 
-def test_the_picture_is_drawn(tmp_path):
-    sweeps = [Sweep(size, 20 * (1 + 50 / size), 0.1, 0.0) for size in (8, 64, 512)]
-    batch_sizes.draw(sweeps, (20.0, 50.0), 70.0, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").read_bytes()[1:4] == b"PNG"
-
-
 def test_layouts_take_the_same_steps_and_mlperf_accepts_the_log(tmp_path):
     """With the name of a benchmark on MLPerf's list, of which the digits are not."""
     compliance = pytest.importorskip("mlperf_logging.compliance_checker.mlp_compliance")

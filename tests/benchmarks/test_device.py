@@ -106,15 +106,6 @@ def test_the_budget_ends_it_and_it_can_be_resumed(command, tmp_path, monkeypatch
     assert len([line for line in log if line.startswith("time ")]) == len(everything) - len(done)
 
 
-def test_a_record_is_not_overwritten(command, capsys, tmp_path):
-    command("--only", "forward/g64/random")
-    before = (tmp_path / "out" / "results.jsonl").read_text()
-    status, _, _ = command("--only", "forward/g64/random")
-    assert status == 2
-    assert "--resume" in capsys.readouterr().out
-    assert (tmp_path / "out" / "results.jsonl").read_text() == before
-
-
 def test_without_an_accelerator_it_says_so(command, capsys, monkeypatch):
     monkeypatch.setenv("DEVICE_STUB_PLATFORM", "cpu")
     status, _, _ = command()

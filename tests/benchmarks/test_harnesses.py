@@ -95,4 +95,4 @@ def run_sample(count, seed):
 
 
 def test_a_sample_is_right():
-    assert run_sample(60, 0) == []
+    assert run_sample(30, 0) == []

@@ -160,28 +160,6 @@ def mutants_of(root):
 EDITS = mutants.edits
 
 
-def test_a_mutant_whose_lines_no_test_executes_is_not_found(two_mutants, root, monkeypatch, capsys):
-    monkeypatch.setattr(mutants.Recorded, "selected", lambda *_: ([], 0.0))
-    run(monkeypatch)
-    assert capsys.readouterr().out.splitlines()[-1] == "0 of 2 mutants found (0%), seed 0"
-
-
-def test_lines_are_recorded_once_for_each_version_of_the_package(root, monkeypatch, capsys):
-    versions = [mutants.version_of(root / "meshpar")]
-    versions.append(mutants.version_of(root / "meshpar"))
-    (root / "meshpar/small.py").write_text(CODE.replace("LIMIT = 3", "LIMIT = 4"))
-    versions.append(mutants.version_of(root / "meshpar"))
-    assert versions[0] == versions[1] != versions[2]
-    ran = []
-    monkeypatch.setattr(mutants, "status_of", lambda *arguments: ran.append(arguments) or 0)
-    run(monkeypatch, "--sample", 0)
-    run(monkeypatch, "--sample", 0)
-    assert [arguments[:3] for arguments in ran] == [(root, ["tests"], mutants.Recorder)] * 2  # nothing was written
-    (root / "recorded/1.json").write_text("{}")
-    run(monkeypatch, "--sample", 0)
-    assert len(ran) == 2
-
-
 def test_equivalent_mutants_are_not_counted(two_mutants, monkeypatch, capsys):
     listed = [dict(zip(("file", "line", "change"), e.key, strict=True)) for e in two_mutants if e.new == NOT_FOUND]
     mutants.EQUIVALENT.write_text(json.dumps(listed))
@@ -203,17 +181,3 @@ def test_mirrored_tests_exist():
             stages = mutants.mirrored(file)
             assert stages, file
             assert all((mutants.ROOT / test).exists() for tests in stages for test in tests)
-
-
-def test_tests_that_fail_without_a_mutant_are_not_counted(root, monkeypatch, capsys):
-    """A test that passes where the lines are recorded, and not in a copy."""
-    (root / "tests/test_small.py").write_text(
-        "from pathlib import Path\nfrom meshpar.small import clipped\n\n"
-        "def test_file():\n    assert clipped(1)\n    assert Path('not_copied.txt').exists()\n"
-    )
-    (root / "not_copied.txt").touch()
-    run(monkeypatch, "--record", "tests/test_small.py")
-    edit = next(e for e in mutants.edits(root / "meshpar/small.py") if "x + 1" in e.change)
-    monkeypatch.setattr(mutants, "edits", lambda path: iter([edit]))
-    run(monkeypatch)
-    assert capsys.readouterr().out.splitlines()[-1] == "0 of 0 mutants found (0%), seed 0"

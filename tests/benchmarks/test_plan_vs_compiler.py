@@ -15,7 +15,6 @@ from plan_vs_compiler import (
     Difference,
     by_kind,
     comparison,
-    compiled_sends,
     differences,
     kernel_seconds,
     planned_sends,
@@ -64,17 +63,6 @@ def test_a_difference_says_what_is_sent_more():
     assert d.total_bytes == 2 * SUM
     assert str(d) == "all-reduce over model of 1536 bytes: 1 planned, 3 compiled"
     assert by_kind([d, d]) == {"all-reduce": (2, 6, 4 * SUM)}
-
-
-def test_fewer_of_the_same_are_merged_and_none_are_missing():
-    assert Difference("all-gather", ("data",), 8.0, 3, 1).merged
-    assert not Difference("all-gather", ("data",), 8.0, 3, 0).merged
-    assert not Difference("all-gather", ("data",), 8.0, 1, 3).merged
-
-
-def test_a_loop_of_unknown_length_is_not_one_that_runs_once():
-    sends = compiled_sends([found("all-reduce", (0, 1, 2, 3), SUM, None)], {"data": 4, "model": 4})
-    assert sends == {("all-reduce", ("model",), SUM, True): 1}
 
 
 def test_what_a_loop_of_unknown_length_has_more_of_are_further_rounds():

@@ -2,6 +2,7 @@
 
 import importlib.util
 
+import covering
 import profile_names
 import pytest
 
@@ -11,8 +12,9 @@ tpu = pytest.mark.skipif(
 
 
 @tpu
-@pytest.mark.parametrize("layout", ["fsdp", "fsdp+tensor+sequence"])
-@pytest.mark.parametrize("topology", profile_names.TOPOLOGIES)
+@pytest.mark.parametrize(
+    ("topology", "layout"), covering.each(profile_names.TOPOLOGIES, ["fsdp+tensor+sequence", "fsdp"])
+)
 def test_all_names_are_in_the_final_program(topology, layout):
     program = profile_names.compiled(topology, dict(profile_names.CASES)[layout], layout, layers=2)
     assert program.plan is not None

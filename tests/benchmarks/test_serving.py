@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import covering
 import pytest
 import serving
 
@@ -11,8 +12,9 @@ CONFIG = dataclasses.replace(llama.TINY, embed=64, heads=8, kv_heads=4, head_dim
 BATCH, LENGTH = 8, 64
 
 
-@pytest.mark.parametrize("kv_heads", [4, 1])
-@pytest.mark.parametrize("case", serving.CASES, ids=[c.name for c in serving.CASES])
+@pytest.mark.parametrize(
+    ("case", "kv_heads"), covering.each(serving.CASES, [4, 1]), ids=[c.name for c in serving.CASES]
+)
 def test_a_step_sends_no_more_than_hand_written_specs(case, kv_heads):
     config = dataclasses.replace(CONFIG, kv_heads=kv_heads)
     sent = serving.programs(case, config, BATCH, LENGTH, None)
@@ -20,11 +22,10 @@ def test_a_step_sends_no_more_than_hand_written_specs(case, kv_heads):
     assert ours <= by_hand
 
 
-@pytest.mark.parametrize("name", ["flash decoding", "flash decoding, all devices"])
-def test_a_cache_sharded_by_length_sends_softmax_statistics_and_outputs_only(name):
-    (case,) = (c for c in serving.CASES if c.name == name)
+def test_a_cache_sharded_by_length_sends_softmax_statistics_and_outputs_only():
+    (case,) = (c for c in serving.CASES if c.name == "flash decoding, all devices")
     sent = serving.programs(case, CONFIG, BATCH, LENGTH, None)["meshpar"]
     assert {c.op for c in sent} == {"all-reduce"}
-    devices, rows = (4, BATCH // 2) if case.rows else (8, BATCH)
-    numbers = rows * CONFIG.heads * (1 + 1 + CONFIG.head_dim)  # the maximum, the sum and the output of every head
+    devices = 8
+    numbers = BATCH * CONFIG.heads * (1 + 1 + CONFIG.head_dim)  # the maximum, the sum and the output of every head
     assert sum(c.total_bytes for c in sent) == CONFIG.layers * numbers * 4 * 2 * (devices - 1) / devices

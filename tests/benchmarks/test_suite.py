@@ -1,13 +1,11 @@
 """The suite of benchmarks: commands in processes of their own, resuming, and RESULTS.md, the page of the stored tables."""
 
 import dataclasses
-import json
 import re
 
 import pytest
 import suite
 import tables
-import tasks
 
 TABLE = "print('progress')\nprint('| a | b |\\n|---|---|\\n| 1 | 2 |')\nprint('median 3 %')"
 
@@ -94,22 +92,6 @@ def test_a_command_that_was_killed_resumes(benchmarks):
     assert runs(benchmarks) == ["late", "good", "bad"]
 
 
-def test_another_commit_starts_another_record(benchmarks, monkeypatch):
-    suite.main(["--only", "good"])
-    monkeypatch.setattr(suite, "commit", lambda: "def5678")
-    suite.main(["--only", "good"])
-    assert runs(benchmarks) == ["good", "good"]
-    with pytest.raises(SystemExit):
-        suite.main(["--only", "good", "--record", str(benchmarks / "abc1234.jsonl")])
-
-
-def test_uncommitted_changes_are_measured_again(benchmarks, monkeypatch):
-    monkeypatch.setattr(suite, "commit", lambda: "abc1234-dirty")
-    suite.main(["--only", "good"])
-    suite.main(["--only", "good"])
-    assert runs(benchmarks) == ["good", "good"]
-
-
 def test_a_quick_run_is_stored_when_it_is_complete(benchmarks):
     suite.main(["--quick", "--only", "good", "late"])
     assert not (benchmarks / "quick.jsonl").exists()
@@ -133,13 +115,6 @@ def test_a_benchmark_that_hangs_or_lacks_a_module(benchmarks, monkeypatch):
     _, outcomes = suite.read_record(benchmarks / "abc1234.jsonl")
     assert {name: o.status for name, o in outcomes.items()} == {"good": "timeout", "bad": "refused", "late": "ok"}
     assert outcomes["bad"].message == "a_missing_module is not installed"
-
-
-def test_a_record_is_json_lines(benchmarks):
-    suite.main(["--only", "good"])
-    header, outcome = map(json.loads, (benchmarks / "abc1234.jsonl").read_text().splitlines())
-    assert header["quick"] is False
-    assert tasks.Outcome(**outcome).result["tables"] == [["| a | b |", "|---|---|", "| 1 | 2 |"]]
 
 
 def test_a_table_is_printed_row_by_row(capsys):

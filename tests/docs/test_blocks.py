@@ -116,22 +116,6 @@ def test_a_stale_stored_output_is_an_error_and_can_be_rewritten():
     assert blocks.with_stored_output(STORED.format(2), "page.md") == STORED.format(1)
 
 
-def test_a_generated_part_is_inserted():
-    page = blocks.rendered("Before.\n\n<!-- generated: command doctor -->\n\nAfter.\n", "page.md")
-    assert page == f"Before.\n\n{generated.command('doctor')}\n\nAfter.\n"
-
-
-def test_a_page_says_which_block_did_not_run():
-    page = "```python if-no_such_package\n1 / 0\n```\n"
-    assert "no_such_package is not installed" in blocks.rendered(page, "page.md")
-
-
-def test_blocks_of_a_page_share_names_and_pages_do_not():
-    assert blocks.run_page("```python\nx = 1\n```\n\n```python\nprint(x)\n```\n", "a.md") == ["", "1\n"]
-    with pytest.raises(NameError):
-        blocks.run_page("```python\nprint(x)\n```\n", "b.md")
-
-
 def test_pages_import_the_examples_of_their_own_folder(monkeypatch):
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not entry.endswith("examples")])
     monkeypatch.delitem(sys.modules, "llama", raising=False)
@@ -139,11 +123,6 @@ def test_pages_import_the_examples_of_their_own_folder(monkeypatch):
     for _ in range(2):
         with blocks.workplace():
             assert blocks.run_page(page, "a.md") == ["batch: data; embed: data\n"]
-
-
-def test_an_error_is_shown():
-    page = "```python error\nprint(1)\nraise ValueError('no')\n```\n"
-    assert blocks.run_page(page, "a.md") == ["1\nValueError: no\n"]
 
 
 @pytest.mark.parametrize(

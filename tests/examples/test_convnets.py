@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from arrays import drawn
 from flax import linen as nn
+from lowered import same
 
 import convnets
-import meshpar as mp
 
 
 def count(target):
@@ -78,9 +78,5 @@ def test_no_layout_changes_a_number_of_a_cell(reduction):
 
 
 def check(step, args, dims):
-    report = mp.check(
-        step, *args, dims=dims, meshes=["data=4, model=2"], lowerings=("jit", "shard_map"), tolerance=1e-3,
-        layouts=[convnets.LAYOUTS["data+height"]],
-    )  # fmt: skip
-    assert report.ok
-    assert len(report.rows) == 2
+    how = {"meshes": ["data=4, model=2"], "lowerings": ("jit", "shard_map"), "tolerance": 1e-3}
+    same(step, *args, layout=convnets.LAYOUTS["data+height"], dims=dims, **how)

@@ -18,14 +18,3 @@ def test_the_losses_fall_with_a_few_exchanges(tmp_path):
     assert plain.sent == pytest.approx(every_step.sent / 8, rel=0.02)
     assert streaming.sent == pytest.approx(plain.sent / 4, rel=0.15)  # codes, exponents and weights of replicas
     assert min(matplotlib.image.imread(picture).shape[:2]) > 500
-
-
-@pytest.mark.slow
-def test_the_slices_begin_with_the_weights_of_the_synchronous_steps(tmp_path):
-    """Before the slices part, the losses are those of the run with an exchange in every step."""
-    flags = "--steps=12 --every=4 --synchronous=8 --layers=1 --embed=64 --seq=32 --outer-rate=0.9 --outer-momentum=0.5 --seed=1"
-    every_step, plain, _ = diloco.main([*flags.split(), "--picture", ""]).values()
-    assert plain.losses[:8] == every_step.losses[:8]
-    assert plain.losses[8] == pytest.approx(every_step.losses[8], rel=1e-3)
-    assert plain.losses[11] != every_step.losses[11]
-    assert every_step.sent > plain.sent > every_step.sent * 8 / 12

@@ -5,6 +5,7 @@ import math
 import jax
 import pytest
 from arrays import drawn
+from lowered import same
 
 import gpt3_bert_vit as models
 import meshpar as mp
@@ -66,12 +67,8 @@ def small(name):
 @pytest.mark.parametrize(("name", "lowering"), [("gpt3", "shard_map"), ("bert", "jit"), ("vit", "shard_map")])
 def test_no_layout_changes_a_number(name, lowering):
     step, args, dims = small(name)
-    report = mp.check(
-        step, *args, dims=dims, meshes=["data=4, model=2"], lowerings=[lowering], tolerance=1e-4,
-        layouts=[models.LAYOUTS["fsdp"], models.LAYOUTS["fsdp+tensor+sequence"]],
-    )  # fmt: skip
-    assert report.ok
-    assert len(report.rows) == 2
+    how = {"meshes": ["data=4, model=2"], "lowerings": [lowering], "tolerance": 1e-4}
+    same(step, *args, layout=models.LAYOUTS["fsdp+tensor+sequence"], dims=dims, **how)
 
 
 def test_vit_splits_attention_and_mlp_of_a_layer_with_one_all_reduce_each_way():

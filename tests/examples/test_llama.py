@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
+from lowered import same
 
 import llama
 import meshpar as mp
@@ -29,16 +30,6 @@ def weights(target: llama.Target) -> int:
 )
 def test_the_sizes_are_those_of_the_published_models(make, published):
     assert weights(make()) == published
-
-
-def test_what_a_target_returns_is_shapes():
-    step, (state, batch), dims = llama.llama3_8b(batch=4, seq=32, layers=2)
-    assert callable(step)
-    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((state, batch)))
-    assert batch["inputs"].shape == (4, 32)
-    assert dims == {"batch/*": "batch seq"}
-    moments = [x for x in jax.tree.leaves(state["opt"]) if x.shape]
-    assert {str(x.dtype) for x in jax.tree.leaves(state["params"]) + moments} == {"float32"}
 
 
 # -- the numbers
@@ -109,71 +100,55 @@ def test_the_loss_is_that_of_numpy_in_float64(real, losses):
     state, batch = real
     params = jax.tree.map(lambda box: box.unbox(), state["params"], is_leaf=lambda x: hasattr(x, "unbox"))
     assert losses[0] == pytest.approx(reference_loss(params, batch["inputs"], batch["targets"], llama.TINY), rel=2e-6)
-
-
-def test_a_step_lowers_the_loss_that_it_started_from(losses):
     assert losses[0] > losses[1] > losses[2]
 
 
-@pytest.mark.parametrize("over", ["vocab", "tokens"])
-def test_a_loss_that_computes_logits_once_changes_no_number(real, losses, over):
+@pytest.mark.parametrize(
+    ("options", "lowering"),
+    [
+        ({"loss": "vocab"}, None),
+        ({"loss": "tokens", "rotary": "matmul"}, None),
+        ({"remat": "keep_collectives"}, "shard_map"),
+        ({"remat": "save_dot_with_context_except_mlp"}, "jit"),
+        ({"remat": "minimal_with_collectives", "interleave": 2}, "shard_map"),
+    ],
+)
+def test_options_change_no_number(real, losses, options, lowering):
+    """Logits that are computed once, rotary embeddings by matmuls; checkpoint policies and microbatches under a layout."""
     state, batch = real
-    step, found = jax.jit(llama.train_step(dataclasses.replace(llama.TINY, loss=over))), []
+    step, found = llama.train_step(dataclasses.replace(llama.TINY, **options)), []
+    how = {"mesh": "data=4, model=2", "layout": llama.FSDP_TENSOR_SEQUENCE, "dims": llama.DIMS, "lowering": lowering}
+    step = mp.jit(step, **how) if lowering else jax.jit(step)
     for _ in range(2):
         state, loss = step(state, batch)
         found.append(float(loss))
     assert found == pytest.approx(losses[:2], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"batch": 6, "interleave": 4}, "batch of 6 cannot be divided into interleave=4 microbatches"),
+        ({"remat": "minimla"}, r"no remat 'minimla'; there are full, .*minimal_with_context"),
+        ({"attention": "flsah"}, "no attention 'flsah'"),
+        ({"attention": "splash"}, "a multiple of 128, not 16"),
+        ({"rotary": "thirds"}, "no rotary 'thirds'; there are halves, matmul"),
+    ],
+)
+def test_impossible_options_are_errors(options, says):
+    def trace():
+        step, args, _ = llama.tiny(**options)
+        jax.eval_shape(step, *args)
+
+    with pytest.raises(ValueError, match=says):
+        trace()
 
 
 @pytest.mark.slow
 def test_no_layout_changes_a_number(real):
     _, _, dims = llama.tiny()
-    report = mp.check(
-        llama.train_step(llama.TINY), *real, dims=dims, meshes=["data=2, model=2, idle=2"], tolerance=1e-4,
-        layouts=[llama.FSDP_TENSOR_SEQUENCE], lowerings=("jit", "shard_map"),
-    )  # fmt: skip
-    assert report.ok
-    assert len(report.rows) == 2
-
-
-@pytest.mark.parametrize(
-    ("remat", "lowering"),
-    [("keep_collectives", "shard_map"), ("save_dot_with_context_except_mlp", "jit"), ("none", "jit")],
-)
-def test_checkpoint_policies_change_no_number(real, losses, remat, lowering):
-    state, batch = real
-    config = dataclasses.replace(llama.TINY, remat=remat)
-    step = mp.jit(llama.train_step(config), mesh=mp.mesh("data=4, model=2"), layout=llama.FSDP_TENSOR_SEQUENCE,
-                  dims=llama.DIMS, lowering=lowering)  # fmt: skip
-    found = []
-    for _ in range(2):
-        state, loss = step(state, batch)
-        found.append(float(loss))
-    assert found == pytest.approx(losses[:2], rel=1e-5)
-
-
-@pytest.mark.parametrize(("remat", "lowering"), [("minimal_with_collectives", "shard_map")])
-def test_interleaved_microbatches_change_no_number(real, losses, remat, lowering):
-    state, batch = real
-    config = dataclasses.replace(llama.TINY, remat=remat, interleave=2)
-    step = mp.jit(llama.train_step(config), mesh=mp.mesh("data=4, model=2"), layout=llama.FSDP_TENSOR_SEQUENCE,
-                  dims=llama.DIMS, lowering=lowering)  # fmt: skip
-    found = []
-    for _ in range(2):
-        state, loss = step(state, batch)
-        found.append(float(loss))
-    assert found == pytest.approx(losses[:2], rel=1e-5)
-
-
-def test_a_batch_that_does_not_divide_into_microbatches_is_an_error():
-    step, args, _ = llama.tiny(batch=6, interleave=4)
-    with pytest.raises(ValueError, match="batch of 6 cannot be divided into interleave=4 microbatches"):
-        jax.eval_shape(step, *args)
-
-
-def test_an_unknown_policy_is_an_error():
-    with pytest.raises(ValueError, match=r"no remat 'minimla'; there are full, .*minimal_with_context"):
-        llama.tiny(remat="minimla")
+    how = {"meshes": ["data=2, model=2, idle=2"], "lowerings": ("jit", "shard_map"), "tolerance": 1e-4}
+    same(llama.train_step(llama.TINY), *real, layout=llama.FSDP_TENSOR_SEQUENCE, dims=dims, **how)
 
 
 # -- the plan
@@ -215,15 +190,12 @@ def test_fsdp_gathers_weights_twice_and_scatters_gradients_once(plan):
     assert {c.op for c in big} == {"all-gather", "reduce-scatter"}  # no gradient is all-reduced
 
 
-@pytest.mark.parametrize(
-    ("loss", "layout", "axes"),
-    [("vocab", llama.FSDP, {"data": 128}), ("tokens", llama.FSDP_TENSOR_SEQUENCE, {"data": 16, "model": 8})],
-)
-def test_making_logits_once_sends_no_more_and_takes_less_time(loss, layout, axes):
-    plans = []
-    for each in ("recomputed", loss):
-        step, args, dims = llama.llama3_8b(loss=each)
-        plans.append(mp.plan(step, *args, dims=dims, layout=layout, mesh=abstract(**axes), topology="v5p:4x4x8"))
+def test_making_logits_once_sends_no_more_and_takes_less_time():
+    plans, mesh = [], abstract(data=16, model=8)
+    for loss in ("recomputed", "tokens"):
+        step, args, dims = llama.llama3_8b(loss=loss)
+        layout = llama.FSDP_TENSOR_SEQUENCE
+        plans.append(mp.plan(step, *args, dims=dims, layout=layout, mesh=mesh, topology="v5p:4x4x8"))
     again, once = plans
     assert once.bytes_sent <= again.bytes_sent * 1.001
     assert once.seconds < again.seconds
@@ -235,14 +207,6 @@ def test_weights_and_gradients_travel_in_bfloat16(plan):
     in_vocab = 128256 * 4096
     sent = (3 * in_layers + 3 * in_vocab + 2 * in_vocab) * 2 * 127 / 128  # of the layers, the head, the embedding
     assert plan.bytes_sent == pytest.approx(sent, rel=1e-3)
-
-
-def test_tensor_and_sequence_parallelism_all_reduce_no_activation():
-    step, args, dims = llama.llama3_8b()
-    layout = llama.FSDP_TENSOR_SEQUENCE
-    plan = mp.plan(step, *args, dims=dims, layout=layout, mesh=abstract(data=16, model=8))
-    big = [c for c in plan.collectives if c.total_bytes > 1e8]
-    assert {c.op for c in big} == {"all-gather", "reduce-scatter"}
 
 
 @pytest.mark.parametrize(("remat", "gathers", "sums"), [("full", 6, 5), ("keep_collectives", 4, 4)])
@@ -259,14 +223,13 @@ def test_collectives_of_a_layer_by_checkpoint_policy(remat, gathers, sums):
     assert found == {"all-gather": gathers, "reduce-scatter": sums}
 
 
-@pytest.mark.parametrize("topology", ["v5p:4x4x8", "v6e:8x16"])
-def test_interleaved_microbatches_send_no_more_and_shorten_the_step(topology):
+def test_interleaved_microbatches_send_no_more_and_shorten_the_step():
     """While one is gathered and summed, the other one's products run. Weights are gathered once for both."""
     plans = []
     for interleave in (1, 2):
         step, args, dims = llama.llama3_8b(remat="minimal_with_context", loss="tokens", interleave=interleave)
         plans.append(mp.plan(step, *args, dims=dims, layout=llama.FSDP_TENSOR_SEQUENCE, mesh=abstract(data=16, model=8),
-                             topology=topology, donate_argnums=0))  # fmt: skip
+                             topology="v5p:4x4x8", donate_argnums=0))  # fmt: skip
     one, two = plans
     assert two.bytes_sent == pytest.approx(one.bytes_sent, rel=2e-3)
     assert two.seconds < 0.95 * one.seconds
@@ -312,18 +275,6 @@ def test_splash_attention_is_attention():
             np.testing.assert_allclose(got, want, atol=1e-4)
 
 
-def test_an_unknown_attention_is_an_error():
-    step, args, _ = llama.tiny(attention="flsah")
-    with pytest.raises(ValueError, match="no attention 'flsah'"):
-        jax.eval_shape(step, *args)
-
-
-def test_splash_attention_of_a_short_sequence_is_an_error():
-    step, args, _ = llama.tiny(attention="splash")
-    with pytest.raises(ValueError, match="a multiple of 128, not 16"):
-        jax.eval_shape(step, *args)
-
-
 # -- rotary embeddings
 
 
@@ -340,28 +291,3 @@ def test_pairs_turn_as_in_numpy_in_float64_and_their_gradients_turn_back(dtype, 
             np.testing.assert_allclose(have, np.concatenate([z.real, z.imag], -1), rtol=tolerance, atol=tolerance)
     np.testing.assert_array_equal(matmul[0], halves[0])
     np.testing.assert_array_equal(matmul[1](dy)[0], halves[1](dy)[0])
-
-
-def test_rotary_by_a_matmul_changes_no_loss(real, losses):
-    state, batch = real
-    step, found = jax.jit(llama.train_step(dataclasses.replace(llama.TINY, rotary="matmul"))), []
-    for _ in range(2):
-        state, loss = step(state, batch)
-        found.append(float(loss))
-    assert found == pytest.approx(losses[:2], rel=1e-5)
-
-
-def test_rotary_by_a_matmul_gathers_no_tables_where_the_sequence_is_split():
-    """The same collectives: cosines and sines are made where they are needed."""
-    sent = []
-    for rotary in ("halves", "matmul"):
-        step, args, dims = llama.tiny(rotary=rotary)
-        mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-        plan = mp.plan(step, *args, mesh=mesh, layout=llama.FSDP_TENSOR_SEQUENCE, dims=dims)
-        sent.append([(c.op, c.axes, c.bytes, c.count) for c in plan.collectives])
-    assert sorted(sent[0]) == sorted(sent[1])
-
-
-def test_an_unknown_rotary_is_an_error():
-    with pytest.raises(ValueError, match="no rotary 'thirds'; there are halves, matmul"):
-        llama.rotate(jnp.ones((1, 4, 1, 2)), 1e4, "thirds")

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from arrays import drawn
+from lowered import same
 
 import meshpar as mp
 import resnet
@@ -47,9 +48,5 @@ def test_a_sharded_height_exchanges_halos_and_gathers_no_features():
 def test_no_layout_changes_a_number(monkeypatch):
     monkeypatch.setattr(resnet, "STAGES", (1, 1, 1, 1))
     step, shapes, dims = segmentation.cityscapes(4, 64, 32, features=4, classes=5, dtype=jnp.float32)
-    report = mp.check(
-        step, *drawn(shapes, 5), dims=dims, meshes=["data=4, model=2"], lowerings=("jit", "shard_map"), tolerance=1e-3,
-        layouts=[segmentation.LAYOUTS["data+height"]],
-    )  # fmt: skip
-    assert report.ok
-    assert len(report.rows) == 2
+    how = {"meshes": ["data=4, model=2"], "lowerings": ("jit", "shard_map"), "tolerance": 1e-3}
+    same(step, *drawn(shapes, 5), layout=segmentation.LAYOUTS["data+height"], dims=dims, **how)

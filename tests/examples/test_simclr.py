@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from arrays import drawn
+from lowered import same
 
 import meshpar as mp
 import resnet
@@ -48,9 +49,5 @@ def test_no_layout_changes_a_number(monkeypatch):
     step, shapes, dims = simclr.simclr(8, 32, width=4, projection=6, dtype=jnp.float32)
     state, batch = drawn(shapes, 8)
     batch["labels"] = np.arange(8, dtype=np.int32) // 2
-    report = mp.check(
-        step, state, batch, dims=dims, meshes=["data=4, model=2"], lowerings=("jit", "shard_map"), tolerance=1e-3,
-        layouts=[simclr.LAYOUTS["data+height"]],
-    )  # fmt: skip
-    assert report.ok
-    assert len(report.rows) == 2
+    how = {"meshes": ["data=4, model=2"], "lowerings": ("jit", "shard_map"), "tolerance": 1e-3}
+    same(step, state, batch, layout=simclr.LAYOUTS["data+height"], dims=dims, **how)

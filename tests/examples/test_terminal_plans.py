@@ -11,9 +11,7 @@ from meshpar._src.report.document import plain
 PLANS = [
     ("llama.py:llama3_8b", "v5p:4x4x8", "data=32, model=4", "fsdp+tensor+sequence"),
     ("llama.py:tiny", None, "data=4, model=2", "fsdp+tensor"),
-    ("mixtral.py:tiny", None, "data=4, model=2", "fsdp+expert"),
     ("deepseek.py:tiny", None, "data=4, model=2", "fsdp+expert"),
-    ("resnet.py:resnet50", "v5p:4x4x8", "data=128", "data"),
 ]
 
 

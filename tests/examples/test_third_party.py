@@ -49,11 +49,3 @@ def test_generation_of_tokens():
     }
     step = mp.jit(generate, mesh="data=4, model=2", layout="batch: data; mlp, vocab: model", dims=dims)
     np.testing.assert_array_equal(step(model.params, ids), generate(model.params, ids))
-
-
-def test_weights_are_split(capsys):
-    losses = third_party.main(["gpt2", "--steps", "2"])["gpt2"]
-    assert losses[1] < losses[0]
-    text = capsys.readouterr().out
-    assert "mlp:model embed:data" in text
-    assert "vocab:model embed:data" in text

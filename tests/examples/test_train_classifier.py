@@ -29,9 +29,3 @@ def test_another_layout_gives_the_same_losses(run):
 def test_an_unknown_dim_is_explained():
     with pytest.raises(mp.errors.UnknownDimError, match="wide"):
         train_classifier.main(["--layout", "batch: data; wyde: model"])
-
-
-def test_bad_flags_are_explained(capsys):
-    with pytest.raises(SystemExit):
-        train_classifier.main(["--lowering", "xla"])
-    assert "shard_map" in capsys.readouterr().err

@@ -29,12 +29,5 @@ def test_another_layout_and_lowering_have_the_same_losses_and_loads(run):
     np.testing.assert_allclose(other.held_out_bits_per_byte, run.held_out_bits_per_byte, rtol=1e-4)
 
 
-@pytest.mark.slow
-def test_a_capacity_drops(capsys):
-    result = train_moe.main([*TINY, "--router", "switch", "--capacity", "1.0", "--layers=1", "--steps=2"])
-    assert all(n > 0 for n in result.dropped)
-    assert f"dropped {result.dropped[0]:4}" in capsys.readouterr().out
-
-
 def test_the_picture_is_a_bar_an_expert():
     assert train_moe.picture(np.array([[8, 8, 8, 8], [16, 0, 1, 100]])) == "▄▄▄▄ │ ▃ ▁█"

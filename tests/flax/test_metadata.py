@@ -93,16 +93,6 @@ def test_a_dim_with_the_name_of_an_axis_has_no_rule_of_its_own():
 
 
 @pytest.mark.parametrize("box", [nn.with_logical_partitioning, nn.with_partitioning])
-def test_linen_boxes(box):
-    model = Mlp(box)
-    assert found(variables(model), "variables") == {
-        "variables/params/down/kernel": ("mlp", "embed"),
-        "variables/params/up/bias": None,
-        "variables/params/up/kernel": ("embed", "mlp"),
-    }
-
-
-@pytest.mark.parametrize("box", [nn.with_logical_partitioning, nn.with_partitioning])
 def test_linen_apply_and_its_gradient(mesh, box):
     model = Mlp(box)
 
@@ -126,9 +116,7 @@ def test_linen_apply_and_its_gradient(mesh, box):
     want, want_grads = fn(variables(model), x())
     assert jax.tree.structure(grads) == jax.tree.structure(want_grads)  # boxes stay boxes
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6),
-        (value, grads),
-        (want, want_grads),
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), (value, grads), (want, want_grads)
     )
 
 
@@ -168,58 +156,6 @@ def test_with_sharding_constraint_over_names_and_over_axes(mesh):
     plan = mp.plan(fn, x(), mesh=mesh, layout="batch: data")
     assert dims_of(plan.inputs) == {"x": "batch embed"}
     assert [h.spec for h in plan.outputs] == [P("data"), P(None, "model")]  # explicit beats claimed
-
-
-def test_linen_metadata_gives_way_to_patterns(mesh):
-    plan = mp.plan(
-        lambda variables, x: Mlp(constrain=False).apply(variables, x),
-        variables(),
-        x(),
-        mesh=mesh,
-        layout="",
-        dims={"*/kernel": "_ _", "x": "batch embed"},
-    )
-    assert dims_of(plan.inputs)["variables/params/up/kernel"] == "embed _"
-
-
-def test_linen_scan_over_layers(mesh):
-    class Layer(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            return x + Mlp()(x), None
-
-    class Stack(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            layers = nn.scan(
-                nn.remat(Layer, prevent_cse=False),
-                variable_axes={"params": 0},
-                split_rngs={"params": True},
-                length=3,
-                metadata_params={nn.PARTITION_NAME: "layers"},
-            )
-            return layers(name="layers")(x, None)[0]
-
-    model = Stack()
-    state = model.init(jax.random.key(0), x())
-    up = "variables/params/layers/Mlp_0/up/kernel"
-    assert found(state, "variables")[up] == ("layers", "embed", "mlp")
-
-    def fn(variables, x):
-        return jax.grad(lambda v: jnp.mean(model.apply(v, x) ** 2))(variables)
-
-    run = mp.jit(fn, mesh=mesh, layout=LAYOUT, dims=TOKENS, strict=True)
-    plan = run.plan(state, x())
-    assert dims_of(plan.outputs) == {
-        "params/layers/Mlp_0/down/kernel": "layers mlp embed",
-        "params/layers/Mlp_0/up/bias": "layers mlp",
-        "params/layers/Mlp_0/up/kernel": "layers embed mlp",
-    }
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
-        run(state, x()),
-        fn(state, x()),
-    )
 
 
 def test_linen_train_state(mesh):
@@ -277,24 +213,10 @@ def partitioned(*names: str):
 
 @pytest.mark.filterwarnings("ignore:'sharding:DeprecationWarning")  # what older models write
 @pytest.mark.parametrize(
-    "make",
-    [
-        named,
-        partitioned,
-        lambda *n: named(*n, key="sharding_names"),
-        lambda *n: named(*n, key="sharding"),
-    ],
+    "make", [named, partitioned, lambda *n: named(*n, key="sharding_names"), lambda *n: named(*n, key="sharding")]
 )
 def test_nnx_metadata(mesh, make):
-    plan = mp.plan(
-        lambda model, x: model(x),
-        net(make),
-        x(),
-        mesh=mesh,
-        layout=LAYOUT,
-        dims=TOKENS,
-        strict=True,
-    )
+    plan = mp.plan(lambda model, x: model(x), net(make), x(), mesh=mesh, layout=LAYOUT, dims=TOKENS, strict=True)
     assert dims_of(plan.inputs) == {
         "model/down/kernel": "mlp embed",
         "model/up/bias": "mlp",
@@ -344,11 +266,7 @@ def test_nnx_metadata_of_one_variable(mesh):
     model = One()
     run = mp.jit(lambda model, x: model(x), mesh=mesh, layout=LAYOUT, dims=TOKENS)
     plan = run.plan(model, x())
-    assert dims_of(plan.inputs) == {
-        "model/cache": "batch mlp",
-        "model/w": "embed mlp",
-        "x": "batch embed",
-    }
+    assert dims_of(plan.inputs) == {"model/cache": "batch mlp", "model/w": "embed mlp", "x": "batch embed"}
     np.testing.assert_allclose(run(model, x()), x() @ np.ones((16, 32)), rtol=1e-5, atol=1e-5)
     assert model.cache[...].sharding.spec == P("data", "model")
 
@@ -428,63 +346,6 @@ def test_factors_of_powersgd_do_not_have_the_dims_of_their_parameter(dims):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
 
 
-def test_nnx_scan_over_layers(mesh):
-    class Layer(nnx.Module):
-        def __init__(self, rngs):
-            self.mlp = Net(rngs)
-
-        def __call__(self, x):
-            return x + self.mlp(x)
-
-    axis = {nnx.PARTITION_NAME: "layers"}
-
-    class Stack(nnx.Module):
-        def __init__(self, rngs):
-            @nnx.split_rngs(splits=3)
-            @nnx.vmap(in_axes=0, out_axes=0, transform_metadata=axis)
-            def make(rngs):
-                return Layer(rngs)
-
-            self.layers = make(rngs)
-
-        def __call__(self, x):
-            @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=axis)
-            @nnx.remat(prevent_cse=False)
-            def run(layer, x):
-                return layer(x)
-
-            return run(self.layers, x)
-
-    with nnx.use_eager_sharding(False):
-        model = Stack(nnx.Rngs(0))
-        opt = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
-
-    def step(model, opt, x):
-        loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - x) ** 2))(model)
-        opt.update(model, grads)
-        return loss, grads
-
-    run = mp.jit(step, mesh=mesh, layout=LAYOUT, dims=TOKENS, strict=True)
-    plan = run.plan(model, opt, x())
-    for held in (*plan.inputs, *plan.outputs):
-        if held.shape == (3, 16, 32):
-            assert held.dims == ("layers", "embed", "mlp"), held.path
-    assert sum(h.shape == (3, 16, 32) for h in plan.outputs) == 4  # weight, two moments, gradient
-    loss, _ = run(model, opt, x())
-    assert np.isfinite(loss)
-    assert model.layers.mlp.up.kernel[...].sharding.spec == P(None, "data", "model")
-
-
-def test_nnx_metadata_of_another_rank(mesh):
-    class Bad(nnx.Module):
-        def __init__(self):
-            with nnx.use_eager_sharding(False):
-                self.w = nnx.Param(jnp.ones((16, 32)), out_sharding=("embed",))
-
-    with pytest.raises(mp.errors.RankError, match="model/w has 2 dimensions, but its Flax metadata names 1"):
-        mp.plan(lambda model, x: x @ model.w[...], Bad(), x(), mesh=mesh, layout="", dims=TOKENS)
-
-
 def test_modules_on_a_mesh_of_their_own(mesh):
     """NNX variables made inside mp.init need no mesh, though their metadata is no axis of any."""
 
@@ -493,26 +354,6 @@ def test_modules_on_a_mesh_of_their_own(mesh):
 
     model = mp.init(create, mesh=mesh, layout=LAYOUT)()
     assert model.down.kernel[...].sharding.spec == P("model", "data")
-
-
-def test_metadata_over_axes_of_the_mesh_is_taken_as_it_stands(mesh):
-    """``nn.with_partitioning(init, (None, "model"))`` names axes, not dims; nothing is silently replicated."""
-
-    class Dense(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(8, kernel_init=nn.with_partitioning(nn.initializers.ones, (None, "model")))(x)
-
-    x = jnp.ones((4, 16))
-    variables = mp.init(lambda key: Dense().init(key, x), mesh=mesh, layout="")(jax.random.key(0))
-    kernel = variables["params"]["Dense_0"]["kernel"].value
-    assert kernel.sharding.spec == jax.sharding.PartitionSpec(None, "model")
-    plan = mp.plan(
-        lambda v, x: Dense().apply(v, x), variables, x, mesh=mesh, layout="batch: data", dims={"x": "batch _"}
-    )
-    held = next(h for h in plan.inputs if h.path.endswith("kernel"))
-    assert held.spec == jax.sharding.PartitionSpec(None, "model")
-    assert any("`model: model`" in note for note in plan.notes)
 
 
 def test_constraints_are_ours_only_while_tracing(mesh):

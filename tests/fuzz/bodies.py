@@ -12,10 +12,8 @@ import data
 import edges  # noqa: F401
 import indexing  # noqa: F401  (their statements)
 import lookups  # noqa: F401
-import memories  # noqa: F401
 import operands  # noqa: F401
 import partials  # noqa: F401
-import solvers  # noqa: F401
 from statements import STATEMENTS, statement
 from writer import Skip, Var, Writer
 
@@ -57,10 +55,6 @@ def result(w: Writer, shape: tuple[int, ...], start: str) -> str:
 def cast(text: str, like: str) -> str:
     """A result in the dtype of a parameter, as loops and branches need it; others may be f64 where JAX's x64 is on."""
     return f"({text}).astype({like}.dtype)"
-
-
-def floats(w: Writer) -> list[Var]:
-    return [v for v in w.vars[-3:] if v.kind == "f"]
 
 
 def _keeps_bf16(v: Var) -> bool:
@@ -249,76 +243,6 @@ def mapped(w: Writer) -> None:
     w.emit(expr, 8.0, before=text)
 
 
-@statement(1)
-def layer(w: Writer) -> None:
-    """Layers as people write them: attention, gated MLP, layer norm, cross-entropy, one-hot mixture, recurrences."""
-    kind = w.of(["attention", "mlp", "norm", "loss", "mixture", "lstm", "state_space"])
-    if kind == "attention":
-        x = w.pick(ranks=(3,), such=lambda v: v.shape[-1] % 4 == 0)
-        name = f"f{w.name()[1:]}"
-        before = [
-            f"{name}_q = {x.name}.reshape(*{x.name}.shape[:2], 4, -1)",
-            f"{name}_k = jnp.flip({name}_q[:, :, ::2], 1)",
-            f"{name}_g = {name}_q.reshape(*{name}_k.shape[:3], 2, -1)",
-            f"{name}_s = jnp.einsum('bqkgd,bskd->bkgqs', {name}_g, {name}_k) / 4",
-            f"{name}_s = jnp.where(jnp.tril(jnp.ones({name}_s.shape[-2:], bool)), {name}_s, -1e9)",
-        ]
-        w.emit(
-            f"jnp.einsum('bkgqs,bskd->bqkgd', nn.softmax({name}_s, -1), {name}_k).reshape({x.name}.shape)",
-            x.top,
-            before=before,
-        )
-    elif kind == "mlp":
-        x = w.pick(ranks=(2, 3))
-        up = w.fresh((x.shape[-1], w.of(list(w.sizes.values()))))
-        w.emit(f"(nn.silu({x.name} @ {up.name} * 0.25) * ({x.name} @ {up.name})) @ {up.name}.T * 0.125", 8.0)
-    elif kind == "norm":
-        x = w.pick(ranks=(2, 3))
-        g = w.fresh(x.shape[-1:])
-        w.emit(f"nn.standardize({x.name}, -1, epsilon=0.5) * {g.name}", 16.0)
-    elif kind == "loss":
-        x = w.pick(ranks=(2, 3))
-        ids = w.fresh(x.shape[:-1], "i")
-        w.emit(w.of([
-            f"-jnp.take_along_axis(nn.log_softmax({x.name}), ({ids.name} % {x.shape[-1]})[..., None], -1).mean()",
-            f"(nn.logsumexp({x.name}, -1) - ({x.name} * nn.one_hot({ids.name} % {x.shape[-1]}, {x.shape[-1]})).sum(-1)).mean()",
-        ]), 16.0)  # fmt: skip
-    elif kind == "mixture":
-        x = w.pick(ranks=(2,), such=lambda v: v.shape[0] >= 4)
-        experts, n = 4, x.shape[0]
-        up = w.fresh((experts, x.shape[1], w.of([4, 8])))
-        ids = w.fresh((n,), "i")
-        name = f"f{w.name()[1:]}"
-        before = [
-            f"{name}_e = nn.one_hot({ids.name} % {experts}, {experts})",
-            f"{name}_p = (jnp.cumsum({name}_e, 0) - 1) * {name}_e",
-            f"{name}_d = {name}_e[:, :, None] * nn.one_hot({name}_p.astype(jnp.int32), {n // 2})",
-            f"{name}_h = nn.relu(jnp.einsum('tec,td,edf->ecf', {name}_d, {x.name}, {up.name}) + 0.37)",
-        ]
-        w.emit(f"jnp.einsum('tec,ecf->tf', {name}_d, {name}_h) * 0.125", 8.0, before=before)
-    elif kind == "lstm":
-        x = w.pick(ranks=(3,))
-        u = w.fresh((x.shape[-1], 16))
-        name = f"f{w.name()[1:]}"
-        before = [
-            f"def {name}(s, x):",
-            f"    i, f, g, o = jnp.split(x @ {u.name} * 0.25 + jnp.tile(s[0], 4), 4, -1)",
-            "    c = nn.sigmoid(f) * s[1] + nn.sigmoid(i) * jnp.tanh(g)",
-            "    h = nn.sigmoid(o) * jnp.tanh(c)",
-            "    return (h, c), h",
-            f"{name}_z = jnp.zeros(({x.shape[1]}, 4), F)",
-        ]
-        w.emit(f"lax.scan({name}, ({name}_z, {name}_z), {x.name})[1]", 1.0, before=before)
-    else:
-        x = w.pick(ranks=(2, 3))
-        a = w.fresh(x.shape[-1:])
-        axis = len(x.shape) - 2
-        w.emit(
-            f"lax.associative_scan(lambda l, r: (l[0] * r[0], r[0] * l[1] + r[1]), (jnp.broadcast_to(nn.sigmoid({a.name}), {x.shape}), {x.name}), axis={axis})[1]",
-            16.0,
-        )
-
-
 @statement(1.5)
 def parts(w: Writer) -> None:
     """A dim cut into parts, of which one is looped or mapped over; what comes out may be put together again."""
@@ -362,17 +286,6 @@ def update(w: Writer) -> None:
         f"[{name}_m * 0.5 + {u.name}, {name}_g / jnp.maximum(1.0, jnp.sqrt(1e-3 + jnp.square({name}_g).sum()))]",
         f"[{name}_g * 2 - {name}_m, jnp.where({name}_l > 0.5, {name}_m, {m.name})]",
     ]), 4.0, before=before, scale=False)  # fmt: skip
-
-
-@statement(0.6)
-def offloaded(w: Writer) -> None:
-    """What waits in the host's memory and comes back: a value, or what a backward pass needs."""
-    x = w.pick(ranks=(1, 2, 3))
-    there = f"jax.device_put(jax.device_put(lax.stop_gradient({x.name}), HOST), DEVICE)"  # JAX cannot transpose it
-    w.emit(w.of([
-        f"{there} * 0.5 + {x.name}", f"{there}.sum(0) + {x.name}",
-        f"jax.checkpoint(lambda y: y * jnp.sin(offloaded(jnp.tanh(y))), policy=OFFLOAD)({x.name})",
-    ]), x.top * max(2, 1 + x.shape[0]))  # fmt: skip
 
 
 CONTROL = ("branch", "loop", "scan", "parts")

@@ -1,49 +1,10 @@
-"""Statements whose results depend on how the function is called: static arguments, JAX's configuration, outer axes, placement."""
+"""Statements whose results depend on how the function is called: JAX's configuration, outer axes."""
 # ruff: noqa: E501   programs are text on one line
 
 from __future__ import annotations
 
 from statements import statement
-from writer import OUTER, Skip, Writer
-
-STATICS = (
-    (1, 1.0, True), (0, False, 0.0), (2, 2.0), (3, True, 3.0), ((1, 2), (1.0, 2.0), (True, 2)), ("sum", "max"), (None, 0, False), (1.5, 2.5),
-)  # fmt: skip
-"""Values of a static argument, many of which are equal."""
-
-
-@statement(1)
-def static(w: Writer) -> None:
-    """Static arguments that compare equal and differ in type."""
-    if sum(i.kind == "t" for i in w.inputs) > 1:
-        return
-    choices = w.of(STATICS)
-    s = w.fresh((), "t", choices=choices).name
-    x = w.pick("f", ranks=(1, 2), exact=True)
-    integer = f"({x.name} * 4).astype(jnp.int32)"
-    if isinstance(choices[0], str):
-        text = f"getattr(jnp, {s})({x.name}, 0)"
-    elif isinstance(choices[0], tuple):
-        text = w.of(
-            [
-                f"{integer} * {s}[0]",
-                f"[{x.name} * c for c in {s}][1]",
-                f"jnp.asarray({s}) + {x.name}[0].sum()",
-                f"{x.name} + len(str({s}))",
-            ]
-        )
-    elif choices[0] is None:
-        text = w.of(
-            [
-                f"{x.name} if {s} is None else {integer} + {s}",
-                f"{x.name} + len(str({s}))",
-                f"{integer}.sum({s} and 0) if {s} is None else {integer}",
-            ]
-        )
-    else:
-        text = w.of([f"{integer} * {s}", f"{integer} + {s}", f"jnp.full((4,), {s}) + {x.name}.sum()", f"jnp.asarray({s})", f"{x.name} / 2 if isinstance({s}, float) else {x.name}", f"{x.name} + len(str({s}))", f"jnp.where({x.name} > 0, {s}, 0)",
-                     f"{integer} ** {s}" if choices[0] != 0 else f"{integer} - {s}", f"({integer} > 0) * {s}"])  # fmt: skip
-    w.emit(text, scale=False, kind="o")
+from writer import OUTER, Writer
 
 
 @statement(0.7)
@@ -63,40 +24,12 @@ def under_an_axis(w: Writer) -> None:
     if w.depth:
         return
     x = w.pick(ranks=(1, 2))
-    if "no axis" in w.needs:
-        raise Skip
     w.needs.add("axis")
     w.forward_only = True  # a gradient would be summed over the axis
     w.emit(w.of([
         f"{x.name}.sum() / lax.psum(1, '{OUTER}')", f"{x.name} * lax.axis_size('{OUTER}')", f"lax.psum({x.name}, '{OUTER}') * 0.5", f"{x.name} - lax.pmean({x.name}, '{OUTER}')", f"{x.name} + lax.axis_index('{OUTER}')", f"lax.psum({x.name}, '{OUTER}').sum()",
         f"lax.all_gather({x.name}, '{OUTER}').max(0)",
     ]), scale=False, kind="o")  # fmt: skip
-
-
-@statement(0.5)
-def strict_ranks(w: Writer) -> None:
-    """Programs that broadcast nothing by themselves, called where JAX refuses implicit broadcasts of ranks."""
-    if w.lines or w.depth:  # other statements broadcast
-        return
-    x = w.fresh((w.split_size(),))
-    ids = w.fresh((5,), "i")
-    w.needs.add("rank")
-    u = w.fresh((5,))
-    y = w.fresh((x.shape[0], 4))
-    i = f"({ids.name} * 3 - 4)"
-    for text in w.rng.sample([
-        f"{x.name}.at[{i}].add({u.name}, mode='clip')", f"{x.name}.at[{i}].get(mode='fill', fill_value=0.5)", f"{x.name}.at[{i} % {x.shape[0]}].set(0.5)", f"{y.name}[{i} % {x.shape[0]}]", f"lax.dynamic_update_slice({x.name}, {u.name}[:2], ({ids.name}[0],))", f"jnp.roll({x.name}, 1)",
-        f"{x.name}[1:]", f"{y.name}.sum(0)", f"jnp.cumsum({x.name})", f"{y.name}.T @ {x.name}", f"nn.softmax({y.name}, 0)", f"jnp.sort({x.name})", f"{y.name}[:, 1:]", f"lax.dynamic_slice({y.name}, ({ids.name}[0], 1), (2, 2))", f"jnp.pad({x.name}, 1, mode='edge')", f"jnp.max({y.name}, 0)",
-    ], 3):  # fmt: skip
-        w.emit(text, 4.0, scale=False)
-
-
-@statement(0.5)
-def elsewhere(w: Writer) -> None:
-    """Arguments, keys among them, that are already on devices, sharded otherwise."""
-    w.needs.add("placed")
-    ks = w.fresh((w.split_size(),), "k")
-    w.emit(f"jax.vmap(lambda k: jax.random.uniform(k, (2,), jnp.float32))({ks.name})", scale=False, kind="o")
 
 
 @statement(0.4)

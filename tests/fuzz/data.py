@@ -149,26 +149,6 @@ def other_dtypes(w: Writer) -> None:
     w.emit(w.of(plain), before=before, scale=False, kind="o")
 
 
-@statement(0.5)
-def long_iota(w: Writer) -> None:
-    """An iota that a narrow float counts only in steps, or a narrow integer wraps."""
-    n = w.of([516, 520, 264])
-    w.sizes.setdefault(f"long{n}", n)
-    x = w.fresh((n,), names=(f"long{n}",))
-    t = w.of(["jnp.bfloat16", "jnp.bfloat16", "jnp.float16", "jnp.int8", "jnp.uint8", "jnp.int16"])
-    w.emit(
-        w.of(
-            [
-                f"lax.iota({t}, {n}) + ({x.name} * 0).astype({t})",
-                f"lax.iota({t}, {n})[::-1] * ({x.name} * 0 + 1).astype({t})",
-                f"jnp.where({x.name} > 0, lax.iota({t}, {n}), 1)",
-            ]
-        ),
-        scale=False,
-        kind="o",
-    )
-
-
 @statement(0.9)
 def key_arrays(w: Writer) -> None:
     """Arrays of typed keys: sliced, looked up, moved, used."""

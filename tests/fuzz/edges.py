@@ -1,11 +1,11 @@
-"""Statements at the edges: functions without a derivative at zero, functions as parameters of ops, names of states, narrow labels."""
+"""Statements at the edges: functions without a derivative at zero, functions as parameters of ops."""
 # ruff: noqa: E501   programs are text on one line
 
 from __future__ import annotations
 
 from lookups import indices
 from statements import statement
-from writer import Skip, Writer
+from writer import Writer
 
 
 @statement(1.2)
@@ -34,39 +34,3 @@ def applied(w: Writer) -> None:
     fn = w.of(["jnp.square", "jnp.sin", "jnp.negative", "lambda v: v * 2 + 1"])
     mode = w.of(["", ", mode='drop'", ", mode='clip'"])
     w.emit(f"lax.stop_gradient({x.name}).at[{where}].apply({fn}{mode})", max(x.top**2, 2 * x.top + 1))
-
-
-@statement(0.4)
-def state_names(w: Writer) -> None:
-    """Steps of an optimizer with moments in 8 bits, of parameters that are called after fields of states."""
-    if w.depth:
-        raise Skip
-    x = w.pick(ranks=(2,), such=lambda v: v.top <= 16)
-    name = f"f{w.name()[1:]}"
-    tx = w.of(
-        ["optax.adam(0.5)", "optax.sgd(0.5, momentum=0.5)", "optax.lion(0.5)", "optax.adan(0.5)", "optax.sm3(0.5)"]
-    )
-    key = w.of(["v", "nu", "params", "opt", "q"])
-    before = [
-        f"{name} = mp.train.low_bits({tx}, min_size=1)", f"{name}_g = {{'{key}': jnp.round(lax.stop_gradient({x.name}) * 4) + 0.5}}",
-        f"{name}_u, {name}_s = {name}.update({name}_g, {name}.init({name}_g), {name}_g)",
-    ]  # fmt: skip
-    w.emit(f"{name}.update({name}_g, {name}_s, {name}_g)[0]['{key}']", 4.0, before=before)
-
-
-@statement(0.4)
-def narrow_labels(w: Writer) -> None:
-    """A loss with labels in 8 bits, and more words than they count; and one whose results are no floats, in microbatches."""
-    if w.depth:
-        raise Skip
-    x = w.pick(ranks=(2,), such=lambda v: v.top <= 16 and v.shape[0] % 2 == 0)
-    n, m = x.shape
-    name = f"f{w.name()[1:]}"
-    kind = w.of(["jnp.uint8", "jnp.int8", "jnp.int32"])
-    labels = f"(jnp.arange({n}) * 7 % 100).astype({kind})"
-    wide = f"jnp.tile({x.name}, (1, {-(-300 // m)}))"
-    w.emit(w.of([
-        f"mp.layers.cross_entropy({wide}[None], {labels}[None])",
-        f"mp.train.accumulate_gradients(lambda p, x: ((x * p).mean(), x.size, jnp.int32(len(x))), 2)(0.5, {x.name})[0]",
-        f"jax.nn.one_hot({labels}, 8) * {name}",
-    ]), 16.0, before=[f"{name} = {x.name}.sum()"])  # fmt: skip

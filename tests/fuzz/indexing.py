@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from lookups import indices
 from statements import statement
-from writer import Skip, Var, Writer
+from writer import Var, Writer
 
 TYPES = ("jnp.int32", "jnp.int32", "jnp.uint32")
-"""Of indices; narrower ones, of which XLA's partitioner ends the process under ``lowering="jit"``, are :func:`narrow_indices`."""
+"""Of indices; of narrower ones XLA's partitioner ends the process under ``lowering="jit"``."""
 
 
 def at(w: Writer, ids: Var, n: int, mode: str, kind: str = "jnp.int32") -> str:
@@ -25,12 +25,6 @@ def operand(w: Writer) -> tuple[Var, int, int]:
         else w.fresh((w.split_size(), 4))
     )
     return x, *x.shape
-
-
-def tall(w: Writer) -> Var:
-    """More rows than a narrow index type counts."""
-    w.sizes.setdefault("rows", 256)
-    return w.fresh((256, 2), names=("rows", None))
 
 
 @statement(1.6)
@@ -57,49 +51,6 @@ def gathered(w: Writer) -> None:
     name, dn, sizes = x.name, form[1], form[2]
     text = f"lax.gather({name}, {form[0]}, lax.GatherDimensionNumbers({dn}), {sizes}, mode='{mode}'{', fill_value=0.5' if mode == 'fill' else ''})"
     w.emit(text, max(x.top, 1), None if x.bits is None else max(x.bits, 1))
-
-
-@statement(0.5)
-def constant_columns(w: Writer) -> None:
-    """Indices of which one column counts up and the other is known only at run time."""
-    x, n, m = operand(w)
-    ids = indices(w, shape=(n,))
-    mode = w.of(["clip", "fill", "promise_in_bounds"])
-    j = f"({ids.name} % {m})" if mode != "clip" else f"({ids.name} * 2 - 3)"
-    rows = w.of(
-        [
-            f"lax.broadcasted_iota(jnp.int32, ({n}, 1), 0)",
-            f"lax.broadcasted_iota(jnp.int32, ({n}, 1), 0)[::-1]",
-            f"jnp.arange({n})[:, None]",
-            f"lax.broadcasted_iota(jnp.int32, ({n}, 1), 1)",
-        ]
-    )
-    columns = f"jnp.concatenate([{rows}, {j}[:, None]], 1)"
-    if n == 2 or w.chance(0.3):  # along the other dim of the indices
-        columns = f"jnp.concatenate([lax.broadcasted_iota(jnp.int32, ({n}, 1), 0).T, {j}[None]], 0).T"
-    dn = f"lax.GatherDimensionNumbers((), (0, 1), (0, 1)), (1, 1), mode='{mode}'"
-    w.emit(w.of([f"lax.gather({x.name}, {columns}, {dn})", f"lax.gather({x.name}, jnp.concatenate([lax.broadcasted_iota(jnp.int32, (2, 1), 1 - {w.rng.randrange(2)}), {ids.name}[:2, None] % {m}], 1), {dn})",
-                  f"{x.name}[jnp.arange({n}), {j} % {m}]"]), max(x.top, 1), x.bits)  # fmt: skip
-
-
-@statement(0.5)
-def narrow_indices(w: Writer) -> None:
-    """An index type that cannot count the rows, in lookups and writes; with int8 JAX's own gradients write out of bounds."""
-    ids = indices(w, (1,))
-    x = tall(w)
-    mode = w.of(["clip", "fill", "promise_in_bounds"])
-    t = w.of(["jnp.int8", "jnp.uint8", "jnp.int16", "jnp.uint16", "jnp.uint32"])
-    i = (
-        f"({ids.name} * 15).astype({t})[:, None]"
-        if mode == "promise_in_bounds"
-        else f"({ids.name} * {w.of([15, 17, 40])} - {w.of([0, 1, 30])}).astype({t})[:, None]"
-    )
-    v = f"lax.stop_gradient({x.name})"
-    w.emit(w.of([
-        f"lax.gather({v}, {i}, lax.GatherDimensionNumbers((1,), (0,), (0,)), (1, 2), mode='{mode}'{', fill_value=0.5' if mode == 'fill' else ''})",
-        f"lax.scatter_add({v}, {i.replace('int8', 'int16')}, jnp.full(({ids.shape[0]}, 2), 0.5, F), lax.ScatterDimensionNumbers((1,), (0,), (0,)), mode='{mode}')",
-        f"lax.dynamic_slice_in_dim({v}, {i.replace('int8', 'int16')}[0, 0], 3, 0)", f"lax.dynamic_update_slice_in_dim({v}, jnp.full((3, 2), 0.5, F), {i.replace('int8', 'int16')}[0, 0], 0)",
-    ]), 16.0, 2)  # fmt: skip
 
 
 @statement(1.8)
@@ -166,21 +117,3 @@ def windows(w: Writer) -> None:
             f"jnp.take_along_axis({x.name}, ({ids.name} % {m})[:, None], 1)", f"jnp.take_along_axis({x.name}, ({ids.name} % {n})[:, None] + jnp.zeros({m}, jnp.int32), 0)", f"jnp.put_along_axis({x.name}, ({ids.name} % {m})[:, None], 0.5, 1, inplace=False)",
         ] * 2  # fmt: skip
     w.emit(w.of(forms), 2 * x.top + 2, None if x.bits is None else x.bits + 1)
-
-
-@statement(0.6)
-def ring_buffer(w: Writer) -> None:
-    """A cache that is written at a position and read by attention, and a queue that wraps around."""
-    x, n, _ = operand(w)
-    step = indices(w, (1,))
-    name = f"f{w.name()[1:]}"
-    if w.chance(0.5):
-        before = [f"{name}_c = lax.dynamic_update_slice({x.name}, {x.name}[:1] * 0.5 + 0.25, ({step.name}[0], np.zeros((), {step.name}.dtype)))",
-                  f"{name}_s = jnp.where(jnp.arange({n}) <= {step.name}[0], {name}_c @ {name}_c[0] * 0.25, -1e9)"]  # fmt: skip
-        w.emit(f"[nn.softmax({name}_s) @ {name}_c, {name}_c]", x.top + 1, before=before, scale=False)
-    else:
-        k = w.of([2, 3])
-        if k > n:
-            raise Skip
-        before = [f"{name}_q = ({step.name}[0] * 2 + jnp.arange({k})) % {n}"]
-        w.emit(f"{x.name}.at[{name}_q].set({x.name}[:{k}] + 1.0)", x.top + 1, x.bits, before=before)

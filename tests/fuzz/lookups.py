@@ -47,37 +47,6 @@ def lookup_along(w: Writer) -> None:
     ]), x.top + 3, x.bits)  # fmt: skip
 
 
-@statement(2)
-def write(w: Writer) -> None:
-    """Writes by index."""
-    x = w.pick(ranks=(1, 2, 3), such=lambda v: v.top <= 64)
-    i = w.rng.randrange(len(x.shape))
-    n = x.shape[i]
-    ids = indices(w, (1,))
-    m = ids.shape[0]
-    shape = (*x.shape[:i], m, *x.shape[i + 1 :])
-    lead = ":, " * i
-    if w.chance(0.5):
-        new, bits, top = "0.5", 1, 0.5
-    else:
-        v = w.like(Var("", shape, "f", 1.0))
-        new, bits, top = v.name, v.bits if v.exact else None, v.top
-    bits = None if bits is None or x.bits is None else max(bits, x.bits)
-    unique = f"jnp.arange({min(m, n)})"
-    cut_new = new if new == "0.5" or m <= n else "0.25"
-    top = x.top + top * m
-    text = w.of([
-        f"{x.name}.at[{lead}{ids.name} % {n}].add({new})", f"{x.name}.at[{lead}{ids.name} * 3 - 4].add({new}, mode='drop')", f"{x.name}.at[{lead}{ids.name}].add({new}, mode='clip')",
-        f"{x.name}.at[{lead}{unique}].set({cut_new})", f"{x.name}.at[{lead}1].set(0.25)" if n > 1 else f"{x.name}.at[{lead}0].set(2.0)", f"{x.name}.at[{lead}:1].multiply(0.5)",
-        f"lax.stop_gradient({x.name}).at[{lead}{ids.name} % {n}].max({'lax.stop_gradient(' + new + ')' if new != '0.5' else new})", f"{x.name}.at[{lead}{ids.name} % {n}].subtract({new})",
-        f"lax.stop_gradient({x.name}).at[{lead}{ids.name} % {n}].min(0.25)", f"jnp.zeros({(8, *x.shape[1:])}).at[{ids.name}[0] % 8].add({x.name}[0])" if len(x.shape) > 1 else f"{x.name}.at[0].set(1.0)",
-        f"{x.name}.at[{lead}{n // 2}:].add(1.0)", f"jnp.zeros_like({x.name}).at[{lead}{ids.name} % {n}].add({new})", f"{x.name}.at[{lead}{unique}].multiply({cut_new}, unique_indices=True)" if top < 16 else f"{x.name}.at[0].add(0.5)",
-    ])  # fmt: skip
-    if "multiply" in text:
-        bits, top = None, x.top * top
-    w.emit(text, top, None if bits is None else max(bits, 2))
-
-
 @statement(0.5)
 def segments(w: Writer) -> None:
     x = w.pick(ranks=(1, 2))
@@ -85,30 +54,6 @@ def segments(w: Writer) -> None:
     n = w.of([4, 8, 6])
     w.emit(w.of([f"jax.ops.segment_sum({x.name}, {ids.name} % {n}, {n})", f"jnp.bincount({ids.name}, length={n}).astype(F)", f"jax.ops.segment_sum({x.name}, {ids.name}, 4)"]),
            max(x.top, 1) * x.shape[0], x.bits)  # fmt: skip
-
-
-@statement(1.2)
-def dynamic(w: Writer) -> None:
-    """Dynamic slices and updates at starts that depend on data, in bounds and out."""
-    x = w.pick(ranks=(1, 2, 3))
-    sizes = [n if w.chance(0.5) else 1 + w.rng.randrange(n) for n in x.shape]
-    starts = []
-    for n, m in zip(x.shape, sizes, strict=True):
-        if n == m and w.chance(0.7):
-            starts.append("np.int32(0)")
-        elif w.chance(0.5):
-            starts.append(f"np.int32({w.rng.randrange(-1, n + 1)})")
-        else:
-            ids = indices(w, (1,))
-            starts.append(f"{ids.name}[{w.rng.randrange(ids.shape[0])}].astype(np.int32)")  # starts are of one type
-    at = f"({', '.join(starts)},)"
-    i = w.rng.randrange(len(x.shape))
-    lead = ", ".join(":" if k != i else "0" for k in range(len(x.shape)))
-    w.emit(w.of([
-        f"lax.dynamic_slice({x.name}, {at}, {tuple(sizes)})", f"lax.dynamic_update_slice({x.name}, 0.5 * lax.slice({x.name}, {(0,) * len(sizes)}, {tuple(sizes)}), {at})",
-        f"lax.dynamic_index_in_dim({x.name}, {starts[i]}, {i}, keepdims=False)", f"lax.dynamic_update_index_in_dim({x.name}, {x.name}[{lead}] + 1.0, {starts[i]}, {i})",
-        f"lax.dynamic_slice_in_dim({x.name}, {starts[i]}, {sizes[i]}, axis={i})",
-    ]), x.top + 1, None if x.bits is None else x.bits + 1)  # fmt: skip
 
 
 @statement(0.3)

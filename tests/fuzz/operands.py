@@ -14,18 +14,6 @@ def several(w: Writer, n: int = 3) -> list[Var]:
     return found
 
 
-@statement(0.8)
-def memory_tree(w: Writer) -> None:
-    """Trees to the host's memory and back, in one call each."""
-    xs = several(w, w.of([2, 3]))
-    tree = ", ".join(f"lax.stop_gradient({x.name})" for x in xs)
-    text = w.of([
-        f"jax.device_put(jax.device_put([{tree}], HOST), DEVICE)", f"jax.device_put([{tree}], DEVICE)", f"jax.tree.leaves(jax.device_put(jax.device_put({{'a': ({tree},)}}, HOST), DEVICE))",
-        f"[jax.device_put(a, DEVICE) * 2 for a in jax.device_put([{tree}], HOST)]",
-    ])  # fmt: skip
-    w.emit(text, 2 * max(x.top for x in xs), scale=False)
-
-
 @statement(1)
 def barriers(w: Writer) -> None:
     xs = several(w)
@@ -90,35 +78,3 @@ def random_words(w: Writer) -> None:
     x = w.pick(ranks=(1, 2), exact=True, such=lambda v: v.top <= 64)
     bits = f"(jnp.abs({x.name}) * 4).astype(jnp.uint32)"
     w.emit(f"list(threefry2x32({bits}, {bits} + 1, {bits} ^ 5, jnp.flip({bits})))", scale=False, kind="o")
-
-
-@statement(0.7)
-def joined_twice(w: Writer) -> None:
-    """An array joined with others along two of its dims."""
-    x = w.pick(ranks=(2,))
-    k = w.of(list(w.sizes.values()))
-    u = w.fresh((x.shape[1], k))
-    w.emit(w.of([
-        f"[jnp.concatenate([{x.name}, 2 * {x.name}], 0), jnp.hstack([{x.name}, {x.name} @ {u.name}])]", f"[jnp.hstack([{x.name}, {x.name} @ {u.name}]), jnp.vstack([{x.name} * 0.5, {x.name}])]",
-        f"[jnp.stack([{x.name}, {x.name} + 1], 1), jnp.concatenate([{x.name} @ {u.name}, {x.name}], 1).sum(0)]",
-    ]), 2 * (x.top * 2 * x.shape[1] + x.top), scale=False, kind="o")  # fmt: skip
-
-
-@statement(0.6)
-def normalized_weights(w: Writer) -> None:
-    """A rematerialized loop over weights that are divided by the maxima of their rows."""
-    x = w.pick(ranks=(2,))
-    d = x.shape[1]
-    u = w.fresh((3, d, d))
-    how = w.of(
-        [
-            "jnp.abs(u).max(1, keepdims=True)",
-            "jnp.abs(u).max(0)",
-            "jnp.abs(u).max()",
-            "jnp.abs(lax.stop_gradient(u)).max(1, keepdims=True)",
-            "jnp.sqrt(jnp.square(u).sum(1, keepdims=True) + 1)",
-        ]
-    )
-    body = f"lambda c, u: (jnp.tanh(c @ (u / (1 + {how}))), None)"
-    policy = w.of(["", "", ", policy=jax.checkpoint_policies.dots_saveable"])
-    w.emit(f"lax.scan(jax.checkpoint({body}{policy}), jnp.tanh({x.name}), {u.name})[0]", 1.0)

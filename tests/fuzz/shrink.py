@@ -25,7 +25,7 @@ def pruned(p: Program) -> Program:
         if needed & names_in(statement[-1].split(" = ")[0]):
             lines.insert(0, statement)
             needed |= names_in("\n".join(statement))
-    inputs = [i for i in p.inputs if i.name in needed or i.kind == "t"]  # calls name a value of every static argument
+    inputs = [i for i in p.inputs if i.name in needed]
     grads = [g for g in p.grads if g in needed]
     return replace(p, inputs=inputs, lines=lines, grads=grads)
 
@@ -41,12 +41,8 @@ def smaller(case: Case) -> Iterator[Case]:
         yield replace(case, calls=case.calls[:k] + case.calls[k + 1 :])
     if case.overlap != "off":
         yield replace(case, overlap="off")
-    if case.placed:
-        yield replace(case, placed=False)
-    if case.around:
-        yield replace(case, around="")
     for k, call in enumerate(case.calls):
-        for simpler in (replace(call, keywords=False), replace(call, context=""), replace(call, axis="", size=0)):
+        for simpler in (replace(call, context=""), replace(call, axis="", size=0)):
             if simpler != call:
                 yield replace(case, calls=(*case.calls[:k], simpler, *case.calls[k + 1 :]))
     for out in p.outs if len(p.outs) > 1 else []:

@@ -375,27 +375,6 @@ def shifted(w: Writer) -> None:
     w.emit(text, max(top, 1), None if bits is None or x.bits is None else x.bits + bits)
 
 
-@statement(1.5)
-def replicas(w: Writer) -> None:
-    """A vmap whose axis has a name: reductions over it, and exchanges along it."""
-    x = w.pick(ranks=(1, 2, 3), such=lambda v: v.top <= 64)
-    i = w.rng.randrange(len(x.shape))
-    n = x.shape[i]
-    k = w.rng.randrange(n)
-    around = [(p, (p + k) % n) for p in range(n)]
-    order = list(enumerate(w.rng.sample(range(n), n)))
-    kinds = [
-        ("r - lax.pmean(r, 'v')", 2 * x.top, None), ("r + lax.psum(r, 'v')", x.top * (n + 1), 0), (f"r + lax.ppermute(r, 'v', {around})", 2 * x.top, 0),
-        (f"lax.ppermute(r * 2, 'v', {order})", 2 * x.top, 0), ("r * (lax.axis_index('v') % 3)", 2 * x.top, 0), ("r + lax.all_gather(r, 'v').sum(0)", x.top * (n + 1), 0),
-        ("lax.psum((r, r * 2), 'v')[1] - r", x.top * (2 * n + 1), 0), ("jnp.tanh(r) * lax.psum(jnp.square(jnp.tanh(r)), 'v')", n, None),
-    ]  # fmt: skip
-    if x.exact:
-        kinds += [("r - lax.pmax(lax.stop_gradient(r), 'v')", 2 * x.top, 0), ("r + lax.pmin(lax.stop_gradient(r), 'v')", 2 * x.top, 0)]  # fmt: skip
-    text, top, bits = w.of(kinds)
-    where = f"in_axes={i}, out_axes={w.rng.randrange(len(x.shape))}, axis_name='v'"
-    w.emit(f"jax.vmap(lambda r: {text}, {where})({x.name})", top, None if bits is None else x.bits)
-
-
 @statement(1)
 def join(w: Writer) -> None:
     x = w.pick(ranks=(1, 2, 3))

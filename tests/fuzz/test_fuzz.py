@@ -105,16 +105,10 @@ def test_what_a_comparison_of_values_alone_does_not_see():
     assert run.worst(0, keys[::-1], run.host(keys)) is not None
 
 
-@pytest.mark.parametrize("choices", [(1, 1.0), (2, True)])
-def test_each_call_is_compared_with_a_fresh_one(choices, monkeypatch):
-    """Results of the first call in place of the second one's differ in dtype, or in value."""
-    case = case_of(["v3 = v1 * v2"], ["v3"], "a: x", grads=(), v1=(8, 4))
-    static = Input("v2", (), "t", (), choices)
-    program = replace(
-        case.program, inputs=[*case.program.inputs, static], vars=case.program.vars | {"v3": ((8, 4), "o")}
-    )
-    program.inputs[0] = replace(program.inputs[0], kind="i")
-    case = replace(case, program=program, calls=tuple(programs.Call((c,)) for c in choices))
+def test_each_call_is_compared_with_a_fresh_one(monkeypatch):
+    """Results of the first call in place of the second one's differ in dtype."""
+    case = case_of(["v3 = v1.astype(float)"], ["v3"], "a: x", grads=(), v1=(8, 4))
+    case = replace(case, calls=(programs.Call(), programs.Call("x64")))
     assert not run.differences(case, "shard_map")
     real = run.sharded
     monkeypatch.setattr(run, "sharded", lambda *args: real(*args)[:1] * 2)
@@ -174,13 +168,12 @@ def test_a_sum_of_8_bit_floats_is_as_close_to_the_f64_run_as_the_unsharded_one()
 
 def test_programs_with_64_bit_types_are_valid():
     """Indices of one type, and carries of the type of the first one, also where other values are 64-bit."""
-    for statement in ("scan", "loop", "branch", "windows", "ring_buffer", "dynamic"):
-        for seed in range(2):
-            case = programs.make_case(random.Random(seed), 4, among=[statement, "algebra"])
-            case = replace(case, calls=tuple(replace(c, context="x64") for c in case.calls[:1]))
-            args = run.arguments(case, case.calls[0])
-            with jax.enable_x64(True):
-                jax.eval_shape(run.compared(case, run.lowered(case), case.calls[0]), *args)
+    for statement in ("scan", "loop", "branch", "windows"):
+        case = programs.make_case(random.Random(0), 4, among=[statement, "algebra"])
+        case = replace(case, calls=tuple(replace(c, context="x64") for c in case.calls[:1]))
+        args = run.arguments(case, case.calls[0])
+        with jax.enable_x64(True):
+            jax.eval_shape(run.compared(case, run.lowered(case), case.calls[0]), *args)
 
 
 @pytest.mark.parametrize("overlap", ["off", "ring"])
@@ -191,30 +184,11 @@ def test_plans_of_random_programs_are_well_formed(overlap):
             verify(plan)
 
 
-def test_programs_are_written_alike_from_alike_generators():
-
-    texts = [str(programs.make_case(random.Random(seed))) for seed in ("a", "a", "b")]
-    assert texts[0] == texts[1] != texts[2]
-
-
 def test_collectives_inside_and_outside_of_bodies_with_many_calls_in_flight():
     """In a process of its own, which is ended where it hangs; on threads as few as devices."""
     root = Path(__file__).parents[2]
     env = {**os.environ, "NPROC": "2", "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
-    command = [
-        "benchmarks/fuzz.py",
-        "--control",
-        "3",
-        "--calls",
-        "64",
-        "--cases",
-        "3",
-        "--outside",
-        "0",
-        "--tries",
-        "0",
-    ]
-    done = subprocess.run(
-        [sys.executable, *command, "--patience", "60"], env=env, cwd=root, capture_output=True, text=True, timeout=200
-    )
+    flags = "--control 3 --calls 64 --cases 3 --outside 0 --tries 0 --patience 60".split()
+    command = [sys.executable, "benchmarks/fuzz.py", *flags]
+    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=200)
     assert len(re.findall(r"\| 3 \| \w+ \| 0 \| 0 \|", done.stdout)) == 2, done.stdout + done.stderr

@@ -7,7 +7,6 @@ comparisons) only ever sees exact operands, and values stay within bounds in whi
 
 from __future__ import annotations
 
-import functools
 import math
 import random
 import types
@@ -21,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend.random import threefry2x32_p
 
 import meshpar as mp
@@ -30,12 +28,6 @@ LARGEST = 4096
 """Elements of the largest value."""
 OUTER = "outer"
 """The axis of an outer ``vmap`` under which a program may be called."""
-OFFLOAD = jax.checkpoint_policies.save_and_offload_only_these_names(
-    names_which_can_be_saved=[],
-    names_which_can_be_offloaded=["offloaded"],
-    offload_src="device",
-    offload_dst="pinned_host",
-)
 
 
 class Skip(Exception):
@@ -47,8 +39,8 @@ class Var:
     """A variable: its kind, |values| <= ``top``, and multiples of 2**-``bits``, if not None.
 
     ``kind`` is ``f`` (f32), ``i`` (int32), ``b`` (bool), ``k`` (typed keys), ``s`` (f32 with NaN, infinities and signed zeros),
-    ``t`` (a static argument), ``h`` (f32 in host memory) or ``o`` (a result of any dtype). Statements pick operands of the kinds
-    that they name, so ``s``, ``t``, ``h`` and ``o`` reach only the statements that are written for them.
+    or ``o`` (a result of any dtype). Statements pick operands of the kinds that they name, so ``s`` and ``o`` reach only the
+    statements that are written for them.
     """
 
     name: str
@@ -70,12 +62,9 @@ class Input:
     shape: tuple[int, ...]
     kind: str
     dims: tuple[str | None, ...]
-    choices: tuple[Any, ...] = ()  # the values of a static argument
 
     def value(self, seed: int, real: Any = np.float32) -> Any:
         rng = np.random.default_rng([seed, *self.name.encode()])
-        if self.kind == "t":
-            return self.choices[0]
         if self.kind == "i":
             return rng.integers(0, 8, self.shape).astype(np.int32)
         if self.kind == "k":
@@ -117,9 +106,7 @@ class Program:
     grads: list[str]
     seed: int
     vars: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)  # shape and kind of what statements make
-    needs: tuple[
-        str, ...
-    ] = ()  # how the statements ask to be called: contexts, "axis", "no axis", "placed", "ring", "host NAME"
+    needs: tuple[str, ...] = ()  # how the statements ask to be called: contexts, "axis", "ring"
     renamed: tuple[tuple[str, int], ...] = ()  # the names that dims are given, and their sizes
 
     @property
@@ -149,11 +136,7 @@ class Program:
 
     def values(self, real: Any = np.float32, copy: int = 0) -> list[Any]:
         """An array for each input that is one, others for each ``copy``."""
-        return [i.value(self.seed + copy, real) for i in self.inputs if i.kind != "t"]
-
-    @property
-    def statics(self) -> list[Input]:
-        return [i for i in self.inputs if i.kind == "t"]
+        return [i.value(self.seed + copy, real) for i in self.inputs]
 
     @property
     def dims(self) -> dict[str, tuple[str | None, ...]]:
@@ -184,11 +167,7 @@ def namespace(real: Any) -> dict[str, Any]:
         "mp": mp,
         "nn": jax.nn,
         "F": real,
-        "HOST": jax.memory.Space.Host,
-        "DEVICE": jax.memory.Space.Device,
-        "OFFLOAD": OFFLOAD,
         "optax": optax,
-        "offloaded": functools.partial(checkpoint_name, name="offloaded"),
         "N": np.dtype(real).type,
         "weights": weights,
         "threefry2x32": threefry2x32_p.bind,
@@ -254,10 +233,8 @@ class Writer:
             shape = tuple(n if self.chance(0.8) else 1 for n in var.shape[self.rng.randrange(2) :])
             return self.fresh(shape)
 
-    def fresh(
-        self, shape: Sequence[int], kind: str = "f", names: Sequence[str | None] = (), choices: Sequence[Any] = ()
-    ) -> Var:
-        """A new input of the program; ``names``: its dims, if they are not to be drawn by size; ``choices`` of a static one."""
+    def fresh(self, shape: Sequence[int], kind: str = "f", names: Sequence[str | None] = ()) -> Var:
+        """A new input of the program; ``names``: its dims, if they are not to be drawn by size."""
         if len(self.inputs) >= 9 or math.prod(shape) > 2048:
             raise Skip
         dims: list[str | None] = list(names)
@@ -265,7 +242,7 @@ class Writer:
             alike = [a for a, size in self.sizes.items() if size == n and a not in dims]
             dims.append(self.of(alike) if alike and self.chance(0.85) else None)
         name = self.name()
-        self.inputs.append(Input(name, tuple(shape), kind, tuple(dims), tuple(choices)))
+        self.inputs.append(Input(name, tuple(shape), kind, tuple(dims)))
         var = Var(name, tuple(shape), kind, 2.0 if kind == "f" else 7.0, {"f": 2, "i": 0}.get(kind))
         writer: Writer | None = self
         while writer is not None:  # it is there in every body that is open
@@ -319,10 +296,9 @@ class Writer:
         env = {v.name: jax.ShapeDtypeStruct(v.shape, _DTYPES[v.kind]) for v in self.vars if v.kind in _DTYPES}
         keys = {v.name: jax.random.split(jax.random.key(0), v.shape) if v.shape else jax.random.key(0)
                 for v in self.vars if v.kind == "k"}  # fmt: skip
-        statics = {i.name: i.choices[0] for i in self.inputs if i.kind == "t"}
 
         def run(env: dict[str, Any]) -> Any:
-            scope = {**namespace(jnp.float32), **keys, **statics, **env}
+            scope = {**namespace(jnp.float32), **keys, **env}
             exec("\n".join([*before, f"_out = {expr}"]), scope)
             return scope["_out"]
 
@@ -349,7 +325,7 @@ class Writer:
         return Var(self.name(), tuple(shape), kind, top, bits)
 
 
-_DTYPES = types.MappingProxyType({"f": jnp.float32, "i": jnp.int32, "b": jnp.bool_, "s": jnp.float32, "h": jnp.float32})
+_DTYPES = types.MappingProxyType({"f": jnp.float32, "i": jnp.int32, "b": jnp.bool_, "s": jnp.float32})
 
 
 def _kind(dtype: Any) -> str:

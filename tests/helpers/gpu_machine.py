@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from kernel_machine import PLAIN, Buffer, Fault, Machine, Op, Ref, Schedule, Task, patched
+from kernel_machine import LAX, PALLAS, PLAIN, Buffer, Fault, Machine, Op, Ref, Schedule, Task, instead_of_jax, patched
 
 from meshpar_kernels import _compat, _nvlink
 from meshpar_kernels.collective_matmul import gpu_blackwell, gpu_fused, gpu_hopper, gpu_order, gpu_peers
@@ -708,11 +708,6 @@ class Gpus:
     def axis_index(self, name: str) -> np.int32:
         return np.int32(self.machine.current.at[name])
 
-    def fori_loop(self, first: Any, last: Any, body: Callable[..., Any], state: Any) -> Any:
-        for i in range(int(first), int(last)):
-            state = body(np.int32(i), state)
-        return state
-
     def run_scoped(self, body: Callable[..., Any], *kinds: Any) -> Any:
         task = self.machine.current
         return body(*(self._make(k, f"of {task.name}", task.at["device"]) for k in kinds))
@@ -720,41 +715,28 @@ class Gpus:
     @contextlib.contextmanager
     def _instead_of_jax(self) -> Iterator[None]:
         lax = types.SimpleNamespace(
-            div=lambda a, b: np.int32(int(a) // int(b)),  # operands are never negative
-            rem=lambda a, b: np.int32(int(a) % int(b)),
+            **LAX,
             axis_index=self.axis_index,
-            fori_loop=self.fori_loop,
             broadcast_in_dim=lambda x, shape, dims: np.broadcast_to(
                 x.reshape([x.shape[dims.index(d)] if d in dims else 1 for d in range(len(shape))]), shape
             ),
         )
 
-        def when(condition: Any) -> Callable[[Callable[[], None]], None]:
-            return lambda function: function() if condition else None
-
         pl = types.SimpleNamespace(
-            when=when,
-            ds=lambda start, size: types.SimpleNamespace(start=start, size=size),
+            **PALLAS,
             cdiv=lambda a, b: -(-a // b),
             run_scoped=self.run_scoped,
             get_global=self.get_global,
             semaphore_wait=self.semaphore_wait,
             semaphore_signal=self.semaphore_signal,
         )
-        pairs = [
-            (module, name, value)
-            for module in KERNEL_MODULES
-            for name, value in (("lax", lax), ("jnp", np), ("pl", pl))
-            if hasattr(module, name)
-        ]
 
         def store_smem(ref: Ref, value: Any) -> None:
             ref[...] = value
 
-        pairs += [
+        pairs = [
+            *instead_of_jax(KERNEL_MODULES, lax=lax, pl=pl),
             (_compat, "mosaic_gpu", lambda: self),
-            (_compat, "out_struct", lambda shape, dtype, *_: types.SimpleNamespace(shape=tuple(shape), dtype=dtype)),
-            (_compat, "same_varying", lambda *arrays: arrays),
             (_compat, "load_gmem", lambda ref, index, layout: ref[index]),
             (_compat, "store_smem", store_smem),
             (_nvlink.DeviceGroup, "of", lambda axes, sizes: _nvlink.DeviceGroup(

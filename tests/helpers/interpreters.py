@@ -37,10 +37,7 @@ def race_detection(
     """
     pltpu.reset_tpu_interpret_mode_state()
     params = pltpu.InterpretParams(
-        detect_races=True,
-        dma_execution_mode=dma_execution_mode,
-        random_seed=random_seed,
-        uninitialized_memory="nan",
+        detect_races=True, dma_execution_mode=dma_execution_mode, random_seed=random_seed, uninitialized_memory="nan"
     )
     try:
         try:

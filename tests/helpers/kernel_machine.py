@@ -24,29 +24,34 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import functools
 import linecache
 import math
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import types
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from meshpar_kernels import _compat
+
 __all__ = [
+    "LAX",
+    "PALLAS",
     "PLAIN",
     "SCHEDULES",
     "Buffer",
     "Fault",
     "Machine",
     "Op",
-    "Protocols",
     "Ref",
     "Schedule",
     "Task",
+    "instead_of_jax",
     "noticed",
     "patched",
+    "unnoticed",
 ]
 
 
@@ -459,6 +464,34 @@ class Machine:
         return name in self.dropped
 
 
+def _fori_loop(first: Any, last: Any, body: Callable[..., Any], state: Any) -> Any:
+    for i in range(int(first), int(last)):
+        state = body(np.int32(i), state)
+    return state
+
+
+LAX = {
+    "div": lambda a, b: np.int32(int(a) // int(b)),  # operands are never negative
+    "rem": lambda a, b: np.int32(int(a) % int(b)),
+    "fori_loop": _fori_loop,
+}
+"""Of `jax.lax`, what kernels of all machines call."""
+PALLAS = {
+    "when": lambda condition: lambda function: function() if condition else None,
+    "ds": lambda start, size: types.SimpleNamespace(start=start, size=size),
+}
+COMPAT = [
+    (_compat, "out_struct", lambda shape, dtype, *_: types.SimpleNamespace(shape=tuple(shape), dtype=dtype)),
+    (_compat, "same_varying", lambda *arrays: arrays),
+]
+
+
+def instead_of_jax(modules: Sequence[Any], **names: Any) -> list[tuple[Any, str, Any]]:
+    """What `patched` sets: names of modules with kernels that have them, and the launchers' calls of JAX."""
+    names |= {"jnp": np}
+    return [(m, name, value) for m in modules for name, value in names.items() if hasattr(m, name)] + COMPAT
+
+
 @contextlib.contextmanager
 def patched(pairs: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
     """Set attributes for the time of a block."""
@@ -482,28 +515,6 @@ def noticed(run: Callable[..., Any], dropped: Any) -> Fault | None:
     return None
 
 
-class Protocols:
-    """Tables of the waits and signals of kernels, and the behaviour of kernels without some of them.
-
-    Args:
-      tables: module → call in the kernel → (kinds of fault without it, the fact that it signals or waits for).
-      kernels: name → runs that kernel in an order of events, without the calls that are named.
-    """
-
-    def __init__(self, tables: Mapping[str, Mapping[str, tuple[str, str]]], kernels: Mapping[str, Callable[..., Any]]):
-        self.rows = {f"{module}.{call}": row for module, rows in tables.items() for call, row in rows.items()}
-        self.kernels = kernels
-        self.sites_of = functools.cache(lambda name: frozenset(kernels[name](SCHEDULES[0]).sites))
-
-    def check(self, name: str) -> None:
-        """Every wait and signal of a kernel is in a table, and missed as that says."""
-        assert self.sites_of(name) <= set(self.rows)
-        for site in self.sites_of(name):
-            kinds, meaning = self.rows[site]
-            fault = noticed(self.kernels[name], site)
-            assert fault is not None, f"{name} without {site} ({meaning}) is noticed by nobody"
-            assert fault.kind in kinds.split(), f"{name} without {site} ({meaning}): {fault}"
-
-    def check_rows(self) -> None:
-        """The tables have no call that is gone."""
-        assert set(self.rows) == frozenset().union(*map(self.sites_of, self.kernels))
+def unnoticed(run: Callable[..., Machine]) -> list[str]:
+    """Waits and signals of a kernel without which it has no fault in any order of events."""
+    return [site for site in run(PLAIN).sites if noticed(run, site) is None]

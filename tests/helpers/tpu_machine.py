@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from kernel_machine import PLAIN, Buffer, Fault, Machine, Op, Ref, Schedule, Task, patched
+from kernel_machine import LAX, PALLAS, PLAIN, Buffer, Fault, Machine, Op, Ref, Schedule, Task, instead_of_jax, patched
 
 from meshpar_kernels import _compat
 from meshpar_kernels.collective_matmul import tpu as fused
@@ -313,17 +313,8 @@ class Tpus:
 
     @contextlib.contextmanager
     def _instead_of_jax(self) -> Iterator[None]:
-        def fori_loop(first: Any, last: Any, body: Callable[..., Any], state: Any) -> Any:
-            for i in range(int(first), int(last)):
-                state = body(np.int32(i), state)
-            return state
-
         def loop(first: Any, last: Any) -> Callable[[Callable[[Any], Any]], None]:
-            def run(body: Callable[[Any], Any]) -> None:
-                for i in range(int(first), int(last)):
-                    body(np.int32(i))
-
-            return run
+            return lambda body: LAX["fori_loop"](first, last, lambda i, _: body(i), None)
 
         def dot_general(a: Any, b: Any, dims: Any, **_: Any) -> np.ndarray:
             ((_, right), _) = dims
@@ -342,16 +333,13 @@ class Tpus:
             return types.SimpleNamespace(block_shape=block_shape, index_map=index_map, memory_space=memory_space)
 
         lax = types.SimpleNamespace(
-            div=lambda a, b: np.int32(int(a) // int(b)),  # operands are never negative
-            rem=lambda a, b: np.int32(int(a) % int(b)),
+            **LAX,
             axis_index=self.axis_index,
             axis_size=lambda name: self.sizes[self.axes.index(name)],
-            fori_loop=fori_loop,
             dot_general=dot_general,
         )
         pl = types.SimpleNamespace(
-            when=lambda condition: lambda function: function() if condition else None,
-            ds=lambda start, size: types.SimpleNamespace(start=start, size=size),
+            **PALLAS,
             multiple_of=lambda value, _: value,
             loop=loop,
             program_id=lambda d: self.machine.current.state["step"][0][d],
@@ -374,21 +362,8 @@ class Tpus:
             CompilerParams=lambda **_: None,
             PrefetchScalarGridSpec=types.SimpleNamespace,
         )
-        pairs = [
-            (module, name, value)
-            for module in KERNEL_MODULES
-            for name, value in (
-                ("lax", lax),
-                ("jnp", np),
-                ("pl", pl),
-                ("pltpu", pltpu),
-                ("collective_id", lambda *_: 0),
-            )
-            if hasattr(module, name)
-        ]
+        pairs = instead_of_jax(KERNEL_MODULES, lax=lax, pl=pl, pltpu=pltpu, collective_id=lambda *_: 0)
         pairs += [
-            (_compat, "out_struct", lambda shape, dtype, *_: types.SimpleNamespace(shape=tuple(shape), dtype=dtype)),
-            (_compat, "same_varying", lambda *arrays: arrays),
             (_compat, "varying_over", lambda axes, *arrays: arrays),
             (_compat, "one_slice", lambda op, axes, x: x),
         ]

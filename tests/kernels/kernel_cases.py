@@ -10,14 +10,7 @@ RNG = np.random.default_rng(0)
 ROUTERS = {
     "mixtral": {"k": 2},
     "top1": {"k": 1, "renormalize": False},
-    "deepseek-v2": {
-        "k": 3,
-        "groups": 4,
-        "top_groups": 2,
-        "group_top": 1,
-        "renormalize": False,
-        "scale": 4.0,
-    },
+    "deepseek-v2": {"k": 3, "groups": 4, "top_groups": 2, "group_top": 1, "renormalize": False, "scale": 4.0},
     "deepseek-v3": {
         "k": 4,
         "score": "sigmoid",

@@ -1,6 +1,7 @@
 """Facts from the real TPU compiler, without a TPU. `benchmarks/kernels_aot.py` prints all of them."""
 
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -8,10 +9,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+import covering
 import pytest
 
 ROOT = Path(__file__).parents[2]
 CHIPS = ["v5e", "v5p", "v6e", "tpu7x"]
+ENVIRONMENT = {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu"}
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -29,12 +32,7 @@ SCHEDULE = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true"
 
 def compiled(chip: str, shape: str, *kernels: str, **more: str) -> list[dict]:
     """Facts of each kernel, from one process of its own: a bad shape may abort the compiler. `more` is its environment."""
-    environment = os.environ | {
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "JAX_PLATFORMS": "cpu",
-        **more,
-    }
+    environment = os.environ | ENVIRONMENT | more
     paths = [str(ROOT), str(ROOT / "benchmarks")]
     command = [sys.executable, "-c", PROGRAM, *paths, shape, chip, *kernels]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
@@ -42,17 +40,16 @@ def compiled(chip: str, shape: str, *kernels: str, **more: str) -> list[dict]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-SHAPES = [
-    "g64",
-    *(
-        pytest.param(shape, marks=pytest.mark.slow)
-        for shape in ("mixtral-8x7b-up", "mixtral-8x7b-down", "deepseek-v3-up", "deepseek-v3-down")
-    ),
-]
+SHAPES = ("mixtral-8x7b-up", "mixtral-8x7b-down", "deepseek-v3-up", "deepseek-v3-down")
 
 
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "chip"),
+    [
+        *(("g64", chip) for chip in CHIPS),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in covering.each(SHAPES, CHIPS)),
+    ],
+)
 def test_grouped_matmul_needs_no_memory(shape, chip):
     """Forward and both gradients: under 1 MiB beyond inputs and outputs."""
     for facts in compiled(chip, shape, "forward", "d lhs", "d rhs"):
@@ -67,8 +64,7 @@ def test_quantized_weights_are_not_copied(chip):
         assert facts["temp"] < 1 << 20
 
 
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("model", ["mixtral-8x7b", "deepseek-v3"])
+@pytest.mark.parametrize(("chip", "model"), covering.each(CHIPS, ["mixtral-8x7b", "deepseek-v3"]))
 def test_routing_has_no_large_temporary(model, chip):
     """`route` nothing of its logits' size, `combine` nothing of the rows', `permute` and `combine` row indices alone."""
     from meshpar_kernels.shapes import MODELS
@@ -130,17 +126,14 @@ def scheduled(chip: str, shape: str, kernel: str) -> tuple[dict, list[str]]:
         return facts, kernels_aot.order_of(Path(folder))
 
 
-FUSED = [
-    "llama3-8b-up",
-    "llama3-8b-down",
-    *(pytest.param(shape, marks=pytest.mark.slow) for shape in ("llama3-70b-up", "llama3-70b-down")),
-]
-
-
 @pytest.mark.parametrize(
-    "chip", [pytest.param(c, marks=[pytest.mark.slow] * (c == "tpu7x")) for c in CHIPS if c != "v5p"]
-)
-@pytest.mark.parametrize("name", FUSED)
+    ("name", "chip"),
+    [
+        *itertools.product(("llama3-8b-up", "llama3-8b-down"), ("v5e", "v6e")),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in
+          (("llama3-8b-up", "tpu7x"), ("llama3-8b-down", "tpu7x"), ("llama3-70b-up", "v5e"), ("llama3-70b-down", "v6e"))),
+    ],
+)  # fmt: skip
 def test_fused_matmuls_multiply_while_they_send(name, chip):
     """Four buffers of a block, no gathered operand; the matmuls stand between the start of a send and the wait for it."""
     from meshpar_kernels.shapes import FUSED
@@ -206,8 +199,7 @@ def test_dense_all_to_all_starts_all_sends_before_the_first_wait(chip):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", [*CHIPS, "v5e:16x16"])
-@pytest.mark.parametrize("model", ["mixtral-8x7b", "deepseek-v3"])
+@pytest.mark.parametrize(("chip", "model"), covering.each([*CHIPS, "v5e:16x16"], ["mixtral-8x7b", "deepseek-v3"]))
 def test_rows_go_straight_to_their_experts(model, chip):
     """Also where XLA refuses its own ragged all-to-all (v5e:16x16): XLA sends integers only, and rows are where the kernel
     wants them."""
@@ -226,9 +218,7 @@ def test_all_sends_start_before_the_first_wait(chip):
 @pytest.mark.parametrize("topology", ["v4:2x2x1", pytest.param("v5e:2x2", marks=pytest.mark.slow)])
 def test_what_is_not_refused_compiles(topology):
     """Odd M, K, N, H and experts; on v4, whose on-chip memory is a quarter. Some of them must be refused."""
-    environment = os.environ | {
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(Path(__file__).with_name("compile_odd.py")), topology]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]

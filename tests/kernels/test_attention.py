@@ -23,10 +23,6 @@ MASKS = {
     "none": {},
     "causal": {"causal": True},
     "window": {"window": 5},
-    "segments": {"segments": True},
-    "causal window": {"causal": True, "window": 9},
-    "causal segments": {"causal": True, "segments": True},
-    "window segments": {"window": 14, "segments": True},
     "all": {"causal": True, "window": 7, "segments": True},
 }
 
@@ -91,7 +87,7 @@ ORDERS = ("contiguous", "zigzag")
 @pytest.mark.parametrize(("name", "order"), covering.each(MASKS, ORDERS))
 def test_every_strategy_is_attention(name, order):
     """Results and gradients; 8, 4, 2 and 1 K/V heads take turns."""
-    kv_heads = (8, 4, 2, 1)[(list(MASKS).index(name) + (order == "zigzag")) % 4]
+    kv_heads = (8, 4, 2, 1)[list(MASKS).index(name)]
     mask = dict(MASKS[name])
     arrays = draw(kv_heads)
     segments = (SEGMENTS, SEGMENTS) if mask.pop("segments", False) else None
@@ -127,13 +123,13 @@ def test_large_scores_do_not_overflow():
     arrays = draw(4)
     arrays[0] *= 100.0
     arrays[1] *= 100.0
-    expect(run(arrays, causal=True), arrays, tolerance=5e-3, causal=True)
+    expect(run(arrays, ("ring",), causal=True), arrays, tolerance=5e-3, causal=True)
 
 
 @pytest.mark.slow
 def test_bfloat16():
     arrays = [np.asarray(jnp.asarray(x, jnp.bfloat16)) for x in draw(2)]
-    got = run(arrays, causal=True)
+    got = run(arrays, ("ring", "gathered"), causal=True)
     assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(got))
     got = jax.tree.map(lambda x: np.asarray(x, np.float64), got)
     expect(got, arrays, tolerance=3e-2, causal=True)
@@ -230,12 +226,6 @@ def test_zigzag_of_a_length_that_does_not_divide():
         zigzag(jnp.zeros((2, 20)), 8)
     with pytest.raises(ValueError, match="devices=0 must be at least 1"):
         unzigzag(jnp.zeros((2, 20)), 0)
-
-
-def test_an_array_that_is_sharded_outside_is_refused():
-    x = jax.device_put(jnp.zeros((2, 16, 8, 4)), jax.NamedSharding(mesh(), SPLIT))
-    with pytest.raises(ValueError, match=r"jax\.shard_map\(lambda q, k, v: ring_attention"):
-        ring_attention(x, x, x, None)
 
 
 def test_gradients_of_gathered_keys_go_round_rings_over_several_axes():

@@ -15,9 +15,9 @@ from meshpar_kernels import ring_attention
 BF16 = jnp.bfloat16
 
 
-def draw(length, heads=4, kv_heads=2, width=64, dtype=BF16):
+def draw(length, heads=2, kv_heads=1, width=64, dtype=BF16):
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.normal(size=(2, length, h, width)), dtype) for h in (heads, kv_heads, kv_heads)]
+    return [jnp.asarray(rng.normal(size=(1, length, h, width)), dtype) for h in (heads, kv_heads, kv_heads)]
 
 
 def gradients(function, *args):
@@ -39,7 +39,7 @@ def close(got, want):
     "options",
     [
         {"causal": True, "window": 70, "softcap": 5.0},
-        {"causal": True, "segment_ids": jnp.asarray(np.repeat([[0, 1], [0, 0]], 128, axis=1))},
+        {"causal": True, "segment_ids": jnp.asarray(np.repeat([[0, 1]], 128, axis=1))},
     ],
     ids=["window", "segments"],
 )
@@ -55,7 +55,7 @@ def test_one_device(options):
 def test_a_causal_sequence_over_two_devices():
     """Ulysses. With the other strategies devices run different numbers of kernels, at which the interpreter deadlocks; how
     the results of blocks are merged is tested with cuDNN, which has the same blocks."""
-    args = draw(512)
+    args = draw(256, heads=4, kv_heads=2)
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     local = functools.partial(ring_attention, axis_name="a", strategy="ulysses", implementation="splash", causal=True)
     full = jax.shard_map(local, mesh=mesh, in_specs=(P(None, "a"),) * 3, out_specs=P(None, "a"))
@@ -63,16 +63,6 @@ def test_a_causal_sequence_over_two_devices():
         got = gradients(full, *args)
     want = functools.partial(ring_attention, axis_name=None, implementation="reference", causal=True)
     close(got, gradients(want, *args))
-
-
-def test_it_is_lowered_for_tpus():
-    """Three kernels; with varying mesh axes checked, as in any `shard_map`."""
-    mesh = jax.sharding.Mesh(jax.devices()[:2], ("a",), axis_types=(jax.sharding.AxisType.Auto,))
-    local = functools.partial(ring_attention, axis_name="a", strategy="ulysses", implementation="splash", causal=True)
-    full = jax.shard_map(local, mesh=mesh, in_specs=(P(None, "a"),) * 3, out_specs=P(None, "a"))
-    step = jax.jit(jax.grad(lambda *a: full(*a).astype(jnp.float32).sum(), (0, 1, 2)))
-    text = step.trace(*draw(512)).lower(lowering_platforms=("tpu",)).as_text()
-    assert text.count("tpu_custom_call") >= 3
 
 
 def test_refusals_carry_every_reason():

@@ -1,6 +1,7 @@
 """The TPU kernels of attention in the TPU interpreter, with race detection, against NumPy in float64."""
 
 import attention_oracle as oracle
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,8 +52,11 @@ def test_results_and_gradients(case):
         np.testing.assert_allclose(a, b, atol=3e-5 * abs(b).max(), rtol=0, err_msg=name)
 
 
-@pytest.mark.parametrize("mask", [Mask(), Mask(causal=True), Mask(causal=True, window=200), Mask(window=150)], ids=str)
-@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize(
+    ("mask", "segments"),
+    covering.each([Mask(), Mask(causal=True), Mask(window=150), Mask(causal=True, window=200)], [True, False]),
+    ids=str,
+)
 def test_the_table_says_which_blocks_are_computed_masked_and_fetched(mask, segments):
     """Against all pairs; a step whose block is hidden fetches what the step before or a later one needs."""
     order = np.asarray(masks.positions(jnp.arange(1024), 1024, 2), np.int32)

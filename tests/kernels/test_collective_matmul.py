@@ -1,6 +1,7 @@
 """Matmuls fused with gathers and scatters, on 8 virtual devices, against NumPy in float64; odd rings, sizes, and gradients."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,8 @@ from meshpar_kernels import all_gather_matmul, matmul_reduce_scatter
 from meshpar_kernels.collective_matmul import Dot, dot_scatter, gather_dots, gather_hops
 
 RNG = np.random.default_rng(0)
-CASES = [("ring", d, t) for d in (1, 2, 3, 4, 8) for t in (1, 256)] + [("xla", 8, 1), ("reference", 3, 1)]
-EACH = [("ring", 3), ("ring", 8), ("xla", 8), ("reference", 8)]
+CASES = [("ring", 1, 1), ("ring", 2, 256), ("ring", 3, 1), ("ring", 8, 256), ("xla", 8, 1), ("reference", 3, 1)]
+EACH = [("ring", 3), ("xla", 8), ("reference", 8)]
 
 
 def draw(*shape):
@@ -100,7 +101,7 @@ def test_sums_in_bfloat16_are_made_in_float32_and_travel_as_asked():
     assert error[None] <= error[jnp.bfloat16]
 
 
-@pytest.mark.parametrize("devices", [2, 3, 8])
+@pytest.mark.parametrize("devices", [2, 3])
 def test_dot_generals_that_share_one_ring(devices):
     """The gathered operand on the right, in the middle; its gathered dim free, contracted and a batch dim."""
     x = draw(2, devices * 3, 4)
@@ -134,8 +135,7 @@ def test_any_dim_of_a_dot_general_is_scattered(devices, dim):
     close(f(lhs, rhs), np.einsum("bki,kbj->bij", lhs.astype(float), rhs.astype(float)))
 
 
-@pytest.mark.parametrize("x64", [False, True])
-@pytest.mark.parametrize(("devices", "unrolled"), [(3, 0), (8, 0), (8, 16)])
+@pytest.mark.parametrize(("devices", "unrolled", "x64"), [(3, 0, True), (8, 0, False), (8, 16, True)])
 def test_rings_unrolled_and_as_loops(devices, unrolled, x64, monkeypatch):
     monkeypatch.setattr("meshpar_kernels.collective_matmul.ring.UNROLLED", unrolled)
     x, w = draw(devices * 3, devices * 2), draw(devices * 2, devices * 2)
@@ -148,11 +148,9 @@ def test_rings_unrolled_and_as_loops(devices, unrolled, x64, monkeypatch):
             close(f(x, w), x.astype(float) @ w.astype(float))
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3, 4, 5, 8, 16, 255])
-@pytest.mark.parametrize("rows", [1, 2, 3, 64])
-def test_a_ring_sends_what_an_all_gather_sends(devices, rows):
-    hops = gather_hops(devices, rows)
-    assert sum(h.rows * h.count for h in hops) == (devices - 1) * rows
+def test_a_ring_sends_what_an_all_gather_sends():
+    for devices, rows in itertools.product([1, 2, 3, 4, 5, 8, 16, 255], [1, 2, 3, 64]):
+        assert sum(h.rows * h.count for h in gather_hops(devices, rows)) == (devices - 1) * rows
 
 
 def test_what_does_not_fit_is_refused():
@@ -184,11 +182,3 @@ def test_what_does_not_fit_is_refused():
 def test_an_axis_of_one_sends_nothing():
     f = on(mesh_of(1), functools.partial(all_gather_matmul, axis_name="a"), (P("a"), P()), P("a"))
     assert "collective_permute" not in f.lower(draw(4, 4), draw(4, 4)).as_text()
-
-
-def test_the_general_form_is_differentiable_by_itself():
-    x, w = draw(8, 4), draw(4, 6)
-    dot = Dot((((1,), (0,)), ((), ())))
-    f = on(mesh_of(4), lambda x, w: gather_dots(x, [w], [dot], "a", 0)[0], (P("a", None), P()), P(), check=False)
-    dx = jax.grad(lambda x: f(x, w).sum())(x)
-    close(dx, np.ones((8, 6)) @ w.T.astype(float))

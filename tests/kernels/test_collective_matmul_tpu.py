@@ -1,6 +1,5 @@
 """The fused TPU matmuls in the TPU interpreter, with race detection, against NumPy in float64."""
 
-import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 from interpreters import race_detection
 from jax.sharding import Mesh, PartitionSpec
 
-from meshpar_kernels.collective_matmul import all_gather_matmul, matmul_reduce_scatter, tpu, tpu_gather, tpu_scatter
+from meshpar_kernels.collective_matmul import all_gather_matmul, matmul_reduce_scatter, tpu
 
 P = PartitionSpec
 K, N = 128, 256
@@ -48,14 +47,8 @@ def narrow(monkeypatch, rows):
     monkeypatch.setattr(tpu, "pick_tile", lambda *args: tpu.Tile(rows, 128))
 
 
-# devices, rows of a block, rows of a tile: a pair, opposite halves in three tiles (an uneven cut), an odd ring, many hops
-CASES = [
-    (2, 16, 8),
-    (4, 24, 8),
-    (3, 8, 8),
-    (6, 16, 16),
-]
-EACH = [(*case, mode) for case, mode in covering.each(CASES, ["on_wait", "eager"])]
+# devices, rows of a block, rows of a tile: opposite halves in three tiles (an uneven cut), an odd ring; more: `test_tpu_protocols`
+EACH = [(4, 24, 8, "on_wait"), (3, 8, 8, "eager")]
 
 
 @pytest.mark.parametrize(("devices", "rows", "height", "mode"), EACH)
@@ -132,33 +125,6 @@ def test_gradients(function):
     assert text.count("name=meshpar_all_gather_matmul\n") == text.count("name=meshpar_matmul_reduce_scatter\n") == 1
     for got, want in zip(simulated(gradient("pallas"), x, w), simulated(gradient("ring"), x, w), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
-
-
-@pytest.mark.parametrize("devices", [2, 3, 4, 5, 8])
-@pytest.mark.parametrize("tiles", [1, 2, 3])
-def test_orders_of_visits(devices, tiles):
-    """Each row tile once, own first when gathering and last when scattering; what comes was sent by the device before."""
-    every = jnp.arange(devices * tiles)
-    for rank in range(devices):
-        gather = tpu_gather.Gathering(devices, tiles)
-        rows = [int(gather.row(v, jnp.int32(rank))) for v in every]
-        assert sorted(rows) == list(range(devices * tiles))
-        assert rows[:tiles] == [rank * tiles + i for i in range(tiles)]
-        scatter = tpu_scatter.Scattering(devices, tiles)
-        rows = [int(scatter.row(v, jnp.int32(rank))) for v in every]
-        assert sorted(rows) == list(range(devices * tiles))
-        assert rows[-tiles:] == [rank * tiles + i for i in range(tiles)]
-    came = {}
-    for v in every:
-        number, direction, i = (int(n) for n in scatter.at(v))
-        if int(v) < scatter.own:
-            came.setdefault((number + 1, direction), set()).add(i)
-    for v in every:
-        number, direction, i = (int(n) for n in scatter.at(v))
-        directions = (0, 1) if int(v) >= scatter.own else (direction,)
-        for one in directions:
-            expected = bool(scatter.receives(jnp.int32(number), one, jnp.int32(i)))
-            assert expected == (i in came.get((number, one), set())), (number, one, i)
 
 
 def test_what_the_kernels_refuse():

@@ -1,40 +1,14 @@
-"""Schedules in the simulator: right data, no slot lost, links and steps as the formulas have them; and broken tables are
-caught."""
+"""Schedules in the simulator: right data, no slot lost, links and steps as the formulas have them."""
 
-import dataclasses
 import math
-from typing import NamedTuple
 
-import numpy as np
 import pytest
-from collective_simulator import ScheduleError, simulate
+from collective_simulator import simulate
 
-from meshpar_kernels.collectives.table import Table, gather_table, hops_along, table_of
+from meshpar_kernels.collectives.table import gather_table, hops_along, table_of
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 SIZES = [(2,), (3,), (4,), (5,), (7,), (8,), (2, 2), (2, 4), (3, 4), (4, 4), (2, 3, 4)]
-
-
-class Row(NamedTuple):
-    """One slot sent by one rank."""
-
-    step: int
-    channel: int
-    source: int
-    slot: int
-    target: int
-    add: bool
-
-
-def rows_of(table):
-    """Every slot sent, in the order of the steps."""
-    return [
-        Row(step, t.channel, source, slot, target, t.add)
-        for step, transfers in enumerate(table.steps)
-        for t in transfers
-        for source, target in t.pairs
-        for slot in t.slots[source].tolist()
-    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,58 +55,11 @@ def test_colours_use_all_links_in_every_step_of_a_cube(sizes, directions):
         assert max(len(load) for load in simulate(plain).loads) == links // len(sizes)
 
 
-def test_no_more_is_sent_than_must_be():
-    """Each rank receives (A - 1)·chunks slots."""
-    for sizes in SIZES:
-        table = table_of("all_gather", sizes, (True,) * len(sizes))
-        came = np.bincount([row.target for row in rows_of(table)], minlength=table.ranks)
-        assert (came == (table.ranks - 1) * table.chunks).all(), sizes
-
-
-def test_a_reduce_scatter_is_the_all_gather_backwards():
-    gather = table_of("all_gather", (3, 4), (True, False))
-    scatter = table_of("reduce_scatter", (3, 4), (True, False))
-    steps = len(gather.steps)
-    forth = {(r.step, r.channel, r.source, r.target, r.slot) for r in rows_of(gather)}
-    back = {(steps - 1 - r.step, r.channel, r.target, r.source, r.slot) for r in rows_of(scatter)}
-    assert forth == back
-    assert all(r.add for r in rows_of(scatter))
-
-
 def test_seconds_are_latency_and_the_busiest_link():
     table = table_of("all_gather", (4,), (True,))
     assert simulate(table).seconds(2e6, [(4, True, 1e9, 1e-6)]) == pytest.approx(2 * (1e-6 + 2e-3))
     # on a line, a message over the missing wrap-around link crosses all three others
     assert max(simulate(table, (4,), (False,)).hops) == 3
-
-
-def changed(table: Table, step: int, **fields) -> Table:
-    """The table with the first transfer of a step changed."""
-    steps = [list(s) for s in table.steps]
-    steps[step][0] = dataclasses.replace(steps[step][0], **fields)
-    return dataclasses.replace(table, steps=tuple(tuple(s) for s in steps))
-
-
-def test_mutants_are_caught():
-    """Drop a step, a send or a slot; swap steps; send to the wrong rank; copy for a sum; send twice."""
-    gather = table_of("all_gather", (5,), (True,))
-    scatter = table_of("reduce_scatter", (5,), (True,))
-    first = gather.steps[0][0]
-    mutants = {
-        "no step": (dataclasses.replace(gather, steps=gather.steps[:-1]), "at the end slot"),
-        "no lane": (dataclasses.replace(gather, steps=(gather.steps[0][:1], *gather.steps[1:])), "nothing in it yet"),
-        "no send": (changed(gather, 1, to=np.where(np.arange(5) == 2, -1, first.to)), "at the end slot"),
-        "swapped": (dataclasses.replace(gather, steps=gather.steps[::-1]), "nothing in it yet"),
-        "wrong slot": (changed(gather, 0, slots=(first.slots + 1) % 5), "nothing in it yet"),
-        "two to one": (changed(gather, 0, to=np.zeros(5, int)), "two ranks send to one"),
-        "copied": (changed(scatter, 0, add=False), "overwritten before it was read"),
-        "twice": (dataclasses.replace(scatter, steps=(scatter.steps[0], *scatter.steps)), "at the end slot"),
-        "to itself": (changed(scatter, 0, to=np.arange(5)), "read and written in one step"),
-        "lane": (dataclasses.replace(gather, steps=((first, first), *gather.steps[1:])), "channel 0 is used twice"),
-    }
-    for name, (table, message) in mutants.items():
-        with pytest.raises(ScheduleError, match=message):
-            pytest.fail(f"{name}: {simulate(table)}")
 
 
 def test_bad_input():

@@ -1,5 +1,6 @@
 """Collectives on 8 devices against sums and blocks put together by NumPy."""
 
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,7 +49,7 @@ def draw(mesh, axes, *shape, dtype=np.float32):
 HERE = [a for a in ALGORITHMS if a != "pallas"]  # that one is tried in the interpreter
 CASES = [(a, "8") for a in HERE] + [(a, "2x4") for a in HERE] + [
     ("ring", m) for m in list(MESHES)[2:]
-] + [("hierarchical", "2x2x2"), ("staged", "4x2, major last"), ("ring", "6")]  # fmt: skip
+] + [("hierarchical", "2x2x2"), ("staged", "4x2, major last")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("algorithm", "name"), CASES)
@@ -112,18 +113,7 @@ def test_sums_are_the_same_on_all_devices(algorithm):
     np.testing.assert_allclose(got[0], x.astype(np.float64).sum(0), atol=1e-5)
 
 
-def test_sums_of_bfloat16_are_rounded_once_a_hop():
-    mesh, axes = mesh_of("8")
-    x = np.random.default_rng(1).normal(size=(8, 8)).astype(jnp.bfloat16)
-    got = every_device(lambda v: reduce_scatter(v, axes, implementation="ring"), mesh, axes, x)
-    exact = x.astype(np.float32).sum(0)
-    assert got.dtype == jnp.bfloat16
-    np.testing.assert_allclose(
-        got[:, 0].astype(np.float32), exact, atol=7 * 2**-8 * np.abs(x).astype(np.float32).sum(0).max()
-    )
-
-
-@pytest.mark.parametrize("algorithm", ["native", "hierarchical", "ring", "staged"])
+@pytest.mark.parametrize("algorithm", ["hierarchical", "ring"])
 def test_gradients(algorithm):
     """Each is linear: <dL/dy, f(x)> over all devices is <gradient, x>."""
     mesh, axes = mesh_of("2x4")
@@ -173,15 +163,10 @@ def test_bad_input():
             run(lambda v, options=options: all_gather(v, axes, **options))
 
 
-def test_outside_of_shard_map_it_refuses():
-    mesh, axes = mesh_of("8")
-    x = jax.device_put(jnp.zeros((8, 2)), jax.sharding.NamedSharding(mesh, P("a")))
-    with pytest.raises(ValueError, match=r"jax\.shard_map"):
-        all_gather(x, axes)
-
-
-@pytest.mark.parametrize("implementation", ["native", "staged", "hierarchical", "ring", "small"])
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    ("implementation", "check_vma"),
+    [*covering.each(["native", "staged", "hierarchical", "ring", "small"], [True, False]), ("small", False)],
+)
 def test_an_all_reduce_replaces_psum_whatever_shard_map_checks(implementation, check_vma):
     """The sum, its gradient, and the gradient of that, with `out_specs=P()`."""
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

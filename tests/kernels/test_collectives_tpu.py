@@ -14,7 +14,10 @@ from meshpar_kernels.collectives.table import table_of
 
 P = PartitionSpec
 MODES = ("on_wait", "eager")
-CASES = covering.each([(4,), (2, 2), (2, 2, 2)], MODES)  # larger groups take longer in the interpreter
+CASES = [
+    ((4,), "on_wait"),
+    ((2, 2), "eager"),
+]  # larger groups take longer in the interpreter; test_tpu_protocols has them
 
 
 def names_of(shape):
@@ -94,19 +97,6 @@ def test_all_reduce_small(dtype, mode):
     np.testing.assert_allclose(got[0].astype(np.float64), exact, atol=1e-5 if dtype != jnp.bfloat16 else 0.3)
 
 
-def test_gradient_of_all_reduce_small():
-    """Without varying types its transpose is itself: the gradient of device r's result with respect to every x is r's cotangent."""
-    mesh = Mesh(np.array(jax.devices()), ("a",))
-    x, c = draw((8,), 3), draw((8,), 3)
-
-    def pull(v, c):
-        return jax.vjp(lambda v: all_reduce_small(v, "a"), v[0])[1](c[0])[0][None]
-
-    specs = {"in_specs": (P("a"), P("a")), "out_specs": P("a")}
-    got = jax.shard_map(pull, mesh=mesh, check_vma=False, **specs)(x, c)
-    np.testing.assert_allclose(got, np.broadcast_to(c.sum(0), (8, 3)), rtol=1e-5)
-
-
 def test_what_the_kernels_refuse():
     lines = ring_tpu.unsupported(table_of("all_gather", (4,), (False,)), (8, 128), jnp.float32)
     assert len(lines) == 1
@@ -141,16 +131,3 @@ def test_every_kernel_has_barriers_of_its_own():
     assert len(set(COLLECTIVE_IDS.values())) == len(COLLECTIVE_IDS)
     assert min(COLLECTIVE_IDS.values()) >= 2**MESH_AXES
     assert all(n % 2**MESH_AXES == 0 for n in COLLECTIVE_IDS.values())
-
-
-def test_a_mesh_with_too_many_axes_is_refused():
-    names = tuple("abcdefg")
-    mesh = jax.sharding.AbstractMesh((1,) * 6 + (2,), names, axis_types=(jax.sharding.AxisType.Auto,) * 7)
-    with pytest.raises(NotImplementedError, match="'g' is not among the first 6 of the mesh"):
-        jax.eval_shape(
-            jax.shard_map(
-                lambda v: all_reduce_small(v, "g", implementation="pallas"), mesh=mesh, in_specs=P("g"), out_specs=P("g"),
-                check_vma=False,
-            ),
-            jax.ShapeDtypeStruct((8, 128), jnp.float32),
-        )  # fmt: skip

@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from meshpar_kernels import RoutePlan, expert_combine, expert_dispatch, grouped_matmul, ragged_all_to_all, route
-from meshpar_kernels.dispatch.plan import merge
 
 A, T, K, E, H = 8, 6, 2, 16, 4  # devices, tokens of each, choices, experts, width
 R = np.random.default_rng(0)
@@ -166,13 +165,10 @@ def test_many_places_a_token():
 def test_a_plan_whose_rows_the_matmul_gathers(strategy):
     """`route` with a capacity ranks the choices; the first matmul reads what arrived by its indices; gradients too."""
     logits, hidden = R.normal(size=(A * T, E)).astype("f"), R.normal(size=(E, H, H)).astype("f")
-    axes = None if strategy == "local" else ("a", "b")
 
     def layer(x, logits, matrices, copy):
         plan = route(logits, K, capacity=2)
-        rows, d = expert_dispatch(
-            x, plan, weight=plan.weight, axis_name=axes, copy=copy, strategy="a2a" if axes is None else strategy
-        )
+        rows, d = expert_dispatch(x, plan, weight=plan.weight, axis_name=("a", "b"), copy=copy, strategy=strategy)
         how = {} if copy else {"lhs_indices": d.lhs_indices, "lhs_rows": d.lhs_rows}
         y = grouped_matmul(rows, matrices, d.group_sizes, row_scale=d.row_scale, **how)
         return expert_combine(y, d)
@@ -191,88 +187,17 @@ def test_a_plan_whose_rows_the_matmul_gathers(strategy):
         local_expert = np.where(oracle.buffer_rows(expert, rank, offsets) >= 0, expert, E)
         for t, j in np.argwhere(local_expert < E):
             want[i * T + t] += weight[t, j] * (X[i * T + t].astype(float) @ hidden[local_expert[t, j]])
-    if strategy == "local":
-        results = [jax.jit(functools.partial(step, copy=copy))(X[:T], logits[:T], hidden) for copy in (False, True)]
-        np.testing.assert_allclose(results[0][1], want[:T], rtol=1e-5, atol=1e-5)
-    else:
-        split = (SPLIT, SPLIT, SPLIT)
-        results = [
-            jax.jit(jax.shard_map(functools.partial(step, copy=copy), mesh=mesh(), in_specs=split,
-                                  out_specs=(split, SPLIT), check_vma=False))(X, logits, hidden)
-            for copy in (False, True)
-        ]  # fmt: skip
-        np.testing.assert_allclose(results[0][1], want, rtol=1e-5, atol=1e-5)
+    split = (SPLIT, SPLIT, SPLIT)
+    results = []
+    for copy in (False, True):
+        one = functools.partial(step, copy=copy)
+        on = jax.shard_map(one, mesh=mesh(), in_specs=split, out_specs=(split, SPLIT), check_vma=False)
+        results.append(jax.jit(on)(X, logits, hidden))
+    np.testing.assert_allclose(results[0][1], want, rtol=1e-5, atol=1e-5)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), *results)
 
 
-def test_slots_sorted_by_expert_are_merged():
-    sizes = R.integers(0, 4, (5, 3)) * (R.random((5, 3)) < 0.7)
-    sizes[2] = 0
-    rows = int(sizes.sum(1).max())
-    position, source = (np.asarray(x) for x in merge(jnp.asarray(sizes, jnp.int32), rows))
-    expert = np.full((5, rows), 3)
-    for slot, each in enumerate(sizes):
-        expert[slot, : each.sum()] = np.repeat(np.arange(3), each)
-    flat = expert.reshape(-1)
-    order = np.argsort(flat, kind="stable")[: sizes.sum()]
-    np.testing.assert_array_equal(source, [*order, *[-1] * (5 * rows - len(order))])
-    np.testing.assert_array_equal(position, [list(order).index(i) if i in order else -1 for i in range(5 * rows)])
-
-
 # -- the ragged all-to-all
-
-
-def runs(seed, top):
-    """Sizes [from, to], where each run begins at its sender, and where at its receiver (with gaps)."""
-    size = np.random.default_rng(seed).integers(0, top, (A, A))
-    start = np.cumsum(size, 1) - size
-    gaps = size + 1
-    target = (np.cumsum(gaps, 0) - gaps).T  # [to, from]
-    return size, start, target
-
-
-@pytest.mark.parametrize("implementation", ["padded", "reference"])
-@pytest.mark.parametrize("rows", [None, 2])
-def test_ragged_all_to_all(implementation, rows):
-    n, m = 40, 48
-    size, start, target = runs(1, 5)
-    operand = R.normal(size=(A * n, 3)).astype("f")
-    output = R.normal(size=(A * m, 3)).astype("f")
-
-    def one(operand, output, offsets, sizes):
-        got, dropped = ragged_all_to_all(
-            operand, output, offsets[0, 0], sizes[0, 0], offsets[0, 1], sizes[0, 1], axis_name=("a", "b"), rows=rows,
-            implementation=implementation,
-        )  # fmt: skip
-        return got, dropped[None]
-
-    offsets = np.stack([start, target.T], 1).astype(np.int32)
-    sizes = np.stack([size, size.T], 1).astype(np.int32)
-    got, dropped = on_devices(one)(operand, output, offsets, sizes)
-    want, lost = output.reshape(A, m, 3).copy(), np.zeros(A, int)
-    for i in range(A):
-        for j in range(A):
-            sent = min(size[i, j], rows or n)
-            lost[i] += size[i, j] - sent
-            want[j, target[j, i] : target[j, i] + sent] = operand.reshape(A, n, 3)[i, start[i, j] : start[i, j] + sent]
-    np.testing.assert_array_equal(np.asarray(got).reshape(A, m, 3), want)
-    np.testing.assert_array_equal(dropped, lost)
-    assert (lost.sum() > 0) == (rows is not None)
-
-
-def test_nothing_is_written_past_the_end():
-    def one(operand, output, offsets, sizes):
-        got, dropped = ragged_all_to_all(
-            operand, output, offsets[0], sizes[0], offsets[0] * 0 + 2, sizes[0], axis_name=("a", "b")
-        )
-        return got, dropped[None]
-
-    operand, output = np.ones((A * 8, 1), "f"), np.zeros((A * 4, 1), "f")
-    sizes = np.zeros((A, A), np.int32)
-    sizes[np.arange(A), (np.arange(A) + 1) % A] = 5  # room for two from row 2 on
-    got, dropped = on_devices(one)(operand, output, np.zeros((A, A), np.int32), sizes)
-    np.testing.assert_array_equal(np.asarray(got).reshape(A, 4), [[0, 0, 1, 1]] * A)
-    np.testing.assert_array_equal(dropped, [3] * A)
 
 
 # -- bad input
@@ -301,11 +226,17 @@ def test_bad_dispatch(change, says):
 
 
 def test_bad_combine():
-    buffer, d = expert_dispatch(jnp.asarray(X), jnp.asarray(LOADS["even"]), experts=E)
+    def combined(rows, weight=None):
+        def call(x, expert):
+            buffer, d = expert_dispatch(x, expert, experts=E)
+            return expert_combine(buffer[:rows], d, weight=weight)
+
+        return jax.eval_shape(call, X, LOADS["even"])
+
     with pytest.raises(ValueError, match=r"y must be \[96, H\]"):
-        expert_combine(buffer[:5], d)
+        combined(5)
     with pytest.raises(ValueError, match=r"weight must be \[48, 2\]"):
-        expert_combine(buffer, d, weight=jnp.asarray(WEIGHT[:5]))
+        combined(96, jnp.asarray(WEIGHT[:5]))
 
 
 @pytest.mark.parametrize(

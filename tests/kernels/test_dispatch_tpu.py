@@ -15,7 +15,6 @@ from meshpar_kernels.dispatch import tpu
 
 P = PartitionSpec
 A, N, M, H = 4, 40, 48, 256
-MODES = ("on_wait", "eager")
 
 
 def abstract_mesh(sizes, names):
@@ -78,8 +77,7 @@ def ints(*arrays):
     return [np.asarray(a, np.int32) for a in arrays]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("blocks", ["whole", "small"])
+@pytest.mark.parametrize(("mode", "blocks"), [("on_wait", "whole"), ("eager", "small")])
 def test_ragged_all_to_all(mode, blocks, monkeypatch):
     """Runs of none, one and several blocks, and what remains of them."""
     if blocks == "small":
@@ -93,7 +91,7 @@ def test_ragged_all_to_all(mode, blocks, monkeypatch):
     assert not dropped.any()
 
 
-@pytest.mark.parametrize(("names", "seed"), [(("a",), 1), (("b",), 2), (("b", "a"), 1)])
+@pytest.mark.parametrize(("names", "seed"), [(("b",), 2), (("b", "a"), 1)])
 def test_over_some_of_the_axes_in_any_order(names, seed):
     """Bit for bit the definition by gathering everything."""
     operand, output = draw(A * N, 2, 128, dtype=jnp.bfloat16), draw(A * M, 2, 128, dtype=jnp.bfloat16, seed=1)
@@ -126,8 +124,8 @@ def test_what_does_not_fit_is_counted_and_nothing_is_written_past():
     np.testing.assert_array_equal(lost, [2**30 - 7 + 2 + 3 + 3, 4 + 0 + 8, 1 + 1 + 1, 1 + 4])
 
 
-@pytest.mark.parametrize("implementation", ["padded", "reference"])
-def test_the_others_define_it_alike(implementation):
+@pytest.mark.parametrize(("implementation", "rows"), [("padded", None), ("padded", 4), ("reference", 4)])
+def test_the_others_define_it_alike(implementation, rows):
     operand, output = draw(A * N, 3), draw(A * M, 3, seed=1)
     start, size, target = (np.random.default_rng(s).integers(-3, top, (A, A)) for s, top in ((0, 50), (1, 9), (2, 50)))
     target[:] = np.arange(A)[:, None] * 12 + np.random.default_rng(2).integers(0, 9, (A, A))  # runs that do not meet
@@ -135,13 +133,13 @@ def test_the_others_define_it_alike(implementation):
 
     def one(operand, output, start, size, target):
         out, dropped = ragged_all_to_all(
-            operand, output, start[0], size[0], target[0], 0 * size[0], axis_name=("a", "b"), rows=4,
+            operand, output, start[0], size[0], target[0], 0 * size[0], axis_name=("a", "b"), rows=rows,
             implementation=implementation,
         )  # fmt: skip
         return out, dropped[None]
 
     got, dropped = on_devices(one, 5, 2)(operand, output, *ints(start, size, target))
-    want, lost = expected(operand, output, start, size, target, rows=4)
+    want, lost = expected(operand, output, start, size, target, rows=rows or N)
     np.testing.assert_array_equal(got, want)
     np.testing.assert_array_equal(dropped, lost)
 
@@ -200,7 +198,7 @@ def layer(x, expert, weight, matrices, *, rows, rounds=1, carried=True, exchange
 
 @pytest.mark.parametrize(
     ("load", "rows", "rounds", "carried", "mode"),
-    [("uneven", 48, 1, True, "on_wait"), ("single", 8, 3, True, "eager"), ("single", 9, 2, False, "on_wait")],
+    [("uneven", 48, 1, True, "on_wait"), ("single", 9, 2, False, "eager")],
 )
 def test_to_the_experts_and_back(load, rows, rounds, carried, mode):
     """Equal rows, whole tiles (48 and 8 rows) or not, in several rounds, although what is not in use is never written."""
@@ -217,8 +215,8 @@ def test_to_the_experts_and_back(load, rows, rounds, carried, mode):
     np.testing.assert_array_equal(dropped, [max(T - rows * rounds, 0) if load == "single" else 0] * A)
 
 
-@pytest.mark.parametrize("rows", [48, 21])
-def test_gradients_of_the_layer_are_those_of_the_padded_exchange(rows):
+def test_gradients_of_the_layer_are_those_of_the_padded_exchange():
+    rows = 21
     expert, read = LOADS["uneven"].astype(np.int32), draw(A * T, H, seed=7)
     x, weight = draw(A * T, H), draw(A * T, K, seed=1)
 

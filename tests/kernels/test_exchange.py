@@ -32,8 +32,10 @@ def exchanged(x, split, concat):
     return np.stack([np.concatenate([b[r] for b in blocks], concat) for r in range(len(x))])
 
 
-@pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
-@pytest.mark.parametrize(("split", "concat"), [(0, 0), (1, 0), (0, 2), (-1, 1)])
+@pytest.mark.parametrize(
+    ("split", "concat", "order"),
+    [(0, 0, ("a", "b")), (1, 0, ("b", "a")), (0, 2, ("a", "b")), (-1, 1, ("b", "a"))],
+)
 def test_all_to_all_sends_block_i_to_device_i(split, concat, order):
     x = RNG.normal(size=(8, 16, 8, 24)).astype(np.float32)
     got = on_devices(lambda v: all_to_all(v, order, split_axis=split, concat_axis=concat), mesh_of(4, 2), x, order)
@@ -58,7 +60,7 @@ def test_gradients_are_the_reverse_exchanges():
         def one(v, c):
             return jax.vjp(function, v[0])[1](c[0])[0][None]
 
-        return np.asarray(jax.shard_map(one, mesh=mesh, in_specs=(spec, spec), out_specs=spec)(x, c))
+        return np.asarray(jax.jit(jax.shard_map(one, mesh=mesh, in_specs=(spec, spec), out_specs=spec))(x, c))
 
     def swapped(v):
         return all_to_all(v.reshape(8, 2, 3), "a", split_axis=0, concat_axis=1).reshape(16, 3)
@@ -100,17 +102,6 @@ def test_invalid_arguments_are_errors(call, says):
         on_devices(call, mesh_of(8), np.zeros((8, 8, 5), np.float32))
 
 
-def test_sharded_operands_outside_of_shard_map_are_refused():
-    x = jax.device_put(jnp.zeros((8, 8)), jax.NamedSharding(mesh_of(8), P("a")))
-    with pytest.raises(ValueError, match=r"all_to_all: x\[8, 8\] is sharded"):
-        all_to_all(x, "a")
-
-
-def test_outside_of_shard_map_the_error_has_the_shard_map_to_write():
-    with pytest.raises(ValueError, match=r"all_to_all: no mesh axis 'a' is bound.*\n.*jax.shard_map"):
-        all_to_all(jnp.zeros((8, 8)), "a")
-
-
 def test_kernels_refuse_booleans():
     mesh = jax.sharding.AbstractMesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.sharding.use_abstract_mesh(mesh):
@@ -146,8 +137,9 @@ def test_runs_of_the_gpu_kernel(monkeypatch):
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32", "float8_e4m3fn"])
-@pytest.mark.parametrize("elements", [5, 128, 640, 70_000])
+@pytest.mark.parametrize(
+    ("dtype", "elements"), [("int8", 5), ("bfloat16", 128), ("float32", 640), ("float8_e4m3fn", 70_000), ("int8", 640)]
+)
 def test_bytes_in_rows_for_the_copy_engine_are_restored(dtype, elements):
     """Rows of at most 16 KiB, padded by at most a sixteenth and the last row of a block."""
     x = jnp.asarray(RNG.integers(-99, 99, (3, elements)), dtype)

@@ -37,15 +37,14 @@ def gathered(x):
     return np.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:]).astype(np.float64)
 
 
-@pytest.mark.parametrize("mode", ["on_wait", "eager"])
-def test_matmuls_that_share_a_gather_and_the_gathered_operand(mode, monkeypatch):
+def test_matmuls_that_share_a_gather_and_the_gathered_operand(monkeypatch):
     """Two matmuls of [2, 8, 128] over 4 devices, one with a narrow result of two dims; the blocks' dim is the second."""
     monkeypatch.setattr(tpu, "pick_tile", lambda *args, **options: tpu.Tile(8, 128))
     x, w, v = draw(4, 2, 8, 128), draw(4, 128, 96, seed=1), draw(4, 128, 4, 8, seed=2)
     dots = [Dot(ROWS_COLUMNS, 0, HIGHEST), Dot(ROWS_COLUMNS, 0, HIGHEST)]
     fused = FusedGather.of(x[0], [w[0], v[0]], dots, 1, 4, keep=True)
     assert isinstance(fused, (FusedGather, FusedScatter))
-    first, second, kept = simulated(lambda x, w, v: fused(x, [w, v], "a"), x, w, v, mode=mode)
+    first, second, kept = simulated(lambda x, w, v: fused(x, [w, v], "a"), x, w, v)
     np.testing.assert_allclose(kept, np.broadcast_to(gathered(x), kept.shape))
     np.testing.assert_allclose(first, np.einsum("bsk,akn->absn", gathered(x), w.astype(np.float64)), atol=1e-4)
     np.testing.assert_allclose(second, np.einsum("bsk,aknh->absnh", gathered(x), v.astype(np.float64)), atol=1e-4)
@@ -65,8 +64,7 @@ def test_what_is_gathered_may_stand_right_and_weights_may_be_transposed():
     assert fused.copied == 2 * 4 * 16 * 128  # the result is turned
 
 
-@pytest.mark.parametrize("mode", ["on_wait", "eager"])
-def test_a_sum_of_matmuls_is_scattered(mode):
+def test_a_sum_of_matmuls_is_scattered():
     """[2, 4·8, K] · [n, K]: two matmuls, of 128 and of 256 summed columns; the scattered dim is the second."""
     xs = draw(4, 2, 32, 128), draw(4, 2, 32, 256, seed=1)
     ws = draw(4, 128, 128, seed=2), draw(4, 128, 256, seed=3)
@@ -74,7 +72,7 @@ def test_a_sum_of_matmuls_is_scattered(mode):
     pairs = [(x[0], w[0]) for x, w in zip(xs, ws, strict=True)]
     fused = FusedScatter.of(pairs, dots, [1, 1], 4, jnp.float32, jnp.float32)
     assert isinstance(fused, (FusedGather, FusedScatter))
-    got = simulated(lambda x, w, y, v: fused([(x, w), (y, v)], "a"), xs[0], ws[0], xs[1], ws[1], mode=mode)
+    got = simulated(lambda x, w, y, v: fused([(x, w), (y, v)], "a"), xs[0], ws[0], xs[1], ws[1], mode="eager")
     whole = sum(np.einsum("absk,ank->bsn", x.astype(np.float64), w) for x, w in zip(xs, ws, strict=True))
     want = np.moveaxis(whole.reshape(2, 4, 8, 128), 1, 0)
     np.testing.assert_allclose(got, want, atol=2e-4)

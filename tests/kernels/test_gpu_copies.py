@@ -23,7 +23,6 @@ from meshpar_kernels.grouped_matmul.problem import MatmulProblem, TransposeProbl
 TILE = gpu_runs.TILE
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 both = pytest.mark.parametrize("module", gpu_runs.GROUPED.values(), ids=gpu_runs.GROUPED)
-both_fused = pytest.mark.parametrize("module", gpu_runs.FUSED.values(), ids=gpu_runs.FUSED)
 
 
 def test_a_window_that_begins_within_a_tile_loses_the_rest_of_every_tile():
@@ -44,7 +43,7 @@ LOADS = {
     "empty ones": [0, 131, 0, 0, 125],
     "from the last row": [255, 1],
     "negative and too many": [9, -3, 300, 4],
-    **{f"random {seed}": np.random.default_rng(seed).multinomial(250, [1 / 7] * 7).tolist() for seed in range(3)},
+    "random 0": np.random.default_rng(0).multinomial(250, [1 / 7] * 7).tolist(),
 }  # fmt: skip
 loads = pytest.mark.parametrize("sizes", LOADS.values(), ids=LOADS)
 loads_of_either = pytest.mark.parametrize(
@@ -68,7 +67,7 @@ def test_the_transpose_sums_each_groups_rows_and_no_others(module, sizes):
 def test_two_blocks_of_a_cluster_compute_adjacent_tiles_of_shared_operands(sizes):
     """Whatever the groups, both go through the same steps; of three tiles the last has its twin beyond the result."""
     shared, alone = TILE._replace(cluster=2), TILE
-    for order in SCHEDULES[::16]:
+    for order in SCHEDULES[::25]:
         found = gpu_runs.matmul(hopper, sizes, order, tile=shared, n=192, num_sms=4)
         gpu_runs.transpose(hopper, sizes, order, tile=shared, k=384, num_sms=4)
         gpu_runs.transpose(hopper, sizes, order, tile=TILE._replace(stages=4, pingpong=True))
@@ -153,7 +152,7 @@ def test_fused_matmuls_over_nvlink(module, devices, rows, n):
 
 @pytest.mark.parametrize("devices", [2, 5])
 def test_exchanges_over_nvlink(devices):
-    for seed, order in enumerate(SCHEDULES[::8]):
+    for seed, order in enumerate(SCHEDULES[::12]):
         gpu_runs.ragged(order, devices=devices, seed=seed)
         gpu_runs.all_reduce(order, devices=devices)
 
@@ -185,10 +184,7 @@ def struct(*shape, dtype=BF16):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-ODD = [
-    {"m": 1}, {"m": 2046}, {"k": 12}, {"k": 40}, {"k": 72}, {"k": 2880}, {"n": 4}, {"n": 48}, {"n": 72}, {"n": 96}, {"g": 7},
-    {"k": 40, "n": 40, "m": 5},
-]  # fmt: skip
+ODD = [{"m": 1}, {"k": 12}, {"k": 72}, {"n": 4}, {"n": 72}, {"g": 7}, {"k": 40, "n": 40, "m": 5}]
 majors = pytest.mark.parametrize("major", [9, 10])
 
 
@@ -240,18 +236,8 @@ def test_columns_of_gate_and_up_are_where_a_copy_may_begin(n, transposed, right)
     assert (gpu.padded_sizes(problem) == problem.key) == right
     for module in gpu_runs.GROUPED.values():
         with contextlib.nullcontext() if right else pytest.raises(Fault, match="no multiple of the tile"):
-            gpu_runs.matmul(
-                module,
-                [30, 34],
-                rows=64,
-                k=64,
-                n=n,
-                activation="silu",
-                gated=True,
-                transpose_rhs=transposed,
-                tile=tile,
-                out=gpu_runs.F32,
-            )
+            how = {"activation": "silu", "gated": True, "transpose_rhs": transposed, "tile": tile, "out": gpu_runs.F32}
+            gpu_runs.matmul(module, [30, 34], rows=64, k=64, n=n, **how)
 
 
 @majors

@@ -2,6 +2,7 @@
 
 import functools
 
+import covering
 import jax
 import jax.numpy as jnp
 import kernel_oracle as oracle
@@ -45,14 +46,10 @@ OPTIONS = {
     "scaled": {"row_scale": normal(M)},
     "gathered": {"lhs_indices": INDICES},
     "all": {
-        "transpose_rhs": True,
-        "activation": "silu",
-        "gated": True,
-        "row_scale": normal(M),
-        "lhs_indices": INDICES,
+        "transpose_rhs": True, "activation": "silu", "gated": True, "row_scale": normal(M), "lhs_indices": INDICES,
         "group_offset": 1,
     },
-}
+}  # fmt: skip
 
 
 def operands(options):
@@ -63,8 +60,7 @@ def operands(options):
     return lhs, rhs, jnp.asarray(SIZES["uneven"])
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("name", "implementation"), [*covering.each(OPTIONS, IMPLEMENTATIONS), ("all", "reference")])
 def test_options(name, implementation):
     options = dict(OPTIONS[name])
     lhs, rhs, sizes = operands(options)
@@ -73,8 +69,7 @@ def test_options(name, implementation):
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("offset", [-3, 0, 1, 3, 9])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("offset", "implementation"), covering.each([-3, 0, 1, 3, 9], IMPLEMENTATIONS))
 def test_group_offset(offset, implementation):
     """Two local groups of four; where the offset is out of range there are none of them."""
     lhs, rhs, grad, sizes = normal(M, K), normal(2, K, N), normal(M, N), jnp.asarray([9, 11, 5, 9])
@@ -98,7 +93,7 @@ def test_sums_are_float32_and_out_dtype_holds(implementation):
     assert grouped_matmul(lhs, rhs, jnp.array([3])).dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", ["transposed", "bilinear", "all"])
 def test_gradients(name):
     options = dict(OPTIONS[name])
     lhs, rhs, sizes = operands(options)
@@ -109,35 +104,6 @@ def test_gradients(name):
         return grouped_matmul(lhs, rhs, sizes, row_scale=scale, implementation="xla", **options)
 
     check_grads(matmul, (lhs, rhs, scale), order=1, modes=["rev"], atol=3e-2, rtol=3e-2)
-
-
-def test_the_gradient_of_gathered_rows_by_their_places():
-    """The rows that are made of each row of lhs: two, one, none; the same sums as by scatter."""
-    lhs, rhs, sizes = normal(24, K), normal(G, K, N), jnp.asarray(SIZES["uneven"])
-    rows = np.full((24, 4), -1)
-    for row, index in enumerate(np.asarray(INDICES)):
-        if 0 <= index < 24:
-            rows[index, np.argmin(rows[index])] = row
-
-    def pull(**options):
-        function = functools.partial(grouped_matmul, group_sizes=sizes, lhs_indices=INDICES, implementation="xla")
-        out, back = jax.vjp(lambda lhs: function(lhs, rhs, **options), lhs)
-        return out, back(jnp.cos(out))[0]
-
-    got, want = pull(lhs_rows=jnp.asarray(rows)), pull()
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want)
-
-
-def test_gradients_of_the_transpose():
-    sizes = jnp.asarray([9, 0, 11, 14])
-
-    @jax.jit
-    def matmul(lhs, rhs, scale):
-        return grouped_matmul_transpose(lhs, rhs, sizes, row_scale=scale, implementation="xla")
-
-    rng = np.random.default_rng(7)  # differences in float32 cancel: one fixed draw, whatever tests ran before
-    args = tuple(jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((M, K), (M, N), (M,)))
-    check_grads(matmul, args, order=1, modes=["rev"], atol=3e-2, rtol=3e-2)
 
 
 def test_nothing_leaks_into_gradients():
@@ -166,8 +132,9 @@ QUANTIZED = {
 }
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize(
+    ("name", "implementation"), [*covering.each(QUANTIZED, IMPLEMENTATIONS), ("gated", "reference")]
+)
 def test_quantized_weights(name, implementation):
     """Values, and lhs's gradient through the weights times their scales."""
     dtype, shape, options = QUANTIZED[name]

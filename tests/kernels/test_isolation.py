@@ -11,7 +11,7 @@ HERE = str(Path(__file__).parent)
 ROOT = str(Path(__file__).parents[2])
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def worker():
     with Worker("isolated_calls:behave", paths=[HERE, ROOT]) as worker:
         yield worker
@@ -48,11 +48,3 @@ def test_after_a_crash_or_a_hang_a_new_process_answers(worker, how, limit, statu
         worker.call({"how": how}, limit=limit)
     assert error.value.status == status
     assert worker.call({"how": "return"}, limit=60)["pid"] != pid
-
-
-def test_a_function_that_does_not_exist_is_an_error():
-    with (
-        Worker("isolated_calls:nothing", paths=[HERE, ROOT]) as worker,
-        pytest.raises(WorkerError, match="has no attribute 'nothing'"),
-    ):
-        worker.call({}, limit=60)

@@ -31,22 +31,13 @@ def make(logits, k, *, block=None, bias=None, **options):
     return jax.jit(call)(jnp.asarray(logits), bias)
 
 
-@pytest.mark.parametrize("name", [name for name in ROUTERS if name != "capacity"])
-def test_route(name):
-    """Odd logits of every kind, in blocks that do not divide the tokens."""
+@pytest.mark.parametrize(("name", "experts"), [*((n, 16) for n in ROUTERS if n != "capacity"), ("mixtral", 12)])
+def test_route(name, experts):
+    """Odd logits of every kind, in blocks that do not divide the tokens; experts that are no power of two."""
     options = dict(ROUTERS[name])
-    logits = odd_logits()
+    logits = odd_logits(experts=experts)
     expert, weight, rank, counts = make(logits, block=16, **options)
     want = oracle.route(logits, **options)
-    for got, exact in zip((expert, counts, rank), (want[0], *want[2:4]), strict=True):
-        np.testing.assert_array_equal(got, exact)
-    np.testing.assert_allclose(weight, want[1], atol=1e-6)
-
-
-def test_experts_that_are_no_power_of_two():
-    logits = odd_logits(experts=12)
-    expert, weight, rank, counts = make(logits, 3)
-    want = oracle.route(logits, 3)
     for got, exact in zip((expert, counts, rank), (want[0], *want[2:4]), strict=True):
         np.testing.assert_array_equal(got, exact)
     np.testing.assert_allclose(weight, want[1], atol=1e-6)
@@ -92,8 +83,10 @@ def test_refusals():
         combine(jnp.zeros((120, 8)), plan, implementation="pallas_gpu")
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize(("dtype", "k", "columns"), [("float32", 1, 384), ("float16", 3, 2048), ("float32", 2, 5120)])
+@pytest.mark.parametrize(
+    ("dtype", "k", "columns", "weighted"),
+    [("float32", 1, 384, True), ("float16", 3, 2048, True), ("float32", 2, 5120, False)],
+)
 def test_rows_are_gathered_by_the_mosaic_kernel(dtype, k, columns, weighted, monkeypatch):
     """On the model of the machine: rows in any order, none where an index is out of range, not even NaN."""
     monkeypatch.setattr(gpu_rows, "BLOCKS", 1)

@@ -13,10 +13,7 @@ from meshpar_kernels.routing import reference, tpu_gather
 RNG = np.random.default_rng(1)
 
 
-@pytest.mark.parametrize(
-    ("name", "tokens", "experts"),
-    [("deepseek-v3", 130, 16), ("deepseek-v2", 40, 128)],
-)
+@pytest.mark.parametrize(("name", "tokens", "experts"), [("deepseek-v3", 130, 16), ("deepseek-v2", 40, 128)])
 def test_route(name, tokens, experts):
     options = dict(ROUTERS[name])
     if "bias" in options:
@@ -31,8 +28,7 @@ def test_route(name, tokens, experts):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rows", "width", "k", "mode"),
-    [(jnp.bfloat16, 21, 128, 2, "eager"), (jnp.float32, 18, 256, 1, "on_wait")],
+    ("dtype", "rows", "width", "k", "mode"), [(jnp.bfloat16, 21, 128, 2, "eager"), (jnp.float32, 18, 256, 1, "on_wait")]
 )
 def test_gather_sum(dtype, rows, width, k, mode):
     x = jnp.asarray(RNG.normal(size=(rows, width)), dtype).at[3].set(jnp.nan)

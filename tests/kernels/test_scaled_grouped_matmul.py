@@ -27,8 +27,7 @@ def arrays(dtype):
     return (lhs, lhs_scale, rhs, rhs_scale), wide, weights
 
 
-@pytest.mark.parametrize("dtype", CODES)
-@pytest.mark.parametrize("offset", [None, 1])
+@pytest.mark.parametrize(("dtype", "offset"), [("int8", None), ("float8_e4m3fn", 1)])
 def test_the_matmul_of_the_dequantized_operands(dtype, offset):
     operands, lhs, rhs = arrays(dtype)
     sizes = np.asarray(SIZES if offset is None else [4, *SIZES, 0], np.int32)
@@ -47,8 +46,7 @@ def errors(x, dtype, block):
     return error.reshape(x.shape) + 1e-6 * np.abs(x)
 
 
-@pytest.mark.parametrize("dtype", CODES)
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("dtype", "transposed"), [("int8", True), ("float8_e4m3fn", False)])
 def test_quantization_is_within_the_stated_error(dtype, transposed):
     lhs, rhs = RNG.normal(size=(M, K)), RNG.normal(size=(G, N, K)) * 10.0 ** RNG.integers(-3, 3, (G, 1, 1))
     given = jnp.asarray(rhs if transposed else rhs.swapaxes(1, 2), jnp.float32)
@@ -85,10 +83,7 @@ def test_gradients(dtype):
 
 def test_in_shard_map_the_gradient_of_shared_weights_is_summed():
     mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
-    lhs, rhs = (
-        jnp.asarray(RNG.normal(size=(2 * M, K)), jnp.bfloat16),
-        jnp.asarray(RNG.normal(size=(G, K, N)), jnp.bfloat16),
-    )
+    lhs, rhs = (jnp.asarray(RNG.normal(size=shape), jnp.bfloat16) for shape in ((2 * M, K), (G, K, N)))
     sizes = jnp.asarray(SIZES)
 
     def loss(w, x):
@@ -98,8 +93,9 @@ def test_in_shard_map_the_gradient_of_shared_weights_is_summed():
         return jax.lax.psum(loss(w, x), "a")
 
     mapped = jax.shard_map(shared, mesh=mesh, in_specs=(P(), P("a")), out_specs=P())
-    got = jax.grad(mapped)(rhs, lhs).astype(jnp.float32)
-    want = sum(jax.grad(loss)(rhs, x).astype(jnp.float32) for x in (lhs[:M], lhs[M:]))
+    got = jax.jit(jax.grad(mapped))(rhs, lhs).astype(jnp.float32)
+    alone = jax.jit(jax.grad(loss))
+    want = sum(alone(rhs, x).astype(jnp.float32) for x in (lhs[:M], lhs[M:]))
     np.testing.assert_allclose(got, want, atol=2**-7 * np.abs(want).max())
 
 

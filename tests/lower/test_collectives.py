@@ -69,7 +69,7 @@ def test_every_resharding_of_a_matrix_on_2x2():
 
 
 def test_every_resharding_of_a_matrix_with_an_idle_axis_and_with_axes_of_two_sizes():
-    assert_reshards("a=2, idle=2, b=2", all_pairs(2, "ab")[::2], (8, 16))
+    assert_reshards("a=2, idle=2, b=2", all_pairs(2, "ab")[::4], (8, 16))
     assert_reshards("b=2, a=4", all_pairs(2, "ab"), (8, 16))
 
 
@@ -90,12 +90,12 @@ def test_bytes_are_at_most_those_of_xla():
 
 
 def test_every_kind_of_resharding_of_a_matrix_on_2x2x2():
-    assert_reshards("a=2, b=2, c=2", one_of_each(all_pairs(2, "abc"), 0), (8, 16))
+    assert_reshards("a=2, b=2, c=2", one_of_each(all_pairs(2, "abc"), 0)[::2], (8, 16))
 
 
 def test_reshardings_of_three_dims():
-    assert_reshards("a=2, b=2", random.Random(1).sample(all_pairs(3, "ab"), 30), (4, 8, 4))
-    assert_reshards("a=2, b=2, c=2", random.Random(2).sample(all_pairs(3, "abc"), 30), (8, 8, 8))
+    assert_reshards("a=2, b=2", random.Random(1).sample(all_pairs(3, "ab"), 15), (4, 8, 4))
+    assert_reshards("a=2, b=2, c=2", random.Random(2).sample(all_pairs(3, "abc"), 15), (8, 8, 8))
 
 
 def test_a_dim_that_goes_from_one_axis_to_another_keeps_its_order():

@@ -8,7 +8,6 @@ import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 
@@ -30,7 +29,6 @@ def assert_same(fn, args, mesh, layout, dims, tolerance=1e-5):
 
 
 CONVS = {
-    "plain": {"features": (4, 8), "groups": 1, "stride": 1, "padding": "SAME"},
     "strided": {"features": (4, 8), "groups": 1, "stride": 2, "padding": "SAME"},
     "valid": {"features": (4, 8), "groups": 1, "stride": 1, "padding": "VALID"},
     "grouped": {"features": (8, 16), "groups": 4, "stride": 1, "padding": "SAME"},
@@ -40,11 +38,7 @@ CONVS = {
 
 @pytest.mark.parametrize(
     ("kind", "mesh"),
-    [
-        *((kind, "data=2, model=2, idle=2") for kind in CONVS),
-        ("strided", "data=8, model=1"),
-        ("grouped", "data=2, model=4"),
-    ],
+    [*((kind, "data=2, model=2, idle=2") for kind in CONVS), ("grouped", "data=2, model=4")],
 )
 def test_convolutions_and_their_gradients(kind, mesh):
     """XLA scales the kernel gradients of convolutions by the size of an idle axis; ours must be right."""
@@ -86,47 +80,7 @@ def test_cumulative_ops_of_one_split_array_in_one_program():
         assert_same(fn, (normal(8, 32),), "data=4, model=2", layout, {"x": "batch seq"})
 
 
-@pytest.mark.parametrize(
-    "layout", ["vocab: data", "batch: data", "vocab: model; batch: data", "embed: data; batch: model"]
-)
-def test_embedding_and_its_gradient(layout):
-    def step(table, tokens, y):
-        return jax.value_and_grad(lambda t: jnp.mean((t[tokens] - y) ** 2))(table)
-
-    args = normal(32, 16), RNG.integers(0, 32, (8, 8)), normal(8, 8, 16)
-    assert_same(
-        step,
-        args,
-        "data=2, model=2, idle=2",
-        layout,
-        {"table": "vocab embed", "tokens": "batch seq", "y": "batch seq embed"},
-    )
-
-
-@pytest.mark.parametrize(
-    "layout", ["batch: data", "seq: data", "embed: data", "batch: data; seq: model", "seq: data; embed: model"]
-)
-def test_slices_pads_concatenations_sorts(layout):
-    def fn(x):
-        y = jnp.concatenate([x[:, 1:], x[:, :1]], 1)
-        z = jnp.pad(x, ((0, 0), (2, 1), (0, 0)))[:, 2:-1]
-        best, where = lax.top_k(x, 3)
-        roll = jnp.roll(x, 3, axis=1)
-        return (
-            y * z,
-            jnp.sort(x, 1),
-            best,
-            where,
-            roll,
-            jnp.argmax(x, 1),
-            x[:, ::-1],
-            lax.dynamic_slice_in_dim(x, 3, 5, 1),
-        )
-
-    assert_same(fn, (normal(8, 16, 8),), "data=2, model=2, idle=2", layout, {"x": "batch seq embed"})
-
-
-@pytest.mark.parametrize("layout", ["batch: data; height: model", "channels: data", "batch: data; channels: model"])
+@pytest.mark.parametrize("layout", ["batch: data; height: model", "batch: data; channels: model"])
 def test_pooling_and_its_gradient(layout):
     def pool(x):
         largest = lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "SAME")
@@ -135,49 +89,6 @@ def test_pooling_and_its_gradient(layout):
 
     args = (normal(8, 8, 8, 4),)
     assert_same(jax.value_and_grad(pool), args, "data=2, model=2, idle=2", layout, {"x": "batch height width channels"})
-
-
-@pytest.mark.parametrize("layout", ["embed: data", "heads: data; embed: model", "heads, head_dim: data"])
-def test_reshapes_that_split_and_merge(layout):
-    def fn(x, w):
-        h = (x @ w).reshape(4, 8, 8, 4)
-        flat = jnp.tanh(h).transpose(0, 2, 1, 3).reshape(4, 64, 4)
-        return h.reshape(32, 32).sum(0), flat, (flat.reshape(-1) ** 2).sum()
-
-    assert_same(fn, (normal(4, 8, 16), normal(16, 32)), "data=4, model=2", layout.replace("heads, head_dim", "heads"),
-                {"x": "batch seq embed", "w": "embed heads"})  # fmt: skip
-
-
-def test_control_flow():
-    def fn(x, w, n):
-        def body(i, carry):
-            h, total = carry
-            h = lax.cond(i % 2 == 0, lambda a: a @ w, lambda a: a + a[:, :1], h)
-            return jnp.tanh(h), total + h.sum(0)
-
-        h, total = lax.fori_loop(0, n, body, (x, jnp.zeros(w.shape[1])))
-        ys = lax.scan(lambda c, a: (c + a.sum(), jnp.cos(a) * c), 0.0, h)[1]
-        return h, total, ys, jax.checkpoint(lambda a: jnp.sin(a @ w))(h)
-
-    for layout in ("batch: data", "embed: data", "batch: data; embed: model"):
-        assert_same(
-            fn, (normal(8, 16), normal(16, 16), 5), "data=4, model=2", layout, {"x": "batch embed", "w": "embed _"}
-        )
-
-
-@pytest.mark.slow
-def test_random_bits_do_not_depend_on_the_layout():
-    def fn(x, key):
-        keep = jax.random.bernoulli(key, 0.5, x.shape)
-        return jnp.where(keep, x, 0), jax.random.normal(jax.random.fold_in(key, 1), x.shape) + x
-
-    args = normal(8, 16), jax.random.key(3)
-    for mesh, layout in (
-        ("data=8", "a: data"),
-        ("data=2, model=4", "a: data; b: model"),
-        ("data=4, idle=2", "b: data"),
-    ):
-        assert_same(fn, args, mesh, layout, {"x": "a b"}, tolerance=1e-6)
 
 
 def test_an_explicit_spec_overrides_the_claims():
@@ -221,26 +132,10 @@ def test_state_is_born_sharded():
     np.testing.assert_allclose(state["params"]["w"], expected["params"]["w"], rtol=1e-6)
 
 
-def test_optimizer_state_is_born_sharded_too():
-    def create(key):
-        params = {"w": jax.random.normal(key, (64, 128)), "b": jnp.zeros(128)}
-        return {"params": params, "opt_state": optax.adam(1e-3).init(params)}
-
-    init = mp.init(
-        create, mesh=mp.mesh("data=8"), layout="mlp: data", dims={"params/w": "embed mlp", "params/b": "mlp"}
-    )
-    compiled = init.lower(jax.random.key(0)).compile()
-    state = init(jax.random.key(0))
-    for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(compiled.output_shardings), strict=True):
-        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-        if leaf.ndim:
-            assert leaf.sharding.spec[-1] == "data"
-
-
 # -- what XLA's partitioner gets wrong, found by tests/fuzz; each of these fails without the pins
 
 
-@pytest.mark.parametrize("start", [-3, 5, 9])
+@pytest.mark.parametrize("start", [-3, 9])
 def test_starts_out_of_bounds(start):
     """Of a slice of a slice (here: a part of the result) XLA clamps the first start with the size of the second."""
     x = np.arange(8, dtype=np.float32)
@@ -255,19 +150,6 @@ def test_starts_out_of_bounds(start):
             np.testing.assert_array_equal(got, want)
 
 
-def test_associative_scan_of_a_split_dim():
-    """The odd sizes that it halves to: XLA 0.10 refused to compile the pads between."""
-    x, w = normal(8, 16), normal(16)
-
-    def step(x, w):
-        return lax.associative_scan(jnp.multiply, 1 + 0.1 * jnp.tanh(x), axis=1, reverse=True), jnp.einsum(
-            "ab,b->a", x, w
-        )
-
-    layout = mp.Layout("d: y", resolve="cost")
-    assert_same(step, (x, w), "x=2, y=4", layout, {"x": "_ d", "w": "_"})
-
-
 @pytest.mark.filterwarnings("ignore::meshpar.errors.JoinWarning")
 def test_gradient_of_a_window_over_a_concatenation():
     x = (RNG.integers(-8, 9, (6, 4, 4)) / 4).astype(np.float32)
@@ -280,15 +162,6 @@ def test_gradient_of_a_window_over_a_concatenation():
         return jax.value_and_grad(loss)(x)
 
     assert_same(step, (x,), "x=2, y=2, idle=2", "f: x+y", {"x": "_ c f"})
-
-
-def test_bits_of_integers_are_combined():
-    x = RNG.integers(0, 99, (8, 16)).astype(np.int32)
-
-    def step(x):
-        return lax.reduce_or(x, (0,)), lax.reduce_and(x, (1,)), lax.reduce_xor(x, (0,))
-
-    assert_same(step, (x,), "x=2, y=2, idle=2", "a: x; b: y", {"x": "a b"}, 0.0)
 
 
 def test_a_convolution_that_the_plan_leaves_unsharded():

@@ -30,7 +30,7 @@ def accumulating(count):
 
 @pytest.mark.parametrize(
     ("count", "layout", "lowering"),
-    covering.pairs([2, 4, 8], ["batch: data", "batch: data; embed: data"], ["jit", "shard_map"]),
+    covering.pairs([2, 8], ["batch: data", "batch: data; embed: data"], ["jit", "shard_map"]),
 )
 def test_every_device_does_its_share_of_every_microbatch(count, layout, lowering):
     r = np.random.default_rng(0)
@@ -52,8 +52,10 @@ def test_every_device_does_its_share_of_every_microbatch(count, layout, lowering
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-@pytest.mark.parametrize(("mesh", "layout"), [("data=8", "batch: data"), ("replica=2, data=4", "batch: replica+data")])
-@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+@pytest.mark.parametrize(
+    ("mesh", "layout", "lowering"),
+    [("data=8", "batch: data", "jit"), ("replica=2, data=4", "batch: replica+data", "shard_map")],
+)
 def test_parts_that_are_vmapped_over_and_fewer_than_devices_are_split_inside(mesh, layout, lowering):
     """The gradient of each of four parts: a device does an eighth of every part."""
     r = np.random.default_rng(0)
@@ -81,8 +83,9 @@ def small_microbatches(x, w):
     return jax.lax.map(lambda x: jnp.tanh(x @ w).mean(), x.reshape(-1, 4, x.shape[-1]))
 
 
-@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
-@pytest.mark.parametrize(("step", "rows", "width"), [(small_batch, 4, 2048), (small_microbatches, 512, 1280)])
+@pytest.mark.parametrize(
+    ("step", "rows", "width", "lowering"), [(small_batch, 4, 2048, "jit"), (small_microbatches, 512, 1280, "shard_map")]
+)
 def test_what_is_smaller_than_its_axis_is_said_at_the_first_call(step, rows, width, lowering):
     """And in the first screen of the plan; with what would mend it."""
     x, w = jnp.ones((rows, width)), jnp.ones((width, width))

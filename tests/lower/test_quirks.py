@@ -276,7 +276,7 @@ def test_a_dilated_convolution_whose_operands_the_compiler_exchanges():
 
 
 @pytest.mark.parametrize(
-    ("rows", "count"), [(1, 0), *(pytest.param(rows, 20, marks=pytest.mark.slow) for rows in (1, 2, 3))]
+    ("rows", "count"), [(1, 0), *(pytest.param(rows, 12, marks=pytest.mark.slow) for rows in (1, 2, 3))]
 )
 def test_convolutions_with_few_rows_per_device(rows, count):
     """An upsampling convolution, and random strides, dilations, paddings and kernels, with both gradients."""

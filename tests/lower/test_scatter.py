@@ -43,8 +43,7 @@ ALGORITHMS = ["staged", "native", "hierarchical", "all_reduce"]
 
 
 @pytest.mark.parametrize(
-    ("shape", "dim", "algorithm"),
-    [(*case, ALGORITHMS[k % 4]) for i, case in enumerate(SCATTERED) for k in (i, i + 1)],
+    ("shape", "dim", "algorithm"), [(*case, ALGORITHMS[k % 4]) for i, case in enumerate(SCATTERED) for k in (i, i + 1)]
 )
 def test_it_changes_no_number(shape, dim, algorithm):
     mesh = mp.mesh("a=2, b=2, c=2")

@@ -50,9 +50,7 @@ def scattered_dims(mesh):
 @pytest.mark.parametrize(
     ("layout", "mesh"),
     [
-        ("batch: data", "data=8"),
         (FSDP, "data=8"),
-        ("batch: data; mlp: data", "data=8"),
         ("batch: data; heads, mlp: model; embed: data", "data=4, model=2"),
         ("batch: data; expert: model; embed: data", "data=2, model=2, idle=2"),
     ],

@@ -3,8 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-import pytest
 from same_results import assert_same_under
 
 import meshpar as mp
@@ -79,33 +77,24 @@ def test_the_readme_s_model_under_its_layouts():
     )  # fmt: skip
 
 
-# -- the Transformer layer and language model
+# -- the Transformer layer
 
-LENGTH, MODEL, HEADS, KV, FF, VOCAB, LAYERS = 16, 32, 4, 8, 64, 48, 2
+LENGTH, MODEL, HEADS, KV, FF = 16, 32, 4, 8, 64
 
 
-def lm_weights():
+def layer_weights():
     keys = iter(KEYS)
-
-    def layer():
-        q, k, v = ({"model": MODEL, "heads": HEADS, "d_kv": KV} for _ in range(3))
-        return {
-            "q": nd.normal(next(keys), (MODEL * KV) ** -0.5, **q),
-            "k": nd.normal(next(keys), MODEL**-0.5, **k),
-            "v": nd.normal(next(keys), MODEL**-0.5, **v),
-            "o": nd.normal(next(keys), (HEADS * KV) ** -0.5, heads=HEADS, d_kv=KV, model=MODEL),
-            "wi": nd.normal(next(keys), MODEL**-0.5, model=MODEL, d_ff=FF),
-            "wi_bias": nd.normal(next(keys), 0.1, d_ff=FF),
-            "wo": nd.normal(next(keys), FF**-0.5, d_ff=FF, model=MODEL),
-            "scale": nd.full(1.0, sublayer=2, model=MODEL),
-            "bias": nd.normal(next(keys), 0.1, sublayer=2, model=MODEL),
-        }
-
+    q, k, v = ({"model": MODEL, "heads": HEADS, "d_kv": KV} for _ in range(3))
     return {
-        "embedding": nd.normal(next(keys), vocab=VOCAB, model=MODEL),
-        "positional": nd.normal(next(keys), 0.1, length=LENGTH, model=MODEL),
-        "layers": [layer() for _ in range(LAYERS)],
-        "final_scale": nd.full(1.0, model=MODEL),
+        "q": nd.normal(next(keys), (MODEL * KV) ** -0.5, **q),
+        "k": nd.normal(next(keys), MODEL**-0.5, **k),
+        "v": nd.normal(next(keys), MODEL**-0.5, **v),
+        "o": nd.normal(next(keys), (HEADS * KV) ** -0.5, heads=HEADS, d_kv=KV, model=MODEL),
+        "wi": nd.normal(next(keys), MODEL**-0.5, model=MODEL, d_ff=FF),
+        "wi_bias": nd.normal(next(keys), 0.1, d_ff=FF),
+        "wo": nd.normal(next(keys), FF**-0.5, d_ff=FF, model=MODEL),
+        "scale": nd.full(1.0, sublayer=2, model=MODEL),
+        "bias": nd.normal(next(keys), 0.1, sublayer=2, model=MODEL),
     }
 
 
@@ -123,15 +112,6 @@ def lm_layer(w, x):
     return x + nd.dense(nd.relu(nd.dense(norm(x, 1), w["wi"], w["wi_bias"])), w["wo"])
 
 
-def lm_loss(w, inputs, targets):
-    x = nd.gather(w["embedding"], inputs, "vocab") + w["positional"]
-    for layer in w["layers"]:
-        x = lm_layer(layer, x)
-    x = nd.layer_norm(x, "model", w["final_scale"])
-    logits = nd.einsum(x, w["embedding"], out="batch length vocab") * MODEL**-0.5
-    return nd.mean(nd.cross_entropy(logits, targets, "vocab")).array
-
-
 def plain_norm(x, scale, bias):
     return (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-6) * scale + bias
 
@@ -145,31 +125,8 @@ def plain_lm_layer(p, x):
     return x + jax.nn.relu(y @ p["wi"] + p["wi_bias"]) @ p["wo"]
 
 
-def plain_lm_loss(w, inputs, targets):
-    x = w["embedding"][inputs] + w["positional"]
-    for p in w["layers"]:
-        x = plain_lm_layer(p, x)
-    logits = plain_norm(x, w["final_scale"], 0.0) @ w["embedding"].T * MODEL**-0.5
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
-
-
-LM_LAYOUT = "batch:batch,d_ff:model,heads:model,vocab:model"
-
-
-def lm_data():
-    tokens = jax.random.randint(KEYS[39], (2, 8, LENGTH), 0, VOCAB)
-    return nd.named(tokens[0], "batch length"), nd.named(tokens[1], "batch length")
-
-
-@pytest.mark.slow
-def test_the_language_model_under_its_layout():
-    w, data = lm_weights(), lm_data()
-    expected = in_float64(updated(plain_lm_loss, 0.1), *plain((w, *data)))
-    assert_same_under([("model:2;batch:4", LM_LAYOUT)], updated(lm_loss, 0.1), w, *data, expected=expected)
-
-
 def test_the_transformer_layer_under_its_layout():
-    w, x = lm_weights()["layers"][0], nd.normal(KEYS[38], batch=8, length=LENGTH, model=MODEL)
+    w, x = layer_weights(), nd.normal(KEYS[38], batch=8, length=LENGTH, model=MODEL)
 
     def step(w, x):
         return jax.value_and_grad(lambda w, x: nd.mean(lm_layer(w, x) * x).array, (0, 1))(w, x)
@@ -331,122 +288,6 @@ def test_the_two_level_mixture_of_experts_under_its_layout():
     ops = {c.op for c in mp.plan(moe_layer, w, inputs, mesh="mesh0:2;mesh1:4", layout=layout).collectives}
     assert "all-to-all" in ops
     assert "all-gather" not in ops
-
-
-# -- the spatially partitioned U-Net
-
-BLOCKS = {"image_nx_block": 4, "image_sx_block": 4, "image_ny_block": 2, "image_sy_block": 8}
-FILTERS, DEPTH, CONVS, CLASSES = 4, 2, 2, 3
-
-
-def unet_weights():
-    w, keys, channels = {}, iter(KEYS), 1
-
-    def conv(name, taps, features):
-        nonlocal channels
-        scale = (taps * taps * channels) ** -0.5
-        w[name] = nd.normal(next(keys), scale, kx=taps, ky=taps, channels=channels, features=features)
-        channels = features
-
-    for depth in range(DEPTH):
-        for n in range(CONVS):
-            conv(f"conv_down_{depth}_{n}", 3, FILTERS * 2**depth)
-    for depth in reversed(range(DEPTH - 1)):
-        conv(f"deconv_{depth}", 2, FILTERS * 2**depth)
-        channels += FILTERS * 2**depth
-        for n in range(CONVS):
-            conv(f"conv_up_{depth}_{n}", 3, FILTERS * 2**depth)
-    conv("final", 1, CLASSES)
-    return w
-
-
-def unet_conv(x, kernel):
-    """A convolution, a batch norm and an activation."""
-    x = nd.conv(x, kernel, image_nx_block="kx", image_ny_block="ky")
-    x = nd.rename(x, features="channels")
-    return nd.leaky_relu(nd.layer_norm(x, "batch image_nx_block image_ny_block", eps=1e-6), 0.1)
-
-
-def unet_loss(w, images, labels):
-    # the blocks are merged: devices exchange halos of the merged dims without further instructions
-    x, t = (
-        nd.merge(
-            nd.merge(a, "image_nx_block image_sx_block", "image_nx_block"),
-            "image_ny_block image_sy_block",
-            "image_ny_block",
-        )
-        for a in (images, labels)
-    )
-    levels = []
-    for depth in range(DEPTH):
-        for n in range(CONVS):
-            x = unet_conv(x, w[f"conv_down_{depth}_{n}"])
-        levels.append(x)
-        if depth < DEPTH - 1:
-            x = nd.pool(jnp.max, x, image_nx_block=2, image_ny_block=2)
-    for depth in reversed(range(DEPTH - 1)):
-        x = nd.conv(x, w[f"deconv_{depth}"], stride=2, upsample=True, image_nx_block="kx", image_ny_block="ky")
-        x = nd.concat([nd.rename(x, features="channels"), levels[depth]], "channels")
-        for n in range(CONVS):
-            x = unet_conv(x, w[f"conv_up_{depth}_{n}"])
-    y = nd.conv(x, w["final"], image_nx_block="kx", image_ny_block="ky")
-    y = nd.rename(y, features="label_c")
-    class_t = nd.argmax(t, "label_c")
-    liver_t, lesion_t = (class_t == 1).astype(jnp.float32), (class_t == 2).astype(jnp.float32)
-    weight = 1.0 + liver_t * 7.0 + lesion_t * 8.0
-    loss_xen = nd.mean(nd.cross_entropy(y, t, "label_c") * weight)
-    lesion_prob = nd.index(nd.softmax(y, "label_c"), label_c=2)
-    intersect = nd.sum(lesion_prob * lesion_t, out="batch")
-    area = nd.sum(lesion_prob + lesion_t, out="batch")
-    per_case = nd.mean(-2.0 * intersect / (area + 0.1))
-    overall = -2.0 * nd.sum(intersect) / (nd.sum(area) + 0.1)
-    return (0.2 * (per_case + overall) * 0.5 + 0.8 * loss_xen).array
-
-
-def plain_unet_loss(w, images, labels):
-    """The U-Net with plain arrays, ``[batch, x, y, channels]``."""
-    numbers = ("NHWC", "HWIO", "NHWC")
-
-    def conv(x, kernel):
-        x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers)
-        x = (x - x.mean((0, 1, 2))) * jax.lax.rsqrt(x.var((0, 1, 2)) + 1e-6)
-        return jnp.where(x > 0, x, 0.1 * x)
-
-    x, t = (a.reshape(a.shape[0], 16, 16, -1) for a in (images, labels))
-    levels = []
-    for depth in range(DEPTH):
-        for n in range(CONVS):
-            x = conv(x, w[f"conv_down_{depth}_{n}"])
-        levels.append(x)
-        if depth < DEPTH - 1:
-            x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
-    for depth in reversed(range(DEPTH - 1)):
-        up = jnp.einsum("bxyc,klcf->bxkylf", x, w[f"deconv_{depth}"])
-        x = up.reshape(up.shape[0], up.shape[1] * 2, up.shape[3] * 2, -1)
-        x = jnp.concatenate([x, levels[depth]], -1)
-        for n in range(CONVS):
-            x = conv(x, w[f"conv_up_{depth}_{n}"])
-    y = x @ w["final"][0, 0]
-    weight = jnp.asarray([1.0, 8.0, 9.0])[t.argmax(-1)]
-    xen = (optax.softmax_cross_entropy(y, t) * weight).mean()
-    p, lesion = jax.nn.softmax(y)[..., 2], (t.argmax(-1) == 2).astype(jnp.float32)
-    both, area = (p * lesion).sum((1, 2)), (p + lesion).sum((1, 2))
-    dice = (-2 * both / (area + 0.1)).mean() - 2 * both.sum() / (area.sum() + 0.1)
-    return 0.1 * dice + 0.8 * xen
-
-
-@pytest.mark.slow
-def test_the_spatially_partitioned_unet_under_its_layout():
-    w = unet_weights()
-    images = nd.normal(KEYS[30], batch=2, **BLOCKS, channels=1)
-    classes = jax.random.randint(KEYS[31], (2, *BLOCKS.values()), 0, CLASSES)
-    labels = nd.one_hot(nd.named(classes, ("batch", *BLOCKS)), label_c=CLASSES)
-    step = updated(unet_loss, 0.1)
-    expected = in_float64(updated(plain_unet_loss, 0.1), *plain((w, images, labels)))
-    mesh, layout = "rows:4;cols:2", "image_nx_block:rows, image_ny_block:cols"
-    assert_same_under([(mesh, layout)], step, w, images, labels, expected=expected)
-    forward = mp.plan(unet_loss, w, images, labels, mesh=mesh, layout=layout).collectives
-    assert {c.op for c in forward} == {"collective-permute", "all-reduce"}  # halos, and sums of statistics
 
 
 # -- auto_mtf

@@ -1,5 +1,6 @@
 """Functions of named arrays against NumPy, eagerly and sharded."""
 
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,14 +64,14 @@ CASES = {  # name → (function of X and indices, dims of the result, expected)
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_function_has_the_numbers_of_numpy_under_layouts(name):
+@pytest.mark.parametrize(
+    ("name", "layout", "lowering"),
+    covering.each(CASES, ["batch?: data; seq?: model", "seq?: data; embed?: model"], ["jit", "shard_map", "shard_map"]),
+)
+def test_a_function_has_the_numbers_of_numpy_under_a_layout(name, layout, lowering):
     fn, dims, expected = CASES[name]
     ids = nd.named(IDS, "batch seq")
-    runs = [fn(X, ids)]
-    for layout, lowering in (("batch?: data; seq?: model", "jit"), ("seq?: data; embed?: model", "shard_map")):
-        runs.append(mp.jit(fn, mesh="data=4, model=2", layout=layout, lowering=lowering)(X, ids))
-    for got in runs:
+    for got in (fn(X, ids), mp.jit(fn, mesh="data=4, model=2", layout=layout, lowering=lowering)(X, ids)):
         assert got.dims == tuple(dims.split())
         np.testing.assert_allclose(got.array, expected, rtol=2e-5, atol=1e-6)
 
@@ -88,8 +89,7 @@ def test_dropout_scales_what_remains_and_broadcasts_its_mask():
     np.testing.assert_array_equal(sharded(x).array, y)
 
 
-@pytest.mark.parametrize("padding", ["SAME", "VALID"])
-@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize(("padding", "stride"), [("SAME", 1), ("VALID", 2)])
 def test_a_convolution_with_several_batch_dims_and_sharded_rows(stride, padding):
     images = nd.named(RNG.normal(size=(2, 3, 16, 8, 4)).astype("f"), "member batch rows cols channels")
     kernel = nd.named(RNG.normal(size=(4, 3, 3, 5)).astype("f"), "channels kr kc features")
