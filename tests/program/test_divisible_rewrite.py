@@ -59,7 +59,8 @@ WITH_BYTES = {  # and the bytes that each device sends, except for scalars
     "shifted in zeros": (lambda x: x + jnp.concatenate([jnp.zeros_like(x[:1]), x[:-1]]), ROW),
     "wrapped": (lambda x: (p := jnp.pad(x, ((1, 1), (0, 0)), mode="wrap"))[2:] + p[:-2] - 2 * x, 2 * ROW),
     "halves exchanged": (lambda x: jnp.concatenate([x[8:], x[:8]]), 4 * ROW), "in a loop": (moved_in_a_loop, 6 * ROW),
-    "vdot": (lambda x: jnp.vdot(x, x), 0),
+    "vdot": (lambda x: jnp.vdot(x, x), 0), "moved in zeros": (lambda x: jnp.pad(x[:-2], ((1, 1), (0, 0))) + x, ROW),
+    "interior": (lambda x: jnp.pad(x[2:] + x[:-2] - 2 * x[1:-1], ((1, 1), (0, 0))), 4 * ROW),
 }  # fmt: skip
 OTHERS = {
     "stencil": heat, "extrema": lambda x: (jnp.max(x[2:9], 0), jnp.min(x[::3], 1), jnp.prod(x[1:], 0)),

@@ -124,7 +124,7 @@ class _Preemption:
 
     def reached_sync_point(self, step: int) -> bool:
         listen_for_preemption()
-        return distributed.global_state.preemption_sync_manager.reached_sync_point(step)
+        return preemption_sync_point(step)
 
     def shutdown(self) -> None:
         """Nothing has been made yet."""

@@ -54,7 +54,8 @@ def run_bodies(eqn: JaxprEqn, xs: Sequence[Any], run: Evaluate) -> list[Any]:
     consts, first, stacks = loop.split(xs)
     if entry.family == "while":
         condition, body = parts
-        batch = range(condition[0].outvars[0].aval.ndim)
+        result: Any = condition[0].outvars[0].aval
+        batch = range(result.ndim)
 
         def continues(carry: list[Any]) -> Any:
             return run(*condition, [*xs[: len(loop.condition)], *carry])[0]

@@ -24,10 +24,12 @@ from ...compat.jax import (
     replace_body,
 )
 from ...compat.loops import loop_parts
+from ...rules.owned import is_positive_zero
 from ...rules.rearrange import ANY, rearrange
 from ...rules.shape import reshape_order
-from ..ir import Frame, Op, Value
+from ..ir import Frame, Op, Program, Value
 from ..jaxprs import inline, live, variables
+from ..scalars import constant_of
 from .candidates import SLICING
 from .constants import Constants
 from .views import CollapsedView, DimIndices, IndexedView, PaddedDim, Scope, View, padded_dims
@@ -40,10 +42,10 @@ class JaxprRewriter:
     """Rewrites the jaxprs of one program.
 
     Attributes:
+      program: the program.
       shards: the number of shards of every dim of the program's values.
       notes: takes one sentence for every op whose operands are padded.
       rewrites: by primitive, the functions to try in order; each returns whether it has defined the op's results.
-      is_derived_as_traced: of the program.
       constants: evaluates indices that depend on constants alone.
       eqns: the equations of the jaxpr that is being written.
       removable: by id, the equations that are dropped if no equation reads their results: True for one that the rewrite has made,
@@ -52,11 +54,10 @@ class JaxprRewriter:
     """
 
     def __init__(
-        self, shards: ShardCounts, notes: list[str], rewrites: Mapping[str, Sequence[Rewrite]], is_derived_as_traced: bool
-    ):  # fmt: skip
+        self, program: Program, shards: ShardCounts, notes: list[str], rewrites: Mapping[str, Sequence[Rewrite]]
+    ):
         """A rewriter without equations; the arguments are attributes of the class."""
-        self.shards, self.notes, self.rewrites = shards, notes, rewrites
-        self.is_derived_as_traced = is_derived_as_traced
+        self.program, self.shards, self.notes, self.rewrites = program, shards, notes, rewrites
         self.constants = Constants()
         self.eqns: list[Any] = []
         self.removable: dict[int, bool] = {}
@@ -92,7 +93,7 @@ class JaxprRewriter:
         would not recompute it. A recomputation stays a call if it has no views as operands.
         """
         eqn = op.eqn
-        if op.primitive.family == "call" or (op.primitive.call and self.is_derived_as_traced):
+        if op.primitive.family == "call" or (op.primitive.call and self.program.is_derived_as_traced):
             (frame,), invars = op.frames, body_operands(eqn, eqn.invars)
             if any(v in scope.views for v in variables(invars)) or (
                 not op.recomputes and any(o.name in SLICING for o in frame.walk())
@@ -223,6 +224,11 @@ class Site:
 
     def is_literal(self, k: int) -> bool:
         return isinstance(self.op.eqn.invars[k], Literal)
+
+    def is_zero(self, k: int) -> bool:
+        """Whether all elements of operand k are a constant zero; not for a negative zero."""
+        constant = constant_of(self.rewriter.program, self.op, k)
+        return constant is not None and is_positive_zero(constant)
 
     def has_extended_dtype(self) -> bool:
         """Whether an operand or result is an array of random keys, or of another extended dtype."""
