@@ -137,13 +137,13 @@ with mp.Checkpoints(sys.argv[0] + ".saved", every=1_000_000) as run:
 @pytest.mark.parametrize("saves", [False, True])
 def test_a_single_process_that_receives_sigterm(launch, saves):
     """It ends the group with status 75: as a lost process, or after all have saved the same step."""
-    body = "if p == 1: os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(0.7)"
+    body = "import meshpar as mp; mp.distributed()\nif p == 1: os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(30)\nsys.exit(4)"
     if saves:
         code, text, logs = launch("", "-n", "2", "--devices", "2", "--timeout", "5", script=SAVING)
         for p in range(2):
             assert "saved True" in (logs / "attempt-0" / f"process-{p}.log").read_text()
     else:
-        code, text, _ = launch(body, "-n", "2")
+        code, text, _ = launch(body, "-n", "2", "--devices", "2")
         assert text.rstrip().endswith("meshpar launch: first cause: process 1 was ended by SIGTERM")
     assert code == 75
 

@@ -59,7 +59,8 @@ WITH_BYTES = {  # and the bytes that each device sends, except for scalars
     "shifted in zeros": (lambda x: x + jnp.concatenate([jnp.zeros_like(x[:1]), x[:-1]]), ROW),
     "wrapped": (lambda x: (p := jnp.pad(x, ((1, 1), (0, 0)), mode="wrap"))[2:] + p[:-2] - 2 * x, 2 * ROW),
     "halves exchanged": (lambda x: jnp.concatenate([x[8:], x[:8]]), 4 * ROW), "in a loop": (moved_in_a_loop, 6 * ROW),
-    "vdot": (lambda x: jnp.vdot(x, x), 0),
+    "vdot": (lambda x: jnp.vdot(x, x), 0), "moved in zeros": (lambda x: jnp.pad(x[:-2], ((1, 1), (0, 0))) + x, ROW),
+    "interior": (lambda x: jnp.pad(x[2:] + x[:-2] - 2 * x[1:-1], ((1, 1), (0, 0))), 4 * ROW),
 }  # fmt: skip
 OTHERS = {
     "stencil": heat, "extrema": lambda x: (jnp.max(x[2:9], 0), jnp.min(x[::3], 1), jnp.prod(x[1:], 0)),
@@ -128,6 +129,62 @@ def test_gradients_of_all_cases_in_one_program(mesh, layout, lowering, inside):
     )  # a gradient that is lost would show
     for name, got in gradient(xs).items():
         np.testing.assert_allclose(got, want[name], rtol=2e-4, atol=2e-5, err_msg=name)
+
+
+def tripled_jvp(fn):
+    """The function with three times its derivative."""
+    call = jax.custom_jvp(fn)
+    call.defjvp(lambda xs, ts: (fn(*xs), 3 * jax.jvp(fn, xs, ts)[1]))
+    return call
+
+
+def tripled_vjp(fn):
+    call = jax.custom_vjp(fn)
+    call.defvjp(lambda *xs: (fn(*xs), xs), lambda xs, g: jax.vjp(fn, *xs)[1](3 * g))
+    return call
+
+
+@pytest.mark.parametrize("call", [tripled_jvp, tripled_vjp, jax.checkpoint])
+@pytest.mark.parametrize("inside", [False, True])
+def test_views_that_enter_and_leave_calls_stay_split(call, inside):
+    """As those of ``jax.jit`` do; a derivative from outside is that of the call's own rule."""
+    difference, tail = call(lambda a, b: jnp.sin(a) - b), call(lambda a: a[1:] * 2)
+    jitted = jax.jit(lambda a, b: jnp.sin(a) - b), jax.jit(lambda a: a[1:] * 2)
+
+    def loss(x, difference=difference, tail=tail):
+        return jnp.sum(difference(x[1:], x[:-1]) ** 2) + jnp.sum((tail(x) - x[:-1]) ** 2)
+
+    how = {"mesh": "data=4, model=2", "layout": LAYOUT, "dims": DIMS, "lowering": "shard_map"}
+    of = jax.grad if inside else lambda fn: fn
+    run, plain = mp.jit(of(loss), **how), mp.jit(of(lambda x: loss(x, *jitted)), **how)
+    assert run.plan(X).bytes_sent == plain.plan(X).bytes_sent < 8 * ROW
+    gradient = run if inside else jax.grad(run)
+    np.testing.assert_allclose(gradient(X), jax.grad(loss)(X), rtol=1e-5, atol=1e-5)
+    if inside and call is jax.checkpoint:
+        assert "opt-barrier" in run.lower(X).as_text("hlo")
+
+
+@pytest.mark.parametrize("call", [tripled_jvp, tripled_vjp])
+def test_a_step_with_effects_keeps_custom_derivatives(call):
+    """JAX differentiates its lowered program, from outside; so it does under a named axis of the caller."""
+    difference = call(lambda a, b: jnp.sin(a) - b)
+
+    def printing(x):
+        jax.debug.callback(lambda y: None, x[0, 0])
+        return jnp.sum(difference(x[1:], x[:-1]) ** 2)
+
+    def loss(x):
+        return jnp.sum(difference(x[1:], x[:-1]) ** 2)
+
+    how = {"mesh": "data=4, model=2", "layout": LAYOUT, "dims": DIMS}
+    want = jax.grad(loss)(X)
+    np.testing.assert_allclose(jax.grad(mp.jit(printing, **how))(X), want, rtol=1e-5, atol=1e-5)
+    if call is tripled_vjp:  # JAX has no forward derivative of it
+        return
+    run = mp.jit(loss, **how)
+    run(X)  # the plan of a call without named axes is not used for one with them
+    got = jax.grad(lambda xs: jax.vmap(run, axis_name="i")(xs).sum())(X[None])
+    np.testing.assert_allclose(got[0], want, rtol=1e-5, atol=1e-5)
 
 
 def reductions_of_slices(n, u, b, h):

@@ -124,6 +124,10 @@ def rule_cases(dtype):
     yield "gather", lambda p, y, s, m: p()[jnp.array([1, 0, 1])]
     yield "dynamic_slice", lambda p, y, s, m: lax.dynamic_slice(p(), (1, 1), (1, 2))
     yield "scatter", lambda p, y, s, m: y.at[0].set(p()[0])
+    for start in (jnp.zeros_like, finite):
+        yield "dynamic_update_slice", lambda p, y, s, m, start=start: lax.dynamic_update_slice(start(y), p(), (0, 0))
+        if dtype != "bool":
+            yield "scatter-add", lambda p, y, s, m, start=start: start(y).at[1].add(p()[0], mode="fill")
     if dtype == "bool":
         reductions = [lax.reduce_and, lax.reduce_or]
     else:

@@ -103,12 +103,39 @@ def detected_group(wait: float) -> Group:
 
 
 def connect(group: Group, *, heartbeat: int, wait: float) -> None:
-    """``jax.distributed.initialize`` with ``heartbeat`` and ``wait`` (for all processes to connect) timeouts in seconds."""
+    """``jax.distributed.initialize`` with ``heartbeat`` and ``wait`` (for all processes to connect) timeouts in seconds.
+
+    SIGTERM ends the process until :func:`listen_for_preemption`, or the first ``multihost_utils.reached_preemption_sync_point``.
+    """
+    enabled = jax.config.jax_enable_preemption_service  # type: ignore[attr-defined]
+    jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         coordinator_address=group.address, num_processes=group.processes, process_id=group.process,
         local_device_ids=group.devices, cluster_detection_method="deactivate",
         initialization_timeout=max(1, int(wait)), heartbeat_timeout_seconds=heartbeat, shutdown_timeout_seconds=heartbeat,
     )  # fmt: skip
+    jax.config.update("jax_enable_preemption_service", enabled)
+    if enabled:
+        distributed.global_state.preemption_sync_manager = _Preemption()
+
+
+class _Preemption:
+    """JAX's preemption manager, made at the first use: it takes SIGTERM, which then does not end a script that never asks."""
+
+    def reached_sync_point(self, step: int) -> bool:
+        listen_for_preemption()
+        return preemption_sync_point(step)
+
+    def shutdown(self) -> None:
+        """Nothing has been made yet."""
+
+
+def listen_for_preemption() -> None:
+    """From now on SIGTERM does not end this process, but is what :func:`preemption_sync_point` reports."""
+    state = distributed.global_state
+    if isinstance(state.preemption_sync_manager, _Preemption):
+        state.preemption_sync_manager = None
+        state.initialize_preemption_sync_manager()
 
 
 @contextlib.contextmanager

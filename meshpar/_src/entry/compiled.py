@@ -277,9 +277,8 @@ def lower_step(
             source=source_line(ordered),
             fixes=["leave ordered=True out", "or call it outside of the step, with a result of the step"],
         )
-    bound = bound_axis_names()
-    on_arrays, ins, outs = LOWERINGS[plan.lowering](plan, with_auto_axes(mesh), bound=bound)
-    derivable = on_arrays if bound else with_lowered_derivatives(on_arrays, plan.program, lower)
+    on_arrays, ins, outs = LOWERINGS[plan.lowering](plan, with_auto_axes(mesh), bound=bound_axis_names())
+    derivable = with_lowered_derivatives(on_arrays, plan.program, lower)
     if AxisType.Explicit in mesh.axis_types:
         ins, outs = ([NamedSharding(mesh, s.spec, memory_kind=s.memory_kind) for s in side] for side in (ins, outs))
         on_arrays, derivable = (with_auto_inside(fn, outs) for fn in (on_arrays, derivable))

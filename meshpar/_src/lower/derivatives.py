@@ -62,7 +62,7 @@ class _Lowered:
 def with_lowered_derivatives(run: Flat, program: Program, lower: Lower) -> Flat:
     """A lowered program with the derivatives of ``program.traced``; ``run`` itself if that is not rewritten, or has effects."""
     traced = program.traced
-    if traced is program or program.closed.effects or any(v.on_host for v in (*program.inputs, *program.outputs)):
+    if traced is program or not program.is_derived_as_traced:
         return run
     names = tuple([tuple(map(traced.dims, side)) for side in (traced.inputs, traced.outputs)])
     of = _Lowered(run, jaxpr_as_fun(traced.closed), names, traced.closed.out_avals, lower)  # type: ignore[arg-type]

@@ -120,7 +120,7 @@ class ControlFlow:
         """A function call: its steps run in place, and the steps of a recomputation behind a barrier."""
         emitter, outer = self.emitter, self.emitter.body
         (frame,), (consts,) = op.frames, body_consts(op.eqn)
-        recomputes = _recomputes(op)
+        recomputes = op.recomputes
         saved: dict[Value, Shard] = {}
         with emitter.inside(frame) as body:
             if not recomputes:
@@ -465,12 +465,3 @@ def _addition(frame: Frame, k: int, carry: Value) -> tuple[Op, Value, tuple[Valu
 def _outputs(frame: Frame) -> list[Value | None]:
     """The outputs of a body; None: a literal."""
     return [None if isinstance(v, Literal) else frame.env[v] for v in frame.jaxpr.outvars]
-
-
-def _recomputes(op: Op) -> bool:
-    """Whether a call recomputes part of the forward pass behind a barrier."""
-    p = op.eqn.params
-    if op.primitive.family != "checkpoint" or not p["differentiated"]:
-        return False
-    guarded = p["prevent_cse"]
-    return any(guarded) if isinstance(guarded, tuple) else bool(guarded)

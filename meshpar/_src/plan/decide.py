@@ -18,7 +18,6 @@ from ..rules.partial import LINEAR, Law
 from ..rules.rule import ADDED, Kind, OpRule
 from .assignment import AxisAssignment, contiguous_only, spec_from_factors
 from .checks import check_manual_axes
-from .collectives import split_reduction
 from .partial import applicable_law
 from .reshape import reshape_axes
 from .spec import replicated_spec, shard_count
@@ -509,8 +508,8 @@ def _is_used(site: _Site, law: Law, x: Operand) -> bool:
         stacked = site.facts.accumulated.get(out)
         if stacked is None:
             return x.value in site.facts.deferred
-        scatter, _ = split_reduction(x.spec, site.stored(out), x.partial, x.kind)
-        return not (stacked and scatter)  # else it is reduced in every iteration
+        scattered = any(a in x.partial for entry in site.stored(out) for a in entry)
+        return not (stacked and scattered)  # else it is reduced in every iteration
     return law.when != "named" or out in site.facts.reduce_in
 
 
@@ -527,7 +526,8 @@ def _rule_on_partial(site: _Site, i: int, law: Law) -> OpDecision | None:
     if contiguous_only(rule, axes, site.sizes) != axes:
         return None
     result = ShardType(spec_from_factors(rule.outs[0], axes), x.partial, kind_after(law, x.kind))
-    specs = tuple(None if y is None else y.spec for y in site.operands)
+    needs = zip(site.operands, needed_specs(site.op, axes), strict=True)
+    specs = tuple(y.spec if y is not None and y.partial else need for y, need in needs)
     return OpDecision(specs, (result,), (None,), axes=tuple(axes), inherits=(i,))
 
 

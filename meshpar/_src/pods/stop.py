@@ -9,7 +9,7 @@ import weakref
 from types import FrameType
 from typing import Any, ClassVar
 
-from ..compat.processes import connected, preemption_sync_point
+from ..compat.processes import connected, listen_for_preemption, preemption_sync_point
 
 
 class StopRequest:
@@ -26,7 +26,9 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.asked = False
-        if not connected():
+        if connected():
+            listen_for_preemption()
+        else:
             self._open.add(self)
             self._install()
 

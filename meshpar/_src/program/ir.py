@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ..caches import LRUCache
-from ..compat.jax import has_user_line, module_of, on_host, package_line, source_line
+from ..compat.jax import bound_axis_names, has_user_line, module_of, on_host, package_line, source_line
 from ..dims import SPELLING_SIMILARITY, Dims, near
 from ..rules import primitive
 from ..rules.rule import OpRule
@@ -98,6 +98,15 @@ class Op:
     def label(self) -> str:
         """The name of the op in reports: the name of its kernel or primitive."""
         return self.eqn.params["kernel"].name if self.primitive.family == "kernel" else self.name
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the op is a call that recomputes part of the forward pass behind a barrier."""
+        p = self.eqn.params
+        if self.primitive.family != "checkpoint" or not p["differentiated"]:
+            return False
+        guarded = p["prevent_cse"]
+        return any(guarded) if isinstance(guarded, tuple) else bool(guarded)
 
     @property
     def makes(self) -> list[Value]:
@@ -286,6 +295,11 @@ class Program:
         return self if self.original is None else self.original.traced
 
     @property
+    def is_derived_as_traced(self) -> bool:
+        """Whether derivatives from outside are those of the program as traced, before all rewrites (:mod:`lower.derivatives`)."""
+        return self.traced.cached(_is_derived_as_traced)
+
+    @property
     def constants(self) -> list[Value]:
         """The arrays that the function closes over, in the order of the jaxpr's constants."""
         return [self.root.env[var] for var in self.closed.jaxpr.constvars]
@@ -333,3 +347,8 @@ class Program:
                 elif op is not None:
                     missing.append((op, value, i))
         return named, total, missing
+
+
+def _is_derived_as_traced(program: Program) -> bool:
+    on_host = any(v.on_host for v in (*program.inputs, *program.outputs))
+    return not (bound_axis_names() or program.closed.effects or on_host)

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from ...errors import MeshError
@@ -21,11 +20,11 @@ from ..compat.jax import (
     source_line,
     without_refs,
 )
-from ..compat.loops import loop_parts
 from ..layout import AnyMesh
+from ..rules.control_flow import run_bodies
 from ..units import mesh_text
 from .casts import with_merged_casts
-from .jaxprs import rewrite, with_eqns
+from .jaxprs import inline, rewrite, with_eqns
 from .primitives import place_p
 from .sink import with_sunk_reductions
 from .sums import with_matmuls_added_first
@@ -49,7 +48,7 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any], mesh: AnyMesh) -> tuple
     closed, shapes = make_jaxpr(fn, *leaves, return_shape=True)
     closed = without_refs(closed)
     if any(map(_is_batched, equations(closed))):
-        closed = _each_equation(closed, _with_scalar_condition)
+        closed = _each_equation(closed, _with_scalar_condition, maps=False)
     if any(shardings_of(e) or in_auto_mesh(e) is not e for e in equations(closed)):
         closed = _each_equation(closed, partial(_constrained, mesh))
     closed = with_matmuls_added_first(with_merged_casts(with_sunk_reductions(closed)))
@@ -61,10 +60,11 @@ def _is_batched(eqn: Any) -> bool:
     return "cond_jaxpr" in eqn.params and bool(eqn.params["cond_jaxpr"].out_avals[0].shape)
 
 
-def _each_equation(closed: ClosedJaxpr, change: Callable[[JaxprEqn], list[JaxprEqn]]) -> ClosedJaxpr:
-    """A closed jaxpr with each equation, in bodies first, replaced by the equations that ``change`` returns."""
+def _each_equation(closed: ClosedJaxpr, change: Callable[[JaxprEqn], list[JaxprEqn]], maps: bool = True) -> ClosedJaxpr:
+    """A closed jaxpr with each equation, in bodies first, replaced by the equations that ``change`` returns; ``maps``: also in
+    the bodies of the user's ``shard_map``."""
     return rewrite(
-        closed, lambda jaxpr: with_eqns(jaxpr, [new for eqn in jaxpr.eqns for new in change(eqn)]), maps=True
+        closed, lambda jaxpr: with_eqns(jaxpr, [new for eqn in jaxpr.eqns for new in change(eqn)]), maps=maps
     )
 
 
@@ -111,33 +111,10 @@ def _with_scalar_condition(eqn: Any) -> list[Any]:
     not changed, as in the compiled program."""
     if not _is_batched(eqn):
         return [eqn]
-    p = eqn.params
-    cond, body = (jaxpr_as_fun(p[k]) for k in ("cond_jaxpr", "body_jaxpr"))
-    parts = loop_parts(eqn)
-    n, m = parts.consts.start, parts.consts.stop
-
-    def any_continues(*args: Any) -> Any:
-        (active,) = cond(*args)
-        return lax.reduce_or(active, tuple(range(active.ndim)))
-
-    def step(*args: Any) -> list[Any]:
-        """The loop body for a batched condition: (*condition constants, *body constants, *carry) → the new carry.
-
-        Batch elements whose condition is false retain their old carry.
-        """
-        carry = args[m:]
-        (active,) = cond(*args[:n], *carry)
-        lead = range(active.ndim)
-        return [
-            lax.select_n(lax.broadcast_in_dim(active, old.shape, lead), old, new)
-            for old, new in zip(carry, body(*args[n:m], *carry), strict=True)
-        ]
-
-    carried = eqn.invars[m:]
-    ins = [[*eqn.invars[:n], *carried], [*eqn.invars[:m], *carried]]
-    jaxprs = [
-        make_jaxpr(f, *[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in vs])
-        for f, vs in zip((any_continues, step), ins, strict=True)
-    ]
-    params = {**p, "cond_jaxpr": jaxprs[0], "body_jaxpr": jaxprs[1], "body_nconsts": m}
-    return [eqn.replace(params=params, invars=[*eqn.invars[:n], *eqn.invars[:m], *carried])]
+    like = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in eqn.invars]
+    closed = make_jaxpr(
+        lambda *xs: run_bodies(eqn, xs, lambda body, consts, xs: jaxpr_as_fun(ClosedJaxpr(body, consts))(*xs)), *like
+    )
+    made: list[Any] = []
+    inline(made, closed.jaxpr, closed.consts, eqn.invars, source_info=eqn.source_info)
+    return [*made[:-1], made[-1].replace(outvars=eqn.outvars)]

@@ -38,7 +38,11 @@ Evaluate = Callable[[Jaxpr, Sequence[Any], Sequence[Any]], list[Any]]
 
 
 def run_bodies(eqn: JaxprEqn, xs: Sequence[Any], run: Evaluate) -> list[Any]:
-    """The results of a loop, branch or call for the operands ``xs``; ``run`` evaluates its bodies."""
+    """The results of a loop, branch or call for the operands ``xs``; ``run`` evaluates its bodies.
+
+    A ``while`` under ``vmap``, with one condition for each element of the batch, has a scalar condition here: it runs until all
+    elements are done. Done elements are not changed, as in the compiled program.
+    """
     operands, parts = operands_of_bodies(eqn, xs), bodies_of(eqn)
     entry, p = primitive(eqn.primitive.name), eqn.params
     if entry.family == "cond":
@@ -50,11 +54,22 @@ def run_bodies(eqn: JaxprEqn, xs: Sequence[Any], run: Evaluate) -> list[Any]:
     consts, first, stacks = loop.split(xs)
     if entry.family == "while":
         condition, body = parts
-        return lax.while_loop(
-            lambda carry: run(*condition, [*xs[: len(loop.condition)], *carry])[0],
-            lambda carry: run(*body, [*consts, *carry]),
-            first,
-        )
+        result: Any = condition[0].outvars[0].aval
+        batch = range(result.ndim)
+
+        def continues(carry: list[Any]) -> Any:
+            return run(*condition, [*xs[: len(loop.condition)], *carry])[0]
+
+        def step(carry: list[Any]) -> list[Any]:
+            """The new carry; elements of the batch that are done retain their old one."""
+            new = run(*body, [*consts, *carry])
+            if not batch:
+                return new
+            active = continues(carry)
+            masks = (lax.broadcast_in_dim(active, old.shape, batch) for old in carry)
+            return [lax.select_n(mask, old, x) for mask, old, x in zip(masks, carry, new, strict=True)]
+
+        return lax.while_loop(lambda c: lax.reduce_or(continues(c), batch) if batch else continues(c), step, first)
 
     def one(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
         return loop.split_results(run(*parts[0], [*consts, *carry, *slices]))

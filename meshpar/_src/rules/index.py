@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jax import lax
 from ..compat.jax import literal_array
 from .local import LocalOp, on_shards
 from .owned import is_positive_zero, neutral, only_where
+from .partial import WRITES_INTO_ZEROS
 from .registry import SplitOp, always, register
 from .rule import Kind, NameLink, OpRule, indexed_kind
 from .spmd import Factors, axis_index
@@ -29,8 +30,11 @@ from .spmd import Factors, axis_index
 
 def _one_index_of_a_split_array(op: SplitOp) -> bool:
     """Whether a gather or scatter of a split array has one index vector: XLA makes it a slice (quirk ``MERGED_SLICES``)."""
-    one_index = math.prod(op.eqn.invars[1].aval.shape[:-1]) == 1
-    return one_index and any(op.axes[f] for factors in op.rule.ins[0] for f in factors)
+    return _has_one_index(op.eqn) and any(op.axes[f] for factors in op.rule.ins[0] for f in factors)
+
+
+def _has_one_index(eqn: Any) -> bool:
+    return math.prod(eqn.invars[1].aval.shape[:-1]) == 1
 
 
 # -- gather and scatter
@@ -244,10 +248,15 @@ def is_broadcast_zero(value: Any) -> bool:
     return is_positive_zero(literal_array(op.eqn.invars[0]))
 
 
+_ADDS_A_WINDOW = replace(
+    WRITES_INTO_ZEROS, operands=(2, 3), holds=_has_one_index
+)  # the gradient of jnp.take(x, i, axis)
+
 for _name in _SCATTER_KINDS:
     register(
-        _name, rule=scatter, local=_local_scatter, pinned=True, manual=_one_index_of_a_split_array, family="scatter"
-    )
+        _name, rule=scatter, local=_local_scatter, pinned=True, manual=_one_index_of_a_split_array, family="scatter",
+        partial=(_ADDS_A_WINDOW,) if _name == "scatter-add" else (),
+    )  # fmt: skip
 
 
 def _is_indexed(op: LocalOp, d: int) -> bool:
@@ -454,7 +463,12 @@ register(
     "dynamic_slice", family="dynamic_slice", rule=dynamic_slice, local=_local_dynamic_slice, fusible=True, manual=always
 )
 register(
-    "dynamic_update_slice", rule=dynamic_update_slice, local=_local_dynamic_update_slice, pinned=True, family="update"
+    "dynamic_update_slice",
+    rule=dynamic_update_slice,
+    local=_local_dynamic_update_slice,
+    pinned=True,
+    family="update",
+    partial=(WRITES_INTO_ZEROS,),
 )
 
 

@@ -15,7 +15,7 @@ rounded in another order, and overflows if partial sums do.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -211,8 +211,12 @@ of once more after the sum. Not for integers: a narrow sum wraps around, a wide 
 PADS_WITH_ZEROS = Law(kinds=_SUM, others=("zero",), when="accumulated")
 """``pad(Σ a_i, 0) = Σ pad(a_i, 0)``: the gradient of a slice, of which each layer of an unrolled stack adds one to the stack's."""
 
-CONCATENATES = Law(kinds=_SUM, operands=(0, None), most=None, others=("none",), when="accumulated")
-"""``concatenate(Σ a_i, Σ b_i) = Σ concatenate(a_i, b_i)``, and so for ``stack``: the gradients of ``split`` and ``unstack``."""
+WRITES_INTO_ZEROS = replace(PADS_WITH_ZEROS, operands=(1, 2), others=("zero", "any"))
+"""As :data:`PADS_WITH_ZEROS`, for a slice at run-time indices: ``dynamic_update_slice(0, Σ a_i, *indices)``."""
+
+CONCATENATES = Law(kinds=_SUM, operands=(0, None), most=None, others=("zero",), when="accumulated")
+"""``concatenate(Σ a_i, Σ b_i, 0) = Σ concatenate(a_i, b_i, 0)``, and so for ``stack``: the gradients of ``split`` and
+``unstack``, with zeros for the parts that are not used."""
 
 REDUCED_IN = Law(kinds=_SUM, dtypes=frozenset({"narrow", "float"}), holds=_floats, when="named")
 """A conversion between floating-point types before a sum, if the user has asked for the reduction in the second type."""

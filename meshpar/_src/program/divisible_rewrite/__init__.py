@@ -96,7 +96,7 @@ def _rewrite(program: Program, shards: ShardCounts) -> _Rewritten:
     def recorded(value: Value, dim: int) -> int:
         return counts.setdefault((value, dim), shards(value, dim))
 
-    rewriter = JaxprRewriter(recorded, notes, REWRITES)
+    rewriter = JaxprRewriter(program, recorded, notes, REWRITES)
     consts = zip(program.root.jaxpr.constvars, program.closed.consts, strict=True)
     rewriter.constants.known.update((program.root.env[v], c) for v, c in consts)
     jaxpr = rewriter.jaxpr(program.root)

@@ -11,9 +11,7 @@ from jax import lax
 
 from ...compat.jax import bind, literal_array
 from ...rules import ELEMENTWISE
-from ...rules.index import is_broadcast_zero
 from ...rules.local import plain_params
-from ...rules.owned import is_positive_zero
 from ..ir import Value
 from ..primitives import name_dims_p
 
@@ -134,13 +132,3 @@ class Constants:
             if n > 1 and np.array_equal(elements, np.broadcast_to(count, value.shape)):
                 return d
         return None
-
-
-def is_zero(atom: Any, value: Value | None) -> bool:
-    """Whether an operand is a literal zero, or a broadcast of one; not for a negative zero.
-
-    Args:
-      atom: the operand in its equation.
-      value: the operand in the program; None for a literal.
-    """
-    return is_positive_zero(literal_array(atom)) if value is None else is_broadcast_zero(value)

@@ -9,7 +9,6 @@ from jax import lax
 
 from ...rules.index import LookupDims, adds_rows
 from ...rules.rearrange import ZERO
-from .constants import is_zero
 from .lookup_dims import independent_dims, index_components
 from .rewriter import Site
 from .slices import define_indexed
@@ -83,7 +82,7 @@ def constant_scatter_add(site: Site) -> bool:
     Program: the gradient of a sequence in zigzag order.
     """
     p, dn = site.params, site.params["dimension_numbers"]
-    if not is_zero(site.op.eqn.invars[0], site.op.ins[0]) or site.is_literal(2) or dn.operand_batching_dims:
+    if not site.is_zero(0) or site.is_literal(2) or dn.operand_batching_dims:
         return False
     if len(dn.scatter_dims_to_operand_dims) != 1 or dn.inserted_window_dims != dn.scatter_dims_to_operand_dims:
         return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -24,10 +24,12 @@ from ...compat.jax import (
     replace_body,
 )
 from ...compat.loops import loop_parts
+from ...rules.owned import is_positive_zero
 from ...rules.rearrange import ANY, rearrange
 from ...rules.shape import reshape_order
-from ..ir import Frame, Op, Value
+from ..ir import Frame, Op, Program, Value
 from ..jaxprs import inline, live, variables
+from ..scalars import constant_of
 from .candidates import SLICING
 from .constants import Constants
 from .views import CollapsedView, DimIndices, IndexedView, PaddedDim, Scope, View, padded_dims
@@ -40,6 +42,7 @@ class JaxprRewriter:
     """Rewrites the jaxprs of one program.
 
     Attributes:
+      program: the program.
       shards: the number of shards of every dim of the program's values.
       notes: takes one sentence for every op whose operands are padded.
       rewrites: by primitive, the functions to try in order; each returns whether it has defined the op's results.
@@ -50,9 +53,11 @@ class JaxprRewriter:
       op: the op that is being rewritten. New equations have its source line.
     """
 
-    def __init__(self, shards: ShardCounts, notes: list[str], rewrites: Mapping[str, Sequence[Rewrite]]):
+    def __init__(
+        self, program: Program, shards: ShardCounts, notes: list[str], rewrites: Mapping[str, Sequence[Rewrite]]
+    ):
         """A rewriter without equations; the arguments are attributes of the class."""
-        self.shards, self.notes, self.rewrites = shards, notes, rewrites
+        self.program, self.shards, self.notes, self.rewrites = program, shards, notes, rewrites
         self.constants = Constants()
         self.eqns: list[Any] = []
         self.removable: dict[int, bool] = {}
@@ -84,14 +89,14 @@ class JaxprRewriter:
     def control_flow(self, scope: Scope, op: Op) -> None:
         """Append an op with rewritten bodies; inline a call that reads views, or has slices in its body.
 
-        A call with a custom derivative is not inlined, since JAX would differentiate its body instead, and neither is
-        ``jax.checkpoint``, which JAX would not recompute.
+        A call with a custom derivative is not inlined if JAX would differentiate its body instead, nor ``jax.checkpoint`` if JAX
+        would not recompute it. A recomputation stays a call if it has no views as operands.
         """
         eqn = op.eqn
-        if op.primitive.family == "call":
+        if op.primitive.family == "call" or (op.primitive.call and self.program.is_derived_as_traced):
             (frame,), invars = op.frames, body_operands(eqn, eqn.invars)
-            if any(v in scope.views for v in invars if not isinstance(v, Literal)) or any(
-                o.name in SLICING for o in frame.walk()
+            if any(v in scope.views for v in variables(invars)) or (
+                not op.recomputes and any(o.name in SLICING for o in frame.walk())
             ):
                 self.inline(scope, op, invars)
                 return
@@ -116,6 +121,13 @@ class JaxprRewriter:
             inner.atoms[var] = Literal(const, var.aval)
         for var, operand in zip(frame.jaxpr.invars, invars, strict=True):
             self.alias(inner, var, scope, operand)
+            if op.recomputes:  # behind a barrier, as ControlFlow.call has it
+                if view := inner.views.get(var):
+                    inner.views[var] = replace(
+                        view, source=self.emit(op, lax.optimization_barrier, view.source), atom=None
+                    )
+                else:
+                    inner.atoms[var] = self.emit(op, lax.optimization_barrier, inner.atoms[var])
         self.append_ops(frame, inner, consts)
         for var, result in zip(op.eqn.outvars, frame.jaxpr.outvars, strict=True):
             self.alias(scope, var, inner, result)
@@ -212,6 +224,11 @@ class Site:
 
     def is_literal(self, k: int) -> bool:
         return isinstance(self.op.eqn.invars[k], Literal)
+
+    def is_zero(self, k: int) -> bool:
+        """Whether all elements of operand k are a constant zero; not for a negative zero."""
+        constant = constant_of(self.rewriter.program, self.op, k)
+        return constant is not None and is_positive_zero(constant)
 
     def has_extended_dtype(self) -> bool:
         """Whether an operand or result is an array of random keys, or of another extended dtype."""

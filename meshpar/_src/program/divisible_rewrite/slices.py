@@ -18,7 +18,6 @@ from jax import lax
 from ...compat.jax import on_host
 from ...rules.rearrange import ANY, ZERO
 from ..ir import Value
-from .constants import is_zero
 from .rewriter import Site, rearranged
 from .views import DimIndices, IndexedView, PaddedDim
 
@@ -95,7 +94,7 @@ def rev(site: Site) -> bool:
 
 def pad(site: Site) -> bool:
     """Rewrite padding with a literal zero; False for other padding, and unless all padded dims are split."""
-    if site.is_literal(0) or not is_zero(site.op.eqn.invars[1], site.op.ins[1]):
+    if site.is_literal(0) or not site.is_zero(1):
         return False
     tables = {}
     for d, (low, high, interior) in enumerate(site.params["padding_config"]):
@@ -113,7 +112,7 @@ def concatenate(site: Site) -> bool:
     d = site.params["dimension"]
     operands: list[IndexedView | int] = []  # an integer: as many zeros
     for k, (atom, value) in enumerate(zip(site.op.eqn.invars, site.op.ins, strict=True)):
-        operands.append(atom.aval.shape[d] if is_zero(atom, value) else _indexed_along(site, k, d, value))
+        operands.append(atom.aval.shape[d] if site.is_zero(k) else _indexed_along(site, k, d, value))
     views = [v for v in operands if isinstance(v, IndexedView)]
     one_source = all(v.source is views[0].source for v in views)
     if len(views) == len(operands) and not one_source:
