@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src import api_util, config, core, dispatch, effects, pjit, shard_map, source_info_util
 from jax._src import mesh as mesh_lib
@@ -28,7 +29,7 @@ from jax._src.random.prng import PRNGKeyArray
 from jax._src.sharding_impls import UNSPECIFIED
 from jax._src.state import discharge
 from jax._src.state.types import AbstractRef
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.extend.core.primitives import sharding_constraint_p
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -566,6 +567,15 @@ def key_impl(dtype: Any) -> str:
     return dtype._impl.name
 
 
+def zeros(shape: Sequence[int], dtype: Any) -> Any:
+    """An array of zeros; of PRNG keys, the keys of zero words."""
+    if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return jnp.zeros(shape, dtype)
+    impl = key_impl(dtype)
+    key = jax.random.key_data(jax.random.key(0, impl=impl))
+    return jax.random.wrap_key_data(jnp.zeros((*shape, *key.shape), key.dtype), impl=impl)
+
+
 def is_ref(x: Any) -> bool:
     """Whether a value or aval is a mutable array (``jax.Ref``)."""
     return isinstance(getattr(x, "aval", x), AbstractRef)
@@ -584,10 +594,6 @@ def without_refs(closed: Any) -> Any:
 
 def _custom_derivatives(closed: Any) -> int:
     return sum(e.primitive.name.startswith("custom_") for e in equations(closed))
-
-
-new_var = Var
-"""A new jaxpr variable, of an aval."""
 
 
 def requires_devices(primitive: Any) -> None:
@@ -745,43 +751,6 @@ def at_line_of(eqn: Any, where: Any = None) -> AbstractContextManager[Any]:
     """A context in which traced equations have the name stack of ``eqn`` and the source line of ``where`` (default: ``eqn``)."""
     traceback = (eqn if where is None else where).source_info.traceback
     return source_info_util.user_context(traceback, name_stack=eqn.source_info.name_stack)
-
-
-def staged(eqn: Any, args: Sequence[Any], params: Any, aval: Any, where: Any) -> Any:
-    """The result of :func:`bind` for an equation with one result, of the known type ``aval``. The equation is added to the jaxpr
-    that JAX is tracing, which takes a third of the time of evaluating the type.
-
-    Args:
-      args: the operands; None for literals.
-      where: the equation with the source line, as in :func:`at_line_of`.
-
-    Returns:
-      The traced result; None if JAX has to process the equation: an operand is of another trace, or the primitive has rules of its
-      own.
-    """
-    trace, primitive, source = core.trace_ctx.trace, eqn.primitive, eqn.source_info
-    if type(trace) is not partial_eval.DynamicJaxprTrace or eqn.effects:
-        return None
-    if any(primitive in rules for rules in _STAGING_RULES):
-        return None
-    if where is not eqn:
-        source = source.replace(traceback=where.source_info.traceback)
-    tracers = []
-    for var, x in zip(eqn.invars, args, strict=True):
-        if x is None and isinstance(var, Literal):
-            tracers.append(partial_eval.DynamicJaxprTracer(trace, var.aval, var, source))
-        elif type(x) is partial_eval.DynamicJaxprTracer and x._trace is trace:
-            tracers.append(x)
-        else:
-            return None
-    return trace.emit_eqn(tracers, [aval], primitive, params, eqn.effects, source)[0]
-
-
-_STAGING_RULES = (
-    partial_eval.custom_staging_rules,
-    partial_eval.forwarding_rules,
-    partial_eval.const_fold_rules,
-)
 
 
 def bind(eqn: Any, args: Sequence[Any], params: Any) -> list[Any]:

@@ -56,11 +56,9 @@ class FrameDependencies:
 
 def _values_read(op: Op) -> list[Value]:
     """The values that an op reads, with those that its bodies read from outside."""
-    out = {v: None for v in op.ins if v is not None}
+    read = [*op.ins]
     for frame in op.frames:
         for inner in frame.walk():
-            out.update((v, None) for v in inner.ins if v is not None)
-        for var in frame.jaxpr.outvars:
-            if not hasattr(var, "val"):
-                out[frame.env[var]] = None
-    return list(out)
+            read += inner.ins
+        read += frame.outs()
+    return list(dict.fromkeys(v for v in read if v is not None))

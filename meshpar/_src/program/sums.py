@@ -11,9 +11,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from ..compat.jax import body_operands, new_var
+from ..compat.jax import body_operands
 from ..rules import bodies, primitive
 from .jaxprs import readers, rewrite, with_eqns
 
@@ -121,7 +121,7 @@ def _additions(
         for k, y in enumerate(others):
             ready = max(0 if isinstance(v, Literal) else available[v] for v in (x, y))
             slot = slots[bisect_left(slots, ready)]
-            total = out if out is not None and k == len(others) - 1 else new_var(eqns[slot].outvars[0].aval)
+            total = out if out is not None and k == len(others) - 1 else Var(eqns[slot].outvars[0].aval)
             new[slot].append(eqns[slot].replace(invars=[x, y], outvars=[total]))
             available[total] = slot
             x = total

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from ...errors import MeshError
 from ..compat.jax import (
@@ -16,7 +16,6 @@ from ..compat.jax import (
     equations,
     in_auto_mesh,
     make_jaxpr,
-    new_var,
     shardings_of,
     source_line,
     without_refs,
@@ -91,7 +90,7 @@ def _constrained(mesh: AnyMesh, eqn: Any) -> list[Any]:
                 source=source_line(eqn),
                 fixes=["name axes of the mesh of the step", "or leave the sharding out: the layout decides"],
             )
-        other = new_var(var.aval)
+        other = Var(var.aval)
         ends = {"invars": [other], "outvars": [var]} if result else {"invars": [var], "outvars": [other]}
         eqns.append(eqn.replace(primitive=place_p, params={"spec": spec}, effects=frozenset(), **ends))
         return other

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 
 from ...compat.jax import (
     abstract_array,
@@ -19,7 +19,6 @@ from ...compat.jax import (
     body_operands,
     literal_array,
     make_generated_jaxpr,
-    new_var,
     on_host,
     replace_body,
 )
@@ -133,7 +132,7 @@ class JaxprRewriter:
         """Append the op's equation (or ``eqn``) on the values of its operands, and return its results."""
         eqn = op.eqn if eqn is None else eqn
         invars = [self.read(scope, v) for v in eqn.invars]
-        outvars = [new_var(v.aval) for v in eqn.outvars]
+        outvars = [Var(v.aval) for v in eqn.outvars]
         self.eqns.append(eqn.replace(invars=invars, outvars=outvars))
         scope.atoms.update(zip(eqn.outvars, outvars, strict=True))
         return outvars
@@ -279,7 +278,7 @@ class Site:
 
     def emit_reshaped(self, atoms: Sequence[Any], shape: tuple[int, ...]) -> Any:
         """Append an elementwise op on operands of another shape, and return the atom of its result."""
-        out = new_var(self.op.eqn.outvars[0].aval.update(shape=shape))
+        out = Var(self.op.eqn.outvars[0].aval.update(shape=shape))
         self.rewriter.append(self.op.eqn.replace(invars=list(atoms), outvars=[out]))
         return out
 

@@ -26,13 +26,13 @@ from jax import lax
 from jax.extend.core import Literal
 
 from ....errors import UnsupportedError
-from ...compat.jax import at_line_of, bind, on_host, source_line, with_weak_type
+from ...compat.jax import at_line_of, bind, on_host, source_line, with_weak_type, zeros
 from ...compat.loops import loop_parts
 from ..jaxprs import live
 from ..primitives import rename_dims_p
 from .schedule import Schedule, interval_rows
 from .segments import CONSTANT, INVARIANT, Body, Place, stack_of
-from .slots import RoundOfStack, Rows, Slot, Stages, Time, run_slots, zeros
+from .slots import RoundOfStack, Rows, Slot, Stages, Time, run_slots
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 
 from ....errors import UnsupportedError
-from ...compat.jax import body_consts, body_operands, new_var
+from ...compat.jax import body_consts, body_operands
 from ...compat.loops import loop_parts
 from ...rules import primitive
 from ..ir import Frame, Op
@@ -166,7 +166,7 @@ def _inlined(frame: Frame, names: dict[Any, Any], targets: set[Op]) -> Iterable[
             yield from _inlined(body, inner, targets)
             names.update(zip(op.eqn.outvars, renamed(body.jaxpr.outvars, inner), strict=True))
         else:
-            outvars = [new_var(v.aval) for v in op.eqn.outvars]
+            outvars = [Var(v.aval) for v in op.eqn.outvars]
             names.update(zip(op.eqn.outvars, outvars, strict=True))
             yield op, op.eqn.replace(invars=invars, outvars=outvars)
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from ...compat.jax import closed_parts, key_impl
+from ...compat.jax import closed_parts, zeros
 from ...compat.loops import loop_parts
 from ...rules.rearrange import rearrange
 from ..primitives import add_row_p, name_dims_p, rename_dims_p
@@ -166,14 +166,6 @@ class Stages:
         """A ring [R, l, K, …] with ``x`` [l, K, …] in the row at ``index`` (an int32 [K]) of each stage."""
         one = lambda rows, row, i: lax.dynamic_update_index_in_dim(rows, row, i, 0)  # noqa: E731
         return self.named(jax.vmap(one, (2, 1, 0), 2)(ring, x, index), 2)
-
-
-def zeros(shape: Sequence[int], dtype: Any) -> Any:
-    """An array of zeros; of PRNG keys, the keys of zero words."""
-    if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-        return jnp.zeros(shape, dtype)
-    key = jax.random.key_data(jax.random.key(0, impl=key_impl(dtype)))
-    return jax.random.wrap_key_data(jnp.zeros((*shape, *key.shape), key.dtype), impl=key_impl(dtype))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Literal, Var
 
-from ...compat.jax import closed_parts, new_var
+from ...compat.jax import closed_parts
 from ...compat.loops import loop_parts
 from ...rules import primitive
 from ..ir import Op
@@ -63,7 +63,7 @@ def _parts(eqn: Any) -> tuple[Any, Any] | None:
 
     count = len(inner.outvars)
     kept = [k for k in range(count) if k not in second]
-    stacked = [new_var(_stacked(v.aval, eqn.params["length"])) for v in cut]
+    stacked = [Var(_stacked(v.aval, eqn.params["length"])) for v in cut]
     one = _scan(
         eqn, ClosedJaxpr(inner.replace(eqns=first, outvars=[*(inner.outvars[k] for k in kept), *cut]), flat.consts),
         eqn.invars, [*(eqn.outvars[k] for k in kept), *stacked], len(parts.consts), carries,
