@@ -272,7 +272,6 @@ class _Device:
                 first,
             )
         else:
-            options = {k: p[k] for k in ("_split_transpose",) if k in p}
             outs = [v.aval for v in body.frame.jaxpr.outvars]
 
             def one(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -280,9 +279,7 @@ class _Device:
                 return results[:carries], results[carries:]
 
             stacks = [self.x[s] for s in step.stacks]
-            carry, ys = lax.scan(
-                one, first, stacks, length=p["length"], reverse=p["reverse"], unroll=p["unroll"], **options
-            )
+            carry, ys = lax.scan(one, first, stacks, length=p["length"], reverse=p["reverse"], unroll=p["unroll"])
             results = [*carry, *ys]
         self.x.update(zip(step.results, results, strict=True))
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from jax.extend.core import Literal, Var
+from jax.extend.core import ClosedJaxpr, Literal, Var
 
 from ...errors import UnknownDimError
 from ..compat.jax import constraint_spec, literal_array
@@ -26,7 +26,7 @@ from .primitives import name_dims_p, place_p
 
 
 def infer(
-    closed: Any,
+    closed: ClosedJaxpr,
     annotations: Sequence[Dims | None],
     paths: Sequence[str],
     out_annotations: Sequence[Dims | None],
@@ -69,13 +69,12 @@ def infer(
     return program
 
 
-def infer_like(program: Program, closed: Any) -> Program:
+def infer_like(program: Program, closed: ClosedJaxpr) -> Program:
     """The program of another jaxpr, with the names, paths and kinds of inputs and results of ``program``."""
     ins, outs = program.inputs, program.outputs
-    new_program = infer(
-        closed, [v.annotation for v in ins], [v.path or "" for v in ins],
-        [v.annotation for v in outs], [v.path or "" for v in outs],
-    )  # fmt: skip
+    names, out_names = ([v.annotation for v in side] for side in (ins, outs))
+    paths, out_paths = ([v.path or "" for v in side] for side in (ins, outs))
+    new_program = infer(closed, names, paths, out_names, out_paths)
     for new, old in zip((*new_program.inputs, *new_program.outputs), (*ins, *outs), strict=True):
         new.kind = new.kind or old.kind
     new_program.pipelines = program.pipelines

@@ -87,7 +87,7 @@ class Unifier:
         if len(nodes) > 1 and nodes not in self._tuples:
             ident = self._tuples[nodes] = len(self._tuples)
             for n in nodes:
-                if n != NONE:
+                if n != NONE:  # the dim itself and its sub-dims: either may be joined with others
                     for atom in self.atoms(n):
                         self.occurs[atom].add(ident)
                     self.occurs[self.find(n)].add(ident)
@@ -143,6 +143,7 @@ class Unifier:
 
     def _merge(self, a: int, b: int) -> None:
         """Join two roots, with their names and sub-dims."""
+        # the smaller set is added to the larger one, which bounds the time
         if len(self.occurs[a]) < len(self.occurs[b]):
             a, b = b, a
         self.parent[b] = a

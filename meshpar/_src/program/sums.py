@@ -84,7 +84,9 @@ def _with_reordered_additions(jaxpr: Jaxpr, matmuls: set[Any]) -> list[JaxprEqn]
     return [new for i, eqn in enumerate(eqns) for new in replaced.get(i, [eqn])]
 
 
-def _terms(root: int, eqns: Sequence[Any], inner: set[int], made_at: dict[Any, int]) -> tuple[list[Any], list[int]]:
+def _terms(
+    root: int, eqns: Sequence[JaxprEqn], inner: set[int], made_at: dict[Any, int]
+) -> tuple[list[Any], list[int]]:
     """(terms of a sum in order, sorted indices of the equations that add them); ``root``: the index of the last one."""
     terms, slots = [], [root]
     stack = list(reversed(eqns[root].invars))
@@ -100,7 +102,11 @@ def _terms(root: int, eqns: Sequence[Any], inner: set[int], made_at: dict[Any, i
 
 
 def _additions(
-    terms: Sequence[Any], matmuls: Sequence[int], slots: Sequence[int], eqns: Sequence[Any], made_at: dict[Any, int]
+    terms: Sequence[Any],
+    matmuls: Sequence[int],
+    slots: Sequence[int],
+    eqns: Sequence[JaxprEqn],
+    made_at: dict[Any, int],
 ) -> dict[int, list[Any]]:
     """The additions of ``((other terms) + (matmuls)) + terms after the last matmul``, as slot → new equations.
 

@@ -55,7 +55,7 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any], mesh: AnyMesh) -> tuple
     return closed, shapes, jax.tree.leaves(shapes)
 
 
-def _is_batched(eqn: Any) -> bool:
+def _is_batched(eqn: JaxprEqn) -> bool:
     """Whether an equation is a ``while`` under ``vmap``, with one condition for each element of the batch."""
     return "cond_jaxpr" in eqn.params and bool(eqn.params["cond_jaxpr"].out_avals[0].shape)
 
@@ -67,7 +67,7 @@ def _each_equation(closed: ClosedJaxpr, change: Callable[[JaxprEqn], list[JaxprE
     )
 
 
-def _constrained(mesh: AnyMesh, eqn: Any) -> list[Any]:
+def _constrained(mesh: AnyMesh, eqn: JaxprEqn) -> list[Any]:
     """An equation without shardings as parameters (:func:`shardings_of`), and constraints of its operands and results in their
     place."""
     eqn = in_auto_mesh(eqn)

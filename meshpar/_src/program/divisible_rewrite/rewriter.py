@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from ...compat.jax import (
     abstract_array,
@@ -53,7 +53,7 @@ class JaxprRewriter:
         """A rewriter without equations; the arguments are attributes of the class."""
         self.shards, self.notes, self.rewrites = shards, notes, rewrites
         self.constants = Constants()
-        self.eqns: list[Any] = []
+        self.eqns: list[JaxprEqn] = []
         self.removable: dict[int, bool] = {}
         self.op: Any = None
 
@@ -78,7 +78,7 @@ class JaxprRewriter:
             if op.frames:
                 self.control_flow(scope, op)
             elif not any(rewrite(Site(self, scope, op)) for rewrite in self.rewrites.get(op.name, ())):
-                self.copy_eqn(scope, op)
+                self.copy_eqn(scope, op.eqn)
 
     def control_flow(self, scope: Scope, op: Op) -> None:
         """Append an op with rewritten bodies; inline a call that reads views, or has slices in its body.
@@ -103,7 +103,7 @@ class JaxprRewriter:
         self.op = op
         if any(b is not None for b in bodies):
             eqn = replace_body(eqn, [f.jaxpr if b is None else b for f, b in zip(op.frames, bodies, strict=True)])
-        self.copy_eqn(scope, op, eqn)
+        self.copy_eqn(scope, eqn)
         if eqn is not op.eqn:
             self.removable[id(self.eqns[-1])] = True
 
@@ -128,9 +128,8 @@ class JaxprRewriter:
 
     # -- equations
 
-    def copy_eqn(self, scope: Scope, op: Op, eqn: Any = None) -> list[Any]:
-        """Append the op's equation (or ``eqn``) on the values of its operands, and return its results."""
-        eqn = op.eqn if eqn is None else eqn
+    def copy_eqn(self, scope: Scope, eqn: JaxprEqn) -> list[Var]:
+        """Append an equation of the program on the values of its operands, and return its results."""
         invars = [self.read(scope, v) for v in eqn.invars]
         outvars = [Var(v.aval) for v in eqn.outvars]
         self.eqns.append(eqn.replace(invars=invars, outvars=outvars))
@@ -142,8 +141,8 @@ class JaxprRewriter:
         self.eqns.append(eqn)
         self.removable[id(eqn)] = True
 
-    def emit(self, op: Op, fn: Callable[..., Any], *atoms: Any) -> Any:
-        """Append the equations of ``fn(*atoms)``, with the source line of an op, and return the atom of its one result."""
+    def emit(self, fn: Callable[..., Any], *atoms: Any) -> Any:
+        """Append the equations of ``fn(*atoms)``, with the source line of ``op``, and return the atom of its one result."""
         arrays: list[Any] = variables(atoms)
 
         def of_arrays(*xs: Any) -> Any:
@@ -154,7 +153,7 @@ class JaxprRewriter:
             of_arrays, *[abstract_array(a.aval.shape, a.aval.dtype, a.aval.weak_type, on_host(a.aval)) for a in arrays]
         )
         made: list[Any] = []
-        (out,) = inline(made, traced.jaxpr, traced.consts, arrays, source_info=op.eqn.source_info)
+        (out,) = inline(made, traced.jaxpr, traced.consts, arrays, source_info=self.op.eqn.source_info)
         for eqn in made:
             self.append(eqn)
         return out
@@ -173,13 +172,13 @@ class JaxprRewriter:
     def compute(self, view: View, shape: tuple[int, ...]) -> Any:
         """Append the equations that compute a view of this shape, and return its atom."""
         if isinstance(view, CollapsedView):
-            return self.emit(self.op, lambda x: lax.reshape(x, shape), view.source)
+            return self.emit(lambda x: lax.reshape(x, shape), view.source)
         if view.copy is None:
-            return self.emit(self.op, lambda x: lax.slice(x, (0,) * x.ndim, shape), view.source)
+            return self.emit(lambda x: lax.slice(x, (0,) * x.ndim, shape), view.source)
         if not (view.composed and view.divides):
             return view.copy()
         tables = {d: dim.table for d, dim in view.indices.items()}
-        return self.emit(self.op, lambda x: rearranged(x, tables), view.source)
+        return self.emit(lambda x: rearranged(x, tables), view.source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +269,7 @@ class Site:
 
     def emit(self, fn: Callable[..., Any], *atoms: Any) -> Any:
         """Append the equations of ``fn(*atoms)``, and return the atom of its one result."""
-        return self.rewriter.emit(self.op, fn, *atoms)
+        return self.rewriter.emit(fn, *atoms)
 
     def emit_op(self, atoms: Sequence[Any], **changed: Any) -> Any:
         """Append the op on other operands, with some parameters changed, and return the atom of its one result."""
@@ -324,7 +323,7 @@ class Site:
 
             def copy() -> Any:
                 if not outvars:
-                    outvars.extend(self.rewriter.copy_eqn(self.scope, self.op))
+                    outvars.extend(self.rewriter.copy_eqn(self.scope, self.op.eqn))
                     self.rewriter.removable[id(self.rewriter.eqns[-1])] = False
                 return outvars[k]
 

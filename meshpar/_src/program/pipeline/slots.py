@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from ...compat.jax import closed_parts, zeros
 from ...compat.loops import loop_parts
@@ -221,7 +221,7 @@ class Slot:
       round: the round of each stage (an int32 [K] or 0).
     """
 
-    eqn: Any
+    eqn: JaxprEqn
     stages: Stages
     consts: Sequence[Any]
     per_stage: Sequence[bool]
