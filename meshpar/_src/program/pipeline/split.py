@@ -61,23 +61,18 @@ def _parts(eqn: JaxprEqn) -> tuple[Any, Any] | None:
     carried = set(parts.carried(inner.invars))
     rest, cut = _cut(inner.eqns, first, rest, early, carried)
 
-    count = len(inner.outvars)
-    kept = [k for k in range(count) if k not in second]
+    kept = [k for k in range(len(inner.outvars)) if k not in second]
     stacked = [Var(_stacked(v.aval, eqn.params["length"])) for v in cut]
-    one = _scan(
-        eqn, ClosedJaxpr(inner.replace(eqns=first, outvars=[*(inner.outvars[k] for k in kept), *cut]), flat.consts),
-        eqn.invars, [*(eqn.outvars[k] for k in kept), *stacked], len(parts.consts), carries,
-    )  # fmt: skip
+    backward = inner.replace(eqns=first, outvars=[*(inner.outvars[k] for k in kept), *cut])
+    results = [*(eqn.outvars[k] for k in kept), *stacked]
+    one = _scan(eqn, ClosedJaxpr(backward, flat.consts), eqn.invars, results, len(parts.consts), carries)
     read = {v for e in rest for v in variables(e.invars)}
     held = [p for p, v in enumerate(inner.invars) if v in read and v not in carried]
     own = [p for p in held if p in parts.consts]
-    other = ClosedJaxpr(
-        inner.replace(eqns=rest, invars=[*(inner.invars[p] for p in held), *cut], outvars=[inner.outvars[k] for k in second]),
-        flat.consts,
-    )  # fmt: skip
-    two = _scan(
-        eqn, other, [*(eqn.invars[p] for p in held), *stacked], [eqn.outvars[k] for k in second], len(own), 0
-    )  # fmt: skip
+    arguments = [*(inner.invars[p] for p in held), *cut]
+    weights = inner.replace(eqns=rest, invars=arguments, outvars=[inner.outvars[k] for k in second])
+    operands = [*(eqn.invars[p] for p in held), *stacked]
+    two = _scan(eqn, ClosedJaxpr(weights, flat.consts), operands, [eqn.outvars[k] for k in second], len(own), 0)
     return one, two
 
 
