@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src import api_util, config, core, dispatch, effects, pjit, shard_map, source_info_util
 from jax._src import mesh as mesh_lib
@@ -28,7 +29,7 @@ from jax._src.random.prng import PRNGKeyArray
 from jax._src.sharding_impls import UNSPECIFIED
 from jax._src.state import discharge
 from jax._src.state.types import AbstractRef
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.extend.core.primitives import sharding_constraint_p
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -50,7 +51,7 @@ PLACED = frozenset({ArrayImpl, PRNGKeyArray})
 """The classes of concrete arrays: ``type(x) in PLACED`` takes a tenth of the time of ``isinstance(x, jax.Array)``."""
 
 
-def closed_parts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+def closed_parts(jaxpr: Jaxpr | ClosedJaxpr) -> tuple[Any, Sequence[Any]]:
     """(jaxpr, consts) of a Jaxpr or ClosedJaxpr: parameters of primitives may be either."""
     if isinstance(jaxpr, ClosedJaxpr):
         return jaxpr.jaxpr, jaxpr.consts
@@ -113,7 +114,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 OURS = tuple(_PACKAGE + end for end in (os.sep, f"_kernels{os.sep}"))
 
 
-def source_line(eqn: Any, libraries: bool = True) -> str:
+def source_line(eqn: JaxprEqn, libraries: bool = True) -> str:
     """``file.py:12 (function)`` of the user's line that made an equation; "" if JAX has none (within its own jitted functions).
 
     Args:
@@ -127,7 +128,7 @@ def source_line(eqn: Any, libraries: bool = True) -> str:
     return f"{name}:{line} ({function})"
 
 
-def package_line(eqn: Any) -> str:
+def package_line(eqn: JaxprEqn) -> str:
     """``transformers/models/vit/modeling_flax_vit.py:192 (__call__)`` of the line of an installed package that made an equation.
 
     It is the innermost line outside JAX, :data:`FRAMEWORKS` and meshpar. "" if that is the user's own line.
@@ -147,7 +148,7 @@ def _package_line(traceback: Any) -> str:
     return ""
 
 
-def has_user_line(eqn: Any) -> bool:
+def has_user_line(eqn: JaxprEqn) -> bool:
     """Whether an equation has a line of the user's; ten times as fast as :func:`source_line`."""
     return _innermost(eqn.source_info.traceback)[0] is not None
 
@@ -243,6 +244,7 @@ class _OldestGeneration:
         if self.moved > MAX_UNVISITED_OBJECTS:
             gc.collect()
         elif gc.get_freeze_count() <= MAX_STARTUP_OBJECTS:  # else the caller's frozen objects would be unfrozen
+            # all objects move to the permanent generation, and from there to the oldest one, without a visit
             gc.freeze()
             gc.unfreeze()
 
@@ -316,7 +318,7 @@ def constraint_spec(eqn: Any) -> tuple[tuple[str, ...], ...] | None:
     return axes_of_spec(spec, eqn.outvars[0].aval.ndim)
 
 
-def in_auto_mesh(eqn: Any) -> Any:
+def in_auto_mesh(eqn: JaxprEqn) -> Any:
     """The equation, traced as on a mesh with Auto axes; the same object if it was not traced with Explicit ones."""
     mesh = eqn.ctx.cur_abstract_mesh
     if AxisType.Explicit not in mesh.axis_types:
@@ -333,7 +335,7 @@ class Shardings(NamedTuple):
     params: dict[str, Any]
 
 
-def shardings_of(eqn: Any) -> Shardings | None:
+def shardings_of(eqn: JaxprEqn) -> Shardings | None:
     """The shardings over a mesh of ``out_sharding=`` of an op, of ``jax.device_put``, and of ``in_shardings`` and ``out_shardings``
     of ``jax.jit``.
 
@@ -548,12 +550,12 @@ def patched_constraints(logical: Any, constraint: Any, explicit: Any = None) -> 
                 _unpatch_constraints()
 
 
-def used_inputs(closed: Any) -> list[bool]:
+def used_inputs(closed: ClosedJaxpr) -> list[bool]:
     """For each input of a closed jaxpr, whether a result or an effect depends on it."""
     return list(partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))[1])
 
 
-def ordered_effect(closed: Any) -> Any:
+def ordered_effect(closed: ClosedJaxpr) -> Any:
     """The first equation with an ordered effect, such as ``jax.debug.print(ordered=True)``; None: no such equation."""
     ordered = effects.ordered_effects.contains
     if not any(map(ordered, closed.effects)):
@@ -566,12 +568,21 @@ def key_impl(dtype: Any) -> str:
     return dtype._impl.name
 
 
+def zeros(shape: Sequence[int], dtype: Any) -> Any:
+    """An array of zeros; of PRNG keys, the keys of zero words."""
+    if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return jnp.zeros(shape, dtype)
+    impl = key_impl(dtype)
+    key = jax.random.key_data(jax.random.key(0, impl=impl))
+    return jax.random.wrap_key_data(jnp.zeros((*shape, *key.shape), key.dtype), impl=impl)
+
+
 def is_ref(x: Any) -> bool:
     """Whether a value or aval is a mutable array (``jax.Ref``)."""
     return isinstance(getattr(x, "aval", x), AbstractRef)
 
 
-def without_refs(closed: Any) -> Any:
+def without_refs(closed: ClosedJaxpr) -> Any:
     """The closed jaxpr, with mutable arrays (``jax.new_ref``) that it creates itself replaced by values.
 
     Unchanged if JAX would inline functions with custom derivatives, as in loops that write to such an array.
@@ -582,12 +593,8 @@ def without_refs(closed: Any) -> Any:
     return pure if _custom_derivatives(pure) == _custom_derivatives(closed) else closed
 
 
-def _custom_derivatives(closed: Any) -> int:
+def _custom_derivatives(closed: ClosedJaxpr) -> int:
     return sum(e.primitive.name.startswith("custom_") for e in equations(closed))
-
-
-new_var = Var
-"""A new jaxpr variable, of an aval."""
 
 
 def requires_devices(primitive: Any) -> None:
@@ -640,7 +647,7 @@ def body_consts(eqn: JaxprEqn) -> list[Sequence[Any]]:
     return [consts for _, consts in bodies_of(eqn)]
 
 
-def body_operands(eqn: Any, operands: Sequence[T]) -> Sequence[T]:
+def body_operands(eqn: JaxprEqn, operands: Sequence[T]) -> Sequence[T]:
     """The operands of a call that its body takes, in order: of ``custom_linear_solve``, the constants of ``solve`` and the
     right-hand sides."""
     lengths = eqn.params.get("const_lengths")
@@ -667,7 +674,7 @@ def replace_body(eqn: JaxprEqn, bodies: Sequence[Jaxpr]) -> JaxprEqn:
     return eqn.replace(params=params)
 
 
-def close_over(closed: Any) -> Any:
+def close_over(closed: ClosedJaxpr) -> Any:
     """A function that runs a closed jaxpr as one ``jit`` call, so that tracing it is cheap."""
     jaxpr, consts = closed.jaxpr, list(closed.consts)
     body = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=_no_debug(jaxpr))
@@ -741,50 +748,13 @@ def at_top_level() -> bool:
     return core.trace_ctx.is_top_level()
 
 
-def at_line_of(eqn: Any, where: Any = None) -> AbstractContextManager[Any]:
+def at_line_of(eqn: JaxprEqn, where: Any = None) -> AbstractContextManager[Any]:
     """A context in which traced equations have the name stack of ``eqn`` and the source line of ``where`` (default: ``eqn``)."""
     traceback = (eqn if where is None else where).source_info.traceback
     return source_info_util.user_context(traceback, name_stack=eqn.source_info.name_stack)
 
 
-def staged(eqn: Any, args: Sequence[Any], params: Any, aval: Any, where: Any) -> Any:
-    """The result of :func:`bind` for an equation with one result, of the known type ``aval``. The equation is added to the jaxpr
-    that JAX is tracing, which takes a third of the time of evaluating the type.
-
-    Args:
-      args: the operands; None for literals.
-      where: the equation with the source line, as in :func:`at_line_of`.
-
-    Returns:
-      The traced result; None if JAX has to process the equation: an operand is of another trace, or the primitive has rules of its
-      own.
-    """
-    trace, primitive, source = core.trace_ctx.trace, eqn.primitive, eqn.source_info
-    if type(trace) is not partial_eval.DynamicJaxprTrace or eqn.effects:
-        return None
-    if any(primitive in rules for rules in _STAGING_RULES):
-        return None
-    if where is not eqn:
-        source = source.replace(traceback=where.source_info.traceback)
-    tracers = []
-    for var, x in zip(eqn.invars, args, strict=True):
-        if x is None and isinstance(var, Literal):
-            tracers.append(partial_eval.DynamicJaxprTracer(trace, var.aval, var, source))
-        elif type(x) is partial_eval.DynamicJaxprTracer and x._trace is trace:
-            tracers.append(x)
-        else:
-            return None
-    return trace.emit_eqn(tracers, [aval], primitive, params, eqn.effects, source)[0]
-
-
-_STAGING_RULES = (
-    partial_eval.custom_staging_rules,
-    partial_eval.forwarding_rules,
-    partial_eval.const_fold_rules,
-)
-
-
-def bind(eqn: Any, args: Sequence[Any], params: Any) -> list[Any]:
+def bind(eqn: JaxprEqn, args: Sequence[Any], params: Any) -> list[Any]:
     """The list of results of the equation's primitive, applied to ``args`` with ``params``."""
     bound = eqn.primitive.get_bind_params(params)
     subfuns, params = bound if isinstance(bound, tuple) else ((), bound)
@@ -802,7 +772,7 @@ def _text(name_stack: Any) -> str:
     return str(name_stack)
 
 
-def module_of(eqn: Any) -> str:
+def module_of(eqn: JaxprEqn) -> str:
     """The path of the Flax modules and named scopes that made an equation: ``ViT/encoder/layer_0/attention``.
 
     A rematerialized module of Flax has its complete path after that of the module that calls it, which is left out.
@@ -818,13 +788,13 @@ def module_of(eqn: Any) -> str:
 _CONTROL_FLOW_SCOPES = frozenset({"while", "body", "cond", "closed_call", "checkpoint", "rematted_computation"})
 
 
-def pass_of(eqn: Any) -> str | None:
+def pass_of(eqn: JaxprEqn) -> str | None:
     """``"forward"`` or ``"backward"`` for equations of a differentiated function, by their name stack; None for others."""
     stack = _text(eqn.source_info.name_stack)
     return "backward" if "transpose(" in stack else "forward" if "jvp(" in stack else None
 
 
-def in_recomputation(eqn: Any) -> bool:
+def in_recomputation(eqn: JaxprEqn) -> bool:
     """Whether an equation recomputes part of the forward pass for a backward pass (``jax.checkpoint``)."""
     return "rematted_computation" in _text(eqn.source_info.name_stack)
 
@@ -843,7 +813,7 @@ def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
             yield from equations(inner)
 
 
-def parts_by_result(jaxpr: Any) -> list[tuple[Any, list[int]]]:
+def parts_by_result(jaxpr: Jaxpr) -> list[tuple[Any, list[int]]]:
     """For every result of a jaxpr, (jaxpr that computes only this result, indices of the inputs that it reads)."""
     parts = []
     for k in range(len(jaxpr.outvars)):
@@ -852,6 +822,6 @@ def parts_by_result(jaxpr: Any) -> list[tuple[Any, list[int]]]:
     return parts
 
 
-def may_be_differentiated(closed: Any) -> bool:
+def may_be_differentiated(closed: ClosedJaxpr) -> bool:
     """Whether JAX allows a custom derivative for a function of this jaxpr: not if it has other than a few kinds of effects."""
     return not effects.custom_derivatives_allowed_effects.filter_not_in(closed.effects)

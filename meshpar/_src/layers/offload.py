@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from ...errors import UnsupportedError
-from ..compat.jax import body_operands, make_jaxpr, source_line
-from ..rules import bodies, primitive
+from ..compat.jax import make_jaxpr, source_line
+from ..program.jaxprs import Atom, flatten
+from ..rules import primitive
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
@@ -220,7 +222,7 @@ class _Step:
         closed = make_jaxpr(lambda *xs: self.part(every, tree.unflatten(xs)), *avals)
         of_state = [k for k in self.owners if k >= 0]
         marks = [_Mark(frozenset({k})) for k in (*every, *(every if self.params else ()), *of_state)]
-        found = _marks(closed.jaxpr, marks)
+        found = _marks(closed, marks)
         expected = [*every, *of_state, *(-1 for k in self.owners if k < 0)]
         for mark, k in zip(found, expected, strict=True):
             others = sorted(mark.owners - {k})
@@ -245,30 +247,26 @@ class _Mark(NamedTuple):
     """The dependencies of a value: indices of parameters, and an op that is not elementwise, if one is on the way."""
 
     owners: frozenset[int] = frozenset()
-    mixed: Any = None
+    mixed: JaxprEqn | None = None
 
 
-def _marks(jaxpr: Any, marks: Sequence[_Mark]) -> list[_Mark]:
+def _marks(closed: ClosedJaxpr, marks: Sequence[_Mark]) -> list[_Mark]:
     """The marks of the results of a jaxpr, from the marks of its operands; results of control flow depend on all operands."""
-    known = dict(zip(jaxpr.invars, marks, strict=True))
+    jaxpr = flatten(closed).jaxpr
+    known: dict[Atom, _Mark] = dict(zip(jaxpr.invars, marks, strict=True))
 
-    def of(var: Any) -> _Mark:
+    def of(atom: Atom) -> _Mark:
         """The mark of a variable; of literals and constants, none."""
-        return known.get(var, _Mark()) if not hasattr(var, "val") else _Mark()
+        return _Mark() if isinstance(atom, Literal) else known.get(atom, _Mark())
 
     for eqn in jaxpr.eqns:
         ins = [of(v) for v in eqn.invars]
-        if primitive(eqn.primitive.name).call:
-            (body,) = bodies(eqn)
-            outs = _marks(body, body_operands(eqn, ins))
-        else:
-            owners = frozenset().union(*(m.owners for m in ins))
-            owned = [v.aval.shape for v, m in zip(eqn.invars, ins, strict=True) if m.owners]
-            elementwise = primitive(eqn.primitive.name).elementwise and all(
-                out.aval.shape == shape for out in eqn.outvars for shape in owned
-            )
-            mixed = next((m.mixed for m in ins if m.mixed is not None), None)
-            mixed = eqn if mixed is None and owners and not elementwise else mixed
-            outs = [_Mark(owners, mixed)] * len(eqn.outvars)
-        known.update(zip(eqn.outvars, outs, strict=True))
+        owners = frozenset().union(*(m.owners for m in ins))
+        owned = [v.aval.shape for v, m in zip(eqn.invars, ins, strict=True) if m.owners]
+        elementwise = primitive(eqn.primitive.name).elementwise and all(
+            out.aval.shape == shape for out in eqn.outvars for shape in owned
+        )
+        mixed = next((m.mixed for m in ins if m.mixed is not None), None)
+        mixed = eqn if mixed is None and owners and not elementwise else mixed
+        known.update(dict.fromkeys(eqn.outvars, _Mark(owners, mixed)))
     return [of(v) for v in jaxpr.outvars]

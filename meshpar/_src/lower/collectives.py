@@ -147,7 +147,7 @@ def permutation(move: Move, sizes: Mapping[str, int], turn: int = 0) -> list[tup
     return sorted(pairs)
 
 
-def scattered(x: Any, axes: Sequence[str], dim: int, algorithm: AlgorithmName, sizes: Mapping[str, int]) -> Any:
+def scattered(x: Any, axes: Sequence[str], dim: int, algorithm: AlgorithmName, grid: Grid) -> Any:
     """Reduce-scatter of a dim over axes of the factored mesh.
 
     Leading dims of size 1 are squeezed for the collective (:data:`compat.quirks.REDUCE_SCATTER_SHAPES`).
@@ -156,12 +156,10 @@ def scattered(x: Any, axes: Sequence[str], dim: int, algorithm: AlgorithmName, s
         return x
     ones = tuple(i for i in range(dim) if x.shape[i] == 1)
     if ones:
-        return lax.expand_dims(scattered(lax.squeeze(x, ones), axes, dim - len(ones), algorithm, sizes), ones)
-    if not isinstance(sizes, Grid):
-        return ALGORITHMS["native"].reduce_scatter(x, axes, dim, (), psum_scatter)
+        return lax.expand_dims(scattered(lax.squeeze(x, ones), axes, dim - len(ones), algorithm, grid), ones)
     if not ALGORITHMS[algorithm].stage_by_stage:
-        return ALGORITHMS[algorithm].reduce_scatter(x, axes, dim, sizes.between_slices, psum_scatter)
-    for names in sizes.groups(axes):
+        return ALGORITHMS[algorithm].reduce_scatter(x, axes, dim, grid.between_slices, psum_scatter)
+    for names in grid.groups(axes):
         x = psum_scatter(x, names[0] if len(names) == 1 else names, dim)
     return x
 
@@ -172,7 +170,7 @@ def reduced(x: Any, step: Reduce, grid: Grid, begun: int = 0) -> Any:
     Args:
       begun: the number of leading axes (of the factored mesh) over which a ring has already reduce-scattered it.
     """
-    return combined(x, step.source.spec, step.scatters, step.over, step.source.kind, grid, begun, grid.cpu)
+    return combined(x, step.source.spec, step.scatters, step.over, step.source.kind, grid, begun)
 
 
 def combined(
@@ -181,9 +179,8 @@ def combined(
     scatters: Sequence[Any],
     over: Sequence[str],
     kind: str,
-    grid: Mapping[str, int],
+    grid: Grid,
     begun: int = 0,
-    cpu: bool = False,
 ) -> Any:
     """The reduced value of a partial shard.
 
@@ -192,11 +189,9 @@ def combined(
       scatters: (dim, axes, algorithm) of its reduce-scatters.
       over: axes of the all-reduce after them.
       kind: the reduction: "sum", "max", "indexed", …
-      grid: the sizes of the axes.
+      grid: the mesh.
       begun: the number of leading axes over which it is already reduce-scattered.
-      cpu: whether XLA's CPU compiler compiles the program.
     """
-    cpu = cpu or (isinstance(grid, Grid) and grid.cpu)
 
     def by(kind: str, x: Any) -> Any:
         """The value, reduced by a reduction."""
@@ -205,7 +200,7 @@ def combined(
             return jnp.zeros(shape_in(x.shape, have, spec_after(have, scatters), grid), dtype)
         restore: Callable[[Any], Any] = functools.partial(lax.convert_element_type, new_dtype=dtype)
         if kind == "indexed":
-            x, restore = addable(x, cpu)
+            x, restore = addable(x, grid.cpu)
         elif dtype == np.bool_:
             x = x.astype(np.uint8)
         for s in scatters:
@@ -215,7 +210,7 @@ def combined(
         if axes and is_all_reducible(kind, dtype) and kind in ADDED:
             x = lax.psum(x, axes)
         elif axes and is_all_reducible(kind, dtype):
-            x = extremum(x, axes, "max" if kind in ("max", "or") else "min", cpu)
+            x = extremum(x, axes, "max" if kind in ("max", "or") else "min", grid.cpu)
         elif axes:
             every = lax.all_gather(x, axes, axis=0)
             x = functools.reduce(_TOGETHER[kind], [every[k] for k in range(every.shape[0])])

@@ -1,5 +1,9 @@
 """The ``"jit"`` lowering: the program with sharding constraints where the plan reshards or reduces a value; XLA partitions it.
 
+The constraints are written by a walk over the jaxpr of each frame and not over the steps, since steps inline calls: a derivative
+from outside needs each ``custom_jvp``, ``custom_vjp`` and ``checkpoint`` as a call with its own operands. The steps in the body of
+a call may read shards that are resharded outside of it, and these are no operands of the call.
+
 Sharded convolutions are partitioned by this lowering, with a ``shard_map`` around the op, because XLA's partitioner multiplies some
 of their gradients by the size of an idle mesh axis.
 """
@@ -7,11 +11,10 @@ of their gradients by the size of an idle mesh axis.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import Mesh, NamedSharding
 
 from ...errors import UnsupportedError
@@ -23,9 +26,7 @@ from ..compat.jax import (
     constraint_params,
     literal_array,
     make_generated_jaxpr,
-    new_var,
     on_host,
-    replace_body,
     sharding_constraint_p,
     with_weak_type,
 )
@@ -38,6 +39,7 @@ from ..plan.resharding import reshard
 from ..plan.spec import replicated_spec
 from ..plan.steps import Loop, Run, Scatter, Shard, spec_after
 from ..program.ir import Frame, Op, Value
+from ..program.jaxprs import Atom, inline, with_bodies, with_eqns
 from ..rules import run_local
 from ..rules.local import plain_params
 from ..rules.spmd import Grid
@@ -94,10 +96,8 @@ class _Lowering:
     def __init__(self, plan: Plan, mesh: Mesh, bound: Collection[Any] = ()):
         """Index the steps of a plan by op and value; ``bound``: axis names that the caller has bound by ``jax.vmap``."""
         self.plan, self.mesh = plan, mesh
-        self.sizes = plan.sizes
         self.bound = frozenset(bound)
-        self.grid = Grid(plan.sizes, {}, bound=bound)
-        self.cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+        self.grid = Grid(plan.sizes, {}, isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu", bound)
         self.params: dict[Spec, dict[str, Any]] = {}
         steps = list(plan.body.all_steps)
         self.runs = {s.op: s for s in steps if isinstance(s, Run) and not (s.results and s.results[0].is_constant)}
@@ -115,7 +115,7 @@ class _Lowering:
     def path(self, have: Spec | None, need: Spec, shape: Sequence[int]) -> tuple[Spec, ...]:
         """The specs of the constraints that reshard a value of this shape. Slices, exchanges and all-gathers have one each: with
         one constraint for all, XLA all-gathers the unsliced value."""
-        moves = () if have is None else reshard(have, need, shape, self.sizes)
+        moves = () if have is None else reshard(have, need, shape, self.plan.sizes)
         gathers = [m.before for m in moves if m.op == "all-gather"]
         slices = [m.after for m in moves if m.op == "slice"] if gathers else []
         return tuple(dict.fromkeys((*slices[-1:], *gathers[:1], need)))
@@ -151,7 +151,7 @@ class _Lowering:
             return spec if produced.spec != spec else None
         return spec if any(spec) or is_constrained(run, produced) else None
 
-    def manual(self, run: Run, invars: list[Any], eqns: list[Any]) -> dict[Any, Any]:
+    def manual(self, run: Run, invars: Sequence[Atom], eqns: list[JaxprEqn]) -> dict[Var, Atom]:
         """Append a ``shard_map`` of the op's local form, whose partial results are reduced; returns result variable → new
         variable.
 
@@ -165,31 +165,31 @@ class _Lowering:
         for shard in run.results:
             step = self.reduces.get(shard.value) if shard.partial else None
             scatters, over = ((), shard.partial) if step is None else (step.scatters, step.over)
-            own = [replace(s, axes=tuple(a for a in s.axes if a not in complete)) for s in scatters]
+            own = [Scatter(s.dim, tuple(a for a in s.axes if a not in complete), "native") for s in scatters]
             own = [s for s in own if s.axes]
             after.append(spec_after(shard.spec, own))
             reduced.append((own, tuple(a for a in over if a not in complete)))
         arrays = [(i, v) for i, v in enumerate(invars) if not isinstance(v, Literal)]
-        grid = self.grid if self.bound else self.sizes
+        grid = self.grid
 
         def local(*xs):
             """Per device: the op's local form on shards ``xs`` (operands that are not literals), with reductions of its
             partial results."""
             results = run_local(op, axes, _with_literals(invars, xs), grid)
             return tuple(
-                combined(y, shard.spec, scatters, over, shard.kind, grid, cpu=self.cpu)
+                combined(y, shard.spec, scatters, over, shard.kind, grid)
                 for y, shard, (scatters, over) in zip(results, run.results, reduced, strict=True)
             )
 
         needs = [
             replicated_spec(len(v.aval.shape)) if s is None else s.spec
-            for s, v in zip(run.operands, invars, strict=True)
+            for s, v in zip(run.operands, eqn.invars, strict=True)
         ]
         mapped: Any = jax.shard_map(
             local,
-            mesh=self.grid.mesh(self.mesh),
-            in_specs=tuple(to_partition_spec(self.grid.spec(needs[i])) for i, _ in arrays),
-            out_specs=tuple(to_partition_spec(self.grid.spec(spec)) for spec in after),
+            mesh=grid.mesh(self.mesh),
+            in_specs=tuple(to_partition_spec(grid.spec(needs[i])) for i, _ in arrays),
+            out_specs=tuple(to_partition_spec(grid.spec(spec)) for spec in after),
             check_vma=False,
         )
         if self.manual_ops.is_extremum(run):
@@ -203,15 +203,11 @@ class _Lowering:
             outs = zip(mapped(*given), run.results, strict=True)
             return [jax.device_put(y, _HOST, src=_DEVICE) if shard.on_host else y for y, shard in outs]
 
-        like = [abstract_array(v.aval.shape, v.aval.dtype, False, on_host(v.aval)) for _, v in arrays]
+        avals: list[Any] = [v.aval for _, v in arrays]
+        like = [abstract_array(a.shape, a.dtype, host=on_host(a)) for a in avals]
         traced = make_generated_jaxpr(on_device, *like)
-        inner: dict[Any, Any] = dict(zip(traced.jaxpr.invars, (v for _, v in arrays), strict=True))
-        for var, const in zip(traced.jaxpr.constvars, traced.consts, strict=True):  # tables that a kernel is made with
-            inner[var] = Literal(const, var.aval)
-        for e in traced.jaxpr.eqns:
-            eqns.append(e.replace(invars=[v if isinstance(v, Literal) else inner.get(v, v) for v in e.invars],
-                                  source_info=eqn.source_info))  # fmt: skip
-        return dict(zip(eqn.outvars, traced.jaxpr.outvars, strict=True))
+        results = inline(eqns, traced.jaxpr, traced.consts, [v for _, v in arrays], source_info=eqn.source_info)
+        return dict(zip(eqn.outvars, results, strict=True))
 
 
 class _FrameWriter:
@@ -225,11 +221,11 @@ class _FrameWriter:
 
     def __init__(self, lowering: _Lowering, frame: Frame):
         self.lowering, self.frame = lowering, frame
-        self.eqns: list[Any] = []
-        self.current: dict[Any, Any] = {}
-        self.resharded: dict[tuple[Any, Spec], Any] = {}
+        self.eqns: list[JaxprEqn] = []
+        self.current: dict[Var, Atom] = {}
+        self.resharded: dict[tuple[Atom, Spec], Atom] = {}
 
-    def jaxpr(self) -> Any:
+    def jaxpr(self) -> Jaxpr:
         """The jaxpr of the frame; the same object if no equation changes."""
         frame, old = self.frame, self.frame.jaxpr
         if frame.parent is not None and frame.parent.primitive.loop:
@@ -242,16 +238,16 @@ class _FrameWriter:
         outvars = [self.read(v) for v in old.outvars]
         if frame.parent is not None and frame.parent.primitive.control_flow:
             outvars = self.constrained_results(frame.parent, outvars)
-        same = len(self.eqns) == len(old.eqns) and all(a is b for a, b in zip(self.eqns, old.eqns, strict=True))
-        return old if same and outvars == list(old.outvars) else old.replace(eqns=self.eqns, outvars=outvars)
+        new = with_eqns(old, self.eqns)
+        return new if outvars == list(old.outvars) else new.replace(outvars=outvars)
 
-    def read(self, var: Any) -> Any:
+    def read(self, var: Atom) -> Atom:
         """The current variable or literal in place of a variable of the frame."""
         return var if isinstance(var, Literal) else self.current.get(var, var)
 
-    def constrain(self, var: Any, spec: Spec, like: Any) -> Var:
+    def constrain(self, var: Atom, spec: Spec, like: JaxprEqn) -> Var:
         """The result of a new sharding constraint on a variable, with the source line of equation ``like``."""
-        cache, out = self.lowering.params, new_var(var.aval)
+        cache, out = self.lowering.params, Var(var.aval)
         if spec not in cache:
             cache[spec] = constraint_params(NamedSharding(self.lowering.mesh, to_partition_spec(spec)), len(spec))
         self.eqns.append(
@@ -261,7 +257,7 @@ class _FrameWriter:
         )
         return out
 
-    def operand(self, var: Any, value: Value | None, need: Spec | None, op: Op) -> Any:
+    def operand(self, var: Atom, value: Value | None, need: Spec | None, op: Op) -> Atom:
         """The variable of ``value`` that an equation reads, with a sharding constraint to the spec ``need`` if its spec
         differs."""
         lowering = self.lowering
@@ -315,7 +311,7 @@ class _FrameWriter:
             self.eqns.append(self.equation(op, invars))
         self.constrain_results(op, run, manual)
 
-    def equation(self, op: Op, invars: list[Any]) -> Any:
+    def equation(self, op: Op, invars: list[Atom]) -> JaxprEqn:
         """The equation of an op with other operands and bodies; the same object if nothing changes."""
         lowering, eqn = self.lowering, op.eqn
         new = eqn if all(a is b for a, b in zip(invars, eqn.invars, strict=True)) else eqn.replace(invars=invars)
@@ -324,10 +320,7 @@ class _FrameWriter:
         if op.primitive.family == "shard_map":  # on the mesh of the plan, whatever mesh it was traced with
             check_unbound(op, lowering.bound)
             new = new.replace(params={**eqn.params, "mesh": lowering.mesh})
-        bodies = [_FrameWriter(lowering, f).jaxpr() for f in op.frames]
-        if any(b is not f.jaxpr for b, f in zip(bodies, op.frames, strict=True)):
-            new = replace_body(new, bodies)
-        return new
+        return with_bodies(new, [_FrameWriter(lowering, frame).jaxpr() for frame in op.frames])
 
     def constrain_results(self, op: Op, run: Run | None, manual: bool) -> None:
         """Constrain the results of an op: to the spec that it produces, if this must be pinned, and to the stored spec."""
@@ -341,7 +334,7 @@ class _FrameWriter:
                 if spec is not None:
                     self.current[var] = self.constrain(self.read(var), spec, op.eqn)
 
-    def constrained_results(self, parent: Op, outvars: list[Any]) -> list[Any]:
+    def constrained_results(self, parent: Op, outvars: list[Atom]) -> list[Atom]:
         """The results of the body of a loop or a branch, constrained to the stored specs of the carries or of the op's results."""
         stored, targets = self.lowering.stored, parent.outs
         if parent.primitive.loop:
@@ -381,13 +374,13 @@ def is_constrained(run: Run, result: Shard) -> bool:
     return any(result.spec) or any(any(s.spec) for s in run.reads)
 
 
-def _with_literals(operands: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
+def _with_literals(operands: Sequence[Atom], xs: Sequence[Any]) -> list[Any]:
     """The arrays of an op's operands, of which ``xs`` are those that are not literals."""
     given = iter(xs)
     return [literal_array(v) if isinstance(v, Literal) else next(given) for v in operands]
 
 
-def _with_derivative_of(op: Op, operands: Sequence[Any], run: Callable[..., Any]) -> Callable[..., Any]:
+def _with_derivative_of(op: Op, operands: Sequence[Atom], run: Callable[..., Any]) -> Callable[..., Any]:
     """``run``, a function of an op's operands without literals, with the derivative of the op itself, which XLA partitions."""
 
     @jax.custom_jvp

@@ -22,15 +22,14 @@ from ..compat.jax import (
     at_line_of,
     bind,
     close_over,
-    key_impl,
     literal_array,
     make_generated_jaxpr,
     may_be_differentiated,
     on_host,
     source_line,
-    staged,
     used_inputs,
     with_weak_type,
+    zeros,
 )
 from ..compat.quirks import opaque, with_rows
 from ..layout import AnyMesh, Spec, to_partition_spec
@@ -40,7 +39,6 @@ from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Reduce, Re
 from ..program.ir import Value
 from ..rules import check_local, refusal, run_elementwise, run_local
 from ..rules.halo import Exchanged, reusing
-from ..rules.local import on_shards, plain_params
 from ..rules.spmd import Grid, axis_index, fine_names, slice_to_spec
 from .collectives import follow, reduced
 from .constraints import constrain_local
@@ -74,7 +72,10 @@ def lower_to_shard_map(
 
     def on_device(*xs: Any) -> tuple[Any, ...]:
         given = iter(xs)
-        operands = [_empty(s, plan.sizes) if e else next(given) for s, e in zip(body.inputs, empty, strict=True)]
+        operands = [
+            zeros(local_shape(s.value.shape, s.spec, plan.sizes), s.value.aval.dtype) if e else next(given)
+            for s, e in zip(body.inputs, empty, strict=True)
+        ]
         return tuple(_Device(grid, plan).run(body, operands))
 
     run = jax.shard_map(  # operands without elements are left out: Shardy rejects several of them
@@ -95,12 +96,12 @@ def lower_to_shard_map(
     call = close_over(closed)
     # JAX neither transfers nor donates unused arguments, but does not find them within a custom_jvp
     used = used_inputs(closed)[len(consts) :]
-    unused = [jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v, u in zip(program.inputs, used, strict=True) if not u]
+    avals = [(v.shape, v.aval.dtype) for v in program.inputs]
 
     def every(xs: Sequence[Any]) -> list[Any]:
         """All arguments, with zeros in place of unused ones."""
-        given, zeros = iter(xs), iter(unused)
-        return [next(given) if u else _zeros(next(zeros)) for u in used]
+        given = iter(xs)
+        return [next(given) if u else zeros(*aval) for u, aval in zip(used, avals, strict=True)]
 
     def on_used(*xs: Any) -> list[Any]:
         return call(*consts, *every(xs))
@@ -117,18 +118,6 @@ def lower_to_shard_map(
             return jax.jvp(lambda *xs: unsharded(*every(xs)), primals, tangents)
 
     return lambda *xs: function(*itertools.compress(xs, used)), ins, outs
-
-
-def _empty(shard: Shard, sizes: dict[str, int]) -> Any:
-    """One device's block of an array without elements."""
-    return _zeros(jax.ShapeDtypeStruct(local_shape(shard.value.shape, shard.spec, sizes), shard.value.aval.dtype))
-
-
-def _zeros(x: jax.ShapeDtypeStruct) -> Any:
-    """An array of zeros; for a dtype of random keys, keys of seed 0."""
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jnp.broadcast_to(jax.random.key(0, impl=key_impl(x.dtype)), x.shape)
-    return jnp.zeros(x.shape, x.dtype)
 
 
 def check_blocks(value: Value, spec: Spec, sizes: dict[str, int]) -> None:
@@ -152,7 +141,6 @@ class _Device:
       x: shard → the local array.
       orders: the orders of dims in which partial values can be computed.
       exchanged: the halos that the ops of the body have received.
-      avals: key of a result (:func:`_result_type`) → the type of its shards.
     """
 
     def __init__(self, grid: Grid, plan: Plan):
@@ -160,16 +148,14 @@ class _Device:
         self.x: dict[Shard, Any] = {}
         self.orders = SumOrders(grid)
         self.exchanged = Exchanged()
-        self.avals: dict[tuple[Any, ...], Any] = {}
 
     def run(self, body: Body, xs: Sequence[Any]) -> list[Any]:
         """The results of a body for its inputs."""
         self.x.update(zip(body.inputs, xs, strict=True))
         with reusing(self.exchanged):
             for step in body.steps:
-                if not (isinstance(step, Run) and self.stage(step)):
-                    with self.scope(step):
-                        _RUN[type(step)](self, step)
+                with self.scope(step):
+                    _RUN[type(step)](self, step)
         return [self.x[s] for s in body.outputs if s is not None]
 
     @contextmanager
@@ -203,20 +189,6 @@ class _Device:
             x = reduced(x, step, self.sizes, begun=len(self.sizes.ring(step.ring.axes)[0]))
         self.x[step.result] = follow(x, step.path, self.sizes)
 
-    def stage(self, step: Run) -> bool:
-        """Run an op that is its primitive on shards, with a result of an earlier one's type; False: JAX has to process it."""
-        op = step.op
-        aval = self.avals.get(_result_type(step)) if _is_primitive_on_shards(step) else None
-        if aval is None or (not self.sizes.cpu and is_constrained(step, step.results[0])):
-            return False
-        xs = [None if s is None else self.x[s] for s in step.operands]
-        result = staged(op.eqn, xs, plain_params(op.eqn.params), aval, op.where)
-        if result is None:
-            return False
-        self.x[step.results[0]] = result
-        self.orders.ran(step, xs, [result])
-        return True
-
     def op(self, step: Run) -> None:
         """Run an op on the local arrays of its operands; a matmul in a reduce-scatter ring is only recorded for the
         ring."""
@@ -249,8 +221,6 @@ class _Device:
                 ]
         else:
             results = _foreign(step, xs)
-        if _is_primitive_on_shards(step) and not op.outs[0].aval.weak_type:
-            self.avals.setdefault(_result_type(step), jax.typeof(results[0]))
         self.x.update(zip(step.results, results, strict=True))
         self.orders.ran(step, xs, results)
 
@@ -302,7 +272,6 @@ class _Device:
                 first,
             )
         else:
-            options = {k: p[k] for k in ("_split_transpose",) if k in p}
             outs = [v.aval for v in body.frame.jaxpr.outvars]
 
             def one(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -310,9 +279,7 @@ class _Device:
                 return results[:carries], results[carries:]
 
             stacks = [self.x[s] for s in step.stacks]
-            carry, ys = lax.scan(
-                one, first, stacks, length=p["length"], reverse=p["reverse"], unroll=p["unroll"], **options
-            )
+            carry, ys = lax.scan(one, first, stacks, length=p["length"], reverse=p["reverse"], unroll=p["unroll"])
             results = [*carry, *ys]
         self.x.update(zip(step.results, results, strict=True))
 
@@ -332,22 +299,6 @@ _RUN: dict[type[Step], Callable[[_Device, Any], None]] = {
     Constant: _Device.constant, Reshard: _Device.reshard, Reduce: _Device.reduce, Run: _Device.op,
     Barrier: _Device.barrier, Call: _Device.call, Loop: _Device.loop, Branch: _Device.branch,
 }  # fmt: skip
-
-
-def _is_primitive_on_shards(step: Run) -> bool:
-    """Whether an op with one result is computed by its primitive with its own parameters, on shards."""
-    op, primitive = step.op, step.op.primitive
-    if step.in_ring or step.rows > 1 or len(step.results) != 1:
-        return False
-    if op.rule is None:
-        return primitive.elementwise and primitive.local is None
-    return primitive.local is on_shards and primitive.refuses is None and None not in step.operands
-
-
-def _result_type(step: Run) -> tuple[Any, ...]:
-    """A key of the type of the shards of an op's first result."""
-    (out, *_), spec = step.op.outs, step.results[0].spec
-    return out.shape, out.aval.dtype, out.aval.weak_type, out.on_host, spec
 
 
 def _foreign(step: Run, xs: Sequence[Any]) -> list[Any]:

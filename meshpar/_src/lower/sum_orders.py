@@ -92,7 +92,7 @@ class SumOrders:
         back = np.argsort(permutation)
         have = tuple(step.source.spec[i] for i in back)
         scatters = [Scatter(permutation[s.dim], s.axes, s.algorithm) for s in step.scatters]
-        y = combined(make(), have, scatters, step.over, step.source.kind, self.grid, cpu=self.grid.cpu)
+        y = combined(make(), have, scatters, step.over, step.source.kind, self.grid)
         return lax.transpose(y, permutation)
 
 

@@ -8,7 +8,7 @@ from ..program.ir import Frame, Op, Program, Value
 def leading_to_matmuls(program: Program) -> set[Op]:
     """The ops on which a matmul or convolution of the same body, with its calls inlined, depends."""
     out: set[Op] = set()
-    for op in reversed(list(program.root.walk())):
+    for op in reversed(list(program.root.walk())):  # readers come after the op that they read
         if op.primitive.matmul or op in out:
             makers = (v.op for v in op.ins if v is not None)
             out.update(m for m in makers if m is not None and m is not op and m.frame.home is op.frame.home)
@@ -56,11 +56,9 @@ class FrameDependencies:
 
 def _values_read(op: Op) -> list[Value]:
     """The values that an op reads, with those that its bodies read from outside."""
-    out = {v: None for v in op.ins if v is not None}
+    read = [*op.ins]
     for frame in op.frames:
         for inner in frame.walk():
-            out.update((v, None) for v in inner.ins if v is not None)
-        for var in frame.jaxpr.outvars:
-            if not hasattr(var, "val"):
-                out[frame.env[var]] = None
-    return list(out)
+            read += inner.ins
+        read += frame.outs()
+    return list(dict.fromkeys(v for v in read if v is not None))

@@ -6,26 +6,27 @@ second pass joins the dims of each factor of an op weakly, broadcasts last. Rena
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Literal, Var
 
 from ...errors import UnknownDimError
-from ..compat.jax import constraint_spec, literal_array, new_var
+from ..compat.jax import constraint_spec, literal_array
 from ..compat.loops import loop_parts, operands_of_bodies
 from ..dims import Dims, did_you_mean
 from ..rules import OpRule, bodies, no_rule, primitive, separated
 from ..rules.rule import NameLink
 from ..rules.shape import reshape_order
+from ..rules.spmd import Factors
 from .ir import Frame, Join, Op, Program, Value
 from .names import NONE, DimSlice, Nodes, Unifier, joined_names
 from .primitives import name_dims_p, place_p
 
 
 def infer(
-    closed: Any,
+    closed: ClosedJaxpr,
     annotations: Sequence[Dims | None],
     paths: Sequence[str],
     out_annotations: Sequence[Dims | None],
@@ -55,8 +56,8 @@ def infer(
         root.env[var] = builder.value(var.aval)
     builder.run(root, inputs)
     outputs = []
-    for var, dims, path in zip(jaxpr.outvars, out_annotations, out_paths, strict=True):
-        value = builder.read(root, var) or builder.value(var.aval)
+    for var, value, dims, path in zip(jaxpr.outvars, root.outs(), out_annotations, out_paths, strict=True):
+        value = builder.value(var.aval) if value is None else value
         if value.path is None:
             value.path = path
             builder.annotate(value, dims, path)
@@ -68,13 +69,12 @@ def infer(
     return program
 
 
-def infer_like(program: Program, closed: Any) -> Program:
+def infer_like(program: Program, closed: ClosedJaxpr) -> Program:
     """The program of another jaxpr, with the names, paths and kinds of inputs and results of ``program``."""
     ins, outs = program.inputs, program.outputs
-    new_program = infer(
-        closed, [v.annotation for v in ins], [v.path or "" for v in ins],
-        [v.annotation for v in outs], [v.path or "" for v in outs],
-    )  # fmt: skip
+    names, out_names = ([v.annotation for v in side] for side in (ins, outs))
+    paths, out_paths = ([v.path or "" for v in side] for side in (ins, outs))
+    new_program = infer(closed, names, paths, out_names, out_paths)
     for new, old in zip((*new_program.inputs, *new_program.outputs), (*ins, *outs), strict=True):
         new.kind = new.kind or old.kind
     new_program.pipelines = program.pipelines
@@ -124,14 +124,14 @@ class Builder:
             if name is not None:
                 self.unifier.annotate(node, name, f"{origin} names it `{name}`")
 
-    def read(self, frame: Frame, var: Any) -> Value | None:
-        return None if isinstance(var, Literal) else frame.env[var]
-
     def alias(self, a: Value | None, b: Value | None, where: Op) -> None:
         """Join the dims of two values that have the same data."""
-        if a is None or b is None or a.nodes is b.nodes:
-            return
-        for x, y in zip(a.nodes, b.nodes, strict=True):
+        if a is not None and b is not None:
+            self.join(a.nodes, b.nodes, where)
+
+    def join(self, a: Nodes, b: Nodes, where: Op) -> None:
+        """Join the dims of two arrays of one shape strongly."""
+        for x, y in zip(a, b, strict=True) if a is not b else ():
             if x != y:
                 self.unifier.unify(x, y, where)
 
@@ -157,6 +157,14 @@ class Builder:
             env.update(zip(eqn.outvars, outs, strict=True))
             frame.ops.append(op)
 
+    def run_body(self, frame: Frame, args: Sequence[Value | None]) -> list[Value | None]:
+        """:meth:`run` for a body of the op ``frame.parent``; returns the results of the body, None for a literal."""
+        assert frame.parent is not None
+        frame.parent.frames.append(frame)
+        frame.env.update((v, self.value(v.aval)) for v in frame.jaxpr.constvars)
+        self.run(frame, args)
+        return frame.outs()
+
     def elementwise(self, op: Op) -> list[Value]:
         """The results of an elementwise op, which has the dims of its operands."""
         outs = []
@@ -172,10 +180,8 @@ class Builder:
                     continue
                 if nodes is None:
                     nodes = value.nodes
-                elif nodes is not value.nodes:
-                    for x, y in zip(nodes, value.nodes, strict=True):
-                        if x != y:
-                            self.unifier.unify(x, y, op)
+                else:
+                    self.join(nodes, value.nodes, op)
             outs.append(self.value(var.aval, nodes, op))
         return outs
 
@@ -214,16 +220,11 @@ class Builder:
                 self.reshape(nodes, outs[0].nodes, rule)
             return
         where: dict[int, int] = {}
-        for value, dims in [*zip(op.ins, rule.ins, strict=True), *zip(outs, rule.outs, strict=True)]:
-            if value is None:
-                continue
-            for node, (factor,) in zip(value.nodes, dims, strict=True) if dims else ():
-                if node == NONE:
-                    continue
-                if factor in where:
-                    self.unifier.unify(where[factor], node, op)
-                else:
-                    where[factor] = node
+        for node, (factor,) in _factors(op, rule, outs):
+            if factor in where:
+                self.unifier.unify(where[factor], node, op)
+            else:
+                where[factor] = node
 
     def reshape(self, a: Nodes, b: Nodes, rule: OpRule) -> None:
         """Join the dims of a reshape's operand and result: those between two common boundaries are one sequence of sub-dims."""
@@ -233,21 +234,16 @@ class Builder:
         pa = pb = 1
         u = self.unifier
         while i < len(a) or j < len(b):
-            if pa <= pb and i < len(a):
+            if i < len(a) and (pa <= pb or j == len(b)):
                 if a[i] != NONE:
                     left.append(a[i])
                     pa *= u.size[a[i]]
                 i += 1
-            elif j < len(b):
+            else:
                 if b[j] != NONE:
                     right.append(b[j])
                     pb *= u.size[b[j]]
                 j += 1
-            else:
-                if a[i] != NONE:
-                    left.append(a[i])
-                    pa *= u.size[a[i]]
-                i += 1
             if pa == pb and left and right:
                 u.unify_sequences(left, right)
                 left, right = [], []
@@ -293,10 +289,9 @@ class Builder:
             assert rule is not None
             if any(link.elements for link in rule.name_links):
                 nodes: dict[int, int] = {}
-                for value, dims in [*zip(op.ins, rule.ins, strict=True), *zip(op.outs, rule.outs, strict=True)]:
-                    for node, factors in zip(value.nodes, dims, strict=True) if value is not None and dims else ():
-                        if len(factors) == 1 and node != NONE:
-                            nodes.setdefault(factors[0], node)
+                for node, factors in _factors(op, rule, op.outs):
+                    if len(factors) == 1:
+                        nodes.setdefault(factors[0], node)
                 for full, part, elements in rule.name_links:
                     if elements and full in nodes and part in nodes:
                         links.setdefault(u.find(nodes[full]), []).append((nodes[full], nodes[part], elements, op))
@@ -346,17 +341,12 @@ class Builder:
         assert rule is not None
         groups: list[list[int]] = [[] for _ in rule.sizes]
         composites: dict[tuple[int, ...], list[int]] = {}
-        for value, dims in [*zip(op.ins, rule.ins, strict=True), *zip(op.outs, rule.outs, strict=True)]:
-            if value is None:
-                continue
-            for node, factors in zip(value.nodes, dims, strict=True) if dims else ():
-                if node == NONE:
-                    continue
-                if len(factors) == 1:
-                    groups[factors[0]].append(node)
-                elif factors and not rule.strong:
-                    self.composite(node, factors, groups, rule)
-                    composites.setdefault(factors, []).append(node)
+        for node, factors in _factors(op, rule, op.outs):
+            if len(factors) == 1:
+                groups[factors[0]].append(node)
+            elif factors and not rule.strong:
+                self.composite(node, factors, groups, rule)
+                composites.setdefault(factors, []).append(node)
         if not rule.strong:
             for group in (*groups, *composites.values()):
                 self.unifier.tie(group, op)
@@ -408,6 +398,13 @@ class Builder:
             out.annotation = tuple(renamed.get(i, n) for i, n in enumerate(base))
 
 
+def _factors(op: Op, rule: OpRule, outs: Sequence[Value]) -> Iterator[tuple[int, Factors]]:
+    """(node, factors) of each dim of the operands and results of an op, without dims of size 1."""
+    for value, dims in [*zip(op.ins, rule.ins, strict=True), *zip(outs, rule.outs, strict=True)]:
+        if value is not None and dims:
+            yield from ((node, own) for node, own in zip(value.nodes, dims, strict=True) if node != NONE)
+
+
 # -- loops, branches, calls, and ops that set names or specs
 
 
@@ -416,11 +413,8 @@ def _call(b: Builder, op: Op) -> list[Value]:
     ((jaxpr,), (operands,)) = bodies(op.eqn), operands_of_bodies(op.eqn, op.ins)
     if op.primitive.family == "custom_derivative":
         jaxpr = _with_own_results(jaxpr, op)
-    frame = Frame(jaxpr, op)
-    op.frames = [frame]
-    _bind_consts(b, frame)
-    b.run(frame, operands)
-    return [_result(b, frame, v, op) for v in jaxpr.outvars]
+    results = b.run_body(Frame(jaxpr, op), operands)
+    return [b.value(v.aval, op=op) if r is None else r for v, r in zip(jaxpr.outvars, results, strict=True)]
 
 
 def _with_own_results(jaxpr: Any, op: Op) -> Any:
@@ -428,7 +422,7 @@ def _with_own_results(jaxpr: Any, op: Op) -> Any:
     eqns, outvars, ins = list(jaxpr.eqns), list(jaxpr.outvars), set(jaxpr.invars)
     for k, var in enumerate(outvars):
         if not isinstance(var, Literal) and var in ins:
-            outvars[k] = new_var(var.aval)
+            outvars[k] = Var(var.aval)
             same = {
                 "primitive": name_dims_p,
                 "params": {"names": (None,) * len(var.aval.shape)},
@@ -436,16 +430,6 @@ def _with_own_results(jaxpr: Any, op: Op) -> Any:
             }
             eqns.append(op.eqn.replace(**same, invars=[var], outvars=[outvars[k]]))
     return jaxpr.replace(eqns=eqns, outvars=outvars) if len(eqns) > len(jaxpr.eqns) else jaxpr
-
-
-def _result(b: Builder, frame: Frame, var: Any, op: Op) -> Value:
-    value = b.read(frame, var)
-    return b.value(var.aval, op=op) if value is None else value
-
-
-def _bind_consts(b: Builder, frame: Frame) -> None:
-    for var in frame.jaxpr.constvars:
-        frame.env[var] = b.value(var.aval)
 
 
 def _inside(value: Value | None, b: Builder, aval: Any, drop: int = 0) -> Value:
@@ -462,14 +446,11 @@ def _inside(value: Value | None, b: Builder, aval: Any, drop: int = 0) -> Value:
 def _scan(b: Builder, op: Op) -> list[Value]:
     """The results of a ``scan``: carries have one class inside and outside, and stacks one more dim than their slices."""
     (jaxpr,), parts, length = bodies(op.eqn), loop_parts(op.eqn), op.eqn.params["length"]
-    frame = Frame(jaxpr, op, trip_count=length)
-    op.frames = [frame]
-    _bind_consts(b, frame)
     pairs = parts.split(list(zip(op.ins, (v.aval for v in jaxpr.invars), strict=True)))
     consts = [_inside(v, b, a) for v, a in pairs[0]]
     carry = [_carry(v, b, a) for v, a in pairs[1]]
-    b.run(frame, [*consts, *carry, *(_inside(v, b, a, 1) for v, a in pairs[2])])
-    carried, made = parts.split_results([b.read(frame, v) for v in jaxpr.outvars])
+    arguments = [*consts, *carry, *(_inside(v, b, a, 1) for v, a in pairs[2])]
+    carried, made = parts.split_results(b.run_body(Frame(jaxpr, op, trip_count=length), arguments))
     for before, after in zip(carry, carried, strict=True):
         b.alias(before, after, op)
     last, stacked = parts.split_results(op.eqn.outvars)
@@ -491,17 +472,16 @@ def _carry(value: Value | None, b: Builder, aval: Any) -> Value:
 
 def _while(b: Builder, op: Op) -> list[Value]:
     """The results of a ``while``, whose carries have one class inside and outside."""
-    op.frames = [Frame(jaxpr, op, trip_count=None) for jaxpr in bodies(op.eqn)]
-    parts, body = loop_parts(op.eqn), op.frames[1]
+    jaxprs, parts = bodies(op.eqn), loop_parts(op.eqn)
     inits = parts.carried(op.ins)
-    carry = [_carry(v, b, a.aval) for v, a in zip(inits, parts.carried(body.jaxpr.invars), strict=True)]
-    for frame, operands in zip(op.frames, operands_of_bodies(op.eqn, op.ins), strict=True):
-        _bind_consts(b, frame)
+    carry = [_carry(v, b, a.aval) for v, a in zip(inits, parts.carried(jaxprs[1].invars), strict=True)]
+    results: list[Value | None] = []
+    for jaxpr, operands in zip(jaxprs, operands_of_bodies(op.eqn, op.ins), strict=True):
         consts = operands[: len(operands) - len(carry)]
-        inner = [_inside(v, b, a.aval) for v, a in zip(consts, frame.jaxpr.invars, strict=False)]
-        b.run(frame, [*inner, *carry])
-    for before, var in zip(carry, body.jaxpr.outvars, strict=True):
-        b.alias(before, b.read(body, var), op)
+        inner = [_inside(v, b, a.aval) for v, a in zip(consts, jaxpr.invars, strict=False)]
+        results = b.run_body(Frame(jaxpr, op, trip_count=None), [*inner, *carry])
+    for before, after in zip(carry, results, strict=True):
+        b.alias(before, after, op)
     return [b.value(v.aval, c.nodes, op) for v, c in zip(op.eqn.outvars, carry, strict=True)]
 
 
@@ -509,11 +489,8 @@ def _cond(b: Builder, op: Op) -> list[Value]:
     """The results of a ``cond``, joined with the results of all its branches."""
     outs: list[Value] | None = None
     for jaxpr, operands in zip(bodies(op.eqn), operands_of_bodies(op.eqn, op.ins), strict=True):
-        frame = Frame(jaxpr, op)
-        op.frames.append(frame)
-        _bind_consts(b, frame)
-        b.run(frame, [_inside(v, b, a.aval) for v, a in zip(operands, jaxpr.invars, strict=True)])
-        results = [b.read(frame, v) for v in jaxpr.outvars]
+        inner = [_inside(v, b, a.aval) for v, a in zip(operands, jaxpr.invars, strict=True)]
+        results = b.run_body(Frame(jaxpr, op), inner)
         if outs is None:
             outs = [
                 b.value(v.aval, None if r is None else r.nodes, op)
@@ -562,8 +539,7 @@ def _name_through_body(op: Op, outs: list[Value]) -> None:
         body.annotate(value, names, "")
     body.run(frame, operands)
     body.finish()
-    for k, var in enumerate(jaxpr.outvars):
-        value = body.read(frame, var)
+    for k, value in enumerate(frame.outs()):
         for d, node in enumerate(() if value is None else value.nodes):
             dims = body.unifier.sub_dims_of(node) if node != NONE else ()
             factor = next((factor_of[n] for n in dims[0][0] if n in factor_of), None) if len(dims) == 1 else None

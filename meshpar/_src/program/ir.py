@@ -8,6 +8,8 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from jax.extend.core import Literal
+
 from ..caches import LRUCache
 from ..compat.jax import bound_axis_names, has_user_line, module_of, on_host, package_line, source_line
 from ..dims import SPELLING_SIMILARITY, Dims, near
@@ -21,6 +23,7 @@ MAX_CACHED_KEYS = 128
 """Results that a program caches of each function with a key."""
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True, repr=False)
 class Value:
     """A value (argument, constant, or result of an equation) of a program, at one call site.
 
@@ -39,30 +42,21 @@ class Value:
       on_host: it is in host memory.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "annotation",
-        "aval",
-        "elements",
-        "explicit",
-        "kind",
-        "nodes",
-        "on_host",
-        "op",
-        "path",
-        "shape",
-    )
+    aval: Any
+    nodes: Nodes
+    annotation: Dims | None = None
+    op: Op | None = None
+    explicit: tuple[tuple[str, ...], ...] | None = None
+    path: str | None = None
+    kind: str | None = None
+    shape: tuple[int, ...] = field(init=False)
+    elements: int = field(init=False)
+    on_host: bool = field(init=False)
 
-    def __init__(self, aval: Any, nodes: Nodes, annotation: Dims | None = None, op: Op | None = None):
-        """A value without path, kind or sharding; ``op`` is the op that computes it, None for an argument or a
-        constant."""
-        self.aval, self.nodes, self.annotation, self.op = aval, nodes, annotation, op
-        self.shape: tuple[int, ...] = aval.shape
+    def __post_init__(self) -> None:
+        self.shape = self.aval.shape
         self.elements = math.prod(self.shape)
-        self.on_host = on_host(aval)
-        self.explicit: tuple[tuple[str, ...], ...] | None = None
-        self.path: str | None = None
-        self.kind: str | None = None
+        self.on_host = on_host(self.aval)
 
     def __repr__(self) -> str:
         return f"Value({self.path or ''}{list(self.aval.shape)})"
@@ -191,6 +185,10 @@ class Frame:
     def ins(self) -> list[Value]:
         """The values of the jaxpr's arguments."""
         return [self.env[v] for v in self.jaxpr.invars]
+
+    def outs(self) -> list[Value | None]:
+        """The values of the jaxpr's results; None for literals."""
+        return [None if isinstance(v, Literal) else self.env[v] for v in self.jaxpr.outvars]
 
     @property
     def is_call(self) -> bool:
@@ -329,24 +327,14 @@ class Program:
 
     def coverage(self) -> tuple[int, int, list[tuple[Op, Value, int]]]:
         """(number of named dims, number of dims, the unnamed ones as (op, value, dim)), over dims larger than 1 of all values."""
-        named = total = 0
-        missing: list[tuple[Op, Value, int]] = []
-        seen: set[int] = set()
-        values = [(None, v) for v in self.inputs]
-        values += [(op, v) for op in self.root.walk() for v in op.outs]  # type: ignore[misc]
-        for op, value in values:
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-            for i, n in enumerate(value.shape):
-                if n == 1:
-                    continue
-                total += 1
-                if self.dim_name(value, i) is not None:
-                    named += 1
-                elif op is not None:
-                    missing.append((op, value, i))
-        return named, total, missing
+        made_by: dict[Value, Op | None] = dict.fromkeys(self.inputs)
+        for op in self.root.walk():
+            for value in op.outs:
+                made_by.setdefault(value, op)
+        dims = [(op, v, i) for v, op in made_by.items() for i, n in enumerate(v.shape) if n != 1]
+        unnamed = [(op, v, i) for op, v, i in dims if self.dim_name(v, i) is None]
+        missing = [(op, v, i) for op, v, i in unnamed if op is not None]
+        return len(dims) - len(unnamed), len(dims), missing
 
 
 def _is_derived_as_traced(program: Program) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from ..compat.jax import body_consts, body_operands, new_var, replace_body
+from ..compat.jax import body_consts, body_operands, replace_body
 from ..rules import bodies, primitive
 
 Atom = Var | Literal
@@ -121,7 +121,7 @@ def inline(
             (body,), (values,) = bodies(eqn), body_consts(eqn)
             outs = inline(eqns, body, values, body_operands(eqn, invars), calls, **changes)
         else:
-            outs = [new_var(v.aval) for v in eqn.outvars]
+            outs = [Var(v.aval) for v in eqn.outvars]
             eqns.append(eqn.replace(invars=invars, outvars=outs, **changes))
         names.update(zip(eqn.outvars, outs, strict=True))
     return renamed(jaxpr.outvars, names)

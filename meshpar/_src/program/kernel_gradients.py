@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from ...errors import UnsupportedError
 from ..compat.jax import equations, parts_by_result
 from ..rules import primitive
-from .kernels import Dims, Kernel, KernelSend, KernelWork, Notation, ShardCounts, kernel_p
+from .kernels import Dims, Kernel, KernelSend, KernelWork, Notation, ShardCounts, cached, kernel_p
 
 PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
 """Sizes of factors from which the factors of a dim follow."""
@@ -31,13 +31,9 @@ Source = tuple[str, int]
 array n of the pullback, recomputed from operands."""
 
 
+@cached
 def differentiable(kernel: Kernel) -> Callable[..., Any]:
-    """A function that runs the kernel and is differentiable in reverse mode."""
-    return kernel.cached("differentiable", lambda: _with_gradient(kernel))
-
-
-def _with_gradient(kernel: Kernel) -> Callable[..., Any]:
-    """A ``jax.custom_vjp`` function that runs the kernel."""
+    """A ``jax.custom_vjp`` function that runs the kernel: it is differentiable in reverse mode."""
 
     @jax.custom_vjp
     def run(*xs: Any) -> list[Any]:
@@ -114,15 +110,13 @@ class ForwardBackward:
 
 def with_residuals(kernel: Kernel, xs: Sequence[Any]) -> ForwardBackward | None:
     """The forward and backward pass for operands of these shapes; None: its residuals cannot be sharded as the operands are."""
-    if kernel.local is not None:
-        return None
     avals = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs)
-    key = tuple((x.shape, str(x.dtype)) for x in avals)
-    return kernel.cached(("residual", key), lambda: _halves(kernel, avals))
+    return _halves(kernel, avals) if kernel.local is None else None
 
 
+@cached
 def _halves(kernel: Kernel, avals: tuple[jax.ShapeDtypeStruct, ...]) -> ForwardBackward | None:
-    """As :func:`with_residuals`, not cached."""
+    """As :func:`with_residuals`."""
     traced = _residual_dims(kernel, avals)
     if traced is None:
         return None
@@ -306,6 +300,7 @@ def _residual_dims(kernel: Kernel, avals: Sequence[Any]) -> tuple[_Pulled, tuple
 # -- with recomputation
 
 
+@cached
 def recomputing_backward(kernel: Kernel, floats: tuple[bool, ...], float_outs: tuple[bool, ...]) -> Kernel:
     """The backward pass that recomputes the kernel: operands, cotangents → cotangents of the floating-point operands.
 
@@ -315,11 +310,6 @@ def recomputing_backward(kernel: Kernel, floats: tuple[bool, ...], float_outs: t
     The cotangent of a result that is replicated over axes over which the kernel exchanges data is divided by their size, and the
     cotangent of an operand that is replicated over them is partial over them.
     """
-    return kernel.cached(("recompute", floats, float_outs), lambda: _recomputing_backward(kernel, floats, float_outs))
-
-
-def _recomputing_backward(kernel: Kernel, floats: tuple[bool, ...], float_outs: tuple[bool, ...]) -> Kernel:
-    """As :func:`recomputing_backward`, not cached."""
     notation, n = kernel.notation, len(kernel.notation.ins)
     cotangents = tuple(dims for dims, f in zip(notation.outs, float_outs, strict=True) if f)
     own = [f for f in notation.marks if notation.kind(f) == "permutation"]

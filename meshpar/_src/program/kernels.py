@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.core import ShapedArray
@@ -24,6 +24,8 @@ from ...errors import LayoutSyntaxError, RankError, UnsupportedError
 from ..compat.jax import one_trace_context, requires_devices
 from ..rules.rule import Kind, OpRule
 from ..rules.spmd import Factors, Send
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 kernel_p = Primitive("kernel")
 kernel_p.multiple_results = True
@@ -174,6 +176,18 @@ def parse_rule(text: str) -> Notation:
     return Notation(text, ins, outs, marks)
 
 
+def cached(make: F) -> F:
+    """A function of a kernel, and of hashable arguments, whose results the kernel caches."""
+
+    @functools.wraps(make)
+    def call(kernel: Kernel, *key: Any) -> Any:
+        if (make, key) not in kernel.memo:
+            kernel.memo[make, key] = make(kernel, *key)
+        return kernel.memo[make, key]
+
+    return call  # type: ignore[return-value]
+
+
 @dataclass(frozen=True, eq=False)
 class Kernel:
     """An opaque function with a factor rule, which a program contains as one op; made by :func:`meshpar.kernel_rule`.
@@ -187,7 +201,7 @@ class Kernel:
       sends, works: collectives, FLOPs and memory of the local form; None: not declared.
       name: in reports.
       permutation_partial: see :class:`rules.rule.OpRule`.
-      memo: cached derived objects: the jitted function, gradients.
+      memo: results of functions that are :func:`cached`: gradients.
     """
 
     fn: Callable[..., Any]
@@ -199,16 +213,10 @@ class Kernel:
     works: KernelWorks | None = None
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    def cached(self, key: Any, make: Callable[[], Any]) -> Any:
-        """The result of ``make``, cached for this kernel under a key."""
-        if key not in self.memo:
-            self.memo[key] = make()
-        return self.memo[key]
-
-    @property
+    @functools.cached_property
     def jitted(self) -> Any:
         """The function on global arrays under one ``jax.jit``, which caches its traces and executables."""
-        return self.cached("jitted", lambda: jax.jit(self.fn))
+        return jax.jit(self.fn)
 
     def shapes(self, *xs: Any) -> Any:
         """The results for operands with these shapes and dtypes, as ``ShapeDtypeStruct``s."""
@@ -234,7 +242,7 @@ class Kernel:
                     fixes=[f"name {len(shape)} dims in the rule, `_` for one without a name"],
                 )
             waiting += [(factors, n) for factors, n in zip(dims, shape, strict=True) if factors]
-        waiting.sort(key=lambda item: len(item[0]))
+        waiting.sort(key=lambda item: len(item[0]))  # dims of one factor first: merged dims are divided by their sizes
         for factors, n in waiting:
             unknown = [f for f in factors if f not in sizes]
             known = math.prod(sizes[f] for f in factors if f in sizes)

@@ -87,7 +87,7 @@ class Unifier:
         if len(nodes) > 1 and nodes not in self._tuples:
             ident = self._tuples[nodes] = len(self._tuples)
             for n in nodes:
-                if n != NONE:
+                if n != NONE:  # the dim itself and its sub-dims: either may be joined with others
                     for atom in self.atoms(n):
                         self.occurs[atom].add(ident)
                     self.occurs[self.find(n)].add(ident)
@@ -143,6 +143,7 @@ class Unifier:
 
     def _merge(self, a: int, b: int) -> None:
         """Join two roots, with their names and sub-dims."""
+        # the smaller set is added to the larger one, which bounds the time
         if len(self.occurs[a]) < len(self.occurs[b]):
             a, b = b, a
         self.parent[b] = a
@@ -230,7 +231,20 @@ class Unifier:
 
     def named(self, atom: int) -> bool:
         """Whether the weak class of an atom has a name that is not inherited."""
-        return any(self.names.get(self.find(m)) for m in self.weak_members[self._weak_find(atom)])
+        return bool(self.names_in(self.weak_class(atom)))
+
+    def weak_class(self, atom: int) -> list[int]:
+        """The members of the weak class of an atom."""
+        return self.weak_members[self._weak_find(atom)]
+
+    def names_in(self, members: Iterable[int], inherited: bool = False) -> dict[str, str]:
+        """name → origin, of the strong classes of some nodes; ``inherited``: the names that they inherit."""
+        table = self.inherited if inherited else self.names
+        names: dict[str, str] = {}
+        for m in members:
+            for name, origin in table.get(self.find(m), {}).items():
+                names.setdefault(name, origin)
+        return names
 
     def unify_weak(self, a: int, b: int, where: object = None) -> bool:
         """Join the weak classes of two atoms; if they share a value, prime one of them instead and return False.
@@ -355,14 +369,8 @@ class Unifier:
     def _leading_names(self, n: int) -> dict[str, str]:
         """name → origin, of a dim or its major sub-dim; without any, its inherited names."""
         atom = self.atoms(n)[0]
-        for table, node in ((self.names, self.find(n)), (self.names, atom), (self.inherited, atom)):
-            names: dict[str, str] = {}
-            for m in self.weak_members[self._weak_find(node)]:
-                for name, origin in table.get(self.find(m), {}).items():
-                    names.setdefault(name, origin)
-            if names:
-                return names
-        return {}
+        names = self.names_in(self.weak_class(n)) or self.names_in(self.weak_class(atom))
+        return names or self.names_in(self.weak_class(atom), inherited=True)
 
     # -- results
 
@@ -370,24 +378,16 @@ class Unifier:
         """The names of a node or its weak class, before :meth:`freeze`."""
         if n == NONE:
             return set()
-        out = set(self.names.get(self.find(n), ()))
-        for atom in (self.find(n), *self.atoms(n)):
-            for m in self.weak_members[self._weak_find(atom)]:
-                out |= set(self.names.get(self.find(m), ()))
-        return out
+        return {name for atom in (n, *self.atoms(n)) for name in self.names_in(self.weak_class(atom))}
 
     def freeze(self) -> None:
         """Fix all names; afterwards :meth:`sub_dims_of` may be called."""
         self._name_inner_sub_dims()
         self._cache = {NONE: ()}
-        self._weak_names: dict[int, tuple[str, ...]] = {}
-        self._weak_inherited: dict[int, tuple[str, ...]] = {}
-        for root, members in list(self.weak_members.items()):
-            for table, out in ((self.names, self._weak_names), (self.inherited, self._weak_inherited)):
-                names: dict[str, None] = {}
-                for m in members:
-                    names.update(dict.fromkeys(table.get(self.find(m), ())))
-                out[root] = tuple(names)
+        self._weak_names, self._weak_inherited = (
+            {root: tuple(self.names_in(members, inherited)) for root, members in self.weak_members.items()}
+            for inherited in (False, True)
+        )
 
     def _name_inner_sub_dims(self) -> None:
         """If a loop runs over the major sub-dim of a dim (microbatches), give the name of the dim to its minor sub-dim.
@@ -448,21 +448,12 @@ def joined_names(unifier: Unifier) -> Iterable[tuple[str, str, str, str, object]
     """(name, name, origin, origin, op) for every two names of one class, or of two dims of one value that an op would join."""
     seen: set[frozenset[str]] = set()
     classes: list[tuple[dict[str, str], object]] = []
-    for members in unifier.weak_members.values():
-        found: dict[str, str] = {}
-        for m in members:
-            for name, origin in unifier.names.get(unifier.find(m), {}).items():
-                found.setdefault(name, origin)
-        classes.append((found, None))
+    classes += [(unifier.names_in(members), None) for members in unifier.weak_members.values()]
     in_weak = {unifier.find(m) for ms in unifier.weak_members.values() for m in ms}
     classes += [(names, None) for root, names in unifier.names.items() if root not in in_weak]
     for a, b, where in unifier.soft:
-        found = {}
-        for atom in (*unifier.atoms(a), *unifier.atoms(b)):
-            for m in unifier.weak_members.get(unifier._weak_find(atom), [atom]):
-                for name, origin in unifier.names.get(unifier.find(m), {}).items():
-                    found.setdefault(name, origin)
-        classes.append((found, where))
+        atoms = (*unifier.atoms(a), *unifier.atoms(b))
+        classes.append((unifier.names_in(m for atom in atoms for m in unifier.weak_class(atom)), where))
     for found, where in classes:
         names = list(found)
         for other in names[1:]:

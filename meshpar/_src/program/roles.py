@@ -102,13 +102,12 @@ def elementwise_flow(program: Program) -> Flow:
 
 def _link_bodies(op: Op, flow: Flow) -> None:
     """Add each pair of values that are the same inside and outside the bodies of an op."""
-    for frame, outer in zip(op.frames, operands_of_bodies(op.eqn, op.ins) if op.frames else (), strict=True):
+    for frame, outer in zip(op.frames, operands_of_bodies(op.eqn, op.ins), strict=True):
         for a, b in zip(outer, frame.ins(), strict=True):
             flow.bind(a, b)
         if op.primitive.loop and frame is not op.frames[-1]:
             continue  # the result of the condition is no result of the loop
-        results = [frame.env.get(v) if not hasattr(v, "val") else None for v in frame.jaxpr.outvars]
-        for a, b in zip(results, op.outs, strict=True):
+        for a, b in zip(frame.outs(), op.outs, strict=True):
             flow.link(a, b)
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from ..compat.jax import equations, new_var
+from ..compat.jax import equations
 from ..compat.loops import loop_parts
 from ..rules import bodies, primitive
 from .jaxprs import readers, with_bodies, with_eqns
@@ -63,7 +63,7 @@ def _with_conversions(body: Jaxpr, conversions: dict[int, JaxprEqn]) -> Jaxpr:
     eqns, outvars = list(body.eqns), list(body.outvars)
     for i, conversion in conversions.items():
         x = outvars[i]
-        out = new_var(x.aval.update(dtype=conversion.params["dtype"], weak_type=False))
+        out = Var(x.aval.update(dtype=conversion.params["dtype"], weak_type=False))
         eqns.append(conversion.replace(invars=[x], outvars=[out]))
         outvars[i] = out
     return body.replace(eqns=eqns, outvars=outvars)

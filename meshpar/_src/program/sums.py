@@ -11,9 +11,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from ..compat.jax import body_operands, new_var
+from ..compat.jax import body_operands
 from ..rules import bodies, primitive
 from .jaxprs import readers, rewrite, with_eqns
 
@@ -84,7 +84,9 @@ def _with_reordered_additions(jaxpr: Jaxpr, matmuls: set[Any]) -> list[JaxprEqn]
     return [new for i, eqn in enumerate(eqns) for new in replaced.get(i, [eqn])]
 
 
-def _terms(root: int, eqns: Sequence[Any], inner: set[int], made_at: dict[Any, int]) -> tuple[list[Any], list[int]]:
+def _terms(
+    root: int, eqns: Sequence[JaxprEqn], inner: set[int], made_at: dict[Any, int]
+) -> tuple[list[Any], list[int]]:
     """(terms of a sum in order, sorted indices of the equations that add them); ``root``: the index of the last one."""
     terms, slots = [], [root]
     stack = list(reversed(eqns[root].invars))
@@ -100,7 +102,11 @@ def _terms(root: int, eqns: Sequence[Any], inner: set[int], made_at: dict[Any, i
 
 
 def _additions(
-    terms: Sequence[Any], matmuls: Sequence[int], slots: Sequence[int], eqns: Sequence[Any], made_at: dict[Any, int]
+    terms: Sequence[Any],
+    matmuls: Sequence[int],
+    slots: Sequence[int],
+    eqns: Sequence[JaxprEqn],
+    made_at: dict[Any, int],
 ) -> dict[int, list[Any]]:
     """The additions of ``((other terms) + (matmuls)) + terms after the last matmul``, as slot → new equations.
 
@@ -121,7 +127,7 @@ def _additions(
         for k, y in enumerate(others):
             ready = max(0 if isinstance(v, Literal) else available[v] for v in (x, y))
             slot = slots[bisect_left(slots, ready)]
-            total = out if out is not None and k == len(others) - 1 else new_var(eqns[slot].outvars[0].aval)
+            total = out if out is not None and k == len(others) - 1 else Var(eqns[slot].outvars[0].aval)
             new[slot].append(eqns[slot].replace(invars=[x, y], outvars=[total]))
             available[total] = slot
             x = total

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from ...errors import MeshError
 from ..compat.jax import (
@@ -15,7 +15,6 @@ from ..compat.jax import (
     equations,
     in_auto_mesh,
     make_jaxpr,
-    new_var,
     shardings_of,
     source_line,
     without_refs,
@@ -55,7 +54,7 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any], mesh: AnyMesh) -> tuple
     return closed, shapes, jax.tree.leaves(shapes)
 
 
-def _is_batched(eqn: Any) -> bool:
+def _is_batched(eqn: JaxprEqn) -> bool:
     """Whether an equation is a ``while`` under ``vmap``, with one condition for each element of the batch."""
     return "cond_jaxpr" in eqn.params and bool(eqn.params["cond_jaxpr"].out_avals[0].shape)
 
@@ -68,7 +67,7 @@ def _each_equation(closed: ClosedJaxpr, change: Callable[[JaxprEqn], list[JaxprE
     )
 
 
-def _constrained(mesh: AnyMesh, eqn: Any) -> list[Any]:
+def _constrained(mesh: AnyMesh, eqn: JaxprEqn) -> list[Any]:
     """An equation without shardings as parameters (:func:`shardings_of`), and constraints of its operands and results in their
     place."""
     eqn = in_auto_mesh(eqn)
@@ -91,7 +90,7 @@ def _constrained(mesh: AnyMesh, eqn: Any) -> list[Any]:
                 source=source_line(eqn),
                 fixes=["name axes of the mesh of the step", "or leave the sharding out: the layout decides"],
             )
-        other = new_var(var.aval)
+        other = Var(var.aval)
         ends = {"invars": [other], "outvars": [var]} if result else {"invars": [var], "outvars": [other]}
         eqns.append(eqn.replace(primitive=place_p, params={"spec": spec}, effects=frozenset(), **ends))
         return other

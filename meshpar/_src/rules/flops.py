@@ -6,18 +6,21 @@ import math
 import weakref
 from typing import Any
 
+from jax.extend.core import Jaxpr, JaxprEqn
+
 from meshpar_kernels._choose import OUTLINE
 
-from ..compat.jax import closed_parts, make_jaxpr
+from ..compat.jax import jaxprs_in, make_jaxpr
 from .registry import bodies, primitive
 
 _traced: weakref.WeakKeyDictionary[Any, dict[Any, float]] = weakref.WeakKeyDictionary()
 """Kernel → (shapes and dtypes of its operands) → FLOPs."""
 
 
-def kernel_flops(eqn: Any) -> float:
+def kernel_flops(eqn: JaxprEqn) -> float:
     """FLOPs of a kernel of :func:`meshpar.kernel_rule`: as it declares, else of its traced function."""
-    kernel, avals = eqn.params["kernel"], [v.aval for v in eqn.invars]
+    kernel = eqn.params["kernel"]
+    avals: list[Any] = [v.aval for v in eqn.invars]
     if (work := kernel.work(avals, {}, {})) is not None and work.flops is not None:
         return work.flops
     cached = _traced.setdefault(kernel, {})
@@ -28,7 +31,7 @@ def kernel_flops(eqn: Any) -> float:
     return cached[key]
 
 
-def pallas_flops(eqn: Any) -> float:
+def pallas_flops(eqn: JaxprEqn) -> float:
     """FLOPs of a ``pallas_call``: its ``cost_estimate``, else the FLOPs of its body times the steps of its grid."""
     p = eqn.params
     if p.get("cost_estimate") is not None:
@@ -36,28 +39,23 @@ def pallas_flops(eqn: Any) -> float:
     return jaxpr_flops(p["jaxpr"]) * math.prod(n for n in p["grid_mapping"].grid if isinstance(n, int))
 
 
-def shard_map_flops(eqn: Any) -> float:
+def shard_map_flops(eqn: JaxprEqn) -> float:
     """FLOPs of a ``shard_map`` of the user, of all devices together."""
     p = eqn.params
     return jaxpr_flops(p["jaxpr"]) * math.prod(p["mesh"].shape[a] for a in p["newly_manual_axes"])
 
 
-def jaxpr_flops(jaxpr: Any) -> float:
+def jaxpr_flops(jaxpr: Jaxpr) -> float:
     """FLOPs of the matmuls of a jaxpr: loops times their trip count if it is known, of a ``cond`` the largest branch."""
     return sum(map(_equation_flops, jaxpr.eqns))
 
 
-def _equation_flops(eqn: Any) -> float:
+def _equation_flops(eqn: JaxprEqn) -> float:
     """FLOPs of the matmuls of an equation and of its bodies."""
     entry, p = primitive(eqn.primitive.name), eqn.params
     if entry.matmul or entry.nested_flops is not None:
         return entry.flops(eqn)
-    if "branches" in p:
-        return max(jaxpr_flops(closed_parts(b)[0]) for b in p["branches"])
-    inner = bodies(eqn) or [
-        closed_parts(x)[0]
-        for v in p.values()
-        for x in (v if isinstance(v, tuple | list) else (v,))
-        if hasattr(closed_parts(x)[0], "eqns")
-    ]
-    return sum(map(jaxpr_flops, inner)) * (p["length"] if entry.family == "scan" else 1)
+    inner = map(jaxpr_flops, bodies(eqn) or jaxprs_in(eqn))
+    if entry.family == "cond":
+        return max(inner)
+    return sum(inner) * (p["length"] if entry.family == "scan" else 1)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from ...compat.jax import (
     abstract_array,
@@ -19,7 +19,6 @@ from ...compat.jax import (
     body_operands,
     literal_array,
     make_generated_jaxpr,
-    new_var,
     on_host,
     replace_body,
 )
@@ -59,7 +58,7 @@ class JaxprRewriter:
         """A rewriter without equations; the arguments are attributes of the class."""
         self.program, self.shards, self.notes, self.rewrites = program, shards, notes, rewrites
         self.constants = Constants()
-        self.eqns: list[Any] = []
+        self.eqns: list[JaxprEqn] = []
         self.removable: dict[int, bool] = {}
         self.op: Any = None
 
@@ -84,7 +83,7 @@ class JaxprRewriter:
             if op.frames:
                 self.control_flow(scope, op)
             elif not any(rewrite(Site(self, scope, op)) for rewrite in self.rewrites.get(op.name, ())):
-                self.copy_eqn(scope, op)
+                self.copy_eqn(scope, op.eqn)
 
     def control_flow(self, scope: Scope, op: Op) -> None:
         """Append an op with rewritten bodies; inline a call that reads views, or has slices in its body.
@@ -109,7 +108,7 @@ class JaxprRewriter:
         self.op = op
         if any(b is not None for b in bodies):
             eqn = replace_body(eqn, [f.jaxpr if b is None else b for f, b in zip(op.frames, bodies, strict=True)])
-        self.copy_eqn(scope, op, eqn)
+        self.copy_eqn(scope, eqn)
         if eqn is not op.eqn:
             self.removable[id(self.eqns[-1])] = True
 
@@ -141,11 +140,10 @@ class JaxprRewriter:
 
     # -- equations
 
-    def copy_eqn(self, scope: Scope, op: Op, eqn: Any = None) -> list[Any]:
-        """Append the op's equation (or ``eqn``) on the values of its operands, and return its results."""
-        eqn = op.eqn if eqn is None else eqn
+    def copy_eqn(self, scope: Scope, eqn: JaxprEqn) -> list[Var]:
+        """Append an equation of the program on the values of its operands, and return its results."""
         invars = [self.read(scope, v) for v in eqn.invars]
-        outvars = [new_var(v.aval) for v in eqn.outvars]
+        outvars = [Var(v.aval) for v in eqn.outvars]
         self.eqns.append(eqn.replace(invars=invars, outvars=outvars))
         scope.atoms.update(zip(eqn.outvars, outvars, strict=True))
         return outvars
@@ -155,8 +153,8 @@ class JaxprRewriter:
         self.eqns.append(eqn)
         self.removable[id(eqn)] = True
 
-    def emit(self, op: Op, fn: Callable[..., Any], *atoms: Any) -> Any:
-        """Append the equations of ``fn(*atoms)``, with the source line of an op, and return the atom of its one result."""
+    def emit(self, fn: Callable[..., Any], *atoms: Any) -> Any:
+        """Append the equations of ``fn(*atoms)``, with the source line of ``op``, and return the atom of its one result."""
         arrays: list[Any] = variables(atoms)
 
         def of_arrays(*xs: Any) -> Any:
@@ -167,7 +165,7 @@ class JaxprRewriter:
             of_arrays, *[abstract_array(a.aval.shape, a.aval.dtype, a.aval.weak_type, on_host(a.aval)) for a in arrays]
         )
         made: list[Any] = []
-        (out,) = inline(made, traced.jaxpr, traced.consts, arrays, source_info=op.eqn.source_info)
+        (out,) = inline(made, traced.jaxpr, traced.consts, arrays, source_info=self.op.eqn.source_info)
         for eqn in made:
             self.append(eqn)
         return out
@@ -186,13 +184,13 @@ class JaxprRewriter:
     def compute(self, view: View, shape: tuple[int, ...]) -> Any:
         """Append the equations that compute a view of this shape, and return its atom."""
         if isinstance(view, CollapsedView):
-            return self.emit(self.op, lambda x: lax.reshape(x, shape), view.source)
+            return self.emit(lambda x: lax.reshape(x, shape), view.source)
         if view.copy is None:
-            return self.emit(self.op, lambda x: lax.slice(x, (0,) * x.ndim, shape), view.source)
+            return self.emit(lambda x: lax.slice(x, (0,) * x.ndim, shape), view.source)
         if not (view.composed and view.divides):
             return view.copy()
         tables = {d: dim.table for d, dim in view.indices.items()}
-        return self.emit(self.op, lambda x: rearranged(x, tables), view.source)
+        return self.emit(lambda x: rearranged(x, tables), view.source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +286,7 @@ class Site:
 
     def emit(self, fn: Callable[..., Any], *atoms: Any) -> Any:
         """Append the equations of ``fn(*atoms)``, and return the atom of its one result."""
-        return self.rewriter.emit(self.op, fn, *atoms)
+        return self.rewriter.emit(fn, *atoms)
 
     def emit_op(self, atoms: Sequence[Any], **changed: Any) -> Any:
         """Append the op on other operands, with some parameters changed, and return the atom of its one result."""
@@ -296,7 +294,7 @@ class Site:
 
     def emit_reshaped(self, atoms: Sequence[Any], shape: tuple[int, ...]) -> Any:
         """Append an elementwise op on operands of another shape, and return the atom of its result."""
-        out = new_var(self.op.eqn.outvars[0].aval.update(shape=shape))
+        out = Var(self.op.eqn.outvars[0].aval.update(shape=shape))
         self.rewriter.append(self.op.eqn.replace(invars=list(atoms), outvars=[out]))
         return out
 
@@ -342,7 +340,7 @@ class Site:
 
             def copy() -> Any:
                 if not outvars:
-                    outvars.extend(self.rewriter.copy_eqn(self.scope, self.op))
+                    outvars.extend(self.rewriter.copy_eqn(self.scope, self.op.eqn))
                     self.rewriter.removable[id(self.rewriter.eqns[-1])] = False
                 return outvars[k]
 

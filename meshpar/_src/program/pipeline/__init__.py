@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ....errors import UnsupportedError
 from ...compat.jax import abstract_array, is_of_memories, make_generated_jaxpr, on_host, replace_body
@@ -399,7 +399,7 @@ def _numbers(numbers: Sequence[int]) -> str:
 
 def _with_replacements(frame: Frame, replacements: Mapping[Op, Any]) -> Any:
     """The jaxpr of a frame with the equations of some ops replaced by closed jaxprs."""
-    eqns: list[Any] = []
+    eqns: list[JaxprEqn] = []
     names: dict[Any, Any] = {}
     for op in frame.ops:
         eqn = op.eqn.replace(invars=renamed(op.eqn.invars, names))

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 
-from ...compat.jax import closed_parts, make_generated_jaxpr, new_var
+from ...compat.jax import closed_parts, make_generated_jaxpr
 from ...compat.loops import loop_parts
 from ..ir import Op, Value
 from .find import LayerLoop
@@ -87,7 +87,7 @@ def cast_stacks(body: Body, loops: Sequence[LayerLoop]) -> None:
             if dtype is None or body.place(v) != INVARIANT:
                 continue
             if (v, dtype) not in copies:
-                copies[v, dtype] = copy = new_var(v.aval.update(dtype=dtype, weak_type=False))
+                copies[v, dtype] = copy = Var(v.aval.update(dtype=dtype, weak_type=False))
                 body.eqns.append(_cast(v, copy))
                 body.places[copy] = INVARIANT
             invars[p], wide[p] = copies[v, dtype], v.aval.dtype
@@ -105,8 +105,7 @@ def _only_cast(loop: Op, position: int) -> Any:
         ):  # the body of a call reads its operands
             continue
         dtypes.add(op.outs[0].aval.dtype if op.primitive.family == "cast" else None)
-    leaves = any(not isinstance(v, Literal) and frame.env[v] is value for v in frame.jaxpr.outvars)
-    if len(dtypes) != 1 or None in dtypes or leaves:
+    if len(dtypes) != 1 or None in dtypes or value in frame.outs():
         return None
     (dtype,) = dtypes
     floats = np.issubdtype(value.aval.dtype, np.floating) and jax.dtypes.issubdtype(dtype, np.floating)

@@ -23,16 +23,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 
 from ....errors import UnsupportedError
-from ...compat.jax import at_line_of, bind, on_host, source_line, with_weak_type
+from ...compat.jax import at_line_of, bind, on_host, source_line, with_weak_type, zeros
 from ...compat.loops import loop_parts
 from ..jaxprs import live
 from ..primitives import rename_dims_p
 from .schedule import Schedule, interval_rows
 from .segments import CONSTANT, INVARIANT, Body, Place, stack_of
-from .slots import RoundOfStack, Rows, Slot, Stages, Time, run_slots, zeros
+from .slots import RoundOfStack, Rows, Slot, Stages, Time, run_slots
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
@@ -129,7 +129,7 @@ class TickLoops:
         for eqn in self.body.loops:
             stacks = loop_parts(eqn).stacks if self.schedule.rounds > 1 else ()
             for p, v in enumerate(eqn.invars):
-                if not isinstance(v, Literal) and (v in self._xs or p in stacks):
+                if not isinstance(v, Literal) and (v in self.body.xs or p in stacks):
                     yield v
 
     def _slot_time(self, i: int) -> Time:
@@ -157,13 +157,10 @@ class TickLoops:
             offsets[-1] += len(offsets) == 3
         return tuple(offsets)
 
-    def _segment_time(self, j: int) -> Time:
-        return Time(self.offsets[j])
-
     def made_at(self, var: Any) -> Time:
         """When a variable is made."""
         place = self.body.place(var)
-        return self.slot_times[place.loop] if place.stacked else self._segment_time(place.runs.segment)
+        return self.slot_times[place.loop] if place.stacked else Time(self.offsets[place.runs.segment])
 
     def _phases(self) -> list[Phase]:
         """The phases, in order."""
@@ -256,7 +253,7 @@ class TickLoops:
         body, needs = self.body, _Needs()
         for j in range(len(body.loops), -1, -1):
             for var in self._segment_results(j):
-                self._read(needs, var, self._segment_time(j), Place(j))
+                self._read(needs, var, Time(self.offsets[j]), Place(j))
             self._close(needs, Place(j))
             if j:
                 i = j - 1
@@ -287,14 +284,10 @@ class TickLoops:
             needs.want(INVARIANT if place is None else place, [var])
             return
         needs.want(made, [var])
-        if made == INVARIANT or var in self._xs:
+        if made == INVARIANT or var in self.body.xs:
             return
         if made.stacked or time.slot or time != self.made_at(var):
             needs.reads.setdefault(var, set()).add(time)
-
-    @property
-    def _xs(self) -> Mapping[Any, int]:
-        return {v: i for i, v in enumerate(self.body.xs)}
 
     def _close(self, needs: _Needs, place: Place) -> None:
         """Find the equations that a segment needs, and record the values that they read; of stacks, the elementwise equations."""
@@ -308,7 +301,7 @@ class TickLoops:
         made = {v for eqn in needs.eqns[place] for v in eqn.outvars}
         for var in wanted if place != INVARIANT else ():
             if var not in made and (body.place(var) != place or var in body.carries):
-                self._read(needs, var, self._segment_time(place.segment), place)
+                self._read(needs, var, Time(self.offsets[place.segment]), place)
 
     # -- running
 
@@ -756,7 +749,7 @@ def _merged(first: State, second: State) -> State:
     return {name: {**values, **second[name]} for name, values in first.items()}
 
 
-def evaluate(eqns: Iterable[Any], env: dict[Any, Any], lookup: Callable[[Any], Any]) -> None:
+def evaluate(eqns: Iterable[JaxprEqn], env: dict[Any, Any], lookup: Callable[[Any], Any]) -> None:
     """Run equations, and add their results to ``env``; ``lookup`` gives the other operands."""
     for eqn in eqns:
         args = [v.val if isinstance(v, Literal) else env[v] if v in env else lookup(v) for v in eqn.invars]

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from ....errors import UnsupportedError
-from ...compat.jax import body_consts, body_operands, new_var
+from ...compat.jax import body_consts, body_operands
 from ...compat.loops import loop_parts
 from ...rules import primitive
 from ..ir import Frame, Op
@@ -73,7 +73,7 @@ class Body:
     carries: Sequence[Any]
     xs: Sequence[Any]
     outs: Sequence[Any]
-    eqns: list[Any]
+    eqns: list[JaxprEqn]
     loops: list[Any]
     places: dict[Any, Place]
     accumulators: dict[int, Any]
@@ -166,12 +166,12 @@ def _inlined(frame: Frame, names: dict[Any, Any], targets: set[Op]) -> Iterable[
             yield from _inlined(body, inner, targets)
             names.update(zip(op.eqn.outvars, renamed(body.jaxpr.outvars, inner), strict=True))
         else:
-            outvars = [new_var(v.aval) for v in op.eqn.outvars]
+            outvars = [Var(v.aval) for v in op.eqn.outvars]
             names.update(zip(op.eqn.outvars, outvars, strict=True))
             yield op, op.eqn.replace(invars=invars, outvars=outvars)
 
 
-def _place(body: Body, eqns: Sequence[Any], op: Op, loops: Sequence[LayerLoop]) -> None:
+def _place(body: Body, eqns: Sequence[JaxprEqn], op: Op, loops: Sequence[LayerLoop]) -> None:
     """Set the places of all variables, and the accumulators.
 
     A carry is in the segment that makes its new value. This is found by repetition: places only move to later segments.
@@ -189,7 +189,9 @@ def _place(body: Body, eqns: Sequence[Any], op: Op, loops: Sequence[LayerLoop]) 
         of_carry = new
 
 
-def _place_all(body: Body, eqns: Sequence[Any], of_carry: Sequence[int], op: Op, loops: Sequence[LayerLoop]) -> None:
+def _place_all(
+    body: Body, eqns: Sequence[JaxprEqn], of_carry: Sequence[int], op: Op, loops: Sequence[LayerLoop]
+) -> None:
     """Set the places of all variables, given the segments of the carries.
 
     Raises:

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
-from ...compat.jax import closed_parts, key_impl
+from ...compat.jax import closed_parts, zeros
 from ...compat.loops import loop_parts
 from ...rules.rearrange import rearrange
 from ..primitives import add_row_p, name_dims_p, rename_dims_p
@@ -168,14 +168,6 @@ class Stages:
         return self.named(jax.vmap(one, (2, 1, 0), 2)(ring, x, index), 2)
 
 
-def zeros(shape: Sequence[int], dtype: Any) -> Any:
-    """An array of zeros; of PRNG keys, the keys of zero words."""
-    if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-        return jnp.zeros(shape, dtype)
-    key = jax.random.key_data(jax.random.key(0, impl=key_impl(dtype)))
-    return jax.random.wrap_key_data(jnp.zeros((*shape, *key.shape), key.dtype), impl=key_impl(dtype))
-
-
 @dataclass(frozen=True, slots=True)
 class RoundOfStack:
     """The layers of one round, of a stack with the layers of all rounds: each layer is read from the stack, without a copy of the
@@ -229,7 +221,7 @@ class Slot:
       round: the round of each stage (an int32 [K] or 0).
     """
 
-    eqn: Any
+    eqn: JaxprEqn
     stages: Stages
     consts: Sequence[Any]
     per_stage: Sequence[bool]

@@ -12,9 +12,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
-from ...compat.jax import closed_parts, new_var
+from ...compat.jax import closed_parts
 from ...compat.loops import loop_parts
 from ...rules import primitive
 from ..ir import Op
@@ -45,7 +45,7 @@ def split_backward(body: Body, op: Op, loops: Sequence[LayerLoop], order: str) -
     return sources, letters
 
 
-def _parts(eqn: Any) -> tuple[Any, Any] | None:
+def _parts(eqn: JaxprEqn) -> tuple[Any, Any] | None:
     """(the scan of the carries, the scan of the other stacked results) of a scan; None: the carries need all of its equations."""
     jaxpr, values = closed_parts(eqn.params["jaxpr"])
     flat = flatten(ClosedJaxpr(jaxpr, values))
@@ -61,28 +61,23 @@ def _parts(eqn: Any) -> tuple[Any, Any] | None:
     carried = set(parts.carried(inner.invars))
     rest, cut = _cut(inner.eqns, first, rest, early, carried)
 
-    count = len(inner.outvars)
-    kept = [k for k in range(count) if k not in second]
-    stacked = [new_var(_stacked(v.aval, eqn.params["length"])) for v in cut]
-    one = _scan(
-        eqn, ClosedJaxpr(inner.replace(eqns=first, outvars=[*(inner.outvars[k] for k in kept), *cut]), flat.consts),
-        eqn.invars, [*(eqn.outvars[k] for k in kept), *stacked], len(parts.consts), carries,
-    )  # fmt: skip
+    kept = [k for k in range(len(inner.outvars)) if k not in second]
+    stacked = [Var(_stacked(v.aval, eqn.params["length"])) for v in cut]
+    backward = inner.replace(eqns=first, outvars=[*(inner.outvars[k] for k in kept), *cut])
+    results = [*(eqn.outvars[k] for k in kept), *stacked]
+    one = _scan(eqn, ClosedJaxpr(backward, flat.consts), eqn.invars, results, len(parts.consts), carries)
     read = {v for e in rest for v in variables(e.invars)}
     held = [p for p, v in enumerate(inner.invars) if v in read and v not in carried]
     own = [p for p in held if p in parts.consts]
-    other = ClosedJaxpr(
-        inner.replace(eqns=rest, invars=[*(inner.invars[p] for p in held), *cut], outvars=[inner.outvars[k] for k in second]),
-        flat.consts,
-    )  # fmt: skip
-    two = _scan(
-        eqn, other, [*(eqn.invars[p] for p in held), *stacked], [eqn.outvars[k] for k in second], len(own), 0
-    )  # fmt: skip
+    arguments = [*(inner.invars[p] for p in held), *cut]
+    weights = inner.replace(eqns=rest, invars=arguments, outvars=[inner.outvars[k] for k in second])
+    operands = [*(eqn.invars[p] for p in held), *stacked]
+    two = _scan(eqn, ClosedJaxpr(weights, flat.consts), operands, [eqn.outvars[k] for k in second], len(own), 0)
     return one, two
 
 
 def _cut(
-    eqns: Sequence[Any], first: Sequence[Any], rest: Sequence[Any], early: set[Any], carried: set[Any]
+    eqns: Sequence[JaxprEqn], first: Sequence[Any], rest: Sequence[Any], early: set[Any], carried: set[Any]
 ) -> tuple[list[Any], list[Any]]:
     """(the equations of the weight loop, the values that it reads of the backward loop).
 
@@ -101,13 +96,13 @@ def _cut(
             if sum(_bytes(x) for x in operands - stored) <= sum(_bytes(x) for x in eqn.outvars if x in stored):
                 chosen = {id(e) for e in (*rest, eqn)}
                 rest = [e for e in eqns if id(e) in chosen]  # in the order of the layer
-                break
+                break  # its operands are now read by the weight loop, and may be computed in both loops as well
         else:
             return rest, cut
         early = early - set(eqn.outvars)
 
 
-def _cheap(eqn: Any) -> bool:
+def _cheap(eqn: JaxprEqn) -> bool:
     """Whether an op takes little time to compute twice."""
     p = primitive(eqn.primitive.name)
     return len(eqn.outvars) == 1 and (p.elementwise or p.view or p.family == "random")
@@ -121,7 +116,9 @@ def _stacked(aval: Any, length: int) -> Any:
     return aval.update(shape=(length, *aval.shape), weak_type=False)
 
 
-def _scan(eqn: Any, body: ClosedJaxpr, invars: Sequence[Any], outvars: Sequence[Any], consts: int, carries: int) -> Any:
+def _scan(
+    eqn: JaxprEqn, body: ClosedJaxpr, invars: Sequence[Any], outvars: Sequence[Any], consts: int, carries: int
+) -> Any:
     """A layer loop with another body, in the direction of ``eqn``. It is never bound: its slots run the body."""
     params = {"jaxpr": body, "num_consts": consts, "num_carry": carries}
     params |= {name: eqn.params[name] for name in ("length", "reverse")}
