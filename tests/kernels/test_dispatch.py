@@ -173,7 +173,7 @@ def test_a_plan_whose_rows_the_matmul_gathers(strategy):
         rows, d = expert_dispatch(
             x, plan, weight=plan.weight, axis_name=axes, copy=copy, strategy="a2a" if axes is None else strategy
         )
-        how = {} if copy else {"lhs_indices": d.lhs_indices, "lhs_rows": d.lhs_rows}
+        how = {} if copy else {"lhs_indices": d.lhs_indices}
         y = grouped_matmul(rows, matrices, d.group_sizes, row_scale=d.row_scale, **how)
         return expert_combine(y, d)
 

@@ -33,14 +33,16 @@ from ..hardware.calibration import read_calibrations
 from ..hardware.topology import device_count
 from ..layout import scheme_text, similar_schemes
 from ..layouts import PRESETS
+from ..options import add_flags, given_flags
 from ..plan_api import Plan
 from ..pods.cli import add_commands
 from ..progress import Progress
 from ..report.facts import fits
+from ..search import SearchOptions
 from ..units import mesh_text
 from .api import plan as plan_of
 from .doctor import add_command as add_doctor
-from .options import Lowering, add_flags, given_flags
+from .options import Lowering, StepOptions
 from .target import Target, concrete, failing_as_target, has_drawn_integers, load_target, parse_options
 from .tune_kernels import add_command as add_tuning
 
@@ -221,7 +223,7 @@ def _machine_and_layout(add: Add, topology: str = TOPOLOGY) -> None:
 def _plan_arguments(add: Add) -> None:
     """Add the arguments of ``meshpar plan``."""
     _machine_and_layout(add)
-    add_flags(add)
+    add_flags(add, StepOptions)
     add("--html", metavar="FILE", help="write the plan as an HTML page")
     add("--open", action="store_true", help="open the page in the browser (with --html)")
     tokens = "the step generates a token of each sequence of this dim (batch): add its rates"
@@ -232,36 +234,26 @@ def _plan_arguments(add: Add) -> None:
 
 def _lab_arguments(add: Add) -> None:
     _machine_and_layout(add)
-    add_flags(add)
+    add_flags(add, StepOptions)
     add("--port", type=int, default=0, help="of the loopback address (default: any that is free)")
     add("--no-browser", action="store_true", help="print the page's address, and open nothing")
 
 
 def _compile_arguments(add: Add) -> None:
     _machine_and_layout(add, TOPOLOGY + "; without one, for as many CPUs as the mesh has")
-    add_flags(add)
+    add_flags(add, StepOptions)
     add("--effort", choices=("fast", "full"), default="fast", help="of the compiler (%(default)s)")
 
 
 def _search_arguments(add: Add) -> None:
     """Add the arguments of ``meshpar search``."""
     add("--topology", help=TOPOLOGY)
-    add("--mesh", help='the only mesh to try, "data=64, model=8" (default: all that the topology has)')
     add("--layout", action="append", default=[], help="a layout of your own to plan as well; several may be given")
-    add("--fixed", default="", metavar="RULES", help='rules that every layout begins with: "batch: data"')
-    add("--forbid", default="", metavar="DIMS", help='dims that are never split: "head_dim, seq"')
-    objective = "the shortest step, or the smallest peak memory (%(default)s)"
-    add("--objective", choices=("time", "memory"), default="time", help=objective)
-    add("--memory-fraction", type=float, default=0.85, help="fraction of the memory that may be used (%(default)s)")
-    add("--max-axes", type=int, default=3, help="the most axes of a mesh (%(default)s)")
-    add("--max-plans", type=int, default=400, help="the most candidates that are planned (%(default)s)")
-    limit = "seconds after which no more plans are begun; a plan of a large unrolled model takes 20 s"
-    add("--time-limit", type=float, help=limit)
+    add_flags(add, SearchOptions)
     choices = "values to choose from as well, of `overlap` or of an argument of the target: remat=full,none; several may be given"
     add("--choices", action="append", default=[], metavar="NAME=A,B", help=choices)
-    add("--verify", type=int, default=0, metavar="N", help="compile the best N with the real compiler (%(default)s)")
     add("--html", metavar="FILE", help="write the result as an HTML page, with a chart of time and memory")
-    add_flags(add)
+    add_flags(add, StepOptions)
 
 
 def _calibrate_arguments(add: Add) -> None:
@@ -269,7 +261,7 @@ def _calibrate_arguments(add: Add) -> None:
     add("--mesh", action="append", help='"data=2, model=4"; several may be given (default: one axis over all devices)')
     layouts = "as for plan; several may be given (default: those LAYOUTS of the target that have the mesh's axes)"
     add("--layout", action="append", help=layouts)
-    add_flags(add, without=["calibration"])
+    add_flags(add, StepOptions, without=["calibration"])
     add("--rounds", type=int, default=9, help="number of measurements of each layout (%(default)s)")
     result = "where to save the result, for --calibration of plan and search"
     add("--calibration", dest="result", metavar="FILE", help=result)
@@ -283,7 +275,7 @@ def _check_arguments(add: Add) -> None:
     add("--layout", action="append", help="as for plan; several may be given")
     lowerings = (*get_args(Lowering), "both")
     add("--lowering", dest="lowerings", choices=lowerings, default="auto", help="as for plan, or both (%(default)s)")
-    add_flags(add, without=["lowering", "donate_argnames"])
+    add_flags(add, StepOptions, without=["lowering", "donate_argnames"])
     _numbers(add)
 
 
@@ -292,7 +284,7 @@ def _diff_arguments(add: Add) -> None:
     add("--mesh", action="append", help="once or twice; " + MESH)
     add("--layout", action="append", help="once or twice; " + LAYOUT)
     add("--topology", action="append", help="once or twice; " + TOPOLOGY)
-    add_flags(add)
+    add_flags(add, StepOptions)
     add("--html", metavar="FILE", help="write the comparison as an HTML page")
 
 
@@ -437,16 +429,18 @@ def _search(args: argparse.Namespace) -> int:
         )
     mesh = args.mesh or f"data={device_count(args.topology)}"
     layouts = [_layout(args, target, text, mesh, args.topology) for text in args.layout]
-    limits = {
-        name: getattr(args, name) for name in ("memory_fraction", "max_axes", "max_plans", "time_limit", "verify")
-    }
     steps = {name: each.step for name, each in targets.items()}
     with _terminated_as_interrupted():
         found = _call(
-            args, lambda _, *values, **options: mp.search(steps, *values, **options), target, topology=args.topology,
-            mesh=args.mesh, layouts=layouts, fixed=args.fixed, forbid=args.forbid, objective=args.objective,
-            progress=_progress(), choices={"overlap": modes} if modes else None, **limits,
-        )  # fmt: skip
+            args,
+            lambda _, *values, **options: mp.search(steps, *values, **options),
+            target,
+            topology=args.topology,
+            layouts=layouts,
+            progress=_progress(),
+            choices={"overlap": modes} if modes else None,
+            **given_flags(args, SearchOptions),
+        )
     _show(args, found)
     return 0 if found.fits else 1
 
@@ -565,7 +559,7 @@ def _call(args: argparse.Namespace, api: Callable[..., Any], target: Target, **h
 
     Errors of the traced function are raised as the target's errors.
     """
-    options = {**given_flags(args), "dims": target.dims, "donate_argnames": _donated(args, target)}
+    options = {**given_flags(args, StepOptions), "dims": target.dims, "donate_argnames": _donated(args, target)}
     return failing_as_target(target.name, lambda: api(target.step, *target.args, **how, **options))
 
 
