@@ -98,7 +98,9 @@ def test_a_keyword_of_search_is_an_option_of_search_or_of_a_step_or_an_argument(
     how = {"topology": "v5e:2x2", "dims": HOW["dims"], "max_plans": 2}
     found = mp.search(step, X, scale=2.0, mesh={"data": 4}, layouts=["batch: data"], **how)
     assert (found.best.mesh, found.planned <= 2) == ("data=4", True)
-    with pytest.raises(mp.errors.UnsupportedError, match="`max_plans` is an option of search and an argument of <lambda>"):
+    with pytest.raises(
+        mp.errors.UnsupportedError, match="`max_plans` is an option of search and an argument of <lambda>"
+    ):
         mp.search(lambda x, max_plans: x, X, **how)
 
 

@@ -267,7 +267,7 @@ def virtual_devices(count: int) -> None:
             return
         if count % processes:
             raise MeshError(
-                f"virtual_devices({count}): {processes} processes do not divide it",
+                f"mp.virtual_devices({count}): {processes} processes do not divide it",
                 fixes=[f"a multiple of {processes}"],
             )
         count //= processes
@@ -277,7 +277,7 @@ def virtual_devices(count: int) -> None:
         have = len(jax.devices("cpu"))
         if have < count:
             raise MeshError(
-                f"virtual_devices({count}) came too late: JAX has made its {have} CPU device{'s' * (have != 1)} already",
+                f"mp.virtual_devices({count}) came too late: JAX has made its {have} CPU device{'s' * (have != 1)} already",
                 fixes=["call mp.virtual_devices before anything that touches a device (jax.devices(), jnp.ones, …)"],
             ) from None
 

@@ -162,7 +162,7 @@ def _named_router(router: str | Callable[..., Routing]) -> Callable[..., Routing
     if callable(router):
         return router
     if router not in ROUTERS:
-        raise MeshparError(f"moe: no router {router!r}", fixes=did_you_mean(router, ROUTERS, "routers"))
+        raise MeshparError(f"mp.layers.moe: no router {router!r}", fixes=did_you_mean(router, ROUTERS, "routers"))
     return ROUTERS[router]
 
 
@@ -183,11 +183,12 @@ def _check_options(
         what = {"k": "k, the number of experts per token"}
         fixes = {"k": ["k=2 for two experts per token, as in Mixtral", 'router="switch" selects one expert per token']}
         raise MeshparError(
-            f'moe: router="{router}" needs {what.get(missing[0], missing[0])}', fixes=fixes.get(missing[0], ())
+            f'mp.layers.moe: router="{router}" needs {what.get(missing[0], missing[0])}',
+            fixes=fixes.get(missing[0], ()),
         )
     if unknown := [name for name in options if name not in ours and (name, router) != ("ids", "hash")]:
         raise MeshparError(
-            f'moe: router="{router}" takes no {unknown[0]}=; it takes {", ".join(f"{n}=" for n in ours)}',
+            f'mp.layers.moe: router="{router}" takes no {unknown[0]}=; it takes {", ".join(f"{n}=" for n in ours)}',
             fixes=did_you_mean(unknown[0], ours, "options"),
         )
 
@@ -201,7 +202,7 @@ def _check(x: jax.Array, experts: Mapping[str, jax.Array], activation: str) -> i
     shapes = {name: tuple(w.shape) for name, w in experts.items()}
     if not {"up", "down"} <= set(shapes) <= set(EXPERT):
         raise MeshparError(
-            f"moe: experts must be `up`, `down` and, for a gated one, `gate`; got {', '.join(shapes)}",
+            f"mp.layers.moe: experts must be `up`, `down` and, for a gated one, `gate`; got {', '.join(shapes)}",
             fixes=['experts={"up": …, "down": …}, with "gate" for gated experts'],
         )
     up, down = shapes["up"], shapes["down"]
@@ -209,19 +210,21 @@ def _check(x: jax.Array, experts: Mapping[str, jax.Array], activation: str) -> i
     fits = lead in (1, 2) and x.ndim >= 2 and up[lead] == x.shape[-1] and shapes.get("gate", up) == up
     if not fits or down != (*up[:lead], up[-1], up[-2]):
         raise MeshparError(
-            f"moe: x {list(x.shape)} and experts "
+            f"mp.layers.moe: x {list(x.shape)} and experts "
             + ", ".join(f"{n} {list(s)}" for n, s in shapes.items())
             + " do not fit: gate and up are [E, H, M] (or [O, I, H, M]), down [E, M, H], x [*tokens, H]",
             fixes=["x is [*tokens, H], `up` and `gate` are [*E, H, F], `down` is [*E, F, H]"],
         )
-    quantized = [f"{n} {w.dtype}" for n, w in experts.items() if not jnp.issubdtype(w.dtype, jnp.floating)]
+    quantized = ", ".join(f"{n} {w.dtype}" for n, w in experts.items() if not jnp.issubdtype(w.dtype, jnp.floating))
     if quantized:
         raise MeshparError(
-            f"moe: experts are floating-point, got {', '.join(quantized)}: quantized ones would be read without their scales",
+            f"mp.layers.moe: experts are floating-point, got {quantized}: quantized ones would be read without their scales",
             fixes=["dequantize them", "meshpar_kernels.grouped_matmul takes them with rhs_scale="],
         )
     if activation not in (named := list(filter(None, ACTIVATIONS))):
-        raise MeshparError(f"moe: no activation {activation!r}", fixes=did_you_mean(activation, named, "activations"))
+        raise MeshparError(
+            f"mp.layers.moe: no activation {activation!r}", fixes=did_you_mean(activation, named, "activations")
+        )
     return math.prod(up[:lead])
 
 
@@ -260,13 +263,13 @@ def _weights(router: str | Callable[..., Routing], x: jax.Array, weights: Any, i
         )
         got = ", ".join(f"{n} {list(getattr(w, 'shape', [])) or type(w).__name__}" for n, w in parts.items()) or "None"
         raise MeshparError(
-            f"moe: router_weights of router={router!r} must be {wanted}; got {got}, and x is {list(x.shape)}",
+            f"mp.layers.moe: router_weights of router={router!r} must be {wanted}; got {got}, and x is {list(x.shape)}",
             fixes=[f"router_weights={wanted}, with H = {x.shape[-1]}"],
         )
     if not parts and (ids is None or tuple(getattr(ids, "shape", ())) != x.shape[:-1]):
         got = "none" if ids is None else list(getattr(ids, "shape", [])) or type(ids).__name__
         raise MeshparError(
-            f"moe: router={router!r} needs ids=, an integer array {list(x.shape[:-1])} with the id of each token; got {got}",
+            f"mp.layers.moe: router={router!r} needs ids=, an integer array {list(x.shape[:-1])}, the id of each token; got {got}",
             fixes=["ids=tokens, the batch from which x is made"],
         )
     return parts
@@ -286,7 +289,7 @@ def _route(
     count = math.prod(parts["inner"].shape[1:]) if "inner" in parts else parts["kernel"].shape[1]
     if count != experts:
         raise MeshparError(
-            f"moe: router_weights are for {count} experts, but `up` and `down` have {experts}",
+            f"mp.layers.moe: router_weights are for {count} experts, but `up` and `down` have {experts}",
             fixes=[f"give the router a last dim of {experts}"],
         )
     if "inner" in logits:
