@@ -9,7 +9,7 @@ import argparse
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import field, fields
 from typing import Any, TypeVar, cast
 
 from ..errors import UnsupportedError
@@ -19,9 +19,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 
-def flag(name: str, about: str, **more: Any) -> dict[str, Any]:
-    """Metadata of a field that has a flag on the command line; ``more``: for ``argparse``'s ``add_argument``."""
-    return {"flag": name, "argparse": {"help": about, **more}}
+def option(default: Any, flag: str | None = None, about: str = "", **more: Any) -> Any:
+    """A field of a class of options.
+
+    Args:
+      default: as users give it; ``__post_init__`` of the class normalizes it.
+      flag, about: the option's flag on the command line, and its help; None: it has none.
+      more: for ``argparse``'s ``add_argument``.
+    """
+    return field(default=default, metadata={} if flag is None else {"flag": flag, "argparse": {"help": about, **more}})
 
 
 def options_of(kind: type[T], keywords: Mapping[str, Any]) -> T:
@@ -72,7 +78,7 @@ def takes_options(*kinds: type[Any]) -> Callable[[F], F]:
             given = {name: value for name, value in keywords.items() if name in known}
             others = {name: value for name, value in keywords.items() if name not in known}
             if "kwargs" in own:
-                if "kwargs" not in given:
+                if given and "kwargs" not in given:
                     _refuse_ambiguous(api.__name__, args, given)
                 return api(*args, **{**given, "kwargs": {**others, **(given.get("kwargs") or {})}})
             for name in others:

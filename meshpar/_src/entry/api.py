@@ -7,7 +7,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Unpack, overload
+from typing import Any, Unpack, overload
 
 import jax
 import numpy as np
@@ -43,7 +43,6 @@ from .options import (
     SearchCallKeywords,
     StepKeywords,
     StepOptions,
-    check_lowering,
     path_dims,
 )
 from .tracing import metadata_names, named_tree
@@ -490,40 +489,32 @@ def search(
       >>> found.fits, found.best.mesh
       (True, 'data=4')
     """
-    how, step = options_of(SearchOptions, options), options_of(StepOptions, options)
+    settings, step = options_of(SearchOptions, options), options_of(StepOptions, options)
     if topology is None:
         raise MeshError(
             "a search needs a chip, for its memory and for times: topology=… is missing",
             fixes=['topology="v5e:2x4": 8 chips (meshpar search --topology v5e:2x4); nothing runs on them'],
         )
-    programs = dict(_variants(fn, choices or {}, step))
-    where = auto_mesh(planned_mesh(how.mesh or "data=-1", topology))
+    where, arguments = auto_mesh(planned_mesh(settings.mesh or "data=-1", topology)), kwargs or {}
+    programs = {
+        name: (Jitted(function, where, Layout(""), options, topology=topology), {**arguments, **chosen})
+        for name, function, chosen, options in _variants(fn, choices or {}, step)
+    }
     with progress_line(f"searching {topology}", progress) as report_progress:
 
         def compiled(row: Row, full_effort: bool) -> str:
             """Compile a candidate, and return one line with its memory, bytes sent and, at full effort, seconds of the
             schedule."""
-            program = programs[row.variant]
-            result = compile(
-                program.fn,
-                *args,
-                mesh=row.mesh,
-                topology=topology,
-                layout=row.layout,
-                effort="full" if full_effort else "fast",
-                progress=report_progress,
-                kwargs={**(kwargs or {}), **program.keywords},
-                **vars(program.options.changed(**row.stages)),
-            )
+            program, keywords = programs[row.variant]
+            candidate = program._with(layout=Layout(row.layout), **row.stages)
+            how: Any = {"effort": "full" if full_effort else "fast", "progress": report_progress, "kwargs": keywords}
+            result = candidate.compile(*args, mesh=row.mesh, topology=topology, **how)
             seconds = result.exposed.schedule if result.exposed is not None and full_effort else None
             schedule = "" if seconds is None else f", {format_seconds(seconds)} by its schedule"
             return f"compiled: {format_memory(result.memory.peak)}, sends {format_bytes(result.bytes_sent)}{schedule}"
 
-        bases = {}
-        for name, program in programs.items():
-            base = Jitted(program.fn, where, Layout(""), program.options, topology=topology)
-            bases[name] = base.plan(*args, **{**(kwargs or {}), **program.keywords})
-        return search_from(bases, topology, how, compiled, report_progress)
+        bases = {name: program.plan(*args, **keywords) for name, (program, keywords) in programs.items()}
+        return search_from(bases, topology, settings, compiled, report_progress)
 
 
 @takes_options(StepOptions)
@@ -652,21 +643,13 @@ def _is_pair(item: Any) -> bool:
     return isinstance(first, Mesh) or (isinstance(first, str) and "=" in first)
 
 
-class _Variant(NamedTuple):
-    """A program of a search: a function, its own keyword arguments, and the options under which it is planned."""
-
-    fn: Callable[..., Any]
-    keywords: dict[str, Any]
-    options: StepOptions
-
-
 def _variants(
     fn: Callable[..., Any] | Mapping[str, Callable[..., Any]],
     choices: Mapping[str, Sequence[Any]],
     options: StepOptions,
-) -> Iterator[tuple[str, _Variant]]:
-    """(name, program) of every function with every combination of choices: given choices ``{"remat": ["full", "none"]}`` for one
-    function, the names ``"remat=full"`` and ``"remat=none"``.
+) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any], StepOptions]]:
+    """(name, function, its own keyword arguments, options) of every function with every combination of choices: given choices
+    ``{"remat": ["full", "none"]}`` for one function, the names are ``"remat=full"`` and ``"remat=none"``.
 
     Raises:
       UnsupportedError: no function, choices that are no list, or an overlap that does not exist.
@@ -681,11 +664,10 @@ def _variants(
                 fixes=[f"choices={{{name!r}: [{values!r}]}}"],
             )
     for (function_name, function), *values in itertools.product(functions.items(), *choices.values()):
-        keywords = dict(zip(choices, values, strict=True))
-        name = ", ".join(filter(None, [function_name, *(f"{k}={v}" for k, v in keywords.items())]))
-        mode = keywords.pop("overlap", options.overlap)
-        check_lowering(options.lowering, mode)
-        yield name, _Variant(function, keywords, options.changed(overlap=mode).with_static(keywords))
+        chosen = dict(zip(choices, values, strict=True))
+        name = ", ".join(filter(None, [function_name, *(f"{k}={v}" for k, v in chosen.items())]))
+        changed = options.changed(overlap=chosen.pop("overlap", options.overlap))
+        yield name, function, chosen, changed.with_static(chosen)
 
 
 @takes_options(StepOptions)
@@ -752,13 +734,8 @@ def lab(
         """Compile a draft (mesh, topology and layout) with the real compiler; ``tell`` receives progress texts."""
         # without a topology: the devices of this process
         target = draft.mesh if draft.topology is not None else make_mesh(draft.mesh)
-        drafted = base._with(
-            mesh=auto_mesh(mesh_to_compile_for(target, draft.topology)),
-            topology=None,
-            layout=Layout(draft.layout),
-            lowering=draft.lowering or step.lowering,
-        )
-        return drafted.compile(*args, progress=tell, kwargs=kwargs)
+        drafted = base._with(layout=Layout(draft.layout), lowering=draft.lowering or step.lowering)
+        return drafted.compile(*args, mesh=target, topology=draft.topology, progress=tell, kwargs=kwargs)
 
     name = getattr(fn, "__name__", "step")
     session = Session(

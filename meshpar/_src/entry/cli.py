@@ -122,6 +122,7 @@ TOPOLOGY = 'the devices: "v5p:8x8x8", "2x v5e:16x16", "4x h100:8"'
 
 Add = Callable[..., Any]
 """The ``add_argument`` of a command's parser."""
+Run = Callable[[argparse.Namespace], int]
 
 
 @dataclass(frozen=True)
@@ -135,10 +136,24 @@ class Command:
       accelerator: whether it may use the accelerators of this machine; other commands leave them to other processes.
     """
 
-    run: Callable[[argparse.Namespace], int]
+    run: Run
     add_arguments: Callable[[Add], None]
     about: str
     accelerator: bool = False
+
+
+COMMANDS: dict[str, Command] = {}
+"""Name → command, for the commands of a target."""
+
+
+def _command(add_arguments: Callable[[Add], None], about: str, accelerator: bool = False) -> Callable[[Run], Run]:
+    """Decorates the function of a command of a target, which has its name after an underscore; see :class:`Command`."""
+
+    def register(run: Run) -> Run:
+        COMMANDS[run.__name__[1:]] = Command(run, add_arguments, about, accelerator)
+        return run
+
+    return register
 
 
 class _CommandParser(argparse.ArgumentParser):
@@ -299,6 +314,9 @@ def _numbers(add: Add) -> None:
 # -- the commands
 
 
+@_command(
+    _plan_arguments, "memory, communication and time of a layout on each device, with their causes; nothing is compiled"
+)
 def _plan(args: argparse.Namespace) -> int:
     """``meshpar plan``: print or save a plan; exit status 1 if it exceeds the memory of the device."""
     if args.open and not args.html:
@@ -357,6 +375,7 @@ def _save_csv(plan: Plan, path: str) -> None:
             writer.writerow({**c.to_dict(), **more})
 
 
+@_command(_lab_arguments, "a page in the browser to edit layouts and meshes; the plan's numbers follow")
 def _lab(args: argparse.Namespace) -> int:
     """``meshpar lab``: serve the interactive page until it is interrupted; exit status 0."""
     given = parse_options(args.set)
@@ -382,6 +401,7 @@ def _lab(args: argparse.Namespace) -> int:
     return 0
 
 
+@_command(_compile_arguments, "memory and collectives by the real compiler, for devices that need not be attached")
 def _compile(args: argparse.Namespace) -> int:
     """``meshpar compile``: compile the step for the mesh or topology, and print its memory and times; exit status 0."""
     target = _target(args)
@@ -391,21 +411,25 @@ def _compile(args: argparse.Namespace) -> int:
         mp.virtual_devices(planned.mesh.size)
     else:
         print(f"devices  {args.topology}, as its compiler describes them", file=sys.stderr)
-    compiled = _call(
-        args, mp.compile, target, mesh=mesh if args.topology else mp.mesh(mesh), topology=args.topology,
-        layout=planned.requested_layout or planned.layout, effort=args.effort, progress=True,
-    )  # fmt: skip
+    where = {"mesh": mesh if args.topology else mp.mesh(mesh), "topology": args.topology}
+    layout = planned.requested_layout or planned.layout
+    compiled = _call(args, mp.compile, target, **where, layout=layout, effort=args.effort, progress=True)
+    own = ("name", "topology", "effort", "capacity", "bytes_sent", "exposed_seconds", "compile_seconds")
     facts = {
-        "name": compiled.name, "topology": compiled.topology, "mesh": planned.sizes, "layout": str(planned.layout),
-        "lowering": planned.lowering, "effort": compiled.effort, "memory": dataclasses.asdict(compiled.memory),
-        "capacity": compiled.capacity, "bytes_sent": compiled.bytes_sent, "exposed_seconds": compiled.exposed_seconds,
-        "compile_seconds": compiled.compile_seconds, "options": planned.options.to_dict(), "calibration": planned.calibration,
+        **{name: getattr(compiled, name) for name in own},
+        "memory": dataclasses.asdict(compiled.memory),
+        "mesh": planned.sizes,
+        "layout": str(planned.layout),
+        "lowering": planned.lowering,
+        "options": planned.options.to_dict(),
+        "calibration": planned.calibration,
         "planned": {"bytes_sent": planned.bytes_sent, "memory": planned.memory.peak},
-    }  # fmt: skip
+    }
     _show(args, compiled, json.dumps(facts))
     return 0
 
 
+@_command(_search_arguments, "the layout and the mesh of the shortest step that fits, by its plan")
 def _search(args: argparse.Namespace) -> int:
     """``meshpar search``: search layouts and meshes, and print the best; exit status 1 if no candidate fits in memory."""
     given = parse_options(args.set)
@@ -455,6 +479,11 @@ def _choices(text: str) -> tuple[str, list[Any]]:
     return key, [c[key] for c in chosen]
 
 
+@_command(
+    _calibrate_arguments,
+    "run the step under several layouts on the attached devices, and fit the chip's efficiencies to the times",
+    accelerator=True,
+)
 def _calibrate(args: argparse.Namespace) -> int:
     """``meshpar calibrate``: run and time the step on this machine's devices, and print or save the calibration; exit
     status 0."""
@@ -473,6 +502,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     return 0
 
 
+@_command(_check_arguments, "run the step unsharded and sharded on virtual CPU devices, and compare every number")
 def _check(args: argparse.Namespace) -> int:
     """``meshpar check``: compare sharded runs with one device; exit status 1 if a result differs."""
     target = _concrete_target(args)
@@ -490,6 +520,7 @@ def _check(args: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
+@_command(_diff_arguments, "two plans next to each other: other layouts, or other meshes")
 def _diff(args: argparse.Namespace) -> int:
     """``meshpar diff``: print the differences between two plans of the target; exit status 0."""
     target, sides = _target(args), []
@@ -505,37 +536,6 @@ def _diff(args: argparse.Namespace) -> int:
     b = _planned(args, target, mesh_b, where_b, layout_b)
     _show(args, a.diff(b))
     return 0
-
-
-COMMANDS = {
-    "plan": Command(
-        _plan,
-        _plan_arguments,
-        "memory, communication and time of a layout on each device, with their causes; nothing is compiled",
-    ),
-    "lab": Command(_lab, _lab_arguments, "a page in the browser to edit layouts and meshes; the plan's numbers follow"),
-    "compile": Command(
-        _compile,
-        _compile_arguments,
-        "memory and collectives by the real compiler, for devices that need not be attached",
-    ),
-    "search": Command(
-        _search, _search_arguments, "the layout and the mesh of the shortest step that fits, by its plan"
-    ),
-    "calibrate": Command(
-        _calibrate,
-        _calibrate_arguments,
-        "run the step under several layouts on the attached devices, and fit the chip's efficiencies to the times",
-        accelerator=True,
-    ),
-    "check": Command(
-        _check,
-        _check_arguments,
-        "run the step unsharded and sharded on virtual CPU devices, and compare every number",
-    ),
-    "diff": Command(_diff, _diff_arguments, "two plans next to each other: other layouts, or other meshes"),
-}
-"""Name → command, for the commands of a target."""
 
 
 # -- shared by the commands

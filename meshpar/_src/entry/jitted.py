@@ -94,9 +94,15 @@ class Jitted(Generic[P, R]):
     """
 
     def __init__(
-        self, fn: Callable[P, R], mesh: AnyMesh, layout: Layout, options: StepOptions, *, topology: str | None = None,
+        self,
+        fn: Callable[P, R],
+        mesh: AnyMesh,
+        layout: Layout,
+        options: StepOptions,
+        *,
+        topology: str | None = None,
         init: bool = False,
-    ):  # fmt: skip
+    ):
         """Wrap ``fn`` for a mesh and a layout; it is traced by the first call or plan.
 
         Args:
@@ -373,7 +379,7 @@ class Jitted(Generic[P, R]):
 
     def export(
         self, /, *args: Any, platforms: Sequence[str] | None = None, disabled_checks: Sequence[Any] = (), **kwargs: Any
-    ) -> Exported:  # fmt: skip
+    ) -> Exported:
         """Export the step for these arguments: StableHLO with the shardings inside, which runs without the step's code.
 
         Args:
@@ -397,8 +403,7 @@ class Jitted(Generic[P, R]):
         with self._flattened((*self._bound, *args), kwargs) as call:
             compiled = self._compiled(call)
         names = ["/".join(self._roles.path(i)) for i in range(len(self._bound) + len(args))]
-        static, name = {k for k, _ in call.statics}, getattr(self, "__name__", "step")
-        return export_step(compiled, name, names, static, call.nodes, platforms, disabled_checks)
+        return export_step(compiled, call, getattr(self, "__name__", "step"), names, platforms, disabled_checks)
 
     def on(
         self, mesh: MeshLike | None = None, *, layout: LayoutLike | None = None, lowering: Lowering | None = None
@@ -525,13 +530,8 @@ class Jitted(Generic[P, R]):
         """The plan of a call, after all passes, cached by the key of the call."""
 
         def plan() -> Plan:
-            step = self._options
-            request = PlanRequest(
-                self.layout, self._auto, self.topology, strict=step.strict, init=self._init,
-                donated=self._roles.donated_arrays(call), lowering=step.lowering, overlap=step.overlap,
-                schedule=step.schedule, gather=step.gather, options=step.options,
-                compiler_options=step.compiler_options, calibrations=step.calibration,
-            )  # fmt: skip
+            how = {"init": self._init, "donated": self._roles.donated_arrays(call), **self._options.of_plan}
+            request = PlanRequest(self.layout, self._auto, self.topology, **how)
             with without_gc(cached=True):
                 return Plan.of(make_plan(self._trace(call).program, request))
 
@@ -555,11 +555,8 @@ class Jitted(Generic[P, R]):
             with without_gc(cached=True):
                 traced = self._trace(call)
                 plan = self._plan(call)
-                compiled = lower_step(
-                    plan, traced, self._flat(call), _with_devices(self.mesh), dims=self._options.dims,
-                    names_off=self._no_names(traced.explicit), keep_unused=self._options.keep_unused,
-                    lower=self._lower_derivative,
-                )  # fmt: skip
+                flat, mesh, names_off = self._flat(call), _with_devices(self.mesh), self._no_names(traced.explicit)
+                compiled = lower_step(plan, traced, flat, mesh, self._options, names_off, self._lower_derivative)
             self._caches.compiled.put(call.key, compiled)
         return compiled
 
@@ -660,11 +657,9 @@ def trace_compiled(compiled: CompiledStep, call: Call, *, name: str, keep_unused
 
     step.__name__ = name
     nums, names = fully_donated(args, kwargs, set(compiled.donated))
-    jitted = jax.jit(
-        step, out_shardings=results.result(compiled.out_shardings), donate_argnums=nums, donate_argnames=names,
-        keep_unused=keep_unused, compiler_options=compiled.plan.options.values,
-    )  # fmt: skip
-    return jitted.trace(*args, **kwargs)
+    how: Any = {"donate_argnums": nums, "donate_argnames": names, "keep_unused": keep_unused}
+    how.update(out_shardings=results.result(compiled.out_shardings), compiler_options=compiled.plan.options.values)
+    return jax.jit(step, **how).trace(*args, **kwargs)
 
 
 def _map_paths(f: Callable[[Leaf], Any], tree: Any, path: tuple[str, ...]) -> Any:

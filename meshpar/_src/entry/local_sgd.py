@@ -165,12 +165,8 @@ class LocalSgd:
                 fixes=[f"fragments from 1 to {every}"],
             )
         if not 0 < blend <= 1:
-            raise UnsupportedError(
-                f"{API}: blend={blend}, which must be above 0 and at most 1",
-                fixes=[
-                    "blend=1.0: replicas continue from the outer parameters; blend=0.5: from the mean of these and their own"
-                ],
-            )
+            mean = "blend=1.0: replicas continue from the outer parameters; blend=0.5: from the mean of these and their own"
+            raise UnsupportedError(f"{API}: blend={blend}, which must be above 0 and at most 1", fixes=[mean])
         if own := [name for name in OWN_OPTIONS if getattr(options, name) is not None]:
             raise UnsupportedError(
                 f"{API} donates the state, and has no static arguments: {', '.join(own)}", fixes=["leave it out"]

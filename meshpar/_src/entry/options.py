@@ -9,15 +9,15 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast, get_args
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 from ...errors import UnsupportedError
 from ..dims import DimsLike, PathDims, check_choice, did_you_mean
 from ..hardware.calibration import CalibrationLike, Calibrations, calibrations
 from ..hardware.options import OptionsMode, check_options
 from ..lower import LOWERINGS
-from ..options import flag, names
+from ..options import names, option
 from ..passes.collective_matmul import MODES
 from ..program.pipeline import GATHERS, SCHEDULES, GatherName, ScheduleName
 from ..search import SearchKeywords
@@ -71,57 +71,46 @@ class StepOptions:
       LayoutSyntaxError: ``dims`` that cannot be read.
     """
 
-    dims: PathDims = field(default=cast(Any, None))
-    lowering: Lowering = field(
-        default="auto",
-        metadata=flag(
-            "--lowering",
-            "who partitions: meshpar (shard_map), XLA (jit), or meshpar unless an op has no local form (%(default)s)",
-            choices=get_args(Lowering),
-        ),
+    dims: PathDims = option(None)
+    lowering: Lowering = option(
+        "auto",
+        "--lowering",
+        "who partitions: meshpar (shard_map), XLA (jit), or meshpar unless an op has no local form (%(default)s)",
+        choices=get_args(Lowering),
     )
-    overlap: Mode | None = field(
-        default=None,
-        metadata=flag("--overlap", "collective-matmul mode of the shard_map lowering (default: auto)", choices=MODES),
+    overlap: Mode | None = option(
+        None, "--overlap", "collective-matmul mode of the shard_map lowering (default: auto)", choices=MODES
     )
-    schedule: ScheduleName = field(
-        default="1f1b",
-        metadata=flag("--schedule", "order of the slots of a pipeline (%(default)s)", choices=SCHEDULES),
+    schedule: ScheduleName = option(
+        "1f1b", "--schedule", "order of the slots of a pipeline (%(default)s)", choices=SCHEDULES
     )
-    gather: GatherName | None = field(
-        default=None,
-        metadata=flag("--gather", "when a loop over microbatches all-gathers weights (FSDP)", choices=GATHERS),
+    gather: GatherName | None = option(
+        None, "--gather", "when a loop over microbatches all-gathers weights (FSDP)", choices=GATHERS
     )
-    strict: bool = field(
-        default=False, metadata=flag("--strict", "two names for one dim are an error", action="store_true")
-    )
+    strict: bool = option(False, "--strict", "two names for one dim are an error", action="store_true")
     static_argnums: int | Sequence[int] | None = None
     static_argnames: str | Iterable[str] | None = None
     donate_argnums: int | Sequence[int] | None = None
-    donate_argnames: str | Iterable[str] | None = field(
-        default=None,
-        metadata=flag(
-            "--donate",
-            "an argument that the step may overwrite; several may be given (default: `state`, if there is one)",
-            metavar="NAME",
-            action="append",
-        ),
+    donate_argnames: str | Iterable[str] | None = option(
+        None,
+        "--donate",
+        "an argument that the step may overwrite; several may be given (default: `state`, if there is one)",
+        metavar="NAME",
+        action="append",
     )
     keep_unused: bool = False
-    options: OptionsMode = field(
-        default="auto",
-        metadata=flag(
-            "--options", "options of the TPU compiler: meshpar's, or none (%(default)s)", choices=get_args(OptionsMode)
-        ),
+    options: OptionsMode = option(
+        "auto",
+        "--options",
+        "options of the TPU compiler: meshpar's, or none (%(default)s)",
+        choices=get_args(OptionsMode),
     )
-    compiler_options: Mapping[str, Any] = field(default=cast(Any, None))
-    calibration: Calibrations = field(
-        default=cast(Any, None),
-        metadata=flag(
-            "--calibration",
-            "the result of `meshpar calibrate` on such devices, instead of the chip table",
-            metavar="FILE",
-        ),
+    compiler_options: Mapping[str, Any] = option(None)
+    calibration: Calibrations = option(
+        None,
+        "--calibration",
+        "the result of `meshpar calibrate` on such devices, instead of the chip table",
+        metavar="FILE",
     )
 
     def __post_init__(self) -> None:
@@ -138,6 +127,12 @@ class StepOptions:
         }
         for name, value in normalized.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def of_plan(self) -> dict[str, Any]:
+        """The options that a plan depends on, as arguments of :class:`plan.request.PlanRequest`."""
+        names = ("strict", "lowering", "overlap", "schedule", "gather", "options", "compiler_options")
+        return {**{name: getattr(self, name) for name in names}, "calibrations": self.calibration}
 
     def changed(self, **options: Any) -> StepOptions:
         """These options with others in place of some. ``lowering="jit"`` without an ``overlap`` leaves theirs out."""

@@ -32,7 +32,7 @@ from .options import SearchOptions
 from .policy import POLICY
 from .result import CONVERGED, Search, quiet
 from .row import Row
-from .selection import search_result
+from .selection import Compile, search_result
 from .space import Dim, Point, Sizes, Space, meshes
 from .stages import STAGE, LayerStack, staged_meshes, staged_schemes, staged_space, verdict
 
@@ -41,14 +41,15 @@ def search(
     bases: Mapping[str, Plan],
     topology: str,
     options: SearchOptions,
-    compiled: Callable[[Row, bool], str],
+    compiled: Compile | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Search:
     """:func:`meshpar.search` for programs that have been planned once.
 
     Args:
       bases: name → a plan of the program on the topology; the name is "" if there is only one program.
-      compiled: compiles a candidate, at full effort or not, and returns a summary; raises CompilerError if it cannot.
+      compiled: compiles a candidate, at full effort or not, and returns a summary; raises CompilerError if it cannot. None: nothing
+        is compiled, whatever the options say.
       tell: progress callback.
     """
     where = parse_topology(topology)

@@ -198,9 +198,12 @@ class Evaluation:
     # -- plans
 
     def plan(
-        self, point: Point, parent: Breakdown | None = None, below_seconds: float = math.inf,
+        self,
+        point: Point,
+        parent: Breakdown | None = None,
+        below_seconds: float = math.inf,
         max_comm_seconds: float = math.inf,
-    ) -> Row | None:  # fmt: skip
+    ) -> Row | None:
         """The row of a candidate; None: it is illegal, far from the best, or no better than its parent.
 
         Args:
@@ -269,10 +272,17 @@ class Evaluation:
         assert plan.seconds is not None
         peak = plan.memory.peak
         return Row(
-            point.mesh, point.layout, plan.seconds, peak, float(plan.bytes_sent), peak <= self.usable,
-            variant=self.variant, lowering=plan.lowering, schedule=plan.schedule if plan.pipelines else "",
+            point.mesh,
+            point.layout,
+            plan.seconds,
+            peak,
+            float(plan.bytes_sent),
+            peak <= self.usable,
+            variant=self.variant,
+            lowering=plan.lowering,
+            schedule=plan.schedule if plan.pipelines else "",
             gather=plan.pipelines[0].gather if plan.pipelines else "",
-        )  # fmt: skip
+        )
 
     def _report_progress(self) -> None:
         """Report the number of plans, and the cost, mesh and layout of the best."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypedDict, cast, get_args
+from dataclasses import dataclass
+from typing import Any, TypedDict, get_args
 
 from ...errors import UnsupportedError
 from ..dims import check_choice
 from ..layout import Layout
 from ..mesh import MeshSizes, parse_mesh
-from ..options import flag
+from ..options import option
 from ..units import mesh_text
 from .row import Objective, Row
 
@@ -44,63 +44,45 @@ class SearchOptions:
       LayoutSyntaxError: rules that cannot be read.
     """
 
-    mesh: str | None = field(
-        default=None,
-        metadata=flag("--mesh", 'the only mesh to try, "data=64, model=8" (default: all that the topology has)'),
+    mesh: str | None = option(
+        None, "--mesh", 'the only mesh to try, "data=64, model=8" (default: all that the topology has)'
     )
-    fixed: Layout = field(
-        default=cast(Any, ""),
-        metadata=flag("--fixed", 'rules that every layout begins with: "batch: data"', metavar="RULES"),
-    )
-    forbid: tuple[str, ...] = field(
-        default=cast(Any, ""), metadata=flag("--forbid", 'dims that are never split: "head_dim, seq"', metavar="DIMS")
-    )
+    fixed: Layout = option("", "--fixed", 'rules that every layout begins with: "batch: data"', metavar="RULES")
+    forbid: tuple[str, ...] = option("", "--forbid", 'dims that are never split: "head_dim, seq"', metavar="DIMS")
     layouts: tuple[Layout, ...] = ()
-    objective: Objective = field(
-        default="time",
-        metadata=flag(
-            "--objective", "the shortest step, or the smallest peak memory (%(default)s)", choices=get_args(Objective)
-        ),
+    objective: Objective = option(
+        "time",
+        "--objective",
+        "the shortest step, or the smallest peak memory (%(default)s)",
+        choices=get_args(Objective),
     )
-    memory_fraction: float = field(
-        default=0.85,
-        metadata=flag("--memory-fraction", "fraction of the memory that may be used (%(default)s)", type=float),
+    memory_fraction: float = option(
+        0.85, "--memory-fraction", "fraction of the memory that may be used (%(default)s)", type=float
     )
-    max_axes: int = field(default=3, metadata=flag("--max-axes", "the most axes of a mesh (%(default)s)", type=int))
-    max_plans: int = field(
-        default=400, metadata=flag("--max-plans", "the most candidates that are planned (%(default)s)", type=int)
+    max_axes: int = option(3, "--max-axes", "the most axes of a mesh (%(default)s)", type=int)
+    max_plans: int = option(400, "--max-plans", "the most candidates that are planned (%(default)s)", type=int)
+    time_limit: float | None = option(
+        None,
+        "--time-limit",
+        "seconds after which no more plans are begun; a plan of a large unrolled model takes 20 s",
+        type=float,
     )
-    time_limit: float | None = field(
-        default=None,
-        metadata=flag(
-            "--time-limit",
-            "seconds after which no more plans are begun; a plan of a large unrolled model takes 20 s",
-            type=float,
-        ),
-    )
-    verify: int = field(
-        default=0,
-        metadata=flag("--verify", "compile the best N with the real compiler (%(default)s)", type=int, metavar="N"),
+    verify: int = option(
+        0, "--verify", "compile the best N with the real compiler (%(default)s)", type=int, metavar="N"
     )
 
     def __post_init__(self) -> None:
         """Check the options, and replace each by its normal form."""
         check_choice("objective", self.objective, get_args(Objective), "objectives")
-        if not 0 < self.memory_fraction <= 1:
-            raise UnsupportedError(
-                f"memory_fraction={self.memory_fraction!r}: the fraction of the memory that may be used is above 0 and at most 1",
-                fixes=["memory_fraction=0.85"],
-            )
-        if self.max_axes < 1:
-            raise UnsupportedError(f"max_axes={self.max_axes!r}: a mesh has at least one", fixes=["max_axes=1, 2 or 3"])
-        if self.max_plans < 1:
-            raise UnsupportedError(
-                f"max_plans={self.max_plans!r}: a search plans at least one candidate", fixes=["max_plans=400"]
-            )
-        if self.time_limit is not None and not self.time_limit > 0:
-            raise UnsupportedError(
-                f"time_limit={self.time_limit!r}: a time limit is above 0", fixes=["leave it out for none"]
-            )
+        for name, valid, rule in (
+            ("memory_fraction", 0 < self.memory_fraction <= 1, "above 0 and at most 1, the memory of the device"),
+            ("max_axes", self.max_axes >= 1, "at least 1: a mesh has an axis"),
+            ("max_plans", self.max_plans >= 1, "at least 1: a search plans a candidate"),
+            ("time_limit", self.time_limit is None or self.time_limit > 0, "above 0 seconds, or None for no limit"),
+        ):
+            if not valid:
+                default = type(self).__dataclass_fields__[name].default
+                raise UnsupportedError(f"{name}={getattr(self, name)!r}: it is {rule}", fixes=[f"{name}={default}"])
         forbid = self.forbid.replace(",", " ").split() if isinstance(self.forbid, str) else self.forbid
         normalized: dict[str, Any] = {
             "mesh": mesh_text(parse_mesh(self.mesh)) if isinstance(self.mesh, Mapping) else self.mesh,

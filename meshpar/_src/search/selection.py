@@ -43,7 +43,7 @@ class Candidate:
 def search_result(
     searched: Sequence[Evaluation],
     ended: str,
-    compiled: Compile,
+    compiled: Compile | None,
     refused: Sequence[str],
     stages: str = "",
 ) -> Search:
@@ -65,15 +65,21 @@ def search_result(
     merged[1:] = sorted(merged[1:], key=lambda c: first.rank(c.row))
     rows = _with_front([as_shown(c, keep) for c in one_per_kind(merged)])
     best = rows[0]
-    if options.verify and best.fits:
+    if compiled is not None and options.verify and best.fits:
         rows, best = _compiled(rows, options.verify, compiled)
-    shown = tuple(r for k, r in enumerate(rows) if k < POLICY.max_rows or r.name or r.front)
-    planned = sum(evaluation.planned for evaluation in searched)
-    bases = {evaluation.variant: evaluation.base for evaluation in reversed(searched)}
     return Search(
-        settings.topology, options.objective, options.memory_fraction, best, shown, planned, ended, tuple(refused), first.usable,
-        bases, stages,
-    )  # fmt: skip
+        settings.topology,
+        options.objective,
+        options.memory_fraction,
+        best,
+        rows=tuple(r for k, r in enumerate(rows) if k < POLICY.max_rows or r.name or r.front),
+        planned=sum(evaluation.planned for evaluation in searched),
+        ended=ended,
+        refused=tuple(refused),
+        usable=first.usable,
+        _bases={evaluation.variant: evaluation.base for evaluation in reversed(searched)},
+        stages=stages,
+    )
 
 
 def _distinct(searched: Sequence[Evaluation]) -> list[Candidate]:
