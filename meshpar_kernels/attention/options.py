@@ -16,7 +16,7 @@ ORDERS = ("contiguous", "zigzag")
 STRATEGIES = ("ring", "ulysses", "gathered")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class ContextParallel:
     """How the sequence is distributed over devices, and what they send: `ring_attention(..., parallel=ContextParallel(...))`.
 
