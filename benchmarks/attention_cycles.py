@@ -61,7 +61,7 @@ def program(strategy: str, implementation: str, chip: str) -> tuple[Any, list[An
     from jax.experimental import topologies
     from jax.sharding import PartitionSpec as P
 
-    from meshpar_kernels import ring_attention
+    from meshpar_kernels import ContextParallel, ring_attention
     from meshpar_kernels.shapes import ATTENTION
 
     s = ATTENTION["llama3-8b-128k"]
@@ -81,7 +81,7 @@ def program(strategy: str, implementation: str, chip: str) -> tuple[Any, list[An
         sharding = jax.NamedSharding(mesh, split)
 
         def local(q, k, v):
-            return ring_attention(q, k, v, "a", strategy=strategy, **options)
+            return ring_attention(q, k, v, "a", parallel=ContextParallel(strategy), **options)
 
         attention = jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split)
 

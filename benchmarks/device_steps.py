@@ -30,7 +30,7 @@ import llama
 import meshpar as mp
 import mixtral
 import resnet
-from meshpar.layers import moe
+from meshpar.layers import MoEExecution, moe
 from meshpar_kernels.shapes import MODELS
 
 MESH, LAYOUT = "data=1, model=1", "batch?: data; mlp?, heads?, vocab?, expert?: model"
@@ -172,7 +172,8 @@ def _moe(tiny: bool) -> Program:
 
     def ours(p: Any, x: jax.Array, implementation: str | None = None) -> jax.Array:
         experts = {n: p[n] for n in ("gate", "up", "down")}
-        return moe(x, p["router"], experts, router="top_k", k=k, implementation=implementation)[0]
+        execution = MoEExecution(implementation=implementation)
+        return moe(x, p["router"], experts, router="top_k", k=k, execution=execution)[0]
 
     def by_ragged_dot(p: Any, x: jax.Array) -> jax.Array:
         """Tokens sorted by expert, `ragged_dot`, as written by hand."""

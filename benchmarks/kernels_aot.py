@@ -357,7 +357,7 @@ def compile_attention(kernel: str, shape: str, chip: str) -> dict:
     from jax.sharding import PartitionSpec as P
 
     from meshpar._src.verify.hlo import collectives
-    from meshpar_kernels import ring_attention
+    from meshpar_kernels import ContextParallel, ring_attention
     from meshpar_kernels.shapes import ATTENTION
 
     s = ATTENTION[shape]
@@ -373,7 +373,7 @@ def compile_attention(kernel: str, shape: str, chip: str) -> dict:
     split = P(None, axes)
 
     def local(q, k, v):
-        return ring_attention(q, k, v, axes, causal=True, strategy=strategy, implementation="pallas")
+        return ring_attention(q, k, v, axes, causal=True, parallel=ContextParallel(strategy), implementation="pallas")
 
     attention = jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split)
 

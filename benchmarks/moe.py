@@ -30,7 +30,7 @@ from tables import Table
 
 import meshpar as mp
 from meshpar._src.verify.flops import flops
-from meshpar.layers import moe
+from meshpar.layers import MoEExecution, moe
 from meshpar_kernels.shapes import MODELS
 
 DIMS = {
@@ -54,7 +54,7 @@ def ours(p, x, *, k, strategy=None):
 
     def loss(p, x):
         experts = {n: p[n] for n in ("gate", "up", "down")}
-        return objective(moe(x, p["router"], experts, router="top_k", k=k, strategy=strategy)[0])
+        return objective(moe(x, p["router"], experts, router="top_k", k=k, execution=MoEExecution(strategy))[0])
 
     return jax.value_and_grad(loss, (0, 1))(p, x)
 

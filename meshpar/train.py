@@ -1,6 +1,6 @@
 """Functions of a train step: microbatches, precision, loss scales, low-bit state, offloading, local SGD, recomputation."""
 
-from ._src.entry.api import local_sgd
+from ._src.entry.local_sgd import local_sgd
 from ._src.layers import checkpoint_policies
 from ._src.layers.accumulate import accumulate_gradients, microbatches_for
 from ._src.layers.loss_scale import LossScale, noise_scale

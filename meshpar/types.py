@@ -6,13 +6,13 @@
 from ._src.cost.decoding import Decoding
 from ._src.entry.exported import Exported, ExportedArray
 from ._src.entry.jitted import Jitted
+from ._src.entry.local_sgd import LocalSgd
 from ._src.hardware.calibration import Calibration
 from ._src.lab import Lab
 from ._src.layers.loss_scale import NoiseScale
 from ._src.layout import Rule
 from ._src.measurement import CalibrationResult, CalibrationRow
 from ._src.plan.collectives import Collective
-from ._src.pods.local_sgd import LocalSgd
 from ._src.program.kernels import KernelSend, KernelWork
 from ._src.quantization import Quantized
 from ._src.report import PlanDiff

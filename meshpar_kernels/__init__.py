@@ -5,6 +5,7 @@ The package needs only jax and numpy. Functions work on the arrays of one device
 `jax.shard_map`).
 """
 
+from meshpar_kernels.attention import ContextParallel as ContextParallel
 from meshpar_kernels.attention import attention_costs as attention_costs
 from meshpar_kernels.attention import ring_attention as ring_attention
 from meshpar_kernels.attention import unzigzag as unzigzag
@@ -27,6 +28,7 @@ from meshpar_kernels.grouped_matmul import grouped_matmul as grouped_matmul
 from meshpar_kernels.grouped_matmul import grouped_matmul_transpose as grouped_matmul_transpose
 from meshpar_kernels.grouped_matmul import quantized_grouped_matmul as quantized_grouped_matmul
 from meshpar_kernels.grouped_matmul import scaled_grouped_matmul as scaled_grouped_matmul
+from meshpar_kernels.grouped_matmul import warn_about_group_sizes as warn_about_group_sizes
 from meshpar_kernels.routing import RoutePlan as RoutePlan
 from meshpar_kernels.routing import combine as combine
 from meshpar_kernels.routing import permute as permute

@@ -1,15 +1,18 @@
 """The options of a step: every function takes them, and they are checked where they are given."""
 
 import argparse
-import inspect
+import ast
+from pathlib import Path
 
 import covering
 import numpy as np
+import optax
 import pytest
 
 import meshpar as mp
 from meshpar._src.dims import PathDims
-from meshpar._src.entry.options import OPTIONS, StepOptions, add_flags, given_flags
+from meshpar._src.entry.options import StepOptions
+from meshpar._src.options import add_flags, given_flags
 
 X = np.arange(32, dtype=np.float32).reshape(8, 4)
 HOW = {"mesh": "data=8", "layout": "batch: data", "dims": {"x": "batch embed"}}
@@ -19,15 +22,22 @@ def doubled(x):
     return 2 * x
 
 
-@pytest.mark.parametrize(
-    "api", [mp.jit, mp.init, mp.plan, mp.check, mp.compile, mp.search, mp.hardware.calibrate, mp.lab]
-)
-def test_every_function_shows_every_option(api):
-    shown = inspect.signature(api).parameters
-    assert set(OPTIONS) <= set(shown)
-    assert {name: shown[name].default for name in ("lowering", "overlap", "strict", "options", "calibration")} == {
-        "lowering": "auto", "overlap": None, "strict": False, "options": "auto", "calibration": None,
-    }  # fmt: skip
+def functions(package: str):
+    """(place, AST of the parameters) of every function and method of a package, public or not."""
+    for path in sorted((Path(mp.__file__).parents[1] / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                yield f"{path.stem}.{node.name}", node.args
+
+
+@pytest.mark.parametrize("package", ["meshpar", "meshpar_kernels"])
+def test_no_function_has_more_than_12_parameters(package):
+    """``self`` is not counted; ``*args`` and ``**options`` are one each."""
+    found = list(functions(package))
+    assert len(found) > 500
+    for name, f in found:
+        parameters = {a.arg for a in [*f.posonlyargs, *f.args, *f.kwonlyargs, f.vararg, f.kwarg] if a}
+        assert len(parameters - {"self", "cls"}) <= 12, name
 
 
 def test_values_are_normalized():
@@ -52,6 +62,7 @@ def test_values_are_normalized():
             lambda layout, **o: mp.hardware.calibrate(doubled, X, layouts=layout, **o),
             lambda **o: mp.lab(doubled, X, **o),
             lambda layout, **o: mp.check(doubled, X, layouts=layout, **o),
+            lambda **o: mp.train.local_sgd(doubled, over="data", every=2, outer=optax.sgd(1.0), **o),
         ],
         [
             ({"lowering": "jitt"}, "did you mean `jit`?"),
@@ -70,10 +81,34 @@ def test_a_value_that_an_option_does_not_have_is_an_error(call, case):
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize("api", [mp.jit, mp.init])
+@pytest.mark.parametrize("api", [mp.jit, mp.init, mp.train.local_sgd])
 def test_an_unknown_option_is_a_type_error(api):
     with pytest.raises(TypeError, match=r"got an unexpected keyword argument 'loweirng'"):
         api(doubled, mesh="data=8", layout="", loweirng="jit")
+
+
+def test_a_step_may_have_an_argument_with_the_name_of_an_option():
+    def step(x, strict):
+        return x * strict
+
+    with pytest.raises(mp.errors.UnsupportedError, match="`strict` is an option of plan and an argument of step"):
+        mp.plan(step, X, strict=jnp.ones(4), **HOW)
+    plan = mp.plan(step, X, kwargs={"strict": jnp.ones(4)}, strict=True, **HOW)
+    assert [h.path for h in plan.inputs] == ["x", "strict"]
+    assert mp.check(step, X, jnp.ones(4), layouts="batch: data", mesh="data=8", dims=HOW["dims"], strict=True).ok
+
+
+def test_a_keyword_of_search_is_an_option_of_search_or_of_a_step_or_an_argument():
+    def step(x, scale):
+        return x * scale
+
+    how = {"topology": "v5e:2x2", "dims": HOW["dims"], "max_plans": 2}
+    found = mp.search(step, X, scale=2.0, mesh={"data": 4}, layouts=["batch: data"], **how)
+    assert (found.best.mesh, found.planned <= 2) == ("data=4", True)
+    with pytest.raises(
+        mp.errors.UnsupportedError, match="`max_plans` is an option of search and an argument of <lambda>"
+    ):
+        mp.search(lambda x, max_plans: x, X, **how)
 
 
 def test_check_and_calibrate_keep_the_options_of_a_step():
@@ -88,17 +123,17 @@ def test_check_and_calibrate_keep_the_options_of_a_step():
 
 def test_flags_are_those_of_the_fields():
     parser = argparse.ArgumentParser()
-    add_flags(parser.add_argument)
+    add_flags(parser.add_argument, StepOptions)
     words = "--lowering jit --schedule gpipe --gather step --donate state --donate batch --strict --options off".split()
     words += ["--calibration", "here.json"]
-    assert given_flags(parser.parse_args(words)) == {
+    assert given_flags(parser.parse_args(words), StepOptions) == {
         "lowering": "jit", "overlap": None, "schedule": "gpipe", "gather": "step", "strict": True,
         "donate_argnames": ["state", "batch"],
         "options": "off", "calibration": "here.json",
     }  # fmt: skip
     fewer = argparse.ArgumentParser()
-    add_flags(fewer.add_argument, without=["calibration", "overlap"])
-    assert given_flags(fewer.parse_args([])) == {
+    add_flags(fewer.add_argument, StepOptions, without=["calibration", "overlap"])
+    assert given_flags(fewer.parse_args([]), StepOptions) == {
         "lowering": "auto", "schedule": "1f1b", "gather": None, "strict": False, "donate_argnames": None, "options": "auto",
     }  # fmt: skip
 

@@ -164,8 +164,9 @@ def _regex_of(token: str, pattern: str) -> str:
         if first > last:
             raise LayoutSyntaxError(
                 f"the pattern {pattern!r} has the range {first}-{last}, whose end is before its start",
-                pattern=pattern, fixes=[f"write [{last}-{first}], or list the characters, `-` last"],
-            )  # fmt: skip
+                pattern=pattern,
+                fixes=[f"write [{last}-{first}], or list the characters, `-` last"],
+            )
     return "[" + "".join(f"{re.escape(first)}-{re.escape(last)}" for first, last in ranges) + "]"
 
 

@@ -347,9 +347,14 @@ class Layout:
         if refused and shape is not None:
             i, rule = next(iter(refused.items()))
             raise divisibility_error(
-                path=path, shape=shape, dims=format_dims(parsed), dim=str(parsed[i]), size=shape[i],
-                rule=self.rules[rule], sizes=dict(mesh.shape) if mesh is not None else {},
-            )  # fmt: skip
+                path=path,
+                shape=shape,
+                dims=format_dims(parsed),
+                dim=str(parsed[i]),
+                size=shape[i],
+                rule=self.rules[rule],
+                sizes=dict(mesh.shape) if mesh is not None else {},
+            )
         return to_partition_spec(tuple(claimed))
 
 

@@ -80,8 +80,12 @@ def _axes_and_sizes(spec: Any, names: Sequence[str] | None) -> Iterator[tuple[An
     else:
         raise LayoutSyntaxError(
             f"mesh {spec!r}{'' if names is None else f', {names!r}'}: not text, a mapping, or sizes with the names of the axes",
-            fixes=['mp.mesh("data=4, model=2")', 'mp.mesh({"data": 4, "model": 2})', 'mp.mesh((4, 2), ("data", "model"))'],
-        )  # fmt: skip
+            fixes=[
+                'mp.mesh("data=4, model=2")',
+                'mp.mesh({"data": 4, "model": 2})',
+                'mp.mesh((4, 2), ("data", "model"))',
+            ],
+        )
 
 
 def context_mesh(topology: str | None = None) -> AnyMesh:
@@ -106,9 +110,12 @@ def context_mesh(topology: str | None = None) -> AnyMesh:
 
 
 def mesh(
-    spec: MeshSizes | Sequence[int], names: Sequence[str] | None = None, *, topology: str | None = None,
+    spec: MeshSizes | Sequence[int],
+    names: Sequence[str] | None = None,
+    *,
+    topology: str | None = None,
     devices: Sequence[Any] | None = None,
-) -> Mesh:  # fmt: skip
+) -> Mesh:
     """A ``jax.sharding.Mesh`` with Auto axes: ``mp.mesh("data=4, model=2")``.
 
     Args:
@@ -267,7 +274,7 @@ def virtual_devices(count: int) -> None:
             return
         if count % processes:
             raise MeshError(
-                f"virtual_devices({count}): {processes} processes do not divide it",
+                f"mp.virtual_devices({count}): {processes} processes do not divide it",
                 fixes=[f"a multiple of {processes}"],
             )
         count //= processes
@@ -277,7 +284,7 @@ def virtual_devices(count: int) -> None:
         have = len(jax.devices("cpu"))
         if have < count:
             raise MeshError(
-                f"virtual_devices({count}) came too late: JAX has made its {have} CPU device{'s' * (have != 1)} already",
+                f"mp.virtual_devices({count}) came too late: JAX has made its {have} CPU device{'s' * (have != 1)} already",
                 fixes=["call mp.virtual_devices before anything that touches a device (jax.devices(), jnp.ones, …)"],
             ) from None
 

@@ -178,9 +178,13 @@ class MlLog:
         frame = inspect.stack(0)[1]
         where = {"file": frame.filename, "lineno": frame.lineno}
         line = {
-            "namespace": "", "time_ms": int(time.time() * 1e3), "event_type": kind, "key": key, "value": value,
+            "namespace": "",
+            "time_ms": int(time.time() * 1e3),
+            "event_type": kind,
+            "key": key,
+            "value": value,
             "metadata": {**where, **metadata},
-        }  # fmt: skip
+        }
         with self.path.open("a", encoding="utf8") as file:
             file.write(f":::MLLOG {json.dumps(line)}\n")
 

@@ -56,11 +56,6 @@ class Plan(record.Plan, report.Document):
         return self.request.lowering
 
     @property
-    def requested_overlap(self) -> str | None:
-        """The overlap as the user gave it, maybe ``"auto"``; None: the default of the lowering."""
-        return self.request.overlap
-
-    @property
     def schedule(self) -> str:
         """The schedule of pipelines, as requested."""
         return self.request.schedule
@@ -123,10 +118,17 @@ class Plan(record.Plan, report.Document):
         return out
 
     def replan(
-        self, *, layout: Any = None, mesh: MeshLike | None = None, topology: str | None = None, strict: bool = False,
-        lowering: str | None = None, overlap: str | None = None, options: OptionsMode | None = None,
+        self,
+        *,
+        layout: Any = None,
+        mesh: MeshLike | None = None,
+        topology: str | None = None,
+        strict: bool = False,
+        lowering: str | None = None,
+        overlap: str | None = None,
+        options: OptionsMode | None = None,
         calibration: CalibrationLike = None,
-    ) -> Plan:  # fmt: skip
+    ) -> Plan:
         """The plan of the same program under another layout or on another mesh: nothing is traced or named again.
 
         Args:

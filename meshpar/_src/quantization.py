@@ -110,9 +110,13 @@ for _name in ("add", "radd", "mul", "rmul", "sub", "rsub", "matmul", "rmatmul", 
 
 
 def quantize(
-    params: Any, dtype: str = "int8", *, contract: Mapping[str, str | int | tuple[int, ...]],
-    dims: Mapping[str, DimsLike] | None = None, block: int | None = None,
-) -> Any:  # fmt: skip
+    params: Any,
+    dtype: str = "int8",
+    *,
+    contract: Mapping[str, str | int | tuple[int, ...]],
+    dims: Mapping[str, DimsLike] | None = None,
+    block: int | None = None,
+) -> Any:
     """A tree of weights with some of its arrays in 8 bits (:class:`meshpar.types.Quantized`), for inference.
 
     A scale is the largest magnitude among the elements that a matmul adds up for one result (its contracted dims), divided by
@@ -197,9 +201,11 @@ def _contracted(leaf: Leaf, spec: str | int | tuple[int, ...], patterns: PathDim
         else:
             has = "no names of dims" if names is None else f"the dims `{format_dims(names)}`"
             raise PatternError(
-                f"{leaf.path} {list(shape)} has {has}, and contract= names {dim!r}", path=leaf.path, shape=shape,
+                f"{leaf.path} {list(shape)} has {has}, and contract= names {dim!r}",
+                path=leaf.path,
+                shape=shape,
                 fixes=['name its dims: dims={"*/kernel": "embed mlp"}', "or give positions: contract={…: 0}"],
-            )  # fmt: skip
+            )
     return tuple(sorted(set(axes)))
 
 
@@ -213,8 +219,9 @@ def _quantized(leaf: Leaf, dtype: str, axes: tuple[int, ...], block: int | None)
     if not jnp.issubdtype(jnp.result_type(x), jnp.floating) or isinstance(x, Quantized):
         raise UnsupportedError(
             f"{leaf.path} is {jnp.result_type(x)}, and weights in 8 bits are made from floating-point arrays",
-            path=leaf.path, fixes=["a pattern in contract= that does not match it"],
-        )  # fmt: skip
+            path=leaf.path,
+            fixes=["a pattern in contract= that does not match it"],
+        )
     wide = jnp.asarray(x, jnp.float32)
     split = list(wide.shape)
     if block is None:
@@ -224,8 +231,10 @@ def _quantized(leaf: Leaf, dtype: str, axes: tuple[int, ...], block: int | None)
         if split[last] % block:
             raise DivisibilityError(
                 f"{leaf.path} {split}: dim {last} of {split[last]} elements has no blocks of {block}",
-                path=leaf.path, shape=split, fixes=[f"a block that divides {split[last]}, or block=None"],
-            )  # fmt: skip
+                path=leaf.path,
+                shape=split,
+                fixes=[f"a block that divides {split[last]}, or block=None"],
+            )
         split[last : last + 1] = [split[last] // block, block]
         largest = jnp.abs(wide).reshape(split).max(last + 1)
     scales = jnp.where(largest == 0, 1.0, largest / LARGEST[dtype])

@@ -8,10 +8,21 @@ from types import ModuleType
 
 from .._src.layers.attention import attention
 from .._src.layers.loss import cross_entropy
-from .._src.layers.moe import ROUTERS, MoEAux, Routing, moe, update_bias
+from .._src.layers.moe import ROUTERS, MoEAux, MoEExecution, Routing, moe, update_bias
 from .._src.quantization import dequantize, quantize
 
-__all__ = ["ROUTERS", "MoEAux", "Routing", "attention", "cross_entropy", "dequantize", "moe", "quantize", "update_bias"]
+__all__ = [
+    "ROUTERS",
+    "MoEAux",
+    "MoEExecution",
+    "Routing",
+    "attention",
+    "cross_entropy",
+    "dequantize",
+    "moe",
+    "quantize",
+    "update_bias",
+]
 
 
 def __getattr__(name: str) -> ModuleType:

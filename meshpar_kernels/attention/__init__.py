@@ -7,3 +7,4 @@ from meshpar_kernels.attention.costs import AttentionCosts as AttentionCosts
 from meshpar_kernels.attention.costs import Machine as Machine
 from meshpar_kernels.attention.masks import unzigzag as unzigzag
 from meshpar_kernels.attention.masks import zigzag as zigzag
+from meshpar_kernels.attention.options import ContextParallel as ContextParallel

@@ -18,9 +18,8 @@ from meshpar_kernels.attention import gathered, ring, ulysses
 from meshpar_kernels.attention.context import Context
 from meshpar_kernels.attention.costs import AttentionCosts, Machine, costs
 from meshpar_kernels.attention.flash import K_CHUNK, Q_CHUNK
-from meshpar_kernels.attention.options import OP, Operands, Options
+from meshpar_kernels.attention.options import OP, ContextParallel, Operands, Options
 
-ORDERS = ("contiguous", "zigzag")
 MODULES: dict[str, Any] = {"ring": ring, "ulysses": ulysses, "gathered": gathered}
 Axes = str | tuple[str, ...]
 Segments = jax.Array | tuple[jax.Array, jax.Array] | None
@@ -37,14 +36,13 @@ def ring_attention(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
-    strategy: str | None = None,
-    order: str = "contiguous",
-    both_ways: bool = True,
     implementation: str | None = None,
     chunks: tuple[int, int] = (Q_CHUNK, K_CHUNK),
-    scatter: str | None = None,
+    parallel: ContextParallel | None = None,
 ) -> jax.Array:
     """Attention over a sequence that is sharded over devices (context parallelism). Call it inside `jax.shard_map`.
+
+    The strategies of `parallel`:
 
     - "ring": K and V circulate by `ppermute`, overlapped with the attention to the blocks that have arrived. Fully
       masked blocks are skipped; with a window, K and V are sent only to devices that use them. Memory: a few K/V blocks
@@ -53,8 +51,6 @@ def ring_attention(
       or A over Hkv: then each K/V head is copied to the A/Hkv devices that use it. Source: Jacobs et al. 2023.
     - "gathered": K and V are all-gathered, in the backward pass as well; their gradients are reduce-scattered in
       float32.
-    - None: the strategy with the least time by `attention_costs`, if its heads divide and it needs at most 2 GiB in
-      addition to operands and results; ring only from 256K tokens on, if another fits.
 
     Scores are computed in chunks, forward and backward: no S×S scores in memory. Saved for the backward pass are q, k, v,
     the result, and one float32 log-sum-exp for each row and head. Softmax and accumulators are in float32; float32
@@ -73,10 +69,6 @@ def ring_attention(
         before it.
       scale: factor on q·k; None: 1/√D.
       softcap: scores become softcap·tanh(score/softcap).
-      strategy: see above.
-      order: "zigzag": the tokens (of q, k, v, segment ids and the result) are in the order of `zigzag`, in which each
-        device has an early and a late block, so that causal work is balanced. Masks use the true positions of tokens.
-      both_ways: whether the ring sends in both directions, which uses both directions of its links.
       implementation: of the attention on a device. "pallas" and "pallas_tpu": kernels, for D and Dv that are multiples
         of 64 and lengths on a device that are multiples of 128. "cudnn": NVIDIA's library, for bfloat16 and float16,
         without segment ids and softcap, and causal masks only of tokens in order (with a window only a device's own
@@ -85,9 +77,7 @@ def ring_attention(
         device in memory. None: on GPUs "cudnn", on TPUs "splash", for each block that they can take, else "xla", unless
         `MESHPAR_KERNELS=pallas`; with `MESHPAR_KERNELS=reference` always "xla".
       chunks: queries and keys in one block of scores of "xla".
-      scatter: how "gathered" reduces the gradients of keys and values, over one axis after another: "xla" by XLA's
-        reduce-scatters, "ring" by rings of collective-permutes. None: "ring" over several axes, for which XLA on TPUs
-        uses all-reduces with twice the bytes.
+      parallel: strategy, order of the tokens, and transfers over `axis_name`; see `ContextParallel`.
 
     Returns:
       [B, Sq/A, H, Dv], q's dtype. The result of a query that sees no key is 0, and its gradients are 0. Differentiable
@@ -98,15 +88,21 @@ def ring_attention(
       NotImplementedError: the requested implementation cannot run.
     """
     refuse_sharded(OP, q=q, k=k, v=v)
-    if order not in ORDERS:
-        raise ValueError(f"{OP}: order must be one of {ORDERS}, got {order!r}")
+    parallel = parallel or ContextParallel()
     axes = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     sizes = {a: devices_on(OP, "q, k, v", a) for a in axes}
     options = Options(
-        causal=causal, window=window, scale=scale, softcap=softcap, strategy=strategy,
-        zigzag=math.prod(sizes.values()) if order == "zigzag" else 1, both_ways=both_ways,
-        implementation=implementation, chunks=chunks, scatter=scatter,
-    )  # fmt: skip
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        strategy=parallel.strategy,
+        zigzag=math.prod(sizes.values()) if parallel.order == "zigzag" else 1,
+        both_ways=parallel.both_ways,
+        implementation=implementation,
+        chunks=chunks,
+        scatter=parallel.scatter,
+    )
     x = Operands(q, k, v, *(segment_ids if isinstance(segment_ids, tuple) else (segment_ids, None)))
     return _attention_jit(plan(x, sizes, options), *x)
 
@@ -168,8 +164,8 @@ def attention_costs(
       segments: number of arrays of segment ids: 0, 1 (queries and keys have the same) or 2. The pairs that they mask
         are unknown.
       machine: hardware rates of a device, and the memory that attention may use; None: a TPU v5p, 2 GiB.
-      options: causal, window, scale, softcap, both_ways, chunks, scatter as in `ring_attention`; zigzag: the number of
-        devices for which the tokens are in zig-zag order.
+      options: causal, window, scale, softcap, chunks as in `ring_attention`; both_ways and scatter as in `ContextParallel`;
+        zigzag: the number of devices for which the tokens are in zig-zag order.
 
     Returns:
       `AttentionCosts`: `.of[strategy]` with bytes, memory, FLOPs and seconds of forward and backward pass together;

@@ -12,7 +12,43 @@ from meshpar_kernels.attention.flash import K_CHUNK, Q_CHUNK, Softmax
 from meshpar_kernels.attention.masks import Mask
 
 OP = "ring_attention"
+ORDERS = ("contiguous", "zigzag")
 STRATEGIES = ("ring", "ulysses", "gathered")
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextParallel:
+    """How the sequence is distributed over devices, and what they send: `ring_attention(..., parallel=ContextParallel(...))`.
+
+    No result depends on `strategy`, `both_ways` and `scatter`.
+
+    Attributes:
+      strategy: "ring", "ulysses" or "gathered", as `ring_attention` describes them; None: the strategy with the least time by
+        `attention_costs`, if its heads divide and it needs at most 2 GiB in addition to operands and results; ring only
+        from 256K tokens on, if another fits.
+      order: "zigzag": the tokens (of q, k, v, segment ids and the result) are in the order of `zigzag`, in which each
+        device has an early and a late block, so that causal work is balanced. Masks use the true positions of tokens.
+      both_ways: whether the ring sends in both directions, which uses both directions of its links.
+      scatter: how "gathered" reduces the gradients of keys and values, over one axis after another: "xla" by XLA's
+        reduce-scatters, "ring" by rings of collective-permutes. None: "ring" over several axes, for which XLA on TPUs
+        uses all-reduces with twice the bytes.
+
+    Example:
+      out = ring_attention(q, k, v, "seq", causal=True, parallel=ContextParallel(strategy="ulysses"))
+
+    Raises:
+      ValueError: an order that does not exist. `ring_attention` checks the other values.
+    """
+
+    strategy: str | None = None
+    order: str = "contiguous"
+    both_ways: bool = True
+    scatter: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the order. Raises ValueError."""
+        if self.order not in ORDERS:
+            raise ValueError(f"{OP}: order must be one of {ORDERS}, got {self.order!r}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -140,7 +140,7 @@ def expert_dispatch(
       weight: float32 [T, k], sent along to scale the rows on the experts' devices (`Dispatch.row_scale`): then the
         backward pass needs no row of the result. None: see `expert_combine`.
       copy: False leaves the rows in order of arrival; the matmul with the experts' first matrices gathers them by
-        `Dispatch.lhs_indices` and `Dispatch.lhs_rows`.
+        `Dispatch.lhs_indices`.
       axis_name: mesh axis over which the experts, and the tokens, are sharded; several count as one, the first major.
       rows: see above; None: enough for every load (T·k for a2a, T·k·devices for the others).
       first: int32 [], position of the first choice in this window among the choices for one device (a2a) or for this

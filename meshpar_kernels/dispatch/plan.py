@@ -136,20 +136,16 @@ class Dispatch:
     exchange: str | None = None
 
     @property
-    def lhs_indices(self) -> jax.Array:
-        """int32 [R], -1 for unused rows: the received row of which each row of the experts' buffer is a copy; for
-        `grouped_matmul`."""
+    def lhs_indices(self) -> tuple[jax.Array, jax.Array | None]:
+        """For `grouped_matmul`: the received row of which each row of the experts' buffer is a copy, int32 [R], -1 for
+        unused rows; and the inverse, int32 [received rows, k], None if most choices of a token have no row."""
         if self.row_sources is not None:
-            return self.row_sources
-        return jnp.where(self.sources >= 0, self.sources // max(self.slots.shape[1], 1), -1)
-
-    @property
-    def lhs_rows(self) -> jax.Array | None:
-        """int32 [received rows, k]: the inverse of `lhs_indices`, for `grouped_matmul`; None if most choices of a token
-        have no row."""
+            indices = self.row_sources
+        else:
+            indices = jnp.where(self.sources >= 0, self.sources // max(self.slots.shape[1], 1), -1)
         if self.rows is not None:
-            return self.rows
-        return None if sparse(self.slots, self.sources) else self.slots
+            return indices, self.rows
+        return indices, None if sparse(self.slots, self.sources) else self.slots
 
 
 def sparse(slots: jax.Array, sources: jax.Array) -> bool:

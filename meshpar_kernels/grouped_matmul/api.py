@@ -27,14 +27,12 @@ def grouped_matmul(
     transpose_rhs: bool = False,
     group_offset: jax.Array | int | None = None,
     activation: str | None = None,
-    lhs_indices: jax.Array | None = None,
-    lhs_rows: jax.Array | None = None,
+    lhs_indices: jax.Array | tuple[jax.Array, jax.Array | None] | None = None,
     row_scale: jax.Array | None = None,
     rhs_scale: jax.Array | tuple[jax.Array, jax.Array] | None = None,
     out_dtype: jnp.dtype | None = None,
     implementation: str | None = None,
     config: Config | None = None,
-    debug: bool = False,
 ) -> jax.Array:
     """Multiply the rows of each group by that group's matrix.
 
@@ -56,9 +54,9 @@ def grouped_matmul(
       activation: act, in float32: "silu" (of a pair: SwiGLU), "gelu" (with tanh), "relu", or None for the identity.
       lhs_indices: int [M], row i is `lhs[lhs_indices[i]]`; a zero row if the index is out of range. Rows are gathered
         before the matmul: with "pallas" by the kernel of `permute`, with None by XLA unless `MESHPAR_KERNELS=pallas`.
-      lhs_rows: int [T, j], with `lhs_indices`: the rows of the result that use each row of lhs, -1 for none. It changes
-        no result. With it, lhs's gradient is gathered and summed, in the same order in every run; without it,
-        scattered.
+        Or a pair of them and their inverse (`Dispatch.lhs_indices` is one), int [T, j]: the rows of the result that use
+        each row of lhs, -1 for none. The inverse changes no result. With it, lhs's gradient is gathered and summed, in
+        the same order in every run; without it (or with None), scattered.
       row_scale: [M], factor on each row of the result (after the activation), in float32.
       rhs_scale: scales of quantized weights (rhs of int8 or float8_e4m3fn): float [G, N], or [G, B, N] for B blocks of
         K (B divides K), whatever `transpose_rhs`; a pair if rhs is one. The weights are rhs · rhs_scale, and are
@@ -76,7 +74,6 @@ def grouped_matmul(
       config: tile, stages and blocks of the Pallas kernel. Each field that is None, and without a config each field, is
         taken from the tuning table's entry for this matmul on this device, else chosen by rule (see `Config`). Gradients
         use its `num_sms` alone.
-      debug: warn at run time about group sizes that are negative or exceed M.
 
     Returns:
       [M, N]. Differentiable with respect to lhs, rhs (if it has no scales) and row_scale; both gradients use the same
@@ -92,19 +89,18 @@ def grouped_matmul(
     matrices = rhs if isinstance(rhs, tuple) else (rhs,)
     k = _check_matmul(op, lhs, matrices, group_sizes, group_offset, transpose_rhs, quantized=rhs_scale is not None)
     scales = () if rhs_scale is None else _block_scales(op, matrices, rhs_scale, k)
-    _check_options(op, lhs, activation, lhs_indices, lhs_rows)
+    lhs_indices, inverse = lhs_indices if isinstance(lhs_indices, tuple) else (lhs_indices, None)
+    _check_options(op, lhs, activation, lhs_indices, inverse)
     rows = lhs.shape[0] if lhs_indices is None else lhs_indices.shape[0]
     _check_scale(op, row_scale, rows)
     others = {"group_sizes": group_sizes, "lhs_indices": lhs_indices, "row_scale": row_scale}
     for i, matrix in enumerate(matrices):
         refuse_sharded(op, lhs=lhs, rhs=matrix, **({"rhs_scale": scales[i]} if scales else {}), **others)
-    if debug:
-        _check_sizes_at_run_time(group_sizes, rows)
     problem = MatmulProblem(
         lhs, tuple(matrices), group_sizes, as_offset(group_offset), row_scale, scales, transpose_rhs, activation,
         jnp.dtype(lhs.dtype if out_dtype is None else out_dtype),
     )  # fmt: skip
-    return matmul_with_gradient(Options(implementation, config or Config()), problem, lhs_indices, lhs_rows)
+    return matmul_with_gradient(Options(implementation, config or Config()), problem, lhs_indices, inverse)
 
 
 def _check_matmul(
@@ -135,19 +131,17 @@ def _check_matmul(
     return k
 
 
-def _check_options(op: str, lhs: jax.Array, activation: str | None, lhs_indices, lhs_rows) -> None:
-    """Check the activation and the indices of `grouped_matmul`. Raises ValueError."""
+def _check_options(op: str, lhs: jax.Array, activation: str | None, lhs_indices, inverse) -> None:
+    """Check the activation, the indices and their inverse, of `grouped_matmul`. Raises ValueError."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"{op}: activation must be one of {tuple(ACTIVATIONS)}, got {activation!r}")
     if lhs_indices is not None and (lhs_indices.ndim != 1 or not jnp.issubdtype(lhs_indices.dtype, jnp.integer)):
         raise ValueError(f"{op}: lhs_indices must be int [M], got {lhs_indices.dtype}{list(lhs_indices.shape)}")
-    if lhs_rows is not None and (
-        lhs_indices is None or lhs_rows.ndim != 2 or lhs_rows.shape[0] != lhs.shape[0]
-        or not jnp.issubdtype(lhs_rows.dtype, jnp.integer)
-    ):  # fmt: skip
+    if inverse is None:
+        return
+    if inverse.ndim != 2 or inverse.shape[0] != lhs.shape[0] or not jnp.issubdtype(inverse.dtype, jnp.integer):
         raise ValueError(
-            f"{op}: lhs_rows must be int [T, j], T={lhs.shape[0]}, together with lhs_indices; got "
-            f"{lhs_rows.dtype}{list(lhs_rows.shape)}"
+            f"{op}: the inverse of lhs_indices must be int [T, j], T={lhs.shape[0]}; got {inverse.dtype}{list(inverse.shape)}"
         )
 
 
@@ -163,7 +157,6 @@ def grouped_matmul_transpose(
     out_dtype: jnp.dtype | None = None,
     implementation: str | None = None,
     config: Config | None = None,
-    debug: bool = False,
 ) -> jax.Array:
     """Sum lhs[i]ᵀ · rhs[i] over the rows i of each group: the transpose of `grouped_matmul` with respect to its
     weights.
@@ -176,7 +169,7 @@ def grouped_matmul_transpose(
       group_offset: first group.
       row_scale: [M], float32 factor on each row of lhs.
       out_dtype: dtype of the result; None: lhs's.
-      implementation, config, debug: as in `grouped_matmul`.
+      implementation, config: as in `grouped_matmul`.
 
     Returns:
       [G, K, N], accumulated in float32; zero for an empty group. Differentiable with respect to lhs, rhs and row_scale.
@@ -194,8 +187,6 @@ def grouped_matmul_transpose(
     _check_groups(op, lhs, rhs, group_sizes, groups, group_offset)
     _check_scale(op, row_scale, lhs.shape[0])
     refuse_sharded(op, lhs=lhs, rhs=rhs, group_sizes=group_sizes, row_scale=row_scale)
-    if debug:
-        _check_sizes_at_run_time(group_sizes, lhs.shape[0])
     dtype = jnp.dtype(lhs.dtype if out_dtype is None else out_dtype)
     problem = TransposeProblem(lhs, rhs, group_sizes, as_offset(group_offset), row_scale, groups, dtype)
     return transpose_with_gradient(Options(implementation, config or Config()), problem)
@@ -263,8 +254,13 @@ def _check_scale(op: str, row_scale: jax.Array | None, rows: int) -> None:
         raise ValueError(f"{op}: row_scale must be [M]=[{rows}], got shape {row_scale.shape}")
 
 
-def _check_sizes_at_run_time(group_sizes: jax.Array, rows: int) -> None:
-    """Warn at run time, by a debug callback, if a group size is negative or their sum exceeds `rows`."""
+def warn_about_group_sizes(group_sizes: jax.Array, rows: int) -> None:
+    """Warn at run time, by a debug callback, if a group size is negative or their sum exceeds `rows`.
+
+    Args:
+      group_sizes: int [G], as in `grouped_matmul`, which counts negative ones as 0 and ignores rows past `rows`.
+      rows: M.
+    """
 
     def look(sizes):
         """The callback: warns about the sizes, int [G]."""

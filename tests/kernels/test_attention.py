@@ -1,6 +1,7 @@
 """Ring, Ulysses and gathered attention on 8 virtual devices against NumPy in float64: every mask, order and head count."""
 
 import functools
+from dataclasses import replace
 
 import attention_oracle as oracle
 import covering
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from meshpar_kernels import ring_attention, unzigzag, zigzag
+from meshpar_kernels import ContextParallel, ring_attention, unzigzag, zigzag
 
 A, B, S, H, D = 8, 2, 48, 8, 4
 RNG = np.random.default_rng(0)
@@ -41,7 +42,7 @@ def on_devices(f, arrays=6, check=True):
 
 
 @functools.cache
-def runner(strategies, segments, options):
+def runner(strategies, segments, parallel, options):
     """jit of (result, gradients) for each strategy."""
 
     def run(q, k, v, read, q_seg, k_seg):
@@ -50,9 +51,8 @@ def runner(strategies, segments, options):
 
             def attend(q, k, v, q_seg, k_seg, strategy=strategy):
                 ids = (q_seg, k_seg) if segments else None
-                return ring_attention(
-                    q, k, v, ("a", "b"), segment_ids=ids, strategy=strategy, chunks=(4, 5), **dict(options)
-                )
+                how = {"chunks": (4, 5), "parallel": replace(parallel, strategy=strategy), **dict(options)}
+                return ring_attention(q, k, v, ("a", "b"), segment_ids=ids, **how)
 
             f = on_devices(attend, 5)
             y, back = jax.vjp(lambda q, k, v, f=f: f(q, k, v, q_seg, k_seg), q, k, v)
@@ -62,13 +62,13 @@ def runner(strategies, segments, options):
     return jax.jit(run)
 
 
-def run(arrays, strategies=STRATEGIES, segments=None, order="contiguous", **options):
+def run(arrays, strategies=STRATEGIES, segments=None, order="contiguous", both_ways=True, **options):
     ids = segments if segments is not None else (np.zeros((B, 1), int).repeat(x.shape[1], 1) for x in arrays[:2])
     arrays = [*arrays, *(np.asarray(x, np.int32) for x in ids)]
     if order == "zigzag":
         arrays = [x[:, oracle.zigzag_order(x.shape[1], A)] for x in arrays]
-    options = {"order": order, **options}
-    got = runner(strategies, segments is not None, tuple(sorted(options.items())))(*arrays)
+    parallel = ContextParallel(order=order, both_ways=both_ways)
+    got = runner(strategies, segments is not None, parallel, tuple(sorted(options.items())))(*arrays)
     if order == "zigzag":
         got = jax.tree.map(lambda x: np.asarray(x)[:, np.argsort(oracle.zigzag_order(x.shape[1], A))], got)
     return dict(zip(strategies, got, strict=True))
@@ -150,7 +150,7 @@ def test_gradients_of_what_is_alike_on_all_devices_are_summed():
     q, k, v, read = draw(8)
 
     def loss(bias, q, k, v, read):
-        y = ring_attention(q + bias, k, v, ("a", "b"), causal=True, strategy="ring")
+        y = ring_attention(q + bias, k, v, ("a", "b"), causal=True, parallel=ContextParallel(strategy="ring"))
         return jax.lax.psum((y * read).sum(), ("a", "b"))
 
     sharded = jax.shard_map(loss, mesh=mesh(), in_specs=(P(), *(SPLIT,) * 4), out_specs=P())
@@ -173,11 +173,12 @@ def local(**options):
     """Call it with shapes of one device, for its checks."""
     shapes = {"q": (2, 6, 8, 4), "k": (2, 6, 8, 4), "v": (2, 6, 8, 4), **options.pop("shapes", {})}
     dtypes = options.pop("dtypes", {})
+    parallel = {name: options.pop(name) for name in ("strategy", "order", "scatter") if name in options}
 
     def call(x):
         arrays = {n: jnp.zeros(s, dtypes.get(n, jnp.float32)) + 0 * x.sum().astype(int) for n, s in shapes.items()}
         arrays = {n: a.astype(dtypes.get(n, jnp.float32)) for n, a in arrays.items()}
-        return ring_attention(*arrays.values(), ("a", "b"), **options)
+        return ring_attention(*arrays.values(), ("a", "b"), **options, parallel=ContextParallel(**parallel))
 
     f = jax.shard_map(call, mesh=mesh(), in_specs=P(("a", "b")), out_specs=P(None, ("a", "b")), check_vma=False)
     jax.eval_shape(f, jnp.zeros(8))
@@ -234,7 +235,8 @@ def test_gradients_of_gathered_keys_go_round_rings_over_several_axes():
 
     def gradients(axes, scatter):
         def attend(q, k, v):
-            return ring_attention(q, k, v, axes, causal=True, strategy="gathered", scatter=scatter)
+            parallel = ContextParallel(strategy="gathered", scatter=scatter)
+            return ring_attention(q, k, v, axes, causal=True, parallel=parallel)
 
         split = jax.shard_map(attend, mesh=mesh(), in_specs=P(None, axes), out_specs=P(None, axes))
         return jax.jit(lambda *x: jax.vjp(split, *x[:3])[1](x[3])).lower(q, k, v, read)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from meshpar_kernels import _choose, _compat, ring_attention
+from meshpar_kernels import ContextParallel, _choose, _compat, ring_attention
 from meshpar_kernels._arithmetic import row_dots
 from meshpar_kernels.attention import reference
 from meshpar_kernels.attention.flash import Keys, Queries, Softmax
@@ -79,10 +79,10 @@ def test_one_device(mask, by_definition):
     close(got[1], jax.jit(functools.partial(step, implementation="reference", **mask))(*args)[1])
 
 
-def sharded(strategy, **options):
+def sharded(strategy, order="contiguous", **options):
     """The loss and gradients of attention over 4 devices, and the result."""
     mesh = jax.make_mesh((4,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
-    local = functools.partial(ring_attention, axis_name="a", strategy=strategy, **options)
+    local = functools.partial(ring_attention, axis_name="a", parallel=ContextParallel(strategy, order), **options)
     full = jax.shard_map(local, mesh=mesh, in_specs=(P(None, "a"),) * 3, out_specs=P(None, "a"))
 
     def loss(*args):

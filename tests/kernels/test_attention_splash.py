@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
-from meshpar_kernels import ring_attention
+from meshpar_kernels import ContextParallel, ring_attention
 
 BF16 = jnp.bfloat16
 
@@ -57,7 +57,9 @@ def test_a_causal_sequence_over_two_devices():
     the results of blocks are merged is tested with cuDNN, which has the same blocks."""
     args = draw(256, heads=4, kv_heads=2)
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("a",), axis_types=(jax.sharding.AxisType.Auto,))
-    local = functools.partial(ring_attention, axis_name="a", strategy="ulysses", implementation="splash", causal=True)
+    local = functools.partial(
+        ring_attention, axis_name="a", parallel=ContextParallel("ulysses"), implementation="splash", causal=True
+    )
     full = jax.shard_map(local, mesh=mesh, in_specs=(P(None, "a"),) * 3, out_specs=P(None, "a"))
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
         got = gradients(full, *args)
@@ -107,7 +109,7 @@ def test_every_strategy_of_a_causal_sequence_takes_it_on_tpus(strategy):
     """Forward and backward, and no loop over chunks of scores is left."""
     mesh = jax.sharding.Mesh(jax.devices()[:4], ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     args = [jax.ShapeDtypeStruct((1, 1024, heads, 64), BF16) for heads in (8, 4, 4)]
-    local = functools.partial(ring_attention, axis_name="a", strategy=strategy, causal=True)
+    local = functools.partial(ring_attention, axis_name="a", parallel=ContextParallel(strategy), causal=True)
     full = jax.shard_map(local, mesh=mesh, in_specs=(P(None, "a"),) * 3, out_specs=P(None, "a"))
     jax.clear_caches()
     step = jax.jit(jax.grad(lambda *a: full(*a).astype(jnp.float32).sum(), (0, 1, 2)))

@@ -169,7 +169,7 @@ def test_a_plan_whose_rows_the_matmul_gathers(strategy):
     def layer(x, logits, matrices, copy):
         plan = route(logits, K, capacity=2)
         rows, d = expert_dispatch(x, plan, weight=plan.weight, axis_name=("a", "b"), copy=copy, strategy=strategy)
-        how = {} if copy else {"lhs_indices": d.lhs_indices, "lhs_rows": d.lhs_rows}
+        how = {} if copy else {"lhs_indices": d.lhs_indices}
         y = grouped_matmul(rows, matrices, d.group_sizes, row_scale=d.row_scale, **how)
         return expert_combine(y, d)
 

@@ -11,7 +11,7 @@ import pytest
 from jax.test_util import check_grads
 from kernel_cases import RNG, SIZES, quantized
 
-from meshpar_kernels import grouped_matmul, grouped_matmul_transpose
+from meshpar_kernels import grouped_matmul, grouped_matmul_transpose, warn_about_group_sizes
 from meshpar_kernels.grouped_matmul import schedule, tpu_tiles
 
 M, K, N, G = 40, 12, 10, 4
@@ -210,12 +210,11 @@ def test_empty(shape):
     assert [g.shape for g in pull(out)] == [lhs.shape, rhs.shape]
 
 
-def test_debug_says_so():
-    lhs, rhs = normal(M, K), normal(G, K, N)
-    call = jax.jit(functools.partial(grouped_matmul, debug=True))
+def test_group_sizes_are_checked_at_run_time():
+    check = jax.jit(functools.partial(warn_about_group_sizes, rows=M))
 
     def run(*sizes):
-        jax.block_until_ready(call(lhs, rhs, jnp.asarray(sizes)))
+        check(jnp.asarray(sizes))
         jax.effects_barrier()
 
     with pytest.warns(UserWarning, match="more than the 40 rows"):
@@ -240,7 +239,7 @@ def test_what_is_wrong_is_said():
     refuses("activation must be one of", activation="swiglu")
     refuses(r"a pair of one shape, got \[\[4, 12, 10\], \[4, 12, 9\]\]", rhs=(rhs, rhs[:, :, 1:]))
     refuses("one floating-point dtype", rhs=(rhs, rhs.astype(jnp.bfloat16)))
-    refuses("lhs_rows must be int", lhs_rows=jnp.zeros((M, 1), int))
+    refuses("the inverse of lhs_indices must be int", lhs_indices=(jnp.zeros(M, int), jnp.zeros((3, 1), int)))
     refuses("row_scale must be", row_scale=jnp.ones(3))
     refuses("lhs_indices must be int", lhs_indices=jnp.ones(3))
     refuses("no implementation 'dense'", implementation="dense")
@@ -310,8 +309,7 @@ def test_second_derivatives(case):
     def kernels(lhs, rhs, scale):
         if case == "transpose":
             return grouped_matmul_transpose(lhs, lhs[:, :4], sizes, row_scale=scale)
-        options = {"lhs_indices": index} if case in ("indices", "rows") else {}
-        options |= {"lhs_rows": rows} if case == "rows" else {}
+        options = {"indices": {"lhs_indices": index}, "rows": {"lhs_indices": (index, rows)}}.get(case, {})
         options |= {"activation": "silu"} if case == "pair" else {}
         return grouped_matmul(lhs, (rhs[0], rhs[1]) if case == "pair" else rhs[0], sizes, row_scale=scale, **options)
 

@@ -19,6 +19,7 @@ import optax
 import pytest
 
 import meshpar as mp
+from meshpar._src.entry.jitted import Jitted
 from meshpar._src.entry.target import load_target
 from meshpar._src.hardware.topology import parse_topology
 from meshpar._src.mesh import parse_mesh
@@ -488,19 +489,17 @@ def test_interrupted_in_its_first_plan_it_has_none(monkeypatch):
 
 
 def test_what_the_compiler_refuses_is_passed_over(monkeypatch):
-    from meshpar._src.entry import api
-
     asked = []
 
-    def compile(fn, *args, mesh, layout, effort, **options):
-        asked.append((mesh, layout, effort))
+    def compile(step, *args, mesh, effort, **options):
+        asked.append((mesh, str(step.layout), effort))
         if len(asked) == 1:
             raise mp.errors.CompilerError("no")
         memory = type("Memory", (), {"peak": 1e9})
         exposed = type("Exposed", (), {"schedule": 0.25})
         return type("Compiled", (), {"memory": memory, "bytes_sent": 2e9, "exposed": exposed})
 
-    monkeypatch.setattr(api, "compile", compile)
+    monkeypatch.setattr(Jitted, "compile", compile)
     got = mp.search(train_step, *model(64), topology="v5e:4x4", dims=DIMS, verify=2, max_plans=40)
     assert [effort for *_, effort in asked] == ["full", "full", "fast"]
     assert got.rows[0].compiled == "refused: no"
@@ -563,9 +562,9 @@ def test_the_answer_does_not_depend_on_the_hash_seed():
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"objective": "bytes"}, mp.errors.UnsupportedError, "'time' or 'memory'"),
+        ({"objective": "bytes"}, mp.errors.UnsupportedError, "objectives there are: memory, time"),
         ({"memory_fraction": 0.0}, mp.errors.UnsupportedError, "memory_fraction=0.0"),
-        ({"max_plans": 0}, mp.errors.UnsupportedError, "at least one"),
+        ({"max_plans": 0}, mp.errors.UnsupportedError, "max_plans=0: it is at least 1"),
         ({"max_axes": 0}, mp.errors.UnsupportedError, "max_axes=0"),
         ({"time_limit": -1.0}, mp.errors.UnsupportedError, "time_limit=-1.0"),
         (

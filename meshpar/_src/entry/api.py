@@ -6,18 +6,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Unpack, overload
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Unpack, overload
 
 import jax
 import numpy as np
-import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from ...errors import MeshError, UnknownDimError, UnsupportedError
 from ..compat import nnx
 from ..compat.jax import is_graph_node
-from ..dims import Dims, near
+from ..dims import Dims
 from ..flax import Leaf
 from ..hardware.topology import device_count, topology_of
 from ..lab import Lab
@@ -25,12 +24,12 @@ from ..lab.session import Draft, Session
 from ..layout import Layout
 from ..measurement import CalibrationResult, Candidate
 from ..measurement import calibrate as calibrate_candidates
-from ..mesh import MeshLike, MeshSizes, auto_mesh, checked_mesh, context_mesh, device_mesh, parse_mesh, planned_mesh
+from ..mesh import MeshLike, MeshSizes, auto_mesh, checked_mesh, context_mesh, device_mesh, planned_mesh
 from ..mesh import mesh as make_mesh
+from ..options import options_of, takes_options
 from ..plan_api import Plan
-from ..pods.local_sgd import LocalSgd
 from ..progress import Progress, progress_line
-from ..search import Objective, Row, Search
+from ..search import Row, Search, SearchOptions
 from ..search import search as search_from
 from ..units import format_bytes, format_memory, format_seconds, mesh_text
 from ..verify.aot import Compiled, Effort, compile_lowered, mesh_to_compile_for
@@ -38,19 +37,15 @@ from ..verify.check import Report, check_layouts, each_layout
 from .arguments import is_static
 from .jitted import NO_DONATION, Jitted, LayoutLike, P, R
 from .options import (
-    OPTIONS,
     CallKeywords,
     DimsPatterns,
     Lowering,
+    SearchCallKeywords,
     StepKeywords,
     StepOptions,
-    check_lowering,
     path_dims,
-    refuse_ambiguous_options,
-    split_keywords,
-    takes_step_options,
 )
-from .tracing import metadata_names, named_tree, state_dims
+from .tracing import metadata_names, named_tree
 
 Meshes = Mesh | MeshSizes | Sequence[Mesh | MeshSizes] | None
 
@@ -63,7 +58,7 @@ def jit(
 def jit(
     fn: None = None, *, mesh: MeshLike | None = None, layout: LayoutLike, **options: Unpack[StepKeywords]
 ) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...
-@takes_step_options
+@takes_options(StepOptions)
 def jit(
     fn: Callable[..., Any] | None = None,
     *,
@@ -136,21 +131,25 @@ def jit(
     if fn is None:
         return functools.partial(jit, mesh=mesh, layout=layout, **options)
     _check_function(fn, "jit")
-    return Jitted(fn, device_mesh(mesh), Layout(layout), _step_options("jit", options))
+    return Jitted(fn, device_mesh(mesh), Layout(layout), options_of(StepOptions, options))
 
 
-@refuse_ambiguous_options
-@takes_step_options
+@takes_options(StepOptions)
 def plan(
-    fn: Callable[..., Any], *args: Any, mesh: MeshLike | None = None, layout: LayoutLike, topology: str | None = None,
-    kwargs: Mapping[str, Any] | None = None, **keywords: Unpack[CallKeywords],
-) -> Plan:  # fmt: skip
+    fn: Callable[..., Any],
+    *args: Any,
+    mesh: MeshLike | None = None,
+    layout: LayoutLike,
+    topology: str | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Unpack[CallKeywords],
+) -> Plan:
     """The plan of a function under a layout: what each device stores, sends and computes. It needs no devices and compiles nothing.
 
     Args:
       fn: a function, e.g. a train step.
       *args: its arguments; arrays or ``jax.ShapeDtypeStruct``.
-      **keywords: its keyword arguments.
+      **options: options as named below; other keywords are keyword arguments of ``fn``.
       kwargs: keyword arguments of ``fn`` with the name of an option of ``plan``. (If ``fn`` has an argument of that name, the bare
         keyword is an error unless the argument is given by position or ``kwargs`` is given.)
       mesh: a mesh, a ``jax.sharding.AbstractMesh``, or axes and sizes, ``"data=64, model=8"`` (-1 fills the topology). Left
@@ -179,12 +178,11 @@ def plan(
       (True, True)
     """
     _check_function(fn, "plan")
-    options, call = split_keywords(keywords, kwargs)
-    where = checked_mesh(planned_mesh(mesh, topology))
-    return Jitted(fn, where, Layout(layout), StepOptions(**options), topology=topology).plan(*args, **call)
+    where, step = checked_mesh(planned_mesh(mesh, topology)), options_of(StepOptions, options)
+    return Jitted(fn, where, Layout(layout), step, topology=topology).plan(*args, **(kwargs or {}))
 
 
-@takes_step_options
+@takes_options(StepOptions)
 def init(
     create: Callable[P, R], *, mesh: MeshLike | None = None, layout: LayoutLike, **options: Unpack[StepKeywords]
 ) -> Jitted[P, R]:
@@ -209,7 +207,7 @@ def init(
       (64, 256)
     """
     _check_function(create, "init")
-    return Jitted(create, device_mesh(mesh), Layout(layout), _step_options("init", options), init=True)
+    return Jitted(create, device_mesh(mesh), Layout(layout), options_of(StepOptions, options), init=True)
 
 
 def shardings(tree: Any, layout: LayoutLike, mesh: MeshLike | None = None, *, dims: DimsPatterns = None) -> Any:
@@ -264,8 +262,7 @@ def shardings(tree: Any, layout: LayoutLike, mesh: MeshLike | None = None, *, di
     return jax.tree.unflatten(jax.tree.structure(tree), [of(leaf, names) for leaf, names in named])
 
 
-@refuse_ambiguous_options
-@takes_step_options
+@takes_options(StepOptions)
 def check(
     fn: Callable[..., Any],
     *args: Any,
@@ -277,7 +274,7 @@ def check(
     raises: bool = True,
     progress: Progress = "auto",
     kwargs: Mapping[str, Any] | None = None,
-    **keywords: Unpack[CallKeywords],
+    **options: Unpack[CallKeywords],
 ) -> Report:
     """Run a function under several layouts, meshes and lowerings, and compare all its results with the unsharded run on one device.
 
@@ -287,7 +284,7 @@ def check(
     Args:
       fn: a function as :func:`meshpar.jit` takes it, e.g. a train step, or a :class:`Jitted`.
       *args: its arguments: arrays, trees of arrays, random keys, nnx modules and optimizers.
-      **keywords: its keyword arguments.
+      **options: options as named below; other keywords are keyword arguments of ``fn``.
       kwargs: keyword arguments of ``fn`` with the name of an option of ``check``.
       layouts: a layout or several; each a :class:`meshpar.Layout`, its text, or a Flax rule list.
       mesh: a mesh or several; each a ``Mesh`` or text for :func:`meshpar.mesh`. The default: all n devices as 1×n, 2×n/2
@@ -320,32 +317,40 @@ def check(
     _check_function(fn, "check")
     if mesh is not None and meshes is not None:
         raise MeshError("mp.check was given both mesh= and meshes=", fixes=["all meshes in one of them"])
-    options, call = split_keywords(keywords, kwargs)
-    overlap, lowering = options.pop("overlap", None), options.pop("lowering", None)
-    lowerings = lowerings or (lowering or (fn.lowering if isinstance(fn, Jitted) else "auto"),)
-    steps = _steps(fn, {**options, **NO_DONATION})
-
-    def subject(m: Mesh, layout: Layout, lowering: Lowering) -> Any:
-        mode = None if lowering == "jit" else overlap
-        step = steps(mesh=auto_mesh(m), layout=layout, lowering=lowering, overlap=mode)
-        return step._check_subject(args, call)
-
-    for each in lowerings:
-        check_lowering(each, overlap if len(lowerings) == 1 else None)
+    given = {**options, **NO_DONATION}
+    if lowerings is not None:
+        given["lowering"] = lowerings[0] if len(lowerings) == 1 else "auto"
+    step = _placeless(fn, given)
+    lowerings = tuple(lowerings or (step.lowering,))
+    steps = {each: step._with(lowering=each) for each in lowerings}
     with progress_line("checking", progress) as tell:
         return check_layouts(
-            subject, layouts=layouts, meshes=meshes if mesh is None else mesh, lowerings=lowerings, tolerance=tolerance,
-            raises=raises, tell=tell,
-        )  # fmt: skip
+            lambda m, layout, lowering: (
+                steps[lowering]._with(mesh=auto_mesh(m), layout=layout)._check_subject(args, kwargs or {})
+            ),
+            layouts=layouts,
+            meshes=meshes if mesh is None else mesh,
+            lowerings=lowerings,
+            tolerance=tolerance,
+            raises=raises,
+            tell=tell,
+        )
 
 
-@refuse_ambiguous_options
-@takes_step_options
+@takes_options(StepOptions)
 def compile(
-    fn: Callable[..., Any], *args: Any, mesh: MeshLike | None = None, layout: LayoutLike | None = None,
-    topology: str | None = None, effort: Effort = "fast", timeout: float | None = None, cache: bool = True,
-    progress: Progress = "auto", kwargs: Mapping[str, Any] | None = None, **keywords: Unpack[CallKeywords],
-) -> Compiled:  # fmt: skip
+    fn: Callable[..., Any],
+    *args: Any,
+    mesh: MeshLike | None = None,
+    layout: LayoutLike | None = None,
+    topology: str | None = None,
+    effort: Effort = "fast",
+    timeout: float | None = None,
+    cache: bool = True,
+    progress: Progress = "auto",
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Unpack[CallKeywords],
+) -> Compiled:
     """Compile a function under a layout with the real compiler, ahead of time and without the hardware.
 
     The compiler runs in a separate process, so that a crash of it is an error of this function. ``MESHPAR_COMPILES`` processes run
@@ -359,7 +364,7 @@ def compile(
       fn: a function; a :class:`Jitted`, which has its own layout, dims, lowering, static and donated arguments; or a lowered
         program.
       *args: its arguments; arrays or ``jax.ShapeDtypeStruct``. A ``jax.stages.Lowered`` has none.
-      **keywords: its keyword arguments.
+      **options: options as named below; other keywords are keyword arguments of ``fn``.
       kwargs: keyword arguments of ``fn`` with the name of an option of ``compile``.
       mesh: a mesh; or an abstract mesh, or axes and sizes (``"data=16, model=16"``), with ``topology``. Left out: the mesh of
         ``jax.set_mesh``.
@@ -388,20 +393,17 @@ def compile(
       >>> mp.compile(jax.jit(lambda x: x @ x.T), x).memory.peak > 0
       True
     """
-    options, call = split_keywords(keywords, kwargs)
+    how: Any = {"effort": effort, "timeout": timeout, "cache": cache, "progress": progress}
+    how.update(kwargs=kwargs, compiler_options=options.pop("compiler_options", None))
     if isinstance(fn, jax.stages.Lowered) or (layout is None and not isinstance(fn, Jitted) and hasattr(fn, "lower")):
-        own = {"layout": layout, "topology": topology, **options, "compiler_options": None}
+        own = {"layout": layout, "topology": topology, **options}
         if given := [name for name, value in own.items() if value is not None]:
             raise UnsupportedError(
                 f"{', '.join(given)}: a lowered program has its own layout and devices",
                 fixes=["leave it out, or give the function itself and a layout"],
             )
         axes = None if mesh is None else auto_mesh(planned_mesh(mesh, None))
-        how = {"effort": effort, "timeout": timeout, "cache": cache, "progress": progress, "mesh": axes}
-        compiler_options = options.get("compiler_options")
-        return compile_lowered(
-            fn, *args, name=getattr(fn, "__name__", None), compiler_options=compiler_options, kwargs=call, **how
-        )
+        return compile_lowered(fn, *args, name=getattr(fn, "__name__", None), mesh=axes, **how)
     _check_function(fn, "compile")
     if not isinstance(fn, Jitted):
         if layout is None:
@@ -410,31 +412,29 @@ def compile(
                 fixes=['mp.compile(step, state, batch, mesh="data=16, model=16", topology="v5e:16x16", layout=…)'],
             )
         where = auto_mesh(mesh_to_compile_for(mesh, topology))
-        fn = Jitted(fn, where, Layout(layout), StepOptions(**options))
+        fn = Jitted(fn, where, Layout(layout), options_of(StepOptions, options))
         mesh = topology = None
     elif own := [
         *(["layout"] if layout is not None else []),
-        *(k for k, v in options.items() if k != "compiler_options" and v != getattr(StepOptions, k, None)),
+        *(k for k, v in options.items() if v != getattr(StepOptions, k, None)),
     ]:
         raise UnsupportedError(
             f"{', '.join(own)}: the result of mp.jit has its own",
             fixes=["leave it out, or step.on(layout=…, lowering=…) before, or give the function itself"],
         )
-    return fn.compile(
-        *args, mesh=mesh, topology=topology, effort=effort, timeout=timeout, cache=cache, progress=progress,
-        compiler_options=options.get("compiler_options"), kwargs=call,
-    )  # fmt: skip
+    return fn.compile(*args, mesh=mesh, topology=topology, **how)
 
 
-@refuse_ambiguous_options
-@takes_step_options
+@takes_options(StepOptions, SearchOptions)
 def search(
-    fn: Callable[..., Any] | Mapping[str, Callable[..., Any]], *args: Any, topology: str | None = None,
-    mesh: MeshSizes | None = None, fixed: LayoutLike = "", forbid: str | Sequence[str] = (), objective: Objective = "time",
-    memory_fraction: float = 0.85, max_axes: int = 3, max_plans: int = 400, time_limit: float | None = None,
-    layouts: Iterable[LayoutLike] = (), verify: int = 0, choices: Mapping[str, Sequence[Any]] | None = None,
-    progress: Progress = "auto", kwargs: Mapping[str, Any] | None = None, **keywords: Unpack[CallKeywords],
-) -> Search:  # fmt: skip
+    fn: Callable[..., Any] | Mapping[str, Callable[..., Any]],
+    *args: Any,
+    topology: str | None = None,
+    choices: Mapping[str, Sequence[Any]] | None = None,
+    progress: Progress = "auto",
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Unpack[SearchCallKeywords],
+) -> Search:
     """Search for the mesh and the layout with the shortest step on a topology, by the estimates of plans.
 
     The known schemes (``mp.layouts``) are planned on every mesh with as many axes as they need. A descent from the best of them
@@ -450,7 +450,7 @@ def search(
     Args:
       fn: a function, e.g. a train step; or name → function, several with the same arguments, of which one is selected as well.
       *args: its arguments; arrays or ``jax.ShapeDtypeStruct``.
-      **keywords: its keyword arguments.
+      **options: options as named below; other keywords are keyword arguments of ``fn``.
       kwargs: keyword arguments of ``fn`` with the name of an option of ``search``.
       topology: the slice, ``"v5e:16x16"``, as in :func:`meshpar.plan`.
       mesh: the only mesh to try, as text; default: all with at most ``max_axes`` axes, called ``data``, ``model``, ``third``, after
@@ -489,54 +489,48 @@ def search(
       >>> found.fits, found.best.mesh
       (True, 'data=4')
     """
-    if max_axes < 1:
-        raise UnsupportedError(f"max_axes={max_axes!r}: a mesh has at least one", fixes=["max_axes=1, 2 or 3"])
-    if time_limit is not None and not time_limit > 0:
-        raise UnsupportedError(f"time_limit={time_limit!r}: a time limit is above 0", fixes=["leave it out for none"])
+    settings, step = options_of(SearchOptions, options), options_of(StepOptions, options)
     if topology is None:
         raise MeshError(
             "a search needs a chip, for its memory and for times: topology=… is missing",
             fixes=['topology="v5e:2x4": 8 chips (meshpar search --topology v5e:2x4); nothing runs on them'],
         )
-    options, call = split_keywords(keywords, kwargs)
-    programs = dict(_variants(fn, choices or {}, StepOptions(**options)))
-    mesh = mesh_text(parse_mesh(mesh)) if isinstance(mesh, Mapping) else mesh
-
-    where = auto_mesh(planned_mesh(mesh or "data=-1", topology))
+    where, arguments = auto_mesh(planned_mesh(settings.mesh or "data=-1", topology)), kwargs or {}
+    programs = {
+        name: (Jitted(function, where, Layout(""), options, topology=topology), {**arguments, **chosen})
+        for name, function, chosen, options in _variants(fn, choices or {}, step)
+    }
     with progress_line(f"searching {topology}", progress) as report_progress:
 
         def compiled(row: Row, full_effort: bool) -> str:
             """Compile a candidate, and return one line with its memory, bytes sent and, at full effort, seconds of the
             schedule."""
-            program = programs[row.variant]
-            options = program.options.changed(**row.stages)
-            result = compile(
-                program.fn, *args, mesh=row.mesh, topology=topology, layout=row.layout, effort="full" if full_effort else "fast",
-                progress=report_progress, kwargs={**call, **program.keywords}, **vars(options),
-            )  # fmt: skip
+            program, keywords = programs[row.variant]
+            candidate = program._with(layout=Layout(row.layout), **row.stages)
+            how: Any = {"effort": "full" if full_effort else "fast", "progress": report_progress, "kwargs": keywords}
+            result = candidate.compile(*args, mesh=row.mesh, topology=topology, **how)
             seconds = result.exposed.schedule if result.exposed is not None and full_effort else None
             schedule = "" if seconds is None else f", {format_seconds(seconds)} by its schedule"
             return f"compiled: {format_memory(result.memory.peak)}, sends {format_bytes(result.bytes_sent)}{schedule}"
 
-        bases = {
-            name: Jitted(program.fn, where, Layout(""), program.options, topology=topology)
-            .plan(*args, **{**call, **program.keywords})
-            for name, program in programs.items()
-        }  # fmt: skip
-        return search_from(
-            bases, topology, fixed=fixed, forbid=forbid, mesh=mesh, objective=objective,
-            memory_fraction=memory_fraction, max_axes=max_axes, max_plans=max_plans, time_limit=time_limit,
-            layouts=layouts, verify=verify, compiled=compiled, tell=report_progress,
-        )  # fmt: skip
+        bases = {name: program.plan(*args, **keywords) for name, (program, keywords) in programs.items()}
+        return search_from(bases, topology, settings, compiled, report_progress)
 
 
-@refuse_ambiguous_options
-@takes_step_options
+@takes_options(StepOptions)
 def calibrate(
-    fn: Callable[..., Any], *args: Any, layouts: Any, mesh: Meshes = None, meshes: Meshes = None, rounds: int = 9,
-    max_layouts: int = 4, tolerance: float = 1e-5, progress: Progress = "auto", kwargs: Mapping[str, Any] | None = None,
-    **keywords: Unpack[CallKeywords],
-) -> CalibrationResult:  # fmt: skip
+    fn: Callable[..., Any],
+    *args: Any,
+    layouts: Any,
+    mesh: Meshes = None,
+    meshes: Meshes = None,
+    rounds: int = 9,
+    max_layouts: int = 4,
+    tolerance: float = 1e-5,
+    progress: Progress = "auto",
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Unpack[CallKeywords],
+) -> CalibrationResult:
     """Measure a step under a few layouts on the attached devices, and fit the chip's efficiencies to the measurements.
 
     Every layout is planned, compiled and run once, and its results are compared with the first layout's. Then all layouts
@@ -549,7 +543,7 @@ def calibrate(
     Args:
       fn: a function, e.g. a train step, or a :class:`Jitted`, which has its own dims, donated and static arguments.
       *args: its arguments: arrays, trees of arrays, random keys, nnx modules and optimizers.
-      **keywords: its keyword arguments.
+      **options: options as named below; other keywords are keyword arguments of ``fn``.
       kwargs: keyword arguments of ``fn`` with the name of an option of ``calibrate``.
       layouts: texts, :class:`Layout` and Flax rule lists, each measured on every mesh; pairs (mesh, layout); or the result of
         :func:`search`, whose best rows are measured.
@@ -584,29 +578,27 @@ def calibrate(
     _check_function(fn, "hardware.calibrate")
     if mesh is not None and meshes is not None:
         raise MeshError("mp.hardware.calibrate was given both mesh= and meshes=", fixes=["all meshes in one of them"])
-    options, call = split_keywords(keywords, kwargs)
-    steps = _steps(fn, options)
+    step = _placeless(fn, options)
     pairs = list(_pairs(layouts, mesh if meshes is None else meshes, max_layouts))
     with contextlib.ExitStack() as stack:
         candidates = []
         report_progress = stack.enter_context(progress_line("calibrating", progress))
         for where, layout in pairs:
-            subject = stack.enter_context(steps(mesh=where, layout=layout)._check_subject(args, call))
+            subject = stack.enter_context(step._with(mesh=where, layout=layout)._check_subject(args, kwargs or {}))
             candidates.append(Candidate(str(layout), subject))
         return calibrate_candidates(candidates, rounds=rounds, tolerance=tolerance, tell=report_progress)
 
 
-def _steps(fn: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Jitted[..., Any]]:
-    """A function (mesh, layout, **changed options) → ``Jitted``: of a function, with these options; of a ``Jitted``, with its own
-    options, some of which these replace.
+def _placeless(fn: Callable[..., Any], options: Mapping[str, Any]) -> Jitted[..., Any]:
+    """A step whose mesh and layout are to be replaced: of a function, with these options; of a ``Jitted``, with its own options,
+    some of which these replace.
 
     Raises:
       UnsupportedError, LayoutSyntaxError: options that do not exist.
     """
     if isinstance(fn, Jitted):
-        return functools.partial(fn._with, **options)
-    base = StepOptions(**options)
-    return lambda mesh, layout, **changed: Jitted(fn, mesh, layout, base.changed(**changed))
+        return fn._with(**options)
+    return Jitted(fn, AbstractMesh((), ()), Layout(""), options_of(StepOptions, options))
 
 
 def _pairs(layouts: Any, meshes: Any, max_layouts: int) -> Iterator[tuple[Mesh, Layout]]:
@@ -651,21 +643,13 @@ def _is_pair(item: Any) -> bool:
     return isinstance(first, Mesh) or (isinstance(first, str) and "=" in first)
 
 
-class _Variant(NamedTuple):
-    """A program of a search: a function, its own keyword arguments, and the options under which it is planned."""
-
-    fn: Callable[..., Any]
-    keywords: dict[str, Any]
-    options: StepOptions
-
-
 def _variants(
     fn: Callable[..., Any] | Mapping[str, Callable[..., Any]],
     choices: Mapping[str, Sequence[Any]],
     options: StepOptions,
-) -> Iterator[tuple[str, _Variant]]:
-    """(name, program) of every function with every combination of choices: given choices ``{"remat": ["full", "none"]}`` for one
-    function, the names ``"remat=full"`` and ``"remat=none"``.
+) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any], StepOptions]]:
+    """(name, function, its own keyword arguments, options) of every function with every combination of choices: given choices
+    ``{"remat": ["full", "none"]}`` for one function, the names are ``"remat=full"`` and ``"remat=none"``.
 
     Raises:
       UnsupportedError: no function, choices that are no list, or an overlap that does not exist.
@@ -680,20 +664,23 @@ def _variants(
                 fixes=[f"choices={{{name!r}: [{values!r}]}}"],
             )
     for (function_name, function), *values in itertools.product(functions.items(), *choices.values()):
-        keywords = dict(zip(choices, values, strict=True))
-        name = ", ".join(filter(None, [function_name, *(f"{k}={v}" for k, v in keywords.items())]))
-        mode = keywords.pop("overlap", options.overlap)
-        check_lowering(options.lowering, mode)
-        yield name, _Variant(function, keywords, options.changed(overlap=mode).with_static(keywords))
+        chosen = dict(zip(choices, values, strict=True))
+        name = ", ".join(filter(None, [function_name, *(f"{k}={v}" for k, v in chosen.items())]))
+        changed = options.changed(overlap=chosen.pop("overlap", options.overlap))
+        yield name, function, chosen, changed.with_static(chosen)
 
 
-@refuse_ambiguous_options
-@takes_step_options
+@takes_options(StepOptions)
 def lab(
-    fn: Callable[..., Any], *args: Any, mesh: MeshLike | None = None, topology: str | None = None,
-    layout: LayoutLike | None = None, layouts: Mapping[str, str] | None = None, kwargs: Mapping[str, Any] | None = None,
-    **keywords: Unpack[CallKeywords],
-) -> Lab:  # fmt: skip
+    fn: Callable[..., Any],
+    *args: Any,
+    mesh: MeshLike | None = None,
+    topology: str | None = None,
+    layout: LayoutLike | None = None,
+    layouts: Mapping[str, str] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Unpack[CallKeywords],
+) -> Lab:
     """An interactive page to edit layouts and meshes, with the numbers of the plan for each edit.
 
     Nothing runs or is compiled until the user asks for it. The numbers are the plan's estimates.
@@ -701,7 +688,7 @@ def lab(
     Args:
       fn: a function, e.g. a train step.
       *args: its arguments; arrays or ``jax.ShapeDtypeStruct``.
-      **keywords: its keyword arguments.
+      **options: options as named below; other keywords are keyword arguments of ``fn``.
       kwargs: keyword arguments of ``fn`` with the name of an option of ``lab``.
       mesh, topology: the initial ones, as in :func:`meshpar.plan`; default: one axis over the full topology.
       layout: the initial layout; default: FSDP, as far as the program has dims for it.
@@ -736,84 +723,34 @@ def lab(
     else:
         sizes = dict(planned_mesh(mesh if isinstance(mesh, str | Mapping) else dict(mesh.shape), topology).shape)
     where = mesh_text(sizes)
-    options, call = split_keywords(keywords, kwargs)
-    step = StepOptions(**options)
-    base = Jitted(fn, auto_mesh(planned_mesh(where, topology)), Layout(""), step, topology=topology).plan(*args, **call)
+    step = options_of(StepOptions, options)
+    base = Jitted(fn, auto_mesh(planned_mesh(where, topology)), Layout(""), step, topology=topology)
+    planned = base.plan(*args, **(kwargs or {}))
     if layout is None:
-        names = base.program.all_names()
+        names = planned.program.all_names()
         layout = "; ".join(f"{dim}?: {next(iter(sizes))}" for dim in ("batch", "embed") if dim in names)
 
     def compiled(draft: Draft, tell: Callable[[str], None]) -> Compiled:
         """Compile a draft (mesh, topology and layout) with the real compiler; ``tell`` receives progress texts."""
-        where = (
-            draft.mesh if draft.topology is not None else make_mesh(draft.mesh)
-        )  # without a topology: the devices here
-        changed: Any = {**vars(step), "lowering": draft.lowering or step.lowering}
-        return compile(
-            fn, *args, mesh=where, topology=draft.topology, layout=draft.layout, progress=tell, kwargs=call, **changed
-        )
+        # without a topology: the devices of this process
+        target = draft.mesh if draft.topology is not None else make_mesh(draft.mesh)
+        drafted = base._with(layout=Layout(draft.layout), lowering=draft.lowering or step.lowering)
+        return drafted.compile(*args, mesh=target, topology=draft.topology, progress=tell, kwargs=kwargs)
 
     name = getattr(fn, "__name__", "step")
-    return Lab(
-        Session(
-            base, name=name if name.isidentifier() else "step", start=Draft(where, topology, _layout_text(layout)),
-            layouts=layouts or {}, compile=compiled,
-        )
-    )  # fmt: skip
+    session = Session(
+        planned,
+        name=name if name.isidentifier() else "step",
+        start=Draft(where, topology, _layout_text(layout)),
+        layouts=layouts or {},
+        compile=compiled,
+    )
+    return Lab(session)
 
 
 def _layout_text(layout: LayoutLike) -> str:
     """A layout as text; a text is returned unchanged, with its comments and errors."""
     return layout if isinstance(layout, str) else str(Layout(layout))
-
-
-def local_sgd(
-    step: Callable[..., Any], *, over: str, every: int, outer: optax.GradientTransformation, mesh: MeshLike, layout: LayoutLike,
-    exchange: optax.GradientTransformation | None = None, fragments: int = 1, blend: float = 1.0, dims: DimsPatterns = None,
-    lowering: Lowering = "auto",
-) -> LocalSgd:  # fmt: skip
-    """Train one replica per index of a mesh axis independently, and average the replicas every ``every`` steps (DiLoCo).
-
-    The change of a replica is the last outer parameters minus its own; the outer optimizer takes the mean change as its gradient.
-    Streaming DiLoCo is ``exchange=mp.replicas.coded(...), fragments=8, blend=0.5``: the parameters are divided into fragments,
-    which have their outer steps at different times, so that the bytes of one exchange are fewer.
-
-    Args:
-      step: ``state, … → state, anything``: a train step of plain trees, its weights under ``params``.
-      over: the mesh axis of the replicas, with the slow links: ``slice``. No rule of the layout may use it.
-      every: number of inner steps between two outer steps (DiLoCo: 500).
-      outer: the outer optimizer; DiLoCo's is ``optax.sgd(0.7, momentum=0.9, nesterov=True)``.
-      exchange: how the replicas' changes become one: a transformation of :mod:`meshpar.replicas`, such as
-        ``mp.replicas.coded("int8")``. None: their mean in float32.
-      fragments: number of parts of the parameters (groups of arrays of about the same size), each exchanged every ``every`` steps.
-      blend: weight of the outer parameters in those from which a replica continues: 1 replaces its own (DiLoCo), 0.5 is the mean of
-        both (Streaming DiLoCo).
-      mesh, layout, dims, lowering: as in :func:`meshpar.jit`, for one replica; dims name the arguments of ``step``.
-
-    Returns:
-      :class:`LocalSgd`: ``state = run.init(create)(key)``; ``state, loss = run(n, state, batch)``.
-
-    Raises:
-      MeshError, AxisConflictError: the mesh lacks the axis or devices, or the layout uses the axis.
-      UnsupportedError: a value of ``every``, ``fragments`` or ``blend`` that makes no sense.
-
-    Example:
-      >>> import optax
-      >>> run = mp.train.local_sgd(
-      ...     train_step, over="slice", every=2, outer=optax.sgd(0.7), mesh=mp.mesh("slice=2, data=4"),
-      ...     layout="batch: data", dims=dims,
-      ... )
-      >>> run.replicas
-      2
-    """
-    where = auto_mesh(device_mesh(mesh))
-    if not isinstance(where, Mesh):
-        raise MeshError("local_sgd trains on devices, and an abstract mesh has none", fixes=['mesh="slice=2, data=4"'])
-    return LocalSgd(
-        step, over=over, every=every, outer=outer, exchange=exchange, fragments=fragments, blend=blend,
-        mesh=where, layout=Layout(layout), dims=path_dims(dims), lowering=lowering, jit=jit, init=init,
-        state_names=state_dims,
-    )  # fmt: skip
 
 
 # -- checks of arguments
@@ -833,18 +770,3 @@ def _check_function(fn: Any, name: str) -> None:
         )
     if not callable(fn):
         raise UnsupportedError(f"mp.{name} takes a function, not {fn!r}", fixes=[f"mp.{name}(step, mesh=…, layout=…)"])
-
-
-def _step_options(api: str, options: Mapping[str, Any]) -> StepOptions:
-    """The options of ``mp.jit`` or ``mp.init``.
-
-    Raises:
-      TypeError: a keyword that is no option.
-      UnsupportedError, LayoutSyntaxError: a value that an option does not have.
-    """
-    for name in options:
-        if name not in OPTIONS:
-            similar = near(name, OPTIONS)
-            did_you_mean = f"; did you mean {similar[0]!r}?" if similar else ""
-            raise TypeError(f"{api}() got an unexpected keyword argument {name!r}{did_you_mean}")
-    return StepOptions(**options)

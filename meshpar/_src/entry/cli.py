@@ -33,14 +33,16 @@ from ..hardware.calibration import read_calibrations
 from ..hardware.topology import device_count
 from ..layout import scheme_text, similar_schemes
 from ..layouts import PRESETS
+from ..options import add_flags, given_flags
 from ..plan_api import Plan
 from ..pods.cli import add_commands
 from ..progress import Progress
 from ..report.facts import fits
+from ..search import SearchOptions
 from ..units import mesh_text
 from .api import plan as plan_of
 from .doctor import add_command as add_doctor
-from .options import Lowering, add_flags, given_flags
+from .options import Lowering, StepOptions
 from .target import Target, concrete, failing_as_target, has_drawn_integers, load_target, parse_options
 from .tune_kernels import add_command as add_tuning
 
@@ -120,6 +122,7 @@ TOPOLOGY = 'the devices: "v5p:8x8x8", "2x v5e:16x16", "4x h100:8"'
 
 Add = Callable[..., Any]
 """The ``add_argument`` of a command's parser."""
+Run = Callable[[argparse.Namespace], int]
 
 
 @dataclass(frozen=True)
@@ -133,10 +136,24 @@ class Command:
       accelerator: whether it may use the accelerators of this machine; other commands leave them to other processes.
     """
 
-    run: Callable[[argparse.Namespace], int]
+    run: Run
     add_arguments: Callable[[Add], None]
     about: str
     accelerator: bool = False
+
+
+COMMANDS: dict[str, Command] = {}
+"""Name → command, for the commands of a target."""
+
+
+def _command(add_arguments: Callable[[Add], None], about: str, accelerator: bool = False) -> Callable[[Run], Run]:
+    """Decorates the function of a command of a target, which has its name after an underscore; see :class:`Command`."""
+
+    def register(run: Run) -> Run:
+        COMMANDS[run.__name__[1:]] = Command(run, add_arguments, about, accelerator)
+        return run
+
+    return register
 
 
 class _CommandParser(argparse.ArgumentParser):
@@ -221,7 +238,7 @@ def _machine_and_layout(add: Add, topology: str = TOPOLOGY) -> None:
 def _plan_arguments(add: Add) -> None:
     """Add the arguments of ``meshpar plan``."""
     _machine_and_layout(add)
-    add_flags(add)
+    add_flags(add, StepOptions)
     add("--html", metavar="FILE", help="write the plan as an HTML page")
     add("--open", action="store_true", help="open the page in the browser (with --html)")
     tokens = "the step generates a token of each sequence of this dim (batch): add its rates"
@@ -232,36 +249,26 @@ def _plan_arguments(add: Add) -> None:
 
 def _lab_arguments(add: Add) -> None:
     _machine_and_layout(add)
-    add_flags(add)
+    add_flags(add, StepOptions)
     add("--port", type=int, default=0, help="of the loopback address (default: any that is free)")
     add("--no-browser", action="store_true", help="print the page's address, and open nothing")
 
 
 def _compile_arguments(add: Add) -> None:
     _machine_and_layout(add, TOPOLOGY + "; without one, for as many CPUs as the mesh has")
-    add_flags(add)
+    add_flags(add, StepOptions)
     add("--effort", choices=("fast", "full"), default="fast", help="of the compiler (%(default)s)")
 
 
 def _search_arguments(add: Add) -> None:
     """Add the arguments of ``meshpar search``."""
     add("--topology", help=TOPOLOGY)
-    add("--mesh", help='the only mesh to try, "data=64, model=8" (default: all that the topology has)')
     add("--layout", action="append", default=[], help="a layout of your own to plan as well; several may be given")
-    add("--fixed", default="", metavar="RULES", help='rules that every layout begins with: "batch: data"')
-    add("--forbid", default="", metavar="DIMS", help='dims that are never split: "head_dim, seq"')
-    objective = "the shortest step, or the smallest peak memory (%(default)s)"
-    add("--objective", choices=("time", "memory"), default="time", help=objective)
-    add("--memory-fraction", type=float, default=0.85, help="fraction of the memory that may be used (%(default)s)")
-    add("--max-axes", type=int, default=3, help="the most axes of a mesh (%(default)s)")
-    add("--max-plans", type=int, default=400, help="the most candidates that are planned (%(default)s)")
-    limit = "seconds after which no more plans are begun; a plan of a large unrolled model takes 20 s"
-    add("--time-limit", type=float, help=limit)
+    add_flags(add, SearchOptions)
     choices = "values to choose from as well, of `overlap` or of an argument of the target: remat=full,none; several may be given"
     add("--choices", action="append", default=[], metavar="NAME=A,B", help=choices)
-    add("--verify", type=int, default=0, metavar="N", help="compile the best N with the real compiler (%(default)s)")
     add("--html", metavar="FILE", help="write the result as an HTML page, with a chart of time and memory")
-    add_flags(add)
+    add_flags(add, StepOptions)
 
 
 def _calibrate_arguments(add: Add) -> None:
@@ -269,7 +276,7 @@ def _calibrate_arguments(add: Add) -> None:
     add("--mesh", action="append", help='"data=2, model=4"; several may be given (default: one axis over all devices)')
     layouts = "as for plan; several may be given (default: those LAYOUTS of the target that have the mesh's axes)"
     add("--layout", action="append", help=layouts)
-    add_flags(add, without=["calibration"])
+    add_flags(add, StepOptions, without=["calibration"])
     add("--rounds", type=int, default=9, help="number of measurements of each layout (%(default)s)")
     result = "where to save the result, for --calibration of plan and search"
     add("--calibration", dest="result", metavar="FILE", help=result)
@@ -283,7 +290,7 @@ def _check_arguments(add: Add) -> None:
     add("--layout", action="append", help="as for plan; several may be given")
     lowerings = (*get_args(Lowering), "both")
     add("--lowering", dest="lowerings", choices=lowerings, default="auto", help="as for plan, or both (%(default)s)")
-    add_flags(add, without=["lowering", "donate_argnames"])
+    add_flags(add, StepOptions, without=["lowering", "donate_argnames"])
     _numbers(add)
 
 
@@ -292,7 +299,7 @@ def _diff_arguments(add: Add) -> None:
     add("--mesh", action="append", help="once or twice; " + MESH)
     add("--layout", action="append", help="once or twice; " + LAYOUT)
     add("--topology", action="append", help="once or twice; " + TOPOLOGY)
-    add_flags(add)
+    add_flags(add, StepOptions)
     add("--html", metavar="FILE", help="write the comparison as an HTML page")
 
 
@@ -307,6 +314,9 @@ def _numbers(add: Add) -> None:
 # -- the commands
 
 
+@_command(
+    _plan_arguments, "memory, communication and time of a layout on each device, with their causes; nothing is compiled"
+)
 def _plan(args: argparse.Namespace) -> int:
     """``meshpar plan``: print or save a plan; exit status 1 if it exceeds the memory of the device."""
     if args.open and not args.html:
@@ -365,6 +375,7 @@ def _save_csv(plan: Plan, path: str) -> None:
             writer.writerow({**c.to_dict(), **more})
 
 
+@_command(_lab_arguments, "a page in the browser to edit layouts and meshes; the plan's numbers follow")
 def _lab(args: argparse.Namespace) -> int:
     """``meshpar lab``: serve the interactive page until it is interrupted; exit status 0."""
     given = parse_options(args.set)
@@ -390,6 +401,7 @@ def _lab(args: argparse.Namespace) -> int:
     return 0
 
 
+@_command(_compile_arguments, "memory and collectives by the real compiler, for devices that need not be attached")
 def _compile(args: argparse.Namespace) -> int:
     """``meshpar compile``: compile the step for the mesh or topology, and print its memory and times; exit status 0."""
     target = _target(args)
@@ -399,21 +411,25 @@ def _compile(args: argparse.Namespace) -> int:
         mp.virtual_devices(planned.mesh.size)
     else:
         print(f"devices  {args.topology}, as its compiler describes them", file=sys.stderr)
-    compiled = _call(
-        args, mp.compile, target, mesh=mesh if args.topology else mp.mesh(mesh), topology=args.topology,
-        layout=planned.requested_layout or planned.layout, effort=args.effort, progress=True,
-    )  # fmt: skip
+    where = {"mesh": mesh if args.topology else mp.mesh(mesh), "topology": args.topology}
+    layout = planned.requested_layout or planned.layout
+    compiled = _call(args, mp.compile, target, **where, layout=layout, effort=args.effort, progress=True)
+    own = ("name", "topology", "effort", "capacity", "bytes_sent", "exposed_seconds", "compile_seconds")
     facts = {
-        "name": compiled.name, "topology": compiled.topology, "mesh": planned.sizes, "layout": str(planned.layout),
-        "lowering": planned.lowering, "effort": compiled.effort, "memory": dataclasses.asdict(compiled.memory),
-        "capacity": compiled.capacity, "bytes_sent": compiled.bytes_sent, "exposed_seconds": compiled.exposed_seconds,
-        "compile_seconds": compiled.compile_seconds, "options": planned.options.to_dict(), "calibration": planned.calibration,
+        **{name: getattr(compiled, name) for name in own},
+        "memory": dataclasses.asdict(compiled.memory),
+        "mesh": planned.sizes,
+        "layout": str(planned.layout),
+        "lowering": planned.lowering,
+        "options": planned.options.to_dict(),
+        "calibration": planned.calibration,
         "planned": {"bytes_sent": planned.bytes_sent, "memory": planned.memory.peak},
-    }  # fmt: skip
+    }
     _show(args, compiled, json.dumps(facts))
     return 0
 
 
+@_command(_search_arguments, "the layout and the mesh of the shortest step that fits, by its plan")
 def _search(args: argparse.Namespace) -> int:
     """``meshpar search``: search layouts and meshes, and print the best; exit status 1 if no candidate fits in memory."""
     given = parse_options(args.set)
@@ -437,16 +453,18 @@ def _search(args: argparse.Namespace) -> int:
         )
     mesh = args.mesh or f"data={device_count(args.topology)}"
     layouts = [_layout(args, target, text, mesh, args.topology) for text in args.layout]
-    limits = {
-        name: getattr(args, name) for name in ("memory_fraction", "max_axes", "max_plans", "time_limit", "verify")
-    }
     steps = {name: each.step for name, each in targets.items()}
     with _terminated_as_interrupted():
         found = _call(
-            args, lambda _, *values, **options: mp.search(steps, *values, **options), target, topology=args.topology,
-            mesh=args.mesh, layouts=layouts, fixed=args.fixed, forbid=args.forbid, objective=args.objective,
-            progress=_progress(), choices={"overlap": modes} if modes else None, **limits,
-        )  # fmt: skip
+            args,
+            lambda _, *values, **options: mp.search(steps, *values, **options),
+            target,
+            topology=args.topology,
+            layouts=layouts,
+            progress=_progress(),
+            choices={"overlap": modes} if modes else None,
+            **given_flags(args, SearchOptions),
+        )
     _show(args, found)
     return 0 if found.fits else 1
 
@@ -461,6 +479,11 @@ def _choices(text: str) -> tuple[str, list[Any]]:
     return key, [c[key] for c in chosen]
 
 
+@_command(
+    _calibrate_arguments,
+    "run the step under several layouts on the attached devices, and fit the chip's efficiencies to the times",
+    accelerator=True,
+)
 def _calibrate(args: argparse.Namespace) -> int:
     """``meshpar calibrate``: run and time the step on this machine's devices, and print or save the calibration; exit
     status 0."""
@@ -479,6 +502,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     return 0
 
 
+@_command(_check_arguments, "run the step unsharded and sharded on virtual CPU devices, and compare every number")
 def _check(args: argparse.Namespace) -> int:
     """``meshpar check``: compare sharded runs with one device; exit status 1 if a result differs."""
     target = _concrete_target(args)
@@ -496,6 +520,7 @@ def _check(args: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
+@_command(_diff_arguments, "two plans next to each other: other layouts, or other meshes")
 def _diff(args: argparse.Namespace) -> int:
     """``meshpar diff``: print the differences between two plans of the target; exit status 0."""
     target, sides = _target(args), []
@@ -511,37 +536,6 @@ def _diff(args: argparse.Namespace) -> int:
     b = _planned(args, target, mesh_b, where_b, layout_b)
     _show(args, a.diff(b))
     return 0
-
-
-COMMANDS = {
-    "plan": Command(
-        _plan,
-        _plan_arguments,
-        "memory, communication and time of a layout on each device, with their causes; nothing is compiled",
-    ),
-    "lab": Command(_lab, _lab_arguments, "a page in the browser to edit layouts and meshes; the plan's numbers follow"),
-    "compile": Command(
-        _compile,
-        _compile_arguments,
-        "memory and collectives by the real compiler, for devices that need not be attached",
-    ),
-    "search": Command(
-        _search, _search_arguments, "the layout and the mesh of the shortest step that fits, by its plan"
-    ),
-    "calibrate": Command(
-        _calibrate,
-        _calibrate_arguments,
-        "run the step under several layouts on the attached devices, and fit the chip's efficiencies to the times",
-        accelerator=True,
-    ),
-    "check": Command(
-        _check,
-        _check_arguments,
-        "run the step unsharded and sharded on virtual CPU devices, and compare every number",
-    ),
-    "diff": Command(_diff, _diff_arguments, "two plans next to each other: other layouts, or other meshes"),
-}
-"""Name → command, for the commands of a target."""
 
 
 # -- shared by the commands
@@ -565,7 +559,7 @@ def _call(args: argparse.Namespace, api: Callable[..., Any], target: Target, **h
 
     Errors of the traced function are raised as the target's errors.
     """
-    options = {**given_flags(args), "dims": target.dims, "donate_argnames": _donated(args, target)}
+    options = {**given_flags(args, StepOptions), "dims": target.dims, "donate_argnames": _donated(args, target)}
     return failing_as_target(target.name, lambda: api(target.step, *target.args, **how, **options))
 
 

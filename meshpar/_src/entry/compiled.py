@@ -28,7 +28,6 @@ from ..compat.jax import (
 from ..compat.processes import BEFORE_CALL
 from ..compat.quirks import with_bounded_queue
 from ..cost.flops import redundant_matmuls_despite_layout
-from ..dims import PathDims
 from ..global_arrays import global_array
 from ..lower import LOWERINGS
 from ..lower.derivatives import Lower, with_lowered_derivatives
@@ -39,6 +38,7 @@ from ..program.ir import Value
 from ..report import arrivals_text
 from ..units import format_memory
 from .arguments import Fixed
+from .options import StepOptions
 from .tracing import FlatFunction, TracedStep
 
 MAX_HELD_RATIO = 1.25
@@ -103,23 +103,10 @@ class CompiledStep:
         """
         if self.narrowed:
             arrays = [x.astype(self.narrowed[i]) if i in self.narrowed else x for i, x in enumerate(arrays)]
-        try:
-            placed = [
-                x if type(x) not in PLACED or (x.sharding == s and not x.is_deleted()) else _put(x, s)
-                for x, s in zip(arrays, self.in_shardings, strict=True)
-            ]
-        except _Deleted as deleted:
-            path = next(h.path for h, x in zip(self.plan.inputs, arrays, strict=True) if x is deleted.array)
-            raise UnsupportedError(
-                f"{path}: this array was donated to an earlier call, which took its memory, or was deleted",
-                path=path,
-                shape=deleted.array.shape,
-                dtype=deleted.array.dtype,
-                fixes=[
-                    "use the result of that call: state, loss = step(state, batch)",
-                    "or do not donate an array that is used again: leave it out of donate_argnames, or pass a copy",
-                ],
-            ) from None
+        placed = [
+            x if type(x) not in PLACED or (x.sharding == s and not x.is_deleted()) else self._put(x, s, arrays)
+            for x, s in zip(arrays, self.in_shardings, strict=True)
+        ]
         if not self.donated:
             return self.run(*placed)
         copied = []
@@ -135,6 +122,26 @@ class CompiledStep:
                 x.delete()
         return out
 
+    def _put(self, x: Any, sharding: NamedSharding, arrays: list[Any]) -> Any:
+        """An argument, of ``arrays``, in a sharding. An uncommitted array is not changed, since ``jax.jit`` places it.
+
+        Raises:
+          UnsupportedError: the array is deleted.
+        """
+        if x.is_deleted():
+            path = next(h.path for h, array in zip(self.plan.inputs, arrays, strict=True) if x is array)
+            raise UnsupportedError(
+                f"{path}: this array was donated to an earlier call, which took its memory, or was deleted",
+                path=path,
+                shape=x.shape,
+                dtype=x.dtype,
+                fixes=[
+                    "use the result of that call: state, loss = step(state, batch)",
+                    "or do not donate an array that is used again: leave it out of donate_argnames, or pass a copy",
+                ],
+            )
+        return x if not x.committed or _same_place(x.sharding, sharding, x.ndim) else jax.device_put(x, sharding)
+
 
 @dataclass(eq=False, slots=True)
 class MultiProcessStep(CompiledStep):
@@ -148,22 +155,6 @@ class MultiProcessStep(CompiledStep):
                 check(arrays)
             arrays = [global_array(x, s) for x, s in zip(arrays, self.in_shardings, strict=True)]
         return CompiledStep.on_arrays(self, arrays)
-
-
-class _Deleted(Exception):
-    def __init__(self, array: Any):
-        self.array = array
-
-
-def _put(x: Any, sharding: NamedSharding) -> Any:
-    """The array in a sharding. An uncommitted array is not changed, since ``jax.jit`` places it.
-
-    Raises:
-      _Deleted: the array is deleted.
-    """
-    if x.is_deleted():
-        raise _Deleted(x)
-    return x if not x.committed or _same_place(x.sharding, sharding, x.ndim) else jax.device_put(x, sharding)
 
 
 def _is_placed(x: Any, sharding: NamedSharding) -> bool:
@@ -255,16 +246,19 @@ def _warn_of_resharded(plan: Plan, arrays: list[Any], shardings: list[NamedShard
 
 
 def lower_step(
-    plan: Plan, traced: TracedStep, flat: FlatFunction, mesh: Mesh, *, dims: PathDims,
-    names_off: Callable[[], AbstractContextManager[None]], keep_unused: bool, lower: Lower,
-) -> CompiledStep:  # fmt: skip
+    plan: Plan,
+    traced: TracedStep,
+    flat: FlatFunction,
+    mesh: Mesh,
+    options: StepOptions,
+    names_off: Callable[[], AbstractContextManager[None]],
+    lower: Lower,
+) -> CompiledStep:
     """The compiled step of a plan.
 
     Args:
       flat: the function, which runs unsharded where JAX runs op by op (``jax.debug_nans``), so that errors have the user's lines.
-      dims: as in :func:`meshpar.jit`.
       names_off: returns a context in which constraints over dim and axis names have no effect, as on one device.
-      keep_unused: as in ``jax.jit``.
       lower: plans and lowers derivatives.
 
     Raises:
@@ -294,15 +288,8 @@ def lower_step(
         return derivable(*xs)
 
     step.__name__ = getattr(flat.fn, "__name__", "step")
-    jitted = functools.partial(
-        jax.jit,
-        step,
-        in_shardings=tuple(ins),
-        out_shardings=list(outs),
-        donate_argnums=donated,
-        keep_unused=keep_unused,
-    )
-    run = _runner(jitted, plan)
+    how = {"in_shardings": tuple(ins), "out_shardings": list(outs), "donate_argnums": donated}
+    run = _runner(functools.partial(jax.jit, step, **how, keep_unused=options.keep_unused), plan)
     if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
         run = with_bounded_queue(run)
     fixed = flat.call.fixed
@@ -315,7 +302,7 @@ def lower_step(
     if len({d.process_index for d in mesh.devices.flat}) == 1:
         return CompiledStep(*made, narrowed=narrowed)
     statics = [x for _, x in flat.call.statics]
-    checks = [check(flat.fn, plan, dims, statics) for check in BEFORE_CALL]
+    checks = [check(flat.fn, plan, options.dims, statics) for check in BEFORE_CALL]
     return MultiProcessStep(*made, checks, narrowed=narrowed)
 
 

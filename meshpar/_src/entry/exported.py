@@ -6,7 +6,7 @@ import io
 import json
 import re
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -24,7 +24,7 @@ from ..dims import format_dims
 from ..flax import flatten_named
 from ..plan.plan import ShardedArray
 from ..units import mesh_text
-from .arguments import is_static
+from .arguments import Call, is_static
 from .compiled import CompiledStep
 
 FORMAT = 1
@@ -243,14 +243,18 @@ class Exported:
 
 
 def export_step(
-    compiled: CompiledStep, name: str, arguments: Sequence[str], static: Collection[int | str], nodes: bool,
-    platforms: Sequence[str] | None, disabled_checks: Sequence[Any],
-) -> Exported:  # fmt: skip
+    compiled: CompiledStep,
+    call: Call,
+    name: str,
+    arguments: Sequence[str],
+    platforms: Sequence[str] | None,
+    disabled_checks: Sequence[Any],
+) -> Exported:
     """The export of a compiled step; see :meth:`jitted.Jitted.export`.
 
     Args:
-      name: of the function; arguments: the names of its positional arguments; static: positions and names of static ones.
-      nodes: the arguments have nnx modules.
+      call: a call of the step.
+      name: of the function; arguments: the names of its positional arguments.
     """
     plan = compiled.plan
     mesh = compiled.in_shardings[0].mesh if compiled.in_shardings else compiled.out_shardings[0].mesh
@@ -267,10 +271,8 @@ def export_step(
         jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
         for a, s in zip(compiled.traced.avals, compiled.in_shardings, strict=True)
     ]
-    run = jax.jit(
-        compiled.flat, in_shardings=tuple(compiled.in_shardings), out_shardings=list(compiled.out_shardings),
-        donate_argnums=compiled.donated, keep_unused=True,
-    )  # fmt: skip
+    how: Any = {"in_shardings": tuple(compiled.in_shardings), "out_shardings": list(compiled.out_shardings)}
+    run = jax.jit(compiled.flat, **how, donate_argnums=compiled.donated, keep_unused=True)
     try:
         program = jax.export.export(
             run, platforms=list(platforms or [platform]), disabled_checks=list(disabled_checks)
@@ -292,14 +294,24 @@ def export_step(
             ],
         ) from error
     inputs, outputs = (tuple(map(_array, side)) for side in (plan.inputs, plan.outputs))
+    static = {k for k, _ in call.statics}
     positional = tuple(a for i, a in enumerate(arguments) if i not in static)
     outputs = tuple(
-        replace(x, path=path) for x, path in zip(outputs, _result_paths(compiled, nodes, arguments), strict=True)
+        replace(x, path=path) for x, path in zip(outputs, _result_paths(compiled, call.nodes, arguments), strict=True)
     )
     return Exported(
-        name, dict(mesh.shape), str(plan.requested_layout), plan.lowering, tuple(program.platforms), positional, inputs, outputs,
-        tuple(inputs[i].path for i in compiled.donated), program, mesh if platform in program.platforms else None,
-    )  # fmt: skip
+        name,
+        dict(mesh.shape),
+        str(plan.requested_layout),
+        plan.lowering,
+        tuple(program.platforms),
+        positional,
+        inputs,
+        outputs,
+        tuple(inputs[i].path for i in compiled.donated),
+        program,
+        mesh if platform in program.platforms else None,
+    )
 
 
 def _deserialize(content: bytes) -> Exported:

@@ -35,6 +35,7 @@ from ..flax import Leaf, capture_names, flatten_named, pure_states
 from ..global_arrays import place
 from ..layout import AnyMesh, Layout
 from ..mesh import MeshLike, auto_mesh, device_mesh, is_context
+from ..options import takes_options
 from ..passes import make_plan
 from ..plan.request import PlanRequest
 from ..plan_api import Plan
@@ -45,7 +46,7 @@ from ..verify.check import Report, Subject, check_layouts
 from .arguments import ArgumentRoles, Call, fully_donated, is_static, unhashable, with_statics
 from .compiled import CompiledStep, arrivals, lower_step
 from .exported import Exported, export_step
-from .options import Lowering, Mode, StepOptions, refuse_ambiguous_options
+from .options import Lowering, Mode, StepOptions
 from .tracing import FlatFunction, TracedStep, annotation_of, metadata_names, trace_call
 
 NO_DONATION: dict[str, Any] = {"donate_argnums": None, "donate_argnames": None}
@@ -93,9 +94,15 @@ class Jitted(Generic[P, R]):
     """
 
     def __init__(
-        self, fn: Callable[P, R], mesh: AnyMesh, layout: Layout, options: StepOptions, *, topology: str | None = None,
+        self,
+        fn: Callable[P, R],
+        mesh: AnyMesh,
+        layout: Layout,
+        options: StepOptions,
+        *,
+        topology: str | None = None,
         init: bool = False,
-    ):  # fmt: skip
+    ):
         """Wrap ``fn`` for a mesh and a layout; it is traced by the first call or plan.
 
         Args:
@@ -242,10 +249,8 @@ class Jitted(Generic[P, R]):
             for path, x in self._arguments(args, kwargs)
         )
 
-    @refuse_ambiguous_options
-    def put(
-        self, /, *args: Any, in_place: bool = False, kwargs: Mapping[str, Any] | None = None, **keywords: Any
-    ) -> Any:  # fmt: skip
+    @takes_options()
+    def put(self, /, *args: Any, in_place: bool = False, kwargs: Mapping[str, Any] | None = None, **_: Any) -> Any:
         """Move arguments to the devices, sharded as the step needs them: the next batch, weights that were read from a file.
 
             batch = step.put(batch=batch)
@@ -256,7 +261,7 @@ class Jitted(Generic[P, R]):
 
         Args:
           *args: arguments of the function, as in a call.
-          **keywords: some of them by name.
+          **_: some of them by name.
           in_place: move the arrays of nnx modules into the modules themselves, instead of copies.
           kwargs: keyword arguments of the function with the names of options of this method.
 
@@ -268,7 +273,7 @@ class Jitted(Generic[P, R]):
           MeshError: an abstract mesh.
           MeshparError: as :meth:`plan`.
         """
-        kwargs = {**keywords, **(kwargs or {})}
+        kwargs = kwargs or {}
         mesh = _with_devices(self.mesh, "arrays are put on devices")
         try:
             if self._roles.signature is not None:
@@ -325,25 +330,36 @@ class Jitted(Generic[P, R]):
         mesh = _with_devices(self.mesh, "a check runs the step")
         return check_layouts(
             lambda mesh, *_: self._with(mesh=mesh, **NO_DONATION)._check_subject(args, kwargs),
-            layouts=[self.layout], meshes=mesh, lowerings=[self.lowering],
-        )  # fmt: skip
+            layouts=[self.layout],
+            meshes=mesh,
+            lowerings=[self.lowering],
+        )
 
-    @refuse_ambiguous_options
+    @takes_options()
     def compile(
-        self, /, *args: Any, mesh: MeshLike | None = None, topology: str | None = None, effort: Effort = "fast",
-        timeout: float | None = None, cache: bool = True, progress: Progress = "auto",
-        compiler_options: Mapping[str, Any] | None = None, kwargs: Mapping[str, Any] | None = None, **keywords: Any,
-    ) -> Compiled:  # fmt: skip
+        self,
+        /,
+        *args: Any,
+        mesh: MeshLike | None = None,
+        topology: str | None = None,
+        effort: Effort = "fast",
+        timeout: float | None = None,
+        cache: bool = True,
+        progress: Progress = "auto",
+        compiler_options: Mapping[str, Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        **_: Any,
+    ) -> Compiled:
         """Compile ahead of time with the real compiler, for devices that need not be attached; see :func:`meshpar.compile`.
 
         Args:
           *args: arguments of the function; arrays or ``jax.ShapeDtypeStruct``.
-          **keywords: its keyword arguments.
+          **_: its keyword arguments.
           kwargs: its keyword arguments with the names of options of this method.
           mesh, topology: the target; default: the mesh and topology of this object.
           effort, timeout, cache, progress, compiler_options: as in :func:`meshpar.compile`.
         """
-        arguments = {**keywords, **(kwargs or {})}
+        kwargs = kwargs or {}
         if mesh is None:
             mesh, topology = self.mesh, topology or self.topology
         target = mesh_to_compile_for(mesh, topology)
@@ -351,13 +367,19 @@ class Jitted(Generic[P, R]):
         if compiler_options:
             step = step._with(compiler_options={**self._options.compiler_options, **compiler_options})
         return compile_lowered(
-            step.lower(*args, **arguments), effort=effort, timeout=timeout, cache=cache, progress=progress,
-            name=getattr(self, "__name__", "step"), plan=step.plan(*args, **arguments), mesh=step.mesh,
-        )  # fmt: skip
+            step.lower(*args, **kwargs),
+            effort=effort,
+            timeout=timeout,
+            cache=cache,
+            progress=progress,
+            name=getattr(self, "__name__", "step"),
+            plan=step.plan(*args, **kwargs),
+            mesh=step.mesh,
+        )
 
     def export(
         self, /, *args: Any, platforms: Sequence[str] | None = None, disabled_checks: Sequence[Any] = (), **kwargs: Any
-    ) -> Exported:  # fmt: skip
+    ) -> Exported:
         """Export the step for these arguments: StableHLO with the shardings inside, which runs without the step's code.
 
         Args:
@@ -381,12 +403,11 @@ class Jitted(Generic[P, R]):
         with self._flattened((*self._bound, *args), kwargs) as call:
             compiled = self._compiled(call)
         names = ["/".join(self._roles.path(i)) for i in range(len(self._bound) + len(args))]
-        static, name = {k for k, _ in call.statics}, getattr(self, "__name__", "step")
-        return export_step(compiled, name, names, static, call.nodes, platforms, disabled_checks)
+        return export_step(compiled, call, getattr(self, "__name__", "step"), names, platforms, disabled_checks)
 
     def on(
-        self, mesh: MeshLike | None = None, *, layout: LayoutLike | None = None, lowering: Lowering | None = None,
-    ) -> Jitted[P, R]:  # fmt: skip
+        self, mesh: MeshLike | None = None, *, layout: LayoutLike | None = None, lowering: Lowering | None = None
+    ) -> Jitted[P, R]:
         """The same function with another mesh, layout or lowering; arguments that are left out do not change.
 
         Cached traces are reused if the mesh has the same axis names.
@@ -394,12 +415,12 @@ class Jitted(Generic[P, R]):
         Raises:
           MeshError, LayoutSyntaxError, UnsupportedError: as :func:`meshpar.jit`.
         """
-        lowering = lowering or self.lowering
         return self._with(
-            mesh=self.mesh if mesh is None else device_mesh(mesh), lowering=lowering,
+            mesh=self.mesh if mesh is None else device_mesh(mesh),
+            topology=self.topology if mesh is None else None,
             layout=self.layout if layout is None else Layout(layout),
-            overlap=None if lowering == "jit" else self.overlap, topology=self.topology if mesh is None else None,
-        )  # fmt: skip
+            lowering=lowering or self.lowering,
+        )
 
     def _with(self, **changed: Any) -> Jitted[P, R]:
         """The same function with another ``mesh``, ``topology``, ``layout`` or other options of :class:`StepOptions`. It shares the
@@ -509,13 +530,8 @@ class Jitted(Generic[P, R]):
         """The plan of a call, after all passes, cached by the key of the call."""
 
         def plan() -> Plan:
-            step = self._options
-            request = PlanRequest(
-                self.layout, self._auto, self.topology, strict=step.strict, init=self._init,
-                donated=self._roles.donated_arrays(call), lowering=step.lowering, overlap=step.overlap,
-                schedule=step.schedule, gather=step.gather, options=step.options,
-                compiler_options=step.compiler_options, calibrations=step.calibration,
-            )  # fmt: skip
+            how = {"init": self._init, "donated": self._roles.donated_arrays(call), **self._options.of_plan}
+            request = PlanRequest(self.layout, self._auto, self.topology, **how)
             with without_gc(cached=True):
                 return Plan.of(make_plan(self._trace(call).program, request))
 
@@ -539,11 +555,8 @@ class Jitted(Generic[P, R]):
             with without_gc(cached=True):
                 traced = self._trace(call)
                 plan = self._plan(call)
-                compiled = lower_step(
-                    plan, traced, self._flat(call), _with_devices(self.mesh), dims=self._options.dims,
-                    names_off=self._no_names(traced.explicit), keep_unused=self._options.keep_unused,
-                    lower=self._lower_derivative,
-                )  # fmt: skip
+                flat, mesh, names_off = self._flat(call), _with_devices(self.mesh), self._no_names(traced.explicit)
+                compiled = lower_step(plan, traced, flat, mesh, self._options, names_off, self._lower_derivative)
             self._caches.compiled.put(call.key, compiled)
         return compiled
 
@@ -644,11 +657,9 @@ def trace_compiled(compiled: CompiledStep, call: Call, *, name: str, keep_unused
 
     step.__name__ = name
     nums, names = fully_donated(args, kwargs, set(compiled.donated))
-    jitted = jax.jit(
-        step, out_shardings=results.result(compiled.out_shardings), donate_argnums=nums, donate_argnames=names,
-        keep_unused=keep_unused, compiler_options=compiled.plan.options.values,
-    )  # fmt: skip
-    return jitted.trace(*args, **kwargs)
+    how: Any = {"donate_argnums": nums, "donate_argnames": names, "keep_unused": keep_unused}
+    how.update(out_shardings=results.result(compiled.out_shardings), compiler_options=compiled.plan.options.values)
+    return jax.jit(step, **how).trace(*args, **kwargs)
 
 
 def _map_paths(f: Callable[[Leaf], Any], tree: Any, path: tuple[str, ...]) -> Any:

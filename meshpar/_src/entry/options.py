@@ -6,23 +6,21 @@ that it is normalized to, and its command-line flag, if it has one).
 
 from __future__ import annotations
 
-import argparse
-import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 from ...errors import UnsupportedError
 from ..dims import DimsLike, PathDims, check_choice, did_you_mean
 from ..hardware.calibration import CalibrationLike, Calibrations, calibrations
 from ..hardware.options import OptionsMode, check_options
 from ..lower import LOWERINGS
+from ..options import names, option
 from ..passes.collective_matmul import MODES
 from ..program.pipeline import GATHERS, SCHEDULES, GatherName, ScheduleName
-
-F = TypeVar("F", bound=Callable[..., Any])
+from ..search import SearchKeywords
 
 Lowering = Literal["auto", "jit", "shard_map"]
 Mode = Literal["auto", "xla", "ring", "pallas", "off"]
@@ -54,13 +52,11 @@ if TYPE_CHECKING:
     class CallKeywords(StepKeywords, OpenTypedDict, total=False, extra_items=Any):
         """The options of a step, and keyword arguments of the step itself."""
 
+    class SearchCallKeywords(SearchKeywords, CallKeywords, total=False):
+        """The options of a search and of a step, and keyword arguments of the step itself."""
+
 else:
-    CallKeywords = dict
-
-
-def _flag(name: str, about: str, **more: Any) -> dict[str, Any]:
-    """Metadata of a dataclass field that has a flag on the command line; ``more``: for ``argparse``'s ``add_argument``."""
-    return {"flag": name, "argparse": {"help": about, **more}}
+    CallKeywords = SearchCallKeywords = dict
 
 
 @dataclass(frozen=True)
@@ -75,57 +71,46 @@ class StepOptions:
       LayoutSyntaxError: ``dims`` that cannot be read.
     """
 
-    dims: PathDims = field(default=cast(Any, None))
-    lowering: Lowering = field(
-        default="auto",
-        metadata=_flag(
-            "--lowering",
-            "who partitions: meshpar (shard_map), XLA (jit), or meshpar unless an op has no local form (%(default)s)",
-            choices=get_args(Lowering),
-        ),
+    dims: PathDims = option(None)
+    lowering: Lowering = option(
+        "auto",
+        "--lowering",
+        "who partitions: meshpar (shard_map), XLA (jit), or meshpar unless an op has no local form (%(default)s)",
+        choices=get_args(Lowering),
     )
-    overlap: Mode | None = field(
-        default=None,
-        metadata=_flag("--overlap", "collective-matmul mode of the shard_map lowering (default: auto)", choices=MODES),
+    overlap: Mode | None = option(
+        None, "--overlap", "collective-matmul mode of the shard_map lowering (default: auto)", choices=MODES
     )
-    schedule: ScheduleName = field(
-        default="1f1b",
-        metadata=_flag("--schedule", "order of the slots of a pipeline (%(default)s)", choices=SCHEDULES),
+    schedule: ScheduleName = option(
+        "1f1b", "--schedule", "order of the slots of a pipeline (%(default)s)", choices=SCHEDULES
     )
-    gather: GatherName | None = field(
-        default=None,
-        metadata=_flag("--gather", "when a loop over microbatches all-gathers weights (FSDP)", choices=GATHERS),
+    gather: GatherName | None = option(
+        None, "--gather", "when a loop over microbatches all-gathers weights (FSDP)", choices=GATHERS
     )
-    strict: bool = field(
-        default=False, metadata=_flag("--strict", "two names for one dim are an error", action="store_true")
-    )
+    strict: bool = option(False, "--strict", "two names for one dim are an error", action="store_true")
     static_argnums: int | Sequence[int] | None = None
     static_argnames: str | Iterable[str] | None = None
     donate_argnums: int | Sequence[int] | None = None
-    donate_argnames: str | Iterable[str] | None = field(
-        default=None,
-        metadata=_flag(
-            "--donate",
-            "an argument that the step may overwrite; several may be given (default: `state`, if there is one)",
-            metavar="NAME",
-            action="append",
-        ),
+    donate_argnames: str | Iterable[str] | None = option(
+        None,
+        "--donate",
+        "an argument that the step may overwrite; several may be given (default: `state`, if there is one)",
+        metavar="NAME",
+        action="append",
     )
     keep_unused: bool = False
-    options: OptionsMode = field(
-        default="auto",
-        metadata=_flag(
-            "--options", "options of the TPU compiler: meshpar's, or none (%(default)s)", choices=get_args(OptionsMode)
-        ),
+    options: OptionsMode = option(
+        "auto",
+        "--options",
+        "options of the TPU compiler: meshpar's, or none (%(default)s)",
+        choices=get_args(OptionsMode),
     )
-    compiler_options: Mapping[str, Any] = field(default=cast(Any, None))
-    calibration: Calibrations = field(
-        default=cast(Any, None),
-        metadata=_flag(
-            "--calibration",
-            "the result of `meshpar calibrate` on such devices, instead of the chip table",
-            metavar="FILE",
-        ),
+    compiler_options: Mapping[str, Any] = option(None)
+    calibration: Calibrations = option(
+        None,
+        "--calibration",
+        "the result of `meshpar calibrate` on such devices, instead of the chip table",
+        metavar="FILE",
     )
 
     def __post_init__(self) -> None:
@@ -143,9 +128,17 @@ class StepOptions:
         for name, value in normalized.items():
             object.__setattr__(self, name, value)
 
+    @property
+    def of_plan(self) -> dict[str, Any]:
+        """The options that a plan depends on, as arguments of :class:`plan.request.PlanRequest`."""
+        names = ("strict", "lowering", "overlap", "schedule", "gather", "options", "compiler_options")
+        return {**{name: getattr(self, name) for name in names}, "calibrations": self.calibration}
+
     def changed(self, **options: Any) -> StepOptions:
-        """These options with others in place of some."""
-        return StepOptions(**{**{name: getattr(self, name) for name in OPTIONS}, **options})
+        """These options with others in place of some. ``lowering="jit"`` without an ``overlap`` leaves theirs out."""
+        if options.get("lowering") == "jit":
+            options.setdefault("overlap", None)
+        return replace(self, **options)
 
     def with_static(self, names: Iterable[str]) -> StepOptions:
         """These options with more static arguments, by name."""
@@ -153,86 +146,10 @@ class StepOptions:
         return self.changed(static_argnames=(*([given] if isinstance(given, str) else given), *names))
 
 
-OPTIONS = tuple(f.name for f in fields(StepOptions))
+OPTIONS = tuple(names(StepOptions))
 """The names of the options."""
 if set(OPTIONS) != set(StepKeywords.__annotations__):
     raise AssertionError("StepKeywords and StepOptions have different options")
-
-
-def add_flags(add: Callable[..., Any], without: Iterable[str] = ()) -> None:
-    """Add the flags of the options to a command: ``add`` is its parser's ``add_argument``; ``without`` names options left out."""
-    for f in fields(StepOptions):
-        if "flag" in f.metadata and f.name not in without:
-            add(f.metadata["flag"], dest=f.name, default=f.default, **f.metadata["argparse"])
-
-
-def given_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that the flags of a command line set, as keyword arguments; a command may lack some of the flags."""
-    return {
-        f.name: getattr(args, f.name) for f in fields(StepOptions) if "flag" in f.metadata and hasattr(args, f.name)
-    }
-
-
-# -- options and arguments in one call
-
-
-def takes_step_options(api: F) -> F:
-    """Decorates a function that takes the options of a step as ``**keywords``: its signature lists them, with their defaults."""
-    signature = inspect.signature(api)
-    parameters = list(signature.parameters.values())
-    rest = parameters.pop()  # the ** parameter, which stays if it also takes arguments of the user's function
-    own = {p.name for p in parameters}
-    parameters += [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=annotation)
-        for f in fields(StepOptions)
-        for annotation in [StepKeywords.__annotations__[f.name]]
-        if f.name not in own
-    ]
-    parameters += [rest] if "kwargs" in signature.parameters else []
-    api.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return api
-
-
-def split_keywords(
-    keywords: Mapping[str, Any], kwargs: Mapping[str, Any] | None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(options of the step, keyword arguments of the step): ``kwargs`` has keyword arguments only."""
-    options = {k: v for k, v in keywords.items() if k in OPTIONS}
-    arguments = {k: v for k, v in keywords.items() if k not in OPTIONS}
-    return options, {**arguments, **(kwargs or {})}
-
-
-def refuse_ambiguous_options(api: F) -> F:
-    """Refuse a keyword that is an option of ``api`` and an argument of the function at once, unless it is clear which is meant.
-
-    ``api(fn, *args, <options>, kwargs=…, **keywords)``: the option is meant where the function's argument of that name is
-    given by position or in ``kwargs``, or where ``kwargs={}`` says that it keeps its default.
-    """
-    named = inspect.signature(api).parameters.values()
-    options = {p.name for p in named if p.kind is p.KEYWORD_ONLY} - {"kwargs"}
-
-    @functools.wraps(api)
-    def checked(fn: Any, *args: Any, **keywords: Any) -> Any:
-        """``api(fn, *args, **keywords)``, or an UnsupportedError if a keyword is ambiguous."""
-        shared = options & keywords.keys()
-        if shared and "kwargs" not in keywords:
-            try:
-                signature = inspect.signature(getattr(fn, "__wrapped__", fn))
-                given = signature.bind_partial(*args).arguments
-            except (TypeError, ValueError):  # no signature, or arguments that do not fit: the call will say so
-                return api(fn, *args, **keywords)
-            for name in sorted(shared & signature.parameters.keys() - given.keys()):
-                called = getattr(fn, "__name__", "the function")
-                raise UnsupportedError(
-                    f"`{name}` is an option of {api.__name__} and an argument of {called}: `{name}=` does not say which",
-                    fixes=[
-                        f"give the argument by position, or in kwargs={{{name!r}: …}}; `{name}=` is then the option",
-                        f"kwargs={{}} leaves the argument of {called} at its default",
-                    ],
-                )
-        return api(fn, *args, **keywords)
-
-    return cast(F, checked)
 
 
 # -- values of options

@@ -134,8 +134,9 @@ def failing_as_target(
         not_the_users = (str(Path(__file__).parents[2]), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
         own = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith(not_the_users)]
         line = f"{own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else None
-        raise TargetError(f"{name} fails: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}",
-                          source=line, fixes=[*fixes_of(e), "--debug shows the traceback"]) from e  # fmt: skip
+        first = next(iter(str(e).splitlines()), "")
+        fixes = [*fixes_of(e), "--debug shows the traceback"]
+        raise TargetError(f"{name} fails: {type(e).__name__}: {first}", source=line, fixes=fixes) from e
 
 
 def _kind(x: Any) -> str:

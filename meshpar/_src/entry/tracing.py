@@ -201,8 +201,12 @@ def _trace_on(mesh: AnyMesh, flat: FlatFunction, arrays: Sequence[Any]) -> tuple
 
 
 def _infer_live(
-    closed: Any, annotations: Sequence[Any], named: Sequence[Leaf], out_annotations: Sequence[Any], results: Sequence[Leaf]
-) -> Program:  # fmt: skip
+    closed: Any,
+    annotations: Sequence[Any],
+    named: Sequence[Leaf],
+    out_annotations: Sequence[Any],
+    results: Sequence[Leaf],
+) -> Program:
     """The program without equations whose results are not read, with the dims of every value.
 
     A dim of a result that has no name then takes its name from the complete program: the forward pass, for a gradient that does not
@@ -246,9 +250,7 @@ def _with_parameters(join: Join, program: Program, patterns: PathDims) -> Join:
             """Smaller for the array to report: one of the joined class, no optimizer state, with the longest common end of the
             path."""
             path, kind, is_joined = array
-            pairs = zip(reported, path.split("/")[::-1], strict=False)
-            same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-            return not is_joined, kind == "opt", -same, ("params", None, "opt").index(kind)
+            return not is_joined, kind == "opt", -_common_end(reported, path), ("params", None, "opt").index(kind)
 
         if not arrays or " at " in before.partition(" names it ")[0]:  # a line of the model, not a path
             return before, before
@@ -310,22 +312,18 @@ def _explained_errors(named: Sequence[Leaf]) -> Iterator[None]:
 def _needs_value(leaf: Leaf, error: TypeError) -> UnsupportedError:
     """The error for a number in an argument whose value the step needs while it is traced, such as a flag in an Equinox module."""
     name, _, rest = leaf.path.partition("/")
+    fixes = [f"make `{name}` static: static_argnames={name!r}"]
+    if rest:
+        fixes = [
+            f"in an Equinox module: arrays, static = eqx.partition({name}, eqx.is_array); pass arrays, and inside of the "
+            f"step {name} = eqx.combine(arrays, static)",
+            f"or make the field static: {rest.rpartition('/')[2]}: … = eqx.field(static=True)",
+        ]
     return UnsupportedError(
         f"{leaf.path}: this {type(leaf.value).__name__} is an argument, so that it is traced and has no value that Python can test",
         path=leaf.path,
         source=user_line(error),
-        fixes=[
-            *(
-                [
-                    f"in an Equinox module: arrays, static = eqx.partition({name}, eqx.is_array); pass arrays, and inside of the "
-                    f"step {name} = eqx.combine(arrays, static)",
-                    f"or make the field static: {rest.rpartition('/')[2]}: … = eqx.field(static=True)",
-                ]
-                if rest
-                else [f"make `{name}` static: static_argnames={name!r}"]
-            ),
-            "or select by it in the program: jnp.where, jax.lax.cond",
-        ],
+        fixes=[*fixes, "or select by it in the program: jnp.where, jax.lax.cond"],
     )
 
 
@@ -538,9 +536,11 @@ def _parameter_of(state: Leaf, pattern: str, rank: int, leaves: Sequence[Leaf]) 
         params = [
             x
             for x in leaves
-            if x.kind != "opt" and np.ndim(x.value) == rank and x.path.rpartition("/")[2] == last[0]
+            if x.kind != "opt"
+            and np.ndim(x.value) == rank
+            and x.path.rpartition("/")[2] == last[0]
             and path_matches(pattern, x.path)
-        ]  # fmt: skip
+        ]
         if params:
             return max(params, key=lambda x: _common_end(last, x.path))
     return None
@@ -626,25 +626,18 @@ def _check_patterns(
         )
         shown = list(dict.fromkeys(re.sub(r"(?<=[/_])\d+(?=/)", "*", p) for p in listed))  # one for all layers
         first, starts = pattern.partition("/")[0], sorted({path.partition("/")[0] for path in paths})
-        lists = [path for path in _number_lists(leaves) if path_matches(pattern, path)]
-        raise PatternError(
-            f"the dims= pattern {pattern!r} matches no tensor; a pattern matches a complete path",
-            pattern=pattern,
-            fixes=[
-                *_similar_pattern(pattern, paths, unnamed),
-                *(f"{p} is a list of numbers: pass np.asarray({p})" for p in lists),
-                *(
-                    [
-                        f"the function takes `*{hidden}`, as wrappers do that hide names: name the first argument `{hidden}/0`",
-                        "or wrap the result of mp.jit in place of the function: checkify.checkify(mp.jit(step, …))",
-                    ]
-                    * (hidden in starts)
-                ),
-                *(
-                    ["mp.init names the arguments and results of the initializer: leave out patterns for the batch"]
-                    * init
-                ),
-                *([f"paths begin with {', '.join(starts)}"] * (not set(first) & set("*?[{") and first not in starts)),
-                f"paths are: {', '.join(shown[:8])}{', …' if len(shown) > 8 else ''}",
-            ],
-        )
+        fixes = _similar_pattern(pattern, paths, unnamed)
+        lists = (path for path in _number_lists(leaves) if path_matches(pattern, path))
+        fixes += [f"{path} is a list of numbers: pass np.asarray({path})" for path in lists]
+        if hidden in starts:
+            fixes += [
+                f"the function takes `*{hidden}`, as wrappers do that hide names: name the first argument `{hidden}/0`",
+                "or wrap the result of mp.jit in place of the function: checkify.checkify(mp.jit(step, …))",
+            ]
+        if init:
+            fixes.append("mp.init names the arguments and results of the initializer: leave out patterns for the batch")
+        if not set(first) & set("*?[{") and first not in starts:
+            fixes.append(f"paths begin with {', '.join(starts)}")
+        fixes.append(f"paths are: {', '.join(shown[:8])}{', …' if len(shown) > 8 else ''}")
+        headline = f"the dims= pattern {pattern!r} matches no tensor; a pattern matches a complete path"
+        raise PatternError(headline, pattern=pattern, fixes=fixes)

@@ -43,12 +43,12 @@ DTYPES = ("bfloat16", "float16", "float32")
 def add_command(commands: Any) -> None:
     """Add the parser of this command."""
     raw = argparse.RawDescriptionHelpFormatter
-    sub = commands.add_parser("tune-kernels", help="time tiles of the kernels on this machine's TPU or GPU, for a table",
-                              description=ABOUT, epilog=EXIT, formatter_class=raw)  # fmt: skip
+    about = "time tiles of the kernels on this machine's TPU or GPU, for a table"
+    sub = commands.add_parser("tune-kernels", help=about, description=ABOUT, epilog=EXIT, formatter_class=raw)
     sub.set_defaults(run=_run, debug=False, accelerator=True)
-    sub.add_argument("--shape", action="append", metavar="NAME|SIZES",
-                     help=f'one of {", ".join(MATMULS)}, or "rows=…, k=…, n=…, groups=…"; may be given again (default: those '
-                     "that have a name)")  # fmt: skip
+    shapes = f'one of {", ".join(MATMULS)}, or "rows=…, k=…, n=…, groups=…"'
+    shapes += "; may be given again (default: those that have a name)"
+    sub.add_argument("--shape", action="append", metavar="NAME|SIZES", help=shapes)
     sub.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(%(default)s)")
     sub.add_argument("--table", type=Path, help="the file to extend (default: the user's table)")
     sub.add_argument("--list", action="store_true", help="print the tables without measuring")
@@ -187,8 +187,8 @@ def _show(tables: tuning.Table, file: Path, console: Console) -> None:
             for dtype, entry in dtypes.items():
                 c = entry.config
                 options = (str(x or "") for x in (c.stages, c.num_sms, c.cluster, c.pingpong))
-                table.add_row(kind, shape, dtype, str(c.tile), *options,
-                              f"{1e3 * entry.seconds:.3f}", f"{1e3 * entry.analytic_seconds:.3f}")  # fmt: skip
+                seconds = (f"{1e3 * s:.3f}" for s in (entry.seconds, entry.analytic_seconds))
+                table.add_row(kind, shape, dtype, str(c.tile), *options, *seconds)
     console.print(
         table if table.row_count else f"No tile was measured yet: neither the shipped table nor {file} has an entry."
     )

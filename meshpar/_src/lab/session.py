@@ -22,7 +22,7 @@ from ..mesh import parse_mesh, planned_mesh
 from ..plan_api import Plan
 from ..report.colours import AxisColours
 from ..report.facts import kernel_seconds
-from ..search import search
+from ..search import SearchOptions, search
 from ..search.result import quiet
 from ..search.space import meshes
 from ..units import format_bytes, format_memory, format_seconds, mesh_text
@@ -345,7 +345,8 @@ class Session:
                 mesh = _place("data=-1", topology)
                 with quiet():
                     base = base.replan(layout="", mesh=mesh, topology=topology, lowering=lowering or None)
-            found = search({"": base}, topology, time_limit=SEARCH_SECONDS, layouts=layouts, tell=job.tell)
+            options = SearchOptions(layouts=tuple(layouts), time_limit=SEARCH_SECONDS)
+            found = search({"": base}, topology, options, tell=job.tell)
             rows = [found.best, *(row for row in found.rows if row != found.best)]
             names = ["search result", *(row.name.replace("_", " ") for row in rows[1:])]
             return [

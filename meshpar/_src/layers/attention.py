@@ -82,7 +82,7 @@ def attention(
     for name, x in {"q": q, "k": k, "v": v}.items():
         if x.ndim != 4:
             raise RankError(
-                f"attention: {name} must be [batch, seq, heads, head_dim], got rank {x.ndim}",
+                f"mp.layers.attention: {name} must be [batch, seq, heads, head_dim], got rank {x.ndim}",
                 shape=x.shape,
                 fixes=[f"reshape {name} to [batch, seq, heads, head_dim]; a dim may be of size 1"],
             )
@@ -127,7 +127,7 @@ def _plan(
         return api.plan(operands, {a: n for a, n in over.items() if n > 1}, api.Options(**options))
     except ValueError as error:
         raise MeshparError(
-            str(error).replace("ring_attention:", "attention:", 1),
+            str(error).replace("ring_attention:", "mp.layers.attention:", 1),
             fixes=["sizes, axes and options as in the docstring of mp.layers.attention"],
         ) from None
 

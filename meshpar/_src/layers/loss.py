@@ -97,21 +97,20 @@ def _check(hidden: jax.Array, kernel: jax.Array | None, labels: jax.Array, mask:
     tokens = tuple(hidden.shape[:-1])
     fits = labels.shape == tokens and (mask is None or mask.shape == tokens) and labels.ndim > 0
     if not fits or (kernel is not None and (kernel.ndim != 2 or kernel.shape[0] != hidden.shape[-1])):
-        shapes = [x.shape for x in (hidden, kernel, labels) if x is not None]
-        fix = (
-            "logits [..., seq, vocab], or (hidden [..., seq, embed], kernel [embed, vocab]); labels and mask [..., seq]"
-        )
-        masked = None if mask is None else mask.shape
+        shapes = ", ".join(str(x.shape) for x in (hidden, kernel, labels) if x is not None)
         raise UnsupportedError(
-            f"cross_entropy: these shapes do not fit: {', '.join(map(str, shapes))}, mask {masked}", fixes=[fix]
+            f"mp.layers.cross_entropy: these shapes do not fit: {shapes}, mask {None if mask is None else mask.shape}",
+            fixes=[
+                "logits [..., seq, vocab], or (hidden [..., seq, embed], kernel [embed, vocab]); labels and mask [..., seq]"
+            ],
         )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise UnsupportedError(
-            f"cross_entropy: labels are integers, not {labels.dtype}", fixes=["labels.astype(jnp.int32)"]
+            f"mp.layers.cross_entropy: labels are integers, not {labels.dtype}", fixes=["labels.astype(jnp.int32)"]
         )
     if over not in ("vocab", "tokens"):
         raise UnsupportedError(
-            f"cross_entropy: chunks are over 'vocab' or 'tokens', not over {over!r}",
+            f"mp.layers.cross_entropy: chunks are over 'vocab' or 'tokens', not over {over!r}",
             fixes=['over="vocab" or over="tokens"'],
         )
 

@@ -64,7 +64,8 @@ def conv(
     features = [d for d in kernel.dims if d not in (*taps, *channels)]
     if len(channels) != 1 or len(features) != 1:
         raise RankError(
-            f"nd.conv: ({described(x)}) and the kernel ({described(kernel)}) share {channels}, and only the kernel has {features}",
+            f"mp.nd.conv: ({described(x)}) and the kernel ({described(kernel)}) share {channels}, and only the kernel has "
+            f"{features}",
             fixes=["one dim of input channels, which both have, and one of output channels, which only the kernel has"],
         )
     check_sizes([x, kernel])

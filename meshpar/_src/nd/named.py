@@ -134,7 +134,7 @@ def named(x: Any, dims: DimsLike) -> Named:
     """
     array = x.array if isinstance(x, Named) else x
     array = array if isinstance(array, jax.ShapeDtypeStruct) else jnp.asarray(array)
-    names = fit_dims(parse_dims(dims, what="dims"), array.shape, path="the array", origin="nd.named")
+    names = fit_dims(parse_dims(dims, what="dims"), array.shape, path="the array", origin="mp.nd.named")
     if isinstance(array, Tracer):
         array = name_dims_p.bind(array, names=names)
     return Named(array, names)
@@ -214,7 +214,7 @@ def as_named(x: Any) -> Named:
         raise RankError(
             f"mp.nd: an array {list(x.array.shape)} has {len(x.names)} names for {len(x.dims)} dims",
             shape=x.array.shape,
-            fixes=['nd.named(x, "batch hidden"); a leading dim that scan or vmap has added needs a name as well'],
+            fixes=['mp.nd.named(x, "batch hidden"); a leading dim that scan or vmap has added needs a name as well'],
         )
     return x
 
@@ -233,7 +233,7 @@ def check_sizes(xs: Sequence[Named]) -> None:
                 raise RankError(
                     f"mp.nd: dim `{d}` is {other.sizes[d]} in ({described(other)}) and {x.sizes[d]} in ({described(x)})",
                     dim=str(d),
-                    fixes=[f'nd.rename(x, {d}="other_{d}"), if these are different dims'],
+                    fixes=[f'mp.nd.rename(x, {d}="other_{d}"), if these are different dims'],
                 )
 
 

@@ -43,7 +43,7 @@ def einsum(*xs: Any, out: DimsLike | None = None, reduced: DimsLike | None = Non
     for d in given:
         if d not in every:
             raise UnknownDimError(
-                f"nd.einsum: no array has the dim `{d}`: {', '.join(f'({described(x)})' for x in operands)}",
+                f"mp.nd.einsum: no array has the dim `{d}`: {', '.join(f'({described(x)})' for x in operands)}",
                 dim=d,
                 fixes=did_you_mean(d, filter(None, every), "dims"),
             )
@@ -141,8 +141,8 @@ def transpose(x: Any, dims: DimsLike) -> Named:
     x, to = as_named(x), dim_names(dims)
     if set(to) != set(x.dims):
         raise RankError(
-            f"nd.transpose: ({described(x)}) to {' '.join(to)!r}, which are not the same dims",
-            fixes=["nd.rename renames dims, nd.split and nd.merge change them"],
+            f"mp.nd.transpose: ({described(x)}) to {' '.join(to)!r}, which are not the same dims",
+            fixes=["mp.nd.rename renames dims, mp.nd.split and mp.nd.merge change them"],
         )
     return Named(transposed(x, to), to)
 
@@ -171,7 +171,7 @@ def reshape(x: Any, dims: DimsLike, **sizes: int) -> Named:
     if shape.count(-1) > 1 or set(sizes) - set(to) or not fits:
         wanted = " ".join(f"{d}={'?' if n == -1 else n}" for d, n in zip(to, shape, strict=True))
         raise RankError(
-            f"nd.reshape: ({described(x)}) does not fit ({wanted})",
+            f"mp.nd.reshape: ({described(x)}) does not fit ({wanted})",
             fixes=["sizes of the new dims as keyword arguments; one may be left out"],
         )
     shape = [n if n != -1 else x.array.size // rest for n in shape]
@@ -225,8 +225,10 @@ def index(x: Any, **at: int | slice) -> Named:
     for d, i in at.items():
         if isinstance(i, bool) or not isinstance(i, int | np.integer | slice):
             raise LayoutSyntaxError(
-                f"nd.index: {d}={i!r} is no integer or slice",
-                fixes=[f"nd.gather(x, indices, {d!r}) takes indices that are arrays; nd.where selects by booleans"],
+                f"mp.nd.index: {d}={i!r} is no integer or slice",
+                fixes=[
+                    f"mp.nd.gather(x, indices, {d!r}) takes indices that are arrays; mp.nd.where selects by booleans"
+                ],
             )
         where[position(x, d, "index")] = i
     dims = tuple(d for d, i in zip(x.dims, where, strict=True) if isinstance(i, slice))

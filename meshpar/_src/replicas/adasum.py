@@ -48,7 +48,7 @@ def adasum(
         count = weights.shape[0]
         if count & (count - 1):
             raise UnsupportedError(
-                f"replicas.adasum: {count} replicas are not a power of two", dim=dim, fixes=["2, 4, 8, … replicas"]
+                f"mp.replicas.adasum: {count} replicas are not a power of two", dim=dim, fixes=["2, 4, 8, … replicas"]
             )
 
         def one(path: str, x: jax.Array) -> tuple[jax.Array]:

@@ -111,7 +111,7 @@ def code_of(text: str) -> Code:
     if kind == "threshold" and size is not None and 0 < size < math.inf:
         return Threshold(size)
     raise UnsupportedError(
-        f"replicas.coded: there is no code {text!r}",
+        f"mp.replicas.coded: there is no code {text!r}",
         fixes=["int8, float8_e4m3fn, sign, topk:0.01 (a fraction of each row), threshold:0.001 (a size above 0)"],
     )
 

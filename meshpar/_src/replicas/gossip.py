@@ -50,24 +50,24 @@ def gossip(shift: int | str = 1, *, dim: str = "replica") -> optax.GradientTrans
     """
     if not isinstance(shift, int) and shift != "exponential":
         raise UnsupportedError(
-            f"replicas.gossip: shift={shift!r}", fixes=["a number of replicas, such as 1", '"exponential"']
+            f"mp.replicas.gossip: shift={shift!r}", fixes=["a number of replicas, such as 1", '"exponential"']
         )
 
     def update(updates: Any, state: Any, params: Any = None, **_: Any) -> tuple[Any, GossipState]:
         count = count_replicas(updates, "gossip", dim)
         if params is None:
             raise UnsupportedError(
-                "replicas.gossip averages parameters, which `update` was not given",
+                "mp.replicas.gossip averages parameters, which `update` was not given",
                 fixes=["tx.update(updates, state, params)"],
             )
         if are_shared(updates, params, None):
             raise RankError(
-                f"replicas.gossip: the parameters have no dim `{dim}`", dim=dim,
+                f"mp.replicas.gossip: the parameters have no dim `{dim}`", dim=dim,
                 fixes=["a copy of the parameters for each replica, stacked along the first dim"],
             )  # fmt: skip
         if isinstance(shift, int) and shift % count == 0:
             raise UnsupportedError(
-                f"replicas.gossip: with shift={shift}, each of {count} replicas is its own neighbour",
+                f"mp.replicas.gossip: with shift={shift}, each of {count} replicas is its own neighbour",
                 fixes=["a shift that is not a multiple of the number of replicas"],
             )
         shifts = [shift] if isinstance(shift, int) else [2**k for k in range(max(1, (count - 1).bit_length()))]

@@ -58,7 +58,7 @@ def powersgd(
       True
     """
     if rank < 1:
-        raise UnsupportedError(f"replicas.powersgd: rank={rank}, which must be at least 1", fixes=["rank=2"])
+        raise UnsupportedError(f"mp.replicas.powersgd: rank={rank}, which must be at least 1", fixes=["rank=2"])
     initial = weight
 
     def right(path: str, shape: tuple[int, ...], n: int) -> jax.Array:

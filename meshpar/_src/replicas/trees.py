@@ -38,22 +38,22 @@ def count_replicas(updates: Any, name: str, dim: str, replicas: int | None = Non
     for path, x in zip(paths_of(updates), jax.tree.leaves(updates), strict=True):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise UnsupportedError(
-                f"replicas.{name}: `{path}` is an array of {x.dtype}; updates are floating-point",
+                f"mp.replicas.{name}: `{path}` is an array of {x.dtype}; updates are floating-point",
                 path=path,
                 fixes=["exclude it with optax.masked"],
             )
         if not x.ndim:
             raise RankError(
-                f"replicas.{name}: `{path}` is a scalar and has no dim `{dim}`", path=path, dim=dim, fixes=fixes
+                f"mp.replicas.{name}: `{path}` is a scalar and has no dim `{dim}`", path=path, dim=dim, fixes=fixes
             )
         expected = x.shape[0] if expected is None else expected
         if x.shape[0] != expected:
             raise DivisibilityError(
-                f"replicas.{name}: the first dim of `{path}` has {x.shape[0]} elements, not {expected} replicas",
+                f"mp.replicas.{name}: the first dim of `{path}` has {x.shape[0]} elements, not {expected} replicas",
                 path=path, shape=x.shape, dim=dim, fixes=fixes,
             )  # fmt: skip
     if expected is None:
-        raise UnsupportedError(f"replicas.{name}: there are no updates", fixes=fixes)
+        raise UnsupportedError(f"mp.replicas.{name}: there are no updates", fixes=fixes)
     return expected
 
 
@@ -121,7 +121,7 @@ def check_weight(weight: Any, replicas: int, name: str) -> jax.Array:
         return jnp.ones(replicas, jnp.float32)
     if np.shape(weight) != (replicas,):
         raise RankError(
-            f"replicas.{name}: weight has the shape {list(np.shape(weight))}, not [{replicas}]",
+            f"mp.replicas.{name}: weight has the shape {list(np.shape(weight))}, not [{replicas}]",
             shape=np.shape(weight),
             fixes=[f"one weight for each of the {replicas} replicas"],
         )
@@ -129,12 +129,12 @@ def check_weight(weight: Any, replicas: int, name: str) -> jax.Array:
         values = np.asarray(weight, np.float64)
         if not np.isfinite(values).all() or (values < 0).any():
             raise UnsupportedError(
-                f"replicas.{name}: weight={values.tolist()} has a weight that is negative or not finite",
+                f"mp.replicas.{name}: weight={values.tolist()} has a weight that is negative or not finite",
                 fixes=["0 leaves a replica out, 1 counts it"],
             )
         if not values.any():
             raise UnsupportedError(
-                f"replicas.{name}: weight={values.tolist()} leaves all {replicas} replicas out",
+                f"mp.replicas.{name}: weight={values.tolist()} leaves all {replicas} replicas out",
                 fixes=["at least one weight above 0"],
             )
     return jnp.asarray(weight, jnp.float32)

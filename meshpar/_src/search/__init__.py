@@ -1,6 +1,6 @@
 """The best layout of a program on a slice."""
 
 from .descent import search
-from .policy import SearchPolicy
+from .options import SearchKeywords, SearchOptions
 from .result import Search
-from .row import Objective, Row
+from .row import Row

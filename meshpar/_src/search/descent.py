@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...errors import MeshError, UnsupportedError
+from ...errors import MeshError
 from ..compat.jax import without_gc
 from ..hardware.topology import parse_topology
 from ..layout import Layout
@@ -28,70 +28,62 @@ from ..plan_api import Plan
 from ..program.pipeline import SCHEDULES
 from .bounds import matmul_seconds
 from .evaluation import Evaluation, LimitReached, OutOfPatience, Settings
+from .options import SearchOptions
 from .policy import POLICY
 from .result import CONVERGED, Search, quiet
-from .row import Objective, Row
-from .selection import search_result
+from .row import Row
+from .selection import Compile, search_result
 from .space import Dim, Point, Sizes, Space, meshes
 from .stages import STAGE, LayerStack, staged_meshes, staged_schemes, staged_space, verdict
 
 
 def search(
-    bases: Mapping[str, Plan], topology: str, *, fixed: Any = "", forbid: str | Sequence[str] = (), mesh: str | None = None,
-    objective: Objective = "time", memory_fraction: float = 0.85, max_axes: int = 3, max_plans: int = 400,
-    time_limit: float | None = None,
-    layouts: Iterable[Any] = (), verify: int = 0, compiled: Callable[[Row, bool], str] | None = None,
+    bases: Mapping[str, Plan],
+    topology: str,
+    options: SearchOptions,
+    compiled: Compile | None = None,
     tell: Callable[[str], None] = lambda text: None,
-) -> Search:  # fmt: skip
+) -> Search:
     """:func:`meshpar.search` for programs that have been planned once.
 
     Args:
       bases: name → a plan of the program on the topology; the name is "" if there is only one program.
-      compiled: compiles a candidate, at full effort or not, and returns a summary; raises CompilerError if it cannot.
+      compiled: compiles a candidate, at full effort or not, and returns a summary; raises CompilerError if it cannot. None: nothing
+        is compiled, whatever the options say.
       tell: progress callback.
     """
     where = parse_topology(topology)
-    _check(objective, memory_fraction, max_plans)
-    candidates = meshes(where.devices, where.slices, max_axes) if mesh is None else [_sizes(mesh, topology)]
-    fixed = Layout(fixed)
-    fixed_axes = {a for r in fixed.rules for a in r.axes}
-    keep_axes = {"slice", *fixed_axes} if mesh is None else {a for a, _ in candidates[0]}
+    fixed_axes = {a for r in options.fixed.rules for a in r.axes}
+    if options.mesh is None:
+        candidates = meshes(where.devices, where.slices, options.max_axes)
+        keep_axes = {"slice", *fixed_axes}
+    else:
+        candidates = [_sizes(options.mesh, topology)]
+        keep_axes = {a for a, _ in candidates[0]}
     candidates = [sizes for sizes in candidates if fixed_axes <= {a for a, _ in sizes}]
     if not candidates:
         raise MeshError(
-            f"fixed={str(fixed)!r} names axes that no candidate mesh has", axis=", ".join(sorted(fixed_axes)),
+            f"fixed={str(options.fixed)!r} names axes that no candidate mesh has",
+            axis=", ".join(sorted(fixed_axes)),
             fixes=["call the axes data, model, third (slice: over several slices)", "or give the mesh: mesh='…'"],
-        )  # fmt: skip
-    unsharded = forbid.replace(",", " ").split() if isinstance(forbid, str) else forbid
-    settings = Settings(
-        topology,
-        objective,
-        memory_fraction,
-        fixed,
-        tuple(unsharded),
-        mesh,
-        max_axes,
-        max_plans,
-        frozenset({STAGE, *keep_axes}),
-        tell,
-    )
+        )
+    settings = Settings(topology, options, frozenset({STAGE, *keep_axes}), tell)
     counts = {name: _stage_counts(base, settings) for name, base in bases.items()}
     start, share = time.monotonic(), 1 - POLICY.stage_plans_fraction * any(counts.values())
-    deadline = None if time_limit is None else start + share * time_limit
-    searched = [
-        Evaluation(
-            settings, name, base, Space.of(base.program, candidates, fixed, unsharded),
-            math.ceil((share if counts[name] else 1) * max_plans), deadline,
-        )
-        for name, base in bases.items()
-    ]  # fmt: skip
+    limit = options.time_limit
+    deadline = None if limit is None else start + share * limit
+    searched = []
+    for name, base in bases.items():
+        space = Space.of(base.program, candidates, options.fixed, options.forbid)
+        most = math.ceil((share if counts[name] else 1) * options.max_plans)
+        searched.append(Evaluation(settings, name, base, space, most, deadline))
     ended, refused, limited, staged, text = CONVERGED, list[str](), list[Evaluation](), list[Evaluation](), ""
     interrupt: KeyboardInterrupt | None = None
 
     def explore(evaluation: Evaluation) -> None:
         """Plan the layouts of the user's own and the known schemes, and descend from them."""
-        for text in layouts:
-            refused.extend(_plan_user_layout(evaluation, Layout(text)))
+        for layout in options.layouts:
+            refused.extend(_plan_user_layout(evaluation, layout))
         _plan_schemes(evaluation)
         if evaluation.rows:
             _descend(evaluation)
@@ -100,8 +92,8 @@ def search(
         for evaluation in searched:
             try:
                 explore(evaluation)
-            except LimitReached as limit:
-                ended = str(limit)
+            except LimitReached as reached:
+                ended = str(reached)
                 limited.append(evaluation)
             except KeyboardInterrupt as e:
                 ended, interrupt = "interrupted", e
@@ -111,7 +103,7 @@ def search(
             raise interrupt or searched[0].errors[0]
         if interrupt is None:
             for evaluation in searched:
-                evaluation.max_plans, evaluation.deadline = max_plans, start + time_limit if time_limit else None
+                evaluation.max_plans, evaluation.deadline = options.max_plans, start + limit if limit else None
             try:
                 for evaluation in searched:
                     _search_stages(evaluation, counts[evaluation.variant], staged)
@@ -120,13 +112,13 @@ def search(
                     evaluation.last_gain = None
                     explore(evaluation)
                     ended = CONVERGED
-            except LimitReached as limit:
-                ended = str(limit)
+            except LimitReached as reached:
+                ended = str(reached)
             except KeyboardInterrupt:
                 ended = "interrupted"
             text = _verdict(searched, staged, sorted({k for left in counts.values() for k in left}), ended)
         evaluations = [*searched, *(e for e in staged if e.rows)]
-        return search_result(evaluations, ended, verify, compiled, list(dict.fromkeys(refused)), text)
+        return search_result(evaluations, ended, compiled, list(dict.fromkeys(refused)), text)
 
 
 def _sizes(mesh: str, topology: str) -> Sizes:
@@ -136,18 +128,18 @@ def _sizes(mesh: str, topology: str) -> Sizes:
 
 def _staged_meshes(settings: Settings, stages: int) -> list[Sizes]:
     """The candidate meshes with an axis of so many stages; of a mesh of the user's, it, if its axis ``stage`` has this size."""
-    if settings.mesh is not None:
-        sizes = _sizes(settings.mesh, settings.topology)
+    if settings.options.mesh is not None:
+        sizes = _sizes(settings.options.mesh, settings.topology)
         return [sizes] if dict(sizes).get(STAGE) == stages else []
     where = parse_topology(settings.topology)
-    return staged_meshes(stages, where.devices, where.slices, min(2, settings.max_axes))
+    return staged_meshes(stages, where.devices, where.slices, min(2, settings.options.max_axes))
 
 
 def _stage_counts(base: Plan, settings: Settings) -> dict[int, float]:
     """Number of stages → lower bound of the step, for the numbers to search, the smallest bound first; empty: none."""
     stack, chip, devices = LayerStack.of(base.program), base.chip, parse_topology(settings.topology).devices
-    given = {rule.dim for rule in settings.fixed.rules if rule.scope is None}
-    if stack is None or chip is None or not given.union(settings.forbid).isdisjoint(stack.dims):
+    given = {rule.dim for rule in settings.options.fixed.rules if rule.scope is None}
+    if stack is None or chip is None or not given.union(settings.options.forbid).isdisjoint(stack.dims):
         return {}
     bounds = {
         k: matmul_seconds(base.program.traced, chip, stack.ops, stack.slowdown(k)) / devices
@@ -181,7 +173,7 @@ def _search_stages(evaluation: Evaluation, counts: dict[int, float], staged: lis
         return space and Evaluation(settings, evaluation.variant, base, space, left, evaluation.deadline, best)
 
     for k, bound in [*counts.items()]:
-        if own and best.fits and settings.objective == "time" and bound >= best.seconds:
+        if own and best.fits and settings.options.objective == "time" and bound >= best.seconds:
             counts.clear()
             break
         tried = staged_evaluation(evaluation.base, _staged_meshes(settings, k))
@@ -190,14 +182,14 @@ def _search_stages(evaluation: Evaluation, counts: dict[int, float], staged: lis
             continue
         try:
             schemes = {point: tried.lower_bound(point) for point in staged_schemes(tried.space)}
-            for point in sorted(schemes, key=lambda p: settings.rank(schemes[p])):
+            for point in sorted(schemes, key=lambda p: settings.options.rank(schemes[p])):
                 tried.plan_scheme(point)
             del counts[k]
         finally:
             if tried.rows:
                 own.append(tried)
                 staged.append(tried)
-                best = min(best, tried.best, key=settings.rank)
+                best = min(best, tried.best, key=settings.options.rank)
     if not own or stack is None:
         return
     other = min(own, key=lambda e: min(map(e.rank, e.rows.values())))
@@ -241,33 +233,8 @@ def _verdict(searched: Sequence[Evaluation], staged: Sequence[Evaluation], untri
     return "; ".join(texts)
 
 
-def _check(objective: str, memory_fraction: float, max_plans: int) -> None:
-    """Raise UnsupportedError for options outside their range."""
-    if objective not in ("time", "memory"):
-        text = f"objective={objective!r}: it is 'time' or 'memory'"
-        fix = 'objective="time": the shortest step; objective="memory": the smallest peak'
-    elif not 0 < memory_fraction <= 1:
-        text = (
-            f"memory_fraction={memory_fraction!r}: the fraction of the memory that may be used is above 0 and at most 1"
-        )
-        fix = "memory_fraction=0.85"
-    elif max_plans < 1:
-        text, fix = f"max_plans={max_plans!r}: a search plans at least one candidate", "max_plans=400"
-    else:
-        return
-    raise UnsupportedError(text, fixes=[fix])
-
-
 def _plan_user_layout(evaluation: Evaluation, layout: Layout) -> list[str]:
-    """Plan a layout of the user's own on the meshes with exactly its axes; returns a message if none of them has a plan.
-
-    Raises:
-      UnsupportedError: a layout with ``resolve="cost"``.
-    """
-    if layout.resolve != "order":
-        raise UnsupportedError(
-            f"{layout!r}: a search reads rules in order", fixes=["give its text", "or plan it by itself with mp.plan"]
-        )
+    """Plan a layout of the user's own on the meshes with exactly its axes; returns a message if none of them has a plan."""
     axes = {a for r in layout.rules for a in r.axes}
     points = [Point(sizes, layout.rules) for sizes in evaluation.space.meshes if {a for a, _ in sizes} == axes]
     evaluation.names.update(dict.fromkeys(points, "yours"))

@@ -20,8 +20,9 @@ from ..plan.collective_records import TooLong
 from ..plan_api import Plan
 from ..units import format_memory, format_seconds
 from .bounds import Breakdown, LowerBound, lower_bounds
+from .options import SearchOptions
 from .policy import POLICY
-from .row import Objective, Row
+from .row import Row
 from .space import Move, Point, Sizes, Space, as_layout, renamed
 
 
@@ -39,35 +40,19 @@ class _NoGain(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of a search that all its evaluations have.
+    """What all evaluations of a search have in common.
 
     Attributes:
       topology: ``"v5p:8x8x8"``.
-      memory_fraction: fraction of a device's memory that a peak may use.
-      fixed: rules with which every layout starts.
-      forbid: dims that are not sharded.
-      mesh: the only mesh, as text; None: all meshes of the topology with at most ``max_axes`` axes.
-      max_plans: the largest number of plans of the search; an evaluation may have a part of them.
+      options: of the search; an evaluation may have a part of ``options.max_plans``.
       keep_axes: axes whose names the caller gave, which results do not rename.
       progress: receives progress texts.
     """
 
     topology: str
-    objective: Objective = "time"
-    memory_fraction: float = 0.85
-    fixed: Layout = field(default_factory=lambda: Layout(""))
-    forbid: tuple[str, ...] = ()
-    mesh: str | None = None
-    max_axes: int = 3
-    max_plans: int = 400
+    options: SearchOptions = field(default_factory=SearchOptions)
     keep_axes: frozenset[str] = frozenset()
     progress: Callable[[str], None] = lambda text: None
-
-    def rank(self, row: Row) -> tuple[Any, ...]:
-        """Sort key of a candidate, best first: candidates that fit, by the objective; then the others, by their peak."""
-        if not row.fits:
-            return (1, row.peak, row.seconds)
-        return (0, row.seconds, row.peak) if self.objective == "time" else (0, row.peak, row.seconds)
 
 
 class Evaluation:
@@ -104,9 +89,9 @@ class Evaluation:
         """
         assert base.chip is not None
         self.settings, self.variant, self.base, self.chip, self.space = settings, variant, base, base.chip, space
-        self.rank, self.objective = settings.rank, settings.objective
+        self.rank, self.objective = settings.options.rank, settings.options.objective
         self.max_plans, self.deadline = max_plans, deadline
-        self.usable = settings.memory_fraction * base.chip.per_device().hbm
+        self.usable = settings.options.memory_fraction * base.chip.per_device().hbm
         ops = sum(1 for _ in space.program.root.walk())
         self.patience = max(1, POLICY.patience_candidates * POLICY.patience_ops // max(POLICY.patience_ops, ops))
         self.rows: dict[Point, Row] = {}
@@ -213,9 +198,12 @@ class Evaluation:
     # -- plans
 
     def plan(
-        self, point: Point, parent: Breakdown | None = None, below_seconds: float = math.inf,
+        self,
+        point: Point,
+        parent: Breakdown | None = None,
+        below_seconds: float = math.inf,
         max_comm_seconds: float = math.inf,
-    ) -> Row | None:  # fmt: skip
+    ) -> Row | None:
         """The row of a candidate; None: it is illegal, far from the best, or no better than its parent.
 
         Args:
@@ -254,7 +242,7 @@ class Evaluation:
     def _check_limits(self) -> None:
         """Raises LimitReached or OutOfPatience if no further candidate may be planned."""
         if self.planned >= self.max_plans:
-            raise LimitReached(f"stopped at {self.settings.max_plans} plans")
+            raise LimitReached(f"stopped at {self.settings.options.max_plans} plans")
         if self.last_gain is not None:
             tried, planned = self.last_gain
             if len(self._tried) >= tried + POLICY.patience_candidates or self.planned >= planned + self._patience:
@@ -284,10 +272,17 @@ class Evaluation:
         assert plan.seconds is not None
         peak = plan.memory.peak
         return Row(
-            point.mesh, point.layout, plan.seconds, peak, float(plan.bytes_sent), peak <= self.usable,
-            variant=self.variant, lowering=plan.lowering, schedule=plan.schedule if plan.pipelines else "",
+            point.mesh,
+            point.layout,
+            plan.seconds,
+            peak,
+            float(plan.bytes_sent),
+            peak <= self.usable,
+            variant=self.variant,
+            lowering=plan.lowering,
+            schedule=plan.schedule if plan.pipelines else "",
             gather=plan.pipelines[0].gather if plan.pipelines else "",
-        )  # fmt: skip
+        )
 
     def _report_progress(self) -> None:
         """Report the number of plans, and the cost, mesh and layout of the best."""

@@ -151,9 +151,8 @@ class Picture:
             (f" {letters[self.best]}" if self.best in letters else "", "blue"),
             (" chosen  ", "dim"),
         ]
-        return text.append_text(Text.assemble(
-            " " * 11, *chosen, *front, ("· others  ", "dim"), ("─", "red"), (" usable memory", "dim"),
-        ))  # fmt: skip
+        legend = [*chosen, *front, ("· others  ", "dim"), ("─", "red"), (" usable memory", "dim")]
+        return text.append_text(Text.assemble(" " * 11, *legend))
 
 
 def _text(x: float, y: float, text: str, anchor: str, colour: str = "var(--dim)") -> str:

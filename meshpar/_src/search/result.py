@@ -169,12 +169,11 @@ class Search(Document):
             where = f"<code>{escape(row.mesh)}</code> {escape(marks)}<br><code>{escape(layout)}</code>"
             shown = Text.assemble(styles.mesh(row.mesh), f"  {marks}\n", styles.layout(layout))
             peak = format_memory(row.peak)
-            cells.append([
-                Cell(self._picture.mark(row)), number(format_seconds(row.seconds), row.seconds),
-                Cell(peak, row.peak, terminal=Text(peak, "" if row.fits else "red")),
-                number(format_bytes(row.sent), row.sent, css="more"),
-                Cell(shown.plain, markup=where, terminal=shown),
-            ])  # fmt: skip
+            seconds = number(format_seconds(row.seconds), row.seconds)
+            memory = Cell(peak, row.peak, terminal=Text(peak, "" if row.fits else "red"))
+            sent = number(format_bytes(row.sent), row.sent, css="more")
+            choice = Cell(shown.plain, markup=where, terminal=shown)
+            cells.append([Cell(self._picture.mark(row)), seconds, memory, sent, choice])
         return Table([("", ""), ("step", "n"), ("peak", "n"), ("sends", "n more"), ("mesh, layout", "")], cells)
 
     def _idle(self, rows: Iterable[Row]) -> str:

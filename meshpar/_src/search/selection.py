@@ -43,7 +43,6 @@ class Candidate:
 def search_result(
     searched: Sequence[Evaluation],
     ended: str,
-    verify: int,
     compiled: Compile | None,
     refused: Sequence[str],
     stages: str = "",
@@ -51,11 +50,12 @@ def search_result(
     """The result of a search: the chosen candidate first, then the others by rank.
 
     Args:
-      verify: number of candidates that ``compiled`` compiles.
+      compiled: compiles as many of the best candidates as the options say.
       stages: whether stages pay.
     """
     first = searched[0]
     settings, keep = first.settings, first.settings.keep_axes
+    options = settings.options
     ranked = _distinct(searched)
     choice = _choice(first, [c.row for c in ranked])
     chosen = next(_simplified(c) for c in ranked if c.row is choice)
@@ -65,15 +65,21 @@ def search_result(
     merged[1:] = sorted(merged[1:], key=lambda c: first.rank(c.row))
     rows = _with_front([as_shown(c, keep) for c in one_per_kind(merged)])
     best = rows[0]
-    if verify and compiled is not None and best.fits:
-        rows, best = _compiled(rows, verify, compiled)
-    shown = tuple(r for k, r in enumerate(rows) if k < POLICY.max_rows or r.name or r.front)
-    planned = sum(evaluation.planned for evaluation in searched)
-    bases = {evaluation.variant: evaluation.base for evaluation in reversed(searched)}
+    if compiled is not None and options.verify and best.fits:
+        rows, best = _compiled(rows, options.verify, compiled)
     return Search(
-        settings.topology, settings.objective, settings.memory_fraction, best, shown, planned, ended, tuple(refused), first.usable,
-        bases, stages,
-    )  # fmt: skip
+        settings.topology,
+        options.objective,
+        options.memory_fraction,
+        best,
+        rows=tuple(r for k, r in enumerate(rows) if k < POLICY.max_rows or r.name or r.front),
+        planned=sum(evaluation.planned for evaluation in searched),
+        ended=ended,
+        refused=tuple(refused),
+        usable=first.usable,
+        _bases={evaluation.variant: evaluation.base for evaluation in reversed(searched)},
+        stages=stages,
+    )
 
 
 def _distinct(searched: Sequence[Evaluation]) -> list[Candidate]:

@@ -172,8 +172,10 @@ class Space:
             if rule.dim in forbid:
                 raise UnsupportedError(
                     f"fixed=`{fixed}` shards `{rule.dim}`, and forbid={rule.dim!r} leaves it unsharded",
-                    dim=rule.dim, rule=str(rule), fixes=["remove one of the two"],
-                )  # fmt: skip
+                    dim=rule.dim,
+                    rule=str(rule),
+                    fixes=["remove one of the two"],
+                )
         weight = dict.fromkeys(sorted(known), 0)
         scoped: set[Dim] = set()
         for value in program.inputs:

@@ -86,7 +86,7 @@ def staged_space(
       among: meshes with an axis of stages, of equal size.
       rounds: how often a microbatch passes all stages.
     """
-    rules = Layout("; ".join([str(settings.fixed), *(f"{dim}: {STAGE}*{rounds}" for dim in stack.dims)]))
+    rules = Layout("; ".join([str(settings.options.fixed), *(f"{dim}: {STAGE}*{rounds}" for dim in stack.dims)]))
     traced, topology = base.program.traced, settings.topology
     try:
         assignment = AxisAssignment(traced, rules, dict(among[0]))
@@ -95,7 +95,7 @@ def staged_space(
         )
         if program is None:
             return None
-        space = Space.of(program, among, rules, settings.forbid)
+        space = Space.of(program, among, rules, settings.options.forbid)
         first = next(staged_schemes(space))
         mesh = planned_mesh(first.mesh, topology)
         request = replace(base.request, layout=Layout(first.layout), mesh=mesh, topology=topology)

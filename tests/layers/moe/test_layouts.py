@@ -12,7 +12,7 @@ from interpreters import race_detection
 
 import meshpar as mp
 import meshpar_kernels
-from meshpar._src.layers.moe import ROUTERS, moe
+from meshpar._src.layers.moe import ROUTERS, MoEExecution, moe
 from meshpar._src.layers.moe.exchange_choice import ExchangeSizes, choose_exchange
 from meshpar._src.layers.moe.experts import _works, run_experts
 from meshpar._src.program.kernels import ShardCounts
@@ -134,8 +134,8 @@ def test_what_the_unsharded_run_does(unsharded):
 
 def one_layer(p, x, strategy=None):
     def loss(p, x):
-        y, aux = moe(x, p["kernel"], {n: p[n] for n in ("gate", "up", "down")}, router="deepseek_v3", k=2,
-                     slack=1.0, strategy=strategy)  # fmt: skip
+        experts, execution = {n: p[n] for n in ("gate", "up", "down")}, MoEExecution(strategy, slack=1.0)
+        y, aux = moe(x, p["kernel"], experts, router="deepseek_v3", k=2, execution=execution)
         return (y * y).sum() + aux.losses["balance"], (y, aux)
 
     return jax.value_and_grad(loss, (0, 1), has_aux=True)(p, x)
@@ -182,7 +182,7 @@ def test_two_dims_of_experts_are_one_in_order():
     weights = {"outer": P["outer"], "inner": P["inner"]}
 
     def run(experts, weights, x):
-        return moe(x, weights, experts, router="two_level", k=2, slack=1.0)
+        return moe(x, weights, experts, router="two_level", k=2, execution=MoEExecution(slack=1.0))
 
     want = jax.jit(run)(wide, weights, X)
     dims = {"experts/down": "outer_expert inner_expert mlp embed", "experts/*": "outer_expert inner_expert embed mlp",
@@ -194,7 +194,8 @@ def test_two_dims_of_experts_are_one_in_order():
 
 def test_the_plan_knows_what_is_sent():
     def run(p, x):
-        return moe(x, p["kernel"], {n: p[n] for n in ("gate", "up", "down")}, k=2, strategy="a2a", slack=1.0)[0]
+        execution = MoEExecution("a2a", slack=1.0)
+        return moe(x, p["kernel"], {n: p[n] for n in ("gate", "up", "down")}, k=2, execution=execution)[0]
 
     p = {n: P[n] for n in ("kernel", "gate", "up", "down")}
     dims = {k: v for k, v in DIMS.items() if k == "x" or k[2:] in p}
@@ -220,7 +221,8 @@ WIDE = {
 
 
 def wide_layer(p, x, **options):
-    return moe(x, p["kernel"], {n: p[n] for n in ("gate", "up", "down")}, k=2, strategy="a2a", **options)[0]
+    how = MoEExecution("a2a", **options)
+    return moe(x, p["kernel"], {n: p[n] for n in ("gate", "up", "down")}, k=2, execution=how)[0]
 
 
 def test_a_kernels_exchange_is_planned_with_the_rows_in_use():
@@ -314,7 +316,8 @@ def test_all_kernels_together_change_no_number():
 
     def step(p, x, implementation):
         def loss(p, x):
-            y, aux = moe(x, p["kernel"], {n: p[n] for n in ("gate", "up", "down")}, k=2, implementation=implementation)
+            how = MoEExecution(implementation=implementation)
+            y, aux = moe(x, p["kernel"], {n: p[n] for n in ("gate", "up", "down")}, k=2, execution=how)
             return (y * y).sum(), (y, aux)
 
         return jax.value_and_grad(loss, (0, 1), has_aux=True)(p, x)

@@ -223,7 +223,7 @@ def test_capacity_and_groups():
         (lambda x: ROUTERS["top_k"](x.reshape(8, 4, E), k=1, groups=16, mask=MASK), "mask must be"),
         (lambda x: ROUTERS["top_k"](x[:3, :4], k=1, groups=2), "does not cut tokens of shape"),
         (lambda x: ROUTERS["switch"](x, k=2), "one expert, not k=2"),
-        (lambda x: ROUTERS["switch_max"](x, k=2), "switch_max: a token goes to one expert, not k=2"),
+        (lambda x: ROUTERS["switch_max"](x, k=2), 'router="switch_max": a token goes to one expert, not k=2'),
         (lambda x: ROUTERS["ntlb"](x, k=2), "not k=2 after stages=2"),
         (lambda x: ROUTERS["ntlb"](x, stages=9), "1 to E=8 stages, not k=1 after stages=9"),
         (lambda x: ROUTERS["gshard"](x, k=1), "two experts, not k=1"),

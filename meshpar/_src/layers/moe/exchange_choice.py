@@ -58,12 +58,12 @@ class ExchangeSizes:
         """Check ``exchange`` and ``slack``; a MeshparError names the one out of range."""
         if self.exchange is not None and self.exchange not in EXCHANGES:
             raise MeshparError(
-                f"moe: exchange must be one of {', '.join(EXCHANGES)} or None, got {self.exchange!r}",
+                f"mp.layers.moe: exchange must be one of {', '.join(EXCHANGES)} or None, got {self.exchange!r}",
                 fixes=["leave exchange out for the default"],
             )
         if self.slack < 1:
             raise MeshparError(
-                f"moe: slack={self.slack} must be at least 1, which is room for a balanced load",
+                f"mp.layers.moe: slack={self.slack} must be at least 1, which is room for a balanced load",
                 fixes=["slack=1.25 has room for a quarter more than a balanced load"],
             )
 
@@ -203,14 +203,14 @@ def choose_exchange(problem: ExchangeSizes, strategy: str | None = None) -> Exch
     named = [name for name in STRATEGIES if name != "local"]
     if strategy is not None and strategy not in named:
         raise MeshparError(
-            f"moe: strategy must be one of {', '.join(named)} or None, got {strategy!r}",
+            f"mp.layers.moe: strategy must be one of {', '.join(named)} or None, got {strategy!r}",
             fixes=["leave strategy out for the default"],
         )
     if not problem.over:
         strategy = "local"
     elif strategy == "dense" and not problem.can_gather_experts:
         raise MeshparError(
-            'moe: strategy="dense" cannot all-gather experts over an axis that is major to another axis of theirs',
+            'mp.layers.moe: strategy="dense" cannot all-gather experts over an axis that is major to another axis of theirs',
             fixes=['another order of the axes of `expert`, or strategy="a2a"'],
         )
     elif strategy is None:

@@ -138,12 +138,12 @@ def _local(
         """
         rows, d = expert_dispatch(x, target, weight=weight, first=first, copy=False, implementation=copies, **how)
         *inward, down = matrices
-        gathered = {"lhs_indices": d.lhs_indices, "lhs_rows": d.lhs_rows}
+        indices = d.lhs_indices
         if fused:
             pair = (inward[0], inward[1]) if len(inward) == 2 else inward[0]
-            h = multiply(rows, pair, d.group_sizes, activation=activation, **gathered)
+            h = multiply(rows, pair, d.group_sizes, activation=activation, lhs_indices=indices)
         else:
-            hidden = [multiply(rows, m, d.group_sizes, **gathered) for m in inward]
+            hidden = [multiply(rows, m, d.group_sizes, lhs_indices=indices) for m in inward]
             h = activate([m.astype(jnp.float32) for m in hidden], activation).astype(rows.dtype)
         y = multiply(h, down, d.group_sizes, row_scale=d.row_scale)
         return expert_combine(y, d, implementation=copies), d.most

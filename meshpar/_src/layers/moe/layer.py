@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -39,6 +40,31 @@ class MoEAux(NamedTuple):
     dropped: jax.Array
 
 
+@dataclass(frozen=True)
+class MoEExecution:
+    """How :func:`moe` runs on devices. No result depends on it.
+
+    Attributes:
+      strategy: "a2a", "ring", "dense", or None for the one that sends the fewest bytes
+        (:data:`layers.moe.exchange_choice.STRATEGIES`), for layouts that split tokens and experts over the same axis.
+      slack: size of the exchange's buffers, relative to a balanced load; at least 1.
+      implementation: of the grouped matmuls, as in ``meshpar_kernels.grouped_matmul``. With "pallas", "pallas_tpu" and
+        "pallas_gpu", kernels also route (with "top_k", "switch" and "deepseek_v3"), copy rows and sum them.
+      exchange: how "a2a" sends rows, as in ``meshpar_kernels.expert_dispatch``: None and "padded": full buffers, by XLA; "pallas",
+        "pallas_tpu", "pallas_gpu": only the rows in use, by a kernel (H must be a multiple of 128), which is opt-in because it
+        was not measured on an accelerator.
+
+    Example:
+      >>> ring = mp.layers.MoEExecution(strategy="ring", slack=1.5)
+      >>> layer = lambda x, weights, experts: mp.layers.moe(x, weights, experts, k=2, execution=ring)
+    """
+
+    strategy: str | None = None
+    slack: float = 1.25
+    implementation: str | None = None
+    exchange: str | None = None
+
+
 @default_promotion()
 def moe(
     x: jax.Array,
@@ -52,10 +78,7 @@ def moe(
     mask: jax.Array | None = None,
     shared: Mapping[str, jax.Array] | None = None,
     activation: str = "silu",
-    strategy: str | None = None,
-    slack: float = 1.25,
-    implementation: str | None = None,
-    exchange: str | None = None,
+    execution: MoEExecution | None = None,
     **options: Any,
 ) -> tuple[jax.Array, MoEAux]:
     """A mixture of experts: a router selects a few of E experts for each token; the result is the weighted sum of their outputs.
@@ -63,8 +86,8 @@ def moe(
     Name the experts' dims, e.g. ``expert embed mlp``, and a layout may shard any of them: ``expert: data`` (tokens are exchanged
     between devices), ``expert: model`` (each device applies its experts to its tokens), ``mlp: model``, or several of these. No
     layout changes the result: routing, capacity and drops depend on the global order of the tokens. Without a capacity no choice
-    is dropped: buffers have ``slack`` times the size of a balanced load, and rows beyond that are exchanged in further rounds. Give
-    the router weights' last dim another name than ``expert`` (``router``), so that the small router stays replicated.
+    is dropped: buffers have ``execution.slack`` times the size of a balanced load, and rows beyond that are exchanged in further
+    rounds. Give the router weights' last dim another name than ``expert`` (``router``), so that the small router stays replicated.
 
     Args:
       x: float ``[*tokens, H]``.
@@ -80,14 +103,7 @@ def moe(
       mask: bool ``[*tokens]``, False for padding, which is not routed: its result is 0 (plus the result of ``shared``).
       shared: ``gate``, ``up``, ``down`` of an expert for all tokens: [H, M] and [M, H].
       activation: "silu" (with ``gate``: SwiGLU), "gelu", "relu".
-      strategy: "a2a", "ring", "dense", or None for the one that sends the fewest bytes
-        (:data:`layers.moe.exchange_choice.STRATEGIES`), for layouts that split tokens and experts over the same axis.
-      slack: size of the exchange's buffers, relative to a balanced load; at least 1. No result depends on it.
-      implementation: of the grouped matmuls, as in ``meshpar_kernels.grouped_matmul``. With "pallas", "pallas_tpu" and
-        "pallas_gpu", kernels also route (with "top_k", "switch" and "deepseek_v3"), copy rows and sum them.
-      exchange: how "a2a" sends rows, as in ``meshpar_kernels.expert_dispatch``: None and "padded": full buffers, by XLA; "pallas",
-        "pallas_tpu", "pallas_gpu": only the rows in use, by a kernel (H must be a multiple of 128), which is opt-in because it
-        was not measured on an accelerator. No result depends on it.
+      execution: how it runs on devices, a :class:`meshpar.layers.MoEExecution`: the exchange of tokens, and kernels.
       **options: for the router: ``key``, ``bias``, ``expert_groups``, ``ids``, …
 
     Returns:
@@ -105,22 +121,21 @@ def moe(
       >>> y.shape, int(aux.load.sum())
       ((32, 64), 64)
     """
+    execution = execution or MoEExecution()
     number = _check(x, experts, activation)
     if not callable(router) and router not in ROUTERS:
-        raise MeshparError(f"moe: no router {router!r}", fixes=did_you_mean(router, ROUTERS, "routers"))
+        raise MeshparError(f"mp.layers.moe: no router {router!r}", fixes=did_you_mean(router, ROUTERS, "routers"))
     route = router if callable(router) else ROUTERS[router]
     options |= {name: value for name, value in (("k", k), ("capacity", capacity)) if value is not None}
-    if implementation in KERNELS and router in ROUTED_BY_KERNELS:
-        options["implementation"] = implementation
+    if execution.implementation in KERNELS and router in ROUTED_BY_KERNELS:
+        options["implementation"] = execution.implementation
     _check_options(router, route, options)
     parts = _weights(router, x, router_weights, options.get("ids"))
     routing = _route(route, x, parts, number, {**options, "groups": groups, "mask": mask})
     rate, most = _row_bounds(router, routing, number, groups, capacity, options.get("k", 1))
-    y = run_experts(
-        x, routing.expert, routing.weight, [experts[n].astype(x.dtype) for n in EXPERT if n in experts],
-        activation=activation, rate=rate, most_per_expert=most, slack=float(slack), strategy=strategy,
-        distinct=not callable(router), implementation=implementation, exchange=exchange,
-    )  # fmt: skip
+    matrices = [experts[n].astype(x.dtype) for n in EXPERT if n in experts]
+    how = {"activation": activation, "rate": rate, "most_per_expert": most, "distinct": not callable(router)}
+    y = run_experts(x, routing.expert, routing.weight, matrices, **how, **vars(execution))
     if shared is not None:
         y = y + _dense(x, shared, activation)
     return y, MoEAux(routing.losses, routing.load, routing.dropped)
@@ -161,11 +176,12 @@ def _check_options(
         what = {"k": "k, the number of experts per token"}
         fixes = {"k": ["k=2 for two experts per token, as in Mixtral", 'router="switch" selects one expert per token']}
         raise MeshparError(
-            f'moe: router="{router}" needs {what.get(missing[0], missing[0])}', fixes=fixes.get(missing[0], ())
+            f'mp.layers.moe: router="{router}" needs {what.get(missing[0], missing[0])}',
+            fixes=fixes.get(missing[0], ()),
         )
     if unknown := [name for name in options if name not in ours and (name, router) != ("ids", "hash")]:
         raise MeshparError(
-            f'moe: router="{router}" takes no {unknown[0]}=; it takes {", ".join(f"{n}=" for n in ours)}',
+            f'mp.layers.moe: router="{router}" takes no {unknown[0]}=; it takes {", ".join(f"{n}=" for n in ours)}',
             fixes=did_you_mean(unknown[0], ours, "options"),
         )
 
@@ -179,7 +195,7 @@ def _check(x: jax.Array, experts: Mapping[str, jax.Array], activation: str) -> i
     shapes = {name: tuple(w.shape) for name, w in experts.items()}
     if not {"up", "down"} <= set(shapes) <= set(EXPERT):
         raise MeshparError(
-            f"moe: experts must be `up`, `down` and, for a gated one, `gate`; got {', '.join(shapes)}",
+            f"mp.layers.moe: experts must be `up`, `down` and, for a gated one, `gate`; got {', '.join(shapes)}",
             fixes=['experts={"up": …, "down": …}, with "gate" for gated experts'],
         )
     up, down = shapes["up"], shapes["down"]
@@ -187,19 +203,21 @@ def _check(x: jax.Array, experts: Mapping[str, jax.Array], activation: str) -> i
     fits = lead in (1, 2) and x.ndim >= 2 and up[lead] == x.shape[-1] and shapes.get("gate", up) == up
     if not fits or down != (*up[:lead], up[-1], up[-2]):
         raise MeshparError(
-            f"moe: x {list(x.shape)} and experts "
+            f"mp.layers.moe: x {list(x.shape)} and experts "
             + ", ".join(f"{n} {list(s)}" for n, s in shapes.items())
             + " do not fit: gate and up are [E, H, M] (or [O, I, H, M]), down [E, M, H], x [*tokens, H]",
             fixes=["x is [*tokens, H], `up` and `gate` are [*E, H, F], `down` is [*E, F, H]"],
         )
-    quantized = [f"{n} {w.dtype}" for n, w in experts.items() if not jnp.issubdtype(w.dtype, jnp.floating)]
+    quantized = ", ".join(f"{n} {w.dtype}" for n, w in experts.items() if not jnp.issubdtype(w.dtype, jnp.floating))
     if quantized:
         raise MeshparError(
-            f"moe: experts are floating-point, got {', '.join(quantized)}: quantized ones would be read without their scales",
+            f"mp.layers.moe: experts are floating-point, got {quantized}: quantized ones would be read without their scales",
             fixes=["dequantize them", "meshpar_kernels.grouped_matmul takes them with rhs_scale="],
         )
     if activation not in (named := list(filter(None, ACTIVATIONS))):
-        raise MeshparError(f"moe: no activation {activation!r}", fixes=did_you_mean(activation, named, "activations"))
+        raise MeshparError(
+            f"mp.layers.moe: no activation {activation!r}", fixes=did_you_mean(activation, named, "activations")
+        )
     return math.prod(up[:lead])
 
 
@@ -237,13 +255,13 @@ def _weights(router: str | Callable[..., Routing], x: jax.Array, weights: Any, i
         wanted = wanted or "None, and ids= with the id of each token"
         got = ", ".join(f"{n} {list(getattr(w, 'shape', [])) or type(w).__name__}" for n, w in parts.items()) or "None"
         raise MeshparError(
-            f"moe: router_weights of router={router!r} must be {wanted}; got {got}, and x is {list(x.shape)}",
+            f"mp.layers.moe: router_weights of router={router!r} must be {wanted}; got {got}, and x is {list(x.shape)}",
             fixes=[f"router_weights={wanted}, with H = {x.shape[-1]}"],
         )
     if not parts and (ids is None or tuple(getattr(ids, "shape", ())) != x.shape[:-1]):
         got = "none" if ids is None else list(getattr(ids, "shape", [])) or type(ids).__name__
         raise MeshparError(
-            f"moe: router={router!r} needs ids=, an integer array {list(x.shape[:-1])} with the id of each token; got {got}",
+            f"mp.layers.moe: router={router!r} needs ids=, an integer array {list(x.shape[:-1])}, the id of each token; got {got}",
             fixes=["ids=tokens, the batch from which x is made"],
         )
     return parts
@@ -263,7 +281,7 @@ def _route(
     count = math.prod(parts["inner"].shape[1:]) if "inner" in parts else parts["kernel"].shape[1]
     if count != experts:
         raise MeshparError(
-            f"moe: router_weights are for {count} experts, but `up` and `down` have {experts}",
+            f"mp.layers.moe: router_weights are for {count} experts, but `up` and `down` have {experts}",
             fixes=[f"give the router a last dim of {experts}"],
         )
     if "inner" in logits:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from .layer import MoEAux, moe_of_weights, weights_of_module
+from .layer import MoEAux, MoEExecution, moe_of_weights, weights_of_module
 from .routers import update_bias
 
 _NAMES = {"router": "router_kernel", "noise": "router_noise"}
@@ -29,7 +29,7 @@ class MoE(nn.Module):
       router: "deepseek_v3", "top_k", "switch", "switch_max", "ntlb", "gshard", "noisy_top_k",
         "expert_choice".
       shared: number of experts that every token goes to.
-      capacity, groups, strategy, slack, exchange: as in :func:`meshpar.layers.moe`.
+      capacity, groups, execution: as in :func:`meshpar.layers.moe`.
       router_options: further arguments of the router.
       bias_rate: by how much the bias moves in a step.
       param_dtype: of the weights; the router's are float32.
@@ -42,9 +42,7 @@ class MoE(nn.Module):
     shared: int = 0
     capacity: float | None = None
     groups: int = 1
-    strategy: str | None = None
-    slack: float = 1.25
-    exchange: str | None = None
+    execution: MoEExecution | None = None
     router_options: Mapping[str, Any] | None = None
     bias_rate: float = 1e-3
     param_dtype: Any = jnp.float32
@@ -64,10 +62,9 @@ class MoE(nn.Module):
                 continue
             bias = self.variable("moe", "bias", init, None, w.shape, dtype)
             weights["bias"] = bias.value
-        y, aux = moe_of_weights(
-            x, weights, router=self.router, k=self.k, key=key, mask=mask, capacity=self.capacity, groups=self.groups,
-            strategy=self.strategy, slack=self.slack, exchange=self.exchange, **(self.router_options or {}),
-        )  # fmt: skip
+        how = {"capacity": self.capacity, "groups": self.groups, "execution": self.execution}
+        options = {**how, **(self.router_options or {})}
+        y, aux = moe_of_weights(x, weights, router=self.router, k=self.k, key=key, mask=mask, **options)
         if bias is not None and self.is_mutable_collection("moe") and not self.is_initializing():
             bias.value = update_bias(bias.value, aux.load, self.bias_rate)
         return y, aux

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .layer import MoEAux, moe_of_weights, weights_of_module
+from .layer import MoEAux, MoEExecution, moe_of_weights, weights_of_module
 from .routers import update_bias
 
 
@@ -31,7 +31,7 @@ class MoE(nnx.Module):
       router: "deepseek_v3" (with a balancing bias), "top_k", "switch", "switch_max", "ntlb", "gshard", "noisy_top_k",
         "expert_choice".
       shared: number of experts that every token goes to (one MLP of so many times the width).
-      capacity, groups, strategy, slack, exchange: as in :func:`meshpar.layers.moe`.
+      capacity, groups, execution: as in :func:`meshpar.layers.moe`.
       router_options: further arguments of the router, e.g. ``{"expert_groups": 8, "top_groups": 4, "scale": 2.5}``.
       param_dtype: of the weights; the router's are float32.
       rngs: ``params`` is used.
@@ -50,9 +50,7 @@ class MoE(nnx.Module):
         shared: int = 0,
         capacity: float | None = None,
         groups: int = 1,
-        strategy: str | None = None,
-        slack: float = 1.25,
-        exchange: str | None = None,
+        execution: MoEExecution | None = None,
         router_options: dict[str, Any] | None = None,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
@@ -65,8 +63,8 @@ class MoE(nnx.Module):
             value = nnx.with_partitioning(w.init, w.dims)(rngs.params(), w.shape, dtype)
             setattr(self, name, (RouterBias if name == "bias" else nnx.Param)(value))
         self.kind = router
-        self.options = {"k": k, "capacity": capacity, "groups": groups, "strategy": strategy, "slack": slack,
-                        "exchange": exchange, **(router_options or {})}  # fmt: skip
+        how = {"k": k, "capacity": capacity, "groups": groups, "execution": execution}
+        self.options = {**how, **(router_options or {})}
 
     def __call__(
         self, x: jax.Array, mask: jax.Array | None = None, key: jax.Array | None = None

@@ -55,13 +55,13 @@ def _read(logits: jax.Array, k: int, mask: jax.Array | None) -> tuple[jax.Array,
     experts = logits.shape[-1]
     if logits.ndim < 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise MeshparError(
-            f"router: logits must be float [*tokens, E], got {logits.dtype}{list(logits.shape)}",
+            f"mp.layers.moe: logits must be float [*tokens, E], got {logits.dtype}{list(logits.shape)}",
             fixes=["logits.astype(jnp.float32), with a last dim for the experts"],
         )
-    _check_k("router", k, experts)
+    _check_k(k, experts)
     if mask is not None and mask.shape != logits.shape[:-1]:
         raise MeshparError(
-            f"router: mask must be {list(logits.shape[:-1])}, got {list(mask.shape)}",
+            f"mp.layers.moe: mask must be {list(logits.shape[:-1])}, got {list(mask.shape)}",
             fixes=[f"a boolean for every token: {list(logits.shape[:-1])}"],
         )
     logits = logits.astype(jnp.float32)
@@ -70,11 +70,11 @@ def _read(logits: jax.Array, k: int, mask: jax.Array | None) -> tuple[jax.Array,
     return jnp.where((real & fine)[..., None], logits, 0.0), real, real & fine
 
 
-def _check_k(router: str, k: int, experts: int) -> None:
+def _check_k(k: int, experts: int) -> None:
     """Raise a MeshparError unless a token can have k different experts."""
     if not 1 <= k <= experts:
         raise MeshparError(
-            f"{router}: k={k} is not within 1…{experts}, the number of experts", fixes=[f"k from 1 to {experts}"]
+            f"mp.layers.moe: k={k} is not within 1…{experts}, the number of experts", fixes=[f"k from 1 to {experts}"]
         )
 
 
@@ -161,7 +161,10 @@ def top_k(
 def switch(logits, *, k=1, capacity=None, groups=1, mask=None, implementation: str | None = None) -> Routing:
     """The best expert, weighted by its probability (Switch Transformer, Fedus et al. 2021)."""
     if k != 1:
-        raise MeshparError(f"switch: a token goes to one expert, not k={k}", fixes=['router="top_k" takes any k'])
+        raise MeshparError(
+            f'mp.layers.moe: router="switch": a token goes to one expert, not k={k}',
+            fixes=['router="top_k" takes any k'],
+        )
     return top_k(
         logits, k=1, capacity=capacity, groups=groups, mask=mask, renormalize=False, implementation=implementation
     )
@@ -175,7 +178,10 @@ def gshard(logits, *, k=2, capacity=None, groups=1, mask=None, key: jax.Array | 
       key: a random key: the second expert is used with probability min(1, 2·its weight). None: always.
     """
     if k != 2:
-        raise MeshparError(f"gshard: a token goes to two experts, not k={k}", fixes=['router="top_k" takes any k'])
+        raise MeshparError(
+            f'mp.layers.moe: router="gshard": a token goes to two experts, not k={k}',
+            fixes=['router="top_k" takes any k'],
+        )
     logits, real, which = _read(logits, 2, mask)
     experts = logits.shape[-1]
     probability = jax.nn.softmax(logits, -1)
@@ -240,7 +246,10 @@ def switch_max(logits, *, k=1, capacity=None, groups=1, mask=None) -> Routing:
     ones (batch prioritized routing of Riquelme et al. 2021). It is not causal.
     """
     if k != 1:
-        raise MeshparError(f"switch_max: a token goes to one expert, not k={k}", fixes=['router="top_k" takes any k'])
+        raise MeshparError(
+            f'mp.layers.moe: router="switch_max": a token goes to one expert, not k={k}',
+            fixes=['router="top_k" takes any k'],
+        )
     routing = switch(logits, groups=groups, mask=mask)
     if capacity is None:
         return routing
@@ -267,7 +276,8 @@ def ntlb(logits, *, k=1, capacity=None, groups=1, mask=None, stages: int = 2) ->
     experts, tokens = logits.shape[-1], logits.shape[:-1]
     if k != 1 or not 1 <= stages <= experts:
         raise MeshparError(
-            f"ntlb: a token goes to one expert after 1 to E={experts} stages, not k={k} after stages={stages}",
+            f'mp.layers.moe: router="ntlb": a token goes to one expert after 1 to E={experts} stages, '
+            f"not k={k} after stages={stages}",
             fixes=["k=1, and stages from 1 to the number of experts"],
         )
     probability = jax.nn.softmax(logits, -1)
@@ -382,12 +392,12 @@ def deepseek_v3(
     top_groups = expert_groups if top_groups is None else top_groups
     if experts % expert_groups or not 1 <= top_groups <= expert_groups:
         raise MeshparError(
-            f"deepseek_v3: {top_groups} of {expert_groups} groups of {experts} experts",
+            f'mp.layers.moe: router="deepseek_v3": {top_groups} of {expert_groups} groups of {experts} experts',
             fixes=["expert_groups divides the number of experts, and top_groups is at most expert_groups"],
         )
     if top_groups * (experts // expert_groups) < k:
         raise MeshparError(
-            f"deepseek_v3: {top_groups} groups of {experts // expert_groups} experts hold fewer than k={k}",
+            f'mp.layers.moe: router="deepseek_v3": {top_groups} groups of {experts // expert_groups} experts hold fewer than k={k}',
             fixes=["more top_groups, or a smaller k"],
         )
     score = jax.nn.sigmoid(logits)
@@ -449,8 +459,10 @@ def hash_router(ids: jax.Array, *, experts: int, k=1, capacity=None, groups=1, m
       experts: E. The k experts of an id have numbers that differ by E//k.
     """
     if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise MeshparError(f"hash: ids must be integers, got {ids.dtype}", fixes=["ids.astype(jnp.int32)"])
-    _check_k("hash", k, experts)
+        raise MeshparError(
+            f'mp.layers.moe: router="hash": ids must be integers, got {ids.dtype}', fixes=["ids.astype(jnp.int32)"]
+        )
+    _check_k(k, experts)
     real = _real(mask, ids.shape)
     h = ids.astype(jnp.uint32)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # a bijection of 32 bits that mixes them
@@ -473,15 +485,18 @@ def two_level(outer, inner, *, k, outer_k: int = 1, capacity=None, groups=1, mas
       outer_k: groups per token. A weight is the product of two softmaxes, each over the selected entries.
     """
     if outer_k < 1 or k % outer_k:
-        raise MeshparError(f"two_level: outer_k={outer_k} does not divide k={k}", fixes=[f"outer_k that divides {k}"])
+        raise MeshparError(
+            f'mp.layers.moe: router="two_level": outer_k={outer_k} does not divide k={k}',
+            fixes=[f"outer_k that divides {k}"],
+        )
     if not 1 <= k // max(outer_k, 1) <= inner.shape[-1]:
         raise MeshparError(
-            f"two_level: k={k} in {outer_k} groups is more than the {inner.shape[-1]} experts of a group",
+            f'mp.layers.moe: router="two_level": k={k} in {outer_k} groups is more than the {inner.shape[-1]} experts of a group',
             fixes=["a smaller k, or a larger outer_k"],
         )
     if inner.shape[:-1] != outer.shape:
         raise MeshparError(
-            f"two_level: inner must be {[*outer.shape, 'I']}, got {list(inner.shape)}",
+            f'mp.layers.moe: router="two_level": inner must be {[*outer.shape, "I"]}, got {list(inner.shape)}',
             fixes=["logits of the groups and, with one more dim, of the experts of each"],
         )
     many, each = inner.shape[-2:]

@@ -14,7 +14,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +23,86 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from ...errors import AxisConflictError, DivisibilityError, MeshError, UnsupportedError
-from ..dims import DimsLike, PathDims, format_dims
+from ..dims import DimsLike, format_dims
 from ..flax import flatten_named
 from ..global_arrays import is_key
-from ..layout import Layout, Rule
+from ..layout import AnyMesh, Layout, Rule
+from ..mesh import MeshLike, auto_mesh, device_mesh
+from ..options import options_of, takes_options
+from ..pods.names import by_name, flat, nested
 from ..replicas.trees import wide
-from .names import by_name, flat, nested
+from .jitted import Jitted, LayoutLike
+from .options import StepKeywords, StepOptions
+from .tracing import state_dims
 
+API = "mp.train.local_sgd"
 REPLICA = "replica"
 
-Jit = Callable[..., Any]
+OWN_OPTIONS = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
+"""Options of a step that local SGD sets itself."""
+
+
+@takes_options(StepOptions)
+def local_sgd(
+    step: Callable[..., Any],
+    *,
+    over: str,
+    every: int,
+    outer: optax.GradientTransformation,
+    mesh: MeshLike,
+    layout: LayoutLike,
+    exchange: optax.GradientTransformation | None = None,
+    fragments: int = 1,
+    blend: float = 1.0,
+    **options: Unpack[StepKeywords],
+) -> LocalSgd:
+    """Train one replica per index of a mesh axis independently, and average the replicas every ``every`` steps (DiLoCo).
+
+    The change of a replica is the last outer parameters minus its own; the outer optimizer takes the mean change as its gradient.
+    Streaming DiLoCo is ``exchange=mp.replicas.coded(...), fragments=8, blend=0.5``: the parameters are divided into fragments,
+    which have their outer steps at different times, so that the bytes of one exchange are fewer.
+
+    Args:
+      step: ``state, … → state, anything``: a train step of plain trees, its weights under ``params``.
+      over: the mesh axis of the replicas, with the slow links: ``slice``. No rule of the layout may use it.
+      every: number of inner steps between two outer steps (DiLoCo: 500).
+      outer: the outer optimizer; DiLoCo's is ``optax.sgd(0.7, momentum=0.9, nesterov=True)``.
+      exchange: how the replicas' changes become one: a transformation of :mod:`meshpar.replicas`, such as
+        ``mp.replicas.coded("int8")``. None: their mean in float32.
+      fragments: number of parts of the parameters (groups of arrays of about the same size), each exchanged every ``every`` steps.
+      blend: weight of the outer parameters in those from which a replica continues: 1 replaces its own (DiLoCo), 0.5 is the mean of
+        both (Streaming DiLoCo).
+      mesh, layout, dims, lowering, …: as in :func:`meshpar.jit`, for one replica; dims name the arguments of ``step``. The state
+        is donated.
+
+    Returns:
+      :class:`LocalSgd`: ``state = run.init(create)(key)``; ``state, loss = run(n, state, batch)``.
+
+    Raises:
+      MeshError, AxisConflictError: the mesh lacks the axis or devices, or the layout uses the axis.
+      UnsupportedError: a value of ``every``, ``fragments`` or ``blend`` that makes no sense; static or donated arguments.
+
+    Example:
+      >>> import optax
+      >>> run = mp.train.local_sgd(
+      ...     train_step, over="slice", every=2, outer=optax.sgd(0.7), mesh=mp.mesh("slice=2, data=4"),
+      ...     layout="batch: data", dims=dims,
+      ... )
+      >>> run.replicas
+      2
+    """
+    return LocalSgd(
+        step,
+        auto_mesh(device_mesh(mesh)),
+        Layout(layout),
+        options_of(StepOptions, options),
+        over=over,
+        every=every,
+        outer=outer,
+        exchange=exchange,
+        fragments=fragments,
+        blend=blend,
+    )
 
 
 class LocalSgd:
@@ -47,64 +117,72 @@ class LocalSgd:
     """
 
     def __init__(
-        self, step: Callable[..., Any], *, over: str, every: int, outer: optax.GradientTransformation, mesh: Mesh,
-        exchange: optax.GradientTransformation | None, fragments: int, blend: float, layout: Layout, dims: PathDims,
-        lowering: str, jit: Jit, init: Jit, state_names: Jit,
-    ):  # fmt: skip
+        self,
+        step: Callable[..., Any],
+        mesh: AnyMesh,
+        layout: Layout,
+        options: StepOptions,
+        *,
+        over: str,
+        every: int,
+        outer: optax.GradientTransformation,
+        exchange: optax.GradientTransformation | None,
+        fragments: int,
+        blend: float,
+    ):
         """Check the arguments, and add to the layout that the replica dim is sharded over the mesh axis ``over``;
-        nothing is compiled yet.
-
-        Args:
-          step: (state, *batch) → (state, …), of one replica.
-          over: the mesh axis with one replica per index.
-          every: number of inner steps between two outer steps.
-          outer: the outer optimizer, applied to the mean change of the parameters.
-          exchange: makes one change of the replicas' changes [replica, …]; None: the mean.
-          fragments: the number of parts of the parameters, of which each has its own outer step.
-          blend: weight of the outer parameters in those from which replicas continue.
-          jit, init: ``meshpar.jit`` and ``meshpar.init``, passed in because this module cannot import them.
-          state_names: :func:`tracing.state_dims`, likewise.
+        nothing is compiled yet. :func:`meshpar.train.local_sgd` describes the arguments.
 
         Raises:
-          MeshError: the mesh has no such axis.
+          MeshError: the mesh has no such axis, or no devices.
           AxisConflictError: a rule of the layout uses the axis.
-          UnsupportedError: ``every`` is below 1, ``fragments`` is not in 1..``every``, or ``blend`` is not above 0 and at most 1.
+          UnsupportedError: ``every`` is below 1, ``fragments`` is not in 1..``every``, ``blend`` is not above 0 and at most 1, or
+            an option of :data:`OWN_OPTIONS` is given.
         """
+        if not isinstance(mesh, Mesh):
+            raise MeshError(f"{API} trains on devices, and an abstract mesh has none", fixes=['mesh="slice=2, data=4"'])
         if over not in mesh.shape:
             raise MeshError(
-                f"local_sgd: the mesh has no axis `{over}`",
+                f"{API}: the mesh has no axis `{over}`",
                 axis=over,
                 fixes=[f"over= one of {', '.join(mesh.shape)}, or a mesh with the axis `{over}`"],
             )
         taken = next((r for r in layout.rules if over in r.axes), None)
         if taken is not None:
             raise AxisConflictError(
-                f"local_sgd takes the axis `{over}` for its replicas, but the rule `{taken}` asks for it as well",
-                axis=over, rule=str(taken), fixes=[f"leave `{over}` out of the layout: replicas are independent"],
-            )  # fmt: skip
+                f"{API} takes the axis `{over}` for its replicas, but the rule `{taken}` asks for it as well",
+                axis=over,
+                rule=str(taken),
+                fixes=[f"leave `{over}` out of the layout: replicas are independent"],
+            )
         if every < 1:
             raise UnsupportedError(
-                f"local_sgd: every={every}, which must be at least 1", fixes=["every=500, as DiLoCo has it"]
+                f"{API}: every={every}, which must be at least 1", fixes=["every=500, as DiLoCo has it"]
             )
         if not 1 <= fragments <= every:
             raise UnsupportedError(
-                f"local_sgd: fragments={fragments} with every={every}: each fragment has one outer step in every {every} steps",
+                f"{API}: fragments={fragments} with every={every}: each fragment has one outer step in every {every} steps",
                 fixes=[f"fragments from 1 to {every}"],
             )
         if not 0 < blend <= 1:
-            fix = "blend=1.0: replicas continue from the outer parameters; blend=0.5: from the mean of these and their own"
-            raise UnsupportedError(f"local_sgd: blend={blend}, which must be above 0 and at most 1", fixes=[fix])
-        self.step, self.every, self.tx, self.mesh, self.dims = step, every, outer, mesh, dims
+            mean = "blend=1.0: replicas continue from the outer parameters; blend=0.5: from the mean of these and their own"
+            raise UnsupportedError(f"{API}: blend={blend}, which must be above 0 and at most 1", fixes=[mean])
+        if own := [name for name in OWN_OPTIONS if getattr(options, name) is not None]:
+            raise UnsupportedError(
+                f"{API} donates the state, and has no static arguments: {', '.join(own)}", fixes=["leave it out"]
+            )
+        self.step, self.every, self.tx, self.mesh, self.options = step, every, outer, mesh, options
         self.exchange = None if exchange is None else optax.with_extra_args_support(exchange)
         self.fragments, self.blend = fragments, blend
         self.replicas = mesh.shape[over]
         self.layout = Layout(layout, optional=True).with_first([Rule(REPLICA, (over,))])
-        self._jit = functools.partial(jit, mesh=mesh, layout=self.layout, lowering=lowering)
-        self._make_init = functools.partial(init, mesh=mesh, layout=self.layout)
-        self._state_names = state_names
         self._names = list(inspect.signature(step).parameters)
         self.inner: Any = None
         self.outer: Any = None
+
+    def _jitted(self, fn: Callable[..., Any], dims: Mapping[str, DimsLike], init: bool = False, **options: Any) -> Any:
+        """A function of the replicated state on the mesh of the replicas."""
+        return Jitted(fn, self.mesh, self.layout, self.options.changed(dims=dims, **options), init=init)
 
     # -- the state
 
@@ -151,7 +229,7 @@ class LocalSgd:
         """
         if len(params) < self.fragments:
             raise UnsupportedError(
-                f"local_sgd: {len(params)} arrays of parameters do not divide into fragments={self.fragments}",
+                f"{API}: {len(params)} arrays of parameters do not divide into fragments={self.fragments}",
                 fixes=[f"fragments={len(params)} or less"],
             )
         paths = sorted(params)
@@ -168,7 +246,7 @@ class LocalSgd:
 
     def _init_of(self, create: Callable[..., Any], make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         leaves, _ = by_name(jax.eval_shape(create, *args))
-        return self._make_init(make, dims=self._all_dims(leaves))
+        return self._jitted(make, self._all_dims(leaves), init=True)
 
     def _params(self, state: Any) -> dict[str, Any]:
         """path → value of the leaves of a state that are parameters.
@@ -179,7 +257,7 @@ class LocalSgd:
         found = {leaf.path: leaf.value for leaf in flatten_named(state) if leaf.kind == "params"}
         if not found:
             raise UnsupportedError(
-                "local_sgd: no leaf of the state is a parameter",
+                f"{API}: no leaf of the state is a parameter",
                 fixes=['keep them under `params`: {"params": …, "opt_state": …}'],
             )
         return found
@@ -193,7 +271,7 @@ class LocalSgd:
         """
         found = flatten_named({self._names[0]: nested(leaves)})
         out: dict[str, DimsLike] = {}
-        for leaf, names in zip(found, self._state_names(found, self.dims, set()), strict=True):
+        for leaf, names in zip(found, state_dims(found, self.options.dims, set()), strict=True):
             path = leaf.path.partition("/")[2]
             dims = format_dims(names or [...] * (len(leaf.value.shape) > 0))
             out[f"{inner}{path}"] = f"{REPLICA} {dims}"
@@ -259,7 +337,7 @@ class LocalSgd:
         rows = x.shape[0]
         if rows % self.replicas:
             raise DivisibilityError(
-                f"local_sgd: {rows} rows of `{name}` do not divide among {self.replicas} replicas",
+                f"{API}: {rows} rows of `{name}` do not divide among {self.replicas} replicas",
                 path=name,
                 fixes=[f"a batch of a multiple of {self.replicas} rows"],
             )
@@ -271,7 +349,7 @@ class LocalSgd:
         return jax.jit(jnp.reshape, static_argnums=1, out_shardings=NamedSharding(self.mesh, spec))(x, shape)
 
     def _batch_dims(self, name: str) -> str:
-        found = self.dims.match(name)
+        found = self.options.dims.match(name)
         return "..." if found is None else format_dims(found[1])
 
     def _compile(self, state: dict[str, Any], batch: list[Any]) -> None:
@@ -289,12 +367,12 @@ class LocalSgd:
                 dims[name] = f"{REPLICA} {self._batch_dims(name)}"
 
         inner = functools.wraps(self.step)(lambda *args: jax.vmap(self.step)(*args))
-        self.inner = self._jit(inner, dims=dims, donate_argnums=0)
+        self.inner = self._jitted(inner, dims, donate_argnums=0)
 
-        self.outer = self._jit(
-            self._outer_step(), dims=self._all_dims(one),
-            donate_argnames=("inner", "anchor", "outer", *(["exchange"] if self.exchange else [])), static_argnames="fragment",
-        )  # fmt: skip
+        donated = ("inner", "anchor", "outer", *(["exchange"] if self.exchange else []))
+        self.outer = self._jitted(
+            self._outer_step(), self._all_dims(one), donate_argnames=donated, static_argnames="fragment"
+        )
 
     def _outer_step(self) -> Callable[..., dict[str, Any]]:
         """The function that :attr:`outer` compiles."""

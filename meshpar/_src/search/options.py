@@ -1,0 +1,106 @@
+"""The options of a search: what ``mp.search`` and the command line share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict, get_args
+
+from ...errors import UnsupportedError
+from ..dims import check_choice
+from ..layout import Layout
+from ..mesh import MeshSizes, parse_mesh
+from ..options import option
+from ..units import mesh_text
+from .row import Objective, Row
+
+LayoutText = Layout | str | Mapping[str, Any] | Sequence[Any]
+
+
+class SearchKeywords(TypedDict, total=False):
+    """The options of a search as keyword arguments; :func:`meshpar.search` describes them."""
+
+    mesh: MeshSizes | None
+    fixed: LayoutText
+    forbid: str | Sequence[str]
+    layouts: Iterable[LayoutText]
+    objective: Objective
+    memory_fraction: float
+    max_axes: int
+    max_plans: int
+    time_limit: float | None
+    verify: int
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """Which layouts and meshes a search tries, which of them is the best, and how many it plans. :func:`meshpar.search` describes
+    each.
+
+    Options are normalized when one is made: ``mesh`` becomes text, ``fixed`` a :class:`Layout`, ``forbid`` and ``layouts`` tuples.
+
+    Raises:
+      UnsupportedError: a value that is out of range, or a layout with ``resolve="cost"``.
+      LayoutSyntaxError: rules that cannot be read.
+    """
+
+    mesh: str | None = option(
+        None, "--mesh", 'the only mesh to try, "data=64, model=8" (default: all that the topology has)'
+    )
+    fixed: Layout = option("", "--fixed", 'rules that every layout begins with: "batch: data"', metavar="RULES")
+    forbid: tuple[str, ...] = option("", "--forbid", 'dims that are never split: "head_dim, seq"', metavar="DIMS")
+    layouts: tuple[Layout, ...] = ()
+    objective: Objective = option(
+        "time",
+        "--objective",
+        "the shortest step, or the smallest peak memory (%(default)s)",
+        choices=get_args(Objective),
+    )
+    memory_fraction: float = option(
+        0.85, "--memory-fraction", "fraction of the memory that may be used (%(default)s)", type=float
+    )
+    max_axes: int = option(3, "--max-axes", "the most axes of a mesh (%(default)s)", type=int)
+    max_plans: int = option(400, "--max-plans", "the most candidates that are planned (%(default)s)", type=int)
+    time_limit: float | None = option(
+        None,
+        "--time-limit",
+        "seconds after which no more plans are begun; a plan of a large unrolled model takes 20 s",
+        type=float,
+    )
+    verify: int = option(
+        0, "--verify", "compile the best N with the real compiler (%(default)s)", type=int, metavar="N"
+    )
+
+    def __post_init__(self) -> None:
+        """Check the options, and replace each by its normal form."""
+        check_choice("objective", self.objective, get_args(Objective), "objectives")
+        for name, valid, rule in (
+            ("memory_fraction", 0 < self.memory_fraction <= 1, "above 0 and at most 1, the memory of the device"),
+            ("max_axes", self.max_axes >= 1, "at least 1: a mesh has an axis"),
+            ("max_plans", self.max_plans >= 1, "at least 1: a search plans a candidate"),
+            ("time_limit", self.time_limit is None or self.time_limit > 0, "above 0 seconds, or None for no limit"),
+        ):
+            if not valid:
+                default = type(self).__dataclass_fields__[name].default
+                raise UnsupportedError(f"{name}={getattr(self, name)!r}: it is {rule}", fixes=[f"{name}={default}"])
+        forbid = self.forbid.replace(",", " ").split() if isinstance(self.forbid, str) else self.forbid
+        normalized: dict[str, Any] = {
+            "mesh": mesh_text(parse_mesh(self.mesh)) if isinstance(self.mesh, Mapping) else self.mesh,
+            "fixed": Layout(self.fixed),
+            "forbid": tuple(forbid),
+            "layouts": tuple(map(Layout, self.layouts)),
+        }
+        for layout in normalized["layouts"]:
+            if layout.resolve != "order":
+                raise UnsupportedError(
+                    f"{layout!r}: a search reads rules in order",
+                    fixes=["give its text", "or plan it by itself with mp.plan"],
+                )
+        for name, value in normalized.items():
+            object.__setattr__(self, name, value)
+
+    def rank(self, row: Row) -> tuple[Any, ...]:
+        """Sort key of a candidate, best first: candidates that fit, by the objective; then the others, by their peak."""
+        if not row.fits:
+            return (1, row.peak, row.seconds)
+        return (0, row.seconds, row.peak) if self.objective == "time" else (0, row.peak, row.seconds)
