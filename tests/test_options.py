@@ -5,6 +5,7 @@ import ast
 from pathlib import Path
 
 import covering
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest

@@ -345,7 +345,7 @@ class Session:
                 mesh = _place("data=-1", topology)
                 with quiet():
                     base = base.replan(layout="", mesh=mesh, topology=topology, lowering=lowering or None)
-            options = SearchOptions(layouts=tuple(layouts), time_limit=SEARCH_SECONDS)
+            options = SearchOptions(layouts=tuple(map(Layout, layouts)), time_limit=SEARCH_SECONDS)
             found = search({"": base}, topology, options, tell=job.tell)
             rows = [found.best, *(row for row in found.rows if row != found.best)]
             names = ["search result", *(row.name.replace("_", " ") for row in rows[1:])]

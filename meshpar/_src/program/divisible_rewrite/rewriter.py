@@ -122,11 +122,9 @@ class JaxprRewriter:
             self.alias(inner, var, scope, operand)
             if op.recomputes:  # behind a barrier, as ControlFlow.call has it
                 if view := inner.views.get(var):
-                    inner.views[var] = replace(
-                        view, source=self.emit(op, lax.optimization_barrier, view.source), atom=None
-                    )
+                    inner.views[var] = replace(view, source=self.emit(lax.optimization_barrier, view.source), atom=None)
                 else:
-                    inner.atoms[var] = self.emit(op, lax.optimization_barrier, inner.atoms[var])
+                    inner.atoms[var] = self.emit(lax.optimization_barrier, inner.atoms[var])
         self.append_ops(frame, inner, consts)
         for var, result in zip(op.eqn.outvars, frame.jaxpr.outvars, strict=True):
             self.alias(scope, var, inner, result)
