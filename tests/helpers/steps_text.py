@@ -1,7 +1,7 @@
 """Plans from the text of their steps, so that the test of a pass is text in, text out.
 
-The text is that of ``plan.steps_text()``, in which a name may have a size where it comes first (``embed=4096:data``). The parser adds
-what the text does not have: a resharding whose result is returned is the stored shard of its value, others are copies; an op
+The text is that of ``plan.steps_text()``, in which a name may have a size where it comes first (``embed=4096:data``). The parser
+adds what the text does not have: a resharding whose result is returned is the stored shard of its value, others are copies; an op
 without operands is constant; a matmul contracts the dims whose names both operands have and the result has not.
 """
 
