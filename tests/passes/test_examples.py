@@ -51,6 +51,7 @@ UNCHANGED = {
         {"=8": "=16"},
         {"topology": "tpu7x:2x2x2", "lowering": "jit"},
     ),
+    "several slices": (choose_all_reduce, {"=8": "=32"}, {"topology": "2x v5e:4x4", "lowering": "jit"}),
     "GPUs": (choose_all_reduce, {}, {"topology": "h100:8", "lowering": "jit"}),
 }
 

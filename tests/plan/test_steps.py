@@ -3,6 +3,7 @@
 import functools
 import itertools
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -66,6 +67,17 @@ def test_plans_of_examples_are_well_formed(name):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", mp.errors.TorusWarning)
             verify(plan.replan(overlap=overlap))
+
+
+def test_an_error_names_the_step_and_what_is_wrong_with_it():
+    plan = nested()
+    late = replace(plan, body=replace(plan.body, steps=plan.body.steps[::-1]))
+    with pytest.raises(
+        AssertionError, match=r"Run of mul at .*test_steps.py.*: reads shards that no step before makes"
+    ):
+        verify(late)
+    with pytest.raises(AssertionError, match="a result of the program has no shard"):
+        verify(replace(plan, body=replace(plan.body, outputs=(None,))))
 
 
 # -- order

@@ -559,16 +559,13 @@ class AxisAssignment:
             ops[op] = (*outs, *work)
         return _grouped_by_rules(index, ops)
 
-    def rule_text(self, names: Sequence[str], axis: str, scopes: Sequence[str] = ()) -> str | None:
-        """The text of the rule that gives an axis to a dim with one of these names; None: no rule does."""
+    def rule_text(self, names: Sequence[str], axis: str) -> str | None:
+        """The text of the rule, of any scope, that gives an axis to a dim with one of these names; None: no rule does."""
         names = (*names, *(n.removesuffix("-inner") for n in names if n.endswith("-inner")))
-        for r in self.layout.rules_of(names, scopes or self._all_scopes()):
+        for r in self.layout.rules_of(names, self.named_scopes):
             if axis in self.layout.rules[r].axes:
                 return str(self.layout.rules[r])
         return None
-
-    def _all_scopes(self) -> tuple[str, ...]:
-        return tuple({r.scope for r in self.layout.rules if r.scope})
 
 
 def _grouped_by_rules(
@@ -645,6 +642,24 @@ def _contiguous_only(
 def spec_from_factors(dims: Sequence[Sequence[int]], axes: Sequence[tuple[str, ...]]) -> Spec:
     """The spec of an array whose dims are made of these factors: a dim has the axes of its factors, major to minor."""
     return tuple(tuple(a for f in factors for a in axes[f]) for factors in dims)
+
+
+def axes_of_array(
+    rule: OpRule, dims: Sequence[Sequence[int]], spec: Spec, sizes: Mapping[str, int]
+) -> list[tuple[str, ...]] | None:
+    """The axes of the factors of a rule with which an array, whose dims are made of these factors, has a spec.
+
+    Only the major factor of each dim has axes. None: the axes do not divide it, or it is not passed through, or a device would have
+    strided parts of a dim.
+    """
+    axes: list[tuple[str, ...]] = [()] * len(rule.sizes)
+    for factors, entry in zip(dims, spec, strict=True):
+        if entry:
+            f = factors[0] if factors else None
+            if f is None or rule.kinds[f] != "pass_through" or rule.sizes[f] % math.prod(sizes[a] for a in entry):
+                return None
+            axes[f] = entry
+    return axes if contiguous_only(rule, axes, sizes) == axes and spec_from_factors(dims, axes) == spec else None
 
 
 def _shard_map_axes(program: Program) -> dict[int, tuple[str, ...]]:

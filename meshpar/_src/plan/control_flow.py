@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 
 from ..compat.jax import body_consts, body_operands, literal_array
 from ..compat.loops import LoopParts, loop_parts
@@ -205,11 +205,9 @@ class ControlFlow:
             needs: list[Spec | None] = [s.spec for s in carried]
             outputs = self._leaves(op, frame, needs + [None] * (len(op.outs) - len(carried)), partial)
             for k in accumulations:
-                if carried[k].partial and (carried[k].spec, carried[k].partial) != (
-                    outputs[k].spec,
-                    outputs[k].partial,
-                ):
-                    raise AssertionError(f"carry {k} of the loop at {op.source} is partial in another way than its sum")
+                first, last = carried[k], outputs[k]
+                alike = not first.partial or (first.spec, first.partial) == (last.spec, last.partial)
+                assert alike, f"carry {k} of the loop at {op.source} is partial in another way than its sum"
         self.depth -= 1
         for k in accumulations:
             i = parts.carries[k]
@@ -356,7 +354,7 @@ class ControlFlow:
             outputs.append(emitter.operand(op, value, current if need is None or k in partial else need))
         return outputs
 
-    def _literal(self, op: Op, var: Any, spec: Spec) -> Shard:
+    def _literal(self, op: Op, var: Var | Literal, spec: Spec) -> Shard:
         shard = nameless_constant(var.aval, spec)
         self.emitter.body.deferred.append(Constant(op, shard, literal_array(var)))
         return shard

@@ -16,7 +16,7 @@ from ..records import record
 from ..rules.owned import adds_nothing
 from ..rules.partial import LINEAR, Law
 from ..rules.rule import ADDED, Kind, OpRule
-from .assignment import AxisAssignment, contiguous_only, spec_from_factors
+from .assignment import AxisAssignment, axes_of_array, contiguous_only, spec_from_factors
 from .checks import check_manual_axes
 from .collectives import split_reduction
 from .partial import applicable_law
@@ -252,11 +252,10 @@ def broadcast_spec(spec: Spec, shape: Sequence[int], out: Sequence[int]) -> Spec
 
 def _barrier(site: _Site, reduce: tuple[int, ...]) -> OpDecision:
     """An optimization barrier: each result is sharded as its operand is."""
-    results = []
-    for x, out in zip(site.operands, site.op.outs, strict=True):
-        results.append(
-            ShardType(replicated_spec(len(out.shape))) if x is None else ShardType(x.spec, x.partial, x.kind)
-        )
+    results = [
+        ShardType(replicated_spec(len(out.shape))) if x is None else ShardType(x.spec, x.partial, x.kind)
+        for x, out in zip(site.operands, site.op.outs, strict=True)
+    ]
     return OpDecision(
         operands=tuple(None if x is None else x.spec for x in site.operands),
         results=tuple(results),
@@ -273,10 +272,8 @@ def _identity(site: _Site, reduce: tuple[int, ...]) -> OpDecision:
     if is_input_independent(site.op, site.operands):
         return _constant(site, [replicated_spec(len(out.shape)) if x is None else site.stored(out)], reduce)
     assert x is not None
-    result = ShardType(x.spec, x.partial, x.kind)
-    if x.partial:
-        return OpDecision((x.spec,), (result,), (None,), reduce, inherits=(0,))
-    return OpDecision((x.spec,), (result,), (site.stored(out),), reduce, inherits=(None,))
+    stored, inherits = (None, 0) if x.partial else (site.stored(out), None)
+    return OpDecision((x.spec,), (ShardType(x.spec, x.partial, x.kind),), (stored,), reduce, inherits=(inherits,))
 
 
 def _elementwise(site: _Site, reduce: tuple[int, ...]) -> OpDecision:
@@ -493,9 +490,7 @@ def law_for(site: _Site, positions: Sequence[int]) -> Law | None:
         law = of("sum")  # where one device has an element, the contributions also add up to it
         larger = math.prod(site.op.outs[0].shape) >= math.prod(first.value.shape)
         if law is not None and len(positions) == 1 and law.when == "always" and larger:
-            return (
-                None  # nothing less is sent later, and a device without an element, which has -0.0, may make +0.0 of it
-            )
+            return None  # no less is sent later, and a device without an element, which has -0.0, may make +0.0 of it
     return law
 
 
@@ -517,14 +512,8 @@ def _is_used(site: _Site, law: Law, x: Operand) -> bool:
 def _rule_on_partial(site: _Site, i: int, law: Law) -> OpDecision | None:
     """Apply an op with a factor rule to partial operand i as it is sharded, if the op splits no factor otherwise."""
     rule, x = site.rule, site.operand(i)
-    axes: Axes = [()] * len(rule.sizes)
-    for entry, factors in zip(x.spec, rule.ins[i], strict=True):
-        if entry and factors:
-            f = factors[0]
-            if rule.kinds[f] != "pass_through" or rule.sizes[f] % shard_count(entry, site.sizes):
-                return None
-            axes[f] = entry
-    if contiguous_only(rule, axes, site.sizes) != axes:
+    axes = axes_of_array(rule, rule.ins[i], x.spec, site.sizes)
+    if axes is None:
         return None
     result = ShardType(spec_from_factors(rule.outs[0], axes), x.partial, kind_after(law, x.kind))
     specs = tuple(None if y is None else y.spec for y in site.operands)

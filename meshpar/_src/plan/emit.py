@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jax.extend.core import Literal, Var
+
 from ..compat.jax import literal_array
 from ..layout import Spec
 from ..program.ir import Frame, Op, Program, Value
@@ -159,7 +161,7 @@ class Emitter:
         self.body.deferred.append(Constant(None, shard, array))
         return self.place(shard)
 
-    def literal(self, value: Value, var: Any) -> Shard:
+    def literal(self, value: Value, var: Var | Literal) -> Shard:
         """The unsharded shard of a value of a body that is a literal outside."""
         return self.constant(value, literal_array(var))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 
 from ..dims import format_dims
 from ..hardware.calibration import calibrated
@@ -292,7 +292,7 @@ class _Planner:
         )
         return rule, tuple(assignment.factor_axes(op)), operands, stored
 
-    def output(self, var: Any, value: Value) -> Shard:
+    def output(self, var: Var | Literal, value: Value) -> Shard:
         """A result of the program in its stored spec."""
         emitter = self.emitter
         if isinstance(var, Literal):

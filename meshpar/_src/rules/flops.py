@@ -6,6 +6,8 @@ import math
 import weakref
 from typing import Any
 
+from jax.extend.core import Jaxpr, JaxprEqn
+
 from meshpar_kernels._choose import OUTLINE
 
 from ..compat.jax import closed_parts, make_jaxpr
@@ -28,7 +30,7 @@ def kernel_flops(eqn: Any) -> float:
     return cached[key]
 
 
-def pallas_flops(eqn: Any) -> float:
+def pallas_flops(eqn: JaxprEqn) -> float:
     """FLOPs of a ``pallas_call``: its ``cost_estimate``, else the FLOPs of its body times the steps of its grid."""
     p = eqn.params
     if p.get("cost_estimate") is not None:
@@ -36,18 +38,18 @@ def pallas_flops(eqn: Any) -> float:
     return jaxpr_flops(p["jaxpr"]) * math.prod(n for n in p["grid_mapping"].grid if isinstance(n, int))
 
 
-def shard_map_flops(eqn: Any) -> float:
+def shard_map_flops(eqn: JaxprEqn) -> float:
     """FLOPs of a ``shard_map`` of the user, of all devices together."""
     p = eqn.params
     return jaxpr_flops(p["jaxpr"]) * math.prod(p["mesh"].shape[a] for a in p["newly_manual_axes"])
 
 
-def jaxpr_flops(jaxpr: Any) -> float:
+def jaxpr_flops(jaxpr: Jaxpr) -> float:
     """FLOPs of the matmuls of a jaxpr: loops times their trip count if it is known, of a ``cond`` the largest branch."""
     return sum(map(_equation_flops, jaxpr.eqns))
 
 
-def _equation_flops(eqn: Any) -> float:
+def _equation_flops(eqn: JaxprEqn) -> float:
     """FLOPs of the matmuls of an equation and of its bodies."""
     entry, p = primitive(eqn.primitive.name), eqn.params
     if entry.matmul or entry.nested_flops is not None:

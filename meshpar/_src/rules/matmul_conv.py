@@ -52,7 +52,7 @@ def _batches_mixed(op: SplitOp) -> bool:
     return op.mixed and bool(op.eqn.params["dimension_numbers"][1][0])
 
 
-def _dot_dims(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:
+def _dot_dims(eqn: JaxprEqn, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:
     return _matmul_dims(eqn.params["dimension_numbers"], lhs, rhs)
 
 
@@ -107,7 +107,7 @@ def _local_ragged_dot(op: LocalOp, lhs: Any, rhs: Any, sizes: Any, *rest: Any) -
     return op.run(lhs, rhs, sizes, *rest)
 
 
-def _ragged_dims(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:
+def _ragged_dims(eqn: JaxprEqn, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     return _matmul_dims(numbers.dot_dimension_numbers, lhs, rhs, numbers.rhs_group_dimensions)
 

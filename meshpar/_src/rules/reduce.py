@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 from ..compat.jax import bind
 from .local import LocalOp, on_shards
@@ -120,7 +121,7 @@ def _local_positional(op: LocalOp, *xs: Any) -> list[Any]:
     return bind(op.eqn, xs, {**op.params, "axes": names}) if names else list(xs)
 
 
-def _is_identity(eqn: Any) -> bool:
+def _is_identity(eqn: JaxprEqn) -> bool:
     return not eqn.params["axes"]
 
 

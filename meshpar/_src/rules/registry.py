@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from jax.extend.core import JaxprEqn
+
 from ..compat.jax import bodies_of
 from .partial import Law
 from .rule import OpRule, RuleFn
@@ -28,7 +30,7 @@ class SplitOp(NamedTuple):
       mixed: whether a partial result may be reduce-scattered over one of its axes and all-reduced over another.
     """
 
-    eqn: Any
+    eqn: JaxprEqn
     rule: OpRule
     axes: Sequence[tuple[str, ...]]
     mixed: bool
@@ -45,7 +47,7 @@ class Refusal(NamedTuple):
 
     why: str
     fixes: tuple[str, ...] = ()
-    eqn: Any = None
+    eqn: JaxprEqn | None = None
 
 
 def always(op: SplitOp) -> bool:
@@ -211,7 +213,7 @@ _PER_OPERAND = ("devices", "srcs", "copy_semantics")
 """Parameters of a ``device_put``: tuples with one entry per operand."""
 
 
-def separated(eqn: Any) -> list[Any]:
+def separated(eqn: JaxprEqn) -> list[Any]:
     """An equation as one equation per operand, if it is a ``device_put``; else the equation itself.
 
     ``a, b = device_put[devices=(Host, Device)] x y`` becomes ``a = device_put[devices=(Host,)] x`` and
@@ -230,7 +232,7 @@ def separated(eqn: Any) -> list[Any]:
     ]
 
 
-def bodies(eqn: Any) -> list[Any]:
+def bodies(eqn: JaxprEqn) -> list[Any]:
     """The jaxprs of a loop, branch or call, in the order of ``Op.frames``; none for other equations."""
     entry = primitive(eqn.primitive.name)
     return [jaxpr for jaxpr, _ in bodies_of(eqn)] if entry.call or entry.control_flow else []
