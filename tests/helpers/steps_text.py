@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshpar._src.hardware.topology import chip_of, torus_of_slices
+from meshpar._src.hardware.topology import chip_of, torus_of, torus_of_slices
 from meshpar._src.layout import Layout
 from meshpar._src.plan.collectives import Collective
 from meshpar._src.plan.plan import Placement, Plan
@@ -120,7 +120,9 @@ class _Parser:
         program = Program(closed, root, [s.value for s in inputs], [s.value for s in outputs], self.unifier)
         mesh = jax.sharding.AbstractMesh(tuple(self.mesh.values()), tuple(self.mesh))
         request = PlanRequest(Layout(""), mesh, topology, donated=frozenset(attributes.pop("donated", ())))
-        chip, torus = (None, {}) if topology is None else (chip_of(topology), torus_of_slices(self.mesh, topology))
+        chip, torus = (
+            (None, torus_of(mesh)) if topology is None else (chip_of(topology), torus_of_slices(self.mesh, topology))
+        )
         return Plan(program, request, request.layout, torus, chip, body, self.placements, (), (), (), **attributes)
 
     # -- shards
@@ -227,7 +229,8 @@ class _Parser:
             op.eqn.params["dimension_numbers"] = numbers
         shards = tuple(None if isinstance(s, str) else s for s in operands)
         sends = tuple(replace(c, op="collective-permute", content=(0, c.wording)) for c in self.sends(op, ()))
-        return Run(op, shards, tuple(results), None, sends, ring, int(rows or 1))
+        axes = () if op.name == "dot_general" else None
+        return Run(op, shards, tuple(results), axes, sends, ring, int(rows or 1))
 
     def change(self, op, made, types, parts, source, matmuls, buffer) -> Reshard | Reduce:
         source = self.shards[source]

@@ -9,6 +9,7 @@ from steps_text import changes, halves, parse_plan
 from meshpar._src.passes import PASSES
 from meshpar._src.passes.all_reduce_choice import choose_all_reduce
 from meshpar._src.passes.barriers import pad_rows, separate_matmuls, separate_slices, serialize_loops, serialize_results
+from meshpar._src.passes.collective_matmul import find_pairs, with_overlaps
 from meshpar._src.passes.equal_sends import merge_equal_sends
 from meshpar._src.passes.schedule import schedule
 
@@ -25,6 +26,10 @@ def example(run):
 @pytest.mark.parametrize("run", [each.run for each in PASSES])
 def test_the_example_of_a_pass(run):
     changes(run, example(run), **WHERE.get(run, {}))
+
+
+def test_the_example_of_rings():
+    changes(lambda plan: with_overlaps(plan, find_pairs(plan), {}).body, example(with_overlaps), overlap="ring")
 
 
 UNCHANGED = {
@@ -51,7 +56,11 @@ UNCHANGED = {
         {"=8": "=16"},
         {"topology": "tpu7x:2x2x2", "lowering": "jit"},
     ),
-    "several slices": (choose_all_reduce, {"=8": "=32"}, {"topology": "2x v5e:4x4", "lowering": "jit"}),
+    "several slices": (
+        choose_all_reduce,
+        {"over data": "over slice+data", ":data": ":slice+data", "data=8": "slice=2, data=16"},
+        {"topology": "2x v5e:4x4", "lowering": "jit"},
+    ),
     "GPUs": (choose_all_reduce, {}, {"topology": "h100:8", "lowering": "jit"}),
 }
 

@@ -17,7 +17,7 @@ from typing import Any
 from ..hardware.topology import devices_of
 from ..plan.plan import Plan
 from ..plan.spec import value_bytes
-from ..plan.steps import GatherRing, Reduce, ReduceRing, Reshard, Run, ShardingChange, Step
+from ..plan.steps import GatherRing, Reduce, ReduceRing, Reshard, Run, Step
 from ..program.ir import Value
 from .buffer_roles import ROLES, buffer_roles
 from .caching import cached_on_plan
@@ -235,11 +235,7 @@ class _Live:
         reads it later (it is in ``ends``). A part that is exchanged arrives in a further buffer.
         """
         step = node.step
-        if (
-            node.kind is not Kind.MOVE
-            or not isinstance(step, ShardingChange)
-            or getattr(step, "ring", None) is not None
-        ):
+        if node.kind is not Kind.MOVE or not isinstance(step, Reshard | Reduce) or step.ring is not None:
             return None
         out = node.writes[0]
         specs, value = step.specs, step.result.value

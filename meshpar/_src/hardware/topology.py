@@ -394,6 +394,7 @@ def switched(sizes: Mapping[str, int], domain: int) -> Torus:
     for axis, n in reversed(list(sizes.items())):
         inner = math.gcd(n, remaining)
         remaining //= inner
+        # this axis connects nodes, and so do all axes that are major to it
         if inner != n:
             remaining = 1
         stages = [Stage(n // inner, "slice")] * (n != inner) + [Stage(inner, "switch")] * (inner > 1)

@@ -208,6 +208,7 @@ class AxisAssignment:
             return replicated_spec(len(value.shape))
         if value.explicit is not None:
             return value.explicit
+        # annotations and scopes belong to one value; without them, values with equal dims have equal specs
         plain = value.annotation is None and not self.scoped
         if plain and (spec := self._by_nodes.get((value.nodes, value.shape))) is not None:
             return spec
@@ -449,6 +450,7 @@ class AxisAssignment:
                     axes[i] += (a,)
             if all(n % math.prod(self.sizes[a] for a in ax) == 0 for (_, n), ax in zip(items, axes, strict=True) if ax):
                 bytes_ = cost(axes)
+                # half a byte: sums of floats in another order differ in their last digits
                 if bytes_ < least - 0.5:
                     best, least = axes, bytes_
         return best
@@ -491,6 +493,7 @@ class AxisAssignment:
         known = self.named_scopes in self.tables.queries  # which a first plan does not need
         if known and not any(group.indivisible for group in self.group_assignments()):
             return []
+        # another one, since this one records values in the order in which they were queried
         in_order = AxisAssignment(self.program, self.layout, self.sizes)
         for value in self._all_values():
             in_order.value_spec(value)

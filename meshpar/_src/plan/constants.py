@@ -30,6 +30,7 @@ class ConstantMaker:
 
     def part(self, value: Value, spec: Spec, body: BodyBuilder) -> Shard:
         """The part of an input-independent value that a spec asks for, made once for each body."""
+        # not recursive: a chain of constants may be longer than Python's stack
         copies, todo = body.copies, [(value, spec)]
         while todo:
             if todo[-1] in copies:
@@ -63,11 +64,9 @@ class ConstantMaker:
         else:
             rest = iter(sources)
             operands = tuple(None if v is None else next(rest) for v in op.ins)
-            specs = (
-                [spec] * len(op.outs)
-                if axes is None or op.rule is None
-                else [spec_from_factors(d, axes) for d in op.rule.outs]
-            )
+            specs = [spec] * len(op.outs)
+            if axes is not None and op.rule is not None:
+                specs = [spec_from_factors(dims, axes) for dims in op.rule.outs]
             results = tuple(self._shard(out, s, body) for out, s in zip(op.outs, specs, strict=True))
             step = self.interned.run(op, operands, results, None if axes is None else tuple(axes))
         for shard in step.makes:

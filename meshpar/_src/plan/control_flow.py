@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,6 +123,7 @@ class ControlFlow:
         recomputes = _recomputes(op)
         saved: dict[Value, Shard] = {}
         with emitter.inside(frame) as body:
+            # JAX inlines the call: it reads copies that were made before it, and later steps read its own
             if not recomputes:
                 body.copies = outer.copies
             for var, value in zip(body_operands(op.eqn, op.eqn.invars), frame.ins(), strict=True):
@@ -172,6 +173,7 @@ class ControlFlow:
         _, inner_carries, inner_slices = parts.split(inner)
         accumulations = self._find_accumulations(op, frame, parts)
         self._reduce_operands(op, {op.ins[parts.carries[k]] for k in accumulations})
+        # weights are gathered in each microbatch, so copies of them stay in the body
         hoist = not (self.in_each_microbatch and accumulations and self.depth == 0)
         read = [self._reads(op, i, op.ins[i], inner[i], hoist) for i in parts.consts]
         inits: dict[int, Shard] = {}
@@ -294,13 +296,8 @@ class ControlFlow:
                 bodies.append((body, self._leaves(op, frame, stored)))
         emitter.group = group
         results = [emitter.place(emitter.shard(out, spec)) for out, spec in zip(op.outs, stored, strict=True)]
-        return lambda: Branch(
-            op,
-            index,
-            tuple(dict.fromkeys(read)),
-            tuple(body.body((), outputs) for body, outputs in bodies),
-            tuple(results),
-        )
+        read, results = tuple(dict.fromkeys(read)), tuple(results)
+        return lambda: Branch(op, index, read, tuple(body.body((), outputs) for body, outputs in bodies), results)
 
     # -- what crosses the boundary of a body
 
@@ -407,11 +404,7 @@ class ControlFlow:
                 self.conversions.add(value.op)
 
 
-_PLAN: Mapping[str, Callable[[ControlFlow, Op], MakeStep]] = {
-    "scan": ControlFlow.scan,
-    "while": ControlFlow.while_,
-    "cond": ControlFlow.cond,
-}
+_PLAN = {"scan": ControlFlow.scan, "while": ControlFlow.while_, "cond": ControlFlow.cond}
 """By primitive; all others are calls, whose bodies are planned in place."""
 
 

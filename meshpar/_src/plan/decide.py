@@ -220,14 +220,9 @@ def add_to_carry(op: Op, addend: Operand) -> OpDecision | None:
 
 def is_input_independent(op: Op, operands: Sequence[Operand | None]) -> bool:
     """Whether all operands of an op are input-independent, so that each device makes the parts of the results that it needs."""
+    is_constant = all(x is None or x.is_constant for x in operands) and bool(op.outs)
     specs_given = op.rule is not None and op.rule.given is not None
-    return (
-        all(x is None or x.is_constant for x in operands)
-        and bool(op.outs)
-        and op.name != "random_bits"
-        and not op.eqn.effects
-        and not specs_given
-    )
+    return is_constant and op.name != "random_bits" and not op.eqn.effects and not specs_given
 
 
 def kind_after(law: Law | None, kind: Kind) -> Kind:
@@ -328,6 +323,7 @@ def _by_rule(site: _Site, reduce: tuple[int, ...]) -> OpDecision:
         elif (carried := _rule_on_partial(site, positions[0], law)) is not None:
             return replace(carried, reduce=reduce)
     source = None if passed is None else site.operand(passed)
+    # partial operands that the op is not applied to are reduced first
     first = tuple(i for i in positions if source is None or site.operand(i).value is not source.value)
     reduce, site = reduce + first, site.reducing(first)
     axes = _factor_axes(site)
@@ -465,6 +461,7 @@ def indexed(site: _Site, axes: Axes) -> Axes:
     small = math.prod(x.value.shape) <= MAX_GATHERED_RATIO * math.prod(op.outs[0].shape) * windows
     if may_gather and small and any(axes[f] for f in read):
         gathered = [() if f in read else got for f, got in enumerate(axes)]
+        # the array is gathered before the loop, so its bytes count once, those of the op once per iteration
         once = value_reshard_bytes(x.value, x.spec, spec_from_factors(rule.ins[0], gathered), sizes)
         choices.append(gathered)
         sent.append((site.bytes_sent(gathered) - once) * iterations + once)

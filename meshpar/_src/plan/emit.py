@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +12,7 @@ from jax.extend.core import Literal, Var
 
 from ..compat.jax import literal_array
 from ..layout import Spec
-from ..program.ir import Frame, Op, Program, Value
+from ..program.ir import Frame, Op, Value
 from .assignment import AxisAssignment
 from .body_builder import BodyBuilder, StepGroup
 from .causes import Causes
@@ -81,24 +81,12 @@ class Emitter:
       count: how often the body runs in a step; None: unknown.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        assignment: AxisAssignment,
-        interned: Interned,
-        records: CollectiveRecords,
-        sizes: Mapping[str, int],
-    ):
+    def __init__(self, assignment: AxisAssignment, interned: Interned, records: CollectiveRecords):
         """An emitter for a plan without steps, whose body under construction is the program's."""
-        self.program, self.assignment, self.interned, self.records, self.sizes = (
-            program,
-            assignment,
-            interned,
-            records,
-            sizes,
-        )
-        self.causes = Causes(program, assignment)
-        self.maker = ConstantMaker(sizes, interned)
+        self.program, self.assignment, self.sizes = assignment.program, assignment, assignment.sizes
+        self.interned, self.records = interned, records
+        self.causes = Causes(assignment)
+        self.maker = ConstantMaker(self.sizes, interned)
         self.current: dict[Value, Shard] = {}
         self.constants: set[Value] = set()
         self.placements: dict[Value, Placement] = {}
@@ -106,7 +94,7 @@ class Emitter:
         self.factor_axes: dict[Op, tuple[tuple[str, ...], ...]] = {}
         self.loop_consts: dict[Value, LoopConst] = {}
         self.hoisted: dict[Op, dict[Shard, None]] = {}
-        self.body = BodyBuilder(program.root)
+        self.body = BodyBuilder(self.program.root)
         self.group: StepGroup = []
         self.count: int | None = 1
         self._groups: dict[Shard, StepGroup] = {}
@@ -209,6 +197,7 @@ class Emitter:
                 operands.append(None)
             else:
                 operands.append(self.operand(op, value, spec) if shard.is_constant or shard.spec != spec else shard)
+        # shorter chains first: a longer one may end in a copy that a shorter one has made
         for i in sorted(copies, key=lambda i: _recomputable_depth(op.ins[i])) if copies[1:] else copies:
             value, spec = op.ins[i], decision.operands[i]
             assert value is not None

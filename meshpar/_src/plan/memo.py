@@ -125,6 +125,7 @@ class PlanCache:
     def on(self, sizes: dict[str, int]) -> MeshCache:
         """The cache of a mesh."""
         if len(self.interned.table) > MAX_INTERNED:
+            # all at once: decisions refer to assignments by number, and steps to interned shards
             self.interned, self.numbers, self.decisions = Interned(), {}, {}
             self.meshes.clear()
         return self.meshes.setdefault(tuple(sizes.items()), MeshCache)

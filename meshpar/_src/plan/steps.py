@@ -533,6 +533,7 @@ def topological_order(
 
     def place(first: Step) -> None:
         """Append a step to ``out`` after the steps whose results it reads, directly or through others."""
+        # not recursive: a chain of steps may be longer than Python's stack
         todo: list[tuple[Step, Iterator[Shard]]] = [(first, iter(first.reads))]
         done.add(first)
         while todo:

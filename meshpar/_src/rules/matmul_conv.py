@@ -214,7 +214,7 @@ def _local_conv(op: LocalOp, lhs: Any, rhs: Any) -> list[Any]:
     return op.run(lhs, rhs, padding=tuple(padding), lhs_dilation=tuple(dilation), **changed)
 
 
-def _convolution_dims(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:
+def _conv_dims(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:
     """The sizes of the matmul with the FLOPs of a convolution: (1, output positions, output features, kernel elements of each)."""
     p = eqn.params
     numbers = p["dimension_numbers"]
@@ -231,7 +231,7 @@ register(
     rule=conv_general_dilated,
     local=_local_conv,
     manual=always,
-    matmul_dims=_convolution_dims,
+    matmul_dims=_conv_dims,
 )
 
 

@@ -19,14 +19,8 @@ from .registry import SplitOp, register
 from .rule import Kind, OpRule, exchange_kind, no_rule, same_dims
 from .spmd import Send
 
-REDUCTION_KINDS: dict[str, Kind] = {
-    "reduce_sum": "sum",
-    "reduce_max": "max",
-    "reduce_min": "min",
-    "reduce_prod": "prod",
-    "reduce_and": "and",
-    "reduce_or": "or",
-}
+_KINDS: tuple[Kind, ...] = ("sum", "max", "min", "prod", "and", "or")
+REDUCTION_KINDS = {f"reduce_{kind}": kind for kind in _KINDS}
 """By primitive, how it combines elements."""
 
 
