@@ -24,7 +24,7 @@ from typing import Any
 
 from ..caches import LRUCache
 from ..dims import Dims
-from ..layout import SCOPES, Layout, Rule, Spec, claim
+from ..layout import Layout, Rule, Spec, claim
 from ..program.ir import Op, Program, Value
 from ..program.names import SubDim
 from ..program.roles import elementwise_flow, new_values, unread_state
@@ -701,8 +701,3 @@ def _scopes(program: Program, layout: Layout) -> dict[Value, tuple[str, ...]]:
         for value in flow.spread(of_scope, stored, through=opt):
             found.setdefault(value, set()).add(scope)
     return {i: tuple(sorted(s)) for i, s in found.items()}
-
-
-def layout_scopes(layout: Layout) -> set[str]:
-    """The scopes of state (``params``, ``opt``) that the rules of a layout name."""
-    return {r.scope for r in layout.rules if r.scope in SCOPES}
