@@ -12,6 +12,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,14 +153,14 @@ class _Parser:
         self.placements.setdefault(shard.value, Placement(shard, shard))
         return shard
 
-    def like(self, name: str, shard: Shard, lead: tuple[int, ...] | None, op: Op | None) -> Shard:
-        """A new value like a shard: with leading dims, or (None) without the first one."""
-        start = 1 if lead is None else 0
-        value, lead = shard.value, lead or ()
-        shape = (*lead, *value.shape[start:])
-        names = (*(None,) * len(lead), *value.annotation[start:])
-        new = Value(jax.ShapeDtypeStruct(shape, value.aval.dtype), tuple(map(self.unifier.node, shape)), names, op)
-        return self.define(name, Shard(new, (*((),) * len(lead), *shard.spec[start:]), shard.partial, shard.kind))
+    def like(self, name: str, shard: Shard, op: Op | None = None, lead: tuple[int, ...] = (), drop: int = 0) -> Shard:
+        """A shard of a new value like another one, with leading dims ``lead``, without the first ``drop`` dims."""
+        shape = (*lead, *shard.value.shape[drop:])
+        names = (*(None,) * len(lead), *shard.value.annotation[drop:])
+        aval = jax.ShapeDtypeStruct(shape, shard.value.aval.dtype)
+        value = Value(aval, tuple(map(self.unifier.node, shape)), names, op)
+        spec = (*((),) * len(lead), *shard.spec[drop:])
+        return self.define(name, Shard(value, spec, shard.partial, shard.kind))
 
     def list(self, text: str) -> tuple[Shard | None, ...]:
         return tuple(None if name == "_" else self.shards[name] for name in filter(None, text.split(", ")))
@@ -193,8 +194,10 @@ class _Parser:
             shards = self.list(sources)
             results = (self.define(name, s.copy()) for name, s in zip(made, shards, strict=True))
             return Barrier(op, shards, tuple(results), self.list(after), "barrier as integers" in text)
-        if re.match(r"(scan|while|cond|branch)\b.* (from|on) ", text):
-            return self.control_flow(op, made, text, depth)
+        if re.match(r"(scan|while) .*from ", text):
+            return self.loop(op, made, text, depth)
+        if text.startswith("branch on "):
+            return self.branch(ParsedOp("cond", frame, source), made, text, depth)
         if text.endswith(":"):
             frame.ops.append(op)
             op.eqn.params["name"] = text[len(kind) + 1 : -1]
@@ -265,54 +268,49 @@ class _Parser:
             (name, axes), *sent = sent or [("collective-permute", ())]
             number, unit, algorithm, cause = match.groups()
             why = re.search(r"; (?:all-reduce and local slice, )?((?:ring steps|faster|as XLA|since XLA|…).*)", cause)
-            yield Collective(
-                name, axes, "", "", (), "", float(number) * UNITS[unit], 1, cause[: why.start()] if why else cause, op,
-                algorithm=algorithm or "native", why=why[1] if why else "",
-            )  # fmt: skip
+            cause, why = (cause[: why.start()], why[1]) if why else (cause, "")
+            sent_bytes = float(number) * UNITS[unit]
+            yield Collective(name, axes, "", "", (), "", sent_bytes, 1, cause, op, None, algorithm or "native", why)
 
-    def control_flow(self, op: ParsedOp, made, text, depth) -> Loop | Branch:
-        is_branch = text.startswith("branch")
-        frame = op.frame
-        name = "cond" if is_branch else text.split()[0]
-        op = ParsedOp(name, frame, op.location)
-        frame.ops.append(op)
-        bodies: list[Body] = []
-        if is_branch:
-            index = self.shards.get(text.removeprefix("branch on "))
-            inits = stacks = hoisted = ()
-        else:
-            pattern = r"(?:scan × (\S+)|while) from (.*?)(?: over (.*?))?(?: reading (.*), hoisted)?"
-            count, *lists = re.fullmatch(pattern, text).groups()
-            inits, stacks, hoisted = (self.list(names) if names and names != "nothing" else () for names in lists)
-        trips = int(count) if not is_branch and count not in (None, "None") else 1 if is_branch else None
-        while self.lines and self.lines[0][0] == depth + 2 and self.lines[0][1].startswith(("given", "branch ")):
-            inner, given = self.frame(op, trips), self.next()[0]
-            op.frames.append(inner)
-            inputs: list[Shard] = []
-            for k, new in enumerate(given.removeprefix("given ")[:-1].split(", ") if not is_branch else ()):
-                if new and new not in self.shards:
-                    self.like(new, inits[k], (), None) if k < len(inits) else self.like(
-                        new, stacks[k - len(inits)], None, None
-                    )
-                inputs += [self.shards[new]] if new else []
-            steps = self.steps(inner, depth + 4)
+    def bodies(self, op: ParsedOp, depth: int, trips: int | None = 1, given: Sequence[Callable[[str], Shard]] = ()):
+        """(the bodies of a loop or branch, the outer shards that they read).
+
+        Args:
+          given: functions from a name to an input of the bodies.
+        """
+        out: list[Body] = []
+        while self.lines and self.lines[0][0] == depth + 2 and re.match("given |branch ", self.lines[0][1]):
+            frame, names = self.frame(op, trips), self.next()[0].removeprefix("given ")[:-1].split(", ")
+            op.frames.append(frame)
+            # both bodies of a while have the same inputs
+            inputs = tuple(self.shards.get(name) or make(name) for name, make in zip(names, given, strict=False))
+            steps = self.steps(frame, depth + 4)
             outputs = self.list(self.next()[0].removeprefix("yield").strip())
-            self.close(inner, inputs, outputs)
-            bodies.append(Body(inner, tuple(inputs), stored(steps, outputs), outputs, trips))
-        last = bodies[-1].outputs
-        missing = next((s for s in (*self.shards.values(),)), None)
-        results = tuple(
-            self.like(new, out or missing, () if is_branch or k < len(inits) else (trips or 1,), op)
-            for k, (new, out) in enumerate(zip(made, last, strict=True))
-        )
-        free = tuple(dict.fromkeys(s for body in bodies for s in body.free))
-        op.outs = [s.value for s in results]
-        if is_branch:
-            op.ins = [s.value for s in free]
-            return Branch(op, index, free, tuple(bodies), results)
+            self.close(frame, inputs, outputs)
+            out.append(Body(frame, inputs, stored(steps, outputs), outputs, trips))
+        op.frame.ops.append(op)
+        return tuple(out), tuple(dict.fromkeys(s for body in out for s in body.free))
+
+    def branch(self, op: ParsedOp, made, text, depth) -> Branch:
+        bodies, free = self.bodies(op, depth)
+        results = tuple(self.like(name, out, op) for name, out in zip(made, bodies[-1].outputs, strict=True))
+        op.ins, op.outs = [s.value for s in free], [s.value for s in results]
+        return Branch(op, self.shards.get(text.removeprefix("branch on ")), free, bodies, results)
+
+    def loop(self, op: ParsedOp, made, text, depth) -> Loop:
+        pattern = r"(?:scan × (\S+)|while) from (.*?)(?: over (.*?))?(?: reading (.*), hoisted)?"
+        count, *lists = re.fullmatch(pattern, text).groups()
+        inits, stacks, hoisted = (self.list(names) if names and names != "nothing" else () for names in lists)
+        trips = int(count) if count and count.isdecimal() else None
+        given = [partial(self.like, shard=s) for s in inits] + [partial(self.like, shard=s, drop=1) for s in stacks]
+        bodies, free = self.bodies(op, depth, trips, given)
+        results = []
+        for k, (name, out) in enumerate(zip(made, bodies[-1].outputs, strict=True)):
+            # the text does not say what a result is that no step reads: any shard stands for it
+            results.append(self.like(name, out or inits[0], op, () if k < len(inits) else (trips or 1,)))
         consts = tuple(s for s in free if s not in hoisted)
-        op.ins = [s.value for s in (*consts, *inits, *stacks)]
-        return Loop(op, consts, hoisted, inits, stacks, tuple(bodies), results)
+        op.ins, op.outs = [s.value for s in (*consts, *inits, *stacks)], [s.value for s in results]
+        return Loop(op, consts, hoisted, inits, stacks, bodies, tuple(results))
 
 
 def split_dims(text: str) -> list[str]:

@@ -211,15 +211,6 @@ class _Live:
                 if schedule.last_read.get(out, -1) <= index and out not in retained:
                     self.drop(out)
 
-    def from_the_start(self, region: Computation) -> list[Buffer]:
-        """The buffers that rings fill in chunks: the TPU compiler (libtpu 0.0.42) allocates them at the start of a loop body."""
-        return [
-            item
-            for node in region.kernels
-            for item in node.writes
-            if item.value in self.in_chunks and (node.kind is Kind.MOVE or node.matmuls)
-        ]
-
     def inside(self, node: Kernel) -> Buffer | None:
         """The scratch memory of a kernel as one buffer: declared by an opaque kernel, or chunks of a ring in flight; None: none."""
         if node.traits.family != "kernel" and node.kind is not Kind.MOVE and not node.matmuls:
@@ -320,8 +311,11 @@ class _Live:
             before = self.total
             for item in region.inputs:  # they share the memory of the loop's results
                 self.add(item, 0.0)
-            for item in self.from_the_start(region):
-                self.add(item)
+            # libtpu 0.0.42 allocates the buffers that rings fill in chunks at the start of a loop body
+            for node in region.kernels:
+                for item in node.writes if node.kind is Kind.MOVE or node.matmuls else ():
+                    if item.value in self.in_chunks:
+                        self.add(item)
             self.region(region, inside.union(region.inputs))
             for k in region.kernels:
                 for item in (*k.writes, *region.inputs):

@@ -272,19 +272,13 @@ class AxisAssignment:
     def work_items(self, op: Op, out: Value) -> Items | None:
         """(names, size) of the dims of an elementwise op that has annotated operands; None: it has none."""
         if op not in self.tables.items:
-            self.tables.items[op] = self._work_items(op, out)
+            annotated = [v for v in op.ins if v is not None and v.annotation is not None and v.shape == out.shape]
+            items = []
+            for i, (names, size) in enumerate(self.value_items(out) if annotated else ()):
+                given = tuple(dict.fromkeys(v.annotation[i] for v in annotated if v.annotation and v.annotation[i]))
+                items.append((given or names, size))
+            self.tables.items[op] = tuple(items) if annotated else None
         return self.tables.items[op]
-
-    def _work_items(self, op: Op, out: Value) -> Items | None:
-        """As :meth:`work_items`, not cached."""
-        annotated = [v for v in op.ins if v is not None and v.annotation is not None and v.shape == out.shape]
-        if not annotated:
-            return None
-        items = []
-        for i, (names, size) in enumerate(self.value_items(out)):
-            given = tuple(dict.fromkeys(v.annotation[i] for v in annotated if v.annotation and v.annotation[i]))
-            items.append((given, out.shape[i]) if given else (names, size))
-        return tuple(items)
 
     def factor_names(self, op: Op) -> tuple[Names, ...]:
         """The names of every factor of an op, as annotated on operands and results, else as inferred.

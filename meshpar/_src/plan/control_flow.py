@@ -392,16 +392,12 @@ class ControlFlow:
             add, addend, sums = found
             self.outer.update(sums[:-1])
             self.accumulations[add] = Accumulation(sums, addend, add, first)
-            self._note_accumulated(addend, row=_is_row(add))
+            # the addend is computed from these values by ops that partial values may pass
+            for value, stacked in addends(self.facts.program, addend):
+                self.accumulated[value] = stacked or _is_row(add) or self._is_reduced_in_each(value)
+                if value.op is not None and value.op.primitive.family == "cast":
+                    self.conversions.add(value.op)
         return positions
-
-    def _note_accumulated(self, addend: Value, row: bool) -> None:
-        """Record the values from which an addend is computed by ops that partial values may pass; ``row``: of one row of a
-        carry, as an inner loop stacks rows."""
-        for value, stacked in addends(self.facts.program, addend):
-            self.accumulated[value] = stacked or row or self._is_reduced_in_each(value)
-            if value.op is not None and value.op.primitive.family == "cast":
-                self.conversions.add(value.op)
 
 
 _PLAN = {"scan": ControlFlow.scan, "while": ControlFlow.while_, "cond": ControlFlow.cond}

@@ -138,11 +138,6 @@ class Emitter:
             self.placements[value] = Placement(shard if known is None else known.made, shard)
         return shard
 
-    def place_constant(self, value: Value, spec: Spec) -> None:
-        """Record an input-independent value, whose parts are made where they are read."""
-        self.constants.add(value)
-        self.place(self.interned.shard(value, spec, is_constant=True, copy="where read"))
-
     def constant(self, value: Value, array: Any) -> Shard:
         """The unsharded shard of a literal or of a constant of a jaxpr."""
         shard = self.interned.shard(value, replicated_spec(len(value.shape)), is_constant=True)
@@ -180,7 +175,8 @@ class Emitter:
             self.reduce(value)
         if decision.is_constant:
             for out, result in zip(op.outs, decision.results, strict=True):
-                self.place_constant(out, result.spec)
+                self.constants.add(out)  # its parts are made where they are read
+                self.place(self.interned.shard(out, result.spec, is_constant=True, copy="where read"))
             return
         if decision.axes is not None:
             self.factor_axes[op] = decision.axes

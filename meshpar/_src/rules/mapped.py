@@ -66,7 +66,7 @@ def _dims_of(eqn: JaxprEqn) -> tuple[int, ...]:
     return tuple(a for a in _all_axes(eqn) if not isinstance(a, str))
 
 
-def _collectives(jaxpr: Jaxpr, times: int | None) -> Iterator[tuple[Send, tuple[str, ...]]]:
+def _collectives(jaxpr: Any, times: int | None) -> Iterator[tuple[Send, tuple[str, ...]]]:
     """(collective, its axes) for all collectives of a jaxpr and its bodies, including all branches.
 
     Args:
@@ -93,7 +93,7 @@ def _local(op: LocalOp, *xs: Any) -> list[Any]:
     return _run(op.eqn.params["jaxpr"], (), xs, op.sizes)
 
 
-def _run(jaxpr: Jaxpr, consts: Sequence[Any], xs: Sequence[Any], sizes: Sizes) -> list[Any]:
+def _run(jaxpr: Any, consts: Sequence[Any], xs: Sequence[Any], sizes: Sizes) -> list[Any]:
     """The results of a user's jaxpr, retraced: its types state the axes over which values vary, and the lowering's do not.
 
     Args:

@@ -30,7 +30,7 @@ class SplitOp(NamedTuple):
       mixed: whether a partial result may be reduce-scattered over one of its axes and all-reduced over another.
     """
 
-    eqn: JaxprEqn
+    eqn: Any
     rule: OpRule
     axes: Sequence[tuple[str, ...]]
     mixed: bool
@@ -132,11 +132,6 @@ class Primitive:
     def matmul(self) -> bool:
         """A matmul or convolution: takes FLOPs, and computes its operands as it reads them."""
         return self.matmul_dims is not None
-
-    @property
-    def lookup(self) -> bool:
-        """Reads or writes rows at run-time indices."""
-        return self.family in ("gather", "scatter")
 
     @property
     def slice(self) -> bool:
