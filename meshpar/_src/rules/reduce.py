@@ -20,7 +20,7 @@ from .rule import Kind, OpRule, exchange_kind, no_rule, same_dims
 from .spmd import Send
 
 _KINDS: tuple[Kind, ...] = ("sum", "max", "min", "prod", "and", "or")
-REDUCTION_KINDS = {f"reduce_{kind}": kind for kind in _KINDS}
+REDUCTION_KINDS: dict[str, Kind] = {f"reduce_{kind}": kind for kind in _KINDS}
 """By primitive, how it combines elements."""
 
 
