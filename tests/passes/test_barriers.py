@@ -18,7 +18,7 @@ from meshpar._src.lower.shard_map import lower_to_shard_map
 from meshpar._src.passes.barriers import separate_matmuls
 from meshpar._src.plan.planner import planned
 from meshpar._src.plan.request import PlanRequest
-from meshpar._src.plan.steps import Barrier, Loop, Reduce, Run
+from meshpar._src.plan.steps import Barrier
 
 RNG = np.random.default_rng(0)
 normal = functools.partial(weights, RNG)
@@ -51,66 +51,6 @@ def test_a_loop_waits_for_the_one_before_it():
     same(two_loops, *args, layout=LOOPS["layout"], dims=LOOPS["dims"], meshes=[DATA])
 
 
-def test_of_what_came_before_a_loop_waits_for_the_smallest():
-    """What it waits for cannot be given up until it runs."""
-    args = f32(8, 8), f32(8, 8), f32(16, 8), f32(16, 8)
-    plan, _ = lowered(two_loops, *args, **LOOPS)
-    first, second = steps_of(plan, Loop)
-    (barrier,) = steps_of(plan, Barrier)
-    assert set(barrier.results) == {*second.inits, *second.stacks}
-    (waited,) = barrier.after
-    assert waited in first.results
-    assert waited.value.shape == (2,)  # the stacked sums, not the last carry
-
-
-def sum_then_loop(w, x, y):
-    g = jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).sum())(w)
-    return w - 0.1 * g, lax.scan(lambda c, _: (jnp.tanh(c), None), y, None, length=2)[0]
-
-
-SUM = {
-    "layout": "batch: data; embed: data",
-    "dims": {"w": "embed mlp", "x": "batch embed", "y": "batch _"},
-    "mesh": DATA,
-}
-
-
-@pytest.mark.parametrize(("width", "waited"), [(4096, 1), (2048, 0)])
-def test_a_loop_waits_for_what_was_large_before_it(width, waited):
-    """A gradient of 64 MiB on a device, reduce-scattered; one of 16 MiB it does not wait for."""
-    _, made = lowered(sum_then_loop, f32(width, width), f32(16, width), f32(16, 8), **SUM)
-    assert waits(made, "scan", "reduce_scatter") == [waited]
-
-
-@pytest.mark.parametrize(("width", "cut"), [(2048, True), (1024, False)])
-def test_a_large_scattered_sum_is_cut_where_it_is_made(width, cut):
-    """XLA may send it whole (an all-reduce), and would then keep the whole where only its part is saved: from 16 MiB on."""
-
-    def fn(x, w):
-        return jnp.tanh(x @ w)
-
-    dims = {"x": "batch inner", "w": "inner embed"}
-    plan, made = lowered(fn, f32(width, 16), f32(16, width), layout="inner: data; embed: data", dims=dims, mesh=DATA)
-    (body,) = [b for b in bodies(made) if any(e.primitive.name == "reduce_scatter" for e in b.eqns)]
-    (tanh,) = [e for e in body.eqns if e.primitive.name == "tanh"]
-    before = [e.primitive.name for e in needs(body, tanh)]
-    assert ("optimization_barrier" in before) == cut
-    (reduce,) = steps_of(plan, Reduce)
-    assert [b.sources for b in steps_of(plan, Barrier)] == [(reduce.result,)] * cut
-
-
-def test_an_all_reduce_is_not_cut():
-    """It has no slice that could be moved, however large it is."""
-
-    def fn(x, w):
-        return jnp.tanh(x @ w)
-
-    dims = {"x": "batch inner", "w": "inner embed"}
-    plan, _ = lowered(fn, f32(4096, 16), f32(16, 4096), layout="inner: data", dims=dims, mesh=DATA)
-    assert len(steps_of(plan, Reduce)) == 1
-    assert not steps_of(plan, Barrier)
-
-
 # -- results in place of donated arguments
 
 
@@ -131,13 +71,6 @@ ZERO_1 = {
     "dims": {"state/*/in": "embed mlp", "state/*/out": "mlp embed", "x": "batch embed"},
     "mesh": DATA,
 }
-
-
-@pytest.mark.parametrize(("width", "donate", "waited"), [(2048, 0, [0, 1]), (2048, (), [0, 0]), (1024, 0, [0, 0])])
-def test_results_in_place_of_arguments_are_gathered_one_after_the_other(width, donate, waited):
-    """Where they are of 16 MiB, and their arguments are donated."""
-    _, made = lowered(zero_1, *zero_1_args(width, f32), **ZERO_1, donate_argnums=donate)
-    assert waits(made, "all_gather", "all_gather") == waited
 
 
 def test_what_is_gathered_in_place_is_what_was_gathered():
@@ -165,22 +98,6 @@ def gated_args(array, tokens, mlp):
     return {"gate": array(16, mlp), "up": array(16, mlp), "down": array(mlp, 16)}, array(tokens, 16)
 
 
-GATED = {"layout": "batch: data", "dims": {"x": "batch _"}}
-
-
-@pytest.mark.parametrize(("topology", "mlp", "apart"), [("v5e:2x4", 8192, 5), ("v5e:2x4", 4096, 0), (None, 8192, 0)])
-def test_a_product_of_which_several_operands_are_made_is_apart(topology, mlp, apart):
-    """Gate, up and the cotangent of the activation, 16 MiB on a device, from the cotangents of gate and up."""
-    plan = mp.plan(gated, *gated_args(f32, 8 * 512, mlp), mesh=DATA, topology=topology, **GATED)
-    found = [s for b in steps_of(plan, Barrier) for s in b.sources]
-    assert [s.value.shape for s in found] == [(8 * 512, mlp)] * apart
-    makers = {s: step for step in steps_of(plan, Run) for s in step.results}
-    assert [makers[s].op.name for s in found].count("dot_general") == 3 * (apart > 0)
-    products = [step for step in steps_of(plan, Run) if step.op.name == "dot_general"]
-    across = {s for b in steps_of(plan, Barrier) for s in b.results}
-    assert sum(s in across for step in products for s in step.reads) == 2 * (apart > 0)
-
-
 def unchanged(fn, args, how, change, chip):
     """What a pass makes of a plan for a chip, after it gave the numbers of the program as it was written."""
     mesh = mp.mesh("data=2")
@@ -200,36 +117,6 @@ def normed(w, x):
         return jnp.square(x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-5) @ w).sum()
 
     return jax.grad(loss)(x)
-
-
-@pytest.mark.parametrize(
-    ("topology", "embed", "mlp", "apart"),
-    [
-        ("v5p:2x2x2", 2048, 8192, 1),
-        ("v5p:2x2x2", 2048, 4096, 0),
-        ("v5e:2x4", 2048, 8192, 0),
-        ("v4:2x2x2", 2048, 8192, 0),
-    ],
-)
-def test_a_product_that_reads_tiles_is_apart_from_the_sums_of_a_norm(topology, embed, mlp, apart):
-    """A device has 2048 rows; 32 MiB of an operand stay in v5p's memory, 64 in v5e's."""
-    args = f32(embed, mlp), f32(8 * 2048, embed)
-    plan = mp.plan(normed, *args, mesh=DATA, topology=topology, layout="batch: data", dims={"x": "batch _"})
-    found = [s for b in steps_of(plan, Barrier) for s in b.sources]
-    assert [s.value.shape for s in found] == [(8 * 2048, embed)] * apart
-    products = [s for step in steps_of(plan, Run) if step.op.name == "dot_general" for s in step.results]
-    assert set(found) <= set(products)
-
-
-def test_a_product_that_reads_tiles_stays_with_the_sums_of_it_alone():
-    def largest(w, x):
-        logits = x @ w
-        top = logits.max(-1, keepdims=True)
-        return top, jnp.exp(logits - top).sum(-1)
-
-    args = f32(2048, 8192), f32(8 * 8192, 2048)
-    plan = mp.plan(largest, *args, mesh=DATA, topology="v5p:2x2x2", layout="batch: data", dims={"x": "batch _"})
-    assert not steps_of(plan, Barrier)
 
 
 @pytest.mark.parametrize("fn", [gated, normed])
@@ -269,14 +156,6 @@ def test_slices_that_a_loop_rounds_are_apart():
     assert rounded_from(jax.make_jaxpr(rounding)(*args).jaxpr) == [set()]
     _, made = lowered(rounding, *args, layout="batch: data", dims={"x": "batch _"}, mesh=DATA)
     assert rounded_from(made) == [{"bitcast_convert_type", "optimization_barrier"}]
-
-
-def test_slices_that_a_loop_takes_as_they_are_are_not():
-    def fn(w, x):
-        return lax.scan(lambda y, w: (jnp.tanh(y @ w), None), x, w)[0]
-
-    _, made = lowered(fn, f32(3, 8, 8), f32(8, 8), layout="batch: data", dims={"x": "batch _"}, mesh=DATA)
-    assert "optimization_barrier" not in str(made)
 
 
 def test_slices_apart_are_the_slices():

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from arrays import f32, normal
-from dependencies import bodies, needs
-from lowered import jaxpr_of, lowered
+from dependencies import bodies
+from lowered import jaxpr_of
 
 import meshpar as mp
 from meshpar._src.plan.steps import Barrier, Run
@@ -57,85 +57,6 @@ def waiting(plan):
         (step.op, [s.value for s in step.after])
         for step in plan.body.all_steps if isinstance(step, Barrier) and step.after and step.op.name == "dot_general"
     ]  # fmt: skip
-
-
-def test_a_scattered_sum_waits_for_the_last_use_of_the_gathered_weight():
-    plan, _ = lowered(scanned, *args_of(True), layout=FSDP, dims=STACKED, mesh="data=8")
-    found = {op.outs[0].shape: [v.op.name for v in values] for op, values in waiting(plan)}
-    # the gradient of each weight waits for the cotangent that goes on, made with the weight itself; that of `up` is a term of a sum
-    assert sorted([found[HIDDEN, WIDTH], found[WIDTH, HIDDEN]]) == [["add_any"], ["dot_general"]]
-
-
-def headed(params, x):
-    """Scanned layers and a projection, whose logits but the last are normalized: a loss as most people write it."""
-
-    def loss(params):
-        y, _ = jax.lax.scan(jax.checkpoint(lambda y, w: (mlp(y, w["up"], w["down"]), None)), x, params["layers"])
-        return -jax.nn.log_softmax((y @ params["head"])[:-8])[:, 0].mean()
-
-    return jax.grad(loss)(params)
-
-
-@pytest.mark.parametrize(("vocab", "first"), [(3 * HIDDEN, "weight's gradient"), (HIDDEN, "cotangent")])
-def test_a_reduction_that_a_loop_waits_for_is_in_flight_during_the_cotangents_matmul(vocab, first):
-    stacked, x = args_of(True, layers=2)
-    params = {"layers": stacked, "head": f32(WIDTH, vocab)}
-    plan, jaxpr = lowered(headed, params, x, layout=FSDP, dims={**STACKED, "*head": "embed vocab"}, mesh="data=8")
-    found = {op.outs[0].shape: [v.shape for v in values] for op, values in waiting(plan)}
-    weight, cotangent = (vocab, WIDTH), (BATCH, WIDTH)  # a weight's gradient is transposed after the matmul
-    assert found[cotangent if first == "weight's gradient" else weight] == [
-        weight if first == "weight's gradient" else cotangent
-    ]
-    for body in bodies(jaxpr):  # the order in the program is that of the plan
-        made = {e.outvars[0].aval.shape: e for e in body.eqns if e.primitive.name == "dot_general"}
-        if weight in made:
-            cotangent = made[BATCH // 8, WIDTH]
-            earlier, later = (made[weight], cotangent) if first == "weight's gradient" else (cotangent, made[weight])
-            assert earlier in needs(body, later)
-            assert later not in needs(body, earlier)
-
-
-def test_a_matmul_waits_by_an_operand_that_is_in_memory():
-    """Behind a barrier, what a matmul would compute as it reads it is written to memory first."""
-    stacked, x = args_of(True, layers=2)
-    params = {"layers": stacked, "head": f32(WIDTH, HIDDEN)}
-    plan, _ = lowered(headed, params, x, layout=FSDP, dims={**STACKED, "*head": "embed vocab"}, mesh="data=8")
-    barriers = {
-        s.op.outs[0].shape: s
-        for s in plan.body.all_steps
-        if isinstance(s, Barrier) and s.after and s.op.name == "dot_general"
-    }
-    assert all(len(s.sources) == 1 for s in barriers.values())
-    (held,) = barriers[HIDDEN, WIDTH].sources
-    assert held.value.shape == (
-        BATCH,
-        WIDTH,
-    )  # what the loop made, and not the gradient of the softmax, [BATCH, HIDDEN]
-
-
-def gradients_waited_for(jaxpr):
-    """How many products of the weights' shapes come before each product of an activation's, that it does not follow from."""
-    weights = {(WIDTH, HIDDEN), (HIDDEN, WIDTH)}
-    (body,) = [b for b in bodies(jaxpr) if sum(e.primitive.name == "dot_general" for e in b.eqns) > 2 * LAYERS]
-    products = [e for e in body.eqns if e.primitive.name == "dot_general"]
-    return {
-        id(e) for p in products if p.outvars[0].aval.shape not in weights for e in needs(body, p)
-        if e in products and e.outvars[0].aval.shape in weights
-    }  # fmt: skip
-
-
-def test_gradients_of_layers_are_not_left_to_the_end():
-    """Without loops too: a product of an earlier layer waits for the gradients of the layers behind it."""
-    args = args_of(False)
-    _, made = lowered(unrolled, *args, layout="batch: data", dims=DIMS, mesh="data=8")
-    assert not gradients_waited_for(jax.make_jaxpr(unrolled)(*args).jaxpr)
-    assert len(gradients_waited_for(made)) >= 2 * (LAYERS - 1)  # of the first layer nothing is left to wait
-
-
-@pytest.mark.parametrize("layout", ["batch: data", FSDP])
-def test_small_products_wait_for_nothing(layout):
-    plan, _ = lowered(unrolled, *args_of(False, width=8, hidden=16, batch=8), layout=layout, dims=DIMS, mesh="data=8")
-    assert not waiting(plan)
 
 
 @pytest.mark.parametrize("overlap", ["off", "xla", "ring"])

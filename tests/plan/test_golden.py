@@ -12,6 +12,9 @@ from pathlib import Path
 
 import jax
 import pytest
+from steps_text import parse_plan
+
+from meshpar._src.plan.text import plan_steps
 
 
 def load():
@@ -49,13 +52,16 @@ def plan_of():
 @pytest.mark.filterwarnings("ignore::meshpar.errors.JoinWarning")
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_plan_is_as_it_was(name, plan_of):
+    plan = plan_of(BY_NAME[name])
     golden = json.loads(agreement.golden_path(BY_NAME[name]).read_text())
-    found = json.loads(json.dumps(agreement.summary(plan_of(BY_NAME[name]))))
+    found = json.loads(json.dumps(agreement.summary(plan)))
     assert found.pop("collectives") == golden.pop("collectives")
     assert found.keys() == golden.keys()
     assert found["held"] == pytest.approx(golden["held"], rel=1e-6)
     assert found["memory"] == pytest.approx(golden["memory"], rel=0.005)
     assert found["seconds"] == pytest.approx(golden["seconds"], rel=0.005 if WRITTEN_BY_THIS_JAX else 0.05)
+    steps = plan.steps_text()
+    assert plan_steps(parse_plan(steps)) == steps
 
 
 def test_every_golden_plan_is_of_a_triple_and_every_triple_has_one():

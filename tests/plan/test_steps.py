@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -47,6 +48,20 @@ def test_plans_with_dropout_and_rematerialised_layers_are_well_formed(scheme):
     plan = mp.plan(step, *small_transformer.create(), mesh=mp.mesh("data=4, model=2"), **how)
     for overlap in ("off", "ring"):
         verify(plan.replan(overlap=overlap))
+
+
+def test_an_error_names_the_step_and_what_is_wrong_with_it():
+    plan = nested()
+    late = replace(plan, body=replace(plan.body, steps=plan.body.steps[::-1]))
+    with pytest.raises(
+        AssertionError, match=r"Run of mul at .*test_steps.py.*: reads shards that no step before makes"
+    ):
+        verify(late)
+    with pytest.raises(AssertionError, match="a result of the program has no shard"):
+        verify(replace(plan, body=replace(plan.body, outputs=(None,))))
+
+
+# -- order
 
 
 def shard(name):

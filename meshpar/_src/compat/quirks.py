@@ -44,14 +44,14 @@ LATE_GRADIENTS = Quirk(
     compiler="libtpu 0.0.42, default effort",
     wrong="The weight gradients of a network are all computed last, while everything gathered for them stays in memory. In a loop, "
     "gathered weights stay in memory until the gradients have been sent.",
-    test="tests/passes/test_schedule.py::test_gradients_of_layers_are_not_left_to_the_end",
+    test="tests/passes/test_examples.py::test_gradients_of_layers_are_not_left_to_the_end",
     remove="when the compiler's scheduler bounds live memory",
 )
 
 LOOPS_BEFORE_REDUCTIONS = Quirk(
     compiler="libtpu 0.0.42, default effort",
     wrong="Unreduced gradients and gathered weights stay in memory while independent loops run first.",
-    test="tests/passes/test_barriers.py::test_a_loop_waits_for_what_was_large_before_it",
+    test="tests/passes/test_examples.py::test_the_example_of_a_pass",
     remove="with LATE_GRADIENTS",
 )
 
@@ -59,7 +59,7 @@ LATE_SLICE = Quirk(
     compiler="libtpu 0.0.42",
     wrong="If a reduce-scatter is compiled to an all-reduce, the slice is computed where the result is read, and the full-size sum "
     "stays in memory until then.",
-    test="tests/passes/test_barriers.py::test_a_large_scattered_sum_is_cut_where_it_is_made",
+    test="tests/passes/test_examples.py::test_a_smaller_reduction_is_sliced_at_once_and_no_loop_waits_for_it",
     remove="when libtpu compiles these reduce-scatters as reduce-scatters",
 )
 
@@ -76,7 +76,7 @@ FUSED_EPILOGUE = Quirk(
     wrong="If several arrays are computed from the result of a matmul (the backward pass of silu(gate) * up), all of them are "
     "computed in the matmul's kernel, tile by tile, while its matrix units wait. A matmul that reads its operands in tiles gets "
     "smaller tiles for each other array of its kernel (the backward pass of a norm).",
-    test="tests/passes/test_barriers.py::test_a_product_of_which_several_operands_are_made_is_apart",
+    test="tests/passes/test_examples.py::test_the_example_of_a_pass",
     remove="when these kernels take no longer than the matmul and then the elementwise ops",
 )
 
@@ -94,7 +94,7 @@ GATHER_NOT_IN_PLACE = Quirk(
     compiler="libtpu 0.0.42",
     wrong="An all-gather is never written into the memory of a donated argument: all donated arguments whose results are "
     "gathered are copied at the start of the program.",
-    test="tests/passes/test_barriers.py::test_results_in_place_of_arguments_are_gathered_one_after_the_other",
+    test="tests/passes/test_examples.py::test_the_example_of_a_pass",
     remove="when an all-gather is written into a donated buffer",
 )
 

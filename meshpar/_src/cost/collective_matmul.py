@@ -86,13 +86,8 @@ def exposed_seconds(
     device = chip.per_device()
     stages = [s for a in pair.axes for s in plan.torus[a]]
     first = pair.step.collectives[0]
-    separate = seconds_of(
-        first.op,
-        collective_volume(first.op, first.bytes, shard_count(first.axes, plan.sizes)),
-        stages,
-        chip,
-        first.algorithm,
-    )
+    volume = collective_volume(first.op, first.bytes, shard_count(first.axes, plan.sizes))
+    separate = seconds_of(first.op, volume, stages, chip, first.algorithm)
     memory = device.hbm_bandwidth * chip.compiler.hbm_efficiency
     total = sum(matmul_seconds(plan, chip, run) for run in runs)
     devices, (stage, *_) = devices_of(plan.torus, pair.axes), major_of(plan.torus, pair.axes) or [Stage(1)]
@@ -102,7 +97,8 @@ def exposed_seconds(
     steps = (devices - 1) // 2
     per_chunk, once = ring_overhead_seconds(plan, chip, pair, devices)
     matmuls = sum(matmul_seconds(plan, chip, run, pair, devices) for run in runs)
-    chunk = matmuls + chip.compiler.ring_chunk_start_seconds * len(runs) + per_chunk
+    start = chip.compiler.ring_chunk_start_seconds
+    chunk = matmuls + start * len(runs) + per_chunk
     stalls: list[float] = []
     if stage.line and chip.compiler.line_permutes_are_sync:
         stalls.append(sum(c.total_seconds for c in hops if c.entry.ring_step) / (first.count or 1))
@@ -126,13 +122,7 @@ def exposed_seconds(
     out = {"xla": separate, "ring": minor + max(0.0, chunk * devices + once - total) + sum(stalls)}
     if fused is not None:
         sending = steps * hop + last
-        out["pallas"] = (
-            minor
-            + max(0.0, sending - total)
-            + min(hop, sending)
-            + chip.compiler.ring_chunk_start_seconds
-            + fused.copied / memory
-        )
+        out["pallas"] = minor + max(0.0, sending - total) + min(hop, sending) + start + fused.copied / memory
     return out
 
 
@@ -284,10 +274,8 @@ def vector_seconds(chip: Chip, elements: float) -> float:
     on v5e 10 cycles for 1024 elements, and 4.3 for each 2 kB that they read or write, in one array or fourteen. Their HBM traffic
     takes 1 to 1.2 times its seconds at full bandwidth.
     """
-    compiler = chip.compiler
-    return (
-        elements / (compiler.vector_elements_per_cycle * chip.cores * compiler.clock_hz) if compiler.clock_hz else 0.0
-    )
+    rate = chip.compiler.vector_elements_per_cycle * chip.cores * chip.compiler.clock_hz
+    return elements / rate if rate else 0.0
 
 
 def ring_overhead_seconds(plan: Plan, chip: Chip, pair: CollectiveMatmul, devices: int) -> tuple[float, float]:
@@ -360,8 +348,6 @@ def warn_about_lines(plan: Plan) -> None:
         )
     if parts:
         where = f" on {plan.topology or plan.chip.name}"
-        text = (
-            "; ".join(parts)
-            + f". The plan's seconds{where} include this. A mesh axis along a full torus dimension that wraps "
-        )
-        warnings.warn(text + "is a ring", TorusWarning, stacklevel=user_stacklevel())
+        advice = "A mesh axis along a full torus dimension that wraps is a ring"
+        text = f"{'; '.join(parts)}. The plan's seconds{where} include this. {advice}"
+        warnings.warn(text, TorusWarning, stacklevel=user_stacklevel())

@@ -111,8 +111,7 @@ def decoding_of(plan: Plan) -> Decoding | None:
     if chip is not None and growing and math.isfinite(chip.per_device().hbm):
         free = chip.per_device().hbm - (memory.peak - growing * sequences)
         largest = max(0, int(free / growing)) // shards * shards
-    return Decoding(
-        dim, sequences, None if time is None else time.seconds, read,
-        None if chip is None else read / chip.per_device().hbm_bandwidth,
-        math.prod(plan.sizes.values()) // (1 if chip is None else chip.devices), growing, largest,
-    )  # fmt: skip
+    seconds = None if time is None else time.seconds
+    limit = None if chip is None else read / chip.per_device().hbm_bandwidth
+    chips = math.prod(plan.sizes.values()) // (1 if chip is None else chip.devices)
+    return Decoding(dim, sequences, seconds, read, limit, chips, growing, largest)

@@ -146,13 +146,8 @@ class Kernel:
     @property
     def fuses(self) -> bool:
         """Whether it computes the producers of its operands."""
-        entry = self.traits
-        return (
-            entry.fusible
-            or entry.matmul
-            or entry.family in ("reduction", "update")
-            or self.kind in (Kind.STACK, Kind.COPY)
-        )
+        entry, copies = self.traits, self.kind in (Kind.STACK, Kind.COPY)
+        return entry.fusible or entry.matmul or entry.family in ("reduction", "update") or copies
 
     @property
     def is_light(self) -> bool:
@@ -217,6 +212,7 @@ def fuse(computation: Computation, row_ratio: int) -> None:
             elif have is not readers:
                 roots[item] = tuple(dict.fromkeys((*have, *readers)))
 
+    # readers first: the kernels that read an op decide whether it is a kernel itself
     for node in reversed(computation.nodes):
         if not node.traits.fusible:
             node.is_root = True

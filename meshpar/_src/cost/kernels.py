@@ -122,6 +122,7 @@ class _Reader:
         node.outs.append(item)
         if node.traits.fusible:
             size, base, bases = item.bytes, None, self.bases
+            # operands of less than an eighth of the result are rows or scalars, which every reader can read
             for i in node.ins:
                 if i.bytes * 8 > size and (other := bases.get(i, i)) is not base:
                     if other is not None and base is not None:

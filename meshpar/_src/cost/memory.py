@@ -17,7 +17,7 @@ from typing import Any
 from ..hardware.topology import devices_of
 from ..plan.plan import Plan
 from ..plan.spec import value_bytes
-from ..plan.steps import GatherRing, Reduce, ReduceRing, Reshard, Run, ShardingChange, Step
+from ..plan.steps import GatherRing, Reduce, ReduceRing, Reshard, Run, Step
 from ..program.ir import Value
 from .buffer_roles import ROLES, buffer_roles
 from .caching import cached_on_plan
@@ -211,15 +211,6 @@ class _Live:
                 if schedule.last_read.get(out, -1) <= index and out not in retained:
                     self.drop(out)
 
-    def from_the_start(self, region: Computation) -> list[Buffer]:
-        """The buffers that rings fill in chunks: the TPU compiler (libtpu 0.0.42) allocates them at the start of a loop body."""
-        return [
-            item
-            for node in region.kernels
-            for item in node.writes
-            if item.value in self.in_chunks and (node.kind is Kind.MOVE or node.matmuls)
-        ]
-
     def inside(self, node: Kernel) -> Buffer | None:
         """The scratch memory of a kernel as one buffer: declared by an opaque kernel, or chunks of a ring in flight; None: none."""
         if node.traits.family != "kernel" and node.kind is not Kind.MOVE and not node.matmuls:
@@ -235,11 +226,7 @@ class _Live:
         reads it later (it is in ``ends``). A part that is exchanged arrives in a further buffer.
         """
         step = node.step
-        if (
-            node.kind is not Kind.MOVE
-            or not isinstance(step, ShardingChange)
-            or getattr(step, "ring", None) is not None
-        ):
+        if node.kind is not Kind.MOVE or not isinstance(step, Reshard | Reduce) or step.ring is not None:
             return None
         out = node.writes[0]
         specs, value = step.specs, step.result.value
@@ -324,8 +311,11 @@ class _Live:
             before = self.total
             for item in region.inputs:  # they share the memory of the loop's results
                 self.add(item, 0.0)
-            for item in self.from_the_start(region):
-                self.add(item)
+            # libtpu 0.0.42 allocates the buffers that rings fill in chunks at the start of a loop body
+            for node in region.kernels:
+                for item in node.writes if node.kind is Kind.MOVE or node.matmuls else ():
+                    if item.value in self.in_chunks:
+                        self.add(item)
             self.region(region, inside.union(region.inputs))
             for k in region.kernels:
                 for item in (*k.writes, *region.inputs):

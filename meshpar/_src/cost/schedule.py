@@ -28,7 +28,7 @@ from ..plan.steps import Reduce, Reshard, Run, Step
 from .buffer_roles import buffer_roles
 from .caching import cached_on_plan
 from .fusion import Buffer, Computation, Kernel, Kind
-from .kernel_time import KernelTime, kernel_times
+from .kernel_time import kernel_times
 from .kernels import computation_of
 
 T = TypeVar("T", bound=Hashable)
@@ -116,17 +116,14 @@ def concurrent_matmuls(plan: Plan) -> dict[Computation, dict[Kernel, tuple[Kerne
     takes the last matmuls. It assumes a short latency of a reduction on the SparseCores (v5p, v6e): one matmul is concurrent with
     it, and none if no matmul follows from its result.
     """
-    times = kernel_times(plan)
-    return {c: _concurrent_in(plan, c, times, overlapped) for c, overlapped in async_collectives(plan).items()}
+    return {c: _concurrent_in(plan, c, overlapped) for c, overlapped in async_collectives(plan).items()}
 
 
 def _concurrent_in(
-    plan: Plan,
-    computation: Computation,
-    times: Mapping[Kernel, KernelTime],
-    overlapped: Mapping[Kernel, AsyncCollective],
+    plan: Plan, computation: Computation, overlapped: Mapping[Kernel, AsyncCollective]
 ) -> dict[Kernel, tuple[Kernel, ...]]:
     """:func:`concurrent_matmuls` of one computation."""
+    times = kernel_times(plan)
     moves: dict[Kernel, float] = {}
     for kernel in computation.nodes:
         if kernel.kind is Kind.MOVE and kernel.step is not None and kernel not in overlapped:
@@ -172,12 +169,8 @@ def _concurrent_in(
 
 def _on_sparse_cores(plan: Plan, op: CollectiveOp) -> bool:
     """Whether compiler options put reductions of this kind on the SparseCores: the chip's default is a synchronous one."""
-    return (
-        op in ("all-reduce", "reduce-scatter")
-        and plan.chip is not None
-        and op in plan.chip.compiler.sync_collectives
-        and plan.is_async(op)
-    )
+    by_default = frozenset() if plan.chip is None else plan.chip.compiler.sync_collectives
+    return op in ("all-reduce", "reduce-scatter") and op in by_default and plan.is_async(op)
 
 
 def _is_concurrent(plan: Plan, c: Collective) -> bool:
@@ -265,10 +258,9 @@ def schedules(plan: Plan) -> dict[Computation, Schedule]:
     out: dict[Computation, Schedule] = {}
     program, concurrent = computation_of(plan), concurrent_matmuls(plan)
     for computation in reversed(list(_with_bodies(program))):  # a body before the computation of its loop
-        during = concurrent[computation]
-        reordered = {} if computation is program else during
+        reordered = {} if computation is program else concurrent[computation]
         schedule = Schedule(_in_order(computation, reordered))
-        _Clock(plan, computation, out, during).run(schedule)
+        _Clock(plan, computation, out).run(schedule)
         _add_in_flight(schedule, async_collectives(plan)[computation], reordered)
         out[computation] = schedule
     return out
@@ -279,7 +271,6 @@ class _Clock:
 
     Args:
       bodies: the schedules of the computation's loops.
-      concurrent: :func:`concurrent_matmuls` of the computation.
 
     Attributes:
       now: seconds at which the last kernel ended.
@@ -291,15 +282,9 @@ class _Clock:
         matmul waits.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        computation: Computation,
-        bodies: Mapping[Computation, Schedule],
-        concurrent: Mapping[Kernel, Sequence[Kernel]],
-    ):
+    def __init__(self, plan: Plan, computation: Computation, bodies: Mapping[Computation, Schedule]):
         """A clock at 0 seconds for the kernels of ``computation``."""
-        self.plan, self.bodies, self.concurrent = plan, bodies, concurrent
+        self.plan, self.bodies, self.concurrent = plan, bodies, concurrent_matmuls(plan)[computation]
         self.times, self.overlapped = kernel_times(plan), async_collectives(plan)[computation]
         self.now = self.links_free = 0.0
         self.host_free = {True: 0.0, False: 0.0}
@@ -320,6 +305,7 @@ class _Clock:
                 self.now = max([self.now, *(self.made.get(buffer, 0.0) for buffer in kernel.reads)])
             if kernel.matmuls and kernel in self.times:
                 self.now = max([self.now, *self.awaited])
+                # a gradient is sent during one matmul; the matmul after that waits for it
                 self.awaited, self.sent = self.sent, []
                 self.starts = (self.starts[1], self.now)
             schedule.starts.append(self.now)

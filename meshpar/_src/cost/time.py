@@ -143,18 +143,16 @@ def _bottleneck(plan: Plan, time: Time) -> str:
             key = (c.op, c.axes, c.explanation)
             groups[key] = groups.get(key, 0.0) + c.total_seconds
         (op, axes, cause), seconds = max(groups.items(), key=lambda x: x[1])
-        return (f"communication: {format_seconds(most)} of collectives ({others}); the largest part, "
-                f"{format_seconds(seconds)}, is {op} over "
-                f"{'+'.join(axes)}: {cause}")  # fmt: skip
+        largest = f"{format_seconds(seconds)}, is {op} over {'+'.join(axes)}: {cause}"
+        return f"communication: {format_seconds(most)} of collectives ({others}); the largest part, {largest}"
     if name == "host link":
         to = "host" if host == time.to_host else "device"
         copy = max((t for t in plan.transfers if t.to == to), key=lambda t: t.total_bytes)
-        return (f"host link: {format_seconds(most)} of copies to the {to} ({others}); the largest part, "
-                f"{format_bytes(copy.total_bytes)}, is {copy.tensor} at {copy.source}")  # fmt: skip
+        largest = f"{format_bytes(copy.total_bytes)}, is {copy.tensor} at {copy.source}"
+        return f"host link: {format_seconds(most)} of copies to the {to} ({others}); the largest part, {largest}"
     if name == "compute":
         top = max(time.ops, key=lambda o: o.flops * o.count)
         return f"compute: {format_seconds(most)} of matmuls ({others}); the largest is {top.name} at {top.source}"
     top = max(time.ops, key=lambda o: o.bytes * o.count)
-    return (f"memory traffic: {format_seconds(most)} ({others}); the largest part, {format_bytes(top.bytes * top.count)}, "
-            f"by {top.name} at "
-            f"{top.source}")  # fmt: skip
+    largest = f"{format_bytes(top.bytes * top.count)}, by {top.name} at {top.source}"
+    return f"memory traffic: {format_seconds(most)} ({others}); the largest part, {largest}"

@@ -77,6 +77,7 @@ class Algorithm:
           sent: bytes that the device sends in all.
           stages: of the group, major to minor.
         """
+        # a ring runs around the major stage only
         stages = [s for s in stages if s.size > 1][: 1 if self.ring_step else None]
         if not any(s.between for s in stages):
             return 0.0

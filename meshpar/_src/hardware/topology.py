@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import math
 import re
 import warnings
@@ -85,12 +86,8 @@ def parse_topology(text: str) -> Topology:
         return Topology(slices, chip.name, chips)
     want = len(chip.torus) or 1
     if len(chips) != want:
-        why = (
-            f"{chip.name} GPUs have one size, their number"
-            if chip.switch
-            else f"a {chip.name} slice has {want} torus dimensions"
-        )
-        why += f", not {_times(chips)}"
+        have = f"a {chip.name} slice has {want} torus dimensions"
+        why = f"{f'{chip.name} GPUs have one size, their number' if chip.switch else have}, not {_times(chips)}"
     elif not slices:
         why = "it has 0 slices"
     elif chip.switch:
@@ -208,7 +205,9 @@ def _described(topology: Topology) -> tuple[Any, ...]:
     if chip.switch:
         _need_cuda_plugin()
         hosts, each = slices * max(1, chips[0] // chip.switch), min(chips[0], chip.switch)
-        return tuple(gpu_topology(_gpu_target(chip), hosts, each))
+        # XLA's description of the GPU, in protobuf text format
+        target = (Path(__file__).parent / "targets" / f"{chip.target}.txtpb").read_text()
+        return tuple(gpu_topology(target, hosts, each))
     rings = (*chip.rings(chips), False, False)[:3]
     try:
         return tuple(tpu_topology(chip.target, chips, slices, rings, chip.target_config))
@@ -216,11 +215,6 @@ def _described(topology: Topology) -> tuple[Any, ...]:
         raise MeshError(
             f"topology {str(topology)!r} does not exist: {str(error).splitlines()[0]}", fixes=_known(chip)
         ) from None
-
-
-def _gpu_target(chip: Chip) -> str:
-    """XLA's description of a GPU, in protobuf text format."""
-    return (Path(__file__).parent / "targets" / f"{chip.target}.txtpb").read_text()
 
 
 def _need_cuda_plugin() -> None:
@@ -394,6 +388,7 @@ def switched(sizes: Mapping[str, int], domain: int) -> Torus:
     for axis, n in reversed(list(sizes.items())):
         inner = math.gcd(n, remaining)
         remaining //= inner
+        # this axis connects nodes, and so do all axes that are major to it
         if inner != n:
             remaining = 1
         stages = [Stage(n // inner, "slice")] * (n != inner) + [Stage(inner, "switch")] * (inner > 1)
@@ -418,8 +413,7 @@ def _places(topology: Topology) -> list[_Device]:
     """The devices of slices that are not attached, in the order of their ids."""
     chip = topology.chip
     x, y, z = (*topology.chips, 1)[:3]
-    at = [(s, k, j, i, c) for s in range(topology.slices) for k in range(z) for j in range(y) for i in range(x)
-          for c in range(chip.devices)]  # fmt: skip
+    at = itertools.product(*map(range, (topology.slices, z, y, x, chip.devices)))
     return [_Device((i, j, k), c, s, chip.kinds[0], n) for n, (s, k, j, i, c) in enumerate(at)]
 
 
@@ -452,8 +446,8 @@ def _stages(devices: np.ndarray, axes: Sequence[str]) -> Torus:
         line = places[tuple(slice(None) if i == k else 0 for i in range(devices.ndim))]
         runs = _runs(line)
         rest = np.moveaxis(places, k, 0)
-        if runs is None or not np.array_equal(rest - rest[:1], np.broadcast_to(
-            (line - line[:1]).reshape(-1, *(1,) * (devices.ndim - 1), len(_PLACES)), rest.shape)):  # fmt: skip
+        steps = (line - line[:1]).reshape(-1, *(1,) * (devices.ndim - 1), len(_PLACES))
+        if runs is None or not np.array_equal(rest - rest[:1], np.broadcast_to(steps, rest.shape)):
             groups = np.moveaxis(rest.reshape(len(rest), -1, len(_PLACES)), 1, 0)
             box, *others = {tuple(_box(group, extent, rings)) for group in groups}
             full = not others and math.prod(s.size for s in box) == len(rest)

@@ -29,6 +29,31 @@ def serialize_loops(plan: Plan) -> Body:
     The compiler orders independent steps as it likes, and tends to run other loops while full-size gradients and gathered weights
     stay in memory (:data:`compat.quirks.LOOPS_BEFORE_REDUCTIONS`). A barrier after each large reduce-scatter makes it slice
     an all-reduce immediately, not where the result is read (:data:`compat.quirks.LATE_SLICE`).
+
+    Example::
+
+          every device of data=8 runs:
+          w: float32[embed=4096 mlp=4096]
+          x: float32[batch:data embed]
+          dy: float32[batch:data mlp]
+          %1, %2 = scan × 2 from x
+            given %3:
+              %4 = tanh %3: float32[batch:data embed]
+              %5 = reduce_sum %4: float32[batch:data]
+              yield %4, %5
+          %6 = dot_general x, dy: float32[embed mlp], partial (sum) over data
+        - %7 = reduce-scatter over data of %6: float32[embed:data mlp]
+        - %8 = scan × 3 from dy
+        + %6s = reduce-scatter over data of %6: float32[embed:data mlp]
+        + %7 = barrier %6s
+        + %dy = barrier dy, after %2, %7
+        + %8 = scan × 3 from %dy
+            given %9:
+              %10 = sin %9: float32[batch:data mlp]
+              yield %10
+          return %1, %2, %7, %8
+
+    The second loop waits for the smaller result of the first one, which is in memory in any case.
     """
 
     def serialized(body: Body) -> Body:
@@ -69,7 +94,17 @@ def serialize_loops(plan: Plan) -> Body:
 
 
 def pad_rows(plan: Plan) -> Body:
-    """The steps with large matmuls of one row computed with several (:data:`compat.quirks.SINGLE_ROW`)."""
+    """The steps with large matmuls of one row computed with several (:data:`compat.quirks.SINGLE_ROW`).
+
+    Example::
+
+          every device of data=8 runs:
+          x: float32[rows=1 embed=256]
+          w: float32[embed mlp=256]
+        - %1 = dot_general x, w: float32[rows mlp]
+        + %1 = dot_general x, w, padded to 8 rows: float32[rows mlp]
+          return %1
+    """
 
     def change(step: Run) -> Sequence[Step]:
         """The step, with more rows if it is such a matmul."""
@@ -96,6 +131,24 @@ def serialize_results(plan: Plan) -> Body:
     """The steps with barriers by which large results that alias donated arguments are all-gathered one after the other.
 
     (:data:`compat.quirks.GATHER_NOT_IN_PLACE`)
+
+    Example, with ``a`` and ``b`` donated::
+
+          every device of data=8 runs:
+          a: float32[embed=2048 mlp=2048]
+          b: float32[embed mlp]
+          da: float32[embed:data mlp]
+          db: float32[embed:data mlp]
+          %1 = slice over data of a: float32[embed:data mlp]
+          %2 = add %1, da: float32[embed:data mlp]
+        - %3 = all-gather over data of %2: float32[embed mlp]
+        + %3 = all-gather over data of %2, into a separate buffer: float32[embed mlp]
+          %4 = slice over data of b: float32[embed:data mlp]
+          %5 = add %4, db: float32[embed:data mlp]
+        - %6 = all-gather over data of %5: float32[embed mlp]
+        + %5b = barrier %5, after %3
+        + %6 = all-gather over data of %5b, into a separate buffer: float32[embed mlp]
+          return %3, %6
     """
     outputs = {plan.body.outputs[k].value for k in aliased_inputs(plan)}  # type: ignore[union-attr]
     previous: tuple[Shard, ...] = ()
@@ -125,6 +178,21 @@ def separate_slices(plan: Plan) -> Body:
 
     Otherwise XLA casts the full stack before the loop, and both arrays are in memory
     (:data:`compat.quirks.STACK_CAST_BEFORE_LOOP`).
+
+    Example::
+
+          every device of data=8 runs:
+          x: float32[batch:data embed]
+          w: float32[layers embed mlp]
+          %1 = scan × 4 from x over w
+            given %2, %3:
+        +     %w = barrier as integers %3
+        -     %4 = convert_element_type %3: bfloat16[embed mlp]
+        +     %4 = convert_element_type %w: bfloat16[embed mlp]
+              %5 = dot_general %2, %4: float32[batch:data mlp]
+              %6 = dot_general %5, %4: float32[batch:data embed]
+              yield %6
+          return %1
     """
     cast = plan.program.cached(_values_cast_to_narrower)
 
@@ -150,6 +218,27 @@ def separate_matmuls(plan: Plan) -> Body:
 
     - several arrays that other matmuls read: the backward pass of ``silu(gate) * up``;
     - reductions that also read other arrays: the backward pass of a norm.
+
+    Example::
+
+          every device of data=8 runs:
+          dh: float32[batch=4096:data embed=16]
+          x: float32[batch:data embed]
+          up: float32[embed mlp=8192]
+          gate: float32[batch:data mlp]
+          %1 = dot_general dh, up: float32[batch:data mlp]
+        - %2 = mul %1, gate: float32[batch:data mlp]
+        - %3 = tanh %1: float32[batch:data mlp]
+        - %4 = dot_general %2, x: float32[mlp embed], partial (sum) over data
+        - %5 = dot_general %3, x: float32[mlp embed], partial (sum) over data
+        + %1b = barrier %1
+        + %2 = mul %1b, gate: float32[batch:data mlp]
+        + %2b = barrier %2
+        + %3 = tanh %1b: float32[batch:data mlp]
+        + %3b = barrier %3
+        + %4 = dot_general %2b, x: float32[mlp embed], partial (sum) over data
+        + %5 = dot_general %3b, x: float32[mlp embed], partial (sum) over data
+          return %4, %5
     """
 
     def separated(body: Body) -> Body:

@@ -113,6 +113,32 @@ def with_overlaps(plan: Plan, pairs: Sequence[Pair], joint: Mapping[tuple[str, .
 
     ``auto`` never chooses the fused kernel, since no kernel with remote DMA was timed yet; the reasons say where one could run.
 
+    Example, with ``overlap="ring"``::
+
+          every device of model=8 runs:
+          x: bfloat16[batch=4096:model embed=4096]
+          w: bfloat16[embed mlp=4096:model]
+          v: bfloat16[mlp:model embed]
+          %1 = tanh x: bfloat16[batch:model embed]
+        - %2 = all-gather over model of %1: bfloat16[batch embed]
+        -     sends 29.4 MB per call: mlp uses model
+        - %3 = dot_general %2, w: bfloat16[batch mlp:model]
+        + %2 = all-gather over model of %1, as a ring with 1 matmuls: bfloat16[batch embed]
+        +     sends 4.2 MB (ring) per call: mlp uses model; ring steps in place of the all-gather, overlapped with matmuls
+        +     sends 2.1 MB (ring) per call: mlp uses model; ring steps in place of the all-gather, overlapped with matmuls
+        + %3 = dot_general %2, w, chunk by chunk as they arrive: bfloat16[batch mlp:model]
+          %4 = tanh %3: bfloat16[batch mlp:model]
+        - %5 = dot_general %4, v: bfloat16[batch embed], partial (sum) over model
+        - %6 = reduce-scatter over model of %5: bfloat16[batch:model embed]
+        -     sends 29.4 MB per call: v is split
+        + %5 = dot_general %4, v, chunk by chunk as they are sent: bfloat16[batch embed], partial (sum) over model
+        + %6 = reduce-scatter over model of %5, as a ring with 1 matmuls: bfloat16[batch:model embed]
+        +     sends 4.2 MB (ring) per call: v is split; ring steps in place of the reduce-scatter, overlapped with matmuls
+        +     sends 2.1 MB (ring) per call: v is split; ring steps in place of the reduce-scatter, overlapped with matmuls
+          return %6
+
+    The second collective sends the halves of the chunk of the opposite device, one each way.
+
     Args:
       joint: axes of :func:`activation_axes` → the implementation of all collectives of activations over these axes.
     """

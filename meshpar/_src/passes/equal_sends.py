@@ -14,6 +14,20 @@ def merge_equal_sends(plan: Plan) -> Body:
 
     ``conv(x, a) + conv(x, b)`` with rows of ``x`` sharded exchanges rows once. The lowering does the same
     (:class:`rules.halo.Exchanged`); results of ops in a loop or branch are not used outside, nor the other way round.
+
+    Example::
+
+          every device of data=4 runs:
+          x: float32[rows=16:data]
+          a: float32[3]
+          b: float32[2]
+          %1 = conv_general_dilated x, a: float32[rows:data]
+              sends 4 B per call: the last row of the device before
+              sends 4 B per call: the first row of the device after
+          %2 = conv_general_dilated x, b: float32[rows:data]
+        -     sends 4 B per call: the first row of the device after
+          %3 = add %1, %2: float32[rows:data]
+          return %3
     """
     return plan.body if all(c.content is None for c in plan.body.sends) else _merged(plan.body, set())
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from ..caches import LRUCache
 from ..dims import Dims
-from ..layout import SCOPES, Layout, Rule, Spec, claim
+from ..layout import Layout, Rule, Spec, claim
 from ..program.ir import Op, Program, Value
 from ..program.names import SubDim
 from ..program.roles import elementwise_flow, new_values, unread_state
@@ -208,6 +208,7 @@ class AxisAssignment:
             return replicated_spec(len(value.shape))
         if value.explicit is not None:
             return value.explicit
+        # annotations and scopes belong to one value; without them, values with equal dims have equal specs
         plain = value.annotation is None and not self.scoped
         if plain and (spec := self._by_nodes.get((value.nodes, value.shape))) is not None:
             return spec
@@ -271,19 +272,13 @@ class AxisAssignment:
     def work_items(self, op: Op, out: Value) -> Items | None:
         """(names, size) of the dims of an elementwise op that has annotated operands; None: it has none."""
         if op not in self.tables.items:
-            self.tables.items[op] = self._work_items(op, out)
+            annotated = [v for v in op.ins if v is not None and v.annotation is not None and v.shape == out.shape]
+            items = []
+            for i, (names, size) in enumerate(self.value_items(out) if annotated else ()):
+                given = tuple(dict.fromkeys(v.annotation[i] for v in annotated if v.annotation and v.annotation[i]))
+                items.append((given or names, size))
+            self.tables.items[op] = tuple(items) if annotated else None
         return self.tables.items[op]
-
-    def _work_items(self, op: Op, out: Value) -> Items | None:
-        """As :meth:`work_items`, not cached."""
-        annotated = [v for v in op.ins if v is not None and v.annotation is not None and v.shape == out.shape]
-        if not annotated:
-            return None
-        items = []
-        for i, (names, size) in enumerate(self.value_items(out)):
-            given = tuple(dict.fromkeys(v.annotation[i] for v in annotated if v.annotation and v.annotation[i]))
-            items.append((given, out.shape[i]) if given else (names, size))
-        return tuple(items)
 
     def factor_names(self, op: Op) -> tuple[Names, ...]:
         """The names of every factor of an op, as annotated on operands and results, else as inferred.
@@ -449,6 +444,7 @@ class AxisAssignment:
                     axes[i] += (a,)
             if all(n % math.prod(self.sizes[a] for a in ax) == 0 for (_, n), ax in zip(items, axes, strict=True) if ax):
                 bytes_ = cost(axes)
+                # half a byte: sums of floats in another order differ in their last digits
                 if bytes_ < least - 0.5:
                     best, least = axes, bytes_
         return best
@@ -491,6 +487,7 @@ class AxisAssignment:
         known = self.named_scopes in self.tables.queries  # which a first plan does not need
         if known and not any(group.indivisible for group in self.group_assignments()):
             return []
+        # another one, since this one records values in the order in which they were queried
         in_order = AxisAssignment(self.program, self.layout, self.sizes)
         for value in self._all_values():
             in_order.value_spec(value)
@@ -559,16 +556,13 @@ class AxisAssignment:
             ops[op] = (*outs, *work)
         return _grouped_by_rules(index, ops)
 
-    def rule_text(self, names: Sequence[str], axis: str, scopes: Sequence[str] = ()) -> str | None:
-        """The text of the rule that gives an axis to a dim with one of these names; None: no rule does."""
+    def rule_text(self, names: Sequence[str], axis: str) -> str | None:
+        """The text of the rule, of any scope, that gives an axis to a dim with one of these names; None: no rule does."""
         names = (*names, *(n.removesuffix("-inner") for n in names if n.endswith("-inner")))
-        for r in self.layout.rules_of(names, scopes or self._all_scopes()):
+        for r in self.layout.rules_of(names, self.named_scopes):
             if axis in self.layout.rules[r].axes:
                 return str(self.layout.rules[r])
         return None
-
-    def _all_scopes(self) -> tuple[str, ...]:
-        return tuple({r.scope for r in self.layout.rules if r.scope})
 
 
 def _grouped_by_rules(
@@ -647,6 +641,24 @@ def spec_from_factors(dims: Sequence[Sequence[int]], axes: Sequence[tuple[str, .
     return tuple(tuple(a for f in factors for a in axes[f]) for factors in dims)
 
 
+def axes_of_array(
+    rule: OpRule, dims: Sequence[Sequence[int]], spec: Spec, sizes: Mapping[str, int]
+) -> list[tuple[str, ...]] | None:
+    """The axes of the factors of a rule with which an array, whose dims are made of these factors, has a spec.
+
+    Only the major factor of each dim has axes. None: the axes do not divide it, or it is not passed through, or a device would have
+    strided parts of a dim.
+    """
+    axes: list[tuple[str, ...]] = [()] * len(rule.sizes)
+    for factors, entry in zip(dims, spec, strict=True):
+        if entry:
+            f = factors[0] if factors else None
+            if f is None or rule.kinds[f] != "pass_through" or rule.sizes[f] % math.prod(sizes[a] for a in entry):
+                return None
+            axes[f] = entry
+    return axes if contiguous_only(rule, axes, sizes) == axes and spec_from_factors(dims, axes) == spec else None
+
+
 def _shard_map_axes(program: Program) -> dict[int, tuple[str, ...]]:
     """Dim (its root) → the axes over which the user's own ``shard_map``s return it."""
     axes_of: dict[int, tuple[str, ...]] = {}
@@ -683,8 +695,3 @@ def _scopes(program: Program, layout: Layout) -> dict[Value, tuple[str, ...]]:
         for value in flow.spread(of_scope, stored, through=opt):
             found.setdefault(value, set()).add(scope)
     return {i: tuple(sorted(s)) for i, s in found.items()}
-
-
-def layout_scopes(layout: Layout) -> set[str]:
-    """The scopes of state (``params``, ``opt``) that the rules of a layout name."""
-    return {r.scope for r in layout.rules if r.scope in SCOPES}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..layout import Spec
 from ..program.ir import Frame, Value
-from .steps import Body, Shard, Step, with_deferred
+from .steps import Body, Shard, Step, topological_order
 
 StepGroup = list[Step | Callable[[], Step]]
 """The steps of one op; a step with bodies is made in the end, by a function."""
@@ -39,5 +39,5 @@ class BodyBuilder:
         steps = [s if isinstance(s, Step) else s() for group in self.groups for s in group]
         for group in self.groups:
             group.clear()
-        placed = with_deferred(steps, self.deferred, outputs)
+        placed = topological_order([*self.deferred, *steps], outputs, set(self.deferred).__contains__)
         return Body(self.frame, tuple(inputs), placed, tuple(outputs), self.frame.trip_count)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..dims import format_dims
 from ..layout import Spec
-from ..program.ir import Op, Program, Value
+from ..program.ir import Op, Value
 from ..rules.rule import REDUCTIONS
 from .assignment import AxisAssignment, Names
 from .spec import format_axes
@@ -36,8 +36,8 @@ def _is_indexed(op: Op, value: Value, i: int) -> bool:
 class Causes:
     """The wording of causes in the plan of a program under a layout."""
 
-    def __init__(self, program: Program, assignment: AxisAssignment):
-        self.program, self.assignment = program, assignment
+    def __init__(self, assignment: AxisAssignment):
+        self.program, self.assignment = assignment.program, assignment
 
     def dim(self, value: Value, i: int) -> str:
         """The name of a dim of a value, or ``dim 1``."""

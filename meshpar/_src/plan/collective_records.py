@@ -110,20 +110,11 @@ class CollectiveRecords:
         """(the moves that change the spec of a value from ``have`` to ``need``, the records of their collectives)."""
         moves = reshard(have, need, value.shape, self.sizes)
         size = itemsize(value.aval)
-        records = [
-            record
-            for m in moves
-            if m.op != "slice"
-            for record in self.moving(
-                cast(CollectiveOp, m.op),
-                m.axes,
-                value,
-                op,
-                m.bytes(value.shape, size, self.sizes),
-                None if count is None else count * m.times,
-                cause,
-            )
-        ]
+        records: list[Collective] = []
+        for m in moves:
+            if m.op != "slice":
+                sent, runs = m.bytes(value.shape, size, self.sizes), None if count is None else count * m.times
+                records += self.moving(m.op, m.axes, value, op, sent, runs, cause)
         return moves, records
 
     def local_form(

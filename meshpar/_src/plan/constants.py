@@ -7,14 +7,14 @@ from typing import Any
 
 from ..compat.jax import literal_array
 from ..layout import Spec
-from ..program.ir import Op, Program, Value
+from ..program.ir import Program, Value
 from ..units import format_memory
-from .assignment import contiguous_only, spec_from_factors
+from .assignment import axes_of_array, spec_from_factors
 from .body_builder import BodyBuilder
 from .decide import broadcast_spec
 from .memo import Interned
 from .resharding import reshard
-from .spec import replicated_spec, shard_count, value_bytes
+from .spec import replicated_spec, value_bytes
 from .steps import Constant, Reshard, Shard
 from .traffic import Axes, needed_specs
 
@@ -30,6 +30,7 @@ class ConstantMaker:
 
     def part(self, value: Value, spec: Spec, body: BodyBuilder) -> Shard:
         """The part of an input-independent value that a spec asks for, made once for each body."""
+        # not recursive: a chain of constants may be longer than Python's stack
         copies, todo = body.copies, [(value, spec)]
         while todo:
             if todo[-1] in copies:
@@ -63,11 +64,9 @@ class ConstantMaker:
         else:
             rest = iter(sources)
             operands = tuple(None if v is None else next(rest) for v in op.ins)
-            specs = (
-                [spec] * len(op.outs)
-                if axes is None or op.rule is None
-                else [spec_from_factors(d, axes) for d in op.rule.outs]
-            )
+            specs = [spec] * len(op.outs)
+            if axes is not None and op.rule is not None:
+                specs = [spec_from_factors(dims, axes) for dims in op.rule.outs]
             results = tuple(self._shard(out, s, body) for out, s in zip(op.outs, specs, strict=True))
             step = self.interned.run(op, operands, results, None if axes is None else tuple(axes))
         for shard in step.makes:
@@ -95,31 +94,12 @@ def inputs_for(
         axes = None
         needs = [None if v is None else broadcast_spec(spec, v.shape, value.shape) for v in op.ins]
     else:
-        axes = axes_for_result(op, op.outs.index(value), spec, sizes)
+        axes = axes_of_array(op.rule, op.rule.outs[op.outs.index(value)], spec, sizes)
         if axes is None:
             return ((value, replicated_spec(len(spec))),), None
         needs = needed_specs(op, axes)
     pairs = zip(op.ins, needs, strict=True)
     return tuple((v, need) for v, need in pairs if v is not None and need is not None), axes
-
-
-def axes_for_result(op: Op, k: int, spec: Spec, sizes: Mapping[str, int]) -> Axes | None:
-    """The axes of an op's factors with which result k has a spec; None: it can only be made unsharded."""
-    rule = op.rule
-    assert rule is not None
-    axes: Axes = [()] * len(rule.sizes)
-    if not any(spec):
-        return axes
-    for factors, entry in zip(rule.outs[k], spec, strict=True):
-        if not entry:
-            continue
-        f = factors[0] if factors else None
-        if f is None or rule.kinds[f] != "pass_through" or rule.sizes[f] % shard_count(entry, sizes):
-            return None
-        axes[f] = entry
-    return (
-        axes if contiguous_only(rule, axes, sizes) == axes and spec_from_factors(rule.outs[k], axes) == spec else None
-    )
 
 
 def large_constant_note(program: Program, constant: Value, sizes: Mapping[str, int]) -> str | None:

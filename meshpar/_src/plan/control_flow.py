@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 
 from ..compat.jax import body_consts, body_operands, literal_array
 from ..compat.loops import LoopParts, loop_parts
@@ -123,6 +123,7 @@ class ControlFlow:
         recomputes = op.recomputes
         saved: dict[Value, Shard] = {}
         with emitter.inside(frame) as body:
+            # JAX inlines the call: it reads copies that were made before it, and later steps read its own
             if not recomputes:
                 body.copies = outer.copies
             for var, value in zip(body_operands(op.eqn, op.eqn.invars), frame.ins(), strict=True):
@@ -172,6 +173,7 @@ class ControlFlow:
         _, inner_carries, inner_slices = parts.split(inner)
         accumulations = self._find_accumulations(op, frame, parts)
         self._reduce_operands(op, {op.ins[parts.carries[k]] for k in accumulations})
+        # weights are gathered in each microbatch, so copies of them stay in the body
         hoist = not (self.in_each_microbatch and accumulations and self.depth == 0)
         read = [self._reads(op, i, op.ins[i], inner[i], hoist) for i in parts.consts]
         inits: dict[int, Shard] = {}
@@ -205,11 +207,9 @@ class ControlFlow:
             needs: list[Spec | None] = [s.spec for s in carried]
             outputs = self._leaves(op, frame, needs + [None] * (len(op.outs) - len(carried)), partial)
             for k in accumulations:
-                if carried[k].partial and (carried[k].spec, carried[k].partial) != (
-                    outputs[k].spec,
-                    outputs[k].partial,
-                ):
-                    raise AssertionError(f"carry {k} of the loop at {op.source} is partial in another way than its sum")
+                first, last = carried[k], outputs[k]
+                alike = not first.partial or (first.spec, first.partial) == (last.spec, last.partial)
+                assert alike, f"carry {k} of the loop at {op.source} is partial in another way than its sum"
         self.depth -= 1
         for k in accumulations:
             i = parts.carries[k]
@@ -296,13 +296,8 @@ class ControlFlow:
                 bodies.append((body, self._leaves(op, frame, stored)))
         emitter.group = group
         results = [emitter.place(emitter.shard(out, spec)) for out, spec in zip(op.outs, stored, strict=True)]
-        return lambda: Branch(
-            op,
-            index,
-            tuple(dict.fromkeys(read)),
-            tuple(body.body((), outputs) for body, outputs in bodies),
-            tuple(results),
-        )
+        read, results = tuple(dict.fromkeys(read)), tuple(results)
+        return lambda: Branch(op, index, read, tuple(body.body((), outputs) for body, outputs in bodies), results)
 
     # -- what crosses the boundary of a body
 
@@ -356,7 +351,7 @@ class ControlFlow:
             outputs.append(emitter.operand(op, value, current if need is None or k in partial else need))
         return outputs
 
-    def _literal(self, op: Op, var: Any, spec: Spec) -> Shard:
+    def _literal(self, op: Op, var: Var | Literal, spec: Spec) -> Shard:
         shard = nameless_constant(var.aval, spec)
         self.emitter.body.deferred.append(Constant(op, shard, literal_array(var)))
         return shard
@@ -397,23 +392,15 @@ class ControlFlow:
             add, addend, sums = found
             self.outer.update(sums[:-1])
             self.accumulations[add] = Accumulation(sums, addend, add, first)
-            self._note_accumulated(addend, row=_is_row(add))
+            # the addend is computed from these values by ops that partial values may pass
+            for value, stacked in addends(self.facts.program, addend):
+                self.accumulated[value] = stacked or _is_row(add) or self._is_reduced_in_each(value)
+                if value.op is not None and value.op.primitive.family == "cast":
+                    self.conversions.add(value.op)
         return positions
 
-    def _note_accumulated(self, addend: Value, row: bool) -> None:
-        """Record the values from which an addend is computed by ops that partial values may pass; ``row``: of one row of a
-        carry, as an inner loop stacks rows."""
-        for value, stacked in addends(self.facts.program, addend):
-            self.accumulated[value] = stacked or row or self._is_reduced_in_each(value)
-            if value.op is not None and value.op.primitive.family == "cast":
-                self.conversions.add(value.op)
 
-
-_PLAN: Mapping[str, Callable[[ControlFlow, Op], MakeStep]] = {
-    "scan": ControlFlow.scan,
-    "while": ControlFlow.while_,
-    "cond": ControlFlow.cond,
-}
+_PLAN = {"scan": ControlFlow.scan, "while": ControlFlow.while_, "cond": ControlFlow.cond}
 """By primitive; all others are calls, whose bodies are planned in place."""
 
 

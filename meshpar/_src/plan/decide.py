@@ -16,7 +16,7 @@ from ..records import record
 from ..rules.owned import adds_nothing
 from ..rules.partial import LINEAR, Law
 from ..rules.rule import ADDED, Kind, OpRule
-from .assignment import AxisAssignment, contiguous_only, spec_from_factors
+from .assignment import AxisAssignment, axes_of_array, contiguous_only, spec_from_factors
 from .checks import check_manual_axes
 from .partial import applicable_law
 from .reshape import reshape_axes
@@ -219,14 +219,9 @@ def add_to_carry(op: Op, addend: Operand) -> OpDecision | None:
 
 def is_input_independent(op: Op, operands: Sequence[Operand | None]) -> bool:
     """Whether all operands of an op are input-independent, so that each device makes the parts of the results that it needs."""
+    is_constant = all(x is None or x.is_constant for x in operands) and bool(op.outs)
     specs_given = op.rule is not None and op.rule.given is not None
-    return (
-        all(x is None or x.is_constant for x in operands)
-        and bool(op.outs)
-        and op.name != "random_bits"
-        and not op.eqn.effects
-        and not specs_given
-    )
+    return is_constant and op.name != "random_bits" and not op.eqn.effects and not specs_given
 
 
 def kind_after(law: Law | None, kind: Kind) -> Kind:
@@ -251,11 +246,10 @@ def broadcast_spec(spec: Spec, shape: Sequence[int], out: Sequence[int]) -> Spec
 
 def _barrier(site: _Site, reduce: tuple[int, ...]) -> OpDecision:
     """An optimization barrier: each result is sharded as its operand is."""
-    results = []
-    for x, out in zip(site.operands, site.op.outs, strict=True):
-        results.append(
-            ShardType(replicated_spec(len(out.shape))) if x is None else ShardType(x.spec, x.partial, x.kind)
-        )
+    results = [
+        ShardType(replicated_spec(len(out.shape))) if x is None else ShardType(x.spec, x.partial, x.kind)
+        for x, out in zip(site.operands, site.op.outs, strict=True)
+    ]
     return OpDecision(
         operands=tuple(None if x is None else x.spec for x in site.operands),
         results=tuple(results),
@@ -272,10 +266,8 @@ def _identity(site: _Site, reduce: tuple[int, ...]) -> OpDecision:
     if is_input_independent(site.op, site.operands):
         return _constant(site, [replicated_spec(len(out.shape)) if x is None else site.stored(out)], reduce)
     assert x is not None
-    result = ShardType(x.spec, x.partial, x.kind)
-    if x.partial:
-        return OpDecision((x.spec,), (result,), (None,), reduce, inherits=(0,))
-    return OpDecision((x.spec,), (result,), (site.stored(out),), reduce, inherits=(None,))
+    stored, inherits = (None, 0) if x.partial else (site.stored(out), None)
+    return OpDecision((x.spec,), (ShardType(x.spec, x.partial, x.kind),), (stored,), reduce, inherits=(inherits,))
 
 
 def _elementwise(site: _Site, reduce: tuple[int, ...]) -> OpDecision:
@@ -330,6 +322,7 @@ def _by_rule(site: _Site, reduce: tuple[int, ...]) -> OpDecision:
         elif (carried := _rule_on_partial(site, positions[0], law)) is not None:
             return replace(carried, reduce=reduce)
     source = None if passed is None else site.operand(passed)
+    # partial operands that the op is not applied to are reduced first
     first = tuple(i for i in positions if source is None or site.operand(i).value is not source.value)
     reduce, site = reduce + first, site.reducing(first)
     axes = _factor_axes(site)
@@ -467,6 +460,7 @@ def indexed(site: _Site, axes: Axes) -> Axes:
     small = math.prod(x.value.shape) <= MAX_GATHERED_RATIO * math.prod(op.outs[0].shape) * windows
     if may_gather and small and any(axes[f] for f in read):
         gathered = [() if f in read else got for f, got in enumerate(axes)]
+        # the array is gathered before the loop, so its bytes count once, those of the op once per iteration
         once = value_reshard_bytes(x.value, x.spec, spec_from_factors(rule.ins[0], gathered), sizes)
         choices.append(gathered)
         sent.append((site.bytes_sent(gathered) - once) * iterations + once)
@@ -492,9 +486,7 @@ def law_for(site: _Site, positions: Sequence[int]) -> Law | None:
         law = of("sum")  # where one device has an element, the contributions also add up to it
         larger = math.prod(site.op.outs[0].shape) >= math.prod(first.value.shape)
         if law is not None and len(positions) == 1 and law.when == "always" and larger:
-            return (
-                None  # nothing less is sent later, and a device without an element, which has -0.0, may make +0.0 of it
-            )
+            return None  # no less is sent later, and a device without an element, which has -0.0, may make +0.0 of it
     return law
 
 
@@ -516,14 +508,8 @@ def _is_used(site: _Site, law: Law, x: Operand) -> bool:
 def _rule_on_partial(site: _Site, i: int, law: Law) -> OpDecision | None:
     """Apply an op with a factor rule to partial operand i as it is sharded, if the op splits no factor otherwise."""
     rule, x = site.rule, site.operand(i)
-    axes: Axes = [()] * len(rule.sizes)
-    for entry, factors in zip(x.spec, rule.ins[i], strict=True):
-        if entry and factors:
-            f = factors[0]
-            if rule.kinds[f] != "pass_through" or rule.sizes[f] % shard_count(entry, site.sizes):
-                return None
-            axes[f] = entry
-    if contiguous_only(rule, axes, site.sizes) != axes:
+    axes = axes_of_array(rule, rule.ins[i], x.spec, site.sizes)
+    if axes is None:
         return None
     result = ShardType(spec_from_factors(rule.outs[0], axes), x.partial, kind_after(law, x.kind))
     needs = zip(site.operands, needed_specs(site.op, axes), strict=True)

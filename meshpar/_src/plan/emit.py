@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jax.extend.core import Literal, Var
+
 from ..compat.jax import literal_array
 from ..layout import Spec
-from ..program.ir import Frame, Op, Program, Value
+from ..program.ir import Frame, Op, Value
 from .assignment import AxisAssignment
 from .body_builder import BodyBuilder, StepGroup
 from .causes import Causes
@@ -79,24 +81,12 @@ class Emitter:
       count: how often the body runs in a step; None: unknown.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        assignment: AxisAssignment,
-        interned: Interned,
-        records: CollectiveRecords,
-        sizes: Mapping[str, int],
-    ):
+    def __init__(self, assignment: AxisAssignment, interned: Interned, records: CollectiveRecords):
         """An emitter for a plan without steps, whose body under construction is the program's."""
-        self.program, self.assignment, self.interned, self.records, self.sizes = (
-            program,
-            assignment,
-            interned,
-            records,
-            sizes,
-        )
-        self.causes = Causes(program, assignment)
-        self.maker = ConstantMaker(sizes, interned)
+        self.program, self.assignment, self.sizes = assignment.program, assignment, assignment.sizes
+        self.interned, self.records = interned, records
+        self.causes = Causes(assignment)
+        self.maker = ConstantMaker(self.sizes, interned)
         self.current: dict[Value, Shard] = {}
         self.constants: set[Value] = set()
         self.placements: dict[Value, Placement] = {}
@@ -104,7 +94,7 @@ class Emitter:
         self.factor_axes: dict[Op, tuple[tuple[str, ...], ...]] = {}
         self.loop_consts: dict[Value, LoopConst] = {}
         self.hoisted: dict[Op, dict[Shard, None]] = {}
-        self.body = BodyBuilder(program.root)
+        self.body = BodyBuilder(self.program.root)
         self.group: StepGroup = []
         self.count: int | None = 1
         self._groups: dict[Shard, StepGroup] = {}
@@ -148,18 +138,13 @@ class Emitter:
             self.placements[value] = Placement(shard if known is None else known.made, shard)
         return shard
 
-    def place_constant(self, value: Value, spec: Spec) -> None:
-        """Record an input-independent value, whose parts are made where they are read."""
-        self.constants.add(value)
-        self.place(self.interned.shard(value, spec, is_constant=True, copy="where read"))
-
     def constant(self, value: Value, array: Any) -> Shard:
         """The unsharded shard of a literal or of a constant of a jaxpr."""
         shard = self.interned.shard(value, replicated_spec(len(value.shape)), is_constant=True)
         self.body.deferred.append(Constant(None, shard, array))
         return self.place(shard)
 
-    def literal(self, value: Value, var: Any) -> Shard:
+    def literal(self, value: Value, var: Var | Literal) -> Shard:
         """The unsharded shard of a value of a body that is a literal outside."""
         return self.constant(value, literal_array(var))
 
@@ -190,7 +175,8 @@ class Emitter:
             self.reduce(value)
         if decision.is_constant:
             for out, result in zip(op.outs, decision.results, strict=True):
-                self.place_constant(out, result.spec)
+                self.constants.add(out)  # its parts are made where they are read
+                self.place(self.interned.shard(out, result.spec, is_constant=True, copy="where read"))
             return
         if decision.axes is not None:
             self.factor_axes[op] = decision.axes
@@ -207,6 +193,7 @@ class Emitter:
                 operands.append(None)
             else:
                 operands.append(self.operand(op, value, spec) if shard.is_constant or shard.spec != spec else shard)
+        # shorter chains first: a longer one may end in a copy that a shorter one has made
         for i in sorted(copies, key=lambda i: _recomputable_depth(op.ins[i])) if copies[1:] else copies:
             value, spec = op.ins[i], decision.operands[i]
             assert value is not None

@@ -61,8 +61,7 @@ class Interned:
             own op makes.
         """
         key = (value, spec, partial, kind, is_constant, copy)
-        found = self.table.get(key)
-        return self.table.setdefault(key, Shard(value, spec, partial, kind, is_constant)) if found is None else found
+        return self.get(key, lambda: Shard(value, spec, partial, kind, is_constant))
 
     def run(
         self, op: Op, operands: tuple[Shard | None, ...], results: tuple[Shard, ...],
@@ -70,9 +69,7 @@ class Interned:
     ) -> Run:  # fmt: skip
         """The ``Run`` step of an op on these shards, with ``axes`` for each factor of its rule; the same object for
         equal arguments."""
-        key = (op, operands, results, axes)
-        found = self.table.get(key)
-        return self.table.setdefault(key, Run(op, operands, results, axes)) if found is None else found
+        return self.get((op, operands, results, axes), lambda: Run(op, operands, results, axes))
 
 
 DecisionKey = tuple[Any, ...]
@@ -111,6 +108,7 @@ class PlanCache:
       interned: shards and steps.
       numbers: of assignments, by which keys of decisions refer to them.
       decisions: about ops without a factor rule, which do not depend on the sizes of the mesh.
+      op_keys: for the queries of a layout, op → the two functions that make the keys of its decisions (:data:`OpKey`).
     """
 
     def __init__(self, program: Program):
@@ -120,29 +118,25 @@ class PlanCache:
         self.interned = Interned()
         self.numbers: dict[Any, int] = {}
         self.decisions: Decisions = {}
-        self._op_keys: dict[Queries, dict[Op, OpKey]] = {}
+        self.op_keys: dict[Queries, dict[Op, OpKey]] = {}
 
     def on(self, sizes: dict[str, int]) -> MeshCache:
         """The cache of a mesh."""
         if len(self.interned.table) > MAX_INTERNED:
+            # all at once: decisions refer to assignments by number, and steps to interned shards
             self.interned, self.numbers, self.decisions = Interned(), {}, {}
             self.meshes.clear()
         return self.meshes.setdefault(tuple(sizes.items()), MeshCache)
-
-    def op_keys(self, queries: Queries) -> dict[Op, OpKey]:
-        """Op → the two functions that make the keys of its decisions (:data:`OpKey`)."""
-        keys = self._op_keys.get(queries)
-        if keys is None:
-            keys = self._op_keys[queries] = {op: _op_key(op, places) for op, places in queries.of_op.items()}
-        return keys
 
 
 class KeyMaker:
     """Makes the keys of the decisions of one plan."""
 
     def __init__(self, cache: PlanCache, assignment: AxisAssignment):
-        numbers = cache.numbers
-        self._op_keys = cache.op_keys(assignment.queries())
+        numbers, queries = cache.numbers, assignment.queries()
+        if queries not in cache.op_keys:
+            cache.op_keys[queries] = {op: _op_key(op, places) for op, places in queries.of_op.items()}
+        self._op_keys = cache.op_keys[queries]
         self._assigned = [numbers.setdefault(answer, len(numbers)) for answer in assignment.assignments()]
 
     def key(self, op: Op, current: dict[Value, Shard]) -> DecisionKey:

@@ -35,13 +35,10 @@ def applicable_law(
     ``kind`` is the reduction over which these operands are partial.
     """
     for law in op.primitive.partial:
-        others = (i for i in range(len(op.ins)) if i not in positions)
-        if (
-            law.admits(op.eqn, kind, positions)
-            and used(law)
-            and all(satisfies(law.other(i), program, op, i) for i in others)
-        ):
-            return law
+        if law.admits(op.eqn, kind, positions) and used(law):
+            others = (i for i in range(len(op.ins)) if i not in positions)
+            if all(satisfies(law.other(i), program, op, i) for i in others):
+                return law
     return None
 
 
@@ -68,11 +65,8 @@ def deferrable(program: Program) -> frozenset[Value]:
     """The values of which every reader is an op with one result and a law for smaller results, or a conversion to a wider type."""
 
     def may_shrink(op: Op | None) -> bool:
-        return (
-            op is not None
-            and len(op.outs) == 1
-            and any(law.when in ("smaller", "widening") for law in op.primitive.partial)
-        )
+        laws = () if op is None or len(op.outs) != 1 else op.primitive.partial
+        return any(law.when in ("smaller", "widening") for law in laws)
 
     return frozenset(v for v, ops in program.cached(readers_of).items() if all(map(may_shrink, ops)))
 
@@ -101,11 +95,8 @@ def addends(program: Program, end: Value) -> Iterator[tuple[Value, bool]]:
                 todo.append((op.frames[0].env[var], stacked or op.eqn.params["length"] > 1))
             continue
         arrays = [i for i, v in enumerate(op.ins) if v is not None and (op.rule is not None or v.shape == value.shape)]
-        for positions in (arrays, *([i] for i in arrays)) if len(op.outs) == 1 else ():
-            if (
-                positions
-                and applicable_law(program, op, "sum", positions, lambda law: law.when != "smaller") is not None
-            ):
+        for positions in (arrays, *([i] for i in arrays)) if arrays and len(op.outs) == 1 else ():
+            if applicable_law(program, op, "sum", positions, lambda law: law.when != "smaller") is not None:
                 todo += [(v, stacked) for i in positions if (v := op.ins[i]) is not None]
                 break
 

@@ -53,18 +53,9 @@ class ShardedArray:
     def of(cls, program: Program, value: Value, spec: Spec, sizes: Mapping[str, int], kind: str | None) -> ShardedArray:
         """The record of a value of a program, with a spec, on a mesh with axes of these sizes; ``kind``: ``params``,
         ``opt``, ``constant`` or None."""
-        host = value.on_host
+        path, dtype, host = value.path or "", str(value.aval.dtype), value.on_host
         size = 0.0 if host else value_bytes(value, spec, sizes)
-        return cls(
-            value.path or "",
-            program.dims(value),
-            value.shape,
-            str(value.aval.dtype),
-            to_partition_spec(spec),
-            size,
-            kind,
-            host,
-        )
+        return cls(path, program.dims(value), value.shape, dtype, to_partition_spec(spec), size, kind, host)
 
     @property
     def split(self) -> list[tuple[str | None, tuple[str, ...]]]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 
 from ..dims import format_dims
 from ..hardware.calibration import calibrated
@@ -80,6 +80,7 @@ def best(variants: Sequence[Variant], request: PlanRequest, rank: Rank, max_seco
         limits = Limits(max_seconds)
         divisible = None if variant.divisible is None else plans.get(variant.divisible)
         if divisible is not None:
+            # no other plan sends less
             if not divisible.collectives:
                 continue
             if divisible.chip is None:
@@ -157,6 +158,7 @@ class _Planner:
         self.chip: Chip | None = calibrated(chip_of(topology or mesh), mesh, request.calibrations)
         shared = program.cached(PlanCache)
         shared.plans += 1
+        # most programs are planned once, and would not read the caches
         cached = shared.plans > 1 and layout.resolve == "order" and not assignment.shard_map_axes
         self.cache = of_mesh = shared.on(sizes) if cached else MeshCache()
         self.keys = KeyMaker(shared, assignment) if cached else None
@@ -170,19 +172,12 @@ class _Planner:
             algorithms = of_mesh.algorithms.setdefault((topology, self.chip), {})
         records = CollectiveRecords(program, sizes, self.torus, self.chip, algorithms, *limits)
         interned = shared.interned if cached else Interned()
-        self.emitter = Emitter(program, assignment, interned, records, sizes)
+        self.emitter = Emitter(assignment, interned, records)
         accumulated: dict[Value, bool] = {}
         self.deferred: set[Value] = set()
         self.deferrable = program.cached(deferrable)
-        self.facts = Facts(
-            program,
-            assignment,
-            sizes,
-            program.cached(readers_of),
-            accumulated,
-            program.cached(reduce_in_values),
-            self.deferred,
-        )
+        readers, reduce_in = program.cached(readers_of), program.cached(reduce_in_values)
+        self.facts = Facts(program, assignment, sizes, readers, accumulated, reduce_in, self.deferred)
         self.control = ControlFlow(self.emitter, self.facts, accumulated, self.ops, in_each_microbatch)
 
     def plan(self) -> Plan:
@@ -292,7 +287,7 @@ class _Planner:
         )
         return rule, tuple(assignment.factor_axes(op)), operands, stored
 
-    def output(self, var: Any, value: Value) -> Shard:
+    def output(self, var: Var | Literal, value: Value) -> Shard:
         """A result of the program in its stored spec."""
         emitter = self.emitter
         if isinstance(var, Literal):

@@ -512,14 +512,16 @@ def is_deferred(step: Step) -> bool:
     return isinstance(step, Constant) or (isinstance(step, Reshard) and step.copy)
 
 
-def topological_order(steps: Sequence[Step], outputs: Iterable[Shard | None] = ()) -> tuple[Step, ...]:
+def topological_order(
+    steps: Sequence[Step], outputs: Iterable[Shard | None] = (), deferred: Callable[[Step], bool] = is_deferred
+) -> tuple[Step, ...]:
     """The steps sorted so that each follows the steps whose results it reads, otherwise in the given order.
 
-    Deferred steps (:func:`is_deferred`) are placed just before the first step that reads their result; those that no step reads are
-    left out.
+    Deferred steps are placed just before the first step that reads their result; those that no step reads are left out.
 
     Args:
       outputs: shards that are read after all steps.
+      deferred: whether a step is deferred.
     """
     maker: dict[Shard, Step] = {}
     for step in steps:
@@ -531,6 +533,7 @@ def topological_order(steps: Sequence[Step], outputs: Iterable[Shard | None] = (
 
     def place(first: Step) -> None:
         """Append a step to ``out`` after the steps whose results it reads, directly or through others."""
+        # not recursive: a chain of steps may be longer than Python's stack
         todo: list[tuple[Step, Iterator[Shard]]] = [(first, iter(first.reads))]
         done.add(first)
         while todo:
@@ -547,7 +550,7 @@ def topological_order(steps: Sequence[Step], outputs: Iterable[Shard | None] = (
                 todo.pop()
 
     for step in steps:
-        if step in done or is_deferred(step):
+        if step in done or deferred(step):
             continue
         if missing.isdisjoint(step.reads):
             done.add(step)
@@ -559,44 +562,6 @@ def topological_order(steps: Sequence[Step], outputs: Iterable[Shard | None] = (
         needed = None if shard is None else maker.get(shard)
         if needed is not None and needed not in done:
             place(needed)
-    return tuple(out)
-
-
-def with_deferred(steps: Sequence[Step], deferred: Sequence[Step], outputs: Iterable[Shard | None]) -> tuple[Step, ...]:
-    """The steps in order, each after the deferred steps whose results it is the first to read."""
-    if not deferred:
-        return tuple(steps)
-    left: dict[Shard, Step] = {}
-    for step in deferred:
-        for shard in step.makes:
-            left.setdefault(shard, step)
-    out: list[Step] = []
-
-    def place(reads: Iterable[Shard]) -> None:
-        """Append the deferred steps that make ``reads`` to ``out``, each after the deferred steps that it reads; remove
-        them from ``left``."""
-        todo: list[tuple[Step | None, Iterator[Shard]]] = [(None, iter(reads))]
-        while todo:
-            step, shards = todo[-1]
-            for shard in shards:
-                needed = left.get(shard)
-                if needed is not None:
-                    for made in needed.makes:
-                        if left.get(made) is needed:
-                            del left[made]
-                    todo.append((needed, iter(needed.reads)))
-                    break
-            else:
-                todo.pop()
-                if step is not None:
-                    out.append(step)
-
-    for step in steps:
-        reads = step.reads
-        if not left.keys().isdisjoint(reads):
-            place(reads)
-        out.append(step)
-    place(s for s in outputs if s is not None)
     return tuple(out)
 
 

@@ -110,7 +110,8 @@ class _Printer:
                 f"{var.val}" if s is None else self.name(s)
                 for var, s in zip(step.op.eqn.invars, step.operands, strict=True)
             )
-            return f"{name} {operands}".rstrip() + ring, " | ".join(map(self.shard, step.results))
+            rows = f", padded to {step.rows} rows" if step.rows > 1 else ""
+            return f"{name} {operands}".rstrip() + rows + ring, " | ".join(map(self.shard, step.results))
         if isinstance(step, Barrier):
             after = f", after {self.list(step.after)}" if step.after else ""
             return f"barrier{' as integers' if step.opaque else ''} {self.list(step.sources)}{after}", ""

@@ -15,17 +15,20 @@ from .steps import Body, Branch, Call, Loop, Reduce, Reshard, Run, Shard, Step
 
 
 def verify(plan: Plan) -> None:
-    """Raise AssertionError, with the step, if the steps of a plan are no well-formed program."""
+    """Raise AssertionError if the steps of a plan are no well-formed program; it names the step, and what is wrong with it."""
     _verify_program(plan.program)
-    made = set(plan.body.inputs)
-    _verify_body(plan.body, set(), made, plan.sizes)
-    assert all(shard is not None for shard in plan.body.outputs)
-    assert list(plan.collectives) == [c for step in plan.body.all_steps for c in step.sends]
+    _verify_body(plan.body, set(), set(plan.body.inputs), plan.sizes)
+    assert None not in plan.body.outputs, "a result of the program has no shard"
+    assert plan.body.sends == tuple(c for step in plan.body.all_steps for c in step.sends), (
+        "collectives are not in order"
+    )
     for value, placed in plan.placements.items():
         for shard in (placed.made, placed.stored):
-            assert shard.value.shape == value.shape, value  # the shards of a body's operands are of the outer values
-            assert len(shard.spec) == len(value.shape), value
-        assert not placed.stored.partial or placed.stored is placed.made, value
+            # the shards of a body's operands are of the outer values
+            assert shard.value.shape == value.shape, f"{value} is placed as {shard.value}"
+            assert len(shard.spec) == len(value.shape), f"{value} is placed with the spec {shard.spec}"
+        is_reduced = not placed.stored.partial or placed.stored is placed.made
+        assert is_reduced, f"{value} is stored partial over {placed.stored.partial}"
 
 
 def _verify_program(program: Program) -> None:
@@ -33,10 +36,18 @@ def _verify_program(program: Program) -> None:
     place = {op: k for k, op in enumerate(program.root.walk())}
     makers: dict[Value, Op | None] = {}
     for op, k in place.items():
-        assert all(v is None or v.op is None or place[v.op] < k for v in op.ins), op.name
-        assert all(v.op is None or place[v.op] <= k for v in op.outs), op.name
-        for v in op.makes:
-            assert makers.setdefault(v, v.op) is v.op is not None, (op.name, v)  # calls may return what another op made
+        made_before = all(v is None or v.op is None or place[v.op] < k for v in op.ins)
+        assert made_before, f"{op.name} at {op.location} reads a value that a later op makes"
+        own_or_before = all(v.op is None or place[v.op] <= k for v in op.outs)
+        assert own_or_before, f"{op.name} at {op.location} returns a value that a later op makes"
+        for v in op.makes:  # calls may return what another op made
+            assert makers.setdefault(v, v.op) is v.op is not None, f"{op.name} at {op.location} makes {v} a second time"
+
+
+def _check(ok: bool, step: Step, wrong: object) -> None:
+    """Raise AssertionError with a step, by its op and line, and what is wrong with it, unless ``ok``."""
+    of = "a result" if step.op is None else f"{step.op.label} at {step.op.location}"
+    assert ok, f"{type(step).__name__} of {of}: {wrong}"
 
 
 def _verify_body(body: Body, outside: set[Shard], made: set[Shard], sizes: Mapping[str, int]) -> None:
@@ -46,10 +57,11 @@ def _verify_body(body: Body, outside: set[Shard], made: set[Shard], sizes: Mappi
       outside: shards of outer scopes that the steps may read.
       made: all shards made so far; the body's are added.
     """
-    assert len(set(body.inputs)) == len(body.inputs)
+    assert len(set(body.inputs)) == len(body.inputs), f"two inputs of a body are one shard: {body.inputs}"
     seen = outside | set(body.inputs)
     _verify_steps(body, seen, made, sizes)
-    assert all(shard is None or shard in seen for shard in body.outputs)
+    unknown = {s for s in body.outputs if s is not None} - seen
+    assert not unknown, f"a body returns shards that no step in it makes: {unknown}"
 
 
 def _verify_steps(body: Body, seen: set[Shard], made: set[Shard], sizes: Mapping[str, int]) -> None:
@@ -57,19 +69,21 @@ def _verify_steps(body: Body, seen: set[Shard], made: set[Shard], sizes: Mapping
     for step in body.steps:
         if isinstance(step, Call):
             _verify_steps(step.body, seen, made, sizes)
-            assert not step.body.inputs
+            _check(not step.body.inputs, step, "its body has inputs of its own")
             continue
-        assert seen.issuperset(step.reads), (step, seen.difference(step.reads))
+        unknown = set(step.reads) - seen
+        _check(not unknown, step, f"reads shards that no step before makes: {unknown}")
         _CHECKS.get(type(step), lambda *_: None)(step, sizes)
         inputs = {s for inner in step.bodies for s in inner.inputs}  # one for both bodies of a while
-        assert not made & inputs, step
+        _check(not made & inputs, step, f"inputs of its bodies are made a second time: {made & inputs}")
         made |= inputs
         for inner in step.bodies:  # of outer shards they read those that the step lists
             assert isinstance(step, Loop | Branch)
             allowed = (*step.consts, *step.hoisted) if isinstance(step, Loop) else step.operands
-            assert set(inner.free).issubset(allowed), (step, set(inner.free).difference(allowed))
+            unknown = set(inner.free).difference(allowed)
+            _check(not unknown, step, f"its bodies read shards that it does not list: {unknown}")
             _verify_body(inner, seen, made, sizes)
-        assert made.isdisjoint(step.makes), step
+        _check(made.isdisjoint(step.makes), step, f"makes shards a second time: {made.intersection(step.makes)}")
         made.update(step.makes)
         seen.update(step.makes)
 
@@ -86,24 +100,33 @@ def _is_placed_as(a: Shard, b: Shard) -> bool:
 def _check_path(step: Reshard | Reduce, spec: Spec, sizes: Mapping[str, int]) -> None:
     """The moves of a step lead from a spec to its result."""
     for move in step.path:
-        assert _same_axes(spec, move.before, sizes), step
+        _check(_same_axes(spec, move.before, sizes), step, f"{move} follows the spec {spec}")
         spec = move.after
-    assert _same_axes(spec, step.result.spec, sizes), step
+    _check(
+        _same_axes(spec, step.result.spec, sizes), step, f"ends in the spec {spec}, its result has {step.result.spec}"
+    )
 
 
 def _check_reshard(step: Reshard, sizes: Mapping[str, int]) -> None:
-    _check_path(step, step.source.spec, sizes)
-    assert step.source.value is step.result.value or step.result.value.shape == step.source.value.shape, step
-    assert set(step.source.partial) == set(step.result.partial), step
+    source, result = step.source, step.result
+    _check_path(step, source.spec, sizes)
+    _check(source.value.shape == result.value.shape, step, f"changes the shape of {source.value} to {result.value}")
+    _check(set(source.partial) == set(result.partial), step, f"partial over {source.partial}, then {result.partial}")
     if step.ring is None:
-        sent = [m.op for m in step.path if m.op != "slice"] if 0 not in step.source.value.shape else []
-        assert [c.op for c in step.collectives] == sent, step
+        moves = [m.op for m in step.path if m.op != "slice"] if 0 not in source.value.shape else []
+        sent = [c.op for c in step.collectives]
+        _check(sent == moves, step, f"its moves are {moves}, its collectives {sent}")
 
 
 def _check_reduce(step: Reduce, sizes: Mapping[str, int]) -> None:
-    assert step.source.partial, step
-    assert not step.result.partial, step
-    assert {*step.over, *(a for s in step.scatters for a in s.axes)} == set(step.source.partial), step
+    _check(bool(step.source.partial), step, "its operand is not partial")
+    _check(not step.result.partial, step, f"its result is partial over {step.result.partial}")
+    over = {*step.over, *(a for s in step.scatters for a in s.axes)}
+    _check(
+        over == set(step.source.partial),
+        step,
+        f"reduces over {over}, its operand is partial over {step.source.partial}",
+    )
     _check_path(step, step.scattered, sizes)
 
 
@@ -112,35 +135,42 @@ def _check_run(step: Run, _sizes: Mapping[str, int]) -> None:
     for shard, value in zip(step.operands, op.ins, strict=True):
         # the shard of a body's operand is of the value outside of the body, so shapes and dtypes are compared, not values
         known = None if value is None else (value.shape, value.aval.dtype)
-        assert (None if shard is None else (shard.value.shape, shard.value.aval.dtype)) == known, step
-    assert [s.value for s in step.results] == op.outs, step
+        found = None if shard is None else (shard.value.shape, shard.value.aval.dtype)
+        _check(found == known, step, f"reads {found}, its op {known}")
+    _check([s.value for s in step.results] == op.outs, step, "its results are not those of its op")
     if op.rule is None and len({s.shape for s in (*op.outs, *(v for v in op.ins if v is not None))}) == 1:
-        assert len({s.spec for s in (*step.results, *step.reads)}) == 1, step  # an elementwise op
+        specs = {s.spec for s in (*step.results, *step.reads)}
+        _check(len(specs) == 1, step, f"is elementwise, and has several specs: {specs}")
 
 
 def _check_loop(step: Loop, _sizes: Mapping[str, int]) -> None:
-    carries = len(step.inits)
-    for body in step.inner:
-        assert all(a.spec == b.spec for a, b in zip(step.inits, body.inputs, strict=False)), step
-    body = step.body
-    assert len(body.inputs) == carries + len(step.stacks), step
-    assert len(body.outputs) == len(step.results), step
+    carries, body = len(step.inits), step.body
+    for each in step.inner:
+        same = all(a.spec == b.spec for a, b in zip(step.inits, each.inputs, strict=False))
+        _check(same, step, "first values and carries have different specs")
+    _check(len(body.inputs) == carries + len(step.stacks), step, "its body has other inputs than carries and slices")
+    _check(len(body.outputs) == len(step.results), step, "its body has another number of results")
     for inner, out, last in zip(body.inputs, body.outputs[:carries], step.results[:carries], strict=False):
-        assert all(s is not None and _is_placed_as(inner, s) for s in (out, last)), step
+        same = out is not None and _is_placed_as(inner, out) and _is_placed_as(inner, last)
+        _check(same, step, f"carry {inner.value} is sharded otherwise at the end of the body")
     for stack, inner in zip(step.stacks, body.inputs[carries:], strict=True):
-        assert stack.spec == ((), *inner.spec), step
+        _check(stack.spec == ((), *inner.spec), step, f"slices with the spec {inner.spec} of a stack with {stack.spec}")
     for out, last in zip(body.outputs[carries:], step.results[carries:], strict=True):
-        assert out is None or ((), *out.spec) == last.spec, step
+        same = out is None or ((), *out.spec) == last.spec
+        _check(same, step, f"stack {last.value} has another spec than its slices")
 
 
 def _check_branch(step: Branch, _sizes: Mapping[str, int]) -> None:
     for body in step.branches:
         for out, result in zip(body.outputs, step.results, strict=True):
-            assert out is not None, step
-            assert _is_placed_as(out, result), step
-            assert out.value.shape == result.value.shape, step
+            same = out is not None and _is_placed_as(out, result) and out.value.shape == result.value.shape
+            _check(same, step, f"a branch returns {result.value} sharded otherwise")
 
 
 _CHECKS: dict[type[Step], Callable[[Any, Mapping[str, int]], None]] = {
-    Reshard: _check_reshard, Reduce: _check_reduce, Run: _check_run, Loop: _check_loop, Branch: _check_branch,
-}  # fmt: skip
+    Reshard: _check_reshard,
+    Reduce: _check_reduce,
+    Run: _check_run,
+    Loop: _check_loop,
+    Branch: _check_branch,
+}

@@ -79,6 +79,7 @@ def _with_offset(op: LocalOp, axes: tuple[str, ...], x: Any) -> Any:
     totals = lax.all_gather(total, axes, axis=axis, tiled=True)
     (running,) = op.run(totals)
     device, last = axis_index(axes), totals.shape[axis] - 1
+    # the first device in order adds nothing, but its slice has to exist
     before = jnp.clip(device + 1 if reverse else device - 1, 0, last)
     offset = lax.dynamic_slice_in_dim(running, before, 1, axis)
     is_first = device == (last if reverse else 0)

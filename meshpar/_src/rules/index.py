@@ -18,6 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 from ..compat.jax import literal_array
 from .local import LocalOp, on_shards
@@ -61,12 +62,12 @@ class LookupDims:
     window: tuple[int, ...]
 
     @classmethod
-    def of(cls, eqn: Any) -> LookupDims:
+    def of(cls, eqn: JaxprEqn) -> LookupDims:
         """The dims of an equation."""
         dn = eqn.params["dimension_numbers"]
         return cls(*(tuple(getattr(dn, field)) for field in _fields(eqn)))
 
-    def dimension_numbers(self, eqn: Any) -> Any:
+    def dimension_numbers(self, eqn: JaxprEqn) -> Any:
         """The dimension numbers of the equation, with these dims in place of its own."""
         values = (self.collapsed, self.indexed, self.batch, self.index_batch, self.window)
         return eqn.params["dimension_numbers"]._replace(**dict(zip(_fields(eqn), values, strict=True)))
@@ -81,7 +82,7 @@ class LookupDims:
         return [d for d in range(rank) if d not in self.window]
 
 
-def _fields(eqn: Any) -> tuple[str, ...]:
+def _fields(eqn: JaxprEqn) -> tuple[str, ...]:
     """The fields of the equation's dimension numbers, in the order of :class:`LookupDims`."""
     if eqn.primitive.name == "gather":
         return (
@@ -93,7 +94,9 @@ def _fields(eqn: Any) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _lookup_rule(eqn: Any, array: Sequence[int], indices: Sequence[int], window: Sequence[int], kind: Kind) -> OpRule:
+def _lookup_rule(
+    eqn: JaxprEqn, array: Sequence[int], indices: Sequence[int], window: Sequence[int], kind: Kind
+) -> OpRule:
     """A rule with three operands: the array, the index vectors and the window array.
 
     Batch dims and dims of full windows pass through, other dims of the array are indexed, and the leading dims of the index
@@ -148,9 +151,7 @@ def _local_gather(op: LocalOp, operand: Any, indices: Any) -> list[Any]:
         return op.run(operand, indices, slice_sizes=tuple(window))
     # PROMISE_IN_BOUNDS: indices out of bounds are clamped, as by XLA on one device
     clamp = mode in (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
-    local = _LocalWindows.of(
-        op, operand, indices, split, dims.batch_dims(len(op.out_shape)), window_dims, window, clamp
-    )
+    local = _LocalWindows.of(op, operand, indices, window, len(op.out_shape), clamp)
     columns, own = dict(local.columns), local.own
     if mode == lax.GatherScatterMode.FILL_OR_DROP:  # out of bounds for the local gather too, which fills the element
         columns[split[0]] = jnp.where(local.valid, columns[split[0]], operand.shape[split[0]])
@@ -158,7 +159,7 @@ def _local_gather(op: LocalOp, operand: Any, indices: Any) -> list[Any]:
         own = (own & local.valid) | (~local.valid & is_first)
     (out,) = op.run(
         operand, jnp.stack([columns[d] for d in dims.indexed], -1),
-        dimension_numbers=local.local_dims(dims, split, window_dims).dimension_numbers(op.eqn),
+        dimension_numbers=local.dims.dimension_numbers(op.eqn),
         slice_sizes=tuple(1 if d in split else n for d, n in enumerate(window)), indices_are_sorted=False,
         unique_indices=False,
     )  # fmt: skip
@@ -198,8 +199,7 @@ def _local_scatter(op: LocalOp, operand: Any, indices: Any, updates: Any) -> lis
         return op.run(operand, indices, updates)
     window = [updates.shape[window_dims[d]] if d in window_dims else 1 for d in range(operand.ndim)]
     clamp = p["mode"] == lax.GatherScatterMode.CLIP
-    local = _LocalWindows.of(op, operand, indices, split, dims.batch_dims(updates.ndim), window_dims, window, clamp)
-    local_dims = local.local_dims(dims, split, window_dims)
+    local = _LocalWindows.of(op, operand, indices, window, updates.ndim, clamp)
     columns, write = dict(local.columns), local.own & local.valid
     one = math.prod(write.shape) == 1  # quirk MERGED_SLICES: no index may be beyond the operand
     applied = applies_function(op.eqn)
@@ -210,20 +210,20 @@ def _local_scatter(op: LocalOp, operand: Any, indices: Any, updates: Any) -> lis
     index = jnp.stack([columns[d] for d in dims.indexed], -1)
     if one and not applied:  # the elements that are present are written
         mask = lax.broadcast_in_dim(write, updates.shape, local.batch_dims)
-        updates = jnp.where(mask, updates, _updates_without_effect(op.name, operand, index, updates, local_dims))
+        updates = jnp.where(mask, updates, _updates_without_effect(op.name, operand, index, updates, local.dims))
     (out,) = op.run(
-        operand, index, updates, dimension_numbers=local_dims.dimension_numbers(op.eqn), indices_are_sorted=False,
+        operand, index, updates, dimension_numbers=local.dims.dimension_numbers(op.eqn), indices_are_sorted=False,
         mode=lax.GatherScatterMode.CLIP if one else lax.GatherScatterMode.FILL_OR_DROP,
     )  # fmt: skip
     return [jnp.where(write.reshape(()), out, operand) if one and applied else out]
 
 
-def adds_rows(eqn: Any) -> bool:
+def adds_rows(eqn: JaxprEqn) -> bool:
     """Whether a scatter adds to rows, or subtracts from them."""
     return _SCATTER_KINDS.get(eqn.primitive.name) == "sum"
 
 
-def applies_function(eqn: Any) -> bool:
+def applies_function(eqn: JaxprEqn) -> bool:
     """Whether a scatter writes a user's function of the elements, as ``x.at[i].apply(f)``: no update is without effect."""
     return eqn.primitive.name == "scatter" and eqn.params["update_jaxpr"] is not None
 
@@ -272,35 +272,34 @@ class _LocalWindows:
     which the index vectors get as well.
 
     Attributes:
+      dims: the dims of the local op.
       batch_dims: the dims of the window array that are batch dims of the local op.
-      positions: for every leading dim of the program's index vectors, its position among ``batch_dims``.
       columns: dim of the array → its component of the local index vectors: an index in this device's shard (clamped to it) if the
         dim is split, else the start of the window in the array.
       own: which elements are in this device's shard.
       valid: which of the program's windows are within the array: all if starts are clamped.
     """
 
+    dims: LookupDims
     batch_dims: tuple[int, ...]
-    positions: tuple[int, ...]
     columns: dict[int, Any]
     own: Any
     valid: Any
 
     @classmethod
     def of(
-        cls, op: LocalOp, operand: Any, indices: Any, split: Sequence[int], batch: Sequence[int],
-        window_dims: dict[int, int], window: Sequence[int], clamp: bool,
-    ) -> _LocalWindows:  # fmt: skip
+        cls, op: LocalOp, operand: Any, indices: Any, window: Sequence[int], rank: int, clamp: bool
+    ) -> _LocalWindows:
         """The windows at this device's index vectors.
 
         Args:
           operand, indices: shards.
-          split: the dims of the array that are indexed and split.
-          batch: the dims of the window array that are the leading dims of the index vectors.
-          window_dims: dim of the array → dim of the window array, for the dims of a window that are not collapsed.
           window: the size of a window along every dim of the array; the shard's size for a full window.
+          rank: of the window array.
           clamp: whether starts are clamped so that windows are within the array; else windows that are not are invalid.
         """
+        dims = LookupDims.of(op.eqn)
+        split, window_dims, batch = _split_indexed_dims(op, dims), dims.window_dims(operand.ndim), dims.batch_dims(rank)
         to_batch = {d: window_dims[d] for d in split if d in window_dims}
         batch_dims = tuple(sorted((*batch, *to_batch.values())))
         positions = tuple(batch_dims.index(b) for b in batch)
@@ -310,7 +309,7 @@ class _LocalWindows:
         dtype = index_dtype(array_shape)
         columns: dict[int, Any] = {}
         own = valid = jnp.ones(shape, bool)
-        for c, d in enumerate(LookupDims.of(op.eqn).indexed):
+        for c, d in enumerate(dims.indexed):
             last = (array_shape if d in split else operand.shape)[d] - window[d]
             start = as_index(indices[..., c], last + 1, dtype)
             if clamp:
@@ -325,17 +324,13 @@ class _LocalWindows:
                 own = own & (start >= 0) & (start < size)
                 start = lax.clamp(dtype.type(0), start, dtype.type(size - 1))
             columns[d] = start
-        return cls(batch_dims, positions, columns, own, valid)
-
-    def local_dims(self, dims: LookupDims, split: Sequence[int], window_dims: dict[int, int]) -> LookupDims:
-        """The dimension numbers of the local op, from ``dims`` of the program's op; other arguments are as in :meth:`of`."""
-        return LookupDims(
-            tuple(sorted({*dims.collapsed, *split})),
-            dims.indexed,
-            dims.batch,
-            tuple(self.positions[i] for i in dims.index_batch),
-            tuple(w for d, w in window_dims.items() if d not in split),
+        local_dims = replace(
+            dims,
+            collapsed=tuple(sorted({*dims.collapsed, *split})),
+            index_batch=tuple(positions[i] for i in dims.index_batch),
+            window=tuple(w for d, w in window_dims.items() if d not in split),
         )
+        return cls(local_dims, batch_dims, columns, own, valid)
 
 
 def index_dtype(shape: Sequence[int]) -> np.dtype:
@@ -367,7 +362,7 @@ def dynamic_update_slice(eqn, ins, outs) -> OpRule:
     return r.maps([*r.ins, *((),) * (len(ins) - 2)], [r.ins[0]])
 
 
-def _window_rule(eqn: Any, array: Sequence[int], window: Sequence[int]) -> OpRule:
+def _window_rule(eqn: JaxprEqn, array: Sequence[int], window: Sequence[int]) -> OpRule:
     """A rule with two operands of these shapes: an array, and a window of it at a run-time index."""
     r, kind = OpRule(), indexed_kind(eqn)
     array_factors = r.factors(array, kind, [d for d, (n, m) in enumerate(zip(array, window, strict=True)) if n != m])

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from ..compat.jax import at_line_of, axes_of_spec, bind, literal_array
 from .control_flow import run_bodies
@@ -21,7 +21,7 @@ from .rule import OpRule, same_dims
 from .spmd import Send, Sizes, axis_index, fine_names
 
 
-def mapped(eqn: Any, ins: list[tuple[int, ...]], outs: list[tuple[int, ...]]) -> OpRule:
+def mapped(eqn: JaxprEqn, ins: list[tuple[int, ...]], outs: list[tuple[int, ...]]) -> OpRule:
     """The rule of a ``shard_map``: every dim of an operand or result is a factor, split by the specs; ``sends_over``
     lists the collectives of the body."""
     r, given = OpRule(), []
@@ -50,18 +50,18 @@ _SENDS: dict[str, str] = {
 _AXES = ("axes", "axis_name")
 
 
-def _all_axes(eqn: Any) -> tuple[Any, ...]:
+def _all_axes(eqn: JaxprEqn) -> tuple[Any, ...]:
     """The axes of a collective: names, and integers for dims of its operands."""
     axes = next(eqn.params[k] for k in _AXES if k in eqn.params)
     return axes if isinstance(axes, tuple) else (axes,)
 
 
-def _axes_of(eqn: Any) -> tuple[str, ...]:
+def _axes_of(eqn: JaxprEqn) -> tuple[str, ...]:
     """The mesh axes over which a collective runs."""
     return tuple(a for a in _all_axes(eqn) if isinstance(a, str))
 
 
-def _dims_of(eqn: Any) -> tuple[int, ...]:
+def _dims_of(eqn: JaxprEqn) -> tuple[int, ...]:
     """The dims of its operands that a collective reduces: axes of a ``vmap`` in the body."""
     return tuple(a for a in _all_axes(eqn) if not isinstance(a, str))
 
@@ -102,7 +102,7 @@ def _run(jaxpr: Any, consts: Sequence[Any], xs: Sequence[Any], sizes: Sizes) -> 
     """
     env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *xs), strict=True))
 
-    def read(var: Any) -> Any:
+    def read(var: Var | Literal) -> Any:
         return literal_array(var) if isinstance(var, Literal) else env[var]
 
     for eqn in jaxpr.eqns:
@@ -114,7 +114,7 @@ def _run(jaxpr: Any, consts: Sequence[Any], xs: Sequence[Any], sizes: Sizes) -> 
     ]
 
 
-def _step(eqn: Any, xs: list[Any], sizes: Sizes) -> list[Any]:
+def _step(eqn: JaxprEqn, xs: list[Any], sizes: Sizes) -> list[Any]:
     """The results of one equation of a user's jaxpr."""
     name, p = eqn.primitive.name, eqn.params
     if name in _CASTS or primitive(name).family == "identity":
@@ -139,7 +139,7 @@ def _nests(op: SplitOp) -> Refusal | None:
     return None
 
 
-def _walk(jaxpr: Any) -> Iterator[Any]:
+def _walk(jaxpr: Jaxpr) -> Iterator[Any]:
     """All equations of a jaxpr; the equations of nested bodies follow their loop, branch or call."""
     for eqn in jaxpr.eqns:
         yield eqn
@@ -151,17 +151,17 @@ _CASTS = ("pvary", "reshard")
 """Primitives that only change the type of their operand."""
 
 
-def _over(eqn: Any, xs: list[Any], axes: tuple[str, ...]) -> list[Any]:
+def _over(eqn: JaxprEqn, xs: list[Any], axes: tuple[str, ...]) -> list[Any]:
     """A collective over other mesh axes; dims that it reduces stay."""
     key = next(k for k in _AXES if k in eqn.params)
     return bind(eqn, xs, {**eqn.params, key: (*_dims_of(eqn), *axes)})
 
 
-def _summed(eqn: Any, xs: list[Any], axes: tuple[str, ...]) -> list[Any]:
+def _summed(eqn: JaxprEqn, xs: list[Any], axes: tuple[str, ...]) -> list[Any]:
     return [lax.psum(x, axes) for x in xs]
 
 
-def _gathered(eqn: Any, xs: list[Any], axes: tuple[str, ...]) -> list[Any]:
+def _gathered(eqn: JaxprEqn, xs: list[Any], axes: tuple[str, ...]) -> list[Any]:
     p = eqn.params
     return [lax.all_gather(x, axes, axis=p["all_gather_dimension"], tiled=p["tiled"]) for x in xs]
 

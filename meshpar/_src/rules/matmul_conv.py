@@ -52,7 +52,7 @@ def _batches_mixed(op: SplitOp) -> bool:
     return op.mixed and bool(op.eqn.params["dimension_numbers"][1][0])
 
 
-def _dot_dims(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:
+def _dot_dims(eqn: JaxprEqn, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:
     return _matmul_dims(eqn.params["dimension_numbers"], lhs, rhs)
 
 
@@ -107,7 +107,7 @@ def _local_ragged_dot(op: LocalOp, lhs: Any, rhs: Any, sizes: Any, *rest: Any) -
     return op.run(lhs, rhs, sizes, *rest)
 
 
-def _ragged_dims(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:
+def _ragged_dims(eqn: JaxprEqn, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     return _matmul_dims(numbers.dot_dimension_numbers, lhs, rhs, numbers.rhs_group_dimensions)
 
@@ -214,7 +214,7 @@ def _local_conv(op: LocalOp, lhs: Any, rhs: Any) -> list[Any]:
     return op.run(lhs, rhs, padding=tuple(padding), lhs_dilation=tuple(dilation), **changed)
 
 
-def _convolution_dims(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:
+def _conv_dims(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:
     """The sizes of the matmul with the FLOPs of a convolution: (1, output positions, output features, kernel elements of each)."""
     p = eqn.params
     numbers = p["dimension_numbers"]
@@ -231,7 +231,7 @@ register(
     rule=conv_general_dilated,
     local=_local_conv,
     manual=always,
-    matmul_dims=_convolution_dims,
+    matmul_dims=_conv_dims,
 )
 
 

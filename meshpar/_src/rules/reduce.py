@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 from ..compat.jax import bind
 from .local import LocalOp, on_shards
@@ -18,14 +19,8 @@ from .registry import SplitOp, register
 from .rule import Kind, OpRule, exchange_kind, no_rule, same_dims
 from .spmd import Send
 
-REDUCTION_KINDS: dict[str, Kind] = {
-    "reduce_sum": "sum",
-    "reduce_max": "max",
-    "reduce_min": "min",
-    "reduce_prod": "prod",
-    "reduce_and": "and",
-    "reduce_or": "or",
-}
+_KINDS: tuple[Kind, ...] = ("sum", "max", "min", "prod", "and", "or")
+REDUCTION_KINDS: dict[str, Kind] = {f"reduce_{kind}": kind for kind in _KINDS}
 """By primitive, how it combines elements."""
 
 
@@ -120,7 +115,7 @@ def _local_positional(op: LocalOp, *xs: Any) -> list[Any]:
     return bind(op.eqn, xs, {**op.params, "axes": names}) if names else list(xs)
 
 
-def _is_identity(eqn: Any) -> bool:
+def _is_identity(eqn: JaxprEqn) -> bool:
     return not eqn.params["axes"]
 
 

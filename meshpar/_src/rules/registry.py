@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from jax.extend.core import JaxprEqn
+
 from ..compat.jax import bodies_of
 from .partial import Law
 from .rule import OpRule, RuleFn
@@ -45,7 +47,7 @@ class Refusal(NamedTuple):
 
     why: str
     fixes: tuple[str, ...] = ()
-    eqn: Any = None
+    eqn: JaxprEqn | None = None
 
 
 def always(op: SplitOp) -> bool:
@@ -132,11 +134,6 @@ class Primitive:
         return self.matmul_dims is not None
 
     @property
-    def lookup(self) -> bool:
-        """Reads or writes rows at run-time indices."""
-        return self.family in ("gather", "scatter")
-
-    @property
     def slice(self) -> bool:
         """Reads a part of its operand."""
         return self.family in ("slice", "dynamic_slice", "gather")
@@ -211,7 +208,7 @@ _PER_OPERAND = ("devices", "srcs", "copy_semantics")
 """Parameters of a ``device_put``: tuples with one entry per operand."""
 
 
-def separated(eqn: Any) -> list[Any]:
+def separated(eqn: JaxprEqn) -> list[Any]:
     """An equation as one equation per operand, if it is a ``device_put``; else the equation itself.
 
     ``a, b = device_put[devices=(Host, Device)] x y`` becomes ``a = device_put[devices=(Host,)] x`` and
@@ -230,7 +227,7 @@ def separated(eqn: Any) -> list[Any]:
     ]
 
 
-def bodies(eqn: Any) -> list[Any]:
+def bodies(eqn: JaxprEqn) -> list[Any]:
     """The jaxprs of a loop, branch or call, in the order of ``Op.frames``; none for other equations."""
     entry = primitive(eqn.primitive.name)
     return [jaxpr for jaxpr, _ in bodies_of(eqn)] if entry.call or entry.control_flow else []

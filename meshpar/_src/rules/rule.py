@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from .halo import ShardWindow
 from .spmd import Factors, Send
@@ -148,7 +149,7 @@ def einsum(ins: Sequence[str], outs: Sequence[str], in_shapes, out_shapes, kind:
     )
 
 
-def replicated(eqn: Any, in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]]) -> OpRule:
+def replicated(eqn: JaxprEqn | None, in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]]) -> OpRule:
     """The rule of an op without a better one: every dim of operands and results needs replication."""
     r = OpRule()
     return r.maps(
@@ -163,14 +164,16 @@ def no_rule(in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[in
     return r
 
 
-def independent_of_data(eqn: Any, in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]]) -> OpRule:
+def independent_of_data(
+    eqn: JaxprEqn, in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]]
+) -> OpRule:
     """The rule of an op whose results depend on indices alone: dims of results pass through, and each device makes its
     shard from indices. Operands (sizes, a random key) need replication."""
     r = OpRule()
     return r.maps([r.factors(s, "need_replication") for s in in_shapes], [r.factors(s) for s in out_shapes])
 
 
-def same_dims(eqn: Any, in_shapes: Sequence[tuple[int, ...]], out_shapes: Sequence[tuple[int, ...]]) -> OpRule:
+def same_dims(eqn: JaxprEqn, in_shapes: Sequence[tuple[int, ...]], out_shapes: Sequence[tuple[int, ...]]) -> OpRule:
     """The rule of a collective in the body of a ``shard_map``: result k has the dims of operand k, except for the dims
     that change in size; results of another rank share no dim."""
     r = OpRule(pairwise=True)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 from .halo import ShardWindow, fetch_window, halo_exchange, shard_window
 from .local import LocalOp, on_shards
@@ -281,7 +282,7 @@ def concatenate(eqn, ins, outs) -> OpRule:
 
 
 def _part_factors(
-    r: OpRule, eqn: Any, shape: Sequence[int], sizes: Sequence[int], axis: int
+    r: OpRule, eqn: JaxprEqn, shape: Sequence[int], sizes: Sequence[int], axis: int
 ) -> tuple[tuple[Factors, ...], list[tuple[Factors, ...]]]:
     """(factors of an array, factors of each part), for an array that is the concatenation of parts along an axis.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,6 +15,9 @@ from .reduce import reduced_dims
 from .registry import always, register
 from .rule import OpRule, exchange_kind
 from .spmd import Send, axis_index
+
+Select = Callable[[Any, int], Sequence[Any]]
+"""(array, k) → (its k best values, their indices)."""
 
 
 def sort(eqn, ins, outs) -> OpRule:
@@ -78,23 +81,35 @@ def top_k(eqn, ins, outs) -> OpRule:
     return r
 
 
-def _local_top_k(op: LocalOp, x: Any) -> list[Any]:
-    """The k best of the candidates of all shards; of equal values the lowest index first, as candidates are in that order."""
-    p = op.params
-    axis, k = p.get("axis", -1) % x.ndim, p["k"]
+def _best_of_all(op: LocalOp, x: Any, axis: int, k: int, index: Any, select: Select) -> Sequence[Any]:
+    """(the k best values of all shards, their indices), from all-gathered candidates or values, as :func:`_gather_candidates` says.
+
+    Of equal values the lowest index is first, as candidates are in that order.
+
+    Args:
+      axis: the dim of ``x`` that is searched.
+      index: the dtype of indices.
+      select: (array, k) → (its k best values along the dim, their indices).
+    """
     axes = op.axes_of(op.rule.ins[0][axis])
     if not axes:
-        return op.run(x)
-    index = op.eqn.outvars[1].aval.dtype
-    best = candidates(x.shape[axis], k, x.dtype.itemsize, jnp.dtype(index).itemsize)
+        return select(x, k)
     gather = functools.partial(lax.all_gather, axis_name=axes, axis=axis, tiled=True)
+    # if k candidates with their indices are more bytes than all values, these are gathered instead
+    best = candidates(x.shape[axis], k, x.dtype.itemsize, jnp.dtype(index).itemsize)
     if best is None:
-        return op.run(gather(x))
-    values, indices = op.run(x, k=best)
-    indices = indices + lax.convert_element_type(axis_index(axes) * x.shape[axis], index)
-    values, indices = gather(values), gather(indices)
-    values, chosen = op.run(values)
-    return [values, jnp.take_along_axis(indices, chosen, axis)]
+        return select(gather(x), k)
+    values, indices = select(x, best)
+    indices = gather(indices + lax.convert_element_type(axis_index(axes) * x.shape[axis], index))
+    values, chosen = select(gather(values), k)
+    return values, jnp.take_along_axis(indices, chosen, axis)
+
+
+def _local_top_k(op: LocalOp, x: Any) -> list[Any]:
+    """The k best of the candidates of all shards."""
+    axis = op.params.get("axis", -1) % x.ndim
+    index = op.eqn.outvars[1].aval.dtype
+    return list(_best_of_all(op, x, axis, op.params["k"], index, lambda x, k: op.run(x, k=k)))
 
 
 register("top_k", rule=top_k, local=_local_top_k, manual=always)  # XLA all-gathers it, also along the batch dim
@@ -113,20 +128,14 @@ def arg_extremum(eqn, ins, outs) -> OpRule:
 
 def _local_arg_extremum(op: LocalOp, x: Any) -> list[Any]:
     """The index of the first extremum of all shards, on every device."""
-    p = op.params
-    (axis,) = p["axes"]
-    axes = op.axes_of(op.rule.ins[0][axis])
-    if not axes:
-        return op.run(x)
-    gather = functools.partial(lax.all_gather, axis_name=axes, axis=axis, tiled=True)
-    if candidates(x.shape[axis], 1, x.dtype.itemsize, jnp.dtype(p["index_dtype"]).itemsize) is None:
-        return op.run(gather(x))
-    (index,) = op.run(x)
-    index = jnp.expand_dims(index, axis)
-    values = gather(jnp.take_along_axis(x, index, axis))
-    indices = gather(index + lax.convert_element_type(axis_index(axes) * x.shape[axis], index.dtype))
-    (chosen,) = op.run(values)
-    return [jnp.squeeze(jnp.take_along_axis(indices, jnp.expand_dims(chosen, axis), axis), axis)]
+    (axis,) = op.params["axes"]
+
+    def select(x: Any, _k: int) -> tuple[Any, Any]:
+        index = jnp.expand_dims(op.run(x)[0], axis)
+        return jnp.take_along_axis(x, index, axis), index
+
+    _, index = _best_of_all(op, x, axis, 1, op.params["index_dtype"], select)
+    return [jnp.squeeze(index, axis)]
 
 
 register("argmax", "argmin", rule=arg_extremum, local=_local_arg_extremum, family="reduction", pinned=True)

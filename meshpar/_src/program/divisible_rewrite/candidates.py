@@ -25,7 +25,7 @@ def candidate_dims(program: Program) -> list[tuple[Value, int]]:
             continue
         if op.primitive.regroups:
             dims = _merged_or_split(op)
-        elif not op.primitive.lookup:
+        elif op.primitive.family not in ("gather", "scatter"):
             dims = _resized(op)
         elif op.ins[1] is None or op.ins[1] not in depends_on_input or len(index_components(op.ins[1])) > 1:
             dims = _indexed(op)
