@@ -152,7 +152,9 @@ def transformer(
         transformers.logging.set_verbosity_error()
         module = importlib.import_module(f"transformers.models.{kind}.modeling_flax_{kind}")
         name = model.removeprefix("Flax")
-        family = next(c for c in dir(transformers) if c.endswith("Config") and name.startswith(c[:-6]) and c != "Config")
+        family = next(
+            c for c in dir(transformers) if c.endswith("Config") and name.startswith(c[:-6]) and c != "Config"
+        )
         net = getattr(module, model)(getattr(transformers, family)(**config))
         sizes = {"tokens": TOKENS, "positions": TOKENS, "labels": TOKENS, "images": IMAGES, "decoder": DECODED}
         sizes |= {"decoder_positions": DECODED, "classes": Shape((32,), jnp.int32)}
@@ -202,30 +204,156 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "SimCLR": example("simclr", "simclr"),
     "DLRM": example("dlrm", "dlrm"),
     "FlaxGPT2": transformer(
-        "gpt2", "FlaxGPT2LMHeadModule",
-        {"vocab_size": VOCAB, "n_positions": 128, "n_embd": EMBED, "n_layer": 2, "n_head": HEADS} | dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
-        TEXT, {"*/c_attn/kernel": "_ embed", "*/c_attn/bias": "_", "*/attn/c_proj/kernel": "embed heads", "*/c_fc/kernel": "mlp embed", "*/c_fc/bias": "mlp", "*/mlp/c_proj/kernel": "embed mlp"},
+        "gpt2",
+        "FlaxGPT2LMHeadModule",
+        {"vocab_size": VOCAB, "n_positions": 128, "n_embd": EMBED, "n_layer": 2, "n_head": HEADS}
+        | dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
+        TEXT,
+        {
+            "*/c_attn/kernel": "_ embed",
+            "*/c_attn/bias": "_",
+            "*/attn/c_proj/kernel": "embed heads",
+            "*/c_fc/kernel": "mlp embed",
+            "*/c_fc/bias": "mlp",
+            "*/mlp/c_proj/kernel": "embed mlp",
+        },
     ),
-    "FlaxLlama": transformer("llama", "FlaxLlamaForCausalLMModule", ENCODER | {"num_key_value_heads": 4}, TEXT, GROUPED),
-    "FlaxGemma": transformer("gemma", "FlaxGemmaForCausalLMModule", ENCODER | {"num_key_value_heads": 4, "head_dim": 48}, TEXT, GROUPED),
-    "FlaxMistral": transformer("mistral", "FlaxMistralForCausalLMModule", ENCODER | {"num_key_value_heads": 4, "sliding_window": 32}, TEXT, GROUPED),
-    "FlaxGPTJ": transformer("gptj", "FlaxGPTJForCausalLMModule", {"vocab_size": VOCAB, "n_positions": 128, "n_embd": EMBED, "n_layer": 2, "n_head": HEADS, "rotary_dim": 16} | dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0), TEXT),
-    "FlaxGPTNeo": transformer("gpt_neo", "FlaxGPTNeoForCausalLMModule", {"vocab_size": VOCAB, "max_position_embeddings": 128, "hidden_size": EMBED, "num_layers": 2, "num_heads": HEADS, "attention_types": [[["global"], 2]]} | dict.fromkeys(("resid_dropout", "embed_dropout", "attention_dropout"), 0.0), TEXT, {"*/c_fc/kernel": "embed mlp", "*/c_fc/bias": "mlp", "*/c_proj/kernel": "mlp embed"}),
-    "FlaxOPT": transformer("opt", "FlaxOPTForCausalLMModule", {"vocab_size": VOCAB, "hidden_size": EMBED, "num_hidden_layers": 2, "ffn_dim": MLP, "max_position_embeddings": 128, "num_attention_heads": HEADS, "word_embed_proj_dim": EMBED}, TEXT),
-    "FlaxXGLM": transformer("xglm", "FlaxXGLMForCausalLMModule", {"vocab_size": VOCAB, "d_model": EMBED, "ffn_dim": MLP, "num_layers": 2, "attention_heads": HEADS, "max_position_embeddings": 128, "dropout": 0.0}, TEXT),
+    "FlaxLlama": transformer(
+        "llama", "FlaxLlamaForCausalLMModule", ENCODER | {"num_key_value_heads": 4}, TEXT, GROUPED
+    ),
+    "FlaxGemma": transformer(
+        "gemma", "FlaxGemmaForCausalLMModule", ENCODER | {"num_key_value_heads": 4, "head_dim": 48}, TEXT, GROUPED
+    ),
+    "FlaxMistral": transformer(
+        "mistral",
+        "FlaxMistralForCausalLMModule",
+        ENCODER | {"num_key_value_heads": 4, "sliding_window": 32},
+        TEXT,
+        GROUPED,
+    ),
+    "FlaxGPTJ": transformer(
+        "gptj",
+        "FlaxGPTJForCausalLMModule",
+        {"vocab_size": VOCAB, "n_positions": 128, "n_embd": EMBED, "n_layer": 2, "n_head": HEADS, "rotary_dim": 16}
+        | dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
+        TEXT,
+    ),
+    "FlaxGPTNeo": transformer(
+        "gpt_neo",
+        "FlaxGPTNeoForCausalLMModule",
+        {
+            "vocab_size": VOCAB,
+            "max_position_embeddings": 128,
+            "hidden_size": EMBED,
+            "num_layers": 2,
+            "num_heads": HEADS,
+            "attention_types": [[["global"], 2]],
+        }
+        | dict.fromkeys(("resid_dropout", "embed_dropout", "attention_dropout"), 0.0),
+        TEXT,
+        {"*/c_fc/kernel": "embed mlp", "*/c_fc/bias": "mlp", "*/c_proj/kernel": "mlp embed"},
+    ),
+    "FlaxOPT": transformer(
+        "opt",
+        "FlaxOPTForCausalLMModule",
+        {
+            "vocab_size": VOCAB,
+            "hidden_size": EMBED,
+            "num_hidden_layers": 2,
+            "ffn_dim": MLP,
+            "max_position_embeddings": 128,
+            "num_attention_heads": HEADS,
+            "word_embed_proj_dim": EMBED,
+        },
+        TEXT,
+    ),
+    "FlaxXGLM": transformer(
+        "xglm",
+        "FlaxXGLMForCausalLMModule",
+        {
+            "vocab_size": VOCAB,
+            "d_model": EMBED,
+            "ffn_dim": MLP,
+            "num_layers": 2,
+            "attention_heads": HEADS,
+            "max_position_embeddings": 128,
+            "dropout": 0.0,
+        },
+        TEXT,
+    ),
     "FlaxBert": transformer("bert", "FlaxBertForMaskedLMModule", ENCODER, MASKED),
     "FlaxRoberta": transformer("roberta", "FlaxRobertaForMaskedLMModule", ENCODER, MASKED),
-    "FlaxElectra": transformer("electra", "FlaxElectraForMaskedLMModule", ENCODER | {"embedding_size": 128}, MASKED, {"*/embeddings_project/kernel": "_ embed", "*/generator_predictions/dense/kernel": "embed _", "*/embeddings/*": "...", "*/generator_predictions/*": "..."}),
-    "FlaxAlbert": transformer("albert", "FlaxAlbertForMaskedLMModule", ENCODER | {"embedding_size": 128}, MASKED[:-1], {"*/embedding_hidden_mapping_in/kernel": "_ embed", "*/embeddings/*": "...", "*/predictions/LayerNorm/*": "_", "*/predictions/dense/bias": "_"}),
-    "FlaxDistilBert": transformer("distilbert", "FlaxDistilBertForMaskedLMModule", {"vocab_size": VOCAB, "dim": EMBED, "n_layers": 2, "n_heads": HEADS, "hidden_dim": MLP, "max_position_embeddings": 128}, ("tokens", "mask")),
-    "FlaxT5": transformer("t5", "FlaxT5ForConditionalGenerationModule", {"vocab_size": VOCAB, "d_model": EMBED, "d_kv": 32, "d_ff": MLP, "num_layers": 2, "num_heads": HEADS, "dropout_rate": 0.0}, ("tokens", "mask", "decoder", "mask")),
+    "FlaxElectra": transformer(
+        "electra",
+        "FlaxElectraForMaskedLMModule",
+        ENCODER | {"embedding_size": 128},
+        MASKED,
+        {
+            "*/embeddings_project/kernel": "_ embed",
+            "*/generator_predictions/dense/kernel": "embed _",
+            "*/embeddings/*": "...",
+            "*/generator_predictions/*": "...",
+        },
+    ),
+    "FlaxAlbert": transformer(
+        "albert",
+        "FlaxAlbertForMaskedLMModule",
+        ENCODER | {"embedding_size": 128},
+        MASKED[:-1],
+        {
+            "*/embedding_hidden_mapping_in/kernel": "_ embed",
+            "*/embeddings/*": "...",
+            "*/predictions/LayerNorm/*": "_",
+            "*/predictions/dense/bias": "_",
+        },
+    ),
+    "FlaxDistilBert": transformer(
+        "distilbert",
+        "FlaxDistilBertForMaskedLMModule",
+        {
+            "vocab_size": VOCAB,
+            "dim": EMBED,
+            "n_layers": 2,
+            "n_heads": HEADS,
+            "hidden_dim": MLP,
+            "max_position_embeddings": 128,
+        },
+        ("tokens", "mask"),
+    ),
+    "FlaxT5": transformer(
+        "t5",
+        "FlaxT5ForConditionalGenerationModule",
+        {
+            "vocab_size": VOCAB,
+            "d_model": EMBED,
+            "d_kv": 32,
+            "d_ff": MLP,
+            "num_layers": 2,
+            "num_heads": HEADS,
+            "dropout_rate": 0.0,
+        },
+        ("tokens", "mask", "decoder", "mask"),
+    ),
     "FlaxBart": transformer("bart", "FlaxBartForConditionalGenerationModule", BART, TO_TEXT),
-    "FlaxMarian": transformer("marian", "FlaxMarianMTModule", BART | {"pad_token_id": 0, "decoder_start_token_id": 0}, TO_TEXT),
+    "FlaxMarian": transformer(
+        "marian", "FlaxMarianMTModule", BART | {"pad_token_id": 0, "decoder_start_token_id": 0}, TO_TEXT
+    ),
     "FlaxPegasus": transformer("pegasus", "FlaxPegasusForConditionalGenerationModule", BART, TO_TEXT),
     "FlaxViT": transformer("vit", "FlaxViTForImageClassificationModule", IMAGE, ("images",)),
     "FlaxBeit": transformer("beit", "FlaxBeitForImageClassificationModule", IMAGE | {"vocab_size": VOCAB}, ("images",)),
-    "FlaxDinov2": transformer("dinov2", "FlaxDinov2ForImageClassificationModule", {k: v for k, v in IMAGE.items() if k != "intermediate_size"}, ("images",), {"*/classifier/kernel": "_ classes"}),
-    "FlaxCLIP": transformer("clip", "FlaxCLIPModule", {"text_config": ENCODER, "vision_config": IMAGE, "projection_dim": 160}, ("tokens", "images", "mask", "positions")),
+    "FlaxDinov2": transformer(
+        "dinov2",
+        "FlaxDinov2ForImageClassificationModule",
+        {k: v for k, v in IMAGE.items() if k != "intermediate_size"},
+        ("images",),
+        {"*/classifier/kernel": "_ classes"},
+    ),
+    "FlaxCLIP": transformer(
+        "clip",
+        "FlaxCLIPModule",
+        {"text_config": ENCODER, "vision_config": IMAGE, "projection_dim": 160},
+        ("tokens", "images", "mask", "positions"),
+    ),
 }
 
 
@@ -289,7 +417,9 @@ def by_hand(program: Program) -> mp.Plan:
         path = f"{name}/{leaf.path}"
         match = patterns.match(path)
         if match is not None and leaf.kind != "opt":
-            dims[path] = match[1] if len(match[1]) == leaf.value.ndim and ... not in match[1] else (None,) * leaf.value.ndim
+            dims[path] = (
+                match[1] if len(match[1]) == leaf.value.ndim and ... not in match[1] else (None,) * leaf.value.ndim
+            )
     return mp.plan(program.step, *program.args, mesh=MESH, topology=TOPOLOGY, layout="", dims=dims)
 
 

@@ -212,8 +212,8 @@ class PathDims:
     """Ordered path patterns → dims; the first that matches wins.
 
     Args:
-      patterns: e.g. ``{"batch/tokens": "batch seq", "*/kernel": "embed mlp"}``, or pairs. ``"auto"``, or the pattern ``"*": "auto"``:
-        names are inferred for the arrays that no other pattern matches (:mod:`program.naming`).
+      patterns: e.g. ``{"batch/tokens": "batch seq", "*/kernel": "embed mlp"}``, or pairs. ``"auto"``, or the pattern
+        ``"*": "auto"``: names are inferred for the arrays that no other pattern matches (:mod:`program.naming`).
 
     Attributes:
       items: (pattern, dims).
@@ -252,8 +252,8 @@ class PathDims:
 
     def then(self, others: Mapping[str, str]) -> PathDims:
         """These patterns, then others, for paths that no pattern of these matches."""
-        new = PathDims([*self.items, *PathDims(others).items])
-        new.auto = self.auto
+        new = PathDims(others)
+        new.items, new.auto = (*self.items, *new.items), self.auto
         return new
 
     def match(self, path: str) -> tuple[str, tuple[str | EllipsisType | None, ...]] | None:

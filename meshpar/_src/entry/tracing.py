@@ -30,8 +30,8 @@ from ..flax import Leaf, capture_names, flatten_named, with_states
 from ..layout import AnyMesh
 from ..program import Program, infer, trace
 from ..program.ir import Join
+from ..program.naming import inferred_dims, patterns_of
 from ..program.primitives import rename_dims_p
-from ..program.naming import named_dims, patterns_of
 from ..program.roles import name_parameters
 from .arguments import (
     ArgumentPath,
@@ -185,7 +185,7 @@ def trace_call(
 
     program = named_by(patterns, annotations, used)
     if not init and (patterns.auto or (patterns.auto is None and not program.all_names())):
-        inferred = named_dims(program)
+        inferred = inferred_dims(program)
         patterns = patterns.then(patterns_of(inferred))
         program = named_by(patterns, annotations_of(named, patterns, used), {p for p, _ in patterns.items})
         program.inferred = inferred
