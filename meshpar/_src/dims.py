@@ -213,8 +213,15 @@ class PathDims:
     """Ordered path patterns → dims; the first that matches wins.
 
     Args:
-      patterns: e.g. ``{"batch/tokens": "batch seq", "*/kernel": "embed mlp"}``, or pairs.
+      patterns: e.g. ``{"batch/tokens": "batch seq", "*/kernel": "embed mlp"}``, or pairs. ``"auto"``, or the pattern
+        ``"*": "auto"``: names are inferred for the arrays that no other pattern matches (:mod:`program.naming`).
+
+    Attributes:
+      items: (pattern, dims).
+      auto: whether names are inferred: True, False, or None: if nothing else names a dim.
     """
+
+    auto: bool | None
 
     def __init__(self, patterns: Mapping[str, DimsLike] | Iterable[tuple[str, DimsLike]] | None):
         """Parse pairs (tree-path pattern, dims), or a mapping of patterns to dims; None: no pattern.
@@ -222,6 +229,9 @@ class PathDims:
         Raises:
           LayoutSyntaxError: the argument is neither, or the dims of a pattern cannot be parsed.
         """
+        self.auto = None if patterns is None else False
+        if patterns == "auto":
+            patterns = {"*": "auto"}
         items = patterns.items() if isinstance(patterns, Mapping) else (patterns or ())
         if isinstance(patterns, str) or not isinstance(items, Iterable):
             dims = patterns if isinstance(patterns, str) else "batch seq"
@@ -236,7 +246,16 @@ class PathDims:
                     f"dims={patterns!r}: {item!r} is not a pair (pattern, dims)",
                     fixes=['dims={"batch/tokens": "batch seq"}, or pairs: dims=[("batch/tokens", "batch seq")]'],
                 )
+        if ("*", "auto") in items:
+            self.auto = True
+            items.remove(("*", "auto"))
         self.items = tuple((str(p), parse_dims(d, what=f"dims of pattern {p!r}")) for p, d in items)
+
+    def then(self, others: Mapping[str, str]) -> PathDims:
+        """These patterns, then others, for paths that no pattern of these matches."""
+        new = PathDims(others)
+        new.items, new.auto = (*self.items, *new.items), self.auto
+        return new
 
     def match(self, path: str) -> tuple[str, tuple[str | EllipsisType | None, ...]] | None:
         """(pattern, dims) of the first pattern that matches the path."""
@@ -246,7 +265,7 @@ class PathDims:
         return None
 
     def __hash__(self) -> int:
-        return hash(self.items)
+        return hash((self.items, self.auto))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, PathDims) and self.items == other.items
+        return isinstance(other, PathDims) and (self.items, self.auto) == (other.items, other.auto)

@@ -30,6 +30,7 @@ from ..flax import Leaf, capture_names, flatten_named, with_states
 from ..layout import AnyMesh
 from ..program import Program, infer, trace
 from ..program.ir import Join
+from ..program.naming import inferred_dims, patterns_of
 from ..program.primitives import rename_dims_p
 from ..program.roles import name_parameters
 from .arguments import (
@@ -164,20 +165,30 @@ def trace_call(
         }
     if len(results) != len(out_leaves):
         raise AssertionError("paths and results do not match")
-    out_annotations = _result_dims(results, named, annotations, patterns if init else None, used)
+    hidden = argument_path(0)[0] if len(argument_path(0)) > 1 else None
     # a renamed result has its new names, not the names of the input of equal path
     renamed = {id(eqn.outvars[0]) for eqn in closed.jaxpr.eqns if eqn.primitive is rename_dims_p and not init}
-    outputs = zip(out_annotations, closed.jaxpr.outvars, strict=True)
-    out_annotations = [None if id(var) in renamed else dims for dims, var in outputs]
-    hidden = argument_path(0)[0] if len(argument_path(0)) > 1 else None
-    _check_patterns(patterns, used, [*named, *(results if init else ())], init, hidden)
-    program = _infer_live(closed, annotations, named, out_annotations, results)
-    for value, leaf in zip(program.inputs, named, strict=True):
-        value.kind = leaf.kind
-    for value, leaf in zip(program.outputs, results, strict=True):
-        value.kind = value.kind or leaf.kind
-    program.metadata_names = metadata_names([*named, *results], patterns)
-    name_parameters(program)
+
+    def named_by(patterns: PathDims, annotations: list[Dims | None], used: set[str]) -> Program:
+        out_annotations = _result_dims(results, named, annotations, patterns if init else None, used)
+        outputs = zip(out_annotations, closed.jaxpr.outvars, strict=True)
+        out_annotations = [None if id(var) in renamed else dims for dims, var in outputs]
+        _check_patterns(patterns, used, [*named, *(results if init else ())], init, hidden)
+        program = _infer_live(closed, annotations, named, out_annotations, results)
+        for value, leaf in zip(program.inputs, named, strict=True):
+            value.kind = leaf.kind
+        for value, leaf in zip(program.outputs, results, strict=True):
+            value.kind = value.kind or leaf.kind
+        program.metadata_names = metadata_names([*named, *results], patterns)
+        name_parameters(program)
+        return program
+
+    program = named_by(patterns, annotations, used)
+    if not init and (patterns.auto or (patterns.auto is None and not program.all_names())):
+        inferred = inferred_dims(program)
+        patterns = patterns.then(patterns_of(inferred))
+        program = named_by(patterns, annotations_of(named, patterns, used), {p for p, _ in patterns.items})
+        program.inferred = inferred
     program.joins = [_with_parameters(join, program, patterns) for join in program.joins]
     return TracedStep(program, flat.out_tree, flat.fixed, tuple(closed.in_avals), unchanged, explicit)
 

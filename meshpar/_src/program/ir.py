@@ -258,6 +258,7 @@ class Program:
       original: the program before a rewrite, if this one is its result (:mod:`program.divisible_rewrite`,
         :mod:`program.pipeline`).
       pipelines: its loops over layers that are rewritten as pipelines (:class:`program.pipeline.Pipeline`).
+      inferred: path of an argument → the names that :mod:`program.naming` gave to its dims; empty if the user named dims.
       metadata_names: of the program as traced, the names of dims in the Flax metadata of its arguments and results.
     """
 
@@ -269,6 +270,7 @@ class Program:
     joins: list[Join] = field(default_factory=list)
     original: Program | None = None
     pipelines: tuple[Any, ...] = ()
+    inferred: dict[str, Any] = field(default_factory=dict)
     metadata_names: frozenset[str] = frozenset()
     _results: dict[Callable[..., Any], Any] = field(default_factory=dict, init=False, repr=False)
 

@@ -219,6 +219,10 @@ class Unifier:
             parent[atom] = atom = parent[parent[atom]]
         return atom
 
+    def weak_class(self, n: int) -> int:
+        """The weak class of a node: equal for two dims of one factor of an op."""
+        return self._weak_find(n)
+
     def _weak_divide(self, n: int, parts: tuple[int, int]) -> None:
         """Give the sub-dims of an atom to all atoms of its weak class."""
         if n not in self.weak_parent:

@@ -1,0 +1,292 @@
+"""Names for the dims of a program in which nobody named any, from what the program does with them.
+
+The inference knows which dims are the same (:mod:`program.names`), and :mod:`program.dim_uses` what the program does with them.
+Each fact is a vote for a name: rows that integers of the batch look up are a ``vocab``, a dim that one matmul makes and the
+next one contracts is an ``mlp``. The vote with the largest weight decides.
+
+The names are those of the known schemes (:mod:`meshpar.layouts`). A wrong name costs time, never a result: a layout does not change
+results.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ..dims import path_matches
+from .dim_uses import DimClass, DimUses, Fact
+from .ir import Op, Program, Value
+from .names import NONE
+
+
+class Vote(NamedTuple):
+    """Evidence that a dim has a name.
+
+    Attributes:
+      name: of the dim.
+      weight: of the evidence; a use in the program weighs more than a size.
+      why: the evidence; ``{}`` is the place.
+      where: the op or the argument that shows it.
+    """
+
+    name: str
+    weight: float
+    why: str
+    where: Op | Value | None = None
+
+    def __str__(self) -> str:
+        where = self.where
+        return self.why.format(where.location if isinstance(where, Op) else where and where.path)
+
+    @property
+    def certain(self) -> bool:
+        """Whether a use of the dim shows its name, and not only its size or its neighbour."""
+        return self.weight >= CERTAIN
+
+
+CERTAIN, GIVEN = 4, 100
+"""Weights of votes: the least of one that a use shows, and that of a name which somebody gave."""
+VOTES: dict[Fact, tuple[str, float, str]] = {
+    Fact.LOOPED: ("layers", 20, "a loop runs over it, {}"),
+    Fact.GROUPS: ("experts", 10, "groups of a ragged matmul, {}"),
+    Fact.BATCH: ("batch", 8, "dim 0 of {}, which is no weight"),
+    Fact.SHARED: ("heads", 6, "a batch dim of a matmul of two activations, {}"),
+    Fact.SCORED: ("head_dim", 6, "queries and keys contract it, {}"),
+    Fact.OF_ROW: ("embed", 6, "rows that are looked up have it, {}"),
+    Fact.VALUES: ("head_dim", 5, "a sum over keys makes it, {}"),
+    Fact.STACKED: ("experts", 5, "each has a matrix of its own, {}"),
+    Fact.SUMMED: ("seq", 4, "attention sums over it, {}"),
+    Fact.CONV_MADE: ("channels", 4, "a convolution makes it, {}"),
+    Fact.CONV_READ: ("channels", 4, "a convolution contracts it, {}"),
+    Fact.WINDOW: ("kernel", 3, "window of a convolution, {}"),
+}
+"""Facts that are votes on their own; the others count together, in the functions below."""
+DECLARED = {
+    "heads": "heads",
+    "kv_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "e0": "experts",
+    "mlp": "mlp",
+    "embed": "embed",
+}
+"""Names in the rules of kernels → names of dims."""
+POSITIONS = {1: ("seq",), 2: ("height", "width"), 3: ("depth", "height", "width")}
+"""Number of dims of data that no weight contracts, beside the batch → their names."""
+HEADS = ("heads", "kv_heads")
+
+
+def inferred_dims(program: Program) -> dict[str, tuple[Vote | None, ...]]:
+    """A name for each dim of each argument but optimizer state, by its tree path; None: of size 1, or without evidence.
+
+    No name occurs twice in one value: of two dims with the same one, that with less evidence has none.
+
+    Args:
+      program: its own names win, where it has some.
+    """
+    found = _Namer(DimUses(program)).names()
+    for value in program.inputs:
+        if value.path in found:
+            own = [name if name and name.isidentifier() else None for name in program.dims(value)]
+            taken = {name for name in own if name}
+            dims = zip(own, found[value.path], strict=True)
+            found[value.path] = tuple(
+                Vote(name, GIVEN, "given") if name else vote if vote and vote.name not in taken else None
+                for name, vote in dims
+            )
+    return found
+
+
+class _Namer:
+    """Turns the facts about the dims of a program into votes.
+
+    Attributes:
+      votes: class → name → its vote of the largest weight.
+      groups: of grouped queries, the class of the heads of keys → the class of the queries of each of them.
+    """
+
+    def __init__(self, uses: DimUses) -> None:
+        """Count all votes."""
+        self.uses, self.size = uses, uses.unifier.size
+        self.votes: defaultdict[DimClass, dict[str, Vote]] = defaultdict(dict)
+        for c, facts in list(uses.facts.items()):
+            for fact, ops in facts.items():
+                if fact in VOTES:
+                    self._vote(c, *VOTES[fact], ops[0])
+        for c, names in uses.declared.items():
+            for name, op in names:
+                if name in DECLARED:
+                    self._vote(c, DECLARED[name], 6, f"the rule of {op.label} calls it `{name}`, {{}}", op)
+        self._vote_for_positions()
+        self._vote_for_tables()
+        self._vote_for_layers()
+        self.groups = self._groups_of_queries()
+        self._vote_by_neighbours()
+        self._vote_by_size()
+
+    def names(self) -> dict[str, tuple[Vote | None, ...]]:
+        """The names of all arguments; see :func:`inferred_dims`."""
+        return {v.path or "": self._named(v) for v in (*self.uses.weights, *self.uses.data)}
+
+    def _vote(self, c: DimClass, name: str, weight: float, why: str, where: Op | Value | None = None) -> None:
+        before = self.votes[c].get(name)
+        if before is None or weight > before.weight:
+            self.votes[c][name] = Vote(name, weight, why, where)
+
+    # -- votes
+
+    def _vote_for_positions(self) -> None:
+        """Dims of data beside the batch are positions, except for those that a weight contracts."""
+        for value in self.uses.data:
+            read = Fact.READ, Fact.CONV_READ
+            free = [
+                i for i, n in enumerate(value.nodes) if i and n != NONE and not self.uses.has(self.uses.whole(n), *read)
+            ]
+            if len(value.shape) > (1 if value.aval.dtype.kind in "iub" else 2):
+                for i, name in zip(free, POSITIONS.get(len(free), ()), strict=False):
+                    self._vote(self.uses.whole(value.nodes[i]), name, 5, f"dim {i} of {{}}, which is no weight", value)
+
+    def _vote_for_tables(self) -> None:
+        """The largest table whose rows are looked up has the vocabulary. So has a dim that labels look up, or one of its size
+        that no weight contracts."""
+        lookups = self.uses.lookups
+        largest = max((self.size[rows] for rows, _ in lookups), default=0)
+        for rows, op in lookups:
+            if self.size[rows] == largest:
+                self._vote(rows, "vocab", 9, "integers of the batch look up its rows, {}", op)
+        name = "vocab" if lookups else "classes"
+        for c, facts in list(self.uses.facts.items()):
+            made = facts.get(Fact.MADE)
+            if Fact.LABEL in facts:
+                op = facts[Fact.LABEL][0]
+                of_tokens = isinstance(op, Op) and op.ins[0] is not None and len(op.ins[0].shape) > 2
+                self._vote(c, name if of_tokens else "classes", 9, "labels look it up, {}", op)
+            elif made and Fact.READ not in facts and (not lookups or self.size[c] == largest):
+                self._vote(c, name, CERTAIN if lookups else 2, "no weight reads it, {}", made[-1])
+
+    def _vote_for_layers(self) -> None:
+        """Of the dims between matmuls, those that residuals carry, and that many weights have, are ``embed``; the others are inside
+        of a layer: an ``mlp``, a ``rank`` (of LoRA, or a compressed projection), or channels of a convolutional net."""
+        uses = self.uses
+        if not any("experts" in names for names in self.votes.values()):
+            for c in [c for c in uses.facts if uses.has(c, Fact.CHOSEN)]:  # else the experts have a class of their own
+                self._vote(c, "experts", CERTAIN, "the largest are chosen, {}", uses.facts[c][Fact.CHOSEN][0])
+        streams = [c for c, facts in uses.facts.items() if Fact.RESIDUAL in facts and Fact.MADE in facts]
+        most = max((len(uses.paths[c]) for c in streams), default=0)
+        for c in streams:
+            if 2 * len(uses.paths[c]) >= most and not uses.has(c, Fact.CONV_READ):
+                why = f"{len(uses.paths[c])} weights have it, and residuals carry it, {{}}"
+                self._vote(c, "embed", 5, why, uses.facts[c][Fact.RESIDUAL][0])
+        embed = max((self.size[c] for c in streams if "embed" in self.votes[c]), default=0)
+        for c, facts in list(uses.facts.items()):
+            if Fact.MADE in facts and Fact.READ in facts and Fact.RESIDUAL not in facts:
+                made, read = facts[Fact.MADE], facts[Fact.READ]
+                narrow = Fact.REDUCED in facts and self.size[c] < embed  # normalized
+                linear = 2 * len(facts.get(Fact.READ_PLAIN, ())) > len(read)
+                of_convs = any(uses.has(r, Fact.CONV_READ) for op in made for r in uses.read_by.get(op, ()))  # type: ignore[call-overload]
+                name = "channels" if of_convs else "rank" if narrow or linear else "mlp"
+                self._vote(c, name, 3, "a matmul makes it and another one contracts it, {}", read[-1])
+
+    def _groups_of_queries(self) -> dict[DimClass, DimClass]:
+        """Queries and results have the heads of the keys and a dim of groups, in one dim or two; keys have the first alone."""
+        after: defaultdict[DimClass, dict[str, frozenset[DimClass]]] = defaultdict(dict)
+        for v in self.uses.weights:
+            classes = [c for node in v.nodes for c in self.uses.parts(node)]
+            for i, c in enumerate(classes):
+                if (best := self._best(c)) and best.name in HEADS:
+                    after[c][re.sub(r"\d+", "*", v.path or "")] = frozenset(classes[i + 1 :])
+        found = {}
+        for c, weights in after.items():
+            shortest = min(weights.values(), key=len)
+            for d, number in Counter(d for others in weights.values() for d in others).items():
+                if number >= 2 and d not in shortest and ((best := self._best(d)) is None or best.name == "heads"):
+                    found[c] = d
+        return found
+
+    def _vote_by_neighbours(self) -> None:
+        """The dim after the heads of a weight is ``head_dim``, where rotary embeddings hide what contracts it."""
+        for v in self.uses.weights:
+            for a, b in zip(v.nodes, v.nodes[1:], strict=False):
+                if NONE not in (a, b) and (best := self._best_of_dim(a)) and best.name in HEADS:
+                    self._vote(self.uses.whole(b), "head_dim", 3.5, "it follows the heads in {}", v)
+
+    def _vote_by_size(self) -> None:
+        """A dim without any vote has the name of the dims of its size, if these have only one name."""
+        known: defaultdict[int, set[str]] = defaultdict(set)
+        unknown: set[DimClass] = set()
+        for node in [n for v in self.uses.weights for n in v.nodes if n != NONE]:
+            best, c = self._best_of_dim(node), self.uses.whole(node)
+            if best is None:
+                unknown.add(c)
+            elif best.name in ("embed", "vocab", "mlp"):
+                known[self.size[c]].add(best.name)
+        for c in unknown:
+            if len(known[self.size[c]]) == 1:
+                (name,) = known[self.size[c]]
+                self._vote(c, name, 1, f"its size, {self.size[c]}, is that of `{name}`")
+
+    # -- decisions
+
+    def _best(self, c: DimClass, twins: bool = True) -> Vote | None:
+        """The vote that decides for a class. The names of its twins count as well: a tied head makes two classes of ``embed``."""
+        votes = dict(self.votes[c]) if c in self.votes else {}
+        for twin in self.uses.twins.get(c, ()) if twins else ():
+            if (best := self._best(twin, twins=False)) and best.weight > CERTAIN:
+                own = votes.get(best.name)
+                votes[best.name] = best._replace(weight=CERTAIN + (own.weight if own else 0))
+        return max(votes.values(), key=lambda vote: vote.weight, default=None)
+
+    def _best_of_dim(self, node: int) -> Vote | None:
+        """The vote that decides for a dim, which may have parts: heads and head_dim in one dim are ``heads``.
+
+        A dim whose heads are not its first part, such as the queries, keys and values of all heads, has no name: a block of it
+        is no set of heads.
+        """
+        parts, own = self.uses.parts(node), self._best(self.uses.whole(node))
+        first, *others = map(self._best, parts)
+        if first and first.name in HEADS:
+            group = self.groups.get(parts[0])
+            return first._replace(name="heads" if group is None or group in parts else "kv_heads")
+        if any(vote and vote.name == "heads" for vote in others):
+            return None
+        return first if others and own is None and first and first.name in ("experts", "mlp", "embed", "vocab") else own
+
+    def _named(self, value: Value) -> tuple[Vote | None, ...]:
+        """The names of a value's dims; of two with one name, that with more evidence has it, or the later one."""
+        found = [None if node == NONE else self._best_of_dim(node) for node in value.nodes]
+        ranked = sorted((i for i, vote in enumerate(found) if vote), key=lambda i: (found[i].weight, i))  # type: ignore[union-attr]
+        owner = {found[i].name: i for i in ranked}  # type: ignore[union-attr]
+        return tuple(vote if vote and owner[vote.name] == i else None for i, vote in enumerate(found))
+
+
+# -- patterns
+
+
+def patterns_of(names: Mapping[str, Sequence[Vote | None]]) -> dict[str, str]:
+    """Tree-path patterns → dims, as ``dims=`` takes them: for each array the shortest pattern whose matches have the same dims."""
+    texts = {path: " ".join(vote.name if vote else "_" for vote in dims) for path, dims in names.items()}
+    by_end: defaultdict[str, set[str]] = defaultdict(set)
+    for path, text in texts.items():
+        for end in _ends(path):
+            by_end[end].add(text)
+    found: dict[str, str] = {}
+    covered: set[str] = set()
+    for path, text in texts.items():
+        if path in covered or not text.replace("_", "").strip():
+            continue
+        for pattern in [end for end in _ends(path) if by_end[end] == {text}]:
+            matches = [p for p in texts if path_matches(pattern, p)]
+            if all(texts[p] == text for p in matches):
+                break
+        else:
+            pattern, matches = path, [path]
+        found[pattern] = text
+        covered.update(matches)
+    return found
+
+
+def _ends(path: str) -> list[str]:
+    """``a/b_3/c`` → ``*/c``, ``*/b_*/c``, ``a/b_*/c``: the patterns of the last components, with ``*`` for numbers."""
+    parts = re.sub(r"\d+", "*", path).split("/")
+    return [*("/".join(("*", *parts[-k:])) for k in range(1, len(parts))), "/".join(parts)]

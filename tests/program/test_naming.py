@@ -1,0 +1,296 @@
+"""Names that are inferred from what a program does with its dims, for models in which nobody named any."""
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import meshpar as mp
+
+F32, I32 = jnp.float32, jnp.int32
+
+
+def shapes(tree):
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, F32), tree, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def batch_of(rows=4, length=10):
+    return {"tokens": jax.ShapeDtypeStruct((rows, length), I32)}
+
+
+def trained(loss, params, optimizer=None):
+    """(train step, state as shapes) of a loss."""
+    optimizer = optimizer or optax.adamw(1e-3)
+
+    def step(state, batch):
+        value, gradients = jax.value_and_grad(loss)(state["params"], batch)
+        updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, value
+
+    return step, jax.eval_shape(lambda p: {"params": p, "opt_state": optimizer.init(p)}, params)
+
+
+def norm(x, scale):
+    return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
+
+
+def rotate(x):
+    a, b = jnp.split(x, 2, -1)
+    return jnp.concatenate([a - b, a + b], -1)
+
+
+def attend(q, k, v):
+    """[batch, seq, heads, head_dim] queries, with keys and values of fewer heads."""
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = jnp.where(jnp.tri(q.shape[1], dtype=bool), jnp.einsum("bqhd,bkhd->bhqk", q, k), -1e9)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+def cross_entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+VOCAB, EMBED, HEADS, KV, HEAD_DIM, MLP, LAYERS = 48, 24, 6, 2, 8, 40, 3
+
+
+def decoder(fused=False, scanned=False, layers=LAYERS):
+    """(loss, weights) of a decoder with grouped queries and rotary embeddings; ``fused``: heads and head_dim are one dim."""
+
+    def heads(x, w, n):
+        return (x @ w).reshape(*x.shape[:-1], n, HEAD_DIM) if fused else jnp.einsum("bse,ehd->bshd", x, w)
+
+    def layer(x, w):
+        y = norm(x, w["ln1"])
+        q, k, v = rotate(heads(y, w["q"], HEADS)), rotate(heads(y, w["k"], KV)), heads(y, w["v"], KV)
+        y = attend(q, k, v)
+        x += y.reshape(*y.shape[:2], -1) @ w["o"] if fused else jnp.einsum("bshd,hde->bse", y, w["o"])
+        y = norm(x, w["ln2"])
+        return x + (jax.nn.silu(y @ w["gate"]) * (y @ w["up"])) @ w["down"]
+
+    def loss(params, batch):
+        x = params["table"][batch["tokens"]]
+        if scanned:
+            x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x, params["layers"])
+        else:
+            for w in params["layers"]:
+                x = layer(x, w)
+        return cross_entropy((norm(x, params["ln"]) @ params["head"])[:, :-1], batch["tokens"][:, 1:])
+
+    def of_heads(n):
+        return (EMBED, n * HEAD_DIM) if fused else (EMBED, n, HEAD_DIM)
+
+    weights = {
+        "ln1": (EMBED,), "ln2": (EMBED,), "q": of_heads(HEADS), "k": of_heads(KV), "v": of_heads(KV),
+        "o": (HEADS * HEAD_DIM, EMBED) if fused else (HEADS, HEAD_DIM, EMBED),
+        "gate": (EMBED, MLP), "up": (EMBED, MLP), "down": (MLP, EMBED),
+    }  # fmt: skip
+    stack = {k: (layers, *s) for k, s in weights.items()} if scanned else [dict(weights) for _ in range(layers)]
+    return loss, shapes({"table": (VOCAB, EMBED), "head": (EMBED, VOCAB), "ln": (EMBED,), "layers": stack})
+
+
+OF_DECODER = {
+    "*/table": "vocab embed", "*/head": "embed vocab", "*/ln": "embed", "*/layers/*/ln1": "embed", "*/gate": "embed mlp",
+    "*/up": "embed mlp", "*/down": "mlp embed", "*/q": "embed heads head_dim", "*/k": "embed kv_heads head_dim",
+    "*/v": "embed kv_heads head_dim", "*/o": "heads head_dim embed", "batch/tokens": "batch seq",
+}  # fmt: skip
+
+
+def dims_of(step, *args, **options):
+    """Path → text of the names of all arguments but optimizer state."""
+    program = mp.plan(step, *args, mesh="data=1", layout="", **options).program.traced
+    return {v.path: " ".join(d or "_" for d in program.dims(v)) for v in program.inputs if v.kind != "opt" and v.shape}
+
+
+def assert_named(found, expected):
+    """Each array has the dims of the pattern that it matches first, and each pattern matches."""
+    from meshpar._src.dims import path_matches
+
+    used = set()
+    for path, dims in found.items():
+        for pattern, names in expected.items():
+            if path_matches(pattern, path):
+                assert dims == names, path
+                used.add(pattern)
+                break
+    assert used == set(expected)
+
+
+def test_a_decoder():
+    loss, params = decoder()
+    assert_named(dims_of(*trained(loss, params), batch_of()), OF_DECODER)
+
+
+def test_a_scanned_decoder_has_layers():
+    loss, params = decoder(scanned=True)
+    outside = ("*/table", "*/head", "*/ln", "batch/tokens")
+    expected = {p: d if p in outside else f"layers {d}" for p, d in OF_DECODER.items()}
+    expected["*/layers/ln1"] = expected.pop("*/layers/*/ln1")
+    assert_named(dims_of(*trained(loss, params), batch_of()), expected)
+
+
+def test_fused_heads_are_named_after_their_first_part():
+    loss, params = decoder(fused=True)
+    fused = {"*/q": "embed heads", "*/k": "embed kv_heads", "*/v": "embed kv_heads", "*/o": "heads embed"}
+    assert_named(dims_of(*trained(loss, params), batch_of()), OF_DECODER | fused)
+
+
+def test_names_do_not_depend_on_sizes_layers_or_optimizer():
+    def names(layers=2, optimizer=None, **batch):
+        loss, params = decoder(layers=layers)
+        return mp.infer_dims(*trained(loss, params, optimizer), batch_of(**batch))
+
+    expected = names()
+    assert names(layers=4) == names(rows=16) == names(length=20) == names() == expected
+    assert names(optimizer=optax.sgd(0.1, momentum=0.9)) == names(optimizer=optax.adafactor(1e-3)) == expected
+
+
+def test_queries_keys_and_values_in_one_kernel_have_no_block_of_heads():
+    def loss(params, batch):
+        x = params["table"][batch["tokens"]]
+        qkv = (x @ params["qkv"]).reshape(*x.shape[:2], 3, HEADS, HEAD_DIM)
+        y = attend(*(qkv[:, :, i] for i in range(3)))
+        x += y.reshape(*x.shape[:2], -1) @ params["out"]
+        return cross_entropy(x @ params["table"].T, batch["tokens"])
+
+    params = shapes({"table": (VOCAB, EMBED), "qkv": (EMBED, 3 * HEADS * HEAD_DIM), "out": (HEADS * HEAD_DIM, EMBED)})
+    found = dims_of(*trained(loss, params), batch_of())
+    assert found["state/params/out"] == "heads embed"
+    assert found["state/params/table"] == "vocab embed"
+    assert mp.infer_dims(*trained(loss, params), batch_of())["*/qkv"] == "embed _"
+
+
+def test_two_towers():
+    def tower(params, x):
+        x = params["enter"][x] if x.dtype == I32 else x @ params["enter"]
+        x += jax.nn.gelu(x @ params["up"]) @ params["down"]
+        x += jax.nn.gelu(x @ params["up2"]) @ params["down2"]
+        return x.mean(1) @ params["join"]
+
+    def loss(params, batch):
+        a, b = tower(params["text"], batch["tokens"]), tower(params["image"], batch["patches"])
+        return cross_entropy(a @ b.T, jnp.arange(a.shape[0]))
+
+    def weights(enter, width, mlp):
+        return {
+            "enter": (enter, width), "up": (width, mlp), "down": (mlp, width), "up2": (width, mlp), "down2": (mlp, width),
+            "join": (width, 12),
+        }  # fmt: skip
+
+    params = shapes({"text": weights(VOCAB, 24, 40), "image": weights(20, 32, 56)})
+    batch = batch_of() | {"patches": jax.ShapeDtypeStruct((4, 9, 20), F32)}
+    found = dims_of(*trained(loss, params), batch)
+    for name in ("text", "image"):
+        assert found[f"state/params/{name}/up"] == found[f"state/params/{name}/up2"] == "embed mlp"
+        assert found[f"state/params/{name}/down"] == "mlp embed"
+    assert found["state/params/text/enter"] == "vocab embed"
+
+
+def test_experts_by_ragged_matmuls_and_by_stacks():
+    def loss(params, batch):
+        x = params["table"][batch["tokens"]]
+        _, best = jax.lax.top_k(x @ params["router"], 1)
+        places = jax.nn.one_hot(best[..., 0], 4)[..., None] * jax.nn.one_hot(jnp.arange(x.shape[1]) % 5, 5)[:, None]
+        sent = jnp.einsum("bse,bsnc->nbce", x, places)
+        y = jnp.einsum("nbcm,nme->nbce", jax.nn.gelu(jnp.einsum("nbce,nem->nbcm", sent, params["up"])), params["down"])
+        x += jnp.einsum("nbce,bsnc->bse", y, places)
+        flat, sizes = x.reshape(-1, x.shape[-1]), jnp.full(4, x.size // x.shape[-1] // 4, I32)
+        y = jax.lax.ragged_dot(jax.nn.gelu(jax.lax.ragged_dot(flat, params["up2"], sizes)), params["down2"], sizes)
+        return cross_entropy((x + y.reshape(x.shape)) @ params["table"].T, batch["tokens"])
+
+    up, down = (4, EMBED, MLP), (4, MLP, EMBED)
+    sizes = {"table": (VOCAB, EMBED), "router": (EMBED, 4), "up": up, "down": down, "up2": up, "down2": down}
+    found = dims_of(*trained(loss, shapes(sizes)), batch_of())
+    assert found["state/params/up"] == found["state/params/up2"] == "experts embed mlp"
+    assert found["state/params/down"] == found["state/params/down2"] == "experts mlp embed"
+
+
+def test_a_convolutional_net_with_squeeze_and_excitation():
+    def conv(x, w):
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def loss(params, batch):
+        x = conv(batch["images"], params["stem"])
+        y = jax.nn.relu(conv(x, params["conv"]))
+        gate = jax.nn.sigmoid(jax.nn.relu(y.mean((1, 2)) @ params["squeeze"]) @ params["excite"])
+        x += conv(y * gate[:, None, None], params["conv2"])
+        return cross_entropy(x.mean((1, 2)) @ params["head"], batch["labels"])
+
+    params = {
+        "stem": (3, 3, 3, 8), "conv": (3, 3, 8, 16), "conv2": (3, 3, 16, 8), "squeeze": (16, 4), "excite": (4, 16), "head": (8, 10),
+    }  # fmt: skip
+    batch = {"images": jax.ShapeDtypeStruct((4, 12, 12, 3), F32), "labels": jax.ShapeDtypeStruct((4,), I32)}
+    found = dims_of(*trained(loss, shapes(params)), batch)
+    assert found["state/params/head"] == "channels classes"
+    assert found["batch/images"].startswith("batch height width")
+    assert {found[f"state/params/{name}"].split()[-1] for name in ("stem", "conv", "conv2")} == {"channels"}
+    assert "mlp" not in " ".join(found.values())
+
+
+def test_lora_has_a_rank():
+    def loss(params, batch):
+        x = params["table"][batch["tokens"]]
+        x += jax.nn.gelu(x @ params["up"] + x @ params["a"] @ params["b"]) @ params["down"]
+        return cross_entropy(x @ params["table"].T, batch["tokens"])
+
+    sizes = {"table": (VOCAB, EMBED), "up": (EMBED, MLP), "a": (EMBED, 4), "b": (4, MLP), "down": (MLP, EMBED)}
+    found = dims_of(*trained(loss, shapes(sizes)), batch_of())
+    assert (found["state/params/a"], found["state/params/b"]) == ("embed rank", "rank mlp")
+
+
+def test_a_forward_pass_alone():
+    loss, params = decoder()
+    found = dims_of(loss, params, batch_of())
+    assert found["params/layers/0/up"] == "embed mlp"
+    assert found["batch/tokens"] == "batch seq"
+
+
+# -- the interface
+
+
+def test_the_mapping_can_be_pasted():
+    step, state = trained(*decoder())
+    dims = mp.infer_dims(step, state, batch_of())
+    assert dims["*/up"] == "embed mlp"
+    assert dims_of(step, state, batch_of(), dims=dims) == dims_of(step, state, batch_of())
+
+
+def test_names_of_the_user_win():
+    step, state = trained(*decoder())
+    found = dims_of(step, state, batch_of(), dims={"*/up": "model_dim hidden", "batch/tokens": "_ length", "*": "auto"})
+    assert found["state/params/layers/0/up"] == "model_dim hidden"
+    assert found["state/params/head"].endswith("vocab")
+    assert found["batch/tokens"].endswith("length")
+    assert mp.infer_dims(step, state, batch_of(), dims={"*/up": "model_dim hidden"})["*/up"] == "model_dim hidden"
+
+
+def test_nothing_is_inferred_if_something_is_named():
+    step, state = trained(*decoder())
+    found = dims_of(step, state, batch_of(), dims={"*/up": "embed mlp"})
+    assert found["state/params/table"] == "_ embed"
+
+
+def test_metadata_counts_as_names():
+    def loss(params, batch):
+        return cross_entropy(params["table"][batch["tokens"]] @ params["table"].T, batch["tokens"])
+
+    boxed = {"table": flax.linen.Partitioned(jax.ShapeDtypeStruct((VOCAB, EMBED), F32), ("rows", "columns"))}
+    found = dims_of(*trained(lambda p, b: loss(flax.core.meta.unbox(p), b), boxed), batch_of())
+    assert found["state/params/table"] == "rows columns"
+    assert found["batch/tokens"] == "_ _"
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp_megatron"])
+@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
+def test_known_schemes_run_without_a_name(layout, lowering):
+    step, state = trained(*decoder(layers=1))
+    rng = np.random.default_rng(0)
+    state = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) / 8, x.dtype), state)
+    batch = {"tokens": jnp.asarray(rng.integers(0, VOCAB, (4, 10)), I32)}
+    report = mp.check(step, state, batch, layouts=layout, mesh="data=2, model=2", lowering=lowering)
+    assert report.ok
+    plan = mp.plan(step, state, batch, mesh="data=2, model=2", layout=layout)
+    split = {held.path: dict(held.split) for held in plan.inputs}
+    assert split["state/params/layers/0/up"]["embed"] == ("data",)
+    assert ("model",) in split["state/params/layers/0/up"].values() or layout == "fsdp"
