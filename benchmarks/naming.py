@@ -23,17 +23,17 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from unittest import mock
 from typing import Any, NamedTuple
+from unittest import mock
 
 import flax
 import jax
 import jax.numpy as jnp
 import optax
+from tables import Table
 
 import meshpar as mp
 from meshpar._src.flax import metadata
-from tables import Table
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 

@@ -97,11 +97,11 @@ class DimUses:
 
     def parts(self, node: int) -> list[DimClass]:
         """The classes of the parts of a dim that a reshape merges or splits, major to minor; of another dim its own."""
-        return [] if node == NONE else [self.unifier.weak_class(a) for a in self.unifier.atoms(node)]
+        return [] if node == NONE else [self.unifier.weak_root(a) for a in self.unifier.atoms(node)]
 
     def whole(self, node: int) -> DimClass:
         """The class of a complete dim, not of size 1, which a reshape may split."""
-        return self.unifier.weak_class(node)
+        return self.unifier.weak_root(node)
 
     def all_of(self, nodes: Iterable[int]) -> set[DimClass]:
         """The classes of complete dims and of their parts."""

@@ -219,7 +219,7 @@ class Unifier:
             parent[atom] = atom = parent[parent[atom]]
         return atom
 
-    def weak_class(self, n: int) -> int:
+    def weak_root(self, n: int) -> int:
         """The weak class of a node: equal for two dims of one factor of an op."""
         return self._weak_find(n)
 
