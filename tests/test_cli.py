@@ -60,8 +60,12 @@ def wrong():
     return step
 
 
+def without_dims():
+    return small()[:2]
+
+
 def pair():
-    return step, ()
+    return step, 1
 
 
 def stopped():
@@ -231,6 +235,21 @@ def test_diff(run, target, tmp_path):
     assert (json.loads(out)["a"]["mesh"], json.loads(out)["b"]["mesh"]) == ({"data": 4}, {"data": 8})
 
 
+def test_names_of_a_target_without_dims(run, target, tmp_path):
+    status, out, _ = run("names", f"{target}:without_dims", "--write", str(tmp_path / "names.json"))
+    assert status == 0
+    assert "dim 0 of batch, which is no weight" in out
+    written = json.loads((tmp_path / "names.json").read_text())
+    assert written["batch"].startswith("batch ")
+    status, out, _ = run("names", f"{target}:small", "--json")
+    assert status == 0
+    names = {row["dim"]: row for row in json.loads(out)["names"]}
+    assert (names["mlp"]["size"], names["mlp"]["certain"]) == ("32", "given")
+    status, out, _ = run("plan", f"{target}:without_dims", "--topology", "v5e:2x4", "--layout", "batch: data")
+    assert status == 0
+    assert "`meshpar names` lists the names" in " ".join(out.split())
+
+
 def test_an_interrupt_is_no_traceback(run, target):
     assert run("plan", f"{target}:stopped", "--topology", "v5e:2x2") == (130, "", "interrupted\n")
 
@@ -317,8 +336,8 @@ def test_what_the_compiler_refuses_has_status_one(run, target, monkeypatch):
     ("argv", "says"),
     [
         (["{}:smal", "--mesh", "data=4"], "has no function `smal`\n  fix     did you mean small"),
-        (["{}:wrong", "--mesh", "data=4"], "returned a function\n  fix     it returns (step, arguments, dims)"),
-        (["{}:pair", "--mesh", "data=4"], "fix     it returns (step, arguments, dims)"),
+        (["{}:wrong", "--mesh", "data=4"], "returned a function\n  fix     it returns (step, arguments)"),
+        (["{}:pair", "--mesh", "data=4"], "fix     it returns (step, arguments)"),
         (["{}:broken", "--mesh", "data=4"], "fails: RuntimeError: no such weights\n  at      {}:"),
         (["{}:broken_step", "--mesh", "data=4", "--layout", "a: data"], "fails: TypeError: dot_general"),
         (["nowhere.py:small", "--mesh", "data=4"], "there is no file nowhere.py"),
@@ -329,7 +348,7 @@ def test_what_the_compiler_refuses_has_status_one(run, target, monkeypatch):
         (["{}:small", "--mesh", "data=4", "--layout", "fspd"], "the target's LAYOUTS are: fsdp, dp"),
         (["{}:small", "--mesh", "data=4", "--layout", "megatrn"], "did you mean megatron?"),
         (["{}:small", "--mesh", "data=4", "--layout", "batch=data"], "write `:` in rules: `batch: data`"),
-        (["{}:step", "--mesh", "data=4"], "it returns (step, arguments, dims)"),
+        (["{}:step", "--mesh", "data=4"], "it returns (step, arguments)"),
         (["{}:small", "--mesh", "data=4", "--layout", "embd: data"], "did you mean `embed`?"),
         (["{}:small", "--mesh", "data=3", "--layout", "fsdp"], "does not divide over data=3"),
         (
@@ -539,7 +558,7 @@ OPTIONS = {
 """command → (arguments, keyword of the call of the API that they set, its value)."""
 
 ELSEWHERE = set(
-    "--help --set --json --debug --html --open --csv --steps --port --no-browser --devices --ints --tokens".split()
+    "--help --set --json --debug --html --open --csv --steps --port --no-browser --devices --ints --tokens --write".split()
 )
 """Options that no call of the API takes; they have tests of their own."""
 

@@ -36,12 +36,14 @@ from ..layouts import PRESETS
 from ..options import add_flags, given_flags
 from ..plan_api import Plan
 from ..pods.cli import add_commands
+from ..program.naming import patterns_of
 from ..progress import Progress
 from ..report.facts import fits
 from ..search import SearchOptions
 from ..units import mesh_text
 from .api import plan as plan_of
 from .doctor import add_command as add_doctor
+from .naming import named_program, names_table
 from .options import Lowering, StepOptions
 from .target import Target, concrete, failing_as_target, has_drawn_integers, load_target, parse_options
 from .tune_kernels import add_command as add_tuning
@@ -49,8 +51,9 @@ from .tune_kernels import add_command as add_tuning
 DESCRIPTION = """\
 See, compile and check the layouts of a JAX program, without the machine that they are for.
 
-TARGET is `file.py:function` or `package.module:function`. The function returns (step, arguments, dims): the train step, its
-arguments as jax.ShapeDtypeStruct (nothing is allocated), and tree-path patterns -> dims for what has no names of its own.
+TARGET is `file.py:function` or `package.module:function`. The function returns (step, arguments) or (step, arguments, dims): the
+train step, its arguments as jax.ShapeDtypeStruct (nothing is allocated), and tree-path patterns -> dims. Without dims, and without
+names in the arguments, names are inferred: `meshpar names` shows them.
 
   meshpar plan    examples/llama.py:llama3_8b --topology v5p:4x4x8
   meshpar lab     examples/llama.py:llama3_8b --topology v5e:16x16 --set "batch=32"
@@ -102,7 +105,7 @@ def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> N
 
 
 GROUPS = {
-    "Inspect layouts": ("plan", "diff", "search", "lab"),
+    "Inspect layouts": ("plan", "diff", "search", "lab", "names"),
     "Verify": ("check", "compile"),
     "Measure on devices": ("calibrate", "tune-kernels"),
     "Run": ("launch", "manifest", "checkpoint"),
@@ -292,6 +295,14 @@ def _check_arguments(add: Add) -> None:
     add("--lowering", dest="lowerings", choices=lowerings, default="auto", help="as for plan, or both (%(default)s)")
     add_flags(add, StepOptions, without=["lowering", "donate_argnames"])
     _numbers(add)
+
+
+def _names_arguments(add: Add) -> None:
+    add(
+        "--write",
+        metavar="FILE",
+        help="write the mapping of tree-path patterns to dims, as JSON, to be edited and given as dims=",
+    )
 
 
 def _diff_arguments(add: Add) -> None:
@@ -539,6 +550,27 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 # -- shared by the commands
+
+
+@_command(
+    _names_arguments,
+    "the names of the dims of a step's arguments, and what shows them; where nobody gave one, inferred",
+)
+def _names(args: argparse.Namespace) -> int:
+    """``meshpar names``: print the name of each dim, its evidence and the arrays that have it; exit status 0."""
+    target = _target(args)
+    program = named_program(target.step, *target.args, dims=target.dims)
+    patterns, table = patterns_of(program.inferred), names_table(program)
+    if args.write:
+        Path(args.write).write_text(json.dumps(patterns, indent=2) + "\n")
+    rows = [
+        dict(zip((head for head, _ in table.columns), (cell.text for cell in row), strict=True)) for row in table.rows
+    ]
+    if args.json:
+        print(json.dumps({"dims": patterns, "names": rows}))
+    else:
+        Console(highlight=False).print(table.terminal())
+    return 0
 
 
 def _target(args: argparse.Namespace) -> Target:

@@ -32,7 +32,8 @@ from ..units import format_memory
 
 MOST_BYTES = 2e9
 _SHAPE = (
-    "it returns (step, arguments, dims): a function, a tuple of jax.ShapeDtypeStruct trees, tree-path patterns → dims"
+    "it returns (step, arguments) or (step, arguments, dims): a function, a tuple of jax.ShapeDtypeStruct trees, "
+    "tree-path patterns → dims"
 )
 
 
@@ -98,13 +99,15 @@ def load_target(text: str, options: Mapping[str, Any] | None = None) -> Target:
             text, lambda: function(**(options or {})), lambda e: _similar_options(e, defaults, module)
         )
     match returned:
-        case (step, tuple() | list() as args, dims) if isinstance(returned, tuple) and callable(step):
+        case (step, tuple() | list() as args, *dims) if (
+            isinstance(returned, tuple) and callable(step) and len(dims) < 2
+        ):
             pass
         case _:
             raise TargetError(f"{text} returned {_kind(returned)}", fixes=[_SHAPE])
     layouts = getattr(module, "LAYOUTS", {})
     offered = dict(layouts) if isinstance(layouts, Mapping) else {}
-    return Target(text, step, tuple(args), dims, offered, {**defaults, **(options or {})})
+    return Target(text, step, tuple(args), dims[0] if dims else None, offered, {**defaults, **(options or {})})
 
 
 def _similar_options(error: Exception, defaults: Mapping[str, Any], module: ModuleType) -> list[str]:

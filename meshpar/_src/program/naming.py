@@ -46,21 +46,21 @@ class Vote(NamedTuple):
         return self.weight >= CERTAIN
 
 
-CERTAIN, GIVEN = 4, 100
-"""Weights of votes: the least of one that a use shows, and that of a name which somebody gave."""
+CERTAIN, TWIN, GIVEN = 3, 4, 100
+"""Weights of votes: the least that a use shows; that of a twin's name, if the twin has more; that of a name which somebody gave."""
 VOTES: dict[Fact, tuple[str, float, str]] = {
-    Fact.LOOPED: ("layers", 20, "a loop runs over it, {}"),
-    Fact.GROUPS: ("experts", 10, "groups of a ragged matmul, {}"),
+    Fact.LOOPED: ("layers", 20, "a loop runs over it at {}"),
+    Fact.GROUPS: ("experts", 10, "groups of a ragged matmul at {}"),
     Fact.BATCH: ("batch", 8, "dim 0 of {}, which is no weight"),
-    Fact.SHARED: ("heads", 6, "a batch dim of a matmul of two activations, {}"),
-    Fact.SCORED: ("head_dim", 6, "queries and keys contract it, {}"),
-    Fact.OF_ROW: ("embed", 6, "rows that are looked up have it, {}"),
-    Fact.VALUES: ("head_dim", 5, "a sum over keys makes it, {}"),
-    Fact.STACKED: ("experts", 5, "each has a matrix of its own, {}"),
-    Fact.SUMMED: ("seq", 4, "attention sums over it, {}"),
-    Fact.CONV_MADE: ("channels", 4, "a convolution makes it, {}"),
-    Fact.CONV_READ: ("channels", 4, "a convolution contracts it, {}"),
-    Fact.WINDOW: ("kernel", 3, "window of a convolution, {}"),
+    Fact.SHARED: ("heads", 6, "a batch dim of a matmul of two activations at {}"),
+    Fact.SCORED: ("head_dim", 6, "queries and keys contract it at {}"),
+    Fact.OF_ROW: ("embed", 6, "rows that are looked up have it at {}"),
+    Fact.VALUES: ("head_dim", 5, "a sum over keys makes it at {}"),
+    Fact.STACKED: ("experts", 5, "each has a matrix of its own at {}"),
+    Fact.SUMMED: ("seq", 4, "attention sums over it at {}"),
+    Fact.CONV_MADE: ("channels", 4, "a convolution makes it at {}"),
+    Fact.CONV_READ: ("channels", 4, "a convolution contracts it at {}"),
+    Fact.WINDOW: ("kernel", 3, "window of a convolution at {}"),
 }
 """Facts that are votes on their own; the others count together, in the functions below."""
 DECLARED = {
@@ -117,7 +117,7 @@ class _Namer:
         for c, names in uses.declared.items():
             for name, op in names:
                 if name in DECLARED:
-                    self._vote(c, DECLARED[name], 6, f"the rule of {op.label} calls it `{name}`, {{}}", op)
+                    self._vote(c, DECLARED[name], 6, f"the rule of {op.label} calls it `{name}` at {{}}", op)
         self._vote_for_positions()
         self._vote_for_tables()
         self._vote_for_layers()
@@ -154,16 +154,16 @@ class _Namer:
         largest = max((self.size[rows] for rows, _ in lookups), default=0)
         for rows, op in lookups:
             if self.size[rows] == largest:
-                self._vote(rows, "vocab", 9, "integers of the batch look up its rows, {}", op)
+                self._vote(rows, "vocab", 9, "integers of the batch look up its rows at {}", op)
         name = "vocab" if lookups else "classes"
         for c, facts in list(self.uses.facts.items()):
             made = facts.get(Fact.MADE)
             if Fact.LABEL in facts:
                 op = facts[Fact.LABEL][0]
                 of_tokens = isinstance(op, Op) and op.ins[0] is not None and len(op.ins[0].shape) > 2
-                self._vote(c, name if of_tokens else "classes", 9, "labels look it up, {}", op)
+                self._vote(c, name if of_tokens else "classes", 9, "labels look it up at {}", op)
             elif made and Fact.READ not in facts and (not lookups or self.size[c] == largest):
-                self._vote(c, name, CERTAIN if lookups else 2, "no weight reads it, {}", made[-1])
+                self._vote(c, name, 4 if lookups else 2, "no weight contracts it, made at {}", made[-1])
 
     def _vote_for_layers(self) -> None:
         """Of the dims between matmuls, those that residuals carry, and that many weights have, are ``embed``; the others are inside
@@ -171,12 +171,12 @@ class _Namer:
         uses = self.uses
         if not any("experts" in names for names in self.votes.values()):
             for c in [c for c in uses.facts if uses.has(c, Fact.CHOSEN)]:  # else the experts have a class of their own
-                self._vote(c, "experts", CERTAIN, "the largest are chosen, {}", uses.facts[c][Fact.CHOSEN][0])
+                self._vote(c, "experts", 4, "the largest are chosen at {}", uses.facts[c][Fact.CHOSEN][0])
         streams = [c for c, facts in uses.facts.items() if Fact.RESIDUAL in facts and Fact.MADE in facts]
         most = max((len(uses.paths[c]) for c in streams), default=0)
         for c in streams:
             if 2 * len(uses.paths[c]) >= most and not uses.has(c, Fact.CONV_READ):
-                why = f"{len(uses.paths[c])} weights have it, and residuals carry it, {{}}"
+                why = f"{len(uses.paths[c])} weights have it, and residuals carry it at {{}}"
                 self._vote(c, "embed", 5, why, uses.facts[c][Fact.RESIDUAL][0])
         embed = max((self.size[c] for c in streams if "embed" in self.votes[c]), default=0)
         for c, facts in list(uses.facts.items()):
@@ -186,7 +186,7 @@ class _Namer:
                 linear = 2 * len(facts.get(Fact.READ_PLAIN, ())) > len(read)
                 of_convs = any(uses.has(r, Fact.CONV_READ) for op in made for r in uses.read_by.get(op, ()))  # type: ignore[call-overload]
                 name = "channels" if of_convs else "rank" if narrow or linear else "mlp"
-                self._vote(c, name, 3, "a matmul makes it and another one contracts it, {}", read[-1])
+                self._vote(c, name, 3, "a matmul makes it and another one contracts it at {}", read[-1])
 
     def _groups_of_queries(self) -> dict[DimClass, DimClass]:
         """Queries and results have the heads of the keys and a dim of groups, in one dim or two; keys have the first alone."""
@@ -232,9 +232,9 @@ class _Namer:
         """The vote that decides for a class. The names of its twins count as well: a tied head makes two classes of ``embed``."""
         votes = dict(self.votes[c]) if c in self.votes else {}
         for twin in self.uses.twins.get(c, ()) if twins else ():
-            if (best := self._best(twin, twins=False)) and best.weight > CERTAIN:
+            if (best := self._best(twin, twins=False)) and best.weight > TWIN:
                 own = votes.get(best.name)
-                votes[best.name] = best._replace(weight=CERTAIN + (own.weight if own else 0))
+                votes[best.name] = best._replace(weight=TWIN + (own.weight if own else 0))
         return max(votes.values(), key=lambda vote: vote.weight, default=None)
 
     def _best_of_dim(self, node: int) -> Vote | None:
