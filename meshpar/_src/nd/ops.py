@@ -1,4 +1,6 @@
-"""Functions of named arrays: einsum, reductions, functions along a dim, reshapes, indexing, and new arrays."""
+"""Functions of named arrays that address dims by name: einsum, ``reduce`` and ``along`` for any function of an axis, shifts, top-k,
+reshapes, indexing, and new arrays. :mod:`nd.functions` has functions of JAX that these apply: ``sum``, ``argmin``, ``softmax``.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,11 @@
 """Builds a program from a jaxpr and the dim names of its inputs: the values of every call site, with names for their dims.
 
 One pass over the equations makes values and ops, and joins dims with the same data (elementwise ops, reshapes, loop carries). A
-second pass joins the dims of each factor of an op weakly, broadcasts last. Renames follow, because they need the names.
+second pass joins the dims of each factor of an op weakly, broadcasts last. Then dims that the same indices look up are joined, and
+names pass between dims and their slices (the q, k and v of a fused projection); renames follow, because they need the names.
+
+The end of the module has one function for each op with bodies: calls, loops, branches, and the user's own ``shard_map``, whose body
+says which dims of its operands and results are the same.
 """
 
 from __future__ import annotations

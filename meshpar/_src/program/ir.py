@@ -1,4 +1,7 @@
-"""A program: values and ops at every call site, and the names of their dims."""
+"""A program: values and ops at every call site, the names of their dims, and the places of ops in the user's code, for reports.
+
+A program also caches what is computed from it (:meth:`Program.cached`), and lists the names that inference joined.
+"""
 
 from __future__ import annotations
 

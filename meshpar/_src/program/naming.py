@@ -4,6 +4,8 @@ The inference knows which dims are the same (:mod:`program.names`), and :mod:`pr
 Each fact is a vote for a name: rows that integers of the batch look up are a ``vocab``, a dim that one matmul makes and the
 next one contracts is an ``mlp``. The vote with the largest weight decides.
 
+:func:`patterns_of` writes the names as the shortest patterns of ``dims=``.
+
 The names are those of the known schemes (:mod:`meshpar.layouts`). A wrong name costs time, never a result: a layout does not change
 results.
 """

@@ -1,4 +1,8 @@
-"""Opaque kernels, whose equation has the factor rule and the local function that the user has given."""
+"""Opaque kernels, whose equation has the factor rule and the local function that the user has given.
+
+Small results of a kernel are computed together with its first one, behind an optimization barrier: XLA would slice them from padded
+arrays where they are read, and keep these until then.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Local forms: how one device computes its shards of an op's results from its shards of the operands, inside a ``shard_map``."""
+"""Local forms: how one device computes its shards of an op's results from its shards of the operands, inside a ``shard_map``.
+
+Also which ops may not run on shards: :func:`check_local` and :func:`refusal` ask before anything is lowered.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """How tokens and experts meet on a mesh: over which axes they are exchanged, by which strategy, with how large a buffer.
 
-To add a strategy or a kernel that copies rows, add an entry to :data:`STRATEGIES` or :data:`EXCHANGES`.
+To add a strategy or a kernel that copies rows, add an entry to :data:`STRATEGIES` or :data:`EXCHANGES`, its branch in the local
+function, sends and work of :mod:`layers.moe.experts`, and in ``meshpar_kernels.dispatch.expert_dispatch``.
 """
 
 from __future__ import annotations
