@@ -68,6 +68,8 @@ TESTS_OF = {
     "entry/__init__.py": ["test_api.py"],
     "entry/arguments.py": ["test_jitted.py", "test_tracing.py"],
     "entry/tune_kernels.py": ["kernels/test_tuning.py"],
+    "entry/local_sgd.py": ["pods/test_local_sgd.py"],
+    "entry/naming.py": ["program/test_naming.py"],
     "entry/api.py": ["test_api.py", "measurement/test_calibrate.py"],
     "entry/tracing.py": ["test_tracing.py", "test_jitted.py", "test_api.py"],
     "entry/compiled.py": ["test_jitted.py", "test_api.py"],

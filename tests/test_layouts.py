@@ -256,7 +256,7 @@ def test_the_template_has_the_batch_and_the_weights_but_not_their_optimizer_stat
         return sum((batch["x"] @ p["up"]["kernel"]).sum() for p in state["params"].values())
 
     with pytest.raises(mp.errors.UnknownDimError) as e:
-        mp.plan(loss, state, {"x": jnp.ones((4, 8))}, mesh="data=4", layout="batch: data")
+        mp.plan(loss, state, {"x": jnp.ones((4, 8))}, mesh="data=4", layout="batch: data", dims={})
     text = str(e.value)
     assert text.index('"batch/x": "_ _",  # [4, 8]') < text.index(
         '"state/params/layers_*/up/kernel": "_ _",  # [8, 8] and 19 more'

@@ -98,6 +98,8 @@ NO_PRIMITIVES = {
     "layers/moe/layer.py": "parameters",
     "verify/hlo_text.py": "operations of HLO",
     "compat/jax.py": "scopes in names of operations",
+    "rules/reduce.py": "kinds of factors",
+    "program/naming.py": "names of dims and sentences",
     "entry/options.py": "lowerings",
     "verify/check.py": "lowerings",
 }

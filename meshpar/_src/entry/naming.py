@@ -30,7 +30,7 @@ def infer_dims(fn: Callable[..., Any], *args: Any, dims: Any = None, **keywords:
 
     Example:
       >>> mp.infer_dims(train_step, params, x)
-      {'*/up': 'embed mlp', '*/down': 'mlp embed', 'x': 'batch embed'}
+      {'*/down': 'mlp embed', '*/up': 'embed mlp', 'x': 'batch embed'}
     """
     patterns = _given(dims)
     return {**patterns, **patterns_of(named_program(fn, *args, dims=dims, **keywords).inferred)}

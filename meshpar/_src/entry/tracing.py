@@ -185,10 +185,10 @@ def trace_call(
 
     program = named_by(patterns, annotations, used)
     if not init and (patterns.auto or (patterns.auto is None and not program.all_names())):
-        inferred = inferred_dims(program)
+        inferred, joins = inferred_dims(program), program.joins
         patterns = patterns.then(patterns_of(inferred))
         program = named_by(patterns, annotations_of(named, patterns, used), {p for p, _ in patterns.items})
-        program.inferred = inferred
+        program.inferred, program.joins = inferred, joins  # two guesses for one dim are no mistake of the user
     program.joins = [_with_parameters(join, program, patterns) for join in program.joins]
     return TracedStep(program, flat.out_tree, flat.fixed, tuple(closed.in_avals), unchanged, explicit)
 

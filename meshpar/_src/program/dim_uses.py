@@ -175,29 +175,21 @@ class DimUses:
         elif family == "reduction" and ins:
             axes = [d for d in op.eqn.params.get("axes", ()) if d < len(ins[0].nodes)]
             self._add(Fact.REDUCED, (c for d in axes for c in self.parts(ins[0].nodes[d])), op)
-        elif op.name == "top_k" and data and ins[0].nodes:
+        elif family == "top_k" and data and ins[0].nodes:
             self._add(Fact.CHOSEN, self._of_weights(ins[0].nodes[-1:])[-1:], op)
-        elif op.name.startswith("ragged_dot") and len(ins) == 3 and len(ins[1].nodes) == 3:
+        elif family == "ragged_dot" and len(ins) == 3 and len(ins[1].nodes) == 3:
             groups, read, made = ins[1].nodes
             self._add(Fact.GROUPS, self.parts(groups), op)
             self._add(Fact.MADE, self.parts(made), op)
             self._add(Fact.READ_PLAIN if ins[0] in self._plain else Fact.READ, self.parts(read), op)
-        moves = family in (
-            "cast",
-            "reshape",
-            "transpose",
-            "broadcast",
-            "squeeze",
-            "identity",
-            "slice",
-            "split",
-            "barrier",
-        )
+        moves = op.primitive.view or family in ("cast", "broadcast", "slice", "split", "barrier")
         if op.rule is None or op.rule.strong or moves:
             sources = frozenset().union(*(self._sources.get(v, frozenset()) for v in data))
             sources = sources if len(sources) <= MAX_SOURCES else frozenset(sorted(sources, key=id)[:MAX_SOURCES])
-            linear = moves or op.name in ("mul", "add", "div", "copy", "name")
-            self._plain.update(op.outs if linear and len(data) == 1 and data[0] in self._plain else ())
+            if len(data) == 1 and data[0] in self._plain:  # a bias counts as linear
+                k = op.ins.index(data[0])
+                laws = (law.admits(op.eqn, "sum", [k]) for law in op.primitive.partial)
+                self._plain.update(op.outs if moves or family == "add" or any(laws) else ())
         else:
             sources = frozenset((op,))
         self._sources.update(dict.fromkeys(op.outs, sources))

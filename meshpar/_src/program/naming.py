@@ -75,7 +75,7 @@ DECLARED = {
 }
 """Names in the rules of kernels → names of dims."""
 POSITIONS = {1: ("seq",), 2: ("height", "width"), 3: ("depth", "height", "width")}
-"""Number of dims of data that no weight contracts, beside the batch → their names."""
+"""Number of dims of data that no weight contracts, without the batch → their names."""
 HEADS = ("heads", "kv_heads")
 
 
@@ -87,15 +87,15 @@ def inferred_dims(program: Program) -> dict[str, tuple[Vote | None, ...]]:
     Args:
       program: its own names win, where it has some.
     """
-    found = _Namer(DimUses(program)).names()
-    for value in program.inputs:
-        if value.path in found:
+    namer, found = _Namer(DimUses(program)), {}
+    values = [*namer.uses.weights, *namer.uses.data]
+    paths = Counter(value.path for value in program.inputs)
+    for value in values:
+        if value.path and paths[value.path] == 1:  # a positional and a keyword argument may have one name
             own = [name if name and name.isidentifier() else None for name in program.dims(value)]
-            taken = {name for name in own if name}
-            dims = zip(own, found[value.path], strict=True)
             found[value.path] = tuple(
-                Vote(name, GIVEN, "given") if name else vote if vote and vote.name not in taken else None
-                for name, vote in dims
+                Vote(name, GIVEN, "given") if name else vote if vote and vote.name not in own else None
+                for name, vote in zip(own, namer.named(value), strict=True)
             )
     return found
 
@@ -127,10 +127,6 @@ class _Namer:
         self._vote_by_neighbours()
         self._vote_by_size()
 
-    def names(self) -> dict[str, tuple[Vote | None, ...]]:
-        """The names of all arguments; see :func:`inferred_dims`."""
-        return {v.path or "": self._named(v) for v in (*self.uses.weights, *self.uses.data)}
-
     def _vote(self, c: DimClass, name: str, weight: float, why: str, where: Op | Value | None = None) -> None:
         before = self.votes[c].get(name)
         if before is None or weight > before.weight:
@@ -139,7 +135,7 @@ class _Namer:
     # -- votes
 
     def _vote_for_positions(self) -> None:
-        """Dims of data beside the batch are positions, except for those that a weight contracts."""
+        """Dims of data are positions, except for the batch and for those that a weight contracts."""
         for value in self.uses.data:
             read = Fact.READ, Fact.CONV_READ
             free = [
@@ -180,6 +176,10 @@ class _Namer:
             if 2 * len(uses.paths[c]) >= most and not uses.has(c, Fact.CONV_READ):
                 why = f"{len(uses.paths[c])} weights have it, and residuals carry it at {{}}"
                 self._vote(c, "embed", 5, why, uses.facts[c][Fact.RESIDUAL][0])
+        for value in uses.data:
+            for c in uses.parts(value.nodes[-1]) if len(value.shape) > 1 else ():
+                if uses.has(c, Fact.MADE) and uses.has(c, Fact.READ):
+                    self._vote(c, "embed", 3.5, "features of {}, which matmuls make and contract", value)
         embed = max((self.size[c] for c in streams if "embed" in self.votes[c]), default=0)
         for c, facts in list(uses.facts.items()):
             if Fact.MADE in facts and Fact.READ in facts and Fact.RESIDUAL not in facts:
@@ -254,7 +254,7 @@ class _Namer:
             return None
         return first if others and own is None and first and first.name in ("experts", "mlp", "embed", "vocab") else own
 
-    def _named(self, value: Value) -> tuple[Vote | None, ...]:
+    def named(self, value: Value) -> tuple[Vote | None, ...]:
         """The names of a value's dims; of two with one name, that with more evidence has it, or the later one."""
         found = [None if node == NONE else self._best_of_dim(node) for node in value.nodes]
         ranked = sorted((i for i, vote in enumerate(found) if vote), key=lambda i: (found[i].weight, i))  # type: ignore[union-attr]

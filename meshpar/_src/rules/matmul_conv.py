@@ -112,7 +112,13 @@ def _ragged_dims(eqn: JaxprEqn, lhs: Sequence[int], rhs: Sequence[int]) -> tuple
     return _matmul_dims(numbers.dot_dimension_numbers, lhs, rhs, numbers.rhs_group_dimensions)
 
 
-register("ragged_dot_general", rule=ragged_dot_general, local=_local_ragged_dot, matmul_dims=_ragged_dims)
+register(
+    "ragged_dot_general",
+    family="ragged_dot",
+    rule=ragged_dot_general,
+    local=_local_ragged_dot,
+    matmul_dims=_ragged_dims,
+)
 
 
 def conv_general_dilated(eqn, ins, outs) -> OpRule:

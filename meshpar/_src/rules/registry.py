@@ -61,9 +61,11 @@ MatmulDims = Callable[[Any, Sequence[int], Sequence[int]], tuple[int, int, int, 
 
 Family = (
     Literal["scan", "while", "cond", "call", "checkpoint", "custom_derivative", "shard_map", "kernel", "opaque"]
-    | Literal["add", "cast", "rounding", "barrier", "identity", "random", "reduction", "dot", "conv", "transfer"]
+    | Literal[
+        "add", "cast", "rounding", "barrier", "identity", "random", "reduction", "dot", "ragged_dot", "conv", "transfer"
+    ]
     | Literal["broadcast", "transpose", "reshape", "squeeze", "concatenate", "slice", "split"]
-    | Literal["dynamic_slice", "update", "gather", "scatter"]
+    | Literal["dynamic_slice", "update", "gather", "scatter", "top_k"]
 )
 """The kind of an op. Each primitive has at most one family; :class:`Primitive` has properties for unions of families.
 
@@ -79,12 +81,14 @@ operand 0.
 ``kernel``: a kernel of :func:`meshpar.kernel_rule`: ``params["kernel"]`` has its name, rule and work. The planner may split no dims
 but the factors of the rule, which is the user's.
 ``opaque``: code that no analysis sees into; it needs a rule from the user if anything is split.
+``ragged_dot``: matmuls of groups of rows with a matrix of each group; operands: rows, matrices, sizes of the groups.
 ``random``: makes random bits or keys from a key: cheaper to recompute than to save.
 ``reduction``: a reduction that computes its operands as it reads them.
 ``reshape``, ``squeeze``: regroup dims; :func:`rules.shape.reshape_order` has the dim order of their operand.
 ``rounding``: rounds floats to fewer bits without a change of dtype: ``reduce_precision``.
 ``scan``, ``while``, ``cond``: run bodies repeatedly or conditionally, on operands of their own.
 ``shard_map``: in the user's program; its specs split operands and results.
+``top_k``: the largest elements along a dim, and their indices.
 ``transfer``: moves arrays between devices, or between device and host memory: ``device_put``.
 ``update``: writes operand 1 into a window of operand 0, of which no other element changes.
 """

@@ -112,8 +112,9 @@ def _local_top_k(op: LocalOp, x: Any) -> list[Any]:
     return list(_best_of_all(op, x, axis, op.params["k"], index, lambda x, k: op.run(x, k=k)))
 
 
-register("top_k", rule=top_k, local=_local_top_k, manual=always)  # XLA all-gathers it, also along the batch dim
-register("approx_top_k", rule=top_k, local=on_shards)
+# XLA all-gathers it, also along the batch dim
+register("top_k", family="top_k", rule=top_k, local=_local_top_k, manual=always)
+register("approx_top_k", family="top_k", rule=top_k, local=on_shards)
 
 
 def arg_extremum(eqn, ins, outs) -> OpRule:
