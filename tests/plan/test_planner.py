@@ -429,6 +429,7 @@ def test_a_program_without_names_gets_a_template():
             jnp.ones((2, 4)),
             mesh="data=2",
             layout="batch: data",
+            dims={},
         )
     text = str(error.value)
     assert "no tensor has names" in text

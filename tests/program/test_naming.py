@@ -294,3 +294,13 @@ def test_known_schemes_run_without_a_name(layout, lowering):
     split = {held.path: dict(held.split) for held in plan.inputs}
     assert split["state/params/layers/0/up"]["embed"] == ("data",)
     assert ("model",) in split["state/params/layers/0/up"].values() or layout == "fsdp"
+
+
+def test_scalars_and_equal_paths_are_not_in_the_patterns():
+    def loss(t, x):
+        return (jax.nn.relu(x @ t["a"]["w"] + t["w"]) @ t["b"]).sum()
+
+    params = {"a": {"w": jnp.ones((4, 8))}, "w": jnp.float32(1), "b": jnp.ones((8, 4))}
+    step = mp.jit(loss, mesh="data=1", layout="batch?: data")
+    assert float(step(params, jnp.ones((2, 4)))) == float(loss(params, jnp.ones((2, 4))))
+    assert set(mp.infer_dims(loss, params, jnp.ones((2, 4)))) <= {"*/a/w", "*/b", "t/a/w", "t/b", "x"}

@@ -560,7 +560,7 @@ def _names(args: argparse.Namespace) -> int:
     """``meshpar names``: print the name of each dim, its evidence and the arrays that have it; exit status 0."""
     target = _target(args)
     program = named_program(target.step, *target.args, dims=target.dims)
-    patterns, table = patterns_of(program.inferred), names_table(program)
+    patterns, table = patterns_of(program), names_table(program)
     if args.write:
         Path(args.write).write_text(json.dumps(patterns, indent=2) + "\n")
     rows = [

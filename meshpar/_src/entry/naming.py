@@ -33,7 +33,7 @@ def infer_dims(fn: Callable[..., Any], *args: Any, dims: Any = None, **keywords:
       {'*/down': 'mlp embed', '*/up': 'embed mlp', 'x': 'batch embed'}
     """
     patterns = _given(dims)
-    return {**patterns, **patterns_of(named_program(fn, *args, dims=dims, **keywords).inferred)}
+    return {**patterns, **patterns_of(named_program(fn, *args, dims=dims, **keywords))}
 
 
 def _given(dims: Any) -> dict[str, Any]:

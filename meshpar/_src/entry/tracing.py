@@ -185,8 +185,8 @@ def trace_call(
 
     program = named_by(patterns, annotations, used)
     if not init and (patterns.auto or (patterns.auto is None and not program.all_names())):
-        inferred, joins = inferred_dims(program), program.joins
-        patterns = patterns.then(patterns_of(inferred))
+        joins, program.inferred = program.joins, inferred_dims(program)
+        inferred, patterns = program.inferred, patterns.then(patterns_of(program))
         program = named_by(patterns, annotations_of(named, patterns, used), {p for p, _ in patterns.items})
         program.inferred, program.joins = inferred, joins  # two guesses for one dim are no mistake of the user
     program.joins = [_with_parameters(join, program, patterns) for join in program.joins]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..dims import path_matches
@@ -265,9 +264,14 @@ class _Namer:
 # -- patterns
 
 
-def patterns_of(names: Mapping[str, Sequence[Vote | None]]) -> dict[str, str]:
-    """Tree-path patterns → dims, as ``dims=`` takes them: for each array the shortest pattern whose matches have the same dims."""
-    texts = {path: " ".join(vote.name if vote else "_" for vote in dims) for path, dims in names.items()}
+def patterns_of(program: Program) -> dict[str, str]:
+    """The inferred names of a program as tree-path patterns → dims, as ``dims=`` takes them.
+
+    Each array has the shortest pattern whose matches all have its dims; optimizer state, which has the dims of its parameter, may
+    match as well.
+    """
+    texts = {path: " ".join(vote.name if vote else "_" for vote in dims) for path, dims in program.inferred.items()}
+    others = [v.path or "" for v in program.inputs if v.path not in texts and v.kind != "opt"]  # scalars, equal paths
     by_end: defaultdict[str, set[str]] = defaultdict(set)
     for path, text in texts.items():
         for end in _ends(path):
@@ -277,14 +281,13 @@ def patterns_of(names: Mapping[str, Sequence[Vote | None]]) -> dict[str, str]:
     for path, text in texts.items():
         if path in covered or not text.replace("_", "").strip():
             continue
-        for pattern in [end for end in _ends(path) if by_end[end] == {text}]:
-            matches = [p for p in texts if path_matches(pattern, p)]
-            if all(texts[p] == text for p in matches):
-                break
-        else:
-            pattern, matches = path, [path]
-        found[pattern] = text
-        covered.update(matches)
+        for pattern in (*(end for end in _ends(path) if by_end[end] == {text}), path):
+            matches = {p for p in texts if path_matches(pattern, p)}
+            only = not any(path_matches(pattern, p) for p in others)
+            if path in matches and only and all(texts[p] == text for p in matches):
+                found[pattern] = text
+                covered |= matches
+                break  # else the path has characters of a pattern, and its array has no name
     return found
 
 
