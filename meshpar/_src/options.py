@@ -31,7 +31,7 @@ def option(default: Any, flag: str | None = None, about: str = "", **more: Any) 
 
 
 def options_of(kind: type[T], keywords: Mapping[str, Any]) -> T:
-    """The options of one class, from keyword arguments that may be of several (those of :func:`takes_options`)."""
+    """The options of one class, from keyword arguments of :func:`takes_options`, which may be options of several."""
     return kind(**{name: keywords[name] for name in names(kind) if name in keywords})
 
 

@@ -296,7 +296,7 @@ def _moved_bwd(op, implementation, saved, grad):
     """Backward rule of `moved`: gradients of x and weight; the indices get float0 zeros."""
     x, weight, rows, sources = saved
     name = f"{op}'s gradient"
-    pair: Any  # arrays [R, H] whose products, summed over H, are the gradients of the rows' weights
+    pair: Any  # arrays [R, H] whose product, summed over H, are the gradients of the rows' weights
     if op == "permute":
         grad_x = _gather_sum(name, implementation, grad, rows, weight)
         pair = (None, None) if weight is None else (_spread(name, implementation, x, None, rows, sources), grad)

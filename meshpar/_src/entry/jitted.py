@@ -542,7 +542,7 @@ class Jitted(Generic[P, R]):
 
         The order of all stages of meshpar, from the function to the executable:
 
-        1. *trace*: the function becomes a jaxpr; *names*: those of some dims spread to all values (:mod:`entry.tracing`,
+        1. *trace*: the function becomes a jaxpr; *names*: the names of some dims spread to all values (:mod:`entry.tracing`,
            :mod:`program`);
         2. *rewrite*: the forms in which the program can be planned (:mod:`plan.variants`); *assign*: axes to the dims of
            every value and the factors of every op (:mod:`plan.assignment`); *emit*: the steps of every device, the best

@@ -13,9 +13,9 @@ from .api import plan
 
 
 def infer_dims(fn: Callable[..., Any], *args: Any, dims: Any = None, **keywords: Any) -> dict[str, str]:
-    """Names for the dims of a step's arguments, from what the step does with them.
+    """Names for the dims of a step's arguments, from their uses in the step.
 
-    The names are those of the known schemes: ``batch``, ``seq``, ``vocab``, ``embed``, ``mlp``, ``heads``, ``kv_heads``,
+    The known schemes have the same names: ``batch``, ``seq``, ``vocab``, ``embed``, ``mlp``, ``heads``, ``kv_heads``,
     ``head_dim``, ``layers``, ``experts``, ``channels``, ``height``, ``width``, ``classes``, ``rank``. A step without ``dims=`` and
     without Flax metadata gets the same names, so this function is needed only to read or change them, and for :func:`meshpar.init`.
     A wrong name costs time, never a result.
@@ -64,5 +64,5 @@ def names_table(program: Program) -> Table:
         shown = ", ".join(map(str, sizes[:4])) + (", …" if len(sizes) > 4 else "")
         certain = "given" if best.weight == GIVEN else "yes" if best.certain else "guessed"
         rows.append([code(name), Cell(shown), number(str(len(dims)), len(dims)), Cell(certain), Cell(str(best))])
-    columns = [("dim", ""), ("size", ""), ("arrays", "n"), ("certain", ""), ("what shows it", "")]
+    columns = [("dim", ""), ("size", ""), ("arrays", "n"), ("certain", ""), ("evidence", "")]
     return Table(columns, rows)

@@ -44,9 +44,7 @@ def with_notes(plan: Plan) -> Plan:
     if idle:
         notes.append(f"no value is split over {idle}: its devices all do the same work")
     if plan.program.traced.inferred:
-        notes.append(
-            "the dims are named by what the step does with them: mp.infer_dims or `meshpar names` lists the names"
-        )
+        notes.append("the names of dims are inferred from their uses: mp.infer_dims or `meshpar names` lists the names")
     unused = sorted({r.dim for r in plan.layout.rules} - plan.program.all_names())
     if unused:
         notes.append(f"rules without effect, since the program has no such dim: {', '.join(unused)}")

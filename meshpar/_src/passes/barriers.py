@@ -84,7 +84,7 @@ def serialize_loops(plan: Plan) -> Body:
                 step = replace(
                     step, inits=tuple(delayed[s] for s in step.inits), stacks=tuple(delayed[s] for s in step.stacks)
                 )
-            # a barrier on any result waits for the whole loop, and the smallest one costs the least
+            # a barrier on any result waits for all of the loop, and the smallest one costs the least
             pending.extend(sorted(step.results, key=plan.shard_bytes)[:1])
             return (*steps, step)
 

@@ -460,7 +460,7 @@ def indexed(site: _Site, axes: Axes) -> Axes:
     small = math.prod(x.value.shape) <= MAX_GATHERED_RATIO * math.prod(op.outs[0].shape) * windows
     if may_gather and small and any(axes[f] for f in read):
         gathered = [() if f in read else got for f, got in enumerate(axes)]
-        # the array is gathered before the loop, so its bytes count once, those of the op once per iteration
+        # the array is gathered before the loop, so its bytes count once, and the bytes of the op once per iteration
         once = value_reshard_bytes(x.value, x.spec, spec_from_factors(rule.ins[0], gathered), sizes)
         choices.append(gathered)
         sent.append((site.bytes_sent(gathered) - once) * iterations + once)

@@ -15,7 +15,7 @@ from .steps import Body, Branch, Call, Loop, Reduce, Reshard, Run, Shard, Step
 
 
 def verify(plan: Plan) -> None:
-    """Raise AssertionError if the steps of a plan are no well-formed program; it names the step, and what is wrong with it."""
+    """Raise AssertionError if the steps of a plan are no well-formed program; the error names the step and the fault."""
     _verify_program(plan.program)
     _verify_body(plan.body, set(), set(plan.body.inputs), plan.sizes)
     assert None not in plan.body.outputs, "a result of the program has no shard"
@@ -45,7 +45,7 @@ def _verify_program(program: Program) -> None:
 
 
 def _check(ok: bool, step: Step, wrong: object) -> None:
-    """Raise AssertionError with a step, by its op and line, and what is wrong with it, unless ``ok``."""
+    """Raise AssertionError with a step, by its op and line, and the fault, unless ``ok``."""
     of = "a result" if step.op is None else f"{step.op.label} at {step.op.location}"
     assert ok, f"{type(step).__name__} of {of}: {wrong}"
 
@@ -137,7 +137,7 @@ def _check_run(step: Run, _sizes: Mapping[str, int]) -> None:
         known = None if value is None else (value.shape, value.aval.dtype)
         found = None if shard is None else (shard.value.shape, shard.value.aval.dtype)
         _check(found == known, step, f"reads {found}, its op {known}")
-    _check([s.value for s in step.results] == op.outs, step, "its results are not those of its op")
+    _check([s.value for s in step.results] == op.outs, step, "its results are not the results of its op")
     if op.rule is None and len({s.shape for s in (*op.outs, *(v for v in op.ins if v is not None))}) == 1:
         specs = {s.spec for s in (*step.results, *step.reads)}
         _check(len(specs) == 1, step, f"is elementwise, and has several specs: {specs}")

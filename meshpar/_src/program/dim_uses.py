@@ -1,7 +1,7 @@
-"""What a program does with each of its dims: the facts from which :mod:`program.naming` infers names.
+"""The uses of each dim of a program: the facts from which :mod:`program.naming` infers names.
 
-Facts are about classes of equal dims (:mod:`program.names`), and only about the forward pass: the backward pass contracts what the
-forward pass makes.
+Facts are about classes of equal dims (:mod:`program.names`), and only about the forward pass: the backward pass contracts the
+dims that the forward pass makes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ MAX_SOURCES = 8
 
 
 class Fact(StrEnum):
-    """What an op does with a dim. A weight is an argument that the step updates, or a function of such; other values are data."""
+    """A use of a dim by an op. A weight is an argument that the step updates, or a function of such; other values are data."""
 
     BATCH = "dim 0 of an argument that is no weight"
     LOOPED = "the dim of a stack of weights, over which a loop runs"
     ROWS = "rows of a weight, looked up by integers of the batch"
     OF_ROW = "another dim of a weight whose rows are looked up"
     LABEL = "a dim of activations, made by a matmul, that integers of the batch look up"
-    SHARED = "a batch dim of a matmul of two activations, beside the batch itself: heads"
+    SHARED = "a batch dim of a matmul of two activations, other than the batch: heads"
     SCORED = "contracted in such a matmul, and made by a matmul of a weight: queries and keys"
     SUMMED = "contracted in such a matmul, and not made by one: positions of the keys"
     VALUES = "the other dim of the operand whose positions are summed"
@@ -80,7 +80,7 @@ class DimUses:
         self._is_data: dict[Value, bool] = {}
         self._sources: dict[
             Value, frozenset[Op]
-        ] = {}  # the ops that are not elementwise, of which an activation is made
+        ] = {}  # activation → the ops, other than elementwise ones, that its values come from
         self._plain: set[Value] = set()  # results of matmuls, up to linear elementwise ops
         self._scores: set[DimClass] = set()  # the dims of attention scores
         for value in self.weights:
@@ -89,7 +89,7 @@ class DimUses:
         for value in self.data:
             self._add(Fact.BATCH, (c for c in self.parts(value.nodes[0]) if c not in self.paths), value)
         for a, b in self.unifier.prime_of.items():
-            x, y = self.whole(a), self.whole(b)
+            x, y = self.full(a), self.full(b)
             self.twins[x].add(y)
             self.twins[y].add(x)
         data = set(self.data)
@@ -99,13 +99,13 @@ class DimUses:
         """The classes of the parts of a dim that a reshape merges or splits, major to minor; of another dim its own."""
         return [] if node == NONE else [self.unifier.weak_root(a) for a in self.unifier.atoms(node)]
 
-    def whole(self, node: int) -> DimClass:
+    def full(self, node: int) -> DimClass:
         """The class of a complete dim, not of size 1, which a reshape may split."""
         return self.unifier.weak_root(node)
 
     def all_of(self, nodes: Iterable[int]) -> set[DimClass]:
         """The classes of complete dims and of their parts."""
-        return {c for n in nodes if n != NONE for c in (*self.parts(n), self.whole(n))}
+        return {c for n in nodes if n != NONE for c in (*self.parts(n), self.full(n))}
 
     def has(self, c: DimClass, *facts: Fact) -> bool:
         """Whether a class has one of these facts."""
@@ -156,10 +156,10 @@ class DimUses:
         if op.primitive.family == "scan":
             for value in loop_parts(op.eqn).split(op.ins)[2]:
                 if value is not None and not self._is_data.get(value, False) and value.nodes[0] != NONE:
-                    self._add(Fact.LOOPED, [self.whole(value.nodes[0])], op)
+                    self._add(Fact.LOOPED, [self.full(value.nodes[0])], op)
 
     def _record(self, op: Op) -> None:
-        """Record what an op of the forward pass does with the dims of its operands."""
+        """Record how an op of the forward pass uses the dims of its operands."""
         ins = [v for v in op.ins if v is not None]
         data = [v for v in ins if self._is_data.get(v, False)]
         family = op.primitive.family
@@ -215,7 +215,7 @@ class DimUses:
         if len(data) == 2:
             if read and any(
                 self.has(c, Fact.BATCH) for n in shared for c in self.parts(n)
-            ):  # else a product, or a gradient
+            ):  # else an elementwise one, or a gradient
                 self._attention(op, [c for c in self._of_weights(shared) if not self.has(c, Fact.BATCH)], read, of)
         elif data:
             weight = 1 if data[0] is ins[0] else 0
@@ -230,7 +230,7 @@ class DimUses:
             self._plain.update(op.outs)
 
     def _attention(self, op: Op, heads: list[DimClass], read: list[int], of: tuple[list[int], list[int]]) -> None:
-        """Scores contract what a matmul made; values contract positions, and have a dim that the scores lack."""
+        """Scores contract a dim that a matmul made; values contract positions, and have a dim that the scores lack."""
         self._add(Fact.SHARED, heads, op)
         if not heads:
             return
@@ -258,8 +258,8 @@ class DimUses:
         if table not in data and len(into) == 1:
             for d, node in enumerate(table.nodes):
                 if node != NONE:
-                    self._add(Fact.ROWS if d == into[0] else Fact.OF_ROW, [self.whole(node)], op)
-            self.lookups += [Lookup(self.whole(n), op) for n in table.nodes[into[0] : into[0] + 1] if n != NONE]
+                    self._add(Fact.ROWS if d == into[0] else Fact.OF_ROW, [self.full(node)], op)
+            self.lookups += [Lookup(self.full(n), op) for n in table.nodes[into[0] : into[0] + 1] if n != NONE]
         elif table in data:
             looked_up = self._of_weights([table.nodes[into[-1]]])
             self._add(Fact.LABEL, (c for c in looked_up if self.has(c, Fact.MADE, Fact.CONV_MADE)), op)
@@ -270,7 +270,7 @@ class DimUses:
             for node, factors in zip(value.nodes, dims, strict=True) if value is not None else ():
                 if node != NONE and factors and not any(self.has(c, Fact.BATCH) for c in self.parts(node)):
                     name = "heads" if factors[:1] == ("kv_heads",) and len(factors) > 1 else factors[0]
-                    for c in self.all_of([node]) if name == "heads" else [self.whole(node)]:
+                    for c in self.all_of([node]) if name == "heads" else [self.full(node)]:
                         self.declared[c].append((name, op))
 
 

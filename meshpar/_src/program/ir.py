@@ -1,6 +1,6 @@
 """A program: values and ops at every call site, the names of their dims, and the places of ops in the user's code, for reports.
 
-A program also caches what is computed from it (:meth:`Program.cached`), and lists the names that inference joined.
+A program also caches results that are computed from it (:meth:`Program.cached`), and lists the names that inference joined.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ class Program:
 
     @property
     def is_derived_as_traced(self) -> bool:
-        """Whether derivatives from outside are those of the program as traced, before all rewrites (:mod:`lower.derivatives`)."""
+        """Whether derivatives from outside are taken of the program as traced, before rewrites (:mod:`lower.derivatives`)."""
         return self.traced.cached(_is_derived_as_traced)
 
     @property

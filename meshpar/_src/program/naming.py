@@ -1,12 +1,12 @@
-"""Names for the dims of a program in which nobody named any, from what the program does with them.
+"""Names for the dims of a program in which nobody named any, from their uses.
 
-The inference knows which dims are the same (:mod:`program.names`), and :mod:`program.dim_uses` what the program does with them.
+The inference knows which dims are the same (:mod:`program.names`), and :mod:`program.dim_uses` how they are used.
 Each fact is a vote for a name: rows that integers of the batch look up are a ``vocab``, a dim that one matmul makes and the
 next one contracts is an ``mlp``. The vote with the largest weight decides.
 
 :func:`patterns_of` writes the names as the shortest patterns of ``dims=``.
 
-The names are those of the known schemes (:mod:`meshpar.layouts`). A wrong name costs time, never a result: a layout does not change
+The known schemes have the same names (:mod:`meshpar.layouts`). A wrong name costs time, never a result: a layout does not change
 results.
 """
 
@@ -48,7 +48,7 @@ class Vote(NamedTuple):
 
 
 CERTAIN, TWIN, GIVEN = 3, 4, 100
-"""Weights of votes: the least that a use shows; that of a twin's name, if the twin has more; that of a name which somebody gave."""
+"""Weights of votes: the least that a use shows; of a twin's name, if the twin has more; of a name that somebody gave."""
 VOTES: dict[Fact, tuple[str, float, str]] = {
     Fact.LOOPED: ("layers", 20, "a loop runs over it at {}"),
     Fact.GROUPS: ("experts", 10, "groups of a ragged matmul at {}"),
@@ -138,11 +138,11 @@ class _Namer:
         for value in self.uses.data:
             read = Fact.READ, Fact.CONV_READ
             free = [
-                i for i, n in enumerate(value.nodes) if i and n != NONE and not self.uses.has(self.uses.whole(n), *read)
+                i for i, n in enumerate(value.nodes) if i and n != NONE and not self.uses.has(self.uses.full(n), *read)
             ]
             if len(value.shape) > (1 if value.aval.dtype.kind in "iub" else 2):
                 for i, name in zip(free, POSITIONS.get(len(free), ()), strict=False):
-                    self._vote(self.uses.whole(value.nodes[i]), name, 5, f"dim {i} of {{}}, which is no weight", value)
+                    self._vote(self.uses.full(value.nodes[i]), name, 5, f"dim {i} of {{}}, which is no weight", value)
 
     def _vote_for_tables(self) -> None:
         """The largest table whose rows are looked up has the vocabulary. So has a dim that labels look up, or one of its size
@@ -206,18 +206,18 @@ class _Namer:
         return found
 
     def _vote_by_neighbours(self) -> None:
-        """The dim after the heads of a weight is ``head_dim``, where rotary embeddings hide what contracts it."""
+        """The dim after the heads of a weight is ``head_dim``, where rotary embeddings hide the matmul that contracts it."""
         for v in self.uses.weights:
             for a, b in zip(v.nodes, v.nodes[1:], strict=False):
                 if NONE not in (a, b) and (best := self._best_of_dim(a)) and best.name in HEADS:
-                    self._vote(self.uses.whole(b), "head_dim", 3.5, "it follows the heads in {}", v)
+                    self._vote(self.uses.full(b), "head_dim", 3.5, "it follows the heads in {}", v)
 
     def _vote_by_size(self) -> None:
         """A dim without any vote has the name of the dims of its size, if these have only one name."""
         known: defaultdict[int, set[str]] = defaultdict(set)
         unknown: set[DimClass] = set()
         for node in [n for v in self.uses.weights for n in v.nodes if n != NONE]:
-            best, c = self._best_of_dim(node), self.uses.whole(node)
+            best, c = self._best_of_dim(node), self.uses.full(node)
             if best is None:
                 unknown.add(c)
             elif best.name in ("embed", "vocab", "mlp"):
@@ -225,7 +225,7 @@ class _Namer:
         for c in unknown:
             if len(known[self.size[c]]) == 1:
                 (name,) = known[self.size[c]]
-                self._vote(c, name, 1, f"its size, {self.size[c]}, is that of `{name}`")
+                self._vote(c, name, 1, f"its size, {self.size[c]}, is the size of `{name}`")
 
     # -- decisions
 
@@ -244,11 +244,11 @@ class _Namer:
         A dim whose heads are not its first part, such as the queries, keys and values of all heads, has no name: a block of it
         is no set of heads.
         """
-        parts, own = self.uses.parts(node), self._best(self.uses.whole(node))
-        first, *others = map(self._best, parts)
+        atoms, own = self.uses.parts(node), self._best(self.uses.full(node))
+        first, *others = map(self._best, atoms)
         if first and first.name in HEADS:
-            group = self.groups.get(parts[0])
-            return first._replace(name="heads" if group is None or group in parts else "kv_heads")
+            group = self.groups.get(atoms[0])
+            return first._replace(name="heads" if group is None or group in atoms else "kv_heads")
         if any(vote and vote.name == "heads" for vote in others):
             return None
         return first if others and own is None and first and first.name in ("experts", "mlp", "embed", "vocab") else own

@@ -1,4 +1,4 @@
-"""Constant scalars of a program: literals, also those passed to calls, and what casts, broadcasts and products make of them."""
+"""Constant scalars of a program: literals, also those passed to calls, and their casts, broadcasts and multiples."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def cell(body: str) -> str:
 
 
 def front_end(*packages: str) -> tuple[str, str]:
-    """The CSS and the script of pages, each followed by those of further packages, such as the lab's."""
+    """The CSS and the script of pages, each followed by the CSS and scripts of further packages, such as the lab's."""
     folders = [resources.files("meshpar._src").joinpath(package) for package in ("report", *packages)]
     css, js = ("".join(f.joinpath(name).read_text("utf8") for f in folders) for name in ("page.css", "page.js"))
     return css, js

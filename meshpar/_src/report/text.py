@@ -60,8 +60,8 @@ def plan_renderable(plan: Plan) -> Any:
         pipeline_section(plan),
         *(section.terminal() for section in sections(plan)),
     ]
-    parts = [part for block in blocks if block for part in (*block, Text())]
-    return Group(*(_indented(part) if isinstance(part, Text) else part for part in parts[:-1]))
+    lines = [line for block in blocks if block for line in (*block, Text())]
+    return Group(*(_indented(line) if isinstance(line, Text) else line for line in lines[:-1]))
 
 
 def _indented(text: Text) -> Group:
