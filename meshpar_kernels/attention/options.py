@@ -18,7 +18,7 @@ STRATEGIES = ("ring", "ulysses", "gathered")
 
 @dataclasses.dataclass(frozen=True)
 class ContextParallel:
-    """How the sequence is distributed over devices, and the arrays that they send: `ring_attention(..., parallel=ContextParallel(...))`.
+    """The distribution of the sequence over devices, and the arrays sent: `ring_attention(..., parallel=ContextParallel(...))`.
 
     No result depends on `strategy`, `both_ways` and `scatter`.
 

@@ -1,7 +1,7 @@
 """Runs of contiguous rows that devices send each other: offsets and sizes of the sent and received runs, as integer arrays.
 
-The caller gives the offsets. Runs are clipped to the buffers, and one small all-to-all tells each device the sizes that it will receive; the
-gradient sends the same runs in reverse.
+The caller gives the offsets. Runs are clipped to the buffers, and one small all-to-all tells each device the sizes that it will
+receive; the gradient sends the same runs in reverse.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ def infer_dims(fn: Callable[..., Any], *args: Any, dims: Any = None, **keywords:
 
     Args:
       fn: a function, e.g. a train step. It is traced, nothing is compiled.
-      *args, **keywords: its arguments; arrays or ``jax.ShapeDtypeStruct``. Also options of :func:`meshpar.jit`.
+      *args: its arguments; arrays or ``jax.ShapeDtypeStruct``.
+      **keywords: its keyword arguments, and options of :func:`meshpar.jit`.
       dims: tree-path patterns → dims that are known, as in :func:`meshpar.jit`: these names win, and other dims are inferred.
 
     Returns:
