@@ -423,7 +423,7 @@ def by_hand(program: Program) -> mp.Plan:
     return mp.plan(program.step, *program.args, mesh=MESH, topology=TOPOLOGY, layout="", dims=dims)
 
 
-def compare(name: str, show: bool, table: Table, plans: Rows) -> list[float]:
+def compare(name: str, show: bool, table: Table, plans: list[tuple[str, ...]]) -> list[float]:
     """Add the rows of a program to the tables; (purity, completeness, share of good plans)."""
     program = PROGRAMS[name]()
     hand = by_hand(program)
@@ -442,7 +442,7 @@ def compare(name: str, show: bool, table: Table, plans: Rows) -> list[float]:
         ratios = [x / y if y else 1.0 + (x > 0) for x, y in zip(figures(b), figures(a), strict=True)]
         good += max(ratios) <= GOOD
         if max(ratios) > GOOD:
-            plans.add_row(name, layout, *(f"{r:.3f}" for r in ratios))
+            plans.append((name, layout, *(f"{r:.3f}" for r in ratios)))
     table.add_row(name, f"{purity:.2f}", f"{completeness:.2f}", f"{good} of {len(LAYOUTS)}")
     return [purity, completeness, good / len(LAYOUTS)]
 
@@ -460,7 +460,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     warnings.simplefilter("ignore")
     jnp.clip = clip
     table = Table("program", "purity", "completeness", "plans within 2 %")
-    worse = Rows()
+    worse: list[tuple[str, ...]] = []
     results = []
     for name in args.programs or PROGRAMS:
         results.append(compare(name, args.dims, table, worse))
@@ -468,18 +468,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     table.add_row(f"mean of {len(results)}", *(f"{x:.3f}" for x in mean))
     print()
     later = Table("program", "layout", "bytes", "peak", "seconds", title="Plans that are worse:")
-    for row in worse.rows:
+    for row in worse:
         later.add_row(*row)
-
-
-class Rows:
-    """Rows of a table that is printed after another one."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[str, ...]] = []
-
-    def add_row(self, *cells: str) -> None:
-        self.rows.append(cells)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ def infer_dims(fn: Callable[..., Any], *args: Any, dims: Any = None, **keywords:
 
     The known schemes have the same names: ``batch``, ``seq``, ``vocab``, ``embed``, ``mlp``, ``heads``, ``kv_heads``,
     ``head_dim``, ``layers``, ``experts``, ``channels``, ``height``, ``width``, ``classes``, ``rank``. A step without ``dims=`` and
-    without Flax metadata gets the same names, so this function is needed only to read or change them, and for :func:`meshpar.init`.
-    A wrong name costs time, never a result.
+    without Flax metadata gets the same names, so this function is needed only to read or change them, and for the
+    weights of :func:`meshpar.init`, which sees no use of them. A wrong name costs time, never a result.
 
     Args:
       fn: a function, e.g. a train step. It is traced, nothing is compiled.
@@ -58,10 +58,8 @@ def names_table(program: Program) -> Table:
                 found[vote.name].append((size, value.path or "", vote))
     rows = []
     for name, dims in sorted(found.items(), key=lambda item: -len(item[1])):
-        sizes, best = (
-            sorted({size for size, *_ in dims}),
-            max((vote for *_, vote in dims), key=lambda vote: vote.weight),
-        )
+        sizes = sorted({size for size, *_ in dims})
+        best = max((vote for *_, vote in dims), key=lambda vote: vote.weight)
         shown = ", ".join(map(str, sizes[:4])) + (", …" if len(sizes) > 4 else "")
         certain = "given" if best.weight == GIVEN else "yes" if best.certain else "guessed"
         rows.append([code(name), Cell(shown), number(str(len(dims)), len(dims)), Cell(certain), Cell(str(best))])

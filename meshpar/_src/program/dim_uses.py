@@ -78,9 +78,8 @@ class DimUses:
         self.read_by: defaultdict[Op, set[DimClass]] = defaultdict(set)
         self.lookups: list[Lookup] = []
         self._is_data: dict[Value, bool] = {}
-        self._sources: dict[
-            Value, frozenset[Op]
-        ] = {}  # activation → the ops, other than elementwise ones, that its values come from
+        # activation → the ops, other than elementwise ones, that its values come from
+        self._sources: dict[Value, frozenset[Op]] = {}
         self._plain: set[Value] = set()  # results of matmuls, up to linear elementwise ops
         self._scores: set[DimClass] = set()  # the dims of attention scores
         for value in self.weights:
