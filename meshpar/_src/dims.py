@@ -209,26 +209,45 @@ def join_path(components: Iterable[str]) -> str:
     return "/".join(components).replace("/.codes", ".codes").replace("/.scales", ".scales")
 
 
+def _one_name(old: str, new: str | None) -> str | None:
+    """The new name of an entry of ``names=``; None and ``_`` are none."""
+    found = parse_dims("_" if new is None else new, what=f"names={{{old!r}: …}}:")
+    if len(found) != 1 or found[0] is ...:
+        raise LayoutSyntaxError(
+            f"names={{{old!r}: {new!r}}}: {new!r} is not one name",
+            dim=old,
+            fixes=[f'one name, or None to ignore it: names={{{old!r}: "batch"}}'],
+        )
+    return found[0]
+
+
 class PathDims:
     """Ordered path patterns → dims; the first that matches wins.
 
     Args:
       patterns: e.g. ``{"batch/tokens": "batch seq", "*/kernel": "embed mlp"}``, or pairs. ``"auto"``, or the pattern
         ``"*": "auto"``: names are inferred for the arrays that no other pattern matches (:mod:`program.naming`).
+      names: name that a model carries in metadata and constraints → the name that it has here; None: none.
 
     Attributes:
       items: (pattern, dims).
+      names: as given.
       auto: whether names are inferred: True, False, or None: if nothing else names a dim.
     """
 
     auto: bool | None
 
-    def __init__(self, patterns: Mapping[str, DimsLike] | Iterable[tuple[str, DimsLike]] | None):
+    def __init__(
+        self,
+        patterns: Mapping[str, DimsLike] | Iterable[tuple[str, DimsLike]] | None,
+        names: Mapping[str, str | None] | None = None,
+    ):
         """Parse pairs (tree-path pattern, dims), or a mapping of patterns to dims; None: no pattern.
 
         Raises:
-          LayoutSyntaxError: the argument is neither, or the dims of a pattern cannot be parsed.
+          LayoutSyntaxError: the argument is neither, or the dims of a pattern or a new name cannot be parsed.
         """
+        self.names = {old: _one_name(old, new) for old, new in (names or {}).items()}
         self.auto = None if patterns is None else False
         if patterns == "auto":
             patterns = {"*": "auto"}
@@ -253,7 +272,7 @@ class PathDims:
 
     def then(self, others: Mapping[str, str]) -> PathDims:
         """These patterns, then others, for paths that no pattern of these matches."""
-        new = PathDims(others)
+        new = PathDims(others, self.names)
         new.items, new.auto = (*self.items, *new.items), self.auto
         return new
 
@@ -264,8 +283,17 @@ class PathDims:
                 return pattern, dims
         return None
 
+    def own(self, dims: Dims) -> Dims:
+        """The dims of metadata or of a constraint with the names that ``names`` gives them; of two equal names, the first stays."""
+        new = [self.names.get(d, d) if isinstance(d, str) else d for d in dims]
+        return tuple(None if d in new[:i] else d for i, d in enumerate(new)) if self.names else dims
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        return self.items, self.auto, tuple(self.names.items())
+
     def __hash__(self) -> int:
-        return hash((self.items, self.auto))
+        return hash(self._key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, PathDims) and (self.items, self.auto) == (other.items, other.auto)
+        return isinstance(other, PathDims) and self._key == other._key

@@ -75,7 +75,11 @@ def jit(
         ``jax.sharding.Mesh``; with Explicit axes, results are arrays of that mesh. Left out: the mesh of ``jax.set_mesh`` when
         ``jit`` is called.
       layout: rules ``dim: axis``; a :class:`meshpar.Layout`, its text, or a Flax ``logical_axis_rules`` list.
-      dims: tree-path patterns → dims, in place of Flax metadata: ``{"batch/tokens": "batch seq"}``.
+      dims: tree-path patterns → dims, in place of Flax metadata: ``{"batch/tokens": "batch seq"}``. ``"auto"``, the default where
+        neither patterns nor metadata name a dim: names are inferred from the uses of each dim, see :func:`infer_dims`; with an
+        entry ``"*": "auto"``, for the arrays that no other pattern matches. ``{}``: they are not.
+      names: for a model that cannot be edited: a name in its metadata or constraints → the name that it has in this step; None: it
+        has none. ``{"act_batch": "batch", "act_emb": None}``.
       lowering: ``"shard_map"``: meshpar partitions the program, which sends exactly the collectives of the plan. ``"jit"``: XLA
         partitions it, guided by sharding constraints from the plan, whose numbers are then estimates. ``"auto"``, the default:
         ``"shard_map"``, or ``"jit"`` if an op of the program has no local form; a warning and the plan then name the op and its

@@ -47,7 +47,7 @@ from .arguments import ArgumentRoles, Call, fully_donated, is_static, unhashable
 from .compiled import CompiledStep, arrivals, lower_step
 from .exported import Exported, export_step
 from .options import Lowering, Mode, StepOptions
-from .tracing import FlatFunction, TracedStep, annotation_of, metadata_names, trace_call
+from .tracing import FlatFunction, TracedStep, annotation_of, metadata_names, rename_leaves, trace_call
 
 NO_DONATION: dict[str, Any] = {"donate_argnums": None, "donate_argnames": None}
 """Options of a step that donates no argument."""
@@ -201,7 +201,9 @@ class Jitted(Generic[P, R]):
         args = (*self._bound, *args)
         if self._init or has_graph_nodes((args, kwargs)):
             call = self._roles.flatten(args, kwargs)
-            with capture_names(self.mesh.axis_names, self.mesh if self.mesh is not self._auto else None):
+            with capture_names(
+                self.mesh.axis_names, self.mesh if self.mesh is not self._auto else None, self._options.dims
+            ):
 
                 def plain(args: Any, kwargs: Any) -> Any:
                     args, kwargs = with_statics(args, kwargs, call.statics)
@@ -292,6 +294,7 @@ class Jitted(Generic[P, R]):
             known = inputs.get(leaf.path)
             if known is not None and known.shape == np.shape(leaf.value):
                 return place(leaf.value, NamedSharding(mesh, known.spec), copy)
+            rename_leaves([leaf], self._options.dims)
             dims = annotation_of(leaf, self._options.dims, set())
             if dims is None and np.ndim(leaf.value):
                 raise UnsupportedError(

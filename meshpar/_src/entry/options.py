@@ -31,6 +31,7 @@ class StepKeywords(TypedDict, total=False):
     """The options of a step as keyword arguments; :func:`meshpar.jit` describes them."""
 
     dims: DimsPatterns
+    names: Mapping[str, str | None] | None
     lowering: Lowering
     overlap: Mode | None
     schedule: ScheduleName
@@ -59,6 +60,11 @@ else:
     CallKeywords = SearchCallKeywords = dict
 
 
+def _renamed(text: str) -> dict[str, str]:
+    """``--names``: ``act_batch=batch, act_emb=_``."""
+    return dict(pair.strip().split("=") for pair in text.split(","))  # argparse reports a ValueError
+
+
 @dataclass(frozen=True)
 class StepOptions:
     """How a function is traced, planned and compiled, without its mesh and its layout. :func:`meshpar.jit` describes each.
@@ -72,6 +78,13 @@ class StepOptions:
     """
 
     dims: PathDims = option(None)
+    names: Mapping[str, str | None] | None = option(
+        None,
+        "--names",
+        "other names for those of the model: act_batch=batch, act_emb=_",
+        type=_renamed,
+        metavar="OLD=NEW,…",
+    )
     lowering: Lowering = option(
         "auto",
         "--lowering",
@@ -119,7 +132,7 @@ class StepOptions:
         check_choice("schedule", self.schedule, SCHEDULES, "schedules")
         check_choice("gather", self.gather, (*GATHERS, None), "values of gather")
         normalized = {
-            "dims": path_dims(self.dims),
+            "dims": path_dims(self.dims, self.names),
             "overlap": None if self.lowering == "jit" else self.overlap,
             "options": check_options(self.options),
             "compiler_options": dict(self.compiler_options or {}),
@@ -155,13 +168,13 @@ if set(OPTIONS) != set(StepKeywords.__annotations__):
 # -- values of options
 
 
-def path_dims(dims: DimsPatterns) -> PathDims:
-    """Tree-path patterns → dims, as ``dims=`` of :func:`meshpar.jit` takes them.
+def path_dims(dims: DimsPatterns, names: Mapping[str, str | None] | None = None) -> PathDims:
+    """Tree-path patterns → dims, and other names for those of the model, as :func:`meshpar.jit` takes ``dims=`` and ``names=``.
 
     Raises:
       LayoutSyntaxError: something else.
     """
-    return dims if isinstance(dims, PathDims) else PathDims(dims)
+    return dims if isinstance(dims, PathDims) else PathDims(dims, names)
 
 
 def check_lowering(lowering: Any, overlap: Any) -> None:

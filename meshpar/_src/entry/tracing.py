@@ -13,7 +13,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from ...errors import PatternError, UnsupportedError
+from ...errors import PatternError, UnknownDimError, UnsupportedError
 from ..compat import nnx
 from ..compat.jax import (
     abstract_array,
@@ -121,6 +121,7 @@ def trace_call(
       UnsupportedError: a leaf that is not an array, a mutable array, or a collective over a mesh axis.
     """
     named = named_arguments(*call.dynamic, argument_path)
+    carried = rename_leaves(named, patterns)
     for leaf in named:
         if is_ref(leaf.value):
             raise UnsupportedError(
@@ -143,7 +144,7 @@ def trace_call(
         check_fixed(call.dynamic, argument_path)
     traced_as(flat, flat.fn, [leaf.path for leaf in named])
     with _explained_errors(named):
-        closed, shapes, out_leaves, explicit = _trace_on(mesh, flat, [x for x, _ in arrays])
+        closed, shapes, out_leaves, explicit, constrained = _trace_on(mesh, flat, [x for x, _ in arrays], patterns)
     if any(map(is_ref, closed.consts)):
         raise UnsupportedError(
             f"{getattr(flat.fn, '__name__', 'the step')} closes over a mutable array (jax.Ref): a sharded step cannot use it",
@@ -163,6 +164,17 @@ def trace_call(
         unchanged = {
             o: positions[id(var)] for o, var in enumerate(closed.jaxpr.outvars[: len(updated)]) if id(var) in positions
         }
+    carried |= rename_leaves(results, patterns) | constrained
+    if (unknown := patterns.names.keys() - carried) and not init:
+        raise UnknownDimError(
+            f"names={{{min(unknown)!r}: …}}: no metadata and no constraint of the model has this name",
+            dim=min(unknown),
+            fixes=[
+                f"the names that it has: {', '.join(sorted(carried))}"
+                if carried
+                else "it has no names: give some, dims=…"
+            ],
+        )
     if len(results) != len(out_leaves):
         raise AssertionError("paths and results do not match")
     hidden = argument_path(0)[0] if len(argument_path(0)) > 1 else None
@@ -193,8 +205,11 @@ def trace_call(
     return TracedStep(program, flat.out_tree, flat.fixed, tuple(closed.in_avals), unchanged, explicit)
 
 
-def _trace_on(mesh: AnyMesh, flat: FlatFunction, arrays: Sequence[Any]) -> tuple[Any, Any, list[Any], AnyMesh | None]:
-    """The results of :func:`program.trace`, and the mesh with Explicit axes with which the function was traced, or None.
+def _trace_on(
+    mesh: AnyMesh, flat: FlatFunction, arrays: Sequence[Any], patterns: PathDims
+) -> tuple[Any, Any, list[Any], AnyMesh | None, set[str]]:
+    """The results of :func:`program.trace`, the mesh with Explicit axes with which the function was traced, or None, and the
+    names in its constraints.
 
     On a mesh with Explicit axes it is traced with these. On another mesh it is traced with them if it uses what JAX has for
     Explicit axes only: ``reshard``, ``out_sharding=``.
@@ -202,13 +217,13 @@ def _trace_on(mesh: AnyMesh, flat: FlatFunction, arrays: Sequence[Any]) -> tuple
     explicit = explicit_mesh(mesh)
     if explicit is not mesh:
         try:
-            with capture_names(mesh.axis_names):
-                return *trace(flat, arrays, mesh), None
+            with capture_names(mesh.axis_names, patterns=patterns) as seen:
+                return *trace(flat, arrays, mesh), None, seen
         except ValueError as e:
             if not needs_explicit_axes(e):
                 raise
-    with capture_names(mesh.axis_names, explicit):
-        return *trace(flat, arrays, mesh), explicit
+    with capture_names(mesh.axis_names, explicit, patterns) as seen:
+        return *trace(flat, arrays, mesh), explicit, seen
 
 
 def _infer_live(
@@ -347,6 +362,16 @@ def _number_lists(leaves: Sequence[Leaf]) -> list[str]:
 # -- the dims of arguments and results
 
 
+def rename_leaves(leaves: Iterable[Leaf], patterns: PathDims) -> set[str]:
+    """Give the names of the leaves' metadata the names that ``patterns`` has for them; returns the names that there were."""
+    found: set[str] = set()
+    for leaf in leaves:
+        if leaf.dims is not None:
+            found.update(filter(None, leaf.dims))
+            leaf.dims = patterns.own(leaf.dims)
+    return found
+
+
 def metadata_names(leaves: Iterable[Leaf], patterns: PathDims) -> frozenset[str]:
     """The names of dims that the leaves have from Flax metadata, which no pattern replaces."""
     own = (leaf.dims for leaf in leaves if leaf.dims and patterns.match(leaf.path) is None)
@@ -360,6 +385,7 @@ def named_tree(tree: Any, patterns: PathDims) -> list[tuple[Leaf, Dims | None]]:
       PatternError, RankError: a pattern that matches no leaf, or one of another rank.
     """
     leaves = flatten_named(tree)
+    rename_leaves(leaves, patterns)
     used: set[str] = set()
     dims = state_dims(leaves, patterns, used)
     _check_patterns(patterns, used, leaves)
@@ -606,7 +632,8 @@ def _check_patterns(
       hidden: ``"args"`` if the function takes ``*args``, so that its arguments have no names; else None.
 
     Raises:
-      PatternError: one matches no path, or only paths that an earlier pattern matches, or no path by a text of ``{up,down}``.
+      PatternError: one matches no path, or only paths that an earlier pattern matches, or no path by a text of ``{up,down}``. Of an
+        initializer, a pattern may match no path if another one matches and no path is similar.
     """
     paths = list(dict.fromkeys(leaf.path for leaf in sorted(leaves, key=lambda leaf: leaf.kind == "opt")))
     unnamed = [
@@ -631,13 +658,15 @@ def _check_patterns(
                 path=shadowed,
                 fixes=["the first pattern that matches wins: put the narrower one first"],
             )
+        fixes = _similar_pattern(pattern, paths, unnamed)
+        if init and used and not fixes:
+            continue  # of the batch: a step and its initializer may share one mapping
         of_state = {leaf.path for leaf in leaves if leaf.kind == "opt"}
         listed = sorted(
             paths, key=lambda p: (p in of_state, p not in unnamed, -difflib.SequenceMatcher(None, pattern, p).ratio())
         )
         shown = list(dict.fromkeys(re.sub(r"(?<=[/_])\d+(?=/)", "*", p) for p in listed))  # one for all layers
         first, starts = pattern.partition("/")[0], sorted({path.partition("/")[0] for path in paths})
-        fixes = _similar_pattern(pattern, paths, unnamed)
         lists = (path for path in _number_lists(leaves) if path_matches(pattern, path))
         fixes += [f"{path} is a list of numbers: pass np.asarray({path})" for path in lists]
         if hidden in starts:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ...errors import RankError
 from ..compat import nnx
 from ..compat.jax import axes_of_spec, is_graph_node, patched_constraints
-from ..dims import Dims, PartKey, fit_dims, format_dims, join_path, parse_dims
+from ..dims import Dims, PartKey, PathDims, fit_dims, format_dims, join_path, parse_dims
 from ..program.primitives import name_dims_p, place_p
 
 OPT_NAMES = frozenset({"opt", "opt_state", "optimizer", "optimizer_state"})
@@ -195,7 +195,7 @@ def key_text(key: Any) -> str:
 
 
 @contextlib.contextmanager
-def capture_names(axes: Iterable[str], explicit: Any = None) -> Iterator[None]:
+def capture_names(axes: Iterable[str], explicit: Any = None, patterns: PathDims | None = None) -> Iterator[set[str]]:
     """While a function is traced, turn sharding constraints over names into names.
 
     ``linen.with_logical_constraint`` and ``jax.lax.with_sharding_constraint`` over dim names become ``mp.named``; over the mesh's
@@ -204,11 +204,19 @@ def capture_names(axes: Iterable[str], explicit: Any = None) -> Iterator[None]:
     Args:
       explicit: a mesh with Explicit axes, for a function that uses JAX's explicit sharding: ``jax.sharding.reshard`` is a sharding
         constraint as well.
+      patterns: they may give the names of constraints other names.
+
+    Yields:
+      The names of the constraints so far, as the function has them.
     """
-    axes = frozenset(axes)
+    axes, seen = frozenset(axes), set[str]()
+
+    def name(x: Any, names: tuple[Any, ...], origin: str) -> Any:
+        seen.update(n for n in names if isinstance(n, str))
+        return _name(x, patterns.own(names) if patterns else names, origin)
 
     def logical(names: Any, x: Any) -> Any:
-        return x if names is None else _name(x, tuple(names), "nn.with_logical_constraint")
+        return x if names is None else name(x, tuple(names), "nn.with_logical_constraint")
 
     def constraint(x: Any, shardings: Any) -> Any | None:
         """An array tree after ``with_sharding_constraint``: dims named or placed; None: JAX applies the constraint
@@ -220,11 +228,11 @@ def capture_names(axes: Iterable[str], explicit: Any = None) -> Iterator[None]:
         if not all(a is None or isinstance(a, str) for a in flat):
             return None  # UNCONSTRAINED: leave it open
         if any(a is not None and a not in axes for a in flat):
-            return jax.tree.map(lambda v: _name(v, tuple(spec), "with_sharding_constraint"), x)
+            return jax.tree.map(lambda v: name(v, tuple(spec), "with_sharding_constraint"), x)
         return jax.tree.map(lambda v: place_p.bind(v, spec=axes_of_spec(spec, v.ndim)), x)
 
     with patched_constraints(logical, constraint, explicit), nnx.use_eager_sharding(False):
-        yield
+        yield seen
 
 
 def _name(x: Any, names: tuple[Any, ...], origin: str) -> Any:

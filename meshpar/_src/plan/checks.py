@@ -21,8 +21,24 @@ MIN_MISSPELLED = 3
 ACTIVATION_DIMS = ("batch", "seq")
 """Dims of the known schemes that weights do not have."""
 
+RELATED = {
+    "mlp": ("rank", "channels", "embed"),
+    "embed": ("channels", "mlp"),
+    "heads": ("kv_heads", "head_dim"),
+    "kv_heads": ("heads",),
+    "vocab": ("classes", "embed"),
+    "seq": ("height", "time"),
+    "experts": ("mlp",),
+    "expert": ("experts",),
+    "channels": ("embed", "mlp"),
+}
+"""Dims of the known schemes → other inferred names of a dim that may be meant, the likeliest first."""
+
 MAX_TEMPLATE_LINES = 16
 """Entries of a ``dims=`` that an error or a warning proposes."""
+
+CONSTRAINTS = ("nn.with_logical_constraint", "with_sharding_constraint")
+"""The origins of names that are constraints of a model."""
 
 REPORTED_JOINS: set[frozenset[tuple[str, str]]] = set()
 """The joined names that this process has warned about: (name, its pattern or the end of its path) of both."""
@@ -51,6 +67,7 @@ def check_dims(program: Program, layout: Layout, init: bool) -> None:
             else [
                 *_unnamed_inputs(program, rule.dim),
                 *did_you_mean(rule.dim, names, "dims"),
+                *_inferred_names(program, rule.dim),
                 *_misspelled_names(program, rule.dim),
                 *_list_of_layers(program, rule.dim),
                 *([f"or give `{similar[0]}` a rule of its own: `{similar[0]}: none`"] if shared else []),
@@ -78,6 +95,31 @@ def _unnamed_inputs(program: Program, dim: str) -> list[str]:
     if dim == "batch" and all(v.kind is None for v in arrays):
         template = [re.sub(r'": "_\b', '": "batch', line) for line in template]
     return ["these arguments have no names: name their dims", *template]
+
+
+def _inferred_names(program: Program, dim: str) -> list[str]:
+    """The fix for an unknown dim if names are inferred: the names that there are, and the one that is probably meant."""
+    sizes: dict[str, set[int]] = {}
+    for value in program.inputs:
+        for vote, size in zip(program.inferred.get(value.path or "", ()), value.shape, strict=False):
+            if vote is not None:
+                sizes.setdefault(vote.name, set()).add(size)
+    if not sizes:
+        return []
+    shown = {
+        name: f"{name} ({', '.join(map(str, sorted(found)[:3]))}{', …' * (len(found) > 3)})"
+        for name, found in sizes.items()
+    }
+    meant = [f"`{name}` is probably meant" for name in RELATED.get(dim, ()) if name in sizes][:1]
+    return [
+        "; ".join(
+            [
+                f"names are inferred from uses: {', '.join(shown.values())}",
+                *meant,
+                "mp.infer_dims lists them to be changed",
+            ]
+        )
+    ]
 
 
 def _misspelled_names(program: Program, dim: str) -> list[str]:
@@ -187,8 +229,10 @@ def dims_template(program: Program, arrays: Sequence[Value], any_root: bool = Fa
     return ["dims={", *entries[:MAX_TEMPLATE_LINES], *rest, "}"] if entries else []
 
 
-def check_joins(program: Program, strict: bool) -> None:
+def check_joins(program: Program, strict: bool, layout: Layout) -> None:
     """Warn of pairs of names that are one dim of the program; raise JoinError if ``strict``.
+
+    A constraint of the model whose name has no rule, where the other name has one, replicates the dim: the warning has the edit.
 
     Each pair is reported once in a process, in whichever program of a model (initializer, train step, evaluation) it comes first.
     """
@@ -210,7 +254,7 @@ def check_joins(program: Program, strict: bool) -> None:
     new = {_join_key(j): j for j in program.joins}
     new = {key: j for key, j in new.items() if key not in REPORTED_JOINS}
     if new:
-        warnings.warn(_join_text(list(new.values())), JoinWarning, stacklevel=user_stacklevel())
+        warnings.warn(_join_text(list(new.values()), layout), JoinWarning, stacklevel=user_stacklevel())
         REPORTED_JOINS.update(new)  # not if the warning is an error
 
 
@@ -218,10 +262,11 @@ def _join_key(join: Join) -> frozenset[tuple[str, str]]:
     return frozenset(zip((join.first, join.second), join.keys, strict=True))
 
 
-def _join_text(joins: Sequence[Join]) -> str:
+def _join_text(joins: Sequence[Join], layout: Layout) -> str:
     """The warning for pairs of names, in three lines: the pairs, the origins of the names of the first pair, and what to do."""
     misspelled = [j for j in joins if j.is_misspelled]
-    j = next(iter(misspelled or joins))
+    replicating = {j: edit for j in joins if (edit := _edit_of_constraint(j, layout))}
+    j = next(iter(misspelled or replicating or joins))
     more = ", ".join(f"{k.first} = {k.second}" for k in joins if k is not j)
     head = f"two names of one dim of the program: {j.first} = {j.second}" + (f" (and {more})" if more else "")
     head += ". Is one of them misspelled?" if misspelled else ""
@@ -232,11 +277,27 @@ def _join_text(joins: Sequence[Join]) -> str:
     swap = f"  are the names of one array swapped? {' or '.join(swaps)}\n" if swaps else ""
     origins = f"{pattern} names it {first} and {second}" if same else f"{j.first_origin}; {j.second_origin}"
     return (
-        f"{head}\n  {origins}{where}\n{swap}"
+        f"{head}\n  {origins}{where}\n{''.join(replicating.values())}{swap}"
         "  use one name for both (patterns of dims= replace names of Flax metadata), or "
         f'mp.rename(x, {j.first}="{j.second}") where they differ; '
         'to silence this: warnings.simplefilter("ignore", mp.errors.JoinWarning)'
     )
+
+
+def _edit_of_constraint(join: Join, layout: Layout) -> str:
+    """The line of a warning for a constraint whose name has no rule, of a dim whose other name has one; else empty."""
+    for name, origin, other in (
+        (join.first, join.first_origin, join.second),
+        (join.second, join.second_origin, join.first),
+    ):
+        rules = [rule for rule in layout.rules if rule.dim == other and rule.axes]
+        if rules and name not in layout.dims and origin.startswith(CONSTRAINTS):
+            new = str(rules[0]).replace(other, f"{other}, {name}", 1)
+            return (
+                f"  `{other}` has the rule `{rules[0]}` and `{name}` has none, so its constraint replicates the dim: "
+                f'write `{new}`, or names={{"{name}": "{other}"}}\n'
+            )
+    return ""
 
 
 def _swaps(join: Join) -> list[str]:

@@ -63,7 +63,7 @@ def planned(program: Program, request: PlanRequest, rank: Rank = bytes_sent, max
     program = program.traced
     request.layout.check_axes(request.mesh)
     check_dims(program, request.layout, request.init)
-    check_joins(program, request.strict)
+    check_joins(program, request.strict, request.layout)
     return best(variants(program, request), request, rank, max_seconds)
 
 

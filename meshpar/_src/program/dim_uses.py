@@ -16,6 +16,7 @@ from ..compat.jax import pass_of
 from ..compat.loops import loop_parts, operands_of_bodies
 from .ir import Frame, Op, Program, Value
 from .names import NONE
+from .roles import new_values
 
 DimClass = int
 """A class of equal dims: the root of the weak class of a node of the unifier."""
@@ -44,7 +45,7 @@ class Fact(StrEnum):
     CONV_MADE, CONV_READ = "the results of a convolution", "contracted by a convolution"
     MADE, READ = "a dim of the result of a matmul, from its weight", "contracted in a matmul of a weight"
     READ_PLAIN = "so, of an activation that is itself the result of such a matmul, up to linear elementwise ops"
-    RESIDUAL = "a dim of a sum of two activations of different origin, which are not both results of matmuls"
+    RESIDUAL = "a dim of a sum of two activations of different origin; results of two matmuls only if one depends on the other"
     REDUCED = "a sum or maximum runs over it"
 
 
@@ -81,6 +82,8 @@ class DimUses:
         # activation → the ops, other than elementwise ones, that its values come from
         self._sources: dict[Value, frozenset[Op]] = {}
         self._plain: set[Value] = set()  # results of matmuls, up to linear elementwise ops
+        self._made_by: dict[Value, Op] = {}
+        self._order: dict[Op, int] = {}  # position in the walk
         self._scores: set[DimClass] = set()  # the dims of attention scores
         for value in self.weights:
             for c in self.all_of(value.nodes):
@@ -124,6 +127,8 @@ class DimUses:
         """Record the uses in a frame and its bodies; ``is_data``: of its arguments."""
         self._is_data.update(is_data)
         for op in frame.ops:
+            self._order[op] = len(self._order)
+            self._made_by.update(dict.fromkeys(op.outs, op))
             of_backward = backward or pass_of(op.eqn) == "backward"
             depends = any(v is not None and self._is_data.get(v, False) for v in op.ins)
             if op.frames:
@@ -168,8 +173,8 @@ class DimUses:
             )
         elif family == "add" and len(data) == 2 and ins[0].shape == ins[1].shape:
             a, b = (self._sources.get(v, frozenset()) for v in ins)
-            both_plain = self._plain.issuperset(ins)  # x @ w + x @ a @ b
-            if not both_plain and a != b and not (a and b and (a <= b or b <= a)):
+            parallel = self._plain.issuperset(ins) and not self._follows(*ins)  # x @ w + x @ a @ b
+            if not parallel and a != b and not (a and b and (a <= b or b <= a)):
                 self._add(Fact.RESIDUAL, self._of_weights(op.outs[0].nodes), op)
         elif family == "reduction" and ins:
             axes = [d for d in op.eqn.params.get("axes", ()) if d < len(ins[0].nodes)]
@@ -192,6 +197,22 @@ class DimUses:
         else:
             sources = frozenset((op,))
         self._sources.update(dict.fromkeys(op.outs, sources))
+
+    def _follows(self, x: Value, y: Value) -> bool:
+        """Whether one of two values is computed from the ops that the values of the other come from."""
+        ops = [self._sources.get(v, frozenset()) for v in (x, y)]
+        first, last = sorted(ops, key=lambda ops: max((self._order[op] for op in ops), default=0))
+        start = min((self._order[op] for op in first), default=0)
+        todo, seen = list(last), set(last)
+        while todo:
+            for v in todo.pop().ins:
+                op = self._made_by.get(v) if v is not None else None
+                if op in first:
+                    return True
+                if op is not None and op not in seen and self._order[op] > start:
+                    seen.add(op)
+                    todo.append(op)
+        return False
 
     def _dot(self, op: Op, ins: Sequence[Value], data: Sequence[Value]) -> None:
         """A matmul of two activations is attention, one of an activation and a weight a layer."""
@@ -276,23 +297,29 @@ class DimUses:
 def weights_and_data(program: Program) -> tuple[list[Value], list[Value]]:
     """The arguments that are weights, and those that are data, of a program without names; scalars and optimizer state are neither.
 
-    Where the step updates something, an argument that it updates in part is weights. Elsewhere, an argument is weights if it is a
-    tree whose arrays differ in their first dims, or by its path, and if it has no integers.
+    Where the step updates parameters, a tree with one is weights: with optimizer state, the parameters that read it; without,
+    arrays with a new value after a backward pass. Elsewhere, an argument is weights if it is a tree whose arrays differ in their
+    first dims, or by its path. Integers are data there.
     """
     inputs = [v for v in program.inputs if v.kind != "opt" and v.shape]
     trees: defaultdict[str, list[Value]] = defaultdict(list)
     for v in inputs:
         trees[(v.path or "").split("/")[0]].append(v)
-    updated = any(v.kind == "params" for v in inputs)
+    updated = {v for v in inputs if v.kind == "params"}
+    if not updated and any(pass_of(op.eqn) == "backward" for op in program.root.walk()):
+        updated = {v for v in program.cached(new_values) if _is_float(v)}
     weights = {
         v
         for tree in trees.values()
         for v in tree
-        if (
-            any(w.kind == "params" for w in tree)
-            if updated
-            else (len({w.shape[0] for w in tree}) > 1 or CONTAINERS.search(v.path or ""))
-            and v.aval.dtype.kind not in "iub"
-        )
+        if (not updated.isdisjoint(tree) if updated else _is_float(v) and _is_tree_of_weights(tree, v.path or ""))
     }
     return [v for v in inputs if v in weights], [v for v in inputs if v not in weights]
+
+
+def _is_float(value: Value) -> bool:
+    return value.aval.dtype.kind not in "iub"
+
+
+def _is_tree_of_weights(tree: Sequence[Value], path: str) -> bool:
+    return len({v.shape[0] for v in tree}) > 1 or bool(CONTAINERS.search(path))

@@ -251,6 +251,8 @@ class _Namer:
             return first._replace(name="heads" if group is None or group in atoms else "kv_heads")
         if any(vote and vote.name == "heads" for vote in others):
             return None
+        if others and own is None and all(self.uses.has(c, Fact.SUMMED) for c in atoms):
+            return self.votes[atoms[0]]["seq"]  # patches of an image: height and width in one dim
         return first if others and own is None and first and first.name in ("experts", "mlp", "embed", "vocab") else own
 
     def named(self, value: Value) -> tuple[Vote | None, ...]:
