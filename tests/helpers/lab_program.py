@@ -55,8 +55,8 @@ def batch_of(n: int) -> jax.ShapeDtypeStruct:
 
 def lab(x=X, **options):
     """A lab of the step."""
-    begin = {"mesh": MESH, "topology": TOPOLOGY, "layout": "; ".join(RULES), **options}
-    return mp.lab(train_step, STATE, x, dims=DIMS, donate_argnames="state", **begin)
+    begin = {"mesh": MESH, "topology": TOPOLOGY, "layout": "; ".join(RULES), "dims": DIMS, **options}
+    return mp.lab(train_step, STATE, x, donate_argnames="state", **begin)
 
 
 def resizable(**options):

@@ -431,3 +431,27 @@ def test_the_page_in_a_notebook_asks_through_the_kernel(browser):
     plan = lab_program.planned(lab_program.MESH, "; ".join(lab_program.RULES))
     assert (shown["peak"], shown["seconds"]) == (plan.memory.peak, plan.seconds)
     context.close()
+
+
+def test_an_inferred_name_is_changed(browser):
+    server = Server(lab_program.lab(dims="auto").session)
+    server.start()
+    page = browser.new_context(permissions=["clipboard-read", "clipboard-write"]).new_page()
+    page.goto(server.url)
+    page.locator("main[data-metrics]").wait_for()
+    before = metrics(page)
+    page.get_by_text("Names of dims, inferred").click()
+    page.get_by_role("button", name="rename mlp").click()
+    page.get_by_label("name of mlp").fill("ffn")
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="rename ffn").wait_for()
+    assert state(page)[1] == ["batch: data", "ffn: model", "embed: data"]
+    assert metrics(page) == before
+    page.get_by_role("button", name="Copy names").click()
+    assert '"layers embed ffn"' in page.evaluate("navigator.clipboard.readText()")
+    page.reload()
+    page.locator("main[data-metrics]").wait_for()  # the address has the names
+    assert state(page)[1] == ["batch: data", "ffn: model", "embed: data"]
+    assert metrics(page) == before
+    page.context.close()
+    server.stop()

@@ -352,3 +352,33 @@ def test_jobs_that_begin_at_once_have_numbers_of_their_own(session, monkeypatch)
         sys.setswitchinterval(before)
     assert len(set(found)) == len(found) == 8 * 50
     assert len(session._jobs) <= 17 + 8  # those that run are not dropped
+
+
+def test_inferred_names_are_changed():
+    session = lab_program.lab(dims="auto").session
+    names = {row[0]: row[1:] for row in session.handle({"ask": "open"})["names"]}
+    assert list(names) == ["embed", "layers", "mlp", "batch"]
+    assert names["mlp"][:3] == ["512", "2", "yes"]
+    assert "a loop runs over it" in names["layers"][3]
+    given = ask(session, lab_program.RULES)["plan"]
+    assert given["metrics"] == ask(lab_program.lab().session, lab_program.RULES)["plan"]["metrics"]
+    assert "dims" not in given["python"]
+    assert '"x": "batch embed"' in given["dims"]
+    renamed = ask(session, ["batch: data", "ffn: model", "embed: data"], names="mlp=ffn")["plan"]
+    assert renamed["metrics"] == given["metrics"]
+    assert "embed ffn" in renamed["dims"]
+    assert renamed["dims"] in renamed["python"]
+    assert "dims=dims" in renamed["python"]
+    assert ask(session, lab_program.RULES, names="mlp=ffn")["errors"]["rules"][1]["headline"].startswith(
+        "rule `mlp: model`"
+    )
+
+
+@pytest.mark.parametrize(("names", "says"), [("mlp=embed", "stands twice"), ("mlp=a:b", "is not a name")])
+def test_names_that_cannot_be(names, says):
+    assert says in ask(lab_program.lab(dims="auto").session, [], names=names)["errors"]["names"]["headline"]
+
+
+def test_names_of_the_user_are_not_changed_by_the_page(session):
+    assert session.handle({"ask": "open"})["names"] == []
+    assert "names of their own" in ask(session, [], names="mlp=ffn")["errors"]["names"]["headline"]

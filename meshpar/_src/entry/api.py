@@ -749,6 +749,8 @@ def lab(
         layouts=layouts or {},
         compile=compiled,
     )
+    same = {"mesh": where, "topology": topology, "layout": "", "layouts": layouts, "kwargs": kwargs}
+    session.renamed = lambda patterns: lab(fn, *args, **same, **{**options, "dims": patterns}).session
     return Lab(session)
 
 

@@ -39,11 +39,12 @@ from ..pods.cli import add_commands
 from ..program.naming import patterns_of
 from ..progress import Progress
 from ..report.facts import fits
+from ..report.names import names_table
 from ..search import SearchOptions
 from ..units import mesh_text
 from .api import plan as plan_of
 from .doctor import add_command as add_doctor
-from .naming import named_program, names_table
+from .naming import named_program
 from .options import Lowering, StepOptions
 from .target import Target, concrete, failing_as_target, has_drawn_integers, load_target, parse_options
 from .tune_kernels import add_command as add_tuning

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..program import Program
-from ..program.naming import GIVEN, Vote, patterns_of
-from ..report.tables import Cell, Table, code, number
+from ..program.naming import patterns_of
 from .api import plan
 
 
@@ -47,21 +45,3 @@ def named_program(fn: Callable[..., Any], *args: Any, dims: Any = None, **keywor
     """The program of a step with inferred names for all dims that ``dims`` and metadata leave unnamed."""
     where = {"mesh": "data=1", "layout": "", "dims": [*_given(dims).items(), ("*", "auto")]}
     return plan(fn, *args, **where, **keywords).program.traced
-
-
-def names_table(program: Program) -> Table:
-    """For each name its sizes, the number of arrays that have it, whether a use shows it, and the best evidence."""
-    found: defaultdict[str, list[tuple[int, str, Vote]]] = defaultdict(list)
-    for value in program.inputs:
-        for size, vote in zip(value.shape, program.inferred.get(value.path or "", ()), strict=False):
-            if vote is not None:
-                found[vote.name].append((size, value.path or "", vote))
-    rows = []
-    for name, dims in sorted(found.items(), key=lambda item: -len(item[1])):
-        sizes = sorted({size for size, *_ in dims})
-        best = max((vote for *_, vote in dims), key=lambda vote: vote.weight)
-        shown = ", ".join(map(str, sizes[:4])) + (", …" if len(sizes) > 4 else "")
-        certain = "given" if best.weight == GIVEN else "yes" if best.certain else "guessed"
-        rows.append([code(name), Cell(shown), number(str(len(dims)), len(dims)), Cell(certain), Cell(str(best))])
-    columns = [("dim", ""), ("size", ""), ("arrays", "n"), ("certain", ""), ("evidence", "")]
-    return Table(columns, rows)

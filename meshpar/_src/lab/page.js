@@ -29,7 +29,7 @@ const asRules = (text) =>
   });
 
 /** The parts of a page's state that a link carries, as a URL fragment; and the inverse, which throws an Error for another text. */
-const LINKED = ["target", "topology", "mesh", "lowering", "sizes", "layout"];
+const LINKED = ["target", "topology", "mesh", "lowering", "sizes", "names", "layout"];
 const asLink = (state) => `#${new URLSearchParams(LINKED.filter((key) => state[key]).map((key) => [key, state[key]]))}`;
 function fromLink(fragment, lowerings) {
   const fields = new URLSearchParams(fragment.replace(/^#/, ""));
@@ -37,9 +37,12 @@ function fromLink(fragment, lowerings) {
   for (const key of ["mesh", "layout"]) if (!fields.has(key)) throw new Error(`its field \`${key}\` is absent`);
   const lowering = fields.get("lowering") ?? lowerings[0];
   if (!lowerings.includes(lowering)) throw new Error(`lowering \`${lowering.slice(0, 40)}\` does not exist: they are ${lowerings.join(", ")}`);
-  const { topology = null, mesh, sizes = "", layout, target = null } = Object.fromEntries(fields);
-  return { topology, mesh, sizes, lowering, rules: asRules(layout).map(({ text, on }) => ({ text, on })), target };
+  const { topology = null, mesh, sizes = "", names = "", layout, target = null } = Object.fromEntries(fields);
+  return { topology, mesh, sizes, names, lowering, rules: asRules(layout).map(({ text, on }) => ({ text, on })), target };
 }
+
+/** A rule with another name for a dim: "mlp?: model" → "ffn?: model". */
+const withName = (rule, old, name) => { const at = rule.lastIndexOf(":"); return rule.slice(0, at).replace(new RegExp(`\\b${old}\\b`, "g"), name) + rule.slice(at); };
 
 /** "batch=32, seq=4096" as [name, value] pairs; and the inverse. */
 const sizePairs = (text) => text.split(",").map((part) => part.split("=").map((word) => word.trim())).filter(([name]) => name);
@@ -49,7 +52,7 @@ const sizeText = (pairs) => pairs.map(([name, n]) => `${name}=${n}`).join(", ");
  *  @param ask request → promise of the reply
  *  @param linked whether the fragment of the page's address carries its state */
 export function mount(root, ask, linked = false) {
-  const state = { topology: null, mesh: "", rules: [], lowering: "", sizes: "", pinned: [] };
+  const state = { topology: null, mesh: "", rules: [], lowering: "", sizes: "", names: "", pinned: [] };
   const kept = {}; // the state of the controls in sections of the plan
   let opened = {}, sizes = [], colours = {}, dims = [], shown = null, past = [], asking = false, again = null, asText_ = false;
 
@@ -75,6 +78,7 @@ export function mount(root, ask, linked = false) {
     class: "mono wide", spellcheck: "false", "aria-label": "mesh", input: () => { state.mesh = meshInput.value; plan(); },
     focus: () => remember(),
   });
+  const nameRows = make("tbody"), nameError = make("div", { class: "error", role: "alert", hidden: true });
   const meshError = make("div", { class: "error", role: "alert", hidden: true });
   const list = make("ol", { class: "rules", "aria-label": "rules, in order" });
   const text = make("textarea", {
@@ -91,6 +95,11 @@ export function mount(root, ask, linked = false) {
   const copyLayout = button("Copy layout", () => copy(shown?.layout, copyLayout), "the layout as one line");
   const copyPython = button("Copy Python", () => copy(shown?.python, copyPython), "the mesh, the layout and the call of mp.jit");
   const compile = button("Compile this", () => compileThis(), "run the real compiler, which takes seconds to minutes");
+  const copyNames = button("Copy names", () => copy(shown?.dims, copyNames), "tree-path patterns and dims, for dims=");
+  const nameSection = make("details", { class: "names", hidden: true }, make("summary", {}, "Names of dims, inferred from their uses"),
+    make("p", { class: "dim" }, "Nobody named a dim, so the program's uses did. A wrong name costs time, never a result. Click one to change it."),
+    make("table", {}, make("thead", {}, make("tr", {}, ...["dim", "size", "arrays", "certain", "evidence"].map((head) =>
+      make("th", { scope: "col", class: head === "arrays" ? "n" : "" }, head)))), nameRows), nameError, make("p", { class: "row" }, copyNames));
   const cards = make("div", { class: "metrics", "aria-label": "metrics of the plan" });
   const facts = make("section", { "aria-label": "mesh, lowering, chip and JAX version" });
   const compiled = make("section", { hidden: true });
@@ -114,13 +123,13 @@ export function mount(root, ask, linked = false) {
         make("section", {}, make("h2", {}, "Layout"),
           make("p", { class: "dim" }, "In order: an axis goes to the first rule whose dim is present."),
           list, text, layoutError, more,
-          make("p", { class: "row" }, ...[undo, textButton, pin, copyLayout, copyPython, copyLink, compile].filter(Boolean)), statusLine)),
+          make("p", { class: "row" }, ...[undo, textButton, pin, copyLayout, copyPython, copyLink, compile].filter(Boolean)), statusLine, nameSection)),
       make("div", { class: "results" }, cards, facts, compiled, pins.section, panels)),
   );
 
   // -- state
 
-  const draft = () => ({ topology: state.topology, mesh: state.mesh, rules: state.rules, lowering: state.lowering, sizes: state.sizes });
+  const draft = () => ({ topology: state.topology, mesh: state.mesh, rules: state.rules, lowering: state.lowering, sizes: state.sizes, names: state.names });
   const snapshot = () => JSON.stringify(draft());
   // a link in the page opens its group of collectives; the fragment of the address carries the state
   root.addEventListener("click", (e) => {
@@ -137,11 +146,12 @@ export function mount(root, ask, linked = false) {
     if (past.length) use(JSON.parse(past.pop()));
   }
   function use(draft) {
-    const other = ["topology", "lowering", "sizes"].some((key) => key in draft && draft[key] !== state[key]);
+    const other = ["topology", "lowering", "sizes", "names"].some((key) => key in draft && draft[key] !== state[key]);
     Object.assign(state, draft);
     topology.value = state.topology ?? "";
     lowering.value = state.lowering;
     drawSizes();
+    drawNames();
     drawRules();
     plan();
     if (other) fillStart();
@@ -178,6 +188,41 @@ export function mount(root, ask, linked = false) {
     }));
   }
 
+  /** The inferred names: a click on one makes it a field, whose text is the new name. */
+  function drawNames() {
+    const own = Object.fromEntries(sizePairs(state.names));
+    nameSection.hidden = !opened.names.length;
+    nameRows.replaceChildren(...opened.names.map(([inferred, size, arrays, certain, evidence]) => {
+      const now = own[inferred] ?? inferred;
+      const cell = make("td"), name = make("button", { type: "button", class: "link mono", "aria-label": `rename ${now}`, click: () => edit() }, now);
+      const edit = () => {
+        const field = make("input", {
+          class: "mono", value: now, size: 10, spellcheck: "false", "aria-label": `name of ${inferred}`,
+          keydown: (e) => { if (e.key === "Enter") field.blur(); if (e.key === "Escape") { field.value = now; field.blur(); } },
+          blur: () => rename(inferred, now, field.value.trim()),
+        });
+        cell.replaceChildren(field);
+        field.select();
+      };
+      cell.append(name);
+      return make("tr", {}, cell, make("td", {}, size), make("td", { class: "n" }, arrays), make("td", {}, certain), make("td", { class: "dim" }, evidence));
+    }));
+    const called = (dim) => own[dim] ?? dim;
+    dims = opened.dims.map(([dim, lengths]) => [called(dim), lengths]);
+  }
+  function rename(inferred, now, name) {
+    if (name && name !== now) {
+      remember();
+      const all = { ...Object.fromEntries(sizePairs(state.names)), [inferred]: name };
+      state.names = sizeText(Object.entries(all).filter(([old, new_]) => old !== new_));
+      for (const rule of state.rules) rule.text = withName(rule.text, now, name);
+      drawRules();
+      plan();
+      fillStart();
+    }
+    drawNames();
+  }
+
   // -- the plan: one request at a time, then one for the newest draft
 
   async function plan(options = {}) {
@@ -204,11 +249,12 @@ export function mount(root, ask, linked = false) {
     }
     wrong(meshError, reply.errors.mesh);
     wrong(sizeError, reply.errors.sizes);
+    wrong(nameError, reply.errors.names);
     wrong(layoutError, reply.errors.layout, ...(asText_ ? linesWithErrors(reply.errors.rules) : []));
     text.setAttribute("aria-invalid", `${!layoutError.hidden}`);
     [...list.children].forEach((row, k) => row.update?.(reply, k));
     offerDims();
-    shown = reply.plan ? { ...reply.plan, mesh: reply.mesh, topology: state.topology, lowering: state.lowering, sizes: state.sizes } : null;
+    shown = reply.plan ? { ...reply.plan, mesh: reply.mesh, topology: state.topology, lowering: state.lowering, sizes: state.sizes, names: state.names } : null;
     root.classList.toggle("stale", !shown);
     for (const b of [pin, copyLayout, copyPython, compile]) b.disabled = !shown;
     if (!shown) { say("the numbers belong to the last layout that could be planned"); return; }
@@ -547,15 +593,15 @@ export function mount(root, ask, linked = false) {
     drawPlot();
   }
   async function fillStart() {
-    const where = state.topology, of = where + state.lowering + state.sizes;
-    const current = () => of === state.topology + state.lowering + state.sizes;
+    const where = state.topology, key = () => [state.topology, state.lowering, state.sizes, state.names].join("|"), of = key();
+    const current = () => of === key();
     begin = [];
     candidates = [];
     drawPlot();
     suggest.hidden = !where;
     start.textContent = "planning the known layouts …";
     start.setAttribute("aria-busy", "true");
-    const done = await job({ ask: "start", topology: where, lowering: state.lowering, sizes: state.sizes }, (now, number) => {
+    const done = await job({ ask: "start", topology: where, lowering: state.lowering, sizes: state.sizes, names: state.names }, (now, number) => {
       if (!current()) { ask({ ask: "stop", job: number }); return; }
       if (!now.result) return;
       begin = [...now.result, ...begin.filter((row) => row.name === "search result")];
@@ -574,7 +620,7 @@ export function mount(root, ask, linked = false) {
     progress.max = opened.seconds;
     progress.value = 0;
     searched.textContent = "starting …";
-    const done = await job({ ask: "suggest", topology: state.topology, lowering: state.lowering, sizes: state.sizes }, (now, number) => {
+    const done = await job({ ask: "suggest", topology: state.topology, lowering: state.lowering, sizes: state.sizes, names: state.names }, (now, number) => {
       searching = number;
       progress.value = now.seconds;
       searched.textContent = now.running ? `${Math.round(now.seconds)} of ${opened.seconds} s; best so far ${now.text || "none"}` : "";
@@ -593,13 +639,13 @@ export function mount(root, ask, linked = false) {
   }
 
   async function compileThis() {
-    const { mesh, layout, topology: where, lowering: how, sizes: of } = shown;
+    const { mesh, layout, topology: where, lowering: how, sizes: of, names } = shown;
     compiled.hidden = false;
     compile.disabled = true;
     const status = make("p", { class: "dim", role: "status" }, "lowering …");
     const about = make("p", {}, make("code", {}, `${mesh}: ${layout}`));
     compiled.replaceChildren(make("h2", {}, "Compiled program"), about, status);
-    const done = await job({ ask: "compile", mesh, topology: where, layout, lowering: how, sizes: of }, (now) => { if (now.text) status.textContent = now.text; });
+    const done = await job({ ask: "compile", mesh, topology: where, layout, lowering: how, sizes: of, names }, (now) => { if (now.text) status.textContent = now.text; });
     compile.disabled = !shown;
     if (done.failed) {
       const error = make("div", { class: "error", role: "alert" });
@@ -615,10 +661,10 @@ export function mount(root, ask, linked = false) {
 
   // -- pin and copy
 
-  const isShown = (pinned) => ["mesh", "topology", "layout", "lowering", "sizes"].every((key) => pinned[key] === shown?.[key]);
+  const isShown = (pinned) => ["mesh", "topology", "layout", "lowering", "sizes", "names"].every((key) => pinned[key] === shown?.[key]);
   function addPin() {
-    const { mesh, topology: where, layout, lowering: how, sizes: of } = shown;
-    state.pinned.push({ mesh, topology: where, layout, lowering: how, sizes: of });
+    const { mesh, topology: where, layout, lowering: how, sizes: of, names } = shown;
+    state.pinned.push({ mesh, topology: where, layout, lowering: how, sizes: of, names });
     plan();
   }
   /** The pinned plans, each with its numbers and why this plan is slower or faster. */

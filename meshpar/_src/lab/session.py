@@ -20,8 +20,10 @@ from ..layouts import PRESETS
 from ..lower import LOWERINGS
 from ..mesh import parse_mesh, planned_mesh
 from ..plan_api import Plan
+from ..program.naming import patterns_of
 from ..report.colours import AxisColours
 from ..report.facts import kernel_seconds
+from ..report.names import names_table
 from ..search import SearchOptions, search
 from ..search.result import quiet
 from ..search.space import meshes
@@ -61,6 +63,7 @@ class Draft:
     Attributes:
       lowering: "": the lowering of the session's first plan.
       sizes: ``"batch=32, seq=4096"``, options of the target that differ from the session's; "": none.
+      names: ``"mlp=ffn"``, inferred names → other names for them; "": none.
     """
 
     mesh: str
@@ -68,6 +71,7 @@ class Draft:
     layout: str
     lowering: str = ""
     sizes: str = ""
+    names: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,8 @@ class Session:
       title: of the page; by default the function's name.
       sizes: integer options of the program's target, which the page offers to change.
       resized: makes the session of the same program with other values of ``sizes``.
+      patterns: tree-path patterns → dims, as names were inferred; empty if they are the user's.
+      renamed: makes the session of the same program with other ``patterns``.
     """
 
     def __init__(self, base: Plan, *, name: str, start: Draft, layouts: Mapping[str, str], compile: Compile):
@@ -116,10 +122,13 @@ class Session:
         self.title = name
         self.sizes: Mapping[str, int] = {}
         self.resized: Callable[[Mapping[str, Any]], Session] | None = None
+        self.patterns: Mapping[str, str] = patterns_of(base.program.traced) if base.program.traced.inferred else {}
+        self.renamed: Callable[[Mapping[str, str]], Session] | None = None
         self._layouts, self._compile = dict(layouts), compile
         self._turns = Turns()
         self._plan = functools.lru_cache(MAX_CACHED)(self._replanned)
         self._of_sizes = functools.lru_cache(MAX_SIZES)(self._resized)
+        self._of_names = functools.lru_cache(MAX_SIZES)(self._renamed)
         self._jobs: dict[int, Job] = {}
         self._jobs_lock, self._numbers = threading.Lock(), itertools.count(1)  # pages ask from several threads
         self._answers: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
@@ -166,6 +175,7 @@ class Session:
             "lowering": self.base.requested_lowering,
             "lowerings": ["auto", *LOWERINGS],
             "sizes": dict(self.sizes),
+            "names": [[cell.text for cell in row] for row in names_table(self.base.program.traced).rows],
             "mesh": self.start.mesh,
             "topology": self.start.topology,
             "layout": self.start.layout,
@@ -179,7 +189,7 @@ class Session:
         draft, rows = _draft(request), [_row(row["text"], row["on"]) for row in request["rules"]]
         pinned = [_draft(d) for d in request.get("pinned") or ()]
         at_rules: list[Any] = [row.error and as_json(row.error) if row.on else None for row in rows]
-        errors: dict[str, Any] = {"mesh": None, "layout": None, "sizes": None, "rules": at_rules}
+        errors: dict[str, Any] = {"mesh": None, "layout": None, "sizes": None, "names": None, "rules": at_rules}
         out: dict[str, Any] = {"errors": errors, "plan": None, "sizes": None, "axes": [row.axes for row in rows]}
 
         @contextlib.contextmanager
@@ -201,15 +211,17 @@ class Session:
                     with errors_at(at_rules, k):
                         row.layout.check_axes(where)
         with self._turns.page(), errors_at(errors, "sizes"):
-            self._sized(draft.sizes)
-        if errors["mesh"] is None and errors["sizes"] is None and not any(at_rules):
+            sized = self._sized(draft.sizes)
+            with errors_at(errors, "names"):
+                sized._named(draft.names)
+        if all(errors[what] is None for what in ("mesh", "sizes", "names")) and not any(at_rules):
             layout = "\n".join(row.text for row in rows if row.on and row.text.strip())
             draft = replace(draft, mesh=out["mesh"], layout=layout)
             try:
                 with self._turns.page():
                     plan = self._plan(draft)
                     self.shown = replace(draft, layout=str(plan.requested_layout))
-                    out["plan"] = self._view(plan, [self._plan(d) for d in pinned], rows)
+                    out["plan"] = self._view(plan, [self._plan(d) for d in pinned], rows, self._of(draft).patterns)
             except MeshparError as e:
                 at_fault = next((k for k, row in enumerate(rows) if row.has(e.rule)), None)
                 if at_fault is None:
@@ -221,11 +233,41 @@ class Session:
 
     def _replanned(self, draft: Draft) -> Plan:
         """The plan of a draft. :attr:`_plan` is the same, with a cache."""
-        where, base = _place(draft.mesh, draft.topology), self._sized(draft.sizes).base
+        where, base = _place(draft.mesh, draft.topology), self._of(draft).base
         with quiet():
             return base.replan(
                 layout=draft.layout, mesh=where, topology=draft.topology or "", lowering=draft.lowering or None
             )
+
+    def _of(self, draft: Draft) -> Session:
+        """The session of the program with the sizes and names of a draft.
+
+        Raises:
+          MeshparError: as :meth:`_sized` and :meth:`_named`.
+        """
+        return self._sized(draft.sizes)._named(draft.names)
+
+    def _named(self, names: str) -> Session:
+        """The session of the program with other names for inferred ones: this one, or a cached one that :attr:`renamed` makes.
+
+        Raises:
+          MeshparError: a name that is none, or that an array has already.
+        """
+        if not names:
+            return self
+        if self.renamed is None or not self.patterns:
+            raise TargetError(
+                f"`{names}`: the dims of this target have names of their own, which the lab does not change"
+            )
+        return self._of_names(names)
+
+    def _renamed(self, names: str) -> Session:
+        assert self.renamed is not None
+        new = {old.strip(): name.strip() for old, _, name in (pair.partition("=") for pair in names.split(","))}
+        patterns = {p: " ".join(new.get(dim, dim) for dim in dims.split()) for p, dims in self.patterns.items()}
+        session = self.renamed(patterns)
+        session.patterns = patterns
+        return session
 
     def _sized(self, sizes: str) -> Session:
         """The session of the program with these sizes: this one, or a cached one that :attr:`resized` makes.
@@ -245,8 +287,10 @@ class Session:
         assert self.resized is not None
         return self.resized(dict(changed))
 
-    def _view(self, plan: Plan, pinned: Sequence[Plan], rows: Sequence[_Row]) -> dict[str, Any]:
-        """A plan as JSON data for the page: metrics, HTML sections, effects of ``rows``, colours, layout and Python
+    def _view(
+        self, plan: Plan, pinned: Sequence[Plan], rows: Sequence[_Row], patterns: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """A plan as JSON data for the page: metrics, HTML sections, effects of ``rows``, colours, layout, names and Python
         code."""
         layouts = [row.layout for row in rows if row.on and row.layout is not None]
         effects = iter(view.row_effects(plan, [layout.rules for layout in layouts]))
@@ -257,7 +301,8 @@ class Session:
             "rules": [next(effects) if row.on and row.layout is not None else None for row in rows],
             "colours": AxisColours(plan.sizes).of,
             "layout": str(plan.requested_layout),
-            "python": view.python(self.name, plan, mesh_text(plan.sizes)),
+            "dims": view.mapping(patterns),
+            "python": view.python(self.name, plan, mesh_text(plan.sizes), patterns),
         }
 
     # -- jobs
@@ -300,7 +345,7 @@ class Session:
         devices = math.prod(parse_mesh(self.start.mesh).values()) if topology is None else device_count(topology)
         slices = 1 if topology is None else parse_topology(topology).slices
         rows: list[dict[str, Any]] = []
-        names = self.base.program.all_names()
+        names = self._of(where).base.program.all_names()
         for name, text in {**self._layouts, **{n.replace("_", " "): str(p()) for n, p in PRESETS.items()}}.items():
             layout = Layout(text)
             axes = _axes(layout)
@@ -340,7 +385,7 @@ class Session:
 
         def run(job: Job) -> list[dict[str, Any]]:
             """Search for at most ``SEARCH_SECONDS``; returns the candidates as rows, the best first."""
-            base, layouts = self._sized(where.sizes).base, self._layouts.values()
+            base, layouts = self._of(where).base, self._layouts.values()
             if base.chip is None or base.topology != topology or lowering not in ("", base.requested_lowering):
                 mesh = _place("data=-1", topology)
                 with quiet():
@@ -372,7 +417,7 @@ class Session:
                 job.leave()  # from now on the compiler's process does the work
                 job.tell(text)
 
-            compiled = self._sized(draft.sizes)._compile(draft, report)
+            compiled = self._of(draft)._compile(draft, report)
             of = compiled.exposed
             rows = [
                 ("peak memory of a device", format_memory(peak), format_memory(compiled.memory.peak)),
@@ -405,7 +450,8 @@ def _draft(request: Mapping[str, Any]) -> Draft:
     if lowering not in ("", "auto", *LOWERINGS):
         raise RequestError(f"`lowering` is one of auto, {', '.join(LOWERINGS)}")
     topology = (request.get("topology") or "").strip() or None
-    return Draft(request.get("mesh", ""), topology, request.get("layout", ""), lowering, request.get("sizes") or "")
+    texts = {key: request.get(key) or "" for key in ("mesh", "layout", "sizes", "names")}
+    return Draft(topology=topology, lowering=lowering, **texts)
 
 
 def _parse_sizes(text: str) -> dict[str, int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..layout import Rule
@@ -68,12 +69,19 @@ def _together(effects: Sequence[RuleEffect], plan: Plan) -> dict[str, Any]:
     return {"sent": causes.bytes, "text": " · ".join(filter(None, texts)) or "no effect"}
 
 
-def python(name: str, plan: Plan, mesh: str) -> str:
-    """Python code that runs the function under this plan."""
+def mapping(patterns: Mapping[str, str]) -> str:
+    """Patterns → dims as Python code for ``dims=``; empty without any."""
+    return f"dims = {json.dumps(patterns, indent=4, ensure_ascii=False)}\n" if patterns else ""
+
+
+def python(name: str, plan: Plan, mesh: str, patterns: Mapping[str, str]) -> str:
+    """Python code that runs the function under this plan. ``patterns``: of inferred names; it has them if some are renamed."""
     rules = "\n".join(f"    {text}" for text in str(plan.requested_layout).split("; ") if text)
     layout = f'mp.Layout("""\n{rules}\n""")' if rules else 'mp.Layout("")'
     where = f"  # {plan.topology}" if plan.topology else ""
+    inferred = bool(plan.program.traced.inferred)
+    dims = "" if inferred else "dims=dims, "
     return (
-        f'import meshpar as mp\n\nmesh = mp.mesh("{mesh}"){where}\nlayout = {layout}\n'
-        f'step = mp.jit({name}, mesh=mesh, layout=layout, dims=dims, lowering="{plan.lowering}")\n'
+        f'import meshpar as mp\n\nmesh = mp.mesh("{mesh}"){where}\n{"" if inferred else mapping(patterns)}layout = {layout}\n'
+        f'step = mp.jit({name}, mesh=mesh, layout=layout, {dims}lowering="{plan.lowering}")\n'
     )

@@ -45,7 +45,9 @@ class Fact(StrEnum):
     CONV_MADE, CONV_READ = "the results of a convolution", "contracted by a convolution"
     MADE, READ = "a dim of the result of a matmul, from its weight", "contracted in a matmul of a weight"
     READ_PLAIN = "so, of an activation that is itself the result of such a matmul, up to linear elementwise ops"
-    RESIDUAL = "a dim of a sum of two activations of different origin; results of two matmuls only if one depends on the other"
+    RESIDUAL = (
+        "a dim of a sum of two activations of different origin; results of two matmuls only if one depends on the other"
+    )
     REDUCED = "a sum or maximum runs over it"
 
 
