@@ -412,3 +412,82 @@ def test_a_renamed_result_has_no_join_with_the_argument_of_its_path():
     assert (plan.joins, plan.outputs[0].dims) == ([], ("to_vocab", "embed"))
     plan = mp.plan(move, weights, mesh="data=8", layout="to_vocab: data; embed: data", dims=dims)
     assert (plan.outputs[0].spec, [c.op for c in plan.collectives]) == (P("data"), ["all-to-all"])
+
+
+class Foreign(nn.Module):
+    """A model with names of its own, on weights and on activations."""
+
+    rows: str | None = "act_batch"
+    hidden: str | None = "act_emb"
+    width: str = "features"
+
+    @nn.compact
+    def __call__(self, x):
+        box = nn.with_logical_partitioning(lecun, (self.width, "mlp"))
+        h = nn.relu(nn.Dense(32, kernel_init=box, use_bias=False, name="up")(x))
+        h = nn.with_logical_constraint(h, (self.rows, self.hidden))
+        return nn.Dense(16, kernel_init=nn.with_logical_partitioning(lecun, ("mlp", self.width)), use_bias=False)(h)
+
+
+OURS = {"act_batch": "batch", "act_emb": None, "features": "embed"}
+
+
+def test_names_of_a_model_are_changed_from_outside():
+    """The plan, the sharding of the weights and the result are those of the model with the other names in its code."""
+    layout = "batch: data; mlp: model; embed: data"
+    where = {"mesh": "data=4, model=2", "layout": layout}
+
+    def of(model, names):
+        weights = model.init(jax.random.key(0), x())
+        step = mp.jit(lambda params, x: model.apply(params, x), **where, dims={"x": "batch embed"}, names=names)
+        init = mp.init(model.init, **where, names=names)
+        placed = jax.tree.leaves(init(jax.random.key(0), x()))[0], jax.tree.leaves(step.put(params=weights))[0]
+        held = jax.tree.leaves(
+            mp.shardings({"params": init.abstract(jax.random.key(0), x())}, layout, mp.mesh(where["mesh"]), names=names)
+        )
+        plan = step.plan(weights, x())
+        assert plan.joins == []
+        return (
+            plan.inputs,
+            plan.collectives,
+            [a.sharding.spec for a in placed],
+            [h.spec for h in held],
+            step(weights, x()),
+        )
+
+    ours, foreign = of(Foreign("batch", None, "embed"), None), of(Foreign(), OURS)
+    assert [(h.path, h.dims, h.spec) for h in ours[0]] == [(h.path, h.dims, h.spec) for h in foreign[0]]
+    assert [(c.op, c.dims, c.bytes) for c in ours[1]] == [(c.op, c.dims, c.bytes) for c in foreign[1]]
+    assert ours[2:4] == foreign[2:4]
+    assert ours[2][0] == P("model", "data")
+    np.testing.assert_array_equal(ours[4], foreign[4])
+
+
+def test_a_constraint_without_a_rule_has_the_edit_in_its_warning():
+    step, weights = lambda params, x: Foreign().apply(params, x), Foreign().init(jax.random.key(0), x())
+    where = {"mesh": "data=4, model=2", "dims": {"x": "batch features"}}
+    with pytest.warns(
+        mp.errors.JoinWarning, match=r"write `batch, act_batch: data`, or names=\{\"act_batch\": \"batch\"\}"
+    ):
+        replicated = mp.plan(step, weights, x(), layout="batch: data; mlp: model", **where)
+    edited = mp.plan(step, weights, x(), layout="batch, act_batch: data; mlp, act_emb: model", **where)
+    renamed = mp.plan(
+        step, weights, x(), layout="batch: data; mlp: model", names=OURS | {"features": "features"}, **where
+    )
+    assert replicated.bytes_sent > edited.bytes_sent == renamed.bytes_sent
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "says"),
+    [
+        ({"act_bath": "batch"}, mp.errors.UnknownDimError, "the names that it has: act_batch, act_emb, features, mlp"),
+        ({"act_batch": "a b"}, mp.errors.LayoutSyntaxError, "'a b' is not one name"),
+        ({"act_batch": "a:b"}, mp.errors.LayoutSyntaxError, "is not a name"),
+    ],
+)
+def test_names_that_cannot_be_changed(names, error, says):
+    weights = jax.eval_shape(Foreign().init, jax.random.key(0), x())
+    with pytest.raises(error, match=says):
+        mp.plan(
+            lambda params, x: Foreign().apply(params, x), weights, x(), mesh="data=4", layout="mlp: data", names=names
+        )

@@ -256,6 +256,77 @@ def test_the_mapping_can_be_pasted():
     assert dims_of(step, state, batch_of(), dims=dims) == dims_of(step, state, batch_of())
 
 
+def test_an_initializer_takes_the_mapping_of_its_step():
+    """The pattern of the batch matches no array of it; a pattern like one of its paths is a mistake."""
+    step, state = trained(*decoder())
+    dims = mp.infer_dims(step, state, batch_of())
+    create = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), state)  # noqa: E731
+    made = mp.init(create, mesh="data=4", layout="embed: data", dims=dims)()
+    assert made["params"]["layers"][0]["up"].sharding.spec == jax.P("data")
+    with pytest.raises(mp.errors.PatternError, match=r"did you mean '\*/down'"):
+        mp.init(create, mesh="data=4", layout="embed: data", dims={**dims, "*/dwn": "mlp embed"})()
+
+
+def test_weights_that_a_step_updates_without_optimizer_state():
+    """Arrays of equal first dims under other names; a running mean of a forward pass is no weight."""
+
+    def step(net, x):
+        return [
+            w - 0.1 * g
+            for w, g in zip(net, jax.grad(lambda net: (jnp.tanh(x @ net[0]) @ net[1]).var())(net), strict=True)
+        ]
+
+    net, x = shapes([(EMBED, EMBED), (EMBED, EMBED)]), shapes((4, EMBED))
+    assert mp.infer_dims(step, net, x)["x"].startswith("batch")
+    assert not any("batch" in dims for path, dims in mp.infer_dims(step, net, x).items() if "net" in path)
+    found = mp.infer_dims(lambda mean, x: 0.9 * mean + x, shapes((4, EMBED)), x)
+    assert found["mean"].startswith("batch")
+
+
+def test_the_residual_of_a_pooled_vector_is_no_hidden_dim():
+    """Both operands of the sum are results of matmuls; one depends on the other, unlike in LoRA."""
+
+    def loss(params, x):
+        pooled = jax.nn.relu(x) @ params["pool"] + params["bias"]
+        pooled += jnp.tanh(norm(pooled, params["scale"]) @ params["up"]) @ params["down"]
+        return cross_entropy(pooled @ params["head"], jnp.zeros(len(x), int))
+
+    e = EMBED
+    params = shapes({"pool": (e, e), "bias": (e,), "scale": (e,), "up": (e, MLP), "down": (MLP, e), "head": (e, VOCAB)})
+    found = dims_of(*trained(loss, params), shapes((4, e)))
+    assert found["state/params/up"] == "embed mlp"
+    assert found["state/params/head"].startswith("embed")
+
+
+def test_positions_of_the_patches_of_an_image():
+    def loss(params, images):
+        x = jax.lax.conv_general_dilated(
+            images, params["patches"], (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        x = x.reshape(len(images), -1, EMBED) + params["positions"]
+        q, k, v = (jnp.einsum("bse,ehd->bshd", x, params[n]) for n in "qkv")
+        x += jnp.einsum("bshd,hde->bse", attend(q, k, v), params["o"])
+        return cross_entropy(x.mean(1) @ params["head"], jnp.zeros(len(images), int))
+
+    heads = dict.fromkeys("qkv", (EMBED, HEADS, HEAD_DIM))
+    params = {
+        "patches": (2, 2, 3, EMBED),
+        "positions": (16, EMBED),
+        **heads,
+        "o": (HEADS, HEAD_DIM, EMBED),
+        "head": (EMBED, 7),
+    }
+    found = dims_of(*trained(loss, shapes(params)), shapes((4, 8, 8, 3)))
+    assert found["state/params/positions"] == "seq embed"
+
+
+def test_an_unknown_dim_has_the_inferred_names_in_its_error():
+    step, state = trained(*decoder())
+    with pytest.raises(mp.errors.UnknownDimError, match=r"names are inferred from uses: embed \(24\)") as e:
+        mp.plan(step, state, batch_of(), mesh="data=4", layout="experts: data")
+    assert "`mlp` is probably meant" in str(e.value)
+
+
 def test_names_of_the_user_win():
     step, state = trained(*decoder())
     found = dims_of(step, state, batch_of(), dims={"*/up": "model_dim hidden", "batch/tokens": "_ length", "*": "auto"})

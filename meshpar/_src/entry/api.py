@@ -214,7 +214,14 @@ def init(
     return Jitted(create, device_mesh(mesh), Layout(layout), options_of(StepOptions, options), init=True)
 
 
-def shardings(tree: Any, layout: LayoutLike, mesh: MeshLike | None = None, *, dims: DimsPatterns = None) -> Any:
+def shardings(
+    tree: Any,
+    layout: LayoutLike,
+    mesh: MeshLike | None = None,
+    *,
+    dims: DimsPatterns = None,
+    names: Mapping[str, str | None] | None = None,
+) -> Any:
     """The ``NamedSharding`` that a layout gives to every array of a tree: for the user's own ``jax.jit`` or ``jax.device_put``.
 
     The shardings are those with which :func:`init` returns the tree. Nothing is traced, so an array without a name of its own
@@ -228,6 +235,7 @@ def shardings(tree: Any, layout: LayoutLike, mesh: MeshLike | None = None, *, di
       layout: as in :func:`jit`; rules for dims that the tree does not have are ignored.
       mesh: as in :func:`jit`, or an abstract mesh.
       dims: tree-path patterns → dims; paths are relative to the tree: ``{"params/up": "embed mlp"}``.
+      names: as in :func:`jit`, other names for those of the metadata.
 
     Returns:
       A tree like ``tree`` with a ``jax.sharding.NamedSharding`` for every array; None for a leaf that is no array.
@@ -245,7 +253,7 @@ def shardings(tree: Any, layout: LayoutLike, mesh: MeshLike | None = None, *, di
       >>> placed["up"].shard_shape((64, 256))
       (16, 128)
     """
-    where, patterns = device_mesh(mesh), path_dims(dims)
+    where, patterns = device_mesh(mesh), path_dims(dims, names)
     tree = nnx.state(tree) if is_graph_node(tree) else tree
     named = named_tree(tree, patterns)
     rules = Layout(layout).with_axis_names(metadata_names((leaf for leaf, _ in named), patterns), where)
