@@ -105,6 +105,20 @@ def target(tmp_path_factory) -> str:
     return str(path)
 
 
+USERS_FILE = """
+    import jax, jax.numpy as jnp
+
+    def update(weights, x):
+        def loss(weights):
+            return (jax.nn.relu(x @ weights["up"]) @ weights["down"]).var()
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+    def example(rows=16):
+        shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
+        return {"up": shape(32, 128), "down": shape(128, 8)}, shape(rows, 32)
+"""
+
+
 @pytest.fixture
 def run(capsys):
     def call(*argv: str) -> tuple[int, str, str]:
@@ -248,6 +262,40 @@ def test_names_of_a_target_without_dims(run, target, tmp_path):
     status, out, _ = run("plan", f"{target}:without_dims", "--topology", "v5e:2x4", "--layout", "batch: data")
     assert status == 0
     assert "`meshpar names` lists the names" in " ".join(out.split())
+
+
+def test_a_step_with_a_function_of_its_arguments(run, target, tmp_path):
+    """A file without a target: the step and its arguments, and the names that `names` writes."""
+    file = tmp_path / "user.py"
+    file.write_text(textwrap.dedent(USERS_FILE))
+    names = str(tmp_path / "names.json")
+    assert run("names", f"{file}:update", "--args", "example", "--write", names)[0] == 0
+    where = ("--topology", "v5e:2x4", "--mesh", "data=8", "--set", "rows=64", "--json")
+    own = run("plan", f"{file}:update", "--args", "example", "--layout", "batch: data", *where)
+    written = json.loads(Path(names).read_text())
+    assert written == {"*/up": "_ mlp", "*/down": "mlp classes", "x": "batch _"}
+    Path(names).write_text(json.dumps({**written, "x": "rows _"}))
+    given = run(
+        "plan", f"{file}:update", "--args", f"{file}:example", "--dims", names, "--layout", "rows: data", *where
+    )
+    sent = [json.loads(out)["bytes_sent"] for _, out, _ in (own, given)]
+    assert sent[0] == sent[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ((), "--args names a function that returns its arguments"),
+        (("--args", "exampel"), "did you mean example?"),
+        (("--args", "example", "--dims", "no-such-file"), "`meshpar names TARGET --write FILE` writes one"),
+    ],
+)
+def test_a_step_without_its_arguments(run, tmp_path, more, says):
+    file = tmp_path / "user.py"
+    file.write_text(textwrap.dedent(USERS_FILE))
+    status, _, err = run("plan", f"{file}:update", "--topology", "v5e:2x2", *more)
+    assert status == 2
+    assert says in " ".join(err.split())
 
 
 def test_an_interrupt_is_no_traceback(run, target):

@@ -17,8 +17,8 @@ import threading
 import time
 import warnings
 import webbrowser
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -223,6 +223,12 @@ def _parser() -> _CommandParser:
         sub.add_argument("target", metavar="TARGET", help="file.py:function or package.module:function")
         sets = 'arguments for the target: "batch=512, seq=4096"'
         sub.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=sets)
+        about = "TARGET is the step itself, and this function of its module, or module:function, returns its arguments"
+        sub.add_argument("--args", dest="arguments", metavar="FUNCTION", help=about)
+        about = (
+            "a JSON file of tree-path patterns and dims, as `meshpar names --write` makes it, in place of the target's"
+        )
+        sub.add_argument("--dims", metavar="FILE", help=about)
         sub.add_argument("--json", action="store_true", help="print JSON")
         sub.add_argument("--debug", action="store_true", help="show tracebacks")
         command.add_arguments(sub.add_argument)
@@ -391,7 +397,7 @@ def _save_csv(plan: Plan, path: str) -> None:
 def _lab(args: argparse.Namespace) -> int:
     """``meshpar lab``: serve the interactive page until it is interrupted; exit status 0."""
     given = parse_options(args.set)
-    target = load_target(args.target, given)
+    target = _loaded(args, given)
     mesh = _mesh(args, args.mesh, args.topology)
     layout = None if args.layout is None else _layout(args, target, args.layout, mesh, args.topology)
 
@@ -403,7 +409,7 @@ def _lab(args: argparse.Namespace) -> int:
     found = lab(target, layout)
     found.session.title = args.target
     found.session.sizes = {name: n for name, n in target.options.items() if type(n) is int}
-    found.session.resized = lambda sizes: lab(load_target(args.target, {**given, **sizes}), "").session
+    found.session.resized = lambda sizes: lab(_loaded(args, {**given, **sizes}), "").session
     try:
         found.serve(args.port, browser=not args.no_browser)
     except (OSError, OverflowError) as e:
@@ -449,8 +455,7 @@ def _search(args: argparse.Namespace) -> int:
     modes = vary.pop("overlap", None)
     changes = [dict(zip(vary, chosen, strict=True)) for chosen in itertools.product(*vary.values())]
     targets = {
-        ", ".join(f"{k}={v}" for k, v in change.items()): load_target(args.target, {**given, **change})
-        for change in changes
+        ", ".join(f"{k}={v}" for k, v in change.items()): _loaded(args, {**given, **change}) for change in changes
     }
     target = next(iter(targets.values()))
     if len({str(jax.tree.map(jax.typeof, each.args)) for each in targets.values()}) > 1:
@@ -576,7 +581,24 @@ def _names(args: argparse.Namespace) -> int:
 
 def _target(args: argparse.Namespace) -> Target:
     """The target of a command line, with the arguments of ``--set``."""
-    return load_target(args.target, parse_options(args.set))
+    return _loaded(args, parse_options(args.set))
+
+
+def _loaded(args: argparse.Namespace, options: Mapping[str, Any]) -> Target:
+    """The target of a command line with these keyword arguments, and with the dims of ``--dims``.
+
+    Raises:
+      TargetError: the target, or the file of dims, cannot be read.
+    """
+    target = load_target(args.target, options, args.arguments)
+    if args.dims is None:
+        return target
+    try:
+        return replace(target, dims=json.loads(Path(args.dims).read_text("utf8")))
+    except (OSError, ValueError) as e:
+        raise TargetError(
+            f"--dims {args.dims}: {e}", fixes=["`meshpar names TARGET --write FILE` writes one"]
+        ) from None
 
 
 def _concrete_target(args: argparse.Namespace) -> Target:

@@ -56,15 +56,39 @@ class Target:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def load_target(text: str, options: Mapping[str, Any] | None = None) -> Target:
-    """Call the function that ``file.py:function`` or ``package.module:function`` names.
+def load_target(text: str, options: Mapping[str, Any] | None = None, arguments: str | None = None) -> Target:
+    """The target that ``file.py:function`` or ``package.module:function`` names.
 
     Args:
-      text: the target; a file's own folder is importable for it, as for a script.
+      text: a function that returns the target; a file's own folder is importable for it, as for a script.
       options: keyword arguments for the function.
+      arguments: ``text`` is the step itself, and this function, of any module or, without a colon, of the same one, takes
+        ``options`` and returns the tuple of its arguments.
 
     Raises:
       TargetError: no such file, module or function; it fails; it returns something else.
+    """
+    module, function = _function(text)
+    layouts = getattr(module, "LAYOUTS", {})
+    offered = dict(layouts) if isinstance(layouts, Mapping) else {}
+    if arguments is None:
+        returned, options = _called(text, module, function, options, _SHAPE)
+        match returned:
+            case (step, tuple() | list() as args, *dims) if (
+                isinstance(returned, tuple) and callable(step) and len(dims) < 2
+            ):
+                return Target(text, step, tuple(args), dims[0] if dims else None, offered, options)
+        raise TargetError(f"{text} returned {_kind(returned)}", fixes=[_SHAPE])
+    where = arguments if ":" in arguments else f"{text.rpartition(':')[0]}:{arguments}"
+    args, options = _called(where, *_function(where), options, "it returns the tuple of the step's arguments")
+    return Target(text, function, tuple(args) if isinstance(args, tuple | list) else (args,), None, offered, options)
+
+
+def _function(text: str) -> tuple[ModuleType, Callable[..., Any]]:
+    """The function that a text names, and its module.
+
+    Raises:
+      TargetError: there is none.
     """
     where, colon, name = text.rpartition(":")
     if not colon or not where or not name:
@@ -74,23 +98,31 @@ def load_target(text: str, options: Mapping[str, Any] | None = None) -> Target:
         )
     module = _file(where) if where.endswith(".py") or "/" in where else _module(where)
     function = getattr(module, name, None)
-    if not callable(function):
-        offered = [
-            k for k, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__
-        ]
-        near = difflib.get_close_matches(name, offered, n=3) or offered[:8]
-        raise TargetError(
-            f"{where} has no function `{name}`", fixes=[f"did you mean {', '.join(near)}?"] if near else []
-        )
+    if callable(function):
+        return module, function
+    offered = [k for k, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
+    near = difflib.get_close_matches(name, offered, n=3) or offered[:8]
+    raise TargetError(f"{where} has no function `{name}`", fixes=[f"did you mean {', '.join(near)}?"] if near else [])
+
+
+def _called(
+    text: str, module: ModuleType, function: Callable[..., Any], options: Mapping[str, Any] | None, returns: str
+) -> tuple[Any, dict[str, Any]]:
+    """What a function returns for these keyword arguments, and these with its defaults.
+
+    Raises:
+      TargetError: it cannot be called with them, or fails.
+    """
     defaults: dict[str, Any] = {}
     try:
         signature = inspect.signature(function)
         defaults = {p.name: p.default for p in signature.parameters.values() if p.default is not p.empty}
         signature.bind(**(options or {}))
     except TypeError as e:
+        of_step = "or, if it is the step itself, --args names a function that returns its arguments"
         raise TargetError(
             f"{text} cannot be called without arguments, or with the ones from --set: {e}",
-            fixes=[*_similar_options(e, defaults, module), _SHAPE],
+            fixes=[*_similar_options(e, defaults, module), returns, *([of_step] if returns is _SHAPE else [])],
         ) from None
     except ValueError:
         pass  # a builtin without a signature
@@ -98,16 +130,7 @@ def load_target(text: str, options: Mapping[str, Any] | None = None) -> Target:
         returned = failing_as_target(
             text, lambda: function(**(options or {})), lambda e: _similar_options(e, defaults, module)
         )
-    match returned:
-        case (step, tuple() | list() as args, *dims) if (
-            isinstance(returned, tuple) and callable(step) and len(dims) < 2
-        ):
-            pass
-        case _:
-            raise TargetError(f"{text} returned {_kind(returned)}", fixes=[_SHAPE])
-    layouts = getattr(module, "LAYOUTS", {})
-    offered = dict(layouts) if isinstance(layouts, Mapping) else {}
-    return Target(text, step, tuple(args), dims[0] if dims else None, offered, {**defaults, **(options or {})})
+    return returned, {**defaults, **(options or {})}
 
 
 def _similar_options(error: Exception, defaults: Mapping[str, Any], module: ModuleType) -> list[str]:
