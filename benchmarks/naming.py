@@ -1,7 +1,8 @@
 """Names that meshpar infers, against names given by hand: the same dims, and the same plans under known layouts.
 
     python benchmarks/naming.py                # all programs: purity, completeness, and plans
-    python benchmarks/naming.py llama gpt2 --dims  # the dims of each array, by hand and inferred
+    python benchmarks/naming.py FlaxGPT2 --dims    # the dims of each array, by hand and inferred
+    python benchmarks/naming.py --check            # each small program runs without names; its results are those of one device
 
 Programs: the targets of ``examples/`` with their names removed, and models of ``transformers`` and NNX with random weights.
 
@@ -10,6 +11,7 @@ Programs: the targets of ``examples/`` with their names removed, and models of `
   hand does not count, nor does one of size 1.
 - **plans**: for each layout, the bytes sent, the peak and the planned seconds with inferred names, divided by those with names by
   hand. A plan counts as good if each is at most 1.02.
+- **naming**: the seconds of naming, divided by those of tracing and naming.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import optax
 from tables import Table
 
 import meshpar as mp
+from meshpar._src.entry.target import Target, concrete
 from meshpar._src.flax import metadata
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -447,6 +450,21 @@ def compare(name: str, show: bool, table: Table, plans: list[tuple[str, ...]]) -
     return [purity, completeness, good / len(LAYOUTS)]
 
 
+def check(name: str, table: Table) -> None:
+    """Run a program without names under FSDP and Megatron on 4 devices, and on one; add its row to the table."""
+    program = PROGRAMS[name]()
+    with no_names():
+        target = Target(name, program.step, flax.core.meta.unbox(program.args), None)
+        try:
+            args = concrete(target)
+        except mp.errors.TargetError:
+            table.add_row(name, "-", "too large")
+            return
+        layout = mp.Layout(LAYOUTS["FSDP + Megatron"], optional=True)
+        report = mp.check(target.step, *args, mesh="data=2, model=2", layouts=layout, dims="auto")
+    table.add_row(name, str(report.rows[0].leaves), "equal" if report.ok else "WRONG")
+
+
 def figures(plan: mp.Plan) -> tuple[float, float, float]:
     """Bytes sent, peak bytes, seconds."""
     return plan.bytes_sent, plan.memory.peak, plan.seconds
@@ -455,10 +473,17 @@ def figures(plan: mp.Plan) -> tuple[float, float, float]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("programs", nargs="*", choices=[*PROGRAMS, []])
+    parser.add_argument("--check", action="store_true", help="run each program that is small, and compare the results")
     parser.add_argument("--dims", action="store_true", help="print the dims of each array, by hand and inferred")
     args = parser.parse_args(argv)
     warnings.simplefilter("ignore")
     jnp.clip = clip
+    if args.check:
+        mp.virtual_devices(4)
+        checked = Table("program", "results", "compared with one device")
+        for name in args.programs or PROGRAMS:
+            check(name, checked)
+        return
     table = Table("program", "purity", "completeness", "plans within 2 %")
     worse: list[tuple[str, ...]] = []
     results = []

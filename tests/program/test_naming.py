@@ -256,6 +256,21 @@ def test_the_mapping_can_be_pasted():
     assert dims_of(step, state, batch_of(), dims=dims) == dims_of(step, state, batch_of())
 
 
+def test_a_chain_of_matmuls_has_names_in_turn():
+    """FSDP shards every weight of a classifier without residuals, and `mlp` every second pair, as Megatron does."""
+
+    def loss(params, x):
+        for w in params["layers"]:
+            x = jax.nn.relu(x @ w["kernel"] + w["bias"])
+        return cross_entropy(x @ params["head"], jnp.zeros(len(x), int))
+
+    layers = [{"kernel": (a, b), "bias": (b,)} for a, b in [(28, 64), (64, 64), (64, 64)]]
+    found = dims_of(*trained(loss, shapes({"layers": layers, "head": (64, 10)})), shapes((8, 28)))
+    kernels = [found[f"state/params/layers/{k}/kernel"] for k in range(3)]
+    assert kernels == ["embed mlp", "mlp embed", "embed mlp"]
+    assert (found["state/params/head"], found["batch"]) == ("mlp classes", "batch embed")
+
+
 def test_an_initializer_takes_the_mapping_of_its_step():
     """The pattern of the batch matches no array of it; a pattern like one of its paths is a mistake."""
     step, state = trained(*decoder())

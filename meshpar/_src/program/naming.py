@@ -179,6 +179,8 @@ class _Namer:
             for c in uses.parts(value.nodes[-1]) if len(value.shape) > 1 else ():
                 if uses.has(c, Fact.MADE) and uses.has(c, Fact.READ):
                     self._vote(c, "embed", 3.5, "features of {}, which matmuls make and contract", value)
+        if not any("embed" in names for names in self.votes.values()):
+            self._vote_for_chain()
         embed = max((self.size[c] for c in streams if "embed" in self.votes[c]), default=0)
         for c, facts in list(uses.facts.items()):
             if Fact.MADE in facts and Fact.READ in facts and Fact.RESIDUAL not in facts:
@@ -188,6 +190,26 @@ class _Namer:
                 of_convs = any(uses.has(r, Fact.CONV_READ) for op in made for r in uses.read_by.get(op, ()))  # type: ignore[call-overload]
                 name = "channels" if of_convs else "rank" if narrow or linear else "mlp"
                 self._vote(c, name, 3, "a matmul makes it and another one contracts it at {}", read[-1])
+
+    def _vote_for_chain(self) -> None:
+        """Of a chain of matmuls without a residual, the features of the data are ``embed``, and then every second dim."""
+        uses, names = self.uses, dict[DimClass, str]()
+        for value in uses.data:
+            for c in uses.parts(value.nodes[-1]) if len(value.shape) > 1 else ():
+                if uses.has(c, Fact.READ):
+                    names[c] = "embed"
+                    self._vote(c, "embed", 3.5, "features of {}, which a matmul contracts", value)
+        made: defaultdict[Op | Value, list[DimClass]] = defaultdict(list)
+        for c, facts in uses.facts.items():
+            for op in facts.get(Fact.MADE, ()):
+                made[op].append(c)
+        for op, read in uses.read_by.items():  # in the order of the program
+            before = next((names[c] for c in read if c in names), None)
+            for c in made[op] if before else ():
+                if uses.has(c, Fact.READ) and c not in names:
+                    names[c] = "mlp" if before == "embed" else "embed"
+                    if names[c] == "embed":
+                        self._vote(c, "embed", 3.5, "every second dim of a chain of matmuls, made at {}", op)
 
     def _groups_of_queries(self) -> dict[DimClass, DimClass]:
         """Queries and results have the heads of the keys and a dim of groups, in one dim or two; keys have the first alone."""
