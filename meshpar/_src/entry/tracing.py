@@ -181,12 +181,12 @@ def trace_call(
     # a renamed result has its new names, not the names of the input of equal path
     renamed = {id(eqn.outvars[0]) for eqn in closed.jaxpr.eqns if eqn.primitive is rename_dims_p and not init}
 
-    def named_by(patterns: PathDims, annotations: list[Dims | None], used: set[str]) -> Program:
+    def named_by(patterns: PathDims, annotations: list[Dims | None], used: set[str], without_dead: bool) -> Program:
         out_annotations = _result_dims(results, named, annotations, patterns if init else None, used)
         outputs = zip(out_annotations, closed.jaxpr.outvars, strict=True)
         out_annotations = [None if id(var) in renamed else dims for dims, var in outputs]
         _check_patterns(patterns, used, [*named, *(results if init else ())], init, hidden)
-        program = _infer_live(closed, annotations, named, out_annotations, results)
+        program = _infer_live(closed, annotations, named, out_annotations, results, without_dead)
         for value, leaf in zip(program.inputs, named, strict=True):
             value.kind = leaf.kind
         for value, leaf in zip(program.outputs, results, strict=True):
@@ -195,11 +195,16 @@ def trace_call(
         name_parameters(program)
         return program
 
-    program = named_by(patterns, annotations, used)
-    if not init and (patterns.auto or (patterns.auto is None and not program.all_names())):
+    given = any(name for dims in annotations for name in dims or ())
+    unnamed = not init and (patterns.auto or (patterns.auto is None and not given))
+    program = named_by(patterns, annotations, used, without_dead=unnamed)
+    if unnamed and not patterns.auto and program.all_names():  # of constraints
+        program = named_by(patterns, annotations, used, without_dead=False)
+    elif unnamed:
         joins, program.inferred = program.joins, inferred_dims(program)
         inferred, patterns = program.inferred, patterns.then(patterns_of(program))
-        program = named_by(patterns, annotations_of(named, patterns, used), {p for p, _ in patterns.items})
+        annotations, used = annotations_of(named, patterns, used), {p for p, _ in patterns.items}
+        program = named_by(patterns, annotations, used, without_dead=False)
         program.inferred, program.joins = inferred, joins  # two guesses for one dim are no mistake of the user
     program.joins = [_with_parameters(join, program, patterns) for join in program.joins]
     return TracedStep(program, flat.out_tree, flat.fixed, tuple(closed.in_avals), unchanged, explicit)
@@ -232,16 +237,17 @@ def _infer_live(
     named: Sequence[Leaf],
     out_annotations: Sequence[Any],
     results: Sequence[Leaf],
+    without_dead: bool,
 ) -> Program:
     """The program without equations whose results are not read, with the dims of every value.
 
     A dim of a result that has no name then takes its name from the complete program: the forward pass, for a gradient that does not
-    depend on it.
+    depend on it; not with ``without_dead``, where no name can be found.
     """
     paths = [leaf.path for leaf in named], [leaf.path for leaf in results]
     live = without_dead_code(closed)
     program = infer(live, annotations, paths[0], out_annotations, paths[1])
-    if live is closed or all(None not in program.dims(v) for v in program.outputs):
+    if live is closed or without_dead or all(None not in program.dims(v) for v in program.outputs):
         return program
     complete = infer(closed, annotations, paths[0], out_annotations, paths[1])
     names = [tuple(d if d and d.isidentifier() else None for d in complete.dims(v)) for v in complete.outputs]
