@@ -2,6 +2,7 @@
 
     python benchmarks/naming.py                # all programs: purity, completeness, and plans
     python benchmarks/naming.py FlaxGPT2 --dims    # the dims of each array, by hand and inferred
+    python benchmarks/naming.py --search           # planned seconds of the best layout that a search finds, with either names
     python benchmarks/naming.py --check            # each small program runs without names; its results are those of one device
 
 Programs: the targets of ``examples/`` with their names removed, and models of ``transformers`` and NNX with random weights.
@@ -11,7 +12,6 @@ Programs: the targets of ``examples/`` with their names removed, and models of `
   hand does not count, nor does one of size 1.
 - **plans**: for each layout, the bytes sent, the peak and the planned seconds with inferred names, divided by those with names by
   hand. A plan counts as good if each is at most 1.02.
-- **naming**: the seconds of naming, divided by those of tracing and naming.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from tables import Table
 import meshpar as mp
 from meshpar._src.entry.target import Target, concrete
 from meshpar._src.flax import metadata
+from meshpar._src.search import SearchOptions, search
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
@@ -67,6 +68,8 @@ LAYOUTS = {
     "experts": "expert?, experts?: model; batch: data; embed?: data",
 }
 MESH, TOPOLOGY = "data=8, model=4", "v5e:4x8"
+SEARCHED = 150
+"""Plans of a search."""
 GOOD = 1.02
 """The largest ratio to the plan with names by hand at which a plan counts as good."""
 
@@ -429,10 +432,7 @@ def by_hand(program: Program) -> mp.Plan:
 def compare(name: str, show: bool, table: Table, plans: list[tuple[str, ...]]) -> list[float]:
     """Add the rows of a program to the tables; (purity, completeness, share of good plans)."""
     program = PROGRAMS[name]()
-    hand = by_hand(program)
-    with no_names():
-        bare = Program(program.step, flax.core.meta.unbox(program.args), {})
-        ours = mp.plan(bare.step, *bare.args, mesh=MESH, topology=TOPOLOGY, layout="", dims="auto")
+    hand, ours = both(program)
     names = dims_by_hand(hand), {p: [d.name if d else None for d in n] for p, n in ours.program.traced.inferred.items()}
     if show:
         for path in dict.fromkeys(names[0]):
@@ -448,6 +448,23 @@ def compare(name: str, show: bool, table: Table, plans: list[tuple[str, ...]]) -
             plans.append((name, layout, *(f"{r:.3f}" for r in ratios)))
     table.add_row(name, f"{purity:.2f}", f"{completeness:.2f}", f"{good} of {len(LAYOUTS)}")
     return [purity, completeness, good / len(LAYOUTS)]
+
+
+def both(program: Program) -> tuple[mp.Plan, mp.Plan]:
+    """The plans of an empty layout, with names by hand and with inferred names."""
+    hand = by_hand(program)
+    with no_names():
+        args = flax.core.meta.unbox(program.args)
+        return hand, mp.plan(program.step, *args, mesh=MESH, topology=TOPOLOGY, layout="", dims="auto")
+
+
+def compare_searches(name: str, table: Table) -> None:
+    """Search a layout with either names; add the planned seconds of the best ones to the table."""
+    best = [search({"": plan}, TOPOLOGY, SearchOptions(max_plans=SEARCHED)).best for plan in both(PROGRAMS[name]())]
+    a, b = (row.seconds for row in best)
+    assert a is not None
+    assert b is not None
+    table.add_row(name, f"{1e3 * a:.2f} ms", f"{1e3 * b:.2f} ms", f"{b / a:.3f}", best[1].layout)
 
 
 def check(name: str, table: Table) -> None:
@@ -473,6 +490,7 @@ def figures(plan: mp.Plan) -> tuple[float, float, float]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("programs", nargs="*", choices=[*PROGRAMS, []])
+    parser.add_argument("--search", action="store_true", help="compare searches in place of known layouts")
     parser.add_argument("--check", action="store_true", help="run each program that is small, and compare the results")
     parser.add_argument("--dims", action="store_true", help="print the dims of each array, by hand and inferred")
     args = parser.parse_args(argv)
@@ -483,6 +501,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         checked = Table("program", "results", "compared with one device")
         for name in args.programs or PROGRAMS:
             check(name, checked)
+        return
+    if args.search:
+        searched = Table("program", "by hand", "inferred", "ratio", "layout with inferred names")
+        for name in args.programs or PROGRAMS:
+            compare_searches(name, searched)
         return
     table = Table("program", "purity", "completeness", "plans within 2 %")
     worse: list[tuple[str, ...]] = []
