@@ -99,27 +99,11 @@ def _unnamed_inputs(program: Program, dim: str) -> list[str]:
 
 def _inferred_names(program: Program, dim: str) -> list[str]:
     """The fix for an unknown dim if names are inferred: the names that there are, and the one that is probably meant."""
-    sizes: dict[str, set[int]] = {}
-    for value in program.inputs:
-        for vote, size in zip(program.inferred.get(value.path or "", ()), value.shape, strict=False):
-            if vote is not None:
-                sizes.setdefault(vote.name, set()).add(size)
-    if not sizes:
-        return []
-    shown = {
-        name: f"{name} ({', '.join(map(str, sorted(found)[:3]))}{', …' * (len(found) > 3)})"
-        for name, found in sizes.items()
-    }
-    meant = [f"`{name}` is probably meant" for name in RELATED.get(dim, ()) if name in sizes][:1]
-    return [
-        "; ".join(
-            [
-                f"names are inferred from uses: {', '.join(shown.values())}",
-                *meant,
-                "mp.infer_dims lists them to be changed",
-            ]
-        )
-    ]
+    votes = ((v, program.inferred.get(v.path or "", ())) for v in program.inputs)
+    sizes = {vote.name: n for v, named in votes for vote, n in zip(named, v.shape, strict=False) if vote}
+    meant = next((f"; `{name}` is probably meant" for name in RELATED.get(dim, ()) if name in sizes), "")
+    shown = ", ".join(f"{name} ({size})" for name, size in sizes.items())
+    return [f"names are inferred from uses: {shown}{meant}; mp.infer_dims lists them to be changed"] if sizes else []
 
 
 def _misspelled_names(program: Program, dim: str) -> list[str]:
