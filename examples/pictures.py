@@ -1,4 +1,5 @@
-"""Makes the pictures of the README and the docs: examples/plan.png, the top of a plan's page, and examples/lab.png, the lab.
+"""Makes the pictures of the README and the docs: examples/poster.png, two layouts side by side, also in dark;
+examples/plan.png, the top of a plan's page; and examples/lab.png, the lab.
 
     python examples/pictures.py            # needs Chromium or Chrome (CHROMIUM=google-chrome)
     python examples/pictures.py --check    # exit status 1 if a plan's numbers differ from its picture
@@ -15,7 +16,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -30,14 +32,33 @@ class Picture:
       words: of the command line, after ``meshpar plan`` or ``meshpar lab``: target, slice, mesh and layout.
       size: width and height of the window in pixels.
       lab: whether it shows the lab instead of a plan's page.
+      beside: the words of another plan, which is shown at the left of this one.
+      dark: whether the page prefers dark colours.
     """
 
     words: tuple[str, ...]
     size: tuple[int, int]
     lab: bool = False
+    beside: tuple[str, ...] = ()
+    dark: bool = False
 
 
+SMALL_BATCH = ("examples/llama.py:llama3_8b", "--topology", "v5e:16x16", "--set", "batch=32")
+POSTER = Picture(
+    (
+        *SMALL_BATCH, "--mesh", "model=8, data=32", "--layout",
+        "batch: data; heads, kv_heads, mlp, vocab, seq: model; embed: data",
+    ),
+    (1500, 700),
+    beside=(
+        *SMALL_BATCH, "--mesh", "data=32, model=8", "--layout",
+        "batch: data; heads, kv_heads?, mlp, vocab: model; embed: data",
+    ),
+)  # fmt: skip
+"""What a search finds, beside FSDP and tensor parallelism by hand."""
 PICTURES = {
+    "poster.png": POSTER,
+    "poster-dark.png": replace(POSTER, dark=True),
     "plan.png": Picture(
         (
             "examples/llama.py:llama3_8b", "--topology", "v5p:4x4x8", "--mesh", "data=32, model=4", "--layout",
@@ -47,8 +68,7 @@ PICTURES = {
     ),
     "lab.png": Picture(
         (
-            "examples/llama.py:llama3_8b", "--topology", "v5e:16x16", "--set", "batch=32", "--mesh", "data=32, model=8",
-            "--layout", "fsdp+tensor+sequence",
+            *SMALL_BATCH, "--mesh", "data=32, model=8", "--layout", "fsdp+tensor+sequence",
         ),
         (1400, 1000),
         lab=True,
@@ -56,14 +76,17 @@ PICTURES = {
 }  # fmt: skip
 
 
+SIDE_BY_SIDE = "body { margin: 0; display: flex } iframe { width: 50%; height: 700px; border: 0 }"
+
+
 def meshpar(*words: str) -> list[str]:
     """The command line of ``meshpar`` with these words."""
     return [sys.executable, "-m", "meshpar", *words]
 
 
-def numbers(picture: Picture) -> dict[str, str]:
-    """Step time, peak memory and traffic of a picture's plan, rounded to three digits as the page shows them."""
-    done = subprocess.run(meshpar("plan", *picture.words, "--json"), capture_output=True, text=True, cwd=HERE.parent)
+def numbers(words: Sequence[str]) -> dict[str, str]:
+    """Step time, peak memory and traffic of a plan, rounded to three digits as the page shows them."""
+    done = subprocess.run(meshpar("plan", *words, "--json"), capture_output=True, text=True, cwd=HERE.parent)
     if done.returncode > 1:  # 1: the layout does not fit
         raise RuntimeError(done.stderr)
     plan = json.loads(done.stdout)
@@ -80,14 +103,16 @@ def draw(name: str, picture: Picture) -> None:
     """
     with tempfile.TemporaryDirectory() as folder:
         if not picture.lab:
-            page = Path(folder) / "plan.html"
-            subprocess.run(
-                meshpar("plan", *picture.words, "--html", str(page)),
-                check=True,
-                stdout=subprocess.DEVNULL,
-                cwd=HERE.parent,
-            )
-            return screenshot(name, picture, page.as_uri(), folder)
+            pages = []
+            for words in filter(None, (picture.beside, picture.words)):
+                pages.append(Path(folder) / f"plan{len(pages)}.html")
+                to = meshpar("plan", *words, "--html", str(pages[-1]))
+                subprocess.run(to, check=True, stdout=subprocess.DEVNULL, cwd=HERE.parent)
+            if picture.beside:
+                frames = "".join(f'<iframe src="{page.name}"></iframe>' for page in pages)
+                pages.append(Path(folder) / "both.html")
+                pages[-1].write_text(f"<style>{SIDE_BY_SIDE}</style>{frames}")
+            return screenshot(name, picture, pages[-1].as_uri(), folder)
         words = meshpar("lab", *picture.words, "--no-browser")
         with subprocess.Popen(
             words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=HERE.parent
@@ -104,7 +129,14 @@ def screenshot(name: str, picture: Picture, address: str, folder: str) -> None:
     """Open an address in a headless browser, and save a screenshot."""
     browser = [os.environ.get("CHROMIUM", "chromium"), "--headless", "--no-sandbox", "--hide-scrollbars"]
     size = f"--window-size={picture.size[0]},{picture.size[1]}"
-    options = [f"--user-data-dir={folder}/profile", "--virtual-time-budget=30000", size, f"--screenshot={HERE / name}"]
+    dark = ["--force-dark-mode"] if picture.dark else []
+    options = [
+        *dark,
+        f"--user-data-dir={folder}/profile",
+        "--virtual-time-budget=30000",
+        size,
+        f"--screenshot={HERE / name}",
+    ]
     subprocess.run([*browser, *options, address], check=True, stderr=subprocess.DEVNULL)
 
 
@@ -112,7 +144,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare numbers instead of making pictures")
     args = parser.parse_args()
-    current = {name: numbers(picture) for name, picture in PICTURES.items()}
+    shown = {name: picture.words for name, picture in PICTURES.items()} | {"poster.png, left": POSTER.beside}
+    current = {name: numbers(words) for name, words in shown.items()}
     if args.check:
         stored = json.loads(NUMBERS.read_text())
         for name in current:
