@@ -719,9 +719,5 @@ def _show(args: argparse.Namespace, shown: Any, as_json: str | None = None, text
         _save_page(args, shown, args.html)
     if args.json:
         print(as_json or shown.to_json())
-    elif text is not None:
-        print(text)
-    elif sys.stdout.isatty():
-        Console(highlight=False).print(shown)
     else:
-        print(shown)
+        print(shown if text is None else text)

@@ -241,10 +241,9 @@ export function mount(root, ask, linked = false) {
     if (reply.failed) { say(reply.failed); root.classList.add("stale"); return; }
     if (options.fit && reply.mesh) state.mesh = reply.mesh;
     if (document.activeElement !== meshInput) meshInput.value = state.mesh;
-    if (reply.plan) colours = reply.plan.colours;
     if (reply.sizes) {
       sizes = reply.sizes;
-      sizes.forEach(([axis], k) => { colours[axis] = `c${k % 6}`; });
+      colours = reply.colours;
       if (drag == null) drawMesh(); // a seam that is being dragged stays
     }
     wrong(meshError, reply.errors.mesh);

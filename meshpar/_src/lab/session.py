@@ -205,6 +205,7 @@ class Session:
             if request.get("fit") is True:  # after a change of the topology: the first axis takes the remaining devices
                 mesh = mesh_text({a: n if k else -1 for k, (a, n) in enumerate(parse_mesh(mesh).items())})
             where = _place(mesh, draft.topology)
+            out["colours"] = AxisColours(where.shape).of
             out["mesh"], out["sizes"] = mesh_text(where.shape), [[a, n] for a, n in dict(where.shape).items()]
             for k, row in enumerate(rows):
                 if row.on and row.layout is not None:
@@ -299,7 +300,6 @@ class Session:
             "html": view.page(plan),
             "pinned": [view.comparison(before, plan) for before in pinned],
             "rules": [next(effects) if row.on and row.layout is not None else None for row in rows],
-            "colours": AxisColours(plan.sizes).of,
             "layout": str(plan.requested_layout),
             "dims": view.mapping(patterns),
             "python": view.python(self.name, plan, mesh_text(plan.sizes), patterns),

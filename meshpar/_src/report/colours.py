@@ -1,8 +1,9 @@
-"""Colours of mesh axes: one for each axis, the same in the terminal (rich) and in pages (HTML)."""
+"""Colours of mesh axes: one for each name of an axis, the same in the terminal (rich) and in pages (HTML)."""
 
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
@@ -14,6 +15,16 @@ from .tables import Cell
 PALETTE = ("#4a90e2", "#d9782d", "#27a17a", "#d0578f", "#8f74e0", "#a08c1e")
 """Legible on light and dark backgrounds, in the order of the classes ``c0``, ``c1``, … of pages; further axes reuse them."""
 
+KNOWN = {
+    **dict.fromkeys(("data", "dp", "fsdp"), 0),
+    **dict.fromkeys(("model", "tp", "tensor"), 1),
+    **dict.fromkeys(("stage", "pp"), 2),
+    **dict.fromkeys(("expert", "ep"), 3),
+    **dict.fromkeys(("context", "cp", "seq"), 4),
+    **dict.fromkeys(("replica", "slice"), 5),
+}
+"""Usual names of axes → positions in the palette; others have one by a hash of the name."""
+
 
 class AxisColours:
     """The colours of the axes of some meshes.
@@ -24,10 +35,18 @@ class AxisColours:
     """
 
     def __init__(self, *meshes: Iterable[str]):
-        """Colours for the axes of these meshes, in order."""
+        """Colours for the axes of these meshes, by their names, whatever their order: an axis has one colour in all reports.
+
+        An axis whose colour is taken has the next free one.
+        """
+        chosen: dict[str, int] = {}
         axes = dict.fromkeys(a for mesh in meshes for a in mesh)
-        self.of = {a: f"c{k % len(PALETTE)}" for k, a in enumerate(axes)}
-        self.styles = {a: PALETTE[k % len(PALETTE)] for k, a in enumerate(axes)}
+        for axis in sorted(axes, key=lambda a: a not in KNOWN):
+            wanted = KNOWN.get(axis, zlib.crc32(axis.encode()))
+            free = [k for k in range(wanted, wanted + len(PALETTE)) if k % len(PALETTE) not in chosen.values()]
+            chosen[axis] = (free or [wanted])[0] % len(PALETTE)
+        self.of = {a: f"c{chosen[a]}" for a in axes}
+        self.styles = {a: PALETTE[chosen[a]] for a in axes}
 
     def first(self, axes: Sequence[str]) -> str:
         """The class of the first of some axes; a neutral one without axes."""

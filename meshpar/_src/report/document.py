@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import shutil
+import sys
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -11,6 +14,9 @@ from typing import Any
 from rich.console import Console
 
 from ...errors import UnsupportedError
+
+PLAIN_WIDTH = 120
+"""Columns of a report that no terminal shows."""
 
 
 class Document:
@@ -38,7 +44,7 @@ class Document:
           UnsupportedError: another suffix.
         """
         path = Path(path)
-        writers = {".html": self._page, ".json": self.to_json, ".txt": self.__str__}
+        writers = {".html": self._page, ".json": self.to_json, ".txt": lambda: plain(self)}
         if path.suffix not in writers:
             raise UnsupportedError(
                 f"{path.name}: cannot be saved as `{path.suffix}`", fixes=[f"suffixes are {', '.join(writers)}"]
@@ -53,13 +59,24 @@ class Document:
         return cell(self._html())
 
     def __str__(self) -> str:
-        return plain(self)
+        return shown_text(self)
 
 
-def plain(shown: Any, width: int = 120) -> str:
-    """A rich renderable as plain text of at most ``width`` columns."""
+def shown_text(shown: Any) -> str:
+    """A rich renderable as text for standard output: at a terminal's width and in colour, else plain text of 120 columns.
+
+    ``FORCE_COLOR`` and ``NO_COLOR`` decide about colour if they are set.
+    """
+    terminal = sys.stdout.isatty()
+    forced, refused = bool(os.environ.get("FORCE_COLOR")), bool(os.environ.get("NO_COLOR"))
+    width = shutil.get_terminal_size().columns if terminal else PLAIN_WIDTH
+    return plain(shown, width, colour=(terminal or forced) and not refused)
+
+
+def plain(shown: Any, width: int = PLAIN_WIDTH, colour: bool = False) -> str:
+    """A rich renderable as text of at most ``width`` columns, with escape sequences for colours if ``colour``."""
     out = io.StringIO()
-    Console(file=out, width=width, no_color=True, force_terminal=False).print(shown)
+    Console(file=out, width=width, no_color=not colour, force_terminal=colour, highlight=False).print(shown)
     return "\n".join(line.rstrip() for line in out.getvalue().rstrip("\n").split("\n"))
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
+import rich.table
 from rich.console import Group
 from rich.padding import Padding
 from rich.text import Text
@@ -26,7 +28,11 @@ MAX_COLLECTIVE_ROWS = 8
 MAX_ARGUMENT_ROWS = 7
 """Groups of parameters; of another kind of arguments half as many."""
 BAR_CELLS = 20
-"""Columns of the bar of a device's memory."""
+"""Columns of a bar."""
+TOO_LARGE = "too large"
+"""In place of ``fits``."""
+MAX_KINDS = 4
+"""Kinds of memory in the summary."""
 MIN_COLLECTIVE_SHARE = 0.01
 """Fraction of the time of all collectives, or of their bytes where no time is estimated, from which on a collective has a row."""
 
@@ -39,12 +45,13 @@ def plan_line(plan: Plan) -> str:
 
 
 def plan_renderable(plan: Plan) -> Any:
-    """The plan for rich: mesh and layout, arguments, memory and time, collectives, notes.
+    """The plan for rich: mesh and layout, a summary, collectives, memory and time, arguments, notes.
 
     The first line is DOES NOT FIT where the peak exceeds the memory of a device.
     """
     colours = AxisColours(plan.sizes)
-    devices = Text.assemble(f"{math.prod(plan.sizes.values())} devices (", colours.sizes(plan.sizes).terminal, ")")
+    of = f" of {plan.topology}" * bool(plan.topology)
+    devices = Text.assemble(f"{math.prod(plan.sizes.values())} devices{of} (", colours.sizes(plan.sizes).terminal, ")")
     layout, lowering = colours.layout(facts.layout_text(plan)), facts.lowering_text(plan)
     named = {"plan": devices, "layout": layout, "lowering": lowering}
     head = [Text.assemble((name, "bold"), "  ", text) for name, text in named.items()]
@@ -53,11 +60,11 @@ def plan_renderable(plan: Plan) -> Any:
         line = f"DOES NOT FIT  each device needs {needs}, and {with_article(plan.chip.name)} has {has}"
         head.insert(0, Text(line, "bold red"))
     blocks: list[list[Any]] = [
-        head,
-        [_arguments(plan, colours)],
-        _costs(plan),
+        [*head, _summary(plan, colours)],
         [_collectives(plan, colours)],
         pipeline_section(plan),
+        _costs(plan),
+        [_arguments(plan, colours)],
         *(section.terminal() for section in sections(plan)),
     ]
     lines = [line for block in blocks if block for line in (*block, Text())]
@@ -71,6 +78,70 @@ def _indented(text: Text) -> Group:
         indent = len(line.plain) - len(line.plain.lstrip(" "))
         lines.append(Padding(line[indent:], (0, 0, 0, indent)) if indent else line)
     return Group(*lines)
+
+
+def _summary(plan: Plan, colours: AxisColours) -> Any:
+    """Memory, step time, traffic and the costliest rule, with bars where the chip is known."""
+    memory, time, chip = memory_of(plan), time_of(plan), plan.chip
+    timed = chip is not None
+    rows: list[tuple[str, str, Text, Text]] = []
+    ranked = sorted(memory.by_kind.items(), key=lambda x: -x[1])[:MAX_KINDS]
+    kinds = Text(" · ".join(f"{kind} {format_memory(n)}" for kind, n in ranked if n >= 0.01 * memory.peak))
+    needs = format_memory(memory.peak)
+    if chip is None:
+        rows.append(("needs", needs, Text(), kinds))
+    else:
+        capacity = chip.per_device().hbm
+        bar = memory_bar(memory.peak, capacity)
+        rows.append(
+            ("fits" if memory.peak <= capacity else TOO_LARGE, f"{needs} of {format_memory(capacity)}", bar, kinds)
+        )
+    if time is not None:
+        kernels = facts.kernel_seconds(time)
+        waits = time.seconds - kernels
+        bar = _bar([("█", kernels, "grey62"), ("▒", waits, "red")])
+        split = f"kernels {format_seconds(kernels)} · communication not hidden {format_seconds(waits)}"
+        rows.append(("step", f"{format_seconds(time.seconds)}, MFU {100 * time.mfu:.0f} %", bar, Text(split)))
+    cost = attrgetter("seconds" if timed else "bytes")
+
+    def figures(of: CollectiveGroup) -> str:
+        return format_bytes(of.bytes) + f" ({format_seconds(of.seconds)})" * timed
+
+    if groups := facts.collective_groups(plan.collectives, lambda c: c.axes):
+        bar = _bar([("█", cost(g), colours.styles.get(g.first.axes[0], "")) for g in groups])
+        over = [Text.assemble(colours.axes(g.first.axes).terminal, f" {figures(g)}") for g in groups]
+        rows.append(("sends", format_bytes(plan.bytes_sent), bar, Text(" · ").join(over)))
+    effects = [e for e in facts.rule_effects(plan) if e.rule is not None and e.collectives.members]
+    if effects:
+        worst = max(effects, key=lambda e: cost(e.collectives))
+        place = max(facts.collective_groups(worst.collectives.members, lambda c: c.location), key=cost)
+        most = f"  {figures(worst.collectives)}" + f", most at {place.location}" * bool(place.location)
+        rows.append(("costliest", "", Text(), Text.assemble(colours.layout(str(worst.rule)), most)))
+    width = max(len(value) for _, value, _, _ in rows)
+    lines = []
+    for label, value, bar, rest in rows:
+        shown = Text.assemble((f"{value:<{width}}  ", "bold"), bar, "  ", rest) if value else rest
+        lines.append((Text(f"  {label}", "bold red" if label == TOO_LARGE else ""), shown))
+    return _hanging(lines)
+
+
+def _hanging(rows: Sequence[tuple[Text, Text]]) -> Any:
+    """Pairs of texts in two columns; the second one wraps within its column."""
+    grid = rich.table.Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    for pair in rows:
+        grid.add_row(*pair)
+    return grid
+
+
+def _bar(parts: Sequence[tuple[str, float, str]]) -> Text:
+    """A bar of :data:`BAR_CELLS` columns whose parts, (character, amount, style), have widths in proportion to their amounts."""
+    total, end, out = sum(amount for _, amount, _ in parts), 0.0, Text()
+    for character, amount, style in parts:
+        begin, end = end, end + amount
+        cells = round(BAR_CELLS * end / total) - round(BAR_CELLS * begin / total) if total else 0
+        out.append(character * cells, style)
+    return Text.assemble("[", out, "]")
 
 
 def _arguments(plan: Plan, colours: AxisColours) -> Any:
@@ -98,13 +169,12 @@ def _costs(plan: Plan) -> list[Text]:
     at = f", at {memory.peak_source}" if memory.peak_source else ""
     ranked = sorted(memory.by_kind.items(), key=lambda x: -x[1])
     kinds = ", ".join(f"{kind} {format_memory(n)}" for kind, n in ranked if n >= 1e-3 * memory.peak)
-    of, bar, largest = "", Text(), ""
+    of, largest = "", ""
     if chip is not None:
-        capacity = chip.per_device().hbm
-        of, largest = f" of the {format_memory(capacity)} of {with_article(chip.name)}", facts.largest_text(plan)
-        bar = Text.assemble(memory_bar(memory.peak, capacity), "  ")
+        of = f" of the {format_memory(chip.per_device().hbm)} of {with_article(chip.name)}"
+        largest = facts.largest_text(plan)
     need = f"each device needs {format_memory(memory.peak)}"
-    out = [Text.assemble((need, "bold"), f"{of} at the peak{at}"), Text.assemble("    ", bar, (kinds, "dim"))]
+    out = [Text.assemble((need, "bold"), f"{of} at the peak{at}"), Text(f"    {kinds}", "dim")]
     copies = facts.host_copies(plan)
     host = f"host: {format_memory(memory.host)} in the host's memory for each device; {copies}" if copies else ""
     details = ((largest, "dim"), (facts.padding_text(plan), ""), (host, ""))
@@ -152,10 +222,10 @@ def _collectives(plan: Plan, colours: AxisColours) -> Any:
         cells = "".join(f"  {text:>{n}}" for text, n in zip(numbers[: 3 + timed], widths[2:], strict=False))
         group = shown[i - 1] if 1 <= i <= len(shown) else None
         over = Text(axes) if group is None else colours.axes(group.first.axes).terminal
-        line = Text.assemble(f"{op:<{widths[0]}}  ", over, " " * (widths[1] - len(axes)), f"{cells}  {dims}")
-        lines.append(line)
-        if group is None:
-            line.stylize("dim")
-        else:
-            lines.append(Padding(Text(group.first.explanation, style="dim"), (0, 0, 0, 4)))
+        line = Text.assemble(f"{op:<{widths[0]}}  ", over, " " * (widths[1] - len(axes)), cells)
+        style = "dim" if group is None else ""
+        lines.append(_hanging([(Text.assemble(line, style=style), Text(dims, style))]))
+        if group is not None:
+            where = Text(f"at {group.location}: " if group.location else "", "dim")
+            lines.append(Padding(Text.assemble(where, group.first.explanation), (0, 0, 0, 4)))
     return Group(*lines)
