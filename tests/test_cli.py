@@ -151,7 +151,7 @@ def test_a_model_of_70_billion_weights_by_its_defaults_alone(run):
     assert any(line.startswith("    compute: ") and "the largest is" in line for line in lines)
     assert sum("`batch` uses `data`" in line for line in lines) == 1
     assert len(lines) <= 56, "one screen"
-    head = {line.split()[0]: line for line in lines[3:9]}
+    head = {line.split()[0]: line for line in lines[3:9] if line}
     assert "10.52 GiB of 95.74 GiB" in head["fits"]
     assert head["step"].split()[1:5] == ["6.15", "s,", "MFU", "69"]
     assert head["costliest"].split()[1:3] == ["batch:", "data"]
@@ -268,6 +268,13 @@ def test_names_of_a_target_without_dims(run, target, tmp_path):
     assert "`meshpar names` lists the names" in " ".join(out.split())
 
 
+def test_other_names_for_those_of_the_model():
+    from meshpar._src.entry.cli import _parser
+
+    args = _parser().parse_args(["plan", "file.py:step", "--names", "act_batch=batch, act_emb=_"])
+    assert args.names == {"act_batch": "batch", "act_emb": "_"}
+
+
 def test_a_step_with_a_function_of_its_arguments(run, target, tmp_path):
     """A file without a target: the step and its arguments, and the names that `names` writes."""
     file = tmp_path / "user.py"
@@ -277,7 +284,7 @@ def test_a_step_with_a_function_of_its_arguments(run, target, tmp_path):
     where = ("--topology", "v5e:2x4", "--mesh", "data=8", "--set", "rows=64", "--json")
     own = run("plan", f"{file}:update", "--args", "example", "--layout", "batch: data", *where)
     written = json.loads(Path(names).read_text())
-    assert written == {"*/up": "_ mlp", "*/down": "mlp classes", "x": "batch embed"}
+    assert written == {"*/up": "embed mlp", "*/down": "mlp classes", "x": "batch embed"}
     Path(names).write_text(json.dumps({**written, "x": "rows embed"}))
     given = run(
         "plan", f"{file}:update", "--args", f"{file}:example", "--dims", names, "--layout", "rows: data", *where
@@ -559,7 +566,6 @@ STEP = [
     (["--gather", "step"], "gather", "step"),
     (["--options", "off"], "options", "off"),
     (["--strict"], "strict", True),
-    (["--names", "act_batch=batch, act_emb=_"], "names", {"act_batch": "batch", "act_emb": "_"}),
 ]
 LOWERING, MEASURED = (
     (["--lowering", "jit"], "lowering", "jit"),
@@ -611,7 +617,7 @@ OPTIONS = {
 """command → (arguments, keyword of the call of the API that they set, its value)."""
 
 ELSEWHERE = set(
-    "--help --set --json --debug --html --open --csv --steps --port --no-browser --devices --ints --tokens --write --args --dims".split()
+    "--help --set --json --debug --html --open --csv --steps --port --no-browser --devices --ints --tokens --write --args --dims --names".split()
 )
 """Options that no call of the API takes; they have tests of their own."""
 
