@@ -9,6 +9,7 @@ import csv
 import dataclasses
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -31,7 +32,7 @@ from ...errors import CheckError, CompilerError, JoinWarning, MeshparError, Targ
 from ..dims import did_you_mean, near
 from ..hardware.calibration import read_calibrations
 from ..hardware.topology import device_count
-from ..layout import scheme_text, similar_schemes
+from ..layout import characteristic_dims, scheme_text, similar_schemes
 from ..layouts import PRESETS
 from ..options import add_flags, given_flags
 from ..plan_api import Plan
@@ -41,7 +42,8 @@ from ..progress import Progress
 from ..report.facts import fits
 from ..report.names import names_table
 from ..search import SearchOptions
-from ..units import mesh_text
+from ..search.result import quiet
+from ..units import format_memory, format_seconds, mesh_text
 from .api import plan as plan_of
 from .doctor import add_command as add_doctor
 from .naming import named_program
@@ -49,6 +51,8 @@ from .options import Lowering, StepOptions
 from .target import Target, concrete, failing_as_target, has_drawn_integers, load_target, parse_options
 from .tune_kernels import add_command as add_tuning
 
+WORTH_TRYING = 0.95
+"""The step of a known scheme, divided by that of the plan, below which `meshpar plan` names the scheme."""
 DESCRIPTION = """\
 See, compile and check the layouts of a JAX program, without the machine that they are for.
 
@@ -345,9 +349,29 @@ def _plan(args: argparse.Namespace) -> int:
     if args.csv:
         _save_csv(plan, args.csv)
     _show(args, plan, text=plan.steps_text() if args.steps else None)
+    if not args.json and not args.steps and plan.chip is not None:
+        print(f"\nnext  {_next_step(args, plan)}")
     if args.open:
         webbrowser.open(Path(args.html).resolve().as_uri())
     return 0 if fits(plan) is not False else 1
+
+
+def _next_step(args: argparse.Namespace, plan: Plan) -> str:
+    """The known scheme of the shortest step that fits on the plan's mesh, if the plan does not fit or that step is faster by
+    :data:`WORTH_TRYING`; else the command of a search."""
+    found: list[tuple[float, float, str]] = []
+    for name, scheme in PRESETS.items():
+        layout = scheme()
+        axes = {axis for rule in layout.rules for axis in rule.axes}
+        if axes <= plan.sizes.keys() and not plan.program.all_names().isdisjoint(characteristic_dims(layout)):
+            with quiet(), contextlib.suppress(MeshparError):
+                other = plan.replan(layout=layout)
+                if fits(other) and other.seconds is not None:
+                    found.append((other.seconds, other.memory.peak, name))
+    seconds, peak, name = min(found, default=(math.inf, 0.0, ""))
+    if found and (not fits(plan) or seconds < WORTH_TRYING * (plan.seconds or 0.0)):
+        return f"--layout {name}: {format_seconds(seconds)} a step, {format_memory(peak)} of memory, on the same mesh"
+    return f"meshpar search {args.target} --topology {plan.topology}: other meshes and layouts"
 
 
 @contextlib.contextmanager
