@@ -32,14 +32,14 @@ class Picture:
       words: of the command line, after ``meshpar plan`` or ``meshpar lab``: target, slice, mesh and layout.
       size: width and height of the window in pixels.
       lab: whether it shows the lab instead of a plan's page.
-      beside: the words of another plan, which is shown at the left of this one.
+      left: the words of another plan, which is shown at the left of this one.
       dark: whether the page prefers dark colours.
     """
 
     words: tuple[str, ...]
     size: tuple[int, int]
     lab: bool = False
-    beside: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
     dark: bool = False
 
 
@@ -50,12 +50,12 @@ POSTER = Picture(
         "batch: data; heads, kv_heads, mlp, vocab, seq: model; embed: data",
     ),
     (1500, 700),
-    beside=(
+    left=(
         *SMALL_BATCH, "--mesh", "data=32, model=8", "--layout",
         "batch: data; heads, kv_heads?, mlp, vocab: model; embed: data",
     ),
 )  # fmt: skip
-"""What a search finds, beside FSDP and tensor parallelism by hand."""
+"""The result of a search; at its left FSDP and tensor parallelism by hand."""
 PICTURES = {
     "poster.png": POSTER,
     "poster-dark.png": replace(POSTER, dark=True),
@@ -104,11 +104,11 @@ def draw(name: str, picture: Picture) -> None:
     with tempfile.TemporaryDirectory() as folder:
         if not picture.lab:
             pages = []
-            for words in filter(None, (picture.beside, picture.words)):
+            for words in filter(None, (picture.left, picture.words)):
                 pages.append(Path(folder) / f"plan{len(pages)}.html")
                 to = meshpar("plan", *words, "--html", str(pages[-1]))
                 subprocess.run(to, check=True, stdout=subprocess.DEVNULL, cwd=HERE.parent)
-            if picture.beside:
+            if picture.left:
                 frames = "".join(f'<iframe src="{page.name}"></iframe>' for page in pages)
                 pages.append(Path(folder) / "both.html")
                 pages[-1].write_text(f"<style>{SIDE_BY_SIDE}</style>{frames}")
@@ -144,7 +144,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare numbers instead of making pictures")
     args = parser.parse_args()
-    shown = {name: picture.words for name, picture in PICTURES.items()} | {"poster.png, left": POSTER.beside}
+    shown = {name: picture.words for name, picture in PICTURES.items()} | {"poster.png, left": POSTER.left}
     current = {name: numbers(words) for name, words in shown.items()}
     if args.check:
         stored = json.loads(NUMBERS.read_text())

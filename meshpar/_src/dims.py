@@ -210,7 +210,7 @@ def join_path(components: Iterable[str]) -> str:
 
 
 def _one_name(old: str, new: str | None) -> str | None:
-    """The new name of an entry of ``names=``; None and ``_`` are none."""
+    """The new name of an entry of ``names=``; None for None and ``_``."""
     found = parse_dims("_" if new is None else new, what=f"names={{{old!r}: …}}:")
     if len(found) != 1 or found[0] is ...:
         raise LayoutSyntaxError(

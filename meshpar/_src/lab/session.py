@@ -252,7 +252,7 @@ class Session:
         """The session of the program with other names for inferred ones: this one, or a cached one that :attr:`renamed` makes.
 
         Raises:
-          MeshparError: a name that is none, or that an array has already.
+          MeshparError: a text that is not a name, or a name that an array has already.
         """
         if not names:
             return self
