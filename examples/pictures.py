@@ -76,6 +76,8 @@ PICTURES = {
 }  # fmt: skip
 
 
+PLANS = {name: picture.words for name, picture in PICTURES.items()} | {"poster.png, left": POSTER.left}
+"""Plan of a picture → its words on the command line."""
 SIDE_BY_SIDE = "body { margin: 0; display: flex } iframe { width: 50%; height: 700px; border: 0 }"
 
 
@@ -144,8 +146,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare numbers instead of making pictures")
     args = parser.parse_args()
-    shown = {name: picture.words for name, picture in PICTURES.items()} | {"poster.png, left": POSTER.left}
-    current = {name: numbers(words) for name, words in shown.items()}
+    current = {name: numbers(words) for name, words in PLANS.items()}
     if args.check:
         stored = json.loads(NUMBERS.read_text())
         for name in current:
