@@ -747,8 +747,28 @@ def test_warnings_of_commands_do_not_have_the_line_of_the_command(target, capsys
     assert capsys.readouterr().err.endswith("RepeatedWarning: repeated\n")
 
 
-def test_without_arguments_the_commands_are_listed_in_groups(capsys):
+@pytest.mark.parametrize("columns", [80, 100, 160])
+def test_the_help_has_the_width_of_the_terminal(columns, monkeypatch, capsys):
+    """No line of prose is longer, and the flags of a command are in three groups."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for words in (["--help"], *([name, "--help"] for name in ("plan", "search", "check"))):
+        with pytest.raises(SystemExit):
+            main(words)
+        text = capsys.readouterr().out
+        assert all(len(line) <= columns for line in text.splitlines() if not line.startswith("  meshpar "))
+        if words[0] != "--help":
+            assert text.index("what to plan:") < text.index("output:") < text.index("less common:")
+
+
+def test_without_arguments_there_are_three_commands_to_start_with(capsys):
     assert main([]) == 0
+    text = capsys.readouterr().out
+    assert [line.split()[1] for line in text.splitlines() if line.startswith("  meshpar ")] == ["plan", "search", "lab"]
+
+
+def test_the_commands_are_listed_in_groups(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
     text = capsys.readouterr().out
     groups = [text.index(f"{group}:") for group in GROUPS]
     assert groups == sorted(groups)

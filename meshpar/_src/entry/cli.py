@@ -12,8 +12,10 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 import time
 import warnings
@@ -39,6 +41,7 @@ from ..plan_api import Plan
 from ..pods.cli import add_commands
 from ..program.naming import patterns_of
 from ..progress import Progress
+from ..report.document import PLAIN_WIDTH
 from ..report.facts import fits
 from ..report.names import names_table
 from ..search import SearchOptions
@@ -68,6 +71,14 @@ names in the arguments, names are inferred: `meshpar names` shows them.
   meshpar calibrate examples/llama.py:tiny --layout fsdp --layout "batch: data" --calibration here.json
   meshpar check   examples/llama.py:tiny --layout fsdp --layout "batch: data; mlp: model"
 """
+START = """\
+meshpar shards JAX programs. To start, in a clone:
+
+  meshpar plan   examples/llama.py:llama3_8b --topology v5p:4x4x8    what a layout stores, sends and costs
+  meshpar search examples/llama.py:llama3_8b --topology v5e:16x16    a good mesh and layout
+  meshpar lab    examples/llama.py:llama3_8b --topology v5e:16x16    a page to edit both
+
+`meshpar --help` lists all commands."""
 EXIT = """\
 exit status: 0: success; 1: the answer is no (a layout changes a result, the compiler refuses the program, or it does not fit);
 2: bad input (the message says what to write instead)."""
@@ -78,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     given = sys.argv[1:] if argv is None else list(argv)
     if not given:
-        parser.print_help()
+        print(START)
         return 0
     args, unknown = parser.parse_known_args(given)
     if unknown:
@@ -117,6 +128,12 @@ GROUPS = {
     "Environment": ("doctor",),
 }
 """Group of commands → their names, in the order of the help."""
+FLAG_GROUPS = {
+    "output": "--json --html --open --csv --steps --write --port --no-browser",
+    "less common": "--lowering --overlap --schedule --gather --strict --donate --options --calibration --tokens --names --debug",
+}
+"""Groups of flags in the help of a command, after the flags that say what to plan."""
+MORE = "`meshpar COMMAND --help` lists the options of a command; `meshpar --version` prints the version."
 PROGRESS_SECONDS = 15
 """Seconds between the lines of progress that a command writes to a file or pipe."""
 INTS = 8
@@ -164,6 +181,23 @@ def _command(add_arguments: Callable[[Add], None], about: str, accelerator: bool
     return register
 
 
+class _Help(argparse.HelpFormatter):
+    """Wraps the paragraphs of a description at the width of the terminal; paragraphs of indented lines stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.strip("\n").split("\n\n")
+        return "\n\n".join(p if p.startswith("  ") else textwrap.fill(" ".join(p.split()), width) for p in paragraphs)
+
+
+def _grouped(parser: argparse.ArgumentParser) -> Add:
+    """``add_argument`` of a command's parser, which sorts the flags into what to plan, output, and less common ones."""
+    plan, *others = (parser.add_argument_group(name) for name in ("what to plan", *FLAG_GROUPS))
+    group_of = {
+        flag: group for group, flags in zip(others, FLAG_GROUPS.values(), strict=True) for flag in flags.split()
+    }
+    return lambda flag, **options: group_of.get(flag, plan).add_argument(flag, **options)
+
+
 class _CommandParser(argparse.ArgumentParser):
     """The parser of all commands: its help lists them in groups, and a misspelled one gets a suggestion.
 
@@ -176,15 +210,18 @@ class _CommandParser(argparse.ArgumentParser):
     def format_help(self) -> str:
         """The text of ``meshpar --help``: usage, and the commands by group with the first sentence of each description."""
         width = max(map(len, self.commands))
-        lines = ["usage: meshpar COMMAND ...", "", DESCRIPTION]
+        lines = ["usage: meshpar COMMAND ...", ""]
+        columns = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns
         for group, names in GROUPS.items():
             lines.append(f"{group}:")
-            lines += [f"  {name:<{width}}  {_first_sentence(self.commands[name].description or '')}" for name in names]
+            for name in names:
+                about = _first_sentence(self.commands[name].description or "")
+                lines += textwrap.wrap(f"  {name:<{width}}  {about}", columns, subsequent_indent=" " * (width + 4))
             lines.append("")
+        lines.append(_Help("meshpar", width=columns)._fill_text(DESCRIPTION, columns, ""))
         lines += [
-            "`meshpar COMMAND --help` lists the options of a command; `meshpar --version` prints the version.",
             "",
-            EXIT,
+            _Help("meshpar", width=columns)._fill_text(f"{MORE}\n\n{EXIT}", columns, ""),
             "",
         ]
         return "\n".join(lines)
@@ -215,27 +252,27 @@ def _refuse(parser: _CommandParser, command: str, unknown: Sequence[str]) -> NoR
 
 def _parser() -> _CommandParser:
     """The parser of all commands; ``run`` of the namespace that it returns is the command's function."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = _CommandParser("meshpar", description=DESCRIPTION, epilog=EXIT, formatter_class=raw)
+    parser = _CommandParser("meshpar", description=DESCRIPTION, epilog=EXIT, formatter_class=_Help)
     parser.add_argument("--version", action="version", version=f"meshpar {mp.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=argparse.ArgumentParser)
 
     for name, command in COMMANDS.items():
         about = f"{command.about[0].upper()}{command.about[1:]}."
-        sub = commands.add_parser(name, help=command.about, description=about, epilog=EXIT, formatter_class=raw)
+        sub = commands.add_parser(name, help=command.about, description=about, epilog=EXIT, formatter_class=_Help)
         sub.set_defaults(run=command.run, accelerator=command.accelerator)
         sub.add_argument("target", metavar="TARGET", help="file.py:function or package.module:function")
+        add = _grouped(sub)
+        command.add_arguments(add)
         sets = 'arguments for the target: "batch=512, seq=4096"'
-        sub.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=sets)
-        about = "TARGET is the step itself, and this function of its module, or module:function, returns its arguments"
-        sub.add_argument("--args", dest="arguments", metavar="FUNCTION", help=about)
-        about = (
+        add("--set", action="append", default=[], metavar="NAME=VALUE", help=sets)
+        step = "TARGET is the step itself, and this function of its module, or module:function, returns its arguments"
+        add("--args", dest="arguments", metavar="FUNCTION", help=step)
+        mapping = (
             "a JSON file of tree-path patterns and dims, as `meshpar names --write` makes it, in place of the target's"
         )
-        sub.add_argument("--dims", metavar="FILE", help=about)
-        sub.add_argument("--json", action="store_true", help="print JSON")
-        sub.add_argument("--debug", action="store_true", help="show tracebacks")
-        command.add_arguments(sub.add_argument)
+        add("--dims", metavar="FILE", help=mapping)
+        add("--json", action="store_true", help="print JSON")
+        add("--debug", action="store_true", help="show tracebacks")
     add_commands(commands)
     add_tuning(commands)
     add_doctor(commands)
