@@ -7,6 +7,7 @@ import pytest
 from browser import chromium
 
 from meshpar._src.lab.server import Server
+from meshpar._src.lab.session import Draft
 from meshpar._src.report.document import front_end
 from meshpar._src.units import format_bytes, format_memory, format_seconds
 from meshpar.errors import MeshparError
@@ -454,4 +455,22 @@ def test_an_inferred_name_is_changed(browser):
     assert state(page)[1] == ["batch: data", "ffn: model", "embed: data"]
     assert metrics(page) == before
     page.context.close()
+    server.stop()
+
+
+def test_without_a_layout_the_page_opens_with_the_best_known_one(browser):
+    server = Server(lab_program.lab(mesh=None, layout=None).session)
+    server.start()
+    page = browser.new_page()
+    page.goto(server.url)
+    page.locator(".start tr.now").first.wait_for()
+    wait_until_drawn(page)
+    seconds = [
+        row["seconds"] for row in server.session._known(server.session._jobs[1], Draft("", lab_program.TOPOLOGY, ""))
+    ]
+    assert metrics(page)["seconds"] == min(seconds)
+    page.get_by_role("button", name="Undo").click()
+    page.wait_for_timeout(300)
+    assert metrics(page)["seconds"] > min(seconds)
+    page.close()
     server.stop()

@@ -703,7 +703,8 @@ def lab(
       **options: options as named below; other keywords are keyword arguments of ``fn``.
       kwargs: keyword arguments of ``fn`` with the name of an option of ``lab``.
       mesh, topology: the initial ones, as in :func:`meshpar.plan`; default: one axis over the full topology.
-      layout: the initial layout; default: FSDP, as far as the program has dims for it.
+      layout: the initial layout; default: FSDP, as far as the program has dims for it, until the page has planned the known
+        layouts; then the best of these.
       layouts: name → more layouts that the page offers, in addition to ``mp.layouts``.
       dims, lowering, donate_argnames, …: as in :func:`meshpar.jit`.
 
@@ -738,6 +739,7 @@ def lab(
     step = options_of(StepOptions, options)
     base = Jitted(fn, auto_mesh(planned_mesh(where, topology)), Layout(""), step, topology=topology)
     planned = base.plan(*args, **(kwargs or {}))
+    chooses = layout is None
     if layout is None:
         names = planned.program.all_names()
         layout = "; ".join(f"{dim}?: {next(iter(sizes))}" for dim in ("batch", "embed") if dim in names)
@@ -757,6 +759,7 @@ def lab(
         layouts=layouts or {},
         compile=compiled,
     )
+    session.chooses = chooses and topology is not None
     same = {"mesh": where, "topology": topology, "layout": "", "layouts": layouts, "kwargs": kwargs}
     session.renamed = lambda patterns: lab(fn, *args, **same, **{**options, "dims": patterns}).session
     return Lab(session)

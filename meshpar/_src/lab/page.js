@@ -564,9 +564,13 @@ export function mount(root, ask, linked = false) {
       .map(([kind, name]) => make("span", {}, make("i", { class: kind }), name))));
     if (had) circles.find((c) => c.getAttribute("aria-checked") === "true")?.focus();
   }
-  function drawStart() {
+  /** Rows that fit first, then by step time and by peak. */
+  function ranked(rows) {
     const rank = (row) => [row.fits === false, row.seconds ?? 0, row.peak];
-    const rows = [...begin].sort((x, y) => { const [a, b] = [rank(x), rank(y)]; const k = a.findIndex((v, i) => v !== b[i]); return k < 0 ? 0 : a[k] - b[k]; });
+    return [...rows].sort((x, y) => { const [a, b] = [rank(x), rank(y)]; const k = a.findIndex((v, i) => v !== b[i]); return k < 0 ? 0 : a[k] - b[k]; });
+  }
+  function drawStart() {
+    const rows = ranked(begin);
     start.replaceChildren(make("table", {}, make("thead", {}, make("tr", {},
       make("th", { scope: "col" }, "layout, mesh"), make("th", { scope: "col", class: "n" }, "step"), make("th", { scope: "col", class: "n" }, "peak"))),
     make("tbody", {}, ...rows.map((row) => {
@@ -609,6 +613,7 @@ export function mount(root, ask, linked = false) {
     });
     if (!current()) return;
     start.setAttribute("aria-busy", "false");
+    if (opened.chooses && !past.length && begin.length) { load(ranked(begin)[0]); opened.chooses = false; }
     if (done.failed) start.textContent = done.failed.headline;
   }
   let searching = null;
@@ -708,7 +713,9 @@ export function mount(root, ask, linked = false) {
     dims = opened.dims;
     lowering.replaceChildren(...opened.lowerings.map((name) => make("option", { value: name }, name)));
     const start = { topology: opened.topology, mesh: opened.mesh, lowering: opened.lowering, sizes: "", rules: asRules(opened.layout) };
-    use({ ...start, ...linkedState() });
+    const fromAddress = linkedState();
+    opened.chooses &&= !fromAddress.layout && !fromAddress.rules;
+    use({ ...start, ...fromAddress });
     if (linked) addEventListener("hashchange", () => { remember(); use(linkedState()); });
   })();
 }

@@ -112,6 +112,7 @@ class Session:
       title: of the page; by default the function's name.
       sizes: integer options of the program's target, which the page offers to change.
       resized: makes the session of the same program with other values of ``sizes``.
+      chooses: whether the page opens with the best of the known layouts, as nobody gave one.
       patterns: tree-path patterns → dims, as names were inferred; empty if they are the user's.
       renamed: makes the session of the same program with other ``patterns``.
     """
@@ -122,6 +123,7 @@ class Session:
         self.title = name
         self.sizes: Mapping[str, int] = {}
         self.resized: Callable[[Mapping[str, Any]], Session] | None = None
+        self.chooses = False
         self.patterns: Mapping[str, str] = patterns_of(base.program.traced) if base.program.traced.inferred else {}
         self.renamed: Callable[[Mapping[str, str]], Session] | None = None
         self._layouts, self._compile = dict(layouts), compile
@@ -175,6 +177,7 @@ class Session:
             "lowering": self.base.requested_lowering,
             "lowerings": ["auto", *LOWERINGS],
             "sizes": dict(self.sizes),
+            "chooses": self.chooses,
             "names": [[cell.text for cell in row] for row in names_table(self.base.program.traced).rows],
             "mesh": self.start.mesh,
             "topology": self.start.topology,
