@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,10 +18,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...errors import MeshError, MeshparError, UnsupportedError
-from ..compat import nnx
-from ..compat.jax import is_graph_node
 from ..dims import format_dims
-from ..flax import flatten_named
+from ..flax import flatten_named, variables
 from ..plan.plan import ShardedArray
 from ..units import mesh_text
 from .arguments import Call, is_static
@@ -174,12 +172,11 @@ class Exported:
         facts = {k: v for k, v in vars(self).items() if k not in ("program", "mesh", "_run")}
         facts.update(format=FORMAT, axes=dict(self.axes))
         facts.update({side: [asdict(x) for x in getattr(self, side)] for side in ("inputs", "outputs")})
-        with _needs_flatbuffers():
-            program = self.program.serialize()
+        _check_flatbuffers()
         out = io.BytesIO()
         with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("step.json", json.dumps(facts, indent=1))
-            archive.writestr("step.bin", bytes(program))
+            archive.writestr("step.bin", bytes(self.program.serialize()))
         return out.getvalue()
 
     @cached_property
@@ -213,30 +210,25 @@ class Exported:
         leaves = {
             leaf.path: leaf.value
             for name, x in named.items()
-            for leaf in flatten_named(_variables(x), tuple(name.split("/")))
+            for leaf in flatten_named(variables(x), tuple(name.split("/")))
         }
         expected = {x.path for x in self.inputs}
         missing, unknown = sorted(expected - set(leaves)), sorted(set(leaves) - expected)
         if missing or unknown:
-            clauses = [
-                f"{', '.join(p[:4])}{', …' if p[4:] else ''} {s}"
-                for p, s in ((missing, "missing"), (unknown, "unknown"))
-                if p
-            ]
+            lists = [(paths, what) for paths, what in ((missing, "missing"), (unknown, "unknown")) if paths]
+            clauses = [f"{', '.join(paths[:4])}{', …' * bool(paths[4:])} {what}" for paths, what in lists]
             raise UnsupportedError(
                 f"{self.name}: the arguments do not have the paths of the exported step: {'; '.join(clauses)}",
                 fixes=["`exported.inputs` lists the paths, shapes and dtypes"],
             )
         for x in self.inputs:
-            got = np.shape(leaves[x.path])
-            dtype = jax.dtypes.canonicalize_dtype(
-                getattr(leaves[x.path], "dtype", None) or np.asarray(leaves[x.path]).dtype
-            )
-            if got != x.shape or str(dtype) != x.dtype:
+            shape, value = np.shape(leaves[x.path]), leaves[x.path]
+            dtype = jax.dtypes.canonicalize_dtype(getattr(value, "dtype", None) or np.asarray(value).dtype)
+            if (shape, str(dtype)) != (x.shape, x.dtype):
                 raise UnsupportedError(
-                    f"{x.path}: the step was exported for {x.dtype}{list(x.shape)}, and this is {dtype}{list(got)}",
+                    f"{x.path}: the step was exported for {x.dtype}{list(x.shape)}, and this is {dtype}{list(shape)}",
                     path=x.path,
-                    shape=got,
+                    shape=shape,
                     fixes=["export the step for these shapes and dtypes"],
                 )
         return leaves
@@ -328,8 +320,8 @@ def _deserialize(content: bytes) -> Exported:
             for x in facts[side]
         )
     facts.update({k: tuple(facts[k]) for k in ("platforms", "arguments", "donated")})
-    with _needs_flatbuffers():
-        exported = Exported(**facts, program=jax.export.deserialize(bytearray(program)))
+    _check_flatbuffers()
+    exported = Exported(**facts, program=jax.export.deserialize(bytearray(program)))
     arrays = ((exported.inputs, exported.program.in_avals), (exported.outputs, exported.program.out_avals))
     for named, avals in arrays:
         if [(x.shape, x.dtype) for x in named] != [(a.shape, str(a.dtype)) for a in avals]:
@@ -355,11 +347,6 @@ def _result_paths(compiled: CompiledStep, nodes: bool, arguments: Sequence[str])
     return [leaf.path for leaf in leaves if not is_static(leaf.value)]
 
 
-def _variables(x: Any) -> Any:
-    """An argument as a tree of arrays: an nnx module by its variables."""
-    return nnx.state(x) if is_graph_node(x) else x
-
-
 def _nested(leaves: Mapping[str, Any]) -> Any:
     """The tree with these leaves: dicts by the components of the paths, tuples where the components are 0, 1, …"""
     if set(leaves) == {""}:
@@ -373,14 +360,7 @@ def _nested(leaves: Mapping[str, Any]) -> Any:
     return {name: _nested(inner) for name, inner in groups.items()}
 
 
-@contextmanager
-def _needs_flatbuffers() -> Iterator[None]:
-    """Raises an UnsupportedError where JAX does not find ``flatbuffers``."""
-    try:
-        yield
-    except ImportError as error:
-        if "flatbuffers" not in str(error):
-            raise
-        raise UnsupportedError(
-            "jax.export needs flatbuffers for files", fixes=['pip install "meshpar[export]"']
-        ) from error
+def _check_flatbuffers() -> None:
+    """Raise an UnsupportedError if ``flatbuffers`` is not installed, with which JAX reads and writes files."""
+    if importlib.util.find_spec("flatbuffers") is None:
+        raise UnsupportedError("jax.export needs flatbuffers for files", fixes=['pip install "meshpar[export]"'])

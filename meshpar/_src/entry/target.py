@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import difflib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -75,13 +76,11 @@ def load_target(text: str, options: Mapping[str, Any] | None = None) -> Target:
     module = _file(where) if where.endswith(".py") or "/" in where else _module(where)
     function = getattr(module, name, None)
     if not callable(function):
-        offered = [
-            k for k, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__
-        ]
+        own = {k: v for k, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__}
+        offered = [k for k, v in own.items() if callable(v)]
         near = difflib.get_close_matches(name, offered, n=3) or offered[:8]
-        raise TargetError(
-            f"{where} has no function `{name}`", fixes=[f"did you mean {', '.join(near)}?"] if near else []
-        )
+        fixes = [f"did you mean {', '.join(near)}?"] if near else []
+        raise TargetError(f"{where} has no function `{name}`", fixes=fixes)
     defaults: dict[str, Any] = {}
     try:
         signature = inspect.signature(function)
@@ -92,19 +91,13 @@ def load_target(text: str, options: Mapping[str, Any] | None = None) -> Target:
             f"{text} cannot be called without arguments, or with the ones from --set: {e}",
             fixes=[*_similar_options(e, defaults, module), _SHAPE],
         ) from None
-    except ValueError:
-        pass  # a builtin without a signature
     with without_gc():
-        returned = failing_as_target(
-            text, lambda: function(**(options or {})), lambda e: _similar_options(e, defaults, module)
-        )
-    match returned:
-        case (step, tuple() | list() as args, *dims) if (
-            isinstance(returned, tuple) and callable(step) and len(dims) < 2
-        ):
-            pass
-        case _:
-            raise TargetError(f"{text} returned {_kind(returned)}", fixes=[_SHAPE])
+        similar = functools.partial(_similar_options, defaults=defaults, module=module)
+        returned = failing_as_target(text, lambda: function(**(options or {})), similar)
+    step, args, *dims = returned if isinstance(returned, tuple) and len(returned) in (2, 3) else (None, None)
+    if not callable(step) or not isinstance(args, tuple | list):
+        kind = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
+        raise TargetError(f"{text} returned {kind}", fixes=[_SHAPE])
     layouts = getattr(module, "LAYOUTS", {})
     offered = dict(layouts) if isinstance(layouts, Mapping) else {}
     return Target(text, step, tuple(args), dims[0] if dims else None, offered, {**defaults, **(options or {})})
@@ -140,10 +133,6 @@ def failing_as_target(
         first = next(iter(str(e).splitlines()), "")
         fixes = [*fixes_of(e), "--debug shows the traceback"]
         raise TargetError(f"{name} fails: {type(e).__name__}: {first}", source=line, fixes=fixes) from e
-
-
-def _kind(x: Any) -> str:
-    return f"{len(x)} values" if isinstance(x, tuple) else f"a {type(x).__name__}"
 
 
 def _file(where: str) -> ModuleType:

@@ -33,16 +33,7 @@ from ..program.ir import Join
 from ..program.naming import inferred_dims, patterns_of
 from ..program.primitives import rename_dims_p
 from ..program.roles import name_parameters
-from .arguments import (
-    ArgumentPath,
-    Call,
-    Fixed,
-    check_fixed,
-    is_static,
-    join_leaves,
-    named_arguments,
-    with_statics,
-)
+from .arguments import ArgumentPath, Call, Fixed, check_fixed, is_static, join_leaves, named_arguments, with_statics
 
 
 @dataclass(eq=False, slots=True)
@@ -128,8 +119,6 @@ def trace_call(
                 path=leaf.path,
                 fixes=["pass its value, ref[...], return the new one, and write that: ref[...] = step(ref[...])"],
             )
-    if len(named) != len(call.leaf_keys):
-        raise AssertionError("paths and leaves do not match")
     arrays = [
         (_abstract(*cast(tuple, key)), leaf)
         for leaf, key in zip(named, call.leaf_keys, strict=True)
@@ -143,7 +132,7 @@ def trace_call(
         check_fixed(call.dynamic, argument_path)
     traced_as(flat, flat.fn, [leaf.path for leaf in named])
     with _explained_errors(named):
-        closed, shapes, out_leaves, explicit = _trace_on(mesh, flat, [x for x, _ in arrays])
+        closed, shapes, _, explicit = _trace_on(mesh, flat, [x for x, _ in arrays])
     if any(map(is_ref, closed.consts)):
         raise UnsupportedError(
             f"{getattr(flat.fn, '__name__', 'the step')} closes over a mutable array (jax.Ref): a sharded step cannot use it",
@@ -163,8 +152,6 @@ def trace_call(
         unchanged = {
             o: positions[id(var)] for o, var in enumerate(closed.jaxpr.outvars[: len(updated)]) if id(var) in positions
         }
-    if len(results) != len(out_leaves):
-        raise AssertionError("paths and results do not match")
     hidden = argument_path(0)[0] if len(argument_path(0)) > 1 else None
     # a renamed result has its new names, not the names of the input of equal path
     renamed = {id(eqn.outvars[0]) for eqn in closed.jaxpr.eqns if eqn.primitive is rename_dims_p and not init}
