@@ -459,12 +459,6 @@ def test_checkify_inside_and_outside(jit, lowering):
             checked(-np.ones((8, 4), np.float32))[0].throw()
 
 
-def test_a_mesh_within_a_shard_map_is_refused():
-    manual = jax.sharding.AbstractMesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Manual,))
-    with pytest.raises(mp.errors.MeshError, match="Manual"):
-        mp.jit(train, mesh=manual, layout=LAYOUT)
-
-
 # -- what holds for nnx.State, and shapes of modules
 
 
@@ -619,9 +613,3 @@ def test_the_same_step_under_another_layout(jit, mesh):
     assert other.on(lowering="shard_map").plan(batch()).overlap == "auto"
     with pytest.raises(mp.errors.UnsupportedError, match="no lowering"):
         step.on(lowering="shard")
-
-
-def test_an_option_given_to_a_step_is_named():
-    step = mp.jit(lambda x: x * 2, mesh="data=8", layout="batch: data", dims={"x": "batch"})
-    with pytest.raises(mp.errors.UnsupportedError, match=r"`topology` is an option of mp\.plan"):
-        step.plan(jnp.ones(8), topology="v5e:2x4")

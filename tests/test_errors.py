@@ -116,7 +116,7 @@ mp.virtual_devices(16) came too late: JAX has made its 8 CPU devices already
 """
 
 
-@pytest.mark.parametrize(("call", "says"), zip(CALLS, TEXTS.strip().split("\n\n"), strict=True))
+@pytest.mark.parametrize(("call", "says"), list(zip(CALLS, TEXTS.strip().split("\n\n"), strict=True)))
 def test_the_text_of_an_error(call, says):
     assert text(*call) == says
 
@@ -367,7 +367,10 @@ def test_a_donated_array_is_not_used_again():
 
 
 STEP = {"mesh": "data=8", "layout": ""}
-ABSTRACT = jax.sharding.AbstractMesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+ABSTRACT, MANUAL = (
+    jax.sharding.AbstractMesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+    for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Manual)
+)
 OTHERS = [  # (class, call, texts of the error)
     (E.UnknownDimError, lambda: plan("batch: data; zzz: model"), ["dims there are: batch, embed, mlp"]),
     (E.UnknownAxisError, lambda: plan("batch: expert"), ["axes there are: data, model"]),
@@ -446,6 +449,17 @@ OTHERS = [  # (class, call, texts of the error)
     (E.LayoutSyntaxError, lambda: mp.jit(loss, **STEP, dims=["batch"]), ["'batch' is not a pair"]),
     (E.LayoutSyntaxError, lambda: mp.jit(loss, **STEP, dims={"x": 3}), ["pattern 'x' 3 are no dims"]),
     (E.MeshError, lambda: mp.jit(loss, mesh=(4, 2), layout=""), ["mesh=(4, 2) is no mesh"]),
+    (E.MeshError, lambda: mp.jit(loss, mesh=MANUAL, layout=""), ["a mesh with Manual axes"]),
+    (E.MeshError, lambda: mp.search(loss, *arguments()), ["needs a chip", 'topology="v5e:2x4"']),
+    (E.UnsupportedError, lambda: mp.jit(loss, **STEP).plan(topology="v5e:2x4"), ["`topology` is an option of mp.plan"]),
+    (E.UnknownAxisError, lambda: mp.Layout("data: batch").check_axes(ABSTRACT), ["swapped: write `batch: data`"]),
+    (
+        E.PatternError,
+        lambda: mp.shardings(
+            {"a": {"fc1": {"kernel": jnp.ones((4, 4))}}}, "x: data", "data=4", dims={".*fc1.*kernel": "x y"}
+        ),
+        ["not regular expressions: did you mean '*fc1*kernel'"],
+    ),
     (E.LayoutSyntaxError, lambda: mp.Layout(42), ["Layout(42) is neither text nor a list of rules"]),
     (E.LayoutSyntaxError, lambda: mp.mesh((4, 2)), ['mp.mesh("data=4, model=2")']),
 ]

@@ -298,11 +298,13 @@ def test_a_number_and_a_weakly_typed_scalar_share_a_program():
     assert len(traces) == 2
 
 
-def test_an_argument_named_self():
+def test_names_of_arguments_may_be_self_or_equal():
     run = mp.jit(lambda **k: k["self"] * 2, mesh="data=4, model=2", layout="")
     np.testing.assert_array_equal(run(self=x()), 2 * x())
     assert run.plan(self=x()).inputs[0].path == "self"
     assert run.eval_shape(self=x()).shape == (8, 4)
+    run = mp.jit(lambda x, /, **k: x * k["x"], mesh="data=8", layout="")
+    np.testing.assert_array_equal(run(x(), x=2), 2 * x())
 
 
 # -- what a function keeps alive
@@ -464,11 +466,6 @@ def test_unused_arguments_of_any_kind_are_left_out(lowering):
 
 
 # -- names, attributes, types of results
-
-
-def test_names_of_arguments_may_be_equal():
-    run = mp.jit(lambda x, /, **k: x * k["x"], mesh="data=8", layout="")
-    np.testing.assert_array_equal(run(x(), x=2), 2 * x())
 
 
 def test_attributes_of_the_function_are_those_of_its_jit():

@@ -71,6 +71,7 @@ def test_values_are_normalized():
             ({"options": "of"}, "did you mean `off`?"),
             ({"calibration": "nowhere.json"}, "there is no calibration file nowhere.json"),
             ({"dims": "batch"}, "no tree-path patterns"),
+            ({"schedule": "1f1"}, "did you mean `1f1b`"),
         ],
     ),
 )
@@ -125,8 +126,3 @@ def test_flags_are_those_of_the_fields():
     assert given_flags(fewer.parse_args([]), StepOptions) == {
         "lowering": "auto", "schedule": "1f1b", "gather": None, "strict": False, "donate_argnames": None, "options": "auto",
     }  # fmt: skip
-
-
-def test_a_schedule_that_does_not_exist():
-    with pytest.raises(mp.errors.UnsupportedError, match="1f1b"):
-        StepOptions(schedule="1f1")

@@ -10,7 +10,7 @@ from flax import nnx
 
 import meshpar as mp
 
-E, M, H, D, B = 32, 64, 4, 16, 8
+E, M, H, D, B = 64, 128, 4, 16, 8
 CONTRACT = {"*query": "embed", "*out": "heads head_dim", "*up": "embed", "*down": "mlp"}
 DIMS = {
     "*query": "layers embed heads head_dim", "*out": "layers heads head_dim embed",

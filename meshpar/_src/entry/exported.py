@@ -259,16 +259,12 @@ def export_step(
             path=hosted,
             fixes=["export a step whose arguments and results are in device memory"],
         )
-    avals = [
-        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
-        for a, s in zip(compiled.traced.avals, compiled.in_shardings, strict=True)
-    ]
+    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in compiled.traced.avals]
     how: Any = {"in_shardings": tuple(compiled.in_shardings), "out_shardings": list(compiled.out_shardings)}
     run = jax.jit(compiled.flat, **how, donate_argnums=compiled.donated, keep_unused=True)
+    export = jax.export.export(run, platforms=list(platforms or [platform]), disabled_checks=list(disabled_checks))
     try:
-        program = jax.export.export(
-            run, platforms=list(platforms or [platform]), disabled_checks=list(disabled_checks)
-        )(*avals)
+        program = export(*avals)
     except NotImplementedError as error:
         raise UnsupportedError(
             f"{name} cannot be exported: {error}",
@@ -285,12 +281,11 @@ def export_step(
                 "or disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name)], if the same version loads it",
             ],
         ) from error
-    inputs, outputs = (tuple(map(_array, side)) for side in (plan.inputs, plan.outputs))
+    inputs = tuple(_array(x, x.path) for x in plan.inputs)
+    paths = _result_paths(compiled, call.nodes, arguments)
+    outputs = tuple(_array(x, path) for x, path in zip(plan.outputs, paths, strict=True))
     static = {k for k, _ in call.statics}
     positional = tuple(a for i, a in enumerate(arguments) if i not in static)
-    outputs = tuple(
-        replace(x, path=path) for x, path in zip(outputs, _result_paths(compiled, call.nodes, arguments), strict=True)
-    )
     return Exported(
         name,
         dict(mesh.shape),
@@ -315,22 +310,20 @@ def _deserialize(content: bytes) -> Exported:
             "the step was exported by a newer version of meshpar", fixes=["pip install --upgrade meshpar"]
         )
     for side in ("inputs", "outputs"):
-        facts[side] = tuple(
-            ExportedArray(x["path"], x["dims"], tuple(x["shape"]), x["dtype"], tuple(map(tuple, x["spec"])))
-            for x in facts[side]
-        )
+        arrays = ({**x, "shape": tuple(x["shape"]), "spec": tuple(map(tuple, x["spec"]))} for x in facts[side])
+        facts[side] = tuple(ExportedArray(**x) for x in arrays)
     facts.update({k: tuple(facts[k]) for k in ("platforms", "arguments", "donated")})
     _check_flatbuffers()
     exported = Exported(**facts, program=jax.export.deserialize(bytearray(program)))
-    arrays = ((exported.inputs, exported.program.in_avals), (exported.outputs, exported.program.out_avals))
-    for named, avals in arrays:
+    program = exported.program
+    for named, avals in ((exported.inputs, program.in_avals), (exported.outputs, program.out_avals)):
         if [(x.shape, x.dtype) for x in named] != [(a.shape, str(a.dtype)) for a in avals]:
             raise ValueError("step.json and step.bin have other arrays")
     return exported
 
 
-def _array(x: ShardedArray) -> ExportedArray:
-    return ExportedArray(x.path, format_dims(x.dims), tuple(x.shape), x.dtype, tuple(axes for _, axes in x.split))
+def _array(x: ShardedArray, path: str) -> ExportedArray:
+    return ExportedArray(path, format_dims(x.dims), tuple(x.shape), x.dtype, tuple(axes for _, axes in x.split))
 
 
 def _result_paths(compiled: CompiledStep, nodes: bool, arguments: Sequence[str]) -> list[str]:
