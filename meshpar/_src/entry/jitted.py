@@ -497,8 +497,10 @@ class Jitted(Generic[P, R]):
 
     def _flattened_copies(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[Call]:
         """:meth:`_flattened`, with copies of nnx objects: the caller's are not updated."""
-        given = (*self._bound, *args), kwargs
-        return self._flattened(*(nnx.clone(given) if has_graph_nodes(given) else given))
+        args = (*self._bound, *args)
+        if has_graph_nodes((args, kwargs)):
+            args, kwargs = nnx.clone((args, kwargs))
+        return self._flattened(args, kwargs)
 
     def _unflattened(self, call: Call, out: Any) -> Any:
         """The result of a call from its tree; nnx objects are updated and rebuilt."""

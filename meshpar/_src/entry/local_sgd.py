@@ -299,6 +299,7 @@ class LocalSgd:
         shares = [self._share(x, name) for x, name in zip(batch, self._names[1:], strict=True)]
         if self.inner is None:
             self._compile(state, shares)
+        assert self.inner is not None
         inner, rest = self.inner(state["inner"], *shares)
         state = {**state, "inner": inner}
         for fragment in range(self.fragments):
