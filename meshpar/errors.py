@@ -4,39 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-__all__ = [
-    "AgreementError",
-    "AxisConflictError",
-    "CheckError",
-    "CheckpointError",
-    "CheckpointWarning",
-    "CompilerError",
-    "DataPositionError",
-    "DigestError",
-    "DivisibilityError",
-    "IdleDevicesWarning",
-    "IndivisibleWarning",
-    "JoinError",
-    "JoinWarning",
-    "LayoutSyntaxError",
-    "LostProcessError",
-    "LoweringWarning",
-    "MeshError",
-    "MeshparError",
-    "OutOfMemoryError",
-    "PatternError",
-    "RankError",
-    "RepeatedWarning",
-    "ReplicatedWarning",
-    "ReshardedWarning",
-    "StuckProcessError",
-    "TargetError",
-    "TorusWarning",
-    "UnknownAxisError",
-    "UnknownDimError",
-    "UnsupportedError",
-]
-
 
 class MeshparError(ValueError):
     """Base of all meshpar errors: a headline, then the facts, one a line, then the ways to fix it.
@@ -68,13 +35,7 @@ class MeshparError(ValueError):
         self.rule, self.source, self.fixes = rule, source, tuple(fixes)
         sized = "" if self.shape is None else f"[{', '.join(map(str, self.shape))}]"
         tensor = f"{path or ''}  {dtype or ''}{sized}".strip()
-        facts = [
-            ("tensor", tensor),
-            ("pattern", pattern),
-            ("dims", dims),
-            ("rule", rule),
-            ("at", source),
-        ]
+        facts = [("tensor", tensor), ("pattern", pattern), ("dims", dims), ("rule", rule), ("at", source)]
         lines = [headline, *(f"  {k:<7} {v}" for k, v in facts if v)]
         for i, fix in enumerate(self.fixes):
             lines.append(f"  {'fix' if i == 0 else '':<7} {fix}")
@@ -228,3 +189,8 @@ class ReshardedWarning(UserWarning):
 
 class TorusWarning(UserWarning):
     """A mesh axis for a ring collective matmul is not a ring of the slice's torus; once per plan, with the cost."""
+
+
+__all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
+    name for name, x in list(vars().items()) if isinstance(x, type) and issubclass(x, Exception)
+]

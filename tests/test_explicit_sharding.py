@@ -62,13 +62,8 @@ OTHER_MESHES = {
 def test_a_step_on_another_mesh_than_that_of_set_mesh(name, lowering, kind):
     mesh, layout = OTHER_MESHES[name]
     step = jitted(matmul, mesh, lowering, layout)
-    draw = mp.init(
-        lambda key: jax.random.normal(key, (16, 32)),
-        mesh=mesh,
-        layout=layout,
-        dims={"": "batch mlp"},
-        lowering=lowering,
-    )
+    how = {"mesh": mesh, "layout": layout, "dims": {"": "batch mlp"}, "lowering": lowering}
+    draw = mp.init(lambda key: jax.random.normal(key, (16, 32)), **how)
     want = jax.random.normal(jax.random.key(0), (16, 32))
     with jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))):
         close(step(W, X), PRODUCT)

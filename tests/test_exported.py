@@ -35,22 +35,24 @@ def same(a, b):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-5, atol=1e-6), a, b)
 
 
+@pytest.fixture(scope="module")
+def exported():
+    mesh = mp.mesh("data=4, model=2")
+    return mp.jit(train_step, mesh=mesh, layout="batch: data", dims=DIMS).export(PARAMS, X)
+
+
 @pytest.mark.parametrize(
     ("layout", "lowering"), [("batch: data", "jit"), ("batch: data; mlp: model; embed: data", "shard_map")]
 )
 def test_round_trip(mesh, layout, lowering):
-    exported = mp.jit(train_step, mesh=mesh, layout=layout, dims=DIMS, lowering=lowering).export(PARAMS, X)
+    step = mp.jit(train_step, mesh=mesh, layout=layout, dims=DIMS, lowering=lowering)
+    exported, plan = step.export(PARAMS, X), step.plan(PARAMS, X)
     loaded = mp.types.Exported.load(exported.serialize(), mesh)
     params, metrics = loaded(PARAMS, X)
     same((params, metrics), train_step(PARAMS, X))
     same(exported(PARAMS, X), (params, metrics))
-    assert loaded.layout == layout
-    assert loaded.lowering == lowering
-    assert loaded.platforms == ("cpu",)
-    assert loaded.inputs == exported.inputs
-    assert loaded.outputs == exported.outputs
-    step = mp.jit(train_step, mesh=mesh, layout=layout, dims=DIMS, lowering=lowering)
-    plan = step.plan(PARAMS, X)
+    assert (loaded.layout, loaded.lowering, loaded.platforms) == (layout, lowering, ("cpu",))
+    assert (loaded.inputs, loaded.outputs) == (exported.inputs, exported.outputs)
     assert [x.path for x in loaded.inputs] == [h.path for h in plan.inputs]
     for made, x in zip(jax.tree.leaves(params), loaded.outputs[:2], strict=True):
         assert made.sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, x.partition_spec), made.ndim)
@@ -110,14 +112,9 @@ def test_donated_and_static_arguments(mesh):
     def scaled(state, x, power):
         return state * 2 + jnp.sum(x) ** power, x
 
-    step = mp.jit(
-        scaled,
-        mesh=mesh,
-        layout="batch: data",
-        dims={"state": "batch embed", "x": "batch embed"},
-        static_argnames="power",
-        donate_argnames="state",
-    )
+    options = {"static_argnames": "power", "donate_argnames": "state"}
+    dims = {"state": "batch embed", "x": "batch embed"}
+    step = mp.jit(scaled, mesh=mesh, layout="batch: data", dims=dims, **options)
     exported = step.export(jnp.asarray(X), jnp.asarray(X), 2)
     assert exported.arguments == ("state", "x")
     assert exported.donated == ("state",)
@@ -139,43 +136,35 @@ def test_for_devices_that_are_not_attached():
         exported.on(mesh)
 
 
-def test_other_meshes(mesh):
-    exported = mp.jit(train_step, mesh=mesh, layout="batch: data", dims=DIMS).export(PARAMS, X)
+def test_other_meshes_and_arguments(exported):
     for other in ("data=2, model=4", "model=2, data=4", "data=8"):
         with pytest.raises(MeshError, match="exported for a mesh data=4, model=2"):
             exported.on(mp.mesh(other))
+    for args, says in (
+        (({"up": PARAMS["up"], "extra": X}, X), "params/down missing; params/extra"),
+        ((PARAMS, X.T), "exported for float32\\[8, 16\\], and this is float32\\[16, 8\\]"),
+        ((PARAMS, X.astype("i4")), "and this is int32"),
+        ((PARAMS, X, X), "takes 2 positional arguments, and 3 were given"),
+    ):
+        with pytest.raises(UnsupportedError, match=says):
+            exported(*args)
 
 
-def test_other_arguments(mesh):
-    exported = mp.jit(train_step, mesh=mesh, layout="batch: data", dims=DIMS).export(PARAMS, X)
-    with pytest.raises(UnsupportedError, match="params/down missing; params/extra"):
-        exported({"up": PARAMS["up"], "extra": X}, X)
-    with pytest.raises(UnsupportedError, match="exported for float32\\[8, 16\\], and this is float32\\[16, 8\\]"):
-        exported(PARAMS, X.T)
-    with pytest.raises(UnsupportedError, match="and this is int32"):
-        exported(PARAMS, X.astype("i4"))
-    with pytest.raises(UnsupportedError, match="takes 2 positional arguments, and 3 were given"):
-        exported(PARAMS, X, X)
-
-
-def test_files_that_are_no_exported_steps(mesh, tmp_path):
-    with pytest.raises(UnsupportedError, match="these bytes are no exported step"):
-        mp.types.Exported.load(b"nothing")
-    with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
-        archive.writestr("readme", "")
-    with pytest.raises(UnsupportedError, match=r"other\.zip is no exported step"):
-        mp.types.Exported.load(tmp_path / "other.zip")
-    with zipfile.ZipFile(tmp_path / "newer.zip", "w") as archive:
-        archive.writestr("step.json", json.dumps({"format": 99}))
-        archive.writestr("step.bin", b"")
-    with pytest.raises(UnsupportedError, match="newer version"):
-        mp.types.Exported.load(tmp_path / "newer.zip")
-
-
-@pytest.fixture(scope="module")
-def content():
-    mesh = mp.mesh("data=4, model=2")
-    return mp.jit(train_step, mesh=mesh, layout="batch: data", dims=DIMS).export(PARAMS, X).serialize()
+def test_files_that_are_no_exported_steps(tmp_path):
+    files = {"other": {"readme": ""}, "newer": {"step.json": json.dumps({"format": 99}), "step.bin": ""}}
+    for name, entries in files.items():
+        with zipfile.ZipFile(tmp_path / f"{name}.zip", "w") as archive:
+            for entry, data in entries.items():
+                archive.writestr(entry, data)
+    for what, says in (
+        (b"nothing", "these bytes are no exported step"),
+        (tmp_path / "other.zip", r"other\.zip is no exported step"),
+        (tmp_path / "newer.zip", "newer version"),
+        (tmp_path / "none.zip", r"none\.zip cannot be read: No such file"),
+        (tmp_path, "cannot be read: Is a directory"),
+    ):
+        with pytest.raises(UnsupportedError, match=says):
+            mp.types.Exported.load(what)
 
 
 def entries(content: bytes) -> tuple[dict, bytes]:
@@ -191,9 +180,9 @@ def archive_of(facts, program: bytes) -> bytes:
     return out.getvalue()
 
 
-def test_damaged_bytes(content):
+def test_damaged_bytes(exported):
     """Flipped, cut and inserted bytes of the archive, and of its entries with right checksums."""
-    rng = np.random.default_rng(0)
+    rng, content = np.random.default_rng(0), exported.serialize()
     facts, program = entries(content)
 
     def damaged(data: bytes) -> bytes:
@@ -205,11 +194,8 @@ def test_damaged_bytes(content):
     refused = 0
     for k in range(150):
         head = json.dumps(facts).encode()
-        bad = [
-            damaged(content),
-            archive_of(damaged(head), program),
-            archive_of(facts, program[: rng.integers(len(program))]),
-        ]
+        cut = program[: rng.integers(len(program))]
+        bad = damaged(content), archive_of(damaged(head), program), archive_of(facts, cut)
         try:
             mp.types.Exported.load(bad[k % 3])
         except UnsupportedError:
@@ -217,8 +203,8 @@ def test_damaged_bytes(content):
     assert refused > 75  # the others are of bytes without a meaning, such as in names
 
 
-def test_facts_of_other_types(content):
-    facts, program = entries(content)
+def test_facts_of_other_types(exported):
+    facts, program = entries(exported.serialize())
     for key in facts:
         without = {k: v for k, v in facts.items() if k != key}
         for changed in (without, {**facts, key: None}, {**facts, key: [[1]]}):
@@ -231,27 +217,21 @@ def test_facts_of_other_types(content):
             mp.types.Exported.load(archive_of(wrong, program))
 
 
-def test_a_file_that_cannot_be_read(tmp_path):
-    with pytest.raises(UnsupportedError, match=r"none\.zip cannot be read: No such file"):
-        mp.types.Exported.load(tmp_path / "none.zip")
-    with pytest.raises(UnsupportedError, match="cannot be read: Is a directory"):
-        mp.types.Exported.load(tmp_path)
-
-
 def test_custom_calls_without_a_compatibility_guarantee(mesh):
     def callback(x):
         return jax.pure_callback(lambda x: np.asarray(x) * 2, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
+    how = {"mesh": mesh, "layout": "", "dims": {"x": "batch embed"}}
     with pytest.raises(UnsupportedError, match="cannot be exported"):
-        mp.jit(callback, mesh=mesh, layout="batch: data", dims={"x": "batch embed"}).export(X)
+        mp.jit(callback, **how).export(X)
 
     def foreign(x):
         return jax.ffi.ffi_call("some_kernel", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
 
     with pytest.raises(UnsupportedError, match=r"cannot be exported.*some_kernel"):
-        mp.jit(foreign, mesh=mesh, layout="", dims={"x": "batch embed"}).export(X)
+        mp.jit(foreign, **how).export(X)
     allowed = [jax.export.DisabledSafetyCheck.custom_call("some_kernel")]
-    exported = mp.jit(foreign, mesh=mesh, layout="", dims={"x": "batch embed"}).export(X, disabled_checks=allowed)
+    exported = mp.jit(foreign, **how).export(X, disabled_checks=allowed)
     assert "some_kernel" in exported.program.mlir_module()
 
 

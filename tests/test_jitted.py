@@ -55,12 +55,12 @@ def first_number(v):
 
 def test_static_values_that_are_equal_but_of_other_types_have_programs_of_their_own():
     run = step(lambda x, s: x.astype(int) * first_number(s), "shard_map", static_argnames="s")
-    for k in range(2):
-        for value in VALUES:
-            got = run(x(), s=value) if k else run(x(), value)
-            alone = jax.jit(lambda x, v=value: x.astype(int) * first_number(v))(x())
-            assert got.dtype == alone.dtype, value
-            np.testing.assert_array_equal(got, alone)
+    alone = [jax.jit(lambda x, v=value: x.astype(int) * first_number(v))(x()) for value in VALUES]
+    for call in (lambda value: run(x(), value), lambda value: run(x(), s=value)):
+        for value, want in zip(VALUES, alone, strict=True):
+            got = call(value)
+            assert got.dtype == want.dtype, value
+            np.testing.assert_array_equal(got, want)
 
 
 def test_static_keywords_in_any_order_share_a_program():
@@ -103,12 +103,9 @@ def test_names_of_static_and_donated_arguments_may_go_into_kwargs():
 
     run = step(fn, "shard_map", static_argnames="by", donate_argnames="add")
     np.testing.assert_array_equal(run(x(), by=2, add=x()), x() * 3)
-    wrapped = step(
-        lambda *args, **kwargs: fn(*args, **kwargs), "shard_map", static_argnames=("by",), dims={"args/0": "batch _"}
-    )
+    how = {"static_argnames": "by", "dims": {"args/0": "batch _"}}
+    wrapped = step(lambda *args, **kwargs: fn(*args, **kwargs), "shard_map", **how)
     np.testing.assert_array_equal(wrapped(x(), by=2), x() * 2)
-    with pytest.raises(mp.errors.UnsupportedError, match="no argument `by`"):
-        step(lambda x: x, "shard_map", static_argnames="by")
 
 
 def test_a_negative_static_position_counts_from_the_end_of_the_positional_arguments():
@@ -117,18 +114,17 @@ def test_a_negative_static_position_counts_from_the_end_of_the_positional_argume
     np.testing.assert_array_equal(run(x(), 2.0, 4), x() * 4)
 
 
-def test_an_argument_both_static_and_donated_is_refused():
+def test_static_and_donated_arguments_that_are_refused():
     for how in ({"static_argnums": 0, "donate_argnames": "x"}, {"static_argnames": "x", "donate_argnums": (0,)}):
         with pytest.raises(ValueError, match="intersect"):
             jax.jit(lambda x: x, **how)
         with pytest.raises(mp.errors.UnsupportedError, match="both static and donated"):
             step(lambda x: x, "shard_map", **how)
-
-
-def test_positions_that_are_no_positional_arguments_are_refused():
     for n in (1, -2):
         with pytest.raises(mp.errors.UnsupportedError, match="1 positional arguments"):
             step(lambda x, *, n=1: x, "shard_map", static_argnums=n)
+    with pytest.raises(mp.errors.UnsupportedError, match="no argument `by`"):
+        step(lambda x: x, "shard_map", static_argnames="by")
 
 
 # -- the context of a call
@@ -245,11 +241,8 @@ def spread(spec, name="x", count=8):
     ("given", "source", "received"),
     [
         (lambda: spread(jax.P("x")), "P('x',)", 64 * 8 * 4 * 7 // 8),  # of [64, 8] a device has 8 rows
-        (
-            lambda: spread(jax.P(None, "y"), "y", 4),
-            "P(None, 'y') on other devices",
-            64 * 8 * 4,
-        ),  # devices 4–7 have nothing
+        # devices 4–7 have nothing
+        (lambda: spread(jax.P(None, "y"), "y", 4), "P(None, 'y') on other devices", 64 * 8 * 4),
         (lambda: jax.device_put(jnp.ones((64, 64)), jax.devices()[3]), "1 device", 64 * 8 * 4),
         (lambda: spread(jax.P(None, "y"), "y"), None, 0),  # the same shards under another name
         (lambda: spread(jax.P()), None, 0),  # a local slice
@@ -267,9 +260,8 @@ def test_arguments_that_every_call_reshards(lowering, given, source, received):
     assert plan.bytes_sent == 0
     assert ("before the step" in str(plan)) == bool(received)
     f(p, v)
-    with (
-        pytest.warns(mp.errors.ReshardedWarning, match=r"p = step.put\(p=p\)") if received else contextlib.nullcontext()
-    ):
+    warns = pytest.warns(mp.errors.ReshardedWarning, match=r"p = step.put\(p=p\)")
+    with warns if received else contextlib.nullcontext():
         f(p, v)
     for moved in (p, f.put(p=p)):  # once
         np.testing.assert_array_equal(f(moved, v), np.full((2, 64), 64.0))
@@ -306,11 +298,13 @@ def test_a_number_and_a_weakly_typed_scalar_share_a_program():
     assert len(traces) == 2
 
 
-def test_an_argument_named_self():
+def test_names_of_arguments_may_be_self_or_equal():
     run = mp.jit(lambda **k: k["self"] * 2, mesh="data=4, model=2", layout="")
     np.testing.assert_array_equal(run(self=x()), 2 * x())
     assert run.plan(self=x()).inputs[0].path == "self"
     assert run.eval_shape(self=x()).shape == (8, 4)
+    run = mp.jit(lambda x, /, **k: x * k["x"], mesh="data=8", layout="")
+    np.testing.assert_array_equal(run(x(), x=2), 2 * x())
 
 
 # -- what a function keeps alive
@@ -385,7 +379,6 @@ def test_a_called_function_can_be_copied(lowering):
 @LOWERINGS
 def test_no_tracer_of_a_loop_or_branch_leaks(lowering):
     def fn(x):
-        x = lax.fori_loop(0, 3, lambda i, c: c * 2 + i, x)
         x, ys = lax.scan(lambda c, y: (c + y, (c @ c.T).sum()), x, x[:, None] * jnp.ones((8, 4)))
         return lax.cond(ys.sum() > 0, lambda x: x.T @ x, lambda x: x.T @ (2 * x), x)
 
@@ -406,10 +399,9 @@ def test_mutable_arrays_inside_a_step(lowering):
         lax.fori_loop(2, 4, lambda i, c: write(i, x[i] + c) or c, 1.0)
         return jax.nn.relu(r[...] - 5)
 
-    np.testing.assert_array_equal(step(fn, lowering)(x()), jax.jit(fn)(x()))
-    np.testing.assert_array_equal(
-        jax.grad(lambda a: step(fn, lowering)(a).sum())(x()), jax.grad(lambda a: fn(a).sum())(x())
-    )
+    run = step(fn, lowering)
+    np.testing.assert_array_equal(run(x()), jax.jit(fn)(x()))
+    np.testing.assert_array_equal(jax.grad(lambda a: run(a).sum())(x()), jax.grad(lambda a: fn(a).sum())(x()))
 
 
 def test_mutable_arrays_of_the_caller_are_refused():
@@ -474,11 +466,6 @@ def test_unused_arguments_of_any_kind_are_left_out(lowering):
 
 
 # -- names, attributes, types of results
-
-
-def test_names_of_arguments_may_be_equal():
-    run = mp.jit(lambda x, /, **k: x * k["x"], mesh="data=8", layout="")
-    np.testing.assert_array_equal(run(x(), x=2), 2 * x())
 
 
 def test_attributes_of_the_function_are_those_of_its_jit():

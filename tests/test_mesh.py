@@ -24,24 +24,17 @@ def test_parse():
     assert parse_mesh("x:4;y:8") == parse_mesh("x:4, y:8") == {"x": 4, "y": 8}  # as in Mesh-TensorFlow
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("data", "'data' is not `axis=size`"),
-        ("", "'' is not `axis=size`"),
-        ("data=0", "'data=0' is not `axis=size`"),
-        ("data=-2", "'data=-2' is not `axis=size`"),
-        ("data=x", "'data=x' is not `axis=size`"),
-        ("data=" + "9" * 5000, "99' is not `axis=size`"),
-        ("a" + " " * 100_000 + "b=2", "b=2' is not `axis=size`"),  # no backtracking
-        ("data=2, data=4", "'data=4' is given twice"),
-        ("data=-1, model=-1", "only one axis may be -1"),
-    ],
-)
-def test_text_that_is_no_mesh(text, says):
-    with pytest.raises(LayoutSyntaxError) as error:
-        mp.mesh(text)
-    assert says in str(error.value)
+BAD_TEXTS = [
+    ("data", "'data' is not `axis=size`"),
+    ("", "'' is not `axis=size`"),
+    ("data=0", "'data=0' is not `axis=size`"),
+    ("data=-2", "'data=-2' is not `axis=size`"),
+    ("data=x", "'data=x' is not `axis=size`"),
+    ("data=" + "9" * 5000, "99' is not `axis=size`"),
+    ("a" + " " * 100_000 + "b=2", "b=2' is not `axis=size`"),  # no backtracking
+    ("data=2, data=4", "'data=4' is given twice"),
+    ("data=-1, model=-1", "only one axis may be -1"),
+]
 
 
 def test_minus_one_fills():
@@ -121,19 +114,24 @@ def test_a_mesh_is_text_or_a_mapping_or_sizes_with_names(spec):
     assert dict(made.shape) == {"data": 4, "model": 2}
 
 
+BAD = [
+    (((4, 2),), "not text, a mapping, or sizes"),
+    (((4, 2), ("data",)), "2 sizes, but 1 axes"),
+    (((4, 2), ("data", "data")), "is given twice"),
+    (("data=4", ("data",)), "not text"),
+    *(((spec,), "not text") for spec in (4, None)),
+    *(((spec,), "is not `axis=size`") for spec in ({"data": 0}, {"data": "4"}, {"data": True}, {4: 2}, {"da ta": 4})),
+    (({"data": -1, "model": -1},), "only one axis may be -1"),
+]
+
+
 @pytest.mark.parametrize(
-    ("spec", "said"),
-    [
-        (((4, 2),), "not text, a mapping, or sizes"), (((4, 2), ("data",)), "2 sizes, but 1 axes"), ((4,), "not text"),
-        (("data=4", ("data",)), "not text"), (({"data": 0},), "is not `axis=size`"), (({"data": "4"},), "is not `axis=size`"),
-        (({"data": True},), "is not `axis=size`"), (({4: 2},), "is not `axis=size`"),
-        (((4, 2), ("data", "data")), "is given twice"),
-        (({"data": -1, "model": -1},), "only one axis may be -1"), (({"da ta": 4},), "is not `axis=size`"), ((None,), "not text"),
-    ],
-)  # fmt: skip
-def test_what_is_no_mesh_says_so(spec, said):
-    with pytest.raises(mp.errors.LayoutSyntaxError, match=said):
+    ("spec", "says"), [*(((text,), says) for text, says in BAD_TEXTS), *BAD], ids=range(len(BAD_TEXTS + BAD))
+)
+def test_what_is_no_mesh_says_so(spec, says):
+    with pytest.raises(LayoutSyntaxError) as error:
         mp.mesh(*spec)
+    assert says in str(error.value)
 
 
 X = np.arange(32, dtype=np.float32).reshape(8, 4)

@@ -101,14 +101,8 @@ def test_a_check_reports_its_runs():
     mp.virtual_devices(8)
     texts = []
     x = jnp.ones((8, 16))
-    mp.check(
-        lambda x: x * 2,
-        x,
-        dims={"x": "batch embed"},
-        layouts=["batch: data"],
-        mesh=["data=8", "data=2"],
-        progress=texts.append,
-    )
+    how = {"dims": {"x": "batch embed"}, "layouts": ["batch: data"], "mesh": ["data=8", "data=2"]}
+    mp.check(lambda x: x * 2, x, **how, progress=texts.append)
     assert texts[0] == "checking"
     assert texts[1] == "checking  run 1 of 2, planning, data=8: batch: data"
     assert "checking  run 1 of 2, the unsharded step, data=8: batch: data" in texts

@@ -15,27 +15,11 @@ class Pair:
     second: int = 2
 
 
-@record
-class Triple(Pair):
-    """Three numbers."""
-
-    third: int = 3
-
-
-def test_records_are_compared_by_identity():
+def test_records_are_compared_by_identity_and_have_their_attributes_alone():
     one, other = Pair(1), Pair(1)
     assert one == one
     assert one != other
-    assert len({one, other}) == 2
-
-
-def test_a_changed_copy_leaves_the_record_as_it_is():
-    one = Triple(1)
     changed = dataclasses.replace(one, second=5)
-    assert (changed.first, changed.second, changed.third) == (1, 5, 3)
-    assert one.second == 2
-
-
-def test_records_have_the_attributes_of_their_class_alone():
+    assert (one.second, changed.first, changed.second) == (2, 1, 5)
     with pytest.raises(AttributeError):
-        Triple(1).fourth = 4
+        one.third = 4  # pyright: ignore[reportAttributeAccessIssue]

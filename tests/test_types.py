@@ -37,6 +37,8 @@ def test_as_a_decorator_too(mesh: jax.sharding.Mesh) -> None:
         return x * by
 
     assert_type(decorated(jnp.ones((8, 4)), by=2.0), jax.Array)
+    assert (decorated(jnp.ones((8, 4)), 2.0) == 2).all()
+    assert (inspect.unwrap(decorated).__name__, inspect.unwrap(decorated)(jnp.float32(1), 2.0)) == ("decorated", 2)
 
 
 class Scaler(NamedTuple):

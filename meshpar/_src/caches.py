@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -53,9 +53,6 @@ class LRUCache(Generic[K, V]):
     def latest(self) -> V | None:
         """The most recently used value; None: the cache is empty."""
         return max(list(self._entries.values()), key=lambda entry: entry[1], default=[None])[0]
-
-    def values(self) -> Iterator[V]:
-        return iter([entry[0] for entry in list(self._entries.values())])
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -93,10 +93,7 @@ def fit_dims(
         path=path,
         shape=shape,
         dims=names,
-        fixes=[
-            *fixes,
-            f"name {rank} dims (`_` for one without a name, `...` for any number of them)",
-        ],
+        fixes=[*fixes, f"name {rank} dims (`_` for one without a name, `...` for any number of them)"],
     )
 
 

@@ -149,39 +149,35 @@ class Layout:
         scheme: str | None = None,
     ):
         """Parse the rules; the arguments and errors are described in the docstring of the class."""
-        self.from_pairs, named_scheme, given = False, "", ""
-        before: frozenset[str] = frozenset()
+        self.resolve, self.from_pairs, self.optional, self.scheme, self.given = "order", False, frozenset(), "", ""
         if isinstance(rules, Layout):
-            self.rules, self.from_pairs, before = rules.rules, rules.from_pairs, rules.optional
-            named_scheme, given = rules.scheme, rules.given
-            resolve = resolve or rules.resolve
+            vars(self).update(vars(rules))
         elif isinstance(rules, str):
             self.rules = tuple(_parse(rules))
             if scheme_text(rules) is None:
-                given = "; ".join(" ".join(part.split()) for part in _statements(rules) if part.strip())
+                self.given = "; ".join(" ".join(part.split()) for part in _statements(rules) if part.strip())
             else:
-                named_scheme = scheme_name(rules)
-        elif not isinstance(rules, Iterable):
+                self.scheme = scheme_name(rules)
+        elif isinstance(rules, Iterable):
+            pairs = rules.items() if isinstance(rules, Mapping) else rules
+            self.rules, self.from_pairs, self.resolve = tuple(map(_rule_of_pair, pairs)), True, "cost"
+        else:
             raise LayoutSyntaxError(
                 f"Layout({rules!r}) is neither text nor a list of rules", fixes=['mp.Layout("batch: data; mlp: model")']
             )
-        else:
-            pairs = rules.items() if isinstance(rules, Mapping) else rules
-            self.rules = tuple(_rule_of_pair(pair) for pair in pairs)
-            self.from_pairs = True
-        self.scheme = named_scheme if scheme is None else scheme
-        self.resolve = resolve or ("cost" if self.from_pairs else "order")
+        self.scheme = self.scheme if scheme is None else scheme
+        self.resolve = resolve or self.resolve
         if self.resolve not in ("order", "cost"):
             raise LayoutSyntaxError(
                 f"resolve={resolve!r}: it is 'order' or 'cost'",
                 fixes=['leave it out: "order" for text, "cost" for lists and mappings'],
             )
         for rule in self.rules:
-            for axis in rule.axes:
-                if rule.axes.count(axis) > 1:
-                    fix = f"name each axis once: `{rule.dim}: {'+'.join(dict.fromkeys(rule.axes))}`"
-                    headline = f"rule `{rule}` asks for axis `{axis}` twice"
-                    raise AxisConflictError(headline, dim=rule.dim, axis=axis, rule=str(rule), fixes=[fix])
+            twice = next((axis for axis in rule.axes if rule.axes.count(axis) > 1), None)
+            if twice is not None:
+                fix = f"name each axis once: `{rule.dim}: {'+'.join(dict.fromkeys(rule.axes))}`"
+                headline = f"rule `{rule}` asks for axis `{twice}` twice"
+                raise AxisConflictError(headline, dim=rule.dim, axis=twice, rule=str(rule), fixes=[fix])
         named = {r.dim for r in self.rules}
         if isinstance(optional, bool):
             absent = named if optional else set()
@@ -193,9 +189,8 @@ class Layout:
                 dim=dim,
                 fixes=did_you_mean(dim, named, "dims"),
             )
-        self.optional = before | absent
+        self.optional |= absent
         self._set(self.rules)
-        self.given = given
 
     def _set(self, rules: tuple[Rule, ...]) -> None:
         """Set the rules, the index from dims to rules, and the key by which layouts are compared and hashed."""
@@ -204,7 +199,6 @@ class Layout:
         for i, rule in enumerate(rules):
             self._by_dim.setdefault(rule.dim, []).append(i)
         self._key = (rules, self.resolve, self.from_pairs, self.optional)
-        self.given = ""
 
     def __str__(self) -> str:
         """The rules as text, from which ``Layout(text)`` makes the same rules; consecutive rules with the same axes are
@@ -258,7 +252,7 @@ class Layout:
     def _with(self, rules: Sequence[Rule], **changes: object) -> Layout:
         """A copy with other rules, and other values of attributes."""
         out = copy.copy(self)
-        vars(out).update(changes)
+        vars(out).update(changes, given="")
         out._set(tuple(rules))
         return out
 
@@ -302,16 +296,14 @@ class Layout:
 
     def check_axes(self, mesh: AnyMesh) -> None:
         """Raise UnknownAxisError where a rule names an axis that the mesh lacks."""
-        for rule in self.rules:
-            for axis in rule.axes:
-                if axis not in mesh.shape:
-                    sizes = mesh_text(mesh.shape)
-                    fixes = [f"dim and axis are swapped: write `{axis}: {rule.dim}`"] * (rule.dim in mesh.shape)
-                    fixes += did_you_mean(axis, mesh.shape, "axes")
-                    if not near(axis, mesh.shape):
-                        fixes.append(f'or give the mesh that axis: mp.mesh("{sizes}, {axis}=1")')
-                    headline = f"rule `{rule}` names axis `{axis}`, which the mesh ({sizes}) does not have"
-                    raise UnknownAxisError(headline, dim=rule.dim, axis=axis, rule=str(rule), fixes=fixes)
+        for rule, axis in ((r, a) for r in self.rules for a in r.axes if a not in mesh.shape):
+            sizes = mesh_text(mesh.shape)
+            fixes = [f"dim and axis are swapped: write `{axis}: {rule.dim}`"] * (rule.dim in mesh.shape)
+            fixes += did_you_mean(axis, mesh.shape, "axes")
+            if not near(axis, mesh.shape):
+                fixes.append(f'or give the mesh that axis: mp.mesh("{sizes}, {axis}=1")')
+            headline = f"rule `{rule}` names axis `{axis}`, which the mesh ({sizes}) does not have"
+            raise UnknownAxisError(headline, dim=rule.dim, axis=axis, rule=str(rule), fixes=fixes)
 
     def spec(
         self,
@@ -340,10 +332,9 @@ class Layout:
         if mesh is not None:
             self.check_axes(mesh)
         scopes = self.scopes_of(path, scope)
-        items = [
-            ((d,) if isinstance(d, str) else (), None if shape is None else shape[i]) for i, d in enumerate(parsed)
-        ]
-        claimed, refused = claim(self, items, {} if mesh is None else dict(mesh.shape), scopes)
+        names = [(d,) if isinstance(d, str) else () for d in parsed]
+        sizes = {} if mesh is None else dict(mesh.shape)
+        claimed, refused = claim(self, list(zip(names, shape or [None] * len(names), strict=True)), sizes, scopes)
         if refused and shape is not None:
             i, rule = next(iter(refused.items()))
             raise divisibility_error(
@@ -353,7 +344,7 @@ class Layout:
                 dim=str(parsed[i]),
                 size=shape[i],
                 rule=self.rules[rule],
-                sizes=dict(mesh.shape) if mesh is not None else {},
+                sizes=sizes,
             )
         return to_partition_spec(tuple(claimed))
 
@@ -432,7 +423,6 @@ def divisibility_error(
     size: int,
     rule: Rule,
     sizes: Mapping[str, int],
-    source: str | None = None,
     dtype: object = None,
     optional: str | None = None,
 ) -> DivisibilityError:
@@ -459,7 +449,6 @@ def divisibility_error(
         dim=dim,
         axis="+".join(rule.axes),
         rule=str(rule),
-        source=source,
         fixes=[
             f"make `{dim}` {legal}: the nearest multiple{'s' * (below > 0)} of {parts}",
             *other,

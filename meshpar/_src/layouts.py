@@ -14,6 +14,24 @@ from collections.abc import Callable
 from ..errors import UnsupportedError
 from .layout import PIPELINE, SCHEMES, Layout, with_stages
 
+__all__ = [
+    "PRESETS",
+    "context_parallel",
+    "data_parallel",
+    "expert_megatron",
+    "expert_parallel",
+    "expert_tensor",
+    "fsdp",
+    "fsdp_megatron",
+    "fsdp_tensor",
+    "hsdp",
+    "megatron",
+    "pipeline",
+    "sequence_parallel",
+    "tensor_parallel",
+    "zero1",
+]
+
 
 def _scheme(name: str, **axes: str) -> Layout:
     """The layout of a scheme with its fields replaced by names of mesh axes."""

@@ -142,7 +142,11 @@ def mesh(
     sizes = parse_mesh(spec, names)
     text = mesh_text(sizes)
     if topology is not None:
-        return _topology_mesh(text, sizes, topology)
+        where = parse_topology(topology)
+        fill_mesh(sizes, where.devices)
+        check_fills(sizes, where)
+        # of GPUs, hosts first: the last axes share one host's NVLink
+        return _mesh_of(list(topology_devices(topology)), sizes, 0 if where.chip.switch else where.slices, text)
     every = devices is None
     devices = list(jax.devices() if devices is None else devices)
     fill_mesh(sizes, len(devices))
@@ -172,17 +176,25 @@ def mesh(
             f"or devices=jax.devices()[:{need}] if this is meant"
         )
         warnings.warn(text, IdleDevicesWarning, stacklevel=user_stacklevel())
+    slices = 0
     if need == len(devices) and devices[0].platform == "tpu":
         devices.sort(key=lambda d: d.id)  # as a described slice lists them: both cores of a chip side by side
         slices = len({getattr(d, "slice_index", 0) for d in devices})
-        array = ordered_devices(tuple(sizes.values()), devices, slices, text)
-        return _auto(array, sizes)
-    return _auto(np.asarray(devices[:need], dtype=object), sizes)
+    return _mesh_of(devices[:need], sizes, slices, text)
 
 
-def _auto(devices: np.ndarray, sizes: Mapping[str, int]) -> Mesh:
-    """The mesh of these sizes with Auto axes."""
-    return Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+def _mesh_of(devices: Sequence[Any], sizes: Mapping[str, int], slices: int, text: str) -> Mesh:
+    """The mesh of these sizes with Auto axes.
+
+    Args:
+      slices: the devices are ordered to suit the links of so many TPU slices; 0: they stay in their order.
+      text: the mesh as the user wrote it, for errors.
+    """
+    shape = tuple(sizes.values())
+    array = (
+        ordered_devices(shape, devices, slices, text) if slices else np.asarray(devices, dtype=object).reshape(shape)
+    )
+    return Mesh(array, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def device_mesh(mesh: MeshLike | None) -> AnyMesh:
@@ -317,19 +329,3 @@ def planned_mesh(mesh: MeshLike | None, topology: str | None) -> AnyMesh:
     if where is not None:
         check_fills(dict(mesh.shape), where)
     return mesh
-
-
-def _topology_mesh(text: str, sizes: dict[str, int], topology: str) -> Mesh:
-    """A mesh over the devices of a topology (``"v5p:8x8x8"``), in an order that suits its links.
-
-    Args:
-      text: the mesh as the user wrote it, for errors.
-      sizes: axis → size; a size of -1 is filled in.
-    """
-    where = parse_topology(topology)
-    fill_mesh(sizes, where.devices)
-    check_fills(sizes, where)
-    devices = list(topology_devices(topology))
-    if where.chip.switch:
-        return _auto(np.asarray(devices, dtype=object), sizes)  # hosts first: the last axes share one host's NVLink
-    return _auto(ordered_devices(tuple(sizes.values()), devices, where.slices, text), sizes)

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 from rich.console import Console
@@ -24,12 +25,12 @@ REPEAT_SECONDS = 30
 """Without a terminal, the interval at which a line is printed while no new text comes."""
 
 
-@contextlib.contextmanager
-def progress_line(title: str, progress: Progress) -> Iterator[Callable[[str], None]]:
-    """Shows the progress of an activity.
+Say = Callable[[str], None]
+"""A function of a text, which follows the title. With an empty text only the elapsed time changes."""
 
-    Yields:
-      A function of a text, which follows the title. With an empty text only the elapsed time changes.
+
+def progress_line(title: str, progress: Progress) -> AbstractContextManager[Say]:
+    """A context that shows the progress of an activity, with the function to which the activity gives texts.
 
     Raises:
       UnsupportedError: ``progress`` is not a :data:`Progress`.
@@ -41,23 +42,16 @@ def progress_line(title: str, progress: Progress) -> Iterator[Callable[[str], No
         )
     console = Console(stderr=True, highlight=False)
     if callable(progress):
-        with _callback(title, progress) as say:
-            yield say
-    elif progress is not False and console.is_jupyter:
-        with _notebook(title) as say:
-            yield say
-    elif progress is not False and console.is_terminal:
-        with _terminal(title, console) as say:
-            yield say
-    elif progress is True:
-        with _lines(title, console) as say:
-            yield say
-    else:
-        yield lambda text: None
+        return _callback(title, progress)
+    if progress is not False and console.is_jupyter:
+        return _notebook(title)
+    if progress is not False and console.is_terminal:
+        return _terminal(title, console)
+    return _lines(title, console) if progress is True else contextlib.nullcontext(lambda text: None)
 
 
 @contextlib.contextmanager
-def _callback(title: str, progress: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
+def _callback(title: str, progress: Callable[[str], None]) -> Iterator[Say]:
     """Calls ``progress`` with the title, then with the title and each text, or the elapsed seconds."""
     began = time.monotonic()
     progress(title)
@@ -65,7 +59,7 @@ def _callback(title: str, progress: Callable[[str], None]) -> Iterator[Callable[
 
 
 @contextlib.contextmanager
-def _terminal(title: str, console: Console) -> Iterator[Callable[[str], None]]:
+def _terminal(title: str, console: Console) -> Iterator[Say]:
     """A line of the width of the terminal, which disappears at the end: spinner, elapsed time, title and text."""
     from rich.progress import Progress as Bar
     from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -79,7 +73,7 @@ def _terminal(title: str, console: Console) -> Iterator[Callable[[str], None]]:
 
 
 @contextlib.contextmanager
-def _notebook(title: str) -> Iterator[Callable[[str], None]]:
+def _notebook(title: str) -> Iterator[Say]:
     """A line in the output of a notebook cell, which is empty at the end."""
     from IPython.display import display
 
@@ -114,7 +108,7 @@ def _notebook(title: str) -> Iterator[Callable[[str], None]]:
 
 
 @contextlib.contextmanager
-def _lines(title: str, console: Console) -> Iterator[Callable[[str], None]]:
+def _lines(title: str, console: Console) -> Iterator[Say]:
     """Lines on stderr: the title, each new text once, the elapsed seconds every ``REPEAT_SECONDS``, and the total at the end."""
     began = shown = time.monotonic()
     reported = ""

@@ -162,22 +162,18 @@ def quantize(
     if isinstance(params, nnx.Module):
         graph, state = nnx.split(params)
         return nnx.merge(graph, quantize(state, dtype, contract=contract, dims=dims, block=block))
-    leaves, patterns, used = flatten_named(params), PathDims(dims), set[str]()
-    out: list[Any] = []
-    for leaf in leaves:
-        pattern = next((p for p in contract if path_matches(p, leaf.path)), None)
-        if pattern is None:
-            out.append(leaf.value)
-            continue
-        used.add(pattern)
-        axes = _contracted(leaf, contract[pattern], patterns)
-        out.append(_quantized(leaf, dtype, axes, block))
+    leaves, patterns = flatten_named(params), PathDims(dims)
+    found = [next((p for p in contract if path_matches(p, leaf.path)), None) for leaf in leaves]
     for pattern in contract:
-        if pattern not in used:
+        if pattern not in found:
             raise PatternError(
                 f"contract={{{pattern!r}: …}}: the pattern matches no array, or an earlier pattern matches them all",
                 fixes=did_you_mean(pattern, [leaf.path for leaf in leaves][:12], "paths"),
             )
+    out = [
+        leaf.value if p is None else _quantized(leaf, dtype, _contracted(leaf, contract[p], patterns), block)
+        for leaf, p in zip(leaves, found, strict=True)
+    ]
     return jax.tree.unflatten(jax.tree.structure(params), out)
 
 

@@ -36,11 +36,6 @@ def public_objects():
 OBJECTS = public_objects()
 
 
-def parsed(name, names):
-    """The examples of an object's docstring, as one doctest over ``names``."""
-    return doctest.DocTestParser().get_doctest(inspect.getdoc(OBJECTS[name]) or "", names, name, None, None)
-
-
 @pytest.fixture(scope="module")
 def names():
     """The names of the program in docs/api.md, which the examples continue."""
@@ -53,7 +48,8 @@ def names():
 @pytest.mark.parametrize("name", sorted(OBJECTS))
 def test_the_example_of_a_docstring_runs(name, names, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    test = parsed(name, dict(names))
+    text = inspect.getdoc(OBJECTS[name]) or ""
+    test = doctest.DocTestParser().get_doctest(text, dict(names), name, None, None)
     assert test.examples, f"{name} has no example"
     lines: list[str] = []
     with warnings.catch_warnings():

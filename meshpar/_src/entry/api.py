@@ -14,10 +14,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from ...errors import MeshError, UnknownDimError, UnsupportedError
-from ..compat import nnx
-from ..compat.jax import is_graph_node
 from ..dims import Dims
-from ..flax import Leaf
+from ..flax import Leaf, variables
 from ..hardware.topology import device_count, topology_of
 from ..lab import Lab
 from ..lab.session import Draft, Session
@@ -36,15 +34,7 @@ from ..verify.aot import Compiled, Effort, compile_lowered, mesh_to_compile_for
 from ..verify.check import Report, check_layouts, each_layout
 from .arguments import is_static
 from .jitted import NO_DONATION, Jitted, LayoutLike, P, R
-from .options import (
-    CallKeywords,
-    DimsPatterns,
-    Lowering,
-    SearchCallKeywords,
-    StepKeywords,
-    StepOptions,
-    path_dims,
-)
+from .options import CallKeywords, DimsPatterns, Lowering, SearchCallKeywords, StepKeywords, StepOptions, path_dims
 from .tracing import metadata_names, named_tree
 
 Meshes = Mesh | MeshSizes | Sequence[Mesh | MeshSizes] | None
@@ -254,7 +244,7 @@ def shardings(
       (16, 128)
     """
     where, patterns = device_mesh(mesh), path_dims(dims, names)
-    tree = nnx.state(tree) if is_graph_node(tree) else tree
+    tree = variables(tree)
     named = named_tree(tree, patterns)
     rules = Layout(layout).with_axis_names(metadata_names((leaf for leaf, _ in named), patterns), where)
     if rules.rules and not any(names and any(names) for _, names in named) and any(np.ndim(x.value) for x, _ in named):
@@ -426,10 +416,7 @@ def compile(
         where = auto_mesh(mesh_to_compile_for(mesh, topology))
         fn = Jitted(fn, where, Layout(layout), options_of(StepOptions, options))
         mesh = topology = None
-    elif own := [
-        *(["layout"] if layout is not None else []),
-        *(k for k, v in options.items() if v != getattr(StepOptions, k, None)),
-    ]:
+    elif own := [k for k, v in {"layout": layout, **options}.items() if v != getattr(StepOptions, k, None)]:
         raise UnsupportedError(
             f"{', '.join(own)}: the result of mp.jit has its own",
             fixes=["leave it out, or step.on(layout=…, lowering=…) before, or give the function itself"],
@@ -755,7 +742,7 @@ def lab(
     session = Session(
         planned,
         name=name if name.isidentifier() else "step",
-        start=Draft(where, topology, _layout_text(layout)),
+        start=Draft(where, topology, layout if isinstance(layout, str) else str(Layout(layout))),
         layouts=layouts or {},
         compile=compiled,
     )
@@ -763,11 +750,6 @@ def lab(
     same = {"mesh": where, "topology": topology, "layout": "", "layouts": layouts, "kwargs": kwargs}
     session.renamed = lambda patterns: lab(fn, *args, **same, **{**options, "dims": patterns}).session
     return Lab(session)
-
-
-def _layout_text(layout: LayoutLike) -> str:
-    """A layout as text; a text is returned unchanged, with its comments and errors."""
-    return layout if isinstance(layout, str) else str(Layout(layout))
 
 
 # -- checks of arguments

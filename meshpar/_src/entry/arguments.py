@@ -196,21 +196,14 @@ def leaf_key(x: Any) -> Hashable:
     aval = getattr(x, "aval", None)
     if aval is not None:
         return aval.shape, aval.dtype, aval.weak_type, on_host(aval)
-    weak = _NUMBERS.get(type(x))
-    if weak is not None:
-        return (), jax.dtypes.canonicalize_dtype(type(x)), weak, False
     dtype = getattr(x, "dtype", None)
-    if dtype is None and isinstance(x, bool | int | float | complex):  # a subclass, such as an IntEnum
-        base = next(t for t in _NUMBERS if isinstance(x, t))
-        return (), jax.dtypes.canonicalize_dtype(base), _NUMBERS[base], False
+    number = next((t for t in _NUMBERS if isinstance(x, t)), None) if dtype is None else None
+    if number is not None:  # or a subclass, such as an IntEnum
+        return (), jax.dtypes.canonicalize_dtype(number), _NUMBERS[number], False
     if dtype is None or not hasattr(x, "shape") or getattr(dtype, "kind", None) in _NOT_NUMBERS:
         return Fixed(x, type_key(x))
-    return (
-        tuple(x.shape),
-        jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True),
-        getattr(x, "weak_type", False),
-        on_host(x),
-    )
+    dtype = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+    return tuple(x.shape), dtype, getattr(x, "weak_type", False), on_host(x)
 
 
 def is_static(x: Any) -> bool:

@@ -16,7 +16,6 @@ import shutil
 import signal
 import sys
 import textwrap
-import threading
 import time
 import warnings
 import webbrowser
@@ -346,11 +345,8 @@ def _check_arguments(add: Add) -> None:
 
 
 def _names_arguments(add: Add) -> None:
-    add(
-        "--write",
-        metavar="FILE",
-        help="write the mapping of tree-path patterns to dims, as JSON, to be edited and given as dims=",
-    )
+    mapping = "write the mapping of tree-path patterns to dims, as JSON, to be edited and given as dims="
+    add("--write", metavar="FILE", help=mapping)
 
 
 def _diff_arguments(add: Add) -> None:
@@ -418,9 +414,6 @@ def _terminated_as_interrupted() -> Iterator[None]:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may have signal handlers
-        return
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
@@ -630,10 +623,9 @@ def _names(args: argparse.Namespace) -> int:
     patterns, table = patterns_of(program), names_table(program)
     if args.write:
         Path(args.write).write_text(json.dumps(patterns, indent=2) + "\n")
-    rows = [
-        dict(zip((head for head, _ in table.columns), (cell.text for cell in row), strict=True)) for row in table.rows
-    ]
     if args.json:
+        heads = [head for head, _ in table.columns]
+        rows = [dict(zip(heads, (cell.text for cell in row), strict=True)) for row in table.rows]
         print(json.dumps({"dims": patterns, "names": rows}))
     else:
         Console(highlight=False).print(table.terminal())
@@ -749,21 +741,6 @@ def _donated(args: argparse.Namespace, target: Target) -> list[str]:
     return ["state"] if "state" in names else []
 
 
-def _save_page(args: argparse.Namespace, shown: Any, path: str) -> None:
-    """Save a plan or result at ``path`` as an HTML page, and print the path to stderr.
-
-    Raises:
-      TargetError: the parent folder does not exist.
-    """
-    if not Path(path).resolve().parent.is_dir():
-        raise TargetError(
-            f"{path}: there is no folder {Path(path).parent}",
-            fixes=[f"create {Path(path).parent} first, or give a path in an existing folder"],
-        )
-    shown.save(path)
-    _say(args, f"wrote {path}")
-
-
 def _say(args: argparse.Namespace, text: str) -> None:
     if not args.json:
         print(text, file=sys.stderr)
@@ -775,9 +752,17 @@ def _show(args: argparse.Namespace, shown: Any, as_json: str | None = None, text
     Args:
       as_json: default: its ``to_json()``.
       text: printed in place of the result.
+
+    Raises:
+      TargetError: the folder of the page does not exist.
     """
-    if getattr(args, "html", None):
-        _save_page(args, shown, args.html)
+    if path := getattr(args, "html", None):
+        folder = Path(path).parent
+        if not folder.resolve().is_dir():
+            fix = f"create {folder} first, or give a path in an existing folder"
+            raise TargetError(f"{path}: there is no folder {folder}", fixes=[fix])
+        shown.save(path)
+        _say(args, f"wrote {path}")
     if args.json:
         print(as_json or shown.to_json())
     else:

@@ -58,10 +58,9 @@ def diagnose(requirements: Iterable[str] | None = None) -> list[Finding]:
         needed = list(metadata.requires("meshpar") or []) if requirements is None else list(requirements)
     except metadata.PackageNotFoundError:
         needed = []
-        findings.append(
-            Finding("meshpar", "missing", "importable, not installed: requirements unknown; pip install -e .")
-        )
-    findings += [_package(*_split(text)) for text in needed if "extra ==" not in text]
+        unknown = "importable, not installed: requirements unknown; pip install -e ."
+        findings.append(Finding("meshpar", "missing", unknown))
+    findings += [_package(text) for text in needed if "extra ==" not in text]
     findings.append(_devices())
     for feature, (extra, packages) in FEATURES.items():
         versions = [f"{name} {version}" for name in packages if (version := installed_version(name)) is not None]
@@ -70,23 +69,18 @@ def diagnose(requirements: Iterable[str] | None = None) -> list[Finding]:
     return findings
 
 
-def _split(requirement: str) -> tuple[str, list[tuple[str, str]]]:
-    """``"jax<0.13,>=0.10.2"`` → ``("jax", [("<", "0.13"), (">=", "0.10.2")])``."""
-    name = re.match(r"[\w.\-]+", requirement)
-    assert name is not None
-    return name[0], re.findall(r"(<=|>=|==|<|>)\s*([\w.]+)", requirement)
-
-
 _COMPARE = {"<": operator.lt, "<=": operator.le, "==": operator.eq, ">=": operator.ge, ">": operator.gt}
 
 
-def _package(name: str, bounds: list[tuple[str, str]]) -> Finding:
-    """Whether a required package is installed in a version within the bounds."""
+def _package(requirement: str) -> Finding:
+    """Whether a required package is installed in a version within the bounds: of ``"jax<0.13,>=0.10.2"``, two."""
+    name, bounds = re.match(r"([\w.\-]+)(.*)", requirement).groups()  # type: ignore[union-attr]
+    limits = re.findall(r"(<=|>=|==|<|>)\s*([\w.]+)", bounds)
     version = installed_version(name)
-    wanted = f"{name} {', '.join(op + bound for op, bound in bounds)}".strip()
+    wanted = f"{name} {', '.join(op + bound for op, bound in limits)}".strip()
     if version is None:
         return Finding(name, "problem", f"not installed; meshpar needs {wanted}")
-    if all(_COMPARE[op](version_numbers(version), version_numbers(bound)) for op, bound in bounds):
+    if all(_COMPARE[op](version_numbers(version), version_numbers(bound)) for op, bound in limits):
         return Finding(name, "ok", version)
     return Finding(name, "problem", f"{version}; meshpar needs {wanted}")
 

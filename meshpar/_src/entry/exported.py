@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,10 +18,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...errors import MeshError, MeshparError, UnsupportedError
-from ..compat import nnx
-from ..compat.jax import is_graph_node
 from ..dims import format_dims
-from ..flax import flatten_named
+from ..flax import flatten_named, variables
 from ..plan.plan import ShardedArray
 from ..units import mesh_text
 from .arguments import Call, is_static
@@ -174,12 +172,11 @@ class Exported:
         facts = {k: v for k, v in vars(self).items() if k not in ("program", "mesh", "_run")}
         facts.update(format=FORMAT, axes=dict(self.axes))
         facts.update({side: [asdict(x) for x in getattr(self, side)] for side in ("inputs", "outputs")})
-        with _needs_flatbuffers():
-            program = self.program.serialize()
+        _check_flatbuffers()
         out = io.BytesIO()
         with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("step.json", json.dumps(facts, indent=1))
-            archive.writestr("step.bin", bytes(program))
+            archive.writestr("step.bin", bytes(self.program.serialize()))
         return out.getvalue()
 
     @cached_property
@@ -213,30 +210,25 @@ class Exported:
         leaves = {
             leaf.path: leaf.value
             for name, x in named.items()
-            for leaf in flatten_named(_variables(x), tuple(name.split("/")))
+            for leaf in flatten_named(variables(x), tuple(name.split("/")))
         }
         expected = {x.path for x in self.inputs}
         missing, unknown = sorted(expected - set(leaves)), sorted(set(leaves) - expected)
         if missing or unknown:
-            clauses = [
-                f"{', '.join(p[:4])}{', …' if p[4:] else ''} {s}"
-                for p, s in ((missing, "missing"), (unknown, "unknown"))
-                if p
-            ]
+            lists = [(paths, what) for paths, what in ((missing, "missing"), (unknown, "unknown")) if paths]
+            clauses = [f"{', '.join(paths[:4])}{', …' * bool(paths[4:])} {what}" for paths, what in lists]
             raise UnsupportedError(
                 f"{self.name}: the arguments do not have the paths of the exported step: {'; '.join(clauses)}",
                 fixes=["`exported.inputs` lists the paths, shapes and dtypes"],
             )
         for x in self.inputs:
-            got = np.shape(leaves[x.path])
-            dtype = jax.dtypes.canonicalize_dtype(
-                getattr(leaves[x.path], "dtype", None) or np.asarray(leaves[x.path]).dtype
-            )
-            if got != x.shape or str(dtype) != x.dtype:
+            shape, value = np.shape(leaves[x.path]), leaves[x.path]
+            dtype = jax.dtypes.canonicalize_dtype(getattr(value, "dtype", None) or np.asarray(value).dtype)
+            if (shape, str(dtype)) != (x.shape, x.dtype):
                 raise UnsupportedError(
-                    f"{x.path}: the step was exported for {x.dtype}{list(x.shape)}, and this is {dtype}{list(got)}",
+                    f"{x.path}: the step was exported for {x.dtype}{list(x.shape)}, and this is {dtype}{list(shape)}",
                     path=x.path,
-                    shape=got,
+                    shape=shape,
                     fixes=["export the step for these shapes and dtypes"],
                 )
         return leaves
@@ -267,16 +259,12 @@ def export_step(
             path=hosted,
             fixes=["export a step whose arguments and results are in device memory"],
         )
-    avals = [
-        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
-        for a, s in zip(compiled.traced.avals, compiled.in_shardings, strict=True)
-    ]
+    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in compiled.traced.avals]
     how: Any = {"in_shardings": tuple(compiled.in_shardings), "out_shardings": list(compiled.out_shardings)}
     run = jax.jit(compiled.flat, **how, donate_argnums=compiled.donated, keep_unused=True)
+    export = jax.export.export(run, platforms=list(platforms or [platform]), disabled_checks=list(disabled_checks))
     try:
-        program = jax.export.export(
-            run, platforms=list(platforms or [platform]), disabled_checks=list(disabled_checks)
-        )(*avals)
+        program = export(*avals)
     except NotImplementedError as error:
         raise UnsupportedError(
             f"{name} cannot be exported: {error}",
@@ -293,12 +281,11 @@ def export_step(
                 "or disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name)], if the same version loads it",
             ],
         ) from error
-    inputs, outputs = (tuple(map(_array, side)) for side in (plan.inputs, plan.outputs))
+    inputs = tuple(_array(x, x.path) for x in plan.inputs)
+    paths = _result_paths(compiled, call.nodes, arguments)
+    outputs = tuple(_array(x, path) for x, path in zip(plan.outputs, paths, strict=True))
     static = {k for k, _ in call.statics}
     positional = tuple(a for i, a in enumerate(arguments) if i not in static)
-    outputs = tuple(
-        replace(x, path=path) for x, path in zip(outputs, _result_paths(compiled, call.nodes, arguments), strict=True)
-    )
     return Exported(
         name,
         dict(mesh.shape),
@@ -323,22 +310,20 @@ def _deserialize(content: bytes) -> Exported:
             "the step was exported by a newer version of meshpar", fixes=["pip install --upgrade meshpar"]
         )
     for side in ("inputs", "outputs"):
-        facts[side] = tuple(
-            ExportedArray(x["path"], x["dims"], tuple(x["shape"]), x["dtype"], tuple(map(tuple, x["spec"])))
-            for x in facts[side]
-        )
+        arrays = ({**x, "shape": tuple(x["shape"]), "spec": tuple(map(tuple, x["spec"]))} for x in facts[side])
+        facts[side] = tuple(ExportedArray(**x) for x in arrays)
     facts.update({k: tuple(facts[k]) for k in ("platforms", "arguments", "donated")})
-    with _needs_flatbuffers():
-        exported = Exported(**facts, program=jax.export.deserialize(bytearray(program)))
-    arrays = ((exported.inputs, exported.program.in_avals), (exported.outputs, exported.program.out_avals))
-    for named, avals in arrays:
+    _check_flatbuffers()
+    exported = Exported(**facts, program=jax.export.deserialize(bytearray(program)))
+    program = exported.program
+    for named, avals in ((exported.inputs, program.in_avals), (exported.outputs, program.out_avals)):
         if [(x.shape, x.dtype) for x in named] != [(a.shape, str(a.dtype)) for a in avals]:
             raise ValueError("step.json and step.bin have other arrays")
     return exported
 
 
-def _array(x: ShardedArray) -> ExportedArray:
-    return ExportedArray(x.path, format_dims(x.dims), tuple(x.shape), x.dtype, tuple(axes for _, axes in x.split))
+def _array(x: ShardedArray, path: str) -> ExportedArray:
+    return ExportedArray(path, format_dims(x.dims), tuple(x.shape), x.dtype, tuple(axes for _, axes in x.split))
 
 
 def _result_paths(compiled: CompiledStep, nodes: bool, arguments: Sequence[str]) -> list[str]:
@@ -355,11 +340,6 @@ def _result_paths(compiled: CompiledStep, nodes: bool, arguments: Sequence[str])
     return [leaf.path for leaf in leaves if not is_static(leaf.value)]
 
 
-def _variables(x: Any) -> Any:
-    """An argument as a tree of arrays: an nnx module by its variables."""
-    return nnx.state(x) if is_graph_node(x) else x
-
-
 def _nested(leaves: Mapping[str, Any]) -> Any:
     """The tree with these leaves: dicts by the components of the paths, tuples where the components are 0, 1, …"""
     if set(leaves) == {""}:
@@ -373,14 +353,7 @@ def _nested(leaves: Mapping[str, Any]) -> Any:
     return {name: _nested(inner) for name, inner in groups.items()}
 
 
-@contextmanager
-def _needs_flatbuffers() -> Iterator[None]:
-    """Raises an UnsupportedError where JAX does not find ``flatbuffers``."""
-    try:
-        yield
-    except ImportError as error:
-        if "flatbuffers" not in str(error):
-            raise
-        raise UnsupportedError(
-            "jax.export needs flatbuffers for files", fixes=['pip install "meshpar[export]"']
-        ) from error
+def _check_flatbuffers() -> None:
+    """Raise an UnsupportedError if ``flatbuffers`` is not installed, with which JAX reads and writes files."""
+    if importlib.util.find_spec("flatbuffers") is None:
+        raise UnsupportedError("jax.export needs flatbuffers for files", fixes=['pip install "meshpar[export]"'])

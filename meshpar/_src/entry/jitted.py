@@ -31,7 +31,7 @@ from ..compat.jax import (
     without_gc,
 )
 from ..dims import Dims
-from ..flax import Leaf, capture_names, flatten_named, pure_states
+from ..flax import Leaf, capture_names, flatten_named, pure_states, variables
 from ..global_arrays import place
 from ..layout import AnyMesh, Layout
 from ..mesh import MeshLike, auto_mesh, device_mesh, is_context
@@ -43,7 +43,7 @@ from ..progress import Progress
 from ..units import mesh_text
 from ..verify.aot import Compiled, Effort, compile_lowered, mesh_to_compile_for
 from ..verify.check import Report, Subject, check_layouts
-from .arguments import ArgumentRoles, Call, fully_donated, is_static, unhashable, with_statics
+from .arguments import ArgumentRoles, Call, fully_donated, is_static, unhashable
 from .compiled import CompiledStep, arrivals, lower_step
 from .exported import Exported, export_step
 from .options import Lowering, Mode, StepOptions
@@ -198,22 +198,11 @@ class Jitted(Generic[P, R]):
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """The results as ``jax.ShapeDtypeStruct``, nnx objects as objects of them; nothing is computed or updated."""
-        args = (*self._bound, *args)
-        if self._init or has_graph_nodes((args, kwargs)):
-            call = self._roles.flatten(args, kwargs)
-            with capture_names(
-                self.mesh.axis_names, self.mesh if self.mesh is not self._auto else None, self._options.dims
-            ):
-
-                def plain(args: Any, kwargs: Any) -> Any:
-                    args, kwargs = with_statics(args, kwargs, call.statics)
-                    return self._fn(*args, **kwargs)
-
-                return nnx.eval_shape(plain, *call.dynamic)
-        with self._flattened(args, kwargs) as call:
+        with self._flattened_copies(args, kwargs) as call:
             traced = self._trace(call)
-        avals = [v.aval for v in traced.program.outputs]
-        return traced.result([jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals])
+            avals = [v.aval for v in traced.program.outputs]
+            shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
+            return self._unflattened(call, traced.result(shapes))
 
     def abstract(self, /, *args: Any, **kwargs: Any) -> Any:
         """The results as ``jax.ShapeDtypeStruct`` with their shardings, in the trees, boxes and modules that a call returns.
@@ -224,10 +213,7 @@ class Jitted(Generic[P, R]):
           MeshError: an abstract mesh.
           MeshparError: as :meth:`plan`.
         """
-        args = (*self._bound, *args)
-        if has_graph_nodes((args, kwargs)):  # which the results update
-            args, kwargs = nnx.clone((args, kwargs))
-        with self._flattened(args, kwargs) as call:
+        with self._flattened_copies(args, kwargs) as call:
             compiled = self._compiled(call)
             outputs = zip(compiled.plan.program.outputs, compiled.out_shardings, strict=True)
             arrays = [jax.ShapeDtypeStruct(v.shape, v.aval.dtype, sharding=s) for v, s in outputs]
@@ -510,6 +496,13 @@ class Jitted(Generic[P, R]):
                 raise unhashable(call, self._roles.path) from None
             yield call
 
+    def _flattened_copies(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[Call]:
+        """:meth:`_flattened`, with copies of nnx objects: the caller's are not updated."""
+        args = (*self._bound, *args)
+        if has_graph_nodes((args, kwargs)):
+            args, kwargs = nnx.clone((args, kwargs))
+        return self._flattened(args, kwargs)
+
     def _unflattened(self, call: Call, out: Any) -> Any:
         """The result of a call from its tree; nnx objects are updated and rebuilt."""
         return nnx.from_tree(out, ctxtag=self._caches, is_inner=False)[2] if call.nodes else out
@@ -667,6 +660,6 @@ def trace_compiled(compiled: CompiledStep, call: Call, *, name: str, keep_unused
 
 def _map_paths(f: Callable[[Leaf], Any], tree: Any, path: tuple[str, ...]) -> Any:
     """A tree, or the ``nnx.state`` of a module, with ``f`` applied to every array and None in place of other leaves."""
-    tree = nnx.state(tree) if is_graph_node(tree) else tree
+    tree = variables(tree)
     results = [None if is_static(leaf.value) else f(leaf) for leaf in flatten_named(tree, path)]
     return jax.tree.unflatten(jax.tree.structure(tree), results)

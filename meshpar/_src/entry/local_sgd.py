@@ -14,6 +14,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 import jax
@@ -26,7 +27,7 @@ from ...errors import AxisConflictError, DivisibilityError, MeshError, Unsupport
 from ..dims import DimsLike, format_dims
 from ..flax import flatten_named
 from ..global_arrays import is_key
-from ..layout import AnyMesh, Layout, Rule
+from ..layout import Layout, Rule
 from ..mesh import MeshLike, auto_mesh, device_mesh
 from ..options import options_of, takes_options
 from ..pods.names import by_name, flat, nested
@@ -91,94 +92,73 @@ def local_sgd(
       >>> run.replicas
       2
     """
-    return LocalSgd(
-        step,
-        auto_mesh(device_mesh(mesh)),
-        Layout(layout),
-        options_of(StepOptions, options),
-        over=over,
-        every=every,
-        outer=outer,
-        exchange=exchange,
-        fragments=fragments,
-        blend=blend,
-    )
+    where, rules, settings = auto_mesh(device_mesh(mesh)), Layout(layout), options_of(StepOptions, options)
+    if not isinstance(where, Mesh):
+        raise MeshError(f"{API} trains on devices, and an abstract mesh has none", fixes=['mesh="slice=2, data=4"'])
+    if over not in where.shape:
+        raise MeshError(
+            f"{API}: the mesh has no axis `{over}`",
+            axis=over,
+            fixes=[f"over= one of {', '.join(where.shape)}, or a mesh with the axis `{over}`"],
+        )
+    taken = next((r for r in rules.rules if over in r.axes), None)
+    if taken is not None:
+        raise AxisConflictError(
+            f"{API} takes the axis `{over}` for its replicas, but the rule `{taken}` asks for it as well",
+            axis=over,
+            rule=str(taken),
+            fixes=[f"leave `{over}` out of the layout: replicas are independent"],
+        )
+    if every < 1:
+        raise UnsupportedError(f"{API}: every={every}, which must be at least 1", fixes=["every=500, as DiLoCo has it"])
+    if not 1 <= fragments <= every:
+        raise UnsupportedError(
+            f"{API}: fragments={fragments} with every={every}: each fragment has one outer step in every {every} steps",
+            fixes=[f"fragments from 1 to {every}"],
+        )
+    if not 0 < blend <= 1:
+        mean = "blend=1.0: replicas continue from the outer parameters; blend=0.5: from the mean of these and their own"
+        raise UnsupportedError(f"{API}: blend={blend}, which must be above 0 and at most 1", fixes=[mean])
+    if own := [name for name in OWN_OPTIONS if getattr(settings, name) is not None]:
+        raise UnsupportedError(
+            f"{API} donates the state, and has no static arguments: {', '.join(own)}", fixes=["leave it out"]
+        )
+    rules = Layout(rules, optional=True).with_first([Rule(REPLICA, (over,))])
+    combine = None if exchange is None else optax.with_extra_args_support(exchange)
+    return LocalSgd(step, where, rules, settings, where.shape[over], every, outer, combine, fragments, blend)
 
 
+@dataclass(eq=False)
 class LocalSgd:
     """A training step compiled for independent replicas, and the outer step that averages them; made by
-    :func:`meshpar.train.local_sgd`.
+    :func:`meshpar.train.local_sgd`, which describes the arguments.
 
     Attributes:
+      layout: that of one replica, after a rule that the replica dim is sharded over the axis of the replicas.
+      replicas: the number of replicas, which is the size of the mesh axis ``over``.
+      tx: the outer optimizer.
       inner: the compiled inner step, of stacked states and batches; ``inner.plan(…)`` shows that it sends nothing over
           the axis. None before the first call.
       outer: the compiled outer step; None before the first call.
-      replicas: the number of replicas, which is the size of the mesh axis ``over``.
     """
 
-    def __init__(
-        self,
-        step: Callable[..., Any],
-        mesh: AnyMesh,
-        layout: Layout,
-        options: StepOptions,
-        *,
-        over: str,
-        every: int,
-        outer: optax.GradientTransformation,
-        exchange: optax.GradientTransformation | None,
-        fragments: int,
-        blend: float,
-    ):
-        """Check the arguments, and add to the layout that the replica dim is sharded over the mesh axis ``over``;
-        nothing is compiled yet. :func:`meshpar.train.local_sgd` describes the arguments.
+    step: Callable[..., Any]
+    mesh: Mesh
+    layout: Layout
+    options: StepOptions
+    replicas: int
+    every: int
+    tx: optax.GradientTransformation
+    exchange: optax.GradientTransformationExtraArgs | None
+    fragments: int
+    blend: float
+    inner: Any = field(default=None, init=False)
+    outer: Any = field(default=None, init=False)
 
-        Raises:
-          MeshError: the mesh has no such axis, or no devices.
-          AxisConflictError: a rule of the layout uses the axis.
-          UnsupportedError: ``every`` is below 1, ``fragments`` is not in 1..``every``, ``blend`` is not above 0 and at most 1, or
-            an option of :data:`OWN_OPTIONS` is given.
-        """
-        if not isinstance(mesh, Mesh):
-            raise MeshError(f"{API} trains on devices, and an abstract mesh has none", fixes=['mesh="slice=2, data=4"'])
-        if over not in mesh.shape:
-            raise MeshError(
-                f"{API}: the mesh has no axis `{over}`",
-                axis=over,
-                fixes=[f"over= one of {', '.join(mesh.shape)}, or a mesh with the axis `{over}`"],
-            )
-        taken = next((r for r in layout.rules if over in r.axes), None)
-        if taken is not None:
-            raise AxisConflictError(
-                f"{API} takes the axis `{over}` for its replicas, but the rule `{taken}` asks for it as well",
-                axis=over,
-                rule=str(taken),
-                fixes=[f"leave `{over}` out of the layout: replicas are independent"],
-            )
-        if every < 1:
-            raise UnsupportedError(
-                f"{API}: every={every}, which must be at least 1", fixes=["every=500, as DiLoCo has it"]
-            )
-        if not 1 <= fragments <= every:
-            raise UnsupportedError(
-                f"{API}: fragments={fragments} with every={every}: each fragment has one outer step in every {every} steps",
-                fixes=[f"fragments from 1 to {every}"],
-            )
-        if not 0 < blend <= 1:
-            mean = "blend=1.0: replicas continue from the outer parameters; blend=0.5: from the mean of these and their own"
-            raise UnsupportedError(f"{API}: blend={blend}, which must be above 0 and at most 1", fixes=[mean])
-        if own := [name for name in OWN_OPTIONS if getattr(options, name) is not None]:
-            raise UnsupportedError(
-                f"{API} donates the state, and has no static arguments: {', '.join(own)}", fixes=["leave it out"]
-            )
-        self.step, self.every, self.tx, self.mesh, self.options = step, every, outer, mesh, options
-        self.exchange = None if exchange is None else optax.with_extra_args_support(exchange)
-        self.fragments, self.blend = fragments, blend
-        self.replicas = mesh.shape[over]
-        self.layout = Layout(layout, optional=True).with_first([Rule(REPLICA, (over,))])
-        self._names = list(inspect.signature(step).parameters)
-        self.inner: Any = None
-        self.outer: Any = None
+    @functools.cached_property
+    def _names(self) -> list[str]:
+        """The names of the step's arguments."""
+        return list(inspect.signature(self.step).parameters)
 
     def _jitted(self, fn: Callable[..., Any], dims: Mapping[str, DimsLike], init: bool = False, **options: Any) -> Any:
         """A function of the replicated state on the mesh of the replicas."""
@@ -209,11 +189,15 @@ class LocalSgd:
                 made["exchange"] = self._per_fragment(self.exchange.init, stacked)
             return made
 
+        def jitted(*args: Any) -> Any:
+            leaves, _ = by_name(jax.eval_shape(create, *args))
+            return self._jitted(make, self._all_dims(leaves), init=True)
+
         @functools.wraps(create)
         def made(*args: Any) -> Any:
-            return self._init_of(create, make, args)(*args)
+            return jitted(*args)(*args)
 
-        made.abstract = lambda *args: self._init_of(create, make, args).abstract(*args)  # type: ignore[attr-defined]
+        made.abstract = lambda *args: jitted(*args).abstract(*args)  # type: ignore[attr-defined]
         return made
 
     def _per_fragment(self, init: Callable[[Any], Any], params: dict[str, Any]) -> Any:
@@ -243,10 +227,6 @@ class LocalSgd:
             found[k].append(path)
             done += size
         return found
-
-    def _init_of(self, create: Callable[..., Any], make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        leaves, _ = by_name(jax.eval_shape(create, *args))
-        return self._jitted(make, self._all_dims(leaves), init=True)
 
     def _params(self, state: Any) -> dict[str, Any]:
         """path → value of the leaves of a state that are parameters.
@@ -370,47 +350,43 @@ class LocalSgd:
         self.inner = self._jitted(inner, dims, donate_argnums=0)
 
         donated = ("inner", "anchor", "outer", *(["exchange"] if self.exchange else []))
-        self.outer = self._jitted(
-            self._outer_step(), self._all_dims(one), donate_argnames=donated, static_argnames="fragment"
-        )
+        how = {"donate_argnames": donated, "static_argnames": "fragment"}
+        self.outer = self._jitted(self._outer_step, self._all_dims(one), **how)
 
-    def _outer_step(self) -> Callable[..., dict[str, Any]]:
-        """The function that :attr:`outer` compiles."""
+    def _outer_step(
+        self, inner: Any, anchor: Any, outer: Any, exchange: Any = None, fragment: int = 0
+    ) -> dict[str, Any]:
+        """One outer step of a fragment: the outer optimizer receives the anchor minus the replicas' mean, and every
+        replica continues from the new anchor, or from a mean of it and its own parameters.
 
-        def outer_step(inner: Any, anchor: Any, outer: Any, exchange: Any = None, fragment: int = 0) -> dict[str, Any]:
-            """One outer step of a fragment: the outer optimizer receives the anchor minus the replicas' mean, and every
-            replica continues from the new anchor, or from a mean of it and its own parameters.
+        Args:
+          inner: the state, every leaf [replica, …].
+          anchor: the parameters after the previous outer step.
+          outer, exchange: the states of the outer optimizer and of the exchange.
+          fragment: index of the fragment.
 
-            Args:
-              inner: the state, every leaf [replica, …].
-              anchor: the parameters after the previous outer step.
-              outer, exchange: the states of the outer optimizer and of the exchange.
-              fragment: index of the fragment.
-
-            Returns:
-              ``{"inner": …, "anchor": …, "outer": …}`` (and ``exchange``), with the structure of the arguments.
-            """
-            replicas, back = by_name(inner)
-            anchors, to_anchor = by_name(anchor)
-            began = {p: anchors[p] for p in self._fragments(anchors)[fragment]}
-            states = {"outer": outer} if self.exchange is None else {"outer": outer, "exchange": exchange}
-            own = {name: state if self.fragments == 1 else state[fragment] for name, state in states.items()}
-            if self.exchange is None:
-                moved = {p: x - wide(replicas[p]).mean(0).astype(x.dtype) for p, x in began.items()}
-            else:
-                changes = nested({p: x - replicas[p] for p, x in began.items()})
-                mean: Any
-                mean, own["exchange"] = self.exchange.update(changes, own["exchange"], nested(began))
-                moved = flat(mean)
-            updates, own["outer"] = self.tx.update(nested(moved), own["outer"], nested(began))
-            ends: Any = optax.apply_updates(nested(began), updates)
-            ends = flat(ends)
-            if self.fragments > 1:
-                own = {name: (*x[:fragment], own[name], *x[fragment + 1 :]) for name, x in states.items()}
-            new = {p: self._blended(replicas[p], x) for p, x in ends.items()}
-            return {"inner": back({**replicas, **new}), "anchor": to_anchor({**anchors, **ends}), **own}
-
-        return outer_step
+        Returns:
+          ``{"inner": …, "anchor": …, "outer": …}`` (and ``exchange``), with the structure of the arguments.
+        """
+        replicas, back = by_name(inner)
+        anchors, to_anchor = by_name(anchor)
+        began = {p: anchors[p] for p in self._fragments(anchors)[fragment]}
+        states = {"outer": outer} if self.exchange is None else {"outer": outer, "exchange": exchange}
+        own = {name: state if self.fragments == 1 else state[fragment] for name, state in states.items()}
+        if self.exchange is None:
+            moved = {p: x - wide(replicas[p]).mean(0).astype(x.dtype) for p, x in began.items()}
+        else:
+            changes = nested({p: x - replicas[p] for p, x in began.items()})
+            mean: Any
+            mean, own["exchange"] = self.exchange.update(changes, own["exchange"], nested(began))
+            moved = flat(mean)
+        updates, own["outer"] = self.tx.update(nested(moved), own["outer"], nested(began))
+        ends: Any = optax.apply_updates(nested(began), updates)
+        ends = flat(ends)
+        if self.fragments > 1:
+            own = {name: (*x[:fragment], own[name], *x[fragment + 1 :]) for name, x in states.items()}
+        new = {p: self._blended(replicas[p], x) for p, x in ends.items()}
+        return {"inner": back({**replicas, **new}), "anchor": to_anchor({**anchors, **ends}), **own}
 
     def _blended(self, own: jax.Array, outer: jax.Array) -> jax.Array:
         """Parameters [replica, …] from which replicas continue: a mean of their own and the outer ones."""

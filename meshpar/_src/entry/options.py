@@ -128,7 +128,14 @@ class StepOptions:
 
     def __post_init__(self) -> None:
         """Check the options, and replace each by its normal form (parsed dims, a dict of compiler options, …)."""
-        check_lowering(self.lowering, self.overlap)
+        check_choice("lowering", self.lowering, ("auto", *LOWERINGS), "lowerings")
+        check_choice("overlap", self.overlap, (*MODES, None), "modes")
+        if self.lowering == "jit" and self.overlap in ("ring", "pallas"):
+            raise UnsupportedError(
+                f'overlap={self.overlap!r} belongs to lowering="shard_map": in lowering="jit" XLA partitions, and decides what '
+                "overlaps",
+                fixes=['leave lowering out, or lowering="shard_map"', "or leave overlap out"],
+            )
         check_choice("schedule", self.schedule, SCHEDULES, "schedules")
         check_choice("gather", self.gather, (*GATHERS, None), "values of gather")
         normalized = {
@@ -175,17 +182,6 @@ def path_dims(dims: DimsPatterns, names: Mapping[str, str | None] | None = None)
       LayoutSyntaxError: something else.
     """
     return dims if isinstance(dims, PathDims) else PathDims(dims, names)
-
-
-def check_lowering(lowering: Any, overlap: Any) -> None:
-    """Raise UnsupportedError for an unknown ``lowering`` or ``overlap``, or for a pair that cannot be combined."""
-    check_choice("lowering", lowering, ("auto", *LOWERINGS), "lowerings")
-    check_choice("overlap", overlap, (*MODES, None), "modes")
-    if lowering == "jit" and overlap in ("ring", "pallas"):
-        raise UnsupportedError(
-            f'overlap={overlap!r} belongs to lowering="shard_map": in lowering="jit" XLA partitions, and decides what overlaps',
-            fixes=['leave lowering out, or lowering="shard_map"', "or leave overlap out"],
-        )
 
 
 def selected_arguments(signature: inspect.Signature | None, nums: Any, names: Any, what: str) -> frozenset[int | str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import difflib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -73,12 +74,11 @@ def load_target(text: str, options: Mapping[str, Any] | None = None, arguments: 
     offered = dict(layouts) if isinstance(layouts, Mapping) else {}
     if arguments is None:
         returned, options = _called(text, module, function, options, _SHAPE)
-        match returned:
-            case (step, tuple() | list() as args, *dims) if (
-                isinstance(returned, tuple) and callable(step) and len(dims) < 2
-            ):
-                return Target(text, step, tuple(args), dims[0] if dims else None, offered, options)
-        raise TargetError(f"{text} returned {_kind(returned)}", fixes=[_SHAPE])
+        step, args, *dims = returned if isinstance(returned, tuple) and len(returned) in (2, 3) else (None, None)
+        if callable(step) and isinstance(args, tuple | list):
+            return Target(text, step, tuple(args), dims[0] if dims else None, offered, options)
+        kind = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
+        raise TargetError(f"{text} returned {kind}", fixes=[_SHAPE])
     where = arguments if ":" in arguments else f"{text.rpartition(':')[0]}:{arguments}"
     args, options = _called(where, *_function(where), options, "it returns the tuple of the step's arguments")
     return Target(text, function, tuple(args) if isinstance(args, tuple | list) else (args,), None, offered, options)
@@ -124,12 +124,9 @@ def _called(
             f"{text} cannot be called without arguments, or with the ones from --set: {e}",
             fixes=[*_similar_options(e, defaults, module), returns, *([of_step] if returns is _SHAPE else [])],
         ) from None
-    except ValueError:
-        pass  # a builtin without a signature
     with without_gc():
-        returned = failing_as_target(
-            text, lambda: function(**(options or {})), lambda e: _similar_options(e, defaults, module)
-        )
+        similar = functools.partial(_similar_options, defaults=defaults, module=module)
+        returned = failing_as_target(text, lambda: function(**(options or {})), similar)
     return returned, {**defaults, **(options or {})}
 
 
@@ -163,10 +160,6 @@ def failing_as_target(
         first = next(iter(str(e).splitlines()), "")
         fixes = [*fixes_of(e), "--debug shows the traceback"]
         raise TargetError(f"{name} fails: {type(e).__name__}: {first}", source=line, fixes=fixes) from e
-
-
-def _kind(x: Any) -> str:
-    return f"{len(x)} values" if isinstance(x, tuple) else f"a {type(x).__name__}"
 
 
 def _file(where: str) -> ModuleType:

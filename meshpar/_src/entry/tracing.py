@@ -33,16 +33,7 @@ from ..program.ir import Join
 from ..program.naming import inferred_dims, patterns_of
 from ..program.primitives import rename_dims_p
 from ..program.roles import name_parameters
-from .arguments import (
-    ArgumentPath,
-    Call,
-    Fixed,
-    check_fixed,
-    is_static,
-    join_leaves,
-    named_arguments,
-    with_statics,
-)
+from .arguments import ArgumentPath, Call, Fixed, check_fixed, is_static, join_leaves, named_arguments, with_statics
 
 
 @dataclass(eq=False, slots=True)
@@ -129,8 +120,6 @@ def trace_call(
                 path=leaf.path,
                 fixes=["pass its value, ref[...], return the new one, and write that: ref[...] = step(ref[...])"],
             )
-    if len(named) != len(call.leaf_keys):
-        raise AssertionError("paths and leaves do not match")
     arrays = [
         (_abstract(*cast(tuple, key)), leaf)
         for leaf, key in zip(named, call.leaf_keys, strict=True)
@@ -144,7 +133,7 @@ def trace_call(
         check_fixed(call.dynamic, argument_path)
     traced_as(flat, flat.fn, [leaf.path for leaf in named])
     with _explained_errors(named):
-        closed, shapes, out_leaves, explicit, constrained = _trace_on(mesh, flat, [x for x, _ in arrays], patterns)
+        closed, shapes, _, explicit, constrained = _trace_on(mesh, flat, [x for x, _ in arrays], patterns)
     if any(map(is_ref, closed.consts)):
         raise UnsupportedError(
             f"{getattr(flat.fn, '__name__', 'the step')} closes over a mutable array (jax.Ref): a sharded step cannot use it",
@@ -166,17 +155,14 @@ def trace_call(
         }
     carried |= rename_leaves(results, patterns) | constrained
     if (unknown := patterns.names.keys() - carried) and not init:
+        of_model = (
+            f"the names that it has: {', '.join(sorted(carried))}" if carried else "it has no names: give some, dims=…"
+        )
         raise UnknownDimError(
             f"names={{{min(unknown)!r}: …}}: no metadata and no constraint of the model has this name",
             dim=min(unknown),
-            fixes=[
-                f"the names that it has: {', '.join(sorted(carried))}"
-                if carried
-                else "it has no names: give some, dims=…"
-            ],
+            fixes=[of_model],
         )
-    if len(results) != len(out_leaves):
-        raise AssertionError("paths and results do not match")
     hidden = argument_path(0)[0] if len(argument_path(0)) > 1 else None
     # a renamed result has its new names, not the names of the input of equal path
     renamed = {id(eqn.outvars[0]) for eqn in closed.jaxpr.eqns if eqn.primitive is rename_dims_p and not init}

@@ -92,29 +92,23 @@ def _run(args: argparse.Namespace) -> int:
     """
     console = Console()
     file = args.table or tuning.path()
-    if args.list:
-        try:
-            tables = tuning.merge(tuning.read(tuning.SHIPPED), tuning.read(file))
-        except ValueError as error:
-            raise TargetError(str(error), fixes=["`meshpar tune-kernels --help` lists the options"]) from None
-        _show(tables, file, console)
-        return 0
-    wanted = list(matmul_keys(args.shape))
-    platform = tuner.platform()
-    if not platform:
+    wanted = [] if args.list else list(matmul_keys(args.shape))
+    platform = "" if args.list else tuner.platform()
+    if not (args.list or platform):
+        analytic = "kernels without an entry take the analytic choice"
         raise TargetError(
             "tune-kernels: JAX finds no TPU and no NVIDIA GPU here, so there is nothing to time",
-            fixes=[
-                "run it on the machine whose kernels are to be tuned; kernels without an entry take the analytic choice"
-            ],
+            fixes=[f"run it on the machine whose kernels are to be tuned; {analytic}"],
         )
-
     try:
-        bench = functools.partial(tuner.isolated_bench, dtype=args.dtype)
-        found = tune_matmuls(wanted, args.dtype, platform, device_kind(), bench, file, console)
+        if args.list:
+            tables = tuning.merge(tuning.read(tuning.SHIPPED), tuning.read(file))
+        else:
+            bench = functools.partial(tuner.isolated_bench, dtype=args.dtype)
+            tables = tune_matmuls(wanted, args.dtype, platform, device_kind(), bench, file, console)
     except ValueError as error:  # the file's
         raise TargetError(str(error), fixes=["`meshpar tune-kernels --help` lists the options"]) from None
-    _show(found, file, console)
+    _show(tables, file, console)
     return 0
 
 

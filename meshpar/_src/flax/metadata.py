@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ...errors import RankError
 from ..compat import nnx
 from ..compat.jax import axes_of_spec, is_graph_node, patched_constraints
-from ..dims import Dims, PartKey, PathDims, fit_dims, format_dims, join_path, parse_dims
+from ..dims import Dims, PathDims, fit_dims, format_dims, join_path, parse_dims
 from ..program.primitives import name_dims_p, place_p
 
 OPT_NAMES = frozenset({"opt", "opt_state", "optimizer", "optimizer_state"})
@@ -79,6 +79,11 @@ class _PureState:
     @classmethod
     def tree_unflatten(cls, tree: Any, leaves: Any) -> _PureState:
         return cls(leaves, tree)
+
+
+def variables(x: Any) -> Any:
+    """A tree as it is; an nnx module by its ``nnx.state``."""
+    return nnx.state(x) if is_graph_node(x) else x
 
 
 def pure_states(tree: Any) -> Any:
@@ -186,12 +191,7 @@ def _as_names(names: Any) -> Dims | None:
 
 def key_text(key: Any) -> str:
     """A component of a tree path as text."""
-    if isinstance(key, PartKey):
-        return str(key)
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
+    return jax.tree_util.keystr((key,), simple=True)
 
 
 @contextlib.contextmanager
