@@ -40,9 +40,8 @@ def test_no_scatter_sends_more_than_it_must(chip, volume):
 def test_where_there_is_nothing_to_choose():
     for op in ("all-gather", "all-reduce", "all-to-all"):
         assert choose_algorithm(op, BIG, [X, Y], CHIPS["v5e"]) == ("native", "")
-    assert choose_algorithm("reduce-scatter", BIG, [X], CHIPS["v5e"]) == ("native", "")
-    assert choose_algorithm("reduce-scatter", BIG, [X, Stage(1)], CHIPS["v5e"]) == ("native", "")
-    assert choose_algorithm("reduce-scatter", 0.0, [X, Y], CHIPS["v5e"]) == ("native", "")
+    for volume, stages in ((BIG, [X]), (BIG, [X, Stage(1)]), (0.0, [X, Y])):
+        assert choose_algorithm("reduce-scatter", volume, stages, CHIPS["v5e"]) == ("native", "")
     assert choose_algorithm("reduce-scatter", BIG, [Stage(2), Stage(4)], None)[0] == "staged"  # CPUs, two axes
 
 
@@ -70,10 +69,8 @@ def test_between_slices_what_is_sent_is_the_smallest():
 
 def test_the_default_of_fsdp_is_staged():
     plan = plan_of("data=128", "v5p:4x4x8", "batch: data; embed: data")
-    assert [(c.op, c.algorithm) for c in plan.collectives if len(c.shape) == 2] == [
-        ("all-gather", "native"),
-        ("reduce-scatter", "staged"),
-    ]
+    found = [(c.op, c.algorithm) for c in plan.collectives if len(c.shape) == 2]
+    assert found == [("all-gather", "native"), ("reduce-scatter", "staged")]
 
 
 def test_phases_send_together_what_one_collective_over_all_stages_would():
@@ -107,17 +104,15 @@ def test_every_algorithm_emits_the_blocks_of_one_psum_scatter(name, groups, dim)
     mesh = mp.mesh("a=2, b=2, c=2")
     x = jax.random.randint(jax.random.key(0), (8, 16, 24), -9, 9).astype(jnp.float32)
 
-    def run(emit):
-        spec = P(*[("a", "b", "c") if i == dim else None for i in range(2)])
-        return jax.shard_map(
-            lambda x: emit(x[0]), mesh=mesh, in_specs=P(("a", "b", "c")), out_specs=spec, check_vma=False
-        )
+    axes = ("a", "b", "c")
 
-    def by_algorithm(x):
-        return ALGORITHMS[name].reduce_scatter(x, ("a", "b", "c"), dim, between=("a",))
+    def scatter(x):
+        return ALGORITHMS[name].reduce_scatter(x[0], axes, dim, between=("a",))
 
-    np.testing.assert_array_equal(run(by_algorithm)(x), np.asarray(x).sum(0))
-    sent = [e for e in jaxpr_of(run(by_algorithm), x) if e.primitive.name == "reduce_scatter"]
+    spec = P(*[axes if i == dim else None for i in range(2)])
+    run = jax.shard_map(scatter, mesh=mesh, in_specs=P(axes), out_specs=spec, check_vma=False)
+    np.testing.assert_array_equal(run(x), np.asarray(x).sum(0))
+    sent = [e for e in jaxpr_of(run, x) if e.primitive.name == "reduce_scatter"]
     axes = [e.params["axis_name"] for e in sent]
     sizes = [math.prod(mesh.shape[n] for n in ((a,) if isinstance(a, str) else a)) for a in axes]
     assert sizes == groups
