@@ -135,10 +135,8 @@ def _compare(candidates: Sequence[Candidate], tolerance: float, tell: Callable[[
         try:
             outs = jax.block_until_ready(subject.sharded(_placed(subject)))
         except jax.errors.JaxRuntimeError as e:
-            raise CompilerError(
-                f"{candidate.name} does not run: {str(e).splitlines()[0]}",
-                fixes=["a smaller batch, or a layout that splits more"],
-            ) from e
+            fix = "a smaller batch, or a layout that splits more"
+            raise CompilerError(f"{candidate.name} does not run: {str(e).splitlines()[0]}", fixes=[fix]) from e
         if not first:
             first = [host(x) for x in outs]
             continue

@@ -148,10 +148,8 @@ class _Reader:
                             f"the dims of `{leaf}`: {' '.join(named)!r}", path=leaf, shape=shape,
                             fixes=[f"name all of `{' '.join(named)}`, each once"])  # fmt: skip
         if len(self.stacked) > 1:
-            raise LayoutSyntaxError(
-                f"rule {name!r}: one {{dim}} of a name is stacked",
-                fixes=["stack one dim, and name the others in the rule's dims"],
-            )
+            fix = "stack one dim, and name the others in the rule's dims"
+            raise LayoutSyntaxError(f"rule {name!r}: one {{dim}} of a name is stacked", fixes=[fix])
         self.size = dict(zip(named, shape, strict=True))
         self.axis = {d: i for i, d in enumerate(named)}
         self.order = mine

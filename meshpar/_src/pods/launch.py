@@ -106,10 +106,8 @@ def _check(job: Job) -> None:
     if job.processes < 1:
         raise TargetError(f"-n {job.processes}: at least one process", fixes=["-n 2"])
     if job.devices is not None and job.devices % job.processes:
-        raise TargetError(
-            f"--devices {job.devices} does not divide over {job.processes} processes",
-            fixes=[f"--devices {max(1, job.devices // job.processes) * job.processes}"],
-        )
+        fix = f"--devices {max(1, job.devices // job.processes) * job.processes}"
+        raise TargetError(f"--devices {job.devices} does not divide over {job.processes} processes", fixes=[fix])
     if job.processes % job.slices:
         raise TargetError(
             f"--slices {job.slices} does not divide {job.processes} processes", fixes=["--slices that divides -n"]
@@ -119,10 +117,8 @@ def _check(job: Job) -> None:
             f"--min {job.least}: between 1 and {job.processes}", fixes=[f"--min {job.processes}: all of them"]
         )
     if job.lose is not None and not 0 <= job.lose[0] < job.slices:
-        raise TargetError(
-            f"--lose {job.lose[0]}@{job.lose[1]}: slices are 0 to {job.slices - 1}",
-            fixes=["--lose SLICE@CALL, with a slice below --slices"],
-        )
+        fix = "--lose SLICE@CALL, with a slice below --slices"
+        raise TargetError(f"--lose {job.lose[0]}@{job.lose[1]}: slices are 0 to {job.slices - 1}", fixes=[fix])
 
 
 def _next_count(job: Job, count: int, end: _End) -> int | None:
