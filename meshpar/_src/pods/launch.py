@@ -94,7 +94,7 @@ def launch(job: Job) -> int:
             after = _next_count(job, count, end)
             free = end.status == USAGE and attempt > 0  # a number of processes that does not fit: no restart
             again = after is not None and (free or (end.status == RESTARTABLE and left > 0))
-            _show(end, logs, f"starting again with {_of(after)}" if again else None)
+            _show(end, logs, f"starting again with {after} process{'es' * (after != 1)}" if again else None)
             if not again or after is None:
                 return end.status
             left -= not free
@@ -128,10 +128,6 @@ def _next_count(job: Job, count: int, end: _End) -> int | None:
     lost = job.processes // job.slices if job.slices > 1 else max(1, len(end.lost))
     after = count - (1 if end.status == USAGE else lost)
     return after if after >= job.least else None
-
-
-def _of(count: int | None) -> str:
-    return f"{count} process{'es' * (count != 1)}"
 
 
 # -- one attempt
@@ -224,11 +220,9 @@ def _judge(codes: dict[int, int], lost: list[int], logs: Path) -> _End:
 def _start(job: Job, count: int, attempt: int, p: int, logs: Path, port: int) -> subprocess.Popen[bytes]:
     """Start process ``p`` of ``count``, with its settings in the environment and its output in
     ``logs/process-<p>.log``."""
-    env = dict(os.environ)
-    env.update({
-        PROCESS: str(p), COUNT: str(count), ADDRESS: f"127.0.0.1:{port}", TIMEOUT: str(job.timeout), STUCK: str(job.stuck),
-        CAUSES: str(logs), "MESHPAR_ATTEMPT": str(attempt), "PYTHONUNBUFFERED": "1",
-    })  # fmt: skip
+    group = {PROCESS: str(p), COUNT: str(count), ADDRESS: f"127.0.0.1:{port}", "MESHPAR_ATTEMPT": str(attempt)}
+    limits = {TIMEOUT: str(job.timeout), STUCK: str(job.stuck)}
+    env = {**os.environ, **group, **limits, CAUSES: str(logs), "PYTHONUNBUFFERED": "1"}
     env.pop(LOSE, None)
     if job.lose is not None and attempt == 0 and p * job.slices // count == job.lose[0]:
         env[LOSE] = str(job.lose[1])
@@ -236,9 +230,8 @@ def _start(job: Job, count: int, attempt: int, p: int, logs: Path, port: int) ->
     if devices:
         env[DEVICES] = str(devices)
     with (logs / f"process-{p}.log").open("wb") as log:
-        return subprocess.Popen(
-            job.command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+        none, same = subprocess.DEVNULL, subprocess.STDOUT
+        return subprocess.Popen(job.command, env=env, stdin=none, stdout=log, stderr=same, start_new_session=True)
 
 
 def _devices_of_each(job: Job) -> int | None:
