@@ -278,8 +278,9 @@ def agree(name: str, facts: Mapping[str, _Lines], shared: Mapping[str, _Lines]) 
     texts = exchange(f"say its {field}", mine if process_index() in asked else "")
     values = dict(zip(asked, _first_difference(*(texts[p].split("\n") for p in asked)), strict=True))
     Store().barrier(f"meshpar/read/{_rounds['main']}", 5.0)  # the texts go with process 0, which must not leave first
-    head = f"the processes disagree about the {field} of `{name}`" if group is None else (
-        f"arguments of `{name}` that processes {group} hold copies of are not the same in them")  # fmt: skip
+    head = f"the processes disagree about the {field} of `{name}`"
+    if group is not None:
+        head = f"arguments of `{name}` that processes {group} hold copies of are not the same in them"
     rows = [f"  process {p}  {text}" for p, text in values.items()]
     error = AgreementError("\n".join([head, *rows]), fixes=[*_FIXES.get(field, _ANY_FIX)])
     error.process, error.field, error.values = asked[1], field, values

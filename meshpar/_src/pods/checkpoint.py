@@ -605,8 +605,8 @@ class _DamagedError(CheckpointError):
     """A checkpoint that is not as it was written; others may be."""
 
 
-_NO_PROOF = ("PERMISSION_DENIED|RESOURCE_EXHAUSTED|UNAVAILABLE|UNAUTHENTICATED|DEADLINE_EXCEEDED|CANCELLED|ABORTED|INTERNAL|"
-             "UNKNOWN|UNIMPLEMENTED")  # fmt: skip
+_NO_PROOF = "PERMISSION_DENIED|RESOURCE_EXHAUSTED|UNAVAILABLE|UNAUTHENTICATED|DEADLINE_EXCEEDED|CANCELLED|ABORTED"
+_NO_PROOF += "|INTERNAL|UNKNOWN|UNIMPLEMENTED"
 _PROOF = "DATA_LOSS|NOT_FOUND|OUT_OF_RANGE|FAILED_PRECONDITION|INVALID_ARGUMENT|Error decoding|Error parsing"
 """Status codes of tensorstore, and its texts for bytes that are not of its format. The metadata was read before: the folder is
 present, and a missing file is damage."""
