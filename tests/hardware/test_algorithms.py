@@ -67,12 +67,6 @@ def test_between_slices_what_is_sent_is_the_smallest():
     assert c.to_dict()["why"] == c.why
 
 
-def test_the_default_of_fsdp_is_staged():
-    plan = plan_of("data=128", "v5p:4x4x8", "batch: data; embed: data")
-    found = [(c.op, c.algorithm) for c in plan.collectives if len(c.shape) == 2]
-    assert found == [("all-gather", "native"), ("reduce-scatter", "staged")]
-
-
 def test_phases():
     assert [ALGORITHMS[name].phases([True, False, False]) for name in ("native", "staged", "hierarchical")] == [
         [[0, 1, 2]], [[0], [1], [2]], [[1], [2], [0]],

@@ -51,13 +51,6 @@ def test_what_clouds_call_slices(name, slice_, devices):
     assert device_count(name) == device_count(slice_) == devices
 
 
-def test_a_plan_by_a_clouds_name_is_the_plan_of_that_slice():
-    how = {"mesh": "data=-1", "layout": "batch: data", "dims": {"x": "batch _"}}
-    plans = [mp.plan(lambda x: x.sum(), np.zeros((64, 32)), topology=t, **how) for t in ("v5litepod-16", "v5e:4x4")]
-    assert plans[0].torus == plans[1].torus
-    assert plans[0].seconds == plans[1].seconds > 0
-
-
 @pytest.mark.parametrize(
     ("text", "near"),
     [

@@ -55,8 +55,6 @@ _FIXES = {
 }  # fmt: skip
 _ANY_FIX = ["run one script, with the same arguments, in every process"]
 
-_Lines = Sequence[str]
-
 
 @dataclass(eq=False, slots=True)
 class Sheet:
@@ -124,7 +122,7 @@ def _bytes(x: np.ndarray, most: int = 1 << 22) -> bytes:
 # -- the facts
 
 
-def facts_of(sheet: Sheet, leaves: Sequence[Any]) -> tuple[dict[str, _Lines], dict[str, _Lines]]:
+def facts_of(sheet: Sheet, leaves: Sequence[Any]) -> tuple[dict[str, Sequence[str]], dict[str, Sequence[str]]]:
     """(facts that must be equal everywhere, facts of arrays that some processes share, by ``"0,1,3"``); each as lines."""
     plan, code = sheet.plan, sheet.fn
     assert isinstance(plan.mesh, Mesh)
@@ -132,7 +130,7 @@ def facts_of(sheet: Sheet, leaves: Sequence[Any]) -> tuple[dict[str, _Lines], di
     closed = plan.program.closed
     devices = list(plan.mesh.devices.flat)
     host, shared = _values(inputs, leaves)
-    facts: dict[str, _Lines] = {
+    facts: dict[str, Sequence[str]] = {
         "versions": [versions()],
         "settings": settings(),
         "function": [f"{getattr(code, '__module__', '?')}.{getattr(code, '__qualname__', code)}"],
@@ -186,7 +184,7 @@ def _value_text(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)} {hashlib.sha256(_bytes(x, 1 << 26)).hexdigest()[:16]} [{some}, …]"
 
 
-def _values(paths: Sequence[str], leaves: Sequence[Any]) -> tuple[list[str], dict[str, _Lines]]:
+def _values(paths: Sequence[str], leaves: Sequence[Any]) -> tuple[list[str], dict[str, Sequence[str]]]:
     """(lines of the values of host arguments; process group → lines with digests of the shards that all processes of the group
     have)."""
     host: list[str] = []
@@ -253,7 +251,7 @@ def exchange(name: str, value: Any, combine: Callable[[list[Any]], Any] = list, 
     return json.loads(_wait(store, f"{now}/result", name, 0))
 
 
-def agree(name: str, facts: Mapping[str, _Lines], shared: Mapping[str, _Lines]) -> None:
+def agree(name: str, facts: Mapping[str, Sequence[str]], shared: Mapping[str, Sequence[str]]) -> None:
     """Compare facts with all other processes; all must call it.
 
     Args:
