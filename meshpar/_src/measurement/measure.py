@@ -67,10 +67,9 @@ def calibrate(
         raise UnsupportedError(f"rounds={rounds!r}: at least 1", fixes=["rounds=9"])
     devices = {d for c in candidates for d in c.subject.plan.mesh.devices.flat}  # type: ignore[union-attr]
     if len(devices) == 1:
-        raise MeshError(
-            "mp.hardware.calibrate was given one device, on which all layouts are the same program",
-            fixes=["mp.virtual_devices(8) before the first use of a device, for CPU stand-ins", "or a mesh of more devices"],
-        )  # fmt: skip
+        text = "mp.hardware.calibrate was given one device, on which all layouts are the same program"
+        fix = "mp.virtual_devices(8) before the first use of a device, for CPU stand-ins"
+        raise MeshError(text, fixes=[fix, "or a mesh of more devices"])
     kinds = {d.device_kind for d in devices}
     if len(kinds) > 1:
         raise UnsupportedError(

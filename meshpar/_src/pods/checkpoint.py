@@ -649,11 +649,9 @@ def _read(path: str, step: int, like: Any, partial: bool) -> tuple[Any, dict[str
     found = exchange("the digests of a restored checkpoint", digests.totals(), digests.texts)
     for p in arrays:
         if found[p] != saved[p]["digest"]:
-            raise DigestError(
-                f"checkpoint {step} in {path} is damaged: `{p}` differs from its saved digest",
-                path=p, shape=saved[p]["shape"],
-                fixes=["restore an older one: restore(…, step=…)", f"meshpar checkpoint verify {path}"],
-            )  # fmt: skip
+            text = f"checkpoint {step} in {path} is damaged: `{p}` differs from its saved digest"
+            fixes = ["restore an older one: restore(…, step=…)", f"meshpar checkpoint verify {path}"]
+            raise DigestError(text, path=p, shape=saved[p]["shape"], fixes=fixes)
     return back({p: _restored(p, arrays.get(p), x, saved[p]) for p, x in wanted.items()}), facts
 
 
@@ -714,11 +712,10 @@ def _compare(path: str, step: int, wanted: Mapping[str, Any], saved: Mapping[str
         shape, dtype = saved[p]["shape"], saved[p]["dtype"]
         mine = str(x.dtype) if hasattr(x, "dtype") else type(x).__name__
         if list(np.shape(x)) != shape or (mine != dtype and _array_dtype(mine) != _array_dtype(dtype)):
-            dims = saved[p].get("dims")
-            raise CheckpointError(
-                f"`{p}` was saved as {dtype}{shape}{f' ({dims})' if dims else ''}, and is wanted as {mine}{list(np.shape(x))}",
-                path=p, fixes=["make the model as it was when it was saved", "meshpar checkpoint show prints what there is"],
-            )  # fmt: skip
+            dims = f" ({saved[p]['dims']})" if saved[p].get("dims") else ""
+            text = f"`{p}` was saved as {dtype}{shape}{dims}, and is wanted as {mine}{list(np.shape(x))}"
+            fixes = ["make the model as it was when it was saved", "meshpar checkpoint show prints what there is"]
+            raise CheckpointError(text, path=p, fixes=fixes)
     more = sorted(saved.keys() - wanted.keys())
     if more and not partial:
         others = f" and {len(more) - 1} more" if len(more) > 1 else ""
@@ -738,10 +735,9 @@ def _target(x: Any, path: str) -> jax.ShapeDtypeStruct | None:
     try:
         sharding.shard_shape(tuple(x.shape))
     except ValueError as error:
-        raise CheckpointError(
-            f"`{path}` cannot be restored with the sharding of like: {str(error).splitlines()[0]}", path=path, shape=x.shape,
-            fixes=["shard another dim of it: mp.init(…).abstract(…) gives shardings that divide"],
-        ) from None  # fmt: skip
+        text = f"`{path}` cannot be restored with the sharding of like: {str(error).splitlines()[0]}"
+        fix = "shard another dim of it: mp.init(…).abstract(…) gives shardings that divide"
+        raise CheckpointError(text, path=path, shape=x.shape, fixes=[fix]) from None
     data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(x.shape, x.dtype)) if is_key(x) else x
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
 

@@ -317,10 +317,8 @@ class Batches:
         return {"position": position, **self._order(), "sample": self._sample}
 
     def _order(self) -> dict[str, Any]:
-        return {
-            "seed": self.seed, "batch": self.batch, "rows": self.rows, "last": self.last,
-            "order": ORDER if self.shuffle else "as it is",
-        }  # fmt: skip
+        order = ORDER if self.shuffle else "as it is"
+        return {"seed": self.seed, "batch": self.batch, "rows": self.rows, "last": self.last, "order": order}
 
     def go_to(self, facts: Mapping[str, Any]) -> None:
         """Set :attr:`position` to the position that a checkpoint's metadata (``position_facts``) has.
