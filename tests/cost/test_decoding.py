@@ -9,13 +9,8 @@ import pytest
 import meshpar as mp
 
 E, M, B, C = 1024, 8192, 16, 4096
-DIMS = {
-    "w/up": "embed mlp",
-    "w/down": "mlp embed",
-    "w/table": "vocab embed",
-    "cache": "batch cache embed",
-    "token": "batch",
-}
+WEIGHTS = {"w/up": "embed mlp", "w/down": "mlp embed", "w/table": "vocab embed"}
+DIMS = {**WEIGHTS, "cache": "batch cache embed", "token": "batch"}
 
 
 def decode(w, cache, token):

@@ -85,20 +85,17 @@ def scanned(params, x):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
 
 
+def layered(layout, rows=(8, 2048), **options):
+    """The plan of two layers; ``rows`` are the sizes of the batch, and of the sequence if there is one."""
+    params = {"up": f32(2, EMBED, MLP), "down": f32(2, MLP, EMBED)}
+    dims = {"*/up": "layers embed mlp", "*/down": "layers mlp embed", "x": f"batch {'seq ' * (len(rows) > 1)}embed"}
+    return mp.plan(scanned, params, f32(*rows, EMBED), overlap="xla", layout=layout, dims=dims, **options)
+
+
 def test_gradients_of_weights_run_beside_the_last_collectives_and_keep_what_they_multiply():
     """With sequence parallelism the sum of a cotangent is sent while the weights' gradients, which nothing waits for, are made."""
-    layers, rows, seq = 2, 8, 2048
-    params = {"up": f32(layers, EMBED, MLP), "down": f32(layers, MLP, EMBED)}
-    dims = {"*/up": "layers embed mlp", "*/down": "layers mlp embed", "x": "batch seq embed"}
-    how = {
-        "mesh": "data=2, model=4",
-        "topology": "tpu7x:2x2x1",
-        "layout": "batch: data; mlp: model; seq: model",
-        "dims": dims,
-    }
-    plan = mp.plan(scanned, params, f32(rows, seq, EMBED), overlap="xla", **how)
-
-    loops = [r for r in schedules(plan) if r.trip_count == layers]
+    plan = layered("batch: data; mlp: model; seq: model", mesh="data=2, model=4", topology="tpu7x:2x2x1")
+    loops = [r for r in schedules(plan) if r.trip_count == 2]
     (backward,) = [r for r in loops if any(b for b in concurrent_matmuls(plan)[r].values())]
     running, besides = schedules(plan)[backward], concurrent_matmuls(plan)[backward]
     place = {node: k for k, node in enumerate(running.kernels)}
@@ -120,11 +117,7 @@ def test_gradients_of_weights_run_beside_the_last_collectives_and_keep_what_they
 @pytest.mark.parametrize(("topology", "most"), [("v6e:2x4", 1), ("v5p:2x2x2", 1), ("tpu7x:2x2x1", 2)])
 def test_a_sum_that_options_put_on_the_sparse_cores_has_one_product_beside_it(topology, most):
     """It takes longer than all products of a layer; the gradients of two weights could run meanwhile."""
-    layers, rows, seq = 2, 8, 2048
-    params = {"up": f32(layers, EMBED, MLP), "down": f32(layers, MLP, EMBED)}
-    dims = {"*/up": "layers embed mlp", "*/down": "layers mlp embed", "x": "batch seq embed"}
-    how = {"mesh": "data=2, model=4", "topology": topology, "layout": "batch: data; mlp: model", "dims": dims}
-    plan = mp.plan(scanned, params, f32(rows, seq, EMBED), overlap="xla", lowering="shard_map", **how)
+    plan = layered("batch: data; mlp: model", mesh="data=2, model=4", topology=topology, lowering="shard_map")
     found = {
         move: len(beside)
         for besides in concurrent_matmuls(plan).values()
@@ -172,18 +165,11 @@ def test_there_is_an_order_in_which_products_run_beside_what_they_are_said_to(pa
 
 
 def test_sums_that_programs_wait_for_are_left_to_the_end_of_a_body():
-    layers = 2
-    params = {"up": f32(layers, EMBED, MLP), "down": f32(layers, MLP, EMBED)}
-    dims = {"*/up": "layers embed mlp", "*/down": "layers mlp embed", "x": "batch embed"}
-    how = {"mesh": "data=4", "topology": "v5e:2x2", "layout": "batch: data; embed: data", "dims": dims}
-    plan = mp.plan(scanned, params, f32(ROWS, EMBED), overlap="xla", **how)
-    found = [
-        (r, m, f)
-        for r, fs in async_collectives(plan).items()
-        for m, f in fs.items()
-        if r.trip_count == layers and not f.prefetched
-    ]
-    assert found
-    assert all(f.until_end and not f.separate_result for _, _, f in found)
-    for region, move, _ in found:
+    plan = layered("batch: data; embed: data", (ROWS,), mesh="data=4", topology="v5e:2x2")
+    loops = {region: found for region, found in async_collectives(plan).items() if region.trip_count == 2}
+    late = [(region, move, f) for region, found in loops.items() for move, f in found.items() if not f.prefetched]
+    assert late
+    for region, move, found in late:
+        assert found.until_end
+        assert not found.separate_result
         assert move.reads[0] in schedules(plan)[region].in_flight[len(region.kernels) - 1]

@@ -20,11 +20,14 @@ def fn(x, w):
     return jnp.tanh(y), (x * 2).reshape(-1)
 
 
-def bytes_of(batch, channels, topology="v5e:4x4", layout="batch: data"):
-    plan = mp.plan(
-        fn, bf16(batch, 16, 16, 128), bf16(3, 3, 128, channels), mesh="data=16", topology=topology, layout=layout,
-        dims={"x": "batch height width inner", "w": "_ _ inner features"},
-    )  # fmt: skip
+def plan_of(batch, inner, channels, topology):
+    dims = {"x": "batch height width inner", "w": "_ _ inner features"}
+    images, weights = bf16(batch, 16, 16, inner), bf16(3, 3, inner, channels)
+    return mp.plan(fn, images, weights, mesh="data=16", topology=topology, layout="batch: data", dims=dims)
+
+
+def bytes_of(batch, channels, topology="v5e:4x4"):
+    plan = plan_of(batch, 128, channels, topology)
     return computation_of(plan).outputs[0].bytes / (2 * 16 * 16)  # elements of one place of the images on a device
 
 
@@ -61,10 +64,7 @@ def test_a_program_without_convolutions_has_the_bytes_of_its_elements():
 
 def padded_plan(topology):
     """Images of 3 channels: 2 × 16 images a device, whose tiles of 128 channels and 16 images have 128/3 of their elements."""
-    return mp.plan(
-        fn, bf16(16 * 32, 16, 16, 3), bf16(3, 3, 3, 256), mesh="data=16", topology=topology, layout="batch: data",
-        dims={"x": "batch height width inner", "w": "_ _ inner features"},
-    )  # fmt: skip
+    return plan_of(16 * 32, 3, 256, topology)
 
 
 def test_padding_is_a_part_of_the_memory():
@@ -74,9 +74,8 @@ def test_padding_is_a_part_of_the_memory():
     assert memory.by_kind["other inputs"] - 2 * 3 * 3 * 3 * 256 == stored
     assert memory.padding["other inputs"] == pytest.approx(stored - 2 * elements)
     assert sum(memory.padding.values()) < memory.peak == pytest.approx(sum(memory.by_kind.values()))
-    assert {name: padding for name, _, _, padding in memory.largest}[
-        "x bfloat16[batch height width inner]"
-    ] == pytest.approx(stored - 2 * elements)
+    (padding,) = (p for name, _, _, p in memory.largest if name == "x bfloat16[batch height width inner]")
+    assert padding == pytest.approx(stored - 2 * elements)
 
 
 def test_reports_name_the_padding():

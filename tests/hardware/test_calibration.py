@@ -20,12 +20,12 @@ def f(x, w):
     return x @ w
 
 
-SHAPES = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((64, 64), jnp.float32)
+SHAPES = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2
+WHERE = {"mesh": "data=4, model=2", "layout": "a: data; b: model", "dims": {"x": "a b", "w": "b c"}}
 
 
 def planned(**options):
-    where = {"mesh": "data=4, model=2", "layout": "a: data; b: model"}
-    return mp.plan(f, *SHAPES, dims={"x": "a b", "w": "b c"}, **{**where, **options})
+    return mp.plan(f, *SHAPES, **{**WHERE, **options})
 
 
 def test_a_file_keeps_other_kinds_and_versions(tmp_path):
@@ -61,8 +61,7 @@ def test_a_plan_names_what_it_is_priced_with(tmp_path):
     assert other.chip == plan.chip
     slower = plan.replan(calibration=replace(CPU, matmul_efficiency=0.05))
     assert slower.time.compute == pytest.approx(2 * work)
-    step = mp.jit(f, mesh="data=4, model=2", layout="a: data; b: model", dims={"x": "a b", "w": "b c"}, calibration=CPU)
-    assert step.plan(*SHAPES).chip == plan.chip
+    assert mp.jit(f, **WHERE, calibration=CPU).plan(*SHAPES).chip == plan.chip
 
 
 def test_calibrations_under_both_names_of_a_chip():
@@ -83,12 +82,8 @@ def test_of_a_chip_in_the_table_only_efficiencies_change():
 
 
 def test_a_search_is_priced_with_it():
-    found = [
-        mp.search(
-            f, *SHAPES, topology="v5e:2x4", dims={"x": "a b", "w": "b c"}, mesh="data=8", max_plans=4, calibration=c
-        )
-        for c in (None, V5E)
-    ]
+    how = {"topology": "v5e:2x4", "dims": WHERE["dims"], "mesh": "data=8", "max_plans": 4}
+    found = [mp.search(f, *SHAPES, **how, calibration=c) for c in (None, V5E)]
     assert found[1].best.seconds > found[0].best.seconds
     assert found[1].plan().chip.calibration == V5E.name
     assert f"calibrated on {V5E.name}" in str(found[1])
@@ -103,17 +98,19 @@ def test_a_search_is_priced_with_it():
         ({"topology": "v5e:2x4", "calibration": CPU}, "of cpu, and the plan is for a v5e"),
         ({"calibration": V5E}, "an abstract mesh without a topology"),
         ({"calibration": [CPU, replace(CPU, device_kind="NVIDIA L4")]}, "of several kinds"),
+        ({"mesh": "devices", "calibration": V5E}, "of TPU v5 lite, and the plan is for devices of kind 'cpu'"),
     ],
 )
-def test_of_other_devices(options, says):
+def test_of_other_devices(mesh, options, says):
+    if "mesh" in options:
+        options = {**options, "mesh": mesh}
     with pytest.raises(mp.errors.MeshError, match=says):
         planned(**options)
-    assert calibrated(chip_of("v5e:2x4"), mp.mesh("data=8"), ()) == CHIPS["v5e"]
+    assert calibrated(chip_of("v5e:2x4"), mesh, ()) == CHIPS["v5e"]
 
 
-def test_devices_of_another_kind():
-    with pytest.raises(mp.errors.MeshError, match="of TPU v5 lite, and the plan is for devices of kind 'cpu'"):
-        planned(mesh=mp.mesh("data=4, model=2"), calibration=V5E)
+def file(**efficiencies):
+    return json.dumps({"format": 1, "devices": {"cpu": {"0.10.2": efficiencies}}})
 
 
 @pytest.mark.parametrize(
@@ -123,18 +120,9 @@ def test_devices_of_another_kind():
         ("[]", "is not a calibration file"),
         ('{"format": 2, "devices": {}}', "format is 2; this version reads 1"),
         ('{"format": 1, "devices": {}}', "no device"),
-        (
-            '{"format": 1, "devices": {"cpu": {"0.10.2": {"matmul_efficiency": 1}}}}',
-            "cpu / 0.10.2: 'hbm_efficiency' is",
-        ),
-        (
-            '{"format": 1, "devices": {"cpu": {"0.1": {"matmul_efficiency": 0, "hbm_efficiency": 1, "link_efficiency": 1}}}}',
-            "matmul_efficiency is 0",
-        ),
-        (
-            '{"format": 1, "devices": {"cpu": {"0": {"matmul_efficiency": 1, "hbm_efficiency": 1, "link_efficiency": 1, "x": 1}}}}',
-            "unknown fields: x",
-        ),
+        (file(matmul_efficiency=1), "cpu / 0.10.2: 'hbm_efficiency' is"),
+        (file(matmul_efficiency=0, hbm_efficiency=1, link_efficiency=1), "matmul_efficiency is 0"),
+        (file(matmul_efficiency=1, hbm_efficiency=1, link_efficiency=1, x=1), "unknown fields: x"),
     ],
 )
 def test_files_that_are_none(tmp_path, content, says):

@@ -54,12 +54,12 @@ def test_the_nearest_older_version_is_used(version, chosen, noted, monkeypatch):
     old = FILES["libtpu-0.0.42"]
     new = {**old, "v5p": {**old["v5p"], "clock_hz": 3e9}}
     monkeypatch.setattr(compiler, "_tables", lambda: {("libtpu", "0.0.42"): old, ("libtpu", "0.0.50"): new})
-    monkeypatch.setattr(compiler, "_installed", lambda package: None)
-    compiler._compiler_model.cache_clear()
+    monkeypatch.setattr(compiler, "installed_version", lambda package: None)
+    compiler_model.cache_clear()
     try:
         model = compiler_model("v5p", version=version)
     finally:
-        compiler._compiler_model.cache_clear()
+        compiler_model.cache_clear()
     assert model.clock_hz == {"a": 1.75e9, "b": 3e9}[chosen]
     assert (model.note is not None) == noted
     if noted:

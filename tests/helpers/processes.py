@@ -6,6 +6,7 @@ how they ended. A test names a function of a file; it runs in every process of t
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.util
 import json
@@ -31,13 +32,12 @@ DEADLINE = 90.0
 
 @dataclass
 class Ended:
-    """How a group ended: exit codes (negative: signals), what each wrote, what each returned, seconds until the last one ended."""
+    """How a group ended: exit codes (negative: signals), what each wrote, what each returned, seconds after the last signal."""
 
     codes: list[int]
     texts: list[str]
     results: list[Any]
-    seconds: float
-    after_signal: float = 0.0
+    after_signal: float
 
 
 @dataclass
@@ -46,7 +46,6 @@ class Group:
     number: int
     folder: Path
     pids: list[int]
-    began: float
     codes: dict[int, int] = field(default_factory=dict)
 
     def signal(self, process: int, number: int) -> None:
@@ -83,14 +82,8 @@ class Group:
         results = [
             json.loads(f.read_text()) if (f := self.folder / f"{p}.json").exists() else None for p in sorted(want)
         ]
-        after = ended - getattr(self, "signalled", ended)
-        return Ended(
-            [self.codes[p] for p in sorted(want)],
-            [self.text(p) for p in sorted(want)],
-            results,
-            ended - self.began,
-            after,
-        )
+        codes, texts = [self.codes[p] for p in sorted(want)], [self.text(p) for p in sorted(want)]
+        return Ended(codes, texts, results, ended - getattr(self, "signalled", ended))
 
 
 class Forker:
@@ -147,7 +140,7 @@ class Forker:
         assert self.process.stdin is not None
         self.process.stdin.write((json.dumps(request) + "\n").encode())
         self.process.stdin.flush()
-        group = self.groups[self.number] = Group(self, self.number, folder, [], time.monotonic())
+        group = self.groups[self.number] = Group(self, self.number, folder, [])
         while len(self.started) <= self.number:
             self.read(1.0)
         group.pids = self.started[self.number]
@@ -226,19 +219,12 @@ def child(request: dict[str, Any], p: int, port: int) -> None:
         import meshpar as mp
 
         jax.config.update("jax_platforms", "cpu")
-        if request.get("join", True):
-            mp.distributed(wait=request.get("wait", 60.0))
-            if request["count"] == 1:
-                jax.config.update("jax_num_cpu_devices", request["devices"])
+        mp.distributed(wait=request.get("wait", 60.0))
         out = function_of(request["file"], request["name"])(*request["args"])
         with open(f"{request['folder']}/{p}.json", "w") as f:
             json.dump(out, f)
-        import atexit
-
         atexit._run_exitfuncs()
     except SystemExit as e:
-        import atexit
-
         atexit._run_exitfuncs()
         code = e.code if isinstance(e.code, int) else 1
     except BaseException:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import bf16
 
 import meshpar as mp
 from meshpar._src.measurement import fit
@@ -63,21 +64,12 @@ def test_plans_priced_with_other_efficiencies_give_these_back():
         return jnp.sum(jax.nn.relu(x @ up) @ down) + jnp.sum(jnp.tanh(table) * table)
 
     gradient = jax.grad(step, (1, 2, 3))
-    sizes = {"batch": 8192, "embed": 1024, "mlp": 4096}
-    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in (
-        (sizes["batch"], sizes["embed"]), (sizes["embed"], sizes["mlp"]), (sizes["mlp"], sizes["embed"]),
-        (sizes["batch"], 2 * sizes["mlp"]))]  # fmt: skip
+    batch, embed, mlp = 8192, 1024, 4096
+    shapes = bf16(batch, embed), bf16(embed, mlp), bf16(mlp, embed), bf16(batch, 2 * mlp)
     dims = {"x": "batch embed", "up": "embed mlp", "down": "mlp embed", "table": "batch wide"}
     base = mp.plan(gradient, *shapes, mesh="data=4, model=4", topology="v5e:4x4", layout="", dims=dims, overlap="off")
-    layouts = [
-        "batch: data+model",
-        "mlp: model",
-        "batch: data; mlp: model",
-        "batch: data; embed: data",
-        "embed: model",
-        "wide: data; mlp: model",
-    ]
-    plans = [base.replan(layout=text) for text in layouts]
+    layouts = ["batch: data+model", "mlp: model", "batch: data; mlp: model", "batch: data; embed: data", "embed: model"]
+    plans = [base.replan(layout=text) for text in (*layouts, "wide: data; mlp: model")]
 
     def predict(e):
         return [p.replan(calibration=mp.types.Calibration("TPU v5 lite", "0.10.2", *e)).seconds for p in plans]

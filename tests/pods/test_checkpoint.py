@@ -95,10 +95,8 @@ def test_any_layout_and_mesh(saved, where):
     state, at = mp.Checkpoints(saved[0]).restore(init.abstract(jax.random.key(5)))
     assert at == 2
     assert same(state, saved[1][1])
-    for x, want in zip(
-        jax.tree.leaves(nnx.state(state[0])), jax.tree.leaves(nnx.state(init(jax.random.key(0))[0])), strict=True
-    ):
-        assert x.sharding == want.sharding
+    found, wanted = (jax.tree.leaves(nnx.state(x[0])) for x in (state, init(jax.random.key(0))))
+    assert [x.sharding for x in found] == [x.sharding for x in wanted]
     older, at = mp.Checkpoints(saved[0]).restore(init.abstract(jax.random.key(5)), step=0)
     assert at == 1
     assert same(older, saved[1][0])
@@ -110,12 +108,8 @@ def test_facts(saved):
     assert facts["layout"] == LAYOUT
     assert facts["mesh"] == {"data": 4, "model": 2}
     leaf = facts["leaves"]["0/up/kernel"]
-    assert (leaf["shape"], leaf["dtype"], leaf["dims"], leaf["spec"]) == (
-        [16, 32],
-        "float32",
-        "embed mlp",
-        ["data", "model"],
-    )
+    want = {"shape": [16, 32], "dtype": "float32", "dims": "embed mlp", "spec": ["data", "model"]}
+    assert want.items() <= leaf.items()
 
 
 def test_plain_orbax_reads_it(saved):
@@ -129,22 +123,19 @@ def test_plain_orbax_reads_it(saved):
 
 def test_what_is_not_there_or_of_another_shape(saved):
     run = mp.Checkpoints(saved[0])
-    like = {"0": {"up": {"kernl": jnp.ones((16, 32))}}}
-    with pytest.raises(mp.errors.CheckpointError, match=r"has no `0/up/kernl`(.|\n)*did you mean `0/up/kernel`"):
-        run.restore(like, partial=True)
-    with pytest.raises(
-        mp.errors.CheckpointError, match=r"saved as float32\[16, 32\] \(embed mlp\), and is wanted as float32\[16, 16\]"
-    ):
-        run.restore({"0": {"up": {"kernel": jnp.ones((16, 16))}}}, partial=True)
-    for dtype in (jnp.bfloat16, np.int32):  # nothing is converted silently
-        says = rf"saved as float32\[16, 32\] \(embed mlp\), and is wanted as {jnp.dtype(dtype)}\[16, 32\]"
+    like = lambda *shape, dtype=np.float32, name="kernel": {"0": {"up": {name: jnp.ones(shape, dtype)}}}  # noqa: E731
+    wanted = r"saved as float32\[16, 32\] \(embed mlp\), and is wanted as "
+    for state, options, says in [
+        (like(16, 32, name="kernl"), {"partial": True}, r"has no `0/up/kernl`(.|\n)*did you mean `0/up/kernel`"),
+        (like(16, 16), {"partial": True}, rf"{wanted}float32\[16, 16\]"),
+        (like(16, 32, dtype=jnp.bfloat16), {"partial": True}, rf"{wanted}bfloat16\[16, 32\]"),  # nothing is converted
+        (like(16, 32, dtype=np.int32), {"partial": True}, rf"{wanted}int32\[16, 32\]"),
+        (like(16, 32), {}, r"`0/drop/rngs/count` and \d+ more, which is not wanted"),
+        (like(16, 32), {"step": 7}, "it has 0, 1"),
+    ]:
         with pytest.raises(mp.errors.CheckpointError, match=says):
-            run.restore({"0": {"up": {"kernel": jnp.ones((16, 32), dtype)}}}, partial=True)
-    with pytest.raises(mp.errors.CheckpointError, match=r"`0/drop/rngs/count` and \d+ more, which is not wanted"):
-        run.restore({"0": {"up": {"kernel": jnp.ones((16, 32))}}})
-    with pytest.raises(mp.errors.CheckpointError, match="it has 0, 1"):
-        run.restore(like, step=7)
-    state, _ = run.restore({"0": {"up": {"kernel": jnp.ones((16, 32))}}}, partial=True)
+            run.restore(state, **options)
+    state, _ = run.restore(like(16, 32), partial=True)
     np.testing.assert_array_equal(state["0"]["up"]["kernel"], saved[1][1][0].up.kernel[...])
 
 
@@ -331,11 +322,8 @@ def test_safetensors_by_dims(tmp_path):
     save_file({"model.embed.weight": table}, tmp_path / "b.safetensors")
 
     def create(key):
-        return {
-            "layers": {"q": jnp.zeros((layers, embed, heads, head_dim))},
-            "embed": jnp.zeros((vocab, embed)),
-            "norm": jnp.ones(embed),
-        }
+        of_layers = {"q": jnp.zeros((layers, embed, heads, head_dim))}
+        return {"layers": of_layers, "embed": jnp.zeros((vocab, embed)), "norm": jnp.ones(embed)}
 
     dims = {"layers/q": "layers embed heads head_dim", "embed": "vocab embed", "norm": "embed"}
     init = mp.init(create, mesh=mp.mesh("data=4, model=2"), layout="heads, vocab: model; embed: data", dims=dims)
@@ -377,19 +365,22 @@ def test_safetensors_by_dims(tmp_path):
 
 @pytest.mark.slow
 def test_one_two_and_four_processes(pods, tmp_path):
-    alone = pods.run(1, programs.save_and_restore, str(tmp_path / "alone"), "fsdp+tensor", 6)
-    assert alone.codes == [0], alone.texts
-    parts = [(2, "fsdp+tensor"), (1, "dp"), (4, "fsdp")]
+    _, want, _, want_state = programs.save_and_restore(str(tmp_path / "alone"), "fsdp+tensor", 6)
     losses = []
-    for k, (count, scheme) in enumerate(parts):
-        end = pods.run(count, programs.save_and_restore, str(tmp_path / "a"), scheme, 2)
-        assert end.codes == [0] * count, end.texts
-        at, more, digests, state = end.results[0]
+    for k, (count, scheme) in enumerate([(2, "fsdp+tensor"), (1, "dp"), (4, "fsdp")]):
+        arguments = str(tmp_path / "a"), scheme, 2
+        if count == 1:
+            results = [programs.save_and_restore(*arguments)]
+        else:
+            end = pods.run(count, programs.save_and_restore, *arguments)
+            assert end.codes == [0] * count, end.texts
+            results = end.results
+        at, more, digests, state = results[0]
         assert at == 2 * k
-        assert all(r[2] == digests for r in end.results)
+        assert all(r[2] == digests for r in results)
         losses += more
-    np.testing.assert_allclose(losses, alone.results[0][1], rtol=1e-6)
-    for x, y in zip(state, alone.results[0][3], strict=True):
+    np.testing.assert_allclose(losses, want, rtol=1e-6)
+    for x, y in zip(state, want_state, strict=True):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-5, atol=1e-6)
     assert verify(str(tmp_path / "a"), 5) == []
 
@@ -431,26 +422,22 @@ def test_when_stopped_all_processes_save_the_same_step(pods, tmp_path):
     group.wait_for("under way")
     group.signal(1, signal.SIGTERM)
     end = group.end()
-    assert end.codes == [0, 0], end.texts
-    (n, steps) = end.results[0]
-    assert end.results == [[n, [n]]] * 2
-    assert steps == [n]
+    assert end.codes == [75, 75], end.texts
+    (n,) = steps_of(str(tmp_path / "a"))
+    assert all(f"saved {n} [{n}]\n" in text for text in end.texts)
     assert verify(str(tmp_path / "a"), n) == []
 
 
 @pytest.mark.slow
-def test_every_row_once_over_four_two_and_three_processes(pods, tmp_path):
+def test_every_row_once_over_four_and_three_processes(pods, tmp_path):
     folder = str(tmp_path / "a")
-    first = pods.run(4, programs.read_rows, folder, 9, 3, 2, devices=12)
+    first = pods.run(4, programs.read_rows, folder, 9, 7, 2, devices=12)
     assert first.codes[2] == -signal.SIGKILL, first.texts
-    second = pods.run(2, programs.read_rows, folder, 9, 7, 0, devices=12)
-    assert second.codes[0] == -signal.SIGKILL, second.texts
     last = pods.run(3, programs.read_rows, folder, 9, devices=12)
     assert last.codes == [0, 0, 0], last.texts
-    assert [r[0] for r in last.results] == [6, 6, 6]
-    assert [r[1] for r in last.results] == [10, 10, 10]
+    assert [r[:2] for r in last.results] == [[6, 10]] * 3
     had: dict[int, list[list[int]]] = {}
-    for at in (0, 2, 6):
+    for at in (0, 6):
         seen: dict[int, list[int]] = {}
         for path in sorted(tmp_path.glob(f"a-{at}-*.txt")):
             for line in path.read_text().splitlines():

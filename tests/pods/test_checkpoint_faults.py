@@ -53,8 +53,11 @@ def names(folder):
     ("read_leaves", MemoryError()),
     ("read_leaves", TypeError("of a library")),
     ("facts_of", PermissionError(errno.EACCES, "Permission denied")),
+    ("a file", PermissionError(errno.EACCES, "Permission denied")),
 ])  # fmt: skip
 def test_what_cannot_be_read_now_is_not_renamed(tmp_path, monkeypatch, init, where, error):
+    from etils.epath import gpath
+
     save(tmp_path, 0, 1)
     before = names(tmp_path)
 
@@ -62,7 +65,9 @@ def test_what_cannot_be_read_now_is_not_renamed(tmp_path, monkeypatch, init, whe
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, where, fail)
+        patch.setattr(
+            *((gpath._GPath, "read_bytes") if where == "a file" else (checkpoint, where)), fail, raising=False
+        )
         for _ in range(2):  # also the next start
             with mp.Checkpoints(tmp_path) as run, pytest.raises(CheckpointError, match="cannot be read now") as caught:
                 run.restore_or(init)
@@ -72,20 +77,6 @@ def test_what_cannot_be_read_now_is_not_renamed(tmp_path, monkeypatch, init, whe
     with mp.Checkpoints(tmp_path) as run:
         state, at = run.restore_or(init)
     assert (at, float(state["w"][0])) == (2, 1.0)
-
-
-def test_facts_without_permission(tmp_path, monkeypatch, init):
-    save(tmp_path, 0)
-    from etils.epath import gpath
-
-    def fail(*_):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    with monkeypatch.context() as patch, mp.Checkpoints(tmp_path) as run:
-        patch.setattr(gpath._GPath, "read_bytes", fail, raising=False)
-        with pytest.raises(CheckpointError, match="cannot be read now: PermissionError"):
-            run.restore_or(init)
-    assert steps_of(str(tmp_path)) == [0]
 
 
 def test_a_sharding_that_does_not_divide(tmp_path, mesh):
@@ -157,28 +148,8 @@ def test_a_step_that_exists_and_a_file_in_place_of_the_folder(tmp_path, init):
             use(mp.Checkpoints(tmp_path / "file"))
 
 
-SCRIPT = """
-import sys
-import jax.numpy as jnp
-import meshpar as mp
-mp.Checkpoints(sys.argv[1]).save(1, {"w": jnp.arange(1e7)})
-"""
-
-
 THREADS_AT_END = not (3, 12) <= sys.version_info < (3, 12, 2)
 """Python 3.12.0 and 3.12.1 start no threads after the end of a script (gh-113964), which orbax needs to commit."""
-
-
-def test_a_script_without_close_ends_with_its_checkpoint(tmp_path):
-    end = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True)
-    if not THREADS_AT_END:
-        assert end.returncode == 1
-        assert "end the script with close()" in end.stderr
-        return
-    assert end.returncode == 0, end.stderr
-    assert checkpoint.verify(str(tmp_path), 1) == []
-    assert names(tmp_path) == ["1"]
-
 
 FULL = """
 import resource, signal, sys
@@ -188,28 +159,36 @@ run = mp.Checkpoints(sys.argv[1])
 run.save(0, {"w": jnp.ones(8)})
 run.wait()
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+(_, most) = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, most))
 x = {"w": jnp.arange(1e6)}
+run.save(1, x)
 if sys.argv[2] == "wait":
-    run.save(1, x)
     try:
         run.wait()
     except mp.errors.CheckpointError as error:
         print(error)
-else:
-    run.save(1, x)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    run.save(2, x)
 """
 
 
-@pytest.mark.parametrize(("then", "status"), [("wait", 0), ("end", 1)])
-def test_a_full_disk(tmp_path, then, status):
-    """The error of a save that failed is raised by the next call; without one, the script fails."""
+@pytest.mark.parametrize("then", ["wait", "end"])
+def test_a_full_disk_and_a_script_without_close(tmp_path, then):
+    """The error of a save that failed is raised by the next call; without one, the script fails. A last save without close()
+    is completed at the end of the script."""
     end = subprocess.run([sys.executable, "-c", FULL, str(tmp_path), then], capture_output=True, text=True)
-    assert end.returncode == status, end.stderr
     said = end.stdout if then == "wait" else end.stderr
     assert f"a checkpoint cannot be written to {tmp_path}" in said
-    assert ("free space on the disk" if then == "wait" or THREADS_AT_END else "end the script with close()") in said
-    assert steps_of(str(tmp_path)) == [0]
+    if then == "wait" or THREADS_AT_END:
+        assert "free space on the disk" in said
+    if not THREADS_AT_END:
+        assert "end the script with close()" in end.stderr
+    completed = then == "wait" and THREADS_AT_END
+    assert end.returncode == (0 if completed else 1), end.stderr
+    steps = steps_of(str(tmp_path))
+    assert steps == ([0, 2] if completed else [0])
+    assert all(checkpoint.verify(str(tmp_path), n) == [] for n in steps)
     assert not (tmp_path / lock.NAME).exists()
 
 

@@ -1,5 +1,7 @@
 """Batches: an order from a seed and a number alone, rows on their devices, and where they stand."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import meshpar as mp
 from meshpar._src.pods.data import permuted
 
 LAYOUT = "batch: data; seq: model"
+TOKENS = {"tokens": "batch seq"}
 
 
 @given(rows=st.integers(1, 500), seed=st.integers(0, 2**40), epoch=st.integers(0, 100))
@@ -29,6 +32,14 @@ def test_orders_differ_and_are_mixed():
     assert abs(np.corrcoef(np.arange(1000), a)[0, 1]) < 0.1
 
 
+@pytest.fixture
+def batches(mesh):
+    """Makes batches of four rows under ``batch: data``, unless other options say otherwise."""
+    return lambda source, **options: mp.data.batches(
+        source, **{"batch": 4, "mesh": mesh, "layout": "batch: data", **options}
+    )
+
+
 class Rows:
     """What counts how it is read."""
 
@@ -43,9 +54,9 @@ class Rows:
         return {"tokens": np.arange(6, dtype=np.int64) + 10 * i, "row": i}
 
 
-def test_batches_lie_as_the_layout_says(mesh):
-    data = mp.data.batches(Rows(21), batch=8, mesh=mesh, layout=LAYOUT, dims={"tokens": "batch seq"}, epochs=2)
-    seen = [(n, x) for n, x in data.from_(0)]
+def test_batches_lie_as_the_layout_says(batches):
+    data = batches(Rows(21), batch=8, layout=LAYOUT, dims=TOKENS, epochs=2)
+    seen = list(data.from_(0))
     assert [n for n, _ in seen] == [0, 1, 2, 3]
     assert data.per_epoch == 2
     assert data.position == 4
@@ -58,23 +69,19 @@ def test_batches_lie_as_the_layout_says(mesh):
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_it_resumes_at_any_position(mesh, prefetch):
-    make = lambda: mp.data.batches(np.arange(40), batch=4, mesh=mesh, layout="batch: data", seed=3, prefetch=prefetch)  # noqa: E731
+def test_it_resumes_at_any_position(batches, prefetch):
+    make = functools.partial(batches, np.arange(40), seed=3, prefetch=prefetch)
     data = make()
-    batches = [np.asarray(x).tolist() for _, (_, x) in zip(range(25), data.from_(0), strict=False)]
+    want = [np.asarray(x).tolist() for _, (_, x) in zip(range(25), data.from_(0), strict=False)]
     assert data.position == 25  # what was read ahead does not count
     again = make()
     again.go_to(data.position_facts(13))
-    assert [np.asarray(x).tolist() for _, x in zip(range(12), again, strict=False)] == batches[13:]
-    assert np.asarray(make()[17]).tolist() == batches[17]
+    assert [np.asarray(x).tolist() for _, x in zip(range(12), again, strict=False)] == want[13:]
+    assert np.asarray(make()[17]).tolist() == want[17]
 
 
-def test_the_last_batch_padded(mesh):
-    source = Rows(21)
-    data = mp.data.batches(
-        source, batch=8, mesh=mesh, layout=LAYOUT, dims={"tokens": "batch seq"}, last="pad", epochs=1
-    )
-    got = list(data)
+def test_the_last_batch_padded(batches):
+    got = list(batches(Rows(21), batch=8, layout=LAYOUT, dims=TOKENS, last="pad", epochs=1))
     assert len(got) == 3
     x, mask = got[-1]
     assert np.asarray(mask).tolist() == [True] * 5 + [False] * 3
@@ -84,22 +91,22 @@ def test_the_last_batch_padded(mesh):
     assert sorted(rows) == list(range(21))
 
 
-def test_in_their_own_order(mesh):
-    data = mp.data.batches(np.arange(12), batch=4, mesh=mesh, layout="batch: data", shuffle=False, epochs=1)
+def test_in_their_own_order(batches):
+    data = batches(np.arange(12), shuffle=False, epochs=1)
     assert np.concatenate([np.asarray(x) for x in data]).tolist() == list(range(12))
 
 
-def test_an_error_of_the_source_comes_where_the_batch_is_asked_for(mesh):
+def test_an_error_of_the_source_comes_where_the_batch_is_asked_for(batches):
     class Bad(Rows):
         def __getitem__(self, i):
             raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"):
-        next(iter(mp.data.batches(Bad(20), batch=4, mesh=mesh, layout="batch: data")))
+        next(iter(batches(Bad(20))))
 
 
-def test_positions_of_other_data(mesh):
-    make = lambda **kw: mp.data.batches(np.arange(40), mesh=mesh, layout="batch: data", **{"batch": 4, "seed": 3, **kw})  # noqa: E731
+def test_positions_of_other_data(batches):
+    make = lambda **other: batches(np.arange(40), **{"seed": 3, **other})  # noqa: E731
     facts = make().position_facts(5)
     make().go_to(facts)
     for other, says in [
@@ -111,10 +118,7 @@ def test_positions_of_other_data(mesh):
             make(**other).go_to(facts)
 
 
-def test_positions_of_other_data_of_equal_length(mesh):
-    def make(source):
-        return mp.data.batches(source, batch=4, mesh=mesh, layout="batch: data")
-
+def test_positions_of_other_data_of_equal_length(batches):
     class Random(Rows):
         """Changes rows at random."""
 
@@ -122,28 +126,28 @@ def test_positions_of_other_data_of_equal_length(mesh):
             return {"x": np.random.default_rng().normal(size=3)}
 
     rows = np.arange(40.0)
-    facts = make(rows).position_facts(5)
-    make(list(rows)).go_to(facts)
+    facts = batches(rows).position_facts(5)
+    batches(list(rows)).go_to(facts)
     for other in (rows + 1, rows.astype(np.float32), [{"x": x} for x in rows]):
         with pytest.raises(mp.errors.DataPositionError, match="16 sample rows differ"):
-            make(other).go_to(facts)
-    facts = make(Random(40)).position_facts(5)
+            batches(other).go_to(facts)
+    facts = batches(Random(40)).position_facts(5)
     assert facts["sample"] == ""
-    make(Random(40)).go_to(facts)
-    reader = make(Rows(40))
+    batches(Random(40)).go_to(facts)
+    reader = batches(Rows(40))
     assert reader[0]["row"].shape == (4,)
     assert reader.rows_read == 4  # without the sample
 
 
-def test_bad_input(mesh):
+def test_bad_input(batches):
     with pytest.raises(mp.errors.DataPositionError, match="the source has 3 rows"):
-        mp.data.batches(np.arange(3), batch=4, mesh=mesh, layout="batch: data")
+        batches(np.arange(3))
     with pytest.raises(mp.errors.DivisibilityError, match="`batch` of size 6"):
-        mp.data.batches(np.arange(30), batch=6, mesh=mesh, layout="batch: data")
+        batches(np.arange(30), batch=6)
     with pytest.raises(mp.errors.PatternError, match="'tokns' matches no leaf"):
-        mp.data.batches(Rows(20), batch=4, mesh=mesh, layout=LAYOUT, dims={"tokns": "batch seq"})[0]
+        batches(Rows(20), layout=LAYOUT, dims={"tokns": "batch seq"})[0]
     with pytest.raises(mp.errors.DataPositionError, match="'drop' or 'pad'"):
-        mp.data.batches(np.arange(30), batch=4, mesh=mesh, layout="batch: data", last="keep")  # type: ignore[arg-type]
+        batches(np.arange(30), last="keep")
 
 
 def test_put(mesh):
@@ -153,9 +157,8 @@ def test_put(mesh):
     assert got["weight"].sharding.spec == P("data")
     assert got["step"].shape == ()
     np.testing.assert_array_equal(got["tokens"], batch["tokens"])
-    mine = mp.data.put(
-        batch["tokens"], mesh=mesh, layout=LAYOUT, dims="batch seq", rows="mine"
-    )  # one process: all of them
+    # the rows of one process: all of them
+    mine = mp.data.put(batch["tokens"], mesh=mesh, layout=LAYOUT, dims="batch seq", rows="mine")
     np.testing.assert_array_equal(mine, batch["tokens"])
     with pytest.raises(mp.errors.DivisibilityError):
         mp.data.put(np.ones((6, 4)), mesh=mesh, layout=LAYOUT)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import meshpar as mp
 
 DIMS = {"*params/up": "embed mlp", "*params/down": "mlp embed", "*params/bias": "mlp", "x": "batch embed"}
+MESH = "slice=2, data=2, model=2"
 OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
@@ -21,65 +22,26 @@ def train_step(state, x):
     return programs.train_step(state, x)
 
 
-def by_hand(steps, every):
-    """Two states on one device, and the outer optimizer of optax."""
+def local_sgd(step=train_step, **options):
+    how = {"every": 2, "mesh": mp.mesh(MESH), "layout": "batch: data; embed: data", **options}
+    return mp.train.local_sgd(step, **{"over": "slice", "outer": OUTER, "dims": DIMS, **how})
+
+
+def by_hand(steps, every, fragments, blend, code):
+    """Streaming DiLoCo on one device: (the states, the anchor, the losses of each step).
+
+    Fragments are the weights in alphabetical order, of which ``up`` and ``down`` are the large ones.
+    """
     start = programs.create(jax.random.key(0))
-    states, anchor = [start, start], start["params"]
-    outer = OUTER.init(anchor)
-    losses = []
-    for n in range(steps):
-        halves = np.split(np.float64(programs.batch(n, 16)), 2)
-        both = [programs.train_step(s, x) for s, x in zip(states, halves, strict=True)]
-        states = [s for s, _ in both]
-        losses.append([float(loss) for _, loss in both])
-        if (n + 1) % every == 0:
-            moved = jax.tree.map(lambda a, p, q: a - (p + q) / 2, anchor, states[0]["params"], states[1]["params"])
-            updates, outer = OUTER.update(moved, outer, anchor)
-            anchor = optax.apply_updates(anchor, updates)
-            states = [{**s, "params": anchor} for s in states]
-    return states, anchor, losses
-
-
-@pytest.mark.parametrize(
-    ("lowering", "rows", "layout"),
-    [("jit", "host", "batch: data; mlp: model; embed: data"), ("shard_map", "global", "batch: data; embed: model")],
-)
-@pytest.mark.usefixtures("x64")
-def test_it_is_what_replicas_do_by_hand(lowering, rows, layout):
-    mesh = mp.mesh("slice=2, data=2, model=2")
-    run = mp.train.local_sgd(
-        train_step, over="slice", every=3, outer=OUTER, mesh=mesh, layout=layout, dims=DIMS, lowering=lowering
-    )
-    state = run.init(programs.create)(jax.random.key(0))
-    states, anchor, want = by_hand(7, 3)
-    got = []
-    for n in range(7):
-        x = np.float64(programs.batch(n, 16))
-        if rows == "global":
-            x = mp.data.put(x, mesh=mesh, layout="batch: slice+data", dims="batch _")
-        state, loss = run(n, state, x)
-        got.append(np.asarray(loss).tolist())
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
-    close(got, want)
-    for k, replica in enumerate(states):
-        jax.tree.map(close, jax.tree.map(lambda x, k=k: x[k], state["inner"]), replica)
-    jax.tree.map(close, state["anchor"]["params"], anchor)
-    up = state["inner"]["params"]["up"]
-    split = ("data", "model") if "mlp" in layout else ("model",)
-    assert up.sharding.spec == jax.sharding.PartitionSpec("slice", *split)
-
-
-def streaming_by_hand(steps, every, fragments, blend, code):
-    """Streaming DiLoCo on one device: fragments are the weights in alphabetical order, of which ``up`` and ``down`` are the
-    large ones."""
-    start = programs.create(jax.random.key(0))
-    states, anchor = [start, start], start["params"]
+    states, anchor, losses = [start, start], start["params"], []
     groups = [["bias", "down"], ["up"]] if fragments == 2 else [["bias", "down", "up"]]
     outer = [OUTER.init({k: anchor[k] for k in group}) for group in groups]
     errors = {k: [np.zeros(x.shape)] * 2 for k, x in anchor.items()}
     for n in range(steps):
         halves = np.split(np.float64(programs.batch(n, 16)), 2)
-        states = [programs.train_step(s, x)[0] for s, x in zip(states, halves, strict=True)]
+        both = [programs.train_step(s, x) for s, x in zip(states, halves, strict=True)]
+        states = [s for s, _ in both]
+        losses.append([float(loss) for _, loss in both])
         for i, group in enumerate(groups):
             if (n + 1 + i * every // fragments) % every:
                 continue
@@ -95,45 +57,48 @@ def streaming_by_hand(steps, every, fragments, blend, code):
             anchor = {**anchor, **part}
             own = [{k: blend * part[k] + (1 - blend) * s["params"][k] for k in group} for s in states]
             states = [{**s, "params": {**s["params"], **o}} for s, o in zip(states, own, strict=True)]
-    return states, anchor
+    return states, anchor, losses
 
 
 @pytest.mark.parametrize(
-    ("fragments", "blend", "code", "lowering", "layout"),
+    ("fragments", "blend", "code", "lowering", "rows", "layout"),
     [
-        (2, 0.5, "int8", "jit", "batch: data; mlp: model; embed: data"),
-        (1, 1.0, "sign", "shard_map", "batch: data+model; mlp: data"),
-        (2, 1.0, None, "jit", "batch: data+model; mlp: data"),
+        (2, 0.5, "int8", "jit", "host", "batch: data; mlp: model; embed: data"),
+        (1, 1.0, "sign", "shard_map", "host", "batch: data+model; mlp: data"),
+        (1, 1.0, None, "shard_map", "global", "batch: data; embed: model"),
     ],
 )
 @pytest.mark.usefixtures("x64")
-def test_fragments_are_exchanged_in_codes_and_blended(lowering, fragments, blend, code, layout):
-    run = mp.train.local_sgd(
-        train_step, over="slice", every=4, outer=OUTER, exchange=mp.replicas.coded(code) if code else None,
-        fragments=fragments, blend=blend, mesh=mp.mesh("slice=2, data=2, model=2"),
-        layout=layout, dims=DIMS, lowering=lowering,
-    )  # fmt: skip
+def test_it_is_what_replicas_do_by_hand(fragments, blend, code, lowering, rows, layout):
+    """Also for fragments that are exchanged in codes and blended."""
+    exchange = mp.replicas.coded(code) if code else None
+    streaming = {"exchange": exchange, "fragments": fragments, "blend": blend} if code else {}
+    run = local_sgd(every=4, layout=layout, lowering=lowering, **streaming)
     state = run.init(programs.create)(jax.random.key(0))
+    losses = []
     for n in range(9):
-        state, _ = run(n, state, np.float64(programs.batch(n, 16)))
-    states, anchor = streaming_by_hand(9, 4, fragments, blend, code)
+        x = np.float64(programs.batch(n, 16))
+        if rows == "global":
+            x = mp.data.put(x, mesh=mp.mesh(MESH), layout="batch: slice+data", dims="batch _")
+        state, loss = run(n, state, x)
+        losses.append(np.asarray(loss).tolist())
+    states, anchor, want = by_hand(9, 4, fragments, blend, code)
     assert {x.dtype for x in jax.tree.leaves((state["anchor"], anchor))} == {np.dtype(np.float64)}
     close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
+    close(losses, want)
     jax.tree.map(close, state["anchor"]["params"], anchor)
     for k, replica in enumerate(states):
-        jax.tree.map(close, jax.tree.map(lambda x, k=k: x[k], state["inner"]["params"]), replica["params"])
-    if code == "int8" and "embed" in layout:
-        error = state["exchange"][1].error["params"]["up"]
-        assert error.sharding.spec == jax.sharding.PartitionSpec("slice", "data", "model")
+        jax.tree.map(close, jax.tree.map(lambda x, k=k: x[k], state["inner"]), replica)
+    if "mlp: model" in layout:
+        spec = P("slice", "data", "model")
+        assert state["exchange"][1].error["params"]["up"].sharding.spec == spec
+        assert state["inner"]["params"]["up"].sharding.spec == spec
 
 
 def test_an_exchange_of_a_fragment_sends_only_its_codes():
     """16 x 32 codes of `up`, a row of which has an exponent, on 2 x 2 devices of a slice."""
-    run = mp.train.local_sgd(
-        train_step, over="slice", every=4, outer=OUTER, exchange=mp.replicas.coded("int8"), fragments=2,
-        mesh=mp.mesh("slice=2, data=2, model=2"), layout="batch: data; mlp: model; embed: data", dims=DIMS,
-        lowering="shard_map",
-    )  # fmt: skip
+    layout = "batch: data; mlp: model; embed: data"
+    run = local_sgd(every=4, exchange=mp.replicas.coded("int8"), fragments=2, layout=layout, lowering="shard_map")
     state = run.init(programs.create)(jax.random.key(0))
     state, _ = run(0, state, programs.batch(0, 16))
     plan = run.outer.plan(**state, fragment=1)
@@ -142,10 +107,7 @@ def test_an_exchange_of_a_fragment_sends_only_its_codes():
 
 
 def test_the_inner_step_sends_nothing_over_slices():
-    mesh = mp.mesh("slice=2, data=4")
-    run = mp.train.local_sgd(
-        train_step, over="slice", every=2, outer=OUTER, mesh=mesh, layout="batch: data; embed: data", dims=DIMS
-    )
+    run = local_sgd(mesh=mp.mesh("slice=2, data=4"))
     state = run.init(programs.create)(jax.random.key(0))
     state, _ = run(0, state, programs.batch(0, 16))
     inner = run.inner.plan(state["inner"], programs.batch(0, 16).reshape(2, 8, 16))
@@ -170,15 +132,7 @@ def test_moments_are_created_sharded_as_their_parameters():
         updates, opt = tx.update(g, state["opt"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
 
-    run = mp.train.local_sgd(
-        step,
-        over="slice",
-        every=2,
-        outer=OUTER,
-        mesh=mp.mesh("slice=2, data=4"),
-        layout="batch: data; embed: data",
-        dims=DIMS,
-    )
+    run = local_sgd(step, mesh=mp.mesh("slice=2, data=4"))
     state = run.init(create)(jax.random.key(0))
     adam = state["inner"]["opt"][0]
     for tree in (state["inner"]["params"], adam.mu, adam.nu):
@@ -188,24 +142,19 @@ def test_moments_are_created_sharded_as_their_parameters():
 
 
 def test_bad_input():
-    mesh = mp.mesh("slice=2, data=4")
-    make = lambda **kw: mp.train.local_sgd(  # noqa: E731
-        train_step,
-        **{"over": "slice", "every": 2, "outer": OUTER, "mesh": mesh, "layout": "batch: data", "dims": DIMS, **kw},
-    )
-    with pytest.raises(mp.errors.MeshError, match="no axis `pod`"):
-        make(over="pod")
+    make = functools.partial(local_sgd, mesh=mp.mesh("slice=2, data=4"), layout="batch: data")
     assert make(mesh="slice=2, data=4").replicas == 2
-    with pytest.raises(mp.errors.MeshError, match="an abstract mesh has none"):
-        make(mesh=jax.sharding.AbstractMesh((2, 4), ("slice", "data")))
-    with pytest.raises(mp.errors.AxisConflictError, match="`batch: slice\\+data` asks for it as well"):
-        make(layout="batch: slice+data")
-    with pytest.raises(mp.errors.UnsupportedError, match="every=0"):
-        make(every=0)
-    with pytest.raises(mp.errors.UnsupportedError, match="fragments=3 with every=2"):
-        make(fragments=3)
-    with pytest.raises(mp.errors.UnsupportedError, match="blend=0"):
-        make(blend=0.0)
+    no_devices = jax.sharding.AbstractMesh((2, 4), ("slice", "data"))
+    for options, error, says in [
+        ({"over": "pod"}, mp.errors.MeshError, "no axis `pod`"),
+        ({"mesh": no_devices}, mp.errors.MeshError, "an abstract mesh has none"),
+        ({"layout": "batch: slice+data"}, mp.errors.AxisConflictError, r"`batch: slice\+data` asks for it as well"),
+        ({"every": 0}, mp.errors.UnsupportedError, "every=0"),
+        ({"fragments": 3}, mp.errors.UnsupportedError, "fragments=3 with every=2"),
+        ({"blend": 0.0}, mp.errors.UnsupportedError, "blend=0"),
+    ]:
+        with pytest.raises(error, match=says):
+            make(**options)
     many = make(fragments=5, every=5)
     with pytest.raises(mp.errors.UnsupportedError, match="3 arrays of parameters"):
         many.init(programs.create)(jax.random.key(0))

@@ -2,20 +2,17 @@
 
 import contextlib
 import json
-import os
 import socket
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
+import pod_programs as programs
 import pytest
 
 import meshpar as mp
+from meshpar._src.pods import rendezvous, start
 from meshpar._src.pods.rendezvous import ended_file, meet
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -58,15 +55,8 @@ def test_all_connect(port):
 
 def test_other_connections_do_not_count(port):
     def disturb():
-        for said in (
-            b"",
-            b"GET / HTTP/1.1\r\n\r\n",
-            b"{}\n",
-            b"[" * 4000 + b"\n",
-            b"x" * 9000,
-            b'{"process": "a"}\n',
-            b'{"pro',
-        ):
+        lines = b"", b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b'{"process": "a"}\n', b'{"pro'
+        for said in (*lines, b"[" * 4000 + b"\n", b"x" * 9000):
             for _ in range(100):
                 try:
                     other = socket.create_connection(("127.0.0.1", port), timeout=5)
@@ -108,7 +98,8 @@ def test_a_process_that_does_not_arrive_is_named_by_all(port):
 @pytest.mark.parametrize(
     ("reply", "says"), [(b"", "it does not report"), (b"HTTP/1.1 400 Bad\r\n", "it replies b'HTTP/1.1")]
 )
-def test_another_server_at_the_port(port, reply, says):
+def test_another_server_at_the_port(port, monkeypatch, reply, says):
+    monkeypatch.setattr(rendezvous, "REPLY_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", port)) as other, ThreadPoolExecutor(1) as pool:
         first = meet(f"127.0.0.1:{port}", 2, 0, 5.0)
         assert first is not None
@@ -149,7 +140,7 @@ def test_a_process_that_ended_before(port, tmp_path, monkeypatch, absent):
     assert "ended, with exit status 0, before it called mp.distributed()" in cause.text
 
 
-BAD = [
+BAD_VARIABLES = [
     ({"MESHPAR_PROCESSES": "two"}, "MESHPAR_PROCESSES is 'two': an integer, at least 1"),
     ({"MESHPAR_PROCESSES": "1.5"}, "MESHPAR_PROCESSES is '1.5': an integer"),
     ({"MESHPAR_PROCESSES": None}, "MESHPAR_PROCESS is set, but MESHPAR_PROCESSES is not"),
@@ -163,7 +154,6 @@ BAD = [
     ({"MESHPAR_DEVICES": "many"}, "MESHPAR_DEVICES is 'many'"),
 ]
 
-
 BAD_ARGUMENTS = [
     ({"process": 1, "processes": 2}, "needs coordinator=, processes= and process=, or none"),
     ({"process": 1, "processes": 2, "coordinator": "here"}, "coordinator='here' is not host:port"),
@@ -171,12 +161,11 @@ BAD_ARGUMENTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("variables", "arguments", "says"), [*((v, {}, s) for v, s in BAD), *(({}, a, s) for a, s in BAD_ARGUMENTS)]
-)
-def test_bad_variables_and_arguments_are_named(monkeypatch, variables, arguments, says):
-    from meshpar._src.pods import start
+BAD = [*((v, {}, s) for v, s in BAD_VARIABLES), *(({}, a, s) for a, s in BAD_ARGUMENTS)]
 
+
+@pytest.mark.parametrize(("variables", "arguments", "says"), BAD)
+def test_bad_variables_and_arguments_are_named(monkeypatch, variables, arguments, says):
     monkeypatch.setattr(start, "_started", [])
     monkeypatch.setattr(start, "_end_with_the_launcher", lambda: None)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
@@ -190,21 +179,20 @@ def test_bad_variables_and_arguments_are_named(monkeypatch, variables, arguments
 
 @pytest.mark.parametrize(
     ("taken", "process", "code", "error"),
-    [(False, 1, 75, "LostProcessError: process 1 of 2 has waited 1 s"), (True, 0, 75, "LostProcessError: process 0 cannot listen"),
-     (False, 5, 2, "MeshError: MESHPAR_PROCESS=5")],
-)  # fmt: skip
-def test_exit_statuses_of_a_script(port, tmp_path, taken, process, code, error):
-    env = {
-        **os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "MESHPAR_PROCESS": str(process), "MESHPAR_PROCESSES": "2",
-        "MESHPAR_COORDINATOR": f"127.0.0.1:{port}", "MESHPAR_CAUSES": str(tmp_path),
-    }  # fmt: skip
+    [
+        (False, 1, 75, "LostProcessError: process 1 of 2 has waited 1 s"),
+        (True, 0, 75, "LostProcessError: process 0 cannot listen"),
+        (False, 5, 2, "MeshError: MESHPAR_PROCESS=5"),
+    ],
+)
+def test_exit_statuses_of_a_script(pods, port, tmp_path, taken, process, code, error):
+    env = {"MESHPAR_PROCESS": str(process), "MESHPAR_PROCESSES": "2", "MESHPAR_CAUSES": str(tmp_path)}
     with socket.socket() as other:
         if taken:
             other.bind(("127.0.0.1", port))
             other.listen()
-        end = subprocess.run([sys.executable, "-c", "import meshpar as mp; mp.distributed(wait=1.0)"], env=env, cwd=tmp_path,
-                             capture_output=True, text=True, timeout=120)  # fmt: skip
-    assert end.returncode == code, end.stderr
-    assert error in end.stderr
+        end = pods.run(1, programs.wait_here, wait=1.0, env={**env, "MESHPAR_COORDINATOR": f"127.0.0.1:{port}"})
+    assert end.codes == [code], end.texts
+    assert error in end.texts[0]
     if code == 75:
         assert json.loads((tmp_path / f"cause-{process}.json").read_text())["text"].startswith("LostProcessError: ")

@@ -27,11 +27,15 @@ def zeros(dtype=np.float32):
     return {k: np.zeros(s, dtype) for k, s in SHAPES.items()}
 
 
+OF_GRADIENTS = {f"gradients/{k}": f"replica {d}" for k, d in DIMS.items()}
+OF_REPLICAS = {f"*{k}": f"replica {d}" for k, d in DIMS.items()}
+
+
 def compiled(tx, lowering, layout, mesh="slice=2, data=4"):
     def update(gradients, state, params):
         return tx.update(gradients, state, params)
 
-    dims = {f"gradients/{k}": f"replica {d}" for k, d in DIMS.items()} | {f"params/{k}": d for k, d in DIMS.items()}
+    dims = OF_GRADIENTS | {f"params/{k}": d for k, d in DIMS.items()}
     return mp.jit(update, mesh=mp.mesh(mesh), layout=layout, dims=dims, lowering=lowering)
 
 
@@ -39,44 +43,34 @@ def close(a, b, tolerance=1e-6):
     np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(
-    ("code", "lowering", "layout"), [(c, *run) for c, run in covering.each(simulations.CODES, RUNS)]
-)
-@pytest.mark.usefixtures("x64")
-def test_means_of_codes_equal_the_simulation_over_three_steps(code, lowering, layout):
-    tx = mp.replicas.coded(code, replicas=2)
-    run, state = compiled(tx, lowering, layout), tx.init(zeros(np.float64))
-    errors = {k: [np.zeros(s)] * 2 for k, s in SHAPES.items()}
-    for n in range(3):
-        g = gradients(n, dtype=np.float64)
-        means, state = run(g, state, zeros(np.float64))
-        for k in SHAPES:
-            want, errors[k] = simulations.coded_mean(g[k], errors[k], code, [1, 1])
-            close(means[k], want)
-            close(state.error[k], errors[k])
+CODED = [(np.float64, c, *run) for c, run in covering.each(simulations.CODES, RUNS)]
+CODED += [(np.float32, c, *RUNS[0]) for c in list(simulations.CODES)[::2]]
 
 
-@pytest.mark.parametrize("code", list(simulations.CODES)[::2])
-def test_codes_of_float32_equal_the_simulation(code):
-    tx = mp.replicas.coded(code, replicas=2)
-    g = gradients(0)
-    means, state = compiled(tx, *RUNS[0])(g, tx.init(zeros()), zeros())
-    for k in SHAPES:
-        want, errors = simulations.coded_mean(g[k], [np.zeros(SHAPES[k])] * 2, code, [1, 1])
-        close(means[k], want)
-        close(state.error[k], errors)
+@pytest.mark.parametrize(("dtype", "code", "lowering", "layout"), CODED)
+def test_means_of_codes_equal_the_simulation_over_three_steps(dtype, code, lowering, layout):
+    """One step in float32, whose rounding another step would code."""
+    with jax.enable_x64(dtype == np.float64):
+        tx = mp.replicas.coded(code, replicas=2)
+        run, state = compiled(tx, lowering, layout), tx.init(zeros(dtype))
+        errors = {k: [np.zeros(s)] * 2 for k, s in SHAPES.items()}
+        for n in range(3 if dtype == np.float64 else 1):
+            g = gradients(n, dtype=dtype)
+            means, state = run(g, state, zeros(dtype))
+            for k in SHAPES:
+                want, errors[k] = simulations.coded_mean(g[k], errors[k], code, [1, 1])
+                close(means[k], want)
+                close(state.error[k], errors[k])
 
 
 @BOTH
 def test_a_mean_leaves_out_replicas_of_weight_zero_and_of_nan(lowering, layout):
     tx = mp.replicas.mean(replicas=4)
-    mesh = mp.mesh("slice=4, data=2")
-    dims = {f"gradients/{k}": f"replica {d}" for k, d in DIMS.items()}
 
     def update(gradients, weight):
         return tx.update(gradients, optax.EmptyState(), weight=weight)[0]
 
-    run = mp.jit(update, mesh=mesh, layout=layout, dims=dims, lowering=lowering)
+    run = mp.jit(update, mesh=mp.mesh("slice=4, data=2"), layout=layout, dims=OF_GRADIENTS, lowering=lowering)
     g = gradients(0, 4)
     g["scale"][2, 3] = np.nan
     weight = np.array([1, 0, 5, 3], np.float32)
@@ -131,14 +125,12 @@ def test_adasum_equals_the_simulation(lowering, layout):
 @pytest.mark.usefixtures("x64")
 def test_gossip_is_decentralized_sgd(shift, lowering, layout):
     tx = optax.chain(optax.sgd(0.1), mp.replicas.gossip(shift))
-    mesh = mp.mesh("slice=4, data=2")
-    dims = {f"*{k}": f"replica {d}" for k, d in DIMS.items()}
 
     def step(params, gradients, state):
         updates, state = tx.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
 
-    run = mp.jit(step, mesh=mesh, layout=layout, dims=dims, lowering=lowering)
+    run = mp.jit(step, mesh=mp.mesh("slice=4, data=2"), layout=layout, dims=OF_REPLICAS, lowering=lowering)
     params = gradients(9, 4, np.float64)
     want, state = {k: np.float64(x) for k, x in params.items()}, tx.init(params)
     for n, s in enumerate([1, 2, 1] if shift == "exponential" else [1, 1, 1]):
@@ -257,17 +249,13 @@ def test_the_recipe_of_gaia_equals_the_simulation(recipe_of_gaia, lowering, layo
     tx = recipe_of_gaia(optax.sgd(0.1), 0.2)
     params = gradients(9, dtype=np.float64)
     want, waiting = {k: list(x) for k, x in params.items()}, {k: [np.zeros(s)] * 2 for k, s in SHAPES.items()}
-    dims = {f"gradients/{k}": f"replica {d}" for k, d in DIMS.items()}
-    dims |= {f"params/{k}": f"replica {d}" for k, d in DIMS.items()}
 
     def step(gradients, state, params):
         updates, state = tx.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
 
-    run, state = (
-        mp.jit(step, mesh=mp.mesh("slice=2, data=4"), layout=layout, dims=dims, lowering=lowering),
-        tx.init(params),
-    )
+    run = mp.jit(step, mesh=mp.mesh("slice=2, data=4"), layout=layout, dims=OF_REPLICAS, lowering=lowering)
+    state = tx.init(params)
     for n in range(3):
         g = gradients(n, dtype=np.float64)
         params, state = run(g, state, params)

@@ -35,7 +35,7 @@ from ..hardware.collective_time import hop_seconds, seconds_of
 from ..hardware.topology import Stage, devices_of, joined, major_of
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
-from ..plan.spec import format_axes, itemsize, local_shape, shard_count
+from ..plan.spec import format_axes, itemsize, local_shape
 from ..plan.steps import Reduce, Reshard, Run, Shard
 from ..program.ir import Value
 from ..units import format_seconds
@@ -84,10 +84,8 @@ def exposed_seconds(
     """
     runs = [run for run, _ in pair.dots]
     device = chip.per_device()
-    stages = [s for a in pair.axes for s in plan.torus[a]]
     first = pair.step.collectives[0]
-    volume = collective_volume(first.op, first.bytes, shard_count(first.axes, plan.sizes))
-    separate = seconds_of(first.op, volume, stages, chip, first.algorithm)
+    separate = first.seconds or 0.0
     memory = device.hbm_bandwidth * chip.compiler.hbm_efficiency
     total = sum(matmul_seconds(plan, chip, run) for run in runs)
     devices, (stage, *_) = devices_of(plan.torus, pair.axes), major_of(plan.torus, pair.axes) or [Stage(1)]

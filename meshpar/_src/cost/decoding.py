@@ -57,10 +57,8 @@ class Decoding:
 
     def to_dict(self) -> dict[str, Any]:
         """The attributes and the ratios as JSON data."""
-        return {
-            **asdict(self), "ratio": self.ratio, "tokens_per_second": self.tokens_per_second,
-            "tokens_per_second_per_chip": self.tokens_per_second_per_chip,
-        }  # fmt: skip
+        keys = ("ratio", "tokens_per_second", "tokens_per_second_per_chip")
+        return {**asdict(self), **{key: getattr(self, key) for key in keys}}
 
     def __str__(self) -> str:
         grows = f"{format_bytes(self.sequence_bytes)} a sequence and device"
@@ -92,11 +90,8 @@ def decoding_of(plan: Plan) -> Decoding | None:
     splits = [(h.shape[i], axes) for h in plan.inputs for i, (name, axes) in enumerate(h.split) if name == dim]
     if not splits:
         names = {name for h in plan.inputs for name, _ in h.split if name}
-        raise UnknownDimError(
-            f"no argument of the step has the dim `{dim}` of its sequences",
-            dim=dim,
-            fixes=did_you_mean(dim, names, "dims"),
-        )
+        fixes = did_you_mean(dim, names, "dims")
+        raise UnknownDimError(f"no argument of the step has the dim `{dim}` of its sequences", dim=dim, fixes=fixes)
     sequences = max(size for size, _ in splits)
     shards = max(math.prod(plan.sizes[a] for a in axes) for _, axes in splits)
     read = sum(

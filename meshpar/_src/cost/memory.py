@@ -65,15 +65,8 @@ class Memory:
 
     def to_dict(self) -> dict[str, Any]:
         """All of this as JSON: peak, host bytes, line and buffers of the peak, bytes and padding by role, curve."""
-        return {
-            "peak": self.peak,
-            "host": self.host,
-            "peak_source": self.peak_source,
-            "by_kind": self.by_kind,
-            "padding": self.padding,
-            "largest": [list(x) for x in self.largest],
-            "curve": [list(x) for x in self.curve],
-        }
+        keys = ("peak", "host", "peak_source", "by_kind", "padding", "largest", "curve")
+        return {key: getattr(self, key) for key in keys}
 
 
 @cached_on_plan

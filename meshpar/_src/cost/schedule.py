@@ -321,7 +321,9 @@ class _Clock:
 
     def copy(self, kernel: Kernel) -> HostCopy:
         """Start the copy of a ``TRANSFER`` kernel; it ends after its bytes over the link to the host."""
-        to_host, size = host_copy(self.plan, kernel)
+        assert isinstance(kernel.step, Run)
+        results = kernel.step.results
+        to_host, size = results[0].on_host, sum(map(self.plan.shard_bytes, results))
         start = max([self.host_free[to_host], *(self.made.get(buffer, 0.0) for buffer in kernel.reads)])
         end = start + host_seconds(self.plan, size)
         self.host_free[to_host] = end
@@ -354,13 +356,6 @@ class _Clock:
                 self.sent.append(self.links_free)
             yield Transfer(c, kernel, start, start + seconds, is_async)
             start += seconds
-
-
-def host_copy(plan: Plan, kernel: Kernel) -> tuple[bool, float]:
-    """Whether a ``TRANSFER`` kernel copies to the host, and its bytes on one device."""
-    assert isinstance(kernel.step, Run)
-    results = kernel.step.results
-    return results[0].on_host, sum(map(plan.shard_bytes, results))
 
 
 def host_seconds(plan: Plan, size: float) -> float:

@@ -72,13 +72,10 @@ class Time:
 
     def to_dict(self) -> dict[str, Any]:
         """Seconds by part, bounds, estimate, utilisation, bottleneck, and the ten kernels that take longest."""
+        parts = ("compute", "memory", "vector", "communication", "to_host", "to_device")
+        keys = (*parts, "overlapped", "serial", "seconds", "mfu", "model_flops", "bottleneck")
         top = sorted(self.ops, key=lambda o: -o.seconds * o.count)[:10]
-        return {
-            "compute": self.compute, "memory": self.memory, "vector": self.vector, "communication": self.communication,
-            "to_host": self.to_host, "to_device": self.to_device,
-            "overlapped": self.overlapped, "serial": self.serial, "seconds": self.seconds, "mfu": self.mfu,
-            "model_flops": self.model_flops, "bottleneck": self.bottleneck, "ops": [o.to_dict() for o in top],
-        }  # fmt: skip
+        return {**{key: getattr(self, key) for key in keys}, "ops": [o.to_dict() for o in top]}
 
 
 @cached_on_plan

@@ -1,6 +1,6 @@
 """Collective algorithms: how a collective over several stages of a slice is made of collectives over fewer stages.
 
-One entry per algorithm. Callers ask the entry for its bytes (:meth:`Algorithm.bytes`, :meth:`Algorithm.dcn_bytes`), how it uses the
+One entry per algorithm. Callers ask the entry for its bytes between slices (:meth:`Algorithm.dcn_bytes`), how it uses the
 links (:func:`hardware.collective_time.seconds_of`), and the JAX operations (:meth:`Algorithm.reduce_scatter`).
 To add an algorithm, add an entry to ``_TABLE``; :func:`choose_algorithm` considers it if :func:`meshpar_kernels.collectives.choose`
 knows its cost.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,10 +30,6 @@ the full-size array. An all-gather runs the phases in reverse order."""
 
 ScatterFn = Callable[[Any, str | tuple[str, ...], int], Any]
 """(local array, mesh axes, dim) → its sum over the axes, of which each device has its block along the dim."""
-
-
-def _psum_scatter(x: Any, axes: str | tuple[str, ...], dim: int) -> Any:
-    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +54,6 @@ class Algorithm:
     slices_locally: bool = False
     ring_step: bool = False
 
-    def bytes(self, op: CollectiveOp, volume: float, stages: Sequence[Stage]) -> list[float]:
-        """Bytes that each device sends in each phase of a collective.
-
-        Args:
-          volume: bytes of the array of one group, as in :func:`wire_bytes`.
-          stages: of the group, major to minor.
-        """
-        return [sent for _, sent in self._phase_bytes(op, volume, stages)]
-
     def dcn_bytes(self, op: CollectiveOp, sent: float, stages: Sequence[Stage]) -> float:
         """Bytes that a device sends to other slices or nodes in one collective; 0 if its group is within a slice.
 
@@ -88,28 +75,16 @@ class Algorithm:
         if op == "all-to-all":
             slices = math.prod(s.size for s in stages if s.between)
             return volume / group * (slices - 1) / slices
-        total = 0.0
-        for phase, _ in self._phase_bytes(op, volume, stages):
-            sizes = [s.size for s in phase if s.between]
-            size, slices = math.prod(s.size for s in phase), math.prod(sizes)
+        total, stages = 0.0, [s for s, _ in joined(stages)]
+        for indices in self.phases([s.between for s in stages]):
+            phase = [stages[k] for k in indices]
+            size = math.prod(s.size for s in phase)
+            slices = math.prod(s.size for s in phase if s.between)
             total += wire_bytes(op, volume * slices / size, slices)
             volume /= size
         return total
 
-    def _phase_bytes(
-        self, op: CollectiveOp, volume: float, stages: Sequence[Stage]
-    ) -> Iterator[tuple[list[Stage], float]]:
-        """(stages, bytes that each device sends) of each phase."""
-        stages = [s for s, _ in joined(stages)]
-        for indices in self.phases([s.between for s in stages]):
-            phase = [stages[k] for k in indices]
-            size = math.prod(s.size for s in phase)
-            yield phase, wire_bytes(op, volume, size)
-            volume /= size
-
-    def reduce_scatter(
-        self, x: Any, axes: Sequence[str], dim: int, between: Collection[str] = (), emit: ScatterFn = _psum_scatter
-    ) -> Any:
+    def reduce_scatter(self, x: Any, axes: Sequence[str], dim: int, between: Collection[str], emit: ScatterFn) -> Any:
         """The sum of ``x`` over mesh axes, of which this device has its block of a dim; inside ``shard_map``.
 
         Args:

@@ -99,10 +99,8 @@ def calibrations(given: CalibrationLike) -> Calibrations:
     result = tuple(given) if isinstance(given, Iterable) else (given,)
     for c in result:
         if not isinstance(c, Calibration):
-            raise UnsupportedError(
-                f"calibration={c!r} is not a calibration",
-                fixes=["the file that `mp.hardware.calibrate(…).calibration.save(file)` wrote"],
-            )
+            fix = "the file that `mp.hardware.calibrate(…).calibration.save(file)` wrote"
+            raise UnsupportedError(f"calibration={c!r} is not a calibration", fixes=[fix])
     return result
 
 
@@ -130,10 +128,8 @@ def read_calibrations(path: str | Path) -> Calibrations:
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise UnsupportedError(
-            f"{path} is not a calibration file: {where}: {reason}",
-            fixes=["meshpar calibrate TARGET --calibration FILE writes one"],
-        ) from None
+        fix = "meshpar calibrate TARGET --calibration FILE writes one"
+        raise UnsupportedError(f"{path} is not a calibration file: {where}: {reason}", fixes=[fix]) from None
     return tuple(entries)
 
 

@@ -89,11 +89,9 @@ class Chip:
         n = self.devices
         if n == 1:
             return self
-        return replace(
-            self, flops=self.flops / n, flops_8bit=None if self.flops_8bit is None else self.flops_8bit / n,
-            hbm=self.hbm / n, hbm_bandwidth=self.hbm_bandwidth / n, link=self.link / n, dcn=self.dcn / n,
-            host_link=self.host_link / n, vmem=None if self.vmem is None else self.vmem / n, devices=1,
-        )  # fmt: skip
+        shared = ("flops", "flops_8bit", "hbm", "hbm_bandwidth", "link", "dcn", "host_link", "vmem")
+        shares = {key: None if (value := getattr(self, key)) is None else value / n for key in shared}
+        return replace(self, **shares, devices=1)
 
     def ideal(self) -> Chip:
         """The same chip with every efficiency 1, for lower bounds and textbook estimates."""

@@ -95,8 +95,9 @@ class CompilerModel:
     quirks: frozenset[str] = frozenset()
 
 
+@functools.lru_cache
 def compiler_model(chip: str | None, package: str = "libtpu", version: str | None = None) -> CompilerModel:
-    """The constants for a chip under a compiler version, from the table of this version or the nearest older one.
+    """The constants for a chip under a compiler version, from the table of this version or the nearest older one; cached.
 
     A table for ``0.0.42`` is used for ``0.0.42.1`` too. A version older than every table uses the oldest.
 
@@ -105,12 +106,7 @@ def compiler_model(chip: str | None, package: str = "libtpu", version: str | Non
       package: the distribution that the compiler is part of: ``"libtpu"`` for TPUs, ``"jaxlib"`` for GPUs.
       version: its version; None: the installed one, or the version of the newest table if it is not installed.
     """
-    return _compiler_model(chip, package, version or _installed(package))
-
-
-@functools.lru_cache
-def _compiler_model(chip: str | None, package: str, version: str | None) -> CompilerModel:
-    """:func:`compiler_model` for a resolved version; cached."""
+    version = version or installed_version(package)
     versions = sorted((v for name, v in _tables() if name == package), key=version_numbers)
     numbers = version_numbers(version or versions[-1])
     chosen = max((v for v in versions if version_numbers(v) <= numbers), key=version_numbers, default=versions[0])
@@ -132,6 +128,3 @@ def _tables() -> dict[tuple[str, str], dict[str, Any]]:
         if "inherits" in table:
             table["all"] = read[table["inherits"]]["all"]
     return {(name.rpartition("-")[0], name.rpartition("-")[2]): table for name, table in read.items()}
-
-
-_installed = functools.lru_cache(installed_version)

@@ -135,10 +135,9 @@ class Options:
         def shown(group: OptionGroup) -> dict[str, Any]:
             return {"name": group.name, "options": list(group.values), "why": group.why, "measured": group.measured}
 
-        return {
-            "mode": self.mode, "values": self.values, "groups": [shown(g) for g in self.groups],
-            "left_out": [{**shown(g), "reason": reason} for g, reason in self.left_out],
-        }  # fmt: skip
+        groups = [shown(g) for g in self.groups]
+        left_out = [{**shown(g), "reason": reason} for g, reason in self.left_out]
+        return {"mode": self.mode, "values": self.values, "groups": groups, "left_out": left_out}
 
 
 def check_options(mode: Any) -> OptionsMode:

@@ -132,10 +132,8 @@ def _accelerator(text: str, slices: int, chip: Chip, name: str, number: int) -> 
         return Topology(slices, chip.name, shapes[0])
     what = "TensorCores" if chip.counted == 2 else "chips"
     sizes = sorted({math.prod(s) * chip.counted for s in chip.shapes()}, key=lambda n: (abs(n - number), n))[:3]
-    raise MeshError(
-        f"topology {text!r} does not exist: there is no {chip.name} slice of {number} {what}",
-        fixes=[f"the nearest: {', '.join(f'{name}-{n}' for n in sorted(sizes))}", *_known(chip)],
-    )
+    fixes = [f"the nearest: {', '.join(f'{name}-{n}' for n in sorted(sizes))}", *_known(chip)]
+    raise MeshError(f"topology {text!r} does not exist: there is no {chip.name} slice of {number} {what}", fixes=fixes)
 
 
 def _nearest(chip: Chip, chips: Sequence[int]) -> list[tuple[int, ...]]:
@@ -222,10 +220,8 @@ def _need_cuda_plugin() -> None:
     if any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
         return
     version = jax.__version__
-    raise MeshError(
-        "a GPU topology needs JAX's CUDA plugin, which is not installed",
-        fixes=[f"pip install jax-cuda12-plugin=={version} jax-cuda12-pjrt=={version}   # no GPU is needed"],
-    )
+    fix = f"pip install jax-cuda12-plugin=={version} jax-cuda12-pjrt=={version}   # no GPU is needed"
+    raise MeshError("a GPU topology needs JAX's CUDA plugin, which is not installed", fixes=[fix])
 
 
 def refused_options(mesh: AnyMesh, values: Mapping[str, Any]) -> dict[str, str]:
@@ -375,10 +371,8 @@ def check_fills(sizes: Mapping[str, int], topology: Topology) -> None:
     """Raise MeshError if the sizes of mesh axes do not multiply to the number of devices of a topology."""
     have = math.prod(sizes.values())
     if have != topology.devices:
-        raise MeshError(
-            f"mesh ({mesh_text(sizes)}) has {have} devices, but {topology} has {topology.devices}",
-            fixes=["make the sizes multiply to that number, or write -1 for one of them"],
-        )
+        text = f"mesh ({mesh_text(sizes)}) has {have} devices, but {topology} has {topology.devices}"
+        raise MeshError(text, fixes=["make the sizes multiply to that number, or write -1 for one of them"])
 
 
 def switched(sizes: Mapping[str, int], domain: int) -> Torus:
@@ -516,10 +510,8 @@ class Places:
         first = devices.flat[0]
         chip = chip_of_kind(getattr(first, "device_kind", ""))
         if chip is None or getattr(first, "coords", None) is None:
-            raise MeshError(
-                f"devices of kind {getattr(first, 'device_kind', '?')!r} have no coordinates on a torus",
-                fixes=['leave topology out, or give an abstract mesh with it: topology="v5e:4x4"'],
-            )
+            text = f"devices of kind {getattr(first, 'device_kind', '?')!r} have no coordinates on a torus"
+            raise MeshError(text, fixes=['leave topology out, or give an abstract mesh with it: topology="v5e:4x4"'])
         at = np.array([_place(d) for d in devices.flat])
         return cls(at, _rings(chip, at.max(0) + 1))
 

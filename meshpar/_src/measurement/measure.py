@@ -67,10 +67,9 @@ def calibrate(
         raise UnsupportedError(f"rounds={rounds!r}: at least 1", fixes=["rounds=9"])
     devices = {d for c in candidates for d in c.subject.plan.mesh.devices.flat}  # type: ignore[union-attr]
     if len(devices) == 1:
-        raise MeshError(
-            "mp.hardware.calibrate was given one device, on which all layouts are the same program",
-            fixes=["mp.virtual_devices(8) before the first use of a device, for CPU stand-ins", "or a mesh of more devices"],
-        )  # fmt: skip
+        text = "mp.hardware.calibrate was given one device, on which all layouts are the same program"
+        fix = "mp.virtual_devices(8) before the first use of a device, for CPU stand-ins"
+        raise MeshError(text, fixes=[fix, "or a mesh of more devices"])
     kinds = {d.device_kind for d in devices}
     if len(kinds) > 1:
         raise UnsupportedError(
@@ -135,10 +134,8 @@ def _compare(candidates: Sequence[Candidate], tolerance: float, tell: Callable[[
         try:
             outs = jax.block_until_ready(subject.sharded(_placed(subject)))
         except jax.errors.JaxRuntimeError as e:
-            raise CompilerError(
-                f"{candidate.name} does not run: {str(e).splitlines()[0]}",
-                fixes=["a smaller batch, or a layout that splits more"],
-            ) from e
+            fix = "a smaller batch, or a layout that splits more"
+            raise CompilerError(f"{candidate.name} does not run: {str(e).splitlines()[0]}", fixes=[fix]) from e
         if not first:
             first = [host(x) for x in outs]
             continue

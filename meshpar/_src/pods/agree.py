@@ -55,8 +55,6 @@ _FIXES = {
 }  # fmt: skip
 _ANY_FIX = ["run one script, with the same arguments, in every process"]
 
-_Lines = Callable[[], Sequence[str]]
-
 
 @dataclass(eq=False, slots=True)
 class Sheet:
@@ -124,7 +122,7 @@ def _bytes(x: np.ndarray, most: int = 1 << 22) -> bytes:
 # -- the facts
 
 
-def facts_of(sheet: Sheet, leaves: Sequence[Any]) -> tuple[dict[str, _Lines], dict[str, _Lines]]:
+def facts_of(sheet: Sheet, leaves: Sequence[Any]) -> tuple[dict[str, Sequence[str]], dict[str, Sequence[str]]]:
     """(facts that must be equal everywhere, facts of arrays that some processes share, by ``"0,1,3"``); each as lines."""
     plan, code = sheet.plan, sheet.fn
     assert isinstance(plan.mesh, Mesh)
@@ -132,24 +130,24 @@ def facts_of(sheet: Sheet, leaves: Sequence[Any]) -> tuple[dict[str, _Lines], di
     closed = plan.program.closed
     devices = list(plan.mesh.devices.flat)
     host, shared = _values(inputs, leaves)
-    facts: dict[str, _Lines] = {
-        "versions": lambda: [versions()],
-        "settings": settings,
-        "function": lambda: [f"{getattr(code, '__module__', '?')}.{getattr(code, '__qualname__', code)}"],
-        "lowering": lambda: [f"{plan.lowering}, overlap {plan.overlap}, strict {plan.request.strict}"],
-        "mesh": lambda: [mesh_text(plan.sizes)],
-        "devices": lambda: [f"{devices[0].device_kind}: {', '.join(str(d.id) for d in devices)}"],
-        "layout": lambda: [_layout_text(plan.requested_layout)],
-        "dims": lambda: [f"{p}: {' '.join(map(str, d))}" for p, d in sheet.dims.items],
-        "donated": lambda: [", ".join(inputs[i] for i in sorted(plan.donated))],
-        "static arguments": lambda: [_ADDRESS.sub("0x", repr(s)) for s in sheet.statics],
-        "compiler options": lambda: [json.dumps(dict(plan.options.values), sort_keys=True, default=str)],
-        "shapes": lambda: [f"{p}: {_shape_text(v.aval)}" for p, v in zip(inputs, plan.program.inputs, strict=True)],
-        "program": lambda: program_lines(closed),
-        "constants": lambda: [f"constant {k}: {_value_text(c)}" for k, c in enumerate(closed.consts) if not is_global(c)],
-        "data": lambda: list(SAMPLES),
-        "values": lambda: host,
-    }  # fmt: skip
+    facts: dict[str, Sequence[str]] = {
+        "versions": [versions()],
+        "settings": settings(),
+        "function": [f"{getattr(code, '__module__', '?')}.{getattr(code, '__qualname__', code)}"],
+        "lowering": [f"{plan.lowering}, overlap {plan.overlap}, strict {plan.request.strict}"],
+        "mesh": [mesh_text(plan.sizes)],
+        "devices": [f"{devices[0].device_kind}: {', '.join(str(d.id) for d in devices)}"],
+        "layout": [_layout_text(plan.requested_layout)],
+        "dims": [f"{p}: {' '.join(map(str, d))}" for p, d in sheet.dims.items],
+        "donated": [", ".join(inputs[i] for i in sorted(plan.donated))],
+        "static arguments": [_ADDRESS.sub("0x", repr(s)) for s in sheet.statics],
+        "compiler options": [json.dumps(dict(plan.options.values), sort_keys=True, default=str)],
+        "shapes": [f"{p}: {_shape_text(v.aval)}" for p, v in zip(inputs, plan.program.inputs, strict=True)],
+        "program": _ADDRESS.sub("0x", str(closed.jaxpr)).splitlines(),  # without the addresses of functions
+        "constants": [f"constant {k}: {_value_text(c)}" for k, c in enumerate(closed.consts) if not is_global(c)],
+        "data": list(SAMPLES),
+        "values": host,
+    }
     return facts, shared
 
 
@@ -164,11 +162,6 @@ def settings() -> list[str]:
     flags = " ".join(f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith("--xla_dump"))
     said = [f"{name}={getattr(jax.config, name, None)}" for name in _SETTINGS]
     return [*said, f"XLA_FLAGS={flags}", f"LIBTPU_INIT_ARGS={os.environ.get('LIBTPU_INIT_ARGS', '')}"]
-
-
-def program_lines(closed: Any) -> list[str]:
-    """The program as text, without the addresses of functions in it."""
-    return _ADDRESS.sub("0x", str(closed.jaxpr)).splitlines()
 
 
 def _layout_text(layout: Any) -> str:
@@ -191,9 +184,9 @@ def _value_text(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)} {hashlib.sha256(_bytes(x, 1 << 26)).hexdigest()[:16]} [{some}, …]"
 
 
-def _values(paths: Sequence[str], leaves: Sequence[Any]) -> tuple[list[str], dict[str, _Lines]]:
-    """(lines of the values of host arguments; process group → function that returns lines with digests of the shards that all
-    processes of the group have)."""
+def _values(paths: Sequence[str], leaves: Sequence[Any]) -> tuple[list[str], dict[str, Sequence[str]]]:
+    """(lines of the values of host arguments; process group → lines with digests of the shards that all processes of the group
+    have)."""
     host: list[str] = []
     shared: dict[tuple[int, ...], list[tuple[str, Any, tuple[int, ...]]]] = {}
     for path, x in zip(paths, leaves, strict=True):
@@ -221,8 +214,7 @@ def _values(paths: Sequence[str], leaves: Sequence[Any]) -> tuple[list[str], dic
         ]
 
     return host, {
-        ",".join(map(str, group)): functools.cache(functools.partial(lines, sorted(shards, key=lambda p: (p[0], p[2]))))
-        for group, shards in shared.items()
+        ",".join(map(str, group)): lines(sorted(shards, key=lambda p: (p[0], p[2]))) for group, shards in shared.items()
     }
 
 
@@ -259,7 +251,7 @@ def exchange(name: str, value: Any, combine: Callable[[list[Any]], Any] = list, 
     return json.loads(_wait(store, f"{now}/result", name, 0))
 
 
-def agree(name: str, facts: Mapping[str, _Lines], shared: Mapping[str, _Lines] | None = None) -> None:
+def agree(name: str, facts: Mapping[str, Sequence[str]], shared: Mapping[str, Sequence[str]]) -> None:
     """Compare facts with all other processes; all must call it.
 
     Args:
@@ -270,8 +262,8 @@ def agree(name: str, facts: Mapping[str, _Lines], shared: Mapping[str, _Lines] |
     Raises:
       AgreementError: with the process, the field, and both values. Every process raises it.
     """
-    made = {f: "\n".join(lines()) for f, lines in facts.items()}
-    groups = {g: "\n".join(lines()) for g, lines in (shared or {}).items()}
+    made = {f: "\n".join(lines) for f, lines in facts.items()}
+    groups = {g: "\n".join(lines) for g, lines in shared.items()}
     said = {
         "facts": {f: x if len(x) <= SHORT else f"#{_hash(x)}" for f, x in made.items()},
         "shared": {g: _hash(x) for g, x in groups.items()},
@@ -284,8 +276,9 @@ def agree(name: str, facts: Mapping[str, _Lines], shared: Mapping[str, _Lines] |
     texts = exchange(f"say its {field}", mine if process_index() in asked else "")
     values = dict(zip(asked, _first_difference(*(texts[p].split("\n") for p in asked)), strict=True))
     Store().barrier(f"meshpar/read/{_rounds['main']}", 5.0)  # the texts go with process 0, which must not leave first
-    head = f"the processes disagree about the {field} of `{name}`" if group is None else (
-        f"arguments of `{name}` that processes {group} hold copies of are not the same in them")  # fmt: skip
+    head = f"the processes disagree about the {field} of `{name}`"
+    if group is not None:
+        head = f"arguments of `{name}` that processes {group} hold copies of are not the same in them"
     rows = [f"  process {p}  {text}" for p, text in values.items()]
     error = AgreementError("\n".join([head, *rows]), fixes=[*_FIXES.get(field, _ANY_FIX)])
     error.process, error.field, error.values = asked[1], field, values

@@ -63,10 +63,8 @@ def needed(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise CheckpointError(
-            f"this needs {module.partition('.')[0]}, which is not installed ({error})",
-            fixes=['pip install "meshpar[checkpoint]"'],
-        ) from None
+        text = f"this needs {module.partition('.')[0]}, which is not installed ({error})"
+        raise CheckpointError(text, fixes=['pip install "meshpar[checkpoint]"']) from None
 
 
 def orbax() -> Any:
@@ -360,10 +358,8 @@ class Checkpoints:
         if mine is not None:
             raise mine
         if errors:
-            raise CheckpointError(
-                f"process 0 cannot open {self.path}: {errors[0][2]}",
-                fixes=["the error of process 0 has the fix; then start all again"],
-            )
+            fix = "the error of process 0 has the fix; then start all again"
+            raise CheckpointError(f"process 0 cannot open {self.path}: {errors[0][2]}", fixes=[fix])
 
     def _create_manager(self) -> None:
         ocp = orbax()
@@ -511,10 +507,8 @@ def facts_of(path: str, step: int) -> dict[str, Any]:
         files = [p for p in folder.iterdir() if p.name in ("metadata", "data") or p.suffix == ".json"]
         text = files[0].read_bytes() if len(files) == 1 else b""
     except OSError as error:
-        raise CheckpointError(
-            f"the facts of checkpoint {step} in {path} cannot be read now: {_first_line(error)}",
-            fixes=["nothing is renamed: make the folder readable, and start again"],
-        ) from error
+        text = f"the facts of checkpoint {step} in {path} cannot be read now: {_first_line(error)}"
+        raise CheckpointError(text, fixes=["nothing is renamed: make the folder readable, and start again"]) from error
     try:
         facts = json.loads(text)
         if not isinstance(facts, dict) or facts.get("check") != _check(facts):
@@ -522,10 +516,8 @@ def facts_of(path: str, step: int) -> dict[str, Any]:
     except ValueError as error:
         raise _DamagedError(f"the facts of checkpoint {step} in {path} are damaged: {error}", fixes=fixes) from None
     if facts.get("format") != FORMAT:
-        raise CheckpointError(
-            f"checkpoint {step} in {path} is of format {facts.get('format')}, and this reads {FORMAT}",
-            fixes=["restore it with the version of meshpar that saved it"],
-        )
+        text = f"checkpoint {step} in {path} is of format {facts.get('format')}, and this reads {FORMAT}"
+        raise CheckpointError(text, fixes=["restore it with the version of meshpar that saved it"])
     return facts
 
 
@@ -558,15 +550,11 @@ def _saved(path: str, x: Any) -> tuple[Any, dict[str, Any]]:
         array = np.array(x, dtype=np.asarray(x).dtype.newbyteorder("="))  # a copy: the script may write to its own
     if array is None or not can_store(array.dtype.name):
         what = f"{x.dtype}{list(np.shape(x))}" if hasattr(x, "dtype") else f"{type(x).__name__}"
-        raise CheckpointError(
-            f"`{path}` cannot be saved: checkpoints do not hold {what}",
-            path=path, fixes=["save arrays of numbers, random keys, Python numbers and texts; or convert it before"],
-        )  # fmt: skip
+        fix = "save arrays of numbers, random keys, Python numbers and texts; or convert it before"
+        raise CheckpointError(f"`{path}` cannot be saved: checkpoints do not hold {what}", path=path, fixes=[fix])
     if isinstance(array, jax.Array) and array.is_deleted():
-        raise CheckpointError(
-            f"`{path}` cannot be saved: the array was deleted, or donated to a call", path=path,
-            fixes=["save the state that the step returned"],
-        )  # fmt: skip
+        text = f"`{path}` cannot be saved: the array was deleted, or donated to a call"
+        raise CheckpointError(text, path=path, fixes=["save the state that the step returned"])
     facts: dict[str, Any] = {"shape": list(np.shape(x)), "dtype": str(x.dtype)}
     spec = getattr(getattr(x, "sharding", None), "spec", None)
     if spec is not None:
@@ -600,10 +588,8 @@ def _json(x: Any, where: str) -> Any:
     except ValueError:
         exact, said = False, "an integer of more than 4,300 digits"
     if not exact:
-        raise CheckpointError(
-            f"{where} is {said}, which JSON does not hold",
-            fixes=["texts, numbers, booleans, None, lists, and dictionaries with texts as keys"],
-        )
+        fix = "texts, numbers, booleans, None, lists, and dictionaries with texts as keys"
+        raise CheckpointError(f"{where} is {said}, which JSON does not hold", fixes=[fix])
     return x
 
 
@@ -619,8 +605,8 @@ class _DamagedError(CheckpointError):
     """A checkpoint that is not as it was written; others may be."""
 
 
-_NO_PROOF = ("PERMISSION_DENIED|RESOURCE_EXHAUSTED|UNAVAILABLE|UNAUTHENTICATED|DEADLINE_EXCEEDED|CANCELLED|ABORTED|INTERNAL|"
-             "UNKNOWN|UNIMPLEMENTED")  # fmt: skip
+_NO_PROOF = "PERMISSION_DENIED|RESOURCE_EXHAUSTED|UNAVAILABLE|UNAUTHENTICATED|DEADLINE_EXCEEDED|CANCELLED|ABORTED"
+_NO_PROOF += "|INTERNAL|UNKNOWN|UNIMPLEMENTED"
 _PROOF = "DATA_LOSS|NOT_FOUND|OUT_OF_RANGE|FAILED_PRECONDITION|INVALID_ARGUMENT|Error decoding|Error parsing"
 """Status codes of tensorstore, and its texts for bytes that are not of its format. The metadata was read before: the folder is
 present, and a missing file is damage."""
@@ -663,11 +649,9 @@ def _read(path: str, step: int, like: Any, partial: bool) -> tuple[Any, dict[str
     found = exchange("the digests of a restored checkpoint", digests.totals(), digests.texts)
     for p in arrays:
         if found[p] != saved[p]["digest"]:
-            raise DigestError(
-                f"checkpoint {step} in {path} is damaged: `{p}` differs from its saved digest",
-                path=p, shape=saved[p]["shape"],
-                fixes=["restore an older one: restore(…, step=…)", f"meshpar checkpoint verify {path}"],
-            )  # fmt: skip
+            text = f"checkpoint {step} in {path} is damaged: `{p}` differs from its saved digest"
+            fixes = ["restore an older one: restore(…, step=…)", f"meshpar checkpoint verify {path}"]
+            raise DigestError(text, path=p, shape=saved[p]["shape"], fixes=fixes)
     return back({p: _restored(p, arrays.get(p), x, saved[p]) for p, x in wanted.items()}), facts
 
 
@@ -705,10 +689,8 @@ def _read_by_all(path: str, step: int, read: Callable[[], _Result]) -> _Result:
         verify = f"meshpar checkpoint verify {path}"
         if damage:
             raise _DamagedError(f"checkpoint {step} in {path} is damaged{who}: {text}", fixes=[verify]) from mine
-        raise CheckpointError(
-            f"checkpoint {step} in {path} cannot be read now{who}: {text}",
-            fixes=["nothing proves damage, and nothing is renamed: remove the cause, and start again", verify],
-        ) from mine
+        fixes = ["nothing proves damage, and nothing is renamed: remove the cause, and start again", verify]
+        raise CheckpointError(f"checkpoint {step} in {path} cannot be read now{who}: {text}", fixes=fixes) from mine
     return result  # pyright: ignore[reportReturnType]
 
 
@@ -724,26 +706,21 @@ def _compare(path: str, step: int, wanted: Mapping[str, Any], saved: Mapping[str
     if missing:
         others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         p = missing[0]
-        raise CheckpointError(
-            f"checkpoint {step} in {path} has no `{p}`{others}", path=p, shape=np.shape(wanted[p]),
-            fixes=did_you_mean(p, saved, "paths"),
-        )  # fmt: skip
+        text = f"checkpoint {step} in {path} has no `{p}`{others}"
+        raise CheckpointError(text, path=p, shape=np.shape(wanted[p]), fixes=did_you_mean(p, saved, "paths"))
     for p, x in wanted.items():
         shape, dtype = saved[p]["shape"], saved[p]["dtype"]
         mine = str(x.dtype) if hasattr(x, "dtype") else type(x).__name__
         if list(np.shape(x)) != shape or (mine != dtype and _array_dtype(mine) != _array_dtype(dtype)):
-            dims = saved[p].get("dims")
-            raise CheckpointError(
-                f"`{p}` was saved as {dtype}{shape}{f' ({dims})' if dims else ''}, and is wanted as {mine}{list(np.shape(x))}",
-                path=p, fixes=["make the model as it was when it was saved", "meshpar checkpoint show prints what there is"],
-            )  # fmt: skip
+            dims = f" ({saved[p]['dims']})" if saved[p].get("dims") else ""
+            text = f"`{p}` was saved as {dtype}{shape}{dims}, and is wanted as {mine}{list(np.shape(x))}"
+            fixes = ["make the model as it was when it was saved", "meshpar checkpoint show prints what there is"]
+            raise CheckpointError(text, path=p, fixes=fixes)
     more = sorted(saved.keys() - wanted.keys())
     if more and not partial:
         others = f" and {len(more) - 1} more" if len(more) > 1 else ""
-        raise CheckpointError(
-            f"checkpoint {step} in {path} has `{more[0]}`{others}, which is not wanted",
-            path=more[0], fixes=["restore(…, partial=True) leaves it aside"],
-        )  # fmt: skip
+        text = f"checkpoint {step} in {path} has `{more[0]}`{others}, which is not wanted"
+        raise CheckpointError(text, path=more[0], fixes=["restore(…, partial=True) leaves it aside"])
 
 
 def _target(x: Any, path: str) -> jax.ShapeDtypeStruct | None:
@@ -758,10 +735,9 @@ def _target(x: Any, path: str) -> jax.ShapeDtypeStruct | None:
     try:
         sharding.shard_shape(tuple(x.shape))
     except ValueError as error:
-        raise CheckpointError(
-            f"`{path}` cannot be restored with the sharding of like: {str(error).splitlines()[0]}", path=path, shape=x.shape,
-            fixes=["shard another dim of it: mp.init(…).abstract(…) gives shardings that divide"],
-        ) from None  # fmt: skip
+        text = f"`{path}` cannot be restored with the sharding of like: {str(error).splitlines()[0]}"
+        fix = "shard another dim of it: mp.init(…).abstract(…) gives shardings that divide"
+        raise CheckpointError(text, path=path, shape=x.shape, fixes=[fix]) from None
     data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(x.shape, x.dtype)) if is_key(x) else x
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
 

@@ -201,10 +201,8 @@ def _verify(args: argparse.Namespace) -> int:
     one is damaged."""
     steps = steps_of(args.path) if args.step is None else [_one(args)]
     if not steps:
-        raise TargetError(
-            f"{args.path} has no complete checkpoint",
-            fixes=["the folder of a run, which holds one folder for each step"],
-        )
+        fix = "the folder of a run, which holds one folder for each step"
+        raise TargetError(f"{args.path} has no complete checkpoint", fixes=[fix])
     bad = 0
     for step in steps:
         wrong = verify(args.path, step)

@@ -104,10 +104,8 @@ def put(batch: Any, *, mesh: Mesh, layout: Any, dims: Any = None, rows: Literal[
       ('data',)
     """
     if rows not in ("all", "mine"):
-        raise MeshError(
-            f"rows={rows!r}: it is 'all' or 'mine'",
-            fixes=['rows="all": every process has the global batch; rows="mine": its own rows'],
-        )
+        fix = 'rows="all": every process has the global batch; rows="mine": its own rows'
+        raise MeshError(f"rows={rows!r}: it is 'all' or 'mine'", fixes=[fix])
 
     def own(path: str, shape: tuple[int, ...], spec_of: _SpecOf) -> tuple[Sequence[int], int] | None:
         return None if rows == "all" else _own_rows(mesh, spec_of(path, (0, *shape[1:])), shape, path)
@@ -154,11 +152,8 @@ def _own_rows(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...], path: str
     sharding = NamedSharding(mesh, PartitionSpec(axes or None))
     held = _held(sharding, parts)
     if rows % len(held):
-        raise MeshError(
-            f"put: `{path}` has {rows} rows in this process, which {len(held)} groups of devices cannot share",
-            path=path,
-            fixes=[f"a multiple of {len(held)} rows in every process"],
-        )
+        text = f"put: `{path}` has {rows} rows in this process, which {len(held)} groups of devices cannot share"
+        raise MeshError(text, path=path, fixes=[f"a multiple of {len(held)} rows in every process"])
     each = rows // len(held)
     return [part * each + r for part in held for r in range(each)], each * parts
 
@@ -177,10 +172,8 @@ def _specs(mesh: Mesh, layout: Layout, dims: Any, leaves: Mapping[str, Any]) -> 
         patterns = dims if isinstance(dims, PathDims) else PathDims(dims)
         unused = [p for p, _ in patterns.items if not any((m := patterns.match(q)) and m[0] == p for q in leaves)]
         if unused:
-            raise PatternError(
-                f"the dims= pattern {unused[0]!r} matches no leaf of the batch", path=unused[0],
-                fixes=did_you_mean(unused[0], leaves, "leaves"),
-            )  # fmt: skip
+            text = f"the dims= pattern {unused[0]!r} matches no leaf of the batch"
+            raise PatternError(text, path=unused[0], fixes=did_you_mean(unused[0], leaves, "leaves"))
 
     def spec(path: str, shape: tuple[int, ...]) -> PartitionSpec:
         """The ``PartitionSpec`` of the leaf at ``path``: by the matching ``dims=`` pattern, else by ``ROWS``; a scalar
@@ -230,10 +223,8 @@ class Batches:
         size = max(1, self.batch)
         self.per_epoch = self.rows // size if self.last == "drop" else -(-self.rows // size)
         if self.batch < 1 or self.per_epoch == 0:
-            raise DataPositionError(
-                f"batch={self.batch}: the source has {self.rows} rows",
-                fixes=["make the batch smaller", 'last="pad" pads it'],
-            )
+            fixes = ["make the batch smaller", 'last="pad" pads it']
+            raise DataPositionError(f"batch={self.batch}: the source has {self.rows} rows", fixes=fixes)
 
     def rows_of(self, n: int) -> np.ndarray:
         """The rows of batch ``n``, int64 [batch]; -1 where it is padded."""
@@ -297,10 +288,8 @@ class Batches:
         """Yields (n, batch n) for n = ``position``, …; ``prefetch`` batches are read and sent to the devices before
         they are requested."""
         if position < 0:
-            raise DataPositionError(
-                f"position {position}: batches are numbered from 0",
-                fixes=["the number of a batch, as `position` of an earlier run says it"],
-            )
+            fix = "the number of a batch, as `position` of an earlier run says it"
+            raise DataPositionError(f"position {position}: batches are numbered from 0", fixes=[fix])
         self.position = position
         end = None if self.epochs is None else self.epochs * self.per_epoch
         numbers = itertools.count(position) if end is None else iter(range(position, end))
@@ -328,10 +317,8 @@ class Batches:
         return {"position": position, **self._order(), "sample": self._sample}
 
     def _order(self) -> dict[str, Any]:
-        return {
-            "seed": self.seed, "batch": self.batch, "rows": self.rows, "last": self.last,
-            "order": ORDER if self.shuffle else "as it is",
-        }  # fmt: skip
+        order = ORDER if self.shuffle else "as it is"
+        return {"seed": self.seed, "batch": self.batch, "rows": self.rows, "last": self.last, "order": order}
 
     def go_to(self, facts: Mapping[str, Any]) -> None:
         """Set :attr:`position` to the position that a checkpoint's metadata (``position_facts``) has.
@@ -384,10 +371,8 @@ def batches(
       [(32, 16), (32, 16)]
     """
     if last not in ("drop", "pad"):
-        raise DataPositionError(
-            f"last={last!r}: it is 'drop' or 'pad'",
-            fixes=['last="drop" leaves out the rows that fill no batch; last="pad" pads them'],
-        )
+        fix = 'last="drop" leaves out the rows that fill no batch; last="pad" pads them'
+        raise DataPositionError(f"last={last!r}: it is 'drop' or 'pad'", fixes=[fix])
     made = Batches(source, batch, seed, mesh, Layout(layout), dims, prefetch, last, shuffle, epochs)
     made.layout.spec("batch", mesh, (batch,), path="the batch")
     return made

@@ -141,17 +141,15 @@ class _Reader:
         self.groups = [(m[1].split() if m[1] is not None else [m[2]]) for m in _GROUP.finditer(dims)]
         mine = [d for group in self.groups for d in group]
         if len(named) != len(shape) or "_" in named:
-            raise RankError(f"`{leaf}` has dims without names: {' '.join(named)!r}", path=leaf, shape=shape,
-                            fixes=["name them all: dims= of mp.init, or Flax metadata"])  # fmt: skip
+            text = f"`{leaf}` has dims without names: {' '.join(named)!r}"
+            raise RankError(text, path=leaf, shape=shape, fixes=["name them all: dims= of mp.init, or Flax metadata"])
         if sorted(mine + self.stacked) != sorted(named):
-            raise RankError(f"rule {name!r}: the dims {dims!r}{f' and {self.stacked}' if self.stacked else ''} differ from "
-                            f"the dims of `{leaf}`: {' '.join(named)!r}", path=leaf, shape=shape,
-                            fixes=[f"name all of `{' '.join(named)}`, each once"])  # fmt: skip
+            stacked = f" and {self.stacked}" if self.stacked else ""
+            text = f"rule {name!r}: the dims {dims!r}{stacked} differ from the dims of `{leaf}`: {' '.join(named)!r}"
+            raise RankError(text, path=leaf, shape=shape, fixes=[f"name all of `{' '.join(named)}`, each once"])
         if len(self.stacked) > 1:
-            raise LayoutSyntaxError(
-                f"rule {name!r}: one {{dim}} of a name is stacked",
-                fixes=["stack one dim, and name the others in the rule's dims"],
-            )
+            fix = "stack one dim, and name the others in the rule's dims"
+            raise LayoutSyntaxError(f"rule {name!r}: one {{dim}} of a name is stacked", fixes=[fix])
         self.size = dict(zip(named, shape, strict=True))
         self.axis = {d: i for i, d in enumerate(named)}
         self.order = mine

@@ -94,7 +94,7 @@ def launch(job: Job) -> int:
             after = _next_count(job, count, end)
             free = end.status == USAGE and attempt > 0  # a number of processes that does not fit: no restart
             again = after is not None and (free or (end.status == RESTARTABLE and left > 0))
-            _show(end, logs, f"starting again with {_of(after)}" if again else None)
+            _show(end, logs, f"starting again with {after} process{'es' * (after != 1)}" if again else None)
             if not again or after is None:
                 return end.status
             left -= not free
@@ -106,10 +106,8 @@ def _check(job: Job) -> None:
     if job.processes < 1:
         raise TargetError(f"-n {job.processes}: at least one process", fixes=["-n 2"])
     if job.devices is not None and job.devices % job.processes:
-        raise TargetError(
-            f"--devices {job.devices} does not divide over {job.processes} processes",
-            fixes=[f"--devices {max(1, job.devices // job.processes) * job.processes}"],
-        )
+        fix = f"--devices {max(1, job.devices // job.processes) * job.processes}"
+        raise TargetError(f"--devices {job.devices} does not divide over {job.processes} processes", fixes=[fix])
     if job.processes % job.slices:
         raise TargetError(
             f"--slices {job.slices} does not divide {job.processes} processes", fixes=["--slices that divides -n"]
@@ -119,10 +117,8 @@ def _check(job: Job) -> None:
             f"--min {job.least}: between 1 and {job.processes}", fixes=[f"--min {job.processes}: all of them"]
         )
     if job.lose is not None and not 0 <= job.lose[0] < job.slices:
-        raise TargetError(
-            f"--lose {job.lose[0]}@{job.lose[1]}: slices are 0 to {job.slices - 1}",
-            fixes=["--lose SLICE@CALL, with a slice below --slices"],
-        )
+        fix = "--lose SLICE@CALL, with a slice below --slices"
+        raise TargetError(f"--lose {job.lose[0]}@{job.lose[1]}: slices are 0 to {job.slices - 1}", fixes=[fix])
 
 
 def _next_count(job: Job, count: int, end: _End) -> int | None:
@@ -132,10 +128,6 @@ def _next_count(job: Job, count: int, end: _End) -> int | None:
     lost = job.processes // job.slices if job.slices > 1 else max(1, len(end.lost))
     after = count - (1 if end.status == USAGE else lost)
     return after if after >= job.least else None
-
-
-def _of(count: int | None) -> str:
-    return f"{count} process{'es' * (count != 1)}"
 
 
 # -- one attempt
@@ -228,11 +220,9 @@ def _judge(codes: dict[int, int], lost: list[int], logs: Path) -> _End:
 def _start(job: Job, count: int, attempt: int, p: int, logs: Path, port: int) -> subprocess.Popen[bytes]:
     """Start process ``p`` of ``count``, with its settings in the environment and its output in
     ``logs/process-<p>.log``."""
-    env = dict(os.environ)
-    env.update({
-        PROCESS: str(p), COUNT: str(count), ADDRESS: f"127.0.0.1:{port}", TIMEOUT: str(job.timeout), STUCK: str(job.stuck),
-        CAUSES: str(logs), "MESHPAR_ATTEMPT": str(attempt), "PYTHONUNBUFFERED": "1",
-    })  # fmt: skip
+    group = {PROCESS: str(p), COUNT: str(count), ADDRESS: f"127.0.0.1:{port}", "MESHPAR_ATTEMPT": str(attempt)}
+    limits = {TIMEOUT: str(job.timeout), STUCK: str(job.stuck)}
+    env = {**os.environ, **group, **limits, CAUSES: str(logs), "PYTHONUNBUFFERED": "1"}
     env.pop(LOSE, None)
     if job.lose is not None and attempt == 0 and p * job.slices // count == job.lose[0]:
         env[LOSE] = str(job.lose[1])
@@ -240,9 +230,8 @@ def _start(job: Job, count: int, attempt: int, p: int, logs: Path, port: int) ->
     if devices:
         env[DEVICES] = str(devices)
     with (logs / f"process-{p}.log").open("wb") as log:
-        return subprocess.Popen(
-            job.command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+        none, same = subprocess.DEVNULL, subprocess.STDOUT
+        return subprocess.Popen(job.command, env=env, stdin=none, stdout=log, stderr=same, start_new_session=True)
 
 
 def _devices_of_each(job: Job) -> int | None:

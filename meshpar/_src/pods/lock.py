@@ -40,10 +40,8 @@ class Lock:
             who, fix = f"process {other['process']} on {other['host'].split()[0]}", "wait for its end, or end it"
             if all(other.get(name) == value for name, value in here.items()):
                 who, fix = "this process", "close() the other mp.Checkpoints first"
-            raise CheckpointError(
-                f"another run writes to {folder}: {who}, since {other.get('since', '?')}",
-                fixes=[fix, "or save to another folder; reading by restore() needs no lock"],
-            )
+            text = f"another run writes to {folder}: {who}, since {other.get('since', '?')}"
+            raise CheckpointError(text, fixes=[fix, "or save to another folder; reading by restore() needs no lock"])
         self._mine = {**here, "run": uuid.uuid4().hex, "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         self._write(0)
         threading.Thread(target=self._renew, name="meshpar checkpoint lock", daemon=True).start()

@@ -56,10 +56,8 @@ def manifest(job: Manifest, to: str | None = None) -> str:
         what = "GPUs: a Slurm script has them" if topology.chip.switch else "TPU slices: a JobSet has them"
         raise TargetError(f"--to {to}: {topology} are {what}", fixes=[f"--to {has}"])
     if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", job.name) or len(job.name) > MAX_NAME:
-        raise TargetError(
-            f"{job.name!r} is no name of a job: at most {MAX_NAME} lowercase letters, digits and `-`, a letter first",
-            fixes=[f"--name {job_name(job.name)}"],
-        )
+        text = f"{job.name!r} is no name of a job: at most {MAX_NAME} lowercase letters, digits and `-`, a letter first"
+        raise TargetError(text, fixes=[f"--name {job_name(job.name)}"])
     if job.restarts < 0:
         raise TargetError(f"--restarts {job.restarts}: at least 0", fixes=["--restarts 20"])
     if not re.fullmatch(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}", job.time):

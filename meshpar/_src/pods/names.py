@@ -34,11 +34,8 @@ def by_name(tree: Any) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], An
     paths = [leaf.path or "value" for leaf in flatten_named(tree)]
     if len(set(paths)) != len(leaves):
         twice = next((p for p in paths if paths.count(p) > 1), "")
-        raise CheckpointError(
-            f"two leaves of the state have the path {twice!r}",
-            path=twice,
-            fixes=["give the two their own keys: a path names one leaf of a checkpoint"],
-        )
+        fix = "give the two their own keys: a path names one leaf of a checkpoint"
+        raise CheckpointError(f"two leaves of the state have the path {twice!r}", path=twice, fixes=[fix])
 
     def back(found: Mapping[str, Any]) -> Any:
         """A tree with the structure of ``tree`` and the leaves of ``found`` (path → leaf); nnx objects are new ones."""

@@ -54,10 +54,9 @@ def meet(address: str, count: int, index: int, wait: float) -> Cause | None:
 def _listen(port: int, count: int) -> socket.socket:
     """A socket that listens at the port on all interfaces, as JAX's service will; unlike that, it never shares the port with
     another program."""
-    backlog = max(128, count)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
-    return socket.create_server(("", port), backlog=backlog)
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=max(128, count), dualstack_ipv6=dual)
 
 
 def _accept(

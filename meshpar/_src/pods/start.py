@@ -87,10 +87,8 @@ def distributed(
 def _connect(group: Group, timeout: float, wait: float) -> None:
     """Connect to the other processes, and start JAX's distributed runtime."""
     if jax_pods.backends_are_open():
-        raise MeshError(
-            "mp.distributed() came too late: JAX has made its devices already",
-            fixes=["call it first, before anything that touches a device (jax.devices(), jnp.ones, …)"],
-        )
+        fix = "call it first, before anything that touches a device (jax.devices(), jnp.ones, …)"
+        raise MeshError("mp.distributed() came too late: JAX has made its devices already", fixes=[fix])
     began = time.monotonic()
     cause = meet(group.address, group.processes, group.process, wait)
     if cause is not None:
@@ -127,29 +125,23 @@ def _group(coordinator: str | None, processes: int | None, process: int | None, 
             return jax_pods.detected_group(wait) if jax_pods.cluster() is not None else None
         missing = [name for name in (ADDRESS, COUNT) if name not in os.environ]
         if missing:
-            raise MeshError(
-                f"the environment variable {PROCESS} is set, but {missing[0]} is not",
-                fixes=["`meshpar launch` sets both; unset both for a single process"],
-            )
+            fix = "`meshpar launch` sets both; unset both for a single process"
+            raise MeshError(f"the environment variable {PROCESS} is set, but {missing[0]} is not", fixes=[fix])
         coordinator, processes = os.environ[ADDRESS], int(variable_number(COUNT, 1, 1))
         process, names = int(variable_number(PROCESS, 0)), (ADDRESS, COUNT, PROCESS)
         _end_with_the_launcher()
         _use_devices(int(variable_number(DEVICES, 0)), process)
     elif coordinator is None or processes is None or process is None:
-        raise MeshError(
-            "mp.distributed needs coordinator=, processes= and process=, or none of them",
-            fixes=["leave all three out on TPU pods, Slurm and GKE, which provide them"],
-        )
+        fix = "leave all three out on TPU pods, Slurm and GKE, which provide them"
+        raise MeshError("mp.distributed needs coordinator=, processes= and process=, or none of them", fixes=[fix])
     else:
         names = ("coordinator", "processes", "process")
     port = re.fullmatch(r".+:(\d{1,5})", coordinator)
     if port is None or not 0 < int(port[1]) < 2**16:
         raise MeshError(f"{names[0]}={coordinator!r} is not host:port", fixes=[f"{names[0]}=10.0.0.1:1234"])
     if not 0 <= process < processes:
-        raise MeshError(
-            f"{names[2]}={process} with {names[1]}={processes}: processes are numbered from 0 to {processes - 1}",
-            fixes=[f"{names[2]}={processes - 1} in the last one"],
-        )
+        text = f"{names[2]}={process} with {names[1]}={processes}: processes are numbered from 0 to {processes - 1}"
+        raise MeshError(text, fixes=[f"{names[2]}={processes - 1} in the last one"])
     return Group(coordinator, processes, process)
 
 

@@ -56,20 +56,14 @@ def gossip(shift: int | str = 1, *, dim: str = "replica") -> optax.GradientTrans
     def update(updates: Any, state: Any, params: Any = None, **_: Any) -> tuple[Any, GossipState]:
         count = count_replicas(updates, "gossip", dim)
         if params is None:
-            raise UnsupportedError(
-                "mp.replicas.gossip averages parameters, which `update` was not given",
-                fixes=["tx.update(updates, state, params)"],
-            )
+            fix = "tx.update(updates, state, params)"
+            raise UnsupportedError("mp.replicas.gossip averages parameters, which `update` was not given", fixes=[fix])
         if are_shared(updates, params, None):
-            raise RankError(
-                f"mp.replicas.gossip: the parameters have no dim `{dim}`", dim=dim,
-                fixes=["a copy of the parameters for each replica, stacked along the first dim"],
-            )  # fmt: skip
+            fix = "a copy of the parameters for each replica, stacked along the first dim"
+            raise RankError(f"mp.replicas.gossip: the parameters have no dim `{dim}`", dim=dim, fixes=[fix])
         if isinstance(shift, int) and shift % count == 0:
-            raise UnsupportedError(
-                f"mp.replicas.gossip: with shift={shift}, each of {count} replicas is its own neighbour",
-                fixes=["a shift that is not a multiple of the number of replicas"],
-            )
+            text = f"mp.replicas.gossip: with shift={shift}, each of {count} replicas is its own neighbour"
+            raise UnsupportedError(text, fixes=["a shift that is not a multiple of the number of replicas"])
         shifts = [shift] if isinstance(shift, int) else [2**k for k in range(max(1, (count - 1).bit_length()))]
         params = jax.tree.map(lambda p: require_dim(p, dim), params)
         moved = [functools.partial(_shifted, shift=s) for s in shifts]

@@ -37,21 +37,16 @@ def count_replicas(updates: Any, name: str, dim: str, replicas: int | None = Non
     expected = replicas
     for path, x in zip(paths_of(updates), jax.tree.leaves(updates), strict=True):
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise UnsupportedError(
-                f"mp.replicas.{name}: `{path}` is an array of {x.dtype}; updates are floating-point",
-                path=path,
-                fixes=["exclude it with optax.masked"],
-            )
+            text = f"mp.replicas.{name}: `{path}` is an array of {x.dtype}; updates are floating-point"
+            raise UnsupportedError(text, path=path, fixes=["exclude it with optax.masked"])
         if not x.ndim:
             raise RankError(
                 f"mp.replicas.{name}: `{path}` is a scalar and has no dim `{dim}`", path=path, dim=dim, fixes=fixes
             )
         expected = x.shape[0] if expected is None else expected
         if x.shape[0] != expected:
-            raise DivisibilityError(
-                f"mp.replicas.{name}: the first dim of `{path}` has {x.shape[0]} elements, not {expected} replicas",
-                path=path, shape=x.shape, dim=dim, fixes=fixes,
-            )  # fmt: skip
+            text = f"mp.replicas.{name}: the first dim of `{path}` has {x.shape[0]} elements, not {expected} replicas"
+            raise DivisibilityError(text, path=path, shape=x.shape, dim=dim, fixes=fixes)
     if expected is None:
         raise UnsupportedError(f"mp.replicas.{name}: there are no updates", fixes=fixes)
     return expected
@@ -91,11 +86,15 @@ def weights_of(
 ) -> tuple[jax.Array, bool]:
     """(the weights of the replicas [replica], whether they share their parameters), after a check of the updates.
 
+    The weight of a replica with a NaN or infinity in any update is 0.
+
     Raises:
       RankError, DivisibilityError, UnsupportedError: as for :func:`count_replicas` and :func:`check_weight`.
     """
-    count_replicas(updates, name, dim, replicas)
-    return live_weights(updates, weight, name, dim), are_shared(updates, params, replicas)
+    weight = check_weight(weight, count_replicas(updates, name, dim, replicas), name)
+    leaves = jax.tree.leaves(updates)
+    finite = jnp.stack([jnp.isfinite(x).all(tuple(range(1, x.ndim))) for x in leaves]).all(0)
+    return require_dim(jnp.where(finite, weight, 0.0), dim), are_shared(updates, params, replicas)
 
 
 def are_shared(updates: Any, params: Any, replicas: int | None) -> bool:
@@ -120,32 +119,17 @@ def check_weight(weight: Any, replicas: int, name: str) -> jax.Array:
     if weight is None:
         return jnp.ones(replicas, jnp.float32)
     if np.shape(weight) != (replicas,):
-        raise RankError(
-            f"mp.replicas.{name}: weight has the shape {list(np.shape(weight))}, not [{replicas}]",
-            shape=np.shape(weight),
-            fixes=[f"one weight for each of the {replicas} replicas"],
-        )
+        text = f"mp.replicas.{name}: weight has the shape {list(np.shape(weight))}, not [{replicas}]"
+        raise RankError(text, shape=np.shape(weight), fixes=[f"one weight for each of the {replicas} replicas"])
     if not is_tracer(weight) and getattr(weight, "is_fully_addressable", True):
         values = np.asarray(weight, np.float64)
         if not np.isfinite(values).all() or (values < 0).any():
-            raise UnsupportedError(
-                f"mp.replicas.{name}: weight={values.tolist()} has a weight that is negative or not finite",
-                fixes=["0 leaves a replica out, 1 counts it"],
-            )
+            text = f"mp.replicas.{name}: weight={values.tolist()} has a weight that is negative or not finite"
+            raise UnsupportedError(text, fixes=["0 leaves a replica out, 1 counts it"])
         if not values.any():
-            raise UnsupportedError(
-                f"mp.replicas.{name}: weight={values.tolist()} leaves all {replicas} replicas out",
-                fixes=["at least one weight above 0"],
-            )
+            text = f"mp.replicas.{name}: weight={values.tolist()} leaves all {replicas} replicas out"
+            raise UnsupportedError(text, fixes=["at least one weight above 0"])
     return jnp.asarray(weight, jnp.float32)
-
-
-def live_weights(updates: Any, weight: Any, name: str, dim: str) -> jax.Array:
-    """The weights of the replicas [replica]: 0 for a replica with a NaN or infinity in any update."""
-    leaves = jax.tree.leaves(updates)
-    weight = check_weight(weight, leaves[0].shape[0], name)
-    finite = jnp.stack([jnp.isfinite(x).all(tuple(range(1, x.ndim))) for x in leaves]).all(0)
-    return require_dim(jnp.where(finite, weight, 0.0), dim)
 
 
 def per_replica(weights: jax.Array, x: jax.Array) -> jax.Array:
