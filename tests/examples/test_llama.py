@@ -87,8 +87,7 @@ def test_the_loss_is_that_of_numpy_in_float64(real, losses):
     ("options", "lowering"),
     [
         ({"loss": "vocab"}, None),
-        ({"loss": "tokens", "rotary": "matmul"}, None),
-        ({"remat": "keep_collectives"}, "shard_map"),
+        ({"remat": "keep_collectives", "loss": "tokens", "rotary": "matmul"}, "shard_map"),
         ({"remat": "save_dot_with_context_except_mlp"}, "jit"),
         ({"remat": "minimal_with_collectives", "interleave": 2}, "shard_map"),
     ],

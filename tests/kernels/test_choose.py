@@ -105,12 +105,20 @@ def test_a_kernel_is_the_default_on_its_platforms_alone(monkeypatch):
     assert set(_choose.by_default("route")) == {"cuda", "tpu"}
 
 
-def test_how_many_multiprocessors():
-    assert _compat.multiprocessors() == 132  # no GPU here: an H100 or H200
-    for kind, count in (("NVIDIA H20", 78), ("NVIDIA H100 PCIe", 114), ("NVIDIA B200", 148), ("NVIDIA H200", 132)):
-        device = jax.sharding.AbstractDevice(kind, 1, "gpu")
+def test_the_mesh_says_which_gpu():
+    """Without one, Hopper is assumed: as JAX does, when it lowers for a GPU on a machine that has none."""
+    kinds = {
+        "": (9, 132),
+        "NVIDIA H20": (9, 78),
+        "NVIDIA H100 PCIe": (9, 114),
+        "NVIDIA H200": (9, 132),
+        "NVIDIA B200": (10, 148),
+    }
+    for kind, (major, count) in (kinds | {"TPU v5e": (9, 132)}).items():
+        device = jax.sharding.AbstractDevice(kind, 1, "gpu") if kind else None
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
-            assert _compat.multiprocessors() == count
+            assert _compat.gpu_architecture() == (major, 0), kind
+            assert _compat.multiprocessors() == count, kind
 
 
 def mesh_of(*places):

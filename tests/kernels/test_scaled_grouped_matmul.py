@@ -7,7 +7,7 @@ import kernel_oracle as oracle
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from kernel_cases import stated_error
+from kernel_cases import mesh_of, stated_error
 
 from meshpar_kernels import Config, quantized_grouped_matmul, scaled_grouped_matmul
 
@@ -73,7 +73,6 @@ def test_gradients(dtype):
 
 
 def test_in_shard_map_the_gradient_of_shared_weights_is_summed():
-    mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     lhs, rhs = (jnp.asarray(RNG.normal(size=shape), jnp.bfloat16) for shape in ((2 * M, K), (G, K, N)))
     sizes = jnp.asarray(SIZES)
 
@@ -83,7 +82,7 @@ def test_in_shard_map_the_gradient_of_shared_weights_is_summed():
     def shared(w, x):
         return jax.lax.psum(loss(w, x), "a")
 
-    mapped = jax.shard_map(shared, mesh=mesh, in_specs=(P(), P("a")), out_specs=P())
+    mapped = jax.shard_map(shared, mesh=mesh_of(2), in_specs=(P(), P("a")), out_specs=P())
     got = jax.jit(jax.grad(mapped))(rhs, lhs).astype(jnp.float32)
     alone = jax.jit(jax.grad(loss))
     want = sum(alone(rhs, x).astype(jnp.float32) for x in (lhs[:M], lhs[M:]))
