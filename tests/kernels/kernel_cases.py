@@ -12,11 +12,12 @@ from meshpar_kernels import RoutePlan, expert_combine, expert_dispatch, grouped_
 
 RNG = np.random.default_rng(0)
 
+BIAS = RNG.normal(size=16)
 ROUTERS = {
     "mixtral": {"k": 2},
     "top1": {"k": 1, "renormalize": False},
     "deepseek-v2": {"k": 3, "groups": 4, "top_groups": 2, "group_top": 1, "renormalize": False, "scale": 4.0},
-    "deepseek-v3": dict(k=4, score="sigmoid", groups=4, top_groups=2, scale=2.5, bias=RNG.normal(size=16)),  # noqa: C408
+    "deepseek-v3": {"k": 4, "score": "sigmoid", "groups": 4, "top_groups": 2, "scale": 2.5, "bias": BIAS},
     "capacity": {"k": 2, "capacity": 5},
     "all": {"k": 16, "score": "sigmoid"},
 }

@@ -30,11 +30,6 @@ def mesh_of(name):
     return Mesh(devices, names), axes
 
 
-def every_device(function, mesh, axes, blocks, check_vma=True):
-    """`function` of blocks[group rank] on every device of the group: results by group rank, in idle axes the first."""
-    return on_devices(function, mesh, blocks, order=axes, check_vma=check_vma)
-
-
 def draw(mesh, axes, *shape, dtype=np.float32):
     group = int(np.prod([mesh.shape[a] for a in axes]))
     return np.random.default_rng(0).integers(-8, 8, (group, *shape)).astype(dtype)
@@ -64,13 +59,13 @@ def test_values(algorithm, name, how):
     # a result that is the same on all devices is made to vary over the idle axis too
     check_vma = "idle" not in mesh.shape
     x = draw(mesh, axes, *shape)
-    gathered = every_device(lambda v: all_gather(v, axes, **options), mesh, axes, x, check_vma)
-    np.testing.assert_array_equal(gathered, np.broadcast_to(np.concatenate(list(x), axis), gathered.shape))
     y = draw(mesh, axes, *(n * len(x) if d == axis else n for d, n in enumerate(shape)))
-    scattered = every_device(lambda v: reduce_scatter(v, axes, **options), mesh, axes, y, check_vma)
+    both = lambda v, w: (all_gather(v, axes, **options), reduce_scatter(w, axes, **options))  # noqa: E731
+    gathered, scattered = on_devices(both, mesh, x, y, order=axes, check_vma=check_vma)
+    np.testing.assert_array_equal(gathered, np.broadcast_to(np.concatenate(list(x), axis), gathered.shape))
     np.testing.assert_array_equal(scattered, np.stack(np.split(y.sum(0), len(x), axis)))
     options.pop("axis", None)
-    summed = every_device(lambda v: all_reduce(v, axes, **options), mesh, axes, x, check_vma=False)
+    summed = on_devices(lambda v: all_reduce(v, axes, **options), mesh, x, order=axes, check_vma=False)
     np.testing.assert_array_equal(summed, np.broadcast_to(x.sum(0), summed.shape))
 
 
@@ -78,7 +73,7 @@ def test_sums_are_the_same_on_all_devices():
     """Bit for bit, where the order of a sum matters."""
     mesh, axes = mesh_of("2x4")
     x = np.random.default_rng(1).normal(size=(8, 1000)).astype(np.float32)
-    got = every_device(lambda v: all_reduce(v, axes, implementation="ring"), mesh, axes, x)
+    got = on_devices(lambda v: all_reduce(v, axes, implementation="ring"), mesh, x, order=axes)
     np.testing.assert_array_equal(got, np.broadcast_to(got[:1], got.shape))
     np.testing.assert_allclose(got[0], x.astype(np.float64).sum(0), atol=1e-5)
 
@@ -95,7 +90,7 @@ def test_gradients(algorithm):
         "reduce": (lambda v: all_reduce(v, axes, **options), x, z),
     }
     for name, (function, operand, cotangent) in functions.items():
-        value = every_device(function, mesh, axes, operand, check_vma=False)
+        value = on_devices(function, mesh, operand, order=axes, check_vma=False)
         pull = lambda v, c, function=function: jax.vjp(function, v)[1](c)[0]  # noqa: E731
         gradient = on_devices(pull, mesh, operand, cotangent, order=axes, check_vma=False)
         assert gradient.shape == operand.shape
@@ -107,7 +102,7 @@ def test_bad_input():
     x = draw(mesh, axes, 12, 3)
 
     def run(function):
-        every_device(function, mesh, axes, x)
+        on_devices(function, mesh, x, order=axes)
 
     with pytest.raises(ValueError, match="no implementation 'rings'; there are 'native', 'staged'"):
         run(lambda v: all_gather(v, axes, implementation="rings"))
