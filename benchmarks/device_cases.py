@@ -297,21 +297,13 @@ def _routing(kernel: str, model: str) -> Case:
     )
     rows = TOKENS * m.k
     if kernel == "route":
-        options = {
-            "k": m.k,
-            "score": m.score,
-            "groups": m.groups,
-            "top_groups": m.top_groups,
-            "group_top": 2,
-            "renormalize": m.renormalize,
-            "scale": m.scale,
-        }
+        how = reference.Router(m.k, m.score, m.groups, m.top_groups, 2, m.renormalize, m.scale)
         logits, bias = ((TOKENS, m.experts), F32), ((m.experts,), F32)
         moved = _nbytes([logits]) + 12 * rows
         return Case(
             [logits, bias],
-            lambda logits, bias: route(logits, bias if m.bias else None, **options),
-            {"reference": lambda logits, bias: reference.route(logits, bias if m.bias else None, **options)},
+            lambda logits, bias: route(logits, bias if m.bias else None, how),
+            {"reference": lambda logits, bias: reference.route(logits, bias if m.bias else None, how)},
             None,
             moved,
         )

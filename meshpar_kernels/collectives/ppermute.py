@@ -114,12 +114,12 @@ def _passed_on(table: Table) -> dict[tuple[int, int], tuple[int, int]]:
             if at is not None:
                 found[step, number] = at
         arriving = [t.received() for t in transfers]
-        for number, (t, slots) in enumerate(zip(transfers, arriving, strict=True)):
-            if (slots < 0).any():
-                continue
-            alone = all(k == number or not _overlap(slots, other) for k, other in enumerate(arriving))
-            came = {k: v for k, v in came.items() if not t.add or not _overlap(slots, _slots_of(k, slots))}
-            came[slots.tobytes()] = (step, number) if alone else None
+        for number, slots in enumerate(arriving):
+            # also if some ranks of a line receive nothing: the others' slots have changed
+            came = {k: v for k, v in came.items() if not _overlap(slots, _slots_of(k, slots))}
+            if (slots >= 0).all():
+                alone = all(k == number or not _overlap(slots, other) for k, other in enumerate(arriving))
+                came[slots.tobytes()] = (step, number) if alone else None
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -85,12 +85,7 @@ def quantized_all_gather(
     """
     op = "quantized_all_gather"
     how = _check(op, x, axis_name, axis, dtype, block, implementation, backward_dtype, ALGORITHMS)
-    if not how.axes or not x.size:
-        return x
-    moved: Any = jnp.moveaxis(x, axis, 0)
-    (moved,) = _compat.varying_over(how.axes, moved)
-    gathered: Any = _gather(how, moved)
-    return jnp.moveaxis(gathered, 0, axis)
+    return _along(axis, _gather, how, x)
 
 
 def quantized_reduce_scatter(
@@ -146,12 +141,15 @@ def quantized_reduce_scatter(
             f"{op}: dimension {axis} of x{list(x.shape)} is no multiple of the {how.devices} devices of "
             f"{', '.join(how.axes)}; pad it"
         )
+    return _along(axis, _scatter, how, x)
+
+
+def _along(axis: int, function: Callable[[_How, Any], Any], how: _How, x: jax.Array) -> jax.Array:
+    """`function` of x along a dim; x itself for one device, or no element."""
     if not how.axes or not x.size:
         return x
-    moved: Any = jnp.moveaxis(x, axis, 0)
-    (moved,) = _compat.varying_over(how.axes, moved)
-    scattered: Any = _scatter(how, moved)
-    return jnp.moveaxis(scattered, 0, axis)
+    (moved,) = _compat.varying_over(how.axes, jnp.moveaxis(x, axis, 0))
+    return jnp.moveaxis(function(how, moved), 0, axis)
 
 
 def _check(

@@ -70,27 +70,16 @@ def route(
       NotImplementedError: the requested implementation cannot take these arguments; with every reason.
     """
     top_groups = groups if top_groups is None else top_groups
-    _check_route(logits, k, score, bias, groups, top_groups, group_top, capacity)
+    how = reference.Router(k, score, groups, top_groups, group_top, renormalize, float(scale))
+    _check_route(logits, bias, how, capacity)
     refuse_sharded("route", logits=logits, bias=bias)
-
     logits, bias = _compat.same_varying(logits, bias)
-    options: dict[str, Any] = {
-        "k": k,
-        "score": score,
-        "groups": groups,
-        "top_groups": top_groups,
-        "group_top": group_top,
-        "renormalize": renormalize,
-        "scale": float(scale),
-    }
-    return _route(tuple(options.items()), capacity, implementation, logits, bias)
+    return _route(how, capacity, implementation, logits, bias)
 
 
-def _check_route(
-    logits: jax.Array, k: int, score: str, bias: jax.Array | None, groups: int, top_groups: int, group_top: int,
-    capacity: int | None,
-) -> None:  # fmt: skip
+def _check_route(logits: jax.Array, bias: jax.Array | None, how: reference.Router, capacity: int | None) -> None:
     """Check the arguments of `route`. Raises ValueError."""
+    k, score, groups, top_groups, group_top, *_ = how
     if logits.ndim != 2:
         raise ValueError(f"route: logits must be [T, E], got shape {logits.shape}")
     experts = logits.shape[1]
@@ -116,53 +105,37 @@ def _check_route(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _route(
-    options: tuple[tuple[str, Any], ...],
-    capacity: int | None,
-    implementation: str | None,
-    logits: jax.Array,
-    bias: jax.Array | None,
+    how: reference.Router, capacity: int | None, implementation: str | None, logits: jax.Array, bias: jax.Array | None
 ) -> RoutePlan:
     """The `RoutePlan` of logits [T, E]; experts by `_choose`, offsets by the counts, which `capacity` limits."""
-    choice: Any = _choose(options, implementation, logits, bias)
+    choice: Any = _choose(how, implementation, logits, bias)
     expert, weight, rank, counts = choice
     admitted = counts if capacity is None else jnp.minimum(counts, capacity)
     offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(admitted, dtype=jnp.int32)])
-    return RoutePlan(
-        expert=expert,
-        weight=weight,
-        counts=counts,
-        rank=rank,
-        offsets=offsets,
-        dropped=expert.size - offsets[-1],
-        capacity=capacity,
-    )
+    return RoutePlan(expert, weight, counts, rank, offsets, expert.size - offsets[-1], capacity)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _choose(
-    options: tuple[tuple[str, Any], ...], implementation: str | None, logits: jax.Array, bias: jax.Array | None
-):
+def _choose(how: reference.Router, implementation: str | None, logits: jax.Array, bias: jax.Array | None):
     """(expert, weight, rank, counts) by the chosen implementation of `reference.route`; differentiable in the logits."""
-    kwargs = dict(options)
     if logits.shape[0] == 0:  # no token: nothing for a kernel to do
-        return reference.route(logits, bias, **kwargs)
+        return reference.route(logits, bias, how)
     functions: dict[str, Any] = {
-        "pallas_tpu": tpu.route_unsupported(logits, **kwargs) or functools.partial(tpu.route, **kwargs),
-        "pallas_gpu": gpu.route_unsupported(logits, **kwargs) or functools.partial(gpu.route, **kwargs),
-        "reference": functools.partial(reference.route, **kwargs),
+        "pallas_tpu": tpu.route_unsupported(logits, how) or functools.partial(tpu.route, how=how),
+        "pallas_gpu": gpu.route_unsupported(logits, how) or functools.partial(gpu.route, how=how),
+        "reference": functools.partial(reference.route, how=how),
     }
     return dispatch("route", implementation, functions, "reference", logits, bias)
 
 
-def _choose_fwd(options, implementation, logits, bias):
-    out: Any = _choose(options, implementation, logits, bias)
+def _choose_fwd(how, implementation, logits, bias):
+    out: Any = _choose(how, implementation, logits, bias)
     return out, (logits, bias, out[0])
 
 
-def _choose_bwd(options, implementation, saved, cotangents):
+def _choose_bwd(how, implementation, saved, cotangents):
     logits, bias, expert = saved
-    kwargs = {name: dict(options)[name] for name in ("score", "renormalize", "scale")}
-    _, pull = jax.vjp(lambda x: reference.weights(x, expert, **kwargs), logits)
+    _, pull = jax.vjp(lambda x: reference.weights(x, expert, how), logits)
     return (*pull(cotangents[1]), None if bias is None else jnp.zeros_like(bias))
 
 

@@ -18,7 +18,8 @@ from jax.experimental import pallas as pl
 from meshpar_kernels import _compat
 from meshpar_kernels._arithmetic import cost
 from meshpar_kernels._choose import Unsupported
-from meshpar_kernels.routing import gpu_rows, reference
+from meshpar_kernels.routing import gpu_rows
+from meshpar_kernels.routing.reference import Choice, Router
 
 BLOCK = 8192
 """Logits of one program of `route`."""
@@ -44,7 +45,7 @@ def _no_triton() -> list[str]:
 # --- route ---------------------------------------------------------------------------------------
 
 
-def route_unsupported(logits: jax.Array, *, k: int, groups: int, top_groups: int, **_) -> Unsupported:
+def route_unsupported(logits: jax.Array, how: Router) -> Unsupported:
     """Reasons why the GPU kernel cannot route these logits; empty if it can."""
     reasons = _no_triton()
     tokens, experts = logits.shape
@@ -52,9 +53,9 @@ def route_unsupported(logits: jax.Array, *, k: int, groups: int, top_groups: int
         reasons.append(f"logits are {logits.dtype}; the kernel takes float32, bfloat16 and float16")
     if experts > BLOCK // 2:
         reasons.append(f"E={experts} is above {BLOCK // 2}, at which a token's logits exceed the registers")
-    if groups > top_groups and (_power(experts) != experts or _power(groups) != groups):
-        reasons.append(f"{groups} groups of {experts} experts: with groups, both must be powers of two")
-    if tokens * max(experts, k) >= 2**31:
+    if how.groups > how.top_groups and (_power(experts) != experts or _power(how.groups) != how.groups):
+        reasons.append(f"{how.groups} groups of {experts} experts: with groups, both must be powers of two")
+    if tokens * max(experts, how.k) >= 2**31:
         reasons.append(f"T={tokens} times E={experts} is above 2^31, which 32-bit offsets cannot hold")
     return Unsupported(reasons)
 
@@ -68,9 +69,10 @@ def _first(hit: jax.Array, column_index: jax.Array, none: int) -> jax.Array:
     return jnp.min(jnp.where(hit, column_index, none), axis=-1, keepdims=True)
 
 
-def _best_groups(value: jax.Array, *, groups: int, top_groups: int, group_top: int) -> jax.Array:
+def _best_groups(value: jax.Array, how: Router) -> jax.Array:
     """bool [tokens, E]: experts of the best groups. `value` is -inf for experts that cannot be chosen."""
     tokens, experts = value.shape
+    groups, top_groups, group_top = how.groups, how.top_groups, how.group_top
     size = experts // groups
     left = value.reshape(tokens, groups, size)
     column_index = lax.broadcasted_iota(jnp.int32, left.shape, 2)
@@ -93,19 +95,7 @@ def _best_groups(value: jax.Array, *, groups: int, top_groups: int, group_top: i
     return spread.reshape(tokens, experts) > 0
 
 
-def _route_kernel(
-    *refs,
-    shape: tuple[int, int],
-    block: int,
-    width: int,
-    k: int,
-    score: str,
-    groups: int,
-    top_groups: int,
-    group_top: int,
-    renormalize: bool,
-    scale: float,
-):
+def _route_kernel(*refs, shape: tuple[int, int], block: int, width: int, how: Router):
     """One program: routes one block of tokens; tokens are rows, experts columns. Ranks count from the start of the
     block.
 
@@ -130,7 +120,7 @@ def _route_kernel(
     any_bad = jnp.max(bad.astype(jnp.int32), axis=-1, keepdims=True) > 0
     valid = (top > -jnp.inf) & ~any_bad
     safe = jnp.where(in_bounds, jnp.where(valid, logits, 0.0), -jnp.inf)
-    if score == "softmax":
+    if how.score == "softmax":
         power = jnp.exp(safe - jnp.where(valid, top, 0.0))
         value = power / jnp.sum(power, axis=-1, keepdims=True)
     else:
@@ -143,14 +133,12 @@ def _route_kernel(
         bias = bias.astype(jnp.float32).reshape(1, width)
         reachable &= bias == bias
         key = choice_value = value + bias
-    if groups > top_groups:
-        reachable &= _best_groups(
-            jnp.where(reachable, choice_value, -jnp.inf), groups=groups, top_groups=top_groups, group_top=group_top
-        )
+    if how.groups > how.top_groups:
+        reachable &= _best_groups(jnp.where(reachable, choice_value, -jnp.inf), how)
     left = jnp.where(reachable, key, -jnp.inf)
 
     # A loop, not unrolled, since an iteration is long. It writes its choice to one column of [tokens, k].
-    results = (block, max(_power(k), 2))
+    results = (block, max(_power(how.k), 2))
     position = lax.broadcasted_iota(jnp.int32, results, 1)
 
     def choose(j, carry):
@@ -165,8 +153,8 @@ def _route_kernel(
 
     none = jnp.zeros((block, width), jnp.int32)
     index, weight = jnp.full(results, experts, jnp.int32), jnp.zeros(results, jnp.float32)
-    _, chosen, index, weight = lax.fori_loop(0, k, choose, (left, none, index, weight))
-    if renormalize:
+    _, chosen, index, weight = lax.fori_loop(0, how.k, choose, (left, none, index, weight))
+    if how.renormalize:
         total = jnp.sum(weight, axis=-1, keepdims=True)
         weight = jnp.where(total > 0, weight / jnp.where(total > 0, total, 1.0), 0.0)
 
@@ -177,11 +165,11 @@ def _route_kernel(
         expert_rank = jnp.sum(jnp.where(column_index == expert, before, 0), axis=-1, keepdims=True)
         return jnp.where((position == j) & (expert < experts), expert_rank, rank)
 
-    rank = lax.fori_loop(0, k, look_up, jnp.full(results, -1, jnp.int32))
+    rank = lax.fori_loop(0, how.k, look_up, jnp.full(results, -1, jnp.int32))
     selected = (jnp.broadcast_to(token, results), position)
-    made = (token < tokens) & (position < k)
+    made = (token < tokens) & (position < how.k)
     triton.store(expert_ref.at[selected], index, mask=made)
-    triton.store(weight_ref.at[selected], weight * scale, mask=made)
+    triton.store(weight_ref.at[selected], weight * how.scale, mask=made)
     triton.store(rank_ref.at[selected], rank, mask=made)
     line = lax.broadcasted_iota(jnp.int32, (width,), 0)
     counts = (jnp.full((width,), step, jnp.int32), line)
@@ -189,8 +177,8 @@ def _route_kernel(
 
 
 def route(
-    logits: jax.Array, bias: jax.Array | None, *, block: int | None = None, interpret: bool = False, **options
-) -> reference.Choice:
+    logits: jax.Array, bias: jax.Array | None, how: Router, *, block: int | None = None, interpret: bool = False
+) -> Choice:
     """As `reference.route`; reads the logits once.
 
     Each of the k rounds selects the largest key, and then the lowest expert with it. A program counts only within its
@@ -201,16 +189,16 @@ def route(
       interpret: run on the CPU, for tests.
     """
     triton = _compat.pallas_triton()
-    tokens, experts = logits.shape
-    k = options["k"]
+    (tokens, experts), k = logits.shape, how.k
     width = max(_power(experts), 2)
     if block is None:
         block = min(max(BLOCK // width, 2), 128, max(_power(tokens), 2))
     blocks = pl.cdiv(tokens, block)
     operands = [logits] if bias is None else [logits, bias]
     full_array = pl.BlockSpec(memory_space=pl.ANY)
+    bytes_moved = logits.nbytes + 12 * tokens * k + 4 * blocks * experts
     expert, weight, rank, counts = pl.pallas_call(
-        functools.partial(_route_kernel, shape=(tokens, experts), block=block, width=width, **options),
+        functools.partial(_route_kernel, shape=(tokens, experts), block=block, width=width, how=how),
         grid=(blocks,),
         in_specs=[full_array] * len(operands),
         out_specs=[full_array] * 4,
@@ -221,11 +209,7 @@ def route(
             _compat.out_struct((blocks, experts), jnp.int32, logits),
         ],
         compiler_params=triton.CompilerParams(num_warps=8 if block * width > 4096 else 4, num_stages=1),
-        cost_estimate=cost(
-            8 * tokens * experts * k,
-            logits.nbytes + 12 * tokens * k + 4 * blocks * experts,
-            transcendentals=tokens * experts,
-        ),
+        cost_estimate=cost(8 * tokens * experts * k, bytes_moved, transcendentals=tokens * experts),
         interpret=interpret,
         name="meshpar_route",
     )(*operands)

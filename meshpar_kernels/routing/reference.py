@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 Choice = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 """`expert` [T, k], `weight` [T, k], `rank` [T, k], `counts` [E] as in `RoutePlan`."""
+
+
+class Router(NamedTuple):
+    """The options of `meshpar_kernels.route` that decide on the choices and their weights."""
+
+    k: int
+    score: str
+    groups: int
+    top_groups: int
+    group_top: int
+    renormalize: bool
+    scale: float
 
 
 def _valid(logits: jax.Array) -> jax.Array:
@@ -27,7 +41,7 @@ def _scores(logits: jax.Array, score: str) -> jax.Array:
     return jnp.where(valid, value, 0.0)
 
 
-def weights(logits: jax.Array, expert: jax.Array, *, score: str, renormalize: bool, scale: float) -> jax.Array:
+def weights(logits: jax.Array, expert: jax.Array, how: Router) -> jax.Array:
     """Weights of given choices, as a differentiable function of the logits.
 
     Args:
@@ -39,61 +53,49 @@ def weights(logits: jax.Array, expert: jax.Array, *, score: str, renormalize: bo
     """
     experts = logits.shape[-1]
     made = expert < experts
-    score_te = _scores(logits.astype(jnp.float32), score)
+    score_te = _scores(logits.astype(jnp.float32), how.score)
     chosen = jnp.take_along_axis(score_te, jnp.minimum(expert, experts - 1), axis=-1)
     chosen = jnp.where(made, chosen, 0.0)
-    if renormalize:
+    if how.renormalize:
         total = chosen.sum(-1, keepdims=True)
         positive = total > 0
         chosen = jnp.where(positive, chosen / jnp.where(positive, total, 1.0), 0.0)
-    return chosen * scale
+    return chosen * how.scale
 
 
-def _group_mask(value: jax.Array, groups: int, top_groups: int, group_top: int) -> jax.Array:
+def _group_mask(value: jax.Array, how: Router) -> jax.Array:
     """bool [T, E]: experts of the `top_groups` best groups. `value` is -inf for experts that cannot be chosen."""
     tokens, experts = value.shape
-    by_group = value.reshape(tokens, groups, experts // groups)
-    top = lax.top_k(by_group, min(group_top, experts // groups))[0]
+    size = experts // how.groups
+    top = lax.top_k(value.reshape(tokens, how.groups, size), min(how.group_top, size))[0]
     total = jnp.where(top > -jnp.inf, top, 0.0).sum(-1)
     total = jnp.where(top[..., 0] > -jnp.inf, total, -jnp.inf)
-    best = lax.top_k(total, top_groups)[1]
-    allowed = jax.nn.one_hot(best, groups, dtype=jnp.int32).sum(1) > 0
-    return jnp.repeat(allowed, experts // groups, axis=1)
+    best = lax.top_k(total, how.top_groups)[1]
+    allowed = jax.nn.one_hot(best, how.groups, dtype=jnp.int32).sum(1) > 0
+    return jnp.repeat(allowed, size, axis=1)
 
 
-def route(
-    logits: jax.Array,
-    bias: jax.Array | None,
-    *,
-    k: int,
-    score: str,
-    groups: int,
-    top_groups: int,
-    group_top: int,
-    renormalize: bool,
-    scale: float,
-) -> Choice:
+def route(logits: jax.Array, bias: jax.Array | None, how: Router) -> Choice:
     """Choices of each token; see `meshpar_kernels.route`."""
     tokens, experts = logits.shape
     logits = logits.astype(jnp.float32)
     reachable = _valid(logits) & (logits > -jnp.inf)
-    value = _scores(logits, score)
+    value = _scores(logits, how.score)
     if bias is not None:
         bias = bias.astype(jnp.float32)
         reachable &= ~jnp.isnan(bias)
         value = value + bias
     key = logits if bias is None else value
-    if groups > top_groups:
-        value = jnp.where(reachable, value, -jnp.inf)
-        reachable &= _group_mask(value, groups, top_groups, group_top)
+    if how.groups > how.top_groups:
+        reachable &= _group_mask(jnp.where(reachable, value, -jnp.inf), how)
     key = jnp.where(reachable, key, -jnp.inf)
-    best, expert = lax.top_k(key, k)
+    best, expert = lax.top_k(key, how.k)
     expert = jnp.where(best > -jnp.inf, expert, experts).astype(jnp.int32)
-    weight = weights(logits, expert, score=score, renormalize=renormalize, scale=scale)
+    weight = weights(logits, expert, how)
 
     chosen = jax.nn.one_hot(expert.reshape(-1), experts, dtype=jnp.int32)
     before = jnp.cumsum(chosen, axis=0) - chosen
-    rank = (before * chosen).sum(-1).reshape(tokens, k)
+    rank = (before * chosen).sum(-1).reshape(tokens, how.k)
     rank = jnp.where(expert < experts, rank, -1)
     return expert, weight, rank, chosen.sum(0, dtype=jnp.int32)
 

@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from meshpar_kernels import _compat
 from meshpar_kernels._arithmetic import cost
 from meshpar_kernels._choose import Unsupported
-from meshpar_kernels.routing import reference
+from meshpar_kernels.routing.reference import Choice, Router
 
 MAX_COUNT = 1 << 24
 """Ranks are added in float32 on the matrix unit, which is exact below this number."""
@@ -28,7 +28,7 @@ def _block(experts: int, most: int) -> int:
     return min(most, int(_compat.tpu_vmem_limit() / (8 * 4 * max(experts, 1))) // 128 * 128)
 
 
-def route_unsupported(logits: jax.Array, *, k: int, **_) -> Unsupported:
+def route_unsupported(logits: jax.Array, how: Router) -> Unsupported:
     """Reasons why the TPU kernel cannot route these logits; empty if it can."""
     reasons = []
     tokens, experts = logits.shape
@@ -38,8 +38,8 @@ def route_unsupported(logits: jax.Array, *, k: int, **_) -> Unsupported:
         reasons.append(f"T={tokens} reaches 2^24, above which float32 counts are not exact")
     if not _block(experts, BLOCK):
         reasons.append(f"E={experts}: a block of logits does not fit {_compat.tpu_vmem_limit() >> 20} MiB of VMEM")
-    if k > 128:
-        reasons.append(f"k={k} is above 128: the choices of a token must fit one vector register")
+    if how.k > 128:
+        reasons.append(f"k={how.k} is above 128: the choices of a token must fit one vector register")
     return Unsupported(reasons)
 
 
@@ -58,9 +58,10 @@ def _first(hit: jax.Array, row: jax.Array, none: int) -> jax.Array:
     return jnp.min(jnp.where(hit, row, none), axis=0, keepdims=True)
 
 
-def _best_groups(value: jax.Array, *, groups: int, top_groups: int, group_top: int) -> jax.Array:
+def _best_groups(value: jax.Array, how: Router) -> jax.Array:
     """bool [E, tokens]: experts of the best groups. `value` is -inf for experts that cannot be chosen."""
     experts, tokens = value.shape
+    groups, top_groups, group_top = how.groups, how.top_groups, how.group_top
     size = experts // groups
     totals = []
     row = lax.broadcasted_iota(jnp.int32, (size, tokens), 0)
@@ -87,18 +88,7 @@ def _best_groups(value: jax.Array, *, groups: int, top_groups: int, group_top: i
     return allowed > 0
 
 
-def _route_kernel(
-    *refs,
-    tokens: int,
-    k: int,
-    score: str,
-    groups: int,
-    top_groups: int,
-    group_top: int,
-    renormalize: bool,
-    scale: float,
-    by_expert: bool,
-):
+def _route_kernel(*refs, tokens: int, how: Router, by_expert: bool):
     """One grid step: routes one block of tokens; experts are along the sublanes, tokens along the lanes.
 
     The grid is (blocks of tokens,), executed sequentially: the scratch buffer `seen` carries each expert's count from
@@ -128,7 +118,7 @@ def _route_kernel(
     valid = (top > -jnp.inf) & ~any_bad & (token < tokens)
 
     safe = jnp.where(valid, logits, 0.0)
-    if score == "softmax":
+    if how.score == "softmax":
         power = jnp.exp(safe - jnp.where(valid, top, 0.0))
         value = power / _total(power)
     else:
@@ -139,22 +129,20 @@ def _route_kernel(
         bias = bias_ref[0][...].astype(jnp.float32)
         reachable &= bias == bias
         key = choice_value = value + bias
-    if groups > top_groups:
-        reachable &= _best_groups(
-            jnp.where(reachable, choice_value, -jnp.inf), groups=groups, top_groups=top_groups, group_top=group_top
-        )
+    if how.groups > how.top_groups:
+        reachable &= _best_groups(jnp.where(reachable, choice_value, -jnp.inf), how)
     left = jnp.where(reachable, key, -jnp.inf)
 
     chosen = jnp.zeros((experts, block), jnp.float32)
     index, weight = [], []
-    for _ in range(k):
+    for _ in range(how.k):
         best = _top(left)
         index.append(_first((left == best) & (left > -jnp.inf), row, experts))
         selected = row == index[-1]
         chosen = jnp.where(selected, 1.0, chosen)
         left = jnp.where(selected, -jnp.inf, left)
         weight.append(_total(jnp.where(selected, value, 0.0)))
-    if renormalize:
+    if how.renormalize:
         total = sum(weight[1:], start=weight[0])
         inverse = jnp.where(total > 0, 1.0 / jnp.where(total > 0, total, 1.0), 0.0)
         weight = [w * inverse for w in weight]
@@ -167,24 +155,23 @@ def _route_kernel(
         jnp.where(earlier, 1.0, 0.0).astype(jnp.bfloat16),
         preferred_element_type=jnp.float32,
     )
-    for j in range(k):
+    for j in range(how.k):
         rank = _total(jnp.where(row == index[j], before, 0.0)).astype(jnp.int32)
         expert_ref[j : j + 1, :] = index[j]
-        weight_ref[j : j + 1, :] = weight[j] * scale
+        weight_ref[j : j + 1, :] = weight[j] * how.scale
         rank_ref[j : j + 1, :] = jnp.where(index[j] < experts, rank, -1)
     seen[...] += jnp.sum(chosen, axis=1, keepdims=True)
     counts_ref[...] = seen[...].astype(jnp.int32)
 
 
-def route(logits: jax.Array, bias: jax.Array | None, *, block: int = BLOCK, **options) -> reference.Choice:
+def route(logits: jax.Array, bias: jax.Array | None, how: Router, *, block: int = BLOCK) -> Choice:
     """As `reference.route`; reads the logits once, at most `block` tokens at a time.
 
     Each of the k rounds selects the largest key, and then the lowest expert with it. Results are written as [k, T],
     since an array with k lanes would be padded to 128. If E is no multiple of 128, the logits are read as [E, T] for
     the same reason; XLA chooses the layout of the matmul that produces them accordingly.
     """
-    tokens, experts = logits.shape
-    k = options["k"]
+    (tokens, experts), k = logits.shape, how.k
     by_expert = experts % 128 != 0
     block = min(_block(experts, block), pl.cdiv(tokens, 128) * 128)
     if by_expert:
@@ -197,9 +184,10 @@ def route(logits: jax.Array, bias: jax.Array | None, *, block: int = BLOCK, **op
     if bias is not None:
         operands.append(bias.reshape(experts, 1))
         in_specs.append(per_expert)
+    bytes_moved = logits.nbytes + 12 * tokens * k + 4 * experts
     per_token = pl.BlockSpec((k, block), lambda i: (0, i))
     expert, weight, rank, counts = pl.pallas_call(
-        functools.partial(_route_kernel, tokens=tokens, by_expert=by_expert, **options),
+        functools.partial(_route_kernel, tokens=tokens, by_expert=by_expert, how=how),
         grid=(pl.cdiv(tokens, block),),
         in_specs=in_specs,
         out_specs=[per_token, per_token, per_token, per_expert],
@@ -213,11 +201,7 @@ def route(logits: jax.Array, bias: jax.Array | None, *, block: int = BLOCK, **op
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), vmem_limit_bytes=_compat.tpu_vmem_limit()
         ),
-        cost_estimate=cost(
-            2 * tokens * experts * (4 * k + block),
-            logits.nbytes + 12 * tokens * k + 4 * experts,
-            transcendentals=tokens * experts,
-        ),
+        cost_estimate=cost(2 * tokens * experts * (4 * k + block), bytes_moved, transcendentals=tokens * experts),
         name="meshpar_route",
     )(*operands)
     return expert.T, weight.T, rank.T, counts.reshape(experts)

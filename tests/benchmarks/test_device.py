@@ -21,9 +21,8 @@ def command(monkeypatch, tmp_path):
     monkeypatch.setattr(device, "START_LIMIT", 5.0)
     monkeypatch.setenv("DEVICE_STUB_LOG", str(tmp_path / "log"))
     original = device.values
-    monkeypatch.setattr(
-        device, "values", lambda names: [device.dataclasses.replace(t, limit=3.0) for t in original(names)]
-    )
+    limited = lambda names: [device.dataclasses.replace(t, limit=3.0) for t in original(names)]  # noqa: E731
+    monkeypatch.setattr(device, "values", limited)
 
     def run(*arguments, out="out"):
         (tmp_path / "log").unlink(missing_ok=True)

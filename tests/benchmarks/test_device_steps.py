@@ -6,6 +6,15 @@ import device_steps
 import numpy as np
 import pytest
 
+import resnet
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """A block for each of two stages of the ResNet; steps are not timed over many runs."""
+    monkeypatch.setattr(resnet, "STAGES", (1, 1))
+    monkeypatch.setattr(device_steps, "STEPS_TIMED", 1)
+
 
 @functools.cache
 def plain_values(name):

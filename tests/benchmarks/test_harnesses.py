@@ -63,20 +63,15 @@ def test_outcomes():
     assert outcome(jnp.sin, implemented=False) == "unrunnable"
 
 
-@pytest.mark.parametrize(
-    ("found", "text"),
-    [
-        (np.array([1.0, 2.0]), ""),
-        (np.array([1.0, 2.0 + 1e-12]), ""),
-        (np.array([1.0, 2.001]), "differs by 0.001"),
-        (np.array([1.0, np.nan]), "differs by nan"),
-        (np.array([1, 2]), "is int64"),
-        (np.array([[1.0, 2.0]]), "is float64[1, 2]"),
-    ],
-)
+DIFFERENCES = [([1.0, 2.0], ""), ([1.0, 2.0 + 1e-12], ""), ([1.0, 2.001], "differs by 0.001")]
+DIFFERENCES += [([1.0, np.nan], "differs by nan"), ([1, 2], "is int64"), ([[1.0, 2.0]], "is float64[1, 2]")]
+
+
+@pytest.mark.parametrize(("found", "text"), DIFFERENCES)
 def test_differences(found, text):
-    assert text in harnesses.difference([found], [np.array([1.0, 2.0])])
-    assert bool(text) == bool(harnesses.difference([found], [np.array([1.0, 2.0])]))
+    said = harnesses.difference([np.array(found)], [np.array([1.0, 2.0])])
+    assert text in said
+    assert bool(text) == bool(said)
 
 
 def test_integers_and_keys_are_compared_exactly():
@@ -86,13 +81,9 @@ def test_integers_and_keys_are_compared_exactly():
     assert harnesses.difference([a], [b])
 
 
-def run_sample(count, seed):
+def test_a_sample_is_right():
     pytest.importorskip("absl")
     every = len(harnesses.all_harnesses())
-    lines = harnesses.run_chunk(sorted(random.Random(seed).sample(range(every), count)))
-    assert len(lines) == count
-    return [x for x in lines if x["outcome"] not in ("right", "unrunnable")]
-
-
-def test_a_sample_is_right():
-    assert run_sample(30, 0) == []
+    lines = harnesses.run_chunk(sorted(random.Random(0).sample(range(every), 20)))
+    assert len(lines) == 20
+    assert [x for x in lines if x["outcome"] not in ("right", "unrunnable")] == []

@@ -86,17 +86,8 @@ def test_each_edit_changes_one_expression_and_no_text(root):
         assert len(lines) == 2
         assert not any(word in lines[0] for word in ("Not `x", "A module", "raise"))
     edited = " ".join(str(e) for e in edits)
-    for change in (
-        "((x) <= (low))",
-        "((x) is not (None))",
-        "-> min",
-        "-> max",
-        "-> False",
-        "(3 + 1)",
-        "((x) - (1))",
-        "not in",
-    ):
-        assert change in edited, change
+    some = ("((x) <= (low))", "((x) is not (None))", "-> min", "-> max", "-> False", "(3 + 1)", "((x) - (1))", "not in")
+    assert [change for change in some if change not in edited] == []
     assert "int" not in edited
 
 

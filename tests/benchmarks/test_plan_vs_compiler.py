@@ -38,9 +38,7 @@ def found(op, members, size, count):
     return HloCollective(op, len(members), members, "", size, count, False, "x", "", "")
 
 
-SUM = (
-    2 * 4 * (64 // 4 * 16) * 3 / 4
-)  # bytes of the one collective of `planned`: an all-reduce of f32[16, 16] over model
+SUM = 2 * 4 * (64 // 4 * 16) * 3 / 4  # bytes of the collective of `planned`: an all-reduce of f32[16, 16] over model
 
 
 def test_a_program_that_sends_what_the_plan_lists_has_no_differences():
@@ -73,27 +71,25 @@ def test_what_a_loop_of_unknown_length_has_more_of_are_further_rounds():
     assert not d.further
 
 
+def volumes_of(volume, sizes):
+    """Bytes that a device sends in each stage of a reduce-scatter: each has what the ones before it left."""
+    sent = []
+    for size in sizes:
+        sent.append(volume * (size - 1) / size)
+        volume /= size
+    return sent
+
+
 def test_a_staged_reduce_scatter_is_one_for_each_torus_dimension():
     plan = planned("columns: data", mesh="data=16", topology="v5p:2x2x4")
-    assert sorted(s.size for s in plan.torus["data"]) == [2, 2, 4]
-    sent = 4 * 64 * 16 * 15 / 16  # V = 4096 bytes
-    staged = Collective("reduce-scatter", ("data",), "x", "rows", (64, 16), "float32", sent, 1, "", algorithm="staged")
-    volume, expected = 4096.0, []
-    for stage in plan.torus["data"]:  # each has what the ones before it left
-        expected.append(volume * (stage.size - 1) / stage.size)
-        volume /= stage.size
-    assert stage_bytes(staged, plan) == expected
-    assert sum(expected) == sent
-
-
-def test_what_a_ring_leaves_runs_over_the_other_torus_dimensions():
-    plan = planned("columns: data", mesh="data=16", topology="v5p:2x2x4")
-    first, *others = (s.size for s in plan.torus["data"])
-    volume, expected = 4096.0 / first, []
-    for size in others:
-        expected.append(volume * (size - 1) / size)
-        volume /= size
+    sizes = [s.size for s in plan.torus["data"]]
+    assert sorted(sizes) == [2, 2, 4]
     like = ("data",), "x", "rows", (64, 16), "float32"
+    expected = volumes_of(4 * 64 * 16, sizes)
+    assert sum(expected) == 4 * 64 * 16 * 15 / 16
+    assert stage_bytes(Collective("reduce-scatter", *like, sum(expected), 1, "", algorithm="staged"), plan) == expected
+    # what a ring over the first torus dimension leaves runs over the others
+    expected = volumes_of(4 * 64 * 16 / sizes[0], sizes[1:])
     rest = Collective("reduce-scatter", *like, sum(expected), 1, "", algorithm="staged", first=1)
     assert stage_bytes(rest, plan) == pytest.approx(expected)
     hop = Collective("collective-permute", *like, 512.0, 6, "", algorithm="ring")

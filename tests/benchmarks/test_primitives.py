@@ -33,15 +33,9 @@ def test_differences_are_relative_to_the_largest_element():
 
 
 def test_the_report_counts_what_is_wrong_fails_or_sends_more():
-    lines = [
-        line(),
-        line(program="wrong", differs=0.5),
-        line(program="fails", error="ValueError: x"),
-        line(program="more", bytes=1000.0),
-        line(program="much more", bytes=5000.0),
-        line(program="less", bytes=1.0, xla=1000.0),
-    ]
-    text = report(lines)
+    lines = [line(), line(program="wrong", differs=0.5), line(program="fails", error="ValueError: x")]
+    lines += [line(program="more", bytes=1000.0), line(program="much more", bytes=5000.0)]
+    text = report([*lines, line(program="less", bytes=1.0, xla=1000.0)])
     rows = [x.split(" | ")[0] for x in text.splitlines() if x.startswith("| m")]
     assert rows == ["| much more", "| more"]
     assert "6 cases of 6 programs: 1 wrong, 1 errors." in text

@@ -1,4 +1,4 @@
-"""The DeepSeek-like model of the examples: its sizes, its attention against NumPy in float64, equal runs under its layouts."""
+"""The DeepSeek-like model of the examples: its attention against NumPy in float64, equal runs under its layouts."""
 
 import math
 
@@ -8,14 +8,6 @@ import pytest
 from lowered import same
 
 import deepseek
-
-
-@pytest.mark.parametrize(
-    ("make", "weights"), [(deepseek.deepseek_16b, 15_706_485_888), (deepseek.deepseek_671b, 671_026_419_200)]
-)
-def test_the_sizes_are_those_of_the_published_models(make, weights):
-    _, (state, _), _ = make()
-    assert sum(math.prod(x.shape) for x in jax.tree.leaves(state["params"])) == weights
 
 
 @pytest.fixture(scope="module")

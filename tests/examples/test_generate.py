@@ -18,14 +18,13 @@ import llama
 import meshpar as mp
 import mixtral
 
-NEW, LENGTH = 8, 16
+NEW, LENGTH, GREEDY = 8, 16, Sampling()
 PROMPTS = [[5, 3, 8, 13, 2], [7], [11, 40, 1], [9, 9, 9, 9], [30, 2], [17, 4, 4], [1], [25, 33, 12, 6, 10, 3]]
 MODELS = {
     "llama": (llama, llama.Llama),
     "mixtral": (mixtral, mixtral.Mixtral),
     "deepseek": (deepseek, deepseek.DeepSeek),
 }
-MANY_QUERIES = dataclasses.replace(llama.TINY, kv_heads=1)
 UNSHARDED = {"prefill": "", "insert": "", "decode": ""}
 
 
@@ -64,35 +63,14 @@ def expected(model: str, config: llama.Config | None = None) -> list[list[int]]:
     return [tokens[row, n : n + NEW].tolist() for row, n in enumerate(at)]
 
 
-def served(
-    model: str,
-    layouts: dict[str, str],
-    *,
-    mesh="data=2, model=4",
-    config=None,
-    params=None,
-    batch=4,
-    length=LENGTH,
-    **how,
-):
+def served(model: str, layouts: dict[str, str], *, mesh="data=2, model=4", config=None, params=None, batch=4, length=LENGTH,
+           options=None, lowering="auto", sampling=GREEDY, pad=8, **how):  # fmt: skip
     """The tokens of the prompts from a server under layouts."""
-    options = Options.of(config or MODELS[model][0].TINY, **how.pop("options", {}))
-    lowering, stop = how.pop("lowering", "auto"), how.get("stop", ())
-    steps = Steps.of(
-        options,
-        mp.mesh(mesh),
-        lowering=lowering,
-        stop=stop,
-        how=how.pop("sampling", Sampling()),
-        paged="page" in how,
-        **layouts,
-    )
+    options = Options.of(config or MODELS[model][0].TINY, **(options or {}))
+    of = {"lowering": lowering, "stop": how.get("stop", ()), "how": sampling, "paged": "page" in how}
+    steps = Steps.of(options, mp.mesh(mesh), **of, **layouts)
     params = weights(model, config) if params is None else params
-    return generate.serve(steps, params, PROMPTS, batch=batch, length=length, new=NEW, pad=4, **how)
-
-
-def test_a_cache_and_continuous_batching_change_no_token():
-    assert served("llama", UNSHARDED) == expected("llama")
+    return generate.serve(steps, params, PROMPTS, batch=batch, length=length, new=NEW, pad=pad, **how)
 
 
 MEGATRON = {
@@ -108,14 +86,39 @@ FLASH = {
 LONG = {"prefill": "seq: model", "insert": "cache: data+model; seq: model", "decode": "cache: data+model"}
 
 
-@pytest.mark.slow
+PAGED = {"page": 4, "pages": 9}  # for less than three of the longest sequences
+ROOMY = dataclasses.replace(mixtral.TINY, capacity=float(mixtral.TINY.experts))
+MANY_QUERIES = dataclasses.replace(llama.TINY, kv_heads=1)
+CASES = {
+    "continuous batching": ("llama", UNSHARDED, {"pad": 4}),
+    "pages": ("llama", UNSHARDED, PAGED),
+    "a length that does not divide": (
+        "llama", {"prefill": "", "insert": "cache?: model", "decode": "cache?: model; mlp: model"}, {"length": 13 + 6},
+    ),
+}  # fmt: skip
+SLOW_CASES = {
+    "cache": ("llama", FLASH, {"lowering": "jit"}),
+    "cache over all": ("llama", LONG, {"lowering": "shard_map"}),
+    "pages under a layout": ("llama", LONG, {"lowering": "jit", "page": 8, "pages": 7}),
+    "latent attention in pages": ("deepseek", FLASH, {"lowering": "shard_map", "page": 4, "pages": 7}),
+    "one head of keys, sharded by length": ("llama", FLASH, {"config": MANY_QUERIES}),
+    "mixtral, which drops no token": (
+        "mixtral",
+        {"prefill": "", "decode": "batch: data; cache, expert: model", "insert": "batch: data; cache: model"},
+        {"config": ROOMY},
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    ("layouts", "lowering"),
-    [(FLASH, "jit"), (LONG, "shard_map")],
-    ids=["cache", "cache over all"],
+    ("model", "layouts", "how"),
+    [
+        *(pytest.param(*case, id=name) for name, case in CASES.items()),
+        *(pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in SLOW_CASES.items()),
+    ],
 )
-def test_layouts_generate_the_same_tokens(layouts, lowering):
-    assert served("llama", layouts, lowering=lowering) == expected("llama")
+def test_a_server_generates_the_tokens_of_the_model(model, layouts, how):
+    assert served(model, layouts, **how) == expected(model, how.get("config"))
 
 
 @pytest.mark.slow
@@ -133,24 +136,6 @@ def test_a_rule_for_heads_shards_kernels_with_one_dim_for_heads_and_size():
     for name in ("query", "key", "value"):
         assert specs[f"params/layers/attention/{name}/kernel.codes"] == (None, None, "model")
         assert specs[f"params/layers/attention/{name}/kernel.scales"] == (None, None, "model")
-
-
-def test_latent_attention_under_a_layout():
-    assert served("deepseek", FLASH, lowering="shard_map") == expected("deepseek")
-
-
-PAGED = {"page": 4, "pages": 9}  # for less than three of the longest sequences
-
-
-def test_a_cache_in_pages_changes_no_token():
-    assert served("llama", UNSHARDED, **PAGED) == expected("llama")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "layouts", "lowering"), [("llama", LONG, "jit"), ("deepseek", FLASH, "shard_map")])
-def test_pages_under_layouts(model, layouts, lowering):
-    page = 8 if layouts is LONG else 4
-    assert served(model, layouts, lowering=lowering, page=page, pages=7) == expected(model)
 
 
 def test_a_prompt_that_needs_more_pages_than_there_are_is_an_error():
@@ -178,38 +163,24 @@ def test_keys_and_values_in_eight_bits(how):
     assert served("llama", FLASH if how else LONG, options={"cache": "int8"}, **how) == in_eight_bits()
 
 
+def states(options: Options):
+    """(what two prompts of 8 tokens give, the empty state of four rows), of shapes."""
+    tokens, lengths = jnp.zeros((2, 8), jnp.int32), jnp.full(2, 8)
+    prompt = jax.eval_shape(generate.prefill_step(options), weights("llama"), tokens, lengths, jax.random.key(0))
+    return prompt, jax.eval_shape(lambda: generate.empty_state(prompt["cache"], 4, LENGTH))
+
+
 def test_a_cache_in_eight_bits_takes_a_byte_and_a_scale_per_head():
     def bytes_of(cache: str | None) -> float:
         options = Options.of(llama.TINY, cache=cache)
-        tokens, lengths = jnp.zeros((2, 8), jnp.int32), jnp.full(2, 8)
-        prompt = jax.eval_shape(generate.prefill_step(options), weights("llama"), tokens, lengths, jax.random.key(0))
-        state = jax.eval_shape(lambda: generate.empty_state(prompt["cache"], 4, LENGTH))
-        plan = mp.plan(
-            generate.decode_step(options), weights("llama"), state, mesh="data=2, model=2",
-            layout="batch: data; cache: model", dims=generate.dims_of(options)["decode"],
-        )  # fmt: skip
+        how = {"mesh": "data=2, model=2", "layout": "batch: data; cache: model"}
+        how["dims"] = generate.dims_of(options)["decode"]
+        plan = mp.plan(generate.decode_step(options), weights("llama"), states(options)[1], **how)
         assert {c.op for c in plan.collectives} <= {"all-reduce"}
         return sum(h.bytes for h in plan.inputs if "cache" in h.path)
 
     head_dim = 8
     assert bytes_of("int8") / bytes_of(None) == (head_dim + 4) / (head_dim * 4)
-
-
-@pytest.mark.slow
-def test_one_head_of_keys_and_values_may_be_sharded_by_length():
-    assert served("llama", FLASH, config=MANY_QUERIES) == expected("llama", MANY_QUERIES)
-
-
-def test_a_length_that_does_not_divide_is_not_sharded():
-    layouts = {"prefill": "", "insert": "cache?: model", "decode": "cache?: model; mlp: model"}
-    assert served("llama", layouts, length=13 + 6) == expected("llama")
-
-
-@pytest.mark.slow
-def test_mixtral_drops_no_token():
-    layouts = {**UNSHARDED, "decode": "batch: data; cache, expert: model", "insert": "batch: data; cache: model"}
-    roomy = dataclasses.replace(mixtral.TINY, capacity=float(mixtral.TINY.experts))
-    assert served("mixtral", layouts, config=roomy) == expected("mixtral", roomy)
 
 
 @pytest.mark.slow
@@ -257,14 +228,9 @@ def test_layouts_draw_the_same_tokens():
 
 
 def test_prompts_are_resharded_from_heads_to_the_length_of_the_cache():
-    options = Options.of(llama.TINY)
-    tokens, lengths = jnp.zeros((2, 8), jnp.int32), jnp.full(2, 8)
-    prompt = jax.eval_shape(generate.prefill_step(options), weights("llama"), tokens, lengths, jax.random.key(0))
-    state = jax.eval_shape(lambda: generate.empty_state(prompt["cache"], 4, LENGTH))
-    plan = mp.plan(
-        generate.insert_prompts, state, prompt, lengths, lengths, mesh="model=2",
-        layout="cache: model; kv_heads: model", dims=generate.DIMS["insert"],
-    )  # fmt: skip
+    (prompt, state), lengths = states(Options.of(llama.TINY)), jnp.full(2, 8)
+    how = {"mesh": "model=2", "layout": "cache: model; kv_heads: model", "dims": generate.DIMS["insert"]}
+    plan = mp.plan(generate.insert_prompts, state, prompt, lengths, lengths, **how)
     assert [c.op for c in plan.collectives] == ["all-to-all"] * 2
     one = 2 * 2 * LENGTH * 2 * 8 * 4  # layers, prompts, slots, heads, head_dim, float32
     assert plan.bytes_sent == 2 * (one / 2) / 2  # a device sends half of its half of the keys, and of the values
@@ -284,9 +250,10 @@ def test_the_trained_model_continues_text(tmp_path, monkeypatch, capsys):
         return model, nnx.Optimizer(model, train_lm.adamw(1e-3, 1), wrt=nnx.Param)
 
     (model, _), _ = mp.Checkpoints("run").restore_or(mp.init(create, mesh="data=8", layout=""), jax.random.key(0))
-    tokens = list(b"import nu")
+    tokens, run = list(b"import nu"), nnx.jit(lambda model, tokens: model(tokens))
     for _ in range(12):
-        tokens.append(int(model(jnp.asarray([tokens]))[0, -1].argmax()))
+        padded = np.pad(tokens, (0, 21 - len(tokens)))  # later tokens do not change the logits of a position
+        tokens.append(int(run(model, padded[None])[0, len(tokens) - 1].argmax()))
         if tokens[-1] == 0:
             break
     assert text == bytes(tokens[9:]).decode(errors="replace")

@@ -4,15 +4,11 @@ import math
 
 import jax
 import pytest
-from arrays import drawn
+from arrays import count_weights, drawn
 from lowered import same
 
 import gpt3_bert_vit as models
 import meshpar as mp
-
-
-def count(tree):
-    return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
 
 
 def layer(d, mlp):
@@ -21,34 +17,30 @@ def layer(d, mlp):
 
 
 def test_gpt3_has_the_published_size():
-    _, (state, _), _ = models.gpt3_175b()
-    d = 12288
-    assert count(state["params"]) == 96 * layer(d, 4 * d) + (50257 + 2048) * d + 2 * d
-    assert round(count(state["params"]) / 1e6, -2) == 174_600  # millions, table D.1
+    d, weights = 12288, count_weights(models.gpt3_175b())
+    assert weights == 96 * layer(d, 4 * d) + (50257 + 2048) * d + 2 * d
+    assert round(weights / 1e6, -2) == 174_600  # millions, table D.1
 
 
 @pytest.mark.parametrize(
     ("make", "layers", "d", "published"), [(models.bert_base, 12, 768, 110e6), (models.bert_large, 24, 1024, 340e6)]
 )
 def test_bert_has_the_published_size(make, layers, d, published):
-    _, (state, _), _ = make()
+    weights = count_weights(make())
     embedding = (30522 + 512 + 2) * d + 2 * d
     heads = 2 * (d * d + d) + 2 * d + 30522 + 2 * d + 2
-    assert count(state["params"]) == layers * layer(d, 4 * d) + embedding + heads
-    assert count(state["params"]) == pytest.approx(published, rel=0.012)
+    assert weights == layers * layer(d, 4 * d) + embedding + heads
+    assert weights == pytest.approx(published, rel=0.012)
 
 
 def test_vit_has_the_published_size():
-    _, (state, _), _ = models.vit_22b()
-    d = 6144
-    layers = count(state["params"]["layers"])
-    assert layers == 48 * (
-        12 * d * d + d + 4 * d + d + d + 2 * 128
-    )  # of out, up and down biases; norms of inputs, queries, keys
+    target, d = models.vit_22b(), 6144
+    layers = sum(math.prod(x.shape) for x in jax.tree.leaves(target[1][0]["params"]["layers"]))
+    pool = 12 * d * d + d + 4 * d + d + d + 2 * 128  # of out, up and down biases; norms of inputs, queries, keys
+    assert layers == 48 * pool
     assert layers == pytest.approx(21_743e6, rel=2e-4)  # millions, table 1
     rest = (14 * 14 * 3 + 1) * d + 256 * d + d + d  # patches, positions, probe, norm
-    pool = 12 * d * d + d + 4 * d + d + d + 2 * 128
-    assert count(state["params"]) == layers + rest + pool + (d + 1) * 29593
+    assert count_weights(target) == layers + rest + pool + (d + 1) * 29593
 
 
 def small(name):

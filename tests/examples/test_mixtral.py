@@ -1,4 +1,4 @@
-"""The Mixtral of the examples: its size, its experts against a loop over tokens, its plan, and equal runs under a layout."""
+"""The Mixtral of the examples: its experts against a loop over tokens, its plan, and equal runs under a layout."""
 
 import collections
 import dataclasses
@@ -13,11 +13,6 @@ from lowered import same
 import llama
 import meshpar as mp
 import mixtral
-
-
-def test_the_size_is_that_of_the_published_model():
-    _, (state, _), _ = mixtral.mixtral_8x7b()
-    assert sum(math.prod(x.shape) for x in jax.tree.leaves(state["params"])) == 46_702_792_704
 
 
 def routed(chances: np.ndarray, chosen: int, places: int) -> np.ndarray:
@@ -72,7 +67,7 @@ def test_experts_with_room_for_all_are_a_weighted_sum(real):
 
 @pytest.mark.slow
 def test_no_layout_changes_a_number(real):
-    how = {"meshes": ["data=2, model=2, idle=2"], "lowerings": ("jit", "shard_map"), "tolerance": 1e-4}
+    how = {"meshes": ["data=2, model=2, idle=2"], "lowerings": ("jit",), "tolerance": 1e-4}
     same(mixtral.train_step(mixtral.TINY), *real, layout=mixtral.FSDP_EXPERT, dims=llama.DIMS, **how)
 
 

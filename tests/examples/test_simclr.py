@@ -1,12 +1,9 @@
 """SimCLR of the examples: its size, its loss against a loop over views, and equal runs under two layouts."""
 
-import math
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from arrays import drawn
+from arrays import count_weights, drawn
 from lowered import same
 
 import meshpar as mp
@@ -15,10 +12,8 @@ import simclr
 
 
 def test_the_encoder_has_the_published_size():
-    _, (state, _), _ = simclr.simclr()
-    total = sum(math.prod(x.shape) for x in jax.tree.leaves(state["params"]))
-    assert total - 2048 * 2048 - 2048 * 128 == 25_557_032 - 2049 * 1000  # a ResNet-50 without its classifier
-    assert round((total - 2048 * 2048 - 2048 * 128) / 1e6) == 24
+    head = 2048 * 2048 + 2048 * 128
+    assert count_weights(simclr.simclr()) - head == 25_557_032 - 2049 * 1000  # a ResNet-50 without its classifier
 
 
 def test_the_loss_is_that_of_a_loop_over_views():
@@ -49,5 +44,5 @@ def test_no_layout_changes_a_number(monkeypatch):
     step, shapes, dims = simclr.simclr(8, 32, width=4, projection=6, dtype=jnp.float32)
     state, batch = drawn(shapes, 8)
     batch["labels"] = np.arange(8, dtype=np.int32) // 2
-    how = {"meshes": ["data=4, model=2"], "lowerings": ("jit", "shard_map"), "tolerance": 1e-3}
+    how = {"meshes": ["data=4, model=2"], "lowerings": ("jit",), "tolerance": 1e-3}
     same(step, state, batch, layout=simclr.LAYOUTS["data+height"], dims=dims, **how)

@@ -19,14 +19,8 @@ PLANS = [
 def test_a_plan_fits(target, topology, mesh, layout, monkeypatch, pytestconfig):
     monkeypatch.setattr(sys, "path", list(sys.path))
     found = load_target(str(pytestconfig.rootpath / "examples" / target))
-    plan = mp.plan(
-        found.step,
-        *found.args,
-        mesh=mesh,
-        topology=topology,
-        layout=found.layouts.get(layout, f"batch: {layout}"),
-        dims=found.dims,
-    )
+    how = {"mesh": mesh, "topology": topology, "layout": found.layouts[layout], "dims": found.dims}
+    plan = mp.plan(found.step, *found.args, **how)
     narrow, wide = plain(plan, 100), plain(plan, 10_000)
     assert max(map(len, narrow.splitlines())) <= 100
     assert sorted("".join(narrow.split())) == sorted("".join(wide.split()))

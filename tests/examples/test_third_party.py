@@ -31,9 +31,8 @@ def test_same_state(name, layout, lowering):
 @pytest.mark.filterwarnings("ignore:TensorFlow and JAX classes are deprecated")
 def test_generation_of_tokens():
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        vocab_size=256, n_positions=64, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=255
-    )
+    sizes = {"vocab_size": 256, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=255)
     model = transformers.FlaxGPT2LMHeadModel(config, seed=0)
 
     def generate(params, ids):
@@ -41,11 +40,7 @@ def test_generation_of_tokens():
         return model.generate(ids, params=params, **options).sequences
 
     ids = np.random.default_rng(0).integers(1, 250, (8, 6))
-    dims = {
-        "*/c_fc/kernel": "mlp embed",
-        "*/mlp/c_proj/kernel": "embed mlp",
-        "*/wte/embedding": "vocab embed",
-        "ids": "batch seq",
-    }
+    dims = {"*/c_fc/kernel": "mlp embed", "*/mlp/c_proj/kernel": "embed mlp"}
+    dims |= {"*/wte/embedding": "vocab embed", "ids": "batch seq"}
     step = mp.jit(generate, mesh="data=4, model=2", layout="batch: data; mlp, vocab: model", dims=dims)
     np.testing.assert_array_equal(step(model.params, ids), generate(model.params, ids))

@@ -81,9 +81,8 @@ def scan(w: Writer) -> None:
     body_params = params if over is not None else params[:1]
     with w.body(body_params) as b:
         fill(b, 1 + w.rng.randrange(3))
-        ys = [v.name for v in b.vars[-2:] if v.kind in "fib" and w.chance(0.5)] + (
-            [carry.name] if w.chance(0.3) else []
-        )
+        ys = [v.name for v in b.vars[-2:] if v.kind in "fib" and w.chance(0.5)]
+        ys += [carry.name] if w.chance(0.3) else []
         new = result(b, x.shape, carry.name)
         if over is not None and w.count[0] % 3 == 0 and _keeps_bf16(params[1]):  # a slice that the body rounds
             s = params[1].name
@@ -125,15 +124,12 @@ def loop(w: Writer) -> None:
         new = cast(result(b, x.shape, carry.name), carry.name)
         name, text = w.define(b, [i, carry], new)
     if dynamic:
-        ids = (
-            w.pick("i", ranks=(1,)) if any(v.kind == "i" and len(v.shape) == 1 for v in w.vars) else w.fresh((4,), "i")
-        )
-        call = w.of([
+        ids = w.ids()
+        expr = w.of([
             f"lax.fori_loop(0, {ids.name}[0] % 4, {name}, {x.name})",
             f"lax.while_loop(lambda s: (s[0] < 3) & ({ids.name}.sum() > s[0]), lambda s: (s[0] + 1, {name}(*s)), (0, {x.name}))[1]",
             f"lax.while_loop(lambda s: (s[0] < 4) & (jnp.round(s[1]).sum() < 1e6), lambda s: (s[0] + 1, {name}(*s)), (0, {x.name}))[1]",
         ])  # fmt: skip
-        expr = call
         w.forward_only = True
     else:
         expr = f"lax.fori_loop(0, 3, {name}, {x.name})"
@@ -151,23 +147,12 @@ def branch(w: Writer) -> None:
         p = w.param(x.shape, top=x.top, bits=x.bits)
         with w.body([p]) as b:
             fill(b, w.rng.randrange(3))
-            name, lines = w.define(
-                b,
-                [p],
-                w.of(
-                    [
-                        f"({cast(result(b, x.shape, p.name), p.name)}, {p.name}.sum())",
-                        f"({p.name} * 2, 0.5 + 0 * {p.name}.sum())",
-                    ]
-                ),
-            )
+            new = cast(result(b, x.shape, p.name), p.name)
+            forms = [f"({new}, {p.name}.sum())", f"({p.name} * 2, 0.5 + 0 * {p.name}.sum())"]
+            name, lines = w.define(b, [p], w.of(forms))
         text += lines
         branches.append(name)
-    ids = (
-        w.pick("i", ranks=(1, 2))
-        if any(v.kind == "i" and len(v.shape) in (1, 2) for v in w.vars)
-        else w.fresh((4,), "i")
-    )
+    ids = w.ids((1, 2))
     if n == 2:
         expr = f"lax.cond({ids.name}.sum() % 2 == 0, {branches[0]}, {branches[1]}, {x.name})"
     else:
@@ -180,9 +165,7 @@ def call(w: Writer) -> None:
     """jit, checkpoint, own derivatives (others than those of the functions), gradients inside."""
     x = w.pick(ranks=(1, 2, 3))
     p = w.param(x.shape, top=x.top, bits=x.bits)
-    how = w.of(
-        ["jit", "checkpoint", "policy", "custom_vjp", "custom_jvp", "grad", "vjp", "jvp", "own", "own", "composite"]
-    )
+    how = w.of("jit checkpoint policy custom_vjp custom_jvp grad vjp jvp own own composite".split())
     with w.body([p]) as b:
         if how in ("own", "composite"):  # JAX differentiates neither with respect to values of the outside
             b.vars = [p]
@@ -235,12 +218,9 @@ def mapped(w: Writer) -> None:
         new = result(b, shape, p.name)
         name, text = w.define(b, [p], new)
     out = w.of([0, axis, len(shape)])
-    expr = (
-        f"jax.vmap({name}, in_axes={axis}, out_axes={out})({x.name})"
-        if axis or w.chance(0.7)
-        else f"lax.map({name}, {x.name})"
-    )
-    w.emit(expr, 8.0, before=text)
+    by_vmap = axis or w.chance(0.7)
+    expr = f"jax.vmap({name}, in_axes={axis}, out_axes={out})" if by_vmap else f"lax.map({name}, {x.name})"
+    w.emit(f"{expr}({x.name})" if by_vmap else expr, 8.0, before=text)
 
 
 @statement(1.5)
@@ -290,8 +270,6 @@ def update(w: Writer) -> None:
 
 CONTROL = ("branch", "loop", "scan", "parts")
 """What runs its body often, or not at all."""
-OUTERMOST = frozenset(
-    name for name, (fn, _) in STATEMENTS.items() if fn.__module__ in (calling.__name__, data.__name__)
-)
+OUTERMOST = frozenset(n for n, (fn, _) in STATEMENTS.items() if fn.__module__ in (calling.__name__, data.__name__))
 """What stands in no body: results of other dtypes, and what the caller decides."""
 BODIES = frozenset({"scan", "loop", "branch", "call", "mapped", "accumulate", "parts"})

@@ -37,16 +37,10 @@ def scaled_sums(w: Writer) -> None:
     a = w.axis(x)
     other = w.fresh((4,), "s") if w.chance(0.5) else x
     s = f"{other.name}.reshape(-1)[{w.rng.randrange(2)}]"
-    part = w.of(
-        [
-            f"{x.name}.sum({a})",
-            f"{x.name}.sum({a})",
-            f"jnp.tensordot({x.name}, jnp.ones({x.shape[a]}, F), ((({a},), (0,))))",
-            f"(({x.name} * 100).astype(F16).sum({a}))",
-            f"{x.name}.sum()",
-            f"jnp.nansum({x.name}, {a})",
-        ]
-    )
+    part = w.of([
+        f"{x.name}.sum({a})", f"{x.name}.sum({a})", f"jnp.tensordot({x.name}, jnp.ones({x.shape[a]}, F), ((({a},), (0,))))",
+        f"(({x.name} * 100).astype(F16).sum({a}))", f"{x.name}.sum()", f"jnp.nansum({x.name}, {a})",
+    ])  # fmt: skip
     w.emit(w.of([
         f"{part} * jnp.inf", f"{part} / 0.0", f"{part} * {s}", f"{part} / {s}", f"{s} * {part}", f"{part}.astype(F) * 1e38 * 10.0", f"{part} * 0.0", f"({part} * 2000).astype(F)", f"{part} / jnp.abs({s})", f"jnp.where(jnp.isnan({s}), {part}, {part} * {s})",
         f"{part}.astype(F16) * 60000", f"-{part} * jnp.inf", f"{part} * jnp.nan", f"jnp.where({part} > 0, {part}, 0) * jnp.inf",
@@ -87,19 +81,11 @@ def signed_zeros(w: Writer) -> None:
 
 
 TYPES = (
-    "jnp.int8",
-    "jnp.uint8",
-    "jnp.uint8",
-    "jnp.uint32",
-    "jnp.int16",
-    "bool",
-    "BF16",
-    "F16",
-    "jnp.float8_e8m0fnu",
-    "jnp.complex64",
-    "jnp.complex64",
-    "E4M3",
-)
+    "jnp.int8", "jnp.uint8", "jnp.uint8", "jnp.uint32", "jnp.int16", "bool", "BF16", "F16", "jnp.float8_e8m0fnu", "jnp.complex64",
+    "jnp.complex64", "E4M3",
+)  # fmt: skip
+LEAST = {"bool": "False", "jnp.int8": "jnp.int8(-128)", "jnp.int16": "jnp.int16(-32768)"}
+LEAST |= {"BF16": "BF16(-jnp.inf)", "F16": "F16(-jnp.inf)"}
 
 
 @statement(2)
@@ -109,10 +95,9 @@ def other_dtypes(w: Writer) -> None:
     a, n = (i := w.axis(x)), x.shape[i]
     t = w.of(TYPES)
     lead, ids, name = ":, " * a, indices(w, (1,)), f"{w.name()}r"
-    number = (
-        "jnp.round({x}) - 3" if t in ("jnp.int8", "jnp.int16", "BF16", "F16", "E4M3") else "jnp.abs(jnp.round({x})) + 1"
-    )
-    before = [f"{name} = ({number.format(x=x.name)}).astype({t})" if t != "bool" else f"{name} = {x.name} > 0.25"]
+    signed = t in ("jnp.int8", "jnp.int16", "BF16", "F16", "E4M3")
+    number = f"jnp.round({x.name}) - 3" if signed else f"jnp.abs(jnp.round({x.name})) + 1"
+    before = [f"{name} = ({number}).astype({t})" if t != "bool" else f"{name} = {x.name} > 0.25"]
     if "complex" in t:
         before = [f"{name} = lax.complex(jnp.round({x.name}), {x.name} * 0.5)"]
     if "e8m0" in t:
@@ -126,24 +111,14 @@ def other_dtypes(w: Writer) -> None:
     if "e8m0" not in t:
         plain += [f"{part}.sum({a})", f"jnp.cumsum({part}, {a})", f"jnp.pad({name}, 1, constant_values=1)", f"{name}.at[{lead}{ids.name} % {n}].{'max' if t == 'bool' else 'add'}({name}[{lead}:1])", f"jnp.prod({part}, {a})", f"jnp.where({name} == {name}[{lead}:1], {name}, 1)"]  # fmt: skip
         if t != "bool":
-            plain += [
-                f"{part} + lax.iota({name}.dtype, {n})[:{part}.shape[{a}]].reshape({(-1,) + (1,) * (len(x.shape) - 1 - a)})"
-            ]
+            trailing = (-1,) + (1,) * (len(x.shape) - 1 - a)
+            plain += [f"{part} + lax.iota({name}.dtype, {n})[:{part}.shape[{a}]].reshape({trailing})"]
         plain += [f"{part}.max({a})", f"{part}.min({a})"] * 2 if not byte else []
         if real and not byte:
             window = tuple(min(2, k) if d == a else 1 for d, k in enumerate(x.shape))
-            low = {
-                "bool": "False",
-                "jnp.int8": "jnp.int8(-128)",
-                "jnp.int16": "jnp.int16(-32768)",
-                "BF16": "BF16(-jnp.inf)",
-                "F16": "F16(-jnp.inf)",
-            }.get(t, f"{t}(0)")
-            plain += [
-                f"jnp.argmax({part}, {a})",
-                f"jnp.sort({part}, {a})",
-                f"lax.reduce_window({name}, {low}, lax.{'max' if t != 'bool' else 'bitwise_or'}, {window}, {(1,) * len(window)}, 'SAME')",
-            ]
+            low, most = LEAST.get(t, f"{t}(0)"), "max" if t != "bool" else "bitwise_or"
+            plain += [f"jnp.argmax({part}, {a})", f"jnp.sort({part}, {a})"]
+            plain += [f"lax.reduce_window({name}, {low}, lax.{most}, {window}, {(1,) * len(window)}, 'SAME')"]
     if integral:
         plain += [f"lax.reduce_{op}({part}, ({a},))" for op in ("and", "or", "xor")] * 2
     w.emit(w.of(plain), before=before, scale=False, kind="o")

@@ -13,9 +13,8 @@ def singular(w: Writer) -> None:
     """Views of positive data; outside of them, where padding and idle slots compute, the derivatives are infinite."""
     x = w.pick(ranks=(1, 2), such=lambda v: v.top <= 64 and v.shape[0] > 2)
     name = f"f{w.name()[1:]}"
-    late, early = w.of(
-        [(f"{name}[1:]", f"{name}[:-1]"), (f"{name}[2:]", f"{name}[:-2]"), (f"jnp.roll({name}, 1, 0)", name)]
-    )
+    views = [(f"{name}[1:]", f"{name}[:-1]"), (f"{name}[2:]", f"{name}[:-2]"), (f"jnp.roll({name}, 1, 0)", name)]
+    late, early = w.of(views)
     w.emit(w.of([
         f"jnp.log({late} / {early})", f"jnp.log({late}).std()", f"1.0 / {late}", f"jnp.cbrt({late} / {early})", f"lax.rsqrt({late}) * {early}", f"jnp.power({late}, -0.5)",
         f"{late} / jnp.sqrt(({late} ** 2).sum(-1, keepdims=True))", f"lax.digamma({late} / {early})", f"jnp.sqrt({early} @ jnp.full({x.shape[-1]}, 0.5, F))" if len(x.shape) == 2 else f"jnp.sqrt({early})",

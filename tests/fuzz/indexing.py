@@ -19,11 +19,8 @@ def at(w: Writer, ids: Var, n: int, mode: str, kind: str = "jnp.int32") -> str:
 
 
 def operand(w: Writer) -> tuple[Var, int, int]:
-    x = (
-        w.pick(ranks=(2,), such=lambda v: v.top <= 64 and min(v.shape) > 1)
-        if w.chance(0.8)
-        else w.fresh((w.split_size(), 4))
-    )
+    known = w.chance(0.8)
+    x = w.pick(ranks=(2,), such=lambda v: v.top <= 64 and min(v.shape) > 1) if known else w.fresh((w.split_size(), 4))
     return x, *x.shape
 
 
@@ -43,9 +40,8 @@ def gathered(w: Writer) -> None:
         (f"({i} % {n - big + 1})[:, None]" if mode == "promise_in_bounds" else f"{i}[:, None]", "(1, 2), (), (0,)", (big, m)), (f"{j}[:, None]", "(), (0, 1), (1,)", (1, 1)), (f"{i}[:, None]", "(), (0, 1), (0,)", (1, 1)),
     ]  # fmt: skip
     if k == n:  # a row of its own for each index
-        forms += [
-            (f"{j}[:, None]", "(), (1,), (1,), operand_batching_dims=(0,), start_indices_batching_dims=(0,)", (1, 1))
-        ] * 2
+        batched = "(), (1,), (1,), operand_batching_dims=(0,), start_indices_batching_dims=(0,)"
+        forms += [(f"{j}[:, None]", batched, (1, 1))] * 2
     if "stack([" in (form := w.of(forms))[0] and form[0].endswith("0)"):
         form = (f"{form[0]}.T", *form[1:])
     name, dn, sizes = x.name, form[1], form[2]
@@ -70,9 +66,8 @@ def scattered(w: Writer) -> None:
         (f"{i}[:, None]", (k, max(1, m - 1)), "(1,), (0,), (0,)"),
     ]  # fmt: skip
     if k == n:
-        forms += [
-            (f"{j}[:, None]", (k,), "(), (1,), (1,), operand_batching_dims=(0,), scatter_indices_batching_dims=(0,)")
-        ] * 2
+        batched = "(), (1,), (1,), operand_batching_dims=(0,), scatter_indices_batching_dims=(0,)"
+        forms += [(f"{j}[:, None]", (k,), batched)] * 2
     where, shape, dn = w.of(forms)
     value = w.of(["0.5", "0.5", "-1.5", "2.0"])
     updates, target = f"jnp.full({shape}, {value}, F)", x.name

@@ -69,11 +69,10 @@ def searched(w: Writer) -> None:
 @statement(1.5)
 def convolution(w: Writer) -> None:
     rank = w.of([1, 2, 2])
-    x = (
-        w.pick(ranks=(rank + 2,))
-        if w.chance(0.5)
-        else w.fresh((w.of([2, 4, 8]), *(w.of([4, 6, 8]) for _ in range(rank)), w.of([4, 8])))
-    )
+    if w.chance(0.5):
+        x = w.pick(ranks=(rank + 2,))
+    else:
+        x = w.fresh([w.of([2, 4, 8]), *(w.of([4, 6, 8]) for _ in range(rank)), w.of([4, 8])])
     c = x.shape[-1]
     groups = w.of([1, 1, 1, *(g for g in (2, 4, c) if c % g == 0)])
     window = tuple(w.of([1, 1, 2, 3, 3]) for _ in range(rank))
@@ -84,14 +83,8 @@ def convolution(w: Writer) -> None:
     padding = w.of(["'SAME'", "'VALID'", str([(w.of([0, 1, 2]), 1)] * rank)])
     if any(n < k for n, k in zip(x.shape[1:-1], window, strict=True)):
         raise Skip
-    more = w.of(
-        [
-            "",
-            "",
-            f", rhs_dilation={(2,) * rank}" if all(n > 4 for n in x.shape[1:-1]) else "",
-            f", lhs_dilation={(2,) * rank}" if math.prod(x.shape) < 512 else "",
-        ]
-    )
+    wide = f", rhs_dilation={(2,) * rank}" if all(n > 4 for n in x.shape[1:-1]) else ""
+    more = w.of(["", "", wide, f", lhs_dilation={(2,) * rank}" if math.prod(x.shape) < 512 else ""])
     lhs, operand = f"N{letters}C", x.name
     if w.chance(0.3):
         order = (0, rank + 1, *range(1, rank + 1))
@@ -130,9 +123,8 @@ def random(w: Writer) -> None:
         keys = [v for v in w.vars if v.kind == "k" and v.shape == ()]
         var = w.of(keys) if keys else w.fresh((), "k")
         w.used.add(var.name)
-        key = w.of(
-            [var.name, f"jax.random.fold_in({var.name}, {w.rng.randrange(9)})", f"jax.random.split({var.name}, 3)[1]"]
-        )
+        folded = f"jax.random.fold_in({var.name}, {w.rng.randrange(9)})"
+        key = w.of([var.name, folded, f"jax.random.split({var.name}, 3)[1]"])
     x = w.pick(ranks=(1, 2, 3))
     shape = x.shape
     text = w.of([

@@ -18,9 +18,8 @@ def several(w: Writer, n: int = 3) -> list[Var]:
 def barriers(w: Writer) -> None:
     xs = several(w)
     top = max(x.top * x.shape[0] for x in xs)
-    parts = ", ".join(
-        w.of([f"{x.name}", f"{x.name} * 2", f"{x.name}.sum(0)", f"lax.stop_gradient({x.name}).max(0)"]) for x in xs
-    )
+    forms = ([x.name, f"{x.name} * 2", f"{x.name}.sum(0)", f"lax.stop_gradient({x.name}).max(0)"] for x in xs)
+    parts = ", ".join(map(w.of, forms))
     w.emit(f"list(lax.optimization_barrier(({parts},)))", 2 * top, scale=False, kind="o" if top > 32 else None)
 
 
@@ -29,12 +28,8 @@ def sorted_together(w: Writer) -> None:
     x = w.pick(ranks=(1, 2), exact=True, such=lambda v: v.top <= 64)
     axis = w.axis(x)
     keys = w.of([1, 2])
-    w.emit(
-        f"list(lax.sort((jnp.round({x.name}), {x.name} * 2 + 1, jnp.flip({x.name})), dimension={axis}, num_keys={keys}))",
-        2 * x.top + 1,
-        x.bits,
-        scale=False,
-    )
+    text = f"jnp.round({x.name}), {x.name} * 2 + 1, jnp.flip({x.name})"
+    w.emit(f"list(lax.sort(({text}), dimension={axis}, num_keys={keys}))", 2 * x.top + 1, x.bits, scale=False)
 
 
 @statement(0.8)
@@ -60,7 +55,7 @@ def reduced_together(w: Writer) -> None:
 def branches_of_tuples(w: Writer) -> None:
     """Several values into and out of cond, switch, scan and while."""
     x, y = several(w, 2)
-    ids = w.pick("i", ranks=(1,)) if any(v.kind == "i" and len(v.shape) == 1 for v in w.vars) else w.fresh((4,), "i")
+    ids = w.ids()
     p = f"{ids.name}.sum() % 2 == 0"
     a, b = f"jnp.tanh({x.name})", f"jnp.tanh({y.name})"
     w.emit(w.of([

@@ -66,10 +66,7 @@ def then(w: Writer, forms: tuple[str, ...], made: str) -> str:
         scale = w.pick(ranks=(1, 2), exact=True, such=lambda v: v.top <= 8)
         text = text.replace("{s}", f"{scale.name}.reshape(-1)[0]")
     if "{i}" in text:
-        ids = (
-            w.pick("i", ranks=(1,)) if any(v.kind == "i" and len(v.shape) == 1 for v in w.vars) else w.fresh((4,), "i")
-        )
-        text = text.replace("{i}", f"{ids.name}[0]")
+        text = text.replace("{i}", f"{w.ids().name}[0]")
     return text.replace("{}", made)
 
 
@@ -91,9 +88,8 @@ def partial_integer(w: Writer) -> None:
     name = f"{w.name()}r"
     size = f"jnp.abs({x})" if "uint" in t else x
     before = [f"{name}_x = ({size} * 4).astype({t})"]
-    made = moved(
-        w, w.of(WHOLES).replace("{x}", f"{name}_x").replace("{a}", str(axis)).replace("{t}", t).replace("{n}", str(n))
-    )
+    made = w.of(WHOLES).replace("{x}", f"{name}_x").replace("{a}", str(axis)).replace("{t}", t).replace("{n}", str(n))
+    made = moved(w, made)
     w.emit(then(w, AFTER_WHOLES, name), before=[*before, f"{name} = {made}"], scale=False, kind="o")
 
 
@@ -127,14 +123,8 @@ def accumulated(w: Writer) -> None:
     x = w.pick(ranks=(3,), exact=True, such=lambda v: v.top <= 8)
     t = w.of(["F", "BF16", "jnp.int32"])
     name = f"f{w.name()[1:]}"
-    part = w.of(
-        [
-            f"r.astype({t}).sum(0).astype(F)",
-            f"r.sum(0).astype({t}).astype(F)",
-            "r.max(0)",
-            "jnp.einsum('ij,ij->j', r, r)",
-        ]
-    )
+    sums = [f"r.astype({t}).sum(0).astype(F)", f"r.sum(0).astype({t}).astype(F)"]
+    part = w.of([*sums, "r.max(0)", "jnp.einsum('ij,ij->j', r, r)"])
     step = w.of(["c + p", "c + p", "c * 0.5 + p", "jnp.maximum(c, p)", "c + jnp.where(p > 0, p, 0)", "c - p"])
     before = [f"def {name}(c, r):", f"    p = {part}", f"    return {step}, {w.of(['p', 'c', 'None', 'p * 2', 'jnp.cumsum(p)'])}",
               f"{name}_out = jax.tree.leaves(lax.scan({name}, jnp.full({x.shape[-1]}, 0.5, F), lax.stop_gradient({x.name})))"]  # fmt: skip

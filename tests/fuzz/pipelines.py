@@ -12,13 +12,8 @@ import meshpar as mp
 from meshpar._src.program.pipeline import SCHEDULES
 
 MESHES = (
-    "stage=4, x=2",
-    "stage=2, x=4",
-    "stage=2, x=2, y=2",
-    "stage=2, x=2, idle=2",
-    "stage=4, idle=2",
-    "x=2, stage=2, y=2",
-)
+    "stage=4, x=2", "stage=2, x=4", "stage=2, x=2, y=2", "stage=2, x=2, idle=2", "stage=4, idle=2", "x=2, stage=2, y=2",
+)  # fmt: skip
 UPDATES = (
     "h = h + jnp.tanh(h @ {up}) @ {down} * 0.5",
     "h = h + nn.softmax(h @ {up}, -1) @ {down}",
@@ -119,13 +114,9 @@ def _program(rng: random.Random, sizes: _Sizes, around: str) -> Program:
     tokens = Input("tokens", lead, "i", ("batch", "seq")[: len(lead)])
     lines = ["weights_ = (" + ", ".join(weights) + ",)", *_loss(rng, sizes, layer, weights, tied)]
     lines += _around(rng, sizes, around)
-    outs = (
-        ["value", *(f"g{k}" for k in range(len(weights)))]
-        if around in ("accumulate", "scan", "reverse", "one")
-        else ["value"]
-    )
-    grads = weights if around == "outside" else []
+    outs, grads = ["value"], weights if around == "outside" else []
     if around in ("accumulate", "scan", "reverse", "one"):
+        outs += [f"g{k}" for k in range(len(weights))]
         lines.append(", ".join(outs[1:]) + ", = gradients")
     known = {i.name: (i.shape, i.kind) for i in inputs} | dict.fromkeys(outs, ((), "f"))
     return Program([*inputs, tokens], [lines], outs, grads, rng.randrange(1 << 20), known)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -70,13 +69,11 @@ NARROW = {"BF16": 2.0**-7, "F16": 2.0**-10}
 """What one rounding to a type that programs narrow to may change, as a part of a value."""
 
 
-CONTEXTS: types.MappingProxyType[str, Callable[[], Any]] = types.MappingProxyType(
-    {
-        "": contextlib.nullcontext,
-        "x64": lambda: jax.enable_x64(True),
-        "threefry": lambda: jax.threefry_partitionable(False),
-    }
-)
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "": contextlib.nullcontext,
+    "x64": lambda: jax.enable_x64(True),
+    "threefry": lambda: jax.threefry_partitionable(False),
+}
 """JAX's configuration during a call."""
 
 
@@ -334,10 +331,8 @@ def worst(leaf: int, x: Any, reference: np.ndarray, signs: bool = False) -> Diff
             mine, want = a, b
         at = np.unravel_index(int(np.argmax(gap)), gap.shape)
         if gap[at] > biggest:
-            biggest, what = (
-                float(gap[at]),
-                f"{mine[at]} for {want[at]} at {[int(i) for i in at]} of {shard.index} on device {shard.device.id}",
-            )
+            where = f"{[int(i) for i in at]} of {shard.index} on device {shard.device.id}"
+            biggest, what = float(gap[at]), f"{mine[at]} for {want[at]} at {where}"
     return Difference(leaf, biggest, allowed, what) if biggest > allowed else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from programs import Case
 from writer import Input, Program
@@ -30,6 +31,12 @@ def pruned(p: Program) -> Program:
     return replace(p, inputs=inputs, lines=lines, grads=grads)
 
 
+def without_one(items: Sequence[Any]) -> Iterator[Any]:
+    """The items without one of them, if there are several."""
+    for k in range(len(items) if len(items) > 1 else 0):
+        yield items[:k] + items[k + 1 :]
+
+
 def smaller(case: Case) -> Iterator[Case]:
     """Cases with one thing less, the larger cuts first."""
     p = case.program
@@ -37,8 +44,7 @@ def smaller(case: Case) -> Iterator[Case]:
         yield replace(case, outside="")
     if p.grads:
         yield replace(case, program=replace(p, grads=[]), outside="")
-    for k in range(len(case.calls) if len(case.calls) > 1 else 0):
-        yield replace(case, calls=case.calls[:k] + case.calls[k + 1 :])
+    yield from (replace(case, calls=calls) for calls in without_one(case.calls))
     if case.overlap != "off":
         yield replace(case, overlap="off")
     for k, call in enumerate(case.calls):
@@ -47,10 +53,8 @@ def smaller(case: Case) -> Iterator[Case]:
                 yield replace(case, calls=(*case.calls[:k], simpler, *case.calls[k + 1 :]))
     for out in p.outs if len(p.outs) > 1 else []:
         yield replace(case, program=pruned(replace(p, outs=[out])))
-    for k in range(len(p.outs) if len(p.outs) > 1 else 0):
-        yield replace(case, program=pruned(replace(p, outs=p.outs[:k] + p.outs[k + 1 :])))
-    for k in range(len(p.grads) if len(p.grads) > 1 else 0):
-        yield replace(case, program=replace(p, grads=p.grads[:k] + p.grads[k + 1 :]))
+    yield from (replace(case, program=pruned(replace(p, outs=outs))) for outs in without_one(p.outs))
+    yield from (replace(case, program=replace(p, grads=grads)) for grads in without_one(p.grads))
     for k, statement in enumerate(p.lines):  # what a statement makes becomes an input
         made = _NAME.findall(statement[-1].split(" = ")[0])
         if any(p.vars[n][1] in "bo" for n in made):
@@ -58,9 +62,8 @@ def smaller(case: Case) -> Iterator[Case]:
         inputs = [*p.inputs, *(Input(n, p.vars[n][0], p.vars[n][1], (None,) * len(p.vars[n][0])) for n in made)]
         outs = [o for o in p.outs if o not in made]
         if outs:
-            yield replace(
-                case, program=pruned(replace(p, inputs=inputs, lines=p.lines[:k] + p.lines[k + 1 :], outs=outs))
-            )
+            lines = p.lines[:k] + p.lines[k + 1 :]
+            yield replace(case, program=pruned(replace(p, inputs=inputs, lines=lines, outs=outs)))
     for k, statement in enumerate(p.lines):  # one of its operands stands for what it makes
         name, _, expr = statement[-1].partition(" = ")
         for other in sorted(names_in(expr) & set(p.vars)) if name in p.vars and name not in p.outs else ():
@@ -75,12 +78,9 @@ def smaller(case: Case) -> Iterator[Case]:
         for d, name in enumerate(i.dims):
             if name:
                 dims = (*i.dims[:d], None, *i.dims[d + 1 :])
-                yield replace(
-                    case, program=replace(p, inputs=[*p.inputs[:k], replace(i, dims=dims), *p.inputs[k + 1 :]])
-                )
-    rules = case.layout.rules
-    for k in range(len(rules) if len(rules) > 1 else 0):
-        yield replace(case, layout=_layout(case, rules[:k] + rules[k + 1 :]))
+                inputs = [*p.inputs[:k], replace(i, dims=dims), *p.inputs[k + 1 :]]
+                yield replace(case, program=replace(p, inputs=inputs))
+    yield from (replace(case, layout=_layout(case, rules)) for rules in without_one(case.layout.rules))
     if case.layout.resolve == "cost":
         yield replace(case, layout=mp.Layout(str(case.layout)))
 

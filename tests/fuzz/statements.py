@@ -152,22 +152,16 @@ def einsum(w: Writer) -> None:
     w.rng.shuffle(result)
     exact = (x.bits or 0) + (y.bits or 0) if x.exact and y.exact else None
     option = w.of(["", "", "", ", preferred_element_type=F"])
-    w.emit(
-        f"jnp.einsum('{letters},{right}->{''.join(result)}', {x.name}, {y.name}{option})",
-        x.top * y.top * contracted,
-        exact,
-    )
+    text = f"jnp.einsum('{letters},{right}->{''.join(result)}', {x.name}, {y.name}{option})"
+    w.emit(text, x.top * y.top * contracted, exact)
 
 
 @statement(1.5)
 def matmul(w: Writer) -> None:
     x = w.pick(ranks=(2, 3, 4))
     n = x.shape[-1]
-    y = (
-        w.fresh((n, w.of(list(w.sizes.values()))))
-        if w.chance(0.7)
-        else w.pick(ranks=(1, 2), such=lambda v: v.shape[0] == n)
-    )
+    new = w.chance(0.7)
+    y = w.fresh((n, w.of([*w.sizes.values()]))) if new else w.pick(ranks=(1, 2), such=lambda v: v.shape[0] == n)
     w.emit(f"{x.name} @ {y.name}", x.top * y.top * n, (x.bits or 0) + (y.bits or 0) if x.exact and y.exact else None)
 
 
@@ -188,10 +182,8 @@ def kernel(w: Writer) -> None:
     split = w.rng.randrange(len(x.shape))
     rule = " ".join("rows" if d == split else w.of(["_", f"d{d}!"]) for d in range(len(x.shape)))
     axes = tuple(d for d in range(len(x.shape)) if d != split)
-    w.emit(
-        f"mp.kernel_rule('{rule} -> {rule}')(lambda k: k / jnp.sqrt(1.0 + jnp.square(k).sum({axes}, keepdims=True)))({x.name})",
-        1,
-    )
+    body = f"k / jnp.sqrt(1.0 + jnp.square(k).sum({axes}, keepdims=True))"
+    w.emit(f"mp.kernel_rule('{rule} -> {rule}')(lambda k: {body})({x.name})", 1)
 
 
 # -- reductions
@@ -265,10 +257,10 @@ def along(w: Writer) -> None:
 def top_k(w: Writer) -> None:
     x = w.pick(ranks=(1, 2, 3), exact=True)
     k = 1 + w.rng.randrange(min(x.shape[-1], 4))
-    which = w.rng.randrange(2)
-    w.emit(
-        f"lax.top_k({x.name}, {k})[{which}]", x.top if which == 0 else 99, x.bits if which == 0 else 0, scale=which == 0
-    )
+    if w.rng.randrange(2) == 0:
+        w.emit(f"lax.top_k({x.name}, {k})[0]", x.top, x.bits)
+    else:
+        w.emit(f"lax.top_k({x.name}, {k})[1]", 99, 0, scale=False)
 
 
 # -- shapes
@@ -379,10 +371,8 @@ def shifted(w: Writer) -> None:
 def join(w: Writer) -> None:
     x = w.pick(ranks=(1, 2, 3))
     i = w.rng.randrange(len(x.shape))
-    y = w.pick(
-        ranks=(len(x.shape),),
-        such=lambda v: all(a == b for k, (a, b) in enumerate(zip(v.shape, x.shape, strict=True)) if k != i),
-    )
+    rest = x.shape[:i] + x.shape[i + 1 :]
+    y = w.pick(ranks=(len(x.shape),), such=lambda v: v.shape[:i] + v.shape[i + 1 :] == rest)
     bits = max(x.bits or 0, y.bits or 0) if x.exact and y.exact else None
     w.emit(f"jnp.concatenate([{x.name}, {y.name}], {i})", max(x.top, y.top), bits)
 

@@ -9,21 +9,23 @@ import run
 from meshpar._src.plan.verify import verify
 from meshpar._src.program.pipeline import SCHEDULES
 
-CASES = 12
+SEEDS = (1, 2, 3, 4, 5, 6, 7, 9, 10)
+"""Programs that are compiled within seconds, of every schedule."""
 
 
-@pytest.mark.parametrize("seed", range(CASES))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_sharded_is_unsharded(seed):
     case = pipelines.make_staged_case(random.Random(seed))
     found = run.differences(case, ("shard_map", "jit")[seed % 2], run.unsharded(case))
     assert not found, f"\n{case}\n" + "\n".join(map(str, found))
 
 
-def test_every_layout_makes_a_pipeline_and_a_well_formed_plan():
-    cases = [pipelines.make_staged_case(random.Random(seed)) for seed in range(8)]
-    for case in cases:
+def test_every_schedule_makes_a_pipeline_and_a_well_formed_plan():
+    """The shortest program of forty that are drawn, for each."""
+    drawn = sorted((pipelines.make_staged_case(random.Random(seed)) for seed in range(40)), key=lambda c: len(str(c)))
+    for schedule in SCHEDULES:
+        case = next(c for c in drawn if c.schedule == schedule)
         plan = run.planned(case)
         assert plan.pipeline is not None, case
-        assert plan.pipeline.schedule.name == case.schedule
+        assert plan.pipeline.schedule.name == schedule
         verify(plan)
-    assert {case.schedule for case in cases} == set(SCHEDULES), "all schedules are drawn"

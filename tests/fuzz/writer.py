@@ -155,23 +155,12 @@ def namespace(real: Any) -> dict[str, Any]:
     ``BF16``, ``F16`` and ``E4M3`` (float8_e4m3fn) hold what is narrowed to them exactly, but not its sums and cotangents. In f64
     they are f64, so that the distance from it has their rounding in it.
     """
-    exact = np.dtype(real) == np.float64
-    return {
-        "BF16": real if exact else jnp.bfloat16,
-        "F16": real if exact else jnp.float16,
-        "E4M3": real if exact else jnp.float8_e4m3fn,
-        "jax": jax,
-        "jnp": jnp,
-        "lax": lax,
-        "np": np,
-        "mp": mp,
-        "nn": jax.nn,
-        "F": real,
-        "optax": optax,
-        "N": np.dtype(real).type,
-        "weights": weights,
-        "threefry2x32": threefry2x32_p.bind,
-    }
+    narrow = {"BF16": jnp.bfloat16, "F16": jnp.float16, "E4M3": jnp.float8_e4m3fn}
+    if np.dtype(real) == np.float64:
+        narrow = dict.fromkeys(narrow, real)
+    modules = {"jax": jax, "jnp": jnp, "lax": lax, "np": np, "mp": mp, "nn": jax.nn, "optax": optax}
+    others = {"F": real, "N": np.dtype(real).type, "weights": weights, "threefry2x32": threefry2x32_p.bind}
+    return {**narrow, **modules, **others}
 
 
 class Writer:
@@ -251,6 +240,11 @@ class Writer:
         self.used.add(name)
         return var
 
+    def ids(self, ranks: Sequence[int] = (1,)) -> Var:
+        """Integers of these ranks; four new ones if there are none."""
+        known = any(v.kind == "i" and len(v.shape) in ranks for v in self.vars)
+        return self.pick("i", ranks) if known else self.fresh((4,), "i")
+
     def axis(self, var: Var) -> int:
         """A dim of a variable, of a size that the layout splits three times as likely as others."""
         rank = len(var.shape)
@@ -285,9 +279,8 @@ class Writer:
             new.append(Var(self.name(), tuple(s.shape), of, top, bits if of == "f" else 0))
         names = ", ".join(v.name for v in new)
         single = not isinstance(shapes, list | tuple)
-        self.lines.append(
-            [*before, f"{names} = {expr}" if single else f"{names}, = {expr}" if len(new) == 1 else f"{names} = {expr}"]
-        )
+        comma = "," if len(new) == 1 and not single else ""
+        self.lines.append([*before, f"{names}{comma} = {expr}"])
         self.vars += new
         return new
 

@@ -1,5 +1,7 @@
 """Arrays of tests: shapes alone, and drawn ones."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +25,11 @@ def normal(rng, *shape):
 def weights(rng, *shape):
     """Normal, float32, divided by the root of the first dim: so that matmuls keep the magnitude."""
     return (rng.normal(size=shape) / np.sqrt(shape[0])).astype(np.float32)
+
+
+def count_weights(target):
+    """Number of weights of a target (step, (state, batch), dims)."""
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(target[1][0]["params"]))
 
 
 def drawn(shapes, rest, **below):

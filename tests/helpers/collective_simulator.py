@@ -11,8 +11,6 @@ import numpy as np
 
 from meshpar_kernels.collectives.table import Table
 
-__all__ = ["Link", "ScheduleError", "Trace", "simulate"]
-
 Link = tuple[int, int, int]
 """A directed link of the torus: source rank, dim, and direction +1 or -1."""
 

@@ -2,16 +2,15 @@
 
 from jax.extend.core import Literal
 
+from meshpar._src.compat.jax import jaxprs_in
+
 
 def bodies(jaxpr):
     """A jaxpr and all in it."""
     yield jaxpr
     for eqn in jaxpr.eqns:
-        for param in eqn.params.values():
-            for body in param if isinstance(param, tuple | list) else (param,):
-                body = getattr(body, "jaxpr", body)
-                if hasattr(body, "eqns"):
-                    yield from bodies(body)
+        for body in jaxprs_in(eqn):
+            yield from bodies(body)
 
 
 def needs(jaxpr, eqn):

@@ -23,11 +23,11 @@ import contextlib
 import functools
 import math
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from kernel_machine import LAX, PALLAS, PLAIN, Buffer, Fault, Machine, Op, Ref, Schedule, Task, instead_of_jax, patched
+from kernel_machine import PLAIN, Buffer, Devices, Fault, Op, Ref, Schedule, Semaphore, Task, instead_of_jax, unknown
 
 from meshpar_kernels import _compat, _nvlink
 from meshpar_kernels.collective_matmul import gpu_blackwell, gpu_fused, gpu_hopper, gpu_order, gpu_peers
@@ -37,24 +37,8 @@ from meshpar_kernels.dispatch import gpu as exchange
 from meshpar_kernels.grouped_matmul import blackwell, gpu_parts, hopper, hopper_scaled
 from meshpar_kernels.routing import gpu_rows
 
-__all__ = ["Gpus", "copy_map"]
-
-KERNEL_MODULES = [
-    hopper,
-    hopper_scaled,
-    blackwell,
-    gpu_parts,
-    gpu_hopper,
-    gpu_blackwell,
-    gpu_fused,
-    gpu_order,
-    gpu_peers,
-    small,
-    nvls,
-    gpu_rows,
-    exchange,
-    _nvlink,
-]
+KERNEL_MODULES = [hopper, hopper_scaled, blackwell, gpu_parts, small, nvls, gpu_rows, exchange, _nvlink]
+KERNEL_MODULES += [gpu_hopper, gpu_blackwell, gpu_fused, gpu_order, gpu_peers]
 WARPS = 4
 
 
@@ -170,29 +154,6 @@ def _join(block: Any, same: Sequence[Any]) -> None:
             ref.buffer.block, ref.buffer.twins = block(i), [other.buffer for other in same]
 
 
-class _Counts:
-    """Counts in the memory of the devices, of which each sees its own."""
-
-    def __init__(self, shape: tuple[int, ...], devices: int):
-        self.value = np.zeros((devices, *shape), int)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.value.shape[1:]
-
-    @property
-    def at(self) -> _Counts:
-        return self
-
-    def __getitem__(self, index: Any) -> _Count:
-        return _Count(self, tuple(int(i) for i in (index if isinstance(index, tuple) else (index,))))
-
-
-class _Count:
-    def __init__(self, counts: _Counts, index: tuple[int, ...]):
-        self.counts, self.index = counts, index
-
-
 class _Types:
     """Makers of scratch memory, as the kernels ask for it."""
 
@@ -201,7 +162,7 @@ class _Types:
         self.collective = False
 
 
-class Gpus:
+class Gpus(Devices):
     """Some GPUs, and the names under which kernels use one of them.
 
     Args:
@@ -214,45 +175,26 @@ class Gpus:
         self, devices: int = 1, schedule: Schedule = PLAIN, dropped: str | None = None,
         multiprocessors: int | Sequence[int] | None = None,
     ):  # fmt: skip
-        self.devices = devices
-        self.machine = Machine(schedule, dropped)
-        self.free = [multiprocessors] * devices if multiprocessors is None or isinstance(multiprocessors, int) else [
-            *multiprocessors
-        ]  # fmt: skip
-        self.globals: dict[int, _Counts] = {}
-        self.launched: list[dict[str, Any]] = []
+        super().__init__(devices, schedule, dropped)
+        one = multiprocessors is None or isinstance(multiprocessors, int)
+        self.free = [multiprocessors] * devices if one else [*multiprocessors]
         self.left = [0] * devices  # blocks that have not ended
         self.ended: set[Any] = set()
         self.joined = 1  # blocks of the cluster that is made
-        self.rank = 0  # of the device whose launch is prepared
 
     # -- launching
 
     def run(self, function: Callable[[int], Any], once: bool = True) -> list[list[np.ndarray]]:
-        """The kernel's results on every device, when `function(rank)` launches it there.
-
-        Args:
-          once: every element of the first result must have been written once.
-
-        Raises:
-          Fault: the kernel has a defect.
-        """
-        with self._instead_of_jax():
-            for rank in range(self.devices):
-                self.rank = rank
-                function(rank)
-            for launch in self.launched:
-                self._start(launch)
-            self.machine.run()
+        """As of all `Devices`; `once`: every element of the first result must have been written once."""
+        found = super().run(function)
         for rank, launch in enumerate(self.launched):
             for ref in launch["results"][: 1 if once else 0]:
                 writes = ref.buffer.writes
                 if not (writes == 1).all():
                     twice, never = int((writes > 1).sum()), int((writes == 0).sum())
-                    raise Fault(
-                        "written", f"device {rank}: of {writes.size} elements {never} never, {twice} more than once"
-                    )
-        return [[ref.buffer.array for ref in launch["results"]] for launch in self.launched]
+                    what = f"of {writes.size} elements {never} never, {twice} more than once"
+                    raise Fault("written", f"device {rank}: {what}")
+        return found
 
     def kernel(
         self, body: Any, *, out_type: Any, scratch_types: Any = (), grid: Any = (), grid_names: Any = (), cluster: Any = (),
@@ -267,9 +209,7 @@ class Gpus:
             several = isinstance(out_type, (list, tuple))
             results = []
             for i, t in enumerate(out_type if several else [out_type]):
-                dtype = np.dtype(t.dtype)
-                array = np.full(t.shape, np.nan if dtype.kind == "f" else np.iinfo(dtype).min, dtype)
-                buffer = Buffer(array, "gmem", f"result {i}", device=rank)
+                buffer = Buffer(unknown(t.shape, t.dtype), "gmem", f"result {i}", device=rank)
                 buffer.writes = np.zeros(t.shape, int)
                 results.append(Ref(self.machine, buffer))
             self.launched.append({
@@ -288,7 +228,7 @@ class Gpus:
         if task is not None and task.at["device"] != ref.buffer.device and not self.left[ref.buffer.device]:
             raise Fault("late", f"{task.name} writes to {ref}, which has left the kernel")
 
-    def _start(self, launch: dict[str, Any]) -> None:
+    def start(self, launch: dict[str, Any]) -> None:
         size, clusters = math.prod(launch["cluster"][0]), launch["clusters"]
         self.left[launch["rank"]] = size * clusters
         free = self.free[launch["rank"]]
@@ -302,10 +242,7 @@ class Gpus:
         launch["started"] += 1
         size = self.joined = math.prod(launch["cluster"][0])
         blocks = range(cluster * size, (cluster + 1) * size)
-        scratch = [
-            [self._make(t, f"scratch {i} of block {block}", rank) for i, t in enumerate(launch["scratch"])]
-            for block in blocks
-        ]
+        scratch = [self._make(list(launch["scratch"]), f"scratch of block {block}", rank) for block in blocks]
         _join(lambda i: (rank, blocks[i]), scratch)
         running, threads = [size], [size * launch["threads"][0]]
         together = any(getattr(kind, "collective", False) for kind in launch["scratch"])
@@ -327,14 +264,7 @@ class Gpus:
                     at |= zip(names, (int(n) for n in np.unravel_index(number, sizes)), strict=True)
             self._start_block(launch, at, scratch[i], leave, ended)
 
-    def _start_block(
-        self,
-        launch: dict[str, Any],
-        at: dict[str, int],
-        scratch: Any,
-        leave: Callable[[], None],
-        ended: Callable[[], None],
-    ) -> None:
+    def _start_block(self, launch: dict[str, Any], at: dict[str, int], scratch: Any, leave: Any, ended: Any) -> None:
         rank, this = at["device"], (at["device"], at["block"])
         threads, thread_name = launch["threads"]
         refs = [*launch["inputs"], *launch["results"], *scratch]
@@ -370,8 +300,8 @@ class Gpus:
     def _memory(self, space: str, shape: Sequence[int], dtype: Any, tiling: Any = None, alias: Any = None) -> _Types:
         def make(gpus: Gpus, name: str, rank: int) -> Ref:
             dtype_ = np.dtype(dtype)
-            unknown = dtype_.kind == "f" and space != "registers"  # which begin as zeros
-            array = np.full(shape, np.nan, dtype_) if unknown else np.zeros(shape, dtype_)
+            zeros = dtype_.kind != "f" or space == "registers"
+            array = np.zeros(shape, dtype_) if zeros else unknown(shape, dtype_)
             return Ref(gpus.machine, Buffer(array, space, f"{space} {name}", tiling=tiling, device=rank, alias=alias))
 
         return _Types(make, tuple(shape), dtype)
@@ -398,13 +328,7 @@ class Gpus:
 
         return _Types(make)
 
-    def Barrier(
-        self,
-        num_arrivals: int = 1,
-        num_barriers: int = 1,
-        orders_tensor_core: bool = False,
-        collective_axes: Any = None,
-    ) -> _Types:
+    def Barrier(self, num_arrivals=1, num_barriers=1, orders_tensor_core=False, collective_axes=None) -> _Types:
         def make(gpus: Gpus, name: str, rank: int) -> Any:
             arrivals = num_arrivals * (gpus.joined if collective_axes else 1)
             how = {"everywhere": bool(collective_axes), "ordered": orders_tensor_core}
@@ -501,12 +425,11 @@ class Gpus:
             if rows % tile or target.shape[0] % len(blocks):
                 raise Fault("value", f"{target} cannot be loaded in {len(blocks)} parts, in tiles of {tile}")
             source, target = (self._part(ref, rows, me) for ref in (source, target))
-        poison = np.iinfo(target.dtype).min if target.dtype.kind in "iu" else np.nan
         self.machine.copied[source.buffer.name] += source.nbytes()
         targets = [Ref(self.machine, target.buffer.twins[i], target.index) for i in blocks]
         for there in targets:
             self.machine.touch(there, writes=True)
-            there.store(np.full(there.shape, poison, there.dtype))  # the old content is lost immediately
+            there.store(unknown(there.shape, there.dtype))  # the old content is lost immediately
         if bytes_here:
             self._arrive(barrier, bytes_here)
         for i, there in zip(blocks, targets, strict=True):
@@ -568,10 +491,8 @@ class Gpus:
         task = self.machine.current
         op = Op("matmul", f"the matmul of {left} and {right}", ("matmuls", task.name), [left, right], [total], land)
         issued = [pair for pair in task.state.get("issued", []) if pair[0] in self.machine.flying]
-        task.state["issued"] = [
-            *issued,
-            (op, task.state.pop("separate", [])),
-        ]  # it is done when all warps have begun it
+        issued.append((op, task.state.pop("separate", [])))  # it is done when all warps have begun it
+        task.state["issued"] = issued
         self.machine.start(op)
 
     def wgmma_wait(self, n: int) -> None:
@@ -602,9 +523,8 @@ class Gpus:
         if collective_axis is None:
             return [ref]
         if self.machine.current.at["in cluster"]:
-            raise Fault(
-                "value", f"{self.machine.current.name} starts matmuls of its cluster, and is not of its first block"
-            )
+            name = self.machine.current.name
+            raise Fault("value", f"{name} starts matmuls of its cluster, and is not of its first block")
         return [Ref(self.machine, buffer, ref.index, ref.transposed) for buffer in ref.buffer.twins]
 
     def tcgen05_commit_arrive(self, barrier: Any, collective_axis: Any = None) -> None:
@@ -665,42 +585,36 @@ class Gpus:
         total = np.float32(0)
         for rank, launch in enumerate(self.launched):
             if not self.left[rank]:
-                raise Fault(
-                    "late", f"{self.machine.current.name} reads the operand of device {rank}, which has left the kernel"
-                )
+                name = self.machine.current.name
+                raise Fault("late", f"{name} reads the operand of device {rank}, which has left the kernel")
             total = total + Ref(self.machine, launch["inputs"][at].buffer, ref.index)[...].astype(np.float32)
         self.machine.pause()
         return np.asarray(total).astype(ref.dtype)
 
-    def semaphore_signal_multicast(self, count: _Count, *, collective_axes: Any) -> None:
+    def semaphore_signal_multicast(self, count: Semaphore, *, collective_axes: Any) -> None:
         del collective_axes
         if self.machine.site():
             return
         for rank in range(self.devices):
-            count.counts.value[(rank, *count.index)] += 1
+            count.on(rank).add(1)
         self.machine.pause()
 
     def get_global(self, shape: Any) -> Any:
         shape = shape() if callable(shape) else shape
         task = self.machine.current
         number = task.state["globals"] = task.state.get("globals", 0) + 1
-        counts = self.globals.setdefault(number, _Counts(shape, self.devices))
-        return counts if shape else _Count(counts, ())
+        return self.semaphore(number, shape, task.at["device"])
 
-    def semaphore_wait(self, count: _Count, value: Any, decrement: bool = True) -> None:
+    def semaphore_wait(self, count: Semaphore, value: Any, decrement: bool = True) -> None:
         if self.machine.site():
             return
         assert not decrement
-        rank = self.machine.current.at["device"]
-        value = int(value)
-        self.machine.wait(
-            lambda: count.counts.value[(rank, *count.index)] >= value, f"a count of {value} at {count.index}"
-        )
+        self.machine.wait(lambda: count.value >= int(value), f"{value} of {count}")
 
-    def semaphore_signal(self, count: _Count, value: int, device_id: dict[str, Any]) -> None:
+    def semaphore_signal(self, count: Semaphore, value: int, device_id: dict[str, Any]) -> None:
         if self.machine.site():
             return
-        count.counts.value[(int(device_id.get("a", 0)), *count.index)] += value
+        count.on(int(device_id.get("a", 0))).add(value)
         self.machine.pause()
 
     # -- instead of jax
@@ -712,35 +626,26 @@ class Gpus:
         task = self.machine.current
         return body(*(self._make(k, f"of {task.name}", task.at["device"]) for k in kinds))
 
-    @contextlib.contextmanager
-    def _instead_of_jax(self) -> Iterator[None]:
-        lax = types.SimpleNamespace(
-            **LAX,
-            axis_index=self.axis_index,
-            broadcast_in_dim=lambda x, shape, dims: np.broadcast_to(
+    def instead_of_jax(self) -> contextlib.AbstractContextManager[None]:
+        def broadcast_in_dim(x: np.ndarray, shape: Any, dims: Any) -> np.ndarray:
+            return np.broadcast_to(
                 x.reshape([x.shape[dims.index(d)] if d in dims else 1 for d in range(len(shape))]), shape
-            ),
-        )
+            )
 
-        pl = types.SimpleNamespace(
-            **PALLAS,
-            cdiv=lambda a, b: -(-a // b),
-            run_scoped=self.run_scoped,
-            get_global=self.get_global,
-            semaphore_wait=self.semaphore_wait,
-            semaphore_signal=self.semaphore_signal,
-        )
+        def group(axes: Any, sizes: Any) -> _nvlink.DeviceGroup:
+            rank: Any = self.axis_index("device")
+            return _nvlink.DeviceGroup(tuple(axes), tuple(sizes), rank, {"a": rank})
 
         def store_smem(ref: Ref, value: Any) -> None:
             ref[...] = value
 
         pairs = [
-            *instead_of_jax(KERNEL_MODULES, lax=lax, pl=pl),
             (_compat, "mosaic_gpu", lambda: self),
             (_compat, "load_gmem", lambda ref, index, layout: ref[index]),
             (_compat, "store_smem", store_smem),
-            (_nvlink.DeviceGroup, "of", lambda axes, sizes: _nvlink.DeviceGroup(
-                tuple(axes), tuple(sizes), self.axis_index("device"), {"a": self.axis_index("device")})),
-        ]  # fmt: skip
-        with patched(pairs):
-            yield
+            (_nvlink.DeviceGroup, "of", group),
+        ]
+        lax = {"axis_index": self.axis_index, "broadcast_in_dim": broadcast_in_dim}
+        same = ("run_scoped", "get_global", "semaphore_wait", "semaphore_signal")
+        pl = {"cdiv": lambda a, b: -(-a // b), **{name: getattr(self, name) for name in same}}
+        return instead_of_jax(KERNEL_MODULES, pairs, lax, pl)

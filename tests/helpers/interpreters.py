@@ -11,8 +11,6 @@ from jax.experimental.pallas import tpu as pltpu
 
 from meshpar_kernels import _compat
 
-__all__ = ["RACE", "gpu_race_detection", "has_gpu_interpreter", "race_detection"]
-
 RACE = "the TPU interpreter found a race between two memory accesses"
 
 

@@ -36,24 +36,6 @@ import numpy as np
 
 from meshpar_kernels import _compat
 
-__all__ = [
-    "LAX",
-    "PALLAS",
-    "PLAIN",
-    "SCHEDULES",
-    "Buffer",
-    "Fault",
-    "Machine",
-    "Op",
-    "Ref",
-    "Schedule",
-    "Task",
-    "instead_of_jax",
-    "noticed",
-    "patched",
-    "unnoticed",
-]
-
 
 class Fault(AssertionError):
     """A defect of a kernel; `kind` as in the module's docstring."""
@@ -464,6 +446,89 @@ class Machine:
         return name in self.dropped
 
 
+class Semaphores:
+    """Semaphores of one name on all devices."""
+
+    def __init__(self, shape: tuple[int, ...], devices: int, name: str):
+        self.value = np.zeros((devices, *shape), int)
+        self.name = name
+
+
+class Semaphore:
+    """One of them, or several before they are indexed, as a device sees its own."""
+
+    def __init__(self, of: Semaphores, rank: int, index: tuple[int, ...] = ()):
+        self.of, self.rank, self.index = of, rank, index
+
+    @property
+    def at(self) -> Semaphore:
+        return self
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.of.value.shape[1 + len(self.index) :]
+
+    def __getitem__(self, index: Any) -> Semaphore:
+        more = index if isinstance(index, tuple) else (index,)
+        return Semaphore(self.of, self.rank, (*self.index, *(int(i) for i in more)))
+
+    def on(self, rank: int) -> Semaphore:
+        return Semaphore(self.of, rank, self.index)
+
+    @property
+    def value(self) -> int:
+        return int(self.of.value[(self.rank, *self.index)])
+
+    def add(self, n: int) -> None:
+        self.of.value[(self.rank, *self.index)] += n
+
+    def __repr__(self) -> str:
+        return f"{self.of.name}{list(self.index)}@{self.rank}"
+
+
+class Devices:
+    """Devices that run one kernel together: its launches are prepared one after the other, and then started."""
+
+    def __init__(self, devices: int, schedule: Schedule, dropped: str | Collection[str] | None):
+        self.devices = devices
+        self.machine = Machine(schedule, dropped)
+        self.launched: list[dict[str, Any]] = []
+        self.semaphores: dict[Any, Semaphores] = {}
+        self.rank = 0  # of the device whose launch is prepared
+
+    def semaphore(self, key: Any, shape: tuple[int, ...], rank: int) -> Semaphore:
+        """A device's semaphores of a key, which all devices have."""
+        return Semaphore(self.semaphores.setdefault(key, Semaphores(shape, self.devices, f"semaphore {key}")), rank)
+
+    def run(self, function: Callable[[int], Any]) -> list[list[np.ndarray]]:
+        """The kernel's results on every device, when `function(rank)` launches it there.
+
+        Raises:
+          Fault: the kernel has a defect.
+        """
+        with self.instead_of_jax():
+            for rank in range(self.devices):
+                self.rank = rank
+                function(rank)
+            for launch in self.launched:
+                self.start(launch)
+            self.machine.run()
+        return [[ref.buffer.array for ref in launch["results"]] for launch in self.launched]
+
+    def instead_of_jax(self) -> contextlib.AbstractContextManager[None]:
+        """Gives kernels the names that they call."""
+        raise NotImplementedError
+
+    def start(self, launch: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def unknown(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """An array whose elements nobody has written: NaN, or the least integer."""
+    dtype = np.dtype(dtype)
+    return np.full(shape, np.iinfo(dtype).min if dtype.kind in "iu" else np.nan, dtype)
+
+
 def _fori_loop(first: Any, last: Any, body: Callable[..., Any], state: Any) -> Any:
     for i in range(int(first), int(last)):
         state = body(np.int32(i), state)
@@ -486,15 +551,18 @@ COMPAT = [
 ]
 
 
-def instead_of_jax(modules: Sequence[Any], **names: Any) -> list[tuple[Any, str, Any]]:
-    """What `patched` sets: names of modules with kernels that have them, and the launchers' calls of JAX."""
-    names |= {"jnp": np}
-    return [(m, name, value) for m in modules for name, value in names.items() if hasattr(m, name)] + COMPAT
-
-
 @contextlib.contextmanager
-def patched(pairs: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Set attributes for the time of a block."""
+def instead_of_jax(
+    modules: Sequence[Any], pairs: Sequence[tuple[Any, str, Any]], lax: dict[str, Any], pl: dict[str, Any], **names: Any
+) -> Iterator[None]:
+    """Give modules with kernels other values of the names that they have, and the launchers' calls of JAX, for the time of a block.
+
+    Args:
+      pairs: (owner, attribute, value) of other attributes.
+      lax, pl: what `jax.lax` and `jax.experimental.pallas` have besides :data:`LAX` and :data:`PALLAS`.
+    """
+    names |= {"jnp": np, "lax": types.SimpleNamespace(**LAX, **lax), "pl": types.SimpleNamespace(**PALLAS, **pl)}
+    pairs = [(m, name, value) for m in modules for name, value in names.items() if hasattr(m, name)] + COMPAT + [*pairs]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in pairs]
     try:
         for owner, name, value in pairs:

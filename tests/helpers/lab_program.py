@@ -85,9 +85,8 @@ def edits(n: int, seed: int = 0):
             row = draw.choice(rows)
             row[0] = f"{row[0].split(':')[0]}: {draw.choice(['data', 'model', 'data+model', 'model+data', 'none'])}"
         elif edit == "add" and len(rows) < 6:
-            rows.append(
-                [f"{draw.choice(['batch', 'embed', 'mlp', 'layers'])}?: {draw.choice(['data', 'model'])}", True]
-            )
+            dim, axis = draw.choice(["batch", "embed", "mlp", "layers"]), draw.choice(["data", "model"])
+            rows.append([f"{dim}?: {axis}", True])
         elif edit == "remove" and len(rows) > 1:
             rows.pop(draw.randrange(len(rows)))
         yield ", ".join(f"{a}={n}" for a, n in mesh.items()), [tuple(row) for row in rows]

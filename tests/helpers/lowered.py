@@ -6,6 +6,7 @@ from collections import Counter
 import jax
 
 import meshpar as mp
+from meshpar._src.compat.jax import jaxprs_in
 from meshpar._src.lower import LOWERINGS
 
 MESHES = ["data=2, model=2, idle=2", "data=2, model=4"]
@@ -28,11 +29,8 @@ def equations(jaxpr, times=1):
     for eqn in jaxpr.eqns:
         yield eqn, times
         trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        for param in eqn.params.values():
-            for body in param if isinstance(param, tuple | list) else (param,):
-                body = getattr(body, "jaxpr", body)
-                if hasattr(body, "eqns"):
-                    yield from equations(body, times * trips)
+        for body in jaxprs_in(eqn):
+            yield from equations(body, times * trips)
 
 
 def group_of(eqn, sizes):

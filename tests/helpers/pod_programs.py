@@ -54,14 +54,8 @@ def functions(scheme: str, lowering: str = "jit"):
     sizes, rules = SCHEMES[scheme]
     mesh, layout = mp.mesh(sizes), mp.Layout(rules)
     init = mp.init(create, mesh=mesh, layout=layout, dims=PARAMS)
-    step = mp.jit(
-        train_step,
-        mesh=mesh,
-        layout=layout,
-        dims={**PARAMS, "x": "batch embed"},
-        lowering=lowering,
-        donate_argnames="state",
-    )
+    how = {"mesh": mesh, "layout": layout, "dims": {**PARAMS, "x": "batch embed"}, "lowering": lowering}
+    step = mp.jit(train_step, **how, donate_argnames="state")
     return init, step, mesh, layout
 
 

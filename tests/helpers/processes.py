@@ -79,9 +79,8 @@ class Group:
                 os.kill(self.pids[p], signal.SIGKILL)
         while want - self.codes.keys():
             self.owner.read(0.05)
-        results = [
-            json.loads(f.read_text()) if (f := self.folder / f"{p}.json").exists() else None for p in sorted(want)
-        ]
+        files = [self.folder / f"{p}.json" for p in sorted(want)]
+        results = [json.loads(f.read_text()) if f.exists() else None for f in files]
         codes, texts = [self.codes[p] for p in sorted(want)], [self.text(p) for p in sorted(want)]
         return Ended(codes, texts, results, ended - getattr(self, "signalled", ended))
 

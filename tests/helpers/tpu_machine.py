@@ -17,11 +17,11 @@ import contextlib
 import itertools
 import math
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from kernel_machine import LAX, PALLAS, PLAIN, Buffer, Fault, Machine, Op, Ref, Schedule, Task, instead_of_jax, patched
+from kernel_machine import PLAIN, Buffer, Devices, Fault, Op, Ref, Schedule, Semaphore, Task, instead_of_jax, unknown
 
 from meshpar_kernels import _compat
 from meshpar_kernels.collective_matmul import tpu as fused
@@ -31,53 +31,13 @@ from meshpar_kernels.collectives import tpu as small
 from meshpar_kernels.dispatch import tpu as exchange
 from meshpar_kernels.exchange import tpu as dense
 
-__all__ = ["Tpus"]
-
 KERNEL_MODULES = [small, ring_tpu, exchange, dense, fused, tpu_gather, tpu_scatter, ppermute]
-
-
-class _Semaphores:
-    """Semaphores of one name on all devices."""
-
-    def __init__(self, shape: tuple[int, ...], devices: int, name: str):
-        self.value = np.zeros((devices, *shape), int)
-        self.name = name
-
-
-class _Semaphore:
-    """One of them, or several before they are indexed, as a device sees its own."""
-
-    def __init__(self, of: _Semaphores, rank: int, index: tuple[int, ...] = ()):
-        self.of, self.rank, self.index = of, rank, index
-
-    @property
-    def at(self) -> _Semaphore:
-        return self
-
-    def __getitem__(self, index: Any) -> _Semaphore:
-        more = index if isinstance(index, tuple) else (index,)
-        return _Semaphore(self.of, self.rank, (*self.index, *(int(i) for i in more)))
-
-    def on(self, rank: int) -> _Semaphore:
-        return _Semaphore(self.of, rank, self.index)
-
-    @property
-    def value(self) -> int:
-        return int(self.of.value[(self.rank, *self.index)])
-
-    def add(self, n: int) -> None:
-        self.of.value[(self.rank, *self.index)] += n
-
-    def __repr__(self) -> str:
-        return f"{self.of.name}{list(self.index)}@{self.rank}"
 
 
 class _Copy:
     """`make_async_copy`, or `make_async_remote_copy` where it has a receiver."""
 
-    def __init__(
-        self, tpus: Tpus, source: Ref, target: Ref, sent: _Semaphore | None, came: _Semaphore, receiver: int | None
-    ):
+    def __init__(self, tpus: Tpus, source: Ref, target: Ref, sent: Any, came: Semaphore, receiver: int | None):
         self.tpus, self.source, self.target = tpus, source, target
         self.sent, self.came, self.receiver = sent, came, receiver
 
@@ -114,26 +74,22 @@ class _Copy:
         machine.start(Op("copy", what, queue, [self.source], [target], read))
 
     def wait(self) -> None:
-        machine = self.tpus.machine
-        if machine.site():
+        if self.tpus.machine.site():
             return
         if self.sent is not None:
             self.tpus.wait_for(self.sent, self._bytes(self.source))
         self.tpus.wait_for(self.came, self._bytes(self.target))
 
     def wait_send(self) -> None:
-        if self.tpus.machine.site():
-            return
-        assert self.sent is not None
-        self.tpus.wait_for(self.sent, self._bytes(self.source))
+        if not self.tpus.machine.site():
+            self.tpus.wait_for(self.sent, self._bytes(self.source))
 
     def wait_recv(self) -> None:
-        if self.tpus.machine.site():
-            return
-        self.tpus.wait_for(self.came, self._bytes(self.target))
+        if not self.tpus.machine.site():
+            self.tpus.wait_for(self.came, self._bytes(self.target))
 
 
-class Tpus:
+class Tpus(Devices):
     """TPUs on a mesh, and the names under which kernels use one of them.
 
     Args:
@@ -145,30 +101,11 @@ class Tpus:
         self, sizes: Sequence[int], axes: Sequence[str], schedule: Schedule = PLAIN, dropped: str | None = None
     ):  # fmt: skip
         self.sizes, self.axes = tuple(sizes), tuple(axes)
-        self.devices = math.prod(sizes)
-        self.machine = Machine(schedule, dropped)
-        self.launched: list[dict[str, Any]] = []
-        self.semaphores: dict[int, _Semaphores] = {}
-        self.barrier = _Semaphores((), self.devices, "the barrier")
+        super().__init__(math.prod(sizes), schedule, dropped)
+        self.barrier = self.semaphore("barrier", (), 0)
         self.inside = ["before"] * self.devices
-        self.rank = 0
 
     # -- launching
-
-    def run(self, function: Callable[[int], Any]) -> list[list[np.ndarray]]:
-        """The kernel's results on every device, when `function(rank)` launches it there.
-
-        Raises:
-          Fault: the kernel has a defect.
-        """
-        with self._instead_of_jax():
-            for rank in range(self.devices):
-                self.rank = rank
-                function(rank)
-            for launch in self.launched:
-                self._start(launch)
-            self.machine.run()
-        return [[ref.buffer.array for ref in launch["results"]] for launch in self.launched]
 
     def pallas_call(
         self, kernel: Any, *, out_shape: Any, grid_spec: Any = None, in_specs: Any = None, out_specs: Any = None,
@@ -185,11 +122,11 @@ class Tpus:
             shapes = list(out_shape) if several else [out_shape]
             specs = list(spec.out_specs) if isinstance(spec.out_specs, (list, tuple)) else [spec.out_specs]
             inputs = [self._buffer(np.array(x), f"input {i}", rank) for i, x in enumerate(operands)]
-            results = []
             aliases = {out: given for given, out in (input_output_aliases or {}).items()}
-            for i, s in enumerate(shapes):
-                found = inputs[aliases[i]] if i in aliases else self._buffer(self._unknown(s), f"result {i}", rank)
-                results.append(found)
+            results = [
+                inputs[aliases[i]] if i in aliases else self._buffer(unknown(s.shape, s.dtype), f"result {i}", rank)
+                for i, s in enumerate(shapes)
+            ]
             self.launched.append({
                 "kernel": kernel, "prefetch": inputs[: spec.num_scalar_prefetch], "grid": tuple(spec.grid),
                 "inputs": list(zip(inputs[spec.num_scalar_prefetch :], spec.in_specs, strict=True)),
@@ -204,19 +141,13 @@ class Tpus:
     def _buffer(self, array: np.ndarray, name: str, rank: int) -> Ref:
         return Ref(self.machine, Buffer(array, "hbm", name, device=rank))
 
-    @staticmethod
-    def _unknown(like: Any) -> np.ndarray:
-        dtype = np.dtype(like.dtype)
-        return np.full(tuple(like.shape), np.nan if dtype.kind == "f" else np.iinfo(dtype).min, dtype)
-
-    def _start(self, launch: dict[str, Any]) -> None:
+    def start(self, launch: dict[str, Any]) -> None:
         rank = launch["rank"]
 
         def scratch(i: int, kind: Any) -> Any:
             if kind.semaphore:
-                sems = self.semaphores.setdefault(i, _Semaphores(kind.shape, self.devices, f"semaphore {i}"))
-                return _Semaphore(sems, rank)
-            return self._buffer(self._unknown(kind), f"scratch {i}", rank)
+                return self.semaphore(i, kind.shape, rank)
+            return self._buffer(unknown(kind.shape, kind.dtype), f"scratch {i}", rank)
 
         kept = [scratch(i, kind) for i, kind in enumerate(launch["scratch"])]
 
@@ -258,7 +189,7 @@ class Tpus:
                 if was is not None:
                     was.store(here.load())
             self.inside[rank] = "left"
-            for sems in (*self.semaphores.values(), self.barrier):
+            for sems in self.semaphores.values():
                 if sems.value[rank].any():
                     raise Fault("leftover", f"device {rank} leaves {sems.name} at {sems.value[rank].tolist()}")
             for op in self.machine.flying:
@@ -286,23 +217,22 @@ class Tpus:
         if self.inside[rank] == "left":
             raise Fault("late", f"{what} reaches device {rank}, which has left the kernel")
 
-    def wait_for(self, semaphore: _Semaphore, n: int) -> None:
+    def wait_for(self, semaphore: Semaphore, n: int) -> None:
         self.machine.wait(lambda: semaphore.value >= n, f"{n} of {semaphore}, which is {semaphore.value}")
         semaphore.add(-n)
 
-    def semaphore_signal(self, semaphore: _Semaphore, n: int = 1, *, device_id: Any = None) -> None:
+    def semaphore_signal(self, semaphore: Semaphore, n: int = 1, *, device_id: Any = None) -> None:
         if self.machine.site():
             return
         rank = self.machine.current.at["device"] if device_id is None else self.number(device_id)
-        if semaphore.of is not self.barrier or self.inside[rank] == "left":
+        if semaphore.of is not self.barrier.of or self.inside[rank] == "left":
             self.must_be_in(rank, f"a signal of {semaphore.of.name}")
         semaphore.on(rank).add(int(n))
         self.machine.pause()
 
-    def semaphore_wait(self, semaphore: _Semaphore, n: int = 1) -> None:
-        if self.machine.site():
-            return
-        self.wait_for(semaphore, int(n))
+    def semaphore_wait(self, semaphore: Semaphore, n: int = 1) -> None:
+        if not self.machine.site():
+            self.wait_for(semaphore, int(n))
 
     # -- instead of jax
 
@@ -311,10 +241,13 @@ class Tpus:
         rank = self.rank if task is None else task.at["device"]
         return np.int32(np.unravel_index(rank, self.sizes)[self.axes.index(name)])
 
-    @contextlib.contextmanager
-    def _instead_of_jax(self) -> Iterator[None]:
+    def instead_of_jax(self) -> contextlib.AbstractContextManager[None]:
         def loop(first: Any, last: Any) -> Callable[[Callable[[Any], Any]], None]:
-            return lambda body: LAX["fori_loop"](first, last, lambda i, _: body(i), None)
+            def run(body: Callable[[Any], Any]) -> None:
+                for i in range(int(first), int(last)):
+                    body(np.int32(i))
+
+            return run
 
         def dot_general(a: Any, b: Any, dims: Any, **_: Any) -> np.ndarray:
             ((_, right), _) = dims
@@ -332,40 +265,34 @@ class Tpus:
         def spec(block_shape: Any = None, index_map: Any = None, *, memory_space: Any = None) -> Any:
             return types.SimpleNamespace(block_shape=block_shape, index_map=index_map, memory_space=memory_space)
 
-        lax = types.SimpleNamespace(
-            **LAX,
-            axis_index=self.axis_index,
-            axis_size=lambda name: self.sizes[self.axes.index(name)],
-            dot_general=dot_general,
-        )
-        pl = types.SimpleNamespace(
-            **PALLAS,
-            multiple_of=lambda value, _: value,
-            loop=loop,
-            program_id=lambda d: self.machine.current.state["step"][0][d],
-            num_programs=lambda d: self.machine.current.state["step"][1][d],
-            semaphore_signal=self.semaphore_signal,
-            semaphore_wait=self.semaphore_wait,
-            pallas_call=self.pallas_call,
-            BlockSpec=spec,
-            ANY="any",
-            CostEstimate=types.SimpleNamespace,
-        )
+        def remote_copy(source: Ref, target: Ref, sent: Semaphore, came: Semaphore, device_id: Any) -> _Copy:
+            return _Copy(self, source, target, sent, came, self.number(device_id))
+
+        lax = {"axis_index": self.axis_index, "dot_general": dot_general}
+        lax["axis_size"] = lambda name: self.sizes[self.axes.index(name)]
+        pl = {
+            "multiple_of": lambda value, _: value,
+            "loop": loop,
+            "program_id": lambda d: self.machine.current.state["step"][0][d],
+            "num_programs": lambda d: self.machine.current.state["step"][1][d],
+            "semaphore_signal": self.semaphore_signal,
+            "semaphore_wait": self.semaphore_wait,
+            "pallas_call": self.pallas_call,
+            "BlockSpec": spec,
+            "ANY": "any",
+            "CostEstimate": types.SimpleNamespace,
+        }
         pltpu = types.SimpleNamespace(
-            make_async_copy=lambda a, b, sem: _Copy(self, a, b, None, sem, None),
-            make_async_remote_copy=lambda a, b, sent, came, device_id: _Copy(
-                self, a, b, sent, came, self.number(device_id)
-            ),
-            get_barrier_semaphore=lambda: _Semaphore(self.barrier, self.machine.current.at["device"]),
+            make_async_copy=lambda source, target, sem: _Copy(self, source, target, None, sem, None),
+            make_async_remote_copy=remote_copy,
+            get_barrier_semaphore=lambda: self.barrier.on(self.machine.current.at["device"]),
             VMEM=memory,
             SemaphoreType=types.SimpleNamespace(DMA=semaphores, REGULAR=semaphores),
             CompilerParams=lambda **_: None,
             PrefetchScalarGridSpec=types.SimpleNamespace,
         )
-        pairs = instead_of_jax(KERNEL_MODULES, lax=lax, pl=pl, pltpu=pltpu, collective_id=lambda *_: 0)
-        pairs += [
+        pairs = [
             (_compat, "varying_over", lambda axes, *arrays: arrays),
             (_compat, "one_slice", lambda op, axes, x: x),
         ]
-        with patched(pairs):
-            yield
+        return instead_of_jax(KERNEL_MODULES, pairs, lax, pl, pltpu=pltpu, collective_id=lambda *_: 0)

@@ -8,6 +8,7 @@ prints a line of JSON: a list of [name, reasons, what the compiler says or null]
 import json
 import sys
 from contextlib import nullcontext
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -49,11 +50,8 @@ def cases(struct):
             def matmul(lhs, rhs, sizes, transposed=transposed):
                 return grouped_matmul(lhs, rhs, sizes, transpose_rhs=transposed, implementation="pallas_tpu")
 
-            yield (
-                f"grouped_matmul {m, k, n, groups} {dtype.__name__} {transposed}",
-                matmul,
-                (struct((m, k), dtype), rhs, sizes),
-            )
+            operands = struct((m, k), dtype), rhs, sizes
+            yield f"grouped_matmul {m, k, n, groups} {dtype.__name__} {transposed}", matmul, operands
 
         def sums(lhs, rhs, sizes):
             return grouped_matmul_transpose(lhs, rhs, sizes, implementation="pallas_tpu")
@@ -69,9 +67,8 @@ def cases(struct):
     ]:
 
         def quantized(lhs, rhs, scale, sizes, transposed=transposed):
-            return grouped_matmul(
-                lhs, rhs, sizes, rhs_scale=scale, transpose_rhs=transposed, implementation="pallas_tpu"
-            )
+            options = {"rhs_scale": scale, "transpose_rhs": transposed, "implementation": "pallas_tpu"}
+            return grouped_matmul(lhs, rhs, sizes, **options)
 
         def pulled(lhs, rhs, scale, sizes, grad, matmul=quantized):
             return jax.vjp(lambda lhs: matmul(lhs, rhs, scale, sizes), lhs)[1](grad)
@@ -93,36 +90,35 @@ def cases(struct):
 
             yield f"gather_sum {width} {dtype.__name__}", gather, (x, index)
     for tokens, experts, k in [(1, 8, 2), (40, 60, 6), (13, 7, 7), (512, 2048, 8), (512, 4096, 8)]:
-        yield (
-            f"route {tokens, experts, k}",
-            lambda x, k=k: route(x, k, implementation="pallas_tpu"),
-            (struct((tokens, experts), F32),),
-        )
+        call = lambda x, k=k: route(x, k, implementation="pallas_tpu")  # noqa: E731
+        yield f"route {tokens, experts, k}", call, (struct((tokens, experts), F32),)
 
 
 def collectives(mesh):
     """(name, function, arguments) of kernels that communicate, over all devices of a mesh."""
-    specs = {"in_specs": P(), "out_specs": P("a"), "check_vma": False}
-    replicated = NamedSharding(mesh, P())
+    replicated, devices = NamedSharding(mesh, P()), len(mesh.devices)
+    shift = [(i, i + 1) for i in range(devices - 1)]
+
+    def case(name, function, shape, dtype, kernel="pallas"):
+        mapped = jax.shard_map(
+            lambda x: function(x, "a", implementation=kernel),
+            mesh=mesh,
+            in_specs=P(),
+            out_specs=P("a"),
+            check_vma=False,
+        )
+        return f"{name} {shape} {jnp.dtype(dtype)}", mapped, (jax.ShapeDtypeStruct(shape, dtype, sharding=replicated),)
+
     for mib in (1, 2, 4):
-        call = jax.shard_map(lambda x: all_reduce_small(x, "a", implementation="pallas_tpu")[None], mesh=mesh, **specs)
-        yield f"all_reduce_small {mib} MiB", call, (jax.ShapeDtypeStruct((mib << 8, 1024), F32, sharding=replicated),)
+        yield case("all_reduce_small", all_reduce_small, (mib << 8, 1024), F32, "pallas_tpu")
     for dtype in (BF16, F32):
-        call = jax.shard_map(lambda x: reduce_scatter(x, "a", implementation="pallas"), mesh=mesh, **specs)
-        x = jax.ShapeDtypeStruct((8192, 8192), dtype, sharding=replicated)
-        yield f"reduce_scatter {dtype.__name__}", call, (x,)
-    shift = [(i, i + 1) for i in range(len(mesh.devices) - 1)]
-    for shape in [(len(mesh.devices), 3), (4 * len(mesh.devices), 5, 256), (8 * len(mesh.devices), 1)]:
+        yield case("reduce_scatter", reduce_scatter, (8192, 8192), dtype)
+    for shape in [(devices, 3), (4 * devices, 5, 256), (8 * devices, 1)]:
         for dtype in (F32, BF16, jnp.int8, jnp.uint32, jnp.float8_e4m3fn):
-            x = jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)
-            call = jax.shard_map(lambda x: all_to_all(x, "a", implementation="pallas"), mesh=mesh, **specs)
-            yield f"all_to_all {shape} {x.dtype}", call, (x,)
-            call = jax.shard_map(
-                lambda x: collective_permute(x, "a", shift, implementation="pallas"), mesh=mesh, **specs
-            )
-            yield f"collective_permute {shape} {x.dtype}", call, (x,)
-    call = jax.shard_map(lambda x: all_gather_matmul(x, x.T, "a", implementation="pallas_tpu"), mesh=mesh, **specs)
-    yield "all_gather_matmul", call, (jax.ShapeDtypeStruct((1024, 1024), BF16, sharding=replicated),)
+            yield case("all_to_all", all_to_all, shape, dtype)
+            yield case("collective_permute", partial(collective_permute, pairs=shift), shape, dtype)
+    square = lambda x, axis, **how: all_gather_matmul(x, x.T, axis, **how)  # noqa: E731
+    yield case("all_gather_matmul", square, (1024, 1024), BF16, "pallas_tpu")
 
 
 def main(topology: str) -> None:

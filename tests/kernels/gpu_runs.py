@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax.numpy as jnp
 import kernel_oracle as oracle
 import numpy as np
 from gpu_machine import Gpus
-from kernel_machine import PLAIN, Fault, Machine, Schedule
+from kernel_machine import PLAIN, Fault, Machine
 
 from meshpar_kernels.collective_matmul import gpu as fused
 from meshpar_kernels.collective_matmul import gpu_blackwell, gpu_fused, gpu_hopper
@@ -40,10 +41,38 @@ def same(found: Any, wanted: Any, what: str) -> None:
         raise Fault("value", f"{what}: {wrong.sum()} of {wrong.size} elements, the first at {np.argwhere(wrong)[0]}")
 
 
+def same_on_each(found: list[Any], wanted: Any, what: str) -> None:
+    """`same` of the first result of every device, and what is wanted there."""
+    for rank, ((out, *_), want) in enumerate(zip(found, wanted, strict=True)):
+        same(np.reshape(out, np.shape(want)), want, f"{what} on device {rank}")
+
+
+class RandomExchange:
+    """Runs of random length from every device to every device, some of them empty.
+
+    Attributes:
+      sizes: int [sender, receiver].
+      x: [sender, rows, 1, 128].
+      rows: of the array that a device receives.
+      runs: of each device.
+      received: rows that arrive at each device.
+    """
+
+    def __init__(self, devices: int, seed: int, most: int):
+        self.sizes = sizes = np.random.default_rng(seed).integers(0, most, (devices, devices))
+        sizes[0, 1] = 0
+        self.x = draw(1, devices, int(sizes.sum(1).max()) + 1, 1, 128, dtype=F32)
+        self.rows = int(sizes.sum(0).max()) + 2
+        start, target = np.cumsum(sizes, 1) - sizes, np.cumsum(sizes, 0) - sizes
+        ranks = range(devices)
+        self.runs: Any = [Runs(start[r], sizes[r], target[r], target[:, r], sizes[:, r], start[:, r]) for r in ranks]
+        parts = [[self.x[s, start[s, r] : start[s, r] + sizes[s, r]] for s in ranks] for r in ranks]
+        self.received = [np.concatenate(part) for part in parts]
+
+
 def matmul(
-    module: Any, sizes: list[int], schedule: Schedule = PLAIN, dropped: str | None = None, *,
-    rows: int = 256, k: int = 128, n: int = 128, num_sms: int = 2, tile: Tile = TILE, activation: Any = None, gated: bool = False,
-    transpose_rhs: bool = False, scaled: bool = False, group_offset: int | None = None, out: Any = F16,
+    module, sizes, schedule=PLAIN, dropped=None, *, rows=256, k=128, n=128, num_sms=2, tile=TILE, activation=None, gated=False,
+    transpose_rhs=False, scaled=False, group_offset=None, out=F16,
 ) -> Machine:  # fmt: skip
     """`grouped_matmul`, with NaN in the rows of no group."""
     groups = len(sizes) - (group_offset or 0)
@@ -62,10 +91,7 @@ def matmul(
     return gpus.machine
 
 
-def scaled(
-    sizes: list[int], schedule: Schedule = PLAIN, dropped: str | None = None, *,
-    rows: int = 256, k: int = 384, n: int = 256, num_sms: int = 2, dtype: Any = "int8",
-) -> Machine:  # fmt: skip
+def scaled(sizes, schedule=PLAIN, dropped=None, *, rows=256, k=384, n=256, num_sms=2, dtype="int8") -> Machine:
     """`scaled_grouped_matmul` with two stages, scales that are powers of two, and NaN as the scale of rows of no group."""
     groups, used = len(sizes), min(sum(np.maximum(sizes, 0)), rows)
     lhs, rhs = draw(0, rows, k, dtype=F32), draw(1, groups, n, k, dtype=F32)
@@ -75,25 +101,15 @@ def scaled(
     want = oracle.grouped_matmul(lhs * np.repeat(lhs_scale, 128, 1), wide, sizes, transpose_rhs=True)
     lhs_scale[used:] = np.nan
     gpus = Gpus(1, schedule, dropped)
-    before, hopper_scaled.TILE = hopper_scaled.TILE, hopper_scaled.TILE._replace(stages=2)
     codes = jnp.dtype(dtype)
-    try:
-        ((found,),) = gpus.run(
-            lambda _: hopper_scaled.grouped_matmul(
-                lhs.astype(codes), lhs_scale, rhs.astype(codes), rhs_scale, jnp.asarray(sizes), None, out_dtype=F32,
-                num_sms=num_sms,
-            )
-        )  # fmt: skip
-    finally:
-        hopper_scaled.TILE = before
+    operands = lhs.astype(codes), lhs_scale, rhs.astype(codes), rhs_scale, jnp.asarray(sizes), None
+    with mock.patch.object(hopper_scaled, "TILE", hopper_scaled.TILE._replace(stages=2)):
+        ((found,),) = gpus.run(lambda _: hopper_scaled.grouped_matmul(*operands, out_dtype=F32, num_sms=num_sms))
     same(found[:rows], want, "scaled_grouped_matmul")
     return gpus.machine
 
 
-def transpose(
-    module: Any, sizes: list[int], schedule: Schedule = PLAIN, dropped: str | None = None, *,
-    rows: int = 256, k: int = 128, n: int = 128, num_sms: int = 2, tile: Tile = TILE,
-) -> Machine:  # fmt: skip
+def transpose(module, sizes, schedule=PLAIN, dropped=None, *, rows=256, k=128, n=128, num_sms=2, tile=TILE) -> Machine:
     """`grouped_matmul_transpose`, with NaN in the rows of no group."""
     lhs, rhs = draw(0, rows, k), draw(1, rows, n)
     used = min(sum(np.maximum(sizes, 0)), rows)
@@ -106,9 +122,8 @@ def transpose(
 
 
 def gather(
-    module: Any, schedule: Schedule = PLAIN, dropped: str | None = None, *,
-    devices: int = 3, rows: int = 72, k: int = 128, n: int = 64, num_sms: int = 2, transposed: bool = False,
-    multiprocessors: Any = None, tile: Tile | None = None,
+    module, schedule=PLAIN, dropped=None, *, devices=3, rows=72, k=128, n=64, num_sms=2, transposed=False, multiprocessors=None,
+    tile=None,
 ) -> Machine:  # fmt: skip
     """`all_gather_matmul` on all devices."""
     x, w = draw(0, devices, rows, k), draw(1, devices, *((n, k) if transposed else (k, n)))
@@ -117,17 +132,13 @@ def gather(
     gpus = Gpus(devices, schedule, dropped, multiprocessors)
     options = {"transposed": transposed, "out_dtype": F16, "num_sms": num_sms}
     found = gpus.run(lambda r: gpu_fused.all_gather_matmul(module, x[r], w[r], order, "a", **options))
-    for rank, (out, *_) in enumerate(found):
-        weights = w[rank].astype(float)
-        want = x.reshape(-1, k).astype(float) @ (weights.T if transposed else weights)
-        same(out.reshape(devices * rows, n), want, f"all_gather_matmul on device {rank}")
+    wide = w.astype(float).swapaxes(1, 2) if transposed else w.astype(float)
+    same_on_each(found, x.reshape(-1, k).astype(float) @ wide, "all_gather_matmul")
     return gpus.machine
 
 
 def scatter(
-    module: Any, schedule: Schedule = PLAIN, dropped: str | None = None, *,
-    devices: int = 3, rows: int = 72, k: int = 128, n: int = 128, num_sms: int = 2, wire: Any = F16,
-    transposed: bool = False, tile: Tile | None = None,
+    module, schedule=PLAIN, dropped=None, *, devices=3, rows=72, k=128, n=128, num_sms=2, wire=F16, transposed=False, tile=None
 ) -> Machine:  # fmt: skip
     """`matmul_reduce_scatter` on all devices, with `rows` rows for each."""
     x, w = draw(0, devices, devices, rows, k), draw(1, devices, *((n, k) if transposed else (k, n)))
@@ -138,21 +149,16 @@ def scatter(
     options = {"transposed": transposed, "num_sms": num_sms, **dtypes}
     found = gpus.run(lambda r: gpu_fused.matmul_reduce_scatter(module, x[r], w[r], order, "a", **options))
     wide = w.astype(float).swapaxes(1, 2) if transposed else w.astype(float)
-    total = sum(x[r].astype(float) @ wide[r] for r in range(devices))
-    for rank, (out, *_) in enumerate(found):
-        same(out, total[rank], f"matmul_reduce_scatter on device {rank}")
+    same_on_each(found, sum(x[r].astype(float) @ wide[r] for r in range(devices)), "matmul_reduce_scatter")
     return gpus.machine
 
 
-def all_reduce(schedule: Schedule = PLAIN, dropped: str | None = None, *, devices: int = 3, blocks: int = 2) -> Machine:
+def all_reduce(schedule=PLAIN, dropped=None, *, devices=3, blocks=2) -> Machine:
     """`all_reduce_small` on all devices: three pieces for two blocks. Sums are in order, bit for bit."""
     x = np.random.default_rng(0).normal(size=(devices, 3 * 2048 - 100)).astype(F32)
     gpus = Gpus(devices, schedule, dropped)
-    before, small.BLOCKS = small.BLOCKS, blocks
-    try:
+    with mock.patch.object(small, "BLOCKS", blocks):
         found = gpus.run(lambda r: small.all_reduce_small(x[r], ("a",), (devices,)))
-    finally:
-        small.BLOCKS = before
     want = functools.reduce(np.add, x)
     for rank, (out, *_) in enumerate(found):
         if not np.array_equal(out[: x.shape[1]], want):
@@ -160,50 +166,31 @@ def all_reduce(schedule: Schedule = PLAIN, dropped: str | None = None, *, device
     return gpus.machine
 
 
-def switch(
-    kind: str, schedule: Schedule = PLAIN, dropped: str | None = None, *, devices: int = 3, blocks: int = 2
-) -> Machine:  # fmt: skip
+def switch(kind, schedule=PLAIN, dropped=None, *, devices=3, blocks=2) -> Machine:
     """`all_gather` or `reduce_scatter` by the NVLink switch: three chunks for two blocks."""
     elements = 3 * nvls.THREADS * nvls.VECTORS * 4
     gpus = Gpus(devices, schedule, dropped)
-    before, nvls.BLOCKS = nvls.BLOCKS, blocks
-    try:
-        if kind == "all_gather":
-            x = draw(0, devices, elements, dtype=np.dtype(np.int32))
-            how = nvls._gather_kernel, "nvls", (devices, elements)
-            found = gpus.run(lambda r: nvls._call(how[0], how[1], x[r], how[2], ("a",), (devices,)))
-        else:
-            x = draw(0, devices, devices, elements, dtype=F32)
-            found = gpus.run(lambda r: nvls._call(nvls._scatter_kernel, "nvls", x[r], (elements,), ("a",), (devices,)))
-    finally:
-        nvls.BLOCKS = before
-    for rank, (out, *_) in enumerate(found):
-        same(out, x if kind == "all_gather" else x[:, rank].sum(0), f"{kind} on device {rank}")
+    if kind == "all_gather":
+        x = draw(0, devices, elements, dtype=np.dtype(np.int32))
+        body, shape, want = nvls._gather_kernel, x.shape, np.broadcast_to(x, (devices, *x.shape))
+    else:
+        x = draw(0, devices, devices, elements, dtype=F32)
+        body, shape, want = nvls._scatter_kernel, (elements,), x.sum(0)
+    with mock.patch.object(nvls, "BLOCKS", blocks):
+        found = gpus.run(lambda r: nvls._call(body, "nvls", x[r], shape, ("a",), (devices,)))
+    same_on_each(found, want, kind)
     return gpus.machine
 
 
-def ragged(
-    schedule: Schedule = PLAIN, dropped: str | None = None, *, devices: int = 3, blocks: int = 2, seed: int = 0,
-    most: int = 15,
-) -> Machine:  # fmt: skip
-    """The exchange of runs of random length, some of them empty."""
-    sizes = np.random.default_rng(seed).integers(0, most, (devices, devices))  # by sender and receiver
-    sizes[0, 1] = 0
-    x = draw(1, devices, int(sizes.sum(1).max()) + 1, 1, 128, dtype=F32)
-    start = np.cumsum(sizes, 1) - sizes
-    target = np.cumsum(sizes, 0) - sizes
-    rows_each = int(sizes.sum(0).max()) + 2
+def ragged(schedule=PLAIN, dropped=None, *, devices=3, blocks=2, seed=0) -> Machine:
+    """The exchange of runs of random length, into an array that nobody has written."""
+    given = RandomExchange(devices, seed, 15)
     gpus = Gpus(devices, schedule, dropped)
-
-    def send(r: int) -> Any:
-        runs = Runs(start[r], sizes[r], target[r], target[:, r], sizes[:, r], start[:, r])  # pyright: ignore[reportArgumentType]
-        return exchange.send(x[r], rows_each, 1, runs, ("a",), (devices,), blocks)  # pyright: ignore[reportArgumentType]
-
+    send = lambda r: exchange.send(given.x[r], given.rows, 1, given.runs[r], ("a",), (devices,), blocks)  # noqa: E731
     for rank, (out, *_) in enumerate(gpus.run(send, once=False)):
-        recv_buffer = [x[s, start[s, rank] : start[s, rank] + sizes[s, rank], 0] for s in range(devices)]
-        want = np.full((rows_each, 128), np.nan)
-        want[: sizes[:, rank].sum()] = np.concatenate(recv_buffer)
-        if not np.array_equal(out.reshape(rows_each, 128), want, equal_nan=True):
+        want = np.full((given.rows, 1, 128), np.nan)
+        want[: len(given.received[rank])] = given.received[rank]
+        if not np.array_equal(out.reshape(want.shape), want, equal_nan=True):
             raise Fault("value", f"ragged_all_to_all on device {rank}")
     return gpus.machine
 

@@ -5,19 +5,8 @@ import math
 import numpy as np
 
 
-def route(
-    logits,
-    k,
-    *,
-    score="softmax",
-    bias=None,
-    groups=1,
-    top_groups=None,
-    group_top=2,
-    renormalize=True,
-    scale=1.0,
-    capacity=None,
-):
+def route(logits, k, *, score="softmax", bias=None, groups=1, top_groups=None, group_top=2, renormalize=True, scale=1.0,
+          capacity=None):  # fmt: skip
     """`expert, weight, counts, rank, offsets, dropped`, one token after the other."""
     logits = np.asarray(logits, np.float64)
     tokens, experts = logits.shape
@@ -102,18 +91,8 @@ ACTIVATIONS = {
 }
 
 
-def grouped_matmul(
-    lhs,
-    rhs,
-    sizes,
-    *,
-    transpose_rhs=False,
-    group_offset=0,
-    activation=None,
-    lhs_indices=None,
-    row_scale=None,
-    rhs_scale=None,
-):
+def grouped_matmul(lhs, rhs, sizes, *, transpose_rhs=False, group_offset=0, activation=None, lhs_indices=None,
+                   row_scale=None, rhs_scale=None):  # fmt: skip
     lhs = np.asarray(lhs, np.float64)
     rhs = [np.asarray(r, np.float64) for r in (rhs if isinstance(rhs, tuple) else (rhs,))]
     if lhs_indices is not None:

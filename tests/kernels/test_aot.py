@@ -116,11 +116,8 @@ def test_gradients_of_gathered_keys_are_sent_once(chip):
 
 def scheduled(chip: str, shape: str, kernel: str) -> tuple[dict, list[str]]:
     """Facts of a kernel, and what its scheduled bundles do one after the other."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        import kernels_aot
-    finally:
-        sys.path.pop(0)
+    import kernels_aot
+
     with tempfile.TemporaryDirectory() as folder:
         (facts,) = compiled(chip, shape, kernel, LIBTPU_INIT_ARGS=SCHEDULE.format(folder))
         return facts, kernels_aot.order_of(Path(folder))

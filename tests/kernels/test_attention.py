@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from kernel_cases import mesh_of
 
 from meshpar_kernels import ContextParallel, ring_attention, unzigzag, zigzag
 
-A, B, S, H, D = 8, 2, 48, 8, 4
+A, B, S, H, D = 4, 2, 48, 8, 4
 RNG = np.random.default_rng(0)
 STRATEGIES = ("ring", "ulysses", "gathered")
 SPLIT = P(None, ("a", "b"))
@@ -28,17 +29,13 @@ MASKS = {
 }
 
 
-def mesh():
-    return jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-
-
 def draw(kv_heads, width=D, tokens=S, dtype=np.float32):
     shapes = ((B, S, H, D), (B, tokens, kv_heads, D), (B, tokens, kv_heads, width), (B, S, H, width))
     return [RNG.normal(size=s).astype(dtype) for s in shapes]
 
 
 def on_devices(f, arrays=6, check=True):
-    return jax.shard_map(f, mesh=mesh(), in_specs=(SPLIT,) * arrays, out_specs=SPLIT, check_vma=check)
+    return jax.shard_map(f, mesh=mesh_of(2, 2), in_specs=(SPLIT,) * arrays, out_specs=SPLIT, check_vma=check)
 
 
 @functools.cache
@@ -153,7 +150,7 @@ def test_gradients_of_what_is_alike_on_all_devices_are_summed():
         y = ring_attention(q + bias, k, v, ("a", "b"), causal=True, parallel=ContextParallel(strategy="ring"))
         return jax.lax.psum((y * read).sum(), ("a", "b"))
 
-    sharded = jax.shard_map(loss, mesh=mesh(), in_specs=(P(), *(SPLIT,) * 4), out_specs=P())
+    sharded = jax.shard_map(loss, mesh=mesh_of(4, 2), in_specs=(P(), *(SPLIT,) * 4), out_specs=P())
     bias = np.full((D,), 0.3, np.float32)
     got = jax.jit(jax.grad(sharded))(bias, q, k, v, read)
     _, (d_q, _, _) = oracle.attention(q + bias, k, v, read, causal=True)
@@ -180,7 +177,7 @@ def local(**options):
         arrays = {n: a.astype(dtypes.get(n, jnp.float32)) for n, a in arrays.items()}
         return ring_attention(*arrays.values(), ("a", "b"), **options, parallel=ContextParallel(**parallel))
 
-    f = jax.shard_map(call, mesh=mesh(), in_specs=P(("a", "b")), out_specs=P(None, ("a", "b")), check_vma=False)
+    f = jax.shard_map(call, mesh=mesh_of(4, 2), in_specs=P(("a", "b")), out_specs=P(None, ("a", "b")), check_vma=False)
     jax.eval_shape(f, jnp.zeros(8))
 
 
@@ -238,7 +235,7 @@ def test_gradients_of_gathered_keys_go_round_rings_over_several_axes():
             parallel = ContextParallel(strategy="gathered", scatter=scatter)
             return ring_attention(q, k, v, axes, causal=True, parallel=parallel)
 
-        split = jax.shard_map(attend, mesh=mesh(), in_specs=P(None, axes), out_specs=P(None, axes))
+        split = jax.shard_map(attend, mesh=mesh_of(4, 2), in_specs=P(None, axes), out_specs=P(None, axes))
         return jax.jit(lambda *x: jax.vjp(split, *x[:3])[1](x[3])).lower(q, k, v, read)
 
     both, one = ("a", "b"), ("a",)

@@ -40,10 +40,8 @@ def test_pairs_in_sight_and_devices_seen(devices):
 
 def test_positions_are_those_of_the_order():
     for devices, zigzag in ((4, 4), (2, 4), (8, 2), (4, 1)):
-        found = [
-            Context(("ring",), devices, Softmax(Mask(), 1.0), zigzag).positions(i, 16 // devices * 2)
-            for i in range(devices)
-        ]
+        context = Context(("ring",), devices, Softmax(Mask(), 1.0), zigzag)
+        found = [context.positions(i, 16 // devices * 2) for i in range(devices)]
         np.testing.assert_array_equal(np.concatenate(found), order(32, zigzag))
 
 
@@ -96,9 +94,8 @@ def test_bytes_and_flops_by_hand():
     for cost in costs.of.values():
         assert cost.flops == pytest.approx(14 * pairs * 32 * 128, rel=1e-3)
     # all K and V in bfloat16 and all their gradients in float32; two K/V blocks, and four of gradients, of a device
-    assert (
-        costs.of["gathered"].memory - costs.of["ring"].memory == 2 * keys * (devices * 6 - 2 * 2 - 4 * 4) - queries * 4
-    )
+    more = costs.of["gathered"].memory - costs.of["ring"].memory
+    assert more == 2 * keys * (devices * 6 - 2 * 2 - 4 * 4) - queries * 4
     # in order, the last device sees everything
     uneven = attention_costs(*shapes(tokens, devices), devices, causal=True)
     assert uneven.of["ring"].flops == pytest.approx(14 * (2 - 1 / 8) * pairs * 32 * 128, rel=1e-3)
@@ -119,10 +116,8 @@ def test_gathered_gradients_are_scattered_axis_by_axis():
     hops = [(s.stage, s.shape[1], s.times) for s in back(many) if s.op == "collective-permute"]
     assert hops[::2] == hops[1::2] == [(("x", 2), 32768, 1), (("y", 1), 32768, 0), (("z", 4), 8192, 3)]
     assert not [s for s in back(many) if s.op == "reduce-scatter"]
-    bytes_of = {
-        sum(s.bytes(8) for s in found) for found in (back(many), back(many, "xla"), back(one), back(one, "ring"))
-    }
-    assert len(bytes_of) == 1
+    forms = back(many), back(many, "xla"), back(one), back(one, "ring")
+    assert len({sum(s.bytes(8) for s in form) for form in forms}) == 1
 
 
 def test_rings_of_gradients_hold_blocks_in_flight():
@@ -131,11 +126,8 @@ def test_rings_of_gradients_hold_blocks_in_flight():
     keys = 4 * 65536 * 8 * 128
 
     def memory(axes, scatter=None):
-        return (
-            costs(api.plan(x, axes, api.Options(strategy="gathered", scatter=scatter)).context, *x[:3])
-            .of["gathered"]
-            .memory
-        )
+        options = api.Options(strategy="gathered", scatter=scatter)
+        return costs(api.plan(x, axes, options).context, *x[:3]).of["gathered"].memory
 
     one = memory({"x": 8})
     assert memory({"x": 2, "y": 4}) - one == keys
@@ -161,14 +153,7 @@ def test_copies_of_heads_cost_bytes():
         (262144, 24, 8, None, "ring", "gathered needs .* GiB, above 2 GiB"),
         (131072, 24, 8, Machine(memory=float(1 << 30)), "ring", "ring is left"),
         (524288, 24, 8, Machine(memory=float(1 << 40)), "ring", "ring takes the least time"),
-        (
-            1 << 23,
-            32,
-            8,
-            None,
-            "ulysses",
-            "none stays within 2 GiB in addition to its operands; ulysses needs the least",
-        ),
+        (1 << 23, 32, 8, None, "ulysses", "none stays within 2 GiB in addition .*; ulysses needs the least"),
         (32768, 32, 8, Machine(latency=1.0, memory=float(1 << 40)), "gathered", "gathered takes the least time"),
     ],
 )

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from interpreters import race_detection
+from kernel_cases import near
 
 from meshpar_kernels import ring_attention
 from meshpar_kernels._arithmetic import row_dots
@@ -48,8 +49,8 @@ def test_results_and_gradients(case):
     mask = {n: options[n] for n in ("causal", "window") if n in options}
     extra = {"q_seg": ids, "k_seg": ids} if segments else {}
     out, grads = oracle.attention(q, k, v, read, softcap=options.get("softcap"), **mask, **extra)
-    for name, a, b in zip("out d_q d_k d_v".split(), got, (out, *grads), strict=True):
-        np.testing.assert_allclose(a, b, atol=3e-5 * abs(b).max(), rtol=0, err_msg=name)
+    for a, b in zip(got, (out, *grads), strict=True):
+        near(a, b, 3e-5)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_the_table_says_which_blocks_are_computed_masked_and_fetched(mask, segme
 
 def test_parts_of_a_longer_softmax_and_rows_that_see_nothing():
     """As a ring calls it: keys from elsewhere, some positions before all of them, in bfloat16; the same as in chunks."""
-    q, k, v, read = draw(128, 256, jnp.bfloat16)
+    q, k, v, read = (x[:1] for x in draw(128, 256, jnp.bfloat16))
     s = Softmax(Mask(causal=True), 0.1)
     queries = Queries(q, jnp.arange(128, dtype=jnp.int32) + 192, None)
     keys = Keys(k, v, jnp.concatenate([jnp.arange(128) + 512, jnp.arange(128) + 256]).astype(jnp.int32), None)
@@ -100,7 +101,7 @@ def test_parts_of_a_longer_softmax_and_rows_that_see_nothing():
     np.testing.assert_allclose(got[0], want[0], atol=2e-2)
     np.testing.assert_allclose(got[1], want[1], atol=2e-3)
     for a, b in zip(grads, flash.backward(s, queries, keys, read, lse, dots), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-2 * abs(b).max(), rtol=0)
+        near(a, b, 2e-2)
     assert not np.asarray(grads[1])[:, :128].any()  # nobody sees those
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from kernel_cases import lowered
 
 from meshpar_kernels import (
     _choose,
@@ -30,14 +31,6 @@ from meshpar_kernels._nvlink import machine_reasons
 BF16 = jnp.bfloat16
 
 
-def lowered(function, *shapes) -> str:
-    """The program for a GPU."""
-    structs = [jax.ShapeDtypeStruct(s, d) for s, d in shapes]
-    device = jax.sharding.AbstractDevice("NVIDIA H200", 132, "gpu")  # newer versions want to know
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
-        return jax.jit(lambda *args: function(*args)).trace(*structs).lower(lowering_platforms=("cuda",)).as_text()
-
-
 def matmuls(lhs, rhs, sizes):
     return grouped_matmul(lhs, rhs, sizes)
 
@@ -47,8 +40,13 @@ def routing(logits, x):
     return combine(permute(x, plan), plan, weight=plan.weight)
 
 
-MATMUL_CASE = matmuls, ((128, 64), BF16), ((2, 64, 64), BF16), ((2,), jnp.int32)
-ROUTING = routing, ((16, 4), jnp.float32), ((16, 128), BF16)
+def structs(*shapes, dtype=BF16):
+    """Arrays of rows and weights, and the sizes of groups."""
+    return [*(jax.ShapeDtypeStruct(s, dtype) for s in shapes), jax.ShapeDtypeStruct((shapes[-1][0],), jnp.int32)]
+
+
+MATMUL_CASE = structs((128, 64), (2, 64, 64))
+ROUTING_CASE = jax.ShapeDtypeStruct((16, 4), jnp.float32), jax.ShapeDtypeStruct((16, 64), BF16)
 
 
 @pytest.mark.parametrize(
@@ -62,15 +60,21 @@ def test_a_kernel_is_a_default_only_where_the_rule_says_so(value, product_kernel
     else:
         monkeypatch.setenv(_choose.VARIABLE, value)
     jax.clear_caches()
-    assert ("mosaic_gpu" in lowered(*MATMUL_CASE)) == product_kernels
-    assert ("triton" in lowered(*ROUTING)) == routing_kernels
+    assert ("mosaic_gpu" in lowered(matmuls, *MATMUL_CASE)) == product_kernels
+    assert (lowered(routing, *ROUTING_CASE).count("triton") >= 3) == routing_kernels
     jax.clear_caches()
+
+
+def test_where_a_platform_has_no_kernel_for_the_operands_the_loop_runs():
+    for platform, dtype, kernel in (("tpu", BF16, True), ("cpu", BF16, False), ("cuda", jnp.float32, False)):
+        text = lowered(grouped_matmul, *structs((16, 128), (1, 128, 128), dtype=dtype), platform=platform)
+        assert ("tpu_custom_call" in text or "mosaic_gpu" in text) == kernel, platform
+        assert ("stablehlo.while" in text) == (not kernel), platform
 
 
 def test_by_name_the_variable_does_not_matter(monkeypatch):
     monkeypatch.setenv(_choose.VARIABLE, "reference")
-    _, *shapes = MATMUL_CASE
-    assert "mosaic_gpu" in lowered(lambda *a: grouped_matmul(*a, implementation="pallas"), *shapes)
+    assert "mosaic_gpu" in lowered(lambda *a: grouped_matmul(*a, implementation="pallas"), *MATMUL_CASE)
 
 
 def test_another_value_is_an_error(monkeypatch):
@@ -86,7 +90,7 @@ def test_a_default_that_no_device_has_timed_is_logged_once(monkeypatch, caplog, 
     _choose._say_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            jax.eval_shape(matmuls, *(jax.ShapeDtypeStruct(s, d) for s, d in MATMUL_CASE[1:]))
+            jax.eval_shape(matmuls, *MATMUL_CASE)
     messages = [r.getMessage() for r in caplog.records if "is the default" in r.getMessage()]
     assert len(messages) == count
     assert all(m.startswith("grouped_matmul: the Pallas kernel is the default, since lax.ragged_dot") for m in messages)
@@ -101,12 +105,20 @@ def test_a_kernel_is_the_default_on_its_platforms_alone(monkeypatch):
     assert set(_choose.by_default("route")) == {"cuda", "tpu"}
 
 
-def test_how_many_multiprocessors():
-    assert _compat.multiprocessors() == 132  # no GPU here: an H100 or H200
-    for kind, count in (("NVIDIA H20", 78), ("NVIDIA H100 PCIe", 114), ("NVIDIA B200", 148), ("NVIDIA H200", 132)):
-        device = jax.sharding.AbstractDevice(kind, 1, "gpu")
+def test_the_mesh_says_which_gpu():
+    """Without one, Hopper is assumed: as JAX does, when it lowers for a GPU on a machine that has none."""
+    kinds = {
+        "": (9, 132),
+        "NVIDIA H20": (9, 78),
+        "NVIDIA H100 PCIe": (9, 114),
+        "NVIDIA H200": (9, 132),
+        "NVIDIA B200": (10, 148),
+    }
+    for kind, (major, count) in (kinds | {"TPU v5e": (9, 132)}).items():
+        device = jax.sharding.AbstractDevice(kind, 1, "gpu") if kind else None
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
-            assert _compat.multiprocessors() == count
+            assert _compat.gpu_architecture() == (major, 0), kind
+            assert _compat.multiprocessors() == count, kind
 
 
 def mesh_of(*places):
@@ -159,10 +171,10 @@ def test_a_refused_kernel_is_said_once(monkeypatch, caplog):
     monkeypatch.delenv(_choose.VARIABLE, raising=False)
     monkeypatch.setattr(_compat, "backend_platform", lambda: "cuda")
     _choose._say_refused.cache_clear()
-    lhs, rhs = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 64), (2, 64, 64)))
+    operands = structs((8, 64), (2, 64, 64), dtype=jnp.float32)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            jax.eval_shape(lambda a, b, c: grouped_matmul(a, b, c), lhs, rhs, jax.ShapeDtypeStruct((2,), jnp.int32))
+            jax.eval_shape(lambda a, b, c: grouped_matmul(a, b, c), *operands)
     said = [r.getMessage() for r in caplog.records if "cannot run these arguments" in r.getMessage()]
     assert len(said) == 1
     assert "'xla' runs instead: operands are float32" in said[0]
@@ -214,9 +226,6 @@ def test_fused_matmuls_refuse_chips_with_two_tensor_cores(kind, refused):
     mesh = jax.sharding.AbstractMesh((8,), ("a",), (jax.sharding.AxisType.Auto,), abstract_device=device)
     call = functools.partial(all_gather_matmul, axis_name="a", implementation="pallas_tpu")
     function = jax.shard_map(call, mesh=mesh, in_specs=(P("a"), P()), out_specs=P(), check_vma=False)
-    with (
-        pytest.raises(NotImplementedError, match="2 TensorCores; the kernel multiplies on one")
-        if refused
-        else (contextlib.nullcontext())
-    ):
+    error = pytest.raises(NotImplementedError, match="2 TensorCores; the kernel multiplies on one")
+    with error if refused else contextlib.nullcontext():
         jax.eval_shape(function, jnp.ones((1024, 128)), jnp.ones((128, 128)))

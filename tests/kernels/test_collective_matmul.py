@@ -7,25 +7,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from kernel_cases import mesh_of
 
 from meshpar_kernels import all_gather_matmul, matmul_reduce_scatter
 from meshpar_kernels.collective_matmul import Dot, dot_scatter, gather_dots, gather_hops
 
 RNG = np.random.default_rng(0)
-CASES = [("ring", 1, 1), ("ring", 2, 256), ("ring", 3, 1), ("ring", 8, 256), ("xla", 8, 1), ("reference", 3, 1)]
+CASES = [
+    ("ring", 1, 1), ("ring", 2, 256), ("ring", 3, 1), ("ring", 5, 4), ("ring", 8, 256), ("xla", 8, 1), ("reference", 3, 1),
+]  # fmt: skip
 EACH = [("ring", 3), ("xla", 8), ("reference", 8)]
 
 
 def draw(*shape):
     return RNG.normal(size=shape).astype("f")
-
-
-def mesh_of(*sizes):
-    names = ("a", "b")[: len(sizes)]
-    devices = np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes)
-    return jax.sharding.Mesh(devices, names, axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def close(found, wanted, tolerance=1e-5):
@@ -36,41 +32,38 @@ def on(mesh, f, specs, out, check=True):
     return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check))
 
 
+def gather(mesh, axis="a", **options):
+    """`all_gather_matmul` of an array whose rows, and of one whose columns are sharded."""
+    call = functools.partial(all_gather_matmul, axis_name=axis, **options)
+    return on(mesh, call, (P(axis, None), P(None, axis)), P(None, axis))
+
+
+def scatter(mesh, axis="a", **options):
+    """`matmul_reduce_scatter` of arrays whose contracted dims are sharded."""
+    call = functools.partial(matmul_reduce_scatter, axis_name=axis, **options)
+    return on(mesh, call, (P(None, axis), P(axis, None)), P(axis, None))
+
+
 @pytest.mark.parametrize(("implementation", "devices", "tile"), CASES)
-def test_all_gather_matmul(implementation, devices, tile):
+def test_both_matmuls(implementation, devices, tile):
+    options = {"implementation": implementation, "tile": tile}
     x, w = draw(devices * 3, 5), draw(5, devices * 2)
-    f = functools.partial(all_gather_matmul, axis_name="a", implementation=implementation, tile=tile)
-    found = on(mesh_of(devices), f, (P("a", None), P(None, "a")), P(None, "a"))(x, w)
-    close(found, x.astype(float) @ w.astype(float))
-
-
-@pytest.mark.parametrize(("implementation", "devices", "tile"), [*CASES, ("ring", 5, 4)])
-def test_matmul_reduce_scatter(implementation, devices, tile):
+    close(gather(mesh_of(devices), **options)(x, w), x.astype(float) @ w.astype(float))
     x, w = draw(devices * 3, devices * 4), draw(devices * 4, 7)
-    f = functools.partial(matmul_reduce_scatter, axis_name="a", implementation=implementation, tile=tile)
-    found = on(mesh_of(devices), f, (P(None, "a"), P("a", None)), P("a", None))(x, w)
-    close(found, x.astype(float) @ w.astype(float))
+    close(scatter(mesh_of(devices), **options)(x, w), x.astype(float) @ w.astype(float))
 
 
 def test_several_axes_are_one_ring_the_first_major():
     x, w, both = draw(16, 8), draw(8, 16), ("a", "b")
-    f = functools.partial(all_gather_matmul, axis_name=both, implementation="ring")
-    found = on(mesh_of(4, 2), f, (P(both, None), P(None, both)), P(None, both))(x, w)
-    close(found, x.astype(float) @ w.astype(float))
-    f = functools.partial(matmul_reduce_scatter, axis_name=both, implementation="ring")
-    found = on(mesh_of(4, 2), f, (P(None, both), P(both, None)), P(both, None))(w.T, x.T)
-    close(found, w.T.astype(float) @ x.T.astype(float))
+    close(gather(mesh_of(4, 2), both, implementation="ring")(x, w), x.astype(float) @ w.astype(float))
+    close(scatter(mesh_of(4, 2), both, implementation="ring")(w.T, x.T), w.T.astype(float) @ x.T.astype(float))
 
 
 @pytest.mark.parametrize(("implementation", "devices"), EACH)
 def test_gradients_equal_the_unsharded_matmul(implementation, devices):
     x, w, weight = draw(devices * 2, devices), draw(devices, devices * 2), draw(devices * 2, devices * 2)
-    mesh = mesh_of(devices)
-    gather = on(mesh, functools.partial(all_gather_matmul, axis_name="a", implementation=implementation),
-                (P("a", None), P(None, "a")), P(None, "a"))  # fmt: skip
-    scatter = on(mesh, functools.partial(matmul_reduce_scatter, axis_name="a", implementation=implementation),
-                 (P(None, "a"), P("a", None)), P("a", None))  # fmt: skip
-    for f in (gather, scatter):
+    for make in (gather, scatter):
+        f = make(mesh_of(devices), implementation=implementation)
         dx, dw = jax.grad(lambda x, w, f=f: (f(x, w) * weight).sum(), (0, 1))(x, w)
         close(dx, weight.astype(float) @ w.T.astype(float))
         close(dw, x.T.astype(float) @ weight.astype(float))
@@ -78,9 +71,9 @@ def test_gradients_equal_the_unsharded_matmul(implementation, devices):
 
 def test_the_gradient_of_a_weight_that_all_devices_share_is_summed():
     x, w, weight = draw(8, 5), draw(5, 3), draw(8, 3)
-    gather = on(mesh_of(4), lambda x, w: all_gather_matmul(x, w, "a", implementation="ring")[None],
-                (P("a", None), P(None, None)), P("a"))  # fmt: skip
-    dw = jax.grad(lambda w: (gather(x, w) * weight).sum())(w)
+    call = lambda x, w: all_gather_matmul(x, w, "a", implementation="ring")[None]  # noqa: E731
+    f = on(mesh_of(4), call, (P("a", None), P(None, None)), P("a"))
+    dw = jax.grad(lambda w: (f(x, w) * weight).sum())(w)
     close(dw, 4 * x.T.astype(float) @ weight.astype(float))
 
 
@@ -89,8 +82,7 @@ def test_sums_in_bfloat16_are_made_in_float32_and_travel_as_asked():
     exact = x.astype(float) @ w.astype(float)
     error = {}
     for wire in (None, jnp.bfloat16):
-        f = functools.partial(matmul_reduce_scatter, axis_name="a", implementation="ring", comm_dtype=wire)
-        f = on(mesh_of(8), f, (P(None, "a"), P("a", None)), P("a", None))
+        f = scatter(mesh_of(8), implementation="ring", comm_dtype=wire)
         found = f(x, w)
         assert found.dtype == jnp.bfloat16
         sent = [line for line in f.lower(x, w).as_text().splitlines() if "collective_permute" in line]
@@ -139,13 +131,9 @@ def test_any_dim_of_a_dot_general_is_scattered(devices, dim):
 def test_rings_unrolled_and_as_loops(devices, unrolled, x64, monkeypatch):
     monkeypatch.setattr("meshpar_kernels.collective_matmul.ring.UNROLLED", unrolled)
     x, w = draw(devices * 3, devices * 2), draw(devices * 2, devices * 2)
-    gather = on(mesh_of(devices), functools.partial(all_gather_matmul, axis_name="a", implementation="ring"),
-                (P("a", None), P(None, "a")), P(None, "a"))  # fmt: skip
-    scatter = on(mesh_of(devices), functools.partial(matmul_reduce_scatter, axis_name="a", implementation="ring"),
-                 (P(None, "a"), P("a", None)), P("a", None))  # fmt: skip
     with jax.enable_x64(x64):  # which changes the dtype of loop counters
-        for f in (gather, scatter):
-            close(f(x, w), x.astype(float) @ w.astype(float))
+        for make in (gather, scatter):
+            close(make(mesh_of(devices), implementation="ring")(x, w), x.astype(float) @ w.astype(float))
 
 
 def test_a_ring_sends_what_an_all_gather_sends():
@@ -163,20 +151,22 @@ def test_what_does_not_fit_is_refused():
         matmul_reduce_scatter(x, w, ())
     with pytest.raises(ValueError, match="tile=0 must be at least 1"):
         all_gather_matmul(x, w, "a", tile=0)
-    split = on(mesh_of(4), functools.partial(matmul_reduce_scatter, axis_name="a"), (P(), P()), P("a"))
-    with pytest.raises(ValueError, match=r"the 6 rows of x\[6, 4\] do not divide over 4 devices"):
-        split(draw(6, 4), w)
-    unknown = on(
-        mesh_of(4), functools.partial(all_gather_matmul, axis_name="a", implementation="nccl"), (P(), P()), P()
+
+    def refuses(words, function, x=x):
+        with pytest.raises(ValueError, match=words):
+            on(mesh_of(4), function, (P(), P()), P("a"))(x, w)
+
+    odd = draw(6, 4)
+    refuses(r"the 6 rows of x\[6, 4\] do not divide over 4 devices", lambda x, w: matmul_reduce_scatter(x, w, "a"), odd)
+    refuses(
+        r"no implementation 'nccl'; there are None, 'pallas', .*'ring', 'xla'",
+        lambda x, w: all_gather_matmul(x, w, "a", implementation="nccl"),
     )
-    with pytest.raises(ValueError, match=r"no implementation 'nccl'; there are None, 'pallas', .*'ring', 'xla'"):
-        unknown(x, w)
+    scatter = lambda x, w: dot_scatter(x, w, Dot((((1,), (0,)), ((), ()))), "a", 0)  # noqa: E731
+    refuses(r"dim 0 of the result \[6, 8\] does not divide over 4 devices", scatter, odd)
     sharded = jax.device_put(x, jax.sharding.NamedSharding(mesh_of(4), P("a")))
     with pytest.raises(ValueError, match=r"x\[8, 4\] is sharded over 'a'"):
         all_gather_matmul(sharded, w, "a")
-    odd = on(mesh_of(4), lambda x, w: dot_scatter(x, w, Dot((((1,), (0,)), ((), ()))), "a", 0), (P(), P()), P("a"))
-    with pytest.raises(ValueError, match=r"dim 0 of the result \[6, 8\] does not divide over 4 devices"):
-        odd(draw(6, 4), w)
 
 
 def test_an_axis_of_one_sends_nothing():

@@ -1,5 +1,5 @@
 """The fused matmuls for GPUs without one: the matmul of a single device in JAX's GPU interpreter with race detection, what is
-refused, and which kernels gradients use. Several devices are in `test_gpu_copies` and `test_gpu_protocols`."""
+refused, and which kernels gradients use. Several devices are in `test_gpu_copies` and `test_protocols`."""
 
 import functools
 
@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from interpreters import gpu_race_detection, has_gpu_interpreter
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from kernel_cases import mesh_of, near
 
 from meshpar_kernels import _compat, all_gather_matmul, matmul_reduce_scatter
 from meshpar_kernels.collective_matmul import gpu, gpu_blackwell, gpu_fused, gpu_hopper
@@ -24,11 +24,6 @@ interpreted = pytest.mark.skipif(
 
 def normal(*shape):
     return jnp.asarray(RNG.normal(size=shape), BF16)
-
-
-def near(found, wanted, tolerance):
-    wanted = np.asarray(wanted, np.float64)
-    np.testing.assert_allclose(np.asarray(found, np.float64), wanted, atol=tolerance * np.abs(wanted).max(), rtol=0)
 
 
 both_kernels = pytest.mark.parametrize("kernels", [gpu_hopper, gpu_blackwell], ids=["hopper", "blackwell"])
@@ -52,12 +47,6 @@ def test_the_matmul_of_a_single_device(kernels):
     assert (rounded.shape, rounded.dtype) == ((1, m, n), BF16)
     near(rounded[0], want, 1e-2)
     near(exact, want, 1e-5)
-
-
-def mesh_of(*sizes):
-    names = ("a", "b")[: len(sizes)]
-    devices = np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes)
-    return jax.sharding.Mesh(devices, names, axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def traced(op, x, w, mesh=None, axis="a", **options):

@@ -1,32 +1,19 @@
 """The fused TPU matmuls in the TPU interpreter, with race detection, against NumPy in float64."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interpreters import race_detection
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
+from kernel_cases import mesh_of, near, simulated
 
 from meshpar_kernels.collective_matmul import all_gather_matmul, matmul_reduce_scatter, tpu
 
 P = PartitionSpec
 K, N = 128, 256
 slow = pytest.mark.slow
-
-
-def simulated(function, x, w, shape=None, mode="on_wait", seed=0):
-    """`function` of x[rank] and w[rank] on every device, in the interpreter; raises if it races."""
-    shape = (len(x),) if shape is None else shape
-    names = tuple("abc"[: len(shape)])
-    mesh = Mesh(np.array(jax.devices()[: len(x)]).reshape(shape), names)
-    axis = names[0] if len(names) == 1 else names
-    spec = P(names)
-    mapped = jax.shard_map(
-        lambda x, w: jax.tree.map(lambda y: y[None], function(x[0], w[0], axis)),
-        mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False,
-    )  # fmt: skip
-    with race_detection(dma_execution_mode=mode, random_seed=seed):
-        return jax.tree.map(np.asarray, jax.block_until_ready(jax.jit(mapped)(x, w)))
 
 
 def draw(*shape, dtype=np.float32, seed=0):
@@ -42,55 +29,31 @@ def scattered(x, w):
     return whole.reshape(len(x), -1, whole.shape[-1])
 
 
-def narrow(monkeypatch, rows):
-    """Tiles of a few rows and 128 columns: several of each."""
-    monkeypatch.setattr(tpu, "pick_tile", lambda *args: tpu.Tile(rows, 128))
-
-
-# devices, rows of a block, rows of a tile: opposite halves in three tiles (an uneven cut), an odd ring; more: `test_tpu_protocols`
-EACH = [(4, 24, 8, "on_wait"), (3, 8, 8, "eager")]
-
-
-@pytest.mark.parametrize(("devices", "rows", "height", "mode"), EACH)
-def test_gather(devices, rows, height, mode, monkeypatch):
-    narrow(monkeypatch, height)
-    x, w = draw(devices, rows, K), draw(devices, K, N, seed=1)
-    got = simulated(
-        lambda x, w, a: all_gather_matmul(x, w, a, implementation="pallas", precision="highest"), x, w, mode=mode
-    )
-    np.testing.assert_allclose(got, gathered(x, w), atol=1e-4)
-
-
-@pytest.mark.parametrize(("devices", "rows", "height", "mode"), EACH)
-def test_scatter(devices, rows, height, mode, monkeypatch):
-    narrow(monkeypatch, height)
-    x, w = draw(devices, devices * rows, K), draw(devices, K, N, seed=1)
-    got = simulated(
-        lambda x, w, a: matmul_reduce_scatter(x, w, a, implementation="pallas", precision="highest"), x, w, mode=mode
-    )
-    np.testing.assert_allclose(got, scattered(x, w), atol=1e-4)
+def test_both_matmuls(monkeypatch):
+    """Opposite halves in three tiles, which is an uneven cut; odd rings: `test_protocols`."""
+    monkeypatch.setattr(tpu, "pick_tile", lambda *args: tpu.Tile(8, 128))
+    devices, rows = 4, 24
+    w = draw(devices, K, N, seed=1)
+    for function, x, want in (
+        (all_gather_matmul, draw(devices, rows, K), gathered),
+        (matmul_reduce_scatter, draw(devices, devices * rows, K), scattered),
+    ):
+        call = functools.partial(function, axis_name="a", implementation="pallas", precision="highest")
+        np.testing.assert_allclose(simulated(call, (devices,), x, w), want(x, w), atol=1e-4)
 
 
 @slow
 def test_several_axes_bfloat16_and_wire():
     """A ring over two mesh axes, major first; tiles as they are picked; sums rounded to bfloat16 once a hop."""
     x, w = draw(4, 16, K, dtype=jnp.bfloat16), draw(4, K, N, dtype=jnp.bfloat16, seed=1)
-    got = simulated(lambda x, w, a: all_gather_matmul(x, w, a, implementation="pallas"), x, w, (2, 2))
+    how = {"axis_name": ("a", "b"), "implementation": "pallas"}
+    got = simulated(functools.partial(all_gather_matmul, **how), (2, 2), x, w)
     assert got.dtype == jnp.bfloat16
-    want = gathered(x, w)
-    np.testing.assert_allclose(got.astype(np.float64), want, atol=2**-8 * np.abs(want).max())
+    near(got, gathered(x, w), 2**-8)
     x = draw(4, 64, K, dtype=jnp.bfloat16)
     for wire in (None, jnp.bfloat16):
-        got = simulated(
-            lambda x, w, a, wire=wire: matmul_reduce_scatter(x, w, a, implementation="pallas", comm_dtype=wire),
-            x,
-            w,
-            (2, 2),
-        )
-        want = scattered(x, w)
-        np.testing.assert_allclose(
-            got.astype(np.float64), want, atol=(1 if wire is None else 4) * 2**-8 * np.abs(want).max()
-        )
+        got = simulated(functools.partial(matmul_reduce_scatter, comm_dtype=wire, **how), (2, 2), x, w)
+        near(got, scattered(x, w), (1 if wire is None else 4) * 2**-8)
 
 
 def test_blocks_of_a_matmul(monkeypatch):
@@ -98,7 +61,7 @@ def test_blocks_of_a_matmul(monkeypatch):
     monkeypatch.setattr(tpu, "BLOCK", (128, 128, 128))
     monkeypatch.setattr(tpu, "pick_tile", lambda *args: tpu.Tile(200, 384))
     x, w = draw(2, 200, 384), draw(2, 384, 384, seed=1)
-    got = simulated(lambda x, w, a: all_gather_matmul(x, w, a, implementation="pallas", precision="highest"), x, w)
+    got = simulated(lambda x, w: all_gather_matmul(x, w, "a", implementation="pallas", precision="highest"), (2,), x, w)
     np.testing.assert_allclose(got, gathered(x, w), atol=3e-4)
 
 
@@ -109,45 +72,30 @@ def test_gradients(function):
     x, w = draw(4, 8 if function is all_gather_matmul else 32, K), draw(4, K, K, seed=1)
 
     def gradient(implementation):
-        def call(x, w, axis):
-            def loss(x, w):
-                return (function(x, w, axis, implementation=implementation, precision="highest") ** 2).sum()
+        def loss(x, w):
+            return (function(x, w, "a", implementation=implementation, precision="highest") ** 2).sum()
 
-            return jax.grad(loss, (0, 1))(x, w)
+        return jax.grad(loss, (0, 1))
 
-        return call
-
-    mesh = Mesh(np.array(jax.devices()[:4]), ("a",))
-    mapped = jax.shard_map(
-        lambda x, w: gradient("pallas_tpu")(x, w, "a"), mesh=mesh, in_specs=P(), out_specs=P("a"), check_vma=False
-    )
-    text = str(jax.make_jaxpr(mapped)(x[0], w[0]))
+    specs = {"mesh": mesh_of(4), "in_specs": P(), "out_specs": P("a"), "check_vma": False}
+    text = str(jax.make_jaxpr(jax.shard_map(gradient("pallas_tpu"), **specs))(x[0], w[0]))
     assert text.count("name=meshpar_all_gather_matmul\n") == text.count("name=meshpar_matmul_reduce_scatter\n") == 1
-    for got, want in zip(simulated(gradient("pallas"), x, w), simulated(gradient("ring"), x, w), strict=True):
-        np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
+    for found in zip(*(simulated(gradient(name), (4,), x, w) for name in ("pallas", "ring")), strict=True):
+        near(*found, 1e-5)
 
 
 def test_what_the_kernels_refuse():
-    mesh = Mesh(np.array(jax.devices()[:4]), ("a",))
+    def refuses(words, function, x, implementation="pallas_tpu", dtype=jnp.float32, **options):
+        call = functools.partial(function, axis_name="a", implementation=implementation, **options)
+        mapped = jax.shard_map(call, mesh=mesh_of(4), in_specs=P(), out_specs=P("a"))
+        with pytest.raises(NotImplementedError, match=words):
+            jax.eval_shape(mapped, jax.ShapeDtypeStruct(x, dtype), jax.ShapeDtypeStruct((x[1], 128), dtype))
 
-    def refused(function, x, w, implementation="pallas_tpu", **options):
-        call = jax.shard_map(
-            lambda x, w: function(x, w, "a", implementation=implementation, **options),
-            mesh=mesh,
-            in_specs=P(),
-            out_specs=P("a"),
-        )
-        jax.eval_shape(call, jax.ShapeDtypeStruct(*x), jax.ShapeDtypeStruct(*w))
-
-    f32 = jnp.float32
-    with pytest.raises(NotImplementedError, match=r"K=100 and the 128 resulting columns(.|\n)*These can: ring"):
-        refused(all_gather_matmul, ((8, 100), f32), ((100, 128), f32), implementation="pallas")
-    with pytest.raises(NotImplementedError, match="the operands are float16 and float16"):
-        refused(all_gather_matmul, ((16, 128), jnp.float16), ((128, 128), jnp.float16))
-    with pytest.raises(NotImplementedError, match="no tile of a block of 12 rows, K=128 and 128 columns fits 48 MiB"):
-        refused(matmul_reduce_scatter, ((48, 128), f32), ((128, 128), f32))
-    with pytest.raises(NotImplementedError, match="comm_dtype is float16"):
-        refused(matmul_reduce_scatter, ((32, 128), f32), ((128, 128), f32), comm_dtype=jnp.float16)
+    gather, scatter = all_gather_matmul, matmul_reduce_scatter
+    refuses(r"K=100 and the 128 resulting columns(.|\n)*These can: ring", gather, (8, 100), implementation="pallas")
+    refuses("the operands are float16 and float16", gather, (16, 128), dtype=jnp.float16)
+    refuses("no tile of a block of 12 rows, K=128 and 128 columns fits 48 MiB", scatter, (48, 128))
+    refuses("comm_dtype is float16", scatter, (32, 128), comm_dtype=jnp.float16)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

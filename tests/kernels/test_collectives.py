@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
+from kernel_cases import mesh_of as plain_mesh
+from kernel_cases import on_devices
 
 from meshpar_kernels.collectives import all_gather, all_reduce, all_reduce_small, reduce_scatter
 from meshpar_kernels.collectives.api import ALGORITHMS
@@ -28,87 +30,50 @@ def mesh_of(name):
     return Mesh(devices, names), axes
 
 
-def options_of(algorithm, axes):
-    return {"outer": axes[:1]} if algorithm == "hierarchical" else {}
-
-
-def every_device(function, mesh, axes, blocks, check_vma=True):
-    """`function` of blocks[group rank] on every device of the group: results by group rank, in idle axes the first."""
-    spec = P(axes if len(axes) > 1 else axes[0])
-    mapped = jax.shard_map(
-        lambda x: function(x[0])[None], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma
-    )
-    return np.asarray(jax.jit(mapped)(jnp.asarray(blocks)))
-
-
 def draw(mesh, axes, *shape, dtype=np.float32):
     group = int(np.prod([mesh.shape[a] for a in axes]))
     return np.random.default_rng(0).integers(-8, 8, (group, *shape)).astype(dtype)
 
 
 HERE = [a for a in ALGORITHMS if a != "pallas"]  # that one is tried in the interpreter
-CASES = [(a, "8") for a in HERE] + [(a, "2x4") for a in HERE] + [
-    ("ring", m) for m in list(MESHES)[2:]
-] + [("hierarchical", "2x2x2"), ("staged", "4x2, major last")]  # fmt: skip
+CASES = [
+    *((a, m, {}) for a in HERE for m in ("8", "2x4")),
+    *(("ring", m, {}) for m in list(MESHES)[2:]),
+    ("hierarchical", "2x2x2", {}),
+    ("staged", "4x2, major last", {}),
+    ("ring", "2x4", {"rings": (True, False)}),  # an axis that does not wrap around
+    ("native", "2x4", {"axis": 1}),
+    ("ring", "2x4", {"axis": 1}),
+    *(("ring", "2x4", {"shape": shape}) for shape in [(17, 3), (17, 2, 3), (16,), (1, 1)]),
+]
+"""Algorithm, mesh, options. Blocks of 5 rows, or of 17, 16 and 1, which no number of colours divides, of one to three dims."""
 
 
-@pytest.mark.parametrize(("algorithm", "name"), CASES)
-def test_values(algorithm, name):
-    """Integers, so that sums are exact; blocks of 5 rows, which no number of colours divides."""
+@pytest.mark.parametrize(("algorithm", "name", "how"), CASES)
+def test_values(algorithm, name, how):
+    """Integers, so that sums are exact."""
     mesh, axes = mesh_of(name)
-    options = {"implementation": algorithm, **options_of(algorithm, axes)}
-    x = draw(mesh, axes, 5, 3)
-    group = len(x)
+    shape, axis = how.get("shape", (5, 3)), how.get("axis", 0)
+    options = {"implementation": algorithm, "outer": axes[:1] if algorithm == "hierarchical" else ()}
+    options |= {name: how[name] for name in how if name != "shape"}
     # a result that is the same on all devices is made to vary over the idle axis too
-    gathered = every_device(lambda v: all_gather(v, axes, **options), mesh, axes, x, "idle" not in mesh.shape)
-    np.testing.assert_array_equal(gathered, np.broadcast_to(x.reshape(1, -1, 3), gathered.shape))
-    y = draw(mesh, axes, 5 * group, 3)
-    scattered = every_device(lambda v: reduce_scatter(v, axes, **options), mesh, axes, y, "idle" not in mesh.shape)
-    np.testing.assert_array_equal(scattered, y.sum(0).reshape(group, 5, 3))
-    summed = every_device(lambda v: all_reduce(v, axes, **options), mesh, axes, x, check_vma=False)
+    check_vma = "idle" not in mesh.shape
+    x = draw(mesh, axes, *shape)
+    y = draw(mesh, axes, *(n * len(x) if d == axis else n for d, n in enumerate(shape)))
+    both = lambda v, w: (all_gather(v, axes, **options), reduce_scatter(w, axes, **options))  # noqa: E731
+    gathered, scattered = on_devices(both, mesh, x, y, order=axes, check_vma=check_vma)
+    np.testing.assert_array_equal(gathered, np.broadcast_to(np.concatenate(list(x), axis), gathered.shape))
+    np.testing.assert_array_equal(scattered, np.stack(np.split(y.sum(0), len(x), axis)))
+    options.pop("axis", None)
+    summed = on_devices(lambda v: all_reduce(v, axes, **options), mesh, x, order=axes, check_vma=False)
     np.testing.assert_array_equal(summed, np.broadcast_to(x.sum(0), summed.shape))
 
 
-@pytest.mark.parametrize("algorithm", ["native", "ring"])
-def test_another_dimension(algorithm):
-    mesh, axes = mesh_of("2x4")
-    x = draw(mesh, axes, 2, 6, 3)
-    got = every_device(lambda v: all_gather(v, axes, axis=1, implementation=algorithm), mesh, axes, x)
-    np.testing.assert_array_equal(got[0], np.concatenate(list(x), axis=1))
-    y = draw(mesh, axes, 2, 3, 16)
-    got = every_device(lambda v: reduce_scatter(v, axes, axis=-1, implementation=algorithm), mesh, axes, y)
-    np.testing.assert_array_equal(got, np.stack(np.split(y.sum(0), 8, axis=-1)))
-
-
-@pytest.mark.parametrize("shape", [(17, 3), (17, 2, 3), (16,), (1, 1)])
-def test_blocks_that_colours_do_not_divide(shape):
-    """Padded rows, three dimensions, one, and blocks smaller than the number of colours."""
-    mesh, axes = mesh_of("2x4")
-    x, y = draw(mesh, axes, *shape), draw(mesh, axes, 8 * shape[0], *shape[1:])
-    got = every_device(lambda v: all_gather(v, axes, implementation="ring"), mesh, axes, x)
-    np.testing.assert_array_equal(got, np.broadcast_to(x.reshape(1, -1, *shape[1:]), got.shape))
-    got = every_device(lambda v: reduce_scatter(v, axes, implementation="ring"), mesh, axes, y)
-    np.testing.assert_array_equal(got, y.sum(0).reshape(8, *shape))
-
-
-def test_lines():
-    """Axes that do not wrap around: nothing is sent from an end to the other."""
-    mesh, axes = mesh_of("2x4")
-    options: dict = {"implementation": "ring", "rings": (True, False)}
-    x = draw(mesh, axes, 4, 3)
-    got = every_device(lambda v: all_gather(v, axes, **options), mesh, axes, x)
-    np.testing.assert_array_equal(got, np.broadcast_to(x.reshape(1, -1, 3), got.shape))
-    y = draw(mesh, axes, 32, 3)
-    got = every_device(lambda v: reduce_scatter(v, axes, **options), mesh, axes, y)
-    np.testing.assert_array_equal(got, y.sum(0).reshape(8, 4, 3))
-
-
-@pytest.mark.parametrize("algorithm", ["ring"])
-def test_sums_are_the_same_on_all_devices(algorithm):
+def test_sums_are_the_same_on_all_devices():
     """Bit for bit, where the order of a sum matters."""
     mesh, axes = mesh_of("2x4")
     x = np.random.default_rng(1).normal(size=(8, 1000)).astype(np.float32)
-    got = every_device(lambda v: all_reduce(v, axes, implementation=algorithm), mesh, axes, x)
+    got = on_devices(lambda v: all_reduce(v, axes, implementation="ring"), mesh, x, order=axes)
     np.testing.assert_array_equal(got, np.broadcast_to(got[:1], got.shape))
     np.testing.assert_allclose(got[0], x.astype(np.float64).sum(0), atol=1e-5)
 
@@ -117,7 +82,7 @@ def test_sums_are_the_same_on_all_devices(algorithm):
 def test_gradients(algorithm):
     """Each is linear: <dL/dy, f(x)> over all devices is <gradient, x>."""
     mesh, axes = mesh_of("2x4")
-    options = {"implementation": algorithm, **options_of(algorithm, axes)}
+    options = {"implementation": algorithm, "outer": axes[:1] if algorithm == "hierarchical" else ()}
     x, y, z = draw(mesh, axes, 2, 3), draw(mesh, axes, 16, 3), draw(mesh, axes, 2, 3)
     functions = {
         "gather": (lambda v: all_gather(v, axes, **options), x, y),
@@ -125,14 +90,9 @@ def test_gradients(algorithm):
         "reduce": (lambda v: all_reduce(v, axes, **options), x, z),
     }
     for name, (function, operand, cotangent) in functions.items():
-        spec = P(axes)
-        value = every_device(function, mesh, axes, operand, check_vma=False)
-
-        def pull(v, c, function=function):
-            return jax.vjp(function, v[0])[1](c[0])[0][None]
-
-        mapped = jax.shard_map(pull, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)
-        gradient = np.asarray(jax.jit(mapped)(operand, cotangent))
+        value = on_devices(function, mesh, operand, order=axes, check_vma=False)
+        pull = lambda v, c, function=function: jax.vjp(function, v)[1](c)[0]  # noqa: E731
+        gradient = on_devices(pull, mesh, operand, cotangent, order=axes, check_vma=False)
         assert gradient.shape == operand.shape
         assert (value * cotangent).sum() == (gradient * operand).sum(), name
 
@@ -142,7 +102,7 @@ def test_bad_input():
     x = draw(mesh, axes, 12, 3)
 
     def run(function):
-        every_device(function, mesh, axes, x)
+        on_devices(function, mesh, x, order=axes)
 
     with pytest.raises(ValueError, match="no implementation 'rings'; there are 'native', 'staged'"):
         run(lambda v: all_gather(v, axes, implementation="rings"))
@@ -169,7 +129,6 @@ def test_bad_input():
 )
 def test_an_all_reduce_replaces_psum_whatever_shard_map_checks(implementation, check_vma):
     """The sum, its gradient, and the gradient of that, with `out_specs=P()`."""
-    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 5)), jnp.float32)
 
     def summed(v):
@@ -179,11 +138,8 @@ def test_an_all_reduce_replaces_psum_whatever_shard_map_checks(implementation, c
         return all_reduce(v, ("a", "b"), implementation=implementation, outer=outer)
 
     def loss(x, function):
-        shards = jax.sharding.PartitionSpec(("a", "b"))
-        mapped = jax.shard_map(
-            function, mesh=mesh, in_specs=shards, out_specs=jax.sharding.PartitionSpec(), check_vma=check_vma
-        )
-        return (mapped(x) ** 3).sum()
+        specs = {"mesh": plain_mesh(4, 2), "in_specs": P(("a", "b")), "out_specs": P(), "check_vma": check_vma}
+        return (jax.shard_map(function, **specs)(x) ** 3).sum()
 
     def gradients(function):
         first = jax.grad(loss)

@@ -48,7 +48,7 @@ def pipelined(monkeypatch, function, *args, **options):
     return copied, estimate
 
 
-@pytest.mark.parametrize(("sizes", "transposed", "blocks"), covering.pairs(LOADS[2:], [False, True], [0, 2]), ids=str)
+@pytest.mark.parametrize(("sizes", "transposed", "blocks"), covering.pairs(LOADS, [False, True], [0, 2]), ids=str)
 def test_the_tpu_kernel_brings_weights_once_and_rows_once_for_each_stretch(sizes, transposed, blocks, monkeypatch):
     lhs = jnp.zeros((ROWS, K), jnp.bfloat16)
     shape = (G, N, K) if transposed else (G, K, N)
@@ -57,9 +57,7 @@ def test_the_tpu_kernel_brings_weights_once_and_rows_once_for_each_stretch(sizes
     options = {"rhs_scale": scale, "transpose_rhs": transposed, "out_dtype": jnp.dtype(jnp.float32)}
     problem = MatmulProblem(lhs, (rhs,), jnp.asarray(sizes), **options)
     copied, estimate = pipelined(monkeypatch, tpu.grouped_matmul, problem, tile=tpu.Tile(128, K, 128))
-    absent = sizes.count(0) * (
-        K * N * rhs.dtype.itemsize + blocks * N * 4
-    )  # weights of empty groups stay where they are
+    absent = sizes.count(0) * (K * N * rhs.dtype.itemsize + blocks * N * 4)  # weights of empty groups are not copied
     assert sum(copied) == estimate.bytes_accessed - absent
     assert copied[0] == lhs.nbytes * N // 128
     assert copied[-1] == ROWS * N * 4
@@ -79,12 +77,8 @@ def test_the_tpu_transpose_writes_each_sum_once(sizes, monkeypatch):
 def steps(sizes, tile):
     """First rows of the steps of the GPU transpose: where a copy may begin, and every `tile` rows."""
     ends = np.cumsum(sizes)
-    return [
-        first
-        for end, size in zip(ends, sizes, strict=True)
-        if size
-        for first in range((end - size) // 8 * 8, end, tile)
-    ]
+    spans = ((end - size, end) for end, size in zip(ends, sizes, strict=True) if size)
+    return [first for begin, end in spans for first in range(begin // 8 * 8, end, tile)]
 
 
 @pytest.mark.parametrize("module", gpu_runs.GROUPED.values(), ids=gpu_runs.GROUPED)

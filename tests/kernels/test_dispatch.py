@@ -8,6 +8,7 @@ import kernel_oracle as oracle
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from kernel_cases import by_experts, expert_layer, mesh_of
 
 from meshpar_kernels import RoutePlan, expert_combine, expert_dispatch, grouped_matmul, ragged_all_to_all, route
 
@@ -26,9 +27,8 @@ def even():
 
 def uneven():
     skewed = np.minimum(R.geometric(0.35, (A * T, 4 * K)) - 1, E)  # E: no choice
-    return np.stack(
-        [np.pad(np.unique(row)[:K], (0, max(0, K - len(np.unique(row)))), constant_values=E) for row in skewed]
-    )
+    chosen = [np.unique(row)[:K] for row in skewed]
+    return np.stack([np.pad(row, (0, K - len(row)), constant_values=E) for row in chosen])
 
 
 LOADS = {
@@ -40,34 +40,15 @@ LOADS = {
 }
 
 
-def mesh():
-    return jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-
-
 def on_devices(f):
-    return jax.jit(jax.shard_map(f, mesh=mesh(), in_specs=(SPLIT,) * 4, out_specs=SPLIT, check_vma=False))
+    return jax.jit(jax.shard_map(f, mesh=mesh_of(4, 2), in_specs=(SPLIT,) * 4, out_specs=SPLIT, check_vma=False))
 
 
 def expected(expert, x=X, weight=WEIGHT, matrices=MATRICES):
-    """In float64: Σ_j weight · x · W[expert]."""
-    y = np.zeros((A * T, H))
-    for t, j in np.argwhere((expert >= 0) & (expert < E)):
-        y[t] += float(weight[t, j]) * (x[t].astype(float) @ matrices[expert[t, j]].astype(float))
-    return y
+    return by_experts(x, expert, weight, matrices)
 
 
-def layer(x, expert, weight, matrices, *, strategy, carried, rows=None, rounds=1):
-    total, left, most = 0.0, [], jnp.zeros(1, jnp.int32)
-    for r in range(rounds):
-        buffer, d = expert_dispatch(
-            x, expert, experts=E, weight=weight if carried else None, axis_name=("a", "b"), rows=rows,
-            first=r * (rows or 0), strategy=strategy,
-        )  # fmt: skip
-        y = grouped_matmul(buffer, matrices, d.group_sizes, row_scale=d.row_scale, implementation="xla")
-        total = total + expert_combine(y, d, weight=None if carried else weight)
-        left.append(d.dropped)
-        most = d.most[None]
-    return total, jnp.stack(left)[None], most
+layer = functools.partial(expert_layer, experts=E)
 
 
 @functools.cache
@@ -94,9 +75,8 @@ def test_there_and_back(load, strategy, carried):
 def test_what_does_not_fit_is_counted_and_comes_in_another_round(strategy):
     expert = LOADS["single"].astype(np.int32)
     rows = 2 if strategy == "a2a" else 16  # 6 rows of each of 8 devices for one: three rounds
-    y, left, most = on_devices(functools.partial(layer, strategy=strategy, carried=True, rows=rows, rounds=3))(
-        X, expert, WEIGHT, MATRICES
-    )
+    how = {"strategy": strategy, "carried": True, "rows": rows}
+    y, left, most = on_devices(functools.partial(layer, rounds=3, **how))(X, expert, WEIGHT, MATRICES)
     np.testing.assert_allclose(y, expected(expert), rtol=1e-5, atol=1e-5)
     left = np.asarray(left)
     if strategy == "a2a":
@@ -104,14 +84,10 @@ def test_what_does_not_fit_is_counted_and_comes_in_another_round(strategy):
     else:  # expert 3 is on device 1
         np.testing.assert_array_equal(left, [[32, 16, 0] if i == 1 else [0, 0, 0] for i in range(A)])
     assert int(np.asarray(most).max()) == (6 if strategy == "a2a" else 48)
-    y, left, _ = on_devices(functools.partial(layer, strategy=strategy, carried=True, rows=rows))(
-        X, expert, WEIGHT, MATRICES
-    )
-    local_expert = (abs(np.asarray(y)) > 0).any(-1)
-    assert (
-        local_expert.sum() == 16
-    )  # the first of each device, or of all: the rest was dropped, and nothing written past
-    np.testing.assert_allclose(np.asarray(y)[local_expert], expected(expert)[local_expert], rtol=1e-5, atol=1e-5)
+    y, left, _ = on_devices(functools.partial(layer, **how))(X, expert, WEIGHT, MATRICES)
+    kept = (abs(np.asarray(y)) > 0).any(-1)
+    assert kept.sum() == 16  # the first of each device, or of all: the rest was dropped, and nothing written past
+    np.testing.assert_allclose(np.asarray(y)[kept], expected(expert)[kept], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("strategy", ["a2a", "ring"])
@@ -141,9 +117,10 @@ def test_one_device_sends_nothing():
         buffer, d = expert_dispatch(x, expert, experts=E, weight=weight)
         return expert_combine(grouped_matmul(buffer, matrices, d.group_sizes, row_scale=d.row_scale), d)
 
-    args = X, expert, WEIGHT, MATRICES
-    np.testing.assert_allclose(jax.jit(alone)(*args), expected(expert), rtol=1e-5, atol=1e-5)
-    assert "all_to_all" not in str(jax.make_jaxpr(alone)(*args))
+    run = jax.jit(alone).trace(X, expert, WEIGHT, MATRICES)
+    assert "all_to_all" not in str(run.jaxpr)
+    got = run.lower().compile()(X, expert, WEIGHT, MATRICES)
+    np.testing.assert_allclose(got, expected(expert), rtol=1e-5, atol=1e-5)
 
 
 def test_many_places_a_token():
@@ -191,13 +168,10 @@ def test_a_plan_whose_rows_the_matmul_gathers(strategy):
     results = []
     for copy in (False, True):
         one = functools.partial(step, copy=copy)
-        on = jax.shard_map(one, mesh=mesh(), in_specs=split, out_specs=(split, SPLIT), check_vma=False)
+        on = jax.shard_map(one, mesh=mesh_of(4, 2), in_specs=split, out_specs=(split, SPLIT), check_vma=False)
         results.append(jax.jit(on)(X, logits, hidden))
     np.testing.assert_allclose(results[0][1], want, rtol=1e-5, atol=1e-5)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), *results)
-
-
-# -- the ragged all-to-all
 
 
 # -- bad input

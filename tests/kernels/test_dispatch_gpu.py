@@ -1,19 +1,11 @@
 """The ragged exchange on GPUs: what it refuses, and what the CUDA compiler makes of it. Its values and its protocol are in
-`test_gpu_protocols` and `test_gpu_copies`."""
-
-import importlib.util
+`test_protocols` and `test_gpu_copies`."""
 
 import jax.numpy as jnp
 import pytest
-from test_gpu_aot import gpu, needs_cuda, run_program
+from test_gpu_aot import needs_cuda, run_program
 
 from meshpar_kernels.dispatch.gpu import unsupported
-
-__all__ = ["gpu"]
-
-needs_mosaic_gpu = pytest.mark.skipif(
-    importlib.util.find_spec("absl") is None, reason="jax.experimental.pallas.mosaic_gpu needs absl-py"
-)
 
 PROGRAM = """
 import sys
@@ -69,15 +61,15 @@ print("RESULT", compiled.as_text().count("mosaic_gpu"))
     "what", ["rows", *(pytest.param(w, marks=pytest.mark.slow) for w in ("experts", "blocks", "shift", "switch"))]
 )
 @pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
-def test_it_compiles_for_8_gpus_and_spills_nothing(gpu, target, what):
+def test_it_compiles_for_8_gpus_and_spills_nothing(target, what):
     """DeepSeek-V3's rows to 8 devices; over two mesh axes: experts' rows there and back, and the dense exchanges."""
-    printed, facts = run_program(gpu, PROGRAM, target, what)
+    printed, facts = run_program(PROGRAM, target, what)
     assert int(printed) >= 1
     assert facts["spills"] == 0
 
 
-@needs_mosaic_gpu
 def test_what_it_refuses():
+    pytest.importorskip("absl", reason="jax.experimental.pallas.mosaic_gpu needs absl-py")
     assert unsupported(jnp.bfloat16, 7168, 8) == ()
     assert [*unsupported(jnp.dtype(jnp.int8), 100, 16)] == [
         "the rows are int8; the kernel takes float32, bfloat16, float16 and int32",

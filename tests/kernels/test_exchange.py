@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
+from kernel_cases import mesh_of, on_devices
 
 from meshpar_kernels import _compat, all_to_all, collective_permute, ragged_all_to_all
 from meshpar_kernels.exchange import gpu
@@ -14,22 +14,18 @@ RNG = np.random.default_rng(3)
 PAIRS = [(0, 3), (3, 1), (5, 5), (7, 0)]
 
 
-def mesh_of(*sizes):
-    names = tuple("abc"[: len(sizes)])
-    return jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
-
-
-def on_devices(function, mesh, x, order=None):
-    """`function` of x[rank] on every device; ranks are row-major in `order`."""
-    spec = P(order or mesh.axis_names)
-    mapped = jax.shard_map(lambda v: function(v[0])[None], mesh=mesh, in_specs=spec, out_specs=spec)
-    return np.asarray(jax.jit(mapped)(jnp.asarray(x)))
-
-
 def exchanged(x, split, concat):
     """`all_to_all` of x [devices, …] in NumPy."""
     blocks = [np.array_split(v, len(x), split) for v in x]
     return np.stack([np.concatenate([b[r] for b in blocks], concat) for r in range(len(x))])
+
+
+def permuted(x, pairs):
+    """`collective_permute` of x [devices, …] in NumPy."""
+    out = np.zeros_like(x)
+    for s, t in pairs:
+        out[t] = x[s]
+    return out
 
 
 @pytest.mark.parametrize(
@@ -38,41 +34,31 @@ def exchanged(x, split, concat):
 )
 def test_all_to_all_sends_block_i_to_device_i(split, concat, order):
     x = RNG.normal(size=(8, 16, 8, 24)).astype(np.float32)
-    got = on_devices(lambda v: all_to_all(v, order, split_axis=split, concat_axis=concat), mesh_of(4, 2), x, order)
+    got = on_devices(
+        lambda v: all_to_all(v, order, split_axis=split, concat_axis=concat), mesh_of(4, 2), x, order=order
+    )
     np.testing.assert_array_equal(got, exchanged(x, split, concat))
 
 
 @pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
 def test_collective_permute_sends_to_targets_and_gives_zeros_elsewhere(order):
     x = RNG.normal(size=(8, 3, 5)).astype(np.float32)
-    want = np.zeros_like(x)
-    for s, t in PAIRS:
-        want[t] = x[s]
-    got = on_devices(lambda v: collective_permute(v, order, PAIRS), mesh_of(4, 2), x, order)
-    np.testing.assert_array_equal(got, want)
+    got = on_devices(lambda v: collective_permute(v, order, PAIRS), mesh_of(4, 2), x, order=order)
+    np.testing.assert_array_equal(got, permuted(x, PAIRS))
 
 
 def test_gradients_are_the_reverse_exchanges():
     x, c = RNG.normal(size=(2, 8, 16, 3)).astype(np.float32)
-    mesh, spec = mesh_of(8), P("a")
 
     def pull(function):
-        def one(v, c):
-            return jax.vjp(function, v[0])[1](c[0])[0][None]
-
-        return np.asarray(jax.jit(jax.shard_map(one, mesh=mesh, in_specs=(spec, spec), out_specs=spec))(x, c))
+        return on_devices(lambda v, c: jax.vjp(function, v)[1](c)[0], mesh_of(8), x, c)
 
     def swapped(v):
         return all_to_all(v.reshape(8, 2, 3), "a", split_axis=0, concat_axis=1).reshape(16, 3)
 
-    def blocks(of):  # [device, block, 2, 3] → [device, 1, 16, 3] by concatenation along the second dim
-        return of.reshape(8, 16, 3)
-
-    cotangent = blocks(np.moveaxis(c.reshape(8, 8, 2, 3), 0, 1))  # of the receiver's block, at its sender
-    np.testing.assert_array_equal(pull(swapped), cotangent)
-    want = np.zeros_like(c)
-    for s, t in PAIRS:
-        want[s] = c[t]
+    cotangent = np.moveaxis(c.reshape(8, 8, 2, 3), 0, 1)  # of the receiver's block, at its sender
+    np.testing.assert_array_equal(pull(swapped), cotangent.reshape(8, 16, 3))
+    want = permuted(c, [(t, s) for s, t in PAIRS])
     np.testing.assert_array_equal(pull(lambda v: collective_permute(v, "a", PAIRS)), want)
 
 
@@ -128,13 +114,10 @@ def test_runs_of_the_gpu_kernel(monkeypatch):
     monkeypatch.setattr(gpu.gpu, "send", send)
     x = RNG.integers(-99, 99, (8, 16, 5)).astype(np.int8)
     mesh, order = mesh_of(4, 2), ("b", "a")
-    got = on_devices(lambda v: gpu.all_to_all(v.reshape(8, 2, 5), order, (2, 4)).reshape(16, 5), mesh, x, order)
+    got = on_devices(lambda v: gpu.all_to_all(v.reshape(8, 2, 5), order, (2, 4)).reshape(16, 5), mesh, x, order=order)
     np.testing.assert_array_equal(got, exchanged(x, 0, 0))
-    got = on_devices(lambda v: gpu.collective_permute(v, order, (2, 4), PAIRS), mesh, x, order)
-    want = np.zeros_like(x)
-    for s, t in PAIRS:
-        want[t] = x[s]
-    np.testing.assert_array_equal(got, want)
+    got = on_devices(lambda v: gpu.collective_permute(v, order, (2, 4), PAIRS), mesh, x, order=order)
+    np.testing.assert_array_equal(got, permuted(x, PAIRS))
 
 
 @pytest.mark.parametrize(

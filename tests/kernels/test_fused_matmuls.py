@@ -5,13 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interpreters import race_detection
-from jax.sharding import Mesh, PartitionSpec
+from kernel_cases import simulated
 
 from meshpar_kernels.collective_matmul import Dot, tpu
 from meshpar_kernels.collective_matmul.fused import FusedGather, FusedScatter
 
-P = PartitionSpec
 ROWS_COLUMNS = (((2,), (0,)), ((), ()))  # [b, s, K] · [K, …]
 ROWS_ROWS = (((2,), (1,)), ((), ()))  # [b, s, K] · [n, K]
 HIGHEST = "highest"
@@ -19,17 +17,6 @@ HIGHEST = "highest"
 
 def draw(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
-def simulated(function, *xs, mode="on_wait"):
-    """`function` of what each device has, stacked; in the interpreter, which raises if it races."""
-    mesh = Mesh(np.array(jax.devices()[: len(xs[0])]), ("a",))
-    mapped = jax.shard_map(
-        lambda *xs: jax.tree.map(lambda y: y[None], function(*(x[0] for x in xs))),
-        mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=False,
-    )  # fmt: skip
-    with race_detection(dma_execution_mode=mode):
-        return jax.tree.map(np.asarray, jax.block_until_ready(jax.jit(mapped)(*xs)))
 
 
 def gathered(x):
@@ -44,7 +31,7 @@ def test_matmuls_that_share_a_gather_and_the_gathered_operand(monkeypatch):
     dots = [Dot(ROWS_COLUMNS, 0, HIGHEST), Dot(ROWS_COLUMNS, 0, HIGHEST)]
     fused = FusedGather.of(x[0], [w[0], v[0]], dots, 1, 4, keep=True)
     assert isinstance(fused, (FusedGather, FusedScatter))
-    first, second, kept = simulated(lambda x, w, v: fused(x, [w, v], "a"), x, w, v)
+    first, second, kept = simulated(lambda x, w, v: fused(x, [w, v], "a"), (4,), x, w, v)
     np.testing.assert_allclose(kept, np.broadcast_to(gathered(x), kept.shape))
     np.testing.assert_allclose(first, np.einsum("bsk,akn->absn", gathered(x), w.astype(np.float64)), atol=1e-4)
     np.testing.assert_allclose(second, np.einsum("bsk,aknh->absnh", gathered(x), v.astype(np.float64)), atol=1e-4)
@@ -58,7 +45,7 @@ def test_what_is_gathered_may_stand_right_and_weights_may_be_transposed():
     x, w = draw(2, 8, 128), draw(2, 128, 128, seed=1)
     dot = Dot((((1,), (1,)), ((), ())), 1, HIGHEST)
     fused = FusedGather.of(x[0], [w[0]], [dot], 0, 2)
-    (got,) = simulated(lambda x, w: fused(x, [w], "a"), x, w)
+    (got,) = simulated(lambda x, w: fused(x, [w], "a"), (2,), x, w)
     rows = x.reshape(16, 128).astype(np.float64)
     np.testing.assert_allclose(got, np.einsum("ank,sk->ans", w.astype(np.float64), rows), atol=1e-4)
     assert fused.copied == 2 * 4 * 16 * 128  # the result is turned
@@ -72,7 +59,7 @@ def test_a_sum_of_matmuls_is_scattered():
     pairs = [(x[0], w[0]) for x, w in zip(xs, ws, strict=True)]
     fused = FusedScatter.of(pairs, dots, [1, 1], 4, jnp.float32, jnp.float32)
     assert isinstance(fused, (FusedGather, FusedScatter))
-    got = simulated(lambda x, w, y, v: fused([(x, w), (y, v)], "a"), xs[0], ws[0], xs[1], ws[1], mode="eager")
+    got = simulated(lambda x, w, y, v: fused([(x, w), (y, v)], "a"), (4,), xs[0], ws[0], xs[1], ws[1], mode="eager")
     whole = sum(np.einsum("absk,ank->bsn", x.astype(np.float64), w) for x, w in zip(xs, ws, strict=True))
     want = np.moveaxis(whole.reshape(2, 4, 8, 128), 1, 0)
     np.testing.assert_allclose(got, want, atol=2e-4)
@@ -87,7 +74,7 @@ def test_gradients_equal_those_of_the_matmuls():
     def gradient(x, w):
         return jax.grad(lambda x, w: jnp.sum(fused(x, [w], "a")[0] ** 2) / 2, (0, 1))(x, w)
 
-    dx, dw = simulated(gradient, x, w)
+    dx, dw = simulated(gradient, (2,), x, w)
     rows, wide = x.reshape(16, 128).astype(np.float64), w.astype(np.float64)
     out = rows @ wide  # [A, 16, n]
     np.testing.assert_allclose(dw, rows.T @ out, atol=1e-2)
@@ -109,11 +96,8 @@ def test_what_the_kernels_do_not_take_is_said():
     assert gather(x, shape(4, 4096, 128), batched) == ("a matmul has batch dims",)
     mixed = FusedGather.of(x, [w, w], [Dot(ROWS_COLUMNS), Dot(ROWS_COLUMNS, 0, HIGHEST)], 1, 8)
     assert mixed == ("matmuls of several precisions",)
-    scatter = FusedScatter.of(
-        [(shape(4, 250, 1792), shape(1792, 4096))], [Dot(ROWS_COLUMNS)], [1], 8, "bfloat16", "float32"
+    scatter = lambda *pairs: FusedScatter.of(  # noqa: E731
+        pairs, [Dot(ROWS_COLUMNS)] * len(pairs), [1] * len(pairs), 8, "bfloat16", "float32"
     )
-    assert scatter == ("250 rows do not divide over 8 devices",)
-    uneven = FusedScatter.of(
-        [(x, w), (shape(4, 512, 4096), w)], [Dot(ROWS_COLUMNS)] * 2, [1, 1], 8, "bfloat16", "float32"
-    )
-    assert uneven == ("the matmuls of the sum have different shapes",)
+    assert scatter((shape(4, 250, 1792), shape(1792, 4096))) == ("250 rows do not divide over 8 devices",)
+    assert scatter((x, w), (shape(4, 512, 4096), w)) == ("the matmuls of the sum have different shapes",)

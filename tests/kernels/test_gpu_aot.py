@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import covering
+import gpu_compile as gpu
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -26,18 +27,7 @@ needs_cuda = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def gpu():
-    """`benchmarks/gpu_compile.py` as a module."""
-    spec = importlib.util.spec_from_file_location("gpu_benchmark", ROOT / "benchmarks" / "gpu_compile.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def run_program(gpu, program: str, target: str, *arguments: str) -> tuple[str, dict[str, int]]:
+def run_program(program: str, target: str, *arguments: str) -> tuple[str, dict[str, int]]:
     """What a program prints after "RESULT ", and what the assembler says; it gets the path of the target's description."""
     config = ROOT / "meshpar" / "_src" / "hardware" / "targets" / f"{gpu.TARGETS[target]}.txtpb"
     environment = gpu.compile_environment() | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
@@ -61,14 +51,10 @@ SHAPES = ("mixtral-8x7b-up", "mixtral-8x7b-down", "deepseek-v3-up", "deepseek-v3
         *(pytest.param(*case, marks=pytest.mark.slow) for case in covering.each(SHAPES, [*TARGETS, *TARGETS[::-1]])),
     ],
 )
-def test_grouped_matmul_spills_nothing_and_needs_no_memory(gpu, shape, target):
+def test_grouped_matmul_spills_nothing_and_needs_no_memory(shape, target):
     kernels = ["forward", "d lhs", "d rhs"] + (["swiglu"] if shape.endswith("-up") else [])
     for kernel in kernels:
-        facts = gpu.compile_facts(kernel, shape, target)
-        assert facts["temp"] < 1 << 20, facts
-        assert facts["spills"] == 0, facts
-        assert not facts.get("serialized"), facts
-        assert_all_blocks_run_at_once(facts, MULTIPROCESSORS[target])
+        assert_compiled_well(gpu.compile_facts(kernel, shape, target), 1 << 20, MULTIPROCESSORS[target])
 
 
 slow = pytest.mark.slow
@@ -88,12 +74,16 @@ slow = pytest.mark.slow
         ("d rhs", "cluster", "sm_100a"),
     ],
 )
-def test_the_forms_that_only_the_tuner_tries_compile_as_well(gpu, kernel, form, target):
+def test_the_forms_that_only_the_tuner_tries_compile_as_well(kernel, form, target):
     facts = gpu.compile_facts(kernel, "g64", target, form)
-    assert facts["temp"] < 1 << 20, facts
+    assert_compiled_well(facts, 1 << 20, MULTIPROCESSORS[target])
+
+
+def assert_compiled_well(facts, memory, multiprocessors):
+    assert facts["temp"] < memory, facts
     assert facts["spills"] == 0, facts
     assert not facts.get("serialized"), facts
-    assert_all_blocks_run_at_once(facts, MULTIPROCESSORS[target])
+    assert_all_blocks_run_at_once(facts, multiprocessors)
 
 
 def assert_all_blocks_run_at_once(facts, multiprocessors):
@@ -110,21 +100,19 @@ def assert_all_blocks_run_at_once(facts, multiprocessors):
     ("kernel", "shape"),
     [("ag-matmul", "llama3-8b-up"), pytest.param("matmul-rs", "llama3-8b-down", marks=pytest.mark.slow)],
 )
-def test_fused_matmuls_over_nvlink_do_not_spill_and_have_one_receive_buffer(gpu, kernel, shape, target):
+def test_fused_matmuls_over_nvlink_do_not_spill_and_have_one_receive_buffer(kernel, shape, target):
     """Compiled for 8 GPUs: beside operands and result, the rows or the sums of the seven others."""
     from meshpar_kernels.shapes import FUSED
 
     s = FUSED[shape]
-    facts = gpu.compile_facts(kernel, shape, target)
-    assert facts["temp"] < 7 * s.rows * (s.k if s.gathers else s.n) * 2 + (1 << 20), facts
-    assert facts["spills"] == 0, facts
-    assert not facts.get("serialized"), facts
-    assert_all_blocks_run_at_once(facts, MULTIPROCESSORS[target] - 32)  # which are left to NCCL
+    memory = 7 * s.rows * (s.k if s.gathers else s.n) * 2 + (1 << 20)
+    left = MULTIPROCESSORS[target] - 32  # which are left to NCCL
+    assert_compiled_well(gpu.compile_facts(kernel, shape, target), memory, left)
 
 
 @needs_cuda
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "deepseek-v3"])
-def test_routing_has_no_large_temporary(gpu, model):
+def test_routing_has_no_large_temporary(model):
     """`route` beyond its logits; the kernel of `permute` and `combine`, given its rows, none."""
     from meshpar_kernels.shapes import MODELS
 
@@ -154,15 +142,15 @@ print("RESULT", text.count('"__cudnn$fmhaSoftmax"'), text.count('"__cudnn$fmhaSo
 
 @needs_cuda
 @pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
-def test_attention_is_two_calls_of_cudnn_and_holds_no_scores(gpu, target):
+def test_attention_is_two_calls_of_cudnn_and_holds_no_scores(target):
     """A causal step of 8192 tokens with shared K/V heads; the calls' own plans are made where there is a GPU."""
-    printed, _ = run_program(gpu, CUDNN, target)
+    printed, _ = run_program(CUDNN, target)
     forward, backward, loops, temp = map(int, printed.split())
     assert (forward, backward, loops) == (1, 1, 0)
     assert temp < 4 * 8192 * 32 * 128 * 4  # the result and the gradients in float32, and no 8192 by 8192
 
 
-def test_what_the_assembler_says_is_read(gpu):
+def test_what_the_assembler_says_is_read():
     """Of our kernels only, and the most of each."""
     text = """
 ptxas info    : Compiling entry function 'meshpar_a' for 'sm_90a'
@@ -185,16 +173,14 @@ ptxas info    : Used 40 registers
     numbers = ", ".join(f"i32 {n}" for n in sizes)
     launch = f"@mosaic_gpu_launch_kernel(ptr %0, {numbers},"
     launched = {"grid": 132, "shared": 100 << 10, "resident": 2, "spare registers": 40 * 384 - 24 * 128 - 72 * 256}
-    for line in (
-        f"  call void {launch} ptr %1, ptr %2)\n",
-        f"  %9 = call i32 {launch} i32 0, ptr %1, ptr %2)\n",
-    ):  # from 0.11 on
+    second = f"  %9 = call i32 {launch} i32 0, ptr %1, ptr %2)\n"  # from 0.11 on
+    for line in (f"  call void {launch} ptr %1, ptr %2)\n", second):
         found = gpu.ptxas_facts(text + line)
         assert {name: found[name] for name in launched} == launched
     assert launched["spare registers"] < 0  # it would wait for ever
 
 
-def test_blocks_that_a_multiprocessor_holds(gpu):
+def test_blocks_that_a_multiprocessor_holds():
     """By what runs out first: registers, shared memory, threads, blocks (CUDA's occupancy calculator says the same)."""
     assert gpu.resident_blocks(168, 384, 0) == 1
     assert gpu.resident_blocks(65, 128, 0) == 7  # 72 registers each
@@ -205,7 +191,7 @@ def test_blocks_that_a_multiprocessor_holds(gpu):
     assert gpu.resident_blocks(16, 32, 0) == 32
 
 
-def test_a_process_that_dies_or_hangs_is_a_reason(gpu, tmp_path, monkeypatch):
+def test_a_process_that_dies_or_hangs_is_a_reason(tmp_path, monkeypatch):
     script = tmp_path / "dies.py"
     script.write_text("import sys, time\nprint('ROW {\"name\": \"a\"}', flush=True)\nif sys.argv[1] == 'hang':\n"
                       "    time.sleep(60)\nsys.exit('illegal memory access')\n")  # fmt: skip

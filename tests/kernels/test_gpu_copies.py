@@ -22,7 +22,6 @@ from meshpar_kernels.grouped_matmul.problem import MatmulProblem, TransposeProbl
 
 TILE = gpu_runs.TILE
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
-both = pytest.mark.parametrize("module", gpu_runs.GROUPED.values(), ids=gpu_runs.GROUPED)
 
 
 def test_a_window_that_begins_within_a_tile_loses_the_rest_of_every_tile():
@@ -45,7 +44,6 @@ LOADS = {
     "negative and too many": [9, -3, 300, 4],
     "random 0": np.random.default_rng(0).multinomial(250, [1 / 7] * 7).tolist(),
 }  # fmt: skip
-loads = pytest.mark.parametrize("sizes", LOADS.values(), ids=LOADS)
 loads_of_either = pytest.mark.parametrize(
     ("module", "sizes"), covering.each(gpu_runs.GROUPED.values(), LOADS.values()), ids=LOADS
 )
@@ -63,10 +61,10 @@ def test_the_transpose_sums_each_groups_rows_and_no_others(module, sizes):
         gpu_runs.transpose(module, sizes, order)
 
 
-@loads
-def test_two_blocks_of_a_cluster_compute_adjacent_tiles_of_shared_operands(sizes):
+@pytest.mark.parametrize("name", ["across tiles", "empty ones", "negative and too many"])
+def test_two_blocks_of_a_cluster_compute_adjacent_tiles_of_shared_operands(name):
     """Whatever the groups, both go through the same steps; of three tiles the last has its twin beyond the result."""
-    shared, alone = TILE._replace(cluster=2), TILE
+    sizes, shared, alone = LOADS[name], TILE._replace(cluster=2), TILE
     for order in SCHEDULES[::25]:
         found = gpu_runs.matmul(hopper, sizes, order, tile=shared, n=192, num_sms=4)
         gpu_runs.transpose(hopper, sizes, order, tile=shared, k=384, num_sms=4)
@@ -86,33 +84,23 @@ def test_two_blocks_of_a_cluster_multiply_together(name):
     gpu_runs.transpose(blackwell, sizes, SCHEDULES[-1], tile=tile, k=384)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"activation": "silu", "gated": True, "scaled": True, "rows": 264},
-        {"transpose_rhs": True, "group_offset": 1, "rows": 40, "k": 64, "scaled": True},
-    ],
-    ids=str,
-)
-def test_two_blocks_together_with_their_options(options):
-    gpu_runs.matmul(blackwell, [3, 70, 0, 21], tile=TILE._replace(n=128, cluster=2), **options)
-    gpu_runs.matmul(hopper, [3, 70, 0, 21], tile=TILE._replace(n=64, cluster=2), **options)
+OPTIONS = [
+    {"activation": "silu", "gated": True, "scaled": True, "rows": 264},
+    {"transpose_rhs": True, "group_offset": 1, "rows": 40, "k": 64, "scaled": True},
+    {"activation": "gelu", "gated": True, "transpose_rhs": True},
+    {"transpose_rhs": True, "group_offset": 1, "n": 192},
+    {"rows": 264, "k": 40, "n": 40},
+]
+FORMS = [(module, TILE) for module in gpu_runs.GROUPED.values()]
+CLUSTERS = [(blackwell, TILE._replace(n=128, cluster=2)), (hopper, TILE._replace(n=64, cluster=2))]
 
 
-@both
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"activation": "silu", "gated": True, "scaled": True},
-        {"activation": "gelu", "gated": True, "transpose_rhs": True},
-        {"transpose_rhs": True, "group_offset": 1, "n": 192},
-        {"rows": 40, "k": 64, "n": 64},
-        {"rows": 264, "k": 40, "n": 40},
-    ],
-    ids=str,
+    ("form", "options"), [*itertools.product(FORMS, OPTIONS), *itertools.product(CLUSTERS, OPTIONS[:2])]
 )
-def test_grouped_matmul_with_its_options(module, options):
-    gpu_runs.matmul(module, [3, 70, 0, 21], **options)
+def test_grouped_matmul_with_its_options(form, options):
+    module, tile = form
+    gpu_runs.matmul(module, [3, 70, 0, 21], tile=tile, **options)
 
 
 def test_where_copies_may_begin_is_what_the_model_is_about(monkeypatch):
@@ -193,7 +181,7 @@ def test_grouped_matmul_accepts_shapes_that_compile(odd, major, monkeypatch):
     monkeypatch.setattr(gpu._compat, "gpu_architecture", lambda: (major, 0))
     m, k, n, g = ({"m": 128, "k": 128, "n": 128, "g": 2} | odd).values()
     narrow = "n" in odd
-    for transposed, out in itertools.product((False, True) if narrow else (False,), (BF16, F32) if narrow else (BF16,)):
+    for transposed, out in [(False, BF16), (True, F32)][: 1 + narrow]:
         lhs, rhs, sizes = struct(m, k), struct(g, *((n, k) if transposed else (k, n))), struct(g, dtype=jnp.int32)
         problem = MatmulProblem(lhs, (rhs,), sizes, transpose_rhs=transposed, out_dtype=out)
         tile = gpu.make_tile(gpu.with_tile(Config(), gpu.padded_sizes(problem)), 2, problem.key)
@@ -252,14 +240,11 @@ def test_fused_matmuls_accept_shapes_that_compile(major, monkeypatch):
         for transposed in (False, True) if "n" in odd else (False,):
             x, w = struct(rows, k), struct(*((n, k) if transposed else (k, n)))
             order = fused.gather_order(rows, k, n, 4, 2)
-            gather = functools.partial(
-                fused.all_gather_matmul, axis_name="a", order=order, out_dtype=BF16, transposed=transposed
-            )
             mapped = functools.partial(jax.shard_map, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)
-            check(fused.unsupported(x, w, "a", order, transposed=transposed, out_dtype=BF16), mapped(gather), x, w)
+            how = {"transposed": transposed, "out_dtype": BF16}
+            gather = functools.partial(fused.all_gather_matmul, axis_name="a", order=order, **how)
+            check(fused.unsupported(x, w, "a", order, **how), mapped(gather), x, w)
             order = fused.scatter_order(rows, k, n, 4, 2, **dtypes)
-            scatter = functools.partial(
-                fused.matmul_reduce_scatter, axis_name="a", order=order, transposed=transposed, **dtypes
-            )
-            said = fused.unsupported(x, w, "a", order, transposed=transposed, **dtypes)
-            check(said, mapped(scatter), struct(4 * rows, k), w)
+            how = {"transposed": transposed, **dtypes}
+            scatter = functools.partial(fused.matmul_reduce_scatter, axis_name="a", order=order, **how)
+            check(fused.unsupported(x, w, "a", order, **how), mapped(scatter), struct(4 * rows, k), w)

@@ -6,7 +6,7 @@ import kernel_oracle as oracle
 import numpy as np
 import pytest
 from interpreters import gpu_race_detection, has_gpu_interpreter
-from kernel_cases import SIZES
+from kernel_cases import SIZES, lowered, mesh_of, near
 
 from meshpar_kernels import Config, _compat, grouped_matmul, grouped_matmul_transpose
 from meshpar_kernels.grouped_matmul import gpu, schedule
@@ -39,9 +39,8 @@ def run(function, *args, **options):
 
 
 def close(got, want):
-    """bfloat16 keeps eight bits."""
-    scale = np.abs(want).max() or 1.0
-    np.testing.assert_allclose(np.asarray(got, np.float64), want, atol=1e-2 * scale, rtol=0)
+    """bfloat16 has eight bits."""
+    near(got, want, 1e-2)
 
 
 OPTIONS = {"activation": "gelu", "transpose_rhs": True, "row_scale": normal(M, dtype=jnp.float32), "group_offset": 1}
@@ -100,15 +99,15 @@ def test_spans_meet_every_row_once(name, rows):
     np.testing.assert_array_equal(met, 1)
 
 
-@pytest.mark.parametrize(("k", "n"), [(2880, 1440), (12, 64)])
+@pytest.mark.parametrize(("k", "n"), [(1440, 720), (12, 64)])
 def test_misaligned_sizes_take_the_kernel(k, n):
-    """1440: half of 2880 columns."""
+    """720: no multiple of a tile's columns."""
 
     def gradients(lhs, rhs, sizes):
         return jax.grad(lambda lhs, rhs: grouped_matmul(lhs, rhs, sizes).astype(jnp.float32).sum(), (0, 1))(lhs, rhs)
 
     arguments = [jax.ShapeDtypeStruct(s, d) for s, d in (((64, k), BF16), ((2, k, n), BF16), ((2,), jnp.int32))]
-    text = jax.jit(gradients).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered(gradients, *arguments)
     assert "mosaic_gpu" in text
     assert "stablehlo.while" not in text
 
@@ -151,36 +150,12 @@ def test_refusals_carry_the_reason(monkeypatch):
 
 def test_under_shard_map_results_vary_as_their_operands():
     """All platforms' branches are traced, and must agree; gradients too."""
-    mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec
+    split, whole = jax.sharding.PartitionSpec("a"), jax.sharding.PartitionSpec()
+    local = jax.shard_map(grouped_matmul, mesh=mesh_of(1), in_specs=(split, whole, split), out_specs=split)
 
     def loss(lhs, rhs, sizes):
-        local = jax.shard_map(
-            grouped_matmul, mesh=mesh, in_specs=(spec("data"), spec(), spec("data")), out_specs=spec("data")
-        )
         return local(lhs, rhs, sizes).astype(jnp.float32).sum()
 
     arguments = (normal(16, 64), normal(2, 64, 64), jnp.asarray([9, 7]))
     shapes = jax.eval_shape(jax.grad(loss, (0, 1)), *arguments)
     assert [s.shape for s in shapes] == [(16, 64), (2, 64, 64)]
-
-
-def test_the_mesh_says_which_gpu():
-    """Without one, Hopper is assumed: as JAX does, when it lowers for a GPU on a machine that has none."""
-    assert _compat.gpu_architecture() == (9, 0)
-    for kind, capability in (("NVIDIA B200", (10, 0)), ("NVIDIA H100 80GB HBM3", (9, 0)), ("TPU v5e", (9, 0))):
-        device = jax.sharding.AbstractDevice(kind, 1, "gpu")
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
-            assert _compat.gpu_architecture() == capability
-
-
-def test_lowered_for_a_gpu_the_kernel_is_taken():
-    """And what it does not take goes to the loop, without a word of it in the program."""
-
-    def text(dtype):
-        arguments = (jnp.zeros((128, 64), dtype), jnp.zeros((1, 64, 64), dtype), jnp.asarray([128]))
-        return jax.jit(grouped_matmul).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-
-    assert "mosaic_gpu" in text(jnp.bfloat16)
-    assert "mosaic_gpu" not in text(jnp.float32)
-    assert "stablehlo.while" in text(jnp.float32)

@@ -5,8 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
-from test_exchange import mesh_of, on_devices
+from kernel_cases import mesh_of, on_devices, simulated, stated_error
 
 from meshpar_kernels import quantized_all_gather, quantized_reduce_scatter
 
@@ -16,22 +15,12 @@ SHAPES = [((8, 256), "int8"), ((16, 3, 5), "float8_e4m3fn"), ((8, 700), "float8_
 """Of x and its codes; the last dim is a multiple of the block of 128, or the blocks are of the flattened array."""
 
 
-def blocks_of(x, block=128):
-    """x [..., elements] by blocks: [..., blocks, block], padded with zeros."""
-    return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % block)]).reshape(*x.shape[:-1], -1, block)
-
-
 def bound(x, dtype, leading=1, block=128):
-    """The stated error of each element of x, quantized in blocks of the dims after the leading ones."""
-    lead, rest = x.shape[:leading], x.shape[leading:]
-    flat = np.abs(x.reshape(*lead, -1).astype(np.float64))
-    most = blocks_of(flat, block).max(-1, keepdims=True)
-    if dtype == "int8":
-        error = np.broadcast_to(most / 254, blocks_of(flat, block).shape)
-    else:
-        error = np.maximum(blocks_of(flat, block) / 16, most / 458752)
-    error = error.reshape(*lead, -1)[..., : flat.shape[-1]]
-    return error.reshape(*lead, *rest) + 1e-6 * np.abs(x)
+    """The stated error of each element of x, quantized in blocks of the flattened dims after the leading ones."""
+    flat = x.reshape(*x.shape[:leading], -1)
+    size = flat.shape[-1]
+    padded = np.pad(flat, [(0, 0)] * leading + [(0, -size % block)])
+    return stated_error(padded, dtype, (block,))[..., :size].reshape(x.shape)
 
 
 def draw(*shape, dtype=np.float32):
@@ -42,19 +31,14 @@ def draw(*shape, dtype=np.float32):
 
 
 @pytest.mark.parametrize(("shape", "dtype"), SHAPES)
-def test_all_gather_is_within_its_error(shape, dtype):
-    x = draw(8, *shape)
-    got = on_devices(lambda v: quantized_all_gather(v, ("b", "a"), dtype=dtype), mesh_of(4, 2), x, ("b", "a"))
+def test_results_are_within_the_stated_error(shape, dtype):
+    """Of a reduce-scatter the sum of the errors of the addends; the sums themselves are of float32."""
+    x, mesh, axes = draw(8, *shape), mesh_of(4, 2), ("b", "a")
+    got = on_devices(lambda v: quantized_all_gather(v, axes, dtype=dtype), mesh, x, order=axes)
     want = x.reshape(-1, *shape[1:])
     assert (np.abs(got - want) <= bound(x, dtype).reshape(want.shape)).all()
     np.testing.assert_array_equal(got, np.broadcast_to(got[:1], got.shape))
-
-
-@pytest.mark.parametrize(("shape", "dtype"), SHAPES)
-def test_reduce_scatter_is_within_its_error(shape, dtype):
-    """The sum of the errors of the addends; the sums themselves are of float32."""
-    x = draw(8, *shape)
-    got = on_devices(lambda v: quantized_reduce_scatter(v, ("b", "a"), dtype=dtype), mesh_of(4, 2), x, ("b", "a"))
+    got = on_devices(lambda v: quantized_reduce_scatter(v, axes, dtype=dtype), mesh, x, order=axes)
     parts = x.reshape(8, 8, -1, *shape[1:])
     want = parts.astype(np.float64).sum(0)
     allowed = bound(parts, dtype, 2).sum(0) + 1e-6 * np.abs(parts).sum(0)
@@ -77,20 +61,18 @@ def test_other_dims_dtypes_and_blocks():
 @pytest.mark.parametrize("backward", [None, *CODES])
 def test_gradients_are_the_transposes_of_the_exact_collectives(backward):
     x, c = draw(8, 16, 128), RNG.normal(size=(8, 128, 128)).astype(np.float32)
-    mesh, spec = mesh_of(8), P("a")
 
-    def pull(op):
+    def pull(op, *arrays):
         def one(v, c):
-            return jax.vjp(lambda v: op(v, "a", backward_dtype=backward), v[0])[1](c[0])[0][None]
+            return jax.vjp(lambda v: op(v, "a", backward_dtype=backward), v)[1](c)[0]
 
-        mapped = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=(spec, spec), out_specs=spec))
-        return lambda v, c: np.asarray(mapped(v, c))
+        return on_devices(one, mesh_of(8), *arrays)
 
     parts = c.reshape(8, 8, 16, 128)
-    got, want = pull(quantized_all_gather)(x, c), parts.astype(np.float64).sum(0)
+    got, want = pull(quantized_all_gather, x, c), parts.astype(np.float64).sum(0)
     allowed = (0 if backward is None else bound(parts, backward, 2).sum(0)) + 1e-5
     assert (np.abs(got - want) <= allowed).all()
-    got, want = pull(quantized_reduce_scatter)(c, x), x.reshape(-1, 128)
+    got, want = pull(quantized_reduce_scatter, c, x), x.reshape(-1, 128)
     allowed = 0 if backward is None else bound(x, backward).reshape(want.shape)
     assert (np.abs(got - want) <= allowed).all()
 
@@ -107,11 +89,16 @@ def test_a_block_with_a_nan_or_an_infinity_is_nan_and_no_other():
     np.testing.assert_array_equal(np.isnan(got).any(-1), bad.any(0))
 
 
-def test_all_gather_by_rings():
+def test_codes_may_be_sent_by_rings_and_by_kernels():
+    """Bit for bit as with XLA's collectives; kernels in the TPU interpreter."""
     x = draw(8, 8, 128)
     want = on_devices(lambda v: quantized_all_gather(v, "a"), mesh_of(8), x)
     got = on_devices(lambda v: quantized_all_gather(v, "a", implementation="ring"), mesh_of(8), x)
     np.testing.assert_array_equal(got, want)
+    x = draw(4, 32, 128)
+    for op in (quantized_all_gather, quantized_reduce_scatter):
+        want = on_devices(lambda v, op=op: op(v, "a"), mesh_of(4), x)
+        np.testing.assert_array_equal(simulated(lambda v, op=op: op(v, "a", implementation="pallas"), (4,), x), want)
 
 
 @pytest.mark.parametrize(

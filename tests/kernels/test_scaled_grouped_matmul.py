@@ -7,6 +7,7 @@ import kernel_oracle as oracle
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from kernel_cases import mesh_of, stated_error
 
 from meshpar_kernels import Config, quantized_grouped_matmul, scaled_grouped_matmul
 
@@ -36,16 +37,6 @@ def test_the_matmul_of_the_dequantized_operands(dtype, offset):
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
 
 
-def errors(x, dtype, block):
-    """The stated error of each element of x, quantized in blocks of this shape (of the last dims)."""
-    sizes = [s for size, b in zip(x.shape[-len(block) :], block, strict=True) for s in (size // b, b)]
-    blocks = np.abs(x).reshape(*x.shape[: -len(block)], *sizes)
-    dims = tuple(range(blocks.ndim - 2 * len(block) + 1, blocks.ndim, 2))
-    most = np.broadcast_to(blocks.max(dims, keepdims=True), blocks.shape)
-    error = most / 254 if dtype == "int8" else np.maximum(blocks / 16, most / 458752)
-    return error.reshape(x.shape) + 1e-6 * np.abs(x)
-
-
 @pytest.mark.parametrize(("dtype", "transposed"), [("int8", True), ("float8_e4m3fn", False)])
 def test_quantization_is_within_the_stated_error(dtype, transposed):
     lhs, rhs = RNG.normal(size=(M, K)), RNG.normal(size=(G, N, K)) * 10.0 ** RNG.integers(-3, 3, (G, 1, 1))
@@ -53,7 +44,7 @@ def test_quantization_is_within_the_stated_error(dtype, transposed):
     sizes = jnp.asarray(SIZES)
     got = quantized_grouped_matmul(jnp.asarray(lhs, jnp.float32), given, sizes, dtype=dtype, transpose_rhs=transposed)
     want = oracle.grouped_matmul(lhs, rhs, SIZES, transpose_rhs=True)
-    left, right = errors(lhs, dtype, (128,)), errors(rhs, dtype, (128, 128))
+    left, right = stated_error(lhs, dtype, (128,)), stated_error(rhs, dtype, (128, 128))
     allowed = oracle.grouped_matmul(left, np.abs(rhs), SIZES, transpose_rhs=True)
     allowed += oracle.grouped_matmul(np.abs(lhs) + left, right, SIZES, transpose_rhs=True)
     assert (np.abs(got - want) <= allowed + 1e-5 * np.abs(want).max()).all()
@@ -71,18 +62,17 @@ def test_gradients(dtype):
 
     pulled = jax.vjp(matmul, *(jnp.asarray(x, jnp.float32) for x in (lhs, rhs)))[1](jnp.asarray(grad, jnp.float32))
     want = oracle.grouped_matmul(grad, rhs, SIZES, transpose_rhs=True)
-    left, right = errors(grad, dtype, (128,)), errors(rhs, dtype, (128, 128))
+    left, right = stated_error(grad, dtype, (128,)), stated_error(rhs, dtype, (128, 128))
     allowed = oracle.grouped_matmul(left, np.abs(rhs), SIZES, transpose_rhs=True)
     allowed += oracle.grouped_matmul(np.abs(grad) + left, right, SIZES, transpose_rhs=True)
     assert (np.abs(pulled[0] - want) <= allowed + 1e-5 * np.abs(want).max()).all()
     want = oracle.grouped_matmul_transpose(lhs, grad, SIZES)
-    allowed = oracle.grouped_matmul_transpose(errors(lhs, dtype, (128,)), np.abs(grad), SIZES)
+    allowed = oracle.grouped_matmul_transpose(stated_error(lhs, dtype, (128,)), np.abs(grad), SIZES)
     assert (np.abs(pulled[1] - want) <= allowed + 1e-5 * np.abs(want).max()).all()
     assert [g.dtype for g in pulled] == [jnp.float32] * 2
 
 
 def test_in_shard_map_the_gradient_of_shared_weights_is_summed():
-    mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     lhs, rhs = (jnp.asarray(RNG.normal(size=shape), jnp.bfloat16) for shape in ((2 * M, K), (G, K, N)))
     sizes = jnp.asarray(SIZES)
 
@@ -92,7 +82,7 @@ def test_in_shard_map_the_gradient_of_shared_weights_is_summed():
     def shared(w, x):
         return jax.lax.psum(loss(w, x), "a")
 
-    mapped = jax.shard_map(shared, mesh=mesh, in_specs=(P(), P("a")), out_specs=P())
+    mapped = jax.shard_map(shared, mesh=mesh_of(2), in_specs=(P(), P("a")), out_specs=P())
     got = jax.jit(jax.grad(mapped))(rhs, lhs).astype(jnp.float32)
     alone = jax.jit(jax.grad(loss))
     want = sum(alone(rhs, x).astype(jnp.float32) for x in (lhs[:M], lhs[M:]))
@@ -133,7 +123,7 @@ SCALES = ((8, 2), F32), ((2, 1, 2), F32)
         ((LHS, SCALES[0], RHS, SCALES[1], SIZE), {"implementation": "ring"}, "no implementation 'ring'"),
     ],
 )  # fmt: skip
-def test_invalid_codes_and_scales_are_errors(shapes, options, says):
+def test_invalid_codes_and_scales_are_stated_error(shapes, options, says):
     with pytest.raises(ValueError, match=says):
         call(scaled_grouped_matmul, *shapes, **options)
 
@@ -147,6 +137,6 @@ def test_invalid_codes_and_scales_are_errors(shapes, options, says):
         ((((8, 256), F32), ((2, 256, 128), F32), SIZE), {"dtype": "int4"}, "dtype=int4 must be int8 or float8_e4m3fn"),
     ],
 )
-def test_invalid_arrays_are_errors(shapes, options, says):
+def test_invalid_arrays_are_stated_error(shapes, options, says):
     with pytest.raises(ValueError, match=says):
         call(quantized_grouped_matmul, *shapes, **options)

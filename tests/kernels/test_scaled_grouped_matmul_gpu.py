@@ -7,13 +7,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from kernel_machine import SCHEDULES
-from test_gpu_aot import gpu, needs_cuda, run_program
+from test_gpu_aot import needs_cuda, run_program
 
 from meshpar_kernels import scaled_grouped_matmul
 from meshpar_kernels.grouped_matmul import hopper_scaled
 from meshpar_kernels.grouped_matmul.hopper_scaled import unsupported
-
-__all__ = ["gpu"]
 
 PROGRAM = """
 import sys
@@ -65,11 +63,11 @@ print("RESULT", compiled.memory_analysis().temp_size_in_bytes, compiled.as_text(
         ),
     ],
 )
-def test_it_compiles_for_hopper_and_spills_nothing(gpu, shape, dtype, what):
+def test_it_compiles_for_hopper_and_spills_nothing(shape, dtype, what):
     """The codes' matmul takes as memory the transposed scales of lhs alone."""
     from meshpar_kernels.shapes import MATMULS
 
-    printed, facts = run_program(gpu, PROGRAM, "sm_90a", shape, dtype, what)
+    printed, facts = run_program(PROGRAM, "sm_90a", shape, dtype, what)
     temp, calls = map(int, printed.split())
     assert calls >= 1
     assert facts["spills"] == 0, facts

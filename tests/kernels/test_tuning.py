@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from kernel_cases import lowered, mesh_of, on_devices
 from rich.console import Console
 
 from meshpar._src.entry import cli
@@ -155,12 +156,9 @@ def test_keywords_that_are_fields_of_the_config_name_it():
         with pytest.raises(TypeError, match=words):
             call()
     for op in (all_gather_matmul, matmul_reduce_scatter):
-        run = jax.shard_map(
-            functools.partial(op, axis_name="a", config=Config(stages=3)), mesh=jax.make_mesh((1,), ("a",)),
-            in_specs=jax.sharding.PartitionSpec(), out_specs=jax.sharding.PartitionSpec("a"),
-        )  # fmt: skip
+        call = functools.partial(op, axis_name="a", config=Config(stages=3))
         with pytest.raises(ValueError, match="config has stages; num_sms is the only field"):
-            run(x, x)
+            on_devices(call, mesh_of(1), x[None], x[None])
 
 
 def test_path_of_the_users_table(monkeypatch, tmp_path):
@@ -219,32 +217,28 @@ def test_the_kernel_uses_the_table_unless_the_caller_gives_a_tile(monkeypatch, t
     monkeypatch.setattr(hopper, "grouped_matmul", kernel)
     monkeypatch.setattr(_compat, "device_kind", lambda: "NVIDIA H200")
     monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "table.json"))
-    lhs, rhs, sizes = (
-        jnp.zeros((256, 128), jnp.bfloat16),
-        jnp.zeros((2, 128, 512), jnp.bfloat16),
-        jnp.asarray([128, 128]),
-    )
+    arguments = jnp.zeros((256, 128), jnp.bfloat16), jnp.zeros((2, 128, 512), jnp.bfloat16), jnp.asarray([128, 128])
     product = MatmulKey("grouped_matmul", 256, 128, 512, 2)
-    shape = product.shape_class
 
     def taken(config=None, **requested):
-        tuning.write(tmp_path / "table.json", {"NVIDIA H200": {shape: {"bfloat16": entry(config)}}} if config else {})
+        entries = {product.shape_class: {"bfloat16": entry(config)}} if config else {}
+        tuning.write(tmp_path / "table.json", {"NVIDIA H200": entries})
         jax.clear_caches()
-        run = jax.jit(lambda *args: grouped_matmul(*args, implementation="pallas_gpu", config=Config(**requested)))
-        run.trace(lhs, rhs, sizes).lower(lowering_platforms=("cuda",))
+        lowered(lambda *a: grouped_matmul(*a, implementation="pallas_gpu", config=Config(**requested)), *arguments)
         return seen[-1]
 
     analytic = taken()
     assert analytic == (gpu.Tile(128, 256, 64, 4), 132)
-    assert taken(Config((128, 128, 64), 3, 100)) == (gpu.Tile(128, 64, 128, 3), 100)
-    assert taken(Config((128, 128, 64), 3, 100), num_sms=7) == (gpu.Tile(128, 64, 128, 3), 7)
-    assert taken(Config((128, 64, 64), 3), tile=(128, 64, 128))[0] == gpu.make_tile(Config((128, 64, 128)), 2, product)
-    assert taken(Config((128, 64, 64), 3), stages=2)[0].stages == 2
-    assert taken(Config((128, 64, 64), 3, cluster=2))[0] == gpu.Tile(128, 64, 64, 3, 2)
-    assert taken(Config((128, 64, 64), 3, cluster=2), cluster=1)[0].cluster == 1
+    measured, clustered = Config((128, 128, 64), 3, 100), Config((128, 64, 64), 3, cluster=2)
+    assert taken(measured) == (gpu.Tile(128, 64, 128, 3), 100)
+    assert taken(measured, num_sms=7) == (gpu.Tile(128, 64, 128, 3), 7)
+    assert taken(measured, tile=(128, 64, 128))[0] == gpu.make_tile(Config((128, 64, 128)), 2, product)
+    assert taken(measured, stages=2)[0].stages == 2
+    assert taken(clustered)[0] == gpu.Tile(128, 64, 64, 3, 2)
+    assert taken(clustered, cluster=1)[0].cluster == 1
     assert taken(cluster=2)[0] == analytic[0]._replace(cluster=2)
-    assert taken(Config((64, 64, 64), 3)) == analytic
-    assert taken(Config((128, 64, 256), 9)) == analytic
+    for unfit in (Config((64, 64, 64), 3), Config((128, 64, 256), 9)):
+        assert taken(unfit) == analytic
     with pytest.raises(NotImplementedError, match="9 stages: the kernel takes 2 to 4 of tile"):
         taken(stages=9)
 
@@ -261,9 +255,8 @@ def test_the_command_extends_the_file_and_shows_what_it_found(tmp_path):
 
     def bench(product):
         choices = tuner.candidates(product, "bfloat16", "cuda")
-        return contextlib.nullcontext(
-            bench_of({c: [1e-3 * (9 - i % 5)] for i, c in enumerate(choices)}, {choices[4]: 1.0})
-        )
+        seconds = {c: [1e-3 * (9 - i % 5)] for i, c in enumerate(choices)}
+        return contextlib.nullcontext(bench_of(seconds, {choices[4]: 1.0}))
 
     found = tune_matmuls(wanted, "bfloat16", "cuda", "NVIDIA H200", bench, file, console)
     assert set(tuning.read(file)) == {"TPU v5p", "NVIDIA H200"}
@@ -292,17 +285,18 @@ def test_without_an_accelerator_the_command_says_so(capsys):
 
 def test_the_command_lists_what_there_is(tmp_path, capsys, monkeypatch):
     file = tmp_path / "t.json"
-    assert cli.main(["tune-kernels", "--list", "--table", str(file)]) == 0
-    assert "H200" in capsys.readouterr().out  # what is shipped
+
+    def listed(status=0):
+        assert cli.main(["tune-kernels", "--list", "--table", str(file)]) == status
+        return "".join(capsys.readouterr())
+
+    assert "H200" in listed()  # what is shipped
     monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "none.json")
-    assert cli.main(["tune-kernels", "--list", "--table", str(file)]) == 0
-    assert "No tile was measured yet" in capsys.readouterr().out
+    assert "No tile was measured yet" in listed()
     tuning.write(file, {"NVIDIA H200": {PRODUCT.shape_class: {"bfloat16": entry(FAST)}}})
-    assert cli.main(["tune-kernels", "--list", "--table", str(file)]) == 0
-    assert "H200" in capsys.readouterr().out
+    assert "H200" in listed()
     file.write_text("{}")
-    assert cli.main(["tune-kernels", "--list", "--table", str(file)]) == 2
-    assert "is no tuning table" in capsys.readouterr().err
+    assert "is no tuning table" in listed(status=2)
 
 
 @pytest.mark.parametrize("text", ["g65", "rows=8, k=2", "rows=8, k=2, n=0, groups=1"])
