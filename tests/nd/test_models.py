@@ -67,7 +67,6 @@ def test_the_readme_s_model_under_its_layouts():
     labels = nd.named(jax.random.randint(KEYS[3], (100,), 0, 10), "batch")
     assert_same_under(
         [
-            ("all_processors:4", "batch:all_processors"),
             ("all_processors:4", [("hidden", "all_processors")]),
             ("processor_rows:2;processor_cols:2", "batch:processor_rows;hidden:processor_cols"),
             ("processor_rows:2;processor_cols:2", "rows:processor_rows,cols:processor_cols"),
