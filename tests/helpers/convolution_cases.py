@@ -20,11 +20,11 @@ CASES = [
         "window_strides": (s, s),
         "lhs_dilation": (d, d),
         "rhs_dilation": (w, w),
-        "padding": [pad, pad],
+        "padding": [p, p],
         "kernel": k,
         "format": f,
     }
-    for k, s, d, w, pad, f in itertools.product(
+    for k, s, d, w, p, f in itertools.product(
         (1, 2, 3, 4, 5, 7), (1, 2, 3), (1, 2, 3), (1, 2), ((0, 0), (1, 1), (2, 2), (0, 3), (3, 1)), ("NCHW", "NHWC")
     )
 ]
@@ -50,15 +50,12 @@ def run(rows: int, case: dict, lowering: str) -> None:
     x = rng.normal(size=[shape[d] for d in case["format"]]).astype(np.float32)
     w = rng.normal(size=(4, 3, case["kernel"], case["kernel"])).astype(np.float32)
 
-    def loss(x, w):
-        return jnp.sin(lax.conv_general_dilated(x, w, dimension_numbers=numbers, **options)).sum()
+    def conv(x, w):
+        return lax.conv_general_dilated(x, w, dimension_numbers=numbers, **options)
 
-    step = jax.value_and_grad(loss, (0, 1))
-    if (
-        0
-        in jax.eval_shape(lambda x, w: lax.conv_general_dilated(x, w, dimension_numbers=numbers, **options), x, w).shape
-    ):
+    if 0 in jax.eval_shape(conv, x, w).shape:
         return
+    step = jax.value_and_grad(lambda x, w: jnp.sin(conv(x, w)).sum(), (0, 1))
     dims = {"x": " ".join("height" if d == "H" else "_" for d in case["format"])}
     expected = jax.value_and_grad(lambda x, w: jnp.sin(by_hand(x, w, numbers, **options)).sum(), (0, 1))(x, w)
     got = mp.jit(step, mesh=f"space={DEVICES}", layout="height: space", dims=dims, lowering=lowering)(x, w)
@@ -70,11 +67,8 @@ if __name__ == "__main__":
     mp.virtual_devices(DEVICES)
     rows, seed, count = map(int, sys.argv[1:4])
     print(f"conv_general_dilated, {rows} rows per device")
-    run(
-        rows,
-        {"window_strides": (1, 1), "lhs_dilation": (2, 2), "padding": [(2, 2), (2, 2)], "kernel": 4, "format": "NCHW"},
-        "shard_map",
-    )
+    upsampling = {"window_strides": (1, 1), "lhs_dilation": (2, 2), "padding": [(2, 2), (2, 2)]}
+    run(rows, {**upsampling, "kernel": 4, "format": "NCHW"}, "shard_map")
     for case in random.Random(seed).sample(CASES, count):
         lowering = random.Random(str(case)).choice(["shard_map", "jit"])
         print(lowering, case, flush=True)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -198,8 +199,8 @@ def test_a_nan_in_an_extremum_over_devices(dtype):
 
 def alone(*arguments):
     """A Python process with this package, which its compiler may abort."""
-    env = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")} | {"NPROC": "2"}
-    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), env.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "NPROC": "2", "XLA_FLAGS": quick.FLAGS, "PYTHONPATH": path}
     return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=300)
 
 

@@ -17,7 +17,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from ...errors import UnsupportedError
 from ..compat.jax import (
     abstract_array,
     at_line_of,
@@ -27,7 +26,6 @@ from ..compat.jax import (
     make_generated_jaxpr,
     may_be_differentiated,
     on_host,
-    source_line,
     used_inputs,
     with_weak_type,
     zeros,
@@ -39,6 +37,8 @@ from ..plan.spec import local_shape, replicated_spec
 from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Reduce, Reshard, Run, Shard, Step
 from ..rules import check_local, refusal, run_elementwise, run_local
 from ..rules.halo import Exchanged, reusing
+from ..rules.local import unsupported
+from ..rules.registry import Refusal
 from ..rules.spmd import Grid, axis_index, fine_names, slice_to_spec
 from .collectives import follow, reduced
 from .constraints import constrain_local
@@ -294,20 +294,13 @@ def _foreign(step: Run, xs: Sequence[Any]) -> list[Any]:
     """
     op, cause = step.op, None
     refused = refusal(op, (), {})
-    if refused is not None:
-        why = refused.why
-    else:
+    if refused is None:
         try:
             return bind(op.eqn, xs, op.eqn.params)
         except Exception as e:
-            cause = e
-            why = f"has no factor rule, and cannot run on one device: {e}".splitlines()[0]
-    raise UnsupportedError(
-        f"{op.name} {why}",
-        shape=op.outs[0].shape if op.outs else None,
-        source=source_line(op.eqn),
-        fixes=['use lowering="jit"', "or write it without this op, and let the layout shard it"],
-    ) from cause
+            cause, refused = e, Refusal(f"has no factor rule, and cannot run on one device: {e}".splitlines()[0])
+    fixes = ("or write it without this op, and let the layout shard it",)
+    raise unsupported(op, refused._replace(fixes=fixes)) from cause
 
 
 def _strong(x: Any, aval: Any) -> Any:

@@ -90,7 +90,7 @@ _OF_SCATTER = (
 ).split()
 
 
-def _fields(eqn: JaxprEqn) -> list[str]:
+def _fields(eqn: JaxprEqn) -> Sequence[str]:
     """The fields of the equation's dimension numbers, in the order of :class:`LookupDims`."""
     return _OF_GATHER if eqn.primitive.name == "gather" else _OF_SCATTER
 

@@ -73,12 +73,17 @@ def check_local(op: AnyOp, axes: Axes, sizes: Mapping[str, int]) -> None:
     """Raise an UnsupportedError for an op that cannot run on shards inside a ``shard_map`` around the program (:func:`refusal`)."""
     refused = refusal(op, axes, sizes)
     if refused is not None:
-        raise UnsupportedError(
-            f"{op.name} {refused.why}",
-            shape=op.outs[0].shape if op.outs else None,
-            source=source_line(op.eqn if refused.eqn is None else refused.eqn),
-            fixes=['use lowering="jit"', *refused.fixes],
-        )
+        raise unsupported(op, refused)
+
+
+def unsupported(op: AnyOp, refused: Refusal) -> UnsupportedError:
+    """The error for an op that cannot run on shards."""
+    return UnsupportedError(
+        f"{op.name} {refused.why}",
+        shape=op.outs[0].shape if op.outs else None,
+        source=source_line(op.eqn if refused.eqn is None else refused.eqn),
+        fixes=['use lowering="jit"', *refused.fixes],
+    )
 
 
 def refusal(op: AnyOp, axes: Axes, sizes: Mapping[str, int]) -> Refusal | None:
