@@ -70,28 +70,3 @@ def test_parts_that_are_vmapped_over_and_fewer_than_devices_are_split_inside(mes
     assert matmul_flops <= sharded.lower(x, w).compile().cost_analysis()["flops"] < 1.5 * matmul_flops
     assert sum(c.bytes for c in sharded.plan(x, w).collectives if c.op == "all-gather") == 0
     np.testing.assert_allclose(sharded(x, w), jax.jit(step)(x, w), rtol=1e-5)
-
-
-def small_batch(x, w):
-    """Four rows, through twenty layers of the same weight."""
-    return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w) @ w.T, None), x, length=20)[0]
-
-
-def small_microbatches(x, w):
-    """A hundred and twenty-eight microbatches of four rows."""
-    return jax.lax.map(lambda x: jnp.tanh(x @ w).mean(), x.reshape(-1, 4, x.shape[-1]))
-
-
-@pytest.mark.parametrize(
-    ("step", "rows", "width", "lowering"), [(small_batch, 4, 2048, "jit"), (small_microbatches, 512, 1280, "shard_map")]
-)
-def test_what_is_smaller_than_its_axis_is_said_at_the_first_call(step, rows, width, lowering):
-    """And in the first screen of the plan; with what would mend it."""
-    x, w = jnp.ones((rows, width)), jnp.ones((width, width))
-    dims = {"x": "batch embed", "w": "embed mlp"}
-    run = mp.jit(step, mesh="data=8", layout="batch?: data", dims=dims, lowering=lowering)
-    said = "`batch?: data` does not divide `batch` of 4: make it a multiple of 8"
-    with pytest.warns(mp.errors.RepeatedWarning, match="FLOPs of this step are repeated on several devices") as found:
-        run(x, w)
-    assert said in str(found[0].message)
-    assert said in " ".join("\n".join(str(run.plan(x, w)).splitlines()[:24]).split())

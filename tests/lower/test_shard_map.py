@@ -7,7 +7,6 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import planned_transformer
 import pytest
 from arrays import weights
@@ -38,33 +37,6 @@ def test_sends_what_the_plan_lists_kind_by_kind_and_byte_by_byte(layout):
     step = functools.partial(model.train_step, rename=layout == "seq: data")
     plan = assert_sends_the_plan(step, model.STATE, model.TOKENS, layout=layout, dims=model.DIMS)
     assert plan.collectives
-
-
-# -- steps
-
-
-def mlp_step(state, batch):
-    def loss_of(p):
-        h = jax.nn.gelu(batch["x"] @ p["up"] + p["bias"]) @ p["down"]
-        return optax.softmax_cross_entropy_with_integer_labels(h @ p["head"], batch["y"]).mean()
-
-    loss, gradients = jax.value_and_grad(loss_of)(state["params"])
-    updates, opt_state = OPTIMIZER.update(gradients, state["opt_state"], state["params"])
-    return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss, gradients
-
-
-OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-
-
-def test_mlp():
-    params = {"up": normal(16, 32), "bias": normal(32), "down": normal(32, 16), "head": normal(16, 8)}
-    batch = {"x": normal(8, 16), "y": RNG.integers(0, 8, 8)}
-    dims = {
-        "state/*/up": "embed mlp", "state/*/bias": "mlp", "state/*/down": "mlp embed", "state/*/head": "embed vocab",
-        "batch/x": "batch embed", "batch/y": "batch",
-    }  # fmt: skip
-    state = {"params": params, "opt_state": OPTIMIZER.init(params)}
-    same(mlp_step, state, batch, layout="batch: data; mlp, vocab: model; embed: data", dims=dims)
 
 
 # -- ops
@@ -174,28 +146,6 @@ def test_random_bits_are_made_where_they_are_used():
     assert "threefry2x32" in text
     assert "random_bits" not in text
     assert "u32[8,16]" not in text
-
-
-def test_convolutions():
-    def step(image, kernel, per_channel):
-        def conv(i, k):
-            return lax.conv_general_dilated(i, k, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-
-        def depthwise(i):
-            return lax.conv_general_dilated(
-                i, per_channel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=16
-            )
-
-        def loss(i, k):
-            return (conv(depthwise(i), k) ** 2).mean()
-
-        return jax.value_and_grad(loss, argnums=(0, 1))(image, kernel)
-
-    dims = {"image": "batch _ _ embed", "kernel": "_ _ embed mlp", "per_channel": "_ _ _ embed"}
-    args = normal(8, 6, 6, 16), normal(3, 3, 16, 32), normal(3, 3, 1, 16)
-    same(step, *args, layout=LAYOUTS, dims=dims, meshes=MESHES[:1])
-    for layout in LAYOUTS:
-        assert_sends_the_plan(step, *args, layout=layout, dims=dims)
 
 
 def test_an_op_without_a_rule_is_replicated():
