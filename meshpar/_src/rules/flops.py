@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import math
+import weakref
 from typing import Any
 
-import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from meshpar_kernels._choose import OUTLINE
 
 from ..compat.jax import jaxprs_in, make_jaxpr
 from .registry import bodies, primitive
+
+_traced: weakref.WeakKeyDictionary[Any, dict[Any, float]] = weakref.WeakKeyDictionary()
+"""Kernel → (shapes and dtypes of its operands) → FLOPs."""
 
 
 def kernel_flops(eqn: JaxprEqn) -> float:
@@ -21,14 +23,12 @@ def kernel_flops(eqn: JaxprEqn) -> float:
     avals: list[Any] = [v.aval for v in eqn.invars]
     if (work := kernel.work(avals, {}, {})) is not None and work.flops is not None:
         return work.flops
-    return _traced_flops(kernel, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
-
-
-@functools.lru_cache(1024)
-def _traced_flops(kernel: Any, *avals: Any) -> float:
-    """FLOPs of the traced function of a kernel."""
-    with OUTLINE(True):
-        return jaxpr_flops(make_jaxpr(kernel.jitted, *avals).jaxpr)
+    cached = _traced.setdefault(kernel, {})
+    key = tuple((a.shape, str(a.dtype)) for a in avals)
+    if key not in cached:
+        with OUTLINE(True):
+            cached[key] = jaxpr_flops(make_jaxpr(kernel.jitted, *avals).jaxpr)
+    return cached[key]
 
 
 def pallas_flops(eqn: JaxprEqn) -> float:
