@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -50,13 +50,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Case:
-    """A function, options of both ``jit``, options of ``mp.jit`` only, and calls."""
+    """A function, options of both ``jit``, options of ``mp.jit`` only, calls, and how many functions are compared at once."""
 
     name: str
     fn: Callable[..., Any]
     calls: tuple[Call, ...]
     options: dict[str, Any] = field(default_factory=dict)
     ours: dict[str, Any] = field(default_factory=dict)
+    functions: int = 1
 
     def sample(self, lowering: str) -> tuple[Call, ...]:
         """The calls of the tests that are not slow: others for each function and lowering."""
@@ -143,6 +144,30 @@ X = np.random.default_rng(0).integers(1, 9, (8, 8)).astype(np.float32)
 OPTIONS = {"dims": {"x": "batch mlp"}}
 
 
+def together(group: str, functions: dict[str, Callable[[Any], Any]], calls: tuple[Call, ...]) -> Case:
+    """Functions that are compiled as one program, each applied to an argument of its own.
+
+    A function that raises an error is in the structure of the result, with the class of the error.
+    """
+
+    def fn(xs: dict[str, Any]) -> dict[str, Any]:
+        results = {}
+        for name, function in functions.items():
+            try:
+                results[name] = function(xs[name])
+            except Exception as error:
+                results[f"{name}: {type(error).__name__}"] = None
+        return results
+
+    def each(make: Make) -> Make:
+        return lambda: {name: make() for name in functions}
+
+    calls = tuple(replace(call, args=tuple(map(each, call.args))) for call in calls)
+    return Case(
+        f"{group} {', '.join(functions)}", fn, calls, ours={"dims": {"xs/*": "batch mlp"}}, functions=len(functions)
+    )
+
+
 def on(sharding: Callable[[], Any]) -> Make:
     return lambda: jax.device_put(X, sharding())
 
@@ -216,10 +241,10 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 
 
 def array_cases() -> Iterator[Case]:
-    """Each function with every second array, by turns."""
+    """Four groups of functions, each with every second array, by turns."""
     calls = tuple(Call(name, (make,)) for name, make in ARRAYS.items())
-    for k, (name, fn) in enumerate(FUNCTIONS.items()):
-        yield Case(f"array {name}", lambda x, fn=fn: fn(x), calls[k % 2 :: 2], ours=OPTIONS)
+    for k in range(4):
+        yield together("array", dict([*FUNCTIONS.items()][k::4]), calls[k % 2 :: 2])
 
 
 NUMBERS: dict[str, Make] = {
@@ -293,10 +318,10 @@ OF_TREES: dict[str, Callable[[Any], Any]] = {
 
 
 def tree_cases() -> Iterator[Case]:
-    calls = tuple(Call(name, (make,)) for name, make in TREES.items())
-    by_name = tuple(Call(f"{name}, by name", (), {"t": make}) for name, make in TREES.items())
-    for name, fn in OF_TREES.items():
-        yield Case(f"tree {name}", lambda t, fn=fn: fn(t), calls + by_name)
+    """Each function with each tree, by position or by name."""
+    calls = [(Call(name, (make,)), Call(f"{name}, by name", (), {"t": make})) for name, make in TREES.items()]
+    for k, (name, fn) in enumerate(OF_TREES.items()):
+        yield Case(f"tree {name}", lambda t, fn=fn: fn(t), tuple(c[(j + k) % 2] for j, c in enumerate(calls)))
 
 
 # -- contexts
@@ -338,23 +363,28 @@ IN_CONTEXTS: dict[str, Callable[[Any], Any]] = {
     "ranks": lambda x: x + jnp.ones(8),
     "argmax": lambda x: jnp.argmax(x, 1),
     "default dtypes": lambda x: (jnp.arange(3), jnp.ones(2), x.sum() * 2.0, jnp.zeros(3, int)),
-    "nan": lambda x: jnp.log(x - 4),
-    "inf": lambda x: 1 / (x - 1),
     "loop": loop,
     "branch": branch,
+}
+ALONE_IN_CONTEXTS: dict[str, Callable[[Any], Any]] = {
+    "nan": lambda x: jnp.log(x - 4),
+    "inf": lambda x: 1 / (x - 1),
     "no arguments used": lambda x: jnp.log(jnp.arange(4.0) + 1),
 }
 
 
 def context_cases() -> Iterator[Case]:
-    """Each function in each context, with one of three arrays, by turns."""
+    """Each function in each context, with one of three arrays, by turns; functions that may fail as they run, by themselves."""
     kinds = ("float32", "numpy float64", "int32")
-    for k, (name, fn) in enumerate(IN_CONTEXTS.items()):
-        calls = tuple(
-            Call(f"{kinds[(j + k) % 3]} in {where}", (ARRAYS[kinds[(j + k) % 3]],), context=context)
-            for j, (where, context) in enumerate(CONTEXTS.items())
-        )
-        yield Case(f"context {name}", lambda x, fn=fn: fn(x), calls, ours=OPTIONS)
+
+    def calls(k: int) -> tuple[Call, ...]:
+        turns = [kinds[(j + k) % 3] for j in range(len(CONTEXTS))]
+        named = zip(turns, CONTEXTS.items(), strict=True)
+        return tuple(Call(f"{kind} in {where}", (ARRAYS[kind],), context=context) for kind, (where, context) in named)
+
+    yield together("context", IN_CONTEXTS, calls(0))
+    for k, (name, fn) in enumerate(ALONE_IN_CONTEXTS.items()):
+        yield Case(f"context {name}", lambda x, fn=fn: fn(x), calls(k), ours=OPTIONS)
 
 
 # -- static arguments
@@ -398,13 +428,15 @@ def with_static(x: Any, n: Any) -> Any:
 
 
 def static_cases() -> Iterator[Case]:
+    """Each value by position or by name, by turns."""
     x = ARRAYS["float32"]
-    fixed = {name: (lambda v=v: v) for name, v in STATICS.items()}
-    positions = tuple(Call(name, (x, v)) for name, v in fixed.items())
-    names = tuple(Call(f"n={name}", (x,), {"n": v}) for name, v in fixed.items())
-    for how in ({"static_argnums": 1}, {"static_argnames": "n"}, {"static_argnums": (-1,), "static_argnames": ("n",)}):
-        at_end = "static_argnums" in how and "static_argnames" in how  # of the positional arguments of a call
-        yield Case(f"static {how}", with_static, positions if at_end else positions + names, how, OPTIONS)
+    calls = [
+        (Call(name, (x, lambda v=v: v)), Call(f"n={name}", (x,), {"n": lambda v=v: v})) for name, v in STATICS.items()
+    ]
+    for k, how in enumerate(({"static_argnums": 1}, {"static_argnames": "n"})):
+        yield Case(f"static {how}", with_static, tuple(c[(j + k) % 2] for j, c in enumerate(calls)), how, OPTIONS)
+    both = {"static_argnums": (-1,), "static_argnames": ("n",)}  # of the positional arguments of a call
+    yield Case(f"static {both}", with_static, tuple(c[0] for c in calls), both, OPTIONS)
     swapped = tuple(
         Call(f"{name} {order}", (x,), {k: (lambda k=k, v=v: v if k == "a" else 2) for k in order})
         for name, v in {k: STATICS[k] for k in ("1", "1.0", "True", "0.0", "2.5")}.items()
@@ -440,32 +472,46 @@ def donation_cases() -> Iterator[Case]:
 
 
 def scan_over(run: Any, args: Any, kwargs: Any) -> Any:
-    return lax.scan(lambda c, _: (c * 0.5 + run(c).sum() * 0.01, run(c)), args[0], None, length=2)
+    def body(c: Any, _: Any) -> Any:
+        return jax.tree.map(lambda c, y: c * 0.5 + y.sum() * 0.01, c, run(c)), run(c)
+
+    return lax.scan(body, args[0], None, length=2)
 
 
 def scalar_of(run: Any) -> Callable[[Any], Any]:
     return lambda x: sum(jnp.sum(jnp.real(y).astype(float) ** 2) for y in jax.tree.leaves(run(x)))
 
 
+def stacked(tree: Any, axis: int = 0) -> Any:
+    return jax.tree.map(lambda x: jnp.stack([x, x + 1], axis), tree)
+
+
+def shifted(run: Any) -> Callable[[Any], Any]:
+    return lambda tree: run(jax.tree.map(lambda x: x + 1, tree))
+
+
+def of_condition(run: Any) -> Callable[[Any], Any]:
+    return lambda tree: lax.cond(jax.tree.leaves(tree)[0].sum() > 0, run, run, tree)
+
+
+NESTED = {**HOW, "dims": {"tree/*": "batch mlp"}}
 TRANSFORMATIONS: dict[str, Use] = {
-    "grad": lambda run, a, k: jax.grad(scalar_of(run))(*a),
     "value and grad": lambda run, a, k: jax.value_and_grad(scalar_of(run))(*a),
     "vjp": lambda run, a, k: (lambda out, back: back(out))(*jax.vjp(run, *a)),
     "jvp": lambda run, a, k: jax.jvp(run, a, a),
     "linearize": lambda run, a, k: (lambda out, f: (out, f(*a)))(*jax.linearize(run, *a)),
-    "hessian": lambda run, a, k: jax.hvp(scalar_of(run), a, a) if hasattr(jax, "hvp") else jax.grad(scalar_of(run))(*a),
     "second": lambda run, a, k: jax.grad(lambda x: scalar_of(jax.grad(scalar_of(run)))(x))(*a),
-    "vmap": lambda run, a, k: jax.vmap(run)(jnp.stack([a[0], a[0] + 1])),
-    "vmap last": lambda run, a, k: jax.vmap(run, in_axes=-1)(jnp.stack([a[0], a[0] + 1], -1)),
-    "vmap named": lambda run, a, k: jax.vmap(run, axis_name="i")(jnp.stack([a[0], a[0] + 1])),
-    "vmap named data": lambda run, a, k: jax.vmap(run, axis_name="data")(jnp.stack([a[0], a[0] + 1])),
-    "vmap of grad": lambda run, a, k: jax.vmap(jax.grad(scalar_of(run)))(jnp.stack([a[0], a[0] + 1])),
+    "vmap": lambda run, a, k: jax.vmap(run)(stacked(a[0])),
+    "vmap last": lambda run, a, k: jax.vmap(run, in_axes=-1)(stacked(a[0], -1)),
+    "vmap named": lambda run, a, k: jax.vmap(run, axis_name="i")(stacked(a[0])),
+    "vmap named data": lambda run, a, k: jax.vmap(run, axis_name="data")(stacked(a[0])),
+    "vmap of grad": lambda run, a, k: jax.vmap(jax.grad(scalar_of(run)))(stacked(a[0])),
     "checkpoint": lambda run, a, k: jax.grad(scalar_of(jax.checkpoint(run)))(*a),
-    "jit": lambda run, a, k: jax.jit(lambda x: run(x + 1))(*a),
-    "nested": lambda run, a, k: mp.jit(lambda x: run(x + 1), **HOW, **OPTIONS)(*a),
+    "jit": lambda run, a, k: jax.jit(shifted(run))(*a),
+    "nested": lambda run, a, k: mp.jit(shifted(run), **NESTED)(*a),
     "scan": scan_over,
-    "cond": lambda run, a, k: jax.jit(lambda x: lax.cond(x.sum() > 0, run, run, x))(*a),
-    "map": lambda run, a, k: lax.map(run, jnp.stack([a[0], a[0] + 1])),
+    "cond": lambda run, a, k: jax.jit(of_condition(run))(*a),
+    "map": lambda run, a, k: lax.map(run, stacked(a[0])),
     "eval_shape": lambda run, a, k: run.eval_shape(*a) if hasattr(run, "eval_shape") else jax.eval_shape(run, *a),
     "jax.eval_shape": lambda run, a, k: jax.eval_shape(run, *a),
     "lower": lambda run, a, k: run.lower(*a).compile()(*a),
@@ -473,15 +519,16 @@ TRANSFORMATIONS: dict[str, Use] = {
     "concrete": lambda run, a, k: float(jnp.asarray(jax.tree.leaves(run(*a))[0]).ravel()[0].real),
 }
 OF_TRANSFORMATIONS = (
-    "identity", "affine", "mean", "max", "matmul", "softmax", "cumsum", "concatenate", "rows", "update", "loop", "branch", "sort",
-)  # fmt: skip
+    ("identity", "affine", "mean", "matmul", "cumsum", "concatenate", "loop"),
+    ("max", "softmax", "rows", "update", "branch", "sort"),
+)
 
 
 def transformation_cases() -> Iterator[Case]:
     make = lambda: jnp.asarray(X) + jnp.arange(64.0).reshape(8, 8) / 128  # noqa: E731  (no ties)
-    for name in OF_TRANSFORMATIONS:
-        calls = tuple(Call(how, (make,), use=use) for how, use in TRANSFORMATIONS.items())
-        yield Case(f"transformed {name}", lambda x, name=name: FUNCTIONS[name](x), calls, ours=OPTIONS)
+    calls = tuple(Call(how, (make,), use=use) for how, use in TRANSFORMATIONS.items())
+    for names in OF_TRANSFORMATIONS:
+        yield together("transformed", {name: FUNCTIONS[name] for name in names}, calls)
 
 
 # -- errors
@@ -522,22 +569,14 @@ BAD: dict[str, Callable[[Any], Any]] = {
 
 
 def error_cases() -> Iterator[Case]:
+    """Errors of each function, and of calls that reach none."""
     x = ARRAYS["float32"]
-    calls = (
-        Call("array", (x,)),
-        Call("numpy", (ARRAYS["numpy"],)),
-        Call("by name", (), {"x": x}),
-        Call("none"),
-        Call("two", (x, x)),
-        Call("unknown name", (x,), {"y": x}),
-        Call("text", (lambda: "text",)),
-        Call("object", (object,)),
-        Call("object array", (lambda: np.array([object()]),)),
-        Call("set", (lambda: {1, 2},)),
-        Call("function", (lambda: len,)),
-    )
+    reached = Call("array", (x,)), Call("numpy", (ARRAYS["numpy"],)), Call("by name", (), {"x": x})
     for name, fn in BAD.items():
-        yield Case(f"error {name}", lambda x, fn=fn: fn(x), calls)
+        yield Case(f"error {name}", lambda x, fn=fn: fn(x), reached)
+    wrong: list[Make] = [lambda: "text", object, lambda: np.array([object()]), lambda: {1, 2}, lambda: len]
+    calls = Call("none"), Call("two", (x, x)), Call("unknown name", (x,), {"y": x})
+    yield Case("error of a call", lambda x: x * 2, calls + tuple(Call(str(make()), (make,)) for make in wrong))
 
 
 GROUPS: dict[str, Callable[[], Iterator[Case]]] = {

@@ -32,3 +32,18 @@ def assert_same_under(layouts, fn, *args, expected, tolerance=TOLERANCE, dims=No
             got = mp.jit(fn, mesh=mesh, layout=layout, lowering=lowering, dims=dims)(*args)
             difference = largest_difference(got, expected)
             assert difference <= max(tolerance, 2 * on_one), (mesh, layout, lowering, difference, on_one)
+
+
+def assert_close(got, want, rtol=2e-5, atol=2e-5):
+    """Two trees have the same number of leaves, which are close; without tolerances equal."""
+    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol, err_msg=jax.tree_util.keystr(path))
+
+
+def assert_as_unsharded(fn, *args, lowerings=("shard_map", "jit"), rtol=2e-5, atol=2e-5, **options):
+    """``fn`` has the dtypes and results of one device under each lowering; ``options``: of ``mp.jit``."""
+    want = jax.jit(fn)(*args)
+    for lowering in lowerings:
+        got = mp.jit(fn, lowering=lowering, **options)(*args)
+        assert [x.dtype for x in jax.tree.leaves(got)] == [x.dtype for x in jax.tree.leaves(want)]
+        assert_close(got, want, rtol, atol)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from all_specs import specs_of
 from jax.sharding import NamedSharding
+from same_results import assert_close
 
 import meshpar as mp
 from meshpar._src.hardware.topology import Stage
@@ -69,8 +70,8 @@ def test_every_resharding_of_a_matrix_on_2x2():
 
 
 def test_every_resharding_of_a_matrix_with_an_idle_axis_and_with_axes_of_two_sizes():
-    assert_reshards("a=2, idle=2, b=2", all_pairs(2, "ab")[::4], (8, 16))
-    assert_reshards("b=2, a=4", all_pairs(2, "ab"), (8, 16))
+    assert_reshards("a=2, idle=2, b=2", all_pairs(2, "ab")[::8], (8, 16))
+    assert_reshards("b=2, a=4", all_pairs(2, "ab")[::2], (8, 16))
 
 
 def test_bytes_are_at_most_those_of_xla():
@@ -79,22 +80,19 @@ def test_bytes_are_at_most_those_of_xla():
     sizes, shape = dict(mesh.shape), (16, 32)
     swap = (("a",), ("b",)), (("b",), ("a",))
     leave = (("a", "b"), ()), (("b",), ("a",))
-    for have, need in [swap, leave, *random.Random(0).sample(all_pairs(2, "ab"), 25)]:
+    for have, need in [swap, leave, *random.Random(0).sample(all_pairs(2, "ab"), 12)]:
         ins, outs = (NamedSharding(mesh, to_partition_spec(spec)) for spec in (have, need))
         x = jax.ShapeDtypeStruct(shape, np.float32, sharding=ins)
         text = jax.jit(lambda x: x, out_shardings=outs).lower(x).compile().as_text()
-        assert reshard_bytes(have, need, shape, 4, sizes) <= sum(c.bytes * c.count for c in collectives(text)), (
-            have,
-            need,
-        )
+        theirs = sum(c.bytes * c.count for c in collectives(text))
+        assert reshard_bytes(have, need, shape, 4, sizes) <= theirs, (have, need)
 
 
 def test_every_kind_of_resharding_of_a_matrix_on_2x2x2():
-    assert_reshards("a=2, b=2, c=2", one_of_each(all_pairs(2, "abc"), 0)[::2], (8, 16))
+    assert_reshards("a=2, b=2, c=2", one_of_each(all_pairs(2, "abc"), 0)[::4], (8, 16))
 
 
 def test_reshardings_of_three_dims():
-    assert_reshards("a=2, b=2", random.Random(1).sample(all_pairs(3, "ab"), 15), (4, 8, 4))
     assert_reshards("a=2, b=2, c=2", random.Random(2).sample(all_pairs(3, "abc"), 15), (8, 8, 8))
 
 
@@ -109,14 +107,14 @@ def test_keys_empty_arrays_and_arrays_in_host_memory(axes):
     grid = Grid(mesh.shape, {}, cpu=True)
     have, need = (("a",), ("b",)), (("b",), ("a",))
     keys = jax.random.split(jax.random.key(3), (4, 8))
-    hosted = jax.device_put(
-        np.arange(32.0).reshape(4, 8), NamedSharding(mesh, to_partition_spec(have), memory_kind="pinned_host")
-    )
+    before, after = map(to_partition_spec, (have, need))
+    hosted = jax.device_put(np.arange(32.0).reshape(4, 8), NamedSharding(mesh, before, memory_kind="pinned_host"))
+
+    def local(x):
+        return follow(x, reshard(have, need, (4, 8), grid), grid)
+
+    run = jax.shard_map(local, mesh=mesh, in_specs=before, out_specs=after, check_vma=False)
     for x in (keys, np.zeros((4, 0), np.float32), hosted):
-        run = jax.shard_map(
-            lambda s: follow(s, reshard(have, need, (4, 8), grid), grid), mesh=mesh, in_specs=to_partition_spec(have),
-            out_specs=to_partition_spec(need), check_vma=False,
-        )  # fmt: skip
         y = jax.jit(run)(x)
         assert y.shape == x.shape
         if x is keys:
@@ -129,7 +127,7 @@ def test_a_mesh_that_is_factored_over_the_torus(factored):
     """Axes that have other names, and are several, inside the ``shard_map``; gathered into other memory first, or not."""
     mesh = mp.mesh("a=4, b=2")
     grid = Grid(mesh.shape, {"a": (Stage(2, "x"), Stage(2, "y")), "b": (Stage(2, "z"),)})
-    pairs = all_pairs(2, "ab")[::3]
+    pairs = all_pairs(2, "ab")[::5]
     x = np.arange(8 * 16).reshape(8, 16).astype(np.float32)
 
     def local(*shards):
@@ -155,15 +153,13 @@ def test_a_mesh_that_is_factored_over_the_torus(factored):
 def test_terms_are_combined(kind, dtype, together):
     """Reductions without a collective (products, bits) are gathered first."""
     mesh = mp.mesh("a=2, b=2, c=2")
-    terms = (
-        np.random.default_rng(0)
-        .integers(0 if dtype == np.bool_ else 1, 2 if dtype == np.bool_ else 6, (4, 6))
-        .astype(dtype)
-    )
-    run = jax.shard_map(
-        lambda x: combined(x[0], ((),), [], ("a", "c"), kind, Grid(mesh.shape, {})), mesh=mesh,
-        in_specs=jax.P(("a", "c")), out_specs=jax.P(), check_vma=False,
-    )  # fmt: skip
+    lowest, end = (0, 2) if dtype == np.bool_ else (1, 6)
+    terms = np.random.default_rng(0).integers(lowest, end, (4, 6)).astype(dtype)
+
+    def local(x):
+        return combined(x[0], ((),), [], ("a", "c"), kind, Grid(mesh.shape, {}))
+
+    run = jax.shard_map(local, mesh=mesh, in_specs=jax.P(("a", "c")), out_specs=jax.P(), check_vma=False)
     found = jax.jit(run)(terms)
     assert found.dtype == dtype
     expected = functools.reduce(together, terms)
@@ -181,8 +177,5 @@ def test_a_slice_before_an_all_to_all():
         return z[1:2], z.reshape(2, 6, 4, 2), last, every
 
     layout = mp.Layout("f, d, a, b?: x", resolve="cost")
-    fn = mp.jit(
-        f, mesh=mp.mesh("x=2, y=2, idle=2"), layout=layout, dims={"x": "_ _ b", "y": "a f d"}, lowering="shard_map"
-    )
-    for found, expected in zip(fn(x, y), f(x, y), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    fn = mp.jit(f, mesh="x=2, y=2, idle=2", layout=layout, dims={"x": "_ _ b", "y": "a f d"}, lowering="shard_map")
+    assert_close(fn(x, y), f(x, y), 1e-5, 1e-5)

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from collectives_of import planned_and_compiled
 from jax import lax
+from same_results import assert_as_unsharded
 
 import meshpar as mp
 
 RNG = np.random.default_rng(1)
 MESHES = {"data=4, model=2": "seq: data", "data=2, model=2, idle=2": "seq: data+model"}
-LOWERINGS = ["shard_map", "jit"]
+OPTIONS = {"mesh": "data=4, model=2", "layout": "seq: data", "dims": {"x": "batch seq embed"}}
 
 
 normal = functools.partial(arrays.normal, RNG)
@@ -40,7 +41,7 @@ RUNNING = {
 }
 
 
-@pytest.mark.parametrize(("mesh", "lowering"), covering.each(MESHES, LOWERINGS))
+@pytest.mark.parametrize(("mesh", "lowering"), covering.each(MESHES, ["shard_map", "jit"]))
 def test_running_sums(mesh, lowering):
     """Several in one program, on a mesh with an idle axis too: XLA's partitioner is wrong about some of them."""
     x = normal(2, 8, 2)
@@ -48,11 +49,8 @@ def test_running_sums(mesh, lowering):
     def step(x):
         return {name: fn(x) for name, fn in RUNNING.items()}
 
-    run = mp.jit(step, mesh=mp.mesh(mesh), layout=MESHES[mesh], dims={"x": "batch seq embed"}, lowering=lowering)
-    want, got = jax.jit(step)(x), run(x)
-    for name in RUNNING:
-        for a, b in zip(jax.tree.leaves(got[name]), jax.tree.leaves(want[name]), strict=True):
-            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5, err_msg=name)
+    options = {"mesh": mesh, "layout": MESHES[mesh], "dims": {"x": "batch seq embed"}}
+    assert_as_unsharded(step, x, lowerings=[lowering], **options)
 
 
 def test_nan_and_infinities():
@@ -64,11 +62,7 @@ def test_nan_and_infinities():
         ops = lax.cumsum, lax.cumprod, lax.cummax, lax.cummin, lax.cumlogsumexp
         return [op(x, axis=1, reverse=reverse) for op in ops for reverse in (False, True)]
 
-    run = mp.jit(
-        step, mesh=mp.mesh("data=4, model=2"), layout="seq: data", dims={"x": "batch seq embed"}, lowering="shard_map"
-    )
-    for a, b in zip(run(x), jax.jit(step)(x), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    assert_as_unsharded(step, x, lowerings=["shard_map"], **OPTIONS)
 
 
 def test_an_associative_scan_of_the_users():
@@ -78,45 +72,25 @@ def test_an_associative_scan_of_the_users():
     def step(x):
         return lax.associative_scan(lambda a, b: a * 0.5 + b, x, axis=1)
 
-    for lowering in LOWERINGS:
-        run = mp.jit(
-            step, mesh=mp.mesh("data=4, model=2"), layout="seq: data", dims={"x": "batch seq embed"}, lowering=lowering
-        )
-        np.testing.assert_allclose(run(x), jax.jit(step)(x), rtol=1e-6)
-    plan = run.plan(x)
+    assert_as_unsharded(step, x, rtol=1e-6, atol=0, **OPTIONS)
+    plan = mp.plan(step, x, lowering="shard_map", **OPTIONS)
     gathers = [c for c in plan.collectives if c.op == "all-gather"]
     assert {c.cause for c in gathers} == {"slice needs all of `seq`, which `seq: data` splits"}
     row = 2 * 3 * 4
     assert [c.bytes for c in gathers] == [3 / 4 * 4 * row]
-    assert {(c.op, c.bytes) for c in plan.collectives if c not in gathers} == {
-        ("all-reduce", 2 * row * 3 / 4), ("collective-permute", row),
-    }  # fmt: skip
+    others = {(c.op, c.bytes) for c in plan.collectives if c not in gathers}
+    assert others == {("all-reduce", 2 * row * 3 / 4), ("collective-permute", row)}
     assert plan.bytes_sent <= 400
-
-
-def sent(fn, x):
-    plan, planned, compiled = planned_and_compiled(fn, x, layout="seq: data", dims={"x": "batch seq"})
-    assert planned == compiled
-    return plan, compiled
-
-
-GATHER = 6 * 4 * 3  # bytes that a device sends when the others get one float32[6] from it
 
 
 @pytest.mark.parametrize(
     ("fn", "expected"),
     [
-        (lambda x: lax.cumsum(x, 1), {("all-gather", GATHER): 1}),
-        (lambda x: lax.cumlogsumexp(x, 1, reverse=True), {("all-gather", GATHER): 1}),
+        (lambda x: lax.cumsum(x, 1), {("all-gather", 3 * 6 * 4): 1}),
+        (lambda x: lax.cumlogsumexp(x, 1, reverse=True), {("all-gather", 3 * 6 * 4): 1}),
+        (lambda x: x + jnp.cumsum(jnp.ones(32)), {}),  # which is computed unsharded
     ],
 )
-def test_sends_totals(fn, expected):
-    _, found = sent(fn, normal(6, 32))
-    assert found == expected
-
-
-def test_constants_are_computed_unsharded():
-    """Nothing is sent for the cumulative sum of ones."""
-    plan, found = sent(lambda x: x + jnp.cumsum(jnp.ones(32)), normal(6, 32))
-    assert not found
-    assert not plan.collectives
+def test_sends_one_total_of_each_row_and_shard(fn, expected):
+    _, planned, found = planned_and_compiled(fn, normal(6, 32), layout="seq: data", dims={"x": "batch seq"})
+    assert planned == found == expected

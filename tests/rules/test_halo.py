@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from collectives_of import planned_and_compiled
 from jax import lax
+from same_results import assert_as_unsharded, assert_close
 
 import meshpar as mp
 from meshpar._src.rules.halo import halo_exchange, scatter_windows
@@ -123,24 +124,17 @@ def test_values_and_gradients(family, mesh, lowering):
         return values_and_gradients(family, x)
 
     layout = MESHES[mesh].replace("; columns: model", "")
-    run = mp.jit(step, mesh=mp.mesh(mesh), layout=layout, dims={"x": "batch rows in"}, lowering=lowering)
-    want, got = jax.jit(step)(x), run(x)
-    for name in family:
-        for a, b in zip(got[name], want[name], strict=True):
-            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5, err_msg=name)
+    assert_as_unsharded(step, x, lowerings=[lowering], mesh=mesh, layout=layout, dims={"x": "batch rows in"})
 
 
 def test_axes_named_in_another_order_than_the_mesh():
     x = normal(2, 24, 2)
     step = functools.partial(values_and_gradients, {k: MOVES[k] for k in ("joined", "flipped", "padded", "shifted")})
-    mesh = mp.mesh("model=2, data=2, idle=2")
-    got = mp.jit(step, mesh=mesh, layout="rows: data+model", dims={"x": "batch rows in"}, lowering="shard_map")(x)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(x)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    options = {"mesh": "model=2, data=2, idle=2", "layout": "rows: data+model", "dims": {"x": "batch rows in"}}
+    assert_as_unsharded(step, x, lowerings=["shard_map"], **options)
 
 
-@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
-def test_both_dims_of_an_image(lowering):
+def test_both_dims_of_an_image():
     """The second exchange includes the halo of the first, and thus the corners."""
     image, w = normal(2, 8, 12, 2), normal(3, 5, 2, 4)
 
@@ -161,14 +155,12 @@ def test_both_dims_of_an_image(lowering):
 
     dims = {"image": "batch rows columns in", "w": "_ _ in out"}
     want = jax.jit(both)(image, w)
-    for mesh, layout in MESHES.items():
-        run = mp.jit(both, mesh=mp.mesh(mesh), layout=layout, dims=dims, lowering=lowering)
-        for a, b in zip(jax.tree.leaves(run(image, w)), jax.tree.leaves(want), strict=True):
-            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    for (mesh, layout), lowering in zip(MESHES.items(), ["shard_map", "jit"], strict=True):
+        run = mp.jit(both, mesh=mesh, layout=layout, dims=dims, lowering=lowering)
+        assert_close(run(image, w), want)
 
 
-@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
-def test_integers_and_booleans(lowering):
+def test_integers_and_booleans():
     """All elements are below (above) 0: a wrong fill value at the edge of the array or of a shard would be selected."""
     x = RNG.integers(-9, 9, (2, 24, 2)).astype(np.int8)
 
@@ -197,13 +189,8 @@ def test_integers_and_booleans(lowering):
             "shifted": lax.pad(above, np.int8(9), ((0, 0, 0), (3, -3, 0), (0, 0, 0))),
         }
 
-    run = mp.jit(
-        step, mesh=mp.mesh("data=4, model=2"), layout="rows: data", dims={"x": "batch rows in"}, lowering=lowering
-    )
-    got, want = run(x), jax.jit(step)(x)
-    for name in want:
-        assert got[name].dtype == want[name].dtype, name
-        np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+    options = {"mesh": "data=4, model=2", "layout": "rows: data", "dims": {"x": "batch rows in"}}
+    assert_as_unsharded(step, x, rtol=0, atol=0, **options)
 
 
 def sent(fn, x, layout="rows: data"):
@@ -223,6 +210,10 @@ BLOCK = 6 * ROW
         (conv(15)[0], {("collective-permute", ROW): 1, ("collective-permute", BLOCK): 2}),  # both ends at once
         (conv(29)[0], {("all-gather", 3 * BLOCK): 1}),  # halos would be as much
         (conv(1, 2)[0], {}),
+        (
+            conv(3)[1],
+            {("collective-permute", ROW): 2, ("all-reduce", 2 * 3 * 2 * 3 * 4 * 3 / 4): 1},
+        ),  # a kernel's gradient
         (conv(3, 1, ((1, 2),), lhs_dilation=(2,))[0], {("collective-permute", ROW): 1}),
         (POOLS["max"], {}),
         (POOLS["max, overlapping"], {("collective-permute", ROW): 1}),
@@ -247,13 +238,6 @@ def test_half_shards_are_sent_once_for_any_number_of_devices():
     assert planned == found == {("collective-permute", 2 * ROW): 4}
 
 
-def test_the_gradient_of_a_kernel_is_partial_over_the_shards():
-    _, kernel = conv(3)
-    _, planned, found = sent(kernel, normal(2, 24, 2))
-    assert found == {("collective-permute", ROW): 2, ("all-reduce", 2 * 3 * 2 * 3 * 4 * 3 / 4): 1}
-    assert planned == found
-
-
 def test_cost_counts_the_halos():
     """A split of the rows costs two halos, a split of the features nothing."""
     x, w = normal(2, 24, 8), normal(3, 8, 8)
@@ -263,9 +247,7 @@ def test_cost_counts_the_halos():
         return mp.named(y, "batch rows out")
 
     layout = mp.Layout("rows: data; in: data; out: data", resolve="cost")
-    plan = mp.plan(
-        step, x, w, mesh=mp.mesh("data=4, model=2"), layout=layout, dims={"x": "batch rows in", "w": "_ in out"}
-    )
+    plan = mp.plan(step, x, w, mesh="data=4, model=2", layout=layout, dims={"x": "batch rows in", "w": "_ in out"})
     moved = Counter(c.op for c in plan.collectives)
     assert moved["collective-permute"] == 2
 
@@ -278,15 +260,8 @@ def test_a_window_along_a_dim_that_only_the_op_splits():
         x = lax.reduce_window(x.reshape(12, 24, 3), -jnp.inf, lax.max, (1, 2, 1), (1, 1, 1), "SAME")
         return (x * weights).sum()
 
-    x = normal(12, 6, 4, 3)
-    run = mp.jit(
-        jax.grad(loss),
-        mesh=mp.mesh("rows=4, idle=2"),
-        layout="height?: rows",
-        dims={"x": "_ height _ _"},
-        lowering="jit",
-    )
-    np.testing.assert_allclose(run(x), jax.grad(loss)(x), rtol=1e-6)
+    options = {"mesh": "rows=4, idle=2", "layout": "height?: rows", "dims": {"x": "_ height _ _"}}
+    assert_as_unsharded(jax.grad(loss), normal(12, 6, 4, 3), lowerings=["jit"], rtol=1e-6, atol=0, **options)
 
 
 def test_the_gradient_of_pools_within_shards_sends_nothing():
@@ -298,13 +273,7 @@ def test_the_gradient_of_pools_within_shards_sends_nothing():
         def loss(x, window=window):
             return jnp.sum(lax.reduce_window(x, -jnp.inf, lax.max, window, window, "VALID") ** 2)
 
-        plan = mp.plan(
-            lambda x, loss=loss: jax.grad(loss)(x),
-            x,
-            mesh="data=4, model=2",
-            layout="rows: data",
-            dims={"x": "_ rows _"},
-        )
+        plan = mp.plan(jax.grad(loss), x, mesh="data=4, model=2", layout="rows: data", dims={"x": "_ rows _"})
         assert not [c for c in plan.collectives if c.shape]
 
 

@@ -56,31 +56,24 @@ def test_split_rows_of_a_ragged_matmul(name, layout):
 
 
 def test_rows_of_a_ragged_matmul_stay_split():
-    fn = mp.jit(
-        lambda x, w, sizes: lax.ragged_dot(x, w, sizes),
-        mesh="data=4, model=2",
-        layout="rows: data",
-        dims={"x": "rows inner", "w": "_ inner out", "sizes": "_"},
-    )
-    args = jnp.ones((16, 6)), jnp.ones((4, 6, 8)), jnp.array([1, 5, 0, 9])
-    assert not fn.plan(*args).collectives
-    gradient = mp.plan(
-        jax.grad(lambda w, x: jnp.sum(lax.ragged_dot(x, w, jnp.array([1, 5, 0, 9])) ** 2)),
-        args[1], args[0], mesh="data=4, model=2", layout="rows: data", dims={"w": "_ inner out", "x": "rows inner"},
-    )  # fmt: skip
+    def loss(w, x, sizes):
+        return jnp.sum(lax.ragged_dot(x, w, sizes) ** 2)
+
+    args = jnp.ones((4, 6, 8)), jnp.ones((16, 6)), jnp.array([1, 5, 0, 9])
+    dims = {"x": "rows inner", "w": "_ inner out", "sizes": "_"}
+    options = {"mesh": "data=4, model=2", "layout": "rows: data", "dims": dims}
+    assert not mp.plan(lambda w, x, sizes: lax.ragged_dot(x, w, sizes), *args, **options).collectives
+    gradient = mp.plan(jax.grad(loss), *args, **options)
     assert [(c.op, c.shape) for c in gradient.collectives] == [("all-reduce", (4, 6, 8))]
 
 
 def test_batched_group_sizes_need_replicated_rows():
-    x, w, sizes = jnp.ones((2, 16, 6)), jnp.ones((2, 4, 6, 8)), jnp.array([[1, 5, 0, 9], [4, 4, 4, 4]])
-
-    def fn(x, w, sizes):
-        return jax.vmap(lax.ragged_dot)(x, w, sizes)
-
+    args = jnp.ones((2, 16, 6)), jnp.ones((2, 4, 6, 8)), jnp.array([[1, 5, 0, 9], [4, 4, 4, 4]])
+    dims = {"x": "_ rows inner", "w": "_ _ inner out", "sizes": "_ _"}
     step = mp.jit(
-        fn,
+        lambda x, w, sizes: jax.vmap(lax.ragged_dot)(x, w, sizes),
         mesh="data=4, model=2",
         layout="rows: data",
-        dims={"x": "_ rows inner", "w": "_ _ inner out", "sizes": "_ _"},
+        dims=dims,
     )
-    np.testing.assert_allclose(step(x, w, sizes), fn(x, w, sizes), atol=1e-5)
+    np.testing.assert_allclose(step(*args), jax.vmap(lax.ragged_dot)(*args), atol=1e-5)

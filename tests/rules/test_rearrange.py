@@ -36,42 +36,43 @@ def test_runs_of_is_inverted_by_table_of(name):
         assert first < 0 or first // 4 == (first + step * (count - 1)) // 4
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_rearrange_is_numpy_indexing(name):
-    want, known = expected(TABLES[name])
-    weight = np.arange(1.0, len(known) + 1, dtype=np.float32) * known
+def test_rearrange_is_numpy_indexing():
+    """All tables in one program: the selection, its gradient, and the selection of each row."""
 
-    @jax.jit
-    def forms(x):
-        """The selection, its gradient, and the selection of each row."""
-        gradient = jax.grad(lambda x: jnp.sum(rearrange(x, 1, TABLES[name]) * weight))(x)
-        each = jax.vmap(lambda x: rearrange(x, 0, TABLES[name]), in_axes=1, out_axes=1)(x.T)
-        return rearrange(x, 1, TABLES[name]), gradient, each
+    def forms(x, table):
+        weight = np.arange(1.0, len(table) + 1, dtype=np.float32) * (np.asarray(table) != ANY)
+        gradient = jax.grad(lambda x: jnp.sum(rearrange(x, 1, table) * weight))(x)
+        each = jax.vmap(lambda x: rearrange(x, 0, table), in_axes=1, out_axes=1)(x.T)
+        return rearrange(x, 1, table), gradient, each
 
-    selected, found, each = forms(X)
-    assert np.array_equal(np.asarray(selected)[:, known], want[:, known])
-    back = np.zeros(X.shape)
-    for place, element in enumerate(TABLES[name]):
-        if element >= 0:
-            back[:, element] += weight[place]
-    assert np.array_equal(found, back)
-    assert np.array_equal(np.asarray(each)[known], want[:, known].T)
+    found = jax.jit(lambda x: {name: forms(x, table) for name, table in TABLES.items()})(X)
+    for name, (selected, gradient, each) in found.items():
+        want, known = expected(TABLES[name])
+        assert np.array_equal(np.asarray(selected)[:, known], want[:, known]), name
+        back = np.zeros(X.shape)
+        for place, element in enumerate(TABLES[name]):
+            if element >= 0:
+                back[:, element] += place + 1
+        assert np.array_equal(gradient, back), name
+        assert np.array_equal(np.asarray(each)[known], want[:, known].T), name
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_devices_exchange_missing_elements(name):
+def test_devices_exchange_missing_elements():
     """Every device computes its shard of the result from its own shard and the received arrays."""
-    eqn = jax.make_jaxpr(lambda x: rearrange(x, 1, TABLES[name]))(X).eqns[0]
-    want, known = expected(TABLES[name])
-    rule = primitive("rearrange").rule(eqn, [X.shape], [want.shape])
-    op = type("Op", (), {"eqn": eqn, "rule": rule, "name": "rearrange", "ins": []})()
 
     def local(x):
-        (out,) = primitive("rearrange").local(LocalOp(op, [(), ("d",), ("d",)], {"d": 4}), x)
-        return out
+        found = {}
+        for name, table in TABLES.items():
+            eqn = jax.make_jaxpr(lambda x, table=table: rearrange(x, 1, table))(X).eqns[0]
+            rule = primitive("rearrange").rule(eqn, [X.shape], [expected(table)[0].shape])
+            op = type("Op", (), {"eqn": eqn, "rule": rule, "name": "rearrange", "ins": []})()
+            (found[name],) = primitive("rearrange").local(LocalOp(op, [(), ("d",), ("d",)], {"d": 4}), x)
+        return found
 
     run = jax.shard_map(local, mesh=mp.mesh("d=4, e=2"), in_specs=P(None, "d"), out_specs=P(None, "d"), check_vma=False)
-    assert np.array_equal(np.asarray(jax.jit(run)(X))[:, known], want[:, known])
+    for name, x in jax.jit(run)(X).items():
+        want, known = expected(TABLES[name])
+        assert np.array_equal(np.asarray(x)[:, known], want[:, known]), name
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,19 @@
 import functools
 
 import arrays
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from collectives_of import planned_and_compiled
 from jax import lax
+from same_results import assert_as_unsharded
 
 import meshpar as mp
 
 RNG = np.random.default_rng(1)
 MESHES = {"data=4, model=2": "seq: data", "data=2, model=2, idle=2": "seq: data+model"}
-LOWERINGS = ["shard_map", "jit"]
 
 
 normal = functools.partial(arrays.normal, RNG)
@@ -42,38 +43,21 @@ def choices(x, bits):
     }
 
 
-@pytest.mark.parametrize("lowering", LOWERINGS)
-def test_top_k_and_argmax_equal_the_unsharded_run(lowering):
+@pytest.mark.parametrize(("mesh", "lowering"), covering.each(MESHES, ["shard_map", "jit"]))
+def test_top_k_and_argmax_equal_the_unsharded_run(mesh, lowering):
     x = normal(6, 32)
     x[1, 7], x[1, 20], x[2] = np.nan, np.nan, 1.0
     x[3, ::2], x[3, 1::2], x[4, 9] = 0.0, -0.0, -np.inf
     bits = RNG.integers(-128, 127, (6, 32)).astype(np.int8)
     dims = {"x": "batch seq", "bits": "batch seq"}
-    want = jax.jit(choices)(x, bits)
-    for mesh, layout in [list(MESHES.items())[LOWERINGS.index(lowering)]]:
-        got = mp.jit(choices, mesh=mp.mesh(mesh), layout=layout, dims=dims, lowering=lowering)(x, bits)
-        for name in want:
-            for a, b in zip(jax.tree.leaves(got[name]), jax.tree.leaves(want[name]), strict=True):
-                assert np.array_equal(a, b, equal_nan=a.dtype.kind == "f"), name
+    options = {"mesh": mesh, "layout": MESHES[mesh], "dims": dims}
+    assert_as_unsharded(choices, x, bits, lowerings=[lowering], rtol=0, atol=0, **options)
 
 
 def test_gradient_of_top_k():
-    x = normal(4, 32)
-
-    def step(x):
-        return jax.grad(lambda x: (lax.top_k(x, 5)[0] ** 2).sum())(x)
-
-    for lowering in LOWERINGS:
-        run = mp.jit(
-            step, mesh=mp.mesh("data=4, model=2"), layout="seq: data", dims={"x": "batch seq"}, lowering=lowering
-        )
-        np.testing.assert_allclose(run(x), step(x), rtol=1e-6)
-
-
-def sent(fn, x):
-    plan, planned, compiled = planned_and_compiled(fn, x, layout="seq: data", dims={"x": "batch seq"})
-    assert planned == compiled
-    return plan, compiled
+    step = jax.grad(lambda x: (lax.top_k(x, 5)[0] ** 2).sum())
+    options = {"mesh": "data=4, model=2", "layout": "seq: data", "dims": {"x": "batch seq"}}
+    assert_as_unsharded(step, normal(4, 32), rtol=1e-6, atol=0, **options)
 
 
 GATHER = 6 * 4 * 3  # bytes that a device sends when the others get one float32[6] from it, or four bytes a row
@@ -90,8 +74,8 @@ GATHER = 6 * 4 * 3  # bytes that a device sends when the others get one float32[
     ],
 )
 def test_sends_candidates(fn, expected):
-    _, found = sent(fn, normal(6, 32))
-    assert found == expected
+    _, planned, found = planned_and_compiled(fn, normal(6, 32), layout="seq: data", dims={"x": "batch seq"})
+    assert planned == found == expected
 
 
 @pytest.mark.parametrize(

@@ -234,9 +234,9 @@ def compile_parts(module: bytes, devices: Any, facts: dict[str, Any], options: d
     client = array[0].client
     with mlir.make_ir_context():
         parsed = ir.Module.parse(module)
+        every = {**facts["options"], **options}
         made = pxla.create_compile_options(
-            parsed, facts["tupled"], facts["free_inputs"], facts["free_outputs"], client, array,
-            {**facts["options"], **options},
-        )  # fmt: skip
+            parsed, facts["tupled"], facts["free_inputs"], facts["free_outputs"], client, array, every
+        )
         run = client.compile if is_compile_only(array[0]) else client.compile_and_load
         return run(parsed, executable_devices=xla_client.DeviceList(tuple(array)), compile_options=made)

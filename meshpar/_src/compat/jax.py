@@ -381,11 +381,14 @@ def _patch_constraints() -> None:
         result = _tracing.hooks[1](x, shardings)
         return plain(x, shardings, *args, **kwargs) if result is None else result
 
+    def logical(plain: Any, axes: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return _tracing.hooks[0](axes, x)
+
     patches: list[tuple[Any, str, str, Any]] = [
         (jax.lax, "with_sharding_constraint", "hooks", constraint),
-        (linen_spmd, "_with_sharding_constraint_one_fallback", "hooks", lambda _, axes, x, *a, **k: _tracing.hooks[0](axes, x)),
+        (linen_spmd, "_with_sharding_constraint_one_fallback", "hooks", logical),
         *((module, name, "untyped", ours) for module, name, ours in _UNTYPED),
-    ]  # fmt: skip
+    ]
     for module, name, mode, ours in patches:
         plain = getattr(module, name)
         hooked = _redirected(plain, ours, mode)

@@ -174,13 +174,7 @@ def reduced(x: Any, step: Reduce, grid: Grid, begun: int = 0) -> Any:
 
 
 def combined(
-    x: Any,
-    have: Spec,
-    scatters: Sequence[Any],
-    over: Sequence[str],
-    kind: str,
-    grid: Grid,
-    begun: int = 0,
+    x: Any, have: Spec, scatters: Sequence[Any], over: Sequence[str], kind: str, grid: Grid, begun: int = 0
 ) -> Any:
     """The reduced value of a partial shard.
 

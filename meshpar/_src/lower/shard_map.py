@@ -17,7 +17,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from ...errors import UnsupportedError
 from ..compat.jax import (
     abstract_array,
     at_line_of,
@@ -27,19 +26,19 @@ from ..compat.jax import (
     make_generated_jaxpr,
     may_be_differentiated,
     on_host,
-    source_line,
     used_inputs,
     with_weak_type,
     zeros,
 )
 from ..compat.quirks import opaque, with_rows
-from ..layout import AnyMesh, Spec, to_partition_spec
+from ..layout import AnyMesh, to_partition_spec
 from ..plan.plan import Plan
-from ..plan.spec import local_shape, replicated_spec, shard_count
+from ..plan.spec import local_shape, replicated_spec
 from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Reduce, Reshard, Run, Shard, Step
-from ..program.ir import Value
 from ..rules import check_local, refusal, run_elementwise, run_local
 from ..rules.halo import Exchanged, reusing
+from ..rules.local import unsupported
+from ..rules.registry import Refusal
 from ..rules.spmd import Grid, axis_index, fine_names, slice_to_spec
 from .collectives import follow, reduced
 from .constraints import constrain_local
@@ -66,8 +65,6 @@ def lower_to_shard_map(
     consts = list(program.closed.consts)
     arguments = body.inputs[len(consts) :]
     outputs = [s for s in body.outputs if s is not None]
-    for shard in (*arguments, *outputs):
-        check_blocks(shard.value, shard.spec, plan.sizes)
     grid = Grid(plan.sizes, plan.torus, isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu", bound)
     empty = [0 in s.value.shape for s in body.inputs]
 
@@ -119,19 +116,6 @@ def lower_to_shard_map(
             return jax.jvp(lambda *xs: unsharded(*every(xs)), primals, tangents)
 
     return lambda *xs: function(*itertools.compress(xs, used)), ins, outs
-
-
-def check_blocks(value: Value, spec: Spec, sizes: dict[str, int]) -> None:
-    """Raise an UnsupportedError for a dim that does not divide over the axes that shard it."""
-    for i, (n, axes) in enumerate(zip(value.shape, spec, strict=True)):
-        parts = shard_count(axes, sizes)
-        if n % parts:
-            raise UnsupportedError(
-                f"dim {i} of size {n} does not divide over {'+'.join(axes)} ({parts} parts)",
-                path=value.path,
-                shape=value.shape,
-                fixes=['use lowering="jit", which pads', f"or a size that is a multiple of {parts}"],
-            )
 
 
 class _Device:
@@ -310,20 +294,13 @@ def _foreign(step: Run, xs: Sequence[Any]) -> list[Any]:
     """
     op, cause = step.op, None
     refused = refusal(op, (), {})
-    if refused is not None:
-        why = refused.why
-    else:
+    if refused is None:
         try:
             return bind(op.eqn, xs, op.eqn.params)
         except Exception as e:
-            cause = e
-            why = f"has no factor rule, and cannot run on one device: {e}".splitlines()[0]
-    raise UnsupportedError(
-        f"{op.name} {why}",
-        shape=op.outs[0].shape if op.outs else None,
-        source=source_line(op.eqn),
-        fixes=['use lowering="jit"', "or write it without this op, and let the layout shard it"],
-    ) from cause
+            cause, refused = e, Refusal(f"has no factor rule, and cannot run on one device: {e}".splitlines()[0])
+    fixes = ("or write it without this op, and let the layout shard it",)
+    raise unsupported(op, refused._replace(fixes=fixes)) from cause
 
 
 def _strong(x: Any, aval: Any) -> Any:

@@ -82,16 +82,17 @@ class LookupDims:
         return [d for d in range(rank) if d not in self.window]
 
 
-def _fields(eqn: JaxprEqn) -> tuple[str, ...]:
+_OF_GATHER = (
+    "collapsed_slice_dims start_index_map operand_batching_dims start_indices_batching_dims offset_dims".split()
+)
+_OF_SCATTER = (
+    "inserted_window_dims scatter_dims_to_operand_dims operand_batching_dims scatter_indices_batching_dims update_window_dims"
+).split()
+
+
+def _fields(eqn: JaxprEqn) -> Sequence[str]:
     """The fields of the equation's dimension numbers, in the order of :class:`LookupDims`."""
-    if eqn.primitive.name == "gather":
-        return (
-            "collapsed_slice_dims", "start_index_map", "operand_batching_dims", "start_indices_batching_dims", "offset_dims",
-        )  # fmt: skip
-    return (
-        "inserted_window_dims", "scatter_dims_to_operand_dims", "operand_batching_dims", "scatter_indices_batching_dims",
-        "update_window_dims",
-    )  # fmt: skip
+    return _OF_GATHER if eqn.primitive.name == "gather" else _OF_SCATTER
 
 
 def _lookup_rule(
@@ -157,12 +158,10 @@ def _local_gather(op: LocalOp, operand: Any, indices: Any) -> list[Any]:
         columns[split[0]] = jnp.where(local.valid, columns[split[0]], operand.shape[split[0]])
         is_first = axis_index(tuple(a for d in split for a in op.axes_of(op.rule.ins[0][d]))) == 0
         own = (own & local.valid) | (~local.valid & is_first)
-    (out,) = op.run(
-        operand, jnp.stack([columns[d] for d in dims.indexed], -1),
-        dimension_numbers=local.dims.dimension_numbers(op.eqn),
-        slice_sizes=tuple(1 if d in split else n for d, n in enumerate(window)), indices_are_sorted=False,
-        unique_indices=False,
-    )  # fmt: skip
+    index = jnp.stack([columns[d] for d in dims.indexed], -1)
+    sizes = tuple(1 if d in split else n for d, n in enumerate(window))
+    changed = {"slice_sizes": sizes, "indices_are_sorted": False, "unique_indices": False}
+    (out,) = op.run(operand, index, dimension_numbers=local.dims.dimension_numbers(op.eqn), **changed)
     return [only_where(lax.broadcast_in_dim(own, out.shape, local.batch_dims), out)]
 
 
@@ -211,10 +210,9 @@ def _local_scatter(op: LocalOp, operand: Any, indices: Any, updates: Any) -> lis
     if one and not applied:  # the elements that are present are written
         mask = lax.broadcast_in_dim(write, updates.shape, local.batch_dims)
         updates = jnp.where(mask, updates, _updates_without_effect(op.name, operand, index, updates, local.dims))
-    (out,) = op.run(
-        operand, index, updates, dimension_numbers=local.dims.dimension_numbers(op.eqn), indices_are_sorted=False,
-        mode=lax.GatherScatterMode.CLIP if one else lax.GatherScatterMode.FILL_OR_DROP,
-    )  # fmt: skip
+    mode = lax.GatherScatterMode.CLIP if one else lax.GatherScatterMode.FILL_OR_DROP
+    numbers = local.dims.dimension_numbers(op.eqn)
+    (out,) = op.run(operand, index, updates, dimension_numbers=numbers, indices_are_sorted=False, mode=mode)
     return [jnp.where(write.reshape(()), out, operand) if one and applied else out]
 
 
@@ -252,11 +250,10 @@ _ADDS_A_WINDOW = replace(
     WRITES_INTO_ZEROS, operands=(2, 3), holds=_has_one_index
 )  # the gradient of jnp.take(x, i, axis)
 
+_WRITES: dict[str, Any] = {"family": "scatter", "pinned": True, "manual": _one_index_of_a_split_array}
 for _name in _SCATTER_KINDS:
-    register(
-        _name, rule=scatter, local=_local_scatter, pinned=True, manual=_one_index_of_a_split_array, family="scatter",
-        partial=(_ADDS_A_WINDOW,) if _name == "scatter-add" else (),
-    )  # fmt: skip
+    _laws = (_ADDS_A_WINDOW,) if _name == "scatter-add" else ()
+    register(_name, rule=scatter, local=_local_scatter, partial=_laws, **_WRITES)
 
 
 def _is_indexed(op: LocalOp, d: int) -> bool:
@@ -457,14 +454,8 @@ def _shifted(x: Any, d: int, shift: Any, size: int) -> Any:
 register(
     "dynamic_slice", family="dynamic_slice", rule=dynamic_slice, local=_local_dynamic_slice, fusible=True, manual=always
 )
-register(
-    "dynamic_update_slice",
-    rule=dynamic_update_slice,
-    local=_local_dynamic_update_slice,
-    pinned=True,
-    family="update",
-    partial=(WRITES_INTO_ZEROS,),
-)
+_UPDATE: dict[str, Any] = {"family": "update", "pinned": True, "partial": (WRITES_INTO_ZEROS,)}
+register("dynamic_update_slice", rule=dynamic_update_slice, local=_local_dynamic_update_slice, **_UPDATE)
 
 
 def add_row(eqn, ins, outs) -> OpRule:

@@ -11,30 +11,20 @@ from jax import lax
 
 from .local import LocalOp, on_shards
 from .registry import always, register
-from .rule import OpRule
+from .rule import OpRule, leading
 from .spmd import Grid, axis_index
 
 
 def _batched(eqn, ins, outs, core: int) -> OpRule:
     """The rule of an op on matrices (``core=2``) or vectors (1): leading dims pass through; the last ``core`` dims of the first
     operand (rows and columns; a diagonal, pivots), and the same of other arrays, need replication."""
-    r = OpRule()
-    rank = len(ins[0]) - core
-    lead = tuple((r.factor(n),) for n in ins[0][:rank])
-
-    def dims(shape):
-        if tuple(shape[:rank]) == tuple(ins[0][:rank]):
-            return lead + tuple((r.factor(n, "need_replication"),) for n in shape[rank:])
-        return r.factors(shape, "need_replication")
-
-    return r.maps([dims(s) for s in ins], [dims(s) for s in outs])
+    return leading(ins, outs, len(ins[0]) - core)
 
 
-register(
-    "cholesky", "eigh", "eig", "lu", "qr", "svd", "householder_product", "geqrf", "schur", "hessenberg",
-    "tridiagonal", "geqp3", "ormqr", "cholesky_update",
-    rule=partial(_batched, core=2), local=on_shards,
-)  # fmt: skip
+_OF_MATRICES = (
+    "cholesky eigh eig lu qr svd householder_product geqrf schur hessenberg tridiagonal geqp3 ormqr cholesky_update"
+)
+register(*_OF_MATRICES.split(), rule=partial(_batched, core=2), local=on_shards)
 register("tridiagonal_solve", "lu_pivots_to_permutation", rule=partial(_batched, core=1), local=on_shards)
 
 

@@ -56,7 +56,7 @@ def run_local(op: AnyOp, axes: Axes, xs: Sequence[Any], sizes: Sizes) -> list[An
     """One device's shards of an op's results, inside a ``shard_map``.
 
     Args:
-      op: an op that has a factor rule.
+      op: an op that has a factor rule, and that :func:`refusal` admits.
       axes: the axes over which every factor of the rule is split.
       xs: the shards of the operands.
       sizes: axis sizes; a :class:`~rules.spmd.Grid` for a factored mesh.
@@ -64,26 +64,26 @@ def run_local(op: AnyOp, axes: Axes, xs: Sequence[Any], sizes: Sizes) -> list[An
     Returns:
       The shards of the results, partial over the axes of factors that the rule reduces (:meth:`OpRule.partial_factors`).
 
-    Raises:
-      UnsupportedError: the primitive has no local form, and some factor is split.
     """
     form = primitive(op.name).local
-    if form is not None:
-        return form(LocalOp(op, axes, sizes), *xs)
-    check_local(op, axes, sizes)
-    return bind(op.eqn, xs, plain_params(op.eqn.params))
+    return bind(op.eqn, xs, plain_params(op.eqn.params)) if form is None else form(LocalOp(op, axes, sizes), *xs)
 
 
 def check_local(op: AnyOp, axes: Axes, sizes: Mapping[str, int]) -> None:
     """Raise an UnsupportedError for an op that cannot run on shards inside a ``shard_map`` around the program (:func:`refusal`)."""
     refused = refusal(op, axes, sizes)
     if refused is not None:
-        raise UnsupportedError(
-            f"{op.name} {refused.why}",
-            shape=op.outs[0].shape if op.outs else None,
-            source=source_line(op.eqn if refused.eqn is None else refused.eqn),
-            fixes=['use lowering="jit"', *refused.fixes],
-        )
+        raise unsupported(op, refused)
+
+
+def unsupported(op: AnyOp, refused: Refusal) -> UnsupportedError:
+    """The error for an op that cannot run on shards."""
+    return UnsupportedError(
+        f"{op.name} {refused.why}",
+        shape=op.outs[0].shape if op.outs else None,
+        source=source_line(op.eqn if refused.eqn is None else refused.eqn),
+        fixes=['use lowering="jit"', *refused.fixes],
+    )
 
 
 def refusal(op: AnyOp, axes: Axes, sizes: Mapping[str, int]) -> Refusal | None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
-from ..compat.jax import at_line_of, axes_of_spec, bind, literal_array
+from ..compat.jax import at_line_of, axes_of_spec, bind, equations, literal_array
 from .control_flow import run_bodies
 from .flops import shard_map_flops
 from .local import LocalOp, plain_params
@@ -128,7 +128,7 @@ def _step(eqn: JaxprEqn, xs: list[Any], sizes: Sizes) -> list[Any]:
 
 def _nests(op: SplitOp) -> Refusal | None:
     """Refuses a body with a nested ``shard_map``, or with a collective that :data:`_FORMS` lacks."""
-    for eqn in _walk(op.eqn.params["jaxpr"]):
+    for eqn in equations(op.eqn.params["jaxpr"]):
         name, p = eqn.primitive.name, eqn.params
         if name in _FORMS or name in _CASTS:
             continue
@@ -137,14 +137,6 @@ def _nests(op: SplitOp) -> Refusal | None:
                 f"has {name} in its body, which cannot run inside the shard_map that the lowering makes", eqn=eqn
             )
     return None
-
-
-def _walk(jaxpr: Jaxpr) -> Iterator[Any]:
-    """All equations of a jaxpr; the equations of nested bodies follow their loop, branch or call."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for body in bodies(eqn):
-            yield from _walk(body)
 
 
 _CASTS = ("pvary", "reshard")

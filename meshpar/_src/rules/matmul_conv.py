@@ -21,15 +21,19 @@ from .registry import SplitOp, always, register
 from .rule import NameLink, OpRule, exchange_kind, with_halo_sends
 
 
+def _numbers_of(eqn: JaxprEqn) -> tuple[Any, Any, Sequence[int]]:
+    """(contracted, batch) dims of both operands of a matmul, and the dims of the groups of a ragged one's right operand."""
+    ragged = eqn.params.get("ragged_dot_dimension_numbers")
+    if ragged is None:
+        return (*eqn.params["dimension_numbers"], ())
+    return (*ragged.dot_dimension_numbers, ragged.rhs_group_dimensions)
+
+
 def dot_general(eqn, ins, outs) -> OpRule:
-    """Batch and free dims pass through; the result is partial over contracted dims (k of ``[m, k] @ [k, n]``)."""
-    lhs, rhs = ins
-    return _matmul_rule(lhs, rhs, eqn.params["dimension_numbers"])
-
-
-def _matmul_rule(lhs: Sequence[int], rhs: Sequence[int], numbers: Any, groups: Sequence[int] = ()) -> OpRule:
-    """The rule of a matmul; ``groups`` are dims of the right operand that need replication, and are not in the result."""
-    (lc, rc), (lb, rb) = numbers
+    """Batch and free dims pass through; the result is partial over contracted dims (k of ``[m, k] @ [k, n]``). The dims of groups
+    of the right operand need replication, and are not in the result."""
+    lhs, rhs = ins[:2]
+    (lc, rc), (lb, rb), groups = _numbers_of(eqn)
     r = OpRule()
     left = {i: r.factor(lhs[i]) for i in lb}
     right = dict(zip(rb, left.values(), strict=True))
@@ -47,34 +51,21 @@ def _matmul_rule(lhs: Sequence[int], rhs: Sequence[int], numbers: Any, groups: S
     return r.maps(operands, [tuple((f,) for f in result)])
 
 
-def _batches_mixed(op: SplitOp) -> bool:
+def _is_mixed(op: SplitOp) -> bool:
     """Whether a batched matmul is reduce-scattered over one axis and all-reduced over another (quirk ``BATCHED_CONTRACTION``)."""
     return op.mixed and bool(op.eqn.params["dimension_numbers"][1][0])
 
 
-def _dot_dims(eqn: JaxprEqn, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:
-    return _matmul_dims(eqn.params["dimension_numbers"], lhs, rhs)
-
-
-def _matmul_dims(
-    numbers: Any, lhs: Sequence[int], rhs: Sequence[int], groups: Sequence[int] = ()
-) -> tuple[int, int, int, int]:
-    """(batch, rows, columns, contracted) sizes for dot dimension numbers; ``groups``: group dims of the right operand."""
-    (lc, rc), (lb, rb) = numbers
+def _matmul_dims(eqn: JaxprEqn, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:
+    """(batch, rows, columns, contracted) sizes of a matmul, or of each group's in a ragged one."""
+    (lc, rc), (lb, rb), groups = _numbers_of(eqn)
     m = math.prod(n for i, n in enumerate(lhs) if i not in lc and i not in lb)
     n = math.prod(n for i, n in enumerate(rhs) if i not in rc and i not in rb and i not in groups)
     return math.prod(lhs[i] for i in lb), m, n, math.prod(lhs[i] for i in lc)
 
 
-register(
-    "dot_general",
-    family="dot",
-    rule=dot_general,
-    local=on_shards,
-    manual=_batches_mixed,
-    partial=(CONTRACTS,),
-    matmul_dims=_dot_dims,
-)
+_DOT: dict[str, Any] = {"family": "dot", "matmul_dims": _matmul_dims, "partial": (CONTRACTS,)}
+register("dot_general", rule=dot_general, local=on_shards, manual=_is_mixed, **_DOT)
 
 
 def ragged_dot_general(eqn, ins, outs) -> OpRule:
@@ -85,7 +76,7 @@ def ragged_dot_general(eqn, ins, outs) -> OpRule:
     operand), the result is partial.
     """
     dn = eqn.params["ragged_dot_dimension_numbers"]
-    r = _matmul_rule(ins[0], ins[1], dn.dot_dimension_numbers, dn.rhs_group_dimensions)
+    r = dot_general(eqn, ins, outs)
     r.ins += [()] * (len(ins) - 2)
     _, (batch, _) = dn.dot_dimension_numbers
     if len(ins[2]) != 1 or {*dn.lhs_ragged_dimensions} & {*batch}:
@@ -96,7 +87,7 @@ def ragged_dot_general(eqn, ins, outs) -> OpRule:
     return r
 
 
-def _local_ragged_dot(op: LocalOp, lhs: Any, rhs: Any, sizes: Any, *rest: Any) -> list[Any]:
+def _local_ragged(op: LocalOp, lhs: Any, rhs: Any, sizes: Any, *rest: Any) -> list[Any]:
     """A ragged matmul of this device's rows: groups ``[3, 5]`` in 2 shards of 4 rows have sizes ``[3, 1]`` and ``[0, 4]`` there."""
     (rows,) = op.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
     factors, n = op.rule.ins[0][rows], lhs.shape[rows]
@@ -107,17 +98,8 @@ def _local_ragged_dot(op: LocalOp, lhs: Any, rhs: Any, sizes: Any, *rest: Any) -
     return op.run(lhs, rhs, sizes, *rest)
 
 
-def _ragged_dims(eqn: JaxprEqn, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
-    return _matmul_dims(numbers.dot_dimension_numbers, lhs, rhs, numbers.rhs_group_dimensions)
-
-
 register(
-    "ragged_dot_general",
-    family="ragged_dot",
-    rule=ragged_dot_general,
-    local=_local_ragged_dot,
-    matmul_dims=_ragged_dims,
+    "ragged_dot_general", family="ragged_dot", rule=ragged_dot_general, local=_local_ragged, matmul_dims=_matmul_dims
 )
 
 
@@ -231,14 +213,8 @@ def _conv_dims(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, i
     return 1, rows, rhs[numbers.rhs_spec[0]], window
 
 
-register(
-    "conv_general_dilated",
-    family="conv",
-    rule=conv_general_dilated,
-    local=_local_conv,
-    manual=always,
-    matmul_dims=_conv_dims,
-)
+_CONV: dict[str, Any] = {"family": "conv", "matmul_dims": _conv_dims, "manual": always}
+register("conv_general_dilated", rule=conv_general_dilated, local=_local_conv, **_CONV)
 
 
 def dot_of(eqn: JaxprEqn, side: int) -> Dot:

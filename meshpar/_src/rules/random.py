@@ -14,19 +14,14 @@ from jax.extend.random import threefry2x32_p
 from ..compat.jax import key_impl
 from .local import LocalOp, on_shards
 from .registry import register
-from .rule import OpRule, independent_of_data
+from .rule import OpRule, independent_of_data, leading
 
 
 def keys(eqn, ins, outs) -> OpRule:
     """The rule of an op on random keys: dims of arrays of seeds and keys pass through; a dim of the words of a key, or
     of the keys it is split into, does not."""
-    r = OpRule()
-    lead = r.factors(ins[0][: len(outs[0])])
-    lead = lead[: len(ins[0]) - (eqn.primitive.name == "random_wrap")]
-    return r.maps(
-        [lead + r.factors(ins[0][len(lead) :], "need_replication")],
-        [lead + r.factors(outs[0][len(lead) :], "need_replication")],
-    )
+    words = eqn.primitive.name == "random_wrap"
+    return leading(ins, outs, min(len(outs[0]), len(ins[0]) - words))
 
 
 register("random_seed", "random_split", rule=keys, local=on_shards, family="random")

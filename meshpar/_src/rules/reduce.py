@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn
 
 from ..compat.jax import bind
 from .local import LocalOp, on_shards
@@ -42,22 +41,16 @@ def identity(kind: Kind, dtype: Any) -> np.ndarray:
     return np.asarray(info.min if kind == "max" else info.max, dtype)
 
 
-def reduced_dims(ins, outs, axes, kind: Kind) -> OpRule:
+def reduced_dims(ins, axes, kind: Kind) -> OpRule:
     """A rule in which the reduced dims ``axes`` are factors of a kind, and the others pass through."""
     r = OpRule()
     dims = r.factors(ins[0], kind, axes)
-    r.ins = [dims]
-    if len(outs[0]) == len(ins[0]):  # keepdims
-        r.outs = [tuple((r.factor(1),) if i in axes else d for i, d in enumerate(dims))]
-    else:
-        r.outs = [tuple(d for i, d in enumerate(dims) if i not in axes)]
-    return r
+    return r.maps([dims], [tuple(d for i, d in enumerate(dims) if i not in axes)])
 
 
 def reduce(eqn, ins, outs) -> OpRule:
     """The result is partial over split dims that are reduced."""
-    kind = REDUCTION_KINDS[eqn.primitive.name]
-    return reduced_dims(ins, outs, eqn.params["axes"], kind)
+    return reduced_dims(ins, eqn.params["axes"], REDUCTION_KINDS[eqn.primitive.name])
 
 
 def _is_bitwise(op: SplitOp) -> bool:
@@ -71,20 +64,14 @@ def _over_ones(eqn: Any) -> bool:
 
 
 for _name, _kind in REDUCTION_KINDS.items():
-    _manual = _is_bitwise if _kind in ("and", "or") else None
     _law = along(_kind, when="smaller")
-    register(
-        _name, rule=reduce, local=on_shards, family="reduction", manual=_manual,
-        partial=(replace(_law, holds=_over_ones, when="always"), _law),
-    )  # fmt: skip
+    _laws = replace(_law, holds=_over_ones, when="always"), _law
+    _manual = _is_bitwise if _kind in ("and", "or") else None
+    register(_name, rule=reduce, local=on_shards, family="reduction", manual=_manual, partial=_laws)
 
 
-_POSITIONAL: dict[str, tuple[Kind, Callable[..., Any]]] = {
-    "psum": ("sum", lax.reduce_sum),
-    "pmax": ("max", lax.reduce_max),
-    "pmin": ("min", lax.reduce_min),
-}
-"""Reductions over the axis of a ``vmap``: kind, and function of dims.
+_POSITIONAL: dict[str, Kind] = {"psum": "sum", "pmax": "max", "pmin": "min"}
+"""The kinds of reductions over the axis of a ``vmap``.
 
 Their axes are integers, for dims of operands, if the ``vmap`` is part of the traced program, and names otherwise. Without axes they
 are identities.
@@ -99,37 +86,31 @@ def positional(eqn, ins, outs) -> OpRule:
         return same_dims(eqn, ins, outs)
     if eqn.params["axis_index_groups"] is not None:
         return no_rule(ins, outs)
-    kind, _ = _POSITIONAL[eqn.primitive.name]
     r = OpRule(strong=not axes, pairwise=True)
-    r.ins = [r.factors(shape, kind, axes) for shape in ins]
-    r.outs = [tuple(d for i, d in enumerate(dims) if i not in axes) for dims in r.ins]
-    return r
+    operands = [r.factors(shape, _POSITIONAL[eqn.primitive.name], axes) for shape in ins]
+    return r.maps(operands, [tuple(d for i, d in enumerate(dims) if i not in axes) for dims in operands])
 
 
 def _local_positional(op: LocalOp, *xs: Any) -> list[Any]:
     """Reduces this device's shards over dims, and over axes that an outer ``vmap`` names."""
-    _, combine = _POSITIONAL[op.name]
+    combine = getattr(lax, f"reduce_{_POSITIONAL[op.name]}")
     axes = tuple(a for a in op.params["axes"] if isinstance(a, int))
     names = tuple(a for a in op.params["axes"] if not isinstance(a, int))
     xs = tuple(combine(x, axes) if axes else x for x in xs)
     return bind(op.eqn, xs, {**op.params, "axes": names}) if names else list(xs)
 
 
-def _is_identity(eqn: JaxprEqn) -> bool:
-    return not eqn.params["axes"]
+_WITHOUT_AXES = replace(MOVES, holds=lambda eqn: not eqn.params["axes"])
 
-
-for _name, (_kind, _) in _POSITIONAL.items():
-    register(
-        _name, rule=positional, local=_local_positional, family="reduction",
-        partial=(replace(MOVES, holds=_is_identity), along(_kind, when="smaller")),
-    )  # fmt: skip
+for _name, _kind in _POSITIONAL.items():
+    _laws = _WITHOUT_AXES, along(_kind, when="smaller")
+    register(_name, rule=positional, local=_local_positional, family="reduction", partial=_laws)
 
 
 def reduce_general(eqn, ins, outs) -> OpRule:
     """The rule of ``reduce``: a reduction by the user's own computation; the reduced dims need replication."""
     n = len(ins) // 2
-    r = reduced_dims(ins[:1], outs[:1], eqn.params["dimensions"], "need_replication")
+    r = reduced_dims(ins[:1], eqn.params["dimensions"], "need_replication")
     return r.maps(r.ins * n + [()] * n, r.outs * n)
 
 
@@ -139,7 +120,7 @@ register("reduce", rule=reduce_general, local=on_shards)
 def reduce_xor(eqn, ins, outs) -> OpRule:
     """The rule of ``reduce_xor``: each device reduces its shard, and combines the all-gathered results: XLA has no
     all-reduce of xor."""
-    r = reduced_dims(ins, outs, eqn.params["axes"], exchange_kind(eqn))
+    r = reduced_dims(ins, eqn.params["axes"], exchange_kind(eqn))
     split, dtype = [r.ins[0][a][0] for a in eqn.params["axes"]], eqn.invars[0].aval.dtype
 
     def sends(shapes: Sequence[tuple[int, ...]], shard_counts: Sequence[int]) -> list[Send]:

@@ -131,30 +131,25 @@ RuleFn = Callable[[Any, list[tuple[int, ...]], list[tuple[int, ...]]], OpRule]
 """(equation, shapes of operands, shapes of results) → rule."""
 
 
-def einsum(ins: Sequence[str], outs: Sequence[str], in_shapes, out_shapes, kind: Kind = "sum", **kw: Any) -> OpRule:
-    """A rule from one letter per dim: ``einsum(["mk", "kn"], ["mn"], …)``; letters that no result has are factors of ``kind``."""
-    r = OpRule(**kw)
-    factors: dict[str, int] = {}
-    in_results = set("".join(outs))
+def leading(
+    in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]], rank: int, strong: bool = False
+) -> OpRule:
+    """A rule in which the first ``rank`` dims of the first operand, and of arrays that begin with the same sizes, pass through;
+    other dims need replication."""
+    r = OpRule(strong=strong)
+    sizes = tuple(in_shapes[0][:rank]) if in_shapes else ()
+    lead = r.factors(sizes)
 
-    def dims(letters: str, shape: Sequence[int]) -> tuple[Factors, ...]:
-        for c, n in zip(letters, shape, strict=True):
-            if c not in factors:
-                factors[c] = r.factor(n, "pass_through" if c in in_results else kind)
-        return tuple((factors[c],) for c in letters)
+    def dims(shape: Sequence[int]) -> tuple[Factors, ...]:
+        own = lead if tuple(shape[:rank]) == sizes else ()
+        return own + r.factors(shape[len(own) :], "need_replication")
 
-    return r.maps(
-        [dims(a, s) for a, s in zip(ins, in_shapes, strict=True)],
-        [dims(a, s) for a, s in zip(outs, out_shapes, strict=True)],
-    )
+    return r.maps([dims(s) for s in in_shapes], [dims(s) for s in out_shapes])
 
 
 def replicated(eqn: JaxprEqn | None, in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]]) -> OpRule:
     """The rule of an op without a better one: every dim of operands and results needs replication."""
-    r = OpRule()
-    return r.maps(
-        [r.factors(s, "need_replication") for s in in_shapes], [r.factors(s, "need_replication") for s in out_shapes]
-    )
+    return leading(in_shapes, out_shapes, 0)
 
 
 def no_rule(in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]]) -> OpRule:
@@ -179,8 +174,10 @@ def same_dims(eqn: JaxprEqn, in_shapes: Sequence[tuple[int, ...]], out_shapes: S
     r = OpRule(pairwise=True)
     r.ins = [r.factors(s) for s in in_shapes]
     for dims, a, b in zip(r.ins, in_shapes, out_shapes, strict=False):
-        r.outs.append(tuple(f if n == m else (r.factor(m),) for f, n, m in zip(dims, a, b, strict=True))
-                      if len(a) == len(b) else r.factors(b))  # fmt: skip
+        if len(a) == len(b):
+            r.outs.append(tuple(f if n == m else (r.factor(m),) for f, n, m in zip(dims, a, b, strict=True)))
+        else:
+            r.outs.append(r.factors(b))
     return r
 
 

@@ -19,7 +19,7 @@ from .local import LocalOp, on_shards
 from .owned import only_where
 from .partial import CONCATENATES, MOVES, PADS_WITH_ZEROS
 from .registry import register
-from .rule import Kind, NameLink, OpRule, einsum, exchange_kind, independent_of_data, indexed_kind, with_halo_sends
+from .rule import Kind, NameLink, OpRule, exchange_kind, independent_of_data, indexed_kind, leading, with_halo_sends
 from .spmd import Factors, Send, axis_index
 
 
@@ -41,15 +41,9 @@ def _local_shape(op: LocalOp, *xs: Any) -> list[Any]:
     return op.run(*xs, shape=op.out_shape)
 
 
-def _adds_ones(eqn: Any) -> bool:
-    """Whether a broadcast only adds dims of size 1."""
-    return eqn.invars[0].aval.size == eqn.outvars[0].aval.size
-
-
-register(
-    "broadcast_in_dim", rule=broadcast_in_dim, local=_local_shape, fusible=True, free=True, family="broadcast",
-    partial=(replace(MOVES, holds=_adds_ones),),
-)  # fmt: skip
+_ADDS_ONES = replace(MOVES, holds=lambda eqn: eqn.invars[0].aval.size == eqn.outvars[0].aval.size)
+_BROADCAST: dict[str, Any] = {"family": "broadcast", "partial": (_ADDS_ONES,), "fusible": True, "free": True}
+register("broadcast_in_dim", rule=broadcast_in_dim, local=_local_shape, **_BROADCAST)
 
 
 def transpose(eqn, ins, outs) -> OpRule:
@@ -77,23 +71,20 @@ def reshape(eqn, ins, outs) -> OpRule:
     order = reshape_order(eqn)
     a, b = [ins[0][d] for d in order], outs[0]
     r = OpRule(strong=True)
-    left: list[Factors] = [()] * len(a)
+    operand: list[Factors] = [()] * len(a)
     right: list[Factors] = [()] * len(b)
     for xs, ys in _aligned_dims(a, b):
         common = _common_factors([a[x] for x in xs], [b[y] for y in ys])
         if common is None:
             for x in xs:
-                left[x] = (r.factor(a[x], "need_replication"),)
+                operand[order[x]] = (r.factor(a[x], "need_replication"),)
             for y in ys:
                 right[y] = (r.factor(b[y], "need_replication"),)
             continue
         for size, x, y in common:
             f = r.factor(size)
-            left[xs[x]] += (f,)
+            operand[order[xs[x]]] += (f,)
             right[ys[y]] += (f,)
-    operand: list[Factors] = [()] * len(a)
-    for d, factors in zip(order, left, strict=True):
-        operand[d] = factors
     return r.maps([tuple(operand), *((),) * (len(ins) - 1)], [tuple(right)])
 
 
@@ -194,7 +185,10 @@ def _local_slice(op: LocalOp, x: Any) -> list[Any]:
     return [out if is_owner is None else only_where(is_owner, out)]
 
 
-register("slice", rule=slice_, local=_local_slice, fusible=True, pinned=True, family="slice")
+_MOVED: dict[str, Any] = {"fusible": True, "pinned": True}
+"""Traits of ops that select or move elements along a dim."""
+
+register("slice", rule=slice_, local=_local_slice, family="slice", **_MOVED)
 
 
 def _resizing_rule(operand, result, kind: Kind, elements: Sequence[range], moved: Sequence[bool] = ()) -> OpRule:
@@ -266,7 +260,7 @@ def _local_pad(op: LocalOp, x: Any, fill: Any) -> list[Any]:
     return op.run(x, fill, padding_config=tuple(config))
 
 
-register("pad", rule=pad, local=_local_pad, fusible=True, pinned=True, partial=(PADS_WITH_ZEROS,))
+register("pad", rule=pad, local=_local_pad, partial=(PADS_WITH_ZEROS,), **_MOVED)
 
 
 def concatenate(eqn, ins, outs) -> OpRule:
@@ -325,13 +319,7 @@ def _local_concatenate(op: LocalOp, *xs: Any) -> list[Any]:
 
 
 register(
-    "concatenate",
-    rule=concatenate,
-    local=_local_concatenate,
-    fusible=True,
-    pinned=True,
-    family="concatenate",
-    partial=(CONCATENATES,),
+    "concatenate", rule=concatenate, local=_local_concatenate, family="concatenate", partial=(CONCATENATES,), **_MOVED
 )
 
 
@@ -341,8 +329,8 @@ def split(eqn, ins, outs) -> OpRule:
     axis = eqn.params["axis"]
     r = OpRule()
     if len(outs) == 1:  # an identity, as in the inverse of `ravel_pytree` of a single array
-        r.ins = r.outs = [r.factors(ins[0])]
-        return r
+        dims = [r.factors(ins[0])]
+        return r.maps(dims, dims)
     operand, r.outs = _part_factors(r, eqn, ins[0], [shape[axis] for shape in outs], axis)
     (factor,) = operand[axis]
     r.ins = [operand]
@@ -374,7 +362,7 @@ def _local_split(op: LocalOp, x: Any) -> list[Any]:
     return [fetch_window(x, axis, axes, window.exchange) for window in windows]
 
 
-register("split", rule=split, local=_local_split, fusible=True, pinned=True, family="split")
+register("split", rule=split, local=_local_split, family="split", **_MOVED)
 
 
 def tile(eqn, ins, outs) -> OpRule:
@@ -421,10 +409,9 @@ register("unstack", rule=unstack, local=on_shards, fusible=True)
 def device_put(eqn, ins, outs) -> OpRule:
     """The rule of ``device_put``: all dims pass through. An equation with several operands is separated into one per
     operand (``per_operand``)."""
-    (shape,) = ins
     r = OpRule(strong=True)
-    r.ins = r.outs = [r.factors(shape)]
-    return r
+    dims = [r.factors(ins[0])]
+    return r.maps(dims, dims)
 
 
 def _local_device_put(op: LocalOp, x: Any) -> list[Any]:
@@ -456,7 +443,7 @@ def _local_rev(op: LocalOp, x: Any) -> list[Any]:
     return op.run(op.with_halo(0, x))
 
 
-register("rev", rule=rev, local=_local_rev, fusible=True, pinned=True)
+register("rev", rule=rev, local=_local_rev, **_MOVED)
 
 
 def _local_iota(op: LocalOp, *xs: Any) -> list[Any]:
@@ -476,17 +463,7 @@ register("empty", rule=independent_of_data, local=_local_shape, fusible=True)
 def bitcast_convert_type(eqn, ins, outs) -> OpRule:
     """The rule of ``bitcast_convert_type``: dims pass through; the minor dim that a change of width adds or removes
     (``float32[8] → uint8[8, 4]``) needs replication."""
-    rank = min(len(ins[0]), len(outs[0]))
-    letters = "abcdefghijklm"[:rank]
-    a = letters + "y" * (len(ins[0]) - rank)
-    b = letters + "z" * (len(outs[0]) - rank)
-    r = einsum([a], [b], ins, outs, strong=len(ins[0]) == len(outs[0]))
-    for extra in "yz":
-        if extra in a:
-            r.kinds[r.ins[0][-1][0]] = "need_replication"
-        if extra in b:
-            r.kinds[r.outs[0][-1][0]] = "need_replication"
-    return r
+    return leading(ins, outs, min(len(ins[0]), len(outs[0])), strong=len(ins[0]) == len(outs[0]))
 
 
 register("bitcast_convert_type", rule=bitcast_convert_type, local=on_shards, fusible=True)

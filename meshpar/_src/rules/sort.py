@@ -121,7 +121,7 @@ def arg_extremum(eqn, ins, outs) -> OpRule:
     """The rule of ``argmax`` and ``argmin``: each device finds the extremum of its shard; values and indices are
     all-gathered, and the first extremum is selected."""
     (axis,) = eqn.params["axes"]
-    r = reduced_dims(ins, outs, (axis,), exchange_kind(eqn))
+    r = reduced_dims(ins, (axis,), exchange_kind(eqn))
     index, why = np.dtype(eqn.params["index_dtype"]), "the extremum of every shard and its index"
     _gather_candidates(r, axis, 1, eqn.invars[0].aval.dtype, index, why)
     return r

@@ -59,10 +59,9 @@ def window(eqn, ins, outs) -> OpRule:
 
 def _pool_window(p, i: int, small: int, big: int, shards: int) -> ShardWindow:
     """The windows of an operand that devices read along dim i; ``small`` and ``big`` are the sizes of result and operand."""
-    return sliding_window(
-        big // shards, shards, small // shards, p["window_strides"][i], p["window_dimensions"][i], p["window_dilation"][i],
-        p["padding"][i][0], p["base_dilation"][i],
-    )  # fmt: skip
+    stride, taps, gap = (p[key][i] for key in ("window_strides", "window_dimensions", "window_dilation"))
+    low, dilation = p["padding"][i][0], p["base_dilation"][i]
+    return sliding_window(big // shards, shards, small // shards, stride, taps, gap, low, dilation)
 
 
 def _pool_gradient_window(p, i: int, small: int, big: int, operand: int, shards: int) -> ShardWindow:
